@@ -1,1 +1,34 @@
+//! What the operator and the workers agree on: types, and the pure arithmetic that both must do alike.
+//!
+//! ```text
+//! ModelConfig --params()--> Param table (logical names, shapes)          model
+//! Mesh --coord()/rank()--> who is where; --micro_batches()--> whose rows  mesh
+//! Layout { Mesh, Placement } --owned()--> which blocks of which tensor    layout
+//! micro-batch blocks --subtrees()--> the one reduction tree of a step     tree
+//! WorkerConfig (down), Up (up), Down (down)                               config, message
+//! CheckpointManifest                                                      checkpoint
+//! Memory of a rank                                                        memory
+//! ```
+//!
+//! No I/O, no clock, no async: a value in, a value out. Anything that two processes must
+//! compute alike lives here and nowhere else.
 
+pub mod mesh;
+pub mod tree;
+pub mod model;
+pub mod layout;
+pub mod config;
+pub mod message;
+pub mod checkpoint;
+
+pub mod report;
+
+pub use checkpoint::CheckpointManifest;
+pub use config::WorkerConfig;
+pub use layout::{Layout, Placement};
+pub use mesh::Mesh;
+pub use message::{Down, Up};
+pub use model::ModelConfig;
+
+/// Version of everything in this crate that crosses a process or reaches a disk.
+pub const PROTOCOL_VERSION: u32 = 1;

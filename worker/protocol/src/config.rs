@@ -1,0 +1,234 @@
+//! What a worker is told: one `WorkerConfig` an attempt, and nothing else.
+
+use crate::layout::Layout;
+use crate::model::ModelConfig;
+use serde::{Deserialize, Serialize};
+
+/// Everything a worker needs for one attempt.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct WorkerConfig {
+    pub job_uid: String,
+    pub job_name: String,
+    pub attempt: u32,
+    /// BLAKE3 of this attempt's shared part (`WorkerConfig::digest`).
+    pub digest: String,
+    /// The rank of this worker; none for a spare, which connects and waits.
+    pub rank: Option<u32>,
+    pub layout: Layout,
+    /// One entry a rank, ascending.
+    pub members: Vec<Member>,
+    pub resume: Resume,
+    pub model: ModelConfig,
+    pub training: TrainingConfig,
+    pub data: DataConfig,
+    pub checkpoint: CheckpointConfig,
+    pub recovery: RecoveryConfig,
+    /// Kernel threads of this worker; 0 lets it choose.
+    pub threads: u32,
+}
+
+impl WorkerConfig {
+    /// The digest of what all members share: this config without its rank and digest.
+    pub fn digest_of(&self, encode: impl Fn(&WorkerConfig) -> Vec<u8>) -> String {
+        let shared = WorkerConfig { rank: None, digest: String::new(), threads: 0, ..self.clone() };
+        blake3::hash(&encode(&shared)).to_hex().to_string()
+    }
+
+    pub fn mesh(&self) -> crate::Mesh {
+        self.layout.mesh
+    }
+
+    /// Micro-batches of a step.
+    pub fn micro_batches(&self) -> u32 {
+        self.training.global_batch_size / self.training.micro_batch_size
+    }
+}
+
+/// A ranked worker as its peers reach it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Member {
+    pub rank: u32,
+    /// Identity in its certificate: the pod's uid, locally the worker's.
+    pub worker: String,
+    pub node: String,
+    /// `address:port` of its listener.
+    pub address: String,
+}
+
+/// Where an attempt's first state comes from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Resume {
+    /// Initial weights, from the seed.
+    Fresh,
+    /// A committed checkpoint: the directory's name, `step-00000200`.
+    Checkpoint { step: u64, name: String },
+    /// Snapshots in the memory of members, cut under an earlier attempt's layout.
+    Memory { step: u64, attempt: u32, layout: Layout, sources: Vec<ShardSource> },
+}
+
+impl Resume {
+    /// Steps that are done in the resumed state.
+    pub fn step(&self) -> u64 {
+        match self {
+            Resume::Fresh => 0,
+            Resume::Checkpoint { step, .. } | Resume::Memory { step, .. } => *step,
+        }
+    }
+}
+
+/// `shard` (a rank of the earlier layout) is sent by `from` (a rank of the new one).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct ShardSource {
+    pub shard: u32,
+    pub from: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Precision {
+    Fp32,
+    Bf16,
+    Fp16,
+    /// The reference's own precision, for parity tests.
+    Fp64,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct TrainingConfig {
+    pub steps: u64,
+    /// Sequences a step.
+    pub global_batch_size: u32,
+    /// Sequences a micro-batch; divides the global batch.
+    pub micro_batch_size: u32,
+    /// Tokens a sequence.
+    pub sequence_length: u32,
+    pub precision: Precision,
+    pub adamw: AdamW,
+    pub schedule: Schedule,
+    /// Clip of the global gradient norm; 0 is off.
+    pub max_grad_norm: f64,
+    pub seed: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct AdamW {
+    pub learning_rate: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    /// Added outside the root.
+    pub epsilon: f64,
+    pub weight_decay: f64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Schedule {
+    Constant { warmup_steps: u64 },
+    Cosine { warmup_steps: u64, min_learning_rate: f64 },
+    Linear { warmup_steps: u64, min_learning_rate: f64 },
+}
+
+impl TrainingConfig {
+    /// Learning rate of step `step`, counted from 0: a linear warmup that reaches the full rate at
+    /// step `warmup_steps`, then the decay, which reaches its minimum at the last step.
+    ///
+    /// The cosine is our own polynomial, so that the bits are the same on every machine.
+    pub fn learning_rate(&self, step: u64) -> f64 {
+        let peak = self.adamw.learning_rate;
+        let (warmup, minimum) = match self.schedule {
+            Schedule::Constant { warmup_steps } => (warmup_steps, peak),
+            Schedule::Cosine { warmup_steps, min_learning_rate }
+            | Schedule::Linear { warmup_steps, min_learning_rate } => {
+                (warmup_steps, min_learning_rate)
+            }
+        };
+        if step < warmup {
+            return peak * (step + 1) as f64 / (warmup + 1) as f64;
+        }
+        let span = self.steps.saturating_sub(warmup).saturating_sub(1).max(1);
+        let done = ((step - warmup) as f64 / span as f64).min(1.0);
+        let share = match self.schedule {
+            Schedule::Constant { .. } => 1.0,
+            Schedule::Linear { .. } => 1.0 - done,
+            Schedule::Cosine { .. } => 0.5 * (1.0 + cos_pi(done)),
+        };
+        minimum + (peak - minimum) * share
+    }
+}
+
+/// `cos(pi * x)` for `0 <= x <= 1`, by a Taylor polynomial on `[-pi/2, pi/2]` of the sine.
+fn cos_pi(x: f64) -> f64 {
+    // cos(pi x) = sin(pi (1/2 - x)); the argument lies in [-pi/2, pi/2].
+    let angle = std::f64::consts::PI * (0.5 - x);
+    let square = angle * angle;
+    let mut term = angle;
+    let mut sum = angle;
+    for k in 1..13 {
+        term *= -square / f64::from((2 * k) * (2 * k + 1));
+        sum += term;
+    }
+    sum
+}
+
+/// Where tokens come from. Paths are already resolved against the working directory.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct DataConfig {
+    pub source: DataSource,
+    pub tokenizer: Tokenizer,
+    pub validation: ValidationConfig,
+    /// Directories that are never read: the run folder.
+    pub exclude: Vec<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum DataSource {
+    /// Globs of text files.
+    Text { root: String, paths: Vec<String>, exclude: Vec<String> },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Tokenizer {
+    Bytes,
+    Path(String),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct ValidationConfig {
+    /// Share of the files that is held out, by the hash of each file's path.
+    pub fraction: f64,
+    /// Measured after every so many steps and after the last; 0 is never.
+    pub every_steps: u64,
+    /// Sequences of one measurement at most.
+    pub max_sequences: u32,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct CheckpointConfig {
+    pub every_steps: u64,
+    pub keep: u32,
+    /// The directory that holds `step-*` and `attempts`; metrics and events lie beside it.
+    pub location: String,
+    /// Hash of the immutable part of the spec.
+    pub spec_hash: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct RecoveryConfig {
+    pub heartbeat_timeout_ms: u64,
+    /// 0: automatic, 20 times the median step and at least 60 s.
+    pub step_timeout_ms: u64,
+    pub orphan_timeout_ms: u64,
+    pub memory_every_steps: u64,
+}

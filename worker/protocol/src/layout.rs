@@ -1,0 +1,130 @@
+//! Who holds and who owns what: the placement of experts, and the division of every logical
+//! tensor among the ranks that hold it.
+//!
+//! A **holder** has the weight in its arena (all data-parallel ranks for a dense tensor, the
+//! ranks of its slots for an expert). Among the holders each block of 4,096 elements has one
+//! **owner**, which reduces its gradient, keeps its moments, updates it and writes it to the
+//! checkpoint. Ownership is a function of the layout alone, so nobody ever sends a table of it.
+
+use crate::mesh::{Mesh, split};
+use crate::model::{ModelConfig, Param, Role};
+use serde::{Deserialize, Serialize};
+use std::ops::Range;
+
+/// Elements of a block: the unit of ownership, of statistics and of checkpoint pieces.
+pub const BLOCK: u64 = 4096;
+
+/// Slots: which logical experts a rank holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Placement {
+    /// Each expert group holds every expert once, in contiguous runs over ep that differ by at
+    /// most one; the same in all layers and all groups.
+    Contiguous,
+    /// `[layer][rank] -> experts`, ascending; uneven and repeated allowed. One row per MoE layer.
+    Explicit(Vec<Vec<Vec<u32>>>),
+}
+
+/// A mesh and a placement: everything ownership depends on beside the model.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Layout {
+    pub mesh: Mesh,
+    pub placement: Placement,
+}
+
+impl Layout {
+    pub fn contiguous(mesh: Mesh) -> Layout {
+        Layout { mesh, placement: Placement::Contiguous }
+    }
+
+    /// Logical experts of `layer` that `rank` holds, ascending.
+    pub fn experts(&self, model: &ModelConfig, layer: u32, rank: u32) -> Vec<u32> {
+        match &self.placement {
+            Placement::Contiguous => {
+                let ep = self.mesh.coord(rank).ep;
+                split(model.experts.count, self.mesh.ep, ep).collect()
+            }
+            Placement::Explicit(slots) => {
+                let row = (0..layer).filter(|layer| model.is_moe_layer(*layer)).count();
+                slots[row][rank as usize].clone()
+            }
+        }
+    }
+
+    /// For a token of `rank`: the rank that computes each expert of `layer`, a member of the
+    /// expert group of `rank` that holds it (the lowest in ep order).
+    pub fn expert_ranks(&self, model: &ModelConfig, layer: u32, rank: u32) -> Vec<u32> {
+        let mut ranks = vec![u32::MAX; model.experts.count as usize];
+        for member in self.mesh.expert_group(rank) {
+            for expert in self.experts(model, layer, member) {
+                let at = &mut ranks[expert as usize];
+                *at = (*at).min(member);
+            }
+        }
+        ranks
+    }
+
+    /// Every expert of every MoE layer is held in every expert group.
+    pub fn covers(&self, model: &ModelConfig) -> bool {
+        let layers = (0..model.num_hidden_layers).filter(|layer| model.is_moe_layer(*layer));
+        layers.into_iter().all(|layer| {
+            (0..self.mesh.world())
+                .all(|rank| !self.expert_ranks(model, layer, rank).contains(&u32::MAX))
+        })
+    }
+
+    /// Ranks that hold `param`, ascending.
+    pub fn holders(&self, model: &ModelConfig, param: &Param) -> Vec<u32> {
+        let ranks = 0..self.mesh.world();
+        match param.role {
+            Role::Expert { layer, expert } => ranks
+                .filter(|rank| self.experts(model, layer, *rank).binary_search(&expert).is_ok())
+                .collect(),
+            _ => ranks.collect(),
+        }
+    }
+
+    /// The blocks of `param` that `rank` owns; `index` is its position in the table. Small
+    /// tensors rotate over the holders, so that no rank owns all of them.
+    pub fn owned(&self, model: &ModelConfig, index: usize, param: &Param, rank: u32) -> Range<u64> {
+        let holders = self.holders(model, param);
+        match holders.iter().position(|holder| *holder == rank) {
+            Some(position) => owned_of(param, index, holders.len(), position),
+            None => 0..0,
+        }
+    }
+
+    /// `(owner, blocks)` of `param` for each holder, ascending by holder.
+    pub fn owners(
+        &self,
+        model: &ModelConfig,
+        index: usize,
+        param: &Param,
+    ) -> Vec<(u32, Range<u64>)> {
+        let holders = self.holders(model, param);
+        let count = holders.len();
+        let blocks = |position| owned_of(param, index, count, position);
+        holders.into_iter().enumerate().map(|(position, rank)| (rank, blocks(position))).collect()
+    }
+
+    /// The rank that keeps the second copy of `rank`'s snapshot: the next one on another node.
+    pub fn buddy(&self, rank: u32, node_of_rank: &[u32]) -> Option<u32> {
+        let world = self.mesh.world();
+        (1..world)
+            .map(|step| (rank + step) % world)
+            .find(|other| node_of_rank[*other as usize] != node_of_rank[rank as usize])
+    }
+}
+
+fn owned_of(param: &Param, index: usize, holders: usize, position: usize) -> Range<u64> {
+    let blocks = param.numel().div_ceil(BLOCK) as u32;
+    let turn = (position + holders - index % holders) % holders;
+    let run = split(blocks, holders as u32, turn as u32);
+    u64::from(run.start)..u64::from(run.end)
+}
+
+/// The elements of a run of blocks of a tensor of `numel` elements.
+pub fn elements(blocks: &Range<u64>, numel: u64) -> Range<u64> {
+    (blocks.start * BLOCK).min(numel)..(blocks.end * BLOCK).min(numel)
+}

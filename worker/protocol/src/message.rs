@@ -1,0 +1,128 @@
+//! The control stream between the leader and each worker.
+//!
+//! A frame is a 4-byte little-endian length and that many bytes of JSON: `{"v":1,"term":..,
+//! "attempt":..,"body":{..}}`. The leader dials; the worker's listener answers. See
+//! docs/ARCHITECTURE.md, "The control stream".
+
+use crate::config::WorkerConfig;
+use crate::report::{Event, StepReport};
+use serde::{Deserialize, Serialize};
+
+/// A longer control frame is refused before it is read.
+pub const FRAME_BYTES_MAX: usize = 1 << 20;
+/// A worker's heartbeat, also the leader's.
+pub const HEARTBEAT_MS: u64 = 500;
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Frame<Body> {
+    pub v: u32,
+    /// Of the leader; workers obey the highest alone. A worker repeats the one it obeys.
+    pub term: u64,
+    /// The sender's attempt, 0 before the first.
+    pub attempt: u32,
+    pub body: Body,
+}
+
+/// From the leader to a worker.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Down {
+    /// A certificate for the key of `Hello`, valid for the attempt of this frame; PEM.
+    Leaf { certificate: String },
+    /// Join this attempt (its certificate comes before it).
+    Configure(Box<WorkerConfig>),
+    /// Abort the collectives of this attempt, keep the state, answer `Left`.
+    Leave { reason: String },
+    /// Set bits of the control word.
+    Request(Request),
+    Heartbeat,
+    /// End with exit code 0 once nothing is left to write.
+    Shutdown,
+}
+
+/// Bits that take effect at the end of the step that first reduced them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Request {
+    pub checkpoint_now: bool,
+    pub stop_after_this_step: bool,
+}
+
+/// From a worker to the leader.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Up {
+    Hello(Hello),
+    Heartbeat(Heartbeat),
+    Step(StepReport),
+    Event(Event),
+    /// This worker no longer takes part in the frame's attempt.
+    Left { reason: LeftReason, held: Vec<Held> },
+    /// The job's last step is done and its last checkpoint committed.
+    Completed { step: u64 },
+    /// Before the worker exits by itself.
+    Failed { exit_code: i32, message: String },
+}
+
+/// First frame of a connection: who this is and what it has.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Hello {
+    pub version: u32,
+    /// Pod uid, locally the worker's id.
+    pub worker: String,
+    /// Proof: a projected service-account token, locally the secret handed over at spawn.
+    pub token: String,
+    /// PEM of the certificate signing request.
+    pub signing_request: String,
+    pub attempt: u32,
+    pub digest: String,
+    pub rank: Option<u32>,
+    pub held: Vec<Held>,
+}
+
+/// A snapshot generation in a worker's memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Held {
+    /// Attempt under whose layout it was cut.
+    pub attempt: u32,
+    /// Steps done in it.
+    pub step: u64,
+    /// Ranks of that layout whose shards are here, ascending.
+    pub shards: Vec<u32>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum LeftReason {
+    /// As asked.
+    Asked,
+    /// A peer's stream closed or was refused.
+    PeerLost { rank: u32 },
+    /// The step reduced `stopAfterThisStep`; a snapshot of it is held.
+    Stopped { step: u64 },
+    Error { message: String },
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Heartbeat {
+    pub phase: Phase,
+    pub step: u64,
+    /// Number of the collective it is in, since the attempt began.
+    pub collective: u64,
+    pub held: Vec<Held>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Phase {
+    Idle,
+    Joining,
+    Loading,
+    Training,
+    Validating,
+    Stopping,
+}

@@ -1,0 +1,247 @@
+//! The model: its dimensions, and the table of its logical parameters.
+//!
+//! Everything that outlives a process (initial weights, random keys, checkpoint entries, export)
+//! goes by the logical names of this table, which are those of the Hugging Face models.
+
+use serde::{Deserialize, Serialize};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Activation {
+    /// `silu(gate) * up`, three matrices an expert.
+    Silu,
+    /// `gelu(gate) * up`, the tanh form.
+    Gelu,
+    /// `relu(gate) * up`.
+    Relu,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Scoring {
+    Softmax,
+    Sigmoid,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum AuxLossScope {
+    /// Per micro-batch and layer, mean over layers and micro-batches.
+    MicroBatch,
+    Sequence,
+    Global,
+    /// All layers concatenated, as the Hugging Face models compute it.
+    Hf,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum QkNorm {
+    None,
+    /// One norm over each head (Qwen3).
+    PerHead,
+    /// One norm over all heads together (OLMoE).
+    Full,
+}
+
+/// A model with every default resolved. Names follow the Hugging Face configs.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct ModelConfig {
+    pub vocab_size: u32,
+    pub hidden_size: u32,
+    pub num_hidden_layers: u32,
+    pub num_attention_heads: u32,
+    pub num_key_value_heads: u32,
+    pub head_dim: u32,
+    pub rms_norm_eps: f64,
+    pub rope_theta: f64,
+    pub tie_word_embeddings: bool,
+    pub qk_norm: QkNorm,
+    /// Clamp of q, k and v to ±this (OLMoE); 0 is off.
+    pub clip_qkv: f64,
+    pub attention_bias: bool,
+    /// Standard deviation of the initial weights.
+    pub initializer_range: f64,
+    /// Layers that have a dense feed-forward part in place of experts, ascending.
+    pub dense_layers: Vec<u32>,
+    pub dense_intermediate_size: u32,
+    pub experts: ExpertsConfig,
+    pub router: RouterConfig,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct ExpertsConfig {
+    pub count: u32,
+    pub per_token: u32,
+    pub intermediate_size: u32,
+    pub activation: Activation,
+    /// Shared experts: one dense feed-forward part of `shared * intermediate_size`.
+    pub shared: u32,
+    /// Committed routed rows over balanced rows.
+    pub routed_headroom: f64,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct RouterConfig {
+    pub aux_loss_coef: f64,
+    pub z_loss_coef: f64,
+    pub aux_loss_scope: AuxLossScope,
+    /// 0: dropless.
+    pub capacity_factor: f64,
+    pub scoring: Scoring,
+    /// The K weights of a token sum to one.
+    pub norm_topk_prob: bool,
+    /// A learnt correction that takes part in the choice alone (DeepSeek-V3).
+    pub bias: bool,
+    pub groups: u32,
+    pub topk_groups: u32,
+    pub scale: f64,
+    pub jitter: f64,
+    /// The router keeps its initial weights (to measure what routing is worth).
+    pub frozen: bool,
+}
+
+/// What a parameter is for; decides its initial value, its holders and its weight decay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// A matrix, initial values normal with `initializer_range`.
+    Matrix,
+    /// A norm's gain: ones.
+    Gain,
+    /// A bias: zeros.
+    Bias,
+    Router { layer: u32 },
+    /// A matrix of one expert; held by the ranks of its slots.
+    Expert { layer: u32, expert: u32 },
+}
+
+/// One logical tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Param {
+    pub name: String,
+    /// `[out, in]` for matrices.
+    pub shape: Vec<u32>,
+    pub role: Role,
+}
+
+impl Param {
+    pub fn numel(&self) -> u64 {
+        self.shape.iter().map(|dim| u64::from(*dim)).product()
+    }
+
+    /// AdamW decays tensors of two or more dims.
+    pub fn decays(&self) -> bool {
+        self.shape.len() >= 2
+    }
+}
+
+impl ModelConfig {
+    pub fn is_moe_layer(&self, layer: u32) -> bool {
+        self.dense_layers.binary_search(&layer).is_err()
+    }
+
+    /// Width of all query heads together.
+    pub fn q_size(&self) -> u32 {
+        self.num_attention_heads * self.head_dim
+    }
+
+    /// Width of all key (or value) heads together.
+    pub fn kv_size(&self) -> u32 {
+        self.num_key_value_heads * self.head_dim
+    }
+
+    /// Every logical tensor, in table order: the order of reductions, updates and checkpoints.
+    pub fn params(&self) -> Vec<Param> {
+        let d = self.hidden_size;
+        let mut table = Table::default();
+        table.add("model.embed_tokens.weight", &[self.vocab_size, d], Role::Matrix);
+        for layer in 0..self.num_hidden_layers {
+            self.attention_params(layer, &mut table);
+            self.feed_forward_params(layer, &mut table);
+        }
+        table.add("model.norm.weight", &[d], Role::Gain);
+        if !self.tie_word_embeddings {
+            table.add("lm_head.weight", &[self.vocab_size, d], Role::Matrix);
+        }
+        table.0
+    }
+
+    fn attention_params(&self, layer: u32, table: &mut Table) {
+        let (d, q, kv) = (self.hidden_size, self.q_size(), self.kv_size());
+        let at = format!("model.layers.{layer}");
+        table.add(&format!("{at}.input_layernorm.weight"), &[d], Role::Gain);
+        for (name, rows, columns) in
+            [("q_proj", q, d), ("k_proj", kv, d), ("v_proj", kv, d), ("o_proj", d, q)]
+        {
+            table.add(&format!("{at}.self_attn.{name}.weight"), &[rows, columns], Role::Matrix);
+            if self.attention_bias {
+                table.add(&format!("{at}.self_attn.{name}.bias"), &[rows], Role::Bias);
+            }
+        }
+        let norm = match self.qk_norm {
+            QkNorm::None => None,
+            QkNorm::PerHead => Some((self.head_dim, self.head_dim)),
+            QkNorm::Full => Some((q, kv)),
+        };
+        if let Some((q_norm, k_norm)) = norm {
+            table.add(&format!("{at}.self_attn.q_norm.weight"), &[q_norm], Role::Gain);
+            table.add(&format!("{at}.self_attn.k_norm.weight"), &[k_norm], Role::Gain);
+        }
+        table.add(&format!("{at}.post_attention_layernorm.weight"), &[d], Role::Gain);
+    }
+
+    fn feed_forward_params(&self, layer: u32, table: &mut Table) {
+        let at = format!("model.layers.{layer}.mlp");
+        if !self.is_moe_layer(layer) {
+            self.gated_params(&at, self.dense_intermediate_size, Role::Matrix, table);
+            return;
+        }
+        let experts = &self.experts;
+        table.add(
+            &format!("{at}.gate.weight"),
+            &[experts.count, self.hidden_size],
+            Role::Router { layer },
+        );
+        for expert in 0..experts.count {
+            let at = format!("{at}.experts.{expert}");
+            self.gated_params(&at, experts.intermediate_size, Role::Expert { layer, expert }, table);
+        }
+        if experts.shared > 0 {
+            let width = experts.shared * experts.intermediate_size;
+            self.gated_params(&format!("{at}.shared_experts"), width, Role::Matrix, table);
+        }
+    }
+
+    fn gated_params(&self, at: &str, width: u32, role: Role, table: &mut Table) {
+        let d = self.hidden_size;
+        table.add(&format!("{at}.gate_proj.weight"), &[width, d], role);
+        table.add(&format!("{at}.up_proj.weight"), &[width, d], role);
+        table.add(&format!("{at}.down_proj.weight"), &[d, width], role);
+    }
+
+    /// Parameters in all.
+    pub fn numel(&self) -> u64 {
+        self.params().iter().map(Param::numel).sum()
+    }
+
+    /// Parameters that take part in one token's forward pass.
+    pub fn active_numel(&self) -> u64 {
+        let share = |param: &Param| match param.role {
+            Role::Expert { expert, .. } if expert >= self.experts.per_token => 0,
+            _ => param.numel(),
+        };
+        self.params().iter().map(share).sum()
+    }
+}
+
+#[derive(Default)]
+struct Table(Vec<Param>);
+
+impl Table {
+    fn add(&mut self, name: &str, shape: &[u32], role: Role) {
+        self.0.push(Param { name: name.to_string(), shape: shape.to_vec(), role });
+    }
+}

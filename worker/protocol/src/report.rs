@@ -1,0 +1,75 @@
+//! Lines that people and tools read: `metrics.jsonl` and `events.jsonl`.
+
+use serde::{Deserialize, Serialize};
+
+/// One line of `metrics.jsonl`; a replayed step is a new line with a higher attempt.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct StepReport {
+    /// Steps done, so the first is 1.
+    pub step: u64,
+    /// Cross-entropy alone, nats a token.
+    pub loss: f64,
+    /// Unscaled, mean over layers and micro-batches.
+    pub aux_loss: f64,
+    /// Unscaled.
+    pub z_loss: f64,
+    /// Before clipping.
+    pub grad_norm: f64,
+    pub learning_rate: f64,
+    /// Seen since step 0.
+    pub tokens: u64,
+    pub tokens_per_second: f64,
+    pub world_size: u32,
+    pub attempt: u32,
+    /// Largest tokens_per_expert over the mean, worst layer.
+    pub expert_imbalance: f64,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub validation_loss: Option<f64>,
+    /// RFC 3339, UTC.
+    pub time: String,
+}
+
+/// One line of `events.jsonl`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Event {
+    /// RFC 3339, UTC.
+    pub time: String,
+    pub attempt: u32,
+    pub event: EventKind,
+    /// CamelCase, stable.
+    pub reason: String,
+    /// For a person.
+    #[serde(skip_serializing_if = "String::is_empty", default)]
+    pub message: String,
+    /// `rank`, `node`, `pid`, `mesh`, `step`, as the event has them.
+    #[serde(flatten)]
+    pub details: std::collections::BTreeMap<String, Detail>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Detail {
+    Number(u64),
+    Real(f64),
+    Text(String),
+    Mesh(crate::Mesh),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum EventKind {
+    WorkerStarted,
+    WorkerLost,
+    AttemptStarted,
+    Resumed,
+    CheckpointCommitted,
+    CheckpointRefused,
+    CheckpointRemoved,
+    Recovered,
+    StateSaved,
+    JobCompleted,
+    JobFailed,
+    JobSuspended,
+    Interrupted,
+}
