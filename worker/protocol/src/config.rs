@@ -217,8 +217,10 @@ pub struct ValidationConfig {
 pub struct CheckpointConfig {
     pub every_steps: u64,
     pub keep: u32,
-    /// The directory that holds `step-*` and `attempts`; metrics and events lie beside it.
+    /// The directory that holds `step-*` and `attempts`.
     pub location: String,
+    /// The directory of `metrics.jsonl` and `events.jsonl`.
+    pub records: String,
     /// Hash of the immutable part of the spec.
     pub spec_hash: String,
 }
