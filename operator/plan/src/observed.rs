@@ -1,0 +1,181 @@
+//! What the plan sees: one value, put together by whoever observes (processes or pods).
+
+use moejob_protocol::config::{Member, WorkerConfig};
+use moejob_protocol::layout::Layout;
+use moejob_protocol::message::{Held, LeftReason};
+
+/// Milliseconds on the leader's clock.
+pub type Millis = u64;
+
+/// Everything that a decision about one job depends on, beside the time.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Observed {
+    pub wanted: Wanted,
+    /// The attempt's configuration without attempt, digest, rank, layout, members and resume.
+    pub template: WorkerConfig,
+    /// In the order in which they are to be used.
+    pub nodes: Vec<Node>,
+    /// In order of birth.
+    pub workers: Vec<Worker>,
+    pub record: Record,
+    /// The newest usable checkpoint.
+    pub stored: Option<Stored>,
+    /// Somebody asked the whole job to end now (Ctrl-C, deletion).
+    pub interrupt: bool,
+}
+
+/// What the plan needs of a job's spec.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Wanted {
+    pub nodes_min: u32,
+    pub nodes_max: u32,
+    pub spares: u32,
+    /// Gang sizes that work (divisors, memory), ascending by nodes. Never empty for a valid job.
+    pub sizes: Vec<Size>,
+    pub restarts_max: u32,
+    pub restart_window: Millis,
+    pub growth_interval: Millis,
+    pub gang_timeout: Millis,
+    /// 0: 20 times the median step, at least 60 s.
+    pub step_timeout: Millis,
+    pub suspend: bool,
+}
+
+/// A gang of `nodes` nodes and how it is laid out.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Size {
+    pub nodes: u32,
+    pub layout: Layout,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Node {
+    pub name: String,
+    /// Ready, not cordoned, and free for this job.
+    pub usable: bool,
+    /// No new worker before this time: a worker has just failed there.
+    pub avoid_until: Millis,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Worker {
+    /// Unique, never reused.
+    pub name: String,
+    pub node: String,
+    /// `address:port` of its listener, once known.
+    pub address: Option<String>,
+    pub state: WorkerState,
+    /// Snapshots in its memory.
+    pub held: Vec<Held>,
+    /// Number of the collective it was last seen in.
+    pub collective: u64,
+    /// It has been told to stop (or killed); its end is near.
+    pub stopping: bool,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum WorkerState {
+    /// The process or pod exists; nothing has been heard of it.
+    Starting { since: Millis },
+    /// Connected, in no attempt: a newcomer or a spare.
+    Idle,
+    /// Configured for this attempt; `leaving` once it has been asked to leave.
+    Member { attempt: u32, rank: u32, leaving: bool },
+    /// Was a member of this attempt, is no longer, and is connected.
+    Left { attempt: u32, reason: LeftReason },
+    /// The last step is done and its checkpoint committed.
+    Completed { attempt: u32, step: u64 },
+    /// Nothing heard within the heartbeat timeout, or its stream closed while it may live on.
+    Silent,
+    /// Known to have ended.
+    Dead { exit_code: Option<i32>, message: String },
+}
+
+/// What survives the leader: it stands in the job's status.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Record {
+    pub outcome: Option<Outcome>,
+    /// The newest attempt; 0 before the first.
+    pub attempt: u32,
+    /// The attempt that is under way or ended last.
+    pub gang: Option<Gang>,
+    /// Layouts of earlier attempts whose snapshots may still be held, oldest first.
+    pub layouts: Vec<(u32, Layout)>,
+    /// When unplanned losses ended an attempt.
+    pub restarts: Vec<Millis>,
+    /// Newest step that any attempt has done, and when.
+    pub step: u64,
+    pub progressed_at: Millis,
+    /// Median duration of a step; 0 while unknown.
+    pub step_median: Millis,
+    /// Workers started so far: the next slot's number.
+    pub births: u32,
+}
+
+/// One incarnation of the gang.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Gang {
+    pub attempt: u32,
+    pub digest: String,
+    pub layout: Layout,
+    pub members: Vec<Member>,
+    pub resumed_at: u64,
+    pub started_at: Millis,
+    /// A step of this attempt is done.
+    pub stepped: bool,
+    /// What was requested of it, and when.
+    pub stop_requested: Option<(StopCause, Millis)>,
+    /// It is over: no member takes part any more.
+    pub ended: bool,
+}
+
+/// Why a gang was asked to stop at the end of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StopCause {
+    Growth,
+    Suspend,
+    Interrupt,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    Complete { step: u64 },
+    Failed { exit_code: i32, reason: &'static str, message: String },
+    Suspended,
+    Interrupted,
+}
+
+/// A committed checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stored {
+    pub step: u64,
+    pub name: String,
+}
+
+impl Worker {
+    pub fn is_dead(&self) -> bool {
+        matches!(self.state, WorkerState::Dead { .. })
+    }
+
+    /// Connected, not on its way out, and in no attempt: it can be given a rank.
+    pub fn is_available(&self) -> bool {
+        !self.stopping && matches!(self.state, WorkerState::Idle | WorkerState::Left { .. })
+    }
+}
+
+impl Observed {
+    pub fn worker(&self, name: &str) -> Option<&Worker> {
+        self.workers.iter().find(|worker| worker.name == name)
+    }
+
+    /// The gang that is under way.
+    pub fn gang(&self) -> Option<&Gang> {
+        self.record.gang.as_ref().filter(|gang| !gang.ended)
+    }
+
+    pub fn layout_of(&self, attempt: u32) -> Option<&Layout> {
+        let of_gang = self.record.gang.iter().map(|gang| (gang.attempt, &gang.layout));
+        let earlier = self.record.layouts.iter().map(|(attempt, layout)| (*attempt, layout));
+        of_gang.chain(earlier).find(|(of, _)| *of == attempt).map(|(_, layout)| layout)
+    }
+}
