@@ -1,1 +1,11 @@
+//! One process a node: the life of a worker, its streams, and the training step.
+//!
+//! ```text
+//! leader --Down--> listener -> control -> session (pure) --Effect--> run (shell)
+//!                                                                      | Comm, Control
+//!                                                                      v
+//!                                              trainer (device thread) -> step -> checkpoint
+//! ```
 
+pub mod trainer_api;
+pub mod comm;
