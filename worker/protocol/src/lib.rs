@@ -7,7 +7,7 @@
 //! micro-batch blocks --subtrees()--> the one reduction tree of a step     tree
 //! WorkerConfig (down), Up (up), Down (down)                               config, message
 //! CheckpointManifest                                                      checkpoint
-//! Memory of a rank                                                        memory
+//! model x layout --> contributions, flat memory, buffers, bytes  reduction, buffers, memory
 //! ```
 //!
 //! No I/O, no clock, no async: a value in, a value out. Anything that two processes must
@@ -17,6 +17,9 @@ pub mod mesh;
 pub mod tree;
 pub mod model;
 pub mod layout;
+pub mod reduction;
+pub mod memory;
+pub mod buffers;
 pub mod config;
 pub mod message;
 pub mod checkpoint;

@@ -1,0 +1,405 @@
+//! Every buffer of a rank's arena, in the order in which it is laid out.
+//!
+//! `Planner` decides what a buffer is: a range of the device's arena, or nothing but its size.
+
+use crate::memory::{Kind, Planner, Rows, Shape};
+use crate::model::{ModelConfig, QkNorm};
+
+/// All of a rank's device memory.
+#[derive(Clone, Debug)]
+pub struct Buffers<B> {
+    pub state: State<B>,
+    pub gradients: Gradients<B>,
+    pub batch: Batch<B>,
+    pub layers: Vec<Layer<B>>,
+    pub head: Head<B>,
+    pub scratch: Scratch<B>,
+}
+
+/// What outlives a step. Parameters lie as `Flats` says.
+#[derive(Clone, Debug)]
+pub struct State<B> {
+    pub dense: B,
+    pub experts: B,
+    /// Exponential moving averages of the owned runs.
+    pub moment1: B,
+    pub moment2: B,
+}
+
+/// Stacks of partial gradients: each entry is as large as what it is the gradient of.
+#[derive(Clone, Debug)]
+pub struct Gradients<B> {
+    pub dense: Vec<B>,
+    /// `[source][entry]`
+    pub experts: Vec<Vec<B>>,
+    /// What other holders send for owned runs.
+    pub inbox: B,
+    /// f64 sums of squares of the owned blocks.
+    pub square_sums: B,
+}
+
+/// One micro-batch.
+#[derive(Clone, Debug)]
+pub struct Batch<B> {
+    /// u32 [T] each
+    pub ids: B,
+    pub targets: B,
+    pub positions: B,
+}
+
+/// What a layer keeps from forward to backward.
+#[derive(Clone, Debug)]
+pub struct Layer<B> {
+    /// [T, D]: the residual stream as it enters.
+    pub input: B,
+    /// [T, D], [T]
+    pub norm1: B,
+    pub rstd1: B,
+    /// [T, N * H], [T, KV * H]: what attention sees.
+    pub q: B,
+    pub k: B,
+    pub v: B,
+    pub qk_norm: Option<QkNormBuffers<B>>,
+    /// [T, N * H + 2 * KV * H]: q, k and v before the clamp.
+    pub unclipped: Option<B>,
+    /// [T, N * H], [T, N]
+    pub attended: B,
+    pub lse: B,
+    /// [T, D]: the residual stream after attention.
+    pub mid: B,
+    /// [T, D], [T]
+    pub norm2: B,
+    pub rstd2: B,
+    pub moe: Option<Moe<B>>,
+    /// The dense part, or the shared experts.
+    pub dense: Option<Gated<B>>,
+}
+
+/// Queries and keys before their norm, and its statistics.
+#[derive(Clone, Debug)]
+pub struct QkNormBuffers<B> {
+    pub q: B,
+    pub k: B,
+    pub q_rstd: B,
+    pub k_rstd: B,
+}
+
+/// [T, F] each.
+#[derive(Clone, Debug)]
+pub struct Gated<B> {
+    pub gate: B,
+    pub up: B,
+    pub hidden: B,
+}
+
+#[derive(Clone, Debug)]
+pub struct Moe<B> {
+    /// [T, E], [T, E], [T]
+    pub logits: B,
+    pub probs: B,
+    pub lse: B,
+    /// u32 [T, K], [T, K]
+    pub ids: B,
+    pub weights: B,
+    /// u32 [E], f64 [E], f64 [2]
+    pub counts: B,
+    pub prob_sums: B,
+    pub losses: B,
+    /// u32 [E + 1], [T * K], [T, K]: where the own tokens' slots lie, by (rank, expert, token).
+    pub offsets: B,
+    pub rows: B,
+    pub pos: B,
+    /// The rows that this rank computes: u32 [G * S + 1], [R], and floats [R].
+    pub segments: B,
+    pub row_index: B,
+    pub row_weights: B,
+    /// [U, D]: with expert parallelism, else the tokens are `norm2`.
+    pub arrived: Option<B>,
+    /// [R, 2 F], [R, F]
+    pub h: B,
+    pub a: B,
+}
+
+/// The final norm, logits and losses.
+#[derive(Clone, Debug)]
+pub struct Head<B> {
+    /// [T, D]: the residual stream as it leaves.
+    pub input: B,
+    /// [T, D], [T]
+    pub norm: B,
+    pub rstd: B,
+    /// [T, V]
+    pub logits: B,
+    /// f64 [T], [1]
+    pub loss: B,
+    pub loss_sum: B,
+}
+
+/// Memory that every layer uses anew.
+#[derive(Clone, Debug)]
+pub struct Scratch<B> {
+    /// [T, D]: the gradient of the residual stream, and of a norm's output.
+    pub dx: B,
+    pub dnorm: B,
+    /// [T, N * H], [T, KV * H]
+    pub d_attended: B,
+    pub dq: B,
+    pub dk: B,
+    pub dv: B,
+    /// Before their norm.
+    pub dq_raw: Option<B>,
+    pub dk_raw: Option<B>,
+    pub moe: Option<MoeScratch<B>>,
+    pub dense: Option<Gated<B>>,
+}
+
+#[derive(Clone, Debug)]
+pub struct MoeScratch<B> {
+    /// u32 [E]: counts of `Place`, which `Route` already knows.
+    pub counts: B,
+    /// u32 [T, K]: experts by where they are computed; only for uneven placements.
+    pub ids: B,
+    /// [T, E], [T, K]
+    pub dlogits: B,
+    pub dweights: B,
+    /// [R, D]: outputs of the experts, and gradients of their inputs.
+    pub y: B,
+    /// [R]
+    pub ds: B,
+    /// [R, 2 F], [R, F]
+    pub dh: B,
+    pub a_scaled: B,
+    pub travel: Option<Travel<B>>,
+}
+
+/// Rows on their way between ranks of an expert group.
+#[derive(Clone, Debug)]
+pub struct Travel<B> {
+    /// u32, [, D]: own tokens in the order in which they leave.
+    pub index: B,
+    pub leaving: B,
+    /// [U, D]: gradients of arrived tokens.
+    pub dy: B,
+    /// [T * K, D], [T * K]: rows that came back.
+    pub returned: B,
+    pub ds: B,
+}
+
+impl<B: Copy> Buffers<B> {
+    pub fn plan<P>(model: &ModelConfig, shape: &Shape, planner: &mut P) -> Buffers<B>
+    where
+        P: Planner<Buffer = B>,
+    {
+        let state = State::plan(shape, planner);
+        let gradients = Gradients::plan(shape, planner);
+        planner.part("activations");
+        let mut plan = Plan { model, shape, planner };
+        let t = shape.tokens;
+        let batch = Batch {
+            ids: plan.words(t, 1),
+            targets: plan.words(t, 1),
+            positions: plan.words(t, 1),
+        };
+        let layers = (0..model.num_hidden_layers).map(|layer| plan.layer(layer)).collect();
+        let head = plan.head();
+        plan.planner.part("scratch");
+        let scratch = plan.scratch();
+        Buffers { state, gradients, batch, layers, head, scratch }
+    }
+}
+
+impl<B: Copy> State<B> {
+    fn plan(shape: &Shape, planner: &mut impl Planner<Buffer = B>) -> State<B> {
+        let flats = &shape.flats;
+        let mut float = |name, len| {
+            planner.part(name);
+            planner.alloc(Kind::Float, Rows::Fixed(len), 1)
+        };
+        State {
+            dense: float("weights", flats.dense.len),
+            experts: float("weights", flats.experts.len),
+            moment1: float("moments", flats.owned.len),
+            moment2: float("moments", flats.owned.len),
+        }
+    }
+}
+
+impl<B: Copy> Gradients<B> {
+    fn plan(shape: &Shape, planner: &mut impl Planner<Buffer = B>) -> Gradients<B> {
+        planner.part("gradients");
+        let flats = &shape.flats;
+        let mut float = |len| planner.alloc(Kind::Float, Rows::Fixed(len), 1);
+        let dense = (0..shape.dense_depth).map(|_| float(flats.dense.len)).collect();
+        let source = |depth: &usize| (0..*depth).map(|_| float(flats.experts.len)).collect();
+        let experts = shape.expert_depths.iter().map(source).collect();
+        let inbox = planner.alloc(Kind::Float, Rows::Fixed(shape.inbox), 1);
+        let square_sums = planner.alloc(Kind::F64, Rows::Fixed(shape.blocks), 1);
+        Gradients { dense, experts, inbox, square_sums }
+    }
+}
+
+struct Plan<'a, P> {
+    model: &'a ModelConfig,
+    shape: &'a Shape,
+    planner: &'a mut P,
+}
+
+impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
+    fn floats(&mut self, rows: u64, width: u64) -> B {
+        self.planner.alloc(Kind::Float, Rows::Fixed(rows), width)
+    }
+
+    fn words(&mut self, rows: u64, width: u64) -> B {
+        self.planner.alloc(Kind::U32, Rows::Fixed(rows), width)
+    }
+
+    fn doubles(&mut self, rows: u64) -> B {
+        self.planner.alloc(Kind::F64, Rows::Fixed(rows), 1)
+    }
+
+    fn routed(&mut self, width: u64) -> B {
+        self.planner.alloc(Kind::Float, Rows::Routed, width)
+    }
+
+    fn layer(&mut self, layer: u32) -> Layer<B> {
+        let (t, model) = (self.shape.tokens, self.model);
+        let d = u64::from(model.hidden_size);
+        let (q, kv) = (u64::from(model.q_size()), u64::from(model.kv_size()));
+        let moe = model.is_moe_layer(layer);
+        Layer {
+            input: self.floats(t, d),
+            norm1: self.floats(t, d),
+            rstd1: self.floats(t, 1),
+            q: self.floats(t, q),
+            k: self.floats(t, kv),
+            v: self.floats(t, kv),
+            qk_norm: (model.qk_norm != QkNorm::None).then(|| self.qk_norm()),
+            unclipped: (model.clip_qkv > 0.0).then(|| self.floats(t, q + 2 * kv)),
+            attended: self.floats(t, q),
+            lse: self.floats(t, model.num_attention_heads.into()),
+            mid: self.floats(t, d),
+            norm2: self.floats(t, d),
+            rstd2: self.floats(t, 1),
+            moe: moe.then(|| self.moe()),
+            dense: self.dense_width(layer).map(|width| self.gated(width)),
+        }
+    }
+
+    /// Hidden width of a layer's dense part or shared experts.
+    fn dense_width(&self, layer: u32) -> Option<u64> {
+        let experts = &self.model.experts;
+        let width = if self.model.is_moe_layer(layer) {
+            experts.shared * experts.intermediate_size
+        } else {
+            self.model.dense_intermediate_size
+        };
+        (width > 0).then_some(width.into())
+    }
+
+    fn qk_norm(&mut self) -> QkNormBuffers<B> {
+        let (t, model) = (self.shape.tokens, self.model);
+        let per_head = model.qk_norm == QkNorm::PerHead;
+        let norms = |heads: u32| if per_head { t * u64::from(heads) } else { t };
+        QkNormBuffers {
+            q: self.floats(t, model.q_size().into()),
+            k: self.floats(t, model.kv_size().into()),
+            q_rstd: self.floats(norms(model.num_attention_heads), 1),
+            k_rstd: self.floats(norms(model.num_key_value_heads), 1),
+        }
+    }
+
+    fn gated(&mut self, width: u64) -> Gated<B> {
+        let t = self.shape.tokens;
+        Gated {
+            gate: self.floats(t, width),
+            up: self.floats(t, width),
+            hidden: self.floats(t, width),
+        }
+    }
+
+    fn moe(&mut self) -> Moe<B> {
+        let (t, experts) = (self.shape.tokens, &self.model.experts);
+        let (e, k) = (u64::from(experts.count), u64::from(experts.per_token));
+        let f = u64::from(experts.intermediate_size);
+        let sources = self.shape.expert_parallel;
+        let d = u64::from(self.model.hidden_size);
+        Moe {
+            logits: self.floats(t, e),
+            probs: self.floats(t, e),
+            lse: self.floats(t, 1),
+            ids: self.words(t, k),
+            weights: self.floats(t, k),
+            counts: self.words(e, 1),
+            prob_sums: self.doubles(e),
+            losses: self.doubles(2),
+            offsets: self.words(e + 1, 1),
+            rows: self.words(t, k),
+            pos: self.words(t, k),
+            segments: self.words(e * sources + 1, 1),
+            row_index: self.planner.alloc(Kind::U32, Rows::Routed, 1),
+            row_weights: self.routed(1),
+            arrived: (sources > 1).then(|| self.planner.alloc(Kind::Float, Rows::Arrived, d)),
+            h: self.routed(2 * f),
+            a: self.routed(f),
+        }
+    }
+
+    fn head(&mut self) -> Head<B> {
+        let t = self.shape.tokens;
+        let d = u64::from(self.model.hidden_size);
+        Head {
+            input: self.floats(t, d),
+            norm: self.floats(t, d),
+            rstd: self.floats(t, 1),
+            logits: self.floats(t, self.model.vocab_size.into()),
+            loss: self.doubles(t),
+            loss_sum: self.doubles(1),
+        }
+    }
+
+    fn scratch(&mut self) -> Scratch<B> {
+        let (t, model) = (self.shape.tokens, self.model);
+        let d = u64::from(model.hidden_size);
+        let (q, kv) = (u64::from(model.q_size()), u64::from(model.kv_size()));
+        let raw = model.qk_norm != QkNorm::None;
+        let layers = 0..model.num_hidden_layers;
+        let moe = layers.clone().any(|layer| model.is_moe_layer(layer));
+        let dense = layers.filter_map(|layer| self.dense_width(layer)).max();
+        Scratch {
+            dx: self.floats(t, d),
+            dnorm: self.floats(t, d),
+            d_attended: self.floats(t, q),
+            dq: self.floats(t, q),
+            dk: self.floats(t, kv),
+            dv: self.floats(t, kv),
+            dq_raw: raw.then(|| self.floats(t, q)),
+            dk_raw: raw.then(|| self.floats(t, kv)),
+            moe: moe.then(|| self.moe_scratch()),
+            dense: dense.map(|width| self.gated(width)),
+        }
+    }
+
+    fn moe_scratch(&mut self) -> MoeScratch<B> {
+        let (t, experts) = (self.shape.tokens, &self.model.experts);
+        let (e, k) = (u64::from(experts.count), u64::from(experts.per_token));
+        let f = u64::from(experts.intermediate_size);
+        let d = u64::from(self.model.hidden_size);
+        MoeScratch {
+            counts: self.words(e, 1),
+            ids: self.words(t, k),
+            dlogits: self.floats(t, e),
+            dweights: self.floats(t, k),
+            y: self.routed(d),
+            ds: self.routed(1),
+            dh: self.routed(2 * f),
+            a_scaled: self.routed(f),
+            travel: (self.shape.expert_parallel > 1).then(|| Travel {
+                index: self.words(t, k),
+                leaving: self.floats(t * k, d),
+                dy: self.planner.alloc(Kind::Float, Rows::Arrived, d),
+                returned: self.floats(t * k, d),
+                ds: self.floats(t, k),
+            }),
+        }
+    }
+}

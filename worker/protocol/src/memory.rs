@@ -1,0 +1,281 @@
+//! The memory of a rank, as a function of model, layout and training.
+//!
+//! ```text
+//! Buffers::plan(planner) -> every buffer that a rank computes in, in order
+//!   planner = the device's   the worker's arena
+//!   planner = a counter      what `moejob plan` prints
+//! + host memory: snapshots, the checkpoint's copy, staging of exchanges
+//! ```
+//! Shapes: `T` tokens of a micro-batch, `D` model, `N` heads, `V` vocabulary, `E` experts, `K`
+//! top-k, `F` expert hidden, `R` routed rows, `U` distinct tokens that arrive.
+
+use crate::config::{Precision, RecoveryConfig, TrainingConfig};
+use crate::layout::{Layout, elements};
+use crate::model::ModelConfig;
+use crate::reduction::{Flats, contribution};
+use crate::tree::depth_max;
+
+/// The memory of one rank in bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankMemory {
+    /// Named parts with even routing; their sum is `balanced`.
+    pub parts: Vec<Part>,
+    /// Every expert gets the same number of tokens.
+    pub balanced: u64,
+    /// Routed rows are `routedHeadroom` times the balanced ones.
+    pub committed: u64,
+    /// Every token of the expert group chooses experts of this rank.
+    pub worst: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    pub name: &'static str,
+    pub bytes: u64,
+}
+
+/// What elements a buffer has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// The model's float: 4 bytes, 8 in parity tests.
+    Float,
+    U32,
+    F64,
+}
+
+impl Kind {
+    pub fn bytes(self, float_bytes: u64) -> u64 {
+        match self {
+            Kind::Float => float_bytes,
+            Kind::U32 => 4,
+            Kind::F64 => 8,
+        }
+    }
+}
+
+/// How many rows a buffer has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rows {
+    Fixed(u64),
+    /// A row per (token, expert) that this rank computes.
+    Routed,
+    /// A row per distinct token that arrives at this rank.
+    Arrived,
+}
+
+/// Lays out buffers: for a device, or to count them.
+pub trait Planner {
+    type Buffer: Copy;
+    /// Starts the part of memory that the next buffers belong to.
+    fn part(&mut self, name: &'static str);
+    fn alloc(&mut self, kind: Kind, rows: Rows, width: u64) -> Self::Buffer;
+}
+
+/// Rows that a rank computes at most, and with even routing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowCounts {
+    pub routed: u64,
+    pub arrived: u64,
+}
+
+/// The sizes that buffers are made of.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    /// Sequences of a micro-batch.
+    pub batch: u64,
+    /// `T`
+    pub tokens: u64,
+    /// Bytes of a float.
+    pub float_bytes: u64,
+    /// Micro-batches of a step.
+    pub micro_batches: u32,
+    /// Ranks of an expert group.
+    pub expert_parallel: u64,
+    pub flats: Flats,
+    /// Most stack entries of this rank's dense gradients.
+    pub dense_depth: usize,
+    /// The same for the expert gradients of each source, in ep order.
+    pub expert_depths: Vec<usize>,
+    /// Elements that peers send of the owned gradients.
+    pub inbox: u64,
+    /// Blocks of the largest owned run.
+    pub blocks_max: u64,
+    /// All owned blocks.
+    pub blocks: u64,
+    pub balanced: RowCounts,
+    pub worst: RowCounts,
+}
+
+impl Shape {
+    pub fn new(
+        model: &ModelConfig,
+        layout: &Layout,
+        rank: u32,
+        training: &TrainingConfig,
+    ) -> Shape {
+        let mesh = &layout.mesh;
+        let micro_batches = training.global_batch_size / training.micro_batch_size;
+        let depth = |rank| depth_max(mesh.micro_batches(rank, micro_batches));
+        let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
+        let group = mesh.expert_group(rank);
+        let (mut inbox, mut blocks, mut blocks_max) = (0, 0, 0);
+        for (index, param) in model.params().iter().enumerate() {
+            let owned = layout.owned(model, index, param, rank);
+            let run = elements(&owned, param.numel());
+            if run.is_empty() {
+                continue;
+            }
+            blocks += owned.end - owned.start;
+            blocks_max = blocks_max.max(owned.end - owned.start);
+            let others = layout.holders(model, param).into_iter().filter(|other| *other != rank);
+            let nodes: u64 = others
+                .map(|other| contribution(model, layout, param, other, micro_batches).len() as u64)
+                .sum();
+            inbox += nodes * (run.end - run.start).next_multiple_of(64);
+        }
+        let (balanced, worst) = row_counts(model, layout, rank, tokens);
+        Shape {
+            batch: training.micro_batch_size.into(),
+            tokens,
+            float_bytes: if training.precision == Precision::Fp64 { 8 } else { 4 },
+            micro_batches,
+            expert_parallel: group.len() as u64,
+            flats: Flats::new(model, layout, rank),
+            dense_depth: depth(rank),
+            expert_depths: group.iter().map(|source| depth(*source)).collect(),
+            inbox,
+            blocks_max,
+            blocks,
+            balanced,
+            worst,
+        }
+    }
+}
+
+/// Routed and arriving rows of one round, with even routing and at most.
+fn row_counts(
+    model: &ModelConfig,
+    layout: &Layout,
+    rank: u32,
+    tokens: u64,
+) -> (RowCounts, RowCounts) {
+    let top_k = u64::from(model.experts.per_token);
+    let experts = u64::from(model.experts.count).max(1);
+    let sources = u64::from(layout.mesh.ep);
+    let moe_layers = (0..model.num_hidden_layers).filter(|layer| model.is_moe_layer(*layer));
+    let held = moe_layers.map(|layer| layout.experts(model, layer, rank).len() as u64).max();
+    let held = held.unwrap_or(0);
+    let all = sources * tokens;
+    // A token misses this rank when all its K distinct experts lie elsewhere.
+    let missed: f64 = (0..top_k)
+        .map(|k| (experts - held).saturating_sub(k) as f64 / (experts - k.min(experts - 1)) as f64)
+        .product();
+    let balanced = RowCounts {
+        routed: (all * top_k * held).div_ceil(experts),
+        arrived: (all as f64 * (1.0 - missed)).ceil() as u64,
+    };
+    let worst = RowCounts { routed: all * top_k.min(held), arrived: if held > 0 { all } else { 0 } };
+    (balanced, worst)
+}
+
+/// Bytes of parameters that one exchange of gradients or weights moves; more take several.
+pub const EXCHANGE_BYTES_MAX: u64 = 16 << 20;
+/// Bytes that one direction of one peer's pipe may hold (`worker::comm`).
+const PIPE_BYTES: u64 = 512 << 10;
+/// The process itself: code that is paged in, thread stacks, packed operands, small tables.
+const PROCESS_BYTES: u64 = 8 << 20;
+
+/// The memory of `rank`, part by part.
+pub fn rank_memory(
+    model: &ModelConfig,
+    layout: &Layout,
+    rank: u32,
+    training: &TrainingConfig,
+    recovery: &RecoveryConfig,
+) -> RankMemory {
+    let shape = Shape::new(model, layout, rank, training);
+    let headroom = model.experts.routed_headroom.max(1.0);
+    let mut count = Count { shape: &shape, parts: Vec::new(), headroom, committed: 0, worst: 0 };
+    let _ = crate::buffers::Buffers::plan(model, &shape, &mut count);
+    count.host(model, layout, rank, recovery);
+    let Count { parts, committed, worst, .. } = count;
+    let balanced = parts.iter().map(|part| part.bytes).sum();
+    RankMemory { parts, balanced, committed: balanced + committed, worst: balanced + worst }
+}
+
+/// A planner that only counts.
+struct Count<'a> {
+    shape: &'a Shape,
+    parts: Vec<Part>,
+    headroom: f64,
+    /// Beyond the balanced bytes.
+    committed: u64,
+    worst: u64,
+}
+
+impl Count<'_> {
+    fn add(&mut self, name: &'static str, bytes: u64) {
+        match self.parts.iter_mut().find(|part| part.name == name) {
+            Some(part) => part.bytes += bytes,
+            None => self.parts.push(Part { name, bytes }),
+        }
+    }
+
+    /// What lies outside of the arena.
+    fn host(&mut self, model: &ModelConfig, layout: &Layout, rank: u32, recovery: &RecoveryConfig) {
+        let shape = self.shape;
+        let world = u64::from(layout.mesh.world());
+        let shard = shard_bytes(model, layout, rank, shape.float_bytes);
+        let buddy = (0..layout.mesh.world()).filter(|other| *other != rank);
+        let buddy = buddy.map(|other| shard_bytes(model, layout, other, shape.float_bytes)).max();
+        let generations = if recovery.memory_every_steps > 0 { 2 } else { 1 };
+        self.add("snapshots", generations * (shard + buddy.unwrap_or(0)));
+        self.add("checkpoint", shard);
+        let float = shape.float_bytes;
+        let weights = (shape.flats.dense.len + shape.flats.experts.len) * float;
+        let exchange = weights.min(EXCHANGE_BYTES_MAX) * 2;
+        let rows = (shape.balanced.arrived + shape.balanced.routed)
+            * u64::from(model.hidden_size)
+            * float;
+        let staging = if world > 1 { exchange.max(rows) } else { 0 };
+        self.add("exchange", staging + (world - 1) * 2 * PIPE_BYTES);
+        self.add("process", PROCESS_BYTES);
+    }
+}
+
+impl Planner for Count<'_> {
+    type Buffer = ();
+
+    fn part(&mut self, name: &'static str) {
+        self.add(name, 0);
+        // The part that was named last is the one that is filled.
+        let at = self.parts.iter().position(|part| part.name == name);
+        let last = self.parts.len() - 1;
+        self.parts.swap(at.unwrap_or(last), last);
+    }
+
+    fn alloc(&mut self, kind: Kind, rows: Rows, width: u64) {
+        let bytes = |rows: u64| (rows * width * kind.bytes(self.shape.float_bytes)) as f64;
+        let (balanced, worst) = match rows {
+            Rows::Fixed(rows) => (rows, rows),
+            Rows::Routed => (self.shape.balanced.routed, self.shape.worst.routed),
+            Rows::Arrived => (self.shape.balanced.arrived, self.shape.worst.arrived),
+        };
+        let even = bytes(balanced);
+        let worst = bytes(worst.max(balanced));
+        let headroom = if matches!(rows, Rows::Fixed(_)) { 1.0 } else { self.headroom };
+        self.worst += (worst - even) as u64;
+        self.committed += ((even * headroom).min(worst) - even) as u64;
+        let last = self.parts.last_mut().expect("`part` comes before `alloc`");
+        last.bytes += even as u64;
+    }
+}
+
+/// Bytes of the shard of `rank`: weight and two moments of each owned run.
+pub fn shard_bytes(model: &ModelConfig, layout: &Layout, rank: u32, float_bytes: u64) -> u64 {
+    let runs = model.params().into_iter().enumerate().map(|(index, param)| {
+        let run = elements(&layout.owned(model, index, &param, rank), param.numel());
+        run.end - run.start
+    });
+    runs.sum::<u64>() * 3 * float_bytes
+}
