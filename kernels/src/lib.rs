@@ -1,1 +1,51 @@
+//! The ops of a mixture-of-experts transformer, forward and backward, on one device.
+//!
+//! ```text
+//! ArenaPlan -> Buffer (kind, offset, length)      planned once, before anything is computed
+//! Device::cpu(threads, arena bytes)               one match per op
+//! device.op(&Op { sizes, buffers })               enqueues; the host reads results once a step
+//! ```
+//! Each op is a struct whose named fields are its sizes and its buffers. Its documentation is the
+//! contract that every device honours: the equation, the shapes, the order of every sum. The CPU
+//! is the reference; its results are the same bits on every x86-64 machine, whatever the threads.
+//! Letters: `T` tokens, `D` model dim, `N` query heads, `KV` key and value heads, `H` head dim,
+//! `V` vocabulary, `E` experts, `K` top-k, `G` local experts, `S` sources, `F` expert hidden,
+//! `R` routed rows. Matrices are row-major. Floats are F32 or F64, the same for all float buffers
+//! of one call unless said otherwise.
 
+mod buffer;
+mod device;
+
+pub mod philox;
+
+mod embed;
+mod norm;
+mod matmul;
+mod rope;
+mod attention;
+mod route;
+mod place;
+mod experts;
+mod elementwise;
+mod loss;
+mod optimizer;
+
+mod cpu;
+
+pub use attention::{Attention, AttentionBackward};
+pub use buffer::{ArenaPlan, Buffer, DType, Element};
+pub use cpu::{CpuDevice, Float, Isa};
+pub use device::{Device, KernelError};
+pub use elementwise::{Add, Fill, InitNormal, Scale, SiluMul, SiluMulBackward};
+pub use embed::{Embed, EmbedBackward};
+pub use experts::{
+    Activation, ExpertsDgrad, ExpertsDown, ExpertsDownBackward, ExpertsDownWgrad, ExpertsUp,
+    ExpertsUpWgrad,
+};
+pub use loss::{CrossEntropy, IGNORE, SumF64};
+pub use matmul::{AddBias, BiasBackward, Layout, Matmul};
+pub use norm::{RmsNorm, RmsNormBackward};
+pub use optimizer::{AdamW, BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};
+pub use place::{Combine, GatherRows, Place, ScatterRows, ScatterSum};
+pub use rope::Rope;
+pub use route::{Route, RouteBackward, RouteGroups, Scoring};

@@ -1,0 +1,80 @@
+//! Causal grouped-query attention, with softmax statistics kept instead of probabilities (Dao et
+//! al. 2022).
+
+use crate::buffer::Buffer;
+use crate::device::{Device, on_float};
+
+/// Per sequence, head n (which shares key and value head n / (N / KV)) and query i:
+/// s[j] = scale * <q[i], k[j]> for starts[i] <= j <= i; lse = ln sum_j e^s[j];
+/// o[i] = sum_j e^s[j] v[j] / sum_j e^s[j], j ascending as in a product.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention {
+    /// Sequences; T = batch * seq.
+    pub batch: usize,
+    pub seq: usize,
+    /// N, a multiple of `kv_heads`
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub scale: f64,
+    /// [T, N * H]
+    pub q: Buffer,
+    /// [T, KV * H]
+    pub k: Buffer,
+    /// [T, KV * H]
+    pub v: Buffer,
+    /// u32 [T]: the first position in its sequence that a token attends to, at most its own; None:
+    /// 0. Keeps documents in one sequence apart.
+    pub starts: Option<Buffer>,
+    /// Output [T, N * H]
+    pub o: Buffer,
+    /// Output [T, N], kept for backward
+    pub lse: Buffer,
+}
+
+/// With p[i, j] = e^(s[i, j] - lse[i]), delta[i] = <do[i], o[i]>:
+/// ds[i, j] = p[i, j] * (<do[i], v[j]> - delta[i]) * scale;
+/// dq[i] = sum_j ds[i, j] k[j]; dk[j] = sum ds[i, j] q[i]; dv[j] = sum p[i, j] do[i].
+/// The last two sum over query blocks of 64 ascending, the heads that share a key within each.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionBackward {
+    pub batch: usize,
+    pub seq: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub scale: f64,
+    /// [T, N * H]
+    pub q: Buffer,
+    /// [T, KV * H]
+    pub k: Buffer,
+    /// [T, KV * H]
+    pub v: Buffer,
+    pub starts: Option<Buffer>,
+    /// [T, N * H]
+    pub o: Buffer,
+    /// [T, N]
+    pub lse: Buffer,
+    /// [T, N * H]
+    pub d_o: Buffer,
+    /// Output [T, N * H]
+    pub dq: Buffer,
+    /// Output [T, KV * H]
+    pub dk: Buffer,
+    /// Output [T, KV * H]
+    pub dv: Buffer,
+}
+
+impl Device {
+    pub fn attention(&mut self, op: &Attention) {
+        match self {
+            Device::Cpu(cpu) => on_float!(op.o.dtype(), T => cpu.attention::<T>(op)),
+        }
+    }
+
+    pub fn attention_backward(&mut self, op: &AttentionBackward) {
+        match self {
+            Device::Cpu(cpu) => on_float!(op.o.dtype(), T => cpu.attention_backward::<T>(op)),
+        }
+    }
+}

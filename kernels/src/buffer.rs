@@ -1,0 +1,146 @@
+//! Typed ranges of one planned arena: no tensor type, no ownership, no shape.
+
+/// The kind of the elements of a [`Buffer`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DType {
+    F32,
+    F64,
+    Bf16,
+    F16,
+    U32,
+    U8,
+}
+
+impl DType {
+    /// Bytes of one element.
+    pub const fn size(self) -> usize {
+        match self {
+            DType::F64 => 8,
+            DType::F32 | DType::U32 => 4,
+            DType::Bf16 | DType::F16 => 2,
+            DType::U8 => 1,
+        }
+    }
+}
+
+/// A type whose every bit pattern is a value, and which a [`Buffer`] of `DTYPE` holds.
+///
+/// # Safety
+/// Implementors have no padding, no invalid bit pattern, and the size of `DTYPE`.
+pub unsafe trait Element: Copy + Send + Sync + 'static {
+    const DTYPE: DType;
+}
+
+macro_rules! element {
+    ($($type:ty => $dtype:ident),*) => {$(
+        // SAFETY: a plain number: no padding, every bit pattern is a value.
+        unsafe impl Element for $type {
+            const DTYPE: DType = DType::$dtype;
+        }
+        const _: () = assert!(size_of::<$type>() == DType::$dtype.size());
+    )*};
+}
+element!(f32 => F32, f64 => F64, half::bf16 => Bf16, half::f16 => F16, u32 => U32, u8 => U8);
+
+/// `len` elements of `dtype` that start `offset` bytes into the arena of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Buffer {
+    dtype: DType,
+    offset: usize,
+    len: usize,
+}
+
+impl Buffer {
+    pub const fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Bytes from the start of the arena.
+    pub const fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// Elements.
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub const fn bytes(&self) -> usize {
+        self.len * self.dtype.size()
+    }
+
+    /// The elements `start .. start + len` of this buffer.
+    pub fn slice(&self, start: usize, len: usize) -> Buffer {
+        let end = start.checked_add(len).expect("the end of a slice fits in a usize");
+        assert!(end <= self.len, "slice {start}..{end} of a buffer of {} elements", self.len);
+        Buffer { offset: self.offset + start * self.dtype.size(), len, ..*self }
+    }
+
+    /// The same bytes seen as elements of another kind, to carry them without converting.
+    pub fn reinterpret(&self, dtype: DType) -> Buffer {
+        let bytes = self.bytes();
+        let fits = bytes.is_multiple_of(dtype.size()) && self.offset.is_multiple_of(dtype.size());
+        assert!(fits, "{bytes} bytes at {} are no whole number of {dtype:?}", self.offset);
+        Buffer { dtype, len: bytes / dtype.size(), ..*self }
+    }
+
+    /// Whether the two share a byte.
+    pub const fn overlaps(&self, other: &Buffer) -> bool {
+        self.offset < other.offset + other.bytes() && other.offset < self.offset + self.bytes()
+    }
+}
+
+/// Lays buffers out one after the other. Equal calls give equal layouts, on every machine.
+#[derive(Clone, Debug, Default)]
+pub struct ArenaPlan {
+    bytes: usize,
+}
+
+impl ArenaPlan {
+    /// Every buffer starts at a multiple of this: a cache line and a CUDA vector access divide it.
+    pub const ALIGNMENT: usize = 256;
+
+    pub fn new() -> ArenaPlan {
+        ArenaPlan::default()
+    }
+
+    /// Reserves `len` elements of `dtype`; they are zero until first written.
+    pub fn alloc(&mut self, dtype: DType, len: usize) -> Buffer {
+        let buffer = Buffer { dtype, offset: self.bytes, len };
+        let bytes = len.checked_mul(dtype.size()).expect("a buffer's size fits in a usize");
+        let end = self.bytes.checked_add(bytes).expect("an arena's size fits in a usize");
+        self.bytes = end.next_multiple_of(Self::ALIGNMENT);
+        buffer
+    }
+
+    /// Bytes of the arena that holds everything allocated so far.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_aligned_and_disjoint() {
+        let mut plan = ArenaPlan::new();
+        let a = plan.alloc(DType::F32, 3);
+        let b = plan.alloc(DType::U8, 257);
+        let c = plan.alloc(DType::F64, 1);
+        assert_eq!((a.offset(), b.offset(), c.offset(), plan.bytes()), (0, 256, 768, 1024));
+        assert!(!a.overlaps(&b) && !b.overlaps(&c) && a.overlaps(&a.slice(2, 1)));
+    }
+
+    #[test]
+    #[should_panic(expected = "slice 2..5 of a buffer of 4 elements")]
+    fn a_slice_stays_inside() {
+        let mut plan = ArenaPlan::new();
+        plan.alloc(DType::F32, 4).slice(2, 3);
+    }
+}

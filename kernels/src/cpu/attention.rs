@@ -1,0 +1,309 @@
+//! See [`crate::Attention`]. Blocks of 64 queries meet all keys up to their last: two products and
+//! a softmax, no running rescale, so that a row's sums have one order.
+
+use std::cell::RefCell;
+
+use super::exec::{Isa, lanes_fn};
+use super::gemm::{GemmFloat, Operand, Panels, Product, Target, product};
+use super::lanes;
+use super::{CpuDevice, Float};
+use crate::attention::{Attention, AttentionBackward};
+
+/// Queries per block. Part of the definition of dk and dv.
+const QUERIES: usize = 64;
+
+thread_local! {
+    /// Scores of one block and their gradients.
+    static SCRATCH: RefCell<[Panels; 2]> = RefCell::default();
+}
+
+impl CpuDevice {
+    pub(crate) fn attention<T: GemmFloat>(&mut self, op: &Attention) {
+        let (mut views, exec) = self.split();
+        let q: &[T] = views.read(op.q);
+        let k: &[T] = views.read(op.k);
+        let v: &[T] = views.read(op.v);
+        let starts: Option<&[u32]> = op.starts.map(|starts| views.read(starts));
+        let o: &mut [T] = views.write(op.o);
+        let lse: &mut [T] = views.write(op.lse);
+        let shape = Shape {
+            seq: op.seq,
+            heads: op.heads,
+            kv_heads: op.kv_heads,
+            head_dim: op.head_dim,
+            scale: T::of(op.scale),
+            starts,
+        };
+        shape.check(op.batch, &[q, o], &[k, v], lse);
+        let tokens = op.batch * op.seq;
+        let work = 2 * tokens * op.seq * shape.query_row();
+        let mut jobs = Vec::new();
+        let o = Target::new(o, tokens, shape.query_row()).row_bands(op.seq);
+        let lse = Target::new(lse, tokens, op.heads).row_bands(op.seq);
+        for (b, (o, lse)) in o.into_iter().zip(lse).enumerate() {
+            let heads = o.column_bands(op.head_dim).into_iter().zip(lse.column_bands(1));
+            for (head, (o, lse)) in heads.enumerate() {
+                let blocks = o.row_bands(QUERIES).into_iter().zip(lse.row_bands(QUERIES));
+                for (index, (o, lse)) in blocks.enumerate() {
+                    jobs.push((shape.block(b, head, index), o, lse));
+                }
+            }
+        }
+        exec.run(jobs, work, |(block, o, lse)| {
+            forward_block(exec.isa, &shape, &block, [q, k, v], o, lse);
+        });
+    }
+
+    pub(crate) fn attention_backward<T: GemmFloat>(&mut self, op: &AttentionBackward) {
+        let (mut views, exec) = self.split();
+        let q: &[T] = views.read(op.q);
+        let k: &[T] = views.read(op.k);
+        let v: &[T] = views.read(op.v);
+        let starts: Option<&[u32]> = op.starts.map(|starts| views.read(starts));
+        let o: &[T] = views.read(op.o);
+        let lse: &[T] = views.read(op.lse);
+        let d_o: &[T] = views.read(op.d_o);
+        let dq: &mut [T] = views.write(op.dq);
+        let dk: &mut [T] = views.write(op.dk);
+        let dv: &mut [T] = views.write(op.dv);
+        let shape = Shape {
+            seq: op.seq,
+            heads: op.heads,
+            kv_heads: op.kv_heads,
+            head_dim: op.head_dim,
+            scale: T::of(op.scale),
+            starts,
+        };
+        shape.check(op.batch, &[q, o, d_o, dq], &[k, v, dk, dv], lse);
+        dk.fill(T::ZERO);
+        dv.fill(T::ZERO);
+        let tokens = op.batch * op.seq;
+        let group = op.heads / op.kv_heads;
+        let work = 5 * tokens * op.seq * shape.query_row();
+        let mut jobs = Vec::new();
+        let dq = Target::new(dq, tokens, shape.query_row()).row_bands(op.seq);
+        let dk = Target::new(dk, tokens, shape.key_row()).row_bands(op.seq);
+        let dv = Target::new(dv, tokens, shape.key_row()).row_bands(op.seq);
+        for (b, (dq, (dk, dv))) in dq.into_iter().zip(dk.into_iter().zip(dv)).enumerate() {
+            let dk = dk.column_bands(op.head_dim).into_iter().zip(dv.column_bands(op.head_dim));
+            let dq = dq.column_bands(group * op.head_dim);
+            for (kv_head, (dq, (dk, dv))) in dq.into_iter().zip(dk).enumerate() {
+                jobs.push((b, kv_head, dq.column_bands(op.head_dim), dk, dv));
+            }
+        }
+        exec.run(jobs, work, |(b, kv_head, dq, mut dk, mut dv)| {
+            let mut dq: Vec<_> = dq.into_iter().map(|dq| dq.row_bands(QUERIES)).collect();
+            for index in 0..op.seq.div_ceil(QUERIES) {
+                for (member, dq) in dq.iter_mut().enumerate() {
+                    let block = shape.block(b, kv_head * group + member, index);
+                    let given = Given { q, k, v, o, d_o, lse };
+                    let dq = dq[index].reborrow();
+                    let (dk, dv) = (dk.reborrow(), dv.reborrow());
+                    backward_block(exec.isa, &shape, &block, given, dq, dk, dv);
+                }
+            }
+        });
+    }
+}
+
+struct Shape<'a, T> {
+    seq: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    scale: T,
+    starts: Option<&'a [u32]>,
+}
+
+/// Some queries of one head of one sequence.
+struct Block {
+    queries: usize,
+    /// Keys up to the last query's own.
+    keys: usize,
+    /// Position in its sequence of the first query.
+    first: usize,
+    /// The first query among all tokens.
+    token: usize,
+    head: usize,
+    /// Where the first query's vector, and that of its sequence's first key, start.
+    query_at: usize,
+    key_at: usize,
+}
+
+impl<T: Float> Shape<'_, T> {
+    fn query_row(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    fn key_row(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+
+    fn check(&self, batch: usize, queries: &[&[T]], keys: &[&[T]], lse: &[T]) {
+        let tokens = batch * self.seq;
+        assert!(self.heads.is_multiple_of(self.kv_heads), "{} heads", self.heads);
+        assert!(queries.iter().all(|q| q.len() == tokens * self.query_row()), "queries' sizes");
+        assert!(keys.iter().all(|k| k.len() == tokens * self.key_row()), "keys' sizes");
+        assert_eq!(lse.len(), tokens * self.heads, "lse's size");
+        assert!(self.starts.is_none_or(|starts| starts.len() == tokens), "starts' size");
+    }
+
+    fn block(&self, b: usize, head: usize, index: usize) -> Block {
+        let first = index * QUERIES;
+        let queries = QUERIES.min(self.seq - first);
+        let token = b * self.seq + first;
+        let kv_head = head / (self.heads / self.kv_heads);
+        Block {
+            queries,
+            keys: first + queries,
+            first,
+            token,
+            head,
+            query_at: token * self.query_row() + head * self.head_dim,
+            key_at: b * self.seq * self.key_row() + kv_head * self.head_dim,
+        }
+    }
+
+    /// The keys that query `i` of a block attends to.
+    fn window(&self, block: &Block, i: usize) -> std::ops::Range<usize> {
+        let own = block.first + i;
+        let start = self.starts.map_or(0, |starts| starts[block.token + i] as usize);
+        assert!(start <= own, "the token at {own} attends from {start} on");
+        start..own + 1
+    }
+
+    /// scores [queries, keys] = Q K^T of vectors in rows of `query_row` and `key_row`
+    fn scores(&self, isa: Isa, block: &Block, q: &[T], k: &[T], scores: &mut [T])
+    where
+        T: GemmFloat,
+    {
+        let product_of = Product {
+            k: self.head_dim,
+            a: Operand::rows(&q[block.query_at..], self.query_row()),
+            b: Operand::rows(&k[block.key_at..], self.key_row()),
+            c: Target::new(scores, block.queries, block.keys),
+            accumulate: false,
+        };
+        product(isa, product_of);
+    }
+}
+
+fn forward_block<T: GemmFloat>(
+    isa: Isa,
+    shape: &Shape<'_, T>,
+    block: &Block,
+    [q, k, v]: [&[T]; 3],
+    mut o: Target<'_, T>,
+    mut lse: Target<'_, T>,
+) {
+    SCRATCH.with_borrow_mut(|[scratch, _]| {
+        let scores = scratch.take::<T>(block.queries * block.keys);
+        shape.scores(isa, block, q, k, scores);
+        let mut sums = [T::ZERO; QUERIES];
+        for (i, row) in scores.chunks_exact_mut(block.keys).enumerate() {
+            let window = shape.window(block, i);
+            let (max, sum) = softmax_row::<T>(isa, row, window.start, window.end, shape.scale);
+            lse.row_mut(i)[0] = max + sum.ln();
+            sums[i] = sum;
+        }
+        let product_of = Product {
+            k: block.keys,
+            a: Operand::rows(scores, block.keys),
+            b: Operand::columns(&v[block.key_at..], shape.key_row()),
+            c: o.reborrow(),
+            accumulate: false,
+        };
+        product(isa, product_of);
+        for (i, sum) in sums[..block.queries].iter().enumerate() {
+            for x in o.row_mut(i) {
+                *x = *x / *sum;
+            }
+        }
+    });
+}
+
+/// What backward reads, all of it whole.
+struct Given<'a, T> {
+    q: &'a [T],
+    k: &'a [T],
+    v: &'a [T],
+    o: &'a [T],
+    d_o: &'a [T],
+    lse: &'a [T],
+}
+
+fn backward_block<T: GemmFloat>(
+    isa: Isa,
+    shape: &Shape<'_, T>,
+    block: &Block,
+    given: Given<'_, T>,
+    dq: Target<'_, T>,
+    dk: Target<'_, T>,
+    dv: Target<'_, T>,
+) {
+    SCRATCH.with_borrow_mut(|[p, ds]| {
+        let p = p.take::<T>(block.queries * block.keys);
+        let ds = ds.take::<T>(block.queries * block.keys);
+        shape.scores(isa, block, given.q, given.k, p);
+        shape.scores(isa, block, given.d_o, given.v, ds);
+        let rows = p.chunks_exact_mut(block.keys).zip(ds.chunks_exact_mut(block.keys));
+        for (i, (p, ds)) in rows.enumerate() {
+            let window = shape.window(block, i);
+            let at = block.query_at + i * shape.query_row();
+            let (o, d_o) = (&given.o[at..][..shape.head_dim], &given.d_o[at..][..shape.head_dim]);
+            let lse = given.lse[(block.token + i) * shape.heads + block.head];
+            score_gradients::<T>(isa, p, ds, window.start, window.end, o, d_o, lse, shape.scale);
+        }
+        let (query_row, key_row) = (shape.query_row(), shape.key_row());
+        let keys = Operand::columns(&given.k[block.key_at..], key_row);
+        let into_dq = Product {
+            k: block.keys,
+            a: Operand::rows(ds, block.keys),
+            b: keys,
+            c: dq,
+            accumulate: false,
+        };
+        product(isa, into_dq);
+        for (weights, vectors, sums) in [(&*ds, given.q, dk), (&*p, given.d_o, dv)] {
+            let into_keys = Product {
+                k: block.queries,
+                a: Operand::columns(weights, block.keys),
+                b: Operand::columns(&vectors[block.query_at..], query_row),
+                c: sums.split_rows(block.keys).0,
+                accumulate: true,
+            };
+            product(isa, into_keys);
+        }
+    });
+}
+
+lanes_fn! {
+/// Turns scores inside of the window into exponentials and the others into zeros; gives the
+/// largest scaled score and the sum.
+fn softmax_row<T: Float>(row: &mut [T], start: usize, end: usize, scale: T) -> (T, T) {
+    row[..start].fill(T::ZERO);
+    row[end..].fill(T::ZERO);
+    let row = &mut row[start..end];
+    for x in row.iter_mut() {
+        *x = *x * scale;
+    }
+    lanes::exponentials(row)
+}
+}
+
+lanes_fn! {
+/// Turns a row of scores into probabilities and a row of <do, v> into scaled score gradients.
+fn score_gradients<T: Float>(
+    p: &mut [T], ds: &mut [T], start: usize, end: usize, o: &[T], d_o: &[T], lse: T, scale: T,
+) {
+    for row in [&mut *p, &mut *ds] {
+        row[..start].fill(T::ZERO);
+        row[end..].fill(T::ZERO);
+    }
+    let delta = lanes::dot(o, d_o);
+    for (p, ds) in p[start..end].iter_mut().zip(&mut ds[start..end]) {
+        *p = (*p * scale - lse).exp();
+        *ds = *p * (*ds - delta) * scale;
+    }
+}
+}

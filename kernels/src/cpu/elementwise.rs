@@ -1,0 +1,91 @@
+//! See [`crate::SiluMul`].
+
+use super::exec::{Isa, lanes_fn};
+use super::{CpuDevice, ELEMENTS_PER_JOB, Float};
+use crate::elementwise::{Fill, InitNormal, Scale, SiluMul, SiluMulBackward};
+use crate::philox::normals;
+
+impl CpuDevice {
+    pub(crate) fn scale<T: Float>(&mut self, op: &Scale) {
+        let isa = self.exec.isa;
+        scale_by::<T>(isa, self.slice_mut(op.x), T::of(op.factor));
+    }
+
+    pub(crate) fn fill<T: Float>(&mut self, op: &Fill) {
+        self.slice_mut::<T>(op.x).fill(T::of(op.value));
+    }
+
+    pub(crate) fn silu_mul<T: Float>(&mut self, op: &SiluMul) {
+        let (mut views, exec) = self.split();
+        let gate: &[T] = views.read(op.gate);
+        let up: &[T] = views.read(op.up);
+        let out: &mut [T] = views.write(op.out);
+        assert_eq!((gate.len(), up.len()), (out.len(), out.len()), "{op:?}");
+        let (len, work) = (ELEMENTS_PER_JOB, 24 * out.len());
+        let jobs = gate.chunks(len).zip(up.chunks(len)).zip(out.chunks_mut(len)).collect();
+        exec.run(jobs, work, |((gate, up), out)| silu_mul::<T>(exec.isa, gate, up, out));
+    }
+
+    pub(crate) fn silu_mul_backward<T: Float>(&mut self, op: &SiluMulBackward) {
+        let (mut views, exec) = self.split();
+        let gate: &[T] = views.read(op.gate);
+        let up: &[T] = views.read(op.up);
+        let d_out: &[T] = views.read(op.d_out);
+        let dgate: &mut [T] = views.write(op.dgate);
+        let dup: &mut [T] = views.write(op.dup);
+        let size = d_out.len();
+        assert_eq!((gate.len(), up.len(), dgate.len(), dup.len()), (size, size, size, size));
+        let len = ELEMENTS_PER_JOB;
+        let inputs = gate.chunks(len).zip(up.chunks(len)).zip(d_out.chunks(len));
+        let jobs = inputs.zip(dgate.chunks_mut(len).zip(dup.chunks_mut(len))).collect();
+        exec.run(jobs, 32 * size, |(((gate, up), d_out), (dgate, dup))| {
+            silu_mul_backward::<T>(exec.isa, gate, up, d_out, dgate, dup);
+        });
+    }
+
+    pub(crate) fn init_normal<T: Float>(&mut self, op: &InitNormal) {
+        let (mut views, exec) = self.split();
+        let x: &mut [T] = views.write(op.x);
+        let work = 200 * x.len();
+        let jobs = x.chunks_mut(ELEMENTS_PER_JOB).enumerate().collect();
+        exec.run(jobs, work, |(job, x)| {
+            let first = op.first + (job * ELEMENTS_PER_JOB) as u64;
+            let mut pair = normals(op.seed, op.name_hash, first / 2);
+            for (i, x) in x.iter_mut().enumerate() {
+                let element = first + i as u64;
+                if i > 0 && element.is_multiple_of(2) {
+                    pair = normals(op.seed, op.name_hash, element / 2);
+                }
+                *x = T::of(op.std * pair[(element % 2) as usize]);
+            }
+        });
+    }
+}
+
+lanes_fn! {
+fn scale_by<T: Float>(x: &mut [T], factor: T) {
+    for x in x {
+        *x = *x * factor;
+    }
+}
+}
+
+lanes_fn! {
+fn silu_mul<T: Float>(gate: &[T], up: &[T], out: &mut [T]) {
+    for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+        *out = *gate * gate.sigmoid() * *up;
+    }
+}
+}
+
+lanes_fn! {
+fn silu_mul_backward<T: Float>(
+    gate: &[T], up: &[T], d_out: &[T], dgate: &mut [T], dup: &mut [T],
+) {
+    for i in 0..d_out.len().min(gate.len()).min(up.len()).min(dgate.len()).min(dup.len()) {
+        let s = gate[i].sigmoid();
+        dgate[i] = d_out[i] * up[i] * (s * (T::ONE + gate[i] * (T::ONE - s)));
+        dup[i] = d_out[i] * (gate[i] * s);
+    }
+}
+}

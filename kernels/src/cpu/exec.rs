@@ -1,0 +1,124 @@
+//! Who computes: the instruction set and the threads. Neither changes a bit of any result.
+
+use rayon::prelude::*;
+
+use crate::device::KernelError;
+
+/// The instruction sets that the code is compiled for. Their results are equal bit for bit,
+/// because each does the same IEEE operations in the same order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    Avx512,
+    Avx2,
+    Scalar,
+}
+
+impl Isa {
+    pub const ALL: [Isa; 3] = [Isa::Avx512, Isa::Avx2, Isa::Scalar];
+
+    /// The widest one that this processor has.
+    pub fn detect() -> Isa {
+        *Isa::ALL.iter().find(|isa| isa.is_available()).expect("every processor runs scalar code")
+    }
+
+    pub fn is_available(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        let has = |wide: bool| {
+            let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+            let avx512 = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512bw");
+            avx2 && (avx512 || !wide)
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let has = |_wide: bool| false;
+        match self {
+            Isa::Avx512 => has(true),
+            Isa::Avx2 => has(false),
+            Isa::Scalar => true,
+        }
+    }
+}
+
+/// Below about this many floating-point operations, waking a thread costs more than it saves.
+const WORK_INLINE_MAX: usize = 400_000;
+
+/// The most threads a device may be asked for; above it a number is a typing error.
+pub(crate) const THREADS_MAX: usize = 1024;
+
+#[derive(Debug)]
+pub(crate) struct Exec {
+    pub(crate) isa: Isa,
+    pub(crate) threads: usize,
+    /// None with one thread: the caller computes.
+    pool: Option<rayon::ThreadPool>,
+}
+
+impl Exec {
+    pub(crate) fn new(threads: usize, isa: Isa) -> Result<Exec, KernelError> {
+        if !(1..=THREADS_MAX).contains(&threads) {
+            return Err(KernelError::Threads { found: threads, max: THREADS_MAX });
+        }
+        if !isa.is_available() {
+            return Err(KernelError::Isa { isa });
+        }
+        let pool = if threads == 1 {
+            None
+        } else {
+            let pool = rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .thread_name(|index| format!("compute-{index}"))
+                .build()
+                .map_err(|source| KernelError::Pool { threads, source })?;
+            Some(pool)
+        };
+        Ok(Exec { isa, threads, pool })
+    }
+
+    /// Does every job. Each job owns its outputs, so order and threads cannot be seen in them;
+    /// `work` (about as many floating-point operations) decides whether threads are worth it.
+    pub(crate) fn run<J: Send>(&self, jobs: Vec<J>, work: usize, f: impl Fn(J) + Sync + Send) {
+        match &self.pool {
+            Some(pool) if jobs.len() > 1 && work > WORK_INLINE_MAX => {
+                pool.install(|| jobs.into_par_iter().with_max_len(1).for_each(f));
+            }
+            _ => jobs.into_iter().for_each(f),
+        }
+    }
+}
+
+/// Compiles a function once per instruction set and picks one by the `isa` it gets as its first
+/// argument. All it calls must be `#[inline(always)]`, or it would run without the wide registers.
+macro_rules! lanes_fn {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident<T: Float>(
+        $($arg:ident: $type:ty),* $(,)?
+    ) $(-> $out:ty)? $body:block) => {
+        $(#[$meta])*
+        #[allow(clippy::too_many_arguments)]
+        $vis fn $name<T: Float>(isa: Isa, $($arg: $type),*) $(-> $out)? {
+            #[inline(always)]
+            fn body<T: Float>($($arg: $type),*) $(-> $out)? $body
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512vl,avx512dq,avx512bw,avx2,fma")]
+            fn avx512<T: Float>($($arg: $type),*) $(-> $out)? {
+                body::<T>($($arg),*)
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2<T: Float>($($arg: $type),*) $(-> $out)? {
+                body::<T>($($arg),*)
+            }
+            match isa {
+                // SAFETY: a device is made only with an instruction set that its machine has.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 => unsafe { avx512::<T>($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => unsafe { avx2::<T>($($arg),*) },
+                _ => body::<T>($($arg),*),
+            }
+        }
+    };
+}
+pub(crate) use lanes_fn;

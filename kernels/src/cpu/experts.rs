@@ -1,0 +1,315 @@
+//! See [`crate::ExpertsUp`].
+
+use super::exec::{Isa, lanes_fn};
+use super::gemm::{GemmFloat, Operand, Product, Target, products};
+use super::{CpuDevice, Float, ROWS_PER_JOB, arena::Views, lanes};
+use crate::buffer::Buffer;
+use crate::experts::{
+    Activation, ExpertsDgrad, ExpertsDown, ExpertsDownBackward, ExpertsDownWgrad, ExpertsUp,
+    ExpertsUpWgrad,
+};
+
+impl CpuDevice {
+    pub(crate) fn experts_up<T: GemmFloat>(&mut self, op: &ExpertsUp) {
+        let (mut views, exec) = self.split();
+        let x: &[T] = views.read(op.x);
+        let offsets = Segments::new(views.read(op.offsets), op.sources);
+        let index: &[u32] = &views.read(op.row_index)[..offsets.rows()];
+        let w_gate = weights::<T>(&mut views, op.w_gate, op.gated, &offsets, op.dim * op.hidden);
+        let w_up = weights::<T>(&mut views, op.w_up, true, &offsets, op.dim * op.hidden);
+        let h: &mut [T] = views.write(op.h);
+        let a: &mut [T] = views.write(op.a);
+        let (rows, width) = (offsets.rows(), width(op.hidden, op.gated));
+        let mut rest = Target::new(h, rows, width);
+        let mut work = Vec::new();
+        for g in 0..offsets.experts() {
+            let (first, count) = offsets.of_expert(g);
+            let (h, below) = rest.split_rows(count);
+            rest = below;
+            let x = Operand::rows(x, op.dim).gathered(&index[first..first + count]);
+            let (gate, up) = h.split_columns(width - op.hidden);
+            let gate = w_gate.get(g).map(|w| (*w, gate));
+            for (w, c) in gate.into_iter().chain([(w_up[g], up)]) {
+                let b = Operand::rows(w, op.dim);
+                work.push(Product { k: op.dim, a: x, b, c, accumulate: false });
+            }
+        }
+        products(exec, work);
+        let jobs = h[..rows * width]
+            .chunks(ROWS_PER_JOB * width)
+            .zip(a[..rows * op.hidden].chunks_mut(ROWS_PER_JOB * op.hidden));
+        let silu = op.activation == Activation::Silu;
+        exec.run(jobs.collect(), rows * op.hidden * 24, |(h, a)| {
+            activate::<T>(exec.isa, h, op.hidden, op.gated, silu, a);
+        });
+    }
+
+    pub(crate) fn experts_down<T: GemmFloat>(&mut self, op: &ExpertsDown) {
+        let (mut views, exec) = self.split();
+        let a: &[T] = views.read(op.a);
+        let offsets = Segments::new(views.read(op.offsets), op.sources);
+        let w_down = weights::<T>(&mut views, op.w_down, true, &offsets, op.dim * op.hidden);
+        let y: &mut [T] = views.write(op.y);
+        let y = Target::new(y, offsets.rows(), op.dim);
+        let work = offsets.bands(y).into_iter().enumerate().map(|(g, (first, c))| Product {
+            k: op.hidden,
+            a: Operand::rows(&a[first * op.hidden..], op.hidden),
+            b: Operand::rows(w_down[g], op.hidden),
+            c,
+            accumulate: false,
+        });
+        products(exec, work.collect());
+    }
+
+    pub(crate) fn experts_down_backward<T: GemmFloat>(&mut self, op: &ExpertsDownBackward) {
+        let (mut views, exec) = self.split();
+        let dy: &[T] = views.read(op.dy);
+        let offsets = Segments::new(views.read(op.offsets), op.sources);
+        let rows = offsets.rows();
+        let index: &[u32] = &views.read(op.row_index)[..rows];
+        let w_down = weights::<T>(&mut views, op.w_down, true, &offsets, op.dim * op.hidden);
+        let h: &[T] = views.read(op.h);
+        let a: &[T] = views.read(op.a);
+        let s: &[T] = views.read(op.s);
+        let ds: &mut [T] = views.write(op.ds);
+        let dh: &mut [T] = views.write(op.dh);
+        let a_scaled: &mut [T] = views.write(op.a_scaled);
+        // a_scaled holds da' until each row is through the activation.
+        let da = Target::new(a_scaled, rows, op.hidden);
+        let work = offsets.bands(da).into_iter().enumerate().map(|(g, (first, c))| Product {
+            k: op.dim,
+            a: Operand::rows(dy, op.dim).gathered(&index[first..first + c.rows()]),
+            b: Operand::columns(w_down[g], op.hidden),
+            c,
+            accumulate: false,
+        });
+        products(exec, work.collect());
+        let (width, silu) = (width(op.hidden, op.gated), op.activation == Activation::Silu);
+        let (len, wide) = (ROWS_PER_JOB * op.hidden, ROWS_PER_JOB * width);
+        let outputs = a_scaled[..rows * op.hidden]
+            .chunks_mut(len)
+            .zip(dh[..rows * width].chunks_mut(wide))
+            .zip(ds[..rows].chunks_mut(ROWS_PER_JOB));
+        let inputs = a[..rows * op.hidden]
+            .chunks(len)
+            .zip(h[..rows * width].chunks(wide))
+            .zip(s[..rows].chunks(ROWS_PER_JOB));
+        exec.run(inputs.zip(outputs).collect(), rows * op.hidden * 40, |job| {
+            let (((a, h), s), ((a_scaled, dh), ds)) = job;
+            let shape = (op.hidden, op.gated, silu);
+            through_activation::<T>(exec.isa, shape, a, h, s, a_scaled, dh, ds);
+        });
+    }
+
+    pub(crate) fn experts_down_wgrad<T: GemmFloat>(&mut self, op: &ExpertsDownWgrad) {
+        let (mut views, exec) = self.split();
+        let dy: &[T] = views.read(op.dy);
+        let offsets = Segments::new(views.read(op.offsets), op.sources);
+        let index: &[u32] = &views.read(op.row_index)[..offsets.rows()];
+        let a: &[T] = views.read(op.a_scaled);
+        assert_eq!(op.dw_down.len(), offsets.count(), "a gradient a segment: {op:?}");
+        let mut work = Vec::new();
+        for (segment, dw) in op.dw_down.iter().enumerate() {
+            let (first, count) = offsets.of_segment(segment);
+            let dw: &mut [T] = views.write(*dw);
+            work.push(Product {
+                k: count,
+                a: Operand::columns(dy, op.dim).gathered(&index[first..first + count]),
+                b: Operand::columns(&a[first * op.hidden..], op.hidden),
+                c: Target::new(dw, op.dim, op.hidden),
+                accumulate: false,
+            });
+        }
+        products(exec, work);
+    }
+
+    pub(crate) fn experts_dgrad<T: GemmFloat>(&mut self, op: &ExpertsDgrad) {
+        let (mut views, exec) = self.split();
+        let dh: &[T] = views.read(op.dh);
+        let offsets = Segments::new(views.read(op.offsets), op.sources);
+        let w_gate = weights::<T>(&mut views, op.w_gate, op.gated, &offsets, op.dim * op.hidden);
+        let w_up = weights::<T>(&mut views, op.w_up, true, &offsets, op.dim * op.hidden);
+        let dx: &mut [T] = views.write(op.dx);
+        let width = width(op.hidden, op.gated);
+        let passes = [(&w_gate, 0, false), (&w_up, width - op.hidden, op.gated)];
+        for (w, column, accumulate) in passes.into_iter().skip(usize::from(!op.gated)) {
+            let dx = Target::new(&mut *dx, offsets.rows(), op.dim);
+            let bands = offsets.bands(dx).into_iter().enumerate();
+            let work = bands.filter(|(_, (_, c))| c.rows() > 0).map(|(g, (first, c))| Product {
+                k: op.hidden,
+                a: Operand::rows(&dh[first * width + column..], width),
+                b: Operand::columns(w[g], op.dim),
+                c,
+                accumulate,
+            });
+            products(exec, work.collect());
+        }
+    }
+
+    pub(crate) fn experts_up_wgrad<T: GemmFloat>(&mut self, op: &ExpertsUpWgrad) {
+        let (mut views, exec) = self.split();
+        let x: &[T] = views.read(op.x);
+        let offsets = Segments::new(views.read(op.offsets), op.sources);
+        let index: &[u32] = &views.read(op.row_index)[..offsets.rows()];
+        let dh: &[T] = views.read(op.dh);
+        let width = width(op.hidden, op.gated);
+        assert_eq!(op.dw_up.len(), offsets.count(), "a gradient a segment: {op:?}");
+        let gates = if op.gated { offsets.count() } else { 0 };
+        assert_eq!(op.dw_gate.len(), gates, "a gradient a segment: {op:?}");
+        let mut work = Vec::new();
+        for (dws, column) in [(op.dw_gate, 0), (op.dw_up, width - op.hidden)] {
+            for (segment, dw) in dws.iter().enumerate() {
+                let (first, count) = offsets.of_segment(segment);
+                let dw: &mut [T] = views.write(*dw);
+                let dh = if count == 0 { dh } else { &dh[first * width + column..] };
+                work.push(Product {
+                    k: count,
+                    a: Operand::columns(dh, width),
+                    b: Operand::columns(x, op.dim).gathered(&index[first..first + count]),
+                    c: Target::new(dw, op.hidden, op.dim),
+                    accumulate: false,
+                });
+            }
+        }
+        products(exec, work);
+    }
+}
+
+/// Columns of the hidden buffers: gate | up, or up alone.
+fn width(hidden: usize, gated: bool) -> usize {
+    if gated { 2 * hidden } else { hidden }
+}
+
+/// Where the rows of each expert and source lie.
+struct Segments<'a> {
+    offsets: &'a [u32],
+    sources: usize,
+}
+
+impl<'a> Segments<'a> {
+    fn new(offsets: &'a [u32], sources: usize) -> Segments<'a> {
+        let segments = offsets.len().checked_sub(1).expect("offsets have an end");
+        assert!(sources > 0 && segments.is_multiple_of(sources), "{segments} / {sources}");
+        assert!(offsets[0] == 0 && offsets.is_sorted(), "offsets ascend from 0: {offsets:?}");
+        Segments { offsets, sources }
+    }
+
+    fn count(&self) -> usize {
+        self.offsets.len() - 1
+    }
+
+    fn experts(&self) -> usize {
+        self.count() / self.sources
+    }
+
+    fn rows(&self) -> usize {
+        self.offsets[self.count()] as usize
+    }
+
+    /// (first row, rows)
+    fn of_segment(&self, segment: usize) -> (usize, usize) {
+        let [first, end] = [segment, segment + 1].map(|i| self.offsets[i] as usize);
+        (first, end - first)
+    }
+
+    /// (first row, rows)
+    fn of_expert(&self, g: usize) -> (usize, usize) {
+        let [first, end] = [g, g + 1].map(|g| self.offsets[g * self.sources] as usize);
+        (first, end - first)
+    }
+
+    /// Cuts a buffer of all rows by expert: (first row, its rows).
+    fn bands<'t, T>(&self, target: Target<'t, T>) -> Vec<(usize, Target<'t, T>)> {
+        let mut rest = target;
+        let mut bands = Vec::with_capacity(self.experts());
+        for g in 0..self.experts() {
+            let (first, count) = self.of_expert(g);
+            let (band, below) = rest.split_rows(count);
+            bands.push((first, band));
+            rest = below;
+        }
+        bands
+    }
+}
+
+/// The weights of every expert, `size` elements each; none when they are not `present`.
+fn weights<'a, T: Float>(
+    views: &mut Views<'a>,
+    buffers: &[Buffer],
+    present: bool,
+    segments: &Segments<'_>,
+    size: usize,
+) -> Vec<&'a [T]> {
+    let expected = if present { segments.experts() } else { 0 };
+    assert_eq!(buffers.len(), expected, "a weight an expert");
+    let weights: Vec<&[T]> = buffers.iter().map(|buffer| views.read(*buffer)).collect();
+    assert!(weights.iter().all(|w| w.len() == size), "weights of {size} elements");
+    weights
+}
+
+#[inline(always)]
+fn act<T: Float>(x: T, silu: bool) -> T {
+    if silu { x * x.sigmoid() } else { T::ZERO.larger(x) }
+}
+
+/// (act(x), act'(x))
+#[inline(always)]
+fn act_and_slope<T: Float>(x: T, silu: bool) -> (T, T) {
+    if silu {
+        let s = x.sigmoid();
+        (x * s, s * (T::ONE + x * (T::ONE - s)))
+    } else {
+        (T::ZERO.larger(x), if x > T::ZERO { T::ONE } else { T::ZERO })
+    }
+}
+
+lanes_fn! {
+fn activate<T: Float>(h: &[T], hidden: usize, gated: bool, silu: bool, a: &mut [T]) {
+    if !gated {
+        for (a, x) in a.iter_mut().zip(h) {
+            *a = act(*x, silu);
+        }
+        return;
+    }
+    for (a, h) in a.chunks_exact_mut(hidden).zip(h.chunks_exact(2 * hidden)) {
+        let (gate, up) = h.split_at(hidden);
+        for ((a, gate), up) in a.iter_mut().zip(gate).zip(up) {
+            *a = act(*gate, silu) * *up;
+        }
+    }
+}
+}
+
+lanes_fn! {
+/// Per row: ds = <da', a>, dh = s * da' through the activation, a_scaled = s * a; `a_scaled` comes
+/// in as da'.
+fn through_activation<T: Float>(
+    shape: (usize, bool, bool), a: &[T], h: &[T], s: &[T],
+    a_scaled: &mut [T], dh: &mut [T], ds: &mut [T],
+) {
+    let (hidden, gated, silu) = shape;
+    let width = if gated { 2 * hidden } else { hidden };
+    for (r, (ds, s)) in ds.iter_mut().zip(s).enumerate() {
+        let (a, da) = (&a[r * hidden..][..hidden], &mut a_scaled[r * hidden..][..hidden]);
+        let (h, dh) = (&h[r * width..][..width], &mut dh[r * width..][..width]);
+        *ds = lanes::dot(da, a);
+        if gated {
+            let (gate, up) = h.split_at(hidden);
+            let (dgate, dup) = dh.split_at_mut(hidden);
+            for i in 0..hidden {
+                let (value, slope) = act_and_slope(gate[i], silu);
+                let da = *s * da[i];
+                dgate[i] = da * up[i] * slope;
+                dup[i] = da * value;
+            }
+        } else {
+            for i in 0..hidden {
+                dh[i] = *s * da[i] * act_and_slope(h[i], silu).1;
+            }
+        }
+        for (scaled, a) in da.iter_mut().zip(a) {
+            *scaled = *s * *a;
+        }
+    }
+}
+}

@@ -1,0 +1,95 @@
+//! The CPU device: the reference of every op, and the embedded default that trains.
+//!
+//! ```text
+//! arena.rs   memory, views that cannot alias
+//! exec.rs    instruction set, threads
+//! float.rs   f32 and f64, elementary functions      lanes.rs  sums over rows
+//! gemm/      products, of which all the rest is made
+//! the rest   one file a group of ops, in the order of a step
+//! ```
+//! Results are bit-identical on every x86-64 machine, for any number of threads and any batching
+//! of rows: a product is one chain of fused multiply-adds per element and chunk of k, a sum over a
+//! row runs in 16 fixed lanes and a fixed tree, a sum over rows in fixed chunks, and threads only
+//! ever divide outputs.
+
+pub(crate) mod arena;
+mod attention;
+mod elementwise;
+mod embed;
+mod exec;
+mod experts;
+mod float;
+mod gemm;
+mod lanes;
+mod loss;
+mod norm;
+mod optimizer;
+mod place;
+mod rope;
+mod route;
+
+pub use exec::Isa;
+pub use float::Float;
+pub(crate) use float::{ln, sin_cos};
+
+use arena::{Arena, Views};
+use exec::Exec;
+
+use crate::buffer::{Buffer, Element};
+use crate::device::KernelError;
+
+/// Rows that one job computes: enough to be worth handing over, few enough to spread.
+const ROWS_PER_JOB: usize = 32;
+
+/// Elements that one job of an elementwise op computes.
+const ELEMENTS_PER_JOB: usize = 1 << 14;
+
+/// The memory and the threads of one rank on a CPU.
+#[derive(Debug)]
+pub struct CpuDevice {
+    arena: Arena,
+    exec: Exec,
+    rope: rope::Tables,
+}
+
+impl CpuDevice {
+    /// A device that computes with `isa`; an error if this machine lacks it.
+    pub fn new(threads: usize, arena_bytes: usize, isa: Isa) -> Result<CpuDevice, KernelError> {
+        let exec = Exec::new(threads, isa)?;
+        Ok(CpuDevice { arena: Arena::new(arena_bytes)?, exec, rope: rope::Tables::default() })
+    }
+
+    pub fn threads(&self) -> usize {
+        self.exec.threads
+    }
+
+    pub fn isa(&self) -> Isa {
+        self.exec.isa
+    }
+
+    /// The memory of `buffer`.
+    pub fn slice<E: Element>(&self, buffer: Buffer) -> &[E] {
+        self.arena.slice(buffer)
+    }
+
+    /// The memory of `buffer`, to write to.
+    pub fn slice_mut<E: Element>(&mut self, buffer: Buffer) -> &mut [E] {
+        self.arena.slice_mut(buffer)
+    }
+
+    pub(crate) fn copy(&mut self, from: Buffer, to: Buffer) {
+        let mut views = self.arena.views();
+        let from: &[u8] = views.read(from.reinterpret(crate::DType::U8));
+        let to: &mut [u8] = views.write(to.reinterpret(crate::DType::U8));
+        to.copy_from_slice(from);
+    }
+
+    pub(crate) fn fill_zero(&mut self, buffer: Buffer) {
+        self.slice_mut::<u8>(buffer.reinterpret(crate::DType::U8)).fill(0);
+    }
+
+    /// Views of the arena for one op, and what computes it.
+    fn split(&mut self) -> (Views<'_>, &Exec) {
+        (self.arena.views(), &self.exec)
+    }
+}

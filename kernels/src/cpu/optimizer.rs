@@ -1,0 +1,114 @@
+//! See [`crate::AdamW`].
+
+use super::exec::{Isa, lanes_fn};
+use super::{CpuDevice, ELEMENTS_PER_JOB, Float, lanes};
+use crate::optimizer::{AdamW, BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};
+
+impl CpuDevice {
+    pub(crate) fn block_square_sums<T: Float>(&mut self, op: &BlockSquareSums) {
+        let (mut views, exec) = self.split();
+        let g: &[T] = views.read(op.g);
+        let out: &mut [f64] = views.write(op.out);
+        assert_eq!(out.len(), g.len().div_ceil(SQUARE_SUM_BLOCK), "{op:?}");
+        let jobs = g.chunks(SQUARE_SUM_BLOCK).zip(out).collect();
+        exec.run(jobs, 2 * g.len(), |(g, out)| *out = square_sum::<T>(exec.isa, g));
+    }
+
+    pub(crate) fn adamw<T: Float>(&mut self, op: &AdamW) {
+        let (mut views, exec) = self.split();
+        let g: &[T] = views.read(op.g);
+        let w: &mut [T] = views.write(op.w);
+        let m: &mut [T] = views.write(op.m);
+        let v: &mut [T] = views.write(op.v);
+        assert_eq!((w.len(), m.len(), v.len()), (g.len(), g.len(), g.len()), "{op:?}");
+        let factors = Factors::<T>::new(op);
+        let len = ELEMENTS_PER_JOB;
+        let jobs = w.chunks_mut(len).zip(m.chunks_mut(len)).zip(v.chunks_mut(len));
+        exec.run(jobs.zip(g.chunks(len)).collect(), 24 * g.len(), |(((w, m), v), g)| {
+            update::<T>(exec.isa, &factors, w, m, v, g);
+        });
+    }
+
+    pub(crate) fn count_non_finite<T: Float>(&mut self, op: &CountNonFinite) {
+        let (mut views, exec) = self.split();
+        let x: &[T] = views.read(op.x);
+        let count: &mut [u32] = views.write(op.count);
+        assert_eq!(count.len(), 1, "{op:?}");
+        count[0] = non_finite::<T>(exec.isa, x);
+    }
+}
+
+/// The coefficients of one update, computed in f64 and rounded once.
+struct Factors<T> {
+    beta1: T,
+    beta2: T,
+    /// grad_scale, which g' is g times of
+    grad_scale: T,
+    one_minus_beta1: T,
+    one_minus_beta2: T,
+    /// lr / (1 - beta1^step)
+    rate: T,
+    /// 1 / (1 - beta2^step)
+    v_correction: T,
+    eps: T,
+    /// 1 - lr * weight_decay
+    keep: T,
+}
+
+impl<T: Float> Factors<T> {
+    fn new(op: &AdamW) -> Factors<T> {
+        assert!(op.step > 0, "steps count from 1");
+        Factors {
+            beta1: T::of(op.beta1),
+            beta2: T::of(op.beta2),
+            grad_scale: T::of(op.grad_scale),
+            one_minus_beta1: T::of(1.0 - op.beta1),
+            one_minus_beta2: T::of(1.0 - op.beta2),
+            rate: T::of(op.lr / (1.0 - power(op.beta1, op.step))),
+            v_correction: T::of(1.0 / (1.0 - power(op.beta2, op.step))),
+            eps: T::of(op.eps),
+            keep: T::of(1.0 - op.lr * op.weight_decay),
+        }
+    }
+}
+
+/// x^n by squaring, the same products on every machine.
+fn power(x: f64, n: u64) -> f64 {
+    let (mut result, mut square, mut rest) = (1.0, x, n);
+    while rest > 0 {
+        if rest & 1 == 1 {
+            result *= square;
+        }
+        square *= square;
+        rest >>= 1;
+    }
+    result
+}
+
+lanes_fn! {
+fn square_sum<T: Float>(g: &[T]) -> f64 {
+    lanes::square_sum(g)
+}
+}
+
+lanes_fn! {
+fn update<T: Float>(f: &Factors<T>, w: &mut [T], m: &mut [T], v: &mut [T], g: &[T]) {
+    for (((w, m), v), g) in w.iter_mut().zip(m).zip(v).zip(g) {
+        let g = *g * f.grad_scale;
+        *m = m.fma(f.beta1, f.one_minus_beta1 * g);
+        *v = v.fma(f.beta2, f.one_minus_beta2 * g * g);
+        let root = (*v * f.v_correction).sqrt();
+        *w = w.fma(f.keep, -(f.rate * *m / (root + f.eps)));
+    }
+}
+}
+
+lanes_fn! {
+fn non_finite<T: Float>(x: &[T]) -> u32 {
+    let mut count = 0;
+    for x in x {
+        count += u32::from(!x.is_finite());
+    }
+    count
+}
+}

@@ -1,0 +1,104 @@
+//! The device a rank computes on, and moving bytes to and from it.
+
+use crate::buffer::{Buffer, Element};
+use crate::cpu::{CpuDevice, Isa};
+
+/// Why a device could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum KernelError {
+    #[error("a CPU device needs between 1 and {max} threads, not {found}")]
+    Threads { found: usize, max: usize },
+    #[error("reserving an arena of {bytes} bytes of address space")]
+    Arena { bytes: usize, source: rustix::io::Errno },
+    #[error("starting {threads} compute threads")]
+    Pool { threads: usize, source: rayon::ThreadPoolBuildError },
+    #[error("this processor has no {isa:?}")]
+    Isa { isa: Isa },
+}
+
+/// Where the ops run. Every op is a method that matches on the device once.
+///
+/// Ops enqueue work and return nothing; the CPU does it at once. A wrong shape, kind or overlap of
+/// buffers is a programmer's error and panics. The exclusive borrow is what makes views of the
+/// arena sound: nobody can hold a slice of it while an op writes.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Device {
+    Cpu(CpuDevice),
+}
+
+impl Device {
+    /// A CPU device with `threads` compute threads (1: the caller's own, no pool) and an arena of
+    /// `arena_bytes` of address space, zero and without memory until first touched.
+    pub fn cpu(threads: usize, arena_bytes: usize) -> Result<Device, KernelError> {
+        Ok(Device::Cpu(CpuDevice::new(threads, arena_bytes, Isa::detect())?))
+    }
+
+    /// The CPU device inside, for views of its memory without a copy.
+    pub fn as_cpu(&self) -> Option<&CpuDevice> {
+        match self {
+            Device::Cpu(cpu) => Some(cpu),
+        }
+    }
+
+    /// See [`Device::as_cpu`].
+    pub fn as_cpu_mut(&mut self) -> Option<&mut CpuDevice> {
+        match self {
+            Device::Cpu(cpu) => Some(cpu),
+        }
+    }
+
+    /// Copies host elements into `buffer`, which has as many.
+    pub fn write<E: Element>(&mut self, buffer: Buffer, from: &[E]) {
+        match self {
+            Device::Cpu(cpu) => cpu.slice_mut(buffer).copy_from_slice(from),
+        }
+    }
+
+    /// Waits for everything enqueued, then copies `buffer` into host elements, as many.
+    pub fn read<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
+        match self {
+            Device::Cpu(cpu) => into.copy_from_slice(cpu.slice(buffer)),
+        }
+    }
+
+    /// [`Device::read`] into a new vector.
+    pub fn read_vec<E: Element + Default>(&self, buffer: Buffer) -> Vec<E> {
+        let mut values = vec![E::default(); buffer.len()];
+        self.read(buffer, &mut values);
+        values
+    }
+
+    /// Copies the bytes of `from` to `to`: same kind, same length, no overlap.
+    pub fn copy(&mut self, from: Buffer, to: Buffer) {
+        assert_eq!(from.dtype(), to.dtype(), "a copy keeps the kind of its elements");
+        match self {
+            Device::Cpu(cpu) => cpu.copy(from, to),
+        }
+    }
+
+    /// Sets every bit of `buffer` to zero.
+    pub fn fill_zero(&mut self, buffer: Buffer) {
+        match self {
+            Device::Cpu(cpu) => cpu.fill_zero(buffer),
+        }
+    }
+}
+
+/// Runs the body with `$T` as the float type that `$dtype` names.
+macro_rules! on_float {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            crate::DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            crate::DType::F64 => {
+                type $T = f64;
+                $body
+            }
+            other => panic!("the CPU computes in F32 or F64, not {other:?}"),
+        }
+    };
+}
+pub(crate) use on_float;

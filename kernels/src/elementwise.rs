@@ -1,0 +1,103 @@
+//! Ops on each element alone.
+
+use crate::buffer::Buffer;
+use crate::device::{Device, on_float};
+
+/// a += b
+#[derive(Clone, Copy, Debug)]
+pub struct Add {
+    /// Changed in place
+    pub a: Buffer,
+    /// As long as a
+    pub b: Buffer,
+}
+
+/// x *= factor, rounded to the float of x first
+#[derive(Clone, Copy, Debug)]
+pub struct Scale {
+    pub factor: f64,
+    /// Changed in place
+    pub x: Buffer,
+}
+
+/// x = value
+#[derive(Clone, Copy, Debug)]
+pub struct Fill {
+    pub value: f64,
+    /// Output
+    pub x: Buffer,
+}
+
+/// out = silu(gate) * up, all equally long: the hidden layer of a dense feed-forward network.
+#[derive(Clone, Copy, Debug)]
+pub struct SiluMul {
+    pub gate: Buffer,
+    pub up: Buffer,
+    /// Output
+    pub out: Buffer,
+}
+
+/// dgate = d_out * up * silu'(gate), dup = d_out * silu(gate),
+/// silu'(g) = s (1 + g (1 - s)) with s = sigmoid(g)
+#[derive(Clone, Copy, Debug)]
+pub struct SiluMulBackward {
+    pub gate: Buffer,
+    pub up: Buffer,
+    pub d_out: Buffer,
+    /// Output
+    pub dgate: Buffer,
+    /// Output
+    pub dup: Buffer,
+}
+
+/// x[i] = std * z(seed, name_hash, first + i): independent standard normal numbers by Philox and
+/// Box-Muller (see [`crate::philox::normals`]), a function of the logical element alone.
+#[derive(Clone, Copy, Debug)]
+pub struct InitNormal {
+    pub seed: u64,
+    /// A hash of the logical name of the tensor.
+    pub name_hash: u64,
+    /// Index in the logical tensor of the buffer's first element.
+    pub first: u64,
+    pub std: f64,
+    /// Output
+    pub x: Buffer,
+}
+
+impl Device {
+    pub fn add(&mut self, op: &Add) {
+        match self {
+            Device::Cpu(cpu) => on_float!(op.a.dtype(), T => cpu.add::<T>(op)),
+        }
+    }
+
+    pub fn scale(&mut self, op: &Scale) {
+        match self {
+            Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.scale::<T>(op)),
+        }
+    }
+
+    pub fn fill(&mut self, op: &Fill) {
+        match self {
+            Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.fill::<T>(op)),
+        }
+    }
+
+    pub fn silu_mul(&mut self, op: &SiluMul) {
+        match self {
+            Device::Cpu(cpu) => on_float!(op.out.dtype(), T => cpu.silu_mul::<T>(op)),
+        }
+    }
+
+    pub fn silu_mul_backward(&mut self, op: &SiluMulBackward) {
+        match self {
+            Device::Cpu(cpu) => on_float!(op.d_out.dtype(), T => cpu.silu_mul_backward::<T>(op)),
+        }
+    }
+
+    pub fn init_normal(&mut self, op: &InitNormal) {
+        match self {
+            Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.init_normal::<T>(op)),
+        }
+    }
+}

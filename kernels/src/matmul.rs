@@ -1,0 +1,73 @@
+//! Dense products and biases.
+
+use crate::buffer::Buffer;
+use crate::device::{Device, on_float};
+
+/// How the operands of C [m, n] = A B lie in memory: N as written, T transposed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// A [m, k], B [n, k]: y = x W^T, forward.
+    Nt,
+    /// A [m, k], B [k, n]: dx = dy W.
+    Nn,
+    /// A [k, m], B [k, n]: dW = dy^T x.
+    Tn,
+}
+
+/// c[i, j] (+)= sum_l a[i, l] b[l, j]: per chunk of 256 of l one chain of fused multiply-adds from
+/// zero, l ascending; then the chunks in order (added to what c held, with `accumulate`).
+#[derive(Clone, Copy, Debug)]
+pub struct Matmul {
+    pub layout: Layout,
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub accumulate: bool,
+    pub a: Buffer,
+    pub b: Buffer,
+    /// Output [m, n]
+    pub c: Buffer,
+}
+
+/// x[r, c] += bias[c]
+#[derive(Clone, Copy, Debug)]
+pub struct AddBias {
+    pub rows: usize,
+    pub columns: usize,
+    /// Changed in place: [rows, columns]
+    pub x: Buffer,
+    /// [columns]
+    pub bias: Buffer,
+}
+
+/// dbias[c] (+)= sum_r dy[r, c], rows ascending in chunks of 64, then the chunks in order.
+#[derive(Clone, Copy, Debug)]
+pub struct BiasBackward {
+    pub rows: usize,
+    pub columns: usize,
+    pub accumulate: bool,
+    /// [rows, columns]
+    pub dy: Buffer,
+    /// Output [columns]
+    pub dbias: Buffer,
+}
+
+impl Device {
+    pub fn matmul(&mut self, op: &Matmul) {
+        match self {
+            Device::Cpu(cpu) => on_float!(op.c.dtype(), T => cpu.matmul::<T>(op)),
+        }
+    }
+
+    pub fn add_bias(&mut self, op: &AddBias) {
+        match self {
+            Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.add_bias::<T>(op)),
+        }
+    }
+
+    pub fn bias_backward(&mut self, op: &BiasBackward) {
+        match self {
+            Device::Cpu(cpu) => on_float!(op.dy.dtype(), T => cpu.bias_backward::<T>(op)),
+        }
+    }
+}
