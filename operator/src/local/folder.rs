@@ -1,0 +1,211 @@
+//! `DIR/NAME`: who may write there, whose it is, and what the next start must know.
+
+use moe_worker::records::EventLog;
+use rustix::fs::{FlockOperation, flock};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// `job.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct JobFile {
+    pub uid: String,
+    /// The newest attempt that was ever recorded.
+    pub attempt: u32,
+    pub spec: Value,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum FolderError {
+    #[error("{path}: {what}")]
+    Io { path: String, what: &'static str, source: std::io::Error },
+    #[error("{path} is in use by another `moejob run`; wait for it, or choose another --dir")]
+    InUse { path: String },
+    #[error("{path} is damaged: {source}; remove the run's folder, or restore the file")]
+    Damaged { path: String, source: serde_json::Error },
+    #[error(
+        "{path} belongs to another version of this job; these fields cannot change once it has \
+         begun:{changes}\n  undo the change, give the job another name, or remove the folder"
+    )]
+    Changed { path: String, changes: String },
+}
+
+impl FolderError {
+    pub fn exit_code(&self) -> i32 {
+        match self {
+            FolderError::Changed { .. } | FolderError::InUse { .. } => 2,
+            FolderError::Damaged { .. } => 3,
+            FolderError::Io { .. } => 1,
+        }
+    }
+}
+
+/// The folder of a run, locked for as long as this lives.
+pub struct Folder {
+    path: PathBuf,
+    file: JobFile,
+    _lock: File,
+}
+
+impl Folder {
+    /// Opens or creates it. Refused when another process has it, or when it belongs to a job that
+    /// differs in what cannot change.
+    pub fn open(path: &Path, spec: &Value) -> Result<Folder, FolderError> {
+        std::fs::create_dir_all(path.join("logs"))
+            .map_err(|source| io(path, "cannot create the run's folder", source))?;
+        let lock_path = path.join("lock");
+        let lock = File::create(&lock_path)
+            .map_err(|source| io(&lock_path, "cannot create the lock", source))?;
+        if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+            return Err(FolderError::InUse { path: path.display().to_string() });
+        }
+        let file = match read(path)? {
+            Some(file) => {
+                let changes = changes(&file.spec, spec);
+                if !changes.is_empty() {
+                    let changes: String =
+                        changes.iter().map(|change| format!("\n    {change}")).collect();
+                    return Err(FolderError::Changed { path: path.display().to_string(), changes });
+                }
+                JobFile { spec: spec.clone(), ..file }
+            }
+            None => JobFile { uid: new_uid(path)?, attempt: 0, spec: spec.clone() },
+        };
+        let mut folder = Folder { path: path.to_path_buf(), file, _lock: lock };
+        folder.record(folder.file.clone())?;
+        Ok(folder)
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn file(&self) -> &JobFile {
+        &self.file
+    }
+
+    /// Makes `file` durable: tmp, fsync, rename, fsync of the folder.
+    pub fn record(&mut self, file: JobFile) -> Result<(), FolderError> {
+        let (target, staged) = (self.path.join("job.json"), self.path.join("job.json.tmp"));
+        let failed = |source| io(&target, "cannot be written", source);
+        let text = serde_json::to_vec_pretty(&file)
+            .map_err(|source| FolderError::Damaged { path: target.display().to_string(), source })?;
+        let mut to = File::create(&staged).map_err(failed)?;
+        to.write_all(&text).and_then(|()| to.sync_all()).map_err(failed)?;
+        std::fs::rename(&staged, &target).map_err(failed)?;
+        File::open(&self.path).and_then(|folder| folder.sync_all()).map_err(failed)?;
+        self.file = file;
+        Ok(())
+    }
+
+    pub fn event_log(&self) -> Result<EventLog, FolderError> {
+        EventLog::open(&self.path)
+            .map_err(|source| io(&self.path.join("events.jsonl"), "cannot be opened", source))
+    }
+}
+
+fn io(path: &Path, what: &'static str, source: std::io::Error) -> FolderError {
+    FolderError::Io { path: path.display().to_string(), what, source }
+}
+
+fn read(path: &Path) -> Result<Option<JobFile>, FolderError> {
+    let path = path.join("job.json");
+    let text = match std::fs::read(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(io(&path, "cannot be read", source)),
+    };
+    let damaged = |source| FolderError::Damaged { path: path.display().to_string(), source };
+    serde_json::from_slice(&text).map(Some).map_err(damaged)
+}
+
+/// 128 random bits, as Kubernetes gives to its objects.
+fn new_uid(path: &Path) -> Result<String, FolderError> {
+    let mut bytes = [0u8; 16];
+    File::open("/dev/urandom")
+        .and_then(|mut source| std::io::Read::read_exact(&mut source, &mut bytes))
+        .map_err(|source| io(path, "no random numbers for the job's uid", source))?;
+    let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    let part = |from: usize, to: usize| &hex[from..to];
+    Ok([part(0, 8), part(8, 12), part(12, 16), part(16, 20), part(20, 32)].join("-"))
+}
+
+/// Fields that may change between two runs of one job.
+const CHANGEABLE: [&str; 10] = [
+    "suspend",
+    "nodes.min",
+    "nodes.max",
+    "nodes.spares",
+    "training.steps",
+    "checkpoint.everySteps",
+    "checkpoint.keep",
+    "recovery",
+    "image",
+    "podTemplate",
+];
+
+/// `path: was X, is Y` for each field that differs and may not.
+fn changes(was: &Value, is: &Value) -> Vec<String> {
+    let mut found = Vec::new();
+    compare("", was, is, &mut found);
+    found
+}
+
+fn compare(path: &str, was: &Value, is: &Value, found: &mut Vec<String>) {
+    if was == is || CHANGEABLE.contains(&path) {
+        // The schedule reaches its end at the last step; shortening it would rewrite the past.
+        let steps = |value: &Value| value.as_u64().unwrap_or_default();
+        if path == "training.steps" && steps(is) < steps(was) {
+            found.push(format!("{path}: was {was}, is {is} (it may only grow)"));
+        }
+        return;
+    }
+    let (Value::Object(old), Value::Object(new)) = (was, is) else {
+        found.push(format!("{path}: was {was}, is {is}"));
+        return;
+    };
+    let keys: std::collections::BTreeSet<&String> = old.keys().chain(new.keys()).collect();
+    for key in keys {
+        let of = |map: &serde_json::Map<String, Value>| map.get(key).cloned().unwrap_or_default();
+        let at = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+        compare(&at, &of(old), &of(new), found);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn changes_name_the_fields_that_may_not_change() {
+        let was = json!({"training": {"steps": 10, "seed": 1}, "nodes": {"min": 1, "max": 2}});
+        let is = json!({"training": {"steps": 20, "seed": 2}, "nodes": {"min": 1, "max": 4}});
+        assert_eq!(changes(&was, &is), ["training.seed: was 1, is 2"]);
+        assert_eq!(
+            changes(&is, &was),
+            ["training.seed: was 2, is 1", "training.steps: was 20, is 10 (it may only grow)"]
+        );
+        assert_eq!(changes(&was, &was), [""; 0]);
+    }
+
+    #[test]
+    fn a_folder_serves_one_run_at_a_time_and_keeps_its_identity() {
+        let home = tempfile::tempdir().expect("a folder");
+        let path = home.path().join("job");
+        let spec = json!({"training": {"seed": 1}});
+        let mut first = Folder::open(&path, &spec).expect("opens");
+        let uid = first.file().uid.clone();
+        assert!(matches!(Folder::open(&path, &spec), Err(FolderError::InUse { .. })));
+        first.record(JobFile { attempt: 3, ..first.file().clone() }).expect("records");
+        drop(first);
+        let again = Folder::open(&path, &spec).expect("opens again");
+        assert_eq!((again.file().attempt, &again.file().uid), (3, &uid));
+        drop(again);
+        let other = Folder::open(&path, &json!({"training": {"seed": 2}}));
+        assert!(matches!(other, Err(FolderError::Changed { .. })));
+    }
+}

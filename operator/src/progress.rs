@@ -1,0 +1,174 @@
+//! What a person sees while a job runs: one line that changes on a terminal, plain lines in a pipe.
+
+use moejob_protocol::report::StepReport;
+use std::io::{IsTerminal, Write};
+use std::time::{Duration, Instant};
+
+/// In a pipe, at most one line in this time; a line with a held-out loss always appears.
+const PLAIN_LINE_EVERY: Duration = Duration::from_secs(2);
+/// A terminal's line is redrawn at most this often.
+const REDRAW_EVERY: Duration = Duration::from_millis(50);
+
+/// Writes progress to standard output and notes to standard error.
+pub struct Progress {
+    terminal: bool,
+    steps: u64,
+    drawn: Option<Instant>,
+    line: String,
+    rate: Rate,
+}
+
+impl Progress {
+    pub fn new(steps: u64) -> Progress {
+        let terminal = std::io::stdout().is_terminal();
+        Progress { terminal, steps, drawn: None, line: String::new(), rate: Rate::default() }
+    }
+
+    /// A step is done.
+    pub fn step(&mut self, report: &StepReport) {
+        self.rate.push(report.step, Instant::now());
+        self.line = describe(report, self.steps, self.rate.left(self.steps));
+        let last = report.step >= self.steps;
+        let waited = self.drawn.map(|at| at.elapsed());
+        if self.terminal {
+            if last || waited.is_none_or(|waited| waited >= REDRAW_EVERY) {
+                self.redraw();
+            }
+            if report.validation_loss.is_some() {
+                self.keep();
+            }
+        } else if last
+            || report.validation_loss.is_some()
+            || waited.is_none_or(|waited| waited >= PLAIN_LINE_EVERY)
+        {
+            self.drawn = Some(Instant::now());
+            say(&mut std::io::stdout(), &self.line);
+        }
+    }
+
+    /// A happening that a person should read, in a line of its own.
+    pub fn note(&mut self, text: &str) {
+        if self.terminal {
+            print!("\r\x1b[K");
+            let _ = std::io::stdout().flush();
+        }
+        say(&mut std::io::stderr(), text);
+        if self.terminal && !self.line.is_empty() {
+            self.redraw();
+        }
+    }
+
+    /// Leaves the last line on the screen.
+    pub fn finish(&mut self) {
+        if self.terminal && !self.line.is_empty() {
+            self.redraw();
+            self.keep();
+        }
+    }
+
+    fn redraw(&mut self) {
+        self.drawn = Some(Instant::now());
+        print!("\r\x1b[K{}", self.line);
+        let _ = std::io::stdout().flush();
+    }
+
+    fn keep(&mut self) {
+        println!();
+        self.line.clear();
+    }
+}
+
+/// A reader that has gone away (`| head`) must not end the training.
+fn say(to: &mut dyn Write, text: &str) {
+    let _ = writeln!(to, "{text}");
+}
+
+fn describe(report: &StepReport, steps: u64, left: Option<Duration>) -> String {
+    let mut line = format!(
+        "step {}/{steps}  loss {:.4}  {} tok/s",
+        report.step,
+        report.loss,
+        thousands(report.tokens_per_second)
+    );
+    if let Some(loss) = report.validation_loss {
+        line += &format!("  held-out {loss:.4}");
+    }
+    if let Some(left) = left.filter(|_| report.step < steps) {
+        line += &format!("  {} left", clock(left));
+    }
+    let workers = if report.world_size == 1 { "worker" } else { "workers" };
+    line + &format!("  {} {workers}", report.world_size)
+}
+
+fn thousands(value: f64) -> String {
+    if value >= 1e6 {
+        format!("{:.2}M", value / 1e6)
+    } else if value >= 1e3 {
+        format!("{:.1}k", value / 1e3)
+    } else {
+        format!("{value:.0}")
+    }
+}
+
+fn clock(left: Duration) -> String {
+    let seconds = left.as_secs();
+    match seconds / 3600 {
+        0 => format!("{}:{:02}", seconds / 60, seconds % 60),
+        hours => format!("{hours}:{:02}:{:02}", seconds / 60 % 60, seconds % 60),
+    }
+}
+
+/// Steps per second over the newest steps, so that the time left follows the present speed.
+#[derive(Default)]
+struct Rate {
+    seen: std::collections::VecDeque<(u64, Instant)>,
+}
+
+impl Rate {
+    const WINDOW: usize = 32;
+
+    fn push(&mut self, step: u64, at: Instant) {
+        // A replayed step after a recovery starts the measure anew.
+        if self.seen.back().is_some_and(|(last, _)| *last >= step) {
+            self.seen.clear();
+        }
+        self.seen.push_back((step, at));
+        if self.seen.len() > Rate::WINDOW {
+            self.seen.pop_front();
+        }
+    }
+
+    fn left(&self, steps: u64) -> Option<Duration> {
+        let ((first, began), (last, now)) = (self.seen.front()?, self.seen.back()?);
+        let done = last.checked_sub(*first).filter(|done| *done > 0)?;
+        let each = (*now - *began).div_f64(done as f64);
+        Some(each.mul_f64(steps.saturating_sub(*last) as f64))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_short() {
+        assert_eq!(thousands(950.0), "950");
+        assert_eq!(thousands(12_340.0), "12.3k");
+        assert_eq!(thousands(2_500_000.0), "2.50M");
+        assert_eq!(clock(Duration::from_secs(61)), "1:01");
+        assert_eq!(clock(Duration::from_secs(3723)), "1:02:03");
+    }
+
+    #[test]
+    fn time_left_follows_the_newest_steps() {
+        let start = Instant::now();
+        let mut rate = Rate::default();
+        assert_eq!(rate.left(10), None);
+        for step in 1..=4 {
+            rate.push(step, start + Duration::from_secs(step));
+        }
+        assert_eq!(rate.left(10), Some(Duration::from_secs(6)));
+        rate.push(2, start + Duration::from_secs(9));
+        assert_eq!(rate.left(10), None);
+    }
+}

@@ -1,0 +1,81 @@
+//! Faults: killed and frozen workers, killed runs. None changes a bit of the result.
+//!
+//! Counts are small here and set by `$MOEJOB_FAULT_RUNS` and `$MOEJOB_KILLS`; the seed of every run
+//! is printed, and `$MOEJOB_SEED` repeats one.
+
+use moejob_tests::{Bench, Random, send};
+use rustix::process::Signal;
+use std::time::{Duration, Instant};
+
+const LIMIT: Duration = Duration::from_secs(180);
+
+fn count(name: &str, default: u64) -> u64 {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
+}
+
+fn seed() -> u64 {
+    let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let seed = count("MOEJOB_SEED", clock.map(|time| time.as_nanos() as u64).unwrap_or(1));
+    println!("seed: MOEJOB_SEED={seed}");
+    seed
+}
+
+#[test]
+fn killed_and_frozen_workers_change_no_bit() {
+    const STEPS: u64 = 150;
+    let whole = Bench::small(STEPS, 20, 11);
+    assert_eq!(whole.run(&[], LIMIT), Some(0), "{}", whole.output());
+    let mut random = Random(seed());
+    for round in 0..count("MOEJOB_FAULT_RUNS", 3) {
+        let workers = 2 + random.below(3);
+        let bench = Bench::small(STEPS, 20, 11);
+        let mut run = bench.start(&["--workers", &workers.to_string()]);
+        let mut frozen = Vec::new();
+        let mut faults = 1 + random.below(4);
+        let begin = Instant::now();
+        while faults > 0 && !run.has_ended() && begin.elapsed() < LIMIT {
+            std::thread::sleep(Duration::from_millis(200 + random.below(1500)));
+            let pids = bench.worker_pids();
+            if pids.is_empty() {
+                continue;
+            }
+            let pid = pids[random.below(pids.len() as u64) as usize];
+            let freeze = random.below(2) == 0;
+            println!("round {round}: {} {pid}", if freeze { "STOP" } else { "KILL" });
+            send(pid, if freeze { Signal::STOP } else { Signal::KILL });
+            frozen.extend(freeze.then_some(pid));
+            faults -= 1;
+        }
+        assert_eq!(run.wait(LIMIT), Some(0), "round {round}\n{}", bench.output());
+        frozen.into_iter().for_each(|pid| send(pid, Signal::CONT));
+        assert_eq!(bench.losses(), whole.losses(), "round {round}\n{}", bench.output());
+        let held_out = |bench: &Bench| bench.metrics().last().and_then(|m| m.validation_loss);
+        assert_eq!(held_out(&bench), held_out(&whole), "round {round}");
+    }
+}
+
+#[test]
+fn a_killed_run_resumes_from_a_complete_checkpoint() {
+    const STEPS: u64 = 400;
+    let whole = Bench::small(STEPS, 3, 12);
+    assert_eq!(whole.run(&[], LIMIT), Some(0), "{}", whole.output());
+    let mut random = Random(seed());
+    let bench = Bench::small(STEPS, 3, 12);
+    let mut newest = 0;
+    for kill in 0..count("MOEJOB_KILLS", 10) {
+        let mut run = bench.start(&["--workers", "2"]);
+        std::thread::sleep(Duration::from_millis(150 + random.below(1200)));
+        if run.has_ended() {
+            break;
+        }
+        send(run.pid(), Signal::KILL);
+        assert_eq!(run.wait(LIMIT), None);
+        let names = bench.checkpoints();
+        let step = names.last().and_then(|name| name.strip_prefix("step-")?.parse().ok());
+        let step: u64 = step.unwrap_or(0);
+        assert!(step >= newest, "kill {kill}: checkpoint {newest} is lost, {step} is the newest");
+        newest = step;
+    }
+    assert_eq!(bench.run(&["--workers", "3"], LIMIT), Some(0), "{}", bench.output());
+    assert_eq!(bench.losses(), whole.losses(), "{}", bench.output());
+}

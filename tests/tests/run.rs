@@ -1,0 +1,150 @@
+//! `moejob run`: trains, checkpoints, resumes, refuses.
+
+use moejob_tests::{Bench, root, send};
+use rustix::process::Signal;
+use std::process::Command;
+use std::time::Duration;
+
+const LIMIT: Duration = Duration::from_secs(120);
+
+#[test]
+fn a_manifest_trains_to_a_checkpoint() {
+    let bench = Bench::small(60, 25, 1);
+    assert_eq!(bench.run(&[], LIMIT), Some(0), "{}", bench.output());
+    let metrics = bench.metrics();
+    assert_eq!(metrics.len(), 60);
+    assert_eq!(metrics.iter().map(|line| line.step).collect::<Vec<_>>(), (1..=60).collect::<Vec<_>>());
+    let (first, last) = (&metrics[0], &metrics[59]);
+    assert!((first.loss - 256f64.ln()).abs() < 0.3, "an untrained model knows nothing: {first:?}");
+    assert!(last.loss < first.loss - 1.0, "{first:?} {last:?}");
+    let held_out = last.validation_loss.expect("measured after the last step");
+    assert!(held_out < 4.6, "{held_out}");
+    assert_eq!(bench.checkpoints(), ["step-00000025", "step-00000050", "step-00000060"]);
+    let kinds: Vec<String> = (bench.events().iter())
+        .map(|event| event["event"].as_str().unwrap_or_default().to_string())
+        .collect();
+    for kind in ["AttemptStarted", "WorkerStarted", "CheckpointCommitted", "JobCompleted"] {
+        assert!(kinds.iter().any(|found| found == kind), "no {kind} in {kinds:?}");
+    }
+    let verify = bench.command(&["checkpoint", "verify", "runs/small/checkpoints/step-00000060"]);
+    assert!(succeeds(verify), "verify");
+    // Done is done: nothing is trained again.
+    assert_eq!(bench.run(&[], LIMIT), Some(0), "{}", bench.output());
+    assert_eq!(bench.metrics().len(), 60);
+}
+
+#[test]
+fn any_number_of_workers_gives_the_same_bits() {
+    let one = Bench::small(12, 6, 2);
+    assert_eq!(one.run(&[], LIMIT), Some(0), "{}", one.output());
+    for workers in ["2", "3", "4"] {
+        let many = Bench::small(12, 6, 2);
+        assert_eq!(many.run(&["--workers", workers], LIMIT), Some(0), "{}", many.output());
+        assert_eq!(many.losses(), one.losses(), "{workers} workers");
+        let held_out = |bench: &Bench| bench.metrics().last().and_then(|m| m.validation_loss);
+        assert_eq!(held_out(&many), held_out(&one), "{workers} workers");
+        assert_eq!(weights(&many), weights(&one), "{workers} workers");
+    }
+}
+
+#[test]
+fn ctrl_c_checkpoints_and_the_same_command_goes_on() {
+    let whole = Bench::small(40, 1000, 3);
+    assert_eq!(whole.run(&["--workers", "2"], LIMIT), Some(0), "{}", whole.output());
+    let bench = Bench::small(40, 1000, 3);
+    let run = bench.start(&["--workers", "2"]);
+    bench.wait_until("five steps", LIMIT, |bench| bench.losses().len() >= 5);
+    run.signal(Signal::INT);
+    assert_eq!(run.wait(LIMIT), Some(130), "{}", bench.output());
+    assert_eq!(bench.checkpoints().len(), 1, "{}", bench.output());
+    assert_eq!(bench.run(&["--workers", "3"], LIMIT), Some(0), "{}", bench.output());
+    assert_eq!(bench.losses(), whole.losses());
+    let steps: Vec<u64> = bench.metrics().iter().map(|line| line.step).collect();
+    assert_eq!(steps, (1..=40).collect::<Vec<_>>(), "nothing was trained twice");
+}
+
+#[test]
+fn workers_die_with_their_runner() {
+    let bench = Bench::small(100_000, 1000, 4);
+    let run = bench.start(&["--workers", "3"]);
+    bench.wait_until("three steps", LIMIT, |bench| bench.losses().len() >= 3);
+    let pids = bench.worker_pids();
+    assert_eq!(pids.len(), 3, "{}", bench.output());
+    // A stopped process cannot read that its input has ended.
+    send(pids[0], Signal::STOP);
+    send(run.pid(), Signal::KILL);
+    assert_eq!(run.wait(LIMIT), None);
+    bench.wait_until("no worker left", Duration::from_secs(5), |b| b.worker_pids().is_empty());
+}
+
+#[test]
+fn a_folder_in_use_or_of_another_job_is_refused() {
+    let bench = Bench::small(100_000, 1000, 5);
+    let run = bench.start(&[]);
+    bench.wait_until("a step", LIMIT, |bench| !bench.losses().is_empty());
+    let mut second = bench.command(&["run", "job.yaml"]);
+    let output = second.output().expect("runs");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("in use"), "{output:?}");
+    drop(run);
+    let manifest = bench.path().join("job.yaml");
+    let text = std::fs::read_to_string(&manifest).expect("manifest");
+    std::fs::write(&manifest, text.replace("seed: 5", "seed: 6")).expect("manifest");
+    let output = bench.command(&["run", "job.yaml"]).output().expect("runs");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("training.seed"), "{output:?}");
+}
+
+#[test]
+fn a_changed_corpus_is_refused_on_resume() {
+    let bench = Bench::small(40, 10, 6);
+    let run = bench.start(&[]);
+    bench.wait_until("a checkpoint", LIMIT, |bench| !bench.checkpoints().is_empty());
+    run.signal(Signal::INT);
+    assert_eq!(run.wait(LIMIT), Some(130), "{}", bench.output());
+    std::fs::write(bench.path().join("corpus/part-03.txt"), "something else").expect("corpus");
+    assert_eq!(bench.run(&[], LIMIT), Some(3), "{}", bench.output());
+}
+
+#[test]
+fn examples_are_valid() {
+    let mut names: Vec<_> = std::fs::read_dir(root().join("examples"))
+        .expect("examples")
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| path.extension().is_some_and(|end| end == "yaml"))
+        .collect();
+    names.sort();
+    assert!(names.len() >= 2);
+    for name in names {
+        let mut command = Command::new(moejob_tests::moejob());
+        command.arg("validate").arg(&name);
+        assert!(succeeds(command), "{}", name.display());
+    }
+}
+
+fn succeeds(mut command: Command) -> bool {
+    let output = command.output().expect("runs");
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{command:?}: {:?}\n{text}", output.status.code());
+    output.status.success()
+}
+
+/// The final weights: every tensor's bytes, by name and part, whatever the shards.
+fn weights(bench: &Bench) -> std::collections::BTreeMap<String, Vec<u8>> {
+    let name = bench.checkpoints().pop().expect("a checkpoint");
+    let folder = bench.run_folder().join("checkpoints").join(name);
+    let manifest = std::fs::read(folder.join("manifest.json")).expect("manifest");
+    let manifest: moejob_protocol::CheckpointManifest =
+        serde_json::from_slice(&manifest).expect("manifest");
+    let read = |piece: &moejob_protocol::checkpoint::Piece| {
+        let file = &manifest.files[piece.file as usize].name;
+        let bytes = std::fs::read(folder.join(file)).expect("shard");
+        bytes[piece.begin as usize..piece.end as usize].to_vec()
+    };
+    (manifest.tensors.iter())
+        .map(|tensor| {
+            let bytes = tensor.pieces.iter().flat_map(read).collect();
+            (format!("{} {:?}", tensor.name, tensor.part), bytes)
+        })
+        .collect()
+}
