@@ -8,4 +8,8 @@
 //! ```
 
 pub mod trainer_api;
+pub mod tls;
+pub mod control;
+pub mod listener;
 pub mod comm;
+pub mod data;
