@@ -1,0 +1,83 @@
+//! Commands: each parses its arguments, calls one function, and turns the result into an exit code
+//! (0 done, 1 failed, 2 the user's input, 3 data or checkpoint refused, 75 try again, 130 interrupted).
+
+pub mod checkpoint;
+pub mod run;
+
+use clap::{CommandFactory, Parser, Subcommand};
+use std::process::ExitCode;
+
+/// Trains mixture-of-experts models from a manifest, on one machine or on a cluster.
+#[derive(Parser)]
+#[command(name = "moejob", version, max_term_width = 100)]
+pub struct Cli {
+    /// Logs as JSON lines on standard error.
+    #[arg(long, global = true)]
+    json_logs: bool,
+    /// What is logged: error, warn, info, debug, or a filter such as `moejob=debug`.
+    #[arg(long, global = true, env = "MOEJOB_LOG", default_value = "warn")]
+    log: String,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run a whole job on this machine.
+    Run(run::RunArgs),
+    /// Name every problem of manifests, with line and column.
+    Validate(validate::ValidateArgs),
+    /// Show the plan of a manifest, its reasons and what-ifs, offline.
+    Plan(plan::PlanArgs),
+    /// List, show and verify checkpoints.
+    #[command(subcommand)]
+    Checkpoint(checkpoint::CheckpointCommand),
+    /// Print the CustomResourceDefinition.
+    Crd,
+    /// Run as a worker; started by `moejob run` and by the operator.
+    #[command(hide = true)]
+    Worker,
+    /// Print a completion script for a shell.
+    Completions {
+        shell: clap_complete::Shell,
+    },
+}
+
+/// Runs one command.
+pub fn dispatch(cli: Cli) -> ExitCode {
+    start_logs(&cli);
+    match cli.command {
+        Command::Run(args) => run::run(&args),
+        Command::Validate(args) => validate::run(&args),
+        Command::Plan(args) => plan::run(&args),
+        Command::Checkpoint(command) => checkpoint::run(&command),
+        Command::Crd => crd::run(),
+        Command::Worker => moe_worker::run::main(),
+        Command::Completions { shell } => {
+            let mut command = Cli::command();
+            clap_complete::generate(shell, &mut command, "moejob", &mut std::io::stdout());
+            ExitCode::SUCCESS
+        }
+    }
+}
+
+fn start_logs(cli: &Cli) {
+    let filter = tracing_subscriber::EnvFilter::new(&cli.log);
+    let logs = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    if cli.json_logs {
+        logs.json().init();
+    } else {
+        logs.with_target(false).init();
+    }
+}
+
+/// Prints an error with its causes.
+pub(crate) fn complain(error: &dyn std::error::Error) {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text += &format!(": {cause}");
+        source = cause.source();
+    }
+    eprintln!("moejob: {text}");
+}
