@@ -73,7 +73,7 @@ fn copy_rows<T: Float>(
 
 /// Stored rows run along m or n: each gives one column of the panel.
 fn transpose<T: Float>(
-    _isa: Isa,
+    isa: Isa,
     from: &Operand<'_, T>,
     ks: Range<usize>,
     first: usize,
@@ -81,16 +81,118 @@ fn transpose<T: Float>(
     width: usize,
     panel: &mut [T],
 ) {
-    for column in 0..width {
-        if column < count {
-            let start = from.start(first + column) + ks.start;
-            let row = &from.data[start..start + ks.len()];
-            for (k, value) in row.iter().enumerate() {
-                panel[k * width + column] = *value;
+    let mut column = 0;
+    while column < width {
+        let block = match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Avx2 => x86::side::<T>(),
+            _ => 1,
+        };
+        let rows = std::array::from_fn(|row| {
+            let row = column + row.min(block - 1);
+            let start = from.start(first + row.min(count - 1)) + ks.start;
+            &from.data[start..start + ks.len()]
+        });
+        if block > 1 && column + block <= count {
+            let done = ks.len() - ks.len() % block;
+            for k in (0..done).step_by(block) {
+                #[cfg(target_arch = "x86_64")]
+                x86::transpose_block(rows, k, &mut panel[k * width + column..], width);
             }
-        } else {
-            for k in 0..ks.len() {
-                panel[k * width + column] = T::ZERO;
+            for k in done..ks.len() {
+                for (to, row) in panel[k * width + column..].iter_mut().zip(&rows[..block]) {
+                    *to = row[k];
+                }
+            }
+            column += block;
+            continue;
+        }
+        for k in 0..ks.len() {
+            panel[k * width + column] = if column < count { rows[0][k] } else { T::ZERO };
+        }
+        column += 1;
+    }
+}
+
+/// Square blocks transposed in registers: single stores of a column would cost more than the
+/// product of a few rows.
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::Float;
+
+    /// The side of a block: 8 f32 or 4 f64, 256 bits.
+    pub(super) const fn side<T>() -> usize {
+        32 / size_of::<T>()
+    }
+
+    /// Writes `rows[i][k + j]` to `to[j * width + i]` for i and j below the side.
+    #[inline]
+    pub(super) fn transpose_block<T: Float>(
+        rows: [&[T]; 8],
+        k: usize,
+        to: &mut [T],
+        width: usize,
+    ) {
+        let side = side::<T>();
+        assert!(rows[..side].iter().all(|row| k + side <= row.len()), "a block beyond its rows");
+        assert!((side - 1) * width + side <= to.len(), "a block beyond its panel");
+        let rows = rows.map(|row| row[k..].as_ptr());
+        // SAFETY: the bounds were just asserted, a float of 4 bytes is f32 and of 8 is f64, and
+        // callers have at least AVX2.
+        unsafe {
+            match side {
+                8 => transpose_f32(rows.map(<*const T>::cast), to.as_mut_ptr().cast(), width),
+                _ => transpose_f64(rows.map(<*const T>::cast), to.as_mut_ptr().cast(), width),
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx2")]
+    unsafe fn transpose_f32(rows: [*const f32; 8], to: *mut f32, width: usize) {
+        // SAFETY: the caller promises 8 floats in each row and 8 of 8 in the panel.
+        unsafe {
+            let r = rows.map(|row| _mm256_loadu_ps(row));
+            // Pairs of rows, then quarters, then halves.
+            let mut pairs = [_mm256_setzero_ps(); 8];
+            for i in 0..4 {
+                pairs[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+                pairs[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+            }
+            let mut fours = [_mm256_setzero_ps(); 8];
+            for i in 0..2 {
+                let p = &pairs[4 * i..4 * i + 4];
+                fours[4 * i] = _mm256_shuffle_ps::<0b01_00_01_00>(p[0], p[2]);
+                fours[4 * i + 1] = _mm256_shuffle_ps::<0b11_10_11_10>(p[0], p[2]);
+                fours[4 * i + 2] = _mm256_shuffle_ps::<0b01_00_01_00>(p[1], p[3]);
+                fours[4 * i + 3] = _mm256_shuffle_ps::<0b11_10_11_10>(p[1], p[3]);
+            }
+            for i in 0..4 {
+                let low = _mm256_permute2f128_ps::<0x20>(fours[i], fours[i + 4]);
+                let high = _mm256_permute2f128_ps::<0x31>(fours[i], fours[i + 4]);
+                _mm256_storeu_ps(to.add(i * width), low);
+                _mm256_storeu_ps(to.add((i + 4) * width), high);
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx2")]
+    unsafe fn transpose_f64(rows: [*const f64; 8], to: *mut f64, width: usize) {
+        // SAFETY: the caller promises 4 floats in each of 4 rows and 4 of 4 in the panel.
+        unsafe {
+            let [a, b, c, d] = [0, 1, 2, 3].map(|i| _mm256_loadu_pd(rows[i]));
+            let pairs = [
+                _mm256_unpacklo_pd(a, b),
+                _mm256_unpackhi_pd(a, b),
+                _mm256_unpacklo_pd(c, d),
+                _mm256_unpackhi_pd(c, d),
+            ];
+            for i in 0..2 {
+                let low = _mm256_permute2f128_pd::<0x20>(pairs[i], pairs[i + 2]);
+                let high = _mm256_permute2f128_pd::<0x31>(pairs[i], pairs[i + 2]);
+                _mm256_storeu_pd(to.add(i * width), low);
+                _mm256_storeu_pd(to.add((i + 2) * width), high);
             }
         }
     }
