@@ -9,9 +9,11 @@
 //! stale or confused peer is refused before one of its bytes reaches a buffer. An [`AbortHandle`]
 //! ends a blocked call at once.
 
+mod data;
 mod frame;
 mod pipe;
 
+pub use data::{DataOffers, DataPlane, JOIN_MS_MAX, Join, JoinError};
 pub use frame::{HEADER_BYTES, Header, Kind};
 pub use pipe::{CHUNK_BYTES_MAX, PIPE_BYTES_MAX, Pipe, Pop, Signal, Wake};
 

@@ -11,5 +11,7 @@ pub mod trainer_api;
 pub mod tls;
 pub mod control;
 pub mod listener;
+pub mod session;
+pub mod run;
 pub mod comm;
 pub mod data;

@@ -53,6 +53,13 @@ impl Wake {
             Wake::Task(notify) => notify.notify_one(),
         }
     }
+
+    fn task(&self) -> Arc<Notify> {
+        match self {
+            Wake::Task(notify) => Arc::clone(notify),
+            Wake::Thread(_) => unreachable!("a thread holds this end of the pipe"),
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -136,10 +143,22 @@ impl Pipe {
         state.bytes = 0;
         drop(state);
         self.producer.wake();
+        // The reader of a stream refuses on behalf of its writer.
+        self.consumer.wake();
     }
 
     pub fn is_refused(&self) -> bool {
         lock(&self.state).refused.is_some()
+    }
+
+    /// What wakes the producer, which is a task.
+    pub fn producer_task(&self) -> Arc<Notify> {
+        self.producer.task()
+    }
+
+    /// What wakes the consumer, which is a task.
+    pub fn consumer_task(&self) -> Arc<Notify> {
+        self.consumer.task()
     }
 }
 
