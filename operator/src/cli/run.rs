@@ -3,8 +3,12 @@
 use super::complain;
 use crate::local::{self, LocalJob};
 use clap::Args;
-use moejob_plan::job::Job;
-use std::path::PathBuf;
+use moejob_plan::job::{Job, Venue};
+use moejob_plan::launch::{self, Places};
+use moejob_plan::placement;
+use moejob_plan::profile::Backend;
+use moejob_protocol::WorkerConfig;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -28,15 +32,73 @@ pub fn run(args: &RunArgs) -> ExitCode {
         Ok(job) => job,
         Err(code) => return code,
     };
-    let job = match local_job(&job, args) {
-        Ok(job) => job,
-        Err(code) => return code,
-    };
-    match local::run(job, args.dir.clone()) {
-        Ok(code) => ExitCode::from(code as u8),
-        Err(error) => {
+    let result = local_job(job, args).map(|job| local::run(job, args.dir.clone()));
+    match result {
+        Ok(Ok(code)) => ExitCode::from(code as u8),
+        Ok(Err(error)) => {
             complain(&error);
             ExitCode::from(error.exit_code() as u8)
         }
+        Err(message) => {
+            eprintln!("moejob: {message}");
+            ExitCode::from(2)
+        }
     }
+}
+
+/// The job as this machine runs it, or why it cannot.
+fn local_job(mut job: Job, args: &RunArgs) -> Result<LocalJob, String> {
+    if let Some(workers) = args.workers {
+        job.nodes.max = workers;
+        job.nodes.min = job.nodes.min.min(workers);
+    }
+    if job.profile.backend != Backend::Cpu {
+        return Err(format!(
+            "nodes.profile: {:?} needs GPUs, and `moejob run` trains on the processor so far; \
+             use profile: cpu",
+            job.profile.name
+        ));
+    }
+    let problems = job.unsupported(Backend::Cpu);
+    if !problems.is_empty() {
+        let lines: Vec<String> = problems.iter().map(ToString::to_string).collect();
+        return Err(lines.join("\n"));
+    }
+    let wanted = launch::wanted(&job, Venue::Local);
+    if wanted.sizes.is_empty() {
+        let (_, skipped) = placement::sizes(&job);
+        let lines = skipped.iter().map(|skip| format!("\n  {} nodes: {}", skip.nodes, skip.why));
+        return Err(format!("no number of workers works:{}", lines.collect::<String>()));
+    }
+    let places = places(&job, &args.dir).map_err(|error| format!("{}: {error}", job.name))?;
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
+    let nodes = job.nodes.max + job.nodes.spares;
+    let threads = if args.threads > 0 { args.threads } else { (cores / job.nodes.max).max(1) };
+    // The run's folder knows the job's uid, and fills it in.
+    let template = launch::template(&job, Venue::Local, "", &places);
+    Ok(LocalJob {
+        name: job.name.clone(),
+        spec: launch::identity(&job),
+        wanted,
+        template: WorkerConfig { threads, ..template },
+        nodes,
+        heartbeat_timeout: Duration::from_millis(job.recovery.heartbeat_timeout),
+    })
+}
+
+fn places(job: &Job, dir: &Path) -> std::io::Result<Places> {
+    let text = |path: PathBuf| path.to_string_lossy().into_owned();
+    let dir = std::path::absolute(dir)?;
+    let records = dir.join(&job.name);
+    let checkpoints = match &job.checkpoint.location {
+        Some(location) => std::path::absolute(location)?,
+        None => records.join("checkpoints"),
+    };
+    std::fs::create_dir_all(&checkpoints)?;
+    Ok(Places {
+        root: text(std::env::current_dir()?),
+        exclude: vec![text(dir), text(checkpoints.clone())],
+        checkpoints: text(checkpoints),
+        records: text(records),
+    })
 }

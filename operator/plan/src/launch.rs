@@ -1,0 +1,103 @@
+//! Job -> what the planner wants, and the configuration that every attempt starts from.
+
+use crate::job::{DataFormat, Job, Venue};
+use crate::observed::Wanted;
+use crate::placement;
+use moejob_protocol::Mesh;
+use moejob_protocol::config::{
+    CheckpointConfig, DataConfig, DataSource, RecoveryConfig, Resume, WorkerConfig,
+};
+use moejob_protocol::layout::Layout;
+use serde_json::{Value, json};
+
+/// Where a job's files lie.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Places {
+    /// What relative data paths mean.
+    pub root: String,
+    /// The folder of checkpoints, absolute.
+    pub checkpoints: String,
+    /// The folder of `metrics.jsonl` and `events.jsonl`, absolute.
+    pub records: String,
+    /// Folders that are never read as data: the runs.
+    pub exclude: Vec<String>,
+}
+
+/// What `plan()` needs of a job.
+pub fn wanted(job: &Job, venue: Venue) -> Wanted {
+    let (sizes, _) = placement::sizes(job);
+    Wanted {
+        nodes_min: job.nodes.min,
+        nodes_max: job.nodes.max,
+        spares: job.nodes.spares,
+        sizes,
+        restarts_max: job.recovery.max_restarts,
+        restart_window: job.recovery.window,
+        growth_interval: job.growth_interval(venue),
+        gang_timeout: job.recovery.gang_timeout,
+        step_timeout: job.recovery.step_timeout.unwrap_or(0),
+        suspend: job.suspend,
+    }
+}
+
+/// A worker's configuration without what the plan fills in for an attempt.
+pub fn template(job: &Job, venue: Venue, job_uid: &str, places: &Places) -> WorkerConfig {
+    WorkerConfig {
+        job_uid: job_uid.to_string(),
+        job_name: job.name.clone(),
+        attempt: 0,
+        digest: String::new(),
+        rank: None,
+        layout: Layout::contiguous(Mesh::data_parallel(1, 1)),
+        members: Vec::new(),
+        resume: Resume::Fresh,
+        model: job.model.clone(),
+        training: job.training.clone(),
+        data: DataConfig {
+            source: source(job, places),
+            tokenizer: job.data.tokenizer.clone(),
+            validation: job.data.validation,
+            exclude: places.exclude.clone(),
+        },
+        checkpoint: CheckpointConfig {
+            every_steps: job.checkpoint.every_steps,
+            keep: job.checkpoint.keep,
+            location: places.checkpoints.clone(),
+            records: places.records.clone(),
+            spec_hash: job.spec_hash.clone(),
+        },
+        recovery: RecoveryConfig {
+            heartbeat_timeout_ms: job.recovery.heartbeat_timeout,
+            step_timeout_ms: job.recovery.step_timeout.unwrap_or(0),
+            orphan_timeout_ms: job.orphan_timeout(venue),
+            memory_every_steps: job.recovery.memory_every_steps,
+        },
+        threads: 0,
+    }
+}
+
+fn source(job: &Job, places: &Places) -> DataSource {
+    let (root, paths) = (places.root.clone(), job.data.paths.clone());
+    let exclude = job.data.exclude.clone();
+    match job.data.format {
+        // The other formats are refused by `Job::unsupported` until the workers read them.
+        DataFormat::Text | DataFormat::Jsonl | DataFormat::Tokens | DataFormat::Megatron => {
+            DataSource::Text { root, paths, exclude }
+        }
+    }
+}
+
+/// What cannot change between two runs of one job, with every default filled in; `training.steps`
+/// may grow.
+pub fn identity(job: &Job) -> Value {
+    json!({
+        "model": job.model,
+        "data": {
+            "paths": job.data.paths,
+            "exclude": job.data.exclude,
+            "tokenizer": job.data.tokenizer,
+            "validation": job.data.validation,
+        },
+        "training": job.training,
+    })
+}
