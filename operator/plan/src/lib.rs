@@ -1,7 +1,31 @@
-//! The pure plan. `observed.rs` and `decide.rs` hold the core, which the local runner already uses.
+//! From a manifest to a plan, without a clock, I/O, async or randomness: equal inputs, equal plans.
+//!
+//! ```text
+//! text --yaml--> tree --read--> MoeJobSpec (as typed) + problems of shape     spec crd yaml read
+//! MoeJobSpec --job--> Job (valid, defaulted), or every problem               job rules
+//! Job x machine --sizes--> the gangs that work: mesh, placement, memory      profile sizes
+//! Observed --decide::plan--> Plan { actions, why, requeue }                  observed decide track
+//! Plan --check--> what must always hold                                      check
+//! Observed --status--> MoeJobStatus                                          status
+//! ```
 
+pub mod problem;
+pub mod spec;
+pub mod crd;
+pub mod yaml;
+pub mod read;
+pub mod profile;
+pub mod preset;
+pub mod placement;
+pub mod pod;
+mod rules;
+pub mod job;
+pub mod launch;
 pub mod observed;
 pub mod decide;
+pub mod track;
+pub mod status;
 
 pub use decide::{Action, Plan, plan};
+pub use job::Job;
 pub use observed::Observed;

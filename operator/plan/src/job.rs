@@ -1,0 +1,459 @@
+//! Spec -> Job: defaulted and valid, or every problem at once.
+
+use crate::preset;
+use crate::problem::{Code, Problem};
+use crate::profile::{Backend, Profile};
+use crate::read::Manifest;
+use crate::rules;
+use crate::spec::{
+    ActivationName, AuxLossScopeName, Level, MoeJobSpec, ModelSpec, NumberOrAuto, PrecisionName,
+    Preset, ProfileName, QkNormName, ScoringName, TrainDataSpec, VolumeSpec,
+};
+use moejob_protocol::config::{AdamW, Precision, Schedule, Tokenizer, ValidationConfig};
+use moejob_protocol::model::{
+    Activation, AuxLossScope, ExpertsConfig, ModelConfig, QkNorm, RouterConfig, Scoring,
+};
+use moejob_protocol::config::TrainingConfig;
+use moejob_protocol::ModelConfig as Model;
+
+/// A job that can be planned: every field has a value and no rule is broken.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Job {
+    pub name: String,
+    pub suspend: bool,
+    pub nodes: Nodes,
+    pub profile: Profile,
+    pub preset: Option<Preset>,
+    pub model: ModelConfig,
+    /// A directory of Hugging Face weights to start from.
+    pub model_from: Option<String>,
+    pub data: Data,
+    pub training: TrainingConfig,
+    /// Ranks of an expert group; none lets the plan choose.
+    pub expert_parallel: Option<u32>,
+    pub tensor_parallel: u32,
+    pub pipeline_parallel: u32,
+    pub checkpoint: Checkpoint,
+    pub recovery: Recovery,
+    pub kubernetes: Kubernetes,
+    /// What cannot be changed, hashed: a checkpoint of another is refused.
+    pub spec_hash: String,
+    /// Not wrong, but unwise.
+    pub warnings: Vec<Problem>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nodes {
+    pub min: u32,
+    pub max: u32,
+    pub spares: u32,
+    /// A level that all nodes shall lie in, and whether they must.
+    pub topology: Option<(Level, Closeness)>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Closeness {
+    Preferred,
+    Required,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Data {
+    pub format: DataFormat,
+    pub paths: Vec<String>,
+    pub exclude: Vec<String>,
+    pub tokenizer: Tokenizer,
+    pub validation: ValidationConfig,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DataFormat {
+    Text,
+    Jsonl,
+    Tokens,
+    Megatron,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Checkpoint {
+    pub every_steps: u64,
+    pub keep: u32,
+    /// None is `DIR/NAME/checkpoints`.
+    pub location: Option<String>,
+}
+
+/// Durations in milliseconds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Recovery {
+    pub heartbeat_timeout: u64,
+    /// None is automatic.
+    pub step_timeout: Option<u64>,
+    pub max_restarts: u32,
+    pub window: u64,
+    pub memory_every_steps: u64,
+    /// None is the venue's default.
+    pub growth_interval: Option<u64>,
+    pub orphan_timeout: Option<u64>,
+    pub gang_timeout: u64,
+}
+
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Kubernetes {
+    pub image: Option<String>,
+    pub volumes: Vec<VolumeSpec>,
+    pub pod_template: serde_json::Value,
+    pub priority_class_name: String,
+    pub scheduler_name: String,
+    pub ttl_seconds_after_finished: Option<u32>,
+}
+
+/// Where a job runs: some defaults differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Venue {
+    /// Processes of this machine.
+    Local,
+    Kubernetes,
+}
+
+impl Job {
+    /// Reads a manifest. All problems carry their line and column.
+    pub fn read(bytes: &[u8]) -> Result<Job, Vec<Problem>> {
+        let manifest = Manifest::read(bytes);
+        let judged = match manifest.broken.iter().any(String::is_empty) {
+            // Without a tree there is nothing to judge.
+            true => Err(Vec::new()),
+            false => {
+                let name = manifest.name.as_deref().unwrap_or_default();
+                judge(name, &manifest.spec, &manifest.broken)
+            }
+        };
+        let mut problems = manifest.problems.clone();
+        match judged {
+            Ok(mut job) if problems.is_empty() => {
+                job.warnings = manifest.locate(job.warnings);
+                Ok(job)
+            }
+            Ok(_) => Err(sorted(manifest.locate(problems))),
+            Err(found) => {
+                problems.extend(found);
+                Err(sorted(manifest.locate(problems)))
+            }
+        }
+    }
+
+    /// A spec that the API server has accepted already.
+    pub fn from_spec(name: &str, spec: &MoeJobSpec) -> Result<Job, Vec<Problem>> {
+        judge(name, spec, &[])
+    }
+
+    pub fn model(&self) -> &ModelConfig {
+        &self.model
+    }
+
+    pub fn micro_batches(&self) -> u32 {
+        self.training.global_batch_size / self.training.micro_batch_size
+    }
+
+    pub fn growth_interval(&self, venue: Venue) -> u64 {
+        let default = if venue == Venue::Local { 2_000 } else { 60_000 };
+        self.recovery.growth_interval.unwrap_or(default)
+    }
+
+    pub fn orphan_timeout(&self, venue: Venue) -> u64 {
+        let default = if venue == Venue::Local { 0 } else { 600_000 };
+        self.recovery.orphan_timeout.unwrap_or(default)
+    }
+
+    /// What the workers cannot do yet, by name: refused, never ignored.
+    pub fn unsupported(&self, backend: Backend) -> Vec<Problem> {
+        rules::unsupported(self, backend)
+    }
+}
+
+fn sorted(mut problems: Vec<Problem>) -> Vec<Problem> {
+    problems.sort_by(|a, b| (a.place, a.code, &a.path).cmp(&(b.place, b.code, &b.path)));
+    problems
+}
+
+fn judge(name: &str, spec: &MoeJobSpec, broken: &[String]) -> Result<Job, Vec<Problem>> {
+    let mut job = fill(name, spec);
+    let (problems, warnings) = rules::judge(spec, &job, broken);
+    job.warnings = warnings;
+    if problems.is_empty() { Ok(job) } else { Err(sorted(problems)) }
+}
+
+/// Every default. What is missing although it is needed becomes a zero, which `rules` refuses.
+fn fill(name: &str, spec: &MoeJobSpec) -> Job {
+    let nodes = spec.nodes.clone().unwrap_or_default();
+    let profile_name = nodes.profile.unwrap_or(ProfileName::Cpu);
+    let profile = Profile::of(profile_name, nodes.custom.as_ref());
+    let min = nodes.min.unwrap_or(1);
+    let topology = nodes.topology.as_ref().and_then(|topology| {
+        let required = topology.require.map(|level| (level, Closeness::Required));
+        required.or(topology.prefer.map(|level| (level, Closeness::Preferred)))
+    });
+    let typed = spec.model.clone().unwrap_or_default();
+    let data = data(spec);
+    let model = model(&preset::overlay(&typed), &data.tokenizer);
+    let training = training(spec, profile.backend);
+    let parallelism = spec.parallelism.clone().unwrap_or_default();
+    let checkpoint = spec.checkpoint.clone().unwrap_or_default();
+    let expert_parallel = match parallelism.expert {
+        Some(NumberOrAuto::Number(number)) => Some(number.clamp(0, u32::MAX.into()) as u32),
+        _ => None,
+    };
+    let spec_hash = spec_hash(&model, &data, &training);
+    Job {
+        name: name.to_string(),
+        suspend: spec.suspend.unwrap_or(false),
+        nodes: Nodes {
+            min,
+            max: nodes.max.unwrap_or(min),
+            spares: nodes.spares.unwrap_or(0),
+            topology,
+        },
+        profile,
+        preset: typed.preset,
+        model,
+        model_from: typed.from.and_then(|from| from.path),
+        data,
+        training,
+        expert_parallel,
+        tensor_parallel: parallelism.tensor.unwrap_or(1),
+        pipeline_parallel: parallelism.pipeline.unwrap_or(1),
+        checkpoint: Checkpoint {
+            every_steps: checkpoint.every_steps.unwrap_or(200),
+            keep: checkpoint.keep.unwrap_or(3),
+            location: checkpoint.location,
+        },
+        recovery: recovery(spec),
+        kubernetes: Kubernetes {
+            image: spec.image.clone(),
+            volumes: spec.volumes.clone().unwrap_or_default(),
+            pod_template: spec.pod_template.clone().unwrap_or_default(),
+            priority_class_name: spec.priority_class_name.clone().unwrap_or_default(),
+            scheduler_name: spec.scheduler_name.clone().unwrap_or_default(),
+            ttl_seconds_after_finished: spec.ttl_seconds_after_finished,
+        },
+        spec_hash,
+        warnings: Vec::new(),
+    }
+}
+
+fn model(typed: &ModelSpec, tokenizer: &Tokenizer) -> ModelConfig {
+    let heads = typed.num_attention_heads.unwrap_or(0);
+    let hidden = typed.hidden_size.unwrap_or(0);
+    let bytes = if *tokenizer == Tokenizer::Bytes { 256 } else { 0 };
+    let experts = typed.experts.clone().unwrap_or_default();
+    let mut dense_layers = typed.dense_layers.clone().unwrap_or_default();
+    dense_layers.sort_unstable();
+    ModelConfig {
+        vocab_size: typed.vocab_size.unwrap_or(bytes),
+        hidden_size: hidden,
+        num_hidden_layers: typed.num_hidden_layers.unwrap_or(0),
+        num_attention_heads: heads,
+        num_key_value_heads: typed.num_key_value_heads.unwrap_or(heads),
+        head_dim: typed.head_dim.unwrap_or(hidden.checked_div(heads).unwrap_or(0)),
+        rms_norm_eps: typed.rms_norm_eps.unwrap_or(1e-5),
+        rope_theta: typed.rope_theta.unwrap_or(1e4),
+        tie_word_embeddings: typed.tie_word_embeddings.unwrap_or(false),
+        qk_norm: match typed.qk_norm {
+            None | Some(QkNormName::None) => QkNorm::None,
+            Some(QkNormName::PerHead) => QkNorm::PerHead,
+            Some(QkNormName::Full) => QkNorm::Full,
+        },
+        clip_qkv: typed.clip_qkv.unwrap_or(0.0),
+        attention_bias: typed.attention_bias.unwrap_or(false),
+        initializer_range: typed.initializer_range.unwrap_or(0.02),
+        dense_layers,
+        dense_intermediate_size: typed.dense_intermediate_size.unwrap_or(0),
+        experts: ExpertsConfig {
+            count: experts.count.unwrap_or(0),
+            per_token: experts.per_token.unwrap_or(0),
+            intermediate_size: experts.intermediate_size.unwrap_or(0),
+            activation: match experts.activation {
+                None | Some(ActivationName::Silu) => Activation::Silu,
+                Some(ActivationName::Gelu) => Activation::Gelu,
+                Some(ActivationName::Relu) => Activation::Relu,
+            },
+            shared: experts.shared.unwrap_or(0),
+            routed_headroom: experts.routed_headroom.unwrap_or(1.5),
+        },
+        router: router(typed),
+    }
+}
+
+fn router(typed: &ModelSpec) -> RouterConfig {
+    let router = typed.router.clone().unwrap_or_default();
+    RouterConfig {
+        aux_loss_coef: router.aux_loss_coef.unwrap_or(0.01),
+        z_loss_coef: router.z_loss_coef.unwrap_or(0.001),
+        aux_loss_scope: match router.aux_loss_scope {
+            None | Some(AuxLossScopeName::MicroBatch) => AuxLossScope::MicroBatch,
+            Some(AuxLossScopeName::Sequence) => AuxLossScope::Sequence,
+            Some(AuxLossScopeName::Global) => AuxLossScope::Global,
+            Some(AuxLossScopeName::Hf) => AuxLossScope::Hf,
+        },
+        capacity_factor: router.capacity_factor.unwrap_or(0.0),
+        scoring: match router.scoring {
+            None | Some(ScoringName::Softmax) => Scoring::Softmax,
+            Some(ScoringName::Sigmoid) => Scoring::Sigmoid,
+        },
+        norm_topk_prob: router.norm_topk_prob.unwrap_or(true),
+        bias: router.bias.unwrap_or(false),
+        groups: router.groups.unwrap_or(1),
+        topk_groups: router.topk_groups.unwrap_or(1),
+        scale: router.scale.unwrap_or(1.0),
+        jitter: router.jitter.unwrap_or(0.0),
+        frozen: router.frozen.unwrap_or(false),
+    }
+}
+
+fn data(spec: &MoeJobSpec) -> Data {
+    let data = spec.data.clone().unwrap_or_default();
+    let train = data.train.unwrap_or_default();
+    let (format, files) = match train {
+        TrainDataSpec { jsonl: Some(files), .. } => (DataFormat::Jsonl, files),
+        TrainDataSpec { tokens: Some(files), .. } => (DataFormat::Tokens, files),
+        TrainDataSpec { megatron: Some(files), .. } => (DataFormat::Megatron, files),
+        TrainDataSpec { text, .. } => (DataFormat::Text, text.unwrap_or_default()),
+    };
+    let validation = data.validation.unwrap_or_default();
+    let tokenizer = match data.tokenizer.as_deref() {
+        None | Some("bytes") => Tokenizer::Bytes,
+        Some(path) => Tokenizer::Path(path.to_string()),
+    };
+    Data {
+        format,
+        paths: files.paths.unwrap_or_default(),
+        exclude: files.exclude.unwrap_or_default(),
+        tokenizer,
+        validation: ValidationConfig {
+            fraction: validation.fraction.unwrap_or(0.01),
+            every_steps: validation.every_steps.unwrap_or(50),
+            max_sequences: validation.max_sequences.unwrap_or(64),
+        },
+    }
+}
+
+fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
+    let training = spec.training.clone().unwrap_or_default();
+    let micro_batch_size = training.micro_batch_size.unwrap_or(1);
+    let adamw = training.optimizer.and_then(|optimizer| optimizer.adamw).unwrap_or_default();
+    let learning_rate = adamw.learning_rate.unwrap_or(4e-4);
+    let schedule = training.schedule.unwrap_or_default();
+    let minimum = |typed: Option<f64>| typed.unwrap_or(learning_rate / 10.0);
+    let schedule = if let Some(cosine) = schedule.cosine {
+        Schedule::Cosine {
+            warmup_steps: cosine.warmup_steps.unwrap_or(0),
+            min_learning_rate: minimum(cosine.min_learning_rate),
+        }
+    } else if let Some(linear) = schedule.linear {
+        Schedule::Linear {
+            warmup_steps: linear.warmup_steps.unwrap_or(0),
+            min_learning_rate: minimum(linear.min_learning_rate),
+        }
+    } else {
+        let warmup_steps = schedule.constant.and_then(|constant| constant.warmup_steps);
+        Schedule::Constant { warmup_steps: warmup_steps.unwrap_or(0) }
+    };
+    TrainingConfig {
+        steps: training.steps.unwrap_or(0),
+        global_batch_size: training
+            .global_batch_size
+            .unwrap_or(micro_batch_size.saturating_mul(8)),
+        micro_batch_size,
+        sequence_length: spec.data.as_ref().and_then(|data| data.sequence_length).unwrap_or(0),
+        precision: match (training.precision, backend) {
+            (Some(PrecisionName::Fp32), _) | (None, Backend::Cpu) => Precision::Fp32,
+            (Some(PrecisionName::Bf16), _) | (None, Backend::Cuda) => Precision::Bf16,
+            (Some(PrecisionName::Fp16), _) => Precision::Fp16,
+        },
+        adamw: AdamW {
+            learning_rate,
+            beta1: adamw.beta1.unwrap_or(0.9),
+            beta2: adamw.beta2.unwrap_or(0.95),
+            epsilon: adamw.epsilon.unwrap_or(1e-8),
+            weight_decay: adamw.weight_decay.unwrap_or(0.1),
+        },
+        schedule,
+        max_grad_norm: training.max_grad_norm.unwrap_or(1.0),
+        seed: training.seed.unwrap_or(1),
+    }
+}
+
+fn recovery(spec: &MoeJobSpec) -> Recovery {
+    let typed = spec.recovery.clone().unwrap_or_default();
+    let read = |text: &Option<String>| text.as_deref().and_then(millis_of);
+    Recovery {
+        heartbeat_timeout: read(&typed.heartbeat_timeout).unwrap_or(3_000),
+        step_timeout: read(&typed.step_timeout),
+        max_restarts: typed.max_restarts.unwrap_or(20),
+        window: read(&typed.window).unwrap_or(3_600_000),
+        memory_every_steps: typed.memory_every_steps.unwrap_or(10),
+        growth_interval: read(&typed.growth_interval),
+        orphan_timeout: read(&typed.orphan_timeout),
+        gang_timeout: read(&typed.gang_timeout).unwrap_or(30_000),
+    }
+}
+
+/// Model, data and training but for the number of steps: what a checkpoint belongs to.
+fn spec_hash(model: &Model, data: &Data, training: &TrainingConfig) -> String {
+    let training = TrainingConfig { steps: 0, ..training.clone() };
+    let (format, paths, exclude) = (data.format, &data.paths, &data.exclude);
+    let (tokenizer, fraction) = (&data.tokenizer, data.validation.fraction);
+    let text =
+        format!("{model:?}{format:?}{paths:?}{exclude:?}{tokenizer:?}{fraction:?}{training:?}");
+    blake3::hash(text.as_bytes()).to_hex().to_string()
+}
+
+/// `500ms`, `3s`, `10m`, `1h` in milliseconds, at most 30 days.
+pub fn millis_of(text: &str) -> Option<u64> {
+    const MILLIS_MAX: u64 = 30 * 24 * 3_600_000;
+    let end = text.find(|c: char| !c.is_ascii_digit())?;
+    let (digits, unit) = text.split_at(end);
+    let factor = match unit {
+        "ms" => 1,
+        "s" => 1_000,
+        "m" => 60_000,
+        "h" => 3_600_000,
+        _ => return None,
+    };
+    let millis = digits.parse::<u64>().ok()?.checked_mul(factor)?;
+    (millis <= MILLIS_MAX).then_some(millis)
+}
+
+/// `80Gi` in bytes.
+pub fn bytes_of(text: &str) -> Option<u64> {
+    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (digits, unit) = text.split_at(end);
+    let factor: u64 = match unit {
+        "" => 1,
+        "Ki" => 1 << 10,
+        "Mi" => 1 << 20,
+        "Gi" => 1 << 30,
+        "Ti" => 1 << 40,
+        "k" => 1_000,
+        "M" => 1_000_000,
+        "G" => 1_000_000_000,
+        "T" => 1_000_000_000_000,
+        _ => return None,
+    };
+    digits.parse::<u64>().ok()?.checked_mul(factor).filter(|bytes| *bytes > 0)
+}
+
+/// What two manifests may not share: a second job would write over the first's checkpoints.
+pub fn same_output(a: &Job, b: &Job) -> Option<Problem> {
+    let folder = |job: &Job| job.checkpoint.location.clone().unwrap_or_else(|| job.name.clone());
+    let (path, found) = match (&a.checkpoint.location, &b.checkpoint.location) {
+        (Some(_), Some(_)) => ("spec.checkpoint.location", folder(b)),
+        (None, None) => ("metadata.name", b.name.clone()),
+        _ => return None,
+    };
+    (folder(a) == folder(b)).then(|| {
+        Problem::new(Code::SameOutput, path)
+            .found(format!("`{found}`, as in the job {}", a.name))
+            .allowed("a folder of its own for each job")
+            .advice("choose another name or location")
+    })
+}

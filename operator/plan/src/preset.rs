@@ -1,0 +1,148 @@
+//! Dimensions of well-known models, from their published configurations.
+
+use crate::spec::{
+    AuxLossScopeName, ExpertsSpec, ModelSpec, Preset, QkNormName, RouterSpec, ScoringName,
+};
+use serde_json::{Map, Value};
+
+/// The preset's fields.
+pub fn fields(preset: Preset) -> ModelSpec {
+    match preset {
+        Preset::Tiny => tiny(),
+        Preset::TinyQwen3 => ModelSpec {
+            num_attention_heads: Some(4),
+            num_key_value_heads: Some(2),
+            head_dim: Some(16),
+            qk_norm: Some(QkNormName::PerHead),
+            tie_word_embeddings: Some(false),
+            rms_norm_eps: Some(1e-6),
+            ..tiny()
+        },
+        Preset::TinyOlmoe => ModelSpec {
+            qk_norm: Some(QkNormName::Full),
+            tie_word_embeddings: Some(false),
+            router: router(|router| router.norm_topk_prob = Some(false)),
+            ..tiny()
+        },
+        Preset::Olmoe1b7b => ModelSpec {
+            qk_norm: Some(QkNormName::Full),
+            rms_norm_eps: Some(1e-5),
+            rope_theta: Some(1e4),
+            router: router(|router| {
+                router.norm_topk_prob = Some(false);
+                router.aux_loss_coef = Some(0.01);
+                router.z_loss_coef = Some(0.001);
+            }),
+            ..dims(50304, 2048, 16, (16, 16, 128), (64, 8, 1024))
+        },
+        Preset::Mixtral8x7b => ModelSpec {
+            rms_norm_eps: Some(1e-5),
+            rope_theta: Some(1e6),
+            router: router(|router| {
+                router.aux_loss_coef = Some(0.02);
+                router.z_loss_coef = Some(0.0);
+            }),
+            ..dims(32000, 4096, 32, (32, 8, 128), (8, 2, 14336))
+        },
+        Preset::Qwen330bA3b => ModelSpec {
+            qk_norm: Some(QkNormName::PerHead),
+            rms_norm_eps: Some(1e-6),
+            rope_theta: Some(1e6),
+            router: router(|router| {
+                router.aux_loss_coef = Some(0.001);
+                router.z_loss_coef = Some(0.0);
+            }),
+            ..dims(151_936, 2048, 48, (32, 4, 128), (128, 8, 768))
+        },
+        Preset::DeepseekV3 => deepseek_v3(),
+    }
+}
+
+/// With ordinary attention of the same heads: the latent attention of the original is refused by
+/// `Job::unsupported`.
+fn deepseek_v3() -> ModelSpec {
+    let base = dims(129_280, 7168, 61, (128, 128, 128), (256, 8, 2048));
+    ModelSpec {
+        rms_norm_eps: Some(1e-6),
+        rope_theta: Some(1e4),
+        dense_layers: Some(vec![0, 1, 2]),
+        dense_intermediate_size: Some(18432),
+        experts: base.experts.clone().map(|experts| ExpertsSpec { shared: Some(1), ..experts }),
+        router: router(|router| {
+            router.scoring = Some(ScoringName::Sigmoid);
+            router.bias = Some(true);
+            router.groups = Some(8);
+            router.topk_groups = Some(4);
+            router.scale = Some(2.5);
+            router.aux_loss_scope = Some(AuxLossScopeName::Sequence);
+            router.aux_loss_coef = Some(0.0001);
+            router.z_loss_coef = Some(0.0);
+        }),
+        ..base
+    }
+}
+
+fn tiny() -> ModelSpec {
+    ModelSpec { tie_word_embeddings: Some(true), ..dims(256, 64, 2, (2, 2, 32), (8, 2, 64)) }
+}
+
+/// `heads`: of queries, of keys and values, width. `experts`: count, per token, width.
+fn dims(
+    vocab_size: u32,
+    hidden_size: u32,
+    layers: u32,
+    heads: (u32, u32, u32),
+    experts: (u32, u32, u32),
+) -> ModelSpec {
+    ModelSpec {
+        vocab_size: Some(vocab_size),
+        hidden_size: Some(hidden_size),
+        num_hidden_layers: Some(layers),
+        num_attention_heads: Some(heads.0),
+        num_key_value_heads: Some(heads.1),
+        head_dim: Some(heads.2),
+        experts: Some(ExpertsSpec {
+            count: Some(experts.0),
+            per_token: Some(experts.1),
+            intermediate_size: Some(experts.2),
+            ..ExpertsSpec::default()
+        }),
+        ..ModelSpec::default()
+    }
+}
+
+fn router(set: impl Fn(&mut RouterSpec)) -> Option<RouterSpec> {
+    let mut router = RouterSpec::default();
+    set(&mut router);
+    Some(router)
+}
+
+/// The typed fields over the preset's.
+pub fn overlay(typed: &ModelSpec) -> ModelSpec {
+    let Some(preset) = typed.preset else { return typed.clone() };
+    let (Ok(mut base), Ok(over)) =
+        (serde_json::to_value(fields(preset)), serde_json::to_value(typed))
+    else {
+        return typed.clone();
+    };
+    merge(&mut base, over);
+    serde_json::from_value(base).unwrap_or_else(|_| typed.clone())
+}
+
+fn merge(base: &mut Value, over: Value) {
+    match (base, over) {
+        (Value::Object(base), Value::Object(over)) => over.into_iter().for_each(|(key, value)| {
+            merge_field(base, key, value);
+        }),
+        (base, over) => *base = over,
+    }
+}
+
+fn merge_field(base: &mut Map<String, Value>, key: String, value: Value) {
+    match base.get_mut(&key) {
+        Some(field) => merge(field, value),
+        None => {
+            base.insert(key, value);
+        }
+    }
+}

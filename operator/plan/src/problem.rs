@@ -1,0 +1,192 @@
+//! A problem of the user's input: where, what was found, what is allowed, what to do.
+
+use std::fmt;
+
+/// A position in a file, both counted from 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Place {
+    pub line: u32,
+    pub column: u32,
+}
+
+/// Stable names of refusals. E00: the text, E01: its shape, E02: its sense, E03: not built yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u16)]
+pub enum Code {
+    TooLarge = 1,
+    Encoding = 2,
+    Character = 3,
+    Tab = 4,
+    Syntax = 5,
+    Documents = 6,
+    Nesting = 7,
+    Aliases = 8,
+    Tag = 9,
+    Kind = 101,
+    UnknownField = 102,
+    Duplicate = 103,
+    Missing = 104,
+    WrongKind = 105,
+    OutOfRange = 106,
+    NotOneOf = 107,
+    Length = 108,
+    Ambiguous = 109,
+    Status = 110,
+    Name = 201,
+    Nodes = 202,
+    Divides = 203,
+    Batch = 204,
+    Ranks = 205,
+    Experts = 206,
+    LearningRate = 207,
+    OneOf = 208,
+    Path = 209,
+    Image = 210,
+    Pod = 211,
+    Quantity = 212,
+    Duration = 213,
+    Vocabulary = 214,
+    Layers = 215,
+    SameOutput = 216,
+    Immutable = 217,
+    Durable = 218,
+    Unsupported = 301,
+}
+
+impl fmt::Display for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "E{:04}", *self as u16)
+    }
+}
+
+/// One line for a person: ``E0106 4:15 spec.nodes.min: found `0`; allowed: 1 to 4096; write ..``.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Problem {
+    pub code: Code,
+    /// `spec.training.steps`; empty for the text as a whole.
+    pub path: String,
+    pub place: Option<Place>,
+    pub found: String,
+    pub allowed: String,
+    pub advice: String,
+}
+
+impl Problem {
+    pub fn new(code: Code, path: impl Into<String>) -> Problem {
+        Problem {
+            code,
+            path: path.into(),
+            place: None,
+            found: String::new(),
+            allowed: String::new(),
+            advice: String::new(),
+        }
+    }
+
+    pub fn at(mut self, place: Place) -> Problem {
+        self.place = Some(place);
+        self
+    }
+
+    pub fn found(mut self, found: impl Into<String>) -> Problem {
+        self.found = found.into();
+        self
+    }
+
+    pub fn allowed(mut self, allowed: impl Into<String>) -> Problem {
+        self.allowed = allowed.into();
+        self
+    }
+
+    pub fn advice(mut self, advice: impl Into<String>) -> Problem {
+        self.advice = advice.into();
+        self
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.code)?;
+        if let Some(place) = self.place {
+            write!(f, " {}:{}", place.line, place.column)?;
+        }
+        if !self.path.is_empty() {
+            write!(f, " {}", self.path)?;
+        }
+        write!(f, ": found {}; allowed: {}", self.found, self.allowed)?;
+        match self.advice.is_empty() {
+            true => Ok(()),
+            false => write!(f, "; {}", self.advice),
+        }
+    }
+}
+
+/// What was typed, short and without anything that would disturb a terminal.
+pub fn quoted(text: &str) -> String {
+    const CHARS_MAX: usize = 60;
+    let clean: String =
+        text.chars().take(CHARS_MAX).flat_map(|c| match c.is_control() || is_bidi(c) {
+            true => c.escape_unicode().collect::<Vec<_>>(),
+            false => vec![c],
+        }).collect();
+    match text.chars().nth(CHARS_MAX) {
+        Some(_) => format!("`{clean}...` ({} bytes)", text.len()),
+        None => format!("`{clean}`"),
+    }
+}
+
+/// Characters that make text read otherwise than it is.
+pub fn is_bidi(c: char) -> bool {
+    matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+/// The candidate that was probably meant: equal but for case and separators, or few letters away.
+pub fn nearest<'a>(typed: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let plain = |text: &str| text.to_lowercase().replace(['_', '-'], "");
+    let typed = plain(typed);
+    let limit = (typed.chars().count() / 3).clamp(1, 3);
+    candidates
+        .map(|candidate| (distance(&typed, &plain(candidate)), candidate))
+        .filter(|(distance, _)| *distance <= limit)
+        .min()
+        .map(|(_, candidate)| candidate)
+}
+
+/// Levenshtein's, bounded by the length of a field's name.
+fn distance(a: &str, b: &str) -> usize {
+    const CHARS_MAX: usize = 64;
+    let a: Vec<char> = a.chars().take(CHARS_MAX).collect();
+    let b: Vec<char> = b.chars().take(CHARS_MAX).collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.iter().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let replaced = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nearest_name_is_suggested() {
+        let names = ["experts", "hiddenSize", "steps", "expert"];
+        let near = |typed| nearest(typed, names.into_iter());
+        assert_eq!(near("hidden_size"), Some("hiddenSize"));
+        assert_eq!(near("step"), Some("steps"));
+        assert_eq!(near("expertz"), Some("expert"));
+        assert_eq!(near("colour"), None);
+    }
+
+    #[test]
+    fn typed_text_cannot_disturb_a_terminal() {
+        assert_eq!(quoted("a\u{1b}[2J\u{202e}b"), "`a\\u{1b}[2J\\u{202e}b`");
+        assert_eq!(quoted(&"x".repeat(70)), format!("`{}...` (70 bytes)", "x".repeat(60)));
+    }
+}

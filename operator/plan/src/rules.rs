@@ -1,0 +1,565 @@
+//! The rules that a spec must keep, all of them tried. The CEL beside `spec.rs` says the same where
+//! one object alone is enough.
+
+use crate::crd::NAME_LEN_MAX;
+use crate::job::{DataFormat, Job, bytes_of, millis_of};
+use crate::placement;
+use crate::pod;
+use crate::problem::{Code, Problem, quoted};
+use crate::profile::Backend;
+use crate::spec::{MoeJobSpec, Preset, ProfileName, VolumeSpec};
+use moejob_protocol::config::{Precision, Schedule, Tokenizer};
+
+/// Problems and warnings. Rules about a field in `broken` say nothing: it has its problem already.
+pub fn judge(spec: &MoeJobSpec, job: &Job, broken: &[String]) -> (Vec<Problem>, Vec<Problem>) {
+    let (problems, warnings) = (Vec::new(), Vec::new());
+    let mut rules = Rules { spec, job, broken, problems, warnings };
+    rules.name();
+    rules.nodes();
+    rules.model_fields();
+    rules.attention();
+    rules.experts();
+    rules.layers();
+    rules.data();
+    rules.batch();
+    rules.ranks();
+    rules.optimizer();
+    rules.paths();
+    rules.recovery();
+    rules.image();
+    rules.volumes();
+    if let Some(template) = &spec.pod_template {
+        rules.problems.extend(pod::problems(template));
+    }
+    (rules.problems, rules.warnings)
+}
+
+struct Rules<'a> {
+    spec: &'a MoeJobSpec,
+    job: &'a Job,
+    broken: &'a [String],
+    problems: Vec<Problem>,
+    warnings: Vec<Problem>,
+}
+
+impl Rules<'_> {
+    fn refuse(&mut self, problem: Problem, also: &[&str]) {
+        let touches = |path: &str| {
+            self.broken.iter().any(|broken| {
+                broken == path
+                    || path.starts_with(&format!("{broken}."))
+                    || broken.starts_with(&format!("{path}."))
+            })
+        };
+        if !touches(&problem.path) && !also.iter().any(|path| touches(path)) {
+            self.problems.push(problem);
+        }
+    }
+
+    fn name(&mut self) {
+        let name = &self.job.name;
+        let letter = name.starts_with(|c: char| c.is_ascii_lowercase());
+        let known = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        let good = letter && name.chars().all(known) && !name.ends_with('-');
+        if !good || name.len() > NAME_LEN_MAX {
+            // A letter of another alphabet looks like one of ours: show which it is.
+            let plain = |c: char| match c.is_ascii() {
+                true => c.to_string(),
+                false => c.escape_unicode().to_string(),
+            };
+            let problem = Problem::new(Code::Name, "metadata.name")
+                .found(quoted(&name.chars().map(plain).collect::<String>()))
+                .allowed(format!(
+                    "up to {NAME_LEN_MAX} of a-z, 0-9 and '-', beginning with a letter"
+                ))
+                .advice("names of pods are made of it");
+            self.refuse(problem, &[]);
+        }
+    }
+
+    fn nodes(&mut self) {
+        let Some(nodes) = &self.spec.nodes else { return };
+        let (min, max) = (self.job.nodes.min, self.job.nodes.max);
+        if min > max {
+            let problem = Problem::new(Code::Nodes, "spec.nodes.min")
+                .found(format!("`{min}`"))
+                .allowed(format!("at most nodes.max, which is {max}"))
+                .advice("lower min or raise max");
+            self.refuse(problem, &["spec.nodes.max"]);
+        }
+        let custom = nodes.profile == Some(ProfileName::Custom);
+        if custom != nodes.custom.is_some() {
+            let (found, advice) = match custom {
+                true => ("nothing", "describe the machine: custom: { devices, deviceMemory }"),
+                false => ("fields", "delete it, or set profile: custom"),
+            };
+            let problem = Problem::new(Code::Nodes, "spec.nodes.custom")
+                .found(found)
+                .allowed("fields with profile custom, and only then")
+                .advice(advice);
+            self.refuse(problem, &["spec.nodes.profile"]);
+        }
+        if let Some(memory) = nodes.custom.as_ref().and_then(|c| c.device_memory.as_deref())
+            && bytes_of(memory).is_none()
+        {
+            let problem = Problem::new(Code::Quantity, "spec.nodes.custom.deviceMemory")
+                .found(quoted(memory))
+                .allowed("a quantity of bytes above 0, such as 80Gi")
+                .advice("use one of the suffixes Ki Mi Gi Ti k M G T");
+            self.refuse(problem, &[]);
+        }
+        if let Some(topology) = &nodes.topology
+            && topology.prefer.is_some() == topology.require.is_some()
+        {
+            self.one_of("spec.nodes.topology", "prefer or require", topology.prefer.is_some());
+        }
+    }
+
+    fn one_of(&mut self, path: &str, names: &str, several: bool) {
+        let found = if several { "more than one" } else { "none" };
+        let problem = Problem::new(Code::OneOf, path)
+            .found(found)
+            .allowed(format!("one of {names}"))
+            .advice("keep exactly one");
+        self.refuse(problem, &[]);
+    }
+
+    /// Without a preset the dimensions are needed.
+    fn model_fields(&mut self) {
+        let Some(typed) = &self.spec.model else { return };
+        if typed.preset.is_some() {
+            return;
+        }
+        let experts = typed.experts.clone().unwrap_or_default();
+        let needed = [
+            ("spec.model.hiddenSize", typed.hidden_size),
+            ("spec.model.numHiddenLayers", typed.num_hidden_layers),
+            ("spec.model.numAttentionHeads", typed.num_attention_heads),
+            ("spec.model.experts.count", experts.count),
+            ("spec.model.experts.perToken", experts.per_token),
+            ("spec.model.experts.intermediateSize", experts.intermediate_size),
+        ];
+        for (path, value) in needed {
+            if value.is_none() {
+                let problem = Problem::new(Code::Missing, path)
+                    .found("nothing")
+                    .allowed("a number, or model.preset")
+                    .advice("add it, or name a preset such as tiny");
+                self.refuse(problem, &["spec.model.preset"]);
+            }
+        }
+    }
+
+    fn attention(&mut self) {
+        let model = &self.job.model;
+        let (heads, kv) = (model.num_attention_heads, model.num_key_value_heads);
+        if heads == 0 || kv == 0 || model.hidden_size == 0 {
+            return;
+        }
+        if heads % kv != 0 {
+            let problem = Problem::new(Code::Divides, "spec.model.numKeyValueHeads")
+                .found(format!("`{kv}`"))
+                .allowed(format!("a divisor of numAttentionHeads, which is {heads}"))
+                .advice("each key head serves equally many query heads");
+            self.refuse(problem, &["spec.model.numAttentionHeads"]);
+        }
+        let typed = self.spec.model.as_ref();
+        let given = self.job.preset.is_some() || typed.is_some_and(|model| model.head_dim.is_some());
+        if !given && model.hidden_size % heads != 0 {
+            let problem = Problem::new(Code::Divides, "spec.model.hiddenSize")
+                .found(format!("`{}`", model.hidden_size))
+                .allowed(format!("a multiple of numAttentionHeads, which is {heads}"))
+                .advice("choose a multiple, or set headDim");
+            self.refuse(problem, &["spec.model.numAttentionHeads", "spec.model.headDim"]);
+        } else if model.head_dim % 2 != 0 || model.head_dim == 0 {
+            let problem = Problem::new(Code::Divides, "spec.model.headDim")
+                .found(format!("`{}`", model.head_dim))
+                .allowed("an even number")
+                .advice("rotary positions turn pairs of numbers");
+            let also = ["spec.model.hiddenSize", "spec.model.numAttentionHeads"];
+            self.refuse(problem, &also);
+        }
+    }
+
+    fn experts(&mut self) {
+        let (experts, router) = (&self.job.model.experts, &self.job.model.router);
+        if experts.count == 0 {
+            return;
+        }
+        if experts.per_token > experts.count {
+            let problem = Problem::new(Code::Experts, "spec.model.experts.perToken")
+                .found(format!("`{}`", experts.per_token))
+                .allowed(format!("at most experts.count, which is {}", experts.count))
+                .advice("a token goes to different experts");
+            self.refuse(problem, &["spec.model.experts.count"]);
+        }
+        if experts.count % router.groups != 0 {
+            let problem = Problem::new(Code::Divides, "spec.model.router.groups")
+                .found(format!("`{}`", router.groups))
+                .allowed(format!("a divisor of experts.count, which is {}", experts.count))
+                .advice("groups have equally many experts");
+            self.refuse(problem, &["spec.model.experts.count"]);
+        }
+        if router.topk_groups > router.groups {
+            let problem = Problem::new(Code::Experts, "spec.model.router.topkGroups")
+                .found(format!("`{}`", router.topk_groups))
+                .allowed(format!("at most router.groups, which is {}", router.groups))
+                .advice("lower it");
+            self.refuse(problem, &["spec.model.router.groups"]);
+        } else if experts.per_token <= experts.count
+            && router.topk_groups * (experts.count / router.groups) < experts.per_token
+        {
+            let problem = Problem::new(Code::Experts, "spec.model.router.topkGroups")
+                .found(format!("`{}`", router.topk_groups))
+                .allowed("so many groups that they hold experts.perToken experts")
+                .advice("raise it");
+            let also = ["spec.model.experts.perToken", "spec.model.router.groups"];
+            self.refuse(problem, &also);
+        }
+    }
+
+    fn layers(&mut self) {
+        let model = &self.job.model;
+        let layers = model.num_hidden_layers;
+        let at = "spec.model.denseLayers";
+        if let Some(layer) = model.dense_layers.iter().find(|layer| **layer >= layers) {
+            let problem = Problem::new(Code::Layers, at)
+                .found(format!("layer {layer}"))
+                .allowed(format!("layers below numHiddenLayers, which is {layers}"))
+                .advice("layers are counted from 0");
+            self.refuse(problem, &["spec.model.numHiddenLayers"]);
+        }
+        if model.dense_layers.windows(2).any(|pair| pair[0] == pair[1]) {
+            let problem = Problem::new(Code::Layers, at)
+                .found("a layer twice")
+                .allowed("each layer once")
+                .advice("delete one of the two");
+            self.refuse(problem, &[]);
+        }
+        if !model.dense_layers.is_empty() && model.dense_layers.len() as u32 >= layers {
+            let problem = Problem::new(Code::Layers, at)
+                .found("all layers")
+                .allowed("at least one layer with experts")
+                .advice("this trains mixture-of-experts models");
+            self.refuse(problem, &["spec.model.numHiddenLayers"]);
+        }
+        if !model.dense_layers.is_empty() && model.dense_intermediate_size == 0 {
+            let problem = Problem::new(Code::Missing, "spec.model.denseIntermediateSize")
+                .found("nothing")
+                .allowed("the width of the dense layers")
+                .advice("add it");
+            self.refuse(problem, &[]);
+        }
+    }
+
+    fn data(&mut self) {
+        let Some(data) = &self.spec.data else { return };
+        if let Some(train) = &data.train {
+            let given = [&train.text, &train.jsonl, &train.tokens, &train.megatron];
+            let given = given.iter().filter(|files| files.is_some()).count();
+            if given != 1 {
+                self.one_of("spec.data.train", "text, jsonl, tokens, megatron", given > 1);
+            }
+        }
+        let vocabulary = self.job.model.vocab_size;
+        let bytes = self.job.data.tokenizer == Tokenizer::Bytes;
+        if bytes && vocabulary < 256 {
+            let problem = Problem::new(Code::Vocabulary, "spec.model.vocabSize")
+                .found(format!("`{vocabulary}`"))
+                .allowed("256 or more with the tokenizer bytes")
+                .advice("raise it to 256");
+            self.refuse(problem, &["spec.data.tokenizer"]);
+        }
+        if !bytes && vocabulary == 0 {
+            let problem = Problem::new(Code::Vocabulary, "spec.model.vocabSize")
+                .found("nothing")
+                .allowed("the size of the tokenizer's vocabulary")
+                .advice("add it");
+            self.refuse(problem, &["spec.model.preset", "spec.data.tokenizer"]);
+        }
+    }
+
+    fn batch(&mut self) {
+        let training = &self.job.training;
+        let (global, micro) = (training.global_batch_size, training.micro_batch_size);
+        if self.spec.training.is_some() && (micro == 0 || global % micro != 0) {
+            let problem = Problem::new(Code::Batch, "spec.training.globalBatchSize")
+                .found(format!("`{global}`"))
+                .allowed(format!("a multiple of microBatchSize, which is {micro}"))
+                .advice("a step is made of whole micro-batches");
+            self.refuse(problem, &["spec.training.microBatchSize"]);
+        }
+    }
+
+    /// dp ranks need a micro-batch each, and ep ranks an expert each.
+    fn ranks(&mut self) {
+        let (job, nodes) = (self.job, &self.job.nodes);
+        if self.spec.training.is_none() || self.spec.nodes.is_none() {
+            return;
+        }
+        let micro_batches = job.training.global_batch_size / job.training.micro_batch_size.max(1);
+        let ranks = nodes.max.saturating_mul(job.profile.ranks);
+        let also = [
+            "spec.nodes.profile",
+            "spec.nodes.custom",
+            "spec.training.globalBatchSize",
+            "spec.training.microBatchSize",
+        ];
+        if ranks > micro_batches {
+            let problem = Problem::new(Code::Ranks, "spec.nodes.max")
+                .found(format!("`{}`, which makes {ranks} ranks", nodes.max))
+                .allowed(format!("as many ranks as a step has micro-batches, {micro_batches}"))
+                .advice("lower nodes.max, raise globalBatchSize or lower microBatchSize");
+            return self.refuse(problem, &also);
+        }
+        let Some(ep) = job.expert_parallel else { return };
+        let path = "spec.parallelism.expert";
+        let experts = job.model.experts.count;
+        if experts > 0 && ep > experts {
+            let problem = Problem::new(Code::Ranks, path)
+                .found(format!("`{ep}`"))
+                .allowed(format!("at most experts.count, which is {experts}"))
+                .advice("each of those ranks holds at least one expert; auto is a good choice");
+            return self.refuse(problem, &["spec.model.experts.count"]);
+        }
+        let mut sizes = nodes.min..=nodes.max;
+        if nodes.min <= nodes.max && !sizes.any(|n| placement::divides(ep, n * job.profile.ranks)) {
+            let problem = Problem::new(Code::Ranks, path)
+                .found(format!("`{ep}`"))
+                .allowed("a divisor of the ranks of at least one number of nodes from min to max")
+                .advice("auto is a good choice");
+            self.refuse(problem, &["spec.nodes.min", "spec.nodes.max", "spec.nodes.profile"]);
+        }
+    }
+
+    fn optimizer(&mut self) {
+        let training = &self.job.training;
+        let Some(typed) = &self.spec.training else { return };
+        if let Some(schedule) = &typed.schedule {
+            let given =
+                [schedule.constant.is_some(), schedule.linear.is_some(), schedule.cosine.is_some()];
+            let given = given.iter().filter(|given| **given).count();
+            if given != 1 {
+                self.one_of("spec.training.schedule", "constant, linear, cosine", given > 1);
+                return;
+            }
+        }
+        let (name, warmup, minimum) = match training.schedule {
+            Schedule::Constant { warmup_steps } => ("constant", warmup_steps, None),
+            Schedule::Linear { warmup_steps, min_learning_rate } => {
+                ("linear", warmup_steps, Some(min_learning_rate))
+            }
+            Schedule::Cosine { warmup_steps, min_learning_rate } => {
+                ("cosine", warmup_steps, Some(min_learning_rate))
+            }
+        };
+        let at = format!("spec.training.schedule.{name}");
+        if warmup > training.steps {
+            let problem = Problem::new(Code::LearningRate, format!("{at}.warmupSteps"))
+                .found(format!("`{warmup}`"))
+                .allowed(format!("at most training.steps, which is {}", training.steps))
+                .advice("the rate would never reach its peak");
+            self.refuse(problem, &["spec.training.steps"]);
+        }
+        let peak = training.adamw.learning_rate;
+        if minimum.is_some_and(|minimum| minimum > peak) {
+            let problem = Problem::new(Code::LearningRate, format!("{at}.minLearningRate"))
+                .found(format!("`{}`", minimum.unwrap_or(peak)))
+                .allowed(format!("at most adamw.learningRate, which is {peak}"))
+                .advice("the rate falls towards it");
+            self.refuse(problem, &["spec.training.optimizer.adamw.learningRate"]);
+        }
+    }
+
+    fn paths(&mut self) {
+        let data = &self.job.data;
+        let format = match data.format {
+            DataFormat::Text => "text",
+            DataFormat::Jsonl => "jsonl",
+            DataFormat::Tokens => "tokens",
+            DataFormat::Megatron => "megatron",
+        };
+        let lists = [("paths", &data.paths), ("exclude", &data.exclude)];
+        for (list, paths) in lists {
+            for (index, path) in paths.iter().enumerate() {
+                self.path(&format!("spec.data.train.{format}.{list}[{index}]"), path);
+            }
+        }
+        if let Tokenizer::Path(path) = &data.tokenizer {
+            self.path("spec.data.tokenizer", path);
+        }
+        if let Some(location) = &self.job.checkpoint.location {
+            self.path("spec.checkpoint.location", location);
+        }
+        if let Some(from) = &self.job.model_from {
+            self.path("spec.model.from.path", from);
+        }
+    }
+
+    fn path(&mut self, at: &str, path: &str) {
+        let scheme = path.split_once("://").map(|(scheme, _)| scheme);
+        let found = if let Some(scheme) = scheme {
+            // What stands before an @ may be a password: it is not repeated.
+            format!("an address with the scheme {}", quoted(scheme))
+        } else if path.split('/').any(|part| part == "..") {
+            quoted(path)
+        } else {
+            return;
+        };
+        let problem = Problem::new(Code::Path, at)
+            .found(found)
+            .allowed("a path of this machine or of a mounted volume, without `..`")
+            .advice("mount what is elsewhere");
+        self.refuse(problem, &[]);
+    }
+
+    fn recovery(&mut self) {
+        let Some(typed) = self.spec.recovery.clone() else { return };
+        let fields = [
+            ("heartbeatTimeout", typed.heartbeat_timeout, 1_000),
+            ("stepTimeout", typed.step_timeout, 1_000),
+            ("window", typed.window, 1_000),
+            ("growthInterval", typed.growth_interval, 0),
+            ("orphanTimeout", typed.orphan_timeout, 0),
+            ("gangTimeout", typed.gang_timeout, 1_000),
+        ];
+        for (name, text, least) in fields {
+            let Some(text) = text else { continue };
+            let auto = name == "stepTimeout" && text == "auto";
+            if auto || millis_of(&text).is_some_and(|millis| millis >= least) {
+                continue;
+            }
+            let or = if name == "stepTimeout" { ", or auto" } else { "" };
+            let problem = Problem::new(Code::Duration, format!("spec.recovery.{name}"))
+                .found(quoted(&text))
+                .allowed(format!("a duration of {least}ms to 720h{or}"))
+                .advice("write it as 500ms, 3s, 10m or 1h");
+            self.refuse(problem, &[]);
+        }
+    }
+
+    fn image(&mut self) {
+        let Some(image) = &self.spec.image else { return };
+        let known = |c: char| c.is_ascii_alphanumeric() || "./:@_-".contains(c);
+        if image.is_empty() || image.contains("://") || !image.chars().all(known) {
+            let problem = Problem::new(Code::Image, "spec.image")
+                .found(quoted(image))
+                .allowed("registry/name:tag or registry/name@sha256:...")
+                .advice("name the image as in a pod");
+            return self.refuse(problem, &[]);
+        }
+        let last = image.rsplit('/').next().unwrap_or_default();
+        let tag = last.split_once(':').map(|(_, tag)| tag);
+        if !image.contains('@') && tag.is_none_or(|tag| tag == "latest") {
+            self.warnings.push(
+                Problem::new(Code::Image, "spec.image")
+                    .found(quoted(image))
+                    .allowed("an image with a digest or a version")
+                    .advice("workers that start later may run another image"),
+            );
+        }
+    }
+
+    fn volumes(&mut self) {
+        let volumes: &[VolumeSpec] = self.spec.volumes.as_deref().unwrap_or_default();
+        let mut seen: Vec<&str> = Vec::new();
+        for (index, volume) in volumes.iter().enumerate() {
+            let at = format!("spec.volumes[{index}]");
+            if volume.claim.is_some() == volume.config_map.is_some() {
+                self.one_of(&at, "claim or configMap", volume.claim.is_some());
+            }
+            for (field, name) in [("claim", &volume.claim), ("configMap", &volume.config_map)] {
+                let known = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.".contains(c);
+                if let Some(name) = name.as_deref().filter(|name| !name.chars().all(known)) {
+                    let problem = Problem::new(Code::Name, format!("{at}.{field}"))
+                        .found(quoted(name))
+                        .allowed("the name of an object in the job's own namespace")
+                        .advice("references never cross namespaces");
+                    self.refuse(problem, &[]);
+                }
+            }
+            let Some(path) = volume.mount_path.as_deref() else { continue };
+            self.path(&format!("{at}.mountPath"), path);
+            let reserved = ["/", "/dev", "/proc", "/sys", "/etc", "/var/run"];
+            let trimmed = if path.len() > 1 { path.trim_end_matches('/') } else { path };
+            let system = reserved.iter().any(|at| trimmed == *at)
+                || reserved[1..].iter().any(|at| trimmed.starts_with(&format!("{at}/")));
+            if system || path.contains(':') || seen.contains(&trimmed) {
+                let problem = Problem::new(Code::Path, format!("{at}.mountPath"))
+                    .found(quoted(path))
+                    .allowed("a place of its own that is not the system's")
+                    .advice("a relative path lies in /workspace");
+                self.refuse(problem, &[]);
+            }
+            seen.push(trimmed);
+        }
+    }
+}
+
+/// What the workers of `backend` cannot do yet.
+pub fn unsupported(job: &Job, backend: Backend) -> Vec<Problem> {
+    let router = &job.model.router;
+    let cpu = backend == Backend::Cpu;
+    let latent = job.preset == Some(Preset::DeepseekV3);
+    let format = job.data.format;
+    let tokenizer = matches!(job.data.tokenizer, Tokenizer::Path(_));
+    let cases: [(bool, &str, String, &str); 12] = [
+        (!cpu, "spec.nodes.profile", format!("{:?}", job.profile.name), "cpu"),
+        (
+            cpu && job.training.precision != Precision::Fp32,
+            "spec.training.precision",
+            format!("{:?} on processors", job.training.precision),
+            "fp32",
+        ),
+        (
+            job.tensor_parallel != 1,
+            "spec.parallelism.tensor",
+            job.tensor_parallel.to_string(),
+            "1",
+        ),
+        (
+            job.pipeline_parallel != 1,
+            "spec.parallelism.pipeline",
+            job.pipeline_parallel.to_string(),
+            "1",
+        ),
+        (
+            router.capacity_factor != 0.0,
+            "spec.model.router.capacityFactor",
+            router.capacity_factor.to_string(),
+            "0 (no token is dropped)",
+        ),
+        (router.jitter != 0.0, "spec.model.router.jitter", router.jitter.to_string(), "0"),
+        (router.bias, "spec.model.router.bias", "true".to_string(), "false"),
+        (
+            router.aux_loss_scope != moejob_protocol::model::AuxLossScope::MicroBatch,
+            "spec.model.router.auxLossScope",
+            format!("{:?}", router.aux_loss_scope),
+            "microBatch",
+        ),
+        (latent, "spec.model.preset", "deepseek-v3, which has latent attention".into(), "others"),
+        (
+            job.model_from.is_some(),
+            "spec.model.from",
+            "weights to start from".to_string(),
+            "initial weights by training.seed",
+        ),
+        (
+            format != DataFormat::Text,
+            "spec.data.train",
+            format!("{format:?}").to_lowercase(),
+            "text",
+        ),
+        (tokenizer, "spec.data.tokenizer", "a tokenizer.json".to_string(), "bytes"),
+    ];
+    cases
+        .into_iter()
+        .filter(|(applies, ..)| *applies)
+        .map(|(_, path, found, allowed)| {
+            Problem::new(Code::Unsupported, path)
+                .found(found)
+                .allowed(allowed)
+                .advice("the workers cannot do this yet")
+        })
+        .collect()
+}

@@ -1,0 +1,216 @@
+//! Nodes, parallelism, checkpoints, recovery and volumes as typed.
+
+use super::NumberOrAuto;
+use kube_derive::KubeSchema;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// What the job runs on.
+#[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(
+    crates(kube_core = "::kube_core"),
+    validation = Rule::new("!has(self.max) || (has(self.min) ? self.min : 1) <= self.max")
+        .message("nodes.min must be at most nodes.max"),
+    validation = Rule::new("has(self.custom) == (has(self.profile) && self.profile == 'custom')")
+        .message("nodes.custom describes the profile custom, and only that one"),
+    validation = Rule::new("has(self.profile) == has(oldSelf.profile) && \
+        (!has(self.profile) || self.profile == oldSelf.profile)")
+        .message("nodes.profile is immutable")
+)]
+pub struct NodesSpec {
+    /// The kind of machine: it says how many devices a node has, what memory they have, how they
+    /// are connected, and which settings the network wants. Default: cpu.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub profile: Option<ProfileName>,
+    /// The job runs on no fewer nodes. Default: 1.
+    #[schemars(range(min = 1, max = 4096))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub min: Option<u32>,
+    /// The job runs on no more nodes, spares aside. Default: min.
+    #[schemars(range(min = 1, max = 4096))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max: Option<u32>,
+    /// Nodes beyond max that are kept connected and warm, to take the place of a lost one. Default: 0.
+    #[schemars(range(max = 256))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub spares: Option<u32>,
+    /// How close to each other the nodes shall be.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub topology: Option<TopologySpec>,
+    /// The machine of profile custom.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub custom: Option<CustomProfileSpec>,
+}
+
+/// A kind of machine.
+#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[serde(rename_all = "kebab-case")]
+pub enum ProfileName {
+    Cpu,
+    #[serde(rename = "ndm-a100-v4")]
+    NdmA100V4,
+    #[serde(rename = "nd-h100-v5")]
+    NdH100V5,
+    #[serde(rename = "nd-h200-v5")]
+    NdH200V5,
+    Custom,
+}
+
+/// A machine that no profile describes.
+#[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(crates(kube_core = "::kube_core"))]
+pub struct CustomProfileSpec {
+    /// GPUs of a node; 0 is a machine that trains on its processors.
+    #[schemars(required, range(max = 64))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub devices: Option<u32>,
+    /// Memory of a device (of the node, when it has none) that a rank may use, as 80Gi.
+    #[schemars(required, length(max = 32))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device_memory: Option<String>,
+    /// Devices that reach each other by NVLink. Default: devices.
+    #[schemars(range(min = 1, max = 1024))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nvlink_domain: Option<u32>,
+    /// Labels of the nodes that are meant.
+    #[schemars(extend("maxProperties" = 32))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub node_selector: Option<std::collections::BTreeMap<String, String>>,
+}
+
+/// A level of the topology that holds all nodes, wished for or required.
+#[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(
+    crates(kube_core = "::kube_core"),
+    validation = Rule::new("has(self.prefer) != has(self.require)")
+        .message("nodes.topology: prefer or require, one of the two")
+)]
+pub struct TopologySpec {
+    /// Nodes of one such part are taken where possible.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prefer: Option<Level>,
+    /// The job waits rather than reach beyond one such part.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub require: Option<Level>,
+}
+
+/// A level of the topology, from wide to narrow.
+#[derive(
+    JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum Level {
+    Zone,
+    Rack,
+    NvlinkDomain,
+    Host,
+}
+
+/// How ranks divide the work.
+#[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(crates(kube_core = "::kube_core"))]
+pub struct ParallelismSpec {
+    /// Ranks that share the experts among them (ep), or auto. Default: auto.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub expert: Option<NumberOrAuto>,
+    /// Ranks that share each matrix (tp). Only 1 yet.
+    #[schemars(range(min = 1, max = 1024))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tensor: Option<u32>,
+    /// Ranks that share the layers (pp). Only 1 yet.
+    #[schemars(range(min = 1, max = 1024))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pipeline: Option<u32>,
+}
+
+/// When state is saved.
+#[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(crates(kube_core = "::kube_core"))]
+pub struct CheckpointSpec {
+    /// A checkpoint is written after every so many steps, and after the last. Default: 200.
+    #[schemars(range(min = 1, max = 1000000000))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub every_steps: Option<u64>,
+    /// So many of the newest checkpoints are kept. Default: 3.
+    #[schemars(range(min = 1, max = 10000))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keep: Option<u32>,
+    /// The directory of the checkpoints. Default on one machine: DIR/NAME/checkpoints. On Kubernetes
+    /// it must lie on a claim that all nodes can write.
+    #[schemars(length(min = 1, max = 1024))]
+    #[x_kube(validation = Rule::new("self == oldSelf").message("checkpoint.location is immutable"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub location: Option<String>,
+}
+
+/// When a worker counts as lost, and what follows. Durations are written as 500ms, 3s, 10m or 1h.
+#[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(crates(kube_core = "::kube_core"))]
+pub struct RecoverySpec {
+    /// A worker that is silent for this long is lost. Default: 3s.
+    #[schemars(length(max = 32))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub heartbeat_timeout: Option<String>,
+    /// A gang that finishes no step for this long is restarted; auto is 20 times the median step, at
+    /// least 60s. Default: auto.
+    #[schemars(length(max = 32))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub step_timeout: Option<String>,
+    /// Unplanned losses within the window after which the job fails; simultaneous ones count once.
+    /// Default: 20.
+    #[schemars(range(max = 100000))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_restarts: Option<u32>,
+    /// The window in which restarts are counted. Default: 1h.
+    #[schemars(length(max = 32))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub window: Option<String>,
+    /// Each rank keeps a snapshot in memory after every so many steps. Default: 10.
+    #[schemars(range(min = 1, max = 1000000))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_every_steps: Option<u64>,
+    /// The job grows at most once in this time. Default: 60s, on one machine 2s.
+    #[schemars(length(max = 32))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub growth_interval: Option<String>,
+    /// A disturbed gang waits this long for an absent operator. Default: 10m, on one machine 0s.
+    #[schemars(length(max = 32))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub orphan_timeout: Option<String>,
+    /// A gang that has not come together in this time gives its nodes back. Default: 30s.
+    #[schemars(length(max = 32))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gang_timeout: Option<String>,
+}
+
+/// Something mounted into every pod of the job.
+#[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(
+    crates(kube_core = "::kube_core"),
+    validation = Rule::new("has(self.claim) != has(self.configMap)")
+        .message("volumes[]: claim or configMap, one of the two")
+)]
+pub struct VolumeSpec {
+    /// Where it appears; a relative path lies in /workspace.
+    #[schemars(required, length(min = 1, max = 1024))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mount_path: Option<String>,
+    /// A PersistentVolumeClaim of the job's own namespace.
+    #[schemars(length(min = 1, max = 253))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub claim: Option<String>,
+    /// A ConfigMap of the job's own namespace.
+    #[schemars(length(min = 1, max = 253))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub config_map: Option<String>,
+    /// Nothing is written there. Default: false.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub read_only: Option<bool>,
+}

@@ -1,0 +1,160 @@
+//! The MoeJob exactly as its user typed it. Doc comments here become `kubectl explain`.
+//!
+//! Every field is an `Option`: what is missing is filled in once, by `job.rs`. Fields marked
+//! `required` are so in the schema. Rules that need one object alone stand beside it as CEL, and
+//! `job.rs` checks the same offline (a test holds the two together).
+
+mod cluster;
+mod model;
+mod training;
+
+pub use cluster::*;
+pub use model::*;
+pub use training::*;
+
+use crate::status::MoeJobStatus;
+use kube_derive::{CustomResource, KubeSchema};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// A mixture-of-experts training job: how many nodes, which model, which data, how long. Everything
+/// but nodes, model, data and training.steps has a default.
+#[derive(CustomResource, KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
+#[kube(
+    group = "moejob.dev",
+    version = "v1alpha1",
+    kind = "MoeJob",
+    plural = "moejobs",
+    shortname = "moe",
+    category = "all",
+    namespaced,
+    status = "MoeJobStatus",
+    derive = "PartialEq",
+    crates(kube_core = "::kube_core"),
+    printcolumn(name = "Phase", type_ = "string", json_path = ".status.phase"),
+    printcolumn(name = "Nodes", type_ = "string", json_path = ".status.nodes.summary"),
+    printcolumn(name = "Experts", type_ = "string", json_path = ".status.placement.summary"),
+    printcolumn(name = "Step", type_ = "integer", json_path = ".status.step"),
+    printcolumn(name = "Loss", type_ = "number", json_path = ".status.loss"),
+    printcolumn(name = "Tok/s", type_ = "number", json_path = ".status.tokensPerSecond"),
+    printcolumn(name = "Restarts", type_ = "integer", json_path = ".status.restarts"),
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
+)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(
+    crates(kube_core = "::kube_core"),
+    validation = Rule::new("self.model == oldSelf.model").message("model is immutable"),
+    validation = Rule::new("self.data == oldSelf.data").message("data is immutable"),
+    validation = Rule::new("has(self.parallelism) == has(oldSelf.parallelism) && \
+        (!has(self.parallelism) || self.parallelism == oldSelf.parallelism)")
+        .message("parallelism is immutable"),
+    validation = Rule::new("has(self.volumes) == has(oldSelf.volumes) && \
+        (!has(self.volumes) || self.volumes == oldSelf.volumes)")
+        .message("volumes are immutable"),
+    validation = Rule::new("(has(oldSelf.suspend) && oldSelf.suspend) || \
+        (has(self.suspend) && self.suspend) || \
+        (has(self.image) == has(oldSelf.image) && \
+        (!has(self.image) || self.image == oldSelf.image))")
+        .message("image changes only while the job is suspended")
+)]
+pub struct MoeJobSpec {
+    /// Stops the job after a checkpoint and gives its nodes back; false goes on where it stopped.
+    /// Queues such as Kueue start and stop a job by this.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub suspend: Option<bool>,
+
+    /// The container image of the workers, with a tag or, better, a digest. Used on Kubernetes only.
+    #[schemars(length(max = 512))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub image: Option<String>,
+
+    /// What the job runs on: a kind of machine, and how many of it.
+    #[schemars(required)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nodes: Option<NodesSpec>,
+
+    /// The model: a preset, or its dimensions, or a preset of which some fields are overridden.
+    #[schemars(required)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub model: Option<ModelSpec>,
+
+    /// What the model is trained on.
+    #[schemars(required)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub data: Option<DataSpec>,
+
+    /// How it is trained: steps, batch, optimizer, schedule.
+    #[schemars(required)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub training: Option<TrainingSpec>,
+
+    /// How ranks divide the work. `moejob plan` shows what `auto` chooses.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parallelism: Option<ParallelismSpec>,
+
+    /// When state is saved, how many of the saved are kept, and where.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub checkpoint: Option<CheckpointSpec>,
+
+    /// When a worker counts as lost, and how often the job may be restarted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub recovery: Option<RecoverySpec>,
+
+    /// What is mounted into the pods. Used on Kubernetes only.
+    #[schemars(length(max = 16))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub volumes: Option<Vec<VolumeSpec>>,
+
+    /// An overlay on the workers' pods: tolerations, affinity, env, pull secrets, resources. What
+    /// would widen a pod's rights is refused. Used on Kubernetes only.
+    #[schemars(schema_with = "any_object")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pod_template: Option<serde_json::Value>,
+
+    /// The PriorityClass of the pods; also orders jobs that wait for nodes.
+    #[schemars(length(max = 253))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub priority_class_name: Option<String>,
+
+    /// The scheduler of the pods; empty is the cluster's default.
+    #[schemars(length(max = 253))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub scheduler_name: Option<String>,
+
+    /// Seconds after which a finished job is deleted; absent keeps it.
+    #[schemars(range(max = 2147483647))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ttl_seconds_after_finished: Option<u32>,
+}
+
+fn any_object(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+    schemars::json_schema!({ "type": "object", "x-kubernetes-preserve-unknown-fields": true })
+}
+
+/// A number or the word `auto`.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+#[serde(untagged)]
+pub enum NumberOrAuto {
+    Number(i64),
+    Word(String),
+}
+
+impl JsonSchema for NumberOrAuto {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "NumberOrAuto".into()
+    }
+
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({
+            "x-kubernetes-int-or-string": true,
+            "x-kubernetes-validations": [{
+                "rule": "type(self) == int ? self >= 1 && self <= 65536 : self == 'auto'",
+                "message": "a number from 1 to 65536, or auto",
+            }],
+        })
+    }
+}

@@ -1,0 +1,53 @@
+//! The CustomResourceDefinition in the tree is the one that the types make.
+
+use moejob_plan::crd;
+use serde_json::Value;
+
+#[test]
+fn the_definition_in_the_tree_is_current() {
+    let path = format!("{}/../../manifests/crd.yaml", env!("CARGO_MANIFEST_DIR"));
+    let made = crd::yaml();
+    if std::env::var_os("UPDATE").is_some() {
+        std::fs::write(&path, &made).unwrap();
+    }
+    let found = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(found == made, "run `UPDATE=1 cargo test -p moejob-plan --test crd` and look at the diff");
+}
+
+/// The API server refuses a structural schema that breaks these.
+#[test]
+fn the_schema_is_structural_and_explained() {
+    let schema = crd::spec_schema();
+    let mut fields = 0;
+    walk(&schema, "spec", &mut fields);
+    assert!(fields > 90, "only {fields} fields were seen");
+}
+
+fn walk(schema: &Value, path: &str, fields: &mut usize) {
+    for word in ["$ref", "nullable", "oneOf", "anyOf", "allOf", "not"] {
+        assert!(schema[word].is_null(), "{path} has {word}");
+    }
+    let format = schema["format"].as_str().unwrap_or("int64");
+    assert!(["int32", "int64", "double"].contains(&format), "{path} has the format {format}");
+    let about = schema["description"].as_str().unwrap_or_default();
+    assert!(!about.is_empty() || path.ends_with(']') || path.ends_with('*'), "{path} says nothing");
+    for rule in schema["x-kubernetes-validations"].as_array().into_iter().flatten() {
+        assert!(rule["message"].is_string(), "{path}: a rule without a message");
+    }
+    if schema["type"] == "string" && schema["enum"].is_null() && !path.ends_with('*') {
+        assert!(schema["maxLength"].is_u64(), "{path} has no bound");
+    }
+    if schema["type"] == "array" {
+        assert!(schema["maxItems"].is_u64() || path.contains("denseLayers"), "{path} has no bound");
+    }
+    for (name, field) in schema["properties"].as_object().into_iter().flatten() {
+        *fields += 1;
+        walk(field, &format!("{path}.{name}"), fields);
+    }
+    if schema["items"].is_object() {
+        walk(&schema["items"], &format!("{path}[]"), fields);
+    }
+    if schema["additionalProperties"].is_object() {
+        walk(&schema["additionalProperties"], &format!("{path}.*"), fields);
+    }
+}
