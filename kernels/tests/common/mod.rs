@@ -123,11 +123,11 @@ pub fn check_exact(name: &str, tolerance: f64, case: impl Fn(&mut Bed) -> Vec<Bu
     }
 }
 
-/// Each |found - expected| is at most tolerance * (the largest |expected|, at least 1e-3).
+/// Each |found - expected| is at most tolerance * (the largest |expected|, at least 0.01).
 pub fn assert_close(name: &str, found: &[f64], expected: &[f64], tolerance: f64) {
     assert_eq!(found.len(), expected.len(), "{name}");
     assert!(expected.iter().all(|x| x.is_finite()), "{name}: expected is not finite");
-    let largest = expected.iter().fold(1e-3, |max: f64, x| max.max(x.abs()));
+    let largest = expected.iter().fold(0.01, |max: f64, x| max.max(x.abs()));
     for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
         let error = (found - expected).abs();
         let close = error <= tolerance * largest;
