@@ -59,7 +59,7 @@ impl fmt::Display for Code {
     }
 }
 
-/// One line for a person: ``E0106 4:15 spec.nodes.min: found `0`; allowed: 1 to 4096; write ..``.
+/// One line for a person: ``4:15 E0106 spec.nodes.min: found `0`; allowed: 1 to 4096; write ..``.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
     pub code: Code,
@@ -104,19 +104,26 @@ impl Problem {
     }
 }
 
+impl Problem {
+    /// The problem without its place: code, path, found, allowed, what to do.
+    pub fn sentence(&self) -> String {
+        let separator = if self.path.is_empty() { "" } else { " " };
+        let mut text = format!(
+            "{}{separator}{}: found {}; allowed: {}",
+            self.code, self.path, self.found, self.allowed
+        );
+        if !self.advice.is_empty() {
+            text += &format!("; {}", self.advice);
+        }
+        text
+    }
+}
+
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.code)?;
-        if let Some(place) = self.place {
-            write!(f, " {}:{}", place.line, place.column)?;
-        }
-        if !self.path.is_empty() {
-            write!(f, " {}", self.path)?;
-        }
-        write!(f, ": found {}; allowed: {}", self.found, self.allowed)?;
-        match self.advice.is_empty() {
-            true => Ok(()),
-            false => write!(f, "; {}", self.advice),
+        match self.place {
+            Some(place) => write!(f, "{}:{} {}", place.line, place.column, self.sentence()),
+            None => write!(f, "{}", self.sentence()),
         }
     }
 }

@@ -1,0 +1,158 @@
+//! `moejob validate FILE...`: every problem, with line and column.
+
+use clap::{Args, ValueEnum};
+use moejob_plan::Job;
+use moejob_plan::job::same_output;
+use moejob_plan::problem::Problem;
+use moejob_plan::yaml::BYTES_MAX;
+use serde_json::{Value, json};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Exit code of the user's input.
+const EXIT_INPUT: u8 = 2;
+
+#[derive(Args)]
+pub struct ValidateArgs {
+    /// MoeJob manifests; `-` is standard input.
+    #[arg(required = true)]
+    pub files: Vec<PathBuf>,
+    /// How the problems are written.
+    #[arg(short, long, value_enum, default_value_t = Output::Text)]
+    pub output: Output,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    Text,
+    Json,
+}
+
+/// What was found in one file.
+struct Finding {
+    file: PathBuf,
+    /// The job's name, if it is valid.
+    job: Option<String>,
+    problems: Vec<Problem>,
+    warnings: Vec<Problem>,
+    unreadable: Option<String>,
+}
+
+pub fn run(args: &ValidateArgs) -> ExitCode {
+    let mut findings = Vec::new();
+    let mut jobs: Vec<Job> = Vec::new();
+    for file in &args.files {
+        findings.push(examine(file, &mut jobs));
+    }
+    match args.output {
+        Output::Text => findings.iter().for_each(print_text),
+        Output::Json => {
+            println!("{}", Value::from(findings.iter().map(to_json).collect::<Vec<_>>()));
+        }
+    }
+    let good = findings.iter().all(|finding| finding.job.is_some());
+    if good { ExitCode::SUCCESS } else { ExitCode::from(EXIT_INPUT) }
+}
+
+/// The job in `file`. Its problems and warnings are printed; the error is the exit code.
+pub fn read_job(file: &Path) -> Result<Job, ExitCode> {
+    let mut jobs = Vec::new();
+    let finding = examine(file, &mut jobs);
+    if finding.job.is_none() {
+        print_text(&finding);
+    } else {
+        let warnings = finding.warnings.iter().filter(|warning| warning.place.is_some());
+        warnings.for_each(|warning| eprintln!("{}", line(file, "warning: ", warning)));
+    }
+    jobs.pop().ok_or(ExitCode::from(EXIT_INPUT))
+}
+
+fn examine(file: &Path, jobs: &mut Vec<Job>) -> Finding {
+    let (problems, warnings) = (Vec::new(), Vec::new());
+    let mut finding =
+        Finding { file: file.into(), job: None, problems, warnings, unreadable: None };
+    let bytes = match read(file) {
+        Ok(bytes) => bytes,
+        Err(error) => {
+            finding.unreadable = Some(error.to_string());
+            return finding;
+        }
+    };
+    match Job::read(&bytes) {
+        Ok(job) => {
+            finding.problems = jobs.iter().filter_map(|other| same_output(other, &job)).collect();
+            finding.warnings = job.warnings.clone();
+            finding.warnings.extend(job.unsupported(job.profile.backend));
+            finding.job = finding.problems.is_empty().then(|| job.name.clone());
+            jobs.push(job);
+        }
+        Err(problems) => finding.problems = problems,
+    }
+    finding
+}
+
+/// At most one byte more than a manifest may have: that one is refused with the others' words.
+fn read(file: &Path) -> std::io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let limit = BYTES_MAX as u64 + 1;
+    if file == Path::new("-") {
+        std::io::stdin().lock().take(limit).read_to_end(&mut bytes)?;
+    } else {
+        let file = std::fs::File::open(file)?;
+        if file.metadata()?.is_dir() {
+            return Err(std::io::Error::other("it is a directory; name the files in it"));
+        }
+        file.take(limit).read_to_end(&mut bytes)?;
+    }
+    Ok(bytes)
+}
+
+fn print_text(finding: &Finding) {
+    let file = finding.file.display();
+    if let Some(error) = &finding.unreadable {
+        eprintln!("{file}: cannot be read: {error}");
+    }
+    for problem in &finding.problems {
+        eprintln!("{}", line(&finding.file, "", problem));
+    }
+    for warning in &finding.warnings {
+        eprintln!("{}", line(&finding.file, "warning: ", warning));
+    }
+    match (&finding.job, finding.problems.len()) {
+        (Some(name), _) => println!("{file}: MoeJob {name} is valid"),
+        (None, 0) => {}
+        (None, 1) => eprintln!("{file}: 1 problem"),
+        (None, count) => eprintln!("{file}: {count} problems"),
+    }
+}
+
+/// `file:12:7: E0106 spec.nodes.min: found ..`, as compilers write it.
+fn line(file: &Path, kind: &str, problem: &Problem) -> String {
+    let place = problem.place.map(|place| format!("{}:{}:", place.line, place.column));
+    format!("{}:{} {kind}{}", file.display(), place.unwrap_or_default(), problem.sentence())
+}
+
+fn to_json(finding: &Finding) -> Value {
+    let list = |problems: &[Problem]| problems.iter().map(problem_json).collect::<Vec<_>>();
+    json!({
+        "file": finding.file,
+        "valid": finding.job.is_some(),
+        "name": finding.job,
+        "unreadable": finding.unreadable,
+        "problems": list(&finding.problems),
+        "warnings": list(&finding.warnings),
+    })
+}
+
+fn problem_json(problem: &Problem) -> Value {
+    json!({
+        "code": problem.code.to_string(),
+        "path": problem.path,
+        "line": problem.place.map(|place| place.line),
+        "column": problem.place.map(|place| place.column),
+        "found": problem.found,
+        "allowed": problem.allowed,
+        "advice": problem.advice,
+    })
+}
