@@ -292,7 +292,7 @@ fn chunk<T: GemmFloat>(
     let b = pack::pack(isa, &task.b, ks.clone(), columns.clone(), kernel.nr, &mut scratch.b);
     for i in task.rows.clone().step_by(ROWS_BLOCKED) {
         let rows = i..task.rows.end.min(i + ROWS_BLOCKED);
-        let packed = task.a.k_major || columns.len() * rows.len() > 128 * 128;
+        let packed = worth_packing(&task.a, rows.len(), columns.len(), kernel.nr);
         let a = packed.then(|| {
             pack::pack(isa, &task.a, ks.clone(), rows.clone(), kernel.mr, &mut scratch.a)
         });
@@ -304,7 +304,11 @@ fn chunk<T: GemmFloat>(
                     columns: (columns.end - j).min(kernel.nr),
                     k: ks.len(),
                     a: [std::ptr::null(); MR_MAX],
-                    a_step: if packed { kernel.mr } else { 1 },
+                    a_step: match (packed, task.a.k_major) {
+                        (true, _) => kernel.mr,
+                        (false, true) => task.a.ld,
+                        (false, false) => 1,
+                    },
                     b: b.as_ptr(),
                     // SAFETY: the task's rows and columns lie in C's rectangle.
                     c: unsafe { task.c.add(i * task.ldc + j) },
@@ -314,6 +318,9 @@ fn chunk<T: GemmFloat>(
                 for (row, pointer) in tile.a[..tile.rows].iter_mut().enumerate() {
                     *pointer = match a {
                         Some(a) => a[block * kernel.mr * ks.len() + row..].as_ptr(),
+                        None if task.a.k_major => {
+                            task.a.data[ks.start * task.a.ld + i + row..].as_ptr()
+                        }
                         None => task.a.data[task.a.start(i + row) + ks.start..].as_ptr(),
                     };
                 }
@@ -324,4 +331,11 @@ fn chunk<T: GemmFloat>(
             }
         }
     }
+}
+
+/// Whether to rearrange A. It costs a pass over A, and each panel of columns then reads it in
+/// order; small and narrow products do as well with A where it lies. What must be packed is
+/// picked columns, which no constant step runs through.
+fn worth_packing<T>(a: &Operand<'_, T>, rows: usize, columns: usize, nr: usize) -> bool {
+    if a.k_major { a.rows.is_some() || columns > nr } else { columns * rows > 128 * 128 }
 }
