@@ -175,6 +175,9 @@ pub struct MoeScratch<B> {
 /// Rows on their way between ranks of an expert group.
 #[derive(Clone, Debug)]
 pub struct Travel<B> {
+    /// u32 [ep, T, K], [ep, T, K]: choices and weights of all tokens of the expert group.
+    pub all_ids: B,
+    pub all_weights: B,
     /// u32, [, D]: own tokens in the order in which they leave.
     pub index: B,
     pub leaving: B,
@@ -394,6 +397,8 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             dh: self.routed(2 * f),
             a_scaled: self.routed(f),
             travel: (self.shape.expert_parallel > 1).then(|| Travel {
+                all_ids: self.words(self.shape.expert_parallel * t, k),
+                all_weights: self.floats(self.shape.expert_parallel * t, k),
                 index: self.words(t, k),
                 leaving: self.floats(t * k, d),
                 dy: self.planner.alloc(Kind::Float, Rows::Arrived, d),

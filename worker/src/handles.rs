@@ -1,0 +1,173 @@
+//! Where each parameter, and each of its gradients, lies in the arena.
+//!
+//! ```text
+//! parameter table + Flats + one flat buffer --> handles by layer
+//! ```
+//! The same tree of handles names weights and gradients, so that forward and backward read alike.
+
+use moejob_kernels::Buffer;
+use moejob_protocol::layout::Layout;
+use moejob_protocol::model::{ModelConfig, Param, Role};
+use moejob_protocol::reduction::Flat;
+use std::collections::HashMap;
+
+/// Parameters that every rank holds.
+#[derive(Clone, Debug)]
+pub struct Dense {
+    /// [V, D]
+    pub embed: Buffer,
+    /// [D]
+    pub norm: Buffer,
+    /// [V, D]; the embedding when they are tied
+    pub head: Buffer,
+    pub layers: Vec<DenseLayer>,
+}
+
+#[derive(Clone, Debug)]
+pub struct DenseLayer {
+    /// [D]
+    pub norm1: Buffer,
+    pub q: Linear,
+    pub k: Linear,
+    pub v: Linear,
+    pub o: Linear,
+    /// [H] or [N * H], and [H] or [KV * H]
+    pub qk_norm: Option<(Buffer, Buffer)>,
+    /// [D]
+    pub norm2: Buffer,
+    /// [E, D]
+    pub router: Option<Buffer>,
+    /// The dense part, or the shared experts.
+    pub gated: Option<GatedWeights>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Linear {
+    /// [out, in]
+    pub weight: Buffer,
+    /// [out]
+    pub bias: Option<Buffer>,
+}
+
+/// [F, D], [F, D], [D, F]
+#[derive(Clone, Copy, Debug)]
+pub struct GatedWeights {
+    pub gate: Buffer,
+    pub up: Buffer,
+    pub down: Buffer,
+}
+
+/// The matrices of a layer's local experts, ascending by logical id.
+#[derive(Clone, Debug, Default)]
+pub struct Experts {
+    pub gate: Vec<Buffer>,
+    pub up: Vec<Buffer>,
+    pub down: Vec<Buffer>,
+}
+
+/// The part of `base`, laid out as `flat` says, that holds the parameter at `index`.
+pub fn slice(base: Buffer, flat: &Flat, index: usize) -> Option<Buffer> {
+    let (start, len) = flat.span(index)?;
+    Some(base.slice(start as usize, len as usize))
+}
+
+struct Names<'a> {
+    base: Buffer,
+    flat: &'a Flat,
+    indices: HashMap<&'a str, usize>,
+}
+
+impl<'a> Names<'a> {
+    fn new(params: &'a [Param], base: Buffer, flat: &'a Flat) -> Names<'a> {
+        let indices = params.iter().enumerate().map(|(at, param)| (param.name.as_str(), at));
+        Names { base, flat, indices: indices.collect() }
+    }
+
+    fn get(&self, name: &str) -> Option<Buffer> {
+        slice(self.base, self.flat, *self.indices.get(name)?)
+    }
+
+    fn must(&self, name: &str) -> Buffer {
+        self.get(name).unwrap_or_else(|| panic!("the parameter table lacks {name}"))
+    }
+
+    fn linear(&self, name: &str) -> Linear {
+        let weight = self.must(&format!("{name}.weight"));
+        Linear { weight, bias: self.get(&format!("{name}.bias")) }
+    }
+
+    fn gated(&self, at: &str) -> Option<GatedWeights> {
+        Some(GatedWeights {
+            gate: self.get(&format!("{at}.gate_proj.weight"))?,
+            up: self.must(&format!("{at}.up_proj.weight")),
+            down: self.must(&format!("{at}.down_proj.weight")),
+        })
+    }
+}
+
+impl Dense {
+    /// Handles into `base`, which is laid out as `flat` (`Flats::dense`) says.
+    pub fn new(model: &ModelConfig, params: &[Param], base: Buffer, flat: &Flat) -> Dense {
+        let names = Names::new(params, base, flat);
+        let embed = names.must("model.embed_tokens.weight");
+        let layer = |layer| {
+            let at = format!("model.layers.{layer}");
+            let attention = |part| names.linear(&format!("{at}.self_attn.{part}_proj"));
+            let norm = |part| names.get(&format!("{at}.self_attn.{part}_norm.weight"));
+            let mlp = format!("{at}.mlp");
+            let shared = format!("{mlp}.shared_experts");
+            DenseLayer {
+                norm1: names.must(&format!("{at}.input_layernorm.weight")),
+                q: attention("q"),
+                k: attention("k"),
+                v: attention("v"),
+                o: attention("o"),
+                qk_norm: norm("q").zip(norm("k")),
+                norm2: names.must(&format!("{at}.post_attention_layernorm.weight")),
+                router: names.get(&format!("{mlp}.gate.weight")),
+                gated: names.gated(&mlp).or_else(|| names.gated(&shared)),
+            }
+        };
+        Dense {
+            embed,
+            norm: names.must("model.norm.weight"),
+            head: names.get("lm_head.weight").unwrap_or(embed),
+            layers: (0..model.num_hidden_layers).map(layer).collect(),
+        }
+    }
+}
+
+impl Experts {
+    /// Handles of each layer into `base`, which is laid out as `flat` (`Flats::experts`) says; a
+    /// layer without experts has none.
+    pub fn new(
+        model: &ModelConfig,
+        layout: &Layout,
+        rank: u32,
+        params: &[Param],
+        base: Buffer,
+        flat: &Flat,
+    ) -> Vec<Experts> {
+        let names = Names::new(params, base, flat);
+        let layer = |layer| {
+            let mut experts = Experts::default();
+            if !model.is_moe_layer(layer) {
+                return experts;
+            }
+            for expert in layout.experts(model, layer, rank) {
+                let at = format!("model.layers.{layer}.mlp.experts.{expert}");
+                let weights = names.gated(&at).unwrap_or_else(|| panic!("no memory for {at}"));
+                experts.gate.push(weights.gate);
+                experts.up.push(weights.up);
+                experts.down.push(weights.down);
+            }
+            experts
+        };
+        (0..model.num_hidden_layers).map(layer).collect()
+    }
+}
+
+/// Whether the parameter never changes: a router that is frozen.
+pub fn is_frozen(model: &ModelConfig, param: &Param) -> bool {
+    model.router.frozen && matches!(param.role, Role::Router { .. })
+}

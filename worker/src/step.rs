@@ -1,0 +1,257 @@
+//! One optimizer step: forward, backward, reduce, agree, update, spread.
+
+use crate::comm::{Comm, CommError};
+use crate::data::{Corpus, DataError};
+use crate::grads::Gradients;
+use crate::model::Model;
+use crate::moe::{Round, Source};
+use crate::step_end::StepEnd;
+use moejob_protocol::config::TrainingConfig;
+
+/// Why a step did not happen.
+#[derive(Debug, thiserror::Error)]
+pub enum StepError {
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    #[error(transparent)]
+    Data(#[from] DataError),
+}
+
+/// What a step was, the same on every rank.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepSummary {
+    pub loss: f64,
+    pub aux_loss: f64,
+    pub z_loss: f64,
+    /// Before clipping.
+    pub grad_norm: f64,
+    pub learning_rate: f64,
+    pub expert_imbalance: f64,
+    /// The loss, or the parameter whose gradient is no finite number; then nothing was updated.
+    pub non_finite: Option<String>,
+}
+
+/// The micro-batches of one rank group in one round.
+#[derive(Clone, Debug, Default)]
+struct Schedule {
+    round: Round,
+    /// The own micro-batch.
+    own: Option<u32>,
+    /// By source.
+    leaves: Vec<u32>,
+}
+
+impl Schedule {
+    /// `tokens` of each micro-batch of `count`.
+    fn new(model: &Model, round: u32, count: u32, tokens: impl Fn(u32) -> usize) -> Schedule {
+        let mesh = &model.layout.mesh;
+        let mut schedule = Schedule::default();
+        for (position, rank) in model.group.ranks.iter().enumerate() {
+            let block = mesh.micro_batches(*rank, count);
+            if round >= block.end - block.start {
+                continue;
+            }
+            let leaf = block.start + round;
+            schedule.round.sources.push(Source { position, tokens: tokens(leaf) });
+            schedule.leaves.push(leaf);
+            if *rank == model.rank {
+                schedule.own = Some(leaf);
+                schedule.round.tokens = tokens(leaf);
+            }
+        }
+        schedule
+    }
+}
+
+/// Computes and reduces the gradients of `step` (counted from 0); what comes back is this rank's
+/// part of the step's end.
+///
+/// # Errors
+/// A peer is lost, or the data changed.
+pub fn gradients(
+    model: &mut Model,
+    gradients: &mut Gradients,
+    corpus: &mut Corpus,
+    comm: &mut Comm,
+    step: u64,
+) -> Result<StepEnd, StepError> {
+    let count = model.shape.micro_batches;
+    let tokens = model.shape.tokens as usize;
+    let mut end = StepEnd { counts: vec![0; counts_len(model)], ..StepEnd::default() };
+    let (mut ids, mut targets) = (vec![0; tokens], vec![0; tokens]);
+    gradients.clear();
+    for round in 0..model.layout.mesh.rounds(count) {
+        let schedule = Schedule::new(model, round, count, |_| tokens);
+        if let Some(micro_batch) = schedule.own {
+            corpus.micro_batch(step, micro_batch, &mut ids, &mut targets)?;
+            model.load(&ids, &targets);
+        }
+        model.forward(&schedule.round, comm)?;
+        let loss = model.loss(&schedule.round, true);
+        model.backward(&schedule.round, &gradients.leaf(&schedule.round), comm)?;
+        gradients.push(&schedule.round, schedule.own, &schedule.leaves, model);
+        if schedule.own.is_some() {
+            let [aux, z] = model.routing(&schedule.round, &mut end.counts);
+            end.losses.push([loss, aux, z]);
+        }
+    }
+    end.square_sums = gradients.reduce(model, comm)?;
+    Ok(end)
+}
+
+/// `[mixture layer][expert]`
+fn counts_len(model: &Model) -> usize {
+    let mixture = model.buffers.layers.iter().filter(|layer| layer.moe.is_some()).count();
+    mixture * model.config.experts.count as usize
+}
+
+/// The last collective of a step: every rank's part, in rank order.
+///
+/// # Errors
+/// A peer is lost or speaks nonsense.
+pub fn agree(model: &Model, end: &StepEnd, comm: &mut Comm) -> Result<Vec<StepEnd>, CommError> {
+    let blocks = |param: &moejob_protocol::model::Param| {
+        param.numel().div_ceil(moejob_protocol::layout::BLOCK) as usize
+    };
+    let blocks = model.params.iter().map(blocks).sum();
+    let most = StepEnd::bytes_max(model.shape.micro_batches as usize, counts_len(model), blocks);
+    let all = comm.gather_all(&end.encode(), most)?;
+    all.iter().zip(0..).map(|(bytes, rank)| StepEnd::decode(rank, bytes)).collect()
+}
+
+/// Losses, norm and balance of a step from all ranks' parts.
+///
+/// # Errors
+/// A peer's part has the wrong sizes.
+pub fn summarize(
+    model: &Model,
+    gradients: &Gradients,
+    training: &TrainingConfig,
+    ends: &[StepEnd],
+    step: u64,
+) -> Result<StepSummary, CommError> {
+    let losses: Vec<[f64; 3]> = by_micro_batch(model, ends);
+    let wrong = |rank: u32, found: String| CommError::Protocol {
+        rank,
+        found,
+        expected: "the sizes of this layout".to_string(),
+    };
+    if losses.len() != model.shape.micro_batches as usize {
+        return Err(wrong(0, format!("{} losses in all", losses.len())));
+    }
+    let mut sums = [0.0; 3];
+    for loss in &losses {
+        sums.iter_mut().zip(loss).for_each(|(sum, loss)| *sum += loss);
+    }
+    let micro_batches = f64::from(model.shape.micro_batches);
+    let targets = f64::from(training.global_batch_size) * f64::from(training.sequence_length);
+    let mut squares = 0.0;
+    let mut non_finite = None;
+    for (rank, range, index) in &gradients.norm_order {
+        let part = ends[*rank as usize].square_sums.get(range.clone());
+        let part = part.ok_or_else(|| wrong(*rank, "too few sums of squares".to_string()))?;
+        part.iter().for_each(|sum| squares += sum);
+        if non_finite.is_none() && !part.iter().all(|sum| sum.is_finite()) {
+            non_finite = Some(format!("the gradient of {}", model.params[*index].name));
+        }
+    }
+    let loss = sums[0] / targets;
+    if !loss.is_finite() {
+        non_finite = Some("the loss".to_string());
+    }
+    let mixture = counts_len(model) / (model.config.experts.count as usize).max(1);
+    let means = micro_batches * mixture.max(1) as f64;
+    Ok(StepSummary {
+        loss,
+        aux_loss: sums[1] / means,
+        z_loss: sums[2] / means,
+        grad_norm: squares.sqrt(),
+        learning_rate: training.learning_rate(step),
+        expert_imbalance: imbalance(model, ends),
+        non_finite,
+    })
+}
+
+/// The ranks' losses in the order of micro-batches.
+fn by_micro_batch(model: &Model, ends: &[StepEnd]) -> Vec<[f64; 3]> {
+    let mesh = &model.layout.mesh;
+    mesh.data_group(model.rank)
+        .iter()
+        .flat_map(|rank| ends[*rank as usize].losses.iter().copied())
+        .collect()
+}
+
+/// Largest tokens_per_expert over the mean, worst layer.
+fn imbalance(model: &Model, ends: &[StepEnd]) -> f64 {
+    let experts = model.config.experts.count as usize;
+    let mut counts = vec![0; counts_len(model)];
+    for end in ends {
+        counts.iter_mut().zip(&end.counts).for_each(|(sum, count)| *sum += count);
+    }
+    let layer = |counts: &[u64]| {
+        let total: u64 = counts.iter().sum();
+        let most = counts.iter().max().copied().unwrap_or(0);
+        if total == 0 { 1.0 } else { most as f64 * experts as f64 / total as f64 }
+    };
+    counts.chunks_exact(experts.max(1)).map(layer).fold(1.0, f64::max)
+}
+
+/// Clips, updates what this rank owns and spreads the new weights. `step` counts from 0.
+///
+/// # Errors
+/// A peer is lost; the weights are then torn.
+pub fn update(
+    model: &mut Model,
+    gradients: &Gradients,
+    training: &TrainingConfig,
+    summary: &StepSummary,
+    comm: &mut Comm,
+    step: u64,
+) -> Result<(), CommError> {
+    let most = training.max_grad_norm;
+    let clips = most > 0.0 && summary.grad_norm > most;
+    let grad_scale = if clips { most / summary.grad_norm } else { 1.0 };
+    gradients.update(model, &training.adamw, summary.learning_rate, step + 1, grad_scale);
+    gradients.spread(model, comm)
+}
+
+/// Mean cross-entropy over the first held-out sequences; none when there are none.
+///
+/// # Errors
+/// A peer is lost, or the data changed.
+pub fn validate(
+    model: &mut Model,
+    corpus: &mut Corpus,
+    comm: &mut Comm,
+    sequences_max: u32,
+) -> Result<Option<f64>, StepError> {
+    let sequences = corpus.held_out_sequences(sequences_max);
+    if sequences == 0 {
+        return Ok(None);
+    }
+    let (batch, length) = (model.shape.batch as u32, model.sequence());
+    let count = sequences.div_ceil(batch);
+    let of_batch = |leaf: u32| (sequences - leaf * batch).min(batch) as usize * length;
+    let mut losses = Vec::new();
+    let (mut ids, mut targets) = (Vec::new(), Vec::new());
+    for round in 0..model.layout.mesh.rounds(count) {
+        let schedule = Schedule::new(model, round, count, of_batch);
+        if let Some(leaf) = schedule.own {
+            ids.resize(schedule.round.tokens, 0);
+            targets.resize(schedule.round.tokens, 0);
+            corpus.held_out(leaf * batch, &mut ids, &mut targets)?;
+            model.load(&ids, &targets);
+        }
+        model.forward(&schedule.round, comm)?;
+        let loss = model.loss(&schedule.round, false);
+        if schedule.own.is_some() {
+            losses.push([loss, 0.0, 0.0]);
+        }
+    }
+    let end = StepEnd { losses, ..StepEnd::default() };
+    let all = comm.gather_all(&end.encode(), StepEnd::bytes_max(count as usize, 0, 0))?;
+    let ends = all.iter().zip(0..).map(|(bytes, rank)| StepEnd::decode(rank, bytes));
+    let ends = ends.collect::<Result<Vec<_>, _>>()?;
+    let sum = by_micro_batch(model, &ends).iter().fold(0.0, |sum, loss| sum + loss[0]);
+    Ok(Some(sum / (f64::from(sequences) * length as f64)))
+}
