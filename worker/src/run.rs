@@ -54,9 +54,6 @@ pub struct Bootstrap {
     pub authority: String,
     /// Shown to the operator alone.
     pub token: String,
-    /// Where the listener binds; a free port of 127.0.0.1 when absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub listen: Option<String>,
 }
 
 /// The worker's answer: one line of JSON on its standard output.
@@ -110,8 +107,7 @@ pub fn run_with<A: Attempt>(
     runtime.block_on(async {
         let (happened, mut arrivals) = mpsc::channel(HAPPENED_MAX);
         let mut shell = Shell::new(bootstrap, happened.clone(), make)?;
-        let listen = shell.bootstrap.listen.as_deref().unwrap_or("127.0.0.1:0");
-        let tcp = TcpListener::bind(listen).await?;
+        let tcp = TcpListener::bind("127.0.0.1:0").await?;
         let announcement = Announcement { port: tcp.local_addr()?.port() };
         serde_json::to_writer(&mut announce, &announcement)?;
         announce.write_all(b"\n")?;

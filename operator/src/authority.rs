@@ -1,0 +1,198 @@
+//! The certificate authority of the operator; of a local run, in memory alone.
+//!
+//! It signs two kinds of certificates: the operator's own, by which workers know the leader, and
+//! leaves for workers, one an attempt, which name job, attempt and worker.
+
+use moe_worker::tls::{Identity, TlsError, leader_client};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertificateSigningRequestParams, DistinguishedName,
+    DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, SanType,
+};
+use rustls::ClientConfig;
+use std::io::Read;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+/// Of a leaf. The stream renews it long before.
+const LEAF_LIFETIME: Duration = Duration::from_secs(24 * 3600);
+/// Of the authority and of the operator's certificate.
+const AUTHORITY_LIFETIME: Duration = Duration::from_secs(365 * 24 * 3600);
+/// Certificates are valid so long before they were made: clocks of nodes differ.
+const BACKDATED: Duration = Duration::from_secs(2 * 3600);
+/// A request for a P-256 key is a third of this.
+const REQUEST_BYTES_MAX: usize = 2048;
+
+#[derive(Debug, thiserror::Error)]
+pub enum AuthorityError {
+    #[error("cannot make or sign a certificate")]
+    Certificate(#[from] rcgen::Error),
+    #[error("the operator's own certificate is not usable")]
+    Tls(#[from] TlsError),
+    #[error("the system gives no randomness")]
+    Random(#[source] std::io::Error),
+    #[error("a signing request of {found} bytes, at most {REQUEST_BYTES_MAX}")]
+    RequestSize { found: usize },
+    #[error("{found} cannot stand in a certificate's name")]
+    Name { found: String },
+}
+
+pub struct Authority {
+    issuer: Issuer<'static, KeyPair>,
+    certificate: String,
+    client: Arc<ClientConfig>,
+    /// Secrets are its keyed hashes of a counter.
+    seed: [u8; 32],
+    secrets: AtomicU64,
+}
+
+impl Authority {
+    /// A new one, with the operator's certificate.
+    ///
+    /// # Errors
+    /// When the system gives no randomness.
+    pub fn new() -> Result<Authority, AuthorityError> {
+        let key = KeyPair::generate()?;
+        let mut params = named("moejob authority", AUTHORITY_LIFETIME);
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+        let certificate = params.self_signed(&key)?.pem();
+        let issuer = Issuer::new(params, key);
+        let operator_key = KeyPair::generate()?;
+        let params = leaf(&Identity::Operator, AUTHORITY_LIFETIME)?;
+        let operator = params.signed_by(&operator_key, &issuer)?.pem();
+        let client = leader_client(&operator, &operator_key.serialize_pem())?;
+        let mut seed = [0; 32];
+        let mut random = std::fs::File::open("/dev/urandom").map_err(AuthorityError::Random)?;
+        random.read_exact(&mut seed).map_err(AuthorityError::Random)?;
+        Ok(Authority { issuer, certificate, client, seed, secrets: AtomicU64::new(0) })
+    }
+
+    /// What workers trust; PEM.
+    pub fn certificate_pem(&self) -> &str {
+        &self.certificate
+    }
+
+    /// How the operator shows itself to workers.
+    pub fn client(&self) -> Arc<ClientConfig> {
+        Arc::clone(&self.client)
+    }
+
+    /// 256 bits that nobody can guess, in hex; another at each call.
+    pub fn new_secret(&self) -> String {
+        let count = self.secrets.fetch_add(1, Ordering::Relaxed);
+        blake3::keyed_hash(&self.seed, &count.to_le_bytes()).to_hex().to_string()
+    }
+
+    /// A leaf for the key of a worker's signing request; PEM. Of the request only the key counts:
+    /// who it is for is the caller's knowledge.
+    ///
+    /// # Errors
+    /// When the request is no request, or a name would not survive in the certificate.
+    pub fn sign(
+        &self,
+        request: &str,
+        job_uid: &str,
+        attempt: u32,
+        worker: &str,
+    ) -> Result<String, AuthorityError> {
+        if request.len() > REQUEST_BYTES_MAX {
+            return Err(AuthorityError::RequestSize { found: request.len() });
+        }
+        let identity =
+            Identity::Worker { job_uid: job_uid.into(), attempt, worker: worker.into() };
+        let key = CertificateSigningRequestParams::from_pem(request)?.public_key;
+        let params = leaf(&identity, LEAF_LIFETIME)?;
+        Ok(params.signed_by(&key, &self.issuer)?.pem())
+    }
+}
+
+/// The key that a request asks a certificate for, after its signature has verified.
+///
+/// # Errors
+/// When the request is no request.
+pub fn requested_key(request: &str) -> Result<Vec<u8>, AuthorityError> {
+    if request.len() > REQUEST_BYTES_MAX {
+        return Err(AuthorityError::RequestSize { found: request.len() });
+    }
+    let request = CertificateSigningRequestParams::from_pem(request)?;
+    Ok(rcgen::PublicKeyData::der_bytes(&request.public_key).to_vec())
+}
+
+fn leaf(identity: &Identity, lifetime: Duration) -> Result<CertificateParams, AuthorityError> {
+    let uri = identity.to_string();
+    let mut params = named("moejob", lifetime);
+    match uri.as_str().try_into() {
+        Ok(name) if Identity::parse(&uri).as_ref() == Some(identity) => {
+            params.subject_alt_names = vec![SanType::URI(name)];
+        }
+        _ => return Err(AuthorityError::Name { found: uri }),
+    }
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    params.extended_key_usages =
+        vec![ExtendedKeyUsagePurpose::ClientAuth, ExtendedKeyUsagePurpose::ServerAuth];
+    Ok(params)
+}
+
+fn named(name: &str, lifetime: Duration) -> CertificateParams {
+    let now = SystemTime::now();
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params.distinguished_name.push(DnType::CommonName, name);
+    params.not_before = (now - BACKDATED).into();
+    params.not_after = (now + lifetime).into();
+    params
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use moe_worker::tls::{Trust, WorkerKey};
+
+    #[test]
+    fn a_leaf_is_for_the_requests_key_and_the_callers_names() {
+        let authority = Authority::new().expect("an authority");
+        let trust = Trust::from_pem(authority.certificate_pem()).expect("a certificate");
+        let key = WorkerKey::generate().expect("a key");
+        let leaf = authority.sign(&key.signing_request, "job", 7, "node-0.1").expect("a leaf");
+        let attempt = key.attempt(&trust, &leaf).expect("ours");
+        assert_eq!((attempt.job_uid.as_str(), attempt.attempt), ("job", 7));
+        assert_eq!(attempt.worker, "node-0.1");
+        let other = WorkerKey::generate().expect("a key");
+        let error = other.attempt(&trust, &leaf).expect_err("another's key");
+        assert!(matches!(error, TlsError::OtherKey), "{error}");
+    }
+
+    #[test]
+    fn names_that_could_be_read_differently_are_refused() {
+        let authority = Authority::new().expect("an authority");
+        let key = WorkerKey::generate().expect("a key");
+        for (job, worker) in [("", "w"), ("j", ""), ("j/2", "w"), ("j", "w/x"), ("j\u{e9}", "w")] {
+            let result = authority.sign(&key.signing_request, job, 1, worker);
+            assert!(matches!(result, Err(AuthorityError::Name { .. })), "{job:?} {worker:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_request_is_refused() {
+        let authority = Authority::new().expect("an authority");
+        let mut request = WorkerKey::generate().expect("a key").signing_request;
+        let long = request.clone() + &"\n".repeat(REQUEST_BYTES_MAX);
+        // One changed letter of the body breaks the signature or the form.
+        let middle = request.len() / 2;
+        let changed = if &request[middle..=middle] == "A" { "B" } else { "A" };
+        request.replace_range(middle..=middle, changed);
+        for text in ["", "x", authority.certificate_pem(), &request, &long] {
+            assert!(authority.sign(text, "j", 1, "w").is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn secrets_differ() {
+        let authority = Authority::new().expect("an authority");
+        let other = Authority::new().expect("an authority");
+        let secrets = [authority.new_secret(), authority.new_secret(), other.new_secret()];
+        assert!(secrets.iter().all(|secret| secret.len() == 64));
+        assert!(secrets[0] != secrets[1] && secrets[0] != secrets[2]);
+    }
+}

@@ -1,0 +1,361 @@
+//! The leader's end of the control streams: one task a worker.
+//!
+//! ```text
+//! dial -> TLS (the operator's certificate) -> Heartbeat -> Hello, token checked -> Connected
+//!      -> Up* | Silent (heartbeats stopped) -> Closed
+//! ```
+//!
+//! A task only reports; what to do about a silent or closed worker is the plan's to say. Times
+//! are of the monotonic clock.
+
+use crate::authority::{Authority, AuthorityError, requested_key};
+use moe_worker::control::{FrameError, read_frame, write_frame};
+use moe_worker::listener::chain;
+use moe_worker::tls::{public_key, server_name};
+use moejob_protocol::message::{Frame, HEARTBEAT_MS, Hello};
+use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};
+use rustls::ClientConfig;
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::io::{ReadHalf, WriteHalf};
+use tokio::net::TcpStream;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+
+/// Events of all workers that wait for the plan; their streams wait meanwhile.
+const EVENTS_MAX: usize = 1024;
+/// Orders that wait for one worker to read. There are at most four an attempt.
+const ORDERS_MAX: usize = 64;
+/// For the handshake and `Hello`.
+const HELLO_MS_MAX: u64 = 5_000;
+/// Between two tries to reach a listener.
+const DIAL_PAUSE_MS: u64 = 50;
+
+/// What a worker's stream says.
+#[derive(Debug)]
+pub enum LeaderEvent {
+    /// It has proven who it is. The token is removed.
+    Connected(Hello),
+    Up { attempt: u32, up: Up },
+    /// Nothing came for the heartbeat timeout; the stream is still open.
+    Silent,
+    /// The stream ended or was refused; this is its last event.
+    Closed { reason: String },
+}
+
+/// How a worker proves who it is.
+#[derive(Clone)]
+pub enum Verifier {
+    /// The secret that was handed to its process at spawn.
+    Local { secret: String },
+}
+
+#[derive(Debug, thiserror::Error)]
+enum StreamError {
+    #[error("cannot be reached")]
+    Dial(#[source] io::Error),
+    #[error("no proof within {HELLO_MS_MAX} ms")]
+    Slow,
+    #[error("the TLS handshake failed")]
+    Handshake(#[source] io::Error),
+    #[error("it speaks protocol version {found}, this operator {PROTOCOL_VERSION}")]
+    Version { found: u32 },
+    #[error("it is {found:?}, not who was dialled")]
+    Name { found: String },
+    #[error("its token is not the one it was given")]
+    Token,
+    #[error("its signing request was refused")]
+    Request(#[from] AuthorityError),
+    #[error("its signing request is for another key than its connection's")]
+    OtherKey,
+    #[error("it did not begin with Hello")]
+    Order,
+    #[error("its stream")]
+    Frame(#[from] FrameError),
+}
+
+/// All control streams of one job.
+pub struct Leader {
+    authority: Authority,
+    job_uid: String,
+    term: u64,
+    heartbeat_timeout: Duration,
+    links: HashMap<String, Link>,
+    /// Streams so far: events of an older stream of a worker are dropped.
+    streams: u64,
+    sender: mpsc::Sender<Told>,
+    receiver: mpsc::Receiver<Told>,
+}
+
+struct Link {
+    stream: u64,
+    orders: mpsc::Sender<Frame<Down>>,
+    task: JoinHandle<()>,
+    /// From `Hello`.
+    signing_request: Option<String>,
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+struct Told {
+    name: String,
+    stream: u64,
+    event: LeaderEvent,
+}
+
+impl Leader {
+    /// A leader of its own term: a local run has no other.
+    pub fn new(authority: Authority, job_uid: String, heartbeat_timeout: Duration) -> Leader {
+        Leader::of_term(authority, job_uid, heartbeat_timeout, 1)
+    }
+
+    pub fn of_term(
+        authority: Authority,
+        job_uid: String,
+        heartbeat_timeout: Duration,
+        term: u64,
+    ) -> Leader {
+        let (sender, receiver) = mpsc::channel(EVENTS_MAX);
+        let links = HashMap::new();
+        Leader { authority, job_uid, term, heartbeat_timeout, links, streams: 0, sender, receiver }
+    }
+
+    /// Opens a stream to a worker's listener, in place of an older one.
+    pub fn dial(&mut self, name: &str, address: &str, secret: &str) {
+        self.streams += 1;
+        let (orders, queue) = mpsc::channel(ORDERS_MAX);
+        let attendant = Attendant {
+            name: name.to_string(),
+            stream: self.streams,
+            term: self.term,
+            address: address.to_string(),
+            verifier: Verifier::Local { secret: secret.to_string() },
+            client: self.authority.client(),
+            heartbeat_timeout: self.heartbeat_timeout,
+            events: self.sender.clone(),
+        };
+        let task = tokio::spawn(attendant.run(queue));
+        let link = Link { stream: self.streams, orders, task, signing_request: None };
+        self.links.insert(name.to_string(), link);
+    }
+
+    /// The next event of any worker. Cancel-safe.
+    pub async fn next_event(&mut self) -> (String, LeaderEvent) {
+        loop {
+            let told = self.receiver.recv().await.expect("this leader holds a sender");
+            let Told { name, stream, event } = told;
+            let Some(link) = self.links.get_mut(&name).filter(|link| link.stream == stream) else {
+                continue;
+            };
+            match &event {
+                LeaderEvent::Connected(hello) => {
+                    link.signing_request = Some(hello.signing_request.clone());
+                }
+                LeaderEvent::Closed { .. } => drop(self.links.remove(&name)),
+                LeaderEvent::Up { .. } | LeaderEvent::Silent => {}
+            }
+            return (name, event);
+        }
+    }
+
+    /// Sends a worker its certificate for the attempt, and then its configuration.
+    pub fn configure(&mut self, name: &str, config: &WorkerConfig) {
+        let request = self.links.get(name).and_then(|link| link.signing_request.as_deref());
+        let Some(request) = request else {
+            tracing::debug!(name, "not configured: no stream");
+            return;
+        };
+        match self.authority.sign(request, &self.job_uid, config.attempt, name) {
+            Ok(certificate) => {
+                self.send(name, config.attempt, Down::Leaf { certificate });
+                self.send(name, config.attempt, Down::Configure(Box::new(config.clone())));
+            }
+            Err(error) => self.give_up(name, chain(&error)),
+        }
+    }
+
+    /// Sends an order. One to a worker without a stream is dropped: its end was or will be told.
+    pub fn send(&mut self, name: &str, attempt: u32, body: Down) {
+        let Some(link) = self.links.get(name) else {
+            tracing::debug!(name, "not sent: no stream");
+            return;
+        };
+        let frame = Frame { v: PROTOCOL_VERSION, term: self.term, attempt, body };
+        if let Err(mpsc::error::TrySendError::Full(_)) = link.orders.try_send(frame) {
+            self.give_up(name, format!("{ORDERS_MAX} orders wait for it"));
+        }
+    }
+
+    /// Ends a worker's stream; nothing more is heard of it.
+    pub fn close(&mut self, name: &str) {
+        self.links.remove(name);
+    }
+
+    /// Ends the stream's task, and tells the plan from outside of it.
+    fn give_up(&mut self, name: &str, reason: String) {
+        let Some(link) = self.links.get(name) else { return };
+        link.task.abort();
+        let (sender, stream) = (self.sender.clone(), link.stream);
+        let told = Told { name: name.into(), stream, event: LeaderEvent::Closed { reason } };
+        // The queue may be full; this loop is the one that empties it.
+        tokio::spawn(async move { sender.send(told).await });
+    }
+}
+
+/// The task of one stream.
+struct Attendant {
+    name: String,
+    stream: u64,
+    term: u64,
+    address: String,
+    verifier: Verifier,
+    client: Arc<ClientConfig>,
+    heartbeat_timeout: Duration,
+    events: mpsc::Sender<Told>,
+}
+
+impl Attendant {
+    async fn run(self, orders: mpsc::Receiver<Frame<Down>>) {
+        let reason = match self.attend(orders).await {
+            Ok(()) => "its stream was closed".to_string(),
+            Err(error) => chain(&error),
+        };
+        self.tell(LeaderEvent::Closed { reason }).await;
+    }
+
+    async fn tell(&self, event: LeaderEvent) {
+        let told = Told { name: self.name.clone(), stream: self.stream, event };
+        // Without a receiver the leader is gone, and this task with it.
+        let _ = self.events.send(told).await;
+    }
+
+    async fn attend(&self, orders: mpsc::Receiver<Frame<Down>>) -> Result<(), StreamError> {
+        let tcp = self.connect().await.map_err(StreamError::Dial)?;
+        let hello = timeout(Duration::from_millis(HELLO_MS_MAX), self.hello(tcp)).await;
+        let (stream, hello) = hello.map_err(|_| StreamError::Slow)??;
+        self.tell(LeaderEvent::Connected(hello)).await;
+        let (from, to) = tokio::io::split(stream);
+        let write = async {
+            if let Err(error) = self.write(to, orders).await {
+                tracing::debug!(name = self.name, error = chain(&error), "orders do not arrive");
+            }
+            // What the worker said last is still to be read, and the stream's end with it.
+            std::future::pending::<()>().await;
+        };
+        tokio::select! {
+            result = self.read(from) => result,
+            () = write => Ok(()),
+        }
+    }
+
+    /// A worker's listener is there before its address is told, but its network may lag.
+    async fn connect(&self) -> io::Result<TcpStream> {
+        let deadline = Instant::now() + self.heartbeat_timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let error = match timeout(left, TcpStream::connect(&self.address)).await {
+                Ok(Ok(tcp)) => {
+                    tcp.set_nodelay(true)?;
+                    return Ok(tcp);
+                }
+                Ok(Err(error)) => error,
+                Err(_) => io::ErrorKind::TimedOut.into(),
+            };
+            let pause = Duration::from_millis(DIAL_PAUSE_MS);
+            if Instant::now() + pause >= deadline {
+                return Err(error);
+            }
+            sleep(pause).await;
+        }
+    }
+
+    async fn hello(&self, tcp: TcpStream) -> Result<(TlsStream<TcpStream>, Hello), StreamError> {
+        let connector = TlsConnector::from(Arc::clone(&self.client));
+        let handshake = connector.connect(server_name(), tcp).await;
+        let mut stream = handshake.map_err(StreamError::Handshake)?;
+        // The leader speaks first: the worker learns its term before it answers.
+        write_frame(&mut stream, &self.frame(Down::Heartbeat)).await?;
+        let silence = Duration::from_millis(HELLO_MS_MAX);
+        let frame: Frame<Up> = read_frame(&mut stream, silence).await?;
+        let Up::Hello(mut hello) = frame.body else { return Err(StreamError::Order) };
+        let certificates = stream.get_ref().1.peer_certificates();
+        let key = certificates.and_then(<[_]>::first).and_then(public_key);
+        self.verify(&hello, key)?;
+        hello.token.clear();
+        Ok((stream, hello))
+    }
+
+    fn verify(&self, hello: &Hello, key: Option<Vec<u8>>) -> Result<(), StreamError> {
+        if hello.version != PROTOCOL_VERSION {
+            return Err(StreamError::Version { found: hello.version });
+        }
+        match &self.verifier {
+            Verifier::Local { secret } if equal(secret, &hello.token) => {}
+            Verifier::Local { .. } => return Err(StreamError::Token),
+        }
+        if hello.worker != self.name {
+            return Err(StreamError::Name { found: hello.worker.clone() });
+        }
+        if key.as_ref() != Some(&requested_key(&hello.signing_request)?) {
+            return Err(StreamError::OtherKey);
+        }
+        Ok(())
+    }
+
+    async fn read(&self, mut from: ReadHalf<TlsStream<TcpStream>>) -> Result<(), StreamError> {
+        let mut silent = false;
+        loop {
+            match read_frame(&mut from, self.heartbeat_timeout).await {
+                Ok(Frame { attempt, body: up, .. }) => {
+                    silent = false;
+                    self.tell(LeaderEvent::Up { attempt, up }).await;
+                }
+                Err(FrameError::Silent { .. }) if silent => {}
+                Err(FrameError::Silent { .. }) => {
+                    silent = true;
+                    self.tell(LeaderEvent::Silent).await;
+                }
+                Err(FrameError::Ended) => return Ok(()),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    async fn write(
+        &self,
+        mut to: WriteHalf<TlsStream<TcpStream>>,
+        mut orders: mpsc::Receiver<Frame<Down>>,
+    ) -> Result<(), StreamError> {
+        let mut tick = interval(Duration::from_millis(HEARTBEAT_MS));
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            let frame = tokio::select! {
+                order = orders.recv() => match order {
+                    Some(frame) => frame,
+                    None => return Ok(()),
+                },
+                _ = tick.tick() => self.frame(Down::Heartbeat),
+            };
+            write_frame(&mut to, &frame).await?;
+        }
+    }
+
+    /// A frame of no attempt.
+    fn frame(&self, body: Down) -> Frame<Down> {
+        Frame { v: PROTOCOL_VERSION, term: self.term, attempt: 0, body }
+    }
+}
+
+/// Compares secrets in a time that does not tell how much of them is equal.
+fn equal(a: &str, b: &str) -> bool {
+    a.len() == b.len() && a.bytes().zip(b.bytes()).fold(0, |diff, (a, b)| diff | (a ^ b)) == 0
+}
