@@ -1,0 +1,174 @@
+//! The written-out backward pass against finite differences, in f64.
+
+mod common;
+
+use moe_worker::comm::Comm;
+use moe_worker::grads::{Gradients, weight_of};
+use moe_worker::model::Model;
+use moe_worker::moe::{Round, Source};
+use moe_worker::snapshot::initialize;
+use moejob_protocol::config::Precision;
+use moejob_protocol::layout::Layout;
+use moejob_protocol::mesh::Mesh;
+use moejob_protocol::model::{Activation, ModelConfig, QkNorm, Scoring};
+use moejob_protocol::reduction::Flat;
+
+const SEQUENCE: usize = 6;
+const BATCH: usize = 2;
+
+struct Bench {
+    model: Model,
+    gradients: Gradients,
+    round: Round,
+    comm: Comm,
+    aux: f64,
+    z: f64,
+}
+
+impl Bench {
+    fn new(config: &ModelConfig) -> Bench {
+        let mut training = common::training();
+        training.precision = Precision::Fp64;
+        training.global_batch_size = BATCH as u32;
+        training.micro_batch_size = BATCH as u32;
+        training.sequence_length = SEQUENCE as u32;
+        let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
+        let mut model = Model::new(config, &layout, 0, &training, 1).expect("a small arena");
+        initialize(&mut model, 11);
+        let tokens = BATCH * SEQUENCE;
+        let ids: Vec<u32> = (0..tokens as u32).map(|i| i * 7 % 13).collect();
+        let targets: Vec<u32> = (0..tokens as u32).map(|i| (i * 5 + 1) % 13).collect();
+        model.load(&ids, &targets);
+        let gradients = Gradients::new(&model);
+        let round = Round { tokens, sources: vec![Source { position: 0, tokens }] };
+        let mixture = model.buffers.layers.iter().filter(|layer| layer.moe.is_some()).count();
+        let scale = 1.0 / mixture.max(1) as f64;
+        Bench {
+            aux: config.router.aux_loss_coef * scale,
+            z: config.router.z_loss_coef * scale,
+            model,
+            gradients,
+            round,
+            comm: Comm::solo(1),
+        }
+    }
+
+    /// What the gradients are the gradients of.
+    fn objective(&mut self) -> f64 {
+        self.model.forward(&self.round, &mut self.comm).expect("no peers");
+        let loss = self.model.loss(&self.round, false) / (BATCH * SEQUENCE) as f64;
+        let mut counts = vec![0; 64];
+        let [aux, z] = self.model.routing(&self.round, &mut counts);
+        loss + self.aux * aux + self.z * z
+    }
+
+    /// The analytic gradient of every parameter.
+    fn backward(&mut self) -> Vec<Vec<f64>> {
+        self.model.forward(&self.round, &mut self.comm).expect("no peers");
+        self.model.loss(&self.round, true);
+        let leaf = self.gradients.leaf(&self.round);
+        self.model.backward(&self.round, &leaf, &mut self.comm).expect("no peers");
+        let (stacks, flats) = (&self.model.buffers.gradients, &self.model.shape.flats);
+        let read = |base, flat: &Flat, index| {
+            moe_worker::handles::slice(base, flat, index)
+                .map(|buffer| self.model.device.read_vec::<f64>(buffer))
+        };
+        (0..self.model.params.len())
+            .map(|index| {
+                read(stacks.dense[0], &flats.dense, index)
+                    .or_else(|| read(stacks.experts[0][0], &flats.experts, index))
+                    .expect("one rank holds everything")
+            })
+            .collect()
+    }
+
+    fn change(&mut self, index: usize, element: usize, by: f64) {
+        let weight = weight_of(&self.model, index).expect("one rank holds everything");
+        let at = weight.slice(element, 1);
+        let mut value = [0.0];
+        self.model.device.read(at, &mut value);
+        self.model.device.write(at, &[value[0] + by]);
+    }
+}
+
+/// Compares the elements of each parameter whose gradients are largest, and a few others.
+fn check(name: &str, change: impl FnOnce(&mut ModelConfig)) {
+    let mut config = common::model();
+    config.vocab_size = 13;
+    config.initializer_range = 0.3;
+    change(&mut config);
+    let mut bench = Bench::new(&config);
+    let gradients = bench.backward();
+    let h = 1e-5;
+    let mut compared = 0;
+    for (index, gradient) in gradients.iter().enumerate() {
+        let param = bench.model.params[index].name.clone();
+        let mut order: Vec<usize> = (0..gradient.len()).collect();
+        order.sort_by(|a, b| gradient[*b].abs().total_cmp(&gradient[*a].abs()));
+        let few = order.len() / 2;
+        let elements = order[..order.len().min(3)].iter().chain(&order[few..=few]);
+        for element in elements.copied().collect::<Vec<_>>() {
+            bench.change(index, element, h);
+            let above = bench.objective();
+            bench.change(index, element, -2.0 * h);
+            let below = bench.objective();
+            bench.change(index, element, h);
+            let expected = (above - below) / (2.0 * h);
+            let found = gradient[element];
+            let error = (found - expected).abs() / (1e-4 + expected.abs());
+            assert!(error < 1e-5, "{name}: {param}[{element}]: {found}, expected {expected}");
+            compared += 1;
+        }
+    }
+    let moving = gradients.iter().filter(|gradient| gradient.iter().any(|x| *x != 0.0)).count();
+    let frozen = if config.router.frozen { config.num_hidden_layers as usize } else { 0 };
+    assert!(moving + frozen + 6 >= gradients.len(), "{name}: {moving} of {}", gradients.len());
+    assert!(compared >= gradients.len(), "{name}: {compared} elements compared");
+}
+
+#[test]
+fn tied_with_grouped_queries() {
+    check("tied", |_| {});
+}
+
+#[test]
+fn untied_with_biases_and_raw_weights() {
+    check("untied", |config| {
+        config.tie_word_embeddings = false;
+        config.attention_bias = true;
+        config.router.norm_topk_prob = false;
+    });
+}
+
+#[test]
+fn norms_of_queries_and_keys() {
+    check("per head", |config| config.qk_norm = QkNorm::PerHead);
+    check("full", |config| {
+        config.qk_norm = QkNorm::Full;
+        config.num_key_value_heads = 2;
+    });
+}
+
+#[test]
+fn dense_layers_and_shared_experts() {
+    check("dense", |config| config.dense_layers = vec![0]);
+    check("shared", |config| config.experts.shared = 2);
+}
+
+#[test]
+fn other_routers() {
+    check("one expert", |config| {
+        config.experts.count = 1;
+        config.experts.per_token = 1;
+    });
+    check("relu, all experts", |config| {
+        config.experts.per_token = 4;
+        config.experts.activation = Activation::Relu;
+    });
+    check("sigmoid in groups", |config| {
+        config.router.scoring = Scoring::Sigmoid;
+        config.router.groups = 2;
+        config.router.topk_groups = 1;
+        config.router.scale = 2.5;
+    });
+}
