@@ -1,23 +1,35 @@
 //! `plan(&Observed, now) -> Plan`: everything that is to be done for one job, and why.
 //!
-//! Read top to bottom: is the job over; is its gang healthy; can it grow; can a new attempt start;
-//! are there enough workers. Nothing here reads a clock or the world, so equal inputs give equal
-//! plans, and a plan for a converged job has no actions.
+//! Read top to bottom: is the job over; is its gang healthy (`health`); can it grow; can a new
+//! attempt start, and from which state (`begin`, `resume`); are there enough workers (`begin`).
+//! Nothing here reads a clock or the world, so equal inputs give equal plans, and a plan for a
+//! converged job has no actions.
+
+mod begin;
+mod health;
+mod resume;
 
 use crate::observed::{
     Gang, Millis, Observed, Outcome, Size, StopCause, Worker, WorkerState,
 };
-use moejob_protocol::config::{Member, Resume, ShardSource, WorkerConfig};
-use moejob_protocol::layout::Layout;
-use moejob_protocol::message::{LeftReason, Request};
+use health::Health;
+use moejob_protocol::config::WorkerConfig;
+use moejob_protocol::message::Request;
 
-/// How long a suspend or an interrupt waits for its checkpoint.
+/// How long a suspend or an interrupt waits for its checkpoint, and how long a stopped gang waits
+/// for the last member to stop.
 pub const STOP_TIMEOUT: Millis = 60_000;
 /// A first step may take this long: data and weights are loaded before it.
 pub const FIRST_STEP_TIMEOUT: Millis = 600_000;
 /// Automatic step timeout: this many medians, and at least `STEP_TIMEOUT_MIN`.
 pub const STEP_TIMEOUT_MEDIANS: u64 = 20;
 pub const STEP_TIMEOUT_MIN: Millis = 60_000;
+/// A member that was asked to leave and still has not is ended: its device hangs.
+pub const LEAVE_TIMEOUT: Millis = 10_000;
+/// Where no member of a broken attempt answers and not all are known dead, the next attempt waits
+/// this long for either; after that the claim in storage alone fences the old one. Pods on silent
+/// nodes are force-deleted within the same time.
+pub const FENCE_TIMEOUT: Millis = 20_000;
 /// Time that a worker has to end by itself when the job is over.
 pub const END_GRACE: Millis = 5_000;
 
@@ -62,74 +74,82 @@ struct Planner<'a> {
     plan: Plan,
 }
 
-/// What became of the gang that is under way.
-enum Health {
-    Well,
-    /// Some members have stopped as they were asked to, the others are about to.
-    Stopping,
-    /// It can make no more steps.
-    Broken { unplanned: bool, cause: String },
-}
-
 impl<'o> Planner<'o> {
     fn decide(&mut self) {
-        if self.observed.record.outcome.is_some() {
-            return self.stop_everything("the job is over");
+        if self.is_over() {
+            return self.stop_everything();
         }
         if let Some(outcome) = self.outcome() {
             self.why(format!("finish: {}", describe(&outcome)));
             self.act(Action::Finish(outcome));
-            return self.stop_everything("the job is over");
+            return self.stop_everything();
         }
         self.kill_the_silent();
+        self.release_strays();
         match self.observed.gang() {
             Some(gang) => self.tend(gang),
             None => self.begin(),
         }
-        if !self.observed.interrupt && !self.observed.wanted.suspend {
-            self.fill();
+        self.fill();
+    }
+
+    /// An outcome is final, except that a suspended job may be resumed.
+    fn is_over(&self) -> bool {
+        match self.observed.record.outcome {
+            None => false,
+            Some(Outcome::Suspended) => self.observed.halting().is_some(),
+            Some(_) => true,
         }
     }
 
-    /// The job's end, if something has decided it.
-    fn outcome(&self) -> Option<Outcome> {
+    /// The job's end, if something has decided it. Completion comes first: what happens to a
+    /// worker after the last checkpoint is committed does not matter.
+    fn outcome(&mut self) -> Option<Outcome> {
+        self.completed().or_else(|| self.refused()).or_else(|| self.halted()).or_else(|| {
+            let used_up = self.restarts_in_window() > self.observed.wanted.restarts_max;
+            (used_up && self.observed.gang().is_none()).then(|| self.budget_used_up())
+        })
+    }
+
+    fn completed(&self) -> Option<Outcome> {
         let observed = self.observed;
-        for worker in &observed.workers {
-            match &worker.state {
-                WorkerState::Completed { step, .. } => {
-                    return Some(Outcome::Complete { step: *step });
-                }
-                WorkerState::Dead { exit_code: Some(code @ (2 | 3)), message } => {
-                    let reason = if *code == 2 { "InvalidSpec" } else { "DataOrCheckpointRefused" };
-                    let message = message.clone();
-                    return Some(Outcome::Failed { exit_code: *code, reason, message });
-                }
-                _ => {}
+        let reported = observed.workers.iter().find_map(|worker| match worker.state {
+            // An attempt that was given up may complete too, but its checkpoint does not count.
+            WorkerState::Completed { attempt, step } => {
+                (attempt == observed.record.attempt).then_some(step)
             }
-        }
-        let halting = observed.interrupt || observed.wanted.suspend;
-        if halting && self.is_halted() {
-            let interrupted = observed.interrupt;
-            return Some(if interrupted { Outcome::Interrupted } else { Outcome::Suspended });
-        }
-        if observed.gang().is_none() && self.restarts_in_window() > observed.wanted.restarts_max {
-            return Some(self.budget_used_up());
-        }
-        None
+            _ => None,
+        });
+        // Nobody may be left to report it.
+        let stored = observed.stored.as_ref().map(|stored| stored.step);
+        let stored = stored.filter(|step| {
+            observed.gang().is_none() && *step >= observed.template.training.steps
+        });
+        reported.or(stored).map(|step| Outcome::Complete { step })
     }
 
-    /// No gang is under way, or it has not saved its last state in time.
-    fn is_halted(&self) -> bool {
-        match self.observed.gang() {
-            None => true,
-            Some(gang) => {
-                let asked = gang.stop_requested.filter(|(cause, _)| *cause != StopCause::Growth);
-                let all_left = self.members(gang).all(|worker| {
-                    worker.is_none_or(|worker| !self.takes_part(worker, gang.attempt))
-                });
-                all_left || asked.is_some_and(|(_, at)| self.now >= at + STOP_TIMEOUT)
+    fn refused(&self) -> Option<Outcome> {
+        self.observed.workers.iter().find_map(|worker| match &worker.state {
+            WorkerState::Dead { exit_code: Some(code @ (2 | 3)), message } => {
+                let reason = if *code == 2 { "InvalidSpec" } else { "DataOrCheckpointRefused" };
+                Some(Outcome::Failed { exit_code: *code, reason, message: message.clone() })
             }
-        }
+            _ => None,
+        })
+    }
+
+    /// The job was asked to stop, and what could be saved is saved.
+    fn halted(&mut self) -> Option<Outcome> {
+        let halting = self.observed.halting()?;
+        let over = match self.observed.gang() {
+            Some(gang) => {
+                let asked = gang.stop_requested.filter(|(cause, _)| cause.halts());
+                asked.is_some_and(|(_, at)| self.now >= at + STOP_TIMEOUT)
+            }
+            None => !self.can_save(),
+        };
+        let interrupted = halting == StopCause::Interrupt;
+        over.then_some(if interrupted { Outcome::Interrupted } else { Outcome::Suspended })
     }
 
     fn restarts_in_window(&self) -> u32 {
@@ -153,271 +173,169 @@ impl<'o> Planner<'o> {
         }
     }
 
-    fn stop_everything(&mut self, reason: &str) {
-        let names: Vec<String> = (self.observed.workers.iter())
-            .filter(|worker| !worker.is_dead() && !worker.stopping)
-            .map(|worker| worker.name.clone())
-            .collect();
-        for name in names {
-            self.why(format!("stop {name}: {reason}"));
-            self.act(Action::StopWorker { name, grace: END_GRACE });
+    fn stop_everything(&mut self) {
+        for worker in &self.observed.workers {
+            if !worker.is_dead() && !worker.stopping {
+                self.stop(worker, END_GRACE, "the job is over");
+            }
         }
     }
 
     /// A silent worker is lost; ending it is a courtesy, the attempt number is what fences it.
     fn kill_the_silent(&mut self) {
-        for worker in &self.observed.workers {
-            let late = match worker.state {
-                WorkerState::Silent => Some("nothing heard of it".to_string()),
+        for worker in self.observed.workers.iter().filter(|worker| !worker.stopping) {
+            match worker.state {
+                WorkerState::Silent => self.stop(worker, 0, "nothing heard of it"),
                 WorkerState::Starting { since } => {
                     let limit = since + self.observed.wanted.gang_timeout;
+                    if self.now >= limit {
+                        self.stop(worker, 0, "it did not connect in time");
+                    }
                     self.look_again_at(limit);
-                    (self.now >= limit).then(|| "it did not connect in time".to_string())
                 }
-                _ => None,
-            };
-            if let Some(reason) = late.filter(|_| !worker.stopping) {
-                self.why(format!("stop {}: {reason}", worker.name));
-                self.act(Action::StopWorker { name: worker.name.clone(), grace: 0 });
+                _ => {}
             }
         }
+    }
+
+    /// Workers that are still in an attempt other than the present one leave it first.
+    fn release_strays(&mut self) {
+        let present = self.observed.gang().map(|gang| gang.attempt);
+        for worker in self.observed.workers.iter().filter(|worker| !worker.stopping) {
+            if let WorkerState::Member { attempt, leaving, .. } = worker.state
+                && Some(attempt) != present
+            {
+                self.ask_to_leave(worker, attempt, leaving, None, "its attempt is over");
+            }
+        }
+    }
+
+    /// Whether it is worth waiting for.
+    fn ask_to_leave(
+        &mut self,
+        worker: &Worker,
+        attempt: u32,
+        asked: Option<Millis>,
+        at_most: Option<Millis>,
+        reason: &str,
+    ) -> bool {
+        let limit = asked.map(|at| at + LEAVE_TIMEOUT).into_iter().chain(at_most).min();
+        if limit.is_some_and(|limit| self.now >= limit) {
+            self.stop(worker, 0, &format!("it does not leave attempt {attempt}"));
+            return false;
+        }
+        if let Some(limit) = limit {
+            self.look_again_at(limit);
+        }
+        if asked.is_none() {
+            let (name, reason) = (worker.name.clone(), reason.to_string());
+            self.act(Action::LeaveAttempt { name, attempt, reason });
+        }
+        true
     }
 
     /// A gang is under way: keep it, grow it, or end it.
     fn tend(&mut self, gang: &'o Gang) {
         match self.health(gang) {
-            Health::Well => self.improve(gang),
+            Health::Well => {
+                self.improve(gang);
+                self.trim(gang);
+            }
             Health::Stopping => {}
             Health::Broken { unplanned, cause } => self.end(gang, unplanned, cause),
         }
     }
 
-    fn health(&mut self, gang: &'o Gang) -> Health {
-        let mut stopped = 0;
-        for (member, worker) in gang.members.iter().zip(self.members(gang)) {
-            let lost = match worker.map(|worker| &worker.state) {
-                None => Some((true, "is gone".to_string())),
-                Some(WorkerState::Dead { exit_code, .. }) => {
-                    Some((*exit_code != Some(75), ended(*exit_code)))
-                }
-                Some(WorkerState::Silent) => Some((true, "went silent".to_string())),
-                Some(WorkerState::Left { attempt, reason }) if *attempt == gang.attempt => {
-                    stopped += u32::from(matches!(reason, LeftReason::Stopped { .. }));
-                    left(reason)
-                }
-                Some(WorkerState::Idle) => Some((true, "connected anew".to_string())),
-                _ => None,
-            };
-            if let Some((unplanned, what)) = lost {
-                let cause = format!("rank {} ({}) {what}", member.rank, member.worker);
-                return Health::Broken { unplanned, cause };
-            }
-        }
-        match stopped {
-            0 => self.progress(gang),
-            all if all == gang.members.len() as u32 => {
-                Health::Broken { unplanned: false, cause: "it stopped as asked".to_string() }
-            }
-            _ => self.stopping(gang),
-        }
-    }
-
-    /// Members stop at the end of the same step; one that does not is waited for, within a bound.
-    fn stopping(&mut self, gang: &'o Gang) -> Health {
-        let asked_at = gang.stop_requested.map_or(self.observed.record.progressed_at, |(_, at)| at);
-        let due = asked_at + STOP_TIMEOUT;
-        if self.now < due {
-            self.look_again_at(due);
-            return Health::Stopping;
-        }
-        Health::Broken { unplanned: true, cause: "not all members stopped".to_string() }
-    }
-
-    /// The second clock: members are alive, but does the job go on?
-    fn progress(&mut self, gang: &'o Gang) -> Health {
-        let record = &self.observed.record;
-        let limit = match (gang.stepped, self.observed.wanted.step_timeout) {
-            (false, _) => FIRST_STEP_TIMEOUT,
-            (true, 0) => STEP_TIMEOUT_MIN.max(STEP_TIMEOUT_MEDIANS * record.step_median),
-            (true, set) => set,
-        };
-        let due = record.progressed_at.max(gang.started_at) + limit;
-        if self.now < due {
-            self.look_again_at(due);
-            return Health::Well;
-        }
-        let at: Vec<(u64, &Worker)> =
-            self.members(gang).flatten().map(|worker| (worker.collective, worker)).collect();
-        let least = at.iter().map(|(collective, _)| *collective).min().unwrap_or(0);
-        let behind: Vec<&Worker> =
-            at.iter().filter(|(collective, _)| *collective == least).map(|(_, w)| *w).collect();
-        if let ([laggard], true) = (&behind[..], at.len() > 1) {
-            let name = laggard.name.clone();
-            self.why(format!("stop {name}: no step for {limit} ms, it waits behind the others"));
-            self.act(Action::StopWorker { name, grace: 0 });
-        }
-        Health::Broken { unplanned: true, cause: format!("no step for {limit} ms") }
-    }
-
-    /// The gang is well: does somebody want it to stop, or can it grow?
+    /// The gang is well: is the job to stop, or can the gang be a better one?
     fn improve(&mut self, gang: &'o Gang) {
-        let observed = self.observed;
-        let asked = gang.stop_requested.map(|(cause, _)| cause);
-        let halt = match (observed.interrupt, observed.wanted.suspend) {
-            (true, _) => Some(StopCause::Interrupt),
-            (_, true) => Some(StopCause::Suspend),
-            _ => None,
-        };
-        if let Some(cause) = halt {
-            if asked.is_none_or(|asked| asked == StopCause::Growth) {
-                self.why(format!("stop the gang with a checkpoint: {cause:?}"));
-                let request = Request { checkpoint_now: true, stop_after_this_step: true };
-                self.act(Action::Request { attempt: gang.attempt, request, cause });
-            } else if let Some((_, at)) = gang.stop_requested {
-                self.look_again_at(at + STOP_TIMEOUT);
+        if let Some(cause) = self.observed.halting() {
+            match gang.stop_requested {
+                Some((asked, at)) if asked.halts() => self.look_again_at(at + STOP_TIMEOUT),
+                _ => {
+                    self.why(format!("stop the gang with a checkpoint: {cause:?}"));
+                    self.request(gang, cause);
+                }
             }
             return;
         }
-        if asked.is_some() || !gang.stepped {
-            return;
+        // A request that has had no effect for so long was lost with a leader: think again.
+        if let Some((_, at)) = gang.stop_requested
+            && self.now < at + STOP_TIMEOUT
+        {
+            return self.look_again_at(at + STOP_TIMEOUT);
         }
-        let present = gang.members.len() as u32;
-        let possible = present + self.available().count() as u32;
-        let Some(size) = self.size_for(possible).filter(|size| size.nodes > present) else {
+        let Some((cause, why)) = self.better(gang) else {
             return;
         };
-        let due = gang.started_at + observed.wanted.growth_interval;
-        if self.now < due {
+        let draining = self.members(gang).flatten().any(|worker| worker.stopping);
+        let due = gang.started_at + self.observed.wanted.growth_interval;
+        if !draining && (!gang.stepped || self.now < due) {
             return self.look_again_at(due);
         }
-        self.why(format!("grow from {present} to {} nodes after this step", size.nodes));
-        let request = Request { checkpoint_now: false, stop_after_this_step: true };
-        let cause = StopCause::Growth;
+        self.why(why);
+        self.request(gang, cause);
+    }
+
+    /// What a new attempt would be better at than this healthy one.
+    fn better(&self, gang: &'o Gang) -> Option<(StopCause, String)> {
+        let present = gang.members.len() as u32;
+        let newcomers =
+            self.candidates().filter(|worker| self.observed.is_usable(&worker.node)).count() as u32;
+        if present > self.observed.wanted.nodes_max
+            && let Some(size) = self.size_for(present)
+        {
+            let why = format!("shrink from {present} to {} nodes after this step", size.nodes);
+            return Some((StopCause::Shrink, why));
+        }
+        let leaves = |worker: &Worker| worker.stopping || !self.observed.is_usable(&worker.node);
+        let mover = self.members(gang).flatten().find(|worker| leaves(worker));
+        if let Some(mover) = mover.filter(|mover| mover.stopping || newcomers > 0) {
+            let why = format!("move off {} after this step", mover.node);
+            return Some((StopCause::Move, why));
+        }
+        let size = self.size_for(present + newcomers).filter(|size| size.nodes > present)?;
+        let why = format!("grow from {present} to {} nodes after this step", size.nodes);
+        Some((StopCause::Growth, why))
+    }
+
+    /// A growth keeps all members, so memory has all that is needed; in other cases shards that
+    /// only one worker holds may go.
+    fn request(&mut self, gang: &Gang, cause: StopCause) {
+        let checkpoint_now = cause != StopCause::Growth;
+        let request = Request { checkpoint_now, stop_after_this_step: true };
         self.act(Action::Request { attempt: gang.attempt, request, cause });
     }
 
     /// The gang is broken: get everybody out of it, then begin anew.
     fn end(&mut self, gang: &'o Gang, unplanned: bool, cause: String) {
-        let mut waiting = 0;
-        for worker in self.members(gang).flatten() {
-            let WorkerState::Member { leaving, .. } = worker.state else {
-                continue;
-            };
-            waiting += 1;
-            if !leaving && !worker.stopping {
-                self.act(Action::LeaveAttempt {
-                    name: worker.name.clone(),
-                    attempt: gang.attempt,
-                    reason: cause.clone(),
-                });
+        let (mut waiting, mut acknowledged, mut all_dead) = (0, false, true);
+        let at_most = gang.broken.as_ref().map(|(at, _)| at + FENCE_TIMEOUT);
+        for worker in self.members(gang).flatten().filter(|worker| !worker.is_dead()) {
+            all_dead = false;
+            match worker.state {
+                WorkerState::Member { attempt, leaving, .. } if attempt == gang.attempt => {
+                    // One that is being ended needs no goodbye: its attempt's number fences it.
+                    let waits = !self.is_ending(worker)
+                        && self.ask_to_leave(worker, attempt, leaving, at_most, &cause);
+                    waiting += u32::from(waits);
+                }
+                WorkerState::Starting { .. } | WorkerState::Silent => {}
+                // Its stream lives and says that it takes no part.
+                _ => acknowledged = true,
             }
         }
         if waiting > 0 {
             self.why(format!("attempt {} is broken ({cause}): {waiting} to leave it", gang.attempt));
             return;
         }
+        let progressed_at = self.observed.record.progressed_at.max(gang.started_at);
+        let due = at_most.unwrap_or(progressed_at + FENCE_TIMEOUT);
+        if !acknowledged && !all_dead && self.now < due {
+            self.why(format!("attempt {} is broken ({cause}): nobody answers", gang.attempt));
+            return self.look_again_at(due);
+        }
         self.why(format!("attempt {} is over: {cause}", gang.attempt));
         self.act(Action::EndAttempt { attempt: gang.attempt, unplanned, cause });
-    }
-
-    /// No gang is under way: start the next attempt if there are enough workers.
-    fn begin(&mut self) {
-        let observed = self.observed;
-        if observed.interrupt || observed.wanted.suspend {
-            return;
-        }
-        let available: Vec<&'o Worker> = self.available().collect();
-        let starting = (observed.workers.iter())
-            .filter(|worker| !worker.stopping)
-            .filter(|worker| matches!(worker.state, WorkerState::Starting { .. }))
-            .count();
-        let Some(size) = self.size_for(available.len() as u32) else {
-            let (have, need) = (available.len(), self.least_size());
-            return self.why(format!("wait: {have} workers connected, {need} needed"));
-        };
-        // A first attempt waits for everybody; survivors of a loss do not.
-        let survivors = available.iter().any(|w| matches!(w.state, WorkerState::Left { .. }));
-        let could_be_more = size.nodes < observed.wanted.nodes_max && starting > 0;
-        if could_be_more && !survivors {
-            return self.why(format!("wait for {starting} workers that are starting"));
-        }
-        self.start_attempt(&size, &available);
-    }
-
-    fn start_attempt(&mut self, size: &Size, available: &[&Worker]) {
-        let observed = self.observed;
-        let attempt = observed.record.attempt + 1;
-        // Survivors first: they hold state, and keep their order.
-        let (survivors, newcomers): (Vec<&Worker>, Vec<&Worker>) =
-            available.iter().partition(|worker| !worker.held.is_empty());
-        let chosen: Vec<&Worker> =
-            survivors.into_iter().chain(newcomers).take(size.nodes as usize).collect();
-        let members: Vec<Member> = (0..)
-            .zip(&chosen)
-            .map(|(rank, worker)| Member {
-                rank,
-                worker: worker.name.clone(),
-                node: worker.node.clone(),
-                address: worker.address.clone().unwrap_or_default(),
-            })
-            .collect();
-        let (resume, source) = choose_state(observed, &chosen);
-        let mut config = WorkerConfig {
-            attempt,
-            rank: None,
-            layout: size.layout.clone(),
-            members: members.clone(),
-            resume,
-            ..observed.template.clone()
-        };
-        config.digest = config.digest_of(|config| format!("{config:?}").into_bytes());
-        self.why(format!(
-            "start attempt {attempt} on {} nodes at step {} from {source}",
-            size.nodes,
-            config.resume.step()
-        ));
-        self.act(Action::RecordAttempt(Box::new(Gang {
-            attempt,
-            digest: config.digest.clone(),
-            layout: size.layout.clone(),
-            members,
-            resumed_at: config.resume.step(),
-            started_at: self.now,
-            stepped: false,
-            stop_requested: None,
-            ended: false,
-        })));
-        for (rank, worker) in (0..).zip(&chosen) {
-            let config = Box::new(WorkerConfig { rank: Some(rank), ..config.clone() });
-            self.act(Action::Configure { name: worker.name.clone(), config });
-        }
-    }
-
-    /// Enough workers for the largest gang and its spares, one a node.
-    fn fill(&mut self) {
-        let observed = self.observed;
-        let alive: Vec<&Worker> = observed.workers.iter().filter(|w| !w.is_dead()).collect();
-        let living = alive.iter().filter(|worker| !worker.stopping).count() as u32;
-        let target = observed.wanted.nodes_max + observed.wanted.spares;
-        let mut missing = target.saturating_sub(living);
-        let mut births = observed.record.births;
-        for node in &observed.nodes {
-            if missing == 0 {
-                return;
-            }
-            if !node.usable || alive.iter().any(|worker| worker.node == node.name) {
-                continue;
-            }
-            if self.now < node.avoid_until {
-                self.look_again_at(node.avoid_until);
-                continue;
-            }
-            let name = format!("{}-{births}", observed.template.job_name);
-            self.why(format!("start {name} on {}", node.name));
-            self.act(Action::StartWorker { name, node: node.name.clone() });
-            births += 1;
-            missing -= 1;
-        }
     }
 
     fn members(&self, gang: &'o Gang) -> impl Iterator<Item = Option<&'o Worker>> + use<'o> {
@@ -425,27 +343,23 @@ impl<'o> Planner<'o> {
         gang.members.iter().map(|member| observed.worker(&member.worker))
     }
 
-    fn takes_part(&self, worker: &Worker, attempt: u32) -> bool {
-        matches!(&worker.state, WorkerState::Member { attempt: of, .. } if *of == attempt)
-    }
-
-    fn available(&self) -> impl Iterator<Item = &'o Worker> + use<'o> {
-        self.observed.workers.iter().filter(|worker| worker.is_available())
-    }
-
     /// The largest gang that `nodes` workers can form.
-    fn size_for(&self, nodes: u32) -> Option<Size> {
+    fn size_for(&self, nodes: u32) -> Option<&'o Size> {
         let wanted = &self.observed.wanted;
-        let fits = |size: &&Size| {
-            (wanted.nodes_min..=wanted.nodes_max.min(nodes)).contains(&size.nodes)
-        };
-        wanted.sizes.iter().filter(fits).next_back().cloned()
+        let range = wanted.nodes_min..=wanted.nodes_max.min(nodes);
+        wanted.sizes.iter().rfind(|size| range.contains(&size.nodes))
     }
 
-    fn least_size(&self) -> u32 {
-        let wanted = &self.observed.wanted;
-        let sizes = wanted.sizes.iter().map(|size| size.nodes);
-        sizes.filter(|nodes| *nodes >= wanted.nodes_min).min().unwrap_or(wanted.nodes_min)
+    fn is_ending(&self, worker: &Worker) -> bool {
+        let is_stop = |action: &Action| {
+            matches!(action, Action::StopWorker { name, .. } if *name == worker.name)
+        };
+        worker.stopping || self.plan.actions.iter().any(is_stop)
+    }
+
+    fn stop(&mut self, worker: &Worker, grace: Millis, reason: &str) {
+        self.why(format!("stop {}: {reason}", worker.name));
+        self.act(Action::StopWorker { name: worker.name.clone(), grace });
     }
 
     fn look_again_at(&mut self, at: Millis) {
@@ -460,74 +374,6 @@ impl<'o> Planner<'o> {
 
     fn why(&mut self, reason: String) {
         self.plan.why.push(reason);
-    }
-}
-
-/// The newest state that the chosen workers or the storage have whole.
-fn choose_state(observed: &Observed, chosen: &[&Worker]) -> (Resume, String) {
-    let mut best: Option<(u64, u32, &Layout, Vec<ShardSource>)> = None;
-    for held in chosen.iter().flat_map(|worker| &worker.held) {
-        let newer = best.as_ref().is_none_or(|(step, attempt, ..)| {
-            (held.step, held.attempt) > (*step, *attempt)
-        });
-        let Some(layout) = observed.layout_of(held.attempt).filter(|_| newer) else {
-            continue;
-        };
-        if let Some(sources) = sources_of(layout, held.attempt, held.step, chosen) {
-            best = Some((held.step, held.attempt, layout, sources));
-        }
-    }
-    let stored = observed.stored.as_ref();
-    match best {
-        Some((step, attempt, layout, sources)) if stored.is_none_or(|s| s.step <= step) => {
-            let layout = layout.clone();
-            let source = format!("the memory of attempt {attempt}");
-            (Resume::Memory { step, attempt, layout, sources }, source)
-        }
-        _ => match stored {
-            Some(stored) => {
-                let (step, name) = (stored.step, stored.name.clone());
-                let source = format!("checkpoint {name}");
-                (Resume::Checkpoint { step, name }, source)
-            }
-            None => (Resume::Fresh, "initial weights".to_string()),
-        },
-    }
-}
-
-/// Who sends each shard of (attempt, step): its own rank where that survives, else any holder.
-fn sources_of(
-    layout: &Layout,
-    attempt: u32,
-    step: u64,
-    chosen: &[&Worker],
-) -> Option<Vec<ShardSource>> {
-    let holds = |worker: &Worker, shard: u32| {
-        (worker.held.iter())
-            .any(|held| (held.attempt, held.step) == (attempt, step) && held.shards.contains(&shard))
-    };
-    (0..layout.mesh.world())
-        .map(|shard| {
-            let from = chosen.iter().position(|worker| holds(worker, shard))? as u32;
-            Some(ShardSource { shard, from })
-        })
-        .collect()
-}
-
-fn ended(exit_code: Option<i32>) -> String {
-    match exit_code {
-        Some(code) => format!("ended with exit code {code}"),
-        None => "was killed".to_string(),
-    }
-}
-
-/// Whether a member that left has broken the gang by that, and how.
-fn left(reason: &LeftReason) -> Option<(bool, String)> {
-    match reason {
-        LeftReason::Asked => Some((true, "has left".to_string())),
-        LeftReason::PeerLost { rank } => Some((true, format!("lost rank {rank}"))),
-        LeftReason::Error { message } => Some((true, format!("left: {message}"))),
-        LeftReason::Stopped { .. } => None,
     }
 }
 

@@ -51,7 +51,8 @@ pub struct Size {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
     pub name: String,
-    /// Ready, not cordoned, and free for this job.
+    /// Ready, not cordoned, and free for this job. Where a worker of this job runs: not cordoned
+    /// (its stream says whether it is alive).
     pub usable: bool,
     /// No new worker before this time: a worker has just failed there.
     pub avoid_until: Millis,
@@ -79,8 +80,8 @@ pub enum WorkerState {
     Starting { since: Millis },
     /// Connected, in no attempt: a newcomer or a spare.
     Idle,
-    /// Configured for this attempt; `leaving` once it has been asked to leave.
-    Member { attempt: u32, rank: u32, leaving: bool },
+    /// Configured for this attempt with that digest; `leaving` since it has been asked to leave.
+    Member { attempt: u32, digest: String, rank: u32, leaving: Option<Millis> },
     /// Was a member of this attempt, is no longer, and is connected.
     Left { attempt: u32, reason: LeftReason },
     /// The last step is done and its checkpoint committed.
@@ -125,16 +126,29 @@ pub struct Gang {
     pub stepped: bool,
     /// What was requested of it, and when.
     pub stop_requested: Option<(StopCause, Millis)>,
-    /// It is over: no member takes part any more.
-    pub ended: bool,
+    /// When it was found that it can make no more steps, and why. Never taken back.
+    pub broken: Option<(Millis, String)>,
+    /// When it was over: no member takes part any more.
+    pub ended: Option<Millis>,
 }
 
 /// Why a gang was asked to stop at the end of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopCause {
     Growth,
+    /// A member's node is cordoned or drained, and another is free.
+    Move,
+    /// `nodes.max` is less than the members.
+    Shrink,
     Suspend,
     Interrupt,
+}
+
+impl StopCause {
+    /// No gang follows this one.
+    pub fn halts(self) -> bool {
+        matches!(self, StopCause::Suspend | StopCause::Interrupt)
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -168,9 +182,23 @@ impl Observed {
         self.workers.iter().find(|worker| worker.name == name)
     }
 
+    /// Whether ranks may be put on this node.
+    pub fn is_usable(&self, node: &str) -> bool {
+        self.nodes.iter().any(|of| of.name == node && of.usable)
+    }
+
+    /// Why the job is to stop, if it is.
+    pub fn halting(&self) -> Option<StopCause> {
+        match (self.interrupt, self.wanted.suspend) {
+            (true, _) => Some(StopCause::Interrupt),
+            (_, true) => Some(StopCause::Suspend),
+            _ => None,
+        }
+    }
+
     /// The gang that is under way.
     pub fn gang(&self) -> Option<&Gang> {
-        self.record.gang.as_ref().filter(|gang| !gang.ended)
+        self.record.gang.as_ref().filter(|gang| gang.ended.is_none())
     }
 
     pub fn layout_of(&self, attempt: u32) -> Option<&Layout> {

@@ -4,11 +4,16 @@
 //! should be told.
 
 use crate::decide::Action;
-use crate::observed::{Millis, Observed, StopCause, Worker, WorkerState};
-use moejob_protocol::message::{Hello, Up};
+use crate::observed::{Millis, Observed, Outcome, StopCause, Stored, Worker, WorkerState};
+use moejob_protocol::checkpoint::directory_name;
+use moejob_protocol::message::{Hello, LeftReason, Up};
+use moejob_protocol::report::{Detail, Event, EventKind};
 
-/// Layouts of past attempts that are remembered for their snapshots.
+/// Layouts of past attempts that are remembered though no worker has reported a snapshot of them.
 const LAYOUTS_KEPT: usize = 8;
+/// Layouts that are remembered at most. A worker holds two generations of its own shard and two of
+/// another's, so only a gang that broke this often before its first step could need more.
+const LAYOUTS_MAX: usize = 64;
 /// Steps over which the median duration is taken.
 const STEP_DURATIONS_KEPT: usize = 15;
 /// Recoveries that stand in status.
@@ -40,14 +45,16 @@ pub enum Happening {
 pub struct Tracker {
     pub observed: Observed,
     pub recoveries: Vec<Recovery>,
+    /// When the newest steps of this attempt were done, and the last of them.
     step_times: Vec<Millis>,
+    last_step: u64,
     last_words: Vec<(String, i32, String)>,
 }
 
 impl Tracker {
     pub fn new(observed: Observed) -> Tracker {
         let (recoveries, step_times, last_words) = Default::default();
-        Tracker { observed, recoveries, step_times, last_words }
+        Tracker { observed, recoveries, step_times, last_step: 0, last_words }
     }
 
     fn worker(&mut self, name: &str) -> Option<&mut Worker> {
@@ -58,6 +65,7 @@ impl Tracker {
     pub fn done(&mut self, action: &Action, now: Millis) {
         match action {
             Action::StartWorker { name, node } => {
+                self.resume_suspended();
                 self.observed.record.births += 1;
                 self.observed.workers.push(Worker {
                     name: name.clone(),
@@ -72,13 +80,22 @@ impl Tracker {
             Action::StopWorker { name, .. } => {
                 if let Some(worker) = self.worker(name) {
                     worker.stopping = true;
+                    let what = match worker.state {
+                        WorkerState::Silent => "went silent",
+                        WorkerState::Starting { .. } => "did not connect",
+                        _ => "was ended",
+                    };
+                    let cause = format!("{name} {what}");
+                    self.member_stopped(name, cause, now);
                 }
             }
             Action::EndAttempt { unplanned, cause, .. } => self.end(*unplanned, cause, now),
             Action::RecordAttempt(gang) => {
+                self.resume_suspended();
                 self.observed.record.attempt = gang.attempt;
                 self.observed.record.gang = Some((**gang).clone());
                 self.step_times.clear();
+                self.last_step = gang.resumed_at;
                 if let Some(recovery) = self.open_recovery() {
                     recovery.replanned_at = Some(now);
                 }
@@ -86,16 +103,23 @@ impl Tracker {
             Action::Configure { name, config } => {
                 let (attempt, rank) = (config.attempt, config.rank.unwrap_or_default());
                 if let Some(worker) = self.worker(name) {
-                    worker.state = WorkerState::Member { attempt, rank, leaving: false };
+                    let digest = config.digest.clone();
+                    worker.state = WorkerState::Member { attempt, digest, rank, leaving: None };
                     worker.collective = 0;
                 }
             }
-            Action::LeaveAttempt { name, reason, .. } => {
-                self.detect(reason, now);
+            Action::LeaveAttempt { name, attempt, reason } => {
+                if let Some(gang) = self.observed.record.gang.as_mut()
+                    && (gang.attempt, gang.ended) == (*attempt, None)
+                {
+                    let at = gang.broken.as_ref().map_or(now, |(at, _)| *at);
+                    gang.broken = Some((at, reason.clone()));
+                    self.detect(reason, now);
+                }
                 if let Some(worker) = self.worker(name)
                     && let WorkerState::Member { leaving, .. } = &mut worker.state
                 {
-                    *leaving = true;
+                    *leaving = Some(now);
                 }
             }
             Action::Request { cause, .. } => {
@@ -107,24 +131,59 @@ impl Tracker {
         }
     }
 
-    fn end(&mut self, unplanned: bool, cause: &str, now: Millis) {
-        if unplanned {
-            self.detect(cause, now);
-            self.observed.record.restarts.push(now);
-        }
+    /// A member that is ended, unless the whole job is over, breaks its gang.
+    fn member_stopped(&mut self, name: &str, cause: String, now: Millis) {
         let record = &mut self.observed.record;
-        if let Some(gang) = &mut record.gang {
-            gang.ended = true;
-            record.layouts.push((gang.attempt, gang.layout.clone()));
-            let surplus = record.layouts.len().saturating_sub(LAYOUTS_KEPT);
-            record.layouts.drain(..surplus);
+        if let Some(gang) = record.gang.as_mut().filter(|gang| gang.ended.is_none())
+            && record.outcome.is_none()
+            && gang.members.iter().any(|member| member.worker == name)
+        {
+            gang.broken.get_or_insert((now, cause));
         }
     }
 
-    /// A loss was noticed: the clock of its recovery starts.
+    /// A suspended job goes on: what it ends with is open again.
+    fn resume_suspended(&mut self) {
+        let outcome = &mut self.observed.record.outcome;
+        outcome.take_if(|outcome| *outcome == Outcome::Suspended);
+    }
+
+    fn end(&mut self, unplanned: bool, cause: &str, now: Millis) {
+        if unplanned {
+            self.detect(cause, now);
+            let since = now.saturating_sub(self.observed.wanted.restart_window);
+            let restarts = &mut self.observed.record.restarts;
+            restarts.retain(|at| *at >= since);
+            restarts.push(now);
+        }
+        if let Some(gang) = &mut self.observed.record.gang {
+            gang.ended = Some(now);
+            let layout = (gang.attempt, gang.layout.clone());
+            self.observed.record.layouts.push(layout);
+            self.forget_layouts();
+        }
+    }
+
+    fn forget_layouts(&mut self) {
+        let Observed { workers, record, .. } = &mut self.observed;
+        let held = |attempt: u32| {
+            workers.iter().flat_map(|worker| &worker.held).any(|held| held.attempt == attempt)
+        };
+        let oldest_kept = record.layouts.len().saturating_sub(LAYOUTS_KEPT);
+        let mut index = 0;
+        record.layouts.retain(|(attempt, _)| {
+            index += 1;
+            index > oldest_kept || held(*attempt)
+        });
+        let surplus = record.layouts.len().saturating_sub(LAYOUTS_MAX);
+        record.layouts.drain(..surplus);
+    }
+
+    /// A loss was noticed: the clock of its recovery starts. A second loss before the first step
+    /// after it is part of the same recovery.
     fn detect(&mut self, cause: &str, now: Millis) {
         let attempt = self.observed.record.attempt;
-        if self.recoveries.last().is_some_and(|recovery| recovery.attempt == attempt) {
+        if self.open_recovery().is_some() {
             return;
         }
         self.recoveries.push(Recovery {
@@ -143,37 +202,37 @@ impl Tracker {
         self.recoveries.last_mut().filter(|recovery| recovery.first_step_at.is_none())
     }
 
-    /// A worker's stream is up. A member of the present gang that says so is adopted unchanged.
+    /// A worker's stream is up. What it says of itself is true, except that it may repeat an
+    /// attempt that it is already known to have left.
     pub fn connected(&mut self, name: &str, address: &str, hello: &Hello) {
-        let gang = self.observed.gang().map(|gang| (gang.attempt, gang.digest.clone()));
-        let adopted = gang.filter(|(attempt, digest)| {
-            *attempt == hello.attempt && *digest == hello.digest && hello.rank.is_some()
-        });
-        if let Some(worker) = self.worker(name).filter(|worker| !worker.is_dead()) {
-            worker.address = Some(address.to_string());
-            worker.held = hello.held.clone();
-            worker.state = match (adopted, hello.rank) {
-                (Some((attempt, _)), Some(rank)) => {
-                    WorkerState::Member { attempt, rank, leaving: false }
-                }
-                _ => WorkerState::Idle,
-            };
+        let stop = self.observed.gang().filter(|gang| gang.attempt == hello.attempt);
+        let asked_to_stop = stop.is_some_and(|gang| gang.stop_requested.is_some());
+        let Some(worker) = self.worker(name) else {
+            return;
+        };
+        match worker.state {
+            WorkerState::Dead { .. } | WorkerState::Completed { .. } => return,
+            WorkerState::Left { attempt, .. } if attempt == hello.attempt => {}
+            _ => worker.state = state_of(hello, asked_to_stop),
         }
+        worker.address = Some(address.to_string());
+        worker.held = hello.held.clone();
     }
 
     /// Something that a worker said about `attempt`.
     pub fn heard(&mut self, name: &str, attempt: u32, up: &Up, now: Millis) -> Vec<Happening> {
         match up {
-            Up::Hello(_) | Up::Event(_) => {}
+            Up::Hello(_) => {}
+            Up::Event(event) => self.committed(attempt, event),
             Up::Heartbeat(heartbeat) => {
-                if let Some(worker) = self.worker(name) {
+                if let Some(worker) = self.worker(name).filter(|worker| !worker.is_dead()) {
                     worker.held = heartbeat.held.clone();
                     worker.collective = heartbeat.collective;
                 }
             }
             Up::Step(report) => return self.stepped(attempt, report.step, now),
             Up::Left { reason, held } => {
-                if let Some(worker) = self.worker(name) {
+                if let Some(worker) = self.worker(name).filter(|worker| !worker.is_dead()) {
                     worker.held = held.clone();
                     if matches!(worker.state, WorkerState::Member { attempt: of, .. } if of == attempt)
                     {
@@ -182,8 +241,11 @@ impl Tracker {
                 }
             }
             Up::Completed { step } => {
-                let step = *step;
-                if let Some(worker) = self.worker(name).filter(|worker| !worker.is_dead()) {
+                let (step, newest) = (*step, self.observed.record.attempt);
+                // One that was given up may complete too; its checkpoint does not count.
+                if let Some(worker) = self.worker(name).filter(|worker| !worker.is_dead())
+                    && attempt == newest
+                {
                     worker.state = WorkerState::Completed { attempt, step };
                 }
             }
@@ -194,11 +256,29 @@ impl Tracker {
         Vec::new()
     }
 
+    /// A checkpoint of an attempt that was given up does not count: a later claim is behind it.
+    fn committed(&mut self, attempt: u32, event: &Event) {
+        let Some(Detail::Number(step)) = event.details.get("step") else {
+            return;
+        };
+        let newest = self.observed.stored.as_ref().is_none_or(|stored| stored.step < *step);
+        let counts = event.event == EventKind::CheckpointCommitted
+            && attempt == self.observed.record.attempt;
+        if newest && counts {
+            self.observed.stored = Some(Stored { step: *step, name: directory_name(*step) });
+        }
+    }
+
     fn stepped(&mut self, attempt: u32, step: u64, now: Millis) -> Vec<Happening> {
         let record = &mut self.observed.record;
         let Some(gang) = record.gang.as_mut().filter(|gang| gang.attempt == attempt) else {
             return Vec::new();
         };
+        // Each step counts once, whoever reports it.
+        if step <= self.last_step {
+            return Vec::new();
+        }
+        self.last_step = step;
         let first = !std::mem::replace(&mut gang.stepped, true);
         let lost = record.step.saturating_sub(gang.resumed_at);
         record.step = record.step.max(step);
@@ -256,7 +336,7 @@ impl Tracker {
 
     /// Forgets workers that have ended and that the present gang does not name.
     pub fn prune(&mut self) {
-        let gang = self.observed.record.gang.clone().filter(|gang| !gang.ended);
+        let gang = self.observed.record.gang.clone().filter(|gang| gang.ended.is_none());
         let named = |name: &str| {
             gang.iter().flat_map(|gang| &gang.members).any(|member| member.worker == name)
         };
@@ -273,5 +353,24 @@ impl Tracker {
     pub fn is_growing(&self) -> bool {
         let asked = self.observed.gang().and_then(|gang| gang.stop_requested);
         asked.is_some_and(|(cause, _)| cause == StopCause::Growth)
+    }
+}
+
+/// What a worker is that says this of itself.
+fn state_of(hello: &Hello, asked_to_stop: bool) -> WorkerState {
+    let attempt = hello.attempt;
+    match hello.rank {
+        _ if attempt == 0 => WorkerState::Idle,
+        Some(rank) => {
+            WorkerState::Member { attempt, digest: hello.digest.clone(), rank, leaving: None }
+        }
+        None => {
+            let newest = hello.held.iter().map(|held| held.step).max();
+            let reason = match newest.filter(|_| asked_to_stop) {
+                Some(step) => LeftReason::Stopped { step },
+                None => LeftReason::Asked,
+            };
+            WorkerState::Left { attempt, reason }
+        }
     }
 }

@@ -1,0 +1,183 @@
+//! Workers for a gang, and the next attempt of it.
+
+use super::resume::{Start, choose};
+use super::{Action, Planner, STOP_TIMEOUT};
+use crate::observed::{Gang, Millis, Size, Worker, WorkerState};
+use moejob_protocol::config::{Member, WorkerConfig};
+
+impl<'o> Planner<'o> {
+    /// No gang is under way: start the next attempt if there are enough workers.
+    pub(super) fn begin(&mut self) {
+        let candidates: Vec<&'o Worker> = self.candidates().collect();
+        let Some(size) = self.size_for(candidates.len() as u32) else {
+            let (have, need) = (candidates.len(), self.least_size());
+            return self.why(format!("wait: {have} workers connected, {need} needed"));
+        };
+        // A first attempt waits for everybody; survivors of a loss do not.
+        let starting = self.starting();
+        let survivors = candidates.iter().any(|w| matches!(w.state, WorkerState::Left { .. }));
+        if size.nodes < self.observed.wanted.nodes_max && starting > 0 && !survivors {
+            return self.why(format!("wait for {starting} workers that are starting"));
+        }
+        self.start_attempt(size, &candidates);
+    }
+
+    fn start_attempt(&mut self, size: &Size, candidates: &[&Worker]) {
+        let observed = self.observed;
+        let attempt = observed.record.attempt + 1;
+        let Start { chosen, resume, source } = choose(observed, candidates, size.nodes as usize);
+        let members: Vec<Member> = (0..)
+            .zip(&chosen)
+            .map(|(rank, worker)| Member {
+                rank,
+                worker: worker.name.clone(),
+                node: worker.node.clone(),
+                address: worker.address.clone().unwrap_or_default(),
+            })
+            .collect();
+        let mut config = WorkerConfig {
+            attempt,
+            rank: None,
+            layout: size.layout.clone(),
+            members: members.clone(),
+            resume,
+            ..observed.template.clone()
+        };
+        config.digest = config.digest_of(|config| format!("{config:?}").into_bytes());
+        self.why(format!(
+            "start attempt {attempt} on {} nodes at step {} from {source}",
+            size.nodes,
+            config.resume.step()
+        ));
+        self.act(Action::RecordAttempt(Box::new(Gang {
+            attempt,
+            digest: config.digest.clone(),
+            layout: size.layout.clone(),
+            members,
+            resumed_at: config.resume.step(),
+            started_at: self.now,
+            stepped: false,
+            stop_requested: None,
+            broken: None,
+            ended: None,
+        })));
+        for (rank, worker) in (0..).zip(&chosen) {
+            let config = Box::new(WorkerConfig { rank: Some(rank), ..config.clone() });
+            self.act(Action::Configure { name: worker.name.clone(), config });
+        }
+    }
+
+    /// Workers that can be given a rank: on a cordoned node none that had none.
+    pub(super) fn candidates(&self) -> impl Iterator<Item = &'o Worker> + use<'o> {
+        let observed = self.observed;
+        let last = observed.record.gang.as_ref();
+        let had_rank = move |worker: &Worker| {
+            last.is_some_and(|gang| gang.members.iter().any(|of| of.worker == worker.name))
+        };
+        (observed.workers.iter()).filter(move |worker| {
+            worker.is_available() && (observed.is_usable(&worker.node) || had_rank(worker))
+        })
+    }
+
+    fn starting(&self) -> usize {
+        let is_starting = |worker: &&Worker| matches!(worker.state, WorkerState::Starting { .. });
+        self.observed.workers.iter().filter(|w| !w.stopping).filter(is_starting).count()
+    }
+
+    pub(super) fn least_size(&self) -> u32 {
+        let wanted = &self.observed.wanted;
+        let sizes = wanted.sizes.iter().map(|size| size.nodes);
+        sizes.filter(|nodes| *nodes >= wanted.nodes_min).min().unwrap_or(wanted.nodes_min)
+    }
+
+    /// The job is to stop between two attempts: can another one save what is newer in memory than
+    /// in storage? A bounded time after the last attempt's end it is too late.
+    pub(super) fn can_save(&mut self) -> bool {
+        let Some(gang) = &self.observed.record.gang else {
+            return false;
+        };
+        let asked = gang.stop_requested.filter(|(cause, _)| cause.halts()).map(|(_, at)| at);
+        let deadline = asked.or(gang.ended).unwrap_or(gang.started_at) + STOP_TIMEOUT;
+        let candidates: Vec<&Worker> = self.candidates().collect();
+        let step = choose(self.observed, &candidates, candidates.len()).resume.step();
+        let stored = self.observed.stored.as_ref().map_or(0, |stored| stored.step);
+        let possible = candidates.len() + self.starting() + self.free_nodes().count();
+        if step <= stored || self.now >= deadline || self.size_for(possible as u32).is_none() {
+            return false;
+        }
+        self.look_again_at(deadline);
+        true
+    }
+
+    /// Nodes on which a worker can be started now.
+    fn free_nodes(&self) -> impl Iterator<Item = &'o str> + use<'o> {
+        let (observed, now) = (self.observed, self.now);
+        let is_free = move |name: &str| {
+            !observed.workers.iter().any(|worker| !worker.is_dead() && worker.node == name)
+        };
+        (observed.nodes.iter())
+            .filter(move |node| node.usable && now >= node.avoid_until && is_free(&node.name))
+            .map(|node| node.name.as_str())
+    }
+
+    /// Workers that are there to stay.
+    fn living(&self) -> u32 {
+        let stays = |worker: &&Worker| {
+            !worker.is_dead() && !worker.stopping && self.observed.is_usable(&worker.node)
+        };
+        self.observed.workers.iter().filter(stays).count() as u32
+    }
+
+    fn target(&self) -> u32 {
+        let wanted = &self.observed.wanted;
+        match self.observed.halting() {
+            // Nobody trains on; the least that can save is enough.
+            Some(_) => self.least_size(),
+            None => wanted.nodes_max + wanted.spares,
+        }
+    }
+
+    /// Enough workers for the largest gang and its spares, one a node.
+    pub(super) fn fill(&mut self) {
+        let halting = self.observed.halting().is_some();
+        if halting && self.observed.gang().is_some() {
+            return;
+        }
+        let missing = self.target().saturating_sub(self.living());
+        if missing == 0 {
+            return;
+        }
+        let nodes = self.free_nodes().take(missing as usize);
+        for (node, birth) in nodes.zip(self.observed.record.births..) {
+            let name = format!("{}-{birth}", self.observed.template.job_name);
+            self.why(format!("start {name} on {node}"));
+            self.act(Action::StartWorker { name, node: node.to_string() });
+        }
+        let avoided: Vec<Millis> = (self.observed.nodes.iter())
+            .filter(|node| node.usable)
+            .map(|node| node.avoid_until)
+            .collect();
+        avoided.into_iter().for_each(|until| self.look_again_at(until));
+    }
+
+    /// Ends workers that nobody needs: on cordoned nodes, and more than gang and spares. Not before
+    /// the gang has made a step: until then their snapshots may be the only ones.
+    pub(super) fn trim(&mut self, gang: &'o Gang) {
+        if !gang.stepped || self.observed.halting().is_some() {
+            return;
+        }
+        let is_member = |worker: &Worker| gang.members.iter().any(|of| of.worker == worker.name);
+        let mut surplus = self.living().saturating_sub(self.target());
+        for worker in self.observed.workers.iter().rev() {
+            if worker.is_dead() || worker.stopping || is_member(worker) {
+                continue;
+            }
+            if !self.observed.is_usable(&worker.node) {
+                self.stop(worker, 0, &format!("{} takes no new ranks", worker.node));
+            } else if surplus > 0 {
+                surplus -= 1;
+                self.stop(worker, 0, "more workers than gang and spares");
+            }
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! Who joins the next attempt, and which state it starts from.
+
+use crate::observed::{Observed, Worker};
+use moejob_protocol::config::{Resume, ShardSource};
+use moejob_protocol::layout::Layout;
+use std::collections::BTreeSet;
+
+pub(super) struct Start<'o> {
+    /// In rank order.
+    pub chosen: Vec<&'o Worker>,
+    pub resume: Resume,
+    /// For a person.
+    pub source: String,
+}
+
+/// A snapshot that is somewhere in memory, whole or not.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Snapshot {
+    step: u64,
+    attempt: u32,
+}
+
+/// Takes `count` of the candidates, so that the newest state that they or the storage have whole
+/// can be resumed from.
+pub(super) fn choose<'o>(
+    observed: &'o Observed,
+    candidates: &[&'o Worker],
+    count: usize,
+) -> Start<'o> {
+    // On nodes that stay, with state, in the order of the nodes: ranks that are close in number
+    // are close in the network, and a worker that replaces another on its node gets its rank.
+    let place = |worker: &Worker| {
+        observed.nodes.iter().position(|node| node.name == worker.node).unwrap_or(usize::MAX)
+    };
+    let mut preferred = candidates.to_vec();
+    preferred.sort_by_key(|worker| {
+        (!observed.is_usable(&worker.node), worker.held.is_empty(), place(worker))
+    });
+    let stored = observed.stored.as_ref();
+    let mut found = None;
+    for snapshot in snapshots(candidates) {
+        let Some(layout) = observed.layout_of(snapshot.attempt) else {
+            continue;
+        };
+        // What the storage has as well is no reason to take another worker.
+        let from = match stored.map(|stored| stored.step.cmp(&snapshot.step)) {
+            Some(std::cmp::Ordering::Greater) => break,
+            Some(std::cmp::Ordering::Equal) => &preferred[..count.min(preferred.len())],
+            _ => &preferred[..],
+        };
+        if let Some(holders) = cover(layout, snapshot, from, count) {
+            found = Some((snapshot, layout, holders));
+            break;
+        }
+    }
+    let holders = found.as_ref().map(|(.., holders)| holders.clone()).unwrap_or_default();
+    let others = (0..preferred.len()).filter(|index| !holders.contains(index));
+    let mut chosen: Vec<&Worker> =
+        (holders.iter().copied().chain(others)).take(count).map(|index| preferred[index]).collect();
+    chosen.sort_by_key(|worker| place(worker));
+    let (resume, source) = match (found, stored) {
+        (Some((snapshot, layout, _)), _) => {
+            let Snapshot { step, attempt } = snapshot;
+            let sources = sources(layout, snapshot, &chosen);
+            let layout = layout.clone();
+            let source = format!("the memory of attempt {attempt}");
+            (Resume::Memory { step, attempt, layout, sources }, source)
+        }
+        (None, Some(stored)) => {
+            let (step, name) = (stored.step, stored.name.clone());
+            let source = format!("checkpoint {name}");
+            (Resume::Checkpoint { step, name }, source)
+        }
+        (None, None) => (Resume::Fresh, "initial weights".to_string()),
+    };
+    Start { chosen, resume, source }
+}
+
+/// Newest first.
+fn snapshots(workers: &[&Worker]) -> impl Iterator<Item = Snapshot> {
+    let held = workers.iter().flat_map(|worker| &worker.held);
+    let all: BTreeSet<Snapshot> =
+        held.map(|held| Snapshot { step: held.step, attempt: held.attempt }).collect();
+    all.into_iter().rev()
+}
+
+fn holds(worker: &Worker, snapshot: Snapshot, shard: u32) -> bool {
+    (worker.held.iter())
+        .filter(|held| (held.step, held.attempt) == (snapshot.step, snapshot.attempt))
+        .any(|held| held.shards.contains(&shard))
+}
+
+/// At most `count` workers that hold every shard together: again and again the one that adds the
+/// most, of equals the preferred. Greedy, so it may miss a cover that is just small enough.
+fn cover(
+    layout: &Layout,
+    snapshot: Snapshot,
+    workers: &[&Worker],
+    count: usize,
+) -> Option<Vec<usize>> {
+    let world = layout.mesh.world();
+    let mut missing: BTreeSet<u32> = (0..world).collect();
+    let mut taken = Vec::new();
+    while !missing.is_empty() {
+        let adds = |index: usize| {
+            missing.iter().filter(|shard| holds(workers[index], snapshot, **shard)).count()
+        };
+        // The first of those that add the most.
+        let best = (0..workers.len()).rev().max_by_key(|index| adds(*index))?;
+        if adds(best) == 0 || taken.len() == count {
+            return None;
+        }
+        missing.retain(|shard| !holds(workers[best], snapshot, *shard));
+        taken.push(best);
+    }
+    Some(taken)
+}
+
+/// Who sends each shard: of those that hold it, the one that sends the fewest so far.
+fn sources(layout: &Layout, snapshot: Snapshot, chosen: &[&Worker]) -> Vec<ShardSource> {
+    let mut sends = vec![0u32; chosen.len()];
+    (0..layout.mesh.world())
+        .filter_map(|shard| {
+            let holders = (0..chosen.len()).filter(|rank| holds(chosen[*rank], snapshot, shard));
+            let from = holders.min_by_key(|rank| sends[*rank])?;
+            sends[from] += 1;
+            Some(ShardSource { shard, from: from as u32 })
+        })
+        .collect()
+}
