@@ -62,7 +62,8 @@ pub struct ExpertsDown<'a> {
 }
 
 /// With da' = dy[row_index[r]] W2 (the gradient before the routing weight s):
-/// ds[r] = <da', a[r]>, a_scaled[r] = s[r] * a[r], da = s[r] * da', dh[r] = da through the activation.
+/// ds[r] = <da', a[r]>, a_scaled[r] = s[r] * a[r], da = s[r] * da', and dh[r] is da taken back
+/// through the activation.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsDownBackward<'a> {
     pub dim: usize,

@@ -7,8 +7,8 @@ use crate::device::{Device, on_float};
 pub const IGNORE: u32 = u32::MAX;
 
 /// loss[t] = ln sum_v e^logits[t, v] - logits[t, targets[t]], unscaled, 0 where ignored.
-/// With `gradient`, logits[t, v] becomes scale * (softmax(logits[t])[v] - (v == targets[t])), 0 where
-/// ignored; without it the logits are left as scratch, to be used no more.
+/// With `gradient`, logits[t, v] becomes scale * (softmax(logits[t])[v] - (v == targets[t])), or 0
+/// where ignored; without it the logits are left as scratch, to be used no more.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropy {
     pub tokens: usize,

@@ -32,7 +32,8 @@ fn rope_turns_pairs_half_a_head_apart() {
     let mut expected = before.clone();
     for (head, x) in before.chunks(head_dim).enumerate() {
         for i in 0..head_dim / 2 {
-            let angle = f64::from(at[head / heads]) * theta.powf(-((2 * i) as f64) / head_dim as f64);
+            let frequency = theta.powf(-((2 * i) as f64) / head_dim as f64);
+            let angle = f64::from(at[head / heads]) * frequency;
             let (low, high) = (x[i], x[i + head_dim / 2]);
             expected[head * head_dim + i] = low * angle.cos() - high * angle.sin();
             expected[head * head_dim + i + head_dim / 2] = high * angle.cos() + low * angle.sin();
@@ -70,14 +71,14 @@ fn attention_is_a_softmax_over_the_window() {
     });
     let (q, k, v) = (bed.get(q), bed.get(k), bed.get(v));
     let (mut expected_o, mut expected_lse) = (Vec::new(), Vec::new());
-    for t in 0..tokens {
+    for (t, start) in starts.iter().enumerate() {
         for head in 0..heads {
             let vector = |x: &[f64], j: usize, heads: usize, head: usize| {
                 x[(j * heads + head) * head_dim..][..head_dim].to_vec()
             };
             let (first, kv_head) = (t / seq * seq, head / (heads / kv_heads));
             let query = vector(&q, t, heads, head);
-            let window = first + starts[t] as usize..t + 1;
+            let window = first + *start as usize..t + 1;
             let score = |j: usize| {
                 let key = vector(&k, j, kv_heads, kv_head);
                 scale * query.iter().zip(&key).map(|(q, k)| q * k).sum::<f64>()

@@ -181,7 +181,8 @@ fn experts_case(bed: &mut Bed, gated: bool, activation: Activation) -> Vec<Buffe
     let row_index = bed.words(&below(5, rows, tokens));
     let (x, dy, s) = (bed.input(tokens * dim), bed.input(tokens * dim), bed.input(rows));
     let w_up: Vec<Buffer> = (0..3).map(|_| bed.input(hidden * dim)).collect();
-    let w_gate: Vec<Buffer> = w_up.iter().filter(|_| gated).map(|_| bed.input(hidden * dim)).collect();
+    let gates = if gated { 3 } else { 0 };
+    let w_gate: Vec<Buffer> = (0..gates).map(|_| bed.input(hidden * dim)).collect();
     let w_down: Vec<Buffer> = (0..3).map(|_| bed.input(hidden * dim)).collect();
     let (h, a, y) = (bed.output(rows * width), bed.output(rows * hidden), bed.output(rows * dim));
     let (w_gate, w_up, w_down) = (&w_gate[..], &w_up[..], &w_down[..]);

@@ -191,8 +191,11 @@ fn experts_case(gated: bool, activation: Activation) {
     }
     let forward = |inputs: &[Vec<f64>], bed: &mut Bed| {
         let ids = below(4, tokens, experts);
-        let other = |e: u32| (e + 1) % experts as u32;
-        let ids: Vec<u32> = ids.iter().flat_map(|e| [other(*e).min(*e), other(*e).max(*e)]).collect();
+        let pair = |e: &u32| {
+            let other = (e + 1) % experts as u32;
+            [other.min(*e), other.max(*e)]
+        };
+        let ids: Vec<u32> = ids.iter().flat_map(pair).collect();
         let ids = bed.words(&ids);
         let counts = bed.output_of(DType::U32, experts);
         let offsets = bed.output_of(DType::U32, experts + 1);
@@ -202,7 +205,7 @@ fn experts_case(gated: bool, activation: Activation) {
         let w: Vec<Buffer> = inputs[2..].iter().map(|w| bed.floats(w)).collect();
         let (up, rest) = w.split_at(experts);
         let (down, gate) = rest.split_at(experts);
-        let (h, a, y) = (bed.output(slots * width), bed.output(slots * hidden), bed.output(slots * dim));
+        let [h, a, y] = [width, hidden, dim].map(|columns| bed.output(slots * columns));
         bed.device.experts_up(&ExpertsUp {
             dim, hidden, sources: 1, activation, gated, x, row_index: rows, offsets, w_gate: gate,
             w_up: up, h, a,
@@ -314,7 +317,7 @@ fn silu_mul() {
         },
         |inputs, dy| {
             let bed = &mut Bed::f64();
-            let (gate, up, d_out) = (bed.floats(&inputs[0]), bed.floats(&inputs[1]), bed.floats(dy));
+            let [gate, up, d_out] = [&inputs[0], &inputs[1], dy].map(|values| bed.floats(values));
             let (dgate, dup) = (bed.output(n), bed.output(n));
             bed.device.silu_mul_backward(&SiluMulBackward { gate, up, d_out, dgate, dup });
             vec![bed.get(dgate), bed.get(dup)]
@@ -345,7 +348,9 @@ fn linear() {
             let (da, db) = (bed.output(rows * k), bed.output(columns * k));
             let dbias = bed.output(columns);
             let (layout, accumulate) = (Layout::Nn, false);
-            bed.device.matmul(&Matmul { layout, m: rows, n: k, k: columns, accumulate, a: dy, b, c: da });
+            bed.device.matmul(&Matmul {
+                layout, m: rows, n: k, k: columns, accumulate, a: dy, b, c: da,
+            });
             let layout = Layout::Tn;
             bed.device.matmul(&Matmul {
                 layout, m: columns, n: k, k: rows, accumulate, a: dy, b: a, c: db,

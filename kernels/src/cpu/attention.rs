@@ -202,9 +202,8 @@ fn forward_block<T: GemmFloat>(
         let mut sums = [T::ZERO; QUERIES];
         for (i, row) in scores.chunks_exact_mut(block.keys).enumerate() {
             let window = shape.window(block, i);
-            let (max, sum) = softmax_row::<T>(isa, row, window.start, window.end, shape.scale);
-            lse.row_mut(i)[0] = max + sum.ln();
-            sums[i] = sum;
+            let row = softmax_row::<T>(isa, row, window.start, window.end, shape.scale);
+            (lse.row_mut(i)[0], sums[i]) = row;
         }
         let product_of = Product {
             k: block.keys,
@@ -215,9 +214,7 @@ fn forward_block<T: GemmFloat>(
         };
         product(isa, product_of);
         for (i, sum) in sums[..block.queries].iter().enumerate() {
-            for x in o.row_mut(i) {
-                *x = *x / *sum;
-            }
+            divide::<T>(isa, o.row_mut(i), *sum);
         }
     });
 }
@@ -279,7 +276,7 @@ fn backward_block<T: GemmFloat>(
 
 lanes_fn! {
 /// Turns scores inside of the window into exponentials and the others into zeros; gives the
-/// largest scaled score and the sum.
+/// logarithm of the sum of unshifted exponentials, and the sum of the shifted ones.
 fn softmax_row<T: Float>(row: &mut [T], start: usize, end: usize, scale: T) -> (T, T) {
     row[..start].fill(T::ZERO);
     row[end..].fill(T::ZERO);
@@ -287,7 +284,16 @@ fn softmax_row<T: Float>(row: &mut [T], start: usize, end: usize, scale: T) -> (
     for x in row.iter_mut() {
         *x = *x * scale;
     }
-    lanes::exponentials(row)
+    let (max, sum) = lanes::exponentials(row);
+    (max + sum.ln(), sum)
+}
+}
+
+lanes_fn! {
+fn divide<T: Float>(row: &mut [T], divisor: T) {
+    for x in row {
+        *x = *x / divisor;
+    }
 }
 }
 

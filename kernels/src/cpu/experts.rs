@@ -20,13 +20,10 @@ impl CpuDevice {
         let h: &mut [T] = views.write(op.h);
         let a: &mut [T] = views.write(op.a);
         let (rows, width) = (offsets.rows(), width(op.hidden, op.gated));
-        let mut rest = Target::new(h, rows, width);
+        let bands = offsets.bands(Target::new(h, rows, width));
         let mut work = Vec::new();
-        for g in 0..offsets.experts() {
-            let (first, count) = offsets.of_expert(g);
-            let (h, below) = rest.split_rows(count);
-            rest = below;
-            let x = Operand::rows(x, op.dim).gathered(&index[first..first + count]);
+        for (g, (first, h)) in bands.into_iter().enumerate() {
+            let x = Operand::rows(x, op.dim).gathered(&index[first..first + h.rows()]);
             let (gate, up) = h.split_columns(width - op.hidden);
             let gate = w_gate.get(g).map(|w| (*w, gate));
             for (w, c) in gate.into_iter().chain([(w_up[g], up)]) {

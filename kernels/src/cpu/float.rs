@@ -170,6 +170,17 @@ const RECIPROCAL_FACTORIALS: [f64; 14] = {
     reciprocals
 };
 
+/// 2/3, 2/5, ... 2/25
+const TWO_OVER_ODD: [f64; 12] = {
+    let mut terms = [0.0; 12];
+    let mut i = 0;
+    while i < 12 {
+        terms[i] = 2.0 / (2 * i + 3) as f64;
+        i += 1;
+    }
+    terms
+};
+
 /// ln 2 minus its nearest f64.
 const LN2_LOW: f64 = 2.319_046_813_846_299_6e-17;
 
@@ -197,12 +208,7 @@ pub(crate) fn ln(x: f64) -> f64 {
     // ln m = 2 atanh(s), |s| <= 0.172
     let s = (m - 1.0) / (m + 1.0);
     let s2 = s * s;
-    let mut sum = 2.0 / 25.0;
-    let mut odd = 23.0;
-    while odd >= 3.0 {
-        sum = s2.mul_add(sum, 2.0 / odd);
-        odd -= 2.0;
-    }
+    let sum = TWO_OVER_ODD.iter().rev().fold(0.0, |sum, c| s2.mul_add(sum, *c));
     let e = exponent as f64;
     let small = (s * s2).mul_add(sum, e * LN2_LOW);
     e.mul_add(std::f64::consts::LN_2, (2.0 * s) + small)

@@ -166,6 +166,7 @@ pub fn check_gradients(
         });
         let numeric: Vec<f64> = numeric.collect();
         let ours: Vec<f64> = tried.iter().map(|i| gradient[*i]).collect();
-        assert_close(&format!("{name}: gradient {which} (every {stride}th)"), &ours, &numeric, 1e-7);
+        let name = format!("{name}: gradient {which} (every {stride}th)");
+        assert_close(&name, &ours, &numeric, 1e-7);
     }
 }

@@ -99,19 +99,26 @@ impl<'a, T> Target<'a, T> {
     /// The columns before `at` and the others.
     pub(crate) fn split_columns(self, at: usize) -> (Target<'a, T>, Target<'a, T>) {
         assert!(at <= self.columns, "column {at} of {}", self.columns);
-        // SAFETY: inside of the rectangle's memory, or its end, when it has any row.
-        let right = if self.rows == 0 { self.start } else { unsafe { self.start.add(at) } };
-        let right = Target { start: right, columns: self.columns - at, ..self };
+        let start = if self.rows == 0 {
+            self.start
+        } else {
+            // SAFETY: inside of the first row, or at its end.
+            unsafe { self.start.add(at) }
+        };
+        let right = Target { start, columns: self.columns - at, ..self };
         (Target { columns: at, ..self }, right)
     }
 
     /// The rows before `at` and the others.
     pub(crate) fn split_rows(self, at: usize) -> (Target<'a, T>, Target<'a, T>) {
         assert!(at <= self.rows, "row {at} of {}", self.rows);
-        // SAFETY: the first row after `at` lies in the rectangle; without one nothing moves.
-        let below =
-            if at == self.rows { self.start } else { unsafe { self.start.add(at * self.ld) } };
-        let below = Target { start: below, rows: self.rows - at, ..self };
+        let start = if at == self.rows {
+            self.start
+        } else {
+            // SAFETY: the row `at` lies in the rectangle.
+            unsafe { self.start.add(at * self.ld) }
+        };
+        let below = Target { start, rows: self.rows - at, ..self };
         (Target { rows: at, ..self }, below)
     }
 
