@@ -1,7 +1,7 @@
 //! The embedded default: the same loop as on a cluster, with processes in place of pods.
 //!
 //! ```text
-//! event (control stream, child, signal, timer) -> Tracker -> plan(&Observed, now) -> apply -> Tracker
+//! event (stream, child, signal, timer) -> Tracker -> plan(&Observed, now) -> apply -> Tracker
 //! ```
 //!
 //! Nodes are `node-0`, `node-1`, ...: one worker process each. All state that must outlive the runner
@@ -15,7 +15,7 @@ use crate::control::{Leader, LeaderEvent};
 use crate::progress::Progress;
 use folder::{Folder, FolderError, JobFile};
 use moe_worker::checkpoint;
-use moe_worker::records::EventLog;
+use moe_worker::records::{self, Records};
 use moejob_plan::decide::{Action, plan};
 use moejob_plan::observed::{Millis, Node, Observed, Outcome, Record, Stored, Wanted};
 use moejob_plan::track::{Happening, Recovery, Tracker};
@@ -89,7 +89,7 @@ struct Runner {
     tracker: Tracker,
     leader: Leader,
     processes: Processes,
-    log: EventLog,
+    records: Records,
     progress: Progress,
     started: Instant,
     receiver: mpsc::Receiver<Event>,
@@ -113,12 +113,12 @@ impl Runner {
         let location = PathBuf::from(&job.template.checkpoint.location);
         let steps = job.template.training.steps;
         let observed = observe(&folder, job, &location, &uid)?;
-        let log = folder.event_log()?;
+        let records = folder.records()?;
         Ok(Runner {
             tracker: Tracker::new(observed),
             leader,
             processes,
-            log,
+            records,
             progress: Progress::new(steps),
             started: Instant::now(),
             receiver,
@@ -310,7 +310,8 @@ impl Runner {
             }
             Action::EndAttempt { .. } => {}
             Action::RecordAttempt(gang) => {
-                self.folder.record(JobFile { attempt: gang.attempt, ..self.folder.file().clone() })?;
+                let file = self.folder.file().clone();
+                self.folder.record(JobFile { attempt: gang.attempt, ..file })?;
                 let details = [
                     ("mesh", Detail::Mesh(gang.layout.mesh)),
                     ("step", Detail::Number(gang.resumed_at)),
@@ -455,7 +456,7 @@ impl Runner {
     }
 
     fn write(&mut self, line: &Line) {
-        if let Err(error) = self.log.append(line) {
+        if let Err(error) = self.records.event(line) {
             self.progress.note(&format!("cannot write to events.jsonl: {error}"));
         }
     }
@@ -474,7 +475,7 @@ fn line(
 ) -> Line {
     let details: BTreeMap<String, Detail> =
         details.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
-    let time = moe_worker::records::timestamp();
+    let time = records::now();
     Line { time, attempt, event, reason: reason.into(), message: message.into(), details }
 }
 

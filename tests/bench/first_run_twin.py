@@ -155,7 +155,8 @@ def main():
     torch.set_num_threads(options.threads)
     for micro_batch in options.micro_batch:
         rate = measure(micro_batch, options.steps)
-        print(f"torch {torch.__version__} micro-batch {micro_batch}: {rate:.0f} tokens/s", flush=True)
+        label = f"torch {torch.__version__} micro-batch {micro_batch}"
+        print(f"{label}: {rate:.0f} tokens/s", flush=True)
 
 
 if __name__ == "__main__":

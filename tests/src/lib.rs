@@ -144,8 +144,9 @@ impl Bench {
         let started = |event: &Value| {
             (event["event"] == "WorkerStarted").then(|| event["pid"].as_i64()).flatten()
         };
-        let pids = self.events().iter().filter_map(started).map(|pid| pid as i32).collect::<Vec<_>>();
-        pids.into_iter().filter(|pid| is_worker(*pid)).collect()
+        let events = self.events();
+        let pids = events.iter().filter_map(started).map(|pid| pid as i32);
+        pids.filter(|pid| is_worker(*pid)).collect()
     }
 
     /// Names of committed checkpoints, ascending.

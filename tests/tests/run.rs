@@ -13,7 +13,8 @@ fn a_manifest_trains_to_a_checkpoint() {
     assert_eq!(bench.run(&[], LIMIT), Some(0), "{}", bench.output());
     let metrics = bench.metrics();
     assert_eq!(metrics.len(), 60);
-    assert_eq!(metrics.iter().map(|line| line.step).collect::<Vec<_>>(), (1..=60).collect::<Vec<_>>());
+    let steps: Vec<u64> = metrics.iter().map(|line| line.step).collect();
+    assert_eq!(steps, (1..=60).collect::<Vec<_>>());
     let (first, last) = (&metrics[0], &metrics[59]);
     assert!((first.loss - 256f64.ln()).abs() < 0.3, "an untrained model knows nothing: {first:?}");
     assert!(last.loss < first.loss - 1.0, "{first:?} {last:?}");

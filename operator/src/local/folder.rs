@@ -1,6 +1,6 @@
 //! `DIR/NAME`: who may write there, whose it is, and what the next start must know.
 
-use moe_worker::records::EventLog;
+use moe_worker::records::{Records, RecordsError};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -31,6 +31,8 @@ pub enum FolderError {
          begun:{changes}\n  undo the change, give the job another name, or remove the folder"
     )]
     Changed { path: String, changes: String },
+    #[error(transparent)]
+    Records(#[from] RecordsError),
 }
 
 impl FolderError {
@@ -38,7 +40,7 @@ impl FolderError {
         match self {
             FolderError::Changed { .. } | FolderError::InUse { .. } => 2,
             FolderError::Damaged { .. } => 3,
-            FolderError::Io { .. } => 1,
+            FolderError::Io { .. } | FolderError::Records(_) => 1,
         }
     }
 }
@@ -101,9 +103,9 @@ impl Folder {
         Ok(())
     }
 
-    pub fn event_log(&self) -> Result<EventLog, FolderError> {
-        EventLog::open(&self.path)
-            .map_err(|source| io(&self.path.join("events.jsonl"), "cannot be opened", source))
+    /// `metrics.jsonl` and `events.jsonl`.
+    pub fn records(&self) -> Result<Records, FolderError> {
+        Ok(Records::open(&self.path)?)
     }
 }
 

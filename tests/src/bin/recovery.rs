@@ -2,8 +2,8 @@
 //!
 //!     cargo run --release -p moejob-tests --bin recovery -- [ROUNDS]
 //!
-//! Four workers of the second example's model; SIGKILL, then SIGSTOP (which only a heartbeat that is
-//! missing can tell), ROUNDS times each. Prints every time and the medians.
+//! Four workers of the second example's model; SIGKILL, then SIGSTOP (which only a missing
+//! heartbeat can tell), ROUNDS times each. Prints every time and the medians.
 
 use moejob_tests::{Bench, Random, root, send};
 use rustix::process::Signal;
@@ -39,7 +39,8 @@ fn main() {
         times.sort();
         let median = times.get(times.len() / 2).copied().unwrap_or_default();
         let worst = times.last().copied().unwrap_or_default();
-        println!("{name}: median {:.3} s, worst {:.3} s", median.as_secs_f64(), worst.as_secs_f64());
+        let (median, worst) = (median.as_secs_f64(), worst.as_secs_f64());
+        println!("{name}: median {median:.3} s, worst {worst:.3} s");
     }
     drop(run);
 }
