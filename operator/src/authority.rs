@@ -57,11 +57,26 @@ impl Authority {
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
         let certificate = params.self_signed(&key)?.pem();
-        let issuer = Issuer::new(params, key);
-        let operator_key = KeyPair::generate()?;
-        let params = leaf(&Identity::Operator, AUTHORITY_LIFETIME)?;
-        let operator = params.signed_by(&operator_key, &issuer)?.pem();
-        let client = leader_client(&operator, &operator_key.serialize_pem())?;
+        Authority::of(Issuer::new(params, key), certificate)
+    }
+
+    /// One that was made before, with a new certificate for this operator.
+    ///
+    /// # Errors
+    /// When the texts are not a certificate and its key.
+    pub fn from_pem(certificate: &str, key: &str) -> Result<Authority, AuthorityError> {
+        let issuer = Issuer::from_ca_cert_pem(certificate, KeyPair::from_pem(key)?)?;
+        Authority::of(issuer, certificate.to_string())
+    }
+
+    fn of(
+        issuer: Issuer<'static, KeyPair>,
+        certificate: String,
+    ) -> Result<Authority, AuthorityError> {
+        let key = KeyPair::generate()?;
+        let operator = leaf(&Identity::Operator, AUTHORITY_LIFETIME)?;
+        let operator = operator.signed_by(&key, &issuer)?.pem();
+        let client = leader_client(&operator, &key.serialize_pem())?;
         let mut seed = [0; 32];
         let mut random = std::fs::File::open("/dev/urandom").map_err(AuthorityError::Random)?;
         random.read_exact(&mut seed).map_err(AuthorityError::Random)?;

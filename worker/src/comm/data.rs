@@ -355,11 +355,14 @@ async fn receive(offer: Offer, tls: AttemptTls, connected: mpsc::Sender<Arrival>
         let peer = Identity::of_peer(stream.get_ref().1.peer_certificates());
         let peer = peer.map_err(io::Error::other)?;
         match peer {
-            Identity::Worker { job_uid, attempt, worker } if job_uid == tls.job_uid => {
+            // This side has shown its leaf of the same attempt, so both agree on which it is.
+            Identity::Worker { job_uid, attempt, worker }
+                if job_uid == tls.job_uid && attempt == tls.attempt =>
+            {
                 let stream = Box::new(TlsStream::from(stream));
                 Ok(Arrival { attempt, peer: Connected::Came { worker, stream } })
             }
-            other => Err(io::Error::other(format!("{other} is not of this job"))),
+            other => Err(io::Error::other(format!("{other} is not of this attempt"))),
         }
     };
     match timeout_at(deadline.into(), opened).await {

@@ -1,0 +1,370 @@
+//! Part D of the bad input: everything that may reach a worker's listener and must get nothing,
+//! while a gang trains.
+
+mod gang;
+
+use gang::{Gang, JOB};
+use moe_worker::listener::HANDSHAKES_MAX;
+use moe_worker::tls::{ALPN_CONTROL, ALPN_DATA, Identity, leader_client, server_name};
+use moejob::authority::Authority;
+use moejob::control::LeaderEvent;
+use moejob_protocol::Up;
+use rcgen::{
+    BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, SanType,
+};
+use rustls::client::ResolvesClientCert;
+use rustls::sign::CertifiedKey;
+use rustls::{ClientConfig, SignatureScheme};
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsConnector;
+
+/// A worker gives a stranger five seconds at most.
+const REFUSED_WITHIN: Duration = Duration::from_secs(8);
+/// What hundreds of strangers may add to the memory of this process, in KiB.
+const GROWTH_KIB_MAX: u64 = 48 << 10;
+
+/// The authority's key in the hands of the test, to make what the operator never makes.
+struct Forge {
+    issuer: Issuer<'static, KeyPair>,
+    certificate: String,
+    key: String,
+}
+
+const DAY: i64 = 24 * 3600;
+
+impl Forge {
+    fn new() -> Forge {
+        let key = KeyPair::generate().expect("a key");
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+        let certificate = params.self_signed(&key).expect("a certificate").pem();
+        let text = key.serialize_pem();
+        Forge { issuer: Issuer::new(params, key), certificate, key: text }
+    }
+
+    fn authority(&self) -> Authority {
+        Authority::from_pem(&self.certificate, &self.key).expect("an authority")
+    }
+
+    /// A client with a certificate of these names, valid between these seconds from now.
+    fn client(&self, names: &[&str], from: i64, to: i64, alpn: &[u8]) -> Arc<ClientConfig> {
+        let key = KeyPair::generate().expect("a key");
+        let at = |seconds: i64| {
+            let offset = Duration::from_secs(seconds.unsigned_abs());
+            let now = SystemTime::now();
+            if seconds < 0 { now - offset } else { now + offset }
+        };
+        let mut params = CertificateParams::default();
+        (params.not_before, params.not_after) = (at(from).into(), at(to).into());
+        let name = |uri: &&str| SanType::URI((*uri).try_into().expect("ASCII"));
+        params.subject_alt_names = names.iter().map(name).collect();
+        params.extended_key_usages =
+            vec![ExtendedKeyUsagePurpose::ClientAuth, ExtendedKeyUsagePurpose::ServerAuth];
+        let certificate = params.signed_by(&key, &self.issuer).expect("a certificate").pem();
+        with_alpn(leader_client(&certificate, &key.serialize_pem()).expect("a client"), alpn)
+    }
+
+    fn valid(&self, name: &str, alpn: &[u8]) -> Arc<ClientConfig> {
+        self.client(&[name], -DAY, DAY, alpn)
+    }
+}
+
+fn with_alpn(config: Arc<ClientConfig>, alpn: &[u8]) -> Arc<ClientConfig> {
+    let mut config = (*config).clone();
+    config.alpn_protocols = if alpn.is_empty() { vec![] } else { vec![alpn.to_vec()] };
+    Arc::new(config)
+}
+
+#[derive(Debug)]
+struct NoCertificate;
+
+impl ResolvesClientCert for NoCertificate {
+    fn resolve(&self, _: &[&[u8]], _: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
+        None
+    }
+
+    fn has_certs(&self) -> bool {
+        false
+    }
+}
+
+fn without_certificate(config: Arc<ClientConfig>) -> Arc<ClientConfig> {
+    let mut config = (*config).clone();
+    config.client_auth_cert_resolver = Arc::new(NoCertificate);
+    Arc::new(config)
+}
+
+fn worker(job_uid: &str, attempt: u32, worker: &str) -> String {
+    Identity::Worker { job_uid: job_uid.into(), attempt, worker: worker.into() }.to_string()
+}
+
+/// Reads to the stream's end; an alert or a reset is an end too. Gives what had come.
+async fn drained(stream: &mut (impl AsyncRead + Unpin)) -> Vec<u8> {
+    let mut got = Vec::new();
+    let read = async {
+        let mut chunk = [0; 4096];
+        while let Ok(count @ 1..) = stream.read(&mut chunk).await {
+            got.extend_from_slice(&chunk[..count]);
+        }
+    };
+    timeout(REFUSED_WITHIN, read).await.expect("the worker ends the stream in time");
+    got
+}
+
+/// Sends bytes without TLS; what comes back is at most an alert.
+async fn plain(address: SocketAddr, bytes: Vec<u8>) {
+    let mut stream = TcpStream::connect(address).await.expect("it listens");
+    // The worker may close before it has read all.
+    let _ = stream.write_all(&bytes).await;
+    let answer = drained(&mut stream).await;
+    let alert = answer.is_empty() || (answer.len() <= 16 && answer[0] == 21);
+    assert!(alert, "{answer:?} after {} bytes", bytes.len());
+}
+
+/// A byte every `pause`; the worker must not wait for the last one.
+async fn dribble(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), bytes: &[u8]) -> Duration {
+    let began = Instant::now();
+    let (mut from, mut to) = tokio::io::split(stream);
+    let write = async {
+        for byte in bytes {
+            if to.write_all(&[*byte]).await.is_err() || to.flush().await.is_err() {
+                break;
+            }
+            sleep(Duration::from_millis(100)).await;
+        }
+        std::future::pending::<()>().await;
+    };
+    tokio::select! {
+        _ = drained(&mut from) => began.elapsed(),
+        () = write => unreachable!("it never ends"),
+    }
+}
+
+type Tls = tokio_rustls::client::TlsStream<TcpStream>;
+
+async fn connect(address: SocketAddr, config: Arc<ClientConfig>) -> io::Result<Tls> {
+    let tcp = TcpStream::connect(address).await?;
+    TlsConnector::from(config).connect(server_name(), tcp).await
+}
+
+/// Shakes hands, sends bytes, and must get nothing but the end.
+async fn refused(what: &str, address: SocketAddr, config: Arc<ClientConfig>, bytes: &[u8]) {
+    // Under TLS 1.3 a client's handshake may end before its certificate is looked at.
+    let Ok(mut stream) = connect(address, config).await else { return };
+    let _ = stream.write_all(bytes).await;
+    let _ = stream.flush().await;
+    let answer = drained(&mut stream).await;
+    assert!(answer.is_empty(), "{what}: {answer:?}");
+}
+
+fn framed(json: &str) -> Vec<u8> {
+    [&(json.len() as u32).to_le_bytes()[..], json.as_bytes()].concat()
+}
+
+const HELLO: &str = r#"{"v":1,"term":1,"attempt":0,"body":"heartbeat"}"#;
+
+async fn plain_strangers(address: SocketAddr) {
+    // Not random at all, so that a failure repeats; no byte of it is a TLS record's.
+    let noise = |seed: u32| {
+        let step = |state: &mut u32| {
+            *state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            Some((*state >> 24) as u8)
+        };
+        std::iter::successors(Some(seed), |s| Some(s.wrapping_add(1)))
+            .scan(seed, move |state, _| step(state))
+            .take(1 << 20)
+            .collect::<Vec<u8>>()
+    };
+    plain(address, b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n".to_vec()).await;
+    plain(address, b"SSH-2.0-OpenSSH_9.9\r\n".to_vec()).await;
+    plain(address, noise(7)).await;
+    plain(address, noise(8)).await;
+    plain(address, vec![0; 1 << 20]).await;
+    plain(address, vec![0xff; 1 << 20]).await;
+    // A TLS record that claims more than it may, and one of another version.
+    plain(address, [&[22, 3, 1, 0xff, 0xff][..], &[0; 70_000]].concat()).await;
+    plain(address, vec![22, 2, 0, 0, 1, 1]).await;
+    // A control frame without any TLS.
+    plain(address, framed(HELLO)).await;
+    for _ in 0..100 {
+        drop(TcpStream::connect(address).await.expect("it listens"));
+    }
+}
+
+/// Names, times and authorities that are not right for the stream that is asked for.
+async fn wrong_certificates(address: SocketAddr, forge: &Forge) {
+    let other = Forge::new();
+    let operator = Identity::Operator.to_string();
+    let member = worker(JOB, 1, "w0");
+    for alpn in [ALPN_CONTROL, ALPN_DATA, b"", b"h2"] {
+        for name in [&operator, &member] {
+            let what = format!("{name} asks for {}", String::from_utf8_lossy(alpn));
+            let none = without_certificate(forge.valid(name, alpn));
+            refused(&format!("{what} without a certificate"), address, none, HELLO.as_bytes()).await;
+            let foreign = other.valid(name, alpn);
+            refused(&format!("{what}, another authority"), address, foreign, &framed(HELLO)).await;
+            let expired = forge.client(&[name], -2 * DAY, -60, alpn);
+            refused(&format!("{what}, expired"), address, expired, &framed(HELLO)).await;
+            let early = forge.client(&[name], 60, DAY, alpn);
+            refused(&format!("{what}, not yet valid"), address, early, &framed(HELLO)).await;
+            let two = forge.client(&[name, "moejob://x/1/y"], -DAY, DAY, alpn);
+            refused(&format!("{what}, two names"), address, two, &framed(HELLO)).await;
+        }
+    }
+    for name in [&member, "moejob://operators", "moejob://Operator", "https://operator"] {
+        refused(name, address, forge.valid(name, ALPN_CONTROL), &framed(HELLO)).await;
+    }
+    refused("no name", address, forge.client(&[], -DAY, DAY, ALPN_CONTROL), &framed(HELLO)).await;
+    for name in [
+        operator,
+        worker("job-2", 1, "w0"),
+        worker(JOB, 0, "w0"),
+        worker(JOB, 2, "w0"),
+        worker(JOB, u32::MAX, "w0"),
+        worker(JOB, 1, "w9"),
+        // The right name, a second time: the rank has its stream.
+        worker(JOB, 1, "w0"),
+        // Itself, and one that is dialled but never dials.
+        worker(JOB, 1, "w1"),
+        worker(JOB, 1, "w2"),
+        "moejob://job-1/01/w0".to_string(),
+        "moejob://job-1/1".to_string(),
+    ] {
+        refused(&name, address, forge.valid(&name, ALPN_DATA), &[0; 64]).await;
+    }
+}
+
+/// The operator's own certificate does not excuse a broken first frame.
+async fn broken_frames(address: SocketAddr, forge: &Forge) {
+    let operator = Identity::Operator.to_string();
+    let client = || forge.valid(&operator, ALPN_CONTROL);
+    for (what, bytes) in [
+        ("length 0", vec![0; 4]),
+        ("4 GiB", vec![0xff; 4]),
+        ("a byte too long", [&(1u32 << 20 | 1).to_le_bytes()[..], &[b' '; 100]].concat()),
+        ("not JSON", framed("\0\0\0\0")),
+        ("not UTF-8", [&[2, 0, 0, 0][..], &[0xc3, 0x28]].concat()),
+        ("trailing", framed(&format!("{HELLO}{HELLO}"))),
+        ("another version", framed(r#"{"v":9,"term":1,"attempt":0,"body":"heartbeat"}"#)),
+        ("unknown type", framed(r#"{"v":1,"term":1,"attempt":0,"body":"selfDestruct"}"#)),
+        ("unknown field", framed(r#"{"v":1,"term":1,"attempt":0,"body":"heartbeat","x":1}"#)),
+        ("an attempt below 0", framed(r#"{"v":1,"term":1,"attempt":-1,"body":"heartbeat"}"#)),
+        ("nesting", framed(&"[".repeat(100_000))),
+        ("a term that is over", framed(r#"{"v":1,"term":0,"attempt":0,"body":"heartbeat"}"#)),
+    ] {
+        refused(what, address, client(), &bytes).await;
+    }
+}
+
+/// Those that take their time, all at once.
+async fn slow_strangers(address: SocketAddr, forge: &Forge) {
+    let operator = Identity::Operator.to_string();
+    let limit = |took: Duration| assert!(took < REFUSED_WITHIN, "{took:?}");
+    let handshake = async {
+        let mut stream = TcpStream::connect(address).await.expect("it listens");
+        // The start of a real ClientHello.
+        limit(dribble(&mut stream, &[22, 3, 1, 1, 0, 1, 0, 0, 252, 3, 3]).await);
+    };
+    let idle = async {
+        let mut stream = TcpStream::connect(address).await.expect("it listens");
+        assert!(drained(&mut stream).await.is_empty());
+    };
+    let header = async {
+        let client = forge.valid(&operator, ALPN_CONTROL);
+        let mut stream = connect(address, client).await.expect("the operator");
+        limit(dribble(&mut stream, &[40, 0]).await);
+    };
+    let body = async {
+        let client = forge.valid(&operator, ALPN_CONTROL);
+        let mut stream = connect(address, client).await.expect("the operator");
+        limit(dribble(&mut stream, &framed(&" ".repeat(200))).await);
+    };
+    let truncated = async {
+        let client = forge.valid(&operator, ALPN_CONTROL);
+        refused("truncated", address, client, &[100, 0, 0, 0, b'{']).await;
+    };
+    let silent = async {
+        let client = forge.valid(&operator, ALPN_CONTROL);
+        let mut stream = connect(address, client).await.expect("the operator");
+        assert!(drained(&mut stream).await.is_empty());
+    };
+    tokio::join!(handshake, idle, header, body, truncated, silent);
+}
+
+/// Hundreds that connect and say nothing: all but the newest are put out at once.
+async fn a_flood(address: SocketAddr) {
+    let mut streams = Vec::new();
+    for _ in 0..500 {
+        streams.push(TcpStream::connect(address).await.expect("it listens"));
+    }
+    let began = Instant::now();
+    let old = streams.len() - HANDSHAKES_MAX;
+    for stream in &mut streams[..old] {
+        assert!(drained(stream).await.is_empty());
+    }
+    assert!(began.elapsed() < Duration::from_secs(3), "{:?}", began.elapsed());
+}
+
+/// Of this process, in KiB.
+fn resident_kib() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").expect("Linux");
+    let line = status.lines().find(|line| line.starts_with("VmRSS:")).expect("a line");
+    line.split_whitespace().nth(1).and_then(|number| number.parse().ok()).expect("a number")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn strangers_get_nothing_and_the_gang_trains_on() {
+    let forge = Forge::new();
+    let mut gang = Gang::of(3, forge.authority()).await;
+    gang.configure(1, &[0, 1, 2], u64::MAX);
+    gang.until_step(10).await;
+    let addresses: Vec<SocketAddr> =
+        gang.workers.iter().map(|worker| worker.address.parse().expect("an address")).collect();
+    let before = resident_kib();
+    let strangers = tokio::spawn(async move {
+        for address in addresses {
+            plain_strangers(address).await;
+            // Only rank 1 is dialled by one rank and dials another.
+            wrong_certificates(address, &forge).await;
+            broken_frames(address, &forge).await;
+            a_flood(address).await;
+        }
+    });
+    // Anything but steps and heartbeats means that the gang was disturbed.
+    let mut steps = 0;
+    while !strangers.is_finished() {
+        let Ok((name, event)) =
+            tokio::time::timeout(Duration::from_secs(3), gang.leader.next_event()).await
+        else {
+            panic!("the gang is silent after {steps} steps");
+        };
+        match event {
+            LeaderEvent::Up { attempt: 1, up: Up::Step(_) } => steps += 1,
+            LeaderEvent::Up { attempt: 1, up: Up::Heartbeat(_) } => {}
+            other => panic!("{name}: {other:?}"),
+        }
+    }
+    strangers.await.expect("all are refused");
+    let growth = resident_kib().saturating_sub(before);
+    assert!(growth < GROWTH_KIB_MAX, "{growth} KiB more after the strangers");
+    assert!(steps > 100, "{steps} steps meanwhile");
+    let codes = gang.shut_down().await;
+    assert_eq!(codes, [0, 0, 0]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn slow_strangers_are_left_after_five_seconds() {
+    let forge = Forge::new();
+    let gang = Gang::of(1, forge.authority()).await;
+    let address = gang.workers[0].address.parse().expect("an address");
+    slow_strangers(address, &forge).await;
+    assert_eq!(gang.shut_down().await, [0]);
+}
