@@ -1,0 +1,252 @@
+//! `manifest.json`: written last, guarded by its own hash, believed only after every check.
+
+use super::{Problem, Refusal};
+use moejob_protocol::checkpoint::{CHECKPOINT_VERSION, CheckpointManifest, Part, directory_name};
+use moejob_protocol::layout::BLOCK;
+use moejob_protocol::model::Param;
+use std::collections::BTreeSet;
+
+/// A longer manifest is refused before it is read.
+pub const MANIFEST_BYTES_MAX: u64 = 256 << 20;
+/// More tensors than this are no model.
+const TENSORS_MAX: usize = 300_000;
+const HEX: usize = 64;
+const SEAL: &str = ",\"blake3\":\"";
+
+pub const PARTS: [Part; 3] = [Part::Weight, Part::Moment1, Part::Moment2];
+
+/// The file: the manifest's JSON with one more field at its end, the BLAKE3 of all text before it.
+pub fn seal(manifest: &CheckpointManifest) -> Result<Vec<u8>, serde_json::Error> {
+    let mut text = serde_json::to_vec(manifest)?;
+    text.pop();
+    let hash = blake3::hash(&text).to_hex();
+    text.extend_from_slice(SEAL.as_bytes());
+    text.extend_from_slice(hash.as_bytes());
+    text.extend_from_slice(b"\"}\n");
+    Ok(text)
+}
+
+/// Reads what `seal` wrote. Every byte of the file is covered: by the hash, or by being fixed.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn unseal(text: &[u8]) -> Result<CheckpointManifest, Problem> {
+    let broken = |why: &str| Problem::new("manifest.json", why);
+    let tail = SEAL.len() + HEX + 3;
+    let body = text.len().checked_sub(tail).ok_or_else(|| broken("it is cut short"))?;
+    let (body, tail) = text.split_at(body);
+    let (mark, tail) = tail.split_at(SEAL.len());
+    let (hash, end) = tail.split_at(HEX);
+    if mark != SEAL.as_bytes() || end != b"\"}\n" {
+        return Err(broken("it does not end with its hash: cut short or damaged"));
+    }
+    if hash != blake3::hash(body).to_hex().as_bytes() {
+        return Err(broken("its BLAKE3 differs: damaged or edited"));
+    }
+    let json = [body, b"}"].concat();
+    #[derive(serde::Deserialize)]
+    struct Version {
+        version: u32,
+    }
+    let version = serde_json::from_slice::<Version>(&json)
+        .map_err(|error| broken(&format!("it cannot be read: {error}")))?
+        .version;
+    if version > CHECKPOINT_VERSION {
+        return Err(broken(&format!(
+            "version {version} is newer than {CHECKPOINT_VERSION}: upgrade moejob to read it"
+        )));
+    }
+    serde_json::from_slice(&json).map_err(|error| broken(&format!("it cannot be read: {error}")))
+}
+
+/// Whether the manifest describes one whole checkpoint of its model; all that is wrong with it.
+pub fn check(manifest: &CheckpointManifest, directory: &str) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    let mut problem = |what: &str, why: String| problems.push(Problem::new(what, &why));
+    if manifest.version == 0 {
+        problem("manifest.json", "version 0 does not exist".to_string());
+    }
+    if directory_name(manifest.step) != directory {
+        let step = manifest.step;
+        problem("manifest.json", format!("it is of step {step}, not of {directory}"));
+    }
+    if !manifest.layout.mesh.is_valid() {
+        problem("manifest.json", "its mesh is impossible".to_string());
+    }
+    if manifest.tensors.len() > TENSORS_MAX {
+        problem("manifest.json", format!("{} tensors", manifest.tensors.len()));
+        return problems;
+    }
+    let mut names = BTreeSet::new();
+    for file in &manifest.files {
+        if !is_shard_name(&file.name) {
+            problem("manifest.json", format!("{:?} is no name of a shard", file.name));
+        }
+        if !names.insert(&file.name) {
+            problem(&file.name, "it is listed twice".to_string());
+        }
+    }
+    problems.extend(check_tensors(manifest));
+    problems
+}
+
+/// `a<attempt>-r<rank>-<n>.safetensors` and nothing that a path could hide in.
+fn is_shard_name(name: &str) -> bool {
+    let numbers = (|| {
+        let rest = name.strip_prefix('a')?.strip_suffix(".safetensors")?;
+        let (attempt, rest) = rest.split_once("-r")?;
+        let (rank, count) = rest.split_once('-')?;
+        Some([attempt, rank, count])
+    })();
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    numbers.is_some_and(|numbers| numbers.into_iter().all(is_number))
+}
+
+fn check_tensors(manifest: &CheckpointManifest) -> Vec<Problem> {
+    let params = match params_of(manifest) {
+        Ok(params) => params,
+        Err(problem) => return vec![problem],
+    };
+    let mut problems = Vec::new();
+    let expected: Vec<(&Param, Part)> =
+        params.iter().flat_map(|param| PARTS.map(|part| (param, part))).collect();
+    if manifest.tensors.len() != expected.len() {
+        let why = format!("{} tensors, the model has {}", manifest.tensors.len(), expected.len());
+        problems.push(Problem::new("manifest.json", &why));
+    }
+    for (tensor, (param, part)) in manifest.tensors.iter().zip(expected) {
+        let mut problem = |why: String| problems.push(Problem::new(&tensor.name, &why));
+        if tensor.name != param.name || tensor.part != part {
+            problem(format!("{part:?} of {} belongs in its place", param.name));
+            break;
+        }
+        if tensor.shape != param.shape {
+            problem(format!("its shape is {:?}, the model's {:?}", tensor.shape, param.shape));
+        }
+        let Some(width) = dtype_bytes(&tensor.dtype) else {
+            problem(format!("its dtype {} is neither F32 nor F64", tensor.dtype));
+            continue;
+        };
+        let mut next = 0;
+        for piece in &tensor.pieces {
+            let bytes = piece.len.checked_mul(width);
+            let span = piece.end.checked_sub(piece.begin);
+            let file = manifest.files.get(piece.file as usize);
+            if piece.start != next || piece.len == 0 || !piece.start.is_multiple_of(BLOCK) {
+                problem(format!("a gap or overlap at element {next}"));
+                break;
+            }
+            if bytes.is_none() || bytes != span || file.is_none_or(|file| piece.end > file.bytes) {
+                problem(format!("the piece at element {} lies outside its file", piece.start));
+                break;
+            }
+            next += piece.len;
+        }
+        if next != param.numel() {
+            problem(format!("{next} of its {} elements are here", param.numel()));
+        }
+    }
+    problems
+}
+
+/// The parameter table, unless the model is too absurd to list.
+fn params_of(manifest: &CheckpointManifest) -> Result<Vec<Param>, Problem> {
+    let model = &manifest.model;
+    let rows = u64::from(model.num_hidden_layers) * (u64::from(model.experts.count) * 3 + 20);
+    if rows > TENSORS_MAX as u64 {
+        return Err(Problem::new("manifest.json", &format!("a model of {rows} tensors")));
+    }
+    let sizes = [model.hidden_size, model.vocab_size, model.num_attention_heads, model.head_dim];
+    if sizes.iter().any(|size| *size == 0 || *size > 1 << 24) {
+        return Err(Problem::new("manifest.json", "a model of impossible sizes"));
+    }
+    if model.num_attention_heads.checked_mul(model.head_dim).is_none()
+        || model.num_key_value_heads.checked_mul(model.head_dim).is_none()
+        || model.experts.shared.checked_mul(model.experts.intermediate_size).is_none()
+    {
+        return Err(Problem::new("manifest.json", "a model of impossible sizes"));
+    }
+    Ok(model.params())
+}
+
+pub fn dtype_bytes(dtype: &str) -> Option<u64> {
+    match dtype {
+        "F32" => Some(4),
+        "F64" => Some(8),
+        _ => None,
+    }
+}
+
+/// What a job expects of the checkpoint that it resumes from.
+#[derive(Clone, Debug)]
+pub struct Expected<'a> {
+    pub model: &'a moejob_protocol::ModelConfig,
+    pub data_fingerprint: &'a str,
+    pub seed: u64,
+    pub spec_hash: &'a str,
+    pub float_bytes: u64,
+}
+
+/// Why a good checkpoint is none of this job's; empty: it is.
+pub fn differences(manifest: &CheckpointManifest, expected: &Expected) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    let mut differs = |what: &str, found: String, wanted: String| {
+        let why = format!("{what} is {found}, this job's is {wanted}");
+        problems.push(Problem::new("manifest.json", &why));
+    };
+    let as_value = |model| serde_json::to_value(model).unwrap_or_default();
+    let (theirs, ours) = (as_value(&manifest.model), as_value(expected.model));
+    value_differences("model", &theirs, &ours, &mut differs);
+    if manifest.seed != expected.seed {
+        differs("seed", manifest.seed.to_string(), expected.seed.to_string());
+    }
+    if manifest.data_fingerprint != expected.data_fingerprint {
+        let short = |hash: &str| hash.chars().take(12).collect::<String>();
+        let (theirs, ours) = (short(&manifest.data_fingerprint), short(expected.data_fingerprint));
+        differs("the fingerprint of its data", theirs, ours);
+    }
+    let both = !manifest.spec_hash.is_empty() && !expected.spec_hash.is_empty();
+    if both && manifest.spec_hash != expected.spec_hash && manifest.model == *expected.model {
+        let (theirs, ours) = (manifest.spec_hash.clone(), expected.spec_hash.to_string());
+        differs("the hash of its immutable fields", theirs, ours);
+    }
+    let other = manifest.tensors.iter().find(|tensor| {
+        dtype_bytes(&tensor.dtype) != Some(expected.float_bytes)
+    });
+    if let Some(tensor) = other {
+        let wanted = format!("{} bytes a number", expected.float_bytes);
+        differs("the dtype of its tensors", tensor.dtype.clone(), wanted);
+    }
+    problems
+}
+
+/// Field by field, so that the message says which.
+fn value_differences(
+    at: &str,
+    theirs: &serde_json::Value,
+    ours: &serde_json::Value,
+    differs: &mut impl FnMut(&str, String, String),
+) {
+    match (theirs, ours) {
+        (serde_json::Value::Object(a), serde_json::Value::Object(b)) => {
+            for (name, ours) in b {
+                let theirs = a.get(name).unwrap_or(&serde_json::Value::Null);
+                value_differences(&format!("{at}.{name}"), theirs, ours, differs);
+            }
+        }
+        _ if theirs != ours => differs(at, theirs.to_string(), ours.to_string()),
+        _ => {}
+    }
+}
+
+impl Problem {
+    pub(crate) fn new(what: &str, why: &str) -> Problem {
+        Problem { what: what.to_string(), why: why.to_string() }
+    }
+}
+
+impl Refusal {
+    pub(crate) fn of(name: &str, problems: Vec<Problem>) -> Refusal {
+        Refusal { name: name.to_string(), problems }
+    }
+}

@@ -1,0 +1,209 @@
+//! Checkpoints: shards by owner, a manifest last, a rename that commits.
+//!
+//! ```text
+//! snapshot -> .aN-step-X/aN-rR-0.safetensors + aN-rR.pieces    every rank, a thread of its own
+//!          -> acknowledged in a step's end -> manifest.json -> step-X/          rank 0
+//! list -> which count -> verify -> the newest usable -> load into any layout
+//! ```
+//! A checkpoint exists if and only if its manifest does and every piece's BLAKE3 matches.
+
+mod disk;
+mod load;
+mod manifest;
+mod write;
+
+pub use disk::Disk;
+pub use load::load;
+pub use manifest::{Expected, differences, seal, unseal};
+pub use write::{Identity, Writer, commit, prune, write_shard};
+
+use crate::fence::{self, FenceError};
+use manifest::{MANIFEST_BYTES_MAX, check};
+use moejob_protocol::CheckpointManifest;
+use moejob_protocol::checkpoint::directory_name;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// One thing that is wrong with a checkpoint: a file or tensor, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Problem {
+    pub what: String,
+    pub why: String,
+}
+
+impl std::fmt::Display for Problem {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.what, self.why)
+    }
+}
+
+/// A checkpoint that is not used, by name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the checkpoint {name} is refused: {}", shown(.problems))]
+pub struct Refusal {
+    /// `step-00000200`
+    pub name: String,
+    pub problems: Vec<Problem>,
+}
+
+/// Problems that a message shows; `moejob checkpoint verify` lists all.
+const PROBLEMS_SHOWN: usize = 5;
+
+fn shown(problems: &[Problem]) -> String {
+    let mut texts: Vec<String> =
+        problems.iter().take(PROBLEMS_SHOWN).map(Problem::to_string).collect();
+    if problems.len() > PROBLEMS_SHOWN {
+        texts.push(format!("and {} more", problems.len() - PROBLEMS_SHOWN));
+    }
+    texts.join("; ")
+}
+
+/// A `step-*` directory, complete or not.
+#[derive(Clone, Debug)]
+pub struct Found {
+    pub step: u64,
+    /// `step-00000200`
+    pub name: String,
+    pub path: PathBuf,
+    pub manifest: Result<CheckpointManifest, Vec<Problem>>,
+}
+
+/// All `step-*` directories below `location`, ascending; their shards are not read.
+///
+/// # Errors
+/// The location cannot be read; that it does not exist is no error.
+pub fn list(location: &Path) -> std::io::Result<Vec<Found>> {
+    let entries = match std::fs::read_dir(location) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error),
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let name = entry?.file_name();
+        let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.parse::<u64>().ok());
+        let Some(step) = step.filter(|step| name.to_str() == Some(&directory_name(*step))) else {
+            continue;
+        };
+        let path = location.join(&name);
+        found.push(Found { step, name: directory_name(step), manifest: read(&path), path });
+    }
+    found.sort_by_key(|found| found.step);
+    Ok(found)
+}
+
+/// The manifest of one checkpoint directory, checked in itself.
+///
+/// # Errors
+/// Everything that is wrong with it.
+pub fn show(directory: &Path) -> Result<CheckpointManifest, Vec<Problem>> {
+    read(directory)
+}
+
+fn read(directory: &Path) -> Result<CheckpointManifest, Vec<Problem>> {
+    let name = directory.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let one = |why: String| vec![Problem::new("manifest.json", &why)];
+    let is_link = std::fs::symlink_metadata(directory).is_ok_and(|at| at.is_symlink());
+    if is_link {
+        return Err(vec![Problem::new(name, "it is a symbolic link")]);
+    }
+    let (file, bytes) = open(&directory.join("manifest.json")).map_err(|error| {
+        let missing = error.kind() == std::io::ErrorKind::NotFound;
+        one(if missing { "it is missing: half written".to_string() } else { error.to_string() })
+    })?;
+    if bytes > MANIFEST_BYTES_MAX {
+        return Err(one(format!("{bytes} bytes, at most {MANIFEST_BYTES_MAX}")));
+    }
+    let mut text = vec![0; bytes as usize];
+    file.read_exact_at(&mut text, 0).map_err(|error| one(error.to_string()))?;
+    let manifest = unseal(&text).map_err(|problem| vec![problem])?;
+    let problems = check(&manifest, name);
+    if problems.is_empty() { Ok(manifest) } else { Err(problems) }
+}
+
+/// Opens a regular file, never through a link and never waiting, and says how long it is.
+fn open(path: &Path) -> std::io::Result<(File, u64)> {
+    let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
+    let file = OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(path)?;
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(std::io::Error::other("it is no regular file"));
+    }
+    Ok((file, metadata.len()))
+}
+
+/// Reads every byte of a checkpoint and compares it with the manifest.
+///
+/// # Errors
+/// Everything that is wrong with it.
+pub fn verify(directory: &Path) -> Result<CheckpointManifest, Vec<Problem>> {
+    let manifest = read(directory)?;
+    let mut problems = Vec::new();
+    for entry in &manifest.files {
+        if let Err(why) = verify_file(&directory.join(&entry.name), entry) {
+            problems.push(Problem::new(&entry.name, &why));
+        }
+    }
+    if problems.is_empty() {
+        problems = load::verify_pieces(directory, &manifest);
+    }
+    if problems.is_empty() { Ok(manifest) } else { Err(problems) }
+}
+
+fn verify_file(
+    path: &Path,
+    entry: &moejob_protocol::checkpoint::FileEntry,
+) -> Result<(), String> {
+    let (file, bytes) = open(path).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => "it is missing".to_string(),
+        _ => error.to_string(),
+    })?;
+    if bytes != entry.bytes {
+        return Err(format!("{bytes} bytes, {} were written", entry.bytes));
+    }
+    let mut hasher = blake3::Hasher::new();
+    let mut buffer = vec![0; 1 << 20];
+    let mut at = 0;
+    while at < bytes {
+        let count = buffer.len().min((bytes - at) as usize);
+        file.read_exact_at(&mut buffer[..count], at).map_err(|error| error.to_string())?;
+        hasher.update(&buffer[..count]);
+        at += count as u64;
+    }
+    if hasher.finalize().to_hex().as_str() != entry.blake3 {
+        return Err("its BLAKE3 differs: damaged".to_string());
+    }
+    load::check_header(&file, bytes)
+}
+
+/// The newest checkpoint that can be resumed from, and those newer ones that cannot.
+#[derive(Clone, Debug, Default)]
+pub struct Newest {
+    pub usable: Option<Found>,
+    /// Newest first.
+    pub refused: Vec<Refusal>,
+}
+
+/// Looks from the newest checkpoint backwards for one that counts under the claims and verifies.
+///
+/// # Errors
+/// The location cannot be read.
+pub fn newest_usable(location: &Path) -> Result<Newest, FenceError> {
+    let io = |source| FenceError::Io { path: location.to_path_buf(), source };
+    let claims = fence::claims(location)?;
+    let mut newest = Newest::default();
+    for found in list(location).map_err(io)?.into_iter().rev() {
+        let verified = found.manifest.clone().and_then(|_| verify(&found.path));
+        match verified {
+            // What a fenced attempt left is no damage and no news.
+            Ok(manifest) if !fence::counts(&claims, manifest.attempt, found.step) => {}
+            Ok(_) => {
+                newest.usable = Some(found);
+                break;
+            }
+            Err(problems) => newest.refused.push(Refusal::of(&found.name, problems)),
+        }
+    }
+    Ok(newest)
+}
