@@ -99,3 +99,174 @@ pub fn data(root: &Path) -> DataConfig {
         exclude: vec![],
     }
 }
+
+use moe_worker::comm::Comm;
+use moe_worker::trainer::Trainer;
+use moe_worker::trainer_api::{AttemptEnd, Control, TrainerEvent};
+use moejob_protocol::config::{
+    CheckpointConfig, Member, RecoveryConfig, Resume, ShardSource, WorkerConfig,
+};
+use moejob_protocol::layout::Layout;
+use moejob_protocol::message::Request;
+use moejob_protocol::report::StepReport;
+
+/// A job's folder with text, and the configuration of one attempt after the other.
+pub struct Job {
+    pub folder: tempfile::TempDir,
+    pub config: WorkerConfig,
+}
+
+impl Job {
+    pub fn new(layout: Layout) -> Job {
+        let folder = tempfile::tempdir().expect("a folder");
+        let text = folder.path().join("text");
+        std::fs::create_dir(&text).expect("a folder");
+        write_text(&text);
+        let config = WorkerConfig {
+            job_uid: "uid".to_string(),
+            job_name: "small".to_string(),
+            attempt: 1,
+            digest: String::new(),
+            rank: None,
+            layout,
+            members: vec![],
+            resume: Resume::Fresh,
+            model: model(),
+            training: training(),
+            data: data(&text),
+            checkpoint: CheckpointConfig {
+                every_steps: 4,
+                keep: 3,
+                location: folder.path().join("run/checkpoints").display().to_string(),
+                records: folder.path().join("run").display().to_string(),
+                spec_hash: "spec".to_string(),
+            },
+            recovery: RecoveryConfig {
+                heartbeat_timeout_ms: 3000,
+                step_timeout_ms: 0,
+                orphan_timeout_ms: 0,
+                memory_every_steps: 3,
+            },
+            threads: 1,
+        };
+        Job { folder, config }
+    }
+
+    pub fn location(&self) -> std::path::PathBuf {
+        self.config.checkpoint.location.clone().into()
+    }
+
+    /// Runs the attempt on threads of this process, a trainer a rank; rank 0's step reports.
+    /// `stop_at` asks one rank to stop once it has seen that many steps done.
+    pub fn run(
+        &self,
+        trainers: &mut [Trainer],
+        stop_at: Option<u64>,
+    ) -> (Vec<AttemptEnd>, Vec<StepReport>) {
+        let world = self.config.layout.mesh.world();
+        assert_eq!(trainers.len(), world as usize);
+        let comms =
+            if world == 1 { vec![Comm::solo(1)] } else { Comm::in_process(world) };
+        let mut reports = Vec::new();
+        let ends = std::thread::scope(|scope| {
+            let mut threads = Vec::new();
+            for ((comm, trainer), rank) in comms.into_iter().zip(trainers.iter_mut()).zip(0..) {
+                let mut config = self.config.clone();
+                config.rank = Some(rank);
+                config.members = (0..world).map(member).collect();
+                threads.push(scope.spawn(move || attempt(trainer, &config, comm, stop_at)));
+            }
+            let mut ends = Vec::new();
+            for thread in threads {
+                let (end, steps) = thread.join().expect("no panic");
+                reports.extend(steps);
+                ends.push(end);
+            }
+            ends
+        });
+        (ends, reports)
+    }
+}
+
+fn attempt(
+    trainer: &mut Trainer,
+    config: &WorkerConfig,
+    comm: Comm,
+    stop_at: Option<u64>,
+) -> (AttemptEnd, Vec<StepReport>) {
+    let control = Control::default();
+    let mut reports = Vec::new();
+    let asking = control.clone();
+    let stop = Request { checkpoint_now: false, stop_after_this_step: true };
+    if stop_at == Some(1) {
+        control.request(stop);
+    }
+    let end = trainer.run_attempt(config, comm, &control, &mut |event| {
+        if let TrainerEvent::Step(report) = event {
+            if Some(report.step + 1) == stop_at {
+                asking.request(stop);
+            }
+            reports.push(report);
+        }
+    });
+    (end, reports)
+}
+
+fn member(rank: u32) -> Member {
+    Member {
+        rank,
+        worker: format!("worker-{rank}"),
+        node: format!("node-{rank}"),
+        address: String::new(),
+    }
+}
+
+pub fn trainers(count: u32) -> Vec<Trainer> {
+    (0..count).map(|_| Trainer::new()).collect()
+}
+
+/// What training must not change by a bit: losses, norms and held-out losses.
+pub fn bits(reports: &[StepReport]) -> Vec<[u64; 5]> {
+    let row = |report: &StepReport| {
+        [
+            report.step,
+            report.loss.to_bits(),
+            report.aux_loss.to_bits(),
+            report.grad_norm.to_bits(),
+            report.validation_loss.map_or(0, f64::to_bits),
+        ]
+    };
+    reports.iter().map(row).collect()
+}
+
+/// All values of a checkpoint by tensor and part, whatever its layout, as one hash.
+pub fn state_hash(directory: &Path) -> String {
+    let manifest = moe_worker::checkpoint::verify(directory).expect("a whole checkpoint");
+    let mut hasher = blake3::Hasher::new();
+    for tensor in &manifest.tensors {
+        hasher.update(tensor.name.as_bytes());
+        for piece in &tensor.pieces {
+            let file = &manifest.files[piece.file as usize];
+            let bytes = std::fs::read(directory.join(&file.name)).expect("a shard");
+            hasher.update(&bytes[piece.begin as usize..piece.end as usize]);
+        }
+    }
+    hasher.finalize().to_hex().to_string()
+}
+
+/// Where each shard of `earlier` comes from, when the trainers of `survivors` (old ranks, in the
+/// order of their new ones) go on.
+pub fn sources(trainers: &[Trainer], attempt: u32, step: u64, shards: u32) -> Vec<ShardSource> {
+    let holds = |trainer: &Trainer, shard: u32| {
+        trainer.held().iter().any(|held| {
+            (held.attempt, held.step) == (attempt, step) && held.shards.contains(&shard)
+        })
+    };
+    (0..shards)
+        .map(|shard| {
+            let from = trainers.iter().position(|trainer| holds(trainer, shard));
+            let from = from.unwrap_or_else(|| panic!("nobody holds shard {shard}")) as u32;
+            ShardSource { shard, from }
+        })
+        .collect()
+}

@@ -1,0 +1,250 @@
+//! The data plane over TLS: ranks of one process, each with its own listener and data thread.
+
+use moe_worker::comm::{Comm, CommError, DataPlane, Join, JoinError};
+use moe_worker::listener;
+use moe_worker::tls::{Identity, Trust, WorkerKey};
+use moejob_protocol::config::Member;
+use rcgen::{
+    BasicConstraints, CertificateParams, CertificateSigningRequestParams,
+    ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, SanType,
+};
+use std::time::{Duration, Instant};
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, oneshot};
+
+const JOB: &str = "job-1";
+
+struct Authority {
+    issuer: Issuer<'static, KeyPair>,
+    trust: Trust,
+}
+
+impl Authority {
+    fn new() -> Authority {
+        let key = KeyPair::generate().expect("a key");
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        let certificate = params.self_signed(&key).expect("a certificate").pem();
+        let trust = Trust::from_pem(&certificate).expect("a certificate");
+        Authority { issuer: Issuer::new(params, key), trust }
+    }
+
+    fn leaf(&self, key: &WorkerKey, attempt: u32, worker: &str) -> String {
+        let mut request =
+            CertificateSigningRequestParams::from_pem(&key.signing_request).expect("a request");
+        let identity =
+            Identity::Worker { job_uid: JOB.into(), attempt, worker: worker.into() }.to_string();
+        let params = &mut request.params;
+        params.subject_alt_names = vec![SanType::URI(identity.try_into().expect("ASCII"))];
+        params.extended_key_usages =
+            vec![ExtendedKeyUsagePurpose::ClientAuth, ExtendedKeyUsagePurpose::ServerAuth];
+        request.signed_by(&self.issuer).expect("a leaf").pem()
+    }
+}
+
+/// A worker's streams without its session.
+struct Node {
+    name: String,
+    address: String,
+    key: WorkerKey,
+    data: DataPlane,
+}
+
+impl Node {
+    async fn new(name: &str, authority: &Authority) -> Node {
+        let key = WorkerKey::generate().expect("a key");
+        let data = DataPlane::start().expect("a thread");
+        let tcp = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = tcp.local_addr().expect("an address").to_string();
+        let tls = key.control_server(&authority.trust).expect("a configuration");
+        // Nobody dials the control stream here.
+        let (leaders, _) = mpsc::channel(1);
+        tokio::spawn(listener::serve(tcp, tls, leaders, data.offers()));
+        Node { name: name.to_string(), address, key, data }
+    }
+
+    async fn join(
+        &self,
+        authority: &Authority,
+        attempt: u32,
+        rank: u32,
+        nodes: &[Node],
+    ) -> oneshot::Receiver<Result<Comm, JoinError>> {
+        let leaf = authority.leaf(&self.key, attempt, &self.name);
+        let tls = self.key.attempt(&authority.trust, &leaf).expect("our leaf");
+        let member = |(rank, node): (u32, &Node)| Member {
+            rank,
+            worker: node.name.clone(),
+            node: node.name.clone(),
+            address: node.address.clone(),
+        };
+        let members = (0..).zip(nodes).map(member).collect();
+        self.data.join(Join { rank, members, tls }).await
+    }
+}
+
+async fn nodes(count: usize, authority: &Authority) -> Vec<Node> {
+    let mut nodes = Vec::new();
+    for index in 0..count {
+        nodes.push(Node::new(&format!("w{index}"), authority).await);
+    }
+    nodes
+}
+
+async fn group(authority: &Authority, attempt: u32, nodes: &[Node]) -> Vec<Comm> {
+    let mut joining = Vec::new();
+    for (rank, node) in (0..).zip(nodes) {
+        joining.push(node.join(authority, attempt, rank, nodes).await);
+    }
+    let mut comms = Vec::new();
+    for joined in joining {
+        comms.push(joined.await.expect("an answer").expect("all connect"));
+    }
+    comms
+}
+
+/// Runs `body` on a thread a rank while the data threads move the bytes.
+async fn on_ranks<T: Send + 'static>(
+    comms: Vec<Comm>,
+    body: impl Fn(&mut Comm) -> T + Clone + Send + 'static,
+) -> Vec<T> {
+    let spawn = |mut comm: Comm| {
+        let body = body.clone();
+        tokio::task::spawn_blocking(move || body(&mut comm))
+    };
+    let tasks: Vec<_> = comms.into_iter().map(spawn).collect();
+    let mut results = Vec::new();
+    for task in tasks {
+        results.push(task.await.expect("no panic"));
+    }
+    results
+}
+
+/// Exchanges messages of changing sizes and folds all that was received into one hash.
+fn busy(comm: &mut Comm) -> u64 {
+    let world = comm.world();
+    let length = |from: u32, to: u32, round: u32| -> usize {
+        [0, 7, 32, 65_536, 700_001][((from * 3 + to + round) % 5) as usize]
+    };
+    let mut hash = 0xcbf2_9ce4_8422_2325u64;
+    for round in 0..20 {
+        let me = comm.rank();
+        let byte = |i: usize, from: u32, to: u32| (i as u32 * 7 + from * 31 + to * 5 + round) as u8;
+        let sends: Vec<Vec<u8>> = (0..world)
+            .map(|to| (0..length(me, to, round)).map(|i| byte(i, me, to)).collect())
+            .collect();
+        let mut into: Vec<Vec<u8>> =
+            (0..world).map(|from| vec![0; length(from, me, round)]).collect();
+        let sends: Vec<(u32, &[u8])> = (0..world).zip(sends.iter().map(Vec::as_slice)).collect();
+        let mut recvs: Vec<(u32, &mut [u8])> =
+            (0..world).zip(into.iter_mut().map(Vec::as_mut_slice)).collect();
+        comm.exchange(&sends, &mut recvs).expect("an exchange");
+        for byte in into.iter().flatten() {
+            hash = (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
+        }
+    }
+    hash
+}
+
+#[tokio::test]
+async fn over_tls_the_same_bytes_arrive_as_in_process() {
+    let authority = Authority::new();
+    let nodes = nodes(4, &authority).await;
+    let over_tls = on_ranks(group(&authority, 1, &nodes).await, busy).await;
+    assert_eq!(over_tls, on_ranks(Comm::in_process(4), busy).await);
+    // Another attempt of the same workers.
+    let over_tls_again = on_ranks(group(&authority, 2, &nodes).await, busy).await;
+    assert_eq!(over_tls_again, over_tls);
+}
+
+#[tokio::test]
+async fn a_rank_that_leaves_is_lost_to_its_peers_after_its_last_bytes() {
+    let authority = Authority::new();
+    let nodes = nodes(3, &authority).await;
+    let comms = group(&authority, 1, &nodes).await;
+    let results = on_ranks(comms, |comm| {
+        let all = comm.gather_all(&vec![comm.rank() as u8; 300_000], 300_000).expect("a gather");
+        assert!((0..3).all(|rank| all[rank][299_999] == rank as u8));
+        if comm.rank() == 1 {
+            return None;
+        }
+        let began = Instant::now();
+        let error = comm.gather_all(b"more", 4).expect_err("a rank is missing");
+        Some((error, began.elapsed()))
+    });
+    for (error, took) in results.await.into_iter().flatten() {
+        // The second of the two may see the first one leave.
+        assert!(matches!(error, CommError::PeerLost { .. }), "{error}");
+        assert!(took < Duration::from_secs(2), "{took:?}");
+    }
+}
+
+#[tokio::test]
+async fn leaving_ends_joins_and_collectives_at_once() {
+    let authority = Authority::new();
+    let nodes = nodes(2, &authority).await;
+    // Rank 1 never joins.
+    let joining = nodes[0].join(&authority, 1, 0, &nodes).await;
+    tokio::time::sleep(Duration::from_millis(30)).await;
+    nodes[0].data.leave().await;
+    let error = joining.await.expect("an answer").expect_err("left");
+    assert!(matches!(error, JoinError::Left), "{error}");
+    let mut comms = group(&authority, 2, &nodes).await;
+    let mut comm = comms.remove(0);
+    let waiter = tokio::task::spawn_blocking(move || comm.gather_all(b"x", 1));
+    tokio::time::sleep(Duration::from_millis(30)).await;
+    nodes[0].data.leave().await;
+    let error = waiter.await.expect("no panic").expect_err("left");
+    let expected = CommError::PeerLost { rank: 1, why: "the attempt was left".to_string() };
+    assert_eq!(error, expected);
+}
+
+#[tokio::test]
+async fn ranks_meet_in_the_attempt_that_both_are_in() {
+    let authority = Authority::new();
+    let nodes = nodes(2, &authority).await;
+    // One is an attempt behind, so they do not meet, whoever dials.
+    for (first, second) in [(1, 2), (4, 3)] {
+        let early = nodes[0].join(&authority, first, 0, &nodes).await;
+        let late = nodes[1].join(&authority, second, 1, &nodes).await;
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        let behind = if first < second { &nodes[0] } else { &nodes[1] };
+        let rank = u32::from(first > second);
+        let joined = behind.join(&authority, first.max(second), rank, &nodes).await;
+        let (up_to_date, left) = if first < second { (late, early) } else { (early, late) };
+        assert!(matches!(left.await.expect("an answer"), Err(JoinError::Left)));
+        let mut comms = Vec::new();
+        for joined in [up_to_date, joined] {
+            comms.push(joined.await.expect("an answer").expect("they meet"));
+        }
+        comms.sort_by_key(Comm::rank);
+        assert!(comms.iter().all(|comm| comm.attempt() == first.max(second)));
+        on_ranks(comms, busy).await;
+    }
+}
+
+/// Not a bar, but the figures behind the choice of chunk and pipe sizes; `--nocapture` shows them.
+#[tokio::test]
+async fn small_exchanges_do_not_wait_for_timers() {
+    let authority = Authority::new();
+    let nodes = nodes(4, &authority).await;
+    let times = on_ranks(group(&authority, 1, &nodes).await, |comm| {
+        let rounds = 200;
+        let began = Instant::now();
+        for _ in 0..rounds {
+            comm.gather_all(&[1; 64], 64).expect("a gather");
+        }
+        let small = began.elapsed() / rounds;
+        let (bytes, mut into) = (vec![1; 4 << 20], vec![0; 4 << 20]);
+        let (next, before) = ((comm.rank() + 1) % 4, (comm.rank() + 3) % 4);
+        let began = Instant::now();
+        for _ in 0..5 {
+            comm.exchange(&[(next, &bytes)], &mut [(before, &mut into)]).expect("an exchange");
+        }
+        (small, began.elapsed() / 5)
+    });
+    let times = times.await;
+    println!("gather of 64 B and ring of 4 MiB, 4 ranks: {times:?}");
+    // Nagle or delayed acknowledgements would cost 40 ms a round.
+    assert!(times.iter().all(|(small, _)| *small < Duration::from_millis(20)), "{times:?}");
+}

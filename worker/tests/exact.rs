@@ -1,0 +1,184 @@
+//! The same bits for every number of ranks, and through every way of going on.
+
+mod common;
+
+use common::{Job, bits, sources, state_hash, trainers};
+use moe_worker::trainer_api::AttemptEnd;
+use moejob_protocol::config::Resume;
+use moejob_protocol::layout::{Layout, Placement};
+use moejob_protocol::mesh::Mesh;
+use moejob_protocol::model::{ModelConfig, QkNorm};
+
+fn layout(dp: u32, ep: u32) -> Layout {
+    Layout::contiguous(Mesh::data_parallel(dp, ep))
+}
+
+/// Runs the whole job at once; its losses and the hash of its last state.
+fn whole(layout: Layout, change: impl Fn(&mut Job)) -> (Vec<[u64; 5]>, String) {
+    let mut job = Job::new(layout);
+    change(&mut job);
+    let world = job.config.layout.mesh.world();
+    let steps = job.config.training.steps;
+    let (ends, reports) = job.run(&mut trainers(world), None);
+    for end in ends {
+        assert_eq!(end, AttemptEnd::Completed { step: steps });
+    }
+    let last = job.location().join(moejob_protocol::checkpoint::directory_name(steps));
+    (bits(&reports), state_hash(&last))
+}
+
+fn check(name: &str, layouts: &[Layout], change: impl Fn(&mut ModelConfig)) {
+    let change = |job: &mut Job| change(&mut job.config.model);
+    let one = whole(layout(1, 1), change);
+    assert_eq!(one.0.len(), 10);
+    let losses: Vec<f64> = one.0.iter().map(|row| f64::from_bits(row[1])).collect();
+    assert!(losses[9] < losses[0], "{name}: the loss does not fall: {losses:?}");
+    for layout in layouts {
+        let other = whole(layout.clone(), change);
+        assert_eq!(other, one, "{name}: {layout:?}");
+    }
+}
+
+#[test]
+fn any_mesh_gives_the_bits_of_one_rank() {
+    // Five micro-batches: no power of two, and uneven for every mesh.
+    let meshes = [(2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4)];
+    check("plain", &meshes.map(|(dp, ep)| layout(dp, ep)), |_| {});
+}
+
+#[test]
+fn a_rank_without_a_micro_batch_joins_with_zero_rows() {
+    check("idle", &[layout(6, 1), layout(6, 3), layout(6, 6)], |model| model.experts.count = 7);
+}
+
+#[test]
+fn other_models() {
+    check("dense and shared", &[layout(2, 2), layout(4, 2)], |model| {
+        model.dense_layers = vec![0];
+        model.experts.shared = 1;
+        model.tie_word_embeddings = false;
+    });
+    check("norms and biases", &[layout(3, 3), layout(4, 1)], |model| {
+        model.qk_norm = QkNorm::PerHead;
+        model.attention_bias = true;
+        model.router.norm_topk_prob = false;
+    });
+    check("frozen", &[layout(2, 2)], |model| model.router.frozen = true);
+    check("one expert", &[layout(2, 1)], |model| {
+        model.experts.count = 1;
+        model.experts.per_token = 1;
+    });
+}
+
+#[test]
+fn experts_may_lie_anywhere() {
+    let placed = |dp, ep, slots: Vec<Vec<u32>>| Layout {
+        mesh: Mesh::data_parallel(dp, ep),
+        placement: Placement::Explicit(vec![slots; 2]),
+    };
+    let layouts = [
+        // Out of order and uneven.
+        placed(2, 2, vec![vec![1, 2, 3], vec![0]]),
+        // Expert 2 twice in the group.
+        placed(2, 2, vec![vec![0, 2], vec![1, 2, 3]]),
+        placed(4, 2, vec![vec![0, 3], vec![1, 2], vec![2], vec![0, 1, 3]]),
+        // One rank computes nothing.
+        placed(2, 2, vec![vec![0, 1, 2, 3], vec![]]),
+    ];
+    check("placed", &layouts, |_| {});
+}
+
+/// Ten losses of the small model, pinned: a change of any of them is a change of the arithmetic.
+#[test]
+fn ten_losses_are_pinned() {
+    let (rows, _) = whole(layout(1, 1), |_| {});
+    let losses: Vec<u64> = rows.iter().map(|row| row[1]).collect();
+    let pinned: [u64; 10] = [
+        0x4016_1aff_cd95_13fb,
+        0x4015_d544_c75b_c2df,
+        0x4015_01c5_4007_7ab2,
+        0x4013_f349_78e9_7b28,
+        0x4013_2734_4002_3916,
+        0x4012_523d_b60e_6b8a,
+        0x4011_9dae_64ef_e4ed,
+        0x4011_2d29_62c5_61f0,
+        0x4010_e53d_2d74_c5e4,
+        0x4010_c4af_c12a_8e45,
+    ];
+    let shown: Vec<f64> = losses.iter().map(|bits| f64::from_bits(*bits)).collect();
+    assert_eq!(losses, pinned, "{losses:#018x?} {shown:?}");
+}
+
+/// Stops, changes the mesh and goes on from memory, as many times as there are steps in `path`.
+fn through_memory(path: &[(u32, u32, u64)]) -> (Vec<[u64; 5]>, String) {
+    let mut job = Job::new(layout(1, 1));
+    let mut group = Vec::new();
+    let mut rows = Vec::new();
+    let steps = job.config.training.steps;
+    for (at, (dp, ep, until)) in path.iter().enumerate() {
+        let earlier = std::mem::replace(&mut job.config.layout, layout(*dp, *ep));
+        let attempt = at as u32 + 1;
+        // The dead leave from the end, the newcomers join there.
+        group.resize_with(*dp as usize, moe_worker::trainer::Trainer::new);
+        if at > 0 {
+            let step = path[at - 1].2;
+            let shards = earlier.mesh.world();
+            let sources = sources(&group, attempt - 1, step, shards);
+            job.config.resume = Resume::Memory { step, attempt: attempt - 1, layout: earlier, sources };
+        }
+        job.config.attempt = attempt;
+        let (ends, reports) = job.run(&mut group, Some(*until).filter(|until| *until < steps));
+        let expected = if *until < steps {
+            AttemptEnd::Stopped { step: *until }
+        } else {
+            AttemptEnd::Completed { step: *until }
+        };
+        assert!(ends.iter().all(|end| *end == expected), "{ends:?}");
+        rows.extend(bits(&reports));
+    }
+    let last = job.location().join(moejob_protocol::checkpoint::directory_name(steps));
+    (rows, state_hash(&last))
+}
+
+#[test]
+fn stops_and_other_sizes_change_nothing_from_memory() {
+    let one = whole(layout(1, 1), |_| {});
+    let paths: [&[(u32, u32, u64)]; 4] = [
+        &[(1, 1, 3), (1, 1, 10)],
+        &[(2, 2, 2), (4, 4, 5), (3, 1, 10)],
+        &[(4, 2, 4), (3, 3, 5), (2, 1, 7), (4, 4, 10)],
+        &[(3, 1, 1), (4, 2, 9), (3, 3, 10)],
+    ];
+    for path in paths {
+        assert_eq!(through_memory(path), one, "{path:?}");
+    }
+}
+
+#[test]
+fn stops_and_other_sizes_change_nothing_from_checkpoints() {
+    let one = whole(layout(1, 1), |_| {});
+    for path in [[(1, 1), (4, 2), (3, 3)], [(4, 4), (1, 1), (2, 2)], [(3, 1), (2, 1), (4, 1)]] {
+        let mut job = Job::new(layout(1, 1));
+        let mut rows = Vec::new();
+        for (at, (dp, ep)) in path.into_iter().enumerate() {
+            job.config.layout = layout(dp, ep);
+            job.config.attempt = at as u32 + 1;
+            if at > 0 {
+                let newest = moe_worker::checkpoint::newest_usable(&job.location());
+                let found = newest.expect("a location").usable.expect("a checkpoint");
+                job.config.resume = Resume::Checkpoint { step: found.step, name: found.name };
+                rows.truncate(found.step as usize);
+            }
+            // Checkpoints lie at 4 and 8; the steps after them are done again.
+            let stop_at = [Some(6), Some(9), None][at];
+            let (ends, reports) = job.run(&mut trainers(dp), stop_at);
+            assert!(
+                !ends.iter().any(|end| matches!(end, AttemptEnd::Failed(_))),
+                "{ends:?}"
+            );
+            rows.extend(bits(&reports));
+        }
+        let last = job.location().join("step-00000010");
+        assert_eq!((rows, state_hash(&last)), one, "{path:?}");
+    }
+}
