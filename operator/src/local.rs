@@ -488,7 +488,7 @@ fn observe(
 ) -> Result<Observed, LocalError> {
     let newest = checkpoint::newest_usable(location)
         .map_err(|error| LocalError::Checkpoints(Box::new(error)))?;
-    let stored = newest.map(|step| Stored { step, name: checkpoint_name(step) });
+    let stored = newest.usable.map(|found| Stored { step: found.step, name: found.name });
     let node = |index| Node { name: format!("node-{index}"), usable: true, avoid_until: 0 };
     let record = Record {
         attempt: folder.file().attempt,

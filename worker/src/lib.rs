@@ -26,3 +26,4 @@ pub mod checkpoint;
 pub mod step_end;
 pub mod step;
 pub mod trainer;
+pub mod process;

@@ -1,8 +1,10 @@
-//! Commands: each parses its arguments, calls one function, and turns the result into an exit code
-//! (0 done, 1 failed, 2 the user's input, 3 data or checkpoint refused, 75 try again, 130 interrupted).
+//! Commands: each parses its arguments, calls one function, and turns the result into an exit code:
+//! 0 done, 1 failed, 2 the user's input, 3 data or checkpoint refused, 75 try again, 130 interrupted.
 
 pub mod checkpoint;
+pub mod crd;
 pub mod run;
+pub mod validate;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use std::process::ExitCode;
@@ -27,8 +29,6 @@ enum Command {
     Run(run::RunArgs),
     /// Name every problem of manifests, with line and column.
     Validate(validate::ValidateArgs),
-    /// Show the plan of a manifest, its reasons and what-ifs, offline.
-    Plan(plan::PlanArgs),
     /// List, show and verify checkpoints.
     #[command(subcommand)]
     Checkpoint(checkpoint::CheckpointCommand),
@@ -49,10 +49,9 @@ pub fn dispatch(cli: Cli) -> ExitCode {
     match cli.command {
         Command::Run(args) => run::run(&args),
         Command::Validate(args) => validate::run(&args),
-        Command::Plan(args) => plan::run(&args),
         Command::Checkpoint(command) => checkpoint::run(&command),
         Command::Crd => crd::run(),
-        Command::Worker => moe_worker::run::main(),
+        Command::Worker => moe_worker::process::main(),
         Command::Completions { shell } => {
             let mut command = Cli::command();
             clap_complete::generate(shell, &mut command, "moejob", &mut std::io::stdout());

@@ -79,7 +79,7 @@ impl Processes {
     /// Starts `moejob worker` and reports its port and its end through `tell`.
     pub fn start<Tell, Told>(&mut self, name: &str, node: &str, tell: Tell) -> std::io::Result<()>
     where
-        Tell: Fn(ProcessEvent) -> Told + Send + 'static,
+        Tell: Fn(ProcessEvent) -> Told + Send + Sync + 'static,
         Told: Future<Output = ()> + Send,
     {
         let log = std::fs::File::options()

@@ -1,0 +1,126 @@
+//! `moejob checkpoint ls|show|verify`.
+
+use clap::Subcommand;
+use moe_worker::checkpoint::{self, Problem};
+use moe_worker::fence;
+use moejob_protocol::CheckpointManifest;
+use moejob_protocol::checkpoint::Part;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Exit code of a checkpoint that is refused.
+const EXIT_REFUSED: u8 = 3;
+
+#[derive(Subcommand)]
+pub enum CheckpointCommand {
+    /// List the checkpoints of a location, oldest first.
+    Ls {
+        /// The folder of `step-*` folders, such as runs/NAME/checkpoints.
+        location: PathBuf,
+    },
+    /// Describe one checkpoint.
+    Show {
+        /// A `step-*` folder.
+        checkpoint: PathBuf,
+        /// Every tensor, not their number alone.
+        #[arg(long)]
+        tensors: bool,
+    },
+    /// Read every byte and compare it with the manifest; exit 3 if anything differs.
+    Verify {
+        /// `step-*` folders.
+        #[arg(required = true)]
+        checkpoints: Vec<PathBuf>,
+    },
+}
+
+pub fn run(command: &CheckpointCommand) -> ExitCode {
+    let result = match command {
+        CheckpointCommand::Ls { location } => list(location),
+        CheckpointCommand::Show { checkpoint, tensors } => show(checkpoint, *tensors),
+        CheckpointCommand::Verify { checkpoints } => verify(checkpoints),
+    };
+    result.unwrap_or_else(|error| {
+        super::complain(error.as_ref());
+        ExitCode::FAILURE
+    })
+}
+
+type Outcome = Result<ExitCode, Box<dyn std::error::Error>>;
+
+fn list(location: &Path) -> Outcome {
+    let claims = fence::claims(location)?;
+    println!("{:<16}{:>10}{:>10}{:>14}  STATE", "NAME", "STEP", "ATTEMPT", "BYTES");
+    for found in checkpoint::list(location)? {
+        let (attempt, bytes, state) = match &found.manifest {
+            Ok(manifest) => {
+                let counts = fence::counts(&claims, manifest.attempt, found.step);
+                let state = if counts { "committed" } else { "fenced: a later attempt began before" };
+                (manifest.attempt.to_string(), size(manifest).to_string(), state.to_string())
+            }
+            Err(problems) => {
+                let first = problems.first().map(Problem::to_string).unwrap_or_default();
+                ("-".to_string(), "-".to_string(), format!("refused: {first}"))
+            }
+        };
+        println!("{:<16}{:>10}{attempt:>10}{bytes:>14}  {state}", found.name, found.step);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn size(manifest: &CheckpointManifest) -> u64 {
+    manifest.files.iter().map(|file| file.bytes).sum()
+}
+
+fn show(path: &Path, tensors: bool) -> Outcome {
+    let manifest = match checkpoint::show(path) {
+        Ok(manifest) => manifest,
+        Err(problems) => return Ok(refuse(path, &problems)),
+    };
+    let mesh = manifest.layout.mesh;
+    println!("job       {} ({})", manifest.job_name, manifest.job_uid);
+    println!("step      {}, {} tokens seen", manifest.step, manifest.tokens);
+    println!("attempt   {}, seed {}", manifest.attempt, manifest.seed);
+    println!("mesh      dp {} ep {} tp {} pp {}", mesh.dp, mesh.ep, mesh.tp, mesh.pp);
+    let model = &manifest.model;
+    println!(
+        "model     {} layers, D {}, {} heads, {} experts, top-{}, V {}: {} parameters, {} active",
+        model.num_hidden_layers,
+        model.hidden_size,
+        model.num_attention_heads,
+        model.experts.count,
+        model.experts.per_token,
+        model.vocab_size,
+        model.numel(),
+        model.active_numel()
+    );
+    println!("data      {}", manifest.data_fingerprint);
+    println!("files     {}, {} bytes", manifest.files.len(), size(&manifest));
+    let weights = manifest.tensors.iter().filter(|tensor| tensor.part == Part::Weight);
+    println!("tensors   {}, with two moments each", weights.clone().count());
+    for tensor in weights.filter(|_| tensors) {
+        println!("  {:<60}{:>6}  {:?}", tensor.name, tensor.dtype, tensor.shape);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn verify(paths: &[PathBuf]) -> Outcome {
+    let mut code = ExitCode::SUCCESS;
+    for path in paths {
+        match checkpoint::verify(path) {
+            Ok(manifest) => {
+                println!("{}: good, {} bytes read", path.display(), size(&manifest));
+            }
+            Err(problems) => code = refuse(path, &problems),
+        }
+    }
+    Ok(code)
+}
+
+fn refuse(path: &Path, problems: &[Problem]) -> ExitCode {
+    eprintln!("{}: refused", path.display());
+    for problem in problems {
+        eprintln!("  {problem}");
+    }
+    ExitCode::from(EXIT_REFUSED)
+}
