@@ -1,5 +1,5 @@
 //! Every op of one layer and of the ends at the size of the first example, on one thread:
-//! `cargo bench -p moejob-kernels --bench cpu_ops`.
+//! `cargo bench -p moejob-kernels --bench cpu_ops`; a word after `--` picks the ops of that name.
 //!
 //! 512 tokens (a micro-batch of 2 x 256), D 128, 4 heads of 32, 8 experts, top-2, F 128, V 256.
 //! Products count 2 m n k operations (attention: what its causal half needs); the other ops are
@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use moejob_kernels::*;
 
-const ROUNDS: usize = 15;
+const ROUNDS: usize = 25;
 const SECONDS_PER_ROUND: f64 = 0.01;
 const T: usize = 512;
 const D: usize = 128;
@@ -25,11 +25,13 @@ struct Bench {
     device: Device,
     plan: ArenaPlan,
     total_us: f64,
+    picked: Option<String>,
 }
 
 fn main() {
     let device = Device::cpu(1, 1 << 28).expect("a device");
-    let mut bench = Bench { device, plan: ArenaPlan::new(), total_us: 0.0 };
+    let picked = std::env::args().skip(1).find(|word| !word.starts_with('-'));
+    let mut bench = Bench { device, plan: ArenaPlan::new(), total_us: 0.0, picked };
     println!("{:>22} | {:>8} | {:>8} | {:>6}", "op", "us", "GFLOP/s", "GB/s");
     norms_and_ends(&mut bench);
     attention(&mut bench);
@@ -54,6 +56,10 @@ impl Bench {
 
     /// Measures a call that does `flops` operations and moves `floats` f32.
     fn time(&mut self, name: &str, flops: usize, floats: usize, f: impl Fn(&mut Device)) {
+        if self.picked.as_ref().is_some_and(|picked| !name.contains(picked)) {
+            f(&mut self.device);
+            return;
+        }
         let once = |device: &mut Device, repeats: usize| {
             let start = Instant::now();
             for _ in 0..repeats {

@@ -1,16 +1,16 @@
-//! See [`crate::Attention`]. Blocks of 64 queries meet all keys up to their last: two products and
+//! See [`crate::Attention`]. Blocks of 128 queries meet all keys up to their last: two products and
 //! a softmax, no running rescale, so that a row's sums have one order.
 
 use std::cell::RefCell;
 
 use super::exec::{Isa, lanes_fn};
-use super::gemm::{GemmFloat, Operand, Panels, Product, Target, product};
+use super::gemm::{Causal, GemmFloat, Operand, Panels, Product, Target, product};
 use super::lanes;
 use super::{CpuDevice, Float};
 use crate::attention::{Attention, AttentionBackward};
 
 /// Queries per block. Part of the definition of dk and dv.
-const QUERIES: usize = 64;
+const QUERIES: usize = 128;
 
 thread_local! {
     /// Scores of one block and their gradients.
@@ -141,6 +141,7 @@ impl<T: Float> Shape<'_, T> {
 
     fn check(&self, batch: usize, queries: &[&[T]], keys: &[&[T]], lse: &[T]) {
         let tokens = batch * self.seq;
+        assert!(self.scale > T::ZERO, "a scale of {:?}", self.scale);
         assert!(self.heads.is_multiple_of(self.kv_heads), "{} heads", self.heads);
         assert!(queries.iter().all(|q| q.len() == tokens * self.query_row()), "queries' sizes");
         assert!(keys.iter().all(|k| k.len() == tokens * self.key_row()), "keys' sizes");
@@ -183,6 +184,7 @@ impl<T: Float> Shape<'_, T> {
             b: Operand::rows(&k[block.key_at..], self.key_row()),
             c: Target::new(scores, block.queries, block.keys),
             accumulate: false,
+            causal: Causal::Scores(block.first),
         };
         product(isa, product_of);
     }
@@ -211,6 +213,7 @@ fn forward_block<T: GemmFloat>(
             b: Operand::columns(&v[block.key_at..], shape.key_row()),
             c: o.reborrow(),
             accumulate: false,
+            causal: Causal::Weights(block.first),
         };
         product(isa, product_of);
         for (i, sum) in sums[..block.queries].iter().enumerate() {
@@ -259,6 +262,7 @@ fn backward_block<T: GemmFloat>(
             b: keys,
             c: dq,
             accumulate: false,
+            causal: Causal::Weights(block.first),
         };
         product(isa, into_dq);
         for (weights, vectors, sums) in [(&*ds, given.q, dk), (&*p, given.d_o, dv)] {
@@ -268,6 +272,7 @@ fn backward_block<T: GemmFloat>(
                 b: Operand::columns(&vectors[block.query_at..], query_row),
                 c: sums.split_rows(block.keys).0,
                 accumulate: true,
+                causal: Causal::WeightsTransposed(block.first),
             };
             product(isa, into_keys);
         }
@@ -280,11 +285,7 @@ lanes_fn! {
 fn softmax_row<T: Float>(row: &mut [T], start: usize, end: usize, scale: T) -> (T, T) {
     row[..start].fill(T::ZERO);
     row[end..].fill(T::ZERO);
-    let row = &mut row[start..end];
-    for x in row.iter_mut() {
-        *x = *x * scale;
-    }
-    let (max, sum) = lanes::exponentials(row);
+    let (max, sum) = lanes::exponentials(&mut row[start..end], scale);
     (max + sum.ln(), sum)
 }
 }
@@ -307,9 +308,29 @@ fn score_gradients<T: Float>(
         row[end..].fill(T::ZERO);
     }
     let delta = lanes::dot(o, d_o);
-    for (p, ds) in p[start..end].iter_mut().zip(&mut ds[start..end]) {
-        *p = (*p * scale - lse).exp();
-        *ds = *p * (*ds - delta) * scale;
+    let (whole_p, rest_p) = p[start..end].as_chunks_mut::<{ lanes::LANES }>();
+    let (whole_ds, rest_ds) = ds[start..end].as_chunks_mut::<{ lanes::LANES }>();
+    for (p, ds) in whole_p.iter_mut().zip(whole_ds) {
+        gradient_lanes(p, ds, lse, delta, scale);
     }
+    let mut p = lanes::padded(rest_p, T::NEG_INFINITY);
+    let mut ds = lanes::padded(rest_ds, T::ZERO);
+    gradient_lanes(&mut p, &mut ds, lse, delta, scale);
+    rest_p.copy_from_slice(&p[..rest_p.len()]);
+    rest_ds.copy_from_slice(&ds[..rest_ds.len()]);
 }
+}
+
+#[inline(always)]
+fn gradient_lanes<T: Float>(
+    p: &mut [T; lanes::LANES],
+    ds: &mut [T; lanes::LANES],
+    lse: T,
+    delta: T,
+    scale: T,
+) {
+    for l in 0..lanes::LANES {
+        p[l] = (p[l] * scale - lse).exp();
+        ds[l] = p[l] * (ds[l] - delta) * scale;
+    }
 }

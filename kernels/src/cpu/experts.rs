@@ -1,7 +1,7 @@
 //! See [`crate::ExpertsUp`].
 
 use super::exec::{Isa, lanes_fn};
-use super::gemm::{GemmFloat, Operand, Product, Target, products};
+use super::gemm::{Causal, GemmFloat, Operand, Product, Target, products};
 use super::{CpuDevice, Float, ROWS_PER_JOB, arena::Views, lanes};
 use crate::buffer::Buffer;
 use crate::experts::{
@@ -28,7 +28,7 @@ impl CpuDevice {
             let gate = w_gate.get(g).map(|w| (*w, gate));
             for (w, c) in gate.into_iter().chain([(w_up[g], up)]) {
                 let b = Operand::rows(w, op.dim);
-                work.push(Product { k: op.dim, a: x, b, c, accumulate: false });
+                work.push(Product { k: op.dim, a: x, b, c, accumulate: false, causal: Causal::None });
             }
         }
         products(exec, work);
@@ -54,6 +54,7 @@ impl CpuDevice {
             b: Operand::rows(w_down[g], op.hidden),
             c,
             accumulate: false,
+            causal: Causal::None,
         });
         products(exec, work.collect());
     }
@@ -79,6 +80,7 @@ impl CpuDevice {
             b: Operand::columns(w_down[g], op.hidden),
             c,
             accumulate: false,
+            causal: Causal::None,
         });
         products(exec, work.collect());
         let (width, silu) = (width(op.hidden, op.gated), op.activation == Activation::Silu);
@@ -115,6 +117,7 @@ impl CpuDevice {
                 b: Operand::columns(&a[first * op.hidden..], op.hidden),
                 c: Target::new(dw, op.dim, op.hidden),
                 accumulate: false,
+                causal: Causal::None,
             });
         }
         products(exec, work);
@@ -138,6 +141,7 @@ impl CpuDevice {
                 b: Operand::columns(w[g], op.dim),
                 c,
                 accumulate,
+                causal: Causal::None,
             });
             products(exec, work.collect());
         }
@@ -165,6 +169,7 @@ impl CpuDevice {
                     b: Operand::columns(x, op.dim).gathered(&index[first..first + count]),
                     c: Target::new(dw, op.hidden, op.dim),
                     accumulate: false,
+                    causal: Causal::None,
                 });
             }
         }

@@ -43,7 +43,7 @@ fn token<T: Float>(row: &mut [T], target: u32, gradient: bool, scale: T) -> f64 
     }
     let target = target as usize;
     let logit = row[target];
-    let (max, sum) = lanes::exponentials(row);
+    let (max, sum) = lanes::exponentials(row, T::ONE);
     if gradient {
         let factor = scale / sum;
         for p in row.iter_mut() {

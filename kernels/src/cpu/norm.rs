@@ -1,7 +1,7 @@
 //! See [`crate::RmsNorm`]; and products and biases, which need sums over rows as well.
 
 use super::exec::{Exec, Isa, lanes_fn};
-use super::gemm::{GemmFloat, Operand, Product, Target, products};
+use super::gemm::{Causal, GemmFloat, Operand, Product, Target, products};
 use super::lanes;
 use super::{CpuDevice, ELEMENTS_PER_JOB, Float, ROWS_PER_JOB};
 use crate::matmul::{AddBias, BiasBackward, Layout, Matmul};
@@ -60,7 +60,9 @@ impl CpuDevice {
             Layout::Tn => (Operand::columns(a, m), Operand::columns(b, n)),
         };
         let c = Target::new(c, m, n);
-        products(exec, vec![Product { k, a, b, c, accumulate: op.accumulate }]);
+        let product =
+            Product { k, a, b, c, accumulate: op.accumulate, causal: Causal::None };
+        products(exec, vec![product]);
     }
 
     pub(crate) fn add_bias<T: Float>(&mut self, op: &AddBias) {

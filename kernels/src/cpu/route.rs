@@ -216,7 +216,7 @@ lanes_fn! {
 /// Scores of one row of logits, and ln sum_e e^logit.
 fn scores<T: Float>(logits: &[T], probs: &mut [T], softmax: bool) -> T {
     probs.copy_from_slice(logits);
-    let (max, sum) = lanes::exponentials(probs);
+    let (max, sum) = lanes::exponentials(probs, T::ONE);
     if softmax {
         for p in probs.iter_mut() {
             *p = *p / sum;

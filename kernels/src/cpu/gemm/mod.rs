@@ -164,6 +164,41 @@ impl<'a, T> Target<'a, T> {
     }
 }
 
+/// What a causal mask spares of a product. It leaves out multiplications by zero and elements that
+/// nobody reads, so it changes no result.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Causal {
+    /// Nothing.
+    None,
+    /// C [i, j] is not needed, and may stay as it was, for j > i + offset.
+    Scores(usize),
+    /// A [i, l] is zero for l > i + offset.
+    Weights(usize),
+    /// A [i, l] is zero for i > l + offset.
+    WeightsTransposed(usize),
+}
+
+impl Causal {
+    /// The part of `ks` that a tile needs; None if the tile is not needed at all.
+    fn limit(
+        self,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        ks: Range<usize>,
+    ) -> Option<Range<usize>> {
+        let needed = match self {
+            Causal::None => ks.clone(),
+            Causal::Scores(offset) if columns.start >= rows.end + offset => return None,
+            Causal::Scores(_) => ks.clone(),
+            Causal::Weights(offset) => ks.start..ks.end.min(rows.end + offset),
+            Causal::WeightsTransposed(offset) => {
+                ks.start.max(rows.start.saturating_sub(offset))..ks.end
+            }
+        };
+        Some(if needed.is_empty() { ks.start..ks.start } else { needed })
+    }
+}
+
 /// C [m, n] = A [m, k] B [k, n], or += with `accumulate` (C is then what chunk 0 is added to).
 /// C's rectangle gives m and n.
 pub(crate) struct Product<'a, T> {
@@ -172,6 +207,7 @@ pub(crate) struct Product<'a, T> {
     pub(crate) b: Operand<'a, T>,
     pub(crate) c: Target<'a, T>,
     pub(crate) accumulate: bool,
+    pub(crate) causal: Causal,
 }
 
 impl<T> Product<'_, T> {
@@ -188,6 +224,7 @@ struct Task<'a, T> {
     c: *mut T,
     ldc: usize,
     accumulate: bool,
+    causal: Causal,
     rows: Range<usize>,
     columns: Range<usize>,
 }
@@ -239,6 +276,7 @@ fn cut<'a, T: Float>(p: Product<'a, T>, nr: usize, work: usize) -> Vec<Task<'a, 
                 c: p.c.start,
                 ldc: p.c.ld,
                 accumulate: p.accumulate,
+                causal: p.causal,
                 rows: row..m.min(row + rows_step),
                 columns: column..n.min(column + columns_step),
             });
@@ -305,30 +343,36 @@ fn chunk<T: GemmFloat>(
         });
         for (panel, j) in columns.clone().step_by(kernel.nr).enumerate() {
             let b = &b[panel * kernel.nr * ks.len()..][..kernel.nr * ks.len()];
+            let columns = j..columns.end.min(j + kernel.nr);
             for (block, i) in rows.clone().step_by(kernel.mr).enumerate() {
+                let rows = i..rows.end.min(i + kernel.mr);
+                let limit = task.causal.limit(rows.clone(), columns.clone(), ks.clone());
+                let Some(part) = limit else { continue };
+                let skipped = part.start - ks.start;
                 let mut tile = Tile {
-                    rows: (rows.end - i).min(kernel.mr),
-                    columns: (columns.end - j).min(kernel.nr),
-                    k: ks.len(),
+                    rows: rows.len(),
+                    columns: columns.len(),
+                    k: part.len(),
                     a: [std::ptr::null(); MR_MAX],
                     a_step: match (packed, task.a.k_major) {
                         (true, _) => kernel.mr,
                         (false, true) => task.a.ld,
                         (false, false) => 1,
                     },
-                    b: b.as_ptr(),
+                    b: b[skipped * kernel.nr..].as_ptr(),
                     // SAFETY: the task's rows and columns lie in C's rectangle.
                     c: unsafe { task.c.add(i * task.ldc + j) },
                     ldc: task.ldc,
                     overwrite,
                 };
                 for (row, pointer) in tile.a[..tile.rows].iter_mut().enumerate() {
+                    let step = skipped * tile.a_step;
                     *pointer = match a {
-                        Some(a) => a[block * kernel.mr * ks.len() + row..].as_ptr(),
+                        Some(a) => a[block * kernel.mr * ks.len()..][row + step..].as_ptr(),
                         None if task.a.k_major => {
-                            task.a.data[ks.start * task.a.ld + i + row..].as_ptr()
+                            task.a.data[ks.start * task.a.ld + i + row + step..].as_ptr()
                         }
-                        None => task.a.data[task.a.start(i + row) + ks.start..].as_ptr(),
+                        None => task.a.data[task.a.start(i + row) + ks.start + step..].as_ptr(),
                     };
                 }
                 // SAFETY: the pointers cover `rows` x `k` of A, `k` x NR of the packed panel and
