@@ -438,7 +438,8 @@ async fn read(mut stream: ReadHalf<Stream>, pipes: PeerPipes) {
                 continue;
             }
             Ok(space) => space.min(CHUNK_BYTES_MAX),
-            Err(why) => break why,
+            // The device left; what it had sent is still to go out.
+            Err(_) => return,
         };
         let mut chunk = Vec::with_capacity(space);
         tokio::select! {
