@@ -16,6 +16,7 @@ pub mod yaml;
 pub mod read;
 pub mod profile;
 pub mod preset;
+pub mod topology;
 pub mod placement;
 pub mod pod;
 mod rules;
@@ -24,6 +25,7 @@ pub mod launch;
 pub mod observed;
 pub mod decide;
 pub mod track;
+pub mod check;
 pub mod status;
 
 pub use decide::{Action, Plan, plan};

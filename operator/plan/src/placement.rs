@@ -4,9 +4,10 @@ use crate::job::Job;
 use crate::observed::Size;
 use crate::profile::Backend;
 use moejob_protocol::Mesh;
-use moejob_protocol::config::RecoveryConfig;
+use moejob_protocol::config::{Precision, RecoveryConfig};
 use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::{RankMemory, rank_memory};
+use moejob_protocol::memory::{Part, RankMemory, rank_memory};
+use moejob_protocol::model::Role;
 
 /// A number of nodes that the job cannot use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,9 +18,10 @@ pub struct Skipped {
 
 /// The sizes between min and max that work, ascending, and the others.
 pub fn sizes(job: &Job) -> (Vec<Size>, Vec<Skipped>) {
+    let placer = Placer::new(job);
     let (mut sizes, mut skipped) = (Vec::new(), Vec::new());
     for nodes in job.nodes.min..=job.nodes.max {
-        match layout(job, nodes) {
+        match placer.layout(nodes) {
             Ok(layout) => sizes.push(Size { nodes, layout }),
             Err(why) => skipped.push(Skipped { nodes, why }),
         }
@@ -27,57 +29,138 @@ pub fn sizes(job: &Job) -> (Vec<Size>, Vec<Skipped>) {
     (sizes, skipped)
 }
 
-/// How `nodes` nodes are laid out, or why they cannot be.
-pub fn layout(job: &Job, nodes: u32) -> Result<Layout, String> {
-    let dp = nodes * job.profile.ranks;
-    let micro_batches = job.micro_batches();
-    if dp > micro_batches {
-        return Err(format!("{dp} ranks for {micro_batches} micro-batches"));
-    }
-    if let Some(ep) = job.expert_parallel {
-        if !divides(ep, dp) {
-            return Err(format!("expert: {ep} does not divide {dp} ranks"));
-        }
-        return fit(job, dp, ep);
-    }
-    let mut least = None;
-    for ep in preferences(job, dp) {
-        match fit(job, dp, ep) {
-            Ok(layout) => return Ok(layout),
-            Err(why) => least = Some(why),
-        }
-    }
-    Err(least.unwrap_or_else(|| format!("no expert parallelism divides {dp} ranks")))
-}
-
-/// Degrees of expert parallelism in the order in which they are tried: on processors the largest, on
-/// GPUs the largest within an NVLink domain, then, for memory's sake, ever larger ones.
-fn preferences(job: &Job, dp: u32) -> Vec<u32> {
-    let most = dp.min(job.model.experts.count);
-    let mut degrees: Vec<u32> = (1..=most).filter(|ep| divides(*ep, dp)).collect();
-    if job.profile.backend == Backend::Cpu {
-        degrees.reverse();
-        return degrees;
-    }
-    let near: Vec<u32> =
-        degrees.iter().copied().filter(|ep| *ep <= job.profile.nvlink_domain).collect();
-    let far = degrees.into_iter().filter(|ep| *ep > job.profile.nvlink_domain);
-    near.last().copied().into_iter().chain(far).collect()
-}
-
-fn fit(job: &Job, dp: u32, ep: u32) -> Result<Layout, String> {
-    let layout = Layout::contiguous(Mesh::data_parallel(dp, ep));
-    let Some(limit) = job.profile.rank_memory else { return Ok(layout) };
-    let needed = memory(job, &layout, 0).committed;
-    if needed > limit {
-        return Err(format!("a rank needs {} and has {}", gib(needed), gib(limit)));
-    }
-    Ok(layout)
-}
-
 /// What `rank` needs.
 pub fn memory(job: &Job, layout: &Layout, rank: u32) -> RankMemory {
-    rank_memory(&job.model, layout, rank, &job.training, &recovery(job))
+    Placer::new(job).memory(layout, rank)
+}
+
+pub fn divides(degree: u32, ranks: u32) -> bool {
+    degree > 0 && ranks.is_multiple_of(degree)
+}
+
+/// `1.5 GiB`, `12.3 MiB`.
+pub fn gib(bytes: u64) -> String {
+    let mib = bytes as f64 / (1 << 20) as f64;
+    if mib >= 1024.0 { format!("{:.1} GiB", mib / 1024.0) } else { format!("{mib:.1} MiB") }
+}
+
+/// Elements of the model by where they lie; counted once a job, as the table of a large model has
+/// tens of thousands of rows.
+struct Placer<'a> {
+    job: &'a Job,
+    /// Held by every rank.
+    dense: u64,
+    /// Of all experts together.
+    experts: u64,
+}
+
+impl<'a> Placer<'a> {
+    fn new(job: &'a Job) -> Placer<'a> {
+        let (mut dense, mut experts) = (0, 0);
+        for param in job.model.params() {
+            match param.role {
+                Role::Expert { .. } => experts += param.numel(),
+                _ => dense += param.numel(),
+            }
+        }
+        Placer { job, dense, experts }
+    }
+
+    /// How `nodes` nodes are laid out, or why they cannot be.
+    fn layout(&self, nodes: u32) -> Result<Layout, String> {
+        let job = self.job;
+        let dp = nodes * job.profile.ranks;
+        let micro_batches = job.micro_batches();
+        if dp > micro_batches {
+            return Err(format!("{dp} ranks for {micro_batches} micro-batches"));
+        }
+        if let Some(ep) = job.expert_parallel {
+            if !divides(ep, dp) {
+                return Err(format!("expert: {ep} does not divide {dp} ranks"));
+            }
+            return self.fit(dp, ep);
+        }
+        let mut last = None;
+        for ep in self.preferences(dp) {
+            match self.fit(dp, ep) {
+                Ok(layout) => return Ok(layout),
+                Err(why) => last = Some(why),
+            }
+        }
+        Err(last.unwrap_or_else(|| format!("no expert parallelism divides {dp} ranks")))
+    }
+
+    /// Degrees of expert parallelism in the order in which they are tried: on processors the
+    /// largest, on GPUs the largest within an NVLink domain, then, for memory's sake, larger ones.
+    fn preferences(&self, dp: u32) -> Vec<u32> {
+        let most = dp.min(self.job.model.experts.count);
+        let mut degrees: Vec<u32> = (1..=most).filter(|ep| divides(*ep, dp)).collect();
+        let profile = &self.job.profile;
+        if profile.backend == Backend::Cpu {
+            degrees.reverse();
+            return degrees;
+        }
+        let within = degrees.iter().rposition(|ep| *ep <= profile.nvlink_domain).unwrap_or(0);
+        degrees.split_off(within)
+    }
+
+    fn fit(&self, dp: u32, ep: u32) -> Result<Layout, String> {
+        let layout = Layout::contiguous(Mesh::data_parallel(dp, ep));
+        let Some(limit) = self.job.profile.rank_memory else { return Ok(layout) };
+        // Rank 0 has the longest runs of experts and of micro-batches.
+        let needed = self.memory(&layout, 0).committed;
+        if needed > limit {
+            return Err(format!("a rank needs {} and has {}", gib(needed), gib(limit)));
+        }
+        Ok(layout)
+    }
+
+    fn memory(&self, layout: &Layout, rank: u32) -> RankMemory {
+        let job = self.job;
+        match job.profile.backend {
+            Backend::Cpu => rank_memory(&job.model, layout, rank, &job.training, &recovery(job)),
+            Backend::Cuda => self.device_memory(layout, rank),
+        }
+    }
+
+    /// An estimate for a GPU: what must lie there by the design of the step, without workspaces.
+    /// Per token of a layer: the residual stream and its norms 4 D, queries and their output
+    /// 2 N H, keys and values 2 KV H; per routed row gate, up and their product 3 F and in and
+    /// out 2 D.
+    fn device_memory(&self, layout: &Layout, rank: u32) -> RankMemory {
+        let (job, model, mesh) = (self.job, &self.job.model, layout.mesh);
+        let wire = if job.training.precision == Precision::Fp32 { 4 } else { 2 };
+        let held = layout.experts(model, 0, rank).len() as u64;
+        let local = self.experts * held / u64::from(model.experts.count);
+        let owned = self.dense / u64::from(mesh.dp) + local / u64::from(mesh.edp());
+        let training = &job.training;
+        let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
+        let layers = u64::from(model.num_hidden_layers);
+        let dim = u64::from(model.hidden_size);
+        let attention = 2 * u64::from(model.q_size()) + 2 * u64::from(model.kv_size());
+        let row = 3 * u64::from(model.experts.intermediate_size) + 2 * dim;
+        let row_bytes = layers * row * wire;
+        let top_k = u64::from(model.experts.per_token);
+        let routed = tokens * top_k * u64::from(mesh.ep) * held / u64::from(model.experts.count);
+        let worst = tokens * u64::from(mesh.ep) * top_k.min(held);
+        let parts = vec![
+            Part { name: "weights", bytes: (self.dense + local) * wire },
+            Part { name: "gradients", bytes: (self.dense + local) * 4 },
+            Part { name: "masters and moments", bytes: owned * 12 },
+            Part { name: "activations", bytes: tokens * layers * (4 * dim + attention) * wire },
+            Part { name: "logits", bytes: tokens * u64::from(model.vocab_size) * (4 + wire) },
+            Part { name: "routed rows", bytes: routed * row_bytes },
+        ];
+        let balanced: u64 = parts.iter().map(|part| part.bytes).sum();
+        let most = worst.saturating_sub(routed);
+        let extra = ((routed as f64 * (model.experts.routed_headroom - 1.0)) as u64).min(most);
+        RankMemory {
+            parts,
+            balanced,
+            committed: balanced + extra * row_bytes,
+            worst: balanced + most * row_bytes,
+        }
+    }
 }
 
 fn recovery(job: &Job) -> RecoveryConfig {
@@ -89,12 +172,61 @@ fn recovery(job: &Job) -> RecoveryConfig {
     }
 }
 
-pub fn divides(degree: u32, ranks: u32) -> bool {
-    degree > 0 && ranks % degree == 0
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-/// `1.5 GiB`, `12.3 MiB`.
-pub fn gib(bytes: u64) -> String {
-    let mib = bytes as f64 / (1 << 20) as f64;
-    if mib >= 1024.0 { format!("{:.1} GiB", mib / 1024.0) } else { format!("{mib:.1} MiB") }
+    fn job(nodes: &str, model: &str, batch: u32, rest: &str) -> Job {
+        let text = format!(
+            "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  \
+             nodes: {{ {nodes} }}\n  model: {{ {model} }}\n  data: {{ train: {{ text: {{ paths: \
+             [a] }} }}, sequenceLength: 4096 }}\n  training: {{ steps: 10, globalBatchSize: \
+             {batch} }}\n{rest}"
+        );
+        Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"))
+    }
+
+    /// `nodes: dp/ep` for each size that works, and the numbers of nodes that do not.
+    fn shapes(job: &Job) -> String {
+        let (sizes, skipped) = sizes(job);
+        let shape = |size: &Size| {
+            format!("{}: {}/{}", size.nodes, size.layout.mesh.dp, size.layout.mesh.ep)
+        };
+        let good: Vec<String> = sizes.iter().map(shape).collect();
+        let bad: Vec<String> = skipped.iter().map(|skip| skip.nodes.to_string()).collect();
+        format!("{} | {}", good.join(", "), bad.join(" "))
+    }
+
+    #[test]
+    fn on_processors_experts_are_shared_by_as_many_ranks_as_possible() {
+        let found = job("min: 1, max: 10", "preset: tiny", 16, "");
+        let expected = "1: 1/1, 2: 2/2, 3: 3/3, 4: 4/4, 5: 5/5, 6: 6/6, 7: 7/7, 8: 8/8, 9: 9/3, \
+                        10: 10/5 | ";
+        assert_eq!(shapes(&found), expected);
+    }
+
+    #[test]
+    fn a_given_degree_skips_what_it_does_not_divide() {
+        let rest = "  parallelism: { expert: 2 }\n";
+        let found = job("min: 1, max: 5", "preset: tiny", 16, rest);
+        assert_eq!(shapes(&found), "2: 2/2, 4: 4/2 | 1 3 5");
+    }
+
+    #[test]
+    fn on_gpus_they_stay_within_an_nvlink_domain_unless_memory_wants_more() {
+        let found = job("profile: nd-h200-v5, min: 1, max: 3", "preset: olmoe-1b-7b", 512, "");
+        assert_eq!(shapes(&found), "1: 8/8, 2: 16/8, 3: 24/8 | ");
+        let model = "preset: qwen3-30b-a3b";
+        let found = job("profile: nd-h100-v5, min: 1, max: 4", model, 512, "");
+        assert_eq!(shapes(&found), "3: 24/24, 4: 32/16 | 1 2");
+    }
+
+    #[test]
+    fn the_largest_jobs_are_laid_out_at_once() {
+        let model = "preset: deepseek-v3";
+        let found = job("profile: nd-h200-v5, min: 1, max: 4096", model, 32768, "");
+        let (sizes, skipped) = sizes(&found);
+        assert_eq!(sizes.len() + skipped.len(), 4096);
+        assert!(sizes.iter().all(|size| size.layout.mesh.is_valid()));
+    }
 }

@@ -36,7 +36,9 @@ impl Manifest {
             }
         };
         let mut walk = Walk::default();
-        let json = walk.value(&tree, &root_schema(), "");
+        // Made once: it is the same for every file.
+        static SCHEMA: std::sync::OnceLock<Json> = std::sync::OnceLock::new();
+        let json = walk.value(&tree, SCHEMA.get_or_init(root_schema), "");
         let mut manifest = Manifest { problems: walk.problems, ..Manifest::default() };
         manifest.broken = walk.broken;
         if let Some(mut json) = json {

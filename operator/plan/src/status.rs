@@ -1,13 +1,298 @@
 //! What the job says about itself: conditions with stable reasons, progress, recoveries.
 
+use crate::job::Job;
+use crate::observed::{Millis, Observed, Outcome, StopCause};
+use crate::problem::Problem;
+use crate::track::Recovery as Tracked;
+use moejob_protocol::Mesh;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// What the operator last saw of the job. Written by the operator alone.
 #[derive(Serialize, Deserialize, JsonSchema, Clone, Debug, Default, PartialEq)]
-#[serde(rename_all = "camelCase")]
+#[serde(rename_all = "camelCase", default)]
 pub struct MoeJobStatus {
-    /// One word: Pending, Starting, Running, Recovering, Suspended, Complete or Failed.
-    #[serde(default)]
+    /// The generation of the spec that this speaks of.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub observed_generation: Option<i64>,
+    /// One word: Invalid, Pending, Starting, Running, Recovering, Stopping, Suspended, Complete or
+    /// Failed.
     pub phase: String,
+    /// Planned, Running, Degraded, Complete, Failed and Suspended, each with a reason.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub conditions: Vec<Condition>,
+    /// The newest incarnation of the gang; 0 before the first.
+    pub attempt: u32,
+    /// Nodes of the gang, wanted and present.
+    pub nodes: NodesStatus,
+    /// Degrees of parallelism of the gang.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mesh: Option<MeshStatus>,
+    /// Steps done.
+    pub step: u64,
+    /// Steps in all.
+    pub steps: u64,
+    /// Cross-entropy of the newest step, nats a token.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss: Option<f64>,
+    /// Tokens a second of the newest step.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokens_per_second: Option<f64>,
+    /// The newest checkpoint.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub checkpoint: Option<CheckpointStatus>,
+    /// Where the experts are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub placement: Option<PlacementStatus>,
+    /// Unplanned losses within the window.
+    pub restarts: u32,
+    /// The last recoveries, newest last.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub recoveries: Vec<RecoveryStatus>,
+}
+
+/// A condition as all Kubernetes objects write it.
+#[derive(Serialize, Deserialize, JsonSchema, Clone, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "camelCase")]
+pub struct Condition {
+    /// What it is about.
+    #[serde(rename = "type")]
+    pub type_: String,
+    /// True, False or Unknown.
+    pub status: String,
+    /// One stable word in CamelCase.
+    pub reason: String,
+    /// For a person.
+    pub message: String,
+    /// When the status changed last, RFC 3339; filled in by whoever writes it.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub last_transition_time: Option<String>,
+}
+
+/// Nodes of the gang.
+#[derive(Serialize, Deserialize, JsonSchema, Clone, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "camelCase", default)]
+pub struct NodesStatus {
+    /// Nodes whose workers have a rank.
+    pub ready: u32,
+    /// Nodes that the job would use.
+    pub desired: u32,
+    /// Workers that are connected without a rank.
+    pub spares: u32,
+    /// `3/4`.
+    pub summary: String,
+}
+
+/// Degrees of parallelism.
+#[derive(Serialize, Deserialize, JsonSchema, Clone, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "camelCase", default)]
+pub struct MeshStatus {
+    /// Ranks in all.
+    pub world: u32,
+    /// Ranks that share the batch.
+    pub dp: u32,
+    /// Ranks that share the experts.
+    pub ep: u32,
+    /// Ranks that share each matrix.
+    pub tp: u32,
+    /// Ranks that share the layers.
+    pub pp: u32,
+}
+
+/// A checkpoint.
+#[derive(Serialize, Deserialize, JsonSchema, Clone, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "camelCase", default)]
+pub struct CheckpointStatus {
+    /// Steps done in it.
+    pub step: u64,
+    /// Its directory.
+    pub name: String,
+}
+
+/// Where the experts are.
+#[derive(Serialize, Deserialize, JsonSchema, Clone, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "camelCase", default)]
+pub struct PlacementStatus {
+    /// `64 over 8 ranks, 2 replicas`.
+    pub summary: String,
+    /// The node of each rank.
+    pub ranks: Vec<String>,
+}
+
+/// How long a loss took to mend; milliseconds since it was noticed.
+#[derive(Serialize, Deserialize, JsonSchema, Clone, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "camelCase", default)]
+pub struct RecoveryStatus {
+    /// What happened.
+    pub cause: String,
+    /// The attempt that it ended.
+    pub attempt: u32,
+    /// Until the next attempt was decided.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub replanned_millis: Option<u64>,
+    /// Until its first step was done.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub first_step_millis: Option<u64>,
+    /// Steps that were done again.
+    pub steps_lost: u64,
+}
+
+/// The status of a job whose spec is wrong: a condition that lists every problem.
+pub fn invalid(problems: &[Problem]) -> MoeJobStatus {
+    let message: Vec<String> = problems.iter().map(Problem::sentence).collect();
+    let planned = condition("Planned", false, "InvalidSpec", message.join("\n"));
+    MoeJobStatus {
+        phase: "Invalid".to_string(),
+        conditions: vec![planned],
+        ..MoeJobStatus::default()
+    }
+}
+
+/// The status of a job, but for what only its reports know (loss, tokens a second) and for times.
+/// `why` is the newest plan's.
+pub fn status(
+    job: &Job,
+    observed: &Observed,
+    recoveries: &[Tracked],
+    why: &[String],
+    now: Millis,
+) -> MoeJobStatus {
+    let record = &observed.record;
+    let gang = observed.gang();
+    let (phase, conditions) = conditions(observed, why);
+    let available = observed.workers.iter().filter(|worker| worker.is_available()).count() as u32;
+    let ready = gang.map_or(0, |gang| gang.members.len() as u32);
+    let desired = observed.wanted.nodes_max;
+    let since = now.saturating_sub(observed.wanted.restart_window);
+    MoeJobStatus {
+        observed_generation: None,
+        phase: phase.to_string(),
+        conditions,
+        attempt: record.attempt,
+        nodes: NodesStatus {
+            ready,
+            desired,
+            spares: if gang.is_some() { available } else { 0 },
+            summary: format!("{ready}/{desired}"),
+        },
+        mesh: gang.map(|gang| mesh(gang.layout.mesh)),
+        step: record.step,
+        steps: job.training.steps,
+        loss: None,
+        tokens_per_second: None,
+        checkpoint: observed.stored.as_ref().map(|stored| CheckpointStatus {
+            step: stored.step,
+            name: stored.name.clone(),
+        }),
+        placement: gang.map(|gang| PlacementStatus {
+            summary: placement(job.model.experts.count, gang.layout.mesh),
+            ranks: gang.members.iter().map(|member| member.node.clone()).collect(),
+        }),
+        restarts: record.restarts.iter().filter(|at| **at >= since).count() as u32,
+        recoveries: recoveries.iter().map(recovery).collect(),
+    }
+}
+
+fn conditions(observed: &Observed, why: &[String]) -> (&'static str, Vec<Condition>) {
+    let record = &observed.record;
+    let gang = observed.gang();
+    let size = gang.map_or(0, |gang| gang.members.len() as u32);
+    let stopping = gang.and_then(|gang| gang.stop_requested).filter(|(cause, _)| cause.halts());
+    let running = gang.is_some_and(|gang| gang.stepped && gang.broken.is_none());
+    let phase = match (&record.outcome, gang) {
+        (Some(Outcome::Complete { .. }), _) => "Complete",
+        (Some(Outcome::Failed { .. }), _) => "Failed",
+        (Some(Outcome::Suspended | Outcome::Interrupted), _) => "Suspended",
+        (None, _) if stopping.is_some() => "Stopping",
+        (None, Some(_)) if running => "Running",
+        (None, Some(gang)) if gang.broken.is_none() && gang.attempt == 1 => "Starting",
+        (None, None) if record.attempt == 0 => "Pending",
+        (None, _) => "Recovering",
+    };
+    let planned = match gang {
+        Some(_) => condition("Planned", true, "GangFormed", format!("{size} nodes have ranks")),
+        None if record.outcome.is_some() => condition("Planned", true, "Over", String::new()),
+        None => condition("Planned", false, "WaitingForNodes", why.join("; ")),
+    };
+    let is_running = match (running, phase) {
+        (true, _) => condition("Running", true, "Training", String::new()),
+        (false, phase) => condition("Running", false, phase, String::new()),
+    };
+    let desired = observed.wanted.nodes_max;
+    let degraded = match gang {
+        Some(_) if size < desired => {
+            let message = format!("{size} of {desired} nodes");
+            condition("Degraded", true, "FewerNodes", message)
+        }
+        _ => condition("Degraded", false, "AllNodes", String::new()),
+    };
+    let mut all = vec![planned, is_running, degraded];
+    all.extend(ends(record.outcome.as_ref(), stopping.map(|(cause, _)| cause)));
+    (phase, all)
+}
+
+fn ends(outcome: Option<&Outcome>, stopping: Option<StopCause>) -> Vec<Condition> {
+    let complete = match outcome {
+        Some(Outcome::Complete { step }) => {
+            condition("Complete", true, "AllStepsDone", format!("{step} steps"))
+        }
+        _ => condition("Complete", false, "NotYet", String::new()),
+    };
+    let failed = match outcome {
+        Some(Outcome::Failed { reason, message, .. }) => {
+            condition("Failed", true, reason, message.clone())
+        }
+        _ => condition("Failed", false, "NotFailed", String::new()),
+    };
+    let suspended = match (outcome, stopping) {
+        (Some(Outcome::Suspended), _) => condition("Suspended", true, "Asked", String::new()),
+        (_, Some(StopCause::Suspend)) => condition("Suspended", false, "Stopping", String::new()),
+        _ => condition("Suspended", false, "NotAsked", String::new()),
+    };
+    vec![complete, failed, suspended]
+}
+
+fn condition(type_: &str, holds: bool, reason: &str, message: String) -> Condition {
+    Condition {
+        type_: type_.to_string(),
+        status: if holds { "True" } else { "False" }.to_string(),
+        reason: reason.to_string(),
+        message,
+        last_transition_time: None,
+    }
+}
+
+/// Keeps the time of conditions whose status is the same, and gives the others `now`.
+pub fn stamp(conditions: &mut [Condition], before: &[Condition], now: &str) {
+    for condition in conditions {
+        let same = before.iter().find(|old| {
+            (&old.type_, &old.status) == (&condition.type_, &condition.status)
+        });
+        let time = same.and_then(|old| old.last_transition_time.clone());
+        condition.last_transition_time = Some(time.unwrap_or_else(|| now.to_string()));
+    }
+}
+
+fn mesh(mesh: Mesh) -> MeshStatus {
+    MeshStatus { world: mesh.world(), dp: mesh.dp, ep: mesh.ep, tp: mesh.tp, pp: mesh.pp }
+}
+
+/// `64 over 8 ranks, 2 replicas`.
+pub fn placement(experts: u32, mesh: Mesh) -> String {
+    let replicas = match mesh.edp() {
+        1 => String::new(),
+        count => format!(", {count} replicas"),
+    };
+    format!("{experts} over {} ranks{replicas}", mesh.ep)
+}
+
+fn recovery(tracked: &Tracked) -> RecoveryStatus {
+    let since = |at: Option<Millis>| at.map(|at| at.saturating_sub(tracked.detected_at));
+    RecoveryStatus {
+        cause: tracked.cause.clone(),
+        attempt: tracked.attempt,
+        replanned_millis: since(tracked.replanned_at),
+        first_step_millis: since(tracked.first_step_at),
+        steps_lost: tracked.steps_lost,
+    }
 }

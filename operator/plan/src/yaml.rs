@@ -6,7 +6,7 @@
 
 use crate::problem::{Code, Place, Problem, is_bidi};
 use serde_saphyr::granit_parser::{Event, Options, Parser, ScalarStyle, Span};
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 /// The API server refuses 1.5 MiB; no honest manifest comes near.
 pub const BYTES_MAX: usize = 1 << 20;
@@ -176,7 +176,7 @@ enum Open {
 #[derive(Default)]
 struct Builder {
     open: Vec<Open>,
-    anchors: HashMap<usize, Node>,
+    anchors: BTreeMap<usize, Node>,
     nodes: usize,
     root: Option<Node>,
 }

@@ -1,0 +1,187 @@
+//! Nodes -> zone > rack > NVLink domain > host, from the labels that clouds and topology operators
+//! put on nodes; and the order in which a job uses them.
+
+use crate::job::Closeness;
+use crate::spec::Level;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// A node as a cluster describes it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct NodeInfo {
+    pub name: String,
+    #[serde(default)]
+    pub labels: BTreeMap<String, String>,
+    /// It accepts pods: ready and not cordoned.
+    #[serde(default = "yes")]
+    pub usable: bool,
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// Labels that name a node's part at each level; the first that is there counts.
+const LABELS: &[(Level, &[&str])] = &[
+    (Level::Zone, &["topology.kubernetes.io/zone", "failure-domain.beta.kubernetes.io/zone"]),
+    (
+        Level::Rack,
+        &[
+            "topology.kubernetes.io/rack",
+            "network.topology.nvidia.com/leaf",
+            "topology.k8s.aws/network-node-layer-3",
+            "cloud.google.com/gce-topology-block",
+        ],
+    ),
+    (
+        Level::NvlinkDomain,
+        &[
+            "network.topology.nvidia.com/accelerator",
+            "nvidia.com/gpu.clique",
+            "cloud.google.com/gce-topology-subblock",
+        ],
+    ),
+    (Level::Host, &["kubernetes.io/hostname"]),
+];
+
+impl NodeInfo {
+    /// The part of `level` that the node lies in, with the parts around it, so that rack 1 of one
+    /// zone is not rack 1 of another. A missing label is a part of its own name.
+    pub fn part(&self, level: Level) -> Vec<&str> {
+        let levels = LABELS.iter().filter(|(of, _)| *of <= level);
+        let label = |names: &[&str]| {
+            names.iter().find_map(|name| self.labels.get(*name)).map_or("", String::as_str)
+        };
+        let mut part: Vec<&str> = levels.map(|(_, names)| label(names)).collect();
+        if level == Level::Host && part.last().is_some_and(|host| host.is_empty()) {
+            part.pop();
+            part.push(&self.name);
+        }
+        part
+    }
+}
+
+/// The nodes of a job in the order in which it uses them, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ordered {
+    /// Names; neighbours in this list are neighbours in the cluster.
+    pub nodes: Vec<String>,
+    pub why: String,
+}
+
+/// Orders `nodes` for a job that wants at least `min` of them and uses up to `count`.
+///
+/// With a level, the part that has just enough nodes comes first; if that level is required, nodes
+/// beyond it are left out. Parts and nodes of equal worth are taken by name, so equal inputs give
+/// equal orders.
+pub fn order(
+    nodes: &[NodeInfo],
+    wish: Option<(Level, Closeness)>,
+    min: u32,
+    count: u32,
+) -> Ordered {
+    let mut usable: Vec<&NodeInfo> = nodes.iter().filter(|node| node.usable).collect();
+    usable.sort_by_key(|node| (node.part(Level::NvlinkDomain), natural(&node.name)));
+    let names = |nodes: &[&NodeInfo]| nodes.iter().map(|node| node.name.clone()).collect();
+    let Some((level, closeness)) = wish else {
+        let why = format!("{} usable nodes, neighbours beside each other", usable.len());
+        return Ordered { nodes: names(&usable), why };
+    };
+    let mut parts: BTreeMap<Vec<&str>, Vec<&NodeInfo>> = BTreeMap::new();
+    for node in &usable {
+        parts.entry(node.part(level)).or_default().push(node);
+    }
+    // The part with the fewest spare nodes that has enough; else the largest.
+    let (least, most) = (min as usize, count as usize);
+    let worth = |nodes: &[&NodeInfo]| {
+        let size = nodes.len();
+        match (size >= most, size >= least) {
+            (true, _) => (0, size - most),
+            (_, true) => (1, most - size),
+            _ => (2, most.saturating_sub(size)),
+        }
+    };
+    let mut ranked: Vec<(&Vec<&str>, &Vec<&NodeInfo>)> = parts.iter().collect();
+    ranked.sort_by_key(|(_, nodes)| worth(nodes));
+    let Some((part, first)) = ranked.first() else {
+        return Ordered { nodes: Vec::new(), why: "no node is usable".to_string() };
+    };
+    let label = part.last().filter(|label| !label.is_empty()).map_or("without a label", |name| name);
+    let why = format!("{} nodes of {level:?} {label} first, of {}", first.len(), usable.len());
+    match closeness {
+        Closeness::Required => Ordered { nodes: names(first), why: format!("{why}, no others") },
+        Closeness::Preferred => {
+            let all: Vec<&NodeInfo> =
+                ranked.iter().flat_map(|(_, nodes)| nodes.iter().copied()).collect();
+            Ordered { nodes: names(&all), why }
+        }
+    }
+}
+
+/// `node-10` after `node-9`: the digits at the end count as a number.
+fn natural(name: &str) -> (&str, u64, &str) {
+    let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
+    (stem, name[stem.len()..].parse().unwrap_or(0), name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(name: &str, zone: &str, rack: &str) -> NodeInfo {
+        let labels = [
+            ("topology.kubernetes.io/zone", zone),
+            ("network.topology.nvidia.com/leaf", rack),
+        ];
+        let labels = labels.iter().map(|(key, value)| (key.to_string(), value.to_string()));
+        NodeInfo { name: name.to_string(), labels: labels.collect(), usable: true }
+    }
+
+    fn cluster() -> Vec<NodeInfo> {
+        vec![
+            node("n-10", "a", "1"),
+            node("n-2", "a", "1"),
+            node("n-1", "a", "2"),
+            node("n-3", "b", "1"),
+            node("n-4", "b", "1"),
+            node("n-5", "b", "1"),
+        ]
+    }
+
+    fn names(wish: Option<(Level, Closeness)>, min: u32, count: u32) -> String {
+        order(&cluster(), wish, min, count).nodes.join(" ")
+    }
+
+    #[test]
+    fn neighbours_stand_beside_each_other() {
+        assert_eq!(names(None, 1, 6), "n-2 n-10 n-1 n-3 n-4 n-5");
+    }
+
+    #[test]
+    fn the_part_that_fits_best_comes_first() {
+        let rack = Some((Level::Rack, Closeness::Preferred));
+        assert_eq!(names(rack, 1, 1), "n-1 n-2 n-10 n-3 n-4 n-5");
+        assert_eq!(names(rack, 1, 2), "n-2 n-10 n-3 n-4 n-5 n-1");
+        assert_eq!(names(rack, 1, 3), "n-3 n-4 n-5 n-2 n-10 n-1");
+        assert_eq!(names(rack, 1, 6), "n-3 n-4 n-5 n-2 n-10 n-1");
+    }
+
+    #[test]
+    fn a_required_level_leaves_the_others_out() {
+        let rack = Some((Level::Rack, Closeness::Required));
+        assert_eq!(names(rack, 2, 2), "n-2 n-10");
+        let zone = Some((Level::Zone, Closeness::Required));
+        assert_eq!(names(zone, 2, 3), "n-2 n-10 n-1");
+    }
+
+    #[test]
+    fn nodes_that_accept_no_pods_are_left_out() {
+        let mut nodes = cluster();
+        nodes.iter_mut().for_each(|node| node.usable = node.name == "n-4");
+        assert_eq!(order(&nodes, None, 1, 6).nodes, ["n-4"]);
+        nodes[4].usable = false;
+        let wish = Some((Level::Rack, Closeness::Preferred));
+        assert_eq!(order(&nodes, wish, 1, 6).nodes, Vec::<String>::new());
+    }
+}
