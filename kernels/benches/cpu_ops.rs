@@ -1,5 +1,6 @@
-//! Every op of one layer and of the ends at the size of the first example, on one thread:
-//! `cargo bench -p moejob-kernels --bench cpu_ops`; a word after `--` picks the ops of that name.
+//! Every op of one layer and of the ends at the size of the first example:
+//! `cargo bench -p moejob-kernels --bench cpu_ops`; after `--`, a word picks the ops of that name and
+//! a number says how many threads.
 //!
 //! 512 tokens (a micro-batch of 2 x 256), D 128, 4 heads of 32, 8 experts, top-2, F 128, V 256.
 //! Products count 2 m n k operations (attention: what its causal half needs); the other ops are
@@ -29,8 +30,10 @@ struct Bench {
 }
 
 fn main() {
-    let device = Device::cpu(1, 1 << 28).expect("a device");
-    let picked = std::env::args().skip(1).find(|word| !word.starts_with('-'));
+    let words: Vec<String> = std::env::args().skip(1).filter(|w| !w.starts_with('-')).collect();
+    let threads = words.iter().find_map(|word| word.parse().ok()).unwrap_or(1);
+    let picked = words.into_iter().find(|word| word.parse::<usize>().is_err());
+    let device = Device::cpu(threads, 1 << 28).expect("a device");
     let mut bench = Bench { device, plan: ArenaPlan::new(), total_us: 0.0, picked };
     println!("{:>22} | {:>8} | {:>8} | {:>6}", "op", "us", "GFLOP/s", "GB/s");
     norms_and_ends(&mut bench);

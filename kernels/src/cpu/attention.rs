@@ -201,11 +201,15 @@ fn forward_block<T: GemmFloat>(
     SCRATCH.with_borrow_mut(|[scratch, _]| {
         let scores = scratch.take::<T>(block.queries * block.keys);
         shape.scores(isa, block, q, k, scores);
-        let mut sums = [T::ZERO; QUERIES];
+        let (mut maxima, mut sums) = ([T::ZERO; QUERIES], [T::ONE; QUERIES]);
         for (i, row) in scores.chunks_exact_mut(block.keys).enumerate() {
             let window = shape.window(block, i);
-            let row = softmax_row::<T>(isa, row, window.start, window.end, shape.scale);
-            (lse.row_mut(i)[0], sums[i]) = row;
+            (maxima[i], sums[i]) = softmax_row::<T>(isa, row, window, shape.scale);
+        }
+        let mut logs = sums;
+        logarithms::<T>(isa, &mut logs[..block.queries]);
+        for i in 0..block.queries {
+            lse.row_mut(i)[0] = maxima[i] + logs[i];
         }
         let product_of = Product {
             k: block.keys,
@@ -280,13 +284,21 @@ fn backward_block<T: GemmFloat>(
 }
 
 lanes_fn! {
-/// Turns scores inside of the window into exponentials and the others into zeros; gives the
-/// logarithm of the sum of unshifted exponentials, and the sum of the shifted ones.
-fn softmax_row<T: Float>(row: &mut [T], start: usize, end: usize, scale: T) -> (T, T) {
-    row[..start].fill(T::ZERO);
-    row[end..].fill(T::ZERO);
-    let (max, sum) = lanes::exponentials(&mut row[start..end], scale);
-    (max + sum.ln(), sum)
+/// Turns scores inside of the window into exponentials and the others into zeros; gives the largest
+/// scaled score and the sum.
+fn softmax_row<T: Float>(row: &mut [T], window: std::ops::Range<usize>, scale: T) -> (T, T) {
+    row[..window.start].fill(T::ZERO);
+    row[window.end..].fill(T::ZERO);
+    lanes::exponentials(&mut row[window], scale)
+}
+}
+
+lanes_fn! {
+/// Apart from the rows, so that the long chains of several logarithms overlap.
+fn logarithms<T: Float>(values: &mut [T]) {
+    for x in values {
+        *x = x.ln();
+    }
 }
 }
 
