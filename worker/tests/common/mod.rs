@@ -198,7 +198,7 @@ fn attempt(
     let mut reports = Vec::new();
     let asking = control.clone();
     let stop = Request { checkpoint_now: false, stop_after_this_step: true };
-    if stop_at == Some(1) {
+    if stop_at == Some(config.resume.step() + 1) {
         control.request(stop);
     }
     let end = trainer.run_attempt(config, comm, &control, &mut |event| {
