@@ -66,7 +66,7 @@ fn matmul_and_bias() {
 
 #[test]
 fn rope() {
-    let (tokens, heads, head_dim) = (600, 3, 34);
+    let (tokens, heads, head_dim) = (1500, 3, 34);
     check_exact("rope", 1e-6, |bed| {
         let x = bed.input(tokens * heads * head_dim);
         let positions = bed.words(&below(3, tokens, 5000));
@@ -140,7 +140,7 @@ fn route() {
 
 #[test]
 fn moving_rows() {
-    let (tokens, top_k, experts, dim) = (900, 2, 7, 130);
+    let (tokens, top_k, experts, dim) = (2000, 2, 7, 130);
     check_exact("rows", 1e-6, |bed| {
         let slots = tokens * top_k;
         let firsts = below(4, tokens, experts - 1);
@@ -174,7 +174,7 @@ fn experts() {
 
 /// Three experts, two sources, an empty segment, more rows than 256 in one.
 fn experts_case(bed: &mut Bed, gated: bool, activation: Activation) -> Vec<Buffer> {
-    let (dim, hidden, sources, tokens) = (40, 70, 2, 300);
+    let (dim, hidden, sources, tokens) = (40, 100, 2, 300);
     let offsets = bed.words(&[0, 300, 310, 310, 333, 400, 450]);
     let rows = 450;
     let width = if gated { 2 * hidden } else { hidden };

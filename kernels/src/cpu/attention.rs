@@ -36,7 +36,7 @@ impl CpuDevice {
         };
         shape.check(op.batch, &[q, o], &[k, v], lse);
         let tokens = op.batch * op.seq;
-        let work = 2 * tokens * op.seq * shape.query_row();
+        let work = tokens * op.seq * shape.query_row() / 2;
         let mut jobs = Vec::new();
         let o = Target::new(o, tokens, shape.query_row()).row_bands(op.seq);
         let lse = Target::new(lse, tokens, op.heads).row_bands(op.seq);
@@ -79,7 +79,7 @@ impl CpuDevice {
         dv.fill(T::ZERO);
         let tokens = op.batch * op.seq;
         let group = op.heads / op.kv_heads;
-        let work = 5 * tokens * op.seq * shape.query_row();
+        let work = tokens * op.seq * shape.query_row();
         let mut jobs = Vec::new();
         let dq = Target::new(dq, tokens, shape.query_row()).row_bands(op.seq);
         let dk = Target::new(dk, tokens, shape.key_row()).row_bands(op.seq);

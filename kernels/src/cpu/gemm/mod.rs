@@ -238,7 +238,8 @@ pub(crate) fn products<T: GemmFloat>(exec: &Exec, products: Vec<Product<'_, T>>)
     let work: usize = products.iter().map(Product::work).sum();
     let wanted = if exec.threads == 1 { 1 } else { 2 * exec.threads };
     let tasks = products.into_iter().flat_map(|p| cut(p, kernel.nr, work / wanted)).collect();
-    exec.run(tasks, work, |task| compute(exec.isa, &kernel, &task));
+    // A product does about eight times as many operations a nanosecond as other loops.
+    exec.run(tasks, work / 8, |task| compute(exec.isa, &kernel, &task));
 }
 
 /// One product on this thread alone.
