@@ -268,11 +268,11 @@ impl Session {
     ) {
         if let Some(problem) = self.problem(attempt, &config) {
             out.push(Effect::Log(format!("refused: {problem}")));
-            let up = Up::Left {
-                reason: LeftReason::Error { message: problem },
-                held: self.held.clone(),
-            };
-            out.push(Effect::Send { attempt, up });
+            // Of its own attempt it has said, or will say, how it ended.
+            if attempt > self.attempt {
+                let up = self.left_up(LeftReason::Error { message: problem });
+                out.push(Effect::Send { attempt, up });
+            }
             return;
         }
         if attempt == self.attempt {
@@ -400,9 +400,6 @@ impl Session {
         match then {
             Some(Then::Start(config)) => self.start(config, now, out),
             Some(Then::Exit { code, .. }) => self.done(code, out),
-            None | Some(Then::Report) if self.drain_until.is_some() && self.is_orphan() => {
-                self.done(EXIT_INTERRUPTED, out);
-            }
             None | Some(Then::Report) => self.check_orphan(now, out),
         }
     }
@@ -439,13 +436,17 @@ impl Session {
         self.check_orphan(now, out);
     }
 
-    /// An orphan without an attempt waits no longer than `orphanTimeout`. One whose gang is
-    /// undisturbed trains on.
+    /// An orphan without an attempt waits no longer than `orphanTimeout`, and not at all when it
+    /// drains. One whose gang is undisturbed trains on.
     fn check_orphan(&mut self, now: Duration, out: &mut Vec<Effect>) {
-        if let (State::Idle { since: idle }, Leader::Gone { since: alone }) =
+        let (State::Idle { since: idle }, Leader::Gone { since: alone }) =
             (&self.state, &self.leader)
-            && now.saturating_sub(*idle.max(alone)) >= self.orphan_timeout
-        {
+        else {
+            return;
+        };
+        if self.drain_until.is_some() {
+            self.done(EXIT_INTERRUPTED, out);
+        } else if now.saturating_sub(*idle.max(alone)) >= self.orphan_timeout {
             out.push(Effect::Log("no leader came back".to_string()));
             self.done(EXIT_TRY_AGAIN, out);
         }
