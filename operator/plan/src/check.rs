@@ -127,15 +127,17 @@ impl<'a> Checker<'a> {
         for action in &self.plan.actions {
             if let Action::LeaveAttempt { name, attempt, .. } = action {
                 let worker = self.observed.worker(name);
-                let takes_part = worker.is_some_and(|worker| {
-                    let asked = matches!(
-                        worker.state,
-                        WorkerState::Member { leaving: Some(_), .. }
-                    );
-                    member_of(worker) == Some(*attempt) && !asked && !worker.stopping
+                let gang = self.observed.gang().filter(|gang| gang.attempt == *attempt);
+                let first = gang.is_some_and(|gang| gang.broken.is_none());
+                let needed = worker.is_some_and(|worker| match worker.state {
+                    WorkerState::Member { attempt: of, leaving, .. } if of == *attempt => {
+                        leaving.is_none() && (first || !worker.stopping)
+                    }
+                    WorkerState::Silent | WorkerState::Starting { .. } => first,
+                    _ => false,
                 });
                 let ends = self.stops(name);
-                self.demand(takes_part && !ends, || {
+                self.demand(needed && !ends, || {
                     format!("{name} is asked to leave attempt {attempt} without need")
                 });
             }

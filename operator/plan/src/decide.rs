@@ -328,14 +328,29 @@ impl<'o> Planner<'o> {
             self.why(format!("attempt {} is broken ({cause}): {waiting} to leave it", gang.attempt));
             return;
         }
-        let progressed_at = self.observed.record.progressed_at.max(gang.started_at);
-        let due = at_most.unwrap_or(progressed_at + FENCE_TIMEOUT);
-        if !acknowledged && !all_dead && self.now < due {
-            self.why(format!("attempt {} is broken ({cause}): nobody answers", gang.attempt));
-            return self.look_again_at(due);
+        if !acknowledged && !all_dead && at_most.is_none_or(|due| self.now < due) {
+            return self.await_fence(gang, &cause, at_most);
         }
         self.why(format!("attempt {} is over: {cause}", gang.attempt));
         self.act(Action::EndAttempt { attempt: gang.attempt, unplanned, cause });
+    }
+
+    /// Nobody has acknowledged leaving, and not all are known dead. The clock of the fence starts
+    /// with the first action on a member.
+    fn await_fence(&mut self, gang: &'o Gang, cause: &str, due: Option<Millis>) {
+        self.why(format!("attempt {} is broken ({cause}): nobody answers", gang.attempt));
+        if let Some(due) = due {
+            return self.look_again_at(due);
+        }
+        let members: Vec<&Worker> = self.members(gang).flatten().collect();
+        if members.iter().any(|worker| !worker.stopping && self.is_ending(worker)) {
+            return;
+        }
+        // The stream may come back and deliver it.
+        for worker in members.iter().filter(|worker| !worker.is_dead()) {
+            let (name, reason) = (worker.name.clone(), cause.to_string());
+            self.act(Action::LeaveAttempt { name, attempt: gang.attempt, reason });
+        }
     }
 
     fn members(&self, gang: &'o Gang) -> impl Iterator<Item = Option<&'o Worker>> + use<'o> {

@@ -101,7 +101,7 @@ impl<'o> Planner<'o> {
         let candidates: Vec<&Worker> = self.candidates().collect();
         let step = choose(self.observed, &candidates, candidates.len()).resume.step();
         let stored = self.observed.stored.as_ref().map_or(0, |stored| stored.step);
-        let possible = candidates.len() + self.starting() + self.free_nodes().count();
+        let possible = candidates.len() + self.starting() + self.free_by(deadline);
         if step <= stored || self.now >= deadline || self.size_for(possible as u32).is_none() {
             return false;
         }
@@ -118,6 +118,16 @@ impl<'o> Planner<'o> {
         (observed.nodes.iter())
             .filter(move |node| node.usable && now >= node.avoid_until && is_free(&node.name))
             .map(|node| node.name.as_str())
+    }
+
+    /// Nodes on which a worker may be started in time.
+    fn free_by(&self, deadline: Millis) -> usize {
+        let busy = |name: &str| {
+            let stays = |worker: &&Worker| !worker.is_dead() && !worker.stopping;
+            self.observed.workers.iter().filter(stays).any(|worker| worker.node == name)
+        };
+        let nodes = self.observed.nodes.iter();
+        nodes.filter(|of| of.usable && of.avoid_until < deadline && !busy(&of.name)).count()
     }
 
     /// Workers that are there to stay.

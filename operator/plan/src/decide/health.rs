@@ -54,12 +54,15 @@ impl<'o> Planner<'o> {
         let found = worst.zip(what).map(|((member, _), what)| {
             format!("rank {} ({}) {what}", member.rank, member.worker)
         });
-        // What was noticed first explains more than the end of those that were ended for it.
-        let ended_by_us = worst.is_some_and(|(member, _)| {
-            self.observed.worker(&member.worker).is_some_and(|worker| worker.stopping)
+        // What was noticed first explains more than the leaving that follows from it, and more
+        // than the end of those that were ended for it.
+        let follows = worst.is_some_and(|(member, standing)| {
+            let worker = self.observed.worker(&member.worker);
+            weight(standing) < weight(&Standing::Outside(String::new()))
+                || worker.is_some_and(|worker| worker.stopping)
         });
         let noticed = gang.broken.as_ref().map(|(_, cause)| cause.clone());
-        let cause = if ended_by_us { noticed.or(found) } else { found.or(noticed) };
+        let cause = if follows { noticed.or(found) } else { found.or(noticed) };
         Health::Broken { unplanned, cause: cause.unwrap_or_default() }
     }
 

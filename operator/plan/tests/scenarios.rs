@@ -1,0 +1,289 @@
+//! Scenarios as text: `> what happens`, then what the leader does about it and why.
+//!
+//! Run with `UPDATE_SCENARIOS=1` to write what is done now into the files, and read the difference.
+
+mod world;
+
+use moejob_plan::decide::{Action, Plan};
+use moejob_plan::observed::{Stored, WorkerState};
+use moejob_plan::track::Happening;
+use moejob_protocol::checkpoint::directory_name;
+use moejob_protocol::config::Resume;
+use moejob_protocol::message::LeftReason;
+use std::fmt::Write;
+use std::path::Path;
+use world::{Setup, World};
+
+#[test]
+fn scenarios() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/scenarios");
+    let mut files: Vec<_> = std::fs::read_dir(&folder)
+        .expect("the scenarios are there")
+        .map(|entry| entry.expect("a readable folder").path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "txt"))
+        .collect();
+    files.sort();
+    assert!(!files.is_empty());
+    for path in files {
+        let expected = std::fs::read_to_string(&path).expect("a readable scenario");
+        let found = replay(&expected);
+        if std::env::var_os("UPDATE_SCENARIOS").is_some() {
+            std::fs::write(&path, &found).expect("a writable scenario");
+        } else {
+            check(&path.display().to_string(), &expected, &found);
+        }
+    }
+}
+
+/// Shows the first difference with the lines before it.
+fn check(name: &str, expected: &str, found: &str) {
+    let difference = (expected.lines().zip(found.lines()).enumerate())
+        .find(|(_, (expected, found))| expected != found)
+        .map(|(line, (expected, found))| (line + 1, expected.to_string(), found.to_string()));
+    if let Some((line, expected, found)) = difference {
+        panic!("{name}:{line}\nexpected {expected:?}\nfound    {found:?}");
+    }
+    assert_eq!(expected.lines().count(), found.lines().count(), "{name}: one ends early");
+}
+
+/// The text again, with what is done now in place of what stood there.
+fn replay(text: &str) -> String {
+    let mut world = World::new(Setup::default());
+    let mut out = String::new();
+    for line in text.lines() {
+        if line.starts_with("  ") {
+            continue;
+        }
+        out.push_str(line);
+        out.push('\n');
+        if let Some(command) = line.strip_prefix("> ") {
+            let words: Vec<&str> = command.split_whitespace().collect();
+            out.push_str(&run(&mut world, &words));
+        }
+    }
+    out
+}
+
+fn run(world: &mut World, words: &[&str]) -> String {
+    let mut out = String::new();
+    let plans = happen(world, words, &mut out);
+    let last = plans.len().saturating_sub(1);
+    let mut said: Vec<&String> = Vec::new();
+    for (index, plan) in plans.iter().enumerate() {
+        if !plan.actions.is_empty() || index == last {
+            for why in plan.why.iter().filter(|why| !said.contains(why)) {
+                writeln!(out, "  # {why}").expect("a string");
+            }
+            said.extend(&plan.why);
+        }
+        out.push_str(&actions(plan));
+    }
+    for happening in world.happenings.drain(..) {
+        let line = match happening {
+            Happening::WorkerLost { name, cause } => format!("lost {name}: {cause}"),
+            Happening::Recovered(recovery) => format!(
+                "recovered, {} ms after it was noticed that {}; {} steps to do again",
+                recovery.first_step_at.unwrap_or_default() - recovery.detected_at,
+                recovery.cause,
+                recovery.steps_lost
+            ),
+        };
+        writeln!(out, "  ! {line}").expect("a string");
+    }
+    if let Some(at) = plans.last().and_then(|plan| plan.requeue) {
+        writeln!(out, "  look again in {} ms", at - world.now).expect("a string");
+    }
+    out
+}
+
+fn happen(world: &mut World, words: &[&str], out: &mut String) -> Vec<Plan> {
+    let number = |index: usize| -> u64 {
+        words.get(index).map_or(1, |word| word.parse().expect("a number"))
+    };
+    match words {
+        ["job", settings @ ..] => *world = World::new(setup(settings)),
+        ["set", settings @ ..] => set(world, settings),
+        ["connect"] => {
+            let names: Vec<String> = world.sims.keys().cloned().collect();
+            names.iter().for_each(|name| {
+                world.connect(name);
+            });
+        }
+        ["connect", names @ ..] => names.iter().for_each(|name| {
+            assert!(world.connect(name), "{name} cannot connect");
+        }),
+        ["step" | "steps", ..] => {
+            let mut plans = Vec::new();
+            for _ in 0..number(1) {
+                world.now += 100;
+                if !world.step() {
+                    out.push_str("  (no gang can do a step)\n");
+                    break;
+                }
+                plans.extend(world.settle());
+            }
+            return plans;
+        }
+        ["advance", _] => world.now += number(1),
+        ["kill", names @ ..] => names.iter().for_each(|name| world.kill(name, None)),
+        ["exit", name, code] => world.kill(name, Some(code.parse().expect("a code"))),
+        ["freeze", name] => sim(world, name).frozen = true,
+        ["deaf", name] => sim(world, name).deaf = true,
+        ["heal", name] => world.heal(name),
+        ["cut", name] => sim(world, name).cut = true,
+        ["silence", names @ ..] => names.iter().for_each(|name| world.silence(name)),
+        ["notice", names @ ..] => names.iter().for_each(|name| {
+            assert!(world.notice(name), "{name} has lost nobody");
+        }),
+        ["lost", name, _] => {
+            let rank = number(2) as u32;
+            sim(world, name).leave(LeftReason::PeerLost { rank });
+        }
+        ["stuck", name, _] => {
+            sim(world, name).collective = number(2);
+            world.beat();
+        }
+        ["forget", name] => {
+            sim(world, name).held.clear();
+            world.beat();
+        }
+        ["stored", _] => {
+            let step = number(1);
+            world.tracker.observed.stored = Some(Stored { step, name: directory_name(step) });
+            world.done = world.done.max(step);
+        }
+        ["interrupt"] => world.tracker.observed.interrupt = true,
+        ["suspend"] => world.tracker.observed.wanted.suspend = true,
+        ["resume"] => world.tracker.observed.wanted.suspend = false,
+        ["cordon", node] => world.node(node).usable = false,
+        ["uncordon", node] => world.node(node).usable = true,
+        ["avoid", node, _] => world.node(node).avoid_until = world.now + number(2),
+        ["drain", name] => {
+            let workers = &mut world.tracker.observed.workers;
+            workers.iter_mut().find(|of| of.name == *name).expect("a worker").stopping = true;
+        }
+        ["takeover"] => world.take_over(),
+        ["show"] => {
+            writeln!(out, "  outcome: {:?}", world.outcome()).expect("a string");
+            for worker in &world.observed().workers {
+                let held: Vec<String> = (worker.held.iter())
+                    .map(|held| format!("{}@{}:{:?}", held.step, held.attempt, held.shards))
+                    .collect();
+                let stopping = if worker.stopping { ", stopping" } else { "" };
+                let state = describe(&worker.state);
+                writeln!(out, "  {} {}: {state}{stopping} {}", worker.name, worker.node, held.join(" "))
+                    .expect("a string");
+            }
+        }
+        _ => panic!("no such command: {words:?}"),
+    }
+    world.settle()
+}
+
+fn sim<'w>(world: &'w mut World, name: &str) -> &'w mut world::sim::Sim {
+    world.sims.get_mut(name).expect("a worker of this scenario")
+}
+
+fn pairs<'a>(settings: &'a [&str]) -> impl Iterator<Item = (&'a str, u64)> {
+    settings.iter().map(|setting| {
+        let (key, value) = setting.split_once('=').expect("key=value");
+        (key, value.parse().expect("a number"))
+    })
+}
+
+fn setup(settings: &[&str]) -> Setup {
+    let mut setup = Setup::default();
+    for (key, value) in pairs(settings) {
+        match key {
+            "min" => setup.min = value as u32,
+            "max" => setup.max = value as u32,
+            "spares" => setup.spares = value as u32,
+            "nodes" => setup.nodes = value as u32,
+            "experts" => setup.experts = value as u32,
+            "steps" => setup.steps = value,
+            "memory" => setup.memory_every = value,
+            "checkpoint" => setup.checkpoint_every = value,
+            "restarts" => setup.restarts_max = value as u32,
+            _ => panic!("no such setting: {key}"),
+        }
+    }
+    setup
+}
+
+fn set(world: &mut World, settings: &[&str]) {
+    let wanted = &mut world.tracker.observed.wanted;
+    for (key, value) in pairs(settings) {
+        match key {
+            "min" => wanted.nodes_min = value as u32,
+            "max" => wanted.nodes_max = value as u32,
+            "spares" => wanted.spares = value as u32,
+            "timeout" => wanted.step_timeout = value,
+            _ => panic!("no such setting: {key}"),
+        }
+    }
+}
+
+fn actions(plan: &Plan) -> String {
+    let mut out = String::new();
+    let mut configured = Vec::new();
+    for action in &plan.actions {
+        let line = match action {
+            Action::StartWorker { name, node } => format!("start {name} on {node}"),
+            Action::StopWorker { name, grace } => format!("stop {name}, grace {grace} ms"),
+            Action::EndAttempt { attempt, unplanned, cause } => {
+                let counts = if *unplanned { "counts" } else { "does not count" };
+                format!("end attempt {attempt}, which {counts}: {cause}")
+            }
+            Action::RecordAttempt(gang) => {
+                let names: Vec<&str> = gang.members.iter().map(|of| of.worker.as_str()).collect();
+                let mesh = gang.layout.mesh;
+                format!("record attempt {}: {} as dp {} ep {}", gang.attempt, names.join(" "), mesh.dp, mesh.ep)
+            }
+            Action::Configure { name, config } => {
+                configured.push(name.as_str());
+                if configured.len() < config.members.len() {
+                    continue;
+                }
+                format!("configure {}: {}", configured.join(" "), resume(&config.resume))
+            }
+            Action::LeaveAttempt { name, attempt, reason } => {
+                format!("tell {name} to leave attempt {attempt}: {reason}")
+            }
+            Action::Request { attempt, request, cause } => {
+                let save = if request.checkpoint_now { ", with a checkpoint" } else { "" };
+                format!("ask attempt {attempt} to stop for {cause:?}{save}")
+            }
+            Action::Finish(outcome) => format!("finish: {outcome:?}"),
+        };
+        writeln!(out, "  - {line}").expect("a string");
+    }
+    out
+}
+
+fn resume(resume: &Resume) -> String {
+    match resume {
+        Resume::Fresh => "fresh".to_string(),
+        Resume::Checkpoint { step, name } => format!("step {step} of {name}"),
+        Resume::Memory { step, attempt, sources, .. } => {
+            let from: Vec<String> = (sources.iter())
+                .map(|source| format!("{}<-rank {}", source.shard, source.from))
+                .collect();
+            format!("step {step} of attempt {attempt}, shards {}", from.join(" "))
+        }
+    }
+}
+
+fn describe(state: &WorkerState) -> String {
+    match state {
+        WorkerState::Starting { .. } => "starting".to_string(),
+        WorkerState::Idle => "idle".to_string(),
+        WorkerState::Member { attempt, rank, leaving, .. } => {
+            let leaving = if leaving.is_some() { ", leaving" } else { "" };
+            format!("rank {rank} of attempt {attempt}{leaving}")
+        }
+        WorkerState::Left { attempt, reason } => format!("left attempt {attempt}: {reason:?}"),
+        WorkerState::Completed { step, .. } => format!("completed at {step}"),
+        WorkerState::Silent => "silent".to_string(),
+        WorkerState::Dead { exit_code, .. } => format!("dead {exit_code:?}"),
+    }
+}

@@ -1,0 +1,592 @@
+//! A small pure world for the plan: workers that obey as `worker/src/session.rs` does, or die;
+//! streams that keep their order but not their speed; nodes that fail; a leader that restarts.
+//!
+//! The world knows the truth and asserts on it. The leader's `Tracker` only sees messages.
+
+pub mod sim;
+
+use moejob_plan::check::check;
+use moejob_plan::decide::{Action, Plan, plan};
+use moejob_plan::job::{Job, Venue};
+use moejob_plan::launch::{self, Places};
+use moejob_plan::observed::{
+    Millis, Node, Observed, Outcome, Record, Size, Wanted, Worker, WorkerState,
+};
+use moejob_plan::track::{Happening, Tracker};
+use moejob_protocol::config::{Resume, WorkerConfig};
+use moejob_protocol::message::{Heartbeat, Hello, LeftReason, Phase, Up};
+use moejob_protocol::report::{Detail, Event, EventKind, StepReport};
+use moejob_protocol::{Layout, Mesh};
+use sim::{Message, Run, Sim};
+use std::collections::BTreeMap;
+
+/// Plans that follow each other without anything happening in between, at most.
+const ROUNDS_MAX: usize = 8;
+
+/// What differs between the jobs of the tests.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    pub min: u32,
+    pub max: u32,
+    pub spares: u32,
+    pub nodes: u32,
+    /// Experts of the model: no more ranks can share them.
+    pub experts: u32,
+    pub steps: u64,
+    pub memory_every: u64,
+    pub checkpoint_every: u64,
+    pub restarts_max: u32,
+}
+
+impl Default for Setup {
+    fn default() -> Setup {
+        Setup {
+            min: 1,
+            max: 4,
+            spares: 0,
+            nodes: 4,
+            experts: 8,
+            steps: 100,
+            memory_every: 10,
+            checkpoint_every: 50,
+            restarts_max: 20,
+        }
+    }
+}
+
+/// The newest state of a gang, which all its members share.
+#[derive(Clone, Debug)]
+struct GangTruth {
+    step: u64,
+    /// The members have found each other and loaded their state.
+    joined: bool,
+    stop: bool,
+    save: bool,
+}
+
+pub struct World {
+    pub setup: Setup,
+    pub tracker: Tracker,
+    pub now: Millis,
+    pub sims: BTreeMap<String, Sim>,
+    gangs: BTreeMap<u32, GangTruth>,
+    /// Newest step that any gang has done.
+    pub done: u64,
+    /// Highest attempt that has made its claim in storage.
+    claimed: u32,
+    pub restarts_of_leader: u32,
+    pub happenings: Vec<Happening>,
+}
+
+impl World {
+    pub fn new(setup: Setup) -> World {
+        let sizes = |max: u32| {
+            (1..=max)
+                .map(|nodes| {
+                    // The largest number of expert ranks that divides the gang.
+                    let ep = (1..=setup.experts.min(nodes)).rfind(|ep| nodes % ep == 0);
+                    let mesh = Mesh::data_parallel(nodes, ep.unwrap_or(1));
+                    Size { nodes, layout: Layout::contiguous(mesh) }
+                })
+                .collect()
+        };
+        let node =
+            |index| Node { name: format!("n{index}"), usable: true, avoid_until: 0 };
+        let observed = Observed {
+            wanted: Wanted {
+                nodes_min: setup.min,
+                nodes_max: setup.max,
+                spares: setup.spares,
+                sizes: sizes(setup.nodes.max(setup.max)),
+                restarts_max: setup.restarts_max,
+                restart_window: 3_600_000,
+                growth_interval: 2_000,
+                gang_timeout: 30_000,
+                step_timeout: 0,
+                suspend: false,
+            },
+            template: template(&setup),
+            nodes: (0..setup.nodes).map(node).collect(),
+            workers: Vec::new(),
+            record: Record::default(),
+            stored: None,
+            interrupt: false,
+        };
+        World {
+            setup,
+            tracker: Tracker::new(observed),
+            now: 0,
+            sims: BTreeMap::new(),
+            gangs: BTreeMap::new(),
+            done: 0,
+            claimed: 0,
+            restarts_of_leader: 0,
+            happenings: Vec::new(),
+        }
+    }
+
+    pub fn observed(&self) -> &Observed {
+        &self.tracker.observed
+    }
+
+    pub fn outcome(&self) -> Option<&Outcome> {
+        self.observed().record.outcome.as_ref()
+    }
+
+    /// The leader's loop: plans and applies until nothing is left to do. Returns all plans that
+    /// had actions, and the last one.
+    pub fn decide(&mut self) -> Vec<Plan> {
+        let mut plans = Vec::new();
+        for _ in 0..ROUNDS_MAX {
+            self.tracker.prune();
+            let made = plan(self.observed(), self.now);
+            assert_eq!(made, plan(self.observed(), self.now), "equal inputs, equal plans");
+            let problems = check(self.observed(), &made);
+            assert!(problems.is_empty(), "{problems:#?}\n{:#?}\n{:#?}", made.why, self.tracker);
+            assert!(made.requeue.is_none_or(|at| at > self.now), "a requeue in the past");
+            let converged = made.actions.is_empty();
+            for action in &made.actions {
+                self.assert_fenced(action);
+                self.apply(action);
+                self.tracker.done(action, self.now);
+            }
+            plans.push(made);
+            if converged {
+                return plans;
+            }
+        }
+        panic!("the plan does not converge: {:#?}", plans.last());
+    }
+
+    /// What must hold always, 2: a member has acknowledged leaving, or all are dead, or it took
+    /// the time after which only the claim fences.
+    fn assert_fenced(&self, action: &Action) {
+        let (Action::EndAttempt { attempt, .. }, Some(gang)) = (action, self.observed().gang())
+        else {
+            return;
+        };
+        let members = || gang.members.iter().map(|member| self.observed().worker(&member.worker));
+        let dead = members().all(|worker| worker.is_none_or(Worker::is_dead));
+        let left = members().flatten().any(|worker| match worker.state {
+            WorkerState::Idle | WorkerState::Left { .. } | WorkerState::Completed { .. } => true,
+            WorkerState::Member { attempt: of, .. } => of != *attempt,
+            _ => false,
+        });
+        let waited = gang.broken.as_ref().is_some_and(|(at, _)| self.now >= at + 20_000);
+        assert!(dead || left || waited, "attempt {attempt} is not fenced");
+    }
+
+    fn apply(&mut self, action: &Action) {
+        match action {
+            Action::StartWorker { name, node } => {
+                let busy = self.sims.values().any(|sim| sim.runs() && sim.node == *node);
+                assert!(!busy, "two processes on {node}");
+                self.sims.insert(name.clone(), Sim::new(node));
+            }
+            Action::StopWorker { name, .. } => {
+                if let Some(sim) = self.sims.get_mut(name).filter(|sim| !sim.cut) {
+                    sim.end(None);
+                }
+            }
+            Action::EndAttempt { .. } | Action::Finish(_) => {}
+            Action::RecordAttempt(gang) => self.assert_nothing_is_skipped(gang.resumed_at),
+            Action::Configure { name, config } => {
+                self.assert_sources_hold(config);
+                let step = config.resume.step();
+                self.gangs.entry(config.attempt).or_insert(GangTruth {
+                    step,
+                    joined: false,
+                    stop: false,
+                    save: false,
+                });
+                self.send(name, Message::Configure(config.clone()));
+            }
+            Action::LeaveAttempt { name, attempt, .. } => {
+                self.send(name, Message::Leave { attempt: *attempt });
+            }
+            Action::Request { attempt, request, .. } => {
+                let gang = self.observed().record.gang.clone();
+                for member in gang.iter().flat_map(|gang| &gang.members) {
+                    let request = *request;
+                    self.send(&member.worker, Message::Request { attempt: *attempt, request });
+                }
+            }
+        }
+    }
+
+    /// Samples are neither skipped nor is a newer whole state thrown away that the storage has.
+    fn assert_nothing_is_skipped(&self, resumed_at: u64) {
+        assert!(resumed_at <= self.done, "step {resumed_at} was never done, {} was", self.done);
+        let stored = self.observed().stored.as_ref().map_or(0, |stored| stored.step);
+        assert!(resumed_at >= stored, "step {resumed_at} is before the stored {stored}");
+        // Where nobody is left out, the newest state that they hold whole is taken.
+        let available = || self.observed().workers.iter().filter(|worker| worker.is_available());
+        let gang_size = self.observed().wanted.nodes_max as usize;
+        if available().count() > gang_size {
+            return;
+        }
+        for held in available().flat_map(|worker| &worker.held) {
+            let Some(layout) = self.observed().layout_of(held.attempt) else { continue };
+            let of = |worker: &Worker, shard: u32| {
+                worker.held.iter().any(|other| {
+                    (other.attempt, other.step) == (held.attempt, held.step)
+                        && other.shards.contains(&shard)
+                })
+            };
+            let whole = (0..layout.mesh.world())
+                .all(|shard| available().any(|worker| of(worker, shard)));
+            let usable = available().all(|worker| self.observed().is_usable(&worker.node));
+            assert!(
+                !whole || !usable || held.step <= resumed_at,
+                "step {} is whole in memory, but {resumed_at} is resumed",
+                held.step
+            );
+        }
+    }
+
+    /// In truth, not only in what the leader has heard.
+    fn assert_sources_hold(&self, config: &WorkerConfig) {
+        let Resume::Memory { step, attempt, sources, .. } = &config.resume else {
+            return;
+        };
+        for source in sources {
+            let worker = &config.members[source.from as usize].worker;
+            let sim = &self.sims[worker];
+            let holds = sim.held.iter().any(|held| {
+                (held.step, held.attempt) == (*step, *attempt)
+                    && held.shards.contains(&source.shard)
+            });
+            assert!(holds || !sim.alive, "{worker} lacks shard {} of {step}", source.shard);
+        }
+    }
+
+    fn send(&mut self, name: &str, message: Message) {
+        if let Some(sim) = self.sims.get_mut(name).filter(|sim| sim.connected) {
+            sim.down.push_back(message);
+        }
+    }
+
+    // What happens in the world.
+
+    /// The worker opens its listener and the leader's dialling succeeds.
+    pub fn connect(&mut self, name: &str) -> bool {
+        let observed = self.tracker.observed.worker(name);
+        let waits = observed.is_some_and(|worker| {
+            matches!(worker.state, WorkerState::Starting { .. }) && !worker.stopping
+        });
+        let Some(sim) = self.sims.get_mut(name).filter(|sim| waits && sim.answers()) else {
+            return false;
+        };
+        if sim.connected {
+            return false;
+        }
+        sim.connected = true;
+        let hello = Hello {
+            version: 1,
+            worker: name.to_string(),
+            token: String::new(),
+            signing_request: String::new(),
+            attempt: sim.attempt,
+            digest: sim.digest.clone(),
+            rank: sim.rank,
+            held: sim.held.clone(),
+        };
+        let report = sim.report.clone();
+        sim.up.push_back((sim.attempt, Up::Hello(hello)));
+        sim.up.extend(report);
+        true
+    }
+
+    /// One message from a worker reaches the leader, or its end does.
+    pub fn hear(&mut self, name: &str) -> bool {
+        let Some(sim) = self.sims.get_mut(name) else {
+            return false;
+        };
+        if let Some((attempt, up)) = sim.up.pop_front() {
+            let happenings = match up {
+                Up::Hello(hello) => {
+                    self.tracker.connected(name, &format!("{name}:1"), &hello);
+                    Vec::new()
+                }
+                up => self.tracker.heard(name, attempt, &up, self.now),
+            };
+            self.happenings.extend(happenings);
+            return true;
+        }
+        if sim.alive || sim.reaped {
+            return false;
+        }
+        sim.reaped = true;
+        let code = sim.exit_code;
+        let node = sim.node.clone();
+        self.happenings.extend(self.tracker.exited(name, code, "ended"));
+        for of in &mut self.tracker.observed.nodes {
+            if of.name == node {
+                of.avoid_until = self.now + 100;
+            }
+        }
+        true
+    }
+
+    /// One message of the leader reaches a worker.
+    pub fn obey(&mut self, name: &str) -> bool {
+        let answers = |sim: &&mut Sim| sim.answers() && !sim.deaf;
+        let Some(sim) = self.sims.get_mut(name).filter(answers) else {
+            return false;
+        };
+        let Some(message) = sim.down.pop_front() else {
+            return false;
+        };
+        if let Some((attempt, request)) = sim.obey(message)
+            && let Some(gang) = self.gangs.get_mut(&attempt)
+        {
+            gang.stop |= request.stop_after_this_step;
+            gang.save |= request.checkpoint_now;
+        }
+        true
+    }
+
+    /// Heartbeats of every worker that lives, with what it holds.
+    pub fn beat(&mut self) {
+        for sim in self.sims.values_mut().filter(|sim| sim.answers() && sim.connected) {
+            let heartbeat = Heartbeat {
+                phase: Phase::Training,
+                step: 0,
+                collective: sim.collective,
+                held: sim.held.clone(),
+            };
+            sim.up.push_back((sim.attempt, Up::Heartbeat(heartbeat)));
+        }
+    }
+
+    /// The leader has heard nothing of it for the heartbeat timeout.
+    pub fn silence(&mut self, name: &str) {
+        if let Some(sim) = self.sims.get_mut(name)
+            && sim.connected
+        {
+            sim.connected = false;
+            sim.up.clear();
+            sim.down.clear();
+            self.happenings.extend(self.tracker.silent(name, "nothing heard of it"));
+        }
+    }
+
+    pub fn kill(&mut self, name: &str, exit_code: Option<i32>) {
+        if let Some(sim) = self.sims.get_mut(name) {
+            sim.end(exit_code);
+        }
+    }
+
+    /// A member notices that a peer's stream has closed.
+    pub fn notice(&mut self, name: &str) -> bool {
+        let Some(Run { attempt, peers }) = self.sims.get(name).and_then(|sim| sim.run.clone())
+        else {
+            return false;
+        };
+        // A peer that has not been told of the attempt yet is waited for.
+        let is_gone = |sim: &Sim| {
+            !sim.alive || sim.attempt > attempt || (sim.attempt == attempt && sim.run.is_none())
+        };
+        let gone = peers.iter().position(|peer| self.sims.get(peer).is_some_and(is_gone));
+        let sim = self.sims.get_mut(name).filter(|sim| sim.answers());
+        let (Some(rank), Some(sim)) = (gone, sim) else {
+            return false;
+        };
+        sim.leave(LeftReason::PeerLost { rank: rank as u32 });
+        true
+    }
+
+    /// The gang of an attempt, if all of its members are in it and can compute.
+    fn whole_gang(&self) -> Option<(u32, Vec<String>)> {
+        let runs = self.sims.values().filter_map(|sim| sim.run.clone());
+        let newest = runs.max_by_key(|run| run.attempt)?;
+        let works = |name: &String| {
+            self.sims.get(name).is_some_and(|sim| sim.answers() && sim.is_in(newest.attempt))
+        };
+        newest.peers.iter().all(works).then_some((newest.attempt, newest.peers))
+    }
+
+    /// All members of the newest gang do one step together; before their first they join and take
+    /// a snapshot of what they start from. False where no gang can.
+    pub fn step(&mut self) -> bool {
+        let Some((attempt, members)) = self.whole_gang() else {
+            return false;
+        };
+        if attempt < self.claimed {
+            members.iter().for_each(|name| self.kill(name, Some(75)));
+            return true;
+        }
+        self.claimed = attempt;
+        let gang = self.gangs.get_mut(&attempt).expect("a running gang was configured");
+        if !gang.joined {
+            gang.joined = true;
+            let step = gang.step;
+            let world = members.len() as u32;
+            for (rank, name) in (0u32..).zip(&members) {
+                let sim = self.sims.get_mut(name).expect("members are there");
+                sim.snapshot(attempt, step, shards(rank, world));
+            }
+            self.beat();
+            return true;
+        }
+        if gang.step < self.setup.steps {
+            gang.step += 1;
+        }
+        let GangTruth { step, stop, save, .. } = gang.clone();
+        self.done = self.done.max(step);
+        let complete = step >= self.setup.steps;
+        let rank_0 = self.sims.get_mut(&members[0]).expect("members are there");
+        rank_0.up.push_back((attempt, Up::Step(report(step, attempt))));
+        if save || complete || step % self.setup.checkpoint_every == 0 {
+            rank_0.up.push_back((attempt, Up::Event(committed(step, attempt))));
+        }
+        for (rank, name) in (0u32..).zip(&members) {
+            let sim = self.sims.get_mut(name).expect("members are there");
+            sim.collective += 10;
+            let world = members.len() as u32;
+            if stop {
+                // What was stopped with is not yet at the buddy.
+                sim.snapshot(attempt, step, vec![rank]);
+            } else if step % self.setup.memory_every == 0 {
+                sim.snapshot(attempt, step, shards(rank, world));
+            }
+            if complete {
+                sim.complete(step);
+            } else if stop {
+                sim.leave(LeftReason::Stopped { step });
+            }
+        }
+        self.beat();
+        true
+    }
+
+    /// Another leader takes over: it has the record and finds the workers by their pods.
+    pub fn take_over(&mut self) {
+        self.restarts_of_leader += 1;
+        let before = self.observed().clone();
+        let now = self.now;
+        let mut observed = before.clone();
+        observed.workers.clear();
+        for sim in self.sims.values_mut() {
+            sim.connected = false;
+            sim.up.clear();
+            sim.down.clear();
+        }
+        for worker in before.workers {
+            let sim = &self.sims[&worker.name];
+            if sim.alive || !sim.reaped {
+                observed.workers.push(Worker {
+                    state: WorkerState::Starting { since: now },
+                    held: Vec::new(),
+                    collective: 0,
+                    address: None,
+                    ..worker
+                });
+            }
+        }
+        // What was committed is read from the storage, not from messages.
+        self.tracker = Tracker::new(observed);
+    }
+
+    /// What was cut off, stopped or hung goes on, unless it was to end meanwhile.
+    pub fn heal(&mut self, name: &str) {
+        let stopping = self.observed().worker(name).is_none_or(|worker| worker.stopping);
+        if let Some(sim) = self.sims.get_mut(name) {
+            (sim.frozen, sim.cut, sim.deaf) = (false, false, false);
+            if stopping {
+                sim.end(None);
+            }
+        }
+    }
+
+    pub fn node(&mut self, name: &str) -> &mut Node {
+        let nodes = &mut self.tracker.observed.nodes;
+        nodes.iter_mut().find(|node| node.name == name).expect("a node of this world")
+    }
+
+    /// Messages flow until none is left, with plans in between. Returns the plans with actions.
+    pub fn settle(&mut self) -> Vec<Plan> {
+        let mut plans = Vec::new();
+        for _ in 0..200 {
+            plans.extend(self.decide());
+            let names: Vec<String> = self.sims.keys().cloned().collect();
+            let mut moved = false;
+            for name in &names {
+                while self.obey(name) {
+                    moved = true;
+                }
+            }
+            for name in &names {
+                while self.hear(name) {
+                    moved = true;
+                }
+            }
+            if !moved {
+                return plans;
+            }
+        }
+        panic!("messages never end");
+    }
+}
+
+/// Ranks whose shards a rank keeps: its own and that of the one before it, whose buddy it is.
+fn shards(rank: u32, world: u32) -> Vec<u32> {
+    let mut shards = vec![rank, (rank + world - 1) % world];
+    shards.sort_unstable();
+    shards.dedup();
+    shards
+}
+
+fn report(step: u64, attempt: u32) -> StepReport {
+    StepReport {
+        step,
+        loss: 1.0,
+        aux_loss: 1.0,
+        z_loss: 0.0,
+        grad_norm: 1.0,
+        learning_rate: 1e-3,
+        tokens: 0,
+        tokens_per_second: 0.0,
+        world_size: 0,
+        attempt,
+        expert_imbalance: 1.0,
+        validation_loss: None,
+        time: String::new(),
+    }
+}
+
+fn committed(step: u64, attempt: u32) -> Event {
+    Event {
+        time: String::new(),
+        attempt,
+        event: EventKind::CheckpointCommitted,
+        reason: "Written".to_string(),
+        message: String::new(),
+        details: BTreeMap::from([("step".to_string(), Detail::Number(step))]),
+    }
+}
+
+/// A real job's configuration, from a manifest.
+fn template(setup: &Setup) -> WorkerConfig {
+    let manifest = format!(
+        "apiVersion: moejob.dev/v1alpha1\n\
+         kind: MoeJob\n\
+         metadata: {{ name: j }}\n\
+         spec:\n\
+         \x20 nodes: {{ profile: cpu, min: 1, max: 1 }}\n\
+         \x20 model: {{ hiddenSize: 64, numHiddenLayers: 2, numAttentionHeads: 2, \
+         experts: {{ count: {}, perToken: 1, intermediateSize: 64 }} }}\n\
+         \x20 data: {{ train: {{ text: {{ paths: [a.txt] }} }}, tokenizer: bytes, \
+         sequenceLength: 64 }}\n\
+         \x20 training: {{ steps: {}, globalBatchSize: 64 }}\n",
+        setup.experts, setup.steps
+    );
+    let job = Job::read(manifest.as_bytes()).expect("the manifest of the tests is valid");
+    let places = Places {
+        root: "/".to_string(),
+        checkpoints: "/c".to_string(),
+        records: "/r".to_string(),
+        exclude: Vec::new(),
+    };
+    launch::template(&job, Venue::Local, "uid", &places)
+}
