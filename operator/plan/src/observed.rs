@@ -104,6 +104,8 @@ pub struct Record {
     pub layouts: Vec<(u32, Layout)>,
     /// When unplanned losses ended an attempt.
     pub restarts: Vec<Millis>,
+    /// When the job was first asked to stop, if the newest attempt is or was to save its state.
+    pub stopping_since: Option<Millis>,
     /// Newest step that any attempt has done, and when.
     pub step: u64,
     pub progressed_at: Millis,

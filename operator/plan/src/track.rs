@@ -92,6 +92,9 @@ impl Tracker {
             Action::EndAttempt { unplanned, cause, .. } => self.end(*unplanned, cause, now),
             Action::RecordAttempt(gang) => {
                 self.resume_suspended();
+                let halting = self.observed.halting().is_some();
+                let since = &mut self.observed.record.stopping_since;
+                *since = since.or(Some(now)).filter(|_| halting);
                 self.observed.record.attempt = gang.attempt;
                 self.observed.record.gang = Some((**gang).clone());
                 self.step_times.clear();
@@ -123,8 +126,12 @@ impl Tracker {
                 }
             }
             Action::Request { cause, .. } => {
-                if let Some(gang) = &mut self.observed.record.gang {
+                let record = &mut self.observed.record;
+                if let Some(gang) = &mut record.gang {
                     gang.stop_requested = Some((*cause, now));
+                }
+                if cause.halts() {
+                    record.stopping_since.get_or_insert(now);
                 }
             }
             Action::Finish(outcome) => self.observed.record.outcome = Some(outcome.clone()),
@@ -325,6 +332,8 @@ impl Tracker {
             return Vec::new();
         }
         let known = worker.stopping || worker.state == WorkerState::Silent;
+        // One that said how it would end may have been killed before it could: its word counts.
+        let exit_code = exit_code.or(said.as_ref().map(|(_, code, _)| *code));
         let message = said.map_or_else(|| how.to_string(), |(_, _, message)| message);
         worker.state = WorkerState::Dead { exit_code, message: message.clone() };
         worker.held.clear();

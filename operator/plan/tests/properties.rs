@@ -119,6 +119,10 @@ fn happen(world: &mut World, what: Happens) {
     world.decide();
 }
 
+fn is_final(world: &World) -> bool {
+    world.outcome().is_some_and(|outcome| *outcome != Outcome::Suspended)
+}
+
 /// No more faults: everything that was delayed arrives, timeouts fire, gangs step.
 fn go_on_until_over(world: &mut World) {
     for node in &mut world.tracker.observed.nodes {
@@ -145,7 +149,7 @@ fn go_on_until_over(world: &mut World) {
         // A gang that cannot step waits for timeouts.
         world.now += if world.step() { 100 } else { 1_000 };
         world.settle();
-        if world.outcome().is_some() {
+        if is_final(world) {
             return;
         }
     }
@@ -168,7 +172,7 @@ proptest! {
         for what in story {
             happen(&mut world, what);
         }
-        if world.outcome().is_none_or(|outcome| *outcome == Outcome::Suspended) {
+        if !is_final(&world) {
             go_on_until_over(&mut world);
         }
         prop_assert_eq!(world.outcome(), Some(&Outcome::Complete { step: setup.steps }));
@@ -194,13 +198,14 @@ proptest! {
             happen(&mut world, what);
         }
         world.tracker.observed.wanted.suspend = false;
-        if world.outcome().is_some_and(|outcome| *outcome != Outcome::Suspended) {
+        if is_final(&world) {
             return Ok(());
         }
         world.settle();
         let began = world.now;
         world.tracker.observed.interrupt = true;
         world.settle();
+        // Of a suspended job nothing runs, so nothing is left to stop.
         while world.outcome().is_none() {
             let names: Vec<String> = world.sims.keys().cloned().collect();
             for name in &names {

@@ -96,8 +96,8 @@ impl<'o> Planner<'o> {
         let Some(gang) = &self.observed.record.gang else {
             return false;
         };
-        let asked = gang.stop_requested.filter(|(cause, _)| cause.halts()).map(|(_, at)| at);
-        let deadline = asked.or(gang.ended).unwrap_or(gang.started_at) + STOP_TIMEOUT;
+        let since = self.observed.record.stopping_since.or(gang.ended).unwrap_or(gang.started_at);
+        let deadline = since + STOP_TIMEOUT;
         let candidates: Vec<&Worker> = self.candidates().collect();
         let step = choose(self.observed, &candidates, candidates.len()).resume.step();
         let stored = self.observed.stored.as_ref().map_or(0, |stored| stored.step);

@@ -46,10 +46,12 @@ impl<'o> Planner<'o> {
             None | Some(Standing::In) if gang.broken.is_none() => return self.progress(gang),
             Some(Standing::Stopped) if gang.broken.is_none() => return self.stopping(gang),
             None | Some(Standing::In | Standing::Stopped) => (true, None),
-            Some(Standing::AfterStop(what) | Standing::Outside(what)) => (false, Some(what)),
+            Some(Standing::AfterStop(what)) => (false, Some(what)),
             // Without a step in between, trying again for ever must end some day.
             Some(Standing::Fenced(what)) => (!gang.stepped, Some(what)),
-            Some(Standing::Dragged(what) | Standing::Lost(what)) => (true, Some(what)),
+            Some(Standing::Dragged(what) | Standing::Outside(what) | Standing::Lost(what)) => {
+                (true, Some(what))
+            }
         };
         let found = worst.zip(what).map(|((member, _), what)| {
             format!("rank {} ({}) {what}", member.rank, member.worker)
