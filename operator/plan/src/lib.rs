@@ -27,6 +27,7 @@ pub mod decide;
 pub mod track;
 pub mod check;
 pub mod status;
+pub mod offline;
 
 pub use decide::{Action, Plan, plan};
 pub use job::Job;

@@ -119,6 +119,40 @@ pub fn order(
     }
 }
 
+/// Nodes from a file: a list of names, a list of `NodeInfo`, or what `kubectl get nodes -o json` (or
+/// `-o yaml`) prints.
+pub fn nodes_from(text: &str) -> Result<Vec<NodeInfo>, String> {
+    let value: serde_json::Value =
+        serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
+    let items = match (&value, &value["items"]) {
+        (_, serde_json::Value::Array(items)) | (serde_json::Value::Array(items), _) => items,
+        _ => return Err("found no list; write node names, or give `kubectl get nodes`".into()),
+    };
+    let nodes: Vec<NodeInfo> = items.iter().map(node_from).collect::<Result<_, String>>()?;
+    let mut names: Vec<&str> = nodes.iter().map(|node| node.name.as_str()).collect();
+    names.sort_unstable();
+    match names.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(format!("the node {} stands there twice", pair[0])),
+        None => Ok(nodes),
+    }
+}
+
+fn node_from(item: &serde_json::Value) -> Result<NodeInfo, String> {
+    if let Some(name) = item.as_str() {
+        return Ok(NodeInfo { name: name.to_string(), usable: true, ..NodeInfo::default() });
+    }
+    let Some(name) = item["metadata"]["name"].as_str() else {
+        return serde_json::from_value(item.clone()).map_err(|error| error.to_string());
+    };
+    let labels = item["metadata"]["labels"].as_object().into_iter().flatten();
+    let labels = labels.filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_string())));
+    let ready = item["status"]["conditions"].as_array().into_iter().flatten();
+    let ready = ready.filter(|condition| condition["type"] == "Ready");
+    let ready = ready.into_iter().all(|condition| condition["status"] == "True");
+    let cordoned = item["spec"]["unschedulable"] == true;
+    Ok(NodeInfo { name: name.to_string(), labels: labels.collect(), usable: ready && !cordoned })
+}
+
 /// `node-10` after `node-9`: the digits at the end count as a number.
 fn natural(name: &str) -> (&str, u64, &str) {
     let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
@@ -173,6 +207,27 @@ mod tests {
         assert_eq!(names(rack, 2, 2), "n-2 n-10");
         let zone = Some((Level::Zone, Closeness::Required));
         assert_eq!(names(zone, 2, 3), "n-2 n-10 n-1");
+    }
+
+    #[test]
+    fn nodes_are_read_from_what_a_person_or_kubectl_writes() {
+        let names = |text| {
+            let nodes = nodes_from(text)?;
+            let shown = nodes.iter().map(|node| format!("{} {}", node.name, node.usable));
+            Ok::<_, String>(shown.collect::<Vec<_>>().join(", "))
+        };
+        assert_eq!(names("- a\n- b\n").unwrap(), "a true, b true");
+        assert_eq!(names("[{ name: a, usable: false, labels: { zone: b } }]").unwrap(), "a false");
+        let kubectl = r#"{ "kind": "List", "items": [
+            { "metadata": { "name": "a", "labels": { "zone": "1" } }, "spec": {},
+              "status": { "conditions": [{ "type": "Ready", "status": "True" }] } },
+            { "metadata": { "name": "b" }, "spec": { "unschedulable": true } },
+            { "metadata": { "name": "c" },
+              "status": { "conditions": [{ "type": "Ready", "status": "Unknown" }] } }] }"#;
+        assert_eq!(names(kubectl).unwrap(), "a true, b false, c false");
+        assert!(names("- a\n- a\n").unwrap_err().contains("twice"));
+        assert!(names("a: 1").unwrap_err().contains("no list"));
+        assert!(names("[{ nam: a }]").unwrap_err().contains("nam"));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 pub mod checkpoint;
 pub mod crd;
+pub mod plan;
 pub mod run;
 pub mod validate;
 
@@ -29,6 +30,8 @@ enum Command {
     Run(run::RunArgs),
     /// Name every problem of manifests, with line and column.
     Validate(validate::ValidateArgs),
+    /// Show the plan of a manifest, its reasons and what-ifs, offline.
+    Plan(plan::PlanArgs),
     /// List, show and verify checkpoints.
     #[command(subcommand)]
     Checkpoint(checkpoint::CheckpointCommand),
@@ -49,6 +52,7 @@ pub fn dispatch(cli: Cli) -> ExitCode {
     match cli.command {
         Command::Run(args) => run::run(&args),
         Command::Validate(args) => validate::run(&args),
+        Command::Plan(args) => plan::run(&args),
         Command::Checkpoint(command) => checkpoint::run(&command),
         Command::Crd => crd::run(),
         Command::Worker => moe_worker::process::main(),

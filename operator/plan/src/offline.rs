@@ -1,0 +1,580 @@
+//! The plan of a job before there is one: the same `plan()`, over a rehearsal in which every worker
+//! does as it is told. It shows what would happen, and what a loss would cost at its worst moment.
+
+use crate::decide::{Action, plan};
+use crate::job::{Job, Venue};
+use crate::launch::{self, Places};
+use crate::observed::{Gang, Millis, Node, Observed, Record, Stored, WorkerState};
+use crate::placement::{self, gib};
+use crate::topology::{self, NodeInfo};
+use crate::track::Tracker;
+use moejob_protocol::checkpoint::directory_name;
+use moejob_protocol::config::Resume;
+use moejob_protocol::layout::Layout;
+use moejob_protocol::memory::RankMemory;
+use moejob_protocol::message::{Heartbeat, Held, Hello, LeftReason, Phase, Up};
+use moejob_protocol::report::StepReport;
+use serde::Serialize;
+
+/// Rounds of planning that a rehearsal takes at most; a good plan needs about five.
+const ROUNDS_MAX: u32 = 100;
+/// Ranks that are listed one by one.
+const RANKS_LISTED_MAX: u32 = 64;
+
+/// Everything that `moejob plan` shows.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Outlook {
+    pub job: String,
+    pub profile: String,
+    pub model: ModelFacts,
+    pub step: StepFacts,
+    /// What runs first, on the nodes that were given.
+    pub gang: Option<GangFacts>,
+    pub sizes: Vec<SizeFacts>,
+    pub skipped: Vec<SkippedFacts>,
+    /// Why nodes are used in this order.
+    pub order: String,
+    pub why: Vec<String>,
+    pub what_ifs: Vec<WhatIf>,
+    /// What workers cannot do yet, one sentence each.
+    pub unsupported: Vec<String>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ModelFacts {
+    pub parameters: u64,
+    /// Of them, those that one token uses.
+    pub active: u64,
+    pub layers: u32,
+    pub experts: u32,
+    pub per_token: u32,
+}
+
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct StepFacts {
+    pub steps: u64,
+    pub sequences: u32,
+    pub sequence_length: u32,
+    pub tokens: u64,
+    pub micro_batches: u32,
+}
+
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SizeFacts {
+    pub nodes: u32,
+    pub ranks: u32,
+    pub dp: u32,
+    pub ep: u32,
+    /// Least and most, as they differ by at most one.
+    pub experts_per_rank: [u32; 2],
+    pub micro_batches_per_rank: [u32; 2],
+    pub memory: MemoryFacts,
+}
+
+/// Bytes of the rank that needs most.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MemoryFacts {
+    pub balanced: u64,
+    pub committed: u64,
+    pub worst: u64,
+    pub parts: Vec<(&'static str, u64)>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SkippedFacts {
+    pub nodes: u32,
+    pub why: String,
+}
+
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GangFacts {
+    pub nodes: u32,
+    pub dp: u32,
+    pub ep: u32,
+    pub ranks: Vec<RankFacts>,
+    /// Nodes with a worker but without a rank.
+    pub spares: Vec<String>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RankFacts {
+    pub rank: u32,
+    pub node: String,
+    pub device: u32,
+    /// First and last.
+    pub experts: [u32; 2],
+    pub micro_batches: [u32; 2],
+    /// The rank that keeps a second copy of its snapshots.
+    pub buddy: Option<u32>,
+}
+
+/// What follows from the loss of nodes, at the worst moment.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct WhatIf {
+    pub lose: Vec<String>,
+    /// Nodes that go on; none when the job waits.
+    pub nodes: Option<u32>,
+    pub dp: Option<u32>,
+    pub ep: Option<u32>,
+    /// `memory`, `checkpoint` or `initial weights`.
+    pub resume: Option<String>,
+    /// Steps that are done again.
+    pub steps_lost: Option<u64>,
+    pub why: Vec<String>,
+}
+
+/// Rehearses the job on `nodes` (none: as many as it wants), and the loss of `lose` together, or of
+/// each node of the gang when it is empty.
+pub fn outlook(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Outlook {
+    let wanted = job.nodes.max + job.nodes.spares;
+    let made: Vec<NodeInfo>;
+    let nodes = match nodes {
+        Some(nodes) => nodes,
+        None => {
+            let name = |index| NodeInfo { name: format!("node-{index}"), ..usable() };
+            made = (0..wanted).map(name).collect();
+            &made
+        }
+    };
+    let ordered = topology::order(nodes, job.nodes.topology, job.nodes.min, wanted);
+    let (sizes, skipped) = placement::sizes(job);
+    let mut rehearsal = Rehearsal::new(job, &ordered.nodes);
+    rehearsal.settle();
+    let why = std::mem::take(&mut rehearsal.why);
+    let gang = rehearsal.gang().cloned();
+    let losses: Vec<Vec<String>> = match (lose.is_empty(), &gang) {
+        (_, None) => Vec::new(),
+        (false, _) => vec![lose.to_vec()],
+        (true, Some(gang)) => {
+            let members = gang.members.iter().take(RANKS_LISTED_MAX as usize);
+            members.map(|member| vec![member.node.clone()]).collect()
+        }
+    };
+    rehearsal.train();
+    let what_ifs = losses.into_iter().map(|lost| rehearsal.clone().lose(lost)).collect();
+    Outlook {
+        job: job.name.clone(),
+        profile: profile_name(job),
+        model: ModelFacts {
+            parameters: job.model.numel(),
+            active: job.model.active_numel(),
+            layers: job.model.num_hidden_layers,
+            experts: job.model.experts.count,
+            per_token: job.model.experts.per_token,
+        },
+        step: StepFacts {
+            steps: job.training.steps,
+            sequences: job.training.global_batch_size,
+            sequence_length: job.training.sequence_length,
+            tokens: tokens_of_step(job),
+            micro_batches: job.micro_batches(),
+        },
+        gang: gang.map(|gang| gang_facts(job, &gang, &rehearsal)),
+        sizes: sizes.iter().map(|size| size_facts(job, size.nodes, &size.layout)).collect(),
+        skipped: skipped
+            .into_iter()
+            .map(|skip| SkippedFacts { nodes: skip.nodes, why: skip.why })
+            .collect(),
+        order: ordered.why,
+        why,
+        what_ifs,
+        unsupported: job
+            .unsupported(job.profile.backend)
+            .iter()
+            .map(|problem| problem.sentence())
+            .collect(),
+    }
+}
+
+fn usable() -> NodeInfo {
+    NodeInfo { usable: true, ..NodeInfo::default() }
+}
+
+fn profile_name(job: &Job) -> String {
+    let name = serde_json::to_value(job.profile.name).unwrap_or_default();
+    name.as_str().unwrap_or_default().to_string()
+}
+
+fn tokens_of_step(job: &Job) -> u64 {
+    u64::from(job.training.global_batch_size) * u64::from(job.training.sequence_length)
+}
+
+fn size_facts(job: &Job, nodes: u32, layout: &Layout) -> SizeFacts {
+    let mesh = layout.mesh;
+    let ends = |count: u32, parts: u32| [count / parts, count.div_ceil(parts)];
+    // The first rank has the longest runs.
+    let memory = placement::memory(job, layout, 0);
+    SizeFacts {
+        nodes,
+        ranks: mesh.world(),
+        dp: mesh.dp,
+        ep: mesh.ep,
+        experts_per_rank: ends(job.model.experts.count, mesh.ep),
+        micro_batches_per_rank: ends(job.micro_batches(), mesh.dp),
+        memory: memory_facts(&memory),
+    }
+}
+
+fn memory_facts(memory: &RankMemory) -> MemoryFacts {
+    MemoryFacts {
+        balanced: memory.balanced,
+        committed: memory.committed,
+        worst: memory.worst,
+        parts: memory.parts.iter().map(|part| (part.name, part.bytes)).collect(),
+    }
+}
+
+fn gang_facts(job: &Job, gang: &Gang, rehearsal: &Rehearsal) -> GangFacts {
+    let (layout, per_node) = (&gang.layout, job.profile.ranks);
+    let mesh = layout.mesh;
+    let nodes = node_of_rank(gang, per_node);
+    let moe_layer = (0..job.model.num_hidden_layers).find(|layer| job.model.is_moe_layer(*layer));
+    let ranks = 0..mesh.world().min(RANKS_LISTED_MAX);
+    let rank_facts = |rank: u32| {
+        let experts = layout.experts(&job.model, moe_layer.unwrap_or(0), rank);
+        let micro_batches = mesh.micro_batches(rank, job.micro_batches());
+        RankFacts {
+            rank,
+            node: gang.members[(rank / per_node) as usize].node.clone(),
+            device: rank % per_node,
+            experts: [
+                experts.first().copied().unwrap_or(0),
+                experts.last().copied().unwrap_or(0),
+            ],
+            micro_batches: [micro_batches.start, micro_batches.end.saturating_sub(1)],
+            buddy: layout.buddy(rank, &nodes),
+        }
+    };
+    let idle = rehearsal.tracker.observed.workers.iter().filter(|worker| worker.is_available());
+    GangFacts {
+        nodes: gang.members.len() as u32,
+        dp: mesh.dp,
+        ep: mesh.ep,
+        ranks: ranks.map(rank_facts).collect(),
+        spares: idle.map(|worker| worker.node.clone()).collect(),
+    }
+}
+
+/// The position of each rank's member, which stands for its node.
+fn node_of_rank(gang: &Gang, per_node: u32) -> Vec<u32> {
+    (0..gang.layout.mesh.world()).map(|rank| rank / per_node).collect()
+}
+
+/// A world in which everybody does at once what the plan says.
+#[derive(Clone)]
+struct Rehearsal {
+    tracker: Tracker,
+    now: Millis,
+    /// Ranks of a node.
+    per_node: u32,
+    why: Vec<String>,
+    /// What the newest attempt started from.
+    resume: Option<Resume>,
+}
+
+impl Rehearsal {
+    fn new(job: &Job, nodes: &[String]) -> Rehearsal {
+        let nothing = || String::new();
+        let places = Places {
+            root: nothing(),
+            checkpoints: nothing(),
+            records: nothing(),
+            exclude: Vec::new(),
+        };
+        let node = |name: &String| Node { name: name.clone(), usable: true, avoid_until: 0 };
+        let mut wanted = launch::wanted(job, Venue::Kubernetes);
+        wanted.suspend = false;
+        let observed = Observed {
+            wanted,
+            template: launch::template(job, Venue::Kubernetes, &job.name, &places),
+            nodes: nodes.iter().map(node).collect(),
+            workers: Vec::new(),
+            record: Record::default(),
+            stored: None,
+            interrupt: false,
+        };
+        let (tracker, why) = (Tracker::new(observed), Vec::new());
+        Rehearsal { tracker, now: 0, per_node: job.profile.ranks, why, resume: None }
+    }
+
+    fn gang(&self) -> Option<&Gang> {
+        self.tracker.observed.gang()
+    }
+
+    /// Plans and obeys until there is nothing left to do.
+    fn settle(&mut self) {
+        for _ in 0..ROUNDS_MAX {
+            self.tracker.prune();
+            let plan = plan(&self.tracker.observed, self.now);
+            for why in plan.why {
+                if !self.why.contains(&why) {
+                    self.why.push(why);
+                }
+            }
+            if plan.actions.is_empty() && !self.connect() {
+                return;
+            }
+            for action in &plan.actions {
+                self.tracker.done(action, self.now);
+                self.obey(action);
+            }
+        }
+    }
+
+    fn obey(&mut self, action: &Action) {
+        match action {
+            Action::StopWorker { name, .. } => {
+                self.tracker.exited(name, Some(0), "stopped");
+            }
+            Action::Configure { config, .. } => self.resume = Some(config.resume.clone()),
+            Action::LeaveAttempt { name, attempt, .. } => {
+                let worker = self.tracker.observed.worker(name);
+                let held = worker.map(|worker| worker.held.clone()).unwrap_or_default();
+                let left = Up::Left { reason: LeftReason::Asked, held };
+                self.tracker.heard(name, *attempt, &left, self.now);
+            }
+            _ => {}
+        }
+    }
+
+    /// Workers that were started connect. Whether there were any.
+    fn connect(&mut self) -> bool {
+        let starting = self.tracker.observed.workers.iter();
+        let starting = starting.filter(|worker| matches!(worker.state, WorkerState::Starting { .. }));
+        let names: Vec<String> = starting.map(|worker| worker.name.clone()).collect();
+        for name in &names {
+            let hello = Hello {
+                version: moejob_protocol::PROTOCOL_VERSION,
+                worker: name.clone(),
+                token: String::new(),
+                signing_request: String::new(),
+                attempt: 0,
+                digest: String::new(),
+                rank: None,
+                held: Vec::new(),
+            };
+            self.tracker.connected(name, &format!("{name}:1"), &hello);
+        }
+        !names.is_empty()
+    }
+
+    /// Trains to the moment at which a loss costs most: just before the next checkpoint and, if
+    /// that falls between two snapshots, just before the next of those.
+    fn train(&mut self) {
+        let Some(gang) = self.gang().cloned() else { return };
+        let template = self.tracker.observed.template.clone();
+        let every = template.checkpoint.every_steps;
+        let memory = template.recovery.memory_every_steps;
+        let steps = template.training.steps;
+        let step = (2 * every).min(steps).saturating_sub(1);
+        let stored = step / every * every;
+        if stored > 0 {
+            let name = directory_name(stored);
+            self.tracker.observed.stored = Some(Stored { step: stored, name });
+        }
+        let snapshot = if memory > 0 { step / memory * memory } else { 0 };
+        let nodes = node_of_rank(&gang, self.per_node);
+        for (index, member) in (0..).zip(&gang.members) {
+            let own = |rank: &u32| rank / self.per_node == index;
+            let kept = |rank: &u32| {
+                let buddy = gang.layout.buddy(*rank, &nodes);
+                buddy.is_some_and(|buddy| own(&buddy))
+            };
+            let ranks = 0..gang.layout.mesh.world();
+            let shards: Vec<u32> = ranks.filter(|rank| own(rank) || kept(rank)).collect();
+            let held = vec![Held { attempt: gang.attempt, step: snapshot, shards }];
+            let beat = Heartbeat { phase: Phase::Training, step, collective: 1, held };
+            self.tracker.heard(&member.worker, gang.attempt, &Up::Heartbeat(beat), self.now);
+        }
+        if let Some(member) = gang.members.first() {
+            let up = Up::Step(report(step, gang.attempt));
+            self.tracker.heard(&member.worker, gang.attempt, &up, self.now);
+        }
+        self.settle();
+        self.why.clear();
+    }
+
+    fn lose(mut self, lost: Vec<String>) -> WhatIf {
+        let before = self.gang().map_or(0, |gang| gang.attempt);
+        let observed = &mut self.tracker.observed;
+        for node in observed.nodes.iter_mut().filter(|node| lost.contains(&node.name)) {
+            node.usable = false;
+        }
+        let gone = observed.workers.iter().filter(|worker| lost.contains(&worker.node));
+        let gone: Vec<String> = gone.map(|worker| worker.name.clone()).collect();
+        for name in gone {
+            self.tracker.exited(&name, None, "its node was lost");
+        }
+        let done = self.tracker.observed.record.step;
+        self.settle();
+        let gang = self.gang().filter(|gang| gang.attempt > before || lost_nothing(gang, &lost));
+        let resume = self.resume.as_ref().filter(|_| gang.is_some_and(|gang| gang.attempt > before));
+        WhatIf {
+            nodes: gang.map(|gang| gang.members.len() as u32),
+            dp: gang.map(|gang| gang.layout.mesh.dp),
+            ep: gang.map(|gang| gang.layout.mesh.ep),
+            steps_lost: resume.map(|resume| done.saturating_sub(resume.step())),
+            resume: resume.map(|resume| match resume {
+                Resume::Fresh => "initial weights".to_string(),
+                Resume::Checkpoint { .. } => "checkpoint".to_string(),
+                Resume::Memory { .. } => "memory".to_string(),
+            }),
+            why: self.why,
+            lose: lost,
+        }
+    }
+}
+
+fn lost_nothing(gang: &Gang, lost: &[String]) -> bool {
+    gang.members.iter().all(|member| !lost.contains(&member.node))
+}
+
+fn report(step: u64, attempt: u32) -> StepReport {
+    StepReport {
+        step,
+        loss: 0.0,
+        aux_loss: 0.0,
+        z_loss: 0.0,
+        grad_norm: 0.0,
+        learning_rate: 0.0,
+        tokens: 0,
+        tokens_per_second: 0.0,
+        world_size: 0,
+        attempt,
+        expert_imbalance: 0.0,
+        validation_loss: None,
+        time: String::new(),
+    }
+}
+
+/// The outlook for a person.
+pub fn text(outlook: &Outlook) -> String {
+    let mut lines = vec![format!("MoeJob {} on nodes of profile {}", outlook.job, outlook.profile)];
+    let (model, step) = (&outlook.model, &outlook.step);
+    lines.push(format!(
+        "model  {} parameters, {} of them for a token; {} layers, {} experts each, {} a token",
+        count(model.parameters),
+        count(model.active),
+        model.layers,
+        model.experts,
+        model.per_token
+    ));
+    lines.push(format!(
+        "step   {} sequences of {} tokens, {} tokens in {} micro-batches; {} steps",
+        step.sequences,
+        step.sequence_length,
+        count(step.tokens),
+        step.micro_batches,
+        step.steps
+    ));
+    outlook.unsupported.iter().for_each(|line| lines.push(format!("NOT YET  {line}")));
+    lines.push(String::new());
+    sizes_text(outlook, &mut lines);
+    match &outlook.gang {
+        Some(gang) => gang_text(outlook, gang, &mut lines),
+        None => lines.push("\nno gang can start".to_string()),
+    }
+    lines.push("\nwhat the plan does, and why".to_string());
+    lines.extend(outlook.why.iter().map(|why| format!("  {why}")));
+    if !outlook.what_ifs.is_empty() {
+        lines.push("\nwhat if, at the worst moment".to_string());
+        lines.extend(outlook.what_ifs.iter().map(what_if_text));
+    }
+    lines.join("\n")
+}
+
+fn sizes_text(outlook: &Outlook, lines: &mut Vec<String>) {
+    lines.push(format!(
+        "{:>5} {:>5} {:>5} {:>5} {:>9} {:>13}   {}",
+        "NODES", "RANKS", "DP", "EP", "EXPERTS", "MICRO-BATCHES", "MEMORY A RANK: even, kept, worst"
+    ));
+    for size in &outlook.sizes {
+        let span = |ends: [u32; 2]| match ends[0] == ends[1] {
+            true => ends[0].to_string(),
+            false => format!("{}-{}", ends[0], ends[1]),
+        };
+        lines.push(format!(
+            "{:>5} {:>5} {:>5} {:>5} {:>9} {:>13}   {}, {}, {}",
+            size.nodes,
+            size.ranks,
+            size.dp,
+            size.ep,
+            span(size.experts_per_rank),
+            span(size.micro_batches_per_rank),
+            gib(size.memory.balanced),
+            gib(size.memory.committed),
+            gib(size.memory.worst)
+        ));
+    }
+    for skip in &outlook.skipped {
+        lines.push(format!("{:>5} skipped: {}", skip.nodes, skip.why));
+    }
+}
+
+fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
+    lines.push(format!("\nplacement on {} nodes ({})", gang.nodes, outlook.order));
+    lines.push("   RANK  EXPERTS  MICRO-BATCHES  BUDDY  NODE".to_string());
+    for rank in &gang.ranks {
+        let span = |ends: [u32; 2]| match ends[0] == ends[1] {
+            true => ends[0].to_string(),
+            false => format!("{}-{}", ends[0], ends[1]),
+        };
+        lines.push(format!(
+            "  {:>5}  {:>7}  {:>13}  {:>5}  {}{}",
+            rank.rank,
+            span(rank.experts),
+            span(rank.micro_batches),
+            rank.buddy.map_or("-".to_string(), |buddy| buddy.to_string()),
+            rank.node,
+            if rank.device > 0 { format!(" device {}", rank.device) } else { String::new() }
+        ));
+    }
+    if let Some(more) = (gang.dp as usize).checked_sub(gang.ranks.len()).filter(|more| *more > 0) {
+        lines.push(format!("  and {more} more"));
+    }
+    if !gang.spares.is_empty() {
+        lines.push(format!("  spares: {}", gang.spares.join(", ")));
+    }
+    let size = outlook.sizes.iter().find(|size| size.nodes == gang.nodes);
+    if let Some(size) = size {
+        lines.push("\nmemory of rank 0, even routing".to_string());
+        let parts = size.memory.parts.iter().filter(|(_, bytes)| *bytes > 0);
+        lines.extend(parts.map(|(name, bytes)| format!("  {name:<24} {:>12}", gib(*bytes))));
+    }
+}
+
+fn what_if_text(what: &WhatIf) -> String {
+    let lost = what.lose.join(", ");
+    match (what.nodes, what.steps_lost, &what.resume) {
+        (Some(nodes), Some(steps), Some(resume)) => format!(
+            "  lose {lost}: {nodes} nodes go on (dp {}, ep {}) from {resume}; {steps} steps are \
+             done again",
+            what.dp.unwrap_or(0),
+            what.ep.unwrap_or(0)
+        ),
+        (Some(nodes), ..) => format!("  lose {lost}: {nodes} nodes go on undisturbed"),
+        _ => {
+            let why = what.why.last().map_or("", String::as_str);
+            format!("  lose {lost}: the job rests: {why}")
+        }
+    }
+}
+
+/// `6.9 G`, `1.2 M`, `950`.
+fn count(number: u64) -> String {
+    match number {
+        0..1_000 => number.to_string(),
+        1_000..1_000_000 => format!("{:.1} k", number as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} M", number as f64 / 1e6),
+        _ => format!("{:.1} G", number as f64 / 1e9),
+    }
+}
