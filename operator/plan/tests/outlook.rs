@@ -1,0 +1,148 @@
+//! `moejob plan`: what it says of the examples, of losses and of clusters that do not suffice.
+
+use moejob_plan::Job;
+use moejob_plan::offline::{Outlook, outlook, text};
+use moejob_plan::topology::NodeInfo;
+use std::path::Path;
+
+fn root() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+}
+
+fn job(edit: impl Fn(String) -> String) -> Job {
+    let base = include_str!("manifests/base.yaml").to_string();
+    Job::read(edit(base).as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"))
+}
+
+fn nodes(names: &str) -> Vec<NodeInfo> {
+    let node = |name: &str| NodeInfo {
+        name: name.trim_end_matches('!').to_string(),
+        usable: !name.ends_with('!'),
+        ..NodeInfo::default()
+    };
+    names.split_whitespace().map(node).collect()
+}
+
+/// `nodes dp/ep from SOURCE, STEPS again` for each what-if.
+fn what_ifs(outlook: &Outlook) -> Vec<String> {
+    let of = |what: &moejob_plan::offline::WhatIf| {
+        let lost = what.lose.join("+");
+        let (Some(nodes), Some(dp), Some(ep)) = (what.nodes, what.dp, what.ep) else {
+            return format!("{lost}: rests");
+        };
+        match (&what.resume, what.steps_lost) {
+            (Some(from), Some(steps)) => {
+                format!("{lost}: {nodes} nodes {dp}/{ep} from {from}, {steps} again")
+            }
+            _ => format!("{lost}: {nodes} nodes {dp}/{ep} go on"),
+        }
+    };
+    outlook.what_ifs.iter().map(of).collect()
+}
+
+#[test]
+fn every_example_is_valid_and_has_a_plan() {
+    let mut seen = 0;
+    for entry in std::fs::read_dir(root().join("examples")).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_none_or(|extension| extension != "yaml") {
+            continue;
+        }
+        let job = Job::read(&std::fs::read(&path).unwrap())
+            .unwrap_or_else(|problems| panic!("{}: {problems:?}", path.display()));
+        assert_eq!(job.warnings, [], "{}", path.display());
+        let outlook = outlook(&job, None, &[]);
+        assert!(outlook.gang.is_some(), "{}", path.display());
+        assert!(text(&outlook).lines().all(|line| line.trim_end() == line));
+        seen += 1;
+    }
+    assert!(seen >= 2);
+}
+
+/// Counts published by the models' authors, in billions: all parameters and those of a token.
+#[test]
+fn presets_have_the_size_of_their_models() {
+    let sizes = [
+        ("olmoe-1b-7b", 6.9, 1.3),
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("qwen3-30b-a3b", 30.5, 3.3),
+    ];
+    for (preset, all, active) in sizes {
+        let job = job(|base| {
+            let start = base.find("    hiddenSize").unwrap();
+            let end = base.find("  data:").unwrap();
+            format!("{}    preset: {preset}\n{}", &base[..start], &base[end..])
+        });
+        let billions = |count: u64| count as f64 / 1e9;
+        let near = |found: f64, expected: f64| (found - expected).abs() < 0.1;
+        let (found, of_token) = (billions(job.model.numel()), billions(job.model.active_numel()));
+        assert!(near(found, all), "{preset} has {found} billion parameters");
+        assert!(near(of_token, active), "{preset} uses {of_token} billion for a token");
+    }
+}
+
+#[test]
+fn the_loss_of_one_node_costs_less_than_a_snapshot_interval() {
+    let found = outlook(&job(|base| base), None, &[]);
+    let expected = [
+        "node-0: 3 nodes 3/3 from memory, 9 again",
+        "node-1: 3 nodes 3/3 from memory, 9 again",
+        "node-2: 3 nodes 3/3 from memory, 9 again",
+        "node-3: 3 nodes 3/3 from memory, 9 again",
+    ];
+    assert_eq!(what_ifs(&found), expected);
+}
+
+#[test]
+fn the_loss_of_a_pair_of_buddies_costs_a_checkpoint_interval() {
+    let lose = |names: &str| -> Vec<String> {
+        let lost: Vec<String> = names.split('+').map(str::to_string).collect();
+        what_ifs(&outlook(&job(|base| base), None, &lost))
+    };
+    assert_eq!(lose("node-0+node-2"), ["node-0+node-2: 2 nodes 2/2 from memory, 9 again"]);
+    assert_eq!(lose("node-1+node-2"), ["node-1+node-2: 2 nodes 2/2 from checkpoint, 19 again"]);
+    assert_eq!(lose("node-0+node-1+node-2+node-3"), ["node-0+node-1+node-2+node-3: rests"]);
+}
+
+#[test]
+fn a_spare_takes_the_place_of_a_lost_node() {
+    let spare = job(|base| base.replace("max: 4", "max: 3, spares: 1"));
+    let found = outlook(&spare, None, &["node-1".to_string()]);
+    assert_eq!(found.gang.as_ref().unwrap().spares, ["node-3"]);
+    assert_eq!(what_ifs(&found), ["node-1: 3 nodes 3/3 from memory, 9 again"]);
+    let idle = outlook(&spare, None, &["node-3".to_string()]);
+    assert_eq!(what_ifs(&idle), ["node-3: 3 nodes 3/3 go on"]);
+}
+
+#[test]
+fn a_job_without_enough_nodes_waits_and_says_so() {
+    let two = job(|base| base.replace("min: 1", "min: 3"));
+    let found = outlook(&two, Some(&nodes("a b c! d!")), &[]);
+    assert!(found.gang.is_none());
+    assert_eq!(found.why.last().unwrap(), "wait: 2 workers connected, 3 needed");
+    assert!(text(&found).contains("no gang can start"));
+    // With three nodes it runs, and the loss of one is one too many.
+    let found = outlook(&two, Some(&nodes("a b c d!")), &["b".to_string()]);
+    assert_eq!(what_ifs(&found), ["b: rests"]);
+}
+
+#[test]
+fn given_nodes_are_used_in_the_order_of_their_names() {
+    let found = outlook(&job(|base| base), Some(&nodes("n-10 n-9 n-2 n-1 n-11")), &[]);
+    let gang = found.gang.unwrap();
+    let used: Vec<&str> = gang.ranks.iter().map(|rank| rank.node.as_str()).collect();
+    assert_eq!(used, ["n-1", "n-2", "n-9", "n-10"]);
+    let experts: Vec<[u32; 2]> = gang.ranks.iter().map(|rank| rank.experts).collect();
+    assert_eq!(experts, [[0, 1], [2, 3], [4, 5], [6, 7]]);
+}
+
+#[test]
+fn the_json_has_what_the_text_has() {
+    let found = outlook(&job(|base| base), None, &[]);
+    let json = serde_json::to_value(&found).unwrap();
+    assert_eq!(json["sizes"].as_array().unwrap().len(), 4);
+    assert_eq!(json["sizes"][2]["expertsPerRank"], serde_json::json!([2, 3]));
+    assert!(json["sizes"][0]["memory"]["balanced"].as_u64().unwrap() > 1 << 20);
+    assert_eq!(json["whatIfs"][0]["stepsLost"], 9);
+    assert_eq!(json["gang"]["ranks"][3]["buddy"], 0);
+}
