@@ -208,7 +208,7 @@ async fn wrong_certificates(address: SocketAddr, forge: &Forge) {
         for name in [&operator, &member] {
             let what = format!("{name} asks for {}", String::from_utf8_lossy(alpn));
             let none = without_certificate(forge.valid(name, alpn));
-            refused(&format!("{what} without a certificate"), address, none, HELLO.as_bytes()).await;
+            refused(&format!("{what}, no certificate"), address, none, &framed(HELLO)).await;
             let foreign = other.valid(name, alpn);
             refused(&format!("{what}, another authority"), address, foreign, &framed(HELLO)).await;
             let expired = forge.client(&[name], -2 * DAY, -60, alpn);

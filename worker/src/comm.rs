@@ -1,7 +1,7 @@
 //! Collectives between the ranks of one attempt.
 //!
 //! ```text
-//! device thread: exchange() -> header + bytes -> Pipe -> task -> TLS -> peer's task -> Pipe -> device
+//! device: exchange() -> header + bytes -> Pipe -> task -> TLS -> peer's task -> Pipe -> device
 //! ```
 //!
 //! A call blocks the device's thread until its bytes are taken over and all that it waits for is

@@ -22,9 +22,10 @@ use device::Device;
 use link::Link;
 use moejob_protocol::message::{HEARTBEAT_MS, Heartbeat, Hello, Phase};
 use moejob_protocol::{PROTOCOL_VERSION, Up, WorkerConfig};
+use rustix::process::set_parent_process_death_signal;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
-use std::io::{self, Read, Write};
+use std::io::{self, BufRead, Read, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -79,14 +80,12 @@ pub enum RunError {
 ///
 /// # Errors
 /// `Bootstrap`, `Parse`.
-pub fn read_bootstrap(from: &mut impl Read) -> Result<Bootstrap, RunError> {
+pub fn read_bootstrap(from: &mut impl BufRead) -> Result<Bootstrap, RunError> {
     let mut line = Vec::new();
-    // Byte by byte: what follows the line belongs to the watch on the owner.
-    for byte in from.take(BOOTSTRAP_BYTES_MAX).bytes() {
-        match byte.map_err(RunError::Bootstrap)? {
-            b'\n' => return Ok(serde_json::from_slice(&line)?),
-            byte => line.push(byte),
-        }
+    let read = from.take(BOOTSTRAP_BYTES_MAX).read_until(b'\n', &mut line);
+    read.map_err(RunError::Bootstrap)?;
+    if line.ends_with(b"\n") {
+        return Ok(serde_json::from_slice(&line)?);
     }
     let found = format!("no end of line in {} bytes", line.len());
     Err(RunError::Bootstrap(io::Error::new(io::ErrorKind::UnexpectedEof, found)))
@@ -139,10 +138,9 @@ pub fn run_with<A: Attempt>(
 /// The life of a worker's process, from its bootstrap line on; both binaries end here. The
 /// process dies with the thread that started it, also when it is stopped then.
 pub fn from_stdin<A: Attempt>(make: impl FnOnce() -> A + Send + 'static) -> ExitCode {
-    let parent = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
-    let result = parent
+    let result = set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
         .map_err(|error| RunError::Io(error.into()))
-        .and_then(|()| read_bootstrap(&mut io::stdin()))
+        .and_then(|()| read_bootstrap(&mut io::stdin().lock()))
         .and_then(|bootstrap| run_with(bootstrap, io::stdin(), io::stdout(), make));
     match result {
         Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(1)),
@@ -487,4 +485,35 @@ fn watch_owner(
     };
     std::thread::Builder::new().name("owner".to_string()).spawn(watch)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> String {
+        match read_bootstrap(&mut text.as_bytes()) {
+            Ok(bootstrap) => format!("{} of {}", bootstrap.worker, bootstrap.job_uid),
+            Err(error) => error.to_string(),
+        }
+    }
+
+    #[test]
+    fn the_bootstrap_is_one_line_of_known_fields() {
+        let good = r#"{"worker":"w","jobUid":"j","authority":"PEM","token":"t"}"#;
+        let cut = "cannot read the bootstrap line";
+        let not = "the bootstrap line is not understood";
+        for (text, expected) in [
+            (format!("{good}\n"), "w of j"),
+            (format!("{good}\nmore"), "w of j"),
+            (good.to_string(), cut),
+            (String::new(), cut),
+            ("x".repeat(1 << 20), cut),
+            ("\n".to_string(), not),
+            ("{}\n".to_string(), not),
+            (format!("{}\n", good.replace("token", "tokens")), not),
+        ] {
+            assert_eq!(read(&text), expected, "{text:.80}");
+        }
+    }
 }

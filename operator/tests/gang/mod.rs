@@ -53,7 +53,8 @@ impl Attempt for Counting {
             self.step += 1;
             control.set_step(self.step);
             let shards = vec![comm.rank()];
-            out(TrainerEvent::Held(vec![Held { attempt: comm.attempt(), step: self.step, shards }]));
+            let held = Held { attempt: comm.attempt(), step: self.step, shards };
+            out(TrainerEvent::Held(vec![held]));
             if comm.rank() == 0 {
                 out(TrainerEvent::Step(report(self.step, self.total as f64, &comm)));
             }
@@ -198,7 +199,10 @@ impl Gang {
     }
 
     /// The first event for which `pick` gives something, and whose it is.
-    pub async fn until<T>(&mut self, mut pick: impl FnMut(&LeaderEvent) -> Option<T>) -> (String, T) {
+    pub async fn until<T>(
+        &mut self,
+        mut pick: impl FnMut(&LeaderEvent) -> Option<T>,
+    ) -> (String, T) {
         let search = async {
             loop {
                 let (name, event) = self.leader.next_event().await;

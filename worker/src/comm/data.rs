@@ -178,7 +178,11 @@ struct Seat {
 }
 
 impl Plane {
-    async fn run(mut self, mut orders: mpsc::Receiver<Command>, mut offered: mpsc::Receiver<Offer>) {
+    async fn run(
+        mut self,
+        mut orders: mpsc::Receiver<Command>,
+        mut offered: mpsc::Receiver<Offer>,
+    ) {
         let (connected, mut arrivals) = mpsc::channel(HANDSHAKES_MAX);
         let mut strangers = Pending::default();
         loop {
@@ -397,7 +401,8 @@ async fn dial(
 }
 
 async fn dial_once(member: &Member, tls: &AttemptTls) -> io::Result<Stream> {
-    let late = |what: &str| io::Error::new(io::ErrorKind::TimedOut, format!("{what} took too long"));
+    let late =
+        |what: &str| io::Error::new(io::ErrorKind::TimedOut, format!("{what} took too long"));
     let connect = TcpStream::connect(&member.address);
     let tcp = timeout(Duration::from_millis(DIAL_MS_MAX), connect).await;
     let tcp = tcp.map_err(|_| late("connecting"))??;
