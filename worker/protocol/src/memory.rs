@@ -182,6 +182,8 @@ fn row_counts(
 pub const EXCHANGE_BYTES_MAX: u64 = 16 << 20;
 /// Bytes that one direction of one peer's pipe may hold (`worker::comm`).
 const PIPE_BYTES: u64 = 512 << 10;
+/// Snapshots that are kept: of the attempt's start or the newest two, whatever their interval.
+const GENERATIONS: u64 = 2;
 /// The process itself: code that is paged in, thread stacks, packed operands, small tables.
 const PROCESS_BYTES: u64 = 8 << 20;
 
@@ -191,13 +193,13 @@ pub fn rank_memory(
     layout: &Layout,
     rank: u32,
     training: &TrainingConfig,
-    recovery: &RecoveryConfig,
+    _recovery: &RecoveryConfig,
 ) -> RankMemory {
     let shape = Shape::new(model, layout, rank, training);
     let headroom = model.experts.routed_headroom.max(1.0);
     let mut count = Count { shape: &shape, parts: Vec::new(), headroom, committed: 0, worst: 0 };
     let _ = crate::buffers::Buffers::plan(model, &shape, &mut count);
-    count.host(model, layout, rank, recovery);
+    count.host(model, layout, rank);
     let Count { parts, committed, worst, .. } = count;
     let balanced = parts.iter().map(|part| part.bytes).sum();
     RankMemory { parts, balanced, committed: balanced + committed, worst: balanced + worst }
@@ -222,14 +224,13 @@ impl Count<'_> {
     }
 
     /// What lies outside of the arena.
-    fn host(&mut self, model: &ModelConfig, layout: &Layout, rank: u32, recovery: &RecoveryConfig) {
+    fn host(&mut self, model: &ModelConfig, layout: &Layout, rank: u32) {
         let shape = self.shape;
         let world = u64::from(layout.mesh.world());
         let shard = shard_bytes(model, layout, rank, shape.float_bytes);
         let buddy = (0..layout.mesh.world()).filter(|other| *other != rank);
         let buddy = buddy.map(|other| shard_bytes(model, layout, other, shape.float_bytes)).max();
-        let generations = if recovery.memory_every_steps > 0 { 2 } else { 1 };
-        self.add("snapshots", generations * (shard + buddy.unwrap_or(0)));
+        self.add("snapshots", GENERATIONS * (shard + buddy.unwrap_or(0)));
         self.add("checkpoint", shard);
         let float = shape.float_bytes;
         let weights = (shape.flats.dense.len + shape.flats.experts.len) * float;
