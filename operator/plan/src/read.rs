@@ -284,7 +284,7 @@ impl Walk {
         };
         let number = (*plain && decimal(text)).then(|| text.parse::<i64>().ok()).flatten();
         match number {
-            Some(number) if (1..=65_536).contains(&number) => Some(json!(number)),
+            Some(number) if (1..=99_999).contains(&number) => Some(json!(number)),
             None if text == "auto" => Some(json!(text)),
             _ => {
                 self.refuse(

@@ -16,7 +16,13 @@ use serde::{Deserialize, Serialize};
         .message("nodes.custom describes the profile custom, and only that one"),
     validation = Rule::new("has(self.profile) == has(oldSelf.profile) && \
         (!has(self.profile) || self.profile == oldSelf.profile)")
-        .message("nodes.profile is immutable")
+        .message("nodes.profile is immutable"),
+    validation = Rule::new("has(self.topology) == has(oldSelf.topology) && \
+        (!has(self.topology) || self.topology == oldSelf.topology)")
+        .message("nodes.topology is immutable"),
+    validation = Rule::new("!has(self.custom) || !has(oldSelf.custom) || \
+        self.custom == oldSelf.custom")
+        .message("nodes.custom is immutable")
 )]
 pub struct NodesSpec {
     /// The kind of machine: it says how many devices a node has, what memory they have, how they
@@ -130,7 +136,11 @@ pub struct ParallelismSpec {
 /// When state is saved.
 #[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-#[x_kube(crates(kube_core = "::kube_core"))]
+#[x_kube(
+    crates(kube_core = "::kube_core"),
+    validation = Rule::new("has(self.location) == has(oldSelf.location)")
+        .message("checkpoint.location is immutable")
+)]
 pub struct CheckpointSpec {
     /// A checkpoint is written after every so many steps, and after the last. Default: 200.
     #[schemars(range(min = 1, max = 1000000000))]

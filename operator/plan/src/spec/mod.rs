@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
     version = "v1alpha1",
     kind = "MoeJob",
     plural = "moejobs",
-    shortname = "moe",
+    shortname = "mj",
     category = "all",
     namespaced,
     status = "MoeJobStatus",
@@ -43,14 +43,12 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 #[x_kube(
     crates(kube_core = "::kube_core"),
-    validation = Rule::new("self.model == oldSelf.model").message("model is immutable"),
-    validation = Rule::new("self.data == oldSelf.data").message("data is immutable"),
+    // A field's own rule sees a change of its value; these see it come and go.
     validation = Rule::new("has(self.parallelism) == has(oldSelf.parallelism) && \
-        (!has(self.parallelism) || self.parallelism == oldSelf.parallelism)")
-        .message("parallelism is immutable"),
-    validation = Rule::new("has(self.volumes) == has(oldSelf.volumes) && \
-        (!has(self.volumes) || self.volumes == oldSelf.volumes)")
-        .message("volumes are immutable"),
+        has(self.volumes) == has(oldSelf.volumes) && \
+        has(self.priorityClassName) == has(oldSelf.priorityClassName) && \
+        has(self.schedulerName) == has(oldSelf.schedulerName)")
+        .message("parallelism, volumes, priorityClassName and schedulerName are immutable"),
     validation = Rule::new("(has(oldSelf.suspend) && oldSelf.suspend) || \
         (has(self.suspend) && self.suspend) || \
         (has(self.image) == has(oldSelf.image) && \
@@ -76,11 +74,13 @@ pub struct MoeJobSpec {
     /// The model: a preset, or its dimensions, or a preset of which some fields are overridden.
     #[schemars(required)]
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = Rule::new("self == oldSelf").message("model is immutable"))]
     pub model: Option<ModelSpec>,
 
     /// What the model is trained on.
     #[schemars(required)]
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = Rule::new("self == oldSelf").message("data is immutable"))]
     pub data: Option<DataSpec>,
 
     /// How it is trained: steps, batch, optimizer, schedule.
@@ -90,6 +90,7 @@ pub struct MoeJobSpec {
 
     /// How ranks divide the work. `moejob plan` shows what `auto` chooses.
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = Rule::new("self == oldSelf").message("parallelism is immutable"))]
     pub parallelism: Option<ParallelismSpec>,
 
     /// When state is saved, how many of the saved are kept, and where.
@@ -103,6 +104,7 @@ pub struct MoeJobSpec {
     /// What is mounted into the pods. Used on Kubernetes only.
     #[schemars(length(max = 16))]
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = Rule::new("self == oldSelf").message("volumes are immutable"))]
     pub volumes: Option<Vec<VolumeSpec>>,
 
     /// An overlay on the workers' pods: tolerations, affinity, env, pull secrets, resources. What
@@ -114,11 +116,13 @@ pub struct MoeJobSpec {
     /// The PriorityClass of the pods; also orders jobs that wait for nodes.
     #[schemars(length(max = 253))]
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = Rule::new("self == oldSelf").message("priorityClassName is immutable"))]
     pub priority_class_name: Option<String>,
 
     /// The scheduler of the pods; empty is the cluster's default.
     #[schemars(length(max = 253))]
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = Rule::new("self == oldSelf").message("schedulerName is immutable"))]
     pub scheduler_name: Option<String>,
 
     /// Seconds after which a finished job is deleted; absent keeps it.
@@ -152,8 +156,8 @@ impl JsonSchema for NumberOrAuto {
         schemars::json_schema!({
             "x-kubernetes-int-or-string": true,
             "x-kubernetes-validations": [{
-                "rule": "type(self) == int ? self >= 1 && self <= 65536 : self == 'auto'",
-                "message": "a number from 1 to 65536, or auto",
+                "rule": "string(self).matches('^(auto|[1-9][0-9]{0,4})$')",
+                "message": "a number from 1 to 99999, or auto",
             }],
         })
     }
