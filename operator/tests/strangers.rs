@@ -3,12 +3,13 @@
 
 mod gang;
 
-use gang::{Gang, JOB};
+use gang::{Gang, JOB, Worker, config};
 use moe_worker::listener::HANDSHAKES_MAX;
 use moe_worker::tls::{ALPN_CONTROL, ALPN_DATA, Identity, leader_client, server_name};
 use moejob::authority::Authority;
 use moejob::control::LeaderEvent;
 use moejob_protocol::Up;
+use moejob_protocol::message::Phase;
 use rcgen::{
     BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, SanType,
@@ -222,6 +223,9 @@ async fn wrong_certificates(address: SocketAddr, forge: &Forge) {
     for name in [&member, "moejob://operators", "moejob://Operator", "https://operator"] {
         refused(name, address, forge.valid(name, ALPN_CONTROL), &framed(HELLO)).await;
     }
+    for alpn in [&b""[..], b"h2", b"moejob-control/2"] {
+        refused("the operator", address, forge.valid(&operator, alpn), &framed(HELLO)).await;
+    }
     refused("no name", address, forge.client(&[], -DAY, DAY, ALPN_CONTROL), &framed(HELLO)).await;
     for name in [
         operator,
@@ -358,6 +362,44 @@ async fn strangers_get_nothing_and_the_gang_trains_on() {
     assert!(steps > 100, "{steps} steps meanwhile");
     let codes = gang.shut_down().await;
     assert_eq!(codes, [0, 0, 0]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nobody_takes_the_seat_of_a_rank_that_is_still_to_come() {
+    let forge = Forge::new();
+    let mut gang = Gang::of(2, forge.authority()).await;
+    let both: Vec<&Worker> = gang.workers.iter().collect();
+    let mut config = config(5, &both, 10);
+    let address = gang.workers[1].address.parse().expect("an address");
+    config.rank = Some(1);
+    gang.leader.configure("w1", &config);
+    // It answers under its new leaf once it waits for rank 0.
+    let joining = |event: &LeaderEvent| match event {
+        LeaderEvent::Up { up: Up::Heartbeat(heart), .. } => {
+            (heart.phase == Phase::Joining).then_some(())
+        }
+        _ => None,
+    };
+    gang.until(joining).await;
+    for name in [
+        worker("job-2", 5, "w0"),
+        worker(JOB, 4, "w0"),
+        worker(JOB, 6, "w0"),
+        worker(JOB, 5, "w1"),
+        worker(JOB, 5, "w9"),
+        Identity::Operator.to_string(),
+    ] {
+        refused(&name, address, forge.valid(&name, ALPN_DATA), &[0; 64]).await;
+    }
+    let other = Forge::new();
+    let name = worker(JOB, 5, "w0");
+    refused("another authority", address, other.valid(&name, ALPN_DATA), &[0; 64]).await;
+    let expired = forge.client(&[&name], -2 * DAY, -60, ALPN_DATA);
+    refused("expired", address, expired, &[0; 64]).await;
+    config.rank = Some(0);
+    gang.leader.configure("w0", &config);
+    gang.until_completed(2, 10).await;
+    assert_eq!(gang.shut_down().await, [0, 0]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
