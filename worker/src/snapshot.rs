@@ -272,7 +272,8 @@ fn scatter_some(
     Ok(())
 }
 
-/// The snapshots that one worker keeps, through any number of attempts.
+/// The snapshots that one worker keeps, through any number of attempts: the newest that is known
+/// to be complete everywhere, and the one after it.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshots {
     /// Newest last; two at most.
@@ -286,11 +287,9 @@ struct Generation {
     step: u64,
     /// `(rank of that layout, its shard)`, ascending.
     shards: Vec<(u32, Arc<Vec<u8>>)>,
+    /// All ranks have theirs.
+    confirmed: bool,
 }
-
-/// Generations that stay until all members have a newer one: a rank begins the second newest only
-/// after all have finished the one before.
-const GENERATIONS_MAX: usize = 2;
 
 impl Snapshots {
     /// Cuts this rank's shard and exchanges it with its buddies; `watch` buddies' shards come here.
@@ -305,9 +304,8 @@ impl Snapshots {
         attempt: u32,
         step: u64,
     ) -> Result<Arc<Vec<u8>>, CommError> {
-        // The memory of the generation that goes, where nobody else still writes from it.
-        let reuse = (self.generations.len() >= GENERATIONS_MAX).then(|| self.generations.remove(0));
-        let mut spare = reuse.map(|generation| generation.shards).unwrap_or_default();
+        let mut spare = self.make_room();
+        // The memory of what goes is used again, unless the checkpoint is still written from it.
         let mut recycled = || {
             let memory = spare.pop().and_then(|(_, shard)| Arc::into_inner(shard));
             memory.unwrap_or_default()
@@ -316,8 +314,7 @@ impl Snapshots {
         cut(model, &mut bytes);
         let own = Arc::new(bytes);
         let shards = vec![(model.rank, Arc::clone(&own))];
-        self.generations.retain(|other| (other.attempt, other.step) != (attempt, step));
-        self.generations.push(Generation { attempt, step, shards });
+        self.generations.push(Generation { attempt, step, shards, confirmed: false });
         let float_bytes = model.shape.float_bytes as usize;
         let wards = (0..comm.world()).filter(|ward| buddies[*ward as usize] == Some(model.rank));
         let mut theirs: Vec<(u32, Vec<u8>)> = wards
@@ -344,6 +341,28 @@ impl Snapshots {
         newest.shards.extend(theirs.into_iter().map(|(ward, memory)| (ward, Arc::new(memory))));
         newest.shards.sort_by_key(|shard| shard.0);
         Ok(own)
+    }
+
+    /// Drops all but the newest confirmed generation; gives what is dropped.
+    fn make_room(&mut self) -> Vec<(u32, Arc<Vec<u8>>)> {
+        let stays = self.generations.iter().rposition(|generation| generation.confirmed);
+        let mut dropped = Vec::new();
+        for (at, generation) in std::mem::take(&mut self.generations).into_iter().enumerate() {
+            if Some(at) == stays {
+                self.generations.push(generation);
+            } else {
+                dropped.extend(generation.shards);
+            }
+        }
+        dropped
+    }
+
+    /// Every rank has finished its snapshot of `step` of `attempt`: a later collective succeeded,
+    /// or the plan found all its shards.
+    pub fn confirm(&mut self, attempt: u32, step: u64) {
+        for generation in &mut self.generations {
+            generation.confirmed |= (generation.attempt, generation.step) == (attempt, step);
+        }
     }
 
     /// What could be resumed from here.

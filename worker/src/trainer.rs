@@ -152,6 +152,7 @@ impl Trainer {
             asked: Request::default(),
             pending: None,
             committed: 0,
+            snapshot_step: config.resume.step(),
             model,
             snapshots: &mut self.snapshots,
         };
@@ -207,7 +208,7 @@ impl Trainer {
 
     /// The state that the attempt begins with.
     fn restore(
-        &self,
+        &mut self,
         config: &WorkerConfig,
         corpus: &Corpus,
         model: &mut Model,
@@ -232,6 +233,7 @@ impl Trainer {
                 }
                 let held = |rank| shard(rank).expect("looked for above");
                 scatter(model, comm, layout, sources, held)?;
+                self.snapshots.confirm(*attempt, *step);
             }
         }
         Ok(())
@@ -390,6 +392,8 @@ struct Run<'a> {
     pending: Option<(u64, bool)>,
     /// Newest commit that was told.
     committed: u64,
+    /// Steps in the newest snapshot.
+    snapshot_step: u64,
 }
 
 /// Between two empty steps that wait for storage.
@@ -442,6 +446,8 @@ impl Run<'_> {
             let mut end = step::gradients(model, gradients, corpus, &mut self.comm, self.step)?;
             self.fill(&mut end);
             let ends = step::agree(&self.model, &end, &mut self.comm)?;
+            // Whoever is here has finished the snapshot that came before.
+            self.snapshots.confirm(self.config.attempt, self.snapshot_step);
             let request = self.take_in(&ends)?;
             agreed.checkpoint_now |= request.checkpoint_now;
             agreed.stop_after_this_step |= request.stop_after_this_step;
@@ -558,6 +564,7 @@ impl Run<'_> {
             attempt,
             self.step,
         );
+        self.snapshot_step = self.step;
         (self.out)(TrainerEvent::Held(self.snapshots.held()));
         Ok(taken?)
     }

@@ -270,3 +270,69 @@ pub fn sources(trainers: &[Trainer], attempt: u32, step: u64, shards: u32) -> Ve
         })
         .collect()
 }
+
+/// Rank 0's reports of an attempt in which `victim` is cut off `delay` after its snapshot of step
+/// `after`; how each rank ended.
+pub fn run_and_cut_off(
+    job: &Job,
+    trainers: &mut [Trainer],
+    victim: u32,
+    after: u64,
+    delay: std::time::Duration,
+) -> (Vec<AttemptEnd>, Vec<StepReport>) {
+    let world = job.config.layout.mesh.world();
+    let mut reports = Vec::new();
+    let ends = std::thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for ((comm, trainer), rank) in
+            Comm::in_process(world).into_iter().zip(trainers.iter_mut()).zip(0..)
+        {
+            let mut config = job.config.clone();
+            config.rank = Some(rank);
+            config.members = (0..world).map(member).collect();
+            threads.push(scope.spawn(move || {
+                let handle = comm.abort_handle();
+                let mut reports = Vec::new();
+                let end = trainer.run_attempt(&config, comm, &Control::default(), &mut |event| {
+                    match event {
+                        TrainerEvent::Step(report) => reports.push(report),
+                        TrainerEvent::Held(held)
+                            if rank == victim && held.iter().any(|held| held.step == after) =>
+                        {
+                            let handle = handle.clone();
+                            std::thread::spawn(move || {
+                                std::thread::sleep(delay);
+                                handle.abort("cut off by the test");
+                            });
+                        }
+                        _ => {}
+                    }
+                });
+                (end, reports)
+            }));
+        }
+        let mut ends = Vec::new();
+        for thread in threads {
+            let (end, steps) = thread.join().expect("no panic");
+            reports.extend(steps);
+            ends.push(end);
+        }
+        ends
+    });
+    (ends, reports)
+}
+
+/// The newest state whose shards all are in memory: attempt and step.
+pub fn newest_held(trainers: &[Trainer], shards: u32) -> (u32, u64) {
+    let held: Vec<_> = trainers.iter().flat_map(Trainer::held).collect();
+    let complete = |attempt: u32, step: u64| {
+        (0..shards).all(|shard| {
+            held.iter().any(|held| {
+                (held.attempt, held.step) == (attempt, step) && held.shards.contains(&shard)
+            })
+        })
+    };
+    let newest = held.iter().filter(|held| complete(held.attempt, held.step));
+    let newest = newest.map(|held| (held.step, held.attempt)).max();
+    newest.map(|(step, attempt)| (attempt, step)).expect("a complete snapshot in memory")
+}
