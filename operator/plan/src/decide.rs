@@ -205,6 +205,9 @@ impl<'o> Planner<'o> {
             if let WorkerState::Member { attempt, leaving, .. } = worker.state
                 && Some(attempt) != present
             {
+                if leaving.is_none() {
+                    self.why(format!("{} is still in attempt {attempt}", worker.name));
+                }
                 self.ask_to_leave(worker, attempt, leaving, None, "its attempt is over");
             }
         }
@@ -319,7 +322,9 @@ impl<'o> Planner<'o> {
                         && self.ask_to_leave(worker, attempt, leaving, at_most, &cause);
                     waiting += u32::from(waits);
                 }
-                WorkerState::Starting { .. } | WorkerState::Silent => {}
+                // A new leader has not reached it yet; it may hold what nobody else does.
+                WorkerState::Starting { .. } => waiting += u32::from(!self.is_ending(worker)),
+                WorkerState::Silent => {}
                 // Its stream lives and says that it takes no part.
                 _ => acknowledged = true,
             }

@@ -3,6 +3,9 @@
 //!
 //! The world knows the truth and asserts on it. The leader's `Tracker` only sees messages.
 
+// Each test crate uses a part of it.
+#![allow(dead_code)]
+
 pub mod sim;
 
 use moejob_plan::check::check;
@@ -436,7 +439,7 @@ impl World {
         self.done = self.done.max(step);
         let complete = step >= self.setup.steps;
         let rank_0 = self.sims.get_mut(&members[0]).expect("members are there");
-        rank_0.up.push_back((attempt, Up::Step(report(step, attempt))));
+        rank_0.up.push_back((attempt, step_report(step, attempt)));
         if save || complete || step % self.setup.checkpoint_every == 0 {
             rank_0.up.push_back((attempt, Up::Event(committed(step, attempt))));
         }
@@ -499,6 +502,23 @@ impl World {
         }
     }
 
+    /// Newest step whose every shard is held, in truth, by workers that are alive.
+    pub fn newest_whole(&self) -> u64 {
+        let alive = || self.sims.values().filter(|sim| sim.alive);
+        let is_whole = |attempt: u32, step: u64| {
+            let of = |sim: &Sim, shard: u32| {
+                sim.held.iter().any(|held| {
+                    (held.attempt, held.step) == (attempt, step) && held.shards.contains(&shard)
+                })
+            };
+            self.observed().layout_of(attempt).is_some_and(|layout| {
+                (0..layout.mesh.world()).all(|shard| alive().any(|sim| of(sim, shard)))
+            })
+        };
+        let held = alive().flat_map(|sim| &sim.held);
+        held.filter(|held| is_whole(held.attempt, held.step)).map(|held| held.step).max().unwrap_or(0)
+    }
+
     pub fn node(&mut self, name: &str) -> &mut Node {
         let nodes = &mut self.tracker.observed.nodes;
         nodes.iter_mut().find(|node| node.name == name).expect("a node of this world")
@@ -537,8 +557,8 @@ fn shards(rank: u32, world: u32) -> Vec<u32> {
     shards
 }
 
-fn report(step: u64, attempt: u32) -> StepReport {
-    StepReport {
+pub fn step_report(step: u64, attempt: u32) -> Up {
+    Up::Step(StepReport {
         step,
         loss: 1.0,
         aux_loss: 1.0,
@@ -552,7 +572,7 @@ fn report(step: u64, attempt: u32) -> StepReport {
         expert_imbalance: 1.0,
         validation_loss: None,
         time: String::new(),
-    }
+    })
 }
 
 fn committed(step: u64, attempt: u32) -> Event {
