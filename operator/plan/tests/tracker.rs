@@ -1,0 +1,161 @@
+//! What the leader's memory makes of messages that come late, twice or out of turn.
+
+mod world;
+
+use moejob_plan::decide::Action;
+use moejob_plan::observed::{Outcome, WorkerState};
+use moejob_protocol::message::{Held, Hello, LeftReason, Up};
+use world::{Setup, World};
+
+fn running(setup: Setup) -> World {
+    let mut world = World::new(setup);
+    world.settle();
+    let names: Vec<String> = world.sims.keys().cloned().collect();
+    for name in &names {
+        assert!(world.connect(name));
+    }
+    world.settle();
+    // The first brings them together.
+    for _ in 0..13 {
+        world.now += 100;
+        assert!(world.step());
+        world.settle();
+    }
+    world
+}
+
+fn hello(world: &World, name: &str) -> Hello {
+    let sim = &world.sims[name];
+    Hello {
+        version: 1,
+        worker: name.to_string(),
+        token: String::new(),
+        signing_request: String::new(),
+        attempt: sim.attempt,
+        digest: sim.digest.clone(),
+        rank: sim.rank,
+        held: sim.held.clone(),
+    }
+}
+
+#[test]
+fn a_member_that_reconnects_is_adopted_unchanged() {
+    let mut world = running(Setup::default());
+    let before = world.observed().worker("j-1").cloned();
+    let hello = hello(&world, "j-1");
+    world.tracker.connected("j-1", "j-1:1", &hello);
+    assert_eq!(world.observed().worker("j-1").cloned(), before);
+    assert!(world.decide().iter().all(|plan| plan.actions.is_empty()));
+}
+
+#[test]
+fn a_member_with_another_configuration_ends_the_attempt() {
+    let mut world = running(Setup::default());
+    let hello = Hello { digest: "another".to_string(), ..hello(&world, "j-1") };
+    world.tracker.connected("j-1", "j-1:1", &hello);
+    world.settle();
+    assert_eq!(world.observed().gang().map(|gang| gang.attempt), Some(2));
+}
+
+/// It leaves the old attempt before it is given a rank in a new one.
+#[test]
+fn one_that_is_still_in_an_older_attempt_is_told_to_leave_it() {
+    let mut world = running(Setup { spares: 1, nodes: 5, ..Setup::default() });
+    let digest = world.sims["j-0"].digest.clone();
+    let hello = Hello { attempt: 1, digest, rank: Some(3), ..hello(&world, "j-4") };
+    world.kill("j-0", None);
+    world.settle();
+    world.tracker.connected("j-4", "j-4:1", &hello);
+    let plans = world.decide();
+    let actions: Vec<&Action> = plans.iter().flat_map(|plan| &plan.actions).collect();
+    let leaves = |action: &&&Action| {
+        matches!(action, Action::LeaveAttempt { name, attempt: 1, .. } if name == "j-4")
+    };
+    assert_eq!(actions.iter().filter(leaves).count(), 1, "{actions:?}");
+}
+
+#[test]
+fn one_that_has_left_stays_so_when_its_stream_comes_anew() {
+    let mut world = running(Setup::default());
+    let reason = LeftReason::Stopped { step: 12 };
+    let left = Up::Left { reason: reason.clone(), held: Vec::new() };
+    world.tracker.heard("j-1", 1, &left, 0);
+    let hello = hello(&world, "j-1");
+    world.tracker.connected("j-1", "j-1:1", &hello);
+    let state = world.observed().worker("j-1").map(|worker| worker.state.clone());
+    assert_eq!(state, Some(WorkerState::Left { attempt: 1, reason }));
+}
+
+#[test]
+fn nothing_brings_back_the_dead() {
+    let mut world = running(Setup::default());
+    let hello = hello(&world, "j-1");
+    world.tracker.exited("j-1", None, "killed by signal 9");
+    world.tracker.connected("j-1", "j-1:1", &hello);
+    let held = vec![Held { attempt: 1, step: 10, shards: vec![0] }];
+    world.tracker.heard("j-1", 1, &Up::Left { reason: LeftReason::Asked, held }, 0);
+    world.tracker.heard("j-1", 1, &Up::Completed { step: 100 }, 0);
+    world.tracker.silent("j-1", "closed");
+    let worker = world.observed().worker("j-1").expect("a member is remembered");
+    assert!(worker.is_dead() && worker.held.is_empty());
+}
+
+#[test]
+fn the_end_of_an_attempt_that_was_given_up_is_not_the_jobs() {
+    let mut world = running(Setup::default());
+    world.kill("j-0", None);
+    world.settle();
+    assert_eq!(world.observed().record.attempt, 2);
+    world.tracker.heard("j-1", 1, &Up::Completed { step: 100 }, 0);
+    world.settle();
+    assert_eq!(world.outcome(), None);
+    world.tracker.heard("j-1", 2, &Up::Completed { step: 100 }, 0);
+    world.settle();
+    assert_eq!(world.outcome(), Some(&Outcome::Complete { step: 100 }));
+}
+
+/// Its stream closes before its process ends, and the leader kills it in between.
+#[test]
+fn a_worker_that_said_why_it_ends_is_believed() {
+    let mut world = running(Setup::default());
+    let message = "the data has changed".to_string();
+    let failed = Up::Failed { exit_code: 3, message: message.clone() };
+    world.tracker.heard("j-2", 1, &failed, 0);
+    world.tracker.silent("j-2", "closed");
+    world.decide();
+    world.tracker.exited("j-2", None, "killed by signal 9");
+    world.decide();
+    let reason = "DataOrCheckpointRefused";
+    assert_eq!(world.outcome(), Some(&Outcome::Failed { exit_code: 3, reason, message }));
+}
+
+/// Attempts that end before their first snapshot do not make older ones unreadable.
+#[test]
+fn a_layout_is_remembered_as_long_as_a_snapshot_of_it_is_held() {
+    let mut world = running(Setup { restarts_max: 100, ..Setup::default() });
+    world.kill("j-3", None);
+    world.settle();
+    for _ in 0..20 {
+        let attempt = world.observed().record.attempt;
+        let error = LeftReason::Error { message: "no".to_string() };
+        world.sims.get_mut("j-0").expect("a survivor").leave(error);
+        world.settle();
+        assert_eq!(world.observed().record.attempt, attempt + 1);
+    }
+    let gang = world.observed().gang().expect("it goes on trying");
+    assert_eq!(gang.resumed_at, 10);
+    assert!(world.observed().record.layouts.len() < 12);
+}
+
+#[test]
+fn a_step_counts_once_whoever_reports_it() {
+    let mut world = running(Setup::default());
+    let median = world.observed().record.step_median;
+    assert_eq!(median, 100);
+    for name in ["j-1", "j-2"] {
+        let up = world::step_report(12, 1);
+        assert!(world.tracker.heard(name, 1, &up, world.now + 50_000).is_empty());
+    }
+    assert_eq!(world.observed().record.step_median, median);
+    assert!(world.observed().record.progressed_at <= world.now);
+}
