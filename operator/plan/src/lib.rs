@@ -9,6 +9,8 @@
 //! Observed --status--> MoeJobStatus                                          status
 //! ```
 
+#![deny(clippy::disallowed_methods, clippy::disallowed_types)]
+
 pub mod problem;
 pub mod spec;
 pub mod crd;

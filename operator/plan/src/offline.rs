@@ -349,8 +349,10 @@ impl Rehearsal {
     /// Workers that were started connect. Whether there were any.
     fn connect(&mut self) -> bool {
         let starting = self.tracker.observed.workers.iter();
-        let starting = starting.filter(|worker| matches!(worker.state, WorkerState::Starting { .. }));
-        let names: Vec<String> = starting.map(|worker| worker.name.clone()).collect();
+        let names: Vec<String> = starting
+            .filter(|worker| matches!(worker.state, WorkerState::Starting { .. }))
+            .map(|worker| worker.name.clone())
+            .collect();
         for name in &names {
             let hello = Hello {
                 version: moejob_protocol::PROTOCOL_VERSION,
@@ -381,7 +383,7 @@ impl Rehearsal {
             let name = directory_name(stored);
             self.tracker.observed.stored = Some(Stored { step: stored, name });
         }
-        let snapshot = if memory > 0 { step / memory * memory } else { 0 };
+        let snapshot = step.checked_div(memory).map_or(0, |count| count * memory);
         let nodes = node_of_rank(&gang, self.per_node);
         for (index, member) in (0..).zip(&gang.members) {
             let own = |rank: &u32| rank / self.per_node == index;
@@ -417,7 +419,8 @@ impl Rehearsal {
         let done = self.tracker.observed.record.step;
         self.settle();
         let gang = self.gang().filter(|gang| gang.attempt > before || lost_nothing(gang, &lost));
-        let resume = self.resume.as_ref().filter(|_| gang.is_some_and(|gang| gang.attempt > before));
+        let renewed = gang.is_some_and(|gang| gang.attempt > before);
+        let resume = self.resume.as_ref().filter(|_| renewed);
         WhatIf {
             nodes: gang.map(|gang| gang.members.len() as u32),
             dp: gang.map(|gang| gang.layout.mesh.dp),

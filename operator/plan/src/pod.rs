@@ -49,7 +49,9 @@ fn walk(value: &Value, path: &str, problems: &mut Vec<Problem>) {
                     problems.push(
                         Problem::new(Code::Pod, at)
                             .found(format!("the field {}", quoted(name)))
-                            .allowed("scheduling, env, pull secrets, resources, labels, annotations")
+                            .allowed(
+                                "scheduling, env, pull secrets, resources, labels, annotations",
+                            )
                             .advice(format!("delete it: {why}")),
                     );
                     continue;

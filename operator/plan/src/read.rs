@@ -272,8 +272,9 @@ impl Walk {
             return None;
         }
         let values = items.iter().enumerate();
-        let read = values.map(|(i, item)| self.value(item, &schema["items"], &format!("{path}[{i}]")));
-        Some(Json::Array(read.flatten().collect()))
+        let read = values
+            .filter_map(|(i, item)| self.value(item, &schema["items"], &format!("{path}[{i}]")));
+        Some(Json::Array(read.collect()))
     }
 
     fn number_or_word(&mut self, node: &Node, schema: &Json, path: &str) -> Option<Json> {
@@ -553,8 +554,8 @@ fn odd_number(text: &str) -> Option<String> {
 
 /// A plain scalar that every reader takes for text.
 fn is_text(text: &str) -> bool {
-    !is_null(text)
-        && !(old_boolean(text) && text.len() > 1)
-        && odd_number(text).is_none()
-        && text.parse::<f64>().is_err()
+    // `y` and `n` are truth values to nobody that reads manifests.
+    let truth = old_boolean(text) && text.len() > 1;
+    let number = odd_number(text).is_some() || text.parse::<f64>().is_ok();
+    !(is_null(text) || truth || number)
 }

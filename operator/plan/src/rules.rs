@@ -164,14 +164,15 @@ impl Rules<'_> {
             self.refuse(problem, &["spec.model.numAttentionHeads"]);
         }
         let typed = self.spec.model.as_ref();
-        let given = self.job.preset.is_some() || typed.is_some_and(|model| model.head_dim.is_some());
-        if !given && model.hidden_size % heads != 0 {
+        let dim = typed.and_then(|model| model.head_dim);
+        let given = self.job.preset.is_some() || dim.is_some();
+        if !given && !model.hidden_size.is_multiple_of(heads) {
             let problem = Problem::new(Code::Divides, "spec.model.hiddenSize")
                 .found(format!("`{}`", model.hidden_size))
                 .allowed(format!("a multiple of numAttentionHeads, which is {heads}"))
                 .advice("choose a multiple, or set headDim");
             self.refuse(problem, &["spec.model.numAttentionHeads", "spec.model.headDim"]);
-        } else if model.head_dim % 2 != 0 || model.head_dim == 0 {
+        } else if !model.head_dim.is_multiple_of(2) || model.head_dim == 0 {
             let problem = Problem::new(Code::Divides, "spec.model.headDim")
                 .found(format!("`{}`", model.head_dim))
                 .allowed("an even number")
@@ -469,7 +470,8 @@ impl Rules<'_> {
                 self.one_of(&at, "claim or configMap", volume.claim.is_some());
             }
             for (field, name) in [("claim", &volume.claim), ("configMap", &volume.config_map)] {
-                let known = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.".contains(c);
+                let known =
+                    |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.".contains(c);
                 if let Some(name) = name.as_deref().filter(|name| !name.chars().all(known)) {
                     let problem = Problem::new(Code::Name, format!("{at}.{field}"))
                         .found(quoted(name))
@@ -482,7 +484,7 @@ impl Rules<'_> {
             self.path(&format!("{at}.mountPath"), path);
             let reserved = ["/", "/dev", "/proc", "/sys", "/etc", "/var/run"];
             let trimmed = if path.len() > 1 { path.trim_end_matches('/') } else { path };
-            let system = reserved.iter().any(|at| trimmed == *at)
+            let system = reserved.contains(&trimmed)
                 || reserved[1..].iter().any(|at| trimmed.starts_with(&format!("{at}/")));
             if system || path.contains(':') || seen.contains(&trimmed) {
                 let problem = Problem::new(Code::Path, format!("{at}.mountPath"))

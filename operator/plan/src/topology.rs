@@ -107,7 +107,7 @@ pub fn order(
     let Some((part, first)) = ranked.first() else {
         return Ordered { nodes: Vec::new(), why: "no node is usable".to_string() };
     };
-    let label = part.last().filter(|label| !label.is_empty()).map_or("without a label", |name| name);
+    let label = part.last().copied().filter(|label| !label.is_empty()).unwrap_or("without a label");
     let why = format!("{} nodes of {level:?} {label} first, of {}", first.len(), usable.len());
     match closeness {
         Closeness::Required => Ordered { nodes: names(first), why: format!("{why}, no others") },
@@ -119,8 +119,8 @@ pub fn order(
     }
 }
 
-/// Nodes from a file: a list of names, a list of `NodeInfo`, or what `kubectl get nodes -o json` (or
-/// `-o yaml`) prints.
+/// Nodes from a file: a list of names, a list of `NodeInfo`, or what `kubectl get nodes -o json`
+/// (or `-o yaml`) prints.
 pub fn nodes_from(text: &str) -> Result<Vec<NodeInfo>, String> {
     let value: serde_json::Value =
         serde_saphyr::from_str(text).map_err(|error| error.to_string())?;

@@ -1,6 +1,8 @@
 //! The rules beside the fields, evaluated as the API server does, against the rules of the reader:
 //! what the one refuses, the other refuses too.
 
+#![allow(clippy::disallowed_methods, reason = "the test reads the examples")]
+
 use kube_cel::Validator;
 use moejob_plan::{Job, crd};
 use serde_json::Value;

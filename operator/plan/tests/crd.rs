@@ -1,5 +1,7 @@
 //! The CustomResourceDefinition in the tree is the one that the types make.
 
+#![allow(clippy::disallowed_methods, reason = "the test reads the tree")]
+
 use moejob_plan::crd;
 use serde_json::Value;
 
@@ -11,7 +13,7 @@ fn the_definition_in_the_tree_is_current() {
         std::fs::write(&path, &made).unwrap();
     }
     let found = std::fs::read_to_string(&path).unwrap_or_default();
-    assert!(found == made, "run `UPDATE=1 cargo test -p moejob-plan --test crd` and look at the diff");
+    assert!(found == made, "run `UPDATE=1 cargo test -p moejob-plan --test crd`, look at the diff");
 }
 
 /// The API server refuses a structural schema that breaks these.

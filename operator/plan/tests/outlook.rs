@@ -1,5 +1,7 @@
 //! `moejob plan`: what it says of the examples, of losses and of clusters that do not suffice.
 
+#![allow(clippy::disallowed_methods, reason = "the test reads the examples")]
+
 use moejob_plan::Job;
 use moejob_plan::offline::{Outlook, outlook, text};
 use moejob_plan::topology::NodeInfo;

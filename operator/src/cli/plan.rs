@@ -13,8 +13,8 @@ use std::process::ExitCode;
 pub struct PlanArgs {
     /// The MoeJob manifest; `-` is standard input.
     pub file: PathBuf,
-    /// The nodes there are: a list of names, or what `kubectl get nodes -o json` prints. Without it,
-    /// as many as the job wants.
+    /// The nodes there are: a list of names, or what `kubectl get nodes -o json` prints. Without
+    /// it, as many as the job wants.
     #[arg(long)]
     pub nodes: Option<PathBuf>,
     /// What if this node is lost? Several are lost together. Without it, each one by itself.

@@ -37,7 +37,8 @@ pub struct NodesSpec {
     #[schemars(range(min = 1, max = 4096))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max: Option<u32>,
-    /// Nodes beyond max that are kept connected and warm, to take the place of a lost one. Default: 0.
+    /// Nodes beyond max that are kept connected and warm, to take the place of a lost one.
+    /// Default: 0.
     #[schemars(range(max = 256))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub spares: Option<u32>,
@@ -150,8 +151,8 @@ pub struct CheckpointSpec {
     #[schemars(range(min = 1, max = 10000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub keep: Option<u32>,
-    /// The directory of the checkpoints. Default on one machine: DIR/NAME/checkpoints. On Kubernetes
-    /// it must lie on a claim that all nodes can write.
+    /// The directory of the checkpoints. Default on one machine: DIR/NAME/checkpoints. On
+    /// Kubernetes it must lie on a claim that all nodes can write.
     #[schemars(length(min = 1, max = 1024))]
     #[x_kube(validation = Rule::new("self == oldSelf").message("checkpoint.location is immutable"))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -167,8 +168,8 @@ pub struct RecoverySpec {
     #[schemars(length(max = 32))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub heartbeat_timeout: Option<String>,
-    /// A gang that finishes no step for this long is restarted; auto is 20 times the median step, at
-    /// least 60s. Default: auto.
+    /// A gang that finishes no step for this long is restarted; auto is 20 times the median step,
+    /// at least 60s. Default: auto.
     #[schemars(length(max = 32))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub step_timeout: Option<String>,

@@ -19,6 +19,8 @@ use serde::{Deserialize, Serialize};
 
 /// A mixture-of-experts training job: how many nodes, which model, which data, how long. Everything
 /// but nodes, model, data and training.steps has a default.
+// Each `printcolumn` has its own `type_` and `json_path`.
+#[allow(clippy::duplicated_attributes)]
 #[derive(CustomResource, KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
 #[kube(
     group = "moejob.dev",
@@ -61,7 +63,8 @@ pub struct MoeJobSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub suspend: Option<bool>,
 
-    /// The container image of the workers, with a tag or, better, a digest. Used on Kubernetes only.
+    /// The container image of the workers, with a tag or, better, a digest. Used on Kubernetes
+    /// only.
     #[schemars(length(max = 512))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,

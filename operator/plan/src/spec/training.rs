@@ -55,7 +55,8 @@ pub struct TrainDataSpec {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 #[x_kube(crates(kube_core = "::kube_core"))]
 pub struct FilesSpec {
-    /// Patterns such as corpus/**/*.txt, relative to the current directory (to /workspace in a pod).
+    /// Patterns such as corpus/**/*.txt, relative to the current directory (to /workspace in a
+    /// pod).
     #[schemars(required, length(min = 1, max = 256), inner(length(min = 1, max = 1024)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub paths: Option<Vec<String>>,

@@ -1,0 +1,116 @@
+//! The reader against inputs that nobody thought of: it never panics, it always says where, and
+//! what it lets pass the types take.
+
+use moejob_plan::problem::Code;
+use moejob_plan::read::Manifest;
+use moejob_plan::spec::MoeJobSpec;
+use moejob_plan::{Job, yaml};
+use proptest::prelude::*;
+
+const BASE: &str = include_str!("manifests/base.yaml");
+
+/// Pieces that are put where others were.
+const PIECES: &[&str] = &[
+    "", " ", "\n", ":", ": ", "- ", "{", "}", "[", "]", ",", "#", "\"", "'", "|", ">", "&a", "*a",
+    "!!str", "<<", "?", "%", "@", "`", "~", "null", "true", "no", "0", "-1", "010", "0x1f", "1e9",
+    ".nan", ".inf", "8.5", "1_000", "99999999999999999999", "\t", "\r\n", "\u{feff}",
+    "\u{202e}", "é",
+    "---", "...", "auto", "text", "adamw", "expert", "count", "steps", "min", "spec", "status",
+    "podTemplate", "{}", "[]", "a: b", "x: { y: [1, {z: w}] }",
+];
+
+fn piece() -> impl Strategy<Value = &'static str> {
+    prop::sample::select(PIECES)
+}
+
+/// The base with pieces put over its bytes.
+fn damaged() -> impl Strategy<Value = Vec<u8>> {
+    let edit = (0..BASE.len(), 0usize..12, piece());
+    prop::collection::vec(edit, 1..6).prop_map(|edits| {
+        let mut bytes = BASE.as_bytes().to_vec();
+        for (at, length, piece) in edits {
+            let start = at.min(bytes.len());
+            let end = (start + length).min(bytes.len());
+            bytes.splice(start..end, piece.bytes());
+        }
+        bytes
+    })
+}
+
+/// The base with the value of one field replaced, so that the YAML stays well formed more often.
+fn revalued() -> impl Strategy<Value = Vec<u8>> {
+    let fields: Vec<(usize, usize)> = BASE
+        .match_indices(": ")
+        .map(|(at, _)| {
+            let rest = &BASE[at + 2..];
+            let end = rest.find([',', '}', '\n']).unwrap_or(rest.len());
+            (at + 2, at + 2 + end)
+        })
+        .collect();
+    (prop::sample::select(fields), piece()).prop_map(|((start, end), piece)| {
+        format!("{}{piece}{}", &BASE[..start], &BASE[end..]).into_bytes()
+    })
+}
+
+fn examine(bytes: &[u8]) -> Result<(), TestCaseError> {
+    let manifest = Manifest::read(bytes);
+    for problem in &manifest.problems {
+        // The walk and the types agree; the one place where they could not is this problem.
+        prop_assert!(problem.allowed != "the fields of a MoeJob", "{problem}");
+        prop_assert!(!problem.found.is_empty() && !problem.allowed.is_empty(), "{problem}");
+    }
+    let lines = bytes.iter().filter(|byte| **byte == b'\n').count() as u32 + 2;
+    match Job::read(bytes) {
+        Ok(job) => prop_assert!(job.micro_batches() > 0 && job.training.steps > 0),
+        Err(problems) => {
+            prop_assert!(!problems.is_empty());
+            for problem in problems {
+                let text = problem.to_string();
+                prop_assert!(text.chars().all(|c| !c.is_control()), "{text:?}");
+                if problem.code != Code::TooLarge {
+                    let line = problem.place.map_or(0, |place| place.line);
+                    prop_assert!((1..=lines).contains(&line), "{text}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None,
+        ..ProptestConfig::default() })]
+
+    #[test]
+    fn damaged_manifests_are_read_or_refused(bytes in damaged()) {
+        examine(&bytes)?;
+    }
+
+    #[test]
+    fn other_values_are_read_or_refused(bytes in revalued()) {
+        examine(&bytes)?;
+    }
+
+    #[test]
+    fn any_bytes_are_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        prop_assert!(Job::read(&bytes).is_err());
+        examine(&bytes)?;
+    }
+
+    #[test]
+    fn any_text_makes_a_tree_or_problems(text in "[ -~\n]{0,120}") {
+        if let Err(problems) = yaml::parse(text.as_bytes()) {
+            prop_assert!(!problems.is_empty());
+        }
+    }
+}
+
+/// The tree of a text that this crate reads is the value that the YAML library reads.
+#[test]
+fn both_readers_of_yaml_read_the_same() {
+    let manifest = Manifest::read(BASE.as_bytes());
+    let other: serde_json::Value = serde_saphyr::from_str(BASE).unwrap();
+    let spec: MoeJobSpec = serde_json::from_value(other["spec"].clone()).unwrap();
+    assert_eq!(manifest.problems, []);
+    assert_eq!(manifest.spec, spec);
+}
