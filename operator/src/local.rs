@@ -317,7 +317,10 @@ impl Runner {
                     ("step", Detail::Number(gang.resumed_at)),
                     ("nodes", Detail::Number(gang.members.len() as u64)),
                 ];
-                self.event(EventKind::AttemptStarted, "Planned", "", &details);
+                // The record still names the attempt before.
+                let line =
+                    line(gang.attempt, EventKind::AttemptStarted, "Planned", "", &details);
+                self.write(&line);
             }
             Action::Configure { name, config } => {
                 self.announce(name, config);
