@@ -50,6 +50,24 @@ pub struct SiluMulBackward {
     pub dup: Buffer,
 }
 
+/// x = x between -limit and limit, the nearer of them otherwise
+#[derive(Clone, Copy, Debug)]
+pub struct Clamp {
+    /// Above 0, rounded to the float of x first
+    pub limit: f64,
+    /// Changed in place
+    pub x: Buffer,
+}
+
+/// dx = 0 where x, before it was clamped, lay beyond the limit
+#[derive(Clone, Copy, Debug)]
+pub struct ClampBackward {
+    pub limit: f64,
+    pub x: Buffer,
+    /// Changed in place
+    pub dx: Buffer,
+}
+
 /// x[i] = std * z(seed, name_hash, first + i): independent standard normal numbers by Philox and
 /// Box-Muller (see [`crate::philox::normals`]), a function of the logical element alone.
 #[derive(Clone, Copy, Debug)]
@@ -92,6 +110,18 @@ impl Device {
     pub fn silu_mul_backward(&mut self, op: &SiluMulBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.d_out.dtype(), T => cpu.silu_mul_backward::<T>(op)),
+        }
+    }
+
+    pub fn clamp(&mut self, op: &Clamp) {
+        match self {
+            Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.clamp::<T>(op)),
+        }
+    }
+
+    pub fn clamp_backward(&mut self, op: &ClampBackward) {
+        match self {
+            Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.clamp_backward::<T>(op)),
         }
     }
 

@@ -31,12 +31,15 @@ mod loss;
 mod optimizer;
 
 mod cpu;
+pub mod cuda;
 
 pub use attention::{Attention, AttentionBackward};
 pub use buffer::{ArenaPlan, Buffer, DType, Element};
 pub use cpu::{CpuDevice, Float, Isa};
 pub use device::{Device, KernelError};
-pub use elementwise::{Add, Fill, InitNormal, Scale, SiluMul, SiluMulBackward};
+pub use elementwise::{
+    Add, Clamp, ClampBackward, Fill, InitNormal, Scale, SiluMul, SiluMulBackward,
+};
 pub use embed::{Embed, EmbedBackward};
 pub use experts::{
     Activation, ExpertsDgrad, ExpertsDown, ExpertsDownBackward, ExpertsDownWgrad, ExpertsUp,

@@ -13,8 +13,8 @@ use crate::comm::{Comm, CommError};
 use crate::handles::{Dense, DenseLayer, Experts, GatedWeights, Linear};
 use crate::moe::{ExpertGroup, Mail, Round};
 use moejob_kernels::{
-    Add, AddBias, ArenaPlan, Attention, AttentionBackward, BiasBackward, Buffer, CrossEntropy,
-    DType, Device, Embed, EmbedBackward, KernelError, Layout as Order, Matmul, RmsNorm,
+    Add, AddBias, ArenaPlan, Attention, AttentionBackward, BiasBackward, Buffer, Clamp,
+    ClampBackward, CrossEntropy, DType, Device, Embed, EmbedBackward, KernelError, Layout as Order, Matmul, RmsNorm,
     RmsNormBackward, Rope, SiluMul, SiluMulBackward, SumF64,
 };
 use moejob_protocol::buffers::{Buffers, Gated};
@@ -242,6 +242,7 @@ impl Model {
             }
         }
         self.linear(t, norm1, weights.v, v, false);
+        self.clip(layer, [q, k, v]);
         self.rope(t, q, false);
         self.rope(t, k, false);
         let attended = b.attended.slice(0, t * q_size);
@@ -264,6 +265,28 @@ impl Model {
         self.linear(t, attended, weights.o, mid, true);
         let (norm2, rstd2) = (b.norm2.slice(0, t * d), b.rstd2.slice(0, t));
         self.norm(t, mid, weights.norm2, norm2, rstd2);
+    }
+
+    /// Where q, k and v of a layer are kept as they were before the clamp.
+    fn unclipped(&self, layer: usize, sizes: [usize; 3]) -> Option<[Buffer; 3]> {
+        let all = self.buffers.layers[layer].unclipped?;
+        let [q, k, v] = sizes;
+        Some([all.slice(0, q), all.slice(q, k), all.slice(q + k, v)])
+    }
+
+    fn clip(&mut self, layer: usize, qkv: [Buffer; 3]) {
+        let Some(kept) = self.unclipped(layer, qkv.map(|x| x.len())) else { return };
+        for (x, kept) in qkv.into_iter().zip(kept) {
+            self.device.copy(x, kept);
+            self.device.clamp(&Clamp { limit: self.config.clip_qkv, x });
+        }
+    }
+
+    fn clip_backward(&mut self, layer: usize, gradients: [Buffer; 3]) {
+        let Some(kept) = self.unclipped(layer, gradients.map(|x| x.len())) else { return };
+        for (dx, x) in gradients.into_iter().zip(kept) {
+            self.device.clamp_backward(&ClampBackward { limit: self.config.clip_qkv, x, dx });
+        }
     }
 
     fn attention_sizes(&self) -> (usize, usize) {
@@ -506,6 +529,7 @@ impl Model {
         });
         self.rope(t, dq, true);
         self.rope(t, dk, true);
+        self.clip_backward(layer, [dq, dk, dv]);
         let (dq, dk) = self.qk_norm_backward(layer, t, dq, dk, gradients);
         let norm1 = b.norm1.slice(0, t * d);
         self.linear_backward(t, [norm1, dq, dnorm], weights.q, gradients.q, false);

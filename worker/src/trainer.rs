@@ -362,7 +362,6 @@ pub fn unsupported(config: &WorkerConfig) -> Option<Failure> {
         (model.router.capacity_factor != 0.0, "model.router.capacityFactor: 0, dropless, alone"),
         (model.router.bias, "model.router.bias is not built in"),
         (model.router.jitter != 0.0, "model.router.jitter is not built in"),
-        (model.clip_qkv != 0.0, "model.clipQkv is not built in"),
         (mesh.pp > 1 || mesh.tp > 1 || mesh.cp > 1, "parallelism: expert and data alone"),
         (!config.layout.covers(model), "the placement leaves an expert without a rank"),
     ];

@@ -150,6 +150,15 @@ fn norms_of_queries_and_keys() {
 }
 
 #[test]
+fn clamped_queries_keys_and_values() {
+    check("clamped", |config| config.clip_qkv = 0.8);
+    check("clamped after a norm", |config| {
+        config.clip_qkv = 0.9;
+        config.qk_norm = QkNorm::Full;
+    });
+}
+
+#[test]
 fn dense_layers_and_shared_experts() {
     check("dense", |config| config.dense_layers = vec![0]);
     check("shared", |config| config.experts.shared = 2);

@@ -2,7 +2,9 @@
 
 use super::exec::{Isa, lanes_fn};
 use super::{CpuDevice, ELEMENTS_PER_JOB, Float};
-use crate::elementwise::{Fill, InitNormal, Scale, SiluMul, SiluMulBackward};
+use crate::elementwise::{
+    Clamp, ClampBackward, Fill, InitNormal, Scale, SiluMul, SiluMulBackward,
+};
 use crate::philox::normals;
 
 impl CpuDevice {
@@ -13,6 +15,25 @@ impl CpuDevice {
 
     pub(crate) fn fill<T: Float>(&mut self, op: &Fill) {
         self.slice_mut::<T>(op.x).fill(T::of(op.value));
+    }
+
+    pub(crate) fn clamp<T: Float>(&mut self, op: &Clamp) {
+        let limit = T::of(op.limit);
+        for x in self.slice_mut::<T>(op.x) {
+            let below = if *x > limit { limit } else { *x };
+            *x = if below < -limit { -limit } else { below };
+        }
+    }
+
+    pub(crate) fn clamp_backward<T: Float>(&mut self, op: &ClampBackward) {
+        let limit = T::of(op.limit);
+        let (mut views, _) = self.split();
+        let x: &[T] = views.read(op.x);
+        let dx: &mut [T] = views.write(op.dx);
+        assert_eq!(x.len(), dx.len(), "{op:?}");
+        for (x, dx) in x.iter().zip(dx) {
+            *dx = if *x > limit || *x < -limit { T::ZERO } else { *dx };
+        }
     }
 
     pub(crate) fn silu_mul<T: Float>(&mut self, op: &SiluMul) {
