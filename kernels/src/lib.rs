@@ -31,7 +31,6 @@ mod loss;
 mod optimizer;
 
 mod cpu;
-pub mod cuda;
 
 pub use attention::{Attention, AttentionBackward};
 pub use buffer::{ArenaPlan, Buffer, DType, Element};
