@@ -82,10 +82,16 @@ fn root_schema() -> Json {
             "apiVersion": { "type": "string", "enum": [API_VERSION] },
             "kind": { "type": "string", "enum": [KIND] },
             "metadata": {
+                "description": "The job's name, and its labels",
                 "type": "object",
                 "required": ["name"],
                 "properties": {
-                    "name": { "type": "string", "maxLength": 253, "minLength": 1 },
+                    "name": {
+                        "description": "The job's name",
+                        "type": "string",
+                        "maxLength": 253,
+                        "minLength": 1,
+                    },
                     "namespace": { "type": "string", "maxLength": 63, "minLength": 1 },
                     "labels": labels_schema(63),
                     "annotations": labels_schema(262_144),
@@ -245,11 +251,15 @@ impl Walk {
             if entries.iter().any(|entry| entry.key == name) || self.broken.contains(&at) {
                 continue;
             }
-            let about = schema["properties"][name]["description"].as_str().unwrap_or_default();
+            let field = &schema["properties"][name];
+            let about = field["description"].as_str().unwrap_or_default();
             let about = about.split(". ").next().unwrap_or_default().replace('\n', " ");
             let about = about.trim_end_matches('.').to_string();
-            let about = if about.is_empty() { "a value".to_string() } else { about };
-            let advice = format!("add `{name}`");
+            let (about, advice) = match (field["enum"][0].as_str(), about.is_empty()) {
+                (Some(word), _) => (word.to_string(), format!("add `{name}: {word}`")),
+                (None, false) => (about, format!("add `{name}`")),
+                (None, true) => ("a value".to_string(), format!("add `{name}`")),
+            };
             let problem = Problem::new(Code::Missing, at).at(node.place).found("nothing");
             self.refuse(problem.allowed(about).advice(advice));
         }

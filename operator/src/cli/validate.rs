@@ -3,7 +3,8 @@
 use clap::{Args, ValueEnum};
 use moejob_plan::Job;
 use moejob_plan::job::same_output;
-use moejob_plan::problem::Problem;
+use moejob_plan::problem::{Code, Problem};
+use moejob_plan::read::Manifest;
 use moejob_plan::yaml::BYTES_MAX;
 use serde_json::{Value, json};
 use std::io::Read;
@@ -62,7 +63,8 @@ pub fn read_job(file: &Path) -> Result<Job, ExitCode> {
     if finding.job.is_none() {
         print_text(&finding);
     } else {
-        let warnings = finding.warnings.iter().filter(|warning| warning.place.is_some());
+        // What the workers cannot do yet is for each command to judge.
+        let warnings = finding.warnings.iter().filter(|it| it.code != Code::Unsupported);
         warnings.for_each(|warning| eprintln!("{}", line(file, "warning: ", warning)));
     }
     jobs.pop().ok_or(ExitCode::from(EXIT_INPUT))
@@ -81,9 +83,11 @@ fn examine(file: &Path, jobs: &mut Vec<Job>) -> Finding {
     };
     match Job::read(&bytes) {
         Ok(job) => {
-            finding.problems = jobs.iter().filter_map(|other| same_output(other, &job)).collect();
+            let problems = jobs.iter().filter_map(|other| same_output(other, &job)).collect();
+            finding.problems = Manifest::read(&bytes).locate(problems);
             finding.warnings = job.warnings.clone();
-            finding.warnings.extend(job.unsupported(job.profile.backend));
+            let unsupported = job.unsupported(job.profile.backend);
+            finding.warnings.extend(Manifest::read(&bytes).locate(unsupported));
             finding.job = finding.problems.is_empty().then(|| job.name.clone());
             jobs.push(job);
         }

@@ -1,0 +1,85 @@
+//! The commands that need nothing but a file, as a person calls them: words and exit codes.
+
+use std::io::Write;
+use std::process::{Command, Output, Stdio};
+
+fn root() -> &'static str {
+    concat!(env!("CARGO_MANIFEST_DIR"), "/..")
+}
+
+fn moejob(arguments: &[&str], input: &str) -> Output {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_moejob"))
+        .args(arguments)
+        .current_dir(root())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    child.wait_with_output().unwrap()
+}
+
+/// Exit code, standard output, standard error.
+fn said(output: &Output) -> (i32, String, String) {
+    let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+    (output.status.code().unwrap(), text(&output.stdout), text(&output.stderr))
+}
+
+#[test]
+fn good_manifests_are_named_and_bad_ones_exit_with_2() {
+    let (code, out, err) = said(&moejob(&["validate", "examples/01-first-run.yaml"], ""));
+    assert_eq!((code, err.as_str()), (0, ""));
+    assert_eq!(out, "examples/01-first-run.yaml: MoeJob first-run is valid\n");
+    let (code, out, err) = said(&moejob(&["validate", "-"], "kind: MoeJob\nspec: { node: 1 }\n"));
+    assert_eq!((code, out.as_str()), (2, ""));
+    assert!(err.contains("-:2:9: E0102 spec.node: found the unknown field `node`"), "{err}");
+    assert!(err.contains("did you mean `nodes`?"), "{err}");
+    assert!(err.contains("E0104 apiVersion: found nothing; allowed: moejob.dev/v1alpha1"), "{err}");
+    let (code, _, err) = said(&moejob(&["validate", "no-such-file.yaml", "examples"], ""));
+    assert_eq!(code, 2);
+    assert!(err.contains("no-such-file.yaml: cannot be read"), "{err}");
+    assert!(err.contains("examples: cannot be read: it is a directory"), "{err}");
+}
+
+#[test]
+fn two_files_of_one_name_are_refused_together() {
+    let file = "examples/02-elastic.yaml";
+    let (code, out, err) = said(&moejob(&["validate", file, file], ""));
+    assert_eq!(code, 2);
+    assert_eq!(out.lines().count(), 1);
+    assert!(err.contains("E0216 metadata.name"), "{err}");
+}
+
+#[test]
+fn json_is_for_tools() {
+    let (code, out, err) = said(&moejob(&["validate", "-o", "json", "-"], "a: 1"));
+    assert_eq!((code, err.as_str()), (2, ""));
+    let found: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(found[0]["valid"], false);
+    let problems = found[0]["problems"].as_array().unwrap();
+    let unknown = problems.iter().find(|problem| problem["code"] == "E0102").unwrap();
+    assert_eq!((&unknown["path"], &unknown["line"]), (&"a".into(), &1.into()));
+}
+
+#[test]
+fn the_plan_is_shown_and_a_wrong_node_is_named() {
+    let file = "examples/02-elastic.yaml";
+    let (code, out, _) = said(&moejob(&["plan", file, "--lose", "node-1"], ""));
+    assert_eq!(code, 0);
+    assert!(out.contains("lose node-1: 3 nodes go on (dp 3, ep 3) from memory"), "{out}");
+    let (code, _, err) = said(&moejob(&["plan", file, "--lose", "nod-1"], ""));
+    assert_eq!(code, 2);
+    assert!(err.contains("there is no such node; did you mean `node-1`?"), "{err}");
+    let (code, out, _) = said(&moejob(&["plan", file, "-o", "json"], ""));
+    assert_eq!(code, 0);
+    let found: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(found["whatIfs"].as_array().unwrap().len(), 4);
+}
+
+#[test]
+fn the_definition_is_the_one_in_the_tree() {
+    let (code, out, _) = said(&moejob(&["crd"], ""));
+    assert_eq!(code, 0);
+    assert_eq!(out, std::fs::read_to_string(format!("{}/manifests/crd.yaml", root())).unwrap());
+}
