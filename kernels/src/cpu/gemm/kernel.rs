@@ -12,8 +12,10 @@ pub(crate) struct Tile<T> {
     /// Columns of C to store; B's panel has NR.
     pub(crate) columns: usize,
     pub(crate) k: usize,
-    /// Where each row of A starts.
-    pub(crate) a: [*const T; MR_MAX],
+    /// Where each row of A starts: `rows` pointers.
+    pub(crate) a: *const *const T,
+    /// Elements from there to the first k.
+    pub(crate) a_first: usize,
     /// Elements from one k to the next in A.
     pub(crate) a_step: usize,
     pub(crate) b: *const T,
@@ -70,7 +72,7 @@ unsafe fn scalar<T: Float>(tile: &Tile<T>) {
         for (row, sums) in sums.iter_mut().enumerate().take(tile.rows) {
             // SAFETY: the caller promises `rows` x `k` elements of A and `k` x NR of B.
             unsafe {
-                let a = *tile.a[row].add(k * tile.a_step);
+                let a = *(*tile.a.add(row)).add(tile.a_first + k * tile.a_step);
                 for (column, sum) in sums.iter_mut().enumerate() {
                     *sum = a.fma(*tile.b.add(k * NR + column), *sum);
                 }
@@ -122,7 +124,9 @@ mod x86 {
                 debug_assert_eq!(tile.rows, R);
                 let mut sums = [[$zero(); V]; R];
                 let mut b = tile.b;
-                let mut at = 0;
+                let mut at = tile.a_first;
+                // SAFETY: the caller promises `rows` pointers.
+                let a: [_; R] = std::array::from_fn(|r| unsafe { *tile.a.add(r) });
                 for _ in 0..tile.k {
                     // SAFETY: the caller promises `k` x 2 LANES of B and `rows` x `k` of A.
                     unsafe {
@@ -131,7 +135,7 @@ mod x86 {
                             bs[v] = $load(b.add(v * LANES));
                         }
                         for r in 0..R {
-                            let a = $splat(*tile.a[r].add(at));
+                            let a = $splat(*a[r].add(at));
                             for v in 0..V {
                                 sums[r][v] = $fma(a, bs[v], sums[r][v]);
                             }

@@ -342,40 +342,40 @@ fn chunk<T: GemmFloat>(
         let a = packed.then(|| {
             pack::pack(isa, &task.a, ks.clone(), rows.clone(), kernel.mr, &mut scratch.a)
         });
+        let a_step = match (packed, task.a.k_major) {
+            (true, _) => kernel.mr,
+            (false, true) => task.a.ld,
+            (false, false) => 1,
+        };
+        let mut starts = [std::ptr::null(); ROWS_BLOCKED];
+        for (row, (start, i)) in starts.iter_mut().zip(rows.clone()).enumerate() {
+            *start = match a {
+                Some(a) => a[row / kernel.mr * kernel.mr * ks.len() + row % kernel.mr..].as_ptr(),
+                None if task.a.k_major => task.a.data[ks.start * task.a.ld + i..].as_ptr(),
+                None => task.a.data[task.a.start(i) + ks.start..].as_ptr(),
+            };
+        }
         for (panel, j) in columns.clone().step_by(kernel.nr).enumerate() {
             let b = &b[panel * kernel.nr * ks.len()..][..kernel.nr * ks.len()];
             let columns = j..columns.end.min(j + kernel.nr);
-            for (block, i) in rows.clone().step_by(kernel.mr).enumerate() {
-                let rows = i..rows.end.min(i + kernel.mr);
-                let limit = task.causal.limit(rows.clone(), columns.clone(), ks.clone());
+            for i in rows.clone().step_by(kernel.mr) {
+                let tile_rows = i..rows.end.min(i + kernel.mr);
+                let limit = task.causal.limit(tile_rows.clone(), columns.clone(), ks.clone());
                 let Some(part) = limit else { continue };
                 let skipped = part.start - ks.start;
-                let mut tile = Tile {
-                    rows: rows.len(),
+                let tile = Tile {
+                    rows: tile_rows.len(),
                     columns: columns.len(),
                     k: part.len(),
-                    a: [std::ptr::null(); MR_MAX],
-                    a_step: match (packed, task.a.k_major) {
-                        (true, _) => kernel.mr,
-                        (false, true) => task.a.ld,
-                        (false, false) => 1,
-                    },
+                    a: starts[i - rows.start..].as_ptr(),
+                    a_first: skipped * a_step,
+                    a_step,
                     b: b[skipped * kernel.nr..].as_ptr(),
                     // SAFETY: the task's rows and columns lie in C's rectangle.
                     c: unsafe { task.c.add(i * task.ldc + j) },
                     ldc: task.ldc,
                     overwrite,
                 };
-                for (row, pointer) in tile.a[..tile.rows].iter_mut().enumerate() {
-                    let step = skipped * tile.a_step;
-                    *pointer = match a {
-                        Some(a) => a[block * kernel.mr * ks.len()..][row + step..].as_ptr(),
-                        None if task.a.k_major => {
-                            task.a.data[ks.start * task.a.ld + i + row + step..].as_ptr()
-                        }
-                        None => task.a.data[task.a.start(i + row) + ks.start + step..].as_ptr(),
-                    };
-                }
                 // SAFETY: the pointers cover `rows` x `k` of A, `k` x NR of the packed panel and
                 // `rows` x `columns` of C, which no other task writes; the device has the
                 // kernel's instruction set.
