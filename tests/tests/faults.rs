@@ -22,19 +22,19 @@ fn seed() -> u64 {
 
 #[test]
 fn killed_and_frozen_workers_change_no_bit() {
-    const STEPS: u64 = 150;
-    let whole = Bench::small(STEPS, 20, 11);
+    const STEPS: u64 = 1200;
+    let whole = Bench::small(STEPS, 100, 11);
     assert_eq!(whole.run(&[], LIMIT), Some(0), "{}", whole.output());
     let mut random = Random(seed());
     for round in 0..count("MOEJOB_FAULT_RUNS", 3) {
         let workers = 2 + random.below(3);
-        let bench = Bench::small(STEPS, 20, 11);
+        let bench = Bench::small(STEPS, 100, 11);
         let mut run = bench.start(&["--workers", &workers.to_string()]);
         let mut frozen = Vec::new();
-        let mut faults = 1 + random.below(4);
+        let mut faults = 1 + random.below(5);
         let begin = Instant::now();
         while faults > 0 && !run.has_ended() && begin.elapsed() < LIMIT {
-            std::thread::sleep(Duration::from_millis(200 + random.below(1500)));
+            std::thread::sleep(Duration::from_millis(100 + random.below(1200)));
             let pids = bench.worker_pids();
             if pids.is_empty() {
                 continue;
@@ -56,15 +56,16 @@ fn killed_and_frozen_workers_change_no_bit() {
 
 #[test]
 fn a_killed_run_resumes_from_a_complete_checkpoint() {
-    const STEPS: u64 = 400;
-    let whole = Bench::small(STEPS, 3, 12);
+    let kills = count("MOEJOB_KILLS", 10);
+    let steps = 200 + 120 * kills;
+    let whole = Bench::small(steps, 3, 12);
     assert_eq!(whole.run(&[], LIMIT), Some(0), "{}", whole.output());
     let mut random = Random(seed());
-    let bench = Bench::small(STEPS, 3, 12);
+    let bench = Bench::small(steps, 3, 12);
     let mut newest = 0;
-    for kill in 0..count("MOEJOB_KILLS", 10) {
+    for kill in 0..kills {
         let mut run = bench.start(&["--workers", "2"]);
-        std::thread::sleep(Duration::from_millis(150 + random.below(1200)));
+        std::thread::sleep(Duration::from_millis(50 + random.below(600)));
         if run.has_ended() {
             break;
         }
