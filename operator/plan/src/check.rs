@@ -106,8 +106,10 @@ impl<'a> Checker<'a> {
     }
 
     fn stops(&self, name: &str) -> bool {
-        let of = |action: &Action| matches!(action, Action::StopWorker { name: of, .. } if of == name);
-        self.plan.actions.iter().any(of)
+        self.plan.actions.iter().any(|action| match action {
+            Action::StopWorker { name: of, .. } => of == name,
+            _ => false,
+        })
     }
 
     fn stops_are_new(&mut self) {
@@ -217,7 +219,8 @@ impl<'a> Checker<'a> {
         self.demand(workers.len() == members.len() && places.len() == members.len(), || {
             of("two ranks on one worker or node")
         });
-        let known = wanted.sizes.iter().any(|size| size.nodes == nodes && size.layout == gang.layout);
+        let known =
+            wanted.sizes.iter().any(|size| (size.nodes, &size.layout) == (nodes, &gang.layout));
         let allowed = (wanted.nodes_min..=wanted.nodes_max).contains(&nodes);
         self.demand(known && allowed, || of("a gang of a size that is not allowed"));
         for member in members {

@@ -330,8 +330,8 @@ impl<'o> Planner<'o> {
             }
         }
         if waiting > 0 {
-            self.why(format!("attempt {} is broken ({cause}): {waiting} to leave it", gang.attempt));
-            return;
+            let attempt = gang.attempt;
+            return self.why(format!("attempt {attempt} is broken ({cause}): {waiting} to leave it"));
         }
         if !acknowledged && !all_dead && at_most.is_none_or(|due| self.now < due) {
             return self.await_fence(gang, &cause, at_most);

@@ -64,19 +64,7 @@ impl Tracker {
     /// An action has been carried out.
     pub fn done(&mut self, action: &Action, now: Millis) {
         match action {
-            Action::StartWorker { name, node } => {
-                self.resume_suspended();
-                self.observed.record.births += 1;
-                self.observed.workers.push(Worker {
-                    name: name.clone(),
-                    node: node.clone(),
-                    address: None,
-                    state: WorkerState::Starting { since: now },
-                    held: Vec::new(),
-                    collective: 0,
-                    stopping: false,
-                });
-            }
+            Action::StartWorker { name, node } => self.started(name, node, now),
             Action::StopWorker { name, .. } => {
                 if let Some(worker) = self.worker(name) {
                     worker.stopping = true;
@@ -136,6 +124,20 @@ impl Tracker {
             }
             Action::Finish(outcome) => self.observed.record.outcome = Some(outcome.clone()),
         }
+    }
+
+    fn started(&mut self, name: &str, node: &str, now: Millis) {
+        self.resume_suspended();
+        self.observed.record.births += 1;
+        self.observed.workers.push(Worker {
+            name: name.to_string(),
+            node: node.to_string(),
+            address: None,
+            state: WorkerState::Starting { since: now },
+            held: Vec::new(),
+            collective: 0,
+            stopping: false,
+        });
     }
 
     /// A member that is ended, unless the whole job is over, breaks its gang.
@@ -241,8 +243,10 @@ impl Tracker {
             Up::Left { reason, held } => {
                 if let Some(worker) = self.worker(name).filter(|worker| !worker.is_dead()) {
                     worker.held = held.clone();
-                    if matches!(worker.state, WorkerState::Member { attempt: of, .. } if of == attempt)
-                    {
+                    let is_in = |state: &WorkerState| {
+                        matches!(state, WorkerState::Member { attempt: of, .. } if *of == attempt)
+                    };
+                    if is_in(&worker.state) {
                         worker.state = WorkerState::Left { attempt, reason: reason.clone() };
                     }
                 }

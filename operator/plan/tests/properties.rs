@@ -62,7 +62,8 @@ fn happens() -> impl Strategy<Value = Happens> {
 
 fn setups() -> impl Strategy<Value = Setup> {
     let sizes = (1..3u32, 2..6u32, 0..2u32, 0..2u32);
-    (sizes, 2..7u64, 1..7u64, 1..9u32).prop_map(|((min, max, spares, extra), memory, often, experts)| {
+    (sizes, 2..7u64, 1..7u64, 1..9u32).prop_map(|(sizes, memory, often, experts)| {
+        let (min, max, spares, extra) = sizes;
         Setup {
             min,
             max,
@@ -192,6 +193,7 @@ proptest! {
     fn an_interrupt_loses_nothing(
         setup in setups(),
         story in prop::collection::vec(happens(), 1..120),
+        heals in any::<bool>(),
     ) {
         let mut world = World::new(setup);
         for what in story {
@@ -201,8 +203,14 @@ proptest! {
         if is_final(&world) {
             return Ok(());
         }
+        if heals {
+            world.tracker.observed.nodes.iter_mut().for_each(|node| node.usable = true);
+            let names: Vec<String> = world.sims.keys().cloned().collect();
+            names.iter().for_each(|name| world.heal(name));
+        }
         world.settle();
         let began = world.now;
+        let whole = world.newest_whole();
         world.tracker.observed.interrupt = true;
         world.settle();
         // Of a suspended job nothing runs, so nothing is left to stop.
@@ -218,6 +226,8 @@ proptest! {
             prop_assert!(world.now < began + 400_000, "{:#?}", world.tracker);
         }
         if world.outcome() == Some(&Outcome::Interrupted) {
+            let stored = world.observed().stored.as_ref().map_or(0, |stored| stored.step);
+            prop_assert!(!heals || stored >= whole, "step {whole} was whole, {stored} is stored");
             world.settle();
             let stays = |worker: &&Worker| !worker.stopping && !worker.is_dead();
             prop_assert_eq!(world.observed().workers.iter().filter(stays).count(), 0);

@@ -2,6 +2,9 @@
 //!
 //! Run with `UPDATE_SCENARIOS=1` to write what is done now into the files, and read the difference.
 
+// The scenarios are files; the plan itself reads none.
+#![allow(clippy::disallowed_methods)]
+
 mod world;
 
 use moejob_plan::decide::{Action, Plan};
@@ -102,7 +105,6 @@ fn happen(world: &mut World, words: &[&str], out: &mut String) -> Vec<Plan> {
     };
     match words {
         ["job", settings @ ..] => *world = World::new(setup(settings)),
-        ["set", settings @ ..] => set(world, settings),
         ["connect"] => {
             let names: Vec<String> = world.sims.keys().cloned().collect();
             names.iter().for_each(|name| {
@@ -147,6 +149,29 @@ fn happen(world: &mut World, words: &[&str], out: &mut String) -> Vec<Plan> {
             sim(world, name).held.clear();
             world.beat();
         }
+        ["show"] => show(world, out),
+        _ => observe(world, words),
+    }
+    world.settle()
+}
+
+fn show(world: &World, out: &mut String) {
+    writeln!(out, "  outcome: {:?}", world.outcome()).expect("a string");
+    for worker in &world.observed().workers {
+        let held: Vec<String> = (worker.held.iter())
+            .map(|held| format!("{}@{}:{:?}", held.step, held.attempt, held.shards))
+            .collect();
+        let (name, node, state) = (&worker.name, &worker.node, describe(&worker.state));
+        let stopping = if worker.stopping { ", stopping" } else { "" };
+        writeln!(out, "  {name} {node}: {state}{stopping} {}", held.join(" ")).expect("a string");
+    }
+}
+
+/// What the leader sees by itself, not through a worker.
+fn observe(world: &mut World, words: &[&str]) {
+    let number = |index: usize| -> u64 { words[index].parse().expect("a number") };
+    match words {
+        ["set", settings @ ..] => set(world, settings),
         ["stored", _] => {
             let step = number(1);
             world.tracker.observed.stored = Some(Stored { step, name: directory_name(step) });
@@ -163,21 +188,8 @@ fn happen(world: &mut World, words: &[&str], out: &mut String) -> Vec<Plan> {
             workers.iter_mut().find(|of| of.name == *name).expect("a worker").stopping = true;
         }
         ["takeover"] => world.take_over(),
-        ["show"] => {
-            writeln!(out, "  outcome: {:?}", world.outcome()).expect("a string");
-            for worker in &world.observed().workers {
-                let held: Vec<String> = (worker.held.iter())
-                    .map(|held| format!("{}@{}:{:?}", held.step, held.attempt, held.shards))
-                    .collect();
-                let stopping = if worker.stopping { ", stopping" } else { "" };
-                let state = describe(&worker.state);
-                writeln!(out, "  {} {}: {state}{stopping} {}", worker.name, worker.node, held.join(" "))
-                    .expect("a string");
-            }
-        }
         _ => panic!("no such command: {words:?}"),
     }
-    world.settle()
 }
 
 fn sim<'w>(world: &'w mut World, name: &str) -> &'w mut world::sim::Sim {
@@ -237,7 +249,8 @@ fn actions(plan: &Plan) -> String {
             Action::RecordAttempt(gang) => {
                 let names: Vec<&str> = gang.members.iter().map(|of| of.worker.as_str()).collect();
                 let mesh = gang.layout.mesh;
-                format!("record attempt {}: {} as dp {} ep {}", gang.attempt, names.join(" "), mesh.dp, mesh.ep)
+                let mesh = format!("dp {} ep {}", mesh.dp, mesh.ep);
+                format!("record attempt {}: {} as {mesh}", gang.attempt, names.join(" "))
             }
             Action::Configure { name, config } => {
                 configured.push(name.as_str());

@@ -153,7 +153,7 @@ fn a_step_counts_once_whoever_reports_it() {
     let median = world.observed().record.step_median;
     assert_eq!(median, 100);
     for name in ["j-1", "j-2"] {
-        let up = world::step_report(12, 1);
+        let up = world::job::step_report(12, 1);
         assert!(world.tracker.heard(name, 1, &up, world.now + 50_000).is_empty());
     }
     assert_eq!(world.observed().record.step_median, median);

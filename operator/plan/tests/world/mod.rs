@@ -6,20 +6,19 @@
 // Each test crate uses a part of it.
 #![allow(dead_code)]
 
+pub mod job;
 pub mod sim;
 
 use moejob_plan::check::check;
 use moejob_plan::decide::{Action, Plan, plan};
-use moejob_plan::job::{Job, Venue};
-use moejob_plan::launch::{self, Places};
 use moejob_plan::observed::{
     Millis, Node, Observed, Outcome, Record, Size, Wanted, Worker, WorkerState,
 };
 use moejob_plan::track::{Happening, Tracker};
 use moejob_protocol::config::{Resume, WorkerConfig};
 use moejob_protocol::message::{Heartbeat, Hello, LeftReason, Phase, Up};
-use moejob_protocol::report::{Detail, Event, EventKind, StepReport};
 use moejob_protocol::{Layout, Mesh};
+use job::{committed, step_report};
 use sim::{Message, Run, Sim};
 use std::collections::BTreeMap;
 
@@ -108,7 +107,7 @@ impl World {
                 step_timeout: 0,
                 suspend: false,
             },
-            template: template(&setup),
+            template: job::template(&setup),
             nodes: (0..setup.nodes).map(node).collect(),
             workers: Vec::new(),
             record: Record::default(),
@@ -516,7 +515,8 @@ impl World {
             })
         };
         let held = alive().flat_map(|sim| &sim.held);
-        held.filter(|held| is_whole(held.attempt, held.step)).map(|held| held.step).max().unwrap_or(0)
+        let whole = held.filter(|held| is_whole(held.attempt, held.step));
+        whole.map(|held| held.step).max().unwrap_or(0)
     }
 
     pub fn node(&mut self, name: &str) -> &mut Node {
@@ -555,58 +555,4 @@ fn shards(rank: u32, world: u32) -> Vec<u32> {
     shards.sort_unstable();
     shards.dedup();
     shards
-}
-
-pub fn step_report(step: u64, attempt: u32) -> Up {
-    Up::Step(StepReport {
-        step,
-        loss: 1.0,
-        aux_loss: 1.0,
-        z_loss: 0.0,
-        grad_norm: 1.0,
-        learning_rate: 1e-3,
-        tokens: 0,
-        tokens_per_second: 0.0,
-        world_size: 0,
-        attempt,
-        expert_imbalance: 1.0,
-        validation_loss: None,
-        time: String::new(),
-    })
-}
-
-fn committed(step: u64, attempt: u32) -> Event {
-    Event {
-        time: String::new(),
-        attempt,
-        event: EventKind::CheckpointCommitted,
-        reason: "Written".to_string(),
-        message: String::new(),
-        details: BTreeMap::from([("step".to_string(), Detail::Number(step))]),
-    }
-}
-
-/// A real job's configuration, from a manifest.
-fn template(setup: &Setup) -> WorkerConfig {
-    let manifest = format!(
-        "apiVersion: moejob.dev/v1alpha1\n\
-         kind: MoeJob\n\
-         metadata: {{ name: j }}\n\
-         spec:\n\
-         \x20 nodes: {{ profile: cpu, min: 1, max: 1 }}\n\
-         \x20 model: {{ hiddenSize: 64, numHiddenLayers: 2, numAttentionHeads: 2, \
-         experts: {{ count: {}, perToken: 1, intermediateSize: 64 }} }}\n\
-         \x20 data: {{ train: {{ text: {{ paths: [a.txt] }} }}, tokenizer: bytes, \
-         sequenceLength: 64 }}\n\
-         \x20 training: {{ steps: {}, globalBatchSize: 64 }}\n",
-        setup.experts, setup.steps
-    );
-    let job = Job::read(manifest.as_bytes()).expect("the manifest of the tests is valid");
-    let places = Places {
-        root: "/".to_string(),
-        checkpoints: "/c".to_string(),
-        records: "/r".to_string(),
-        exclude: Vec::new(),
-    };
-    launch::template(&job, Venue::Local, "uid", &places)
 }
