@@ -1,7 +1,7 @@
 //! What the job says about itself: conditions with stable reasons, progress, recoveries.
 
 use crate::job::Job;
-use crate::observed::{Millis, Observed, Outcome, StopCause};
+use crate::observed::{Gang, Millis, Observed, Outcome, StopCause};
 use crate::problem::Problem;
 use crate::track::Recovery as Tracked;
 use moejob_protocol::Mesh;
@@ -158,7 +158,7 @@ pub fn status(
     now: Millis,
 ) -> MoeJobStatus {
     let record = &observed.record;
-    let gang = observed.gang();
+    let gang = present(observed);
     let (phase, conditions) = conditions(observed, why);
     let available = observed.workers.iter().filter(|worker| worker.is_available()).count() as u32;
     let ready = gang.map_or(0, |gang| gang.members.len() as u32);
@@ -193,9 +193,14 @@ pub fn status(
     }
 }
 
+/// The gang that is under way, unless the job has an end.
+fn present(observed: &Observed) -> Option<&Gang> {
+    observed.gang().filter(|_| observed.record.outcome.is_none())
+}
+
 fn conditions(observed: &Observed, why: &[String]) -> (&'static str, Vec<Condition>) {
     let record = &observed.record;
-    let gang = observed.gang();
+    let gang = present(observed);
     let size = gang.map_or(0, |gang| gang.members.len() as u32);
     let stopping = gang.and_then(|gang| gang.stop_requested).filter(|(cause, _)| cause.halts());
     let running = gang.is_some_and(|gang| gang.stepped && gang.broken.is_none());
