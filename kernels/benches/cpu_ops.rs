@@ -1,6 +1,6 @@
 //! Every op of one layer and of the ends at the size of the first example:
-//! `cargo bench -p moejob-kernels --bench cpu_ops`; after `--`, a word picks the ops of that name and
-//! a number says how many threads.
+//! `cargo bench -p moejob-kernels --bench cpu_ops`; after `--`, a word picks the ops of that name
+//! and a number says how many threads.
 //!
 //! 512 tokens (a micro-batch of 2 x 256), D 128, 4 heads of 32, 8 experts, top-2, F 128, V 256.
 //! Products count 2 m n k operations (attention: what its causal half needs); the other ops are

@@ -27,8 +27,8 @@ impl CpuDevice {
             let (gate, up) = h.split_columns(width - op.hidden);
             let gate = w_gate.get(g).map(|w| (*w, gate));
             for (w, c) in gate.into_iter().chain([(w_up[g], up)]) {
-                let b = Operand::rows(w, op.dim);
-                work.push(Product { k: op.dim, a: x, b, c, accumulate: false, causal: Causal::None });
+                let (b, causal) = (Operand::rows(w, op.dim), Causal::None);
+                work.push(Product { k: op.dim, a: x, b, c, accumulate: false, causal });
             }
         }
         products(exec, work);
