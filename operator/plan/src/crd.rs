@@ -8,12 +8,50 @@ use serde_json::{Value, json};
 /// The longest name of a job: `NAME-a4294967295-4096` must fit the 63 characters of a DNS label.
 pub const NAME_LEN_MAX: usize = 45;
 
+/// Defaults that the API server fills in, as JSON; the same as those of `job.rs`, and tested to be.
+/// The model's are not among them: they would hide a preset's.
+pub const DEFAULTS: &[(&str, &str)] = &[
+    ("suspend", "false"),
+    ("nodes.profile", "\"cpu\""),
+    ("nodes.min", "1"),
+    ("nodes.spares", "0"),
+    ("data.tokenizer", "\"bytes\""),
+    ("data.validation.fraction", "0.01"),
+    ("data.validation.everySteps", "50"),
+    ("data.validation.maxSequences", "64"),
+    ("training.microBatchSize", "1"),
+    ("training.optimizer.adamw.learningRate", "0.0004"),
+    ("training.optimizer.adamw.beta1", "0.9"),
+    ("training.optimizer.adamw.beta2", "0.95"),
+    ("training.optimizer.adamw.epsilon", "1e-8"),
+    ("training.optimizer.adamw.weightDecay", "0.1"),
+    ("training.maxGradNorm", "1.0"),
+    ("training.seed", "1"),
+    ("parallelism.expert", "\"auto\""),
+    ("parallelism.tensor", "1"),
+    ("parallelism.pipeline", "1"),
+    ("checkpoint.everySteps", "200"),
+    ("checkpoint.keep", "3"),
+    ("recovery.heartbeatTimeout", "\"3s\""),
+    ("recovery.stepTimeout", "\"auto\""),
+    ("recovery.maxRestarts", "20"),
+    ("recovery.window", "\"1h\""),
+    ("recovery.memoryEverySteps", "10"),
+    ("recovery.gangTimeout", "\"30s\""),
+];
+
 /// The definition as JSON, ready for the API server.
 pub fn definition() -> Value {
     let mut crd = serde_json::to_value(MoeJob::crd()).unwrap_or(Value::Null);
     let schema = &mut crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
     schema["description"] = json!("A mixture-of-experts training job.");
     strict(schema);
+    for (path, value) in DEFAULTS {
+        let field = path.split('.').fold(&mut schema["properties"]["spec"], |field, name| {
+            &mut field["properties"][name]
+        });
+        field["default"] = serde_json::from_str(value).unwrap_or_default();
+    }
     schema["x-kubernetes-validations"] = json!([
         {
             "rule": format!("size(self.metadata.name) <= {NAME_LEN_MAX}"),

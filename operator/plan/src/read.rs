@@ -541,7 +541,7 @@ fn odd_number(text: &str) -> Option<String> {
     let plain = text.trim_start_matches(['-', '+']);
     let lower = plain.to_lowercase();
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
-    if matches!(lower.as_str(), ".nan" | ".inf" | "nan" | "inf" | "infinity") {
+    if matches!(lower.as_str(), ".nan" | ".inf") {
         return Some("write a finite number".to_string());
     }
     if lower.len() > 2 && ["0x", "0o", "0b"].iter().any(|prefix| lower.starts_with(prefix)) {
@@ -566,6 +566,7 @@ fn odd_number(text: &str) -> Option<String> {
 fn is_text(text: &str) -> bool {
     // `y` and `n` are truth values to nobody that reads manifests.
     let truth = old_boolean(text) && text.len() > 1;
-    let number = odd_number(text).is_some() || text.parse::<f64>().is_ok();
+    let digits = text.starts_with(|c: char| c.is_ascii_digit() || "+-.".contains(c));
+    let number = odd_number(text).is_some() || (digits && text.parse::<f64>().is_ok());
     !(is_null(text) || truth || number)
 }

@@ -2,7 +2,7 @@
 
 #![allow(clippy::disallowed_methods, reason = "the test reads the tree")]
 
-use moejob_plan::crd;
+use moejob_plan::{Job, crd};
 use serde_json::Value;
 
 #[test]
@@ -23,6 +23,36 @@ fn the_schema_is_structural_and_explained() {
     let mut fields = 0;
     walk(&schema, "spec", &mut fields);
     assert!(fields > 90, "only {fields} fields were seen");
+}
+
+/// What the API server fills in is what a job without it has.
+#[test]
+fn the_defaults_of_the_schema_are_the_reader_s() {
+    let base = include_str!("manifests/base.yaml");
+    let mut object: Value = serde_saphyr::from_str(base).unwrap();
+    let read = |object: &Value| Job::read(object.to_string().as_bytes()).unwrap();
+    for part in ["checkpoint", "recovery", "parallelism"] {
+        object["spec"][part] = serde_json::json!({});
+    }
+    object["spec"]["training"]["optimizer"] = serde_json::json!({ "adamw": {} });
+    object["spec"]["training"]["schedule"] = serde_json::json!({ "constant": {} });
+    object["spec"]["training"].as_object_mut().unwrap().remove("microBatchSize");
+    object["spec"]["data"]["validation"] = serde_json::json!({});
+    object["spec"]["data"].as_object_mut().unwrap().remove("tokenizer");
+    object["spec"]["nodes"] = serde_json::json!({ "max": 4 });
+    let without = read(&object);
+    for (path, value) in crd::DEFAULTS {
+        let field = path.split('.').fold(&mut object["spec"], |field, name| &mut field[name]);
+        assert!(field.is_null(), "{path} is in the base");
+        *field = serde_json::from_str(value).unwrap();
+        let schema = path.split('.').fold(crd::spec_schema(), |mut schema, name| {
+            schema["properties"][name].take()
+        });
+        assert_eq!(schema["default"], *field, "{path}");
+        let about = schema["description"].as_str().unwrap();
+        assert!(about.contains("Default: ") || *path == "suspend", "{path}: {about}");
+    }
+    assert_eq!(read(&object), without);
 }
 
 fn walk(schema: &Value, path: &str, fields: &mut usize) {

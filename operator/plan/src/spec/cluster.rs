@@ -124,11 +124,11 @@ pub struct ParallelismSpec {
     /// Ranks that share the experts among them (ep), or auto. Default: auto.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expert: Option<NumberOrAuto>,
-    /// Ranks that share each matrix (tp). Only 1 yet.
+    /// Ranks that share each matrix (tp). Only 1 yet. Default: 1.
     #[schemars(range(min = 1, max = 1024))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tensor: Option<u32>,
-    /// Ranks that share the layers (pp). Only 1 yet.
+    /// Ranks that share the layers (pp). Only 1 yet. Default: 1.
     #[schemars(range(min = 1, max = 1024))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pipeline: Option<u32>,
