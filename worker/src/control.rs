@@ -16,6 +16,10 @@ use tokio::time::timeout;
 /// that can train.
 pub const FRAME_MS_MAX: u64 = 5_000;
 
+/// The last part of a silence. When a process that was stopped (Ctrl-Z) goes on, its timers have
+/// expired before anybody looked at its sockets; what came meanwhile is found by looking again.
+const SECOND_LOOK_MS: u64 = 100;
+
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
     #[error("the stream ended")]
@@ -52,7 +56,11 @@ pub async fn read_frame<Body: DeserializeOwned>(
     silence: Duration,
 ) -> Result<Frame<Body>, FrameError> {
     let mut length = [0; 4];
-    let first = timeout(silence, stream.read(&mut length[..1])).await;
+    let look = Duration::from_millis(SECOND_LOOK_MS).min(silence / 2);
+    let first = match timeout(silence - look, stream.read(&mut length[..1])).await {
+        Ok(first) => Ok(first),
+        Err(_) => timeout(look, stream.read(&mut length[..1])).await,
+    };
     match first.map_err(|_| FrameError::Silent { ms: silence.as_millis() })?? {
         0 => return Err(FrameError::Ended),
         count => assert_eq!(count, 1),
