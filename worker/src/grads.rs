@@ -11,7 +11,7 @@
 use crate::comm::{Comm, CommError};
 use crate::handles::{Dense, Experts, is_frozen, slice};
 use crate::model::{Leaf, Model};
-use crate::moe::{Parcel, Round};
+use crate::dispatch::{Parcel, Round};
 use moejob_kernels::{AdamW, BlockSquareSums, Buffer};
 use moejob_protocol::config::AdamW as AdamWConfig;
 use moejob_protocol::layout::{BLOCK, elements};

@@ -10,12 +10,12 @@
 //! Letters: `T` tokens, `D` model, `N` heads, `H` head dim, `F` hidden, `V` vocabulary.
 
 use crate::comm::{Comm, CommError};
+use crate::dispatch::{ExpertGroup, Mail, Round};
 use crate::handles::{Dense, DenseLayer, Experts, GatedWeights, Linear};
-use crate::moe::{ExpertGroup, Mail, Round};
 use moejob_kernels::{
     Add, AddBias, ArenaPlan, Attention, AttentionBackward, BiasBackward, Buffer, Clamp,
-    ClampBackward, CrossEntropy, DType, Device, Embed, EmbedBackward, KernelError, Layout as Order, Matmul, RmsNorm,
-    RmsNormBackward, Rope, SiluMul, SiluMulBackward, SumF64,
+    ClampBackward, CrossEntropy, DType, Device, Embed, EmbedBackward, KernelError, Layout as Order,
+    Matmul, RmsNorm, RmsNormBackward, Rope, SiluMul, SiluMulBackward, SumF64,
 };
 use moejob_protocol::buffers::{Buffers, Gated};
 use moejob_protocol::config::TrainingConfig;

@@ -162,7 +162,7 @@ mod tests {
         assert_eq!(timestamp(0, 0), "1970-01-01T00:00:00.000Z");
         assert_eq!(timestamp(951_782_400, 7), "2000-02-29T00:00:00.007Z");
         assert_eq!(timestamp(4_107_542_399, 999), "2100-02-28T23:59:59.999Z");
-        assert_eq!(timestamp(1_794_000_000, 0), "2026-11-06T18:40:00.000Z");
+        assert_eq!(timestamp(1_794_000_000, 0), "2026-11-06T21:20:00.000Z");
     }
 
     #[test]

@@ -111,7 +111,8 @@ pub fn cut(model: &Model, bytes: &mut Vec<u8>) {
 /// Part `part` of elements of a parameter: where it goes in this rank's memory, if it is needed
 /// here. Weights are needed by holders, moments by owners.
 pub fn place_for(model: &Model, index: usize, part: usize, wanted: &Range<u64>) -> Option<Buffer> {
-    let needed = needed(&model.config, &model.layout, index, &model.params[index], model.rank, part);
+    let param = &model.params[index];
+    let needed = needed(&model.config, &model.layout, index, param, model.rank, part);
     let both = intersect(&needed, wanted)?;
     assert_eq!(both, *wanted, "only what is needed is asked for");
     let base = if part == 0 {

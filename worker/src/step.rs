@@ -4,7 +4,7 @@ use crate::comm::{Comm, CommError};
 use crate::data::{Corpus, DataError};
 use crate::grads::Gradients;
 use crate::model::Model;
-use crate::moe::{Round, Source};
+use crate::dispatch::{Round, Source};
 use crate::step_end::StepEnd;
 use moejob_protocol::config::TrainingConfig;
 

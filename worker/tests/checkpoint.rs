@@ -219,7 +219,7 @@ fn every_lie_is_refused_by_name() {
     check(|m| m.files[0].name = "../r0.safetensors".to_string(), "is no name of a shard");
     check(|m| m.files[0].name = "a1-r0-/x.safetensors".to_string(), "is no name of a shard");
     check(|m| m.files[1].name = m.files[0].name.clone(), "listed twice");
-    check(|m| m.files[0].name = "a1-r7-0.safetensors".to_string(), "a1-r7-0.safetensors: it is miss");
+    check(|m| m.files[0].name = "a1-r7-0.safetensors".to_string(), "a1-r7-0.safetensors: it is m");
     check(|m| m.files[0].bytes += 1, "were written");
     check(|m| m.files[0].blake3 = "0".repeat(64), "its BLAKE3 differs");
     check(|m| drop(m.tensors.pop()), "tensors, the model has");

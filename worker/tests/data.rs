@@ -173,7 +173,7 @@ fn what_is_no_text_file_is_refused_by_name() {
     refused(&only(&["**/*.txt"]), "folder/back", "loop");
     std::fs::remove_file(at("folder/back")).expect("a link");
     refused(&only(&["text-[.txt"]), "text-[.txt", "cannot be read: error parsing");
-    std::fs::set_permissions(at("text-1.txt"), PermissionsExt::from_mode(0)).expect("a mode");
+    std::fs::set_permissions(at("text-1.txt"), PermissionsExt::from_mode(0o000)).expect("a mode");
     if std::fs::File::open(at("text-1.txt")).is_err() {
         refused(&only(&["*.txt"]), "text-1.txt", "cannot be read");
     }
@@ -190,7 +190,8 @@ fn too_little_text_is_refused() {
 #[test]
 fn a_file_that_changes_during_training_is_refused() {
     let training = common::training();
-    let changes: [(&str, fn(&Path)); 4] = [
+    type Change = fn(&Path);
+    let changes: [(&str, Change); 4] = [
         ("shrunk", |path| std::fs::write(path, "short").expect("a file")),
         ("grown", |path| {
             let text = std::fs::read(path).expect("a file");

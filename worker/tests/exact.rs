@@ -124,7 +124,8 @@ fn through_memory(path: &[(u32, u32, u64)]) -> (Vec<[u64; 5]>, String) {
             let step = path[at - 1].2;
             let shards = earlier.mesh.world();
             let sources = sources(&group, attempt - 1, step, shards);
-            job.config.resume = Resume::Memory { step, attempt: attempt - 1, layout: earlier, sources };
+            let attempt = attempt - 1;
+            job.config.resume = Resume::Memory { step, attempt, layout: earlier, sources };
         }
         job.config.attempt = attempt;
         let (ends, reports) = job.run(&mut group, Some(*until).filter(|until| *until < steps));

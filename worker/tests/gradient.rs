@@ -5,7 +5,7 @@ mod common;
 use moe_worker::comm::Comm;
 use moe_worker::grads::{Gradients, weight_of};
 use moe_worker::model::Model;
-use moe_worker::moe::{Round, Source};
+use moe_worker::dispatch::{Round, Source};
 use moe_worker::snapshot::initialize;
 use moejob_protocol::config::Precision;
 use moejob_protocol::layout::Layout;

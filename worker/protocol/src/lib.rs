@@ -1,4 +1,5 @@
-//! What the operator and the workers agree on: types, and the pure arithmetic that both must do alike.
+//! What the operator and the workers agree on: types, and the pure arithmetic that both must do
+//! alike.
 //!
 //! ```text
 //! ModelConfig --params()--> Param table (logical names, shapes)          model

@@ -174,7 +174,8 @@ fn row_counts(
         routed: (all * top_k * held).div_ceil(experts),
         arrived: (all as f64 * (1.0 - missed)).ceil() as u64,
     };
-    let worst = RowCounts { routed: all * top_k.min(held), arrived: if held > 0 { all } else { 0 } };
+    let arrived = if held > 0 { all } else { 0 };
+    let worst = RowCounts { routed: all * top_k.min(held), arrived };
     (balanced, worst)
 }
 

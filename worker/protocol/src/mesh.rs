@@ -45,7 +45,7 @@ impl Mesh {
         let world = [self.pp, self.dp, self.cp, self.tp]
             .iter()
             .try_fold(1u32, |world, degree| world.checked_mul(*degree));
-        degrees.iter().all(|degree| *degree > 0) && self.dp % self.ep == 0 && world.is_some()
+        degrees.iter().all(|degree| *degree > 0) && self.dp.is_multiple_of(self.ep) && world.is_some()
     }
 
     pub fn coord(&self, rank: u32) -> Coord {

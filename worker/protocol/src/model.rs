@@ -206,8 +206,8 @@ impl ModelConfig {
             Role::Router { layer },
         );
         for expert in 0..experts.count {
-            let at = format!("{at}.experts.{expert}");
-            self.gated_params(&at, experts.intermediate_size, Role::Expert { layer, expert }, table);
+            let (at, role) = (format!("{at}.experts.{expert}"), Role::Expert { layer, expert });
+            self.gated_params(&at, experts.intermediate_size, role, table);
         }
         if experts.shared > 0 {
             let width = experts.shared * experts.intermediate_size;

@@ -37,8 +37,8 @@ pub fn find(
 ) -> Result<Vec<TextFile>, DataError> {
     let wanted = glob_set(root, globs)?;
     let unwanted = glob_set(root, excluded)?;
-    let skipped: Vec<PathBuf> =
-        excluded_directories.iter().filter_map(|path| Path::new(path).canonicalize().ok()).collect();
+    let resolve = |path: &String| Path::new(path).canonicalize().ok();
+    let skipped: Vec<PathBuf> = excluded_directories.iter().filter_map(resolve).collect();
     let mut files = Vec::new();
     for glob in globs {
         let full = normal(&root.join(glob));
