@@ -4,12 +4,13 @@
 mod gang;
 
 use gang::{Gang, JOB, Worker, config};
+use moe_worker::comm::{Header, Kind};
 use moe_worker::listener::HANDSHAKES_MAX;
 use moe_worker::tls::{ALPN_CONTROL, ALPN_DATA, Identity, leader_client, server_name};
 use moejob::authority::Authority;
 use moejob::control::LeaderEvent;
 use moejob_protocol::Up;
-use moejob_protocol::message::Phase;
+use moejob_protocol::message::{LeftReason, Phase};
 use rcgen::{
     BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, SanType,
@@ -400,6 +401,69 @@ async fn nobody_takes_the_seat_of_a_rank_that_is_still_to_come() {
     gang.leader.configure("w0", &config);
     gang.until_completed(2, 10).await;
     assert_eq!(gang.shut_down().await, [0, 0]);
+}
+
+/// A member with all its papers that sends what no member sends.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_members_broken_frames_end_the_attempt_and_nothing_else() {
+    let forge = Forge::new();
+    let mut gang = Gang::of(2, forge.authority()).await;
+    let address = gang.workers[1].address.parse().expect("an address");
+    let frames: Vec<Box<dyn Fn(Header) -> Vec<u8>>> = vec![
+        Box::new(|_| b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n".to_vec()),
+        Box::new(|_| vec![0; 100_000]),
+        Box::new(|header| framed_data(Header { attempt: header.attempt - 1, ..header })),
+        Box::new(|header| framed_data(Header { attempt: header.attempt + 1, ..header })),
+        Box::new(|header| framed_data(Header { number: 0, ..header })),
+        Box::new(|header| framed_data(Header { number: 2, ..header })),
+        Box::new(|header| framed_data(Header { source: 1, ..header })),
+        Box::new(|header| framed_data(Header { source: u32::MAX, ..header })),
+        Box::new(|header| framed_data(Header { kind: Kind::Exchange, ..header })),
+        Box::new(|header| framed_data(Header { length: 17, ..header })),
+        Box::new(|header| framed_data(Header { length: u64::MAX, ..header })),
+        // The right frame, and then the same once more where the next is expected.
+        Box::new(|header| [framed_data(header), framed_data(header)].concat()),
+        // It ends within the header, and within the body.
+        Box::new(|header| header.encode()[..31].to_vec()),
+        Box::new(|header| framed_data(header)[..40].to_vec()),
+    ];
+    let mut attempt = 0;
+    for frame in frames {
+        attempt += 1;
+        let both: Vec<&Worker> = gang.workers.iter().collect();
+        let mut config = config(attempt, &both, u64::MAX);
+        config.rank = Some(1);
+        gang.leader.configure("w1", &config);
+        let client = || forge.valid(&worker(JOB, attempt, "w0"), ALPN_DATA);
+        let mut stream = welcomed(address, client).await;
+        let header = Header { attempt, number: 1, source: 0, kind: Kind::Gather, length: 16 };
+        stream.write_all(&frame(header)).await.expect("a member's bytes are taken");
+        stream.shutdown().await.expect("a member may end");
+        let (name, reason, _) = gang.until_left(attempt).await;
+        assert_eq!((name.as_str(), reason), ("w1", LeftReason::PeerLost { rank: 0 }));
+    }
+    gang.configure(attempt + 1, &[0, 1], 10);
+    gang.until_completed(2, 10).await;
+    assert_eq!(gang.shut_down().await, [0, 0]);
+}
+
+/// A frame of 16 bytes, whatever its header claims.
+fn framed_data(header: Header) -> Vec<u8> {
+    [&header.encode()[..], &[0; 16]].concat()
+}
+
+/// A data stream that was accepted. The listener may not know of the attempt at once.
+async fn welcomed(address: SocketAddr, client: impl Fn() -> Arc<ClientConfig>) -> Tls {
+    for _ in 0..200 {
+        if let Ok(mut stream) = connect(address, client()).await {
+            let mut welcome = [0; 8];
+            if stream.read_exact(&mut welcome).await.is_ok() {
+                return stream;
+            }
+        }
+        sleep(Duration::from_millis(20)).await;
+    }
+    panic!("no welcome");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
