@@ -251,12 +251,6 @@ impl Runner {
         match up {
             Up::Step(report) => self.progress.step(report),
             Up::Event(event) => {
-                if event.event == EventKind::CheckpointCommitted
-                    && let Some(Detail::Number(step)) = event.details.get("step")
-                {
-                    let (step, name) = (*step, checkpoint_name(*step));
-                    self.tracker.observed.stored = Some(Stored { step, name });
-                }
                 if matches!(event.event, EventKind::CheckpointRefused | EventKind::Resumed) {
                     self.progress.note(&event.message);
                 }
