@@ -58,8 +58,9 @@ fn killed_and_frozen_workers_change_no_bit() {
 fn a_killed_run_resumes_from_a_complete_checkpoint() {
     let kills = count("MOEJOB_KILLS", 10);
     let steps = 200 + 120 * kills;
+    let limit = LIMIT + Duration::from_secs(5 * kills);
     let whole = Bench::small(steps, 3, 12);
-    assert_eq!(whole.run(&[], LIMIT), Some(0), "{}", whole.output());
+    assert_eq!(whole.run(&[], limit), Some(0), "{}", whole.output());
     let mut random = Random(seed());
     let bench = Bench::small(steps, 3, 12);
     let mut newest = 0;
@@ -70,13 +71,13 @@ fn a_killed_run_resumes_from_a_complete_checkpoint() {
             break;
         }
         send(run.pid(), Signal::KILL);
-        assert_eq!(run.wait(LIMIT), None);
+        assert_eq!(run.wait(limit), None);
         let names = bench.checkpoints();
         let step = names.last().and_then(|name| name.strip_prefix("step-")?.parse().ok());
         let step: u64 = step.unwrap_or(0);
         assert!(step >= newest, "kill {kill}: checkpoint {newest} is lost, {step} is the newest");
         newest = step;
     }
-    assert_eq!(bench.run(&["--workers", "3"], LIMIT), Some(0), "{}", bench.output());
+    assert_eq!(bench.run(&["--workers", "3"], limit), Some(0), "{}", bench.output());
     assert_eq!(bench.losses(), whole.losses(), "{}", bench.output());
 }
