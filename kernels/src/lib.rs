@@ -31,6 +31,7 @@ mod loss;
 mod optimizer;
 
 mod cpu;
+pub mod cuda;
 
 pub use attention::{Attention, AttentionBackward};
 pub use buffer::{ArenaPlan, Buffer, DType, Element};

@@ -1,0 +1,120 @@
+"""The layer of `benches/cuda_layer.rs` in PyTorch, timed in the same way.
+
+    python3 moe_torch.py [--load-ms 600] [--time-ms 1500] [--zipf]
+
+torch._grouped_mm over sorted rows, forward + backward with the router, compiled and eager. Prints
+`case | mode | ms | MiB` a line; ms is the median under sustained load, MiB the peak above weights,
+inputs and gradients.
+"""
+import argparse
+import time
+
+import torch
+import torch.nn.functional as F
+
+CASES = {
+    "tutel": (32768, 2048, 2048, 8, 2, False),
+    "olmoe": (32768, 2048, 1024, 64, 8, True),
+    "qwen3": (32768, 2048, 768, 128, 8, True),
+    "mixtral": (16384, 4096, 14336, 8, 2, True),
+    "sonic": (32768, 4096, 1024, 128, 8, True),
+    "dsv3": (8192, 7168, 2048, 32, 8, True),
+}
+
+
+def layer(x, w_router, w_up, w_down, k, gated):
+    """x [T, D], w_router [E, D], w_up [E, W, D], w_down [E, D, F] -> [T, D], all bf16."""
+    experts = w_router.shape[0]
+    scores = F.linear(x, w_router).float().softmax(-1)
+    weights, ids = scores.topk(k, dim=-1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    flat = ids.flatten()
+    order = torch.argsort(flat, stable=True)
+    counts = torch.zeros(experts, dtype=torch.int64, device=x.device)
+    counts = counts.scatter_add(0, flat, torch.ones_like(flat))
+    ends = counts.cumsum(0).to(torch.int32)
+    h = torch._grouped_mm(x[order // k], w_up.transpose(-2, -1), offs=ends)
+    if gated:
+        gate, up = h.chunk(2, dim=-1)
+        a = F.silu(gate) * up
+    else:
+        a = F.relu(h)
+    y = torch._grouped_mm(a, w_down.transpose(-2, -1), offs=ends)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.numel(), device=x.device)
+    y = y[back].view(x.shape[0], k, x.shape[1])
+    return (y * weights.to(y.dtype).unsqueeze(-1)).sum(1)
+
+
+def median_ms(run, load_ms, time_ms):
+    """Load for `load_ms`, then the median of single runs over `time_ms`."""
+    start = time.time()
+    while (time.time() - start) * 1e3 < load_ms:
+        for _ in range(4):
+            run()
+        torch.cuda.synchronize()
+    events, start = [], time.time()
+    while (time.time() - start) * 1e3 < time_ms:
+        for _ in range(4):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            run()
+            last.record()
+            events.append((first, last))
+        torch.cuda.synchronize()
+    times = sorted(first.elapsed_time(last) for first, last in events)
+    return times[len(times) // 2]
+
+
+def measure(name, args):
+    tokens, dim, hidden, experts, k, gated = CASES[name]
+    torch.manual_seed(1)
+    normal = lambda *shape, scale=1.0: torch.randn(
+        *shape, device="cuda", dtype=torch.bfloat16
+    ).mul_(scale)
+    width = hidden * (2 if gated else 1)
+    x, dout = normal(tokens, dim), normal(tokens, dim)
+    params = [
+        normal(experts, dim, scale=dim**-0.5),
+        normal(experts, width, dim, scale=dim**-0.5),
+        normal(experts, dim, hidden, scale=hidden**-0.5),
+    ]
+    if args.zipf:
+        x[:, 0] = 1
+        params[0][:, 0] = -torch.arange(1, experts + 1, device="cuda").float().log().bfloat16()
+    for tensor in [x, *params]:
+        tensor.requires_grad_()
+    for mode in args.modes.split(","):
+        step = torch.compile(layer) if mode == "compile" else layer
+
+        def run():
+            for tensor in [x, *params]:
+                tensor.grad = None
+            step(x, *params, k, gated).backward(dout)
+
+        for _ in range(3):
+            run()
+        kept = sum(t.numel() * t.element_size() for t in [x, dout, *params])
+        gradients = sum(t.numel() * t.element_size() for t in [x, *params])
+        torch.cuda.reset_peak_memory_stats()
+        ms = median_ms(run, args.load_ms, args.time_ms)
+        extra = (torch.cuda.max_memory_allocated() - kept - gradients) / 2**20
+        print(f"peer {name} | {mode} | {ms:.3f} ms | {extra:.0f} MiB", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--load-ms", type=float, default=600)
+    parser.add_argument("--time-ms", type=float, default=1500)
+    parser.add_argument("--zipf", action="store_true")
+    parser.add_argument("--modes", default="compile")
+    parser.add_argument("--cases", default=",".join(CASES))
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
+    for name in args.cases.split(","):
+        measure(name, args)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

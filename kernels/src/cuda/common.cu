@@ -1,0 +1,56 @@
+// Types and helpers that every kernel here uses. The host puts this file first.
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+__device__ __forceinline__ float bf16_to_float(u16 x) { return __uint_as_float((u32)x << 16); }
+__device__ __forceinline__ float low_half(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_half(u32 pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+// Rounds to nearest even; `low` comes first in memory.
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ __forceinline__ u16 to_bf16(float x) { return (u16)pack_bf16(x, 0.f); }
+
+// Sums over the 32 lanes in a fixed tree; every lane gets the sum.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+
+// 1 / (1 + e^-x) from the special function unit: about 2^-22 relative, far below bf16.
+__device__ __forceinline__ float fast_sigmoid(float x) {
+  float power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950408889634f * x));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + power));
+  return inverse;
+}
+
+#define ACT_SILU 0
+#define ACT_RELU 1
+#define ACT_GELU 2
+// The activation and its derivative. GELU is the exact one, x * Phi(x).
+template <int KIND> __device__ __forceinline__ float activate(float x) {
+  if (KIND == ACT_SILU) return x * fast_sigmoid(x);
+  if (KIND == ACT_RELU) return fmaxf(x, 0.f);
+  return 0.5f * x * (1.f + erff(x * 0.70710678f));
+}
+template <int KIND> __device__ __forceinline__ float activate_slope(float x) {
+  if (KIND == ACT_SILU) {
+    const float s = fast_sigmoid(x);
+    return s * (1.f + x * (1.f - s));
+  }
+  if (KIND == ACT_RELU) return x > 0.f ? 1.f : 0.f;
+  return 0.5f * (1.f + erff(x * 0.70710678f)) + x * 0.39894228f * __expf(-0.5f * x * x);
+}

@@ -1,0 +1,486 @@
+//! The driver API as the rest of the crate sees it: owned handles, one context a device.
+
+use std::ffi::{CString, c_void};
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use cudarc::driver::{result as cu, sys};
+
+use super::error::{CudaError, Doing};
+use crate::buffer::{Buffer, Element};
+
+/// One GPU and its primary context. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Gpu {
+    inner: Arc<GpuInner>,
+}
+
+#[derive(Debug)]
+struct GpuInner {
+    ordinal: i32,
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    name: String,
+    capability: (i32, i32),
+    multiprocessors: u32,
+}
+
+// SAFETY: a primary context may be used from any thread that makes it current.
+unsafe impl Send for GpuInner {}
+// SAFETY: as above; the handles are only read after construction.
+unsafe impl Sync for GpuInner {}
+
+impl Drop for GpuInner {
+    fn drop(&mut self) {
+        // SAFETY: retained once in `Gpu::open`; nothing that uses it outlives the last clone.
+        let _ = unsafe { cu::primary_ctx::release(self.device) };
+    }
+}
+
+pub(crate) fn require_driver() -> Result<(), CudaError> {
+    // SAFETY: opens and closes libcuda, which has no preconditions.
+    if !unsafe { sys::is_culib_present() } {
+        let advice = "install the NVIDIA driver (libcuda.so.1)";
+        return Err(CudaError::Missing { library: "libcuda", advice });
+    }
+    cu::init().doing(|| "initializing the CUDA driver".to_owned())
+}
+
+impl Gpu {
+    /// How many GPUs the driver shows.
+    pub fn count() -> Result<usize, CudaError> {
+        require_driver()?;
+        let count = cu::device::get_count().doing(|| "counting GPUs".to_owned())?;
+        Ok(usize::try_from(count).unwrap_or(0))
+    }
+
+    /// Retains the primary context of GPU `ordinal` and makes it current on this thread.
+    pub fn open(ordinal: usize) -> Result<Gpu, CudaError> {
+        require_driver()?;
+        let what = || format!("opening GPU {ordinal}");
+        let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
+        let device = cu::device::get(ordinal).doing(what)?;
+        let name = cu::device::get_name(device).doing(what)?;
+        use sys::CUdevice_attribute_enum as Attribute;
+        let attribute = |attribute| {
+            // SAFETY: `device` is a valid device of this process.
+            unsafe { cu::device::get_attribute(device, attribute) }.doing(what)
+        };
+        let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let count = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        // SAFETY: `device` is valid; released when the last clone is dropped.
+        let context = unsafe { cu::primary_ctx::retain(device) }.doing(what)?;
+        let inner = GpuInner {
+            ordinal,
+            device,
+            context,
+            name,
+            capability: (major, minor),
+            multiprocessors: u32::try_from(count).unwrap_or(1),
+        };
+        let gpu = Gpu { inner: Arc::new(inner) };
+        gpu.make_current()?;
+        Ok(gpu)
+    }
+
+    /// Every thread that launches or copies calls this once.
+    pub fn make_current(&self) -> Result<(), CudaError> {
+        // SAFETY: the context lives as long as `self`.
+        unsafe { cu::ctx::set_current(self.inner.context) }
+            .doing(|| format!("entering GPU {}", self.inner.ordinal))
+    }
+
+    pub fn name(&self) -> &str {
+        &self.inner.name
+    }
+
+    /// Compute capability: major, minor.
+    pub fn capability(&self) -> (i32, i32) {
+        self.inner.capability
+    }
+
+    pub fn multiprocessors(&self) -> u32 {
+        self.inner.multiprocessors
+    }
+
+    /// Free and total bytes of device memory.
+    pub fn memory(&self) -> Result<(usize, usize), CudaError> {
+        cu::mem_get_info().doing(|| format!("asking GPU {} for its memory", self.inner.ordinal))
+    }
+
+    /// Waits for everything enqueued on the device.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        cu::ctx::synchronize().doing(|| format!("waiting for GPU {}", self.inner.ordinal))
+    }
+
+    pub fn stream(&self) -> Result<Stream, CudaError> {
+        let handle = cu::stream::create(cu::stream::StreamKind::NonBlocking)
+            .doing(|| "creating a stream".to_owned())?;
+        Ok(Stream { handle, gpu: self.clone() })
+    }
+}
+
+/// Work in order. Streams run beside each other.
+#[derive(Debug)]
+pub struct Stream {
+    handle: sys::CUstream,
+    gpu: Gpu,
+}
+
+impl Stream {
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    pub(crate) fn handle(&self) -> sys::CUstream {
+        self.handle
+    }
+
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        // SAFETY: the stream lives as long as `self`.
+        unsafe { cu::stream::synchronize(self.handle) }.doing(|| "waiting for a stream".to_owned())
+    }
+
+    /// Records what `enqueue` enqueues on this stream, to be launched as one.
+    pub fn capture<E: From<CudaError>>(
+        &self,
+        enqueue: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Graph, E> {
+        let what = || "capturing a graph".to_owned();
+        let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is valid; the capture is ended below on every path.
+        unsafe { cu::stream::begin_capture(self.handle, mode) }.doing(what)?;
+        let enqueued = enqueue();
+        // SAFETY: the capture was begun above on the same stream and thread.
+        let graph = unsafe { cu::stream::end_capture(self.handle) }.doing(what);
+        enqueued?;
+        let graph = graph?;
+        let flags = sys::CUgraphInstantiate_flags(0);
+        // SAFETY: `graph` is the valid graph just captured, and is destroyed once.
+        let executable = unsafe { cu::graph::instantiate(graph, flags) }.doing(what);
+        // SAFETY: as above; an instantiated graph does not need its template.
+        let _ = unsafe { cu::graph::destroy(graph) };
+        Ok(Graph { executable: executable?, _gpu: self.gpu.clone() })
+    }
+
+    pub fn launch_graph(&self, graph: &Graph) -> Result<(), CudaError> {
+        // SAFETY: both handles are valid.
+        unsafe { cu::graph::launch(graph.executable, self.handle) }
+            .doing(|| "launching a graph".to_owned())
+    }
+
+    pub fn record(&self, event: &Event) -> Result<(), CudaError> {
+        // SAFETY: both handles are valid.
+        unsafe { cu::event::record(event.handle, self.handle) }
+            .doing(|| "recording an event".to_owned())
+    }
+
+    /// What is enqueued later on this stream waits for `event`.
+    pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: both handles are valid.
+        unsafe { cu::stream::wait_event(self.handle, event.handle, flags) }
+            .doing(|| "waiting for an event".to_owned())
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // SAFETY: created by us; the driver finishes its work before freeing it.
+        let _ = unsafe { cu::stream::destroy(self.handle) };
+    }
+}
+
+/// A list of launches that starts as one.
+#[derive(Debug)]
+pub struct Graph {
+    executable: sys::CUgraphExec,
+    _gpu: Gpu,
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: instantiated by us, destroyed once.
+        let _ = unsafe { cu::graph::exec_destroy(self.executable) };
+    }
+}
+
+/// A point in a stream that can be waited for and timed.
+#[derive(Debug)]
+pub struct Event {
+    handle: sys::CUevent,
+}
+
+impl Event {
+    pub fn new(_gpu: &Gpu) -> Result<Event, CudaError> {
+        let handle = cu::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)
+            .doing(|| "creating an event".to_owned())?;
+        Ok(Event { handle })
+    }
+
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        // SAFETY: the event lives as long as `self`.
+        unsafe { cu::event::synchronize(self.handle) }.doing(|| "waiting for an event".to_owned())
+    }
+
+    /// Milliseconds from `self` to `later`, both past.
+    pub fn milliseconds_to(&self, later: &Event) -> Result<f32, CudaError> {
+        // SAFETY: both events are valid.
+        unsafe { cu::event::elapsed(self.handle, later.handle) }
+            .doing(|| "timing between two events".to_owned())
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: created by us, destroyed once.
+        let _ = unsafe { cu::event::destroy(self.handle) };
+    }
+}
+
+/// One allocation of device memory, laid out beforehand by [`crate::ArenaPlan`].
+#[derive(Debug)]
+pub struct Arena {
+    base: sys::CUdeviceptr,
+    bytes: usize,
+    gpu: Gpu,
+}
+
+impl Arena {
+    pub fn new(gpu: &Gpu, bytes: usize) -> Result<Arena, CudaError> {
+        // SAFETY: a plain allocation, freed once.
+        let base = unsafe { cu::malloc_sync(bytes.max(1)) };
+        let base = match base {
+            Ok(base) => base,
+            Err(source) => {
+                let (free, total) = gpu.memory()?;
+                let device = gpu.name().to_owned();
+                return Err(CudaError::OutOfMemory { bytes, free, total, device, source });
+            }
+        };
+        Ok(Arena { base, bytes, gpu: gpu.clone() })
+    }
+
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The device address of `buffer`.
+    pub fn address(&self, buffer: Buffer) -> u64 {
+        let end = buffer.offset() + buffer.bytes();
+        assert!(end <= self.bytes, "{buffer:?} ends outside an arena of {} bytes", self.bytes);
+        self.base + buffer.offset() as u64
+    }
+
+    /// Copies host elements into `buffer`, which has as many. Waits.
+    pub fn write<E: Element>(&self, buffer: Buffer, from: &[E]) -> Result<(), CudaError> {
+        assert_eq!((buffer.dtype(), buffer.len()), (E::DTYPE, from.len()), "{buffer:?}");
+        // SAFETY: the range was checked, and the source is valid for the time of the call.
+        unsafe { cu::memcpy_htod_sync(self.address(buffer), from) }
+            .doing(|| format!("copying to {buffer:?}"))
+    }
+
+    /// Waits for the device, then copies `buffer` to the host.
+    pub fn read<E: Element + Default>(&self, buffer: Buffer) -> Result<Vec<E>, CudaError> {
+        assert_eq!(buffer.dtype(), E::DTYPE, "{buffer:?}");
+        self.gpu.synchronize()?;
+        let mut into = vec![E::default(); buffer.len()];
+        // SAFETY: the range was checked, and the target is valid for the time of the call.
+        unsafe { cu::memcpy_dtoh_sync(&mut into, self.address(buffer)) }
+            .doing(|| format!("copying from {buffer:?}"))?;
+        Ok(into)
+    }
+
+    /// Sets every byte of `buffer`, in the order of `stream`.
+    pub fn fill_bytes(&self, stream: &Stream, buffer: Buffer, byte: u8) -> Result<(), CudaError> {
+        // SAFETY: the range was checked.
+        unsafe {
+            cu::memset_d8_async(self.address(buffer), byte, buffer.bytes(), stream.handle())
+        }
+        .doing(|| format!("filling {buffer:?}"))
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: allocated by us, freed once; the call waits for work that uses it.
+        let _ = unsafe { cu::free_sync(self.base) };
+    }
+}
+
+/// Host memory that the device copies to and from without a detour.
+#[derive(Debug)]
+pub struct PinnedBuffer<E: Element> {
+    start: *mut E,
+    len: usize,
+    _gpu: Gpu,
+    _element: PhantomData<E>,
+}
+
+// SAFETY: owns its memory like a Vec.
+unsafe impl<E: Element> Send for PinnedBuffer<E> {}
+
+impl<E: Element> PinnedBuffer<E> {
+    /// `len` elements, all bits zero.
+    pub fn new(gpu: &Gpu, len: usize) -> Result<PinnedBuffer<E>, CudaError> {
+        let bytes = (len * size_of::<E>()).max(1);
+        // SAFETY: a plain allocation, freed once.
+        let start = unsafe { cu::malloc_host(bytes, 0) }
+            .doing(|| format!("pinning {bytes} bytes of host memory"))?;
+        // SAFETY: `start` is valid for `bytes`, and zero is a value of every `Element`.
+        unsafe { start.cast::<u8>().write_bytes(0, bytes) };
+        Ok(PinnedBuffer { start: start.cast(), len, _gpu: gpu.clone(), _element: PhantomData })
+    }
+
+    pub fn as_slice(&self) -> &[E] {
+        // SAFETY: valid for `len` initialized elements, borrowed with `self`.
+        unsafe { std::slice::from_raw_parts(self.start, self.len) }
+    }
+
+    pub fn as_mut_slice(&mut self) -> &mut [E] {
+        // SAFETY: as above, and the borrow is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
+    }
+
+    /// Copies `buffer` here, in the order of `stream`, and waits for the copy.
+    pub fn read_from(
+        &mut self,
+        stream: &Stream,
+        arena: &Arena,
+        buffer: Buffer,
+    ) -> Result<(), CudaError> {
+        assert_eq!((buffer.dtype(), buffer.len()), (E::DTYPE, self.len), "{buffer:?}");
+        let from = arena.address(buffer);
+        let into = self.as_mut_slice();
+        // SAFETY: both ranges are valid, and the stream is waited for before the borrow ends.
+        unsafe { cu::memcpy_dtoh_async(into, from, stream.handle()) }
+            .doing(|| format!("copying from {buffer:?}"))?;
+        stream.synchronize()
+    }
+}
+
+impl<E: Element> Drop for PinnedBuffer<E> {
+    fn drop(&mut self) {
+        // SAFETY: allocated by us, freed once.
+        let _ = unsafe { cu::free_host(self.start.cast()) };
+    }
+}
+
+/// A kernel of a loaded module.
+#[derive(Clone, Debug)]
+pub struct Function {
+    handle: sys::CUfunction,
+    name: String,
+    _module: Arc<LoadedModule>,
+}
+
+// SAFETY: a function handle may be launched from any thread with its context current.
+unsafe impl Send for Function {}
+// SAFETY: as above; the handle is only read.
+unsafe impl Sync for Function {}
+
+#[derive(Debug)]
+pub(crate) struct LoadedModule {
+    handle: sys::CUmodule,
+    _gpu: Gpu,
+}
+
+// SAFETY: a module handle may be used from any thread with its context current.
+unsafe impl Send for LoadedModule {}
+// SAFETY: as above; the handle is only read.
+unsafe impl Sync for LoadedModule {}
+
+impl LoadedModule {
+    pub(crate) fn new(gpu: &Gpu, name: &str, cubin: &[u8]) -> Result<Arc<Self>, CudaError> {
+        // SAFETY: `cubin` is a whole image, as NVRTC made it or the checked cache kept it.
+        let handle = unsafe { cu::module::load_data(cubin.as_ptr().cast()) }
+            .doing(|| format!("loading the kernels of {name}"))?;
+        Ok(Arc::new(LoadedModule { handle, _gpu: gpu.clone() }))
+    }
+
+    pub(crate) fn function(self: &Arc<Self>, label: &str, name: &str) -> Result<Function, CudaError> {
+        let entry = CString::new(name).unwrap_or_default();
+        // SAFETY: the module is loaded.
+        let handle = unsafe { cu::module::get_function(self.handle, entry) }
+            .doing(|| format!("finding the kernel {name} in {label}"))?;
+        Ok(Function { handle, name: format!("{label}:{name}"), _module: self.clone() })
+    }
+}
+
+impl Drop for LoadedModule {
+    fn drop(&mut self) {
+        // SAFETY: loaded by us; no function of it is alive.
+        let _ = unsafe { cu::module::unload(self.handle) };
+    }
+}
+
+/// Grid, block and dynamic shared memory of a launch.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch {
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared_bytes: u32,
+}
+
+impl Launch {
+    pub fn new(blocks: usize, threads: u32) -> Launch {
+        let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
+        Launch { grid: [blocks, 1, 1], block: [threads, 1, 1], shared_bytes: 0 }
+    }
+}
+
+impl Function {
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Raises the limit of dynamic shared memory above the default 48 KiB.
+    pub(crate) fn allow_shared(&self, bytes: u32) -> Result<(), CudaError> {
+        use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as MAX;
+        // SAFETY: the handle is valid.
+        unsafe { cu::function::set_function_attribute(self.handle, MAX, bytes as i32) }
+            .doing(|| format!("asking for {bytes} bytes of shared memory for {}", self.name))
+    }
+
+    /// Enqueues the kernel.
+    ///
+    /// # Safety
+    /// `parameters` point to values of the kernel's parameter types, in order, and every address in
+    /// them is good for what the kernel does with it.
+    pub(crate) unsafe fn launch(
+        &self,
+        stream: &Stream,
+        launch: Launch,
+        parameters: &mut [*mut c_void],
+    ) -> Result<(), CudaError> {
+        let Launch { grid, block, shared_bytes } = launch;
+        // SAFETY: the caller's promise.
+        unsafe {
+            cu::launch_kernel(
+                self.handle,
+                grid.into(),
+                block.into(),
+                shared_bytes,
+                stream.handle(),
+                parameters,
+            )
+        }
+        .map_err(|source| {
+            let kernel = self.name.clone();
+            CudaError::Launch { kernel, grid, block, shared_bytes, source }
+        })
+    }
+}
+
+/// Pointers to the parameters of a launch. Used inside the call, so that temporaries outlive it.
+macro_rules! parameters {
+    ($($value:expr),* $(,)?) => {
+        &mut [$( std::ptr::from_ref(&$value).cast_mut().cast::<std::ffi::c_void>() ),*]
+    };
+}
+pub(crate) use parameters;

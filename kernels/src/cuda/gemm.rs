@@ -1,0 +1,236 @@
+//! One grouped product: its configuration as a function of the shape, its source, its launch.
+
+use cudarc::driver::sys;
+
+use super::compile::{Module, Source};
+use super::driver::{Function, Gpu, Launch, Stream, parameters};
+use super::error::CudaError;
+use super::tensor_map::Matrix;
+
+/// The instructions a kernel is written for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Arch {
+    /// TMA and wgmma: H100, H200.
+    Hopper,
+}
+
+impl Arch {
+    /// What `gpu` runs; refused by name where no path is built.
+    pub fn of(gpu: &Gpu) -> Result<Arch, CudaError> {
+        match gpu.capability() {
+            (9, 0) => Ok(Arch::Hopper),
+            (major, minor) => Err(CudaError::Capability {
+                kernel: "the mixture-of-experts layer".to_owned(),
+                needed: "9.0 (H100, H200)",
+                device: gpu.name().to_owned(),
+                major,
+                minor,
+            }),
+        }
+    }
+
+    /// What kernels are compiled for.
+    pub(crate) fn target(self) -> &'static str {
+        match self {
+            Arch::Hopper => "sm_90a",
+        }
+    }
+}
+
+/// Which product, see `grouped_gemm.cu`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ProductOp {
+    Up = 0,
+    Rows = 1,
+    InputGradient = 2,
+    HiddenGradient = 3,
+    WeightGradient = 4,
+    Logits = 5,
+}
+
+/// What a weight gradient is stored as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Output {
+    Bf16 = 0,
+    /// Added to what is there.
+    F32Accumulate = 1,
+    F32 = 2,
+}
+
+/// Everything that shapes the code of a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct GemmConfig {
+    pub arch: Arch,
+    pub op: ProductOp,
+    pub block_n: usize,
+    pub stages: usize,
+    pub cluster: usize,
+    pub pingpong: bool,
+    pub gated: bool,
+    /// ACT_* of common.cu
+    pub activation: usize,
+    /// A weight gradient as [N, M]
+    pub transposed: bool,
+    pub output: Output,
+}
+
+const BLOCK_M: usize = 128;
+const BLOCK_K: usize = 64;
+/// Most dynamic shared memory of a block on sm_90.
+const SHARED_BYTES_MAX: usize = 232_448;
+
+impl GemmConfig {
+    /// The tiles for `op` with a reduction of `depth` and `cols` columns.
+    ///
+    /// Measured on an H200 under load (docs/benchmarks): ping-pong 128 x 192 hides the epilogue and
+    /// wins where the reduction is short; long ones want 128 x 256, which reads least. OP_DH and
+    /// weight gradients have two epilogue operands or none to hide, and stay with 128 x 256.
+    pub fn choose(arch: Arch, op: ProductOp, depth: usize, cols: usize) -> GemmConfig {
+        let wide = GemmConfig {
+            arch,
+            op,
+            block_n: 256,
+            stages: 4,
+            cluster: 2,
+            pingpong: false,
+            gated: false,
+            activation: 0,
+            transposed: false,
+            output: Output::Bf16,
+        };
+        let pingpong = GemmConfig { block_n: 192, stages: 5, pingpong: true, ..wide };
+        let narrow = |block_n| GemmConfig { block_n, stages: 6, cluster: 1, ..wide };
+        match op {
+            ProductOp::Logits if cols <= 64 => narrow(64),
+            ProductOp::Logits if cols <= 128 => narrow(128),
+            ProductOp::WeightGradient if cols <= 128 => narrow(128),
+            ProductOp::Up | ProductOp::Rows | ProductOp::InputGradient if depth <= 2048 => pingpong,
+            _ => wide,
+        }
+    }
+
+    pub(crate) fn label(&self) -> String {
+        let GemmConfig { op, block_n, stages, cluster, .. } = self;
+        let kind = if self.pingpong { " ping-pong" } else { "" };
+        format!("{op:?} {BLOCK_M}x{block_n}x{BLOCK_K} {stages} stages cluster {cluster}{kind}")
+    }
+
+    pub(crate) fn source(&self) -> Source {
+        let macros = [
+            ("OP", self.op as usize),
+            ("BM", BLOCK_M),
+            ("BN", self.block_n),
+            ("STAGES", self.stages),
+            ("CLUSTER", self.cluster),
+            ("PINGPONG", usize::from(self.pingpong)),
+            ("GATED", usize::from(self.gated)),
+            ("ACT", self.activation),
+            ("TRANSPOSED", usize::from(self.transposed)),
+            ("OUT", self.output as usize),
+        ];
+        let wgmma = wgmma_source(self.block_n);
+        let parts = [
+            include_str!("hopper.cu"),
+            &wgmma,
+            include_str!("grouped_gemm.cu"),
+            include_str!("grouped_gemm_epilogue.cu"),
+            include_str!("grouped_gemm_main.cu"),
+        ];
+        Source::new(self.label(), self.arch.target(), &macros, &parts)
+    }
+
+    /// Stages, their barriers, and the tables of `groups` groups.
+    fn shared_bytes(&self, groups: usize) -> usize {
+        let stage = (BLOCK_M + self.block_n) * BLOCK_K * 2 + 16;
+        self.stages * stage + (2 * groups + 1) * 4
+    }
+}
+
+/// The wgmma of one width, both operands from shared memory: mechanical, one register a number.
+fn wgmma_source(n: usize) -> String {
+    let count = n / 2;
+    let list = |item: &dyn Fn(usize) -> String| {
+        (0..count).map(item).collect::<Vec<_>>().join(", ")
+    };
+    let registers = list(&|i| format!("%{i}"));
+    let outputs = list(&|i| format!("\"+f\"(d[{i}])"));
+    let (a, b, p, ta, tb) = (count, count + 1, count + 2, count + 3, count + 4);
+    format!(
+        "template <bool TA, bool TB> __device__ __forceinline__ void\n\
+         wgmma_n{n}(float (&d)[{count}], u64 a, u64 b, int accumulate) {{\n\
+         asm volatile(\"{{.reg .pred p; setp.ne.b32 p, %{p}, 0;\\n\"\n\
+         \"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{registers}}}, \"\n\
+         \"%{a}, %{b}, p, 1, 1, %{ta}, %{tb};}}\\n\" : {outputs}\n\
+         : \"l\"(a), \"l\"(b), \"r\"(accumulate), \"n\"((int)TA), \"n\"((int)TB));\n}}\n\
+         #define WGMMA wgmma_n{n}\n"
+    )
+}
+
+/// The kernel's `Args`, field by field. Zero addresses are operands the op has not.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct GemmArgs {
+    pub gathered: u64,
+    pub index: u64,
+    pub offsets: u64,
+    pub order: u64,
+    pub out: u64,
+    pub out_activation: u64,
+    pub out_f32: u64,
+    pub row_scale: u64,
+    pub groups: i32,
+    pub depth: i32,
+    pub cols: i32,
+    pub gathered_pitch: i32,
+    pub weight_rows: i32,
+    pub first_col: i32,
+    pub out_pitch: i32,
+}
+
+/// A product ready to be launched.
+#[derive(Clone, Debug)]
+pub(crate) struct Gemm {
+    pub config: GemmConfig,
+    function: Function,
+    multiprocessors: u32,
+}
+
+impl Gemm {
+    pub(crate) fn new(gpu: &Gpu, config: GemmConfig, module: &Module) -> Result<Gemm, CudaError> {
+        let function = module.function("grouped_gemm")?;
+        function.allow_shared(SHARED_BYTES_MAX as u32)?;
+        Ok(Gemm { config, function, multiprocessors: gpu.multiprocessors() })
+    }
+
+    /// Enqueues the product. `a` is read only by ops that gather nothing.
+    pub(crate) fn launch(
+        &self,
+        stream: &Stream,
+        a: Matrix,
+        b: Matrix,
+        args: GemmArgs,
+    ) -> Result<(), CudaError> {
+        let shared = self.config.shared_bytes(args.groups as usize);
+        let clusters = self.multiprocessors as usize / self.config.cluster;
+        let mut launch = Launch::new(clusters * self.config.cluster, 384);
+        launch.shared_bytes = shared as u32;
+        assert!(shared <= SHARED_BYTES_MAX, "{:?} with {} groups", self.config, args.groups);
+        let (a, b) = (self.map_a(a)?, self.map_b(b)?);
+        // SAFETY: the kernel takes two tensor maps and `Args`, whose layout `GemmArgs` repeats; the
+        // layer plans every buffer for its shape.
+        unsafe { self.function.launch(stream, launch, parameters![a, b, args]) }
+    }
+
+    fn map_a(&self, a: Matrix) -> Result<sys::CUtensorMap, CudaError> {
+        a.map(BLOCK_M)
+    }
+
+    fn map_b(&self, b: Matrix) -> Result<sys::CUtensorMap, CudaError> {
+        use ProductOp::{HiddenGradient, InputGradient, Logits, Rows, Up, WeightGradient};
+        match self.config.op {
+            Up | Rows => b.permuted_map(self.config.block_n / 2),
+            Logits => b.map(self.config.block_n / 2),
+            InputGradient | HiddenGradient | WeightGradient => b.map(BLOCK_K),
+        }
+    }
+}

@@ -1,0 +1,202 @@
+// Epilogues. A thread of an m64 block holds acc[4 j + 2 h + b] = row 16 warp + lane / 4 + 8 h,
+// column 8 j + 2 (lane % 4) + b. Rows past the group's end are never stored; lanes of such rows
+// still take part in the shuffles.
+
+// The 8 neighbouring columns 32 jj + 8 q .. of row half h, starting at register `first`.
+__device__ __forceinline__ void columns8(const float* acc, int first, int jj, int h, int q,
+                                         float (&v)[8]) {
+  float even[4], odd[4];
+#pragma unroll
+  for (int x = 0; x < 4; x++) {
+    even[x] = acc[first + (4 * jj + x) * 4 + 2 * h];
+    odd[x] = acc[first + (4 * jj + x) * 4 + 2 * h + 1];
+  }
+  if (!PERMUTED) { quad_transpose(even, q); quad_transpose(odd, q); }
+#pragma unroll
+  for (int x = 0; x < 4; x++) { v[2 * x] = even[x]; v[2 * x + 1] = odd[x]; }
+}
+__device__ __forceinline__ void store8(u16* to, const float (&v)[8]) {
+  store16(to, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
+          pack_bf16(v[6], v[7]));
+}
+__device__ __forceinline__ void unpack8(const uint4& from, float (&v)[8]) {
+  const u32 words[4] = {from.x, from.y, from.z, from.w};
+#pragma unroll
+  for (int x = 0; x < 4; x++) { v[2 * x] = low_half(words[x]); v[2 * x + 1] = high_half(words[x]); }
+}
+
+// OP_UP: H as it is, and A.
+__device__ __forceinline__ void finish_up(const float (&acc)[BN / 2], const Tile& tile,
+                                          const Args& args, int first_row, int q) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int r = first_row + 8 * h;
+    const bool live = r < tile.rows;
+    const u64 row = tile.row0 + (live ? r : 0);
+    u16* out = args.out + row * args.out_pitch + tile.n0 * TILE_N + 8 * q;
+    u16* activation = args.out_activation + row * args.cols + tile.n0 * TILE_N + 8 * q;
+#pragma unroll
+    for (int jj = 0; jj < TILE_N / 32; jj++) {
+      float gate[8], up[8], a[8];
+      columns8(acc, 0, jj, h, q, gate);
+      if (GATED) columns8(acc, BN / 4, jj, h, q, up);
+#pragma unroll
+      for (int x = 0; x < 8; x++) a[x] = activate<ACT>(gate[x]) * (GATED ? up[x] : 1.f);
+      if (live && tile.n0 * TILE_N + 32 * jj < args.cols) {
+        store8(out + 32 * jj, gate);
+        if (GATED) store8(out + args.cols + 32 * jj, up);
+        store8(activation + 32 * jj, a);
+      }
+    }
+  }
+}
+
+// OP_ROWS, OP_DROWS, OP_WGRAD not transposed: bf16 rows. `rows` bounds first_row's range.
+__device__ __forceinline__ void finish_rows(const float (&acc)[BN / 2], u16* base, int pitch,
+                                            int rows, int cols, int first_row, int n0, int q) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int r = first_row + 8 * h;
+    const bool live = r < rows;
+    u16* out = base + (u64)(live ? r : 0) * pitch + n0 + 8 * q;
+#pragma unroll
+    for (int jj = 0; jj < BN / 32; jj++) {
+      u32 v[4];
+#pragma unroll
+      for (int x = 0; x < 4; x++) {
+        const int j = (4 * jj + x) * 4 + 2 * h;
+        v[x] = pack_bf16(acc[j], acc[j + 1]);
+      }
+      if (!PERMUTED) quad_transpose(v, q);
+      if (live && n0 + 32 * jj < cols) store16(out + 32 * jj, v[0], v[1], v[2], v[3]);
+    }
+  }
+}
+
+// OP_LOGITS and fp32 dW as rows: two columns at a time, any width.
+__device__ __forceinline__ void finish_f32(const float (&acc)[BN / 2], float* base, int pitch,
+                                           int rows, int cols, int first_row, int n0, int q) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int r = first_row + 8 * h;
+    if (r >= rows) continue;
+    float* out = base + (u64)r * pitch + n0 + 2 * q;
+#pragma unroll
+    for (int j = 0; j < BN / 8; j++) {
+#pragma unroll
+      for (int b = 0; b < 2; b++) {
+        if (n0 + 8 * j + 2 * q + b >= cols) continue;
+        if (OUT == 1) add_f32(out + 8 * j + b, acc[4 * j + 2 * h + b]);
+        else store_f32(out + 8 * j + b, acc[4 * j + 2 * h + b]);
+      }
+    }
+  }
+}
+
+// dW [N][M] in bf16: 8 x 8 blocks are transposed in registers; a warp stores 32 bytes of a row.
+__device__ __forceinline__ void finish_transposed(const float (&acc)[BN / 2], u16* base, int pitch,
+                                                  int cols, int first_m, int n0, int lane) {
+  const int q = lane & 3;
+  u16* out = base + (u64)(n0 + 8 * (q >> 1) + (lane >> 2)) * pitch + first_m + 8 * (q & 1);
+#pragma unroll
+  for (int j = 0; j < BN / 8; j += 2) {
+    u32 v[4];
+#pragma unroll
+    for (int x = 0; x < 4; x++) {
+      const int i = 4 * (j + (x >> 1)) + 2 * (x & 1);
+      v[x] = transpose_8x8(pack_bf16(acc[i], acc[i + 1]));
+    }
+    quad_transpose(v, q);
+    if (n0 + 8 * j < cols) store16(out, v[0], v[1], v[2], v[3]);
+    out += (u64)16 * pitch;
+  }
+}
+
+// The same in fp32; a running pointer and ordered stores keep the addresses out of registers.
+__device__ __forceinline__ void finish_transposed_f32(const float (&acc)[BN / 2], float* base,
+                                                      int pitch, int cols, int first_m, int n0,
+                                                      int lane) {
+  const int n = n0 + 2 * (lane & 3);
+  float* out = base + (u64)n * pitch + first_m + (lane >> 2);
+#pragma unroll
+  for (int j = 0; j < BN / 8; j++) {
+#pragma unroll
+    for (int x = 0; x < 4; x++) {
+      float* at = out + (x & 1) * pitch + 8 * (x >> 1);
+      if (n + 8 * j + (x & 1) >= cols) continue;
+      if (OUT == 1) add_f32(at, acc[4 * j + x]);
+      else store_f32(at, acc[4 * j + x]);
+    }
+    out += (u64)8 * pitch;
+  }
+}
+
+// H of the next 8 columns of both row halves, on its way while the current ones are computed.
+struct HiddenChunk { uint4 gate[2], up[2]; };
+__device__ __forceinline__ HiddenChunk load_hidden(u16* const (&h)[2], const bool (&live)[2],
+                                                   int col, bool inside, int cols) {
+  HiddenChunk chunk;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    chunk.gate[i] = chunk.up[i] = make_uint4(0, 0, 0, 0);
+    if (live[i] && inside) {
+      chunk.gate[i] = *(const uint4*)(h[i] + col);
+      if (GATED) chunk.up[i] = *(const uint4*)(h[i] + cols + col);
+    }
+  }
+  return chunk;
+}
+
+// OP_DH: da' is in acc. dH takes the place of H; each element is read and written by one thread.
+__device__ __forceinline__ void finish_dh(const float (&acc)[BN / 2], const Tile& tile,
+                                          const Args& args, int first_row, int q) {
+  bool live[2];
+  u16 *h[2], *scaled[2];
+  float scale[2], ds[2] = {0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    live[i] = first_row + 8 * i < tile.rows;
+    const u64 row = tile.row0 + (live[i] ? first_row + 8 * i : 0);
+    h[i] = args.out + row * args.out_pitch;
+    scaled[i] = args.out_activation + row * args.cols;
+    scale[i] = args.row_scale[row];
+  }
+  const int col0 = tile.n0 * BN + 8 * q;
+  HiddenChunk next = load_hidden(h, live, col0, tile.n0 * BN < args.cols, args.cols);
+#pragma unroll
+  for (int jj = 0; jj < BN / 32; jj++) {
+    const HiddenChunk now = next;
+    const bool inside = tile.n0 * BN + 32 * jj < args.cols;
+    const bool more = jj + 1 < BN / 32 && tile.n0 * BN + 32 * (jj + 1) < args.cols;
+    if (jj + 1 < BN / 32) next = load_hidden(h, live, col0 + 32 * (jj + 1), more, args.cols);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float da[8], gate[8], up[8], a[8];
+      columns8(acc, 0, jj, i, q, da);
+      unpack8(now.gate[i], gate);
+      unpack8(now.up[i], up);
+#pragma unroll
+      for (int x = 0; x < 8; x++) {
+        const float g = gate[x], u = GATED ? up[x] : 1.f, act = activate<ACT>(g);
+        ds[i] += da[x] * (act * u);
+        a[x] = scale[i] * act * u;
+        const float d = scale[i] * da[x];
+        gate[x] = d * u * activate_slope<ACT>(g);
+        up[x] = d * act;
+      }
+      if (live[i] && inside) {
+        store8(h[i] + col0 + 32 * jj, gate);
+        if (GATED) store8(h[i] + args.cols + col0 + 32 * jj, up);
+        store8(scaled[i] + col0 + 32 * jj, a);
+      }
+    }
+  }
+  const int n_tiles = (args.cols + BN - 1) / BN;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    ds[i] += __shfl_xor_sync(~0u, ds[i], 1);
+    ds[i] += __shfl_xor_sync(~0u, ds[i], 2);
+    if (live[i] && q == 0)
+      args.out_f32[(u64)(tile.row0 + first_row + 8 * i) * n_tiles + tile.n0] = ds[i];
+  }
+}

@@ -1,0 +1,151 @@
+// The kernel: roles, the consumers' loop, and which epilogue an OP has.
+
+// One m64 block of a tile. `first_row` is this thread's row (or m) in the group.
+__device__ __forceinline__ void finish(const float (&acc)[BN / 2], const Tile& tile,
+                                       const Args& args, int block_m, int warp, int lane) {
+  const int q = lane & 3, first_row = block_m + 16 * warp + (lane >> 2);
+  if (OP == OP_UP) finish_up(acc, tile, args, first_row, q);
+  if (OP == OP_DH) finish_dh(acc, tile, args, first_row, q);
+  if (OP == OP_ROWS || OP == OP_DROWS)
+    finish_rows(acc, args.out + (u64)tile.row0 * args.out_pitch, args.out_pitch, tile.rows,
+                args.cols, first_row, tile.n0 * BN, q);
+  if (OP == OP_LOGITS)
+    finish_f32(acc, args.out_f32 + (u64)tile.row0 * args.out_pitch, args.out_pitch, tile.rows,
+               args.cols, first_row, tile.n0 * BN, q);
+  if (OP == OP_WGRAD) {
+    const u64 base = (u64)tile.expert * args.gathered_pitch * args.cols;
+    const int n0 = tile.n0 * BN, pitch = args.out_pitch, rows = args.gathered_pitch;
+    if (!TRANSPOSED && OUT == 0)
+      finish_rows(acc, args.out + base, pitch, rows, args.cols, first_row, n0, q);
+    if (!TRANSPOSED && OUT != 0)
+      finish_f32(acc, args.out_f32 + base, pitch, rows, args.cols, first_row, n0, q);
+    if (TRANSPOSED && OUT == 0)
+      finish_transposed(acc, args.out + base, pitch, args.cols, block_m + 16 * warp, n0, lane);
+    if (TRANSPOSED && OUT != 0)
+      finish_transposed_f32(acc, args.out_f32 + base, pitch, args.cols, block_m + 16 * warp, n0,
+                            lane);
+  }
+}
+
+__device__ __forceinline__ void release(const Ring& ring, int stage, int lane) {
+  if (lane >= CLUSTER) return;
+  if (CLUSTER > 1) barrier_arrive_at(ring.empty(stage), lane);
+  else barrier_arrive(ring.empty(stage));
+}
+
+// Products of one tile into acc. Blocks without a row only keep the ring turning: what is not
+// multiplied costs no power, and power is what limits this chip.
+__device__ __forceinline__ void multiply_tile(float (&acc)[M_BLOCKS][BN / 2], Ring& ring,
+                                              int steps, int m_in_tile, bool live, int lane) {
+  int previous = -1;
+  for (int it = 0; it < steps; it++) {
+    barrier_wait(ring.full(), ring.phase);
+    if (live) {
+      if (GATHERED) fence_async_proxy();
+      const u64 a = operand<A_MN>(ring.a_at() + m_in_tile * 128), b = operand<B_MN>(ring.b_at());
+      wgmma_fence();
+#pragma unroll
+      for (int kk = 0; kk < BK / 16; kk++)
+#pragma unroll
+        for (int i = 0; i < M_BLOCKS; i++)
+          multiply(acc[i], a + i * (64 * 128 >> 4) + kk * next_k16<A_MN>(),
+                   b + kk * next_k16<B_MN>(), (it | kk) != 0);
+      wgmma_commit();
+      wgmma_wait<1>();
+    }
+    if (previous >= 0) release(ring, previous, lane);
+    previous = ring.stage;
+    ring.advance();
+  }
+  // The other warpgroup may start: this one has seen its last stage.
+#if PINGPONG
+  asm volatile("bar.arrive %0, 256;" ::"r"((int)(3 - (threadIdx.x >> 7))) : "memory");
+#endif
+  wgmma_wait<0>();
+  if (previous >= 0) release(ring, previous, lane);
+}
+
+__device__ __forceinline__ void consume(Ring ring, Schedule schedule, const Args& args, int rank,
+                                        int warpgroup) {
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+  const int m_in_tile = PINGPONG ? 0 : warpgroup * (M_BLOCKS * 64);
+  const int m_end_of = OP == OP_WGRAD ? args.gathered_pitch : 0;
+  float acc[M_BLOCKS][BN / 2];
+  Tile tile;
+#if PINGPONG
+  if (warpgroup == 1) asm volatile("bar.arrive 1, 256;" ::: "memory");
+#endif
+  for (int turn = 0; schedule.next(tile); turn++) {
+    const int steps = Schedule::depth(tile, args), m0 = tile.m0 + rank * BM + m_in_tile;
+#if PINGPONG
+    if ((turn & 1) != warpgroup) { ring.skip(steps); continue; }
+    // A wait on a parity may not run a whole phase ahead: wait until the other has gone by.
+    asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
+#endif
+    if (OP == OP_WGRAD && steps == 0) {
+#pragma unroll
+      for (int i = 0; i < M_BLOCKS; i++)
+#pragma unroll
+        for (int j = 0; j < BN / 2; j++) acc[i][j] = 0.f;
+    }
+    const int m_end = OP == OP_WGRAD ? m_end_of : tile.rows;
+    const bool live = m0 < m_end;
+    multiply_tile(acc, ring, steps, m_in_tile, live, lane);
+    if (!live) continue;
+#pragma unroll
+    for (int i = 0; i < M_BLOCKS; i++)
+      if (m0 + 64 * i < m_end) finish(acc[i], tile, args, m0 + 64 * i, warp, lane);
+  }
+}
+
+// 384 threads start with 168 registers each: 504 = one producer's and two consumers' share. Two
+// m64n192 blocks of accumulators need all that consumers can get; the index arithmetic of
+// OP_WGRAD spills in 40.
+constexpr int PRODUCER_REGISTERS = OP == OP_WGRAD && !PINGPONG ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
+
+extern "C" __global__ void
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+__launch_bounds__(384, 1)
+grouped_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+             const __grid_constant__ Args args) {
+  // Stages need 1024-byte alignment, which a kernel without static shared memory has.
+  extern __shared__ __align__(1024) u8 shared[];
+  Ring ring = {shared_address(shared), 0, 0, 0, 0};
+  ring.b = ring.a + STAGES * A_BYTES;
+  ring.barriers = ring.b + STAGES * B_BYTES;
+  int* offsets = (int*)(shared + STAGES * (A_BYTES + B_BYTES) + STAGES * 16);
+  int* order = offsets + args.groups + 1;
+  const int tid = threadIdx.x, warpgroup = __shfl_sync(~0u, tid >> 7, 0);
+  u32 rank = 0;
+#if CLUSTER > 1
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  for (int i = tid; i <= args.groups; i += blockDim.x) {
+    offsets[i] = args.offsets[i];
+    if (OP == OP_WGRAD && i < args.groups) order[i] = args.order[i];
+  }
+  if (tid == 0) {
+    for (int s = 0; s < STAGES; s++) {
+      barrier_init(ring.barriers + s * 8, GATHERED ? 129 : 1);
+      barrier_init(ring.empty(s), CLUSTER * (PINGPONG ? 4 : 8));
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (CLUSTER > 1) cluster_sync();
+  Schedule schedule = {offsets, order, args.groups, (args.gathered_pitch + UNIT_M - 1) / UNIT_M,
+                       (args.cols + TILE_N - 1) / TILE_N, 0, 0, 0};
+  if (warpgroup == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+    if (OP == OP_WGRAD) produce_columns(ring, schedule, &map_b, args, rank);
+    else if (GATHERED) produce_rows(ring, schedule, &map_b, args, rank);
+    else if (tid == 0) produce_boxes(ring, schedule, &map_a, &map_b, args, rank);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+    consume(ring, schedule, args, rank, warpgroup - 1);
+  }
+  if (CLUSTER > 1) cluster_sync();
+}

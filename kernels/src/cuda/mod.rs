@@ -1,0 +1,35 @@
+//! The CUDA device: driver, compiler and the mixture-of-experts layer on NVIDIA GPUs.
+//!
+//! ```text
+//! Gpu::open(ordinal)            driver.rs    context, streams, events, graphs, memory
+//! Compiler::load(sources)       compile.rs   .cu text -> cubin (NVRTC, cached on disk) -> module
+//! Gemm::new(config)             gemm.rs      one grouped product; the config is a function of shape
+//! MoeLayer::new(desc)           layer.rs     forward, backward: a fixed list of launches
+//! inspect()                     doctor.rs    what this machine has and lacks
+//! ```
+//! No CUDA is needed to build this: the driver and NVRTC are loaded when first used. Nothing here
+//! waits for the device except `synchronize` and the copies to host memory, and no launch depends
+//! on a number that only the device knows, so a layer can be captured into a graph.
+//! Letters as in the crate: `T` tokens, `D` dim, `F` expert hidden, `E` experts, `K` top-k,
+//! `R = T K` routed rows, `W` = 2 F gated, else F.
+
+mod error;
+mod driver;
+mod compile;
+mod tensor_map;
+mod gemm;
+mod route;
+mod layer;
+mod measure;
+mod doctor;
+
+pub use compile::{Compiler, Module, Source, default_cache_dir};
+pub use doctor::{Inspection, inspect};
+pub use driver::{Arena, Event, Function, Gpu, Graph, Launch, PinnedBuffer, Stream};
+pub use error::CudaError;
+pub use gemm::{Arch, GemmConfig, Output, ProductOp};
+pub use layer::{
+    Gradients, LayerError, MoeActivation, MoeDesc, MoeLayer, MoeTensors, Observer, Refusal, Saved,
+    Weights,
+};
+pub use measure::Measure;

@@ -1,0 +1,231 @@
+//! The launches of the router and of the passes over rows.
+
+use super::compile::{Module, Source};
+use super::driver::{Function, Launch, Stream, parameters};
+use super::error::CudaError;
+
+/// Blocks of the choosing kernel at most: two a multiprocessor of an H200. Fixed, because the
+/// statistics are summed by block.
+const CHOOSE_BLOCKS_MAX: usize = 264;
+const SLOTS_A_BLOCK: usize = 1024;
+
+/// What is compiled in.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RouteShape {
+    pub tokens: usize,
+    pub experts: usize,
+    pub top_k: usize,
+    pub sigmoid: bool,
+    pub norm_topk: bool,
+    pub scale: f32,
+}
+
+impl RouteShape {
+    pub(crate) fn source(&self, arch: &'static str) -> Source {
+        let macros = [
+            ("EXPERTS", self.experts),
+            ("TOP_K", self.top_k),
+            ("SIGMOID", usize::from(self.sigmoid)),
+            ("NORM_TOP_K", usize::from(self.norm_topk)),
+        ];
+        let label = format!("route {} of {}", self.top_k, self.experts);
+        Source::new(label, arch, &macros, &[include_str!("moe_route.cu")])
+    }
+
+    pub(crate) fn rows_source(&self, arch: &'static str) -> Source {
+        let label = format!("rows of {}", self.top_k);
+        Source::new(label, arch, &[("TOP_K", self.top_k)], &[include_str!("moe_rows.cu")])
+    }
+
+    pub(crate) fn choose_blocks(&self) -> usize {
+        self.tokens.div_ceil(8).min(CHOOSE_BLOCKS_MAX)
+    }
+
+    pub(crate) fn slots(&self) -> usize {
+        self.tokens * self.top_k
+    }
+
+    pub(crate) fn place_blocks(&self) -> usize {
+        self.slots().div_ceil(SLOTS_A_BLOCK)
+    }
+
+    /// Columns of the bf16 gradient of the logits: whole 16-byte chunks.
+    pub(crate) fn dlogits_pitch(&self) -> usize {
+        self.experts.next_multiple_of(8)
+    }
+}
+
+/// Device addresses of what the router keeps.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RouteBuffers {
+    pub logits: u64,
+    pub lse: u64,
+    pub ids: u64,
+    pub weights: u64,
+    pub partials: u64,
+    pub histogram: u64,
+    pub counts: u64,
+    pub offsets: u64,
+    pub order: u64,
+    pub rows: u64,
+    pub pos: u64,
+    pub row_weights: u64,
+    pub prob_sums: u64,
+    pub losses: u64,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Router {
+    shape: RouteShape,
+    choose: Function,
+    statistics: Function,
+    histogram: Function,
+    scan: Function,
+    place: Function,
+    backward: Function,
+    combine: Function,
+    sum_parts: Function,
+}
+
+/// `out[t] = base[t] + sum_k weights[t, k] y[pos[t, k]]` over some columns.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CombineCall {
+    pub y: u64,
+    pub pos: u64,
+    /// 0: all 1
+    pub weights: u64,
+    /// 0: none
+    pub base: u64,
+    pub out: u64,
+    /// Columns of y
+    pub cols: usize,
+    pub out_pitch: usize,
+    pub out_first: usize,
+}
+
+impl Router {
+    pub(crate) fn new(shape: RouteShape, route: &Module, rows: &Module) -> Result<Router, CudaError> {
+        Ok(Router {
+            shape,
+            choose: route.function("route_choose")?,
+            statistics: route.function("route_statistics")?,
+            histogram: route.function("route_histogram")?,
+            scan: route.function("route_scan")?,
+            place: route.function("route_place")?,
+            backward: route.function("route_backward")?,
+            combine: rows.function("combine")?,
+            sum_parts: rows.function("sum_parts")?,
+        })
+    }
+
+    /// ids, weights and statistics from logits.
+    pub(crate) fn choose(&self, stream: &Stream, at: &RouteBuffers) -> Result<(), CudaError> {
+        let launch = Launch::new(self.shape.choose_blocks(), 256);
+        let (tokens, scale) = (self.shape.tokens as i32, self.shape.scale);
+        let RouteBuffers { logits, ids, weights, lse, partials, .. } = *at;
+        // SAFETY: the parameters are those of `route_choose`, the buffers as long as planned.
+        unsafe {
+            self.choose.launch(
+                stream,
+                launch,
+                parameters![logits, tokens, scale, ids, weights, lse, partials],
+            )
+        }
+    }
+
+    /// Row order from ids: three launches, and the statistics' one.
+    pub(crate) fn place(&self, stream: &Stream, at: &RouteBuffers) -> Result<(), CudaError> {
+        let blocks = self.shape.place_blocks();
+        let (slots, tokens) = (self.shape.slots() as i32, self.shape.tokens as i32);
+        let (block_count, choose_blocks) = (blocks as i32, self.shape.choose_blocks() as i32);
+        let RouteBuffers { ids, weights, histogram, counts, offsets, order, .. } = *at;
+        let RouteBuffers { rows, pos, row_weights, partials, prob_sums, losses, .. } = *at;
+        // SAFETY: the parameters are those of each kernel, the buffers as long as planned.
+        unsafe {
+            let parameters = parameters![ids, slots, histogram];
+            self.histogram.launch(stream, Launch::new(blocks, 256), parameters)?;
+            let parameters = parameters![histogram, block_count, counts];
+            self.scan.launch(stream, Launch::new(self.shape.experts, 256), parameters)?;
+            self.place.launch(
+                stream,
+                Launch::new(blocks + 1, 256),
+                parameters![
+                    ids, weights, slots, histogram, counts, offsets, order, rows, pos, row_weights
+                ],
+            )?;
+            self.statistics.launch(
+                stream,
+                Launch::new(1, 512),
+                parameters![partials, choose_blocks, counts, tokens, prob_sums, losses],
+            )
+        }
+    }
+
+    /// The gradient of the logits, bf16 [T, pitch], from `parts` partial <da', a> a row.
+    pub(crate) fn backward(
+        &self,
+        stream: &Stream,
+        at: &RouteBuffers,
+        (partial_ds, parts): (u64, usize),
+        (aux_coef, z_coef): (f64, f64),
+        dlogits: u64,
+    ) -> Result<(), CudaError> {
+        let tokens = self.shape.tokens as f64;
+        let aux = (aux_coef * self.shape.experts as f64 / (tokens * tokens)) as f32;
+        let z = (2.0 * z_coef / tokens) as f32;
+        let launch = Launch::new(self.shape.tokens.div_ceil(8), 256);
+        let (parts, tokens, scale) = (parts as i32, self.shape.tokens as i32, self.shape.scale);
+        let pitch = self.shape.dlogits_pitch() as i32;
+        let RouteBuffers { logits, lse, ids, pos, counts, .. } = *at;
+        // SAFETY: the parameters are those of `route_backward`, the buffers as long as planned.
+        unsafe {
+            self.backward.launch(
+                stream,
+                launch,
+                parameters![
+                    logits, lse, ids, pos, partial_ds, parts, counts, tokens, scale, aux, z,
+                    dlogits, pitch
+                ],
+            )
+        }
+    }
+
+    pub(crate) fn combine(&self, stream: &Stream, call: CombineCall) -> Result<(), CudaError> {
+        let CombineCall { y, pos, weights, base, out, cols, out_pitch, out_first } = call;
+        let chunks = (cols / 8) as i32;
+        let (out_pitch, out_first) = ((out_pitch / 8) as i32, (out_first / 8) as i32);
+        // A block is 256 threads: short rows share it.
+        let across = (cols / 8).next_power_of_two().clamp(32, 256) as u32;
+        let down = 256 / across;
+        let tokens = self.shape.tokens as i32;
+        let launch = Launch {
+            block: [across, down, 1],
+            ..Launch::new(self.shape.tokens.div_ceil(down as usize), 0)
+        };
+        // SAFETY: the parameters are those of `combine`, the buffers as long as planned.
+        unsafe {
+            self.combine.launch(
+                stream,
+                launch,
+                parameters![y, pos, weights, base, out, tokens, chunks, out_pitch, out_first],
+            )
+        }
+    }
+
+    pub(crate) fn sum_parts(
+        &self,
+        stream: &Stream,
+        (partials, parts): (u64, usize),
+        len: usize,
+        accumulate: bool,
+        out: u64,
+    ) -> Result<(), CudaError> {
+        let launch = Launch::new(len.div_ceil(256), 256);
+        let (parts, len, accumulate) = (parts as i32, len as u64, i32::from(accumulate));
+        // SAFETY: the parameters are those of `sum_parts`, the buffers as long as planned.
+        unsafe {
+            let parameters = parameters![partials, parts, len, accumulate, out];
+            self.sum_parts.launch(stream, launch, parameters)
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! Descriptions of bf16 matrices for Hopper's copy engine, 128-byte swizzle.
+
+use std::ffi::c_void;
+use std::mem::MaybeUninit;
+
+use cudarc::driver::sys;
+
+use super::error::{CudaError, Doing};
+
+/// A row-major bf16 matrix: address, rows, columns (all rows follow each other).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Matrix {
+    pub address: u64,
+    pub rows: usize,
+    pub cols: usize,
+}
+
+impl Matrix {
+    /// Boxes of `box_rows` rows by 64 columns.
+    pub(crate) fn map(self, box_rows: usize) -> Result<sys::CUtensorMap, CudaError> {
+        let dims = [self.cols as u64, self.rows as u64];
+        encode(self, &dims, &[self.cols as u64 * 2], &[64, box_rows as u32])
+    }
+
+    /// The same, the rows of each 32 in the order that gives a wgmma thread 8 neighbouring columns:
+    /// row 8i + 2q + b of shared memory holds row 8q + 2i + b (i, q in 0..4, b in 0..2).
+    pub(crate) fn permuted_map(self, box_rows: usize) -> Result<sys::CUtensorMap, CudaError> {
+        assert!(self.rows.is_multiple_of(32) && box_rows.is_multiple_of(32), "{self:?}");
+        let row = self.cols as u64 * 2;
+        let dims = [self.cols as u64, 2, 4, 4, self.rows as u64 / 32];
+        encode(self, &dims, &[row, 8 * row, 2 * row, 32 * row], &[64, 2, 4, 4, box_rows as u32 / 32])
+    }
+}
+
+fn encode(
+    matrix: Matrix,
+    dims: &[u64],
+    strides: &[u64],
+    boxes: &[u32],
+) -> Result<sys::CUtensorMap, CudaError> {
+    let steps = [1_u32; 5];
+    let mut map = MaybeUninit::<sys::CUtensorMap>::uninit();
+    // SAFETY: every array has as many entries as its role asks for (strides one less); the map is
+    // initialized when the call succeeds.
+    unsafe {
+        sys::cuTensorMapEncodeTiled(
+            map.as_mut_ptr(),
+            sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            dims.len() as u32,
+            matrix.address as *mut c_void,
+            dims.as_ptr(),
+            strides.as_ptr(),
+            boxes.as_ptr(),
+            steps.as_ptr(),
+            sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        .result()
+        .doing(|| format!("describing {matrix:?} in boxes of {boxes:?}"))?;
+        Ok(map.assume_init())
+    }
+}
