@@ -39,7 +39,9 @@ fn check(dim: u32, layers: u32, sequence: u32, world: u32, ep: u32) {
         .map(|rank| {
             let config = &job.config;
             let (model, layout) = (&config.model, &config.layout);
-            let of_rank = rank_memory(model, layout, rank, &config.training, &config.recovery);
+            let (training, recovery) = (&config.training, &config.recovery);
+            let steps = config.checkpoint.every_steps;
+            let of_rank = rank_memory(model, layout, rank, training, recovery, steps);
             of_rank.balanced
         })
         .sum();

@@ -118,7 +118,14 @@ impl<'a> Placer<'a> {
     fn memory(&self, layout: &Layout, rank: u32) -> RankMemory {
         let job = self.job;
         match job.profile.backend {
-            Backend::Cpu => rank_memory(&job.model, layout, rank, &job.training, &recovery(job)),
+            Backend::Cpu => rank_memory(
+                &job.model,
+                layout,
+                rank,
+                &job.training,
+                &recovery(job),
+                job.checkpoint.every_steps,
+            ),
             Backend::Cuda => self.device_memory(layout, rank),
         }
     }

@@ -182,25 +182,28 @@ fn row_counts(
 /// Bytes of parameters that one exchange of gradients or weights moves; more take several.
 pub const EXCHANGE_BYTES_MAX: u64 = 16 << 20;
 /// Bytes that one direction of one peer's pipe may hold (`worker::comm`).
-const PIPE_BYTES: u64 = 512 << 10;
+pub const PIPE_BYTES: u64 = 512 << 10;
 /// Snapshots that are kept: of the attempt's start or the newest two, whatever their interval.
 const GENERATIONS: u64 = 2;
 /// The process itself: code that is paged in, thread stacks, packed operands, small tables.
 const PROCESS_BYTES: u64 = 8 << 20;
 
-/// The memory of `rank`, part by part.
+/// The memory of `rank`, part by part. A checkpoint every `checkpoint_steps` is a snapshot of its
+/// own only where none is taken for memory's sake at the same step.
 pub fn rank_memory(
     model: &ModelConfig,
     layout: &Layout,
     rank: u32,
     training: &TrainingConfig,
-    _recovery: &RecoveryConfig,
+    recovery: &RecoveryConfig,
+    checkpoint_steps: u64,
 ) -> RankMemory {
     let shape = Shape::new(model, layout, rank, training);
     let headroom = model.experts.routed_headroom.max(1.0);
     let mut count = Count { shape: &shape, parts: Vec::new(), headroom, committed: 0, worst: 0 };
     let _ = crate::buffers::Buffers::plan(model, &shape, &mut count);
-    count.host(model, layout, rank);
+    let shares = checkpoint_steps.is_multiple_of(recovery.memory_every_steps.max(1));
+    count.host(model, layout, rank, shares);
     let Count { parts, committed, worst, .. } = count;
     let balanced = parts.iter().map(|part| part.bytes).sum();
     RankMemory { parts, balanced, committed: balanced + committed, worst: balanced + worst }
@@ -225,14 +228,19 @@ impl Count<'_> {
     }
 
     /// What lies outside of the arena.
-    fn host(&mut self, model: &ModelConfig, layout: &Layout, rank: u32) {
+    fn host(&mut self, model: &ModelConfig, layout: &Layout, rank: u32, shares: bool) {
         let shape = self.shape;
         let world = u64::from(layout.mesh.world());
         let shard = shard_bytes(model, layout, rank, shape.float_bytes);
         let buddy = (0..layout.mesh.world()).filter(|other| *other != rank);
         let buddy = buddy.map(|other| shard_bytes(model, layout, other, shape.float_bytes)).max();
         self.add("snapshots", GENERATIONS * (shard + buddy.unwrap_or(0)));
-        self.add("checkpoint", shard);
+        if shares {
+            // A slow disk holds it longer than two snapshots live.
+            self.worst += shard;
+        } else {
+            self.add("checkpoint", shard);
+        }
         let float = shape.float_bytes;
         let weights = (shape.flats.dense.len + shape.flats.experts.len) * float;
         let exchange = weights.min(EXCHANGE_BYTES_MAX) * 2;
