@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 pub const CHUNK_BYTES_MAX: usize = 64 << 10;
 /// Bytes that wait in one direction of one peer at most; the rest waits in the kernel's socket
 /// buffers and then in the sender.
-pub const PIPE_BYTES_MAX: usize = 512 << 10;
+pub const PIPE_BYTES_MAX: usize = moejob_protocol::memory::PIPE_BYTES as usize;
 
 /// Wakes a thread that waits for several pipes at once.
 #[derive(Debug, Default)]
