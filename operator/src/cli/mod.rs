@@ -3,6 +3,7 @@
 
 pub mod checkpoint;
 pub mod crd;
+pub mod doctor;
 pub mod plan;
 pub mod run;
 pub mod validate;
@@ -35,6 +36,8 @@ enum Command {
     /// List, show and verify checkpoints.
     #[command(subcommand)]
     Checkpoint(checkpoint::CheckpointCommand),
+    /// Say what this machine has, what it lacks, and how to get it.
+    Doctor(doctor::DoctorArgs),
     /// Print the CustomResourceDefinition.
     Crd,
     /// Run as a worker; started by `moejob run` and by the operator.
@@ -54,6 +57,7 @@ pub fn dispatch(cli: Cli) -> ExitCode {
         Command::Validate(args) => validate::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Checkpoint(command) => checkpoint::run(&command),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Crd => crd::run(),
         Command::Worker => moe_worker::process::main(),
         Command::Completions { shell } => {

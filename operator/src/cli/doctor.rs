@@ -1,0 +1,99 @@
+//! `moejob doctor`: what this machine has, what it lacks, and how to get it.
+
+use clap::Args;
+use moejob_kernels::{Isa, cuda};
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+#[derive(Args)]
+pub struct DoctorArgs {
+    /// The folder that runs are to lie in.
+    #[arg(long, default_value = "runs")]
+    pub dir: PathBuf,
+    /// As JSON lines.
+    #[arg(long)]
+    pub json: bool,
+}
+
+struct Line {
+    name: String,
+    found: Option<String>,
+    advice: Option<String>,
+    /// A job on processors cannot run without it.
+    needed: bool,
+}
+
+pub fn run(args: &DoctorArgs) -> ExitCode {
+    let mut lines = vec![processor(), memory(), storage(&args.dir)];
+    lines.extend(cuda::inspect().into_iter().map(|inspection| Line {
+        name: inspection.name,
+        found: inspection.found,
+        advice: inspection.advice,
+        needed: false,
+    }));
+    for line in &lines {
+        if args.json {
+            let (found, advice) = (&line.found, &line.advice);
+            println!("{}", json!({ "name": line.name, "found": found, "advice": advice }));
+            continue;
+        }
+        let state = match (&line.found, line.needed) {
+            (Some(found), _) => found.clone(),
+            (None, true) => "missing".to_string(),
+            (None, false) => "absent (GPU jobs need it)".to_string(),
+        };
+        println!("{:<14}{state}", line.name);
+        if let Some(advice) = &line.advice {
+            println!("{:<14}-> {advice}", "");
+        }
+    }
+    let sound = lines.iter().all(|line| line.found.is_some() || !line.needed);
+    if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn processor() -> Line {
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    let isa = Isa::detect();
+    let slow = isa == Isa::Scalar;
+    Line {
+        name: "processor".to_string(),
+        found: Some(format!("{cores} cores, products in {isa:?}")),
+        advice: slow.then(|| {
+            "neither AVX2 nor AVX-512: training gives the same bits, many times slower".to_string()
+        }),
+        needed: true,
+    }
+}
+
+fn memory() -> Line {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let field = |name: &str| {
+        let line = text.lines().find(|line| line.starts_with(name))?;
+        line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib >> 10)
+    };
+    let found = match (field("MemAvailable:"), field("MemTotal:")) {
+        (Some(free), Some(total)) => Some(format!("{free} of {total} MiB available")),
+        _ => None,
+    };
+    let advice = found.is_none().then(|| "/proc/meminfo cannot be read".to_string());
+    Line { name: "memory".to_string(), found, advice, needed: true }
+}
+
+/// Whether runs can be written where they are to lie, and how much room there is.
+fn storage(dir: &Path) -> Line {
+    let line = |found, advice| Line { name: "storage".to_string(), found, advice, needed: true };
+    let existing = dir.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("."));
+    let folder = if existing.as_os_str().is_empty() { Path::new(".") } else { existing };
+    let writable = rustix::fs::access(folder, rustix::fs::Access::WRITE_OK);
+    match (writable, rustix::fs::statvfs(folder)) {
+        (Ok(()), Ok(room)) => {
+            let free = (room.f_bavail * room.f_frsize) >> 20;
+            line(Some(format!("{}: {free} MiB free", folder.display())), None)
+        }
+        (Err(error), _) | (_, Err(error)) => {
+            let advice = format!("{}: {error}; choose another --dir", folder.display());
+            line(None, Some(advice))
+        }
+    }
+}
