@@ -222,29 +222,3 @@ async fn ranks_meet_in_the_attempt_that_both_are_in() {
         on_ranks(comms, busy).await;
     }
 }
-
-/// Not a bar, but the figures behind the choice of chunk and pipe sizes; `--nocapture` shows them.
-#[tokio::test]
-async fn small_exchanges_do_not_wait_for_timers() {
-    let authority = Authority::new();
-    let nodes = nodes(4, &authority).await;
-    let times = on_ranks(group(&authority, 1, &nodes).await, |comm| {
-        let rounds = 200;
-        let began = Instant::now();
-        for _ in 0..rounds {
-            comm.gather_all(&[1; 64], 64).expect("a gather");
-        }
-        let small = began.elapsed() / rounds;
-        let (bytes, mut into) = (vec![1; 4 << 20], vec![0; 4 << 20]);
-        let (next, before) = ((comm.rank() + 1) % 4, (comm.rank() + 3) % 4);
-        let began = Instant::now();
-        for _ in 0..5 {
-            comm.exchange(&[(next, &bytes)], &mut [(before, &mut into)]).expect("an exchange");
-        }
-        (small, began.elapsed() / 5)
-    });
-    let times = times.await;
-    println!("gather of 64 B and ring of 4 MiB, 4 ranks: {times:?}");
-    // Nagle or delayed acknowledgements would cost 40 ms a round.
-    assert!(times.iter().all(|(small, _)| *small < Duration::from_millis(20)), "{times:?}");
-}
