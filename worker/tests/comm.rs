@@ -175,7 +175,7 @@ async fn a_rank_that_leaves_is_lost_to_its_peers_after_its_last_bytes() {
     for (error, took) in results.await.into_iter().flatten() {
         // The second of the two may see the first one leave.
         assert!(matches!(error, CommError::PeerLost { .. }), "{error}");
-        assert!(took < Duration::from_secs(2), "{took:?}");
+        assert!(took < Duration::from_secs(10), "{took:?}");
     }
 }
 
