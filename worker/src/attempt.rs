@@ -1,6 +1,6 @@
 //! The steps of one attempt, and what is due between them.
 
-use crate::checkpoint::Writer;
+use crate::checkpoint::{NOT_FINITE, Writer};
 use crate::comm::Comm;
 use crate::data::Corpus;
 use crate::grads::Gradients;
@@ -42,6 +42,9 @@ pub(crate) struct Run<'a> {
     /// Steps in the newest snapshot.
     pub snapshot_step: u64,
 }
+
+/// What to do about numbers that are not finite.
+const DIVERGED: &str = "lower the learning rate, warm up longer, or clip gradients";
 
 /// Between two empty steps that wait for storage.
 const STORAGE_POLL: Duration = Duration::from_millis(2);
@@ -108,8 +111,7 @@ impl Run<'_> {
                         "{what} is not finite at step {}, twice: nothing was updated",
                         self.step + 1
                     );
-                    let advice = "lower the learning rate, warm up longer, or clip gradients";
-                    return Err(fail(1, &message, advice));
+                    return Err(fail(1, &message, DIVERGED));
                 }
                 Some(_) => {}
             }
@@ -140,6 +142,9 @@ impl Run<'_> {
         let mut ranks = ends.iter().enumerate();
         if let Some((rank, end)) = ranks.find(|(_, end)| !end.write_error.is_empty()) {
             let message = format!("rank {rank} cannot write its checkpoint: {}", end.write_error);
+            if end.write_error.contains(NOT_FINITE) {
+                return Err(fail(1, &message, DIVERGED));
+            }
             return Err(storage_failed(&message));
         }
         if let Some((step, ordered)) = &mut self.pending {

@@ -183,3 +183,23 @@ fn stops_and_other_sizes_change_nothing_from_checkpoints() {
         assert_eq!((rows, state_hash(&last)), one, "{path:?}");
     }
 }
+
+#[test]
+fn a_number_that_is_not_finite_ends_the_job_before_it_reaches_a_checkpoint() {
+    for (world, rate) in [(1, 1e30), (2, 1e30), (1, 1e39), (2, 1e39)] {
+        let mut job = Job::new(layout(world, world));
+        job.config.training.adamw.learning_rate = rate;
+        job.config.checkpoint.every_steps = 1;
+        let (ends, reports) = job.run(&mut trainers(world), None);
+        for end in &ends {
+            let AttemptEnd::Failed(failure) = end else { panic!("{ends:?}") };
+            assert_eq!(failure.exit_code, 1);
+            let said = ["is not finite at step", "it holds NaN or infinity"];
+            assert!(said.iter().any(|said| failure.message.contains(said)), "{failure}");
+            assert!(failure.advice.contains("learning rate"), "{failure}");
+        }
+        assert!(reports.iter().all(|report| report.loss.is_finite()));
+        let newest = moe_worker::checkpoint::newest_usable(&job.location()).expect("a location");
+        assert!(newest.refused.is_empty(), "{:?}", newest.refused);
+    }
+}

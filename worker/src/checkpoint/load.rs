@@ -1,6 +1,6 @@
 //! Loading a checkpoint of any layout into this rank's memory.
 
-use super::manifest::{PARTS, dtype_bytes};
+use super::manifest::{NOT_FINITE, PARTS, all_finite, dtype_bytes};
 use super::{Problem, Refusal, open};
 use crate::model::Model;
 use crate::snapshot::{intersect, needed, place_for};
@@ -93,15 +93,11 @@ fn load_tensor(
 
 /// No state that training makes holds anything but finite numbers.
 fn check_values(tensor: &TensorEntry, bytes: &[u8]) -> Result<(), Problem> {
-    let finite = match dtype_bytes(&tensor.dtype) {
-        Some(4) => {
-            bytes.chunks_exact(4).all(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]).is_finite())
-        }
-        _ => bytes.chunks_exact(8).all(|b| {
-            f64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]).is_finite()
-        }),
-    };
-    if finite { Ok(()) } else { Err(Problem::new(&tensor.name, "it holds NaN or infinity")) }
+    let width = dtype_bytes(&tensor.dtype).unwrap_or(8);
+    if all_finite(bytes, width as usize) {
+        return Ok(());
+    }
+    Err(Problem::new(&tensor.name, NOT_FINITE))
 }
 
 /// Every piece of every tensor.

@@ -177,6 +177,19 @@ pub fn dtype_bytes(dtype: &str) -> Option<u64> {
     }
 }
 
+/// What is said of a tensor with a value that no training makes.
+pub const NOT_FINITE: &str = "it holds NaN or infinity";
+
+/// Whether floats of `width` bytes, little-endian, are all finite.
+pub fn all_finite(bytes: &[u8], width: usize) -> bool {
+    if width == 4 {
+        let value = |b: &[u8]| f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+        return bytes.chunks_exact(4).all(|b| value(b).is_finite());
+    }
+    let value = |b: &[u8]| f64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]);
+    bytes.chunks_exact(8).all(|b| value(b).is_finite())
+}
+
 /// What a job expects of the checkpoint that it resumes from.
 #[derive(Clone, Debug)]
 pub struct Expected<'a> {

@@ -14,7 +14,7 @@ mod write;
 
 pub use disk::Disk;
 pub use load::load;
-pub use manifest::{Expected, differences, seal, unseal};
+pub use manifest::{Expected, NOT_FINITE, differences, seal, unseal};
 pub use write::{Identity, Writer, commit, prune, write_shard};
 
 use crate::fence::{self, FenceError};

@@ -1,6 +1,6 @@
 //! Writing: shards from snapshots in a thread of its own, and the commit.
 
-use super::manifest::PARTS;
+use super::manifest::{NOT_FINITE, PARTS, all_finite};
 use super::{Disk, list, seal};
 use crate::fence::{self, FenceError, staging_name};
 use crate::snapshot::{ShardRun, shard_runs};
@@ -101,7 +101,7 @@ impl Identity {
 /// Writes this rank's shard of `step` into staging and makes it durable.
 ///
 /// # Errors
-/// Storage failed, or the shard exists already.
+/// Storage failed, the shard exists already, or a value is not finite.
 pub fn write_shard(
     disk: &Disk,
     identity: &Identity,
@@ -109,8 +109,15 @@ pub fn write_shard(
     bytes: &[u8],
 ) -> std::io::Result<()> {
     let staging = identity.staging(step);
-    disk.create_directory(&staging)?;
     let runs = identity.runs(identity.rank);
+    for run in &runs {
+        let len = (run.elements.end - run.elements.start) as usize * identity.float_bytes;
+        if !all_finite(&bytes[run.offset..run.offset + len * PARTS.len()], identity.float_bytes) {
+            let name = &identity.params[run.index].name;
+            return Err(std::io::Error::other(format!("{name}: {NOT_FINITE}")));
+        }
+    }
+    disk.create_directory(&staging)?;
     let header = identity.header(&runs)?;
     let name = format!("a{}-r{}-0.safetensors", identity.attempt, identity.rank);
     let mut file = disk.create_new(&staging.join(&name))?;
