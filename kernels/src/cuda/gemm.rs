@@ -71,6 +71,8 @@ pub struct GemmConfig {
     pub activation: usize,
     /// A weight gradient as [N, M]
     pub transposed: bool,
+    /// The gathered operand's rows are picked by an index, else they are the groups' own
+    pub indexed: bool,
     pub output: Output,
 }
 
@@ -80,12 +82,13 @@ const BLOCK_K: usize = 64;
 const SHARED_BYTES_MAX: usize = 232_448;
 
 impl GemmConfig {
-    /// The tiles for `op` with a reduction of `depth` and `cols` columns.
+    /// The tiles for `op` with `cols` columns.
     ///
     /// Measured on an H200 under load (docs/benchmarks): ping-pong 128 x 192 hides the epilogue and
-    /// wins where the reduction is short; long ones want 128 x 256, which reads least. OP_DH and
-    /// weight gradients have two epilogue operands or none to hide, and stay with 128 x 256.
-    pub fn choose(arch: Arch, op: ProductOp, depth: usize, cols: usize) -> GemmConfig {
+    /// wins for every product over rows. OP_DH does not fit in registers that way, and weight
+    /// gradients have little to hide: both stay with 128 x 256, which reads least; weight
+    /// gradients without a cluster, whose two CTAs would wait for each other's gathers.
+    pub fn choose(arch: Arch, op: ProductOp, cols: usize) -> GemmConfig {
         let wide = GemmConfig {
             arch,
             op,
@@ -96,6 +99,7 @@ impl GemmConfig {
             gated: false,
             activation: 0,
             transposed: false,
+            indexed: true,
             output: Output::Bf16,
         };
         let pingpong = GemmConfig { block_n: 192, stages: 5, pingpong: true, ..wide };
@@ -104,8 +108,9 @@ impl GemmConfig {
             ProductOp::Logits if cols <= 64 => narrow(64),
             ProductOp::Logits if cols <= 128 => narrow(128),
             ProductOp::WeightGradient if cols <= 128 => narrow(128),
-            ProductOp::Up | ProductOp::Rows | ProductOp::InputGradient if depth <= 2048 => pingpong,
-            _ => wide,
+            ProductOp::WeightGradient => GemmConfig { cluster: 1, ..wide },
+            ProductOp::Up | ProductOp::Rows | ProductOp::InputGradient => pingpong,
+            ProductOp::Logits | ProductOp::HiddenGradient => wide,
         }
     }
 
@@ -126,6 +131,7 @@ impl GemmConfig {
             ("GATED", usize::from(self.gated)),
             ("ACT", self.activation),
             ("TRANSPOSED", usize::from(self.transposed)),
+            ("INDEXED", usize::from(self.indexed)),
             ("OUT", self.output as usize),
         ];
         let wgmma = wgmma_source(self.block_n);

@@ -8,8 +8,8 @@
 //              TRANSPOSED
 //   OP_LOGITS  OP_ROWS with an fp32 output of any width
 //
-// Host macros: OP BM BN STAGES CLUSTER PINGPONG GATED ACT TRANSPOSED OUT (0 bf16, 1 fp32 added
-// to, 2 fp32). K and N of weights are multiples of 64 (the host refuses others); rows are not.
+// Host macros: OP BM BN STAGES CLUSTER PINGPONG GATED ACT TRANSPOSED INDEXED OUT (0 bf16, 1 fp32
+// added to, 2 fp32). K and N of weights are multiples of 64 (the host refuses others); rows are not.
 //
 // A producer warpgroup fills a ring of stages; two consumer warpgroups multiply. Cooperative: both
 // share each tile along m. Ping-pong: a tile belongs to one, while the other is in its epilogue.
@@ -35,7 +35,7 @@ constexpr int GROUP_M = 8;
 
 struct Args {
   const u16* gathered;     // A of gathered ops: rows of `gathered_pitch` elements
-  const int* index;        // the row of `gathered` that each routed row is; null: itself
+  const int* index;        // the row of `gathered` that each routed row is, if INDEXED
   const int* offsets;      // [groups + 1]: rows of a group
   const int* order;        // [groups], OP_WGRAD: heaviest first
   u16* out;                // H | Y | dX | dH, in place of H | dW
@@ -206,7 +206,7 @@ __device__ __forceinline__ void produce_columns(Ring ring, Schedule schedule,
         const int r = k0 + row + AT_ONCE * i;
         from[i] = ~0u;
         if (inside && r < tile.rows)
-          from[i] = args.index ? (u32)args.index[tile.row0 + r] : (u32)(tile.row0 + r);
+          from[i] = INDEXED ? (u32)args.index[tile.row0 + r] : (u32)(tile.row0 + r);
       }
     };
     pick(0);

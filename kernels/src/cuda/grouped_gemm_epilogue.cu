@@ -131,7 +131,9 @@ __device__ __forceinline__ void finish_transposed_f32(const float (&acc)[BN / 2]
   }
 }
 
-// H of the next 8 columns of both row halves, on its way while the current ones are computed.
+// H of 8 columns of both row halves. Loads of the next HIDDEN_AHEAD chunks are on their way while
+// one is computed: each comes from far, and nothing else hides this epilogue.
+constexpr int HIDDEN_AHEAD = 1;
 struct HiddenChunk { uint4 gate[2], up[2]; };
 __device__ __forceinline__ HiddenChunk load_hidden(u16* const (&h)[2], const bool (&live)[2],
                                                    int col, bool inside, int cols) {
@@ -162,13 +164,18 @@ __device__ __forceinline__ void finish_dh(const float (&acc)[BN / 2], const Tile
     scale[i] = args.row_scale[row];
   }
   const int col0 = tile.n0 * BN + 8 * q;
-  HiddenChunk next = load_hidden(h, live, col0, tile.n0 * BN < args.cols, args.cols);
+  HiddenChunk ahead[BN / 32];  // indexed by constants only: registers, a few alive at once
+  const auto load = [&](int jj) {
+    const int col = tile.n0 * BN + 32 * jj;
+    ahead[jj] = load_hidden(h, live, col + 8 * q, col < args.cols, args.cols);
+  };
+#pragma unroll
+  for (int jj = 0; jj < HIDDEN_AHEAD && jj < BN / 32; jj++) load(jj);
 #pragma unroll
   for (int jj = 0; jj < BN / 32; jj++) {
-    const HiddenChunk now = next;
+    if (jj + HIDDEN_AHEAD < BN / 32) load(jj + HIDDEN_AHEAD);
+    const HiddenChunk& now = ahead[jj];
     const bool inside = tile.n0 * BN + 32 * jj < args.cols;
-    const bool more = jj + 1 < BN / 32 && tile.n0 * BN + 32 * (jj + 1) < args.cols;
-    if (jj + 1 < BN / 32) next = load_hidden(h, live, col0 + 32 * (jj + 1), more, args.cols);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       float da[8], gate[8], up[8], a[8];

@@ -38,21 +38,24 @@ __device__ __forceinline__ void release(const Ring& ring, int stage, int lane) {
 __device__ __forceinline__ void multiply_tile(float (&acc)[M_BLOCKS][BN / 2], Ring& ring,
                                               int steps, int m_in_tile, bool live, int lane) {
   int previous = -1;
-  for (int it = 0; it < steps; it++) {
+  for (int it = 0; !live && it < steps; it++) {
     barrier_wait(ring.full(), ring.phase);
-    if (live) {
-      if (GATHERED) fence_async_proxy();
-      const u64 a = operand<A_MN>(ring.a_at() + m_in_tile * 128), b = operand<B_MN>(ring.b_at());
-      wgmma_fence();
+    release(ring, ring.stage, lane);
+    ring.advance();
+  }
+  for (int it = 0; live && it < steps; it++) {
+    barrier_wait(ring.full(), ring.phase);
+    if (GATHERED) fence_async_proxy();
+    const u64 a = operand<A_MN>(ring.a_at() + m_in_tile * 128), b = operand<B_MN>(ring.b_at());
+    wgmma_fence();
 #pragma unroll
-      for (int kk = 0; kk < BK / 16; kk++)
+    for (int kk = 0; kk < BK / 16; kk++)
 #pragma unroll
-        for (int i = 0; i < M_BLOCKS; i++)
-          multiply(acc[i], a + i * (64 * 128 >> 4) + kk * next_k16<A_MN>(),
-                   b + kk * next_k16<B_MN>(), (it | kk) != 0);
-      wgmma_commit();
-      wgmma_wait<1>();
-    }
+      for (int i = 0; i < M_BLOCKS; i++)
+        multiply(acc[i], a + i * (64 * 128 >> 4) + kk * next_k16<A_MN>(),
+                 b + kk * next_k16<B_MN>(), (it | kk) != 0);
+    wgmma_commit();
+    wgmma_wait<1>();
     if (previous >= 0) release(ring, previous, lane);
     previous = ring.stage;
     ring.advance();

@@ -446,7 +446,7 @@ fn configs(arch: Arch, desc: &MoeDesc) -> [GemmConfig; 9] {
     use ProductOp::{HiddenGradient, InputGradient, Logits, Rows, Up, WeightGradient};
     let MoeDesc { dim, hidden, experts, .. } = *desc;
     let width = desc.width();
-    let choose = |op, depth, cols| GemmConfig::choose(arch, op, depth, cols);
+    let choose = |op, cols| GemmConfig::choose(arch, op, cols);
     let expert = |config: GemmConfig| GemmConfig {
         gated: desc.gated,
         activation: desc.activation as usize,
@@ -455,15 +455,18 @@ fn configs(arch: Arch, desc: &MoeDesc) -> [GemmConfig; 9] {
     let gradient = |config: GemmConfig, transposed, output| GemmConfig { transposed, output, ..config };
     let output = desc.weight_gradients;
     [
-        gradient(choose(Logits, dim, experts), false, Output::F32),
-        expert(choose(Up, dim, hidden)),
-        choose(Rows, hidden, dim),
-        expert(choose(HiddenGradient, dim, hidden)),
-        choose(InputGradient, width, dim),
-        gradient(choose(WeightGradient, 0, width), true, output),
-        gradient(choose(WeightGradient, 0, hidden), false, output),
-        choose(InputGradient, experts, dim),
-        gradient(choose(WeightGradient, 0, experts), true, Output::F32),
+        gradient(choose(Logits, experts), false, Output::F32),
+        expert(choose(Up, hidden)),
+        choose(Rows, dim),
+        expert(choose(HiddenGradient, hidden)),
+        choose(InputGradient, dim),
+        gradient(choose(WeightGradient, width), true, output),
+        gradient(choose(WeightGradient, hidden), false, output),
+        choose(InputGradient, dim),
+        GemmConfig {
+            indexed: false,
+            ..gradient(choose(WeightGradient, experts), true, Output::F32)
+        },
     ]
 }
 

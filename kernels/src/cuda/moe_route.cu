@@ -91,9 +91,12 @@ extern "C" __global__ void __launch_bounds__(512)
 route_statistics(const float* partials, int blocks, const int* counts, int tokens,
                  double* prob_sums, double* losses) {
   __shared__ double balance[EXPERTS + 1];
-  for (int e = threadIdx.x; e <= EXPERTS; e += blockDim.x) {
+  const int lane = threadIdx.x & 31;
+  for (int e = threadIdx.x >> 5; e <= EXPERTS; e += blockDim.x >> 5) {
     double sum = 0.0;
-    for (int b = 0; b < blocks; b++) sum += partials[(u64)b * (EXPERTS + 1) + e];
+    for (int b = lane; b < blocks; b += 32) sum += partials[(u64)b * (EXPERTS + 1) + e];
+    for (int step = 16; step > 0; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
+    if (lane > 0) continue;
     if (e < EXPERTS) prob_sums[e] = sum;
     balance[e] = e < EXPERTS ? (double)counts[e] / tokens * (sum / tokens) : sum / tokens;
   }
