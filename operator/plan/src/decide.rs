@@ -378,6 +378,13 @@ impl<'o> Planner<'o> {
     }
 
     fn stop(&mut self, worker: &Worker, grace: Millis, reason: &str) {
+        let stops = |action: &Action| {
+            matches!(action, Action::StopWorker { name, .. } if *name == worker.name)
+        };
+        // One that never connected can also be the laggard.
+        if self.plan.actions.iter().any(stops) {
+            return;
+        }
         self.why(format!("stop {}: {reason}", worker.name));
         self.act(Action::StopWorker { name: worker.name.clone(), grace });
     }
