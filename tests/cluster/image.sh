@@ -1,0 +1,58 @@
+# Images without Docker or a registry: an image is a tar of a layer, a config and a manifest.
+# shellcheck shell=bash
+
+# pack_image NAME ROOT OUT PROGRAM: ROOT's files as the image NAME, which runs PROGRAM as a user
+# without rights. Times and owners are fixed: the same files give the same image.
+pack_image() {
+  local name=$1 root=$2 out=$3 program=$4 work digest config
+  work=$(mktemp -d)
+  tar -C "$root" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cf "$work/layer.tar" .
+  digest=$(sha256sum "$work/layer.tar" | cut -d' ' -f1)
+  cat >"$work/config.json" <<JSON
+{"architecture":"$(image_architecture)","os":"linux",
+ "config":{"User":"65532:65532","Entrypoint":["$program"],"WorkingDir":"/"},
+ "rootfs":{"type":"layers","diff_ids":["sha256:$digest"]}}
+JSON
+  config=$(sha256sum "$work/config.json" | cut -d' ' -f1)
+  mv "$work/config.json" "$work/$config.json"
+  echo "[{\"Config\":\"$config.json\",\"RepoTags\":[\"$name\"],\"Layers\":[\"layer.tar\"]}]" \
+    >"$work/manifest.json"
+  tar -C "$work" -cf "$out" manifest.json "$config.json" layer.tar
+  rm -rf "$work"
+}
+
+image_architecture() {
+  case $(uname -m) in
+    x86_64) echo amd64 ;;
+    aarch64) echo arm64 ;;
+    *) uname -m ;;
+  esac
+}
+
+# The program and the libraries that it names, at the paths where its loader looks for them.
+moejob_root() {
+  local program=$1 root=$2 library
+  mkdir -p "$root/tmp"
+  chmod 1777 "$root/tmp"
+  install -m 755 "$program" "$root/moejob"
+  ldd "$program" | grep -o '/[^ ]*' | while read -r library; do
+    mkdir -p "$root$(dirname "$library")"
+    cp -L "$library" "$root$library"
+  done
+}
+
+# build_images PROGRAM FOLDER: moejob.tar and pause.tar in FOLDER.
+build_images() {
+  local program=$1 folder=$2 root
+  mkdir -p "$folder"
+  root=$(mktemp -d)
+  chmod 755 "$root"
+  moejob_root "$program" "$root"
+  pack_image localhost/moejob:test "$root" "$folder/moejob.tar" /moejob
+  rm -rf "$root"
+  root=$(mktemp -d)
+  chmod 755 "$root"
+  cc -O2 -Wall -Werror -static -o "$root/pause" "$here/pause.c"
+  pack_image localhost/pause:test "$root" "$folder/pause.tar" /pause
+  rm -rf "$root"
+}
