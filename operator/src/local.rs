@@ -14,7 +14,7 @@ use crate::authority::Authority;
 use crate::control::{Leader, LeaderEvent};
 use crate::progress::Progress;
 use folder::{Folder, FolderError, JobFile};
-use moe_worker::checkpoint;
+use moe_worker::checkpoint::{self, Refusal};
 use moe_worker::records::{self, Records};
 use moejob_plan::decide::{Action, plan};
 use moejob_plan::observed::{Millis, Node, Observed, Outcome, Record, Stored, Wanted};
@@ -112,9 +112,12 @@ impl Runner {
         let leader = Leader::new(authority, uid.clone(), job.heartbeat_timeout);
         let location = PathBuf::from(&job.template.checkpoint.location);
         let steps = job.template.training.steps;
-        let observed = observe(&folder, job, &location, &uid)?;
+        let newest = checkpoint::newest_usable(&location)
+            .map_err(|error| LocalError::Checkpoints(Box::new(error)))?;
+        let stored = newest.usable.map(|found| Stored { step: found.step, name: found.name });
+        let observed = observe(&folder, job, stored, &uid);
         let records = folder.records()?;
-        Ok(Runner {
+        let mut runner = Runner {
             tracker: Tracker::new(observed),
             leader,
             processes,
@@ -127,7 +130,19 @@ impl Runner {
             failures: HashMap::new(),
             last_why: Vec::new(),
             folder,
-        })
+        };
+        runner.tell_refused(&newest.refused);
+        Ok(runner)
+    }
+
+    /// Damaged checkpoints are named, and the one before them is used.
+    fn tell_refused(&mut self, refused: &[Refusal]) {
+        for refusal in refused {
+            let message = refusal.to_string();
+            self.progress.note(&message);
+            let details = [("name", Detail::Text(refusal.name.clone()))];
+            self.event(EventKind::CheckpointRefused, "Damaged", &message, &details);
+        }
     }
 
     fn now(&self) -> Millis {
@@ -477,22 +492,14 @@ fn line(
 }
 
 /// The first observation: what earlier runs have left behind.
-fn observe(
-    folder: &Folder,
-    job: LocalJob,
-    location: &std::path::Path,
-    uid: &str,
-) -> Result<Observed, LocalError> {
-    let newest = checkpoint::newest_usable(location)
-        .map_err(|error| LocalError::Checkpoints(Box::new(error)))?;
-    let stored = newest.usable.map(|found| Stored { step: found.step, name: found.name });
+fn observe(folder: &Folder, job: LocalJob, stored: Option<Stored>, uid: &str) -> Observed {
     let node = |index| Node { name: format!("node-{index}"), usable: true, avoid_until: 0 };
     let record = Record {
         attempt: folder.file().attempt,
         step: stored.as_ref().map_or(0, |stored| stored.step),
         ..Record::default()
     };
-    Ok(Observed {
+    Observed {
         wanted: job.wanted,
         template: WorkerConfig { job_uid: uid.to_string(), ..job.template },
         nodes: (0..job.nodes).map(node).collect(),
@@ -500,5 +507,5 @@ fn observe(
         record,
         stored,
         interrupt: false,
-    })
+    }
 }

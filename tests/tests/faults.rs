@@ -57,7 +57,7 @@ fn killed_and_frozen_workers_change_no_bit() {
 #[test]
 fn a_killed_run_resumes_from_a_complete_checkpoint() {
     let kills = count("MOEJOB_KILLS", 10);
-    let steps = 200 + 120 * kills;
+    let steps = 200 + 60 * kills;
     let limit = LIMIT + Duration::from_secs(5 * kills);
     let whole = Bench::small(steps, 3, 12);
     assert_eq!(whole.run(&[], limit), Some(0), "{}", whole.output());
@@ -80,4 +80,32 @@ fn a_killed_run_resumes_from_a_complete_checkpoint() {
     }
     assert_eq!(bench.run(&["--workers", "3"], limit), Some(0), "{}", bench.output());
     assert_eq!(bench.losses(), whole.losses(), "{}", bench.output());
+}
+
+#[test]
+fn a_damaged_checkpoint_is_named_and_the_one_before_it_used() {
+    let bench = Bench::small(60, 10, 13);
+    let run = bench.start(&[]);
+    bench.wait_until("three checkpoints", LIMIT, |bench| bench.checkpoints().len() >= 3);
+    send(run.pid(), Signal::KILL);
+    assert_eq!(run.wait(LIMIT), None);
+    let name = bench.checkpoints().pop().expect("a checkpoint");
+    let folder = bench.run_folder().join("checkpoints").join(&name);
+    let shard = std::fs::read_dir(folder)
+        .expect("a folder")
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .find(|path| path.extension().is_some_and(|end| end == "safetensors"))
+        .expect("a shard");
+    let mut bytes = std::fs::read(&shard).expect("a shard");
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    std::fs::write(&shard, bytes).expect("damaged");
+    assert_eq!(bench.run(&[], LIMIT), Some(0), "{}", bench.output());
+    let refused = |event: &serde_json::Value| {
+        event["event"] == "CheckpointRefused" && event["name"] == name.as_str()
+    };
+    assert!(bench.events().iter().any(refused), "{}", bench.output());
+    let whole = Bench::small(60, 10, 13);
+    assert_eq!(whole.run(&[], LIMIT), Some(0), "{}", whole.output());
+    assert_eq!(bench.losses(), whole.losses());
 }
