@@ -92,12 +92,12 @@ fn search(compiler: &Compiler, desc: MoeDesc) -> Result<(), Failure> {
     let base = MoeLayer::configs(Arch::of(compiler.gpu())?, &desc);
     // block_n, stages, cluster, ping-pong
     for (n, stages, cluster, pingpong) in
-        [(256, 4, 2, false), (256, 4, 1, false), (192, 5, 2, true)]
+        [(256, 4, 2, false), (192, 5, 2, true), (128, 6, 2, true), (128, 6, 2, false)]
     {
         let mut configs = base;
         for config in &mut configs[1..7] {
             // Two m64n192 blocks and the operands of this epilogue do not fit in registers.
-            let heavy = config.op == ProductOp::HiddenGradient && pingpong;
+            let heavy = config.op == ProductOp::HiddenGradient && pingpong && n == 192;
             if !heavy {
                 (config.block_n, config.stages) = (n, stages);
                 (config.cluster, config.pingpong) = (cluster, pingpong);

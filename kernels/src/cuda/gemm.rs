@@ -12,16 +12,24 @@ use super::tensor_map::Matrix;
 pub enum Arch {
     /// TMA and wgmma: H100, H200.
     Hopper,
+    /// cp.async and mma.sync: A100, and every later GPU; compiled for the target named.
+    Ampere(&'static str),
 }
 
 impl Arch {
-    /// What `gpu` runs; refused by name where no path is built.
+    /// What `gpu` runs best; `MOEJOB_CUDA_ARCH=sm_80` asks for the path of the A100 anywhere.
     pub fn of(gpu: &Gpu) -> Result<Arch, CudaError> {
+        let ampere = std::env::var_os("MOEJOB_CUDA_ARCH").is_some_and(|arch| arch == "sm_80");
         match gpu.capability() {
-            (9, 0) => Ok(Arch::Hopper),
+            (9, 0) if !ampere => Ok(Arch::Hopper),
+            // Machine code runs within one major version only.
+            (8, _) => Ok(Arch::Ampere("sm_80")),
+            (9, _) => Ok(Arch::Ampere("sm_90")),
+            (10, _) => Ok(Arch::Ampere("sm_100")),
+            (12, _) => Ok(Arch::Ampere("sm_120")),
             (major, minor) => Err(CudaError::Capability {
                 kernel: "the mixture-of-experts layer".to_owned(),
-                needed: "9.0 (H100, H200)",
+                needed: "8.0 (A100) or later",
                 device: gpu.name().to_owned(),
                 major,
                 minor,
@@ -33,6 +41,7 @@ impl Arch {
     pub(crate) fn target(self) -> &'static str {
         match self {
             Arch::Hopper => "sm_90a",
+            Arch::Ampere(target) => target,
         }
     }
 }
@@ -78,16 +87,25 @@ pub struct GemmConfig {
 
 const BLOCK_M: usize = 128;
 const BLOCK_K: usize = 64;
-/// Most dynamic shared memory of a block on sm_90.
-const SHARED_BYTES_MAX: usize = 232_448;
+/// THREADS of grouped_gemm_ampere.cu
+const AMPERE_THREADS: u32 = 256;
+/// Most dynamic shared memory of a block: on sm_90, and on every GPU since sm_80 that has a
+/// hundred-odd KiB a multiprocessor (sm_86, sm_89, sm_120).
+const fn shared_bytes_max(arch: Arch) -> usize {
+    match arch {
+        Arch::Hopper => 232_448,
+        Arch::Ampere(_) => 101_376,
+    }
+}
 
 impl GemmConfig {
     /// The tiles for `op` with `cols` columns.
     ///
-    /// Measured on an H200 under load (docs/benchmarks): ping-pong 128 x 192 hides the epilogue and
-    /// wins for every product over rows. OP_DH does not fit in registers that way, and weight
-    /// gradients have little to hide: both stay with 128 x 256, which reads least; weight
-    /// gradients without a cluster, whose two CTAs would wait for each other's gathers.
+    /// Measured on an H200 under load (docs/benchmarks): ping-pong hides the epilogue and wins for
+    /// every product over rows, 128 x 192 unless 128 x 128 computes clearly fewer columns past the
+    /// end. OP_DH does not fit in registers that way, and weight gradients have little to hide: both
+    /// stay with 128 x 256, which reads least. A cluster helps weight gradients by 2% up to a few
+    /// thousand columns and costs as much beyond.
     pub fn choose(arch: Arch, op: ProductOp, cols: usize) -> GemmConfig {
         let wide = GemmConfig {
             arch,
@@ -104,13 +122,19 @@ impl GemmConfig {
         };
         let pingpong = GemmConfig { block_n: 192, stages: 5, pingpong: true, ..wide };
         let narrow = |block_n| GemmConfig { block_n, stages: 6, cluster: 1, ..wide };
+        if let Arch::Ampere(_) = arch {
+            return GemmConfig { block_n: 128, stages: 3, cluster: 1, ..wide };
+        }
         match op {
             ProductOp::Logits if cols <= 64 => narrow(64),
             ProductOp::Logits if cols <= 128 => narrow(128),
             ProductOp::WeightGradient if cols <= 128 => narrow(128),
-            ProductOp::WeightGradient => GemmConfig { cluster: 1, ..wide },
+            ProductOp::WeightGradient if cols > 8192 => GemmConfig { cluster: 1, ..wide },
+            ProductOp::Rows | ProductOp::InputGradient if fits_128(cols) => {
+                GemmConfig { block_n: 128, stages: 6, ..pingpong }
+            }
             ProductOp::Up | ProductOp::Rows | ProductOp::InputGradient => pingpong,
-            ProductOp::Logits | ProductOp::HiddenGradient => wide,
+            _ => wide,
         }
     }
 
@@ -134,13 +158,18 @@ impl GemmConfig {
             ("INDEXED", usize::from(self.indexed)),
             ("OUT", self.output as usize),
         ];
-        let wgmma = wgmma_source(self.block_n);
+        let (wgmma, main) = match self.arch {
+            Arch::Hopper => (wgmma_source(self.block_n), include_str!("grouped_gemm_main.cu")),
+            Arch::Ampere(_) => {
+                (NO_WGMMA.to_owned(), include_str!("grouped_gemm_ampere.cu"))
+            }
+        };
         let parts = [
             include_str!("hopper.cu"),
             &wgmma,
             include_str!("grouped_gemm.cu"),
             include_str!("grouped_gemm_epilogue.cu"),
-            include_str!("grouped_gemm_main.cu"),
+            main,
         ];
         Source::new(self.label(), self.arch.target(), &macros, &parts)
     }
@@ -151,6 +180,17 @@ impl GemmConfig {
         self.stages * stage + (2 * groups + 1) * 4
     }
 }
+
+/// Whether tiles of 128 columns beat those of 192, which are 3% faster a column.
+fn fits_128(cols: usize) -> bool {
+    let (narrow, wide) = (cols.next_multiple_of(128), cols.next_multiple_of(192));
+    narrow * 103 < wide * 100
+}
+
+/// Declared for the text that names it, never called.
+const NO_WGMMA: &str = "template <bool TA, bool TB> __device__ void \
+                        wgmma_none(float (&d)[BN / 2], u64 a, u64 b, int accumulate);\n\
+                        #define WGMMA wgmma_none\n";
 
 /// The wgmma of one width, both operands from shared memory: mechanical, one register a number.
 fn wgmma_source(n: usize) -> String {
@@ -204,7 +244,7 @@ pub(crate) struct Gemm {
 impl Gemm {
     pub(crate) fn new(gpu: &Gpu, config: GemmConfig, module: &Module) -> Result<Gemm, CudaError> {
         let function = module.function("grouped_gemm")?;
-        function.allow_shared(SHARED_BYTES_MAX as u32)?;
+        function.allow_shared(shared_bytes_max(config.arch) as u32)?;
         Ok(Gemm { config, function, multiprocessors: gpu.multiprocessors() })
     }
 
@@ -220,7 +260,15 @@ impl Gemm {
         let clusters = self.multiprocessors as usize / self.config.cluster;
         let mut launch = Launch::new(clusters * self.config.cluster, 384);
         launch.shared_bytes = shared as u32;
-        assert!(shared <= SHARED_BYTES_MAX, "{:?} with {} groups", self.config, args.groups);
+        let fits = shared <= shared_bytes_max(self.config.arch);
+        assert!(fits, "{:?} with {} groups", self.config, args.groups);
+        if let Arch::Ampere(_) = self.config.arch {
+            launch.block[0] = AMPERE_THREADS;
+            let (a, b) = (a.address, b.address);
+            // SAFETY: the kernel takes two addresses and `Args`, whose layout `GemmArgs` repeats;
+            // the layer plans every buffer for its shape.
+            return unsafe { self.function.launch(stream, launch, parameters![a, b, args]) };
+        }
         let (a, b) = (self.map_a(a)?, self.map_b(b)?);
         // SAFETY: the kernel takes two tensor maps and `Args`, whose layout `GemmArgs` repeats; the
         // layer plans every buffer for its shape.

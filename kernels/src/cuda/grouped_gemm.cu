@@ -164,11 +164,14 @@ __device__ __forceinline__ void produce_rows(Ring ring, Schedule schedule, const
                     : ~0u;
     }
     if (OP == OP_DH && tid < BM && m0 + tid < tile.rows) {
-      // The epilogue reads this tile of H: start it on its way from memory now.
-      const int width = min(BN, args.cols - tile.n0 * BN) * 2;
+      // The epilogue reads this tile of H: start it on its way from memory now. Line by line: bulk
+      // prefetches queue at the copy engine, one a lane, before the boxes of B.
+      const int width = min(BN, args.cols - tile.n0 * BN);
       const u16* h = args.out + (u64)(tile.row0 + m0 + tid) * args.out_pitch + tile.n0 * BN;
-      prefetch_to_l2(h, width);
-      if (GATED) prefetch_to_l2(h + args.cols, width);
+      for (int col = 0; col < width; col += 64) {
+        prefetch_to_l2(h + col);
+        if (GATED) prefetch_to_l2(h + args.cols + col);
+      }
     }
     for (int it = 0; it < steps; it++) {
       barrier_wait(ring.empty(ring.stage), ring.phase ^ 1);

@@ -77,8 +77,8 @@ __device__ __forceinline__ void load_permuted_all(u32 to, const TensorMap* map, 
                ::"r"(to), "l"(map), "r"(bar), "r"(x), "r"(y), "r"(0) : "memory");
 #endif
 }
-__device__ __forceinline__ void prefetch_to_l2(const void* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+__device__ __forceinline__ void prefetch_to_l2(const void* line) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(line) : "memory");
 }
 
 // ---- wgmma

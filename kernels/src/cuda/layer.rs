@@ -457,7 +457,7 @@ fn configs(arch: Arch, desc: &MoeDesc) -> [GemmConfig; 9] {
     [
         gradient(choose(Logits, experts), false, Output::F32),
         expert(choose(Up, hidden)),
-        choose(Rows, dim),
+        choose(Rows, dim / desc.down_passes()),
         expert(choose(HiddenGradient, hidden)),
         choose(InputGradient, dim),
         gradient(choose(WeightGradient, width), true, output),
