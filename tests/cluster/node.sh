@@ -11,7 +11,9 @@ may_lower_oom_score() {
 }
 
 # Overlays do not stack on every kernel: within a container, layers are copied.
-snapshotter() { if [ "$(stat -fc %T "$state")" = overlayfs ]; then echo native; else echo overlayfs; fi; }
+snapshotter() {
+  if [ "$(stat -fc %T "$state")" = overlayfs ]; then echo native; else echo overlayfs; fi
+}
 
 make_control_network() {
   ip netns add "${namespace_prefix}control"
