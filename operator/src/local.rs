@@ -4,8 +4,8 @@
 //! event (stream, child, signal, timer) -> Tracker -> plan(&Observed, now) -> apply -> Tracker
 //! ```
 //!
-//! Nodes are `node-0`, `node-1`, ...: one worker process each. All state that must outlive the runner
-//! lies in `DIR/NAME`: `job.json` (identity, attempt), the checkpoints, and the claims beside them.
+//! Nodes are `node-0`, `node-1`, ...: one worker process each. All state that must outlive the
+//! runner lies in `DIR/NAME`: `job.json` (identity, attempt), the checkpoints, and the claims beside them.
 
 mod folder;
 mod process;

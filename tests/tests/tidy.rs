@@ -67,7 +67,8 @@ fn the_pure_crates_stay_pure() {
         ("moe-worker", &["moejob-plan", "kube-core"][..]),
     ] {
         let output = Command::new(env!("CARGO"))
-            .args(["tree", "--offline", "--locked", "-e", "normal", "--prefix", "none", "-p", package])
+            .args(["tree", "--offline", "--locked", "-e", "normal", "--prefix", "none"])
+            .args(["-p", package])
             .current_dir(root())
             .output()
             .expect("cargo tree");

@@ -159,7 +159,14 @@ mod tests {
     fn a_checkpoint_counts_until_a_later_claim_resumed_before_it() {
         let claims = [made(1, 0), made(2, 30), made(5, 60)];
         for (attempt, step, expected) in
-            [(1, 20, true), (1, 30, true), (1, 40, false), (2, 60, true), (2, 70, false), (5, 9, true)]
+            [
+                (1, 20, true),
+                (1, 30, true),
+                (1, 40, false),
+                (2, 60, true),
+                (2, 70, false),
+                (5, 9, true),
+            ]
         {
             assert_eq!(counts(&claims, attempt, step), expected, "attempt {attempt} at {step}");
         }

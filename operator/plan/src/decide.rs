@@ -331,7 +331,8 @@ impl<'o> Planner<'o> {
         }
         if waiting > 0 {
             let attempt = gang.attempt;
-            return self.why(format!("attempt {attempt} is broken ({cause}): {waiting} to leave it"));
+            let text = format!("attempt {attempt} is broken ({cause}): {waiting} to leave it");
+            return self.why(text);
         }
         if !acknowledged && !all_dead && at_most.is_none_or(|due| self.now < due) {
             return self.await_fence(gang, &cause, at_most);

@@ -55,7 +55,7 @@ fn list(location: &Path) -> Outcome {
         let (attempt, bytes, state) = match &found.manifest {
             Ok(manifest) => {
                 let counts = fence::counts(&claims, manifest.attempt, found.step);
-                let state = if counts { "committed" } else { "fenced: a later attempt began before" };
+                let state = if counts { "committed" } else { "fenced by a later attempt" };
                 (manifest.attempt.to_string(), size(manifest).to_string(), state.to_string())
             }
             Err(problems) => {

@@ -1,5 +1,6 @@
 //! Commands: each parses its arguments, calls one function, and turns the result into an exit code:
-//! 0 done, 1 failed, 2 the user's input, 3 data or checkpoint refused, 75 try again, 130 interrupted.
+//! 0 done, 1 failed, 2 the user's input, 3 data or checkpoint refused, 75 try again,
+//! 130 interrupted.
 
 pub mod checkpoint;
 pub mod crd;

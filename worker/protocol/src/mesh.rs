@@ -45,7 +45,8 @@ impl Mesh {
         let world = [self.pp, self.dp, self.cp, self.tp]
             .iter()
             .try_fold(1u32, |world, degree| world.checked_mul(*degree));
-        degrees.iter().all(|degree| *degree > 0) && self.dp.is_multiple_of(self.ep) && world.is_some()
+        let positive = degrees.iter().all(|degree| *degree > 0);
+        positive && self.dp.is_multiple_of(self.ep) && world.is_some()
     }
 
     pub fn coord(&self, rank: u32) -> Coord {
