@@ -66,8 +66,18 @@ fn main() -> Result<(), Failure> {
         let fp32 = flag("--fp32");
         let weight_gradients = if fp32 { Output::F32Accumulate } else { Output::Bf16 };
         let desc = MoeDesc {
-            tokens, dim, hidden, experts, top_k, activation, gated,
-            sigmoid: false, norm_topk: true, scale: 1.0, aux_coef: 0.0, z_coef: 0.0,
+            tokens,
+            dim,
+            hidden,
+            experts,
+            top_k,
+            activation,
+            gated,
+            sigmoid: false,
+            norm_topk: true,
+            scale: 1.0,
+            aux_coef: 0.0,
+            z_coef: 0.0,
             weight_gradients,
         };
         let configs = MoeLayer::configs(Arch::of(&gpu)?, &desc);
@@ -202,8 +212,8 @@ impl Bed {
         let flops = self.layer.desc().flops();
         let rate = (flops.0 + flops.1) / f64::from(both) / 1e9;
         println!(
-            "ours {name} | forward {forward:.3} | backward {:.3} | both {both:.3} ms | {rate:.0} TFLOP/s \
-             | saved {} MiB, workspace {} MiB | kernels ready in {:.2} s",
+            "ours {name} | forward {forward:.3} | backward {:.3} | both {both:.3} ms \
+             | {rate:.0} TFLOP/s | saved {} MiB, workspace {} MiB | kernels ready in {:.2} s",
             both - forward,
             self.saved_bytes >> 20,
             self.layer.workspace_bytes() >> 20,

@@ -107,9 +107,7 @@ impl Bed {
     }
 
     fn forward(&self) {
-        self.layer
-            .forward(&self.stream, &self.arena, &self.tensors, self.out)
-            .expect("forward");
+        self.layer.forward(&self.stream, &self.arena, &self.tensors, self.out).expect("forward");
         self.stream.synchronize().expect("forward");
     }
 
@@ -260,12 +258,16 @@ fn long_reductions() {
 
 #[test]
 fn empty_experts() {
-    check("empty_experts", desc(333, 128, 128, 7, 2), &|e| [0.0, -60.0, 0.0, -4.0, 0.0, 0.0, -60.0][e]);
+    check("empty_experts", desc(333, 128, 128, 7, 2), &|e| {
+        [0.0, -60.0, 0.0, -4.0, 0.0, 0.0, -60.0][e]
+    });
 }
 
 #[test]
 fn all_tokens_to_one_expert() {
-    check("all_tokens_to_one_expert", desc(301, 128, 64, 6, 1), &|e| if e == 4 { 40.0 } else { 0.0 });
+    check("all_tokens_to_one_expert", desc(301, 128, 64, 6, 1), &|e| {
+        if e == 4 { 40.0 } else { 0.0 }
+    });
 }
 
 #[test]
@@ -308,7 +310,11 @@ fn losses_and_plain_weights() {
 #[test]
 fn gradients_added_in_fp32() {
     let base = desc(600, 256, 192, 5, 2);
-    check("gradients_added_in_fp32", MoeDesc { weight_gradients: Output::F32Accumulate, ..base }, &even);
+    check(
+        "gradients_added_in_fp32",
+        MoeDesc { weight_gradients: Output::F32Accumulate, ..base },
+        &even,
+    );
 }
 
 #[test]

@@ -221,7 +221,8 @@ impl Entry {
             return None;
         }
         let (key_len, body) = body.split_first_chunk::<8>()?;
-        let (key, cubin) = body.split_at_checked(usize::try_from(u64::from_le_bytes(*key_len)).ok()?)?;
+        let (key, cubin) =
+            body.split_at_checked(usize::try_from(u64::from_le_bytes(*key_len)).ok()?)?;
         (key == self.key && !cubin.is_empty()).then(|| cubin.to_vec())
     }
 

@@ -299,10 +299,8 @@ impl Arena {
     /// Sets every byte of `buffer`, in the order of `stream`.
     pub fn fill_bytes(&self, stream: &Stream, buffer: Buffer, byte: u8) -> Result<(), CudaError> {
         // SAFETY: the range was checked.
-        unsafe {
-            cu::memset_d8_async(self.address(buffer), byte, buffer.bytes(), stream.handle())
-        }
-        .doing(|| format!("filling {buffer:?}"))
+        unsafe { cu::memset_d8_async(self.address(buffer), byte, buffer.bytes(), stream.handle()) }
+            .doing(|| format!("filling {buffer:?}"))
     }
 }
 
@@ -403,7 +401,11 @@ impl LoadedModule {
         Ok(Arc::new(LoadedModule { handle, _gpu: gpu.clone() }))
     }
 
-    pub(crate) fn function(self: &Arc<Self>, label: &str, name: &str) -> Result<Function, CudaError> {
+    pub(crate) fn function(
+        self: &Arc<Self>,
+        label: &str,
+        name: &str,
+    ) -> Result<Function, CudaError> {
         let entry = CString::new(name).unwrap_or_default();
         // SAFETY: the module is loaded.
         let handle = unsafe { cu::module::get_function(self.handle, entry) }

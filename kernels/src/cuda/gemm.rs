@@ -12,7 +12,7 @@ use super::tensor_map::Matrix;
 pub enum Arch {
     /// TMA and wgmma: H100, H200.
     Hopper,
-    /// cp.async and mma.sync: A100, and every later GPU; compiled for the target named.
+    /// cp.async and mma.sync: A100, H100, B200; compiled for the target named.
     Ampere(&'static str),
 }
 
@@ -23,13 +23,12 @@ impl Arch {
         match gpu.capability() {
             (9, 0) if !ampere => Ok(Arch::Hopper),
             // Machine code runs within one major version only.
-            (8, _) => Ok(Arch::Ampere("sm_80")),
+            (8, 0) => Ok(Arch::Ampere("sm_80")),
             (9, _) => Ok(Arch::Ampere("sm_90")),
             (10, _) => Ok(Arch::Ampere("sm_100")),
-            (12, _) => Ok(Arch::Ampere("sm_120")),
             (major, minor) => Err(CudaError::Capability {
                 kernel: "the mixture-of-experts layer".to_owned(),
-                needed: "8.0 (A100) or later",
+                needed: "8.0 (A100), 9.0 (H100, H200) or 10.0 (B200)",
                 device: gpu.name().to_owned(),
                 major,
                 minor,
@@ -89,12 +88,11 @@ const BLOCK_M: usize = 128;
 const BLOCK_K: usize = 64;
 /// THREADS of grouped_gemm_ampere.cu
 const AMPERE_THREADS: u32 = 256;
-/// Most dynamic shared memory of a block: on sm_90, and on every GPU since sm_80 that has a
-/// hundred-odd KiB a multiprocessor (sm_86, sm_89, sm_120).
+/// Most dynamic shared memory of a block on sm_90 and on sm_80.
 const fn shared_bytes_max(arch: Arch) -> usize {
     match arch {
         Arch::Hopper => 232_448,
-        Arch::Ampere(_) => 101_376,
+        Arch::Ampere(_) => 166_912,
     }
 }
 
@@ -103,9 +101,9 @@ impl GemmConfig {
     ///
     /// Measured on an H200 under load (docs/benchmarks): ping-pong hides the epilogue and wins for
     /// every product over rows, 128 x 192 unless 128 x 128 computes clearly fewer columns past the
-    /// end. OP_DH does not fit in registers that way, and weight gradients have little to hide: both
-    /// stay with 128 x 256, which reads least. A cluster helps weight gradients by 2% up to a few
-    /// thousand columns and costs as much beyond.
+    /// end. OP_DH does not fit in registers that way, and weight gradients have little to hide:
+    /// both stay with 128 x 256, which reads least. A cluster helps weight gradients by 2% up to a
+    /// few thousand columns and costs as much beyond.
     pub fn choose(arch: Arch, op: ProductOp, cols: usize) -> GemmConfig {
         let wide = GemmConfig {
             arch,
@@ -160,9 +158,7 @@ impl GemmConfig {
         ];
         let (wgmma, main) = match self.arch {
             Arch::Hopper => (wgmma_source(self.block_n), include_str!("grouped_gemm_main.cu")),
-            Arch::Ampere(_) => {
-                (NO_WGMMA.to_owned(), include_str!("grouped_gemm_ampere.cu"))
-            }
+            Arch::Ampere(_) => (NO_WGMMA.to_owned(), include_str!("grouped_gemm_ampere.cu")),
         };
         let parts = [
             include_str!("hopper.cu"),
@@ -195,9 +191,7 @@ const NO_WGMMA: &str = "template <bool TA, bool TB> __device__ void \
 /// The wgmma of one width, both operands from shared memory: mechanical, one register a number.
 fn wgmma_source(n: usize) -> String {
     let count = n / 2;
-    let list = |item: &dyn Fn(usize) -> String| {
-        (0..count).map(item).collect::<Vec<_>>().join(", ")
-    };
+    let list = |item: &dyn Fn(usize) -> String| (0..count).map(item).collect::<Vec<_>>().join(", ");
     let registers = list(&|i| format!("%{i}"));
     let outputs = list(&|i| format!("\"+f\"(d[{i}])"));
     let (a, b, p, ta, tb) = (count, count + 1, count + 2, count + 3, count + 4);

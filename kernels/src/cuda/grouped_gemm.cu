@@ -9,7 +9,8 @@
 //   OP_LOGITS  OP_ROWS with an fp32 output of any width
 //
 // Host macros: OP BM BN STAGES CLUSTER PINGPONG GATED ACT TRANSPOSED INDEXED OUT (0 bf16, 1 fp32
-// added to, 2 fp32). K and N of weights are multiples of 64 (the host refuses others); rows are not.
+// added to, 2 fp32). K and N of weights are multiples of 64 (the host refuses
+// others); rows are not.
 //
 // A producer warpgroup fills a ring of stages; two consumer warpgroups multiply. Cooperative: both
 // share each tile along m. Ping-pong: a tile belongs to one, while the other is in its epilogue.

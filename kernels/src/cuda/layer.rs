@@ -11,124 +11,10 @@ use super::compile::Compiler;
 use super::driver::{Arena, Stream};
 use super::error::CudaError;
 use super::gemm::{Arch, Gemm, GemmArgs, GemmConfig, Output, ProductOp};
-use super::route::{CombineCall, RouteBuffers, RouteShape, Router};
+use super::route::{CombineCall, RouteBuffers, Router};
+use super::shape::{MoeDesc, Refusal};
 use super::tensor_map::Matrix;
 use crate::buffer::{ArenaPlan, Buffer, DType};
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum MoeActivation {
-    Silu = 0,
-    Relu = 1,
-    /// x * Phi(x), the exact one
-    Gelu = 2,
-}
-
-/// A layer's shape and its meaning. See [`crate::Route`] for the router's.
-#[derive(Clone, Copy, Debug)]
-pub struct MoeDesc {
-    pub tokens: usize,
-    pub dim: usize,
-    pub hidden: usize,
-    pub experts: usize,
-    pub top_k: usize,
-    pub activation: MoeActivation,
-    /// act(gate) * up, else act(up)
-    pub gated: bool,
-    /// Scores by sigmoid, else by softmax
-    pub sigmoid: bool,
-    pub norm_topk: bool,
-    pub scale: f32,
-    pub aux_coef: f64,
-    pub z_coef: f64,
-    /// Expert weight gradients in bf16, or added to fp32
-    pub weight_gradients: Output,
-}
-
-/// Why the kernels do not take a shape.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
-    #[error("{name} is {found}; it must be between {min} and {max}")]
-    Range { name: &'static str, found: usize, min: usize, max: usize },
-    #[error("{name} is {found}; the kernels take multiples of {multiple} only")]
-    Unaligned { name: &'static str, found: usize, multiple: usize },
-    #[error("{what} has {found} elements; kernels count to {max}")]
-    TooLarge { what: &'static str, found: usize, max: usize },
-    #[error("weight gradients are stored as bf16 or added to fp32, not {found:?}")]
-    Output { found: Output },
-}
-
-impl MoeDesc {
-    pub const EXPERTS_MAX: usize = 512;
-    pub const TOP_K_MAX: usize = 16;
-    /// Rows are whole 128-byte lines, which the copy engine's swizzle works on.
-    pub const ALIGNMENT: usize = 64;
-
-    /// R: routed rows.
-    pub const fn rows(&self) -> usize {
-        self.tokens * self.top_k
-    }
-
-    /// W: columns of H.
-    pub const fn width(&self) -> usize {
-        if self.gated { 2 * self.hidden } else { self.hidden }
-    }
-
-    /// Useful floating-point operations, forward and backward, the router's left out.
-    pub fn flops(&self) -> (f64, f64) {
-        let products = self.width() + self.hidden;
-        let forward = 2.0 * self.rows() as f64 * self.dim as f64 * products as f64;
-        (forward, 2.0 * forward)
-    }
-
-    pub fn check(&self) -> Result<(), Refusal> {
-        let range = |name, found, min, max| match (min..=max).contains(&found) {
-            true => Ok(()),
-            false => Err(Refusal::Range { name, found, min, max }),
-        };
-        let aligned = |name, found: usize| match found.is_multiple_of(Self::ALIGNMENT) {
-            true => Ok(()),
-            false => Err(Refusal::Unaligned { name, found, multiple: Self::ALIGNMENT }),
-        };
-        let counted = |what, found: u128, max: u128| match found <= max {
-            true => Ok(()),
-            false => Err(Refusal::TooLarge { what, found: found as usize, max: max as usize }),
-        };
-        range("experts", self.experts, 1, Self::EXPERTS_MAX)?;
-        range("top_k", self.top_k, 1, Self::TOP_K_MAX.min(self.experts))?;
-        range("tokens", self.tokens, 1, 1 << 30)?;
-        range("dim", self.dim, Self::ALIGNMENT, 1 << 20)?;
-        range("hidden", self.hidden, Self::ALIGNMENT, 1 << 20)?;
-        aligned("dim", self.dim)?;
-        aligned("hidden", self.hidden)?;
-        let product = |a: usize, b: usize| a as u128 * b as u128;
-        counted("x", product(self.tokens, self.dim), u128::from(u32::MAX))?;
-        counted("routed rows", product(self.tokens, self.top_k), 1 << 30)?;
-        let w1 = product(self.experts, self.width().max(self.dim));
-        counted("rows of the stacked weights", w1, i32::MAX as u128)?;
-        match self.weight_gradients {
-            Output::Bf16 | Output::F32Accumulate => Ok(()),
-            found => Err(Refusal::Output { found }),
-        }
-    }
-
-    fn route(&self) -> RouteShape {
-        RouteShape {
-            tokens: self.tokens,
-            experts: self.experts,
-            top_k: self.top_k,
-            sigmoid: self.sigmoid,
-            norm_topk: self.norm_topk,
-            scale: self.scale,
-        }
-    }
-
-    /// Passes over D of the down product: two when that lets A and half of Y share the place of
-    /// one [R, D].
-    fn down_passes(&self) -> usize {
-        let halves = self.dim.is_multiple_of(2 * Self::ALIGNMENT);
-        if halves && 2 * self.hidden <= self.dim { 2 } else { 1 }
-    }
-}
 
 /// Why a layer could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -236,7 +122,8 @@ struct Workspace {
     histogram: Buffer,
     a: Buffer,
     y: Buffer,
-    /// Backward: f32 partial ds [R, parts], bf16 dlogits [T, pitch], f32 partial dWr [chunks, E, D],
+    /// Backward: f32 partial ds [R, parts], bf16 dlogits [T, pitch], f32 partial dWr
+    /// [chunks, E, D],
     /// then bf16 s * A [R, F] and later dX rows [R, D] in its place
     partial_ds: Buffer,
     dlogits: Buffer,
@@ -249,8 +136,7 @@ impl Workspace {
     fn new(desc: &MoeDesc, ds_parts: usize, chunks: usize) -> Workspace {
         let (route, rows) = (desc.route(), desc.rows());
         let mut forward = ArenaPlan::new();
-        let partials =
-            forward.alloc(DType::F32, route.choose_blocks() * (desc.experts + 1));
+        let partials = forward.alloc(DType::F32, route.choose_blocks() * (desc.experts + 1));
         let histogram = forward.alloc(DType::U32, desc.experts * route.place_blocks());
         let a = forward.alloc(DType::Bf16, rows * desc.hidden);
         let y = forward.alloc(DType::Bf16, rows * desc.dim / desc.down_passes());
@@ -263,7 +149,16 @@ impl Workspace {
         let dx_rows = last.alloc(DType::Bf16, rows * desc.dim);
         let bytes = forward.bytes().max(backward.bytes()).max(last.bytes());
         Workspace {
-            bytes, partials, histogram, a, y, partial_ds, dlogits, partial_dw, scaled_a, dx_rows,
+            bytes,
+            partials,
+            histogram,
+            a,
+            y,
+            partial_ds,
+            dlogits,
+            partial_dw,
+            scaled_a,
+            dx_rows,
         }
     }
 }
@@ -452,7 +347,8 @@ fn configs(arch: Arch, desc: &MoeDesc) -> [GemmConfig; 9] {
         activation: desc.activation as usize,
         ..config
     };
-    let gradient = |config: GemmConfig, transposed, output| GemmConfig { transposed, output, ..config };
+    let gradient =
+        |config: GemmConfig, transposed, output| GemmConfig { transposed, output, ..config };
     let output = desc.weight_gradients;
     [
         gradient(choose(Logits, experts), false, Output::F32),
@@ -679,7 +575,8 @@ impl<'a> Call<'a> {
         let MoeDesc { tokens, dim, hidden, .. } = *self.desc();
         let dout = self.buffer(dout, tokens, dim);
         let a = self.matrix(self.at(self.layer.plan.scaled_a), self.desc().rows(), hidden);
-        let args = GemmArgs { gathered: dout.address, ..self.weight_gradient(hidden, hidden, into) };
+        let args =
+            GemmArgs { gathered: dout.address, ..self.weight_gradient(hidden, hidden, into) };
         self.layer.dw_down.launch(self.stream, dout, a, args)
     }
 

@@ -3,7 +3,7 @@
 //! ```text
 //! Gpu::open(ordinal)            driver.rs    context, streams, events, graphs, memory
 //! Compiler::load(sources)       compile.rs   .cu text -> cubin (NVRTC, cached on disk) -> module
-//! Gemm::new(config)             gemm.rs      one grouped product; the config is a function of shape
+//! Gemm::new(config)             gemm.rs      one grouped product, configured by its shape
 //! MoeLayer::new(desc)           layer.rs     forward, backward: a fixed list of launches
 //! inspect()                     doctor.rs    what this machine has and lacks
 //! ```
@@ -13,23 +13,22 @@
 //! Letters as in the crate: `T` tokens, `D` dim, `F` expert hidden, `E` experts, `K` top-k,
 //! `R = T K` routed rows, `W` = 2 F gated, else F.
 
-mod error;
-mod driver;
 mod compile;
-mod tensor_map;
+mod doctor;
+mod driver;
+mod error;
 mod gemm;
-mod route;
 mod layer;
 mod measure;
-mod doctor;
+mod route;
+mod shape;
+mod tensor_map;
 
 pub use compile::{Compiler, Module, Source, default_cache_dir};
 pub use doctor::{Inspection, inspect};
 pub use driver::{Arena, Event, Function, Gpu, Graph, Launch, PinnedBuffer, Stream};
 pub use error::CudaError;
 pub use gemm::{Arch, GemmConfig, Output, ProductOp};
-pub use layer::{
-    Gradients, LayerError, MoeActivation, MoeDesc, MoeLayer, MoeTensors, Observer, Refusal, Saved,
-    Weights,
-};
+pub use layer::{Gradients, LayerError, MoeLayer, MoeTensors, Observer, Saved, Weights};
 pub use measure::Measure;
+pub use shape::{MoeActivation, MoeDesc, Refusal};

@@ -180,7 +180,8 @@ route_scan(int* histogram, int blocks, int* counts) {
 }
 
 // offsets [E + 1], order [E] (heaviest first, ties to the lower), rows [R]: token of each row,
-// pos [T, K]: row of each slot, row_weights [R]. The block behind the last one writes the two tables.
+// pos [T, K]: row of each slot, row_weights [R]. The block behind
+// the last one writes the two tables.
 extern "C" __global__ void __launch_bounds__(256)
 route_place(const int* ids, const float* weights, int slots, const int* histogram,
             const int* counts, int* offsets, int* order, int* rows, int* pos,

@@ -104,7 +104,11 @@ pub(crate) struct CombineCall {
 }
 
 impl Router {
-    pub(crate) fn new(shape: RouteShape, route: &Module, rows: &Module) -> Result<Router, CudaError> {
+    pub(crate) fn new(
+        shape: RouteShape,
+        route: &Module,
+        rows: &Module,
+    ) -> Result<Router, CudaError> {
         Ok(Router {
             shape,
             choose: route.function("route_choose")?,
@@ -150,7 +154,16 @@ impl Router {
                 stream,
                 Launch::new(blocks + 1, 256),
                 parameters![
-                    ids, weights, slots, histogram, counts, offsets, order, rows, pos, row_weights
+                    ids,
+                    weights,
+                    slots,
+                    histogram,
+                    counts,
+                    offsets,
+                    order,
+                    rows,
+                    pos,
+                    row_weights
                 ],
             )?;
             self.statistics.launch(

@@ -28,7 +28,12 @@ impl Matrix {
         assert!(self.rows.is_multiple_of(32) && box_rows.is_multiple_of(32), "{self:?}");
         let row = self.cols as u64 * 2;
         let dims = [self.cols as u64, 2, 4, 4, self.rows as u64 / 32];
-        encode(self, &dims, &[row, 8 * row, 2 * row, 32 * row], &[64, 2, 4, 4, box_rows as u32 / 32])
+        encode(
+            self,
+            &dims,
+            &[row, 8 * row, 2 * row, 32 * row],
+            &[64, 2, 4, 4, box_rows as u32 / 32],
+        )
     }
 }
 

@@ -153,7 +153,15 @@ pub fn reference(desc: &MoeDesc, inputs: &Inputs, ids: &[u32]) -> Expected {
     let balance = |e: usize| counts[e] / tokens_f * (expected.prob_sums[e] / tokens_f);
     expected.losses[0] = experts as f64 * (0..experts).map(balance).sum::<f64>();
     for t in 0..tokens {
-        token(desc, &wide, t, &ids[t * desc.top_k..][..desc.top_k], &probs[t], &counts, &mut expected);
+        token(
+            desc,
+            &wide,
+            t,
+            &ids[t * desc.top_k..][..desc.top_k],
+            &probs[t],
+            &counts,
+            &mut expected,
+        );
     }
     expected
 }
@@ -235,7 +243,8 @@ fn token(
         let mean = dot(&d, &scores.p) / scores.total;
         d.iter_mut().for_each(|d| *d = (*d - mean) / scores.total);
     }
-    let mean: f64 = ids.iter().zip(&ds).map(|(id, ds)| scores.p[*id as usize] * ds).sum::<f64>() / chosen;
+    let mean: f64 =
+        ids.iter().zip(&ds).map(|(id, ds)| scores.p[*id as usize] * ds).sum::<f64>() / chosen;
     for (id, ds) in ids.iter().zip(&ds) {
         let mean = if desc.norm_topk { mean } else { 0.0 };
         d[*id as usize] += scale * (ds - mean) / divisor;
@@ -249,7 +258,11 @@ fn token(
         } else {
             p * (d[e] - inner + z)
         };
-        accumulate_row(&mut expected.dx[t * dim..][..dim], dlogit, &wide.w_router[e * dim..][..dim]);
+        accumulate_row(
+            &mut expected.dx[t * dim..][..dim],
+            dlogit,
+            &wide.w_router[e * dim..][..dim],
+        );
         accumulate_row(&mut expected.dw_router[e * dim..][..dim], dlogit, x);
     }
 }
