@@ -1,5 +1,6 @@
 //! The mixture-of-experts layer on a GPU under sustained load, forward and backward, by stage:
 //! `cargo bench -p moejob-kernels --bench cuda_moe -- [case ...] [zipf] [fp32] [seconds=1.5]`
+//! Words such as `dh=128,6,2,p` try other tiles: columns, stages, cluster, p for ping-pong.
 //!
 //! The chip is power-limited, so a cold start ranks wrongly: each case first runs for 0.6 s, and
 //! what is printed is the median of the rounds that follow. The twin in PyTorch is
@@ -11,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 use moejob_kernels::cuda::{
-    Arena, Compiler, Event, Gpu, Gradients, Measure, MoeActivation, MoeDesc, MoeLayer, MoeTensors,
+    Arch, Arena, Compiler, Event, GemmConfig, Gpu, Gradients, Measure, MoeActivation, MoeDesc, MoeLayer, MoeTensors,
     Output, Stream, Weights, default_cache_dir,
 };
 use moejob_kernels::{ArenaPlan, Buffer, DType};
@@ -33,6 +34,23 @@ struct Settings {
     zipf: bool,
     fp32: bool,
     seconds: f64,
+    tiles: Vec<(usize, GemmTile)>,
+}
+
+/// Columns, stages, cluster, ping-pong.
+type GemmTile = (usize, usize, usize, bool);
+
+/// In the order of `MoeLayer::configs`.
+const PRODUCTS: [&str; 9] =
+    ["logits", "up", "down", "dh", "dx_rows", "dw_up", "dw_down", "dx_router", "dw_router"];
+
+fn tile(word: &str) -> Option<(usize, GemmTile)> {
+    let (name, tile) = word.split_once('=')?;
+    let product = PRODUCTS.iter().position(|product| *product == name)?;
+    let mut parts = tile.split(',');
+    let mut number = || parts.next()?.parse().ok();
+    let (columns, stages, cluster) = (number()?, number()?, number()?);
+    Some((product, (columns, stages, cluster, parts.next() == Some("p"))))
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -44,6 +62,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         zipf: has("zipf"),
         fp32: has("fp32"),
         seconds: seconds.unwrap_or(1.5),
+        tiles: words.iter().filter_map(|word| tile(word)).collect(),
     };
     let gpu = match Gpu::open(0) {
         Ok(gpu) => gpu,
@@ -75,7 +94,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             z_coef: 0.0,
             weight_gradients: if settings.fp32 { Output::F32Accumulate } else { Output::Bf16 },
         };
-        Bench::new(&compiler, desc, settings.zipf)?.run(name, &settings, copy)?;
+        Bench::new(&compiler, desc, &settings)?.run(name, &settings, copy)?;
     }
     Ok(())
 }
@@ -119,9 +138,18 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(compiler: &Compiler, desc: MoeDesc, zipf: bool) -> Result<Bench, Box<dyn Error>> {
+    fn new(
+        compiler: &Compiler,
+        desc: MoeDesc,
+        settings: &Settings,
+    ) -> Result<Bench, Box<dyn Error>> {
         let start = Instant::now();
-        let layer = MoeLayer::new(compiler, desc, &|_, _| ())?;
+        let mut configs = MoeLayer::configs(Arch::of(compiler.gpu())?, &desc);
+        for (product, (block_n, stages, cluster, pingpong)) in settings.tiles.iter().copied() {
+            let config = configs[product];
+            configs[product] = GemmConfig { block_n, stages, cluster, pingpong, ..config };
+        }
+        let layer = MoeLayer::with_configs(compiler, desc, configs, &|_, _| ())?;
         let built_s = start.elapsed().as_secs_f64();
         let MoeDesc { tokens, dim, hidden, experts, .. } = desc;
         let mut plan = ArenaPlan::new();
@@ -160,7 +188,7 @@ impl Bench {
         stream.synchronize()?;
         for e in 0..experts {
             // The first column of x is 1, so this is a bias: random loads, or a long tail of them.
-            let bias = if zipf { -((e + 1) as f64).ln() } else { 0.0 };
+            let bias = if settings.zipf { -((e + 1) as f64).ln() } else { 0.0 };
             arena.write(weights.router.slice(e * dim, 1), &[bf16::from_f64(bias)])?;
         }
         let tensors = MoeTensors { x, weights, saved, workspace };

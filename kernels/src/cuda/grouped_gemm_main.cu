@@ -1,31 +1,4 @@
-// The kernel: roles, the consumers' loop, and which epilogue an OP has.
-
-// One m64 block of a tile. `first_row` is this thread's row (or m) in the group.
-__device__ __forceinline__ void finish(const float (&acc)[BN / 2], const Tile& tile,
-                                       const Args& args, int block_m, int warp, int lane) {
-  const int q = lane & 3, first_row = block_m + 16 * warp + (lane >> 2);
-  if (OP == OP_UP) finish_up(acc, tile, args, first_row, q);
-  if (OP == OP_DH) finish_dh(acc, tile, args, first_row, q);
-  if (OP == OP_ROWS || OP == OP_DROWS)
-    finish_rows(acc, args.out + (u64)tile.row0 * args.out_pitch, args.out_pitch, tile.rows,
-                args.cols, first_row, tile.n0 * BN, q);
-  if (OP == OP_LOGITS)
-    finish_f32(acc, args.out_f32 + (u64)tile.row0 * args.out_pitch, args.out_pitch, tile.rows,
-               args.cols, first_row, tile.n0 * BN, q);
-  if (OP == OP_WGRAD) {
-    const u64 base = (u64)tile.expert * args.gathered_pitch * args.cols;
-    const int n0 = tile.n0 * BN, pitch = args.out_pitch, rows = args.gathered_pitch;
-    if (!TRANSPOSED && OUT == 0)
-      finish_rows(acc, args.out + base, pitch, rows, args.cols, first_row, n0, q);
-    if (!TRANSPOSED && OUT != 0)
-      finish_f32(acc, args.out_f32 + base, pitch, rows, args.cols, first_row, n0, q);
-    if (TRANSPOSED && OUT == 0)
-      finish_transposed(acc, args.out + base, pitch, args.cols, block_m + 16 * warp, n0, lane);
-    if (TRANSPOSED && OUT != 0)
-      finish_transposed_f32(acc, args.out_f32 + base, pitch, args.cols, block_m + 16 * warp, n0,
-                            lane);
-  }
-}
+// The kernel for sm_90a: roles and the consumers' loop.
 
 __device__ __forceinline__ void release(const Ring& ring, int stage, int lane) {
   if (lane >= CLUSTER) return;
