@@ -11,7 +11,7 @@ pub enum KernelError {
     #[error("reserving an arena of {bytes} bytes of address space")]
     Arena { bytes: usize, source: rustix::io::Errno },
     #[error("starting {threads} compute threads")]
-    Pool { threads: usize, source: rayon::ThreadPoolBuildError },
+    Pool { threads: usize, source: std::io::Error },
     #[error("this processor has no {isa:?}")]
     Isa { isa: Isa },
 }

@@ -1,7 +1,6 @@
 //! Who computes: the instruction set and the threads. Neither changes a bit of any result.
 
-use rayon::prelude::*;
-
+use super::pool::Pool;
 use crate::device::KernelError;
 
 /// The instruction sets that the code is compiled for. Their results are equal bit for bit,
@@ -41,9 +40,9 @@ impl Isa {
     }
 }
 
-/// Below about this many operations of a vectorised loop, some 30 us, waking a thread costs more
+/// Below about this many operations of a vectorised loop, some 3 us, telling a thread costs more
 /// than it saves.
-const WORK_INLINE_MAX: usize = 400_000;
+const WORK_INLINE_MAX: usize = 40_000;
 
 /// The most threads a device may be asked for; above it a number is a typing error.
 pub(crate) const THREADS_MAX: usize = 1024;
@@ -53,7 +52,7 @@ pub(crate) struct Exec {
     pub(crate) isa: Isa,
     pub(crate) threads: usize,
     /// None with one thread: the caller computes.
-    pool: Option<rayon::ThreadPool>,
+    pool: Option<Pool>,
 }
 
 impl Exec {
@@ -64,25 +63,17 @@ impl Exec {
         if !isa.is_available() {
             return Err(KernelError::Isa { isa });
         }
-        let pool = if threads == 1 {
-            None
-        } else {
-            let pool = rayon::ThreadPoolBuilder::new()
-                .num_threads(threads)
-                .thread_name(|index| format!("compute-{index}"))
-                .build()
-                .map_err(|source| KernelError::Pool { threads, source })?;
-            Some(pool)
-        };
+        let pool = (threads > 1).then(|| Pool::new(threads)).transpose();
+        let pool = pool.map_err(|source| KernelError::Pool { threads, source })?;
         Ok(Exec { isa, threads, pool })
     }
 
     /// Does every job. Each job owns its outputs, so order and threads cannot be seen in them;
     /// `work` (about as many floating-point operations) decides whether threads are worth it.
-    pub(crate) fn run<J: Send>(&self, jobs: Vec<J>, work: usize, f: impl Fn(J) + Sync + Send) {
+    pub(crate) fn run<J: Send>(&self, jobs: Vec<J>, work: usize, f: impl Fn(J) + Sync) {
         match &self.pool {
             Some(pool) if jobs.len() > 1 && work > WORK_INLINE_MAX => {
-                pool.install(|| jobs.into_par_iter().with_max_len(1).for_each(f));
+                pool.run(jobs, f);
             }
             _ => jobs.into_iter().for_each(f),
         }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! arena.rs   memory, views that cannot alias
-//! exec.rs    instruction set, threads
+//! exec.rs    instruction set; pool.rs   threads
 //! float.rs   f32 and f64, elementary functions      lanes.rs  sums over rows
 //! gemm/      products, of which all the rest is made
 //! the rest   one file a group of ops, in the order of a step
@@ -25,6 +25,7 @@ mod loss;
 mod norm;
 mod optimizer;
 mod place;
+mod pool;
 mod rope;
 mod route;
 
