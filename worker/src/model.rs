@@ -391,6 +391,7 @@ impl Model {
         comm: &mut Comm,
     ) -> Result<(), CommError> {
         if let Some(gradients) = leaf.dense {
+            self.sum_counts();
             self.logits_backward(round.tokens, gradients);
         }
         for layer in (0..self.config.num_hidden_layers as usize).rev() {

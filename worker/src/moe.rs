@@ -20,7 +20,7 @@ use moejob_kernels::{
     RouteGroups, ScatterRows, ScatterSum, Scoring,
 };
 use moejob_protocol::buffers::{Moe, MoeScratch, Travel};
-use moejob_protocol::model::{Activation as ActivationName, Scoring as ScoringName};
+use moejob_protocol::model::{Activation as ActivationName, AuxLossScope, Scoring as ScoringName};
 
 impl Model {
     pub(crate) fn top_k(&self) -> usize {
@@ -318,6 +318,12 @@ impl Model {
         let (moe, scratch) = (self.moe(layer), self.moe_scratch());
         let dlogits = scratch.dlogits.slice(0, t * e);
         let config = &self.config.router;
+        let mut aux_coef = config.aux_loss_coef * self.router_scale;
+        let mut counts = moe.counts;
+        if config.aux_loss_scope == AuxLossScope::Hf {
+            aux_coef /= self.mixture_layers() as f64;
+            counts = scratch.counts;
+        }
         self.device.route_backward(&RouteBackward {
             tokens: t,
             experts: e,
@@ -325,13 +331,13 @@ impl Model {
             scoring: scoring(config.scoring),
             norm_topk: config.norm_topk_prob,
             scale: config.scale,
-            aux_coef: config.aux_loss_coef * self.router_scale,
+            aux_coef,
             z_coef: config.z_loss_coef * self.router_scale,
             logits: moe.logits.slice(0, t * e),
             probs: moe.probs.slice(0, t * e),
             lse: moe.lse.slice(0, t),
             ids: moe.ids.slice(0, t * k),
-            counts: moe.counts,
+            counts,
             dweights: scratch.dweights.slice(0, t * k),
             dlogits,
         });
@@ -347,6 +353,43 @@ impl Model {
         let b = self.dense.layers[layer].router.expect("a mixture layer has a router");
         let (a, c) = (dlogits, self.buffers.scratch.dnorm.slice(0, t * d));
         self.device.matmul(&Matmul { layout, m: t, n: d, k: e, accumulate, a, b, c });
+    }
+
+    fn mixture_layers(&self) -> usize {
+        self.buffers.layers.iter().filter(|layer| layer.moe.is_some()).count()
+    }
+
+    /// Under the scope `hf` the layers are one: the loads of a layer's auxiliary loss are those of
+    /// all layers together. `Place` is done with `scratch.counts` before backward begins.
+    pub(crate) fn sum_counts(&mut self) {
+        if self.config.router.aux_loss_scope != AuxLossScope::Hf || self.mixture_layers() == 0 {
+            return;
+        }
+        let mut sums = vec![0_u32; self.expert_count()];
+        for moe in self.buffers.layers.iter().filter_map(|layer| layer.moe.as_ref()) {
+            let counts: Vec<u32> = self.device.read_vec(moe.counts);
+            sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+        }
+        self.device.write(self.moe_scratch().counts, &sums);
+    }
+
+    /// The auxiliary loss of all layers concatenated, as Hugging Face's
+    /// `load_balancing_loss_func` has it: E * sum_e load[e] * mean_prob[e], both means over the
+    /// layers. It comes times the layers, as a sum over them would.
+    fn concatenated_aux_loss(&self, tokens: usize) -> f64 {
+        let experts = self.expert_count();
+        let (mut loads, mut probs) = (vec![0_u64; experts], vec![0.0; experts]);
+        for moe in self.buffers.layers.iter().filter_map(|layer| layer.moe.as_ref()) {
+            let counts: Vec<u32> = self.device.read_vec(moe.counts);
+            loads.iter_mut().zip(counts).for_each(|(sum, count)| *sum += u64::from(count));
+            let sums: Vec<f64> = self.device.read_vec(moe.prob_sums);
+            probs.iter_mut().zip(sums).for_each(|(sum, more)| *sum += more);
+        }
+        let products = loads.iter().zip(&probs).fold(0.0, |sum, (load, prob)| {
+            sum + *load as f64 * prob
+        });
+        let tokens = tokens as f64;
+        experts as f64 * products / (tokens * tokens * self.mixture_layers().max(1) as f64)
     }
 
     /// Auxiliary and z loss of the loaded micro-batch, summed over the layers, and the slots that
@@ -365,6 +408,9 @@ impl Model {
             for (sum, count) in counts.iter_mut().zip(chosen) {
                 *sum += u64::from(count);
             }
+        }
+        if self.config.router.aux_loss_scope == AuxLossScope::Hf {
+            sums[0] = self.concatenated_aux_loss(round.tokens);
         }
         sums
     }

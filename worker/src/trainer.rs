@@ -353,8 +353,8 @@ pub fn unsupported(config: &WorkerConfig) -> Option<Failure> {
             "model.experts.activation: dense layers and shared experts use silu",
         ),
         (
-            model.router.aux_loss_scope != AuxLossScope::MicroBatch,
-            "model.router.auxLossScope: microBatch is built in",
+            !matches!(model.router.aux_loss_scope, AuxLossScope::MicroBatch | AuxLossScope::Hf),
+            "model.router.auxLossScope: microBatch and hf are built in",
         ),
         (model.router.capacity_factor != 0.0, "model.router.capacityFactor: 0, dropless, alone"),
         (model.router.bias, "model.router.bias is not built in"),

@@ -10,7 +10,7 @@ use moe_worker::snapshot::initialize;
 use moejob_protocol::config::Precision;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
-use moejob_protocol::model::{Activation, ModelConfig, QkNorm, Scoring};
+use moejob_protocol::model::{Activation, AuxLossScope, ModelConfig, QkNorm, Scoring};
 use moejob_protocol::reduction::Flat;
 
 const SEQUENCE: usize = 6;
@@ -162,6 +162,16 @@ fn clamped_queries_keys_and_values() {
 fn dense_layers_and_shared_experts() {
     check("dense", |config| config.dense_layers = vec![0]);
     check("shared", |config| config.experts.shared = 2);
+}
+
+#[test]
+fn one_auxiliary_loss_over_all_layers() {
+    check("hf", |config| {
+        config.num_hidden_layers = 3;
+        config.dense_layers = vec![1];
+        config.router.aux_loss_scope = AuxLossScope::Hf;
+        config.router.aux_loss_coef = 0.5;
+    });
 }
 
 #[test]
