@@ -1,0 +1,236 @@
+"""Reference values for worker/tests/parity.rs, from the models of `transformers`.
+
+For each family one file, tests/parity/data/<family>.safetensors:
+
+    tokens            u32 [10, B, S + 1], a batch a step
+    initial/NAME      f32, our logical names (experts unfused)
+    f32/... f64/...   logits [B, S, V], loss and aux [1] of the first step,
+                      gradient/NAME of the first step, after/NAME after 10 AdamW steps
+    __metadata__      config: the model's config.json; versions
+
+Run it in a virtual environment with the versions of requirements.txt:
+
+    python generate.py [--check] [FOLDER]
+
+`--check` compares with the files in the folder instead of writing them, within the bounds that
+the Rust tests use, because sums differ between processors in their last bits.
+"""
+
+import contextlib
+import json
+import pathlib
+import sys
+import types
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM
+from transformers.models.mixtral import modeling_mixtral
+from transformers.models.olmoe import modeling_olmoe
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+STEPS, BATCH, SEQUENCE = 10, 2, 8
+MARGIN = 1e-4
+BOUNDS = {"f32": 1e-3, "f64": 1e-9}
+
+COMMON = dict(
+    vocab_size=29,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.3,
+    rms_norm_eps=1e-5,
+    router_aux_loss_coef=0.05,
+    max_position_embeddings=64,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    num_experts_per_tok=2,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=None,
+    tie_word_embeddings=False,
+)
+
+FAMILIES = {
+    "mixtral": (
+        MixtralForCausalLM,
+        MixtralConfig(**COMMON, num_local_experts=4, intermediate_size=12, head_dim=4),
+        modeling_mixtral,
+    ),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **{**COMMON, "tie_word_embeddings": True},
+            num_experts=6,
+            moe_intermediate_size=8,
+            intermediate_size=20,
+            head_dim=8,
+            norm_topk_prob=True,
+            mlp_only_layers=[0],
+            decoder_sparse_step=1,
+            attention_bias=True,
+        ),
+        modeling_qwen3_moe,
+    ),
+    "olmoe": (
+        OlmoeForCausalLM,
+        OlmoeConfig(
+            **COMMON,
+            num_experts=5,
+            intermediate_size=8,
+            norm_topk_prob=False,
+            clip_qkv=1.5,
+        ),
+        modeling_olmoe,
+    ),
+}
+
+
+@contextlib.contextmanager
+def wide(module):
+    """Every cast to float32 of the model's module becomes one to float64 (docs/parity.md)."""
+
+    class Torch(types.ModuleType):
+        float = torch.float64
+        float32 = torch.float64
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    narrow = torch.Tensor.float
+    torch.Tensor.float = torch.Tensor.double
+    module.torch = Torch("torch")
+    try:
+        yield
+    finally:
+        torch.Tensor.float = narrow
+        module.torch = torch
+
+
+def logical(state):
+    """Our names: the experts' fused matrices taken apart."""
+    tensors = {}
+    for name, value in state.items():
+        head, _, last = name.rpartition(".")
+        if head.endswith("mlp.experts"):
+            for expert, matrix in enumerate(value):
+                at = f"{head}.{expert}"
+                if last == "gate_up_proj":
+                    gate, up = matrix.chunk(2, dim=0)
+                    tensors[f"{at}.gate_proj.weight"] = gate
+                    tensors[f"{at}.up_proj.weight"] = up
+                else:
+                    tensors[f"{at}.down_proj.weight"] = matrix
+        else:
+            tensors[name] = value
+    return {name: value.detach().clone().contiguous() for name, value in tensors.items()}
+
+
+def margin(router_logits, top_k):
+    """The smallest gap between a chosen and a refused probability."""
+    smallest = 1.0
+    for logits in router_logits:
+        best = torch.softmax(logits, dim=-1).topk(top_k + 1, dim=-1).values
+        smallest = min(smallest, (best[:, top_k - 1] - best[:, top_k]).min().item())
+    return smallest
+
+
+def train(model, tokens):
+    """Logits, losses and gradients of the first step, the weights after the last, the margin."""
+    params = dict(model.named_parameters())
+    groups = [
+        {"params": [p for p in params.values() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in params.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    result, smallest = {}, 1.0
+    for step in range(STEPS):
+        ids, targets = tokens[step, :, :-1], tokens[step, :, 1:]
+        out = model(
+            input_ids=ids, labels=ids, shift_labels=targets.contiguous(),
+            output_router_logits=True, use_cache=False,
+        )
+        optimizer.zero_grad()
+        out.loss.backward()
+        smallest = min(smallest, margin(out.router_logits, model.config.num_experts_per_tok))
+        if step == 0:
+            result["logits"] = out.logits.detach().clone().contiguous()
+            result["loss"] = out.loss.detach().reshape(1).clone()
+            result["aux"] = out.aux_loss.detach().reshape(1).clone()
+            gradients = logical({name: p.grad for name, p in params.items()})
+            result |= {f"gradient/{name}": value for name, value in gradients.items()}
+        optimizer.step()
+    after = logical(params)
+    return result | {f"after/{name}": value for name, value in after.items()}, smallest
+
+
+def family(name, seed):
+    """All tensors of a family, or None where a choice of experts is too close."""
+    make, config, module = FAMILIES[name]
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    torch.manual_seed(seed)
+    tokens = torch.randint(0, config.vocab_size, (STEPS, BATCH, SEQUENCE + 1))
+    first = make(config)
+    with torch.no_grad():
+        for param in first.parameters():
+            # Gains and biases too, so that each of them matters.
+            centre = 1.0 if param.ndim == 1 and param.mean() == 1.0 else 0.0
+            param.copy_(centre + 0.3 * torch.randn_like(param))
+    state = {key: value.clone() for key, value in first.state_dict().items()}
+    tensors = {"tokens": tokens.to(torch.uint32)}
+    initial = logical(dict(first.named_parameters()))
+    tensors |= {f"initial/{key}": value for key, value in initial.items()}
+    for kind in ("f32", "f64"):
+        patches = wide(module) if kind == "f64" else contextlib.nullcontext()
+        with patches:
+            torch.set_default_dtype(torch.float64 if kind == "f64" else torch.float32)
+            model = make(config)
+            model = model.double() if kind == "f64" else model
+            model.load_state_dict(state)
+            result, smallest = train(model, tokens)
+            torch.set_default_dtype(torch.float32)
+        if smallest <= MARGIN:
+            return None
+        for key, value in result.items():
+            expected = torch.float64 if kind == "f64" else torch.float32
+            assert value.dtype == expected, f"{name}: {key} is {value.dtype}: a cast was missed"
+            tensors[f"{kind}/{key}"] = value
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    metadata = {"config": json.dumps(config.to_dict(), sort_keys=True), "seed": str(seed)}
+    return tensors, metadata | versions
+
+
+def compare(name, tensors, path):
+    with safe_open(path, "pt") as kept:
+        assert set(kept.keys()) == set(tensors), f"{name}: other tensors"
+        for key, value in tensors.items():
+            expected = kept.get_tensor(key)
+            if key[:3] not in BOUNDS:
+                assert torch.equal(value, expected), f"{name}: {key} differs"
+                continue
+            error = (value - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
+            assert error <= BOUNDS[key[:3]], f"{name}: {key} differs by {error:.2e}"
+
+
+def main():
+    arguments = [argument for argument in sys.argv[1:] if argument != "--check"]
+    here = pathlib.Path(__file__).parent / "data"
+    folder = pathlib.Path(arguments[0]) if arguments else here
+    torch.set_num_threads(1)
+    for name in FAMILIES:
+        made = next(filter(None, (family(name, seed) for seed in range(1, 100))))
+        tensors, metadata = made
+        path = folder / f"{name}.safetensors"
+        if "--check" in sys.argv:
+            compare(name, tensors, path)
+        else:
+            save_file(tensors, path, metadata)
+        print(f"{name}: {len(tensors)} tensors, seed {metadata['seed']}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
