@@ -5,7 +5,8 @@
 //! ```
 //!
 //! Nodes are `node-0`, `node-1`, ...: one worker process each. All state that must outlive the
-//! runner lies in `DIR/NAME`: `job.json` (identity, attempt), the checkpoints, and the claims beside them.
+//! runner lies in `DIR/NAME`: `job.json` (identity, attempt), the checkpoints, and the claims
+//! beside them.
 
 mod folder;
 mod process;

@@ -75,6 +75,7 @@ fn a_killed_run_resumes_from_a_complete_checkpoint() {
         let names = bench.checkpoints();
         let step = names.last().and_then(|name| name.strip_prefix("step-")?.parse().ok());
         let step: u64 = step.unwrap_or(0);
+        println!("kill {kill}: checkpoint {step}");
         assert!(step >= newest, "kill {kill}: checkpoint {newest} is lost, {step} is the newest");
         newest = step;
     }
