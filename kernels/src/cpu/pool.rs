@@ -245,7 +245,9 @@ mod tests {
             assert!(ran.load(Ordering::Relaxed) < 50);
         }
         let sum = AtomicUsize::new(0);
-        pool.run(vec![1, 2, 3], |job| drop(sum.fetch_add(job, Ordering::Relaxed)));
+        pool.run(vec![1, 2, 3], |job| {
+            sum.fetch_add(job, Ordering::Relaxed);
+        });
         assert_eq!(sum.into_inner(), 6);
     }
 
@@ -254,7 +256,9 @@ mod tests {
         let pool = Pool::new(2).expect("threads");
         let sum = AtomicUsize::new(0);
         pool.run(vec![1, 2], |outer| {
-            pool.run(vec![10, 20], |inner| drop(sum.fetch_add(outer * inner, Ordering::Relaxed)));
+            pool.run(vec![10, 20], |inner| {
+                sum.fetch_add(outer * inner, Ordering::Relaxed);
+            });
         });
         assert_eq!(sum.into_inner(), 90);
     }
