@@ -4,7 +4,7 @@
 //! should be told.
 
 use crate::decide::Action;
-use crate::observed::{Millis, Observed, Outcome, StopCause, Stored, Worker, WorkerState};
+use crate::observed::{Millis, Observed, Outcome, Stored, Worker, WorkerState};
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{Hello, LeftReason, Up};
 use moejob_protocol::report::{Detail, Event, EventKind};
@@ -360,12 +360,6 @@ impl Tracker {
         });
         let workers = &self.observed.workers;
         self.last_words.retain(|(name, ..)| workers.iter().any(|worker| worker.name == *name));
-    }
-
-    /// Whether a growth was asked for and has not happened yet.
-    pub fn is_growing(&self) -> bool {
-        let asked = self.observed.gang().and_then(|gang| gang.stop_requested);
-        asked.is_some_and(|(cause, _)| cause == StopCause::Growth)
     }
 }
 
