@@ -93,6 +93,37 @@ start_control_plane() {
     --kubeconfig="$state/scheduler.kubeconfig" --leader-elect=false --bind-address=127.0.0.1
 }
 
+# A class of storage that all nodes share: they are one machine. Whatever claims a test makes, as
+# many as there are volumes, are bound at once; `tests/cluster/claim` names a claim's folder.
+make_volumes() {
+  local number folder
+  cat <<YAML
+apiVersion: storage.k8s.io/v1
+kind: StorageClass
+metadata: {name: shared, annotations: {storageclass.kubernetes.io/is-default-class: "true"}}
+provisioner: kubernetes.io/no-provisioner
+volumeBindingMode: Immediate
+YAML
+  for number in $(seq "$1"); do
+    folder=$state/shared/$number
+    mkdir -p "$folder"
+    # Whoever a pod runs as may write: hostPath volumes know no fsGroup.
+    chmod 777 "$folder"
+    cat <<YAML
+---
+apiVersion: v1
+kind: PersistentVolume
+metadata: {name: shared-$number}
+spec:
+  storageClassName: shared
+  capacity: {storage: 1Ti}
+  accessModes: [ReadWriteMany, ReadOnlyMany, ReadWriteOnce]
+  persistentVolumeReclaimPolicy: Retain
+  hostPath: {path: $folder}
+YAML
+  done
+}
+
 # nodes_ready COUNT
 nodes_ready() {
   local ready

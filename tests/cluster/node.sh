@@ -171,9 +171,10 @@ unmount_under() {
     while read -r point; do umount -l "$point" 2>/dev/null || true; done
 }
 
+# Not asked but killed: nothing of the node is used again, and a kubelet takes its time to leave.
 end_node() {
   local name=$1
-  stop "$name-kubelet"
-  stop "$name-containerd"
+  stop "$name-kubelet" KILL
+  stop "$name-containerd" KILL
   end_containers "$name"
 }

@@ -2,6 +2,7 @@
 //   pause                  waits for SIGTERM
 //   pause listen PORT      greets everyone who connects, until SIGTERM
 //   pause connect IP PORT  prints the greeting; fails after three seconds of silence
+//   pause reach IP PORT    connects and says no more
 // It is linked statically: its image holds this one file.
 #include <arpa/inet.h>
 #include <signal.h>
@@ -44,13 +45,14 @@ static int greet(int port) {
   }
 }
 
-static int visit(const char *address, int port) {
+static int visit(const char *address, int port, int listens) {
   struct sockaddr_in there = {.sin_family = AF_INET, .sin_port = htons(port)};
   if (inet_pton(AF_INET, address, &there.sin_addr) != 1) return fail(address);
   // SIGALRM ends the process: its exit status then says that nobody answered.
   alarm(3);
   int wire = socket(AF_INET, SOCK_STREAM, 0);
   if (connect(wire, (struct sockaddr *)&there, sizeof there) != 0) return fail("connect");
+  if (!listens) return 0;
   char text[64];
   ssize_t length = read(wire, text, sizeof text);
   if (length <= 0) return fail("read");
@@ -61,7 +63,10 @@ int main(int count, char **words) {
   signal(SIGTERM, leave);
   signal(SIGINT, leave);
   if (count == 3 && strcmp(words[1], "listen") == 0) return greet(atoi(words[2]));
-  if (count == 4 && strcmp(words[1], "connect") == 0) return visit(words[2], atoi(words[3]));
+  if (count == 4 && strcmp(words[1], "connect") == 0) {
+    return visit(words[2], atoi(words[3]), 1);
+  }
+  if (count == 4 && strcmp(words[1], "reach") == 0) return visit(words[2], atoi(words[3]), 0);
   signal(SIGCHLD, reap);
   for (;;) pause();
 }
