@@ -134,10 +134,7 @@ fn attention(bench: &mut Bench) {
     };
     let flops = 2 * batch * heads * seq * seq * head_dim;
     bench.time("attention", flops, 4 * T * N * H, |device| device.attention(&op));
-    let op = AttentionBackward {
-        batch, seq, heads, kv_heads, head_dim, scale, q, k, v, starts: None, o, lse, d_o, dq, dk,
-        dv,
-    };
+    let op = AttentionBackward { forward: op, d_o, dq, dk, dv };
     let backward = |device: &mut Device| device.attention_backward(&op);
     bench.time("attention_backward", 5 * flops / 2, 8 * T * N * H, backward);
 }

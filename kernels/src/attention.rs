@@ -38,23 +38,8 @@ pub struct Attention {
 /// The last two sum over query blocks of 128 ascending, the heads that share a key within each.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionBackward {
-    pub batch: usize,
-    pub seq: usize,
-    pub heads: usize,
-    pub kv_heads: usize,
-    pub head_dim: usize,
-    pub scale: f64,
-    /// [T, N * H]
-    pub q: Buffer,
-    /// [T, KV * H]
-    pub k: Buffer,
-    /// [T, KV * H]
-    pub v: Buffer,
-    pub starts: Option<Buffer>,
-    /// [T, N * H]
-    pub o: Buffer,
-    /// [T, N]
-    pub lse: Buffer,
+    /// What was computed; its outputs are inputs here.
+    pub forward: Attention,
     /// [T, N * H]
     pub d_o: Buffer,
     /// Output [T, N * H]
@@ -74,7 +59,7 @@ impl Device {
 
     pub fn attention_backward(&mut self, op: &AttentionBackward) {
         match self {
-            Device::Cpu(cpu) => on_float!(op.o.dtype(), T => cpu.attention_backward::<T>(op)),
+            Device::Cpu(cpu) => on_float!(op.d_o.dtype(), T => cpu.attention_backward::<T>(op)),
         }
     }
 }

@@ -92,14 +92,12 @@ fn attention() {
             let starts = documents.then(|| bed.words(&starts));
             let (o, lse, d_o) = (bed.output(query), bed.output(tokens * heads), bed.input(query));
             let scale = 0.3;
-            bed.device.attention(&Attention {
+            let forward = Attention {
                 batch, seq, heads, kv_heads, head_dim, scale, q, k, v, starts, o, lse,
-            });
+            };
+            bed.device.attention(&forward);
             let (dq, dk, dv) = (bed.output(query), bed.output(key), bed.output(key));
-            bed.device.attention_backward(&AttentionBackward {
-                batch, seq, heads, kv_heads, head_dim, scale, q, k, v, starts, o, lse, d_o, dq, dk,
-                dv,
-            });
+            bed.device.attention_backward(&AttentionBackward { forward, d_o, dq, dk, dv });
             vec![o, lse, dq, dk, dv]
         });
     }

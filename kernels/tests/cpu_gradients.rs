@@ -93,13 +93,10 @@ fn attention() {
             },
             |inputs, dy| {
                 let bed = &mut Bed::f64();
-                let Attention { q, k, v, starts, o, lse, .. } = forward(inputs, bed);
+                let forward = forward(inputs, bed);
                 let d_o = bed.floats(dy);
                 let (dq, dk, dv) = (bed.output(query), bed.output(key), bed.output(key));
-                bed.device.attention_backward(&AttentionBackward {
-                    batch, seq, heads, kv_heads, head_dim, scale, q, k, v, starts, o, lse, d_o, dq,
-                    dk, dv,
-                });
+                bed.device.attention_backward(&AttentionBackward { forward, d_o, dq, dk, dv });
                 vec![bed.get(dq), bed.get(dk), bed.get(dv)]
             },
         );

@@ -246,20 +246,8 @@ impl Model {
         self.rope(t, q, false);
         self.rope(t, k, false);
         let attended = b.attended.slice(0, t * q_size);
-        self.device.attention(&Attention {
-            batch: t / self.sequence,
-            seq: self.sequence,
-            heads: self.config.num_attention_heads as usize,
-            kv_heads: self.config.num_key_value_heads as usize,
-            head_dim: self.config.head_dim as usize,
-            scale: self.attention_scale(),
-            q,
-            k,
-            v,
-            starts: None,
-            o: attended,
-            lse: b.lse.slice(0, t * self.config.num_attention_heads as usize),
-        });
+        let op = self.attention_op(layer, t);
+        self.device.attention(&op);
         let mid = b.mid.slice(0, t * d);
         self.device.copy(input, mid);
         self.linear(t, attended, weights.o, mid, true);
@@ -293,8 +281,24 @@ impl Model {
         (self.config.q_size() as usize, self.config.kv_size() as usize)
     }
 
-    fn attention_scale(&self) -> f64 {
-        1.0 / f64::from(self.config.head_dim).sqrt()
+    /// The attention of the first `t` tokens of `layer`, forward and for its gradient.
+    fn attention_op(&self, layer: usize, t: usize) -> Attention {
+        let (config, b) = (&self.config, &self.buffers.layers[layer]);
+        let (q_size, kv_size) = self.attention_sizes();
+        Attention {
+            batch: t / self.sequence,
+            seq: self.sequence,
+            heads: config.num_attention_heads as usize,
+            kv_heads: config.num_key_value_heads as usize,
+            head_dim: config.head_dim as usize,
+            scale: 1.0 / f64::from(config.head_dim).sqrt(),
+            q: b.q.slice(0, t * q_size),
+            k: b.k.slice(0, t * kv_size),
+            v: b.v.slice(0, t * kv_size),
+            starts: None,
+            o: b.attended.slice(0, t * q_size),
+            lse: b.lse.slice(0, t * config.num_attention_heads as usize),
+        }
     }
 
     fn rope(&mut self, t: usize, x: Buffer, inverse: bool) {
@@ -510,24 +514,9 @@ impl Model {
         self.linear_backward(t, buffers, weights.o, gradients.o, false);
         let (dq, dk) = (scratch.dq.slice(0, t * q_size), scratch.dk.slice(0, t * kv_size));
         let dv = scratch.dv.slice(0, t * kv_size);
-        self.device.attention_backward(&AttentionBackward {
-            batch: t / self.sequence,
-            seq: self.sequence,
-            heads: self.config.num_attention_heads as usize,
-            kv_heads: self.config.num_key_value_heads as usize,
-            head_dim: self.config.head_dim as usize,
-            scale: self.attention_scale(),
-            q: b.q.slice(0, t * q_size),
-            k: b.k.slice(0, t * kv_size),
-            v: b.v.slice(0, t * kv_size),
-            starts: None,
-            o: attended,
-            lse: b.lse.slice(0, t * self.config.num_attention_heads as usize),
-            d_o: d_attended,
-            dq,
-            dk,
-            dv,
-        });
+        let forward = self.attention_op(layer, t);
+        let op = AttentionBackward { forward, d_o: d_attended, dq, dk, dv };
+        self.device.attention_backward(&op);
         self.rope(t, dq, true);
         self.rope(t, dk, true);
         self.clip_backward(layer, [dq, dk, dv]);

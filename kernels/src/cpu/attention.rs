@@ -26,14 +26,7 @@ impl CpuDevice {
         let starts: Option<&[u32]> = op.starts.map(|starts| views.read(starts));
         let o: &mut [T] = views.write(op.o);
         let lse: &mut [T] = views.write(op.lse);
-        let shape = Shape {
-            seq: op.seq,
-            heads: op.heads,
-            kv_heads: op.kv_heads,
-            head_dim: op.head_dim,
-            scale: T::of(op.scale),
-            starts,
-        };
+        let shape = Shape::new(op, starts);
         shape.check(op.batch, &[q, o], &[k, v], lse);
         let tokens = op.batch * op.seq;
         let work = tokens * op.seq * shape.query_row() / 2;
@@ -56,44 +49,38 @@ impl CpuDevice {
 
     pub(crate) fn attention_backward<T: GemmFloat>(&mut self, op: &AttentionBackward) {
         let (mut views, exec) = self.split();
-        let q: &[T] = views.read(op.q);
-        let k: &[T] = views.read(op.k);
-        let v: &[T] = views.read(op.v);
-        let starts: Option<&[u32]> = op.starts.map(|starts| views.read(starts));
-        let o: &[T] = views.read(op.o);
-        let lse: &[T] = views.read(op.lse);
+        let forward = &op.forward;
+        let q: &[T] = views.read(forward.q);
+        let k: &[T] = views.read(forward.k);
+        let v: &[T] = views.read(forward.v);
+        let starts: Option<&[u32]> = forward.starts.map(|starts| views.read(starts));
+        let o: &[T] = views.read(forward.o);
+        let lse: &[T] = views.read(forward.lse);
         let d_o: &[T] = views.read(op.d_o);
         let dq: &mut [T] = views.write(op.dq);
         let dk: &mut [T] = views.write(op.dk);
         let dv: &mut [T] = views.write(op.dv);
-        let shape = Shape {
-            seq: op.seq,
-            heads: op.heads,
-            kv_heads: op.kv_heads,
-            head_dim: op.head_dim,
-            scale: T::of(op.scale),
-            starts,
-        };
-        shape.check(op.batch, &[q, o, d_o, dq], &[k, v, dk, dv], lse);
+        let shape = Shape::new(forward, starts);
+        shape.check(forward.batch, &[q, o, d_o, dq], &[k, v, dk, dv], lse);
         dk.fill(T::ZERO);
         dv.fill(T::ZERO);
-        let tokens = op.batch * op.seq;
-        let group = op.heads / op.kv_heads;
-        let work = tokens * op.seq * shape.query_row();
+        let tokens = forward.batch * forward.seq;
+        let group = forward.heads / forward.kv_heads;
+        let work = tokens * forward.seq * shape.query_row();
         let mut jobs = Vec::new();
-        let dq = Target::new(dq, tokens, shape.query_row()).row_bands(op.seq);
-        let dk = Target::new(dk, tokens, shape.key_row()).row_bands(op.seq);
-        let dv = Target::new(dv, tokens, shape.key_row()).row_bands(op.seq);
+        let dq = Target::new(dq, tokens, shape.query_row()).row_bands(forward.seq);
+        let dk = Target::new(dk, tokens, shape.key_row()).row_bands(forward.seq);
+        let dv = Target::new(dv, tokens, shape.key_row()).row_bands(forward.seq);
         for (b, (dq, (dk, dv))) in dq.into_iter().zip(dk.into_iter().zip(dv)).enumerate() {
-            let dk = dk.column_bands(op.head_dim).into_iter().zip(dv.column_bands(op.head_dim));
-            let dq = dq.column_bands(group * op.head_dim);
+            let dk = dk.column_bands(forward.head_dim).into_iter().zip(dv.column_bands(forward.head_dim));
+            let dq = dq.column_bands(group * forward.head_dim);
             for (kv_head, (dq, (dk, dv))) in dq.into_iter().zip(dk).enumerate() {
-                jobs.push((b, kv_head, dq.column_bands(op.head_dim), dk, dv));
+                jobs.push((b, kv_head, dq.column_bands(forward.head_dim), dk, dv));
             }
         }
         exec.run(jobs, work, |(b, kv_head, dq, mut dk, mut dv)| {
             let mut dq: Vec<_> = dq.into_iter().map(|dq| dq.row_bands(QUERIES)).collect();
-            for index in 0..op.seq.div_ceil(QUERIES) {
+            for index in 0..forward.seq.div_ceil(QUERIES) {
                 for (member, dq) in dq.iter_mut().enumerate() {
                     let block = shape.block(b, kv_head * group + member, index);
                     let given = Given { q, k, v, o, d_o, lse };
@@ -130,7 +117,18 @@ struct Block {
     key_at: usize,
 }
 
-impl<T: Float> Shape<'_, T> {
+impl<'a, T: Float> Shape<'a, T> {
+    fn new(op: &Attention, starts: Option<&'a [u32]>) -> Shape<'a, T> {
+        Shape {
+            seq: op.seq,
+            heads: op.heads,
+            kv_heads: op.kv_heads,
+            head_dim: op.head_dim,
+            scale: T::of(op.scale),
+            starts,
+        }
+    }
+
     fn query_row(&self) -> usize {
         self.heads * self.head_dim
     }
