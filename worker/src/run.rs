@@ -26,6 +26,8 @@ use rustix::process::set_parent_process_death_signal;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::io::{self, BufRead, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -55,6 +57,21 @@ pub struct Bootstrap {
     pub authority: String,
     /// Shown to the operator alone.
     pub token: String,
+    /// In a pod: where the kubelet keeps a fresh token; read again for each leader.
+    #[serde(skip)]
+    pub token_file: Option<PathBuf>,
+    /// In a pod: its own address. Without it a free port of the loopback is taken.
+    #[serde(skip)]
+    pub listen: Option<SocketAddr>,
+}
+
+impl Bootstrap {
+    fn token(&self) -> io::Result<String> {
+        match &self.token_file {
+            None => Ok(self.token.clone()),
+            Some(file) => Ok(std::fs::read_to_string(file)?.trim_end().to_string()),
+        }
+    }
 }
 
 /// The worker's answer: one line of JSON on its standard output.
@@ -92,21 +109,22 @@ pub fn read_bootstrap(from: &mut impl BufRead) -> Result<Bootstrap, RunError> {
 }
 
 /// Runs a worker to its end and gives its exit code. `owner` ends when whoever started the worker
-/// does; `make` builds the trainer on the device's thread.
+/// does, a pod has none; `make` builds the trainer on the device's thread.
 ///
 /// # Errors
 /// When the worker could not even listen.
 pub fn run_with<A: Attempt>(
     bootstrap: Bootstrap,
-    owner: impl Read + Send + 'static,
+    owner: Option<impl Read + Send + 'static>,
     mut announce: impl Write,
     make: impl FnOnce() -> A + Send + 'static,
 ) -> Result<i32, RunError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let (happened, mut arrivals) = mpsc::channel(HAPPENED_MAX);
+        let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        let tcp = TcpListener::bind(bootstrap.listen.unwrap_or(loopback)).await?;
         let mut shell = Shell::new(bootstrap, happened.clone(), make)?;
-        let tcp = TcpListener::bind("127.0.0.1:0").await?;
         let announcement = Announcement { port: tcp.local_addr()?.port() };
         serde_json::to_writer(&mut announce, &announcement)?;
         announce.write_all(b"\n")?;
@@ -114,7 +132,9 @@ pub fn run_with<A: Attempt>(
         let (leaders, mut dialled) = mpsc::channel(1);
         let tls = shell.key.control_server(&shell.trust)?;
         tokio::spawn(listener::serve(tcp, tls, leaders, shell.data.offers()));
-        watch_owner(owner, happened)?;
+        if let Some(owner) = owner {
+            watch_owner(owner, happened)?;
+        }
         let mut signals = Signals::new()?;
         let mut tick = interval(Duration::from_millis(HEARTBEAT_MS));
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -141,7 +161,19 @@ pub fn from_stdin<A: Attempt>(make: impl FnOnce() -> A + Send + 'static) -> Exit
     let result = set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
         .map_err(|error| RunError::Io(error.into()))
         .and_then(|()| read_bootstrap(&mut io::stdin().lock()))
-        .and_then(|bootstrap| run_with(bootstrap, io::stdin(), io::stdout(), make));
+        .and_then(|bootstrap| run_with(bootstrap, Some(io::stdin()), io::stdout(), make));
+    conclude(result)
+}
+
+/// The life of a worker in a pod, which the kubelet starts and ends.
+pub fn in_pod<A: Attempt>(
+    bootstrap: Bootstrap,
+    make: impl FnOnce() -> A + Send + 'static,
+) -> ExitCode {
+    conclude(run_with(bootstrap, None::<io::Empty>, io::stdout(), make))
+}
+
+fn conclude(result: Result<i32, RunError>) -> ExitCode {
     match result {
         Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(1)),
         Err(error) => {
@@ -317,6 +349,11 @@ impl Shell {
 
     fn adopt(&mut self) {
         let Some(leader) = self.leader.take() else { return };
+        let token = self.bootstrap.token().unwrap_or_else(|error| {
+            // The leader refuses an empty one, and dials again.
+            tracing::error!(%error, file = ?self.bootstrap.token_file, "no token");
+            String::new()
+        });
         self.links += 1;
         let link = Link::start(self.links, leader.stream, self.happened.clone());
         // The stream before, if any, closes here.
@@ -324,7 +361,7 @@ impl Shell {
         let hello = Hello {
             version: PROTOCOL_VERSION,
             worker: self.bootstrap.worker.clone(),
-            token: self.bootstrap.token.clone(),
+            token,
             signing_request: self.key.signing_request.clone(),
             attempt: self.session.attempt(),
             digest: self.session.digest().to_string(),
@@ -512,6 +549,7 @@ mod tests {
             ("\n".to_string(), not),
             ("{}\n".to_string(), not),
             (format!("{}\n", good.replace("token", "tokens")), not),
+            (format!("{}\n", good.replace("token", "listen")), not),
         ] {
             assert_eq!(read(&text), expected, "{text:.80}");
         }

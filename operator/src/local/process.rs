@@ -100,6 +100,8 @@ impl Processes {
             job_uid: self.job_uid.clone(),
             authority: self.authority.clone(),
             token: self.secret.clone(),
+            token_file: None,
+            listen: None,
         };
         let mut first_line = serde_json::to_string(&bootstrap)?.into_bytes();
         first_line.push(b'\n');

@@ -114,10 +114,12 @@ pub fn start(name: &str, authority: &str, token: &str) -> Worker {
         job_uid: JOB.to_string(),
         authority: authority.to_string(),
         token: token.to_string(),
+        token_file: None,
+        listen: None,
     };
     let thread = std::thread::spawn(move || {
         let make = || Counting { total: 0, step: 0 };
-        run_with(bootstrap, watched, Announce(announce), make).expect("it listens")
+        run_with(bootstrap, Some(watched), Announce(announce), make).expect("it listens")
     });
     let mut line = Vec::new();
     while !line.ends_with(b"\n") {

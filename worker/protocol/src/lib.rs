@@ -23,6 +23,7 @@ pub mod memory;
 pub mod buffers;
 pub mod config;
 pub mod message;
+pub mod pod;
 pub mod checkpoint;
 
 pub mod report;

@@ -1,0 +1,16 @@
+//! What the operator writes into a worker's pod and the worker reads there.
+
+/// The worker's name: that of its pod.
+pub const ENV_WORKER: &str = "MOEJOB_WORKER";
+pub const ENV_JOB_UID: &str = "MOEJOB_JOB_UID";
+/// PEM of the operator's authority, and of its successor when there is one. Public.
+pub const ENV_AUTHORITY: &str = "MOEJOB_AUTHORITY";
+/// The pod's own address, by the downward API.
+pub const ENV_ADDRESS: &str = "MOEJOB_POD_IP";
+/// Of the worker's listener, at the pod's address.
+pub const PORT: u16 = 7777;
+/// Whom the projected service-account token is for.
+pub const TOKEN_AUDIENCE: &str = "moejob.dev";
+/// The volume of the token.
+pub const TOKEN_FOLDER: &str = "/var/run/secrets/moejob.dev";
+pub const TOKEN_FILE: &str = "/var/run/secrets/moejob.dev/token";
