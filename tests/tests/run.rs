@@ -9,7 +9,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 
 #[test]
 fn a_manifest_trains_to_a_checkpoint() {
-    let bench = Bench::small(60, 25, 1);
+    let bench = Bench::small(60, 15, 1);
     assert_eq!(bench.run(&[], LIMIT), Some(0), "{}", bench.output());
     let metrics = bench.metrics();
     assert_eq!(metrics.len(), 60);
@@ -20,13 +20,18 @@ fn a_manifest_trains_to_a_checkpoint() {
     assert!(last.loss < first.loss - 1.0, "{first:?} {last:?}");
     let held_out = last.validation_loss.expect("measured after the last step");
     assert!(held_out < 4.6, "{held_out}");
-    assert_eq!(bench.checkpoints(), ["step-00000025", "step-00000050", "step-00000060"]);
+    assert_eq!(bench.checkpoints(), ["step-00000030", "step-00000045", "step-00000060"]);
     let kinds: Vec<String> = (bench.events().iter())
         .map(|event| event["event"].as_str().unwrap_or_default().to_string())
         .collect();
     for kind in ["AttemptStarted", "WorkerStarted", "CheckpointCommitted", "JobCompleted"] {
         assert!(kinds.iter().any(|found| found == kind), "no {kind} in {kinds:?}");
     }
+    let removed = |event: &&serde_json::Value| event["event"] == "CheckpointRemoved";
+    let steps: Vec<_> = (bench.events().iter().filter(removed))
+        .map(|event| event["step"].as_u64())
+        .collect();
+    assert_eq!(steps, [Some(15)], "three are kept");
     let verify = bench.command(&["checkpoint", "verify", "runs/small/checkpoints/step-00000060"]);
     assert!(succeeds(verify), "verify");
     // Done is done: nothing is trained again.

@@ -12,6 +12,7 @@ use crate::step_end::StepEnd;
 use crate::trainer::{Stop, fail, record_failed, storage_failed, tokens_per_step};
 use crate::trainer_api::{AttemptEnd, Control, TrainerEvent};
 use moejob_protocol::WorkerConfig;
+use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::{Phase, Request};
 use moejob_protocol::report::{Detail, EventKind, StepReport};
@@ -276,8 +277,17 @@ impl Run<'_> {
             return Ok(());
         }
         self.committed = committed;
-        let name = moejob_protocol::checkpoint::directory_name(committed);
-        self.tell(EventKind::CheckpointCommitted, "Committed", name, committed)
+        let name = directory_name(committed);
+        self.tell(EventKind::CheckpointCommitted, "Committed", name, committed)?;
+        self.tell_removed()
+    }
+
+    /// On rank 0: checkpoints that made room for newer ones.
+    pub fn tell_removed(&mut self) -> Result<(), Stop> {
+        for step in self.writer.take_removed() {
+            self.tell(EventKind::CheckpointRemoved, "MoreThanKeep", directory_name(step), step)?;
+        }
+        Ok(())
     }
 
     fn tell(

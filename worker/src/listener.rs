@@ -15,9 +15,10 @@ use moejob_protocol::Down;
 use moejob_protocol::message::Frame;
 use rustls::ServerConfig;
 use rustls::server::Acceptor;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::future::Future;
 use std::io;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
@@ -32,6 +33,12 @@ use tokio_rustls::{LazyConfigAcceptor, StartHandshake};
 pub const HANDSHAKES_MAX: usize = 64;
 /// For handshake and first frame together.
 pub const HANDSHAKE_MS_MAX: u64 = 5_000;
+/// Connections that one address may open at once, and then each second. A rank of a large job is
+/// dialled by hundreds of peers, but by each of them a few times a second at most.
+pub const JOINS_BURST: u32 = 512;
+pub const JOINS_PER_SECOND: u32 = 64;
+/// Addresses whose joins are counted; the one that came longest ago is forgotten first.
+const SOURCES_MAX: usize = 1024;
 /// After an accept that failed, for want of file descriptors say.
 const ACCEPT_PAUSE_MS: u64 = 50;
 
@@ -70,8 +77,12 @@ pub async fn serve(
     data: DataOffers,
 ) {
     let mut pending = Pending::default();
+    let mut joins = Joins::default();
     loop {
         let tcp = match listener.accept().await {
+            // Closed before a byte is read: that costs microseconds, a handshake a thousand times
+            // as much.
+            Ok((_, from)) if !joins.admit(from.ip(), Instant::now()) => continue,
             Ok((tcp, _)) => tcp,
             Err(error) => {
                 tracing::debug!(%error, "accept failed");
@@ -123,6 +134,30 @@ async fn open(
     }
     let first = control::read_frame(&mut stream, Duration::from_millis(HANDSHAKE_MS_MAX)).await?;
     Ok(Some(LeaderStream { stream, first }))
+}
+
+/// How often each address may still come: a bucket of `JOINS_BURST`, filled again by
+/// `JOINS_PER_SECOND`.
+#[derive(Debug, Default)]
+pub struct Joins(HashMap<IpAddr, (Instant, f64)>);
+
+impl Joins {
+    /// Counts one connection, and gives whether it may go on.
+    pub fn admit(&mut self, from: IpAddr, now: Instant) -> bool {
+        if self.0.len() >= SOURCES_MAX && !self.0.contains_key(&from) {
+            let oldest = self.0.iter().min_by_key(|(_, (seen, _))| *seen).map(|(ip, _)| *ip);
+            oldest.map(|ip| self.0.remove(&ip));
+        }
+        let (seen, left) = self.0.entry(from).or_insert((now, f64::from(JOINS_BURST)));
+        let filled = now.duration_since(*seen).as_secs_f64() * f64::from(JOINS_PER_SECOND);
+        *seen = now;
+        *left = (*left + filled).min(f64::from(JOINS_BURST));
+        let admitted = *left >= 1.0;
+        if admitted {
+            *left -= 1.0;
+        }
+        admitted
+    }
 }
 
 /// Tasks of strangers: at most `HANDSHAKES_MAX`, the oldest makes room.

@@ -159,9 +159,9 @@ impl Trainer {
             run.writer.cancel();
             run.tell_commit(run.writer.progress().committed)?;
         }
-        let Run { writer, .. } = run;
         if ended.is_ok() {
-            writer.finish();
+            run.writer.finish();
+            run.tell_removed()?;
         }
         self.corpus = Some((config.data.clone(), config.training.clone(), corpus));
         ended

@@ -252,11 +252,11 @@ fn assemble(identity: &Identity, step: u64) -> std::io::Result<CheckpointManifes
     })
 }
 
-/// Removes all but the newest `keep` checkpoints that count; gives the names of those removed.
+/// Removes all but the newest `keep` checkpoints that count; gives the steps of those removed.
 ///
 /// # Errors
 /// Storage failed.
-pub fn prune(disk: &Disk, location: &Path, keep: u32) -> Result<Vec<String>, FenceError> {
+pub fn prune(disk: &Disk, location: &Path, keep: u32) -> Result<Vec<u64>, FenceError> {
     let io = |source| FenceError::Io { path: location.to_path_buf(), source };
     let claims = fence::claims(location)?;
     let mut counted: Vec<_> = list(location)
@@ -274,7 +274,7 @@ pub fn prune(disk: &Disk, location: &Path, keep: u32) -> Result<Vec<String>, Fen
         let gone = location.join(format!(".gone-{}", found.name));
         disk.rename(&found.path, &gone).map_err(io)?;
         disk.remove_directory(&gone).map_err(io)?;
-        removed.push(found.name);
+        removed.push(found.step);
     }
     Ok(removed)
 }
@@ -286,6 +286,8 @@ pub struct Progress {
     pub written: u64,
     /// Steps in the newest checkpoint committed.
     pub committed: u64,
+    /// Steps of the checkpoints removed since, as more than `keep`.
+    pub removed: Vec<u64>,
     pub error: Option<String>,
     pub fenced_by: Option<u32>,
 }
@@ -355,13 +357,18 @@ impl Writer {
         lock(&self.shared).progress.clone()
     }
 
+    /// The checkpoints removed since this was last asked.
+    pub fn take_removed(&self) -> Vec<u64> {
+        std::mem::take(&mut lock(&self.shared).progress.removed)
+    }
+
     /// From now on nothing is committed; what is committed already is told by `progress`.
     pub fn cancel(&self) {
         lock(&self.shared).cancelled = true;
     }
 
     /// Waits until everything asked for is done.
-    pub fn finish(mut self) {
+    pub fn finish(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
             // A panic there was reported as an error, or nothing was acknowledged.
@@ -421,6 +428,7 @@ fn commit_and_prune(
     if let Some(mut shared) = held.filter(|_| committed) {
         shared.progress.committed = step;
     }
-    prune(disk, &identity.location, identity.keep)?;
+    let removed = prune(disk, &identity.location, identity.keep)?;
+    lock(shared).progress.removed.extend(removed);
     Ok(())
 }
