@@ -318,7 +318,7 @@ impl Runner {
                 self.leader.send(name, self.tracker.observed.record.attempt, Down::Shutdown);
                 self.processes.stop(name, Duration::from_millis(*grace));
             }
-            Action::EndAttempt { .. } => {}
+            Action::EndAttempt { .. } | Action::NoteStop | Action::WithdrawStop => {}
             Action::RecordAttempt(gang) => {
                 let file = self.folder.file().clone();
                 self.folder.record(JobFile { attempt: gang.attempt, ..file })?;

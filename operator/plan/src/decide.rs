@@ -58,6 +58,10 @@ pub enum Action {
     LeaveAttempt { name: String, attempt: u32, reason: String },
     /// To every member of the attempt; `cause` is recorded with it.
     Request { attempt: u32, request: Request, cause: StopCause },
+    /// The job is to stop: the time that it has to save its state begins.
+    NoteStop,
+    /// The job is no longer to stop: that time is over, and a suspended job is open again.
+    WithdrawStop,
     Finish(Outcome),
 }
 
@@ -84,6 +88,7 @@ impl<'o> Planner<'o> {
             self.act(Action::Finish(outcome));
             return self.stop_everything();
         }
+        self.note_stop();
         self.kill_the_silent();
         self.release_strays();
         match self.observed.gang() {
@@ -150,6 +155,27 @@ impl<'o> Planner<'o> {
         };
         let interrupted = halting == StopCause::Interrupt;
         over.then_some(if interrupted { Outcome::Interrupted } else { Outcome::Suspended })
+    }
+
+    /// The clock of a wish to stop begins when it is first seen and ends when it is taken back, so
+    /// that one that comes later has its own time.
+    fn note_stop(&mut self) {
+        let record = &self.observed.record;
+        let asked = self.observed.gang().and_then(|gang| gang.stop_requested);
+        let stands = asked.is_some_and(|(cause, _)| cause.halts())
+            || record.stopping_since.is_some()
+            || record.outcome == Some(Outcome::Suspended);
+        match self.observed.halting() {
+            None if stands => {
+                self.why("go on: the job is no longer to stop".to_string());
+                self.act(Action::WithdrawStop);
+            }
+            Some(cause) if record.stopping_since.is_none() => {
+                self.why(format!("the job is to stop: {cause:?}"));
+                self.act(Action::NoteStop);
+            }
+            _ => {}
+        }
     }
 
     fn restarts_in_window(&self) -> u32 {

@@ -104,7 +104,7 @@ pub struct Record {
     pub layouts: Vec<(u32, Layout)>,
     /// When unplanned losses ended an attempt.
     pub restarts: Vec<Millis>,
-    /// When the job was first asked to stop, if the newest attempt is or was to save its state.
+    /// When the job was asked to stop, unless that has been taken back.
     pub stopping_since: Option<Millis>,
     /// Newest step that any attempt has done, and when.
     pub step: u64,
@@ -144,6 +144,8 @@ pub enum StopCause {
     Shrink,
     Suspend,
     Interrupt,
+    /// A suspend that was taken back. The gang may stop all the same, and the next one goes on.
+    Withdrawn,
 }
 
 impl StopCause {

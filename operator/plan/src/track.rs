@@ -4,7 +4,7 @@
 //! should be told.
 
 use crate::decide::Action;
-use crate::observed::{Millis, Observed, Outcome, Stored, Worker, WorkerState};
+use crate::observed::{Millis, Observed, Outcome, StopCause, Stored, Worker, WorkerState};
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{Hello, LeftReason, Up};
 use moejob_protocol::report::{Detail, Event, EventKind};
@@ -79,10 +79,6 @@ impl Tracker {
             }
             Action::EndAttempt { unplanned, cause, .. } => self.end(*unplanned, cause, now),
             Action::RecordAttempt(gang) => {
-                self.resume_suspended();
-                let halting = self.observed.halting().is_some();
-                let since = &mut self.observed.record.stopping_since;
-                *since = since.or(Some(now)).filter(|_| halting);
                 self.observed.record.attempt = gang.attempt;
                 self.observed.record.gang = Some((**gang).clone());
                 self.step_times.clear();
@@ -118,16 +114,14 @@ impl Tracker {
                 if let Some(gang) = &mut record.gang {
                     gang.stop_requested = Some((*cause, now));
                 }
-                if cause.halts() {
-                    record.stopping_since.get_or_insert(now);
-                }
             }
+            Action::NoteStop => self.observed.record.stopping_since = Some(now),
+            Action::WithdrawStop => self.withdraw_stop(),
             Action::Finish(outcome) => self.observed.record.outcome = Some(outcome.clone()),
         }
     }
 
     fn started(&mut self, name: &str, node: &str, now: Millis) {
-        self.resume_suspended();
         self.observed.record.births += 1;
         self.observed.workers.push(Worker {
             name: name.to_string(),
@@ -151,10 +145,15 @@ impl Tracker {
         }
     }
 
-    /// A suspended job goes on: what it ends with is open again.
-    fn resume_suspended(&mut self) {
-        let outcome = &mut self.observed.record.outcome;
-        outcome.take_if(|outcome| *outcome == Outcome::Suspended);
+    /// What a gang was asked for cannot be taken back, only that nothing shall follow it.
+    fn withdraw_stop(&mut self) {
+        let record = &mut self.observed.record;
+        record.stopping_since = None;
+        record.outcome.take_if(|outcome| *outcome == Outcome::Suspended);
+        let asked = record.gang.as_mut().and_then(|gang| gang.stop_requested.as_mut());
+        if let Some((cause, _)) = asked.filter(|(cause, _)| cause.halts()) {
+            *cause = StopCause::Withdrawn;
+        }
     }
 
     fn end(&mut self, unplanned: bool, cause: &str, now: Millis) {

@@ -162,7 +162,7 @@ fn go_on_until_over(world: &mut World) {
 /// others.
 fn seed() -> RngSeed {
     let asked = std::env::var("PROPTEST_RNG_SEED").ok().and_then(|seed| seed.parse().ok());
-    asked.unwrap_or(RngSeed::Fixed(2))
+    asked.unwrap_or(RngSeed::Fixed(1))
 }
 
 proptest! {
@@ -235,7 +235,7 @@ proptest! {
             prop_assert!(world.now < began + 400_000, "{:#?}", world.tracker);
         }
         if world.outcome() == Some(&Outcome::Interrupted) {
-            let stored = world.observed().stored.as_ref().map_or(0, |stored| stored.step);
+            let stored = world.committed.last().copied().unwrap_or(0);
             prop_assert!(!heals || stored >= whole, "step {whole} was whole, {stored} is stored");
             world.settle();
             let stays = |worker: &&Worker| !worker.stopping && !worker.is_dead();

@@ -8,9 +8,8 @@
 mod world;
 
 use moejob_plan::decide::{Action, Plan};
-use moejob_plan::observed::{Stored, WorkerState};
+use moejob_plan::observed::WorkerState;
 use moejob_plan::track::Happening;
-use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::LeftReason;
 use std::fmt::Write;
@@ -114,6 +113,12 @@ fn happen(world: &mut World, words: &[&str], out: &mut String) -> Vec<Plan> {
         ["connect", names @ ..] => names.iter().for_each(|name| {
             assert!(world.connect(name), "{name} cannot connect");
         }),
+        // What the workers say of it does not reach the leader yet.
+        ["step", "unheard"] => {
+            world.now += 100;
+            assert!(world.step(), "no gang can do a step");
+            return world.decide();
+        }
         ["step" | "steps", ..] => {
             let mut plans = Vec::new();
             for _ in 0..number(1) {
@@ -172,11 +177,7 @@ fn observe(world: &mut World, words: &[&str]) {
     let number = |index: usize| -> u64 { words[index].parse().expect("a number") };
     match words {
         ["set", settings @ ..] => set(world, settings),
-        ["stored", _] => {
-            let step = number(1);
-            world.tracker.observed.stored = Some(Stored { step, name: directory_name(step) });
-            world.done = world.done.max(step);
-        }
+        ["stored", _] => world.store(number(1)),
         ["interrupt"] => world.tracker.observed.interrupt = true,
         ["suspend"] => world.tracker.observed.wanted.suspend = true,
         ["resume"] => world.tracker.observed.wanted.suspend = false,
@@ -266,6 +267,8 @@ fn actions(plan: &Plan) -> String {
                 let save = if request.checkpoint_now { ", with a checkpoint" } else { "" };
                 format!("ask attempt {attempt} to stop for {cause:?}{save}")
             }
+            Action::NoteStop => "the wish to stop is noted".to_string(),
+            Action::WithdrawStop => "the wish to stop is withdrawn".to_string(),
             Action::Finish(outcome) => format!("finish: {outcome:?}"),
         };
         writeln!(out, "  - {line}").expect("a string");

@@ -91,12 +91,9 @@ impl<'o> Planner<'o> {
     }
 
     /// The job is to stop between two attempts: can another one save what is newer in memory than
-    /// in storage? A bounded time after the last attempt's end it is too late.
+    /// in storage? A bounded time after it was asked to stop it is too late.
     pub(super) fn can_save(&mut self) -> bool {
-        let Some(gang) = &self.observed.record.gang else {
-            return false;
-        };
-        let since = self.observed.record.stopping_since.or(gang.ended).unwrap_or(gang.started_at);
+        let since = self.observed.record.stopping_since.unwrap_or(self.now);
         let deadline = since + STOP_TIMEOUT;
         let candidates: Vec<&Worker> = self.candidates().collect();
         let step = choose(self.observed, &candidates, candidates.len()).resume.step();

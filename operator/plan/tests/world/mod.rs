@@ -12,9 +12,10 @@ pub mod sim;
 use moejob_plan::check::check;
 use moejob_plan::decide::{Action, Plan, plan};
 use moejob_plan::observed::{
-    Millis, Node, Observed, Outcome, Record, Size, Wanted, Worker, WorkerState,
+    Millis, Node, Observed, Outcome, Record, Size, Stored, Wanted, Worker, WorkerState,
 };
 use moejob_plan::track::{Happening, Tracker};
+use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::{Resume, WorkerConfig};
 use moejob_protocol::message::{Heartbeat, Hello, LeftReason, Phase, Up};
 use moejob_protocol::{Layout, Mesh};
@@ -76,6 +77,9 @@ pub struct World {
     pub done: u64,
     /// Highest attempt that has made its claim in storage.
     claimed: u32,
+    /// Steps of the checkpoints that lie in storage and count, ascending: the truth, of which the
+    /// leader may not have heard.
+    pub committed: Vec<u64>,
     pub restarts_of_leader: u32,
     pub happenings: Vec<Happening>,
 }
@@ -122,6 +126,7 @@ impl World {
             gangs: BTreeMap::new(),
             done: 0,
             claimed: 0,
+            committed: Vec::new(),
             restarts_of_leader: 0,
             happenings: Vec::new(),
         }
@@ -190,7 +195,10 @@ impl World {
                     sim.end(None);
                 }
             }
-            Action::EndAttempt { .. } | Action::Finish(_) => {}
+            Action::EndAttempt { .. }
+            | Action::NoteStop
+            | Action::WithdrawStop
+            | Action::Finish(_) => {}
             Action::RecordAttempt(gang) => self.assert_nothing_is_skipped(gang.resumed_at),
             Action::Configure { name, config } => {
                 self.assert_sources_hold(config);
@@ -418,8 +426,12 @@ impl World {
             members.iter().for_each(|name| self.kill(name, Some(75)));
             return true;
         }
-        self.claimed = attempt;
         let gang = self.gangs.get_mut(&attempt).expect("a running gang was configured");
+        if attempt > self.claimed {
+            // Its claim: what is newer than its start no longer counts.
+            self.committed.retain(|step| *step <= gang.step);
+        }
+        self.claimed = attempt;
         if !gang.joined {
             gang.joined = true;
             let step = gang.step;
@@ -441,6 +453,7 @@ impl World {
         rank_0.up.push_back((attempt, step_report(step, attempt)));
         if save || complete || step % self.setup.checkpoint_every == 0 {
             rank_0.up.push_back((attempt, Up::Event(committed(step, attempt))));
+            self.committed.push(step);
         }
         for (rank, name) in (0u32..).zip(&members) {
             let sim = self.sims.get_mut(name).expect("members are there");
@@ -487,7 +500,16 @@ impl World {
             }
         }
         // What was committed is read from the storage, not from messages.
+        let newest = self.committed.last();
+        observed.stored = newest.map(|step| Stored { step: *step, name: directory_name(*step) });
         self.tracker = Tracker::new(observed);
+    }
+
+    /// A checkpoint lies in storage, and the leader knows of it.
+    pub fn store(&mut self, step: u64) {
+        self.committed.push(step);
+        self.done = self.done.max(step);
+        self.tracker.observed.stored = Some(Stored { step, name: directory_name(step) });
     }
 
     /// What was cut off, stopped or hung goes on, unless it was to end meanwhile.
