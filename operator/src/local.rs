@@ -15,6 +15,7 @@ use crate::authority::Authority;
 use crate::control::{Leader, LeaderEvent};
 use crate::progress::Progress;
 use folder::{Folder, FolderError, JobFile};
+use moe_worker::affinity::Share;
 use moe_worker::checkpoint::{self, Refusal};
 use moe_worker::records::{self, Records};
 use moejob_plan::decide::{Action, plan};
@@ -305,8 +306,9 @@ impl Runner {
             Action::StartWorker { name, node } => {
                 let sender = self.sender.clone();
                 let of = name.clone();
+                let share = self.share(node);
                 self.processes
-                    .start(name, node, move |event| {
+                    .start(name, node, share, move |event| {
                         let (sender, of) = (sender.clone(), of.clone());
                         async move {
                             let _ = sender.send(Event::Process(of, event)).await;
@@ -348,6 +350,13 @@ impl Runner {
             Action::Finish(outcome) => self.record_outcome(outcome),
         }
         Ok(())
+    }
+
+    /// All nodes of a local run are this machine.
+    fn share(&self, node: &str) -> Share {
+        let nodes = &self.tracker.observed.nodes;
+        let index = nodes.iter().position(|of| of.name == node).unwrap_or_default();
+        Share { index: index as u32, of: nodes.len() as u32 }
     }
 
     fn announce(&mut self, name: &str, config: &WorkerConfig) {

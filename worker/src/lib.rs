@@ -26,6 +26,7 @@ pub mod fence;
 pub mod checkpoint;
 pub mod step_end;
 pub mod step;
+pub mod affinity;
 mod attempt;
 pub mod trainer;
 pub mod process;

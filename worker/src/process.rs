@@ -1,5 +1,6 @@
 //! The process of a worker: `moe-worker`, and the same code as `moejob worker`.
 
+use crate::affinity::Share;
 use crate::comm::Comm;
 use crate::run::{Attempt, Bootstrap, from_stdin, in_pod};
 use crate::trainer::Trainer;
@@ -53,6 +54,7 @@ fn from_environment(
             token: String::new(),
             token_file: Some(PathBuf::from(pod::TOKEN_FILE)),
             listen: Some(SocketAddr::new(address, pod::PORT)),
+            share: Share::default(),
         })
     };
     Some(read())

@@ -13,6 +13,7 @@ mod link;
 
 pub use device::Attempt;
 
+use crate::affinity::{self, Share};
 use crate::comm::{AbortHandle, Comm, DataPlane, Join, JoinError};
 use crate::listener::{self, LeaderStream, chain};
 use crate::session::{Effect, Event, Session};
@@ -63,6 +64,9 @@ pub struct Bootstrap {
     /// In a pod: its own address. Without it a free port of the loopback is taken.
     #[serde(skip)]
     pub listen: Option<SocketAddr>,
+    /// Among the workers of this machine.
+    #[serde(default)]
+    pub share: Share,
 }
 
 impl Bootstrap {
@@ -119,6 +123,7 @@ pub fn run_with<A: Attempt>(
     mut announce: impl Write,
     make: impl FnOnce() -> A + Send + 'static,
 ) -> Result<i32, RunError> {
+    take_share(bootstrap.share);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let (happened, mut arrivals) = mpsc::channel(HAPPENED_MAX);
@@ -180,6 +185,19 @@ fn conclude(result: Result<i32, RunError>) -> ExitCode {
             eprintln!("moe-worker: {}", chain(&error));
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Before any other thread exists. A worker that cannot be bound is slower, and right.
+fn take_share(share: Share) {
+    let bound = affinity::machine().and_then(|machine| {
+        let cpus = affinity::share(&machine, share);
+        cpus.as_deref().map(affinity::bind).transpose().map(|_| cpus)
+    });
+    match bound {
+        Ok(Some(cpus)) => tracing::info!(?cpus, "bound"),
+        Ok(None) => {}
+        Err(error) => tracing::warn!(%error, ?share, "cannot be bound to processors"),
     }
 }
 

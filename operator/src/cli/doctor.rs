@@ -1,6 +1,7 @@
 //! `moejob doctor`: what this machine has, what it lacks, and how to get it.
 
 use clap::Args;
+use moe_worker::affinity::{self, Gpu, NumaNode};
 use moejob_kernels::{Isa, cuda};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -26,6 +27,7 @@ struct Line {
 
 pub fn run(args: &DoctorArgs) -> ExitCode {
     let mut lines = vec![processor(), memory(), storage(&args.dir)];
+    lines.extend(numa());
     lines.extend(cuda::inspect().into_iter().map(|inspection| Line {
         name: inspection.name,
         found: inspection.found,
@@ -78,6 +80,22 @@ fn memory() -> Line {
     };
     let advice = found.is_none().then(|| "/proc/meminfo cannot be read".to_string());
     Line { name: "memory".to_string(), found, advice, needed: true }
+}
+
+/// Where processors and GPUs lie: workers of one machine are kept apart by this.
+fn numa() -> Vec<Line> {
+    let line = |name: String, found| Line { name, found: Some(found), advice: None, needed: false };
+    let nodes = affinity::machine().unwrap_or_default().nodes;
+    let node = |node: &NumaNode| {
+        line(format!("NUMA node {}", node.id), format!("{} processors", node.cpus.len()))
+    };
+    let gpu = |gpu: Gpu| {
+        let node = gpu.numa_node.map_or("unknown".to_string(), |node| node.to_string());
+        let nic = gpu.nearest_nic.unwrap_or("none".to_string());
+        line(gpu.pci, format!("GPU on NUMA node {node}, nearest network adapter {nic}"))
+    };
+    let gpus = affinity::gpus(Path::new("/sys")).into_iter().map(gpu);
+    nodes.iter().map(node).chain(gpus).collect()
 }
 
 /// Whether runs can be written where they are to lie, and how much room there is.

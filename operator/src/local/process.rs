@@ -2,6 +2,7 @@
 
 use super::folder::Folder;
 use crate::authority::Authority;
+use moe_worker::affinity::Share;
 use moe_worker::run::Bootstrap;
 use std::collections::HashMap;
 use std::future::Future;
@@ -77,7 +78,13 @@ impl Processes {
     }
 
     /// Starts `moejob worker` and reports its port and its end through `tell`.
-    pub fn start<Tell, Told>(&mut self, name: &str, node: &str, tell: Tell) -> std::io::Result<()>
+    pub fn start<Tell, Told>(
+        &mut self,
+        name: &str,
+        node: &str,
+        share: Share,
+        tell: Tell,
+    ) -> std::io::Result<()>
     where
         Tell: Fn(ProcessEvent) -> Told + Send + Sync + 'static,
         Told: Future<Output = ()> + Send,
@@ -102,6 +109,7 @@ impl Processes {
             token: self.secret.clone(),
             token_file: None,
             listen: None,
+            share,
         };
         let mut first_line = serde_json::to_string(&bootstrap)?.into_bytes();
         first_line.push(b'\n');

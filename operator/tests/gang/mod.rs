@@ -1,6 +1,7 @@
 //! Workers as threads of the test, with a trainer that only exchanges, and their leader.
 #![allow(dead_code)]
 
+use moe_worker::affinity::Share;
 use moe_worker::comm::Comm;
 use moe_worker::run::{Announcement, Attempt, Bootstrap, run_with};
 use moe_worker::trainer_api::{AttemptEnd, Control, TrainerEvent};
@@ -116,6 +117,7 @@ pub fn start(name: &str, authority: &str, token: &str) -> Worker {
         token: token.to_string(),
         token_file: None,
         listen: None,
+        share: Share::default(),
     };
     let thread = std::thread::spawn(move || {
         let make = || Counting { total: 0, step: 0 };
