@@ -9,10 +9,13 @@ use rcgen::{
     DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, SanType,
 };
 use rustls::ClientConfig;
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
 use std::io::Read;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
+use x509_parser::prelude::{FromDer, X509Certificate};
 
 /// Of a leaf. The stream renews it long before.
 const LEAF_LIFETIME: Duration = Duration::from_secs(24 * 3600);
@@ -35,6 +38,8 @@ pub enum AuthorityError {
     RequestSize { found: usize },
     #[error("{found} cannot stand in a certificate's name")]
     Name { found: String },
+    #[error("not a certificate")]
+    Unreadable,
 }
 
 pub struct Authority {
@@ -52,10 +57,7 @@ impl Authority {
     /// # Errors
     /// When the system gives no randomness.
     pub fn new() -> Result<Authority, AuthorityError> {
-        let key = KeyPair::generate()?;
-        let mut params = named("moejob authority", AUTHORITY_LIFETIME);
-        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
-        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+        let (params, key) = root()?;
         let certificate = params.self_signed(&key)?.pem();
         Authority::of(Issuer::new(params, key), certificate)
     }
@@ -120,6 +122,33 @@ impl Authority {
         let params = leaf(&identity, LEAF_LIFETIME)?;
         Ok(params.signed_by(&key, &self.issuer)?.pem())
     }
+}
+
+/// The certificate and key of a new authority; PEM.
+///
+/// # Errors
+/// When the system gives no randomness.
+pub fn new_pem() -> Result<(String, String), AuthorityError> {
+    let (params, key) = root()?;
+    Ok((params.self_signed(&key)?.pem(), key.serialize_pem()))
+}
+
+/// The end of a certificate's life, in seconds since 1970.
+///
+/// # Errors
+/// When the text is not a certificate.
+pub fn ends_at(certificate: &str) -> Result<i64, AuthorityError> {
+    let der = CertificateDer::from_pem_slice(certificate.as_bytes());
+    let der = der.map_err(|_| AuthorityError::Unreadable)?;
+    let (_, parsed) = X509Certificate::from_der(&der).map_err(|_| AuthorityError::Unreadable)?;
+    Ok(parsed.validity().not_after.timestamp())
+}
+
+fn root() -> Result<(CertificateParams, KeyPair), AuthorityError> {
+    let mut params = named("moejob authority", AUTHORITY_LIFETIME);
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+    Ok((params, KeyPair::generate()?))
 }
 
 /// The key that a request asks a certificate for, after its signature has verified.

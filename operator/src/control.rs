@@ -9,6 +9,7 @@
 //! are of the monotonic clock.
 
 use crate::authority::{Authority, AuthorityError, requested_key};
+use crate::identity::{PodIdentity, ReviewError, Reviewer};
 use moe_worker::control::{FrameError, read_frame, write_frame};
 use moe_worker::listener::chain;
 use moe_worker::tls::{public_key, server_name};
@@ -53,6 +54,17 @@ pub enum LeaderEvent {
 pub enum Verifier {
     /// The secret that was handed to its process at spawn.
     Local { secret: String },
+    /// The token that the kubelet gave to its pod, judged by the API server.
+    TokenReview { reviewer: Reviewer, pod: PodIdentity },
+}
+
+/// What happened on a stream, and whose it is.
+#[derive(Debug)]
+pub struct Told {
+    pub job_uid: Arc<str>,
+    name: String,
+    stream: u64,
+    event: LeaderEvent,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -69,6 +81,8 @@ enum StreamError {
     Name { found: String },
     #[error("its token is not the one it was given")]
     Token,
+    #[error("its token")]
+    Review(#[from] ReviewError),
     #[error("its signing request was refused")]
     Request(#[from] AuthorityError),
     #[error("its signing request is for another key than its connection's")]
@@ -81,15 +95,16 @@ enum StreamError {
 
 /// All control streams of one job.
 pub struct Leader {
-    authority: Authority,
-    job_uid: String,
+    authority: Arc<Authority>,
+    job_uid: Arc<str>,
     term: u64,
     heartbeat_timeout: Duration,
     links: HashMap<String, Link>,
     /// Streams so far: events of an older stream of a worker are dropped.
     streams: u64,
     sender: mpsc::Sender<Told>,
-    receiver: mpsc::Receiver<Told>,
+    /// None when another channel than its own is read for it.
+    receiver: Option<mpsc::Receiver<Told>>,
 }
 
 struct Link {
@@ -106,39 +121,58 @@ impl Drop for Link {
     }
 }
 
-struct Told {
-    name: String,
-    stream: u64,
-    event: LeaderEvent,
-}
-
 impl Leader {
     /// A leader of its own term: a local run has no other.
-    pub fn new(authority: Authority, job_uid: String, heartbeat_timeout: Duration) -> Leader {
+    pub fn new(
+        authority: impl Into<Arc<Authority>>,
+        job_uid: String,
+        heartbeat_timeout: Duration,
+    ) -> Leader {
         Leader::of_term(authority, job_uid, heartbeat_timeout, 1)
     }
 
     pub fn of_term(
-        authority: Authority,
+        authority: impl Into<Arc<Authority>>,
         job_uid: String,
         heartbeat_timeout: Duration,
         term: u64,
     ) -> Leader {
         let (sender, receiver) = mpsc::channel(EVENTS_MAX);
-        let links = HashMap::new();
-        Leader { authority, job_uid, term, heartbeat_timeout, links, streams: 0, sender, receiver }
+        let mut leader =
+            Leader::telling(authority.into(), &job_uid, heartbeat_timeout, term, sender);
+        leader.receiver = Some(receiver);
+        leader
+    }
+
+    /// One of many, whose happenings go through one channel; the reader hands them to `accept`.
+    pub fn telling(
+        authority: Arc<Authority>,
+        job_uid: &str,
+        heartbeat_timeout: Duration,
+        term: u64,
+        sender: mpsc::Sender<Told>,
+    ) -> Leader {
+        let (links, job_uid) = (HashMap::new(), Arc::from(job_uid));
+        let (streams, receiver) = (0, None);
+        Leader { authority, job_uid, term, heartbeat_timeout, links, streams, sender, receiver }
     }
 
     /// Opens a stream to a worker's listener, in place of an older one.
     pub fn dial(&mut self, name: &str, address: &str, secret: &str) {
+        self.dial_by(name, address, Verifier::Local { secret: secret.to_string() });
+    }
+
+    /// The same, with any proof.
+    pub fn dial_by(&mut self, name: &str, address: &str, verifier: Verifier) {
         self.streams += 1;
         let (orders, queue) = mpsc::channel(ORDERS_MAX);
         let attendant = Attendant {
+            job_uid: Arc::clone(&self.job_uid),
             name: name.to_string(),
             stream: self.streams,
             term: self.term,
             address: address.to_string(),
-            verifier: Verifier::Local { secret: secret.to_string() },
+            verifier,
             client: self.authority.client(),
             heartbeat_timeout: self.heartbeat_timeout,
             events: self.sender.clone(),
@@ -148,23 +182,38 @@ impl Leader {
         self.links.insert(name.to_string(), link);
     }
 
+    pub fn set_heartbeat_timeout(&mut self, heartbeat_timeout: Duration) {
+        self.heartbeat_timeout = heartbeat_timeout;
+    }
+
+    /// Whether there is a stream to it, or one is being opened.
+    pub fn is_linked(&self, name: &str) -> bool {
+        self.links.contains_key(name)
+    }
+
     /// The next event of any worker. Cancel-safe.
     pub async fn next_event(&mut self) -> (String, LeaderEvent) {
         loop {
-            let told = self.receiver.recv().await.expect("this leader holds a sender");
-            let Told { name, stream, event } = told;
-            let Some(link) = self.links.get_mut(&name).filter(|link| link.stream == stream) else {
-                continue;
-            };
-            match &event {
-                LeaderEvent::Connected(hello) => {
-                    link.signing_request = Some(hello.signing_request.clone());
-                }
-                LeaderEvent::Closed { .. } => drop(self.links.remove(&name)),
-                LeaderEvent::Up { .. } | LeaderEvent::Silent => {}
+            let receiver = self.receiver.as_mut().expect("it reads its own channel");
+            let told = receiver.recv().await.expect("this leader holds a sender");
+            if let Some(event) = self.accept(told) {
+                return event;
             }
-            return (name, event);
         }
+    }
+
+    /// None when a newer stream has taken the place of the one that told it.
+    pub fn accept(&mut self, told: Told) -> Option<(String, LeaderEvent)> {
+        let Told { name, stream, event, .. } = told;
+        let link = self.links.get_mut(&name).filter(|link| link.stream == stream)?;
+        match &event {
+            LeaderEvent::Connected(hello) => {
+                link.signing_request = Some(hello.signing_request.clone());
+            }
+            LeaderEvent::Closed { .. } => drop(self.links.remove(&name)),
+            LeaderEvent::Up { .. } | LeaderEvent::Silent => {}
+        }
+        Some((name, event))
     }
 
     /// Sends a worker its certificate for the attempt, and then its configuration.
@@ -205,7 +254,8 @@ impl Leader {
         let Some(link) = self.links.get(name) else { return };
         link.task.abort();
         let (sender, stream) = (self.sender.clone(), link.stream);
-        let told = Told { name: name.into(), stream, event: LeaderEvent::Closed { reason } };
+        let (job_uid, event) = (Arc::clone(&self.job_uid), LeaderEvent::Closed { reason });
+        let told = Told { job_uid, name: name.into(), stream, event };
         // The queue may be full; this loop is the one that empties it.
         tokio::spawn(async move { sender.send(told).await });
     }
@@ -213,6 +263,7 @@ impl Leader {
 
 /// The task of one stream.
 struct Attendant {
+    job_uid: Arc<str>,
     name: String,
     stream: u64,
     term: u64,
@@ -233,7 +284,8 @@ impl Attendant {
     }
 
     async fn tell(&self, event: LeaderEvent) {
-        let told = Told { name: self.name.clone(), stream: self.stream, event };
+        let (job_uid, name) = (Arc::clone(&self.job_uid), self.name.clone());
+        let told = Told { job_uid, name, stream: self.stream, event };
         // Without a receiver the leader is gone, and this task with it.
         let _ = self.events.send(told).await;
     }
@@ -289,18 +341,19 @@ impl Attendant {
         let Up::Hello(mut hello) = frame.body else { return Err(StreamError::Order) };
         let certificates = stream.get_ref().1.peer_certificates();
         let key = certificates.and_then(<[_]>::first).and_then(public_key);
-        self.verify(&hello, key)?;
+        self.verify(&hello, key).await?;
         hello.token.clear();
         Ok((stream, hello))
     }
 
-    fn verify(&self, hello: &Hello, key: Option<Vec<u8>>) -> Result<(), StreamError> {
+    async fn verify(&self, hello: &Hello, key: Option<Vec<u8>>) -> Result<(), StreamError> {
         if hello.version != PROTOCOL_VERSION {
             return Err(StreamError::Version { found: hello.version });
         }
         match &self.verifier {
             Verifier::Local { secret } if equal(secret, &hello.token) => {}
             Verifier::Local { .. } => return Err(StreamError::Token),
+            Verifier::TokenReview { reviewer, pod } => reviewer.review(&hello.token, pod).await?,
         }
         if hello.worker != self.name {
             return Err(StreamError::Name { found: hello.worker.clone() });

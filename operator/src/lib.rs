@@ -9,4 +9,5 @@ pub mod cli;
 pub mod local;
 pub mod control;
 pub mod authority;
+pub mod identity;
 pub mod progress;

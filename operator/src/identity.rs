@@ -1,0 +1,336 @@
+//! Who the operator is to its workers, and which of the pods that knock are its own.
+//!
+//! ```text
+//! Secret moejob-authority -> Keyring -> Authority (signs leaves), seals on pods
+//! token of a pod -> TokenReview -> the pod's uid, name and node, compared with what was dialled
+//! ```
+
+use crate::authority::{self, AuthorityError};
+use k8s_openapi::ByteString;
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, UserInfo};
+use kube::api::{Api, PostParams};
+use moejob_protocol::pod::TOKEN_AUDIENCE;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
+
+/// Reviews under way at once; a gang of 512 does not flood the API server.
+const REVIEWS_MAX: usize = 64;
+const REVIEW_MS_MAX: u64 = 4_000;
+/// A kubelet's token is about a tenth of this.
+const TOKEN_BYTES_MAX: usize = 16 << 10;
+
+const DAY_S: i64 = 24 * 3600;
+/// So long before its end an authority gets a successor, which new pods trust as well.
+const SUCCESSOR_S: i64 = 60 * DAY_S;
+/// So long before its end the successor takes over: every pod that is younger than the difference
+/// of the two trusts it by then.
+const TAKEOVER_S: i64 = 30 * DAY_S;
+
+/// What lies in the Secret.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Keyring {
+    certificate: String,
+    key: String,
+    /// Certificate and key of the next authority.
+    successor: Option<(String, String)>,
+    /// Key of the seals, in hex.
+    seal: String,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum IdentityError {
+    #[error("the Secret's {field} is {what}; delete the Secret's data, and the operator makes anew")]
+    Damaged { field: &'static str, what: &'static str },
+    #[error("the authority")]
+    Authority(#[from] AuthorityError),
+}
+
+impl Keyring {
+    /// # Errors
+    /// When the system gives no randomness.
+    pub fn new() -> Result<Keyring, IdentityError> {
+        let (certificate, key) = authority::new_pem()?;
+        // Nobody knows the private key, so nobody knows its hash.
+        let seal = blake3::derive_key("moejob.dev seal of pods", key.as_bytes());
+        let seal = blake3::Hash::from_bytes(seal).to_hex().to_string();
+        Ok(Keyring { certificate, key, successor: None, seal })
+    }
+
+    /// None when the Secret is as `manifests/` ships it: empty.
+    ///
+    /// # Errors
+    /// `Damaged`.
+    pub fn read(
+        data: &BTreeMap<String, ByteString>,
+    ) -> Result<Option<Keyring>, IdentityError> {
+        if data.is_empty() {
+            return Ok(None);
+        }
+        let text = |field: &'static str| match data.get(field) {
+            None => Err(IdentityError::Damaged { field, what: "missing" }),
+            Some(bytes) => String::from_utf8(bytes.0.clone())
+                .map_err(|_| IdentityError::Damaged { field, what: "no text" }),
+        };
+        let successor = match data.contains_key("successor.crt") {
+            true => Some((text("successor.crt")?, text("successor.key")?)),
+            false => None,
+        };
+        let seal = text("seal")?;
+        if blake3::Hash::from_hex(&seal).is_err() {
+            return Err(IdentityError::Damaged { field: "seal", what: "not 64 hex digits" });
+        }
+        let (certificate, key) = (text("authority.crt")?, text("authority.key")?);
+        Ok(Some(Keyring { certificate, key, successor, seal }))
+    }
+
+    pub fn write(&self) -> BTreeMap<String, ByteString> {
+        let mut fields = vec![
+            ("authority.crt", &self.certificate),
+            ("authority.key", &self.key),
+            ("seal", &self.seal),
+        ];
+        if let Some((certificate, key)) = &self.successor {
+            fields.extend([("successor.crt", certificate), ("successor.key", key)]);
+        }
+        let field = |(name, text): (&str, &String)| {
+            (name.to_string(), ByteString(text.clone().into_bytes()))
+        };
+        fields.into_iter().map(field).collect()
+    }
+
+    /// What it is to be replaced by at `now` (seconds since 1970), if by anything.
+    ///
+    /// # Errors
+    /// When a certificate is unreadable, or none can be made.
+    pub fn due(&self, now: i64) -> Result<Option<Keyring>, IdentityError> {
+        let left = authority::ends_at(&self.certificate)? - now;
+        match &self.successor {
+            Some((certificate, key)) if left < TAKEOVER_S => Ok(Some(Keyring {
+                certificate: certificate.clone(),
+                key: key.clone(),
+                successor: None,
+                seal: self.seal.clone(),
+            })),
+            None if left < SUCCESSOR_S => {
+                Ok(Some(Keyring { successor: Some(authority::new_pem()?), ..self.clone() }))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// # Errors
+    /// When certificate and key do not belong together.
+    pub fn authority(&self) -> Result<Arc<authority::Authority>, IdentityError> {
+        Ok(Arc::new(authority::Authority::from_pem(&self.certificate, &self.key)?))
+    }
+
+    /// What new pods trust: the authority and its successor; PEM.
+    pub fn trusted(&self) -> String {
+        let successor = self.successor.as_ref().map_or("", |(certificate, _)| certificate);
+        format!("{}{successor}", self.certificate)
+    }
+
+    /// What marks a pod as one that the operator has made for this job.
+    pub fn seal(&self, job_uid: &str, pod: &str) -> String {
+        let key = blake3::Hash::from_hex(&self.seal).expect("checked when it was read");
+        let text = format!("{job_uid}/{pod}");
+        blake3::keyed_hash(key.as_bytes(), text.as_bytes()).to_hex().to_string()
+    }
+}
+
+/// The pod that was dialled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PodIdentity {
+    pub namespace: String,
+    pub name: String,
+    pub uid: String,
+    pub node: String,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum ReviewError {
+    #[error("{found} bytes long, at most {TOKEN_BYTES_MAX}")]
+    Size { found: usize },
+    #[error("no answer of the API server within {REVIEW_MS_MAX} ms")]
+    Slow,
+    #[error("the API server could not judge it")]
+    Api(#[source] Box<kube::Error>),
+    #[error("refused by the API server: {why}")]
+    Refused { why: String },
+    #[error("it is for another audience than {TOKEN_AUDIENCE}")]
+    Audience,
+    #[error("its {field} is {found:?}, that of the pod which was dialled {expected:?}")]
+    Other { field: &'static str, found: String, expected: String },
+}
+
+/// Asks the API server whose a token is.
+#[derive(Clone)]
+pub struct Reviewer {
+    client: kube::Client,
+    running: Arc<Semaphore>,
+}
+
+impl Reviewer {
+    pub fn new(client: kube::Client) -> Reviewer {
+        Reviewer { client, running: Arc::new(Semaphore::new(REVIEWS_MAX)) }
+    }
+
+    /// # Errors
+    /// Unless the token is the present one of this very pod.
+    pub async fn review(&self, token: &str, pod: &PodIdentity) -> Result<(), ReviewError> {
+        if token.len() > TOKEN_BYTES_MAX {
+            return Err(ReviewError::Size { found: token.len() });
+        }
+        let _running = self.running.acquire().await.expect("it is never closed");
+        let review = TokenReview {
+            spec: TokenReviewSpec {
+                audiences: Some(vec![TOKEN_AUDIENCE.to_string()]),
+                token: Some(token.to_string()),
+            },
+            ..TokenReview::default()
+        };
+        let api: Api<TokenReview> = Api::all(self.client.clone());
+        let (params, limit) = (PostParams::default(), Duration::from_millis(REVIEW_MS_MAX));
+        let answer = timeout(limit, api.create(&params, &review)).await;
+        let answer = answer.map_err(|_| ReviewError::Slow)?;
+        let answer = answer.map_err(|error| ReviewError::Api(Box::new(error)))?;
+        judge(&answer, pod)
+    }
+}
+
+/// Whether the answer speaks of this pod.
+fn judge(review: &TokenReview, pod: &PodIdentity) -> Result<(), ReviewError> {
+    let status = review.status.clone().unwrap_or_default();
+    if status.authenticated != Some(true) {
+        return Err(ReviewError::Refused { why: status.error.unwrap_or_default() });
+    }
+    if !status.audiences.iter().flatten().any(|audience| audience == TOKEN_AUDIENCE) {
+        return Err(ReviewError::Audience);
+    }
+    let user = status.user.unwrap_or_default();
+    let account = user.username.clone().unwrap_or_default();
+    let namespace = match account.split(':').collect::<Vec<_>>()[..] {
+        ["system", "serviceaccount", namespace, _] => namespace.to_string(),
+        _ => account,
+    };
+    let bound = |name: &str| extra(&user, &format!("authentication.kubernetes.io/{name}"));
+    let mut claims = vec![
+        ("namespace", namespace, &pod.namespace),
+        ("pod's name", bound("pod-name"), &pod.name),
+        ("pod's uid", bound("pod-uid"), &pod.uid),
+    ];
+    // Kubernetes before 1.32 does not say the node.
+    let node = bound("node-name");
+    if !node.is_empty() {
+        claims.push(("node", node, &pod.node));
+    }
+    for (field, found, expected) in claims {
+        if found != *expected {
+            return Err(ReviewError::Other { field, found, expected: expected.clone() });
+        }
+    }
+    Ok(())
+}
+
+fn extra(user: &UserInfo, name: &str) -> String {
+    let values = user.extra.as_ref().and_then(|extra| extra.get(name));
+    values.and_then(|values| values.first()).cloned().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use k8s_openapi::api::authentication::v1::TokenReviewStatus;
+
+    const YEAR_S: i64 = 365 * DAY_S;
+
+    fn now() -> i64 {
+        let since = std::time::UNIX_EPOCH.elapsed().expect("after 1970");
+        since.as_secs() as i64
+    }
+
+    #[test]
+    fn a_keyring_survives_its_secret() {
+        let keyring = Keyring::new().expect("keys");
+        assert!(Keyring::read(&BTreeMap::new()).expect("an empty Secret").is_none());
+        let mut data = keyring.write();
+        let again = Keyring::read(&data).expect("readable").expect("not empty");
+        assert!(again == keyring && again.authority().is_ok());
+        assert_eq!(keyring.seal("job", "pod"), again.seal("job", "pod"));
+        assert_ne!(keyring.seal("job", "pod"), keyring.seal("job", "pod-1"));
+        data.remove("authority.key");
+        let error = Keyring::read(&data).err().expect("refused").to_string();
+        assert!(error.contains("authority.key is missing"), "{error}");
+    }
+
+    #[test]
+    fn the_successor_is_trusted_before_it_signs() {
+        let first = Keyring::new().expect("keys");
+        assert!(first.due(now()).expect("readable").is_none());
+        let later = now() + YEAR_S - SUCCESSOR_S + 60;
+        let second = first.due(later).expect("made").expect("a successor is due");
+        assert!(second.certificate == first.certificate && second.seal == first.seal);
+        assert_eq!(second.trusted().matches("BEGIN CERTIFICATE").count(), 2);
+        assert!(moe_worker::tls::Trust::from_pem(&second.trusted()).is_ok());
+        assert!(second.due(later).expect("readable").is_none());
+        let third = second.due(now() + YEAR_S - TAKEOVER_S + 60).expect("made").expect("due");
+        assert_eq!(Some(&third.certificate), second.successor.as_ref().map(|(it, _)| it));
+        assert_eq!(third.seal("j", "p"), first.seal("j", "p"));
+    }
+
+    fn answer(change: impl Fn(&mut TokenReviewStatus)) -> Result<(), String> {
+        let pod = PodIdentity {
+            namespace: "team".into(),
+            name: "job-0".into(),
+            uid: "u0".into(),
+            node: "n0".into(),
+        };
+        let bound = [("pod-name", "job-0"), ("pod-uid", "u0"), ("node-name", "n0")];
+        let extra = bound.map(|(name, value)| {
+            (format!("authentication.kubernetes.io/{name}"), vec![value.to_string()])
+        });
+        let mut status = TokenReviewStatus {
+            authenticated: Some(true),
+            audiences: Some(vec![TOKEN_AUDIENCE.into()]),
+            user: Some(UserInfo {
+                username: Some("system:serviceaccount:team:default".into()),
+                extra: Some(extra.into()),
+                ..UserInfo::default()
+            }),
+            error: None,
+        };
+        change(&mut status);
+        let review = TokenReview { status: Some(status), ..TokenReview::default() };
+        judge(&review, &pod).map_err(|error| error.to_string())
+    }
+
+    fn bind(status: &mut TokenReviewStatus, name: &str, value: &str) {
+        let extra = status.user.as_mut().and_then(|user| user.extra.as_mut()).expect("extra");
+        extra.insert(format!("authentication.kubernetes.io/{name}"), vec![value.into()]);
+    }
+
+    #[test]
+    fn only_the_token_of_the_dialled_pod_is_taken() {
+        assert_eq!(answer(|_| {}), Ok(()));
+        let refused = |found: Result<(), String>, word: &str| {
+            let error = found.expect_err("refused");
+            assert!(error.contains(word), "{error}");
+        };
+        refused(answer(|status| status.authenticated = Some(false)), "refused");
+        refused(answer(|status| status.audiences = None), "audience");
+        refused(answer(|status| bind(status, "pod-uid", "u1")), "pod's uid is \"u1\"");
+        refused(answer(|status| bind(status, "pod-name", "job-1")), "pod's name");
+        refused(answer(|status| bind(status, "node-name", "n1")), "node");
+        refused(
+            answer(|status| {
+                let user = status.user.as_mut().expect("a user");
+                user.username = Some("system:serviceaccount:other:default".into());
+            }),
+            "namespace",
+        );
+        refused(answer(|status| status.user.as_mut().expect("a user").extra = None), "pod's name");
+    }
+}
