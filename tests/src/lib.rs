@@ -1,5 +1,7 @@
 //! Drives the built `moejob` binary the way a person does, and reads what it leaves behind.
 
+pub mod cluster;
+
 use moejob_protocol::report::StepReport;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;

@@ -1,5 +1,7 @@
 //! The table of bad manifests, read: shared by the tests of the reader and those of the API server.
 
+#![allow(dead_code, reason = "not every test uses all of it")]
+
 use std::fmt::Write;
 
 pub const BASE: &str = include_str!("base.yaml");

@@ -1,0 +1,74 @@
+//! The test cluster as a person uses it: the scripts of `tests/cluster`, and kubectl.
+
+use crate::root;
+use serde_json::Value;
+use std::io::Write;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// What a command said, and whether it was content.
+#[derive(Debug)]
+pub struct Said {
+    pub good: bool,
+    pub out: String,
+    pub err: String,
+}
+
+impl Said {
+    /// Its output; panics with what it said where it failed.
+    pub fn expect(self, what: &str) -> String {
+        assert!(self.good, "{what}: {}{}", self.out, self.err);
+        self.out
+    }
+}
+
+/// One of the scripts in `tests/cluster`, such as `node`, with `input` to read.
+pub fn script(name: &str, arguments: &[&str], input: &[u8]) -> Said {
+    let mut child = Command::new(root().join("tests/cluster").join(name))
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("a script of tests/cluster");
+    let mut pipe = child.stdin.take().expect("a pipe");
+    let input = input.to_vec();
+    // A script may leave before it has read everything: that is no failure of the test.
+    let writer = std::thread::spawn(move || drop(pipe.write_all(&input)));
+    let Output { status, stdout, stderr } = child.wait_with_output().expect("its output");
+    writer.join().expect("the writer");
+    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
+    Said { good: status.success(), out: text(stdout), err: text(stderr) }
+}
+
+pub fn kubectl(arguments: &[&str]) -> Said {
+    script("kubectl", arguments, b"")
+}
+
+/// `kubectl VERB -f -` with this manifest.
+pub fn manifest(arguments: &[&str], text: &[u8]) -> Said {
+    script("kubectl", &[arguments, &["-f", "-"]].concat(), text)
+}
+
+/// An object or a list as JSON; null where there is none.
+pub fn get(arguments: &[&str]) -> Value {
+    let said = kubectl(&[&["get", "-o", "json"], arguments].concat());
+    if said.good { serde_json::from_str(&said.out).expect("JSON") } else { Value::Null }
+}
+
+/// Polls until `reached` gives a value; panics with `state` when `limit` has passed.
+pub fn until<T>(
+    what: &str,
+    limit: Duration,
+    state: impl Fn() -> String,
+    mut reached: impl FnMut() -> Option<T>,
+) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(value) = reached() {
+            return value;
+        }
+        assert!(start.elapsed() < limit, "{what}: not in {limit:?}\n{}", state());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
