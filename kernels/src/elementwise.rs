@@ -2,6 +2,7 @@
 
 use crate::buffer::Buffer;
 use crate::device::{Device, on_float};
+use crate::experts::Activation;
 
 /// a += b
 #[derive(Clone, Copy, Debug)]
@@ -28,19 +29,20 @@ pub struct Fill {
     pub x: Buffer,
 }
 
-/// out = silu(gate) * up, all equally long: the hidden layer of a dense feed-forward network.
+/// out = act(gate) * up, all equally long: the hidden layer of a dense feed-forward network.
 #[derive(Clone, Copy, Debug)]
-pub struct SiluMul {
+pub struct GatedMul {
+    pub activation: Activation,
     pub gate: Buffer,
     pub up: Buffer,
     /// Output
     pub out: Buffer,
 }
 
-/// dgate = d_out * up * silu'(gate), dup = d_out * silu(gate),
-/// silu'(g) = s (1 + g (1 - s)) with s = sigmoid(g)
+/// dgate = d_out * up * act'(gate), dup = d_out * act(gate)
 #[derive(Clone, Copy, Debug)]
-pub struct SiluMulBackward {
+pub struct GatedMulBackward {
+    pub activation: Activation,
     pub gate: Buffer,
     pub up: Buffer,
     pub d_out: Buffer,
@@ -101,15 +103,15 @@ impl Device {
         }
     }
 
-    pub fn silu_mul(&mut self, op: &SiluMul) {
+    pub fn gated_mul(&mut self, op: &GatedMul) {
         match self {
-            Device::Cpu(cpu) => on_float!(op.out.dtype(), T => cpu.silu_mul::<T>(op)),
+            Device::Cpu(cpu) => on_float!(op.out.dtype(), T => cpu.gated_mul::<T>(op)),
         }
     }
 
-    pub fn silu_mul_backward(&mut self, op: &SiluMulBackward) {
+    pub fn gated_mul_backward(&mut self, op: &GatedMulBackward) {
         match self {
-            Device::Cpu(cpu) => on_float!(op.d_out.dtype(), T => cpu.silu_mul_backward::<T>(op)),
+            Device::Cpu(cpu) => on_float!(op.d_out.dtype(), T => cpu.gated_mul_backward::<T>(op)),
         }
     }
 

@@ -19,6 +19,9 @@ pub enum Activation {
     Silu,
     /// max(x, 0); its derivative at 0 is 0
     Relu,
+    /// x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is the tanh form of x * Phi(x)
+    /// (Hendrycks and Gimpel 2016; `gelu_pytorch_tanh` of Hugging Face)
+    Gelu,
 }
 
 /// h[r] = [x[row_index[r]] Wg^T | x[row_index[r]] Wu^T], a = act(gate) * up.

@@ -38,7 +38,7 @@ pub use buffer::{ArenaPlan, Buffer, DType, Element};
 pub use cpu::{CpuDevice, Float, Isa};
 pub use device::{Device, KernelError};
 pub use elementwise::{
-    Add, Clamp, ClampBackward, Fill, InitNormal, Scale, SiluMul, SiluMulBackward,
+    Add, Clamp, ClampBackward, Fill, InitNormal, Scale, GatedMul, GatedMulBackward,
 };
 pub use embed::{Embed, EmbedBackward};
 pub use experts::{

@@ -165,7 +165,8 @@ fn moving_rows() {
 
 #[test]
 fn experts() {
-    for (gated, activation) in [(true, Activation::Silu), (false, Activation::Relu)] {
+    let cases = [(true, Activation::Silu), (false, Activation::Relu), (true, Activation::Gelu)];
+    for (gated, activation) in cases {
         check_exact("experts", 1e-5, |bed| experts_case(bed, gated, activation));
     }
 }
@@ -261,8 +262,10 @@ fn elementwise() {
     check_exact("elementwise", 2e-6, |bed| {
         let (gate, up, d_out) = (bed.input(n), bed.input(n), bed.input(n));
         let (out, dgate, dup) = (bed.output(n), bed.output(n), bed.output(n));
-        bed.device.silu_mul(&SiluMul { gate, up, out });
-        bed.device.silu_mul_backward(&SiluMulBackward { gate, up, d_out, dgate, dup });
+        let activation = Activation::Gelu;
+        bed.device.gated_mul(&GatedMul { activation, gate, up, out });
+        let op = GatedMulBackward { activation, gate, up, d_out, dgate, dup };
+        bed.device.gated_mul_backward(&op);
         bed.device.add(&Add { a: gate, b: up });
         bed.device.scale(&Scale { factor: 0.3, x: up });
         let (normal, three) = (bed.output(n), bed.output(n));

@@ -160,7 +160,8 @@ fn route() {
 /// weight gradients added by the test.
 #[test]
 fn experts() {
-    for (gated, activation) in [(true, Activation::Silu), (false, Activation::Silu)] {
+    let cases = [(true, Activation::Silu), (false, Activation::Silu), (true, Activation::Gelu)];
+    for (gated, activation) in cases {
         experts_case(gated, activation);
     }
 }
@@ -300,23 +301,30 @@ fn cross_entropy() {
 }
 
 #[test]
-fn silu_mul() {
+fn gated_mul() {
+    gated_mul_case(Activation::Silu);
+    gated_mul_case(Activation::Gelu);
+    gated_mul_case(Activation::Relu);
+}
+
+fn gated_mul_case(activation: Activation) {
     let n = 41;
     let inputs = [uniform(1, n), uniform(2, n)];
     check_gradients(
-        "silu_mul",
+        "gated_mul",
         &inputs,
         |inputs| {
             let bed = &mut Bed::f64();
             let (gate, up, out) = (bed.floats(&inputs[0]), bed.floats(&inputs[1]), bed.output(n));
-            bed.device.silu_mul(&SiluMul { gate, up, out });
+            bed.device.gated_mul(&GatedMul { activation, gate, up, out });
             bed.get(out)
         },
         |inputs, dy| {
             let bed = &mut Bed::f64();
             let [gate, up, d_out] = [&inputs[0], &inputs[1], dy].map(|values| bed.floats(values));
             let (dgate, dup) = (bed.output(n), bed.output(n));
-            bed.device.silu_mul_backward(&SiluMulBackward { gate, up, d_out, dgate, dup });
+            let op = GatedMulBackward { activation, gate, up, d_out, dgate, dup };
+            bed.device.gated_mul_backward(&op);
             vec![bed.get(dgate), bed.get(dup)]
         },
     );

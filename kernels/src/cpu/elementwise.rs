@@ -1,10 +1,12 @@
-//! See [`crate::SiluMul`].
+//! See [`crate::GatedMul`].
 
+use super::activation::{Gate, Gelu, Relu, Silu};
 use super::exec::{Isa, lanes_fn};
 use super::{CpuDevice, ELEMENTS_PER_JOB, Float};
 use crate::elementwise::{
-    Clamp, ClampBackward, Fill, InitNormal, Scale, SiluMul, SiluMulBackward,
+    Clamp, ClampBackward, Fill, InitNormal, Scale, GatedMul, GatedMulBackward,
 };
+use crate::experts::Activation;
 use crate::philox::normals;
 
 impl CpuDevice {
@@ -36,7 +38,7 @@ impl CpuDevice {
         }
     }
 
-    pub(crate) fn silu_mul<T: Float>(&mut self, op: &SiluMul) {
+    pub(crate) fn gated_mul<T: Float>(&mut self, op: &GatedMul) {
         let (mut views, exec) = self.split();
         let gate: &[T] = views.read(op.gate);
         let up: &[T] = views.read(op.up);
@@ -44,10 +46,10 @@ impl CpuDevice {
         assert_eq!((gate.len(), up.len()), (out.len(), out.len()), "{op:?}");
         let (len, work) = (ELEMENTS_PER_JOB, 24 * out.len());
         let jobs = gate.chunks(len).zip(up.chunks(len)).zip(out.chunks_mut(len)).collect();
-        exec.run(jobs, work, |((gate, up), out)| silu_mul::<T>(exec.isa, gate, up, out));
+        exec.run(jobs, work, |((gate, up), out)| gated_mul::<T>(exec.isa, op.activation, gate, up, out));
     }
 
-    pub(crate) fn silu_mul_backward<T: Float>(&mut self, op: &SiluMulBackward) {
+    pub(crate) fn gated_mul_backward<T: Float>(&mut self, op: &GatedMulBackward) {
         let (mut views, exec) = self.split();
         let gate: &[T] = views.read(op.gate);
         let up: &[T] = views.read(op.up);
@@ -60,7 +62,7 @@ impl CpuDevice {
         let inputs = gate.chunks(len).zip(up.chunks(len)).zip(d_out.chunks(len));
         let jobs = inputs.zip(dgate.chunks_mut(len).zip(dup.chunks_mut(len))).collect();
         exec.run(jobs, 32 * size, |(((gate, up), d_out), (dgate, dup))| {
-            silu_mul_backward::<T>(exec.isa, gate, up, d_out, dgate, dup);
+            gated_mul_backward::<T>(exec.isa, op.activation, gate, up, d_out, dgate, dup);
         });
     }
 
@@ -92,21 +94,45 @@ fn scale_by<T: Float>(x: &mut [T], factor: T) {
 }
 
 lanes_fn! {
-fn silu_mul<T: Float>(gate: &[T], up: &[T], out: &mut [T]) {
-    for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
-        *out = *gate * gate.sigmoid() * *up;
+fn gated_mul<T: Float>(activation: Activation, gate: &[T], up: &[T], out: &mut [T]) {
+    match activation {
+        Activation::Silu => multiply::<Silu, T>(gate, up, out),
+        Activation::Relu => multiply::<Relu, T>(gate, up, out),
+        Activation::Gelu => multiply::<Gelu, T>(gate, up, out),
     }
 }
 }
 
-lanes_fn! {
-fn silu_mul_backward<T: Float>(
-    gate: &[T], up: &[T], d_out: &[T], dgate: &mut [T], dup: &mut [T],
-) {
-    for i in 0..d_out.len().min(gate.len()).min(up.len()).min(dgate.len()).min(dup.len()) {
-        let s = gate[i].sigmoid();
-        dgate[i] = d_out[i] * up[i] * (s * (T::ONE + gate[i] * (T::ONE - s)));
-        dup[i] = d_out[i] * (gate[i] * s);
+#[inline(always)]
+fn multiply<G: Gate, T: Float>(gate: &[T], up: &[T], out: &mut [T]) {
+    for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+        *out = G::value(*gate) * *up;
     }
 }
+
+lanes_fn! {
+fn gated_mul_backward<T: Float>(
+    activation: Activation, gate: &[T], up: &[T], d_out: &[T], dgate: &mut [T], dup: &mut [T],
+) {
+    match activation {
+        Activation::Silu => multiply_backward::<Silu, T>(gate, up, d_out, dgate, dup),
+        Activation::Relu => multiply_backward::<Relu, T>(gate, up, d_out, dgate, dup),
+        Activation::Gelu => multiply_backward::<Gelu, T>(gate, up, d_out, dgate, dup),
+    }
+}
+}
+
+#[inline(always)]
+fn multiply_backward<G: Gate, T: Float>(
+    gate: &[T],
+    up: &[T],
+    d_out: &[T],
+    dgate: &mut [T],
+    dup: &mut [T],
+) {
+    for i in 0..d_out.len().min(gate.len()).min(up.len()).min(dgate.len()).min(dup.len()) {
+        let (value, slope) = G::with_slope(gate[i]);
+        dgate[i] = d_out[i] * up[i] * slope;
+        dup[i] = d_out[i] * value;
+    }
 }

@@ -1,5 +1,6 @@
 //! See [`crate::ExpertsUp`].
 
+use super::activation::{Gate, Gelu, Relu, Silu};
 use super::exec::{Isa, lanes_fn};
 use super::gemm::{Causal, GemmFloat, Operand, Product, Target, products};
 use super::{CpuDevice, Float, ROWS_PER_JOB, arena::Views, lanes};
@@ -35,9 +36,8 @@ impl CpuDevice {
         let jobs = h[..rows * width]
             .chunks(ROWS_PER_JOB * width)
             .zip(a[..rows * op.hidden].chunks_mut(ROWS_PER_JOB * op.hidden));
-        let silu = op.activation == Activation::Silu;
         exec.run(jobs.collect(), rows * op.hidden * 24, |(h, a)| {
-            activate::<T>(exec.isa, h, op.hidden, op.gated, silu, a);
+            activate::<T>(exec.isa, op.activation, h, op.hidden, op.gated, a);
         });
     }
 
@@ -83,7 +83,7 @@ impl CpuDevice {
             causal: Causal::None,
         });
         products(exec, work.collect());
-        let (width, silu) = (width(op.hidden, op.gated), op.activation == Activation::Silu);
+        let width = width(op.hidden, op.gated);
         let (len, wide) = (ROWS_PER_JOB * op.hidden, ROWS_PER_JOB * width);
         let outputs = a_scaled[..rows * op.hidden]
             .chunks_mut(len)
@@ -95,7 +95,7 @@ impl CpuDevice {
             .zip(s[..rows].chunks(ROWS_PER_JOB));
         exec.run(inputs.zip(outputs).collect(), rows * op.hidden * 40, |job| {
             let (((a, h), s), ((a_scaled, dh), ds)) = job;
-            let shape = (op.hidden, op.gated, silu);
+            let shape = (op.activation, op.hidden, op.gated);
             through_activation::<T>(exec.isa, shape, a, h, s, a_scaled, dh, ds);
         });
     }
@@ -249,47 +249,59 @@ fn weights<'a, T: Float>(
     weights
 }
 
-#[inline(always)]
-fn act<T: Float>(x: T, silu: bool) -> T {
-    if silu { x * x.sigmoid() } else { T::ZERO.larger(x) }
-}
-
-/// (act(x), act'(x))
-#[inline(always)]
-fn act_and_slope<T: Float>(x: T, silu: bool) -> (T, T) {
-    if silu {
-        let s = x.sigmoid();
-        (x * s, s * (T::ONE + x * (T::ONE - s)))
-    } else {
-        (T::ZERO.larger(x), if x > T::ZERO { T::ONE } else { T::ZERO })
+lanes_fn! {
+fn activate<T: Float>(activation: Activation, h: &[T], hidden: usize, gated: bool, a: &mut [T]) {
+    match activation {
+        Activation::Silu => activate_rows::<Silu, T>(h, hidden, gated, a),
+        Activation::Relu => activate_rows::<Relu, T>(h, hidden, gated, a),
+        Activation::Gelu => activate_rows::<Gelu, T>(h, hidden, gated, a),
     }
 }
+}
 
-lanes_fn! {
-fn activate<T: Float>(h: &[T], hidden: usize, gated: bool, silu: bool, a: &mut [T]) {
+#[inline(always)]
+fn activate_rows<G: Gate, T: Float>(h: &[T], hidden: usize, gated: bool, a: &mut [T]) {
     if !gated {
         for (a, x) in a.iter_mut().zip(h) {
-            *a = act(*x, silu);
+            *a = G::value(*x);
         }
         return;
     }
     for (a, h) in a.chunks_exact_mut(hidden).zip(h.chunks_exact(2 * hidden)) {
         let (gate, up) = h.split_at(hidden);
         for ((a, gate), up) in a.iter_mut().zip(gate).zip(up) {
-            *a = act(*gate, silu) * *up;
+            *a = G::value(*gate) * *up;
         }
     }
-}
 }
 
 lanes_fn! {
 /// Per row: ds = <da', a>, dh = s * da' through the activation, a_scaled = s * a; `a_scaled` comes
 /// in as da'.
 fn through_activation<T: Float>(
-    shape: (usize, bool, bool), a: &[T], h: &[T], s: &[T],
+    shape: (Activation, usize, bool), a: &[T], h: &[T], s: &[T],
     a_scaled: &mut [T], dh: &mut [T], ds: &mut [T],
 ) {
-    let (hidden, gated, silu) = shape;
+    let (activation, hidden, gated) = shape;
+    let shape = (hidden, gated);
+    match activation {
+        Activation::Silu => rows_through::<Silu, T>(shape, a, h, s, a_scaled, dh, ds),
+        Activation::Relu => rows_through::<Relu, T>(shape, a, h, s, a_scaled, dh, ds),
+        Activation::Gelu => rows_through::<Gelu, T>(shape, a, h, s, a_scaled, dh, ds),
+    }
+}
+}
+
+#[inline(always)]
+fn rows_through<G: Gate, T: Float>(
+    (hidden, gated): (usize, bool),
+    a: &[T],
+    h: &[T],
+    s: &[T],
+    a_scaled: &mut [T],
+    dh: &mut [T],
+    ds: &mut [T],
+) {
     let width = if gated { 2 * hidden } else { hidden };
     for (r, (ds, s)) in ds.iter_mut().zip(s).enumerate() {
         let (a, da) = (&a[r * hidden..][..hidden], &mut a_scaled[r * hidden..][..hidden]);
@@ -299,19 +311,18 @@ fn through_activation<T: Float>(
             let (gate, up) = h.split_at(hidden);
             let (dgate, dup) = dh.split_at_mut(hidden);
             for i in 0..hidden {
-                let (value, slope) = act_and_slope(gate[i], silu);
+                let (value, slope) = G::with_slope(gate[i]);
                 let da = *s * da[i];
                 dgate[i] = da * up[i] * slope;
                 dup[i] = da * value;
             }
         } else {
             for i in 0..hidden {
-                dh[i] = *s * da[i] * act_and_slope(h[i], silu).1;
+                dh[i] = *s * da[i] * G::with_slope(h[i]).1;
             }
         }
         for (scaled, a) in da.iter_mut().zip(a) {
             *scaled = *s * *a;
         }
     }
-}
 }

@@ -13,6 +13,7 @@
 //! ever divide outputs.
 
 pub(crate) mod arena;
+mod activation;
 mod attention;
 mod elementwise;
 mod embed;
