@@ -26,8 +26,10 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import MixtralConfig, OlmoeConfig, Qwen3MoeConfig
-from transformers import MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM
+from transformers import Glm4MoeConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import Glm4MoeForCausalLM, MixtralForCausalLM, OlmoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
+from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.olmoe import modeling_olmoe
 from transformers.models.qwen3_moe import modeling_qwen3_moe
@@ -53,6 +55,17 @@ COMMON = dict(
     eos_token_id=None,
     tie_word_embeddings=False,
 )
+
+GLM = dict(
+    num_hidden_layers=3,
+    num_experts_per_tok=3,
+    rope_parameters={
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
+    },
+)
+CORRECTION = "e_score_correction_bias"
 
 FAMILIES = {
     "mixtral": (
@@ -85,6 +98,27 @@ FAMILIES = {
             clip_qkv=1.5,
         ),
         modeling_olmoe,
+    ),
+    # The router of DeepSeek-V3 with ordinary attention.
+    "glm4_moe": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(
+            **{key: value for key, value in COMMON.items() if key not in GLM},
+            **GLM,
+            n_routed_experts=12,
+            n_shared_experts=2,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            norm_topk_prob=True,
+            moe_intermediate_size=8,
+            intermediate_size=20,
+            first_k_dense_replace=1,
+            head_dim=4,
+            use_qk_norm=True,
+            num_mtp_layers=0,
+        ),
+        modeling_glm4_moe,
     ),
 }
 
@@ -129,12 +163,27 @@ def logical(state):
     return {name: value.detach().clone().contiguous() for name, value in tensors.items()}
 
 
-def margin(router_logits, top_k):
-    """The smallest gap between a chosen and a refused probability."""
-    smallest = 1.0
-    for logits in router_logits:
-        best = torch.softmax(logits, dim=-1).topk(top_k + 1, dim=-1).values
-        smallest = min(smallest, (best[:, top_k - 1] - best[:, top_k]).min().item())
+def gap(scores, kept):
+    """The smallest gap between a kept and a refused score of a row."""
+    best = scores.topk(kept + 1, dim=-1).values
+    return (best[:, kept - 1] - best[:, kept]).min().item()
+
+
+def margin(model, router_logits):
+    """The smallest gap between what was chosen and what was refused, of experts and groups."""
+    top_k, smallest = model.config.num_experts_per_tok, 1.0
+    corrections = [value for name, value in model.named_buffers() if name.endswith(CORRECTION)]
+    if not corrections:
+        return min(gap(torch.softmax(logits, dim=-1), top_k) for logits in router_logits)
+    groups, kept = model.config.n_group, model.config.topk_group
+    for logits, correction in zip(router_logits, corrections, strict=True):
+        choice = logits.sigmoid() + correction
+        of_groups = choice.unflatten(-1, (groups, -1))
+        scores = of_groups.topk(2, dim=-1).values.sum(-1)
+        smallest = min(smallest, gap(scores, kept))
+        best = scores.topk(kept, dim=-1).indices
+        mask = torch.full_like(scores, -torch.inf).scatter(1, best, 0.0)
+        smallest = min(smallest, gap((of_groups + mask.unsqueeze(-1)).flatten(1), top_k))
     return smallest
 
 
@@ -155,11 +204,12 @@ def train(model, tokens):
         )
         optimizer.zero_grad()
         out.loss.backward()
-        smallest = min(smallest, margin(out.router_logits, model.config.num_experts_per_tok))
+        smallest = min(smallest, margin(model, out.router_logits))
         if step == 0:
             result["logits"] = out.logits.detach().clone().contiguous()
             result["loss"] = out.loss.detach().reshape(1).clone()
-            result["aux"] = out.aux_loss.detach().reshape(1).clone()
+            if getattr(out, "aux_loss", None) is not None:
+                result["aux"] = out.aux_loss.detach().reshape(1).clone()
             gradients = logical({name: p.grad for name, p in params.items()})
             result |= {f"gradient/{name}": value for name, value in gradients.items()}
         optimizer.step()
@@ -180,9 +230,12 @@ def family(name, seed):
             # Gains and biases too, so that each of them matters.
             centre = 1.0 if param.ndim == 1 and param.mean() == 1.0 else 0.0
             param.copy_(centre + 0.3 * torch.randn_like(param))
+        corrections = {n: b for n, b in first.named_buffers() if n.endswith(CORRECTION)}
+        for correction in corrections.values():
+            correction.copy_(0.2 * torch.randn_like(correction))
     state = {key: value.clone() for key, value in first.state_dict().items()}
     tensors = {"tokens": tokens.to(torch.uint32)}
-    initial = logical(dict(first.named_parameters()))
+    initial = logical(dict(first.named_parameters()) | corrections)
     tensors |= {f"initial/{key}": value for key, value in initial.items()}
     for kind in ("f32", "f64"):
         patches = wide(module) if kind == "f64" else contextlib.nullcontext()

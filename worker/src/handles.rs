@@ -37,6 +37,8 @@ pub struct DenseLayer {
     pub norm2: Buffer,
     /// [E, D]
     pub router: Option<Buffer>,
+    /// [E]
+    pub correction: Option<Buffer>,
     /// The dense part, or the shared experts.
     pub gated: Option<GatedWeights>,
 }
@@ -125,6 +127,7 @@ impl Dense {
                 qk_norm: norm("q").zip(norm("k")),
                 norm2: names.must(&format!("{at}.post_attention_layernorm.weight")),
                 router: names.get(&format!("{mlp}.gate.weight")),
+                correction: names.get(&format!("{mlp}.gate.e_score_correction_bias")),
                 gated: names.gated(&mlp).or_else(|| names.gated(&shared)),
             }
         };
@@ -167,7 +170,12 @@ impl Experts {
     }
 }
 
-/// Whether the parameter never changes: a router that is frozen.
+/// Whether the optimizer leaves the parameter alone: a frozen router, and corrections, which have
+/// no gradient.
 pub fn is_frozen(model: &ModelConfig, param: &Param) -> bool {
-    model.router.frozen && matches!(param.role, Role::Router { .. })
+    match param.role {
+        Role::Router { .. } => model.router.frozen,
+        Role::Correction { .. } => true,
+        _ => false,
+    }
 }

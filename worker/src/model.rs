@@ -11,11 +11,12 @@
 
 use crate::comm::{Comm, CommError};
 use crate::dispatch::{ExpertGroup, Mail, Round};
+use crate::moe::activation;
 use crate::handles::{Dense, DenseLayer, Experts, GatedWeights, Linear};
 use moejob_kernels::{
     Add, AddBias, ArenaPlan, Attention, AttentionBackward, BiasBackward, Buffer, Clamp,
     ClampBackward, CrossEntropy, DType, Device, Embed, EmbedBackward, KernelError, Layout as Order,
-    Matmul, RmsNorm, RmsNormBackward, Rope, SiluMul, SiluMulBackward, SumF64,
+    Matmul, RmsNorm, RmsNormBackward, Rope, GatedMul, GatedMulBackward, SumF64,
 };
 use moejob_protocol::buffers::{Buffers, Gated};
 use moejob_protocol::config::TrainingConfig;
@@ -336,7 +337,7 @@ impl Model {
         Ok(())
     }
 
-    /// out += (silu(x Wg^T) * x Wu^T) Wd^T
+    /// out += (act(x Wg^T) * x Wu^T) Wd^T
     fn gated(&mut self, layer: usize, t: usize, weights: GatedWeights, out: Buffer) {
         let b = &self.buffers.layers[layer];
         let Some(gated) = b.dense.clone() else { return };
@@ -346,7 +347,8 @@ impl Model {
         let plain = |weight| Linear { weight, bias: None };
         self.linear(t, x, plain(weights.gate), gate, false);
         self.linear(t, x, plain(weights.up), up, false);
-        self.device.silu_mul(&SiluMul { gate, up, out: hidden });
+        let activation = activation(self.config.experts.activation);
+        self.device.gated_mul(&GatedMul { activation, gate, up, out: hidden });
         self.linear(t, hidden, plain(weights.down), out, true);
     }
 
@@ -493,7 +495,9 @@ impl Model {
         let plain = |weight| Linear { weight, bias: None };
         let (down, d_down) = (plain(weights.down), plain(gradients.down));
         self.linear_backward(t, [hidden, dx, d_out], down, d_down, false);
-        self.device.silu_mul_backward(&SiluMulBackward { gate, up, d_out, dgate, dup });
+        let activation = activation(self.config.experts.activation);
+        let op = GatedMulBackward { activation, gate, up, d_out, dgate, dup };
+        self.device.gated_mul_backward(&op);
         let (gate, d_gate) = (plain(weights.gate), plain(gradients.gate));
         self.linear_backward(t, [x, dgate, dnorm], gate, d_gate, accumulate);
         let (up, d_up) = (plain(weights.up), plain(gradients.up));

@@ -118,7 +118,7 @@ impl Model {
             scale: config.scale,
             groups: (config.groups > 1).then_some(groups),
             logits,
-            bias: None,
+            bias: self.dense.layers[layer].correction,
             probs: moe.probs.slice(0, t * e),
             lse: moe.lse.slice(0, t),
             ids: moe.ids.slice(0, t * k),
@@ -246,7 +246,11 @@ impl Model {
         });
         let y = scratch.dweights.slice(0, t * k);
         self.device.gather_rows(&GatherRows { rows: t * k, dim: 1, x: ds, index: pos, y });
-        let gradient = gradients.layers[layer].router.expect("a mixture layer has a router");
+        let gradients = &gradients.layers[layer];
+        if let Some(gradient) = gradients.correction {
+            self.device.fill_zero(gradient);
+        }
+        let gradient = gradients.router.expect("a mixture layer has a router");
         self.route_backward(layer, t, gradient);
         Ok(())
     }
@@ -359,6 +363,34 @@ impl Model {
         self.buffers.layers.iter().filter(|layer| layer.moe.is_some()).count()
     }
 
+    /// Moves the corrections of every layer by the loads of the whole step, `[layer][expert]`. Each
+    /// rank holds all corrections and knows all loads, so all do alike.
+    pub fn balance(&mut self, loads: &[u64]) {
+        let (experts, config) = (self.expert_count(), &self.config.router);
+        let rate = config.bias_update_rate;
+        if rate == 0.0 || config.frozen {
+            return;
+        }
+        let corrections: Vec<Buffer> =
+            self.dense.layers.iter().filter_map(|layer| layer.correction).collect();
+        for (buffer, loads) in corrections.into_iter().zip(loads.chunks_exact(experts)) {
+            let total = loads.iter().sum();
+            let next = |(bias, count): (f64, &u64)| {
+                corrected(bias, rate, *count, total, experts as u64)
+            };
+            if self.shape.float_bytes == 8 {
+                let old: Vec<f64> = self.device.read_vec(buffer);
+                let new: Vec<f64> = old.into_iter().zip(loads).map(next).collect();
+                self.device.write(buffer, &new);
+            } else {
+                let old: Vec<f32> = self.device.read_vec(buffer);
+                let old = old.into_iter().map(f64::from);
+                let new: Vec<f32> = old.zip(loads).map(|pair| next(pair) as f32).collect();
+                self.device.write(buffer, &new);
+            }
+        }
+    }
+
     /// Under the scope `hf` the layers are one: the loads of a layer's auxiliary loss are those of
     /// all layers together. `Place` is done with `scratch.counts` before backward begins.
     pub(crate) fn sum_counts(&mut self) {
@@ -416,6 +448,17 @@ impl Model {
     }
 }
 
+/// The correction of an expert after a step in which `count` of `total` slots chose it, of
+/// `experts`: a rate more below the mean load, a rate less above it (Wang et al. 2024,
+/// auxiliary-loss-free balancing). The loads are whole numbers, so no rounding decides.
+pub fn corrected(bias: f64, rate: f64, count: u64, total: u64, experts: u64) -> f64 {
+    match (u128::from(count) * u128::from(experts)).cmp(&u128::from(total)) {
+        std::cmp::Ordering::Less => bias + rate,
+        std::cmp::Ordering::Equal => bias,
+        std::cmp::Ordering::Greater => bias - rate,
+    }
+}
+
 fn scoring(name: ScoringName) -> Scoring {
     match name {
         ScoringName::Softmax => Scoring::Softmax,
@@ -423,10 +466,23 @@ fn scoring(name: ScoringName) -> Scoring {
     }
 }
 
-/// `trainer::unsupported` refuses what has no op before a model is made.
-fn activation(name: ActivationName) -> Activation {
+pub(crate) fn activation(name: ActivationName) -> Activation {
     match name {
+        ActivationName::Silu => Activation::Silu,
         ActivationName::Relu => Activation::Relu,
-        ActivationName::Silu | ActivationName::Gelu => Activation::Silu,
+        ActivationName::Gelu => Activation::Gelu,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::corrected;
+
+    #[test]
+    fn a_correction_moves_against_the_load() {
+        let of = |count| corrected(0.5, 0.25, count, 12, 4);
+        assert_eq!([of(0), of(2), of(3), of(4), of(12)], [0.75, 0.75, 0.5, 0.25, 0.25]);
+        // The mean of 7 over 3 lies between 2 and 3.
+        assert_eq!([2, 3].map(|count| corrected(0.0, 1.0, count, 7, 3)), [1.0, -1.0]);
     }
 }

@@ -67,7 +67,9 @@ pub fn initialize(model: &mut Model, seed: u64) {
         let param = &model.params[index];
         match param.role {
             Role::Gain => model.device.fill(&Fill { value: 1.0, x }),
-            Role::Bias => model.device.fill(&Fill { value: 0.0, x }),
+            Role::Bias | Role::Correction { .. } => {
+                model.device.fill(&Fill { value: 0.0, x });
+            }
             Role::Matrix | Role::Router { .. } | Role::Expert { .. } => {
                 let hash = blake3::hash(param.name.as_bytes());
                 let (first, _) = hash.as_bytes().split_first_chunk::<8>().expect("32 bytes");

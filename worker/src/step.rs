@@ -27,6 +27,8 @@ pub struct StepSummary {
     pub grad_norm: f64,
     pub learning_rate: f64,
     pub expert_imbalance: f64,
+    /// `[mixture layer][expert]`: slots of the whole step that chose it.
+    pub loads: Vec<u64>,
     /// The loss, or the parameter whose gradient is no finite number; then nothing was updated.
     pub non_finite: Option<String>,
 }
@@ -159,6 +161,10 @@ pub fn summarize(
     if !loss.is_finite() {
         non_finite = Some("the loss".to_string());
     }
+    let mut loads = vec![0; counts_len(model)];
+    for end in ends {
+        loads.iter_mut().zip(&end.counts).for_each(|(sum, count)| *sum += count);
+    }
     let mixture = counts_len(model) / (model.config.experts.count as usize).max(1);
     let means = micro_batches * mixture.max(1) as f64;
     Ok(StepSummary {
@@ -167,7 +173,8 @@ pub fn summarize(
         z_loss: sums[2] / means,
         grad_norm: squares.sqrt(),
         learning_rate: training.learning_rate(step),
-        expert_imbalance: imbalance(model, ends),
+        expert_imbalance: imbalance(model, &loads),
+        loads,
         non_finite,
     })
 }
@@ -182,18 +189,14 @@ fn by_micro_batch(model: &Model, ends: &[StepEnd]) -> Vec<[f64; 3]> {
 }
 
 /// Largest tokens_per_expert over the mean, worst layer.
-fn imbalance(model: &Model, ends: &[StepEnd]) -> f64 {
+fn imbalance(model: &Model, loads: &[u64]) -> f64 {
     let experts = model.config.experts.count as usize;
-    let mut counts = vec![0; counts_len(model)];
-    for end in ends {
-        counts.iter_mut().zip(&end.counts).for_each(|(sum, count)| *sum += count);
-    }
     let layer = |counts: &[u64]| {
         let total: u64 = counts.iter().sum();
         let most = counts.iter().max().copied().unwrap_or(0);
         if total == 0 { 1.0 } else { most as f64 * experts as f64 / total as f64 }
     };
-    counts.chunks_exact(experts.max(1)).map(layer).fold(1.0, f64::max)
+    loads.chunks_exact(experts.max(1)).map(layer).fold(1.0, f64::max)
 }
 
 /// Clips, updates what this rank owns and spreads the new weights. `step` counts from 0.
@@ -212,6 +215,7 @@ pub fn update(
     let clips = most > 0.0 && summary.grad_norm > most;
     let grad_scale = if clips { most / summary.grad_norm } else { 1.0 };
     gradients.update(model, &training.adamw, summary.learning_rate, step + 1, grad_scale);
+    model.balance(&summary.loads);
     gradients.spread(model, comm)
 }
 

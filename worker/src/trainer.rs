@@ -21,7 +21,7 @@ use crate::trainer_api::{AttemptEnd, Control, Failure, TrainerEvent};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::message::{Held, Phase, Request};
-use moejob_protocol::model::{Activation, AuxLossScope, ModelConfig};
+use moejob_protocol::model::{AuxLossScope, ModelConfig};
 use std::path::{Path, PathBuf};
 
 /// Trains attempts, one after the other; keeps snapshots and data between them.
@@ -344,20 +344,10 @@ pub fn unsupported(config: &WorkerConfig) -> Option<Failure> {
             "training.precision: the CPU computes in fp32",
         ),
         (
-            model.experts.activation == Activation::Gelu,
-            "model.experts.activation: silu and relu are built in",
-        ),
-        (
-            model.experts.activation == Activation::Relu
-                && (model.experts.shared > 0 || !model.dense_layers.is_empty()),
-            "model.experts.activation: dense layers and shared experts use silu",
-        ),
-        (
             !matches!(model.router.aux_loss_scope, AuxLossScope::MicroBatch | AuxLossScope::Hf),
             "model.router.auxLossScope: microBatch and hf are built in",
         ),
         (model.router.capacity_factor != 0.0, "model.router.capacityFactor: 0, dropless, alone"),
-        (model.router.bias, "model.router.bias is not built in"),
         (model.router.jitter != 0.0, "model.router.jitter is not built in"),
         (mesh.pp > 1 || mesh.tp > 1 || mesh.cp > 1, "parallelism: expert and data alone"),
         (!config.layout.covers(model), "the placement leaves an expert without a rank"),

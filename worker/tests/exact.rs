@@ -7,7 +7,7 @@ use moe_worker::trainer_api::AttemptEnd;
 use moejob_protocol::config::Resume;
 use moejob_protocol::layout::{Layout, Placement};
 use moejob_protocol::mesh::Mesh;
-use moejob_protocol::model::{ModelConfig, QkNorm};
+use moejob_protocol::model::{Activation, ModelConfig, QkNorm, Scoring};
 
 fn layout(dp: u32, ep: u32) -> Layout {
     Layout::contiguous(Mesh::data_parallel(dp, ep))
@@ -64,6 +64,19 @@ fn other_models() {
         model.router.norm_topk_prob = false;
     });
     check("frozen", &[layout(2, 2)], |model| model.router.frozen = true);
+    check("the routing of DeepSeek-V3", &[layout(2, 2), layout(5, 1), layout(3, 3)], |model| {
+        model.num_hidden_layers = 3;
+        model.dense_layers = vec![0];
+        model.experts.count = 6;
+        model.experts.shared = 1;
+        let router = &mut model.router;
+        (router.scoring, router.bias) = (Scoring::Sigmoid, true);
+        (router.groups, router.topk_groups, router.scale) = (3, 2, 2.5);
+    });
+    check("gelu", &[layout(2, 2)], |model| {
+        model.experts.activation = Activation::Gelu;
+        model.experts.shared = 1;
+    });
     check("one expert", &[layout(2, 1)], |model| {
         model.experts.count = 1;
         model.experts.per_token = 1;
@@ -86,6 +99,35 @@ fn experts_may_lie_anywhere() {
         placed(2, 2, vec![vec![0, 1, 2, 3], vec![]]),
     ];
     check("placed", &layouts, |_| {});
+}
+
+/// Each step moves a correction by its rate, up or down, unless its load is the mean.
+#[test]
+fn corrections_of_the_choice_follow_the_loads() {
+    let mut job = Job::new(layout(1, 1));
+    let rate = 1.0 / 1024.0;
+    job.config.model.router.bias = true;
+    job.config.model.router.bias_update_rate = rate;
+    let _ = job.run(&mut trainers(1), None);
+    let directory = job.location().join("step-00000010");
+    let manifest = moe_worker::checkpoint::verify(&directory).expect("a checkpoint");
+    let corrections = manifest.tensors.iter().filter(|tensor| {
+        tensor.name.ends_with("e_score_correction_bias")
+    });
+    let mut moved = 0;
+    for tensor in corrections {
+        let piece = &tensor.pieces[0];
+        let file = std::fs::read(directory.join(&manifest.files[piece.file as usize].name));
+        let bytes = &file.expect("a shard")[piece.begin as usize..piece.end as usize];
+        let values = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+        for steps in values.map(|value| f64::from(value) / rate) {
+            let is_weight = tensor.part == moejob_protocol::checkpoint::Part::Weight;
+            assert!(steps.fract() == 0.0 && steps.abs() <= 10.0, "{}: {steps}", tensor.name);
+            assert!(is_weight || steps == 0.0, "{}: a moment of {steps}", tensor.name);
+            moved += usize::from(steps != 0.0);
+        }
+    }
+    assert!(moved >= 4, "{moved} corrections have moved");
 }
 
 /// Ten losses of the small model, pinned: a change of any of them is a change of the arithmetic.

@@ -301,6 +301,7 @@ fn router(typed: &ModelSpec) -> RouterConfig {
         },
         norm_topk_prob: router.norm_topk_prob.unwrap_or(true),
         bias: router.bias.unwrap_or(false),
+        bias_update_rate: router.bias_update_rate.unwrap_or(0.001),
         groups: router.groups.unwrap_or(1),
         topk_groups: router.topk_groups.unwrap_or(1),
         scale: router.scale.unwrap_or(1.0),

@@ -9,6 +9,7 @@ use crate::problem::{Code, Problem, quoted};
 use crate::profile::Backend;
 use crate::spec::{MoeJobSpec, Preset, ProfileName, VolumeSpec};
 use moejob_protocol::config::{Precision, Schedule, Tokenizer};
+use moejob_protocol::model::AuxLossScope;
 
 /// Problems and warnings. Rules about a field in `broken` say nothing: it has its problem already.
 pub fn judge(spec: &MoeJobSpec, job: &Job, broken: &[String]) -> (Vec<Problem>, Vec<Problem>) {
@@ -505,7 +506,7 @@ pub fn unsupported(job: &Job, backend: Backend) -> Vec<Problem> {
     let latent = job.preset == Some(Preset::DeepseekV3);
     let format = job.data.format;
     let tokenizer = matches!(job.data.tokenizer, Tokenizer::Path(_));
-    let cases: [(bool, &str, String, &str); 12] = [
+    let cases: [(bool, &str, String, &str); 11] = [
         (!cpu, "spec.nodes.profile", format!("{:?}", job.profile.name), "cpu"),
         (
             cpu && job.training.precision != Precision::Fp32,
@@ -532,12 +533,11 @@ pub fn unsupported(job: &Job, backend: Backend) -> Vec<Problem> {
             "0 (no token is dropped)",
         ),
         (router.jitter != 0.0, "spec.model.router.jitter", router.jitter.to_string(), "0"),
-        (router.bias, "spec.model.router.bias", "true".to_string(), "false"),
         (
-            router.aux_loss_scope != moejob_protocol::model::AuxLossScope::MicroBatch,
+            !matches!(router.aux_loss_scope, AuxLossScope::MicroBatch | AuxLossScope::Hf),
             "spec.model.router.auxLossScope",
             format!("{:?}", router.aux_loss_scope),
-            "microBatch",
+            "microBatch or hf",
         ),
         (latent, "spec.model.preset", "deepseek-v3, which has latent attention".into(), "others"),
         (

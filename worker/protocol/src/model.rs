@@ -94,8 +94,12 @@ pub struct RouterConfig {
     pub scoring: Scoring,
     /// The K weights of a token sum to one.
     pub norm_topk_prob: bool,
-    /// A learnt correction that takes part in the choice alone (DeepSeek-V3).
+    /// A correction that takes part in the choice alone and balances the experts (DeepSeek-V3).
     pub bias: bool,
+    /// What a step adds to the correction of an expert with less than the mean load, and takes
+    /// from one with more.
+    #[serde(default)]
+    pub bias_update_rate: f64,
     pub groups: u32,
     pub topk_groups: u32,
     pub scale: f64,
@@ -114,6 +118,8 @@ pub enum Role {
     /// A bias: zeros.
     Bias,
     Router { layer: u32 },
+    /// Corrections of a layer's choice: zeros. No gradient: changed by the loads of each step.
+    Correction { layer: u32 },
     /// A matrix of one expert; held by the ranks of its slots.
     Expert { layer: u32, expert: u32 },
 }
@@ -205,6 +211,10 @@ impl ModelConfig {
             &[experts.count, self.hidden_size],
             Role::Router { layer },
         );
+        if self.router.bias {
+            let name = format!("{at}.gate.e_score_correction_bias");
+            table.add(&name, &[experts.count], Role::Correction { layer });
+        }
         for expert in 0..experts.count {
             let (at, role) = (format!("{at}.experts.{expert}"), Role::Expert { layer, expert });
             self.gated_params(&at, experts.intermediate_size, role, table);

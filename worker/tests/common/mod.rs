@@ -43,6 +43,7 @@ pub fn model() -> ModelConfig {
             scoring: Scoring::Softmax,
             norm_topk_prob: true,
             bias: false,
+            bias_update_rate: 0.001,
             groups: 1,
             topk_groups: 1,
             scale: 1.0,

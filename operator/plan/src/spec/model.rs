@@ -173,9 +173,14 @@ pub struct RouterSpec {
     /// The K weights of a token are scaled to sum to one. Default: true.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub norm_topk_prob: Option<bool>,
-    /// A learnt correction takes part in the choice alone (DeepSeek-V3). Default: false.
+    /// A correction of the choice alone balances the experts (DeepSeek-V3). Default: false.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bias: Option<bool>,
+    /// What each step adds to the correction of an expert with less than the mean load, and takes
+    /// from one with more; 0 leaves the corrections as they are. Default: 0.001.
+    #[schemars(range(min = 0.0, max = 1.0))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bias_update_rate: Option<f64>,
     /// Experts are chosen within groups; must divide the number of experts. Default: 1.
     #[schemars(range(min = 1, max = 4096))]
     #[serde(skip_serializing_if = "Option::is_none")]
