@@ -40,6 +40,8 @@ pub struct Model {
     pub(crate) mail: Mail,
     /// `S`
     sequence: usize,
+    /// Documents in a sequence are kept apart.
+    apart: bool,
     /// 1 / valid targets of a step.
     loss_scale: f64,
     /// 1 / (mixture layers * micro-batches): what a mean over them multiplies by.
@@ -124,6 +126,7 @@ impl Model {
             experts,
             mail: Mail::default(),
             sequence,
+            apart: false,
             loss_scale: 1.0 / targets,
             router_scale: 1.0 / means,
         })
@@ -138,11 +141,33 @@ impl Model {
         self.config.hidden_size as usize
     }
 
-    /// Writes the round's own tokens.
+    /// Writes the round's own tokens, sequences of one document each.
     pub fn load(&mut self, ids: &[u32], targets: &[u32]) {
+        self.load_documents(ids, targets, None);
+    }
+
+    /// Writes the round's own tokens. `starts` [T] says for each where its document begins in its
+    /// sequence: attention reaches back so far, and positions count from there.
+    pub fn load_documents(&mut self, ids: &[u32], targets: &[u32], starts: Option<&[u32]>) {
         let batch = &self.buffers.batch;
         self.device.write(batch.ids.slice(0, ids.len()), ids);
         self.device.write(batch.targets.slice(0, targets.len()), targets);
+        let position = |token: usize| (token % self.sequence) as u32;
+        if let Some(starts) = starts {
+            let positions: Vec<u32> =
+                starts.iter().enumerate().map(|(token, start)| position(token) - start).collect();
+            self.device.write(batch.starts.slice(0, starts.len()), starts);
+            self.device.write(batch.positions.slice(0, starts.len()), &positions);
+        } else if self.apart {
+            let positions: Vec<u32> = (0..batch.positions.len()).map(position).collect();
+            self.device.write(batch.positions, &positions);
+        }
+        self.apart = starts.is_some();
+    }
+
+    /// Where attention of the loaded tokens begins; none when each sequence is one document.
+    fn starts(&self, t: usize) -> Option<Buffer> {
+        self.apart.then(|| self.buffers.batch.starts.slice(0, t))
     }
 
     /// Logits of the loaded micro-batch, and what backward needs.
@@ -296,7 +321,7 @@ impl Model {
             q: b.q.slice(0, t * q_size),
             k: b.k.slice(0, t * kv_size),
             v: b.v.slice(0, t * kv_size),
-            starts: None,
+            starts: self.starts(t),
             o: b.attended.slice(0, t * q_size),
             lse: b.lse.slice(0, t * config.num_attention_heads as usize),
         }

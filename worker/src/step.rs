@@ -1,7 +1,7 @@
 //! One optimizer step: forward, backward, reduce, agree, update, spread.
 
 use crate::comm::{Comm, CommError};
-use crate::data::{Corpus, DataError};
+use crate::data::{Batch, Corpus, DataError};
 use crate::grads::Gradients;
 use crate::model::Model;
 use crate::dispatch::{Round, Source};
@@ -80,13 +80,13 @@ pub fn gradients(
     let count = model.shape.micro_batches;
     let tokens = model.shape.tokens as usize;
     let mut end = StepEnd { counts: vec![0; counts_len(model)], ..StepEnd::default() };
-    let (mut ids, mut targets) = (vec![0; tokens], vec![0; tokens]);
+    let mut batch = Batch::new(tokens);
     gradients.clear();
     for round in 0..model.layout.mesh.rounds(count) {
         let schedule = Schedule::new(model, round, count, |_| tokens);
         if let Some(micro_batch) = schedule.own {
-            corpus.micro_batch(step, micro_batch, &mut ids, &mut targets)?;
-            model.load(&ids, &targets);
+            corpus.fill_micro_batch(step, micro_batch, &mut batch)?;
+            model.load_documents(&batch.ids, &batch.targets, batch.starts.as_deref());
         }
         model.forward(&schedule.round, comm)?;
         let loss = model.loss(&schedule.round, true);
@@ -233,18 +233,17 @@ pub fn validate(
     if sequences == 0 {
         return Ok(None);
     }
-    let (batch, length) = (model.shape.batch as u32, model.sequence());
-    let count = sequences.div_ceil(batch);
-    let of_batch = |leaf: u32| (sequences - leaf * batch).min(batch) as usize * length;
+    let (sequences_each, length) = (model.shape.batch as u32, model.sequence());
+    let count = sequences.div_ceil(sequences_each);
+    let left = |leaf: u32| sequences - leaf * sequences_each;
+    let of_batch = |leaf: u32| left(leaf).min(sequences_each) as usize * length;
     let mut losses = Vec::new();
-    let (mut ids, mut targets) = (Vec::new(), Vec::new());
     for round in 0..model.layout.mesh.rounds(count) {
         let schedule = Schedule::new(model, round, count, of_batch);
         if let Some(leaf) = schedule.own {
-            ids.resize(schedule.round.tokens, 0);
-            targets.resize(schedule.round.tokens, 0);
-            corpus.held_out(leaf * batch, &mut ids, &mut targets)?;
-            model.load(&ids, &targets);
+            let mut batch = Batch::new(schedule.round.tokens);
+            corpus.fill_held_out(leaf * sequences_each, &mut batch)?;
+            model.load_documents(&batch.ids, &batch.targets, batch.starts.as_deref());
         }
         model.forward(&schedule.round, comm)?;
         let loss = model.loss(&schedule.round, false);

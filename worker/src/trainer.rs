@@ -176,12 +176,8 @@ impl Trainer {
                 Ok(corpus)
             }
             _ => {
-                if config.model.vocab_size < 256 {
-                    let found = config.model.vocab_size;
-                    let error = crate::data::DataError::Vocabulary { found };
-                    return Err(Stop::Failed(error.failure()));
-                }
-                Corpus::open(&config.data, &config.training)
+                let vocabulary = config.model.vocab_size;
+                Corpus::open(&config.data, &config.training, vocabulary)
                     .map_err(|error| Stop::Failed(error.failure()))
             }
         }

@@ -16,13 +16,13 @@ fn folder() -> tempfile::TempDir {
 
 fn with_paths(root: &Path, paths: &[&str]) -> DataConfig {
     let mut data = common::data(root);
-    let DataSource::Text { paths: globs, .. } = &mut data.source;
+    let DataSource::Text { paths: globs, .. } = &mut data.source else { panic!("text") };
     *globs = paths.iter().map(ToString::to_string).collect();
     data
 }
 
 fn open(data: &DataConfig) -> Result<Corpus, DataError> {
-    Corpus::open(data, &common::training())
+    Corpus::open(data, &common::training(), 256)
 }
 
 /// All ids of an epoch's first `count` samples.
@@ -68,7 +68,7 @@ fn an_epoch_shows_every_window_once_and_batches_are_functions_of_the_step() {
     assert_eq!(samples(&mut again, &training, 25), all[..25]);
     let mut other = training.clone();
     other.seed += 1;
-    let mut other = Corpus::open(&data, &other).expect("text");
+    let mut other = Corpus::open(&data, &other, 256).expect("text");
     assert_ne!(samples(&mut other, &training, 25), all[..25]);
 }
 
@@ -80,7 +80,7 @@ fn held_out_files_are_whole_apart_and_never_none() {
         data.validation.fraction = fraction;
         let mut training = common::training();
         training.global_batch_size = 1;
-        let corpus = Corpus::open(&data, &training).expect("text");
+        let corpus = Corpus::open(&data, &training, 256).expect("text");
         let [(training_files, _), (held_out, _)] = corpus.sizes();
         assert_eq!(training_files + held_out, 8);
         assert_eq!(held_out == 0, fraction == 0.0, "{fraction}: {held_out} held out");
@@ -127,7 +127,7 @@ fn folders_that_are_no_text_of_the_project_are_left_out() {
     symlink("nowhere", folder.path().join("dangling.md")).expect("a link");
     let mut data = common::data(folder.path());
     data.exclude = vec![folder.path().join("runs").display().to_string()];
-    let DataSource::Text { exclude, .. } = &mut data.source;
+    let DataSource::Text { exclude, .. } = &mut data.source else { panic!("text") };
     *exclude = vec!["draft*".to_string()];
     assert_eq!(open(&data).expect("text").fingerprint(), before);
 }

@@ -163,7 +163,10 @@ fn config(attempt: u32, seat: &str, edits: &[&str]) -> WorkerConfig {
         training: common::training(),
         data: DataConfig {
             source: DataSource::Text { root: ".".into(), paths: vec![], exclude: vec![] },
+            held_out: None,
             tokenizer: Tokenizer::Bytes,
+            end_of_document: None,
+            reset_at_boundaries: false,
             validation: ValidationConfig { fraction: 0.0, every_steps: 0, max_sequences: 0 },
             exclude: vec![],
         },

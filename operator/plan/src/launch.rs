@@ -55,7 +55,10 @@ pub fn template(job: &Job, venue: Venue, job_uid: &str, places: &Places) -> Work
         training: job.training.clone(),
         data: DataConfig {
             source: source(job, places),
+            held_out: None,
             tokenizer: job.data.tokenizer.clone(),
+            end_of_document: None,
+            reset_at_boundaries: false,
             validation: job.data.validation,
             exclude: places.exclude.clone(),
         },

@@ -45,6 +45,8 @@ pub struct Batch<B> {
     pub ids: B,
     pub targets: B,
     pub positions: B,
+    /// Where each token's document begins in its sequence.
+    pub starts: B,
 }
 
 /// What a layer keeps from forward to backward.
@@ -202,6 +204,7 @@ impl<B: Copy> Buffers<B> {
             ids: plan.words(t, 1),
             targets: plan.words(t, 1),
             positions: plan.words(t, 1),
+            starts: plan.words(t, 1),
         };
         let layers = (0..model.num_hidden_layers).map(|layer| plan.layer(layer)).collect();
         let head = plan.head();

@@ -181,17 +181,54 @@ fn cos_pi(x: f64) -> f64 {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct DataConfig {
     pub source: DataSource,
+    /// What is held out, where it is not a part of `source`.
+    #[serde(default)]
+    pub held_out: Option<DataSource>,
     pub tokenizer: Tokenizer,
+    /// The token that ends each document: put behind documents that are tokenised here, looked for
+    /// in files of tokens.
+    #[serde(default)]
+    pub end_of_document: Option<u32>,
+    /// Attention and positions begin anew with each document in a sequence.
+    #[serde(default)]
+    pub reset_at_boundaries: bool,
     pub validation: ValidationConfig,
     /// Directories that are never read: the run folder.
     pub exclude: Vec<String>,
 }
 
+/// Files by globs, and how they are read.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum DataSource {
-    /// Globs of text files.
+    /// Text files, a document each.
     Text { root: String, paths: Vec<String>, exclude: Vec<String> },
+    /// Lines of JSON with a text in `field`; plain, .gz or .zst.
+    Jsonl { root: String, paths: Vec<String>, exclude: Vec<String>, field: String },
+    /// Token ids: llm.c's files with a header, or flat ones of `dtype`.
+    Tokens { root: String, paths: Vec<String>, exclude: Vec<String>, dtype: Option<TokenType> },
+    /// Megatron's .idx files, each beside its .bin.
+    Megatron { root: String, paths: Vec<String>, exclude: Vec<String> },
+    /// Parquet with a column of text.
+    Parquet { root: String, paths: Vec<String>, exclude: Vec<String>, field: String },
+    /// Several of the others, by weight.
+    Mixture { parts: Vec<MixturePart> },
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct MixturePart {
+    /// Share of the samples, over the sum of all weights.
+    pub weight: f64,
+    pub source: DataSource,
+}
+
+/// The number format of flat token files, little-endian.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum TokenType {
+    Uint16,
+    Uint32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,8 +1,12 @@
-//! Finding the text files of a data source, in an order that is the same everywhere.
+//! Finding the files of a data source, in an order that is the same everywhere, and holding them
+//! to what they were when they were found.
 
 use super::DataError;
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
+use std::fs::File;
+use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 use std::time::SystemTime;
 
@@ -12,9 +16,12 @@ const SKIPPED: [&str; 2] = [".git", "target"];
 /// Files of a source at most; more are a glob gone wrong.
 const FILES_MAX: usize = 1 << 20;
 
+/// Bytes read at once.
+const BLOCK: usize = 1 << 18;
+
 /// A file as it was when it was opened first.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TextFile {
+pub struct DataFile {
     pub path: PathBuf,
     /// Relative to the root; what order, split and fingerprint go by.
     pub name: Vec<u8>,
@@ -34,7 +41,7 @@ pub fn find(
     globs: &[String],
     excluded: &[String],
     excluded_directories: &[String],
-) -> Result<Vec<TextFile>, DataError> {
+) -> Result<Vec<DataFile>, DataError> {
     let wanted = glob_set(root, globs)?;
     let unwanted = glob_set(root, excluded)?;
     let resolve = |path: &String| Path::new(path).canonicalize().ok();
@@ -96,7 +103,7 @@ fn literal_base(glob: &Path) -> PathBuf {
 }
 
 /// A file that the user named outright: whatever is wrong with it is refused.
-fn named_file(root: &Path, path: &Path) -> Result<TextFile, DataError> {
+fn named_file(root: &Path, path: &Path) -> Result<DataFile, DataError> {
     let file = examine(root, path)?;
     match file {
         Some(file) if file.bytes > 0 => Ok(file),
@@ -114,7 +121,7 @@ fn walk(
     wanted: &GlobSet,
     unwanted: &GlobSet,
     skipped: &[PathBuf],
-    files: &mut Vec<TextFile>,
+    files: &mut Vec<DataFile>,
 ) -> Result<(), DataError> {
     let enter = |entry: &walkdir::DirEntry| {
         entry.depth() == 0
@@ -165,8 +172,124 @@ fn walk_error(base: &Path, error: walkdir::Error) -> DataError {
     DataError::Read { path, source }
 }
 
+impl DataFile {
+    /// A file outside of any source, by its path.
+    ///
+    /// # Errors
+    /// It is no readable file.
+    pub fn named(path: &Path) -> Result<DataFile, DataError> {
+        named_file(Path::new(""), path)
+    }
+
+    /// Never waits for a writer, should the file have become a pipe.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn open(&self) -> Result<File, DataError> {
+        let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
+        let opened = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(&self.path);
+        let handle = opened.map_err(|source| self.unreadable(source))?;
+        // Reading nothing finds out early what only reading would tell.
+        (&handle).read(&mut [0; 0]).map_err(|source| self.unreadable(source))?;
+        Ok(handle)
+    }
+
+    pub(crate) fn unreadable(&self, source: std::io::Error) -> DataError {
+        DataError::Read { path: self.path.clone(), source }
+    }
+
+    /// Reads bytes that the file had when it was found.
+    ///
+    /// # Errors
+    /// The file changed or cannot be read.
+    pub fn read_at(&mut self, offset: u64, into: &mut [u8]) -> Result<(), DataError> {
+        let handle = self.open()?;
+        handle.read_exact_at(into, offset).or_else(|source| {
+            self.check(&handle)?;
+            Err(self.unreadable(source))
+        })?;
+        // Looked at after the bytes were read, so that no change can slip in between.
+        self.check(&handle)
+    }
+
+    /// The file is what it was when it was fingerprinted.
+    ///
+    /// # Errors
+    /// It is not.
+    pub fn check(&mut self, handle: &File) -> Result<(), DataError> {
+        let metadata = handle.metadata().map_err(|source| self.unreadable(source))?;
+        if metadata.len() != self.bytes {
+            let (was, now) = (self.bytes, metadata.len());
+            return Err(DataError::Resized { path: self.path.clone(), was, now });
+        }
+        let modified = metadata.modified().map_err(|source| self.unreadable(source))?;
+        if modified != self.modified {
+            // Touched, or checked out anew: the content decides.
+            let mut hasher = blake3::Hasher::new();
+            self.each_block(handle, &mut |block| {
+                hasher.update(block);
+                Ok(())
+            })?;
+            if *hasher.finalize().as_bytes() != self.hash {
+                return Err(DataError::Rewritten { path: self.path.clone() });
+            }
+            self.modified = modified;
+        }
+        Ok(())
+    }
+
+    /// Fills in the hash, and shows the content to `see`, block after block of a multiple of 8.
+    ///
+    /// # Errors
+    /// The file changed or cannot be read; or what `see` finds.
+    pub fn fingerprint(
+        &mut self,
+        see: &mut dyn FnMut(&[u8]) -> Result<(), DataError>,
+    ) -> Result<(), DataError> {
+        let handle = self.open()?;
+        let mut hasher = blake3::Hasher::new();
+        let mut seen = 0;
+        self.each_block(&handle, &mut |block| {
+            hasher.update(block);
+            seen += block.len() as u64;
+            see(block)
+        })?;
+        if seen != self.bytes {
+            return Err(DataError::Resized { path: self.path.clone(), was: self.bytes, now: seen });
+        }
+        self.hash = *hasher.finalize().as_bytes();
+        Ok(())
+    }
+
+    fn each_block(
+        &self,
+        handle: &File,
+        see: &mut dyn FnMut(&[u8]) -> Result<(), DataError>,
+    ) -> Result<(), DataError> {
+        let mut block = vec![0; BLOCK];
+        let mut offset = 0;
+        loop {
+            let mut filled = 0;
+            while filled < block.len() {
+                let at = offset + filled as u64;
+                match handle.read_at(&mut block[filled..], at) {
+                    Ok(0) => break,
+                    Ok(count) => filled += count,
+                    Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                    Err(source) => return Err(self.unreadable(source)),
+                }
+            }
+            see(&block[..filled])?;
+            offset += filled as u64;
+            if filled < block.len() {
+                return Ok(());
+            }
+        }
+    }
+}
+
 /// Size and time of a regular file; none for a directory.
-fn examine(root: &Path, path: &Path) -> Result<Option<TextFile>, DataError> {
+fn examine(root: &Path, path: &Path) -> Result<Option<DataFile>, DataError> {
     let read = |source: std::io::Error| {
         if source.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) {
             let why = "it is a symbolic link into a loop";
@@ -183,7 +306,7 @@ fn examine(root: &Path, path: &Path) -> Result<Option<TextFile>, DataError> {
         return Err(DataError::Unusable { path: path.to_path_buf(), why });
     }
     let name = path.strip_prefix(normal(root)).unwrap_or(path).as_os_str().as_bytes().to_vec();
-    Ok(Some(TextFile {
+    Ok(Some(DataFile {
         path: path.to_path_buf(),
         name,
         bytes: metadata.len(),

@@ -1,86 +1,51 @@
 //! The data: `batch = f(seed, step)`, so that resuming needs no state.
 //!
 //! ```text
-//! globs -> files sorted by name -> held out or not, by the hash of the name
-//!       -> one long text -> windows of S + 1 tokens, stride S -> permuted anew each epoch
+//! globs -> files sorted by name -> documents, held out or not by the hash of their place
+//!       -> one stream of tokens a source -> windows of S + 1 tokens, stride S
+//!       -> sources mixed by weight, windows permuted anew each epoch
 //! ```
-//! Text is read where it lies, a window at a time; nothing of it is kept in memory.
+//! Tokens are read where they lie, a window at a time. What has to be tokenised or decompressed
+//! first goes to a temporary file; nothing of it is kept in memory.
 
+mod error;
 mod files;
+mod store;
+mod stream;
+pub mod megatron;
+pub mod header;
+pub mod line;
+mod documents;
+#[cfg(feature = "parquet")]
+mod parquet;
+mod tokenizer;
+mod tokenize;
+mod open;
 mod order;
 
-pub use files::TextFile;
-pub use order::permute;
+pub use documents::{Format, LINE_BYTES_MAX, Position};
+pub use error::DataError;
+pub use files::DataFile;
+pub use order::{MIX_BLOCK, Mix, permute};
+pub use store::Width;
+pub use stream::Stream;
+pub use tokenize::{Document, Recipe, Tokens, threads};
+pub use tokenizer::Encoder;
 
-use crate::trainer_api::Failure;
 use moejob_protocol::config::{DataConfig, DataSource, Tokenizer, TrainingConfig};
-use std::fs::File;
-use std::io::Read;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use open::{Opened, Opening, Part};
 
 /// The epoch whose permutation orders the held-out windows; training never gets there.
 const HELD_OUT_EPOCH: u64 = u64::MAX;
 
-/// Why the data cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum DataError {
-    #[error("no file under {root} matches {globs}")]
-    NothingMatches { root: PathBuf, globs: String },
-    #[error("the glob {glob} cannot be read")]
-    Glob { glob: String, source: globset::Error },
-    #[error("{path} cannot be used: {why}")]
-    Unusable { path: PathBuf, why: &'static str },
-    #[error("{path} cannot be read")]
-    Read { path: PathBuf, source: std::io::Error },
-    #[error("the globs match more than {max} files")]
-    TooMany { max: usize },
-    #[error("{path} changed during training: {was} bytes, now {now}")]
-    Resized { path: PathBuf, was: u64, now: u64 },
-    #[error("{path} changed during training: its content differs")]
-    Rewritten { path: PathBuf },
-    #[error("the training files have {found} tokens, a step needs {needed}")]
-    TooSmall { found: u64, needed: u64 },
-    #[error("the tokenizer {name} is not built in; `bytes` is")]
-    Tokenizer { name: String },
-    #[error("bytes need a vocabulary of 256, the model has {found}")]
-    Vocabulary { found: u32 },
-}
-
-impl DataError {
-    /// As the worker's end: exit code 3, or 2 where the manifest is at fault.
-    pub fn failure(&self) -> Failure {
-        let mut message = self.to_string();
-        let mut source = std::error::Error::source(self);
-        while let Some(cause) = source {
-            message = format!("{message}: {cause}");
-            source = cause.source();
-        }
-        let (exit_code, advice) = match self {
-            DataError::NothingMatches { .. } | DataError::TooMany { .. } => {
-                (3, "check spec.data.train.text.paths and the directory the job runs in")
-            }
-            DataError::Glob { .. } | DataError::Tokenizer { .. } | DataError::Vocabulary { .. } => {
-                (2, "change the manifest")
-            }
-            DataError::Unusable { .. } | DataError::Read { .. } => {
-                (3, "make it a readable file, or exclude it")
-            }
-            DataError::Resized { .. } | DataError::Rewritten { .. } => {
-                (3, "put the file back as it was and run again, or start a new job")
-            }
-            DataError::TooSmall { .. } => (3, "add text, or make batch or sequence smaller"),
-        };
-        Failure { exit_code, message, advice: advice.to_string() }
-    }
-}
-
-/// The files, divided, and what a step reads of them.
+/// The sources, divided, and what a step reads of them.
 #[derive(Clone, Debug)]
 pub struct Corpus {
-    training: Text,
-    held_out: Text,
+    training: Vec<Part>,
+    held_out: Vec<Part>,
+    mix: Mix,
     fingerprint: String,
+    reset_at_boundaries: bool,
     seed: u64,
     global_batch: u64,
     micro_batch: u64,
@@ -88,50 +53,106 @@ pub struct Corpus {
 }
 
 impl Corpus {
-    /// Finds, reads and fingerprints the files.
+    /// Finds, reads and fingerprints the files, for a model of `vocabulary` tokens.
     ///
     /// # Errors
-    /// See [`DataError`]; it names the file.
-    pub fn open(data: &DataConfig, training: &TrainingConfig) -> Result<Corpus, DataError> {
-        if let Tokenizer::Path(name) = &data.tokenizer {
-            return Err(DataError::Tokenizer { name: name.clone() });
+    /// See [`DataError`]; it names the file, and where in it.
+    pub fn open(
+        data: &DataConfig,
+        training: &TrainingConfig,
+        vocabulary: u32,
+    ) -> Result<Corpus, DataError> {
+        let encoder = Encoder::open(&data.tokenizer)?;
+        if any(data, &|source| !is_tokenized(source)) {
+            encoder.check(vocabulary)?;
         }
-        let DataSource::Text { root, paths, exclude } = &data.source;
-        let mut files = files::find(Path::new(root), paths, exclude, &data.exclude)?;
-        let fingerprint = fingerprint(&mut files)?;
+        if let Some(id) = data.end_of_document.filter(|id| *id >= vocabulary) {
+            return Err(DataError::EndOfDocument { id, vocabulary });
+        }
         let sequence = u64::from(training.sequence_length);
-        let (training_files, held_out) = divide(files, data.validation.fraction, sequence + 1);
+        let fraction = if data.held_out.is_some() { 0.0 } else { data.validation.fraction };
+        let needed = sequence + 1;
+        let opening = Opening { data, encoder: &encoder, vocabulary, fraction, needed };
+        let mut weights = vec![1.0];
+        let mut opened = match &data.source {
+            DataSource::Mixture { parts } => {
+                weights = parts.iter().map(|part| part.weight).collect();
+                let parts = parts.iter().map(|part| opening.open(&part.source));
+                parts.collect::<Result<Vec<_>, _>>()?
+            }
+            source => vec![opening.open(source)?],
+        };
+        let mix = Mix::new(&weights)?;
+        let apart = match &data.held_out {
+            Some(source) => Some(Opening { fraction: 0.0, ..opening }.open(source)?),
+            None => None,
+        };
+        let fingerprint = fingerprint(data, &encoder, &weights, &opened, apart.as_ref());
+        let held_out = match apart {
+            Some(apart) => vec![apart.training],
+            None => opened.iter_mut().map(|part| std::mem::take(&mut part.held_out)).collect(),
+        };
         let corpus = Corpus {
-            training: Text::new(training_files),
-            held_out: Text::new(held_out),
+            training: opened.into_iter().map(|part| part.training).collect(),
+            held_out,
+            mix,
             fingerprint,
+            reset_at_boundaries: data.reset_at_boundaries,
             seed: training.seed,
             global_batch: training.global_batch_size.into(),
             micro_batch: training.micro_batch_size.into(),
             sequence,
         };
-        let needed = corpus.global_batch * sequence + 1;
-        if corpus.training.tokens < needed {
-            let found = corpus.training.tokens;
-            return Err(DataError::TooSmall { found, needed });
-        }
+        corpus.is_large_enough()?;
         Ok(corpus)
     }
 
-    /// BLAKE3 over names, sizes and contents, hex.
+    fn is_large_enough(&self) -> Result<(), DataError> {
+        let needed = self.sequence + 1;
+        for (part, opened) in self.training.iter().enumerate() {
+            let found = opened.stream.tokens();
+            if self.training.len() > 1 && found < needed {
+                return Err(DataError::PartTooSmall { part, found, needed });
+            }
+        }
+        let windows: u64 =
+            self.training.iter().map(|part| part.stream.windows(self.sequence)).sum();
+        if windows < self.global_batch {
+            let found = self.training.iter().map(|part| part.stream.tokens()).sum();
+            let needed = self.global_batch * self.sequence + 1;
+            return Err(DataError::TooSmall { found, needed });
+        }
+        Ok(())
+    }
+
+    /// BLAKE3 over names, sizes and contents, and over how they are read; hex.
     pub fn fingerprint(&self) -> &str {
         &self.fingerprint
     }
 
     /// Training and held-out files and tokens.
     pub fn sizes(&self) -> [(usize, u64); 2] {
-        [&self.training, &self.held_out].map(|text| (text.files.len(), text.tokens))
+        [&self.training, &self.held_out].map(|parts| {
+            let files = parts.iter().map(|part| part.names.len()).sum();
+            (files, parts.iter().map(|part| part.stream.tokens()).sum())
+        })
     }
 
-    /// Names of the held-out files.
+    /// Training and held-out documents.
+    pub fn documents(&self) -> [u64; 2] {
+        [&self.training, &self.held_out]
+            .map(|parts| parts.iter().map(|part| part.stream.documents()).sum())
+    }
+
+    /// Names of the files that have held-out tokens.
     pub fn held_out_names(&self) -> Vec<String> {
-        let names = self.held_out.files.iter();
-        names.map(|file| String::from_utf8_lossy(&file.name).into_owned()).collect()
+        let names = self.held_out.iter().flat_map(|part| &part.names);
+        names.map(|name| String::from_utf8_lossy(name).into_owned()).collect()
+    }
+
+    /// Tokens of a sequence.
+    pub fn sequence(&self) -> usize {
+        self.sequence as usize
     }
 
     /// Ids and targets, [sequences, S] each, of micro-batch `index` of step `step`.
@@ -145,201 +166,195 @@ impl Corpus {
         ids: &mut [u32],
         targets: &mut [u32],
     ) -> Result<(), DataError> {
-        let windows = self.training.windows(self.sequence);
+        let mut batch = Batch { ids: ids.to_vec(), targets: targets.to_vec(), starts: None };
+        self.fill_micro_batch(step, index, &mut batch)?;
+        ids.copy_from_slice(&batch.ids);
+        targets.copy_from_slice(&batch.targets);
+        Ok(())
+    }
+
+    /// As `micro_batch`, and where documents start if they are kept apart.
+    ///
+    /// # Errors
+    /// A file changed or cannot be read.
+    pub fn fill_micro_batch(
+        &mut self,
+        step: u64,
+        index: u32,
+        batch: &mut Batch,
+    ) -> Result<(), DataError> {
         let first = step * self.global_batch + u64::from(index) * self.micro_batch;
+        batch.keep_apart(self.reset_at_boundaries);
         for row in 0..self.micro_batch {
-            let sample = first + row;
-            let at = permute(sample % windows, windows, self.seed, sample / windows);
-            let range = self.row(row);
-            self.training.window(at * self.sequence, &mut ids[range.clone()], &mut targets[range])?;
+            let (part, sample) = self.mix.sample(first + row, self.seed);
+            let stream = &mut self.training[part].stream;
+            let windows = stream.windows(self.sequence);
+            // Parts of equal size are not walked in step.
+            let seed = self.seed.wrapping_add(part as u64 * 0x9e37_79b9_7f4a_7c15);
+            let at = permute(sample % windows, windows, seed, sample / windows);
+            batch.row(stream, at * self.sequence, row as usize, self.sequence as usize)?;
         }
         Ok(())
     }
 
     /// Held-out windows that one measurement of at most `most` uses.
     pub fn held_out_sequences(&self, most: u32) -> u32 {
-        let windows = self.held_out.windows(self.sequence);
-        windows.min(most.into()) as u32
+        self.held_out_windows().min(most.into()) as u32
     }
 
-    /// Ids and targets of the held-out sequences `first ..`, as many as `ids` holds.
+    fn held_out_windows(&self) -> u64 {
+        self.held_out.iter().map(|part| part.stream.windows(self.sequence)).sum()
+    }
+
+    /// Ids and targets of the held-out sequences `first ..`, as many as `batch` has room for.
     ///
     /// # Errors
     /// A file changed or cannot be read.
-    pub fn held_out(
-        &mut self,
-        first: u32,
-        ids: &mut [u32],
-        targets: &mut [u32],
-    ) -> Result<(), DataError> {
-        let windows = self.held_out.windows(self.sequence);
-        for row in 0..ids.len() as u64 / self.sequence {
-            let at = permute(u64::from(first) + row, windows, self.seed, HELD_OUT_EPOCH);
-            let range = self.row(row);
-            self.held_out.window(at * self.sequence, &mut ids[range.clone()], &mut targets[range])?;
+    pub fn fill_held_out(&mut self, first: u32, batch: &mut Batch) -> Result<(), DataError> {
+        let windows = self.held_out_windows();
+        let sequence = self.sequence as usize;
+        batch.keep_apart(self.reset_at_boundaries);
+        for row in 0..batch.ids.len() / sequence {
+            let sample = u64::from(first) + row as u64;
+            let at = permute(sample, windows, self.seed, HELD_OUT_EPOCH);
+            Corpus::window(&mut self.held_out, at, row, sequence, batch)?;
         }
         Ok(())
     }
 
-    fn row(&self, row: u64) -> std::ops::Range<usize> {
-        (row * self.sequence) as usize..((row + 1) * self.sequence) as usize
-    }
-}
-
-/// Files one after the other, as one text.
-#[derive(Clone, Debug)]
-struct Text {
-    files: Vec<TextFile>,
-    /// First token of each file.
-    starts: Vec<u64>,
-    tokens: u64,
-    bytes: Vec<u8>,
-}
-
-impl Text {
-    fn new(files: Vec<TextFile>) -> Text {
-        let mut tokens = 0;
-        let start = |file: &TextFile| {
-            tokens += file.bytes;
-            tokens - file.bytes
-        };
-        let starts = files.iter().map(start).collect();
-        Text { files, starts, tokens, bytes: Vec::new() }
+    /// Training windows in all.
+    pub fn windows(&self) -> u64 {
+        self.training.iter().map(|part| part.stream.windows(self.sequence)).sum()
     }
 
-    /// Windows of `sequence + 1` tokens at multiples of `sequence`.
-    fn windows(&self, sequence: u64) -> u64 {
-        self.tokens.saturating_sub(1) / sequence
+    /// The training windows `first ..` in the order in which they lie, as many as `batch` has room
+    /// for: what an evaluation reads.
+    ///
+    /// # Errors
+    /// A file changed or cannot be read.
+    pub fn fill_in_order(&mut self, first: u64, batch: &mut Batch) -> Result<(), DataError> {
+        let sequence = self.sequence as usize;
+        batch.keep_apart(self.reset_at_boundaries);
+        for row in 0..batch.ids.len() / sequence {
+            let at = first + row as u64;
+            Corpus::window(&mut self.training, at, row, sequence, batch)?;
+        }
+        Ok(())
     }
 
-    /// Reads `ids.len() + 1` tokens from token `at`; the targets are one further.
+    /// Window `at` of all parts' windows, one part after the other.
     fn window(
-        &mut self,
-        at: u64,
-        ids: &mut [u32],
-        targets: &mut [u32],
+        parts: &mut [Part],
+        mut at: u64,
+        row: usize,
+        sequence: usize,
+        batch: &mut Batch,
     ) -> Result<(), DataError> {
-        let mut bytes = std::mem::take(&mut self.bytes);
-        bytes.resize(ids.len() + 1, 0);
-        let result = self.read(at, &mut bytes);
-        for (i, (id, target)) in ids.iter_mut().zip(targets).enumerate() {
-            (*id, *target) = (bytes[i].into(), bytes[i + 1].into());
+        for part in parts {
+            let windows = part.stream.windows(sequence as u64);
+            if at < windows {
+                return batch.row(&mut part.stream, at * sequence as u64, row, sequence);
+            }
+            at -= windows;
         }
-        self.bytes = bytes;
-        result
-    }
-
-    fn read(&mut self, at: u64, mut into: &mut [u8]) -> Result<(), DataError> {
-        let mut index = self.starts.partition_point(|start| *start <= at) - 1;
-        let mut offset = at - self.starts[index];
-        while !into.is_empty() {
-            let file = &mut self.files[index];
-            let count = (file.bytes - offset).min(into.len() as u64) as usize;
-            let (now, later) = into.split_at_mut(count);
-            let read = |source| DataError::Read { path: file.path.clone(), source };
-            let handle = open(&file.path).map_err(read)?;
-            handle.read_exact_at(now, offset).or_else(|source| {
-                check(&handle, file)?;
-                Err(DataError::Read { path: file.path.clone(), source })
-            })?;
-            // Looked at after the bytes were read, so that no change can slip in between.
-            check(&handle, file)?;
-            into = later;
-            (index, offset) = (index + 1, 0);
-        }
-        Ok(())
+        panic!("a window behind the last");
     }
 }
 
-/// Never waits for a writer, should the file have become a pipe.
-fn open(path: &Path) -> std::io::Result<File> {
-    let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
-    std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path)
+/// Sequences for the model: [sequences, S] each.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Batch {
+    pub ids: Vec<u32>,
+    pub targets: Vec<u32>,
+    /// For each token where its document begins in its sequence, if documents are kept apart.
+    pub starts: Option<Vec<u32>>,
 }
 
-/// The file is what it was when it was fingerprinted.
-fn check(handle: &File, file: &mut TextFile) -> Result<(), DataError> {
-    let read = |source| DataError::Read { path: file.path.clone(), source };
-    let metadata = handle.metadata().map_err(read)?;
-    if metadata.len() != file.bytes {
-        let (was, now) = (file.bytes, metadata.len());
-        return Err(DataError::Resized { path: file.path.clone(), was, now });
+impl Batch {
+    pub fn new(tokens: usize) -> Batch {
+        Batch { ids: vec![0; tokens], targets: vec![0; tokens], starts: None }
     }
-    let modified = metadata.modified().map_err(read)?;
-    if modified != file.modified {
-        // Touched, or checked out anew: the content decides.
-        if hash(handle).map_err(read)?.1 != file.hash {
-            return Err(DataError::Rewritten { path: file.path.clone() });
-        }
-        file.modified = modified;
-    }
-    Ok(())
-}
 
-/// Bytes and BLAKE3 of a whole file, from its start.
-fn hash(handle: &File) -> std::io::Result<(u64, [u8; 32])> {
-    let mut hasher = blake3::Hasher::new();
-    let mut buffer = vec![0; 1 << 16];
-    let mut bytes = 0;
-    loop {
-        let count = handle.read_at(&mut buffer, bytes)?;
-        if count == 0 {
-            return Ok((bytes, *hasher.finalize().as_bytes()));
-        }
-        hasher.update(&buffer[..count]);
-        bytes += count as u64;
+    fn keep_apart(&mut self, apart: bool) {
+        let starts = self.starts.take();
+        self.starts = apart.then(|| {
+            let mut starts = starts.unwrap_or_default();
+            starts.resize(self.ids.len(), 0);
+            starts
+        });
+    }
+
+    fn row(
+        &mut self,
+        stream: &mut Stream,
+        at: u64,
+        row: usize,
+        sequence: usize,
+    ) -> Result<(), DataError> {
+        let range = row * sequence..(row + 1) * sequence;
+        let starts = self.starts.as_mut().map(|starts| &mut starts[range.clone()]);
+        stream.window(at, &mut self.ids[range.clone()], &mut self.targets[range], starts)
     }
 }
 
-/// Reads every file once and fills in its hash.
-fn fingerprint(files: &mut [TextFile]) -> Result<String, DataError> {
-    let mut hasher = blake3::Hasher::new();
-    for file in files {
-        let read = |source| DataError::Read { path: file.path.clone(), source };
-        let mut handle = open(&file.path).map_err(read)?;
-        // Reading nothing finds out early what only reading would tell.
-        handle.read(&mut [0; 0]).map_err(read)?;
-        let (bytes, content) = hash(&handle).map_err(read)?;
-        if bytes != file.bytes {
-            let was = file.bytes;
-            return Err(DataError::Resized { path: file.path.clone(), was, now: bytes });
-        }
-        file.hash = content;
-        hasher.update(&(file.name.len() as u64).to_le_bytes());
-        hasher.update(&file.name);
-        hasher.update(&bytes.to_le_bytes());
-        hasher.update(&content);
-    }
-    Ok(hasher.finalize().to_hex().to_string())
+fn is_tokenized(source: &DataSource) -> bool {
+    matches!(source, DataSource::Tokens { .. } | DataSource::Megatron { .. })
 }
 
-/// Training and held-out files, each in order. The files with the smallest hashes of their names
-/// are held out: those below `fraction`, and further ones until they fill a window of `needed`
-/// tokens; at least one file stays for training.
-fn divide(files: Vec<TextFile>, fraction: f64, needed: u64) -> (Vec<TextFile>, Vec<TextFile>) {
-    if fraction <= 0.0 || files.len() < 2 {
-        return (files, Vec::new());
-    }
-    let share = |file: &TextFile| {
-        let hash = blake3::hash(&file.name);
-        let mut first = [0; 8];
-        first.copy_from_slice(&hash.as_bytes()[..8]);
-        u64::from_le_bytes(first)
+/// Whether one of the sources, or of their parts, is `wanted`.
+fn any(data: &DataConfig, wanted: &dyn Fn(&DataSource) -> bool) -> bool {
+    let one = |source: &DataSource| match source {
+        DataSource::Mixture { parts } => parts.iter().any(|part| wanted(&part.source)),
+        source => wanted(source),
     };
-    let mut by_share: Vec<(u64, usize)> =
-        files.iter().enumerate().map(|(index, file)| (share(file), index)).collect();
-    by_share.sort_unstable();
-    let mut held = vec![false; files.len()];
-    let mut tokens = 0;
-    for (share, index) in &by_share[..files.len() - 1] {
-        let below = (*share as f64) < fraction * 2.0_f64.powi(64);
-        if !below && tokens >= needed {
-            break;
-        }
-        held[*index] = true;
-        tokens += files[*index].bytes;
+    one(&data.source) || data.held_out.as_ref().is_some_and(one)
+}
+
+/// What a checkpoint belongs to. Text read as bytes alone has its files' own fingerprint.
+fn fingerprint(
+    data: &DataConfig,
+    encoder: &Encoder,
+    weights: &[f64],
+    opened: &[Opened],
+    held_out: Option<&Opened>,
+) -> String {
+    let plain = matches!(data.source, DataSource::Text { .. })
+        && data.tokenizer == Tokenizer::Bytes
+        && data.end_of_document.is_none()
+        && !data.reset_at_boundaries
+        && data.held_out.is_none();
+    if plain && let [part] = opened {
+        return part.fingerprint.to_hex().to_string();
     }
-    let mut held = held.into_iter();
-    let (held_out, training) = files.into_iter().partition(|_| held.next() == Some(true));
-    (training, held_out)
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(b"moejob data 1");
+    let mut source = |source: &DataSource, weight: f64, print: &blake3::Hash| {
+        let kind = match source {
+            DataSource::Text { .. } => "text".to_string(),
+            DataSource::Jsonl { field, .. } => format!("jsonl {field}"),
+            DataSource::Parquet { field, .. } => format!("parquet {field}"),
+            DataSource::Tokens { dtype, .. } => format!("tokens {dtype:?}"),
+            DataSource::Megatron { .. } => "megatron".to_string(),
+            DataSource::Mixture { .. } => "mixture".to_string(),
+        };
+        hasher.update(&(kind.len() as u64).to_le_bytes());
+        hasher.update(kind.as_bytes());
+        hasher.update(&weight.to_bits().to_le_bytes());
+        hasher.update(print.as_bytes());
+    };
+    match &data.source {
+        DataSource::Mixture { parts } => {
+            for ((part, opened), weight) in parts.iter().zip(opened).zip(weights) {
+                source(&part.source, *weight, &opened.fingerprint);
+            }
+        }
+        one => opened.iter().for_each(|part| source(one, 1.0, &part.fingerprint)),
+    }
+    if let Some((held_out, opened)) = data.held_out.as_ref().zip(held_out) {
+        source(held_out, 0.0, &opened.fingerprint);
+    }
+    hasher.update(&encoder.fingerprint());
+    hasher.update(&data.end_of_document.map_or(u64::MAX, u64::from).to_le_bytes());
+    hasher.update(&[u8::from(data.reset_at_boundaries)]);
+    hasher.finalize().to_hex().to_string()
 }

@@ -1,5 +1,6 @@
 //! The order of samples: a permutation that is computed, not stored.
 
+use super::DataError;
 use moejob_kernels::philox::philox4x32_10;
 
 /// Rounds of the Feistel network. Four make it indistinguishable from random in theory; two more
@@ -37,9 +38,92 @@ pub fn permute(index: u64, count: u64, seed: u64, epoch: u64) -> u64 {
     }
 }
 
+/// Samples in which a mixture keeps to its weights exactly.
+pub const MIX_BLOCK: u64 = 4096;
+
+/// Keeps the order inside of a block apart from every other use of the seed.
+const MIX_SEED: u64 = 0x6d69_785f_6d69_785f;
+
+/// Which source a sample comes from: in each block of 4,096 samples every source has a fixed number
+/// of places, and they are shuffled by a permutation of the block's number. So sample `n` knows its
+/// source, and how many of that source came before, from `n` alone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mix {
+    /// Places before those of each source, and `MIX_BLOCK`.
+    bounds: Vec<u64>,
+}
+
+impl Mix {
+    /// Places by largest remainders, so that they add up.
+    ///
+    /// # Errors
+    /// A weight is no positive number, or too small for a place.
+    pub fn new(weights: &[f64]) -> Result<Mix, DataError> {
+        let refused = |part: usize, why| {
+            Err(DataError::Weight { part, weight: weights[part], why })
+        };
+        if let Some(part) = weights.iter().position(|weight| !(*weight > 0.0 && weight.is_finite()))
+        {
+            return refused(part, "is no positive number");
+        }
+        let sum: f64 = weights.iter().sum();
+        let exact: Vec<f64> =
+            weights.iter().map(|weight| weight / sum * MIX_BLOCK as f64).collect();
+        let mut places: Vec<u64> = exact.iter().map(|places| places.floor() as u64).collect();
+        let mut by_rest: Vec<usize> = (0..weights.len()).collect();
+        by_rest.sort_by(|a, b| exact[*b].fract().total_cmp(&exact[*a].fract()).then(a.cmp(b)));
+        let left = MIX_BLOCK.saturating_sub(places.iter().sum());
+        by_rest.iter().cycle().take(left as usize).for_each(|part| places[*part] += 1);
+        if let Some(part) = places.iter().position(|places| *places == 0) {
+            return refused(part, "is below 1/4096 of the sum");
+        }
+        let mut bounds = vec![0];
+        for places in places {
+            bounds.push(bounds[bounds.len() - 1] + places);
+        }
+        Ok(Mix { bounds })
+    }
+
+    /// The source of sample `n`, and the sample's number in that source.
+    pub fn sample(&self, n: u64, seed: u64) -> (usize, u64) {
+        if self.bounds.len() == 2 {
+            return (0, n);
+        }
+        let (block, place) = (n / MIX_BLOCK, n % MIX_BLOCK);
+        let place = permute(place, MIX_BLOCK, seed ^ MIX_SEED, block);
+        let part = self.bounds.partition_point(|bound| *bound <= place) - 1;
+        let places = self.bounds[part + 1] - self.bounds[part];
+        (part, block * places + (place - self.bounds[part]))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_mixture_keeps_its_weights_and_leaves_no_sample_out() {
+        let mix = Mix::new(&[0.7, 0.2, 0.1]).expect("weights");
+        let mut seen = [Vec::new(), Vec::new(), Vec::new()];
+        for n in 0..3 * MIX_BLOCK {
+            let (part, sample) = mix.sample(n, 5);
+            seen[part].push(sample);
+        }
+        let counts = seen.each_ref().map(Vec::len);
+        assert_eq!(counts, [3 * 2867, 3 * 819, 3 * 410]);
+        for mut samples in seen {
+            samples.sort_unstable();
+            assert!(samples.iter().enumerate().all(|(i, sample)| i as u64 == *sample));
+        }
+        // In short stretches, too: no source comes in runs.
+        let first = (0..100).filter(|n| mix.sample(*n, 5).0 == 0).count();
+        assert!((55..85).contains(&first), "{first} of 100");
+        assert_eq!(Mix::new(&[2.0]).expect("a weight").sample(99_999, 1), (0, 99_999));
+        for wrong in [vec![1.0, 0.0], vec![1.0, -1.0], vec![f64::NAN, 1.0], vec![1.0, 1e-9]] {
+            let error = Mix::new(&wrong).expect_err("a wrong weight").to_string();
+            assert!(error.contains("of the mixture"), "{error}");
+        }
+    }
 
     #[test]
     fn every_sample_comes_once_an_epoch() {

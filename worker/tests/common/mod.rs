@@ -95,7 +95,10 @@ pub fn data(root: &Path) -> DataConfig {
             paths: vec!["**/*.txt".to_string()],
             exclude: vec![],
         },
+        held_out: None,
         tokenizer: Tokenizer::Bytes,
+        end_of_document: None,
+        reset_at_boundaries: false,
         validation: ValidationConfig { fraction: 0.2, every_steps: 4, max_sequences: 7 },
         exclude: vec![],
     }

@@ -1,0 +1,347 @@
+//! Files of documents -> chunks of work: lines of JSON, pieces of text, rows of Parquet.
+//!
+//! A chunk is small enough for memory and large enough for a thread. Only whole lines are cut off,
+//! so that chunks can be looked at in any order.
+
+use super::DataError;
+use super::files::DataFile;
+use serde::{Deserialize, Serialize};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes of lines that one thread works on at once.
+const CHUNK_BYTES: usize = 512 << 10;
+/// A longer line is no document: more likely a file that has no lines.
+pub const LINE_BYTES_MAX: usize = 16 << 20;
+/// A text file that is tokenised is cut into pieces of at most this, at the end of a line if it
+/// has one: tokens take a hundred times the memory of their text on the way.
+pub const PIECE_BYTES: usize = 1 << 20;
+/// What a frame of zstd may ask for; `zstd -19` needs 8 MiB.
+const ZSTD_WINDOW_MAX: u64 = 32 << 20;
+const BUFFER: usize = 64 << 10;
+
+/// How documents lie in files.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Format {
+    /// A file is a document.
+    Text,
+    /// A line is one; its text has this key.
+    Jsonl(String),
+    /// A row is one; its text is in this column.
+    Parquet(String),
+}
+
+/// Where in a list of files a chunk ends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Position {
+    pub file: usize,
+    /// Bytes of the file, once it is decompressed.
+    pub offset: u64,
+    /// Lines or rows before it.
+    pub documents: u64,
+}
+
+/// Some documents of one file.
+#[derive(Debug)]
+pub(crate) struct Chunk {
+    pub file: usize,
+    /// Lines or rows before the first.
+    pub first: u64,
+    pub body: Body,
+    pub end: Position,
+    /// Bytes read of all files, as they lie on the disk.
+    pub raw: u64,
+}
+
+#[derive(Debug)]
+pub(crate) enum Body {
+    /// Whole lines; the file's last may lack its end.
+    Lines(Vec<u8>),
+    /// A piece of a text, from byte `at` on.
+    Piece { bytes: Vec<u8>, at: u64, last: bool },
+    /// Rows.
+    #[cfg_attr(not(feature = "parquet"), allow(dead_code))]
+    Texts(Vec<String>),
+}
+
+/// Reads files one after the other.
+pub(crate) struct Reader {
+    files: Arc<Vec<DataFile>>,
+    format: Format,
+    at: Position,
+    open: Option<Open>,
+    raw: Arc<AtomicU64>,
+}
+
+enum Open {
+    Lines { handle: File, source: Box<dyn BufRead + Send>, rest: Vec<u8> },
+    Text { handle: File, source: BufReader<Counted<File>>, rest: Vec<u8> },
+    #[cfg(feature = "parquet")]
+    Rows(super::parquet::Rows),
+}
+
+impl Reader {
+    /// From `at` on; the beginning is `Position::default()`.
+    pub fn new(files: Arc<Vec<DataFile>>, format: Format, at: Position) -> Reader {
+        let done: u64 = files[..at.file.min(files.len())].iter().map(|file| file.bytes).sum();
+        Reader { files, format, at, open: None, raw: Arc::new(AtomicU64::new(done)) }
+    }
+
+    fn start(&mut self, index: usize) -> Result<Open, DataError> {
+        let file = &self.files[index];
+        let handle = file.open()?;
+        let copy = || handle.try_clone().map_err(|source| file.unreadable(source));
+        let counted = Counted { inner: copy()?, count: self.raw.clone() };
+        match &self.format {
+            Format::Jsonl(_) => {
+                let mut source = decompressed(Box::new(counted), &file.path)?;
+                skip(&mut source, self.at.offset).map_err(|error| broken(&file.path, &error))?;
+                Ok(Open::Lines { handle, source, rest: Vec::new() })
+            }
+            Format::Text => {
+                let mut source = BufReader::with_capacity(BUFFER, counted);
+                skip(&mut source, self.at.offset).map_err(|error| broken(&file.path, &error))?;
+                Ok(Open::Text { handle, source, rest: Vec::new() })
+            }
+            #[cfg(feature = "parquet")]
+            Format::Parquet(column) => {
+                let rows = super::parquet::Rows::open(handle, &file.path, column);
+                Ok(Open::Rows(rows?.skip_to(self.at.documents)?))
+            }
+            #[cfg(not(feature = "parquet"))]
+            Format::Parquet(_) => Err(DataError::NoParquet { path: file.path.clone() }),
+        }
+    }
+
+    fn read(&mut self) -> Result<Option<Chunk>, DataError> {
+        loop {
+            let index = self.at.file;
+            if index == self.files.len() {
+                return Ok(None);
+            }
+            let mut open = match self.open.take() {
+                Some(open) => open,
+                None => self.start(index)?,
+            };
+            let mut file = self.files[index].clone();
+            let first = self.at.documents;
+            let body = match &mut open {
+                Open::Lines { handle, source, rest } => {
+                    let line = first;
+                    let lines = lines(source, rest, &file.path, line)?;
+                    if lines.is_none() {
+                        file.check(handle)?;
+                    }
+                    lines.map(|(lines, bytes)| {
+                        self.at.documents += lines;
+                        self.at.offset += bytes.len() as u64;
+                        Body::Lines(bytes)
+                    })
+                }
+                Open::Text { handle, source, rest } => {
+                    let at = self.at.offset;
+                    let piece = piece(source, rest).map_err(|error| broken(&file.path, &error))?;
+                    if piece.as_ref().is_none_or(|(_, last)| *last) {
+                        file.check(handle)?;
+                    }
+                    piece.map(|(bytes, last)| {
+                        self.at.offset += bytes.len() as u64;
+                        Body::Piece { bytes, at, last }
+                    })
+                }
+                #[cfg(feature = "parquet")]
+                Open::Rows(rows) => {
+                    let texts = rows.next_texts()?;
+                    texts.map(|texts| {
+                        self.at.documents += texts.len() as u64;
+                        Body::Texts(texts)
+                    })
+                }
+            };
+            let ended = matches!(&body, None | Some(Body::Piece { last: true, .. }));
+            if ended {
+                self.at = Position { file: index + 1, offset: 0, documents: 0 };
+            } else {
+                self.open = Some(open);
+            }
+            if let Some(body) = body {
+                let raw = self.raw.load(Ordering::Relaxed);
+                return Ok(Some(Chunk { file: index, first, body, end: self.at, raw }));
+            }
+        }
+    }
+}
+
+impl Iterator for Reader {
+    type Item = Result<Chunk, DataError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let item = self.read().transpose();
+        if matches!(item, Some(Err(_))) {
+            self.at.file = self.files.len();
+        }
+        item
+    }
+}
+
+struct Counted<R> {
+    inner: R,
+    count: Arc<AtomicU64>,
+}
+
+impl<R: Read> Read for Counted<R> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let count = self.inner.read(into)?;
+        self.count.fetch_add(count as u64, Ordering::Relaxed);
+        Ok(count)
+    }
+}
+
+fn skip(source: &mut dyn BufRead, mut bytes: u64) -> io::Result<()> {
+    while bytes > 0 {
+        let found = source.fill_buf()?.len();
+        if found == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let count = bytes.min(found as u64) as usize;
+        source.consume(count);
+        bytes -= count as u64;
+    }
+    Ok(())
+}
+
+/// An error of reading; of a compressed file it says that it is damaged or cut off.
+fn broken(path: &Path, error: &io::Error) -> DataError {
+    let why = match error.kind() {
+        io::ErrorKind::UnexpectedEof => "the file is cut off".to_string(),
+        _ => error.to_string(),
+    };
+    DataError::bad(path, "reading", why)
+}
+
+/// The content of a plain, gzip or zstd file; which it is, its first bytes say.
+///
+/// # Errors
+/// The name says that it is compressed, and it is not.
+pub(crate) fn decompressed(
+    raw: Box<dyn Read + Send>,
+    path: &Path,
+) -> Result<Box<dyn BufRead + Send>, DataError> {
+    let mut raw = BufReader::with_capacity(BUFFER, raw);
+    let head = raw.fill_buf().map_err(|error| broken(path, &error))?;
+    let gzip = head.starts_with(&[0x1f, 0x8b]);
+    let zstd = head.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]);
+    let named = |ending: &str| path.extension().is_some_and(|found| found == ending);
+    if named("gz") && !gzip || named("zst") && !zstd {
+        return Err(DataError::bad(path, "byte 0", "it is not compressed as its name says"));
+    }
+    Ok(match (gzip, zstd) {
+        (true, _) => {
+            let plain = flate2::bufread::MultiGzDecoder::new(raw);
+            Box::new(BufReader::with_capacity(BUFFER, plain))
+        }
+        (_, true) => Box::new(BufReader::with_capacity(BUFFER, Frames { raw: Some(raw), now: None })),
+        _ => Box::new(raw),
+    })
+}
+
+type Raw = BufReader<Box<dyn Read + Send>>;
+type Frame = ruzstd::decoding::StreamingDecoder<Raw, ruzstd::decoding::FrameDecoder>;
+
+/// Frames of zstd, one after the other.
+struct Frames {
+    raw: Option<Raw>,
+    now: Option<Box<Frame>>,
+}
+
+impl Read for Frames {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let broken = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
+        loop {
+            if let Some(frame) = &mut self.now {
+                let count = frame.read(into)?;
+                if count > 0 || into.is_empty() {
+                    return Ok(count);
+                }
+                if let Some(said) = frame.decoder.get_checksum_from_data()
+                    && frame.decoder.get_calculated_checksum() != Some(said)
+                {
+                    return Err(broken("a checksum of zstd differs".to_string()));
+                }
+                self.raw = self.now.take().map(|frame| frame.into_inner());
+            }
+            let Some(mut raw) = self.raw.take() else { return Ok(0) };
+            if raw.fill_buf()?.is_empty() {
+                return Ok(0);
+            }
+            let frame = Frame::new_with_max_window_size(raw, ZSTD_WINDOW_MAX)
+                .map_err(|error| broken(format!("zstd: {error}")))?;
+            self.now = Some(Box::new(frame));
+        }
+    }
+}
+
+/// The next whole lines and how many they are; `rest` is what was read too far. None at the end.
+fn lines(
+    source: &mut dyn BufRead,
+    rest: &mut Vec<u8>,
+    path: &Path,
+    before: u64,
+) -> Result<Option<(u64, Vec<u8>)>, DataError> {
+    let mut chunk = std::mem::take(rest);
+    let mut searched = 0;
+    let ends = |bytes: &[u8]| bytes.iter().filter(|byte| **byte == b'\n').count() as u64;
+    loop {
+        let found = source.fill_buf().map_err(|error| broken(path, &error))?;
+        if found.is_empty() {
+            let unended = chunk.last().is_some_and(|last| *last != b'\n');
+            let count = ends(&chunk) + u64::from(unended);
+            return Ok((!chunk.is_empty()).then_some((count, chunk)));
+        }
+        chunk.extend_from_slice(found);
+        let count = found.len();
+        source.consume(count);
+        if chunk.len() < CHUNK_BYTES {
+            continue;
+        }
+        if let Some(last) = chunk[searched..].iter().rposition(|byte| *byte == b'\n') {
+            *rest = chunk.split_off(searched + last + 1);
+            return Ok(Some((ends(&chunk), chunk)));
+        }
+        searched = chunk.len();
+        if chunk.len() > LINE_BYTES_MAX {
+            let (line, most) = (before + ends(&chunk) + 1, LINE_BYTES_MAX >> 20);
+            let why = format!("the line has more than {most} MiB");
+            return Err(DataError::bad(path, format!("line {line}"), why));
+        }
+    }
+}
+
+/// The next piece of a text and whether it is the last; an empty text has one, empty.
+fn piece(source: &mut dyn BufRead, rest: &mut Vec<u8>) -> io::Result<Option<(Vec<u8>, bool)>> {
+    let mut piece = std::mem::take(rest);
+    while piece.len() < PIECE_BYTES {
+        let found = source.fill_buf()?;
+        if found.is_empty() {
+            return Ok(Some((piece, true)));
+        }
+        let count = found.len().min(PIECE_BYTES - piece.len());
+        piece.extend_from_slice(&found[..count]);
+        source.consume(count);
+    }
+    if source.fill_buf()?.is_empty() {
+        return Ok(Some((piece, true)));
+    }
+    // Behind the last line, else before the last space, else between characters.
+    let line = piece.iter().rposition(|byte| *byte == b'\n').map(|at| at + 1);
+    let space = || piece.iter().rposition(|byte| *byte == b' ').filter(|at| *at > 0);
+    let whole = || (piece.len() - 3..piece.len()).rev().find(|at| piece[*at] & 0xc0 != 0x80);
+    let cut = line.or_else(space).or_else(whole).unwrap_or(piece.len());
+    *rest = piece.split_off(cut);
+    Ok(Some((piece, false)))
+}

@@ -1,0 +1,105 @@
+//! What keeps data from being used: where it lies, what was found, what to do.
+
+use crate::trainer_api::Failure;
+use std::path::{Path, PathBuf};
+
+/// Why the data cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum DataError {
+    #[error("no file under {root} matches {globs}")]
+    NothingMatches { root: PathBuf, globs: String },
+    #[error("the glob {glob} cannot be read")]
+    Glob { glob: String, source: globset::Error },
+    #[error("{path} cannot be used: {why}")]
+    Unusable { path: PathBuf, why: &'static str },
+    #[error("{path} cannot be read")]
+    Read { path: PathBuf, source: std::io::Error },
+    #[error("the globs match more than {max} files")]
+    TooMany { max: usize },
+    /// `at` is a position: a line, a token, a sequence, a byte.
+    #[error("{path}, {at}: {why}")]
+    Bad { path: PathBuf, at: String, why: String },
+    #[error("{path}, {at}: the id {id} is outside of the vocabulary of {vocabulary}")]
+    Token { path: PathBuf, at: String, id: i64, vocabulary: u32 },
+    #[error("{path} changed during training: {was} bytes, now {now}")]
+    Resized { path: PathBuf, was: u64, now: u64 },
+    #[error("{path} changed during training: its content differs")]
+    Rewritten { path: PathBuf },
+    #[error("the training files have {found} tokens, a step needs {needed}")]
+    TooSmall { found: u64, needed: u64 },
+    #[error("part {part} of the mixture has {found} tokens, a sequence needs {needed}")]
+    PartTooSmall { part: usize, found: u64, needed: u64 },
+    #[error("the weight {weight} of part {part} of the mixture {why}")]
+    Weight { part: usize, weight: f64, why: &'static str },
+    #[error("the tokenizer {path} cannot be used: {why}")]
+    Tokenizer { path: PathBuf, why: String },
+    #[error("the tokenizer {path} has ids up to {largest}, the model's vocabulary is {vocabulary}")]
+    TokenizerSize { path: PathBuf, largest: u32, vocabulary: u32 },
+    #[error("bytes need a vocabulary of 256, the model has {found}")]
+    Vocabulary { found: u32 },
+    #[error("data.endOfDocument is {id}, the model's vocabulary is {vocabulary}")]
+    EndOfDocument { id: u32, vocabulary: u32 },
+    #[error("{path}: this build reads no Parquet")]
+    NoParquet { path: PathBuf },
+    #[error("{folder} cannot hold the tokens of the data")]
+    Spool { folder: PathBuf, source: std::io::Error },
+}
+
+impl DataError {
+    pub(crate) fn bad(path: &Path, at: impl Into<String>, why: impl Into<String>) -> DataError {
+        DataError::Bad { path: path.to_path_buf(), at: at.into(), why: why.into() }
+    }
+
+    /// With its causes.
+    pub fn full(&self) -> String {
+        let mut message = self.to_string();
+        let mut source = std::error::Error::source(self);
+        while let Some(cause) = source {
+            message = format!("{message}: {cause}");
+            source = cause.source();
+        }
+        message
+    }
+
+    /// The exit code, 3, or 2 where the manifest is at fault; and what to do.
+    fn remedy(&self) -> (i32, &'static str) {
+        match self {
+            DataError::NothingMatches { .. } | DataError::TooMany { .. } => {
+                (3, "check the paths of spec.data.train and the directory the job runs in")
+            }
+            DataError::Glob { .. }
+            | DataError::Vocabulary { .. }
+            | DataError::EndOfDocument { .. }
+            | DataError::Weight { .. } => (2, "change the manifest"),
+            DataError::TokenizerSize { .. } => {
+                (2, "raise model.vocabSize, or name the tokenizer that the model was made with")
+            }
+            DataError::Tokenizer { .. } => (3, "name a tokenizer.json of the tokenizers library"),
+            DataError::Unusable { .. } | DataError::Read { .. } => {
+                (3, "make it a readable file, or exclude it")
+            }
+            DataError::Bad { .. } => (3, "repair or exclude the file"),
+            DataError::Token { .. } => {
+                (3, "raise model.vocabSize, or correct the dtype or the file")
+            }
+            DataError::Resized { .. } | DataError::Rewritten { .. } => {
+                (3, "put the file back as it was and run again, or start a new job")
+            }
+            DataError::TooSmall { .. } | DataError::PartTooSmall { .. } => {
+                (3, "add text, or make batch or sequence smaller")
+            }
+            DataError::NoParquet { .. } => {
+                (2, "build with --features parquet, or write the column as JSONL")
+            }
+            DataError::Spool { .. } => {
+                (1, "set TMPDIR to a folder with room, or run `moejob data tokenize` first")
+            }
+        }
+    }
+
+    /// As the worker's end.
+    pub fn failure(&self) -> Failure {
+        let (exit_code, advice) = self.remedy();
+        Failure { exit_code, message: self.full(), advice: advice.to_string() }
+    }
+}

@@ -1,0 +1,407 @@
+//! A data source -> streams of tokens for training and held out, and a fingerprint.
+
+use super::documents::{Format, Position, Reader};
+use super::files::{self, DataFile};
+use super::megatron::{self, Index, ReadAt};
+use super::store::{Spool, Store, Width};
+use super::stream::Stream;
+use super::tokenize::{self, Recipe};
+use super::tokenizer::Encoder;
+use super::{DataError, header};
+use moejob_protocol::config::{DataConfig, DataSource, TokenType};
+use std::fs::File;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A source, divided.
+#[derive(Clone, Debug)]
+pub(crate) struct Opened {
+    pub training: Part,
+    pub held_out: Part,
+    /// BLAKE3 over names, sizes and contents.
+    pub fingerprint: blake3::Hash,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Part {
+    pub stream: Stream,
+    /// Of the files that have tokens in it.
+    pub names: Vec<Vec<u8>>,
+}
+
+/// What is asked of every source alike.
+pub(crate) struct Opening<'a> {
+    pub data: &'a DataConfig,
+    pub encoder: &'a Encoder,
+    pub vocabulary: u32,
+    /// Share that is held out.
+    pub fraction: f64,
+    /// Tokens of a window.
+    pub needed: u64,
+}
+
+impl Opening<'_> {
+    /// # Errors
+    /// See [`DataError`]; it names the file and where in it.
+    pub fn open(&self, source: &DataSource) -> Result<Opened, DataError> {
+        let find = |root: &String, paths: &Vec<String>, exclude: &Vec<String>| {
+            files::find(Path::new(root), paths, exclude, &self.data.exclude)
+        };
+        match source {
+            DataSource::Text { root, paths, exclude } => {
+                let files = find(root, paths, exclude)?;
+                if matches!(self.encoder, Encoder::Bytes) && self.data.end_of_document.is_none() {
+                    return self.bytes(files);
+                }
+                self.documents(files, Format::Text)
+            }
+            DataSource::Jsonl { root, paths, exclude, field } => {
+                self.documents(find(root, paths, exclude)?, Format::Jsonl(field.clone()))
+            }
+            DataSource::Parquet { root, paths, exclude, field } => {
+                self.documents(find(root, paths, exclude)?, Format::Parquet(field.clone()))
+            }
+            DataSource::Tokens { root, paths, exclude, dtype } => {
+                self.tokens(find(root, paths, exclude)?, *dtype)
+            }
+            DataSource::Megatron { root, paths, exclude } => {
+                self.megatron(find(root, paths, exclude)?)
+            }
+            DataSource::Mixture { parts } => {
+                // The manifest's types let no mixture be a part of another.
+                let first = parts.first().map(|part| self.open(&part.source));
+                first.unwrap_or_else(|| {
+                    let root = Path::new("").to_path_buf();
+                    Err(DataError::NothingMatches { root, globs: "no parts".to_string() })
+                })
+            }
+        }
+    }
+
+    fn stream(&self) -> Stream {
+        Stream::new(self.data.reset_at_boundaries)
+    }
+
+    /// Text whose bytes are its tokens, read where it lies.
+    fn bytes(&self, files: Vec<DataFile>) -> Result<Opened, DataError> {
+        let stores = files.into_iter().map(|file| (file.clone(), Store::named(file, Width::U8, 0)));
+        // No byte is above 255, and the vocabulary has been held to that.
+        self.stores(stores.collect(), u32::MAX)
+    }
+
+    fn tokens(
+        &self,
+        files: Vec<DataFile>,
+        dtype: Option<TokenType>,
+    ) -> Result<Opened, DataError> {
+        let mut stores = Vec::new();
+        for file in files {
+            let store = token_store(&file, dtype)?;
+            stores.push((file, store));
+        }
+        let mut opened = self.stores(stores, self.vocabulary)?;
+        opened.training.stream.ends_with(self.data.end_of_document);
+        opened.held_out.stream.ends_with(self.data.end_of_document);
+        Ok(opened)
+    }
+
+    /// Stores of whole files: some of the files are held out, or the end of the only one.
+    fn stores(
+        &self,
+        mut stores: Vec<(DataFile, Store)>,
+        vocabulary: u32,
+    ) -> Result<Opened, DataError> {
+        let mut hasher = blake3::Hasher::new();
+        for (file, store) in &mut stores {
+            let content = store.fingerprint(vocabulary)?;
+            print_file(&mut hasher, file, &content);
+        }
+        let sizes: Vec<(&[u8], u64)> =
+            stores.iter().map(|(file, store)| (&file.name[..], store.tokens)).collect();
+        let held = divide(&sizes, self.fraction, self.needed);
+        let part = || Part { stream: self.stream(), names: Vec::new() };
+        let mut opened =
+            Opened { training: part(), held_out: part(), fingerprint: hasher.finalize() };
+        // Text of one file has always been trained on whole.
+        let tail = match &stores[..] {
+            [(_, store)] if store.offset > 0 || store.width != Width::U8 => self.tail(store.tokens),
+            _ => 0,
+        };
+        for ((file, store), held) in stores.into_iter().zip(held) {
+            let part = if held { &mut opened.held_out } else { &mut opened.training };
+            part.names.push(file.name.clone());
+            if tail > 0 {
+                let tokens = store.tokens;
+                let held_out = opened.held_out.stream.add(store.clone());
+                opened.held_out.stream.push(held_out, tokens - tail, tail)?;
+                opened.held_out.names.push(file.name);
+                let training = opened.training.stream.add(store);
+                opened.training.stream.push(training, 0, tokens - tail)?;
+            } else {
+                part.stream.push_store(store)?;
+            }
+        }
+        Ok(opened)
+    }
+
+    /// Tokens at the end of an only file that are held out.
+    fn tail(&self, tokens: u64) -> u64 {
+        if self.fraction <= 0.0 {
+            return 0;
+        }
+        let share = (tokens as f64 * self.fraction) as u64;
+        let tail = share.max(self.needed);
+        if tail <= tokens / 2 { tail } else { 0 }
+    }
+
+    fn megatron(&self, files: Vec<DataFile>) -> Result<Opened, DataError> {
+        let mut hasher = blake3::Hasher::new();
+        let mut pairs = Vec::new();
+        for mut index in files {
+            let Some(mut bin) = megatron_bin(&index)? else { continue };
+            let (head, width) = {
+                let handle = index.open()?;
+                let head = Index::open(&mut At(&handle), index.bytes)
+                    .map_err(|refused| DataError::bad(&index.path, refused.at, refused.why))?;
+                (head, head.width)
+            };
+            index.fingerprint(&mut |_| Ok(()))?;
+            print_file(&mut hasher, &index, &index.hash);
+            if bin.bytes % width.bytes() != 0 {
+                let why = format!("{} bytes are no whole number of {}", bin.bytes, width.name());
+                return Err(DataError::bad(&bin.path, "the end", why));
+            }
+            let mut store = Store::named(bin.clone(), width, 0);
+            bin.hash = store.fingerprint(self.vocabulary)?;
+            print_file(&mut hasher, &bin, &bin.hash);
+            pairs.push((index, head, store));
+        }
+        self.growing(|fraction| {
+            let mut parts = [self.stream(), self.stream()];
+            let mut names = [Vec::new(), Vec::new()];
+            for (index, head, store) in &pairs {
+                let stores = [parts[0].add(store.clone()), parts[1].add(store.clone())];
+                let before = [parts[0].documents(), parts[1].documents()];
+                let (mut at, mut number) = (0, 0);
+                let handle = index.open()?;
+                let see = &mut |tokens| -> Result<(), Stop> {
+                    let part = usize::from(is_held_out(&index.name, number, fraction));
+                    parts[part].push(stores[part], at, tokens)?;
+                    (at, number) = (at + tokens, number + 1);
+                    Ok(())
+                };
+                head.each_document(&mut At(&handle), store.tokens * head.width.bytes(), see)
+                    .map_err(|stop| stop.at(&index.path))?;
+                index.clone().check(&handle)?;
+                for part in 0..2 {
+                    if parts[part].documents() > before[part] {
+                        names[part].push(index.name.clone());
+                    }
+                }
+            }
+            Ok((parts, names, hasher.finalize()))
+        })
+    }
+
+    /// Documents that are tokenised into a file of ours.
+    fn documents(&self, mut files: Vec<DataFile>, format: Format) -> Result<Opened, DataError> {
+        let mut hasher = blake3::Hasher::new();
+        for file in &mut files {
+            file.fingerprint(&mut |_| Ok(()))?;
+            print_file(&mut hasher, file, &file.hash);
+        }
+        let print = hasher.finalize();
+        let sizes: Vec<(&[u8], u64)> =
+            files.iter().map(|file| (&file.name[..], file.bytes)).collect();
+        let held_files = divide(&sizes, self.fraction, self.needed);
+        let files = Arc::new(files);
+        let (field, whole_files) = match &format {
+            Format::Text => (String::new(), true),
+            Format::Jsonl(field) | Format::Parquet(field) => (field.clone(), false),
+        };
+        let end_of_document = self.data.end_of_document;
+        let recipe = Recipe { encoder: self.encoder.clone(), field, end_of_document };
+        self.growing(|fraction| {
+            let mut parts = [self.stream(), self.stream()];
+            let mut spools = [Spool::new(self.vocabulary), Spool::new(self.vocabulary)];
+            let mut names = [Vec::new(), Vec::new()];
+            let mut begun = 0;
+            let reader = Reader::new(files.clone(), format.clone(), Position::default());
+            tokenize::tokenize(reader, &files, &recipe, tokenize::threads(), &mut |tokens| {
+                let name = &files[tokens.file].name;
+                let mut ids = &tokens.ids[..];
+                for document in &tokens.documents {
+                    let (own, later) = ids.split_at(document.tokens as usize);
+                    ids = later;
+                    let held = match whole_files {
+                        true => held_files[tokens.file],
+                        false => is_held_out(name, document.number, fraction),
+                    };
+                    let part = usize::from(held);
+                    if names[part].last() != Some(name) {
+                        names[part].push(name.clone());
+                    }
+                    spools[part].push(own)?;
+                    begun += own.len() as u64;
+                    if document.ends {
+                        parts[part].push(0, spools[part].tokens() - begun, begun)?;
+                        begun = 0;
+                    }
+                }
+                Ok(())
+            })?;
+            for (part, spool) in parts.iter_mut().zip(spools) {
+                if let Some(store) = spool.finish()? {
+                    part.add(store);
+                }
+            }
+            Ok((parts, names, print))
+        })
+    }
+
+    /// Divides documents by the hash of their place. Of few documents the share may have no whole
+    /// window: then twice the share is tried.
+    fn growing(
+        &self,
+        mut divide: impl FnMut(f64) -> Result<Divided, DataError>,
+    ) -> Result<Opened, DataError> {
+        let mut fraction = self.fraction;
+        loop {
+            let ([training, held_out], [names, held_names], fingerprint) = divide(fraction)?;
+            let enough = held_out.tokens() >= self.needed;
+            if fraction <= 0.0 || enough || fraction >= 0.25 {
+                return Ok(Opened {
+                    training: Part { stream: training, names },
+                    held_out: Part { stream: held_out, names: held_names },
+                    fingerprint,
+                });
+            }
+            fraction = (fraction * 2.0).clamp(1.0 / 64.0, 0.25);
+        }
+    }
+}
+
+type Divided = ([Stream; 2], [Vec<Vec<u8>>; 2], blake3::Hash);
+
+/// Why the walk over an index ended.
+enum Stop {
+    Refused(megatron::Refused),
+    Data(DataError),
+}
+
+impl Stop {
+    fn at(self, path: &Path) -> DataError {
+        match self {
+            Stop::Refused(refused) => DataError::bad(path, refused.at, refused.why),
+            Stop::Data(error) => error,
+        }
+    }
+}
+
+impl From<megatron::Refused> for Stop {
+    fn from(refused: megatron::Refused) -> Stop {
+        Stop::Refused(refused)
+    }
+}
+
+impl From<DataError> for Stop {
+    fn from(error: DataError) -> Stop {
+        Stop::Data(error)
+    }
+}
+
+pub(crate) struct At<'a>(pub &'a File);
+
+impl ReadAt for At<'_> {
+    fn read_at(&mut self, offset: u64, into: &mut [u8]) -> io::Result<()> {
+        self.0.read_exact_at(into, offset)
+    }
+}
+
+/// The `.bin` beside an `.idx`. None for a `.bin` whose `.idx` stands for it.
+pub(crate) fn megatron_bin(index: &DataFile) -> Result<Option<DataFile>, DataError> {
+    let ending = index.path.extension().map(OsStrExt::as_bytes);
+    match ending {
+        Some(b"idx") => DataFile::named(&index.path.with_extension("bin")).map(|mut bin| {
+            // Its name as the sources have it: relative to the root.
+            bin.name = index.name.clone();
+            bin.name.truncate(index.name.len() - 3);
+            bin.name.extend(b"bin");
+            Some(bin)
+        }),
+        Some(b"bin") if index.path.with_extension("idx").exists() => Ok(None),
+        _ => {
+            let why = "it is no .idx file of Megatron, and none lies beside it";
+            Err(DataError::Unusable { path: index.path.clone(), why })
+        }
+    }
+}
+
+/// The tokens of a file with llm.c's header, or of a flat one of `dtype`.
+pub(crate) fn token_store(
+    file: &DataFile,
+    dtype: Option<TokenType>,
+) -> Result<Store, DataError> {
+    let handle = file.open()?;
+    let mut head = [0; 12];
+    let length = file.bytes.min(12) as usize;
+    handle
+        .read_exact_at(&mut head[..length], 0)
+        .map_err(|source| file.unreadable(source))?;
+    let kind = header::kind(&head[..length], file.bytes, dtype)
+        .map_err(|(at, why)| DataError::bad(&file.path, at, why))?;
+    Ok(Store::named(file.clone(), kind.width, kind.offset))
+}
+
+fn print_file(hasher: &mut blake3::Hasher, file: &DataFile, content: &[u8; 32]) {
+    hasher.update(&(file.name.len() as u64).to_le_bytes());
+    hasher.update(&file.name);
+    hasher.update(&file.bytes.to_le_bytes());
+    hasher.update(content);
+}
+
+fn share(hash: &blake3::Hash) -> u64 {
+    let mut first = [0; 8];
+    first.copy_from_slice(&hash.as_bytes()[..8]);
+    u64::from_le_bytes(first)
+}
+
+/// Whether document `number` of a file is held out: a function of the two alone.
+fn is_held_out(name: &[u8], number: u64, fraction: f64) -> bool {
+    if fraction <= 0.0 {
+        return false;
+    }
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(name);
+    hasher.update(&number.to_le_bytes());
+    (share(&hasher.finalize()) as f64) < fraction * 2.0_f64.powi(64)
+}
+
+/// Which of the files (name, tokens) are held out: those with the smallest hashes of their names,
+/// below `fraction`, and further ones until they fill a window of `needed` tokens; at least one
+/// file stays for training.
+fn divide(files: &[(&[u8], u64)], fraction: f64, needed: u64) -> Vec<bool> {
+    let mut held = vec![false; files.len()];
+    if fraction <= 0.0 || files.len() < 2 {
+        return held;
+    }
+    let mut by_share: Vec<(u64, usize)> = files
+        .iter()
+        .enumerate()
+        .map(|(index, (name, _))| (share(&blake3::hash(name)), index))
+        .collect();
+    by_share.sort_unstable();
+    let mut tokens = 0;
+    for (share, index) in &by_share[..files.len() - 1] {
+        let below = (*share as f64) < fraction * 2.0_f64.powi(64);
+        if !below && tokens >= needed {
+            break;
+        }
+        held[*index] = true;
+        tokens += files[*index].1;
+    }
+    held
+}

@@ -1,0 +1,225 @@
+//! Token ids in files: numbers of one width, read where they lie.
+
+use super::DataError;
+use super::files::DataFile;
+use moejob_protocol::config::TokenType;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// How a token id is written, little-endian.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Width {
+    U8,
+    I8,
+    U16,
+    I16,
+    U32,
+    I32,
+    I64,
+}
+
+impl Width {
+    pub fn bytes(self) -> u64 {
+        match self {
+            Width::U8 | Width::I8 => 1,
+            Width::U16 | Width::I16 => 2,
+            Width::U32 | Width::I32 => 4,
+            Width::I64 => 8,
+        }
+    }
+
+    /// The narrowest that holds every id below `vocabulary`.
+    pub fn of(vocabulary: u32) -> Width {
+        match vocabulary {
+            0..=0x100 => Width::U8,
+            0x101..=0x1_0000 => Width::U16,
+            _ => Width::U32,
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Width::U8 => "uint8",
+            Width::I8 => "int8",
+            Width::U16 => "uint16",
+            Width::I16 => "int16",
+            Width::U32 => "uint32",
+            Width::I32 => "int32",
+            Width::I64 => "int64",
+        }
+    }
+
+    /// The ids in `bytes`, a whole number of them.
+    pub fn ids(self, bytes: &[u8]) -> impl Iterator<Item = i64> {
+        bytes.chunks_exact(self.bytes() as usize).map(move |id| match (self, id) {
+            (Width::U8, &[a]) => a.into(),
+            (Width::I8, &[a]) => i64::from(a as i8),
+            (Width::U16, &[a, b]) => u16::from_le_bytes([a, b]).into(),
+            (Width::I16, &[a, b]) => i16::from_le_bytes([a, b]).into(),
+            (Width::U32, &[a, b, c, d]) => u32::from_le_bytes([a, b, c, d]).into(),
+            (Width::I32, &[a, b, c, d]) => i32::from_le_bytes([a, b, c, d]).into(),
+            (_, id) => i64::from_le_bytes(id.try_into().unwrap_or([0; 8])),
+        })
+    }
+
+    /// Appends `ids`, all of which fit.
+    pub fn put(self, ids: &[u32], into: &mut Vec<u8>) {
+        match self.bytes() {
+            1 => into.extend(ids.iter().map(|id| *id as u8)),
+            2 => into.extend(ids.iter().flat_map(|id| (*id as u16).to_le_bytes())),
+            4 => into.extend(ids.iter().flat_map(|id| id.to_le_bytes())),
+            _ => into.extend(ids.iter().flat_map(|id| u64::from(*id).to_le_bytes())),
+        }
+    }
+}
+
+impl From<TokenType> for Width {
+    fn from(dtype: TokenType) -> Width {
+        match dtype {
+            TokenType::Uint16 => Width::U16,
+            TokenType::Uint32 => Width::U32,
+        }
+    }
+}
+
+/// Token ids from a byte of a file on.
+#[derive(Clone, Debug)]
+pub struct Store {
+    backing: Backing,
+    pub width: Width,
+    /// The first id's byte.
+    pub offset: u64,
+    pub tokens: u64,
+}
+
+#[derive(Clone, Debug)]
+enum Backing {
+    /// The user's, which may change under us.
+    Named(DataFile),
+    /// Ours: it has no name any more.
+    Spooled(Arc<File>),
+}
+
+impl Store {
+    pub fn named(file: DataFile, width: Width, offset: u64) -> Store {
+        let tokens = (file.bytes - offset) / width.bytes();
+        Store { backing: Backing::Named(file), width, offset, tokens }
+    }
+
+    /// Ids of `into.len()` tokens from token `at` on.
+    ///
+    /// # Errors
+    /// The file changed or cannot be read.
+    pub fn read(
+        &mut self,
+        at: u64,
+        into: &mut [u32],
+        scratch: &mut Vec<u8>,
+    ) -> Result<(), DataError> {
+        scratch.resize(into.len() * self.width.bytes() as usize, 0);
+        let offset = self.offset + at * self.width.bytes();
+        match &mut self.backing {
+            Backing::Named(file) => file.read_at(offset, scratch)?,
+            Backing::Spooled(file) => file.read_exact_at(scratch, offset).map_err(spool_failed)?,
+        }
+        for (into, id) in into.iter_mut().zip(self.width.ids(scratch)) {
+            *into = id as u32;
+        }
+        Ok(())
+    }
+
+    /// The file's content was seen; every id from `offset` on is below `vocabulary`.
+    ///
+    /// # Errors
+    /// Names the first id that is not.
+    pub fn fingerprint(&mut self, vocabulary: u32) -> Result<[u8; 32], DataError> {
+        let Backing::Named(file) = &mut self.backing else { return Ok([0; 32]) };
+        let (path, width) = (file.path.clone(), self.width);
+        let (mut skip, mut token) = (self.offset as usize, 0);
+        file.fingerprint(&mut |block| {
+            let rest = &block[skip.min(block.len())..];
+            skip -= skip.min(block.len());
+            for (index, id) in width.ids(rest).enumerate() {
+                if id < 0 || id >= vocabulary.into() {
+                    let at = format!("token {}", token + index as u64);
+                    return Err(DataError::Token { path: path.clone(), at, id, vocabulary });
+                }
+            }
+            token += rest.len() as u64 / width.bytes();
+            Ok(())
+        })?;
+        Ok(file.hash)
+    }
+}
+
+fn spool_failed(source: std::io::Error) -> DataError {
+    DataError::Spool { folder: std::env::temp_dir(), source }
+}
+
+/// A temporary file without a name: it goes with the process.
+///
+/// # Errors
+/// The folder for temporary files cannot be written.
+pub(crate) fn nameless() -> Result<File, DataError> {
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let name = format!("moejob-{}-{number}", std::process::id());
+    let path: PathBuf = std::env::temp_dir().join(name);
+    let create = |path: &Path| {
+        std::fs::OpenOptions::new().read(true).write(true).create_new(true).open(path)
+    };
+    let made = create(&path).or_else(|error| {
+        // Left by a process of the same number that died between two lines.
+        if error.kind() != std::io::ErrorKind::AlreadyExists {
+            return Err(error);
+        }
+        std::fs::remove_file(&path)?;
+        create(&path)
+    });
+    let file = made.map_err(spool_failed)?;
+    std::fs::remove_file(&path).map_err(spool_failed)?;
+    Ok(file)
+}
+
+/// Token ids on their way into a nameless file.
+#[derive(Debug)]
+pub(crate) struct Spool {
+    file: Option<BufWriter<File>>,
+    width: Width,
+    tokens: u64,
+    bytes: Vec<u8>,
+}
+
+impl Spool {
+    /// Ids below `vocabulary`. The file is made with the first of them.
+    pub fn new(vocabulary: u32) -> Spool {
+        Spool { file: None, width: Width::of(vocabulary), tokens: 0, bytes: Vec::new() }
+    }
+
+    pub fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
+    pub fn push(&mut self, ids: &[u32]) -> Result<(), DataError> {
+        if self.file.is_none() {
+            self.file = Some(BufWriter::with_capacity(1 << 18, nameless()?));
+        }
+        self.bytes.clear();
+        self.width.put(ids, &mut self.bytes);
+        self.tokens += ids.len() as u64;
+        let Some(file) = &mut self.file else { return Ok(()) };
+        file.write_all(&self.bytes).map_err(spool_failed)
+    }
+
+    /// None when nothing was written.
+    pub fn finish(self) -> Result<Option<Store>, DataError> {
+        let Some(file) = self.file else { return Ok(None) };
+        let file = file.into_inner().map_err(|error| spool_failed(error.into_error()))?;
+        let (width, tokens) = (self.width, self.tokens);
+        Ok(Some(Store { backing: Backing::Spooled(Arc::new(file)), width, offset: 0, tokens }))
+    }
+}

@@ -1,0 +1,180 @@
+//! Documents -> token ids, by several threads, in the order of the documents.
+//!
+//! ```text
+//! reader -> chunk k -> thread k % n -> what it made of chunk k -> sink, k ascending
+//! ```
+
+use super::documents::{Body, Chunk, Position, Reader};
+use super::tokenizer::Encoder;
+use super::{DataError, line};
+use crate::data::files::DataFile;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+
+/// Chunks that wait at each thread.
+const WAITING: usize = 2;
+
+/// What becomes of documents.
+#[derive(Clone, Debug)]
+pub struct Recipe {
+    pub encoder: Encoder,
+    /// The key or column of a document's text.
+    pub field: String,
+    /// Put behind each document.
+    pub end_of_document: Option<u32>,
+}
+
+/// The tokens of a chunk.
+#[derive(Clone, Debug, Default)]
+pub struct Tokens {
+    pub file: usize,
+    pub ids: Vec<u32>,
+    pub documents: Vec<Document>,
+    /// Where the next chunk begins.
+    pub end: Position,
+    /// Bytes read of all files so far.
+    pub raw: u64,
+}
+
+/// A document, or a part of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Document {
+    /// Line or row, counted from 0.
+    pub number: u64,
+    pub tokens: u32,
+    /// False when more of it follows.
+    pub ends: bool,
+}
+
+/// Gives `sink` the tokens of all of `reader`'s chunks, in order.
+///
+/// # Errors
+/// The first that reading, tokenising or the sink meets, in the order of the documents.
+pub(crate) fn tokenize(
+    reader: Reader,
+    files: &Arc<Vec<DataFile>>,
+    recipe: &Recipe,
+    threads: usize,
+    sink: &mut dyn FnMut(Tokens) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    std::thread::scope(|scope| {
+        let mut inputs = Vec::new();
+        let mut outputs = Vec::new();
+        for _ in 0..threads.max(1) {
+            let (input, chunks) = sync_channel(WAITING);
+            let (made, output) = sync_channel(WAITING);
+            let recipe = recipe.clone();
+            scope.spawn(move || work(files, &recipe, &chunks, &made));
+            inputs.push(input);
+            outputs.push(output);
+        }
+        scope.spawn(move || {
+            for (chunk, input) in reader.zip(inputs.iter().cycle()) {
+                if input.send(chunk).is_err() {
+                    break;
+                }
+            }
+        });
+        collect(outputs, sink)
+    })
+}
+
+fn collect(
+    outputs: Vec<Receiver<Result<Tokens, DataError>>>,
+    sink: &mut dyn FnMut(Tokens) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    for output in outputs.iter().cycle() {
+        // The thread whose turn it is has ended: there was no further chunk.
+        let Ok(made) = output.recv() else { break };
+        sink(made?)?;
+    }
+    Ok(())
+}
+
+fn work(
+    files: &[DataFile],
+    recipe: &Recipe,
+    chunks: &Receiver<Result<Chunk, DataError>>,
+    made: &SyncSender<Result<Tokens, DataError>>,
+) {
+    while let Ok(chunk) = chunks.recv() {
+        let tokens = chunk.and_then(|chunk| encode(&chunk, &files[chunk.file], recipe));
+        if made.send(tokens).is_err() {
+            break;
+        }
+    }
+}
+
+/// The tokens of one chunk.
+pub(crate) fn encode(chunk: &Chunk, file: &DataFile, recipe: &Recipe) -> Result<Tokens, DataError> {
+    let mut tokens =
+        Tokens { file: chunk.file, end: chunk.end, raw: chunk.raw, ..Tokens::default() };
+    match &chunk.body {
+        Body::Lines(bytes) => {
+            let bytes = bytes.strip_suffix(b"\n").unwrap_or(bytes);
+            for (number, line) in (chunk.first..).zip(bytes.split(|byte| *byte == b'\n')) {
+                let bad = |(column, why): (usize, String)| {
+                    let at = format!("line {}, column {column}", number + 1);
+                    DataError::bad(&file.path, at, why)
+                };
+                let text = line::text(line, &recipe.field, number == 0).map_err(bad)?;
+                let Some(text) = text else { continue };
+                tokens.push(recipe, &text, number).map_err(|why| bad((1, why)))?;
+            }
+        }
+        Body::Texts(texts) => {
+            for (number, text) in (chunk.first..).zip(texts) {
+                let bad = |why| DataError::bad(&file.path, format!("row {}", number + 1), why);
+                tokens.push(recipe, text, number).map_err(bad)?;
+            }
+        }
+        Body::Piece { bytes, at, last } => tokens.piece(file, recipe, bytes, *at, *last)?,
+    }
+    Ok(tokens)
+}
+
+impl Tokens {
+    fn push(&mut self, recipe: &Recipe, text: &str, number: u64) -> Result<(), String> {
+        let mut count = recipe.encoder.encode(text, &mut self.ids)?;
+        if let Some(end) = recipe.end_of_document {
+            self.ids.push(end);
+            count += 1;
+        }
+        self.documents.push(Document { number, tokens: count as u32, ends: true });
+        Ok(())
+    }
+
+    fn piece(
+        &mut self,
+        file: &DataFile,
+        recipe: &Recipe,
+        bytes: &[u8],
+        at: u64,
+        last: bool,
+    ) -> Result<(), DataError> {
+        match &recipe.encoder {
+            // Bytes need not be text.
+            Encoder::Bytes => self.ids.extend(bytes.iter().map(|byte| u32::from(*byte))),
+            encoder => {
+                let text = std::str::from_utf8(bytes).map_err(|error| {
+                    let at = format!("byte {}", at + error.valid_up_to() as u64);
+                    DataError::bad(&file.path, at, "bytes that are no UTF-8")
+                })?;
+                encoder
+                    .encode(text, &mut self.ids)
+                    .map_err(|why| DataError::bad(&file.path, format!("byte {at}"), why))?;
+            }
+        }
+        if last {
+            self.ids.extend(recipe.end_of_document);
+        }
+        let tokens = self.ids.len() as u32;
+        self.documents.push(Document { number: 0, tokens, ends: last });
+        Ok(())
+    }
+}
+
+/// Threads that this process may use.
+pub fn threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}

@@ -1,0 +1,125 @@
+//! Text -> token ids: bytes, or a `tokenizer.json` of the `tokenizers` library.
+
+use super::DataError;
+use moejob_protocol::config::Tokenizer;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Larger vocabularies of the field have files of 35 MB.
+const FILE_BYTES_MAX: u64 = 256 << 20;
+
+/// Turns text into ids and back. A clone has caches of its own, as a thread wants them.
+#[derive(Clone, Debug)]
+pub enum Encoder {
+    Bytes,
+    File(Box<FileEncoder>),
+}
+
+/// A `tokenizer.json`.
+#[derive(Clone, Debug)]
+pub struct FileEncoder {
+    path: Arc<PathBuf>,
+    /// BLAKE3 of the file.
+    hash: [u8; 32],
+    largest: u32,
+    tokenizer: tokenizers::Tokenizer,
+}
+
+impl Encoder {
+    /// # Errors
+    /// The file is no tokenizer.
+    pub fn open(tokenizer: &Tokenizer) -> Result<Encoder, DataError> {
+        match tokenizer {
+            Tokenizer::Bytes => Ok(Encoder::Bytes),
+            Tokenizer::Path(path) => Encoder::read(Path::new(path)),
+        }
+    }
+
+    /// A `tokenizer.json`, or the folder it lies in.
+    ///
+    /// # Errors
+    /// The file is no tokenizer.
+    pub fn read(path: &Path) -> Result<Encoder, DataError> {
+        let path = if path.is_dir() { path.join("tokenizer.json") } else { path.to_path_buf() };
+        let refused = |why: String| DataError::Tokenizer { path: path.clone(), why };
+        let metadata =
+            std::fs::metadata(&path).map_err(|error| refused(error.to_string()))?;
+        if !metadata.is_file() || metadata.len() > FILE_BYTES_MAX {
+            return Err(refused(format!("it is no file of at most {FILE_BYTES_MAX} bytes")));
+        }
+        let bytes = std::fs::read(&path).map_err(|error| refused(error.to_string()))?;
+        let mut tokenizer = tokenizers::Tokenizer::from_bytes(&bytes)
+            .map_err(|error| refused(error.to_string()))?;
+        // Sequences are packed, never padded; what a file says of that is for other uses.
+        tokenizer.with_padding(None);
+        tokenizer.with_truncation(None).map_err(|error| refused(error.to_string()))?;
+        let largest = tokenizer.get_vocab(true).into_values().max();
+        let largest = largest.ok_or_else(|| refused("it has no tokens".to_string()))?;
+        let hash = *blake3::hash(&bytes).as_bytes();
+        let path = Arc::new(path);
+        Ok(Encoder::File(Box::new(FileEncoder { path, hash, largest, tokenizer })))
+    }
+
+    /// One more than the largest id.
+    pub fn vocabulary(&self) -> u32 {
+        match self {
+            Encoder::Bytes => 256,
+            Encoder::File(file) => file.largest.saturating_add(1),
+        }
+    }
+
+    /// Every id that can come out is below `vocabulary`.
+    ///
+    /// # Errors
+    /// Names the tokenizer.
+    pub fn check(&self, vocabulary: u32) -> Result<(), DataError> {
+        match self {
+            Encoder::Bytes if vocabulary < 256 => Err(DataError::Vocabulary { found: vocabulary }),
+            Encoder::File(file) if file.largest >= vocabulary => Err(DataError::TokenizerSize {
+                path: file.path.to_path_buf(),
+                largest: file.largest,
+                vocabulary,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// What tells two tokenizers apart.
+    pub fn fingerprint(&self) -> [u8; 32] {
+        match self {
+            Encoder::Bytes => [0; 32],
+            Encoder::File(file) => file.hash,
+        }
+    }
+
+    /// Appends the ids of `text`, without special tokens; how many.
+    ///
+    /// # Errors
+    /// Says what the tokenizer says.
+    pub fn encode(&self, text: &str, ids: &mut Vec<u32>) -> Result<usize, String> {
+        let before = ids.len();
+        match self {
+            Encoder::Bytes => ids.extend(text.bytes().map(u32::from)),
+            Encoder::File(file) => {
+                let encoding = file
+                    .tokenizer
+                    .encode_fast(text, false)
+                    .map_err(|error| format!("the tokenizer fails: {error}"))?;
+                ids.extend_from_slice(encoding.get_ids());
+            }
+        }
+        Ok(ids.len() - before)
+    }
+
+    /// Text of `ids`, special tokens included; what is no text is marked as such.
+    pub fn decode(&self, ids: &[u32]) -> String {
+        match self {
+            Encoder::Bytes => {
+                let bytes: Vec<u8> =
+                    ids.iter().map(|id| u8::try_from(*id).unwrap_or(b'?')).collect();
+                String::from_utf8_lossy(&bytes).into_owned()
+            }
+            Encoder::File(file) => file.tokenizer.decode(ids, false).unwrap_or_default(),
+        }
+    }
+}
