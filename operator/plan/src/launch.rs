@@ -37,6 +37,7 @@ pub fn wanted(job: &Job, venue: Venue) -> Wanted {
         gang_timeout: job.recovery.gang_timeout,
         step_timeout: job.recovery.step_timeout.unwrap_or(0),
         suspend: job.suspend,
+        venue,
     }
 }
 

@@ -7,6 +7,7 @@
 //! Observed --decide::plan--> Plan { actions, why, requeue }                  observed decide track
 //! Plan --check--> what must always hold                                      check
 //! Observed --status--> MoeJobStatus                                          status
+//! Job x birth --pod--> Pod, NetworkPolicy, PodDisruptionBudget               pods overlay pod
 //! ```
 
 #![deny(clippy::disallowed_methods, clippy::disallowed_types)]
@@ -21,6 +22,8 @@ pub mod preset;
 pub mod topology;
 pub mod placement;
 pub mod pod;
+pub mod overlay;
+pub mod pods;
 mod rules;
 pub mod job;
 pub mod launch;

@@ -1,5 +1,6 @@
 //! What the plan sees: one value, put together by whoever observes (processes or pods).
 
+use crate::job::Venue;
 use moejob_protocol::config::{Member, WorkerConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::message::{Held, LeftReason};
@@ -39,6 +40,8 @@ pub struct Wanted {
     /// 0: 20 times the median step, at least 60 s.
     pub step_timeout: Millis,
     pub suspend: bool,
+    /// Says how workers are named: `JOB-3` here, `JOB-a2-3` for pods.
+    pub venue: Venue,
 }
 
 /// A gang of `nodes` nodes and how it is laid out.

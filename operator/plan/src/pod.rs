@@ -1,6 +1,8 @@
 //! What a pod template may not say: nothing that widens a pod's rights or breaks the training.
 
+use crate::pods::{CONTAINER, WORKSPACE};
 use crate::problem::{Code, Problem, quoted};
+use k8s_openapi::api::core::v1::PodTemplateSpec;
 use serde_json::Value;
 
 /// Fields of a pod and of a container that are refused wherever they stand.
@@ -16,8 +18,12 @@ const REFUSED: &[(&str, &str)] = &[
     ("serviceAccountName", "a worker carries no credentials of the API"),
     ("serviceAccount", "a worker carries no credentials of the API"),
     ("automountServiceAccountToken", "a worker carries no credentials of the API"),
+    ("serviceAccountToken", "a worker carries no credentials of the API"),
     ("restartPolicy", "the operator starts pods, never the kubelet"),
+    ("activeDeadlineSeconds", "the operator ends the worker"),
     ("nodeName", "the plan chooses nodes"),
+    ("priorityClassName", "it is a field of the job: spec.priorityClassName"),
+    ("schedulerName", "it is a field of the job: spec.schedulerName"),
     ("hostname", "the operator names pods"),
     ("subdomain", "the operator names pods"),
     ("initContainers", "only the worker's own container runs in a pod"),
@@ -27,17 +33,153 @@ const REFUSED: &[(&str, &str)] = &[
     ("lifecycle", "the operator ends the worker"),
     ("livenessProbe", "heartbeats tell whether a worker lives"),
     ("readinessProbe", "heartbeats tell whether a worker lives"),
+    ("startupProbe", "heartbeats tell whether a worker lives"),
+    ("image", "it is a field of the job: spec.image"),
+    ("envFrom", "variables are named one by one, so that none of ours is hidden by another"),
+    ("volumeDevices", "use a claim or a configMap in spec.volumes"),
+    ("hostPort", "pods keep to their own network"),
+    ("seccompProfile", "pods pass the `restricted` Pod Security Standard"),
+    ("appArmorProfile", "pods pass the `restricted` Pod Security Standard"),
+    ("seLinuxOptions", "pods pass the `restricted` Pod Security Standard"),
+    ("windowsOptions", "pods pass the `restricted` Pod Security Standard"),
+    ("sysctls", "pods pass the `restricted` Pod Security Standard"),
     ("namespace", "nothing refers to another namespace"),
 ];
 
 /// Variables that are ours, or that change what a process loads.
 const ENV_REFUSED: &[&str] = &["NCCL_", "MOE_", "MOEJOB_", "LD_", "CUDA_VISIBLE_DEVICES"];
 
+/// Sources of volumes that the `restricted` Pod Security Standard admits, and the name.
+const VOLUME_FIELDS: &[&str] = &[
+    "name", "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim",
+    "projected", "secret",
+];
+
+/// Where the system's files are, and our own volumes.
+const MOUNTS: &[&str] = &["/tmp", "/dev", "/proc", "/sys", "/etc", "/var/run", "/run"];
+
 /// Every problem of the overlay, with paths below `spec.podTemplate`.
 pub fn problems(template: &Value) -> Vec<Problem> {
+    let at = "spec.podTemplate";
     let mut problems = Vec::new();
-    walk(template, "spec.podTemplate", &mut problems);
+    if template.is_null() {
+        return problems;
+    }
+    walk(template, at, &mut problems);
+    shape(template, at, &mut problems);
+    match serde_json::from_value::<PodTemplateSpec>(template.clone()) {
+        Ok(read) => {
+            let read = serde_json::to_value(read).unwrap_or_default();
+            unknown(template, &read, at, &mut problems);
+        }
+        Err(error) => problems.push(
+            Problem::new(Code::WrongKind, at)
+                .found(error.to_string())
+                .allowed("the fields metadata and spec of a pod")
+                .advice("write it as in a Pod"),
+        ),
+    }
     problems
+}
+
+fn refused(at: String, found: String, allowed: &str, advice: &str) -> Problem {
+    Problem::new(Code::Pod, at).found(found).allowed(allowed).advice(advice)
+}
+
+/// What no list of refused names can say: which containers, volumes and mounts there may be.
+fn shape(template: &Value, at: &str, problems: &mut Vec<Problem>) {
+    for name in template["metadata"].as_object().into_iter().flat_map(|fields| fields.keys()) {
+        if !["labels", "annotations"].contains(&name.as_str()) {
+            let (at, found) = (format!("{at}.metadata.{name}"), format!("`{name}`"));
+            problems.push(refused(at, found, "labels, annotations", "the operator names pods"));
+        }
+    }
+    let spec = &template["spec"];
+    for (index, container) in spec["containers"].as_array().into_iter().flatten().enumerate() {
+        let at = format!("{at}.spec.containers[{index}]");
+        if container["name"].as_str().is_some_and(|name| name != CONTAINER) {
+            let found = quoted(container["name"].as_str().unwrap_or_default());
+            let advice = "only the worker's own container runs in a pod";
+            problems.push(refused(format!("{at}.name"), found, "worker", advice));
+        }
+        for (index, mount) in container["volumeMounts"].as_array().into_iter().flatten().enumerate()
+        {
+            let path = mount["mountPath"].as_str().unwrap_or_default();
+            let trimmed = path.trim_end_matches('/');
+            let is_in = |of: &&str| {
+                let rest = trimmed.strip_prefix(*of);
+                rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+            };
+            let system = MOUNTS.iter().any(|of| is_in(&of));
+            if system || trimmed.is_empty() || trimmed == WORKSPACE || !path.starts_with('/') {
+                let at = format!("{at}.volumeMounts[{index}].mountPath");
+                let advice = "a place that is neither the system's nor the worker's own";
+                problems.push(refused(at, quoted(path), "an absolute path", advice));
+            }
+        }
+    }
+    for (index, volume) in spec["volumes"].as_array().into_iter().flatten().enumerate() {
+        volume_source(volume, &format!("{at}.spec.volumes[{index}]"), problems);
+    }
+    let required = "requiredDuringSchedulingIgnoredDuringExecution";
+    if !spec["affinity"]["nodeAffinity"][required].is_null() {
+        problems.push(refused(
+            format!("{at}.spec.affinity.nodeAffinity.{required}"),
+            "a required affinity to nodes".to_string(),
+            "spec.nodeSelector",
+            "the plan chooses nodes; say by a nodeSelector of the overlay which of them it may",
+        ));
+    }
+}
+
+fn volume_source(volume: &Value, at: &str, problems: &mut Vec<Problem>) {
+    let name = volume["name"].as_str().unwrap_or_default();
+    let counted = name.strip_prefix('v').is_some_and(|rest| rest.parse::<u32>().is_ok());
+    if counted || ["workspace", "tmp", "shm", "token"].contains(&name) {
+        let advice = "the operator's own volumes have it";
+        problems.push(refused(format!("{at}.name"), quoted(name), "another name", advice));
+    }
+    for source in volume.as_object().into_iter().flat_map(|fields| fields.keys()) {
+        // The walk has named these.
+        let named = REFUSED.iter().any(|(refused, _)| refused == source);
+        if !named && !source.starts_with('$') && !VOLUME_FIELDS.contains(&source.as_str()) {
+            problems.push(refused(
+                format!("{at}.{source}"),
+                format!("a volume of the kind `{source}`"),
+                &VOLUME_FIELDS[1..].join(", "),
+                "pods pass the `restricted` Pod Security Standard",
+            ));
+        }
+    }
+}
+
+/// Fields that a pod does not have: `read` is what was understood of `typed`.
+fn unknown(typed: &Value, read: &Value, path: &str, problems: &mut Vec<Problem>) {
+    match (typed, read) {
+        (Value::Object(fields), _) => {
+            for (name, value) in fields {
+                let at = format!("{path}.{name}");
+                let named = REFUSED.iter().any(|(refused, _)| refused == name);
+                let empty = value.as_object().is_some_and(|of| of.is_empty()) || value.is_null();
+                match read.get(name) {
+                    Some(read) => unknown(value, read, &at, problems),
+                    None if named || empty || name.starts_with('$') => {}
+                    None => problems.push(
+                        Problem::new(Code::UnknownField, at)
+                            .found(format!("the unknown field `{name}`"))
+                            .allowed("the fields of a pod")
+                            .advice("delete it, or write it as in a Pod"),
+                    ),
+                }
+            }
+        }
+        (Value::Array(items), Value::Array(read)) => {
+            for (index, (item, read)) in items.iter().zip(read).enumerate() {
+                unknown(item, read, &format!("{path}[{index}]"), problems);
+            }
+        }
+        _ => {}
+    }
 }
 
 fn walk(value: &Value, path: &str, problems: &mut Vec<Problem>) {
@@ -54,6 +196,12 @@ fn walk(value: &Value, path: &str, problems: &mut Vec<Problem>) {
                             )
                             .advice(format!("delete it: {why}")),
                     );
+                    continue;
+                }
+                // `$patch: delete` and its like would take away what is ours.
+                if name.starts_with('$') {
+                    let advice = "delete it: the operator merges the overlay by names";
+                    problems.push(refused(at, quoted(name), "fields of a pod", advice));
                     continue;
                 }
                 match name.as_str() {
@@ -77,6 +225,7 @@ fn walk(value: &Value, path: &str, problems: &mut Vec<Problem>) {
 
 fn env(value: &Value, path: &str, problems: &mut Vec<Problem>) {
     for (index, entry) in value.as_array().into_iter().flatten().enumerate() {
+        walk(entry, &format!("{path}[{index}]"), problems);
         let name = entry["name"].as_str().unwrap_or_default();
         if ENV_REFUSED.iter().any(|refused| name.starts_with(refused)) {
             problems.push(
@@ -91,6 +240,10 @@ fn env(value: &Value, path: &str, problems: &mut Vec<Problem>) {
 
 fn quantities(value: &Value, path: &str, problems: &mut Vec<Problem>) {
     for (name, quantity) in value.as_object().into_iter().flatten() {
+        // A null takes away what the profile asks for.
+        if quantity.is_null() {
+            continue;
+        }
         let text = match quantity {
             Value::String(text) => text.clone(),
             other => other.to_string(),

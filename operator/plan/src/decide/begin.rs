@@ -2,6 +2,7 @@
 
 use super::resume::{Start, choose};
 use super::{Action, Planner, STOP_TIMEOUT};
+use crate::job::Venue;
 use crate::observed::{Gang, Millis, Size, Worker, WorkerState};
 use moejob_protocol::config::{Member, WorkerConfig};
 
@@ -156,7 +157,7 @@ impl<'o> Planner<'o> {
         }
         let nodes = self.free_nodes().take(missing as usize);
         for (node, birth) in nodes.zip(self.observed.record.births..) {
-            let name = format!("{}-{birth}", self.observed.template.job_name);
+            let name = self.name_of(birth);
             self.why(format!("start {name} on {node}"));
             self.act(Action::StartWorker { name, node: node.to_string() });
         }
@@ -165,6 +166,18 @@ impl<'o> Planner<'o> {
             .map(|node| node.avoid_until)
             .collect();
         avoided.into_iter().for_each(|until| self.look_again_at(until));
+    }
+
+    /// Never used again. A pod's tells the attempt for or in which it was made.
+    fn name_of(&self, birth: u32) -> String {
+        let job = &self.observed.template.job_name;
+        match self.observed.wanted.venue {
+            Venue::Local => format!("{job}-{birth}"),
+            Venue::Kubernetes => {
+                let next = u32::from(self.observed.gang().is_none());
+                format!("{job}-a{}-{birth}", self.observed.record.attempt + next)
+            }
+        }
     }
 
     /// Ends workers that nobody needs: on cordoned nodes, and more than gang and spares. Not before

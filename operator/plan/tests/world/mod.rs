@@ -10,6 +10,7 @@ pub mod job;
 pub mod sim;
 
 use moejob_plan::check::check;
+use moejob_plan::job::Venue;
 use moejob_plan::decide::{Action, Plan, plan};
 use moejob_plan::observed::{
     Millis, Node, Observed, Outcome, Record, Size, Stored, Wanted, Worker, WorkerState,
@@ -110,6 +111,7 @@ impl World {
                 gang_timeout: 30_000,
                 step_timeout: 0,
                 suspend: false,
+                venue: Venue::Local,
             },
             template: job::template(&setup),
             nodes: (0..setup.nodes).map(node).collect(),

@@ -1,0 +1,487 @@
+//! Job + birth -> Pod; Job -> NetworkPolicy and PodDisruptionBudget. Infallible: whatever could be
+//! wrong with a job or its overlay is refused before (`rules`, `pod`).
+//!
+//! ```text
+//! ours (worker's container, restricted, bound to a node)
+//!   + spec.podTemplate (strategic merge: `overlay`)
+//!   + the guarantees again (`assert_guarantees`), so that no overlay can take them away
+//! ```
+
+use crate::job::Job;
+use crate::launch::Places;
+use crate::observed::Millis;
+use crate::overlay::merge;
+use crate::placement;
+use crate::profile::Backend;
+use moejob_protocol::pod::{
+    ENV_ADDRESS, ENV_AUTHORITY, ENV_JOB_UID, ENV_WORKER, PORT, TOKEN_AUDIENCE, TOKEN_FOLDER,
+};
+use serde_json::{Map, Value, json};
+
+/// The name of the job, on every object of ours.
+pub const LABEL_JOB: &str = "moejob.dev/job";
+/// The job's uid: what the operator selects by.
+pub const LABEL_JOB_UID: &str = "moejob.dev/job-uid";
+/// The attempt at whose time the pod was made; the one it takes part in stands nowhere but in its
+/// configuration.
+pub const LABEL_ATTEMPT: &str = "moejob.dev/attempt";
+pub const LABEL_SLOT: &str = "moejob.dev/slot";
+/// HMAC over job uid and pod name: without it a pod does not count as ours.
+pub const ANNOTATION_SEAL: &str = "moejob.dev/seal";
+/// The worker's container.
+pub const CONTAINER: &str = "worker";
+/// What relative paths mean in a pod, and where relative mount paths lie.
+pub const WORKSPACE: &str = "/workspace";
+/// A last checkpoint is waited for as long as `decide::STOP_TIMEOUT`; the rest is for its writing.
+pub const TERMINATION_GRACE_S: u64 = 90;
+
+/// The user that a worker runs as, the same as the operator's and as in our image.
+const USER: u64 = 65_532;
+/// Memory that a worker takes beside its arena: the program, its threads' stacks, TLS buffers.
+const PROCESS_BYTES: u64 = 256 << 20;
+/// What NCCL shares between the ranks of a node.
+const SHM_CUDA: &str = "16Gi";
+const SHM_CPU: &str = "64Mi";
+
+/// What all pods of a job have in common beside its spec.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Surroundings {
+    /// The job's.
+    pub namespace: String,
+    pub job_uid: String,
+    /// `spec.image`, or else the operator's own.
+    pub image: String,
+    /// None leaves it to Kubernetes.
+    pub image_pull_policy: Option<String>,
+    /// PEM of the authority, and of its successor when there is one.
+    pub authority: String,
+    /// Where the operator's own pods are, from which workers are dialled.
+    pub operator_namespace: String,
+}
+
+/// One pod to be made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Birth {
+    /// As the plan named it: `JOB-aATTEMPT-SLOT`.
+    pub name: String,
+    pub node: String,
+    /// HMAC over job uid and pod name, as text.
+    pub seal: String,
+}
+
+impl Birth {
+    /// Attempt and slot of a name `JOB-aATTEMPT-SLOT`.
+    pub fn attempt_and_slot(&self) -> Option<(u32, u32)> {
+        attempt_and_slot(&self.name)
+    }
+}
+
+/// Attempt and slot of a pod's name, `JOB-aATTEMPT-SLOT`.
+pub fn attempt_and_slot(name: &str) -> Option<(u32, u32)> {
+    let (rest, slot) = name.rsplit_once('-')?;
+    let (_, attempt) = rest.rsplit_once("-a")?;
+    Some((attempt.parse().ok()?, slot.parse().ok()?))
+}
+
+/// The pod of one worker. Equal inputs give equal pods.
+pub fn pod(job: &Job, around: &Surroundings, birth: &Birth) -> Value {
+    let mut pod = json!({
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata(job, around, Some(birth)),
+        "spec": {
+            "containers": [container(job, around, birth)],
+            "volumes": volumes(job),
+            "tolerations": tolerations(job),
+            "terminationGracePeriodSeconds": TERMINATION_GRACE_S,
+            "enableServiceLinks": false,
+            "securityContext": {
+                "runAsUser": USER,
+                "runAsGroup": USER,
+                "fsGroup": USER,
+                "fsGroupChangePolicy": "OnRootMismatch",
+            },
+        },
+    });
+    for (field, value) in [
+        ("priorityClassName", &job.kubernetes.priority_class_name),
+        ("schedulerName", &job.kubernetes.scheduler_name),
+    ] {
+        if !value.is_empty() {
+            pod["spec"][field] = json!(value);
+        }
+    }
+    let mut overlay = job.kubernetes.pod_template.clone();
+    let containers = overlay.pointer_mut("/spec/containers").and_then(Value::as_array_mut);
+    for container in containers.into_iter().flatten() {
+        // There is only one that it can mean.
+        if container.is_object() && container["name"].is_null() {
+            container["name"] = json!(CONTAINER);
+        }
+    }
+    merge(&mut pod, &overlay);
+    assert_guarantees(&mut pod, job, around, birth);
+    pod
+}
+
+/// Not of our pods, whatever an overlay says. `pod::problems` refuses them by name.
+const NEVER: &[&str] = &[
+    "hostNetwork", "hostPID", "hostIPC", "initContainers", "ephemeralContainers", "nodeName",
+    "serviceAccountName", "serviceAccount", "hostname", "subdomain", "activeDeadlineSeconds",
+];
+
+/// What no overlay changes, set once more after it.
+fn assert_guarantees(pod: &mut Value, job: &Job, around: &Surroundings, birth: &Birth) {
+    let ours = metadata(job, around, Some(birth));
+    for part in ["labels", "annotations"] {
+        let theirs = object(object(pod, "metadata"), part);
+        for (name, value) in ours[part].as_object().into_iter().flatten() {
+            theirs[name] = value.clone();
+        }
+    }
+    for field in ["name", "namespace", "ownerReferences"] {
+        pod["metadata"][field] = ours[field].clone();
+    }
+    let spec = object(pod, "spec");
+    if let Value::Object(fields) = spec {
+        NEVER.iter().for_each(|field| drop(fields.remove(*field)));
+    }
+    spec["restartPolicy"] = json!("Never");
+    spec["automountServiceAccountToken"] = json!(false);
+    let required = "requiredDuringSchedulingIgnoredDuringExecution";
+    object(object(spec, "affinity"), "nodeAffinity")[required] = json!({
+        "nodeSelectorTerms": [{
+            "matchFields": [
+                { "key": "metadata.name", "operator": "In", "values": [birth.node] },
+            ],
+        }],
+    });
+    let security = object(spec, "securityContext");
+    security["runAsNonRoot"] = json!(true);
+    security["seccompProfile"] = json!({ "type": "RuntimeDefault" });
+    replace(spec, "tolerations", &tolerations(job), &["key", "effect"]);
+    replace(spec, "volumes", &volumes(job), &["name"]);
+    let ours = container(job, around, birth);
+    let containers = spec["containers"].as_array_mut();
+    let worker = containers.and_then(|all| all.iter_mut().find(|one| one["name"] == CONTAINER));
+    let mut worker = worker.map_or_else(|| ours.clone(), Value::take);
+    for field in ["image", "command", "args", "workingDir", "ports", "securityContext"] {
+        worker[field] = ours[field].clone();
+    }
+    replace(&mut worker, "env", &ours["env"], &["name"]);
+    replace(&mut worker, "volumeMounts", &ours["volumeMounts"], &["mountPath"]);
+    if job.profile.devices > 0 {
+        // Whole nodes: every device of it is asked for.
+        let devices = json!(job.profile.devices.to_string());
+        let resources = object(&mut worker, "resources");
+        object(resources, "limits")["nvidia.com/gpu"] = devices.clone();
+        object(resources, "requests")["nvidia.com/gpu"] = devices;
+    }
+    spec["containers"] = json!([worker]);
+}
+
+/// The object at `field`, which is made if there is none.
+fn object<'v>(value: &'v mut Value, field: &str) -> &'v mut Value {
+    if !value.is_object() {
+        *value = json!({});
+    }
+    let inner = &mut value[field];
+    if !inner.is_object() {
+        *inner = json!({});
+    }
+    inner
+}
+
+/// Ours stand in the list at `field` in place of entries that agree in all `keys`.
+fn replace(value: &mut Value, field: &str, ours: &Value, keys: &[&str]) {
+    if !value[field].is_array() {
+        value[field] = json!([]);
+    }
+    let Value::Array(list) = &mut value[field] else { return };
+    for one in ours.as_array().into_iter().flatten() {
+        match list.iter_mut().find(|other| keys.iter().all(|key| other[*key] == one[*key])) {
+            Some(other) => *other = one.clone(),
+            None => list.push(one.clone()),
+        }
+    }
+}
+
+fn metadata(job: &Job, around: &Surroundings, birth: Option<&Birth>) -> Value {
+    let mut metadata = json!({
+        "name": job.name,
+        "namespace": around.namespace,
+        "labels": {
+            "app.kubernetes.io/name": "moejob-worker",
+            "app.kubernetes.io/managed-by": "moejob",
+            LABEL_JOB: job.name,
+            LABEL_JOB_UID: around.job_uid,
+        },
+        "ownerReferences": [{
+            "apiVersion": "moejob.dev/v1alpha1",
+            "kind": "MoeJob",
+            "name": job.name,
+            "uid": around.job_uid,
+            "controller": true,
+        }],
+    });
+    if let Some(birth) = birth {
+        let (attempt, slot) = birth.attempt_and_slot().unwrap_or_default();
+        metadata["name"] = json!(birth.name);
+        metadata["labels"][LABEL_ATTEMPT] = json!(attempt.to_string());
+        metadata["labels"][LABEL_SLOT] = json!(slot.to_string());
+        metadata["annotations"] = json!({ ANNOTATION_SEAL: birth.seal });
+    }
+    metadata
+}
+
+fn container(job: &Job, around: &Surroundings, birth: &Birth) -> Value {
+    let mut container = json!({
+        "name": CONTAINER,
+        "image": around.image,
+        "command": ["/moejob"],
+        "args": ["worker"],
+        "workingDir": WORKSPACE,
+        "ports": [{ "name": "moejob", "containerPort": PORT, "protocol": "TCP" }],
+        "env": env(job, around, birth),
+        "resources": resources(job),
+        "securityContext": {
+            "allowPrivilegeEscalation": false,
+            "readOnlyRootFilesystem": true,
+            "runAsNonRoot": true,
+            "capabilities": { "drop": ["ALL"] },
+            "seccompProfile": { "type": "RuntimeDefault" },
+        },
+        "volumeMounts": volume_mounts(job),
+    });
+    if let Some(policy) = &around.image_pull_policy {
+        container["imagePullPolicy"] = json!(policy);
+    }
+    container
+}
+
+fn env(job: &Job, around: &Surroundings, birth: &Birth) -> Value {
+    let mut env = vec![
+        json!({ "name": ENV_WORKER, "value": birth.name }),
+        json!({ "name": ENV_JOB_UID, "value": around.job_uid }),
+        json!({ "name": ENV_AUTHORITY, "value": around.authority }),
+        json!({
+            "name": ENV_ADDRESS,
+            "valueFrom": { "fieldRef": { "fieldPath": "status.podIP" } },
+        }),
+    ];
+    env.extend(job.profile.env.iter().map(|(name, value)| json!({ "name": name, "value": value })));
+    json!(env)
+}
+
+/// A GPU node is asked for as a whole. On processors the memory that the plan announces; that
+/// nobody else's worker comes is the allocation's doing.
+fn resources(job: &Job) -> Value {
+    let profile = &job.profile;
+    let mut requests = Map::new();
+    let mut limits = Map::new();
+    match profile.backend {
+        Backend::Cpu => {
+            requests.insert("cpu".into(), json!("1"));
+        }
+        Backend::Cuda => {
+            requests.insert("cpu".into(), json!((profile.devices * CPUS_PER_DEVICE).to_string()));
+            for (name, count) in [("nvidia.com/gpu", profile.devices), ("rdma/ib", profile.nics)] {
+                if count > 0 {
+                    requests.insert(name.into(), json!(count.to_string()));
+                    limits.insert(name.into(), json!(count.to_string()));
+                }
+            }
+        }
+    }
+    requests.insert("memory".into(), json!(format!("{}Mi", memory_mib(job))));
+    match limits.is_empty() {
+        true => json!({ "requests": requests }),
+        false => json!({ "requests": requests, "limits": limits }),
+    }
+}
+
+/// Cores beside each GPU, of the 96 that the profiles' machines have for eight.
+const CPUS_PER_DEVICE: u32 = 8;
+/// Host memory beside each GPU: what a rank's shard and its buddy's take twice over is well below.
+const HOST_MIB_PER_DEVICE: u64 = 64 << 10;
+
+fn memory_mib(job: &Job) -> u64 {
+    if job.profile.backend == Backend::Cuda {
+        return HOST_MIB_PER_DEVICE * u64::from(job.profile.devices);
+    }
+    // The fewer the ranks, the more each holds, so the smallest gang needs most.
+    let (sizes, _) = placement::sizes(job);
+    let bytes = sizes.first().map_or(0, |size| placement::memory(job, &size.layout, 0).committed);
+    (bytes + PROCESS_BYTES).div_ceil(1 << 20)
+}
+
+/// The job's own volumes `v0`, `v1`, ... and those that every pod has.
+fn volumes(job: &Job) -> Value {
+    let shm = if job.profile.backend == Backend::Cuda { SHM_CUDA } else { SHM_CPU };
+    let mut volumes = vec![
+        json!({ "name": "workspace", "emptyDir": {} }),
+        json!({ "name": "tmp", "emptyDir": {} }),
+        json!({ "name": "shm", "emptyDir": { "medium": "Memory", "sizeLimit": shm } }),
+        json!({
+            "name": "token",
+            "projected": {
+                "defaultMode": 0o440,
+                "sources": [{
+                    "serviceAccountToken": {
+                        "audience": TOKEN_AUDIENCE,
+                        "expirationSeconds": 3600,
+                        "path": "token",
+                    },
+                }],
+            },
+        }),
+    ];
+    volumes.extend(job.kubernetes.volumes.iter().enumerate().map(|(index, volume)| {
+        let name = format!("v{index}");
+        match (&volume.claim, &volume.config_map) {
+            (Some(claim), _) => json!({
+                "name": name,
+                "persistentVolumeClaim": {
+                    "claimName": claim,
+                    "readOnly": volume.read_only.unwrap_or(false),
+                },
+            }),
+            (None, config_map) => json!({ "name": name, "configMap": { "name": config_map } }),
+        }
+    }));
+    json!(volumes)
+}
+
+fn volume_mounts(job: &Job) -> Value {
+    let mut mounts = vec![
+        json!({ "name": "workspace", "mountPath": WORKSPACE }),
+        json!({ "name": "tmp", "mountPath": "/tmp" }),
+        json!({ "name": "shm", "mountPath": "/dev/shm" }),
+        json!({ "name": "token", "mountPath": TOKEN_FOLDER, "readOnly": true }),
+    ];
+    mounts.extend(job.kubernetes.volumes.iter().enumerate().map(|(index, volume)| {
+        let path = volume.mount_path.as_deref().unwrap_or_default();
+        json!({
+            "name": format!("v{index}"),
+            "mountPath": in_workspace(path),
+            "readOnly": volume.read_only.unwrap_or(false) || volume.config_map.is_some(),
+        })
+    }));
+    json!(mounts)
+}
+
+/// Heartbeats tell whether a worker lives, not the node's condition: the kubelet's silence alone
+/// evicts nobody.
+fn tolerations(job: &Job) -> Value {
+    let tolerate = |key: &str, effect: &str| {
+        json!({ "key": key, "operator": "Exists", "effect": effect })
+    };
+    let mut all = vec![
+        tolerate("node.kubernetes.io/not-ready", "NoExecute"),
+        tolerate("node.kubernetes.io/unreachable", "NoExecute"),
+    ];
+    if job.profile.devices > 0 {
+        all.push(tolerate("nvidia.com/gpu", "NoSchedule"));
+    }
+    json!(all)
+}
+
+/// Admits the job's own pods and the operator to the listener; a GPU job's pods reach each other
+/// on every port, as NCCL chooses its own. Ingress alone, where the cluster's network enforces it.
+pub fn network_policy(job: &Job, around: &Surroundings) -> Value {
+    let own = json!({ "podSelector": { "matchLabels": { LABEL_JOB_UID: around.job_uid } } });
+    let operator = json!({
+        "namespaceSelector": {
+            "matchLabels": { "kubernetes.io/metadata.name": around.operator_namespace },
+        },
+        "podSelector": { "matchLabels": { "app.kubernetes.io/name": "moejob" } },
+    });
+    let listener = json!([{ "protocol": "TCP", "port": PORT }]);
+    let ingress = match job.profile.backend {
+        Backend::Cpu => json!([{ "from": [own, operator], "ports": listener }]),
+        Backend::Cuda => json!([
+            { "from": [own] },
+            { "from": [operator], "ports": listener },
+        ]),
+    };
+    json!({
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(job, around, None),
+        "spec": {
+            "podSelector": { "matchLabels": { LABEL_JOB_UID: around.job_uid } },
+            "policyTypes": ["Ingress"],
+            "ingress": ingress,
+        },
+    })
+}
+
+/// Evictions leave at least `nodes.min` pods. A number, not a share: Kubernetes computes shares
+/// from controllers that it knows, and ours is none of them.
+pub fn disruption_budget(job: &Job, around: &Surroundings) -> Value {
+    json!({
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata(job, around, None),
+        "spec": {
+            "minAvailable": job.nodes.min,
+            "selector": { "matchLabels": { LABEL_JOB_UID: around.job_uid } },
+        },
+    })
+}
+
+/// A path as it is in a pod: relative ones lie in `/workspace`.
+pub fn in_workspace(path: &str) -> String {
+    let parts = path.split('/').filter(|part| !part.is_empty() && *part != ".");
+    let parts: Vec<&str> = parts.collect();
+    let joined = parts.join("/");
+    match path.starts_with('/') {
+        true => format!("/{joined}"),
+        false if joined.is_empty() => WORKSPACE.to_string(),
+        false => format!("{WORKSPACE}/{joined}"),
+    }
+}
+
+/// Where the job's files lie in its pods: the records beside the checkpoints, on the same claim.
+pub fn places(job: &Job) -> Places {
+    let checkpoints = in_workspace(job.checkpoint.location.as_deref().unwrap_or("checkpoints"));
+    Places {
+        root: WORKSPACE.to_string(),
+        records: checkpoints.clone(),
+        exclude: vec![checkpoints.clone()],
+        checkpoints,
+    }
+}
+
+/// Why checkpoints would not outlive the pods: they must lie on a claim that all nodes can write.
+/// The condition is `Planned=False, NoDurableCheckpoint`.
+pub fn not_durable(job: &Job) -> Option<String> {
+    let Some(location) = &job.checkpoint.location else {
+        return Some(
+            "spec.checkpoint.location is not set; set it to a folder of a volume with a \
+             ReadWriteMany claim, and list that under spec.volumes"
+                .to_string(),
+        );
+    };
+    let location = in_workspace(location);
+    let mounts = job.kubernetes.volumes.iter().map(|volume| {
+        (in_workspace(volume.mount_path.as_deref().unwrap_or_default()), volume)
+    });
+    let lies_in = |mount: &str| {
+        location == mount || location.starts_with(&format!("{}/", mount.trim_end_matches('/')))
+    };
+    let around = mounts.filter(|(mount, _)| lies_in(mount)).max_by_key(|(mount, _)| mount.len());
+    let what = match around {
+        Some((_, volume)) if volume.claim.is_none() => "on a configMap",
+        Some((_, volume)) if volume.read_only == Some(true) => "on a volume that is readOnly",
+        Some(_) => return None,
+        None => "on no volume of spec.volumes",
+    };
+    Some(format!(
+        "spec.checkpoint.location is {location}, which lies {what}; let it lie on a claim that \
+         all nodes can write (ReadWriteMany)"
+    ))
+}
+
+/// When a labelled pod on a silent node is deleted by force, after its deletion began.
+pub const FORCE_DELETE_AFTER: Millis = 20_000;
