@@ -1,10 +1,10 @@
 # Images without Docker or a registry: an image is a tar of a layer, a config and a manifest.
 # shellcheck shell=bash
 
-# pack_image NAME ROOT OUT PROGRAM: ROOT's files as the image NAME, which runs PROGRAM as a user
-# without rights. Times and owners are fixed: the same files give the same image.
+# pack_image NAMES ROOT OUT PROGRAM: ROOT's files as an image, which runs PROGRAM as a user without
+# rights; NAMES are separated by commas. Times and owners are fixed: the same files give the same image.
 pack_image() {
-  local name=$1 root=$2 out=$3 program=$4 work digest config
+  local names=$1 root=$2 out=$3 program=$4 work digest config
   work=$(mktemp -d)
   tar -C "$root" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cf "$work/layer.tar" .
   digest=$(sha256sum "$work/layer.tar" | cut -d' ' -f1)
@@ -15,7 +15,7 @@ pack_image() {
 JSON
   config=$(sha256sum "$work/config.json" | cut -d' ' -f1)
   mv "$work/config.json" "$work/$config.json"
-  echo "[{\"Config\":\"$config.json\",\"RepoTags\":[\"$name\"],\"Layers\":[\"layer.tar\"]}]" \
+  echo "[{\"Config\":\"$config.json\",\"RepoTags\":[\"${names//,/\",\"}\"],\"Layers\":[\"layer.tar\"]}]" \
     >"$work/manifest.json"
   tar -C "$work" -cf "$out" manifest.json "$config.json" layer.tar
   rm -rf "$work"
@@ -41,6 +41,11 @@ moejob_root() {
   done
 }
 
+# What `kubectl apply -k manifests` asks for: nodes that hold it never ask a registry.
+image_of_manifests() {
+  sed -n 's/^ *image: *//p' "$repository/manifests/operator.yaml"
+}
+
 # build_images PROGRAM FOLDER: moejob.tar and pause.tar in FOLDER.
 build_images() {
   local program=$1 folder=$2 root
@@ -48,7 +53,7 @@ build_images() {
   root=$(mktemp -d)
   chmod 755 "$root"
   moejob_root "$program" "$root"
-  pack_image localhost/moejob:test "$root" "$folder/moejob.tar" /moejob
+  pack_image "localhost/moejob:test,$(image_of_manifests)" "$root" "$folder/moejob.tar" /moejob
   rm -rf "$root"
   root=$(mktemp -d)
   chmod 755 "$root"

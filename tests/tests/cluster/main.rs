@@ -1,6 +1,7 @@
 //! Tests against a real Kubernetes that `tests/cluster/up` has brought up. They share one cluster,
 //! so they run one after the other (`--test-threads=1`): `tests/run cluster`.
 
+mod install;
 #[path = "../../../operator/plan/tests/manifests/mod.rs"]
 mod manifests;
 mod refused;
