@@ -2,19 +2,23 @@
 //! a cold start ranks wrongly).
 //!
 //! ```text
-//! cargo bench --bench cuda_layer -- [--cases qwen3,olmoe] [--zipf] [--stages] [--fp32] [--search]
+//! cargo bench --bench cuda_layer -- [--cases qwen3,olmoe] [--zipf] [--stages] [--fp32] [--graph]
+//!     [--search] [--tiles STAGE=N,STAGES,CLUSTER[,p][,sS];...] [--load MS] [--time MS]
 //! ```
 //! Prints `ours CASE | forward | backward | both ms | TFLOP/s | memory | launches`, with
 //! `--stages` the median of each stage. Its peer is `bench-peers/moe_torch.py`; run both in turn.
 
+#[path = "../tests/cuda_common/bed.rs"]
+mod bed;
+
 use std::time::{Duration, Instant};
 
+use bed::Bed;
 use half::bf16;
 use moejob_kernels::cuda::{
-    Arch, Arena, Compiler, CudaError, Event, Gpu, Gradients, Measure, MoeActivation, MoeDesc,
-    MoeLayer, MoeTensors, Output, ProductOp, Stream, Weights, default_cache_dir,
+    Arch, Compiler, Event, GemmConfig, Gpu, Measure, MoeActivation, MoeDesc, MoeLayer, Output,
+    ProductOp, default_cache_dir,
 };
-use moejob_kernels::{ArenaPlan, Buffer, DType};
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -28,19 +32,19 @@ const CASES: [(&str, [usize; 5], bool); 6] = [
     ("dsv3", [8192, 7168, 2048, 32, 8], true),
 ];
 
-const LOAD: Duration = Duration::from_millis(600);
-const TIMED: Duration = Duration::from_millis(1500);
+/// The products in the order of `MoeLayer::configs`.
+const PRODUCTS: [&str; 9] =
+    ["logits", "up", "down", "dh", "dx_rows", "dw_up", "dw_down", "dx_router", "dw_router"];
 
-struct Bed {
-    layer: MoeLayer,
-    stream: Stream,
-    arena: Arena,
-    tensors: MoeTensors,
-    dout: Buffer,
-    out: Buffer,
-    dx: Buffer,
-    gradients: Gradients,
-    saved_bytes: usize,
+struct Options {
+    zipf: bool,
+    stages: bool,
+    graph: bool,
+    search: bool,
+    fp32: bool,
+    tiles: Option<String>,
+    load: Duration,
+    timed: Duration,
 }
 
 fn main() -> Result<(), Failure> {
@@ -54,208 +58,248 @@ fn main() -> Result<(), Failure> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let flag = |name: &str| args.iter().any(|arg| arg == name);
     let value = |name: &str| args.iter().skip_while(|arg| *arg != name).nth(1).cloned();
+    let millis = |name, default| -> Result<Duration, Failure> {
+        Ok(Duration::from_millis(value(name).map_or(Ok(default), |ms| ms.parse())?))
+    };
+    let options = Options {
+        zipf: flag("--zipf"),
+        stages: flag("--stages"),
+        graph: flag("--graph"),
+        search: flag("--search"),
+        fp32: flag("--fp32"),
+        tiles: value("--tiles"),
+        load: millis("--load", 600)?,
+        timed: millis("--time", 1500)?,
+    };
     let compiler = Compiler::new(&gpu, default_cache_dir())?;
     let (major, minor) = compiler.nvrtc_version();
     println!("{}, {} SMs, NVRTC {major}.{minor}", gpu.name(), gpu.multiprocessors());
     let wanted = value("--cases");
-    for (name, [tokens, dim, hidden, experts, top_k], gated) in CASES {
-        if wanted.as_ref().is_some_and(|w| !w.split(',').any(|w| w == name)) {
-            continue;
+    for (name, shape, gated) in CASES {
+        if wanted.as_ref().is_none_or(|w| w.split(',').any(|w| w == name)) {
+            case(&compiler, name, shape, gated, &options)?;
         }
-        let activation = if gated { MoeActivation::Silu } else { MoeActivation::Relu };
-        let fp32 = flag("--fp32");
-        let weight_gradients = if fp32 { Output::F32Accumulate } else { Output::Bf16 };
-        let desc = MoeDesc {
-            tokens,
-            dim,
-            hidden,
-            experts,
-            top_k,
-            activation,
-            gated,
-            sigmoid: false,
-            norm_topk: true,
-            scale: 1.0,
-            aux_coef: 0.0,
-            z_coef: 0.0,
-            weight_gradients,
-        };
-        let configs = MoeLayer::configs(Arch::of(&gpu)?, &desc);
-        let started = Instant::now();
-        let layer = MoeLayer::with_configs(&compiler, desc, configs, &|_, _| ())?;
-        let compiled = started.elapsed();
-        let bed = Bed::new(&compiler, layer, flag("--zipf"))?;
-        bed.report(name, compiled)?;
-        if flag("--stages") {
-            bed.stages()?;
-        }
-        drop(bed);
-        if flag("--search") {
-            search(&compiler, desc)?;
-        }
+    }
+    Ok(())
+}
+
+fn case(
+    compiler: &Compiler,
+    name: &str,
+    [tokens, dim, hidden, experts, top_k]: [usize; 5],
+    gated: bool,
+    options: &Options,
+) -> Result<(), Failure> {
+    let desc = MoeDesc {
+        tokens,
+        dim,
+        hidden,
+        experts,
+        top_k,
+        activation: if gated { MoeActivation::Silu } else { MoeActivation::Relu },
+        gated,
+        sigmoid: false,
+        norm_topk: true,
+        scale: 1.0,
+        groups: None,
+        aux_coef: 0.0,
+        z_coef: 0.0,
+        weight_gradients: if options.fp32 { Output::F32Accumulate } else { Output::Bf16 },
+    };
+    let mut configs = MoeLayer::configs(Arch::of(compiler.gpu())?, &desc);
+    if let Some(tiles) = &options.tiles {
+        set_tiles(&mut configs, tiles)?;
+    }
+    let started = Instant::now();
+    let layer = MoeLayer::with_configs(compiler, desc, configs, &|_, _| ())?;
+    let compiled = started.elapsed();
+    let bed = filled(compiler, layer, options.zipf)?;
+    report(&bed, name, compiled, options)?;
+    if options.stages {
+        time_stages(&bed, options)?;
+    }
+    drop(bed);
+    if options.search { search(compiler, desc, options) } else { Ok(()) }
+}
+
+/// `dh=128,5,2,p,s2;up=256,4,1`: columns, stages, cluster, ping-pong, staged buffers.
+fn set_tiles(configs: &mut [GemmConfig; 9], tiles: &str) -> Result<(), Failure> {
+    for tile in tiles.split(';') {
+        let wrong = || format!("{tile}: expected PRODUCT=N,STAGES,CLUSTER[,p][,sS]");
+        let (product, rest) = tile.split_once('=').ok_or_else(wrong)?;
+        let at = PRODUCTS.iter().position(|name| *name == product).ok_or_else(wrong)?;
+        let config = &mut configs[at];
+        let parts: Vec<&str> = rest.split(',').collect();
+        let [n, stages, cluster, ..] = parts[..] else { return Err(wrong().into()) };
+        (config.block_n, config.stages) = (n.parse()?, stages.parse()?);
+        config.cluster = cluster.parse()?;
+        config.pingpong = parts.contains(&"p");
+        let staged = parts.iter().find_map(|part| part.strip_prefix('s'));
+        config.staged = staged.map_or(Ok(0), str::parse)?;
     }
     Ok(())
 }
 
 /// Times single stages with other tiles than the chosen ones.
-fn search(compiler: &Compiler, desc: MoeDesc) -> Result<(), Failure> {
+fn search(compiler: &Compiler, desc: MoeDesc, options: &Options) -> Result<(), Failure> {
     let base = MoeLayer::configs(Arch::of(compiler.gpu())?, &desc);
-    // block_n, stages, cluster, ping-pong
-    for (n, stages, cluster, pingpong) in
-        [(256, 4, 2, false), (192, 5, 2, true), (128, 6, 2, true), (128, 6, 2, false)]
-    {
+    // block_n, stages, cluster, ping-pong; stages and buffers of H for dh
+    for (n, stages, cluster, pingpong, (dh_stages, staged)) in [
+        (256, 4, 2, false, (4, 1)),
+        (256, 4, 1, false, (4, 0)),
+        (192, 5, 2, true, (4, 2)),
+        (128, 6, 2, true, (5, 2)),
+        (128, 6, 2, false, (5, 2)),
+    ] {
         let mut configs = base;
         for config in &mut configs[1..7] {
-            // Two m64n192 blocks and the operands of this epilogue do not fit in registers.
-            let heavy = config.op == ProductOp::HiddenGradient && pingpong && n == 192;
-            if !heavy {
-                (config.block_n, config.stages) = (n, stages);
-                (config.cluster, config.pingpong) = (cluster, pingpong);
+            (config.block_n, config.stages) = (n, stages);
+            (config.cluster, config.pingpong) = (cluster, pingpong);
+            if config.op == ProductOp::HiddenGradient {
+                (config.stages, config.staged) = (dh_stages, staged);
             }
         }
         println!("  tiles 128x{n}, {stages} stages, cluster {cluster}, ping-pong {pingpong}");
         let layer = MoeLayer::with_configs(compiler, desc, configs, &|_, _| ())?;
-        Bed::new(compiler, layer, false)?.stages()?;
+        time_stages(&filled(compiler, layer, false)?, options)?;
     }
     Ok(())
 }
 
-impl Bed {
-    fn new(compiler: &Compiler, layer: MoeLayer, zipf: bool) -> Result<Bed, Failure> {
-        let desc = *layer.desc();
-        let MoeDesc { tokens, dim, hidden, experts, .. } = desc;
-        let mut plan = ArenaPlan::new();
-        let mut bf16s = |len| plan.alloc(DType::Bf16, len);
-        let x = bf16s(tokens * dim);
-        let weights = Weights {
-            router: bf16s(experts * dim),
-            up: bf16s(experts * desc.width() * dim),
-            down: bf16s(experts * dim * hidden),
+/// A bed of random numbers; with `zipf` expert e's logits have a bias of -ln(e + 1).
+fn filled(compiler: &Compiler, layer: MoeLayer, zipf: bool) -> Result<Bed, Failure> {
+    let MoeDesc { dim, hidden, experts, weight_gradients, .. } = *layer.desc();
+    let bed = Bed::new(compiler, layer, false)?;
+    let (stream, arena, weights) = (&bed.stream, &bed.arena, bed.tensors.weights);
+    let measure = Measure::new(compiler)?;
+    let per_dim = 1.0 / (dim as f32).sqrt();
+    let ones = if zipf { dim as u32 } else { 0 };
+    for (buffer, how) in [
+        (bed.tensors.x, (1, 1.0, ones)),
+        (weights.router, (2, per_dim, 0)),
+        (weights.up, (3, per_dim, 0)),
+        (weights.down, (4, 1.0 / (hidden as f32).sqrt(), 0)),
+        (bed.dout, (5, 1.0, 0)),
+    ] {
+        measure.fill_random(stream, arena, buffer, how)?;
+    }
+    if weight_gradients != Output::Bf16 {
+        for gradient in [bed.gradients.router, bed.gradients.up, bed.gradients.down] {
+            arena.fill_bytes(stream, gradient, 0)?;
+        }
+    }
+    stream.synchronize()?;
+    // The first column of x is 1.
+    for e in (0..experts).filter(|_| zipf) {
+        let bias = bf16::from_f32(-((e + 1) as f32).ln());
+        arena.write(weights.router.slice(e * dim, 1), &[bias])?;
+    }
+    Ok(bed)
+}
+
+/// Medians of the forward, the backward and both, between events, under load.
+fn report(bed: &Bed, name: &str, compiled: Duration, options: &Options) -> Result<(), Failure> {
+    let gpu = bed.arena.gpu();
+    let graphs = [
+        options.graph.then(|| bed.stream.capture(|| bed.forward())).transpose()?,
+        options.graph.then(|| bed.stream.capture(|| bed.backward())).transpose()?,
+    ];
+    let [first, second] = graphs.each_ref().map(Option::as_ref);
+    let forward = || first.map_or_else(|| bed.forward(), |g| bed.stream.launch_graph(g));
+    let backward = || second.map_or_else(|| bed.backward(), |g| bed.stream.launch_graph(g));
+    let started = Instant::now();
+    while started.elapsed() < options.load {
+        for _ in 0..4 {
+            forward()?;
+            backward()?;
+        }
+        gpu.synchronize()?;
+    }
+    let (mut first, mut both) = (Vec::new(), Vec::new());
+    let started = Instant::now();
+    while started.elapsed() < options.timed {
+        let mut events = Vec::new();
+        for _ in 0..4 {
+            let marks = [Event::new(gpu)?, Event::new(gpu)?, Event::new(gpu)?];
+            bed.stream.record(&marks[0])?;
+            forward()?;
+            bed.stream.record(&marks[1])?;
+            backward()?;
+            bed.stream.record(&marks[2])?;
+            events.push(marks);
+        }
+        gpu.synchronize()?;
+        for [a, b, c] in &events {
+            first.push(a.milliseconds_to(b)?);
+            both.push(a.milliseconds_to(c)?);
+        }
+    }
+    let (first, both) = (median(&mut first), median(&mut both));
+    let flops = bed.layer.desc().flops();
+    let rate = (flops.0 + flops.1) / f64::from(both) / 1e9;
+    println!(
+        "ours {name} | forward {first:.3} | backward {:.3} | both {both:.3} ms \
+         | {rate:.0} TFLOP/s | saved {} MiB, workspace {} MiB | kernels ready in {:.2} s",
+        both - first,
+        bed.saved_bytes >> 20,
+        bed.layer.workspace_bytes() >> 20,
+        compiled.as_secs_f64(),
+    );
+    Ok(())
+}
+
+/// Each stage's median, in the stream of all of them, under load.
+fn time_stages(bed: &Bed, options: &Options) -> Result<(), Failure> {
+    let gpu = bed.arena.gpu();
+    let mut times: Vec<(&'static str, Vec<f32>)> = Vec::new();
+    let load = options.load / 2;
+    let started = Instant::now();
+    while started.elapsed() < load + options.timed / 2 {
+        let mut marks = vec![("start", Event::new(gpu)?)];
+        bed.stream.record(&marks[0].1)?;
+        let mut after = |stage| {
+            let event = Event::new(gpu)?;
+            bed.stream.record(&event)?;
+            marks.push((stage, event));
+            Ok(())
         };
-        let (dout, out, dx) = (bf16s(tokens * dim), bf16s(tokens * dim), bf16s(tokens * dim));
-        let kind = if desc.weight_gradients == Output::Bf16 { DType::Bf16 } else { DType::F32 };
-        let gradients = Gradients {
-            router: plan.alloc(DType::F32, experts * dim),
-            up: plan.alloc(kind, experts * desc.width() * dim),
-            down: plan.alloc(kind, experts * dim * hidden),
-        };
-        let before = plan.bytes();
-        let saved = layer.plan_saved(&mut plan);
-        let saved_bytes = plan.bytes() - before;
-        let workspace = plan.alloc(DType::U8, layer.workspace_bytes());
-        let arena = Arena::new(compiler.gpu(), plan.bytes())?;
-        let stream = compiler.gpu().stream()?;
-        let measure = Measure::new(compiler)?;
-        let per_dim = 1.0 / (dim as f32).sqrt();
-        let ones = if zipf { dim as u32 } else { 0 };
-        for (buffer, how) in [
-            (x, (1, 1.0, ones)),
-            (weights.router, (2, per_dim, 0)),
-            (weights.up, (3, per_dim, 0)),
-            (weights.down, (4, 1.0 / (hidden as f32).sqrt(), 0)),
-            (dout, (5, 1.0, 0)),
-        ] {
-            measure.fill_random(&stream, &arena, buffer, how)?;
+        bed.observed(&mut after)?;
+        gpu.synchronize()?;
+        if started.elapsed() < load {
+            continue;
         }
-        if zipf {
-            // The first column of x is 1: a bias of -ln(rank) on each logit.
-            stream.synchronize()?;
-            for e in 0..experts {
-                let bias = bf16::from_f32(-((e + 1) as f32).ln());
-                arena.write(weights.router.slice(e * dim, 1), &[bias])?;
+        for (i, pair) in marks.windows(2).enumerate() {
+            let ms = pair[0].1.milliseconds_to(&pair[1].1)?;
+            match times.get_mut(i) {
+                Some((_, of)) => of.push(ms),
+                None => times.push((pair[1].0, vec![ms])),
             }
         }
-        let tensors = MoeTensors { x, weights, saved, workspace };
-        Ok(Bed { layer, stream, arena, tensors, dout, out, dx, gradients, saved_bytes })
     }
+    let mut sums: Vec<(&'static str, f32)> = Vec::new();
+    for (stage, ms) in &mut times {
+        let ms = median(ms);
+        match sums.iter_mut().find(|(name, _)| name == stage) {
+            Some((_, sum)) => *sum += ms,
+            None => sums.push((stage, ms)),
+        }
+    }
+    let line = sums.iter().map(|(stage, ms)| match product_flops(bed.layer.desc(), stage) {
+        Some(flops) => format!("{stage} {ms:.3} ({:.0})", flops / f64::from(*ms) / 1e9),
+        None => format!("{stage} {ms:.3}"),
+    });
+    println!("  stages, ms (TFLOP/s): {}", line.collect::<Vec<_>>().join(", "));
+    Ok(())
+}
 
-    fn forward(&self) -> Result<(), CudaError> {
-        self.layer.forward(&self.stream, &self.arena, &self.tensors, self.out)
-    }
-
-    fn backward(&self) -> Result<(), CudaError> {
-        let Bed { stream, arena, tensors, dout, dx, gradients, .. } = self;
-        self.layer.backward(stream, arena, tensors, *dout, *dx, gradients)
-    }
-
-    /// Medians of the forward, the backward and both, between events, under load.
-    fn report(&self, name: &str, compiled: Duration) -> Result<(), Failure> {
-        let gpu = self.arena.gpu();
-        let started = Instant::now();
-        while started.elapsed() < LOAD {
-            for _ in 0..4 {
-                self.forward()?;
-                self.backward()?;
-            }
-            gpu.synchronize()?;
-        }
-        let (mut forward, mut both) = (Vec::new(), Vec::new());
-        let started = Instant::now();
-        while started.elapsed() < TIMED {
-            let mut events = Vec::new();
-            for _ in 0..4 {
-                let marks = [Event::new(gpu)?, Event::new(gpu)?, Event::new(gpu)?];
-                self.stream.record(&marks[0])?;
-                self.forward()?;
-                self.stream.record(&marks[1])?;
-                self.backward()?;
-                self.stream.record(&marks[2])?;
-                events.push(marks);
-            }
-            gpu.synchronize()?;
-            for [a, b, c] in &events {
-                forward.push(a.milliseconds_to(b)?);
-                both.push(a.milliseconds_to(c)?);
-            }
-        }
-        let (forward, both) = (median(&mut forward), median(&mut both));
-        let flops = self.layer.desc().flops();
-        let rate = (flops.0 + flops.1) / f64::from(both) / 1e9;
-        println!(
-            "ours {name} | forward {forward:.3} | backward {:.3} | both {both:.3} ms \
-             | {rate:.0} TFLOP/s | saved {} MiB, workspace {} MiB | kernels ready in {:.2} s",
-            both - forward,
-            self.saved_bytes >> 20,
-            self.layer.workspace_bytes() >> 20,
-            compiled.as_secs_f64(),
-        );
-        Ok(())
-    }
-
-    /// Each stage's median, in the stream of all of them, under load.
-    fn stages(&self) -> Result<(), Failure> {
-        let gpu = self.arena.gpu();
-        let mut times: Vec<(&'static str, Vec<f32>)> = Vec::new();
-        let started = Instant::now();
-        while started.elapsed() < LOAD + TIMED / 2 {
-            let mut marks = vec![("start", Event::new(gpu)?)];
-            self.stream.record(&marks[0].1)?;
-            let mut after = |stage| {
-                let event = Event::new(gpu)?;
-                self.stream.record(&event)?;
-                marks.push((stage, event));
-                Ok(())
-            };
-            let Bed { stream, arena, tensors, dout, dx, gradients, .. } = self;
-            self.layer.forward_observed(stream, arena, tensors, self.out, &mut after)?;
-            let ends = (*dout, *dx);
-            self.layer.backward_observed(stream, arena, tensors, ends, gradients, &mut after)?;
-            gpu.synchronize()?;
-            if started.elapsed() < LOAD {
-                continue;
-            }
-            for (i, pair) in marks.windows(2).enumerate() {
-                let ms = pair[0].1.milliseconds_to(&pair[1].1)?;
-                match times.get_mut(i) {
-                    Some((_, of)) => of.push(ms),
-                    None => times.push((pair[1].0, vec![ms])),
-                }
-            }
-        }
-        let line = times.iter_mut().map(|(stage, ms)| format!("{stage} {:.3}", median(ms)));
-        println!("  stages, ms: {}", line.collect::<Vec<_>>().join(", "));
-        Ok(())
-    }
+/// Operations of the stages that are products of the experts.
+fn product_flops(desc: &MoeDesc, stage: &str) -> Option<f64> {
+    let cols = match stage {
+        "up" | "dx_rows" | "dw_up" => desc.width(),
+        "down" | "dh" | "dw_down" => desc.hidden,
+        _ => return None,
+    };
+    Some(2.0 * desc.rows() as f64 * desc.dim as f64 * cols as f64)
 }
 
 fn median(values: &mut [f32]) -> f32 {

@@ -4,13 +4,14 @@ mod cuda_common;
 
 use std::sync::{Mutex, MutexGuard};
 
-use cuda_common::{Expected, Inputs, error, reference, wide};
+use cuda_common::bed::Bed;
+use cuda_common::{Expected, Inputs, choices, error, reference, wide};
 use half::bf16;
 use moejob_kernels::cuda::{
-    Arena, Compiler, Gpu, Gradients, MoeActivation, MoeDesc, MoeLayer, MoeTensors, Output, Refusal,
-    Saved, Stream, Weights, default_cache_dir,
+    Compiler, Gpu, Gradients, MoeActivation, MoeDesc, MoeLayer, Output, Refusal, Saved,
+    default_cache_dir,
 };
-use moejob_kernels::{ArenaPlan, Buffer, DType};
+use moejob_kernels::{Buffer, DType, RouteGroups};
 
 /// Tests take turns: they share one device and its memory.
 static TURN: Mutex<()> = Mutex::new(());
@@ -40,85 +41,53 @@ fn desc(tokens: usize, dim: usize, hidden: usize, experts: usize, top_k: usize) 
         sigmoid: false,
         norm_topk: true,
         scale: 1.0,
+        groups: None,
         aux_coef: 0.0,
         z_coef: 0.0,
         weight_gradients: Output::Bf16,
     }
 }
 
-/// A layer with all its buffers on the device.
-struct Bed {
-    layer: MoeLayer,
-    stream: Stream,
-    arena: Arena,
-    tensors: MoeTensors,
-    dout: Buffer,
-    out: Buffer,
-    dx: Buffer,
-    gradients: Gradients,
+/// The layer of `desc` on `inputs`, fp32 gradients at one.
+fn bed(compiler: &Compiler, desc: MoeDesc, inputs: &Inputs) -> Bed {
+    let layer = MoeLayer::new(compiler, desc, &|_, _| ()).expect("the layer's kernels");
+    let bed = Bed::new(compiler, layer, inputs.bias.is_some()).expect("device memory");
+    let weights = bed.tensors.weights;
+    for (buffer, values) in [
+        (bed.tensors.x, &inputs.x),
+        (weights.router, &inputs.w_router),
+        (weights.up, &inputs.w_up),
+        (weights.down, &inputs.w_down),
+        (bed.dout, &inputs.dout),
+    ] {
+        bed.arena.write(buffer, values).expect("inputs");
+    }
+    if let (Some(buffer), Some(bias)) = (weights.bias, &inputs.bias) {
+        bed.arena.write(buffer, bias).expect("inputs");
+    }
+    if desc.weight_gradients == Output::F32Accumulate {
+        let Gradients { router, up, down } = bed.gradients;
+        for gradient in [router, up, down] {
+            bed.arena.write(gradient, &vec![1.0_f32; gradient.len()]).expect("ones");
+        }
+    }
+    bed
 }
 
-impl Bed {
-    fn new(compiler: &Compiler, desc: MoeDesc, inputs: &Inputs) -> Bed {
-        let layer = MoeLayer::new(compiler, desc, &|_, _| ()).expect("the layer's kernels");
-        let mut plan = ArenaPlan::new();
-        let MoeDesc { tokens, dim, hidden, experts, .. } = desc;
-        let mut bf16s = |len| plan.alloc(DType::Bf16, len);
-        let x = bf16s(tokens * dim);
-        let weights = Weights {
-            router: bf16s(experts * dim),
-            up: bf16s(experts * desc.width() * dim),
-            down: bf16s(experts * dim * hidden),
-        };
-        let (dout, out, dx) = (bf16s(tokens * dim), bf16s(tokens * dim), bf16s(tokens * dim));
-        let kind = if desc.weight_gradients == Output::Bf16 { DType::Bf16 } else { DType::F32 };
-        let gradients = Gradients {
-            router: plan.alloc(DType::F32, experts * dim),
-            up: plan.alloc(kind, experts * desc.width() * dim),
-            down: plan.alloc(kind, experts * dim * hidden),
-        };
-        let saved = layer.plan_saved(&mut plan);
-        let workspace = plan.alloc(DType::U8, layer.workspace_bytes());
-        let arena = Arena::new(compiler.gpu(), plan.bytes()).expect("device memory");
-        let stream = compiler.gpu().stream().expect("a stream");
-        let whole = {
-            let mut all = ArenaPlan::new();
-            all.alloc(DType::U8, plan.bytes())
-        };
-        // Every output, table and scrap starts as NaN and as an index out of any bounds.
-        arena.fill_bytes(&stream, whole, 0xff).expect("poison");
-        stream.synchronize().expect("poison");
-        for (buffer, values) in [
-            (x, &inputs.x),
-            (weights.router, &inputs.w_router),
-            (weights.up, &inputs.w_up),
-            (weights.down, &inputs.w_down),
-            (dout, &inputs.dout),
-        ] {
-            arena.write(buffer, values).expect("inputs");
-        }
-        if kind == DType::F32 {
-            for gradient in [gradients.router, gradients.up, gradients.down] {
-                arena.write(gradient, &vec![1.0_f32; gradient.len()]).expect("ones");
-            }
-        }
-        let tensors = MoeTensors { x, weights, saved, workspace };
-        Bed { layer, stream, arena, tensors, dout, out, dx, gradients }
-    }
+/// What came out of a bed.
+trait Results {
+    fn run(&self);
+    fn floats(&self, buffer: Buffer) -> Vec<f64>;
+    fn words(&self, buffer: Buffer) -> Vec<u32>;
+    fn bits(&self) -> Vec<Vec<u8>>;
+    fn results(&self) -> [Buffer; 7];
+}
 
-    fn forward(&self) {
-        self.layer.forward(&self.stream, &self.arena, &self.tensors, self.out).expect("forward");
-        self.stream.synchronize().expect("forward");
-    }
-
-    fn backward(&self) {
-        self.enqueue_backward().expect("backward");
-        self.stream.synchronize().expect("backward");
-    }
-
-    fn enqueue_backward(&self) -> Result<(), moejob_kernels::cuda::CudaError> {
-        let Bed { stream, arena, tensors, dout, dx, gradients, .. } = self;
-        self.layer.backward(stream, arena, tensors, *dout, *dx, gradients)
+impl Results for Bed {
+    fn run(&self) {
+        self.forward().expect("forward");
+        self.backward().expect("backward");
+        self.stream.synchronize().expect("the layer");
     }
 
     fn floats(&self, buffer: Buffer) -> Vec<f64> {
@@ -135,8 +104,9 @@ impl Bed {
         self.arena.read(buffer).expect("read")
     }
 
-    fn bytes(&self, buffer: Buffer) -> Vec<u8> {
-        self.arena.read(buffer.reinterpret(DType::U8)).expect("read")
+    fn bits(&self) -> Vec<Vec<u8>> {
+        let bytes = |buffer: Buffer| self.arena.read(buffer.reinterpret(DType::U8)).expect("read");
+        self.results().map(bytes).into()
     }
 
     fn results(&self) -> [Buffer; 7] {
@@ -155,21 +125,28 @@ fn compare(what: &str, found: &[f64], expected: &[f64], limit: f64, failures: &m
     }
 }
 
-/// ids ascending and different, and no unchosen logit above a chosen one beyond rounding.
-fn check_choice(desc: &MoeDesc, logits: &[f64], ids: &[u32], failures: &mut Vec<String>) {
+/// ids ascending and different, and no choice left out above a chosen one beyond rounding.
+fn check_choice(
+    desc: &MoeDesc,
+    inputs: &Inputs,
+    logits: &[f64],
+    ids: &[u32],
+    failures: &mut Vec<String>,
+) {
     for (t, ids) in ids.chunks(desc.top_k).enumerate() {
-        let logits = &logits[t * desc.experts..][..desc.experts];
+        let choice = choices(desc, inputs, &logits[t * desc.experts..][..desc.experts]);
         let ascending = ids.windows(2).all(|pair| pair[0] < pair[1]);
         let inside = ids.iter().all(|id| (*id as usize) < desc.experts);
         if !(ascending && inside) {
             failures.push(format!("token {t}: ids {ids:?}"));
             return;
         }
-        let least = ids.iter().map(|id| logits[*id as usize]).fold(f64::INFINITY, f64::min);
+        let least = ids.iter().map(|id| choice[*id as usize]).fold(f64::INFINITY, f64::min);
         let others = (0..desc.experts).filter(|e| !ids.contains(&(*e as u32)));
-        let most = others.map(|e| logits[e]).fold(f64::NEG_INFINITY, f64::max);
-        if most > least + 1e-4 {
-            failures.push(format!("token {t}: chose {least} over {most}"));
+        let most = others.map(|e| choice[e]).fold(f64::NEG_INFINITY, f64::max);
+        let kept = ids.iter().all(|id| !choice[*id as usize].is_nan());
+        if most > least + 1e-4 || !kept {
+            failures.push(format!("token {t}: chose {ids:?}, {least} over {most}"));
         }
     }
 }
@@ -222,16 +199,20 @@ fn check_floats(bed: &Bed, desc: &MoeDesc, expected: &Expected, failures: &mut V
 }
 
 fn check(name: &str, desc: MoeDesc, bias: &dyn Fn(usize) -> f64) {
-    let Some((compiler, _turn)) = compiler(name) else { return };
+    check_with(name, desc, Inputs::new(&desc, bias));
+}
+
+fn check_with(name: &str, desc: MoeDesc, inputs: Inputs) {
+    let Some((compiler, turn)) = compiler(name) else { return };
+    let bed = bed(&compiler, desc, &inputs);
+    bed.run();
+    // The reference takes its time, the device not.
+    drop(turn);
     eprintln!("{name}: {desc:?}");
-    let inputs = Inputs::new(&desc, bias);
-    let bed = Bed::new(&compiler, desc, &inputs);
-    bed.forward();
-    bed.backward();
     let ids = bed.words(bed.tensors.saved.ids);
     let expected = reference(&desc, &inputs, &ids);
     let mut failures = Vec::new();
-    check_choice(&desc, &expected.logits, &ids, &mut failures);
+    check_choice(&desc, &inputs, &expected.logits, &ids, &mut failures);
     check_tables(&bed, &desc, &ids, &mut failures);
     check_floats(&bed, &desc, &expected, &mut failures);
     assert!(failures.is_empty(), "{name}: {failures:#?}");
@@ -308,6 +289,27 @@ fn losses_and_plain_weights() {
 }
 
 #[test]
+fn biased_choice_in_groups() {
+    let base = MoeDesc { sigmoid: true, scale: 2.5, ..desc(321, 128, 64, 48, 6) };
+    let bias = |experts| Some((0..experts).map(|e| (e * 7 % 11) as f32 * 0.02).collect());
+    for (count, kept) in [(8, 3), (48, 9), (1, 1)] {
+        let groups = (count <= 32).then_some(RouteGroups { count, kept });
+        let desc = MoeDesc { groups, sigmoid: count != 1, ..base };
+        check_with("biased", desc, Inputs { bias: bias(48), ..Inputs::new(&desc, &even) });
+    }
+    let grouped = MoeDesc { groups: Some(RouteGroups { count: 16, kept: 4 }), ..base };
+    check("groups without a bias", grouped, &even);
+}
+
+/// Sizes around the tiles of 128 rows: odd numbers of tiles, last tiles of up to 64 rows.
+#[test]
+fn tails_of_tiles() {
+    for tokens in [1, 64, 65, 128, 129, 192, 193, 256, 300, 385] {
+        check("tails_of_tiles", desc(tokens, 128, 448, 1, 1), &even);
+    }
+}
+
+#[test]
 fn gradients_added_in_fp32() {
     let base = desc(600, 256, 192, 5, 2);
     check(
@@ -324,8 +326,8 @@ fn equal_logits_go_to_the_lowest_experts() {
     let desc = desc(65, 64, 64, 40, 3);
     let mut inputs = Inputs::new(&desc, &even);
     inputs.w_router.fill(bf16::ZERO);
-    let bed = Bed::new(&compiler, desc, &inputs);
-    bed.forward();
+    let bed = bed(&compiler, desc, &inputs);
+    bed.run();
     let ids = bed.words(bed.tensors.saved.ids);
     assert!(ids.chunks(3).all(|ids| ids == [0, 1, 2]), "{ids:?}");
 }
@@ -336,24 +338,21 @@ fn runs_and_graphs_give_the_same_bits() {
     let Some((compiler, _turn)) = compiler(name) else { return };
     let desc = desc(1500, 512, 384, 24, 4);
     let inputs = Inputs::new(&desc, &|e| e as f64 * -0.1);
-    let bed = Bed::new(&compiler, desc, &inputs);
-    let other = Bed::new(&compiler, desc, &inputs);
-    let bits = |bed: &Bed| bed.results().map(|buffer| bed.bytes(buffer));
-    bed.forward();
-    bed.backward();
-    let first = bits(&bed);
+    let (bed, other) = (bed(&compiler, desc, &inputs), bed(&compiler, desc, &inputs));
+    bed.run();
+    let first = bed.bits();
     // Twice more, two streams at once.
     for bed in [&bed, &other] {
-        bed.layer.forward(&bed.stream, &bed.arena, &bed.tensors, bed.out).expect("forward");
-        bed.enqueue_backward().expect("backward");
+        bed.forward().expect("forward");
+        bed.backward().expect("backward");
     }
-    assert!(bits(&bed) == first, "a second run differs");
-    assert!(bits(&other) == first, "a run beside another differs");
+    assert!(bed.bits() == first, "a second run differs");
+    assert!(other.bits() == first, "a run beside another differs");
     let graph = bed
         .stream
         .capture(|| {
-            bed.layer.forward(&bed.stream, &bed.arena, &bed.tensors, bed.out)?;
-            bed.enqueue_backward()
+            bed.forward()?;
+            bed.backward()
         })
         .expect("nothing in a layer waits for the device");
     for buffer in bed.results() {
@@ -361,7 +360,7 @@ fn runs_and_graphs_give_the_same_bits() {
     }
     bed.stream.launch_graph(&graph).expect("launch");
     bed.stream.synchronize().expect("graph");
-    assert!(bits(&bed) == first, "a graph differs");
+    assert!(bed.bits() == first, "a graph differs");
 }
 
 #[test]
@@ -375,6 +374,12 @@ fn shapes_the_kernels_cannot_take_are_refused() {
         (MoeDesc { experts: 513, ..base }, "experts is 513; it must be between 1 and 512"),
         (MoeDesc { tokens: 0, ..base }, "tokens is 0; it must be between 1 and 1073741824"),
     ];
+    let groups = |count, kept| MoeDesc { groups: Some(RouteGroups { count, kept }), ..base };
+    assert_eq!(
+        refusal(groups(3, 2)),
+        "2 of 3 groups of 8 experts: groups have equally many experts"
+    );
+    assert_eq!(refusal(groups(8, 1)), "1 of 8 groups of 8 experts: they hold fewer than top_k");
     for (desc, expected) in cases {
         assert_eq!(refusal(desc), expected);
     }

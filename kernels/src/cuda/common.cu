@@ -40,17 +40,43 @@ __device__ __forceinline__ float fast_sigmoid(float x) {
 #define ACT_SILU 0
 #define ACT_RELU 1
 #define ACT_GELU 2
-// The activation and its derivative. GELU is the exact one, x * Phi(x).
-template <int KIND> __device__ __forceinline__ float activate(float x) {
-  if (KIND == ACT_SILU) return x * fast_sigmoid(x);
-  if (KIND == ACT_RELU) return fmaxf(x, 0.f);
-  return 0.5f * x * (1.f + erff(x * 0.70710678f));
-}
-template <int KIND> __device__ __forceinline__ float activate_slope(float x) {
+// The activation; `slope` is its derivative there. GELU is the exact one, x * Phi(x).
+template <int KIND> __device__ __forceinline__ float activate_both(float x, float& slope) {
   if (KIND == ACT_SILU) {
-    const float s = fast_sigmoid(x);
-    return s * (1.f + x * (1.f - s));
+    const float s = fast_sigmoid(x), y = x * s;
+    slope = y * (1.f - s) + s;
+    return y;
   }
-  if (KIND == ACT_RELU) return x > 0.f ? 1.f : 0.f;
-  return 0.5f * (1.f + erff(x * 0.70710678f)) + x * 0.39894228f * __expf(-0.5f * x * x);
+  if (KIND == ACT_RELU) {
+    slope = x > 0.f ? 1.f : 0.f;
+    return fmaxf(x, 0.f);
+  }
+  const float phi = 0.5f * (1.f + erff(x * 0.70710678f));
+  slope = phi + x * 0.39894228f * __expf(-0.5f * x * x);
+  return x * phi;
+}
+template <int KIND> __device__ __forceinline__ float activate(float x) {
+  float slope;
+  return activate_both<KIND>(x, slope);
+}
+// The same of several at once: the special function unit answers late.
+template <int KIND, int N> __device__ __forceinline__ void activate_all(const float (&x)[N],
+                                                                        float (&y)[N],
+                                                                        float (&slope)[N]) {
+  if constexpr (KIND == ACT_SILU) {
+    float s[N];
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(s[i]) : "f"(-1.4426950408889634f * x[i]));
+#pragma unroll
+    for (int i = 0; i < N; i++) asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s[i]) : "f"(1.f + s[i]));
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      y[i] = x[i] * s[i];
+      slope[i] = y[i] * (1.f - s[i]) + s[i];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) y[i] = activate_both<KIND>(x[i], slope[i]);
+  }
 }

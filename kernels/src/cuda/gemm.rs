@@ -74,6 +74,8 @@ pub struct GemmConfig {
     pub stages: usize,
     pub cluster: usize,
     pub pingpong: bool,
+    /// Buffers of H that each consumer warp has in shared memory; OP_DH of Hopper only, else 0
+    pub staged: usize,
     pub gated: bool,
     /// ACT_* of common.cu
     pub activation: usize,
@@ -86,6 +88,9 @@ pub struct GemmConfig {
 
 const BLOCK_M: usize = 128;
 const BLOCK_K: usize = 64;
+const CONSUMER_WARPS: usize = 8;
+/// Rows of H that a consumer warp stages at once.
+const H_BOX_ROWS: usize = 16;
 /// THREADS of grouped_gemm_ampere.cu
 const AMPERE_THREADS: u32 = 256;
 /// Most dynamic shared memory of a block on sm_90 and on sm_80.
@@ -101,9 +106,8 @@ impl GemmConfig {
     ///
     /// Measured on an H200 under load (docs/benchmarks): ping-pong hides the epilogue and wins for
     /// every product over rows, 128 x 192 unless 128 x 128 computes clearly fewer columns past the
-    /// end. OP_DH does not fit in registers that way, and weight gradients have little to hide:
-    /// both stay with 128 x 256, which reads least. A cluster helps weight gradients by 2% up to a
-    /// few thousand columns and costs as much beyond.
+    /// end. Weight gradients have little to hide and stay with 128 x 256, which reads least. A
+    /// cluster helps them by 2% up to a few thousand columns and costs as much beyond.
     pub fn choose(arch: Arch, op: ProductOp, cols: usize) -> GemmConfig {
         let wide = GemmConfig {
             arch,
@@ -112,6 +116,7 @@ impl GemmConfig {
             stages: 4,
             cluster: 2,
             pingpong: false,
+            staged: 0,
             gated: false,
             activation: 0,
             transposed: false,
@@ -132,6 +137,10 @@ impl GemmConfig {
                 GemmConfig { block_n: 128, stages: 6, ..pingpong }
             }
             ProductOp::Up | ProductOp::Rows | ProductOp::InputGradient => pingpong,
+            ProductOp::HiddenGradient if fits_128(cols) => {
+                GemmConfig { block_n: 128, stages: 5, staged: 2, ..pingpong }
+            }
+            ProductOp::HiddenGradient => GemmConfig { stages: 4, staged: 2, ..pingpong },
             _ => wide,
         }
     }
@@ -150,6 +159,7 @@ impl GemmConfig {
             ("STAGES", self.stages),
             ("CLUSTER", self.cluster),
             ("PINGPONG", usize::from(self.pingpong)),
+            ("STAGED", self.staged),
             ("GATED", usize::from(self.gated)),
             ("ACT", self.activation),
             ("TRANSPOSED", usize::from(self.transposed)),
@@ -165,15 +175,19 @@ impl GemmConfig {
             &wgmma,
             include_str!("grouped_gemm.cu"),
             include_str!("grouped_gemm_epilogue.cu"),
+            include_str!("grouped_gemm_hidden.cu"),
             main,
         ];
         Source::new(self.label(), self.arch.target(), &macros, &parts)
     }
 
-    /// Stages, their barriers, and the tables of `groups` groups.
+    /// Stages, buffers of H, their barriers, and the tables of `groups` groups.
     fn shared_bytes(&self, groups: usize) -> usize {
         let stage = (BLOCK_M + self.block_n) * BLOCK_K * 2 + 16;
-        self.stages * stage + (2 * groups + 1) * 4
+        let boxes = if self.gated { 2 } else { 1 };
+        let hidden = self.staged * CONSUMER_WARPS * (boxes * H_BOX_ROWS * BLOCK_K * 2 + 8);
+        let tables = if self.op == ProductOp::WeightGradient { 2 } else { 1 };
+        self.stages * stage + hidden + (tables * groups + 1) * 4
     }
 }
 
@@ -242,7 +256,7 @@ impl Gemm {
         Ok(Gemm { config, function, multiprocessors: gpu.multiprocessors() })
     }
 
-    /// Enqueues the product. `a` is read only by ops that gather nothing.
+    /// Enqueues the product. `a` is A of ops that gather nothing, and H of OP_DH.
     pub(crate) fn launch(
         &self,
         stream: &Stream,
@@ -270,7 +284,7 @@ impl Gemm {
     }
 
     fn map_a(&self, a: Matrix) -> Result<sys::CUtensorMap, CudaError> {
-        a.map(BLOCK_M)
+        a.map(if self.config.staged > 0 { H_BOX_ROWS } else { BLOCK_M })
     }
 
     fn map_b(&self, b: Matrix) -> Result<sys::CUtensorMap, CudaError> {

@@ -144,7 +144,7 @@ grouped_gemm(const u16* a, const u16* b, const __grid_constant__ Args args) {
     if (OP == OP_WGRAD && i < args.groups) order[i] = args.order[i];
   }
   __syncthreads();
-  Schedule schedule = {offsets, order, args.groups, (args.gathered_pitch + UNIT_M - 1) / UNIT_M,
+  Schedule schedule = {offsets, order, 0, args.groups, (args.gathered_pitch + BM - 1) / BM,
                        (args.cols + TILE_N - 1) / TILE_N, 0, 0, 0};
   Tile tile;
   while (schedule.next(tile)) {

@@ -184,11 +184,12 @@ __device__ __forceinline__ void finish_dh(const float (&acc)[BN / 2], const Tile
       unpack8(now.up[i], up);
 #pragma unroll
       for (int x = 0; x < 8; x++) {
-        const float g = gate[x], u = GATED ? up[x] : 1.f, act = activate<ACT>(g);
+        float slope;
+        const float g = gate[x], u = GATED ? up[x] : 1.f, act = activate_both<ACT>(g, slope);
         ds[i] += da[x] * (act * u);
         a[x] = scale[i] * act * u;
         const float d = scale[i] * da[x];
-        gate[x] = d * u * activate_slope<ACT>(g);
+        gate[x] = d * u * slope;
         up[x] = d * act;
       }
       if (live[i] && inside) {

@@ -6,17 +6,12 @@ __device__ __forceinline__ void release(const Ring& ring, int stage, int lane) {
   else barrier_arrive(ring.empty(stage));
 }
 
-// Products of one tile into acc. Blocks without a row only keep the ring turning: what is not
-// multiplied costs no power, and power is what limits this chip.
-__device__ __forceinline__ void multiply_tile(float (&acc)[M_BLOCKS][BN / 2], Ring& ring,
-                                              int steps, int m_in_tile, bool live, int lane) {
+// The first BLOCKS m64 blocks' products of one tile.
+template <int BLOCKS>
+__device__ __forceinline__ int multiply_blocks(float (&acc)[M_BLOCKS][BN / 2], Ring& ring,
+                                               int steps, int m_in_tile, int lane) {
   int previous = -1;
-  for (int it = 0; !live && it < steps; it++) {
-    barrier_wait(ring.full(), ring.phase);
-    release(ring, ring.stage, lane);
-    ring.advance();
-  }
-  for (int it = 0; live && it < steps; it++) {
+  for (int it = 0; it < steps; it++) {
     barrier_wait(ring.full(), ring.phase);
     if (GATHERED) fence_async_proxy();
     const u64 a = operand<A_MN>(ring.a_at() + m_in_tile * 128), b = operand<B_MN>(ring.b_at());
@@ -24,7 +19,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[M_BLOCKS][BN / 2], Ri
 #pragma unroll
     for (int kk = 0; kk < BK / 16; kk++)
 #pragma unroll
-      for (int i = 0; i < M_BLOCKS; i++)
+      for (int i = 0; i < BLOCKS; i++)
         multiply(acc[i], a + i * (64 * 128 >> 4) + kk * next_k16<A_MN>(),
                  b + kk * next_k16<B_MN>(), (it | kk) != 0);
     wgmma_commit();
@@ -32,6 +27,25 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[M_BLOCKS][BN / 2], Ri
     if (previous >= 0) release(ring, previous, lane);
     previous = ring.stage;
     ring.advance();
+  }
+  return previous;
+}
+
+// Products of one tile into acc. Blocks without a row only keep the ring turning: what is not
+// multiplied costs no power, and power is what limits this chip.
+__device__ __forceinline__ void multiply_tile(float (&acc)[M_BLOCKS][BN / 2], Ring& ring,
+                                              int steps, int m_in_tile, int blocks, int lane) {
+  int previous = -1;
+  if (blocks >= M_BLOCKS) {
+    previous = multiply_blocks<M_BLOCKS>(acc, ring, steps, m_in_tile, lane);
+  } else if (M_BLOCKS > 1 && blocks == 1) {
+    previous = multiply_blocks<1>(acc, ring, steps, m_in_tile, lane);
+  } else {
+    for (int it = 0; it < steps; it++) {
+      barrier_wait(ring.full(), ring.phase);
+      release(ring, ring.stage, lane);
+      ring.advance();
+    }
   }
   // The other warpgroup may start: this one has seen its last stage.
 #if PINGPONG
@@ -41,20 +55,30 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[M_BLOCKS][BN / 2], Ri
   if (previous >= 0) release(ring, previous, lane);
 }
 
-__device__ __forceinline__ void consume(Ring ring, Schedule schedule, const Args& args, int rank,
-                                        int warpgroup) {
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+__device__ __forceinline__ void consume(Ring ring, Schedule schedule, const Args& args,
+                                        const TensorMap* map_h, int warpgroup) {
+  // The shuffle tells the compiler that the warp's number is the same in all its lanes.
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0) & 3;
   const int m_in_tile = PINGPONG ? 0 : warpgroup * (M_BLOCKS * 64);
-  const int m_end_of = OP == OP_WGRAD ? args.gathered_pitch : 0;
   float acc[M_BLOCKS][BN / 2];
   Tile tile;
+#if STAGED
+  const int own = warpgroup * 4 + warp;
+  Hidden hidden = {map_h, ring.hidden + own * (STAGED * H_BUFFER), ring.hidden_barriers(own),
+                   lane == 0};
+#endif
 #if PINGPONG
   if (warpgroup == 1) asm volatile("bar.arrive 1, 256;" ::: "memory");
 #endif
   for (int turn = 0; schedule.next(tile); turn++) {
-    const int steps = Schedule::depth(tile, args), m0 = tile.m0 + rank * BM + m_in_tile;
+    const int steps = Schedule::depth(tile, args), m0 = tile.m0 + m_in_tile;
 #if PINGPONG
     if ((turn & 1) != warpgroup) { ring.skip(steps); continue; }
+#endif
+#if STAGED
+    hidden.start(tile, args, m0, warp);
+#endif
+#if PINGPONG
     // A wait on a parity may not run a whole phase ahead: wait until the other has gone by.
     asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
 #endif
@@ -64,20 +88,26 @@ __device__ __forceinline__ void consume(Ring ring, Schedule schedule, const Args
 #pragma unroll
         for (int j = 0; j < BN / 2; j++) acc[i][j] = 0.f;
     }
-    const int m_end = OP == OP_WGRAD ? m_end_of : tile.rows;
-    const bool live = m0 < m_end;
-    multiply_tile(acc, ring, steps, m_in_tile, live, lane);
-    if (!live) continue;
+    const int m_end = OP == OP_WGRAD ? args.gathered_pitch : tile.rows;
+    const int blocks = tile.live ? (m_end - m0 + 63) >> 6 : 0;
+    multiply_tile(acc, ring, steps, m_in_tile, blocks, lane);
+#if STAGED
+    finish_hidden(acc, tile, args, hidden, m0, warp, lane);
+#else
 #pragma unroll
     for (int i = 0; i < M_BLOCKS; i++)
-      if (m0 + 64 * i < m_end) finish(acc[i], tile, args, m0 + 64 * i, warp, lane);
+      if (i < blocks) finish(acc[i], tile, args, m0 + 64 * i, warp, lane);
+#endif
   }
+#if STAGED
+  stores_done();
+#endif
 }
 
 // 384 threads start with 168 registers each: 504 = one producer's and two consumers' share. Two
 // m64n192 blocks of accumulators need all that consumers can get; the index arithmetic of
 // OP_WGRAD spills in 40.
-constexpr int PRODUCER_REGISTERS = OP == OP_WGRAD && !PINGPONG ? 56 : 40;
+constexpr int PRODUCER_REGISTERS = OP == OP_WGRAD && !PINGPONG ? 72 : 40;
 constexpr int CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
 
 extern "C" __global__ void
@@ -89,10 +119,11 @@ grouped_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ Te
              const __grid_constant__ Args args) {
   // Stages need 1024-byte alignment, which a kernel without static shared memory has.
   extern __shared__ __align__(1024) u8 shared[];
-  Ring ring = {shared_address(shared), 0, 0, 0, 0};
+  Ring ring = {shared_address(shared)};
   ring.b = ring.a + STAGES * A_BYTES;
-  ring.barriers = ring.b + STAGES * B_BYTES;
-  int* offsets = (int*)(shared + STAGES * (A_BYTES + B_BYTES) + STAGES * 16);
+  ring.hidden = ring.b + STAGES * B_BYTES;
+  ring.barriers = ring.hidden + H_BYTES;
+  int* offsets = (int*)(shared + STAGES * (A_BYTES + B_BYTES) + H_BYTES + BARRIERS * 8);
   int* order = offsets + args.groups + 1;
   const int tid = threadIdx.x, warpgroup = __shfl_sync(~0u, tid >> 7, 0);
   u32 rank = 0;
@@ -108,11 +139,12 @@ grouped_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ Te
       barrier_init(ring.barriers + s * 8, GATHERED ? 129 : 1);
       barrier_init(ring.empty(s), CLUSTER * (PINGPONG ? 4 : 8));
     }
+    for (int s = 0; s < 8 * STAGED; s++) barrier_init(ring.hidden_barriers(0) + s * 8, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   if (CLUSTER > 1) cluster_sync();
-  Schedule schedule = {offsets, order, args.groups, (args.gathered_pitch + UNIT_M - 1) / UNIT_M,
+  Schedule schedule = {offsets, order, (int)rank, args.groups, (args.gathered_pitch + BM - 1) / BM,
                        (args.cols + TILE_N - 1) / TILE_N, 0, 0, 0};
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
@@ -121,7 +153,7 @@ grouped_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ Te
     else if (tid == 0) produce_boxes(ring, schedule, &map_a, &map_b, args, rank);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-    consume(ring, schedule, args, rank, warpgroup - 1);
+    consume(ring, schedule, args, &map_a, warpgroup - 1);
   }
   if (CLUSTER > 1) cluster_sync();
 }

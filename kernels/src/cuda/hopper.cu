@@ -46,36 +46,89 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, u32 bytes) {
 __device__ __forceinline__ void copies_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 barrier, int x, int y) {
+// A box of a matrix; with `all` into every CTA of the cluster, at the same address of each.
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 bar, int x, int y,
+                                         bool all = false) {
+#if CLUSTER > 1
+  if (all) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile"
+                 ".mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
+                 ::"r"(to), "l"(map), "r"(bar), "r"(x), "r"(y),
+                 "h"((u16)((1 << CLUSTER) - 1)) : "memory");
+    return;
+  }
+#endif
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile"
                ".mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-               ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");
-}
-// The same into every CTA of the cluster, at the same address of each.
-__device__ __forceinline__ void load_box_all(u32 to, const TensorMap* map, u32 bar, int x, int y) {
-#if CLUSTER > 1
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile"
-               ".mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
-               ::"r"(to), "l"(map), "r"(bar), "r"(x), "r"(y),
-               "h"((u16)((1 << CLUSTER) - 1)) : "memory");
-#else
-  load_box(to, map, bar, x, y);
-#endif
+               ::"r"(to), "l"(map), "r"(bar), "r"(x), "r"(y) : "memory");
 }
 // Rows of a matrix whose map permutes each 32 of them (`permuted_map` on the host): y counts 32s.
-__device__ __forceinline__ void load_permuted_all(u32 to, const TensorMap* map, u32 bar, int x,
-                                                  int y) {
+__device__ __forceinline__ void load_permuted(u32 to, const TensorMap* map, u32 bar, int x, int y,
+                                              bool all) {
 #if CLUSTER > 1
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile"
-               ".mbarrier::complete_tx::bytes.multicast::cluster"
-               " [%0], [%1, {%3, %5, %5, %5, %4}], [%2], %6;"
-               ::"r"(to), "l"(map), "r"(bar), "r"(x), "r"(y), "r"(0),
-               "h"((u16)((1 << CLUSTER) - 1)) : "memory");
-#else
+  if (all) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile"
+                 ".mbarrier::complete_tx::bytes.multicast::cluster"
+                 " [%0], [%1, {%3, %5, %5, %5, %4}], [%2], %6;"
+                 ::"r"(to), "l"(map), "r"(bar), "r"(x), "r"(y), "r"(0),
+                 "h"((u16)((1 << CLUSTER) - 1)) : "memory");
+    return;
+  }
+#endif
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile"
                ".mbarrier::complete_tx::bytes [%0], [%1, {%3, %5, %5, %5, %4}], [%2];"
                ::"r"(to), "l"(map), "r"(bar), "r"(x), "r"(y), "r"(0) : "memory");
-#endif
+}
+// The two below are for all lanes of a warp, of which those with `mine` act: a branch would cost
+// the code behind it its uniform registers.
+// Expects `bytes` at the barrier, of which a box brings some.
+__device__ __forceinline__ void load_box_if(bool mine, u32 to, const TensorMap* map, u32 bar, int x,
+                                            int y, u32 bytes) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %0, 0;\n"
+               "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%3], %6;\n"
+               "@p cp.async.bulk.tensor.2d.shared::cluster.global.tile"
+               ".mbarrier::complete_tx::bytes [%1], [%2, {%4, %5}], [%3];}"
+               ::"r"((int)mine), "r"(to), "l"(map), "r"(bar), "r"(x), "r"(y), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void load_more_if(bool mine, u32 to, const TensorMap* map, u32 bar,
+                                             int x, int y) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %0, 0;\n"
+               "@p cp.async.bulk.tensor.2d.shared::cluster.global.tile"
+               ".mbarrier::complete_tx::bytes [%1], [%2, {%4, %5}], [%3];}"
+               ::"r"((int)mine), "r"(to), "l"(map), "r"(bar), "r"(x), "r"(y) : "memory");
+}
+// ---- copies out of shared memory, in groups of the issuing thread
+__device__ __forceinline__ void store_box_if(bool mine, const TensorMap* map, u32 from, int x,
+                                             int y) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %0, 0;\n"
+               "@p cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group"
+               " [%1, {%3, %4}], [%2];}"
+               ::"r"((int)mine), "l"(map), "r"(from), "r"(x), "r"(y) : "memory");
+}
+__device__ __forceinline__ void stores_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Shared memory may be written again.
+__device__ __forceinline__ void stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void stores_done() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+__device__ __forceinline__ u32 load_shared(u32 from) {
+  u32 x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_shared(u32 to, u32 x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+__device__ __forceinline__ uint4 load_shared16(u32 from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
+  return x;
 }
 __device__ __forceinline__ void prefetch_to_l2(const void* line) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(line) : "memory");

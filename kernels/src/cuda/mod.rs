@@ -4,7 +4,7 @@
 //! Gpu::open(ordinal)            driver.rs    context, streams, events, graphs, memory
 //! Compiler::load(sources)       compile.rs   .cu text -> cubin (NVRTC, cached on disk) -> module
 //! Gemm::new(config)             gemm.rs      one grouped product, configured by its shape
-//! MoeLayer::new(desc)           layer.rs     forward, backward: a fixed list of launches
+//! MoeLayer::new(desc)           layer.rs     forward, backward: a fixed list of launches (call.rs)
 //! inspect()                     doctor.rs    what this machine has and lacks
 //! ```
 //! No CUDA is needed to build this: the driver and NVRTC are loaded when first used. Nothing here
@@ -13,6 +13,7 @@
 //! Letters as in the crate: `T` tokens, `D` dim, `F` expert hidden, `E` experts, `K` top-k,
 //! `R = T K` routed rows, `W` = 2 F gated, else F.
 
+mod call;
 mod compile;
 mod doctor;
 mod driver;

@@ -1,8 +1,10 @@
 // The router behind its product: choice, softmax or sigmoid, statistics, row order, backward.
 //
-// Host macros: EXPERTS, TOP_K, SIGMOID, NORM_TOP_K. T tokens, E experts, K choices, R = T K rows.
+// Host macros: EXPERTS, TOP_K, SIGMOID, NORM_TOP_K, GROUPS (0: any expert may be chosen),
+// GROUPS_KEPT. T tokens, E experts, K choices, R = T K rows.
 // Nothing here uses atomics: every position and every sum has one order.
 constexpr int PER_LANE = (EXPERTS + 31) / 32;  // experts of a lane: lane, lane + 32, ...
+constexpr int WARPS = 8;
 
 // Unsigned order of u32 keys = order of floats; 0 is below every float.
 __device__ __forceinline__ u32 ordered(float x) {
@@ -10,16 +12,62 @@ __device__ __forceinline__ u32 ordered(float x) {
   return max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
 }
 
-// One warp a token, blocks stride over tokens. ids ascending, ties to the lowest expert, as on the
-// CPU; any bit pattern of logits gives K different experts.
+// Of keys and what they belong to in registers, the largest first; equal ones keep their order.
+__device__ __forceinline__ void sort_own(u32 (&key)[PER_LANE], u32 (&at)[PER_LANE]) {
+#pragma unroll
+  for (int end = PER_LANE - 1; end > 0; end--) {
+#pragma unroll
+    for (int i = 0; i < end; i++) {
+      const bool swap = key[i] < key[i + 1];
+      const u32 k = key[i], a = at[i];
+      key[i] = swap ? key[i + 1] : k;
+      at[i] = swap ? at[i + 1] : a;
+      key[i + 1] = swap ? k : key[i + 1];
+      at[i + 1] = swap ? a : at[i + 1];
+    }
+  }
+}
+
+#if GROUPS
+// Whether group g is among the GROUPS_KEPT whose two best choices have the largest sum, as bit g;
+// ties keep the lower group. `choice` [E] is this warp's.
+__device__ __forceinline__ u32 kept_groups(const float* choice, int lane) {
+  constexpr int SIZE = EXPERTS / GROUPS;
+  float first = __int_as_float(0xff800000), second = first;
+  for (int i = 0; lane < GROUPS && i < SIZE; i++) {
+    const float x = choice[lane * SIZE + i];
+    second = fmaxf(second, fminf(first, x));
+    first = fmaxf(first, x);
+  }
+  u32 key = lane < GROUPS ? ordered(SIZE == 1 ? first : first + second) : 0, kept = 0;
+  for (int i = 0; i < GROUPS_KEPT; i++) {
+    const u32 most = __reduce_max_sync(~0u, key);
+    const u32 best = __reduce_min_sync(~0u, key == most ? lane : ~0u);
+    if (lane == best) key = 0;
+    kept |= 1u << best;
+  }
+  return kept;
+}
+#endif
+
+// A warp takes `tokens_a_warp` neighbouring tokens, a block eight warps' of them. ids ascending,
+// ties to the lowest expert, as on the CPU; any bit pattern of logits gives K different experts.
+// bias f32 [E], or null: added to the scores for the choice alone.
 // partials [blocks][E + 1]: sums of p over the block's tokens, then of lse^2.
+// histogram [E][blocks]: slots of the block by expert; pos [T, K]: rank of a slot among the
+// block's of its expert.
 extern "C" __global__ void __launch_bounds__(256)
-route_choose(const float* logits, int tokens, float scale, int* ids, float* weights, float* lse,
-             float* partials) {
-  __shared__ float sums[8][EXPERTS + 1];
+route_choose(const float* logits, const float* bias, int tokens, int tokens_a_warp, float scale,
+             int* ids, float* weights, float* lse, float* partials, int* histogram, int* pos) {
+  __shared__ float sums[WARPS][EXPERTS + 1];
+  __shared__ int counts[WARPS][EXPERTS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int first = (blockIdx.x * WARPS + warp) * tokens_a_warp;
+  const int end = min(first + tokens_a_warp, tokens);
   float p_sum[PER_LANE] = {}, square_sum = 0.f;
-  for (int t = blockIdx.x * 8 + warp; t < tokens; t += gridDim.x * 8) {
+  for (int e = lane; e < EXPERTS; e += 32) counts[warp][e] = 0;
+  __syncwarp();
+  for (int t = first; t < end; t++) {
     float x[PER_LANE], top = __int_as_float(0xff800000);
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
@@ -46,32 +94,54 @@ route_choose(const float* logits, int tokens, float scale, int* ids, float* weig
     }
     square_sum += log_sum * log_sum;
     if (lane == 0) lse[t] = log_sum;
-    u32 key[PER_LANE];
+    u32 key[PER_LANE], at[PER_LANE];
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) key[i] = lane + 32 * i < EXPERTS ? ordered(x[i]) : 0;
-    u32 mine = ~0u;
-    float weight = 0.f;
+    for (int i = 0; i < PER_LANE; i++) {
+      const int e = lane + 32 * i;
+      // Scores rise with logits: without a bias those choose, and no rounding makes ties.
+      float choice = GROUPS ? p[i] : x[i];
+      if (bias && e < EXPERTS) choice = p[i] + bias[e];
+      key[i] = e < EXPERTS ? ordered(choice) : 0;
+      at[i] = e;
+      if (GROUPS && e < EXPERTS) sums[warp][e] = choice;
+    }
+#if GROUPS
+    __syncwarp();
+    const u32 kept = kept_groups(sums[warp], lane);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++)
+      if (lane + 32 * i < EXPERTS && !(kept >> ((lane + 32 * i) / (EXPERTS / GROUPS)) & 1))
+        key[i] = 0;
+    __syncwarp();
+#endif
+    sort_own(key, at);
+    u32 mine = 0;
     for (int k = 0; k < TOP_K; k++) {
-      u32 best = 0, at = ~0u;
-      float score = 0.f;
+      const u32 most = __reduce_max_sync(~0u, key[0]);
+      const u32 id = __reduce_min_sync(~0u, key[0] == most ? at[0] : ~0u);
+      if (lane == k) mine = id;
+      if (key[0] == most && at[0] == id) {
 #pragma unroll
-      for (int i = 0; i < PER_LANE; i++)
-        if (key[i] > best) { best = key[i]; at = lane + 32 * i; score = p[i]; }
-      const u32 most = __reduce_max_sync(~0u, best);
-      const u32 id = __reduce_min_sync(~0u, best == most && best > 0 ? at : ~0u);
-      score = __shfl_sync(~0u, score, id & 31);
-      if (lane == k) { mine = id; weight = score; }
-#pragma unroll
-      for (int i = 0; i < PER_LANE; i++) if (id == lane + 32 * i) key[i] = 0;
+        for (int i = 0; i + 1 < PER_LANE; i++) { key[i] = key[i + 1]; at[i] = at[i + 1]; }
+        key[PER_LANE - 1] = 0;
+      }
     }
     int rank = 0;
 #pragma unroll
     for (int k = 0; k < TOP_K; k++) rank += __shfl_sync(~0u, mine, k) < mine;
-    const float chosen = warp_sum(lane < TOP_K ? weight : 0.f) + (SIGMOID ? 1e-20f : 0.f);
+    float weight = 0.f;
     if (lane < TOP_K) {
-      ids[(u64)t * TOP_K + rank] = mine;
-      weights[(u64)t * TOP_K + rank] = scale * (NORM_TOP_K ? weight / chosen : weight);
+      const float own = logits[(u64)t * EXPERTS + mine];
+      weight = SIGMOID ? 1.f / (1.f + expf(-own)) : expf(own - top) * inverse;
     }
+    const float chosen = warp_sum(weight) + (SIGMOID ? 1e-20f : 0.f);
+    if (lane < TOP_K) {
+      const u64 slot = (u64)t * TOP_K + rank;
+      ids[slot] = mine;
+      weights[slot] = scale * (NORM_TOP_K ? weight / chosen : weight);
+      pos[slot] = counts[warp][mine]++;  // the lanes' experts differ
+    }
+    __syncwarp();
   }
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++)
@@ -81,115 +151,95 @@ route_choose(const float* logits, int tokens, float scale, int* ids, float* weig
   for (int e = threadIdx.x; e <= EXPERTS; e += blockDim.x) {
     float sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < 8; w++) sum += sums[w][e];
+    for (int w = 0; w < WARPS; w++) sum += sums[w][e];
     partials[(u64)blockIdx.x * (EXPERTS + 1) + e] = sum;
-  }
-}
-
-// One block. prob_sums f64 [E]; losses f64 [2]: E * sum_e load[e] * mean_prob[e], mean of lse^2.
-extern "C" __global__ void __launch_bounds__(512)
-route_statistics(const float* partials, int blocks, const int* counts, int tokens,
-                 double* prob_sums, double* losses) {
-  __shared__ double balance[EXPERTS + 1];
-  const int lane = threadIdx.x & 31;
-  for (int e = threadIdx.x >> 5; e <= EXPERTS; e += blockDim.x >> 5) {
-    double sum = 0.0;
-    for (int b = lane; b < blocks; b += 32) sum += partials[(u64)b * (EXPERTS + 1) + e];
-    for (int step = 16; step > 0; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
-    if (lane > 0) continue;
-    if (e < EXPERTS) prob_sums[e] = sum;
-    balance[e] = e < EXPERTS ? (double)counts[e] / tokens * (sum / tokens) : sum / tokens;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    double sum = 0.0;
-    for (int e = 0; e < EXPERTS; e++) sum += balance[e];
-    losses[0] = EXPERTS * sum;
-    losses[1] = balance[EXPERTS];
-  }
-}
-
-// ---- row order: stable by expert, then slot. histogram -> scan -> place
-constexpr int WARPS = 8, SLOTS_A_WARP = 128, SLOTS_A_BLOCK = WARPS * SLOTS_A_WARP;
-constexpr int TURNS = SLOTS_A_WARP / 32;
-
-// Counts this warp's slots by expert into `counts` and, if asked, each slot's rank among them.
-__device__ __forceinline__ void count_slots(const int* ids, int slots, int first, int* counts,
-                                            int (&id)[TURNS], int (&rank)[TURNS]) {
-  const int lane = threadIdx.x & 31;
+    if (e == EXPERTS) break;
+    int before = 0;
 #pragma unroll
-  for (int i = 0; i < TURNS; i++) {
-    const int slot = first + i * 32 + lane;
-    id[i] = slot < slots ? ids[slot] : EXPERTS;
+    for (int w = 0; w < WARPS; w++) {
+      const int own = counts[w][e];
+      counts[w][e] = before;
+      before += own;
+    }
+    histogram[(u64)e * gridDim.x + blockIdx.x] = before;
   }
-#pragma unroll
-  for (int i = 0; i < TURNS; i++) {
-    const u32 same = __match_any_sync(~0u, id[i]);
-    const int before = id[i] < EXPERTS ? counts[id[i]] : 0;
-    rank[i] = before + __popc(same & ((1u << lane) - 1));
-    __syncwarp();
-    if (id[i] < EXPERTS && (same >> lane) == 1) counts[id[i]] = before + __popc(same);
-    __syncwarp();
-  }
+  __syncthreads();
+  for (int slot = first * TOP_K + lane; slot < end * TOP_K; slot += 32)
+    pos[slot] += counts[warp][ids[slot]];
 }
 
-// histogram [E][blocks]
-extern "C" __global__ void __launch_bounds__(256)
-route_histogram(const int* ids, int slots, int* histogram) {
-  __shared__ int counts[WARPS][EXPERTS];
-  const int warp = threadIdx.x >> 5;
-  for (int i = threadIdx.x; i < WARPS * EXPERTS; i += blockDim.x) (&counts[0][0])[i] = 0;
+__device__ __forceinline__ double warp_sum_f64(double x) {
+  for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+// ---- row order: stable by expert, then slot. choose -> scan -> place
+// One block an expert, a thread a block of route_choose: exclusive scan of the expert's counts in
+// place, its total, and prob_sums f64 [E]. The block behind them: losses[1], the mean of lse^2.
+constexpr int SCAN_WARPS = 17;
+extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS)
+route_scan(int* histogram, const float* partials, int blocks, int tokens, int* counts,
+           double* prob_sums, double* losses) {
+  __shared__ int warp_counts[SCAN_WARPS];
+  __shared__ double warp_shares[SCAN_WARPS];
+  const int e = blockIdx.x, at = threadIdx.x, lane = at & 31, warp = at >> 5;
+  int* h = histogram + (u64)e * blocks + at;
+  const int own = e < EXPERTS && at < blocks ? *h : 0;
+  const double part = at < blocks ? partials[(u64)at * (EXPERTS + 1) + e] : 0.f;
+  int sum = own;
+  for (int step = 1; step < 32; step <<= 1) {
+    const int left = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += left;
+  }
+  if (lane == 31) warp_counts[warp] = sum;
+  const double share = warp_sum_f64(part);
+  if (lane == 0) warp_shares[warp] = share;
   __syncthreads();
-  int id[TURNS], rank[TURNS];
-  count_slots(ids, slots, blockIdx.x * SLOTS_A_BLOCK + warp * SLOTS_A_WARP, counts[warp], id, rank);
-  __syncthreads();
+  for (int w = 0; w < warp; w++) sum += warp_counts[w];
+  if (e < EXPERTS && at < blocks) *h = sum - own;
+  if (at == 32 * SCAN_WARPS - 1 && e < EXPERTS) counts[e] = sum;
+  if (at > 0) return;
+  double total = 0.0;
+  for (int w = 0; w < SCAN_WARPS; w++) total += warp_shares[w];
+  if (e < EXPERTS) prob_sums[e] = total;
+  else losses[1] = total / tokens;
+}
+
+// offsets [E + 1], order [E]: experts, heaviest first, ties to the lower one; losses[0]:
+// E * sum_e load[e] * mean_prob[e].
+__device__ __forceinline__ void write_tables(const int (&starts)[EXPERTS + 1],
+                                             const double* prob_sums, int tokens, int* offsets,
+                                             int* order, double* losses) {
   for (int e = threadIdx.x; e < EXPERTS; e += blockDim.x) {
-    int sum = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += counts[w][e];
-    histogram[(u64)e * gridDim.x + blockIdx.x] = sum;
+    const int own = starts[e + 1] - starts[e];
+    int rank = 0;
+    for (int o = 0; o < EXPERTS; o++) {
+      const int count = starts[o + 1] - starts[o];
+      rank += count > own || (count == own && o < e);
+    }
+    order[rank] = e;
+    offsets[e] = starts[e];
   }
+  if (threadIdx.x == 0) offsets[EXPERTS] = starts[EXPERTS];
+  if (threadIdx.x >= 32) return;
+  double balance = 0.0;
+  for (int e = threadIdx.x; e < EXPERTS; e += 32)
+    balance += (double)(starts[e + 1] - starts[e]) / tokens * (prob_sums[e] / tokens);
+  balance = warp_sum_f64(balance);
+  if (threadIdx.x == 0) losses[0] = EXPERTS * balance;
 }
 
-// One block an expert: exclusive scan over the blocks' counts in place, and the expert's total.
+// rows [R]: token of each row; pos [T, K]: in, the slot's rank in its block, out, its row;
+// row_weights [R]. Blocks as in route_choose; the one behind them writes the tables.
 extern "C" __global__ void __launch_bounds__(256)
-route_scan(int* histogram, int blocks, int* counts) {
-  __shared__ int warp_sums[8];
-  int* h = histogram + (u64)blockIdx.x * blocks;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int carried = 0;
-  for (int first = 0; first < blocks; first += 256) {
-    const int at = first + threadIdx.x, own = at < blocks ? h[at] : 0;
-    int sum = own;
-    for (int step = 1; step < 32; step <<= 1) {
-      const int left = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += left;
-    }
-    if (lane == 31) warp_sums[warp] = sum;
-    __syncthreads();
-    int before = carried, all = 0;
-    for (int w = 0; w < 8; w++) {
-      if (w < warp) before += warp_sums[w];
-      all += warp_sums[w];
-    }
-    if (at < blocks) h[at] = before + sum - own;
-    carried += all;
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) counts[blockIdx.x] = carried;
-}
-
-// offsets [E + 1], order [E] (heaviest first, ties to the lower), rows [R]: token of each row,
-// pos [T, K]: row of each slot, row_weights [R]. The block behind
-// the last one writes the two tables.
-extern "C" __global__ void __launch_bounds__(256)
-route_place(const int* ids, const float* weights, int slots, const int* histogram,
-            const int* counts, int* offsets, int* order, int* rows, int* pos,
-            float* row_weights) {
-  __shared__ int starts[EXPERTS + 1], at[WARPS][EXPERTS];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, blocks = gridDim.x - 1;
-  for (int i = threadIdx.x; i < WARPS * EXPERTS; i += blockDim.x) (&at[0][0])[i] = 0;
-  if (warp == 0) {
+route_place(const int* ids, const float* weights, int slots, int slots_a_block,
+            const int* histogram, const int* counts, const double* prob_sums, int tokens,
+            int* offsets, int* order, int* rows, int* pos, float* row_weights, double* losses) {
+  __shared__ int starts[EXPERTS + 1], base[EXPERTS];
+  const int lane = threadIdx.x & 31, blocks = gridDim.x - 1;
+  for (int e = threadIdx.x; blockIdx.x < blocks && e < EXPERTS; e += blockDim.x)
+    base[e] = histogram[(u64)e * blocks + blockIdx.x];
+  if (threadIdx.x < 32) {
     int carried = 0;
     for (int first = 0; first < EXPERTS; first += 32) {
       const int e = first + lane, own = e < EXPERTS ? counts[e] : 0;
@@ -205,41 +255,16 @@ route_place(const int* ids, const float* weights, int slots, const int* histogra
   }
   __syncthreads();
   if (blockIdx.x == blocks) {
-    for (int e = threadIdx.x; e < EXPERTS; e += blockDim.x) {
-      const int own = starts[e + 1] - starts[e];
-      int rank = 0;
-      for (int o = 0; o < EXPERTS; o++) {
-        const int count = starts[o + 1] - starts[o];
-        rank += count > own || (count == own && o < e);
-      }
-      order[rank] = e;
-      offsets[e] = starts[e];
-    }
-    if (threadIdx.x == 0) offsets[EXPERTS] = starts[EXPERTS];
+    write_tables(starts, prob_sums, tokens, offsets, order, losses);
     return;
   }
-  const int first = blockIdx.x * SLOTS_A_BLOCK + warp * SLOTS_A_WARP;
-  int id[TURNS], rank[TURNS];
-  count_slots(ids, slots, first, at[warp], id, rank);
-  __syncthreads();
-  for (int e = threadIdx.x; e < EXPERTS; e += blockDim.x) {
-    int next = starts[e] + histogram[(u64)e * blocks + blockIdx.x];
-    for (int w = 0; w < WARPS; w++) {
-      const int count = at[w][e];
-      at[w][e] = next;
-      next += count;
-    }
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < TURNS; i++) {
-    const int slot = first + i * 32 + lane;
-    if (slot < slots) {
-      const int row = at[warp][id[i]] + rank[i];
-      rows[row] = slot / TOP_K;
-      pos[slot] = row;
-      row_weights[row] = weights[slot];
-    }
+  const int first = blockIdx.x * slots_a_block, end = min(first + slots_a_block, slots);
+#pragma unroll 4
+  for (int slot = first + threadIdx.x; slot < end; slot += 256) {
+    const int id = ids[slot], row = starts[id] + base[id] + pos[slot];
+    rows[row] = slot / TOP_K;
+    pos[slot] = row;
+    row_weights[row] = weights[slot];
   }
 }
 

@@ -3,11 +3,15 @@
 use super::compile::{Module, Source};
 use super::driver::{Function, Launch, Stream, parameters};
 use super::error::CudaError;
+use crate::route::RouteGroups;
 
-/// Blocks of the choosing kernel at most: two a multiprocessor of an H200. Fixed, because the
+/// Blocks of the choosing kernel at most: four a multiprocessor of an H200. Fixed, because the
 /// statistics are summed by block.
-const CHOOSE_BLOCKS_MAX: usize = 264;
-const SLOTS_A_BLOCK: usize = 1024;
+const CHOOSE_BLOCKS_MAX: usize = 528;
+/// Warps of a block of the choosing kernel (WARPS), threads of the scan (32 * SCAN_WARPS): one for
+/// each of those blocks.
+const CHOOSE_WARPS: usize = 8;
+const SCAN_THREADS: u32 = 544;
 
 /// What is compiled in.
 #[derive(Clone, Copy, Debug)]
@@ -18,6 +22,7 @@ pub(crate) struct RouteShape {
     pub sigmoid: bool,
     pub norm_topk: bool,
     pub scale: f32,
+    pub groups: Option<RouteGroups>,
 }
 
 impl RouteShape {
@@ -27,6 +32,8 @@ impl RouteShape {
             ("TOP_K", self.top_k),
             ("SIGMOID", usize::from(self.sigmoid)),
             ("NORM_TOP_K", usize::from(self.norm_topk)),
+            ("GROUPS", self.groups.map_or(0, |groups| groups.count)),
+            ("GROUPS_KEPT", self.groups.map_or(0, |groups| groups.kept)),
         ];
         let label = format!("route {} of {}", self.top_k, self.experts);
         Source::new(label, arch, &macros, &[include_str!("moe_route.cu")])
@@ -37,16 +44,17 @@ impl RouteShape {
         Source::new(label, arch, &[("TOP_K", self.top_k)], &[include_str!("moe_rows.cu")])
     }
 
+    /// Neighbouring tokens that one warp chooses for.
+    fn tokens_a_warp(&self) -> usize {
+        self.tokens.div_ceil(CHOOSE_WARPS * CHOOSE_BLOCKS_MAX)
+    }
+
     pub(crate) fn choose_blocks(&self) -> usize {
-        self.tokens.div_ceil(8).min(CHOOSE_BLOCKS_MAX)
+        self.tokens.div_ceil(CHOOSE_WARPS * self.tokens_a_warp())
     }
 
     pub(crate) fn slots(&self) -> usize {
         self.tokens * self.top_k
-    }
-
-    pub(crate) fn place_blocks(&self) -> usize {
-        self.slots().div_ceil(SLOTS_A_BLOCK)
     }
 
     /// Columns of the bf16 gradient of the logits: whole 16-byte chunks.
@@ -59,6 +67,8 @@ impl RouteShape {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RouteBuffers {
     pub logits: u64,
+    /// 0: none
+    pub bias: u64,
     pub lse: u64,
     pub ids: u64,
     pub weights: u64,
@@ -78,8 +88,6 @@ pub(crate) struct RouteBuffers {
 pub(crate) struct Router {
     shape: RouteShape,
     choose: Function,
-    statistics: Function,
-    histogram: Function,
     scan: Function,
     place: Function,
     backward: Function,
@@ -112,8 +120,6 @@ impl Router {
         Ok(Router {
             shape,
             choose: route.function("route_choose")?,
-            statistics: route.function("route_statistics")?,
-            histogram: route.function("route_histogram")?,
             scan: route.function("route_scan")?,
             place: route.function("route_place")?,
             backward: route.function("route_backward")?,
@@ -122,34 +128,41 @@ impl Router {
         })
     }
 
-    /// ids, weights and statistics from logits.
+    /// ids, weights, partial statistics and each block's share of the row order from logits.
     pub(crate) fn choose(&self, stream: &Stream, at: &RouteBuffers) -> Result<(), CudaError> {
-        let launch = Launch::new(self.shape.choose_blocks(), 256);
+        let launch = Launch::new(self.shape.choose_blocks(), 32 * CHOOSE_WARPS as u32);
         let (tokens, scale) = (self.shape.tokens as i32, self.shape.scale);
-        let RouteBuffers { logits, ids, weights, lse, partials, .. } = *at;
+        let a_warp = self.shape.tokens_a_warp() as i32;
+        let RouteBuffers { logits, bias, ids, weights, lse, partials, histogram, pos, .. } = *at;
         // SAFETY: the parameters are those of `route_choose`, the buffers as long as planned.
         unsafe {
             self.choose.launch(
                 stream,
                 launch,
-                parameters![logits, tokens, scale, ids, weights, lse, partials],
+                parameters![
+                    logits, bias, tokens, a_warp, scale, ids, weights, lse, partials, histogram,
+                    pos
+                ],
             )
         }
     }
 
-    /// Row order from ids: three launches, and the statistics' one.
+    /// Row order and statistics from what `choose` left.
     pub(crate) fn place(&self, stream: &Stream, at: &RouteBuffers) -> Result<(), CudaError> {
-        let blocks = self.shape.place_blocks();
-        let (slots, tokens) = (self.shape.slots() as i32, self.shape.tokens as i32);
-        let (block_count, choose_blocks) = (blocks as i32, self.shape.choose_blocks() as i32);
+        let RouteShape { tokens, experts, top_k, .. } = self.shape;
+        let blocks = self.shape.choose_blocks();
+        let a_block = (CHOOSE_WARPS * self.shape.tokens_a_warp() * top_k) as i32;
+        let (slots, tokens) = (self.shape.slots() as i32, tokens as i32);
+        let block_count = blocks as i32;
         let RouteBuffers { ids, weights, histogram, counts, offsets, order, .. } = *at;
         let RouteBuffers { rows, pos, row_weights, partials, prob_sums, losses, .. } = *at;
         // SAFETY: the parameters are those of each kernel, the buffers as long as planned.
         unsafe {
-            let parameters = parameters![ids, slots, histogram];
-            self.histogram.launch(stream, Launch::new(blocks, 256), parameters)?;
-            let parameters = parameters![histogram, block_count, counts];
-            self.scan.launch(stream, Launch::new(self.shape.experts, 256), parameters)?;
+            self.scan.launch(
+                stream,
+                Launch::new(experts + 1, SCAN_THREADS),
+                parameters![histogram, partials, block_count, tokens, counts, prob_sums, losses],
+            )?;
             self.place.launch(
                 stream,
                 Launch::new(blocks + 1, 256),
@@ -157,19 +170,18 @@ impl Router {
                     ids,
                     weights,
                     slots,
+                    a_block,
                     histogram,
                     counts,
+                    prob_sums,
+                    tokens,
                     offsets,
                     order,
                     rows,
                     pos,
-                    row_weights
+                    row_weights,
+                    losses
                 ],
-            )?;
-            self.statistics.launch(
-                stream,
-                Launch::new(1, 512),
-                parameters![partials, choose_blocks, counts, tokens, prob_sums, losses],
             )
         }
     }

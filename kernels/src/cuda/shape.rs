@@ -2,6 +2,7 @@
 
 use super::gemm::Output;
 use super::route::RouteShape;
+use crate::route::RouteGroups;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MoeActivation {
@@ -26,6 +27,8 @@ pub struct MoeDesc {
     pub sigmoid: bool,
     pub norm_topk: bool,
     pub scale: f32,
+    /// Only experts of the best groups may be chosen
+    pub groups: Option<RouteGroups>,
     pub aux_coef: f64,
     pub z_coef: f64,
     /// Expert weight gradients in bf16, or added to fp32
@@ -41,6 +44,8 @@ pub enum Refusal {
     Unaligned { name: &'static str, found: usize, multiple: usize },
     #[error("{what} has {found} elements; kernels count to {max}")]
     TooLarge { what: &'static str, found: usize, max: usize },
+    #[error("{kept} of {count} groups of {experts} experts: {reason}")]
+    Groups { count: usize, kept: usize, experts: usize, reason: &'static str },
     #[error("weight gradients are stored as bf16 or added to fp32, not {found:?}")]
     Output { found: Output },
 }
@@ -48,6 +53,8 @@ pub enum Refusal {
 impl MoeDesc {
     pub const EXPERTS_MAX: usize = 512;
     pub const TOP_K_MAX: usize = 16;
+    /// A lane of a warp for each.
+    pub const GROUPS_MAX: usize = 32;
     /// Rows are whole 128-byte lines, which the copy engine's swizzle works on.
     pub const ALIGNMENT: usize = 64;
 
@@ -93,9 +100,23 @@ impl MoeDesc {
         counted("routed rows", product(self.tokens, self.top_k), 1 << 30)?;
         let w1 = product(self.experts, self.width().max(self.dim));
         counted("rows of the stacked weights", w1, i32::MAX as u128)?;
+        self.check_groups()?;
         match self.weight_gradients {
             Output::Bf16 | Output::F32Accumulate => Ok(()),
             found => Err(Refusal::Output { found }),
+        }
+    }
+
+    fn check_groups(&self) -> Result<(), Refusal> {
+        let Some(RouteGroups { count, kept }) = self.groups else { return Ok(()) };
+        let experts = self.experts;
+        let refused = |reason| Err(Refusal::Groups { count, kept, experts, reason });
+        match () {
+            () if count == 0 || count > Self::GROUPS_MAX => refused("there may be 1 to 32 groups"),
+            () if !experts.is_multiple_of(count) => refused("groups have equally many experts"),
+            () if kept == 0 || kept > count => refused("at least one and at most all are kept"),
+            () if experts / count * kept < self.top_k => refused("they hold fewer than top_k"),
+            () => Ok(()),
         }
     }
 
@@ -107,6 +128,7 @@ impl MoeDesc {
             sigmoid: self.sigmoid,
             norm_topk: self.norm_topk,
             scale: self.scale,
+            groups: self.groups,
         }
     }
 

@@ -1,6 +1,8 @@
 //! A float64 layer on the host, against which the device is held.
 #![allow(dead_code, reason = "each test crate uses a part")]
 
+pub mod bed;
+
 use half::bf16;
 use moejob_kernels::cuda::{MoeActivation, MoeDesc};
 
@@ -37,6 +39,8 @@ pub struct Inputs {
     pub w_up: Vec<bf16>,
     pub w_down: Vec<bf16>,
     pub dout: Vec<bf16>,
+    /// Added to the scores for the choice
+    pub bias: Option<Vec<f32>>,
 }
 
 impl Inputs {
@@ -56,6 +60,7 @@ impl Inputs {
             w_up: normal(3, experts * desc.width() * dim, per_dim),
             w_down: normal(4, experts * dim * hidden, 1.0 / (hidden as f64).sqrt()),
             dout: normal(5, tokens * dim, 1.0),
+            bias: None,
         }
     }
 }
@@ -186,6 +191,32 @@ impl Scores {
     fn shares(&self) -> impl Iterator<Item = f64> {
         self.p.iter().map(|p| p / self.total)
     }
+}
+
+/// What a token's experts are chosen by: logits, or scores where a bias or groups need them. No
+/// number where an expert's group is not kept.
+pub fn choices(desc: &MoeDesc, inputs: &Inputs, logits: &[f64]) -> Vec<f64> {
+    if desc.groups.is_none() && inputs.bias.is_none() {
+        return logits.to_vec();
+    }
+    let mut choice = Scores::new(desc, logits).p;
+    if let Some(bias) = &inputs.bias {
+        choice.iter_mut().zip(bias).for_each(|(choice, bias)| *choice += f64::from(*bias));
+    }
+    let Some(groups) = desc.groups else { return choice };
+    let size = desc.experts / groups.count;
+    let score = |group: &[f64]| {
+        let mut group = group.to_vec();
+        group.sort_by(|a, b| b.total_cmp(a));
+        group.iter().take(2).sum::<f64>()
+    };
+    let scores: Vec<f64> = choice.chunks(size).map(score).collect();
+    let mut best: Vec<usize> = (0..groups.count).collect();
+    best.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]));
+    for group in &best[groups.kept..] {
+        choice[group * size..][..size].fill(f64::NAN);
+    }
+    choice
 }
 
 /// Forward and backward of one token.

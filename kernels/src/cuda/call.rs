@@ -1,0 +1,292 @@
+//! One pass over a layer: the addresses of its operands and a method for each launch.
+
+use super::driver::{Arena, Stream};
+use super::error::CudaError;
+use super::gemm::{GemmArgs, Output};
+use super::layer::{MoeLayer, MoeTensors};
+use super::route::{CombineCall, RouteBuffers};
+use super::shape::MoeDesc;
+use super::tensor_map::Matrix;
+use crate::buffer::{Buffer, DType};
+
+pub(super) struct Call<'a> {
+    layer: &'a MoeLayer,
+    stream: &'a Stream,
+    arena: &'a Arena,
+    tensors: &'a MoeTensors,
+    pub(super) route: RouteBuffers,
+}
+
+impl<'a> Call<'a> {
+    pub(super) fn new(
+        layer: &'a MoeLayer,
+        stream: &'a Stream,
+        arena: &'a Arena,
+        tensors: &'a MoeTensors,
+    ) -> Call<'a> {
+        let bytes = tensors.workspace.bytes();
+        assert!(bytes >= layer.plan.bytes, "a workspace of {bytes}, needed {}", layer.plan.bytes);
+        let bias = tensors.weights.bias;
+        let fits = |bias: Buffer| (bias.dtype(), bias.len()) == (DType::F32, layer.desc.experts);
+        assert!(bias.is_none_or(fits), "{bias:?}");
+        let saved = &tensors.saved;
+        let workspace = arena.address(tensors.workspace);
+        let route = RouteBuffers {
+            logits: arena.address(saved.logits),
+            bias: bias.map_or(0, |bias| arena.address(bias)),
+            lse: arena.address(saved.lse),
+            ids: arena.address(saved.ids),
+            weights: arena.address(saved.weights),
+            partials: workspace + layer.plan.partials.offset() as u64,
+            histogram: workspace + layer.plan.histogram.offset() as u64,
+            counts: arena.address(saved.counts),
+            offsets: arena.address(saved.offsets),
+            order: arena.address(saved.order),
+            rows: arena.address(saved.rows),
+            pos: arena.address(saved.pos),
+            row_weights: arena.address(saved.row_weights),
+            prob_sums: arena.address(saved.prob_sums),
+            losses: arena.address(saved.losses),
+        };
+        Call { layer, stream, arena, tensors, route }
+    }
+
+    pub(super) fn desc(&self) -> &MoeDesc {
+        &self.layer.desc
+    }
+
+    /// The address of a range of the workspace.
+    pub(super) fn at(&self, range: Buffer) -> u64 {
+        self.arena.address(self.tensors.workspace) + range.offset() as u64
+    }
+
+    pub(super) fn matrix(&self, address: u64, rows: usize, cols: usize) -> Matrix {
+        Matrix { address, rows, cols }
+    }
+
+    pub(super) fn buffer(&self, buffer: Buffer, rows: usize, cols: usize) -> Matrix {
+        assert_eq!((buffer.dtype(), buffer.len()), (DType::Bf16, rows * cols), "{buffer:?}");
+        self.matrix(self.arena.address(buffer), rows, cols)
+    }
+
+    pub(super) fn x(&self) -> Matrix {
+        self.buffer(self.tensors.x, self.desc().tokens, self.desc().dim)
+    }
+
+    pub(super) fn h(&self) -> Matrix {
+        self.buffer(self.tensors.saved.h, self.desc().rows(), self.desc().width())
+    }
+
+    pub(super) fn w_up(&self) -> Matrix {
+        let MoeDesc { experts, dim, .. } = *self.desc();
+        self.buffer(self.tensors.weights.up, experts * self.desc().width(), dim)
+    }
+
+    /// [E D, F]
+    pub(super) fn w_down(&self) -> Matrix {
+        let MoeDesc { experts, dim, hidden, .. } = *self.desc();
+        self.buffer(self.tensors.weights.down, experts * dim, hidden)
+    }
+
+    pub(super) fn w_router(&self) -> Matrix {
+        self.buffer(self.tensors.weights.router, self.desc().experts, self.desc().dim)
+    }
+
+    pub(super) fn dlogits(&self) -> Matrix {
+        let address = self.at(self.layer.plan.dlogits);
+        self.matrix(address, self.desc().tokens, self.desc().route().dlogits_pitch())
+    }
+
+    /// What every product over the experts' rows has in common.
+    pub(super) fn experts_args(&self) -> GemmArgs {
+        GemmArgs {
+            index: self.route.rows,
+            offsets: self.route.offsets,
+            order: self.route.order,
+            row_scale: self.route.row_weights,
+            groups: self.desc().experts as i32,
+            ..GemmArgs::default()
+        }
+    }
+
+    pub(super) fn all_tokens_args(&self) -> GemmArgs {
+        let offsets = self.layer.tables.address(self.layer.all_tokens);
+        GemmArgs { offsets, groups: 1, ..GemmArgs::default() }
+    }
+
+    pub(super) fn logits(&self) -> Result<(), CudaError> {
+        let MoeDesc { dim, experts, .. } = *self.desc();
+        let args = GemmArgs {
+            out_f32: self.route.logits,
+            depth: dim as i32,
+            cols: experts as i32,
+            weight_rows: experts as i32,
+            out_pitch: experts as i32,
+            ..self.all_tokens_args()
+        };
+        self.layer.logits.launch(self.stream, self.x(), self.w_router(), args)
+    }
+
+    pub(super) fn up(&self) -> Result<(), CudaError> {
+        let MoeDesc { dim, hidden, .. } = *self.desc();
+        let width = self.desc().width() as i32;
+        let args = GemmArgs {
+            gathered: self.x().address,
+            out: self.h().address,
+            out_activation: self.at(self.layer.plan.a),
+            depth: dim as i32,
+            cols: hidden as i32,
+            gathered_pitch: dim as i32,
+            weight_rows: width,
+            out_pitch: width,
+            ..self.experts_args()
+        };
+        self.layer.up.launch(self.stream, self.x(), self.w_up(), args)
+    }
+
+    /// Y, columns first .. first + cols of D, as a matrix of its own.
+    pub(super) fn down(&self, first: usize, cols: usize) -> Result<(), CudaError> {
+        let MoeDesc { dim, hidden, .. } = *self.desc();
+        let a = self.matrix(self.at(self.layer.plan.a), self.desc().rows(), hidden);
+        let args = GemmArgs {
+            out: self.at(self.layer.plan.y),
+            depth: hidden as i32,
+            cols: cols as i32,
+            weight_rows: dim as i32,
+            first_col: first as i32,
+            out_pitch: cols as i32,
+            ..self.experts_args()
+        };
+        self.layer.down.launch(self.stream, a, self.w_down(), args)
+    }
+
+    pub(super) fn combine(&self, out: Buffer, first: usize, cols: usize) -> Result<(), CudaError> {
+        let MoeDesc { tokens, dim, .. } = *self.desc();
+        let call = CombineCall {
+            y: self.at(self.layer.plan.y),
+            pos: self.route.pos,
+            weights: self.route.weights,
+            base: 0,
+            out: self.buffer(out, tokens, dim).address,
+            cols,
+            out_pitch: dim,
+            out_first: first,
+        };
+        self.layer.router.combine(self.stream, call)
+    }
+
+    pub(super) fn dh(&self, dout: Buffer) -> Result<(), CudaError> {
+        let MoeDesc { tokens, dim, hidden, .. } = *self.desc();
+        let dout = self.buffer(dout, tokens, dim);
+        let args = GemmArgs {
+            gathered: dout.address,
+            out: self.h().address,
+            out_activation: self.at(self.layer.plan.scaled_a),
+            out_f32: self.at(self.layer.plan.partial_ds),
+            depth: dim as i32,
+            cols: hidden as i32,
+            gathered_pitch: dim as i32,
+            out_pitch: self.desc().width() as i32,
+            ..self.experts_args()
+        };
+        self.layer.dh.launch(self.stream, self.h(), self.w_down(), args)
+    }
+
+    pub(super) fn dw_down(&self, dout: Buffer, into: Buffer) -> Result<(), CudaError> {
+        let MoeDesc { tokens, dim, hidden, .. } = *self.desc();
+        let dout = self.buffer(dout, tokens, dim);
+        let a = self.matrix(self.at(self.layer.plan.scaled_a), self.desc().rows(), hidden);
+        let args =
+            GemmArgs { gathered: dout.address, ..self.weight_gradient(hidden, hidden, into) };
+        self.layer.dw_down.launch(self.stream, dout, a, args)
+    }
+
+    pub(super) fn dw_up(&self, into: Buffer) -> Result<(), CudaError> {
+        let width = self.desc().width();
+        let args = GemmArgs {
+            gathered: self.x().address,
+            ..self.weight_gradient(width, self.desc().dim, into)
+        };
+        self.layer.dw_up.launch(self.stream, self.x(), self.h(), args)
+    }
+
+    /// `cols` of the operand that is not gathered; `pitch` of the stored gradient.
+    pub(super) fn weight_gradient(&self, cols: usize, pitch: usize, into: Buffer) -> GemmArgs {
+        let MoeDesc { experts, dim, .. } = *self.desc();
+        let dtype = match self.desc().weight_gradients {
+            Output::Bf16 => DType::Bf16,
+            Output::F32Accumulate | Output::F32 => DType::F32,
+        };
+        assert_eq!((into.dtype(), into.len()), (dtype, experts * dim * cols), "{into:?}");
+        GemmArgs {
+            out: self.arena.address(into),
+            out_f32: self.arena.address(into),
+            cols: cols as i32,
+            gathered_pitch: dim as i32,
+            out_pitch: pitch as i32,
+            ..self.experts_args()
+        }
+    }
+
+    /// dx = dlogits Wr, the router's part; the experts' is added to it.
+    pub(super) fn dx_router(&self, dx: Buffer) -> Result<(), CudaError> {
+        let MoeDesc { tokens, dim, experts, .. } = *self.desc();
+        let args = GemmArgs {
+            out: self.buffer(dx, tokens, dim).address,
+            depth: experts as i32,
+            cols: dim as i32,
+            out_pitch: dim as i32,
+            ..self.all_tokens_args()
+        };
+        self.layer.dx_router.launch(self.stream, self.dlogits(), self.w_router(), args)
+    }
+
+    pub(super) fn dx_rows(&self) -> Result<(), CudaError> {
+        let args = GemmArgs {
+            out: self.at(self.layer.plan.dx_rows),
+            depth: self.desc().width() as i32,
+            cols: self.desc().dim as i32,
+            out_pitch: self.desc().dim as i32,
+            ..self.experts_args()
+        };
+        self.layer.dx.launch(self.stream, self.h(), self.w_up(), args)
+    }
+
+    pub(super) fn sum_dx(&self, dx: Buffer) -> Result<(), CudaError> {
+        let MoeDesc { tokens, dim, .. } = *self.desc();
+        let dx = self.buffer(dx, tokens, dim).address;
+        let call = CombineCall {
+            y: self.at(self.layer.plan.dx_rows),
+            pos: self.route.pos,
+            weights: 0,
+            base: dx,
+            out: dx,
+            cols: dim,
+            out_pitch: dim,
+            out_first: 0,
+        };
+        self.layer.router.combine(self.stream, call)
+    }
+
+    pub(super) fn dw_router(&self, into: Buffer) -> Result<(), CudaError> {
+        let MoeDesc { dim, experts, .. } = *self.desc();
+        assert_eq!((into.dtype(), into.len()), (DType::F32, experts * dim), "{into:?}");
+        let partials = self.at(self.layer.plan.partial_dw);
+        let args = GemmArgs {
+            gathered: self.x().address,
+            offsets: self.layer.tables.address(self.layer.chunk_offsets),
+            order: self.layer.tables.address(self.layer.chunk_order),
+            out_f32: partials,
+            groups: self.layer.chunks as i32,
+            cols: experts as i32,
+            gathered_pitch: dim as i32,
+            out_pitch: dim as i32,
+            ..GemmArgs::default()
+        };
+        self.layer.dw_router.launch(self.stream, self.x(), self.dlogits(), args)?;
+        let accumulate = self.desc().weight_gradients == Output::F32Accumulate;
+        let into = self.arena.address(into);
+        let parts = (partials, self.layer.chunks);
+        self.layer.router.sum_parts(self.stream, parts, experts * dim, accumulate, into)
+    }
+}

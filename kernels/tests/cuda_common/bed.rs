@@ -1,0 +1,73 @@
+//! A layer with all its buffers on the device: what tests check and benchmarks time.
+#![allow(dead_code, reason = "tests and benchmarks each use a part")]
+
+use moejob_kernels::cuda::{
+    Arena, Compiler, CudaError, Gradients, MoeDesc, MoeLayer, MoeTensors, Observer, Output, Stream,
+    Weights,
+};
+use moejob_kernels::{ArenaPlan, Buffer, DType};
+
+pub struct Bed {
+    pub layer: MoeLayer,
+    pub stream: Stream,
+    pub arena: Arena,
+    pub tensors: MoeTensors,
+    pub dout: Buffer,
+    pub out: Buffer,
+    pub dx: Buffer,
+    pub gradients: Gradients,
+    /// What the layer keeps from forward to backward.
+    pub saved_bytes: usize,
+}
+
+impl Bed {
+    /// Every output, table and scrap starts as NaN and as an index out of any bounds.
+    pub fn new(compiler: &Compiler, layer: MoeLayer, biased: bool) -> Result<Bed, CudaError> {
+        let desc = *layer.desc();
+        let MoeDesc { tokens, dim, hidden, experts, .. } = desc;
+        let mut plan = ArenaPlan::new();
+        let bias = biased.then(|| plan.alloc(DType::F32, experts));
+        let mut bf16s = |len| plan.alloc(DType::Bf16, len);
+        let x = bf16s(tokens * dim);
+        let weights = Weights {
+            router: bf16s(experts * dim),
+            bias,
+            up: bf16s(experts * desc.width() * dim),
+            down: bf16s(experts * dim * hidden),
+        };
+        let (dout, out, dx) = (bf16s(tokens * dim), bf16s(tokens * dim), bf16s(tokens * dim));
+        let kind = if desc.weight_gradients == Output::Bf16 { DType::Bf16 } else { DType::F32 };
+        let gradients = Gradients {
+            router: plan.alloc(DType::F32, experts * dim),
+            up: plan.alloc(kind, experts * desc.width() * dim),
+            down: plan.alloc(kind, experts * dim * hidden),
+        };
+        let before = plan.bytes();
+        let saved = layer.plan_saved(&mut plan);
+        let saved_bytes = plan.bytes() - before;
+        let workspace = plan.alloc(DType::U8, layer.workspace_bytes());
+        let arena = Arena::new(compiler.gpu(), plan.bytes())?;
+        let stream = compiler.gpu().stream()?;
+        let mut all = ArenaPlan::new();
+        arena.fill_bytes(&stream, all.alloc(DType::U8, plan.bytes()), 0xff)?;
+        stream.synchronize()?;
+        let tensors = MoeTensors { x, weights, saved, workspace };
+        Ok(Bed { layer, stream, arena, tensors, dout, out, dx, gradients, saved_bytes })
+    }
+
+    pub fn forward(&self) -> Result<(), CudaError> {
+        self.layer.forward(&self.stream, &self.arena, &self.tensors, self.out)
+    }
+
+    pub fn backward(&self) -> Result<(), CudaError> {
+        let Bed { stream, arena, tensors, dout, dx, gradients, .. } = self;
+        self.layer.backward(stream, arena, tensors, *dout, *dx, gradients)
+    }
+
+    /// Both, telling `after` of each stage.
+    pub fn observed(&self, after: &mut Observer<'_>) -> Result<(), CudaError> {
+        let Bed { stream, arena, tensors, dout, out, dx, gradients, .. } = self;
+        self.layer.forward_observed(stream, arena, tensors, *out, after)?;
+        self.layer.backward_observed(stream, arena, tensors, (*dout, *dx), gradients, after)
+    }
+}
