@@ -7,6 +7,7 @@
 //! Observed --decide::plan--> Plan { actions, why, requeue }                  observed decide track
 //! Plan --check--> what must always hold                                      check
 //! Observed --status--> MoeJobStatus                                          status
+//! Cluster --allocate--> the nodes of each job                                 allocate resources
 //! Job x birth --pod--> Pod, NetworkPolicy, PodDisruptionBudget               pods overlay pod
 //! ```
 
@@ -24,6 +25,8 @@ pub mod placement;
 pub mod pod;
 pub mod overlay;
 pub mod pods;
+pub mod resources;
+pub mod allocate;
 mod rules;
 pub mod job;
 pub mod launch;

@@ -14,7 +14,8 @@ pub struct Observed {
     pub wanted: Wanted,
     /// The attempt's configuration without attempt, digest, rank, layout, members and resume.
     pub template: WorkerConfig,
-    /// In the order in which they are to be used.
+    /// In the order in which they are to be used. Between two attempts a worker on a node that is
+    /// not here gives it back.
     pub nodes: Vec<Node>,
     /// In order of birth.
     pub workers: Vec<Worker>,
@@ -192,6 +193,11 @@ impl Observed {
     /// Whether ranks may be put on this node.
     pub fn is_usable(&self, node: &str) -> bool {
         self.nodes.iter().any(|of| of.name == node && of.usable)
+    }
+
+    /// Whether the node is the job's at all.
+    pub fn is_listed(&self, node: &str) -> bool {
+        self.nodes.iter().any(|of| of.name == node)
     }
 
     /// Why the job is to stop, if it is.

@@ -44,7 +44,7 @@ const SHM_CUDA: &str = "16Gi";
 const SHM_CPU: &str = "64Mi";
 
 /// What all pods of a job have in common beside its spec.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Surroundings {
     /// The job's.
     pub namespace: String,
@@ -60,7 +60,7 @@ pub struct Surroundings {
 }
 
 /// One pod to be made.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Birth {
     /// As the plan named it: `JOB-aATTEMPT-SLOT`.
     pub name: String,

@@ -4,6 +4,7 @@
 use crate::job::Closeness;
 use crate::spec::Level;
 use serde::{Deserialize, Serialize};
+use std::borrow::Borrow;
 use std::collections::BTreeMap;
 
 /// A node as a cluster describes it.
@@ -75,14 +76,15 @@ pub struct Ordered {
 /// With a level, the part that has just enough nodes comes first; if that level is required, nodes
 /// beyond it are left out. Parts and nodes of equal worth are taken by name, so equal inputs give
 /// equal orders.
-pub fn order(
-    nodes: &[NodeInfo],
+pub fn order<N: Borrow<NodeInfo>>(
+    nodes: &[N],
     wish: Option<(Level, Closeness)>,
     min: u32,
     count: u32,
 ) -> Ordered {
-    let mut usable: Vec<&NodeInfo> = nodes.iter().filter(|node| node.usable).collect();
-    usable.sort_by_key(|node| (node.part(Level::NvlinkDomain), natural(&node.name)));
+    let nodes = nodes.iter().map(Borrow::borrow);
+    let mut usable: Vec<&NodeInfo> = nodes.filter(|node| node.usable).collect();
+    usable.sort_by_cached_key(|node| (node.part(Level::NvlinkDomain), natural(&node.name)));
     let names = |nodes: &[&NodeInfo]| nodes.iter().map(|node| node.name.clone()).collect();
     let Some((level, closeness)) = wish else {
         let why = format!("{} usable nodes, neighbours beside each other", usable.len());

@@ -1,7 +1,7 @@
 //! Workers for a gang, and the next attempt of it.
 
 use super::resume::{Start, choose};
-use super::{Action, Planner, STOP_TIMEOUT};
+use super::{Action, END_GRACE, Planner, STOP_TIMEOUT};
 use crate::job::Venue;
 use crate::observed::{Gang, Millis, Size, Worker, WorkerState};
 use moejob_protocol::config::{Member, WorkerConfig};
@@ -9,6 +9,7 @@ use moejob_protocol::config::{Member, WorkerConfig};
 impl<'o> Planner<'o> {
     /// No gang is under way: start the next attempt if there are enough workers.
     pub(super) fn begin(&mut self) {
+        self.give_back();
         let candidates: Vec<&'o Worker> = self.candidates().collect();
         let Some(size) = self.size_for(candidates.len() as u32) else {
             let (have, need) = (candidates.len(), self.least_size());
@@ -21,6 +22,16 @@ impl<'o> Planner<'o> {
             return self.why(format!("wait for {starting} workers that are starting"));
         }
         self.start_attempt(size, &candidates);
+    }
+
+    /// Nodes that are no longer listed are not the job's: a gang that does not fit holds nothing.
+    fn give_back(&mut self) {
+        for worker in &self.observed.workers {
+            let listed = self.observed.is_listed(&worker.node);
+            if !listed && !worker.is_dead() && !worker.stopping {
+                self.stop(worker, END_GRACE, &format!("{} is given back", worker.node));
+            }
+        }
     }
 
     fn start_attempt(&mut self, size: &Size, candidates: &[&Worker]) {
@@ -68,12 +79,14 @@ impl<'o> Planner<'o> {
         }
     }
 
-    /// Workers that can be given a rank: on a cordoned node none that had none.
+    /// Workers that can be given a rank: on a cordoned node none that had none, and none on a node
+    /// that is given back.
     pub(super) fn candidates(&self) -> impl Iterator<Item = &'o Worker> + use<'o> {
         let observed = self.observed;
         let last = observed.record.gang.as_ref();
         let had_rank = move |worker: &Worker| {
             last.is_some_and(|gang| gang.members.iter().any(|of| of.worker == worker.name))
+                && observed.is_listed(&worker.node)
         };
         (observed.workers.iter()).filter(move |worker| {
             worker.is_available() && (observed.is_usable(&worker.node) || had_rank(worker))

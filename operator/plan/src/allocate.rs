@@ -1,0 +1,408 @@
+//! Which job gets which nodes: one look at the whole cluster, whole nodes, gangs or nothing.
+//!
+//! ```text
+//! Cluster { nodes, jobs } x Memory x now -> Allocation: for each job its nodes in order
+//! ```
+//!
+//! Jobs are served by priority, age and uid. What a job has it keeps. A job that fits (its least
+//! gang can be formed of what it has and what is free) gets as many nodes as make its largest gang;
+//! spares come when all gangs have been served. One that does not fit gets nothing, and gives back
+//! what it has unless its gang runs; so a smaller job may pass it, and two jobs that fit only one
+//! at a time never hold half of their nodes each.
+
+mod eligible;
+mod memory;
+
+pub use eligible::{Needs, Taint, Toleration, unhealthy};
+pub use memory::{BACKOFF_FIRST, BACKOFF_MAX, Memory, UNSEEN_TIMEOUT};
+
+use crate::decide::Action;
+use crate::job::{Closeness, Job};
+use crate::observed::{Millis, Node, Observed, Outcome, WorkerState};
+use crate::resources::Resources;
+use crate::spec::Level;
+use crate::topology::{self, NodeInfo};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A job between two attempts, which has newer state in memory than in storage, keeps its nodes
+/// for this long although it does not fit: the lost node may come back.
+pub const HOLD_TIMEOUT: Millis = 300_000;
+
+/// How nodes are chosen where the job does not say: beside each other.
+const PACKED: (Level, Closeness) = (Level::Rack, Closeness::Preferred);
+
+/// Everything that an allocation depends on, beside its memory and the time.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Cluster {
+    pub nodes: Vec<ClusterNode>,
+    pub jobs: Vec<Demand>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ClusterNode {
+    pub name: String,
+    pub labels: BTreeMap<String, String>,
+    /// Its condition Ready is True.
+    pub ready: bool,
+    /// `spec.unschedulable`.
+    pub cordoned: bool,
+    /// What a health monitor says against it, see `unhealthy`.
+    pub unhealthy: Option<String>,
+    pub taints: Vec<Taint>,
+    pub allocatable: Resources,
+    /// Sum over all pods on it that have not ended, workers of MoeJobs apart; `pods` counts them.
+    pub requested: Resources,
+}
+
+/// What one job wants and has.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Demand {
+    pub uid: String,
+    /// Of its PriorityClass; 0 without one.
+    pub priority: i32,
+    /// Milliseconds since 1970.
+    pub created: Millis,
+    /// Nodes of the gangs that work, ascending; empty when it wants none.
+    pub sizes: Vec<u32>,
+    pub spares: u32,
+    pub topology: Option<(Level, Closeness)>,
+    pub needs: Needs,
+    /// Nodes on which pods of it are that have not ended.
+    pub holds: BTreeSet<String>,
+    pub standing: Standing,
+}
+
+/// What a job would lose with its nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// Nothing that the storage has not.
+    Waiting,
+    /// Between two attempts, with newer state in memory than in storage.
+    Holding { since: Millis },
+    /// A gang is under way.
+    Running,
+}
+
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Allocation {
+    /// By uid.
+    pub jobs: BTreeMap<String, Granted>,
+    /// Look again at this time even if nothing happens.
+    pub requeue: Option<Millis>,
+}
+
+/// What goes into a job's `Observed`.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Granted {
+    /// In the order in which they are to be used. A node of it that is not listed is to be given
+    /// back.
+    pub nodes: Vec<Node>,
+    /// One sentence for a person.
+    pub why: String,
+}
+
+impl Demand {
+    /// Of a job as it is now; `holds` are the nodes of its pods.
+    pub fn of(
+        job: &Job,
+        observed: &Observed,
+        needs: Needs,
+        (uid, priority, created): (&str, i32, Millis),
+        holds: BTreeSet<String>,
+    ) -> Demand {
+        let wanted = &observed.wanted;
+        let range = wanted.nodes_min..=wanted.nodes_max;
+        let sizes = wanted.sizes.iter().map(|size| size.nodes);
+        let mut sizes: Vec<u32> = sizes.filter(|nodes| range.contains(nodes)).collect();
+        let mut spares = wanted.spares;
+        let over = match observed.record.outcome {
+            None => false,
+            Some(Outcome::Suspended) => observed.halting().is_some(),
+            Some(_) => true,
+        };
+        if over {
+            sizes.clear();
+        } else if observed.halting().is_some() {
+            // Nobody trains on; the least that can save is enough.
+            sizes.truncate(1);
+            spares = 0;
+        }
+        Demand {
+            uid: uid.to_string(),
+            priority,
+            created,
+            sizes,
+            spares,
+            topology: job.nodes.topology,
+            needs,
+            holds,
+            standing: Standing::of(observed),
+        }
+    }
+}
+
+impl Standing {
+    pub fn of(observed: &Observed) -> Standing {
+        if observed.gang().is_some() {
+            return Standing::Running;
+        }
+        let stored = observed.stored.as_ref().map_or(0, |stored| stored.step);
+        let newer = observed.workers.iter().flat_map(|worker| &worker.held);
+        let ended = observed.record.gang.as_ref().and_then(|gang| gang.ended);
+        match ended.filter(|_| newer.into_iter().any(|held| held.step > stored)) {
+            Some(since) => Standing::Holding { since },
+            None => Standing::Waiting,
+        }
+    }
+}
+
+/// The node that is to blame for an action, for `Memory::failed`: its worker never connected, or
+/// went silent.
+pub fn culprit<'o>(observed: &'o Observed, action: &Action) -> Option<&'o str> {
+    let Action::StopWorker { name, .. } = action else { return None };
+    let worker = observed.worker(name)?;
+    let blamed = matches!(worker.state, WorkerState::Starting { .. } | WorkerState::Silent);
+    (blamed && observed.record.outcome.is_none()).then_some(&worker.node)
+}
+
+/// Decides. Equal inputs give equal allocations, whatever the order of nodes and jobs.
+pub fn allocate(cluster: &Cluster, memory: &Memory, now: Millis) -> Allocation {
+    let mut nodes: Vec<&ClusterNode> = cluster.nodes.iter().collect();
+    nodes.sort_by(|a, b| a.name.cmp(&b.name));
+    let mut jobs: Vec<&Demand> = cluster.jobs.iter().collect();
+    jobs.sort_by(|a, b| {
+        (b.priority, a.created, &a.uid).cmp(&(a.priority, b.created, &b.uid))
+    });
+    let mut allocator = Allocator::new(nodes, memory, now);
+    jobs.iter().for_each(|job| allocator.hold(job));
+    let gangs: Vec<Given> = jobs.iter().map(|job| allocator.gang(job)).collect();
+    let mut jobs_granted = BTreeMap::new();
+    for (job, mut given) in jobs.iter().zip(gangs) {
+        if given.fits {
+            allocator.spares(job, &mut given);
+        }
+        jobs_granted.insert(job.uid.clone(), allocator.grant(job, given));
+    }
+    Allocation { jobs: jobs_granted, requeue: allocator.requeue }
+}
+
+struct Allocator<'a> {
+    /// By name.
+    nodes: Vec<&'a ClusterNode>,
+    places: Vec<NodeInfo>,
+    index: BTreeMap<&'a str, usize>,
+    /// Nobody has it, and nobody has been given it.
+    free: Vec<bool>,
+    memory: &'a Memory,
+    now: Millis,
+    requeue: Option<Millis>,
+}
+
+/// What one job has been given so far; indices of nodes.
+struct Given {
+    fits: bool,
+    /// Keeps its own although it does not fit.
+    keeps: bool,
+    own: Vec<usize>,
+    new: Vec<usize>,
+    /// Free nodes that would do as well.
+    rest: Vec<usize>,
+    why: String,
+}
+
+impl<'a> Allocator<'a> {
+    fn new(nodes: Vec<&'a ClusterNode>, memory: &'a Memory, now: Millis) -> Allocator<'a> {
+        let place = |node: &&ClusterNode| NodeInfo {
+            name: node.name.clone(),
+            labels: node.labels.clone(),
+            usable: true,
+        };
+        Allocator {
+            places: nodes.iter().map(place).collect(),
+            index: nodes.iter().enumerate().map(|(at, node)| (node.name.as_str(), at)).collect(),
+            free: vec![true; nodes.len()],
+            nodes,
+            memory,
+            now,
+            requeue: None,
+        }
+    }
+
+    fn look_again_at(&mut self, at: Millis) {
+        if at > self.now {
+            self.requeue = Some(self.requeue.map_or(at, |other| other.min(at)));
+        }
+    }
+
+    /// Nodes of its pods, and of those that were decided but are not seen yet.
+    fn own(&mut self, job: &Demand) -> Vec<usize> {
+        let mut names: BTreeSet<&str> = job.holds.iter().map(String::as_str).collect();
+        let memory = self.memory;
+        for (node, at) in memory.unseen_of(&job.uid, self.now) {
+            self.look_again_at(at + UNSEEN_TIMEOUT);
+            names.insert(node);
+        }
+        names.iter().filter_map(|name| self.index.get(name).copied()).collect()
+    }
+
+    fn hold(&mut self, job: &Demand) {
+        for node in self.own(job) {
+            self.free[node] = false;
+        }
+    }
+
+    fn gang(&mut self, job: &Demand) -> Given {
+        let own = self.own(job);
+        let stay: Vec<usize> =
+            own.iter().copied().filter(|at| job.needs.keeps(self.nodes[*at])).collect();
+        let (new, rest, why) = (Vec::new(), Vec::new(), String::new());
+        let mut given = Given { fits: false, keeps: true, own, new, rest, why };
+        let (Some(least), Some(most)) = (job.sizes.first(), job.sizes.last()) else {
+            return given;
+        };
+        let (candidates, against) = self.candidates(job, &given.own);
+        let ordered = self.ordered(job, &stay, &candidates, *least, *most + job.spares);
+        let possible = (stay.len() + ordered.len()) as u32;
+        match job.sizes.iter().rfind(|size| **size <= possible) {
+            Some(size) => {
+                let missing = (*size as usize).saturating_sub(stay.len()).min(ordered.len());
+                given.fits = true;
+                given.new = ordered[..missing].to_vec();
+                given.rest = ordered[missing..].to_vec();
+                given.new.iter().for_each(|node| self.free[*node] = false);
+                given.why = format!("a gang of {size}: {} nodes are its own", stay.len());
+            }
+            None => {
+                let own = given.own.len();
+                given.keeps = match job.standing {
+                    Standing::Running => true,
+                    Standing::Waiting => false,
+                    Standing::Holding { since } => {
+                        self.look_again_at(since + HOLD_TIMEOUT);
+                        self.now < since + HOLD_TIMEOUT
+                    }
+                };
+                let fate = match (own, given.keeps) {
+                    (0, _) => "it holds nothing",
+                    (_, true) => "it keeps what it has",
+                    (_, false) => "it gives back what it has",
+                };
+                given.why = format!(
+                    "waits for nodes: {possible} of {least} fit{against}; {fate}"
+                );
+            }
+        }
+        given
+    }
+
+    /// Free nodes on which the job could run, and a summary of what is against the others.
+    fn candidates(&mut self, job: &Demand, own: &[usize]) -> (Vec<usize>, String) {
+        let (mut good, mut against) = (Vec::new(), BTreeMap::<String, u32>::new());
+        for at in 0..self.nodes.len() {
+            let node = self.nodes[at];
+            if own.contains(&at) {
+                continue;
+            }
+            if !self.free[at] {
+                *against.entry("in use by a MoeJob".to_string()).or_default() += 1;
+                continue;
+            }
+            if let Some(why) = job.needs.refuses(node) {
+                *against.entry(why).or_default() += 1;
+                continue;
+            }
+            let avoided = self.memory.avoided_until(&job.uid, &node.name);
+            if self.now < avoided {
+                self.look_again_at(avoided);
+                *against.entry("avoided after a failure".to_string()).or_default() += 1;
+                continue;
+            }
+            good.push(at);
+        }
+        let against: Vec<String> =
+            against.iter().map(|(why, count)| format!("{count} {why}")).collect();
+        let against = match against.is_empty() {
+            true => String::new(),
+            false => format!(" ({})", against.join(", ")),
+        };
+        (good, against)
+    }
+
+    /// The candidates, those first that lie best beside the job's own nodes and each other. With a
+    /// required level only those of one part.
+    fn ordered(
+        &self,
+        job: &Demand,
+        own: &[usize],
+        candidates: &[usize],
+        least: u32,
+        most: u32,
+    ) -> Vec<usize> {
+        if own.len() + candidates.len() < least as usize {
+            return candidates.to_vec();
+        }
+        let wish = job.topology.unwrap_or(PACKED);
+        let index = |name: &String| self.index.get(name.as_str()).copied();
+        if own.is_empty() {
+            let order = topology::order(&self.places(candidates), Some(wish), least, most);
+            return order.nodes.iter().filter_map(index).collect();
+        }
+        // Beside its own nodes there is no choice of a part.
+        let order = topology::order(&self.places(candidates), None, least, most);
+        let mut nodes: Vec<usize> = order.nodes.iter().filter_map(index).collect();
+        let (level, closeness) = wish;
+        let parts: BTreeSet<Vec<&str>> =
+            own.iter().map(|at| self.places[*at].part(level)).collect();
+        let beside = |at: &usize| parts.contains(&self.places[*at].part(level));
+        match closeness {
+            Closeness::Required => nodes.retain(beside),
+            Closeness::Preferred => nodes.sort_by_cached_key(|at| !beside(at)),
+        }
+        nodes
+    }
+
+    fn places(&self, nodes: &[usize]) -> Vec<&NodeInfo> {
+        nodes.iter().map(|at| &self.places[*at]).collect()
+    }
+
+    /// All gangs have been served: what is left may be kept warm.
+    fn spares(&mut self, job: &Demand, given: &mut Given) {
+        let most = job.sizes.last().map_or(0, |most| *most as usize);
+        let stay = given.own.iter().filter(|at| job.needs.keeps(self.nodes[**at])).count();
+        let have = stay + given.new.len();
+        // Below the largest gang the next size was out of reach; more nodes than the gang and its
+        // spares need would lie idle.
+        let gang = job.sizes.iter().rfind(|size| **size as usize <= have).map_or(0, |of| *of);
+        let want = (gang as usize).min(most) + job.spares as usize;
+        for node in std::mem::take(&mut given.rest) {
+            if stay + given.new.len() < want && self.free[node] {
+                self.free[node] = false;
+                given.new.push(node);
+            }
+        }
+    }
+
+    fn grant(&self, job: &Demand, given: Given) -> Granted {
+        let Given { own, new, keeps, why, .. } = given;
+        if !keeps {
+            return Granted { nodes: Vec::new(), why };
+        }
+        let all: Vec<usize> = own.iter().chain(&new).copied().collect();
+        let most = job.sizes.last().copied().unwrap_or(0);
+        let least = job.sizes.first().copied().unwrap_or(0);
+        // Preferred, so that none is left out: they are its own. The part that the gang fills
+        // comes first, so that spares are what lies apart.
+        let (level, _) = job.topology.unwrap_or(PACKED);
+        let wish = Some((level, Closeness::Preferred));
+        let ordered = topology::order(&self.places(&all), wish, least, most).nodes;
+        let node = |name: &String| {
+            let at = self.index[name.as_str()];
+            Node {
+                name: name.clone(),
+                usable: new.contains(&at) || job.needs.keeps(self.nodes[at]),
+                avoid_until: self.memory.avoided_until(&job.uid, name),
+            }
+        };
+        Granted { nodes: ordered.iter().map(node).collect(), why }
+    }
+}

@@ -1,0 +1,126 @@
+//! Amounts of what nodes have and pods ask for, in thousandths, so that 500m of a core is whole.
+
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// Name of a resource -> thousandths of its unit (cores, bytes, devices, pods).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Resources(pub BTreeMap<String, i64>);
+
+impl Resources {
+    /// From `{ "cpu": "500m", "memory": "2Gi", .. }`; what is no quantity counts as none.
+    pub fn read(quantities: &Value) -> Resources {
+        let mut all = Resources::default();
+        for (name, quantity) in quantities.as_object().into_iter().flatten() {
+            let text = match quantity {
+                Value::String(text) => text.clone(),
+                other => other.to_string(),
+            };
+            all.put(name, &text);
+        }
+        all
+    }
+
+    /// Adds an entry as Kubernetes writes it.
+    pub fn put(&mut self, name: &str, quantity: &str) {
+        if let Some(amount) = thousandths(quantity) {
+            self.0.insert(name.to_string(), amount);
+        }
+    }
+
+    pub fn add(&mut self, other: &Resources) {
+        for (name, amount) in &other.0 {
+            let sum = self.0.entry(name.clone()).or_insert(0);
+            *sum = sum.saturating_add(*amount);
+        }
+    }
+
+    /// The first resource of which less is left than `self` asks for.
+    pub fn lacking(&self, allocatable: &Resources, requested: &Resources) -> Option<&str> {
+        let of = |all: &Resources, name: &str| all.0.get(name).copied().unwrap_or(0);
+        let mut asked = self.0.iter().filter(|(_, amount)| **amount > 0);
+        let lacks = asked.find(|(name, amount)| {
+            of(allocatable, name).saturating_sub(of(requested, name)) < **amount
+        });
+        lacks.map(|(name, _)| name.as_str())
+    }
+
+    /// What the pod of this manifest asks for, one pod among it. A limit without a request is one.
+    pub fn of_pod(pod: &Value) -> Resources {
+        let mut all = Resources::default();
+        for container in pod["spec"]["containers"].as_array().into_iter().flatten() {
+            let mut one = Resources::read(&container["resources"]["limits"]);
+            one.0.extend(Resources::read(&container["resources"]["requests"]).0);
+            all.add(&one);
+        }
+        all.0.insert("pods".to_string(), 1_000);
+        all
+    }
+}
+
+/// `500m` is 500, `2` is 2000, `1Gi` is 1024^3 * 1000; parts of a thousandth count as a whole one.
+pub fn thousandths(text: &str) -> Option<i64> {
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (digits, suffix) = text.split_at(end);
+    let factor = factor(suffix)?;
+    let amount = digits.parse::<f64>().ok()? * factor * 1e3;
+    (amount < i64::MAX as f64).then(|| amount.ceil() as i64)
+}
+
+/// What a suffix of a quantity stands for: `m k M G T P E`, `Ki Mi Gi Ti Pi Ei`, `e3`, `E3`.
+pub fn factor(suffix: &str) -> Option<f64> {
+    let factor = match suffix {
+        "n" => 1e-9,
+        "u" => 1e-6,
+        "m" => 1e-3,
+        "" => 1.0,
+        "k" => 1e3,
+        "M" => 1e6,
+        "G" => 1e9,
+        "T" => 1e12,
+        "P" => 1e15,
+        "E" => 1e18,
+        "Ki" => 2f64.powi(10),
+        "Mi" => 2f64.powi(20),
+        "Gi" => 2f64.powi(30),
+        "Ti" => 2f64.powi(40),
+        "Pi" => 2f64.powi(50),
+        "Ei" => 2f64.powi(60),
+        exponent => {
+            let power = exponent.strip_prefix(['e', 'E'])?;
+            10f64.powi(power.parse::<i32>().ok().filter(|power| (-9..=18).contains(power))?)
+        }
+    };
+    Some(factor)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn quantities_are_thousandths() {
+        let of = |text| thousandths(text);
+        assert_eq!((of("500m"), of("2"), of("0.5")), (Some(500), Some(2_000), Some(500)));
+        assert_eq!((of("1Ki"), of("1k"), of("1e3")), (Some(1_024_000), of("1000"), of("1000")));
+        assert_eq!((of("1u"), of("100n"), of("1E")), (Some(1), Some(1), None));
+        for wrong in ["", "x", "1Gb", "-1", "1e99"] {
+            assert_eq!(of(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn what_a_pod_asks_for_fits_or_names_what_lacks() {
+        let pod = json!({ "spec": { "containers": [{ "resources": {
+            "requests": { "cpu": 1 }, "limits": { "cpu": "3", "nvidia.com/gpu": "8" } } }] } });
+        let asked = Resources::of_pod(&pod);
+        let node = Resources::read(&json!({ "cpu": "2", "nvidia.com/gpu": "8", "pods": "110" }));
+        assert_eq!(asked.lacking(&node, &Resources::default()), None);
+        let taken = Resources::read(&json!({ "cpu": "1100m" }));
+        assert_eq!(asked.lacking(&node, &taken), Some("cpu"));
+        assert_eq!(asked.lacking(&Resources::default(), &taken), Some("cpu"));
+        let taken = Resources::read(&json!({ "pods": 110 }));
+        assert_eq!(asked.lacking(&node, &taken), Some("pods"));
+    }
+}
