@@ -160,6 +160,7 @@ fn config(attempt: u32, seat: &str, edits: &[&str]) -> WorkerConfig {
         members: (0..world).map(member).collect(),
         resume: Resume::Fresh,
         model: common::model(),
+        model_from: None,
         training: common::training(),
         data: DataConfig {
             source: DataSource::Text { root: ".".into(), paths: vec![], exclude: vec![] },

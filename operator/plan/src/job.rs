@@ -118,13 +118,19 @@ pub enum Venue {
 impl Job {
     /// Reads a manifest. All problems carry their line and column.
     pub fn read(bytes: &[u8]) -> Result<Job, Vec<Problem>> {
+        Job::read_with(bytes, None)
+    }
+
+    /// The same, where `weights` is the model of `spec.model.from.path`: it fills what is not
+    /// typed.
+    pub fn read_with(bytes: &[u8], weights: Option<&Model>) -> Result<Job, Vec<Problem>> {
         let manifest = Manifest::read(bytes);
         let judged = match manifest.broken.iter().any(String::is_empty) {
             // Without a tree there is nothing to judge.
             true => Err(Vec::new()),
             false => {
                 let name = manifest.name.as_deref().unwrap_or_default();
-                judge(name, &manifest.spec, &manifest.broken)
+                judge(name, &manifest.spec, &manifest.broken, weights)
             }
         };
         let mut problems = manifest.problems.clone();
@@ -143,7 +149,7 @@ impl Job {
 
     /// A spec that the API server has accepted already.
     pub fn from_spec(name: &str, spec: &MoeJobSpec) -> Result<Job, Vec<Problem>> {
-        judge(name, spec, &[])
+        judge(name, spec, &[], None)
     }
 
     pub fn model(&self) -> &ModelConfig {
@@ -175,15 +181,20 @@ fn sorted(mut problems: Vec<Problem>) -> Vec<Problem> {
     problems
 }
 
-fn judge(name: &str, spec: &MoeJobSpec, broken: &[String]) -> Result<Job, Vec<Problem>> {
-    let mut job = fill(name, spec);
+fn judge(
+    name: &str,
+    spec: &MoeJobSpec,
+    broken: &[String],
+    weights: Option<&Model>,
+) -> Result<Job, Vec<Problem>> {
+    let mut job = fill(name, spec, weights);
     let (problems, warnings) = rules::judge(spec, &job, broken);
     job.warnings = warnings;
     if problems.is_empty() { Ok(job) } else { Err(sorted(problems)) }
 }
 
 /// Every default. What is missing although it is needed becomes a zero, which `rules` refuses.
-fn fill(name: &str, spec: &MoeJobSpec) -> Job {
+fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&Model>) -> Job {
     let nodes = spec.nodes.clone().unwrap_or_default();
     let profile_name = nodes.profile.unwrap_or(ProfileName::Cpu);
     let profile = Profile::of(profile_name, nodes.custom.as_ref());
@@ -194,7 +205,7 @@ fn fill(name: &str, spec: &MoeJobSpec) -> Job {
     });
     let typed = spec.model.clone().unwrap_or_default();
     let data = data(spec);
-    let model = model(&preset::overlay(&typed), &data.tokenizer);
+    let model = model(&preset::overlay(&typed, weights), &data.tokenizer);
     let training = training(spec, profile.backend);
     let parallelism = spec.parallelism.clone().unwrap_or_default();
     let checkpoint = spec.checkpoint.clone().unwrap_or_default();

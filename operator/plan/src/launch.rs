@@ -53,6 +53,10 @@ pub fn template(job: &Job, venue: Venue, job_uid: &str, places: &Places) -> Work
         members: Vec::new(),
         resume: Resume::Fresh,
         model: job.model.clone(),
+        model_from: job.model_from.as_ref().map(|path| match path.starts_with('/') {
+            true => path.clone(),
+            false => format!("{}/{path}", places.root),
+        }),
         training: job.training.clone(),
         data: DataConfig {
             source: source(job, places),
@@ -94,7 +98,7 @@ fn source(job: &Job, places: &Places) -> DataSource {
 /// What cannot change between two runs of one job, with every default filled in; `training.steps`
 /// may grow.
 pub fn identity(job: &Job) -> Value {
-    json!({
+    let mut identity = json!({
         "model": job.model,
         "data": {
             "paths": job.data.paths,
@@ -103,5 +107,9 @@ pub fn identity(job: &Job) -> Value {
             "validation": job.data.validation,
         },
         "training": job.training,
-    })
+    });
+    if let Some(from) = &job.model_from {
+        identity["modelFrom"] = json!(from);
+    }
+    identity
 }

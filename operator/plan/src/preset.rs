@@ -3,6 +3,7 @@
 use crate::spec::{
     AuxLossScopeName, ExpertsSpec, ModelSpec, Preset, QkNormName, RouterSpec, ScoringName,
 };
+use moejob_protocol::ModelConfig;
 use serde_json::{Map, Value};
 
 /// The preset's fields.
@@ -117,12 +118,17 @@ fn router(set: impl Fn(&mut RouterSpec)) -> Option<RouterSpec> {
     Some(router)
 }
 
-/// The typed fields over the preset's.
-pub fn overlay(typed: &ModelSpec) -> ModelSpec {
-    let Some(preset) = typed.preset else { return typed.clone() };
-    let (Ok(mut base), Ok(over)) =
-        (serde_json::to_value(fields(preset)), serde_json::to_value(typed))
-    else {
+/// The fields of a model that is known from its weights.
+pub fn of_model(model: &ModelConfig) -> ModelSpec {
+    let value = serde_json::to_value(model);
+    value.and_then(serde_json::from_value).unwrap_or_default()
+}
+
+/// The typed fields over the preset's, or over those of the weights to start from.
+pub fn overlay(typed: &ModelSpec, weights: Option<&ModelConfig>) -> ModelSpec {
+    let base = typed.preset.map(fields).or(weights.map(of_model));
+    let Some(base) = base else { return typed.clone() };
+    let (Ok(mut base), Ok(over)) = (serde_json::to_value(base), serde_json::to_value(typed)) else {
         return typed.clone();
     };
     merge(&mut base, over);

@@ -132,16 +132,22 @@ impl Rules<'_> {
             return;
         }
         let experts = typed.experts.clone().unwrap_or_default();
+        let model = &self.job.model;
+        // What is not typed may stand in the weights to start from; nowhere, it was made zero.
         let needed = [
-            ("spec.model.hiddenSize", typed.hidden_size),
-            ("spec.model.numHiddenLayers", typed.num_hidden_layers),
-            ("spec.model.numAttentionHeads", typed.num_attention_heads),
-            ("spec.model.experts.count", experts.count),
-            ("spec.model.experts.perToken", experts.per_token),
-            ("spec.model.experts.intermediateSize", experts.intermediate_size),
+            ("spec.model.hiddenSize", typed.hidden_size, model.hidden_size),
+            ("spec.model.numHiddenLayers", typed.num_hidden_layers, model.num_hidden_layers),
+            ("spec.model.numAttentionHeads", typed.num_attention_heads, model.num_attention_heads),
+            ("spec.model.experts.count", experts.count, model.experts.count),
+            ("spec.model.experts.perToken", experts.per_token, model.experts.per_token),
+            (
+                "spec.model.experts.intermediateSize",
+                experts.intermediate_size,
+                model.experts.intermediate_size,
+            ),
         ];
-        for (path, value) in needed {
-            if value.is_none() {
+        for (path, value, filled) in needed {
+            if value.is_none() && filled == 0 {
                 let problem = Problem::new(Code::Missing, path)
                     .found("nothing")
                     .allowed("a number, or model.preset")
@@ -506,7 +512,7 @@ pub fn unsupported(job: &Job, backend: Backend) -> Vec<Problem> {
     let latent = job.preset == Some(Preset::DeepseekV3);
     let format = job.data.format;
     let tokenizer = matches!(job.data.tokenizer, Tokenizer::Path(_));
-    let cases: [(bool, &str, String, &str); 11] = [
+    let cases: [(bool, &str, String, &str); 10] = [
         (!cpu, "spec.nodes.profile", format!("{:?}", job.profile.name), "cpu"),
         (
             cpu && job.training.precision != Precision::Fp32,
@@ -540,12 +546,6 @@ pub fn unsupported(job: &Job, backend: Backend) -> Vec<Problem> {
             "microBatch or hf",
         ),
         (latent, "spec.model.preset", "deepseek-v3, which has latent attention".into(), "others"),
-        (
-            job.model_from.is_some(),
-            "spec.model.from",
-            "weights to start from".to_string(),
-            "initial weights by training.seed",
-        ),
         (
             format != DataFormat::Text,
             "spec.data.train",

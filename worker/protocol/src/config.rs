@@ -20,6 +20,9 @@ pub struct WorkerConfig {
     pub members: Vec<Member>,
     pub resume: Resume,
     pub model: ModelConfig,
+    /// Weights that a fresh job starts from: a Hugging Face directory or a checkpoint of ours.
+    #[serde(default)]
+    pub model_from: Option<String>,
     pub training: TrainingConfig,
     pub data: DataConfig,
     pub checkpoint: CheckpointConfig,

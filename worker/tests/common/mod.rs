@@ -136,6 +136,7 @@ impl Job {
             members: vec![],
             resume: Resume::Fresh,
             model: model(),
+            model_from: None,
             training: training(),
             data: data(&text),
             checkpoint: CheckpointConfig {

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 #[x_kube(
     crates(kube_core = "::kube_core"),
-    validation = Rule::new("has(self.preset) || (has(self.hiddenSize) && \
+    validation = Rule::new("has(self.preset) || has(self.from) || (has(self.hiddenSize) && \
         has(self.numHiddenLayers) && has(self.numAttentionHeads) && has(self.experts))")
         .message("model: without a preset, hiddenSize, numHiddenLayers, numAttentionHeads and \
             experts are needed"),
@@ -241,7 +241,7 @@ pub enum AuxLossScopeName {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 #[x_kube(crates(kube_core = "::kube_core"))]
 pub struct FromSpec {
-    /// A directory of Hugging Face weights (config.json and *.safetensors).
+    /// A folder of Hugging Face weights (config.json and *.safetensors), or a checkpoint of ours.
     #[schemars(required, length(min = 1, max = 1024))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
