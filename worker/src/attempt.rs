@@ -108,9 +108,13 @@ impl Run<'_> {
             match &summary.non_finite {
                 None => return Ok((summary, agreed)),
                 Some(what) if attempt == 1 => {
+                    let what = what.clone();
+                    let first = step::diagnose(&self.model, &mut self.comm)?;
+                    let first = first.map(|first| format!("; it began in {first}"));
                     let message = format!(
-                        "{what} is not finite at step {}, twice: nothing was updated",
-                        self.step + 1
+                        "{what} is not finite at step {}, twice: nothing was updated{}",
+                        self.step + 1,
+                        first.unwrap_or_default()
                     );
                     return Err(fail(1, &message, DIVERGED));
                 }

@@ -38,6 +38,8 @@ pub struct Model {
     pub(crate) experts: Vec<Experts>,
     pub(crate) group: ExpertGroup,
     pub(crate) mail: Mail,
+    /// Where the last step's forward pass stopped being finite.
+    pub(crate) broken: Option<String>,
     /// `S`
     sequence: usize,
     /// Documents in a sequence are kept apart.
@@ -125,6 +127,7 @@ impl Model {
             dense,
             experts,
             mail: Mail::default(),
+            broken: None,
             sequence,
             apart: false,
             loss_scale: 1.0 / targets,

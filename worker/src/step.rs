@@ -2,6 +2,7 @@
 
 use crate::comm::{Comm, CommError};
 use crate::data::{Batch, Corpus, DataError};
+use crate::diagnosis::{self, place};
 use crate::grads::Gradients;
 use crate::model::Model;
 use crate::dispatch::{Round, Source};
@@ -81,6 +82,7 @@ pub fn gradients(
     let tokens = model.shape.tokens as usize;
     let mut end = StepEnd { counts: vec![0; counts_len(model)], ..StepEnd::default() };
     let mut batch = Batch::new(tokens);
+    let mut broken = None;
     gradients.clear();
     for round in 0..model.layout.mesh.rounds(count) {
         let schedule = Schedule::new(model, round, count, |_| tokens);
@@ -90,6 +92,9 @@ pub fn gradients(
         }
         model.forward(&schedule.round, comm)?;
         let loss = model.loss(&schedule.round, true);
+        if !loss.is_finite() && broken.is_none() {
+            broken = model.broken_activation(&schedule.round);
+        }
         model.backward(&schedule.round, &gradients.leaf(&schedule.round), comm)?;
         gradients.push(&schedule.round, schedule.own, &schedule.leaves, model);
         if schedule.own.is_some() {
@@ -98,6 +103,7 @@ pub fn gradients(
         }
     }
     end.square_sums = gradients.reduce(model, comm)?;
+    model.broken = broken;
     Ok(end)
 }
 
@@ -119,6 +125,21 @@ pub fn agree(model: &Model, end: &StepEnd, comm: &mut Comm) -> Result<Vec<StepEn
     let most = StepEnd::bytes_max(model.shape.micro_batches as usize, counts_len(model), blocks);
     let all = comm.gather_all(&end.encode(), most)?;
     all.iter().zip(0..).map(|(bytes, rank)| StepEnd::decode(rank, bytes)).collect()
+}
+
+/// Where the numbers that are not finite came from, by the first rank that knows; the same on all.
+///
+/// # Errors
+/// A peer is lost.
+pub fn diagnose(model: &Model, comm: &mut Comm) -> Result<Option<String>, CommError> {
+    let own = model.broken_weight().or_else(|| model.broken.clone()).unwrap_or_default();
+    let own: String = own.chars().filter(char::is_ascii).take(diagnosis::BYTES_MAX).collect();
+    let all = comm.gather_all(own.as_bytes(), diagnosis::BYTES_MAX)?;
+    let told = all.iter().map(|text| String::from_utf8_lossy(text).into_owned());
+    // A weight says more than what it led to.
+    let mut told: Vec<String> = told.filter(|text| !text.is_empty()).collect();
+    told.sort_by_key(|text| !text.starts_with("the weight"));
+    Ok(told.into_iter().next())
 }
 
 /// Losses, norm and balance of a step from all ranks' parts.
@@ -153,8 +174,9 @@ pub fn summarize(
         let part = ends[*rank as usize].square_sums.get(range.clone());
         let part = part.ok_or_else(|| wrong(*rank, "too few sums of squares".to_string()))?;
         part.iter().for_each(|sum| squares += sum);
-        if non_finite.is_none() && !part.iter().all(|sum| sum.is_finite()) {
-            non_finite = Some(format!("the gradient of {}", model.params[*index].name));
+        // The last in the table is the first that backward made.
+        if !part.iter().all(|sum| sum.is_finite()) {
+            non_finite = Some(format!("the gradient of {}", place(&model.params[*index])));
         }
     }
     let loss = sums[0] / targets;

@@ -13,6 +13,7 @@ use crate::comm::{Comm, CommError};
 use crate::data::Corpus;
 use crate::fence::{self, Claim, FenceError};
 use crate::grads::Gradients;
+use crate::hf::Weights;
 use crate::model::Model;
 use crate::records::{Records, now};
 use crate::snapshot::{Snapshots, initialize, scatter};
@@ -208,7 +209,10 @@ impl Trainer {
         comm: &mut Comm,
     ) -> Result<(), Stop> {
         match &config.resume {
-            Resume::Fresh => initialize(model, config.training.seed),
+            Resume::Fresh => match &config.model_from {
+                None => initialize(model, config.training.seed),
+                Some(path) => start_from(Path::new(path), model, comm)?,
+            },
             Resume::Checkpoint { name, .. } => {
                 let directory = PathBuf::from(&config.checkpoint.location).join(name);
                 restore_checkpoint(&directory, name, config, corpus, model)?;
@@ -235,6 +239,24 @@ impl Trainer {
 
 pub(crate) fn record_failed(error: crate::records::RecordsError) -> Stop {
     storage_failed(&format!("{error}: {}", error.source))
+}
+
+/// Weights that others trained, the same on every rank.
+fn start_from(path: &Path, model: &mut Model, comm: &mut Comm) -> Result<(), Stop> {
+    let refused = |refusal: crate::checkpoint::Refusal| {
+        let advice = "`moejob checkpoint import` of the directory lists all problems";
+        fail(3, &format!("spec.model.from: {refusal}"), advice)
+    };
+    let weights = Weights::open(path).map_err(refused)?;
+    let own = crate::hf::load(&weights, model).map_err(refused)?;
+    for (rank, other) in comm.gather_all(&own, own.len())?.iter().enumerate() {
+        if *other != own {
+            let (path, me) = (path.display(), comm.rank());
+            let message = format!("{path} holds other weights for rank {rank} than for rank {me}");
+            return Err(fail(3, &message, "give every node the same files"));
+        }
+    }
+    Ok(())
 }
 
 fn restore_checkpoint(

@@ -1,8 +1,11 @@
-//! `moejob checkpoint ls|show|verify`.
+//! `moejob checkpoint ls|show|verify|import|export`.
 
-use clap::Subcommand;
+use super::bar::{Bar, Unit};
+use clap::{Subcommand, ValueEnum};
 use moe_worker::checkpoint::{self, Problem};
 use moe_worker::fence;
+use moe_worker::hf::{self, Failed, Options, Weights};
+use moejob_kernels::DType;
 use moejob_protocol::CheckpointManifest;
 use moejob_protocol::checkpoint::Part;
 use std::path::{Path, PathBuf};
@@ -32,6 +35,33 @@ pub enum CheckpointCommand {
         #[arg(required = true)]
         checkpoints: Vec<PathBuf>,
     },
+    /// Turn a Hugging Face directory into a checkpoint of step 0; exit 3 if it is refused.
+    Import {
+        /// The folder of config.json and *.safetensors.
+        directory: PathBuf,
+        /// Where `step-00000000` is made.
+        out: PathBuf,
+    },
+    /// Turn a checkpoint into a directory that `transformers` loads.
+    Export {
+        /// A `step-*` folder, a folder of them (the newest counts), or a Hugging Face directory.
+        checkpoint: PathBuf,
+        /// The folder to make.
+        out: PathBuf,
+        /// Type of the weights. Default: the one they have.
+        #[arg(long, value_enum)]
+        dtype: Option<Float>,
+        /// A Hugging Face directory whose tokenizer and further fields of config.json are taken.
+        #[arg(long)]
+        like: Option<PathBuf>,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Float {
+    Fp32,
+    Bf16,
+    Fp16,
 }
 
 pub fn run(command: &CheckpointCommand) -> ExitCode {
@@ -39,6 +69,15 @@ pub fn run(command: &CheckpointCommand) -> ExitCode {
         CheckpointCommand::Ls { location } => list(location),
         CheckpointCommand::Show { checkpoint, tensors } => show(checkpoint, *tensors),
         CheckpointCommand::Verify { checkpoints } => verify(checkpoints),
+        CheckpointCommand::Import { directory, out } => import(directory, out),
+        CheckpointCommand::Export { checkpoint, out, dtype, like } => {
+            let dtype = dtype.map(|float| match float {
+                Float::Fp32 => DType::F32,
+                Float::Bf16 => DType::Bf16,
+                Float::Fp16 => DType::F16,
+            });
+            export(checkpoint, out, Options { dtype, like: like.as_deref() })
+        }
     };
     result.unwrap_or_else(|error| {
         super::complain(error.as_ref());
@@ -123,4 +162,45 @@ fn refuse(path: &Path, problems: &[Problem]) -> ExitCode {
         eprintln!("  {problem}");
     }
     ExitCode::from(EXIT_REFUSED)
+}
+
+fn import(directory: &Path, out: &Path) -> Outcome {
+    convert(directory, "import", |weights, progress| hf::import(weights, out, progress))
+}
+
+fn export(checkpoint: &Path, out: &Path, options: Options) -> Outcome {
+    convert(checkpoint, "export", |weights, progress| {
+        hf::export(weights, out, options, progress)
+    })
+}
+
+/// Opens weights and writes them in another form.
+fn convert(
+    from: &Path,
+    what: &'static str,
+    write: impl FnOnce(&Weights, &mut dyn FnMut(u64, u64)) -> Result<PathBuf, Failed>,
+) -> Outcome {
+    let weights = match Weights::open(from) {
+        Ok(weights) => weights,
+        Err(refusal) => return Ok(refuse(from, &refusal.problems)),
+    };
+    let mut bar = Bar::new(what, Unit::Bytes);
+    let written = write(&weights, &mut |done, total| bar.set(done, total));
+    drop(bar);
+    match written {
+        Ok(path) => {
+            println!("{}", path.display());
+            Ok(ExitCode::SUCCESS)
+        }
+        Err(Failed::Refused(problem)) => Ok(refuse(from, &[problem])),
+        Err(Failed::NoFamily(problems)) => {
+            eprintln!("moejob: no family of transformers computes this model:");
+            Ok(refuse(from, &problems))
+        }
+        Err(error @ Failed::Exists { .. }) => {
+            super::complain(&error);
+            Ok(ExitCode::from(2))
+        }
+        Err(error) => Err(Box::new(error)),
+    }
 }

@@ -2,9 +2,11 @@
 //! 0 done, 1 failed, 2 the user's input, 3 data or checkpoint refused, 75 try again,
 //! 130 interrupted.
 
+pub mod bar;
 pub mod checkpoint;
 pub mod crd;
 pub mod doctor;
+pub mod eval;
 pub mod plan;
 pub mod run;
 pub mod validate;
@@ -34,9 +36,11 @@ enum Command {
     Validate(validate::ValidateArgs),
     /// Show the plan of a manifest, its reasons and what-ifs, offline.
     Plan(plan::PlanArgs),
-    /// List, show and verify checkpoints.
+    /// List, show, verify, import and export checkpoints.
     #[command(subcommand)]
     Checkpoint(checkpoint::CheckpointCommand),
+    /// Measure the loss of a checkpoint or of Hugging Face weights on data.
+    Eval(eval::EvalArgs),
     /// Say what this machine has, what it lacks, and how to get it.
     Doctor(doctor::DoctorArgs),
     /// Print the CustomResourceDefinition.
@@ -58,6 +62,7 @@ pub fn dispatch(cli: Cli) -> ExitCode {
         Command::Validate(args) => validate::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Checkpoint(command) => checkpoint::run(&command),
+        Command::Eval(args) => eval::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Crd => crd::run(),
         Command::Worker => moe_worker::process::main(),

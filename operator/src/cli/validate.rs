@@ -6,6 +6,7 @@ use moejob_plan::job::same_output;
 use moejob_plan::problem::{Code, Problem};
 use moejob_plan::read::Manifest;
 use moejob_plan::yaml::BYTES_MAX;
+use moejob_protocol::ModelConfig;
 use serde_json::{Value, json};
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -81,7 +82,14 @@ fn examine(file: &Path, jobs: &mut Vec<Job>) -> Finding {
             return finding;
         }
     };
-    match Job::read(&bytes) {
+    let weights = match weights(&bytes) {
+        Ok(weights) => weights,
+        Err(problem) => {
+            finding.problems = Manifest::read(&bytes).locate(vec![problem]);
+            return finding;
+        }
+    };
+    match Job::read_with(&bytes, weights.as_ref()) {
         Ok(job) => {
             let problems = jobs.iter().filter_map(|other| same_output(other, &job)).collect();
             finding.problems = Manifest::read(&bytes).locate(problems);
@@ -94,6 +102,21 @@ fn examine(file: &Path, jobs: &mut Vec<Job>) -> Finding {
         Err(problems) => finding.problems = problems,
     }
     finding
+}
+
+/// The model of the weights that a manifest starts from, where they lie on this machine.
+fn weights(manifest: &[u8]) -> Result<Option<ModelConfig>, Problem> {
+    const FIELD: &str = "spec.model.from.path";
+    let from = Manifest::read(manifest).spec.model.and_then(|model| model.from?.path);
+    let Some(path) = from.filter(|path| Path::new(path).exists()) else { return Ok(None) };
+    match moe_worker::hf::read_model(Path::new(&path)) {
+        Ok(model) => Ok(Some(model)),
+        Err(problems) => {
+            let found = problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+            let allowed = "a Hugging Face directory or a checkpoint of ours";
+            Err(Problem::new(Code::Path, FIELD).found(found).allowed(allowed))
+        }
+    }
 }
 
 /// At most one byte more than a manifest may have: that one is refused with the others' words.

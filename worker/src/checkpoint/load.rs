@@ -1,6 +1,7 @@
 //! Loading a checkpoint of any layout into this rank's memory.
 
-use super::manifest::{NOT_FINITE, PARTS, all_finite, dtype_bytes};
+use super::manifest::{NOT_FINITE, PARTS};
+use super::values::{first_non_finite, float_named};
 use super::{Problem, Refusal, open};
 use crate::model::Model;
 use crate::snapshot::{intersect, needed, place_for};
@@ -12,19 +13,20 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// A safetensors header is at most this long.
-const HEADER_BYTES_MAX: u64 = 100_000_000;
-
 /// Shards of one checkpoint, opened as they are needed.
-struct Shards<'a> {
+pub(crate) struct Shards<'a> {
     directory: &'a Path,
     manifest: &'a CheckpointManifest,
     open: HashMap<u32, File>,
 }
 
-impl Shards<'_> {
+impl<'a> Shards<'a> {
+    pub(crate) fn new(directory: &'a Path, manifest: &'a CheckpointManifest) -> Shards<'a> {
+        Shards { directory, manifest, open: HashMap::new() }
+    }
+
     /// The bytes of a piece, once their hash is right.
-    fn piece(&mut self, piece: &Piece) -> Result<Vec<u8>, Problem> {
+    pub(crate) fn piece(&mut self, piece: &Piece) -> Result<Vec<u8>, Problem> {
         let entry = &self.manifest.files[piece.file as usize];
         let problem = |why: String| Problem::new(&entry.name, &why);
         if !self.open.contains_key(&piece.file) {
@@ -57,7 +59,7 @@ pub fn load(
     manifest: &CheckpointManifest,
     model: &mut Model,
 ) -> Result<(), Refusal> {
-    let mut shards = Shards { directory, manifest, open: HashMap::new() };
+    let mut shards = Shards::new(directory, manifest);
     let name = directory.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     for (at, tensor) in manifest.tensors.iter().enumerate() {
         let (index, part) = (at / PARTS.len(), at % PARTS.len());
@@ -93,16 +95,16 @@ fn load_tensor(
 
 /// No state that training makes holds anything but finite numbers.
 fn check_values(tensor: &TensorEntry, bytes: &[u8]) -> Result<(), Problem> {
-    let width = dtype_bytes(&tensor.dtype).unwrap_or(8);
-    if all_finite(bytes, width as usize) {
-        return Ok(());
+    let dtype = float_named(&tensor.dtype).unwrap_or(DType::F64);
+    match first_non_finite(bytes, dtype) {
+        None => Ok(()),
+        Some(_) => Err(Problem::new(&tensor.name, NOT_FINITE)),
     }
-    Err(Problem::new(&tensor.name, NOT_FINITE))
 }
 
 /// Every piece of every tensor.
 pub(super) fn verify_pieces(directory: &Path, manifest: &CheckpointManifest) -> Vec<Problem> {
-    let mut shards = Shards { directory, manifest, open: HashMap::new() };
+    let mut shards = Shards::new(directory, manifest);
     let mut problems = Vec::new();
     for tensor in &manifest.tensors {
         for piece in &tensor.pieces {
@@ -111,47 +113,4 @@ pub(super) fn verify_pieces(directory: &Path, manifest: &CheckpointManifest) -> 
         }
     }
     problems
-}
-
-/// The safetensors header: its length, its JSON, and tensors that fill the rest without gap.
-pub(super) fn check_header(file: &File, bytes: u64) -> Result<(), String> {
-    let broken = |why: &str| Err(format!("its safetensors header is broken: {why}"));
-    let mut prefix = [0; 8];
-    if file.read_exact_at(&mut prefix, 0).is_err() {
-        return broken("fewer than 8 bytes");
-    }
-    let length = u64::from_le_bytes(prefix);
-    if length > HEADER_BYTES_MAX || length > bytes - 8 {
-        return broken(&format!("a length of {length}"));
-    }
-    let mut header = vec![0; length as usize];
-    if file.read_exact_at(&mut header, 8).is_err() {
-        return broken("cut short");
-    }
-    #[derive(serde::Deserialize)]
-    struct Entry {
-        dtype: String,
-        shape: Vec<u64>,
-        data_offsets: [u64; 2],
-    }
-    let mut entries: std::collections::BTreeMap<String, serde_json::Value> =
-        match serde_json::from_slice(&header) {
-            Ok(entries) if header.starts_with(b"{") => entries,
-            _ => return broken("no JSON"),
-        };
-    entries.remove("__metadata__");
-    let parsed: Result<Vec<Entry>, _> = entries.into_values().map(serde_json::from_value).collect();
-    let Ok(mut entries) = parsed else { return broken("an entry is no tensor") };
-    entries.sort_by_key(|entry| entry.data_offsets);
-    let mut at = 0;
-    for entry in &entries {
-        let numel = entry.shape.iter().try_fold(1_u64, |all, dim| all.checked_mul(*dim));
-        let size = numel.zip(dtype_bytes(&entry.dtype)).and_then(|(n, b)| n.checked_mul(b));
-        let [begin, end] = entry.data_offsets;
-        if begin != at || end.checked_sub(begin) != size || size.is_none() {
-            return broken("tensors with gaps, overlaps or wrong sizes");
-        }
-        at = end;
-    }
-    if at == bytes - 8 - length { Ok(()) } else { broken("tensors do not fill the file") }
 }

@@ -1,5 +1,6 @@
 //! `manifest.json`: written last, guarded by its own hash, believed only after every check.
 
+use super::values::float_named;
 use super::{Problem, Refusal};
 use moejob_protocol::checkpoint::{CHECKPOINT_VERSION, CheckpointManifest, Part, directory_name};
 use moejob_protocol::layout::BLOCK;
@@ -123,8 +124,8 @@ fn check_tensors(manifest: &CheckpointManifest) -> Vec<Problem> {
         if tensor.shape != param.shape {
             problem(format!("its shape is {:?}, the model's {:?}", tensor.shape, param.shape));
         }
-        let Some(width) = dtype_bytes(&tensor.dtype) else {
-            problem(format!("its dtype {} is neither F32 nor F64", tensor.dtype));
+        let Some(width) = width_of(&tensor.dtype) else {
+            problem(format!("its dtype {} is none of F16, BF16, F32, F64", tensor.dtype));
             continue;
         };
         let mut next = 0;
@@ -149,46 +150,41 @@ fn check_tensors(manifest: &CheckpointManifest) -> Vec<Problem> {
     problems
 }
 
+/// Bytes of a float.
+fn width_of(dtype: &str) -> Option<u64> {
+    float_named(dtype).map(|dtype| dtype.size() as u64)
+}
+
 /// The parameter table, unless the model is too absurd to list.
 fn params_of(manifest: &CheckpointManifest) -> Result<Vec<Param>, Problem> {
-    let model = &manifest.model;
+    model_is_sane(&manifest.model).map_err(|why| Problem::new("manifest.json", &why))?;
+    Ok(manifest.model.params())
+}
+
+/// Whether the parameters of a model from a file can be listed at all.
+///
+/// # Errors
+/// What is absurd about it.
+pub(crate) fn model_is_sane(model: &moejob_protocol::ModelConfig) -> Result<(), String> {
     let rows = u64::from(model.num_hidden_layers) * (u64::from(model.experts.count) * 3 + 20);
     if rows > TENSORS_MAX as u64 {
-        return Err(Problem::new("manifest.json", &format!("a model of {rows} tensors")));
+        return Err(format!("a model of {rows} tensors"));
     }
     let sizes = [model.hidden_size, model.vocab_size, model.num_attention_heads, model.head_dim];
     if sizes.iter().any(|size| *size == 0 || *size > 1 << 24) {
-        return Err(Problem::new("manifest.json", "a model of impossible sizes"));
+        return Err("a model of impossible sizes".to_string());
     }
     if model.num_attention_heads.checked_mul(model.head_dim).is_none()
         || model.num_key_value_heads.checked_mul(model.head_dim).is_none()
         || model.experts.shared.checked_mul(model.experts.intermediate_size).is_none()
     {
-        return Err(Problem::new("manifest.json", "a model of impossible sizes"));
+        return Err("a model of impossible sizes".to_string());
     }
-    Ok(model.params())
-}
-
-pub fn dtype_bytes(dtype: &str) -> Option<u64> {
-    match dtype {
-        "F32" => Some(4),
-        "F64" => Some(8),
-        _ => None,
-    }
+    Ok(())
 }
 
 /// What is said of a tensor with a value that no training makes.
 pub const NOT_FINITE: &str = "it holds NaN or infinity";
-
-/// Whether floats of `width` bytes, little-endian, are all finite.
-pub fn all_finite(bytes: &[u8], width: usize) -> bool {
-    if width == 4 {
-        let value = |b: &[u8]| f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-        return bytes.chunks_exact(4).all(|b| value(b).is_finite());
-    }
-    let value = |b: &[u8]| f64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]);
-    bytes.chunks_exact(8).all(|b| value(b).is_finite())
-}
 
 /// What a job expects of the checkpoint that it resumes from.
 #[derive(Clone, Debug)]
@@ -224,7 +220,7 @@ pub fn differences(manifest: &CheckpointManifest, expected: &Expected) -> Vec<Pr
         differs("the hash of its immutable fields", theirs, ours);
     }
     let other = manifest.tensors.iter().find(|tensor| {
-        dtype_bytes(&tensor.dtype) != Some(expected.float_bytes)
+        width_of(&tensor.dtype) != Some(expected.float_bytes)
     });
     if let Some(tensor) = other {
         let wanted = format!("{} bytes a number", expected.float_bytes);
@@ -234,7 +230,7 @@ pub fn differences(manifest: &CheckpointManifest, expected: &Expected) -> Vec<Pr
 }
 
 /// Field by field, so that the message says which.
-fn value_differences(
+pub(crate) fn value_differences(
     at: &str,
     theirs: &serde_json::Value,
     ours: &serde_json::Value,

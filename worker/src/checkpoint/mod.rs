@@ -10,10 +10,14 @@
 mod disk;
 mod load;
 mod manifest;
+pub(crate) mod safetensors;
+pub(crate) mod values;
 mod write;
 
 pub use disk::Disk;
+pub(crate) use load::Shards;
 pub use load::load;
+pub(crate) use manifest::{PARTS, model_is_sane, value_differences};
 pub use manifest::{Expected, NOT_FINITE, differences, seal, unseal};
 pub use write::{Identity, Writer, commit, prune, write_shard};
 
@@ -123,7 +127,7 @@ fn read(directory: &Path) -> Result<CheckpointManifest, Vec<Problem>> {
 }
 
 /// Opens a regular file, never through a link and never waiting, and says how long it is.
-fn open(path: &Path) -> std::io::Result<(File, u64)> {
+pub(crate) fn open(path: &Path) -> std::io::Result<(File, u64)> {
     let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
     let file = OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(path)?;
     let metadata = file.metadata()?;
@@ -174,7 +178,7 @@ fn verify_file(
     if hasher.finalize().to_hex().as_str() != entry.blake3 {
         return Err("its BLAKE3 differs: damaged".to_string());
     }
-    load::check_header(&file, bytes)
+    safetensors::read_header(&file, bytes).map(|_| ())
 }
 
 /// The newest checkpoint that can be resumed from, and those newer ones that cannot.

@@ -1,9 +1,12 @@
 //! Writing: shards from snapshots in a thread of its own, and the commit.
 
-use super::manifest::{NOT_FINITE, PARTS, all_finite};
+use super::manifest::{NOT_FINITE, PARTS};
+use super::values::{first_non_finite, name_of};
 use super::{Disk, list, seal};
+use crate::diagnosis::place;
 use crate::fence::{self, FenceError, staging_name};
 use crate::snapshot::{ShardRun, shard_runs};
+use moejob_kernels::DType;
 use moejob_protocol::CheckpointManifest;
 use moejob_protocol::checkpoint::{
     CHECKPOINT_VERSION, FileEntry, Part, Piece, TensorEntry, directory_name,
@@ -49,8 +52,12 @@ struct Written {
 }
 
 impl Identity {
+    fn float(&self) -> DType {
+        if self.float_bytes == 8 { DType::F64 } else { DType::F32 }
+    }
+
     fn dtype(&self) -> &'static str {
-        if self.float_bytes == 8 { "F64" } else { "F32" }
+        name_of(self.float())
     }
 
     fn staging(&self, step: u64) -> PathBuf {
@@ -112,9 +119,11 @@ pub fn write_shard(
     let runs = identity.runs(identity.rank);
     for run in &runs {
         let len = (run.elements.end - run.elements.start) as usize * identity.float_bytes;
-        if !all_finite(&bytes[run.offset..run.offset + len * PARTS.len()], identity.float_bytes) {
-            let name = &identity.params[run.index].name;
-            return Err(std::io::Error::other(format!("{name}: {NOT_FINITE}")));
+        let values = &bytes[run.offset..run.offset + len * PARTS.len()];
+        if first_non_finite(values, identity.float()).is_some() {
+            let name = place(&identity.params[run.index]);
+            let message = format!("{name} after step {step}: {NOT_FINITE}");
+            return Err(std::io::Error::other(message));
         }
     }
     disk.create_directory(&staging)?;

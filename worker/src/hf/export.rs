@@ -1,0 +1,165 @@
+//! A checkpoint of ours, or a Hugging Face directory, -> a directory that `transformers` loads
+//! without remote code.
+
+use super::config::{family_of, write as write_config};
+use super::import::runs;
+use super::names::exported;
+use super::weights::{Weights, does_not_fit};
+use super::write::{Entry, Failed, Staging, Writing};
+use crate::checkpoint::Problem;
+use crate::checkpoint::values::{convert, name_of};
+use moejob_kernels::DType;
+use moejob_protocol::model::Role;
+use serde_json::{Map, Value, json};
+use std::path::{Path, PathBuf};
+
+/// Bytes of a file at most, unless one tensor is larger.
+const FILE_BYTES_MAX: u64 = 4 << 30;
+/// A file of `like` that is copied is at most this long.
+const COPIED_BYTES_MAX: u64 = 256 << 20;
+/// What belongs to a model beside its weights.
+const COPIED: [&str; 11] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+];
+
+/// What an export may be told.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options<'a> {
+    /// Of all tensors but corrections, which stay as they are; none keeps each tensor's own.
+    pub dtype: Option<DType>,
+    /// A Hugging Face directory that gives tokenizer and the fields of `config.json` that we do
+    /// not know.
+    pub like: Option<&'a Path>,
+}
+
+/// Writes `out` and gives its path. `progress` hears bytes done and in all.
+///
+/// # Errors
+/// No family computes the model, something stands in its place, a weight is refused or too large
+/// for the type.
+pub fn export(
+    weights: &Weights,
+    out: &Path,
+    options: Options,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<PathBuf, Failed> {
+    let family = match weights {
+        Weights::HuggingFace(directory) => directory.family,
+        Weights::Ours { manifest, .. } => family_of(&manifest.model).map_err(Failed::NoFamily)?,
+    };
+    let like = options.like.map(read_like).transpose().map_err(Failed::Refused)?;
+    let parent = out.parent().filter(|at| !at.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let staging = Staging::new(parent, out)?;
+    let params = weights.params();
+    let dtypes: Vec<DType> = (0..params.len())
+        .map(|index| match (params[index].role, options.dtype) {
+            (Role::Correction { .. }, _) => DType::F32,
+            (_, Some(dtype)) => dtype,
+            (_, None) => weights.dtype(index),
+        })
+        .collect();
+    let sizes: Vec<u64> = (params.iter().zip(&dtypes))
+        .map(|(param, dtype)| param.numel() * dtype.size() as u64)
+        .collect();
+    let shards = runs(&sizes, FILE_BYTES_MAX);
+    let mut writing = Writing::new(&staging.path, sizes.iter().sum(), progress);
+    let mut index_of = Map::new();
+    for (number, shard) in shards.iter().enumerate() {
+        let name = file_name(number, shards.len());
+        let entries: Vec<Entry> = (shard.clone())
+            .map(|at| {
+                let shape = params[at].shape.iter().map(|dim| u64::from(*dim)).collect();
+                (exported(family, &params[at]), name_of(dtypes[at]), shape, sizes[at])
+            })
+            .collect();
+        for entry in &entries {
+            index_of.insert(entry.0.clone(), json!(name));
+        }
+        writing.begin(&name, &entries)?;
+        for at in shard.clone() {
+            write_param(weights, at, dtypes[at], &mut writing)?;
+        }
+        writing.end()?;
+    }
+    drop(writing);
+    let dtype = options.dtype.unwrap_or_else(|| dtypes.first().copied().unwrap_or(DType::F32));
+    let config = write_config(family, weights.model(), dtype, like);
+    staging.small_file("config.json", &pretty(&config))?;
+    if shards.len() > 1 {
+        let total: u64 = sizes.iter().sum();
+        let index = json!({ "metadata": { "total_size": total }, "weight_map": index_of });
+        staging.small_file("model.safetensors.index.json", &pretty(&index))?;
+    }
+    if let Some(like) = options.like {
+        copy_beside(like, &staging)?;
+    }
+    staging.commit(out)
+}
+
+fn file_name(number: usize, count: usize) -> String {
+    match count {
+        1 => "model.safetensors".to_string(),
+        _ => format!("model-{:05}-of-{count:05}.safetensors", number + 1),
+    }
+}
+
+fn pretty(value: &Value) -> Vec<u8> {
+    let mut text = format!("{value:#}").into_bytes();
+    text.push(b'\n');
+    text
+}
+
+fn write_param(
+    weights: &Weights,
+    index: usize,
+    to: DType,
+    writing: &mut Writing,
+) -> Result<(), Failed> {
+    let (from, param) = (weights.dtype(index), &weights.params()[index]);
+    let (mut values, mut failed) = (Vec::new(), None);
+    let streamed = weights.stream(index, &mut |start, bytes| {
+        values.clear();
+        convert(bytes, from, to, &mut values)
+            .map_err(|at| does_not_fit(param, start + at as u64, to))?;
+        writing.write(&values, true).map_err(|error| {
+            let problem = error.as_problem();
+            failed = Some(error);
+            problem
+        })
+    });
+    match (failed, streamed) {
+        (Some(error), _) => Err(error),
+        (None, streamed) => streamed.map_err(Failed::Refused),
+    }
+}
+
+fn read_like(like: &Path) -> Result<Map<String, Value>, Problem> {
+    let path = like.join("config.json");
+    let shown = path.display().to_string();
+    let text = std::fs::read(&path).map_err(|error| Problem::new(&shown, &error.to_string()))?;
+    serde_json::from_slice(&text).map_err(|error| Problem::new(&shown, &error.to_string()))
+}
+
+/// Copies what belongs to the model and is no weight.
+fn copy_beside(like: &Path, staging: &Staging) -> Result<(), Failed> {
+    for name in COPIED {
+        let from = like.join(name);
+        let Ok(metadata) = std::fs::metadata(&from) else { continue };
+        if !metadata.is_file() || metadata.len() > COPIED_BYTES_MAX {
+            let why = format!("it is no file of at most {COPIED_BYTES_MAX} bytes");
+            return Err(Failed::Refused(Problem::new(&from.display().to_string(), &why)));
+        }
+        std::fs::copy(&from, staging.path.join(name)).map_err(|error| staging.io(error))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,267 @@
+//! Weights of either kind, read as a stream: a Hugging Face directory, or a checkpoint of ours.
+
+use super::directory::{Directory, Place};
+use crate::checkpoint::values::{convert, first_non_finite, float_named};
+use crate::checkpoint::{PARTS, Problem, Refusal, Shards, newest_usable, show, value_differences};
+use crate::grads::weight_of;
+use crate::model::Model;
+use moejob_kernels::DType;
+use moejob_protocol::model::{Param, Role, RouterConfig};
+use moejob_protocol::{CheckpointManifest, ModelConfig};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// Elements that are read at once.
+const CHUNK_ELEMENTS: u64 = 1 << 20;
+
+/// Weights in files.
+#[derive(Debug)]
+pub enum Weights {
+    HuggingFace(Directory),
+    Ours { path: PathBuf, manifest: Box<CheckpointManifest>, params: Vec<Param> },
+}
+
+impl Weights {
+    /// Opens a Hugging Face directory, a `step-*` directory, or the newest checkpoint of a
+    /// location.
+    ///
+    /// # Errors
+    /// Everything that is wrong with it.
+    pub fn open(path: &Path) -> Result<Weights, Refusal> {
+        if path.join("manifest.json").symlink_metadata().is_ok() {
+            return Weights::ours(path);
+        }
+        let is_location = path.join("config.json").symlink_metadata().is_err()
+            && crate::checkpoint::list(path).is_ok_and(|found| !found.is_empty());
+        if !is_location {
+            return Directory::open(path).map(Weights::HuggingFace);
+        }
+        let name = path.display().to_string();
+        let newest = newest_usable(path)
+            .map_err(|error| Refusal::of(&name, vec![Problem::new(".", &error.to_string())]))?;
+        match newest.usable {
+            Some(found) => Weights::ours(&found.path),
+            None => {
+                let why = vec![Problem::new(".", "no checkpoint in it can be used")];
+                Err(newest.refused.into_iter().next().unwrap_or_else(|| Refusal::of(&name, why)))
+            }
+        }
+    }
+
+    fn ours(path: &Path) -> Result<Weights, Refusal> {
+        let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+        let manifest = show(&path)
+            .map_err(|problems| Refusal::of(&path.display().to_string(), problems))?;
+        let params = manifest.model.params();
+        Ok(Weights::Ours { path, manifest: Box::new(manifest), params })
+    }
+
+    pub fn path(&self) -> &Path {
+        match self {
+            Weights::HuggingFace(directory) => &directory.path,
+            Weights::Ours { path, .. } => path,
+        }
+    }
+
+    pub fn model(&self) -> &ModelConfig {
+        match self {
+            Weights::HuggingFace(directory) => &directory.model,
+            Weights::Ours { manifest, .. } => &manifest.model,
+        }
+    }
+
+    pub fn params(&self) -> &[Param] {
+        match self {
+            Weights::HuggingFace(directory) => &directory.params,
+            Weights::Ours { params, .. } => params,
+        }
+    }
+
+    /// The float type in which a parameter is stored.
+    pub fn dtype(&self, index: usize) -> DType {
+        match self {
+            Weights::HuggingFace(directory) => directory.places[index].dtype,
+            Weights::Ours { manifest, .. } => {
+                float_named(&manifest.tensors[index * PARTS.len()].dtype).unwrap_or(DType::F32)
+            }
+        }
+    }
+
+    /// Bytes of all weights as stored.
+    pub fn bytes(&self) -> u64 {
+        let size = |(index, param): (usize, &Param)| {
+            param.numel() * self.dtype(index).size() as u64
+        };
+        self.params().iter().enumerate().map(size).sum()
+    }
+
+    /// What tells these weights from others without reading them.
+    fn digest(&self) -> blake3::Hash {
+        match self {
+            Weights::HuggingFace(directory) => directory.digest,
+            Weights::Ours { manifest, .. } => blake3::hash(format!("{manifest:?}").as_bytes()),
+        }
+    }
+
+    /// Gives a parameter piece by piece, ascending: its first element, and the bytes as stored.
+    /// Every value was found to be finite, and a router to be more than zeros.
+    ///
+    /// # Errors
+    /// What is wrong, by file, tensor and element; or what `take` refuses.
+    pub fn stream(
+        &self,
+        index: usize,
+        take: &mut dyn FnMut(u64, &[u8]) -> Result<(), Problem>,
+    ) -> Result<(), Problem> {
+        let param = &self.params()[index];
+        let (dtype, mut zeros) = (self.dtype(index), true);
+        let mut checked = |start: u64, bytes: &[u8]| {
+            if let Some(at) = first_non_finite(bytes, dtype) {
+                return Err(self.not_finite(index, start + at as u64));
+            }
+            zeros &= bytes.iter().all(|byte| byte & 0x7f == 0);
+            take(start, bytes)
+        };
+        match self {
+            Weights::HuggingFace(directory) => {
+                stream_place(directory, &directory.places[index], param, &mut checked)?;
+            }
+            Weights::Ours { path, manifest, .. } => {
+                let mut shards = Shards::new(path, manifest);
+                for piece in &manifest.tensors[index * PARTS.len()].pieces {
+                    checked(piece.start, &shards.piece(piece)?)?;
+                }
+            }
+        }
+        if zeros && matches!(param.role, Role::Router { .. }) {
+            let why = "the router is all zeros: it was never loaded, or never saved";
+            return Err(Problem::new(&self.file_of(index), &format!("{}: {why}", param.name)));
+        }
+        Ok(())
+    }
+
+    fn file_of(&self, index: usize) -> String {
+        match self {
+            Weights::HuggingFace(directory) => {
+                directory.files[directory.places[index].file].0.clone()
+            }
+            Weights::Ours { path, .. } => path.display().to_string(),
+        }
+    }
+
+    fn not_finite(&self, index: usize, element: u64) -> Problem {
+        let (name, at, columns) = match self {
+            Weights::HuggingFace(directory) => {
+                let place = &directory.places[index];
+                (&place.tensor, place.offset + element, place.columns)
+            }
+            Weights::Ours { params, .. } => {
+                let param = &params[index];
+                let columns = param.shape.last().copied().unwrap_or(1).max(1);
+                (&param.name, element, u64::from(columns))
+            }
+        };
+        let (row, column) = (at / columns, at % columns);
+        let why = format!("{name}: NaN or infinity at row {row}, column {column}");
+        Problem::new(&self.file_of(index), &why)
+    }
+}
+
+fn stream_place(
+    directory: &Directory,
+    place: &Place,
+    param: &Param,
+    take: &mut dyn FnMut(u64, &[u8]) -> Result<(), Problem>,
+) -> Result<(), Problem> {
+    let (name, file) = &directory.files[place.file];
+    let width = place.dtype.size() as u64;
+    let mut buffer = Vec::new();
+    let mut start = 0;
+    while start < param.numel() {
+        let count = CHUNK_ELEMENTS.min(param.numel() - start);
+        buffer.resize((count * width) as usize, 0);
+        let at = place.begin + (place.offset + start) * width;
+        file.read_exact_at(&mut buffer, at).map_err(|error| {
+            Problem::new(name, &format!("{} at byte {at}: {error}", place.tensor))
+        })?;
+        take(start, &buffer)?;
+        start += count;
+    }
+    Ok(())
+}
+
+/// Fills the weights that `model`'s rank holds, with moments of zero. What comes back is the same
+/// on all ranks that read the same weights.
+///
+/// # Errors
+/// The weights are of another model, or damaged.
+pub fn load(weights: &Weights, model: &mut Model) -> Result<[u8; 32], Refusal> {
+    let name = weights.path().display().to_string();
+    let differences = differences(weights.model(), &model.config);
+    if !differences.is_empty() {
+        return Err(Refusal::of(&name, differences));
+    }
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(weights.digest().as_bytes());
+    let float = if model.shape.float_bytes == 8 { DType::F64 } else { DType::F32 };
+    let mut values = Vec::new();
+    for index in 0..model.params.len() {
+        let Some(into) = weight_of(model, index) else { continue };
+        let shared = !matches!(model.params[index].role, Role::Expert { .. });
+        let dtype = weights.dtype(index);
+        let (device, param) = (&mut model.device, &model.params[index]);
+        weights
+            .stream(index, &mut |start, bytes| {
+                if shared {
+                    hasher.update(bytes);
+                }
+                values.clear();
+                convert(bytes, dtype, float, &mut values)
+                    .map_err(|at| does_not_fit(param, start + at as u64, float))?;
+                let part = into.slice(start as usize, values.len() / float.size());
+                device.write(part.reinterpret(DType::U8), &values);
+                Ok(())
+            })
+            .map_err(|problem| Refusal::of(&name, vec![problem]))?;
+    }
+    model.device.fill_zero(model.buffers.state.moment1);
+    model.device.fill_zero(model.buffers.state.moment2);
+    Ok(*hasher.finalize().as_bytes())
+}
+
+pub(super) fn does_not_fit(param: &Param, element: u64, dtype: DType) -> Problem {
+    let why = format!("element {element} is too large for {dtype:?}");
+    Problem::new(&param.name, &why)
+}
+
+/// In what two models compute differently; how they are trained is no difference.
+pub fn differences(theirs: &ModelConfig, ours: &ModelConfig) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    let value = |model| serde_json::to_value(computed(model)).unwrap_or_default();
+    value_differences("model", &value(theirs), &value(ours), &mut |field, found, wanted| {
+        let why = format!("{found} in the weights, {wanted} in the job");
+        problems.push(Problem::new(field, &why));
+    });
+    problems
+}
+
+/// The model with everything that training alone uses set alike.
+fn computed(model: &ModelConfig) -> ModelConfig {
+    let mut model = model.clone();
+    model.initializer_range = 0.0;
+    model.experts.routed_headroom = 1.0;
+    if model.dense_layers.is_empty() {
+        model.dense_intermediate_size = 0;
+    }
+    model.router = RouterConfig {
+        aux_loss_coef: 0.0,
+        z_loss_coef: 0.0,
+        aux_loss_scope: moejob_protocol::model::AuxLossScope::MicroBatch,
+        capacity_factor: 0.0,
+        bias_update_rate: 0.0,
+        jitter: 0.0,
+        frozen: false,
+        ..model.router
+    };
+    model
+}
