@@ -238,6 +238,20 @@ fn long_reductions() {
 }
 
 #[test]
+fn very_long_reductions() {
+    check("very_long_reductions", desc(70, 128, 8256, 2, 2), &even);
+}
+
+/// Multiples of 192, which all products take in tiles of 192 columns.
+#[test]
+fn tiles_of_192() {
+    let base = desc(400, 640, 576, 3, 2);
+    check("tiles_of_192", base, &|e| [0.0, 0.5, -1.0][e]);
+    let relu = MoeDesc { activation: MoeActivation::Relu, gated: false, ..base };
+    check("tiles_of_192, relu", relu, &even);
+}
+
+#[test]
 fn empty_experts() {
     check("empty_experts", desc(333, 128, 128, 7, 2), &|e| {
         [0.0, -60.0, 0.0, -4.0, 0.0, 0.0, -60.0][e]

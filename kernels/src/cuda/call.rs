@@ -198,7 +198,8 @@ impl<'a> Call<'a> {
         let a = self.matrix(self.at(self.layer.plan.scaled_a), self.desc().rows(), hidden);
         let args =
             GemmArgs { gathered: dout.address, ..self.weight_gradient(hidden, hidden, into) };
-        self.layer.dw_down.launch(self.stream, dout, a, args)
+        let out = self.gradient_matrix(into, dim, hidden);
+        self.layer.dw_down.launch(self.stream, out, a, args)
     }
 
     pub(super) fn dw_up(&self, into: Buffer) -> Result<(), CudaError> {
@@ -207,7 +208,13 @@ impl<'a> Call<'a> {
             gathered: self.x().address,
             ..self.weight_gradient(width, self.desc().dim, into)
         };
-        self.layer.dw_up.launch(self.stream, self.x(), self.h(), args)
+        let out = self.gradient_matrix(into, width, self.desc().dim);
+        self.layer.dw_up.launch(self.stream, out, self.h(), args)
+    }
+
+    /// All experts' gradients below each other, each [rows, cols].
+    fn gradient_matrix(&self, into: Buffer, rows: usize, cols: usize) -> Matrix {
+        self.matrix(self.arena.address(into), self.desc().experts * rows, cols)
     }
 
     /// `cols` of the operand that is not gathered; `pitch` of the stored gradient.

@@ -74,7 +74,8 @@ pub struct GemmConfig {
     pub stages: usize,
     pub cluster: usize,
     pub pingpong: bool,
-    /// Buffers of H that each consumer warp has in shared memory; OP_DH of Hopper only, else 0
+    /// Buffers that each consumer warp has in shared memory: of H for the hidden gradient, of the
+    /// output for weight gradients in bf16. Hopper only, else 0
     pub staged: usize,
     pub gated: bool,
     /// ACT_* of common.cu
@@ -89,8 +90,8 @@ pub struct GemmConfig {
 const BLOCK_M: usize = 128;
 const BLOCK_K: usize = 64;
 const CONSUMER_WARPS: usize = 8;
-/// Rows of H that a consumer warp stages at once.
-const H_BOX_ROWS: usize = 16;
+/// Rows of an m64 block that one warp of the warpgroup has.
+const BOX_ROWS: usize = 16;
 /// THREADS of grouped_gemm_ampere.cu
 const AMPERE_THREADS: u32 = 256;
 /// Most dynamic shared memory of a block on sm_90 and on sm_80.
@@ -102,13 +103,19 @@ const fn shared_bytes_max(arch: Arch) -> usize {
 }
 
 impl GemmConfig {
-    /// The tiles for `op` with `cols` columns.
+    /// The tiles for `op` with `cols` columns and a reduction of `depth`, `gated` if H has both.
     ///
     /// Measured on an H200 under load (docs/benchmarks): ping-pong hides the epilogue and wins for
-    /// every product over rows, 128 x 192 unless 128 x 128 computes clearly fewer columns past the
-    /// end. Weight gradients have little to hide and stay with 128 x 256, which reads least. A
+    /// products over rows, 128 x 192 unless 128 x 128 computes clearly fewer columns past the end.
+    /// Very long reductions read less from memory in 128 x 256. Weight gradients take 128 x 192
+    /// ping-pong where it computes nothing for nothing, each CTA for itself, else 128 x 256; a
     /// cluster helps them by 2% up to a few thousand columns and costs as much beyond.
-    pub fn choose(arch: Arch, op: ProductOp, cols: usize) -> GemmConfig {
+    pub fn choose(
+        arch: Arch,
+        op: ProductOp,
+        (cols, depth): (usize, usize),
+        gated: bool,
+    ) -> GemmConfig {
         let wide = GemmConfig {
             arch,
             op,
@@ -124,6 +131,7 @@ impl GemmConfig {
             output: Output::Bf16,
         };
         let pingpong = GemmConfig { block_n: 192, stages: 5, pingpong: true, ..wide };
+        let pingpong_128 = GemmConfig { block_n: 128, stages: 6, ..pingpong };
         let narrow = |block_n| GemmConfig { block_n, stages: 6, cluster: 1, ..wide };
         if let Arch::Ampere(_) = arch {
             return GemmConfig { block_n: 128, stages: 3, cluster: 1, ..wide };
@@ -131,18 +139,42 @@ impl GemmConfig {
         match op {
             ProductOp::Logits if cols <= 64 => narrow(64),
             ProductOp::Logits if cols <= 128 => narrow(128),
+            ProductOp::Logits => wide,
             ProductOp::WeightGradient if cols <= 128 => narrow(128),
-            ProductOp::WeightGradient if cols > 8192 => GemmConfig { cluster: 1, ..wide },
-            ProductOp::Rows | ProductOp::InputGradient if fits_128(cols) => {
-                GemmConfig { block_n: 128, stages: 6, ..pingpong }
+            ProductOp::WeightGradient if cols > 512 && wasted_by_192(cols) <= 0.02 => {
+                GemmConfig { cluster: 1, staged: 1, ..pingpong }
+            }
+            ProductOp::WeightGradient => {
+                GemmConfig { cluster: if cols > 8192 { 1 } else { 2 }, staged: 2, ..wide }
+            }
+            ProductOp::Rows | ProductOp::InputGradient if depth > 8192 => wide,
+            ProductOp::Rows | ProductOp::InputGradient if wasted_by_192(cols) > 0.03 => {
+                pingpong_128
             }
             ProductOp::Up | ProductOp::Rows | ProductOp::InputGradient => pingpong,
-            ProductOp::HiddenGradient if fits_128(cols) => {
-                GemmConfig { block_n: 128, stages: 5, staged: 2, ..pingpong }
+            // The epilogue of a gated one takes most of what 192 columns leave of the registers.
+            ProductOp::HiddenGradient if gated && wasted_by_192(cols) <= 0.01 => {
+                GemmConfig { stages: 4, staged: 2, ..pingpong }
             }
-            ProductOp::HiddenGradient => GemmConfig { stages: 4, staged: 2, ..pingpong },
-            _ => wide,
+            ProductOp::HiddenGradient if !gated && wasted_by_192(cols) <= 0.04 => {
+                GemmConfig { staged: 1, ..pingpong }
+            }
+            ProductOp::HiddenGradient => GemmConfig { staged: 1, ..pingpong_128 },
         }
+    }
+
+    /// With as many buffers as shared memory holds beside the tables of `groups` groups.
+    pub fn fitting(mut self, groups: usize) -> GemmConfig {
+        let buffered = match self.op {
+            ProductOp::HiddenGradient => true,
+            ProductOp::WeightGradient => self.output == Output::Bf16,
+            _ => false,
+        };
+        self.staged = if buffered { self.staged } else { 0 };
+        while self.staged > 1 && self.shared_bytes(groups) > shared_bytes_max(self.arch) {
+            self.staged -= 1;
+        }
+        self
     }
 
     pub(crate) fn label(&self) -> String {
@@ -176,6 +208,7 @@ impl GemmConfig {
             include_str!("grouped_gemm.cu"),
             include_str!("grouped_gemm_epilogue.cu"),
             include_str!("grouped_gemm_hidden.cu"),
+            include_str!("grouped_gemm_gradient.cu"),
             main,
         ];
         Source::new(self.label(), self.arch.target(), &macros, &parts)
@@ -184,17 +217,17 @@ impl GemmConfig {
     /// Stages, buffers of H, their barriers, and the tables of `groups` groups.
     fn shared_bytes(&self, groups: usize) -> usize {
         let stage = (BLOCK_M + self.block_n) * BLOCK_K * 2 + 16;
-        let boxes = if self.gated { 2 } else { 1 };
-        let hidden = self.staged * CONSUMER_WARPS * (boxes * H_BOX_ROWS * BLOCK_K * 2 + 8);
+        let boxes = if self.op == ProductOp::HiddenGradient && self.gated { 2 } else { 1 };
+        let buffers = self.staged * CONSUMER_WARPS * (boxes * BOX_ROWS * BLOCK_K * 2 + 8);
         let tables = if self.op == ProductOp::WeightGradient { 2 } else { 1 };
-        self.stages * stage + hidden + (tables * groups + 1) * 4
+        self.stages * stage + buffers + (tables * groups + 1) * 4
     }
 }
 
-/// Whether tiles of 128 columns beat those of 192, which are 3% faster a column.
-fn fits_128(cols: usize) -> bool {
+/// The part of `cols` that tiles of 192 columns compute past the end and tiles of 128 do not.
+fn wasted_by_192(cols: usize) -> f64 {
     let (narrow, wide) = (cols.next_multiple_of(128), cols.next_multiple_of(192));
-    narrow * 103 < wide * 100
+    wide as f64 / narrow as f64 - 1.0
 }
 
 /// Declared for the text that names it, never called.
@@ -256,7 +289,8 @@ impl Gemm {
         Ok(Gemm { config, function, multiprocessors: gpu.multiprocessors() })
     }
 
-    /// Enqueues the product. `a` is A of ops that gather nothing, and H of OP_DH.
+    /// Enqueues the product. `a` is A of ops that gather nothing; H of the hidden gradient; the
+    /// output of weight gradients in bf16.
     pub(crate) fn launch(
         &self,
         stream: &Stream,
@@ -284,7 +318,11 @@ impl Gemm {
     }
 
     fn map_a(&self, a: Matrix) -> Result<sys::CUtensorMap, CudaError> {
-        a.map(if self.config.staged > 0 { H_BOX_ROWS } else { BLOCK_M })
+        match self.config {
+            GemmConfig { staged: 0, .. } => a.map(BLOCK_M),
+            GemmConfig { transposed: true, .. } => a.narrow_map(BLOCK_K),
+            _ => a.map(BOX_ROWS),
+        }
     }
 
     fn map_b(&self, b: Matrix) -> Result<sys::CUtensorMap, CudaError> {

@@ -104,15 +104,19 @@ struct Schedule {
   }
 };
 
+// Buffers of each consumer warp, see grouped_gemm_hidden.cu and grouped_gemm_gradient.cu: boxes of
+// 2 KiB that the copy engine brings or takes.
+constexpr int BOX = 2048, BUFFER = OP == OP_DH && GATED ? 2 * BOX : BOX;
+constexpr int BUFFER_BYTES = STAGED * 8 * BUFFER;  // of all consumer warps
 // Full and empty barriers of the stages, and one of each buffer of H.
-constexpr int BARRIERS = 2 * STAGES + 8 * STAGED;
+constexpr int BARRIERS = 2 * STAGES + (OP == OP_DH ? 8 * STAGED : 0);
 struct Ring {
-  u32 a, b, hidden, barriers;
+  u32 a, b, buffers, barriers;
   int stage;
   u32 phase;
   __device__ __forceinline__ u32 full() const { return barriers + stage * 8; }
   __device__ __forceinline__ u32 empty(int s) const { return barriers + (STAGES + s) * 8; }
-  __device__ __forceinline__ u32 hidden_barriers(int warp) const {
+  __device__ __forceinline__ u32 buffer_barriers(int warp) const {
     return barriers + (2 * STAGES + warp * STAGED) * 8;
   }
   __device__ __forceinline__ u32 a_at() const { return a + stage * A_BYTES; }
@@ -251,14 +255,14 @@ __device__ __forceinline__ void produce_columns(Ring ring, Schedule schedule,
     const auto pick = [&](int step) {
       const int r = step * BK + own_row;
       if (r >= tile.rows) return 0u;
-      const u32 at = INDEXED ? (u32)args.index[tile.row0 + r] : (u32)(tile.row0 + r);
-      return at * (u32)args.gathered_pitch;
+      return INDEXED ? (u32)args.index[tile.row0 + r] : (u32)(tile.row0 + r);
     };
-    u32 own = pick(0);
+    u32 own = pick(0);  // nothing but the next step's shuffles may touch it: it is under way
     const auto copy_step = [&](int it, int rows) {  // `rows`: what is left for this thread
       u32 from[BK / 8];
+      const u32 element = own * (u32)args.gathered_pitch;
 #pragma unroll
-      for (int i = 0; i < BK / 8; i++) from[i] = __shfl_sync(~0u, own, 2 * i + (lane >> 4));
+      for (int i = 0; i < BK / 8; i++) from[i] = __shfl_sync(~0u, element, 2 * i + (lane >> 4));
       own = pick(it + 1);
       barrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
       turn_to_load_b(ring, map_b, tile, args, it, rank);

@@ -5,10 +5,7 @@
 // in ping-pong never pause.
 //
 // A unit is the 16 rows x 64 columns of one box, block by block of the warpgroup's m64 blocks.
-constexpr int H_BOX = 16 * 128, H_BUFFER = GATED ? 2 * H_BOX : H_BOX;
-constexpr int H_BYTES = STAGED * 8 * H_BUFFER;  // of all consumer warps
-
-#if STAGED
+#if STAGED && OP == OP_DH
 struct Hidden {
   const TensorMap* map;  // H in boxes of 16 x 64, 128-byte swizzle
   u32 buffers, barriers;  // this warp's
@@ -22,9 +19,9 @@ struct Hidden {
     const bool mine = elected && unit < units;
     const int block = unit >= chunks;  // of two
     const int x = col + 64 * (unit - block * chunks), y = row + 64 * block;
-    const u32 to = buffers + slot(unit) * H_BUFFER, barrier = barriers + slot(unit) * 8;
-    load_box_if(mine, to, map, barrier, x, y, H_BUFFER);
-    if (GATED) load_more_if(mine, to + H_BOX, map, barrier, cols + x, y);
+    const u32 to = buffers + slot(unit) * BUFFER, barrier = barriers + slot(unit) * 8;
+    load_box_if(mine, to, map, barrier, x, y, BUFFER);
+    if (GATED) load_more_if(mine, to + BOX, map, barrier, cols + x, y);
   }
   __device__ __forceinline__ void start(const Tile& tile, const Args& args, int m0, int warp) {
     static_assert(M_BLOCKS <= 2, "request");
@@ -36,13 +33,13 @@ struct Hidden {
     row = tile.row0 + m0 + 16 * warp;
     chunks = min((cols - col) >> 6, BN / 64);
     units = left > 0 && tile.live ? blocks * chunks : 0;
-    stores_read();
+    stores_read<0>();
 #pragma unroll
     for (int unit = 0; unit < STAGED; unit++) request(unit);
   }
   __device__ __forceinline__ u32 wait(int unit) const {
     barrier_wait(barriers + slot(unit) * 8, ((used + unit) / STAGED) & 1);
-    return buffers + slot(unit) * H_BUFFER;
+    return buffers + slot(unit) * BUFFER;
   }
 };
 
@@ -88,7 +85,7 @@ __device__ __forceinline__ void finish_unit(const float* acc, u32 buffer, u16* (
       for (int h = 0; h < 2; h++) {
         const u32 from = (at ^ ((4 * jj + x) << 4)) + 1024 * h;
         gate[h][x] = load_shared(from);
-        up[h][x] = GATED ? load_shared(from + H_BOX) : 0;
+        up[h][x] = GATED ? load_shared(from + BOX) : 0;
       }
     }
 #pragma unroll
@@ -100,7 +97,7 @@ __device__ __forceinline__ void finish_unit(const float* acc, u32 buffer, u16* (
       for (int h = 0; h < 2; h++) {
         const u32 to = (at ^ ((4 * jj + x) << 4)) + 1024 * h;
         store_shared(to, gate[h][x]);
-        if (GATED) store_shared(to + H_BOX, up[h][x]);
+        if (GATED) store_shared(to + BOX, up[h][x]);
       }
     }
 #pragma unroll
@@ -118,7 +115,7 @@ __device__ __forceinline__ void send_unit(const Hidden& hidden, const Args& args
   __syncwarp();
   const bool box = hidden.elected && rows >= 16;
   store_box_if(box, hidden.map, buffer, x, y);
-  if (GATED) store_box_if(box, hidden.map, buffer + H_BOX, hidden.cols + x, y);
+  if (GATED) store_box_if(box, hidden.map, buffer + BOX, hidden.cols + x, y);
   stores_commit();
   if (rows >= 16) return;
 #pragma unroll
@@ -129,7 +126,7 @@ __device__ __forceinline__ void send_unit(const Hidden& hidden, const Args& args
     const uint4 gate = load_shared16(from);
     if (row < rows) store16(to, gate.x, gate.y, gate.z, gate.w);
     if (!GATED) continue;
-    const uint4 up = load_shared16(from + H_BOX);
+    const uint4 up = load_shared16(from + BOX);
     if (row < rows) store16(to + args.cols, up.x, up.y, up.z, up.w);
   }
   __syncwarp();
@@ -162,7 +159,7 @@ __device__ __forceinline__ void finish_hidden(const float (&acc)[M_BLOCKS][BN / 
       const u32 buffer = hidden.wait(unit);
       finish_unit(acc[i] + 32 * c, buffer, scaled, live, scale, ds, lane);
       send_unit(hidden, args, buffer, hidden.col + 64 * c, hidden.row + 64 * i, rows, lane);
-      stores_read();
+      stores_read<0>();
       hidden.request(unit + STAGED);
       scaled[0] += 64;
       scaled[1] += 64;

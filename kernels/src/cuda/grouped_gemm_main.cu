@@ -6,40 +6,47 @@ __device__ __forceinline__ void release(const Ring& ring, int stage, int lane) {
   else barrier_arrive(ring.empty(stage));
 }
 
-// The first BLOCKS m64 blocks' products of one tile.
+// The first BLOCKS m64 blocks' products of one tile, the last step of a weight gradient only as
+// far as the group has rows.
 template <int BLOCKS>
 __device__ __forceinline__ int multiply_blocks(float (&acc)[M_BLOCKS][BN / 2], Ring& ring,
-                                               int steps, int m_in_tile, int lane) {
+                                               int steps, int depth, int m_in_tile, int lane) {
   int previous = -1;
-  for (int it = 0; it < steps; it++) {
+  const auto step = [&](int it, int left) {  // `left`: what there is to sum over
     barrier_wait(ring.full(), ring.phase);
     if (GATHERED) fence_async_proxy();
     const u64 a = operand<A_MN>(ring.a_at() + m_in_tile * 128), b = operand<B_MN>(ring.b_at());
     wgmma_fence();
 #pragma unroll
-    for (int kk = 0; kk < BK / 16; kk++)
+    for (int kk = 0; kk < BK / 16; kk++) {
+      if (kk * 16 >= left) break;
 #pragma unroll
       for (int i = 0; i < BLOCKS; i++)
         multiply(acc[i], a + i * (64 * 128 >> 4) + kk * next_k16<A_MN>(),
                  b + kk * next_k16<B_MN>(), (it | kk) != 0);
+    }
     wgmma_commit();
     wgmma_wait<1>();
     if (previous >= 0) release(ring, previous, lane);
     previous = ring.stage;
     ring.advance();
-  }
+  };
+  const int whole = OP == OP_WGRAD ? depth / BK : steps;
+  for (int it = 0; it < whole; it++) step(it, BK);
+  if (OP == OP_WGRAD && whole < steps) step(whole, depth - whole * BK);
   return previous;
 }
 
 // Products of one tile into acc. Blocks without a row only keep the ring turning: what is not
 // multiplied costs no power, and power is what limits this chip.
 __device__ __forceinline__ void multiply_tile(float (&acc)[M_BLOCKS][BN / 2], Ring& ring,
-                                              int steps, int m_in_tile, int blocks, int lane) {
+                                              int steps, int depth, int m_in_tile,
+                                              int blocks, int lane) {
   int previous = -1;
   if (blocks >= M_BLOCKS) {
-    previous = multiply_blocks<M_BLOCKS>(acc, ring, steps, m_in_tile, lane);
+    previous = multiply_blocks<M_BLOCKS>(acc, ring, steps, depth, m_in_tile, lane);
   } else if (M_BLOCKS > 1 && blocks == 1) {
-    previous = multiply_blocks<1>(acc, ring, steps, m_in_tile, lane);
+    previous = multiply_blocks<1>(acc, ring, steps, depth, m_in_tile, lane);
   } else {
     for (int it = 0; it < steps; it++) {
       barrier_wait(ring.full(), ring.phase);
@@ -56,7 +63,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[M_BLOCKS][BN / 2], Ri
 }
 
 __device__ __forceinline__ void consume(Ring ring, Schedule schedule, const Args& args,
-                                        const TensorMap* map_h, int warpgroup) {
+                                        const TensorMap* map_out, int warpgroup) {
   // The shuffle tells the compiler that the warp's number is the same in all its lanes.
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0) & 3;
   const int m_in_tile = PINGPONG ? 0 : warpgroup * (M_BLOCKS * 64);
@@ -64,8 +71,12 @@ __device__ __forceinline__ void consume(Ring ring, Schedule schedule, const Args
   Tile tile;
 #if STAGED
   const int own = warpgroup * 4 + warp;
-  Hidden hidden = {map_h, ring.hidden + own * (STAGED * H_BUFFER), ring.hidden_barriers(own),
-                   lane == 0};
+  const u32 buffers = ring.buffers + own * (STAGED * BUFFER);
+#if OP == OP_DH
+  Hidden hidden = {map_out, buffers, ring.buffer_barriers(own), lane == 0};
+#else
+  Outbox outbox = {map_out, buffers, lane == 0};
+#endif
 #endif
 #if PINGPONG
   if (warpgroup == 1) asm volatile("bar.arrive 1, 256;" ::: "memory");
@@ -75,7 +86,7 @@ __device__ __forceinline__ void consume(Ring ring, Schedule schedule, const Args
 #if PINGPONG
     if ((turn & 1) != warpgroup) { ring.skip(steps); continue; }
 #endif
-#if STAGED
+#if STAGED && OP == OP_DH
     hidden.start(tile, args, m0, warp);
 #endif
 #if PINGPONG
@@ -90,9 +101,13 @@ __device__ __forceinline__ void consume(Ring ring, Schedule schedule, const Args
     }
     const int m_end = OP == OP_WGRAD ? args.gathered_pitch : tile.rows;
     const int blocks = tile.live ? (m_end - m0 + 63) >> 6 : 0;
-    multiply_tile(acc, ring, steps, m_in_tile, blocks, lane);
-#if STAGED
+    multiply_tile(acc, ring, steps, tile.rows, m_in_tile, blocks, lane);
+#if STAGED && OP == OP_DH
     finish_hidden(acc, tile, args, hidden, m0, warp, lane);
+#elif STAGED
+#pragma unroll
+    for (int i = 0; i < M_BLOCKS; i++)
+      if (i < blocks) outbox.finish(acc[i], tile, args, m0 + 64 * i + 16 * warp, lane);
 #else
 #pragma unroll
     for (int i = 0; i < M_BLOCKS; i++)
@@ -121,9 +136,9 @@ grouped_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ Te
   extern __shared__ __align__(1024) u8 shared[];
   Ring ring = {shared_address(shared)};
   ring.b = ring.a + STAGES * A_BYTES;
-  ring.hidden = ring.b + STAGES * B_BYTES;
-  ring.barriers = ring.hidden + H_BYTES;
-  int* offsets = (int*)(shared + STAGES * (A_BYTES + B_BYTES) + H_BYTES + BARRIERS * 8);
+  ring.buffers = ring.b + STAGES * B_BYTES;
+  ring.barriers = ring.buffers + BUFFER_BYTES;
+  int* offsets = (int*)(shared + STAGES * (A_BYTES + B_BYTES) + BUFFER_BYTES + BARRIERS * 8);
   int* order = offsets + args.groups + 1;
   const int tid = threadIdx.x, warpgroup = __shfl_sync(~0u, tid >> 7, 0);
   u32 rank = 0;
@@ -139,7 +154,7 @@ grouped_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ Te
       barrier_init(ring.barriers + s * 8, GATHERED ? 129 : 1);
       barrier_init(ring.empty(s), CLUSTER * (PINGPONG ? 4 : 8));
     }
-    for (int s = 0; s < 8 * STAGED; s++) barrier_init(ring.hidden_barriers(0) + s * 8, 1);
+    for (int s = 2 * STAGES; s < BARRIERS; s++) barrier_init(ring.barriers + s * 8, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();

@@ -109,9 +109,9 @@ __device__ __forceinline__ void store_box_if(bool mine, const TensorMap* map, u3
 __device__ __forceinline__ void stores_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Shared memory may be written again.
-__device__ __forceinline__ void stores_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+// The shared memory of all but the last PENDING groups may be written again.
+template <int PENDING> __device__ __forceinline__ void stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 __device__ __forceinline__ void stores_done() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
@@ -123,6 +123,17 @@ __device__ __forceinline__ u32 load_shared(u32 from) {
 }
 __device__ __forceinline__ void store_shared(u32 to, u32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+// Four 8 x 8 matrices of 16-bit elements, lane l holding row l / 4, columns 2 (l % 4) and the next
+// of each; lane 8 i + r gives the address of the 16 bytes of row r of matrix i, or of its column r.
+template <bool TRANSPOSE>
+__device__ __forceinline__ void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
+  if (TRANSPOSE)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+  else
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 __device__ __forceinline__ uint4 load_shared16(u32 from) {
   uint4 x;

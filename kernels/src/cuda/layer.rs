@@ -343,7 +343,8 @@ fn configs(arch: Arch, desc: &MoeDesc) -> [GemmConfig; 9] {
     use ProductOp::{HiddenGradient, InputGradient, Logits, Rows, Up, WeightGradient};
     let MoeDesc { dim, hidden, experts, .. } = *desc;
     let width = desc.width();
-    let choose = |op, cols| GemmConfig::choose(arch, op, cols);
+    let choose = |op, size| GemmConfig::choose(arch, op, size, desc.gated);
+    let rows = desc.rows(); // of all experts: weight gradients do not look at their depth
     let expert = |config: GemmConfig| GemmConfig {
         gated: desc.gated,
         activation: desc.activation as usize,
@@ -352,20 +353,21 @@ fn configs(arch: Arch, desc: &MoeDesc) -> [GemmConfig; 9] {
     let gradient =
         |config: GemmConfig, transposed, output| GemmConfig { transposed, output, ..config };
     let output = desc.weight_gradients;
-    [
-        gradient(choose(Logits, experts), false, Output::F32),
-        expert(choose(Up, hidden)),
-        choose(Rows, dim / desc.down_passes()),
-        expert(choose(HiddenGradient, hidden)),
-        choose(InputGradient, dim),
-        gradient(choose(WeightGradient, width), true, output),
-        gradient(choose(WeightGradient, hidden), false, output),
-        choose(InputGradient, dim),
+    let all = [
+        gradient(choose(Logits, (experts, dim)), false, Output::F32),
+        expert(choose(Up, (hidden, dim))),
+        choose(Rows, (dim / desc.down_passes(), hidden)),
+        expert(choose(HiddenGradient, (hidden, dim))),
+        choose(InputGradient, (dim, width)),
+        gradient(choose(WeightGradient, (width, rows)), true, output),
+        gradient(choose(WeightGradient, (hidden, rows)), false, output),
+        choose(InputGradient, (dim, experts)),
         GemmConfig {
             indexed: false,
-            ..gradient(choose(WeightGradient, experts), true, Output::F32)
+            ..gradient(choose(WeightGradient, (experts, rows)), true, Output::F32)
         },
-    ]
+    ];
+    all.map(|config| config.fitting(experts))
 }
 
 /// Parts of the sum over tokens in dWr: enough tiles for every multiprocessor of an H200, and no

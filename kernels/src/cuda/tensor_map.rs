@@ -1,4 +1,4 @@
-//! Descriptions of bf16 matrices for Hopper's copy engine, 128-byte swizzle.
+//! Descriptions of bf16 matrices for Hopper's copy engine.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -16,10 +16,19 @@ pub(crate) struct Matrix {
 }
 
 impl Matrix {
-    /// Boxes of `box_rows` rows by 64 columns.
+    /// Boxes of `box_rows` rows by 64 columns, 128-byte swizzle.
     pub(crate) fn map(self, box_rows: usize) -> Result<sys::CUtensorMap, CudaError> {
+        self.boxes(64, box_rows)
+    }
+
+    /// Boxes of 16 columns, 32-byte swizzle.
+    pub(crate) fn narrow_map(self, box_rows: usize) -> Result<sys::CUtensorMap, CudaError> {
+        self.boxes(16, box_rows)
+    }
+
+    fn boxes(self, box_cols: usize, box_rows: usize) -> Result<sys::CUtensorMap, CudaError> {
         let dims = [self.cols as u64, self.rows as u64];
-        encode(self, &dims, &[self.cols as u64 * 2], &[64, box_rows as u32])
+        encode(self, &dims, &[self.cols as u64 * 2], &[box_cols as u32, box_rows as u32])
     }
 
     /// The same, the rows of each 32 in the order that gives a wgmma thread 8 neighbouring columns:
@@ -44,6 +53,10 @@ fn encode(
     boxes: &[u32],
 ) -> Result<sys::CUtensorMap, CudaError> {
     let steps = [1_u32; 5];
+    let swizzle = match boxes[0] {
+        16 => sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_32B,
+        _ => sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B,
+    };
     let mut map = MaybeUninit::<sys::CUtensorMap>::uninit();
     // SAFETY: every array has as many entries as its role asks for (strides one less); the map is
     // initialized when the call succeeds.
@@ -58,7 +71,7 @@ fn encode(
             boxes.as_ptr(),
             steps.as_ptr(),
             sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
-            sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzle,
             sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
