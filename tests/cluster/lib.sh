@@ -17,6 +17,9 @@ node_address() { echo "10.77.0.$((10 + $1))"; }
 pod_subnet() { echo "10.77.$((10 + $1)).0/24"; }
 # Node 0 is the operator's, nodes 1 to N are workers.
 node_name() { if [ "$1" = 0 ]; then echo operator; else echo "worker-$1"; fi; }
+# The namespace of all fake nodes, and the addresses of their pods.
+fake_address=10.77.0.250
+fake_pods=10.78.0.0
 node_number() { if [ "$1" = operator ]; then echo 0; else echo "${1#worker-}"; fi; }
 
 say() { echo "cluster: $*" >&2; }

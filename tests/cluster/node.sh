@@ -44,6 +44,29 @@ make_node_network() {
   inside "$name" sh -c 'echo 1 >/proc/sys/net/ipv4/ip_forward'
 }
 
+# All fake nodes share one network; every address of their pods is its own.
+make_fake_network() {
+  ip netns add "${namespace_prefix}fake"
+  local in="ip -n ${namespace_prefix}fake"
+  $in link set lo up
+  ip -n "${namespace_prefix}control" link add fake type veth \
+    peer name eth0 netns "${namespace_prefix}fake"
+  ip -n "${namespace_prefix}control" link set fake master nodes up
+  $in addr add "$fake_address/24" dev eth0
+  $in link set eth0 up
+  $in route add default via "$control_address"
+  $in route add local "$fake_pods/16" dev lo
+  ip -n "${namespace_prefix}control" route add "$fake_pods/16" via "$fake_address"
+}
+
+# start_fake_nodes COUNT PROGRAM
+start_fake_nodes() {
+  mkdir -p "$state/fake"
+  make_fake_network
+  KUBECONFIG=$state/admin.kubeconfig start fake fake-nodes \
+    "$2" "$1" "$state/fake" "$fake_pods" --step-ms "${MOEJOB_FAKE_STEP_MS:-100}"
+}
+
 write_containerd_config() {
   local number=$1 home=$2 restrict=true
   may_lower_oom_score && restrict=false
