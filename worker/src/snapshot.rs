@@ -62,6 +62,8 @@ pub fn shard_runs(
 
 /// Initial weights of everything held, from the seed; moments are zero in fresh memory.
 pub fn initialize(model: &mut Model, seed: u64) {
+    let config = &model.config;
+    let router_std = config.router.initializer_range.unwrap_or(config.initializer_range);
     for index in 0..model.params.len() {
         let Some(x) = weight_of(model, index) else { continue };
         let param = &model.params[index];
@@ -77,7 +79,10 @@ pub fn initialize(model: &mut Model, seed: u64) {
                     seed,
                     name_hash: u64::from_le_bytes(*first),
                     first: 0,
-                    std: model.config.initializer_range,
+                    std: match param.role {
+                        Role::Router { .. } => router_std,
+                        _ => model.config.initializer_range,
+                    },
                     x,
                 });
             }

@@ -299,6 +299,7 @@ fn router(typed: &ModelSpec) -> RouterConfig {
     RouterConfig {
         aux_loss_coef: router.aux_loss_coef.unwrap_or(0.01),
         z_loss_coef: router.z_loss_coef.unwrap_or(0.001),
+        initializer_range: router.initializer_range,
         aux_loss_scope: match router.aux_loss_scope {
             None | Some(AuxLossScopeName::MicroBatch) => AuxLossScope::MicroBatch,
             Some(AuxLossScopeName::Sequence) => AuxLossScope::Sequence,

@@ -88,6 +88,9 @@ pub struct ExpertsConfig {
 pub struct RouterConfig {
     pub aux_loss_coef: f64,
     pub z_loss_coef: f64,
+    /// Standard deviation of the router's initial weights; none: the model's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub initializer_range: Option<f64>,
     pub aux_loss_scope: AuxLossScope,
     /// 0: dropless.
     pub capacity_factor: f64,

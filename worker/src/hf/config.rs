@@ -292,6 +292,7 @@ fn router(family: Family, fields: &mut Fields) -> RouterConfig {
     RouterConfig {
         aux_loss_coef: fields.real("router_aux_loss_coef", coefficient),
         z_loss_coef: 0.0,
+        initializer_range: None,
         aux_loss_scope: AuxLossScope::MicroBatch,
         capacity_factor: 0.0,
         scoring: if deepseek { Scoring::Sigmoid } else { Scoring::Softmax },

@@ -256,6 +256,7 @@ fn computed(model: &ModelConfig) -> ModelConfig {
     model.router = RouterConfig {
         aux_loss_coef: 0.0,
         z_loss_coef: 0.0,
+        initializer_range: None,
         aux_loss_scope: moejob_protocol::model::AuxLossScope::MicroBatch,
         capacity_factor: 0.0,
         bias_update_rate: 0.0,

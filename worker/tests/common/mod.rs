@@ -38,6 +38,7 @@ pub fn model() -> ModelConfig {
         router: RouterConfig {
             aux_loss_coef: 0.01,
             z_loss_coef: 0.001,
+            initializer_range: None,
             aux_loss_scope: AuxLossScope::MicroBatch,
             capacity_factor: 0.0,
             scoring: Scoring::Softmax,

@@ -209,6 +209,11 @@ pub struct RouterSpec {
     #[schemars(range(min = 0.0, max = 100.0))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub z_loss_coef: Option<f64>,
+    /// Standard deviation of the router's initial weights: a tenth of the others' steadies large
+    /// models (Fedus et al. 2021). Default: the model's initializerRange.
+    #[schemars(range(min = 0.0, max = 10.0))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub initializer_range: Option<f64>,
     /// Rows an expert takes at most, as a multiple of the even share; 0 takes all. Default: 0.
     #[schemars(range(min = 0.0, max = 64.0))]
     #[serde(skip_serializing_if = "Option::is_none")]
