@@ -240,7 +240,7 @@ impl Runner {
             ProcessEvent::Exited { exit_code, how } => {
                 self.leader.close(name);
                 self.processes.forget(name);
-                let happenings = self.tracker.exited(name, exit_code, &how);
+                let happenings = self.tracker.exited(name, exit_code, &how, now);
                 self.back_off(name, now);
                 self.tell(happenings);
             }
@@ -320,7 +320,10 @@ impl Runner {
                 self.leader.send(name, self.tracker.observed.record.attempt, Down::Shutdown);
                 self.processes.stop(name, Duration::from_millis(*grace));
             }
-            Action::EndAttempt { .. } | Action::NoteStop | Action::WithdrawStop => {}
+            Action::EndAttempt { .. }
+            | Action::AvoidNode { .. }
+            | Action::NoteStop
+            | Action::WithdrawStop => {}
             Action::RecordAttempt(gang) => {
                 let file = self.folder.file().clone();
                 self.folder.record(JobFile { attempt: gang.attempt, ..file })?;
@@ -390,7 +393,7 @@ impl Runner {
         };
         let nodes = &mut self.tracker.observed.nodes;
         if let Some(node) = nodes.iter_mut().find(|of| of.name == node) {
-            node.avoid_until = now + wait;
+            node.avoid_until = node.avoid_until.max(now + wait);
         }
     }
 

@@ -13,7 +13,7 @@
 mod eligible;
 mod memory;
 
-pub use eligible::{Needs, Taint, Toleration, unhealthy};
+pub use eligible::{Against, Needs, Taint, Toleration, unhealthy};
 pub use memory::{BACKOFF_FIRST, BACKOFF_MAX, Memory, UNSEEN_TIMEOUT};
 
 use crate::decide::Action;
@@ -21,7 +21,8 @@ use crate::job::{Closeness, Job};
 use crate::observed::{Millis, Node, Observed, Outcome, WorkerState};
 use crate::resources::Resources;
 use crate::spec::Level;
-use crate::topology::{self, NodeInfo};
+use crate::topology::{NodeInfo, Places};
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A job between two attempts, which has newer state in memory than in storage, keeps its nodes
@@ -189,7 +190,7 @@ pub fn allocate(cluster: &Cluster, memory: &Memory, now: Millis) -> Allocation {
 struct Allocator<'a> {
     /// By name.
     nodes: Vec<&'a ClusterNode>,
-    places: Vec<NodeInfo>,
+    places: Places,
     index: BTreeMap<&'a str, usize>,
     /// Nobody has it, and nobody has been given it.
     free: Vec<bool>,
@@ -217,8 +218,9 @@ impl<'a> Allocator<'a> {
             labels: node.labels.clone(),
             usable: true,
         };
+        let places: Vec<NodeInfo> = nodes.iter().map(place).collect();
         Allocator {
-            places: nodes.iter().map(place).collect(),
+            places: Places::new(&places),
             index: nodes.iter().enumerate().map(|(at, node)| (node.name.as_str(), at)).collect(),
             free: vec![true; nodes.len()],
             nodes,
@@ -297,27 +299,23 @@ impl<'a> Allocator<'a> {
 
     /// Free nodes on which the job could run, and a summary of what is against the others.
     fn candidates(&mut self, job: &Demand, own: &[usize]) -> (Vec<usize>, String) {
-        let (mut good, mut against) = (Vec::new(), BTreeMap::<String, u32>::new());
-        for at in 0..self.nodes.len() {
+        let (mut good, mut against) = (Vec::new(), BTreeMap::<Against, u32>::new());
+        for at in (0..self.nodes.len()).filter(|at| !own.contains(at)) {
             let node = self.nodes[at];
-            if own.contains(&at) {
-                continue;
-            }
-            if !self.free[at] {
-                *against.entry("in use by a MoeJob".to_string()).or_default() += 1;
-                continue;
-            }
-            if let Some(why) = job.needs.refuses(node) {
-                *against.entry(why).or_default() += 1;
-                continue;
-            }
             let avoided = self.memory.avoided_until(&job.uid, &node.name);
-            if self.now < avoided {
-                self.look_again_at(avoided);
-                *against.entry("avoided after a failure".to_string()).or_default() += 1;
-                continue;
-            }
-            good.push(at);
+            let why = match (self.free[at], job.needs.refuses(node)) {
+                (false, _) => Against::InUse,
+                (true, Some(why)) => why,
+                (true, None) if self.now < avoided => {
+                    self.look_again_at(avoided);
+                    Against::Avoided
+                }
+                (true, None) => {
+                    good.push(at);
+                    continue;
+                }
+            };
+            *against.entry(why).or_default() += 1;
         }
         let against: Vec<String> =
             against.iter().map(|(why, count)| format!("{count} {why}")).collect();
@@ -342,27 +340,25 @@ impl<'a> Allocator<'a> {
             return candidates.to_vec();
         }
         let wish = job.topology.unwrap_or(PACKED);
-        let index = |name: &String| self.index.get(name.as_str()).copied();
         if own.is_empty() {
-            let order = topology::order(&self.places(candidates), Some(wish), least, most);
-            return order.nodes.iter().filter_map(index).collect();
+            return self.places.order(candidates, Some(wish), least, most).0;
         }
         // Beside its own nodes there is no choice of a part.
-        let order = topology::order(&self.places(candidates), None, least, most);
-        let mut nodes: Vec<usize> = order.nodes.iter().filter_map(index).collect();
+        let (mut nodes, _) = self.places.order(candidates, None, least, most);
         let (level, closeness) = wish;
-        let parts: BTreeSet<Vec<&str>> =
-            own.iter().map(|at| self.places[*at].part(level)).collect();
-        let beside = |at: &usize| parts.contains(&self.places[*at].part(level));
+        let mut parts: BTreeMap<u32, usize> = BTreeMap::new();
+        for at in own {
+            *parts.entry(self.places.part(level, *at)).or_default() += 1;
+        }
+        let beside = |at: &usize| {
+            parts.get(&self.places.part(level, *at)).copied().unwrap_or_default()
+        };
         match closeness {
-            Closeness::Required => nodes.retain(beside),
-            Closeness::Preferred => nodes.sort_by_cached_key(|at| !beside(at)),
+            Closeness::Required => nodes.retain(|at| beside(at) > 0),
+            // Beside most of them first.
+            Closeness::Preferred => nodes.sort_by_key(|at| Reverse(beside(at))),
         }
         nodes
-    }
-
-    fn places(&self, nodes: &[usize]) -> Vec<&NodeInfo> {
-        nodes.iter().map(|at| &self.places[*at]).collect()
     }
 
     /// All gangs have been served: what is left may be kept warm.
@@ -394,15 +390,12 @@ impl<'a> Allocator<'a> {
         // comes first, so that spares are what lies apart.
         let (level, _) = job.topology.unwrap_or(PACKED);
         let wish = Some((level, Closeness::Preferred));
-        let ordered = topology::order(&self.places(&all), wish, least, most).nodes;
-        let node = |name: &String| {
-            let at = self.index[name.as_str()];
-            Node {
-                name: name.clone(),
-                usable: new.contains(&at) || job.needs.keeps(self.nodes[at]),
-                avoid_until: self.memory.avoided_until(&job.uid, name),
-            }
+        let (ordered, _) = self.places.order(&all, wish, least, most);
+        let node = |at: usize| Node {
+            name: self.nodes[at].name.clone(),
+            usable: new.contains(&at) || job.needs.keeps(self.nodes[at]),
+            avoid_until: self.memory.avoided_until(&job.uid, &self.nodes[at].name),
         };
-        Granted { nodes: ordered.iter().map(node).collect(), why }
+        Granted { nodes: ordered.into_iter().map(node).collect(), why }
     }
 }

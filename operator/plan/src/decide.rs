@@ -30,6 +30,10 @@ pub const LEAVE_TIMEOUT: Millis = 10_000;
 /// this long for either; after that the claim in storage alone fences the old one. Pods on silent
 /// nodes are force-deleted within the same time.
 pub const FENCE_TIMEOUT: Millis = 20_000;
+/// A node that does not reach another one of its gang is avoided for this long.
+pub const PARTED_AVOID: Millis = 600_000;
+/// So often two nodes must have lost each other.
+const PARTINGS_MIN: usize = 2;
 /// Time that a worker has to end by itself when the job is over.
 pub const END_GRACE: Millis = 5_000;
 
@@ -58,6 +62,8 @@ pub enum Action {
     LeaveAttempt { name: String, attempt: u32, reason: String },
     /// To every member of the attempt; `cause` is recorded with it.
     Request { attempt: u32, request: Request, cause: StopCause },
+    /// No new worker there before that time, whoever else says so.
+    AvoidNode { node: String, until: Millis },
     /// The job is to stop: the time that it has to save its state begins.
     NoteStop,
     /// The job is no longer to stop: that time is over, and a suspended job is open again.
@@ -113,6 +119,27 @@ impl<'o> Planner<'o> {
         self.completed().or_else(|| self.refused()).or_else(|| self.halted()).or_else(|| {
             let used_up = self.restarts_in_window() > self.observed.wanted.restarts_max;
             (used_up && self.observed.gang().is_none()).then(|| self.budget_used_up())
+        })
+        .or_else(|| self.never_starts())
+    }
+
+    /// Workers that end before an attempt begins are lost as others are; without an attempt in
+    /// between they would be started again for ever.
+    fn never_starts(&self) -> Option<Outcome> {
+        let (record, wanted) = (&self.observed.record, &self.observed.wanted);
+        let since = self.now.saturating_sub(wanted.restart_window);
+        let count = record.start_failures.iter().filter(|at| **at >= since).count();
+        let over = count > wanted.restarts_max as usize && self.observed.gang().is_none();
+        over.then(|| Outcome::Failed {
+            exit_code: 1,
+            reason: "WorkersDoNotStart",
+            message: format!(
+                "workers ended {count} times within {} s before an attempt began, more often than \
+                 recovery.maxRestarts = {}; the last: {}",
+                wanted.restart_window / 1000,
+                wanted.restarts_max,
+                record.start_failure
+            ),
         })
     }
 

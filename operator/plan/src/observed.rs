@@ -117,6 +117,12 @@ pub struct Record {
     pub step_median: Millis,
     /// Workers started so far: the next slot's number.
     pub births: u32,
+    /// When workers ended before any attempt had begun with them, since the newest attempt, and
+    /// how the last of them did.
+    pub start_failures: Vec<Millis>,
+    pub start_failure: String,
+    /// Pairs of nodes, both alive, of which one lost the other, and when.
+    pub partings: Vec<(String, String, Millis)>,
 }
 
 /// One incarnation of the gang.

@@ -333,7 +333,7 @@ impl Rehearsal {
     fn obey(&mut self, action: &Action) {
         match action {
             Action::StopWorker { name, .. } => {
-                self.tracker.exited(name, Some(0), "stopped");
+                self.tracker.exited(name, Some(0), "stopped", self.now);
             }
             Action::Configure { config, .. } => self.resume = Some(config.resume.clone()),
             Action::LeaveAttempt { name, attempt, .. } => {
@@ -414,7 +414,7 @@ impl Rehearsal {
         let gone = observed.workers.iter().filter(|worker| lost.contains(&worker.node));
         let gone: Vec<String> = gone.map(|worker| worker.name.clone()).collect();
         for name in gone {
-            self.tracker.exited(&name, None, "its node was lost");
+            self.tracker.exited(&name, None, "its node was lost", self.now);
         }
         let done = self.tracker.observed.record.step;
         self.settle();

@@ -310,17 +310,27 @@ impl Walk {
         }
     }
 
+    /// The text of something that may be a number, or the problem that it is not.
+    fn digits<'n>(&mut self, node: &'n Node, allowed: &str, path: &str) -> Option<&'n str> {
+        let text = match &node.value {
+            Value::Scalar { text, plain: true } if !is_null(text) => text,
+            _ => {
+                self.wrong_kind(node, allowed, path);
+                return None;
+            }
+        };
+        match odd_number(text) {
+            None => Some(text),
+            Some(advice) => {
+                self.ambiguous(node, text, allowed, &advice, path);
+                None
+            }
+        }
+    }
+
     fn integer(&mut self, node: &Node, schema: &Json, path: &str) -> Option<Json> {
         let allowed = range(schema, "a whole number");
-        let Value::Scalar { text, plain: true } = &node.value else {
-            return self.wrong_kind(node, &allowed, path);
-        };
-        if is_null(text) {
-            return self.wrong_kind(node, &allowed, path);
-        }
-        if let Some(advice) = odd_number(text) {
-            return self.ambiguous(node, text, &allowed, &advice, path);
-        }
+        let text = self.digits(node, &allowed, path)?;
         if !decimal(text) {
             return self.wrong_kind(node, &allowed, path);
         }
@@ -336,15 +346,7 @@ impl Walk {
 
     fn number(&mut self, node: &Node, schema: &Json, path: &str) -> Option<Json> {
         let allowed = range(schema, "a number");
-        let Value::Scalar { text, plain: true } = &node.value else {
-            return self.wrong_kind(node, &allowed, path);
-        };
-        if is_null(text) {
-            return self.wrong_kind(node, &allowed, path);
-        }
-        if let Some(advice) = odd_number(text) {
-            return self.ambiguous(node, text, &allowed, &advice, path);
-        }
+        let text = self.digits(node, &allowed, path)?;
         let digits = text.starts_with(|c: char| c.is_ascii_digit() || c == '-' || c == '.');
         let letters = text.chars().all(|c| c.is_ascii_digit() || "+-.eE".contains(c));
         let Some(number) = text.parse::<f64>().ok().filter(|_| digits && letters) else {

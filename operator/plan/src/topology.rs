@@ -4,7 +4,6 @@
 use crate::job::Closeness;
 use crate::spec::Level;
 use serde::{Deserialize, Serialize};
-use std::borrow::Borrow;
 use std::collections::BTreeMap;
 
 /// A node as a cluster describes it.
@@ -76,48 +75,105 @@ pub struct Ordered {
 /// With a level, the part that has just enough nodes comes first; if that level is required, nodes
 /// beyond it are left out. Parts and nodes of equal worth are taken by name, so equal inputs give
 /// equal orders.
-pub fn order<N: Borrow<NodeInfo>>(
-    nodes: &[N],
+pub fn order(
+    nodes: &[NodeInfo],
     wish: Option<(Level, Closeness)>,
     min: u32,
     count: u32,
 ) -> Ordered {
-    let nodes = nodes.iter().map(Borrow::borrow);
-    let mut usable: Vec<&NodeInfo> = nodes.filter(|node| node.usable).collect();
-    usable.sort_by_cached_key(|node| (node.part(Level::NvlinkDomain), natural(&node.name)));
-    let names = |nodes: &[&NodeInfo]| nodes.iter().map(|node| node.name.clone()).collect();
-    let Some((level, closeness)) = wish else {
-        let why = format!("{} usable nodes, neighbours beside each other", usable.len());
-        return Ordered { nodes: names(&usable), why };
+    let places = Places::new(nodes);
+    let usable: Vec<usize> = (0..nodes.len()).filter(|at| nodes[*at].usable).collect();
+    let (ordered, first) = places.order(&usable, wish, min, count);
+    let why = match (wish, ordered.first()) {
+        (None, _) => format!("{} usable nodes, neighbours beside each other", usable.len()),
+        (Some(_), None) => "no node is usable".to_string(),
+        (Some((level, closeness)), Some(at)) => {
+            let part = nodes[*at].part(level);
+            let label = part.last().copied().filter(|label| !label.is_empty());
+            let label = label.unwrap_or("without a label");
+            let others = if closeness == Closeness::Required { ", no others" } else { "" };
+            format!("{first} nodes of {level:?} {label} first, of {}{others}", usable.len())
+        }
     };
-    let mut parts: BTreeMap<Vec<&str>, Vec<&NodeInfo>> = BTreeMap::new();
-    for node in &usable {
-        parts.entry(node.part(level)).or_default().push(node);
+    Ordered { nodes: ordered.iter().map(|at| nodes[*at].name.clone()).collect(), why }
+}
+
+/// Where many nodes lie, looked up once.
+#[derive(Clone, Debug)]
+pub struct Places {
+    /// The position of each node when neighbours stand beside each other.
+    rank: Vec<u32>,
+    /// For each level, zone first, the number of each node's part.
+    parts: [Vec<u32>; 4],
+}
+
+impl Places {
+    pub fn new(nodes: &[NodeInfo]) -> Places {
+        let mut sorted: Vec<usize> = (0..nodes.len()).collect();
+        sorted.sort_by_cached_key(|at| {
+            (nodes[*at].part(Level::NvlinkDomain), natural(&nodes[*at].name))
+        });
+        let mut rank = vec![0; nodes.len()];
+        for (position, at) in (0..).zip(&sorted) {
+            rank[*at] = position;
+        }
+        let levels = [Level::Zone, Level::Rack, Level::NvlinkDomain, Level::Host];
+        let parts = levels.map(|level| {
+            let all: Vec<Vec<&str>> = nodes.iter().map(|node| node.part(level)).collect();
+            let mut names: Vec<&Vec<&str>> = all.iter().collect();
+            names.sort_unstable();
+            names.dedup();
+            all.iter().map(|part| names.binary_search(&part).unwrap_or_default() as u32).collect()
+        });
+        Places { rank, parts }
     }
-    // The part with the fewest spare nodes that has enough; else the largest.
-    let (least, most) = (min as usize, count as usize);
-    let worth = |nodes: &[&NodeInfo]| {
-        let size = nodes.len();
-        match (size >= most, size >= least) {
-            (true, _) => (0, size - most),
-            (_, true) => (1, most - size),
-            _ => (2, most.saturating_sub(size)),
+
+    /// Nodes of one number lie in one part of the level.
+    pub fn part(&self, level: Level, node: usize) -> u32 {
+        let row = match level {
+            Level::Zone => 0,
+            Level::Rack => 1,
+            Level::NvlinkDomain => 2,
+            Level::Host => 3,
+        };
+        self.parts[row][node]
+    }
+
+    /// `nodes` in the order that [`order`] describes, and how many of them lie in the first part.
+    pub fn order(
+        &self,
+        nodes: &[usize],
+        wish: Option<(Level, Closeness)>,
+        min: u32,
+        count: u32,
+    ) -> (Vec<usize>, usize) {
+        let mut nodes = nodes.to_vec();
+        nodes.sort_unstable_by_key(|at| self.rank[*at]);
+        let Some((level, closeness)) = wish else {
+            let first = nodes.len();
+            return (nodes, first);
+        };
+        let mut parts: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+        for at in &nodes {
+            parts.entry(self.part(level, *at)).or_default().push(*at);
         }
-    };
-    let mut ranked: Vec<(&Vec<&str>, &Vec<&NodeInfo>)> = parts.iter().collect();
-    ranked.sort_by_key(|(_, nodes)| worth(nodes));
-    let Some((part, first)) = ranked.first() else {
-        return Ordered { nodes: Vec::new(), why: "no node is usable".to_string() };
-    };
-    let label = part.last().copied().filter(|label| !label.is_empty()).unwrap_or("without a label");
-    let why = format!("{} nodes of {level:?} {label} first, of {}", first.len(), usable.len());
-    match closeness {
-        Closeness::Required => Ordered { nodes: names(first), why: format!("{why}, no others") },
-        Closeness::Preferred => {
-            let all: Vec<&NodeInfo> =
-                ranked.iter().flat_map(|(_, nodes)| nodes.iter().copied()).collect();
-            Ordered { nodes: names(&all), why }
+        // The part with the fewest spare nodes that has enough; else the largest.
+        let (least, most) = (min as usize, count as usize);
+        let worth = |nodes: &[usize]| {
+            let size = nodes.len();
+            match (size >= most, size >= least) {
+                (true, _) => (0, size - most),
+                (_, true) => (1, most - size),
+                _ => (2, most.saturating_sub(size)),
+            }
+        };
+        let mut ranked: Vec<Vec<usize>> = parts.into_values().collect();
+        ranked.sort_by_key(|nodes| worth(nodes));
+        let first = ranked.first().map_or(0, Vec::len);
+        if closeness == Closeness::Required {
+            ranked.truncate(1);
         }
+        (ranked.concat(), first)
     }
 }
 

@@ -16,6 +16,10 @@ const LAYOUTS_KEPT: usize = 8;
 const LAYOUTS_MAX: usize = 64;
 /// Steps over which the median duration is taken.
 const STEP_DURATIONS_KEPT: usize = 15;
+/// Workers that fail within this time have failed at once.
+const AT_ONCE: Millis = 1_000;
+/// Partings that are remembered.
+const PARTINGS_KEPT: usize = 64;
 /// Recoveries that stand in status.
 const RECOVERIES_KEPT: usize = 10;
 
@@ -49,12 +53,15 @@ pub struct Tracker {
     step_times: Vec<Millis>,
     last_step: u64,
     last_words: Vec<(String, i32, String)>,
+    /// The rank that was the first to leave the present gang because it had lost another, and that
+    /// other's.
+    parted: Option<(u32, u32)>,
 }
 
 impl Tracker {
     pub fn new(observed: Observed) -> Tracker {
         let (recoveries, step_times, last_words) = Default::default();
-        Tracker { observed, recoveries, step_times, last_step: 0, last_words }
+        Tracker { observed, recoveries, step_times, last_step: 0, last_words, parted: None }
     }
 
     fn worker(&mut self, name: &str) -> Option<&mut Worker> {
@@ -65,22 +72,31 @@ impl Tracker {
     pub fn done(&mut self, action: &Action, now: Millis) {
         match action {
             Action::StartWorker { name, node } => self.started(name, node, now),
-            Action::StopWorker { name, .. } => {
+            Action::StopWorker { name, grace } => {
                 if let Some(worker) = self.worker(name) {
                     worker.stopping = true;
+                    let starting = matches!(worker.state, WorkerState::Starting { .. });
                     let what = match worker.state {
                         WorkerState::Silent => "went silent",
                         WorkerState::Starting { .. } => "did not connect",
                         _ => "was ended",
                     };
                     let cause = format!("{name} {what}");
+                    // One that is ended because the job is over has not failed.
+                    if starting && self.observed.record.outcome.is_none() && *grace == 0 {
+                        self.start_failed(&cause, now);
+                    }
                     self.member_stopped(name, cause, now);
                 }
             }
             Action::EndAttempt { unplanned, cause, .. } => self.end(*unplanned, cause, now),
             Action::RecordAttempt(gang) => {
-                self.observed.record.attempt = gang.attempt;
-                self.observed.record.gang = Some((**gang).clone());
+                let record = &mut self.observed.record;
+                record.attempt = gang.attempt;
+                record.gang = Some((**gang).clone());
+                record.start_failures.clear();
+                record.start_failure.clear();
+                self.parted = None;
                 self.step_times.clear();
                 self.last_step = gang.resumed_at;
                 if let Some(recovery) = self.open_recovery() {
@@ -114,6 +130,13 @@ impl Tracker {
                 if let Some(gang) = &mut record.gang {
                     gang.stop_requested = Some((*cause, now));
                 }
+            }
+            Action::AvoidNode { node, until } => {
+                let nodes = &mut self.observed.nodes;
+                if let Some(of) = nodes.iter_mut().find(|of| of.name == *node) {
+                    of.avoid_until = of.avoid_until.max(*until);
+                }
+                self.observed.record.partings.retain(|(a, b, _)| a != node && b != node);
             }
             Action::NoteStop => self.observed.record.stopping_since = Some(now),
             Action::WithdrawStop => self.withdraw_stop(),
@@ -156,10 +179,61 @@ impl Tracker {
         }
     }
 
+    /// A worker ended before an attempt began with it. Several at once count once, and while a
+    /// gang trains they cost it nothing.
+    fn start_failed(&mut self, cause: &str, now: Millis) {
+        let since = now.saturating_sub(self.observed.wanted.restart_window);
+        let trains = self.observed.gang().is_some();
+        let record = &mut self.observed.record;
+        record.start_failures.retain(|at| *at >= since);
+        let counted = record.start_failures.last().is_some_and(|at| now < at + AT_ONCE);
+        if !trains && !counted {
+            record.start_failures.push(now);
+            record.start_failure = cause.to_string();
+        }
+    }
+
+    /// The two nodes that have lost each other, if that is why the present gang is over: both their
+    /// workers live, as do all others.
+    fn parting(&self) -> Option<(String, String)> {
+        let (mut from, mut lost) = self.parted?;
+        let gang = self.observed.gang()?;
+        let member = |rank: u32| gang.members.iter().find(|member| member.rank == rank);
+        let lives = |worker: &Worker| {
+            !worker.stopping && !worker.is_dead() && worker.state != WorkerState::Silent
+        };
+        if !gang.members.iter().all(|of| self.observed.worker(&of.worker).is_some_and(lives)) {
+            return None;
+        }
+        // The one that was lost may itself have left because it had lost a third.
+        for _ in &gang.members {
+            match &self.observed.worker(&member(lost)?.worker)?.state {
+                WorkerState::Left { reason: LeftReason::PeerLost { rank }, .. }
+                    if *rank != from =>
+                {
+                    (from, lost) = (lost, *rank);
+                }
+                WorkerState::Left { reason: LeftReason::PeerLost { .. }, .. }
+                | WorkerState::Left { reason: LeftReason::Asked, .. } => break,
+                _ => return None,
+            }
+        }
+        let mut nodes = [member(from)?.node.clone(), member(lost)?.node.clone()];
+        nodes.sort();
+        let [a, b] = nodes;
+        (a != b).then_some((a, b))
+    }
+
     fn end(&mut self, unplanned: bool, cause: &str, now: Millis) {
         if unplanned {
-            self.detect(cause, now);
             let since = now.saturating_sub(self.observed.wanted.restart_window);
+            let parting = self.parting();
+            let partings = &mut self.observed.record.partings;
+            partings.retain(|(.., at)| *at >= since);
+            partings.extend(parting.map(|(a, b)| (a, b, now)));
+            let surplus = partings.len().saturating_sub(PARTINGS_KEPT);
+            partings.drain(..surplus);
+            self.detect(cause, now);
             let restarts = &mut self.observed.record.restarts;
             restarts.retain(|at| *at >= since);
             restarts.push(now);
@@ -240,6 +314,7 @@ impl Tracker {
             }
             Up::Step(report) => return self.stepped(attempt, report.step, now),
             Up::Left { reason, held } => {
+                self.note_parted(attempt, name, reason);
                 if let Some(worker) = self.worker(name).filter(|worker| !worker.is_dead()) {
                     worker.held = held.clone();
                     let is_in = |state: &WorkerState| {
@@ -264,6 +339,18 @@ impl Tracker {
             }
         }
         Vec::new()
+    }
+
+    /// The first to leave tells most: what follows may be its doing, or the leader's.
+    fn note_parted(&mut self, attempt: u32, name: &str, reason: &LeftReason) {
+        let gang = self.observed.gang().filter(|gang| gang.attempt == attempt);
+        let Some(gang) = gang.filter(|gang| gang.broken.is_none() && self.parted.is_none()) else {
+            return;
+        };
+        let rank = gang.members.iter().find(|of| of.worker == name).map(|member| member.rank);
+        if let (Some(from), LeftReason::PeerLost { rank }) = (rank, reason) {
+            self.parted = Some((from, *rank));
+        }
     }
 
     /// A checkpoint of an attempt that was given up does not count: a later claim is behind it.
@@ -326,7 +413,13 @@ impl Tracker {
     }
 
     /// The process or pod has ended.
-    pub fn exited(&mut self, name: &str, exit_code: Option<i32>, how: &str) -> Vec<Happening> {
+    pub fn exited(
+        &mut self,
+        name: &str,
+        exit_code: Option<i32>,
+        how: &str,
+        now: Millis,
+    ) -> Vec<Happening> {
         let said = self.last_words.iter().find(|(of, ..)| of == name).cloned();
         let Some(worker) = self.worker(name) else {
             return Vec::new();
@@ -335,6 +428,7 @@ impl Tracker {
             return Vec::new();
         }
         let known = worker.stopping || worker.state == WorkerState::Silent;
+        let early = matches!(worker.state, WorkerState::Starting { .. } | WorkerState::Idle);
         // One that said how it would end may have been killed before it could: its word counts.
         let exit_code = exit_code.or(said.as_ref().map(|(_, code, _)| *code));
         let message = said.map_or_else(|| how.to_string(), |(_, _, message)| message);
@@ -342,6 +436,9 @@ impl Tracker {
         worker.held.clear();
         if known {
             return Vec::new();
+        }
+        if early {
+            self.start_failed(&format!("{name} {message}"), now);
         }
         vec![Happening::WorkerLost { name: name.to_string(), cause: message }]
     }

@@ -267,6 +267,7 @@ fn actions(plan: &Plan) -> String {
                 let save = if request.checkpoint_now { ", with a checkpoint" } else { "" };
                 format!("ask attempt {attempt} to stop for {cause:?}{save}")
             }
+            Action::AvoidNode { node, until } => format!("avoid {node} until {until} ms"),
             Action::NoteStop => "the wish to stop is noted".to_string(),
             Action::WithdrawStop => "the wish to stop is withdrawn".to_string(),
             Action::Finish(outcome) => format!("finish: {outcome:?}"),

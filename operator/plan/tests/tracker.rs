@@ -90,7 +90,7 @@ fn one_that_has_left_stays_so_when_its_stream_comes_anew() {
 fn nothing_brings_back_the_dead() {
     let mut world = running(Setup::default());
     let hello = hello(&world, "j-1");
-    world.tracker.exited("j-1", None, "killed by signal 9");
+    world.tracker.exited("j-1", None, "killed by signal 9", 0);
     world.tracker.connected("j-1", "j-1:1", &hello);
     let held = vec![Held { attempt: 1, step: 10, shards: vec![0] }];
     world.tracker.heard("j-1", 1, &Up::Left { reason: LeftReason::Asked, held }, 0);
@@ -123,7 +123,7 @@ fn a_worker_that_said_why_it_ends_is_believed() {
     world.tracker.heard("j-2", 1, &failed, 0);
     world.tracker.silent("j-2", "closed");
     world.decide();
-    world.tracker.exited("j-2", None, "killed by signal 9");
+    world.tracker.exited("j-2", None, "killed by signal 9", 0);
     world.decide();
     let reason = "DataOrCheckpointRefused";
     assert_eq!(world.outcome(), Some(&Outcome::Failed { exit_code: 3, reason, message }));

@@ -6,6 +6,7 @@ use crate::pods::{self, Birth, Surroundings};
 use crate::resources::Resources;
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::fmt;
 
 /// What a job's pod asks of a node.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -34,6 +35,36 @@ pub struct Toleration {
     pub effect: Option<String>,
 }
 
+/// Why a job cannot have a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Against<'n> {
+    InUse,
+    /// After a failure of this job there.
+    Avoided,
+    NotReady,
+    Cordoned,
+    Condition(&'n str),
+    /// It is not there, or has another value.
+    Label(&'n str, &'n str),
+    Taint(&'n str),
+    Lacks(&'n str),
+}
+
+impl fmt::Display for Against<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Against::InUse => f.write_str("in use by a MoeJob"),
+            Against::Avoided => f.write_str("avoided after a failure"),
+            Against::NotReady => f.write_str("not ready"),
+            Against::Cordoned => f.write_str("cordoned"),
+            Against::Condition(condition) => write!(f, "with the condition {condition}"),
+            Against::Label(key, value) => write!(f, "without the label {key}={value}"),
+            Against::Taint(key) => write!(f, "with the taint {key}"),
+            Against::Lacks(resource) => write!(f, "with too little {resource}"),
+        }
+    }
+}
+
 impl Needs {
     /// Of a job, its overlay included.
     pub fn of(job: &Job) -> Needs {
@@ -51,28 +82,27 @@ impl Needs {
     }
 
     /// What is against a new pod of the job on this node.
-    pub fn refuses(&self, node: &ClusterNode) -> Option<String> {
+    pub fn refuses<'n>(&'n self, node: &'n ClusterNode) -> Option<Against<'n>> {
         if !node.ready {
-            return Some("not ready".to_string());
+            return Some(Against::NotReady);
         }
         if node.cordoned {
-            return Some("cordoned".to_string());
+            return Some(Against::Cordoned);
         }
         if let Some(condition) = &node.unhealthy {
-            return Some(format!("with the condition {condition}"));
+            return Some(Against::Condition(condition));
         }
         let other = self.selector.iter().find(|(key, value)| node.labels.get(*key) != Some(value));
         if let Some((key, value)) = other {
-            return Some(format!("without the label {key}={value}"));
+            return Some(Against::Label(key, value));
         }
         let repels = |taint: &&Taint| {
             taint.effect != "PreferNoSchedule" && !self.tolerates(taint)
         };
         if let Some(taint) = node.taints.iter().find(repels) {
-            return Some(format!("with the taint {}", taint.key));
+            return Some(Against::Taint(&taint.key));
         }
-        let lacks = self.requests.lacking(&node.allocatable, &node.requested);
-        lacks.map(|name| format!("with too little {name}"))
+        self.requests.lacking(&node.allocatable, &node.requested).map(Against::Lacks)
     }
 
     /// Whether a worker that is there already may stay. Its stream says whether it lives, so a

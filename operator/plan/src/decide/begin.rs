@@ -1,7 +1,7 @@
 //! Workers for a gang, and the next attempt of it.
 
 use super::resume::{Start, choose};
-use super::{Action, END_GRACE, Planner, STOP_TIMEOUT};
+use super::{Action, END_GRACE, PARTED_AVOID, PARTINGS_MIN, Planner, STOP_TIMEOUT};
 use crate::job::Venue;
 use crate::observed::{Gang, Millis, Size, Worker, WorkerState};
 use moejob_protocol::config::{Member, WorkerConfig};
@@ -10,6 +10,9 @@ impl<'o> Planner<'o> {
     /// No gang is under way: start the next attempt if there are enough workers.
     pub(super) fn begin(&mut self) {
         self.give_back();
+        if self.avoid_parted() {
+            return;
+        }
         let candidates: Vec<&'o Worker> = self.candidates().collect();
         let Some(size) = self.size_for(candidates.len() as u32) else {
             let (have, need) = (candidates.len(), self.least_size());
@@ -32,6 +35,35 @@ impl<'o> Planner<'o> {
                 self.stop(worker, END_GRACE, &format!("{} is given back", worker.node));
             }
         }
+    }
+
+    /// Two nodes that live and lose each other again and again cannot both be in a gang: one of
+    /// them is avoided, if the others or free nodes make a gang without it.
+    fn avoid_parted(&mut self) -> bool {
+        let record = &self.observed.record;
+        let since = self.now.saturating_sub(self.observed.wanted.restart_window);
+        let recent = || record.partings.iter().filter(|(.., at)| *at >= since);
+        let count = |a: &str, b: &str| recent().filter(|(x, y, _)| (&**x, &**y) == (a, b)).count();
+        let Some((a, b, _)) = recent().find(|(a, b, _)| count(a, b) >= PARTINGS_MIN) else {
+            return false;
+        };
+        // Who has lost most is at fault, else the one that comes later.
+        let losses = |node: &str| recent().filter(|(x, y, _)| x == node || y == node).count();
+        let node = if losses(a) > losses(b) { a } else { b };
+        let others = self.candidates().filter(|worker| worker.node != *node).count();
+        let free = self.free_nodes().filter(|free| free != node).count();
+        if self.size_for((others + free) as u32).is_none() {
+            return false;
+        }
+        let until = self.now + PARTED_AVOID;
+        self.why(format!("avoid {node}: {a} and {b} live and have lost each other twice"));
+        self.act(Action::AvoidNode { node: node.clone(), until });
+        for worker in self.observed.workers.iter().filter(|worker| worker.node == *node) {
+            if !worker.is_dead() && !worker.stopping {
+                self.stop(worker, END_GRACE, &format!("{node} is avoided"));
+            }
+        }
+        true
     }
 
     fn start_attempt(&mut self, size: &Size, candidates: &[&Worker]) {

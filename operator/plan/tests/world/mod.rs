@@ -198,6 +198,7 @@ impl World {
                 }
             }
             Action::EndAttempt { .. }
+            | Action::AvoidNode { .. }
             | Action::NoteStop
             | Action::WithdrawStop
             | Action::Finish(_) => {}
@@ -331,10 +332,10 @@ impl World {
         sim.reaped = true;
         let code = sim.exit_code;
         let node = sim.node.clone();
-        self.happenings.extend(self.tracker.exited(name, code, "ended"));
+        self.happenings.extend(self.tracker.exited(name, code, "ended", self.now));
         for of in &mut self.tracker.observed.nodes {
             if of.name == node {
-                of.avoid_until = self.now + 100;
+                of.avoid_until = of.avoid_until.max(self.now + 100);
             }
         }
         true
