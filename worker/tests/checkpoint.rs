@@ -225,7 +225,7 @@ fn every_lie_is_refused_by_name() {
     check(|m| drop(m.tensors.pop()), "tensors, the model has");
     check(|m| m.tensors.swap(0, 3), "belongs in its place");
     check(|m| m.tensors[3].shape[0] += 1, "its shape is");
-    check(|m| m.tensors[0].dtype = "I8".to_string(), "neither F32 nor F64");
+    check(|m| m.tensors[0].dtype = "I8".to_string(), "none of F16, BF16, F32, F64");
     check(|m| m.tensors[0].pieces[0].start = 4096, "a gap or overlap at element 0");
     check(|m| m.tensors[0].pieces[0].end = u64::MAX, "lies outside its file");
     check(|m| m.tensors[0].pieces[0].file = 9, "lies outside its file");

@@ -239,7 +239,7 @@ fn a_number_that_is_not_finite_ends_the_job_before_it_reaches_a_checkpoint() {
             let said = ["is not finite at step", "it holds NaN or infinity"];
             assert!(said.iter().any(|said| failure.message.contains(said)), "{failure}");
             // Where, and when.
-            assert!(failure.message.contains("layer") && failure.message.contains(" step "));
+            assert!(failure.message.contains("model.") && failure.message.contains(" step "));
             assert!(failure.advice.contains("learning rate"), "{failure}");
         }
         assert!(reports.iter().all(|report| report.loss.is_finite()));

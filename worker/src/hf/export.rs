@@ -35,7 +35,7 @@ const COPIED: [&str; 11] = [
 /// What an export may be told.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options<'a> {
-    /// Of all tensors but corrections, which stay as they are; none keeps each tensor's own.
+    /// Of all tensors but corrections, which are F32 then; none keeps each tensor's own.
     pub dtype: Option<DType>,
     /// A Hugging Face directory that gives tokenizer and the fields of `config.json` that we do
     /// not know.
@@ -63,9 +63,9 @@ pub fn export(
     let params = weights.params();
     let dtypes: Vec<DType> = (0..params.len())
         .map(|index| match (params[index].role, options.dtype) {
-            (Role::Correction { .. }, _) => DType::F32,
-            (_, Some(dtype)) => dtype,
             (_, None) => weights.dtype(index),
+            (Role::Correction { .. }, Some(_)) => DType::F32,
+            (_, Some(dtype)) => dtype,
         })
         .collect();
     let sizes: Vec<u64> = (params.iter().zip(&dtypes))
