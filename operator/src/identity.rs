@@ -42,7 +42,7 @@ pub struct Keyring {
 
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
-    #[error("the Secret's {field} is {what}; delete the Secret's data, and the operator makes anew")]
+    #[error("its {field} is {what}; delete its data, and the operator makes them anew")]
     Damaged { field: &'static str, what: &'static str },
     #[error("the authority")]
     Authority(#[from] AuthorityError),

@@ -3,6 +3,8 @@
 //! ```text
 //! cli -> local (processes of this machine) -> decide: moejob_plan
 //!                  \-> control: a stream to each worker, with identities by authority
+//!
+//! cli -> operator: observe -> controller (allocate, plan) -> apply; lease, identity, metrics
 //! ```
 
 pub mod cli;
@@ -10,4 +12,9 @@ pub mod local;
 pub mod control;
 pub mod authority;
 pub mod identity;
+pub mod observe;
+pub mod apply;
+pub mod lease;
+pub mod metrics;
+pub mod controller;
 pub mod progress;

@@ -35,6 +35,7 @@ pub mod decide;
 pub mod track;
 pub mod check;
 pub mod status;
+pub mod record;
 pub mod offline;
 
 pub use decide::{Action, Plan, plan};

@@ -49,6 +49,9 @@ pub struct MoeJobStatus {
     /// The last recoveries, newest last.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub recoveries: Vec<RecoveryStatus>,
+    /// What the next operator goes on from; not for people.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub record: String,
 }
 
 /// A condition as all Kubernetes objects write it.
@@ -190,6 +193,7 @@ pub fn status(
         }),
         restarts: record.restarts.iter().filter(|at| **at >= since).count() as u32,
         recoveries: recoveries.iter().map(recovery).collect(),
+        record: String::new(),
     }
 }
 

@@ -6,6 +6,7 @@ pub mod bar;
 pub mod checkpoint;
 pub mod crd;
 pub mod doctor;
+pub mod operator;
 pub mod eval;
 pub mod plan;
 pub mod run;
@@ -45,6 +46,8 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// Print the CustomResourceDefinition.
     Crd,
+    /// Run MoeJobs on a Kubernetes cluster.
+    Operator(operator::OperatorArgs),
     /// Run as a worker; started by `moejob run` and by the operator.
     #[command(hide = true)]
     Worker,
@@ -65,6 +68,7 @@ pub fn dispatch(cli: Cli) -> ExitCode {
         Command::Eval(args) => eval::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Crd => crd::run(),
+        Command::Operator(args) => operator::run(&args),
         Command::Worker => moe_worker::process::main(),
         Command::Completions { shell } => {
             let mut command = Cli::command();

@@ -1,0 +1,245 @@
+//! `moejob operator`: runs MoeJobs on the cluster whose API server it is told of.
+
+use super::complain;
+use crate::apply::{ApplyError, Writer};
+use crate::controller::{Clock, Context, Controller, EVENTS_MAX, Inputs};
+use crate::identity::{IdentityError, Keyring, Reviewer};
+use crate::lease::Election;
+use crate::metrics::Metrics;
+use crate::observe;
+use clap::Args;
+use kube::{Client, Config};
+use std::net::SocketAddr;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::{Duration, SystemTime};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
+
+/// Between two tries of something at the start.
+const START_PAUSE: Duration = Duration::from_secs(2);
+/// How often the authority's age is looked at.
+const AGE_EVERY: Duration = Duration::from_secs(12 * 3600);
+
+#[derive(Args)]
+pub struct OperatorArgs {
+    /// The operator's own namespace: of its Lease and of its Secret.
+    #[arg(long, env = "POD_NAMESPACE", default_value = "moejob-system")]
+    pub namespace: String,
+    /// The operator's own pod, whose image workers run unless their job names one.
+    #[arg(long, env = "POD_NAME")]
+    pub pod: Option<String>,
+    /// The workers' image, in place of the operator's own.
+    #[arg(long)]
+    pub image: Option<String>,
+    /// The Lease of leadership.
+    #[arg(long, default_value = "moejob-operator")]
+    pub lease: String,
+    /// The Secret of the certificate authority; it must exist, and may be empty.
+    #[arg(long, default_value = "moejob-authority")]
+    pub secret: String,
+    /// Where /metrics, /healthz and /readyz are answered.
+    #[arg(long, default_value = "0.0.0.0:8080")]
+    pub listen: SocketAddr,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum OperatorError {
+    #[error("cannot start the asynchronous runtime")]
+    Runtime(#[source] std::io::Error),
+    #[error("no cluster is configured: neither a kubeconfig nor a service account was found")]
+    Config(#[source] kube::config::InferConfigError),
+    #[error("cannot make a client of the API server")]
+    Client(#[source] kube::Error),
+    #[error("cannot answer at {at}")]
+    Listen { at: SocketAddr, source: std::io::Error },
+    #[error("the Secret {name} in namespace {namespace}")]
+    Secret { namespace: String, name: String, source: IdentityError },
+    #[error("the workers' image is not known: give --image, or run in a pod with POD_NAME set")]
+    Image,
+    #[error("leadership was lost; another operator leads, or the API server cannot be reached")]
+    Lost,
+}
+
+pub fn run(args: &OperatorArgs) -> ExitCode {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let result = runtime.map_err(OperatorError::Runtime).and_then(|runtime| {
+        let result = runtime.block_on(operate(args));
+        // Requests that are under way are not waited for.
+        runtime.shutdown_background();
+        result
+    });
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            complain(&error);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
+    let config = Config::infer().await.map_err(OperatorError::Config)?;
+    let client = Client::try_from(config).map_err(OperatorError::Client)?;
+    let metrics = Metrics::default();
+    let serve = metrics.clone().serve(args.listen);
+    let mut serving = tokio::spawn(serve);
+    let identity = identity(args);
+    let writer = Writer::new(client.clone(), identity.clone());
+    let keyring = Arc::new(keyring(&client, &writer, args).await?);
+    let own_image = own_image(&client, args).await?;
+    let secret = |source| OperatorError::Secret {
+        namespace: args.namespace.clone(),
+        name: args.secret.clone(),
+        source,
+    };
+    let (change_sender, changes) = mpsc::channel(EVENTS_MAX);
+    let (told_sender, told) = mpsc::channel(EVENTS_MAX);
+    let (lead_sender, lead) = mpsc::channel(1);
+    observe::follow(&client, &keyring, &change_sender);
+    let context = Context {
+        authority: keyring.authority().map_err(secret)?,
+        keyring: Arc::clone(&keyring),
+        reviewer: Reviewer::new(client.clone()),
+        writer: writer.clone(),
+        metrics: metrics.clone(),
+        own_image,
+        namespace: args.namespace.clone(),
+        told: told_sender,
+        clock: Clock::start(),
+        heard: AtomicU64::new(0),
+    };
+    let controller = Controller::new(context, Inputs { changes, told, lead });
+    let context = controller.context();
+    tokio::spawn(controller.run());
+    let (namespace, name) = (args.namespace.clone(), args.lease.clone());
+    let election = Election { client: client.clone(), writer, namespace, name, identity };
+    let leadership = async {
+        let term = election.acquire().await;
+        let _ = lead_sender.send(term).await;
+        election.hold(|| context.hear_of_api()).await;
+    };
+    let listening = |result: std::io::Result<()>| match result {
+        Ok(()) => OperatorError::Lost,
+        Err(source) => OperatorError::Listen { at: args.listen, source },
+    };
+    let terminated = async {
+        let mut signals = signal(SignalKind::terminate()).ok()?;
+        signals.recv().await
+    };
+    tokio::select! {
+        () = leadership => Err(OperatorError::Lost),
+        result = &mut serving => Err(listening(result.unwrap_or(Ok(())))),
+        () = renew(&client, &election.writer, args, &keyring) => Ok(()),
+        _ = terminated => {
+            election.release().await;
+            Ok(())
+        }
+        _ = tokio::signal::ctrl_c() => {
+            election.release().await;
+            Ok(())
+        }
+    }
+}
+
+/// Unlike that of any other process, also of the one before in the same pod.
+fn identity(args: &OperatorArgs) -> String {
+    let pod = args.pod.as_deref().unwrap_or("operator");
+    let since = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+    format!("{pod}_{:x}-{:x}", since.as_nanos(), std::process::id())
+}
+
+/// Reads the authority, or makes it when the Secret is empty. Waits for the Secret and for the API
+/// server.
+async fn keyring(
+    client: &Client,
+    writer: &Writer,
+    args: &OperatorArgs,
+) -> Result<Keyring, OperatorError> {
+    loop {
+        match refreshed(client, writer, args).await? {
+            Some((keyring, _)) => return Ok(keyring),
+            None => tokio::time::sleep(START_PAUSE).await,
+        }
+    }
+}
+
+/// The keyring as it is to be used now, and whether it was just written. None: try again.
+async fn refreshed(
+    client: &Client,
+    writer: &Writer,
+    args: &OperatorArgs,
+) -> Result<Option<(Keyring, bool)>, OperatorError> {
+    let failed = |source| OperatorError::Secret {
+        namespace: args.namespace.clone(),
+        name: args.secret.clone(),
+        source,
+    };
+    let secret = match observe::secret(client, &args.namespace, &args.secret).await {
+        Ok(Some(secret)) => secret,
+        Ok(None) => {
+            let (name, namespace) = (&args.secret, &args.namespace);
+            tracing::warn!(name, namespace, "the Secret is not there (kubectl apply -k manifests)");
+            return Ok(None);
+        }
+        Err(error) => {
+            tracing::warn!(%error, "the Secret cannot be read");
+            return Ok(None);
+        }
+    };
+    let data = secret.data.clone().unwrap_or_default();
+    let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs() as i64;
+    let next = match Keyring::read(&data).map_err(failed)? {
+        None => Keyring::new().map_err(failed)?,
+        Some(keyring) => match keyring.due(now).map_err(failed)? {
+            None => return Ok(Some((keyring, false))),
+            Some(next) => next,
+        },
+    };
+    let mut secret = secret;
+    secret.data = Some(next.write());
+    match writer.replace_secret(&secret).await {
+        Ok(()) => Ok(Some((next, true))),
+        Err(ApplyError::Conflict) => Ok(None),
+        Err(error) => {
+            complain(&error);
+            Ok(None)
+        }
+    }
+}
+
+/// Returns when there is a new authority or successor: the process begins anew with it, and takes
+/// over all that runs.
+async fn renew(client: &Client, writer: &Writer, args: &OperatorArgs, keyring: &Keyring) {
+    loop {
+        tokio::time::sleep(AGE_EVERY).await;
+        match refreshed(client, writer, args).await {
+            Ok(Some((found, _))) if found == *keyring => {}
+            Ok(Some(_)) => {
+                tracing::info!("the authority was renewed; beginning anew with it");
+                return;
+            }
+            Ok(None) => {}
+            Err(error) => complain(&error),
+        }
+    }
+}
+
+async fn own_image(
+    client: &Client,
+    args: &OperatorArgs,
+) -> Result<(String, Option<String>), OperatorError> {
+    if let Some(image) = &args.image {
+        return Ok((image.clone(), None));
+    }
+    let pod = args.pod.as_deref().ok_or(OperatorError::Image)?;
+    loop {
+        match observe::own_image(client, &args.namespace, pod).await {
+            Ok(Some(found)) => return Ok(found),
+            Ok(None) => return Err(OperatorError::Image),
+            Err(error) => tracing::warn!(%error, "the operator's own pod cannot be read"),
+        }
+        tokio::time::sleep(START_PAUSE).await;
+    }
+}

@@ -1,0 +1,98 @@
+//! The nodes of each job, decided for all jobs together: `moejob_plan::allocate` over what is seen.
+
+use super::job::JobState;
+use crate::observe::{self, NodeSeen};
+use moejob_plan::allocate::{
+    Allocation, Cluster, ClusterNode, Demand, Granted, Memory, Taint, allocate, unhealthy,
+};
+use moejob_plan::observed::Millis;
+use moejob_plan::resources::Resources;
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+
+/// Decides anew. Only jobs that can be planned take part; the pods of others keep their nodes.
+pub fn decide(
+    seen: &observe::Cluster,
+    jobs: &HashMap<Arc<str>, JobState>,
+    memory: &mut Memory,
+    now: Millis,
+) -> Allocation {
+    memory.expire(now);
+    let mut requested: HashMap<&str, Resources> = HashMap::new();
+    let mut holds: HashMap<&str, BTreeSet<String>> = HashMap::new();
+    for pod in seen.pods.values().filter(|pod| !pod.finished) {
+        let bound = pod.node.as_deref();
+        match &pod.worker {
+            Some(worker) => {
+                let Some(node) = bound.or(worker.meant_for.as_deref()) else { continue };
+                let nodes = holds.entry(worker.job_uid.as_str()).or_default();
+                nodes.insert(node.to_string());
+            }
+            None => {
+                let Some(node) = bound else { continue };
+                requested.entry(node).or_default().add(&pod.requests);
+            }
+        }
+    }
+    let nodes = seen.nodes.values().map(|node| {
+        let requested = requested.remove(node.name.as_str()).unwrap_or_default();
+        cluster_node(node, requested)
+    });
+    let nodes = nodes.collect();
+    let jobs = jobs.iter().filter_map(|(uid, state)| {
+        let job = state.job.as_ref().filter(|_| state.is_blocked().is_none())?;
+        let who = (&**uid, 0, state.created_at);
+        let holds = holds.remove(&**uid).unwrap_or_default();
+        Some(Demand::of(job, &state.tracker.observed, state.needs.clone(), who, holds))
+    });
+    let mut cluster = Cluster { nodes, jobs: jobs.collect() };
+    keep_apart(&mut cluster, holds);
+    allocate(&cluster, memory, now)
+}
+
+/// Pods of jobs that are not planned (being deleted, or not known yet) hold their nodes all the
+/// same: nobody else's worker comes there before they have ended.
+fn keep_apart(cluster: &mut Cluster, holds: HashMap<&str, BTreeSet<String>>) {
+    for (uid, holds) in holds {
+        cluster.jobs.push(Demand {
+            uid: uid.to_string(),
+            priority: 0,
+            created: 0,
+            sizes: Vec::new(),
+            spares: 0,
+            topology: None,
+            needs: Default::default(),
+            holds,
+            standing: moejob_plan::allocate::Standing::Running,
+        });
+    }
+}
+
+fn cluster_node(node: &NodeSeen, requested: Resources) -> ClusterNode {
+    let conditions = node.conditions.iter();
+    let taints = node.taints.iter().map(|(key, value, effect)| Taint {
+        key: key.clone(),
+        value: value.clone(),
+        effect: effect.clone(),
+    });
+    ClusterNode {
+        name: node.name.clone(),
+        labels: node.labels.clone(),
+        ready: node.conditions.get("Ready").is_some_and(|status| status == "True"),
+        cordoned: node.cordoned,
+        unhealthy: unhealthy(conditions.map(|(name, status)| (name.as_str(), status.as_str()))),
+        taints: taints.collect(),
+        allocatable: node.allocatable.clone(),
+        requested,
+    }
+}
+
+/// Whether the job's nodes are others than it has seen; now it has.
+pub fn changed(granted: &Granted, state: &mut JobState) -> bool {
+    let changed = granted.nodes != state.nodes_seen || granted.why != state.nodes_why;
+    if changed {
+        state.nodes_seen.clone_from(&granted.nodes);
+        state.nodes_why.clone_from(&granted.why);
+    }
+    changed
+}

@@ -1,0 +1,286 @@
+//! What a job says of itself: status, metrics, and when they are written.
+
+use super::Origin;
+use super::job::JobState;
+use crate::apply::{JobName, Write, Written};
+use crate::metrics::JobFigures;
+use crate::observe::JobSeen;
+use moejob_plan::observed::{Millis, Stored};
+use moejob_plan::record::{self, Saved};
+use moejob_plan::status::{self, Condition, MoeJobStatus};
+use moejob_plan::track::{Recovery, Tracker};
+use moejob_protocol::report::StepReport;
+use std::time::Duration;
+
+/// Progress alone is written this often at most.
+const PROGRESS_EVERY: Millis = 10_000;
+/// While a job comes up one change follows the other; they are written together.
+const SETTLE: Millis = 400;
+/// After a write that failed: 1 s, 2 s, 4 s, ... up to this.
+const RETRY_MAX: Millis = 60_000;
+
+/// The status as it was last written, and what is newer.
+pub struct Report {
+    pub generation: i64,
+    /// A write is under way; there is one at a time.
+    pub in_flight: bool,
+    /// When to look whether something is to be written.
+    pub due: Option<Millis>,
+    version: String,
+    written: MoeJobStatus,
+    pending: Option<MoeJobStatus>,
+    last_write: Millis,
+    changed_at: Option<Millis>,
+    not_before: Millis,
+    failures: u32,
+    newest: Option<StepReport>,
+}
+
+impl Report {
+    pub fn new(seen: &JobSeen) -> Report {
+        Report {
+            generation: seen.generation,
+            in_flight: false,
+            due: None,
+            version: seen.resource_version.clone(),
+            written: serde_json::from_value(seen.status.clone()).unwrap_or_default(),
+            pending: None,
+            last_write: 0,
+            changed_at: None,
+            not_before: 0,
+            failures: 0,
+            newest: None,
+        }
+    }
+
+    /// The newest checkpoint that the status knows.
+    pub fn stored(&self) -> Option<Stored> {
+        let stored = self.written.checkpoint.as_ref()?;
+        Some(Stored { step: stored.step, name: stored.name.clone() })
+    }
+
+    /// Versions rise; what a watch tells may be older than the last answer to a write.
+    pub fn on_version(&mut self, version: &str) {
+        let number = |text: &str| text.parse::<u64>().unwrap_or(u64::MAX);
+        if number(version) > number(&self.version) || number(version) == u64::MAX {
+            self.version = version.to_string();
+            self.not_before = 0;
+        }
+    }
+
+    pub fn step(&mut self, report: &StepReport) {
+        self.newest = Some(report.clone());
+    }
+
+    /// When the job was over, if it is.
+    pub fn finished_at(&self) -> Option<Millis> {
+        let over = |of: &&Condition| {
+            matches!(of.type_.as_str(), "Complete" | "Failed") && of.status == "True"
+        };
+        let condition = self.written.conditions.iter().find(over)?;
+        let time: k8s_openapi::jiff::Timestamp =
+            condition.last_transition_time.as_deref()?.parse().ok()?;
+        Some(time.as_millisecond().max(0) as Millis)
+    }
+
+    pub fn write(&mut self, job: &JobName, mut status: MoeJobStatus, now: Millis) -> Write {
+        let time = rfc3339(now);
+        status::stamp(&mut status.conditions, &self.written.conditions, &time);
+        self.in_flight = true;
+        self.last_write = now;
+        (self.changed_at, self.due) = (None, None);
+        self.pending = Some(status.clone());
+        Write::Status {
+            job: job.clone(),
+            resource_version: self.version.clone(),
+            status: Box::new(status),
+        }
+    }
+
+    pub fn written(&mut self, written: &Written, now: Millis) {
+        self.in_flight = false;
+        let pending = self.pending.take();
+        match written {
+            Ok(version) => {
+                if let Some(version) = version {
+                    self.on_version(version);
+                }
+                self.written = pending.unwrap_or_default();
+                (self.failures, self.not_before) = (0, 0);
+            }
+            Err(_) => {
+                self.not_before = now + (1000u64 << self.failures.min(10)).min(RETRY_MAX);
+                self.failures += 1;
+            }
+        }
+    }
+
+    /// Whether the status is to be written now; else `due` says when to look again.
+    fn is_due(&mut self, status: &MoeJobStatus, now: Millis) -> bool {
+        self.due = None;
+        if self.in_flight || same(status, &self.written) {
+            return false;
+        }
+        let at = match gist(status) == gist(&self.written) {
+            true => self.last_write + PROGRESS_EVERY,
+            false => {
+                let coming_up = matches!(status.phase.as_str(), "Pending" | "Starting");
+                let since = *self.changed_at.get_or_insert(now);
+                since + if coming_up { SETTLE } else { 0 }
+            }
+        };
+        let at = at.max(self.not_before);
+        self.due = (at > now).then_some(at);
+        self.due.is_none()
+    }
+}
+
+/// All but what only the next leader reads.
+fn same(a: &MoeJobStatus, b: &MoeJobStatus) -> bool {
+    let plain = |status: &MoeJobStatus| {
+        let mut status = MoeJobStatus { record: String::new(), ..status.clone() };
+        for condition in &mut status.conditions {
+            condition.last_transition_time = None;
+        }
+        status
+    };
+    plain(a) == plain(b)
+}
+
+/// What is written at once when it changes.
+fn gist(status: &MoeJobStatus) -> impl PartialEq + use<'_> {
+    let conditions: Vec<(&str, &str, &str)> = (status.conditions.iter())
+        .map(|of| (of.type_.as_str(), of.status.as_str(), of.reason.as_str()))
+        .collect();
+    (
+        (status.observed_generation, &status.phase, status.attempt, conditions),
+        (&status.nodes, &status.mesh, &status.placement, status.restarts, &status.recoveries),
+    )
+}
+
+fn rfc3339(now: Millis) -> String {
+    let time = k8s_openapi::jiff::Timestamp::from_millisecond(now as i64).unwrap_or_default();
+    format!("{time:.0}")
+}
+
+impl JobState {
+    /// Status and figures, each when it is time.
+    pub(super) fn report_status(&mut self, now: Millis) {
+        if self.is_deleted() {
+            return;
+        }
+        let status = self.status_of(&self.tracker, now);
+        self.figures(&status);
+        if self.report.is_due(&status, now) {
+            let write = self.report.write(&self.id, status, now);
+            self.send_aside(Origin::Status, write);
+        }
+    }
+
+    pub(super) fn status_of(&self, tracker: &Tracker, now: Millis) -> MoeJobStatus {
+        let saved = Saved {
+            term: self.term,
+            record: tracker.observed.record.clone(),
+            recoveries: tracker.recoveries.clone(),
+        };
+        let mut status = match (self.is_blocked(), &self.job) {
+            (None, Some(job)) => {
+                let why = &self.why;
+                status::status(job, &tracker.observed, &tracker.recoveries, why, now)
+            }
+            (blocked, _) => blocked_status(blocked),
+        };
+        status.observed_generation = Some(self.report.generation);
+        status.record = record::write(&saved);
+        if let Some(report) = &self.report.newest {
+            status.loss = Some(report.loss);
+            status.tokens_per_second = Some(report.tokens_per_second);
+        } else {
+            status.loss = self.report.written.loss;
+            status.tokens_per_second = self.report.written.tokens_per_second;
+        }
+        self.explain(&mut status.conditions);
+        status
+    }
+
+    /// Why there is no gang, if it is known better than the plan knows it.
+    fn explain(&self, conditions: &mut [Condition]) {
+        let waits = |of: &&mut Condition| of.type_ == "Planned" && of.reason == "WaitingForNodes";
+        let Some(planned) = conditions.iter_mut().find(waits) else { return };
+        let troubles = self.workers.troubles();
+        if let Some((reason, message)) = &self.failure {
+            planned.reason.clone_from(reason);
+            planned.message.clone_from(message);
+        } else if !troubles.is_empty() {
+            planned.reason = "WorkersDoNotStart".to_string();
+            planned.message = troubles.join("\n");
+        } else if !self.nodes_why.is_empty() {
+            planned.message = format!("{}; {}", self.nodes_why, planned.message);
+        }
+    }
+
+    fn figures(&self, status: &MoeJobStatus) {
+        let newest = self.report.newest.as_ref();
+        let figures = JobFigures {
+            namespace: self.id.namespace.clone(),
+            name: self.id.name.clone(),
+            phase: status.phase.clone(),
+            step: status.step,
+            loss: status.loss,
+            tokens_per_second: status.tokens_per_second,
+            expert_imbalance: newest.map(|report| report.expert_imbalance),
+            nodes_ready: status.nodes.ready,
+            nodes_desired: status.nodes.desired,
+        };
+        self.context.metrics.job(&self.id.uid, figures);
+    }
+
+    pub(super) fn recovered(&mut self, recovery: &Recovery) {
+        let took = |at: Option<Millis>| {
+            Duration::from_millis(at.unwrap_or_default().saturating_sub(recovery.detected_at))
+        };
+        let (replanned, first_step) = (took(recovery.replanned_at), took(recovery.first_step_at));
+        self.context.metrics.recovered(cause_word(&recovery.cause), replanned, first_step);
+        let note = format!(
+            "training again {} ms after the loss was noticed: {}; {} steps were done again",
+            first_step.as_millis(),
+            recovery.cause,
+            recovery.steps_lost
+        );
+        self.event(false, "Recovered", note);
+    }
+}
+
+/// One word for the metrics out of a cause in words.
+fn cause_word(cause: &str) -> &'static str {
+    const WORDS: [(&str, &str); 6] = [
+        ("silent", "silent"),
+        ("heartbeat", "silent"),
+        ("pod was deleted", "deleted"),
+        ("exit code", "exited"),
+        ("killed", "killed"),
+        ("no step", "stuck"),
+    ];
+    let found = WORDS.iter().find(|(part, _)| cause.contains(part));
+    found.map_or("other", |(_, word)| word)
+}
+
+fn blocked_status(blocked: Option<&super::job::Blocked>) -> MoeJobStatus {
+    let (phase, reason, message) = match blocked {
+        Some(blocked) if blocked.invalid => ("Invalid", blocked.reason, blocked.message.clone()),
+        Some(blocked) => ("Pending", blocked.reason, blocked.message.clone()),
+        None => ("Pending", "NotYet", String::new()),
+    };
+    let planned = Condition {
+        type_: "Planned".to_string(),
+        status: "False".to_string(),
+        reason: reason.to_string(),
+        message,
+        last_transition_time: None,
+    };
+    MoeJobStatus {
+        phase: phase.to_string(),
+        conditions: vec![planned],
+        ..MoeJobStatus::default()
+    }
+}

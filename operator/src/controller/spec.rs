@@ -1,0 +1,71 @@
+//! What a job's object says: its spec, judged, and what the leader before has left in its status.
+
+use super::job::Blocked;
+use moejob_plan::Job;
+use moejob_plan::job::Venue;
+use moejob_plan::observed::{Observed, Record, Stored, Wanted};
+use moejob_plan::pods;
+use moejob_plan::record::{self, Saved};
+use moejob_plan::spec::MoeJobSpec;
+
+/// The record of the leader before.
+pub fn restored(status: &serde_json::Value) -> Result<Saved, record::RecordError> {
+    match status["record"].as_str() {
+        Some(text) if !text.is_empty() => record::read(text),
+        _ => Ok(Saved::default()),
+    }
+}
+
+/// The job, or why there is none to plan.
+pub fn judge(name: &str, spec: &serde_json::Value) -> Result<Job, Blocked> {
+    let blocked = |invalid: bool, reason: &'static str, message: String| {
+        Err(Blocked { invalid, reason, message })
+    };
+    let spec: MoeJobSpec = match serde_json::from_value(spec.clone()) {
+        Ok(spec) => spec,
+        Err(error) => return blocked(true, "InvalidSpec", format!("spec: {error}")),
+    };
+    let job = match Job::from_spec(name, &spec) {
+        Ok(job) => job,
+        Err(problems) => return blocked(true, "InvalidSpec", sentences(&problems)),
+    };
+    let unsupported = job.unsupported(job.profile.backend);
+    if !unsupported.is_empty() {
+        return blocked(true, "Unsupported", sentences(&unsupported));
+    }
+    if let Some(message) = pods::not_durable(&job) {
+        return blocked(false, "NoDurableCheckpoint", message);
+    }
+    let (sizes, skipped) = moejob_plan::placement::sizes(&job);
+    if sizes.is_empty() {
+        let lines = skipped.iter().map(|skip| format!("{} nodes: {}", skip.nodes, skip.why));
+        let message = lines.collect::<Vec<_>>().join("\n");
+        return blocked(false, "NoSizeFits", message);
+    }
+    Ok(job)
+}
+
+fn sentences(problems: &[moejob_plan::problem::Problem]) -> String {
+    let lines: Vec<String> = problems.iter().map(|problem| problem.sentence()).collect();
+    lines.join("\n")
+}
+
+/// Before the spec is read and the first pod is seen.
+pub fn nothing_observed(record: Record, stored: Option<Stored>) -> Observed {
+    let wanted = Wanted {
+        nodes_min: 1,
+        nodes_max: 1,
+        spares: 0,
+        sizes: Vec::new(),
+        restarts_max: 0,
+        restart_window: 0,
+        growth_interval: 0,
+        gang_timeout: 30_000,
+        step_timeout: 0,
+        suspend: false,
+        venue: Venue::Kubernetes,
+    };
+    let template = super::empty_template();
+    let (nodes, workers, interrupt) = (Vec::new(), Vec::new(), false);
+    Observed { wanted, template, nodes, workers, record, stored, interrupt }
+}

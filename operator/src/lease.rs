@@ -1,0 +1,189 @@
+//! Who leads: the holder of one Lease. A standby takes over once the lease has not been renewed
+//! for its time, measured on the standby's own clock, so that clocks need not agree.
+
+use crate::apply::{ApplyError, Writer};
+use crate::observe;
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
+use k8s_openapi::jiff::Timestamp;
+use kube::Client;
+use std::time::Duration;
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+
+/// After so long without a renewal somebody else may lead.
+pub const LEASE_S: i32 = 10;
+/// Between two looks, and two renewals.
+const RENEW_EVERY: Duration = Duration::from_secs(2);
+/// A leader that could not renew for so long stops before anybody else begins.
+const GIVE_UP_AFTER: Duration = Duration::from_secs(7);
+/// For one request of it.
+const REQUEST_MAX: Duration = Duration::from_secs(3);
+
+pub struct Election {
+    pub client: Client,
+    pub writer: Writer,
+    pub namespace: String,
+    pub name: String,
+    /// Unlike that of any other process.
+    pub identity: String,
+}
+
+/// What was last seen of the lease, and when it was last otherwise.
+struct Seen {
+    spec: LeaseSpec,
+    since: Instant,
+}
+
+/// What to do about the lease.
+#[derive(Debug, PartialEq)]
+enum Step {
+    /// Write this: it makes or keeps this process the leader.
+    Put(Box<LeaseSpec>),
+    Wait,
+}
+
+impl Election {
+    /// Waits to be the leader. Returns the term: it rises with each leader.
+    pub async fn acquire(&self) -> u64 {
+        let mut seen = None;
+        loop {
+            match self.step(&mut seen).await {
+                Ok(Some(spec)) => return term(&spec),
+                Ok(None) => {}
+                Err(error) => tracing::warn!(%error, "the lease"),
+            }
+            sleep(RENEW_EVERY).await;
+        }
+    }
+
+    /// Renews for as long as it can; returns when this process must no longer lead.
+    /// `heard` is called each time.
+    pub async fn hold(&self, heard: impl Fn()) {
+        let (mut seen, mut renewed) = (None, Instant::now());
+        loop {
+            sleep(RENEW_EVERY).await;
+            let (began, deadline) = (Instant::now(), renewed + GIVE_UP_AFTER);
+            match timeout_at(deadline, self.step(&mut seen)).await {
+                Ok(Ok(Some(_))) => {
+                    renewed = began;
+                    heard();
+                }
+                Ok(Err(error)) if Instant::now() < deadline => {
+                    tracing::warn!(%error, "the lease was not renewed");
+                }
+                Ok(Ok(None) | Err(_)) | Err(_) => return,
+            }
+        }
+    }
+
+    /// Lets another lead at once.
+    pub async fn release(&self) {
+        let release = async {
+            let lease = observe::lease(&self.client, &self.namespace, &self.name).await.ok()??;
+            let spec = lease.spec.clone().unwrap_or_default();
+            if spec.holder_identity.as_deref() == Some(&self.identity) {
+                let spec = LeaseSpec { holder_identity: Some(String::new()), ..spec };
+                self.writer.put_lease(&Lease { spec: Some(spec), ..lease }).await.ok()?;
+            }
+            Some(())
+        };
+        let _ = timeout(REQUEST_MAX, release).await;
+    }
+
+    /// The lease as it was written, if this process leads.
+    async fn step(&self, seen: &mut Option<Seen>) -> Result<Option<LeaseSpec>, ApplyError> {
+        let look = observe::lease(&self.client, &self.namespace, &self.name);
+        let lease = timeout(REQUEST_MAX, look).await.map_err(|_| ApplyError::Slow)??;
+        let spec = lease.as_ref().and_then(|lease| lease.spec.clone());
+        let since = match seen.take() {
+            Some(before) if Some(&before.spec) == spec.as_ref() => before.since,
+            _ => Instant::now(),
+        };
+        let step = judge(spec.as_ref(), &self.identity, since.elapsed(), Timestamp::now());
+        if let Some(spec) = spec {
+            *seen = Some(Seen { spec, since });
+        }
+        let Step::Put(spec) = step else { return Ok(None) };
+        let metadata = match lease {
+            Some(lease) => lease.metadata,
+            None => ObjectMeta {
+                name: Some(self.name.clone()),
+                namespace: Some(self.namespace.clone()),
+                ..ObjectMeta::default()
+            },
+        };
+        let lease = Lease { metadata, spec: Some(*spec.clone()) };
+        let put = timeout(REQUEST_MAX, self.writer.put_lease(&lease)).await;
+        match put.map_err(|_| ApplyError::Slow)? {
+            Ok(_) => Ok(Some(*spec)),
+            // Somebody else was quicker.
+            Err(ApplyError::Conflict | ApplyError::Exists) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+fn judge(spec: Option<&LeaseSpec>, me: &str, unchanged: Duration, now: Timestamp) -> Step {
+    let holder = spec.and_then(|spec| spec.holder_identity.as_deref()).unwrap_or_default();
+    let seconds = spec.and_then(|spec| spec.lease_duration_seconds).unwrap_or(LEASE_S);
+    let transitions = spec.and_then(|spec| spec.lease_transitions).unwrap_or(0);
+    let now = MicroTime(now);
+    let mine = LeaseSpec {
+        holder_identity: Some(me.to_string()),
+        lease_duration_seconds: Some(LEASE_S),
+        renew_time: Some(now.clone()),
+        acquire_time: spec.and_then(|spec| spec.acquire_time.clone()),
+        lease_transitions: Some(transitions),
+        ..LeaseSpec::default()
+    };
+    if holder == me {
+        return Step::Put(Box::new(mine));
+    }
+    let expired = unchanged >= Duration::from_secs(seconds.max(0) as u64);
+    if !holder.is_empty() && !expired {
+        return Step::Wait;
+    }
+    Step::Put(Box::new(LeaseSpec {
+        acquire_time: Some(now),
+        lease_transitions: Some(transitions.saturating_add(1)),
+        ..mine
+    }))
+}
+
+fn term(spec: &LeaseSpec) -> u64 {
+    spec.lease_transitions.unwrap_or(0).max(0) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lease(holder: &str, transitions: i32) -> LeaseSpec {
+        LeaseSpec {
+            holder_identity: Some(holder.to_string()),
+            lease_duration_seconds: Some(LEASE_S),
+            lease_transitions: Some(transitions),
+            ..LeaseSpec::default()
+        }
+    }
+
+    fn step(spec: Option<&LeaseSpec>, unchanged_s: u64) -> Option<(String, u64)> {
+        let unchanged = Duration::from_secs(unchanged_s);
+        match judge(spec, "me", unchanged, Timestamp::UNIX_EPOCH) {
+            Step::Put(spec) => {
+                Some((spec.holder_identity.clone().unwrap_or_default(), term(&spec)))
+            }
+            Step::Wait => None,
+        }
+    }
+
+    #[test]
+    fn each_leader_has_a_higher_term() {
+        let me = |term| Some(("me".to_string(), term));
+        assert_eq!(step(None, 0), me(1));
+        assert_eq!(step(Some(&lease("me", 4)), 60), me(4), "a renewal is no new term");
+        assert_eq!(step(Some(&lease("other", 4)), 9), None);
+        assert_eq!(step(Some(&lease("other", 4)), 10), me(5));
+        assert_eq!(step(Some(&lease("", 4)), 0), me(5), "released");
+    }
+}

@@ -1,0 +1,333 @@
+//! What Prometheus and the kubelet ask: `/metrics`, `/healthz`, `/readyz`.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
+
+/// A request's head; more is not read.
+const REQUEST_BYTES_MAX: u64 = 8 << 10;
+const REQUEST_MAX: Duration = Duration::from_secs(5);
+/// Connections at once; one more waits.
+const CONNECTIONS_MAX: usize = 32;
+/// Different causes of recoveries that are counted apart; the rest are "other".
+const CAUSES_MAX: usize = 16;
+
+/// Upper bounds in seconds.
+const RECONCILE_S: [f64; 8] = [0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.25, 1.0];
+const RECOVERY_S: [f64; 9] = [0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0];
+
+/// The figures of one job.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct JobFigures {
+    pub namespace: String,
+    pub name: String,
+    pub phase: String,
+    pub step: u64,
+    pub loss: Option<f64>,
+    pub tokens_per_second: Option<f64>,
+    pub expert_imbalance: Option<f64>,
+    pub nodes_ready: u32,
+    pub nodes_desired: u32,
+}
+
+#[derive(Default)]
+struct Inner {
+    ready: bool,
+    leader: bool,
+    reconcile: Histogram<8>,
+    results: BTreeMap<&'static str, u64>,
+    causes: BTreeMap<String, u64>,
+    replanned: Histogram<9>,
+    first_step: Histogram<9>,
+    jobs: BTreeMap<String, JobFigures>,
+}
+
+#[derive(Clone, Default)]
+pub struct Metrics(Arc<Mutex<Inner>>);
+
+impl Metrics {
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    pub fn set_ready(&self) {
+        self.inner().ready = true;
+    }
+
+    pub fn set_leader(&self, leader: bool) {
+        self.inner().leader = leader;
+    }
+
+    /// A plan was made in that time.
+    pub fn reconciled(&self, took: Duration) {
+        let mut inner = self.inner();
+        inner.reconcile.observe(&RECONCILE_S, took.as_secs_f64());
+    }
+
+    /// A write's result, or `ok`.
+    pub fn result(&self, label: &'static str) {
+        *self.inner().results.entry(label).or_default() += 1;
+    }
+
+    /// A recovery is complete. `cause` is one word.
+    pub fn recovered(&self, cause: &str, replanned: Duration, first_step: Duration) {
+        let mut inner = self.inner();
+        let known = inner.causes.contains_key(cause) || inner.causes.len() < CAUSES_MAX;
+        let cause = if known { cause } else { "other" };
+        *inner.causes.entry(cause.to_string()).or_default() += 1;
+        inner.replanned.observe(&RECOVERY_S, replanned.as_secs_f64());
+        inner.first_step.observe(&RECOVERY_S, first_step.as_secs_f64());
+    }
+
+    pub fn job(&self, uid: &str, figures: JobFigures) {
+        self.inner().jobs.insert(uid.to_string(), figures);
+    }
+
+    pub fn forget_job(&self, uid: &str) {
+        self.inner().jobs.remove(uid);
+    }
+
+    /// In Prometheus' text format.
+    pub fn text(&self) -> String {
+        let inner = self.inner();
+        let mut out = String::new();
+        head(&mut out, "moejob_leader", "gauge", "1 in the operator that leads.");
+        let _ = writeln!(out, "moejob_leader {}", u8::from(inner.leader));
+        let help = "Time to plan one job.";
+        histogram(&mut out, "moejob_reconcile_duration_seconds", help);
+        inner.reconcile.write(&mut out, "moejob_reconcile_duration_seconds", "", &RECONCILE_S);
+        head(&mut out, "moejob_reconcile_total", "counter", "Plans and writes by result.");
+        for (result, count) in &inner.results {
+            let _ = writeln!(out, "moejob_reconcile_total{{result=\"{result}\"}} {count}");
+        }
+        head(&mut out, "moejob_recoveries_total", "counter", "Recoveries by cause.");
+        for (cause, count) in &inner.causes {
+            let _ = writeln!(out, "moejob_recoveries_total{{cause={}}} {count}", quoted(cause));
+        }
+        let name = "moejob_recovery_seconds";
+        histogram(&mut out, name, "From the notice of a loss to the end of a phase.");
+        inner.replanned.write(&mut out, name, "phase=\"replanned\"", &RECOVERY_S);
+        inner.first_step.write(&mut out, name, "phase=\"first_step\"", &RECOVERY_S);
+        jobs(&mut out, inner.jobs.values());
+        out
+    }
+
+    /// Answers until the process ends.
+    ///
+    /// # Errors
+    /// When nothing can listen there.
+    pub async fn serve(self, at: SocketAddr) -> io::Result<()> {
+        let listener = TcpListener::bind(at).await?;
+        let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+        loop {
+            let Ok(place) = Arc::clone(&places).acquire_owned().await else { return Ok(()) };
+            match listener.accept().await {
+                Ok((stream, _)) => {
+                    let metrics = self.clone();
+                    tokio::spawn(async move {
+                        let _ = timeout(REQUEST_MAX, metrics.answer(stream)).await;
+                        drop(place);
+                    });
+                }
+                Err(error) => {
+                    tracing::debug!(%error, "accept failed");
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+            }
+        }
+    }
+
+    async fn answer(&self, mut stream: TcpStream) -> io::Result<()> {
+        let mut head = Vec::new();
+        let mut limited = (&mut stream).take(REQUEST_BYTES_MAX);
+        while !head.windows(4).any(|end| end == b"\r\n\r\n") {
+            if limited.read_buf(&mut head).await? == 0 {
+                return Ok(());
+            }
+        }
+        let (code, body) = self.page(&String::from_utf8_lossy(&head));
+        let answer = format!(
+            "HTTP/1.1 {code}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {}\r\n\
+             Connection: close\r\n\r\n{body}",
+            body.len()
+        );
+        stream.write_all(answer.as_bytes()).await?;
+        stream.shutdown().await
+    }
+
+    fn page(&self, head: &str) -> (&'static str, String) {
+        let mut words = head.split_whitespace();
+        let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+        let path = path.split('?').next().unwrap_or_default();
+        match (method, path) {
+            ("GET", "/healthz") => ("200 OK", "ok\n".to_string()),
+            ("GET", "/readyz") if self.inner().ready => ("200 OK", "ok\n".to_string()),
+            ("GET", "/readyz") => {
+                ("503 Service Unavailable", "the cluster has not been listed yet\n".to_string())
+            }
+            ("GET", "/metrics") => ("200 OK", self.text()),
+            ("GET", _) => ("404 Not Found", "/metrics, /healthz, /readyz\n".to_string()),
+            _ => ("405 Method Not Allowed", "GET alone\n".to_string()),
+        }
+    }
+}
+
+/// Counts by upper bound; the last is of everything.
+struct Histogram<const N: usize> {
+    counts: [u64; N],
+    count: u64,
+    sum: f64,
+}
+
+impl<const N: usize> Default for Histogram<N> {
+    fn default() -> Histogram<N> {
+        Histogram { counts: [0; N], count: 0, sum: 0.0 }
+    }
+}
+
+impl<const N: usize> Histogram<N> {
+    fn observe(&mut self, bounds: &[f64; N], value: f64) {
+        for (count, bound) in self.counts.iter_mut().zip(bounds) {
+            *count += u64::from(value <= *bound);
+        }
+        self.count += 1;
+        self.sum += value;
+    }
+
+    fn write(&self, out: &mut String, name: &str, labels: &str, bounds: &[f64; N]) {
+        let comma = if labels.is_empty() { "" } else { "," };
+        for (count, bound) in self.counts.iter().zip(bounds) {
+            let _ = writeln!(out, "{name}_bucket{{{labels}{comma}le=\"{bound}\"}} {count}");
+        }
+        let _ = writeln!(out, "{name}_bucket{{{labels}{comma}le=\"+Inf\"}} {}", self.count);
+        let braces = if labels.is_empty() { String::new() } else { format!("{{{labels}}}") };
+        let _ = writeln!(out, "{name}_sum{braces} {}", self.sum);
+        let _ = writeln!(out, "{name}_count{braces} {}", self.count);
+    }
+}
+
+fn head(out: &mut String, name: &str, kind: &str, help: &str) {
+    let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
+}
+
+fn histogram(out: &mut String, name: &str, help: &str) {
+    head(out, name, "histogram", help);
+}
+
+fn quoted(text: &str) -> String {
+    let text = text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+    format!("\"{text}\"")
+}
+
+fn jobs<'a>(out: &mut String, jobs: impl Iterator<Item = &'a JobFigures> + Clone) {
+    type Figure = fn(&JobFigures) -> Option<f64>;
+    let gauges: [(&str, &str, Figure); 6] = [
+        ("moejob_step", "Steps done.", |job| Some(job.step as f64)),
+        ("moejob_loss", "Cross-entropy of the newest step.", |job| job.loss),
+        ("moejob_tokens_per_second", "Of the newest step.", |job| job.tokens_per_second),
+        ("moejob_expert_imbalance", "Largest load over the mean.", |job| job.expert_imbalance),
+        ("moejob_nodes_ready", "Nodes with a rank.", |job| Some(job.nodes_ready.into())),
+        ("moejob_nodes_desired", "Nodes wanted.", |job| Some(job.nodes_desired.into())),
+    ];
+    let labels = |job: &JobFigures| {
+        format!("namespace={},job={}", quoted(&job.namespace), quoted(&job.name))
+    };
+    for (name, help, figure) in gauges {
+        head(out, name, "gauge", help);
+        for job in jobs.clone() {
+            if let Some(value) = figure(job) {
+                let _ = writeln!(out, "{name}{{{}}} {value}", labels(job));
+            }
+        }
+    }
+    head(out, "moejob_job_phase", "gauge", "1 for the present phase.");
+    for job in jobs {
+        for phase in PHASES {
+            let holds = u8::from(job.phase == phase);
+            let labels = labels(job);
+            let _ = writeln!(out, "moejob_job_phase{{{labels},phase=\"{phase}\"}} {holds}");
+        }
+    }
+}
+
+/// Of `MoeJobStatus::phase`.
+const PHASES: [&str; 9] = [
+    "Invalid", "Pending", "Starting", "Running", "Recovering", "Stopping", "Suspended", "Complete",
+    "Failed",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_written_as_prometheus_reads_them() {
+        let metrics = Metrics::default();
+        metrics.reconciled(Duration::from_millis(2));
+        metrics.result("ok");
+        metrics.recovered("silent", Duration::from_millis(60), Duration::from_millis(300));
+        let figures = JobFigures {
+            namespace: "n".into(),
+            name: "j".into(),
+            phase: "Running".into(),
+            step: 7,
+            loss: Some(2.5),
+            ..JobFigures::default()
+        };
+        metrics.job("u", figures);
+        let text = metrics.text();
+        for line in [
+            "moejob_reconcile_duration_seconds_bucket{le=\"0.001\"} 0",
+            "moejob_reconcile_duration_seconds_bucket{le=\"0.005\"} 1",
+            "moejob_reconcile_duration_seconds_count 1",
+            "moejob_reconcile_total{result=\"ok\"} 1",
+            "moejob_recoveries_total{cause=\"silent\"} 1",
+            "moejob_recovery_seconds_bucket{phase=\"replanned\",le=\"0.1\"} 1",
+            "moejob_recovery_seconds_bucket{phase=\"first_step\",le=\"0.25\"} 0",
+            "moejob_recovery_seconds_count{phase=\"first_step\"} 1",
+            "moejob_step{namespace=\"n\",job=\"j\"} 7",
+            "moejob_loss{namespace=\"n\",job=\"j\"} 2.5",
+            "moejob_job_phase{namespace=\"n\",job=\"j\",phase=\"Running\"} 1",
+            "moejob_job_phase{namespace=\"n\",job=\"j\",phase=\"Failed\"} 0",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+        assert!(!text.contains("moejob_tokens_per_second{"), "unknown figures are left out");
+        metrics.forget_job("u");
+        assert!(!metrics.text().contains("moejob_step{"));
+    }
+
+    #[tokio::test]
+    async fn the_kubelet_is_answered() {
+        let metrics = Metrics::default();
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let at = listener.local_addr().expect("an address");
+        let server = metrics.clone();
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let _ = server.answer(stream).await;
+            }
+        });
+        let ask = |request: &'static str| async move {
+            let mut stream = TcpStream::connect(at).await.expect("connects");
+            stream.write_all(request.as_bytes()).await.expect("written");
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).await.expect("read");
+            answer
+        };
+        assert!(ask("GET /healthz HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 200 "));
+        assert!(ask("GET /readyz HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 503 "));
+        metrics.set_ready();
+        assert!(ask("GET /readyz HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 200 "));
+        assert!(ask("GET /metrics?x HTTP/1.0\r\n\r\n").await.contains("moejob_leader 0"));
+        assert!(ask("POST /metrics HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 405 "));
+        assert!(ask("GET / HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 404 "));
+    }
+}

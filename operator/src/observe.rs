@@ -1,0 +1,558 @@
+//! The only reader of the cluster: watches, reduced on arrival to what decisions need.
+//!
+//! ```text
+//! watch of MoeJobs, pods, nodes -> reduce -> Change -> the controller's loop -> Cluster
+//! ```
+//!
+//! What is not in these types is never kept: a foreign pod is a node, its requests and a phase.
+
+use crate::identity::Keyring;
+use futures::{Stream, TryStreamExt};
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::{Container, ContainerStatus, Node, Pod, Secret};
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use kube::api::{Api, ApiResource, DynamicObject};
+use kube::runtime::watcher::{self, watcher};
+use kube::runtime::WatchStreamExt;
+use kube::{Client, ResourceExt};
+use moejob_plan::observed::Millis;
+use moejob_plan::pods::{ANNOTATION_SEAL, CONTAINER, LABEL_JOB_UID};
+use moejob_plan::resources::Resources;
+use moejob_plan::spec::MoeJob;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
+use tokio::sync::mpsc;
+
+/// Objects of one page of a list: what a watch that begins holds in memory at once.
+const PAGE: u32 = 250;
+
+/// `namespace/name`; of a node its name alone.
+pub type Key = Arc<str>;
+
+/// A MoeJob as the API server has it; not yet judged.
+#[derive(Clone, Debug, PartialEq)]
+pub struct JobSeen {
+    pub namespace: String,
+    pub name: String,
+    pub uid: String,
+    pub generation: i64,
+    pub resource_version: String,
+    pub created_at: Millis,
+    pub deleted: bool,
+    pub labels: BTreeMap<String, String>,
+    pub annotations: BTreeMap<String, String>,
+    pub spec: serde_json::Value,
+    pub status: serde_json::Value,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct PodSeen {
+    pub key: Key,
+    /// None until it is bound.
+    pub node: Option<Arc<str>>,
+    pub requests: Arc<Resources>,
+    /// Succeeded or Failed: it holds nothing any more.
+    pub finished: bool,
+    /// What is known of a worker's pod beside that.
+    pub worker: Option<Box<WorkerPod>>,
+}
+
+/// A pod that carries our seal.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WorkerPod {
+    pub namespace: String,
+    pub name: String,
+    pub uid: String,
+    pub job_uid: String,
+    /// The node that it is meant for, also before it is bound.
+    pub meant_for: Option<String>,
+    pub address: Option<String>,
+    /// Its container runs or ran.
+    pub started: bool,
+    /// Why its container does not start, as the kubelet says: `ImagePullBackOff: ...`.
+    pub trouble: Option<String>,
+    /// Exit code and words of its end.
+    pub ended: Option<(Option<i32>, String)>,
+    /// When its deletion was to be complete.
+    pub deletion: Option<Millis>,
+    /// The scheduler cannot place it: why.
+    pub unschedulable: Option<String>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct NodeSeen {
+    pub name: String,
+    pub labels: BTreeMap<String, String>,
+    /// Key, value and effect.
+    pub taints: Vec<(String, String, String)>,
+    /// Types and states of its conditions.
+    pub conditions: BTreeMap<String, String>,
+    pub cordoned: bool,
+    pub allocatable: Resources,
+}
+
+/// Something is otherwise than before.
+#[derive(Debug)]
+pub enum Change {
+    Job(Box<JobSeen>),
+    JobGone(Key),
+    Pod(PodSeen),
+    PodGone(Key),
+    Node(NodeSeen),
+    NodeGone(Key),
+    /// The first list of this kind is complete.
+    Complete(Kind),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    Jobs,
+    Pods,
+    Nodes,
+}
+
+/// All that was seen last.
+#[derive(Debug, Default)]
+pub struct Cluster {
+    pub jobs: BTreeMap<Key, JobSeen>,
+    pub pods: HashMap<Key, PodSeen>,
+    pub nodes: BTreeMap<String, NodeSeen>,
+    complete: HashSet<Kind>,
+}
+
+impl Cluster {
+    /// Every kind was listed once.
+    pub fn is_complete(&self) -> bool {
+        self.complete.len() == 3
+    }
+
+    /// What the change replaces is given back.
+    pub fn take(&mut self, change: Change) -> Taken {
+        match change {
+            Change::Job(job) => Taken::Job(key(&job.namespace, &job.name), self.put_job(*job)),
+            Change::JobGone(key) => {
+                let before = self.jobs.remove(&key);
+                Taken::Job(key, before)
+            }
+            Change::Pod(pod) => {
+                let key = Arc::clone(&pod.key);
+                let before = self.pods.insert(Arc::clone(&key), pod);
+                Taken::Pod(key, before)
+            }
+            Change::PodGone(key) => {
+                let before = self.pods.remove(&key);
+                Taken::Pod(key, before)
+            }
+            Change::Node(node) => {
+                let same = self.nodes.get(&node.name) == Some(&node);
+                self.nodes.insert(node.name.clone(), node);
+                if same { Taken::Nothing } else { Taken::Node }
+            }
+            Change::NodeGone(key) => {
+                self.nodes.remove(&*key);
+                Taken::Node
+            }
+            Change::Complete(kind) => {
+                self.complete.insert(kind);
+                Taken::Node
+            }
+        }
+    }
+
+    fn put_job(&mut self, job: JobSeen) -> Option<JobSeen> {
+        self.jobs.insert(key(&job.namespace, &job.name), job)
+    }
+}
+
+/// What a change touched, and what was there before.
+#[derive(Debug)]
+pub enum Taken {
+    Nothing,
+    Job(Key, Option<JobSeen>),
+    Pod(Key, Option<PodSeen>),
+    Node,
+}
+
+pub fn key(namespace: &str, name: &str) -> Key {
+    Arc::from(format!("{namespace}/{name}"))
+}
+
+/// Follows everything for as long as the receiver is there. Errors of the API are logged, and the
+/// watches begin again with growing pauses.
+pub fn follow(client: &Client, keyring: &Arc<Keyring>, to: &mpsc::Sender<Change>) {
+    let config = || watcher::Config::default().page_size(PAGE);
+    let resource = ApiResource::erase::<MoeJob>(&());
+    let jobs: Api<DynamicObject> = Api::all_with(client.clone(), &resource);
+    let jobs = watcher(jobs, config());
+    tokio::spawn(relay(Kind::Jobs, jobs, to.clone(), job_seen, |job| {
+        (key(&job.namespace, &job.name), Change::Job(Box::new(job)))
+    }));
+    let pods: Api<Pod> = Api::all(client.clone());
+    let keyring = Arc::clone(keyring);
+    let pods = watcher(pods, config());
+    let mut shared = Shared::default();
+    let reduce = move |pod| pod_seen(pod, &keyring, &mut shared);
+    tokio::spawn(relay(Kind::Pods, pods, to.clone(), reduce, |pod| {
+        (Arc::clone(&pod.key), Change::Pod(pod))
+    }));
+    let nodes: Api<Node> = Api::all(client.clone());
+    let nodes = watcher(nodes, config());
+    tokio::spawn(relay(Kind::Nodes, nodes, to.clone(), node_seen, |node| {
+        (Arc::from(node.name.as_str()), Change::Node(node))
+    }));
+}
+
+fn gone(kind: Kind, key: Key) -> Change {
+    match kind {
+        Kind::Jobs => Change::JobGone(key),
+        Kind::Pods => Change::PodGone(key),
+        Kind::Nodes => Change::NodeGone(key),
+    }
+}
+
+/// One watch: what a new list no longer has is told as gone.
+async fn relay<K, Seen>(
+    kind: Kind,
+    stream: impl Stream<Item = watcher::Result<watcher::Event<K>>> + Send,
+    to: mpsc::Sender<Change>,
+    mut reduce: impl FnMut(K) -> Seen + Send,
+    told: impl Fn(Seen) -> (Key, Change) + Send,
+) where
+    K: Send + 'static,
+{
+    let mut stream = std::pin::pin!(stream.default_backoff());
+    let (mut known, mut listed) = (HashSet::new(), None::<HashSet<Key>>);
+    loop {
+        let event = match stream.try_next().await {
+            Ok(Some(event)) => event,
+            Ok(None) => return,
+            Err(error) => {
+                tracing::warn!(?kind, %error, "watching goes on after a pause");
+                continue;
+            }
+        };
+        let mut changes = Vec::new();
+        match event {
+            watcher::Event::Init => listed = Some(HashSet::new()),
+            watcher::Event::InitApply(object) | watcher::Event::Apply(object) => {
+                let (key, change) = told(reduce(object));
+                if let Some(listed) = &mut listed {
+                    listed.insert(Arc::clone(&key));
+                }
+                known.insert(key);
+                changes.push(change);
+            }
+            watcher::Event::Delete(object) => {
+                let (key, _) = told(reduce(object));
+                known.remove(&key);
+                changes.push(gone(kind, key));
+            }
+            watcher::Event::InitDone => {
+                let listed = listed.take().unwrap_or_default();
+                let lost: Vec<Key> = known.difference(&listed).cloned().collect();
+                changes.extend(lost.into_iter().map(|key| gone(kind, key)));
+                known = listed;
+                changes.push(Change::Complete(kind));
+            }
+        }
+        for change in changes {
+            if to.send(change).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+fn millis(time: Option<&k8s_openapi::apimachinery::pkg::apis::meta::v1::Time>) -> Option<Millis> {
+    time.map(|time| time.0.as_millisecond().max(0) as Millis)
+}
+
+fn job_seen(object: DynamicObject) -> JobSeen {
+    let DynamicObject { metadata, mut data, .. } = object;
+    JobSeen {
+        namespace: metadata.namespace.unwrap_or_default(),
+        name: metadata.name.unwrap_or_default(),
+        uid: metadata.uid.unwrap_or_default(),
+        generation: metadata.generation.unwrap_or_default(),
+        resource_version: metadata.resource_version.unwrap_or_default(),
+        created_at: millis(metadata.creation_timestamp.as_ref()).unwrap_or_default(),
+        deleted: metadata.deletion_timestamp.is_some(),
+        labels: metadata.labels.unwrap_or_default(),
+        annotations: metadata.annotations.unwrap_or_default(),
+        spec: data["spec"].take(),
+        status: data["status"].take(),
+    }
+}
+
+/// Names of nodes and sets of requests that many pods have in common are kept once.
+#[derive(Default)]
+struct Shared {
+    nodes: HashSet<Arc<str>>,
+    requests: BTreeMap<BTreeMap<String, i64>, Arc<Resources>>,
+}
+
+/// More different ones than that come from pods that are long gone.
+const SHARED_MAX: usize = 16 << 10;
+
+impl Shared {
+    fn node(&mut self, name: &str) -> Arc<str> {
+        if self.nodes.len() > SHARED_MAX {
+            self.nodes.clear();
+        }
+        if let Some(known) = self.nodes.get(name) {
+            return Arc::clone(known);
+        }
+        let new: Arc<str> = Arc::from(name);
+        self.nodes.insert(Arc::clone(&new));
+        new
+    }
+
+    fn requests(&mut self, amounts: Resources) -> Arc<Resources> {
+        if self.requests.len() > SHARED_MAX {
+            self.requests.clear();
+        }
+        if let Some(known) = self.requests.get(&amounts.0) {
+            return Arc::clone(known);
+        }
+        let new = Arc::new(amounts);
+        self.requests.insert(new.0.clone(), Arc::clone(&new));
+        new
+    }
+}
+
+fn pod_seen(pod: Pod, keyring: &Keyring, shared: &mut Shared) -> PodSeen {
+    let (namespace, name) = (pod.namespace().unwrap_or_default(), pod.name_any());
+    let requests = shared.requests(requests(&pod));
+    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
+    let node = node.map(|node| shared.node(node));
+    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+    let finished = matches!(phase, Some("Succeeded" | "Failed"));
+    let job_uid = pod.labels().get(LABEL_JOB_UID).cloned();
+    let seal = pod.annotations().get(ANNOTATION_SEAL);
+    let ours = job_uid.filter(|uid| seal == Some(&keyring.seal(uid, &name)));
+    let key = key(&namespace, &name);
+    let worker = ours.map(|job_uid| Box::new(worker_pod(&pod, namespace, name, job_uid)));
+    PodSeen { key, node, requests, finished, worker }
+}
+
+fn worker_pod(pod: &Pod, namespace: String, name: String, job_uid: String) -> WorkerPod {
+    let status = pod.status.clone().unwrap_or_default();
+    let containers = status.container_statuses.unwrap_or_default();
+    let container = containers.iter().find(|of| of.name == CONTAINER);
+    let conditions = status.conditions.unwrap_or_default();
+    let unbound = conditions.iter().find(|of| of.type_ == "PodScheduled" && of.status == "False");
+    let how = status.reason.into_iter().chain(status.message).collect::<Vec<_>>().join(": ");
+    let phase = status.phase.unwrap_or_default();
+    let ended = match (container.and_then(terminated), phase.as_str()) {
+        (Some(end), _) => Some(end),
+        // Evicted before it ran, or its kubelet never told.
+        (None, "Failed" | "Succeeded") => Some((None, format!("its pod {phase}: {how}"))),
+        (None, _) => None,
+    };
+    WorkerPod {
+        uid: pod.uid().unwrap_or_default(),
+        meant_for: meant_for(pod),
+        address: status.pod_ip.filter(|ip| !ip.is_empty()),
+        started: container.is_some_and(|of| {
+            of.state.as_ref().is_some_and(|state| state.waiting.is_none())
+        }),
+        trouble: container.and_then(trouble),
+        ended,
+        deletion: millis(pod.metadata.deletion_timestamp.as_ref()),
+        unschedulable: unbound.and_then(|condition| condition.message.clone()),
+        namespace,
+        name,
+        job_uid,
+    }
+}
+
+fn terminated(container: &ContainerStatus) -> Option<(Option<i32>, String)> {
+    let end = container.state.as_ref()?.terminated.as_ref()?;
+    let reason = end.reason.as_deref().filter(|reason| !matches!(*reason, "Error" | "Completed"));
+    let words = match (end.signal, reason) {
+        (Some(signal), _) => format!("killed by signal {signal}"),
+        (None, Some(reason)) => format!("exit code {} ({reason})", end.exit_code),
+        (None, None) => format!("exit code {}", end.exit_code),
+    };
+    // 128 + signal, as the runtime writes the end of a killed process.
+    let code = (end.exit_code < 128).then_some(end.exit_code);
+    Some((code.filter(|_| end.signal.is_none()), words))
+}
+
+/// Words of the kubelet that mean more than "not yet".
+fn trouble(container: &ContainerStatus) -> Option<String> {
+    let waiting = container.state.as_ref()?.waiting.as_ref()?;
+    let reason = waiting.reason.as_deref()?;
+    let usual = matches!(reason, "ContainerCreating" | "PodInitializing");
+    let message = waiting.message.as_deref().unwrap_or("no message");
+    (!usual).then(|| format!("{reason}: {message}"))
+}
+
+/// The node of our own affinity by name.
+fn meant_for(pod: &Pod) -> Option<String> {
+    let affinity = pod.spec.as_ref()?.affinity.as_ref()?.node_affinity.as_ref()?;
+    let terms = affinity.required_during_scheduling_ignored_during_execution.as_ref()?;
+    let term = terms.node_selector_terms.first()?;
+    let field = term.match_fields.as_ref()?.iter().find(|field| field.key == "metadata.name")?;
+    field.values.as_ref()?.first().cloned()
+}
+
+fn requests(pod: &Pod) -> Resources {
+    let mut sum = Resources::default();
+    let Some(spec) = &pod.spec else { return sum };
+    let of = |container: &Container| {
+        let resources = container.resources.as_ref();
+        amounts(resources.and_then(|of| of.requests.as_ref()))
+    };
+    for container in &spec.containers {
+        sum.add(&of(container));
+    }
+    // Init containers run one after the other, before the others.
+    for container in spec.init_containers.iter().flatten() {
+        for (name, amount) in of(container).0 {
+            let entry = sum.0.entry(name).or_default();
+            *entry = (*entry).max(amount);
+        }
+    }
+    sum.add(&amounts(spec.overhead.as_ref()));
+    sum.add(&Resources([("pods".to_string(), 1000)].into()));
+    sum
+}
+
+fn amounts(quantities: Option<&BTreeMap<String, Quantity>>) -> Resources {
+    let mut all = Resources::default();
+    for (name, quantity) in quantities.into_iter().flatten() {
+        all.put(name, &quantity.0);
+    }
+    all
+}
+
+fn node_seen(node: Node) -> NodeSeen {
+    let spec = node.spec.clone().unwrap_or_default();
+    let status = node.status.clone().unwrap_or_default();
+    let taints = spec.taints.unwrap_or_default().into_iter();
+    let conditions = status.conditions.unwrap_or_default().into_iter();
+    NodeSeen {
+        name: node.name_any(),
+        labels: node.metadata.labels.unwrap_or_default(),
+        taints: taints
+            .map(|taint| (taint.key, taint.value.unwrap_or_default(), taint.effect))
+            .collect(),
+        conditions: conditions.map(|of| (of.type_, of.status)).collect(),
+        cordoned: spec.unschedulable == Some(true),
+        allocatable: amounts(status.allocatable.as_ref()),
+    }
+}
+
+/// The operator's Secret.
+pub async fn secret(client: &Client, namespace: &str, name: &str) -> kube::Result<Option<Secret>> {
+    Api::<Secret>::namespaced(client.clone(), namespace).get_opt(name).await
+}
+
+/// The lease of leadership.
+pub async fn lease(client: &Client, namespace: &str, name: &str) -> kube::Result<Option<Lease>> {
+    Api::<Lease>::namespaced(client.clone(), namespace).get_opt(name).await
+}
+
+/// Image and pull policy of the operator's own container.
+pub async fn own_image(
+    client: &Client,
+    namespace: &str,
+    pod: &str,
+) -> kube::Result<Option<(String, Option<String>)>> {
+    let pod = Api::<Pod>::namespaced(client.clone(), namespace).get_opt(pod).await?;
+    let containers = pod.and_then(|pod| pod.spec).map(|spec| spec.containers).unwrap_or_default();
+    let own = containers.into_iter().next();
+    Ok(own.and_then(|own| Some((own.image?, own.image_pull_policy))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn reduced(pod: serde_json::Value, keyring: &Keyring) -> PodSeen {
+        let pod: Pod = serde_json::from_value(pod).expect("a pod");
+        pod_seen(pod, keyring, &mut Shared::default())
+    }
+
+    #[test]
+    fn a_foreign_pod_is_a_node_its_requests_and_a_phase() {
+        let keyring = Keyring::new().expect("keys");
+        let seen = reduced(
+            json!({
+                "metadata": {"name": "p", "namespace": "n", "labels": {LABEL_JOB_UID: "u"},
+                    "annotations": {ANNOTATION_SEAL: "copied"}},
+                "spec": {
+                    "nodeName": "a",
+                    "containers": [
+                        {"name": "x", "resources": {"requests": {"cpu": "100m", "memory": "1Gi"}}},
+                        {"name": "y", "resources": {"requests": {"cpu": "2"}}},
+                    ],
+                    "initContainers": [
+                        {"name": "i", "resources": {"requests": {"cpu": "1", "memory": "2Gi"}}},
+                    ],
+                },
+                "status": {"phase": "Running"},
+            }),
+            &keyring,
+        );
+        assert_eq!(&*seen.key, "n/p");
+        assert_eq!(seen.worker, None, "the label alone does not make it ours");
+        let expected = [("cpu", 2100), ("memory", 2 * (1 << 30) * 1000), ("pods", 1000)];
+        let expected = expected.map(|(name, amount)| (name.to_string(), amount));
+        assert_eq!(*seen.requests, Resources(expected.into()));
+        assert_eq!((seen.node.as_deref(), seen.finished), (Some("a"), false));
+    }
+
+    #[test]
+    fn what_the_kubelet_says_of_a_worker_is_kept() {
+        let keyring = Keyring::new().expect("keys");
+        let pod = |status: serde_json::Value| {
+            let pod = json!({
+                "metadata": {"name": "job-a1-0", "namespace": "n", "uid": "pu",
+                    "labels": {LABEL_JOB_UID: "u"},
+                    "annotations": {ANNOTATION_SEAL: keyring.seal("u", "job-a1-0")}},
+                "spec": {"containers": []},
+                "status": status,
+            });
+            *reduced(pod, &keyring).worker.expect("ours")
+        };
+        let state = |state: serde_json::Value| {
+            pod(json!({"phase": "Pending", "podIP": "10.0.0.1", "containerStatuses": [
+                {"name": "worker", "image": "", "imageID": "", "ready": false, "restartCount": 0,
+                 "state": state}]}))
+        };
+        let seen = state(json!({"waiting": {"reason": "ErrImagePull", "message": "not found"}}));
+        assert_eq!(seen.trouble.as_deref(), Some("ErrImagePull: not found"));
+        assert!(!seen.started && seen.ended.is_none());
+        let seen = state(json!({"waiting": {"reason": "ContainerCreating"}}));
+        assert_eq!(seen.trouble, None);
+        let seen = state(json!({"terminated": {"exitCode": 3, "reason": "Error"}}));
+        assert_eq!(seen.ended, Some((Some(3), "exit code 3".to_string())));
+        let seen = state(json!({"terminated": {"exitCode": 137, "reason": "OOMKilled"}}));
+        assert_eq!(seen.ended, Some((None, "exit code 137 (OOMKilled)".to_string())));
+        let seen = pod(json!({"phase": "Failed", "reason": "Evicted", "message": "disk"}));
+        assert_eq!(seen.ended, Some((None, "its pod Failed: Evicted: disk".to_string())));
+    }
+
+    #[test]
+    fn changes_build_the_cluster() {
+        let mut cluster = Cluster::default();
+        let node = NodeSeen {
+            name: "a".into(),
+            labels: BTreeMap::new(),
+            taints: Vec::new(),
+            conditions: BTreeMap::new(),
+            cordoned: false,
+            allocatable: Resources::default(),
+        };
+        assert!(matches!(cluster.take(Change::Node(node.clone())), Taken::Node));
+        assert!(matches!(cluster.take(Change::Node(node)), Taken::Nothing));
+        for kind in [Kind::Jobs, Kind::Pods, Kind::Nodes] {
+            assert!(!cluster.is_complete());
+            cluster.take(Change::Complete(kind));
+        }
+        assert!(cluster.is_complete());
+    }
+}
