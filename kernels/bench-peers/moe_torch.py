@@ -1,10 +1,11 @@
 """The layer of `benches/cuda_layer.rs` in PyTorch, timed in the same way.
 
-    python3 moe_torch.py [--load-ms 600] [--time-ms 1500] [--zipf]
+    python3 moe_torch.py [--cases qwen3] [--load-ms 600] [--time-ms 1500] [--zipf] [--ceilings]
 
 torch._grouped_mm over sorted rows, forward + backward with the router, compiled and eager. Prints
 `case | mode | ms | MiB` a line; ms is the median under sustained load, MiB the peak above weights,
-inputs and gradients.
+inputs and gradients. --ceilings: what cuBLAS and a copy reach in the same way. Run a case a
+process: after a few shapes torch.compile makes them dynamic, which is slower.
 """
 import argparse
 import time
@@ -102,16 +103,30 @@ def measure(name, args):
         print(f"peer {name} | {mode} | {ms:.3f} ms | {extra:.0f} MiB", flush=True)
 
 
+def ceilings(args):
+    n = 8192
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    ms = median_ms(lambda: a @ b, args.load_ms, args.time_ms)
+    print(f"ceiling cuBLAS {n}^3 | {2 * n**3 / ms / 1e9:.0f} TFLOP/s", flush=True)
+    x = torch.randn(2**29, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    ms = median_ms(lambda: y.copy_(x), args.load_ms, args.time_ms)
+    print(f"ceiling copy | {4 * x.numel() / ms / 1e6:.0f} GB/s", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--load-ms", type=float, default=600)
     parser.add_argument("--time-ms", type=float, default=1500)
     parser.add_argument("--zipf", action="store_true")
+    parser.add_argument("--ceilings", action="store_true")
     parser.add_argument("--modes", default="compile")
     parser.add_argument("--cases", default=",".join(CASES))
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
-    for name in args.cases.split(","):
+    if args.ceilings:
+        ceilings(args)
+    for name in filter(None, args.cases.split(",")):
         measure(name, args)
         torch.cuda.empty_cache()
 

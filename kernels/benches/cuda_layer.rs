@@ -3,10 +3,11 @@
 //!
 //! ```text
 //! cargo bench --bench cuda_layer -- [--cases qwen3,olmoe] [--zipf] [--stages] [--fp32] [--graph]
-//!     [--search] [--tiles STAGE=N,STAGES,CLUSTER[,p][,sS];...] [--load MS] [--time MS]
+//!     [--search] [--tiles PRODUCT=N,STAGES,CLUSTER[,p][,sS];...] [--load MS] [--time MS]
 //! ```
-//! Prints `ours CASE | forward | backward | both ms | TFLOP/s | memory | launches`, with
-//! `--stages` the median of each stage. Its peer is `bench-peers/moe_torch.py`; run both in turn.
+//! Prints `ours CASE | forward | backward | both ms | TFLOP/s | memory | cold start`, with `--stages`
+//! the median of each stage, its TFLOP/s or its share of the copy measured in the same run. Its
+//! peer is `bench-peers/moe_torch.py`; run both in turn.
 
 #[path = "../tests/cuda_common/bed.rs"]
 mod bed;
@@ -16,9 +17,10 @@ use std::time::{Duration, Instant};
 use bed::Bed;
 use half::bf16;
 use moejob_kernels::cuda::{
-    Arch, Compiler, Event, GemmConfig, Gpu, Measure, MoeActivation, MoeDesc, MoeLayer, Output,
-    ProductOp, default_cache_dir,
+    Arch, Arena, Compiler, Event, GemmConfig, Gpu, Measure, MoeActivation, MoeDesc, MoeLayer,
+    Output, ProductOp, default_cache_dir,
 };
+use moejob_kernels::{ArenaPlan, DType};
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -284,12 +286,52 @@ fn time_stages(bed: &Bed, options: &Options) -> Result<(), Failure> {
             None => sums.push((stage, ms)),
         }
     }
-    let line = sums.iter().map(|(stage, ms)| match product_flops(bed.layer.desc(), stage) {
-        Some(flops) => format!("{stage} {ms:.3} ({:.0})", flops / f64::from(*ms) / 1e9),
-        None => format!("{stage} {ms:.3}"),
+    let copy = copy_rate(bed)?;
+    let desc = bed.layer.desc();
+    let line = sums.iter().map(|(stage, ms)| {
+        let per_ms = |count: f64| count / f64::from(*ms);
+        match (product_flops(desc, stage), moved_bytes(desc, stage)) {
+            (Some(flops), _) => format!("{stage} {ms:.3} ({:.0})", per_ms(flops) / 1e9),
+            (_, Some(bytes)) => format!("{stage} {ms:.3} ({:.0}%)", per_ms(bytes) / copy * 100.0),
+            _ => format!("{stage} {ms:.3}"),
+        }
     });
-    println!("  stages, ms (TFLOP/s): {}", line.collect::<Vec<_>>().join(", "));
+    println!("  stages, ms (TFLOP/s, or % of a copy's {:.0} GB/s): {}", copy / 1e6, join(line));
     Ok(())
+}
+
+fn join(parts: impl Iterator<Item = String>) -> String {
+    parts.collect::<Vec<_>>().join(", ")
+}
+
+/// Bytes a millisecond of a large copy, read and written, under load.
+fn copy_rate(bed: &Bed) -> Result<f64, Failure> {
+    let gpu = bed.arena.gpu();
+    let measure = Measure::new(&Compiler::new(gpu, default_cache_dir())?)?;
+    let mut plan = ArenaPlan::new();
+    let (from, to) = (plan.alloc(DType::Bf16, 1 << 29), plan.alloc(DType::Bf16, 1 << 29));
+    let arena = Arena::new(gpu, plan.bytes())?;
+    measure.fill_random(&bed.stream, &arena, from, (7, 1.0, 0))?;
+    let mut times = Vec::new();
+    for _ in 0..200 {
+        let marks = [Event::new(gpu)?, Event::new(gpu)?];
+        bed.stream.record(&marks[0])?;
+        measure.copy(&bed.stream, &arena, from, to)?;
+        bed.stream.record(&marks[1])?;
+        marks[1].synchronize()?;
+        times.push(marks[0].milliseconds_to(&marks[1])?);
+    }
+    Ok(2.0 * from.bytes() as f64 / f64::from(median(&mut times)))
+}
+
+/// Bytes that the stages which only move rows must read and write.
+fn moved_bytes(desc: &MoeDesc, stage: &str) -> Option<f64> {
+    let (rows, tokens) = ((desc.rows() * desc.dim * 2) as f64, (desc.tokens * desc.dim * 2) as f64);
+    match stage {
+        "combine" => Some(rows + tokens),
+        "sum_dx" => Some(rows + 2.0 * tokens),
+        _ => None,
+    }
 }
 
 /// Operations of the stages that are products of the experts.
