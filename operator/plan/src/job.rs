@@ -6,15 +6,19 @@ use crate::profile::{Backend, Profile};
 use crate::read::Manifest;
 use crate::rules;
 use crate::spec::{
-    ActivationName, AuxLossScopeName, Level, MoeJobSpec, ModelSpec, NumberOrAuto, PrecisionName,
-    Preset, ProfileName, QkNormName, ScoringName, TrainDataSpec, VolumeSpec,
+    ActivationName, AuxLossScopeName, FieldFilesSpec, FilesSpec, Level, MixturePartSpec, MoeJobSpec,
+    ModelSpec, NumberOrAuto, PrecisionName, Preset, ProfileName, QkNormName, ScoringName,
+    TokenFilesSpec, TokenTypeName, VolumeSpec,
 };
-use moejob_protocol::config::{AdamW, Precision, Schedule, Tokenizer, ValidationConfig};
+use moejob_protocol::config::{
+    AdamW, Precision, Schedule, TokenType, Tokenizer, ValidationConfig,
+};
 use moejob_protocol::model::{
     Activation, AuxLossScope, ExpertsConfig, ModelConfig, QkNorm, RouterConfig, Scoring,
 };
 use moejob_protocol::config::TrainingConfig;
 use moejob_protocol::ModelConfig as Model;
+use serde::Serialize;
 
 /// A job that can be planned: every field has a value and no rule is broken.
 #[derive(Clone, Debug, PartialEq)]
@@ -59,19 +63,64 @@ pub enum Closeness {
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Data {
-    pub format: DataFormat,
-    pub paths: Vec<String>,
-    pub exclude: Vec<String>,
+    /// One source, or the parts of a mixture.
+    pub train: Vec<TrainPart>,
+    /// What is held out, where it is not a part of `train`.
+    pub held_out: Option<Source>,
     pub tokenizer: Tokenizer,
+    pub end_of_document: Option<u32>,
+    pub reset_at_boundaries: bool,
     pub validation: ValidationConfig,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+impl Data {
+    /// Some text is turned into tokens.
+    pub fn tokenizes(&self) -> bool {
+        let sources = self.train.iter().map(|part| &part.source).chain(&self.held_out);
+        sources.map(|source| source.format).any(|format| {
+            !matches!(format, DataFormat::Tokens | DataFormat::Megatron)
+        })
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct TrainPart {
+    /// None for the only source.
+    pub weight: Option<f64>,
+    pub source: Source,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Source {
+    pub format: DataFormat,
+    pub paths: Vec<String>,
+    pub exclude: Vec<String>,
+    /// Of jsonl and parquet.
+    pub field: String,
+    /// Of tokens.
+    pub dtype: Option<TokenType>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum DataFormat {
     Text,
     Jsonl,
     Tokens,
     Megatron,
+    Parquet,
+}
+
+impl DataFormat {
+    /// The field of the manifest.
+    pub fn name(self) -> &'static str {
+        match self {
+            DataFormat::Text => "text",
+            DataFormat::Jsonl => "jsonl",
+            DataFormat::Tokens => "tokens",
+            DataFormat::Megatron => "megatron",
+            DataFormat::Parquet => "parquet",
+        }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -325,27 +374,73 @@ fn router(typed: &ModelSpec) -> RouterConfig {
 fn data(spec: &MoeJobSpec) -> Data {
     let data = spec.data.clone().unwrap_or_default();
     let train = data.train.unwrap_or_default();
-    let (format, files) = match train {
-        TrainDataSpec { jsonl: Some(files), .. } => (DataFormat::Jsonl, files),
-        TrainDataSpec { tokens: Some(files), .. } => (DataFormat::Tokens, files),
-        TrainDataSpec { megatron: Some(files), .. } => (DataFormat::Megatron, files),
-        TrainDataSpec { text, .. } => (DataFormat::Text, text.unwrap_or_default()),
-    };
     let validation = data.validation.unwrap_or_default();
     let tokenizer = match data.tokenizer.as_deref() {
         None | Some("bytes") => Tokenizer::Bytes,
         Some(path) => Tokenizer::Path(path.to_string()),
     };
+    let part = |part: MixturePartSpec| TrainPart {
+        weight: Some(part.weight.unwrap_or(0.0)),
+        source: source(part.text, part.jsonl, part.tokens, part.megatron, part.parquet),
+    };
+    let train = match train.mixture {
+        Some(parts) => parts.into_iter().map(part).collect(),
+        None => vec![TrainPart {
+            weight: None,
+            source: source(train.text, train.jsonl, train.tokens, train.megatron, train.parquet),
+        }],
+    };
+    let held_out = validation.from.map(|from| {
+        source(from.text, from.jsonl, from.tokens, from.megatron, from.parquet)
+    });
     Data {
-        format,
-        paths: files.paths.unwrap_or_default(),
-        exclude: files.exclude.unwrap_or_default(),
+        train,
+        held_out,
         tokenizer,
+        end_of_document: data.end_of_document,
+        reset_at_boundaries: data.reset_at_boundaries.unwrap_or(false),
         validation: ValidationConfig {
             fraction: validation.fraction.unwrap_or(0.01),
             every_steps: validation.every_steps.unwrap_or(50),
             max_sequences: validation.max_sequences.unwrap_or(64),
         },
+    }
+}
+
+/// The one that is given; `rules` refuses none and several.
+fn source(
+    text: Option<FilesSpec>,
+    jsonl: Option<FieldFilesSpec>,
+    tokens: Option<TokenFilesSpec>,
+    megatron: Option<FilesSpec>,
+    parquet: Option<FieldFilesSpec>,
+) -> Source {
+    let make = |format, paths: Option<Vec<String>>, exclude: Option<Vec<String>>| Source {
+        format,
+        paths: paths.unwrap_or_default(),
+        exclude: exclude.unwrap_or_default(),
+        field: String::new(),
+        dtype: None,
+    };
+    let with_field = |format, files: FieldFilesSpec| Source {
+        field: files.field.unwrap_or_else(|| "text".to_string()),
+        ..make(format, files.paths, files.exclude)
+    };
+    if let Some(files) = jsonl {
+        with_field(DataFormat::Jsonl, files)
+    } else if let Some(files) = parquet {
+        with_field(DataFormat::Parquet, files)
+    } else if let Some(files) = tokens {
+        let dtype = files.dtype.map(|dtype| match dtype {
+            TokenTypeName::Uint16 => TokenType::Uint16,
+            TokenTypeName::Uint32 => TokenType::Uint32,
+        });
+        Source { dtype, ..make(DataFormat::Tokens, files.paths, files.exclude) }
+    } else if let Some(files) = megatron {
+        make(DataFormat::Megatron, files.paths, files.exclude)
+    } else {
+        let files = text.unwrap_or_default();
+        make(DataFormat::Text, files.paths, files.exclude)
     }
 }
 
@@ -413,10 +508,12 @@ fn recovery(spec: &MoeJobSpec) -> Recovery {
 /// Model, data and training but for the number of steps: what a checkpoint belongs to.
 fn spec_hash(model: &Model, data: &Data, training: &TrainingConfig) -> String {
     let training = TrainingConfig { steps: 0, ..training.clone() };
-    let (format, paths, exclude) = (data.format, &data.paths, &data.exclude);
-    let (tokenizer, fraction) = (&data.tokenizer, data.validation.fraction);
-    let text =
-        format!("{model:?}{format:?}{paths:?}{exclude:?}{tokenizer:?}{fraction:?}{training:?}");
+    let Data { train, held_out, tokenizer, end_of_document, reset_at_boundaries, .. } = data;
+    let fraction = data.validation.fraction;
+    let text = format!(
+        "{model:?}{train:?}{held_out:?}{tokenizer:?}{end_of_document:?}{reset_at_boundaries:?}\
+         {fraction:?}{training:?}"
+    );
     blake3::hash(text.as_bytes()).to_hex().to_string()
 }
 

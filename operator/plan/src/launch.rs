@@ -1,11 +1,12 @@
 //! Job -> what the planner wants, and the configuration that every attempt starts from.
 
-use crate::job::{DataFormat, Job, Venue};
+use crate::job::{DataFormat, Job, Source, TrainPart, Venue};
 use crate::observed::Wanted;
 use crate::placement;
 use moejob_protocol::Mesh;
 use moejob_protocol::config::{
-    CheckpointConfig, DataConfig, DataSource, RecoveryConfig, Resume, WorkerConfig,
+    CheckpointConfig, DataConfig, DataSource, MixturePart, RecoveryConfig, Resume, Tokenizer,
+    WorkerConfig,
 };
 use moejob_protocol::layout::Layout;
 use serde_json::{Value, json};
@@ -58,15 +59,7 @@ pub fn template(job: &Job, venue: Venue, job_uid: &str, places: &Places) -> Work
             false => format!("{}/{path}", places.root),
         }),
         training: job.training.clone(),
-        data: DataConfig {
-            source: source(job, places),
-            held_out: None,
-            tokenizer: job.data.tokenizer.clone(),
-            end_of_document: None,
-            reset_at_boundaries: false,
-            validation: job.data.validation,
-            exclude: places.exclude.clone(),
-        },
+        data: data(job, places),
         checkpoint: CheckpointConfig {
             every_steps: job.checkpoint.every_steps,
             keep: job.checkpoint.keep,
@@ -84,14 +77,44 @@ pub fn template(job: &Job, venue: Venue, job_uid: &str, places: &Places) -> Work
     }
 }
 
-fn source(job: &Job, places: &Places) -> DataSource {
-    let (root, paths) = (places.root.clone(), job.data.paths.clone());
-    let exclude = job.data.exclude.clone();
-    match job.data.format {
-        // The other formats are refused by `Job::unsupported` until the workers read them.
-        DataFormat::Text | DataFormat::Jsonl | DataFormat::Tokens | DataFormat::Megatron => {
-            DataSource::Text { root, paths, exclude }
+/// What the workers read: paths as typed, and what they are relative to.
+fn data(job: &Job, places: &Places) -> DataConfig {
+    let data = &job.data;
+    let source = |source: &Source| {
+        let (root, paths) = (places.root.clone(), source.paths.clone());
+        let (exclude, field) = (source.exclude.clone(), source.field.clone());
+        match source.format {
+            DataFormat::Text => DataSource::Text { root, paths, exclude },
+            DataFormat::Jsonl => DataSource::Jsonl { root, paths, exclude, field },
+            DataFormat::Tokens => {
+                DataSource::Tokens { root, paths, exclude, dtype: source.dtype }
+            }
+            DataFormat::Megatron => DataSource::Megatron { root, paths, exclude },
+            DataFormat::Parquet => DataSource::Parquet { root, paths, exclude, field },
         }
+    };
+    let part = |part: &TrainPart| MixturePart {
+        weight: part.weight.unwrap_or(1.0),
+        source: source(&part.source),
+    };
+    let tokenizer = match &data.tokenizer {
+        Tokenizer::Bytes => Tokenizer::Bytes,
+        Tokenizer::Path(path) => {
+            let path = std::path::Path::new(&places.root).join(path);
+            Tokenizer::Path(path.display().to_string())
+        }
+    };
+    DataConfig {
+        source: match &data.train[..] {
+            [only] if only.weight.is_none() => source(&only.source),
+            parts => DataSource::Mixture { parts: parts.iter().map(part).collect() },
+        },
+        held_out: data.held_out.as_ref().map(source),
+        tokenizer,
+        end_of_document: data.end_of_document,
+        reset_at_boundaries: data.reset_at_boundaries,
+        validation: data.validation,
+        exclude: places.exclude.clone(),
     }
 }
 
@@ -101,9 +124,11 @@ pub fn identity(job: &Job) -> Value {
     let mut identity = json!({
         "model": job.model,
         "data": {
-            "paths": job.data.paths,
-            "exclude": job.data.exclude,
+            "train": job.data.train,
+            "heldOut": job.data.held_out,
             "tokenizer": job.data.tokenizer,
+            "endOfDocument": job.data.end_of_document,
+            "resetAtBoundaries": job.data.reset_at_boundaries,
             "validation": job.data.validation,
         },
         "training": job.training,

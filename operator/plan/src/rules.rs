@@ -2,7 +2,7 @@
 //! one object alone is enough.
 
 use crate::crd::NAME_LEN_MAX;
-use crate::job::{DataFormat, Job, bytes_of, millis_of};
+use crate::job::{Job, bytes_of, millis_of};
 use crate::placement;
 use crate::pod;
 use crate::problem::{Code, Problem, quoted};
@@ -262,15 +262,52 @@ impl Rules<'_> {
 
     fn data(&mut self) {
         let Some(data) = &self.spec.data else { return };
+        let formats = "text, jsonl, tokens, megatron, parquet";
         if let Some(train) = &data.train {
-            let given = [&train.text, &train.jsonl, &train.tokens, &train.megatron];
-            let given = given.iter().filter(|files| files.is_some()).count();
-            if given != 1 {
-                self.one_of("spec.data.train", "text, jsonl, tokens, megatron", given > 1);
+            let given = [
+                train.text.is_some(),
+                train.jsonl.is_some(),
+                train.tokens.is_some(),
+                train.megatron.is_some(),
+                train.parquet.is_some(),
+                train.mixture.is_some(),
+            ];
+            self.exactly_one("spec.data.train", &format!("{formats}, mixture"), &given);
+            for (index, part) in train.mixture.iter().flatten().enumerate() {
+                let given = [
+                    part.text.is_some(),
+                    part.jsonl.is_some(),
+                    part.tokens.is_some(),
+                    part.megatron.is_some(),
+                    part.parquet.is_some(),
+                ];
+                self.exactly_one(&format!("spec.data.train.mixture[{index}]"), formats, &given);
             }
         }
-        let vocabulary = self.job.model.vocab_size;
-        let bytes = self.job.data.tokenizer == Tokenizer::Bytes;
+        if let Some(from) = data.validation.as_ref().and_then(|validation| validation.from.as_ref())
+        {
+            let given = [
+                from.text.is_some(),
+                from.jsonl.is_some(),
+                from.tokens.is_some(),
+                from.megatron.is_some(),
+                from.parquet.is_some(),
+            ];
+            self.exactly_one("spec.data.validation.from", formats, &given);
+        }
+        self.vocabulary();
+    }
+
+    fn exactly_one(&mut self, path: &str, names: &str, given: &[bool]) {
+        let given = given.iter().filter(|given| **given).count();
+        if given != 1 {
+            self.one_of(path, names, given > 1);
+        }
+    }
+
+    fn vocabulary(&mut self) {
+        let (vocabulary, data) = (self.job.model.vocab_size, &self.job.data);
+        let bytes = data.tokenizer == Tokenizer::Bytes && data.tokenizes();
         if bytes && vocabulary < 256 {
             let problem = Problem::new(Code::Vocabulary, "spec.model.vocabSize")
                 .found(format!("`{vocabulary}`"))
@@ -283,7 +320,15 @@ impl Rules<'_> {
                 .found("nothing")
                 .allowed("the size of the tokenizer's vocabulary")
                 .advice("add it");
-            self.refuse(problem, &["spec.model.preset", "spec.data.tokenizer"]);
+            let also = ["spec.model.preset", "spec.data.tokenizer", "spec.data.train"];
+            self.refuse(problem, &also);
+        }
+        if let Some(end) = data.end_of_document.filter(|end| vocabulary > 0 && *end >= vocabulary) {
+            let problem = Problem::new(Code::Vocabulary, "spec.data.endOfDocument")
+                .found(format!("`{end}`"))
+                .allowed(format!("an id below model.vocabSize, which is {vocabulary}"))
+                .advice("name the tokenizer's token for the end of a text, or raise vocabSize");
+            self.refuse(problem, &["spec.model.vocabSize", "spec.data.tokenizer"]);
         }
     }
 
@@ -381,16 +426,18 @@ impl Rules<'_> {
 
     fn paths(&mut self) {
         let data = &self.job.data;
-        let format = match data.format {
-            DataFormat::Text => "text",
-            DataFormat::Jsonl => "jsonl",
-            DataFormat::Tokens => "tokens",
-            DataFormat::Megatron => "megatron",
-        };
-        let lists = [("paths", &data.paths), ("exclude", &data.exclude)];
-        for (list, paths) in lists {
-            for (index, path) in paths.iter().enumerate() {
-                self.path(&format!("spec.data.train.{format}.{list}[{index}]"), path);
+        let train = data.train.iter().enumerate().map(|(index, part)| match part.weight {
+            None => ("spec.data.train".to_string(), &part.source),
+            Some(_) => (format!("spec.data.train.mixture[{index}]"), &part.source),
+        });
+        let held_out = data.held_out.iter();
+        let held_out = held_out.map(|source| ("spec.data.validation.from".to_string(), source));
+        for (at, source) in train.chain(held_out) {
+            let at = format!("{at}.{}", source.format.name());
+            for (list, paths) in [("paths", &source.paths), ("exclude", &source.exclude)] {
+                for (index, path) in paths.iter().enumerate() {
+                    self.path(&format!("{at}.{list}[{index}]"), path);
+                }
             }
         }
         if let Tokenizer::Path(path) = &data.tokenizer {
@@ -510,9 +557,7 @@ pub fn unsupported(job: &Job, backend: Backend) -> Vec<Problem> {
     let router = &job.model.router;
     let cpu = backend == Backend::Cpu;
     let latent = job.preset == Some(Preset::DeepseekV3);
-    let format = job.data.format;
-    let tokenizer = matches!(job.data.tokenizer, Tokenizer::Path(_));
-    let cases: [(bool, &str, String, &str); 10] = [
+    let cases: Vec<(bool, &str, String, &str)> = vec![
         (!cpu, "spec.nodes.profile", format!("{:?}", job.profile.name), "cpu"),
         (
             cpu && job.training.precision != Precision::Fp32,
@@ -546,13 +591,6 @@ pub fn unsupported(job: &Job, backend: Backend) -> Vec<Problem> {
             "microBatch or hf",
         ),
         (latent, "spec.model.preset", "deepseek-v3, which has latent attention".into(), "others"),
-        (
-            format != DataFormat::Text,
-            "spec.data.train",
-            format!("{format:?}").to_lowercase(),
-            "text",
-        ),
-        (tokenizer, "spec.data.tokenizer", "a tokenizer.json".to_string(), "bytes"),
     ];
     cases
         .into_iter()

@@ -5,6 +5,7 @@
 pub mod bar;
 pub mod checkpoint;
 pub mod crd;
+pub mod data;
 pub mod doctor;
 pub mod operator;
 pub mod eval;
@@ -42,6 +43,9 @@ enum Command {
     Checkpoint(checkpoint::CheckpointCommand),
     /// Measure the loss of a checkpoint or of Hugging Face weights on data.
     Eval(eval::EvalArgs),
+    /// Inspect data, and tokenize it ahead of training.
+    #[command(subcommand)]
+    Data(data::DataCommand),
     /// Say what this machine has, what it lacks, and how to get it.
     Doctor(doctor::DoctorArgs),
     /// Print the CustomResourceDefinition.
@@ -66,6 +70,7 @@ pub fn dispatch(cli: Cli) -> ExitCode {
         Command::Plan(args) => plan::run(&args),
         Command::Checkpoint(command) => checkpoint::run(&command),
         Command::Eval(args) => eval::run(&args),
+        Command::Data(command) => data::run(&command),
         Command::Doctor(args) => doctor::run(&args),
         Command::Crd => crd::run(),
         Command::Operator(args) => operator::run(&args),

@@ -18,16 +18,24 @@ pub use disk::Disk;
 pub(crate) use load::Shards;
 pub use load::load;
 pub(crate) use manifest::{PARTS, model_is_sane, value_differences};
-pub use manifest::{Expected, NOT_FINITE, differences, seal, unseal};
+pub use manifest::{Expected, NOT_FINITE, check, differences, seal, unseal};
 pub use write::{Identity, Writer, commit, prune, write_shard};
 
 use crate::fence::{self, FenceError};
-use manifest::{MANIFEST_BYTES_MAX, check};
+use manifest::MANIFEST_BYTES_MAX;
 use moejob_protocol::CheckpointManifest;
 use moejob_protocol::checkpoint::directory_name;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+
+/// Tensors in the header of a shard of `bytes` bytes, once all of it has been checked.
+///
+/// # Errors
+/// What is wrong with it, and where.
+pub fn shard_tensors(file: &File, bytes: u64) -> Result<usize, String> {
+    safetensors::read_header(file, bytes).map(|header| header.tensors.len())
+}
 
 /// One thing that is wrong with a checkpoint: a file or tensor, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]

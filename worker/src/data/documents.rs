@@ -14,13 +14,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes of lines that one thread works on at once.
 const CHUNK_BYTES: usize = 512 << 10;
-/// A longer line is no document: more likely a file that has no lines.
-pub const LINE_BYTES_MAX: usize = 16 << 20;
+/// A longer line is refused: more likely a file that has no lines. On the way to tokens a line
+/// takes five times its bytes.
+pub const LINE_BYTES_MAX: usize = 8 << 20;
+/// By so much a chunk grows beyond its size for a long line.
+const LINE_STEP: usize = 1 << 20;
 /// A text file that is tokenised is cut into pieces of at most this, at the end of a line if it
 /// has one: tokens take a hundred times the memory of their text on the way.
 pub const PIECE_BYTES: usize = 1 << 20;
-/// What a frame of zstd may ask for; `zstd -19` needs 8 MiB.
-const ZSTD_WINDOW_MAX: u64 = 32 << 20;
+/// What a frame of zstd may ask for: what `zstd -19` does.
+const ZSTD_WINDOW_MAX: u64 = 8 << 20;
 const BUFFER: usize = 64 << 10;
 
 /// How documents lie in files.
@@ -245,7 +248,10 @@ pub(crate) fn decompressed(
             let plain = flate2::bufread::MultiGzDecoder::new(raw);
             Box::new(BufReader::with_capacity(BUFFER, plain))
         }
-        (_, true) => Box::new(BufReader::with_capacity(BUFFER, Frames { raw: Some(raw), now: None })),
+        (_, true) => {
+            let plain = Frames { raw: Some(raw), now: None };
+            Box::new(BufReader::with_capacity(BUFFER, plain))
+        }
         _ => Box::new(raw),
     })
 }
@@ -287,7 +293,7 @@ impl Read for Frames {
 }
 
 /// The next whole lines and how many they are; `rest` is what was read too far. None at the end.
-fn lines(
+pub(crate) fn lines(
     source: &mut dyn BufRead,
     rest: &mut Vec<u8>,
     path: &Path,
@@ -302,6 +308,9 @@ fn lines(
             let unended = chunk.last().is_some_and(|last| *last != b'\n');
             let count = ends(&chunk) + u64::from(unended);
             return Ok((!chunk.is_empty()).then_some((count, chunk)));
+        }
+        if chunk.len() >= CHUNK_BYTES && chunk.capacity() - chunk.len() < found.len() {
+            chunk.reserve_exact(LINE_STEP);
         }
         chunk.extend_from_slice(found);
         let count = found.len();

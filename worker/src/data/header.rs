@@ -69,7 +69,8 @@ fn headered(
     let tokens = u64::from(tokens.unwrap_or(0));
     let needed = HEADER_BYTES + tokens * width.bytes();
     if tokens == 0 || needed != bytes {
-        let why = format!("{tokens} tokens in the header need {needed} bytes, the file has {bytes}");
+        let why =
+            format!("{tokens} tokens in the header need {needed} bytes, the file has {bytes}");
         return Err(("byte 8".to_string(), why));
     }
     Ok(Kind { width, offset: HEADER_BYTES })

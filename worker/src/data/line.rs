@@ -127,7 +127,8 @@ mod tests {
     fn a_line_gives_its_text() {
         let text = |line: &'static str| text(line.as_bytes(), "text", true);
         assert_eq!(text(r#"{"text":"one"}"#), Ok(Some("one".into())));
-        assert_eq!(text(r#" {"id":[1,{"text":2}],"text":"a\nb \ud83d\ude00"} "#), Ok(Some("a\nb 😀".into())));
+        let line = r#" {"id":[1,{"text":2}],"text":"a\nb \ud83d\ude00"} "#;
+        assert_eq!(text(line), Ok(Some("a\nb 😀".into())));
         assert_eq!(text("  \r"), Ok(None));
         assert_eq!(text(r#"{"text":""}"#), Ok(Some("".into())));
     }

@@ -136,11 +136,12 @@ impl Index {
         }
         for document in 0..self.documents {
             let end = i64::from_le_bytes(marks.next(file)?);
-            let end = u64::try_from(end).ok().filter(|end| (sequence..=self.sequences).contains(end));
+            let possible = sequence..=self.sequences;
+            let end = u64::try_from(end).ok().filter(|end| possible.contains(end));
             let Some(end) = end else {
                 let at = format!("document {}", document + 1);
-                let why = "its first sequence lies before the one before, or behind all".to_string();
-                return Err(Refused { at, why }.into());
+                let why = "its first sequence lies before the one before, or behind all";
+                return Err(Refused { at, why: why.to_string() }.into());
             };
             let mut tokens = 0;
             for number in sequence..end {
@@ -221,9 +222,17 @@ impl<const N: usize> Entries<N> {
     }
 }
 
-/// The bytes of an index over documents of these lengths, each one sequence; the `.bin` is their
-/// tokens one after the other.
-pub fn index(width: Width, lengths: &[u32]) -> Vec<u8> {
+/// Writes an index over documents of one sequence each; the `.bin` is their tokens one after the
+/// other. `lengths` opens their lengths, `i32` each, anew.
+///
+/// # Errors
+/// Reading or writing fails.
+pub fn write_index<R: io::Read>(
+    out: &mut dyn io::Write,
+    width: Width,
+    documents: u64,
+    lengths: &mut dyn FnMut() -> io::Result<R>,
+) -> io::Result<()> {
     let code = match width {
         Width::U8 => 1,
         Width::I8 => 2,
@@ -232,17 +241,22 @@ pub fn index(width: Width, lengths: &[u32]) -> Vec<u8> {
         Width::I64 => 5,
         Width::U16 => 8,
     };
-    let mut bytes = MAGIC.to_vec();
-    bytes.extend(1_u64.to_le_bytes());
-    bytes.push(code);
-    bytes.extend((lengths.len() as u64).to_le_bytes());
-    bytes.extend((lengths.len() as u64 + 1).to_le_bytes());
-    bytes.extend(lengths.iter().flat_map(|length| length.to_le_bytes()));
-    let mut place = 0;
-    for length in lengths {
-        bytes.extend(i64::to_le_bytes(place));
-        place += i64::from(*length) * width.bytes() as i64;
+    out.write_all(MAGIC)?;
+    out.write_all(&1_u64.to_le_bytes())?;
+    out.write_all(&[code])?;
+    out.write_all(&documents.to_le_bytes())?;
+    out.write_all(&(documents + 1).to_le_bytes())?;
+    let copied = io::copy(&mut lengths()?, out)?;
+    if copied != documents * 4 {
+        return Err(io::Error::other("the lengths of the documents are not all there"));
     }
-    bytes.extend((0..=lengths.len() as i64).flat_map(i64::to_le_bytes));
-    bytes
+    let mut source = lengths()?;
+    let mut place = 0_i64;
+    for _ in 0..documents {
+        out.write_all(&place.to_le_bytes())?;
+        let mut length = [0; 4];
+        source.read_exact(&mut length)?;
+        place += i64::from(i32::from_le_bytes(length)) * width.bytes() as i64;
+    }
+    (0..=documents).try_for_each(|document| out.write_all(&document.to_le_bytes()))
 }

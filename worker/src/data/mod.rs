@@ -22,14 +22,16 @@ mod tokenizer;
 mod tokenize;
 mod open;
 mod order;
+pub mod inspect;
+pub mod prepare;
 
 pub use documents::{Format, LINE_BYTES_MAX, Position};
 pub use error::DataError;
-pub use files::DataFile;
+pub use files::{DataFile, find};
 pub use order::{MIX_BLOCK, Mix, permute};
 pub use store::Width;
 pub use stream::Stream;
-pub use tokenize::{Document, Recipe, Tokens, threads};
+pub use tokenize::{Document, Recipe, Tokens, jsonl, threads};
 pub use tokenizer::Encoder;
 
 use moejob_protocol::config::{DataConfig, DataSource, Tokenizer, TrainingConfig};
@@ -190,7 +192,7 @@ impl Corpus {
             let stream = &mut self.training[part].stream;
             let windows = stream.windows(self.sequence);
             // Parts of equal size are not walked in step.
-            let seed = self.seed.wrapping_add(part as u64 * 0x9e37_79b9_7f4a_7c15);
+            let seed = self.seed.wrapping_add((part as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15));
             let at = permute(sample % windows, windows, seed, sample / windows);
             batch.row(stream, at * self.sequence, row as usize, self.sequence as usize)?;
         }

@@ -162,18 +162,10 @@ impl Opening<'_> {
         let mut pairs = Vec::new();
         for mut index in files {
             let Some(mut bin) = megatron_bin(&index)? else { continue };
-            let (head, width) = {
-                let handle = index.open()?;
-                let head = Index::open(&mut At(&handle), index.bytes)
-                    .map_err(|refused| DataError::bad(&index.path, refused.at, refused.why))?;
-                (head, head.width)
-            };
+            let head = checked(&index, &bin)?;
+            let width = head.width;
             index.fingerprint(&mut |_| Ok(()))?;
             print_file(&mut hasher, &index, &index.hash);
-            if bin.bytes % width.bytes() != 0 {
-                let why = format!("{} bytes are no whole number of {}", bin.bytes, width.name());
-                return Err(DataError::bad(&bin.path, "the end", why));
-            }
             let mut store = Store::named(bin.clone(), width, 0);
             bin.hash = store.fingerprint(self.vocabulary)?;
             print_file(&mut hasher, &bin, &bin.hash);
@@ -338,6 +330,21 @@ pub(crate) fn megatron_bin(index: &DataFile) -> Result<Option<DataFile>, DataErr
             Err(DataError::Unusable { path: index.path.clone(), why })
         }
     }
+}
+
+/// The head of an index that agrees with its `.bin` throughout.
+pub(crate) fn checked(index: &DataFile, bin: &DataFile) -> Result<Index, DataError> {
+    let refused = |refused: megatron::Refused| {
+        DataError::bad(&index.path, refused.at, refused.why)
+    };
+    let handle = index.open()?;
+    let head = Index::open(&mut At(&handle), index.bytes).map_err(refused)?;
+    if !bin.bytes.is_multiple_of(head.width.bytes()) {
+        let why = format!("{} bytes are no whole number of {}", bin.bytes, head.width.name());
+        return Err(DataError::bad(&bin.path, "the end", why));
+    }
+    head.each_document(&mut At(&handle), bin.bytes, &mut |_| Ok(())).map_err(refused)?;
+    Ok(head)
 }
 
 /// The tokens of a file with llm.c's header, or of a flat one of `dtype`.

@@ -156,6 +156,32 @@ impl Store {
     }
 }
 
+impl Store {
+    /// The largest id; none where there is no id. Refused are ids that no vocabulary has.
+    ///
+    /// # Errors
+    /// The file changed or cannot be read.
+    pub fn largest(&mut self) -> Result<Option<u32>, DataError> {
+        let Backing::Named(file) = &mut self.backing else { return Ok(None) };
+        let (path, width) = (file.path.clone(), self.width);
+        let (mut skip, mut token, mut largest) = (self.offset as usize, 0, None);
+        file.fingerprint(&mut |block| {
+            let rest = &block[skip.min(block.len())..];
+            skip -= skip.min(block.len());
+            for (index, id) in width.ids(rest).enumerate() {
+                let Ok(id) = u32::try_from(id) else {
+                    let (path, at) = (path.clone(), format!("token {}", token + index));
+                    return Err(DataError::Token { path, at, id, vocabulary: u32::MAX });
+                };
+                largest = largest.max(Some(id));
+            }
+            token += rest.len() / width.bytes() as usize;
+            Ok(())
+        })?;
+        Ok(largest)
+    }
+}
+
 fn spool_failed(source: std::io::Error) -> DataError {
     DataError::Spool { folder: std::env::temp_dir(), source }
 }

@@ -4,10 +4,12 @@
 //! reader -> chunk k -> thread k % n -> what it made of chunk k -> sink, k ascending
 //! ```
 
-use super::documents::{Body, Chunk, Position, Reader};
+use super::documents::{self, Body, Chunk, Position, Reader};
+use super::files::DataFile;
 use super::tokenizer::Encoder;
 use super::{DataError, line};
-use crate::data::files::DataFile;
+use std::io::Read;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
@@ -98,7 +100,7 @@ fn work(
     made: &SyncSender<Result<Tokens, DataError>>,
 ) {
     while let Ok(chunk) = chunks.recv() {
-        let tokens = chunk.and_then(|chunk| encode(&chunk, &files[chunk.file], recipe));
+        let tokens = chunk.and_then(|chunk| encode(&chunk, &files[chunk.file].path, recipe));
         if made.send(tokens).is_err() {
             break;
         }
@@ -106,7 +108,7 @@ fn work(
 }
 
 /// The tokens of one chunk.
-pub(crate) fn encode(chunk: &Chunk, file: &DataFile, recipe: &Recipe) -> Result<Tokens, DataError> {
+fn encode(chunk: &Chunk, path: &Path, recipe: &Recipe) -> Result<Tokens, DataError> {
     let mut tokens =
         Tokens { file: chunk.file, end: chunk.end, raw: chunk.raw, ..Tokens::default() };
     match &chunk.body {
@@ -115,7 +117,7 @@ pub(crate) fn encode(chunk: &Chunk, file: &DataFile, recipe: &Recipe) -> Result<
             for (number, line) in (chunk.first..).zip(bytes.split(|byte| *byte == b'\n')) {
                 let bad = |(column, why): (usize, String)| {
                     let at = format!("line {}, column {column}", number + 1);
-                    DataError::bad(&file.path, at, why)
+                    DataError::bad(path, at, why)
                 };
                 let text = line::text(line, &recipe.field, number == 0).map_err(bad)?;
                 let Some(text) = text else { continue };
@@ -124,11 +126,11 @@ pub(crate) fn encode(chunk: &Chunk, file: &DataFile, recipe: &Recipe) -> Result<
         }
         Body::Texts(texts) => {
             for (number, text) in (chunk.first..).zip(texts) {
-                let bad = |why| DataError::bad(&file.path, format!("row {}", number + 1), why);
+                let bad = |why| DataError::bad(path, format!("row {}", number + 1), why);
                 tokens.push(recipe, text, number).map_err(bad)?;
             }
         }
-        Body::Piece { bytes, at, last } => tokens.piece(file, recipe, bytes, *at, *last)?,
+        Body::Piece { bytes, at, last } => tokens.piece(path, recipe, bytes, *at, *last)?,
     }
     Ok(tokens)
 }
@@ -146,7 +148,7 @@ impl Tokens {
 
     fn piece(
         &mut self,
-        file: &DataFile,
+        path: &Path,
         recipe: &Recipe,
         bytes: &[u8],
         at: u64,
@@ -158,11 +160,11 @@ impl Tokens {
             encoder => {
                 let text = std::str::from_utf8(bytes).map_err(|error| {
                     let at = format!("byte {}", at + error.valid_up_to() as u64);
-                    DataError::bad(&file.path, at, "bytes that are no UTF-8")
+                    DataError::bad(path, at, "bytes that are no UTF-8")
                 })?;
                 encoder
                     .encode(text, &mut self.ids)
-                    .map_err(|why| DataError::bad(&file.path, format!("byte {at}"), why))?;
+                    .map_err(|why| DataError::bad(path, format!("byte {at}"), why))?;
             }
         }
         if last {
@@ -172,6 +174,27 @@ impl Tokens {
         self.documents.push(Document { number: 0, tokens, ends: last });
         Ok(())
     }
+}
+
+/// Gives `sink` the tokens of lines of JSON from anywhere, on this thread; `path` stands in what is
+/// refused.
+///
+/// # Errors
+/// Names the line.
+pub fn jsonl(
+    raw: Box<dyn Read + Send>,
+    path: &Path,
+    recipe: &Recipe,
+    sink: &mut dyn FnMut(Tokens) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    let mut source = documents::decompressed(raw, path)?;
+    let (mut rest, mut first) = (Vec::new(), 0);
+    while let Some((count, bytes)) = documents::lines(&mut source, &mut rest, path, first)? {
+        let (body, end) = (Body::Lines(bytes), Position::default());
+        sink(encode(&Chunk { file: 0, first, body, end, raw: 0 }, path, recipe)?)?;
+        first += count;
+    }
+    Ok(())
 }
 
 /// Threads that this process may use.

@@ -68,6 +68,14 @@ impl Encoder {
         }
     }
 
+    /// The id of a token as the vocabulary writes it.
+    pub fn id_of(&self, token: &str) -> Option<u32> {
+        match self {
+            Encoder::Bytes => None,
+            Encoder::File(file) => file.tokenizer.token_to_id(token),
+        }
+    }
+
     /// Every id that can come out is below `vocabulary`.
     ///
     /// # Errors
@@ -99,7 +107,13 @@ impl Encoder {
     pub fn encode(&self, text: &str, ids: &mut Vec<u32>) -> Result<usize, String> {
         let before = ids.len();
         match self {
-            Encoder::Bytes => ids.extend(text.bytes().map(u32::from)),
+            Encoder::Bytes => {
+                // Room for it and its end: a long text shall not double what there is already.
+                if text.len() > ids.capacity() {
+                    ids.reserve_exact(text.len() + 1);
+                }
+                ids.extend(text.bytes().map(u32::from));
+            }
             Encoder::File(file) => {
                 let encoding = file
                     .tokenizer

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 #[x_kube(crates(kube_core = "::kube_core"))]
 pub struct DataSpec {
-    /// Where the text comes from: one of text, jsonl, tokens, megatron.
+    /// Where the tokens come from: one of text, jsonl, tokens, megatron, parquet, mixture.
     #[schemars(required)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub train: Option<TrainDataSpec>,
@@ -20,34 +20,107 @@ pub struct DataSpec {
     #[schemars(length(min = 1, max = 1024))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
+    /// Id of the token that ends a document: put behind each document that is tokenised here, and
+    /// looked for in files of tokens.
+    #[schemars(range(max = 2147483647))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub end_of_document: Option<u32>,
+    /// Attention and positions begin anew with each document of a sequence. Default: false.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reset_at_boundaries: Option<bool>,
     /// Tokens of a sequence, S.
     #[schemars(required, range(min = 2, max = 1048576))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sequence_length: Option<u32>,
 }
 
-/// Where the text comes from; one of the fields.
+/// Where the tokens come from; one of the fields.
 #[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 #[x_kube(
     crates(kube_core = "::kube_core"),
     validation = Rule::new("[has(self.text), has(self.jsonl), has(self.tokens), \
-        has(self.megatron)].filter(x, x).size() == 1")
-        .message("data.train: one of text, jsonl, tokens, megatron")
+        has(self.megatron), has(self.parquet), has(self.mixture)].filter(x, x).size() == 1")
+        .message("data.train: one of text, jsonl, tokens, megatron, parquet, mixture")
 )]
 pub struct TrainDataSpec {
     /// Text files, each one document.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text: Option<FilesSpec>,
-    /// Lines of JSON with a key `text`.
+    /// Lines of JSON, each one document; plain, .gz or .zst.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub jsonl: Option<FilesSpec>,
-    /// Files of little-endian 16-bit token ids.
+    pub jsonl: Option<FieldFilesSpec>,
+    /// Files of token ids: flat ones of `dtype`, or with the header of llm.c.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub tokens: Option<FilesSpec>,
-    /// Megatron's indexed datasets (.idx and .bin).
+    pub tokens: Option<TokenFilesSpec>,
+    /// Megatron's indexed datasets: .idx files, each beside its .bin.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub megatron: Option<FilesSpec>,
+    /// Parquet files, each row one document. Needs a build with the feature parquet.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parquet: Option<FieldFilesSpec>,
+    /// Several sources; samples are drawn from them by weight.
+    #[schemars(length(min = 1, max = 64))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mixture: Option<Vec<MixturePartSpec>>,
+}
+
+/// A source of a mixture: its weight, and one of the other fields.
+#[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(
+    crates(kube_core = "::kube_core"),
+    validation = Rule::new("[has(self.text), has(self.jsonl), has(self.tokens), \
+        has(self.megatron), has(self.parquet)].filter(x, x).size() == 1")
+        .message("a part of data.train.mixture: one of text, jsonl, tokens, megatron, parquet")
+)]
+pub struct MixturePartSpec {
+    /// Share of the samples, over the sum of all weights.
+    #[schemars(required, range(max = 1e9), extend("minimum" = 0.0, "exclusiveMinimum" = true))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight: Option<f64>,
+    /// Text files, each one document.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub text: Option<FilesSpec>,
+    /// Lines of JSON, each one document; plain, .gz or .zst.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub jsonl: Option<FieldFilesSpec>,
+    /// Files of token ids: flat ones of `dtype`, or with the header of llm.c.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokens: Option<TokenFilesSpec>,
+    /// Megatron's indexed datasets: .idx files, each beside its .bin.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub megatron: Option<FilesSpec>,
+    /// Parquet files, each row one document. Needs a build with the feature parquet.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parquet: Option<FieldFilesSpec>,
+}
+
+/// Data of its own for validation; one of the fields.
+#[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(
+    crates(kube_core = "::kube_core"),
+    validation = Rule::new("[has(self.text), has(self.jsonl), has(self.tokens), \
+        has(self.megatron), has(self.parquet)].filter(x, x).size() == 1")
+        .message("data.validation.from: one of text, jsonl, tokens, megatron, parquet")
+)]
+pub struct ValidationDataSpec {
+    /// Text files, each one document.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub text: Option<FilesSpec>,
+    /// Lines of JSON, each one document; plain, .gz or .zst.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub jsonl: Option<FieldFilesSpec>,
+    /// Files of token ids: flat ones of `dtype`, or with the header of llm.c.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokens: Option<TokenFilesSpec>,
+    /// Megatron's indexed datasets: .idx files, each beside its .bin.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub megatron: Option<FilesSpec>,
+    /// Parquet files, each row one document. Needs a build with the feature parquet.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parquet: Option<FieldFilesSpec>,
 }
 
 /// Files by pattern.
@@ -66,12 +139,62 @@ pub struct FilesSpec {
     pub exclude: Option<Vec<String>>,
 }
 
+/// Files by pattern, and where in them the text stands.
+#[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(crates(kube_core = "::kube_core"))]
+pub struct FieldFilesSpec {
+    /// Patterns such as corpus/**/*.jsonl, relative to the current directory (to /workspace in a
+    /// pod).
+    #[schemars(required, length(min = 1, max = 256), inner(length(min = 1, max = 1024)))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paths: Option<Vec<String>>,
+    /// Files that match one of these are left out.
+    #[schemars(length(max = 256), inner(length(min = 1, max = 1024)))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub exclude: Option<Vec<String>>,
+    /// The key or column of a document's text. Default: text.
+    #[schemars(length(min = 1, max = 256))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub field: Option<String>,
+}
+
+/// Files by pattern, and how token ids are written in them.
+#[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(crates(kube_core = "::kube_core"))]
+pub struct TokenFilesSpec {
+    /// Patterns such as corpus/*.bin, relative to the current directory (to /workspace in a pod).
+    #[schemars(required, length(min = 1, max = 256), inner(length(min = 1, max = 1024)))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paths: Option<Vec<String>>,
+    /// Files that match one of these are left out.
+    #[schemars(length(max = 256), inner(length(min = 1, max = 1024)))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub exclude: Option<Vec<String>>,
+    /// uint16 or uint32, little-endian. Needed for files without a header.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dtype: Option<TokenTypeName>,
+}
+
+/// How token ids are written.
+#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[serde(rename_all = "camelCase")]
+pub enum TokenTypeName {
+    Uint16,
+    Uint32,
+}
+
 /// The part that is held out.
 #[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 #[x_kube(crates(kube_core = "::kube_core"))]
 pub struct ValidationSpec {
-    /// Share of the files, chosen by the hash of their path. Default: 0.01.
+    /// Held out are these data, rather than a part of the training data.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub from: Option<ValidationDataSpec>,
+    /// Share of the files (text and tokens) or of the documents, chosen by the hash of their place.
+    /// Default: 0.01.
     #[schemars(range(min = 0.0, max = 0.9))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fraction: Option<f64>,

@@ -1,0 +1,254 @@
+//! `moejob data inspect|tokenize`.
+
+use super::bar::{Bar, Unit};
+use clap::{Args, Subcommand, ValueEnum};
+use moe_worker::data::inspect::{Inspection, Kind, detect, inspect};
+use moe_worker::data::prepare::{Done, Layout, Prepare, PrepareError, SAVE_EVERY};
+use moe_worker::data::{DataError, DataFile, Encoder, Format, Recipe, find, threads};
+use moejob_protocol::config::TokenType;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Text shown of a file's first tokens.
+const TEXT_CHARS_MAX: usize = 300;
+
+#[derive(Subcommand)]
+pub enum DataCommand {
+    /// Say what files are, how many documents and tokens they hold, and how they begin.
+    Inspect(InspectArgs),
+    /// Turn documents into files of tokens, once, instead of at the start of every worker.
+    Tokenize(TokenizeArgs),
+}
+
+#[derive(Args)]
+pub struct InspectArgs {
+    /// Files: text, .jsonl (.gz, .zst), .bin, .idx, .parquet.
+    #[arg(required = true)]
+    paths: Vec<PathBuf>,
+    /// `bytes`, or the path of a tokenizer.json: counts tokens of text, and decodes tokens.
+    #[arg(long)]
+    tokenizer: Option<String>,
+    /// The key or column of a document's text.
+    #[arg(long, default_value = "text")]
+    field: String,
+    /// How ids are written in files without a header.
+    #[arg(long)]
+    dtype: Option<Dtype>,
+    /// One line of JSON a file.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args)]
+pub struct TokenizeArgs {
+    /// Files or patterns, all of one format: text, .jsonl (.gz, .zst) or .parquet.
+    #[arg(required = true)]
+    inputs: Vec<String>,
+    /// Path of the result without its ending: OUTPUT.bin, and OUTPUT.idx.
+    #[arg(long, short)]
+    output: PathBuf,
+    /// `bytes`, or the path of a tokenizer.json.
+    #[arg(long)]
+    tokenizer: String,
+    /// The key or column of a document's text.
+    #[arg(long, default_value = "text")]
+    field: String,
+    /// A token to put behind each document: its id, or as the vocabulary writes it.
+    #[arg(long, value_name = "TOKEN")]
+    end_of_document: Option<String>,
+    /// How the tokens are left: megatron (.bin and .idx) or flat (.bin alone, for `tokens`).
+    #[arg(long, value_enum, default_value_t = LayoutName::Megatron)]
+    layout: LayoutName,
+    /// Default: as many as there are processors.
+    #[arg(long)]
+    threads: Option<usize>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Dtype {
+    Uint16,
+    Uint32,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum LayoutName {
+    Megatron,
+    Flat,
+}
+
+pub fn run(command: &DataCommand) -> ExitCode {
+    match command {
+        DataCommand::Inspect(args) => inspect_all(args),
+        DataCommand::Tokenize(args) => tokenize(args).unwrap_or_else(|refused| refused),
+    }
+}
+
+fn refuse(error: &DataError) -> ExitCode {
+    let failure = error.failure();
+    eprintln!("moejob: {}; {}", failure.message, failure.advice);
+    ExitCode::from(u8::try_from(failure.exit_code).unwrap_or(1))
+}
+
+fn encoder(name: &str) -> Result<Encoder, DataError> {
+    if name == "bytes" { Ok(Encoder::Bytes) } else { Encoder::read(Path::new(name)) }
+}
+
+fn inspect_all(args: &InspectArgs) -> ExitCode {
+    let dtype = args.dtype.map(|dtype| match dtype {
+        Dtype::Uint16 => TokenType::Uint16,
+        Dtype::Uint32 => TokenType::Uint32,
+    });
+    let encoder = match args.tokenizer.as_deref().map(encoder).transpose() {
+        Ok(encoder) => encoder,
+        Err(error) => return refuse(&error),
+    };
+    let mut code = ExitCode::SUCCESS;
+    for path in &args.paths {
+        let counting = encoder.clone().unwrap_or(Encoder::Bytes);
+        match inspect(path, &args.field, dtype, &counting) {
+            Err(error) => code = refuse(&error),
+            Ok(found) => {
+                // Ids in files mean something to the tokenizer alone that made them.
+                let text = match (&encoder, found.documents, found.what.starts_with("Megatron")) {
+                    (Some(encoder), ..) => Some(encoder.decode(&found.first)),
+                    (None, Some(_), false) => Some(Encoder::Bytes.decode(&found.first)),
+                    _ => None,
+                };
+                let shown = match args.json {
+                    true => as_json(path, &found, text),
+                    false => as_text(path, &found, text),
+                };
+                // A reader that has gone away (`| head`) is no failure.
+                let _ = writeln!(std::io::stdout(), "{shown}");
+            }
+        }
+    }
+    code
+}
+
+fn as_json(path: &Path, found: &Inspection, text: Option<String>) -> String {
+    serde_json::json!({
+        "path": path.display().to_string(),
+        "what": found.what,
+        "bytes": found.bytes,
+        "documents": found.documents,
+        "tokens": found.tokens,
+        "largestId": found.largest,
+        "first": found.first,
+        "text": text,
+    })
+    .to_string()
+}
+
+fn as_text(path: &Path, found: &Inspection, text: Option<String>) -> String {
+    let mut lines = format!("{}: {}\n", path.display(), found.what);
+    lines += &format!("  bytes      {}\n", found.bytes);
+    if let Some(documents) = found.documents {
+        lines += &format!("  documents  {documents}\n");
+    }
+    lines += &format!("  tokens     {}", found.tokens);
+    if let Some(largest) = found.largest {
+        lines += &format!(", ids up to {largest}");
+    }
+    let ids: Vec<String> = found.first.iter().take(16).map(u32::to_string).collect();
+    lines += &format!("\n  first      {}", ids.join(" "));
+    if let Some(text) = text {
+        let text: String = text.chars().take(TEXT_CHARS_MAX).collect();
+        lines += &format!("\n  text       {text:?}");
+    }
+    lines
+}
+
+fn tokenize(args: &TokenizeArgs) -> Result<ExitCode, ExitCode> {
+    let refused = |error: DataError| refuse(&error);
+    let encoder = encoder(&args.tokenizer).map_err(refused)?;
+    let end_of_document = match args.end_of_document.as_deref() {
+        None => None,
+        Some(token) => Some(token_id(&encoder, token)?),
+    };
+    let current = std::env::current_dir().map_err(|error| {
+        eprintln!("moejob: there is no current directory: {error}");
+        ExitCode::FAILURE
+    })?;
+    let files = find(&current, &args.inputs, &[], &[]).map_err(refused)?;
+    let format = one_format(&files, &args.field)?;
+    let total = files.iter().map(|file| file.bytes).sum();
+    let layout = match args.layout {
+        LayoutName::Megatron => Layout::Megatron,
+        LayoutName::Flat => Layout::Flat,
+    };
+    let prepare = Prepare {
+        files,
+        format,
+        recipe: Recipe { encoder, field: args.field.clone(), end_of_document },
+        output: args.output.clone(),
+        layout,
+        threads: args.threads.unwrap_or_else(threads),
+        save_every: SAVE_EVERY,
+    };
+    let mut bar = Bar::new("tokenize", Unit::Bytes);
+    let result = prepare.run(&mut |done| bar.set(done.bytes, total));
+    drop(bar);
+    match result {
+        Ok(done) => {
+            println!("{}", say_result(&prepare, &done));
+            Ok(ExitCode::SUCCESS)
+        }
+        Err(PrepareError::Data(error)) => Err(refuse(&error)),
+        Err(error) => {
+            super::complain(&error);
+            let advice = match error {
+                PrepareError::Exists { .. } => "choose another output, or delete it",
+                PrepareError::OtherRun { .. } => "delete it and the .part files to begin anew",
+                _ => "what was done is kept: run the same command again",
+            };
+            eprintln!("moejob: {advice}");
+            Err(ExitCode::from(if matches!(error, PrepareError::Write { .. }) { 1 } else { 2 }))
+        }
+    }
+}
+
+fn describe(done: &Done) -> String {
+    format!("{} documents, {} tokens", done.documents, done.tokens)
+}
+
+/// What there is, and how a manifest names it.
+fn say_result(prepare: &Prepare, done: &Done) -> String {
+    let output = prepare.output.display();
+    let dtype = prepare.width().name();
+    let source = match prepare.layout {
+        Layout::Megatron => format!("megatron: {{ paths: [{output}.idx] }}"),
+        Layout::Flat => format!("tokens: {{ paths: [{output}.bin], dtype: {dtype} }}"),
+    };
+    format!("{output}.bin: {}, {dtype}\ndata.train: {{ {source} }}", describe(done))
+}
+
+fn token_id(encoder: &Encoder, token: &str) -> Result<u32, ExitCode> {
+    encoder.id_of(token).or_else(|| token.parse().ok()).ok_or_else(|| {
+        eprintln!("moejob: --end-of-document: {token:?} is no id and not in the vocabulary");
+        ExitCode::from(2)
+    })
+}
+
+/// All files must be read alike.
+fn one_format(files: &[DataFile], field: &str) -> Result<Format, ExitCode> {
+    let mut format: Option<(Format, &DataFile)> = None;
+    for file in files {
+        let kind = detect(file, field, None).map_err(|error| refuse(&error))?;
+        let Kind::Documents(found) = kind else {
+            eprintln!("moejob: {} holds tokens already", file.path.display());
+            return Err(ExitCode::from(2));
+        };
+        match &format {
+            None => format = Some((found, file)),
+            Some((first, other)) if *first != found => {
+                let (a, b) = (other.path.display(), file.path.display());
+                eprintln!("moejob: {a} and {b} are of two formats; tokenize them one by one");
+                return Err(ExitCode::from(2));
+            }
+            Some(_) => {}
+        }
+    }
+    format.map(|(format, _)| format).ok_or(ExitCode::from(2))
+}
