@@ -13,6 +13,7 @@
 use crate::comm::CommError;
 use crate::trainer_api::{AttemptEnd, Failure, TrainerEvent};
 use moejob_protocol::message::{Frame, Held, LeftReason, Request};
+use moejob_protocol::report::EventKind;
 use moejob_protocol::{Down, Up, WorkerConfig};
 use std::time::Duration;
 
@@ -89,6 +90,9 @@ pub struct Session {
     held: Vec<Held>,
     /// How the newest attempt ended here; said again to each new leader.
     report: Option<Up>,
+    /// The newest checkpoint that was committed in this attempt; said again likewise, as a leader
+    /// on Kubernetes does not read the storage.
+    committed: Option<Up>,
     state: State,
     leader: Leader,
     drain_until: Option<Duration>,
@@ -129,6 +133,7 @@ impl Session {
             orphan_timeout: Duration::from_millis(ORPHAN_MS_DEFAULT),
             held: Vec::new(),
             report: None,
+            committed: None,
             state: State::Idle { since: now },
             leader: Leader::Gone { since: now },
             drain_until: None,
@@ -213,7 +218,7 @@ impl Session {
         self.leader = Leader::Connected;
         out.push(Effect::Adopt);
         // The leader before may not have heard it.
-        if let Some(up) = self.report.clone() {
+        for up in [self.committed.clone(), self.report.clone()].into_iter().flatten() {
             self.send(up, out);
         }
     }
@@ -327,7 +332,7 @@ impl Session {
         self.digest = config.digest.clone();
         self.rank = config.rank;
         self.orphan_timeout = Duration::from_millis(config.recovery.orphan_timeout_ms);
-        self.report = None;
+        (self.report, self.committed) = (None, None);
         if config.rank.is_none() {
             self.state = State::Idle { since: now };
             out.push(Effect::Log(format!("spare in attempt {}", config.attempt)));
@@ -363,7 +368,14 @@ impl Session {
     fn on_trainer(&mut self, event: TrainerEvent, out: &mut Vec<Effect>) {
         match event {
             TrainerEvent::Step(report) => self.send(Up::Step(report), out),
-            TrainerEvent::Event(event) => self.send(Up::Event(event), out),
+            TrainerEvent::Event(event) => {
+                let commits = event.event == EventKind::CheckpointCommitted;
+                let up = Up::Event(event);
+                if commits {
+                    self.committed = Some(up.clone());
+                }
+                self.send(up, out);
+            }
             TrainerEvent::Held(held) => self.held = held,
         }
     }

@@ -13,6 +13,8 @@ use moejob_protocol::config::{
 };
 use moejob_protocol::message::{Frame, Held, LeftReason, Request};
 use moejob_protocol::{Down, Layout, Mesh, PROTOCOL_VERSION, Up, WorkerConfig};
+use moejob_protocol::report::{Detail, Event as Line, EventKind};
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 use std::time::Duration;
@@ -105,6 +107,14 @@ fn parse(text: &str, term: u64) -> Event {
             let held = Held { attempt: attempt(of), step: number(step), shards: vec![0] };
             Event::Trainer(TrainerEvent::Held(vec![held]))
         }
+        ["committed", of, step] => Event::Trainer(TrainerEvent::Event(Line {
+            time: String::new(),
+            attempt: attempt(of),
+            event: EventKind::CheckpointCommitted,
+            reason: "Committed".to_string(),
+            message: String::new(),
+            details: BTreeMap::from([("step".to_string(), Detail::Number(number(step)))]),
+        })),
         ["ended", of, end @ ..] => Event::AttemptEnded { attempt: attempt(of), end: ended(end) },
         ["signal"] => Event::Signal,
         ["owner-gone"] => Event::OwnerGone,
@@ -240,6 +250,7 @@ fn show_up(up: &Up) -> String {
             format!("left {reason}{}", held.join(""))
         }
         Up::Completed { step } => format!("completed {step}"),
+        Up::Event(line) => format!("{:?} {:?}", line.event, line.details["step"]),
         Up::Failed { exit_code, message } => {
             format!("failed {exit_code} ({})", message.replace('\n', " /"))
         }
