@@ -357,6 +357,13 @@ impl JobState {
                     }
                     self.tracker.done(&action, now);
                 }
+                Action::AvoidNode { node, until } => {
+                    for of in self.nodes_seen.iter_mut().filter(|of| of.name == *node) {
+                        of.avoid_until = of.avoid_until.max(*until);
+                    }
+                    self.workers.avoid(node, *until);
+                    self.tracker.done(&action, now);
+                }
                 Action::EndAttempt { .. } | Action::NoteStop | Action::WithdrawStop => {
                     self.tracker.done(&action, now);
                 }
@@ -417,7 +424,7 @@ impl JobState {
         let pod = cluster.worker(&self.id.namespace, name).cloned();
         let Some(pod) = pod.filter(|pod| pod.ended.is_none()) else {
             self.tracker.done(&action, now);
-            let happenings = self.tracker.exited(name, None, "it has no pod");
+            let happenings = self.tracker.exited(name, None, "it has no pod", now);
             self.tell(happenings);
             return false;
         };
@@ -485,6 +492,10 @@ impl JobState {
         let blamed = self.workers.take_blamed();
         blamed.iter().for_each(|node| memory.failed(&self.id.uid, node, now));
         let mut any = !blamed.is_empty();
+        for (node, until) in self.workers.take_avoided() {
+            memory.avoid(&self.id.uid, &node, until, now);
+            any = true;
+        }
         for node in self.workers.take_worked() {
             memory.worked(&self.id.uid, &node);
         }

@@ -28,6 +28,7 @@ pub struct Workers {
     /// Nodes that allocation is to hear of.
     blamed: Vec<String>,
     worked: Vec<String>,
+    avoided: Vec<(String, Millis)>,
 }
 
 #[derive(Default)]
@@ -78,6 +79,15 @@ impl Workers {
     /// Nodes where a worker has failed since this was last asked.
     pub fn take_blamed(&mut self) -> Vec<String> {
         std::mem::take(&mut self.blamed)
+    }
+
+    pub fn avoid(&mut self, node: &str, until: Millis) {
+        self.avoided.push((node.to_string(), until));
+    }
+
+    /// Nodes that the plan wants avoided, and until when.
+    pub fn take_avoided(&mut self) -> Vec<(String, Millis)> {
+        std::mem::take(&mut self.avoided)
     }
 
     /// Nodes where a worker has trained.
@@ -132,7 +142,7 @@ impl JobState {
         let name = key.rsplit('/').next().unwrap_or_default();
         let worker = pod.and_then(|pod| pod.worker.as_deref());
         match worker.filter(|worker| worker.job_uid == self.id.uid) {
-            None => self.pod_gone(name),
+            None => self.pod_gone(name, now),
             Some(worker) => {
                 let bound = pod.and_then(|pod| pod.node.as_deref());
                 self.pod_seen(worker, bound, now);
@@ -140,9 +150,9 @@ impl JobState {
         }
     }
 
-    fn pod_gone(&mut self, name: &str) {
+    fn pod_gone(&mut self, name: &str, now: Millis) {
         self.leader.close(name);
-        let happenings = self.tracker.exited(name, None, "its pod was deleted");
+        let happenings = self.tracker.exited(name, None, "its pod was deleted", now);
         self.tell(happenings);
         self.back_off(name, "its pod was deleted");
         self.workers.known.remove(name);
@@ -159,13 +169,16 @@ impl JobState {
         if pod.deletion.is_some() {
             known.deleted_at.get_or_insert(now);
             let workers = &mut self.tracker.observed.workers;
-            if let Some(worker) = workers.iter_mut().find(|worker| worker.name == pod.name) {
+            let worker = workers.iter_mut().find(|worker| worker.name == pod.name);
+            if let Some(worker) = worker.filter(|worker| !worker.stopping) {
                 // Somebody else's doing is a drain: its last checkpoint is on its way.
                 worker.stopping = true;
+                let note = format!("the pod {} on {} is being deleted", pod.name, worker.node);
+                self.event(false, "Draining", note);
             }
         }
         if let Some((exit_code, how)) = &pod.ended {
-            let happenings = self.tracker.exited(&pod.name, *exit_code, how);
+            let happenings = self.tracker.exited(&pod.name, *exit_code, how, now);
             self.leader.close(&pod.name);
             self.tell(happenings);
             self.back_off(&pod.name, how);
@@ -302,7 +315,8 @@ impl JobState {
             }
             let force = known.deleted_at.is_some_and(|at| now >= at + FORCE_AFTER);
             let over = pod.deletion.is_none_or(|at| now >= at);
-            if force && !known.forced && over && !self.leader.is_linked(&name) {
+            let heard = self.leader.is_linked(&name) && known.silent_at.is_none();
+            if force && !known.forced && over && !heard {
                 known.forced = true;
                 tracing::warn!(job = self.id.name, name, "deleted by force: its node is silent");
                 self.send_aside(Origin::Cleanup, delete(&pod, 0));
