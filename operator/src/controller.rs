@@ -230,9 +230,10 @@ impl Controller {
     }
 
     fn on_change(&mut self, change: Change, now: Millis) {
-        self.stale = true;
         let was_complete = self.cluster.is_complete();
         let taken = self.cluster.take(change);
+        // Never taken back here: another change may wait for the same allocation.
+        self.stale |= !was_complete || !matches!(taken, Taken::Nothing);
         if !was_complete && self.cluster.is_complete() {
             self.context.metrics.set_ready();
             self.adopt_all(now);
@@ -241,8 +242,7 @@ impl Controller {
             return;
         }
         match taken {
-            Taken::Nothing => self.stale = false,
-            Taken::Node => {}
+            Taken::Nothing | Taken::Node => {}
             Taken::Job(key, before) => self.on_job(&key, before.as_ref(), now),
             Taken::Pod(key, before) => {
                 let after = self.cluster.pods.get(&key);
