@@ -99,6 +99,8 @@ pub enum WorkerState {
 /// What survives the leader: it stands in the job's status.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Record {
+    /// The job that it speaks of; empty before its first attempt.
+    pub job_uid: String,
     pub outcome: Option<Outcome>,
     /// The newest attempt; 0 before the first.
     pub attempt: u32,

@@ -57,6 +57,8 @@ pub fn read(text: &str) -> Result<Saved, RecordError> {
 struct Line {
     v: u32,
     term: u64,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    job_uid: String,
     attempt: u32,
     births: u32,
     step: u64,
@@ -130,6 +132,8 @@ struct RecoveryLine {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     replanned_at: Option<Millis>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    rejoined_at: Option<Millis>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     first_step_at: Option<Millis>,
     steps_lost: u64,
 }
@@ -140,6 +144,7 @@ impl Line {
         Line {
             v: VERSION,
             term: *term,
+            job_uid: record.job_uid.clone(),
             attempt: record.attempt,
             births: record.births,
             step: record.step,
@@ -159,6 +164,7 @@ impl Line {
 
     fn saved(self) -> Saved {
         let record = Record {
+            job_uid: self.job_uid,
             outcome: self.outcome.map(outcome),
             attempt: self.attempt,
             gang: self.gang.map(gang),
@@ -274,6 +280,7 @@ fn recovery_line(recovery: &Recovery) -> RecoveryLine {
         attempt: recovery.attempt,
         detected_at: recovery.detected_at,
         replanned_at: recovery.replanned_at,
+        rejoined_at: recovery.rejoined_at,
         first_step_at: recovery.first_step_at,
         steps_lost: recovery.steps_lost,
     }
@@ -285,6 +292,7 @@ fn recovery(line: RecoveryLine) -> Recovery {
         attempt: line.attempt,
         detected_at: line.detected_at,
         replanned_at: line.replanned_at,
+        rejoined_at: line.rejoined_at,
         first_step_at: line.first_step_at,
         steps_lost: line.steps_lost,
     }
@@ -316,6 +324,7 @@ mod tests {
             ended: Some(9),
         };
         let record = Record {
+            job_uid: "uid".into(),
             outcome: Some(Outcome::Failed {
                 exit_code: 3,
                 reason: "DataOrCheckpointRefused",
@@ -339,6 +348,7 @@ mod tests {
             attempt: 2,
             detected_at: 1,
             replanned_at: Some(2),
+            rejoined_at: Some(3),
             first_step_at: None,
             steps_lost: 3,
         };

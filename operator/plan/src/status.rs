@@ -133,6 +133,9 @@ pub struct RecoveryStatus {
     /// Until the next attempt was decided.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replanned_millis: Option<u64>,
+    /// Until all its ranks had found each other.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rejoined_millis: Option<u64>,
     /// Until its first step was done.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub first_step_millis: Option<u64>,
@@ -147,6 +150,19 @@ pub fn invalid(problems: &[Problem]) -> MoeJobStatus {
     MoeJobStatus {
         phase: "Invalid".to_string(),
         conditions: vec![planned],
+        ..MoeJobStatus::default()
+    }
+}
+
+/// Why a job whose checkpoints would not outlive its pods does not run, see `pods::not_durable`.
+pub const NO_DURABLE_CHECKPOINT: &str = "NoDurableCheckpoint";
+
+/// The status of a job whose spec is right and which cannot run as things are: its checkpoints are
+/// not durable, a claim or ConfigMap that it names is missing. `message` says what to do.
+pub fn blocked(reason: &str, message: String) -> MoeJobStatus {
+    MoeJobStatus {
+        phase: "Pending".to_string(),
+        conditions: vec![condition("Planned", false, reason, message)],
         ..MoeJobStatus::default()
     }
 }
@@ -301,6 +317,7 @@ fn recovery(tracked: &Tracked) -> RecoveryStatus {
         cause: tracked.cause.clone(),
         attempt: tracked.attempt,
         replanned_millis: since(tracked.replanned_at),
+        rejoined_millis: since(tracked.rejoined_at),
         first_step_millis: since(tracked.first_step_at),
         steps_lost: tracked.steps_lost,
     }

@@ -4,10 +4,13 @@
 //! should be told.
 
 use crate::decide::Action;
-use crate::observed::{Millis, Observed, Outcome, StopCause, Stored, Worker, WorkerState};
+use crate::observed::{
+    Millis, Observed, Outcome, Record, StopCause, Stored, Worker, WorkerState,
+};
 use moejob_protocol::checkpoint::directory_name;
-use moejob_protocol::message::{Hello, LeftReason, Up};
+use moejob_protocol::message::{Hello, LeftReason, Phase, Up};
 use moejob_protocol::report::{Detail, Event, EventKind};
+use std::collections::BTreeSet;
 
 /// Layouts of past attempts that are remembered though no worker has reported a snapshot of them.
 const LAYOUTS_KEPT: usize = 8;
@@ -31,6 +34,8 @@ pub struct Recovery {
     pub attempt: u32,
     pub detected_at: Millis,
     pub replanned_at: Option<Millis>,
+    /// All ranks of the next attempt have found each other.
+    pub rejoined_at: Option<Millis>,
     /// First completed step of the next attempt.
     pub first_step_at: Option<Millis>,
     /// Steps that had been done and were done again.
@@ -53,15 +58,25 @@ pub struct Tracker {
     step_times: Vec<Millis>,
     last_step: u64,
     last_words: Vec<(String, i32, String)>,
+    /// Members of the present gang that have found the others.
+    joined: BTreeSet<String>,
     /// The rank that was the first to leave the present gang because it had lost another, and that
     /// other's.
     parted: Option<(u32, u32)>,
 }
 
 impl Tracker {
-    pub fn new(observed: Observed) -> Tracker {
-        let (recoveries, step_times, last_words) = Default::default();
-        Tracker { observed, recoveries, step_times, last_step: 0, last_words, parted: None }
+    /// A record of another job (a status that was restored into a new object of the same name)
+    /// tells of workers that are not this one's. Its attempt counts on, so that what the other
+    /// still writes is fenced.
+    pub fn new(mut observed: Observed) -> Tracker {
+        let record = &mut observed.record;
+        if !record.job_uid.is_empty() && record.job_uid != observed.template.job_uid {
+            *record = Record { attempt: record.attempt, ..Record::default() };
+        }
+        let (recoveries, step_times, last_words, joined) = Default::default();
+        let (last_step, parted) = (0, None);
+        Tracker { observed, recoveries, step_times, last_step, last_words, joined, parted }
     }
 
     fn worker(&mut self, name: &str) -> Option<&mut Worker> {
@@ -92,15 +107,17 @@ impl Tracker {
             Action::EndAttempt { unplanned, cause, .. } => self.end(*unplanned, cause, now),
             Action::RecordAttempt(gang) => {
                 let record = &mut self.observed.record;
+                record.job_uid = self.observed.template.job_uid.clone();
                 record.attempt = gang.attempt;
                 record.gang = Some((**gang).clone());
                 record.start_failures.clear();
                 record.start_failure.clear();
                 self.parted = None;
+                self.joined.clear();
                 self.step_times.clear();
                 self.last_step = gang.resumed_at;
                 if let Some(recovery) = self.open_recovery() {
-                    recovery.replanned_at = Some(now);
+                    (recovery.replanned_at, recovery.rejoined_at) = (Some(now), None);
                 }
             }
             Action::Configure { name, config } => {
@@ -273,6 +290,7 @@ impl Tracker {
             attempt,
             detected_at: now,
             replanned_at: None,
+            rejoined_at: None,
             first_step_at: None,
             steps_lost: 0,
         });
@@ -311,6 +329,9 @@ impl Tracker {
                     worker.held = heartbeat.held.clone();
                     worker.collective = heartbeat.collective;
                 }
+                if !matches!(heartbeat.phase, Phase::Idle | Phase::Joining) {
+                    self.rejoined(name, attempt, now);
+                }
             }
             Up::Step(report) => return self.stepped(attempt, report.step, now),
             Up::Left { reason, held } => {
@@ -339,6 +360,20 @@ impl Tracker {
             }
         }
         Vec::new()
+    }
+
+    fn rejoined(&mut self, name: &str, attempt: u32, now: Millis) {
+        let Some(gang) = self.observed.gang().filter(|gang| gang.attempt == attempt) else {
+            return;
+        };
+        let members = gang.members.len();
+        if gang.members.iter().any(|member| member.worker == name) {
+            self.joined.insert(name.to_string());
+        }
+        let all = self.joined.len() == members;
+        if let Some(recovery) = self.open_recovery().filter(|of| all && of.replanned_at.is_some()) {
+            recovery.rejoined_at.get_or_insert(now);
+        }
     }
 
     /// The first to leave tells most: what follows may be its doing, or the leader's.
@@ -388,6 +423,8 @@ impl Tracker {
         durations.sort_unstable();
         self.observed.record.step_median = durations.get(durations.len() / 2).copied().unwrap_or(0);
         if first && let Some(recovery) = self.open_recovery().filter(|r| r.replanned_at.is_some()) {
+            // It had joined before, and no heartbeat has told yet.
+            recovery.rejoined_at.get_or_insert(now);
             recovery.first_step_at = Some(now);
             recovery.steps_lost = lost;
             return vec![Happening::Recovered(recovery.clone())];

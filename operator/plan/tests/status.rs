@@ -7,7 +7,7 @@ use moejob_plan::job::{Job as Whole, Venue};
 use moejob_plan::observed::Outcome;
 use moejob_plan::problem::{Code, Problem};
 use moejob_plan::status::{self, Condition, MoeJobStatus, stamp};
-use moejob_plan::{decide, launch};
+use moejob_plan::{decide, launch, pods};
 use world::{Setup, World};
 
 fn job() -> Whole {
@@ -70,7 +70,8 @@ fn a_job_tells_its_life() {
     assert_eq!((degraded.attempt, degraded.restarts), (2, 1));
     let recovery = &degraded.recoveries[0];
     assert_eq!((recovery.attempt, recovery.steps_lost), (1, 2));
-    assert!(recovery.replanned_millis.is_some() && recovery.first_step_millis.is_some());
+    assert_eq!((recovery.replanned_millis, recovery.rejoined_millis), (Some(0), Some(100)));
+    assert_eq!(recovery.first_step_millis, Some(200));
     let mesh = degraded.mesh.unwrap();
     assert_eq!((mesh.world, mesh.dp, mesh.ep), (3, 3, 3));
 }
@@ -120,6 +121,16 @@ fn a_wrong_spec_lists_every_problem() {
     let expected = "E0204 spec.a: found `3`; allowed: a divisor; choose another\n\
                     E0204 spec.b: found `3`; allowed: a divisor; choose another";
     assert_eq!(planned.message, expected);
+}
+
+#[test]
+fn a_job_that_cannot_run_here_says_what_to_do() {
+    let message = pods::not_durable(&job()).expect("the base manifest has no volume");
+    let status = status::blocked(status::NO_DURABLE_CHECKPOINT, message);
+    assert_eq!(status.phase, "Pending");
+    let [planned] = &status.conditions[..] else { panic!("{status:?}") };
+    assert_eq!((planned.status.as_str(), planned.reason.as_str()), ("False", "NoDurableCheckpoint"));
+    assert!(planned.message.contains("set it to a folder of a volume"), "{}", planned.message);
 }
 
 #[test]

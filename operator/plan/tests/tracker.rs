@@ -3,7 +3,8 @@
 mod world;
 
 use moejob_plan::decide::Action;
-use moejob_plan::observed::{Outcome, WorkerState};
+use moejob_plan::observed::{Outcome, Record, WorkerState};
+use moejob_plan::track::Tracker;
 use moejob_protocol::message::{Held, Hello, LeftReason, Up};
 use world::{Setup, World};
 
@@ -158,4 +159,15 @@ fn a_step_counts_once_whoever_reports_it() {
     }
     assert_eq!(world.observed().record.step_median, median);
     assert!(world.observed().record.progressed_at <= world.now);
+}
+
+/// A status that was restored into a new object of the same name.
+#[test]
+fn the_record_of_another_job_counts_no_further_than_its_attempt() {
+    let world = running(Setup::default());
+    let mut observed = world.observed().clone();
+    assert_eq!(Tracker::new(observed.clone()).observed.record, observed.record);
+    observed.template.job_uid = "another".to_string();
+    let record = Tracker::new(observed).observed.record;
+    assert_eq!(record, Record { attempt: 1, ..Record::default() });
 }

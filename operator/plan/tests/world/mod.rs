@@ -15,6 +15,7 @@ use moejob_plan::decide::{Action, Plan, plan};
 use moejob_plan::observed::{
     Millis, Node, Observed, Outcome, Record, Size, Stored, Wanted, Worker, WorkerState,
 };
+use moejob_plan::record::{self, Saved};
 use moejob_plan::track::{Happening, Tracker};
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::{Resume, WorkerConfig};
@@ -503,9 +504,17 @@ impl World {
             }
         }
         // What was committed is read from the storage, not from messages.
+        let term = u64::from(self.restarts_of_leader);
+        let recoveries = self.tracker.recoveries.clone();
+        let saved = Saved { term, record: observed.record, recoveries };
+        let line = record::write(&saved);
+        let found = record::read(&line).expect("what one leader wrote the next one reads");
+        assert_eq!(found, saved, "{line}");
+        observed.record = found.record;
         let newest = self.committed.last();
         observed.stored = newest.map(|step| Stored { step: *step, name: directory_name(*step) });
         self.tracker = Tracker::new(observed);
+        self.tracker.recoveries = found.recoveries;
     }
 
     /// A checkpoint lies in storage, and the leader knows of it.
