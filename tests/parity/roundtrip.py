@@ -92,6 +92,13 @@ def call(moejob, *arguments):
     return done.stdout
 
 
+def load(directory):
+    model, report = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+    )
+    return model.eval(), report
+
+
 def case(moejob, family, dtype, published, several, folder):
     source, checkpoint, exported = folder / "source", folder / "checkpoint", folder / "exported"
     model = random_model(family, dtype)
@@ -107,16 +114,15 @@ def case(moejob, family, dtype, published, several, folder):
     for name, value in before.items():
         same = value.dtype == after[name].dtype and torch.equal(value, after[name])
         assert same, f"{family}: {name} came back differently"
-    again, report = AutoModelForCausalLM.from_pretrained(
-        exported, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
-    )
+    again, report = load(exported)
     wrong = {key: value for key, value in report.items() if value}
     assert not wrong, f"{family}: {wrong}"
-    wide = model.float()
+    # A model that was cast has cast its rotary frequencies too: it is read anew.
+    wide = load(source)[0]
     text = bytes(torch.randint(0, 256, (SEQUENCE * SEQUENCES + 5,)).tolist())
     ids = torch.tensor(list(text[: SEQUENCE * 4])).view(4, SEQUENCE)
     with torch.no_grad():
-        expected, found = wide(input_ids=ids).logits, again.eval()(input_ids=ids).logits
+        expected, found = wide(input_ids=ids).logits, again(input_ids=ids).logits
     error = ((expected - found).abs().max() / expected.abs().max()).item()
     assert error <= LOGITS_BOUND, f"{family}: logits differ by {error:.1e}"
     data = folder / "data.txt"
