@@ -118,7 +118,7 @@ impl JobState {
             context.told.clone(),
         );
         let record = Record { progressed_at: now, ..saved.record };
-        let mut tracker = Tracker::new(nothing_observed(record, stored));
+        let mut tracker = Tracker::new(nothing_observed(&id.uid, record, stored));
         tracker.recoveries = saved.recoveries;
         let mut state = JobState {
             id,
@@ -429,7 +429,10 @@ impl JobState {
             return false;
         };
         self.gave_up(&pod);
-        self.workers.stopped(&pod, now);
+        if !self.workers.stopped(&pod, now) {
+            self.tracker.done(&action, now);
+            return false;
+        }
         // One that hears ends by itself, and its pod stays for its log.
         let over = matches!(
             self.tracker.observed.record.outcome,
@@ -445,12 +448,11 @@ impl JobState {
         batch.add(Origin::Action(action), delete(&pod, grace_s));
         while let Some(Action::StopWorker { name, grace }) = self.queue.front().cloned() {
             let Some(pod) = cluster.worker(&self.id.namespace, &name).cloned() else { break };
-            if over || pod.ended.is_some() {
+            if over || pod.ended.is_some() || !self.workers.stopped(&pod, now) {
                 break;
             }
             self.leader.send(&name, attempt, Down::Shutdown);
             self.gave_up(&pod);
-            self.workers.stopped(&pod, now);
             let grace_s = u32::try_from(grace / 1000).unwrap_or(u32::MAX).max(KILL_GRACE_S);
             if let Some(action) = self.queue.pop_front() {
                 batch.add(Origin::Action(action), delete(&pod, grace_s));

@@ -1,7 +1,7 @@
 //! What a job says of itself: status, metrics, and when they are written.
 
 use super::Origin;
-use super::job::JobState;
+use super::job::{Blocked, JobState};
 use crate::apply::{JobName, Write, Written};
 use crate::metrics::JobFigures;
 use crate::observe::JobSeen;
@@ -265,22 +265,11 @@ fn cause_word(cause: &str) -> &'static str {
     found.map_or("other", |(_, word)| word)
 }
 
-fn blocked_status(blocked: Option<&super::job::Blocked>) -> MoeJobStatus {
-    let (phase, reason, message) = match blocked {
-        Some(blocked) if blocked.invalid => ("Invalid", blocked.reason, blocked.message.clone()),
-        Some(blocked) => ("Pending", blocked.reason, blocked.message.clone()),
-        None => ("Pending", "NotYet", String::new()),
-    };
-    let planned = Condition {
-        type_: "Planned".to_string(),
-        status: "False".to_string(),
-        reason: reason.to_string(),
-        message,
-        last_transition_time: None,
-    };
-    MoeJobStatus {
-        phase: phase.to_string(),
-        conditions: vec![planned],
-        ..MoeJobStatus::default()
+fn blocked_status(blocked: Option<&Blocked>) -> MoeJobStatus {
+    let Some(blocked) = blocked else { return status::blocked("NotYet", String::new()) };
+    let status = status::blocked(blocked.reason, blocked.message.clone());
+    match blocked.invalid {
+        true => MoeJobStatus { phase: "Invalid".to_string(), ..status },
+        false => status,
     }
 }

@@ -98,6 +98,7 @@ impl JobState {
             }
             Action::Finish(Outcome::Suspended) => {
                 self.event(false, "Suspended", "its pods are deleted".to_string());
+                self.delete_ended();
             }
             _ => {}
         }

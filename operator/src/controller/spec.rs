@@ -7,6 +7,7 @@ use moejob_plan::observed::{Observed, Record, Stored, Wanted};
 use moejob_plan::pods;
 use moejob_plan::record::{self, Saved};
 use moejob_plan::spec::MoeJobSpec;
+use moejob_protocol::WorkerConfig;
 
 /// The record of the leader before.
 pub fn restored(status: &serde_json::Value) -> Result<Saved, record::RecordError> {
@@ -51,7 +52,7 @@ fn sentences(problems: &[moejob_plan::problem::Problem]) -> String {
 }
 
 /// Before the spec is read and the first pod is seen.
-pub fn nothing_observed(record: Record, stored: Option<Stored>) -> Observed {
+pub fn nothing_observed(job_uid: &str, record: Record, stored: Option<Stored>) -> Observed {
     let wanted = Wanted {
         nodes_min: 1,
         nodes_max: 1,
@@ -65,7 +66,7 @@ pub fn nothing_observed(record: Record, stored: Option<Stored>) -> Observed {
         suspend: false,
         venue: Venue::Kubernetes,
     };
-    let template = super::empty_template();
+    let template = WorkerConfig { job_uid: job_uid.to_string(), ..super::empty_template() };
     let (nodes, workers, interrupt) = (Vec::new(), Vec::new(), false);
     Observed { wanted, template, nodes, workers, record, stored, interrupt }
 }

@@ -8,14 +8,20 @@ use crate::observe::{Key, PodSeen, WorkerPod};
 use moejob_plan::observed::{Millis, Observed, Worker, WorkerState};
 use moejob_plan::pods::attempt_and_slot;
 use moejob_plan::track::Happening;
+use moejob_protocol::message::Down;
 use moejob_protocol::pod::PORT;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 
 /// Between two tries to reach a worker that has not yet answered.
 const REDIAL: Millis = 200;
 /// An image may take so long to come before its pod counts as failed.
 const IMAGE_MAX: Millis = 600_000;
+/// A process whose stream has closed is ending; its pod is left alone for so long, so that its exit
+/// code and its log are not lost.
+const ENDING: Millis = 5_000;
+/// Pods of a job that have ended and are kept for their logs; the oldest go first.
+const ENDED_MAX: usize = 8;
 /// A pod on a silent node, whose kubelet does not confirm its end, is deleted by force after this.
 const FORCE_AFTER: Millis = 20_000;
 
@@ -29,6 +35,8 @@ pub struct Workers {
     blamed: Vec<String>,
     worked: Vec<String>,
     avoided: Vec<(String, Millis)>,
+    /// Ended pods, oldest first.
+    ended: VecDeque<WorkerPod>,
 }
 
 #[derive(Default)]
@@ -41,7 +49,11 @@ struct Known {
     /// When its deletion began.
     deleted_at: Option<Millis>,
     forced: bool,
+    /// It was told that nobody needs what it holds.
+    dismissed: bool,
     silent_at: Option<Millis>,
+    /// Its stream ended: so has, likely, its process.
+    closed: bool,
     /// It was in an attempt.
     trained: bool,
 }
@@ -53,7 +65,7 @@ impl Workers {
 
     pub fn connected(&mut self, name: &str) {
         if let Some(known) = self.known.get_mut(name) {
-            (known.redial_at, known.silent_at) = (None, None);
+            (known.redial_at, known.silent_at, known.closed) = (None, None, false);
         }
     }
 
@@ -71,9 +83,24 @@ impl Workers {
         self.known.entry(name.to_string()).or_default().delete_at = Some(at);
     }
 
-    pub fn stopped(&mut self, pod: &WorkerPod, now: Millis) {
+    /// Whether its pod is to be deleted now.
+    pub fn stopped(&mut self, pod: &WorkerPod, now: Millis) -> bool {
         let known = self.known.entry(pod.name.clone()).or_default();
+        if known.closed && pod.deletion.is_none() {
+            known.delete_at = Some(now + ENDING);
+            return false;
+        }
         known.deleted_at.get_or_insert(now);
+        true
+    }
+
+    /// A pod has ended; the one that must go for it.
+    fn keep_ended(&mut self, pod: &WorkerPod) -> Option<WorkerPod> {
+        if self.ended.iter().any(|of| of.uid == pod.uid) || pod.deletion.is_some() {
+            return None;
+        }
+        self.ended.push_back(pod.clone());
+        (self.ended.len() > ENDED_MAX).then(|| self.ended.pop_front()).flatten()
     }
 
     /// Nodes where a worker has failed since this was last asked.
@@ -159,6 +186,11 @@ impl JobState {
     }
 
     fn pod_seen(&mut self, pod: &WorkerPod, bound: Option<&str>, now: Millis) {
+        if pod.ended.is_some()
+            && let Some(oldest) = self.workers.keep_ended(pod)
+        {
+            self.send_aside(Origin::Cleanup, delete(&oldest, 0));
+        }
         if self.tracker.observed.worker(&pod.name).is_none() && !self.adopt(pod, bound, now) {
             return;
         }
@@ -253,6 +285,7 @@ impl JobState {
         });
         if !starting {
             self.workers.silent(name, now);
+            self.workers.known.entry(name.to_string()).or_default().closed = true;
             return self.tracker.silent(name, reason);
         }
         tracing::info!(job = self.id.name, name, reason, "not reached");
@@ -295,6 +328,7 @@ impl JobState {
     /// Clocks of pods: images that take their time, dials, deletions.
     pub(super) fn look_after(&mut self, cluster: &Lookup, now: Millis) {
         self.wait_for_images(cluster, now);
+        self.dismiss();
         let namespace = self.id.namespace.clone();
         let names: Vec<String> = self.workers.known.keys().cloned().collect();
         for name in names {
@@ -324,6 +358,24 @@ impl JobState {
         }
     }
 
+    /// A worker whose pod somebody deletes waits until others need nothing of it any more.
+    fn dismiss(&mut self) {
+        let observed = &self.tracker.observed;
+        let Some(gang) = observed.gang().filter(|gang| gang.stepped) else { return };
+        let leaves = |worker: &&Worker| {
+            let idle = matches!(worker.state, WorkerState::Idle | WorkerState::Left { .. });
+            worker.stopping && idle && gang.members.iter().all(|of| of.worker != worker.name)
+        };
+        let attempt = gang.attempt;
+        let leaving = observed.workers.iter().filter(leaves).map(|worker| worker.name.clone());
+        for name in leaving.collect::<Vec<_>>() {
+            let known = self.workers.known.entry(name.clone()).or_default();
+            if !std::mem::replace(&mut known.dismissed, true) {
+                self.leader.send(&name, attempt, Down::Shutdown);
+            }
+        }
+    }
+
     /// A bound pod whose image is on its way has not begun to be late.
     fn wait_for_images(&mut self, cluster: &Lookup, now: Millis) {
         let known = &self.workers.known;
@@ -335,6 +387,13 @@ impl JobState {
             if bound && young && pod.is_some_and(|pod| !pod.started && pod.trouble.is_none()) {
                 *since = now;
             }
+        }
+    }
+
+    /// A suspended job has no pods, ended ones neither.
+    pub(super) fn delete_ended(&mut self) {
+        for pod in std::mem::take(&mut self.workers.ended) {
+            self.send_aside(Origin::Cleanup, delete(&pod, 0));
         }
     }
 
