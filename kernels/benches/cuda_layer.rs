@@ -5,9 +5,9 @@
 //! cargo bench --bench cuda_layer -- [--cases qwen3,olmoe] [--zipf] [--stages] [--fp32] [--graph]
 //!     [--search] [--tiles PRODUCT=N,STAGES,CLUSTER[,p][,sS];...] [--load MS] [--time MS]
 //! ```
-//! Prints `ours CASE | forward | backward | both ms | TFLOP/s | memory | cold start`, with `--stages`
-//! the median of each stage, its TFLOP/s or its share of the copy measured in the same run. Its
-//! peer is `bench-peers/moe_torch.py`; run both in turn.
+//! Prints `ours CASE | forward | backward | both ms | TFLOP/s | memory | cold start`, with
+//! `--stages` the median of each stage, its TFLOP/s or its share of the copy measured in the same
+//! run. Its peer is `bench-peers/moe_torch.py`; run both in turn.
 
 #[path = "../tests/cuda_common/bed.rs"]
 mod bed;

@@ -1,5 +1,5 @@
-// OP_WGRAD in bf16 through shared memory (STAGED > 0): each consumer warp packs its 16 rows of m, 64
-// columns of n at a time, into a buffer that the copy engine takes away. An epilogue of its own
+// OP_WGRAD in bf16 through shared memory (STAGED > 0): each consumer warp packs its 16 rows of m,
+// 64 columns of n at a time, into a buffer that the copy engine takes away. An epilogue of its own
 // stores takes three times the instructions, and nothing hides it.
 //
 // dW [M][N]: boxes of 64 n x 16 rows, 128-byte swizzle. TRANSPOSED, dW [N][M]: boxes of 16 m x 64

@@ -1,7 +1,7 @@
 //! A mixture-of-experts layer, router included: forward and backward as fixed lists of launches.
 //!
 //! ```text
-//! forward    logits = x Wr^T -> choose -> histogram, scan, place -> up (gather) -> down -> combine
+//! forward    logits = x Wr^T -> choose -> scan, place -> up (gather) -> down -> combine
 //! backward   dh (gather) -> dlogits -> dW2 -> dx of the router -> dx rows -> sum -> dW1 -> dWr
 //! ```
 //! Between the two lie x, H and the router's small tables; dH takes the place of H. What else is
