@@ -244,7 +244,8 @@ pub(crate) fn record_failed(error: crate::records::RecordsError) -> Stop {
 /// Weights that others trained, the same on every rank.
 fn start_from(path: &Path, model: &mut Model, comm: &mut Comm) -> Result<(), Stop> {
     let refused = |refusal: crate::checkpoint::Refusal| {
-        let advice = "`moejob checkpoint import` of the directory lists all problems";
+        let advice = "leave out of spec.model what the weights say; `moejob checkpoint import` of \
+                      the directory lists what else is wrong";
         fail(3, &format!("spec.model.from: {refusal}"), advice)
     };
     let weights = Weights::open(path).map_err(refused)?;

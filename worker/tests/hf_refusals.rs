@@ -271,6 +271,10 @@ fn configurations_that_are_not_built_in() {
     config("rms_norm_eps", json!("small"), "no finite number");
     config("tie_word_embeddings", json!(1), "neither true nor false");
     config("rope_parameters", json!({ "rope_type": "yarn" }), "\"yarn\" are not built in");
+    check_changed("half turned", &["partial_rotary_factor", "0.5: heads are turned"], |fixture| {
+        fixture.config["rope_scaling"] = Value::Null;
+        fixture.config["partial_rotary_factor"] = json!(0.5);
+    });
     config("sliding_window", json!(128), "over a window");
     config("num_experts_per_tok", json!(9), "9 of 4 experts");
     config("num_key_value_heads", json!(3), "3 does not divide 2 heads");

@@ -197,7 +197,10 @@ fn model(family: Family, fields: &mut Fields) -> ModelConfig {
 fn rope_theta(family: Family, fields: &mut Fields) -> f64 {
     let default = if family == Family::Mixtral { 1e6 } else { 1e4 };
     let nested = fields.get("rope_parameters").or_else(|| fields.get("rope_scaling")).cloned();
-    let Some(nested) = nested else { return fields.real("rope_theta", default) };
+    let Some(nested) = nested else {
+        check_partial(family, None, fields);
+        return fields.real("rope_theta", default);
+    };
     let kind = nested.get("rope_type").or_else(|| nested.get("type"));
     let kind = kind.and_then(Value::as_str).unwrap_or("default").to_string();
     let why = format!("the rotary positions {kind:?} are not built in; `default` is");
@@ -327,9 +330,6 @@ fn unsupported(family: Family, fields: &mut Fields) {
     let biased = family == Family::Glm4Moe && fields.flag("attention_bias", false);
     let why = "a bias of q, k and v without one of o is not built in";
     fields.refuse("attention_bias", biased, why);
-    if fields.fields.get("rope_parameters").or(fields.fields.get("rope_scaling")).is_none() {
-        check_partial(family, None, fields);
-    }
     let predicts = fields.get("num_nextn_predict_layers").and_then(Value::as_u64).unwrap_or(0);
     let why = "layers that predict more than one token are not built in";
     fields.refuse("num_nextn_predict_layers", predicts > 0, why);
