@@ -194,6 +194,8 @@ struct Allocator<'a> {
     index: BTreeMap<&'a str, usize>,
     /// Nobody has it, and nobody has been given it.
     free: Vec<bool>,
+    /// What is against each node for jobs with these needs; most jobs of a cluster have the same.
+    verdicts: Vec<(&'a Needs, Vec<Option<Against<'a>>>)>,
     memory: &'a Memory,
     now: Millis,
     requeue: Option<Millis>,
@@ -224,6 +226,7 @@ impl<'a> Allocator<'a> {
             index: nodes.iter().enumerate().map(|(at, node)| (node.name.as_str(), at)).collect(),
             free: vec![true; nodes.len()],
             nodes,
+            verdicts: Vec::new(),
             memory,
             now,
             requeue: None,
@@ -253,7 +256,7 @@ impl<'a> Allocator<'a> {
         }
     }
 
-    fn gang(&mut self, job: &Demand) -> Given {
+    fn gang(&mut self, job: &'a Demand) -> Given {
         let own = self.own(job);
         let stay: Vec<usize> =
             own.iter().copied().filter(|at| job.needs.keeps(self.nodes[*at])).collect();
@@ -297,22 +300,31 @@ impl<'a> Allocator<'a> {
         given
     }
 
+    fn verdicts(&mut self, needs: &'a Needs) -> usize {
+        if let Some(known) = self.verdicts.iter().position(|(of, _)| *of == needs) {
+            return known;
+        }
+        let all = self.nodes.iter().map(|node| needs.refuses(node)).collect();
+        self.verdicts.push((needs, all));
+        self.verdicts.len() - 1
+    }
+
     /// Free nodes on which the job could run, and a summary of what is against the others.
-    fn candidates(&mut self, job: &Demand, own: &[usize]) -> (Vec<usize>, String) {
+    fn candidates(&mut self, job: &'a Demand, own: &[usize]) -> (Vec<usize>, String) {
         let (mut good, mut against) = (Vec::new(), BTreeMap::<Against, u32>::new());
+        let verdicts = self.verdicts(&job.needs);
         for at in (0..self.nodes.len()).filter(|at| !own.contains(at)) {
-            let node = self.nodes[at];
-            let avoided = self.memory.avoided_until(&job.uid, &node.name);
-            let why = match (self.free[at], job.needs.refuses(node)) {
+            let why = match (self.free[at], self.verdicts[verdicts].1[at]) {
                 (false, _) => Against::InUse,
                 (true, Some(why)) => why,
-                (true, None) if self.now < avoided => {
+                (true, None) => {
+                    let avoided = self.memory.avoided_until(&job.uid, &self.nodes[at].name);
+                    if self.now >= avoided {
+                        good.push(at);
+                        continue;
+                    }
                     self.look_again_at(avoided);
                     Against::Avoided
-                }
-                (true, None) => {
-                    good.push(at);
-                    continue;
                 }
             };
             *against.entry(why).or_default() += 1;

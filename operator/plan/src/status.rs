@@ -118,7 +118,7 @@ pub struct CheckpointStatus {
 pub struct PlacementStatus {
     /// `64 over 8 ranks, 2 replicas`.
     pub summary: String,
-    /// The node of each rank.
+    /// The node of each worker in the order of their ranks; runs are written as node-0..7.
     pub ranks: Vec<String>,
 }
 
@@ -205,7 +205,7 @@ pub fn status(
         }),
         placement: gang.map(|gang| PlacementStatus {
             summary: placement(job.model.experts.count, gang.layout.mesh),
-            ranks: gang.members.iter().map(|member| member.node.clone()).collect(),
+            ranks: runs(gang.members.iter().map(|member| member.node.as_str())),
         }),
         restarts: record.restarts.iter().filter(|at| **at >= since).count() as u32,
         recoveries: recoveries.iter().map(recovery).collect(),
@@ -309,6 +309,32 @@ pub fn placement(experts: u32, mesh: Mesh) -> String {
         count => format!(", {count} replicas"),
     };
     format!("{experts} over {} ranks{replicas}", mesh.ep)
+}
+
+/// Names in order, neighbours in number as one: `node-0..7`. The status of 512 nodes stays small.
+pub fn runs<'n>(names: impl IntoIterator<Item = &'n str>) -> Vec<String> {
+    let mut runs: Vec<(&str, Option<(u64, u64)>)> = Vec::new();
+    for name in names {
+        let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
+        let digits = &name[stem.len()..];
+        // 007 is not the number 7.
+        let number = digits.parse().ok().filter(|number: &u64| number.to_string() == digits);
+        match (runs.last_mut(), number) {
+            (Some((of, Some((_, last)))), Some(number))
+                if *of == stem && last.checked_add(1) == Some(number) =>
+            {
+                *last = number;
+            }
+            (_, Some(number)) => runs.push((stem, Some((number, number)))),
+            (_, None) => runs.push((name, None)),
+        }
+    }
+    let show = |(stem, numbers): &(&str, Option<(u64, u64)>)| match numbers {
+        None => stem.to_string(),
+        Some((first, last)) if first == last => format!("{stem}{first}"),
+        Some((first, last)) => format!("{stem}{first}..{last}"),
+    };
+    runs.iter().map(show).collect()
 }
 
 fn recovery(tracked: &Tracked) -> RecoveryStatus {

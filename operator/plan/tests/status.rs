@@ -129,7 +129,8 @@ fn a_job_that_cannot_run_here_says_what_to_do() {
     let status = status::blocked(status::NO_DURABLE_CHECKPOINT, message);
     assert_eq!(status.phase, "Pending");
     let [planned] = &status.conditions[..] else { panic!("{status:?}") };
-    assert_eq!((planned.status.as_str(), planned.reason.as_str()), ("False", "NoDurableCheckpoint"));
+    assert_eq!(planned.status, "False");
+    assert_eq!(planned.reason, "NoDurableCheckpoint");
     assert!(planned.message.contains("set it to a folder of a volume"), "{}", planned.message);
 }
 
@@ -158,4 +159,16 @@ fn a_job_becomes_what_the_planner_wants() {
     assert_eq!((wanted.nodes_min, wanted.nodes_max, wanted.sizes.len()), (1, 4, 4));
     assert_eq!((wanted.growth_interval, wanted.gang_timeout), (2_000, 30_000));
     assert_eq!(launch::wanted(&job(), Venue::Kubernetes).growth_interval, 60_000);
+}
+
+#[test]
+fn names_of_nodes_are_written_as_runs() {
+    let show = |names: &str| status::runs(names.split(' ')).join(" ");
+    assert_eq!(show("n0 n1 n2 n3"), "n0..3");
+    assert_eq!(show("n3 n4 m5 m6 m8 x"), "n3..4 m5..6 m8 x");
+    assert_eq!(show("n08 n09 n10 n11 n"), "n08 n09 n10..11 n");
+    assert_eq!(show("a b 7 8 18446744073709551615 18446744073709551616"), "a b 7..8 \
+        18446744073709551615 18446744073709551616");
+    let many: Vec<String> = (0..512).map(|node| format!("aks-gpu-{node}")).collect();
+    assert_eq!(status::runs(many.iter().map(String::as_str)), ["aks-gpu-0..511"]);
 }
