@@ -225,7 +225,8 @@ fn say_result(prepare: &Prepare, done: &Done) -> String {
 }
 
 fn token_id(encoder: &Encoder, token: &str) -> Result<u32, ExitCode> {
-    encoder.id_of(token).or_else(|| token.parse().ok()).ok_or_else(|| {
+    // A number is an id, even where the vocabulary has a token that is written so.
+    token.parse().ok().or_else(|| encoder.id_of(token)).ok_or_else(|| {
         eprintln!("moejob: --end-of-document: {token:?} is no id and not in the vocabulary");
         ExitCode::from(2)
     })
