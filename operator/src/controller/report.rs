@@ -273,3 +273,89 @@ fn blocked_status(blocked: Option<&Blocked>) -> MoeJobStatus {
         false => status,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    fn report() -> Report {
+        Report::new(&JobSeen {
+            namespace: "n".into(),
+            name: "j".into(),
+            uid: "u".into(),
+            generation: 1,
+            resource_version: "10".into(),
+            created_at: 0,
+            deleted: false,
+            labels: BTreeMap::new(),
+            annotations: BTreeMap::new(),
+            spec: serde_json::Value::Null,
+            status: serde_json::Value::Null,
+        })
+    }
+
+    fn status(phase: &str, step: u64) -> MoeJobStatus {
+        MoeJobStatus { phase: phase.into(), step, ..MoeJobStatus::default() }
+    }
+
+    fn write(report: &mut Report, status: MoeJobStatus, now: Millis) -> String {
+        let job = JobName { namespace: "n".into(), name: "j".into(), uid: "u".into() };
+        match report.write(&job, status, now) {
+            Write::Status { resource_version, .. } => resource_version,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn changes_are_written_at_once_and_progress_every_ten_seconds() {
+        let mut report = report();
+        // While it comes up, what follows closely is written together.
+        assert!(!report.is_due(&status("Pending", 0), 1_000));
+        assert_eq!(report.due, Some(1_000 + SETTLE));
+        assert!(report.is_due(&status("Starting", 0), 1_000 + SETTLE));
+        assert_eq!(write(&mut report, status("Starting", 0), 1_500), "10");
+        assert!(!report.is_due(&status("Running", 1), 1_600), "one write at a time");
+        report.written(&Ok(Some("11".into())), 1_700);
+        assert!(report.is_due(&status("Running", 1), 1_700));
+        assert_eq!(write(&mut report, status("Running", 1), 1_700), "11");
+        report.written(&Ok(Some("12".into())), 1_800);
+        assert!(!report.is_due(&status("Running", 2), 1_900), "progress alone");
+        assert_eq!(report.due, Some(11_700));
+        assert!(report.is_due(&status("Running", 50), 11_700));
+        assert!(!report.is_due(&status("Running", 1), 60_000), "unchanged");
+        assert_eq!(report.due, None);
+    }
+
+    #[test]
+    fn what_only_the_next_leader_reads_is_no_change() {
+        let mut report = report();
+        write(&mut report, status("Running", 1), 0);
+        report.written(&Ok(None), 0);
+        let other = MoeJobStatus { record: "r".into(), ..status("Running", 1) };
+        assert!(!report.is_due(&other, 60_000) && report.due.is_none());
+    }
+
+    #[test]
+    fn a_refused_write_waits_and_a_newer_version_ends_the_wait() {
+        let mut report = report();
+        write(&mut report, status("Running", 1), 0);
+        report.written(&Err(crate::apply::ApplyError::Conflict), 100);
+        assert!(!report.is_due(&status("Running", 1), 200));
+        assert_eq!(report.due, Some(1_100));
+        report.on_version("9");
+        assert!(!report.is_due(&status("Running", 1), 200), "older than what is known");
+        report.on_version("15");
+        assert!(report.is_due(&status("Running", 1), 200));
+        assert_eq!(write(&mut report, status("Running", 1), 200), "15");
+    }
+
+    #[test]
+    fn causes_are_counted_by_one_word() {
+        assert_eq!(cause_word("rank 1 (a-a1-0) went silent"), "silent");
+        assert_eq!(cause_word("rank 0 (a-a1-0) was killed"), "killed");
+        assert_eq!(cause_word("rank 0 (a) ended with exit code 1"), "exited");
+        assert_eq!(cause_word("no step for 60000 ms"), "stuck");
+        assert_eq!(cause_word("the moon"), "other");
+    }
+}

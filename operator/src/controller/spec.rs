@@ -70,3 +70,49 @@ pub fn nothing_observed(job_uid: &str, record: Record, stored: Option<Stored>) -
     let (nodes, workers, interrupt) = (Vec::new(), Vec::new(), false);
     Observed { wanted, template, nodes, workers, record, stored, interrupt }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn good() -> Value {
+        json!({
+            "nodes": {"min": 1, "max": 2},
+            "model": {"preset": "tiny"},
+            "data": {"train": {"text": {"paths": ["corpus/*"]}}, "sequenceLength": 8},
+            "training": {"steps": 1, "globalBatchSize": 4},
+            "checkpoint": {"location": "checkpoints/a"},
+            "volumes": [{"mountPath": "checkpoints", "claim": "c"}],
+        })
+    }
+
+    fn blocked(change: impl Fn(&mut Value)) -> (String, String) {
+        let mut spec = good();
+        change(&mut spec);
+        let blocked = judge("job", &spec).expect_err("blocked");
+        (format!("{} {}", blocked.reason, blocked.invalid), blocked.message)
+    }
+
+    #[test]
+    fn what_keeps_a_job_from_being_planned_has_a_reason() {
+        assert!(judge("job", &good()).is_ok());
+        let (reason, message) = blocked(|spec| spec["training"]["globalBatchSize"] = json!(0));
+        assert_eq!(reason, "InvalidSpec true");
+        assert!(message.contains("globalBatchSize"), "{message}");
+        let (reason, message) = blocked(|spec| spec["newer"] = json!(1));
+        assert_eq!(reason, "InvalidSpec true");
+        assert!(message.contains("newer"), "{message}");
+        let (reason, _) = blocked(|spec| spec["volumes"] = json!([]));
+        assert_eq!(reason, "NoDurableCheckpoint false");
+    }
+
+    #[test]
+    fn the_record_of_the_leader_before_is_read_or_named() {
+        assert_eq!(restored(&Value::Null), Ok(Saved::default()));
+        assert_eq!(restored(&json!({"record": ""})), Ok(Saved::default()));
+        let saved = Saved { term: 4, ..Saved::default() };
+        assert_eq!(restored(&json!({"record": record::write(&saved)})), Ok(saved));
+        assert!(restored(&json!({"record": "x"})).is_err());
+    }
+}
