@@ -15,7 +15,7 @@ pub const LEASE_S: i32 = 10;
 /// Between two looks, and two renewals.
 const RENEW_EVERY: Duration = Duration::from_secs(2);
 /// A leader that could not renew for so long stops before anybody else begins.
-const GIVE_UP_AFTER: Duration = Duration::from_secs(7);
+const GIVE_UP_AFTER: Duration = Duration::from_secs(8);
 /// For one request of it.
 const REQUEST_MAX: Duration = Duration::from_secs(3);
 
