@@ -3,10 +3,11 @@
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repository=$(cd "$here/../.." && pwd)
-# One cluster a machine: its network namespaces have fixed names.
+# A second cluster on the same machine needs a folder and a prefix of its own, and nothing else:
+# its addresses are in its own networks.
 state=${MOEJOB_CLUSTER_STATE:-/var/lib/moejob-cluster}
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/moejob-cluster
-namespace_prefix=moejob-
+namespace_prefix=${MOEJOB_CLUSTER_PREFIX:-moejob-}
 kubernetes_version=v1.35.4
 
 # The control plane's namespace holds the bridge that all nodes hang on. Nothing listens on,

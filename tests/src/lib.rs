@@ -1,6 +1,8 @@
 //! Drives the built `moejob` binary the way a person does, and reads what it leaves behind.
 
 pub mod cluster;
+#[cfg(feature = "cluster")]
+pub mod fake;
 
 use moejob_protocol::report::StepReport;
 use rustix::process::{Pid, Signal, kill_process};

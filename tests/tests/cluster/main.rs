@@ -2,6 +2,7 @@
 //! so they run one after the other (`--test-threads=1`): `tests/run cluster`.
 
 mod install;
+mod life;
 #[path = "../../../operator/plan/tests/manifests/mod.rs"]
 mod manifests;
 mod refused;
