@@ -72,7 +72,8 @@ impl CpuDevice {
         let dk = Target::new(dk, tokens, shape.key_row()).row_bands(forward.seq);
         let dv = Target::new(dv, tokens, shape.key_row()).row_bands(forward.seq);
         for (b, (dq, (dk, dv))) in dq.into_iter().zip(dk.into_iter().zip(dv)).enumerate() {
-            let dk = dk.column_bands(forward.head_dim).into_iter().zip(dv.column_bands(forward.head_dim));
+            let width = forward.head_dim;
+            let dk = dk.column_bands(width).into_iter().zip(dv.column_bands(width));
             let dq = dq.column_bands(group * forward.head_dim);
             for (kv_head, (dq, (dk, dv))) in dq.into_iter().zip(dk).enumerate() {
                 jobs.push((b, kv_head, dq.column_bands(forward.head_dim), dk, dv));

@@ -46,7 +46,9 @@ impl CpuDevice {
         assert_eq!((gate.len(), up.len()), (out.len(), out.len()), "{op:?}");
         let (len, work) = (ELEMENTS_PER_JOB, 24 * out.len());
         let jobs = gate.chunks(len).zip(up.chunks(len)).zip(out.chunks_mut(len)).collect();
-        exec.run(jobs, work, |((gate, up), out)| gated_mul::<T>(exec.isa, op.activation, gate, up, out));
+        exec.run(jobs, work, |((gate, up), out)| {
+            gated_mul::<T>(exec.isa, op.activation, gate, up, out);
+        });
     }
 
     pub(crate) fn gated_mul_backward<T: Float>(&mut self, op: &GatedMulBackward) {

@@ -421,7 +421,7 @@ pub fn write(
     dtype: DType,
     like: Option<Map<String, Value>>,
 ) -> Value {
-    let (experts, router) = (&model.experts, &model.router);
+    let experts = &model.experts;
     let mut fields = like.unwrap_or_else(|| {
         let mut fields = Map::new();
         fields.insert("max_position_embeddings".into(), json!(POSITIONS));
@@ -459,6 +459,14 @@ pub fn write(
         Activation::Gelu => "gelu_pytorch_tanh",
     };
     set("hidden_act", json!(activation));
+    write_experts(family, model, &mut fields);
+    Value::Object(fields)
+}
+
+/// Experts, router and what families differ in.
+fn write_experts(family: Family, model: &ModelConfig, fields: &mut Map<String, Value>) {
+    let (experts, router) = (&model.experts, &model.router);
+    let mut set = |name: &str, value: Value| fields.insert(name.to_string(), value);
     let count = match family {
         Family::Mixtral => "num_local_experts",
         Family::Qwen3Moe | Family::Olmoe => "num_experts",
@@ -502,7 +510,6 @@ pub fn write(
         set("use_qk_norm", json!(model.qk_norm == QkNorm::PerHead));
         set("num_nextn_predict_layers", json!(0));
     }
-    Value::Object(fields)
 }
 
 /// Positions that an exported model claims, where nothing else is known: rotary positions have no
