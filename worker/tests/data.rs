@@ -132,6 +132,28 @@ fn folders_that_are_no_text_of_the_project_are_left_out() {
     assert_eq!(open(&data).expect("text").fingerprint(), before);
 }
 
+/// A ConfigMap as a kubelet mounts it: each file once, whatever the date of the mount.
+#[test]
+fn a_mounted_config_map_is_its_files() {
+    let plain = folder();
+    let before = open(&common::data(plain.path())).expect("text").fingerprint().to_string();
+    for date in ["..2026_11_21_10_00_00.1", "..2026_11_22_11_00_00.2"] {
+        let mounted = tempfile::tempdir().expect("a folder");
+        std::fs::create_dir(mounted.path().join(date)).expect("a folder");
+        symlink(date, mounted.path().join("..data")).expect("a link");
+        for entry in std::fs::read_dir(plain.path()).expect("a folder") {
+            let entry = entry.expect("an entry");
+            let name = entry.file_name();
+            let target = mounted.path().join(date).join(&name);
+            std::fs::copy(entry.path(), target).expect("a copy");
+            let link = std::path::Path::new("..data").join(&name);
+            symlink(link, mounted.path().join(&name)).expect("a link");
+        }
+        let data = common::data(mounted.path());
+        assert_eq!(open(&data).expect("text").fingerprint(), before);
+    }
+}
+
 /// The refusal names the file and exits with 3.
 fn refused(data: &DataConfig, name: &str, why: &str) {
     let failure = open(data).expect_err(name).failure();

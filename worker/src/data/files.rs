@@ -123,10 +123,14 @@ fn walk(
     skipped: &[PathBuf],
     files: &mut Vec<DataFile>,
 ) -> Result<(), DataError> {
+    // A kubelet mounts a ConfigMap as links into `..data`, a link to a directory with the date in
+    // its name: whatever begins so would be the same files again, named otherwise in each pod.
+    let of_kubelet = |entry: &walkdir::DirEntry| entry.file_name().as_bytes().starts_with(b"..");
     let enter = |entry: &walkdir::DirEntry| {
         entry.depth() == 0
             || !(SKIPPED.iter().any(|name| entry.file_name() == *name)
                 && entry.file_type().is_dir()
+                || entry.file_type().is_dir() && of_kubelet(entry)
                 || entry.file_type().is_dir()
                     && !skipped.is_empty()
                     && entry.path().canonicalize().is_ok_and(|path| skipped.contains(&path)))
