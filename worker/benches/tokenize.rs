@@ -12,7 +12,8 @@ fn main() {
     let folder = tempfile::tempdir().expect("a folder");
     let input = arguments.first().map(PathBuf::from).unwrap_or_else(|| {
         let path = folder.path().join("lines.jsonl");
-        std::fs::write(&path, "{\"text\":\"a line of some words\"}\n".repeat(200_000)).expect("a file");
+        let lines = "{\"text\":\"a line of some words\"}\n".repeat(200_000);
+        std::fs::write(&path, lines).expect("a file");
         path
     });
     let encoder = match arguments.get(1) {
