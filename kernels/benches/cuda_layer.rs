@@ -93,20 +93,10 @@ fn case(
     options: &Options,
 ) -> Result<(), Failure> {
     let desc = MoeDesc {
-        tokens,
-        dim,
-        hidden,
-        experts,
-        top_k,
         activation: if gated { MoeActivation::Silu } else { MoeActivation::Relu },
         gated,
-        sigmoid: false,
-        norm_topk: true,
-        scale: 1.0,
-        groups: None,
-        aux_coef: 0.0,
-        z_coef: 0.0,
         weight_gradients: if options.fp32 { Output::F32Accumulate } else { Output::Bf16 },
+        ..bed::desc(tokens, dim, hidden, experts, top_k)
     };
     let mut configs = MoeLayer::configs(Arch::of(compiler.gpu())?, &desc);
     if let Some(tiles) = &options.tiles {

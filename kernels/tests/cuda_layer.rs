@@ -4,7 +4,7 @@ mod cuda_common;
 
 use std::sync::{Mutex, MutexGuard};
 
-use cuda_common::bed::Bed;
+use cuda_common::bed::{Bed, desc};
 use cuda_common::{Expected, Inputs, choices, error, reference, wide};
 use half::bf16;
 use moejob_kernels::cuda::{
@@ -26,25 +26,6 @@ fn compiler(test: &str) -> Option<(Compiler, MutexGuard<'static, ()>)> {
             eprintln!("skipped: {test}: no CUDA device: {error}");
             None
         }
-    }
-}
-
-fn desc(tokens: usize, dim: usize, hidden: usize, experts: usize, top_k: usize) -> MoeDesc {
-    MoeDesc {
-        tokens,
-        dim,
-        hidden,
-        experts,
-        top_k,
-        activation: MoeActivation::Silu,
-        gated: true,
-        sigmoid: false,
-        norm_topk: true,
-        scale: 1.0,
-        groups: None,
-        aux_coef: 0.0,
-        z_coef: 0.0,
-        weight_gradients: Output::Bf16,
     }
 }
 

@@ -21,8 +21,8 @@ use crate::tls::{AttemptTls, TlsError, Trust, WorkerKey};
 use crate::trainer_api::{AttemptEnd, Control, TrainerEvent};
 use device::Device;
 use link::Link;
-use moejob_protocol::message::{HEARTBEAT_MS, Heartbeat, Hello, Phase};
-use moejob_protocol::{PROTOCOL_VERSION, Up, WorkerConfig};
+use moejob_protocol::message::{HEARTBEAT_MS, Heartbeat, Phase};
+use moejob_protocol::{Up, WorkerConfig};
 use rustix::process::set_parent_process_death_signal;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -190,6 +190,9 @@ fn conclude(result: Result<i32, RunError>) -> ExitCode {
 
 /// Before any other thread exists. A worker that cannot be bound is slower, and right.
 fn take_share(share: Share) {
+    if share.of < 2 {
+        return;
+    }
     let bound = affinity::machine().and_then(|machine| {
         let cpus = affinity::share(&machine, share);
         cpus.as_deref().map(affinity::bind).transpose().map(|_| cpus)
@@ -376,16 +379,8 @@ impl Shell {
         let link = Link::start(self.links, leader.stream, self.happened.clone());
         // The stream before, if any, closes here.
         self.link = Some(link);
-        let hello = Hello {
-            version: PROTOCOL_VERSION,
-            worker: self.bootstrap.worker.clone(),
-            token,
-            signing_request: self.key.signing_request.clone(),
-            attempt: self.session.attempt(),
-            digest: self.session.digest().to_string(),
-            rank: self.session.rank(),
-            held: self.session.held().to_vec(),
-        };
+        let worker = &self.bootstrap.worker;
+        let hello = self.session.hello(worker, token, &self.key.signing_request);
         // The queue of a new stream is empty.
         let _ = self.send(self.session.attempt(), Up::Hello(hello));
     }

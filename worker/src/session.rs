@@ -12,9 +12,9 @@
 
 use crate::comm::CommError;
 use crate::trainer_api::{AttemptEnd, Failure, TrainerEvent};
-use moejob_protocol::message::{Frame, Held, LeftReason, Request};
+use moejob_protocol::message::{Frame, Held, Hello, LeftReason, Request};
 use moejob_protocol::report::EventKind;
-use moejob_protocol::{Down, Up, WorkerConfig};
+use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};
 use std::time::Duration;
 
 /// A worker that was never configured waits this long for a leader.
@@ -148,16 +148,22 @@ impl Session {
         self.attempt
     }
 
-    pub fn digest(&self) -> &str {
-        &self.digest
-    }
-
-    pub fn rank(&self) -> Option<u32> {
-        self.rank
-    }
-
     pub fn held(&self) -> &[Held] {
         &self.held
+    }
+
+    /// How a stream of the leader's is answered first.
+    pub fn hello(&self, worker: &str, token: String, signing_request: &str) -> Hello {
+        Hello {
+            version: PROTOCOL_VERSION,
+            worker: worker.to_string(),
+            token,
+            signing_request: signing_request.to_string(),
+            attempt: self.attempt,
+            digest: self.digest.clone(),
+            rank: self.rank,
+            held: self.held.clone(),
+        }
     }
 
     /// `now` is monotonic, from any start.

@@ -7,7 +7,7 @@ use moe_worker::trainer_api::AttemptEnd;
 use moejob_protocol::config::Resume;
 use moejob_protocol::layout::{Layout, Placement};
 use moejob_protocol::mesh::Mesh;
-use moejob_protocol::model::{Activation, ModelConfig, QkNorm, Scoring};
+use moejob_protocol::model::{Activation, ModelConfig, QkNorm};
 
 fn layout(dp: u32, ep: u32) -> Layout {
     Layout::contiguous(Mesh::data_parallel(dp, ep))
@@ -65,13 +65,7 @@ fn other_models() {
     });
     check("frozen", &[layout(2, 2)], |model| model.router.frozen = true);
     check("the routing of DeepSeek-V3", &[layout(2, 2), layout(5, 1), layout(3, 3)], |model| {
-        model.num_hidden_layers = 3;
-        model.dense_layers = vec![0];
-        model.experts.count = 6;
-        model.experts.shared = 1;
-        let router = &mut model.router;
-        (router.scoring, router.bias) = (Scoring::Sigmoid, true);
-        (router.groups, router.topk_groups, router.scale) = (3, 2, 2.5);
+        common::route_like_deepseek(model);
     });
     check("gelu", &[layout(2, 2)], |model| {
         model.experts.activation = Activation::Gelu;

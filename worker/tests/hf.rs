@@ -15,7 +15,7 @@ use moejob_protocol::ModelConfig;
 use moejob_protocol::config::{DataConfig, ValidationConfig};
 use moejob_protocol::layout::Layout as Mapping;
 use moejob_protocol::mesh::Mesh;
-use moejob_protocol::model::{QkNorm, Role, Scoring};
+use moejob_protocol::model::{QkNorm, Role};
 use std::path::Path;
 
 fn mixtral() -> ModelConfig {
@@ -35,13 +35,7 @@ fn qwen() -> ModelConfig {
 fn glm() -> ModelConfig {
     let mut model = common::model();
     model.qk_norm = QkNorm::PerHead;
-    model.num_hidden_layers = 3;
-    model.dense_layers = vec![0];
-    model.experts.count = 6;
-    model.experts.shared = 1;
-    let router = &mut model.router;
-    (router.scoring, router.bias) = (Scoring::Sigmoid, true);
-    (router.groups, router.topk_groups, router.scale) = (3, 2, 2.5);
+    common::route_like_deepseek(&mut model);
     model
 }
 

@@ -2,10 +2,36 @@
 #![allow(dead_code, reason = "tests and benchmarks each use a part")]
 
 use moejob_kernels::cuda::{
-    Arena, Compiler, CudaError, Gradients, MoeDesc, MoeLayer, MoeTensors, Observer, Output, Stream,
-    Weights,
+    Arena, Compiler, CudaError, Gradients, MoeActivation, MoeDesc, MoeLayer, MoeTensors, Observer,
+    Output, Stream, Weights,
 };
 use moejob_kernels::{ArenaPlan, Buffer, DType};
+
+/// A gated layer with softmax scores, no losses and gradients in bf16.
+pub fn desc(
+    tokens: usize,
+    dim: usize,
+    hidden: usize,
+    experts: usize,
+    top_k: usize,
+) -> MoeDesc {
+    MoeDesc {
+        tokens,
+        dim,
+        hidden,
+        experts,
+        top_k,
+        activation: MoeActivation::Silu,
+        gated: true,
+        sigmoid: false,
+        norm_topk: true,
+        scale: 1.0,
+        groups: None,
+        aux_coef: 0.0,
+        z_coef: 0.0,
+        weight_gradients: Output::Bf16,
+    }
+}
 
 pub struct Bed {
     pub layer: MoeLayer,

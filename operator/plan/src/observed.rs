@@ -183,6 +183,19 @@ pub struct Stored {
 }
 
 impl Worker {
+    /// Nothing has been heard of it yet.
+    pub fn starting(name: &str, node: &str, since: Millis) -> Worker {
+        Worker {
+            name: name.to_string(),
+            node: node.to_string(),
+            address: None,
+            state: WorkerState::Starting { since },
+            held: Vec::new(),
+            collective: 0,
+            stopping: false,
+        }
+    }
+
     pub fn is_dead(&self) -> bool {
         matches!(self.state, WorkerState::Dead { .. })
     }

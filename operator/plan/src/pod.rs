@@ -2,6 +2,7 @@
 
 use crate::pods::{CONTAINER, WORKSPACE};
 use crate::problem::{Code, Problem, quoted};
+use crate::resources;
 use k8s_openapi::api::core::v1::PodTemplateSpec;
 use serde_json::Value;
 
@@ -261,26 +262,9 @@ fn quantities(value: &Value, path: &str, problems: &mut Vec<Problem>) {
 
 /// A positive quantity as Kubernetes writes it, below 2^63.
 pub fn is_quantity(text: &str) -> bool {
-    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-    let (digits, suffix) = text.split_at(end);
-    let factor = match suffix {
-        "m" => 1e-3,
-        "" => 1.0,
-        "k" => 1e3,
-        "M" => 1e6,
-        "G" => 1e9,
-        "T" => 1e12,
-        "P" => 1e15,
-        "E" => 1e18,
-        "Ki" => 2f64.powi(10),
-        "Mi" => 2f64.powi(20),
-        "Gi" => 2f64.powi(30),
-        "Ti" => 2f64.powi(40),
-        "Pi" => 2f64.powi(50),
-        "Ei" => 2f64.powi(60),
-        _ => return false,
-    };
-    digits.parse::<f64>().is_ok_and(|number| number * factor < 9.2e18)
+    let (digits, suffix) = resources::split(text);
+    let bounded = |factor: f64| digits.parse::<f64>().is_ok_and(|number| number * factor < 9.2e18);
+    resources::unit(suffix).is_some_and(bounded)
 }
 
 fn not_root(value: &Value, path: &str, problems: &mut Vec<Problem>) {

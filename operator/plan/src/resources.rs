@@ -60,18 +60,32 @@ impl Resources {
 
 /// `500m` is 500, `2` is 2000, `1Gi` is 1024^3 * 1000; parts of a thousandth count as a whole one.
 pub fn thousandths(text: &str) -> Option<i64> {
-    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-    let (digits, suffix) = text.split_at(end);
+    let (digits, suffix) = split(text);
     let factor = factor(suffix)?;
     let amount = digits.parse::<f64>().ok()? * factor * 1e3;
     (amount < i64::MAX as f64).then(|| amount.ceil() as i64)
 }
 
-/// What a suffix of a quantity stands for: `m k M G T P E`, `Ki Mi Gi Ti Pi Ei`, `e3`, `E3`.
-pub fn factor(suffix: &str) -> Option<f64> {
+/// The digits of a quantity, a point among them, and its suffix.
+pub fn split(text: &str) -> (&str, &str) {
+    text.split_at(text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len()))
+}
+
+/// What a suffix of a quantity stands for: those of `unit`, `n`, `u`, `e3`, `E3`.
+fn factor(suffix: &str) -> Option<f64> {
+    match suffix {
+        "n" => Some(1e-9),
+        "u" => Some(1e-6),
+        _ => unit(suffix).or_else(|| {
+            let power = suffix.strip_prefix(['e', 'E'])?.parse::<i32>().ok()?;
+            (-9..=18).contains(&power).then(|| 10f64.powi(power))
+        }),
+    }
+}
+
+/// What a suffix that people write stands for: `m k M G T P E`, `Ki Mi Gi Ti Pi Ei`, or none.
+pub fn unit(suffix: &str) -> Option<f64> {
     let factor = match suffix {
-        "n" => 1e-9,
-        "u" => 1e-6,
         "m" => 1e-3,
         "" => 1.0,
         "k" => 1e3,
@@ -86,10 +100,7 @@ pub fn factor(suffix: &str) -> Option<f64> {
         "Ti" => 2f64.powi(40),
         "Pi" => 2f64.powi(50),
         "Ei" => 2f64.powi(60),
-        exponent => {
-            let power = exponent.strip_prefix(['e', 'E'])?;
-            10f64.powi(power.parse::<i32>().ok().filter(|power| (-9..=18).contains(power))?)
-        }
+        _ => return None,
     };
     Some(factor)
 }

@@ -163,15 +163,7 @@ impl Tracker {
 
     fn started(&mut self, name: &str, node: &str, now: Millis) {
         self.observed.record.births += 1;
-        self.observed.workers.push(Worker {
-            name: name.to_string(),
-            node: node.to_string(),
-            address: None,
-            state: WorkerState::Starting { since: now },
-            held: Vec::new(),
-            collective: 0,
-            stopping: false,
-        });
+        self.observed.workers.push(Worker::starting(name, node, now));
     }
 
     /// A member that is ended, unless the whole job is over, breaks its gang.

@@ -14,6 +14,7 @@ pub mod run;
 pub mod validate;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use moe_worker::listener::chain;
 use std::process::ExitCode;
 
 /// Trains mixture-of-experts models from a manifest, on one machine or on a cluster.
@@ -95,11 +96,5 @@ fn start_logs(cli: &Cli) {
 
 /// Prints an error with its causes.
 pub(crate) fn complain(error: &dyn std::error::Error) {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text += &format!(": {cause}");
-        source = cause.source();
-    }
-    eprintln!("moejob: {text}");
+    eprintln!("moejob: {}", chain(error));
 }

@@ -236,15 +236,7 @@ impl JobState {
         if pod.ended.is_some() && (!in_gang || record.outcome.is_some()) {
             return false;
         }
-        self.tracker.observed.workers.push(Worker {
-            name: pod.name.clone(),
-            node: node.to_string(),
-            address: None,
-            state: WorkerState::Starting { since: now },
-            held: Vec::new(),
-            collective: 0,
-            stopping: false,
-        });
+        self.tracker.observed.workers.push(Worker::starting(&pod.name, node, now));
         self.tracker.observed.workers.sort_by_key(|worker| {
             attempt_and_slot(&worker.name).map_or(u32::MAX, |(_, slot)| slot)
         });

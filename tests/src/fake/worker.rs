@@ -5,7 +5,7 @@ use moe_worker::control::{FrameError, read_frame, write_frame};
 use moe_worker::listener::chain;
 use moe_worker::session::{Effect, Event, Session};
 use moe_worker::tls::{Identity, Trust, WorkerKey};
-use moejob_protocol::message::{Frame, HEARTBEAT_MS, Heartbeat, Hello, Phase};
+use moejob_protocol::message::{Frame, HEARTBEAT_MS, Heartbeat, Phase};
 use moejob_protocol::pod::PORT;
 use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};
 use std::collections::VecDeque;
@@ -234,16 +234,8 @@ impl Worker {
         let Some((stream, _)) = self.leader.take() else { return };
         self.links += 1;
         self.link = Some(Link::start(self.links, stream, self.happened.clone()));
-        let hello = Hello {
-            version: PROTOCOL_VERSION,
-            worker: self.birth.worker.clone(),
-            token: self.birth.token.clone(),
-            signing_request: self.key.signing_request.clone(),
-            attempt: self.session.attempt(),
-            digest: self.session.digest().to_string(),
-            rank: self.session.rank(),
-            held: self.session.held().to_vec(),
-        };
+        let worker = &self.birth.worker;
+        let hello = self.session.hello(worker, self.birth.token.clone(), &self.key.signing_request);
         // The queue of a new stream is empty.
         let _ = self.send(self.session.attempt(), Up::Hello(hello));
     }

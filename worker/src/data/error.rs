@@ -1,5 +1,6 @@
 //! What keeps data from being used: where it lies, what was found, what to do.
 
+use crate::listener::chain;
 use crate::trainer_api::Failure;
 use std::path::{Path, PathBuf};
 
@@ -50,17 +51,6 @@ impl DataError {
         DataError::Bad { path: path.to_path_buf(), at: at.into(), why: why.into() }
     }
 
-    /// With its causes.
-    pub fn full(&self) -> String {
-        let mut message = self.to_string();
-        let mut source = std::error::Error::source(self);
-        while let Some(cause) = source {
-            message = format!("{message}: {cause}");
-            source = cause.source();
-        }
-        message
-    }
-
     /// The exit code, 3, or 2 where the manifest is at fault; and what to do.
     fn remedy(&self) -> (i32, &'static str) {
         match self {
@@ -100,6 +90,6 @@ impl DataError {
     /// As the worker's end.
     pub fn failure(&self) -> Failure {
         let (exit_code, advice) = self.remedy();
-        Failure { exit_code, message: self.full(), advice: advice.to_string() }
+        Failure { exit_code, message: chain(self), advice: advice.to_string() }
     }
 }

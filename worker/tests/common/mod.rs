@@ -54,6 +54,17 @@ pub fn model() -> ModelConfig {
     }
 }
 
+/// The routing of DeepSeek-V3, behind a dense layer.
+pub fn route_like_deepseek(model: &mut ModelConfig) {
+    model.num_hidden_layers = 3;
+    model.dense_layers = vec![0];
+    model.experts.count = 6;
+    model.experts.shared = 1;
+    let router = &mut model.router;
+    (router.scoring, router.bias) = (Scoring::Sigmoid, true);
+    (router.groups, router.topk_groups, router.scale) = (3, 2, 2.5);
+}
+
 /// Five micro-batches of one sequence of 16 tokens.
 pub fn training() -> TrainingConfig {
     TrainingConfig {
