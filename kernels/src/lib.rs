@@ -49,6 +49,6 @@ pub use loss::{CrossEntropy, IGNORE, SumF64};
 pub use matmul::{AddBias, BiasBackward, Layout, Matmul};
 pub use norm::{RmsNorm, RmsNormBackward};
 pub use optimizer::{AdamW, BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};
-pub use place::{Combine, GatherRows, Place, ScatterRows, ScatterSum};
+pub use place::{Combine, GatherRows, NO_EXPERT, Place, ScatterRows, ScatterSum};
 pub use rope::Rope;
 pub use route::{Route, RouteBackward, RouteGroups, Scoring};

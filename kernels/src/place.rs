@@ -1,27 +1,36 @@
 //! Where routed rows lie, and moving rows to and from there.
+//!
+//! A slot (token, k) may be empty: its expert, and its row, are [`NO_EXPERT`]. Dropped choices and
+//! tokens that choose fewer than K experts are nothing else. An empty slot has no row, adds nothing
+//! to its token and has a gradient of zero.
 
 use crate::buffer::Buffer;
 use crate::device::{Device, on_float};
 
-/// Sorts the slots (token, k) by expert, then token: row order of the expert products.
+/// The id, and the row, of a slot without an expert.
+pub const NO_EXPERT: u32 = u32::MAX;
+
+/// Sorts the slots (token, k) by expert, then token: row order of the expert products. Empty slots
+/// come nowhere; the rows in all are offsets[E].
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     pub tokens: usize,
     pub top_k: usize,
     pub experts: usize,
-    /// u32 [T, K], each below E
+    /// u32 [T, K], each below E or `NO_EXPERT`
     pub ids: Buffer,
     /// Output u32 [E]
     pub counts: Buffer,
     /// Output u32 [E + 1]: the rows of expert e are offsets[e] .. offsets[e + 1]
     pub offsets: Buffer,
-    /// Output u32 [T * K]: the token of each row
+    /// Output u32 [T * K]: the token of each row; beyond offsets[E] nothing is written
     pub rows: Buffer,
-    /// Output u32 [T, K]: the row of each slot
+    /// Output u32 [T, K]: the row of each slot, or `NO_EXPERT`
     pub pos: Buffer,
 }
 
-/// y[r, :] = x[index[r], :]; with dim 1 it picks scalars, such as the gradients of slots.
+/// y[r, :] = x[index[r], :], and zeros where the index is `NO_EXPERT`; with dim 1 it picks scalars,
+/// such as the gradients of slots.
 #[derive(Clone, Copy, Debug)]
 pub struct GatherRows {
     pub rows: usize,
@@ -34,7 +43,8 @@ pub struct GatherRows {
     pub y: Buffer,
 }
 
-/// y[index[r], :] = x[r, :]; indices are distinct, rows that none names stay as they are.
+/// y[index[r], :] = x[r, :] unless the index is `NO_EXPERT`; the others are distinct, and rows that
+/// none names stay as they are.
 #[derive(Clone, Copy, Debug)]
 pub struct ScatterRows {
     pub rows: usize,
@@ -48,7 +58,8 @@ pub struct ScatterRows {
 }
 
 /// out[t, :] = residual[t, :] + (sum over k of weights[t, k] * y[pos[t, k], :]), the sum a chain of
-/// fused multiply-adds from zero in slot order, which is ascending expert id.
+/// fused multiply-adds from zero in slot order, which is ascending expert id; empty slots are
+/// passed over.
 #[derive(Clone, Copy, Debug)]
 pub struct Combine {
     pub tokens: usize,
@@ -66,7 +77,7 @@ pub struct Combine {
     pub out: Buffer,
 }
 
-/// out[t, :] (+)= (sum over k of x[pos[t, k], :]), slots ascending from zero.
+/// out[t, :] (+)= (sum over k of x[pos[t, k], :]), slots ascending from zero, empty ones passed over.
 #[derive(Clone, Copy, Debug)]
 pub struct ScatterSum {
     pub tokens: usize,

@@ -378,3 +378,38 @@ fn initial_weights_depend_on_the_element_alone() {
     let expected = philox::normals(3, 11, 10_000).map(|z| 0.5 * z);
     assert_eq!(whole[20_000..20_002], expected);
 }
+
+/// Empty slots have no row, add nothing, and have a gradient of zero.
+#[test]
+fn empty_slots_are_passed_over() {
+    let (tokens, top_k, experts, dim) = (4, 2, 4, 3);
+    let mut bed = Bed::f64();
+    let none = NO_EXPERT;
+    let ids = bed.words(&[0, none, none, none, 2, 3, none, 0]);
+    let counts = bed.output_of(DType::U32, experts);
+    let offsets = bed.output_of(DType::U32, experts + 1);
+    let [rows, pos] = [0, 1].map(|_| bed.output_of(DType::U32, tokens * top_k));
+    bed.device.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
+    assert_eq!(bed.values::<u32>(counts), [2, 0, 1, 1]);
+    assert_eq!(bed.values::<u32>(offsets), [0, 2, 2, 3, 4]);
+    assert_eq!(bed.values::<u32>(rows)[..4], [0, 3, 2, 2]);
+    assert_eq!(bed.values::<u32>(pos), [0, none, none, none, 2, 3, none, 1]);
+    let y = bed.floats(&(1..=4).flat_map(|row| [f64::from(row); 3]).collect::<Vec<f64>>());
+    let weights = bed.floats(&[2.0, f64::NAN, f64::NAN, 0.0, 10.0, 100.0, 0.0, 3.0]);
+    let out = bed.output(tokens * dim);
+    bed.device.combine(&Combine { tokens, top_k, dim, y, pos, weights, residual: None, out });
+    let expected = [2.0, 0.0, 430.0, 6.0].map(|x| [x; 3]).concat();
+    assert_eq!(bed.get(out), expected);
+    let sum = bed.output(tokens * dim);
+    let op = ScatterSum { tokens, top_k, dim, accumulate: false, x: y, pos, out: sum };
+    bed.device.scatter_sum(&op);
+    assert_eq!(bed.get(sum), [1.0, 0.0, 7.0, 2.0].map(|x| [x; 3]).concat());
+    let (ds, dweights) = (bed.floats(&[5.0, 6.0, 7.0, 8.0]), bed.output(tokens * top_k));
+    let rows = tokens * top_k;
+    bed.device.gather_rows(&GatherRows { rows, dim: 1, x: ds, index: pos, y: dweights });
+    assert_eq!(bed.get(dweights), [5.0, 0.0, 0.0, 0.0, 7.0, 8.0, 0.0, 6.0]);
+    let row_weights = bed.output(4);
+    let op = ScatterRows { rows, dim: 1, x: weights, index: pos, y: row_weights };
+    bed.device.scatter_rows(&op);
+    assert_eq!(bed.get(row_weights), [2.0, 3.0, 10.0, 100.0]);
+}

@@ -2,7 +2,7 @@
 
 use super::exec::{Isa, lanes_fn};
 use super::{CpuDevice, Float, ROWS_PER_JOB};
-use crate::place::{Combine, GatherRows, Place, ScatterRows, ScatterSum};
+use crate::place::{Combine, GatherRows, NO_EXPERT, Place, ScatterRows, ScatterSum};
 
 impl CpuDevice {
     pub(crate) fn place(&mut self, op: &Place) {
@@ -16,7 +16,7 @@ impl CpuDevice {
         assert_eq!((ids.len(), rows.len(), pos.len()), (slots, slots, slots), "{op:?}");
         assert_eq!((counts.len(), offsets.len()), (op.experts, op.experts + 1), "{op:?}");
         counts.fill(0);
-        for id in ids {
+        for id in ids.iter().filter(|id| **id != NO_EXPERT) {
             counts[*id as usize] += 1;
         }
         offsets[0] = 0;
@@ -25,6 +25,10 @@ impl CpuDevice {
         }
         let mut next = offsets[..op.experts].to_vec();
         for (slot, (id, pos)) in ids.iter().zip(pos).enumerate() {
+            if *id == NO_EXPERT {
+                *pos = NO_EXPERT;
+                continue;
+            }
             let row = &mut next[*id as usize];
             rows[*row as usize] = (slot / op.top_k) as u32;
             *pos = *row;
@@ -41,7 +45,10 @@ impl CpuDevice {
         let jobs = y.chunks_mut(ROWS_PER_JOB * op.dim).zip(index.chunks(ROWS_PER_JOB)).collect();
         exec.run(jobs, op.rows * op.dim, |(y, index)| {
             for (y, row) in y.chunks_exact_mut(op.dim).zip(index) {
-                y.copy_from_slice(&x[*row as usize * op.dim..][..op.dim]);
+                match *row {
+                    NO_EXPERT => y.fill(T::ZERO),
+                    row => y.copy_from_slice(&x[row as usize * op.dim..][..op.dim]),
+                }
             }
         });
     }
@@ -52,7 +59,8 @@ impl CpuDevice {
         let index: &[u32] = views.read(op.index);
         let y: &mut [T] = views.write(op.y);
         assert_eq!((index.len(), x.len()), (op.rows, op.rows * op.dim), "{op:?}");
-        for (x, row) in x.chunks_exact(op.dim).zip(index) {
+        let rows = x.chunks_exact(op.dim).zip(index).filter(|(_, row)| **row != NO_EXPERT);
+        for (x, row) in rows {
             y[*row as usize * op.dim..][..op.dim].copy_from_slice(x);
         }
     }
@@ -109,7 +117,7 @@ lanes_fn! {
 fn weighted_sum<T: Float>(x: &[T], pos: &[u32], weights: &[T], out: &mut [T]) {
     let dim = out.len();
     out.fill(T::ZERO);
-    for (row, weight) in pos.iter().zip(weights) {
+    for (row, weight) in pos.iter().zip(weights).filter(|(row, _)| **row != NO_EXPERT) {
         let x = &x[*row as usize * dim..][..dim];
         for (out, x) in out.iter_mut().zip(x) {
             *out = weight.fma(*x, *out);

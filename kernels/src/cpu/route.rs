@@ -96,7 +96,13 @@ impl CpuDevice {
 
 /// The K experts of the largest choice among the kept groups, ascending; ties go to the lowest id.
 /// Also of numbers that are none: always K different experts.
-fn choose<T: Float>(choice: &[T], groups: Option<RouteGroups>, ids: &mut [u32]) {
+pub(super) fn choose<T: Float>(choice: &[T], groups: Option<RouteGroups>, ids: &mut [u32]) {
+    best_first(choice, groups, ids);
+    ids.sort_unstable();
+}
+
+/// The same, the best first.
+pub(super) fn best_first<T: Float>(choice: &[T], groups: Option<RouteGroups>, ids: &mut [u32]) {
     let kept = groups.map(|groups| kept_experts(choice, groups));
     let allowed = |e: usize| kept.as_ref().is_none_or(|kept| kept[e]);
     for slot in 0..ids.len() {
@@ -107,7 +113,6 @@ fn choose<T: Float>(choice: &[T], groups: Option<RouteGroups>, ids: &mut [u32]) 
         });
         rest[0] = best.expect("the kept groups hold at least top_k experts") as u32;
     }
-    ids.sort_unstable();
 }
 
 /// Which experts lie in the groups whose two best choices have the largest sums.
@@ -214,7 +219,7 @@ fn backward_row<T: Float>(
 
 lanes_fn! {
 /// Scores of one row of logits, and ln sum_e e^logit.
-fn scores<T: Float>(logits: &[T], probs: &mut [T], softmax: bool) -> T {
+pub(super) fn scores<T: Float>(logits: &[T], probs: &mut [T], softmax: bool) -> T {
     probs.copy_from_slice(logits);
     let (max, sum) = lanes::exponentials(probs, T::ONE);
     if softmax {
