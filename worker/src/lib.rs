@@ -31,5 +31,6 @@ pub mod step_end;
 pub mod step;
 pub mod affinity;
 mod attempt;
+mod resume;
 pub mod trainer;
 pub mod process;

@@ -1,14 +1,14 @@
 //! One attempt on the device's thread: load, train, validate, checkpoint, end.
 //!
 //! ```text
-//! open data -> claim -> state (fresh | checkpoint | memory) -> snapshot
+//! open data -> nothing newer in the storage -> claim -> state (fresh | checkpoint | memory) -> snapshot
 //!   -> step -> agree -> update -> [validate] [snapshot] [checkpoint] -> step ...
 //!   -> empty steps until the last checkpoint is committed
 //! ```
 //! Whatever takes effect on all ranks was agreed on in a step's end, so all take it alike.
 
 use crate::attempt::Run;
-use crate::checkpoint::{Disk, Expected, Identity, Writer, differences, load, show};
+use crate::checkpoint::{Disk, Expected, Identity, Refusal, Writer, differences, load, show};
 use crate::comm::{Comm, CommError};
 use crate::data::Corpus;
 use crate::fence::{self, Claim, FenceError};
@@ -16,6 +16,7 @@ use crate::grads::Gradients;
 use crate::hf::Weights;
 use crate::model::Model;
 use crate::records::{Records, now};
+use crate::resume;
 use crate::snapshot::{Snapshots, initialize, scatter};
 use crate::step::StepError;
 use crate::trainer_api::{AttemptEnd, Control, Failure, TrainerEvent};
@@ -23,6 +24,7 @@ use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::message::{Held, Phase, Request};
 use moejob_protocol::model::{AuxLossScope, ModelConfig};
+use moejob_protocol::report::Event;
 use std::path::{Path, PathBuf};
 
 /// Trains attempts, one after the other; keeps snapshots and data between them.
@@ -38,6 +40,8 @@ pub(crate) enum Stop {
     Comm(CommError),
     Fenced(u32),
     Failed(Failure),
+    /// The storage has another state than the leader believes, and the leader has been told.
+    Elsewhere,
 }
 
 impl From<CommError> for Stop {
@@ -111,6 +115,7 @@ impl Trainer {
             Err(Stop::Comm(error)) => AttemptEnd::Aborted(error),
             Err(Stop::Fenced(attempt)) => AttemptEnd::Fenced { attempt },
             Err(Stop::Failed(failure)) => AttemptEnd::Failed(failure),
+            Err(Stop::Elsewhere) => AttemptEnd::Stopped { step: config.resume.step() },
         }
     }
 
@@ -126,9 +131,11 @@ impl Trainer {
         }
         let mut corpus = self.corpus(config)?;
         agree_on_data(&corpus, &mut comm)?;
-        let records = if comm.rank() == 0 { Some(self.claim(config)?) } else { None };
+        resume::look_for_newer(config, &mut comm, out)?;
+        let mut records = if comm.rank() == 0 { Some(self.claim(config)?) } else { None };
         let mut model = model(config, comm.rank())?;
-        self.restore(config, &corpus, &mut model, &mut comm)?;
+        let mut tell = |event: Event| resume::tell(event, records.as_mut(), out);
+        self.restore(config, &corpus, &mut model, &mut comm, &mut tell)?;
         let metrics = match &records {
             Some(records) => Some(records.metrics_handle().map_err(record_failed)?),
             None => None,
@@ -207,15 +214,17 @@ impl Trainer {
         corpus: &Corpus,
         model: &mut Model,
         comm: &mut Comm,
+        tell: &mut dyn FnMut(Event) -> Result<(), Stop>,
     ) -> Result<(), Stop> {
         match &config.resume {
             Resume::Fresh => match &config.model_from {
                 None => initialize(model, config.training.seed),
                 Some(path) => start_from(Path::new(path), model, comm)?,
             },
-            Resume::Checkpoint { name, .. } => {
+            Resume::Checkpoint { step, name } => {
                 let directory = PathBuf::from(&config.checkpoint.location).join(name);
-                restore_checkpoint(&directory, name, config, corpus, model)?;
+                let loaded = restore_checkpoint(&directory, name, config, corpus, model)?;
+                resume::agree_on_loaded(config, comm, *step, loaded, tell)?;
             }
             Resume::Memory { step, attempt, layout, sources } => {
                 let shard = |rank| self.snapshots.shard(*attempt, *step, rank);
@@ -260,21 +269,19 @@ fn start_from(path: &Path, model: &mut Model, comm: &mut Comm) -> Result<(), Sto
     Ok(())
 }
 
+/// A checkpoint that is whole but of another job, model or data ends the job; one that is damaged
+/// is the inner error.
 fn restore_checkpoint(
     directory: &Path,
     name: &str,
     config: &WorkerConfig,
     corpus: &Corpus,
     model: &mut Model,
-) -> Result<(), Stop> {
-    let refused = |why: String| {
-        let message = format!("the checkpoint {name} is refused: {why}");
-        fail(3, &message, "`moejob checkpoint verify` lists all problems; remove it or the cause")
+) -> Result<Result<(), Refusal>, Stop> {
+    let manifest = match show(directory) {
+        Ok(manifest) => manifest,
+        Err(problems) => return Ok(Err(Refusal::of(name, problems))),
     };
-    let lines = |problems: Vec<crate::checkpoint::Problem>| {
-        problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
-    };
-    let manifest = show(directory).map_err(|problems| refused(lines(problems)))?;
     let expected = Expected {
         model: &config.model,
         data_fingerprint: corpus.fingerprint(),
@@ -284,9 +291,9 @@ fn restore_checkpoint(
     };
     let other = differences(&manifest, &expected);
     if !other.is_empty() {
-        return Err(refused(lines(other)));
+        return Err(resume::refused(&Refusal::of(name, other)));
     }
-    load(directory, &manifest, model).map_err(|refusal| refused(lines(refusal.problems)))
+    Ok(load(directory, &manifest, model))
 }
 
 fn model(config: &WorkerConfig, rank: u32) -> Result<Model, Stop> {

@@ -191,6 +191,63 @@ fn stops_and_other_sizes_change_nothing_from_memory() {
     }
 }
 
+/// A leader that has not heard of a commit would resume from before it: nothing is claimed, so that
+/// the checkpoint still counts, and the next attempt goes on from it.
+#[test]
+fn what_the_storage_has_newer_is_not_put_aside() {
+    let mut job = Job::new(layout(2, 2));
+    job.config.attempt = 1;
+    let (ends, _) = job.run(&mut common::trainers(2), Some(5));
+    assert!(ends.iter().all(|end| *end == AttemptEnd::Stopped { step: 5 }), "{ends:?}");
+    let location = job.location();
+    let newest = moe_worker::checkpoint::newest_usable(&location).expect("a location");
+    let found = newest.usable.expect("a checkpoint");
+    assert!(found.step >= 4);
+    job.config.attempt = 2;
+    job.config.resume = Resume::Fresh;
+    let (ends, reports) = job.run(&mut common::trainers(2), None);
+    let stopped = |end: &AttemptEnd| *end == AttemptEnd::Stopped { step: 0 };
+    assert!(ends.iter().all(stopped) && reports.is_empty(), "{ends:?}");
+    assert!(!location.join("attempts/2.json").exists());
+    job.config.attempt = 3;
+    job.config.resume = Resume::Checkpoint { step: found.step, name: found.name.clone() };
+    let (ends, _) = job.run(&mut common::trainers(2), None);
+    assert!(matches!(ends[0], AttemptEnd::Completed { .. }), "{ends:?}");
+}
+
+/// Bytes of one rank's shard are damaged: all leave the attempt, and the newest whole one is told.
+#[test]
+fn a_damaged_checkpoint_gives_way_to_the_one_before() {
+    let mut job = Job::new(layout(2, 2));
+    (job.config.attempt, job.config.checkpoint.every_steps) = (1, 2);
+    job.config.checkpoint.keep = 3;
+    let (ends, _) = job.run(&mut common::trainers(2), Some(6));
+    assert!(matches!(ends[0], AttemptEnd::Stopped { .. }), "{ends:?}");
+    let location = job.location();
+    let all = moe_worker::checkpoint::list(&location).expect("a location");
+    let [.., before, newest] = &all[..] else { panic!("{all:?}") };
+    let shards = newest.manifest.as_ref().expect("a manifest").files.iter();
+    let shard = newest.path.join(&shards.last().expect("a shard").name);
+    let mut bytes = std::fs::read(&shard).expect("a shard");
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&shard, bytes).expect("damaged");
+    job.config.attempt = 2;
+    job.config.resume = Resume::Checkpoint { step: newest.step, name: newest.name.clone() };
+    let (ends, reports) = job.run(&mut common::trainers(2), None);
+    let stopped = |end: &AttemptEnd| *end == AttemptEnd::Stopped { step: newest.step };
+    assert!(ends.iter().all(stopped) && reports.is_empty(), "{ends:?}");
+    let told = std::fs::read_to_string(job.config.checkpoint.records.clone() + "/events.jsonl");
+    let told = told.expect("a record");
+    let last: Vec<&str> = told.lines().rev().take(2).collect();
+    assert!(last[0].contains("Found") && last[0].contains(&before.name), "{told}");
+    assert!(last[1].contains("CheckpointRefused") && last[1].contains("BLAKE3"), "{told}");
+    job.config.attempt = 3;
+    job.config.resume = Resume::Checkpoint { step: before.step, name: before.name.clone() };
+    let (ends, _) = job.run(&mut common::trainers(2), None);
+    assert!(matches!(ends[0], AttemptEnd::Completed { .. }), "{ends:?}");
+}
+
 #[test]
 fn stops_and_other_sizes_change_nothing_from_checkpoints() {
     let one = whole(layout(1, 1), |_| {});

@@ -385,11 +385,17 @@ impl Tracker {
         let Some(Detail::Number(step)) = event.details.get("step") else {
             return;
         };
-        let newest = self.observed.stored.as_ref().is_none_or(|stored| stored.step < *step);
-        let counts = event.event == EventKind::CheckpointCommitted
-            && attempt == self.observed.record.attempt;
-        if newest && counts {
-            self.observed.stored = Some(Stored { step: *step, name: directory_name(*step) });
+        let stored = &mut self.observed.stored;
+        match event.event {
+            _ if attempt != self.observed.record.attempt => {}
+            EventKind::CheckpointCommitted => {
+                if stored.as_ref().is_none_or(|stored| stored.step < *step) {
+                    *stored = Some(Stored { step: *step, name: directory_name(*step) });
+                }
+            }
+            // It is damaged; what can be used instead is told next.
+            EventKind::CheckpointRefused => drop(stored.take_if(|of| of.step == *step)),
+            _ => {}
         }
     }
 

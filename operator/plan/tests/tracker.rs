@@ -3,9 +3,11 @@
 mod world;
 
 use moejob_plan::decide::Action;
-use moejob_plan::observed::{Outcome, Record, WorkerState};
+use moejob_plan::observed::{Outcome, Record, Stored, WorkerState};
 use moejob_plan::track::Tracker;
 use moejob_protocol::message::{Held, Hello, LeftReason, Up};
+use moejob_protocol::report::{Detail, Event, EventKind};
+use std::collections::BTreeMap;
 use world::{Setup, World};
 
 fn running(setup: Setup) -> World {
@@ -85,6 +87,50 @@ fn one_that_has_left_stays_so_when_its_stream_comes_anew() {
     world.tracker.connected("j-1", "j-1:1", &hello);
     let state = world.observed().worker("j-1").map(|worker| worker.state.clone());
     assert_eq!(state, Some(WorkerState::Left { attempt: 1, reason }));
+}
+
+/// The storage's word counts, and trying again with it costs nothing of the budget.
+#[test]
+fn the_next_attempt_resumes_from_what_the_storage_has() {
+    let event = |kind: EventKind, attempt: u32, step: u64| {
+        let details = BTreeMap::from([("step".to_string(), Detail::Number(step))]);
+        let (time, reason, message) = Default::default();
+        Up::Event(Event { time, attempt, event: kind, reason, message, details })
+    };
+    // (what the storage has, the step that is told as damaged)
+    for (found, damaged) in [(7, None), (3, Some(5))] {
+        let mut world = World::new(Setup::default());
+        world.done = 9;
+        let stored = |step: u64| Stored { step, name: format!("step-{step:08}") };
+        world.tracker.observed.stored = Some(stored(5));
+        world.settle();
+        for name in world.sims.keys().cloned().collect::<Vec<_>>() {
+            assert!(world.connect(&name));
+        }
+        world.settle();
+        let resumed_at = |world: &World| {
+            let gang = world.observed().gang().map(|gang| (gang.attempt, gang.resumed_at));
+            gang.expect("a gang")
+        };
+        assert_eq!(resumed_at(&world), (1, 5));
+        let (now, names) = (world.now, world.sims.keys().cloned().collect::<Vec<_>>());
+        if let Some(step) = damaged {
+            let refused = event(EventKind::CheckpointRefused, 1, step);
+            world.tracker.heard(&names[0], 1, &refused, now);
+        }
+        let committed = event(EventKind::CheckpointCommitted, 1, found);
+        world.tracker.heard(&names[0], 1, &committed, now);
+        for name in &names {
+            let reason = LeftReason::Stopped { step: 5 };
+            let left = Up::Left { reason: reason.clone(), held: Vec::new() };
+            world.tracker.heard(name, 1, &left, now);
+            world.sims.get_mut(name).expect("a worker").leave(reason);
+        }
+        world.settle();
+        assert_eq!(resumed_at(&world), (2, found));
+        assert_eq!(world.observed().stored, Some(stored(found)));
+        assert_eq!(world.observed().record.restarts, Vec::<u64>::new());
+    }
 }
 
 #[test]

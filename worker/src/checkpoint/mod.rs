@@ -202,10 +202,19 @@ pub struct Newest {
 /// # Errors
 /// The location cannot be read.
 pub fn newest_usable(location: &Path) -> Result<Newest, FenceError> {
+    newest_above(location, None)
+}
+
+/// The same among those of more steps than `step`; older ones are not looked at.
+///
+/// # Errors
+/// The location cannot be read.
+pub fn newest_above(location: &Path, step: Option<u64>) -> Result<Newest, FenceError> {
     let io = |source| FenceError::Io { path: location.to_path_buf(), source };
     let claims = fence::claims(location)?;
     let mut newest = Newest::default();
-    for found in list(location).map_err(io)?.into_iter().rev() {
+    let all = list(location).map_err(io)?.into_iter().rev();
+    for found in all.take_while(|found| step.is_none_or(|step| found.step > step)) {
         let verified = found.manifest.clone().and_then(|_| verify(&found.path));
         match verified {
             // What a fenced attempt left is no damage and no news.

@@ -38,7 +38,11 @@ impl<'o> Planner<'o> {
             .map(|(member, worker)| (member, self.standing(gang, worker)))
             .collect();
         if standings.iter().all(|(_, standing)| *standing == Standing::Stopped) {
-            return Health::Broken { unplanned: false, cause: "it stopped as asked".to_string() };
+            let cause = match gang.stepped || gang.stop_requested.is_some() {
+                true => "it stopped as asked".to_string(),
+                false => format!("the storage has another state than step {}", gang.resumed_at),
+            };
+            return Health::Broken { unplanned: false, cause };
         }
         // The first of the worst.
         let worst = (standings.iter()).rev().max_by_key(|(_, standing)| weight(standing));

@@ -1,0 +1,115 @@
+//! The leader's word on where to resume, held against the storage.
+//!
+//! On Kubernetes the leader does not read the storage. It may not have heard of a commit (the one
+//! before it was lost with the news), and it cannot know that a checkpoint is damaged. Rank 0 tells
+//! it what is there, all ranks stop without a step, and the next attempt resumes from that.
+
+use crate::checkpoint::{Refusal, newest_above, newest_usable, verify};
+use crate::comm::Comm;
+use crate::records::{Records, event};
+use crate::trainer::{Stop, fail, record_failed};
+use crate::trainer_api::TrainerEvent;
+use moejob_protocol::WorkerConfig;
+use moejob_protocol::report::{Detail, Event, EventKind};
+use std::path::Path;
+
+/// No other step: rank 0 has found none.
+const NONE: u64 = u64::MAX;
+
+/// Before the claim, which would put a newer checkpoint aside: is there one?
+pub(crate) fn look_for_newer(
+    config: &WorkerConfig,
+    comm: &mut Comm,
+    out: &mut dyn FnMut(TrainerEvent),
+) -> Result<(), Stop> {
+    let mut found = NONE;
+    if comm.rank() == 0 {
+        let location = Path::new(&config.checkpoint.location);
+        if let Some(newer) = newest_above(location, Some(config.resume.step()))?.usable {
+            found = newer.step;
+            out(TrainerEvent::Event(found_event(config, newer.step, newer.name)));
+        }
+    }
+    match first_rank_says(comm, found)? {
+        NONE => Ok(()),
+        _ => Err(Stop::Elsewhere),
+    }
+}
+
+/// After each rank has tried to load its part of the checkpoint at `step`: where it is damaged, the
+/// newest one that is whole takes its place.
+pub(crate) fn agree_on_loaded(
+    config: &WorkerConfig,
+    comm: &mut Comm,
+    step: u64,
+    loaded: Result<(), Refusal>,
+    tell: &mut dyn FnMut(Event) -> Result<(), Stop>,
+) -> Result<(), Stop> {
+    let own = [u8::from(loaded.is_err())];
+    let damaged = comm.gather_all(&own, own.len())?.iter().position(|of| of == &[1]);
+    let Some(damaged) = damaged else { return Ok(()) };
+    let mut other = NONE;
+    if comm.rank() == 0 {
+        other = look_for_other(config, step, tell)?.unwrap_or(NONE);
+    }
+    if first_rank_says(comm, other)? != NONE {
+        return Err(Stop::Elsewhere);
+    }
+    match loaded {
+        Err(refusal) => Err(refused(&refusal)),
+        Ok(()) => {
+            let message = format!("rank {damaged} cannot load the checkpoint of step {step}");
+            Err(fail(3, &message, "`moejob checkpoint verify` lists what is wrong with it"))
+        }
+    }
+}
+
+/// What is damaged, and the step of what can be used instead. A checkpoint that is whole to rank 0
+/// is not told as damaged, whatever another rank has seen of it: the two would be told in turn.
+fn look_for_other(
+    config: &WorkerConfig,
+    step: u64,
+    tell: &mut dyn FnMut(Event) -> Result<(), Stop>,
+) -> Result<Option<u64>, Stop> {
+    let location = Path::new(&config.checkpoint.location);
+    let name = moejob_protocol::checkpoint::directory_name(step);
+    let Err(problems) = verify(&location.join(&name)) else { return Ok(None) };
+    let Some(usable) = newest_usable(location)?.usable else { return Ok(None) };
+    let message = format!("{}; {} is used", Refusal::of(&name, problems), usable.name);
+    let details = [("step", Detail::Number(step)), ("name", Detail::Text(name))];
+    let kind = EventKind::CheckpointRefused;
+    tell(event(config.attempt, kind, "Damaged", message, details))?;
+    tell(found_event(config, usable.step, usable.name))?;
+    Ok(Some(usable.step))
+}
+
+fn found_event(config: &WorkerConfig, step: u64, name: String) -> Event {
+    let details = [("step", Detail::Number(step))];
+    event(config.attempt, EventKind::CheckpointCommitted, "Found", name, details)
+}
+
+fn first_rank_says(comm: &mut Comm, own: u64) -> Result<u64, Stop> {
+    let own = own.to_le_bytes();
+    let all = comm.gather_all(&own, own.len())?;
+    let first = all.first().and_then(|bytes| bytes.as_slice().try_into().ok());
+    Ok(first.map_or(NONE, u64::from_le_bytes))
+}
+
+/// Recorded where there is a record of this attempt, and told to the leader.
+pub(crate) fn tell(
+    event: Event,
+    records: Option<&mut Records>,
+    out: &mut dyn FnMut(TrainerEvent),
+) -> Result<(), Stop> {
+    if let Some(records) = records {
+        records.event(&event).map_err(record_failed)?;
+    }
+    out(TrainerEvent::Event(event));
+    Ok(())
+}
+
+/// A checkpoint that no attempt can go on from ends the job.
+pub(crate) fn refused(refusal: &Refusal) -> Stop {
+    let advice = "`moejob checkpoint verify` lists all problems; remove it or the cause";
+    fail(3, &refusal.to_string(), advice)
+}
