@@ -20,6 +20,8 @@ pub struct RecordsError {
 pub struct Records {
     metrics: Lines,
     events: Lines,
+    /// In a pod: each line goes to standard output as well, where `kubectl logs` finds it.
+    echo: bool,
 }
 
 #[derive(Debug)]
@@ -40,19 +42,26 @@ impl Records {
         Ok(Records {
             metrics: Lines::open(directory.join("metrics.jsonl"))?,
             events: Lines::open(directory.join("events.jsonl"))?,
+            echo: false,
         })
+    }
+
+    /// Whether each line is printed as well.
+    pub fn echo(mut self, echo: bool) -> Records {
+        self.echo = echo;
+        self
     }
 
     /// # Errors
     /// Names the file.
     pub fn step(&mut self, report: &StepReport) -> Result<(), RecordsError> {
-        self.metrics.append(report)
+        self.metrics.append(report, self.echo)
     }
 
     /// # Errors
     /// Names the file.
     pub fn event(&mut self, event: &Event) -> Result<(), RecordsError> {
-        self.events.append(event)
+        self.events.append(event, self.echo)
     }
 
     /// A handle whose `sync_data` makes the metrics so far durable, for another thread.
@@ -79,9 +88,13 @@ impl Lines {
     }
 
     /// One write a line, so that two writers of a file never mix within one.
-    fn append(&mut self, line: &impl serde::Serialize) -> Result<(), RecordsError> {
+    fn append(&mut self, line: &impl serde::Serialize, echo: bool) -> Result<(), RecordsError> {
         let written = serde_json::to_vec(line).map_err(std::io::Error::from).and_then(|mut text| {
             text.push(b'\n');
+            if echo {
+                // Whoever reads along may have gone away; the file is what counts.
+                let _ = std::io::stdout().write_all(&text);
+            }
             self.file.write_all(&text)
         });
         written.map_err(|source| RecordsError { path: self.path.clone(), source })

@@ -344,7 +344,12 @@ impl Shell {
                 return self.send(self.session.attempt(), Up::Heartbeat(heartbeat));
             }
             Effect::InstallLeaf { attempt, certificate } => self.install(attempt, &certificate),
-            Effect::Join(config) => return self.join(config).await,
+            Effect::Join(config) => {
+                let (rank, world) = (config.rank.unwrap_or_default(), config.members.len());
+                // `kubectl moe logs` reads from this line which rank speaks.
+                tracing::info!(attempt = config.attempt, "joining as rank {rank} of {world}");
+                return self.join(config).await;
+            }
             Effect::CancelJoin => {
                 self.joining = None;
                 self.comm = None;

@@ -24,6 +24,7 @@ use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::message::{Held, Phase, Request};
 use moejob_protocol::model::{AuxLossScope, ModelConfig};
+use moejob_protocol::pod::ENV_WORKER;
 use moejob_protocol::report::Event;
 use std::path::{Path, PathBuf};
 
@@ -204,7 +205,9 @@ impl Trainer {
             time: now(),
         };
         fence::claim(&self.disk, location, &claim)?;
-        Records::open(Path::new(&config.checkpoint.records)).map_err(record_failed)
+        let records = Records::open(Path::new(&config.checkpoint.records));
+        let in_pod = std::env::var_os(ENV_WORKER).is_some();
+        records.map(|records| records.echo(in_pod)).map_err(record_failed)
     }
 
     /// The state that the attempt begins with.

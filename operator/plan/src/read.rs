@@ -23,6 +23,8 @@ pub struct Manifest {
     pub problems: Vec<Problem>,
     /// Paths that a problem stands for.
     pub broken: Vec<String>,
+    /// All of it but what a problem stands for, as the API server takes it.
+    pub json: Json,
     tree: Option<Node>,
 }
 
@@ -42,6 +44,7 @@ impl Manifest {
         let mut manifest = Manifest { problems: walk.problems, ..Manifest::default() };
         manifest.broken = walk.broken;
         if let Some(mut json) = json {
+            manifest.json = json.clone();
             let text = |json: &Json| json.as_str().map(str::to_string);
             manifest.name = text(&json["metadata"]["name"]);
             manifest.namespace = text(&json["metadata"]["namespace"]);

@@ -83,6 +83,12 @@ impl Node {
     }
 }
 
+/// A value as YAML, for people and for `kubectl`.
+pub fn write(value: &serde_json::Value) -> String {
+    // JSON is YAML: what the writer should not know stands there as it is.
+    serde_saphyr::to_string(value).unwrap_or_else(|_| value.to_string())
+}
+
 /// The one document in `bytes`, or what keeps it from being one.
 pub fn parse(bytes: &[u8]) -> Result<Node, Vec<Problem>> {
     let text = decode(bytes).map_err(|problem| vec![*problem])?;

@@ -15,6 +15,8 @@ pub mod validate;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use moe_worker::listener::chain;
+use moejob_protocol::pod::ENV_WORKER;
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 /// Trains mixture-of-experts models from a manifest, on one machine or on a cluster.
@@ -25,8 +27,9 @@ pub struct Cli {
     #[arg(long, global = true)]
     json_logs: bool,
     /// What is logged: error, warn, info, debug, or a filter such as `moejob=debug`.
-    #[arg(long, global = true, env = "MOEJOB_LOG", default_value = "warn")]
-    log: String,
+    /// By default warn, and info of a worker in a pod.
+    #[arg(long, global = true, env = "MOEJOB_LOG")]
+    log: Option<String>,
     #[command(subcommand)]
     command: Command,
 }
@@ -85,8 +88,13 @@ pub fn dispatch(cli: Cli) -> ExitCode {
 }
 
 fn start_logs(cli: &Cli) {
-    let filter = tracing_subscriber::EnvFilter::new(&cli.log);
-    let logs = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // What a worker says there is all that is known of it when it has gone.
+    let in_pod = matches!(cli.command, Command::Worker) && std::env::var_os(ENV_WORKER).is_some();
+    let filter = cli.log.as_deref().unwrap_or(if in_pod { "info" } else { "warn" });
+    let filter = tracing_subscriber::EnvFilter::new(filter);
+    let colours = std::io::stderr().is_terminal();
+    let logs = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours);
+    let logs = logs.with_writer(std::io::stderr);
     if cli.json_logs {
         logs.json().init();
     } else {
