@@ -24,6 +24,9 @@ mod matmul;
 mod rope;
 mod attention;
 mod route;
+pub mod balance;
+mod gate;
+mod gate_input;
 mod place;
 mod experts;
 mod elementwise;
@@ -44,6 +47,11 @@ pub use embed::{Embed, EmbedBackward};
 pub use experts::{
     Activation, ExpertsDgrad, ExpertsDown, ExpertsDownBackward, ExpertsDownWgrad, ExpertsUp,
     ExpertsUpWgrad,
+};
+pub use balance::{Balance, BalanceLoss, Balanced};
+pub use gate::{Choice, Gate, GateBackward, Load, LogitNoise};
+pub use gate_input::{
+    Mask, MaskRows, NormalizeRows, NormalizeRowsBackward, Temper, TemperBackward,
 };
 pub use loss::{CrossEntropy, IGNORE, SumF64};
 pub use matmul::{AddBias, BiasBackward, Layout, Matmul};

@@ -29,12 +29,75 @@ pub fn philox4x32_10(key: u64, counter: [u32; 4]) -> [u32; 4] {
 pub fn normals(seed: u64, name_hash: u64, pair: u64) -> [f64; 2] {
     let words = |x: u64| [x as u32, (x >> 32) as u32];
     let ([n0, n1], [p0, p1]) = (words(name_hash), words(pair));
-    let [a, b, c, d] = philox4x32_10(seed, [n0, n1, p0, p1]);
+    box_muller(philox4x32_10(seed, [n0, n1, p0, p1]))
+}
+
+/// Two standard normal numbers of four random words.
+fn box_muller([a, b, c, d]: [u32; 4]) -> [f64; 2] {
     let bits = |low: u32, high: u32| ((u64::from(high) << 32 | u64::from(low)) >> 11) as f64;
     const UNIT: f64 = 1.0 / (1_u64 << 53) as f64;
     let radius = (-2.0 * ln((bits(a, b) + 1.0) * UNIT)).sqrt();
     let (sin, cos) = sin_cos(std::f64::consts::TAU * (bits(c, d) * UNIT));
     [radius * cos, radius * sin]
+}
+
+/// What the numbers of one kind of noise are for: no two kinds share one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Site {
+    /// Multiplies the router's input.
+    Jitter = 1,
+    /// Drops elements of the layer's input.
+    Dropout = 2,
+    /// Added to the logits.
+    Logits = 3,
+    /// Decides whether a token takes its second expert.
+    Second = 4,
+    /// The table of hash routing.
+    Table = 5,
+}
+
+/// The random numbers of one layer and micro-batch: functions of (seed, step, layer, token of the
+/// step, element), so that a step that is done again, elsewhere or by another number of ranks,
+/// draws the same.
+///
+/// Philox4x32-10, key = seed, counter = (site | layer << 8 | bits of the step above 2^32 << 20;
+/// step; token; element / numbers of a block).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Draw {
+    pub seed: u64,
+    /// Steps done before this one.
+    pub step: u64,
+    /// Below 4096.
+    pub layer: u32,
+    /// Tokens of the step before this micro-batch.
+    pub first_token: u64,
+}
+
+impl Draw {
+    fn words(&self, site: Site, token: usize, block: usize) -> [u32; 4] {
+        let place = site as u32 | self.layer << 8 | ((self.step >> 32) as u32) << 20;
+        let token = self.first_token.wrapping_add(token as u64) as u32;
+        philox4x32_10(self.seed, [place, self.step as u32, token, block as u32])
+    }
+
+    /// Uniform in [0, 1), a multiple of 2^-24, so that f32 holds it exactly.
+    pub fn uniform(&self, site: Site, token: usize, element: usize) -> f64 {
+        unit(self.words(site, token, element / 4)[element % 4])
+    }
+
+    /// The uniform numbers of elements 4 * block and the three after it.
+    pub fn uniforms(&self, site: Site, token: usize, block: usize) -> [f64; 4] {
+        self.words(site, token, block).map(unit)
+    }
+
+    /// Standard normal.
+    pub fn normal(&self, site: Site, token: usize, element: usize) -> f64 {
+        box_muller(self.words(site, token, element / 2))[element % 2]
+    }
+}
+
+fn unit(word: u32) -> f64 {
+    f64::from(word >> 8) / f64::from(1 << 24)
 }
 
 #[cfg(test)]
@@ -74,5 +137,31 @@ mod tests {
         assert!(neighbours.abs() < 0.01, "neighbours correlate by {neighbours}");
         assert_ne!(normals(7, 99, 0), normals(7, 100, 0));
         assert_ne!(normals(7, 99, 0), normals(8, 99, 0));
+    }
+
+    #[test]
+    fn draws_differ_in_everything_they_depend_on() {
+        let draw = Draw { seed: 5, step: 7, layer: 2, first_token: 100 };
+        let mut seen = std::collections::BTreeSet::new();
+        for site in [Site::Jitter, Site::Dropout, Site::Logits, Site::Second, Site::Table] {
+            for other in [
+                draw,
+                Draw { seed: 6, ..draw },
+                Draw { step: 8, ..draw },
+                Draw { step: 7 + (1 << 32), ..draw },
+                Draw { layer: 3, ..draw },
+                Draw { first_token: 200, ..draw },
+            ] {
+                for (token, element) in [(0, 0), (0, 1), (0, 4), (1, 0)] {
+                    seen.insert((other.normal(site, token, element) * 1e15) as i64);
+                }
+            }
+        }
+        assert_eq!(seen.len(), 5 * 6 * 4);
+        let moved = Draw { first_token: 103, ..draw };
+        assert_eq!(moved.uniform(Site::Jitter, 1, 9), draw.uniform(Site::Jitter, 4, 9));
+        assert_eq!(draw.uniforms(Site::Jitter, 1, 2)[1], draw.uniform(Site::Jitter, 1, 9));
+        let mean = (0..4000).map(|i| draw.uniform(Site::Second, i, 0)).sum::<f64>() / 4000.0;
+        assert!((mean - 0.5).abs() < 0.02, "{mean}");
     }
 }

@@ -20,6 +20,8 @@ mod embed;
 mod exec;
 mod experts;
 mod float;
+mod gate;
+mod gate_input;
 mod gemm;
 mod lanes;
 mod loss;

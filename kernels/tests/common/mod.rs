@@ -48,6 +48,13 @@ impl Bed {
         }
     }
 
+    /// F64, whatever the bed's floats are.
+    pub fn plan_f64(&mut self, values: &[f64]) -> Buffer {
+        let buffer = self.plan.alloc(DType::F64, values.len());
+        self.device.write(buffer, values);
+        buffer
+    }
+
     pub fn words(&mut self, values: &[u32]) -> Buffer {
         let buffer = self.plan.alloc(DType::U32, values.len());
         self.device.write(buffer, values);
