@@ -3,10 +3,10 @@
 //! ```text
 //! corpus/TARGET/* -> mutate -> reader -> was it something new? -> kept for further mutation
 //! ```
-//! A short count runs with the other tests. Longer, from another seed:
-//! `MOEJOB_FUZZ_RUNS=10000000 MOEJOB_FUZZ_SEED=7 cargo test --release -p moe-worker --test fuzz`.
-//! An input that fails is written to the folder for temporary files; MOEJOB_FUZZ_INPUT=PATH runs it
-//! alone.
+//! A short count runs with the other tests. Longer, from other seeds, one a thread:
+//! `MOEJOB_FUZZ_RUNS=10000000 MOEJOB_FUZZ_THREADS=12 MOEJOB_FUZZ_SEED=7 \
+//! cargo test --release -p moe-worker --test fuzz`. An input that fails is written to the folder
+//! for temporary files; MOEJOB_FUZZ_INPUT=PATH runs it alone.
 
 mod mutate;
 mod seeds;
@@ -15,9 +15,11 @@ mod targets;
 use mutate::Mutator;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 /// Runs of a target in an ordinary test.
@@ -87,7 +89,10 @@ fn number(name: &str, otherwise: u64) -> u64 {
 }
 
 fn corpus(target: &str) -> Vec<Vec<u8>> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fuzz/corpus").join(target);
+    // Cargo says where the crate lies; a binary that was taken elsewhere is told.
+    let crate_folder = std::env::var_os("CARGO_MANIFEST_DIR")
+        .unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+    let folder = PathBuf::from(crate_folder).join("tests/fuzz/corpus").join(target);
     let mut paths: Vec<PathBuf> = std::fs::read_dir(&folder)
         .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
         .map(|entry| entry.expect("an entry").path())
@@ -124,47 +129,92 @@ fn run(reader: Reader, input: &[u8]) -> Result<u64, String> {
     }
 }
 
-fn fuzz(target: &'static str, words: &[&[u8]], seeds: Vec<Vec<u8>>, reader: Reader) {
+/// What is fuzzed, and from where it starts.
+#[derive(Clone, Copy)]
+struct Target<'a> {
+    name: &'static str,
+    words: &'a [&'a [u8]],
+    seeds: &'a [Vec<u8>],
+    reader: Reader,
+}
+
+/// What the runs of one seed, or of several, have seen.
+#[derive(Default)]
+struct Seen {
+    kinds: HashSet<u64>,
+    memory: i64,
+}
+
+fn fuzz(name: &'static str, words: &[&[u8]], seeds: Vec<Vec<u8>>, reader: Reader) {
     if let Ok(path) = std::env::var("MOEJOB_FUZZ_INPUT") {
         let input = std::fs::read(&path).expect("the input");
         return assert_eq!(run(reader, &input).err(), None, "{path}");
     }
     let (runs, seed) = (number("MOEJOB_FUZZ_RUNS", RUNS), number("MOEJOB_FUZZ_SEED", 1));
-    let mut kept = corpus(target);
-    kept.extend(seeds);
-    let mut kinds = std::collections::HashSet::new();
-    let fail = |input: &[u8], why: String, at: u64| {
-        let name = format!("moejob-fuzz-{target}-{:016x}", kind_of(input));
+    let threads = number("MOEJOB_FUZZ_THREADS", 1).clamp(1, 512);
+    let mut all = corpus(name);
+    all.extend(seeds);
+    let target = Target { name, words, seeds: &all, reader };
+    let (began, stop) = (Instant::now(), AtomicBool::new(false));
+    let mut seen = Seen::default();
+    std::thread::scope(|scope| {
+        let stop = &stop;
+        let of = |thread| runs / threads + u64::from(thread < runs % threads);
+        let workers: Vec<_> = (0..threads)
+            .map(|thread| scope.spawn(move || search(target, of(thread), seed + thread, stop)))
+            .collect();
+        for worker in workers {
+            let found = worker.join().unwrap_or_else(|panic| resume_unwind(panic));
+            seen.kinds.extend(found.kinds);
+            seen.memory = seen.memory.max(found.memory);
+        }
+    });
+    println!(
+        "{name}: {runs} runs on {threads} threads in {:.0} s, {} kinds of answers, \
+         at most {} KiB of memory",
+        began.elapsed().as_secs_f64(),
+        seen.kinds.len(),
+        seen.memory >> 10
+    );
+}
+
+/// `runs` inputs from one seed; what finds something new is mutated further.
+///
+/// # Panics
+/// At the first input that fails, which it writes to a file. The other threads stop then.
+fn search(target: Target, runs: u64, seed: u64, stop: &AtomicBool) -> Seen {
+    let fail = |input: &[u8], why: String, at: u64| -> ! {
+        stop.store(true, Ordering::Relaxed);
+        let name = format!("moejob-fuzz-{}-{:016x}", target.name, kind_of(input));
         let path = std::env::temp_dir().join(name);
         std::fs::write(&path, input).expect("a place for the input");
         panic!("run {at} of seed {seed}, input {}: {why}", path.display());
     };
-    for (at, input) in kept.clone().iter().enumerate() {
-        match run(reader, input) {
-            Ok(kind) => drop(kinds.insert(kind)),
+    let mut seen = Seen::default();
+    for (at, input) in target.seeds.iter().enumerate() {
+        match run(target.reader, input) {
+            Ok(kind) => drop(seen.kinds.insert(kind)),
             Err(why) => fail(input, why, at as u64),
         }
     }
-    let mut mutator = Mutator::new(seed, words);
-    let (began, mut largest) = (Instant::now(), 0);
+    let mut kept = target.seeds.to_vec();
+    let mut mutator = Mutator::new(seed, target.words);
     for at in 0..runs {
+        if stop.load(Ordering::Relaxed) {
+            break;
+        }
         let input = mutator.next(&kept);
-        match run(reader, &input) {
+        match run(target.reader, &input) {
             Err(why) => fail(&input, why, at),
             Ok(kind) => {
-                if kinds.insert(kind) && kept.len() < KEPT_MAX {
+                if seen.kinds.insert(kind) && kept.len() < KEPT_MAX {
                     kept.push(input);
                 }
             }
         }
-        largest = largest.max(PEAK.get() - NOW.get());
+        seen.memory = seen.memory.max(PEAK.get() - NOW.get());
     }
-    println!(
-        "{target}: {runs} runs in {:.0} s, {} kinds of answers, at most {} KiB of memory",
-        began.elapsed().as_secs_f64(),
-        kinds.len(),
-        largest >> 10
-    );
+    seen
 }
 
 fn kind_of(input: &[u8]) -> u64 {
