@@ -6,6 +6,7 @@
 
 use crate::checkpoint::{Refusal, newest_above, newest_usable, verify};
 use crate::comm::Comm;
+use crate::fence;
 use crate::records::{Records, event};
 use crate::trainer::{Stop, fail, record_failed};
 use crate::trainer_api::TrainerEvent;
@@ -13,27 +14,39 @@ use moejob_protocol::WorkerConfig;
 use moejob_protocol::report::{Detail, Event, EventKind};
 use std::path::Path;
 
-/// No other step: rank 0 has found none.
-const NONE: u64 = u64::MAX;
-
-/// Before the claim, which would put a newer checkpoint aside: is there one?
-pub(crate) fn look_for_newer(
+/// Before the claim, which would put newer checkpoints aside: what is there already? A job that is
+/// made again over the folder of an earlier one goes on from that, with higher attempts.
+pub(crate) fn look_into_storage(
     config: &WorkerConfig,
     comm: &mut Comm,
     out: &mut dyn FnMut(TrainerEvent),
 ) -> Result<(), Stop> {
-    let mut found = NONE;
+    let mut leave = false;
     if comm.rank() == 0 {
         let location = Path::new(&config.checkpoint.location);
         if let Some(newer) = newest_above(location, Some(config.resume.step()))?.usable {
-            found = newer.step;
             out(TrainerEvent::Event(found_event(config, newer.step, newer.name)));
+            leave = true;
+        }
+        if let Some(claim) = claim_of_another(config, location)? {
+            out(TrainerEvent::Event(claim));
+            leave = true;
         }
     }
-    match first_rank_says(comm, found)? {
-        NONE => Ok(()),
-        _ => Err(Stop::Elsewhere),
+    if first_rank_says(comm, leave)? { Err(Stop::Elsewhere) } else { Ok(()) }
+}
+
+/// This attempt or a later one is claimed, by another job than this.
+fn claim_of_another(config: &WorkerConfig, location: &Path) -> Result<Option<Event>, Stop> {
+    let Some(newest) = fence::claims(location)?.pop() else { return Ok(None) };
+    let own = newest.job_uid == config.job_uid || newest.job_uid.is_empty();
+    if own || newest.attempt < config.attempt {
+        return Ok(None);
     }
+    let (attempt, path) = (newest.attempt, location.display());
+    let message = format!("an earlier job has made attempts up to {attempt} in {path}");
+    let details = [("attempt", Detail::Number(attempt.into()))];
+    Ok(Some(event(config.attempt, EventKind::AttemptsClaimed, "EarlierJob", message, details)))
 }
 
 /// After each rank has tried to load its part of the checkpoint at `step`: where it is damaged, the
@@ -48,11 +61,8 @@ pub(crate) fn agree_on_loaded(
     let own = [u8::from(loaded.is_err())];
     let damaged = comm.gather_all(&own, own.len())?.iter().position(|of| of == &[1]);
     let Some(damaged) = damaged else { return Ok(()) };
-    let mut other = NONE;
-    if comm.rank() == 0 {
-        other = look_for_other(config, step, tell)?.unwrap_or(NONE);
-    }
-    if first_rank_says(comm, other)? != NONE {
+    let found = comm.rank() == 0 && look_for_other(config, step, tell)?;
+    if first_rank_says(comm, found)? {
         return Err(Stop::Elsewhere);
     }
     match loaded {
@@ -64,23 +74,23 @@ pub(crate) fn agree_on_loaded(
     }
 }
 
-/// What is damaged, and the step of what can be used instead. A checkpoint that is whole to rank 0
+/// Tells what is damaged and what can be used instead, if there is such. A checkpoint that is whole to rank 0
 /// is not told as damaged, whatever another rank has seen of it: the two would be told in turn.
 fn look_for_other(
     config: &WorkerConfig,
     step: u64,
     tell: &mut dyn FnMut(Event) -> Result<(), Stop>,
-) -> Result<Option<u64>, Stop> {
+) -> Result<bool, Stop> {
     let location = Path::new(&config.checkpoint.location);
     let name = moejob_protocol::checkpoint::directory_name(step);
-    let Err(problems) = verify(&location.join(&name)) else { return Ok(None) };
-    let Some(usable) = newest_usable(location)?.usable else { return Ok(None) };
+    let Err(problems) = verify(&location.join(&name)) else { return Ok(false) };
+    let Some(usable) = newest_usable(location)?.usable else { return Ok(false) };
     let message = format!("{}; {} is used", Refusal::of(&name, problems), usable.name);
     let details = [("step", Detail::Number(step)), ("name", Detail::Text(name))];
     let kind = EventKind::CheckpointRefused;
     tell(event(config.attempt, kind, "Damaged", message, details))?;
     tell(found_event(config, usable.step, usable.name))?;
-    Ok(Some(usable.step))
+    Ok(true)
 }
 
 fn found_event(config: &WorkerConfig, step: u64, name: String) -> Event {
@@ -88,11 +98,10 @@ fn found_event(config: &WorkerConfig, step: u64, name: String) -> Event {
     event(config.attempt, EventKind::CheckpointCommitted, "Found", name, details)
 }
 
-fn first_rank_says(comm: &mut Comm, own: u64) -> Result<u64, Stop> {
-    let own = own.to_le_bytes();
+fn first_rank_says(comm: &mut Comm, own: bool) -> Result<bool, Stop> {
+    let own = [u8::from(own)];
     let all = comm.gather_all(&own, own.len())?;
-    let first = all.first().and_then(|bytes| bytes.as_slice().try_into().ok());
-    Ok(first.map_or(NONE, u64::from_le_bytes))
+    Ok(all.first().is_some_and(|first| first == &[1]))
 }
 
 /// Recorded where there is a record of this attempt, and told to the leader.

@@ -1,7 +1,7 @@
 //! One attempt on the device's thread: load, train, validate, checkpoint, end.
 //!
 //! ```text
-//! open data -> nothing newer in the storage -> claim -> state (fresh | checkpoint | memory) -> snapshot
+//! open data -> nothing newer in storage -> claim -> state (fresh | checkpoint | memory) -> snapshot
 //!   -> step -> agree -> update -> [validate] [snapshot] [checkpoint] -> step ...
 //!   -> empty steps until the last checkpoint is committed
 //! ```
@@ -132,7 +132,7 @@ impl Trainer {
         }
         let mut corpus = self.corpus(config)?;
         agree_on_data(&corpus, &mut comm)?;
-        resume::look_for_newer(config, &mut comm, out)?;
+        resume::look_into_storage(config, &mut comm, out)?;
         let mut records = if comm.rank() == 0 { Some(self.claim(config)?) } else { None };
         let mut model = model(config, comm.rank())?;
         let mut tell = |event: Event| resume::tell(event, records.as_mut(), out);

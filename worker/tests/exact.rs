@@ -209,6 +209,18 @@ fn what_the_storage_has_newer_is_not_put_aside() {
     let stopped = |end: &AttemptEnd| *end == AttemptEnd::Stopped { step: 0 };
     assert!(ends.iter().all(stopped) && reports.is_empty(), "{ends:?}");
     assert!(!location.join("attempts/2.json").exists());
+    // The same for a job that is made again over the folder of an earlier one.
+    let uid = std::mem::replace(&mut job.config.job_uid, "another".to_string());
+    job.config.attempt = 1;
+    let (ends, _) = job.run(&mut common::trainers(2), None);
+    assert!(ends.iter().all(stopped), "{ends:?}");
+    job.config.resume = Resume::Checkpoint { step: found.step, name: found.name.clone() };
+    let (ends, _) = job.run(&mut common::trainers(2), None);
+    let stopped = |end: &AttemptEnd| *end == AttemptEnd::Stopped { step: found.step };
+    assert!(ends.iter().all(stopped), "the number of the attempt is taken: {ends:?}");
+    job.config.job_uid = uid;
+    let (ends, _) = job.run(&mut common::trainers(2), None);
+    assert!(matches!(ends[0], AttemptEnd::Fenced { attempt: 1 }), "its own claim: {ends:?}");
     job.config.attempt = 3;
     job.config.resume = Resume::Checkpoint { step: found.step, name: found.name.clone() };
     let (ends, _) = job.run(&mut common::trainers(2), None);

@@ -60,6 +60,8 @@ pub struct Tracker {
     last_words: Vec<(String, i32, String)>,
     /// Members of the present gang that have found the others.
     joined: BTreeSet<String>,
+    /// Attempts up to this one are an earlier job's, which had the same folder.
+    taken: u32,
     /// The rank that was the first to leave the present gang because it had lost another, and that
     /// other's.
     parted: Option<(u32, u32)>,
@@ -75,8 +77,8 @@ impl Tracker {
             *record = Record { attempt: record.attempt, ..Record::default() };
         }
         let (recoveries, step_times, last_words, joined) = Default::default();
-        let (last_step, parted) = (0, None);
-        Tracker { observed, recoveries, step_times, last_step, last_words, joined, parted }
+        let (last_step, taken, parted) = (0, 0, None);
+        Tracker { observed, recoveries, step_times, last_step, last_words, joined, taken, parted }
     }
 
     fn worker(&mut self, name: &str) -> Option<&mut Worker> {
@@ -249,6 +251,7 @@ impl Tracker {
         }
         if let Some(gang) = &mut self.observed.record.gang {
             gang.ended = Some(now);
+            self.observed.record.attempt = self.taken.max(gang.attempt);
             let layout = (gang.attempt, gang.layout.clone());
             self.observed.record.layouts.push(layout);
             self.forget_layouts();
@@ -315,7 +318,7 @@ impl Tracker {
     pub fn heard(&mut self, name: &str, attempt: u32, up: &Up, now: Millis) -> Vec<Happening> {
         match up {
             Up::Hello(_) => {}
-            Up::Event(event) => self.committed(attempt, event),
+            Up::Event(event) => self.stored(attempt, event),
             Up::Heartbeat(heartbeat) => {
                 if let Some(worker) = self.worker(name).filter(|worker| !worker.is_dead()) {
                     worker.held = heartbeat.held.clone();
@@ -380,8 +383,16 @@ impl Tracker {
         }
     }
 
-    /// A checkpoint of an attempt that was given up does not count: a later claim is behind it.
-    fn committed(&mut self, attempt: u32, event: &Event) {
+    /// What a worker has done to the storage or found there. A checkpoint of an attempt that was
+    /// given up does not count: a later claim is behind it.
+    fn stored(&mut self, attempt: u32, event: &Event) {
+        if let (EventKind::AttemptsClaimed, Some(Detail::Number(taken))) =
+            (event.event, event.details.get("attempt"))
+        {
+            // An attempt is far from 2^32, unless the claim is nonsense.
+            let taken = u32::try_from(*taken).ok().filter(|taken| *taken < u32::MAX / 2);
+            self.taken = self.taken.max(taken.unwrap_or(0));
+        }
         let Some(Detail::Number(step)) = event.details.get("step") else {
             return;
         };

@@ -118,6 +118,11 @@ fn the_next_attempt_resumes_from_what_the_storage_has() {
             let refused = event(EventKind::CheckpointRefused, 1, step);
             world.tracker.heard(&names[0], 1, &refused, now);
         }
+        let mut claimed = event(EventKind::AttemptsClaimed, 1, 0);
+        if let Up::Event(claimed) = &mut claimed {
+            claimed.details = BTreeMap::from([("attempt".to_string(), Detail::Number(6))]);
+        }
+        world.tracker.heard(&names[0], 1, &claimed, now);
         let committed = event(EventKind::CheckpointCommitted, 1, found);
         world.tracker.heard(&names[0], 1, &committed, now);
         for name in &names {
@@ -127,7 +132,7 @@ fn the_next_attempt_resumes_from_what_the_storage_has() {
             world.sims.get_mut(name).expect("a worker").leave(reason);
         }
         world.settle();
-        assert_eq!(resumed_at(&world), (2, found));
+        assert_eq!(resumed_at(&world), (7, found));
         assert_eq!(world.observed().stored, Some(stored(found)));
         assert_eq!(world.observed().record.restarts, Vec::<u64>::new());
     }

@@ -256,6 +256,13 @@ impl JobState {
             Up::Event(event) if event.event == EventKind::CheckpointRefused => {
                 self.event(true, "CheckpointRefused", event.message.clone());
             }
+            Up::Event(event) if event.event == EventKind::AttemptsClaimed => {
+                self.event(false, "EarlierJob", event.message.clone());
+            }
+            Up::Event(event) if event.reason == "Found" => {
+                let note = format!("the storage has {}: it is resumed from", event.message);
+                self.event(false, "CheckpointFound", note);
+            }
             Up::Event(event) if event.event == EventKind::Resumed => {
                 tracing::info!(job = self.id.name, attempt = event.attempt, "{}", event.message);
             }

@@ -63,6 +63,8 @@ pub enum EventKind {
     WorkerLost,
     AttemptStarted,
     Resumed,
+    /// The storage has claims of an earlier job of this folder; `attempt` is the highest.
+    AttemptsClaimed,
     CheckpointCommitted,
     CheckpointRefused,
     CheckpointRemoved,
