@@ -102,3 +102,65 @@ fn every_example_says_what_it_teaches() {
         }
     }
 }
+
+/// What may be linked into a program under Apache-2.0.
+const LICENCES: [&str; 11] = [
+    "0BSD",
+    "Apache-2.0",
+    "Apache-2.0 WITH LLVM-exception",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "CDLA-Permissive-2.0",
+    "ISC",
+    "MIT",
+    "Unicode-3.0",
+    "Unlicense",
+    "Zlib",
+];
+
+/// `A OR B` and the older `A/B` need one that is allowed, `AND` needs both.
+fn allowed(licence: &str) -> bool {
+    licence.split(" AND ").all(|part| {
+        part.trim_matches(['(', ')'])
+            .split(" OR ")
+            .flat_map(|part| part.split('/'))
+            .any(|name| LICENCES.contains(&name.trim()))
+    })
+}
+
+#[test]
+fn dependencies_come_from_the_registry_under_licences_we_can_ship() {
+    for (licence, expected) in [
+        ("MIT OR Apache-2.0", true),
+        ("GPL-3.0/MIT", true),
+        ("(MIT OR GPL-3.0) AND Unicode-3.0", true),
+        ("MIT AND GPL-3.0", false),
+        ("MPL-2.0", false),
+        ("", false),
+    ] {
+        assert_eq!(allowed(licence), expected, "{licence}");
+    }
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version", "1", "--offline", "--locked"])
+        .args(["--filter-platform", "x86_64-unknown-linux-gnu"])
+        .current_dir(root())
+        .output()
+        .expect("cargo metadata");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).expect("its JSON");
+    let packages = metadata["packages"].as_array().expect("packages");
+    assert!(packages.len() > 100, "only {} packages", packages.len());
+    let mut found = Vec::new();
+    for package in packages {
+        let of = |field: &str| package[field].as_str().unwrap_or_default().to_string();
+        let name = format!("{} {}", of("name"), of("version"));
+        // Ours have no source.
+        if !package["source"].is_null() && !of("source").starts_with("registry+") {
+            found.push(format!("{name} comes from {}", of("source")));
+        }
+        if !allowed(&of("license")) {
+            found.push(format!("{name} is under '{}'", of("license")));
+        }
+    }
+    all_of(found);
+}
