@@ -74,8 +74,9 @@ pub(crate) fn agree_on_loaded(
     }
 }
 
-/// Tells what is damaged and what can be used instead, if there is such. A checkpoint that is whole to rank 0
-/// is not told as damaged, whatever another rank has seen of it: the two would be told in turn.
+/// Tells what is damaged and what can be used instead, if there is such. A checkpoint that is whole
+/// to rank 0 is not told as damaged, whatever another rank has seen of it: the two would be told in
+/// turn.
 fn look_for_other(
     config: &WorkerConfig,
     step: u64,

@@ -1,7 +1,7 @@
 //! One attempt on the device's thread: load, train, validate, checkpoint, end.
 //!
 //! ```text
-//! open data -> nothing newer in storage -> claim -> state (fresh | checkpoint | memory) -> snapshot
+//! open data -> look into storage -> claim -> state (fresh | checkpoint | memory) -> snapshot
 //!   -> step -> agree -> update -> [validate] [snapshot] [checkpoint] -> step ...
 //!   -> empty steps until the last checkpoint is committed
 //! ```
