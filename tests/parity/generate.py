@@ -10,15 +10,20 @@ For each family one file, tests/parity/data/<family>.safetensors:
 
 Run it in a virtual environment with the versions of requirements.txt:
 
-    python generate.py [--check] [FOLDER]
+    python generate.py [--check] [--seed N] [--random COUNT] [FOLDER]
 
 `--check` compares with the files in the folder instead of writing them, within the bounds that
 the Rust tests use, because sums differ between processors in their last bits.
+`--seed` is the first seed that is tried, 1 unless told. `--random` writes models of random shapes
+in place of those below, COUNT of each family; the folder is then needed, and the Rust tests read
+it as MOEJOB_PARITY_DATA.
 """
 
+import argparse
 import contextlib
 import json
 import pathlib
+import random
 import sys
 import types
 
@@ -123,6 +128,74 @@ FAMILIES = {
 }
 
 
+def random_shape(name, seed):
+    """A family with sizes that divide nothing, and every option that it has."""
+    draw = random.Random(f"{name} {seed}")
+    kv, each = draw.randint(1, 3), draw.randint(1, 3)
+    head_dim = 2 * draw.randint(1, 5)
+    experts = draw.randint(2, 13)
+    layers = draw.randint(1, 3)
+    common = dict(
+        COMMON,
+        vocab_size=draw.randint(11, 61),
+        hidden_size=draw.randint(5, 33),
+        num_hidden_layers=layers,
+        num_attention_heads=kv * each,
+        num_key_value_heads=kv,
+        num_experts_per_tok=draw.choice([1, experts, draw.randint(1, experts)]),
+        tie_word_embeddings=draw.random() < 0.5,
+        router_aux_loss_coef=draw.choice([0.001, 0.05, 0.3]),
+        hidden_act=draw.choice(["silu", "silu", "relu", "gelu_pytorch_tanh"]),
+        rope_parameters={"rope_type": "default", "rope_theta": draw.choice([50.0, 1e4, 1e6])},
+    )
+    make, _, module = FAMILIES[name]
+    width, norm = draw.randint(1, 19), draw.random() < 0.5
+    if name == "mixtral":
+        own = dict(num_local_experts=experts, intermediate_size=width, head_dim=head_dim)
+    elif name == "qwen3_moe":
+        dense = [layer for layer in range(layers) if draw.random() < 0.4]
+        own = dict(
+            num_experts=experts,
+            moe_intermediate_size=width,
+            intermediate_size=draw.randint(3, 21),
+            head_dim=head_dim,
+            norm_topk_prob=norm,
+            mlp_only_layers=dense if len(dense) < layers else [],
+            attention_bias=draw.random() < 0.5,
+        )
+    elif name == "olmoe":
+        common["hidden_size"] = kv * each * head_dim
+        clip = draw.choice([None, 0.7, 1.5])
+        own = dict(
+            num_experts=experts, intermediate_size=width, norm_topk_prob=norm, clip_qkv=clip
+        )
+    else:
+        groups = draw.choice([1, 2, 3])
+        experts = groups * draw.randint(2, 5)
+        kept = draw.randint(1, groups)
+        most = kept * experts // groups
+        # Normalised, one expert has the weight 1: its router has no gradient to compare.
+        common["num_experts_per_tok"] = draw.choice([most, draw.randint(2, most)])
+        common["rope_parameters"]["partial_rotary_factor"] = 1.0
+        own = dict(
+            n_routed_experts=experts,
+            n_shared_experts=draw.randint(1, 3),
+            n_group=groups,
+            topk_group=kept,
+            routed_scaling_factor=draw.choice([1.0, 2.5]),
+            norm_topk_prob=norm,
+            moe_intermediate_size=width,
+            intermediate_size=draw.randint(3, 21),
+            first_k_dense_replace=draw.randint(0, layers - 1),
+            head_dim=head_dim,
+            use_qk_norm=draw.random() < 0.5,
+            num_mtp_layers=0,
+        )
+    # Of many tokens one always chooses too closely.
+    sizes = (STEPS, draw.randint(1, 2), draw.randint(3, 7))
+    return (make, type(FAMILIES[name][1])(**{**common, **own}), module), sizes
+
+
 @contextlib.contextmanager
 def wide(module):
     """Every cast to float32 of the model's module becomes one to float64 (docs/parity.md)."""
@@ -165,6 +238,8 @@ def logical(state):
 
 def gap(scores, kept):
     """The smallest gap between a kept and a refused score of a row."""
+    if kept == scores.shape[-1]:
+        return 1.0
     best = scores.topk(kept + 1, dim=-1).values
     return (best[:, kept - 1] - best[:, kept]).min().item()
 
@@ -205,6 +280,8 @@ def train(model, tokens):
         optimizer.zero_grad()
         out.loss.backward()
         smallest = min(smallest, margin(model, out.router_logits))
+        if smallest <= MARGIN:
+            break
         if step == 0:
             result["logits"] = out.logits.detach().clone().contiguous()
             result["loss"] = out.loss.detach().reshape(1).clone()
@@ -217,13 +294,14 @@ def train(model, tokens):
     return result | {f"after/{name}": value for name, value in after.items()}, smallest
 
 
-def family(name, seed):
-    """All tensors of a family, or None where a choice of experts is too close."""
-    make, config, module = FAMILIES[name]
+def family(name, shape, sizes, seed):
+    """All tensors of a model, or None where a choice of experts is too close."""
+    make, config, module = shape
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     torch.manual_seed(seed)
-    tokens = torch.randint(0, config.vocab_size, (STEPS, BATCH, SEQUENCE + 1))
+    steps, batch, sequence = sizes
+    tokens = torch.randint(0, config.vocab_size, (steps, batch, sequence + 1))
     first = make(config)
     with torch.no_grad():
         for param in first.parameters():
@@ -270,19 +348,30 @@ def compare(name, tensors, path):
 
 
 def main():
-    arguments = [argument for argument in sys.argv[1:] if argument != "--check"]
-    here = pathlib.Path(__file__).parent / "data"
-    folder = pathlib.Path(arguments[0]) if arguments else here
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--random", type=int, default=0)
+    parser.add_argument("folder", nargs="?", type=pathlib.Path)
+    options = parser.parse_args()
+    if options.random and options.folder is None:
+        parser.error("--random needs a folder: those in the tree are of fixed shapes")
+    folder = options.folder or pathlib.Path(__file__).parent / "data"
+    folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    for name in FAMILIES:
-        made = next(filter(None, (family(name, seed) for seed in range(1, 100))))
-        tensors, metadata = made
-        path = folder / f"{name}.safetensors"
-        if "--check" in sys.argv:
-            compare(name, tensors, path)
+    cases = [(name, name, FAMILIES[name], (STEPS, BATCH, SEQUENCE)) for name in FAMILIES]
+    if options.random:
+        numbers = range(options.seed, options.seed + options.random)
+        cases = [(f"{name}-{n}", name, *random_shape(name, n)) for name in FAMILIES for n in numbers]
+    for file, name, shape, sizes in cases:
+        seeds = range(options.seed, options.seed + 2000)
+        tensors, metadata = next(filter(None, (family(name, shape, sizes, n) for n in seeds)))
+        path = folder / f"{file}.safetensors"
+        if options.check:
+            compare(file, tensors, path)
         else:
             save_file(tensors, path, metadata)
-        print(f"{name}: {len(tensors)} tensors, seed {metadata['seed']}", file=sys.stderr)
+        print(f"{file}: {len(tensors)} tensors, seed {metadata['seed']}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Hugging Face directories through `moejob` and back, held against `transformers`.
 
-    python roundtrip.py PATH_OF_MOEJOB
+    python roundtrip.py PATH_OF_MOEJOB [--random COUNT] [--seed N]
 
 For each family, float type and layout: `save_pretrained` -> `moejob checkpoint import` ->
 `moejob checkpoint export` -> `AutoModelForCausalLM.from_pretrained`, without remote code. Tensors
 must come back bit for bit, logits within 1e-5, and `moejob eval` must find the loss that
-`transformers` finds.
+`transformers` finds. `--random` takes COUNT models of random shapes of each family.
 """
 
+import argparse
 import json
 import pathlib
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import tempfile
 
 import torch
-from generate import CORRECTION, FAMILIES
+from generate import CORRECTION, FAMILIES, random_shape
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -59,10 +60,10 @@ def unfused(named, family):
     return result
 
 
-def random_model(family, dtype):
-    make, config, _ = FAMILIES[family]
+def random_model(shape, dtype, seed):
+    make, config, _ = shape
     config = type(config)(**{**config.to_dict(), "vocab_size": 256})
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     model = make(config)
     with torch.no_grad():
         for param in model.parameters():
@@ -99,10 +100,10 @@ def load(directory):
     return model.eval(), report
 
 
-def case(moejob, family, dtype, published, several, folder):
+def case(moejob, family, shape, seed, dtype, published, several, folder):
     source, checkpoint, exported = folder / "source", folder / "checkpoint", folder / "exported"
-    model = random_model(family, dtype)
-    size = "20KB" if several else "1GB"
+    model = random_model(shape, dtype, seed)
+    size = "5KB" if several else "1GB"
     model.save_pretrained(source, max_shard_size=size, save_original_format=published)
     files = len(list(source.glob("*.safetensors")))
     assert (files > 1) == several, f"{family}: {files} files"
@@ -137,12 +138,21 @@ def case(moejob, family, dtype, published, several, folder):
 
 
 def main():
-    moejob = str(pathlib.Path(sys.argv[1]).resolve())
+    parser = argparse.ArgumentParser()
+    parser.add_argument("moejob", type=pathlib.Path)
+    parser.add_argument("--random", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=7)
+    options = parser.parse_args()
+    moejob = str(options.moejob.resolve())
     torch.set_num_threads(1)
-    for family in FAMILIES:
-        for dtype, published, several in CASES:
-            with tempfile.TemporaryDirectory() as folder:
-                case(moejob, family, dtype, published, several, pathlib.Path(folder))
+    for family, fixed in FAMILIES.items():
+        numbers = range(options.seed, options.seed + options.random)
+        shapes = [(random_shape(family, n)[0], n) for n in numbers] or [(fixed, options.seed)]
+        for shape, seed in shapes:
+            for dtype, published, several in CASES:
+                with tempfile.TemporaryDirectory() as folder:
+                    at = pathlib.Path(folder)
+                    case(moejob, family, shape, seed, dtype, published, several, at)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 //! Our model against those of `transformers`: logits, losses, every gradient, and the weights
-//! after ten AdamW steps. `tests/parity/generate.py` wrote the reference values.
+//! after ten AdamW steps. `tests/parity/generate.py` wrote the reference values. Other ones:
+//! `generate.py --random 5 --seed 100 FOLDER`, then MOEJOB_PARITY_DATA=FOLDER and this test.
 
 mod common;
 
@@ -12,31 +13,36 @@ use moejob_kernels::Buffer;
 use moejob_protocol::config::{AdamW, Precision};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
-use moejob_protocol::model::{AuxLossScope, ModelConfig, Param, QkNorm, Role, Scoring};
+use moejob_protocol::model::{AuxLossScope, ModelConfig, Param, Role};
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
-const STEPS: usize = 10;
-const BATCH: usize = 2;
-const SEQUENCE: usize = 8;
-const TOKENS: usize = BATCH * SEQUENCE;
+const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/data");
 
 /// The tensors of one reference file, as f64 whatever their type there.
-struct Reference(BTreeMap<String, Vec<f64>>);
+struct Reference {
+    tensors: BTreeMap<String, Vec<f64>>,
+    /// Of `transformers`, as read by `import`.
+    config: ModelConfig,
+    /// Steps, sequences of a batch, tokens of a sequence.
+    sizes: [usize; 3],
+}
 
 impl Reference {
-    fn open(family: &str) -> Reference {
+    fn open(path: &Path) -> Reference {
         #[derive(serde::Deserialize)]
         struct Entry {
             dtype: String,
+            shape: Vec<usize>,
             data_offsets: [usize; 2],
         }
-        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/data");
-        let file = std::fs::read(format!("{folder}/{family}.safetensors")).expect("a reference");
+        let file = std::fs::read(path).expect("a reference");
         let (length, rest) = file.split_first_chunk::<8>().expect("a header");
         let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
         let mut header: BTreeMap<String, serde_json::Value> =
             serde_json::from_slice(header).expect("a header");
-        header.remove("__metadata__");
+        let metadata = header.remove("__metadata__").expect("the model's config");
+        let mut sizes = [0; 3];
         let read = |entry: Entry| -> Vec<f64> {
             let bytes = &data[entry.data_offsets[0]..entry.data_offsets[1]];
             let four = bytes.chunks_exact(4).map(|b| b.try_into().expect("four bytes"));
@@ -48,31 +54,30 @@ impl Reference {
                 other => panic!("{other} is not expected in a reference"),
             }
         };
-        let tensors = header.into_iter().map(|(name, entry)| {
-            (name, read(serde_json::from_value(entry).expect("a tensor's entry")))
-        });
-        Reference(tensors.collect())
+        let mut tensors = BTreeMap::new();
+        for (name, entry) in header {
+            let entry: Entry = serde_json::from_value(entry).expect("a tensor's entry");
+            if name == "tokens" {
+                sizes.copy_from_slice(&entry.shape);
+                // Each sequence has one token more, the last one's target.
+                sizes[2] -= 1;
+            }
+            tensors.insert(name, read(entry));
+        }
+        let folder = tempfile::tempdir().expect("a folder");
+        let text = metadata["config"].as_str().expect("the model's config");
+        std::fs::write(folder.path().join("config.json"), text).expect("a file");
+        let mut config = moe_worker::hf::read_model(folder.path()).expect("a family of ours");
+        config.router.aux_loss_scope = AuxLossScope::Hf;
+        if !tensors.contains_key("f64/aux") {
+            config.router.aux_loss_coef = 0.0;
+        }
+        Reference { tensors, config, sizes }
     }
 
     fn get(&self, name: &str) -> &[f64] {
-        self.0.get(name).unwrap_or_else(|| panic!("{name} is not in the reference"))
+        self.tensors.get(name).unwrap_or_else(|| panic!("{name} is not in the reference"))
     }
-}
-
-/// What all families of `generate.py` share.
-fn config(change: impl FnOnce(&mut ModelConfig)) -> ModelConfig {
-    let mut config = common::model();
-    config.vocab_size = 29;
-    config.hidden_size = 16;
-    config.num_attention_heads = 4;
-    config.num_key_value_heads = 2;
-    config.head_dim = 4;
-    config.tie_word_embeddings = false;
-    config.router.aux_loss_coef = 0.05;
-    config.router.z_loss_coef = 0.0;
-    config.router.aux_loss_scope = AuxLossScope::Hf;
-    change(&mut config);
-    config
 }
 
 struct Bench<'a> {
@@ -83,18 +88,14 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    fn new<'a>(
-        config: &ModelConfig,
-        reference: &'a Reference,
-        precision: Precision,
-    ) -> Bench<'a> {
+    fn new(reference: &Reference, precision: Precision) -> Bench<'_> {
         let mut training = common::training();
+        let [_, batch, sequence] = reference.sizes.map(|size| size as u32);
         training.precision = precision;
-        training.global_batch_size = BATCH as u32;
-        training.micro_batch_size = BATCH as u32;
-        training.sequence_length = SEQUENCE as u32;
+        (training.global_batch_size, training.micro_batch_size) = (batch, batch);
+        training.sequence_length = sequence;
         let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
-        let model = Model::new(config, &layout, 0, &training, 1).expect("a small arena");
+        let model = Model::new(&reference.config, &layout, 0, &training, 1).expect("a small arena");
         let gradients = Gradients::new(&model);
         let mut bench = Bench { model, gradients, reference, precision };
         for index in 0..bench.model.params.len() {
@@ -102,7 +103,7 @@ impl Bench<'_> {
             let weight = weight_of(&bench.model, index).expect("one rank holds everything");
             bench.write(weight, reference.get(&name));
         }
-        let initial = reference.0.keys().filter(|name| name.starts_with("initial/")).count();
+        let initial = reference.tensors.keys().filter(|name| name.starts_with("initial/")).count();
         assert_eq!(initial, bench.model.params.len(), "the same table of parameters");
         let state = bench.model.buffers.state.clone();
         bench.model.device.fill_zero(state.moment1);
@@ -127,33 +128,33 @@ impl Bench<'_> {
         self.model.device.read_vec::<f32>(buffer).into_iter().map(f64::from).collect()
     }
 
-    /// max |difference| / max |reference|
+    /// max |difference| / max |reference|. Where `transformers` in f32 is itself further from its f64,
+    /// as in gradients that nearly cancel, three times its distance is allowed.
     fn check(&self, name: &str, found: &[f64], bound: f64) {
         let kind = if self.precision == Precision::Fp64 { "f64" } else { "f32" };
         let expected = self.reference.get(&format!("{kind}/{name}"));
-        assert_eq!(found.len(), expected.len(), "{name}");
-        let largest = expected.iter().fold(0.0_f64, |most, x| most.max(x.abs()));
-        let pairs = found.iter().zip(expected);
-        let error = pairs.fold(0.0_f64, |most, (a, b)| most.max((a - b).abs()));
-        let scale = largest.max(1e-30);
-        assert!(error / scale <= bound, "{kind} {name}: {:.2e}", error / scale);
+        let exact = self.reference.get(&format!("f64/{name}"));
+        let error = relative(found, expected);
+        let bound = bound.max(3.0 * relative(expected, exact));
+        assert!(error <= bound, "{kind} {name}: {error:.2e}, allowed {bound:.2e}");
     }
 
     /// Forward, backward and update of the reference's batch `step`.
     fn step(&mut self, step: usize, bound: f64) {
-        let windows = self.reference.get("tokens").chunks_exact(SEQUENCE + 1);
-        let windows: Vec<&[f64]> = windows.skip(step * BATCH).take(BATCH).collect();
+        let [_, batch, sequence] = self.reference.sizes;
+        let windows = self.reference.get("tokens").chunks_exact(sequence + 1);
+        let windows: Vec<&[f64]> = windows.skip(step * batch).take(batch).collect();
         let column = |from: usize| -> Vec<u32> {
-            windows.iter().flat_map(|w| &w[from..from + SEQUENCE]).map(|id| *id as u32).collect()
+            windows.iter().flat_map(|w| &w[from..from + sequence]).map(|id| *id as u32).collect()
         };
         self.model.load(&column(0), &column(1));
-        let round =
-            Round { tokens: TOKENS, sources: vec![Source { position: 0, tokens: TOKENS }] };
+        let tokens = batch * sequence;
+        let round = Round { tokens, sources: vec![Source { position: 0, tokens }] };
         let mut comm = Comm::solo(1);
         self.gradients.clear();
         self.model.forward(&round, &mut comm).expect("no peers");
         let logits = self.read(self.model.buffers.head.logits);
-        let loss = self.model.loss(&round, true) / TOKENS as f64;
+        let loss = self.model.loss(&round, true) / tokens as f64;
         let leaf = self.gradients.leaf(&round);
         self.model.backward(&round, &leaf, &mut comm).expect("no peers");
         if step == 0 {
@@ -205,84 +206,79 @@ impl Bench<'_> {
                 self.check(&format!("after/{name}"), &found, 1e-9);
                 continue;
             }
-            let expected = self.reference.get(&format!("f32/after/{name}"));
+            let [expected, exact] =
+                ["f32", "f64"].map(|kind| self.reference.get(&format!("{kind}/after/{name}")));
             let initial = self.reference.get(&format!("initial/{name}"));
-            let norm = |a: &[f64], b: &[f64]| {
-                a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt()
-            };
-            let error = norm(&found, expected) / norm(expected, initial);
-            assert!(error <= 1e-3, "f32 {name} after {STEPS} steps: {error:.2e}");
+            let error = distance(&found, expected) / distance(expected, initial);
+            let own = distance(expected, exact) / distance(exact, initial);
+            let bound = 1e-3_f64.max(3.0 * own);
+            assert!(error <= bound, "f32 {name} after all steps: {error:.2e} of {bound:.2e}");
         }
     }
 }
 
-fn check(family: &str, config: &ModelConfig) {
-    let reference = Reference::open(family);
+/// max |difference| / max |reference|
+fn relative(found: &[f64], expected: &[f64]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let largest = expected.iter().fold(0.0_f64, |most, x| most.max(x.abs()));
+    let pairs = found.iter().zip(expected);
+    let error = pairs.fold(0.0_f64, |most, (a, b)| most.max((a - b).abs()));
+    error / largest.max(1e-30)
+}
+
+/// In the Euclidean norm.
+fn distance(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt()
+}
+
+fn check(path: &Path) {
+    let reference = Reference::open(path);
     for (precision, bound) in [(Precision::Fp64, 1e-9), (Precision::Fp32, 2e-5)] {
-        let mut bench = Bench::new(config, &reference, precision);
-        (0..STEPS).for_each(|step| bench.step(step, bound));
+        let mut bench = Bench::new(&reference, precision);
+        (0..reference.sizes[0]).for_each(|step| bench.step(step, bound));
         bench.check_weights();
     }
 }
 
+fn check_family(name: &str) {
+    check(&Path::new(FOLDER).join(format!("{name}.safetensors")));
+}
+
 #[test]
 fn mixtral() {
-    check(
-        "mixtral",
-        &config(|config| {
-            config.experts.count = 4;
-            config.experts.intermediate_size = 12;
-        }),
-    );
+    check_family("mixtral");
 }
 
 #[test]
 fn qwen3_moe_with_a_dense_layer_biases_and_tied_embeddings() {
-    check(
-        "qwen3_moe",
-        &config(|config| {
-            config.head_dim = 8;
-            config.tie_word_embeddings = true;
-            config.attention_bias = true;
-            config.qk_norm = QkNorm::PerHead;
-            config.dense_layers = vec![0];
-            config.dense_intermediate_size = 20;
-            config.experts.count = 6;
-        }),
-    );
+    check_family("qwen3_moe");
 }
 
 #[test]
 fn olmoe_with_clamped_queries_keys_and_values() {
-    check(
-        "olmoe",
-        &config(|config| {
-            config.qk_norm = QkNorm::Full;
-            config.clip_qkv = 1.5;
-            config.experts.count = 5;
-            config.router.norm_topk_prob = false;
-        }),
-    );
+    check_family("olmoe");
 }
 
 /// GLM-4-MoE routes like DeepSeek-V3: sigmoid, correction, groups, shared experts, a scale.
 #[test]
 fn the_routing_of_deepseek_v3() {
-    check(
-        "glm4_moe",
-        &config(|config| {
-            config.num_hidden_layers = 3;
-            config.qk_norm = QkNorm::PerHead;
-            config.dense_layers = vec![0];
-            config.dense_intermediate_size = 20;
-            config.experts.count = 12;
-            config.experts.per_token = 3;
-            config.experts.shared = 2;
-            let router = &mut config.router;
-            router.aux_loss_coef = 0.0;
-            router.scoring = Scoring::Sigmoid;
-            router.bias = true;
-            (router.groups, router.topk_groups, router.scale) = (4, 2, 2.5);
-        }),
-    );
+    check_family("glm4_moe");
+}
+
+/// Sizes that divide nothing, one or all experts a token, other activations.
+#[test]
+fn models_of_random_shapes() {
+    let folder = std::env::var_os("MOEJOB_PARITY_DATA")
+        .map_or_else(|| Path::new(FOLDER).join("random"), PathBuf::from);
+    let mut paths: Vec<PathBuf> = std::fs::read_dir(&folder)
+        .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
+        .map(|entry| entry.expect("an entry").path())
+        .filter(|path| path.extension().is_some_and(|ending| ending == "safetensors"))
+        .collect();
+    paths.sort();
+    assert!(!paths.is_empty(), "{} has no references", folder.display());
+    for path in paths {
+        println!("{}", path.display());
+        check(&path);
+    }
 }
