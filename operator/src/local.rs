@@ -268,7 +268,9 @@ impl Runner {
         match up {
             Up::Step(report) => self.progress.step(report),
             Up::Event(event) => {
-                if matches!(event.event, EventKind::CheckpointRefused | EventKind::Resumed) {
+                let kinds =
+                    [EventKind::CheckpointRefused, EventKind::Resumed, EventKind::Warning];
+                if kinds.contains(&event.event) {
                     self.progress.note(&event.message);
                 }
             }

@@ -53,6 +53,7 @@ const STORAGE_POLL: Duration = Duration::from_millis(2);
 impl Run<'_> {
     pub fn train(&mut self, corpus: &mut Corpus) -> Result<AttemptEnd, Stop> {
         self.tell_resumed()?;
+        self.tell_overlaps(corpus)?;
         self.control.set_step(self.step);
         self.snapshot()?;
         let steps = self.config.training.steps;
@@ -273,6 +274,28 @@ impl Run<'_> {
             Resume::Memory { attempt, .. } => ("Memory", format!("snapshots of attempt {attempt}")),
         };
         self.tell(EventKind::Resumed, reason, message, self.step)
+    }
+
+    /// On rank 0, once a job: held-out data that are trained on.
+    fn tell_overlaps(&mut self, corpus: &Corpus) -> Result<(), Stop> {
+        const SHOWN: usize = 3;
+        let overlaps = if self.step == 0 { corpus.overlaps() } else { Vec::new() };
+        if overlaps.is_empty() {
+            return Ok(());
+        }
+        let pairs = overlaps.iter().take(SHOWN);
+        let pairs: Vec<String> = pairs.map(|(held, trained)| match held == trained {
+            true => held.clone(),
+            false => format!("{held} (as {trained})"),
+        }).collect();
+        let more = overlaps.len().saturating_sub(SHOWN);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        let message = format!(
+            "held-out data are trained on, too: {}{more}. The held-out loss will look too good; \
+             leave them out of data.train",
+            pairs.join(", ")
+        );
+        self.tell(EventKind::Warning, "HeldOutOverlaps", message, self.step)
     }
 
     /// On rank 0: a commit that was not told yet.

@@ -216,6 +216,7 @@ fn every_lie_is_refused_by_name() {
     check(|m| m.version = 2, "version 2 is newer than 1: upgrade moejob");
     check(|m| m.step = 9, "it is of step 9, not of step-00000010");
     check(|m| m.layout.mesh.ep = 3, "its mesh is impossible");
+    check(|m| m.layout.mesh.dp = 0, "its mesh is impossible");
     check(|m| m.files[0].name = "../r0.safetensors".to_string(), "is no name of a shard");
     check(|m| m.files[0].name = "a1-r0-/x.safetensors".to_string(), "is no name of a shard");
     check(|m| m.files[1].name = m.files[0].name.clone(), "listed twice");
@@ -224,6 +225,18 @@ fn every_lie_is_refused_by_name() {
     check(|m| m.files[0].blake3 = "0".repeat(64), "its BLAKE3 differs");
     check(|m| drop(m.tensors.pop()), "tensors, the model has");
     check(|m| m.tensors.swap(0, 3), "belongs in its place");
+    check(
+        |m| {
+            let name = |m: &CheckpointManifest, end: &str| {
+                let found = m.tensors.iter().position(|tensor| tensor.name.ends_with(end));
+                found.expect("an expert")
+            };
+            let [first, second] = ["0.mlp.experts.0.up_proj.weight", "0.mlp.experts.1.up_proj.weight"];
+            let (first, second) = (name(m, first), name(m, second));
+            m.tensors[second] = m.tensors[first].clone();
+        },
+        "layers.0.mlp.experts.1.up_proj.weight belongs in its place",
+    );
     check(|m| m.tensors[3].shape[0] += 1, "its shape is");
     check(|m| m.tensors[0].dtype = "I8".to_string(), "none of F16, BF16, F32, F64");
     check(|m| m.tensors[0].pieces[0].start = 4096, "a gap or overlap at element 0");
@@ -260,6 +273,34 @@ fn half_written_and_replaced_files_are_refused() {
     std::fs::create_dir(location.join("step-00000012")).expect("an empty one");
     std::fs::create_dir(location.join("step-13")).expect("no checkpoint's name");
     assert_eq!(newest(&location).usable.expect("the one before").step, 8);
+}
+
+/// Of the same job, rank and length, and of another step: its content tells it apart.
+#[test]
+fn a_shard_of_another_step_is_refused() {
+    let job = ended();
+    let [eight, ten] = ["step-00000008", "step-00000010"].map(|name| job.location().join(name));
+    let shard = "a1-r1-0.safetensors";
+    assert_ne!(
+        std::fs::copy(eight.join(shard), ten.join(shard)).expect("a shard"),
+        0,
+        "the shards are of one length"
+    );
+    let problems = verify(&ten).expect_err("another shard");
+    assert!(problems[0].to_string().contains("a1-r1-0.safetensors: its BLAKE3 differs"));
+}
+
+#[test]
+fn a_place_that_cannot_be_written_is_refused_before_the_first_step() {
+    let mut job = Job::new(layout(1, 1));
+    let file = job.folder.path().join("file");
+    std::fs::write(&file, "no folder").expect("a file");
+    let location = file.join("checkpoints").display().to_string();
+    job.config.checkpoint.location = location.clone();
+    let (ends, reports) = job.run(&mut trainers(1), None);
+    let AttemptEnd::Failed(failure) = &ends[0] else { panic!("{ends:?}") };
+    assert!(failure.message.contains(&location), "{failure}");
+    assert!(failure.advice.contains("writable") && reports.is_empty(), "{failure}");
 }
 
 #[test]

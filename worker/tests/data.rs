@@ -202,6 +202,26 @@ fn what_is_no_text_file_is_refused_by_name() {
 }
 
 #[test]
+fn held_out_files_that_are_trained_on_are_told() {
+    let folder = folder();
+    let mut data = common::data(folder.path());
+    assert_eq!(open(&data).expect("text").overlaps(), []);
+    let root = folder.path().display().to_string();
+    let (paths, exclude) = (vec!["text-[12].txt".to_string()], vec![]);
+    data.held_out = Some(DataSource::Text { root: root.clone(), paths, exclude });
+    let twice = |name: &str| (name.to_string(), name.to_string());
+    let overlaps = open(&data).expect("text").overlaps();
+    assert_eq!(overlaps, [twice("text-1.txt"), twice("text-2.txt")]);
+    // Under another name, in one source that is divided by its files.
+    data.held_out = None;
+    let held = open(&data).expect("text").held_out_names();
+    let text = std::fs::read(folder.path().join(&held[0])).expect("a file");
+    std::fs::write(folder.path().join("copy.txt"), text).expect("a file");
+    let overlaps = open(&data).expect("text").overlaps();
+    assert_eq!(overlaps, [(held[0].clone(), "copy.txt".to_string())]);
+}
+
+#[test]
 fn too_little_text_is_refused() {
     let folder = tempfile::tempdir().expect("a folder");
     std::fs::write(folder.path().join("short.txt"), "only this").expect("a file");

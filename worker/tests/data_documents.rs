@@ -7,7 +7,7 @@ use moe_worker::dispatch::{Round, Source};
 use moe_worker::model::Model;
 use moe_worker::snapshot::initialize;
 use moejob_protocol::Mesh;
-use moejob_protocol::config::Precision;
+use moejob_protocol::config::{DataSource, MixturePart, Precision};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::QkNorm;
 
@@ -67,4 +67,43 @@ fn packed_documents_do_not_see_each_other() {
     assert_eq!(logits(&mut plain, total), together);
     packed.load_documents(&ids, &targets, Some(&starts));
     assert_eq!(logits(&mut packed, total), apart);
+}
+
+/// A job on text and lines of JSON, three to one, documents apart.
+fn mixed(layout: Layout) -> common::Job {
+    let mut job = common::Job::new(layout);
+    let text = job.folder.path().join("text");
+    let lines: String = (0..300)
+        .map(|i| format!("{{\"text\":\"line {i} of {}\"}}\n", "words ".repeat(i % 7)))
+        .collect();
+    std::fs::write(text.join("lines.jsonl"), lines).expect("a file");
+    let root = text.display().to_string();
+    let paths = vec!["*.jsonl".to_string()];
+    let jsonl =
+        DataSource::Jsonl { root, paths, exclude: vec![], field: "text".to_string() };
+    let parts = vec![
+        MixturePart { weight: 3.0, source: job.config.data.source.clone() },
+        MixturePart { weight: 1.0, source: jsonl },
+    ];
+    job.config.data.source = DataSource::Mixture { parts };
+    job.config.data.reset_at_boundaries = true;
+    job.config.data.end_of_document = Some(0);
+    job
+}
+
+#[test]
+fn a_mixture_trains_to_the_same_bits_on_any_number_of_ranks() {
+    let alone = mixed(Layout::contiguous(Mesh::data_parallel(1, 1)));
+    let (_, expected) = alone.run(&mut common::trainers(1), None);
+    assert_eq!(expected.len(), 10);
+    assert!(expected.iter().any(|report| report.validation_loss.is_some()));
+    for (dp, ep) in [(2, 1), (2, 2), (3, 1)] {
+        let job = mixed(Layout::contiguous(Mesh::data_parallel(dp, ep)));
+        let (_, reports) = job.run(&mut common::trainers(dp), None);
+        assert_eq!(common::bits(&reports), common::bits(&expected), "{dp} ranks, ep {ep}");
+    }
+    let mut together = mixed(Layout::contiguous(Mesh::data_parallel(1, 1)));
+    together.config.data.reset_at_boundaries = false;
+    let (_, reports) = together.run(&mut common::trainers(1), None);
+    assert_ne!(common::bits(&reports), common::bits(&expected), "boundaries change nothing");
 }

@@ -72,7 +72,14 @@ fn refused(data: &DataConfig, name: &str, exit_code: i32, why: &str) {
 #[test]
 fn bad_indices_are_refused_by_place() {
     type Change = fn(&mut Vec<u8>);
-    let cases: [(Change, &str); 20] = [
+    let cases: [(Change, &str); 21] = [
+        (
+            |bytes| {
+                put(bytes, 18, &[0; 16]);
+                bytes.truncate(34);
+            },
+            "byte 18: it has no documents",
+        ),
         (|bytes| put(bytes, 0, b"MMAPIDX"), "byte 0: it does not begin with MMIDIDX"),
         (|bytes| bytes.truncate(20), "byte 0: 20 bytes are no index"),
         (|bytes| put(bytes, 9, &[2]), "byte 9: version 2, and 1 is known"),
@@ -196,6 +203,37 @@ fn bad_lines_are_refused_by_line_and_column() {
     }
 }
 
+/// Names and links inside of an archive are never looked at: none is unpacked.
+#[test]
+fn what_is_no_text_is_told_by_its_bytes() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut tar = vec![0; 2048];
+    put(&mut tar, 0, b"../../etc/passwd");
+    put(&mut tar, 257, b"ustar\0");
+    let zip = [&b"PK\x03\x04"[..], &[0; 600]].concat();
+    let line = b"{\"text\":\"enough of it\"}\n".repeat(20);
+    let uint16 = Some(TokenType::Uint16);
+    let cases: [(&str, Vec<u8>, &str); 10] = [
+        ("a.txt", tar.clone(), "byte 257: it is a tar archive (WebDataset): unpack it"),
+        ("a.jsonl", tar.clone(), "byte 257: it is a tar archive (WebDataset): unpack it"),
+        ("a.jsonl.gz", gzip(&tar), "byte 257: it is a tar archive (WebDataset): unpack it"),
+        ("a.bin", tar, "byte 257: it is a tar archive (WebDataset): unpack it"),
+        ("a.txt", gzip(&line), "byte 0: it is compressed by gzip"),
+        ("a.txt", zip, "byte 0: it is a zip archive"),
+        ("a.txt", b"PAR1 and so on".to_vec(), "byte 0: it is a Parquet file: name it under"),
+        ("a.bin", b"\x93NUMPY\x01\0 and so on".to_vec(), "byte 0: it is NumPy's .npy"),
+        ("a.txt", b"BZh91AY&SY".to_vec(), "byte 0: it is compressed by bzip2"),
+        ("a.jsonl", b"\xfd7zXZ\0\0".to_vec(), "byte 0: it is compressed by xz"),
+    ];
+    for (name, bytes, why) in cases {
+        std::fs::write(folder.path().join(name), bytes).expect("a file");
+        refused(&data(folder.path(), name, uint16), name, 3, why);
+    }
+    // Two bytes alone may be tokens.
+    std::fs::write(folder.path().join("a.bin"), [0x1f, 0x00].repeat(200)).expect("a file");
+    Corpus::open(&data(folder.path(), "a.bin", uint16), &common::training(), 300).expect("ids");
+}
+
 #[test]
 fn no_kind_of_data_waits_for_what_is_no_file() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -228,6 +266,11 @@ fn bad_tokenizers_are_refused() {
         data.tokenizer = Tokenizer::Path(at(name));
         refused(&data, name, 3, why);
     }
+    // Its words are none of the text's, and it has no token for those.
+    let words = br#"{"model":{"type":"WordLevel","vocab":{"a":0,"b":1},"unk_token":"?"}}"#;
+    std::fs::write(at("words.json"), words).expect("a file");
+    data.tokenizer = Tokenizer::Path(at("words.json"));
+    refused(&data, "a.jsonl, line 1", 3, "the tokenizer fails: ");
     data.tokenizer = Tokenizer::Path(at("gone.json"));
     refused(&data, "gone.json", 3, "No such file");
     data.tokenizer = Tokenizer::Bytes;
@@ -236,6 +279,27 @@ fn bad_tokenizers_are_refused() {
     data.end_of_document = None;
     let error = Corpus::open(&data, &common::training(), 255).expect_err("a small vocabulary");
     assert!(error.to_string().contains("bytes need a vocabulary of 256, the model has 255"));
+}
+
+/// A pattern that takes exponential time on some texts gives up; no token of the text is lost.
+#[test]
+fn a_regex_bomb_ends() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let bomb = br#"{"version":"1.0","pre_tokenizer":{"type":"Split","pattern":
+        {"Regex":"(?:(?=a)(?:a|aa)+)+c"},"behavior":"Isolated","invert":false},
+        "model":{"type":"BPE","vocab":{"a":0,"b":1},"merges":[]}}"#;
+    let path = folder.path().join("bomb.json");
+    std::fs::write(&path, bomb).expect("a file");
+    let line = format!("{{\"text\":\"{}b\"}}\n", "a".repeat(200));
+    std::fs::write(folder.path().join("a.jsonl"), line).expect("a file");
+    let mut data = data(folder.path(), "a.jsonl", None);
+    data.tokenizer = Tokenizer::Path(path.display().to_string());
+    let began = std::time::Instant::now();
+    match Corpus::open(&data, &common::training(), 300) {
+        Ok(corpus) => assert_eq!(corpus.sizes()[0].1, 201),
+        Err(error) => assert!(error.to_string().contains("a.jsonl, line 1"), "{error}"),
+    }
+    assert!(began.elapsed().as_secs() < 60, "{:?}", began.elapsed());
 }
 
 #[test]

@@ -263,6 +263,9 @@ impl JobState {
                 let note = format!("the storage has {}: it is resumed from", event.message);
                 self.event(false, "CheckpointFound", note);
             }
+            Up::Event(event) if event.event == EventKind::Warning => {
+                self.event(true, &event.reason, event.message.clone());
+            }
             Up::Event(event) if event.event == EventKind::Resumed => {
                 tracing::info!(job = self.id.name, attempt = event.attempt, "{}", event.message);
             }

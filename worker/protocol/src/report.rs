@@ -70,6 +70,8 @@ pub enum EventKind {
     CheckpointRemoved,
     Recovered,
     StateSaved,
+    /// Something that the user may not have meant, and that keeps nothing from running.
+    Warning,
     JobCompleted,
     JobFailed,
     JobSuspended,

@@ -3,7 +3,7 @@
 //! A chunk is small enough for memory and large enough for a thread. Only whole lines are cut off,
 //! so that chunks can be looked at in any order.
 
-use super::DataError;
+use super::{DataError, header};
 use super::files::DataFile;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -243,7 +243,7 @@ pub(crate) fn decompressed(
     if named("gz") && !gzip || named("zst") && !zstd {
         return Err(DataError::bad(path, "byte 0", "it is not compressed as its name says"));
     }
-    Ok(match (gzip, zstd) {
+    let mut plain: Box<dyn BufRead + Send> = match (gzip, zstd) {
         (true, _) => {
             let plain = flate2::bufread::MultiGzDecoder::new(raw);
             Box::new(BufReader::with_capacity(BUFFER, plain))
@@ -253,7 +253,13 @@ pub(crate) fn decompressed(
             Box::new(BufReader::with_capacity(BUFFER, plain))
         }
         _ => Box::new(raw),
-    })
+    };
+    // An archive may be compressed, too.
+    let head = plain.fill_buf().map_err(|error| broken(path, &error))?;
+    match header::foreign(head, false) {
+        Some((at, why)) => Err(DataError::bad(path, at, why)),
+        None => Ok(plain),
+    }
 }
 
 type Raw = BufReader<Box<dyn Read + Send>>;

@@ -1,4 +1,5 @@
 //! Files of token ids: with llm.c's header, or flat. Which it is, is seen or said, never guessed.
+//! And files that are known to be something else.
 
 use super::store::Width;
 use moejob_protocol::config::TokenType;
@@ -80,4 +81,34 @@ fn headered(
 pub fn is_headered(head: &[u8]) -> bool {
     let magic = head.get(..4).and_then(|word| <[u8; 4]>::try_from(word).ok());
     magic.is_some_and(|magic| KINDS.iter().any(|(known, ..)| u32::from_le_bytes(magic) == *known))
+}
+
+/// Bytes of a file that tell whether it is one of `FOREIGN`.
+pub const HEAD_BYTES: usize = 512;
+
+/// Formats that would pass for text or tokens, and are none: bytes that tell them, the first one's
+/// place, what it is, and what to do instead.
+const FOREIGN: [(&[u8], usize, &str); 9] = [
+    (b"ustar", 257, "a tar archive (WebDataset): unpack it and write its texts as JSONL"),
+    (b"\x93NUMPY", 0, "NumPy's .npy: write the flat numbers (`array.tofile`)"),
+    (b"ARROW1", 0, "an Arrow file: write JSONL or Parquet"),
+    (b"\xfd7zXZ\0", 0, "compressed by xz: of compressed files JSONL is read, as gzip or zstd"),
+    (b"PAR1", 0, "a Parquet file: name it under `parquet`"),
+    (b"PK\x03\x04", 0, "a zip archive: unpack it"),
+    (b"BZh", 0, "compressed by bzip2: of compressed files JSONL is read, as gzip or zstd"),
+    (b"\x28\xb5\x2f\xfd", 0, "compressed by zstd: of compressed files JSONL alone is read"),
+    (b"\x1f\x8b", 0, "compressed by gzip: of compressed files JSONL alone is read"),
+];
+/// A file of tokens may begin with fewer bytes than this by chance.
+const SURE_BYTES: usize = 5;
+
+/// Where and what a file is that begins with `head` and should be text, or with `tokens` a flat
+/// file of ids.
+pub fn foreign(head: &[u8], tokens: bool) -> Option<(String, String)> {
+    let known = |(mark, at, what): &(&[u8], usize, &str)| {
+        let found = head.get(*at..).is_some_and(|head| head.starts_with(mark));
+        let sure = !tokens || mark.len() >= SURE_BYTES;
+        (found && sure).then(|| (format!("byte {at}"), format!("it is {what}")))
+    };
+    FOREIGN.iter().find_map(known)
 }

@@ -77,6 +77,9 @@ pub fn detect(
     if ends(&[".pt", ".pth", ".pkl", ".arrow", ".tar"]) {
         return bad("its format is not read: write JSONL, Parquet or flat tokens");
     }
+    if let Some((at, why)) = header::foreign(&head, false) {
+        return Err(DataError::bad(&file.path, at, why));
+    }
     if ends(&[".bin"]) || head.contains(&0) {
         return bad("it has no header: say --dtype uint16 or uint32 if it holds flat tokens");
     }

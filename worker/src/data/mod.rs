@@ -6,7 +6,7 @@
 //!       -> sources mixed by weight, windows permuted anew each epoch
 //! ```
 //! Tokens are read where they lie, a window at a time. What has to be tokenised or decompressed
-//! first goes to a temporary file; nothing of it is kept in memory.
+//! first goes to a temporary file that the workers of a node share; nothing of it is kept in memory.
 
 mod error;
 mod files;
@@ -20,6 +20,7 @@ mod documents;
 mod parquet;
 mod tokenizer;
 mod tokenize;
+mod cache;
 mod open;
 mod order;
 pub mod inspect;
@@ -35,7 +36,8 @@ pub use tokenize::{Document, Recipe, Tokens, jsonl, threads};
 pub use tokenizer::Encoder;
 
 use moejob_protocol::config::{DataConfig, DataSource, Tokenizer, TrainingConfig};
-use open::{Opened, Opening, Part};
+use open::{Opened, Opening, Origin, Part};
+use std::collections::HashMap;
 
 /// The epoch whose permutation orders the held-out windows; training never gets there.
 const HELD_OUT_EPOCH: u64 = u64::MAX;
@@ -45,6 +47,8 @@ const HELD_OUT_EPOCH: u64 = u64::MAX;
 pub struct Corpus {
     training: Vec<Part>,
     held_out: Vec<Part>,
+    /// The held-out data have a source of their own.
+    held_out_apart: bool,
     mix: Mix,
     fingerprint: String,
     reset_at_boundaries: bool,
@@ -97,6 +101,7 @@ impl Corpus {
         let corpus = Corpus {
             training: opened.into_iter().map(|part| part.training).collect(),
             held_out,
+            held_out_apart: data.held_out.is_some(),
             mix,
             fingerprint,
             reset_at_boundaries: data.reset_at_boundaries,
@@ -135,7 +140,7 @@ impl Corpus {
     /// Training and held-out files and tokens.
     pub fn sizes(&self) -> [(usize, u64); 2] {
         [&self.training, &self.held_out].map(|parts| {
-            let files = parts.iter().map(|part| part.names.len()).sum();
+            let files = parts.iter().map(|part| part.origins.len()).sum();
             (files, parts.iter().map(|part| part.stream.tokens()).sum())
         })
     }
@@ -148,8 +153,33 @@ impl Corpus {
 
     /// Names of the files that have held-out tokens.
     pub fn held_out_names(&self) -> Vec<String> {
-        let names = self.held_out.iter().flat_map(|part| &part.names);
-        names.map(|name| String::from_utf8_lossy(name).into_owned()).collect()
+        let origins = self.held_out.iter().flat_map(|part| &part.origins);
+        origins.map(|origin| String::from_utf8_lossy(&origin.name).into_owned()).collect()
+    }
+
+    /// Held-out files whose content is trained on as well, each with the name that it has there:
+    /// the held-out loss says less then. The parts of one file that is divided are no such.
+    pub fn overlaps(&self) -> Vec<(String, String)> {
+        let text = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
+        let mut trained: HashMap<[u8; 32], Vec<(usize, &Origin)>> = HashMap::new();
+        for (index, part) in self.training.iter().enumerate() {
+            for origin in &part.origins {
+                trained.entry(origin.content).or_default().push((index, origin));
+            }
+        }
+        let mut found = Vec::new();
+        for (index, part) in self.held_out.iter().enumerate() {
+            for origin in &part.origins {
+                let twins = trained.get(&origin.content).into_iter().flatten();
+                let twin = twins.into_iter().find(|(of, twin)| {
+                    self.held_out_apart || *of != index || twin.name != origin.name
+                });
+                if let Some((_, twin)) = twin {
+                    found.push((text(&origin.name), text(&twin.name)));
+                }
+            }
+        }
+        found
     }
 
     /// Tokens of a sequence.

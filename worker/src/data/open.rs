@@ -1,9 +1,10 @@
 //! A data source -> streams of tokens for training and held out, and a fingerprint.
 
+use super::cache::{self, Entry, SHARED_BYTES_MIN, Tokenized};
 use super::documents::{Format, Position, Reader};
 use super::files::{self, DataFile};
 use super::megatron::{self, Index, ReadAt};
-use super::store::{Spool, Store, Width};
+use super::store::{Store, Width};
 use super::stream::Stream;
 use super::tokenize::{self, Recipe};
 use super::tokenizer::Encoder;
@@ -28,8 +29,17 @@ pub(crate) struct Opened {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Part {
     pub stream: Stream,
-    /// Of the files that have tokens in it.
-    pub names: Vec<Vec<u8>>,
+    /// The files that have tokens in it.
+    pub origins: Vec<Origin>,
+}
+
+/// A file that data come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Origin {
+    /// Relative to the source's root.
+    pub name: Vec<u8>,
+    /// BLAKE3.
+    pub content: [u8; 32],
 }
 
 /// What is asked of every source alike.
@@ -53,6 +63,7 @@ impl Opening<'_> {
         match source {
             DataSource::Text { root, paths, exclude } => {
                 let files = find(root, paths, exclude)?;
+                files.iter().try_for_each(is_text)?;
                 if matches!(self.encoder, Encoder::Bytes) && self.data.end_of_document.is_none() {
                     return self.bytes(files);
                 }
@@ -116,13 +127,13 @@ impl Opening<'_> {
     ) -> Result<Opened, DataError> {
         let mut hasher = blake3::Hasher::new();
         for (file, store) in &mut stores {
-            let content = store.fingerprint(vocabulary)?;
-            print_file(&mut hasher, file, &content);
+            file.hash = store.fingerprint(vocabulary)?;
+            print_file(&mut hasher, file, &file.hash);
         }
         let sizes: Vec<(&[u8], u64)> =
             stores.iter().map(|(file, store)| (&file.name[..], store.tokens)).collect();
         let held = divide(&sizes, self.fraction, self.needed);
-        let part = || Part { stream: self.stream(), names: Vec::new() };
+        let part = || Part { stream: self.stream(), origins: Vec::new() };
         let mut opened =
             Opened { training: part(), held_out: part(), fingerprint: hasher.finalize() };
         // Text of one file has always been trained on whole.
@@ -132,12 +143,12 @@ impl Opening<'_> {
         };
         for ((file, store), held) in stores.into_iter().zip(held) {
             let part = if held { &mut opened.held_out } else { &mut opened.training };
-            part.names.push(file.name.clone());
+            part.origins.push(Origin::of(&file));
             if tail > 0 {
                 let tokens = store.tokens;
                 let held_out = opened.held_out.stream.add(store.clone());
                 opened.held_out.stream.push(held_out, tokens - tail, tail)?;
-                opened.held_out.names.push(file.name);
+                opened.held_out.origins.push(Origin::of(&file));
                 let training = opened.training.stream.add(store);
                 opened.training.stream.push(training, 0, tokens - tail)?;
             } else {
@@ -169,12 +180,12 @@ impl Opening<'_> {
             let mut store = Store::named(bin.clone(), width, 0);
             bin.hash = store.fingerprint(self.vocabulary)?;
             print_file(&mut hasher, &bin, &bin.hash);
-            pairs.push((index, head, store));
+            pairs.push((index, bin, head, store));
         }
         self.growing(|fraction| {
             let mut parts = [self.stream(), self.stream()];
-            let mut names = [Vec::new(), Vec::new()];
-            for (index, head, store) in &pairs {
+            let mut origins = [Vec::new(), Vec::new()];
+            for (index, bin, head, store) in &pairs {
                 let stores = [parts[0].add(store.clone()), parts[1].add(store.clone())];
                 let before = [parts[0].documents(), parts[1].documents()];
                 let (mut at, mut number) = (0, 0);
@@ -190,11 +201,12 @@ impl Opening<'_> {
                 index.clone().check(&handle)?;
                 for part in 0..2 {
                     if parts[part].documents() > before[part] {
-                        names[part].push(index.name.clone());
+                        let (name, content) = (index.name.clone(), bin.hash);
+                        origins[part].push(Origin { name, content });
                     }
                 }
             }
-            Ok((parts, names, hasher.finalize()))
+            Ok((parts, origins, hasher.finalize()))
         })
     }
 
@@ -216,41 +228,63 @@ impl Opening<'_> {
         };
         let end_of_document = self.data.end_of_document;
         let recipe = Recipe { encoder: self.encoder.clone(), field, end_of_document };
+        let made = self.tokenized(&files, &format, &recipe, &print)?;
         self.growing(|fraction| {
             let mut parts = [self.stream(), self.stream()];
-            let mut spools = [Spool::new(self.vocabulary), Spool::new(self.vocabulary)];
-            let mut names = [Vec::new(), Vec::new()];
-            let mut begun = 0;
+            let stores = [parts[0].add(made.store.clone()), parts[1].add(made.store.clone())];
+            let mut origins = [Vec::new(), Vec::new()];
+            let mut at = 0;
+            made.each(&mut |document| {
+                let index = document.file as usize;
+                let file = &files[index];
+                let held = match whole_files {
+                    true => held_files[index],
+                    false => is_held_out(&file.name, document.number, fraction),
+                };
+                let part = usize::from(held);
+                let last: Option<&Origin> = origins[part].last();
+                if last.is_none_or(|last| last.name != file.name) {
+                    origins[part].push(Origin::of(file));
+                }
+                parts[part].push(stores[part], at, document.tokens)?;
+                at += document.tokens;
+                Ok(())
+            })?;
+            Ok((parts, origins, print))
+        })
+    }
+
+    /// The tokens of all documents, made by this process or by another one of this node.
+    fn tokenized(
+        &self,
+        files: &Arc<Vec<DataFile>>,
+        format: &Format,
+        recipe: &Recipe,
+        print: &blake3::Hash,
+    ) -> Result<Tokenized, DataError> {
+        let width = Width::of(self.vocabulary);
+        let bytes: u64 = files.iter().map(|file| file.bytes).sum();
+        let folder = (bytes >= SHARED_BYTES_MIN).then(cache::folder).flatten();
+        let mut key = blake3::Hasher::new();
+        key.update(b"moejob tokens 1");
+        key.update(print.as_bytes());
+        key.update(&recipe.encoder.fingerprint());
+        key.update(format!("{format:?} {:?} {width:?}", recipe.end_of_document).as_bytes());
+        cache::tokenized(folder.as_deref(), &key.finalize(), width, &mut |making| {
             let reader = Reader::new(files.clone(), format.clone(), Position::default());
-            tokenize::tokenize(reader, &files, &recipe, tokenize::threads(), &mut |tokens| {
-                let name = &files[tokens.file].name;
-                let mut ids = &tokens.ids[..];
+            let mut begun = 0;
+            tokenize::tokenize(reader, files, recipe, tokenize::threads(), &mut |tokens| {
+                making.ids(&tokens.ids)?;
                 for document in &tokens.documents {
-                    let (own, later) = ids.split_at(document.tokens as usize);
-                    ids = later;
-                    let held = match whole_files {
-                        true => held_files[tokens.file],
-                        false => is_held_out(name, document.number, fraction),
-                    };
-                    let part = usize::from(held);
-                    if names[part].last() != Some(name) {
-                        names[part].push(name.clone());
-                    }
-                    spools[part].push(own)?;
-                    begun += own.len() as u64;
+                    begun += u64::from(document.tokens);
                     if document.ends {
-                        parts[part].push(0, spools[part].tokens() - begun, begun)?;
+                        let (file, number) = (tokens.file as u64, document.number);
+                        making.document(Entry { file, number, tokens: begun })?;
                         begun = 0;
                     }
                 }
                 Ok(())
-            })?;
-            for (part, spool) in parts.iter_mut().zip(spools) {
-                if let Some(store) = spool.finish()? {
-                    part.add(store);
-                }
-            }
-            Ok((parts, names, print))
+            })
         })
     }
 
@@ -262,12 +296,12 @@ impl Opening<'_> {
     ) -> Result<Opened, DataError> {
         let mut fraction = self.fraction;
         loop {
-            let ([training, held_out], [names, held_names], fingerprint) = divide(fraction)?;
+            let ([training, held_out], [origins, held_origins], fingerprint) = divide(fraction)?;
             let enough = held_out.tokens() >= self.needed;
             if fraction <= 0.0 || enough || fraction >= 0.25 {
                 return Ok(Opened {
-                    training: Part { stream: training, names },
-                    held_out: Part { stream: held_out, names: held_names },
+                    training: Part { stream: training, origins },
+                    held_out: Part { stream: held_out, origins: held_origins },
                     fingerprint,
                 });
             }
@@ -276,7 +310,13 @@ impl Opening<'_> {
     }
 }
 
-type Divided = ([Stream; 2], [Vec<Vec<u8>>; 2], blake3::Hash);
+type Divided = ([Stream; 2], [Vec<Origin>; 2], blake3::Hash);
+
+impl Origin {
+    fn of(file: &DataFile) -> Origin {
+        Origin { name: file.name.clone(), content: file.hash }
+    }
+}
 
 /// Why the walk over an index ended.
 enum Stop {
@@ -353,14 +393,29 @@ pub(crate) fn token_store(
     dtype: Option<TokenType>,
 ) -> Result<Store, DataError> {
     let handle = file.open()?;
-    let mut head = [0; 12];
-    let length = file.bytes.min(12) as usize;
-    handle
-        .read_exact_at(&mut head[..length], 0)
-        .map_err(|source| file.unreadable(source))?;
-    let kind = header::kind(&head[..length], file.bytes, dtype)
-        .map_err(|(at, why)| DataError::bad(&file.path, at, why))?;
+    let mut head = [0; header::HEAD_BYTES];
+    let head = &mut head[..file.bytes.min(header::HEAD_BYTES as u64) as usize];
+    handle.read_exact_at(head, 0).map_err(|source| file.unreadable(source))?;
+    let bad = |(at, why): (String, String)| DataError::bad(&file.path, at, why);
+    if let Some(found) = header::foreign(head, true) {
+        return Err(bad(found));
+    }
+    let kind = header::kind(head, file.bytes, dtype).map_err(bad)?;
     Ok(Store::named(file.clone(), kind.width, kind.offset))
+}
+
+/// A file of text is none of the formats that hold text otherwise.
+///
+/// # Errors
+/// It is, or it cannot be read.
+pub(crate) fn is_text(file: &DataFile) -> Result<(), DataError> {
+    let mut head = [0; header::HEAD_BYTES];
+    let head = &mut head[..file.bytes.min(header::HEAD_BYTES as u64) as usize];
+    file.open()?.read_exact_at(head, 0).map_err(|source| file.unreadable(source))?;
+    match header::foreign(head, false) {
+        Some((at, why)) => Err(DataError::bad(&file.path, at, why)),
+        None => Ok(()),
+    }
 }
 
 fn print_file(hasher: &mut blake3::Hasher, file: &DataFile, content: &[u8; 32]) {

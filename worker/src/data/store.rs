@@ -4,7 +4,6 @@ use super::DataError;
 use super::files::DataFile;
 use moejob_protocol::config::TokenType;
 use std::fs::File;
-use std::io::{BufWriter, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -100,7 +99,7 @@ pub struct Store {
 enum Backing {
     /// The user's, which may change under us.
     Named(DataFile),
-    /// Ours: it has no name any more.
+    /// Ours: nobody writes it any more.
     Spooled(Arc<File>),
 }
 
@@ -108,6 +107,11 @@ impl Store {
     pub fn named(file: DataFile, width: Width, offset: u64) -> Store {
         let tokens = (file.bytes - offset) / width.bytes();
         Store { backing: Backing::Named(file), width, offset, tokens }
+    }
+
+    /// Of a file of ours.
+    pub fn spooled(file: Arc<File>, width: Width, offset: u64, tokens: u64) -> Store {
+        Store { backing: Backing::Spooled(file), width, offset, tokens }
     }
 
     /// Ids of `into.len()` tokens from token `at` on.
@@ -209,43 +213,4 @@ pub(crate) fn nameless() -> Result<File, DataError> {
     let file = made.map_err(spool_failed)?;
     std::fs::remove_file(&path).map_err(spool_failed)?;
     Ok(file)
-}
-
-/// Token ids on their way into a nameless file.
-#[derive(Debug)]
-pub(crate) struct Spool {
-    file: Option<BufWriter<File>>,
-    width: Width,
-    tokens: u64,
-    bytes: Vec<u8>,
-}
-
-impl Spool {
-    /// Ids below `vocabulary`. The file is made with the first of them.
-    pub fn new(vocabulary: u32) -> Spool {
-        Spool { file: None, width: Width::of(vocabulary), tokens: 0, bytes: Vec::new() }
-    }
-
-    pub fn tokens(&self) -> u64 {
-        self.tokens
-    }
-
-    pub fn push(&mut self, ids: &[u32]) -> Result<(), DataError> {
-        if self.file.is_none() {
-            self.file = Some(BufWriter::with_capacity(1 << 18, nameless()?));
-        }
-        self.bytes.clear();
-        self.width.put(ids, &mut self.bytes);
-        self.tokens += ids.len() as u64;
-        let Some(file) = &mut self.file else { return Ok(()) };
-        file.write_all(&self.bytes).map_err(spool_failed)
-    }
-
-    /// None when nothing was written.
-    pub fn finish(self) -> Result<Option<Store>, DataError> {
-        let Some(file) = self.file else { return Ok(None) };
-        let file = file.into_inner().map_err(|error| spool_failed(error.into_error()))?;
-        let (width, tokens) = (self.width, self.tokens);
-        Ok(Some(Store { backing: Backing::Spooled(Arc::new(file)), width, offset: 0, tokens }))
-    }
 }
