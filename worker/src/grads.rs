@@ -71,6 +71,7 @@ pub struct Run {
     square_sums: Buffer,
     decays: bool,
     frozen: bool,
+    of_expert: bool,
 }
 
 impl<Handles> Stack<Handles> {
@@ -201,6 +202,7 @@ impl Gradients {
             square_sums: model.buffers.gradients.square_sums.slice(cursor.blocks, blocks),
             decays: param.decays(),
             frozen: is_frozen(&model.config, param),
+            of_expert: matches!(param.role, Role::Expert { .. }),
         });
         cursor.blocks += blocks;
     }
@@ -292,14 +294,18 @@ impl Gradients {
         step: u64,
         grad_scale: f64,
     ) {
-        for run in self.runs.iter().filter(|run| !run.frozen) {
+        let router = &model.config.router;
+        let warmup = router.warmup_steps;
+        let warms_up = router.warms_up(step - 1);
+        for run in self.runs.iter().filter(|run| !run.frozen && !(run.of_expert && warms_up)) {
             model.device.adamw(&AdamW {
                 lr,
                 beta1: config.beta1,
                 beta2: config.beta2,
                 eps: config.epsilon,
                 weight_decay: if run.decays { config.weight_decay } else { 0.0 },
-                step,
+                // The moments of an expert begin with its first update.
+                step: if run.of_expert { step - warmup } else { step },
                 grad_scale,
                 w: run.weight,
                 m: run.moment1,

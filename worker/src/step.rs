@@ -8,6 +8,7 @@ use crate::model::Model;
 use crate::dispatch::{Round, Source};
 use crate::step_end::StepEnd;
 use moejob_protocol::config::TrainingConfig;
+use moejob_protocol::model::Role;
 
 /// Why a step did not happen.
 #[derive(Debug, thiserror::Error)]
@@ -173,7 +174,11 @@ pub fn summarize(
     for (rank, range, index) in &gradients.norm_order {
         let part = ends[*rank as usize].square_sums.get(range.clone());
         let part = part.ok_or_else(|| wrong(*rank, "too few sums of squares".to_string()))?;
-        part.iter().for_each(|sum| squares += sum);
+        // What is not trained is not clipped for either.
+        let of_expert = matches!(model.params[*index].role, Role::Expert { .. });
+        if !(of_expert && model.config.router.warms_up(step)) {
+            part.iter().for_each(|sum| squares += sum);
+        }
         // The last in the table is the first that backward made.
         if !part.iter().all(|sum| sum.is_finite()) {
             non_finite = Some(format!("the gradient of {}", place(&model.params[*index])));

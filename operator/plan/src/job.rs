@@ -368,6 +368,7 @@ fn router(typed: &ModelSpec) -> RouterConfig {
         scale: router.scale.unwrap_or(1.0),
         jitter: router.jitter.unwrap_or(0.0),
         frozen: router.frozen.unwrap_or(false),
+        warmup_steps: router.warmup_steps.unwrap_or(0),
     }
 }
 

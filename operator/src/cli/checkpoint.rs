@@ -1,8 +1,8 @@
-//! `moejob checkpoint ls|show|verify|import|export`.
+//! `moejob checkpoint ls|show|verify|import|export|grow`.
 
 use super::bar::{Bar, Unit};
 use clap::{Subcommand, ValueEnum};
-use moe_worker::checkpoint::{self, Problem};
+use moe_worker::checkpoint::{self, Growth, Problem};
 use moe_worker::fence;
 use moe_worker::hf::{self, Failed, Options, Weights};
 use moejob_kernels::DType;
@@ -55,6 +55,27 @@ pub enum CheckpointCommand {
         #[arg(long)]
         like: Option<PathBuf>,
     },
+    /// Split each expert in two, with its optimizer state: the same function of twice the experts.
+    Grow {
+        /// A `step-*` folder, or a folder of them (the newest counts).
+        checkpoint: PathBuf,
+        /// Where a folder of the same step is made, such as runs/NEW/checkpoints.
+        out: PathBuf,
+        /// Noise on one of each two, as a share of each weight: what lets them part.
+        #[arg(long, default_value_t = 0.01, value_parser = share)]
+        noise: f64,
+        /// Of the noise.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+        /// Experts a token. Default: twice as many as before, which keeps the function.
+        #[arg(long)]
+        per_token: Option<u32>,
+    },
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    let share = text.parse().ok().filter(|share| (0.0..=1.0).contains(share));
+    share.ok_or_else(|| "a number from 0 to 1".to_string())
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -77,6 +98,10 @@ pub fn run(command: &CheckpointCommand) -> ExitCode {
                 Float::Fp16 => DType::F16,
             });
             export(checkpoint, out, Options { dtype, like: like.as_deref() })
+        }
+        CheckpointCommand::Grow { checkpoint, out, noise, seed, per_token } => {
+            let growth = Growth { noise: *noise, seed: *seed, per_token: *per_token };
+            grow(checkpoint, out, &growth)
         }
     };
     result.unwrap_or_else(|error| {
@@ -172,6 +197,44 @@ fn export(checkpoint: &Path, out: &Path, options: Options) -> Outcome {
     convert(checkpoint, "export", |weights, progress| {
         hf::export(weights, out, options, progress)
     })
+}
+
+fn grow(checkpoint: &Path, out: &Path, growth: &Growth) -> Outcome {
+    let before = match hf::read_model(checkpoint) {
+        Ok(model) => model,
+        Err(problems) => return Ok(refuse(checkpoint, &problems)),
+    };
+    let model = checkpoint::grown(&before, growth);
+    let (experts, router) = (&model.experts, &model.router);
+    if experts.per_token == 0 || experts.per_token > experts.count {
+        eprintln!("moejob: --per-token {}: 1 to {}", experts.per_token, experts.count);
+        return Ok(ExitCode::from(2));
+    }
+    let code = convert(checkpoint, "grow", |weights, progress| match weights {
+        Weights::Ours { path, manifest, .. } => {
+            checkpoint::grow(path, manifest, growth, out, progress)
+        }
+        Weights::HuggingFace(_) => {
+            let why = "a Hugging Face directory: `moejob checkpoint import` makes a checkpoint";
+            let what = "grow".to_string();
+            Err(Failed::Refused(Problem { what, why: why.to_string() }))
+        }
+    })?;
+    if code == ExitCode::SUCCESS {
+        let mut changed = vec![format!("experts.perToken: {}", experts.per_token)];
+        if router.groups != before.router.groups {
+            changed.push(format!("router.groups: {}", router.groups));
+            changed.push(format!("router.topkGroups: {}", router.topk_groups));
+        }
+        if router.scale != before.router.scale {
+            changed.push(format!("router.scale: {}", router.scale));
+        }
+        println!("spec.model: experts.count: {}, {}", experts.count, changed.join(", "));
+        if experts.per_token != 2 * before.experts.per_token {
+            println!("the function differs: {} experts a token keep it", 2 * before.experts.per_token);
+        }
+    }
+    Ok(code)
 }
 
 /// Opens weights and writes them in another form.

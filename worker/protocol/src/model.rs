@@ -109,6 +109,21 @@ pub struct RouterConfig {
     pub jitter: f64,
     /// The router keeps its initial weights (to measure what routing is worth).
     pub frozen: bool,
+    /// First steps in which the experts keep their weights, so that the router finds its way
+    /// among experts that hold still.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub warmup_steps: u64,
+}
+
+fn is_zero(steps: &u64) -> bool {
+    *steps == 0
+}
+
+impl RouterConfig {
+    /// Whether the experts keep their weights in `step`, counted from 0.
+    pub fn warms_up(&self, step: u64) -> bool {
+        step < self.warmup_steps
+    }
 }
 
 /// What a parameter is for; decides its initial value, its holders and its weight decay.

@@ -8,6 +8,7 @@
 //! A checkpoint exists if and only if its manifest does and every piece's BLAKE3 matches.
 
 mod disk;
+mod grow;
 mod load;
 mod manifest;
 pub(crate) mod safetensors;
@@ -15,6 +16,7 @@ pub(crate) mod values;
 mod write;
 
 pub use disk::Disk;
+pub use grow::{Growth, grow, grown};
 pub(crate) use load::Shards;
 pub use load::load;
 pub(crate) use manifest::{PARTS, model_is_sane, value_differences};

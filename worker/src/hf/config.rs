@@ -307,6 +307,7 @@ fn router(family: Family, fields: &mut Fields) -> RouterConfig {
         scale: if deepseek { fields.real("routed_scaling_factor", 1.0) } else { 1.0 },
         jitter: 0.0,
         frozen: false,
+        warmup_steps: 0,
     }
 }
 

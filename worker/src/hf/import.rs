@@ -111,7 +111,7 @@ fn name_of_directory(weights: &Weights) -> String {
 }
 
 /// Runs of parameters that share a file of at most `most` bytes.
-pub(super) fn runs(sizes: &[u64], most: u64) -> Vec<std::ops::Range<usize>> {
+pub(crate) fn runs(sizes: &[u64], most: u64) -> Vec<std::ops::Range<usize>> {
     let mut shards: Vec<std::ops::Range<usize>> = Vec::new();
     let mut filled = u64::MAX;
     for (index, size) in sizes.iter().enumerate() {

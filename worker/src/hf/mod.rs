@@ -11,8 +11,8 @@ mod config;
 mod names;
 mod directory;
 mod weights;
-mod write;
-mod import;
+pub(crate) mod write;
+pub(crate) mod import;
 mod export;
 
 pub use config::Family;

@@ -262,6 +262,7 @@ fn computed(model: &ModelConfig) -> ModelConfig {
         bias_update_rate: 0.0,
         jitter: 0.0,
         frozen: false,
+        warmup_steps: 0,
         ..model.router
     };
     model

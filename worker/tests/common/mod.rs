@@ -50,6 +50,7 @@ pub fn model() -> ModelConfig {
             scale: 1.0,
             jitter: 0.0,
             frozen: false,
+            warmup_steps: 0,
         },
     }
 }

@@ -221,6 +221,11 @@ pub struct RouterSpec {
     /// The router keeps its initial weights, to measure what routing is worth. Default: false.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub frozen: Option<bool>,
+    /// Steps at the beginning in which the experts keep their weights and the router learns to
+    /// choose among them; of use with experts that are trained already. Default: 0.
+    #[schemars(range(min = 0, max = 1_000_000_000))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub warmup_steps: Option<u64>,
 }
 
 /// What turns logits into scores.
