@@ -56,6 +56,14 @@ pub struct Context {
     pub heard: AtomicU64,
 }
 
+/// Why a job of this name and spec would not be planned; what `kubectl moe submit` asks beforehand.
+///
+/// # Errors
+/// In the words of its condition.
+pub fn plannable(name: &str, spec: &serde_json::Value) -> Result<(), String> {
+    spec::judge(name, spec).map(drop).map_err(|blocked| blocked.message)
+}
+
 impl Context {
     pub fn hear_of_api(&self) {
         self.heard.store(self.clock.now(), Ordering::Relaxed);

@@ -9,11 +9,13 @@ pub mod data;
 pub mod doctor;
 pub mod operator;
 pub mod eval;
+pub mod moe;
 pub mod plan;
 pub mod run;
 pub mod validate;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use moe::CalledAs;
 use moe_worker::listener::chain;
 use moejob_protocol::pod::ENV_WORKER;
 use std::io::IsTerminal;
@@ -56,6 +58,8 @@ enum Command {
     Crd,
     /// Run MoeJobs on a Kubernetes cluster.
     Operator(operator::OperatorArgs),
+    /// Work with jobs on a cluster; the same as `kubectl moe`.
+    Kube(moe::MoeArgs),
     /// Run as a worker; started by `moejob run` and by the operator.
     #[command(hide = true)]
     Worker,
@@ -63,6 +67,16 @@ enum Command {
     Completions {
         shell: clap_complete::Shell,
     },
+}
+
+/// The process: which program it is depends on the name that it was started by.
+pub fn main() -> ExitCode {
+    let name = std::env::args().next().unwrap_or_default();
+    match CalledAs::of(&name) {
+        CalledAs::Moejob => dispatch(Cli::parse()),
+        CalledAs::Plugin => moe::main(),
+        CalledAs::Completer => moe::complete_words(),
+    }
 }
 
 /// Runs one command.
@@ -78,6 +92,7 @@ pub fn dispatch(cli: Cli) -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Crd => crd::run(),
         Command::Operator(args) => operator::run(&args),
+        Command::Kube(args) => moe::run(args),
         Command::Worker => moe_worker::process::main(),
         Command::Completions { shell } => {
             let mut command = Cli::command();
@@ -100,6 +115,14 @@ fn start_logs(cli: &Cli) {
     } else {
         logs.with_target(false).init();
     }
+}
+
+/// Of a program that speaks for itself: what `MOEJOB_LOG` asks for, and else this.
+fn start_plain_logs(default: &str) {
+    let filter = std::env::var("MOEJOB_LOG").unwrap_or_else(|_| default.to_string());
+    let filter = tracing_subscriber::EnvFilter::new(filter);
+    let logs = tracing_subscriber::fmt().with_env_filter(filter).with_target(false);
+    logs.with_ansi(std::io::stderr().is_terminal()).with_writer(std::io::stderr).init();
 }
 
 /// Prints an error with its causes.

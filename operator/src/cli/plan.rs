@@ -2,7 +2,8 @@
 
 use super::validate::{Output, read_job};
 use clap::Args;
-use moejob_plan::offline::{self, outlook};
+use moejob_plan::Job;
+use moejob_plan::offline::{self, Outlook, outlook};
 use moejob_plan::problem::nearest;
 use moejob_plan::topology::{NodeInfo, nodes_from};
 use std::io::{Read, Write};
@@ -37,23 +38,13 @@ pub fn run(args: &PlanArgs) -> ExitCode {
         Ok(nodes) => nodes,
         Err(message) => return refuse(&message),
     };
-    let made = (0..job.nodes.max + job.nodes.spares).map(|index| format!("node-{index}"));
-    let known: Vec<String> = match &nodes {
-        Some(nodes) => nodes.iter().map(|node| node.name.clone()).collect(),
-        None => made.collect(),
-    };
-    if let Some(unknown) = args.lose.iter().find(|name| !known.contains(name)) {
-        let near = nearest(unknown, known.iter().map(String::as_str));
-        let near = near.map_or(String::new(), |name| format!("; did you mean `{name}`?"));
-        return refuse(&format!("--lose {unknown}: there is no such node{near}"));
+    if let Some(refusal) = refused_node(&job, nodes.as_deref(), &args.lose) {
+        return refuse(&refusal);
     }
     let outlook = outlook(&job, nodes.as_deref(), &args.lose);
-    let text = match args.output {
-        Output::Text => offline::text(&outlook),
-        Output::Json => match serde_json::to_string_pretty(&outlook) {
-            Ok(text) => text,
-            Err(error) => return refuse(&format!("the plan cannot be written as JSON: {error}")),
-        },
+    let text = match written(&outlook, args.output) {
+        Ok(text) => text,
+        Err(message) => return refuse(&message),
     };
     // A reader that has gone away (`| head`) is no failure of ours.
     let _ = writeln!(std::io::stdout(), "{text}");
@@ -61,12 +52,33 @@ pub fn run(args: &PlanArgs) -> ExitCode {
     if outlook.sizes.is_empty() { ExitCode::from(2) } else { ExitCode::SUCCESS }
 }
 
+/// Why a node of `--lose` cannot be lost: there is none of that name.
+pub fn refused_node(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Option<String> {
+    let made = (0..job.nodes.max + job.nodes.spares).map(|index| format!("node-{index}"));
+    let known: Vec<String> = match nodes {
+        Some(nodes) => nodes.iter().map(|node| node.name.clone()).collect(),
+        None => made.collect(),
+    };
+    let unknown = lose.iter().find(|name| !known.contains(name))?;
+    let near = nearest(unknown, known.iter().map(String::as_str));
+    let near = near.map_or(String::new(), |name| format!("; did you mean `{name}`?"));
+    Some(format!("--lose {unknown}: there is no such node{near}"))
+}
+
+pub fn written(outlook: &Outlook, output: Output) -> Result<String, String> {
+    match output {
+        Output::Text => Ok(offline::text(outlook)),
+        Output::Json => serde_json::to_string_pretty(outlook)
+            .map_err(|error| format!("the plan cannot be written as JSON: {error}")),
+    }
+}
+
 fn refuse(message: &str) -> ExitCode {
     eprintln!("moejob: {message}");
     ExitCode::from(2)
 }
 
-fn read_nodes(file: &Path) -> Result<Vec<NodeInfo>, String> {
+pub fn read_nodes(file: &Path) -> Result<Vec<NodeInfo>, String> {
     let named = |error: String| format!("{}: {error}", file.display());
     let mut text = String::new();
     let read = std::fs::File::open(file)

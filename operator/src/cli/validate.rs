@@ -71,31 +71,50 @@ pub fn read_job(file: &Path) -> Result<Job, ExitCode> {
     jobs.pop().ok_or(ExitCode::from(EXIT_INPUT))
 }
 
+/// Prints the problems and warnings of a manifest for a cluster; whether it is valid.
+pub fn report(file: &Path, bytes: &[u8]) -> bool {
+    let finding = judge(file, bytes, &mut Vec::new());
+    let valid = finding.job.is_some();
+    // Of a valid one its warnings are all that there is to say.
+    match valid {
+        true => finding.warnings.iter().for_each(|warning| {
+            eprintln!("{}", line(file, "warning: ", warning));
+        }),
+        false => print_text(&finding),
+    }
+    valid
+}
+
 fn examine(file: &Path, jobs: &mut Vec<Job>) -> Finding {
-    let (problems, warnings) = (Vec::new(), Vec::new());
-    let mut finding =
-        Finding { file: file.into(), job: None, problems, warnings, unreadable: None };
-    let bytes = match read(file) {
-        Ok(bytes) => bytes,
-        Err(error) => {
-            finding.unreadable = Some(error.to_string());
-            return finding;
-        }
-    };
-    let weights = match weights(&bytes) {
+    match read(file) {
+        Ok(bytes) => judge(file, &bytes, jobs),
+        Err(error) => Finding { unreadable: Some(error.to_string()), ..Finding::of(file) },
+    }
+}
+
+impl Finding {
+    fn of(file: &Path) -> Finding {
+        let (problems, warnings) = (Vec::new(), Vec::new());
+        Finding { file: file.into(), job: None, problems, warnings, unreadable: None }
+    }
+}
+
+fn judge(file: &Path, bytes: &[u8], jobs: &mut Vec<Job>) -> Finding {
+    let mut finding = Finding::of(file);
+    let weights = match weights(bytes) {
         Ok(weights) => weights,
         Err(problem) => {
-            finding.problems = Manifest::read(&bytes).locate(vec![problem]);
+            finding.problems = Manifest::read(bytes).locate(vec![problem]);
             return finding;
         }
     };
-    match Job::read_with(&bytes, weights.as_ref()) {
+    match Job::read_with(bytes, weights.as_ref()) {
         Ok(job) => {
             let problems = jobs.iter().filter_map(|other| same_output(other, &job)).collect();
-            finding.problems = Manifest::read(&bytes).locate(problems);
+            finding.problems = Manifest::read(bytes).locate(problems);
             finding.warnings = job.warnings.clone();
             let unsupported = job.unsupported(job.profile.backend);
-            finding.warnings.extend(Manifest::read(&bytes).locate(unsupported));
+            finding.warnings.extend(Manifest::read(bytes).locate(unsupported));
             finding.job = finding.problems.is_empty().then(|| job.name.clone());
             jobs.push(job);
         }
@@ -120,7 +139,7 @@ fn weights(manifest: &[u8]) -> Result<Option<ModelConfig>, Problem> {
 }
 
 /// At most one byte more than a manifest may have: that one is refused with the others' words.
-fn read(file: &Path) -> std::io::Result<Vec<u8>> {
+pub fn read(file: &Path) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let limit = BYTES_MAX as u64 + 1;
     if file == Path::new("-") {
