@@ -7,7 +7,7 @@ use crate::grads::Gradients;
 use crate::model::Model;
 use crate::records::{Records, event, now};
 use crate::snapshot::Snapshots;
-use crate::step::{self, StepSummary};
+use crate::step::{self, Place, StepSummary, Validation};
 use crate::step_end::StepEnd;
 use crate::trainer::{Stop, fail, record_failed, storage_failed, tokens_per_step};
 use crate::trainer_api::{AttemptEnd, Control, TrainerEvent};
@@ -15,7 +15,9 @@ use moejob_protocol::WorkerConfig;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::{Phase, Request};
-use moejob_protocol::report::{Detail, EventKind, StepReport};
+use moejob_protocol::report::{
+    Detail, EventKind, RoutingReport, StepReport, TOKENS_PER_EXPERT_MAX,
+};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -73,8 +75,8 @@ impl Run<'_> {
             self.step += 1;
             self.control.set_step(self.step);
             let seconds = started.elapsed().as_secs_f64();
-            let validation_loss = self.validate(corpus)?;
-            self.report(&summary, validation_loss, seconds)?;
+            let validation = self.validate(corpus)?;
+            self.report(&summary, validation, seconds)?;
             stopped = agreed.stop_after_this_step;
             self.keep(agreed, stopped)?;
         }
@@ -95,7 +97,8 @@ impl Run<'_> {
         let mut agreed = Request::default();
         for attempt in 0..2 {
             let (model, gradients) = (&mut self.model, &mut self.gradients);
-            let mut end = step::gradients(model, gradients, corpus, &mut self.comm, self.step)?;
+            let place = Place { step: self.step, seed: self.config.training.seed };
+            let mut end = step::gradients(model, gradients, corpus, &mut self.comm, place)?;
             self.fill(&mut end);
             let ends = step::agree(&self.model, &end, &mut self.comm)?;
             // Whoever is here has finished the snapshot that came before.
@@ -227,7 +230,7 @@ impl Run<'_> {
         Ok(taken?)
     }
 
-    fn validate(&mut self, corpus: &mut Corpus) -> Result<Option<f64>, Stop> {
+    fn validate(&mut self, corpus: &mut Corpus) -> Result<Option<Validation>, Stop> {
         let validation = &self.config.data.validation;
         let last = self.step >= self.config.training.steps;
         let every = validation.every_steps;
@@ -242,9 +245,10 @@ impl Run<'_> {
     fn report(
         &mut self,
         summary: &StepSummary,
-        validation_loss: Option<f64>,
+        validation: Option<Validation>,
         seconds: f64,
     ) -> Result<(), Stop> {
+        let routing = self.routing(summary, validation);
         let Some(records) = &mut self.records else { return Ok(()) };
         let tokens = tokens_per_step(&self.config.training);
         let report = StepReport {
@@ -259,12 +263,33 @@ impl Run<'_> {
             world_size: self.comm.world(),
             attempt: self.config.attempt,
             expert_imbalance: summary.expert_imbalance,
-            validation_loss,
+            routing,
+            validation_loss: validation.map(|validation| validation.loss),
             time: now(),
         };
         records.step(&report).map_err(record_failed)?;
         (self.out)(TrainerEvent::Step(report));
         Ok(())
+    }
+
+    fn routing(&self, summary: &StepSummary, validation: Option<Validation>) -> RoutingReport {
+        let experts = (self.model.config.experts.count as usize).max(1);
+        let layers = summary.loads.len() / experts;
+        let share = |part: u64, all: u64| if all == 0 { 0.0 } else { part as f64 / all as f64 };
+        let tokens = tokens_per_step(&self.config.training) * layers as u64;
+        let mut computed = summary.loads.clone();
+        computed.iter_mut().zip(&summary.dropped).for_each(|(load, dropped)| *load -= dropped);
+        let told = validation.is_some() || computed.len() <= TOKENS_PER_EXPERT_MAX;
+        RoutingReport {
+            router_entropy: summary.router_entropy,
+            dropped_tokens: share(summary.dropped.iter().sum(), summary.loads.iter().sum()),
+            unrouted_tokens: share(summary.unrouted, tokens),
+            churn: validation.and_then(|validation| validation.churn),
+            tokens_per_expert: match told {
+                true => computed.chunks_exact(experts).map(<[u64]>::to_vec).collect(),
+                false => Vec::new(),
+            },
+        }
     }
 
     fn tell_resumed(&mut self) -> Result<(), Stop> {

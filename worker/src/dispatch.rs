@@ -8,7 +8,7 @@
 
 use crate::comm::{Comm, CommError};
 use crate::model::Model;
-use moejob_kernels::{Buffer, DType, Device, GatherRows};
+use moejob_kernels::{Buffer, DType, Device, GatherRows, NO_EXPERT};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::ModelConfig;
 
@@ -178,12 +178,12 @@ impl Model {
     /// The same in backward, where only the tokens' buffer differs.
     pub(crate) fn arrived_rows(&self, layer: usize, round: &Round) -> Rows {
         let moe = self.moe(layer);
-        let (k, d) = (self.top_k(), self.dim());
+        let d = self.dim();
         if self.group.ranks.len() == 1 {
             let t = round.tokens;
-            let x = self.buffers.layers[layer].norm2.slice(0, t * d);
-            let index = moe.rows.slice(0, t * k);
-            return Rows { x, index, offsets: moe.offsets, count: t * k, sources: 1 };
+            let count = self.own_rows(layer, t);
+            let (x, index) = (self.moe_input(layer, t), moe.rows.slice(0, count));
+            return Rows { x, index, offsets: moe.offsets, count, sources: 1 };
         }
         let routes = &self.group.routes[layer];
         let count = *routes.segments.last().unwrap_or(&0) as usize;
@@ -206,7 +206,7 @@ impl Model {
     ) -> Result<Rows, CommError> {
         self.share_choices(layer, round, comm)?;
         self.plan_routes(layer, round)?;
-        let x = self.buffers.layers[layer].norm2;
+        let x = self.moe_input(layer, round.tokens);
         let into = self.moe(layer).arrived.expect("expert parallel memory");
         self.send_tokens(layer, round, x, into, comm)?;
         Ok(self.arrived_rows(layer, round))
@@ -251,6 +251,10 @@ impl Model {
             for _ in 0..source.tokens {
                 let mut comes = false;
                 for id in &ids[slot..slot + k] {
+                    if *id == NO_EXPERT {
+                        slot += 1;
+                        continue;
+                    }
                     let owner = homes.owner.get(*id as usize).ok_or_else(|| {
                         let rank = self.group.ranks[source.position];
                         let found = format!("a choice of expert {id}");
@@ -311,7 +315,8 @@ impl Model {
         }
         let ids: Vec<u32> = self.device.read_vec(moe.ids.slice(0, t * k));
         for position in 0..positions as u32 {
-            let goes = |slots: &[u32]| slots.iter().any(|id| homes.owner[*id as usize] == position);
+            let owner = |id: &u32| homes.owner.get(*id as usize).copied();
+            let goes = |slots: &[u32]| slots.iter().any(|id| owner(id) == Some(position));
             let tokens = ids.chunks_exact(k).enumerate().filter(|(_, slots)| goes(slots));
             routes.leaving.extend(tokens.map(|(token, _)| token as u32));
             routes.leaving_starts.push(routes.leaving.len());

@@ -35,8 +35,11 @@ pub struct DenseLayer {
     pub qk_norm: Option<(Buffer, Buffer)>,
     /// [D]
     pub norm2: Buffer,
-    /// [E, D]
+    /// [E, D]; a cosine gate and hashed words have none
     pub router: Option<Buffer>,
+    /// [E, D]: of learned noise
+    pub noise: Option<Buffer>,
+    pub cosine: Option<CosineGate>,
     /// [E]
     pub correction: Option<Buffer>,
     /// The dense part, or the shared experts.
@@ -49,6 +52,17 @@ pub struct Linear {
     pub weight: Buffer,
     /// [out]
     pub bias: Option<Buffer>,
+}
+
+/// `P` is the projected width.
+#[derive(Clone, Copy, Debug)]
+pub struct CosineGate {
+    /// [P, D], [P]
+    pub projector: Linear,
+    /// [E, P]
+    pub similarity: Buffer,
+    /// [1]
+    pub temperature: Buffer,
 }
 
 /// [F, D], [F, D], [D, F]
@@ -98,6 +112,14 @@ impl<'a> Names<'a> {
         Linear { weight, bias: self.get(&format!("{name}.bias")) }
     }
 
+    fn cosine(&self, at: &str) -> Option<CosineGate> {
+        Some(CosineGate {
+            temperature: self.get(&format!("{at}.temperature"))?,
+            projector: self.linear(&format!("{at}.projector")),
+            similarity: self.must(&format!("{at}.similarity.weight")),
+        })
+    }
+
     fn gated(&self, at: &str) -> Option<GatedWeights> {
         Some(GatedWeights {
             gate: self.get(&format!("{at}.gate_proj.weight"))?,
@@ -127,6 +149,8 @@ impl Dense {
                 qk_norm: norm("q").zip(norm("k")),
                 norm2: names.must(&format!("{at}.post_attention_layernorm.weight")),
                 router: names.get(&format!("{mlp}.gate.weight")),
+                noise: names.get(&format!("{mlp}.gate.noise.weight")),
+                cosine: names.cosine(&format!("{mlp}.gate")),
                 correction: names.get(&format!("{mlp}.gate.e_score_correction_bias")),
                 gated: names.gated(&mlp).or_else(|| names.gated(&shared)),
             }
@@ -174,7 +198,9 @@ impl Experts {
 /// no gradient.
 pub fn is_frozen(model: &ModelConfig, param: &Param) -> bool {
     match param.role {
-        Role::Router { .. } => model.router.frozen,
+        Role::Router { .. } | Role::RouterZeros { .. } | Role::Temperature { .. } => {
+            model.router.frozen
+        }
         Role::Correction { .. } => true,
         _ => false,
     }

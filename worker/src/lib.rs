@@ -18,6 +18,8 @@ pub mod data;
 pub mod handles;
 pub mod model;
 pub mod moe;
+pub mod gate;
+pub mod routing;
 pub mod diagnosis;
 pub mod dispatch;
 pub mod grads;

@@ -11,6 +11,7 @@
 
 use crate::comm::{Comm, CommError};
 use crate::dispatch::{ExpertGroup, Mail, Round};
+use crate::gate::Noise;
 use crate::moe::activation;
 use crate::handles::{Dense, DenseLayer, Experts, GatedWeights, Linear};
 use moejob_kernels::{
@@ -23,6 +24,7 @@ use moejob_protocol::config::TrainingConfig;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{Kind, Planner, Rows, Shape};
 use moejob_protocol::model::{ModelConfig, Param, QkNorm};
+use std::collections::BTreeMap;
 
 /// A rank's model: its memory, where everything lies, and the device that computes.
 #[derive(Debug)]
@@ -38,6 +40,13 @@ pub struct Model {
     pub(crate) experts: Vec<Experts>,
     pub(crate) group: ExpertGroup,
     pub(crate) mail: Mail,
+    /// Dropless top-k, which one fused op computes; else `gate.rs`.
+    pub(crate) plain: bool,
+    pub(crate) noise: Option<Noise>,
+    /// `[layer]`: routing statistics of the whole step, where the balance is its own.
+    pub(crate) step_stats: BTreeMap<usize, Vec<f64>>,
+    /// First choices of the held-out tokens when they were last looked at, by micro-batch.
+    pub(crate) favourites: BTreeMap<u32, Vec<u32>>,
     /// Where the last step's forward pass stopped being finite.
     pub(crate) broken: Option<String>,
     /// `S`
@@ -117,6 +126,10 @@ impl Model {
         let means = mixture.count().max(1) as f64 * f64::from(shape.micro_batches);
         Ok(Model {
             group: ExpertGroup::new(config, layout, rank),
+            plain: config.router.is_plain(),
+            noise: None,
+            step_stats: BTreeMap::new(),
+            favourites: BTreeMap::new(),
             config: config.clone(),
             layout: layout.clone(),
             rank,

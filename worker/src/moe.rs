@@ -16,15 +16,25 @@ use crate::dispatch::{Round, Rows};
 use crate::model::{Leaf, Model};
 use moejob_kernels::{
     Activation, Buffer, Combine, ExpertsDgrad, ExpertsDown, ExpertsDownBackward, ExpertsDownWgrad,
-    ExpertsUp, ExpertsUpWgrad, GatherRows, Layout as Order, Matmul, Place, Route, RouteBackward,
-    RouteGroups, ScatterRows, ScatterSum, Scoring,
+    ExpertsUp, ExpertsUpWgrad, GatherRows, Layout as Order, Matmul, NO_EXPERT, Place, Route,
+    RouteBackward, RouteGroups, ScatterRows, ScatterSum, Scoring,
 };
 use moejob_protocol::buffers::{Moe, MoeScratch, Travel};
 use moejob_protocol::model::{Activation as ActivationName, AuxLossScope, Scoring as ScoringName};
 
 impl Model {
+    /// `K`: slots of a token.
     pub(crate) fn top_k(&self) -> usize {
-        self.config.experts.per_token as usize
+        self.config.slots() as usize
+    }
+
+    /// Rows of the own tokens: a slot without an expert has none.
+    pub(crate) fn own_rows(&self, layer: usize, t: usize) -> usize {
+        if self.plain {
+            return t * self.top_k();
+        }
+        let offsets: Vec<u32> = self.device.read_vec(self.moe(layer).offsets);
+        offsets.last().map_or(0, |end| *end as usize)
     }
 
     pub(crate) fn expert_count(&self) -> usize {
@@ -53,7 +63,12 @@ impl Model {
     ) -> Result<(), CommError> {
         let (t, k, d) = (round.tokens, self.top_k(), self.dim());
         if t > 0 {
-            self.route(layer, t);
+            if self.plain {
+                self.route(layer, t);
+            } else {
+                self.drop_input(layer, t);
+                self.gate(layer, t);
+            }
             self.place(layer, t);
         }
         let rows = if self.group.ranks.len() == 1 {
@@ -137,7 +152,9 @@ impl Model {
         let mut ids = moe.ids.slice(0, t * k);
         if order.iter().enumerate().any(|(expert, at)| expert as u32 != *at) {
             let mut host: Vec<u32> = self.device.read_vec(ids);
-            host.iter_mut().for_each(|id| *id = order[*id as usize]);
+            for id in host.iter_mut().filter(|id| **id != NO_EXPERT) {
+                *id = order[*id as usize];
+            }
             ids = scratch.ids.slice(0, t * k);
             self.device.write(ids, &host);
         }
@@ -155,7 +172,7 @@ impl Model {
 
     /// Without expert parallelism the routed rows are read where they lie.
     fn rows_here(&mut self, layer: usize, t: usize) -> Rows {
-        let (k, d) = (self.top_k(), self.dim());
+        let k = self.top_k();
         let moe = self.moe(layer);
         self.device.scatter_rows(&ScatterRows {
             rows: t * k,
@@ -164,11 +181,12 @@ impl Model {
             index: moe.pos.slice(0, t * k),
             y: moe.row_weights.slice(0, t * k),
         });
+        let count = self.own_rows(layer, t);
         Rows {
-            x: self.buffers.layers[layer].norm2.slice(0, t * d),
-            index: moe.rows.slice(0, t * k),
+            x: self.moe_input(layer, t),
+            index: moe.rows.slice(0, count),
             offsets: moe.offsets,
-            count: t * k,
+            count,
             sources: 1,
         }
     }
@@ -213,6 +231,9 @@ impl Model {
         let (t, k, d) = (round.tokens, self.top_k(), self.dim());
         let dx = self.buffers.scratch.dx;
         let alone = self.group.ranks.len() == 1;
+        if t > 0 && !self.plain {
+            self.drop_input(layer, t);
+        }
         let dy = if alone {
             dx.slice(0, t * d)
         } else {
@@ -250,8 +271,12 @@ impl Model {
         if let Some(gradient) = gradients.correction {
             self.device.fill_zero(gradient);
         }
-        let gradient = gradients.router.expect("a mixture layer has a router");
-        self.route_backward(layer, t, gradient);
+        if self.plain {
+            let gradient = gradients.router.expect("a mixture layer has a router");
+            self.route_backward(layer, t, gradient);
+        } else {
+            self.gate_backward(layer, t, gradients);
+        }
         Ok(())
     }
 
@@ -325,7 +350,7 @@ impl Model {
         let mut aux_coef = config.aux_loss_coef * self.router_scale;
         let mut counts = moe.counts;
         if config.aux_loss_scope == AuxLossScope::Hf {
-            aux_coef /= self.mixture_layers() as f64;
+            aux_coef /= self.mixture_layers().count() as f64;
             counts = scratch.counts;
         }
         self.device.route_backward(&RouteBackward {
@@ -359,10 +384,6 @@ impl Model {
         self.device.matmul(&Matmul { layout, m: t, n: d, k: e, accumulate, a, b, c });
     }
 
-    fn mixture_layers(&self) -> usize {
-        self.buffers.layers.iter().filter(|layer| layer.moe.is_some()).count()
-    }
-
     /// Moves the corrections of every layer by the loads of the whole step, `[layer][expert]`. Each
     /// rank holds all corrections and knows all loads, so all do alike.
     pub fn balance(&mut self, loads: &[u64]) {
@@ -394,7 +415,8 @@ impl Model {
     /// Under the scope `hf` the layers are one: the loads of a layer's auxiliary loss are those of
     /// all layers together. `Place` is done with `scratch.counts` before backward begins.
     pub(crate) fn sum_counts(&mut self) {
-        if self.config.router.aux_loss_scope != AuxLossScope::Hf || self.mixture_layers() == 0 {
+        let none = self.mixture_layers().count() == 0;
+        if self.config.router.aux_loss_scope != AuxLossScope::Hf || none {
             return;
         }
         let mut sums = vec![0_u32; self.expert_count()];
@@ -408,7 +430,7 @@ impl Model {
     /// The auxiliary loss of all layers concatenated, as Hugging Face's
     /// `load_balancing_loss_func` has it: E * sum_e load[e] * mean_prob[e], both means over the
     /// layers. It comes times the layers, as a sum over them would.
-    fn concatenated_aux_loss(&self, tokens: usize) -> f64 {
+    pub(crate) fn concatenated_aux_loss(&self, tokens: usize) -> f64 {
         let experts = self.expert_count();
         let (mut loads, mut probs) = (vec![0_u64; experts], vec![0.0; experts]);
         for moe in self.buffers.layers.iter().filter_map(|layer| layer.moe.as_ref()) {
@@ -421,30 +443,8 @@ impl Model {
             sum + *load as f64 * prob
         });
         let tokens = tokens as f64;
-        experts as f64 * products / (tokens * tokens * self.mixture_layers().max(1) as f64)
-    }
-
-    /// Auxiliary and z loss of the loaded micro-batch, summed over the layers, and the slots that
-    /// chose each expert, `[layer][expert]`, added to `counts`.
-    pub fn routing(&self, round: &Round, counts: &mut [u64]) -> [f64; 2] {
-        let mut sums = [0.0; 2];
-        if round.tokens == 0 {
-            return sums;
-        }
-        let mixture = self.buffers.layers.iter().filter_map(|layer| layer.moe.as_ref());
-        for (moe, counts) in mixture.zip(counts.chunks_exact_mut(self.expert_count())) {
-            let mut losses = [0.0; 2];
-            self.device.read(moe.losses, &mut losses);
-            (sums[0], sums[1]) = (sums[0] + losses[0], sums[1] + losses[1]);
-            let chosen: Vec<u32> = self.device.read_vec(moe.counts);
-            for (sum, count) in counts.iter_mut().zip(chosen) {
-                *sum += u64::from(count);
-            }
-        }
-        if self.config.router.aux_loss_scope == AuxLossScope::Hf {
-            sums[0] = self.concatenated_aux_loss(round.tokens);
-        }
-        sums
+        let layers = self.mixture_layers().count().max(1) as f64;
+        experts as f64 * products / (tokens * tokens * layers)
     }
 }
 
@@ -459,7 +459,7 @@ pub fn corrected(bias: f64, rate: f64, count: u64, total: u64, experts: u64) -> 
     }
 }
 
-fn scoring(name: ScoringName) -> Scoring {
+pub(crate) fn scoring(name: ScoringName) -> Scoring {
     match name {
         ScoringName::Softmax => Scoring::Softmax,
         ScoringName::Sigmoid => Scoring::Sigmoid,

@@ -69,8 +69,15 @@ pub fn initialize(model: &mut Model, seed: u64) {
         let param = &model.params[index];
         match param.role {
             Role::Gain => model.device.fill(&Fill { value: 1.0, x }),
-            Role::Bias | Role::Correction { .. } => {
+            Role::Bias | Role::Correction { .. } | Role::RouterZeros { .. } => {
                 model.device.fill(&Fill { value: 0.0, x });
+            }
+            Role::Temperature { .. } => {
+                let cosine = config.router.cosine.as_ref();
+                let temperature = cosine.map_or(1.0, |cosine| cosine.initial_temperature);
+                // Our own logarithm: the same bits everywhere.
+                let value = moejob_kernels::Float::ln(1.0 / temperature);
+                model.device.fill(&Fill { value, x });
             }
             Role::Matrix | Role::Router { .. } | Role::Expert { .. } => {
                 let hash = blake3::hash(param.name.as_bytes());

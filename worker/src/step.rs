@@ -2,13 +2,15 @@
 
 use crate::comm::{Comm, CommError};
 use crate::data::{Batch, Corpus, DataError};
-use crate::diagnosis::{self, place};
+use crate::diagnosis;
 use crate::grads::Gradients;
 use crate::model::Model;
 use crate::dispatch::{Round, Source};
-use crate::step_end::StepEnd;
+use crate::gate::Noise;
+use crate::routing::Tally;
+use crate::step_end::{LOSSES, StepEnd};
 use moejob_protocol::config::TrainingConfig;
-use moejob_protocol::model::Role;
+use moejob_protocol::model::{AuxLossScope, Role};
 
 /// Why a step did not happen.
 #[derive(Debug, thiserror::Error)]
@@ -29,8 +31,14 @@ pub struct StepSummary {
     pub grad_norm: f64,
     pub learning_rate: f64,
     pub expert_imbalance: f64,
+    /// Entropy of the scores, nats, mean over tokens and layers.
+    pub router_entropy: f64,
     /// `[mixture layer][expert]`: slots of the whole step that chose it.
     pub loads: Vec<u64>,
+    /// The same: choices of full experts, which were dropped; empty for routers that drop none.
+    pub dropped: Vec<u64>,
+    /// Tokens without any expert, over all layers.
+    pub unrouted: u64,
     /// The loss, or the parameter whose gradient is no finite number; then nothing was updated.
     pub non_finite: Option<String>,
 }
@@ -67,7 +75,75 @@ impl Schedule {
     }
 }
 
-/// Computes and reduces the gradients of `step` (counted from 0); what comes back is this rank's
+/// Which step, counted from 0, and the seed of its noise.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    pub step: u64,
+    pub seed: u64,
+}
+
+fn load(
+    model: &mut Model,
+    corpus: &mut Corpus,
+    batch: &mut Batch,
+    place: Place,
+    micro_batch: u32,
+) -> Result<(), DataError> {
+    corpus.fill_micro_batch(place.step, micro_batch, batch)?;
+    model.load_documents(&batch.ids, &batch.targets, batch.starts.as_deref());
+    model.set_noise(Some(Noise { seed: place.seed, step: place.step, micro_batch }));
+    Ok(())
+}
+
+/// Where the balance is that of the whole step: its statistics, from a forward pass of their own
+/// over all micro-batches, since the first gradient needs them already. Every rank adds them up in
+/// the order of micro-batches.
+fn whole_step_stats(
+    model: &mut Model,
+    corpus: &mut Corpus,
+    comm: &mut Comm,
+    place: Place,
+) -> Result<(), StepError> {
+    let (count, tokens) = (model.shape.micro_batches, model.shape.tokens as usize);
+    if model.config.router.aux_loss_scope != AuxLossScope::Global {
+        return Ok(());
+    }
+    model.set_step_stats(&[]);
+    let mut batch = Batch::new(tokens);
+    let mut own: Vec<u8> = Vec::new();
+    for round in 0..model.layout.mesh.rounds(count) {
+        let schedule = Schedule::new(model, round, count, |_| tokens);
+        if let Some(micro_batch) = schedule.own {
+            load(model, corpus, &mut batch, place, micro_batch)?;
+        }
+        model.forward(&schedule.round, comm)?;
+        if schedule.own.is_some() {
+            let stats = model.round_stats(&schedule.round);
+            own.extend(stats.iter().flat_map(|stat| stat.to_bits().to_le_bytes()));
+        }
+    }
+    let width = counts_len(model) * moejob_kernels::balance::row::COUNT;
+    let all = comm.gather_all(&own, 8 * width * count as usize)?;
+    let mut sums = vec![0.0; width];
+    let mut seen = 0;
+    for rank in model.layout.mesh.data_group(model.rank) {
+        for stats in all[rank as usize].chunks_exact(8 * width.max(1)) {
+            let numbers = stats.as_chunks::<8>().0.iter();
+            let numbers = numbers.map(|bytes| f64::from_bits(u64::from_le_bytes(*bytes)));
+            sums.iter_mut().zip(numbers).for_each(|(sum, number)| *sum += number);
+            seen += 1;
+        }
+    }
+    if seen != count {
+        let expected = format!("those of {count}");
+        let found = format!("routing statistics of {seen} micro-batches");
+        return Err(CommError::Protocol { rank: model.rank, found, expected }.into());
+    }
+    model.set_step_stats(&sums);
+    Ok(())
+}
+
+/// Computes and reduces the gradients of a step; what comes back is this rank's
 /// part of the step's end.
 ///
 /// # Errors
@@ -77,19 +153,20 @@ pub fn gradients(
     gradients: &mut Gradients,
     corpus: &mut Corpus,
     comm: &mut Comm,
-    step: u64,
+    place: Place,
 ) -> Result<StepEnd, StepError> {
     let count = model.shape.micro_batches;
     let tokens = model.shape.tokens as usize;
-    let mut end = StepEnd { counts: vec![0; counts_len(model)], ..StepEnd::default() };
+    let mut end = StepEnd::default();
+    let mut tally = Tally { counts: vec![0; counts_len(model)], ..Tally::default() };
     let mut batch = Batch::new(tokens);
     let mut broken = None;
     gradients.clear();
+    whole_step_stats(model, corpus, comm, place)?;
     for round in 0..model.layout.mesh.rounds(count) {
         let schedule = Schedule::new(model, round, count, |_| tokens);
         if let Some(micro_batch) = schedule.own {
-            corpus.fill_micro_batch(step, micro_batch, &mut batch)?;
-            model.load_documents(&batch.ids, &batch.targets, batch.starts.as_deref());
+            load(model, corpus, &mut batch, place, micro_batch)?;
         }
         model.forward(&schedule.round, comm)?;
         let loss = model.loss(&schedule.round, true);
@@ -99,10 +176,11 @@ pub fn gradients(
         model.backward(&schedule.round, &gradients.leaf(&schedule.round), comm)?;
         gradients.push(&schedule.round, schedule.own, &schedule.leaves, model);
         if schedule.own.is_some() {
-            let [aux, z] = model.routing(&schedule.round, &mut end.counts);
-            end.losses.push([loss, aux, z]);
+            let [aux, z, entropy] = model.routing(&schedule.round, &mut tally);
+            end.losses.push([loss, aux, z, entropy]);
         }
     }
+    (end.counts, end.dropped, end.unrouted) = (tally.counts, tally.dropped, tally.unrouted);
     end.square_sums = gradients.reduce(model, comm)?;
     model.broken = broken;
     Ok(end)
@@ -154,7 +232,7 @@ pub fn summarize(
     ends: &[StepEnd],
     step: u64,
 ) -> Result<StepSummary, CommError> {
-    let losses: Vec<[f64; 3]> = by_micro_batch(model, ends);
+    let losses = by_micro_batch(model, ends);
     let wrong = |rank: u32, found: String| CommError::Protocol {
         rank,
         found,
@@ -163,7 +241,7 @@ pub fn summarize(
     if losses.len() != model.shape.micro_batches as usize {
         return Err(wrong(0, format!("{} losses in all", losses.len())));
     }
-    let mut sums = [0.0; 3];
+    let mut sums = [0.0; LOSSES];
     for loss in &losses {
         sums.iter_mut().zip(loss).for_each(|(sum, loss)| *sum += loss);
     }
@@ -181,16 +259,20 @@ pub fn summarize(
         }
         // The last in the table is the first that backward made.
         if !part.iter().all(|sum| sum.is_finite()) {
-            non_finite = Some(format!("the gradient of {}", place(&model.params[*index])));
+            non_finite = Some(format!("the gradient of {}", diagnosis::place(&model.params[*index])));
         }
     }
     let loss = sums[0] / targets;
     if !loss.is_finite() {
         non_finite = Some("the loss".to_string());
     }
-    let mut loads = vec![0; counts_len(model)];
+    let (mut loads, mut dropped) = (vec![0; counts_len(model)], vec![0; counts_len(model)]);
     for end in ends {
         loads.iter_mut().zip(&end.counts).for_each(|(sum, count)| *sum += count);
+        dropped.iter_mut().zip(&end.dropped).for_each(|(sum, count)| *sum += count);
+    }
+    if model.plain {
+        dropped.clear();
     }
     let mixture = counts_len(model) / (model.config.experts.count as usize).max(1);
     let means = micro_batches * mixture.max(1) as f64;
@@ -201,13 +283,16 @@ pub fn summarize(
         grad_norm: squares.sqrt(),
         learning_rate: training.learning_rate(step),
         expert_imbalance: imbalance(model, &loads),
+        router_entropy: sums[3] / means,
         loads,
+        dropped,
+        unrouted: ends.iter().map(|end| end.unrouted).sum(),
         non_finite,
     })
 }
 
 /// The ranks' losses in the order of micro-batches.
-fn by_micro_batch(model: &Model, ends: &[StepEnd]) -> Vec<[f64; 3]> {
+fn by_micro_batch(model: &Model, ends: &[StepEnd]) -> Vec<[f64; LOSSES]> {
     let mesh = &model.layout.mesh;
     mesh.data_group(model.rank)
         .iter()
@@ -246,7 +331,17 @@ pub fn update(
     gradients.spread(model, comm)
 }
 
-/// Mean cross-entropy over the first held-out sequences; none when there are none.
+/// What was measured on held-out sequences.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Validation {
+    /// Mean cross-entropy.
+    pub loss: f64,
+    /// Share of tokens whose favourite expert is another than at the last validation of this
+    /// attempt, over all layers; none the first time.
+    pub churn: Option<f64>,
+}
+
+/// Measures on the first held-out sequences, without noise; none when there are none.
 ///
 /// # Errors
 /// A peer is lost, or the data changed.
@@ -255,7 +350,7 @@ pub fn validate(
     corpus: &mut Corpus,
     comm: &mut Comm,
     sequences_max: u32,
-) -> Result<Option<f64>, StepError> {
+) -> Result<Option<Validation>, StepError> {
     let sequences = corpus.held_out_sequences(sequences_max);
     if sequences == 0 {
         return Ok(None);
@@ -265,6 +360,8 @@ pub fn validate(
     let left = |leaf: u32| sequences - leaf * sequences_each;
     let of_batch = |leaf: u32| left(leaf).min(sequences_each) as usize * length;
     let mut losses = Vec::new();
+    let (mut changed, mut compared) = (0, 0);
+    model.set_noise(None);
     for round in 0..model.layout.mesh.rounds(count) {
         let schedule = Schedule::new(model, round, count, of_batch);
         if let Some(leaf) = schedule.own {
@@ -274,14 +371,21 @@ pub fn validate(
         }
         model.forward(&schedule.round, comm)?;
         let loss = model.loss(&schedule.round, false);
-        if schedule.own.is_some() {
-            losses.push([loss, 0.0, 0.0]);
+        if let Some(leaf) = schedule.own {
+            losses.push([loss, 0.0, 0.0, 0.0]);
+            let (more, of) = model.churn(leaf, schedule.round.tokens);
+            (changed, compared) = (changed + more, compared + of);
         }
     }
-    let end = StepEnd { losses, ..StepEnd::default() };
-    let all = comm.gather_all(&end.encode(), StepEnd::bytes_max(count as usize, 0, 0))?;
+    let end = StepEnd { losses, counts: vec![changed, compared], ..StepEnd::default() };
+    let all = comm.gather_all(&end.encode(), StepEnd::bytes_max(count as usize, 2, 0))?;
     let ends = all.iter().zip(0..).map(|(bytes, rank)| StepEnd::decode(rank, bytes));
     let ends = ends.collect::<Result<Vec<_>, _>>()?;
     let sum = by_micro_batch(model, &ends).iter().fold(0.0, |sum, loss| sum + loss[0]);
-    Ok(Some(sum / (f64::from(sequences) * length as f64)))
+    let tally = |at: usize| ends.iter().filter_map(|end| end.counts.get(at)).sum::<u64>();
+    let (changed, compared) = (tally(0), tally(1));
+    Ok(Some(Validation {
+        loss: sum / (f64::from(sequences) * length as f64),
+        churn: (compared > 0).then(|| changed as f64 / compared as f64),
+    }))
 }

@@ -19,13 +19,20 @@ pub struct StepEnd {
     /// Why this rank's shard could not be written; empty: it could.
     pub write_error: String,
     /// Of each micro-batch of this rank, ascending: the sum of its cross-entropies, its auxiliary
-    /// loss and its z loss, both summed over layers.
-    pub losses: Vec<[f64; 3]>,
+    /// loss, its z loss and the entropy of its scores, these summed over layers.
+    pub losses: Vec<[f64; LOSSES]>,
     /// `[mixture layer][expert]`: slots that chose it.
     pub counts: Vec<u64>,
+    /// The same: those that were dropped; empty for routers that drop none.
+    pub dropped: Vec<u64>,
+    /// Tokens without any expert, over all layers.
+    pub unrouted: u64,
     /// Of the owned blocks, in table order.
     pub square_sums: Vec<f64>,
 }
+
+/// Numbers of a micro-batch.
+pub const LOSSES: usize = 4;
 
 /// Longest `write_error` that is told.
 const ERROR_BYTES_MAX: usize = 1024;
@@ -33,7 +40,7 @@ const ERROR_BYTES_MAX: usize = 1024;
 impl StepEnd {
     /// The longest encoding, so that a receiver can bound what it takes.
     pub fn bytes_max(micro_batches: usize, counts: usize, blocks: usize) -> usize {
-        64 + ERROR_BYTES_MAX + 24 * micro_batches + 8 * (counts + blocks)
+        64 + ERROR_BYTES_MAX + 8 * LOSSES * micro_batches + 8 * (2 * counts + blocks)
     }
 
     pub fn encode(&self) -> Vec<u8> {
@@ -43,16 +50,23 @@ impl StepEnd {
             error = &error[..shorter.unwrap_or(0)];
         }
         let flags = u32::from(self.checkpoint_now) | u32::from(self.stop_after_this_step) << 1;
-        let lengths = [error.len(), self.losses.len(), self.counts.len(), self.square_sums.len()];
+        let lengths = [
+            error.len(),
+            self.losses.len(),
+            self.counts.len(),
+            self.dropped.len(),
+            self.square_sums.len(),
+        ];
         let mut out = Vec::new();
         for word in [flags, self.fenced_by].into_iter().chain(lengths.map(|len| len as u32)) {
             out.extend_from_slice(&word.to_le_bytes());
         }
         out.extend_from_slice(&self.written.to_le_bytes());
         out.extend_from_slice(&self.committed.to_le_bytes());
+        out.extend_from_slice(&self.unrouted.to_le_bytes());
         out.extend_from_slice(error.as_bytes());
         let doubles = self.losses.iter().flatten().map(|x| x.to_bits());
-        let doubles = doubles.chain(self.counts.iter().copied());
+        let doubles = doubles.chain(self.counts.iter().chain(&self.dropped).copied());
         for bits in doubles.chain(self.square_sums.iter().map(|x| x.to_bits())) {
             out.extend_from_slice(&bits.to_le_bytes());
         }
@@ -81,13 +95,15 @@ impl StepEnd {
             Some(u64::from_le_bytes(*first))
         };
         let (flags, fenced_by) = (word(&mut bytes)?, word(&mut bytes)?);
-        let mut lengths = [0; 4];
+        let mut lengths = [0; 5];
         for len in &mut lengths {
             *len = word(&mut bytes)? as usize;
         }
         let (written, committed) = (double(&mut bytes)?, double(&mut bytes)?);
-        let [error, losses, counts, sums] = lengths;
-        let numbers = losses.checked_mul(3)?.checked_add(counts)?.checked_add(sums)?;
+        let unrouted = double(&mut bytes)?;
+        let [error, losses, counts, dropped, sums] = lengths;
+        let tallies = counts.checked_add(dropped)?;
+        let numbers = losses.checked_mul(LOSSES)?.checked_add(tallies)?.checked_add(sums)?;
         if flags > 3 || bytes.len() != error.checked_add(numbers.checked_mul(8)?)? {
             return None;
         }
@@ -96,9 +112,10 @@ impl StepEnd {
         let mut next = || double(&mut bytes);
         let mut float = || next().map(f64::from_bits);
         let losses = (0..losses)
-            .map(|_| Some([float()?, float()?, float()?]))
+            .map(|_| Some([float()?, float()?, float()?, float()?]))
             .collect::<Option<Vec<_>>>()?;
         let counts = (0..counts).map(|_| next()).collect::<Option<Vec<_>>>()?;
+        let dropped = (0..dropped).map(|_| next()).collect::<Option<Vec<_>>>()?;
         let sums = (0..sums).map(|_| next().map(f64::from_bits)).collect::<Option<Vec<_>>>()?;
         Some(StepEnd {
             checkpoint_now: flags & 1 != 0,
@@ -109,6 +126,8 @@ impl StepEnd {
             write_error,
             losses,
             counts,
+            dropped,
+            unrouted,
             square_sums: sums,
         })
     }
@@ -127,8 +146,10 @@ mod tests {
             written: 40,
             committed: 30,
             write_error: "no space left".to_string(),
-            losses: vec![[1.5, f64::NAN, -0.0], [2.5, 0.1, 0.2]],
+            losses: vec![[1.5, f64::NAN, -0.0, 1.0], [2.5, 0.1, 0.2, 0.3]],
             counts: vec![3, u64::MAX],
+            dropped: vec![7, 0],
+            unrouted: 9,
             square_sums: vec![1e-300, f64::INFINITY],
         };
         let bytes = end.encode();

@@ -23,7 +23,7 @@ use crate::trainer_api::{AttemptEnd, Control, Failure, TrainerEvent};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::message::{Held, Phase, Request};
-use moejob_protocol::model::{AuxLossScope, ModelConfig};
+use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig};
 use moejob_protocol::pod::ENV_WORKER;
 use moejob_protocol::report::Event;
 use std::path::{Path, PathBuf};
@@ -373,11 +373,12 @@ pub fn unsupported(config: &WorkerConfig) -> Option<Failure> {
             "training.precision: the CPU computes in fp32",
         ),
         (
-            !matches!(model.router.aux_loss_scope, AuxLossScope::MicroBatch | AuxLossScope::Hf),
-            "model.router.auxLossScope: microBatch and hf are built in",
+            model.router.aux_loss_scope == AuxLossScope::Hf && {
+                let scope = AuxLossScope::MicroBatch;
+                !RouterConfig { aux_loss_scope: scope, ..model.router.clone() }.is_plain()
+            },
+            "model.router.auxLossScope: hf goes with dropless top-k and balanceLoss switch",
         ),
-        (model.router.capacity_factor != 0.0, "model.router.capacityFactor: 0, dropless, alone"),
-        (model.router.jitter != 0.0, "model.router.jitter is not built in"),
         (mesh.pp > 1 || mesh.tp > 1 || mesh.cp > 1, "parallelism: expert and data alone"),
         (!config.layout.covers(model), "the placement leaves an expert without a rank"),
     ];

@@ -6,6 +6,7 @@ use moe_worker::comm::Comm;
 use moe_worker::grads::{Gradients, weight_of};
 use moe_worker::model::Model;
 use moe_worker::dispatch::{Round, Source};
+use moe_worker::routing::Tally;
 use moe_worker::snapshot::initialize;
 use moejob_protocol::config::Precision;
 use moejob_protocol::layout::Layout;
@@ -57,8 +58,7 @@ impl Bench {
     fn objective(&mut self) -> f64 {
         self.model.forward(&self.round, &mut self.comm).expect("no peers");
         let loss = self.model.loss(&self.round, false) / (BATCH * SEQUENCE) as f64;
-        let mut counts = vec![0; 64];
-        let [aux, z] = self.model.routing(&self.round, &mut counts);
+        let [aux, z, _] = self.model.routing(&self.round, &mut Tally::default());
         loss + self.aux * aux + self.z * z
     }
 

@@ -9,6 +9,7 @@ use moe_worker::dispatch::{Round, Source};
 use moe_worker::grads::{Gradients, weight_of};
 use moe_worker::handles::slice;
 use moe_worker::model::Model;
+use moe_worker::routing::Tally;
 use moejob_kernels::Buffer;
 use moejob_protocol::config::{AdamW, Precision};
 use moejob_protocol::layout::Layout;
@@ -158,9 +159,8 @@ impl Bench<'_> {
         let leaf = self.gradients.leaf(&round);
         self.model.backward(&round, &leaf, &mut comm).expect("no peers");
         if step == 0 {
-            let mut counts = vec![0; 64];
             let mixture = self.model.buffers.layers.iter().filter(|l| l.moe.is_some()).count();
-            let aux = self.model.routing(&round, &mut counts)[0] / mixture as f64;
+            let aux = self.model.routing(&round, &mut Tally::default())[0] / mixture as f64;
             let coefficient = self.model.config.router.aux_loss_coef;
             self.check("logits", &logits, bound);
             if coefficient > 0.0 {

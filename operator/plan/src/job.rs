@@ -369,6 +369,7 @@ fn router(typed: &ModelSpec) -> RouterConfig {
         jitter: router.jitter.unwrap_or(0.0),
         frozen: router.frozen.unwrap_or(false),
         warmup_steps: router.warmup_steps.unwrap_or(0),
+        ..RouterConfig::default()
     }
 }
 

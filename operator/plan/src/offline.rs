@@ -454,6 +454,7 @@ fn report(step: u64, attempt: u32) -> StepReport {
         world_size: 0,
         attempt,
         expert_imbalance: 0.0,
+        routing: Default::default(),
         validation_loss: None,
         time: String::new(),
     }

@@ -81,6 +81,7 @@ fn report(step: u64, loss: f64, comm: &Comm) -> StepReport {
         world_size: comm.world(),
         attempt: comm.attempt(),
         expert_imbalance: 0.0,
+        routing: Default::default(),
         validation_loss: None,
         time: String::new(),
     }

@@ -221,6 +221,7 @@ impl Gang {
             world_size: self.members.len() as u32,
             attempt: self.config.attempt,
             expert_imbalance: 1.0,
+            routing: Default::default(),
             validation_loss: None,
             time: super::nodes::now(),
         }

@@ -3,7 +3,7 @@
 //! `Planner` decides what a buffer is: a range of the device's arena, or nothing but its size.
 
 use crate::memory::{Kind, Planner, Rows, Shape};
-use crate::model::{ModelConfig, QkNorm};
+use crate::model::{AuxLossScope, ModelConfig, QkNorm, RouterKind};
 
 /// All of a rank's device memory.
 #[derive(Clone, Debug)]
@@ -120,6 +120,37 @@ pub struct Moe<B> {
     /// [R, 2 F], [R, F]
     pub h: B,
     pub a: B,
+    /// What routers beyond dropless top-k keep.
+    pub gate: Option<Gate<B>>,
+}
+
+/// What a gate keeps from forward to backward.
+#[derive(Clone, Debug)]
+pub struct Gate<B> {
+    /// [T, E]: logits with noise.
+    pub noisy: B,
+    /// [T, E]: deviations of learned noise, before softplus.
+    pub raw: Option<B>,
+    /// u32 [T, K], [T], [E]: choices before any was dropped, the best ones, and how many were.
+    pub chosen: B,
+    pub first: B,
+    pub dropped: B,
+    /// f64 [sequences or 1, 5, E], f64 [2]: statistics; z loss and mean entropy.
+    pub stats: B,
+    pub losses: B,
+    pub cosine: Option<Cosine<B>>,
+}
+
+/// The cosine gate, `P` its projected width.
+#[derive(Clone, Debug)]
+pub struct Cosine<B> {
+    /// [T, P] before and after it is brought to length one; f64 [T]
+    pub projected: B,
+    pub normed: B,
+    pub norm: B,
+    /// [E, P], f64 [E]
+    pub similarity: B,
+    pub similarity_norm: B,
 }
 
 /// The final norm, logits and losses.
@@ -172,6 +203,21 @@ pub struct MoeScratch<B> {
     pub dh: B,
     pub a_scaled: B,
     pub travel: Option<Travel<B>>,
+    pub gate: Option<GateScratch<B>>,
+}
+
+/// Memory of gates that every layer uses anew.
+#[derive(Clone, Debug)]
+pub struct GateScratch<B> {
+    /// [T, D]: the layer's input after dropout, the router's after jitter.
+    pub dropped: Option<B>,
+    pub jittered: Option<B>,
+    /// [T, E]
+    pub d_raw: Option<B>,
+    /// f64 [sequences or 1, 3, E]
+    pub dstats: B,
+    /// [T, P], [T, P], [E, P]
+    pub cosine: Option<[B; 3]>,
 }
 
 /// Rows on their way between ranks of an expert group.
@@ -325,7 +371,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
 
     fn moe(&mut self) -> Moe<B> {
         let (t, experts) = (self.shape.tokens, &self.model.experts);
-        let (e, k) = (u64::from(experts.count), u64::from(experts.per_token));
+        let (e, k) = (u64::from(experts.count), u64::from(self.model.slots()));
         let f = u64::from(experts.intermediate_size);
         let sources = self.shape.expert_parallel;
         let d = u64::from(self.model.hidden_size);
@@ -347,6 +393,54 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             arrived: (sources > 1).then(|| self.planner.alloc(Kind::Float, Rows::Arrived, d)),
             h: self.routed(2 * f),
             a: self.routed(f),
+            gate: (!self.model.router.is_plain()).then(|| self.gate()),
+        }
+    }
+
+    /// Parts of a micro-batch whose balance is a loss of its own.
+    fn segments(&self) -> u64 {
+        match self.model.router.aux_loss_scope {
+            AuxLossScope::Sequence => self.shape.batch,
+            _ => 1,
+        }
+    }
+
+    fn gate(&mut self) -> Gate<B> {
+        let (t, router) = (self.shape.tokens, &self.model.router);
+        let (e, k) = (u64::from(self.model.experts.count), u64::from(self.model.slots()));
+        let learned = router.kind == RouterKind::NoisyTopK;
+        let width = router.cosine.as_ref().map(|cosine| u64::from(cosine.projection_size));
+        let segments = self.segments();
+        Gate {
+            noisy: self.floats(t, e),
+            raw: learned.then(|| self.floats(t, e)),
+            chosen: self.words(t, k),
+            first: self.words(t, 1),
+            dropped: self.words(e, 1),
+            stats: self.doubles(segments * 5 * e),
+            losses: self.doubles(2),
+            cosine: width.map(|width| Cosine {
+                projected: self.floats(t, width),
+                normed: self.floats(t, width),
+                norm: self.doubles(t),
+                similarity: self.floats(e, width),
+                similarity_norm: self.doubles(e),
+            }),
+        }
+    }
+
+    fn gate_scratch(&mut self) -> GateScratch<B> {
+        let (t, d) = (self.shape.tokens, u64::from(self.model.hidden_size));
+        let (e, router) = (u64::from(self.model.experts.count), &self.model.router);
+        let learned = router.kind == RouterKind::NoisyTopK;
+        let width = router.cosine.as_ref().map(|cosine| u64::from(cosine.projection_size));
+        let segments = self.segments();
+        GateScratch {
+            dropped: (router.input_dropout > 0.0).then(|| self.floats(t, d)),
+            jittered: (router.jitter > 0.0).then(|| self.floats(t, d)),
+            d_raw: learned.then(|| self.floats(t, e)),
+            dstats: self.doubles(segments * 3 * e),
+            cosine: width.map(|width| [t, t, e].map(|rows| self.floats(rows, width))),
         }
     }
 
@@ -387,7 +481,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
 
     fn moe_scratch(&mut self) -> MoeScratch<B> {
         let (t, experts) = (self.shape.tokens, &self.model.experts);
-        let (e, k) = (u64::from(experts.count), u64::from(experts.per_token));
+        let (e, k) = (u64::from(experts.count), u64::from(self.model.slots()));
         let f = u64::from(experts.intermediate_size);
         let d = u64::from(self.model.hidden_size);
         MoeScratch {
@@ -408,6 +502,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
                 returned: self.floats(t * k, d),
                 ds: self.floats(t, k),
             }),
+            gate: (!self.model.router.is_plain()).then(|| self.gate_scratch()),
         }
     }
 }

@@ -159,7 +159,7 @@ fn row_counts(
     rank: u32,
     tokens: u64,
 ) -> (RowCounts, RowCounts) {
-    let top_k = u64::from(model.experts.per_token);
+    let (top_k, slots) = (u64::from(model.experts.per_token), u64::from(model.slots()));
     let experts = u64::from(model.experts.count).max(1);
     let sources = u64::from(layout.mesh.ep);
     let moe_layers = (0..model.num_hidden_layers).filter(|layer| model.is_moe_layer(*layer));
@@ -175,7 +175,7 @@ fn row_counts(
         arrived: (all as f64 * (1.0 - missed)).ceil() as u64,
     };
     let arrived = if held > 0 { all } else { 0 };
-    let worst = RowCounts { routed: all * top_k.min(held), arrived };
+    let worst = RowCounts { routed: all * slots.min(held), arrived };
     (balanced, worst)
 }
 

@@ -3,6 +3,9 @@
 //! Everything that outlives a process (initial weights, random keys, checkpoint entries, export)
 //! goes by the logical names of this table, which are those of the Hugging Face models.
 
+pub use crate::router::{
+    AuxLossScope, BalanceLoss, CosineConfig, RouterConfig, RouterKind, Scoring,
+};
 use serde::{Deserialize, Serialize};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -14,24 +17,6 @@ pub enum Activation {
     Gelu,
     /// `relu(gate) * up`.
     Relu,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub enum Scoring {
-    Softmax,
-    Sigmoid,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub enum AuxLossScope {
-    /// Per micro-batch and layer, mean over layers and micro-batches.
-    MicroBatch,
-    Sequence,
-    Global,
-    /// All layers concatenated, as the Hugging Face models compute it.
-    Hf,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -83,49 +68,6 @@ pub struct ExpertsConfig {
     pub routed_headroom: f64,
 }
 
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct RouterConfig {
-    pub aux_loss_coef: f64,
-    pub z_loss_coef: f64,
-    /// Standard deviation of the router's initial weights; none: the model's.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub initializer_range: Option<f64>,
-    pub aux_loss_scope: AuxLossScope,
-    /// 0: dropless.
-    pub capacity_factor: f64,
-    pub scoring: Scoring,
-    /// The K weights of a token sum to one.
-    pub norm_topk_prob: bool,
-    /// A correction that takes part in the choice alone and balances the experts (DeepSeek-V3).
-    pub bias: bool,
-    /// What a step adds to the correction of an expert with less than the mean load, and takes
-    /// from one with more.
-    #[serde(default)]
-    pub bias_update_rate: f64,
-    pub groups: u32,
-    pub topk_groups: u32,
-    pub scale: f64,
-    pub jitter: f64,
-    /// The router keeps its initial weights (to measure what routing is worth).
-    pub frozen: bool,
-    /// First steps in which the experts keep their weights, so that the router finds its way
-    /// among experts that hold still.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub warmup_steps: u64,
-}
-
-fn is_zero(steps: &u64) -> bool {
-    *steps == 0
-}
-
-impl RouterConfig {
-    /// Whether the experts keep their weights in `step`, counted from 0.
-    pub fn warms_up(&self, step: u64) -> bool {
-        step < self.warmup_steps
-    }
-}
-
 /// What a parameter is for; decides its initial value, its holders and its weight decay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
@@ -136,6 +78,11 @@ pub enum Role {
     /// A bias: zeros.
     Bias,
     Router { layer: u32 },
+    /// What a router learns beside its scores and begins with as zeros: biases of the cosine gate,
+    /// weights of learned noise.
+    RouterZeros { layer: u32 },
+    /// The logarithm of the cosine gate's scale.
+    Temperature { layer: u32 },
     /// Corrections of a layer's choice: zeros. No gradient: changed by the loads of each step.
     Correction { layer: u32 },
     /// A matrix of one expert; held by the ranks of its slots.
@@ -224,11 +171,7 @@ impl ModelConfig {
             return;
         }
         let experts = &self.experts;
-        table.add(
-            &format!("{at}.gate.weight"),
-            &[experts.count, self.hidden_size],
-            Role::Router { layer },
-        );
+        self.router_params(&at, layer, table);
         if self.router.bias {
             let name = format!("{at}.gate.e_score_correction_bias");
             table.add(&name, &[experts.count], Role::Correction { layer });
@@ -240,6 +183,36 @@ impl ModelConfig {
         if experts.shared > 0 {
             let width = experts.shared * experts.intermediate_size;
             self.gated_params(&format!("{at}.shared_experts"), width, Role::Matrix, table);
+        }
+    }
+
+    fn router_params(&self, at: &str, layer: u32, table: &mut Table) {
+        let (count, d) = (self.experts.count, self.hidden_size);
+        let (role, zeros) = (Role::Router { layer }, Role::RouterZeros { layer });
+        let at = format!("{at}.gate");
+        match &self.router.cosine {
+            // Words are hashed, nothing is learned.
+            _ if self.router.kind == RouterKind::Hash => {}
+            None => table.add(&format!("{at}.weight"), &[count, d], role),
+            Some(cosine) => {
+                let width = cosine.projection_size;
+                table.add(&format!("{at}.projector.weight"), &[width, d], role);
+                table.add(&format!("{at}.projector.bias"), &[width], zeros);
+                table.add(&format!("{at}.similarity.weight"), &[count, width], role);
+                let temperature = Role::Temperature { layer };
+                table.add(&format!("{at}.temperature"), &[1], temperature);
+            }
+        }
+        if self.router.kind == RouterKind::NoisyTopK {
+            table.add(&format!("{at}.noise.weight"), &[count, d], zeros);
+        }
+    }
+
+    /// Slots of a token: the most experts it can have.
+    pub fn slots(&self) -> u32 {
+        match self.router.kind {
+            RouterKind::ExpertChoice => self.experts.count,
+            _ => self.experts.per_token,
         }
     }
 

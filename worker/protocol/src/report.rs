@@ -24,11 +24,37 @@ pub struct StepReport {
     pub attempt: u32,
     /// Largest tokens_per_expert over the mean, worst layer.
     pub expert_imbalance: f64,
+    #[serde(flatten, default)]
+    pub routing: RoutingReport,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub validation_loss: Option<f64>,
     /// RFC 3339, UTC.
     pub time: String,
 }
+
+/// What a line says of the routing.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct RoutingReport {
+    /// Entropy of the scores, nats, mean over tokens and layers: ln E where the router knows
+    /// nothing.
+    pub router_entropy: f64,
+    /// Share of the choices that were dropped, because the expert was full.
+    pub dropped_tokens: f64,
+    /// Share of the tokens, over all layers, that no expert took.
+    pub unrouted_tokens: f64,
+    /// With the validation loss: share of the held-out tokens, over all layers, whose favourite
+    /// expert is another than at the validation before; absent at the first one of an attempt.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub churn: Option<f64>,
+    /// `[mixture layer][expert]`: tokens that it computed in this step. On lines with a validation
+    /// loss alone, where layers times experts are more than [`TOKENS_PER_EXPERT_MAX`].
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tokens_per_expert: Vec<Vec<u64>>,
+}
+
+/// Numbers of `tokensPerExpert` that stand on every line.
+pub const TOKENS_PER_EXPERT_MAX: usize = 256;
 
 /// One line of `events.jsonl`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -7,7 +7,7 @@ use crate::checkpoint::{Problem, model_is_sane};
 use moejob_kernels::DType;
 use moejob_protocol::ModelConfig;
 use moejob_protocol::model::{
-    Activation, AuxLossScope, ExpertsConfig, QkNorm, RouterConfig, Scoring,
+    Activation, ExpertsConfig, QkNorm, RouterConfig, RouterKind, Scoring,
 };
 use serde_json::{Map, Value, json};
 
@@ -295,19 +295,13 @@ fn router(family: Family, fields: &mut Fields) -> RouterConfig {
     RouterConfig {
         aux_loss_coef: fields.real("router_aux_loss_coef", coefficient),
         z_loss_coef: 0.0,
-        initializer_range: None,
-        aux_loss_scope: AuxLossScope::MicroBatch,
-        capacity_factor: 0.0,
         scoring: if deepseek { Scoring::Sigmoid } else { Scoring::Softmax },
         norm_topk_prob,
         bias: deepseek,
-        bias_update_rate: 0.001,
         groups: if deepseek { fields.number("n_group", Some(1)) } else { 1 },
         topk_groups: if deepseek { fields.number("topk_group", Some(1)) } else { 1 },
         scale: if deepseek { fields.real("routed_scaling_factor", 1.0) } else { 1.0 },
-        jitter: 0.0,
-        frozen: false,
-        warmup_steps: 0,
+        ..RouterConfig::default()
     }
 }
 
@@ -385,6 +379,11 @@ pub fn family_of(model: &ModelConfig) -> Result<Family, Vec<Problem>> {
         (Scoring::Softmax, QkNorm::None) => Family::Mixtral,
     };
     let name = family.architecture();
+    let chosen = matches!(router.kind, RouterKind::TopK | RouterKind::Switch | RouterKind::Tutel);
+    refuse("router.kind", !chosen, &format!("{name} takes the K best experts of a token"));
+    refuse("router.cosine", router.cosine.is_some(), &format!("{name} has a linear gate"));
+    let drops = router.eval_capacity_factor != 0.0;
+    refuse("router.evalCapacityFactor", drops, &format!("{name} drops no token"));
     if family == Family::Glm4Moe {
         let prefix = model.dense_layers.iter().zip(0..).all(|(layer, at)| *layer == at);
         refuse("denseLayers", !prefix, &format!("{name} has its dense layers first"));

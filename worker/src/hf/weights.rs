@@ -256,11 +256,15 @@ fn computed(model: &ModelConfig) -> ModelConfig {
     model.router = RouterConfig {
         aux_loss_coef: 0.0,
         z_loss_coef: 0.0,
+        entropy_loss_coef: 0.0,
+        balance_loss: moejob_protocol::model::BalanceLoss::None,
         initializer_range: None,
         aux_loss_scope: moejob_protocol::model::AuxLossScope::MicroBatch,
         capacity_factor: 0.0,
         bias_update_rate: 0.0,
         jitter: 0.0,
+        input_dropout: 0.0,
+        gate_noise: 0.0,
         frozen: false,
         warmup_steps: 0,
         ..model.router

@@ -5,7 +5,7 @@ use moejob_protocol::config::{
     AdamW, DataConfig, DataSource, Precision, Schedule, Tokenizer, TrainingConfig, ValidationConfig,
 };
 use moejob_protocol::model::{
-    Activation, AuxLossScope, ExpertsConfig, ModelConfig, QkNorm, RouterConfig, Scoring,
+    Activation, ExpertsConfig, ModelConfig, QkNorm, RouterConfig, Scoring,
 };
 use std::path::Path;
 
@@ -38,19 +38,8 @@ pub fn model() -> ModelConfig {
         router: RouterConfig {
             aux_loss_coef: 0.01,
             z_loss_coef: 0.001,
-            initializer_range: None,
-            aux_loss_scope: AuxLossScope::MicroBatch,
-            capacity_factor: 0.0,
-            scoring: Scoring::Softmax,
-            norm_topk_prob: true,
-            bias: false,
             bias_update_rate: 0.001,
-            groups: 1,
-            topk_groups: 1,
-            scale: 1.0,
-            jitter: 0.0,
-            frozen: false,
-            warmup_steps: 0,
+            ..RouterConfig::default()
         },
     }
 }

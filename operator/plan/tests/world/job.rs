@@ -21,6 +21,7 @@ pub fn step_report(step: u64, attempt: u32) -> Up {
         world_size: 0,
         attempt,
         expert_imbalance: 1.0,
+        routing: Default::default(),
         validation_loss: None,
         time: String::new(),
     })

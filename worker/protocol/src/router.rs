@@ -1,0 +1,263 @@
+//! The router of a model, with every default resolved. docs/routers.md has the equations.
+
+use serde::{Deserialize, Serialize};
+
+/// How tokens and experts come together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum RouterKind {
+    /// The K best (Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3).
+    #[default]
+    TopK,
+    /// The best one, with a capacity (Switch Transformer).
+    Switch,
+    /// The best and, by chance, the second (GShard).
+    Gshard,
+    /// The K best with Tutel's capacity.
+    Tutel,
+    /// The K best after noise of a learned size (Shazeer et al. 2017).
+    NoisyTopK,
+    /// As many as reach a sum of probabilities, at most K.
+    TopP,
+    /// Each expert takes its best tokens.
+    ExpertChoice,
+    /// A fixed table of words.
+    Hash,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Scoring {
+    #[default]
+    Softmax,
+    Sigmoid,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum AuxLossScope {
+    /// Per micro-batch and layer, mean over layers and micro-batches.
+    #[default]
+    MicroBatch,
+    /// Per sequence and layer, mean over all of them.
+    Sequence,
+    /// Per layer over all tokens of the step.
+    Global,
+    /// All layers concatenated, as the Hugging Face models compute it.
+    Hf,
+}
+
+/// The loss that balances the experts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum BalanceLoss {
+    #[default]
+    Switch,
+    Gshard,
+    FirstChoice,
+    LoadImportance,
+    CvSquared,
+    Kl,
+    None,
+}
+
+/// The cosine gate: logits are e^temperature times cosines in a projected space.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct CosineConfig {
+    pub projection_size: u32,
+    /// The scale begins as its reciprocal.
+    pub initial_temperature: f64,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct RouterConfig {
+    #[serde(default)]
+    pub kind: RouterKind,
+    pub aux_loss_coef: f64,
+    pub z_loss_coef: f64,
+    /// Weight of the mean entropy of the scores (top-p's dynamic loss).
+    #[serde(default)]
+    pub entropy_loss_coef: f64,
+    #[serde(default)]
+    pub balance_loss: BalanceLoss,
+    /// Standard deviation of the router's initial weights; none: the model's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub initializer_range: Option<f64>,
+    pub aux_loss_scope: AuxLossScope,
+    /// 0: dropless. Else an expert takes at most so many times its even share; the sign only says
+    /// how Tutel sizes its memory.
+    pub capacity_factor: f64,
+    /// The same while evaluating.
+    #[serde(default)]
+    pub eval_capacity_factor: f64,
+    /// The surest tokens are served first.
+    #[serde(default)]
+    pub batch_prioritized: bool,
+    pub scoring: Scoring,
+    /// The K weights of a token sum to one.
+    pub norm_topk_prob: bool,
+    /// A correction that takes part in the choice alone and balances the experts (DeepSeek-V3).
+    pub bias: bool,
+    /// What a step adds to the correction of an expert with less than the mean load, and takes
+    /// from one with more.
+    #[serde(default)]
+    pub bias_update_rate: f64,
+    pub groups: u32,
+    pub topk_groups: u32,
+    pub scale: f64,
+    /// Factors of the router's input are uniform in 1 - jitter to 1 + jitter.
+    pub jitter: f64,
+    /// Share of the layer's input that is dropped.
+    #[serde(default)]
+    pub input_dropout: f64,
+    /// E times the deviation of what is added to the logits (Tutel).
+    #[serde(default)]
+    pub gate_noise: f64,
+    /// Sum of probabilities that top-p reaches.
+    #[serde(default)]
+    pub top_p: f64,
+    /// Of the table of words.
+    #[serde(default)]
+    pub hash_seed: u32,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cosine: Option<CosineConfig>,
+    /// The router keeps its initial weights (to measure what routing is worth).
+    pub frozen: bool,
+    /// First steps in which the experts keep their weights, so that the router finds its way
+    /// among experts that hold still.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub warmup_steps: u64,
+}
+
+fn is_none(steps: &u64) -> bool {
+    *steps == 0
+}
+
+impl Default for RouterConfig {
+    fn default() -> RouterConfig {
+        RouterConfig {
+            kind: RouterKind::TopK,
+            aux_loss_coef: 0.01,
+            z_loss_coef: 0.001,
+            entropy_loss_coef: 0.0,
+            balance_loss: BalanceLoss::Switch,
+            initializer_range: None,
+            aux_loss_scope: AuxLossScope::MicroBatch,
+            capacity_factor: 0.0,
+            eval_capacity_factor: 0.0,
+            batch_prioritized: false,
+            scoring: Scoring::Softmax,
+            norm_topk_prob: true,
+            bias: false,
+            bias_update_rate: 0.001,
+            groups: 1,
+            topk_groups: 1,
+            scale: 1.0,
+            jitter: 0.0,
+            input_dropout: 0.0,
+            gate_noise: 0.0,
+            top_p: 0.0,
+            hash_seed: 0,
+            cosine: None,
+            frozen: false,
+            warmup_steps: 0,
+        }
+    }
+}
+
+impl RouterConfig {
+    /// Dropless top-k with Switch's loss over micro-batches or all layers: what every backend
+    /// computes, in one fused op.
+    pub fn is_plain(&self) -> bool {
+        self.beyond_plain().is_none()
+    }
+
+    /// The first field that asks for more than that, for a backend that lacks it.
+    pub fn beyond_plain(&self) -> Option<&'static str> {
+        let micro_batch = matches!(self.aux_loss_scope, AuxLossScope::MicroBatch | AuxLossScope::Hf);
+        let switch = self.balance_loss == BalanceLoss::Switch;
+        let fields = [
+            (self.kind != RouterKind::TopK, "kind"),
+            (self.capacity_factor != 0.0, "capacityFactor"),
+            (self.eval_capacity_factor != 0.0, "evalCapacityFactor"),
+            (self.jitter != 0.0, "jitter"),
+            (self.input_dropout != 0.0, "inputDropout"),
+            (self.gate_noise != 0.0, "gateNoise"),
+            (self.cosine.is_some(), "cosine"),
+            (!switch, "balanceLoss"),
+            (self.entropy_loss_coef != 0.0, "entropyLossCoef"),
+            (!micro_batch, "auxLossScope"),
+        ];
+        fields.into_iter().find(|(beyond, _)| *beyond).map(|(_, field)| field)
+    }
+
+    /// Whether the experts keep their weights in `step`, counted from 0.
+    pub fn warms_up(&self, step: u64) -> bool {
+        step < self.warmup_steps
+    }
+
+    /// Whether noise stands on the logits of a router that trains.
+    pub fn has_logit_noise(&self) -> bool {
+        self.kind == RouterKind::NoisyTopK || self.gate_noise > 0.0
+    }
+
+    /// Choices that an expert takes of `tokens`; none: all. Switch and GShard (eq. 3 of Fedus et
+    /// al. 2021; C of GShard's Algorithm 1): floor(|factor| K T / E). Tutel and the others: K
+    /// floor(|factor| ceil(T / E)).
+    pub fn capacity(&self, factor: f64, tokens: u64, experts: u32, top_k: u32) -> Option<u64> {
+        if factor == 0.0 || experts == 0 {
+            return None;
+        }
+        let (factor, k, e) = (factor.abs(), u64::from(top_k), u64::from(experts));
+        Some(match self.kind {
+            RouterKind::Switch | RouterKind::Gshard => {
+                (factor * (k * tokens) as f64 / e as f64).floor() as u64
+            }
+            _ => k * (factor * tokens.div_ceil(e) as f64).floor() as u64,
+        })
+    }
+
+    /// Tokens that each expert takes where experts choose: K T / E (k = n c / e of Zhou et al.
+    /// 2022, eq. 2), at least one, at most all.
+    pub fn chosen_rows(tokens: u64, experts: u32, top_k: u32) -> u64 {
+        (u64::from(top_k) * tokens / u64::from(experts.max(1))).clamp(1, tokens.max(1))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn capacities_are_those_of_their_sources() {
+        let capacity = |kind, factor, tokens, experts, k| {
+            let config = RouterConfig { kind, ..RouterConfig::default() };
+            config.capacity(factor, tokens, experts, k)
+        };
+        // Switch: 6 tokens, 4 experts, factor 1.25: 1.875.
+        assert_eq!(capacity(RouterKind::Switch, 1.25, 6, 4, 1), Some(1));
+        assert_eq!(capacity(RouterKind::Gshard, 1.0, 10, 4, 2), Some(5));
+        // Tutel: 2 * int(1.0 * ceil(10 / 4)).
+        assert_eq!(capacity(RouterKind::Tutel, 1.0, 10, 4, 2), Some(6));
+        assert_eq!(capacity(RouterKind::Tutel, -1.25, 10, 4, 2), Some(6));
+        assert_eq!(capacity(RouterKind::TopK, 0.1, 10, 4, 2), Some(0));
+        assert_eq!(capacity(RouterKind::TopK, 0.0, 10, 4, 2), None);
+        assert_eq!(RouterConfig::chosen_rows(10, 4, 2), 5);
+        assert_eq!(RouterConfig::chosen_rows(1, 4, 2), 1);
+        assert_eq!(RouterConfig::chosen_rows(3, 1, 1), 3);
+    }
+
+    #[test]
+    fn the_default_is_plain_and_nothing_else() {
+        let plain = RouterConfig::default();
+        assert!(plain.is_plain());
+        let sigmoid = RouterConfig { scoring: Scoring::Sigmoid, bias: true, ..plain.clone() };
+        assert!(sigmoid.is_plain());
+        let jitter = RouterConfig { jitter: 0.1, ..plain.clone() };
+        assert_eq!(jitter.beyond_plain(), Some("jitter"));
+        let global = RouterConfig { aux_loss_scope: AuxLossScope::Global, ..plain };
+        assert_eq!(global.beyond_plain(), Some("auxLossScope"));
+    }
+}
