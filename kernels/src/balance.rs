@@ -5,8 +5,8 @@
 //!      -> GateBackward
 //! ```
 //! Pure and in f64. Letters of the equations: T tokens of the segment, E experts, f_e and g_e the
-//! tokens that chose e at all and first, P_e = mean_t p[t, e] with p the scores divided by their sum
-//! over the experts. Choices are counted before any is dropped, and held constant.
+//! tokens that chose e at all and first, P_e = mean_t p[t, e] with p the scores divided by their
+//! sum over the experts. Choices are counted before any is dropped, and held constant.
 
 use crate::cpu::ln;
 
@@ -48,7 +48,7 @@ pub enum BalanceLoss {
     CvSquared,
     /// KL(P || uniform) = sum_e P_e ln(E P_e) = ln E - H(P): zero in balance, differentiable
     /// everywhere, blind to the choice itself. The part of a mutual-information loss that spreads
-    /// the experts (Chen et al. 2023, Mod-Squad, arXiv 2212.08066, eq. 4).
+    /// the experts (Chen et al. 2023, Mod-Squad, arXiv 2212.08066).
     Kl,
 }
 

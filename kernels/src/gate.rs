@@ -25,10 +25,10 @@ pub enum Choice {
     /// 2006.16668), Algorithm 1. Without draws (evaluation) it is always taken.
     RandomSecond,
     /// The fewest best experts whose probabilities sum to at least `sum`, at most K. Huang et al.
-    /// 2024 (arXiv 2403.07652), eq. 4 and 5.
+    /// 2024 (arXiv 2403.07652), section 3.2.
     TopP { sum: f64 },
     /// Each expert takes the `rows` tokens that score it highest; a token has any number of
-    /// experts, K = E slots. Zhou et al. 2022 (arXiv 2202.09368), eq. 2.
+    /// experts, K = E slots. Zhou et al. 2022 (arXiv 2202.09368), eq. 1 and 2.
     Experts { rows: usize },
     /// K different experts of each word, at random but for good; the weights are 1 / K. Roller et
     /// al. 2021 (Hash Layers, arXiv 2106.04426), section 3.1.
@@ -53,11 +53,11 @@ pub enum Load {
     /// importance = sum_t softmax(logits)[t, e]; load = sum_t Phi((softmax(logits)[t, e] -
     /// threshold[t]) / std), the threshold being the token's K-th largest logit with noise. That a
     /// probability is compared with a logit is Tutel's `load_importance_loss` to the letter; V-MoE
-    /// (eq. 5 of its appendix) has the logit in both places.
+    /// (its appendix A) has the logit in both places.
     Tutel { std: f64 },
-    /// importance = sum_t weight[t, e], load = sum_t Phi((logits[t, e] - kth[t, e]) / softplus(raw[t,
-    /// e])), kth the K-th largest of the token's other logits with noise. Shazeer et al. 2017, eq. 6
-    /// and 8 to 10; with K = E every expert's load is T.
+    /// importance = sum_t weight[t, e] before `scale`, load = sum_t Phi((logits[t, e] - kth[t, e])
+    /// / softplus(raw[t, e])), kth the K-th largest of the token's other logits with noise. Shazeer
+    /// et al. 2017, eq. 6 and 8 to 10; with K = E every expert's load is T.
     Shazeer { raw: Buffer },
 }
 
@@ -114,7 +114,7 @@ pub struct Gate {
     /// Output F64 [segments, 5, E], see [`crate::balance::row`]
     pub stats: Buffer,
     /// Output F64 [2]: z loss mean_t lse[t]^2 (ST-MoE, arXiv 2202.08906, eq. 5) and mean entropy
-    /// mean_t -sum_e q ln q, q = p / sum p (the dynamic loss of Huang et al. 2024, eq. 9)
+    /// mean_t -sum_e q ln q, q = p / sum p (the dynamic loss of Huang et al. 2024)
     pub losses: Buffer,
 }
 

@@ -57,7 +57,7 @@ pub struct NormalizeRowsBackward {
 }
 
 /// x *= e^min(temperature, ln 100): the learned scale of the cosine gate (Chi et al. 2022, arXiv
-/// 2204.09179, eq. 4; Tutel's `cosine_top`, whose bound this is).
+/// 2204.09179; Tutel's `cosine_top`, whose bound this is).
 #[derive(Clone, Copy, Debug)]
 pub struct Temper {
     /// [1]

@@ -77,7 +77,8 @@ pub struct Combine {
     pub out: Buffer,
 }
 
-/// out[t, :] (+)= (sum over k of x[pos[t, k], :]), slots ascending from zero, empty ones passed over.
+/// out[t, :] (+)= (sum over k of x[pos[t, k], :]), slots ascending from zero, empty ones passed
+/// over.
 #[derive(Clone, Copy, Debug)]
 pub struct ScatterSum {
     pub tokens: usize,

@@ -38,7 +38,8 @@ impl Model {
             let moe = self.moe(layer);
             let add = |sums: &mut [u64], buffer: Buffer| {
                 let counts: Vec<u32> = self.device.read_vec(buffer);
-                sums[at * experts..].iter_mut().zip(counts).for_each(|(sum, n)| *sum += u64::from(n));
+                let sums = sums[at * experts..].iter_mut().zip(counts);
+                sums.for_each(|(sum, count)| *sum += u64::from(count));
             };
             add(&mut tally.counts, moe.counts);
             if let Some(gate) = &moe.gate {

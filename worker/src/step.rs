@@ -259,7 +259,8 @@ pub fn summarize(
         }
         // The last in the table is the first that backward made.
         if !part.iter().all(|sum| sum.is_finite()) {
-            non_finite = Some(format!("the gradient of {}", diagnosis::place(&model.params[*index])));
+            let tensor = diagnosis::place(&model.params[*index]);
+            non_finite = Some(format!("the gradient of {tensor}"));
         }
     }
     let loss = sums[0] / targets;

@@ -3,6 +3,7 @@
 mod common;
 
 use moe_worker::comm::Comm;
+use moe_worker::gate::Noise;
 use moe_worker::grads::{Gradients, weight_of};
 use moe_worker::model::Model;
 use moe_worker::dispatch::{Round, Source};
@@ -11,7 +12,9 @@ use moe_worker::snapshot::initialize;
 use moejob_protocol::config::Precision;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
-use moejob_protocol::model::{Activation, AuxLossScope, ModelConfig, QkNorm, Scoring};
+use moejob_protocol::model::{
+    Activation, AuxLossScope, BalanceLoss, CosineConfig, ModelConfig, QkNorm, RouterKind, Scoring,
+};
 use moejob_protocol::reduction::Flat;
 
 const SEQUENCE: usize = 6;
@@ -24,6 +27,7 @@ struct Bench {
     comm: Comm,
     aux: f64,
     z: f64,
+    entropy: f64,
 }
 
 impl Bench {
@@ -40,6 +44,7 @@ impl Bench {
         let ids: Vec<u32> = (0..tokens as u32).map(|i| i * 7 % 13).collect();
         let targets: Vec<u32> = (0..tokens as u32).map(|i| (i * 5 + 1) % 13).collect();
         model.load(&ids, &targets);
+        model.set_noise(Some(Noise { seed: 5, step: 3, micro_batch: 0 }));
         let gradients = Gradients::new(&model);
         let round = Round { tokens, sources: vec![Source { position: 0, tokens }] };
         let mixture = model.buffers.layers.iter().filter(|layer| layer.moe.is_some()).count();
@@ -47,6 +52,7 @@ impl Bench {
         Bench {
             aux: config.router.aux_loss_coef * scale,
             z: config.router.z_loss_coef * scale,
+            entropy: config.router.entropy_loss_coef * scale,
             model,
             gradients,
             round,
@@ -58,8 +64,8 @@ impl Bench {
     fn objective(&mut self) -> f64 {
         self.model.forward(&self.round, &mut self.comm).expect("no peers");
         let loss = self.model.loss(&self.round, false) / (BATCH * SEQUENCE) as f64;
-        let [aux, z, _] = self.model.routing(&self.round, &mut Tally::default());
-        loss + self.aux * aux + self.z * z
+        let [aux, z, entropy] = self.model.routing(&self.round, &mut Tally::default());
+        loss + self.aux * aux + self.z * z + self.entropy * entropy
     }
 
     /// The analytic gradient of every parameter.
@@ -189,5 +195,52 @@ fn other_routers() {
         config.router.groups = 2;
         config.router.topk_groups = 1;
         config.router.scale = 2.5;
+    });
+}
+
+/// Every router of the field, with all of its noise: the whole model's gradients.
+#[test]
+fn routers_of_the_field() {
+    let cosine = Some(CosineConfig { projection_size: 5, initial_temperature: 0.5 });
+    let large = |config: &mut ModelConfig, kind, loss| {
+        config.router.kind = kind;
+        config.router.balance_loss = loss;
+        config.router.aux_loss_coef = 0.5;
+    };
+    check("switch", |config| {
+        large(config, RouterKind::Switch, BalanceLoss::Switch);
+        config.experts.per_token = 1;
+        config.router.norm_topk_prob = false;
+        (config.router.capacity_factor, config.router.jitter) = (1.0, 0.2);
+    });
+    check("gshard", |config| {
+        large(config, RouterKind::Gshard, BalanceLoss::Gshard);
+        (config.router.capacity_factor, config.router.aux_loss_coef) = (0.9, 5.0);
+    });
+    check("tutel", |config| {
+        large(config, RouterKind::Tutel, BalanceLoss::LoadImportance);
+        config.router.capacity_factor = -1.1;
+        (config.router.jitter, config.router.input_dropout) = (0.1, 0.2);
+        (config.router.gate_noise, config.router.batch_prioritized) = (1.0, true);
+    });
+    check("cosine", |config| {
+        large(config, RouterKind::Tutel, BalanceLoss::FirstChoice);
+        (config.router.jitter, config.router.cosine) = (0.1, cosine.clone());
+    });
+    check("noisy", |config| large(config, RouterKind::NoisyTopK, BalanceLoss::CvSquared));
+    check("top-p", |config| {
+        large(config, RouterKind::TopP, BalanceLoss::Kl);
+        (config.router.top_p, config.router.entropy_loss_coef) = (0.5, 0.3);
+        (config.experts.per_token, config.router.norm_topk_prob) = (3, false);
+    });
+    check("experts choose", |config| {
+        large(config, RouterKind::ExpertChoice, BalanceLoss::Kl);
+        config.router.norm_topk_prob = false;
+    });
+    check("hash", |config| large(config, RouterKind::Hash, BalanceLoss::None));
+    check("sequences", |config| {
+        large(config, RouterKind::TopK, BalanceLoss::Switch);
+        config.router.aux_loss_scope = AuxLossScope::Sequence;
+        config.router.scoring = Scoring::Sigmoid;
     });
 }

@@ -4,18 +4,17 @@ use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::profile::{Backend, Profile};
 use crate::read::Manifest;
+use crate::router;
 use crate::rules;
 use crate::spec::{
-    ActivationName, AuxLossScopeName, FieldFilesSpec, FilesSpec, Level, MixturePartSpec, MoeJobSpec,
-    ModelSpec, NumberOrAuto, PrecisionName, Preset, ProfileName, QkNormName, ScoringName,
-    TokenFilesSpec, TokenTypeName, VolumeSpec,
+    ActivationName, FieldFilesSpec, FilesSpec, Level, MixturePartSpec, MoeJobSpec, ModelSpec,
+    NumberOrAuto, PrecisionName, Preset, ProfileName, QkNormName, TokenFilesSpec, TokenTypeName,
+    VolumeSpec,
 };
 use moejob_protocol::config::{
     AdamW, Precision, Schedule, TokenType, Tokenizer, ValidationConfig,
 };
-use moejob_protocol::model::{
-    Activation, AuxLossScope, ExpertsConfig, ModelConfig, QkNorm, RouterConfig, Scoring,
-};
+use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm};
 use moejob_protocol::config::TrainingConfig;
 use moejob_protocol::ModelConfig as Model;
 use serde::Serialize;
@@ -339,37 +338,7 @@ fn model(typed: &ModelSpec, tokenizer: &Tokenizer) -> ModelConfig {
             shared: experts.shared.unwrap_or(0),
             routed_headroom: experts.routed_headroom.unwrap_or(1.5),
         },
-        router: router(typed),
-    }
-}
-
-fn router(typed: &ModelSpec) -> RouterConfig {
-    let router = typed.router.clone().unwrap_or_default();
-    RouterConfig {
-        aux_loss_coef: router.aux_loss_coef.unwrap_or(0.01),
-        z_loss_coef: router.z_loss_coef.unwrap_or(0.001),
-        initializer_range: router.initializer_range,
-        aux_loss_scope: match router.aux_loss_scope {
-            None | Some(AuxLossScopeName::MicroBatch) => AuxLossScope::MicroBatch,
-            Some(AuxLossScopeName::Sequence) => AuxLossScope::Sequence,
-            Some(AuxLossScopeName::Global) => AuxLossScope::Global,
-            Some(AuxLossScopeName::Hf) => AuxLossScope::Hf,
-        },
-        capacity_factor: router.capacity_factor.unwrap_or(0.0),
-        scoring: match router.scoring {
-            None | Some(ScoringName::Softmax) => Scoring::Softmax,
-            Some(ScoringName::Sigmoid) => Scoring::Sigmoid,
-        },
-        norm_topk_prob: router.norm_topk_prob.unwrap_or(true),
-        bias: router.bias.unwrap_or(false),
-        bias_update_rate: router.bias_update_rate.unwrap_or(0.001),
-        groups: router.groups.unwrap_or(1),
-        topk_groups: router.topk_groups.unwrap_or(1),
-        scale: router.scale.unwrap_or(1.0),
-        jitter: router.jitter.unwrap_or(0.0),
-        frozen: router.frozen.unwrap_or(false),
-        warmup_steps: router.warmup_steps.unwrap_or(0),
-        ..RouterConfig::default()
+        router: router::fill(typed),
     }
 }
 

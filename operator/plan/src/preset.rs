@@ -127,7 +127,12 @@ pub fn of_model(model: &ModelConfig) -> ModelSpec {
 /// The typed fields over the preset's, or over those of the weights to start from.
 pub fn overlay(typed: &ModelSpec, weights: Option<&ModelConfig>) -> ModelSpec {
     let base = typed.preset.map(fields).or(weights.map(of_model));
-    let Some(base) = base else { return typed.clone() };
+    let Some(mut base) = base else { return typed.clone() };
+    let kind = |model: &ModelSpec| model.router.as_ref().and_then(|router| router.kind);
+    if kind(typed).is_some_and(|typed| Some(typed) != kind(&base)) {
+        // Another kind brings defaults of its own.
+        base.router = None;
+    }
     let (Ok(mut base), Ok(over)) = (serde_json::to_value(base), serde_json::to_value(typed)) else {
         return typed.clone();
     };

@@ -50,6 +50,7 @@ pub enum Code {
     SameOutput = 216,
     Immutable = 217,
     Durable = 218,
+    Router = 219,
     Unsupported = 301,
 }
 

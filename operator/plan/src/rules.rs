@@ -7,9 +7,9 @@ use crate::placement;
 use crate::pod;
 use crate::problem::{Code, Problem, quoted};
 use crate::profile::Backend;
+use crate::router;
 use crate::spec::{MoeJobSpec, Preset, ProfileName, VolumeSpec};
 use moejob_protocol::config::{Precision, Schedule, Tokenizer};
-use moejob_protocol::model::AuxLossScope;
 
 /// Problems and warnings. Rules about a field in `broken` say nothing: it has its problem already.
 pub fn judge(spec: &MoeJobSpec, job: &Job, broken: &[String]) -> (Vec<Problem>, Vec<Problem>) {
@@ -20,6 +20,7 @@ pub fn judge(spec: &MoeJobSpec, job: &Job, broken: &[String]) -> (Vec<Problem>, 
     rules.model_fields();
     rules.attention();
     rules.experts();
+    rules.router();
     rules.layers();
     rules.data();
     rules.batch();
@@ -222,6 +223,17 @@ impl Rules<'_> {
                 .allowed("so many groups that they hold experts.perToken experts")
                 .advice("raise it");
             let also = ["spec.model.experts.perToken", "spec.model.router.groups"];
+            self.refuse(problem, &also);
+        }
+    }
+
+    fn router(&mut self) {
+        let typed = self.spec.model.as_ref().and_then(|model| model.router.as_ref());
+        if self.job.model.experts.count == 0 {
+            return;
+        }
+        for problem in router::problems(&self.job.model, typed) {
+            let also = ["spec.model.router.kind", "spec.model.experts.perToken"];
             self.refuse(problem, &also);
         }
     }
@@ -554,7 +566,7 @@ impl Rules<'_> {
 
 /// What the workers of `backend` cannot do yet.
 pub fn unsupported(job: &Job, backend: Backend) -> Vec<Problem> {
-    let router = &job.model.router;
+    let beyond = job.model.router.beyond_plain();
     let cpu = backend == Backend::Cpu;
     let latent = job.preset == Some(Preset::DeepseekV3);
     let cases: Vec<(bool, &str, String, &str)> = vec![
@@ -578,17 +590,10 @@ pub fn unsupported(job: &Job, backend: Backend) -> Vec<Problem> {
             "1",
         ),
         (
-            router.capacity_factor != 0.0,
-            "spec.model.router.capacityFactor",
-            router.capacity_factor.to_string(),
-            "0 (no token is dropped)",
-        ),
-        (router.jitter != 0.0, "spec.model.router.jitter", router.jitter.to_string(), "0"),
-        (
-            !matches!(router.aux_loss_scope, AuxLossScope::MicroBatch | AuxLossScope::Hf),
-            "spec.model.router.auxLossScope",
-            format!("{:?}", router.aux_loss_scope),
-            "microBatch or hf",
+            !cpu && beyond.is_some(),
+            "spec.model.router",
+            format!("{} on GPUs", beyond.unwrap_or_default()),
+            "dropless top-k with balanceLoss switch, auxLossScope microBatch or hf",
         ),
         (latent, "spec.model.preset", "deepseek-v3, which has latent attention".into(), "others"),
     ];

@@ -42,6 +42,18 @@ const CREATED: &[(&str, &str, &str)] = &[
     ("hiddenSize: 64", "tieWordEmbeddings: true", "without a preset"),
     ("numAttentionHeads: 2", "numAttentionHeads: 2\n    numKeyValueHeads: 3", "must divide"),
     ("perToken: 2", "perToken: 9", "perToken must be at most count"),
+    ("hiddenSize: 64", "hiddenSize: 64\n    router: { topP: 0.5 }", "topP goes with kind topP"),
+    ("hiddenSize: 64", "hiddenSize: 64\n    router: { hashSeed: 5 }", "hashSeed goes with kind"),
+    (
+        "hiddenSize: 64",
+        "hiddenSize: 64\n    router: { kind: tutel, balanceLoss: cvSquared }",
+        "cvSquared goes with kind noisyTopK",
+    ),
+    (
+        "hiddenSize: 64",
+        "hiddenSize: 64\n    router: { balanceLoss: loadImportance }",
+        "loadImportance needs gateNoise above 0",
+    ),
     ("train: {", "train: { jsonl: { paths: [a] },", "one of text, jsonl, tokens, megatron"),
     ("microBatchSize: 2", "microBatchSize: 3", "microBatchSize must divide"),
     ("cosine: {", "linear: {}, cosine: {", "one of constant, linear, cosine"),

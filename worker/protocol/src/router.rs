@@ -115,11 +115,11 @@ pub struct RouterConfig {
     /// E times the deviation of what is added to the logits (Tutel).
     #[serde(default)]
     pub gate_noise: f64,
-    /// Sum of probabilities that top-p reaches.
-    #[serde(default)]
+    /// Sum of probabilities that top-p reaches; 0: no top-p.
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub top_p: f64,
     /// Of the table of words.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_first")]
     pub hash_seed: u32,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cosine: Option<CosineConfig>,
@@ -133,6 +133,14 @@ pub struct RouterConfig {
 
 fn is_none(steps: &u64) -> bool {
     *steps == 0
+}
+
+fn is_zero(value: &f64) -> bool {
+    *value == 0.0
+}
+
+fn is_first(seed: &u32) -> bool {
+    *seed == 0
 }
 
 impl Default for RouterConfig {
@@ -176,7 +184,8 @@ impl RouterConfig {
 
     /// The first field that asks for more than that, for a backend that lacks it.
     pub fn beyond_plain(&self) -> Option<&'static str> {
-        let micro_batch = matches!(self.aux_loss_scope, AuxLossScope::MicroBatch | AuxLossScope::Hf);
+        let scope = self.aux_loss_scope;
+        let micro_batch = matches!(scope, AuxLossScope::MicroBatch | AuxLossScope::Hf);
         let switch = self.balance_loss == BalanceLoss::Switch;
         let fields = [
             (self.kind != RouterKind::TopK, "kind"),
@@ -198,11 +207,6 @@ impl RouterConfig {
         step < self.warmup_steps
     }
 
-    /// Whether noise stands on the logits of a router that trains.
-    pub fn has_logit_noise(&self) -> bool {
-        self.kind == RouterKind::NoisyTopK || self.gate_noise > 0.0
-    }
-
     /// Choices that an expert takes of `tokens`; none: all. Switch and GShard (eq. 3 of Fedus et
     /// al. 2021; C of GShard's Algorithm 1): floor(|factor| K T / E). Tutel and the others: K
     /// floor(|factor| ceil(T / E)).
@@ -220,7 +224,7 @@ impl RouterConfig {
     }
 
     /// Tokens that each expert takes where experts choose: K T / E (k = n c / e of Zhou et al.
-    /// 2022, eq. 2), at least one, at most all.
+    /// 2022, eq. 1), at least one, at most all.
     pub fn chosen_rows(tokens: u64, experts: u32, top_k: u32) -> u64 {
         (u64::from(top_k) * tokens / u64::from(experts.max(1))).clamp(1, tokens.max(1))
     }

@@ -6,10 +6,12 @@
 
 mod cluster;
 mod model;
+mod router;
 mod training;
 
 pub use cluster::*;
 pub use model::*;
+pub use router::*;
 pub use training::*;
 
 use crate::status::MoeJobStatus;

@@ -1,5 +1,6 @@
 //! The model as typed. Names follow the Hugging Face configs, camelCased.
 
+use super::RouterSpec;
 use kube_derive::KubeSchema;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -160,90 +161,6 @@ pub enum ActivationName {
     Silu,
     Gelu,
     Relu,
-}
-
-/// The router of a layer.
-#[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-#[x_kube(crates(kube_core = "::kube_core"))]
-pub struct RouterSpec {
-    /// softmax or sigmoid of the logits. Default: softmax.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub scoring: Option<ScoringName>,
-    /// The K weights of a token are scaled to sum to one. Default: true.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub norm_topk_prob: Option<bool>,
-    /// A correction of the choice alone balances the experts (DeepSeek-V3). Default: false.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub bias: Option<bool>,
-    /// What each step adds to the correction of an expert with less than the mean load, and takes
-    /// from one with more; 0 leaves the corrections as they are. Default: 0.001.
-    #[schemars(range(min = 0.0, max = 1.0))]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub bias_update_rate: Option<f64>,
-    /// Experts are chosen within groups; must divide the number of experts. Default: 1.
-    #[schemars(range(min = 1, max = 4096))]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub groups: Option<u32>,
-    /// Groups that a token may choose from. Default: 1.
-    #[schemars(range(min = 1, max = 4096))]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub topk_groups: Option<u32>,
-    /// Factor on the K weights. Default: 1.
-    #[schemars(range(min = 0.0, max = 1000.0))]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub scale: Option<f64>,
-    /// Noise on the router's input while training. Default: 0.
-    #[schemars(range(min = 0.0, max = 1.0))]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub jitter: Option<f64>,
-    /// Over what the balancing loss is taken: microBatch, sequence, global or hf (all layers
-    /// together, as the Hugging Face models do). Default: microBatch.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub aux_loss_scope: Option<AuxLossScopeName>,
-    /// Weight of the balancing loss. Default: 0.01.
-    #[schemars(range(min = 0.0, max = 100.0))]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub aux_loss_coef: Option<f64>,
-    /// Weight of the loss on the size of the logits. Default: 0.001.
-    #[schemars(range(min = 0.0, max = 100.0))]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub z_loss_coef: Option<f64>,
-    /// Standard deviation of the router's initial weights: a tenth of the others' steadies large
-    /// models (Fedus et al. 2021). Default: the model's initializerRange.
-    #[schemars(range(min = 0.0, max = 10.0))]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub initializer_range: Option<f64>,
-    /// Rows an expert takes at most, as a multiple of the even share; 0 takes all. Default: 0.
-    #[schemars(range(min = 0.0, max = 64.0))]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub capacity_factor: Option<f64>,
-    /// The router keeps its initial weights, to measure what routing is worth. Default: false.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub frozen: Option<bool>,
-    /// Steps at the beginning in which the experts keep their weights and the router learns to
-    /// choose among them; of use with experts that are trained already. Default: 0.
-    #[schemars(range(min = 0, max = 1_000_000_000))]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub warmup_steps: Option<u64>,
-}
-
-/// What turns logits into scores.
-#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[serde(rename_all = "camelCase")]
-pub enum ScoringName {
-    Softmax,
-    Sigmoid,
-}
-
-/// Over what the balancing loss is taken.
-#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[serde(rename_all = "camelCase")]
-pub enum AuxLossScopeName {
-    MicroBatch,
-    Sequence,
-    Global,
-    Hf,
 }
 
 /// Existing weights to start from.

@@ -1,0 +1,298 @@
+//! The router: the defaults of its kind, and what does not go together.
+
+use crate::problem::{Code, Problem};
+use crate::spec::{
+    AuxLossScopeName, BalanceLossName, ModelSpec, RouterKindName, RouterSpec, ScoringName,
+};
+use moejob_protocol::ModelConfig;
+use moejob_protocol::model::{
+    AuxLossScope, BalanceLoss, CosineConfig, RouterConfig, RouterKind, Scoring,
+};
+
+/// Every default.
+pub fn fill(typed: &ModelSpec) -> RouterConfig {
+    let router = typed.router.clone().unwrap_or_default();
+    let top_k = typed.experts.as_ref().and_then(|experts| experts.per_token).unwrap_or(0);
+    let base = of_kind(kind(router.kind), top_k);
+    let capacity_factor = router.capacity_factor.unwrap_or(base.capacity_factor);
+    let eval = match router.capacity_factor {
+        // Who sets the one means the other.
+        Some(factor) => factor,
+        None => base.eval_capacity_factor,
+    };
+    let balance_loss = router.balance_loss.map_or(base.balance_loss, balance);
+    RouterConfig {
+        aux_loss_coef: router.aux_loss_coef.unwrap_or(match balance_loss {
+            BalanceLoss::None => 0.0,
+            _ => base.aux_loss_coef,
+        }),
+        z_loss_coef: router.z_loss_coef.unwrap_or(base.z_loss_coef),
+        entropy_loss_coef: router.entropy_loss_coef.unwrap_or(base.entropy_loss_coef),
+        balance_loss,
+        initializer_range: router.initializer_range,
+        aux_loss_scope: router.aux_loss_scope.map_or(base.aux_loss_scope, scope),
+        capacity_factor,
+        eval_capacity_factor: router.eval_capacity_factor.unwrap_or(eval),
+        batch_prioritized: router.batch_prioritized.unwrap_or(base.batch_prioritized),
+        scoring: match router.scoring {
+            None | Some(ScoringName::Softmax) => Scoring::Softmax,
+            Some(ScoringName::Sigmoid) => Scoring::Sigmoid,
+        },
+        norm_topk_prob: router.norm_topk_prob.unwrap_or(base.norm_topk_prob),
+        bias: router.bias.unwrap_or(base.bias),
+        bias_update_rate: router.bias_update_rate.unwrap_or(base.bias_update_rate),
+        groups: router.groups.unwrap_or(base.groups),
+        topk_groups: router.topk_groups.unwrap_or(base.topk_groups),
+        scale: router.scale.unwrap_or(base.scale),
+        jitter: router.jitter.unwrap_or(base.jitter),
+        input_dropout: router.input_dropout.unwrap_or(base.input_dropout),
+        gate_noise: router.gate_noise.unwrap_or(base.gate_noise),
+        top_p: router.top_p.unwrap_or(base.top_p),
+        hash_seed: router.hash_seed.unwrap_or(base.hash_seed),
+        cosine: router.cosine.map(|cosine| CosineConfig {
+            projection_size: cosine.projection_size.unwrap_or(256),
+            initial_temperature: cosine.initial_temperature.unwrap_or(0.5),
+        }),
+        frozen: router.frozen.unwrap_or(false),
+        warmup_steps: router.warmup_steps.unwrap_or(0),
+        ..base
+    }
+}
+
+/// What a kind's source has.
+fn of_kind(kind: RouterKind, top_k: u32) -> RouterConfig {
+    let plain = RouterConfig { kind, ..RouterConfig::default() };
+    // Sources other than ST-MoE's heirs have no loss on the size of the logits.
+    let base = RouterConfig { z_loss_coef: 0.0, ..plain.clone() };
+    match kind {
+        RouterKind::TopK => plain,
+        RouterKind::Switch => RouterConfig {
+            capacity_factor: 1.25,
+            eval_capacity_factor: 2.0,
+            jitter: 0.01,
+            norm_topk_prob: false,
+            ..base
+        },
+        RouterKind::Gshard => RouterConfig {
+            capacity_factor: 1.0,
+            eval_capacity_factor: 1.0,
+            balance_loss: BalanceLoss::Gshard,
+            ..base
+        },
+        RouterKind::Tutel => RouterConfig {
+            capacity_factor: 1.0,
+            eval_capacity_factor: 1.0,
+            balance_loss: BalanceLoss::FirstChoice,
+            norm_topk_prob: top_k > 1,
+            ..base
+        },
+        RouterKind::NoisyTopK => {
+            RouterConfig { balance_loss: BalanceLoss::CvSquared, aux_loss_coef: 0.1, ..base }
+        }
+        RouterKind::TopP => RouterConfig {
+            top_p: 0.4,
+            entropy_loss_coef: 1e-4,
+            norm_topk_prob: false,
+            ..base
+        },
+        RouterKind::ExpertChoice => RouterConfig {
+            balance_loss: BalanceLoss::None,
+            norm_topk_prob: false,
+            ..base
+        },
+        RouterKind::Hash => RouterConfig { balance_loss: BalanceLoss::None, ..base },
+    }
+}
+
+fn kind(name: Option<RouterKindName>) -> RouterKind {
+    match name {
+        None | Some(RouterKindName::TopK) => RouterKind::TopK,
+        Some(RouterKindName::Switch) => RouterKind::Switch,
+        Some(RouterKindName::Gshard) => RouterKind::Gshard,
+        Some(RouterKindName::Tutel) => RouterKind::Tutel,
+        Some(RouterKindName::NoisyTopK) => RouterKind::NoisyTopK,
+        Some(RouterKindName::TopP) => RouterKind::TopP,
+        Some(RouterKindName::ExpertChoice) => RouterKind::ExpertChoice,
+        Some(RouterKindName::Hash) => RouterKind::Hash,
+    }
+}
+
+fn scope(name: AuxLossScopeName) -> AuxLossScope {
+    match name {
+        AuxLossScopeName::MicroBatch => AuxLossScope::MicroBatch,
+        AuxLossScopeName::Sequence => AuxLossScope::Sequence,
+        AuxLossScopeName::Global => AuxLossScope::Global,
+        AuxLossScopeName::Hf => AuxLossScope::Hf,
+    }
+}
+
+fn balance(name: BalanceLossName) -> BalanceLoss {
+    match name {
+        BalanceLossName::Switch => BalanceLoss::Switch,
+        BalanceLossName::Gshard => BalanceLoss::Gshard,
+        BalanceLossName::FirstChoice => BalanceLoss::FirstChoice,
+        BalanceLossName::LoadImportance => BalanceLoss::LoadImportance,
+        BalanceLossName::CvSquared => BalanceLoss::CvSquared,
+        BalanceLossName::Kl => BalanceLoss::Kl,
+        BalanceLossName::None => BalanceLoss::None,
+    }
+}
+
+/// A rule that is broken: the field, what stands there, what may, what to do, and the fields whose
+/// own problems make it idle.
+struct Broken {
+    field: &'static str,
+    found: String,
+    allowed: String,
+    advice: &'static str,
+}
+
+/// Everything about the router that does not go together.
+pub fn problems(model: &ModelConfig, typed: Option<&RouterSpec>) -> Vec<Problem> {
+    let typed = typed.cloned().unwrap_or_default();
+    let mut broken = of_the_kind(model, &typed);
+    broken.extend(of_losses(&model.router));
+    broken.extend(of_options(&model.router));
+    let problem = |broken: Broken| {
+        Problem::new(Code::Router, format!("spec.model.{}", broken.field))
+            .found(broken.found)
+            .allowed(broken.allowed)
+            .advice(broken.advice)
+    };
+    broken.into_iter().map(problem).collect()
+}
+
+fn of_the_kind(model: &ModelConfig, typed: &RouterSpec) -> Vec<Broken> {
+    let (router, experts) = (&model.router, &model.experts);
+    let needed = match router.kind {
+        RouterKind::Switch => Some((1, "switch sends a token to one expert: set perToken: 1")),
+        RouterKind::Gshard => Some((2, "gshard sends a token to two experts: set perToken: 2")),
+        _ => None,
+    };
+    let mut broken = Vec::new();
+    if let Some((count, advice)) = needed.filter(|(count, _)| *count != experts.per_token) {
+        broken.push(Broken {
+            field: "experts.perToken",
+            found: format!("`{}`", experts.per_token),
+            allowed: format!("{count} with router.kind {}", name(router.kind)),
+            advice,
+        });
+    }
+    let mut only = |field, applies: bool, kind| {
+        if applies && router.kind != kind {
+            broken.push(Broken {
+                field,
+                found: format!("a value with router.kind {}", name(router.kind)),
+                allowed: format!("nothing but with router.kind {}", name(kind)),
+                advice: "delete it, or choose that kind",
+            });
+        }
+    };
+    only("router.topP", typed.top_p.is_some(), RouterKind::TopP);
+    only("router.hashSeed", typed.hash_seed.is_some(), RouterKind::Hash);
+    let ranked = matches!(router.kind, RouterKind::TopK | RouterKind::Tutel);
+    let softmax = !matches!(router.kind, RouterKind::TopK | RouterKind::ExpertChoice);
+    let hash = router.kind == RouterKind::Hash;
+    let no_room = hash || router.kind == RouterKind::ExpertChoice;
+    let refused = [
+        ("router.scoring", softmax && router.scoring == Scoring::Sigmoid, "softmax"),
+        ("router.bias", !ranked && router.bias, "false"),
+        ("router.groups", !ranked && router.groups > 1, "1"),
+        ("router.cosine", hash && router.cosine.is_some(), "nothing"),
+        ("router.cosine", noisy(router) && router.cosine.is_some(), "nothing"),
+        ("router.gateNoise", (hash || noisy(router)) && router.gate_noise > 0.0, "0"),
+        ("router.jitter", (hash || noisy(router)) && router.jitter > 0.0, "0"),
+        ("router.zLossCoef", hash && router.z_loss_coef > 0.0, "0"),
+        ("router.entropyLossCoef", hash && router.entropy_loss_coef > 0.0, "0"),
+        ("router.balanceLoss", hash && router.balance_loss != BalanceLoss::None, "none"),
+        (
+            "router.capacityFactor",
+            router.kind == RouterKind::ExpertChoice && router.capacity_factor != 0.0,
+            "0, since each expert takes perToken times its even share",
+        ),
+        ("router.batchPrioritized", no_room && router.batch_prioritized, "false"),
+    ];
+    broken.extend(refused.into_iter().filter(|(_, applies, _)| *applies).map(
+        |(field, _, allowed)| Broken {
+            field,
+            found: format!("a value that router.kind {} does not have", name(router.kind)),
+            allowed: allowed.to_string(),
+            advice: "delete it, or choose another kind; docs/routers.md lists their options",
+        },
+    ));
+    broken
+}
+
+fn noisy(router: &RouterConfig) -> bool {
+    router.kind == RouterKind::NoisyTopK
+}
+
+fn of_losses(router: &RouterConfig) -> Vec<Broken> {
+    let mut broken = Vec::new();
+    let loss = router.balance_loss;
+    if loss == BalanceLoss::CvSquared && !noisy(router) {
+        broken.push(Broken {
+            field: "router.balanceLoss",
+            found: "`cvSquared`".to_string(),
+            allowed: "cvSquared with router.kind noisyTopK, whose noise it is about".to_string(),
+            advice: "choose switch, kl or another loss, or that kind",
+        });
+    }
+    let top_k = matches!(router.kind, RouterKind::TopK | RouterKind::Switch | RouterKind::Tutel);
+    let noise = router.gate_noise > 0.0 && router.scoring == Scoring::Softmax;
+    if loss == BalanceLoss::LoadImportance && !(top_k && noise) {
+        broken.push(Broken {
+            field: "router.balanceLoss",
+            found: "`loadImportance`".to_string(),
+            allowed: "loadImportance with gateNoise above 0, softmax, and kind topK or tutel"
+                .to_string(),
+            advice: "set gateNoise: 1.0, or choose another loss",
+        });
+    }
+    if loss == BalanceLoss::None && router.aux_loss_coef > 0.0 {
+        broken.push(Broken {
+            field: "router.auxLossCoef",
+            found: format!("`{}`", router.aux_loss_coef),
+            allowed: "0 without a balanceLoss".to_string(),
+            advice: "delete it, or choose a balanceLoss",
+        });
+    }
+    let micro_batch =
+        RouterConfig { aux_loss_scope: AuxLossScope::MicroBatch, ..router.clone() };
+    if let (AuxLossScope::Hf, Some(field)) = (router.aux_loss_scope, micro_batch.beyond_plain()) {
+        broken.push(Broken {
+            field: "router.auxLossScope",
+            found: format!("`hf` with router.{field}"),
+            allowed: "hf with dropless top-k and balanceLoss switch alone".to_string(),
+            advice: "choose microBatch, sequence or global",
+        });
+    }
+    broken
+}
+
+fn of_options(router: &RouterConfig) -> Vec<Broken> {
+    let mut broken = Vec::new();
+    if router.batch_prioritized && router.capacity_factor == 0.0 {
+        broken.push(Broken {
+            field: "router.batchPrioritized",
+            found: "`true` where every token has room".to_string(),
+            allowed: "true with a capacityFactor other than 0".to_string(),
+            advice: "set capacityFactor: 1.0, or delete it",
+        });
+    }
+    broken
+}
+
+/// As it is typed.
+fn name(kind: RouterKind) -> &'static str {
+    match kind {
+        RouterKind::TopK => "topK",
+        RouterKind::Switch => "switch",
+        RouterKind::Gshard => "gshard",
+        RouterKind::Tutel => "tutel",
+        RouterKind::NoisyTopK => "noisyTopK",
+        RouterKind::TopP => "topP",
+        RouterKind::ExpertChoice => "expertChoice",
+        RouterKind::Hash => "hash",
+    }
+}
