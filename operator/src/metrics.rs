@@ -33,6 +33,8 @@ pub struct JobFigures {
     pub loss: Option<f64>,
     pub tokens_per_second: Option<f64>,
     pub expert_imbalance: Option<f64>,
+    pub router_entropy: Option<f64>,
+    pub dropped_tokens: Option<f64>,
     pub nodes_ready: u32,
     pub nodes_desired: u32,
 }
@@ -233,6 +235,8 @@ fn jobs<'a>(out: &mut String, jobs: impl Iterator<Item = &'a JobFigures> + Clone
         ("moejob_loss", "Cross-entropy of the newest step.", |job| job.loss),
         ("moejob_tokens_per_second", "Of the newest step.", |job| job.tokens_per_second),
         ("moejob_expert_imbalance", "Largest load over the mean.", |job| job.expert_imbalance),
+        ("moejob_router_entropy", "Mean entropy of the scores, nats.", |job| job.router_entropy),
+        ("moejob_dropped_tokens", "Share of choices without room.", |job| job.dropped_tokens),
         ("moejob_nodes_ready", "Nodes with a rank.", |job| Some(job.nodes_ready.into())),
         ("moejob_nodes_desired", "Nodes wanted.", |job| Some(job.nodes_desired.into())),
     ];

@@ -16,7 +16,7 @@ use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::{Phase, Request};
 use moejob_protocol::report::{
-    Detail, EventKind, RoutingReport, StepReport, TOKENS_PER_EXPERT_MAX,
+    Detail, EventKind, RoutingReport, StepReport, TOKENS_PER_EXPERT_EVER, TOKENS_PER_EXPERT_MAX,
 };
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -279,7 +279,11 @@ impl Run<'_> {
         let tokens = tokens_per_step(&self.config.training) * layers as u64;
         let mut computed = summary.loads.clone();
         computed.iter_mut().zip(&summary.dropped).for_each(|(load, dropped)| *load -= dropped);
-        let told = validation.is_some() || computed.len() <= TOKENS_PER_EXPERT_MAX;
+        let most = match validation {
+            Some(_) => TOKENS_PER_EXPERT_EVER,
+            None => TOKENS_PER_EXPERT_MAX,
+        };
+        let told = computed.len() <= most;
         RoutingReport {
             router_entropy: summary.router_entropy,
             dropped_tokens: share(summary.dropped.iter().sum(), summary.loads.iter().sum()),

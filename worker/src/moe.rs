@@ -30,7 +30,7 @@ impl Model {
 
     /// Rows of the own tokens: a slot without an expert has none.
     pub(crate) fn own_rows(&self, layer: usize, t: usize) -> usize {
-        if self.plain {
+        if self.plain || t == 0 {
             return t * self.top_k();
         }
         let offsets: Vec<u32> = self.device.read_vec(self.moe(layer).offsets);

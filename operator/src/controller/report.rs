@@ -229,6 +229,8 @@ impl JobState {
             loss: status.loss,
             tokens_per_second: status.tokens_per_second,
             expert_imbalance: newest.map(|report| report.expert_imbalance),
+            router_entropy: newest.map(|report| report.routing.router_entropy),
+            dropped_tokens: newest.map(|report| report.routing.dropped_tokens),
             nodes_ready: status.nodes.ready,
             nodes_desired: status.nodes.desired,
         };

@@ -55,6 +55,8 @@ pub struct RoutingReport {
 
 /// Numbers of `tokensPerExpert` that stand on every line.
 pub const TOKENS_PER_EXPERT_MAX: usize = 256;
+/// The most that stand on any: a line is one bounded message, too.
+pub const TOKENS_PER_EXPERT_EVER: usize = 32_768;
 
 /// One line of `events.jsonl`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -27,7 +27,7 @@ use moejob_protocol::checkpoint::{
 };
 use moejob_protocol::layout::{BLOCK, Layout};
 use moejob_protocol::mesh::Mesh;
-use moejob_protocol::model::{Param, Role, Scoring};
+use moejob_protocol::model::{Param, Role, RouterKind, Scoring};
 use moejob_protocol::ModelConfig;
 use std::path::{Path, PathBuf};
 
@@ -76,6 +76,11 @@ pub fn grow(
     out: &Path,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<PathBuf, Failed> {
+    let router = &source.model.router;
+    if router.kind != RouterKind::TopK || router.cosine.is_some() {
+        let why = "experts are split under kind topK with a linear gate alone";
+        return Err(Failed::Refused(Problem::new("manifest.json: model.router", why)));
+    }
     let name = directory_name(source.step);
     let target = out.join(&name);
     let model = grown(&source.model, growth);

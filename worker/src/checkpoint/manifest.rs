@@ -174,6 +174,10 @@ pub(crate) fn model_is_sane(model: &moejob_protocol::ModelConfig) -> Result<(), 
     if sizes.iter().any(|size| *size == 0 || *size > 1 << 24) {
         return Err("a model of impossible sizes".to_string());
     }
+    let projection = model.router.cosine.as_ref().map_or(1, |cosine| cosine.projection_size);
+    if projection == 0 || projection > 1 << 24 {
+        return Err("a gate of impossible width".to_string());
+    }
     if model.num_attention_heads.checked_mul(model.head_dim).is_none()
         || model.num_key_value_heads.checked_mul(model.head_dim).is_none()
         || model.experts.shared.checked_mul(model.experts.intermediate_size).is_none()
