@@ -230,7 +230,7 @@ fn quoted(text: &str) -> String {
 
 fn jobs<'a>(out: &mut String, jobs: impl Iterator<Item = &'a JobFigures> + Clone) {
     type Figure = fn(&JobFigures) -> Option<f64>;
-    let gauges: [(&str, &str, Figure); 6] = [
+    let gauges: [(&str, &str, Figure); 8] = [
         ("moejob_step", "Steps done.", |job| Some(job.step as f64)),
         ("moejob_loss", "Cross-entropy of the newest step.", |job| job.loss),
         ("moejob_tokens_per_second", "Of the newest step.", |job| job.tokens_per_second),

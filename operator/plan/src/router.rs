@@ -272,7 +272,8 @@ fn of_losses(router: &RouterConfig) -> Vec<Broken> {
 
 fn of_options(router: &RouterConfig) -> Vec<Broken> {
     let mut broken = Vec::new();
-    if router.batch_prioritized && router.capacity_factor == 0.0 {
+    let no_room = matches!(router.kind, RouterKind::Hash | RouterKind::ExpertChoice);
+    if router.batch_prioritized && router.capacity_factor == 0.0 && !no_room {
         broken.push(Broken {
             field: "router.batchPrioritized",
             found: "`true` where every token has room".to_string(),
