@@ -368,7 +368,7 @@ mod tests {
         let rules = schema["x-kubernetes-validations"].as_array_mut().expect("rules");
         rules.clear();
         let found = shown(definition(Some(&other)));
-        assert!(found.contains("lacks the rule `size(self.metadata.name)"), "{found}");
+        assert!(found.contains("the rule `size(self.metadata.name)<=45`"), "{found}");
         assert_eq!(definition(None).state, State::Missing);
     }
 

@@ -2,7 +2,6 @@
 
 use kube::config::KubeconfigError;
 use kube::core::Status;
-use moe_worker::listener::chain;
 
 /// The user's input, or the server's verdict on it.
 const EXIT_INPUT: u8 = 2;
@@ -21,7 +20,7 @@ pub enum MoeError {
     #[error("interrupted")]
     Interrupted,
     #[error("the kubeconfig: {}; see `kubectl config view`, or give --kubeconfig and --context",
-        chain(.0))]
+        once(.0.as_ref()))]
     Kubeconfig(Box<KubeconfigError>),
     #[error("{doing}: no answer of the API server within {seconds} s; try again")]
     Slow { doing: String, seconds: u64 },
@@ -70,7 +69,7 @@ fn words(error: &kube::Error) -> (String, u8) {
     match error {
         kube::Error::Api(status) => verdict(status),
         kube::Error::Auth(source) => {
-            let why = chain(source);
+            let why = once(source);
             (format!("the credentials of the kubeconfig cannot be had: {why}"), EXIT_INPUT)
         }
         other => {
@@ -83,9 +82,18 @@ fn words(error: &kube::Error) -> (String, u8) {
     }
 }
 
+/// An error and its causes, each once: some of the client's repeat theirs.
+fn once(error: &dyn std::error::Error) -> String {
+    below(error, vec![error.to_string()])
+}
+
 /// The causes below the client's own words, each once.
 fn causes(error: &dyn std::error::Error) -> String {
-    let mut said: Vec<String> = Vec::new();
+    below(error, Vec::new())
+}
+
+fn below(error: &dyn std::error::Error, said: Vec<String>) -> String {
+    let mut said = said;
     let mut next = error.source();
     while let Some(cause) = next {
         let text = cause.to_string();

@@ -84,10 +84,15 @@ impl JobView {
 
     /// Milliseconds until the last step at the present speed.
     pub fn left(&self) -> Option<Millis> {
+        self.left_at(self.status.step, self.status.tokens_per_second?)
+    }
+
+    /// The same from this step and at this rate, in tokens a second.
+    pub fn left_at(&self, step: u64, rate: f64) -> Option<Millis> {
         let training = &self.job.as_ref()?.training;
         let sequence = training.global_batch_size as f64 * training.sequence_length as f64;
-        let rate = self.status.tokens_per_second.filter(|rate| *rate > 0.0)?;
-        let steps = self.status.steps.checked_sub(self.status.step)?;
+        let rate = Some(rate).filter(|rate| *rate > 0.0)?;
+        let steps = self.status.steps.checked_sub(step)?;
         (self.status.phase == "Running").then(|| (steps as f64 * sequence / rate * 1e3) as Millis)
     }
 
@@ -100,7 +105,12 @@ impl JobView {
                 false => condition.message.clone(),
             })
         };
-        let last = || self.status.recoveries.last().map(|recovery| recovery.cause.clone());
+        // An older one has been mended: it is gathered again for another reason.
+        let recent = |attempt: u32| self.status.attempt <= attempt + 1;
+        let last = || {
+            let recovery = self.status.recoveries.last()?;
+            recent(recovery.attempt).then(|| recovery.cause.clone())
+        };
         let reason = match self.phase() {
             "Submitted" => Some("no operator has looked at it; try `kubectl moe doctor`".into()),
             "Held" => Some("until `kubectl moe release`".to_string()),
@@ -112,6 +122,7 @@ impl JobView {
             "Running" => message("Degraded")
                 .filter(|_| self.condition("Degraded").is_some_and(|of| of.status == "True")),
             "Failed" => message("Failed"),
+            "Suspended" => Some("released; it goes on when it has nodes".to_string()),
             _ => None,
         };
         reason.unwrap_or_default()
@@ -249,6 +260,14 @@ pub mod tests {
         assert_eq!(held(""), "Held: until `kubectl moe release`");
         assert_eq!(held("Suspended"), "Held: until `kubectl moe release`");
         assert_eq!(held("Stopping"), "Stopping: ");
+        let recovering = |attempt: u32| {
+            view(&move |object| {
+                object["status"] = json!({"phase": "Recovering", "attempt": attempt,
+                    "recoveries": [{"cause": "rank 1 was killed", "attempt": 1, "stepsLost": 0}]});
+            })
+        };
+        assert_eq!(recovering(2), "Recovering: rank 1 was killed");
+        assert_eq!(recovering(3), "Recovering: ", "that one was mended");
         let waits = condition("Planned", "False", "WaitingForNodes", "1 of 2 nodes is free");
         assert_eq!(status("Pending", waits), "Pending: 1 of 2 nodes is free");
         let fewer = condition("Degraded", "True", "FewerNodes", "1 of 2 nodes");

@@ -13,7 +13,7 @@ use clap::Args;
 use futures::StreamExt;
 use kube::api::LogParams;
 use moejob_plan::pods::CONTAINER;
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::time::Duration;
 use tokio::sync::mpsc;
 
@@ -114,7 +114,7 @@ struct Reading<'a> {
     merge: Merge,
     speakers: Vec<Speaker>,
     /// Pods that are read or have been.
-    known: BTreeMap<String, usize>,
+    known: BTreeSet<String>,
     open: usize,
     job: JobView,
     sender: mpsc::Sender<Heard>,
@@ -129,7 +129,7 @@ impl<'a> Reading<'a> {
             args,
             merge: Merge::default(),
             speakers: Vec::new(),
-            known: BTreeMap::new(),
+            known: BTreeSet::new(),
             open: 0,
             job: job.clone(),
             sender,
@@ -139,12 +139,15 @@ impl<'a> Reading<'a> {
 
     /// Reads a pod's log, if it has begun and is not read already.
     fn begin(&mut self, pod: &PodView) {
-        let full = self.open >= self.args.max_log_requests;
-        if pod.started.is_none() || self.known.contains_key(&pod.name) || full {
+        if pod.started.is_none() || !self.known.insert(pod.name.clone()) {
+            return;
+        }
+        if self.open >= self.args.max_log_requests {
+            let most = self.args.max_log_requests;
+            eprintln!("{} is not read: --max-log-requests is {most}", pod.name);
             return;
         }
         let log = self.merge.open(now());
-        self.known.insert(pod.name.clone(), log);
         self.speakers.push(Speaker::new(&self.job, &pod.name, &pod.node));
         self.open += 1;
         let params = LogParams {

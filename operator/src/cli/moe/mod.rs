@@ -111,7 +111,7 @@ impl CalledAs {
 /// The plugin, from the arguments of this process.
 pub fn main() -> ExitCode {
     // What the client logs by itself, this program says in its own words.
-    super::start_plain_logs("error");
+    super::start_plain_logs("off");
     run(Plugin::parse().moe)
 }
 

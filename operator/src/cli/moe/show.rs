@@ -71,12 +71,21 @@ async fn watch(
         } else if drawn {
             output::print(&screen(&picture, true))?;
         } else {
-            let new = picture.entries.iter().filter(|entry| !known.contains(entry));
+            let new = picture.entries.iter().filter(|entry| !is_told(entry, &known));
             output::print(&new.map(line).collect::<String>())?;
         }
         known = picture.entries;
     }
     Ok(())
+}
+
+/// An event tells the moment more exactly than the condition that was seen before it.
+fn is_told(entry: &Entry, known: &[Entry]) -> bool {
+    known.iter().any(|before| {
+        let same = (&before.event, &before.words, &before.details)
+            == (&entry.event, &entry.words, &entry.details);
+        same && before.at.abs_diff(entry.at) < 5_000
+    })
 }
 
 /// The job is there; pods and events are shown as far as they may be read.
@@ -293,7 +302,7 @@ Workers:
 Timeline:
   2026-11-21 (UTC)
   17:00:00      +0s  submitted
-  17:00:02      +2s  allocated 1 node: worker-1, after 2.0 s
+  17:00:02      +2s  allocated worker-1, after 2.0 s
                      not placed yet: a-a1-0
   17:00:05      +5s  training, 5.0 s after it was submitted
 
@@ -305,6 +314,6 @@ What to do:
         assert_eq!((&json["phase"], &json["timeline"][2]["event"]),
             (&json!("Running"), &json!("Training")));
         assert_eq!(json["workers"][0]["node"], "worker-1");
-        assert!(line(&picture.entries[1]).starts_with("2026-11-21T17:00:02Z  allocated 1 node"));
+        assert!(line(&picture.entries[1]).starts_with("2026-11-21T17:00:02Z  allocated worker-1"));
     }
 }

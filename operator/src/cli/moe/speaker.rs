@@ -102,6 +102,9 @@ fn told(line: &str) -> Option<String> {
         }
         return Some(text);
     }
+    if let Some(port) = line.strip_prefix("{\"port\":") {
+        return Some(format!("listens on port {}", port.trim_end_matches('}')));
+    }
     let event: Event = serde_json::from_str(line).ok()?;
     let mut text = format!("{:?} {}", event.event, event.reason);
     if !event.message.is_empty() {
@@ -163,6 +166,7 @@ mod tests {
         let said = speaker.say(0, "x", json);
         let read: serde_json::Value = serde_json::from_str(&said).expect("JSON");
         assert_eq!((&read["pod"], &read["line"]), (&json!("a-a1-3"), &json!("x")));
+        assert_eq!(told("{\"port\":7777}").as_deref(), Some("listens on port 7777"));
         assert_eq!(told("{not json"), None);
     }
 }

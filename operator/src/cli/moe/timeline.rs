@@ -15,6 +15,8 @@ use serde_json::{Value, json};
 /// A loss and the event that tells of it are written within this time of each other.
 const SAME: Millis = 3_000;
 
+const HELD: &str = "held: it has no nodes";
+
 /// One happening.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
@@ -129,12 +131,16 @@ pub fn entries(job: &JobView, told: &[Told], pods: &[PodView]) -> Vec<Entry> {
             "AttemptStarted" => Entry::new(at, "AttemptStarted", format!("began {note}")),
             "WorkerLost" => Entry::new(at, "WorkerLost", format!("lost {note}")),
             "Complete" => Entry::new(at, "Complete", format!("complete: {note}")),
-            "Suspended" => Entry::new(at, "Suspended", format!("held: {note}")),
+            "Suspended" => Entry::new(at, "Suspended", HELD),
+            "Draining" => Entry::new(at, "Draining", note),
             reason => Entry::new(at, reason, format!("{reason}: {note}")),
         };
         entries.push(entry);
     }
     fill(job, &mut entries);
+    for entry in &mut entries {
+        entry.words = entry.words.replace(" 1 nodes", " 1 node").replace(" 1 steps", " 1 step");
+    }
     entries.sort_by_key(|entry| entry.at);
     entries.dedup_by(|b, a| (&a.event, &a.words) == (&b.event, &b.words) && b.at - a.at < 60_000);
     entries
@@ -171,7 +177,7 @@ fn fill(job: &JobView, entries: &mut Vec<Entry>) {
         }
     }
     if let Some(at) = job.since("Suspended").filter(|_| !knows(entries, "Suspended")) {
-        entries.push(Entry::new(at, "Suspended", "held: its pods are deleted"));
+        entries.push(Entry::new(at, "Suspended", HELD));
     }
 }
 
@@ -195,19 +201,19 @@ fn births(job: &JobView, pods: &[PodView]) -> Vec<Entry> {
 fn birth(job: &JobView, pods: &[&PodView]) -> Option<Entry> {
     let made = pods.first()?.made;
     let count = pods.len();
-    let noun = if count == 1 { "node" } else { "nodes" };
     let mut names: Vec<&str> = pods.iter().map(|pod| pod.node.as_str()).collect();
     names.retain(|name| !name.is_empty());
     names.sort_unstable();
     let on = moejob_plan::status::runs(names.iter().copied()).join(", ");
-    let on = if on.is_empty() { String::new() } else { format!(": {on}") };
+    let on = if on.is_empty() { "nodes".to_string() } else { on };
     let waited = match pods.iter().any(|pod| pod.name.ends_with("-0")) {
         true if made > job.created + 1_000 => {
             format!(", after {}", span(made - job.created))
         }
         _ => String::new(),
     };
-    let words = format!("allocated {count} {noun}{on}{waited}");
+    // No count: pods that were deleted are not among these.
+    let words = format!("allocated {on}{waited}");
     let mut entry = Entry::new(made, "Allocated", words);
     let latest = |of: fn(&PodView) -> Option<Millis>| {
         let times: Vec<Millis> = pods.iter().filter_map(|pod| of(pod)).collect();
@@ -368,14 +374,14 @@ mod tests {
         let expected = "  \
             2026-11-21 (UTC)
   17:00:00      +0s  submitted
-  17:00:02      +2s  allocated 2 nodes: worker-1..2, after 2.0 s
+  17:00:02      +2s  allocated worker-1..2, after 2.0 s
                      workers started after 2s
   17:00:05      +5s  began attempt 1 on 2 nodes from step 0
   17:01:05     +65s  attempt 1 ended: rank 1 (a-a1-1) was killed
                      planned anew after 12 ms, joined after 400 ms, trained on after 620 ms
                      4 steps were done again
   17:01:05     +65s  began attempt 2 on 0 nodes from step 40
-  17:01:06     +66s  allocated 1 node: worker-1
+  17:01:06     +66s  allocated worker-1
                      placed within a second; not started yet: a-a2-2
   17:01:30     +90s  CheckpointRefused: step-50: a damaged shard
 ";

@@ -13,6 +13,7 @@ use super::run_until_interrupted;
 use clap::Args;
 use futures::StreamExt;
 use kube::api::LogParams;
+use moejob_plan::observed::Millis;
 use moejob_plan::pods::{CONTAINER, LABEL_JOB, LABEL_JOB_UID};
 use moejob_plan::resources::thousandths;
 use moejob_protocol::report::StepReport;
@@ -178,7 +179,7 @@ pub fn table(loads: &[Load], usage: &Usage, namespaces: bool) -> Table {
             or_dash(measured, |(cores, _)| format!("{cores}m")),
             or_dash(measured, |(_, bytes)| mebibytes(bytes)),
             or_dash(planned, mebibytes),
-            or_dash(job.left(), age),
+            or_dash(left(load), age),
         ];
         if namespaces {
             cells.insert(0, job.namespace.clone());
@@ -192,6 +193,14 @@ pub fn table(loads: &[Load], usage: &Usage, namespaces: bool) -> Table {
 fn rate(load: &Load) -> Option<f64> {
     let said = load.step.as_ref().map(|step| step.tokens_per_second);
     said.or(load.job.status.tokens_per_second).filter(|_| load.job.status.phase == "Running")
+}
+
+/// By what rank 0 said last, or the operator.
+fn left(load: &Load) -> Option<Millis> {
+    match &load.step {
+        Some(step) => load.job.left_at(step.step, step.tokens_per_second),
+        None => load.job.left(),
+    }
 }
 
 /// The job in a line, then a line for each of its workers.
@@ -240,7 +249,7 @@ fn json(loads: &[Load], usage: &Usage) -> Value {
             "loss": load.step.as_ref().map(|step| step.loss).or(load.job.status.loss),
             "tokensPerSecond": rate(load),
             "expertImbalance": load.step.as_ref().map(|step| step.expert_imbalance),
-            "secondsLeft": load.job.left().map(|left| left / 1000),
+            "secondsLeft": left(load).map(|left| left / 1000),
             "workers": workers,
         })
     };

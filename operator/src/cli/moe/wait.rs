@@ -65,7 +65,8 @@ async fn follow(cluster: &Cluster, name: &str, goal: Goal) -> Result<(), MoeErro
             };
             let line = line.lines().next().unwrap_or_default().to_string();
             let phase = format!("{} {}", job.phase(), job.reason());
-            if phase != said {
+            // The operator has a moment to look at it.
+            if phase != said && job.phase() != "Submitted" {
                 eprintln!("{name}: {line}");
                 said = phase;
             }
