@@ -3,6 +3,7 @@
 
 mod install;
 mod life;
+mod moe;
 #[path = "../../../operator/plan/tests/manifests/mod.rs"]
 mod manifests;
 mod refused;
