@@ -3,19 +3,21 @@
 //!
 //! ```text
 //! cargo bench --bench cuda_layer -- [--cases qwen3,olmoe] [--zipf] [--stages] [--fp32] [--graph]
-//!     [--search] [--tiles PRODUCT=N,STAGES,CLUSTER[,p][,sS];...] [--load MS] [--time MS]
+//!     [--search FILE] [--tiles PRODUCT=N,STAGES,CLUSTER[,p][,sS];...] [--load MS] [--time MS]
 //! ```
-//! Prints `ours CASE | forward | backward | both ms | TFLOP/s | memory | cold start`, with
+//! --search adds lines to FILE, which is `src/cuda/tiles.txt` in the end: tiles that were faster
+//! than the chosen ones. Prints
+//! `ours CASE | forward | backward | both ms | TFLOP/s | memory | cold start`, with
 //! `--stages` the median of each stage, its TFLOP/s or its share of the copy measured in the same
 //! run. Its peer is `bench-peers/moe_torch.py`; run both in turn.
 
 #[path = "../tests/cuda_common/bed.rs"]
 mod bed;
 
+use std::io::Write;
 use std::time::{Duration, Instant};
 
 use bed::Bed;
-use half::bf16;
 use moejob_kernels::cuda::{
     Arch, Arena, Compiler, Event, GemmConfig, Gpu, Measure, MoeActivation, MoeDesc, MoeLayer,
     Output, ProductOp, default_cache_dir,
@@ -34,7 +36,7 @@ const CASES: [(&str, [usize; 5], bool); 6] = [
     ("dsv3", [8192, 7168, 2048, 32, 8], true),
 ];
 
-/// The products in the order of `MoeLayer::configs`.
+/// The products in the order of `MoeLayer::configs`, named as their stages.
 const PRODUCTS: [&str; 9] =
     ["logits", "up", "down", "dh", "dx_rows", "dw_up", "dw_down", "dx_router", "dw_router"];
 
@@ -42,7 +44,7 @@ struct Options {
     zipf: bool,
     stages: bool,
     graph: bool,
-    search: bool,
+    search: Option<String>,
     fp32: bool,
     tiles: Option<String>,
     load: Duration,
@@ -67,7 +69,7 @@ fn main() -> Result<(), Failure> {
         zipf: flag("--zipf"),
         stages: flag("--stages"),
         graph: flag("--graph"),
-        search: flag("--search"),
+        search: value("--search"),
         fp32: flag("--fp32"),
         tiles: value("--tiles"),
         load: millis("--load", 600)?,
@@ -111,49 +113,68 @@ fn case(
         time_stages(&bed, options)?;
     }
     drop(bed);
-    if options.search { search(compiler, desc, options) } else { Ok(()) }
+    options.search.as_ref().map_or(Ok(()), |file| search(compiler, desc, options, file))
 }
 
 /// `dh=128,5,2,p,s2;up=256,4,1`: columns, stages, cluster, ping-pong, staged buffers.
 fn set_tiles(configs: &mut [GemmConfig; 9], tiles: &str) -> Result<(), Failure> {
-    for tile in tiles.split(';') {
-        let wrong = || format!("{tile}: expected PRODUCT=N,STAGES,CLUSTER[,p][,sS]");
-        let (product, rest) = tile.split_once('=').ok_or_else(wrong)?;
+    for text in tiles.split(';') {
+        let wrong = || format!("{text}: expected PRODUCT=N,STAGES,CLUSTER[,p][,sS]");
+        let (product, tile) = text.split_once('=').ok_or_else(wrong)?;
         let at = PRODUCTS.iter().position(|name| *name == product).ok_or_else(wrong)?;
-        let config = &mut configs[at];
-        let parts: Vec<&str> = rest.split(',').collect();
-        let [n, stages, cluster, ..] = parts[..] else { return Err(wrong().into()) };
-        (config.block_n, config.stages) = (n.parse()?, stages.parse()?);
-        config.cluster = cluster.parse()?;
-        config.pingpong = parts.contains(&"p");
-        let staged = parts.iter().find_map(|part| part.strip_prefix('s'));
-        config.staged = staged.map_or(Ok(0), str::parse)?;
+        configs[at] = configs[at].with_tile(tile).ok_or_else(wrong)?;
     }
     Ok(())
 }
 
-/// Times single stages with other tiles than the chosen ones.
-fn search(compiler: &Compiler, desc: MoeDesc, options: &Options) -> Result<(), Failure> {
+/// What the search tries for all products beside the chosen tiles; dh's stages and buffers of H.
+const CANDIDATES: [(&str, &str); 4] = [
+    ("192,5,2,p", "192,4,2,p,s2"),
+    ("192,5,1,p,s1", "192,4,1,p,s2"),
+    ("128,6,2,p", "128,6,2,p,s1"),
+    ("256,4,2,s2", "256,4,2,s1"),
+];
+/// A tile enters the table if the whole layer takes this part of its time or less with it: stages
+/// change the clock for each other, so that a stage's own time says nothing.
+const CLEARLY_FASTER: f32 = 0.99;
+
+/// Times the layer with other tiles of one of the experts' products at a time; the clearly faster
+/// go into `file`.
+fn search(
+    compiler: &Compiler,
+    desc: MoeDesc,
+    options: &Options,
+    file: &str,
+) -> Result<(), Failure> {
     let base = MoeLayer::configs(Arch::of(compiler.gpu())?, &desc);
-    // block_n, stages, cluster, ping-pong; stages and buffers of H for dh
-    for (n, stages, cluster, pingpong, (dh_stages, staged)) in [
-        (256, 4, 2, false, (4, 1)),
-        (256, 4, 1, false, (4, 0)),
-        (192, 5, 2, true, (4, 2)),
-        (128, 6, 2, true, (5, 2)),
-        (128, 6, 2, false, (5, 2)),
-    ] {
-        let mut configs = base;
-        for config in &mut configs[1..7] {
-            (config.block_n, config.stages) = (n, stages);
-            (config.cluster, config.pingpong) = (cluster, pingpong);
-            if config.op == ProductOp::HiddenGradient {
-                (config.stages, config.staged) = (dh_stages, staged);
+    let measured = |configs: [GemmConfig; 9]| -> Result<f32, Failure> {
+        let layer = MoeLayer::with_configs(compiler, desc, configs, &|_, _| ())?;
+        Ok(time_passes(&filled(compiler, layer, false)?, options)?.1)
+    };
+    let mut lines = std::fs::OpenOptions::new().create(true).append(true).open(file)?;
+    for at in 1..7 {
+        let before = measured(base)?;
+        let mut best = (f32::INFINITY, base[at]);
+        for (tile, dh) in CANDIDATES {
+            let tile = if base[at].op == ProductOp::HiddenGradient { dh } else { tile };
+            let Some(config) = base[at].with_tile(tile) else { continue };
+            let config = config.fitting(desc.experts);
+            if config == base[at] {
+                continue;
+            }
+            let mut configs = base;
+            configs[at] = config;
+            let ms = measured(configs)?;
+            if ms < best.0 {
+                best = (ms, config);
             }
         }
-        println!("  tiles 128x{n}, {stages} stages, cluster {cluster}, ping-pong {pingpong}");
-        let layer = MoeLayer::with_configs(compiler, desc, configs, &|_, _| ())?;
-        time_stages(&filled(compiler, layer, false)?, options)?;
+        let chosen = before.min(measured(base)?);
+        let line = best.1.table_line(MoeLayer::sizes(&desc)[at], desc.gated);
+        println!("  {}: {chosen:.3} ms, with {line} {:.3}", PRODUCTS[at], best.0);
+        if best.0 <= CLEARLY_FASTER * chosen {
+            writeln!(lines, "{line}")?;
+        }
     }
     Ok(())
 }
@@ -168,7 +189,6 @@ fn filled(compiler: &Compiler, layer: MoeLayer, zipf: bool) -> Result<Bed, Failu
     let ones = if zipf { dim as u32 } else { 0 };
     for (buffer, how) in [
         (bed.tensors.x, (1, 1.0, ones)),
-        (weights.router, (2, per_dim, 0)),
         (weights.up, (3, per_dim, 0)),
         (weights.down, (4, 1.0 / (hidden as f32).sqrt(), 0)),
         (bed.dout, (5, 1.0, 0)),
@@ -180,17 +200,24 @@ fn filled(compiler: &Compiler, layer: MoeLayer, zipf: bool) -> Result<Bed, Failu
             arena.fill_bytes(stream, gradient, 0)?;
         }
     }
-    stream.synchronize()?;
+    // Uniform of the same variance: the random bf16 numbers of the device are not enough for fp32.
+    let mut state = 2_u32;
+    let mut uniform = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (f64::from(state) / f64::from(u32::MAX) * 2.0 - 1.0) as f32 * 1.732 * per_dim
+    };
+    let mut router: Vec<f32> = (0..experts * dim).map(|_| uniform()).collect();
     // The first column of x is 1.
     for e in (0..experts).filter(|_| zipf) {
-        let bias = bf16::from_f32(-((e + 1) as f32).ln());
-        arena.write(weights.router.slice(e * dim, 1), &[bias])?;
+        router[e * dim] = -((e + 1) as f32).ln();
     }
+    arena.write(weights.router, &router)?;
+    stream.synchronize()?;
     Ok(bed)
 }
 
-/// Medians of the forward, the backward and both, between events, under load.
-fn report(bed: &Bed, name: &str, compiled: Duration, options: &Options) -> Result<(), Failure> {
+/// Median milliseconds of the forward and of both passes, between events, under load.
+fn time_passes(bed: &Bed, options: &Options) -> Result<(f32, f32), Failure> {
     let gpu = bed.arena.gpu();
     let graphs = [
         options.graph.then(|| bed.stream.capture(|| bed.forward())).transpose()?,
@@ -226,7 +253,11 @@ fn report(bed: &Bed, name: &str, compiled: Duration, options: &Options) -> Resul
             both.push(a.milliseconds_to(c)?);
         }
     }
-    let (first, both) = (median(&mut first), median(&mut both));
+    Ok((median(&mut first), median(&mut both)))
+}
+
+fn report(bed: &Bed, name: &str, compiled: Duration, options: &Options) -> Result<(), Failure> {
+    let (first, both) = time_passes(bed, options)?;
     let flops = bed.layer.desc().flops();
     let rate = (flops.0 + flops.1) / f64::from(both) / 1e9;
     println!(

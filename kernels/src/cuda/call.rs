@@ -88,8 +88,10 @@ impl<'a> Call<'a> {
         self.buffer(self.tensors.weights.down, experts * dim, hidden)
     }
 
-    pub(super) fn w_router(&self) -> Matrix {
-        self.buffer(self.tensors.weights.router, self.desc().experts, self.desc().dim)
+    /// The router's weights as `route_split` left them: [E, D] rounded to bf16, then what is left.
+    fn router_halves(&self) -> Matrix {
+        let MoeDesc { experts, dim, .. } = *self.desc();
+        self.buffer(self.tensors.saved.router_halves, 2 * experts, dim)
     }
 
     pub(super) fn dlogits(&self) -> Matrix {
@@ -116,6 +118,11 @@ impl<'a> Call<'a> {
 
     pub(super) fn logits(&self) -> Result<(), CudaError> {
         let MoeDesc { dim, experts, .. } = *self.desc();
+        let weights = self.tensors.weights.router;
+        assert_eq!((weights.dtype(), weights.len()), (DType::F32, experts * dim), "{weights:?}");
+        let halves = self.router_halves();
+        let both = (self.arena.address(weights), halves.address);
+        self.layer.router.split(self.stream, both, experts * dim)?;
         let args = GemmArgs {
             out_f32: self.route.logits,
             depth: dim as i32,
@@ -124,7 +131,7 @@ impl<'a> Call<'a> {
             out_pitch: experts as i32,
             ..self.all_tokens_args()
         };
-        self.layer.logits.launch(self.stream, self.x(), self.w_router(), args)
+        self.layer.logits.launch(self.stream, self.x(), halves, args)
     }
 
     pub(super) fn up(&self) -> Result<(), CudaError> {
@@ -218,7 +225,7 @@ impl<'a> Call<'a> {
     }
 
     /// `cols` of the operand that is not gathered; `pitch` of the stored gradient.
-    pub(super) fn weight_gradient(&self, cols: usize, pitch: usize, into: Buffer) -> GemmArgs {
+    fn weight_gradient(&self, cols: usize, pitch: usize, into: Buffer) -> GemmArgs {
         let MoeDesc { experts, dim, .. } = *self.desc();
         let dtype = match self.desc().weight_gradients {
             Output::Bf16 => DType::Bf16,
@@ -235,7 +242,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// dx = dlogits Wr, the router's part; the experts' is added to it.
+    /// dx = dlogits Wr, the router's part, Wr rounded to bf16; the experts' is added to it.
     pub(super) fn dx_router(&self, dx: Buffer) -> Result<(), CudaError> {
         let MoeDesc { tokens, dim, experts, .. } = *self.desc();
         let args = GemmArgs {
@@ -245,7 +252,8 @@ impl<'a> Call<'a> {
             out_pitch: dim as i32,
             ..self.all_tokens_args()
         };
-        self.layer.dx_router.launch(self.stream, self.dlogits(), self.w_router(), args)
+        let rounded = Matrix { rows: experts, ..self.router_halves() };
+        self.layer.dx_router.launch(self.stream, self.dlogits(), rounded, args)
     }
 
     pub(super) fn dx_rows(&self) -> Result<(), CudaError> {

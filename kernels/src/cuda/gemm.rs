@@ -103,66 +103,6 @@ const fn shared_bytes_max(arch: Arch) -> usize {
 }
 
 impl GemmConfig {
-    /// The tiles for `op` with `cols` columns and a reduction of `depth`, `gated` if H has both.
-    ///
-    /// Measured on an H200 under load (docs/benchmarks): ping-pong hides the epilogue and wins for
-    /// products over rows, 128 x 192 unless 128 x 128 computes clearly fewer columns past the end.
-    /// Very long reductions read less from memory in 128 x 256. Weight gradients take 128 x 192
-    /// ping-pong where it computes nothing for nothing, each CTA for itself, else 128 x 256; a
-    /// cluster helps them by 2% up to a few thousand columns and costs as much beyond.
-    pub fn choose(
-        arch: Arch,
-        op: ProductOp,
-        (cols, depth): (usize, usize),
-        gated: bool,
-    ) -> GemmConfig {
-        let wide = GemmConfig {
-            arch,
-            op,
-            block_n: 256,
-            stages: 4,
-            cluster: 2,
-            pingpong: false,
-            staged: 0,
-            gated: false,
-            activation: 0,
-            transposed: false,
-            indexed: true,
-            output: Output::Bf16,
-        };
-        let pingpong = GemmConfig { block_n: 192, stages: 5, pingpong: true, ..wide };
-        let pingpong_128 = GemmConfig { block_n: 128, stages: 6, ..pingpong };
-        let narrow = |block_n| GemmConfig { block_n, stages: 6, cluster: 1, ..wide };
-        if let Arch::Ampere(_) = arch {
-            return GemmConfig { block_n: 128, stages: 3, cluster: 1, ..wide };
-        }
-        match op {
-            ProductOp::Logits if cols <= 64 => narrow(64),
-            ProductOp::Logits if cols <= 128 => narrow(128),
-            ProductOp::Logits => wide,
-            ProductOp::WeightGradient if cols <= 128 => narrow(128),
-            ProductOp::WeightGradient if cols > 512 && wasted_by_192(cols) <= 0.02 => {
-                GemmConfig { cluster: 1, staged: 1, ..pingpong }
-            }
-            ProductOp::WeightGradient => {
-                GemmConfig { cluster: if cols > 8192 { 1 } else { 2 }, staged: 2, ..wide }
-            }
-            ProductOp::Rows | ProductOp::InputGradient if depth > 8192 => wide,
-            ProductOp::Rows | ProductOp::InputGradient if wasted_by_192(cols) > 0.03 => {
-                pingpong_128
-            }
-            ProductOp::Up | ProductOp::Rows | ProductOp::InputGradient => pingpong,
-            // The epilogue of a gated one takes most of what 192 columns leave of the registers.
-            ProductOp::HiddenGradient if gated && wasted_by_192(cols) <= 0.01 => {
-                GemmConfig { stages: 4, staged: 2, ..pingpong }
-            }
-            ProductOp::HiddenGradient if !gated && wasted_by_192(cols) <= 0.04 => {
-                GemmConfig { staged: 1, ..pingpong }
-            }
-            ProductOp::HiddenGradient => GemmConfig { staged: 1, ..pingpong_128 },
-        }
-    }
-
     /// With as many buffers as shared memory holds beside the tables of `groups` groups.
     pub fn fitting(mut self, groups: usize) -> GemmConfig {
         let buffered = match self.op {
@@ -222,12 +162,6 @@ impl GemmConfig {
         let tables = if self.op == ProductOp::WeightGradient { 2 } else { 1 };
         self.stages * stage + buffers + (tables * groups + 1) * 4
     }
-}
-
-/// The part of `cols` that tiles of 192 columns compute past the end and tiles of 128 do not.
-fn wasted_by_192(cols: usize) -> f64 {
-    let (narrow, wide) = (cols.next_multiple_of(128), cols.next_multiple_of(192));
-    wide as f64 / narrow as f64 - 1.0
 }
 
 /// Declared for the text that names it, never called.

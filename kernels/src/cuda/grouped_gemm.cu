@@ -6,7 +6,7 @@
 //   OP_DH      da' = dy[index[r]] W2[e]; dh, s * a, partial <da', a>    W2 [E][D][F], N = F
 //   OP_WGRAD   dw[e] = sum over the expert's rows of g[index[r]]^T b[r]; [M][N], or [N][M] if
 //              TRANSPOSED
-//   OP_LOGITS  OP_ROWS with an fp32 output of any width
+//   OP_LOGITS  y[r] = a[r] (Whi + Wlo)^T in fp32, any N                W  [2 N][K]: Whi, then Wlo
 //
 // Host macros: OP BM BN STAGES CLUSTER PINGPONG STAGED GATED ACT TRANSPOSED INDEXED OUT (0 bf16,
 // 1 fp32 added to, 2 fp32). K and N of weights are multiples of 64 (the host refuses others); rows
@@ -30,7 +30,9 @@ constexpr bool PERMUTED = OP == OP_UP || OP == OP_ROWS;  // B's rows arrive perm
 constexpr int BK = 64;
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2;
 constexpr int M_BLOCKS = PINGPONG ? BM / 64 : BM / 128;  // m64 blocks of a warpgroup
-constexpr int TILE_N = OP == OP_UP && GATED ? BN / 2 : BN;
+// Both halves of B belong to the same columns: gate and up, or Whi and Wlo.
+constexpr bool PAIRED = OP == OP_LOGITS || (OP == OP_UP && GATED);
+constexpr int TILE_N = PAIRED ? BN / 2 : BN;
 // Cluster tiles along m that follow each other before n moves on: what they share stays in L2.
 constexpr int GROUP_M = 8;
 
@@ -136,7 +138,6 @@ struct Ring {
 // into its own.
 __device__ __forceinline__ void load_b(const Ring& ring, const TensorMap* map, const Tile& tile,
                                        const Args& args, int it, int rank) {
-  constexpr int GATE = OP == OP_UP && GATED;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     if (tile.shared_b && half != rank) continue;
@@ -147,8 +148,8 @@ __device__ __forceinline__ void load_b(const Ring& ring, const TensorMap* map, c
         load_box(ring.b_at() + j * (BK * 128), map, ring.full(), tile.n0 * BN + j * 64, k,
                  tile.shared_b);
     } else {
-      const int within = GATE ? half * args.cols + tile.n0 * TILE_N
-                              : args.first_col + tile.n0 * BN + half * (BN / 2);
+      const int within = PAIRED ? half * args.cols + tile.n0 * TILE_N
+                                : args.first_col + tile.n0 * BN + half * (BN / 2);
       const int n = tile.expert * args.weight_rows + within;
       const u32 to = ring.b_at() + half * (B_BYTES / 2);
       if (PERMUTED) load_permuted(to, map, ring.full(), it * BK, n >> 5, tile.shared_b);

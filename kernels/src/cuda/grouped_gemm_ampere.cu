@@ -41,7 +41,7 @@ template <bool MN_MAJOR> __device__ __forceinline__ u32 place(int row, int chunk
 __device__ __forceinline__ int weight_row(const Tile& tile, const Args& args, int r) {
   const int i = (r >> 3) & 3, q = (r >> 1) & 3;
   const int n = PERMUTED ? (r & ~31) + 8 * q + 2 * i + (r & 1) : r;
-  if (OP == OP_UP && GATED) {
+  if (PAIRED) {
     const int half = n / TILE_N, col = tile.n0 * TILE_N + n % TILE_N;
     return col < args.cols ? half * args.cols + col : -1;
   }

@@ -73,7 +73,26 @@ __device__ __forceinline__ void finish_rows(const float (&acc)[BN / 2], u16* bas
   }
 }
 
-// OP_LOGITS and fp32 dW as rows: two columns at a time, any width.
+// OP_LOGITS: the products with Whi and Wlo, added. Any width.
+__device__ __forceinline__ void finish_logits(const float (&acc)[BN / 2], float* base, int pitch,
+                                              int rows, int cols, int first_row, int n0, int q) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int r = first_row + 8 * h;
+    if (r >= rows) continue;
+    float* out = base + (u64)r * pitch + n0 + 2 * q;
+#pragma unroll
+    for (int j = 0; j < BN / 16; j++) {
+#pragma unroll
+      for (int b = 0; b < 2; b++) {
+        const int i = 4 * j + 2 * h + b;
+        if (n0 + 8 * j + 2 * q + b < cols) store_f32(out + 8 * j + b, acc[i] + acc[BN / 4 + i]);
+      }
+    }
+  }
+}
+
+// fp32 dW as rows: two columns at a time, any width.
 __device__ __forceinline__ void finish_f32(const float (&acc)[BN / 2], float* base, int pitch,
                                            int rows, int cols, int first_row, int n0, int q) {
 #pragma unroll
@@ -219,8 +238,8 @@ __device__ __forceinline__ void finish(const float (&acc)[BN / 2], const Tile& t
     finish_rows(acc, args.out + (u64)tile.row0 * args.out_pitch, args.out_pitch, tile.rows,
                 args.cols, first_row, tile.n0 * BN, q);
   if (OP == OP_LOGITS)
-    finish_f32(acc, args.out_f32 + (u64)tile.row0 * args.out_pitch, args.out_pitch, tile.rows,
-               args.cols, first_row, tile.n0 * BN, q);
+    finish_logits(acc, args.out_f32 + (u64)tile.row0 * args.out_pitch, args.out_pitch, tile.rows,
+                  args.cols, first_row, tile.n0 * TILE_N, q);
   if (OP == OP_WGRAD) {
     const u64 base = (u64)tile.expert * args.gathered_pitch * args.cols;
     const int n0 = tile.n0 * BN, pitch = args.out_pitch, rows = args.gathered_pitch;

@@ -1,7 +1,7 @@
 //! A mixture-of-experts layer, router included: forward and backward as fixed lists of launches.
 //!
 //! ```text
-//! forward    logits = x Wr^T -> choose -> scan, place -> up (gather) -> down -> combine
+//! forward    split, logits = x Wr^T -> choose -> scan, place -> up (gather) -> down -> combine
 //! backward   dh (gather) -> dlogits -> dW2 -> dx of the router -> dx rows -> sum -> dW1 -> dWr
 //! ```
 //! Between the two lie x, H and the router's small tables; dH takes the place of H. What else is
@@ -25,10 +25,10 @@ pub enum LayerError {
     Cuda(#[from] CudaError),
 }
 
-/// bf16 weights, each expert's after the other's.
+/// Weights, each expert's after the other's; the experts' in bf16.
 #[derive(Clone, Copy, Debug)]
 pub struct Weights {
-    /// [E, D]
+    /// f32 [E, D]
     pub router: Buffer,
     /// f32 [E], added to the scores for the choice of experts alone
     pub bias: Option<Buffer>,
@@ -76,6 +76,8 @@ pub struct Saved {
     pub prob_sums: Buffer,
     /// f64 [2]: auxiliary and z loss, unscaled
     pub losses: Buffer,
+    /// bf16 [2 E, D]: the router's weights rounded, then what rounding took
+    pub router_halves: Buffer,
 }
 
 /// All buffers of a call.
@@ -111,6 +113,17 @@ pub struct MoeLayer {
     pub(super) chunk_order: Buffer,
     pub(super) chunks: usize,
 }
+
+/// Places in `configs`.
+const LOGITS: usize = 0;
+const UP: usize = 1;
+const DOWN: usize = 2;
+const DH: usize = 3;
+const DX: usize = 4;
+const DW_UP: usize = 5;
+const DW_DOWN: usize = 6;
+const DX_ROUTER: usize = 7;
+const DW_ROUTER: usize = 8;
 
 /// What is told of each stage, such as to record an event.
 pub type Observer<'a> = dyn FnMut(&'static str) -> Result<(), CudaError> + 'a;
@@ -182,6 +195,11 @@ impl MoeLayer {
         configs(arch, desc)
     }
 
+    /// Columns and reduction of each of them, the key of the table of tiles.
+    pub fn sizes(desc: &MoeDesc) -> [(usize, usize); 9] {
+        sizes(desc).map(|(_, size)| size)
+    }
+
     /// As [`MoeLayer::new`] with the caller's tiles: for tests and for the search of better ones.
     pub fn with_configs(
         compiler: &Compiler,
@@ -197,22 +215,22 @@ impl MoeLayer {
         sources.push(route.rows_source(target));
         let modules = compiler.load(&sources, progress)?;
         let gemm = |i: usize| Gemm::new(gpu, configs[i], &modules[i]);
-        let chunks = router_chunks(&desc, configs[8].block_n);
+        let chunks = router_chunks(&desc, configs[DW_ROUTER].block_n);
         let (tables, [all_tokens, chunk_offsets, chunk_order]) = tables(compiler, &desc, chunks)?;
-        let ds_parts = desc.hidden.div_ceil(configs[3].block_n);
+        let ds_parts = desc.hidden.div_ceil(configs[DH].block_n);
         Ok(MoeLayer {
             desc,
             plan: Workspace::new(&desc, ds_parts, chunks),
             router: Router::new(route, &modules[9], &modules[10])?,
-            logits: gemm(0)?,
-            up: gemm(1)?,
-            down: gemm(2)?,
-            dh: gemm(3)?,
-            dx: gemm(4)?,
-            dw_up: gemm(5)?,
-            dw_down: gemm(6)?,
-            dx_router: gemm(7)?,
-            dw_router: gemm(8)?,
+            logits: gemm(LOGITS)?,
+            up: gemm(UP)?,
+            down: gemm(DOWN)?,
+            dh: gemm(DH)?,
+            dx: gemm(DX)?,
+            dw_up: gemm(DW_UP)?,
+            dw_down: gemm(DW_DOWN)?,
+            dx_router: gemm(DX_ROUTER)?,
+            dw_router: gemm(DW_ROUTER)?,
             tables,
             all_tokens,
             chunk_offsets,
@@ -248,6 +266,7 @@ impl MoeLayer {
             row_weights: plan.alloc(DType::F32, rows),
             prob_sums: plan.alloc(DType::F64, experts),
             losses: plan.alloc(DType::F64, 2),
+            router_halves: plan.alloc(DType::Bf16, 2 * experts * self.desc.dim),
         }
     }
 
@@ -339,35 +358,41 @@ impl MoeLayer {
     }
 }
 
-fn configs(arch: Arch, desc: &MoeDesc) -> [GemmConfig; 9] {
+/// Columns and reduction of the products, in the order of `configs`; of weight gradients the mean
+/// of an expert's rows.
+fn sizes(desc: &MoeDesc) -> [(ProductOp, (usize, usize)); 9] {
     use ProductOp::{HiddenGradient, InputGradient, Logits, Rows, Up, WeightGradient};
-    let MoeDesc { dim, hidden, experts, .. } = *desc;
-    let width = desc.width();
-    let choose = |op, size| GemmConfig::choose(arch, op, size, desc.gated);
-    let rows = desc.rows(); // of all experts: weight gradients do not look at their depth
-    let expert = |config: GemmConfig| GemmConfig {
-        gated: desc.gated,
-        activation: desc.activation as usize,
-        ..config
-    };
-    let gradient =
-        |config: GemmConfig, transposed, output| GemmConfig { transposed, output, ..config };
-    let output = desc.weight_gradients;
-    let all = [
-        gradient(choose(Logits, (experts, dim)), false, Output::F32),
-        expert(choose(Up, (hidden, dim))),
-        choose(Rows, (dim / desc.down_passes(), hidden)),
-        expert(choose(HiddenGradient, (hidden, dim))),
-        choose(InputGradient, (dim, width)),
-        gradient(choose(WeightGradient, (width, rows)), true, output),
-        gradient(choose(WeightGradient, (hidden, rows)), false, output),
-        choose(InputGradient, (dim, experts)),
-        GemmConfig {
-            indexed: false,
-            ..gradient(choose(WeightGradient, (experts, rows)), true, Output::F32)
-        },
-    ];
-    all.map(|config| config.fitting(experts))
+    let MoeDesc { tokens, dim, hidden, experts, .. } = *desc;
+    let (width, rows) = (desc.width(), desc.rows() / experts);
+    [
+        (Logits, (experts, dim)),
+        (Up, (hidden, dim)),
+        (Rows, (dim / desc.down_passes(), hidden)),
+        (HiddenGradient, (hidden, dim)),
+        (InputGradient, (dim, width)),
+        (WeightGradient, (width, rows)),
+        (WeightGradient, (hidden, rows)),
+        (InputGradient, (dim, experts)),
+        (WeightGradient, (experts, tokens)),
+    ]
+}
+
+fn configs(arch: Arch, desc: &MoeDesc) -> [GemmConfig; 9] {
+    let mut all = sizes(desc).map(|(op, size)| GemmConfig::choose(arch, op, size, desc.gated));
+    for at in [UP, DH] {
+        all[at].gated = desc.gated;
+        all[at].activation = desc.activation as usize;
+    }
+    for (at, transposed, output) in [
+        (LOGITS, false, Output::F32),
+        (DW_UP, true, desc.weight_gradients),
+        (DW_DOWN, false, desc.weight_gradients),
+        (DW_ROUTER, true, Output::F32),
+    ] {
+        (all[at].transposed, all[at].output) = (transposed, output);
+    }
+    all[DW_ROUTER].indexed = false;
+    all.map(|config| config.fitting(desc.experts))
 }
 
 /// Parts of the sum over tokens in dWr: enough tiles for every multiprocessor of an H200, and no

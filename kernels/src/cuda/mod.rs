@@ -3,7 +3,8 @@
 //! ```text
 //! Gpu::open(ordinal)            driver.rs    context, streams, events, graphs, memory
 //! Compiler::load(sources)       compile.rs   .cu text -> cubin (NVRTC, cached on disk) -> module
-//! Gemm::new(config)             gemm.rs      one grouped product, configured by its shape
+//! GemmConfig::choose(shape)     tiles.rs     which tiles a product takes
+//! Gemm::new(config)             gemm.rs      one grouped product
 //! MoeLayer::new(desc)           layer.rs     forward, backward: a fixed list of launches (call.rs)
 //! inspect()                     doctor.rs    what this machine has and lacks
 //! ```
@@ -24,6 +25,7 @@ mod measure;
 mod route;
 mod shape;
 mod tensor_map;
+mod tiles;
 
 pub use compile::{Compiler, Module, Source, default_cache_dir};
 pub use doctor::{Inspection, inspect};

@@ -50,6 +50,18 @@ __device__ __forceinline__ u32 kept_groups(const float* choice, int lane) {
 }
 #endif
 
+// W f32 [len] = high + low, both bf16, which together keep 16 bits of it: high [len], then low.
+extern "C" __global__ void __launch_bounds__(256)
+route_split(const float* weights, u16* halves, int len) {
+  const int i = blockIdx.x * 256 + threadIdx.x;
+  if (i >= len) return;
+  const float whole = weights[i];
+  const u16 high = to_bf16(whole);
+  const float rest = whole - bf16_to_float(high);
+  halves[i] = high;
+  halves[len + i] = isfinite(rest) ? to_bf16(rest) : 0;
+}
+
 // A warp takes `tokens_a_warp` neighbouring tokens, a block eight warps' of them. ids ascending,
 // ties to the lowest expert, as on the CPU; any bit pattern of logits gives K different experts.
 // bias f32 [E], or null: added to the scores for the choice alone.

@@ -87,6 +87,7 @@ pub(crate) struct RouteBuffers {
 #[derive(Clone, Debug)]
 pub(crate) struct Router {
     shape: RouteShape,
+    split: Function,
     choose: Function,
     scan: Function,
     place: Function,
@@ -119,6 +120,7 @@ impl Router {
     ) -> Result<Router, CudaError> {
         Ok(Router {
             shape,
+            split: route.function("route_split")?,
             choose: route.function("route_choose")?,
             scan: route.function("route_scan")?,
             place: route.function("route_place")?,
@@ -126,6 +128,18 @@ impl Router {
             combine: rows.function("combine")?,
             sum_parts: rows.function("sum_parts")?,
         })
+    }
+
+    /// The `len` fp32 weights at `weights` as two bf16 halves each.
+    pub(crate) fn split(
+        &self,
+        stream: &Stream,
+        (weights, halves): (u64, u64),
+        len: usize,
+    ) -> Result<(), CudaError> {
+        let (launch, len) = (Launch::new(len.div_ceil(256), 256), len as i32);
+        // SAFETY: the parameters are those of `route_split`, the buffers as long as planned.
+        unsafe { self.split.launch(stream, launch, parameters![weights, halves, len]) }
     }
 
     /// ids, weights, partial statistics and each block's share of the row order from logits.

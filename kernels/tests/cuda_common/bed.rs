@@ -53,10 +53,11 @@ impl Bed {
         let MoeDesc { tokens, dim, hidden, experts, .. } = desc;
         let mut plan = ArenaPlan::new();
         let bias = biased.then(|| plan.alloc(DType::F32, experts));
+        let router = plan.alloc(DType::F32, experts * dim);
         let mut bf16s = |len| plan.alloc(DType::Bf16, len);
         let x = bf16s(tokens * dim);
         let weights = Weights {
-            router: bf16s(experts * dim),
+            router,
             bias,
             up: bf16s(experts * desc.width() * dim),
             down: bf16s(experts * dim * hidden),

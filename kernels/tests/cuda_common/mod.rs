@@ -35,7 +35,7 @@ pub fn error(found: &[f64], expected: &[f64]) -> f64 {
 /// Inputs of a layer, as the device sees them.
 pub struct Inputs {
     pub x: Vec<bf16>,
-    pub w_router: Vec<bf16>,
+    pub w_router: Vec<f32>,
     pub w_up: Vec<bf16>,
     pub w_down: Vec<bf16>,
     pub dout: Vec<bf16>,
@@ -49,9 +49,13 @@ impl Inputs {
         let MoeDesc { tokens, dim, hidden, experts, .. } = *desc;
         let mut x = normal(1, tokens * dim, 1.0);
         x.iter_mut().step_by(dim).for_each(|x| *x = bf16::ONE);
-        let mut w_router = normal(2, experts * dim, 1.0 / (dim as f64).sqrt());
+        // Two of them make one that bf16 cannot hold.
+        let (high, low) = (normal(2, experts * dim, 1.0), normal(6, experts * dim, 0.004));
+        let sum = |(high, low): (&bf16, &bf16)| high.to_f32() + low.to_f32();
+        let scale = 1.0 / (dim as f32).sqrt();
+        let mut w_router: Vec<f32> = high.iter().zip(&low).map(|w| sum(w) * scale).collect();
         for (e, w) in w_router.iter_mut().step_by(dim).enumerate() {
-            *w = bf16::from_f64(bias(e));
+            *w = bias(e) as f32;
         }
         let per_dim = 1.0 / (dim as f64).sqrt();
         Inputs {
@@ -128,7 +132,7 @@ pub fn reference(desc: &MoeDesc, inputs: &Inputs, ids: &[u32]) -> Expected {
     let MoeDesc { tokens, dim, hidden, experts, .. } = *desc;
     let wide = Wide {
         x: wide(&inputs.x),
-        w_router: wide(&inputs.w_router),
+        w_router: inputs.w_router.iter().map(|w| f64::from(*w)).collect(),
         w_up: wide(&inputs.w_up),
         w_down: wide(&inputs.w_down),
         dout: wide(&inputs.dout),
