@@ -40,7 +40,13 @@ fn bed(compiler: &Compiler, desc: MoeDesc, inputs: &Inputs) -> Bed {
         (weights.down, &inputs.w_down),
         (bed.dout, &inputs.dout),
     ] {
-        bed.arena.write(buffer, values).expect("inputs");
+        match desc.element {
+            DType::F32 => {
+                let values: Vec<f32> = values.iter().map(|x| x.to_f32()).collect();
+                bed.arena.write(buffer, &values).expect("inputs");
+            }
+            _ => bed.arena.write(buffer, values).expect("inputs"),
+        }
     }
     bed.arena.write(weights.router, &inputs.w_router).expect("inputs");
     if let (Some(buffer), Some(bias)) = (weights.bias, &inputs.bias) {
@@ -175,6 +181,7 @@ fn check_floats(bed: &Bed, desc: &MoeDesc, expected: &Expected, failures: &mut V
         ("dw_router", gradient(router), &expected.dw_router, 2e-2),
     ];
     for (what, found, expected, limit) in found {
+        let limit = if desc.element == DType::F32 { 1e-5 } else { limit };
         compare(what, &found, expected, limit, failures);
     }
 }
@@ -314,6 +321,22 @@ fn gradients_added_in_fp32() {
     );
 }
 
+/// Layers in fp32: every kind of product, ragged, with empty experts, choices by group and losses.
+#[test]
+fn in_fp32() {
+    let fp32 = |desc| MoeDesc { element: DType::F32, ..desc };
+    check("fp32, two passes of down", fp32(desc(315, 320, 128, 12, 4)), &|e| e as f64 * -0.3);
+    let relu = MoeDesc { activation: MoeActivation::Relu, gated: false, ..desc(97, 64, 192, 3, 2) };
+    check("fp32, relu of two matrices", fp32(relu), &even);
+    let base = MoeDesc { aux_coef: 20.0, z_coef: 10.0, scale: 2.5, ..desc(130, 128, 64, 16, 3) };
+    let added = Output::F32Accumulate;
+    let groups = Some(RouteGroups { count: 4, kept: 2 });
+    check("fp32, added", fp32(MoeDesc { weight_gradients: added, ..base }), &even);
+    check("fp32, in groups", fp32(MoeDesc { sigmoid: true, groups, ..base }), &even);
+    let gelu = MoeDesc { activation: MoeActivation::Gelu, ..desc(1, 64, 64, 5, 1) };
+    check("fp32, gelu of one token", fp32(gelu), &|e| if e == 3 { 9.0 } else { 0.0 });
+}
+
 #[test]
 fn equal_logits_go_to_the_lowest_experts() {
     let name = "equal_logits_go_to_the_lowest_experts";
@@ -367,6 +390,7 @@ fn shapes_the_kernels_cannot_take_are_refused() {
         (MoeDesc { hidden: 96, ..base }, "hidden is 96; the kernels take multiples of 64 only"),
         (MoeDesc { top_k: 9, ..base }, "top_k is 9; it must be between 1 and 8"),
         (MoeDesc { experts: 513, ..base }, "experts is 513; it must be between 1 and 512"),
+        (MoeDesc { element: DType::F16, ..base }, "elements of F16; layers are in bf16 or fp32"),
         (MoeDesc { tokens: 0, ..base }, "tokens is 0; it must be between 1 and 1073741824"),
     ];
     let groups = |count, kept| MoeDesc { groups: Some(RouteGroups { count, kept }), ..base };

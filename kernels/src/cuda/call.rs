@@ -65,7 +65,7 @@ impl<'a> Call<'a> {
     }
 
     pub(super) fn buffer(&self, buffer: Buffer, rows: usize, cols: usize) -> Matrix {
-        assert_eq!((buffer.dtype(), buffer.len()), (DType::Bf16, rows * cols), "{buffer:?}");
+        assert_eq!((buffer.dtype(), buffer.len()), (self.desc().element, rows * cols), "{buffer:?}");
         self.matrix(self.arena.address(buffer), rows, cols)
     }
 
@@ -88,10 +88,14 @@ impl<'a> Call<'a> {
         self.buffer(self.tensors.weights.down, experts * dim, hidden)
     }
 
-    /// The router's weights as `route_split` left them: [E, D] rounded to bf16, then what is left.
-    fn router_halves(&self) -> Matrix {
-        let MoeDesc { experts, dim, .. } = *self.desc();
-        self.buffer(self.tensors.saved.router_halves, 2 * experts, dim)
+    /// The router's weights [E, D] as products take them: in bf16 as `route_split` left them, rounded
+    /// and then what rounding took.
+    fn w_router(&self) -> Matrix {
+        let MoeDesc { experts, dim, element, .. } = *self.desc();
+        match element {
+            DType::F32 => self.buffer(self.tensors.weights.router, experts, dim),
+            _ => self.buffer(self.tensors.saved.router_halves, 2 * experts, dim),
+        }
     }
 
     pub(super) fn dlogits(&self) -> Matrix {
@@ -120,9 +124,11 @@ impl<'a> Call<'a> {
         let MoeDesc { dim, experts, .. } = *self.desc();
         let weights = self.tensors.weights.router;
         assert_eq!((weights.dtype(), weights.len()), (DType::F32, experts * dim), "{weights:?}");
-        let halves = self.router_halves();
-        let both = (self.arena.address(weights), halves.address);
-        self.layer.router.split(self.stream, both, experts * dim)?;
+        let halves = self.w_router();
+        if self.desc().element != DType::F32 {
+            let both = (self.arena.address(weights), halves.address);
+            self.layer.router.split(self.stream, both, experts * dim)?;
+        }
         let args = GemmArgs {
             out_f32: self.route.logits,
             depth: dim as i32,
@@ -228,7 +234,7 @@ impl<'a> Call<'a> {
     fn weight_gradient(&self, cols: usize, pitch: usize, into: Buffer) -> GemmArgs {
         let MoeDesc { experts, dim, .. } = *self.desc();
         let dtype = match self.desc().weight_gradients {
-            Output::Bf16 => DType::Bf16,
+            Output::Bf16 => self.desc().element,
             Output::F32Accumulate | Output::F32 => DType::F32,
         };
         assert_eq!((into.dtype(), into.len()), (dtype, experts * dim * cols), "{into:?}");
@@ -252,7 +258,7 @@ impl<'a> Call<'a> {
             out_pitch: dim as i32,
             ..self.all_tokens_args()
         };
-        let rounded = Matrix { rows: experts, ..self.router_halves() };
+        let rounded = Matrix { rows: experts, ..self.w_router() };
         self.layer.dx_router.launch(self.stream, self.dlogits(), rounded, args)
     }
 

@@ -6,6 +6,7 @@ use super::compile::{Module, Source};
 use super::driver::{Function, Gpu, Launch, Stream, parameters};
 use super::error::CudaError;
 use super::tensor_map::Matrix;
+use crate::buffer::DType;
 
 /// The instructions a kernel is written for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -14,6 +15,8 @@ pub enum Arch {
     Hopper,
     /// cp.async and mma.sync: A100, H100, B200; compiled for the target named.
     Ampere(&'static str),
+    /// Plain fp32 code, for layers in fp32; compiled for the target named.
+    Plain(&'static str),
 }
 
 impl Arch {
@@ -36,11 +39,17 @@ impl Arch {
         }
     }
 
+    /// [`Arch::of`] for a layer whose elements are of `element`.
+    pub fn for_elements(gpu: &Gpu, element: DType) -> Result<Arch, CudaError> {
+        let arch = Arch::of(gpu)?;
+        Ok(if element == DType::F32 { Arch::Plain(arch.target()) } else { arch })
+    }
+
     /// What kernels are compiled for.
     pub(crate) fn target(self) -> &'static str {
         match self {
             Arch::Hopper => "sm_90a",
-            Arch::Ampere(target) => target,
+            Arch::Ampere(target) | Arch::Plain(target) => target,
         }
     }
 }
@@ -59,6 +68,7 @@ pub enum ProductOp {
 /// What a weight gradient is stored as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Output {
+    /// In bf16; in fp32 of a layer in fp32.
     Bf16 = 0,
     /// Added to what is there.
     F32Accumulate = 1,
@@ -94,11 +104,15 @@ const CONSUMER_WARPS: usize = 8;
 const BOX_ROWS: usize = 16;
 /// THREADS of grouped_gemm_ampere.cu
 const AMPERE_THREADS: u32 = 256;
+/// SIDE * SIDE of grouped_gemm_plain.cu, and blocks of a multiprocessor
+const PLAIN_THREADS: u32 = 256;
+const PLAIN_BLOCKS: usize = 4;
 /// Most dynamic shared memory of a block on sm_90 and on sm_80.
 const fn shared_bytes_max(arch: Arch) -> usize {
     match arch {
         Arch::Hopper => 232_448,
         Arch::Ampere(_) => 166_912,
+        Arch::Plain(_) => 0,
     }
 }
 
@@ -138,9 +152,13 @@ impl GemmConfig {
             ("INDEXED", usize::from(self.indexed)),
             ("OUT", self.output as usize),
         ];
+        if let Arch::Plain(target) = self.arch {
+            let text = include_str!("grouped_gemm_plain.cu");
+            return Source::new(format!("{:?} in fp32", self.op), target, &macros, &[text]);
+        }
         let (wgmma, main) = match self.arch {
             Arch::Hopper => (wgmma_source(self.block_n), include_str!("grouped_gemm_main.cu")),
-            Arch::Ampere(_) => (NO_WGMMA.to_owned(), include_str!("grouped_gemm_ampere.cu")),
+            Arch::Ampere(_) | Arch::Plain(_) => (NO_WGMMA.to_owned(), include_str!("grouped_gemm_ampere.cu")),
         };
         let parts = [
             include_str!("hopper.cu"),
@@ -219,7 +237,9 @@ pub(crate) struct Gemm {
 impl Gemm {
     pub(crate) fn new(gpu: &Gpu, config: GemmConfig, module: &Module) -> Result<Gemm, CudaError> {
         let function = module.function("grouped_gemm")?;
-        function.allow_shared(shared_bytes_max(config.arch) as u32)?;
+        if !matches!(config.arch, Arch::Plain(_)) {
+            function.allow_shared(shared_bytes_max(config.arch) as u32)?;
+        }
         Ok(Gemm { config, function, multiprocessors: gpu.multiprocessors() })
     }
 
@@ -232,6 +252,12 @@ impl Gemm {
         b: Matrix,
         args: GemmArgs,
     ) -> Result<(), CudaError> {
+        if let Arch::Plain(_) = self.config.arch {
+            let launch = Launch::new(self.multiprocessors as usize * PLAIN_BLOCKS, PLAIN_THREADS);
+            let (a, b) = (a.address, b.address);
+            // SAFETY: as below.
+            return unsafe { self.function.launch(stream, launch, parameters![a, b, args]) };
+        }
         let shared = self.config.shared_bytes(args.groups as usize);
         let clusters = self.multiprocessors as usize / self.config.cluster;
         let mut launch = Launch::new(clusters * self.config.cluster, 384);

@@ -76,7 +76,7 @@ pub struct Saved {
     pub prob_sums: Buffer,
     /// f64 [2]: auxiliary and z loss, unscaled
     pub losses: Buffer,
-    /// bf16 [2 E, D]: the router's weights rounded, then what rounding took
+    /// bf16 [2 E, D]: the router's weights rounded, then what rounding took; in fp32 none
     pub router_halves: Buffer,
 }
 
@@ -153,15 +153,15 @@ impl Workspace {
         let mut forward = ArenaPlan::new();
         let partials = forward.alloc(DType::F32, route.choose_blocks() * (desc.experts + 1));
         let histogram = forward.alloc(DType::U32, desc.experts * route.choose_blocks());
-        let a = forward.alloc(DType::Bf16, rows * desc.hidden);
-        let y = forward.alloc(DType::Bf16, rows * desc.dim / desc.down_passes());
+        let a = forward.alloc(desc.element, rows * desc.hidden);
+        let y = forward.alloc(desc.element, rows * desc.dim / desc.down_passes());
         let mut backward = ArenaPlan::new();
         let partial_ds = backward.alloc(DType::F32, rows * ds_parts);
-        let dlogits = backward.alloc(DType::Bf16, desc.tokens * route.dlogits_pitch());
+        let dlogits = backward.alloc(desc.element, desc.tokens * route.dlogits_pitch());
         let partial_dw = backward.alloc(DType::F32, chunks * desc.experts * desc.dim);
         let mut last = backward.clone();
-        let scaled_a = backward.alloc(DType::Bf16, rows * desc.hidden);
-        let dx_rows = last.alloc(DType::Bf16, rows * desc.dim);
+        let scaled_a = backward.alloc(desc.element, rows * desc.hidden);
+        let dx_rows = last.alloc(desc.element, rows * desc.dim);
         let bytes = forward.bytes().max(backward.bytes()).max(last.bytes());
         Workspace {
             bytes,
@@ -185,7 +185,7 @@ impl MoeLayer {
         desc: MoeDesc,
         progress: &(dyn Fn(usize, usize) + Sync),
     ) -> Result<MoeLayer, LayerError> {
-        let arch = Arch::of(compiler.gpu())?;
+        let arch = Arch::for_elements(compiler.gpu(), desc.element)?;
         MoeLayer::with_configs(compiler, desc, configs(arch, &desc), progress)
     }
 
@@ -250,10 +250,11 @@ impl MoeLayer {
 
     /// Reserves what one layer keeps from forward to backward.
     pub fn plan_saved(&self, plan: &mut ArenaPlan) -> Saved {
-        let MoeDesc { tokens, experts, .. } = self.desc;
+        let MoeDesc { tokens, dim, experts, element, .. } = self.desc;
+        let halves = if element == DType::F32 { 0 } else { 2 };
         let rows = self.desc.rows();
         Saved {
-            h: plan.alloc(DType::Bf16, rows * self.desc.width()),
+            h: plan.alloc(element, rows * self.desc.width()),
             logits: plan.alloc(DType::F32, tokens * experts),
             lse: plan.alloc(DType::F32, tokens),
             ids: plan.alloc(DType::U32, rows),
@@ -266,7 +267,7 @@ impl MoeLayer {
             row_weights: plan.alloc(DType::F32, rows),
             prob_sums: plan.alloc(DType::F64, experts),
             losses: plan.alloc(DType::F64, 2),
-            router_halves: plan.alloc(DType::Bf16, 2 * experts * self.desc.dim),
+            router_halves: plan.alloc(DType::Bf16, halves * experts * dim),
         }
     }
 

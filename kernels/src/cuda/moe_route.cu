@@ -1,7 +1,7 @@
 // The router behind its product: choice, softmax or sigmoid, statistics, row order, backward.
 //
 // Host macros: EXPERTS, TOP_K, SIGMOID, NORM_TOP_K, GROUPS (0: any expert may be chosen),
-// GROUPS_KEPT. T tokens, E experts, K choices, R = T K rows.
+// GROUPS_KEPT, FP32 (gradients of logits are fp32, else bf16). T tokens, E experts, K choices, R = T K rows.
 // Nothing here uses atomics: every position and every sum has one order.
 constexpr int PER_LANE = (EXPERTS + 31) / 32;  // experts of a lane: lane, lane + 32, ...
 constexpr int WARPS = 8;
@@ -280,12 +280,19 @@ route_place(const int* ids, const float* weights, int slots, int slots_a_block,
   }
 }
 
-// One warp a token: ds partials [R][parts] -> dlogits bf16 [T][pitch], columns past E zero.
+#if FP32
+typedef float Gradient;
+__device__ __forceinline__ float as_gradient(float x) { return x; }
+#else
+typedef u16 Gradient;
+__device__ __forceinline__ u16 as_gradient(float x) { return to_bf16(x); }
+#endif
+// One warp a token: ds partials [R][parts] -> dlogits [T][pitch], columns past E zero.
 // aux: E * aux_coef / T^2 times counts[e] is d(auxiliary loss) / d p; z = 2 z_coef / T.
 extern "C" __global__ void __launch_bounds__(256)
 route_backward(const float* logits, const float* lse, const int* ids, const int* pos,
                const float* partial_ds, int parts, const int* counts, int tokens, float scale,
-               float aux, float z, u16* dlogits, int pitch) {
+               float aux, float z, Gradient* dlogits, int pitch) {
   const int lane = threadIdx.x & 31, t = blockIdx.x * 8 + (threadIdx.x >> 5);
   if (t >= tokens) return;
   const float log_sum = lse[t];
@@ -345,6 +352,6 @@ route_backward(const float* logits, const float* lse, const int* ids, const int*
     const float value = SIGMOID
                             ? d[i] * p[i] * (1.f - p[i]) + z * log_sum * expf(x[i] - log_sum)
                             : p[i] * (d[i] - inner + z * log_sum);
-    if (e < pitch) dlogits[(u64)t * pitch + e] = to_bf16(e < EXPERTS ? value : 0.f);
+    if (e < pitch) dlogits[(u64)t * pitch + e] = as_gradient(e < EXPERTS ? value : 0.f);
   }
 }

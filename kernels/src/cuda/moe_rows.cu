@@ -1,4 +1,27 @@
-// Memory-bound passes over rows. Host macro: TOP_K.
+// Memory-bound passes over rows. Host macros: TOP_K, FP32 (rows are fp32, else bf16).
+constexpr int CHUNK = FP32 ? 4 : 8;  // elements in 16 bytes
+
+__device__ __forceinline__ void unpack_chunk(const uint4& chunk, float (&v)[CHUNK]) {
+  const u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+#if FP32
+    v[i] = __uint_as_float(words[i]);
+#else
+    v[2 * i] = low_half(words[i]);
+    v[2 * i + 1] = high_half(words[i]);
+#endif
+  }
+}
+__device__ __forceinline__ uint4 pack_chunk(const float (&v)[CHUNK]) {
+#if FP32
+  return make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                    __float_as_uint(v[3]));
+#else
+  return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
+                    pack_bf16(v[6], v[7]));
+#endif
+}
 
 // out[t][c] = base[t][c] + sum_k weights[t][k] * y[pos[t][k]][c], slots ascending, fp32 chain, one
 // rounding. weights null: all 1; base null: 0 (it may be `out`). Chunks are 16 bytes; y has
@@ -20,27 +43,19 @@ combine(const uint4* y, const int* pos, const float* weights, const uint4* base,
     uint4 v[TOP_K];
 #pragma unroll
     for (int k = 0; k < TOP_K; k++) v[k] = __ldcs(&y[(u64)row[k] * chunks + c]);
-    float sum[8] = {};
+    float sum[CHUNK] = {}, own[CHUNK];
 #pragma unroll
     for (int k = 0; k < TOP_K; k++) {
-      const u32 words[4] = {v[k].x, v[k].y, v[k].z, v[k].w};
+      unpack_chunk(v[k], own);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        sum[2 * i] = fmaf(weight[k], low_half(words[i]), sum[2 * i]);
-        sum[2 * i + 1] = fmaf(weight[k], high_half(words[i]), sum[2 * i + 1]);
-      }
+      for (int i = 0; i < CHUNK; i++) sum[i] = fmaf(weight[k], own[i], sum[i]);
     }
     if (base) {
-      const uint4 b = base[at];
-      const u32 words[4] = {b.x, b.y, b.z, b.w};
+      unpack_chunk(base[at], own);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        sum[2 * i] += low_half(words[i]);
-        sum[2 * i + 1] += high_half(words[i]);
-      }
+      for (int i = 0; i < CHUNK; i++) sum[i] += own[i];
     }
-    out[at] = make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]),
-                         pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
+    out[at] = pack_chunk(sum);
   }
 }
 

@@ -23,6 +23,8 @@ pub(crate) struct RouteShape {
     pub norm_topk: bool,
     pub scale: f32,
     pub groups: Option<RouteGroups>,
+    /// Rows, and gradients of logits, are fp32, else bf16
+    pub fp32: bool,
 }
 
 impl RouteShape {
@@ -34,6 +36,7 @@ impl RouteShape {
             ("NORM_TOP_K", usize::from(self.norm_topk)),
             ("GROUPS", self.groups.map_or(0, |groups| groups.count)),
             ("GROUPS_KEPT", self.groups.map_or(0, |groups| groups.kept)),
+            ("FP32", usize::from(self.fp32)),
         ];
         let label = format!("route {} of {}", self.top_k, self.experts);
         Source::new(label, arch, &macros, &[include_str!("moe_route.cu")])
@@ -41,7 +44,8 @@ impl RouteShape {
 
     pub(crate) fn rows_source(&self, arch: &'static str) -> Source {
         let label = format!("rows of {}", self.top_k);
-        Source::new(label, arch, &[("TOP_K", self.top_k)], &[include_str!("moe_rows.cu")])
+        let macros = [("TOP_K", self.top_k), ("FP32", usize::from(self.fp32))];
+        Source::new(label, arch, &macros, &[include_str!("moe_rows.cu")])
     }
 
     /// Neighbouring tokens that one warp chooses for.
@@ -57,7 +61,12 @@ impl RouteShape {
         self.tokens * self.top_k
     }
 
-    /// Columns of the bf16 gradient of the logits: whole 16-byte chunks.
+    /// Elements in 16 bytes.
+    fn chunk(&self) -> usize {
+        if self.fp32 { 4 } else { 8 }
+    }
+
+    /// Columns of the gradient of the logits: whole 16-byte chunks.
     pub(crate) fn dlogits_pitch(&self) -> usize {
         self.experts.next_multiple_of(8)
     }
@@ -200,7 +209,7 @@ impl Router {
         }
     }
 
-    /// The gradient of the logits, bf16 [T, pitch], from `parts` partial <da', a> a row.
+    /// The gradient of the logits [T, pitch] from `parts` partial <da', a> a row.
     pub(crate) fn backward(
         &self,
         stream: &Stream,
@@ -231,10 +240,11 @@ impl Router {
 
     pub(crate) fn combine(&self, stream: &Stream, call: CombineCall) -> Result<(), CudaError> {
         let CombineCall { y, pos, weights, base, out, cols, out_pitch, out_first } = call;
-        let chunks = (cols / 8) as i32;
-        let (out_pitch, out_first) = ((out_pitch / 8) as i32, (out_first / 8) as i32);
+        let chunk = self.shape.chunk();
+        let chunks = (cols / chunk) as i32;
+        let (out_pitch, out_first) = ((out_pitch / chunk) as i32, (out_first / chunk) as i32);
         // A block is 256 threads: short rows share it.
-        let across = (cols / 8).next_power_of_two().clamp(32, 256) as u32;
+        let across = (cols / chunk).next_power_of_two().clamp(32, 256) as u32;
         let down = 256 / across;
         let tokens = self.shape.tokens as i32;
         let launch = Launch {

@@ -2,6 +2,7 @@
 
 use super::gemm::Output;
 use super::route::RouteShape;
+use crate::buffer::DType;
 use crate::route::RouteGroups;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -15,6 +16,8 @@ pub enum MoeActivation {
 /// A layer's shape and its meaning. See [`crate::Route`] for the router's.
 #[derive(Clone, Copy, Debug)]
 pub struct MoeDesc {
+    /// What x, the experts' weights and all that lies between are of: bf16, or fp32 for checks
+    pub element: DType,
     pub tokens: usize,
     pub dim: usize,
     pub hidden: usize,
@@ -46,6 +49,8 @@ pub enum Refusal {
     TooLarge { what: &'static str, found: usize, max: usize },
     #[error("{kept} of {count} groups of {experts} experts: {reason}")]
     Groups { count: usize, kept: usize, experts: usize, reason: &'static str },
+    #[error("elements of {found:?}; layers are in bf16 or fp32")]
+    Element { found: DType },
     #[error("weight gradients are stored as bf16 or added to fp32, not {found:?}")]
     Output { found: Output },
 }
@@ -88,6 +93,9 @@ impl MoeDesc {
             true => Ok(()),
             false => Err(Refusal::TooLarge { what, found: found as usize, max: max as usize }),
         };
+        if !matches!(self.element, DType::Bf16 | DType::F32) {
+            return Err(Refusal::Element { found: self.element });
+        }
         range("experts", self.experts, 1, Self::EXPERTS_MAX)?;
         range("top_k", self.top_k, 1, Self::TOP_K_MAX.min(self.experts))?;
         range("tokens", self.tokens, 1, 1 << 30)?;
@@ -129,6 +137,7 @@ impl MoeDesc {
             norm_topk: self.norm_topk,
             scale: self.scale,
             groups: self.groups,
+            fp32: self.element == DType::F32,
         }
     }
 

@@ -40,6 +40,10 @@ impl GemmConfig {
         let pingpong = GemmConfig { block_n: 192, stages: 5, pingpong: true, ..wide };
         let pingpong_128 = GemmConfig { block_n: 128, stages: 6, ..pingpong };
         let narrow = |block_n| GemmConfig { block_n, stages: 6, cluster: 1, ..wide };
+        if let Arch::Plain(_) = arch {
+            // <da', a> comes in a part a column.
+            return GemmConfig { block_n: 1, stages: 1, cluster: 1, ..wide };
+        }
         if let Arch::Ampere(_) = arch {
             return GemmConfig { block_n: 128, stages: 3, cluster: 1, ..wide };
         }

@@ -16,6 +16,7 @@ pub fn desc(
     top_k: usize,
 ) -> MoeDesc {
     MoeDesc {
+        element: DType::Bf16,
         tokens,
         dim,
         hidden,
@@ -54,16 +55,16 @@ impl Bed {
         let mut plan = ArenaPlan::new();
         let bias = biased.then(|| plan.alloc(DType::F32, experts));
         let router = plan.alloc(DType::F32, experts * dim);
-        let mut bf16s = |len| plan.alloc(DType::Bf16, len);
-        let x = bf16s(tokens * dim);
+        let mut elements = |len| plan.alloc(desc.element, len);
+        let x = elements(tokens * dim);
         let weights = Weights {
             router,
             bias,
-            up: bf16s(experts * desc.width() * dim),
-            down: bf16s(experts * dim * hidden),
+            up: elements(experts * desc.width() * dim),
+            down: elements(experts * dim * hidden),
         };
-        let (dout, out, dx) = (bf16s(tokens * dim), bf16s(tokens * dim), bf16s(tokens * dim));
-        let kind = if desc.weight_gradients == Output::Bf16 { DType::Bf16 } else { DType::F32 };
+        let (dout, out, dx) = (elements(tokens * dim), elements(tokens * dim), elements(tokens * dim));
+        let kind = if desc.weight_gradients == Output::Bf16 { desc.element } else { DType::F32 };
         let gradients = Gradients {
             router: plan.alloc(DType::F32, experts * dim),
             up: plan.alloc(kind, experts * desc.width() * dim),
