@@ -65,7 +65,8 @@ impl<'a> Call<'a> {
     }
 
     pub(super) fn buffer(&self, buffer: Buffer, rows: usize, cols: usize) -> Matrix {
-        assert_eq!((buffer.dtype(), buffer.len()), (self.desc().element, rows * cols), "{buffer:?}");
+        let expected = (self.desc().element, rows * cols);
+        assert_eq!((buffer.dtype(), buffer.len()), expected, "{buffer:?}");
         self.matrix(self.arena.address(buffer), rows, cols)
     }
 
@@ -88,8 +89,8 @@ impl<'a> Call<'a> {
         self.buffer(self.tensors.weights.down, experts * dim, hidden)
     }
 
-    /// The router's weights [E, D] as products take them: in bf16 as `route_split` left them, rounded
-    /// and then what rounding took.
+    /// The router's weights [E, D] as products take them: in bf16 as `route_split` left them,
+    /// rounded and then what rounding took.
     fn w_router(&self) -> Matrix {
         let MoeDesc { experts, dim, element, .. } = *self.desc();
         match element {

@@ -158,7 +158,9 @@ impl GemmConfig {
         }
         let (wgmma, main) = match self.arch {
             Arch::Hopper => (wgmma_source(self.block_n), include_str!("grouped_gemm_main.cu")),
-            Arch::Ampere(_) | Arch::Plain(_) => (NO_WGMMA.to_owned(), include_str!("grouped_gemm_ampere.cu")),
+            Arch::Ampere(_) | Arch::Plain(_) => {
+                (NO_WGMMA.to_owned(), include_str!("grouped_gemm_ampere.cu"))
+            }
         };
         let parts = [
             include_str!("hopper.cu"),

@@ -1,7 +1,8 @@
 // The router behind its product: choice, softmax or sigmoid, statistics, row order, backward.
 //
 // Host macros: EXPERTS, TOP_K, SIGMOID, NORM_TOP_K, GROUPS (0: any expert may be chosen),
-// GROUPS_KEPT, FP32 (gradients of logits are fp32, else bf16). T tokens, E experts, K choices, R = T K rows.
+// GROUPS_KEPT, FP32 (gradients of logits are fp32, else bf16). T tokens, E experts, K choices,
+// R = T K rows.
 // Nothing here uses atomics: every position and every sum has one order.
 constexpr int PER_LANE = (EXPERTS + 31) / 32;  // experts of a lane: lane, lane + 32, ...
 constexpr int WARPS = 8;

@@ -63,7 +63,7 @@ impl Bed {
             up: elements(experts * desc.width() * dim),
             down: elements(experts * dim * hidden),
         };
-        let (dout, out, dx) = (elements(tokens * dim), elements(tokens * dim), elements(tokens * dim));
+        let [dout, out, dx] = [(); 3].map(|()| elements(tokens * dim));
         let kind = if desc.weight_gradients == Output::Bf16 { desc.element } else { DType::F32 };
         let gradients = Gradients {
             router: plan.alloc(DType::F32, experts * dim),
