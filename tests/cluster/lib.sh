@@ -9,6 +9,8 @@ state=${MOEJOB_CLUSTER_STATE:-/var/lib/moejob-cluster}
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/moejob-cluster
 namespace_prefix=${MOEJOB_CLUSTER_PREFIX:-moejob-}
 kubernetes_version=v1.35.4
+# Where Go's own archive is unpacked, whether or not a login shell has said so.
+command -v go >/dev/null || PATH=$PATH:/usr/local/go/bin
 
 # The control plane's namespace holds the bridge that all nodes hang on. Nothing listens on,
 # routes through, or gives an address to the machine's own namespace.

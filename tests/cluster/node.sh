@@ -176,6 +176,16 @@ shims_of() {
   return 0
 }
 
+list_containers() {
+  local shim child
+  for shim in $(shims_of "$1"); do
+    for child in $(cat /proc/"$shim"/task/*/children 2>/dev/null); do
+      echo "$child $(awk '/^VmRSS/ {print $2}' "/proc/$child/status")" \
+        "$(tr '\0' ' ' <"/proc/$child/cmdline")"
+    done
+  done
+}
+
 # end_containers NODE: kills them and their shims, whether or not containerd is still there.
 end_containers() {
   local shim child

@@ -24,6 +24,6 @@ fn main() -> Result<(), Failure> {
         orders: orders.into(),
         first: first.parse()?,
     };
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async { run(kube::Client::try_default().await?, options).await })
 }

@@ -1,10 +1,10 @@
-//! How long gangs take from apply to all Running, on the fake nodes of a test cluster, beside the
-//! floor: 32 writers that create the same pods.
+//! How long gangs take from apply to all Running on the fake nodes of a test cluster, beside the
+//! floor (32 writers that create the same pods); what a lost worker costs; what the operator needs.
 //!
-//!   gangs ROUNDS AUDIT-LOG SHAPE...        a shape is JOBSxNODES, such as 1x512 or 64x8
+//!   gangs ROUNDS [floor] SHAPE... [faults NODES]      a shape is JOBSxNODES: 1x512, 64x8
 //!
-//! It finds the API server by `KUBECONFIG`. Rounds of floor and ours alternate; medians count.
-//! Without an operator (`gangs ROUNDS - floor SHAPE...`) the floor alone is measured.
+//! `tests/cluster/gangs` brings up what it needs and runs it. Rounds of floor and ours alternate;
+//! medians count. With `floor` first, the floor alone is measured, without an operator.
 
 use futures::{StreamExt, TryStreamExt};
 use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod, Secret};
@@ -14,8 +14,10 @@ use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Client, ResourceExt};
 use moejob_plan::Job;
 use moejob_plan::pods::{self, Birth, Surroundings};
+use moejob_tests::cluster::script;
 use serde_json::{Value, json};
 use std::collections::HashSet;
+use std::io::{Seek, SeekFrom};
 use std::time::{Duration, Instant};
 use tokio::time::{sleep, timeout};
 
@@ -23,9 +25,11 @@ type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 const NAMESPACE: &str = "default";
 const WRITERS: usize = 32;
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(180);
 const LABEL: &str = "app.kubernetes.io/managed-by=moejob";
 const OPERATOR: &str = "system:serviceaccount:moejob-system:moejob-operator";
+/// What follows the last Running pod belongs to it as well.
+const SETTLE: Duration = Duration::from_secs(3);
 
 #[derive(Clone, Copy)]
 struct Shape {
@@ -44,43 +48,163 @@ impl Shape {
     }
 }
 
-#[tokio::main]
+#[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Failure> {
     let words: Vec<String> = std::env::args().skip(1).collect();
-    let [rounds, audit, shapes @ ..] = &words[..] else {
-        return Err("usage: gangs ROUNDS AUDIT-LOG|- [floor] SHAPE...".into());
-    };
-    let floor_alone = shapes.first().is_some_and(|word| word == "floor");
+    let usage = "usage: gangs ROUNDS [floor] SHAPE... [faults NODES]";
+    let [rounds, words @ ..] = &words[..] else { return Err(usage.into()) };
+    let rounds: u32 = rounds.parse()?;
     let client = Client::try_default().await?;
     claim(&client).await?;
-    for shape in &shapes[usize::from(floor_alone)..] {
-        let asked = Shape::parse(shape)?;
-        let (mut floors, mut ours, mut writes) = (Vec::new(), Vec::new(), Vec::new());
-        for round in 0..rounds.parse::<u32>()? {
-            floors.push(floor(&client, asked).await?);
-            print!("{shape}: floor {:.2} s", floors[floors.len() - 1]);
-            if !floor_alone {
-                let before = written(audit)?;
-                ours.push(gangs(&client, asked, round).await?);
-                // What follows the last Running pod belongs to it as well.
-                sleep(Duration::from_secs(2)).await;
-                writes.push((written(audit)? - before) as f64 / asked.pods() as f64);
-                print!(", ours {:.2} s", ours[ours.len() - 1]);
-                print!(", {:.2} writes a pod", writes[writes.len() - 1]);
-                clear_jobs(&client).await?;
-            }
-            println!();
+    let (mut floor_alone, mut words) = (false, words.iter());
+    if !words.as_slice().first().is_some_and(|word| word == "floor") {
+        println!("operator, no job: {:.1} MB", memory()?);
+    }
+    while let Some(word) = words.next() {
+        match word.as_str() {
+            "floor" => floor_alone = true,
+            "faults" => faults(&client, rounds, words.next().ok_or(usage)?.parse()?).await?,
+            shape => compare(&client, rounds, Shape::parse(shape)?, floor_alone).await?,
         }
-        let floor = median(&mut floors);
-        print!("{shape}: median floor {floor:.2} s");
+    }
+    Ok(())
+}
+
+/// Floor and ours in turn.
+async fn compare(
+    client: &Client,
+    rounds: u32,
+    shape: Shape,
+    floor_alone: bool,
+) -> Result<(), Failure> {
+    let name = format!("{}x{}", shape.jobs, shape.nodes);
+    let [mut floors, mut ours, mut writes, mut memories] = [const { Vec::new() }; 4];
+    for round in 0..rounds {
+        floors.push(floor(client, shape).await?);
+        print!("{name}: floor {:.2} s", floors[floors.len() - 1]);
         if !floor_alone {
-            let ours = median(&mut ours);
-            print!(", ours {ours:.2} s, ratio {:.2}", ours / floor);
-            print!(", {:.2} writes a pod", median(&mut writes));
+            let mut audit = Audit::from_now()?;
+            ours.push(gangs(client, shape, round).await?);
+            sleep(SETTLE).await;
+            writes.push(audit.more()?.len() as f64 / shape.pods() as f64);
+            memories.push(memory()?);
+            print!(", ours {:.2} s", ours[ours.len() - 1]);
+            print!(", {:.2} writes a pod", writes[writes.len() - 1]);
+            print!(", {:.1} MB", memories[memories.len() - 1]);
+            clear_jobs(client).await?;
         }
         println!();
     }
+    let floor = median(&mut floors);
+    print!("{name}: median floor {floor:.2} s");
+    if !floor_alone {
+        let ours = median(&mut ours);
+        print!(", ours {ours:.2} s, ratio {:.2}", ours / floor);
+        print!(", {:.2} writes a pod", median(&mut writes));
+        print!(", {:.1} MB", median(&mut memories));
+    }
+    println!();
     Ok(())
+}
+
+/// One pod of a large gang fails; one node of it goes silent.
+async fn faults(client: &Client, rounds: u32, nodes: u32) -> Result<(), Failure> {
+    gangs(client, Shape { jobs: 1, nodes }, 0).await?;
+    let name = "g0-0";
+    let (mut created, mut repaired) = (Vec::new(), Vec::new());
+    until_step(client, name, 0).await?;
+    for _ in 0..rounds {
+        let attempt = until_step(client, name, 0).await?;
+        let (pod, _) = a_member(client).await?;
+        let new = tokio::spawn(until_new(client.clone()));
+        sleep(Duration::from_millis(500)).await;
+        let (mut audit, start) = (Audit::from_now()?, Instant::now());
+        order(&pod_node(client, &pod).await?, &["containers", "killed"])?;
+        created.push(new.await??.duration_since(start).as_secs_f64());
+        until_step(client, name, attempt).await?;
+        sleep(SETTLE).await;
+        let created_pods = audit.created_pods()?;
+        println!(
+            "1 of {nodes} fails: a pod is created after {:.2} s, {created_pods} in all",
+            created[created.len() - 1]
+        );
+    }
+    for _ in 0..rounds {
+        let attempt = until_step(client, name, 0).await?;
+        let (_, node) = a_member(client).await?;
+        let start = Instant::now();
+        order(&node, &["link", "down"])?;
+        until_step(client, name, attempt).await?;
+        repaired.push(start.elapsed().as_secs_f64());
+        println!("{node} silent: next step after {:.2} s", repaired[repaired.len() - 1]);
+        order(&node, &["link", "up"])?;
+        sleep(Duration::from_secs(10)).await;
+    }
+    let (created, repaired) = (median(&mut created), median(&mut repaired));
+    println!("1x{nodes}: median of a failed pod {created:.2} s, of a silent node {repaired:.2} s");
+    clear_jobs(client).await
+}
+
+fn order(node: &str, words: &[&str]) -> Result<(), Failure> {
+    let said = script("node", &[&[node], words].concat(), b"");
+    if said.good { Ok(()) } else { Err(said.err.into()) }
+}
+
+async fn pod_node(client: &Client, pod: &str) -> Result<String, Failure> {
+    let pod = Api::<Pod>::namespaced(client.clone(), NAMESPACE).get(pod).await?;
+    Ok(pod.spec.and_then(|spec| spec.node_name).ok_or("a pod that is not bound")?)
+}
+
+/// A running pod that is not the first, and its node.
+async fn a_member(client: &Client) -> Result<(String, String), Failure> {
+    let api = Api::<Pod>::namespaced(client.clone(), NAMESPACE);
+    let pods = api.list(&ListParams::default().labels(LABEL)).await?.items;
+    let running = |pod: &&Pod| {
+        let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+        phase == Some("Running") && pod.metadata.deletion_timestamp.is_none()
+    };
+    let mut running: Vec<&Pod> = pods.iter().filter(running).collect();
+    running.sort_by_key(|pod| pod.name_any());
+    let pod = running.get(running.len() / 2).ok_or("no pod runs")?;
+    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
+    Ok((pod.name_any(), node.ok_or("a pod that is not bound")?))
+}
+
+/// When a pod is seen that was not there before.
+async fn until_new(client: Client) -> Result<Instant, Failure> {
+    let api = Api::<Pod>::namespaced(client, NAMESPACE);
+    let all = api.list(&ListParams::default().labels(LABEL)).await?;
+    let known: HashSet<String> = all.items.iter().filter_map(Pod::uid).collect();
+    let config = watcher::Config::default().labels(LABEL);
+    let mut pods = watcher(api, config).applied_objects().boxed();
+    let new = async {
+        while let Some(pod) = pods.try_next().await? {
+            if !known.contains(&pod.uid().unwrap_or_default()) {
+                return Ok(Instant::now());
+            }
+        }
+        Err::<Instant, Failure>("the watch ended".into())
+    };
+    timeout(PATIENCE, new).await.map_err(|_| "no pod is created")?
+}
+
+/// Waits until a later attempt than this has made its first step, and gives its number. A status
+/// is written at once when an attempt begins to step (`Running`).
+async fn until_step(client: &Client, name: &str, after: u64) -> Result<u64, Failure> {
+    let stepping = async {
+        loop {
+            let job = jobs(client).get_status(name).await?;
+            let status = &job.data["status"];
+            let attempt = status["attempt"].as_u64().unwrap_or(0);
+            let recovers = status["recoveries"].as_array().into_iter().flatten();
+            let open = recovers.filter(|of| of["firstStepMillis"].is_null()).count();
+            if attempt > after && status["phase"] == "Running" && open == 0 {
+                return Ok::<u64, Failure>(attempt);
+            }
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(PATIENCE, stepping).await.map_err(|_| "the job does not train")?
 }
 
 fn median(values: &mut [f64]) -> f64 {
@@ -88,15 +212,46 @@ fn median(values: &mut [f64]) -> f64 {
     values[values.len() / 2]
 }
 
-/// The operator's writes in the audit log so far, leases and token reviews apart.
-fn written(audit: &str) -> Result<usize, Failure> {
-    let text = std::fs::read_to_string(audit)?;
-    let counts = |line: &&str| {
-        let Ok(event) = serde_json::from_str::<Value>(line) else { return false };
-        let of = event["objectRef"]["resource"].as_str().unwrap_or_default();
-        event["user"]["username"] == OPERATOR && !["leases", "tokenreviews"].contains(&of)
-    };
-    Ok(text.lines().filter(counts).count())
+/// Resident memory of the operator, MB of 10^6 bytes.
+fn memory() -> Result<f64, Failure> {
+    let said = script("node", &["operator", "containers"], b"");
+    let line = said.out.lines().find(|line| line.contains("operator"));
+    let kib: f64 = line.and_then(|line| line.split(' ').nth(1)).ok_or("no operator")?.parse()?;
+    Ok(kib * 1024.0 / 1e6)
+}
+
+/// The operator's writes in the audit log, leases and token reviews apart.
+struct Audit {
+    file: std::fs::File,
+}
+
+impl Audit {
+    fn from_now() -> Result<Audit, Failure> {
+        let state = std::env::var("MOEJOB_CLUSTER_STATE");
+        let state = state.unwrap_or_else(|_| "/var/lib/moejob-cluster".to_string());
+        let mut file = std::fs::File::open(format!("{state}/logs/audit.log"))?;
+        file.seek(SeekFrom::End(0))?;
+        Ok(Audit { file })
+    }
+
+    /// Verb and resource of those since the last call.
+    fn more(&mut self) -> Result<Vec<(String, String)>, Failure> {
+        let text = std::io::read_to_string(&self.file)?;
+        let write = |line: &str| {
+            let event: Value = serde_json::from_str(line).ok()?;
+            let of = event["objectRef"]["resource"].as_str().unwrap_or_default();
+            let counts = event["user"]["username"] == OPERATOR
+                && !["leases", "tokenreviews"].contains(&of);
+            let verb = event["verb"].as_str().unwrap_or_default();
+            counts.then(|| (verb.to_string(), of.to_string()))
+        };
+        Ok(text.lines().filter_map(write).collect())
+    }
+
+    fn created_pods(&mut self) -> Result<usize, Failure> {
+        let writes = self.more()?;
+        Ok(writes.iter().filter(|(verb, of)| (&**verb, &**of) == ("create", "pods")).count())
+    }
 }
 
 fn manifest(name: &str, nodes: u32) -> Value {
@@ -139,6 +294,23 @@ async fn claim(client: &Client) -> Result<(), Failure> {
 
 /// Seconds from the first POST to the last pod Running.
 async fn floor(client: &Client, shape: Shape) -> Result<f64, Failure> {
+    let all = floor_pods(client, shape).await?;
+    let api = Api::<Pod>::namespaced(client.clone(), NAMESPACE);
+    let watching = tokio::spawn(until_running(api.clone(), shape.pods()));
+    sleep(Duration::from_millis(200)).await;
+    let start = Instant::now();
+    let how = PostParams::default();
+    let posts = all.iter().map(|pod| api.create(&how, pod));
+    futures::stream::iter(posts).buffer_unordered(WRITERS).try_collect::<Vec<_>>().await?;
+    let took = watching.await??.duration_since(start).as_secs_f64();
+    let now = DeleteParams { grace_period_seconds: Some(0), ..DeleteParams::default() };
+    api.delete_collection(&now, &ListParams::default().labels(LABEL)).await?;
+    until_gone(&api).await?;
+    Ok(took)
+}
+
+/// The pods of such jobs, each bound to a node of its own as ours are.
+async fn floor_pods(client: &Client, shape: Shape) -> Result<Vec<Pod>, Failure> {
     let secrets = Api::<Secret>::namespaced(client.clone(), "moejob-system");
     let data = secrets.get_opt("moejob-authority").await?.and_then(|secret| secret.data);
     // With the operator's authority in it the pod's worker starts, as ours do.
@@ -153,28 +325,15 @@ async fn floor(client: &Client, shape: Shape) -> Result<f64, Failure> {
     };
     let text = manifest("floor", shape.nodes).to_string();
     let job = Job::read(text.as_bytes()).map_err(|problems| format!("{problems:?}"))?;
-    let all: Vec<Pod> = (0..shape.pods())
-        .map(|slot| {
-            let name = format!("floor-a1-{slot}");
-            let birth = Birth { name, node: format!("fake-{}", slot + 1), seal: String::new() };
-            let mut pod = pods::pod(&job, &around, &birth);
-            // There is no job that could own it.
-            pod["metadata"]["ownerReferences"] = json!([]);
-            serde_json::from_value(pod).map_err(Into::into)
-        })
-        .collect::<Result<_, Failure>>()?;
-    let api = Api::<Pod>::namespaced(client.clone(), NAMESPACE);
-    let watching = tokio::spawn(until_running(api.clone(), shape.pods()));
-    sleep(Duration::from_millis(200)).await;
-    let start = Instant::now();
-    let how = PostParams::default();
-    let posts = all.iter().map(|pod| api.create(&how, pod));
-    futures::stream::iter(posts).buffer_unordered(WRITERS).try_collect::<Vec<_>>().await?;
-    let took = watching.await??.duration_since(start).as_secs_f64();
-    let now = DeleteParams { grace_period_seconds: Some(0), ..DeleteParams::default() };
-    api.delete_collection(&now, &ListParams::default().labels(LABEL)).await?;
-    until_gone(&api).await?;
-    Ok(took)
+    let pod = |slot| {
+        let name = format!("floor-a1-{slot}");
+        let birth = Birth { name, node: format!("fake-{}", slot + 1), seal: String::new() };
+        let mut pod = pods::pod(&job, &around, &birth);
+        // There is no job that could own it.
+        pod["metadata"]["ownerReferences"] = json!([]);
+        serde_json::from_value(pod).map_err(Into::into)
+    };
+    (0..shape.pods()).map(pod).collect()
 }
 
 /// Seconds from the first apply to the last pod Running.

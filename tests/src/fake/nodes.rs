@@ -20,7 +20,9 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+use tokio::runtime::{Builder, Handle};
 use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
@@ -42,8 +44,9 @@ pub struct Options {
     pub first: Ipv4Addr,
 }
 
+/// With the six digits that a lease asks for.
 pub fn now() -> String {
-    Timestamp::now().to_string()
+    format!("{:.6}", Timestamp::now())
 }
 
 struct Running {
@@ -53,6 +56,8 @@ struct Running {
 
 struct Fleet {
     client: Client,
+    /// A thread of their own for all workers: what kubelets tell does not wait for handshakes.
+    workers: Handle,
     gangs: Gangs,
     silent: HashMap<String, watch::Sender<bool>>,
     /// By uid.
@@ -70,6 +75,7 @@ pub async fn run(client: Client, options: Options) -> Result<(), Failure> {
     println!("registered {} nodes", names.len());
     let fleet = Arc::new(Fleet {
         client: client.clone(),
+        workers: thread_of_workers()?,
         gangs: Gangs::new(options.pace),
         silent: names.iter().map(|name| (name.clone(), watch::Sender::new(false))).collect(),
         pods: Mutex::default(),
@@ -80,6 +86,15 @@ pub async fn run(client: Client, options: Options) -> Result<(), Failure> {
         done = obey(Arc::clone(&fleet), options.orders) => done,
         done = follow(fleet) => done,
     }
+}
+
+/// Runs what is spawned on it, for as long as the process lives.
+fn thread_of_workers() -> Result<Handle, Failure> {
+    let runtime = Builder::new_current_thread().enable_all().build()?;
+    let handle = runtime.handle().clone();
+    let run = move || runtime.block_on(std::future::pending::<()>());
+    std::thread::Builder::new().name("workers".to_string()).spawn(run)?;
+    Ok(handle)
 }
 
 async fn register(client: &Client, names: &[String], options: &Options) -> Result<(), Failure> {
@@ -250,6 +265,7 @@ impl Fleet {
                 Some(birth) => {
                     let (forward, endings) = mpsc::channel(4);
                     let run = worker::run(birth, self.gangs.clone(), silent.clone(), endings);
+                    let mut run = EndedWith(self.workers.spawn(run));
                     let relay = async {
                         while let Some(ending) = asked.recv().await {
                             let _ = forward.try_send(ending);
@@ -262,7 +278,7 @@ impl Fleet {
                         std::future::pending::<()>().await
                     };
                     tokio::select! {
-                        exit = run => exit?,
+                        exit = &mut run.0 => exit??,
                         () = relay => worker::EXIT_KILLED,
                     }
                 }
@@ -352,6 +368,15 @@ impl Fleet {
         let how = PostParams::default();
         let made = accounts.create_token_request(&account, &how, &request).await?;
         Ok(made.status.map(|status| status.token).unwrap_or_default())
+    }
+}
+
+/// A worker whose pod is given up ends with it.
+struct EndedWith<T>(JoinHandle<T>);
+
+impl<T> Drop for EndedWith<T> {
+    fn drop(&mut self) {
+        self.0.abort();
     }
 }
 

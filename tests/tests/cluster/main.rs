@@ -2,8 +2,10 @@
 //! so they run one after the other (`--test-threads=1`): `tests/run cluster`.
 
 mod install;
+mod jobs;
 mod life;
 mod moe;
 #[path = "../../../operator/plan/tests/manifests/mod.rs"]
 mod manifests;
+mod recovery;
 mod refused;
