@@ -113,8 +113,13 @@ impl Writer {
 
     /// Does all of them, some at a time; the results are in the order of the writes.
     pub async fn write_all(&self, writes: Vec<Write>) -> Vec<Written> {
-        let each = writes.into_iter().map(|write| self.write(write));
-        futures::stream::iter(each).buffered(WRITES_MAX).collect().await
+        let each = writes.into_iter().enumerate();
+        let each = each.map(|(index, write)| async move { (index, self.write(write).await) });
+        // A slow one holds up no other.
+        let done = futures::stream::iter(each).buffer_unordered(WRITES_MAX);
+        let mut done: Vec<(usize, Written)> = done.collect().await;
+        done.sort_unstable_by_key(|(index, _)| *index);
+        done.into_iter().map(|(_, written)| written).collect()
     }
 
     pub async fn write(&self, write: Write) -> Written {

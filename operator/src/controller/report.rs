@@ -16,6 +16,8 @@ use std::time::Duration;
 const PROGRESS_EVERY: Millis = 10_000;
 /// While a job comes up one change follows the other; they are written together.
 const SETTLE: Millis = 400;
+/// While its workers start, the record of the attempt is what follows: it tells all at once.
+const SETTLE_STARTING: Millis = 5_000;
 /// After a write that failed: 1 s, 2 s, 4 s, ... up to this.
 const RETRY_MAX: Millis = 60_000;
 
@@ -116,7 +118,7 @@ impl Report {
     }
 
     /// Whether the status is to be written now; else `due` says when to look again.
-    fn is_due(&mut self, status: &MoeJobStatus, now: Millis) -> bool {
+    fn is_due(&mut self, status: &MoeJobStatus, starting: bool, now: Millis) -> bool {
         self.due = None;
         if self.in_flight || same(status, &self.written) {
             return false;
@@ -126,7 +128,12 @@ impl Report {
             false => {
                 let coming_up = matches!(status.phase.as_str(), "Pending" | "Starting");
                 let since = *self.changed_at.get_or_insert(now);
-                since + if coming_up { SETTLE } else { 0 }
+                since
+                    + match (coming_up, starting) {
+                        (true, true) => SETTLE_STARTING,
+                        (true, false) => SETTLE,
+                        (false, _) => 0,
+                    }
             }
         };
         let at = at.max(self.not_before);
@@ -171,7 +178,12 @@ impl JobState {
         }
         let status = self.status_of(&self.tracker, now);
         self.figures(&status);
-        if self.report.is_due(&status, now) {
+        // Nothing is amiss with them, or a person would be told at once.
+        let starting = self.failure.is_none()
+            && self.workers.troubles().is_empty()
+            && self.tracker.observed.record.attempt == 0
+            && !self.tracker.observed.workers.is_empty();
+        if self.report.is_due(&status, starting, now) {
             let write = self.report.write(&self.id, status, now);
             self.send_aside(Origin::Status, write);
         }
@@ -313,19 +325,21 @@ mod tests {
     fn changes_are_written_at_once_and_progress_every_ten_seconds() {
         let mut report = report();
         // While it comes up, what follows closely is written together.
-        assert!(!report.is_due(&status("Pending", 0), 1_000));
+        assert!(!report.is_due(&status("Pending", 0), true, 1_000));
+        assert_eq!(report.due, Some(1_000 + SETTLE_STARTING));
+        assert!(!report.is_due(&status("Pending", 0), false, 1_000));
         assert_eq!(report.due, Some(1_000 + SETTLE));
-        assert!(report.is_due(&status("Starting", 0), 1_000 + SETTLE));
+        assert!(report.is_due(&status("Starting", 0), false, 1_000 + SETTLE));
         assert_eq!(write(&mut report, status("Starting", 0), 1_500), "10");
-        assert!(!report.is_due(&status("Running", 1), 1_600), "one write at a time");
+        assert!(!report.is_due(&status("Running", 1), false, 1_600), "one write at a time");
         report.written(&Ok(Some("11".into())), 1_700);
-        assert!(report.is_due(&status("Running", 1), 1_700));
+        assert!(report.is_due(&status("Running", 1), false, 1_700));
         assert_eq!(write(&mut report, status("Running", 1), 1_700), "11");
         report.written(&Ok(Some("12".into())), 1_800);
-        assert!(!report.is_due(&status("Running", 2), 1_900), "progress alone");
+        assert!(!report.is_due(&status("Running", 2), false, 1_900), "progress alone");
         assert_eq!(report.due, Some(11_700));
-        assert!(report.is_due(&status("Running", 50), 11_700));
-        assert!(!report.is_due(&status("Running", 1), 60_000), "unchanged");
+        assert!(report.is_due(&status("Running", 50), false, 11_700));
+        assert!(!report.is_due(&status("Running", 1), false, 60_000), "unchanged");
         assert_eq!(report.due, None);
     }
 
@@ -335,7 +349,7 @@ mod tests {
         write(&mut report, status("Running", 1), 0);
         report.written(&Ok(None), 0);
         let other = MoeJobStatus { record: "r".into(), ..status("Running", 1) };
-        assert!(!report.is_due(&other, 60_000) && report.due.is_none());
+        assert!(!report.is_due(&other, false, 60_000) && report.due.is_none());
     }
 
     #[test]
@@ -343,12 +357,12 @@ mod tests {
         let mut report = report();
         write(&mut report, status("Running", 1), 0);
         report.written(&Err(crate::apply::ApplyError::Conflict), 100);
-        assert!(!report.is_due(&status("Running", 1), 200));
+        assert!(!report.is_due(&status("Running", 1), false, 200));
         assert_eq!(report.due, Some(1_100));
         report.on_version("9");
-        assert!(!report.is_due(&status("Running", 1), 200), "older than what is known");
+        assert!(!report.is_due(&status("Running", 1), false, 200), "older than what is known");
         report.on_version("15");
-        assert!(report.is_due(&status("Running", 1), 200));
+        assert!(report.is_due(&status("Running", 1), false, 200));
         assert_eq!(write(&mut report, status("Running", 1), 200), "15");
     }
 

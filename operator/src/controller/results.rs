@@ -85,7 +85,8 @@ impl JobState {
 
     fn recorded(&mut self, action: &Action) {
         match action {
-            Action::RecordAttempt(gang) => {
+            // The first one is what everybody expects: the status tells it.
+            Action::RecordAttempt(gang) if gang.attempt > 1 => {
                 let (attempt, nodes, step) = (gang.attempt, gang.members.len(), gang.resumed_at);
                 let note = format!("attempt {attempt} on {nodes} nodes from step {step}");
                 self.event(false, "AttemptStarted", note);
