@@ -336,7 +336,7 @@ pub fn namespace(binding: Option<&Value>, namespace: &str) -> Check {
         None => {
             let text = format!("{namespace} has no RoleBinding moejob-jobs: jobs there do not run");
             Check::new(NAME, State::Missing, text)
-                .advice("add it: docs/install.md, Namespaces (a kustomization of four lines)")
+                .advice("add it by a kustomization of two lines: docs/install.md, Namespaces")
         }
     }
 }

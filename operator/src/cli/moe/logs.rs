@@ -148,7 +148,8 @@ impl<'a> Reading<'a> {
             return;
         }
         let log = self.merge.open(now());
-        self.speakers.push(Speaker::new(&self.job, &pod.name, &pod.node));
+        let whole = self.args.tail.is_none() && self.args.since.is_none();
+        self.speakers.push(Speaker::new(&self.job, &pod.name, &pod.node, whole));
         self.open += 1;
         let params = LogParams {
             container: Some(CONTAINER.to_string()),

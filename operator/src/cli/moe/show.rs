@@ -165,7 +165,8 @@ fn facts(job: &JobView, now: Millis) -> Vec<(&'static str, String)> {
         spares => format!(", {spares} spares"),
     };
     let on = status.placement.as_ref().map(|of| format!(" ({})", of.ranks.join(", ")));
-    facts.push(("Nodes", format!("{}{}{spares}", status.nodes.summary, on.unwrap_or_default())));
+    let nodes = if status.nodes.summary.is_empty() { "none" } else { &status.nodes.summary };
+    facts.push(("Nodes", format!("{nodes}{}{spares}", on.unwrap_or_default())));
     if let (Some(mesh), Some(placement)) = (&status.mesh, &status.placement) {
         facts.push((
             "Mesh",

@@ -26,9 +26,12 @@ pub struct Speaker {
 }
 
 impl Speaker {
-    /// Until its log says more, what the status says of it.
-    pub fn new(job: &JobView, pod: &str, node: &str) -> Speaker {
-        let rank = job.rank_of(pod);
+    /// A log that is read from its beginning tells who speaks. Of one whose end alone is read the
+    /// newest gang tells.
+    pub fn new(job: &JobView, pod: &str, node: &str, whole: bool) -> Speaker {
+        let members = job.members();
+        let place = members.iter().position(|(worker, _)| worker == pod).filter(|_| !whole);
+        let rank = place.and_then(|place| u32::try_from(place).ok());
         let born = attempt_and_slot(pod).map_or(0, |(attempt, _)| attempt);
         let attempt = if rank.is_some() { job.status.attempt } else { born };
         Speaker { pod: pod.to_string(), node: node.to_string(), rank, attempt }
@@ -46,6 +49,9 @@ impl Speaker {
         } else if let Some((_, rest)) = line.split_once(" spare in attempt ") {
             self.rank = None;
             self.attempt = number(rest).unwrap_or(self.attempt);
+        } else if ["{\"step\":", "{\"time\":"].iter().any(|start| line.starts_with(start)) {
+            // Metrics and events are rank 0's alone.
+            self.rank = Some(0);
         }
     }
 
@@ -125,7 +131,7 @@ mod tests {
 
     fn speaker() -> Speaker {
         let job = JobView::read(&object("a", json!({"phase": "Running"})));
-        Speaker::new(&job, "a-a1-3", "worker-1")
+        Speaker::new(&job, "a-a1-3", "worker-1", true)
     }
 
     const STEP: &str = r#"{"step":12,"loss":2.31456,"auxLoss":1.0,"zLoss":0.0,"gradNorm":1.0,
@@ -144,6 +150,8 @@ mod tests {
         assert!(speaker.is_wanted(&[0], Some(2)) && !speaker.is_wanted(&[], Some(1)));
         speaker.hear("2026-11-21T17:00:19.1Z  INFO spare in attempt 3 attempt=3");
         assert_eq!((speaker.rank, speaker.attempt), (None, 3));
+        speaker.hear(STEP);
+        assert_eq!(speaker.rank, Some(0));
     }
 
     #[test]
