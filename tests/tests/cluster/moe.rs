@@ -178,7 +178,7 @@ fn a_lost_pod_is_told(logs: &Running) {
         entry["details"].to_string().contains("trained on after").then_some(())
     });
     let shown = state("plugged");
-    for part in ["submitted", "allocated ", "began attempt 1", "attempt 1 ended: ", "What to do:"] {
+    for part in ["submitted", "allocated ", "attempt 1 ended: ", "began attempt 2", "What to do:"] {
         assert!(shown.contains(part), "{part}\n{shown}");
     }
 }

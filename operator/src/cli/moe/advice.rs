@@ -12,8 +12,8 @@ pub fn advice(job: &JobView, pods: &[PodView]) -> Vec<String> {
     let mut advice = match (job.phase(), reason) {
         ("Deleting", _) => vec!["nothing: it is being deleted, and its checkpoints stay".into()],
         ("Submitted", _) => vec![format!(
-            "no operator has looked at it. `kubectl moe doctor` says whether one runs, and whether \
-             it may work in the namespace {}",
+            "wait a few seconds for an operator to tell of it. If none does, `kubectl moe doctor` \
+             says whether one runs, and whether it may work in the namespace {}",
             job.namespace
         )],
         ("Held", _) => vec![format!("kubectl moe release {name}, when it is to go on")],

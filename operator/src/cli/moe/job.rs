@@ -112,7 +112,7 @@ impl JobView {
             recent(recovery.attempt).then(|| recovery.cause.clone())
         };
         let reason = match self.phase() {
-            "Submitted" => Some("no operator has looked at it; try `kubectl moe doctor`".into()),
+            "Submitted" => Some("no operator has told of it yet".to_string()),
             "Held" => Some("until `kubectl moe release`".to_string()),
             "Invalid" | "Pending" | "Starting" => message("Planned"),
             "Recovering" => match self.condition("Planned") {
@@ -247,10 +247,7 @@ pub mod tests {
             let status = json!({"phase": phase, "conditions": [condition]});
             view(&move |object| object["status"] = status.clone())
         };
-        assert_eq!(
-            view(&|_| ()),
-            "Submitted: no operator has looked at it; try `kubectl moe doctor`"
-        );
+        assert_eq!(view(&|_| ()), "Submitted: no operator has told of it yet");
         let held = |phase: &'static str| {
             view(&move |object| {
                 object["spec"]["suspend"] = json!(true);
