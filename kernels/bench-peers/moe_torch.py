@@ -5,7 +5,7 @@
 
 torch._grouped_mm over sorted rows, forward + backward with the router, compiled and eager. A
 token's rows are summed by a gather into slot order and a sum (gather), or by adding each row to
-its token with atomics (index_add), as most published layers over grouped_mm do. Everything is
+its token with atomics (index_add). Everything is
 bf16, weight gradients too, but the scores (softmax in fp32). Prints `case | mode | ms | MiB` a
 line; ms is the median under sustained load, MiB the peak above weights, inputs and gradients.
 --ceilings: what cuBLAS and a copy reach in the same way. --peers: also ScatterMoE, SonicMoE and
