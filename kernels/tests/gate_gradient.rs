@@ -370,3 +370,35 @@ fn the_cosine_gate_and_masks() {
         assert_eq!(rest, once[30 * dim..], "the mask belongs to the token");
     }
 }
+
+/// Instruction sets and threads change no bit, and f32 is near f64.
+#[test]
+fn the_gate_gives_the_same_bits_everywhere() {
+    let (t, e, k) = (150, 21, 3);
+    let mut random = Random::new(60_000);
+    let (logits, raw) = (random.reals(t * e, 2.0), random.reals(t * e, 1.0));
+    for learned in [false, true] {
+        let mut case = Case { learned, norm_topk: true, segments: 3, ..Case::new(t, e, k) };
+        case.draw = Some(Draw { seed: 1, step: 2, layer: 3, first_token: 4 });
+        case.capacity = Some(25);
+        if !learned {
+            (case.noise, case.tutel) = (Some(0.4), Some(0.4));
+        }
+        common::check_exact("gate", 2e-4, |bed| {
+            let forward = case.run(bed, &logits, &raw);
+            let dstats: Vec<f64> = (0..3 * 3 * e).map(|i| (i % 7) as f64 * 0.1).collect();
+            let op = GateBackward {
+                forward,
+                z_coef: 0.3,
+                entropy_coef: 0.2,
+                dweights: bed.input(t * k),
+                dstats: bed.plan_f64(&dstats),
+                dlogits: bed.output(t * e),
+                d_raw: learned.then(|| bed.output(t * e)),
+            };
+            bed.device.gate_backward(&op);
+            let outputs = [forward.probs, forward.weights, forward.stats, op.dlogits];
+            outputs.into_iter().chain(op.d_raw).collect()
+        });
+    }
+}

@@ -121,7 +121,7 @@ fn good_manifests_pass() {
     let base = read(BASE);
     assert_eq!(refused(&base, None), Vec::<String>::new());
     assert_eq!(refused(&base, Some(&base)), Vec::<String>::new());
-    for example in ["01-first-run", "02-elastic"] {
+    for example in ["01-first-run", "02-elastic", "04-routers"] {
         let path = format!("{}/../../examples/{example}.yaml", env!("CARGO_MANIFEST_DIR"));
         let job = read(&std::fs::read_to_string(path).unwrap());
         assert_eq!(refused(&job, None), Vec::<String>::new(), "{example}");

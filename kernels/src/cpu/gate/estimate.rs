@@ -49,8 +49,10 @@ impl<T: Float> Estimate<'_, T> {
                 }
             }
             Load::Shazeer { .. } => {
+                let best = self.best((self.op.top_k + 1).min(e));
                 for expert in 0..e {
-                    let load = self.margin(expert).map_or(1.0, |margin| normal_cdf(margin.z));
+                    let margin = self.margin(expert, &best);
+                    let load = margin.map_or(1.0, |margin| normal_cdf(margin.z));
                     stats[row::LOAD * e + expert] += load;
                 }
             }
@@ -77,8 +79,9 @@ impl<T: Float> Estimate<'_, T> {
                 }
             }
             Load::Shazeer { .. } => {
+                let best = self.best((self.op.top_k + 1).min(load.len()));
                 for (expert, load) in load.iter().enumerate() {
-                    let Some(margin) = self.margin(expert) else { continue };
+                    let Some(margin) = self.margin(expert, &best) else { continue };
                     let slope = load * normal_pdf(margin.z) / margin.std;
                     if slope == 0.0 {
                         continue;
@@ -98,14 +101,13 @@ impl<T: Float> Estimate<'_, T> {
         best.into_iter().map(|id| id as usize).collect()
     }
 
-    /// By how many deviations a logit lies above the K-th largest of the others. None where each
-    /// expert is chosen whatever the noise.
-    fn margin(&self, expert: usize) -> Option<Margin> {
+    /// By how many deviations a logit lies above the K-th largest of the others, which is one of
+    /// the `best` K + 1. None where each expert is chosen whatever the noise.
+    fn margin(&self, expert: usize, best: &[usize]) -> Option<Margin> {
         let k = self.op.top_k;
         if k >= self.logits.len() {
             return None;
         }
-        let best = self.best(k + 1);
         let threshold = if best[..k].contains(&expert) { best[k] } else { best[k - 1] };
         let raw = self.raw.map_or(0.0, |raw| raw[expert].wide());
         let std = softplus(raw).max(DEVIATION_MIN);
