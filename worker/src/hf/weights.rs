@@ -6,7 +6,7 @@ use crate::checkpoint::{PARTS, Problem, Refusal, Shards, newest_usable, show, va
 use crate::grads::weight_of;
 use crate::model::Model;
 use moejob_kernels::DType;
-use moejob_protocol::model::{Param, Role, RouterConfig};
+use moejob_protocol::model::{Param, Role, RouterConfig, RouterKind};
 use moejob_protocol::{CheckpointManifest, ModelConfig};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -260,7 +260,14 @@ fn computed(model: &ModelConfig) -> ModelConfig {
         balance_loss: moejob_protocol::model::BalanceLoss::None,
         initializer_range: None,
         aux_loss_scope: moejob_protocol::model::AuxLossScope::MicroBatch,
+        // The K best experts with a capacity are the K best without one where there is room.
+        kind: match model.router.kind {
+            RouterKind::Switch | RouterKind::Tutel => RouterKind::TopK,
+            kind => kind,
+        },
         capacity_factor: 0.0,
+        eval_capacity_factor: 0.0,
+        batch_prioritized: false,
         bias_update_rate: 0.0,
         jitter: 0.0,
         input_dropout: 0.0,
