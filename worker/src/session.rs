@@ -326,6 +326,15 @@ impl Session {
         if config.rank.is_some_and(|rank| rank as usize >= world) {
             return Some(format!("rank {:?} of {world}", config.rank));
         }
+        let ranks = config.ranks.max(1);
+        let one_workers = |rank: u32| {
+            let first = rank as usize;
+            let own = config.members.get(first..first.saturating_add(ranks as usize));
+            own.is_some_and(|own| own.iter().all(|member| member.worker == own[0].worker))
+        };
+        if let Some(rank) = config.rank.filter(|rank| !one_workers(*rank)) {
+            return Some(format!("{ranks} ranks from {rank} on that are not one worker's"));
+        }
         let mut members = config.members.iter().zip(0..);
         if members.any(|(member, rank)| member.rank != rank) {
             return Some("members that are not in rank order".to_string());

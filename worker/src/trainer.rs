@@ -379,6 +379,11 @@ pub fn unsupported(config: &WorkerConfig) -> Option<Failure> {
             },
             "model.router.auxLossScope: hf goes with dropless top-k and balanceLoss switch",
         ),
+        (
+            config.ranks != 1,
+            "nodes.profile: a rank a device needs CUDA devices, and this worker trains on its \
+             processors",
+        ),
         (mesh.pp > 1 || mesh.tp > 1 || mesh.cp > 1, "parallelism: expert and data alone"),
         (!config.layout.covers(model), "the placement leaves an expert without a rank"),
     ];

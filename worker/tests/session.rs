@@ -194,6 +194,7 @@ fn config(attempt: u32, seat: &str, edits: &[&str]) -> WorkerConfig {
             orphan_timeout_ms: ORPHAN_MS,
             memory_every_steps: 10,
         },
+        ranks: 1,
         threads: 1,
     };
     for edit in edits {
@@ -204,6 +205,7 @@ fn config(attempt: u32, seat: &str, edits: &[&str]) -> WorkerConfig {
             "other-attempt" => config.attempt += 1,
             "missing-member" => drop(config.members.pop()),
             "shuffled" => config.members.reverse(),
+            "two-ranks" => config.ranks = 2,
             "bad-mesh" => config.layout.mesh.ep = 7,
             _ => panic!("an unknown edit: {edit}"),
         }

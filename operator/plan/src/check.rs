@@ -4,7 +4,7 @@
 //! so too before it applies one. Two properties need more than one plan and are left to the tests:
 //! equal inputs give equal plans, and a converged job has no actions.
 
-use crate::decide::{Action, Plan};
+use crate::decide::{Action, Plan, each_rank};
 use crate::observed::{Gang, Observed, Outcome, Worker, WorkerState};
 use moejob_protocol::config::{Resume, WorkerConfig};
 use std::collections::BTreeSet;
@@ -211,13 +211,15 @@ impl<'a> Checker<'a> {
         self.demand(mesh.is_valid() && gang.layout.covers(&observed.template.model), || {
             of("an expert group lacks an expert")
         });
-        self.demand(members.iter().map(|member| member.rank).eq(0..mesh.world()), || {
+        let ranks = observed.template.ranks;
+        let all = each_rank(members, ranks);
+        self.demand(all.iter().map(|member| member.rank).eq(0..mesh.world()), || {
             of("the ranks are not 0..world")
         });
         let workers: BTreeSet<&str> = members.iter().map(|of| of.worker.as_str()).collect();
         let places: BTreeSet<&str> = members.iter().map(|of| of.node.as_str()).collect();
         self.demand(workers.len() == members.len() && places.len() == members.len(), || {
-            of("two ranks on one worker or node")
+            of("two members on one worker or node")
         });
         let known =
             wanted.sizes.iter().any(|size| (size.nodes, &size.layout) == (nodes, &gang.layout));
@@ -254,7 +256,7 @@ impl<'a> Checker<'a> {
         for (name, config) in &configs {
             let same = config.digest == gang.digest
                 && config.layout == gang.layout
-                && config.members == gang.members
+                && config.members == each_rank(&gang.members, config.ranks)
                 && config.resume.step() == gang.resumed_at
                 && config.resume == configs[0].1.resume;
             self.demand(same, || of(&format!("{name} is told something else than is recorded")));
@@ -284,7 +286,7 @@ impl<'a> Checker<'a> {
                 let shards = sources.iter().map(|source| source.shard);
                 self.demand(shards.eq(0..layout.mesh.world()), || of("not each shard once"));
                 for source in sources {
-                    let sender = (gang.members.get(source.from as usize))
+                    let sender = gang.member_of(source.from)
                         .and_then(|member| observed.worker(&member.worker));
                     let holds = sender.is_some_and(|worker| {
                         worker.held.iter().any(|held| {

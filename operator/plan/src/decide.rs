@@ -9,6 +9,8 @@ mod begin;
 mod health;
 mod resume;
 
+pub(crate) use begin::each_rank;
+
 use crate::observed::{
     Gang, Millis, Observed, Outcome, Size, StopCause, Worker, WorkerState,
 };

@@ -73,6 +73,7 @@ pub fn template(job: &Job, venue: Venue, job_uid: &str, places: &Places) -> Work
             orphan_timeout_ms: job.orphan_timeout(venue),
             memory_every_steps: job.recovery.memory_every_steps,
         },
+        ranks: job.profile.ranks,
         threads: 0,
     }
 }

@@ -133,6 +133,7 @@ pub struct Gang {
     pub attempt: u32,
     pub digest: String,
     pub layout: Layout,
+    /// One a worker, with its first rank; ascending.
     pub members: Vec<Member>,
     pub resumed_at: u64,
     pub started_at: Millis,
@@ -144,6 +145,21 @@ pub struct Gang {
     pub broken: Option<(Millis, String)>,
     /// When it was over: no member takes part any more.
     pub ended: Option<Millis>,
+    /// A leader before this one began it, and may not have told everybody. Not in the record.
+    pub inherited: bool,
+}
+
+impl Gang {
+    /// Ranks of each worker: one a device.
+    pub fn ranks_a_worker(&self) -> u32 {
+        let workers = u32::try_from(self.members.len()).unwrap_or(u32::MAX);
+        self.layout.mesh.world().checked_div(workers).unwrap_or(1).max(1)
+    }
+
+    /// Whose rank this is.
+    pub fn member_of(&self, rank: u32) -> Option<&Member> {
+        self.members.get((rank / self.ranks_a_worker()) as usize)
+    }
 }
 
 /// Why a gang was asked to stop at the end of a step.

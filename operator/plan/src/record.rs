@@ -203,24 +203,25 @@ fn gang_line(gang: &Gang) -> GangLine {
 }
 
 fn gang(line: GangLine) -> Gang {
-    let members = (0..).zip(line.members).map(|(rank, (worker, node, address))| Member {
-        rank,
-        worker,
-        node,
-        address,
-    });
-    Gang {
+    let member = |(worker, node, address)| Member { rank: 0, worker, node, address };
+    let mut gang = Gang {
         attempt: line.attempt,
         digest: line.digest,
         layout: line.layout,
-        members: members.collect(),
+        members: line.members.into_iter().map(member).collect(),
         resumed_at: line.resumed_at,
         started_at: line.started_at,
         stepped: line.stepped,
         stop_requested: line.stop_requested.map(|(stop, at)| (cause(stop), at)),
         broken: line.broken,
         ended: line.ended,
+        inherited: false,
+    };
+    let ranks = gang.ranks_a_worker();
+    for (index, member) in (0..).zip(&mut gang.members) {
+        member.rank = index * ranks;
     }
+    gang
 }
 
 fn stop(cause: StopCause) -> Stop {
@@ -322,6 +323,7 @@ mod tests {
             stop_requested: Some((StopCause::Withdrawn, 5)),
             broken: Some((7, "rank 1 went silent".into())),
             ended: Some(9),
+            inherited: false,
         };
         let record = Record {
             job_uid: "uid".into(),

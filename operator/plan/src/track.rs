@@ -76,6 +76,9 @@ impl Tracker {
         if !record.job_uid.is_empty() && record.job_uid != observed.template.job_uid {
             *record = Record { attempt: record.attempt, ..Record::default() };
         }
+        if let Some(gang) = &mut record.gang {
+            gang.inherited = true;
+        }
         let (recoveries, step_times, last_words, joined) = Default::default();
         let (last_step, taken, parted) = (0, 0, None);
         Tracker { observed, recoveries, step_times, last_step, last_words, joined, taken, parted }
@@ -159,8 +162,21 @@ impl Tracker {
             }
             Action::NoteStop => self.observed.record.stopping_since = Some(now),
             Action::WithdrawStop => self.withdraw_stop(),
-            Action::Finish(outcome) => self.observed.record.outcome = Some(outcome.clone()),
+            Action::Finish(outcome) => self.finish(outcome),
         }
+    }
+
+    /// Whoever says first that all is done has seen the last step and its checkpoint, also where
+    /// the rank that reports both is heard later.
+    fn finish(&mut self, outcome: &Outcome) {
+        let observed = &mut self.observed;
+        if let Outcome::Complete { step } = outcome {
+            observed.record.step = observed.record.step.max(*step);
+            if observed.stored.as_ref().is_none_or(|stored| stored.step < *step) {
+                observed.stored = Some(Stored { step: *step, name: directory_name(*step) });
+            }
+        }
+        observed.record.outcome = Some(outcome.clone());
     }
 
     fn started(&mut self, name: &str, node: &str, now: Millis) {
@@ -209,7 +225,8 @@ impl Tracker {
     fn parting(&self) -> Option<(String, String)> {
         let (mut from, mut lost) = self.parted?;
         let gang = self.observed.gang()?;
-        let member = |rank: u32| gang.members.iter().find(|member| member.rank == rank);
+        let member = |rank: u32| gang.member_of(rank);
+        let same = |a: u32, b: u32| member(a).map(|of| of.rank) == member(b).map(|of| of.rank);
         let lives = |worker: &Worker| {
             !worker.stopping && !worker.is_dead() && worker.state != WorkerState::Silent
         };
@@ -220,7 +237,7 @@ impl Tracker {
         for _ in &gang.members {
             match &self.observed.worker(&member(lost)?.worker)?.state {
                 WorkerState::Left { reason: LeftReason::PeerLost { rank }, .. }
-                    if *rank != from =>
+                    if !same(*rank, from) =>
                 {
                     (from, lost) = (lost, *rank);
                 }

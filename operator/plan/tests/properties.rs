@@ -70,6 +70,7 @@ fn setups() -> impl Strategy<Value = Setup> {
             max,
             spares,
             nodes: max + spares + extra,
+            devices: 1 + u32::from(experts % 3 == 0),
             experts,
             steps: 60,
             memory_every: memory,

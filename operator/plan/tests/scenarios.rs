@@ -212,6 +212,7 @@ fn setup(settings: &[&str]) -> Setup {
             "max" => setup.max = value as u32,
             "spares" => setup.spares = value as u32,
             "nodes" => setup.nodes = value as u32,
+            "devices" => setup.devices = value as u32,
             "experts" => setup.experts = value as u32,
             "steps" => setup.steps = value,
             "memory" => setup.memory_every = value,
@@ -255,7 +256,7 @@ fn actions(plan: &Plan) -> String {
             }
             Action::Configure { name, config } => {
                 configured.push(name.as_str());
-                if configured.len() < config.members.len() {
+                if configured.len() * (config.ranks as usize) < config.members.len() {
                     continue;
                 }
                 format!("configure {}: {}", configured.join(" "), resume(&config.resume))

@@ -217,6 +217,7 @@ fn a_step_counts_once_whoever_reports_it() {
 fn the_record_of_another_job_counts_no_further_than_its_attempt() {
     let world = running(Setup::default());
     let mut observed = world.observed().clone();
+    observed.record.gang.iter_mut().for_each(|gang| gang.inherited = true);
     assert_eq!(Tracker::new(observed.clone()).observed.record, observed.record);
     observed.template.job_uid = "another".to_string();
     let record = Tracker::new(observed).observed.record;

@@ -16,7 +16,7 @@ pub struct WorkerConfig {
     /// The rank of this worker; none for a spare, which connects and waits.
     pub rank: Option<u32>,
     pub layout: Layout,
-    /// One entry a rank, ascending.
+    /// One entry a rank, ascending; the ranks of one worker follow each other.
     pub members: Vec<Member>,
     pub resume: Resume,
     pub model: ModelConfig,
@@ -27,6 +27,9 @@ pub struct WorkerConfig {
     pub data: DataConfig,
     pub checkpoint: CheckpointConfig,
     pub recovery: RecoveryConfig,
+    /// Ranks of each worker, one a device: `rank` and those that follow it.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub ranks: u32,
     /// Kernel threads of this worker; 0 lets it choose.
     pub threads: u32,
 }
@@ -46,6 +49,14 @@ impl WorkerConfig {
     pub fn micro_batches(&self) -> u32 {
         self.training.global_batch_size / self.training.micro_batch_size
     }
+}
+
+fn one() -> u32 {
+    1
+}
+
+fn is_one(ranks: &u32) -> bool {
+    *ranks == 1
 }
 
 /// A ranked worker as its peers reach it.

@@ -154,6 +154,7 @@ impl Job {
                 orphan_timeout_ms: 0,
                 memory_every_steps: 3,
             },
+            ranks: 1,
             threads: 1,
         };
         Job { folder, config }

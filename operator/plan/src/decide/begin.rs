@@ -70,10 +70,11 @@ impl<'o> Planner<'o> {
         let observed = self.observed;
         let attempt = observed.record.attempt + 1;
         let Start { chosen, resume, source } = choose(observed, candidates, size.nodes as usize);
+        let ranks = observed.template.ranks;
         let members: Vec<Member> = (0..)
             .zip(&chosen)
-            .map(|(rank, worker)| Member {
-                rank,
+            .map(|(index, worker)| Member {
+                rank: index * ranks,
                 worker: worker.name.clone(),
                 node: worker.node.clone(),
                 address: worker.address.clone().unwrap_or_default(),
@@ -83,7 +84,7 @@ impl<'o> Planner<'o> {
             attempt,
             rank: None,
             layout: size.layout.clone(),
-            members: members.clone(),
+            members: each_rank(&members, ranks),
             resume,
             ..observed.template.clone()
         };
@@ -97,17 +98,18 @@ impl<'o> Planner<'o> {
             attempt,
             digest: config.digest.clone(),
             layout: size.layout.clone(),
-            members,
+            members: members.clone(),
             resumed_at: config.resume.step(),
             started_at: self.now,
             stepped: false,
             stop_requested: None,
             broken: None,
             ended: None,
+            inherited: false,
         })));
-        for (rank, worker) in (0..).zip(&chosen) {
+        for Member { rank, worker, .. } in members {
             let config = Box::new(WorkerConfig { rank: Some(rank), ..config.clone() });
-            self.act(Action::Configure { name: worker.name.clone(), config });
+            self.act(Action::Configure { name: worker, config });
         }
     }
 
@@ -245,4 +247,14 @@ impl<'o> Planner<'o> {
             }
         }
     }
+}
+
+/// Of each worker, all its ranks.
+pub(crate) fn each_rank(members: &[Member], ranks: u32) -> Vec<Member> {
+    let of = |member: &Member| {
+        let first = member.rank;
+        let member = member.clone();
+        (first..first + ranks).map(move |rank| Member { rank, ..member.clone() })
+    };
+    members.iter().flat_map(of).collect()
 }

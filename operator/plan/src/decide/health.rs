@@ -53,6 +53,8 @@ impl<'o> Planner<'o> {
             Some(Standing::AfterStop(what)) => (false, Some(what)),
             // Without a step in between, trying again for ever must end some day.
             Some(Standing::Fenced(what)) => (!gang.stepped, Some(what)),
+            // No worker's fault: its leader was lost before it had told everybody.
+            Some(Standing::Outside(what)) if gang.inherited && !gang.stepped => (false, Some(what)),
             Some(Standing::Dragged(what) | Standing::Outside(what) | Standing::Lost(what)) => {
                 (true, Some(what))
             }
@@ -109,8 +111,8 @@ impl<'o> Planner<'o> {
             LeftReason::Error { message } => Standing::Lost(format!("left: {message}")),
             LeftReason::PeerLost { rank } => {
                 let what = format!("lost rank {rank}");
-                let peer = gang.members.iter().find(|member| member.rank == *rank);
-                let state = peer
+                let state = gang
+                    .member_of(*rank)
                     .and_then(|member| self.observed.worker(&member.worker))
                     .map(|worker| &worker.state);
                 match state {

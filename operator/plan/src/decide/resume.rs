@@ -61,7 +61,7 @@ pub(super) fn choose<'o>(
     let (resume, source) = match (found, stored) {
         (Some((snapshot, layout, _)), _) => {
             let Snapshot { step, attempt } = snapshot;
-            let sources = sources(layout, snapshot, &chosen);
+            let sources = sources(layout, snapshot, &chosen, observed.template.ranks);
             let layout = layout.clone();
             let source = format!("the memory of attempt {attempt}");
             (Resume::Memory { step, attempt, layout, sources }, source)
@@ -117,14 +117,21 @@ fn cover(
 }
 
 /// Who sends each shard: of those that hold it, the one that sends the fewest so far.
-fn sources(layout: &Layout, snapshot: Snapshot, chosen: &[&Worker]) -> Vec<ShardSource> {
+/// All ranks of a worker reach what it holds, so they take turns.
+fn sources(
+    layout: &Layout,
+    snapshot: Snapshot,
+    chosen: &[&Worker],
+    ranks: u32,
+) -> Vec<ShardSource> {
     let mut sends = vec![0u32; chosen.len()];
     (0..layout.mesh.world())
         .filter_map(|shard| {
-            let holders = (0..chosen.len()).filter(|rank| holds(chosen[*rank], snapshot, shard));
-            let from = holders.min_by_key(|rank| sends[*rank])?;
-            sends[from] += 1;
-            Some(ShardSource { shard, from: from as u32 })
+            let holders = (0..chosen.len()).filter(|index| holds(chosen[*index], snapshot, shard));
+            let index = holders.min_by_key(|index| sends[*index])?;
+            let from = index as u32 * ranks + sends[index] % ranks.max(1);
+            sends[index] += 1;
+            Some(ShardSource { shard, from })
         })
         .collect()
 }

@@ -35,6 +35,8 @@ pub struct Setup {
     pub max: u32,
     pub spares: u32,
     pub nodes: u32,
+    /// Ranks of a worker.
+    pub devices: u32,
     /// Experts of the model: no more ranks can share them.
     pub experts: u32,
     pub steps: u64,
@@ -50,6 +52,7 @@ impl Default for Setup {
             max: 4,
             spares: 0,
             nodes: 4,
+            devices: 1,
             experts: 8,
             steps: 100,
             memory_every: 10,
@@ -92,8 +95,9 @@ impl World {
             (1..=max)
                 .map(|nodes| {
                     // The largest number of expert ranks that divides the gang.
-                    let ep = (1..=setup.experts.min(nodes)).rfind(|ep| nodes % ep == 0);
-                    let mesh = Mesh::data_parallel(nodes, ep.unwrap_or(1));
+                    let ranks = nodes * setup.devices;
+                    let ep = (1..=setup.experts.min(ranks)).rfind(|ep| ranks % ep == 0);
+                    let mesh = Mesh::data_parallel(ranks, ep.unwrap_or(1));
                     Size { nodes, layout: Layout::contiguous(mesh) }
                 })
                 .collect()
@@ -114,7 +118,7 @@ impl World {
                 suspend: false,
                 venue: Venue::Local,
             },
-            template: job::template(&setup),
+            template: WorkerConfig { ranks: setup.devices, ..job::template(&setup) },
             nodes: (0..setup.nodes).map(node).collect(),
             workers: Vec::new(),
             record: Record::default(),
@@ -406,7 +410,9 @@ impl World {
         let (Some(rank), Some(sim)) = (gone, sim) else {
             return false;
         };
-        sim.leave(LeftReason::PeerLost { rank: rank as u32 });
+        // Whichever of its ranks was the first to miss it.
+        let devices = self.setup.devices;
+        sim.leave(LeftReason::PeerLost { rank: rank as u32 * devices + devices - 1 });
         true
     }
 
@@ -442,7 +448,7 @@ impl World {
             let world = members.len() as u32;
             for (rank, name) in (0u32..).zip(&members) {
                 let sim = self.sims.get_mut(name).expect("members are there");
-                sim.snapshot(attempt, step, shards(rank, world));
+                sim.snapshot(attempt, step, shards(rank, world, self.setup.devices));
             }
             self.beat();
             return true;
@@ -465,9 +471,9 @@ impl World {
             let world = members.len() as u32;
             if stop {
                 // What was stopped with is not yet at the buddy.
-                sim.snapshot(attempt, step, vec![rank]);
+                sim.snapshot(attempt, step, shards(rank, 1, self.setup.devices));
             } else if step % self.setup.memory_every == 0 {
-                sim.snapshot(attempt, step, shards(rank, world));
+                sim.snapshot(attempt, step, shards(rank, world, self.setup.devices));
             }
             if complete {
                 sim.complete(step);
@@ -506,6 +512,8 @@ impl World {
         // What was committed is read from the storage, not from messages.
         let term = u64::from(self.restarts_of_leader);
         let recoveries = self.tracker.recoveries.clone();
+        // Whose the gang was at first is each leader's own knowledge.
+        observed.record.gang.iter_mut().for_each(|gang| gang.inherited = false);
         let saved = Saved { term, record: observed.record, recoveries };
         let line = record::write(&saved);
         let found = record::read(&line).expect("what one leader wrote the next one reads");
@@ -583,9 +591,11 @@ impl World {
     }
 }
 
-/// Ranks whose shards a rank keeps: its own and that of the one before it, whose buddy it is.
-fn shards(rank: u32, world: u32) -> Vec<u32> {
-    let mut shards = vec![rank, (rank + world - 1) % world];
+/// Ranks whose shards a worker keeps: its own and those of the one before it, whose buddy it is.
+fn shards(index: u32, workers: u32, devices: u32) -> Vec<u32> {
+    let before = if workers > 1 { (index + workers - 1) % workers } else { index };
+    let of = |worker: u32| worker * devices..(worker + 1) * devices;
+    let mut shards: Vec<u32> = of(index).chain(of(before)).collect();
     shards.sort_unstable();
     shards.dedup();
     shards

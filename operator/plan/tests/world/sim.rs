@@ -101,7 +101,9 @@ impl Sim {
                 self.rank = config.rank;
                 self.collective = 0;
                 self.report = None;
-                let peers = config.members.iter().map(|member| member.worker.clone()).collect();
+                let mut peers: Vec<String> =
+                    config.members.iter().map(|member| member.worker.clone()).collect();
+                peers.dedup();
                 self.run = Some(Run { attempt: config.attempt, peers });
                 None
             }
