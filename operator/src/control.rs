@@ -13,7 +13,8 @@ use crate::identity::{PodIdentity, ReviewError, Reviewer};
 use moe_worker::control::{FrameError, read_frame, write_frame};
 use moe_worker::listener::chain;
 use moe_worker::tls::{public_key, server_name};
-use moejob_protocol::message::{Frame, HEARTBEAT_MS, Hello};
+use moejob_protocol::config::Member;
+use moejob_protocol::message::{Frame, HEARTBEAT_MS, Hello, Request};
 use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};
 use rustls::ClientConfig;
 use std::collections::HashMap;
@@ -241,6 +242,13 @@ impl Leader {
         let frame = Frame { v: PROTOCOL_VERSION, term: self.term, attempt, body };
         if let Err(mpsc::error::TrySendError::Full(_)) = link.orders.try_send(frame) {
             self.give_up(name, format!("{ORDERS_MAX} orders wait for it"));
+        }
+    }
+
+    /// Asks all of these workers for the same.
+    pub fn request(&mut self, members: &[Member], attempt: u32, request: Request) {
+        for member in members {
+            self.send(&member.worker, attempt, Down::Request(request));
         }
     }
 

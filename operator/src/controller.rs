@@ -27,7 +27,7 @@ use moejob_plan::observed::Millis;
 use moejob_protocol::WorkerConfig;
 use moejob_plan::allocate::{Allocation, Granted, Memory};
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::mpsc;
@@ -366,8 +366,8 @@ impl Controller {
     }
 }
 
-/// A template for a job that has none yet.
-fn empty_template() -> WorkerConfig {
+/// A template for a job that has none yet; read once.
+static EMPTY_TEMPLATE: LazyLock<WorkerConfig> = LazyLock::new(|| {
     use moejob_plan::job::{Job, Venue};
     let text = "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {name: none}\nspec:\n  \
                 nodes: {min: 1}\n  model: {preset: tiny}\n  data: {train: {text: {paths: [none]}}, \
@@ -375,4 +375,4 @@ fn empty_template() -> WorkerConfig {
     let job = Job::read(text.as_bytes()).expect("a valid manifest");
     let places = moejob_plan::pods::places(&job);
     moejob_plan::launch::template(&job, Venue::Kubernetes, "", &places)
-}
+});

@@ -347,10 +347,9 @@ impl Runner {
                 self.leader.send(name, *attempt, Down::Leave { reason: reason.clone() });
             }
             Action::Request { attempt, request, .. } => {
-                let gang = self.tracker.observed.record.gang.clone();
-                for member in gang.iter().flat_map(|gang| &gang.members) {
-                    self.leader.send(&member.worker, *attempt, Down::Request(*request));
-                }
+                let gang = self.tracker.observed.record.gang.as_ref();
+                let members = gang.map_or(&[][..], |gang| &gang.members);
+                self.leader.request(members, *attempt, *request);
             }
             Action::Finish(outcome) => self.record_outcome(outcome),
         }

@@ -1,15 +1,21 @@
 //! The only reader of the cluster: watches, reduced on arrival to what decisions need.
 //!
 //! ```text
-//! watch of MoeJobs, pods, nodes -> reduce -> Change -> the controller's loop -> Cluster
+//! watch of MoeJobs, pods, nodes, PriorityClasses
+//!     -> reduce -> Change -> the controller's loop -> Cluster
 //! ```
 //!
 //! What is not in these types is never kept: a foreign pod is a node, its requests and a phase.
+
+mod cluster;
+
+pub use cluster::{Cluster, Taken};
 
 use crate::identity::Keyring;
 use futures::{Stream, TryStreamExt};
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Container, ContainerStatus, Node, Pod, Secret};
+use k8s_openapi::api::scheduling::v1::PriorityClass;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::api::{Api, ApiResource, DynamicObject};
 use kube::runtime::watcher::{self, watcher};
@@ -19,7 +25,7 @@ use moejob_plan::observed::Millis;
 use moejob_plan::pods::{ANNOTATION_SEAL, CONTAINER, LABEL_JOB_UID};
 use moejob_plan::resources::Resources;
 use moejob_plan::spec::MoeJob;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use tokio::sync::mpsc;
 
@@ -91,6 +97,15 @@ pub struct NodeSeen {
     pub allocatable: Resources,
 }
 
+/// A PriorityClass.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClassSeen {
+    pub name: String,
+    pub value: i32,
+    /// It is that of pods which name none.
+    pub is_default: bool,
+}
+
 /// Something is otherwise than before.
 #[derive(Debug)]
 pub enum Change {
@@ -100,6 +115,8 @@ pub enum Change {
     PodGone(Key),
     Node(NodeSeen),
     NodeGone(Key),
+    Class(ClassSeen),
+    ClassGone(Key),
     /// The first list of this kind is complete.
     Complete(Kind),
 }
@@ -109,68 +126,7 @@ pub enum Kind {
     Jobs,
     Pods,
     Nodes,
-}
-
-/// All that was seen last.
-#[derive(Debug, Default)]
-pub struct Cluster {
-    pub jobs: BTreeMap<Key, JobSeen>,
-    pub pods: HashMap<Key, PodSeen>,
-    pub nodes: BTreeMap<String, NodeSeen>,
-    complete: HashSet<Kind>,
-}
-
-impl Cluster {
-    /// Every kind was listed once.
-    pub fn is_complete(&self) -> bool {
-        self.complete.len() == 3
-    }
-
-    /// What the change replaces is given back.
-    pub fn take(&mut self, change: Change) -> Taken {
-        match change {
-            Change::Job(job) => Taken::Job(key(&job.namespace, &job.name), self.put_job(*job)),
-            Change::JobGone(key) => {
-                let before = self.jobs.remove(&key);
-                Taken::Job(key, before)
-            }
-            Change::Pod(pod) => {
-                let key = Arc::clone(&pod.key);
-                let before = self.pods.insert(Arc::clone(&key), pod);
-                Taken::Pod(key, before)
-            }
-            Change::PodGone(key) => {
-                let before = self.pods.remove(&key);
-                Taken::Pod(key, before)
-            }
-            Change::Node(node) => {
-                let same = self.nodes.get(&node.name) == Some(&node);
-                self.nodes.insert(node.name.clone(), node);
-                if same { Taken::Nothing } else { Taken::Node }
-            }
-            Change::NodeGone(key) => {
-                self.nodes.remove(&*key);
-                Taken::Node
-            }
-            Change::Complete(kind) => {
-                self.complete.insert(kind);
-                Taken::Node
-            }
-        }
-    }
-
-    fn put_job(&mut self, job: JobSeen) -> Option<JobSeen> {
-        self.jobs.insert(key(&job.namespace, &job.name), job)
-    }
-}
-
-/// What a change touched, and what was there before.
-#[derive(Debug)]
-pub enum Taken {
-    Nothing,
-    Job(Key, Option<JobSeen>),
-    Pod(Key, Option<PodSeen>),
-    Node,
+    Classes,
 }
 
 pub fn key(namespace: &str, name: &str) -> Key {
@@ -200,6 +156,11 @@ pub fn follow(client: &Client, keyring: &Arc<Keyring>, to: &mpsc::Sender<Change>
     tokio::spawn(relay(Kind::Nodes, nodes, to.clone(), node_seen, |node| {
         (Arc::from(node.name.as_str()), Change::Node(node))
     }));
+    let classes: Api<PriorityClass> = Api::all(client.clone());
+    let classes = watcher(classes, config());
+    tokio::spawn(relay(Kind::Classes, classes, to.clone(), class_seen, |class| {
+        (Arc::from(class.name.as_str()), Change::Class(class))
+    }));
 }
 
 fn gone(kind: Kind, key: Key) -> Change {
@@ -207,6 +168,7 @@ fn gone(kind: Kind, key: Key) -> Change {
         Kind::Jobs => Change::JobGone(key),
         Kind::Pods => Change::PodGone(key),
         Kind::Nodes => Change::NodeGone(key),
+        Kind::Classes => Change::ClassGone(key),
     }
 }
 
@@ -444,6 +406,14 @@ fn node_seen(node: Node) -> NodeSeen {
     }
 }
 
+fn class_seen(class: PriorityClass) -> ClassSeen {
+    ClassSeen {
+        name: class.metadata.name.unwrap_or_default(),
+        value: class.value,
+        is_default: class.global_default == Some(true),
+    }
+}
+
 /// The operator's Secret.
 pub async fn secret(client: &Client, namespace: &str, name: &str) -> kube::Result<Option<Secret>> {
     Api::<Secret>::namespaced(client.clone(), namespace).get_opt(name).await
@@ -471,7 +441,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn reduced(pod: serde_json::Value, keyring: &Keyring) -> PodSeen {
+    pub(super) fn reduced(pod: serde_json::Value, keyring: &Keyring) -> PodSeen {
         let pod: Pod = serde_json::from_value(pod).expect("a pod");
         pod_seen(pod, keyring, &mut Shared::default())
     }
@@ -534,25 +504,5 @@ mod tests {
         assert_eq!(seen.ended, Some((None, "exit code 137 (OOMKilled)".to_string())));
         let seen = pod(json!({"phase": "Failed", "reason": "Evicted", "message": "disk"}));
         assert_eq!(seen.ended, Some((None, "its pod Failed: Evicted: disk".to_string())));
-    }
-
-    #[test]
-    fn changes_build_the_cluster() {
-        let mut cluster = Cluster::default();
-        let node = NodeSeen {
-            name: "a".into(),
-            labels: BTreeMap::new(),
-            taints: Vec::new(),
-            conditions: BTreeMap::new(),
-            cordoned: false,
-            allocatable: Resources::default(),
-        };
-        assert!(matches!(cluster.take(Change::Node(node.clone())), Taken::Node));
-        assert!(matches!(cluster.take(Change::Node(node)), Taken::Nothing));
-        for kind in [Kind::Jobs, Kind::Pods, Kind::Nodes] {
-            assert!(!cluster.is_complete());
-            cluster.take(Change::Complete(kind));
-        }
-        assert!(cluster.is_complete());
     }
 }

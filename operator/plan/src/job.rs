@@ -7,9 +7,8 @@ use crate::read::Manifest;
 use crate::router;
 use crate::rules;
 use crate::spec::{
-    ActivationName, FieldFilesSpec, FilesSpec, Level, MixturePartSpec, MoeJobSpec, ModelSpec,
-    NumberOrAuto, PrecisionName, Preset, ProfileName, QkNormName, TokenFilesSpec, TokenTypeName,
-    VolumeSpec,
+    ActivationName, FieldFilesSpec, Level, MixturePartSpec, MoeJobSpec, ModelSpec, NumberOrAuto,
+    PrecisionName, Preset, ProfileName, QkNormName, SourceSpec, TokenTypeName, VolumeSpec,
 };
 use moejob_protocol::config::{
     AdamW, Precision, Schedule, TokenType, Tokenizer, ValidationConfig,
@@ -352,18 +351,13 @@ fn data(spec: &MoeJobSpec) -> Data {
     };
     let part = |part: MixturePartSpec| TrainPart {
         weight: Some(part.weight.unwrap_or(0.0)),
-        source: source(part.text, part.jsonl, part.tokens, part.megatron, part.parquet),
+        source: source(part.source()),
     };
     let train = match train.mixture {
         Some(parts) => parts.into_iter().map(part).collect(),
-        None => vec![TrainPart {
-            weight: None,
-            source: source(train.text, train.jsonl, train.tokens, train.megatron, train.parquet),
-        }],
+        None => vec![TrainPart { weight: None, source: source(train.source()) }],
     };
-    let held_out = validation.from.map(|from| {
-        source(from.text, from.jsonl, from.tokens, from.megatron, from.parquet)
-    });
+    let held_out = validation.from.map(|from| source(from.source()));
     Data {
         train,
         held_out,
@@ -379,13 +373,8 @@ fn data(spec: &MoeJobSpec) -> Data {
 }
 
 /// The one that is given; `rules` refuses none and several.
-fn source(
-    text: Option<FilesSpec>,
-    jsonl: Option<FieldFilesSpec>,
-    tokens: Option<TokenFilesSpec>,
-    megatron: Option<FilesSpec>,
-    parquet: Option<FieldFilesSpec>,
-) -> Source {
+fn source(typed: SourceSpec) -> Source {
+    let SourceSpec { text, jsonl, tokens, megatron, parquet } = typed;
     let make = |format, paths: Option<Vec<String>>, exclude: Option<Vec<String>>| Source {
         format,
         paths: paths.unwrap_or_default(),

@@ -35,6 +35,16 @@ impl Resources {
         }
     }
 
+    /// Takes back what was added.
+    pub fn subtract(&mut self, other: &Resources) {
+        for (name, amount) in &other.0 {
+            if let Some(sum) = self.0.get_mut(name) {
+                *sum = sum.saturating_sub(*amount);
+            }
+        }
+        self.0.retain(|_, amount| *amount != 0);
+    }
+
     /// The first resource of which less is left than `self` asks for.
     pub fn lacking(&self, allocatable: &Resources, requested: &Resources) -> Option<&str> {
         let of = |all: &Resources, name: &str| all.0.get(name).copied().unwrap_or(0);

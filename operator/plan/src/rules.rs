@@ -8,7 +8,7 @@ use crate::pod;
 use crate::problem::{Code, Problem, quoted};
 use crate::profile::Backend;
 use crate::router;
-use crate::spec::{MoeJobSpec, Preset, ProfileName, VolumeSpec};
+use crate::spec::{MoeJobSpec, Preset, ProfileName, SourceSpec, VolumeSpec};
 use moejob_protocol::config::{Precision, Schedule, Tokenizer};
 
 /// Problems and warnings. Rules about a field in `broken` say nothing: it has its problem already.
@@ -274,44 +274,22 @@ impl Rules<'_> {
 
     fn data(&mut self) {
         let Some(data) = &self.spec.data else { return };
-        let formats = "text, jsonl, tokens, megatron, parquet";
+        let names = SourceSpec::NAMES;
         if let Some(train) = &data.train {
-            let given = [
-                train.text.is_some(),
-                train.jsonl.is_some(),
-                train.tokens.is_some(),
-                train.megatron.is_some(),
-                train.parquet.is_some(),
-                train.mixture.is_some(),
-            ];
-            self.exactly_one("spec.data.train", &format!("{formats}, mixture"), &given);
+            let given = train.source().count() + usize::from(train.mixture.is_some());
+            self.exactly_one("spec.data.train", &format!("{names}, mixture"), given);
             for (index, part) in train.mixture.iter().flatten().enumerate() {
-                let given = [
-                    part.text.is_some(),
-                    part.jsonl.is_some(),
-                    part.tokens.is_some(),
-                    part.megatron.is_some(),
-                    part.parquet.is_some(),
-                ];
-                self.exactly_one(&format!("spec.data.train.mixture[{index}]"), formats, &given);
+                let path = format!("spec.data.train.mixture[{index}]");
+                self.exactly_one(&path, names, part.source().count());
             }
         }
-        if let Some(from) = data.validation.as_ref().and_then(|validation| validation.from.as_ref())
-        {
-            let given = [
-                from.text.is_some(),
-                from.jsonl.is_some(),
-                from.tokens.is_some(),
-                from.megatron.is_some(),
-                from.parquet.is_some(),
-            ];
-            self.exactly_one("spec.data.validation.from", formats, &given);
+        if let Some(from) = data.validation.as_ref().and_then(|of| of.from.as_ref()) {
+            self.exactly_one("spec.data.validation.from", names, from.source().count());
         }
         self.vocabulary();
     }
 
-    fn exactly_one(&mut self, path: &str, names: &str, given: &[bool]) {
-        let given = given.iter().filter(|given| **given).count();
+    fn exactly_one(&mut self, path: &str, names: &str, given: usize) {
         if given != 1 {
             self.one_of(path, names, given > 1);
         }

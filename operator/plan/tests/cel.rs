@@ -72,6 +72,16 @@ const CHANGED: &[(&str, &str, Option<&str>)] = &[
     ("  checkpoint:", "  recovery: { maxRestarts: 3 }\n  checkpoint:", None),
     ("  checkpoint:", "  image: a:1\n  checkpoint:", Some("only while the job is suspended")),
     ("  checkpoint:", "  image: a:1\n  suspend: true\n  checkpoint:", None),
+    (
+        "  checkpoint:",
+        "  podTemplate: { spec: { nodeSelector: { a: b } } }\n  checkpoint:",
+        Some("podTemplate changes only while the job is suspended"),
+    ),
+    (
+        "  checkpoint:",
+        "  podTemplate: { spec: { nodeSelector: { a: b } } }\n  suspend: true\n  checkpoint:",
+        None,
+    ),
     ("hiddenSize: 64", "hiddenSize: 128", Some("model is immutable")),
     ("tokenizer: bytes", "tokenizer: other.json", Some("data is immutable")),
     ("\"**/*.rs\"", "\"**/*.md\"", Some("data is immutable")),
@@ -97,6 +107,11 @@ const CHANGED_AGAIN: &[(&str, &str, &str)] = &[
         "volumes are immutable",
     ),
     ("schedulerName: one", "schedulerName: two", "schedulerName is immutable"),
+    (
+        "podTemplate: { spec: { nodeSelector: { a: b } } }",
+        "podTemplate: { spec: { nodeSelector: { a: c } } }",
+        "podTemplate changes only",
+    ),
     ("priorityClassName: one", "priorityClassName: two", "priorityClassName is immutable"),
     (
         "checkpoint: { location: one }",

@@ -358,13 +358,9 @@ impl JobState {
                     self.tracker.done(&action, now);
                 }
                 Action::Request { attempt, request, .. } => {
-                    let gang = self.tracker.observed.record.gang.iter();
-                    let members: Vec<String> = gang
-                        .flat_map(|gang| gang.members.iter().map(|member| member.worker.clone()))
-                        .collect();
-                    for member in members {
-                        self.leader.send(&member, *attempt, Down::Request(*request));
-                    }
+                    let gang = self.tracker.observed.record.gang.as_ref();
+                    let members = gang.map_or(&[][..], |gang| &gang.members);
+                    self.leader.request(members, *attempt, *request);
                     self.tracker.done(&action, now);
                 }
                 Action::AvoidNode { node, until } => {

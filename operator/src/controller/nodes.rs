@@ -18,30 +18,13 @@ pub fn decide(
     now: Millis,
 ) -> Allocation {
     memory.expire(now);
-    let mut requested: HashMap<&str, Resources> = HashMap::new();
-    let mut holds: HashMap<&str, BTreeSet<String>> = HashMap::new();
-    for pod in seen.pods.values().filter(|pod| !pod.finished) {
-        let bound = pod.node.as_deref();
-        match &pod.worker {
-            Some(worker) => {
-                let Some(node) = bound.or(worker.meant_for.as_deref()) else { continue };
-                let nodes = holds.entry(worker.job_uid.as_str()).or_default();
-                nodes.insert(node.to_string());
-            }
-            None => {
-                let Some(node) = bound else { continue };
-                requested.entry(node).or_default().add(&pod.requests);
-            }
-        }
-    }
-    let nodes = seen.nodes.values().map(|node| {
-        let requested = requested.remove(node.name.as_str()).unwrap_or_default();
-        cluster_node(node, requested)
-    });
-    let nodes = nodes.collect();
+    let mut holds: HashMap<&str, BTreeSet<String>> = seen.held().collect();
+    let nodes = seen.nodes.values();
+    let nodes = nodes.map(|node| cluster_node(node, seen.requested(&node.name))).collect();
     let jobs = jobs.iter().filter_map(|(uid, state)| {
         let job = state.job.as_ref().filter(|_| state.is_blocked().is_none())?;
-        let who = (&**uid, 0, state.created_at);
+        let priority = seen.priority(&job.kubernetes.priority_class_name);
+        let who = (&**uid, priority, state.created_at);
         let holds = holds.remove(&**uid).unwrap_or_default();
         Some(Demand::of(job, &state.tracker.observed, state.needs.clone(), who, holds))
     });

@@ -159,8 +159,11 @@ fn gist(status: &MoeJobStatus) -> impl PartialEq + use<'_> {
     let conditions: Vec<(&str, &str, &str)> = (status.conditions.iter())
         .map(|of| (of.type_.as_str(), of.status.as_str(), of.reason.as_str()))
         .collect();
+    // Of a job that is over nothing more is to come: its last figures are no progress.
+    let over = matches!(status.phase.as_str(), "Complete" | "Failed" | "Suspended");
+    let last = over.then_some((status.step, &status.checkpoint, status.loss));
     (
-        (status.observed_generation, &status.phase, status.attempt, conditions),
+        (status.observed_generation, &status.phase, status.attempt, conditions, last),
         (&status.nodes, &status.mesh, &status.placement, status.restarts, &status.recoveries),
     )
 }

@@ -66,7 +66,7 @@ pub fn nothing_observed(job_uid: &str, record: Record, stored: Option<Stored>) -
         suspend: false,
         venue: Venue::Kubernetes,
     };
-    let template = WorkerConfig { job_uid: job_uid.to_string(), ..super::empty_template() };
+    let template = WorkerConfig { job_uid: job_uid.to_string(), ..super::EMPTY_TEMPLATE.clone() };
     let (nodes, workers, interrupt) = (Vec::new(), Vec::new(), false);
     Observed { wanted, template, nodes, workers, record, stored, interrupt }
 }

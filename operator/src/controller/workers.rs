@@ -5,7 +5,7 @@ use super::Origin;
 use crate::control::Verifier;
 use crate::identity::PodIdentity;
 use crate::observe::{Key, PodSeen, WorkerPod};
-use moejob_plan::observed::{Millis, Observed, Worker, WorkerState};
+use moejob_plan::observed::{Millis, Observed, Outcome, Worker, WorkerState};
 use moejob_plan::pods::attempt_and_slot;
 use moejob_plan::track::Happening;
 use moejob_protocol::message::Down;
@@ -52,6 +52,8 @@ struct Known {
     /// It was told that nobody needs what it holds.
     dismissed: bool,
     silent_at: Option<Millis>,
+    /// Why it was not reached, or was not believed, when it was last dialled.
+    refused: Option<String>,
     /// Its stream ended: so has, likely, its process.
     closed: bool,
     /// It was in an attempt.
@@ -66,6 +68,7 @@ impl Workers {
     pub fn connected(&mut self, name: &str) {
         if let Some(known) = self.known.get_mut(name) {
             (known.redial_at, known.silent_at, known.closed) = (None, None, false);
+            known.refused = None;
         }
     }
 
@@ -94,13 +97,13 @@ impl Workers {
         true
     }
 
-    /// A pod has ended; the one that must go for it.
-    fn keep_ended(&mut self, pod: &WorkerPod) -> Option<WorkerPod> {
+    /// A pod has ended; the one that must go for it, where `most` are kept.
+    fn keep_ended(&mut self, pod: &WorkerPod, most: usize) -> Option<WorkerPod> {
         if self.ended.iter().any(|of| of.uid == pod.uid) || pod.deletion.is_some() {
             return None;
         }
         self.ended.push_back(pod.clone());
-        (self.ended.len() > ENDED_MAX).then(|| self.ended.pop_front()).flatten()
+        (self.ended.len() > most).then(|| self.ended.pop_front()).flatten()
     }
 
     /// Nodes where a worker has failed since this was last asked.
@@ -186,8 +189,11 @@ impl JobState {
     }
 
     fn pod_seen(&mut self, pod: &WorkerPod, bound: Option<&str>, now: Millis) {
+        // A suspended job has none, also where the leader before had no time to delete them.
+        let suspended = self.tracker.observed.record.outcome == Some(Outcome::Suspended);
+        let most = if suspended { 0 } else { ENDED_MAX };
         if pod.ended.is_some()
-            && let Some(oldest) = self.workers.keep_ended(pod)
+            && let Some(oldest) = self.workers.keep_ended(pod, most)
         {
             self.send_aside(Origin::Cleanup, delete(&oldest, 0));
         }
@@ -286,6 +292,7 @@ impl JobState {
             gang.is_some_and(|gang| gang.members.iter().any(|member| member.worker == name));
         let patience = self.job.as_ref().map_or(3_000, |job| job.recovery.heartbeat_timeout);
         let known = self.workers.known.entry(name.to_string()).or_default();
+        known.refused = Some(reason.to_string());
         if member && now >= known.since + patience {
             known.silent_at.get_or_insert(now);
             return self.tracker.silent(name, reason);
@@ -394,8 +401,10 @@ impl JobState {
         let Some(worker) = self.tracker.observed.worker(&pod.name) else { return };
         if matches!(worker.state, WorkerState::Starting { .. }) {
             let node = worker.node.clone();
-            let why = pod.unschedulable.as_deref().unwrap_or("its worker could not be reached");
-            self.workers.blame(&node, why);
+            let refused = self.workers.known.get(&pod.name).and_then(|of| of.refused.clone());
+            let why = pod.unschedulable.clone().or(refused);
+            let why = why.unwrap_or_else(|| "it did not begin in time".to_string());
+            self.workers.blame(&node, &format!("its worker was not reached: {why}"));
         }
     }
 }

@@ -57,7 +57,12 @@ use serde::{Deserialize, Serialize};
         (has(self.suspend) && self.suspend) || \
         (has(self.image) == has(oldSelf.image) && \
         (!has(self.image) || self.image == oldSelf.image))")
-        .message("image changes only while the job is suspended")
+        .message("image changes only while the job is suspended"),
+    validation = Rule::new("(has(oldSelf.suspend) && oldSelf.suspend) || \
+        (has(self.suspend) && self.suspend) || \
+        (has(self.podTemplate) == has(oldSelf.podTemplate) && \
+        (!has(self.podTemplate) || self.podTemplate == oldSelf.podTemplate))")
+        .message("podTemplate changes only while the job is suspended")
 )]
 pub struct MoeJobSpec {
     /// Stops the job after a checkpoint and gives its nodes back; false goes on where it stopped.

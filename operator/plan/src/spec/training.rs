@@ -123,6 +123,53 @@ pub struct ValidationDataSpec {
     pub parquet: Option<FieldFilesSpec>,
 }
 
+/// What of a source is given, whichever of the three it stands in.
+#[derive(Clone, Debug, Default)]
+pub struct SourceSpec {
+    pub text: Option<FilesSpec>,
+    pub jsonl: Option<FieldFilesSpec>,
+    pub tokens: Option<TokenFilesSpec>,
+    pub megatron: Option<FilesSpec>,
+    pub parquet: Option<FieldFilesSpec>,
+}
+
+impl SourceSpec {
+    /// The fields, as a person reads them.
+    pub const NAMES: &str = "text, jsonl, tokens, megatron, parquet";
+
+    /// How many of them are given.
+    pub fn count(&self) -> usize {
+        let SourceSpec { text, jsonl, tokens, megatron, parquet } = self;
+        let given = [
+            text.is_some(),
+            jsonl.is_some(),
+            tokens.is_some(),
+            megatron.is_some(),
+            parquet.is_some(),
+        ];
+        given.into_iter().filter(|given| *given).count()
+    }
+}
+
+/// The schema knows no fields in common, so each of the three lists them.
+macro_rules! source_of {
+    ($($spec:ident)*) => {
+        $(impl $spec {
+            pub fn source(&self) -> SourceSpec {
+                SourceSpec {
+                    text: self.text.clone(),
+                    jsonl: self.jsonl.clone(),
+                    tokens: self.tokens.clone(),
+                    megatron: self.megatron.clone(),
+                    parquet: self.parquet.clone(),
+                }
+            }
+        })*
+    };
+}
+
+source_of!(TrainDataSpec MixturePartSpec ValidationDataSpec);
+
 /// Files by pattern.
 #[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]

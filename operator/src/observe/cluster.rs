@@ -1,0 +1,216 @@
+//! All that was seen last, and the sums over pods that allocation asks for.
+
+use super::{Change, ClassSeen, JobSeen, Key, Kind, NodeSeen, PodSeen, key};
+use moejob_plan::resources::Resources;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::sync::Arc;
+
+/// All that was seen last.
+#[derive(Debug, Default)]
+pub struct Cluster {
+    pub jobs: BTreeMap<Key, JobSeen>,
+    pub pods: HashMap<Key, PodSeen>,
+    pub nodes: BTreeMap<String, NodeSeen>,
+    classes: BTreeMap<String, ClassSeen>,
+    /// What pods that have not ended ask of each node, workers apart.
+    requested: HashMap<Arc<str>, Resources>,
+    /// On how many of a node's pods each job's workers are that have not ended, by the job's uid.
+    held: HashMap<String, BTreeMap<Arc<str>, u32>>,
+    complete: HashSet<Kind>,
+}
+
+impl Cluster {
+    /// Every kind was listed once.
+    pub fn is_complete(&self) -> bool {
+        self.complete.len() == 4
+    }
+
+    /// What the class of this name is worth; without a name that of the cluster's default class.
+    pub fn priority(&self, class: &str) -> i32 {
+        let found = match class {
+            "" => self.classes.values().find(|class| class.is_default),
+            name => self.classes.get(name),
+        };
+        found.map_or(0, |class| class.value)
+    }
+
+    /// What pods on this node ask for, workers of MoeJobs apart.
+    pub fn requested(&self, node: &str) -> Resources {
+        self.requested.get(node).cloned().unwrap_or_default()
+    }
+
+    /// The nodes of each job's workers that have not ended, by the job's uid.
+    pub fn held(&self) -> impl Iterator<Item = (&str, BTreeSet<String>)> {
+        self.held.iter().map(|(uid, nodes)| {
+            (uid.as_str(), nodes.keys().map(|node| node.to_string()).collect())
+        })
+    }
+
+    /// What the change replaces is given back.
+    pub fn take(&mut self, change: Change) -> Taken {
+        match change {
+            Change::Job(job) => Taken::Job(key(&job.namespace, &job.name), self.put_job(*job)),
+            Change::JobGone(key) => {
+                let before = self.jobs.remove(&key);
+                Taken::Job(key, before)
+            }
+            Change::Pod(pod) => {
+                let key = Arc::clone(&pod.key);
+                self.count(&pod, true);
+                let before = self.pods.insert(Arc::clone(&key), pod);
+                before.iter().for_each(|before| self.count(before, false));
+                Taken::Pod(key, before)
+            }
+            Change::PodGone(key) => {
+                let before = self.pods.remove(&key);
+                before.iter().for_each(|before| self.count(before, false));
+                Taken::Pod(key, before)
+            }
+            Change::Node(node) => {
+                let same = self.nodes.get(&node.name) == Some(&node);
+                self.nodes.insert(node.name.clone(), node);
+                if same { Taken::Nothing } else { Taken::Node }
+            }
+            Change::NodeGone(key) => {
+                self.nodes.remove(&*key);
+                Taken::Node
+            }
+            Change::Class(class) => {
+                self.classes.insert(class.name.clone(), class);
+                Taken::Node
+            }
+            Change::ClassGone(key) => {
+                self.classes.remove(&*key);
+                Taken::Node
+            }
+            Change::Complete(kind) => {
+                self.complete.insert(kind);
+                Taken::Node
+            }
+        }
+    }
+
+    /// Keeps the sums of `requested` and `held`: a pod comes, or is no longer as it was.
+    fn count(&mut self, pod: &PodSeen, comes: bool) {
+        if pod.finished {
+            return;
+        }
+        let bound = pod.node.clone();
+        let Some(worker) = &pod.worker else {
+            let Some(node) = bound else { return };
+            let sum = self.requested.entry(node).or_default();
+            return if comes { sum.add(&pod.requests) } else { sum.subtract(&pod.requests) };
+        };
+        let Some(node) = bound.or_else(|| worker.meant_for.as_deref().map(Arc::from)) else {
+            return;
+        };
+        let nodes = self.held.entry(worker.job_uid.clone()).or_default();
+        let pods = nodes.entry(Arc::clone(&node)).or_insert(0);
+        *pods = if comes { *pods + 1 } else { pods.saturating_sub(1) };
+        if *pods == 0 {
+            nodes.remove(&node);
+        }
+        if nodes.is_empty() {
+            self.held.remove(&worker.job_uid);
+        }
+    }
+
+    fn put_job(&mut self, job: JobSeen) -> Option<JobSeen> {
+        self.jobs.insert(key(&job.namespace, &job.name), job)
+    }
+}
+
+/// What a change touched, and what was there before.
+#[derive(Debug)]
+pub enum Taken {
+    Nothing,
+    Job(Key, Option<JobSeen>),
+    Pod(Key, Option<PodSeen>),
+    Node,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::reduced;
+    use super::*;
+    use crate::identity::Keyring;
+    use moejob_plan::pods::{ANNOTATION_SEAL, LABEL_JOB_UID};
+    use serde_json::json;
+
+    #[test]
+    fn changes_build_the_cluster() {
+        let mut cluster = Cluster::default();
+        let node = NodeSeen {
+            name: "a".into(),
+            labels: BTreeMap::new(),
+            taints: Vec::new(),
+            conditions: BTreeMap::new(),
+            cordoned: false,
+            allocatable: Resources::default(),
+        };
+        assert!(matches!(cluster.take(Change::Node(node.clone())), Taken::Node));
+        assert!(matches!(cluster.take(Change::Node(node)), Taken::Nothing));
+        for kind in [Kind::Jobs, Kind::Pods, Kind::Nodes, Kind::Classes] {
+            assert!(!cluster.is_complete());
+            cluster.take(Change::Complete(kind));
+        }
+        assert!(cluster.is_complete());
+    }
+
+    #[test]
+    fn a_class_is_worth_its_value_and_no_class_the_default() {
+        let mut cluster = Cluster::default();
+        assert_eq!((cluster.priority("high"), cluster.priority("")), (0, 0));
+        for (name, value, is_default) in [("high", 1000, false), ("usual", 10, true)] {
+            cluster.take(Change::Class(ClassSeen { name: name.into(), value, is_default }));
+        }
+        assert_eq!((cluster.priority("high"), cluster.priority("")), (1000, 10));
+        cluster.take(Change::ClassGone("usual".into()));
+        assert_eq!((cluster.priority("usual"), cluster.priority("")), (0, 0));
+    }
+
+    #[test]
+    fn sums_follow_the_pods() {
+        let mut cluster = Cluster::default();
+        let keyring = Keyring::new().expect("keys");
+        let pod = |name: &str, node: Option<&str>, phase: &str, seal: bool| {
+            let seal = if seal { keyring.seal("u", name) } else { String::new() };
+            let requests = json!({"cpu": "2"});
+            let container = json!({"name": "x", "resources": {"requests": requests}});
+            reduced(
+                json!({
+                    "metadata": {"name": name, "namespace": "n", "labels": {LABEL_JOB_UID: "u"},
+                        "annotations": {ANNOTATION_SEAL: seal}},
+                    "spec": {"nodeName": node, "containers": [container]},
+                    "status": {"phase": phase},
+                }),
+                &keyring,
+            )
+        };
+        let cpu = |cluster: &Cluster| cluster.requested("a").0.get("cpu").copied().unwrap_or(0);
+        let held = |cluster: &Cluster| -> Vec<(String, Vec<String>)> {
+            let all = cluster.held();
+            all.map(|(uid, nodes)| (uid.to_string(), nodes.into_iter().collect())).collect()
+        };
+        for (name, node, phase, seal, expected) in [
+            ("other", None, "Pending", false, (0, vec![])),
+            ("other", Some("a"), "Pending", false, (2000, vec![])),
+            ("other", Some("a"), "Running", false, (2000, vec![])),
+            ("u-0", Some("a"), "Running", true, (2000, vec!["a"])),
+            ("u-1", Some("a"), "Running", true, (2000, vec!["a"])),
+            ("u-0", Some("a"), "Succeeded", true, (2000, vec!["a"])),
+            ("u-1", Some("a"), "Failed", true, (2000, vec![])),
+            ("other", Some("a"), "Failed", false, (0, vec![])),
+        ] {
+            cluster.take(Change::Pod(pod(name, node, phase, seal)));
+            let (sum, nodes) = expected;
+            assert_eq!(cpu(&cluster), sum, "{name} {phase}");
+            let expected = (!nodes.is_empty()).then(|| {
+                ("u".to_string(), nodes.into_iter().map(str::to_string).collect())
+            });
+            assert_eq!(held(&cluster), Vec::from_iter(expected), "{name} {phase}");
+        }
+        cluster.take(Change::PodGone(key("n", "other")));
+        assert_eq!(cpu(&cluster), 0, "it had ended before it went");
+    }
+}
