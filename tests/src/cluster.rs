@@ -3,6 +3,7 @@
 use crate::root;
 use serde_json::Value;
 use std::io::Write;
+use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -24,8 +25,13 @@ impl Said {
 
 /// One of the scripts in `tests/cluster`, such as `node`, with `input` to read.
 pub fn script(name: &str, arguments: &[&str], input: &[u8]) -> Said {
-    let mut child = Command::new(root().join("tests/cluster").join(name))
-        .args(arguments)
+    let mut command = Command::new(root().join("tests/cluster").join(name));
+    command.args(arguments);
+    told(command, input)
+}
+
+fn told(mut command: Command, input: &[u8]) -> Said {
+    let mut child = command
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -70,5 +76,59 @@ pub fn until<T>(
         }
         assert!(start.elapsed() < limit, "{what}: not in {limit:?}\n{}", state());
         std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// A cluster beside the others of this machine, taken down when dropped.
+pub struct Own {
+    pub state: PathBuf,
+    prefix: String,
+}
+
+impl Own {
+    /// `tests/cluster/up` with a folder and networks of its own, under a name of a few letters.
+    pub fn up(name: &str, arguments: &[&str], environment: &[(&str, &str)]) -> Own {
+        let state = std::env::var("MOEJOB_CLUSTER_STATE");
+        let prefix = std::env::var("MOEJOB_CLUSTER_PREFIX");
+        let state = state.as_deref().unwrap_or("/var/lib/moejob-cluster");
+        let own = Own {
+            state: format!("{state}-{name}").into(),
+            prefix: format!("{}{name}-", prefix.as_deref().unwrap_or("moejob-")),
+        };
+        own.script("down", &[]).expect("what was left of one is gone");
+        let mut command = own.command("up", arguments);
+        command.envs(environment.iter().copied());
+        told(command, b"").expect("a cluster");
+        own
+    }
+
+    fn command(&self, name: &str, arguments: &[&str]) -> Command {
+        let mut command = Command::new(root().join("tests/cluster").join(name));
+        command.args(arguments);
+        command.env("MOEJOB_CLUSTER_STATE", &self.state);
+        command.env("MOEJOB_CLUSTER_PREFIX", &self.prefix);
+        command
+    }
+
+    pub fn script(&self, name: &str, arguments: &[&str]) -> Said {
+        told(self.command(name, arguments), b"")
+    }
+
+    pub fn manifest(&self, text: &[u8]) -> Said {
+        told(self.command("kubectl", &["apply", "-f", "-"]), text)
+    }
+
+    /// The network of a node, or of `control`.
+    pub fn network(&self, name: &str) -> PathBuf {
+        PathBuf::from(format!("/run/netns/{}{name}", self.prefix))
+    }
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        let said = self.script("down", &[]);
+        if !said.good {
+            eprintln!("a cluster stays in {}: {}", self.state.display(), said.err);
+        }
     }
 }

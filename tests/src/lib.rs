@@ -2,6 +2,8 @@
 
 pub mod cluster;
 #[cfg(feature = "cluster")]
+pub mod cutting;
+#[cfg(feature = "cluster")]
 pub mod fake;
 
 use moejob_protocol::report::StepReport;

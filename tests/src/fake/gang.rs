@@ -87,12 +87,14 @@ struct Gathering {
 pub struct Gangs {
     gathering: Arc<Mutex<HashMap<Key, Gathering>>>,
     pace: Duration,
+    hold: watch::Receiver<u64>,
 }
 
 impl Gangs {
-    /// A step takes `pace`.
-    pub fn new(pace: Duration) -> Gangs {
-        Gangs { gathering: Arc::default(), pace }
+    /// A step takes `pace`; after the step `hold` a gang waits, and takes only steps that it is
+    /// asked for.
+    pub fn new(pace: Duration, hold: watch::Receiver<u64>) -> Gangs {
+        Gangs { gathering: Arc::default(), pace, hold }
     }
 
     /// Takes a seat; when the last is taken, the attempt begins.
@@ -111,6 +113,7 @@ impl Gangs {
                 step: config.resume.step(),
                 committed: 0,
                 pace: self.pace,
+                hold: self.hold.clone(),
                 config: config.clone(),
                 members: gang.members,
                 orders: gang.received.expect("taken once"),
@@ -127,6 +130,7 @@ struct Gang {
     members: BTreeMap<u32, Member>,
     orders: mpsc::Receiver<Order>,
     pace: Duration,
+    hold: watch::Receiver<u64>,
     step: u64,
     committed: u64,
     request: Request,
@@ -146,6 +150,10 @@ impl Gang {
                 _ = tick.tick() => {
                     // A silent rank answers nothing, and all wait for it.
                     if self.members.values().any(|member| *member.silent.borrow()) {
+                        continue;
+                    }
+                    let asked = self.request.checkpoint_now || self.request.stop_after_this_step;
+                    if self.step >= *self.hold.borrow() && !asked {
                         continue;
                     }
                     match self.take_step() {

@@ -38,7 +38,9 @@ pub struct Options {
     pub renew: Duration,
     pub pace: Duration,
     /// The folder with the files `silent` (a node a line) and `killed` (`namespace/pod` a line),
-    /// which say what happens to nodes and workers.
+    /// which say what happens to nodes and workers, `hold`, the step after which gangs wait, and
+    /// `token-POD`, what that pod's worker shows in place of its token; while it is empty, the pod
+    /// waits for it.
     pub orders: PathBuf,
     /// Pods get addresses of `first` and after.
     pub first: Ipv4Addr,
@@ -58,8 +60,10 @@ struct Fleet {
     client: Client,
     /// A thread of their own for all workers: what kubelets tell does not wait for handshakes.
     workers: Handle,
+    orders: PathBuf,
     gangs: Gangs,
     silent: HashMap<String, watch::Sender<bool>>,
+    hold: watch::Sender<u64>,
     /// By uid.
     pods: Mutex<HashMap<String, Running>>,
     addresses: Mutex<u32>,
@@ -73,10 +77,13 @@ pub async fn run(client: Client, options: Options) -> Result<(), Failure> {
     let names: Vec<String> = (1..=options.nodes).map(|number| format!("fake-{number}")).collect();
     register(&client, &names, &options).await?;
     println!("registered {} nodes", names.len());
+    let (hold, held) = watch::channel(u64::MAX);
     let fleet = Arc::new(Fleet {
         client: client.clone(),
         workers: thread_of_workers()?,
-        gangs: Gangs::new(options.pace),
+        gangs: Gangs::new(options.pace, held),
+        hold,
+        orders: options.orders.clone(),
         silent: names.iter().map(|name| (name.clone(), watch::Sender::new(false))).collect(),
         pods: Mutex::default(),
         addresses: Mutex::new(u32::from(options.first)),
@@ -184,6 +191,8 @@ async fn obey(fleet: Arc<Fleet>, folder: PathBuf) -> Result<(), Failure> {
             let wanted = silent.contains(name.as_str());
             sender.send_if_modified(|is| std::mem::replace(is, wanted) != wanted);
         }
+        let hold = read("hold").trim().parse().unwrap_or(u64::MAX);
+        fleet.hold.send_if_modified(|is| std::mem::replace(is, hold) != hold);
         for name in read("killed").lines().map(str::to_string) {
             if killed.insert(name.clone()) {
                 let pods = fleet.pods.lock().expect("no panic holds it");
@@ -341,9 +350,23 @@ impl Fleet {
             worker: worker.to_string(),
             job_uid: job_uid.to_string(),
             authority: authority.to_string(),
-            token: self.token(pod).await?,
+            token: match self.forged(pod).await {
+                Some(token) => token,
+                None => self.token(pod).await?,
+            },
             address,
         }))
+    }
+
+    async fn forged(&self, pod: &Pod) -> Option<String> {
+        let path = self.orders.join(format!("token-{}", pod.name_any()));
+        loop {
+            let token = std::fs::read_to_string(&path).ok()?;
+            if !token.is_empty() {
+                return Some(token);
+            }
+            sleep(ORDERS_EVERY).await;
+        }
     }
 
     /// The projected token, bound to the pod, as the kubelet asks for it.

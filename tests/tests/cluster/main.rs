@@ -1,6 +1,9 @@
 //! Tests against a real Kubernetes that `tests/cluster/up` has brought up. They share one cluster,
 //! so they run one after the other (`--test-threads=1`): `tests/run cluster`.
 
+mod bench;
+mod crash;
+mod identity;
 mod install;
 mod jobs;
 mod life;
