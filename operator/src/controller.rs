@@ -36,6 +36,10 @@ use tokio::sync::mpsc;
 pub const EVENTS_MAX: usize = 4096;
 /// Events that are taken in before the next decision.
 const TOGETHER_MAX: usize = 4096;
+/// A decision is followed by a pause of so many times what it took, up to the second: of large
+/// gangs hundreds of workers come up one after the other, and are decided on together.
+const PAUSES: u32 = 3;
+const PAUSE_MAX: Duration = Duration::from_millis(100);
 /// Without any event the loop looks again after this.
 const IDLE: Duration = Duration::from_secs(60);
 
@@ -150,6 +154,10 @@ pub struct Controller {
     term: Option<u64>,
     /// Pods, nodes or jobs have changed since nodes were allocated.
     stale: bool,
+    /// Until then it only listens.
+    pause: Instant,
+    /// Something has come during the pause.
+    awaits_decision: bool,
     allocation: Allocation,
     memory: Memory,
 }
@@ -164,6 +172,8 @@ impl Controller {
             jobs: HashMap::new(),
             term: None,
             stale: true,
+            pause: Instant::now(),
+            awaits_decision: false,
             allocation: Allocation::default(),
             memory: Memory::default(),
         }
@@ -183,8 +193,15 @@ impl Controller {
                 let Some(event) = self.arrived() else { break };
                 self.on(event);
             }
+            self.awaits_decision = Instant::now() < self.pause;
+            if self.awaits_decision {
+                continue;
+            }
             if self.term.is_some() && self.cluster.is_complete() {
+                let began = Instant::now();
                 self.decide();
+                let pause = (PAUSES * began.elapsed()).min(PAUSE_MAX);
+                self.pause = Instant::now() + pause;
             }
         }
     }
@@ -194,6 +211,8 @@ impl Controller {
         let due = self.jobs.values().filter_map(|job| job.due(now));
         let due = due.chain(self.allocation.requeue).min();
         let wait = due.map_or(IDLE, |at| Duration::from_millis(at.saturating_sub(now)));
+        let pause = self.pause.saturating_duration_since(Instant::now());
+        let wait = if self.awaits_decision { pause } else { wait.max(pause) };
         // Results first: they are what a job waits for.
         tokio::select! {
             biased;

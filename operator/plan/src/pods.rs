@@ -17,6 +17,7 @@ use moejob_protocol::pod::{
     ENV_ADDRESS, ENV_AUTHORITY, ENV_JOB_UID, ENV_WORKER, PORT, TOKEN_AUDIENCE, TOKEN_FOLDER,
 };
 use serde_json::{Map, Value, json};
+use std::sync::OnceLock;
 
 /// The name of the job, on every object of ours.
 pub const LABEL_JOB: &str = "moejob.dev/job";
@@ -57,6 +58,9 @@ pub struct Surroundings {
     pub authority: String,
     /// Where the operator's own pods are, from which workers are dialled.
     pub operator_namespace: String,
+    /// What each worker of the job asks for: counting it for hundreds of ranks takes milliseconds,
+    /// so the first pod counts it for all. Leave it empty.
+    pub memory_mib: OnceLock<u64>,
 }
 
 /// One pod to be made.
@@ -243,7 +247,7 @@ fn container(job: &Job, around: &Surroundings, birth: &Birth) -> Value {
         "workingDir": WORKSPACE,
         "ports": [{ "name": "moejob", "containerPort": PORT, "protocol": "TCP" }],
         "env": env(job, around, birth),
-        "resources": resources(job),
+        "resources": resources(job, around),
         "securityContext": {
             "allowPrivilegeEscalation": false,
             "readOnlyRootFilesystem": true,
@@ -275,7 +279,7 @@ fn env(job: &Job, around: &Surroundings, birth: &Birth) -> Value {
 
 /// A GPU node is asked for as a whole. On processors the memory that the plan announces; that
 /// nobody else's worker comes is the allocation's doing.
-fn resources(job: &Job) -> Value {
+fn resources(job: &Job, around: &Surroundings) -> Value {
     let profile = &job.profile;
     let mut requests = Map::new();
     let mut limits = Map::new();
@@ -293,7 +297,8 @@ fn resources(job: &Job) -> Value {
             }
         }
     }
-    requests.insert("memory".into(), json!(format!("{}Mi", memory_mib(job))));
+    let memory = around.memory_mib.get_or_init(|| memory_mib(job));
+    requests.insert("memory".into(), json!(format!("{memory}Mi")));
     match limits.is_empty() {
         true => json!({ "requests": requests }),
         false => json!({ "requests": requests, "limits": limits }),

@@ -54,6 +54,7 @@ fn around() -> Surroundings {
         image_pull_policy: Some("IfNotPresent".to_string()),
         authority: "-----BEGIN CERTIFICATE-----\n".to_string(),
         operator_namespace: "moejob-system".to_string(),
+        ..Surroundings::default()
     }
 }
 

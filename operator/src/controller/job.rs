@@ -413,6 +413,7 @@ impl JobState {
             image_pull_policy: policy,
             authority: context.keyring.trusted(),
             operator_namespace: context.namespace.clone(),
+            memory_mib: Default::default(),
         }
     }
 
