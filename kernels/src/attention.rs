@@ -33,7 +33,7 @@ pub struct Attention {
 }
 
 /// With p[i, j] = e^(s[i, j] - lse[i]), delta[i] = <do[i], o[i]>:
-/// ds[i, j] = p[i, j] * (<do[i], v[j]> - delta[i]) * scale;
+/// ds[i, j] = p[i, j] * (<do[i], v[j]> - delta[i]) * scale, zero where i attends to one key alone;
 /// dq[i] = sum_j ds[i, j] k[j]; dk[j] = sum ds[i, j] q[i]; dv[j] = sum p[i, j] do[i].
 /// The last two sum over query blocks of 128 ascending, the heads that share a key within each.
 #[derive(Clone, Copy, Debug)]

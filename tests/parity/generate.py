@@ -362,7 +362,8 @@ def main():
     cases = [(name, name, FAMILIES[name], (STEPS, BATCH, SEQUENCE)) for name in FAMILIES]
     if options.random:
         numbers = range(options.seed, options.seed + options.random)
-        cases = [(f"{name}-{n}", name, *random_shape(name, n)) for name in FAMILIES for n in numbers]
+        every = [(name, n) for name in FAMILIES for n in numbers]
+        cases = [(f"{name}-{n}", name, *random_shape(name, n)) for name, n in every]
     for file, name, shape, sizes in cases:
         seeds = range(options.seed, options.seed + 2000)
         tensors, metadata = next(filter(None, (family(name, shape, sizes, n) for n in seeds)))

@@ -209,44 +209,44 @@ fn said_of(job: &Job, change: impl FnOnce(&mut CheckpointManifest)) -> String {
 #[test]
 fn every_lie_is_refused_by_name() {
     let job = ended();
-    let check = |change: fn(&mut CheckpointManifest), expected: &str| {
+    let check = |change: &dyn Fn(&mut CheckpointManifest), expected: &str| {
         let said = said_of(&job, change);
         assert!(said.contains(expected), "{said:?}, expected {expected:?}");
     };
-    check(|m| m.version = 2, "version 2 is newer than 1: upgrade moejob");
-    check(|m| m.step = 9, "it is of step 9, not of step-00000010");
-    check(|m| m.layout.mesh.ep = 3, "its mesh is impossible");
-    check(|m| m.layout.mesh.dp = 0, "its mesh is impossible");
-    check(|m| m.files[0].name = "../r0.safetensors".to_string(), "is no name of a shard");
-    check(|m| m.files[0].name = "a1-r0-/x.safetensors".to_string(), "is no name of a shard");
-    check(|m| m.files[1].name = m.files[0].name.clone(), "listed twice");
-    check(|m| m.files[0].name = "a1-r7-0.safetensors".to_string(), "a1-r7-0.safetensors: it is m");
-    check(|m| m.files[0].bytes += 1, "were written");
-    check(|m| m.files[0].blake3 = "0".repeat(64), "its BLAKE3 differs");
-    check(|m| drop(m.tensors.pop()), "tensors, the model has");
-    check(|m| m.tensors.swap(0, 3), "belongs in its place");
+    check(&|m| m.version = 2, "version 2 is newer than 1: upgrade moejob");
+    check(&|m| m.step = 9, "it is of step 9, not of step-00000010");
+    check(&|m| m.layout.mesh.ep = 3, "its mesh is impossible");
+    check(&|m| m.layout.mesh.dp = 0, "its mesh is impossible");
+    check(&|m| m.files[0].name = "../r0.safetensors".to_string(), "is no name of a shard");
+    check(&|m| m.files[0].name = "a1-r0-/x.safetensors".to_string(), "is no name of a shard");
+    check(&|m| m.files[1].name = m.files[0].name.clone(), "listed twice");
+    check(&|m| m.files[0].name = "a1-r7-0.safetensors".to_string(), "a1-r7-0.safetensors: it is m");
+    check(&|m| m.files[0].bytes += 1, "were written");
+    check(&|m| m.files[0].blake3 = "0".repeat(64), "its BLAKE3 differs");
+    check(&|m| drop(m.tensors.pop()), "tensors, the model has");
+    check(&|m| m.tensors.swap(0, 3), "belongs in its place");
+    let up_of = |m: &CheckpointManifest, expert: u32| {
+        let end = format!("layers.0.mlp.experts.{expert}.up_proj.weight");
+        let found = m.tensors.iter().position(|tensor| tensor.name.ends_with(&end));
+        found.expect("an expert")
+    };
     check(
-        |m| {
-            let name = |m: &CheckpointManifest, end: &str| {
-                let found = m.tensors.iter().position(|tensor| tensor.name.ends_with(end));
-                found.expect("an expert")
-            };
-            let [first, second] = ["0.mlp.experts.0.up_proj.weight", "0.mlp.experts.1.up_proj.weight"];
-            let (first, second) = (name(m, first), name(m, second));
+        &|m| {
+            let (first, second) = (up_of(m, 0), up_of(m, 1));
             m.tensors[second] = m.tensors[first].clone();
         },
         "layers.0.mlp.experts.1.up_proj.weight belongs in its place",
     );
-    check(|m| m.tensors[3].shape[0] += 1, "its shape is");
-    check(|m| m.tensors[0].dtype = "I8".to_string(), "none of F16, BF16, F32, F64");
-    check(|m| m.tensors[0].pieces[0].start = 4096, "a gap or overlap at element 0");
-    check(|m| m.tensors[0].pieces[0].end = u64::MAX, "lies outside its file");
-    check(|m| m.tensors[0].pieces[0].file = 9, "lies outside its file");
-    check(|m| m.tensors[0].pieces.clear(), "0 of its 4096 elements");
-    check(|m| m.model.experts.count = 5, "tensors, the model has");
-    check(|m| m.model.num_hidden_layers = u32::MAX, "a model of");
-    check(|m| m.model.hidden_size = 0, "impossible sizes");
-    check(|_| {}, "nothing");
+    check(&|m| m.tensors[3].shape[0] += 1, "its shape is");
+    check(&|m| m.tensors[0].dtype = "I8".to_string(), "none of F16, BF16, F32, F64");
+    check(&|m| m.tensors[0].pieces[0].start = 4096, "a gap or overlap at element 0");
+    check(&|m| m.tensors[0].pieces[0].end = u64::MAX, "lies outside its file");
+    check(&|m| m.tensors[0].pieces[0].file = 9, "lies outside its file");
+    check(&|m| m.tensors[0].pieces.clear(), "0 of its 4096 elements");
+    check(&|m| m.model.experts.count = 5, "tensors, the model has");
+    check(&|m| m.model.num_hidden_layers = u32::MAX, "a model of");
+    check(&|m| m.model.hidden_size = 0, "impossible sizes");
+    check(&|_| {}, "nothing");
 }
 
 #[test]
@@ -306,6 +306,8 @@ fn a_place_that_cannot_be_written_is_refused_before_the_first_step() {
 #[test]
 fn another_jobs_checkpoint_is_refused_with_the_difference() {
     let mut job = ended();
+    // The newest is what a leader resumes from.
+    std::fs::remove_dir_all(job.location().join("step-00000010")).expect("a checkpoint");
     let check = |job: &Job, expected: &str| {
         let mut config = job.config.clone();
         config.attempt += 1;

@@ -129,8 +129,8 @@ impl Bench<'_> {
         self.model.device.read_vec::<f32>(buffer).into_iter().map(f64::from).collect()
     }
 
-    /// max |difference| / max |reference|. Where `transformers` in f32 is itself further from its f64,
-    /// as in gradients that nearly cancel, three times its distance is allowed.
+    /// max |difference| / max |reference|. Where `transformers` in f32 is itself further from its
+    /// f64, as in gradients that nearly cancel, three times its distance is allowed.
     fn check(&self, name: &str, found: &[f64], bound: f64) {
         let kind = if self.precision == Precision::Fp64 { "f64" } else { "f32" };
         let expected = self.reference.get(&format!("{kind}/{name}"));

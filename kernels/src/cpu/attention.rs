@@ -329,6 +329,10 @@ fn score_gradients<T: Float>(
     gradient_lanes(&mut p, &mut ds, lse, delta, scale);
     rest_p.copy_from_slice(&p[..rest_p.len()]);
     rest_ds.copy_from_slice(&ds[..rest_ds.len()]);
+    // One sum, rounded in two orders: the difference would be noise, and AdamW makes steps of it.
+    if end - start == 1 {
+        rest_ds[0] = T::ZERO;
+    }
 }
 }
 

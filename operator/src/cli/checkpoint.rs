@@ -230,8 +230,9 @@ fn grow(checkpoint: &Path, out: &Path, growth: &Growth) -> Outcome {
             changed.push(format!("router.scale: {}", router.scale));
         }
         println!("spec.model: experts.count: {}, {}", experts.count, changed.join(", "));
-        if experts.per_token != 2 * before.experts.per_token {
-            println!("the function differs: {} experts a token keep it", 2 * before.experts.per_token);
+        let keeps = 2 * before.experts.per_token;
+        if experts.per_token != keeps {
+            println!("the function differs: {keeps} experts a token keep it");
         }
     }
     Ok(code)

@@ -6,7 +6,8 @@
 //!       -> sources mixed by weight, windows permuted anew each epoch
 //! ```
 //! Tokens are read where they lie, a window at a time. What has to be tokenised or decompressed
-//! first goes to a temporary file that the workers of a node share; nothing of it is kept in memory.
+//! first goes to a temporary file that the workers of a node share; nothing of it is kept in
+//! memory.
 
 mod error;
 mod files;
