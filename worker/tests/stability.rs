@@ -127,10 +127,10 @@ fn a_warm_up_gives_the_same_bits_on_any_number_of_ranks_and_through_a_resume() {
 /// The step after which the experts are split.
 const SPLIT: u64 = 4;
 
-/// A job in f64 that trains to its end, without what counts experts or gradients.
+/// A job in f64 that trains to its end, without what counts logits or gradients.
 fn before_growth(change: impl Fn(&mut ModelConfig)) -> Job {
     let mut job = Job::new(layout(1, 1));
-    job.config.model.router.aux_loss_coef = 0.0;
+    job.config.model.router.aux_loss_coef = 0.05;
     job.config.model.router.z_loss_coef = 0.0;
     job.config.training.precision = Precision::Fp64;
     job.config.training.max_grad_norm = 0.0;

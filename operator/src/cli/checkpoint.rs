@@ -226,6 +226,9 @@ fn grow(checkpoint: &Path, out: &Path, growth: &Growth) -> Outcome {
             changed.push(format!("router.groups: {}", router.groups));
             changed.push(format!("router.topkGroups: {}", router.topk_groups));
         }
+        if router.aux_loss_coef != before.router.aux_loss_coef {
+            changed.push(format!("router.auxLossCoef: {}", router.aux_loss_coef));
+        }
         if router.scale != before.router.scale {
             changed.push(format!("router.scale: {}", router.scale));
         }

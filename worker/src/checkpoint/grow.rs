@@ -27,7 +27,7 @@ use moejob_protocol::checkpoint::{
 };
 use moejob_protocol::layout::{BLOCK, Layout};
 use moejob_protocol::mesh::Mesh;
-use moejob_protocol::model::{Param, Role, RouterKind, Scoring};
+use moejob_protocol::model::{BalanceLoss, Param, Role, RouterKind, Scoring};
 use moejob_protocol::ModelConfig;
 use std::path::{Path, PathBuf};
 
@@ -60,6 +60,11 @@ pub fn grown(model: &ModelConfig, growth: &Growth) -> ModelConfig {
     }
     if router.scoring == Scoring::Sigmoid && !router.norm_topk_prob {
         router.scale /= 2.0;
+    }
+    // Its loads sum to K: twice as much now.
+    let keeps = grown.experts.per_token == 2 * model.experts.per_token;
+    if router.balance_loss == BalanceLoss::Switch && keeps {
+        router.aux_loss_coef /= 2.0;
     }
     grown
 }
