@@ -334,6 +334,7 @@ mod tests {
             stop_requested: None,
             broken: None,
             ended: None,
+            inherited: false,
         };
         let recovery = Recovery {
             cause: "rank 1 (a-a1-1) was killed".into(),

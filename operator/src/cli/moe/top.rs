@@ -284,6 +284,7 @@ mod tests {
             stop_requested: None,
             broken: None,
             ended: None,
+            inherited: false,
         };
         let record = Record { gang: Some(gang), attempt: 1, ..Record::default() };
         let saved = Saved { record, ..Saved::default() };
