@@ -7,15 +7,21 @@
 //! said at `Ended`.
 
 use crate::bench::{Bench, NAMESPACE, POLL, inside, install, shown};
+use futures::StreamExt;
+use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use k8s_openapi::api::policy::v1::PodDisruptionBudget;
 use kube::ResourceExt;
 use kube::api::{DeleteParams, ListParams, PostParams};
+use kube::runtime::watcher;
 use moejob_tests::cluster::Own;
 use moejob_tests::cutting::{Cut, Write};
 use moejob_tests::moejob;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
+use std::convert::Infallible;
+use std::pin::pin;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use tokio::time::sleep;
 
@@ -34,7 +40,7 @@ struct Ended {
     status: String,
     /// NetworkPolicies, budgets, and pods that have not ended.
     objects: Vec<String>,
-    /// Names of all pods that there were; one that is created again is no other.
+    /// Names of all pods that there were.
     pods: BTreeSet<String>,
     /// Kinds that are still there after the job's deletion.
     left: Vec<String>,
@@ -90,9 +96,7 @@ impl Bench {
         let how = DeleteParams::default();
         self.jobs().delete(name, &how).await.expect("deleted");
         let left = self.until_gone(name).await;
-        let posted = |write: &Write| (write.what == "POST pods").then(|| write.name.clone());
-        let pods = self.proxy.writes().iter().filter_map(posted).collect();
-        Ended { status, objects, pods, left }
+        Ended { status, objects, left, pods: BTreeSet::new() }
     }
 
     /// Nothing more is written.
@@ -137,11 +141,30 @@ impl Bench {
     async fn life(&self, name: &str, cut: Option<Cut>) -> (Ended, Vec<Write>) {
         self.forget().await;
         self.proxy.begin(cut);
-        let ended = tokio::select! {
+        let seen = Mutex::new(BTreeSet::new());
+        let mut ended = tokio::select! {
             ended = self.live(name) => ended,
             never = self.operate() => match never {},
+            never = self.see_pods(name, &seen) => match never {},
         };
+        ended.pods = seen.into_inner().expect("no panic holds it");
         (ended, self.proxy.writes())
+    }
+
+    /// Notes each pod that there is, however short; for as long as it is polled. What the operator
+    /// wrote does not tell: of a write that was under way when it ended, nobody has the answer.
+    async fn see_pods(&self, name: &str, seen: &Mutex<BTreeSet<String>>) -> Infallible {
+        let config = watcher::Config::default().labels(&format!("moejob.dev/job={name}"));
+        let mut events = pin!(watcher(self.all::<Pod>(), config));
+        loop {
+            match events.next().await.expect("watches do not end") {
+                Ok(watcher::Event::Apply(pod) | watcher::Event::InitApply(pod)) => {
+                    seen.lock().expect("no panic holds it").insert(pod.name_any());
+                }
+                Ok(_) => {}
+                Err(error) => panic!("the watch of pods: {error}"),
+            }
+        }
     }
 }
 

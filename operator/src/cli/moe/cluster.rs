@@ -54,6 +54,7 @@ pub const NODES: Kind = Kind("api/v1", "nodes");
 pub const EVENTS: Kind = Kind("apis/events.k8s.io/v1", "events");
 pub const CLAIMS: Kind = Kind("api/v1", "persistentvolumeclaims");
 pub const CLASSES: Kind = Kind("apis/storage.k8s.io/v1", "storageclasses");
+pub const PRIORITIES: Kind = Kind("apis/scheduling.k8s.io/v1", "priorityclasses");
 pub const DEFINITIONS: Kind = Kind("apis/apiextensions.k8s.io/v1", "customresourcedefinitions");
 pub const DEPLOYMENTS: Kind = Kind("apis/apps/v1", "deployments");
 pub const LEASES: Kind = Kind("apis/coordination.k8s.io/v1", "leases");

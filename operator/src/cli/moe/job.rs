@@ -7,6 +7,8 @@ use moejob_plan::record::{self, Saved};
 use moejob_plan::spec::MoeJobSpec;
 use moejob_plan::status::{Condition, MoeJobStatus};
 use serde_json::Value;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 
 /// What the commands know of one job.
 #[derive(Clone, Debug, Default)]
@@ -177,9 +179,39 @@ impl JobView {
     }
 }
 
-/// As they are served: by age, then uid. What runs stands before what waits, and what waits before
-/// what is over.
-pub fn in_order(jobs: &mut [JobView]) {
+/// What each PriorityClass is worth, and a job without one.
+#[derive(Clone, Debug, Default)]
+pub struct Priorities {
+    classes: BTreeMap<String, i64>,
+    usual: i64,
+}
+
+impl Priorities {
+    /// From objects of the kind PriorityClass.
+    pub fn read(objects: &[Value]) -> Priorities {
+        let mut read = Priorities::default();
+        for object in objects {
+            let value = object["value"].as_i64().unwrap_or_default();
+            if object["globalDefault"] == true {
+                read.usual = value;
+            }
+            let name = object["metadata"]["name"].as_str().unwrap_or_default();
+            read.classes.insert(name.to_string(), value);
+        }
+        read
+    }
+
+    fn of(&self, job: &JobView) -> i64 {
+        match &*job.priority_class {
+            "" => self.usual,
+            class => self.classes.get(class).copied().unwrap_or_default(),
+        }
+    }
+}
+
+/// As they are served: the highest priority first, then by age, then uid. What runs stands before
+/// what waits, and what waits before what is over.
+pub fn in_order(jobs: &mut [JobView], priorities: &Priorities) {
     jobs.sort_by(|a, b| {
         let key = |job: &JobView| {
             let group = match job.phase() {
@@ -188,7 +220,7 @@ pub fn in_order(jobs: &mut [JobView]) {
                 _ if job.status.nodes.ready > 0 => 0,
                 _ => 1,
             };
-            (group, job.created, job.uid.clone())
+            (group, Reverse(priorities.of(job)), job.created, job.uid.clone())
         };
         key(a).cmp(&key(b))
     });
@@ -298,7 +330,27 @@ pub mod tests {
             job("runs", "Running", 2),
             job("new", "", 0),
         ];
-        in_order(&mut jobs);
+        in_order(&mut jobs, &Priorities::default());
         assert_eq!(jobs.map(|job| job.name), ["runs", "new", "waits", "done"]);
+    }
+
+    #[test]
+    fn the_more_important_of_those_that_wait_stands_first() {
+        let class = |name: &str, value: i64, usual: bool| {
+            json!({"metadata": {"name": name}, "value": value, "globalDefault": usual})
+        };
+        let job = |name: &str, class: &str| {
+            let mut object = object(name, json!({"phase": "Pending"}));
+            object["spec"]["priorityClassName"] = json!(class);
+            JobView::read(&object)
+        };
+        let order = |classes: &[Value]| {
+            let mut jobs = [job("low", "low"), job("none", ""), job("high", "high")];
+            in_order(&mut jobs, &Priorities::read(classes));
+            jobs.map(|job| job.name).join(" ")
+        };
+        let (low, high) = (class("low", -5, false), class("high", 1000, false));
+        assert_eq!(order(&[low.clone(), high.clone()]), "high none low");
+        assert_eq!(order(&[low, high, class("usual", 2000, true)]), "none high low");
     }
 }

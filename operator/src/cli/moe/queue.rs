@@ -1,9 +1,9 @@
 //! `kubectl moe queue`: the jobs in the order in which they are served.
 
-use super::cluster::{Cluster, JOBS};
+use super::cluster::{Cluster, JOBS, PRIORITIES};
 use super::error::MoeError;
 use super::follow::Followed;
-use super::job::{JobView, in_order, reason_cell};
+use super::job::{JobView, Priorities, in_order, reason_cell};
 use super::output::{self, Format};
 use super::table::{Table, age, or_dash, short};
 use super::{now, run_until_interrupted};
@@ -42,7 +42,7 @@ pub async fn run(cluster: &Cluster, args: &QueueArgs) -> Result<(), MoeError> {
     jobs.retain(|(job, _)| args.all || !job.is_over());
     let listed = output::list(jobs.iter().map(|(_, object)| object.clone()).collect());
     let mut views: Vec<JobView> = jobs.into_iter().map(|(job, _)| job).collect();
-    in_order(&mut views);
+    in_order(&mut views, &priorities(cluster).await?);
     let style = Style::of(args);
     let table = table(&views, style, now());
     match output::value(args.output, &listed) {
@@ -61,6 +61,15 @@ pub async fn run(cluster: &Cluster, args: &QueueArgs) -> Result<(), MoeError> {
     }
     let widths = table.widths();
     run_until_interrupted(watch(cluster, args, namespace, style, &widths)).await
+}
+
+/// Those that may not read the classes see jobs by age.
+pub async fn priorities(cluster: &Cluster) -> Result<Priorities, MoeError> {
+    match cluster.list(PRIORITIES, None, None).await {
+        Ok(classes) => Ok(Priorities::read(&classes)),
+        Err(error) if error.is_forbidden() => Ok(Priorities::default()),
+        Err(error) => Err(error),
+    }
 }
 
 async fn watch(

@@ -5,6 +5,7 @@ use super::error::MoeError;
 use super::job::{JobView, in_order};
 use super::merge::split;
 use super::output::{self, Format};
+use super::queue::priorities;
 use super::show::by_rank;
 use super::speaker::step_of;
 use super::table::{Table, age, mebibytes, or_dash, short};
@@ -77,7 +78,7 @@ async fn look(cluster: &Cluster, args: &TopArgs) -> Result<String, MoeError> {
             all.iter().map(JobView::read).filter(|job| !job.is_over()).collect()
         }
     };
-    in_order(&mut jobs);
+    in_order(&mut jobs, &priorities(cluster).await?);
     let label = match &args.job {
         Some(name) => format!("{LABEL_JOB}={name}"),
         None => LABEL_JOB.to_string(),
