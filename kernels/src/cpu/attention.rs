@@ -12,6 +12,10 @@ use crate::attention::{Attention, AttentionBackward};
 /// Queries per block. Part of the definition of dk and dv.
 const QUERIES: usize = 128;
 
+/// What is left of a row's score gradients, by the sum of their sizes, that is taken from them:
+/// above the rounding of an ordinary row in f32, so that those go without another pass.
+const CANCELS: f64 = 1e-6;
+
 thread_local! {
     /// Scores of one block and their gradients.
     static SCRATCH: RefCell<[Panels; 2]> = RefCell::default();
@@ -310,7 +314,12 @@ fn divide<T: Float>(row: &mut [T], divisor: T) {
 }
 
 lanes_fn! {
-/// Turns a row of scores into probabilities and a row of <do, v> into scaled score gradients.
+/// Turns a row of scores into probabilities and a row of dp = <do, v> into scaled score gradients
+/// p (dp - sum p dp).
+///
+/// <o, do> is that sum but for its rounding, so dp - <o, do> loses nothing. Where one key has
+/// nearly all of the attention, these differences nearly cancel, too, and their own sum, which
+/// would be zero but for rounding, is taken from them, in the same roundings.
 fn score_gradients<T: Float>(
     p: &mut [T], ds: &mut [T], start: usize, end: usize, o: &[T], d_o: &[T], lse: T, scale: T,
 ) {
@@ -318,34 +327,47 @@ fn score_gradients<T: Float>(
         row[..start].fill(T::ZERO);
         row[end..].fill(T::ZERO);
     }
-    let delta = lanes::dot(o, d_o);
+    let near = lanes::dot(o, d_o);
     let (whole_p, rest_p) = p[start..end].as_chunks_mut::<{ lanes::LANES }>();
     let (whole_ds, rest_ds) = ds[start..end].as_chunks_mut::<{ lanes::LANES }>();
+    let mut sums = [[T::ZERO; lanes::LANES]; 2];
     for (p, ds) in whole_p.iter_mut().zip(whole_ds) {
-        gradient_lanes(p, ds, lse, delta, scale);
+        gradient_lanes(p, ds, lse, near, scale, &mut sums);
     }
-    let mut p = lanes::padded(rest_p, T::NEG_INFINITY);
-    let mut ds = lanes::padded(rest_ds, T::ZERO);
-    gradient_lanes(&mut p, &mut ds, lse, delta, scale);
-    rest_p.copy_from_slice(&p[..rest_p.len()]);
-    rest_ds.copy_from_slice(&ds[..rest_ds.len()]);
+    if !rest_p.is_empty() {
+        let mut p = lanes::padded(rest_p, T::NEG_INFINITY);
+        let mut ds = lanes::padded(rest_ds, near);
+        gradient_lanes(&mut p, &mut ds, lse, near, scale, &mut sums);
+        rest_p.copy_from_slice(&p[..rest_p.len()]);
+        rest_ds.copy_from_slice(&ds[..rest_ds.len()]);
+    }
+    let [left, sizes] = sums.map(lanes::tree);
+    if left.larger(-left) > T::of(CANCELS) * sizes {
+        for (p, ds) in p[start..end].iter().zip(&mut ds[start..end]) {
+            *ds = (-*p).fma(left, *ds);
+        }
+    }
     // One sum, rounded in two orders: the difference would be noise, and AdamW makes steps of it.
     if end - start == 1 {
-        rest_ds[0] = T::ZERO;
+        ds[start] = T::ZERO;
     }
 }
 }
 
+/// p = e^(score - lse), ds = p (ds - near) scale; adds ds, and its sizes, to `sums`.
 #[inline(always)]
 fn gradient_lanes<T: Float>(
     p: &mut [T; lanes::LANES],
     ds: &mut [T; lanes::LANES],
     lse: T,
-    delta: T,
+    near: T,
     scale: T,
+    [sums, sizes]: &mut [[T; lanes::LANES]; 2],
 ) {
     for l in 0..lanes::LANES {
         p[l] = (p[l] * scale - lse).exp();
-        ds[l] = p[l] * (ds[l] - delta) * scale;
+        ds[l] = p[l] * (ds[l] - near) * scale;
+        sums[l] += ds[l];
+        sizes[l] += ds[l].larger(-ds[l]);
     }
 }

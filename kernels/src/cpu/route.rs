@@ -74,10 +74,11 @@ impl CpuDevice {
         assert_eq!((lse.len(), counts.len()), (tokens, experts), "{op:?}");
         // d(auxiliary loss) / d p[t, e]: E * load[e] / T
         let per_load = op.aux_coef * experts as f64 / (tokens as f64 * tokens as f64);
-        let balance: Vec<T> = counts.iter().map(|c| T::of(per_load * f64::from(*c))).collect();
-        let z = T::of(2.0 * op.z_coef / tokens as f64);
+        let balance: Vec<f64> = counts.iter().map(|c| per_load * f64::from(*c)).collect();
+        let z = 2.0 * op.z_coef / tokens as f64;
         let jobs = dlogits.chunks_mut(ROWS_PER_JOB * experts).enumerate().collect();
         exec.run(jobs, size * 32, |(job, dlogits)| {
+            let mut d = vec![0.0; experts];
             for (t, dlogits) in dlogits.chunks_exact_mut(experts).enumerate() {
                 let t = job * ROWS_PER_JOB + t;
                 let row = Row {
@@ -86,9 +87,9 @@ impl CpuDevice {
                     ids: &ids[t * top_k..][..top_k],
                     dweights: &dweights[t * top_k..][..top_k],
                     lse: lse[t],
-                    z: z * lse[t],
+                    z: z * lse[t].wide(),
                 };
-                backward_row(exec.isa, op, &row, &balance, dlogits);
+                backward_row(exec.isa, op, &row, &balance, &mut d, dlogits);
             }
         });
     }
@@ -182,39 +183,56 @@ struct Row<'a, T> {
     dweights: &'a [T],
     lse: T,
     /// d(z loss) / d lse, with its coefficient
-    z: T,
+    z: f64,
 }
 
+/// In f64, because means are taken from what they are the means of: with normalised weights and one
+/// expert a token, or all of them, nothing is left, and rounding must not take its place. `d` is
+/// room for a row.
 fn backward_row<T: Float>(
     isa: Isa,
     op: &RouteBackward,
     row: &Row<'_, T>,
-    balance: &[T],
+    balance: &[f64],
+    d: &mut [f64],
     dlogits: &mut [T],
 ) {
     let probs = row.probs;
-    // dlogits holds d(all but z loss) / d probs until the end.
-    dlogits.copy_from_slice(balance);
+    // d(all but z loss) / d probs
+    d.copy_from_slice(balance);
     if op.scoring == Scoring::Sigmoid {
         // p = probs / total: d/dprobs = (d/dp - <d/dp, p>) / total
-        let total = lanes::sum(probs);
-        let mean = lanes::dot(balance, probs) / total;
-        dlogits.iter_mut().for_each(|d| *d = (*d - mean) / total);
+        let (total, mean) = mean_by(balance, probs);
+        d.iter_mut().for_each(|d| *d = (*d - mean) / total);
     }
-    let scale = T::of(op.scale);
+    let slots = || row.ids.iter().zip(row.dweights).map(|(id, dw)| (*id as usize, dw.wide()));
     let (sum, mean) = if op.norm_topk {
-        let sum = top_sum(op.scoring, probs, row.ids);
-        let slots = row.ids.iter().zip(row.dweights);
-        let dot = slots.fold(T::ZERO, |dot, (id, dw)| probs[*id as usize].fma(*dw, dot));
-        (sum, dot / sum)
+        let of_zeros = if op.scoring == Scoring::Sigmoid { TOP_K_SUM_MIN } else { 0.0 };
+        let sum = slots().fold(of_zeros, |sum, (id, _)| sum + probs[id].wide());
+        (sum, slots().fold(0.0, |dot, (id, dw)| probs[id].wide().mul_add(dw, dot)) / sum)
     } else {
-        (T::ONE, T::ZERO)
+        (1.0, 0.0)
     };
-    for (id, dw) in row.ids.iter().zip(row.dweights) {
-        dlogits[*id as usize] += scale * (*dw - mean) / sum;
+    for (id, dw) in slots() {
+        d[id] += op.scale * (dw - mean) / sum;
     }
     let softmax = op.scoring == Scoring::Softmax;
-    through_scores::<T>(isa, row.logits, probs, softmax, row.lse, row.z, dlogits);
+    through_scores::<T>(isa, row.logits, probs, softmax, row.lse, row.z, d, dlogits);
+}
+
+/// The sum of the weights, and the mean of `values` under them.
+#[inline(always)]
+fn mean_by<T: Float>(values: &[f64], weights: &[T]) -> (f64, f64) {
+    let mut totals = [0.0; lanes::LANES];
+    let mut dots = [0.0; lanes::LANES];
+    for (x, weights) in values.chunks(lanes::LANES).zip(weights.chunks(lanes::LANES)) {
+        for (l, (x, weight)) in x.iter().zip(weights).enumerate() {
+            totals[l] += weight.wide();
+            dots[l] = weight.wide().mul_add(*x, dots[l]);
+        }
+    }
+    let total = lanes::tree(totals);
+    (total, lanes::tree(dots) / total)
 }
 
 lanes_fn! {
@@ -236,18 +254,20 @@ pub(super) fn scores<T: Float>(logits: &[T], probs: &mut [T], softmax: bool) -> 
 }
 
 lanes_fn! {
-/// From d/dprobs to d/dlogits, the z loss added.
+/// From d/dprobs to d/dlogits, the z loss added. The probabilities of a softmax are rounded, so
+/// that their sum is not quite 1; the mean is over what it is.
 fn through_scores<T: Float>(
-    logits: &[T], probs: &[T], softmax: bool, lse: T, z: T, d: &mut [T],
+    logits: &[T], probs: &[T], softmax: bool, lse: T, z: f64, d: &[f64], dlogits: &mut [T],
 ) {
     if softmax {
-        let mean = lanes::dot(d, probs);
-        for (d, p) in d.iter_mut().zip(probs) {
-            *d = *p * (*d - mean + z);
+        let (_, mean) = mean_by(d, probs);
+        for ((out, d), p) in dlogits.iter_mut().zip(d).zip(probs) {
+            *out = T::of(p.wide() * (*d - mean + z));
         }
     } else {
-        for ((d, p), x) in d.iter_mut().zip(probs).zip(logits) {
-            *d = *d * *p * (T::ONE - *p) + z * (*x - lse).exp();
+        for (((out, d), p), x) in dlogits.iter_mut().zip(d).zip(probs).zip(logits) {
+            let p = p.wide();
+            *out = T::of(d * p * (1.0 - p) + z * (*x - lse).exp().wide());
         }
     }
 }
