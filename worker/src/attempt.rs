@@ -57,8 +57,12 @@ impl Run<'_> {
         self.tell_resumed()?;
         self.tell_overlaps(corpus)?;
         self.control.set_step(self.step);
-        self.snapshot()?;
+        let resumed = self.snapshot()?;
         let steps = self.config.training.steps;
+        // The attempt before was lost when all was trained and the last checkpoint was not written.
+        if self.step >= steps && matches!(self.config.resume, Resume::Memory { .. }) {
+            self.checkpoint(Some(resumed))?;
+        }
         let mut stopped = false;
         while self.step < steps && !stopped {
             self.control.set_phase(Phase::Training);
@@ -184,20 +188,23 @@ impl Run<'_> {
             every(config.checkpoint.every_steps) || last || agreed.checkpoint_now;
         let memory = every(config.recovery.memory_every_steps) || stopped;
         let snapshot = if memory { Some(self.snapshot()?) } else { None };
-        if checkpoint {
-            // One at a time: its staging and its copy of the state are counted once.
-            self.wait_for_storage()?;
-            let bytes = match snapshot {
-                Some(bytes) => bytes,
-                None => {
-                    let mut bytes = Vec::new();
-                    crate::snapshot::cut(&self.model, &mut bytes);
-                    Arc::new(bytes)
-                }
-            };
-            self.writer.shard(self.step, bytes);
-            self.pending = Some((self.step, false));
-        }
+        if checkpoint { self.checkpoint(snapshot) } else { Ok(()) }
+    }
+
+    /// Begins a checkpoint of this step, from its snapshot where there is one.
+    fn checkpoint(&mut self, snapshot: Option<Arc<Vec<u8>>>) -> Result<(), Stop> {
+        // One at a time: its staging and its copy of the state are counted once.
+        self.wait_for_storage()?;
+        let bytes = match snapshot {
+            Some(bytes) => bytes,
+            None => {
+                let mut bytes = Vec::new();
+                crate::snapshot::cut(&self.model, &mut bytes);
+                Arc::new(bytes)
+            }
+        };
+        self.writer.shard(self.step, bytes);
+        self.pending = Some((self.step, false));
         Ok(())
     }
 

@@ -68,6 +68,25 @@ fn survivors_go_on_from_the_newest_snapshot_in_memory() {
     assert!(losses >= 6, "only {losses} ranks were lost in time");
 }
 
+/// All is trained, and whoever wrote the last checkpoint is gone before it was there.
+#[test]
+fn an_attempt_with_nothing_left_to_train_writes_the_last_checkpoint() {
+    let mut job = job();
+    let mut group = trainers(4);
+    let (ends, _) = job.run(&mut group, None);
+    assert!(ends.iter().all(|end| *end == AttemptEnd::Completed { step: 12 }), "{ends:?}");
+    let last = job.location().join("step-00000012");
+    let whole = state_hash(&last);
+    std::fs::remove_dir_all(&last).expect("removed");
+    group.remove(2);
+    go_on(&mut job, &group, layout(3, 3));
+    assert_eq!(job.config.resume.step(), 12);
+    let (ends, reports) = job.run(&mut group, None);
+    assert!(ends.iter().all(|end| *end == AttemptEnd::Completed { step: 12 }), "{ends:?}");
+    assert!(reports.is_empty());
+    assert_eq!(state_hash(&last), whole);
+}
+
 /// Attempts that die while they take their first snapshot must not use up the one they came from.
 #[test]
 fn attempts_that_die_at_once_keep_the_state_they_resumed_from() {
