@@ -255,8 +255,10 @@ impl Run<'_> {
         validation: Option<Validation>,
         seconds: f64,
     ) -> Result<(), Stop> {
+        if self.records.is_none() {
+            return Ok(());
+        }
         let routing = self.routing(summary, validation);
-        let Some(records) = &mut self.records else { return Ok(()) };
         let tokens = tokens_per_step(&self.config.training);
         let report = StepReport {
             step: self.step,
@@ -274,7 +276,9 @@ impl Run<'_> {
             validation_loss: validation.map(|validation| validation.loss),
             time: now(),
         };
-        records.step(&report).map_err(record_failed)?;
+        if let Some(records) = &mut self.records {
+            records.step(&report).map_err(record_failed)?;
+        }
         (self.out)(TrainerEvent::Step(report));
         Ok(())
     }

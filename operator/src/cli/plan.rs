@@ -21,6 +21,13 @@ pub struct PlanArgs {
     /// it, as many as the job wants.
     #[arg(long)]
     pub nodes: Option<PathBuf>,
+    #[command(flatten)]
+    pub how: How,
+}
+
+/// What is asked of a plan, wherever job and nodes come from.
+#[derive(Args)]
+pub struct How {
     /// What if this node is lost? Several are lost together. Without it, each one by itself.
     #[arg(long)]
     pub lose: Vec<String>,
@@ -34,26 +41,43 @@ pub fn run(args: &PlanArgs) -> ExitCode {
         Ok(job) => job,
         Err(code) => return code,
     };
-    let nodes = match args.nodes.as_deref().map(read_nodes).transpose() {
-        Ok(nodes) => nodes,
-        Err(message) => return refuse(&message),
-    };
-    if let Some(refusal) = refused_node(&job, nodes.as_deref(), &args.lose) {
-        return refuse(&refusal);
-    }
-    let outlook = outlook(&job, nodes.as_deref(), &args.lose);
-    let text = match written(&outlook, args.output) {
-        Ok(text) => text,
-        Err(message) => return refuse(&message),
+    let nodes = args.nodes.as_deref().map(read_nodes).transpose();
+    let planned = nodes.and_then(|nodes| args.how.planned(&job, nodes.as_deref()));
+    let Planned { text, works } = match planned {
+        Ok(planned) => planned,
+        Err(message) => {
+            eprintln!("moejob: {message}");
+            return ExitCode::from(2);
+        }
     };
     // A reader that has gone away (`| head`) is no failure of ours.
     let _ = writeln!(std::io::stdout(), "{text}");
     // The job cannot run as it stands, though the file is valid.
-    if outlook.sizes.is_empty() { ExitCode::from(2) } else { ExitCode::SUCCESS }
+    if works { ExitCode::SUCCESS } else { ExitCode::from(2) }
+}
+
+/// A plan as it is printed.
+pub struct Planned {
+    pub text: String,
+    /// There is a number of nodes that works.
+    pub works: bool,
+}
+
+impl How {
+    /// # Errors
+    /// A node is to be lost that is not there.
+    pub fn planned(&self, job: &Job, nodes: Option<&[NodeInfo]>) -> Result<Planned, String> {
+        if let Some(refusal) = refused_node(job, nodes, &self.lose) {
+            return Err(refusal);
+        }
+        let outlook = outlook(job, nodes, &self.lose);
+        let text = written(&outlook, self.output)?;
+        Ok(Planned { text, works: !outlook.sizes.is_empty() })
+    }
 }
 
 /// Why a node of `--lose` cannot be lost: there is none of that name.
-pub fn refused_node(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Option<String> {
+fn refused_node(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Option<String> {
     let made = (0..job.nodes.max + job.nodes.spares).map(|index| format!("node-{index}"));
     let known: Vec<String> = match nodes {
         Some(nodes) => nodes.iter().map(|node| node.name.clone()).collect(),
@@ -65,17 +89,12 @@ pub fn refused_node(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> O
     Some(format!("--lose {unknown}: there is no such node{near}"))
 }
 
-pub fn written(outlook: &Outlook, output: Output) -> Result<String, String> {
+fn written(outlook: &Outlook, output: Output) -> Result<String, String> {
     match output {
         Output::Text => Ok(offline::text(outlook)),
         Output::Json => serde_json::to_string_pretty(outlook)
             .map_err(|error| format!("the plan cannot be written as JSON: {error}")),
     }
-}
-
-fn refuse(message: &str) -> ExitCode {
-    eprintln!("moejob: {message}");
-    ExitCode::from(2)
 }
 
 pub fn read_nodes(file: &Path) -> Result<Vec<NodeInfo>, String> {

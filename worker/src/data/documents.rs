@@ -256,10 +256,8 @@ pub(crate) fn decompressed(
     };
     // An archive may be compressed, too.
     let head = plain.fill_buf().map_err(|error| broken(path, &error))?;
-    match header::foreign(head, false) {
-        Some((at, why)) => Err(DataError::bad(path, at, why)),
-        None => Ok(plain),
-    }
+    header::not_foreign(head, false).map_err(|(at, why)| DataError::bad(path, at, why))?;
+    Ok(plain)
 }
 
 type Raw = BufReader<Box<dyn Read + Send>>;

@@ -198,6 +198,17 @@ impl DataFile {
         Ok(handle)
     }
 
+    /// Its first bytes: `most` of them, or all that it had when it was found.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub(crate) fn head(&self, most: usize) -> Result<Vec<u8>, DataError> {
+        let mut head = vec![0; self.bytes.min(most as u64) as usize];
+        let read = self.open()?.read_exact_at(&mut head, 0);
+        read.map_err(|source| self.unreadable(source))?;
+        Ok(head)
+    }
+
     pub(crate) fn unreadable(&self, source: std::io::Error) -> DataError {
         DataError::Read { path: self.path.clone(), source }
     }

@@ -102,13 +102,15 @@ const FOREIGN: [(&[u8], usize, &str); 9] = [
 /// A file of tokens may begin with fewer bytes than this by chance.
 const SURE_BYTES: usize = 5;
 
-/// Where and what a file is that begins with `head` and should be text, or with `tokens` a flat
-/// file of ids.
-pub fn foreign(head: &[u8], tokens: bool) -> Option<(String, String)> {
+/// Of a file that begins with `head` and should be text, or with `tokens` a flat file of ids.
+///
+/// # Errors
+/// It is something else: where that is seen, and what it is.
+pub fn not_foreign(head: &[u8], tokens: bool) -> Result<(), (String, String)> {
     let known = |(mark, at, what): &(&[u8], usize, &str)| {
         let found = head.get(*at..).is_some_and(|head| head.starts_with(mark));
         let sure = !tokens || mark.len() >= SURE_BYTES;
         (found && sure).then(|| (format!("byte {at}"), format!("it is {what}")))
     };
-    FOREIGN.iter().find_map(known)
+    FOREIGN.iter().find_map(known).map_or(Ok(()), Err)
 }

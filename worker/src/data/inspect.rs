@@ -8,7 +8,6 @@ use super::tokenize::{self, Recipe};
 use super::tokenizer::Encoder;
 use super::{DataError, header};
 use moejob_protocol::config::TokenType;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -48,9 +47,7 @@ pub fn detect(
     field: &str,
     dtype: Option<TokenType>,
 ) -> Result<Kind, DataError> {
-    let handle = file.open()?;
-    let mut head = vec![0; file.bytes.min(4096) as usize];
-    handle.read_exact_at(&mut head, 0).map_err(|source| file.unreadable(source))?;
+    let head = file.head(4096)?;
     let name = file.path.file_name().map(|name| name.to_string_lossy().to_lowercase());
     let name = name.unwrap_or_default();
     let plain = name.strip_suffix(".gz").or(name.strip_suffix(".zst")).unwrap_or(&name);
@@ -77,9 +74,7 @@ pub fn detect(
     if ends(&[".pt", ".pth", ".pkl", ".arrow", ".tar"]) {
         return bad("its format is not read: write JSONL, Parquet or flat tokens");
     }
-    if let Some((at, why)) = header::foreign(&head, false) {
-        return Err(DataError::bad(&file.path, at, why));
-    }
+    header::not_foreign(&head, false).map_err(|(at, why)| DataError::bad(&file.path, at, why))?;
     if ends(&[".bin"]) || head.contains(&0) {
         return bad("it has no header: say --dtype uint16 or uint32 if it holds flat tokens");
     }

@@ -392,15 +392,10 @@ pub(crate) fn token_store(
     file: &DataFile,
     dtype: Option<TokenType>,
 ) -> Result<Store, DataError> {
-    let handle = file.open()?;
-    let mut head = [0; header::HEAD_BYTES];
-    let head = &mut head[..file.bytes.min(header::HEAD_BYTES as u64) as usize];
-    handle.read_exact_at(head, 0).map_err(|source| file.unreadable(source))?;
+    let head = file.head(header::HEAD_BYTES)?;
     let bad = |(at, why): (String, String)| DataError::bad(&file.path, at, why);
-    if let Some(found) = header::foreign(head, true) {
-        return Err(bad(found));
-    }
-    let kind = header::kind(head, file.bytes, dtype).map_err(bad)?;
+    header::not_foreign(&head, true).map_err(bad)?;
+    let kind = header::kind(&head, file.bytes, dtype).map_err(bad)?;
     Ok(Store::named(file.clone(), kind.width, kind.offset))
 }
 
@@ -409,13 +404,8 @@ pub(crate) fn token_store(
 /// # Errors
 /// It is, or it cannot be read.
 pub(crate) fn is_text(file: &DataFile) -> Result<(), DataError> {
-    let mut head = [0; header::HEAD_BYTES];
-    let head = &mut head[..file.bytes.min(header::HEAD_BYTES as u64) as usize];
-    file.open()?.read_exact_at(head, 0).map_err(|source| file.unreadable(source))?;
-    match header::foreign(head, false) {
-        Some((at, why)) => Err(DataError::bad(&file.path, at, why)),
-        None => Ok(()),
-    }
+    let head = file.head(header::HEAD_BYTES)?;
+    header::not_foreign(&head, false).map_err(|(at, why)| DataError::bad(&file.path, at, why))
 }
 
 fn print_file(hasher: &mut blake3::Hasher, file: &DataFile, content: &[u8; 32]) {

@@ -5,12 +5,11 @@ use super::error::MoeError;
 use super::job::JobView;
 use super::nodes::{infos, judge, summary};
 use super::output;
-use crate::cli::plan::{refused_node, written};
-use crate::cli::validate::{self, Output};
+use crate::cli::plan::{How, Planned};
+use crate::cli::validate;
 use clap::Args;
 use moejob_plan::Job;
 use moejob_plan::allocate::Needs;
-use moejob_plan::offline::outlook;
 use moejob_plan::topology::NodeInfo;
 use std::path::{Path, PathBuf};
 
@@ -21,12 +20,8 @@ pub struct PlanArgs {
     /// Nodes in place of the cluster's, as `moejob plan --nodes` takes them.
     #[arg(long)]
     pub nodes: Option<PathBuf>,
-    /// What if this node is lost? Several are lost together. Without it, each one by itself.
-    #[arg(long)]
-    pub lose: Vec<String>,
-    /// How the plan is written.
-    #[arg(short, long, value_enum, default_value_t = Output::Text)]
-    pub output: Output,
+    #[command(flatten)]
+    pub how: How,
 }
 
 pub async fn run(cluster: &Cluster, args: &PlanArgs) -> Result<(), MoeError> {
@@ -35,15 +30,12 @@ pub async fn run(cluster: &Cluster, args: &PlanArgs) -> Result<(), MoeError> {
         Some(file) => Some(crate::cli::plan::read_nodes(file).map_err(MoeError::Input)?),
         None => free(cluster, &job, uid.as_deref()).await?,
     };
-    if let Some(refusal) = refused_node(&job, nodes.as_deref(), &args.lose) {
-        return Err(MoeError::Input(refusal));
-    }
-    let outlook = outlook(&job, nodes.as_deref(), &args.lose);
-    let text = written(&outlook, args.output).map_err(MoeError::Failed)?;
+    let Planned { text, works } =
+        args.how.planned(&job, nodes.as_deref()).map_err(MoeError::Input)?;
     output::print(&format!("{text}\n"))?;
-    match outlook.sizes.is_empty() {
-        true => Err(MoeError::Input("no number of nodes works, see above".to_string())),
-        false => Ok(()),
+    match works {
+        true => Ok(()),
+        false => Err(MoeError::Input("no number of nodes works, see above".to_string())),
     }
 }
 
