@@ -9,7 +9,7 @@
 //! beside it, a batch a job at a time. A standby keeps its view of the cluster and nothing else.
 
 mod job;
-mod nodes;
+pub(crate) mod nodes;
 mod report;
 mod results;
 mod spec;

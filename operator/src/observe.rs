@@ -359,7 +359,7 @@ fn meant_for(pod: &Pod) -> Option<String> {
     field.values.as_ref()?.first().cloned()
 }
 
-fn requests(pod: &Pod) -> Resources {
+pub(crate) fn requests(pod: &Pod) -> Resources {
     let mut sum = Resources::default();
     let Some(spec) = &pod.spec else { return sum };
     let of = |container: &Container| {
@@ -389,7 +389,7 @@ fn amounts(quantities: Option<&BTreeMap<String, Quantity>>) -> Resources {
     all
 }
 
-fn node_seen(node: Node) -> NodeSeen {
+pub(crate) fn node_seen(node: Node) -> NodeSeen {
     let spec = node.spec.clone().unwrap_or_default();
     let status = node.status.clone().unwrap_or_default();
     let taints = spec.taints.unwrap_or_default().into_iter();

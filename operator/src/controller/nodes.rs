@@ -51,7 +51,8 @@ fn keep_apart(cluster: &mut Cluster, holds: HashMap<&str, BTreeSet<String>>) {
     }
 }
 
-fn cluster_node(node: &NodeSeen, requested: Resources) -> ClusterNode {
+/// As allocation judges it.
+pub(crate) fn cluster_node(node: &NodeSeen, requested: Resources) -> ClusterNode {
     let conditions = node.conditions.iter();
     let taints = node.taints.iter().map(|(key, value, effect)| Taint {
         key: key.clone(),

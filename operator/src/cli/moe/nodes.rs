@@ -1,9 +1,13 @@
 //! Nodes and pods of the API -> which nodes a job could have now, by the operator's own rules.
 
-use moejob_plan::allocate::{ClusterNode, Needs, Taint, unhealthy};
+use crate::controller::nodes::cluster_node;
+use crate::observe::{node_seen, requests};
+use k8s_openapi::api::core::v1::{Node, Pod};
+use moejob_plan::allocate::Needs;
 use moejob_plan::pods::LABEL_JOB_UID;
 use moejob_plan::resources::Resources;
 use moejob_plan::topology::NodeInfo;
+use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
@@ -31,47 +35,23 @@ pub fn judge(nodes: &[Value], pods: &[Value], needs: &Needs, own: Option<&str>) 
                 let job = pod["metadata"]["labels"]["moejob.dev/job"].as_str();
                 workers.insert(node, job.unwrap_or("a MoeJob"));
             }
-            None => requested.entry(node).or_default().add(&Resources::of_pod(pod)),
+            None => {
+                let asked = Pod::deserialize(pod).map(|pod| requests(&pod));
+                requested.entry(node).or_default().add(&asked.unwrap_or_default());
+            }
         }
     }
     let mut judged: Vec<Judged> = Vec::new();
-    for node in nodes {
-        let read = cluster_node(node, &mut requested);
+    for node in nodes.iter().filter_map(|node| Node::deserialize(node).ok()) {
+        let seen = node_seen(node);
+        let read = cluster_node(&seen, requested.remove(&*seen.name).unwrap_or_default());
         let against = match workers.get(read.name.as_str()) {
             Some(job) => Some(format!("in use by {job}")),
             None => needs.refuses(&read).map(|against| against.to_string()),
         };
-        judged.push(Judged { name: read.name.clone(), against, labels: read.labels });
+        judged.push(Judged { name: seen.name, against, labels: read.labels });
     }
     judged
-}
-
-fn cluster_node(node: &Value, requested: &mut BTreeMap<&str, Resources>) -> ClusterNode {
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
-    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-    let name = text(&node["metadata"]["name"]);
-    let conditions = list(&node["status"]["conditions"]);
-    let states: Vec<(String, String)> =
-        conditions.iter().map(|of| (text(&of["type"]), text(&of["status"]))).collect();
-    let labels = node["metadata"]["labels"].as_object().into_iter().flatten();
-    let taints = list(&node["spec"]["taints"]);
-    ClusterNode {
-        labels: labels.map(|(key, value)| (key.clone(), text(value))).collect(),
-        ready: states.iter().any(|(name, status)| name == "Ready" && status == "True"),
-        cordoned: node["spec"]["unschedulable"] == true,
-        unhealthy: unhealthy(states.iter().map(|(name, status)| (name.as_str(), status.as_str()))),
-        taints: taints
-            .iter()
-            .map(|taint| Taint {
-                key: text(&taint["key"]),
-                value: text(&taint["value"]),
-                effect: text(&taint["effect"]),
-            })
-            .collect(),
-        allocatable: Resources::read(&node["status"]["allocatable"]),
-        requested: requested.remove(name.as_str()).unwrap_or_default(),
-        name,
-    }
 }
 
 /// As `moejob plan` takes them.
@@ -136,12 +116,17 @@ mod tests {
             node("own", "4", None),
             node("tainted", "4", Some("moejob.dev/operator")),
             node("done", "4", None),
+            node("starting", "4", None),
         ];
+        // What its first container needs to begin is the pod's, as for the operator.
+        let mut starting = pod("starting", None, "Pending");
+        starting["spec"]["initContainers"] = starting["spec"]["containers"].take();
         let pods = [
             pod("busy", None, "Running"),
             pod("taken", Some("uid-b"), "Running"),
             pod("own", Some("uid-a"), "Running"),
             pod("done", None, "Succeeded"),
+            starting,
         ];
         let job = JobView::read(&object("a", json!({}))).job.expect("a valid job");
         let judged = judge(&nodes, &pods, &Needs::of(&job), Some("uid-a"));
@@ -158,12 +143,13 @@ mod tests {
                 "own: free",
                 "tainted: with the taint moejob.dev/operator",
                 "done: free",
+                "starting: with too little cpu",
             ]
         );
         assert_eq!(
             summary(&judged),
-            "3 of 6 nodes are free; 1 in use by other, 1 with the taint moejob.dev/operator, \
-             1 with too little cpu"
+            "3 of 7 nodes are free; 1 in use by other, 1 with the taint moejob.dev/operator, \
+             2 with too little cpu"
         );
         assert_eq!(infos(&judged).iter().filter(|node| node.usable).count(), 3);
     }
