@@ -1,7 +1,7 @@
 //! The test cluster as a person uses it: the scripts of `tests/cluster`, and kubectl.
 
 use crate::root;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
@@ -21,6 +21,29 @@ impl Said {
         assert!(self.good, "{what}: {}{}", self.out, self.err);
         self.out
     }
+}
+
+/// A small model's job in the namespace `default`, for fake workers on `min` to `max` nodes. What
+/// else a test is about it sets in `spec`.
+pub fn small_job(name: &str, (min, max): (u32, u32), training: Value) -> Value {
+    json!({
+        "apiVersion": "moejob.dev/v1alpha1",
+        "kind": "MoeJob",
+        "metadata": { "name": name, "namespace": "default" },
+        "spec": {
+            "nodes": { "profile": "cpu", "min": min, "max": max },
+            "model": {
+                "hiddenSize": 32, "numHiddenLayers": 1, "numAttentionHeads": 2,
+                "experts": { "count": 8, "perToken": 2, "intermediateSize": 32 },
+            },
+            "data": {
+                "train": { "text": { "paths": ["corpus/*.txt"] } }, "sequenceLength": 32,
+            },
+            "training": training,
+            "checkpoint": { "everySteps": 1_000_000, "location": "checkpoints" },
+            "volumes": [{ "mountPath": "checkpoints", "claim": "checkpoints" }],
+        },
+    })
 }
 
 /// One of the scripts in `tests/cluster`, such as `node`, with `input` to read.

@@ -14,7 +14,7 @@ use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Client, ResourceExt};
 use moejob_plan::Job;
 use moejob_plan::pods::{self, Birth, Surroundings};
-use moejob_tests::cluster::script;
+use moejob_tests::cluster::{script, small_job};
 use serde_json::{Value, json};
 use std::collections::HashSet;
 use std::io::{Seek, SeekFrom};
@@ -255,25 +255,9 @@ impl Audit {
 }
 
 fn manifest(name: &str, nodes: u32) -> Value {
-    json!({
-        "apiVersion": "moejob.dev/v1alpha1",
-        "kind": "MoeJob",
-        "metadata": { "name": name, "namespace": NAMESPACE },
-        "spec": {
-            "nodes": { "profile": "cpu", "min": nodes, "max": nodes },
-            "model": {
-                "hiddenSize": 32, "numHiddenLayers": 1, "numAttentionHeads": 2,
-                "experts": { "count": 8, "perToken": 2, "intermediateSize": 32 },
-            },
-            "data": {
-                "train": { "text": { "paths": ["corpus/*.txt"] } }, "sequenceLength": 32,
-            },
-            "training": { "steps": 1_000_000, "globalBatchSize": 4096, "microBatchSize": 1,
-                "precision": "fp32" },
-            "checkpoint": { "everySteps": 1_000_000, "location": "checkpoints" },
-            "volumes": [{ "mountPath": "checkpoints", "claim": "checkpoints" }],
-        },
-    })
+    let training = json!({ "steps": 1_000_000, "globalBatchSize": 4096, "microBatchSize": 1,
+        "precision": "fp32" });
+    small_job(name, (nodes, nodes), training)
 }
 
 /// The storage that all jobs name; it may be there already.

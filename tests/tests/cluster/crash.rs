@@ -14,7 +14,7 @@ use k8s_openapi::api::policy::v1::PodDisruptionBudget;
 use kube::ResourceExt;
 use kube::api::{DeleteParams, ListParams, PostParams};
 use kube::runtime::watcher;
-use moejob_tests::cluster::Own;
+use moejob_tests::cluster::{Own, small_job};
 use moejob_tests::cutting::{Cut, Write};
 use moejob_tests::moejob;
 use serde_json::{Value, json};
@@ -169,26 +169,12 @@ impl Bench {
 }
 
 fn manifest(name: &str) -> Value {
-    json!({
-        "apiVersion": "moejob.dev/v1alpha1",
-        "kind": "MoeJob",
-        "metadata": { "name": name, "namespace": NAMESPACE },
-        "spec": {
-            "nodes": { "profile": "cpu", "min": 2, "max": 2 },
-            "model": {
-                "hiddenSize": 32, "numHiddenLayers": 1, "numAttentionHeads": 2,
-                "experts": { "count": 8, "perToken": 2, "intermediateSize": 32 },
-            },
-            "data": {
-                "train": { "text": { "paths": ["corpus/*.txt"] } }, "sequenceLength": 32,
-            },
-            "training": { "steps": 500, "globalBatchSize": 12, "microBatchSize": 1,
-                "precision": "fp32" },
-            "checkpoint": { "everySteps": 10, "location": "checkpoints" },
-            "recovery": { "growthInterval": "1s" },
-            "volumes": [{ "mountPath": "checkpoints", "claim": "checkpoints" }],
-        },
-    })
+    let training = json!({ "steps": 500, "globalBatchSize": 12, "microBatchSize": 1,
+        "precision": "fp32" });
+    let mut job = small_job(name, (2, 2), training);
+    job["spec"]["checkpoint"]["everySteps"] = json!(10);
+    job["spec"]["recovery"] = json!({ "growthInterval": "1s" });
+    job
 }
 
 /// What of a status must be the same whatever happened to the operator.

@@ -4,7 +4,7 @@
 //! The pods are the operator's own, on fake nodes; what their workers show is the test's to choose.
 //! What may knock at a worker's listener is tried in `operator/tests/strangers.rs`.
 
-use crate::bench::{Bench, NAMESPACE, PATIENCE, POLL, inside, install};
+use crate::bench::{Bench, PATIENCE, POLL, inside, install};
 use k8s_openapi::api::authentication::v1::{
     BoundObjectReference, TokenRequest, TokenRequestSpec,
 };
@@ -13,7 +13,7 @@ use kube::Api;
 use kube::ResourceExt;
 use kube::api::{DeleteParams, PostParams};
 use moejob_protocol::pod::TOKEN_AUDIENCE;
-use moejob_tests::cluster::Own;
+use moejob_tests::cluster::{Own, small_job};
 use moejob_tests::moejob;
 use serde_json::{Value, json};
 use std::io::Write;
@@ -31,25 +31,10 @@ fn cluster(name: &str) -> Own {
 }
 
 fn manifest(name: &str, max: u32) -> Value {
-    json!({
-        "apiVersion": "moejob.dev/v1alpha1",
-        "kind": "MoeJob",
-        "metadata": { "name": name, "namespace": NAMESPACE },
-        "spec": {
-            "nodes": { "profile": "cpu", "min": 1, "max": max },
-            "model": {
-                "hiddenSize": 32, "numHiddenLayers": 1, "numAttentionHeads": 2,
-                "experts": { "count": 8, "perToken": 2, "intermediateSize": 32 },
-            },
-            "data": {
-                "train": { "text": { "paths": ["corpus/*.txt"] } }, "sequenceLength": 32,
-            },
-            "training": { "steps": 1_000_000, "globalBatchSize": 12, "precision": "fp32" },
-            "checkpoint": { "everySteps": 1_000_000, "location": "checkpoints" },
-            "recovery": { "growthInterval": "1s", "gangTimeout": "3s" },
-            "volumes": [{ "mountPath": "checkpoints", "claim": "checkpoints" }],
-        },
-    })
+    let training = json!({ "steps": 1_000_000, "globalBatchSize": 12, "precision": "fp32" });
+    let mut job = small_job(name, (1, max), training);
+    job["spec"]["recovery"] = json!({ "growthInterval": "1s", "gangTimeout": "3s" });
+    job
 }
 
 /// What a pod may show in place of its own token, and what the operator then says of it.
