@@ -18,7 +18,8 @@ use crate::route::{RouteGroups, Scoring};
 /// How a token's experts are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Choice {
-    /// The K experts of the largest score plus bias, within the kept groups.
+    /// The K experts of the largest score plus bias plus what `hysteresis` adds, within the kept
+    /// groups.
     TopK,
     /// The best two; the second is taken with probability min(1, 2 g2), g2 its share of the two
     /// scores, and counts towards the capacity either way. Lepikhin et al. 2020 (GShard, arXiv
@@ -84,6 +85,10 @@ pub struct Gate {
     /// Choices that an expert takes; none takes all.
     pub capacity: Option<usize>,
     pub prioritized: bool,
+    /// Top-k alone: what is added, in the choice, to the scores of the experts that the position
+    /// before chose in the same sequence and document (dropped ones among them); 0: nothing. So the
+    /// choice of a token depends on earlier positions, never on later ones.
+    pub hysteresis: f64,
     pub noise: LogitNoise,
     pub load: Load,
     /// None: evaluation, nothing is random.
@@ -94,6 +99,8 @@ pub struct Gate {
     pub bias: Option<Buffer>,
     /// u32 [T], for hash routing
     pub words: Buffer,
+    /// u32 [T], for hysteresis: 0 begins a sequence or document
+    pub positions: Buffer,
     /// Output [T, E]: logits with noise
     pub noisy: Buffer,
     /// Output [T, E], [T]: scores and ln sum_e e^noisy

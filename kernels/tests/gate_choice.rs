@@ -267,8 +267,10 @@ fn noise_does_not_depend_on_the_cut() {
         let whole = run(&case, 0..t * e);
         assert_ne!(whole.0, logits);
         let half = |first: usize| {
-            let half = Case { draw: Some(draw(first as u64)), ..case.clone() };
-            run(&Case { tokens: 12, words: vec![0; 12], ..half }, first * e..(first + 12) * e)
+            let draw = Some(draw(first as u64));
+            let (words, positions) = (vec![0; 12], vec![0; 12]);
+            let half = Case { tokens: 12, draw, words, positions, ..case.clone() };
+            run(&half, first * e..(first + 12) * e)
         };
         let (a, b) = (half(0), half(12));
         assert_eq!(whole, ([a.0, b.0].concat(), [a.1, b.1].concat()));

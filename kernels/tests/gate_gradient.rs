@@ -110,6 +110,11 @@ fn random_case(random: &mut Random) -> Case {
             }
         }
     }
+    // Some have no draws, groups or losses of the load, some all of it.
+    if case.choice == Choice::TopK && !case.learned && case.tutel.is_none() && random.flag() {
+        case.hysteresis = 0.3 * random.real();
+        case.positions = (0..tokens as u32).map(|token| token % 5).collect();
+    }
     case
 }
 
@@ -279,6 +284,7 @@ fn a_segment_is_a_micro_batch_of_its_own() {
     let mut case = Case { segments: 3, ..Case::new(tokens, experts, top_k) };
     let whole = gate_common::gate(&case, &logits).stats;
     (case.tokens, case.segments, case.words) = (4, 1, vec![0; 4]);
+    case.positions = (0..4).collect();
     let parts = logits.chunks(4 * experts).map(|logits| gate_common::gate(&case, logits).stats);
     assert_eq!(whole, parts.collect::<Vec<_>>().concat());
 }

@@ -150,6 +150,7 @@ impl Model {
             groups: (config.groups > 1).then_some(groups),
             capacity: capacity.map(|capacity| capacity as usize),
             prioritized: config.batch_prioritized,
+            hysteresis: config.hysteresis,
             noise: match raw {
                 Some(raw) => LogitNoise::Learned { raw },
                 None if std > 0.0 => LogitNoise::Normal { std },
@@ -164,6 +165,7 @@ impl Model {
             logits: moe.logits.slice(0, t * e),
             bias: self.dense.layers[layer].correction,
             words: self.buffers.batch.ids.slice(0, t),
+            positions: self.buffers.batch.positions.slice(0, t),
             noisy: gate.noisy.slice(0, t * e),
             probs: moe.probs.slice(0, t * e),
             lse: moe.lse.slice(0, t),

@@ -15,6 +15,10 @@ pub struct Tally {
     pub dropped: Vec<u64>,
     /// Tokens without any expert, over all layers.
     pub unrouted: u64,
+    /// Choices, over all layers, of tokens that stand behind another in their sequence and
+    /// document, and those of them that the token before did not choose. Of what the CPU routes.
+    pub followed: u64,
+    pub switched: u64,
 }
 
 impl Model {
@@ -42,6 +46,8 @@ impl Model {
                 sums.for_each(|(sum, count)| *sum += u64::from(count));
             };
             add(&mut tally.counts, moe.counts);
+            let chosen = moe.gate.as_ref().map_or(moe.ids, |gate| gate.chosen);
+            self.count_switches(chosen, round.tokens, tally);
             if let Some(gate) = &moe.gate {
                 add(&mut tally.dropped, gate.dropped);
                 let slots = round.tokens * self.top_k();
@@ -55,6 +61,22 @@ impl Model {
             sums[0] = self.concatenated_aux_loss(round.tokens);
         }
         sums
+    }
+
+    /// Adds a layer's choices, `chosen` [T, K], to those that switch along the text.
+    fn count_switches(&self, chosen: Buffer, t: usize, tally: &mut Tally) {
+        // Elsewhere choices stay on their device.
+        let Some(cpu) = self.device.as_cpu() else { return };
+        let k = self.top_k();
+        let positions = cpu.slice::<u32>(self.buffers.batch.positions.slice(0, t));
+        let tokens = cpu.slice::<u32>(chosen.slice(0, t * k)).chunks_exact(k);
+        let pairs = tokens.clone().zip(tokens.skip(1)).zip(&positions[1..]);
+        for ((before, now), _) in pairs.filter(|(_, position)| **position != 0) {
+            for id in now.iter().filter(|id| **id != NO_EXPERT) {
+                tally.followed += 1;
+                tally.switched += u64::from(!before.contains(id));
+            }
+        }
     }
 
     /// The same of one layer of dropless top-k.

@@ -39,6 +39,10 @@ pub struct StepSummary {
     pub dropped: Vec<u64>,
     /// Tokens without any expert, over all layers.
     pub unrouted: u64,
+    /// Choices of tokens behind another in their text, and those that the token before did not
+    /// make.
+    pub followed: u64,
+    pub switched: u64,
     /// The loss, or the parameter whose gradient is no finite number; then nothing was updated.
     pub non_finite: Option<String>,
 }
@@ -181,6 +185,7 @@ pub fn gradients(
         }
     }
     (end.counts, end.dropped, end.unrouted) = (tally.counts, tally.dropped, tally.unrouted);
+    (end.followed, end.switched) = (tally.followed, tally.switched);
     end.square_sums = gradients.reduce(model, comm)?;
     model.broken = broken;
     Ok(end)
@@ -288,6 +293,8 @@ pub fn summarize(
         loads,
         dropped,
         unrouted: ends.iter().map(|end| end.unrouted).sum(),
+        followed: ends.iter().map(|end| end.followed).sum(),
+        switched: ends.iter().map(|end| end.switched).sum(),
         non_finite,
     })
 }

@@ -27,6 +27,9 @@ pub struct StepEnd {
     pub dropped: Vec<u64>,
     /// Tokens without any expert, over all layers.
     pub unrouted: u64,
+    /// Choices of tokens behind another, and those that the token before did not make.
+    pub followed: u64,
+    pub switched: u64,
     /// Of the owned blocks, in table order.
     pub square_sums: Vec<f64>,
 }
@@ -40,7 +43,7 @@ const ERROR_BYTES_MAX: usize = 1024;
 impl StepEnd {
     /// The longest encoding, so that a receiver can bound what it takes.
     pub fn bytes_max(micro_batches: usize, counts: usize, blocks: usize) -> usize {
-        64 + ERROR_BYTES_MAX + 8 * LOSSES * micro_batches + 8 * (2 * counts + blocks)
+        80 + ERROR_BYTES_MAX + 8 * LOSSES * micro_batches + 8 * (2 * counts + blocks)
     }
 
     pub fn encode(&self) -> Vec<u8> {
@@ -61,9 +64,10 @@ impl StepEnd {
         for word in [flags, self.fenced_by].into_iter().chain(lengths.map(|len| len as u32)) {
             out.extend_from_slice(&word.to_le_bytes());
         }
-        out.extend_from_slice(&self.written.to_le_bytes());
-        out.extend_from_slice(&self.committed.to_le_bytes());
-        out.extend_from_slice(&self.unrouted.to_le_bytes());
+        let tallies = [self.unrouted, self.followed, self.switched];
+        for number in [self.written, self.committed].into_iter().chain(tallies) {
+            out.extend_from_slice(&number.to_le_bytes());
+        }
         out.extend_from_slice(error.as_bytes());
         let doubles = self.losses.iter().flatten().map(|x| x.to_bits());
         let doubles = doubles.chain(self.counts.iter().chain(&self.dropped).copied());
@@ -101,6 +105,7 @@ impl StepEnd {
         }
         let (written, committed) = (double(&mut bytes)?, double(&mut bytes)?);
         let unrouted = double(&mut bytes)?;
+        let (followed, switched) = (double(&mut bytes)?, double(&mut bytes)?);
         let [error, losses, counts, dropped, sums] = lengths;
         let tallies = counts.checked_add(dropped)?;
         let numbers = losses.checked_mul(LOSSES)?.checked_add(tallies)?.checked_add(sums)?;
@@ -128,6 +133,8 @@ impl StepEnd {
             counts,
             dropped,
             unrouted,
+            followed,
+            switched,
             square_sums: sums,
         })
     }
@@ -150,6 +157,8 @@ mod tests {
             counts: vec![3, u64::MAX],
             dropped: vec![7, 0],
             unrouted: 9,
+            followed: 80,
+            switched: 7,
             square_sums: vec![1e-300, f64::INFINITY],
         };
         let bytes = end.encode();

@@ -238,6 +238,11 @@ fn routers_of_the_field() {
         config.router.norm_topk_prob = false;
     });
     check("hash", |config| large(config, RouterKind::Hash, BalanceLoss::None));
+    check("hysteresis", |config| {
+        large(config, RouterKind::TopK, BalanceLoss::Switch);
+        (config.router.hysteresis, config.router.bias) = (0.05, true);
+        config.router.capacity_factor = 1.1;
+    });
     check("sequences", |config| {
         large(config, RouterKind::TopK, BalanceLoss::Switch);
         config.router.aux_loss_scope = AuxLossScope::Sequence;

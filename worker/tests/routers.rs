@@ -63,6 +63,12 @@ fn routers() -> Vec<(&'static str, u32, RouterConfig)> {
         bias: true,
         ..of(RouterKind::TopK, BalanceLoss::Switch)
     };
+    let hysteresis = RouterConfig {
+        hysteresis: 0.01,
+        bias: true,
+        jitter: 0.1,
+        ..capacity(1.2, of(RouterKind::TopK, BalanceLoss::Switch))
+    };
     vec![
         ("switch", 1, switch),
         ("gshard", 2, capacity(0.8, of(RouterKind::Gshard, BalanceLoss::Gshard))),
@@ -72,6 +78,7 @@ fn routers() -> Vec<(&'static str, u32, RouterConfig)> {
         ("experts choose", 2, of(RouterKind::ExpertChoice, BalanceLoss::None)),
         ("hash", 2, of(RouterKind::Hash, BalanceLoss::None)),
         ("global", 2, global),
+        ("hysteresis", 2, hysteresis),
     ]
 }
 
@@ -83,10 +90,15 @@ fn job(layout: Layout, top_k: u32, router: &RouterConfig) -> Job {
 }
 
 /// Losses and norms, and what is told of the routing, churn excepted, which an attempt begins anew.
-fn told(reports: &[StepReport]) -> Vec<([u64; 5], [u64; 3], Vec<Vec<u64>>)> {
+fn told(reports: &[StepReport]) -> Vec<([u64; 5], [u64; 4], Vec<Vec<u64>>)> {
     let routing = reports.iter().map(|report| {
         let routing = &report.routing;
-        let shares = [routing.router_entropy, routing.dropped_tokens, routing.unrouted_tokens];
+        let shares = [
+            routing.router_entropy,
+            routing.dropped_tokens,
+            routing.unrouted_tokens,
+            routing.expert_switches,
+        ];
         (shares.map(f64::to_bits), routing.tokens_per_expert.clone())
     });
     let rows = bits(reports).into_iter().zip(routing);
@@ -152,6 +164,7 @@ fn what_is_told_of_the_routing_adds_up() {
                     assert_eq!(all, tokens * u64::from(top_k), "{name}");
                 }
             }
+            assert!((0.0..=1.0).contains(&routing.expert_switches), "{name}: {routing:?}");
             let held_out = report.validation_loss.is_some();
             let churns = held_out && report.step > 4;
             assert_eq!(routing.churn.is_some(), churns, "{name}: step {}", report.step);

@@ -180,7 +180,7 @@ fn apart(small: &[StepReport], large: &[StepReport]) -> f64 {
 #[test]
 fn a_model_with_its_experts_split_goes_on_as_it_was() {
     type Change = fn(&mut ModelConfig);
-    let cases: [(&str, Change); 6] = [
+    let cases: [(&str, Change); 9] = [
         ("softmax, normalised", |_| {}),
         ("softmax", |model| model.router.norm_topk_prob = false),
         // Normalised, one expert weighs 1: its router's gradient is rounding alone.
@@ -189,6 +189,14 @@ fn a_model_with_its_experts_split_goes_on_as_it_was() {
         }),
         ("all experts", |model| model.experts.per_token = 4),
         ("DeepSeek-V3's, in groups, with a correction", common::route_like_deepseek),
+        ("softmax with a correction", |model| {
+            (model.router.bias, model.router.bias_update_rate) = (true, 0.02);
+        }),
+        ("softmax with hysteresis", |model| model.router.hysteresis = 0.05),
+        ("DeepSeek-V3's with hysteresis", |model| {
+            common::route_like_deepseek(model);
+            model.router.hysteresis = 0.05;
+        }),
         ("sigmoid, not normalised", |model| {
             model.router.scoring = Scoring::Sigmoid;
             model.router.norm_topk_prob = false;

@@ -55,6 +55,7 @@ pub struct Case {
     pub groups: Option<RouteGroups>,
     pub capacity: Option<usize>,
     pub prioritized: bool,
+    pub hysteresis: f64,
     /// Normal noise of this deviation.
     pub noise: Option<f64>,
     pub learned: bool,
@@ -63,6 +64,8 @@ pub struct Case {
     pub draw: Option<Draw>,
     pub bias: Option<Vec<f64>>,
     pub words: Vec<u32>,
+    /// One sequence, unless a case says otherwise.
+    pub positions: Vec<u32>,
 }
 
 impl Case {
@@ -79,12 +82,14 @@ impl Case {
             groups: None,
             capacity: None,
             prioritized: false,
+            hysteresis: 0.0,
             noise: None,
             learned: false,
             tutel: None,
             draw: None,
             bias: None,
             words: (0..tokens as u32).map(|t| t * 7 % 11).collect(),
+            positions: (0..tokens as u32).collect(),
         }
     }
 
@@ -104,6 +109,7 @@ impl Case {
             groups: self.groups,
             capacity: self.capacity,
             prioritized: self.prioritized,
+            hysteresis: self.hysteresis,
             noise: match (raw, self.noise) {
                 (Some(raw), _) => LogitNoise::Learned { raw },
                 (None, Some(std)) => LogitNoise::Normal { std },
@@ -118,6 +124,7 @@ impl Case {
             logits: bed.floats(logits),
             bias: self.bias.as_ref().map(|bias| bed.floats(bias)),
             words: bed.words(&self.words),
+            positions: bed.words(&self.positions),
             noisy: bed.output(t * e),
             probs: bed.output(t * e),
             lse: bed.output(t),

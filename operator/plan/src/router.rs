@@ -53,6 +53,7 @@ pub fn fill(typed: &ModelSpec) -> RouterConfig {
             projection_size: cosine.projection_size.unwrap_or(256),
             initial_temperature: cosine.initial_temperature.unwrap_or(0.5),
         }),
+        hysteresis: router.hysteresis.unwrap_or(base.hysteresis),
         frozen: router.frozen.unwrap_or(false),
         warmup_steps: router.warmup_steps.unwrap_or(0),
         ..base
@@ -191,6 +192,7 @@ fn of_the_kind(model: &ModelConfig, typed: &RouterSpec) -> Vec<Broken> {
     only("router.topP", typed.top_p.is_some(), RouterKind::TopP);
     only("router.hashSeed", typed.hash_seed.is_some(), RouterKind::Hash);
     let ranked = matches!(router.kind, RouterKind::TopK | RouterKind::Tutel);
+    let best = ranked || router.kind == RouterKind::Switch;
     let softmax = !matches!(router.kind, RouterKind::TopK | RouterKind::ExpertChoice);
     let hash = router.kind == RouterKind::Hash;
     let no_room = hash || router.kind == RouterKind::ExpertChoice;
@@ -211,6 +213,7 @@ fn of_the_kind(model: &ModelConfig, typed: &RouterSpec) -> Vec<Broken> {
             "0, since each expert takes perToken times its even share",
         ),
         ("router.batchPrioritized", no_room && router.batch_prioritized, "false"),
+        ("router.hysteresis", !best && router.hysteresis > 0.0, "0"),
     ];
     broken.extend(refused.into_iter().filter(|(_, applies, _)| *applies).map(
         |(field, _, allowed)| Broken {
@@ -247,6 +250,14 @@ fn of_losses(router: &RouterConfig) -> Vec<Broken> {
             allowed: "loadImportance with gateNoise above 0, softmax, and kind topK or tutel"
                 .to_string(),
             advice: "set gateNoise: 1.0, or choose another loss",
+        });
+    }
+    if loss == BalanceLoss::LoadImportance && router.hysteresis > 0.0 {
+        broken.push(Broken {
+            field: "router.hysteresis",
+            found: format!("`{}` with balanceLoss loadImportance", router.hysteresis),
+            allowed: "0, since its load is the chance to be among the K largest logits".to_string(),
+            advice: "choose switch, kl or another loss, or delete hysteresis",
         });
     }
     if loss == BalanceLoss::None && router.aux_loss_coef > 0.0 {
@@ -342,6 +353,7 @@ mod tests {
         assert_eq!(unsupported("{ scoring: sigmoid, bias: true, groups: 2 }"), [""; 0]);
         assert_eq!(unsupported("{ kind: gshard }"), ["kind on GPUs"]);
         assert_eq!(unsupported("{ jitter: 0.1 }"), ["jitter on GPUs"]);
+        assert_eq!(unsupported("{ hysteresis: 0.1 }"), ["hysteresis on GPUs"]);
         assert_eq!(unsupported("{ auxLossScope: global }"), ["auxLossScope on GPUs"]);
         let on_cpu = job(2, "{ kind: gshard }").unsupported(Backend::Cpu);
         assert!(on_cpu.is_empty(), "{on_cpu:?}");

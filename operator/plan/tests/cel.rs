@@ -54,6 +54,11 @@ const CREATED: &[(&str, &str, &str)] = &[
         "hiddenSize: 64\n    router: { balanceLoss: loadImportance }",
         "loadImportance needs gateNoise above 0",
     ),
+    (
+        "hiddenSize: 64",
+        "hiddenSize: 64\n    router: { kind: topP, hysteresis: 0.1 }",
+        "hysteresis goes with kinds topK, switch and tutel",
+    ),
     ("train: {", "train: { jsonl: { paths: [a] },", "one of text, jsonl, tokens, megatron"),
     ("microBatchSize: 2", "microBatchSize: 3", "microBatchSize must divide"),
     ("cosine: {", "linear: {}, cosine: {", "one of constant, linear, cosine"),

@@ -229,8 +229,15 @@ fn grow(checkpoint: &Path, out: &Path, growth: &Growth) -> Outcome {
         if router.aux_loss_coef != before.router.aux_loss_coef {
             changed.push(format!("router.auxLossCoef: {}", router.aux_loss_coef));
         }
-        if router.scale != before.router.scale {
-            changed.push(format!("router.scale: {}", router.scale));
+        let old = &before.router;
+        for (field, value, before) in [
+            ("scale", router.scale, old.scale),
+            ("hysteresis", router.hysteresis, old.hysteresis),
+            ("biasUpdateRate", router.bias_update_rate, old.bias_update_rate),
+        ] {
+            if value != before {
+                changed.push(format!("router.{field}: {value}"));
+            }
         }
         println!("spec.model: experts.count: {}, {}", experts.count, changed.join(", "));
         let keeps = 2 * before.experts.per_token;

@@ -43,6 +43,9 @@ pub struct RoutingReport {
     pub dropped_tokens: f64,
     /// Share of the tokens, over all layers, that no expert took.
     pub unrouted_tokens: f64,
+    /// Share of a token's experts, over all layers, that the token before it in the same sequence
+    /// and document did not choose.
+    pub expert_switches: f64,
     /// With the validation loss: share of the held-out tokens, over all layers, whose favourite
     /// expert is another than at the validation before; absent at the first one of an attempt.
     #[serde(skip_serializing_if = "Option::is_none")]

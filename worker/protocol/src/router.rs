@@ -123,6 +123,10 @@ pub struct RouterConfig {
     pub hash_seed: u32,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cosine: Option<CosineConfig>,
+    /// What the choice, and it alone, adds to the scores of the experts that the position before in
+    /// the same sequence and document chose; 0: nothing.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub hysteresis: f64,
     /// The router keeps its initial weights (to measure what routing is worth).
     pub frozen: bool,
     /// First steps in which the experts keep their weights, so that the router finds its way
@@ -169,6 +173,7 @@ impl Default for RouterConfig {
             top_p: 0.0,
             hash_seed: 0,
             cosine: None,
+            hysteresis: 0.0,
             frozen: false,
             warmup_steps: 0,
         }
@@ -195,6 +200,7 @@ impl RouterConfig {
             (self.input_dropout != 0.0, "inputDropout"),
             (self.gate_noise != 0.0, "gateNoise"),
             (self.cosine.is_some(), "cosine"),
+            (self.hysteresis != 0.0, "hysteresis"),
             (!switch, "balanceLoss"),
             (self.entropy_loss_coef != 0.0, "entropyLossCoef"),
             (!micro_batch, "auxLossScope"),

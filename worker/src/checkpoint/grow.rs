@@ -61,6 +61,11 @@ pub fn grown(model: &ModelConfig, growth: &Growth) -> ModelConfig {
     if router.scoring == Scoring::Sigmoid && !router.norm_topk_prob {
         router.scale /= 2.0;
     }
+    // Softmax's scores are halved, and with them what is added to them.
+    if router.scoring == Scoring::Softmax {
+        router.hysteresis /= 2.0;
+        router.bias_update_rate /= if router.bias { 2.0 } else { 1.0 };
+    }
     // Its loads sum to K: twice as much now.
     let keeps = grown.experts.per_token == 2 * model.experts.per_token;
     if router.balance_loss == BalanceLoss::Switch && keeps {
@@ -148,6 +153,7 @@ struct Origin<'a> {
 fn origins<'a>(source: &'a CheckpointManifest, params: &'a [Param]) -> Vec<Origin<'a>> {
     let experts = source.model.experts.count;
     let old = source.model.params();
+    let softmax = source.model.router.scoring == Scoring::Softmax;
     let index_of: std::collections::HashMap<&str, usize> =
         old.iter().enumerate().map(|(index, param)| (&param.name[..], index)).collect();
     let mut origins = Vec::new();
@@ -169,6 +175,8 @@ fn origins<'a>(source: &'a CheckpointManifest, params: &'a [Param]) -> Vec<Origi
             let factor = match part {
                 Part::Moment1 if halved => 0.5,
                 Part::Moment2 if halved => 0.25,
+                // It is added to scores that are halved.
+                Part::Weight if softmax && matches!(param.role, Role::Correction { .. }) => 0.5,
                 _ => 1.0,
             };
             origins.push(Origin { param, part, from, dtype, doubled, is_copy, factor });

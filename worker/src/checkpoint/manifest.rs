@@ -242,8 +242,11 @@ pub(crate) fn value_differences(
 ) {
     match (theirs, ours) {
         (serde_json::Value::Object(a), serde_json::Value::Object(b)) => {
-            for (name, ours) in b {
-                let theirs = a.get(name).unwrap_or(&serde_json::Value::Null);
+            // A field that has its default may stand on one side alone.
+            let absent = &serde_json::Value::Null;
+            let only_theirs = a.keys().filter(|name| !b.contains_key(*name));
+            for name in b.keys().chain(only_theirs) {
+                let [theirs, ours] = [a, b].map(|side| side.get(name).unwrap_or(absent));
                 value_differences(&format!("{at}.{name}"), theirs, ours, differs);
             }
         }

@@ -382,6 +382,8 @@ pub fn family_of(model: &ModelConfig) -> Result<Family, Vec<Problem>> {
     let chosen = matches!(router.kind, RouterKind::TopK | RouterKind::Switch | RouterKind::Tutel);
     refuse("router.kind", !chosen, &format!("{name} takes the K best experts of a token"));
     refuse("router.cosine", router.cosine.is_some(), &format!("{name} has a linear gate"));
+    let holds = router.hysteresis != 0.0;
+    refuse("router.hysteresis", holds, &format!("{name} chooses for each token by itself"));
     let drops = router.eval_capacity_factor != 0.0;
     refuse("router.evalCapacityFactor", drops, &format!("{name} drops no token"));
     if family == Family::Glm4Moe {

@@ -234,11 +234,17 @@ pub(super) fn does_not_fit(param: &Param, element: u64, dtype: DType) -> Problem
     Problem::new(&param.name, &why)
 }
 
-/// In what two models compute differently; how they are trained is no difference.
+/// In what two models compute differently; how they are trained is no difference. Weights without
+/// hysteresis may be trained with it: who types it means it. The other way it was forgotten.
 pub fn differences(theirs: &ModelConfig, ours: &ModelConfig) -> Vec<Problem> {
     let mut problems = Vec::new();
-    let value = |model| serde_json::to_value(computed(model)).unwrap_or_default();
-    value_differences("model", &value(theirs), &value(ours), &mut |field, found, wanted| {
+    let (theirs, mut ours) = (computed(theirs), computed(ours));
+    if theirs.router.hysteresis == 0.0 {
+        ours.router.hysteresis = 0.0;
+    }
+    let value = |model| serde_json::to_value(model).unwrap_or_default();
+    let (theirs, ours) = (value(theirs), value(ours));
+    value_differences("model", &theirs, &ours, &mut |field, found, wanted| {
         let why = format!("{found} in the weights, {wanted} in the job");
         problems.push(Problem::new(field, &why));
     });

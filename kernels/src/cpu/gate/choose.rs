@@ -11,12 +11,13 @@ pub(super) fn rank_order<T: Float>(
     op: &Gate,
     probs: &[T],
     bias: Option<&[T]>,
-    words: &[u32],
+    [words, positions]: [&[u32]; 2],
     ranked: &mut [u32],
 ) {
     let (e, k) = (op.experts, op.top_k);
     let rows = ranked.chunks_exact_mut(k).zip(probs.chunks_exact(e)).zip(words);
     match op.choice {
+        Choice::TopK if op.hysteresis > 0.0 => held(op, probs, bias, positions, ranked),
         Choice::TopK | Choice::RandomSecond => {
             let mut choice = vec![T::ZERO; e];
             for ((ranked, probs), _) in rows {
@@ -47,6 +48,31 @@ pub(super) fn rank_order<T: Float>(
                 ranked.copy_from_slice(&hashed(op, *word));
             }
         }
+    }
+}
+
+/// Top-k where the experts of the position before have `hysteresis` more. In f64, lest a large one
+/// swallow the scores.
+fn held<T: Float>(
+    op: &Gate,
+    probs: &[T],
+    bias: Option<&[T]>,
+    positions: &[u32],
+    ranked: &mut [u32],
+) {
+    let rows = ranked.chunks_exact_mut(op.top_k).zip(probs.chunks_exact(op.experts));
+    let mut choice = vec![0.0; op.experts];
+    let mut before: &[u32] = &[];
+    for ((ranked, probs), position) in rows.zip(positions) {
+        for (expert, (choice, p)) in choice.iter_mut().zip(probs).enumerate() {
+            // Rounded as without hysteresis.
+            *choice = bias.map_or(*p, |bias| *p + bias[expert]).wide();
+        }
+        if *position != 0 {
+            before.iter().for_each(|id| choice[*id as usize] += op.hysteresis);
+        }
+        best_first(&choice, op.groups, ranked);
+        before = ranked;
     }
 }
 

@@ -36,6 +36,7 @@ impl CpuDevice {
         let lse: &[T] = views.read(op.lse);
         let bias: Option<&[T]> = op.bias.map(|bias| views.read(bias));
         let words: &[u32] = views.read(op.words);
+        let positions: &[u32] = views.read(op.positions);
         let raw: Option<&[T]> = raw_of(op).map(|raw| views.read(raw));
         let chosen: &mut [u32] = views.write(op.chosen);
         let ids: &mut [u32] = views.write(op.ids);
@@ -46,7 +47,7 @@ impl CpuDevice {
         let stats: &mut [f64] = views.write(op.stats);
         let losses: &mut [f64] = views.write(op.losses);
         let mut ranked = vec![NO_EXPERT; t * k];
-        rank_order(op, probs, bias, words, &mut ranked);
+        rank_order(op, probs, bias, [words, positions], &mut ranked);
         chosen.copy_from_slice(&ranked);
         chosen.chunks_exact_mut(k).for_each(<[u32]>::sort_unstable);
         let mut capacity = Capacity { counts, dropped };
@@ -134,10 +135,11 @@ fn check(op: &Gate) {
     let len = |buffer: crate::Buffer| buffer.len();
     assert_eq!([op.logits, op.noisy, op.probs].map(len), [t * e; 3], "{op:?}");
     assert_eq!([op.chosen, op.ids, op.weights].map(len), [t * k; 3], "{op:?}");
-    assert_eq!([op.lse, op.first, op.words].map(len), [t; 3], "{op:?}");
+    assert_eq!([op.lse, op.first, op.words, op.positions].map(len), [t; 4], "{op:?}");
     assert_eq!([op.counts, op.dropped].map(len), [e; 2], "{op:?}");
     let stats = op.segments * row::COUNT * e;
     assert_eq!([op.stats, op.losses].map(len), [stats, 2], "{op:?}");
+    assert!(op.hysteresis == 0.0 || op.choice == Choice::TopK, "hysteresis is of top-k: {op:?}");
     let all = matches!(op.choice, Choice::Experts { .. });
     assert!(!all || k == e, "choice by experts has a slot for each: {op:?}");
 }

@@ -18,7 +18,10 @@ use serde::{Deserialize, Serialize};
         .message("model.router: balanceLoss cvSquared goes with kind noisyTopK"),
     validation = Rule::new("!has(self.balanceLoss) || self.balanceLoss != 'loadImportance' || \
         (has(self.gateNoise) && self.gateNoise > 0.0)")
-        .message("model.router: balanceLoss loadImportance needs gateNoise above 0")
+        .message("model.router: balanceLoss loadImportance needs gateNoise above 0"),
+    validation = Rule::new("!has(self.hysteresis) || self.hysteresis == 0.0 || \
+        !has(self.kind) || self.kind in ['topK', 'switch', 'tutel']")
+        .message("model.router: hysteresis goes with kinds topK, switch and tutel")
 )]
 pub struct RouterSpec {
     /// topK (the best K), switch (the best one), gshard (the second best by chance), tutel,
@@ -118,6 +121,12 @@ pub struct RouterSpec {
     /// Tokens with the largest scores get room first, not those that come first. Default: false.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub batch_prioritized: Option<bool>,
+    /// The experts of the position before in the same sequence have so much more in the choice, on
+    /// the scale of the scores, which lie between 0 and 1: fewer switches of expert along a text.
+    /// With kinds topK, switch and tutel. Default: 0.
+    #[schemars(range(min = 0.0, max = 1000.0))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hysteresis: Option<f64>,
     /// The router keeps its initial weights, to measure what routing is worth. Default: false.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub frozen: Option<bool>,
