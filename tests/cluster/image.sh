@@ -46,7 +46,7 @@ image_of_manifests() {
   sed -n 's/^ *image: *//p' "$repository/manifests/operator.yaml"
 }
 
-# build_images PROGRAM FOLDER: moejob.tar and pause.tar in FOLDER.
+# build_images PROGRAM FOLDER: moejob.tar, pause.tar and idle.tar in FOLDER.
 build_images() {
   local program=$1 folder=$2 root
   mkdir -p "$folder"
@@ -59,5 +59,8 @@ build_images() {
   chmod 755 "$root"
   cc -O2 -Wall -Werror -static -o "$root/pause" "$here/pause.c"
   pack_image localhost/pause:test "$root" "$folder/pause.tar" /pause
+  # A worker that never does anything: its /moejob only waits.
+  mv "$root/pause" "$root/moejob"
+  pack_image localhost/idle:test "$root" "$folder/idle.tar" /moejob
   rm -rf "$root"
 }

@@ -55,6 +55,19 @@ alive() {
   read -r pid at 2>/dev/null <"$state/pids/$1" && [ "$(started_at "$pid")" = "$at" ]
 }
 
+# A test run that brings up a cluster says who it is, `MOEJOB_CLUSTER_OWNER="PID STARTED"`, so that
+# what is left of one that was killed is known as such. A cluster of a person's has no owner.
+note_owner() {
+  [ -z "${MOEJOB_CLUSTER_OWNER:-}" ] ||
+    echo "$MOEJOB_CLUSTER_OWNER $namespace_prefix" >"$state/owner"
+}
+
+# is_left FOLDER: the cluster there was brought up by a test run that is no more.
+is_left() {
+  local pid at
+  read -r pid at _ 2>/dev/null <"$1/owner" && [ "$(started_at "$pid")" != "$at" ]
+}
+
 # stop COMPONENT [SIGNAL]: ends a process that `start` started, and no other that has got its id.
 stop() {
   local pid at i

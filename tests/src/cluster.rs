@@ -2,7 +2,9 @@
 
 use crate::root;
 use serde_json::{Value, json};
+use std::fs::File;
 use std::io::Write;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -102,6 +104,27 @@ pub fn until<T>(
     }
 }
 
+/// Where everything of the cluster is.
+pub fn state() -> PathBuf {
+    let own = std::env::var_os("MOEJOB_CLUSTER_STATE");
+    own.map_or_else(|| "/var/lib/moejob-cluster".into(), PathBuf::from)
+}
+
+/// The network of a pod, by the node that it is on and its address.
+pub fn network_of(node: &str, address: IpAddr) -> File {
+    let containers = script("node", &[node, "containers"], b"").expect("a node's containers");
+    let has = |pid: &&str| {
+        let routes = std::fs::read_to_string(format!("/proc/{pid}/net/fib_trie"));
+        let own = format!("|-- {address}\n");
+        routes.unwrap_or_default().split(&own).skip(1).any(|after| {
+            after.lines().next().is_some_and(|line| line.trim() == "/32 host LOCAL")
+        })
+    };
+    let mut pids = containers.lines().filter_map(|line| line.split(' ').next());
+    let pid = pids.find(has).unwrap_or_else(|| panic!("{address} on {node}: {containers}"));
+    File::open(format!("/proc/{pid}/ns/net")).expect("its network")
+}
+
 /// A cluster beside the others of this machine, taken down when dropped.
 pub struct Own {
     pub state: PathBuf,
@@ -111,11 +134,9 @@ pub struct Own {
 impl Own {
     /// `tests/cluster/up` with a folder and networks of its own, under a name of a few letters.
     pub fn up(name: &str, arguments: &[&str], environment: &[(&str, &str)]) -> Own {
-        let state = std::env::var("MOEJOB_CLUSTER_STATE");
         let prefix = std::env::var("MOEJOB_CLUSTER_PREFIX");
-        let state = state.as_deref().unwrap_or("/var/lib/moejob-cluster");
         let own = Own {
-            state: format!("{state}-{name}").into(),
+            state: format!("{}-{name}", state().display()).into(),
             prefix: format!("{}{name}-", prefix.as_deref().unwrap_or("moejob-")),
         };
         own.script("down", &[]).expect("what was left of one is gone");

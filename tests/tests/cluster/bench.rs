@@ -33,7 +33,14 @@ pub fn inside<T: Send + 'static>(
     cluster: &Own,
     test: impl Future<Output = T> + Send + 'static,
 ) -> T {
-    let network = File::open(cluster.network("control")).expect("a network");
+    within(File::open(cluster.network("control")).expect("a network"), test)
+}
+
+/// Runs in a network, with one thread.
+pub fn within<T: Send + 'static>(
+    network: File,
+    test: impl Future<Output = T> + Send + 'static,
+) -> T {
     let thread = std::thread::spawn(move || {
         use std::os::fd::AsFd;
         let kind = rustix::thread::LinkNameSpaceType::Network;

@@ -1,5 +1,5 @@
-//! The operator is killed at every single write of a job's life, and its successor comes to the
-//! same end.
+//! The operator is killed at a write of a job's life, and its successor comes to the same end: at
+//! some writes in each run, at every single one with `MOEJOB_CRASH=all`.
 //!
 //! A cluster of its own, with a real API server and scheduler and with fake nodes; the real
 //! operator, behind a proxy (`moejob_tests::cutting`) that ends it at write n: before the write is
@@ -22,9 +22,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::pin::pin;
 use std::sync::Mutex;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::time::sleep;
 
+/// From one write at which an operator is ended to the next: a life takes 6 s.
+const APART: usize = 6;
 /// For all lives together.
 const LIMIT: Duration = Duration::from_secs(45 * 60);
 /// Nothing has been written for so long: an operator has come to its end.
@@ -228,9 +230,9 @@ async fn every_write(bench: &Bench) {
     let (expected, undisturbed) = bench.life("whole", None).await;
     line("undisturbed", &expected, &undisturbed);
     println!("{}{expected:#?}", shown(&undisturbed));
-    // For a person who looks for what a later write does.
-    let first = std::env::var("MOEJOB_CRASH_FROM").ok().and_then(|text| text.parse().ok());
-    let (mut number, mut failures) = (first.unwrap_or(1), Vec::new());
+    let (first, apart) = chosen();
+    println!("killed at write {first} and every {apart} after it; MOEJOB_CRASH=all: at each");
+    let (mut number, mut failures) = (first, Vec::new());
     'all: loop {
         for (letter, cut) in [("b", Cut::Before(number)), ("a", Cut::After(number))] {
             let (ended, writes) = bench.life(&format!("cut{number}{letter}"), Some(cut)).await;
@@ -245,12 +247,25 @@ async fn every_write(bench: &Bench) {
                 failures.push(format!("{cut:?} {at}: {difference}"));
             }
         }
-        number += 1;
+        number += apart;
         assert!(start.elapsed() < LIMIT, "{number} of {} writes in {LIMIT:?}", undisturbed.len());
     }
-    println!("{} writes, killed before and after each: {:?}", number - 1, start.elapsed());
+    println!("killed before and after writes up to {}: {:?}", number - apart, start.elapsed());
     assert!(number > undisturbed.len() / 2, "{number} of {}", undisturbed.len());
     assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+/// The first write, and how far apart the others are: from 1 to 6 by the clock, so that runs
+/// together see them all, unless `MOEJOB_CRASH` says `all`, or from which number on all.
+fn chosen() -> (usize, usize) {
+    match std::env::var("MOEJOB_CRASH").as_deref() {
+        Err(_) => {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
+            (1 + now.as_secs() as usize % APART, APART)
+        }
+        Ok("all") => (1, 1),
+        Ok(text) => (text.parse().expect("MOEJOB_CRASH is `all` or a number"), 1),
+    }
 }
 
 /// What is otherwise than in the undisturbed life.

@@ -4,11 +4,15 @@
 mod bench;
 mod crash;
 mod identity;
+mod inside;
 mod install;
 mod jobs;
+#[path = "../../../operator/tests/knock/mod.rs"]
+mod knock;
 mod life;
 mod moe;
 #[path = "../../../operator/plan/tests/manifests/mod.rs"]
 mod manifests;
+mod queue;
 mod recovery;
 mod refused;

@@ -31,9 +31,11 @@ fn verdict(said: &Said) -> String {
         let line: String = line.chars().take(LINE_MAX).collect();
         writeln!(text, "=> {}", line.replace(['\0', '\u{1b}'], "?").trim()).expect("text");
     };
-    for line in said.err.lines().filter(|line| !line.trim().is_empty()) {
-        add(line);
-    }
+    let mut lines: Vec<&str> = said.err.lines().filter(|line| !line.trim().is_empty()).collect();
+    // The server names several fields in any order.
+    let listed = |line: &str| line.starts_with("* ");
+    lines.chunk_by_mut(|a, b| listed(a) && listed(b)).for_each(<[&str]>::sort_unstable);
+    lines.into_iter().for_each(&mut add);
     if said.good {
         add("accepted");
         let object: Value = serde_json::from_str(&said.out).expect("an object");
