@@ -10,17 +10,24 @@ use k8s_openapi::api::events::v1::Event;
 use kube::api::{
     Api, ApiResource, DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions,
 };
-use kube::core::TypeMeta;
+use kube::core::{Request, TypeMeta};
 use kube::{Client, Resource};
+use moejob_plan::Job;
+use moejob_plan::pods::{self, Birth, Surroundings};
 use moejob_plan::spec::MoeJob;
 use moejob_plan::status::MoeJobStatus;
+use serde::Deserialize;
+use serde::de::IgnoredAny;
 use serde_json::{Value, json};
+use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 /// Field manager of all that the operator applies.
 const MANAGER: &str = "moejob";
-/// Writes of one batch under way at once.
+/// Writes of all jobs under way at once; the others wait in the order of their decision. More of
+/// them would not be done sooner, and each would open a connection of its own.
 const WRITES_MAX: usize = 32;
 /// A write that takes longer has an unknown end, and is decided on again.
 const WRITE_MS_MAX: u64 = 10_000;
@@ -30,7 +37,8 @@ const NOTE_BYTES_MAX: usize = 1000;
 /// One write.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Write {
-    CreatePod { namespace: String, pod: Value },
+    /// The pod is put together when it is written: hundreds at once would take megabytes.
+    CreatePod { template: Arc<Template>, birth: Birth },
     DeletePod { namespace: String, name: String, uid: String, grace_s: u32 },
     /// On the version of the job that was seen last.
     Status { job: JobName, resource_version: String, status: Box<MoeJobStatus> },
@@ -38,6 +46,13 @@ pub enum Write {
     Object(Value),
     DeleteJob(JobName),
     Event { job: JobName, warning: bool, reason: String, note: String },
+}
+
+/// What all pods of a job have in common.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Template {
+    pub job: Job,
+    pub around: Surroundings,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -102,13 +117,14 @@ pub type Written = Result<Option<String>, ApplyError>;
 #[derive(Clone)]
 pub struct Writer {
     client: Client,
+    running: Arc<Semaphore>,
     /// The operator's pod, as events name it.
     instance: String,
 }
 
 impl Writer {
     pub fn new(client: Client, instance: String) -> Writer {
-        Writer { client, instance }
+        Writer { client, running: Arc::new(Semaphore::new(WRITES_MAX)), instance }
     }
 
     /// Does all of them, some at a time; the results are in the order of the writes.
@@ -123,17 +139,17 @@ impl Writer {
     }
 
     pub async fn write(&self, write: Write) -> Written {
+        let _running = self.running.acquire().await.expect("it is never closed");
         let limit = Duration::from_millis(WRITE_MS_MAX);
         timeout(limit, self.write_now(write)).await.unwrap_or(Err(ApplyError::Slow))
     }
 
     async fn write_now(&self, write: Write) -> Written {
         match write {
-            Write::CreatePod { namespace, pod } => {
-                let api = self.dynamic(&namespace, &ApiResource::erase::<Pod>(&()));
-                // Only what the answer's metadata says is of interest, and not even that.
-                api.create(&PostParams::default(), &object(pod)?).await?;
-                Ok(None)
+            Write::CreatePod { template, birth } => {
+                let Template { job, around } = &*template;
+                let pod = pods::pod(job, around, &birth);
+                self.create(&Pod::url_path(&(), Some(&around.namespace)), &pod).await
             }
             Write::DeletePod { namespace, name, uid, grace_s } => {
                 let api = self.dynamic(&namespace, &ApiResource::erase::<Pod>(&()));
@@ -160,7 +176,16 @@ impl Writer {
         resource_version: &str,
         status: &MoeJobStatus,
     ) -> Written {
-        let api = self.dynamic(&job.namespace, &ApiResource::erase::<MoeJob>(&()));
+        /// Of the whole object, which comes back.
+        #[derive(Deserialize)]
+        struct Answer {
+            metadata: Metadata,
+        }
+        #[derive(Deserialize)]
+        #[serde(rename_all = "camelCase")]
+        struct Metadata {
+            resource_version: Option<String>,
+        }
         let patch = json!({
             "apiVersion": MoeJob::api_version(&()),
             "kind": MoeJob::kind(&()),
@@ -172,7 +197,11 @@ impl Writer {
             "status": status,
         });
         let params = PatchParams::apply(MANAGER).force();
-        let answer = api.patch_status(&job.name, &params, &Patch::Apply(&patch)).await?;
+        let request = Request::new(MoeJob::url_path(&(), Some(&job.namespace)));
+        let request =
+            request.patch_subresource("status", &job.name, &params, &Patch::Apply(&patch));
+        let request = request.map_err(kube::Error::BuildRequest)?;
+        let answer: Answer = self.client.request(request).await?;
         Ok(answer.metadata.resource_version)
     }
 
@@ -222,8 +251,15 @@ impl Writer {
             "reportingController": "moejob.dev/operator",
             "reportingInstance": self.instance,
         });
-        let api = self.dynamic(&job.namespace, &ApiResource::erase::<Event>(&()));
-        api.create(&PostParams::default(), &object(event)?).await?;
+        self.create(&Event::url_path(&(), Some(&job.namespace)), &event).await
+    }
+
+    /// Nothing of the answer is of interest: it is not even parsed.
+    async fn create(&self, path: &str, value: &Value) -> Written {
+        let text = serde_json::to_vec(value).map_err(kube::Error::SerdeError)?;
+        let request = Request::new(path).create(&PostParams::default(), text);
+        let request = request.map_err(kube::Error::BuildRequest)?;
+        self.client.request::<IgnoredAny>(request).await?;
         Ok(None)
     }
 
@@ -270,11 +306,6 @@ fn resource_of(types: &TypeMeta) -> ApiResource {
         kind: types.kind.clone(),
         plural,
     }
-}
-
-fn object(value: Value) -> Result<DynamicObject, ApplyError> {
-    serde_json::from_value(value)
-        .map_err(|error| ApplyError::Api(Box::new(kube::Error::SerdeError(error))))
 }
 
 fn deletion(uid: String) -> DeleteParams {

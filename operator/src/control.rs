@@ -14,14 +14,14 @@ use moe_worker::control::{FrameError, read_frame, write_frame};
 use moe_worker::listener::chain;
 use moe_worker::tls::{public_key, server_name};
 use moejob_protocol::config::Member;
-use moejob_protocol::message::{Frame, HEARTBEAT_MS, Hello, Request};
+use moejob_protocol::message::{FRAME_BYTES_MAX, Frame, HEARTBEAT_MS, Hello, Request};
 use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};
 use rustls::ClientConfig;
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::io::{ReadHalf, WriteHalf};
+use tokio::io::{AsyncWrite, AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -37,6 +37,9 @@ const ORDERS_MAX: usize = 64;
 const HELLO_MS_MAX: u64 = 5_000;
 /// Between two tries to reach a listener.
 const DIAL_PAUSE_MS: u64 = 50;
+
+/// Of a configuration, written at once: what is encrypted and not yet read stays in memory.
+const CHUNK_BYTES: usize = 16 << 10;
 
 /// What a worker's stream says.
 #[derive(Debug)]
@@ -101,6 +104,8 @@ pub struct Leader {
     term: u64,
     heartbeat_timeout: Duration,
     links: HashMap<String, Link>,
+    /// Of the configuration that was sent last.
+    text: Option<Text>,
     /// Streams so far: events of an older stream of a worker are dropped.
     streams: u64,
     sender: mpsc::Sender<Told>,
@@ -108,9 +113,23 @@ pub struct Leader {
     receiver: Option<mpsc::Receiver<Told>>,
 }
 
+/// What is to be written on a stream.
+enum Order {
+    Frame(Frame<Down>),
+    /// `Down::Configure`. All members are told the same but for their rank, so its text is there
+    /// once for all of them.
+    Configure { attempt: u32, rank: u32, text: Arc<[u8]> },
+}
+
+/// The JSON of a configuration after its rank, which comes first.
+struct Text {
+    of: Arc<WorkerConfig>,
+    text: Arc<[u8]>,
+}
+
 struct Link {
     stream: u64,
-    orders: mpsc::Sender<Frame<Down>>,
+    orders: mpsc::Sender<Order>,
     task: JoinHandle<()>,
     /// From `Hello`.
     signing_request: Option<String>,
@@ -154,8 +173,18 @@ impl Leader {
         sender: mpsc::Sender<Told>,
     ) -> Leader {
         let (links, job_uid) = (HashMap::new(), Arc::from(job_uid));
-        let (streams, receiver) = (0, None);
-        Leader { authority, job_uid, term, heartbeat_timeout, links, streams, sender, receiver }
+        let (streams, text, receiver) = (0, None, None);
+        Leader {
+            authority,
+            job_uid,
+            term,
+            heartbeat_timeout,
+            links,
+            text,
+            streams,
+            sender,
+            receiver,
+        }
     }
 
     /// Opens a stream to a worker's listener, in place of an older one.
@@ -218,7 +247,7 @@ impl Leader {
     }
 
     /// Sends a worker its certificate for the attempt, and then its configuration.
-    pub fn configure(&mut self, name: &str, config: &WorkerConfig) {
+    pub fn configure(&mut self, name: &str, rank: u32, config: &Arc<WorkerConfig>) {
         let request = self.links.get(name).and_then(|link| link.signing_request.as_deref());
         let Some(request) = request else {
             tracing::debug!(name, "not configured: no stream");
@@ -226,21 +255,36 @@ impl Leader {
         };
         match self.authority.sign(request, &self.job_uid, config.attempt, name) {
             Ok(certificate) => {
-                self.send(name, config.attempt, Down::Leaf { certificate });
-                self.send(name, config.attempt, Down::Configure(Box::new(config.clone())));
+                let attempt = config.attempt;
+                self.send(name, attempt, Down::Leaf { certificate });
+                let text = self.text_of(config);
+                self.order(name, Order::Configure { attempt, rank, text });
             }
             Err(error) => self.give_up(name, chain(&error)),
         }
     }
 
+    fn text_of(&mut self, config: &Arc<WorkerConfig>) -> Arc<[u8]> {
+        if let Some(known) = self.text.as_ref().filter(|known| Arc::ptr_eq(&known.of, config)) {
+            return Arc::clone(&known.text);
+        }
+        let text = text_after_rank(config);
+        self.text = Some(Text { of: Arc::clone(config), text: Arc::clone(&text) });
+        text
+    }
+
     /// Sends an order. One to a worker without a stream is dropped: its end was or will be told.
     pub fn send(&mut self, name: &str, attempt: u32, body: Down) {
+        let frame = Frame { v: PROTOCOL_VERSION, term: self.term, attempt, body };
+        self.order(name, Order::Frame(frame));
+    }
+
+    fn order(&mut self, name: &str, order: Order) {
         let Some(link) = self.links.get(name) else {
             tracing::debug!(name, "not sent: no stream");
             return;
         };
-        let frame = Frame { v: PROTOCOL_VERSION, term: self.term, attempt, body };
-        if let Err(mpsc::error::TrySendError::Full(_)) = link.orders.try_send(frame) {
+        if let Err(mpsc::error::TrySendError::Full(_)) = link.orders.try_send(order) {
             self.give_up(name, format!("{ORDERS_MAX} orders wait for it"));
         }
     }
@@ -283,7 +327,7 @@ struct Attendant {
 }
 
 impl Attendant {
-    async fn run(self, orders: mpsc::Receiver<Frame<Down>>) {
+    async fn run(self, orders: mpsc::Receiver<Order>) {
         let reason = match self.attend(orders).await {
             Ok(()) => "its stream was closed".to_string(),
             Err(error) => chain(&error),
@@ -298,7 +342,7 @@ impl Attendant {
         let _ = self.events.send(told).await;
     }
 
-    async fn attend(&self, orders: mpsc::Receiver<Frame<Down>>) -> Result<(), StreamError> {
+    async fn attend(&self, orders: mpsc::Receiver<Order>) -> Result<(), StreamError> {
         let tcp = self.connect().await.map_err(StreamError::Dial)?;
         let hello = timeout(Duration::from_millis(HELLO_MS_MAX), self.hello(tcp)).await;
         let (stream, hello) = hello.map_err(|_| StreamError::Slow)??;
@@ -350,7 +394,7 @@ impl Attendant {
         let certificates = stream.get_ref().1.peer_certificates();
         let key = certificates.and_then(<[_]>::first).and_then(public_key);
         self.verify(&hello, key).await?;
-        hello.token.clear();
+        hello.token = String::new();
         Ok((stream, hello))
     }
 
@@ -394,19 +438,24 @@ impl Attendant {
     async fn write(
         &self,
         mut to: WriteHalf<TlsStream<TcpStream>>,
-        mut orders: mpsc::Receiver<Frame<Down>>,
+        mut orders: mpsc::Receiver<Order>,
     ) -> Result<(), StreamError> {
         let mut tick = interval(Duration::from_millis(HEARTBEAT_MS));
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            let frame = tokio::select! {
+            let order = tokio::select! {
                 order = orders.recv() => match order {
-                    Some(frame) => frame,
+                    Some(order) => order,
                     None => return Ok(()),
                 },
-                _ = tick.tick() => self.frame(Down::Heartbeat),
+                _ = tick.tick() => Order::Frame(self.frame(Down::Heartbeat)),
             };
-            write_frame(&mut to, &frame).await?;
+            match order {
+                Order::Frame(frame) => write_frame(&mut to, &frame).await?,
+                Order::Configure { attempt, rank, text } => {
+                    write_configure(&mut to, (self.term, attempt, rank), &text).await?;
+                }
+            }
         }
     }
 
@@ -416,7 +465,61 @@ impl Attendant {
     }
 }
 
+/// Without the brace and the rank at its beginning.
+fn text_after_rank(config: &WorkerConfig) -> Arc<[u8]> {
+    let text = serde_json::to_vec(config).unwrap_or_default();
+    let rank = text.iter().position(|byte| *byte == b',').map_or(0, |comma| comma + 1);
+    Arc::from(&text[rank..])
+}
+
+/// The frame of `Down::Configure`, as `write_frame` would write it, around a text that many
+/// streams share.
+async fn write_configure(
+    to: &mut (impl AsyncWrite + Unpin),
+    (term, attempt, rank): (u64, u32, u32),
+    text: &[u8],
+) -> Result<(), FrameError> {
+    let head = format!(
+        "{{\"v\":{PROTOCOL_VERSION},\"term\":{term},\"attempt\":{attempt},\
+         \"body\":{{\"configure\":{{\"rank\":{rank},"
+    );
+    let length = head.len() + text.len() + 2;
+    if length > FRAME_BYTES_MAX {
+        return Err(FrameError::Length { length });
+    }
+    to.write_all(&(length as u32).to_le_bytes()).await?;
+    to.write_all(head.as_bytes()).await?;
+    for chunk in text.chunks(CHUNK_BYTES) {
+        to.write_all(chunk).await?;
+        to.flush().await?;
+    }
+    to.write_all(b"}}").await?;
+    Ok(to.flush().await?)
+}
+
 /// Compares secrets in a time that does not tell how much of them is equal.
 fn equal(a: &str, b: &str) -> bool {
     a.len() == b.len() && a.bytes().zip(b.bytes()).fold(0, |diff, (a, b)| diff | (a ^ b)) == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use moe_worker::control::encode;
+
+    #[tokio::test]
+    async fn a_configuration_is_the_frame_that_it_would_be_alone() {
+        let text = include_str!("../tests/worker-config.json");
+        let config: WorkerConfig = serde_json::from_str(text).expect("a configuration");
+        let mut written = Vec::new();
+        let text = text_after_rank(&config);
+        write_configure(&mut written, (7, 3, 41), &text).await.expect("a short frame");
+        let config = WorkerConfig { rank: Some(41), ..config };
+        let body = Down::Configure(Box::new(config));
+        let frame = Frame { v: PROTOCOL_VERSION, term: 7, attempt: 3, body };
+        assert_eq!(written, encode(&frame).expect("a frame"));
+        let long = vec![b' '; FRAME_BYTES_MAX];
+        let error = write_configure(&mut written, (7, 3, 41), &long).await.expect_err("too long");
+        assert!(matches!(error, FrameError::Length { .. }), "{error}");
+    }
 }

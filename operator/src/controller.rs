@@ -20,12 +20,12 @@ use crate::authority::Authority;
 use crate::control::Told;
 use crate::identity::{Keyring, Reviewer};
 use crate::metrics::Metrics;
-use crate::observe::{Change, Cluster, JobSeen, Key, Taken};
+use crate::observe::{Change, Cluster, JobSeen, Key, PodSeen, Taken, Weight};
 use job::{JobState, Lookup};
 use moejob_plan::decide::Action;
 use moejob_plan::observed::Millis;
 use moejob_protocol::WorkerConfig;
-use moejob_plan::allocate::{Allocation, Granted, Memory};
+use moejob_plan::allocate::{Allocation, Granted, Ground, Memory};
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -154,6 +154,8 @@ pub struct Controller {
     term: Option<u64>,
     /// Pods, nodes or jobs have changed since nodes were allocated.
     stale: bool,
+    /// What allocation knows of the nodes, while none of them changes.
+    ground: Option<Ground>,
     /// Until then it only listens.
     pause: Instant,
     /// Something has come during the pause.
@@ -172,6 +174,7 @@ impl Controller {
             jobs: HashMap::new(),
             term: None,
             stale: true,
+            ground: None,
             pause: Instant::now(),
             awaits_decision: false,
             allocation: Allocation::default(),
@@ -212,7 +215,7 @@ impl Controller {
         let due = due.chain(self.allocation.requeue).min();
         let wait = due.map_or(IDLE, |at| Duration::from_millis(at.saturating_sub(now)));
         let pause = self.pause.saturating_duration_since(Instant::now());
-        let wait = if self.awaits_decision { pause } else { wait.max(pause) };
+        let wait = if self.awaits_decision || self.stale { pause } else { wait.max(pause) };
         // Results first: they are what a job waits for.
         tokio::select! {
             biased;
@@ -260,7 +263,7 @@ impl Controller {
         let was_complete = self.cluster.is_complete();
         let taken = self.cluster.take(change);
         // Never taken back here: another change may wait for the same allocation.
-        self.stale |= !was_complete || !matches!(taken, Taken::Nothing);
+        self.stale |= !was_complete || self.matters(&taken);
         if !was_complete && self.cluster.is_complete() {
             self.context.metrics.set_ready();
             self.adopt_all(now);
@@ -285,6 +288,41 @@ impl Controller {
                 let job = uid.and_then(|uid| self.jobs.get_mut(uid.as_str()));
                 if let Some(job) = job {
                     job.on_pod(&key, after, now);
+                }
+            }
+        }
+    }
+
+    /// Whether allocation may come out otherwise for it.
+    fn matters(&mut self, taken: &Taken) -> bool {
+        match taken {
+            Taken::Nothing => false,
+            Taken::Node => {
+                self.ground = None;
+                true
+            }
+            // Own writes of status change nothing.
+            Taken::Job(key, before) => {
+                let spec = |job: &JobSeen| (job.uid.clone(), job.generation, job.deleted);
+                self.cluster.jobs.get(key).map(spec) != before.as_ref().map(spec)
+            }
+            Taken::Pod(key, before) => {
+                let after = self.cluster.pods.get(key).and_then(PodSeen::weight);
+                let before = before.as_ref().and_then(PodSeen::weight);
+                if after == before {
+                    return false;
+                }
+                for (node, weight) in before.iter().chain(&after) {
+                    if let (Weight::Other(_), Some(ground)) = (weight, &mut self.ground) {
+                        ground.set_requested(node, self.cluster.requested(node));
+                    }
+                }
+                // A pod that was decided has its node already.
+                match (before, after) {
+                    (None, Some((node, Weight::Worker(uid)))) => {
+                        !self.memory.is_unseen(uid, node)
+                    }
+                    _ => true,
                 }
             }
         }
@@ -341,6 +379,7 @@ impl Controller {
             job.on_pod(&pod.key, Some(pod), now);
         }
         self.jobs.insert(Arc::from(seen.uid.as_str()), job);
+        self.stale = true;
     }
 
     fn decide(&mut self) {
@@ -348,13 +387,13 @@ impl Controller {
         let look_again = self.allocation.requeue.is_some_and(|at| at <= now);
         if std::mem::take(&mut self.stale) || look_again {
             self.allocation =
-                nodes::decide(&self.cluster, &self.jobs, &mut self.memory, now);
+                nodes::decide(&self.cluster, &mut self.ground, &self.jobs, &mut self.memory, now);
             for (uid, job) in &mut self.jobs {
                 let granted = self.allocation.jobs.get(&**uid).unwrap_or(&none);
                 job.dirty |= nodes::changed(granted, job);
             }
         }
-        let lookup = Lookup(&self.cluster.pods);
+        let lookup = Lookup(&self.cluster);
         let mut sent = Vec::new();
         for (uid, job) in &mut self.jobs {
             let due = job.due(now).is_some_and(|at| at <= now);

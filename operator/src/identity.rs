@@ -17,7 +17,7 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 /// Reviews under way at once; a gang of 512 does not flood the API server.
-const REVIEWS_MAX: usize = 64;
+const REVIEWS_MAX: usize = 32;
 const REVIEW_MS_MAX: u64 = 4_000;
 /// A kubelet's token is about a tenth of this.
 const TOKEN_BYTES_MAX: usize = 16 << 10;

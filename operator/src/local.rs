@@ -339,9 +339,9 @@ impl Runner {
                     line(gang.attempt, EventKind::AttemptStarted, "Planned", "", &details);
                 self.write(&line);
             }
-            Action::Configure { name, config } => {
-                self.announce(name, config);
-                self.leader.configure(name, config);
+            Action::Configure { name, rank, config } => {
+                self.announce(name, *rank, config.attempt);
+                self.leader.configure(name, *rank, config);
             }
             Action::LeaveAttempt { name, attempt, reason } => {
                 self.leader.send(name, *attempt, Down::Leave { reason: reason.clone() });
@@ -363,19 +363,19 @@ impl Runner {
         Share { index: index as u32, of: nodes.len() as u32 }
     }
 
-    fn announce(&mut self, name: &str, config: &WorkerConfig) {
+    fn announce(&mut self, name: &str, rank: u32, attempt: u32) {
         if !self.announced.insert(name.to_string()) {
             return;
         }
         let node = self.tracker.observed.worker(name).map(|worker| worker.node.clone());
         let details = [
-            ("rank", Detail::Number(u64::from(config.rank.unwrap_or_default()))),
+            ("rank", Detail::Number(u64::from(rank))),
             ("node", Detail::Text(node.unwrap_or_default())),
             ("pid", Detail::Number(self.processes.pid(name).unwrap_or_default().into())),
             ("worker", Detail::Text(name.to_string())),
         ];
         // The line names the attempt that it joins first.
-        let line = line(config.attempt, EventKind::WorkerStarted, "Configured", "", &details);
+        let line = line(attempt, EventKind::WorkerStarted, "Configured", "", &details);
         self.write(&line);
     }
 

@@ -8,6 +8,7 @@
 //! What is not in these types is never kept: a foreign pod is a node, its requests and a phase.
 
 mod cluster;
+mod light;
 
 pub use cluster::{Cluster, Taken};
 
@@ -21,6 +22,7 @@ use kube::api::{Api, ApiResource, DynamicObject};
 use kube::runtime::watcher::{self, watcher};
 use kube::runtime::WatchStreamExt;
 use kube::{Client, ResourceExt};
+use light::LightPod;
 use moejob_plan::observed::Millis;
 use moejob_plan::pods::{ANNOTATION_SEAL, CONTAINER, LABEL_JOB_UID};
 use moejob_plan::resources::Resources;
@@ -97,6 +99,33 @@ pub struct NodeSeen {
     pub allocatable: Resources,
 }
 
+impl NodeSeen {
+    pub fn is_ready(&self) -> bool {
+        self.conditions.get("Ready").is_some_and(|status| status == "True")
+    }
+}
+
+impl PodSeen {
+    /// What allocation sees of it: its node, and whose worker it is or what else it asks for.
+    pub fn weight(&self) -> Option<(&str, Weight<'_>)> {
+        let node = self.node.as_deref();
+        match &self.worker {
+            _ if self.finished => None,
+            None => Some((node?, Weight::Other(&self.requests))),
+            Some(worker) => {
+                Some((node.or(worker.meant_for.as_deref())?, Weight::Worker(&worker.job_uid)))
+            }
+        }
+    }
+}
+
+/// What a pod means to the allocation of its node.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Weight<'a> {
+    Worker(&'a str),
+    Other(&'a Resources),
+}
+
 /// A PriorityClass.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClassSeen {
@@ -143,11 +172,11 @@ pub fn follow(client: &Client, keyring: &Arc<Keyring>, to: &mpsc::Sender<Change>
     tokio::spawn(relay(Kind::Jobs, jobs, to.clone(), job_seen, |job| {
         (key(&job.namespace, &job.name), Change::Job(Box::new(job)))
     }));
-    let pods: Api<Pod> = Api::all(client.clone());
+    let pods: Api<LightPod> = Api::all(client.clone());
     let keyring = Arc::clone(keyring);
     let pods = watcher(pods, config());
     let mut shared = Shared::default();
-    let reduce = move |pod| pod_seen(pod, &keyring, &mut shared);
+    let reduce = move |pod: LightPod| pod_seen(pod.pod(), &keyring, &mut shared);
     tokio::spawn(relay(Kind::Pods, pods, to.clone(), reduce, |pod| {
         (Arc::clone(&pod.key), Change::Pod(pod))
     }));
@@ -442,8 +471,8 @@ mod tests {
     use serde_json::json;
 
     pub(super) fn reduced(pod: serde_json::Value, keyring: &Keyring) -> PodSeen {
-        let pod: Pod = serde_json::from_value(pod).expect("a pod");
-        pod_seen(pod, keyring, &mut Shared::default())
+        let pod: LightPod = serde_json::from_value(pod).expect("a pod");
+        pod_seen(pod.pod(), keyring, &mut Shared::default())
     }
 
     #[test]

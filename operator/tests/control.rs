@@ -7,6 +7,7 @@ use moejob::authority::Authority;
 use moejob::control::{Leader, LeaderEvent};
 use moejob_protocol::message::{LeftReason, Request};
 use moejob_protocol::{Down, Up};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::timeout;
 
@@ -71,9 +72,8 @@ async fn leaving_wakes_ranks_that_wait_for_each_other() {
     let mut gang = Gang::new(2).await;
     // Rank 1 is never configured, so rank 0 joins in vain; then both leave.
     let workers: Vec<&Worker> = gang.workers.iter().collect();
-    let mut half = config(1, &workers, 10);
-    half.rank = Some(0);
-    gang.leader.configure("w0", &half);
+    let half = Arc::new(config(1, &workers, 10));
+    gang.leader.configure("w0", 0, &half);
     for name in ["w0", "w1"] {
         gang.leader.send(name, 1, Down::Leave { reason: "try again".to_string() });
     }

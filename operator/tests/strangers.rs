@@ -269,10 +269,9 @@ async fn nobody_takes_the_seat_of_a_rank_that_is_still_to_come() {
     let forge = Forge::new();
     let mut gang = Gang::of(2, forge.authority()).await;
     let both: Vec<&Worker> = gang.workers.iter().collect();
-    let mut config = config(5, &both, 10);
+    let config = Arc::new(config(5, &both, 10));
     let address = gang.workers[1].address.parse().expect("an address");
-    config.rank = Some(1);
-    gang.leader.configure("w1", &config);
+    gang.leader.configure("w1", 1, &config);
     // It answers under its new leaf once it waits for rank 0.
     let joining = |event: &LeaderEvent| match event {
         LeaderEvent::Up { up: Up::Heartbeat(heart), .. } => {
@@ -296,8 +295,7 @@ async fn nobody_takes_the_seat_of_a_rank_that_is_still_to_come() {
     refused("another authority", address, other.valid(&name, ALPN_DATA), &[0; 64]).await;
     let expired = forge.client(&[&name], -2 * DAY, -60, ALPN_DATA);
     refused("expired", address, expired, &[0; 64]).await;
-    config.rank = Some(0);
-    gang.leader.configure("w0", &config);
+    gang.leader.configure("w0", 0, &config);
     gang.until_completed(2, 10).await;
     assert_eq!(gang.shut_down().await, [0, 0]);
 }
@@ -330,9 +328,8 @@ async fn a_members_broken_frames_end_the_attempt_and_nothing_else() {
     for frame in frames {
         attempt += 1;
         let both: Vec<&Worker> = gang.workers.iter().collect();
-        let mut config = config(attempt, &both, u64::MAX);
-        config.rank = Some(1);
-        gang.leader.configure("w1", &config);
+        let config = Arc::new(config(attempt, &both, u64::MAX));
+        gang.leader.configure("w1", 1, &config);
         let client = || forge.valid(&worker(JOB, attempt, "w0"), ALPN_DATA);
         let mut stream = welcomed(address, client).await;
         let header = Header { attempt, number: 1, source: 0, kind: Kind::Gather, length: 16 };

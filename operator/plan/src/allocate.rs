@@ -16,9 +16,8 @@ mod memory;
 pub use eligible::{Against, Needs, Taint, Toleration, unhealthy};
 pub use memory::{BACKOFF_FIRST, BACKOFF_MAX, Memory, UNSEEN_TIMEOUT};
 
-use crate::decide::Action;
 use crate::job::{Closeness, Job};
-use crate::observed::{Millis, Node, Observed, Outcome, WorkerState};
+use crate::observed::{Millis, Node, Observed, Outcome, Worker};
 use crate::resources::Resources;
 use crate::spec::Level;
 use crate::topology::{NodeInfo, Places};
@@ -70,6 +69,8 @@ pub struct Demand {
     pub needs: Needs,
     /// Nodes on which pods of it are that have not ended.
     pub holds: BTreeSet<String>,
+    /// Those of them whose worker is on its way out; others take their place as soon as they can.
+    pub leaving: BTreeSet<String>,
     pub standing: Standing,
 }
 
@@ -116,14 +117,10 @@ impl Demand {
         let sizes = wanted.sizes.iter().map(|size| size.nodes);
         let mut sizes: Vec<u32> = sizes.filter(|nodes| range.contains(nodes)).collect();
         let mut spares = wanted.spares;
-        let over = match observed.record.outcome {
-            None => false,
-            Some(Outcome::Suspended) => observed.halting().is_some(),
-            Some(_) => true,
-        };
+        let Claim { over, halting, standing, leaving } = Claim::of(observed);
         if over {
             sizes.clear();
-        } else if observed.halting().is_some() {
+        } else if halting {
             // Nobody trains on; the least that can save is enough.
             sizes.truncate(1);
             spares = 0;
@@ -137,7 +134,39 @@ impl Demand {
             topology: job.nodes.topology,
             needs,
             holds,
+            leaving,
+            standing,
+        }
+    }
+}
+
+/// What a job asks of the allocation by what has become of it, beside its spec and its pods.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Claim {
+    /// It wants no nodes any more.
+    pub over: bool,
+    /// It is to stop.
+    pub halting: bool,
+    pub standing: Standing,
+    /// Nodes of workers that are told to stop: nobody waits until a silent one is confirmed as
+    /// ended.
+    pub leaving: BTreeSet<String>,
+}
+
+impl Claim {
+    pub fn of(observed: &Observed) -> Claim {
+        let halting = observed.halting().is_some();
+        let leaves = |worker: &&Worker| worker.stopping && !worker.is_dead();
+        let leaving = observed.workers.iter().filter(leaves);
+        Claim {
+            over: match observed.record.outcome {
+                None => false,
+                Some(Outcome::Suspended) => halting,
+                Some(_) => true,
+            },
+            halting,
             standing: Standing::of(observed),
+            leaving: leaving.map(|worker| worker.node.clone()).collect(),
         }
     }
 }
@@ -157,24 +186,50 @@ impl Standing {
     }
 }
 
-/// The node that is to blame for an action, for `Memory::failed`: its worker never connected, or
-/// went silent.
-pub fn culprit<'o>(observed: &'o Observed, action: &Action) -> Option<&'o str> {
-    let Action::StopWorker { name, .. } = action else { return None };
-    let worker = observed.worker(name)?;
-    let blamed = matches!(worker.state, WorkerState::Starting { .. } | WorkerState::Silent);
-    (blamed && observed.record.outcome.is_none()).then_some(&worker.node)
+/// The nodes, and what follows of them alone: made anew only when one of them changes.
+#[derive(Clone, Debug)]
+pub struct Ground {
+    /// By name.
+    nodes: Vec<ClusterNode>,
+    places: Places,
+}
+
+impl Ground {
+    pub fn new(mut nodes: Vec<ClusterNode>) -> Ground {
+        nodes.sort_by(|a, b| a.name.cmp(&b.name));
+        let place = |node: &ClusterNode| NodeInfo {
+            name: node.name.clone(),
+            labels: node.labels.clone(),
+            usable: true,
+        };
+        let places: Vec<NodeInfo> = nodes.iter().map(place).collect();
+        Ground { places: Places::new(&places), nodes }
+    }
+
+    /// What pods other than workers ask of the node now.
+    pub fn set_requested(&mut self, node: &str, requested: Resources) {
+        if let Some(at) = self.index(node) {
+            self.nodes[at].requested = requested;
+        }
+    }
+
+    fn index(&self, name: &str) -> Option<usize> {
+        self.nodes.binary_search_by(|node| node.name.as_str().cmp(name)).ok()
+    }
 }
 
 /// Decides. Equal inputs give equal allocations, whatever the order of nodes and jobs.
 pub fn allocate(cluster: &Cluster, memory: &Memory, now: Millis) -> Allocation {
-    let mut nodes: Vec<&ClusterNode> = cluster.nodes.iter().collect();
-    nodes.sort_by(|a, b| a.name.cmp(&b.name));
-    let mut jobs: Vec<&Demand> = cluster.jobs.iter().collect();
+    allocate_on(&Ground::new(cluster.nodes.clone()), &cluster.jobs, memory, now)
+}
+
+/// The same on nodes that are known already.
+pub fn allocate_on(ground: &Ground, jobs: &[Demand], memory: &Memory, now: Millis) -> Allocation {
+    let mut jobs: Vec<&Demand> = jobs.iter().collect();
     jobs.sort_by(|a, b| {
         (b.priority, a.created, &a.uid).cmp(&(a.priority, b.created, &b.uid))
     });
-    let mut allocator = Allocator::new(nodes, memory, now);
+    let mut allocator = Allocator::new(ground, memory, now);
     jobs.iter().for_each(|job| allocator.hold(job));
     let gangs: Vec<Given> = jobs.iter().map(|job| allocator.gang(job)).collect();
     let mut jobs_granted = BTreeMap::new();
@@ -188,10 +243,9 @@ pub fn allocate(cluster: &Cluster, memory: &Memory, now: Millis) -> Allocation {
 }
 
 struct Allocator<'a> {
-    /// By name.
-    nodes: Vec<&'a ClusterNode>,
-    places: Places,
-    index: BTreeMap<&'a str, usize>,
+    ground: &'a Ground,
+    nodes: &'a [ClusterNode],
+    places: &'a Places,
     /// Nobody has it, and nobody has been given it.
     free: Vec<bool>,
     /// What is against each node for jobs with these needs; most jobs of a cluster have the same.
@@ -214,18 +268,12 @@ struct Given {
 }
 
 impl<'a> Allocator<'a> {
-    fn new(nodes: Vec<&'a ClusterNode>, memory: &'a Memory, now: Millis) -> Allocator<'a> {
-        let place = |node: &&ClusterNode| NodeInfo {
-            name: node.name.clone(),
-            labels: node.labels.clone(),
-            usable: true,
-        };
-        let places: Vec<NodeInfo> = nodes.iter().map(place).collect();
+    fn new(ground: &'a Ground, memory: &'a Memory, now: Millis) -> Allocator<'a> {
         Allocator {
-            places: Places::new(&places),
-            index: nodes.iter().enumerate().map(|(at, node)| (node.name.as_str(), at)).collect(),
-            free: vec![true; nodes.len()],
-            nodes,
+            ground,
+            nodes: &ground.nodes,
+            places: &ground.places,
+            free: vec![true; ground.nodes.len()],
             verdicts: Vec::new(),
             memory,
             now,
@@ -247,7 +295,7 @@ impl<'a> Allocator<'a> {
             self.look_again_at(at + UNSEEN_TIMEOUT);
             names.insert(node);
         }
-        names.iter().filter_map(|name| self.index.get(name).copied()).collect()
+        names.iter().filter_map(|name| self.ground.index(name)).collect()
     }
 
     fn hold(&mut self, job: &Demand) {
@@ -259,7 +307,7 @@ impl<'a> Allocator<'a> {
     fn gang(&mut self, job: &'a Demand) -> Given {
         let own = self.own(job);
         let stay: Vec<usize> =
-            own.iter().copied().filter(|at| job.needs.keeps(self.nodes[*at])).collect();
+            own.iter().copied().filter(|at| job.needs.keeps(&self.nodes[*at])).collect();
         let (new, rest, why) = (Vec::new(), Vec::new(), String::new());
         let mut given = Given { fits: false, keeps: true, own, new, rest, why };
         let (Some(least), Some(most)) = (job.sizes.first(), job.sizes.last()) else {
@@ -270,7 +318,14 @@ impl<'a> Allocator<'a> {
         let possible = (stay.len() + ordered.len()) as u32;
         match job.sizes.iter().rfind(|size| **size <= possible) {
             Some(size) => {
-                let missing = (*size as usize).saturating_sub(stay.len()).min(ordered.len());
+                // What is on its way out counts as there, unless a gang can be formed without it.
+                let here = stay.iter().filter(|at| !self.leaves(job, **at)).count();
+                let certain = (here + ordered.len()) as u32;
+                let missing = match job.sizes.iter().rfind(|size| **size <= certain) {
+                    Some(size) => (*size as usize).saturating_sub(here),
+                    None => (*size as usize).saturating_sub(stay.len()),
+                };
+                let missing = missing.min(ordered.len());
                 given.fits = true;
                 given.new = ordered[..missing].to_vec();
                 given.rest = ordered[missing..].to_vec();
@@ -300,6 +355,10 @@ impl<'a> Allocator<'a> {
         given
     }
 
+    fn leaves(&self, job: &Demand, node: usize) -> bool {
+        job.leaving.contains(&self.nodes[node].name)
+    }
+
     fn verdicts(&mut self, needs: &'a Needs) -> usize {
         if let Some(known) = self.verdicts.iter().position(|(of, _)| *of == needs) {
             return known;
@@ -313,7 +372,9 @@ impl<'a> Allocator<'a> {
     fn candidates(&mut self, job: &'a Demand, own: &[usize]) -> (Vec<usize>, String) {
         let (mut good, mut against) = (Vec::new(), BTreeMap::<Against, u32>::new());
         let verdicts = self.verdicts(&job.needs);
-        for at in (0..self.nodes.len()).filter(|at| !own.contains(at)) {
+        let mut is_own = vec![false; self.nodes.len()];
+        own.iter().for_each(|at| is_own[*at] = true);
+        for at in (0..self.nodes.len()).filter(|at| !is_own[*at]) {
             let why = match (self.free[at], self.verdicts[verdicts].1[at]) {
                 (false, _) => Against::InUse,
                 (true, Some(why)) => why,
@@ -376,7 +437,10 @@ impl<'a> Allocator<'a> {
     /// All gangs have been served: what is left may be kept warm.
     fn spares(&mut self, job: &Demand, given: &mut Given) {
         let most = job.sizes.last().map_or(0, |most| *most as usize);
-        let stay = given.own.iter().filter(|at| job.needs.keeps(self.nodes[**at])).count();
+        let stays = |at: &&usize| {
+            job.needs.keeps(&self.nodes[**at]) && !self.leaves(job, **at)
+        };
+        let stay = given.own.iter().filter(stays).count();
         let have = stay + given.new.len();
         // Below the largest gang the next size was out of reach; more nodes than the gang and its
         // spares need would lie idle.
@@ -405,7 +469,7 @@ impl<'a> Allocator<'a> {
         let (ordered, _) = self.places.order(&all, wish, least, most);
         let node = |at: usize| Node {
             name: self.nodes[at].name.clone(),
-            usable: new.contains(&at) || job.needs.keeps(self.nodes[at]),
+            usable: new.contains(&at) || job.needs.keeps(&self.nodes[at]),
             avoid_until: self.memory.avoided_until(&job.uid, &self.nodes[at].name),
         };
         Granted { nodes: ordered.into_iter().map(node).collect(), why }

@@ -74,7 +74,7 @@ impl<'a> Checker<'a> {
                 });
                 recorded.push(attempt);
             }
-            if let Action::Configure { name, config } = action {
+            if let Action::Configure { name, config, .. } = action {
                 let attempt = config.attempt;
                 self.demand(recorded.contains(&attempt), || {
                     format!("{name} is configured for attempt {attempt} before it is recorded")
@@ -239,29 +239,30 @@ impl<'a> Checker<'a> {
     }
 
     fn members_are_configured(&mut self, gang: &Gang) {
-        let configs: Vec<(&String, &WorkerConfig)> = (self.plan.actions.iter())
+        let configs: Vec<(&String, u32, &WorkerConfig)> = (self.plan.actions.iter())
             .filter_map(|action| match action {
-                Action::Configure { name, config } if config.attempt == gang.attempt => {
-                    Some((name, &**config))
+                Action::Configure { name, rank, config } if config.attempt == gang.attempt => {
+                    Some((name, *rank, &**config))
                 }
                 _ => None,
             })
             .collect();
         let of = |what: &str| format!("attempt {}: {what}", gang.attempt);
-        let named: Vec<(&String, Option<u32>)> =
-            configs.iter().map(|(name, config)| (*name, config.rank)).collect();
-        let expected: Vec<(&String, Option<u32>)> =
-            gang.members.iter().map(|member| (&member.worker, Some(member.rank))).collect();
+        let named: Vec<(&String, u32)> =
+            configs.iter().map(|(name, rank, _)| (*name, *rank)).collect();
+        let expected: Vec<(&String, u32)> =
+            gang.members.iter().map(|member| (&member.worker, member.rank)).collect();
         self.demand(named == expected, || of("other workers are configured than its members"));
-        for (name, config) in &configs {
+        for (name, _, config) in &configs {
             let same = config.digest == gang.digest
+                && config.rank.is_none()
                 && config.layout == gang.layout
                 && config.members == each_rank(&gang.members, config.ranks)
                 && config.resume.step() == gang.resumed_at
-                && config.resume == configs[0].1.resume;
+                && config.resume == configs[0].2.resume;
             self.demand(same, || of(&format!("{name} is told something else than is recorded")));
         }
-        if let Some((_, config)) = configs.first() {
+        if let Some((.., config)) = configs.first() {
             self.state_is_there(gang, &config.resume);
         }
     }

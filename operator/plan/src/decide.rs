@@ -7,6 +7,7 @@
 
 mod begin;
 mod health;
+mod index;
 mod resume;
 
 pub(crate) use begin::each_rank;
@@ -15,8 +16,10 @@ use crate::observed::{
     Gang, Millis, Observed, Outcome, Size, StopCause, Worker, WorkerState,
 };
 use health::Health;
+use index::Index;
 use moejob_protocol::config::WorkerConfig;
 use moejob_protocol::message::Request;
+use std::sync::Arc;
 
 /// How long a suspend or an interrupt waits for its checkpoint, and how long a stopped gang waits
 /// for the last member to stop.
@@ -60,7 +63,8 @@ pub enum Action {
     EndAttempt { attempt: u32, unplanned: bool, cause: String },
     /// Make the attempt durable. Before any `Configure` of it.
     RecordAttempt(Box<Gang>),
-    Configure { name: String, config: Box<WorkerConfig> },
+    /// The attempt's configuration, which all members share but for the rank.
+    Configure { name: String, rank: u32, config: Arc<WorkerConfig> },
     LeaveAttempt { name: String, attempt: u32, reason: String },
     /// To every member of the attempt; `cause` is recorded with it.
     Request { attempt: u32, request: Request, cause: StopCause },
@@ -75,13 +79,15 @@ pub enum Action {
 
 /// Decides. See the module's first lines.
 pub fn plan(observed: &Observed, now: Millis) -> Plan {
-    let mut planner = Planner { observed, now, plan: Plan::default() };
+    let index = Index::of(observed);
+    let mut planner = Planner { observed, index, now, plan: Plan::default() };
     planner.decide();
     planner.plan
 }
 
 struct Planner<'a> {
     observed: &'a Observed,
+    index: Index<'a>,
     now: Millis,
     plan: Plan,
 }
@@ -338,14 +344,14 @@ impl<'o> Planner<'o> {
     fn better(&self, gang: &'o Gang) -> Option<(StopCause, String)> {
         let present = gang.members.len() as u32;
         let newcomers =
-            self.candidates().filter(|worker| self.observed.is_usable(&worker.node)).count() as u32;
+            self.candidates().filter(|worker| self.index.is_usable(&worker.node)).count() as u32;
         if present > self.observed.wanted.nodes_max
             && let Some(size) = self.size_for(present)
         {
             let why = format!("shrink from {present} to {} nodes after this step", size.nodes);
             return Some((StopCause::Shrink, why));
         }
-        let leaves = |worker: &Worker| worker.stopping || !self.observed.is_usable(&worker.node);
+        let leaves = |worker: &Worker| worker.stopping || !self.index.is_usable(&worker.node);
         let mover = self.members(gang).flatten().find(|worker| leaves(worker));
         if let Some(mover) = mover.filter(|mover| mover.stopping || newcomers > 0) {
             let why = format!("move off {} after this step", mover.node);
@@ -415,8 +421,9 @@ impl<'o> Planner<'o> {
     }
 
     fn members(&self, gang: &'o Gang) -> impl Iterator<Item = Option<&'o Worker>> + use<'o> {
-        let observed = self.observed;
-        gang.members.iter().map(|member| observed.worker(&member.worker))
+        let workers: Vec<_> =
+            gang.members.iter().map(|member| self.index.worker(&member.worker)).collect();
+        workers.into_iter()
     }
 
     /// The largest gang that `nodes` workers can form.

@@ -232,11 +232,6 @@ impl Observed {
         self.nodes.iter().any(|of| of.name == node && of.usable)
     }
 
-    /// Whether the node is the job's at all.
-    pub fn is_listed(&self, node: &str) -> bool {
-        self.nodes.iter().any(|of| of.name == node)
-    }
-
     /// Why the job is to stop, if it is.
     pub fn halting(&self) -> Option<StopCause> {
         match (self.interrupt, self.wanted.suspend) {

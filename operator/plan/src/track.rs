@@ -125,8 +125,8 @@ impl Tracker {
                     (recovery.replanned_at, recovery.rejoined_at) = (Some(now), None);
                 }
             }
-            Action::Configure { name, config } => {
-                let (attempt, rank) = (config.attempt, config.rank.unwrap_or_default());
+            Action::Configure { name, rank, config } => {
+                let (attempt, rank) = (config.attempt, *rank);
                 if let Some(worker) = self.worker(name) {
                     let digest = config.digest.clone();
                     worker.state = WorkerState::Member { attempt, digest, rank, leaving: None };
@@ -508,11 +508,12 @@ impl Tracker {
 
     /// Forgets workers that have ended and that the present gang does not name.
     pub fn prune(&mut self) {
-        let gang = self.observed.record.gang.clone().filter(|gang| gang.ended.is_none());
+        let Observed { record, workers, .. } = &mut self.observed;
+        let gang = record.gang.as_ref().filter(|gang| gang.ended.is_none());
         let named = |name: &str| {
             gang.iter().flat_map(|gang| &gang.members).any(|member| member.worker == name)
         };
-        self.observed.workers.retain(|worker| {
+        workers.retain(|worker| {
             let failed =
                 matches!(worker.state, WorkerState::Dead { exit_code: Some(2 | 3), .. });
             !worker.is_dead() || failed || named(&worker.name)

@@ -63,7 +63,8 @@ impl World {
             assert!(standing || fits || names.is_empty() || job.sizes.is_empty() || unseen);
             let most = job.sizes.last().map_or(0, |most| most + job.spares) as usize;
             let new = names.iter().filter(|name| !job.holds.contains(**name)).count();
-            assert!(new == 0 || good as usize <= most.max(job.holds.len()) || unseen);
+            let good = good as usize - job.leaving.len();
+            assert!(new == 0 || good <= most.max(job.holds.len()) || unseen);
         }
     }
 
@@ -194,6 +195,7 @@ fn demand(uid: &str, words: &[&str]) -> Demand {
         topology,
         needs,
         holds: BTreeSet::new(),
+        leaving: BTreeSet::new(),
         standing: Standing::Waiting,
     }
 }
@@ -228,7 +230,11 @@ fn happen(world: &mut World, words: &[&str]) {
             world.job(uid).standing = Standing::Holding { since };
         }
         ["waiting", uid] => world.job(uid).standing = Standing::Waiting,
-        ["lose", uid, node] => drop(world.job(uid).holds.remove(*node)),
+        ["leaves", uid, node] => drop(world.job(uid).leaving.insert(node.to_string())),
+        ["lose", uid, node] => {
+            world.job(uid).holds.remove(*node);
+            world.job(uid).leaving.remove(*node);
+        }
         ["fail", uid, node] => {
             world.job(uid).holds.remove(*node);
             world.memory.seen(uid, node);

@@ -254,7 +254,7 @@ fn actions(plan: &Plan) -> String {
                 let mesh = format!("dp {} ep {}", mesh.dp, mesh.ep);
                 format!("record attempt {}: {} as {mesh}", gang.attempt, names.join(" "))
             }
-            Action::Configure { name, config } => {
+            Action::Configure { name, config, .. } => {
                 configured.push(name.as_str());
                 if configured.len() * (config.ranks as usize) < config.members.len() {
                     continue;

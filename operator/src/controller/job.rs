@@ -13,11 +13,11 @@ use super::results::RETRY_MAX;
 use super::spec::{judge, nothing_observed, restored};
 use super::workers::Workers;
 use super::{Batch, Context, Origin};
-use crate::apply::{JobName, Write};
+use crate::apply::{JobName, Template, Write};
 use crate::control::{Leader, LeaderEvent};
-use crate::observe::{JobSeen, Key, PodSeen, WorkerPod, key};
+use crate::observe::{Cluster, JobSeen, Key, NodeSeen, PodSeen, WorkerPod, key};
 use moejob_plan::Job;
-use moejob_plan::allocate::{Memory, Needs};
+use moejob_plan::allocate::{Claim, Memory, Needs};
 use moejob_plan::decide::{Action, plan};
 use moejob_plan::job::Venue;
 use moejob_plan::launch;
@@ -27,7 +27,7 @@ use moejob_plan::record::Saved;
 use moejob_plan::track::Tracker;
 use moejob_protocol::message::{Down, Up};
 use moejob_protocol::report::EventKind;
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -83,6 +83,8 @@ pub struct JobState {
     pub dirty: bool,
     /// What its pods ask of nodes.
     pub needs: Needs,
+    /// What it asked of the allocation when it was last planned.
+    claim: Option<Claim>,
     /// The nodes that it was given, in order of use, and why these.
     pub nodes_seen: Vec<Node>,
     pub nodes_why: String,
@@ -144,6 +146,7 @@ impl JobState {
             expires: None,
             dirty: true,
             needs: Needs::default(),
+            claim: None,
             nodes_seen: Vec::new(),
             nodes_why: String::new(),
             requeue: None,
@@ -348,8 +351,8 @@ impl JobState {
                     }
                     return self.record(action, now);
                 }
-                Action::Configure { name, config } => {
-                    self.leader.configure(name, config);
+                Action::Configure { name, rank, config } => {
+                    self.leader.configure(name, *rank, config);
                     self.workers.trained(name);
                     self.tracker.done(&action, now);
                 }
@@ -381,10 +384,12 @@ impl JobState {
     fn start_workers(&mut self, first: Action) {
         let Some(job) = self.job.clone() else { return };
         let around = self.surroundings(&job);
+        let template = Arc::new(Template { job: *job, around });
+        let Template { job, around } = &*template;
         let mut batch = Batch::default();
         if self.objects != Some(self.generation) {
-            batch.add(Origin::Object, Write::Object(pods::network_policy(&job, &around)));
-            batch.add(Origin::Object, Write::Object(pods::disruption_budget(&job, &around)));
+            batch.add(Origin::Object, Write::Object(pods::network_policy(job, around)));
+            batch.add(Origin::Object, Write::Object(pods::disruption_budget(job, around)));
             self.objects = Some(self.generation);
         }
         let mut next = Some(first);
@@ -395,9 +400,8 @@ impl JobState {
             };
             let seal = self.context.keyring.seal(&self.id.uid, name);
             let birth = Birth { name: name.clone(), node: node.clone(), seal };
-            let pod = pods::pod(&job, &around, &birth);
-            let namespace = self.id.namespace.clone();
-            batch.add(Origin::Action(action), Write::CreatePod { namespace, pod });
+            let template = Arc::clone(&template);
+            batch.add(Origin::Action(action), Write::CreatePod { template, birth });
             next = self.queue.pop_front();
         }
         self.send(batch);
@@ -473,7 +477,8 @@ impl JobState {
     fn record(&mut self, action: Action, now: Millis) {
         let mut after = self.tracker.clone();
         after.done(&action, now);
-        let status = self.status_of(&after, now);
+        let mut status = self.status_of(&after, now);
+        status.record = self.record_of(&after);
         let mut batch = Batch::default();
         batch.add(Origin::Recorded(Box::new(action)), self.report.write(&self.id, status, now));
         self.send(batch);
@@ -496,11 +501,14 @@ impl JobState {
         self.send_aside(Origin::Event, Write::Event { job, warning, reason, note });
     }
 
-    /// What the allocation of nodes is to know; whether that is anything.
+    /// What the allocation of nodes is to know; whether that changes anything.
     pub fn remember(&mut self, batches: &[Batch], memory: &mut Memory, now: Millis) -> bool {
         let blamed = self.workers.take_blamed();
         blamed.iter().for_each(|node| memory.failed(&self.id.uid, node, now));
-        let mut any = !blamed.is_empty();
+        let claim = Claim::of(&self.tracker.observed);
+        let same = self.claim.as_ref() == Some(&claim);
+        self.claim = Some(claim);
+        let mut any = !same || !blamed.is_empty();
         for (node, until) in self.workers.take_avoided() {
             memory.avoid(&self.id.uid, &node, until, now);
             any = true;
@@ -514,7 +522,6 @@ impl JobState {
                 if let Origin::Action(Action::StartWorker { node, .. }) = origin {
                     memory.decided(&self.id.uid, node, now);
                 }
-                any |= !batch.aside;
             }
         }
         any
@@ -544,21 +551,26 @@ impl JobState {
     }
 }
 
-/// The pods of the cluster by name.
-pub struct Lookup<'a>(pub &'a HashMap<Key, PodSeen>);
+/// Pods and nodes of the cluster by name.
+pub struct Lookup<'a>(pub &'a Cluster);
 
 impl Lookup<'_> {
     pub fn get(&self, key: &Key) -> Option<&PodSeen> {
-        self.0.get(key)
+        self.0.pods.get(key)
+    }
+
+    /// As its kubelet, or the node's lease, says.
+    pub fn is_ready(&self, node: &str) -> bool {
+        self.0.nodes.get(node).is_some_and(NodeSeen::is_ready)
     }
 
     /// Where it is bound to.
     pub fn node_of(&self, namespace: &str, name: &str) -> Option<Arc<str>> {
-        self.0.get(&key(namespace, name))?.node.clone()
+        self.0.pods.get(&key(namespace, name))?.node.clone()
     }
 
     pub fn worker(&self, namespace: &str, name: &str) -> Option<&WorkerPod> {
-        self.0.get(&key(namespace, name))?.worker.as_deref()
+        self.0.pods.get(&key(namespace, name))?.worker.as_deref()
     }
 }
 

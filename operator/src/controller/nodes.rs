@@ -3,7 +3,7 @@
 use super::job::JobState;
 use crate::observe::{self, NodeSeen};
 use moejob_plan::allocate::{
-    Allocation, Cluster, ClusterNode, Demand, Granted, Memory, Taint, allocate, unhealthy,
+    Allocation, ClusterNode, Demand, Granted, Ground, Memory, Taint, allocate_on, unhealthy,
 };
 use moejob_plan::observed::Millis;
 use moejob_plan::resources::Resources;
@@ -11,16 +11,21 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 /// Decides anew. Only jobs that can be planned take part; the pods of others keep their nodes.
+/// `ground` is what is known of the nodes, None after one of them has changed.
 pub fn decide(
     seen: &observe::Cluster,
+    ground: &mut Option<Ground>,
     jobs: &HashMap<Arc<str>, JobState>,
     memory: &mut Memory,
     now: Millis,
 ) -> Allocation {
     memory.expire(now);
     let mut holds: HashMap<&str, BTreeSet<String>> = seen.held().collect();
-    let nodes = seen.nodes.values();
-    let nodes = nodes.map(|node| cluster_node(node, seen.requested(&node.name))).collect();
+    let ground = ground.get_or_insert_with(|| {
+        let nodes = seen.nodes.values();
+        let nodes = nodes.map(|node| cluster_node(node, seen.requested(&node.name)));
+        Ground::new(nodes.collect())
+    });
     let jobs = jobs.iter().filter_map(|(uid, state)| {
         let job = state.job.as_ref().filter(|_| state.is_blocked().is_none())?;
         let priority = seen.priority(&job.kubernetes.priority_class_name);
@@ -28,16 +33,16 @@ pub fn decide(
         let holds = holds.remove(&**uid).unwrap_or_default();
         Some(Demand::of(job, &state.tracker.observed, state.needs.clone(), who, holds))
     });
-    let mut cluster = Cluster { nodes, jobs: jobs.collect() };
-    keep_apart(&mut cluster, holds);
-    allocate(&cluster, memory, now)
+    let mut jobs = jobs.collect();
+    keep_apart(&mut jobs, holds);
+    allocate_on(ground, &jobs, memory, now)
 }
 
 /// Pods of jobs that are not planned (being deleted, or not known yet) hold their nodes all the
 /// same: nobody else's worker comes there before they have ended.
-fn keep_apart(cluster: &mut Cluster, holds: HashMap<&str, BTreeSet<String>>) {
+fn keep_apart(jobs: &mut Vec<Demand>, holds: HashMap<&str, BTreeSet<String>>) {
     for (uid, holds) in holds {
-        cluster.jobs.push(Demand {
+        jobs.push(Demand {
             uid: uid.to_string(),
             priority: 0,
             created: 0,
@@ -46,6 +51,7 @@ fn keep_apart(cluster: &mut Cluster, holds: HashMap<&str, BTreeSet<String>>) {
             topology: None,
             needs: Default::default(),
             holds,
+            leaving: Default::default(),
             standing: moejob_plan::allocate::Standing::Running,
         });
     }
@@ -62,7 +68,7 @@ pub(crate) fn cluster_node(node: &NodeSeen, requested: Resources) -> ClusterNode
     ClusterNode {
         name: node.name.clone(),
         labels: node.labels.clone(),
-        ready: node.conditions.get("Ready").is_some_and(|status| status == "True"),
+        ready: node.is_ready(),
         cordoned: node.cordoned,
         unhealthy: unhealthy(conditions.map(|(name, status)| (name.as_str(), status.as_str()))),
         taints: taints.collect(),

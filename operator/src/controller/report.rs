@@ -29,6 +29,7 @@ pub struct Report {
     /// When to look whether something is to be written.
     pub due: Option<Millis>,
     version: String,
+    /// Without its record, as `pending`: nobody compares it.
     written: MoeJobStatus,
     pending: Option<MoeJobStatus>,
     last_write: Millis,
@@ -45,7 +46,10 @@ impl Report {
             in_flight: false,
             due: None,
             version: seen.resource_version.clone(),
-            written: serde_json::from_value(seen.status.clone()).unwrap_or_default(),
+            written: MoeJobStatus {
+                record: String::new(),
+                ..serde_json::from_value(seen.status.clone()).unwrap_or_default()
+            },
             pending: None,
             last_write: 0,
             changed_at: None,
@@ -91,7 +95,9 @@ impl Report {
         self.in_flight = true;
         self.last_write = now;
         (self.changed_at, self.due) = (None, None);
+        let record = std::mem::take(&mut status.record);
         self.pending = Some(status.clone());
+        status.record = record;
         Write::Status {
             job: job.clone(),
             resource_version: self.version.clone(),
@@ -179,25 +185,32 @@ impl JobState {
         if self.is_deleted() {
             return;
         }
-        let status = self.status_of(&self.tracker, now);
+        let mut status = self.status_of(&self.tracker, now);
         self.figures(&status);
-        // Nothing is amiss with them, or a person would be told at once.
+        // Nothing is amiss with them, or a person would be told at once; they are being made, or
+        // are there.
         let starting = self.failure.is_none()
             && self.workers.troubles().is_empty()
             && self.tracker.observed.record.attempt == 0
-            && !self.tracker.observed.workers.is_empty();
+            && (self.busy || !self.tracker.observed.workers.is_empty());
         if self.report.is_due(&status, starting, now) {
+            status.record = self.record_of(&self.tracker);
             let write = self.report.write(&self.id, status, now);
             self.send_aside(Origin::Status, write);
         }
     }
 
-    pub(super) fn status_of(&self, tracker: &Tracker, now: Millis) -> MoeJobStatus {
-        let saved = Saved {
+    /// What the next leader goes on from; of a large gang some 30 KB.
+    pub(super) fn record_of(&self, tracker: &Tracker) -> String {
+        record::write(&Saved {
             term: self.term,
             record: tracker.observed.record.clone(),
             recoveries: tracker.recoveries.clone(),
-        };
+        })
+    }
+
+    /// Without the record, which only what is written needs.
+    pub(super) fn status_of(&self, tracker: &Tracker, now: Millis) -> MoeJobStatus {
         let mut status = match (self.is_blocked(), &self.job) {
             (None, Some(job)) => {
                 let why = &self.why;
@@ -206,7 +219,6 @@ impl JobState {
             (blocked, _) => blocked_status(blocked),
         };
         status.observed_generation = Some(self.report.generation);
-        status.record = record::write(&saved);
         if let Some(report) = &self.report.newest {
             status.loss = Some(report.loss);
             status.tokens_per_second = Some(report.tokens_per_second);

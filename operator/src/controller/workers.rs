@@ -24,6 +24,9 @@ const ENDING: Millis = 5_000;
 const ENDED_MAX: usize = 8;
 /// A pod on a silent node, whose kubelet does not confirm its end, is deleted by force after this.
 const FORCE_AFTER: Millis = 20_000;
+/// A node whose pod was deleted by force and which still counts as ready is avoided for so long:
+/// Kubernetes takes 40 to 50 s from the first silence to find it not ready.
+const SILENT_AVOID: Millis = 40_000;
 
 /// What the tracker does not know of workers.
 #[derive(Default)]
@@ -329,7 +332,12 @@ impl JobState {
         self.wait_for_images(cluster, now);
         self.dismiss();
         let namespace = self.id.namespace.clone();
-        let names: Vec<String> = self.workers.known.keys().cloned().collect();
+        let waits = |known: &Known| {
+            known.redial_at.or(known.delete_at).is_some()
+                || (known.deleted_at.is_some() && !known.forced)
+        };
+        let waiting = self.workers.known.iter().filter(|(_, known)| waits(known));
+        let names: Vec<String> = waiting.map(|(name, _)| name.clone()).collect();
         for name in names {
             let Some(pod) = cluster.worker(&namespace, &name).cloned() else { continue };
             let Some(known) = self.workers.known.get_mut(&name) else { continue };
@@ -351,6 +359,12 @@ impl JobState {
             let heard = self.leader.is_linked(&name) && known.silent_at.is_none();
             if force && !known.forced && over && !heard {
                 known.forced = true;
+                // The cluster will find it not ready somewhat later.
+                if let Some(node) = cluster.node_of(&namespace, &name)
+                    && cluster.is_ready(&node)
+                {
+                    self.workers.avoid(&node, now + SILENT_AVOID);
+                }
                 tracing::warn!(job = self.id.name, name, "deleted by force: its node is silent");
                 self.send_aside(Origin::Cleanup, delete(&pod, 0));
             }

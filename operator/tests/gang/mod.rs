@@ -13,7 +13,7 @@ use moejob_protocol::report::StepReport;
 use moejob_protocol::{Down, Layout, Mesh, Up, WorkerConfig};
 use std::io::Write;
 use std::os::unix::net::UnixStream;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use tokio::time::timeout;
@@ -197,9 +197,9 @@ impl Gang {
         let workers: Vec<&Worker> = members.iter().map(|index| &self.workers[*index]).collect();
         let mut config = config(attempt, &workers, steps);
         edit(&mut config);
+        let config = Arc::new(config);
         for (rank, worker) in (0..).zip(workers) {
-            config.rank = Some(rank);
-            self.leader.configure(&worker.name, &config);
+            self.leader.configure(&worker.name, rank, &config);
         }
     }
 

@@ -8,13 +8,14 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct WorkerConfig {
+    /// The rank of this worker; none for a spare, which connects and waits. First, so that the text
+    /// of all that follows is the same for all members.
+    pub rank: Option<u32>,
     pub job_uid: String,
     pub job_name: String,
     pub attempt: u32,
     /// BLAKE3 of this attempt's shared part (`WorkerConfig::digest`).
     pub digest: String,
-    /// The rank of this worker; none for a spare, which connects and waits.
-    pub rank: Option<u32>,
     pub layout: Layout,
     /// One entry a rank, ascending; the ranks of one worker follow each other.
     pub members: Vec<Member>,

@@ -231,9 +231,9 @@ impl Count<'_> {
     fn host(&mut self, model: &ModelConfig, layout: &Layout, rank: u32, shares: bool) {
         let shape = self.shape;
         let world = u64::from(layout.mesh.world());
-        let shard = shard_bytes(model, layout, rank, shape.float_bytes);
-        let buddy = (0..layout.mesh.world()).filter(|other| *other != rank);
-        let buddy = buddy.map(|other| shard_bytes(model, layout, other, shape.float_bytes)).max();
+        let mut shards = all_shard_bytes(model, layout, shape.float_bytes);
+        let shard = shards.swap_remove(rank as usize);
+        let buddy = shards.into_iter().max();
         self.add("snapshots", GENERATIONS * (shard + buddy.unwrap_or(0)));
         if shares {
             // A slow disk holds it longer than two snapshots live.
@@ -288,4 +288,16 @@ pub fn shard_bytes(model: &ModelConfig, layout: &Layout, rank: u32, float_bytes:
         run.end - run.start
     });
     runs.sum::<u64>() * 3 * float_bytes
+}
+
+/// The same of every rank, in one walk over the table of parameters.
+fn all_shard_bytes(model: &ModelConfig, layout: &Layout, float_bytes: u64) -> Vec<u64> {
+    let mut bytes = vec![0; layout.mesh.world() as usize];
+    for (index, param) in model.params().iter().enumerate() {
+        for (rank, blocks) in layout.owners(model, index, param) {
+            let run = elements(&blocks, param.numel());
+            bytes[rank as usize] += (run.end - run.start) * 3 * float_bytes;
+        }
+    }
+    bytes
 }

@@ -87,6 +87,11 @@ impl Memory {
         nodes.and_then(|nodes| nodes.get(node)).map_or(0, |backoff| backoff.until)
     }
 
+    /// A pod of the job was decided there and is not seen yet.
+    pub fn is_unseen(&self, job: &str, node: &str) -> bool {
+        self.unseen.get(job).is_some_and(|nodes| nodes.contains_key(node))
+    }
+
     /// Nodes with pods of the job that were decided and are not seen yet, and when that was.
     pub(super) fn unseen_of(&self, job: &str, now: Millis) -> impl Iterator<Item = (&str, Millis)> {
         let nodes = self.unseen.get(job).into_iter().flatten();

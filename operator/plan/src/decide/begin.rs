@@ -5,6 +5,7 @@ use super::{Action, END_GRACE, PARTED_AVOID, PARTINGS_MIN, Planner, STOP_TIMEOUT
 use crate::job::Venue;
 use crate::observed::{Gang, Millis, Size, Worker, WorkerState};
 use moejob_protocol::config::{Member, WorkerConfig};
+use std::sync::Arc;
 
 impl<'o> Planner<'o> {
     /// No gang is under way: start the next attempt if there are enough workers.
@@ -30,7 +31,7 @@ impl<'o> Planner<'o> {
     /// Nodes that are no longer listed are not the job's: a gang that does not fit holds nothing.
     fn give_back(&mut self) {
         for worker in &self.observed.workers {
-            let listed = self.observed.is_listed(&worker.node);
+            let listed = self.index.is_listed(&worker.node);
             if !listed && !worker.is_dead() && !worker.stopping {
                 self.stop(worker, END_GRACE, &format!("{} is given back", worker.node));
             }
@@ -69,7 +70,8 @@ impl<'o> Planner<'o> {
     fn start_attempt(&mut self, size: &Size, candidates: &[&Worker]) {
         let observed = self.observed;
         let attempt = observed.record.attempt + 1;
-        let Start { chosen, resume, source } = choose(observed, candidates, size.nodes as usize);
+        let Start { chosen, resume, source } =
+            choose(observed, &self.index, candidates, size.nodes as usize);
         let ranks = observed.template.ranks;
         let members: Vec<Member> = (0..)
             .zip(&chosen)
@@ -107,23 +109,20 @@ impl<'o> Planner<'o> {
             ended: None,
             inherited: false,
         })));
+        let config = Arc::new(config);
         for Member { rank, worker, .. } in members {
-            let config = Box::new(WorkerConfig { rank: Some(rank), ..config.clone() });
-            self.act(Action::Configure { name: worker, config });
+            self.act(Action::Configure { name: worker, rank, config: Arc::clone(&config) });
         }
     }
 
     /// Workers that can be given a rank: on a cordoned node none that had none, and none on a node
     /// that is given back.
-    pub(super) fn candidates(&self) -> impl Iterator<Item = &'o Worker> + use<'o> {
-        let observed = self.observed;
-        let last = observed.record.gang.as_ref();
-        let had_rank = move |worker: &Worker| {
-            last.is_some_and(|gang| gang.members.iter().any(|of| of.worker == worker.name))
-                && observed.is_listed(&worker.node)
-        };
-        (observed.workers.iter()).filter(move |worker| {
-            worker.is_available() && (observed.is_usable(&worker.node) || had_rank(worker))
+    pub(super) fn candidates(&self) -> impl Iterator<Item = &'o Worker> + use<'_, 'o> {
+        let index = &self.index;
+        let had_rank =
+            |worker: &Worker| index.is_member(&worker.name) && index.is_listed(&worker.node);
+        (self.observed.workers.iter()).filter(move |worker| {
+            worker.is_available() && (index.is_usable(&worker.node) || had_rank(worker))
         })
     }
 
@@ -144,7 +143,8 @@ impl<'o> Planner<'o> {
         let since = self.observed.record.stopping_since.unwrap_or(self.now);
         let deadline = since + STOP_TIMEOUT;
         let candidates: Vec<&Worker> = self.candidates().collect();
-        let step = choose(self.observed, &candidates, candidates.len()).resume.step();
+        let start = choose(self.observed, &self.index, &candidates, candidates.len());
+        let step = start.resume.step();
         let stored = self.observed.stored.as_ref().map_or(0, |stored| stored.step);
         let possible = candidates.len() + self.starting() + self.free_by(deadline);
         if step <= stored || self.now >= deadline || self.size_for(possible as u32).is_none() {
@@ -155,12 +155,10 @@ impl<'o> Planner<'o> {
     }
 
     /// Nodes on which a worker can be started now.
-    fn free_nodes(&self) -> impl Iterator<Item = &'o str> + use<'o> {
-        let (observed, now) = (self.observed, self.now);
-        let is_free = move |name: &str| {
-            !observed.workers.iter().any(|worker| !worker.is_dead() && worker.node == name)
-        };
-        (observed.nodes.iter())
+    fn free_nodes(&self) -> impl Iterator<Item = &'o str> + use<'_, 'o> {
+        let (index, now) = (&self.index, self.now);
+        let is_free = move |name: &str| !index.is_busy(name);
+        (self.observed.nodes.iter())
             .filter(move |node| node.usable && now >= node.avoid_until && is_free(&node.name))
             .map(|node| node.name.as_str())
     }
@@ -178,7 +176,7 @@ impl<'o> Planner<'o> {
     /// Workers that are there to stay.
     fn living(&self) -> u32 {
         let stays = |worker: &&Worker| {
-            !worker.is_dead() && !worker.stopping && self.observed.is_usable(&worker.node)
+            !worker.is_dead() && !worker.stopping && self.index.is_usable(&worker.node)
         };
         self.observed.workers.iter().filter(stays).count() as u32
     }
@@ -202,8 +200,8 @@ impl<'o> Planner<'o> {
         if missing == 0 {
             return;
         }
-        let nodes = self.free_nodes().take(missing as usize);
-        for (node, birth) in nodes.zip(self.observed.record.births..) {
+        let nodes: Vec<&str> = self.free_nodes().take(missing as usize).collect();
+        for (node, birth) in nodes.into_iter().zip(self.observed.record.births..) {
             let name = self.name_of(birth);
             self.why(format!("start {name} on {node}"));
             self.act(Action::StartWorker { name, node: node.to_string() });
@@ -233,13 +231,12 @@ impl<'o> Planner<'o> {
         if !gang.stepped || self.observed.halting().is_some() {
             return;
         }
-        let is_member = |worker: &Worker| gang.members.iter().any(|of| of.worker == worker.name);
         let mut surplus = self.living().saturating_sub(self.target());
         for worker in self.observed.workers.iter().rev() {
-            if worker.is_dead() || worker.stopping || is_member(worker) {
+            if worker.is_dead() || worker.stopping || self.index.is_member(&worker.name) {
                 continue;
             }
-            if !self.observed.is_usable(&worker.node) {
+            if !self.index.is_usable(&worker.node) {
                 self.stop(worker, 0, &format!("{} takes no new ranks", worker.node));
             } else if surplus > 0 {
                 surplus -= 1;

@@ -65,7 +65,7 @@ impl<'o> Planner<'o> {
         // What was noticed first explains more than the leaving that follows from it, and more
         // than the end of those that were ended for it.
         let follows = worst.is_some_and(|(member, standing)| {
-            let worker = self.observed.worker(&member.worker);
+            let worker = self.index.worker(&member.worker);
             weight(standing) < weight(&Standing::Outside(String::new()))
                 || worker.is_some_and(|worker| worker.stopping)
         });
@@ -113,7 +113,7 @@ impl<'o> Planner<'o> {
                 let what = format!("lost rank {rank}");
                 let state = gang
                     .member_of(*rank)
-                    .and_then(|member| self.observed.worker(&member.worker))
+                    .and_then(|member| self.index.worker(&member.worker))
                     .map(|worker| &worker.state);
                 match state {
                     Some(WorkerState::Left { attempt, reason: LeftReason::Stopped { .. } })

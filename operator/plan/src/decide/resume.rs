@@ -1,9 +1,10 @@
 //! Who joins the next attempt, and which state it starts from.
 
+use super::index::Index;
 use crate::observed::{Observed, Worker};
 use moejob_protocol::config::{Resume, ShardSource};
 use moejob_protocol::layout::Layout;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 pub(super) struct Start<'o> {
     /// In rank order.
@@ -24,17 +25,16 @@ struct Snapshot {
 /// can be resumed from.
 pub(super) fn choose<'o>(
     observed: &'o Observed,
+    index: &Index,
     candidates: &[&'o Worker],
     count: usize,
 ) -> Start<'o> {
     // On nodes that stay, with state, in the order of the nodes: ranks that are close in number
     // are close in the network, and a worker that replaces another on its node gets its rank.
-    let place = |worker: &Worker| {
-        observed.nodes.iter().position(|node| node.name == worker.node).unwrap_or(usize::MAX)
-    };
+    let place = |worker: &Worker| index.place(&worker.node);
     let mut preferred = candidates.to_vec();
-    preferred.sort_by_key(|worker| {
-        (!observed.is_usable(&worker.node), worker.held.is_empty(), place(worker))
+    preferred.sort_by_cached_key(|worker| {
+        (!index.is_usable(&worker.node), worker.held.is_empty(), place(worker))
     });
     let stored = observed.stored.as_ref();
     let mut found = None;
@@ -54,10 +54,11 @@ pub(super) fn choose<'o>(
         }
     }
     let holders = found.as_ref().map(|(.., holders)| holders.clone()).unwrap_or_default();
-    let others = (0..preferred.len()).filter(|index| !holders.contains(index));
+    let held: BTreeSet<usize> = holders.iter().copied().collect();
+    let others = (0..preferred.len()).filter(|index| !held.contains(index));
     let mut chosen: Vec<&Worker> =
         (holders.iter().copied().chain(others)).take(count).map(|index| preferred[index]).collect();
-    chosen.sort_by_key(|worker| place(worker));
+    chosen.sort_by_cached_key(|worker| place(worker));
     let (resume, source) = match (found, stored) {
         (Some((snapshot, layout, _)), _) => {
             let Snapshot { step, attempt } = snapshot;
@@ -84,10 +85,11 @@ fn snapshots(workers: &[&Worker]) -> impl Iterator<Item = Snapshot> {
     all.into_iter().rev()
 }
 
-fn holds(worker: &Worker, snapshot: Snapshot, shard: u32) -> bool {
-    (worker.held.iter())
-        .filter(|held| (held.step, held.attempt) == (snapshot.step, snapshot.attempt))
-        .any(|held| held.shards.contains(&shard))
+/// Shards of the snapshot that this worker holds.
+fn shards(worker: &Worker, snapshot: Snapshot) -> BTreeSet<u32> {
+    let of = worker.held.iter();
+    let of = of.filter(|held| (held.step, held.attempt) == (snapshot.step, snapshot.attempt));
+    of.flat_map(|held| held.shards.iter().copied()).collect()
 }
 
 /// At most `count` workers that hold every shard together: again and again the one that adds the
@@ -98,19 +100,27 @@ fn cover(
     workers: &[&Worker],
     count: usize,
 ) -> Option<Vec<usize>> {
-    let world = layout.mesh.world();
-    let mut missing: BTreeSet<u32> = (0..world).collect();
+    let mut missing: BTreeSet<u32> = (0..layout.mesh.world()).collect();
+    let mut adds: Vec<BTreeSet<u32>> =
+        workers.iter().map(|worker| shards(worker, snapshot)).collect();
+    adds.iter_mut().for_each(|of| of.retain(|shard| missing.contains(shard)));
+    let mut holders: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+    for (index, of) in adds.iter().enumerate() {
+        of.iter().for_each(|shard| holders.entry(*shard).or_default().push(index));
+    }
     let mut taken = Vec::new();
     while !missing.is_empty() {
-        let adds = |index: usize| {
-            missing.iter().filter(|shard| holds(workers[index], snapshot, **shard)).count()
-        };
         // The first of those that add the most.
-        let best = (0..workers.len()).rev().max_by_key(|index| adds(*index))?;
-        if adds(best) == 0 || taken.len() == count {
+        let best = (0..workers.len()).rev().max_by_key(|index| adds[*index].len())?;
+        if adds[best].is_empty() || taken.len() == count {
             return None;
         }
-        missing.retain(|shard| !holds(workers[best], snapshot, *shard));
+        for shard in std::mem::take(&mut adds[best]) {
+            missing.remove(&shard);
+            for index in &holders[&shard] {
+                adds[*index].remove(&shard);
+            }
+        }
         taken.push(best);
     }
     Some(taken)
@@ -124,11 +134,16 @@ fn sources(
     chosen: &[&Worker],
     ranks: u32,
 ) -> Vec<ShardSource> {
+    let mut holders: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+    for (index, worker) in chosen.iter().enumerate() {
+        let of = shards(worker, snapshot);
+        of.into_iter().for_each(|shard| holders.entry(shard).or_default().push(index));
+    }
     let mut sends = vec![0u32; chosen.len()];
     (0..layout.mesh.world())
         .filter_map(|shard| {
-            let holders = (0..chosen.len()).filter(|index| holds(chosen[*index], snapshot, shard));
-            let index = holders.min_by_key(|index| sends[*index])?;
+            let holders = holders.get(&shard)?;
+            let index = *holders.iter().min_by_key(|index| sends[**index])?;
             let from = index as u32 * ranks + sends[index] % ranks.max(1);
             sends[index] += 1;
             Some(ShardSource { shard, from })

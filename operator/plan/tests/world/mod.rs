@@ -208,7 +208,7 @@ impl World {
             | Action::WithdrawStop
             | Action::Finish(_) => {}
             Action::RecordAttempt(gang) => self.assert_nothing_is_skipped(gang.resumed_at),
-            Action::Configure { name, config } => {
+            Action::Configure { name, rank, config } => {
                 self.assert_sources_hold(config);
                 let step = config.resume.step();
                 self.gangs.entry(config.attempt).or_insert(GangTruth {
@@ -217,7 +217,8 @@ impl World {
                     stop: false,
                     save: false,
                 });
-                self.send(name, Message::Configure(config.clone()));
+                let config = WorkerConfig { rank: Some(*rank), ..(**config).clone() };
+                self.send(name, Message::Configure(Box::new(config)));
             }
             Action::LeaveAttempt { name, attempt, .. } => {
                 self.send(name, Message::Leave { attempt: *attempt });
