@@ -95,6 +95,7 @@ pub async fn run(cluster: &Cluster, args: &SubmitArgs, object: Value) -> Result<
     if let Some(job) = before.as_ref().filter(|_| !args.update) {
         return Err(MoeError::Failed(exists(job)));
     }
+    stay_held(&mut object, before.as_ref());
     // Without force, another job that came in between is not touched: its fields are its maker's.
     let params = PatchParams {
         dry_run: args.dry_run == Some(DryRun::Server),
@@ -123,6 +124,14 @@ pub async fn run(cluster: &Cluster, args: &SubmitArgs, object: Value) -> Result<
             wait(&cluster, &name, goal, args.timeout).await
         }
         None => Ok(()),
+    }
+}
+
+/// A manifest that says nothing of `suspend` neither holds nor releases: a field that is left out
+/// would be taken back.
+fn stay_held(object: &mut Value, before: Option<&JobView>) {
+    if before.is_some_and(|job| job.held) && object["spec"]["suspend"].is_null() {
+        object["spec"]["suspend"] = json!(true);
     }
 }
 
@@ -175,6 +184,25 @@ mod tests {
         job["spec"]["volumes"] = json!([]);
         let why = never_run(&job).expect_err("no durable checkpoints");
         assert!(why.contains("spec.checkpoint.location"), "{why}");
+    }
+
+    #[test]
+    fn a_held_job_is_released_by_its_manifest_only_if_that_says_so() {
+        let suspend = |typed: Option<bool>, was: Option<bool>| {
+            let mut object = object("a", json!({}));
+            let mut before = object.clone();
+            before["spec"]["suspend"] = json!(was == Some(true));
+            let before = JobView::read(&before);
+            if let Some(typed) = typed {
+                object["spec"]["suspend"] = json!(typed);
+            }
+            stay_held(&mut object, was.map(|_| &before));
+            object["spec"]["suspend"].as_bool()
+        };
+        assert_eq!(suspend(None, Some(true)), Some(true));
+        assert_eq!(suspend(Some(false), Some(true)), Some(false));
+        assert_eq!(suspend(None, Some(false)), None);
+        assert_eq!(suspend(None, None), None);
     }
 
     #[test]
