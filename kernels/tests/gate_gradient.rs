@@ -229,7 +229,8 @@ fn shazeers_load_is_a_probability_of_being_chosen() {
         let mut random = Random::new(30_000 + n);
         let (t, e) = (random.between(1, 20), random.between(1, 8));
         let k = random.between(1, e);
-        let mut case = Case { learned: true, norm_topk: true, ..Case::new(t, e, k) };
+        let mut case = Case { learned: true, ..Case::new(t, e, k) };
+        case.norm_topk = true;
         case.draw = Some(Draw { seed: n, step: 5, layer: 1, first_token: 0 });
         let (logits, raw) = (random.reals(t * e, 2.0), random.reals(t * e, 1.5));
         let mut bed = Bed::f64();
@@ -281,7 +282,8 @@ fn a_segment_is_a_micro_batch_of_its_own() {
     let (tokens, experts, top_k) = (12, 5, 2);
     let mut random = Random::new(40_000);
     let logits = random.reals(tokens * experts, 2.0);
-    let mut case = Case { segments: 3, ..Case::new(tokens, experts, top_k) };
+    let mut case = Case::new(tokens, experts, top_k);
+    case.segments = 3;
     let whole = gate_common::gate(&case, &logits).stats;
     (case.tokens, case.segments, case.words) = (4, 1, vec![0; 4]);
     case.positions = (0..4).collect();
@@ -384,7 +386,8 @@ fn the_gate_gives_the_same_bits_everywhere() {
     let mut random = Random::new(60_000);
     let (logits, raw) = (random.reals(t * e, 2.0), random.reals(t * e, 1.0));
     for learned in [false, true] {
-        let mut case = Case { learned, norm_topk: true, segments: 3, ..Case::new(t, e, k) };
+        let mut case = Case { learned, ..Case::new(t, e, k) };
+        (case.norm_topk, case.segments) = (true, 3);
         case.draw = Some(Draw { seed: 1, step: 2, layer: 3, first_token: 4 });
         case.capacity = Some(25);
         if !learned {

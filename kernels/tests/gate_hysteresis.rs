@@ -136,11 +136,11 @@ fn no_margin_is_no_difference() {
     for n in 0..CASES {
         let mut random = Random::new(31_000 + n);
         let (case, logits) = random_case(&mut random);
-        let plain = gate(&Case { hysteresis: 0.0, ..case.clone() }, &logits);
+        let plain = gate(&case.held_by(0.0), &logits);
         let whole = Case { positions: vec![0; case.tokens], ..case.clone() };
         // Texts of one token have nothing to hold on to.
         assert_eq!(gate(&whole, &logits), plain, "case {n}");
-        assert_eq!(gate(&Case { hysteresis: 1e-300, ..case }, &logits), plain, "case {n}");
+        assert_eq!(gate(&case.held_by(1e-300), &logits), plain, "case {n}");
     }
 }
 
@@ -150,8 +150,8 @@ fn a_large_margin_keeps_the_first_choice() {
     for n in 0..CASES {
         let mut random = Random::new(32_000 + n);
         let (case, logits) = random_case(&mut random);
-        let first = chosen(&gate(&Case { hysteresis: 0.0, ..case.clone() }, &logits), case.top_k);
-        let case = Case { hysteresis: 1000.0, ..case };
+        let first = chosen(&gate(&case.held_by(0.0), &logits), case.top_k);
+        let case = case.held_by(1000.0);
         let held = chosen(&gate(&case, &logits), case.top_k);
         for (token, held) in held.iter().enumerate() {
             let begin = token - case.positions[token] as usize;

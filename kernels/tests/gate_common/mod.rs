@@ -41,36 +41,40 @@ impl Random {
     }
 }
 
-/// A router without its buffers.
+/// A router: the op with what its buffers will hold in place of them.
 #[derive(Clone, Debug)]
 pub struct Case {
-    pub tokens: usize,
-    pub experts: usize,
-    pub top_k: usize,
-    pub segments: usize,
-    pub choice: Choice,
-    pub scoring: Scoring,
-    pub norm_topk: bool,
-    pub scale: f64,
-    pub groups: Option<RouteGroups>,
-    pub capacity: Option<usize>,
-    pub prioritized: bool,
-    pub hysteresis: f64,
+    /// Sizes and rules; its buffers are empty, and without noise, load and bias it is whole.
+    pub gate: Gate,
     /// Normal noise of this deviation.
     pub noise: Option<f64>,
     pub learned: bool,
     /// Tutel's estimate of load, with this deviation.
     pub tutel: Option<f64>,
-    pub draw: Option<Draw>,
     pub bias: Option<Vec<f64>>,
     pub words: Vec<u32>,
     /// One sequence, unless a case says otherwise.
     pub positions: Vec<u32>,
 }
 
+impl std::ops::Deref for Case {
+    type Target = Gate;
+
+    fn deref(&self) -> &Gate {
+        &self.gate
+    }
+}
+
+impl std::ops::DerefMut for Case {
+    fn deref_mut(&mut self) -> &mut Gate {
+        &mut self.gate
+    }
+}
+
 impl Case {
     pub fn new(tokens: usize, experts: usize, top_k: usize) -> Case {
-        Case {
+        let none = ArenaPlan::new().alloc(DType::F64, 0);
+        let gate = Gate {
             tokens,
             experts,
             top_k,
@@ -83,14 +87,35 @@ impl Case {
             capacity: None,
             prioritized: false,
             hysteresis: 0.0,
-            noise: None,
-            learned: false,
-            tutel: None,
+            noise: LogitNoise::None,
+            load: Load::None,
             draw: None,
+            logits: none,
             bias: None,
-            words: (0..tokens as u32).map(|t| t * 7 % 11).collect(),
-            positions: (0..tokens as u32).collect(),
-        }
+            words: none,
+            positions: none,
+            noisy: none,
+            probs: none,
+            lse: none,
+            chosen: none,
+            ids: none,
+            weights: none,
+            first: none,
+            counts: none,
+            dropped: none,
+            stats: none,
+            losses: none,
+        };
+        let words = (0..tokens as u32).map(|t| t * 7 % 11).collect();
+        let positions = (0..tokens as u32).collect();
+        Case { gate, noise: None, learned: false, tutel: None, bias: None, words, positions }
+    }
+
+    /// The same with another margin.
+    pub fn held_by(&self, hysteresis: f64) -> Case {
+        let mut case = self.clone();
+        case.hysteresis = hysteresis;
+        case
     }
 
     /// The op in `bed`, run; `raw` is read with learned noise.
@@ -98,18 +123,6 @@ impl Case {
         let (t, e, k) = (self.tokens, self.experts, self.top_k);
         let raw = self.learned.then(|| bed.floats(raw));
         let op = Gate {
-            tokens: t,
-            experts: e,
-            top_k: k,
-            segments: self.segments,
-            choice: self.choice,
-            scoring: self.scoring,
-            norm_topk: self.norm_topk,
-            scale: self.scale,
-            groups: self.groups,
-            capacity: self.capacity,
-            prioritized: self.prioritized,
-            hysteresis: self.hysteresis,
             noise: match (raw, self.noise) {
                 (Some(raw), _) => LogitNoise::Learned { raw },
                 (None, Some(std)) => LogitNoise::Normal { std },
@@ -120,7 +133,6 @@ impl Case {
                 (None, Some(std)) => Load::Tutel { std },
                 (None, None) => Load::None,
             },
-            draw: self.draw,
             logits: bed.floats(logits),
             bias: self.bias.as_ref().map(|bias| bed.floats(bias)),
             words: bed.words(&self.words),
@@ -136,6 +148,7 @@ impl Case {
             dropped: bed.output_of(DType::U32, e),
             stats: bed.output_of(DType::F64, self.segments * row::COUNT * e),
             losses: bed.output_of(DType::F64, 2),
+            ..self.gate
         };
         bed.device.gate(&op);
         op
