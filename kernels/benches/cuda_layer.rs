@@ -2,27 +2,31 @@
 //! a cold start ranks wrongly).
 //!
 //! ```text
-//! cargo bench --bench cuda_layer -- [--cases qwen3,olmoe] [--zipf] [--stages] [--fp32] [--graph]
-//!     [--search FILE] [--tiles PRODUCT=N,STAGES,CLUSTER[,p][,sS];...] [--load MS] [--time MS]
+//! cargo bench --bench cuda_layer -- [--cases qwen3,olmoe] [--shapes T,D,F,E,K[,plain];...]
+//!     [--zipf] [--stages] [--graph] [--fp16] [--fp32] [--search FILE]
+//!     [--tiles PRODUCT=N,STAGES,CLUSTER[,p][,sS];...] [--load MS] [--time MS]
 //! ```
 //! --search adds lines to FILE, which is `src/cuda/tiles.txt` in the end: tiles that were faster
-//! than the chosen ones. Prints
-//! `ours CASE | forward | backward | both ms | TFLOP/s | memory | cold start`, with
-//! `--stages` the median of each stage, its TFLOP/s or its share of the copy measured in the same
-//! run. Its peer is `bench-peers/moe_torch.py`; run both in turn.
+//! than the chosen ones. --fp16: elements of fp16; --fp32: weight gradients added to fp32.
+//! Prints the ceilings, first and last; `ours CASE | forward | backward | both ms | TFLOP/s, % of
+//! the ceiling | memory | launches | cold start`; with `--stages` the table of `table.rs`, whose
+//! peer is cuBLASLt. The layer's peer is `bench-peers/moe_torch.py`; run both in turn.
 
 #[path = "../tests/cuda_common/bed.rs"]
 mod bed;
+#[path = "cuda_common/table.rs"]
+mod table;
 
 use std::io::Write;
 use std::time::{Duration, Instant};
 
 use bed::Bed;
+use moejob_kernels::DType;
 use moejob_kernels::cuda::{
-    Arch, Arena, Compiler, Event, GemmConfig, Gpu, Measure, MoeActivation, MoeDesc, MoeLayer,
+    Arch, Compiler, CudaError, Event, GemmConfig, Gpu, Measure, MoeActivation, MoeDesc, MoeLayer,
     Output, ProductOp, default_cache_dir,
 };
-use moejob_kernels::{ArenaPlan, DType};
+use table::{Ceilings, Reading, median};
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -46,9 +50,17 @@ struct Options {
     graph: bool,
     search: Option<String>,
     fp32: bool,
+    element: DType,
     tiles: Option<String>,
     load: Duration,
     timed: Duration,
+}
+
+impl Options {
+    /// A part of the time.
+    fn reading(&self, part: u32) -> Reading {
+        Reading { load: self.load / part, timed: self.timed / part }
+    }
 }
 
 fn main() -> Result<(), Failure> {
@@ -71,6 +83,7 @@ fn main() -> Result<(), Failure> {
         graph: flag("--graph"),
         search: value("--search"),
         fp32: flag("--fp32"),
+        element: if flag("--fp16") { DType::F16 } else { DType::Bf16 },
         tiles: value("--tiles"),
         load: millis("--load", 600)?,
         timed: millis("--time", 1500)?,
@@ -78,13 +91,30 @@ fn main() -> Result<(), Failure> {
     let compiler = Compiler::new(&gpu, default_cache_dir())?;
     let (major, minor) = compiler.nvrtc_version();
     println!("{}, {} SMs, NVRTC {major}.{minor}", gpu.name(), gpu.multiprocessors());
+    let ceilings = Ceilings::measure(&compiler, options.element, options.reading(1))?;
     let wanted = value("--cases");
-    for (name, shape, gated) in CASES {
+    for shape in value("--shapes").iter().flat_map(|shapes| shapes.split(';')) {
+        let (sizes, gated) = parse_shape(shape)?;
+        case(&compiler, shape, sizes, gated, ceilings, &options)?;
+    }
+    for (name, shape, gated) in CASES.into_iter().filter(|_| value("--shapes").is_none()) {
         if wanted.as_ref().is_none_or(|w| w.split(',').any(|w| w == name)) {
-            case(&compiler, name, shape, gated, &options)?;
+            case(&compiler, name, shape, gated, ceilings, &options)?;
         }
     }
+    Ceilings::measure(&compiler, options.element, options.reading(1))?;
     Ok(())
+}
+
+/// `T,D,F,E,K` of a gated layer, of two matrices and ReLU with `,plain` behind.
+fn parse_shape(text: &str) -> Result<([usize; 5], bool), Failure> {
+    let (sizes, gated) = match text.strip_suffix(",plain") {
+        Some(sizes) => (sizes, false),
+        None => (text, true),
+    };
+    let sizes = sizes.split(',').map(str::parse).collect::<Result<Vec<usize>, _>>()?;
+    let sizes = sizes.try_into().map_err(|_| format!("{text}: expected T,D,F,E,K[,plain]"))?;
+    Ok((sizes, gated))
 }
 
 fn case(
@@ -92,12 +122,14 @@ fn case(
     name: &str,
     [tokens, dim, hidden, experts, top_k]: [usize; 5],
     gated: bool,
+    ceilings: Ceilings,
     options: &Options,
 ) -> Result<(), Failure> {
     let desc = MoeDesc {
+        element: options.element,
         activation: if gated { MoeActivation::Silu } else { MoeActivation::Relu },
         gated,
-        weight_gradients: if options.fp32 { Output::F32Accumulate } else { Output::Bf16 },
+        weight_gradients: if options.fp32 { Output::F32Accumulate } else { Output::Element },
         ..bed::desc(tokens, dim, hidden, experts, top_k)
     };
     let mut configs = MoeLayer::configs(Arch::of(compiler.gpu())?, &desc);
@@ -108,9 +140,9 @@ fn case(
     let layer = MoeLayer::with_configs(compiler, desc, configs, &|_, _| ())?;
     let compiled = started.elapsed();
     let bed = filled(compiler, layer, options.zipf)?;
-    report(&bed, name, compiled, options)?;
+    report(&bed, name, compiled, ceilings, options)?;
     if options.stages {
-        time_stages(&bed, options)?;
+        time_stages(compiler, &bed, name, ceilings, options)?;
     }
     drop(bed);
     options.search.as_ref().map_or(Ok(()), |file| search(compiler, desc, options, file))
@@ -153,7 +185,7 @@ fn search(
     };
     let mut lines = std::fs::OpenOptions::new().create(true).append(true).open(file)?;
     for at in 1..7 {
-        let mut best = (f32::INFINITY, base);
+        let (first, mut best) = (measured(base)?, (f32::INFINITY, base));
         for (tile, dh) in CANDIDATES {
             let tile = if base[at].op == ProductOp::HiddenGradient { dh } else { tile };
             let Some(config) = base[at].with_tile(tile) else { continue };
@@ -167,6 +199,10 @@ fn search(
             if ms < best.0 {
                 best = (ms, configs);
             }
+        }
+        if best.0 > CLEARLY_FASTER * first {
+            println!("  {}: {first:.3} ms, the best other {:.3}", PRODUCTS[at], best.0);
+            continue;
         }
         // In turn, twice, so that no drift of the clock decides.
         let (chosen, other) = (measured(base)?, measured(best.1)?);
@@ -182,10 +218,10 @@ fn search(
 
 /// A bed of random numbers; with `zipf` expert e's logits have a bias of -ln(e + 1).
 fn filled(compiler: &Compiler, layer: MoeLayer, zipf: bool) -> Result<Bed, Failure> {
-    let MoeDesc { dim, hidden, experts, weight_gradients, .. } = *layer.desc();
+    let MoeDesc { dim, hidden, experts, weight_gradients, element, .. } = *layer.desc();
     let bed = Bed::new(compiler, layer, false)?;
     let (stream, arena, weights) = (&bed.stream, &bed.arena, bed.tensors.weights);
-    let measure = Measure::new(compiler)?;
+    let measure = Measure::new(compiler, element)?;
     let per_dim = 1.0 / (dim as f32).sqrt();
     let ones = if zipf { dim as u32 } else { 0 };
     for (buffer, how) in [
@@ -196,12 +232,12 @@ fn filled(compiler: &Compiler, layer: MoeLayer, zipf: bool) -> Result<Bed, Failu
     ] {
         measure.fill_random(stream, arena, buffer, how)?;
     }
-    if weight_gradients != Output::Bf16 {
+    if weight_gradients != Output::Element {
         for gradient in [bed.gradients.router, bed.gradients.up, bed.gradients.down] {
             arena.fill_bytes(stream, gradient, 0)?;
         }
     }
-    // Uniform of the same variance: the random bf16 numbers of the device are not enough for fp32.
+    // Uniform of the same variance: the device makes elements of 16 bits only.
     let mut state = 2_u32;
     let mut uniform = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -257,23 +293,43 @@ fn time_passes(bed: &Bed, options: &Options) -> Result<(f32, f32), Failure> {
     Ok((median(&mut first), median(&mut both)))
 }
 
-fn report(bed: &Bed, name: &str, compiled: Duration, options: &Options) -> Result<(), Failure> {
+fn report(
+    bed: &Bed,
+    name: &str,
+    compiled: Duration,
+    ceilings: Ceilings,
+    options: &Options,
+) -> Result<(), Failure> {
+    let launches = |enqueue: &dyn Fn() -> Result<(), CudaError>| -> Result<usize, CudaError> {
+        Ok(bed.stream.capture(enqueue)?.launches())
+    };
+    let launches = (launches(&|| bed.forward())?, launches(&|| bed.backward())?);
     let (first, both) = time_passes(bed, options)?;
     let flops = bed.layer.desc().flops();
     let rate = (flops.0 + flops.1) / f64::from(both) / 1e9;
     println!(
         "ours {name} | forward {first:.3} | backward {:.3} | both {both:.3} ms \
-         | {rate:.0} TFLOP/s | saved {} MiB, workspace {} MiB | kernels ready in {:.2} s",
+         | {rate:.0} TFLOP/s, {:.0}% | saved {} MiB, workspace {} MiB \
+         | {} + {} launches | kernels ready in {:.2} s",
         both - first,
+        100.0 * rate * 1e9 / ceilings.dense,
         bed.saved_bytes >> 20,
         bed.layer.workspace_bytes() >> 20,
+        launches.0,
+        launches.1,
         compiled.as_secs_f64(),
     );
     Ok(())
 }
 
-/// Each stage's median, in the stream of all of them, under load.
-fn time_stages(bed: &Bed, options: &Options) -> Result<(), Failure> {
+/// Each stage's median, in the stream of all of them, under load; gaps between launches are in.
+fn time_stages(
+    compiler: &Compiler,
+    bed: &Bed,
+    name: &str,
+    ceilings: Ceilings,
+    options: &Options,
+) -> Result<(), Failure> {
     let gpu = bed.arena.gpu();
     let mut times: Vec<(&'static str, Vec<f32>)> = Vec::new();
     let load = options.load / 2;
@@ -308,65 +364,5 @@ fn time_stages(bed: &Bed, options: &Options) -> Result<(), Failure> {
             None => sums.push((stage, ms)),
         }
     }
-    let copy = copy_rate(bed)?;
-    let desc = bed.layer.desc();
-    let line = sums.iter().map(|(stage, ms)| {
-        let per_ms = |count: f64| count / f64::from(*ms);
-        match (product_flops(desc, stage), moved_bytes(desc, stage)) {
-            (Some(flops), _) => format!("{stage} {ms:.3} ({:.0})", per_ms(flops) / 1e9),
-            (_, Some(bytes)) => format!("{stage} {ms:.3} ({:.0}%)", per_ms(bytes) / copy * 100.0),
-            _ => format!("{stage} {ms:.3}"),
-        }
-    });
-    println!("  stages, ms (TFLOP/s, or % of a copy's {:.0} GB/s): {}", copy / 1e6, join(line));
-    Ok(())
-}
-
-fn join(parts: impl Iterator<Item = String>) -> String {
-    parts.collect::<Vec<_>>().join(", ")
-}
-
-/// Bytes a millisecond of a large copy, read and written, under load.
-fn copy_rate(bed: &Bed) -> Result<f64, Failure> {
-    let gpu = bed.arena.gpu();
-    let measure = Measure::new(&Compiler::new(gpu, default_cache_dir())?)?;
-    let mut plan = ArenaPlan::new();
-    let (from, to) = (plan.alloc(DType::Bf16, 1 << 29), plan.alloc(DType::Bf16, 1 << 29));
-    let arena = Arena::new(gpu, plan.bytes())?;
-    measure.fill_random(&bed.stream, &arena, from, (7, 1.0, 0))?;
-    let mut times = Vec::new();
-    for _ in 0..200 {
-        let marks = [Event::new(gpu)?, Event::new(gpu)?];
-        bed.stream.record(&marks[0])?;
-        measure.copy(&bed.stream, &arena, from, to)?;
-        bed.stream.record(&marks[1])?;
-        marks[1].synchronize()?;
-        times.push(marks[0].milliseconds_to(&marks[1])?);
-    }
-    Ok(2.0 * from.bytes() as f64 / f64::from(median(&mut times)))
-}
-
-/// Bytes that the stages which only move rows must read and write.
-fn moved_bytes(desc: &MoeDesc, stage: &str) -> Option<f64> {
-    let (rows, tokens) = ((desc.rows() * desc.dim * 2) as f64, (desc.tokens * desc.dim * 2) as f64);
-    match stage {
-        "combine" => Some(rows + tokens),
-        "sum_dx" => Some(rows + 2.0 * tokens),
-        _ => None,
-    }
-}
-
-/// Operations of the stages that are products of the experts.
-fn product_flops(desc: &MoeDesc, stage: &str) -> Option<f64> {
-    let cols = match stage {
-        "up" | "dx_rows" | "dw_up" => desc.width(),
-        "down" | "dh" | "dw_down" => desc.hidden,
-        _ => return None,
-    };
-    Some(2.0 * desc.rows() as f64 * desc.dim as f64 * cols as f64)
-}
-
-fn median(values: &mut [f32]) -> f32 {
-    values.sort_by(f32::total_cmp);
-    values[values.len() / 2]
+    table::print_stages(compiler, name, bed.layer.desc(), &sums, ceilings, options.reading(3))
 }

@@ -54,12 +54,14 @@ impl Device {
     pub fn attention(&mut self, op: &Attention) {
         match self {
             Device::Cpu(cpu) => on_float!(op.o.dtype(), T => cpu.attention::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("attention"),
         }
     }
 
     pub fn attention_backward(&mut self, op: &AttentionBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.d_o.dtype(), T => cpu.attention_backward::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("attention_backward"),
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::buffer::{Buffer, Element};
 use crate::cpu::{CpuDevice, Isa};
+use crate::cuda::{CudaDevice, CudaError, LayerError};
 
 /// Why a device could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -12,6 +13,8 @@ pub enum KernelError {
     Arena { bytes: usize, source: rustix::io::Errno },
     #[error("starting {threads} compute threads")]
     Pool { threads: usize, source: std::io::Error },
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     #[error("this processor has no {isa:?}")]
     Isa { isa: Isa },
 }
@@ -25,6 +28,9 @@ pub enum KernelError {
 #[non_exhaustive]
 pub enum Device {
     Cpu(CpuDevice),
+    /// Has the mixture layer (`moe_plan`, `moe_forward`, `moe_backward`), copies and zeros; panics
+    /// by name on the ops of the rest of a step
+    Cuda(CudaDevice),
 }
 
 impl Device {
@@ -34,10 +40,25 @@ impl Device {
         Ok(Device::Cpu(CpuDevice::new(threads, arena_bytes, Isa::detect())?))
     }
 
+    /// GPU `ordinal` with an arena of `arena_bytes` of its memory, zero.
+    pub fn cuda(ordinal: usize, arena_bytes: usize) -> Result<Device, KernelError> {
+        Ok(Device::Cuda(CudaDevice::new(ordinal, arena_bytes)?))
+    }
+
+    /// Waits for everything enqueued. On a GPU, where ops cannot fail at once, tells of the first
+    /// failure since the device was made: what was read before this says nothing.
+    pub fn finish(&self) -> Result<(), &LayerError> {
+        match self {
+            Device::Cpu(_) => Ok(()),
+            Device::Cuda(cuda) => cuda.finish(),
+        }
+    }
+
     /// The CPU device inside, for views of its memory without a copy.
     pub fn as_cpu(&self) -> Option<&CpuDevice> {
         match self {
             Device::Cpu(cpu) => Some(cpu),
+            Device::Cuda(_) => None,
         }
     }
 
@@ -45,6 +66,7 @@ impl Device {
     pub fn as_cpu_mut(&mut self) -> Option<&mut CpuDevice> {
         match self {
             Device::Cpu(cpu) => Some(cpu),
+            Device::Cuda(_) => None,
         }
     }
 
@@ -52,6 +74,7 @@ impl Device {
     pub fn write<E: Element>(&mut self, buffer: Buffer, from: &[E]) {
         match self {
             Device::Cpu(cpu) => cpu.slice_mut(buffer).copy_from_slice(from),
+            Device::Cuda(cuda) => cuda.write(buffer, from),
         }
     }
 
@@ -59,6 +82,7 @@ impl Device {
     pub fn read<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
         match self {
             Device::Cpu(cpu) => into.copy_from_slice(cpu.slice(buffer)),
+            Device::Cuda(cuda) => cuda.read(buffer, into),
         }
     }
 
@@ -74,6 +98,7 @@ impl Device {
         assert_eq!(from.dtype(), to.dtype(), "a copy keeps the kind of its elements");
         match self {
             Device::Cpu(cpu) => cpu.copy(from, to),
+            Device::Cuda(cuda) => cuda.copy(from, to),
         }
     }
 
@@ -81,6 +106,7 @@ impl Device {
     pub fn fill_zero(&mut self, buffer: Buffer) {
         match self {
             Device::Cpu(cpu) => cpu.fill_zero(buffer),
+            Device::Cuda(cuda) => cuda.fill_zero(buffer),
         }
     }
 }

@@ -35,12 +35,14 @@ impl Device {
     pub fn embed(&mut self, op: &Embed) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.embed::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("embed"),
         }
     }
 
     pub fn embed_backward(&mut self, op: &EmbedBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.dx.dtype(), T => cpu.embed_backward::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("embed_backward"),
         }
     }
 }

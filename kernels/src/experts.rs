@@ -160,36 +160,42 @@ impl Device {
     pub fn experts_up(&mut self, op: &ExpertsUp) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.experts_up::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("experts_up"),
         }
     }
 
     pub fn experts_down(&mut self, op: &ExpertsDown) {
         match self {
             Device::Cpu(cpu) => on_float!(op.a.dtype(), T => cpu.experts_down::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("experts_down"),
         }
     }
 
     pub fn experts_down_backward(&mut self, op: &ExpertsDownBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.a.dtype(), T => cpu.experts_down_backward::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("experts_down_backward"),
         }
     }
 
     pub fn experts_down_wgrad(&mut self, op: &ExpertsDownWgrad) {
         match self {
             Device::Cpu(cpu) => on_float!(op.dy.dtype(), T => cpu.experts_down_wgrad::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("experts_down_wgrad"),
         }
     }
 
     pub fn experts_dgrad(&mut self, op: &ExpertsDgrad) {
         match self {
             Device::Cpu(cpu) => on_float!(op.dh.dtype(), T => cpu.experts_dgrad::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("experts_dgrad"),
         }
     }
 
     pub fn experts_up_wgrad(&mut self, op: &ExpertsUpWgrad) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.experts_up_wgrad::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("experts_up_wgrad"),
         }
     }
 }

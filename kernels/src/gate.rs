@@ -147,12 +147,14 @@ impl Device {
     pub fn gate(&mut self, op: &Gate) {
         match self {
             Device::Cpu(cpu) => on_float!(op.probs.dtype(), T => cpu.gate::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("gate"),
         }
     }
 
     pub fn gate_backward(&mut self, op: &GateBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.dlogits.dtype(), T => cpu.gate_backward::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("gate_backward"),
         }
     }
 }

@@ -84,30 +84,35 @@ impl Device {
     pub fn mask_rows(&mut self, op: &MaskRows) {
         match self {
             Device::Cpu(cpu) => on_float!(op.y.dtype(), T => cpu.mask_rows::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("mask_rows"),
         }
     }
 
     pub fn normalize_rows(&mut self, op: &NormalizeRows) {
         match self {
             Device::Cpu(cpu) => on_float!(op.y.dtype(), T => cpu.normalize_rows::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("normalize_rows"),
         }
     }
 
     pub fn normalize_rows_backward(&mut self, op: &NormalizeRowsBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.y.dtype(), T => cpu.normalize_rows_backward::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("normalize_rows_backward"),
         }
     }
 
     pub fn temper(&mut self, op: &Temper) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.temper::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("temper"),
         }
     }
 
     pub fn temper_backward(&mut self, op: &TemperBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.temper_backward::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("temper_backward"),
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! ArenaPlan -> Buffer (kind, offset, length)      planned once, before anything is computed
-//! Device::cpu(threads, arena bytes)               one match per op
+//! Device::cpu(threads, arena bytes), Device::cuda(ordinal, arena bytes)   one match per op
 //! device.op(&Op { sizes, buffers })               enqueues; the host reads results once a step
 //! ```
 //! Each op is a struct whose named fields are its sizes and its buffers. Its documentation is the
@@ -32,6 +32,7 @@ mod experts;
 mod elementwise;
 mod loss;
 mod optimizer;
+mod moe;
 
 mod cpu;
 pub mod cuda;
@@ -55,6 +56,7 @@ pub use gate_input::{
 };
 pub use loss::{CrossEntropy, IGNORE, SumF64};
 pub use matmul::{AddBias, BiasBackward, Layout, Matmul};
+pub use moe::{MoeBackward, MoeForward, MoePlan};
 pub use norm::{RmsNorm, RmsNormBackward};
 pub use optimizer::{AdamW, BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};
 pub use place::{Combine, GatherRows, NO_EXPERT, Place, ScatterRows, ScatterSum};

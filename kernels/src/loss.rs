@@ -36,12 +36,14 @@ impl Device {
     pub fn cross_entropy(&mut self, op: &CrossEntropy) {
         match self {
             Device::Cpu(cpu) => on_float!(op.logits.dtype(), T => cpu.cross_entropy::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("cross_entropy"),
         }
     }
 
     pub fn sum_f64(&mut self, op: &SumF64) {
         match self {
             Device::Cpu(cpu) => cpu.sum_f64(op),
+            Device::Cuda(cuda) => cuda.lacks("sum_f64"),
         }
     }
 }

@@ -56,18 +56,21 @@ impl Device {
     pub fn matmul(&mut self, op: &Matmul) {
         match self {
             Device::Cpu(cpu) => on_float!(op.c.dtype(), T => cpu.matmul::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("matmul"),
         }
     }
 
     pub fn add_bias(&mut self, op: &AddBias) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.add_bias::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("add_bias"),
         }
     }
 
     pub fn bias_backward(&mut self, op: &BiasBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.dy.dtype(), T => cpu.bias_backward::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("bias_backward"),
         }
     }
 }

@@ -49,12 +49,14 @@ impl Device {
     pub fn rms_norm(&mut self, op: &RmsNorm) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.rms_norm::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("rms_norm"),
         }
     }
 
     pub fn rms_norm_backward(&mut self, op: &RmsNormBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.rms_norm_backward::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("rms_norm_backward"),
         }
     }
 }

@@ -52,18 +52,21 @@ impl Device {
     pub fn block_square_sums(&mut self, op: &BlockSquareSums) {
         match self {
             Device::Cpu(cpu) => on_float!(op.g.dtype(), T => cpu.block_square_sums::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("block_square_sums"),
         }
     }
 
     pub fn adamw(&mut self, op: &AdamW) {
         match self {
             Device::Cpu(cpu) => on_float!(op.w.dtype(), T => cpu.adamw::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("adamw"),
         }
     }
 
     pub fn count_non_finite(&mut self, op: &CountNonFinite) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.count_non_finite::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("count_non_finite"),
         }
     }
 }

@@ -97,30 +97,35 @@ impl Device {
     pub fn place(&mut self, op: &Place) {
         match self {
             Device::Cpu(cpu) => cpu.place(op),
+            Device::Cuda(cuda) => cuda.lacks("place"),
         }
     }
 
     pub fn gather_rows(&mut self, op: &GatherRows) {
         match self {
             Device::Cpu(cpu) => on_float!(op.y.dtype(), T => cpu.gather_rows::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("gather_rows"),
         }
     }
 
     pub fn scatter_rows(&mut self, op: &ScatterRows) {
         match self {
             Device::Cpu(cpu) => on_float!(op.y.dtype(), T => cpu.scatter_rows::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("scatter_rows"),
         }
     }
 
     pub fn combine(&mut self, op: &Combine) {
         match self {
             Device::Cpu(cpu) => on_float!(op.out.dtype(), T => cpu.combine::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("combine"),
         }
     }
 
     pub fn scatter_sum(&mut self, op: &ScatterSum) {
         match self {
             Device::Cpu(cpu) => on_float!(op.out.dtype(), T => cpu.scatter_sum::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("scatter_sum"),
         }
     }
 }

@@ -92,12 +92,14 @@ impl Device {
     pub fn route(&mut self, op: &Route) {
         match self {
             Device::Cpu(cpu) => on_float!(op.logits.dtype(), T => cpu.route::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("route"),
         }
     }
 
     pub fn route_backward(&mut self, op: &RouteBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.probs.dtype(), T => cpu.route_backward::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("route_backward"),
         }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard};
 
 use cuda_common::bed::{Bed, desc};
 use cuda_common::{Expected, Inputs, choices, error, reference, wide};
-use half::bf16;
+use half::{bf16, f16};
 use moejob_kernels::cuda::{
     Compiler, Gpu, Gradients, MoeActivation, MoeDesc, MoeLayer, Output, Refusal, Saved,
     default_cache_dir,
@@ -45,6 +45,10 @@ fn bed(compiler: &Compiler, desc: MoeDesc, inputs: &Inputs) -> Bed {
                 let values: Vec<f32> = values.iter().map(|x| x.to_f32()).collect();
                 bed.arena.write(buffer, &values).expect("inputs");
             }
+            DType::F16 => {
+                let values: Vec<f16> = values.iter().map(|x| f16::from_f32(x.to_f32())).collect();
+                bed.arena.write(buffer, &values).expect("inputs");
+            }
             _ => bed.arena.write(buffer, values).expect("inputs"),
         }
     }
@@ -80,6 +84,9 @@ impl Results for Bed {
     fn floats(&self, buffer: Buffer) -> Vec<f64> {
         match buffer.dtype() {
             DType::Bf16 => wide(&self.arena.read::<bf16>(buffer).expect("read")),
+            DType::F16 => {
+                self.arena.read::<f16>(buffer).expect("read").into_iter().map(f64::from).collect()
+            }
             DType::F32 => {
                 self.arena.read::<f32>(buffer).expect("read").into_iter().map(f64::from).collect()
             }
@@ -181,26 +188,39 @@ fn check_floats(bed: &Bed, desc: &MoeDesc, expected: &Expected, failures: &mut V
         ("dw_router", gradient(router), &expected.dw_router, 2e-2),
     ];
     for (what, found, expected, limit) in found {
-        let limit = if desc.element == DType::F32 { 1e-5 } else { limit };
+        let limit = match desc.element {
+            DType::F32 => 1e-5,
+            // Three bits more than bf16.
+            DType::F16 if limit > 1e-5 => limit / 4.0,
+            _ => limit,
+        };
         compare(what, &found, expected, limit, failures);
     }
 }
 
 fn check(name: &str, desc: MoeDesc, bias: &dyn Fn(usize) -> f64) {
-    check_with(name, desc, Inputs::new(&desc, bias));
+    check_both(name, desc, &Inputs::new(&desc, bias));
 }
 
-fn check_with(name: &str, desc: MoeDesc, inputs: Inputs) {
+/// A layer in bf16 in fp16, too.
+fn check_both(name: &str, desc: MoeDesc, inputs: &Inputs) {
+    check_with(name, desc, inputs);
+    if desc.element == DType::Bf16 {
+        check_with(name, MoeDesc { element: DType::F16, ..desc }, inputs);
+    }
+}
+
+fn check_with(name: &str, desc: MoeDesc, inputs: &Inputs) {
     let Some((compiler, turn)) = compiler(name) else { return };
-    let bed = bed(&compiler, desc, &inputs);
+    let bed = bed(&compiler, desc, inputs);
     bed.run();
     // The reference takes its time, the device not.
     drop(turn);
     eprintln!("{name}: {desc:?}");
     let ids = bed.words(bed.tensors.saved.ids);
-    let expected = reference(&desc, &inputs, &ids);
+    let expected = reference(&desc, inputs, &ids);
     let mut failures = Vec::new();
-    check_choice(&desc, &inputs, &expected.logits, &ids, &mut failures);
+    check_choice(&desc, inputs, &expected.logits, &ids, &mut failures);
     check_tables(&bed, &desc, &ids, &mut failures);
     check_floats(&bed, &desc, &expected, &mut failures);
     assert!(failures.is_empty(), "{name}: {failures:#?}");
@@ -280,6 +300,7 @@ fn gelu_gated_and_not() {
     let base = MoeDesc { activation: MoeActivation::Gelu, ..desc(200, 192, 128, 8, 2) };
     check("gelu_gated", base, &even);
     check("gelu_of_two_matrices", MoeDesc { gated: false, ..base }, &even);
+    check("gelu_tanh", MoeDesc { activation: MoeActivation::GeluTanh, ..base }, &even);
 }
 
 #[test]
@@ -297,7 +318,7 @@ fn biased_choice_in_groups() {
     for (count, kept) in [(8, 3), (48, 9), (1, 1)] {
         let groups = (count <= 32).then_some(RouteGroups { count, kept });
         let desc = MoeDesc { groups, sigmoid: count != 1, ..base };
-        check_with("biased", desc, Inputs { bias: bias(48), ..Inputs::new(&desc, &even) });
+        check_both("biased", desc, &Inputs { bias: bias(48), ..Inputs::new(&desc, &even) });
     }
     let grouped = MoeDesc { groups: Some(RouteGroups { count: 16, kept: 4 }), ..base };
     check("groups without a bias", grouped, &even);
@@ -335,6 +356,65 @@ fn in_fp32() {
     check("fp32, in groups", fp32(MoeDesc { sigmoid: true, groups, ..base }), &even);
     let gelu = MoeDesc { activation: MoeActivation::Gelu, ..desc(1, 64, 64, 5, 1) };
     check("fp32, gelu of one token", fp32(gelu), &|e| if e == 3 { 9.0 } else { 0.0 });
+}
+
+/// What is not finite stays with its expert: rows past the end of an expert's are the next one's.
+#[test]
+fn an_expert_that_is_not_finite_spoils_no_other() {
+    let name = "an_expert_that_is_not_finite_spoils_no_other";
+    let Some((compiler, _turn)) = compiler(name) else { return };
+    for element in [DType::Bf16, DType::F16] {
+        let base = MoeDesc { element, ..desc(333, 128, 192, 6, 2) };
+        let mut inputs = Inputs::new(&base, &even);
+        let clean = bed(&compiler, base, &inputs);
+        clean.run();
+        let (up, down) = (base.width() * base.dim, base.dim * base.hidden);
+        for e in [1, 4] {
+            inputs.w_up[e * up..][..up].fill(bf16::NAN);
+            inputs.w_down[e * down..][..down].fill(bf16::NAN);
+        }
+        let spoilt = bed(&compiler, base, &inputs);
+        spoilt.run();
+        assert_eq!(clean.words(clean.tensors.saved.ids), spoilt.words(spoilt.tensors.saved.ids));
+        let offsets = clean.words(clean.tensors.saved.offsets);
+        assert!(offsets.iter().any(|end| end % 16 != 0), "a tail to clear: {offsets:?}");
+        for (gradient, each) in [(clean.gradients.up, up), (clean.gradients.down, down)] {
+            let (expected, found) = (clean.floats(gradient), spoilt.floats(gradient));
+            for e in 0..base.experts {
+                let [expected, found] = [&expected, &found].map(|all| &all[e * each..][..each]);
+                let own = [1, 4].contains(&e);
+                let same = expected == found;
+                assert!(if own { found[0].is_nan() } else { same }, "{element:?}, expert {e}");
+            }
+        }
+    }
+}
+
+/// Where fp16 ends the results say so: a step is taken back by what its gradients hold.
+#[test]
+fn an_overflow_of_fp16_is_seen() {
+    let Some((compiler, _turn)) = compiler("an_overflow_of_fp16_is_seen") else { return };
+    let base = MoeDesc { element: DType::F16, ..desc(200, 128, 64, 4, 2) };
+    let spoilt = |values: &[f64]| values.iter().any(|x| !x.is_finite());
+    let inputs = || Inputs::new(&base, &even);
+    let large = |x: &bf16| bf16::from_f32(x.to_f32() * 1e4);
+    let scaled = |values: &[bf16]| values.iter().map(large).collect();
+    let (fits, w_up, dout) = (inputs(), scaled(&inputs().w_up), scaled(&inputs().dout));
+    let fits = bed(&compiler, base, &fits);
+    fits.run();
+    for (what, inputs) in
+        [("w_up", Inputs { w_up, ..inputs() }), ("dout", Inputs { dout, ..inputs() })]
+    {
+        let over = bed(&compiler, base, &inputs);
+        over.run();
+        for (name, buffer) in [("up", over.gradients.up), ("down", over.gradients.down)] {
+            assert!(spoilt(&over.floats(buffer)), "{what} overflows, d{name} does not tell");
+        }
+        assert_eq!(spoilt(&over.floats(over.out)), what == "w_up", "{what}");
+    }
+    for buffer in [fits.out, fits.dx, fits.gradients.up, fits.gradients.down] {
+        assert!(!spoilt(&fits.floats(buffer)), "what fits is finite");
+    }
 }
 
 #[test]
@@ -390,7 +470,10 @@ fn shapes_the_kernels_cannot_take_are_refused() {
         (MoeDesc { hidden: 96, ..base }, "hidden is 96; the kernels take multiples of 64 only"),
         (MoeDesc { top_k: 9, ..base }, "top_k is 9; it must be between 1 and 8"),
         (MoeDesc { experts: 513, ..base }, "experts is 513; it must be between 1 and 512"),
-        (MoeDesc { element: DType::F16, ..base }, "elements of F16; layers are in bf16 or fp32"),
+        (
+            MoeDesc { element: DType::F64, ..base },
+            "elements of F64; layers on a GPU are in bf16, fp16 or fp32",
+        ),
         (MoeDesc { tokens: 0, ..base }, "tokens is 0; it must be between 1 and 1073741824"),
     ];
     let groups = |count, kept| MoeDesc { groups: Some(RouteGroups { count, kept }), ..base };

@@ -27,6 +27,7 @@ mod lanes;
 mod loss;
 mod norm;
 mod optimizer;
+pub(crate) mod moe;
 mod place;
 mod pool;
 mod rope;

@@ -89,7 +89,7 @@ impl<'a> Call<'a> {
         self.buffer(self.tensors.weights.down, experts * dim, hidden)
     }
 
-    /// The router's weights [E, D] as products take them: in bf16 as `route_split` left them,
+    /// The router's weights [E, D] as products take them: in 16 bits as `route_split` left them,
     /// rounded and then what rounding took.
     fn w_router(&self) -> Matrix {
         let MoeDesc { experts, dim, element, .. } = *self.desc();
@@ -235,7 +235,7 @@ impl<'a> Call<'a> {
     fn weight_gradient(&self, cols: usize, pitch: usize, into: Buffer) -> GemmArgs {
         let MoeDesc { experts, dim, .. } = *self.desc();
         let dtype = match self.desc().weight_gradients {
-            Output::Bf16 => self.desc().element,
+            Output::Element => self.desc().element,
             Output::F32Accumulate | Output::F32 => DType::F32,
         };
         assert_eq!((into.dtype(), into.len()), (dtype, experts * dim * cols), "{into:?}");
@@ -249,7 +249,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// dx = dlogits Wr, the router's part, Wr rounded to bf16; the experts' is added to it.
+    /// dx = dlogits Wr, the router's part, Wr rounded to an element; the experts' is added to it.
     pub(super) fn dx_router(&self, dx: Buffer) -> Result<(), CudaError> {
         let MoeDesc { tokens, dim, experts, .. } = *self.desc();
         let args = GemmArgs {

@@ -1,21 +1,48 @@
 // Types and helpers that every kernel here uses. The host puts this file first.
+//
+// Host macro: ELEMENT, what rows and weights are of. Products sum in fp32 whatever they are of.
+#define BF16 0
+#define FP16 1
+#define FP32 2
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-__device__ __forceinline__ float bf16_to_float(u16 x) { return __uint_as_float((u32)x << 16); }
+// Elements of 16 bits. Rounds to nearest even; in a pair `low` comes first in memory. What fp16
+// cannot hold becomes infinite, never its largest number: an overflow must reach the check of the
+// gradients, which takes the step back.
+#if ELEMENT == FP16
+__device__ __forceinline__ float element_to_float(u16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+__device__ __forceinline__ float low_half(u32 pair) { return element_to_float((u16)pair); }
+__device__ __forceinline__ float high_half(u32 pair) {
+  return element_to_float((u16)(pair >> 16));
+}
+__device__ __forceinline__ u32 pack_pair(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+#else
+__device__ __forceinline__ float element_to_float(u16 x) { return __uint_as_float((u32)x << 16); }
 __device__ __forceinline__ float low_half(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_half(u32 pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
-// Rounds to nearest even; `low` comes first in memory.
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+__device__ __forceinline__ u32 pack_pair(float low, float high) {
   u32 pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
-__device__ __forceinline__ u16 to_bf16(float x) { return (u16)pack_bf16(x, 0.f); }
+#endif
+__device__ __forceinline__ u16 to_element(float x) { return (u16)pack_pair(x, 0.f); }
+// Router weights go into products as two elements each. The second one of fp16 is kept times this:
+// it would lie among fp16's smallest numbers, which have few bits.
+constexpr float LOW_SCALE = ELEMENT == FP16 ? 2048.f : 1.f;
 
 // Sums over the 32 lanes in a fixed tree; every lane gets the sum.
 __device__ __forceinline__ float warp_sum(float x) {
@@ -29,7 +56,7 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// 1 / (1 + e^-x) from the special function unit: about 2^-22 relative, far below bf16.
+// 1 / (1 + e^-x) from the special function unit: about 2^-22 relative, far below 16 bits.
 __device__ __forceinline__ float fast_sigmoid(float x) {
   float power, inverse;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950408889634f * x));
@@ -40,7 +67,9 @@ __device__ __forceinline__ float fast_sigmoid(float x) {
 #define ACT_SILU 0
 #define ACT_RELU 1
 #define ACT_GELU 2
-// The activation; `slope` is its derivative there. GELU is the exact one, x * Phi(x).
+#define ACT_GELU_TANH 3
+// The activation; `slope` is its derivative there. GELU is the exact one, x * Phi(x), GELU_TANH its
+// tanh form, which is x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
 template <int KIND> __device__ __forceinline__ float activate_both(float x, float& slope) {
   if (KIND == ACT_SILU) {
     const float s = fast_sigmoid(x), y = x * s;
@@ -50,6 +79,11 @@ template <int KIND> __device__ __forceinline__ float activate_both(float x, floa
   if (KIND == ACT_RELU) {
     slope = x > 0.f ? 1.f : 0.f;
     return fmaxf(x, 0.f);
+  }
+  if (KIND == ACT_GELU_TANH) {
+    const float s = fast_sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
+    slope = s + x * s * (1.f - s) * (1.59576912f + 0.21406964f * x * x);
+    return x * s;
   }
   const float phi = 0.5f * (1.f + erff(x * 0.70710678f));
   slope = phi + x * 0.39894228f * __expf(-0.5f * x * x);

@@ -262,12 +262,68 @@ fn fnv1a(bytes: &[u8]) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::gemm::{Arch, GemmConfig, Output};
+    use super::super::layer::MoeLayer;
+    use super::super::shape::{MoeActivation, MoeDesc};
     use super::*;
+    use crate::buffer::DType;
 
     fn entry(text: &str) -> Entry {
         let folder = std::env::temp_dir().join(format!("moejob-cubins-{}", std::process::id()));
         let source = Source { label: "test".into(), text: text.into(), arch: "sm_80" };
         Entry::new(&folder, &source, (13, 0))
+    }
+
+    /// Every kernel of a layer, for both paths and all elements, wherever NVRTC is.
+    #[test]
+    fn the_kernels_of_layers_compile() {
+        if let Err(error) = nvrtc_version() {
+            eprintln!("skipped: the_kernels_of_layers_compile: {error}");
+            return;
+        }
+        let mut sources = std::collections::HashSet::new();
+        for (arch, elements) in [
+            (Arch::Hopper, [DType::Bf16, DType::F16].as_slice()),
+            (Arch::Ampere("sm_80"), &[DType::Bf16, DType::F16]),
+            (Arch::Plain("sm_80"), &[DType::F32]),
+        ] {
+            for (element, gated) in elements.iter().flat_map(|e| [(*e, true), (*e, false)]) {
+                let desc = MoeDesc { element, gated, ..layer_desc() };
+                let configs = MoeLayer::configs(arch, &desc);
+                sources.extend(configs.iter().map(GemmConfig::source));
+                sources.insert(desc.route().source(arch.target()));
+                sources.insert(desc.route().rows_source(arch.target()));
+            }
+        }
+        let sources: Vec<Source> = sources.into_iter().collect();
+        let next = AtomicUsize::new(0);
+        let work = || {
+            while let Some(source) = sources.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let cubin = compile(source).unwrap_or_else(|error| panic!("{error}"));
+                assert!(!cubin.is_empty(), "{}", source.label);
+            }
+        };
+        std::thread::scope(|scope| (0..2).for_each(|_| _ = scope.spawn(work)));
+    }
+
+    fn layer_desc() -> MoeDesc {
+        MoeDesc {
+            element: DType::Bf16,
+            tokens: 4096,
+            dim: 2048,
+            hidden: 768,
+            experts: 128,
+            top_k: 8,
+            activation: MoeActivation::Silu,
+            gated: true,
+            sigmoid: false,
+            norm_topk: true,
+            scale: 1.0,
+            groups: None,
+            aux_coef: 0.01,
+            z_coef: 0.001,
+            weight_gradients: Output::Element,
+        }
     }
 
     #[test]

@@ -128,6 +128,11 @@ pub struct Stream {
     gpu: Gpu,
 }
 
+// SAFETY: a stream may be used from any thread with its context current.
+unsafe impl Send for Stream {}
+// SAFETY: as above; the driver takes calls on one stream from several threads.
+unsafe impl Sync for Stream {}
+
 impl Stream {
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
@@ -156,12 +161,17 @@ impl Stream {
         let graph = unsafe { cu::stream::end_capture(self.handle) }.doing(what);
         enqueued?;
         let graph = graph?;
+        let mut launches = 0;
+        // SAFETY: `graph` is valid; without an array the call only counts.
+        unsafe { sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &mut launches) }
+            .result()
+            .doing(what)?;
         let flags = sys::CUgraphInstantiate_flags(0);
         // SAFETY: `graph` is the valid graph just captured, and is destroyed once.
         let executable = unsafe { cu::graph::instantiate(graph, flags) }.doing(what);
         // SAFETY: as above; an instantiated graph does not need its template.
         let _ = unsafe { cu::graph::destroy(graph) };
-        Ok(Graph { executable: executable?, _gpu: self.gpu.clone() })
+        Ok(Graph { executable: executable?, launches, _gpu: self.gpu.clone() })
     }
 
     pub fn launch_graph(&self, graph: &Graph) -> Result<(), CudaError> {
@@ -196,7 +206,15 @@ impl Drop for Stream {
 #[derive(Debug)]
 pub struct Graph {
     executable: sys::CUgraphExec,
+    launches: usize,
     _gpu: Gpu,
+}
+
+impl Graph {
+    /// Kernels and copies in it.
+    pub fn launches(&self) -> usize {
+        self.launches
+    }
 }
 
 impl Drop for Graph {
@@ -287,13 +305,27 @@ impl Arena {
 
     /// Waits for the device, then copies `buffer` to the host.
     pub fn read<E: Element + Default>(&self, buffer: Buffer) -> Result<Vec<E>, CudaError> {
-        assert_eq!(buffer.dtype(), E::DTYPE, "{buffer:?}");
-        self.gpu.synchronize()?;
         let mut into = vec![E::default(); buffer.len()];
-        // SAFETY: the range was checked, and the target is valid for the time of the call.
-        unsafe { cu::memcpy_dtoh_sync(&mut into, self.address(buffer)) }
-            .doing(|| format!("copying from {buffer:?}"))?;
+        self.gpu.synchronize()?;
+        self.read_into(buffer, &mut into)?;
         Ok(into)
+    }
+
+    /// Copies `buffer` into as many host elements. Waits for the copy alone.
+    pub fn read_into<E: Element>(&self, buffer: Buffer, into: &mut [E]) -> Result<(), CudaError> {
+        assert_eq!((buffer.dtype(), buffer.len()), (E::DTYPE, into.len()), "{buffer:?}");
+        // SAFETY: the range was checked, and the target is valid for the time of the call.
+        unsafe { cu::memcpy_dtoh_sync(into, self.address(buffer)) }
+            .doing(|| format!("copying from {buffer:?}"))
+    }
+
+    /// Copies the bytes of `from` to `to`, in the order of `stream`.
+    pub fn copy(&self, stream: &Stream, from: Buffer, to: Buffer) -> Result<(), CudaError> {
+        assert!(from.bytes() == to.bytes() && !from.overlaps(&to), "{from:?} {to:?}");
+        let (source, target) = (self.address(from), self.address(to));
+        // SAFETY: both ranges were checked, and share no byte.
+        unsafe { cu::memcpy_dtod_async(target, source, from.bytes(), stream.handle()) }
+            .doing(|| format!("copying {from:?} to {to:?}"))
     }
 
     /// Sets every byte of `buffer`, in the order of `stream`.

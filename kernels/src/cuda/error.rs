@@ -22,6 +22,8 @@ pub enum CudaError {
     },
     #[error("NVRTC refused {kernel} for {arch} ({code}):\n{log}")]
     Compile { kernel: String, arch: String, code: String, log: String },
+    #[error("{doing} with cuBLASLt")]
+    Cublas { doing: String, source: cudarc::cublaslt::result::CublasError },
     #[error("kernel cache at {path}")]
     Cache { path: PathBuf, source: std::io::Error },
     #[error("{kernel} needs compute capability {needed}; {device} has {major}.{minor}")]

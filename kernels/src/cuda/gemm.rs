@@ -68,8 +68,8 @@ pub enum ProductOp {
 /// What a weight gradient is stored as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Output {
-    /// In bf16; in fp32 of a layer in fp32.
-    Bf16 = 0,
+    /// As the layer's elements.
+    Element = 0,
     /// Added to what is there.
     F32Accumulate = 1,
     F32 = 2,
@@ -80,12 +80,14 @@ pub enum Output {
 pub struct GemmConfig {
     pub arch: Arch,
     pub op: ProductOp,
+    /// What both operands are of
+    pub element: DType,
     pub block_n: usize,
     pub stages: usize,
     pub cluster: usize,
     pub pingpong: bool,
     /// Buffers that each consumer warp has in shared memory: of H for the hidden gradient, of the
-    /// output for weight gradients in bf16. Hopper only, else 0
+    /// output for weight gradients in 16 bits. Hopper only, else 0
     pub staged: usize,
     pub gated: bool,
     /// ACT_* of common.cu
@@ -95,6 +97,16 @@ pub struct GemmConfig {
     /// The gathered operand's rows are picked by an index, else they are the groups' own
     pub indexed: bool,
     pub output: Output,
+}
+
+/// ELEMENT of common.cu.
+pub(crate) fn element_macro(element: DType) -> usize {
+    match element {
+        DType::Bf16 => 0,
+        DType::F16 => 1,
+        DType::F32 => 2,
+        other => panic!("kernels compute in Bf16, F16 or F32, not {other:?}"),
+    }
 }
 
 const BLOCK_M: usize = 128;
@@ -121,7 +133,7 @@ impl GemmConfig {
     pub fn fitting(mut self, groups: usize) -> GemmConfig {
         let buffered = match self.op {
             ProductOp::HiddenGradient => true,
-            ProductOp::WeightGradient => self.output == Output::Bf16,
+            ProductOp::WeightGradient => self.output == Output::Element,
             _ => false,
         };
         self.staged = if buffered { self.staged } else { 0 };
@@ -134,11 +146,13 @@ impl GemmConfig {
     pub(crate) fn label(&self) -> String {
         let GemmConfig { op, block_n, stages, cluster, .. } = self;
         let kind = if self.pingpong { " ping-pong" } else { "" };
-        format!("{op:?} {BLOCK_M}x{block_n}x{BLOCK_K} {stages} stages cluster {cluster}{kind}")
+        let tile = format!("{BLOCK_M}x{block_n}x{BLOCK_K} {stages} stages cluster {cluster}{kind}");
+        format!("{op:?} {:?} {tile}", self.element)
     }
 
     pub(crate) fn source(&self) -> Source {
         let macros = [
+            ("ELEMENT", element_macro(self.element)),
             ("OP", self.op as usize),
             ("BM", BLOCK_M),
             ("BN", self.block_n),
@@ -157,7 +171,10 @@ impl GemmConfig {
             return Source::new(format!("{:?} in fp32", self.op), target, &macros, &[text]);
         }
         let (wgmma, main) = match self.arch {
-            Arch::Hopper => (wgmma_source(self.block_n), include_str!("grouped_gemm_main.cu")),
+            Arch::Hopper => {
+                let wgmma = wgmma_source(self.block_n, self.element);
+                (wgmma, include_str!("grouped_gemm_main.cu"))
+            }
             Arch::Ampere(_) | Arch::Plain(_) => {
                 (NO_WGMMA.to_owned(), include_str!("grouped_gemm_ampere.cu"))
             }
@@ -190,7 +207,8 @@ const NO_WGMMA: &str = "template <bool TA, bool TB> __device__ void \
                         #define WGMMA wgmma_none\n";
 
 /// The wgmma of one width, both operands from shared memory: mechanical, one register a number.
-fn wgmma_source(n: usize) -> String {
+fn wgmma_source(n: usize, element: DType) -> String {
+    let kind = if element == DType::F16 { "f16" } else { "bf16" };
     let count = n / 2;
     let list = |item: &dyn Fn(usize) -> String| (0..count).map(item).collect::<Vec<_>>().join(", ");
     let registers = list(&|i| format!("%{i}"));
@@ -200,7 +218,7 @@ fn wgmma_source(n: usize) -> String {
         "template <bool TA, bool TB> __device__ __forceinline__ void\n\
          wgmma_n{n}(float (&d)[{count}], u64 a, u64 b, int accumulate) {{\n\
          asm volatile(\"{{.reg .pred p; setp.ne.b32 p, %{p}, 0;\\n\"\n\
-         \"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{registers}}}, \"\n\
+         \"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{registers}}}, \"\n\
          \"%{a}, %{b}, p, 1, 1, %{ta}, %{tb};}}\\n\" : {outputs}\n\
          : \"l\"(a), \"l\"(b), \"r\"(accumulate), \"n\"((int)TA), \"n\"((int)TB));\n}}\n\
          #define WGMMA wgmma_n{n}\n"
@@ -246,7 +264,7 @@ impl Gemm {
     }
 
     /// Enqueues the product. `a` is A of ops that gather nothing; H of the hidden gradient; the
-    /// output of weight gradients in bf16.
+    /// output of weight gradients in 16 bits.
     pub(crate) fn launch(
         &self,
         stream: &Stream,

@@ -8,9 +8,9 @@
 //              TRANSPOSED
 //   OP_LOGITS  y[r] = a[r] (Whi + Wlo)^T in fp32, any N                W  [2 N][K]: Whi, then Wlo
 //
-// Host macros: OP BM BN STAGES CLUSTER PINGPONG STAGED GATED ACT TRANSPOSED INDEXED OUT (0 bf16,
-// 1 fp32 added to, 2 fp32). K and N of weights are multiples of 64 (the host refuses others); rows
-// are not.
+// Host macros: ELEMENT OP BM BN STAGES CLUSTER PINGPONG STAGED GATED ACT TRANSPOSED INDEXED OUT (0
+// elements, 1 fp32 added to, 2 fp32). K and N of weights are multiples of 64 (the host refuses
+// others); rows are not.
 //
 // A producer warpgroup fills a ring of stages; two consumer warpgroups multiply. Cooperative: both
 // share each tile along m. Ping-pong: a tile belongs to one, while the other is in its epilogue.

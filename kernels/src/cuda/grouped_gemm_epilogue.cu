@@ -16,8 +16,8 @@ __device__ __forceinline__ void columns8(const float* acc, int first, int jj, in
   for (int x = 0; x < 4; x++) { v[2 * x] = even[x]; v[2 * x + 1] = odd[x]; }
 }
 __device__ __forceinline__ void store8(u16* to, const float (&v)[8]) {
-  store16(to, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
-          pack_bf16(v[6], v[7]));
+  store16(to, pack_pair(v[0], v[1]), pack_pair(v[2], v[3]), pack_pair(v[4], v[5]),
+          pack_pair(v[6], v[7]));
 }
 __device__ __forceinline__ void unpack8(const uint4& from, float (&v)[8]) {
   const u32 words[4] = {from.x, from.y, from.z, from.w};
@@ -51,7 +51,7 @@ __device__ __forceinline__ void finish_up(const float (&acc)[BN / 2], const Tile
   }
 }
 
-// OP_ROWS, OP_DROWS, OP_WGRAD not transposed: bf16 rows. `rows` bounds first_row's range.
+// OP_ROWS, OP_DROWS, OP_WGRAD not transposed: rows of elements. `rows` bounds first_row's range.
 __device__ __forceinline__ void finish_rows(const float (&acc)[BN / 2], u16* base, int pitch,
                                             int rows, int cols, int first_row, int n0, int q) {
 #pragma unroll
@@ -65,7 +65,7 @@ __device__ __forceinline__ void finish_rows(const float (&acc)[BN / 2], u16* bas
 #pragma unroll
       for (int x = 0; x < 4; x++) {
         const int j = (4 * jj + x) * 4 + 2 * h;
-        v[x] = pack_bf16(acc[j], acc[j + 1]);
+        v[x] = pack_pair(acc[j], acc[j + 1]);
       }
       if (!PERMUTED) quad_transpose(v, q);
       if (live && n0 + 32 * jj < cols) store16(out + 32 * jj, v[0], v[1], v[2], v[3]);
@@ -73,46 +73,30 @@ __device__ __forceinline__ void finish_rows(const float (&acc)[BN / 2], u16* bas
   }
 }
 
-// OP_LOGITS: the products with Whi and Wlo, added. Any width.
-__device__ __forceinline__ void finish_logits(const float (&acc)[BN / 2], float* base, int pitch,
-                                              int rows, int cols, int first_row, int n0, int q) {
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const int r = first_row + 8 * h;
-    if (r >= rows) continue;
-    float* out = base + (u64)r * pitch + n0 + 2 * q;
-#pragma unroll
-    for (int j = 0; j < BN / 16; j++) {
-#pragma unroll
-      for (int b = 0; b < 2; b++) {
-        const int i = 4 * j + 2 * h + b;
-        if (n0 + 8 * j + 2 * q + b < cols) store_f32(out + 8 * j + b, acc[i] + acc[BN / 4 + i]);
-      }
-    }
-  }
-}
-
-// fp32 dW as rows: two columns at a time, any width.
+// fp32 rows of any width: dW, or logits, each the sum of its products with Whi and Wlo.
 __device__ __forceinline__ void finish_f32(const float (&acc)[BN / 2], float* base, int pitch,
                                            int rows, int cols, int first_row, int n0, int q) {
+  constexpr bool LOGITS = OP == OP_LOGITS;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int r = first_row + 8 * h;
     if (r >= rows) continue;
     float* out = base + (u64)r * pitch + n0 + 2 * q;
 #pragma unroll
-    for (int j = 0; j < BN / 8; j++) {
+    for (int j = 0; j < (LOGITS ? BN / 16 : BN / 8); j++) {
 #pragma unroll
       for (int b = 0; b < 2; b++) {
         if (n0 + 8 * j + 2 * q + b >= cols) continue;
-        if (OUT == 1) add_f32(out + 8 * j + b, acc[4 * j + 2 * h + b]);
-        else store_f32(out + 8 * j + b, acc[4 * j + 2 * h + b]);
+        const int i = 4 * j + 2 * h + b;
+        const float low = LOGITS ? acc[BN / 4 * LOGITS + i] / LOW_SCALE : 0.f, sum = acc[i] + low;
+        if (OUT == 1) add_f32(out + 8 * j + b, sum);
+        else store_f32(out + 8 * j + b, sum);
       }
     }
   }
 }
 
-// dW [N][M] in bf16: 8 x 8 blocks are transposed in registers; a warp stores 32 bytes of a row.
+// dW [N][M] in elements: 8 x 8 blocks are transposed in registers; a warp stores 32 bytes of a row.
 __device__ __forceinline__ void finish_transposed(const float (&acc)[BN / 2], u16* base, int pitch,
                                                   int cols, int first_m, int n0, int lane) {
   const int q = lane & 3;
@@ -123,7 +107,7 @@ __device__ __forceinline__ void finish_transposed(const float (&acc)[BN / 2], u1
 #pragma unroll
     for (int x = 0; x < 4; x++) {
       const int i = 4 * (j + (x >> 1)) + 2 * (x & 1);
-      v[x] = transpose_8x8(pack_bf16(acc[i], acc[i + 1]));
+      v[x] = transpose_8x8(pack_pair(acc[i], acc[i + 1]));
     }
     quad_transpose(v, q);
     if (n0 + 8 * j < cols) store16(out, v[0], v[1], v[2], v[3]);
@@ -238,8 +222,8 @@ __device__ __forceinline__ void finish(const float (&acc)[BN / 2], const Tile& t
     finish_rows(acc, args.out + (u64)tile.row0 * args.out_pitch, args.out_pitch, tile.rows,
                 args.cols, first_row, tile.n0 * BN, q);
   if (OP == OP_LOGITS)
-    finish_logits(acc, args.out_f32 + (u64)tile.row0 * args.out_pitch, args.out_pitch, tile.rows,
-                  args.cols, first_row, tile.n0 * TILE_N, q);
+    finish_f32(acc, args.out_f32 + (u64)tile.row0 * args.out_pitch, args.out_pitch, tile.rows,
+               args.cols, first_row, tile.n0 * TILE_N, q);
   if (OP == OP_WGRAD) {
     const u64 base = (u64)tile.expert * args.gathered_pitch * args.cols;
     const int n0 = tile.n0 * BN, pitch = args.out_pitch, rows = args.gathered_pitch;

@@ -1,6 +1,6 @@
-// OP_WGRAD in bf16 through shared memory (STAGED > 0): each consumer warp packs its 16 rows of m,
-// 64 columns of n at a time, into a buffer that the copy engine takes away. An epilogue of its own
-// stores takes three times the instructions, and nothing hides it.
+// OP_WGRAD in elements through shared memory (STAGED > 0): each consumer warp packs its 16 rows of
+// m, 64 columns of n at a time, into a buffer that the copy engine takes away. An epilogue of its
+// own stores takes three times the instructions, and nothing hides it.
 //
 // dW [M][N]: boxes of 64 n x 16 rows, 128-byte swizzle. TRANSPOSED, dW [N][M]: boxes of 16 m x 64
 // rows, 32-byte swizzle. Expert by expert below each other; M and N are multiples of 64.
@@ -32,7 +32,7 @@ struct Outbox {
 #pragma unroll
         for (int x = 0; x < 4; x++) {
           const float* d = acc + 32 * c + 4 * (j + (x >> 1)) + 2 * (x & 1);
-          v[x] = pack_bf16(d[0], d[1]);
+          v[x] = pack_pair(d[0], d[1]);
         }
         const u32 to = TRANSPOSED ? at + j * 8 * 32 : at ^ (j << 4);
         store_matrices<TRANSPOSED>(buffer + to, v[0], v[1], v[2], v[3]);

@@ -63,9 +63,9 @@ __device__ __forceinline__ void hidden_columns(const float* acc, u32 (&gate)[4],
       dgate[b] = d * u[b] * slope[2 * x + b];
       dup[b] = d * act[2 * x + b];
     }
-    a[x] = pack_bf16(scale * whole[0], scale * whole[1]);
-    gate[x] = pack_bf16(dgate[0], dgate[1]);
-    if (GATED) up[x] = pack_bf16(dup[0], dup[1]);
+    a[x] = pack_pair(scale * whole[0], scale * whole[1]);
+    gate[x] = pack_pair(dgate[0], dgate[1]);
+    if (GATED) up[x] = pack_pair(dup[0], dup[1]);
   }
 }
 

@@ -6,6 +6,20 @@ __device__ __forceinline__ void release(const Ring& ring, int stage, int lane) {
   else barrier_arrive(ring.empty(stage));
 }
 
+// Rows of B from `left` to the end of their sixteen become zeros: they are the next group's, or lie
+// past the last, and meet zeros of A, which does not help against what is not finite. Every
+// warpgroup writes the same zeros before it reads them.
+__device__ __forceinline__ void clear_rows_past_end(u32 b, int left) {
+  if ((left & 15) == 0) return;
+  const int warpgroup = threadIdx.x >> 7, chunks = (16 - (left & 15)) * (BN / 8);
+  for (int i = threadIdx.x & 127; i < chunks; i += 128) {
+    const int row = left + i / (BN / 8), chunk = i % (BN / 8);
+    store_zeros16(b + (chunk >> 3) * (BK * 128) + row * 128 + ((chunk & 7) << 4));
+  }
+  fence_async_proxy();
+  asm volatile("bar.sync %0, 128;" ::"r"(2 + warpgroup) : "memory");
+}
+
 // The first BLOCKS m64 blocks' products of one tile, the last step of a weight gradient only as
 // far as the group has rows.
 template <int BLOCKS>
@@ -15,6 +29,7 @@ __device__ __forceinline__ int multiply_blocks(float (&acc)[M_BLOCKS][BN / 2], R
   const auto step = [&](int it, int left) {  // `left`: what there is to sum over
     barrier_wait(ring.full(), ring.phase);
     if (GATHERED) fence_async_proxy();
+    if (OP == OP_WGRAD && left < BK) clear_rows_past_end(ring.b_at(), left);
     const u64 a = operand<A_MN>(ring.a_at() + m_in_tile * 128), b = operand<B_MN>(ring.b_at());
     wgmma_fence();
 #pragma unroll

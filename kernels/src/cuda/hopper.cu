@@ -124,6 +124,9 @@ __device__ __forceinline__ u32 load_shared(u32 from) {
 __device__ __forceinline__ void store_shared(u32 to, u32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
+__device__ __forceinline__ void store_zeros16(u32 to) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+}
 // Four 8 x 8 matrices of 16-bit elements, lane l holding row l / 4, columns 2 (l % 4) and the next
 // of each; lane 8 i + r gives the address of the 16 bytes of row r of matrix i, or of its column r.
 template <bool TRANSPOSE>

@@ -25,7 +25,7 @@ pub enum LayerError {
     Cuda(#[from] CudaError),
 }
 
-/// Weights, each expert's after the other's; the experts' in bf16.
+/// Weights, each expert's after the other's; the experts' are elements (`MoeDesc::element`).
 #[derive(Clone, Copy, Debug)]
 pub struct Weights {
     /// f32 [E, D]
@@ -47,13 +47,18 @@ pub struct Gradients {
     pub down: Buffer,
 }
 
-/// What a layer keeps from its forward to its backward, beside x.
+/// What a layer keeps from its forward to its backward, beside x. On a CPU all floats are of one
+/// kind; `order` and `router_halves` are empty.
 #[derive(Clone, Copy, Debug)]
 pub struct Saved {
-    /// bf16 [R, W]; backward leaves dH here
+    /// elements [R, W]; backward leaves dH here
     pub h: Buffer,
+    /// On a CPU alone, else empty: A [R, F]
+    pub a: Buffer,
     /// f32 [T, E]
     pub logits: Buffer,
+    /// On a CPU alone, else empty: scores [T, E]
+    pub probs: Buffer,
     /// f32 [T]
     pub lse: Buffer,
     /// u32 [T, K], ascending
@@ -64,7 +69,7 @@ pub struct Saved {
     pub counts: Buffer,
     /// u32 [E + 1]
     pub offsets: Buffer,
-    /// u32 [E], heaviest first
+    /// u32 [E], heaviest first; on a CPU empty
     pub order: Buffer,
     /// u32 [R]: token of each row
     pub rows: Buffer,
@@ -76,14 +81,14 @@ pub struct Saved {
     pub prob_sums: Buffer,
     /// f64 [2]: auxiliary and z loss, unscaled
     pub losses: Buffer,
-    /// bf16 [2 E, D]: the router's weights rounded, then what rounding took; in fp32 none
+    /// elements [2 E, D]: the router's weights rounded, then what rounding took; in fp32 none
     pub router_halves: Buffer,
 }
 
 /// All buffers of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct MoeTensors {
-    /// bf16 [T, D]
+    /// elements [T, D]
     pub x: Buffer,
     pub weights: Weights,
     pub saved: Saved,
@@ -132,14 +137,14 @@ pub type Observer<'a> = dyn FnMut(&'static str) -> Result<(), CudaError> + 'a;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Workspace {
     pub(super) bytes: usize,
-    /// Forward: f32 partial statistics, u32 histogram, then bf16 A [R, F] and Y [R, D / passes]
+    /// Forward: f32 partial statistics, u32 histogram, then elements A [R, F] and Y [R, D / passes]
     pub(super) partials: Buffer,
     pub(super) histogram: Buffer,
     pub(super) a: Buffer,
     pub(super) y: Buffer,
-    /// Backward: f32 partial ds [R, parts], bf16 dlogits [T, pitch], f32 partial dWr
+    /// Backward: f32 partial ds [R, parts], elements dlogits [T, pitch], f32 partial dWr
     /// [chunks, E, D],
-    /// then bf16 s * A [R, F] and later dX rows [R, D] in its place
+    /// then elements s * A [R, F] and later dX rows [R, D] in its place
     pub(super) partial_ds: Buffer,
     pub(super) dlogits: Buffer,
     pub(super) partial_dw: Buffer,
@@ -255,7 +260,9 @@ impl MoeLayer {
         let rows = self.desc.rows();
         Saved {
             h: plan.alloc(element, rows * self.desc.width()),
+            a: plan.alloc(element, 0),
             logits: plan.alloc(DType::F32, tokens * experts),
+            probs: plan.alloc(DType::F32, 0),
             lse: plan.alloc(DType::F32, tokens),
             ids: plan.alloc(DType::U32, rows),
             weights: plan.alloc(DType::F32, rows),
@@ -267,7 +274,7 @@ impl MoeLayer {
             row_weights: plan.alloc(DType::F32, rows),
             prob_sums: plan.alloc(DType::F64, experts),
             losses: plan.alloc(DType::F64, 2),
-            router_halves: plan.alloc(DType::Bf16, halves * experts * dim),
+            router_halves: plan.alloc(element, halves * experts * dim),
         }
     }
 
@@ -393,6 +400,7 @@ fn configs(arch: Arch, desc: &MoeDesc) -> [GemmConfig; 9] {
         (all[at].transposed, all[at].output) = (transposed, output);
     }
     all[DW_ROUTER].indexed = false;
+    all.iter_mut().for_each(|config| config.element = desc.element);
     all.map(|config| config.fitting(desc.experts))
 }
 

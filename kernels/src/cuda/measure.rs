@@ -3,7 +3,7 @@
 use super::compile::{Compiler, Source};
 use super::driver::{Arena, Function, Launch, Stream, parameters};
 use super::error::CudaError;
-use super::gemm::Arch;
+use super::gemm::{Arch, element_macro};
 use crate::buffer::{Buffer, DType};
 
 /// Blocks of the strided loops: eight for each multiprocessor of an H200.
@@ -13,18 +13,25 @@ const BLOCKS: usize = 1056;
 pub struct Measure {
     fill: Function,
     copy: Function,
+    element: DType,
 }
 
 impl Measure {
-    pub fn new(compiler: &Compiler) -> Result<Measure, CudaError> {
+    /// For buffers of `element`, of 16 bits.
+    pub fn new(compiler: &Compiler, element: DType) -> Result<Measure, CudaError> {
         let target = Arch::of(compiler.gpu())?.target();
-        let source = Source::new("measure".to_owned(), target, &[], &[include_str!("measure.cu")]);
+        let source = Source::new(
+            format!("measure {element:?}"),
+            target,
+            &[("ELEMENT", element_macro(element))],
+            &[include_str!("measure.cu")],
+        );
         let modules = compiler.load(&[source], &|_, _| ())?;
         let function = |name| modules[0].function(name);
-        Ok(Measure { fill: function("fill_random")?, copy: function("copy")? })
+        Ok(Measure { fill: function("fill_random")?, copy: function("copy")?, element })
     }
 
-    /// Fills a bf16 buffer with roughly normal numbers of standard deviation `scale`. With
+    /// Fills a buffer of elements with roughly normal numbers of standard deviation `scale`. With
     /// `ones_every` above 0 the first of each so many elements is 1.
     pub fn fill_random(
         &self,
@@ -33,7 +40,7 @@ impl Measure {
         buffer: Buffer,
         (seed, scale, ones_every): (u32, f32, u32),
     ) -> Result<(), CudaError> {
-        assert_eq!(buffer.dtype(), DType::Bf16, "{buffer:?}");
+        assert_eq!(buffer.dtype(), self.element, "{buffer:?}");
         let (address, len) = (arena.address(buffer), buffer.len() as u64);
         // SAFETY: the parameters are those of `fill_random`, the range was checked.
         unsafe {

@@ -6,6 +6,8 @@
 //! GemmConfig::choose(shape)     tiles.rs     which tiles a product takes
 //! Gemm::new(config)             gemm.rs      one grouped product
 //! MoeLayer::new(desc)           layer.rs     forward, backward: a fixed list of launches (call.rs)
+//! Dense::new(shape)             dense.rs     a dense product, by cuBLASLt
+//! CudaDevice::new(ordinal)      device.rs    the layer as an op of `Device`
 //! inspect()                     doctor.rs    what this machine has and lacks
 //! ```
 //! No CUDA is needed to build this: the driver and NVRTC are loaded when first used. Nothing here
@@ -16,6 +18,8 @@
 
 mod call;
 mod compile;
+mod dense;
+mod device;
 mod doctor;
 mod driver;
 mod error;
@@ -28,6 +32,8 @@ mod tensor_map;
 mod tiles;
 
 pub use compile::{Compiler, Module, Source, default_cache_dir};
+pub use dense::{Dense, DenseShape};
+pub use device::CudaDevice;
 pub use doctor::{Inspection, inspect};
 pub use driver::{Arena, Event, Function, Gpu, Graph, Launch, PinnedBuffer, Stream};
 pub use error::CudaError;

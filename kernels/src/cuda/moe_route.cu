@@ -1,8 +1,7 @@
 // The router behind its product: choice, softmax or sigmoid, statistics, row order, backward.
 //
 // Host macros: EXPERTS, TOP_K, SIGMOID, NORM_TOP_K, GROUPS (0: any expert may be chosen),
-// GROUPS_KEPT, FP32 (gradients of logits are fp32, else bf16). T tokens, E experts, K choices,
-// R = T K rows.
+// GROUPS_KEPT, ELEMENT (of gradients of logits). T tokens, E experts, K choices, R = T K rows.
 // Nothing here uses atomics: every position and every sum has one order.
 constexpr int PER_LANE = (EXPERTS + 31) / 32;  // experts of a lane: lane, lane + 32, ...
 constexpr int WARPS = 8;
@@ -51,16 +50,17 @@ __device__ __forceinline__ u32 kept_groups(const float* choice, int lane) {
 }
 #endif
 
-// W f32 [len] = high + low, both bf16, which together keep 16 bits of it: high [len], then low.
+// W f32 [len] = high + low / LOW_SCALE, both elements, which together keep 16 bits of it (22 in
+// fp16): high [len], then low. Where high is infinite it tells, and low is 0.
 extern "C" __global__ void __launch_bounds__(256)
 route_split(const float* weights, u16* halves, int len) {
   const int i = blockIdx.x * 256 + threadIdx.x;
   if (i >= len) return;
   const float whole = weights[i];
-  const u16 high = to_bf16(whole);
-  const float rest = whole - bf16_to_float(high);
+  const u16 high = to_element(whole);
+  const float rest = whole - element_to_float(high);
   halves[i] = high;
-  halves[len + i] = isfinite(rest) ? to_bf16(rest) : 0;
+  halves[len + i] = isfinite(rest) ? to_element(rest * LOW_SCALE) : 0;
 }
 
 // A warp takes `tokens_a_warp` neighbouring tokens, a block eight warps' of them. ids ascending,
@@ -281,12 +281,12 @@ route_place(const int* ids, const float* weights, int slots, int slots_a_block,
   }
 }
 
-#if FP32
+#if ELEMENT == FP32
 typedef float Gradient;
 __device__ __forceinline__ float as_gradient(float x) { return x; }
 #else
 typedef u16 Gradient;
-__device__ __forceinline__ u16 as_gradient(float x) { return to_bf16(x); }
+__device__ __forceinline__ u16 as_gradient(float x) { return to_element(x); }
 #endif
 // One warp a token: ds partials [R][parts] -> dlogits [T][pitch], columns past E zero.
 // aux: E * aux_coef / T^2 times counts[e] is d(auxiliary loss) / d p; z = 2 z_coef / T.

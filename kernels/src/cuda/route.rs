@@ -3,6 +3,8 @@
 use super::compile::{Module, Source};
 use super::driver::{Function, Launch, Stream, parameters};
 use super::error::CudaError;
+use super::gemm::element_macro;
+use crate::buffer::DType;
 use crate::route::RouteGroups;
 
 /// Blocks of the choosing kernel at most: four a multiprocessor of an H200. Fixed, because the
@@ -23,8 +25,8 @@ pub(crate) struct RouteShape {
     pub norm_topk: bool,
     pub scale: f32,
     pub groups: Option<RouteGroups>,
-    /// Rows, and gradients of logits, are fp32, else bf16
-    pub fp32: bool,
+    /// Of rows and of gradients of logits
+    pub element: DType,
 }
 
 impl RouteShape {
@@ -36,7 +38,7 @@ impl RouteShape {
             ("NORM_TOP_K", usize::from(self.norm_topk)),
             ("GROUPS", self.groups.map_or(0, |groups| groups.count)),
             ("GROUPS_KEPT", self.groups.map_or(0, |groups| groups.kept)),
-            ("FP32", usize::from(self.fp32)),
+            ("ELEMENT", element_macro(self.element)),
         ];
         let label = format!("route {} of {}", self.top_k, self.experts);
         Source::new(label, arch, &macros, &[include_str!("moe_route.cu")])
@@ -44,7 +46,7 @@ impl RouteShape {
 
     pub(crate) fn rows_source(&self, arch: &'static str) -> Source {
         let label = format!("rows of {}", self.top_k);
-        let macros = [("TOP_K", self.top_k), ("FP32", usize::from(self.fp32))];
+        let macros = [("TOP_K", self.top_k), ("ELEMENT", element_macro(self.element))];
         Source::new(label, arch, &macros, &[include_str!("moe_rows.cu")])
     }
 
@@ -63,7 +65,7 @@ impl RouteShape {
 
     /// Elements in 16 bytes.
     fn chunk(&self) -> usize {
-        if self.fp32 { 4 } else { 8 }
+        16 / self.element.size()
     }
 
     /// Columns of the gradient of the logits: whole 16-byte chunks.
@@ -139,7 +141,7 @@ impl Router {
         })
     }
 
-    /// The `len` fp32 weights at `weights` as two bf16 halves each.
+    /// The `len` fp32 weights at `weights` as two elements each.
     pub(crate) fn split(
         &self,
         stream: &Stream,

@@ -9,14 +9,17 @@ use crate::route::RouteGroups;
 pub enum MoeActivation {
     Silu = 0,
     Relu = 1,
-    /// x * Phi(x), the exact one
+    /// x * Phi(x), the exact one; not on a CPU
     Gelu = 2,
+    /// The tanh form of it: `Activation::Gelu` of the CPU's ops
+    GeluTanh = 3,
 }
 
 /// A layer's shape and its meaning. See [`crate::Route`] for the router's.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MoeDesc {
-    /// What x, the experts' weights and all that lies between are of: bf16, or fp32 for checks
+    /// What x, the experts' weights and all that lies between are of: bf16, fp16, or fp32 for
+    /// checks. Sums are fp32. What fp16 cannot hold becomes infinite, so that an overflow is seen
     pub element: DType,
     pub tokens: usize,
     pub dim: usize,
@@ -34,7 +37,7 @@ pub struct MoeDesc {
     pub groups: Option<RouteGroups>,
     pub aux_coef: f64,
     pub z_coef: f64,
-    /// Expert weight gradients in bf16, or added to fp32
+    /// Expert weight gradients as elements, or added to fp32
     pub weight_gradients: Output,
 }
 
@@ -49,10 +52,19 @@ pub enum Refusal {
     TooLarge { what: &'static str, found: usize, max: usize },
     #[error("{kept} of {count} groups of {experts} experts: {reason}")]
     Groups { count: usize, kept: usize, experts: usize, reason: &'static str },
-    #[error("elements of {found:?}; layers are in bf16 or fp32")]
-    Element { found: DType },
-    #[error("weight gradients are stored as bf16 or added to fp32, not {found:?}")]
+    #[error("elements of {found:?}; {devices}")]
+    Element { found: DType, devices: &'static str },
+    #[error("weight gradients as {found:?}; a GPU stores or adds in fp32, a CPU stores")]
     Output { found: Output },
+    #[error("the activation {found:?}, which a CPU has not; GeluTanh it has")]
+    Activation { found: MoeActivation },
+}
+
+fn range(name: &'static str, found: usize, min: usize, max: usize) -> Result<(), Refusal> {
+    match (min..=max).contains(&found) {
+        true => Ok(()),
+        false => Err(Refusal::Range { name, found, min, max }),
+    }
 }
 
 impl MoeDesc {
@@ -81,10 +93,6 @@ impl MoeDesc {
     }
 
     pub fn check(&self) -> Result<(), Refusal> {
-        let range = |name, found, min, max| match (min..=max).contains(&found) {
-            true => Ok(()),
-            false => Err(Refusal::Range { name, found, min, max }),
-        };
         let aligned = |name, found: usize| match found.is_multiple_of(Self::ALIGNMENT) {
             true => Ok(()),
             false => Err(Refusal::Unaligned { name, found, multiple: Self::ALIGNMENT }),
@@ -93,14 +101,13 @@ impl MoeDesc {
             true => Ok(()),
             false => Err(Refusal::TooLarge { what, found: found as usize, max: max as usize }),
         };
-        if !matches!(self.element, DType::Bf16 | DType::F32) {
-            return Err(Refusal::Element { found: self.element });
+        if !matches!(self.element, DType::Bf16 | DType::F16 | DType::F32) {
+            let devices = "layers on a GPU are in bf16, fp16 or fp32";
+            return Err(Refusal::Element { found: self.element, devices });
         }
+        range("top_k", self.top_k, 1, Self::TOP_K_MAX)?;
         range("experts", self.experts, 1, Self::EXPERTS_MAX)?;
-        range("top_k", self.top_k, 1, Self::TOP_K_MAX.min(self.experts))?;
-        range("tokens", self.tokens, 1, 1 << 30)?;
-        range("dim", self.dim, Self::ALIGNMENT, 1 << 20)?;
-        range("hidden", self.hidden, Self::ALIGNMENT, 1 << 20)?;
+        self.check_counts()?;
         aligned("dim", self.dim)?;
         aligned("hidden", self.hidden)?;
         let product = |a: usize, b: usize| a as u128 * b as u128;
@@ -108,11 +115,20 @@ impl MoeDesc {
         counted("routed rows", product(self.tokens, self.top_k), 1 << 30)?;
         let w1 = product(self.experts, self.width().max(self.dim));
         counted("rows of the stacked weights", w1, i32::MAX as u128)?;
-        self.check_groups()?;
         match self.weight_gradients {
-            Output::Bf16 | Output::F32Accumulate => Ok(()),
+            Output::Element | Output::F32Accumulate => Ok(()),
             found => Err(Refusal::Output { found }),
         }
+    }
+
+    /// What every device asks of a layer.
+    pub(crate) fn check_counts(&self) -> Result<(), Refusal> {
+        range("experts", self.experts, 1, 1 << 20)?;
+        range("top_k", self.top_k, 1, self.experts)?;
+        range("tokens", self.tokens, 1, 1 << 30)?;
+        range("dim", self.dim, 1, 1 << 20)?;
+        range("hidden", self.hidden, 1, 1 << 20)?;
+        self.check_groups()
     }
 
     fn check_groups(&self) -> Result<(), Refusal> {
@@ -137,7 +153,7 @@ impl MoeDesc {
             norm_topk: self.norm_topk,
             scale: self.scale,
             groups: self.groups,
-            fp32: self.element == DType::F32,
+            element: self.element,
         }
     }
 

@@ -1,4 +1,5 @@
-//! Descriptions of bf16 matrices for Hopper's copy engine.
+//! Descriptions of matrices of 16-bit elements for Hopper's copy engine, which moves them whatever
+//! they mean.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -7,7 +8,7 @@ use cudarc::driver::sys;
 
 use super::error::{CudaError, Doing};
 
-/// A row-major bf16 matrix: address, rows, columns (all rows follow each other).
+/// A row-major matrix of 16-bit elements: address, rows, columns (all rows follow each other).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Matrix {
     pub address: u64,
@@ -63,7 +64,7 @@ fn encode(
     unsafe {
         sys::cuTensorMapEncodeTiled(
             map.as_mut_ptr(),
-            sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_UINT16,
             dims.len() as u32,
             matrix.address as *mut c_void,
             dims.as_ptr(),

@@ -7,7 +7,7 @@ use moejob_kernels::cuda::{
 };
 use moejob_kernels::{ArenaPlan, Buffer, DType};
 
-/// A gated layer with softmax scores, no losses and gradients in bf16.
+/// A gated layer with softmax scores, no losses and gradients in elements.
 pub fn desc(
     tokens: usize,
     dim: usize,
@@ -30,7 +30,7 @@ pub fn desc(
         groups: None,
         aux_coef: 0.0,
         z_coef: 0.0,
-        weight_gradients: Output::Bf16,
+        weight_gradients: Output::Element,
     }
 }
 
@@ -64,7 +64,7 @@ impl Bed {
             down: elements(experts * dim * hidden),
         };
         let [dout, out, dx] = [(); 3].map(|()| elements(tokens * dim));
-        let kind = if desc.weight_gradients == Output::Bf16 { desc.element } else { DType::F32 };
+        let kind = if desc.weight_gradients == Output::Element { desc.element } else { DType::F32 };
         let gradients = Gradients {
             router: plan.alloc(DType::F32, experts * dim),
             up: plan.alloc(kind, experts * desc.width() * dim),

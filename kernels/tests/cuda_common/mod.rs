@@ -6,7 +6,7 @@ pub mod bed;
 use half::bf16;
 use moejob_kernels::cuda::{MoeActivation, MoeDesc};
 
-/// Reproducible, roughly normal, already rounded to bf16.
+/// Reproducible, roughly normal, already rounded to bf16, zero where fp16 would round once more.
 pub fn normal(seed: u64, len: usize, scale: f64) -> Vec<bf16> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut uniform = || {
@@ -16,7 +16,8 @@ pub fn normal(seed: u64, len: usize, scale: f64) -> Vec<bf16> {
         (state >> 11) as f64 / (1_u64 << 53) as f64
     };
     let mut next = || (0..4).map(|_| uniform()).sum::<f64>() - 2.0;
-    (0..len).map(|_| bf16::from_f64(next() * 1.732 * scale)).collect()
+    let both = |x: f64| if x.abs() < f64::from(2_f32.powi(-16)) { 0.0 } else { x };
+    (0..len).map(|_| bf16::from_f64(both(next() * 1.732 * scale))).collect()
 }
 
 pub fn wide(values: &[bf16]) -> Vec<f64> {
@@ -106,6 +107,12 @@ fn activation(kind: MoeActivation, x: f64) -> (f64, f64) {
             let phi = 0.5 * (1.0 + erf(x * std::f64::consts::FRAC_1_SQRT_2));
             let density = (-0.5 * x * x).exp() / (2.0 * std::f64::consts::PI).sqrt();
             (x * phi, phi + x * density)
+        }
+        MoeActivation::GeluTanh => {
+            let factor = (8.0 / std::f64::consts::PI).sqrt();
+            let s = 1.0 / (1.0 + (-factor * (x + 0.044715 * x * x * x)).exp());
+            let inner = factor * (1.0 + 3.0 * 0.044715 * x * x);
+            (x * s, s + x * s * (1.0 - s) * inner)
         }
     }
 }

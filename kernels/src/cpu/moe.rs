@@ -1,0 +1,297 @@
+//! The mixture layer of one rank, from the ops that it consists of.
+
+use crate::buffer::{ArenaPlan, Buffer, DType};
+use crate::cuda::{MoeActivation, MoeDesc, Output, Refusal, Saved};
+use crate::device::Device;
+use crate::experts::{
+    Activation, ExpertsDgrad, ExpertsDown, ExpertsDownBackward, ExpertsDownWgrad, ExpertsUp,
+    ExpertsUpWgrad,
+};
+use crate::matmul::{Layout, Matmul};
+use crate::moe::{MoeBackward, MoeForward, MoePlan};
+use crate::place::{Combine, GatherRows, Place, ScatterRows, ScatterSum};
+use crate::route::{Route, RouteBackward, Scoring};
+
+/// Ranges of the workspace: forward's, then backward's, which need not outlive each other.
+struct Scratch {
+    bytes: usize,
+    y: Buffer,
+    ds: Buffer,
+    dweights: Buffer,
+    dlogits: Buffer,
+    dh: Buffer,
+    scaled_a: Buffer,
+    dx_rows: Buffer,
+}
+
+impl Scratch {
+    fn new(desc: &MoeDesc) -> Scratch {
+        let (rows, element) = (desc.rows(), desc.element);
+        let mut forward = ArenaPlan::new();
+        let y = forward.alloc(element, rows * desc.dim);
+        let mut backward = ArenaPlan::new();
+        let mut alloc = |len| backward.alloc(element, len);
+        let (ds, dweights) = (alloc(rows), alloc(rows));
+        let dlogits = alloc(desc.tokens * desc.experts);
+        let (dh, scaled_a) = (alloc(rows * desc.width()), alloc(rows * desc.hidden));
+        let dx_rows = alloc(rows * desc.dim);
+        let bytes = forward.bytes().max(backward.bytes());
+        Scratch { bytes, y, ds, dweights, dlogits, dh, scaled_a, dx_rows }
+    }
+
+    /// The same ranges where `workspace` lies.
+    fn within(desc: &MoeDesc, workspace: Buffer) -> Scratch {
+        let whole = Scratch::new(desc);
+        let at = |range: Buffer| {
+            workspace.slice(range.offset(), range.bytes()).reinterpret(range.dtype())
+        };
+        let Scratch { bytes, y, ds, dweights, dlogits, dh, scaled_a, dx_rows } = whole;
+        Scratch {
+            bytes,
+            y: at(y),
+            ds: at(ds),
+            dweights: at(dweights),
+            dlogits: at(dlogits),
+            dh: at(dh),
+            scaled_a: at(scaled_a),
+            dx_rows: at(dx_rows),
+        }
+    }
+}
+
+pub(crate) fn plan(desc: &MoeDesc, plan: &mut ArenaPlan) -> Result<MoePlan, Refusal> {
+    check(desc)?;
+    let MoeDesc { tokens, experts, element, .. } = *desc;
+    let rows = desc.rows();
+    let saved = Saved {
+        h: plan.alloc(element, rows * desc.width()),
+        a: plan.alloc(element, rows * desc.hidden),
+        logits: plan.alloc(element, tokens * experts),
+        probs: plan.alloc(element, tokens * experts),
+        lse: plan.alloc(element, tokens),
+        ids: plan.alloc(DType::U32, rows),
+        weights: plan.alloc(element, rows),
+        counts: plan.alloc(DType::U32, experts),
+        offsets: plan.alloc(DType::U32, experts + 1),
+        order: plan.alloc(DType::U32, 0),
+        rows: plan.alloc(DType::U32, rows),
+        pos: plan.alloc(DType::U32, rows),
+        row_weights: plan.alloc(element, rows),
+        prob_sums: plan.alloc(DType::F64, experts),
+        losses: plan.alloc(DType::F64, 2),
+        router_halves: plan.alloc(element, 0),
+    };
+    Ok(MoePlan { saved, workspace_bytes: Scratch::new(desc).bytes })
+}
+
+fn check(desc: &MoeDesc) -> Result<(), Refusal> {
+    if !matches!(desc.element, DType::F32 | DType::F64) {
+        let devices = "a CPU computes in F32 or F64";
+        return Err(Refusal::Element { found: desc.element, devices });
+    }
+    if desc.activation == MoeActivation::Gelu {
+        return Err(Refusal::Activation { found: desc.activation });
+    }
+    if desc.weight_gradients != Output::Element {
+        return Err(Refusal::Output { found: desc.weight_gradients });
+    }
+    desc.check_counts()
+}
+
+fn activation(desc: &MoeDesc) -> Activation {
+    match desc.activation {
+        MoeActivation::Silu => Activation::Silu,
+        MoeActivation::Relu => Activation::Relu,
+        MoeActivation::GeluTanh => Activation::Gelu,
+        MoeActivation::Gelu => panic!("`plan` refuses {:?} on a CPU", desc.activation),
+    }
+}
+
+fn scoring(desc: &MoeDesc) -> Scoring {
+    if desc.sigmoid { Scoring::Sigmoid } else { Scoring::Softmax }
+}
+
+/// Each expert's [rows, cols] of what lies stacked.
+fn each(stacked: Buffer, desc: &MoeDesc, rows: usize, cols: usize) -> Vec<Buffer> {
+    assert_eq!(stacked.len(), desc.experts * rows * cols, "{stacked:?}");
+    (0..desc.experts).map(|e| stacked.slice(e * rows * cols, rows * cols)).collect()
+}
+
+/// Each expert's gate (none if not gated) and up of [E, W, D].
+fn gate_and_up(stacked: Buffer, desc: &MoeDesc) -> (Vec<Buffer>, Vec<Buffer>) {
+    let size = desc.hidden * desc.dim;
+    let both = each(stacked, desc, desc.width(), desc.dim);
+    if !desc.gated {
+        return (Vec::new(), both);
+    }
+    both.iter().map(|both| (both.slice(0, size), both.slice(size, size))).unzip()
+}
+
+pub(crate) fn forward(device: &mut Device, op: &MoeForward) {
+    let MoeForward { ref desc, ref tensors, out } = *op;
+    let MoeDesc { tokens, dim, hidden, experts, top_k, .. } = *desc;
+    let (saved, x) = (&tensors.saved, tensors.x);
+    let scratch = Scratch::within(desc, tensors.workspace);
+    device.matmul(&Matmul {
+        layout: Layout::Nt,
+        m: tokens,
+        n: experts,
+        k: dim,
+        accumulate: false,
+        a: x,
+        b: tensors.weights.router,
+        c: saved.logits,
+    });
+    device.route(&Route {
+        tokens,
+        experts,
+        top_k,
+        scoring: scoring(desc),
+        norm_topk: desc.norm_topk,
+        scale: f64::from(desc.scale),
+        groups: desc.groups,
+        logits: saved.logits,
+        bias: tensors.weights.bias,
+        probs: saved.probs,
+        lse: saved.lse,
+        ids: saved.ids,
+        weights: saved.weights,
+        counts: saved.counts,
+        prob_sums: saved.prob_sums,
+        losses: saved.losses,
+    });
+    let Saved { ids, counts, offsets, rows, pos, weights, .. } = *saved;
+    device.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
+    let (rows_in_all, y) = (desc.rows(), saved.row_weights);
+    device.scatter_rows(&ScatterRows { rows: rows_in_all, dim: 1, x: weights, index: pos, y });
+    let (w_gate, w_up) = gate_and_up(tensors.weights.up, desc);
+    device.experts_up(&ExpertsUp {
+        dim,
+        hidden,
+        sources: 1,
+        activation: activation(desc),
+        gated: desc.gated,
+        x,
+        row_index: rows,
+        offsets,
+        w_gate: &w_gate,
+        w_up: &w_up,
+        h: saved.h,
+        a: saved.a,
+    });
+    let w_down = each(tensors.weights.down, desc, dim, hidden);
+    let (a, y) = (saved.a, scratch.y);
+    device.experts_down(&ExpertsDown { dim, hidden, sources: 1, a, offsets, w_down: &w_down, y });
+    device.combine(&Combine { tokens, top_k, dim, y, pos, weights, residual: None, out });
+}
+
+pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
+    let MoeBackward { ref desc, ref tensors, dout, dx, ref gradients } = *op;
+    let MoeDesc { tokens, dim, hidden, experts, top_k, .. } = *desc;
+    let Saved { offsets, rows, pos, h, a, .. } = tensors.saved;
+    let scratch = Scratch::within(desc, tensors.workspace);
+    let (dh, a_scaled, dx_rows) = (scratch.dh, scratch.scaled_a, scratch.dx_rows);
+    let gated = desc.gated;
+    device.experts_down_backward(&ExpertsDownBackward {
+        dim,
+        hidden,
+        sources: 1,
+        activation: activation(desc),
+        gated,
+        dy: dout,
+        row_index: rows,
+        offsets,
+        w_down: &each(tensors.weights.down, desc, dim, hidden),
+        h,
+        a,
+        s: tensors.saved.row_weights,
+        ds: scratch.ds,
+        dh,
+        a_scaled,
+    });
+    route_backward(device, op, &scratch);
+    device.experts_down_wgrad(&ExpertsDownWgrad {
+        dim,
+        hidden,
+        sources: 1,
+        dy: dout,
+        row_index: rows,
+        offsets,
+        a_scaled,
+        dw_down: &each(gradients.down, desc, dim, hidden),
+    });
+    let (w_gate, w_up) = gate_and_up(tensors.weights.up, desc);
+    device.experts_dgrad(&ExpertsDgrad {
+        dim,
+        hidden,
+        sources: 1,
+        gated,
+        dh,
+        offsets,
+        w_gate: &w_gate,
+        w_up: &w_up,
+        dx: dx_rows,
+    });
+    let (accumulate, x) = (true, dx_rows);
+    device.scatter_sum(&ScatterSum { tokens, top_k, dim, accumulate, x, pos, out: dx });
+    let (dw_gate, dw_up) = gate_and_up(gradients.up, desc);
+    device.experts_up_wgrad(&ExpertsUpWgrad {
+        dim,
+        hidden,
+        sources: 1,
+        gated,
+        x: tensors.x,
+        row_index: rows,
+        offsets,
+        dh,
+        dw_gate: &dw_gate,
+        dw_up: &dw_up,
+    });
+    device.matmul(&Matmul {
+        layout: Layout::Tn,
+        m: experts,
+        n: dim,
+        k: tokens,
+        accumulate: false,
+        a: scratch.dlogits,
+        b: tensors.x,
+        c: gradients.router,
+    });
+}
+
+/// From <da', a> of each row to the gradient of the logits, and what it adds to dx.
+fn route_backward(device: &mut Device, op: &MoeBackward, scratch: &Scratch) {
+    let MoeBackward { ref desc, ref tensors, dx, .. } = *op;
+    let MoeDesc { tokens, dim, experts, top_k, .. } = *desc;
+    let saved = &tensors.saved;
+    let Scratch { ds, dweights, dlogits, .. } = *scratch;
+    let (rows, index) = (desc.rows(), saved.pos);
+    device.gather_rows(&GatherRows { rows, dim: 1, x: ds, index, y: dweights });
+    device.route_backward(&RouteBackward {
+        tokens,
+        experts,
+        top_k,
+        scoring: scoring(desc),
+        norm_topk: desc.norm_topk,
+        scale: f64::from(desc.scale),
+        aux_coef: desc.aux_coef,
+        z_coef: desc.z_coef,
+        logits: saved.logits,
+        probs: saved.probs,
+        lse: saved.lse,
+        ids: saved.ids,
+        counts: saved.counts,
+        dweights,
+        dlogits,
+    });
+    device.matmul(&Matmul {
+        layout: Layout::Nn,
+        m: tokens,
+        n: dim,
+        k: experts,
+        accumulate: false,
+        a: dlogits,
+        b: tensors.weights.router,
+        c: dx,
+    });
+}

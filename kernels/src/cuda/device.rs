@@ -1,0 +1,133 @@
+//! A GPU as a [`crate::Device`]: one arena, one stream, the kernels of its layers.
+
+use std::sync::OnceLock;
+
+use super::compile::{Compiler, default_cache_dir};
+use super::driver::{Arena, Gpu, Stream};
+use super::error::CudaError;
+use super::layer::{LayerError, MoeLayer};
+use super::shape::MoeDesc;
+use crate::buffer::{ArenaPlan, Buffer, Element};
+use crate::moe::{MoeBackward, MoeForward, MoePlan};
+
+/// The memory and the kernels of one rank on a GPU.
+///
+/// Ops enqueue and cannot fail at once. The first failure is kept, later ops do nothing, and
+/// [`CudaDevice::finish`] tells: results that were read before it say nothing.
+#[derive(Debug)]
+pub struct CudaDevice {
+    compiler: Compiler,
+    stream: Stream,
+    arena: Arena,
+    layers: Vec<MoeLayer>,
+    failure: OnceLock<LayerError>,
+}
+
+impl CudaDevice {
+    /// GPU `ordinal` with an arena of `arena_bytes`, all bits zero, in its memory.
+    pub fn new(ordinal: usize, arena_bytes: usize) -> Result<CudaDevice, CudaError> {
+        let gpu = Gpu::open(ordinal)?;
+        let compiler = Compiler::new(&gpu, default_cache_dir())?;
+        let (stream, arena) = (gpu.stream()?, Arena::new(&gpu, arena_bytes)?);
+        let mut all = ArenaPlan::new();
+        arena.fill_bytes(&stream, all.alloc(crate::DType::U8, arena_bytes), 0)?;
+        stream.synchronize()?;
+        Ok(CudaDevice { compiler, stream, arena, layers: Vec::new(), failure: OnceLock::new() })
+    }
+
+    pub fn gpu(&self) -> &Gpu {
+        self.compiler.gpu()
+    }
+
+    /// Waits for everything enqueued; the first failure since the device was made.
+    pub fn finish(&self) -> Result<(), &LayerError> {
+        self.attempt(|| Ok(self.stream.synchronize()?));
+        self.failure.get().map_or(Ok(()), Err)
+    }
+
+    /// Does nothing after a failure; keeps one. Threads that never saw this GPU enter it here.
+    fn attempt(&self, enqueue: impl FnOnce() -> Result<(), LayerError>) {
+        if self.failure.get().is_some() {
+            return;
+        }
+        let entered = self.gpu().make_current().map_err(LayerError::from);
+        if let Err(error) = entered.and_then(|()| enqueue()) {
+            // Another thread may have been first; one failure is enough.
+            let _ = self.failure.set(error);
+        }
+    }
+
+    pub(crate) fn write<E: Element>(&self, buffer: Buffer, from: &[E]) {
+        self.attempt(|| {
+            self.stream.synchronize()?;
+            Ok(self.arena.write(buffer, from)?)
+        });
+    }
+
+    /// After a failure `into` stays as it is.
+    pub(crate) fn read<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
+        self.attempt(|| {
+            self.stream.synchronize()?;
+            Ok(self.arena.read_into(buffer, into)?)
+        });
+    }
+
+    pub(crate) fn copy(&self, from: Buffer, to: Buffer) {
+        self.attempt(|| Ok(self.arena.copy(&self.stream, from, to)?));
+    }
+
+    pub(crate) fn fill_zero(&self, buffer: Buffer) {
+        self.attempt(|| Ok(self.arena.fill_bytes(&self.stream, buffer, 0)?));
+    }
+
+    /// The layer of `desc`, its kernels compiled and loaded.
+    fn layer(&mut self, desc: &MoeDesc) -> Result<usize, LayerError> {
+        if let Some(at) = self.layers.iter().position(|layer| layer.desc() == desc) {
+            return Ok(at);
+        }
+        self.layers.push(MoeLayer::new(&self.compiler, *desc, &|_, _| ())?);
+        Ok(self.layers.len() - 1)
+    }
+
+    pub(crate) fn moe_plan(
+        &mut self,
+        desc: &MoeDesc,
+        plan: &mut ArenaPlan,
+    ) -> Result<MoePlan, LayerError> {
+        self.gpu().make_current()?;
+        let at = self.layer(desc)?;
+        let layer = &self.layers[at];
+        let saved = layer.plan_saved(plan);
+        Ok(MoePlan { saved, workspace_bytes: layer.workspace_bytes() })
+    }
+
+    /// `op` on the layer of `desc`, which may have to be made: kernels are made once.
+    fn on_layer(
+        &mut self,
+        desc: &MoeDesc,
+        op: impl FnOnce(&MoeLayer, &Stream, &Arena) -> Result<(), CudaError>,
+    ) {
+        let at = match self.layer(desc) {
+            Ok(at) => at,
+            Err(error) => return self.attempt(|| Err(error)),
+        };
+        self.attempt(|| Ok(op(&self.layers[at], &self.stream, &self.arena)?));
+    }
+
+    pub(crate) fn moe_forward(&mut self, op: &MoeForward) {
+        self.on_layer(&op.desc, |layer, stream, arena| {
+            layer.forward(stream, arena, &op.tensors, op.out)
+        });
+    }
+
+    pub(crate) fn moe_backward(&mut self, op: &MoeBackward) {
+        self.on_layer(&op.desc, |layer, stream, arena| {
+            layer.backward(stream, arena, &op.tensors, op.dout, op.dx, &op.gradients)
+        });
+    }
+
+    /// An op of the rest of a transformer's step, which the GPU does not have yet.
+    pub(crate) fn lacks(&self, op: &str) -> ! {
+        panic!("{} has no op `{op}` yet; Device::cpu has it", self.gpu().name())
+    }
+}

@@ -1,0 +1,162 @@
+//! The mixture layer as an op: one test body, every device and every kind of element, against
+//! float64.
+
+mod cuda_common;
+
+use cuda_common::bed::desc;
+use cuda_common::{Inputs, error, reference};
+use half::{bf16, f16};
+use moejob_kernels::cuda::{Gradients, MoeActivation, MoeDesc, MoeTensors, Output, Weights};
+use moejob_kernels::{ArenaPlan, Buffer, DType, Device, MoeBackward, MoeForward, RouteGroups};
+
+/// Memory of the device under test; shapes here are small.
+const ARENA_BYTES: usize = 64 << 20;
+
+/// Writes numbers as what the buffer holds.
+fn write(device: &mut Device, buffer: Buffer, values: &[f64]) {
+    match buffer.dtype() {
+        DType::F64 => device.write(buffer, values),
+        DType::F32 => device.write(buffer, &map(values, |x| x as f32)),
+        DType::Bf16 => device.write(buffer, &map(values, bf16::from_f64)),
+        DType::F16 => device.write(buffer, &map(values, f16::from_f64)),
+        other => panic!("{other:?} is no float"),
+    }
+}
+
+fn read(device: &Device, buffer: Buffer) -> Vec<f64> {
+    match buffer.dtype() {
+        DType::F64 => device.read_vec(buffer),
+        DType::F32 => device.read_vec::<f32>(buffer).into_iter().map(f64::from).collect(),
+        DType::Bf16 => device.read_vec::<bf16>(buffer).into_iter().map(f64::from).collect(),
+        DType::F16 => device.read_vec::<f16>(buffer).into_iter().map(f64::from).collect(),
+        other => panic!("{other:?} is no float"),
+    }
+}
+
+fn map<T>(values: &[f64], as_element: impl Fn(f64) -> T) -> Vec<T> {
+    values.iter().map(|x| as_element(*x)).collect()
+}
+
+fn doubles<T: Copy>(values: &[T]) -> Vec<f64>
+where
+    f64: From<T>,
+{
+    values.iter().map(|x| f64::from(*x)).collect()
+}
+
+/// Forward and backward of `desc` on `device`, its outputs against float64.
+fn check(name: &str, device: &mut Device, desc: MoeDesc) {
+    let MoeDesc { tokens, dim, hidden, experts, element, .. } = desc;
+    let inputs = Inputs::new(&desc, &|e| e as f64 * -0.2);
+    let mut plan = ArenaPlan::new();
+    let planned = device.moe_plan(&desc, &mut plan).expect("the device has such a layer");
+    let workspace = plan.alloc(DType::U8, planned.workspace_bytes);
+    let router = plan.alloc(desc.router_element(), experts * dim);
+    let mut elements = |len| plan.alloc(element, len);
+    let (x, up) = (elements(tokens * dim), elements(experts * desc.width() * dim));
+    let (down, dout) = (elements(experts * dim * hidden), elements(tokens * dim));
+    let (out, dx) = (elements(tokens * dim), elements(tokens * dim));
+    let (dw_up, dw_down) = (elements(up.len()), elements(down.len()));
+    let dw_router = plan.alloc(desc.router_element(), experts * dim);
+    assert!(plan.bytes() <= ARENA_BYTES, "{name} needs {} bytes", plan.bytes());
+    let weights = Weights { router, bias: None, up, down };
+    let gradients = Gradients { router: dw_router, up: dw_up, down: dw_down };
+    // Everything that is not an input starts as NaN and as an index out of any bounds.
+    let poison = vec![0xff_u8; plan.bytes()];
+    let mut all = ArenaPlan::new();
+    device.write(all.alloc(DType::U8, plan.bytes()), &poison);
+    for (buffer, values) in [
+        (x, doubles(&inputs.x)),
+        (router, doubles(&inputs.w_router)),
+        (up, doubles(&inputs.w_up)),
+        (down, doubles(&inputs.w_down)),
+        (dout, doubles(&inputs.dout)),
+    ] {
+        write(device, buffer, &values);
+    }
+    let tensors = MoeTensors { x, weights, saved: planned.saved, workspace };
+    device.moe_forward(&MoeForward { desc, tensors, out });
+    device.moe_backward(&MoeBackward { desc, tensors, dout, dx, gradients });
+    device.finish().expect("the layer ran");
+    let ids: Vec<u32> = device.read_vec(planned.saved.ids);
+    let expected = reference(&desc, &inputs, &ids);
+    let (routed, products) = match element {
+        DType::F64 => (1e-12, 1e-12),
+        DType::F32 => (1e-5, 1e-5),
+        DType::F16 => (1e-5, 4e-3),
+        _ => (1e-5, 2e-2),
+    };
+    for (what, buffer, expected, limit) in [
+        ("weights", planned.saved.weights, &expected.weights, routed),
+        ("losses", planned.saved.losses, &expected.losses.to_vec(), routed),
+        ("out", out, &expected.out, products),
+        ("dx", dx, &expected.dx, products),
+        ("dw_down", dw_down, &expected.dw_down, products),
+        ("dw_up", dw_up, &expected.dw_up, products),
+        ("dw_router", dw_router, &expected.dw_router, products),
+    ] {
+        let found = error(&read(device, buffer), expected);
+        // Written so that an error which is no number fails.
+        assert!(found <= limit, "{name} in {element:?}: {what} differs by {found:.2e}");
+    }
+    device.finish().expect("the copies ran");
+}
+
+/// Gated, of two matrices, in groups, with losses, an expert without a token.
+fn check_all(device: &mut Device, element: DType) {
+    let base = MoeDesc { element, ..desc(97, 128, 64, 6, 2) };
+    check("gated", device, base);
+    let relu = MoeDesc { activation: MoeActivation::Relu, gated: false, ..base };
+    check("relu of two matrices", device, relu);
+    let gelu = MoeDesc { activation: MoeActivation::GeluTanh, gated: false, ..base };
+    check("gelu of two matrices", device, gelu);
+    let losses = MoeDesc { aux_coef: 2.0, z_coef: 1.0, scale: 1.5, norm_topk: false, ..base };
+    check("losses", device, losses);
+    let groups = Some(RouteGroups { count: 3, kept: 2 });
+    check("sigmoid in groups", device, MoeDesc { sigmoid: true, groups, ..losses });
+    check("every expert, one token", device, MoeDesc { tokens: 1, top_k: 6, ..base });
+}
+
+#[test]
+fn on_a_cpu() {
+    for element in [DType::F64, DType::F32] {
+        check_all(&mut Device::cpu(2, ARENA_BYTES).expect("a CPU"), element);
+    }
+}
+
+#[test]
+fn on_a_gpu() {
+    for element in [DType::Bf16, DType::F16, DType::F32] {
+        match Device::cuda(0, ARENA_BYTES) {
+            Ok(mut device) => check_all(&mut device, element),
+            Err(error) => return eprintln!("skipped: on_a_gpu: no CUDA device: {error}"),
+        }
+    }
+}
+
+#[test]
+fn a_cpu_says_what_it_has_not() {
+    let mut device = Device::cpu(1, 1 << 20).expect("a CPU");
+    let base = MoeDesc { element: DType::F32, ..desc(10, 20, 30, 4, 2) };
+    let gelu = MoeActivation::Gelu;
+    for (desc, expected) in [
+        (
+            MoeDesc { element: DType::Bf16, ..base },
+            "elements of Bf16; a CPU computes in F32 or F64",
+        ),
+        (MoeDesc { top_k: 5, ..base }, "top_k is 5; it must be between 1 and 4"),
+        (
+            MoeDesc { activation: gelu, ..base },
+            "the activation Gelu, which a CPU has not; GeluTanh it has",
+        ),
+        (
+            MoeDesc { weight_gradients: Output::F32Accumulate, ..base },
+            "weight gradients as F32Accumulate; a GPU stores or adds in fp32, a CPU stores",
+        ),
+    ] {
+        let error = device.moe_plan(&desc, &mut ArenaPlan::new()).expect_err(expected);
+        let source = std::error::Error::source(&error).expect("the refusal").to_string();
+        assert_eq!(source, expected);
+    }
+    device.moe_plan(&base, &mut ArenaPlan::new()).expect("any sizes are fine on a CPU");
+}
