@@ -42,6 +42,8 @@ pub enum EvalError {
     Weights(#[from] Refusal),
     #[error(transparent)]
     Data(#[from] DataError),
+    #[error("the data have {found} tokens, a sequence of {length} needs {}", length + 1)]
+    TooSmall { found: u64, length: u32 },
     #[error("the device cannot be made")]
     Device(#[from] KernelError),
     #[error("the group of one rank failed")]
@@ -117,7 +119,12 @@ pub fn evaluate(
     let batch = (together / u64::from(sequence_length)).max(1) as u32;
     let training = training(sequence_length, batch);
     let one = TrainingConfig { global_batch_size: 1, micro_batch_size: 1, ..training.clone() };
-    let mut corpus = Corpus::open(data, &one, config.vocab_size)?;
+    let mut corpus = match Corpus::open(data, &one, config.vocab_size) {
+        Err(DataError::TooSmall { found, .. }) => {
+            return Err(EvalError::TooSmall { found, length: sequence_length });
+        }
+        opened => opened?,
+    };
     let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
     let mut model = Model::new(config, &layout, 0, &training, threads)?;
     load(weights, &mut model)?;

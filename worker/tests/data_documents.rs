@@ -3,6 +3,7 @@
 mod common;
 
 use moe_worker::comm::Comm;
+use moe_worker::data::{Batch, Corpus};
 use moe_worker::dispatch::{Round, Source};
 use moe_worker::model::Model;
 use moe_worker::snapshot::initialize;
@@ -91,13 +92,55 @@ fn mixed(layout: Layout) -> common::Job {
     job
 }
 
+/// Whoever computes which part of a step: its sequences, and where their documents begin, are a
+/// function of the step, three of four from the text.
+#[test]
+fn a_mixtures_batches_do_not_depend_on_how_a_step_is_cut() {
+    let job = mixed(Layout::contiguous(Mesh::data_parallel(1, 1)));
+    let steps = |micro_batch: u32| -> Vec<Batch> {
+        let mut training = job.config.training.clone();
+        (training.global_batch_size, training.micro_batch_size) = (12, micro_batch);
+        let mut corpus = Corpus::open(&job.config.data, &training, 256).expect("two sources");
+        let size = (micro_batch * training.sequence_length) as usize;
+        let mut whole = |step: u64| {
+            let mut all = Batch { starts: Some(Vec::new()), ..Batch::default() };
+            for index in 0..12 / micro_batch {
+                let mut batch = Batch::new(size);
+                corpus.fill_micro_batch(step, index, &mut batch).expect("the step's sequences");
+                all.ids.extend(batch.ids);
+                all.targets.extend(batch.targets);
+                let starts = batch.starts.expect("documents are kept apart");
+                all.starts.as_mut().expect("a list").extend(starts);
+            }
+            all
+        };
+        (0..40).map(&mut whole).collect()
+    };
+    let whole = steps(12);
+    for micro_batch in [1, 3, 4] {
+        assert_eq!(steps(micro_batch), whole, "{micro_batch} sequences at once");
+    }
+    let starts = whole.iter().filter_map(|batch| batch.starts.as_ref()).flatten();
+    assert!(starts.filter(|start| **start > 0).count() > 100, "documents begin within sequences");
+    // Lines of JSON have the word `line`, which the text has not.
+    let rows = whole.iter().flat_map(|batch| batch.ids.chunks(16));
+    let (mut lines, mut texts) = (0, 0);
+    for row in rows {
+        let row: Vec<u8> = row.iter().map(|id| *id as u8).collect();
+        let is_line = row.windows(5).any(|part| part == b"words" || part == b"line ");
+        *(if is_line { &mut lines } else { &mut texts }) += 1;
+    }
+    assert_eq!(lines + texts, 480);
+    assert!((100..=130).contains(&lines), "{lines} of 480 sequences are of the second source");
+}
+
 #[test]
 fn a_mixture_trains_to_the_same_bits_on_any_number_of_ranks() {
     let alone = mixed(Layout::contiguous(Mesh::data_parallel(1, 1)));
     let (_, expected) = alone.run(&mut common::trainers(1), None);
     assert_eq!(expected.len(), 10);
     assert!(expected.iter().any(|report| report.validation_loss.is_some()));
-    for (dp, ep) in [(2, 1), (2, 2), (3, 1)] {
+    for (dp, ep) in [(2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (4, 4)] {
         let job = mixed(Layout::contiguous(Mesh::data_parallel(dp, ep)));
         let (_, reports) = job.run(&mut common::trainers(dp), None);
         assert_eq!(common::bits(&reports), common::bits(&expected), "{dp} ranks, ep {ep}");

@@ -434,6 +434,20 @@ fn tokens_made_ahead_are_the_same_after_any_interruption() {
 }
 
 #[test]
+fn nothing_is_made_of_nothing() {
+    let folder = tempfile::tempdir().expect("a folder");
+    write(folder.path(), "many.jsonl", &b"{\"text\":\"\"}\n".repeat(9));
+    write(folder.path(), "tokenizer.json", word_tokenizer(&WORDS).as_bytes());
+    for layout in [Layout::Megatron, Layout::Flat] {
+        let mut job = prepare(folder.path(), "out", layout, 1);
+        job.recipe.end_of_document = None;
+        assert!(matches!(job.run(&mut |_| ()), Err(PrepareError::Nothing)));
+    }
+    let left = std::fs::read_dir(folder.path()).expect("a folder").count();
+    assert_eq!(left, 2, "something was left");
+}
+
+#[test]
 fn a_state_of_another_run_is_refused() {
     let folder = tempfile::tempdir().expect("a folder");
     let folder = folder.path();

@@ -171,7 +171,7 @@ fn bad_lines_are_refused_by_line_and_column() {
     let folder = tempfile::tempdir().expect("a folder");
     let good = b"{\"text\":\"enough of it\"}\n".repeat(20);
     let after = |line: &[u8]| [&good[..], line].concat();
-    let cases: [(&str, Vec<u8>, &str); 17] = [
+    let cases: [(&str, Vec<u8>, &str); 19] = [
         ("a.jsonl", after(b"{\"text\":\"\xc3\x28\"}\n"), "line 21, column 10: bytes that are no"),
         ("a.jsonl", after(b"{\"body\":\"x\"}\n"), "line 21, column 1: no key `text`; its keys: bo"),
         ("a.jsonl", after(b"{\"text\":12}\n"), "line 21, column 10: invalid type: integer `12`"),
@@ -187,7 +187,9 @@ fn bad_lines_are_refused_by_line_and_column() {
         ("a.jsonl.gz", good.clone(), "byte 0: it is not compressed as its name says"),
         ("a.jsonl.zst", gzip(&good), "byte 0: it is not compressed as its name says"),
         ("a.jsonl.gz", gzip(&good)[..40].to_vec(), "the file is cut off"),
-        ("a.jsonl.gz", [gzip(&good), b"more".to_vec()].concat(), "reading: "),
+        ("a.jsonl.gz", [gzip(&good), gzip(&good)[..9].to_vec()].concat(), "the file is cut off"),
+        ("a.jsonl.gz", [gzip(&good), b"more".to_vec()].concat(), "reading: bytes that are no gzip"),
+        ("a.jsonl.gz", [gzip(&good), vec![0; 512]].concat(), "reading: bytes that are no gzip"),
         ("a.jsonl.gz", gzip(&vec![b'a'; 64 << 20]), "line 1: the line has more than 8 MiB"),
     ];
     for (name, bytes, why) in cases {
@@ -255,7 +257,13 @@ fn bad_tokenizers_are_refused() {
     let unclosed = br#"{"version":"1.0","pre_tokenizer":{"type":"Split","pattern":
         {"Regex":"(a"},"behavior":"Isolated","invert":false},
         "model":{"type":"WordLevel","vocab":{"a":0},"unk_token":"a"}}"#;
-    let cases: [(&str, &[u8], &str); 4] = [
+    let gap = br#"{"added_tokens":[{"id":9,"content":"<end>","single_word":false,"lstrip":false,
+        "rstrip":false,"normalized":false,"special":true}],
+        "model":{"type":"WordLevel","vocab":{"a":0,"b":1},"unk_token":"a"}}"#;
+    let dropout = br#"{"model":{"type":"BPE","dropout":0.1,"vocab":{"a":0,"b":1},"merges":[]}}"#;
+    let cases: [(&str, &[u8], &str); 6] = [
+        ("gap.json", gap, "the added token \"<end>\" has the id 9, and the library gives it 2: "),
+        ("dropout.json", dropout, "model.dropout is 0.1: text would become other tokens"),
         ("cut.json", b"{\"version\":\"1.0\",", "cannot be used: "),
         ("other.json", b"{\"model\":{\"type\":\"Unheard\"}}", "cannot be used: "),
         ("empty.json", br#"{"model":{"type":"WordLevel","vocab":{},"unk_token":"?"}}"#, "no tok"),

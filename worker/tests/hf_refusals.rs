@@ -191,6 +191,27 @@ fn weights_that_are_no_model() {
     });
 }
 
+/// With `tie_word_embeddings` an output that is stored all the same is the embedding, bit for bit.
+#[test]
+fn an_output_that_is_tied_and_another() {
+    let tied = |said: &[&str], change: &dyn Fn(&mut Tensor)| {
+        check_changed("tied", said, |fixture| {
+            fixture.config["tie_word_embeddings"] = json!(true);
+            let mut output = fixture.tensors["model.embed_tokens.weight"].clone();
+            change(&mut output);
+            fixture.tensors.insert("lm_head.weight".to_string(), output);
+        });
+    };
+    tied(&["nothing"], &|_| {});
+    let said = [FILE, "lm_head.weight differs from the embedding", "tie_word_embeddings"];
+    tied(&said, &|output| *output.bytes.last_mut().expect("bytes") ^= 1);
+    tied(&["has another type"], &|output| output.dtype = "I32");
+    tied(&["has another size"], &|output| {
+        output.shape[0] -= 1;
+        output.bytes.truncate(255 * 16 * 4);
+    });
+}
+
 #[test]
 fn formats_that_are_not_read() {
     for name in ["pytorch_model.bin", "model.pt", "last.ckpt", "m.pth"] {
@@ -232,6 +253,10 @@ fn an_index_that_lies() {
             all["weight_map"][ROUTER] = json!(outside);
         });
     }
+    index("two versions", &[INDEX, FILE, "delete what is old"], &|_, at| {
+        good().write(&at.join("other"), 1);
+        fs::rename(at.join("other").join(FILE), at.join(FILE)).expect("a file");
+    });
     index("pickle", &[INDEX, "pickle is refused"], &|all, _| {
         all["weight_map"][ROUTER] = json!("pytorch_model-00001-of-00002.bin");
     });

@@ -6,6 +6,7 @@ use moe_worker::data::inspect::{Inspection, Kind, detect, inspect};
 use moe_worker::data::prepare::{Done, Layout, Prepare, PrepareError, SAVE_EVERY};
 use moe_worker::data::{DataError, DataFile, Encoder, Format, Recipe, find, threads};
 use moejob_protocol::config::TokenType;
+use std::io::ErrorKind::NotFound;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -201,10 +202,18 @@ fn tokenize(args: &TokenizeArgs) -> Result<ExitCode, ExitCode> {
             let advice = match error {
                 PrepareError::Exists { .. } => "choose another output, or delete it",
                 PrepareError::OtherRun { .. } => "delete it and the .part files to begin anew",
+                PrepareError::Nothing => "look at it with `moejob data inspect`",
+                PrepareError::Write { ref source, .. } if source.kind() == NotFound => {
+                    "make the folder first"
+                }
                 _ => "what was done is kept: run the same command again",
             };
             eprintln!("moejob: {advice}");
-            Err(ExitCode::from(if matches!(error, PrepareError::Write { .. }) { 1 } else { 2 }))
+            Err(ExitCode::from(match error {
+                PrepareError::Write { source, .. } if source.kind() != NotFound => 1,
+                PrepareError::Nothing => 3,
+                _ => 2,
+            }))
         }
     }
 }

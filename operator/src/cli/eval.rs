@@ -53,7 +53,9 @@ pub fn run(args: &EvalArgs) -> ExitCode {
         Err(error) => {
             super::complain(&error);
             ExitCode::from(match &error {
-                EvalError::Weights(_) | EvalError::Data(_) => EXIT_REFUSED,
+                EvalError::Weights(_) | EvalError::Data(_) | EvalError::TooSmall { .. } => {
+                    EXIT_REFUSED
+                }
                 EvalError::Kind { .. } => 2,
                 _ => 1,
             })

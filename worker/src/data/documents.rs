@@ -245,7 +245,7 @@ pub(crate) fn decompressed(
     }
     let mut plain: Box<dyn BufRead + Send> = match (gzip, zstd) {
         (true, _) => {
-            let plain = flate2::bufread::MultiGzDecoder::new(raw);
+            let plain = Members { raw: Some(raw), now: None };
             Box::new(BufReader::with_capacity(BUFFER, plain))
         }
         (_, true) => {
@@ -262,6 +262,37 @@ pub(crate) fn decompressed(
 
 type Raw = BufReader<Box<dyn Read + Send>>;
 type Frame = ruzstd::decoding::StreamingDecoder<Raw, ruzstd::decoding::FrameDecoder>;
+
+/// Members of gzip, one after the other.
+struct Members {
+    raw: Option<Raw>,
+    now: Option<flate2::bufread::GzDecoder<Raw>>,
+}
+
+impl Read for Members {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let mut begun = false;
+            if let Some(member) = &mut self.now {
+                let count = member.read(into)?;
+                if count > 0 || into.is_empty() {
+                    return Ok(count);
+                }
+                self.raw = self.now.take().map(flate2::bufread::GzDecoder::into_inner);
+                begun = true;
+            }
+            let Some(mut raw) = self.raw.take() else { return Ok(0) };
+            match raw.fill_buf()?.first() {
+                None => return Ok(0),
+                Some(first) if begun && *first != 0x1f => {
+                    let what = "bytes that are no gzip follow the compressed ones";
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+                }
+                Some(_) => self.now = Some(flate2::bufread::GzDecoder::new(raw)),
+            }
+        }
+    }
+}
 
 /// Frames of zstd, one after the other.
 struct Frames {

@@ -64,6 +64,8 @@ pub enum PrepareError {
     OtherRun { path: PathBuf },
     #[error("{path} is damaged: {why}")]
     State { path: PathBuf, why: String },
+    #[error("no document of the input has a token")]
+    Nothing,
     #[error("{path} cannot be written")]
     Write { path: PathBuf, source: io::Error },
 }
@@ -249,6 +251,13 @@ impl Output {
     }
 
     fn finish(mut self, prepare: &Prepare, bin: &Path) -> Result<Done, PrepareError> {
+        if self.state.tokens == 0 {
+            // No run would go on from here.
+            for path in &self.paths {
+                drop(std::fs::remove_file(path));
+            }
+            return Err(PrepareError::Nothing);
+        }
         self.save()?;
         let lengths = &self.paths[1];
         if prepare.layout == Layout::Megatron {

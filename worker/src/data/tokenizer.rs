@@ -50,6 +50,7 @@ impl Encoder {
         let bytes = std::fs::read(&path).map_err(|error| refused(error.to_string()))?;
         let mut tokenizer = tokenizers::Tokenizer::from_bytes(&bytes)
             .map_err(|error| refused(error.to_string()))?;
+        follows_its_file(&tokenizer, &bytes).map_err(refused)?;
         // Sequences are packed, never padded; what a file says of that is for other uses.
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(|error| refused(error.to_string()))?;
@@ -136,4 +137,40 @@ impl Encoder {
             Encoder::File(file) => file.tokenizer.decode(ids, false).unwrap_or_default(),
         }
     }
+}
+
+/// What the library makes of a file without a word, and would be another tokenizer.
+fn follows_its_file(tokenizer: &tokenizers::Tokenizer, bytes: &[u8]) -> Result<(), String> {
+    #[derive(serde::Deserialize)]
+    struct Said {
+        #[serde(default)]
+        added_tokens: Vec<Added>,
+        model: Model,
+    }
+    #[derive(serde::Deserialize)]
+    struct Added {
+        id: u32,
+        content: String,
+    }
+    #[derive(serde::Deserialize)]
+    struct Model {
+        #[serde(default)]
+        dropout: Option<f64>,
+    }
+    let said: Said = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    if let Some(dropout) = said.model.dropout.filter(|dropout| *dropout > 0.0) {
+        let why = "text would become other tokens each time; set it to null";
+        return Err(format!("model.dropout is {dropout}: {why}"));
+    }
+    for Added { id, content } in said.added_tokens {
+        let given = tokenizer.token_to_id(&content);
+        if given != Some(id) {
+            let given = given.map_or("none".to_string(), |given| given.to_string());
+            return Err(format!(
+                "the added token {content:?} has the id {id}, and the library gives it {given}: \
+                 ids of added tokens follow the vocabulary without a gap"
+            ));
+        }
+    }
+    Ok(())
 }

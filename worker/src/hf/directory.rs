@@ -17,6 +17,12 @@ use std::path::{Path, PathBuf};
 const JSON_BYTES_MAX: u64 = 64 << 20;
 /// Problems of one kind that are told one by one.
 const PROBLEMS_TOLD: usize = 20;
+/// Bytes that are compared at once.
+const BLOCK_BYTES: usize = 1 << 20;
+const OUTPUT: &str = "lm_head.weight";
+const EMBEDDING: &str = "model.embed_tokens.weight";
+/// All weights in one file: what `transformers` prefers to an index.
+const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
 /// What stands in one place of the directory's files.
@@ -49,7 +55,7 @@ pub struct Directory {
 }
 
 impl Directory {
-    /// Opens a directory; no weight is read.
+    /// Opens a directory; no weight is read, but those that should be the same twice.
     ///
     /// # Errors
     /// Everything that is wrong with it.
@@ -115,7 +121,14 @@ fn open(path: &Path) -> Result<Directory, Vec<Problem>> {
         return Err(few(problems));
     }
     let params = model.params();
+    let second = tensors.get(OUTPUT).filter(|_| is_tied(&model, OUTPUT)).cloned();
     let places = find_all(&model, &params, &files, tensors)?;
+    if let Some((file, output)) = second
+        && let Some(at) = params.iter().position(|param| param.name == EMBEDDING)
+    {
+        let bytes = params[at].numel() * places[at].dtype.size() as u64;
+        same_bytes(&files, (&places[at], bytes), (file, &output))?;
+    }
     let path = path.to_path_buf();
     Ok(Directory { path, family, model, params, places, files, digest: hasher.finalize() })
 }
@@ -174,7 +187,13 @@ type Index = BTreeMap<String, String>;
 fn file_names(path: &Path) -> Result<(Vec<String>, Option<Index>), Vec<Problem>> {
     if path.join(INDEX).symlink_metadata().is_ok() {
         let text = small_file(path, INDEX)?;
-        return read_index(&text).map(|(names, index)| (names, Some(index)));
+        let (names, index) = read_index(&text)?;
+        let beside = path.join(SINGLE).symlink_metadata().is_ok();
+        if beside && !names.iter().any(|name| name == SINGLE) {
+            let why = format!("{SINGLE}, which it does not name, is here too: delete what is old");
+            return Err(one(INDEX, &why));
+        }
+        return Ok((names, Some(index)));
     }
     let entries = std::fs::read_dir(path).map_err(|error| one(".", &error.to_string()))?;
     let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
@@ -211,7 +230,8 @@ fn read_index(text: &[u8]) -> Result<(Vec<String>, Index), Vec<Problem>> {
         if !plain {
             let shown: String = file.chars().take(128).collect();
             let why = format!("{tensor}: {shown:?} is no *.safetensors of this directory");
-            let told = foreign(&shown).map(|more| format!("{why}. {more}"));
+            let other = foreign(&shown).filter(|_| !file.ends_with(".safetensors"));
+            let told = other.map(|more| format!("{why}. {more}"));
             return Err(one(INDEX, &told.unwrap_or(why)));
         }
         names.insert(file.clone());
@@ -290,9 +310,44 @@ fn find_all(
     if problems.is_empty() { Ok(places) } else { Err(few(problems)) }
 }
 
-/// Tied, the output is the embedding: what some writers store a second time is not read.
+/// Tied, the output is the embedding, which some writers store a second time.
 fn is_tied(model: &ModelConfig, name: &str) -> bool {
-    model.tie_word_embeddings && name == "lm_head.weight"
+    model.tie_word_embeddings && name == OUTPUT
+}
+
+/// An output that is stored beside the embedding although it is tied to it is the embedding, or
+/// one of the two would be lost without a word.
+fn same_bytes(
+    files: &[(String, File)],
+    (embedding, bytes): (&Place, u64),
+    (file, output): (usize, &Tensor),
+) -> Result<(), Vec<Problem>> {
+    let name = &files[file].0;
+    let differs = |why: &str| {
+        let advice = "set it to false, or delete the one that is old";
+        one(name, &format!("{OUTPUT} {why}, and config.json has tie_word_embeddings: {advice}"))
+    };
+    if float_named(&output.dtype) != Some(embedding.dtype) {
+        return Err(differs("has another type than the embedding"));
+    }
+    if output.end - output.begin != bytes {
+        return Err(differs("has another size than the embedding"));
+    }
+    let mut blocks = [vec![0; BLOCK_BYTES], vec![0; BLOCK_BYTES]];
+    let mut at = 0;
+    while at < bytes {
+        let count = (bytes - at).min(BLOCK_BYTES as u64) as usize;
+        let places = [(embedding.file, embedding.begin), (file, output.begin)];
+        for (block, (file, begin)) in blocks.iter_mut().zip(places) {
+            let read = files[file].1.read_exact_at(&mut block[..count], begin + at);
+            read.map_err(|error| one(&files[file].0, &error.to_string()))?;
+        }
+        if blocks[0][..count] != blocks[1][..count] {
+            return Err(differs("differs from the embedding"));
+        }
+        at += count as u64;
+    }
+    Ok(())
 }
 
 fn few(mut problems: Vec<Problem>) -> Vec<Problem> {
