@@ -114,8 +114,9 @@ const BLOCK_K: usize = 64;
 const CONSUMER_WARPS: usize = 8;
 /// Rows of an m64 block that one warp of the warpgroup has.
 const BOX_ROWS: usize = 16;
-/// THREADS of grouped_gemm_ampere.cu
+/// THREADS and SIDE of grouped_gemm_ampere.cu
 const AMPERE_THREADS: u32 = 256;
+const AMPERE_SIDE: usize = 4;
 /// SIDE * SIDE of grouped_gemm_plain.cu, and blocks of a multiprocessor
 const PLAIN_THREADS: u32 = 256;
 const PLAIN_BLOCKS: usize = 4;
@@ -144,7 +145,7 @@ impl GemmConfig {
     }
 
     pub(crate) fn label(&self) -> String {
-        let GemmConfig { op, block_n, stages, cluster, .. } = self;
+        let (GemmConfig { op, stages, cluster, .. }, block_n) = (self, self.width());
         let kind = if self.pingpong { " ping-pong" } else { "" };
         let tile = format!("{BLOCK_M}x{block_n}x{BLOCK_K} {stages} stages cluster {cluster}{kind}");
         format!("{op:?} {:?} {tile}", self.element)
@@ -191,9 +192,14 @@ impl GemmConfig {
         Source::new(self.label(), self.arch.target(), &macros, &parts)
     }
 
+    /// Columns of B that a block has in shared memory.
+    fn width(&self) -> usize {
+        if let Arch::Ampere(_) = self.arch { AMPERE_SIDE * self.block_n } else { self.block_n }
+    }
+
     /// Stages, buffers of H, their barriers, and the tables of `groups` groups.
     fn shared_bytes(&self, groups: usize) -> usize {
-        let stage = (BLOCK_M + self.block_n) * BLOCK_K * 2 + 16;
+        let stage = (BLOCK_M + self.width()) * BLOCK_K * 2 + 16;
         let boxes = if self.op == ProductOp::HiddenGradient && self.gated { 2 } else { 1 };
         let buffers = self.staged * CONSUMER_WARPS * (boxes * BOX_ROWS * BLOCK_K * 2 + 8);
         let tables = if self.op == ProductOp::WeightGradient { 2 } else { 1 };

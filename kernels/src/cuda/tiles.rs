@@ -48,7 +48,7 @@ impl GemmConfig {
             return GemmConfig { block_n: 1, stages: 1, cluster: 1, ..wide };
         }
         if let Arch::Ampere(_) = arch {
-            return GemmConfig { block_n: 128, stages: 3, cluster: 1, ..wide };
+            return GemmConfig { block_n: 64, stages: 3, cluster: 1, ..wide };
         }
         if let Some(tile) = searched(op, (cols, depth), gated) {
             return wide.with_tile(tile).unwrap_or(wide);
