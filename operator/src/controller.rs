@@ -200,7 +200,7 @@ impl Controller {
             if self.awaits_decision {
                 continue;
             }
-            if self.term.is_some() && self.cluster.is_complete() {
+            if self.decides() {
                 let began = Instant::now();
                 self.decide();
                 let pause = (PAUSES * began.elapsed()).min(PAUSE_MAX);
@@ -209,13 +209,20 @@ impl Controller {
         }
     }
 
+    /// A standby only listens.
+    fn decides(&self) -> bool {
+        self.term.is_some() && self.cluster.is_complete()
+    }
+
     async fn next(&mut self) -> Event {
         let now = self.context.clock.now();
         let due = self.jobs.values().filter_map(|job| job.due(now));
         let due = due.chain(self.allocation.requeue).min();
         let wait = due.map_or(IDLE, |at| Duration::from_millis(at.saturating_sub(now)));
         let pause = self.pause.saturating_duration_since(Instant::now());
-        let wait = if self.awaits_decision || self.stale { pause } else { wait.max(pause) };
+        // A decision may have changed what allocation is to see.
+        let soon = self.awaits_decision || (self.stale && self.decides());
+        let wait = if soon { pause } else { wait.max(pause) };
         // Results first: they are what a job waits for.
         tokio::select! {
             biased;
