@@ -1,7 +1,7 @@
 """The layer of `benches/cuda_layer.rs` in PyTorch, timed in the same way.
 
     python3 moe_torch.py [--cases qwen3] [--sums gather,index_add] [--load-ms 600] [--time-ms 1500]
-        [--zipf] [--ceilings] [--peers]
+        [--zipf] [--ceilings] [--modes compile,eager|none] [--peers [scattermoe,sonicmoe,tutel]]
 
 torch._grouped_mm over sorted rows, forward + backward with the router, compiled and eager. A
 token's rows are summed by a gather into slot order and a sum (gather), or by adding each row to
@@ -9,7 +9,7 @@ its token with atomics (index_add). Everything is
 bf16, weight gradients too, but the scores (softmax in fp32). Prints `case | mode | ms | MiB` a
 line; ms is the median under sustained load, MiB the peak above weights, inputs and gradients.
 --ceilings: what cuBLAS and a copy reach in the same way. --peers: also ScatterMoE, SonicMoE and
-Tutel where installed; what is not, or does not take the case, is skipped with the reason. Run a
+Tutel, or those named, where installed; what is not, or does not take the case, is skipped with the reason. Run a
 case a process: after a few shapes torch.compile makes them dynamic, which is slower.
 """
 import argparse
@@ -198,16 +198,17 @@ def main():
     parser.add_argument("--ceilings", action="store_true")
     parser.add_argument("--modes", default="compile")
     parser.add_argument("--sums", default="gather")
-    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--peers", nargs="?", const="scattermoe,sonicmoe,tutel", default="")
     parser.add_argument("--cases", default=",".join(CASES))
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
     if args.ceilings:
         ceilings(args)
     for name in filter(None, args.cases.split(",")):
-        measure(name, args)
-        if args.peers:
-            for peer in [scattermoe, sonicmoe, tutel]:
+        if args.modes != "none":
+            measure(name, args)
+        for peer in [scattermoe, sonicmoe, tutel]:
+            if peer.__name__ in args.peers.split(","):
                 hook(peer, name, args)
         torch.cuda.empty_cache()
 
