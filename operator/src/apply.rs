@@ -73,7 +73,7 @@ pub enum ApplyError {
     Exists,
     #[error("it is gone")]
     Gone,
-    #[error("the operator may not: {0} (kubectl apply -k manifests/namespace -n NAMESPACE)")]
+    #[error("the operator may not: {0} (does the namespace hold the Role moejob-jobs?)")]
     Forbidden(String),
     #[error("the API server refuses it: {0}")]
     Refused(String),
@@ -104,7 +104,9 @@ impl From<kube::Error> for ApplyError {
             (409, "AlreadyExists") => ApplyError::Exists,
             (409, _) => ApplyError::Conflict,
             (404, _) => ApplyError::Gone,
-            (403, _) => ApplyError::Forbidden(message()),
+            // Admission (a quota, a policy) says "forbidden" as well, but not that a user cannot.
+            (403, _) if status.message.contains(" cannot ") => ApplyError::Forbidden(message()),
+            (403, _) => ApplyError::Refused(message()),
             (400 | 405 | 413 | 415 | 422, _) => ApplyError::Refused(message()),
             _ => ApplyError::Api(Box::new(error)),
         }

@@ -10,6 +10,7 @@
 
 mod job;
 pub(crate) mod nodes;
+mod refusals;
 mod report;
 mod results;
 mod spec;

@@ -77,6 +77,8 @@ pub struct WorkerPod {
     pub address: Option<String>,
     /// Its container runs or ran.
     pub started: bool,
+    /// It is bound, and neither volumes nor network are there yet: that comes before the image.
+    pub mounting: bool,
     /// Why its container does not start, as the kubelet says: `ImagePullBackOff: ...`.
     pub trouble: Option<String>,
     /// Exit code and words of its end.
@@ -346,6 +348,9 @@ fn worker_pod(pod: &Pod, namespace: String, name: String, job_uid: String) -> Wo
         address: status.pod_ip.filter(|ip| !ip.is_empty()),
         started: container.is_some_and(|of| {
             of.state.as_ref().is_some_and(|state| state.waiting.is_none())
+        }),
+        mounting: conditions.iter().any(|of| {
+            of.type_ == "PodReadyToStartContainers" && of.status == "False"
         }),
         trouble: container.and_then(trouble),
         ended,

@@ -132,7 +132,10 @@ pub fn event(
     message: String,
     details: impl IntoIterator<Item = (&'static str, Detail)>,
 ) -> Event {
-    let details = details.into_iter().map(|(name, detail)| (name.to_string(), detail));
+    let details = details.into_iter().map(|(name, detail)| {
+        debug_assert!(!Event::FIELDS.contains(&name), "{name} is a field of every event");
+        (name.to_string(), detail)
+    });
     Event {
         time: now(),
         attempt,

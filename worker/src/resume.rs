@@ -45,7 +45,7 @@ fn claim_of_another(config: &WorkerConfig, location: &Path) -> Result<Option<Eve
     }
     let (attempt, path) = (newest.attempt, location.display());
     let message = format!("an earlier job has made attempts up to {attempt} in {path}");
-    let details = [("attempt", Detail::Number(attempt.into()))];
+    let details = [("claimed", Detail::Number(attempt.into()))];
     Ok(Some(event(config.attempt, EventKind::AttemptsClaimed, "EarlierJob", message, details)))
 }
 

@@ -404,7 +404,7 @@ impl Tracker {
     /// given up does not count: a later claim is behind it.
     fn stored(&mut self, attempt: u32, event: &Event) {
         if let (EventKind::AttemptsClaimed, Some(Detail::Number(taken))) =
-            (event.event, event.details.get("attempt"))
+            (event.event, event.details.get("claimed"))
         {
             // An attempt is far from 2^32, unless the claim is nonsense.
             let taken = u32::try_from(*taken).ok().filter(|taken| *taken < u32::MAX / 2);

@@ -120,7 +120,7 @@ fn the_next_attempt_resumes_from_what_the_storage_has() {
         }
         let mut claimed = event(EventKind::AttemptsClaimed, 1, 0);
         if let Up::Event(claimed) = &mut claimed {
-            claimed.details = BTreeMap::from([("attempt".to_string(), Detail::Number(6))]);
+            claimed.details = BTreeMap::from([("claimed".to_string(), Detail::Number(6))]);
         }
         world.tracker.heard(&names[0], 1, &claimed, now);
         let committed = event(EventKind::CheckpointCommitted, 1, found);

@@ -8,6 +8,7 @@
 //! While a batch with actions is under way nothing else happens to the job: what arrives waits, so
 //! that the tracker sees the same order of things as in a local run.
 
+use super::refusals::Refusals;
 use super::report::Report;
 use super::results::RETRY_MAX;
 use super::spec::{judge, nothing_observed, restored};
@@ -76,6 +77,7 @@ pub struct JobState {
     pub(super) conflicted: bool,
     /// The last write that failed, for status.
     pub(super) failure: Option<(String, String)>,
+    pub(super) refusals: Refusals,
     /// NetworkPolicy and PodDisruptionBudget were applied for this generation.
     pub(super) objects: Option<i64>,
     /// When the finished job is to be deleted.
@@ -142,6 +144,7 @@ impl JobState {
             failures: 0,
             conflicted: false,
             failure: None,
+            refusals: Refusals::default(),
             objects: None,
             expires: None,
             dirty: true,
@@ -238,6 +241,9 @@ impl JobState {
                 self.workers.connected(name);
                 let address = self.workers.address(name).unwrap_or_default();
                 self.tracker.connected(name, &address, &hello);
+                if let Some(worker) = self.tracker.observed.worker(name) {
+                    self.workers.came_up(&worker.node);
+                }
                 Vec::new()
             }
             LeaderEvent::Up { attempt, up } => {
@@ -509,6 +515,7 @@ impl JobState {
         let same = self.claim.as_ref() == Some(&claim);
         self.claim = Some(claim);
         let mut any = !same || !blamed.is_empty();
+        any |= self.refusals.take_turned(now);
         for (node, until) in self.workers.take_avoided() {
             memory.avoid(&self.id.uid, &node, until, now);
             any = true;
@@ -546,7 +553,8 @@ impl JobState {
     pub fn due(&self, now: Millis) -> Option<Millis> {
         let waits = (!self.busy && self.retry_at > now).then_some(self.retry_at);
         let workers = self.workers.due();
-        let dues = [self.requeue, waits, workers, self.report.due, self.expires];
+        let refusals = self.refusals.due();
+        let dues = [self.requeue, waits, workers, self.report.due, self.expires, refusals];
         dues.into_iter().flatten().min()
     }
 }

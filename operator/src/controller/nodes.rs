@@ -15,7 +15,7 @@ use std::sync::Arc;
 pub fn decide(
     seen: &observe::Cluster,
     ground: &mut Option<Ground>,
-    jobs: &HashMap<Arc<str>, JobState>,
+    states: &HashMap<Arc<str>, JobState>,
     memory: &mut Memory,
     now: Millis,
 ) -> Allocation {
@@ -26,16 +26,30 @@ pub fn decide(
         let nodes = nodes.map(|node| cluster_node(node, seen.requested(&node.name)));
         Ground::new(nodes.collect())
     });
-    let jobs = jobs.iter().filter_map(|(uid, state)| {
+    let jobs = states.iter().filter_map(|(uid, state)| {
         let job = state.job.as_ref().filter(|_| state.is_blocked().is_none())?;
         let priority = seen.priority(&job.kubernetes.priority_class_name);
         let who = (&**uid, priority, state.created_at);
         let holds = holds.remove(&**uid).unwrap_or_default();
-        Some(Demand::of(job, &state.tracker.observed, state.needs.clone(), who, holds))
+        let needs = state.needs.clone();
+        let mut demand = Demand::of(job, &state.tracker.observed, needs, who, holds);
+        if state.refusals.standing_back().is_some() {
+            (demand.sizes, demand.spares) = (Vec::new(), 0);
+        }
+        Some(demand)
     });
-    let mut jobs = jobs.collect();
-    keep_apart(&mut jobs, holds);
-    allocate_on(ground, &jobs, memory, now)
+    let mut demands = jobs.collect();
+    keep_apart(&mut demands, holds);
+    let mut allocation = allocate_on(ground, &demands, memory, now);
+    for (uid, granted) in &mut allocation.jobs {
+        let stands_back = |state: &JobState| {
+            state.refusals.standing_back().is_some() && state.tracker.observed.gang().is_none()
+        };
+        if states.get(uid.as_str()).is_some_and(stands_back) {
+            granted.nodes.clear();
+        }
+    }
+    allocation
 }
 
 /// Pods of jobs that are not planned (being deleted, or not known yet) hold their nodes all the

@@ -189,7 +189,7 @@ impl JobState {
         self.figures(&status);
         // Nothing is amiss with them, or a person would be told at once; they are being made, or
         // are there.
-        let starting = self.failure.is_none()
+        let starting = self.failure.as_ref().or(self.refusals.standing_back()).is_none()
             && self.workers.troubles().is_empty()
             && self.tracker.observed.record.attempt == 0
             && (self.busy || !self.tracker.observed.workers.is_empty());
@@ -235,7 +235,7 @@ impl JobState {
         let waits = |of: &&mut Condition| of.type_ == "Planned" && of.reason == "WaitingForNodes";
         let Some(planned) = conditions.iter_mut().find(waits) else { return };
         let troubles = self.workers.troubles();
-        if let Some((reason, message)) = &self.failure {
+        if let Some((reason, message)) = self.failure.as_ref().or(self.refusals.standing_back()) {
             planned.reason.clone_from(reason);
             planned.message.clone_from(message);
         } else if !troubles.is_empty() {

@@ -17,6 +17,8 @@ impl JobState {
         if !aside {
             self.busy = false;
         }
+        let is_birth = |of: &Origin| matches!(of, Origin::Action(Action::StartWorker { .. }));
+        let births = results.iter().any(|(origin, _)| is_birth(origin));
         let mut failed = false;
         for (origin, written) in results {
             failed |= !self.written(origin, written, now);
@@ -32,6 +34,9 @@ impl JobState {
         } else {
             (self.failures, self.retry_at, self.failure) = (0, 0, None);
         }
+        if births {
+            self.pods_written(!failed, now);
+        }
     }
 
     /// Whether the plan can go on.
@@ -43,8 +48,14 @@ impl JobState {
         }
         match (origin, written) {
             (Origin::Action(action), Ok(_)) => self.tracker.done(&action, now),
-            // Of this name there is a pod of a leader before: the watch will tell.
-            (Origin::Action(action), Err(ApplyError::Exists)) => self.tracker.done(&action, now),
+            // Of this name there is a pod of a leader before, or of an earlier job of this name
+            // that has not quite gone: the watch will tell.
+            (Origin::Action(action), Err(ApplyError::Exists)) => {
+                self.tracker.done(&action, now);
+                if let Action::StartWorker { name, .. } = action {
+                    self.workers.doubt(name, now);
+                }
+            }
             (Origin::Recorded(action), Ok(_)) => {
                 self.tracker.done(&action, now);
                 self.recorded(&action);

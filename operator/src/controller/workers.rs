@@ -4,7 +4,7 @@ use super::job::{JobState, Lookup, delete};
 use super::Origin;
 use crate::control::Verifier;
 use crate::identity::PodIdentity;
-use crate::observe::{Key, PodSeen, WorkerPod};
+use crate::observe::{Key, PodSeen, WorkerPod, key};
 use moejob_plan::observed::{Millis, Observed, Outcome, Worker, WorkerState};
 use moejob_plan::pods::attempt_and_slot;
 use moejob_plan::track::Happening;
@@ -17,6 +17,11 @@ use std::net::{IpAddr, SocketAddr};
 const REDIAL: Millis = 200;
 /// An image may take so long to come before its pod counts as failed.
 const IMAGE_MAX: Millis = 600_000;
+/// So may its volumes; and after the second a person is told that they have not.
+const MOUNT_MAX: Millis = 120_000;
+const MOUNT_TOLD: Millis = 15_000;
+/// A pod that is there, and is not seen for so long, has gone meanwhile.
+const DOUBT_MAX: Millis = 1_000;
 /// A process whose stream has closed is ending; its pod is left alone for so long, so that its exit
 /// code and its log are not lost.
 const ENDING: Millis = 5_000;
@@ -40,6 +45,8 @@ pub struct Workers {
     avoided: Vec<(String, Millis)>,
     /// Ended pods, oldest first.
     ended: VecDeque<WorkerPod>,
+    /// Names for which there were pods already, whoever's, and since when that is known.
+    doubts: Vec<(String, Millis)>,
 }
 
 #[derive(Default)]
@@ -109,6 +116,11 @@ impl Workers {
         (self.ended.len() > most).then(|| self.ended.pop_front()).flatten()
     }
 
+    /// There is a pod of this name: the watch will tell whose.
+    pub fn doubt(&mut self, name: String, now: Millis) {
+        self.doubts.push((name, now));
+    }
+
     /// Nodes where a worker has failed since this was last asked.
     pub fn take_blamed(&mut self) -> Vec<String> {
         std::mem::take(&mut self.blamed)
@@ -153,7 +165,8 @@ impl Workers {
             let force = known.deleted_at.filter(|_| !known.forced).map(|at| at + FORCE_AFTER);
             [known.redial_at, known.delete_at, force].into_iter().flatten().min()
         };
-        self.known.values().filter_map(of).min()
+        let doubts = self.doubts.iter().map(|(_, since)| since + DOUBT_MAX);
+        self.known.values().filter_map(of).chain(doubts).min()
     }
 
     fn blame(&mut self, node: &str, message: &str) {
@@ -161,11 +174,15 @@ impl Workers {
         self.blamed.push(node.to_string());
     }
 
-    /// A worker trains there: what was said of the node is over.
+    /// A worker trained there: what was against the node is over.
     fn praise(&mut self, node: &str) {
-        if self.troubles.remove(node).is_some() {
-            self.worked.push(node.to_string());
-        }
+        self.troubles.remove(node);
+        self.worked.push(node.to_string());
+    }
+
+    /// A worker came up there.
+    pub fn came_up(&mut self, node: &str) {
+        self.troubles.remove(node);
     }
 }
 
@@ -329,6 +346,7 @@ impl JobState {
 
     /// Clocks of pods: images that take their time, dials, deletions.
     pub(super) fn look_after(&mut self, cluster: &Lookup, now: Millis) {
+        self.settle_doubts(cluster, now);
         self.wait_for_images(cluster, now);
         self.dismiss();
         let namespace = self.id.namespace.clone();
@@ -389,6 +407,27 @@ impl JobState {
         }
     }
 
+    /// A worker whose name another pod has will never be there; the next one has another name.
+    fn settle_doubts(&mut self, cluster: &Lookup, now: Millis) {
+        for (name, since) in std::mem::take(&mut self.workers.doubts) {
+            let pod = cluster.get(&key(&self.id.namespace, &name));
+            let worker = pod.and_then(|pod| pod.worker.as_deref());
+            if worker.is_some_and(|worker| worker.job_uid == self.id.uid) {
+                continue;
+            }
+            if pod.is_none() && now < since + DOUBT_MAX {
+                self.workers.doubts.push((name, since));
+                continue;
+            }
+            // Neither a loss nor a failed start: nothing of it has ever been.
+            tracing::info!(job = self.id.name, name, "another pod has this name");
+            drop(self.tracker.silent(&name, "another pod has its name"));
+            drop(self.tracker.exited(&name, None, "another pod has its name", now));
+            self.workers.known.remove(&name);
+            self.dirty = true;
+        }
+    }
+
     /// A bound pod whose image is on its way has not begun to be late.
     fn wait_for_images(&mut self, cluster: &Lookup, now: Millis) {
         let known = &self.workers.known;
@@ -396,8 +435,17 @@ impl JobState {
             let WorkerState::Starting { since } = &mut worker.state else { continue };
             let pod = cluster.worker(&self.id.namespace, &worker.name);
             let bound = cluster.node_of(&self.id.namespace, &worker.name).is_some();
-            let young = known.get(&worker.name).is_some_and(|of| now < of.since + IMAGE_MAX);
-            if bound && young && pod.is_some_and(|pod| !pod.started && pod.trouble.is_none()) {
+            let Some(pod) = pod.filter(|pod| bound && !pod.started && pod.trouble.is_none()) else {
+                continue;
+            };
+            let seen = known.get(&worker.name).map_or(now, |known| known.since);
+            if pod.mounting && now >= seen + MOUNT_TOLD {
+                let message = unmounted(&pod.name);
+                if self.workers.troubles.insert(worker.node.clone(), message).is_none() {
+                    self.dirty = true;
+                }
+            }
+            if now < seen + if pod.mounting { MOUNT_MAX } else { IMAGE_MAX } {
                 *since = now;
             }
         }
@@ -416,9 +464,18 @@ impl JobState {
         if matches!(worker.state, WorkerState::Starting { .. }) {
             let node = worker.node.clone();
             let refused = self.workers.known.get(&pod.name).and_then(|of| of.refused.clone());
-            let why = pod.unschedulable.clone().or(refused);
+            let mounts = pod.mounting.then(|| unmounted(&pod.name));
+            let why = pod.unschedulable.clone().or(refused).or(mounts);
             let why = why.unwrap_or_else(|| "it did not begin in time".to_string());
             self.workers.blame(&node, &format!("its worker was not reached: {why}"));
         }
     }
+}
+
+/// The kubelet tells why in an event alone, which the operator has no right to read.
+fn unmounted(pod: &str) -> String {
+    format!(
+        "a volume or the network of pod {pod} is not there yet (is a ConfigMap missing?); \
+         `kubectl describe pod {pod}` says why"
+    )
 }

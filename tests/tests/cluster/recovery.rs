@@ -1,14 +1,18 @@
 //! What a job does about nodes, pods and errors that are not the operator's, and what it leaves
 //! behind when it is deleted.
 
-use crate::jobs::{FOR_EVER, GROW_SOON, Job, install, lead_from_its_own_node, node};
-use moejob_tests::cluster::kubectl;
+use crate::jobs::{
+    FOR_EVER, GROW_SOON, Job, hold_to, install, lead_from_its_own_node, node,
+};
+use moejob_tests::cluster::{get, kubectl, manifest};
 use serde_json::{Value, json};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const ONE_NODE: (&str, &str) = ("min: 1, max: 2", "min: 1, max: 1");
 /// Long enough for an operator that tries again to be seen trying.
 const A_WHILE: Duration = Duration::from_secs(8);
+/// Pods that are no more, two that are made, and an attempt that finds what there is.
+const MADE_AGAIN: Duration = Duration::from_secs(15);
 
 fn other(node: &str) -> &'static str {
     if node == "worker-1" { "worker-2" } else { "worker-1" }
@@ -141,6 +145,76 @@ fn an_image_that_cannot_be_pulled_is_told_and_can_be_changed() {
     job.patch(&json!({ "suspend": false }));
     job.until_complete(5 * crate::jobs::PATIENCE);
     job.delete(true);
+}
+
+/// As `kubectl replace --force` does it: pods of the earlier job may still have the names that the
+/// new one's would have, and its claims and checkpoints lie in the storage.
+#[test]
+fn a_job_that_is_made_again_at_once_goes_on_from_the_earlier_one() {
+    install();
+    let job = Job::new("again", &[FOR_EVER]);
+    job.apply();
+    job.until_world(2);
+    job.go_on(60);
+    kubectl(&["delete", "mj", "again"]).expect("deleted");
+    let before = job.attempt();
+    job.apply();
+    let start = Instant::now();
+    job.until_after(before);
+    hold_to("made again: next step", start.elapsed(), MADE_AGAIN);
+    job.until_world(2);
+    assert_eq!(job.restarts(), 0, "{}", job.state());
+    let told = job.told();
+    assert!(told.iter().any(|reason| reason == "EarlierJob"), "{told:?}");
+    job.assert_losses_of_one_machine();
+    job.delete(true);
+}
+
+/// A gang is all or nothing, also where the API server takes only some of its pods.
+#[test]
+fn a_quota_that_is_too_small_is_told_and_nothing_is_held() {
+    install();
+    kubectl(&["delete", "quota", "small", "--ignore-not-found"]).expect("none");
+    kubectl(&["create", "quota", "small", "--hard=pods=1"]).expect("a quota");
+    let both = ("min: 1, max: 2", "min: 2, max: 2");
+    let soon = ("  checkpoint:", "  recovery: { gangTimeout: 5s }\n  checkpoint:");
+    let job = Job::new("restrained", &[FOR_EVER, both, soon]);
+    job.apply();
+    let told = || {
+        let planned = job.condition("Planned");
+        let message = planned["message"].as_str().unwrap_or_default().to_string();
+        (planned["reason"] == "PodNotCreated" && message.contains("exceeded quota: small"))
+            .then_some(message)
+    };
+    let message = job.until("the quota is told", told);
+    assert!(!message.contains("kubectl apply -k"), "its rights are not the matter: {message}");
+    job.until("one pod was taken", || (job.pods().len() == 1).then_some(()));
+    job.until("it is given back", || job.pods().is_empty().then_some(()));
+    job.until("the quota is still told", told);
+    kubectl(&["delete", "quota", "small"]).expect("deleted");
+    job.until_world(2);
+    job.delete(true);
+}
+
+/// The kubelet waits for it, and the operator may not read what it says of that.
+#[test]
+fn a_config_map_that_is_missing_is_told() {
+    install();
+    drop(kubectl(&["delete", "configmap", "late-corpus", "--ignore-not-found"]));
+    let late = ("configMap: lesson-3-corpus", "configMap: late-corpus");
+    let job = Job::new("unfed", &[FOR_EVER, ONE_NODE, late]);
+    job.apply();
+    job.until("the volume is told", || {
+        let planned = job.condition("Planned");
+        planned["message"].as_str()?.contains("ConfigMap").then_some(())
+    });
+    assert_eq!(job.status()["phase"], "Pending", "{}", job.state());
+    let mut map = get(&["configmap", "lesson-3-corpus"]);
+    map["metadata"] = json!({ "name": "late-corpus" });
+    manifest(&["create"], map.to_string().as_bytes()).expect("the corpus");
+    job.until_world(1);
+    job.delete(true);
+    kubectl(&["delete", "configmap", "late-corpus"]).expect("deleted");
 }
 
 /// Whatever a job is about to do, nothing of it is left.

@@ -79,6 +79,11 @@ pub struct Event {
     pub details: std::collections::BTreeMap<String, Detail>,
 }
 
+impl Event {
+    /// What no detail may be called: a reader finds the field twice, and refuses the event.
+    pub const FIELDS: [&str; 5] = ["time", "attempt", "event", "reason", "message"];
+}
+
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Detail {
@@ -94,7 +99,7 @@ pub enum EventKind {
     WorkerLost,
     AttemptStarted,
     Resumed,
-    /// The storage has claims of an earlier job of this folder; `attempt` is the highest.
+    /// The storage has claims of an earlier job of this folder; `claimed` is the highest attempt.
     AttemptsClaimed,
     CheckpointCommitted,
     CheckpointRefused,
