@@ -108,6 +108,7 @@ impl Demand {
     pub fn of(
         job: &Job,
         observed: &Observed,
+        claim: Claim,
         needs: Needs,
         (uid, priority, created): (&str, i32, Millis),
         holds: BTreeSet<String>,
@@ -117,7 +118,7 @@ impl Demand {
         let sizes = wanted.sizes.iter().map(|size| size.nodes);
         let mut sizes: Vec<u32> = sizes.filter(|nodes| range.contains(nodes)).collect();
         let mut spares = wanted.spares;
-        let Claim { over, halting, standing, leaving } = Claim::of(observed);
+        let Claim { over, halting, standing, leaving } = claim;
         if over {
             sizes.clear();
         } else if halting {
@@ -154,9 +155,13 @@ pub struct Claim {
 }
 
 impl Claim {
-    pub fn of(observed: &Observed) -> Claim {
+    /// `ends_soon` says of a worker that its exit code is about to be known: until then nobody
+    /// takes its place, as that may be the end of the whole job.
+    pub fn of(observed: &Observed, ends_soon: impl Fn(&str) -> bool) -> Claim {
         let halting = observed.halting().is_some();
-        let leaves = |worker: &&Worker| worker.stopping && !worker.is_dead();
+        let leaves = |worker: &&Worker| {
+            worker.stopping && !worker.is_dead() && !ends_soon(&worker.name)
+        };
         let leaving = observed.workers.iter().filter(leaves);
         Claim {
             over: match observed.record.outcome {

@@ -86,7 +86,7 @@ pub struct JobState {
     /// What its pods ask of nodes.
     pub needs: Needs,
     /// What it asked of the allocation when it was last planned.
-    claim: Option<Claim>,
+    claimed: Option<Claim>,
     /// The nodes that it was given, in order of use, and why these.
     pub nodes_seen: Vec<Node>,
     pub nodes_why: String,
@@ -149,7 +149,7 @@ impl JobState {
             expires: None,
             dirty: true,
             needs: Needs::default(),
-            claim: None,
+            claimed: None,
             nodes_seen: Vec::new(),
             nodes_why: String::new(),
             requeue: None,
@@ -507,13 +507,18 @@ impl JobState {
         self.send_aside(Origin::Event, Write::Event { job, warning, reason, note });
     }
 
+    /// What it asks of the allocation, beside its spec and its pods.
+    pub fn claim(&self) -> Claim {
+        Claim::of(&self.tracker.observed, |name| self.workers.ends_soon(name))
+    }
+
     /// What the allocation of nodes is to know; whether that changes anything.
     pub fn remember(&mut self, batches: &[Batch], memory: &mut Memory, now: Millis) -> bool {
         let blamed = self.workers.take_blamed();
         blamed.iter().for_each(|node| memory.failed(&self.id.uid, node, now));
-        let claim = Claim::of(&self.tracker.observed);
-        let same = self.claim.as_ref() == Some(&claim);
-        self.claim = Some(claim);
+        let claim = self.claim();
+        let same = self.claimed.as_ref() == Some(&claim);
+        self.claimed = Some(claim);
         let mut any = !same || !blamed.is_empty();
         any |= self.refusals.take_turned(now);
         for (node, until) in self.workers.take_avoided() {

@@ -31,8 +31,8 @@ pub fn decide(
         let priority = seen.priority(&job.kubernetes.priority_class_name);
         let who = (&**uid, priority, state.created_at);
         let holds = holds.remove(&**uid).unwrap_or_default();
-        let needs = state.needs.clone();
-        let mut demand = Demand::of(job, &state.tracker.observed, needs, who, holds);
+        let (observed, needs) = (&state.tracker.observed, state.needs.clone());
+        let mut demand = Demand::of(job, observed, state.claim(), needs, who, holds);
         if state.refusals.standing_back().is_some() {
             (demand.sizes, demand.spares) = (Vec::new(), 0);
         }

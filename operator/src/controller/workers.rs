@@ -107,6 +107,11 @@ impl Workers {
         true
     }
 
+    /// Its stream has closed and its pod is left alone for now: how it ended is about to be told.
+    pub fn ends_soon(&self, name: &str) -> bool {
+        self.known.get(name).is_some_and(|known| known.closed && known.deleted_at.is_none())
+    }
+
     /// A pod has ended; the one that must go for it, where `most` are kept.
     fn keep_ended(&mut self, pod: &WorkerPod, most: usize) -> Option<WorkerPod> {
         if self.ended.iter().any(|of| of.uid == pod.uid) || pod.deletion.is_some() {
