@@ -9,8 +9,8 @@ its token with atomics (index_add). Everything is
 bf16, weight gradients too, but the scores (softmax in fp32). Prints `case | mode | ms | MiB` a
 line; ms is the median under sustained load, MiB the peak above weights, inputs and gradients.
 --ceilings: what cuBLAS and a copy reach in the same way. --peers: also ScatterMoE, SonicMoE and
-Tutel, or those named, where installed; what is not, or does not take the case, is skipped with the reason. Run a
-case a process: after a few shapes torch.compile makes them dynamic, which is slower.
+Tutel, or those named, where installed; what is not, or does not take the case, is skipped with the
+reason. Run a case a process: after a few shapes torch.compile makes them dynamic, which is slower.
 """
 import argparse
 import itertools

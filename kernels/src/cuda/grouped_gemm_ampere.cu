@@ -49,8 +49,8 @@ __device__ __forceinline__ u32 place_b(int row, int chunk) {
   return place<B_MN, B_ROWS>(row, chunk);
 }
 
-// Row (K-major) of B that shared row `at` of the tiles holds, within the expert; -1: none. UP and ROWS
-// permute each 32 rows as the copy engine's map does: a thread then has 8 neighbouring columns.
+// Row (K-major) of B that shared row `at` of the tiles holds, within the expert; -1: none. UP and
+// ROWS permute each 32 rows as the copy engine's map does: a thread then has 8 columns in a row.
 __device__ __forceinline__ int weight_row(const Tile& tile, const Args& args, int at) {
   const int n0 = tile.n0 * SIDE + at / BN, r = at % BN;
   const int i = (r >> 3) & 3, q = (r >> 1) & 3;
