@@ -105,6 +105,7 @@ pub enum Origin {
     Recorded(Box<Action>),
     Status,
     Object,
+    Budget,
     Event,
     Cleanup,
 }

@@ -78,8 +78,11 @@ pub struct JobState {
     /// The last write that failed, for status.
     pub(super) failure: Option<(String, String)>,
     pub(super) refusals: Refusals,
-    /// NetworkPolicy and PodDisruptionBudget were applied for this generation.
+    /// The NetworkPolicy was applied for this generation.
     pub(super) objects: Option<i64>,
+    /// The PodDisruptionBudget was; and when it is tried again, where it could not be.
+    pub(super) budgeted: Option<i64>,
+    pub(super) budget_due: Option<Millis>,
     /// When the finished job is to be deleted.
     expires: Option<Millis>,
     pub dirty: bool,
@@ -146,6 +149,8 @@ impl JobState {
             failure: None,
             refusals: Refusals::default(),
             objects: None,
+            budgeted: None,
+            budget_due: None,
             expires: None,
             dirty: true,
             needs: Needs::default(),
@@ -285,6 +290,7 @@ impl JobState {
     /// Plans, and gives what is to be written.
     pub fn reconcile(&mut self, cluster: &Lookup, now: Millis) -> Vec<Batch> {
         self.dirty = false;
+        self.budget_due = self.budget_due.filter(|at| now < *at);
         if !self.busy {
             self.catch_up(cluster, now);
             self.look_after(cluster, now);
@@ -329,7 +335,7 @@ impl JobState {
             }
             if plan.actions.is_empty() {
                 self.requeue = plan.requeue;
-                return;
+                return self.budget();
             }
             self.queue.extend(plan.actions);
         }
@@ -386,7 +392,20 @@ impl JobState {
         }
     }
 
-    /// All that are to start now, in one batch; the job's other objects before them.
+    /// Evictions have a limit as soon as there is a gang. Earlier the cluster would count the
+    /// budget anew, and write its status, with every pod that starts.
+    fn budget(&mut self) {
+        let known = self.budgeted == Some(self.generation) || self.budget_due.is_some();
+        if known || self.tracker.observed.gang().is_none() {
+            return;
+        }
+        let Some(job) = &self.job else { return };
+        let budget = pods::disruption_budget(job, &self.surroundings(job));
+        self.budgeted = Some(self.generation);
+        self.send_aside(Origin::Budget, Write::Object(budget));
+    }
+
+    /// All that are to start now, in one batch; before them what shuts strangers out.
     fn start_workers(&mut self, first: Action) {
         let Some(job) = self.job.clone() else { return };
         let around = self.surroundings(&job);
@@ -395,7 +414,6 @@ impl JobState {
         let mut batch = Batch::default();
         if self.objects != Some(self.generation) {
             batch.add(Origin::Object, Write::Object(pods::network_policy(job, around)));
-            batch.add(Origin::Object, Write::Object(pods::disruption_budget(job, around)));
             self.objects = Some(self.generation);
         }
         let mut next = Some(first);
@@ -560,7 +578,7 @@ impl JobState {
         let workers = self.workers.due();
         let refusals = self.refusals.due();
         let dues = [self.requeue, waits, workers, self.report.due, self.expires, refusals];
-        dues.into_iter().flatten().min()
+        dues.into_iter().chain([self.budget_due]).flatten().min()
     }
 }
 

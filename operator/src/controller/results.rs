@@ -9,6 +9,8 @@ use moejob_plan::track::Happening;
 
 /// After a write that failed: 1 s, 2 s, 4 s, ... up to this.
 pub(super) const RETRY_MAX: Millis = 60_000;
+/// After a PodDisruptionBudget that could not be applied. Nothing waits for it.
+const BUDGET_RETRY: Millis = 5_000;
 
 impl JobState {
     /// The batch is written, or not.
@@ -71,6 +73,10 @@ impl JobState {
             (Origin::Object, Err(error)) => {
                 self.objects = None;
                 return self.failed("ObjectNotApplied", &error);
+            }
+            (Origin::Budget, Err(error)) => {
+                tracing::warn!(job = self.id.name, %error, "no PodDisruptionBudget: tried again");
+                (self.budgeted, self.budget_due) = (None, Some(now + BUDGET_RETRY));
             }
             (Origin::Event, Err(error)) => tracing::debug!(%error, "an event was not written"),
             (Origin::Status, Err(error)) => tracing::info!(%error, "status is written later"),
