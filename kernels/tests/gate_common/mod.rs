@@ -3,7 +3,7 @@
 
 use crate::common::Bed;
 use moejob_kernels::balance::row;
-use moejob_kernels::philox::{Draw, philox4x32_10};
+use moejob_kernels::philox::philox4x32_10;
 use moejob_kernels::*;
 
 /// Whole numbers of a seed, which `MOEJOB_TEST_SEED` changes.
