@@ -1,10 +1,10 @@
 //! The process of a worker: `moe-worker`, and the same code as `moejob worker`.
 
-use crate::affinity::Share;
-use crate::comm::Comm;
-use crate::run::{Attempt, Bootstrap, from_stdin, in_pod};
-use crate::trainer::Trainer;
-use crate::trainer_api::{AttemptEnd, Control, TrainerEvent};
+use crate::life::affinity::Share;
+use crate::gang::comm::Comm;
+use crate::life::run::{Attempt, Bootstrap, from_stdin, in_pod};
+use crate::attempt::trainer::Trainer;
+use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::pod;
 use std::net::{IpAddr, SocketAddr};

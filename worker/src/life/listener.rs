@@ -8,9 +8,9 @@
 //! A stranger costs a socket and a few kilobytes for at most five seconds, and can push out other
 //! strangers, but no stream that has proven who it is.
 
-use crate::comm::DataOffers;
-use crate::control::{self, FrameError};
-use crate::tls::{ALPN_CONTROL, ALPN_DATA, Identity, TlsError};
+use crate::gang::comm::DataOffers;
+use crate::life::control::{self, FrameError};
+use crate::gang::tls::{ALPN_CONTROL, ALPN_DATA, Identity, TlsError};
 use moejob_protocol::Down;
 use moejob_protocol::message::Frame;
 use rustls::ServerConfig;

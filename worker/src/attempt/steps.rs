@@ -1,16 +1,16 @@
 //! The steps of one attempt, and what is due between them.
 
 use crate::checkpoint::{NOT_FINITE, Writer};
-use crate::comm::Comm;
+use crate::gang::comm::Comm;
 use crate::data::Corpus;
-use crate::grads::Gradients;
-use crate::model::Model;
-use crate::records::{Records, event, now};
-use crate::snapshot::Snapshots;
-use crate::step::{self, Place, StepSummary, Validation};
-use crate::step_end::StepEnd;
-use crate::trainer::{Stop, fail, record_failed, storage_failed, tokens_per_step};
-use crate::trainer_api::{AttemptEnd, Control, TrainerEvent};
+use crate::engine::grads::Gradients;
+use crate::engine::model::Model;
+use crate::attempt::records::{Records, event, now};
+use crate::state::snapshot::Snapshots;
+use crate::engine::step::{self, Place, StepSummary, Validation};
+use crate::gang::step_end::StepEnd;
+use crate::attempt::trainer::{Stop, fail, record_failed, storage_failed, tokens_per_step};
+use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::Resume;
@@ -199,7 +199,7 @@ impl Run<'_> {
             Some(bytes) => bytes,
             None => {
                 let mut bytes = Vec::new();
-                crate::snapshot::cut(&self.model, &mut bytes);
+                crate::state::snapshot::cut(&self.model, &mut bytes);
                 Arc::new(bytes)
             }
         };

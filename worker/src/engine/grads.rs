@@ -8,10 +8,10 @@
 //! Who sends what is a function of the layout, so it is worked out once an attempt, as lists of
 //! buffers.
 
-use crate::comm::{Comm, CommError};
-use crate::handles::{Dense, Experts, is_frozen, slice};
-use crate::model::{Leaf, Model};
-use crate::dispatch::{Parcel, Round};
+use crate::gang::comm::{Comm, CommError};
+use crate::engine::handles::{Dense, Experts, is_frozen, slice};
+use crate::engine::model::{Leaf, Model};
+use crate::engine::dispatch::{Parcel, Round};
 use moejob_kernels::{AdamW, BlockSquareSums, Buffer};
 use moejob_protocol::config::AdamW as AdamWConfig;
 use moejob_protocol::layout::{BLOCK, elements};

@@ -5,11 +5,11 @@
 //! it what is there, all ranks stop without a step, and the next attempt resumes from that.
 
 use crate::checkpoint::{Refusal, newest_above, newest_usable, verify};
-use crate::comm::Comm;
-use crate::fence;
-use crate::records::{Records, event};
-use crate::trainer::{Stop, fail, record_failed};
-use crate::trainer_api::TrainerEvent;
+use crate::gang::comm::Comm;
+use crate::attempt::fence;
+use crate::attempt::records::{Records, event};
+use crate::attempt::trainer::{Stop, fail, record_failed};
+use crate::attempt::api::TrainerEvent;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::report::{Detail, Event, EventKind};
 use std::path::Path;

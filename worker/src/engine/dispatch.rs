@@ -6,8 +6,8 @@
 //!   -> a row per (token, expert) back, where it lies by (rank, expert, token)
 //! ```
 
-use crate::comm::{Comm, CommError};
-use crate::model::Model;
+use crate::gang::comm::{Comm, CommError};
+use crate::engine::model::Model;
 use moejob_kernels::{Buffer, DType, Device, GatherRows, NO_EXPERT};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::ModelConfig;

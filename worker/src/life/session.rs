@@ -10,8 +10,8 @@
 //! and whether it drains. It enters an attempt only as told, and leaves one as told, when a
 //! collective failed, or when it must end. What is older than its term or attempt is refused.
 
-use crate::comm::CommError;
-use crate::trainer_api::{AttemptEnd, Failure, TrainerEvent};
+use crate::gang::comm::CommError;
+use crate::attempt::api::{AttemptEnd, Failure, TrainerEvent};
 use moejob_protocol::message::{Frame, Held, Hello, LeftReason, Request};
 use moejob_protocol::report::EventKind;
 use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};

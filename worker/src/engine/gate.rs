@@ -9,9 +9,9 @@
 //! step, layer, token of the step), capacity and statistics are the micro-batch's. Evaluation has
 //! no noise. docs/routers.md has the equations.
 
-use crate::dispatch::Round;
-use crate::handles::DenseLayer;
-use crate::model::Model;
+use crate::engine::dispatch::Round;
+use crate::engine::handles::DenseLayer;
+use crate::engine::model::Model;
 use moejob_kernels::balance::row;
 use moejob_kernels::philox::Draw;
 use moejob_kernels::{
@@ -144,7 +144,7 @@ impl Model {
             top_k: k,
             segments,
             choice: self.choice(layer, t),
-            scoring: crate::moe::scoring(config.scoring),
+            scoring: crate::engine::moe::scoring(config.scoring),
             norm_topk: config.norm_topk_prob,
             scale: config.scale,
             groups: (config.groups > 1).then_some(groups),

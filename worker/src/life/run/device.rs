@@ -1,8 +1,8 @@
 //! The device's thread: it owns the trainer and runs one attempt at a time.
 
 use super::Happened;
-use crate::comm::Comm;
-use crate::trainer_api::{AttemptEnd, Control, Failure, TrainerEvent};
+use crate::gang::comm::Comm;
+use crate::attempt::api::{AttemptEnd, Control, Failure, TrainerEvent};
 use moejob_protocol::WorkerConfig;
 use std::any::Any;
 use std::io;

@@ -1,14 +1,14 @@
 //! One optimizer step: forward, backward, reduce, agree, update, spread.
 
-use crate::comm::{Comm, CommError};
+use crate::gang::comm::{Comm, CommError};
 use crate::data::{Batch, Corpus, DataError};
-use crate::diagnosis;
-use crate::grads::Gradients;
-use crate::model::Model;
-use crate::dispatch::{Round, Source};
-use crate::gate::Noise;
-use crate::routing::Tally;
-use crate::step_end::{LOSSES, StepEnd};
+use crate::engine::diagnosis;
+use crate::engine::grads::Gradients;
+use crate::engine::model::Model;
+use crate::engine::dispatch::{Round, Source};
+use crate::engine::gate::Noise;
+use crate::engine::routing::Tally;
+use crate::gang::step_end::{LOSSES, StepEnd};
 use moejob_protocol::config::TrainingConfig;
 use moejob_protocol::model::{AuxLossScope, Role};
 

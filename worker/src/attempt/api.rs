@@ -1,7 +1,7 @@
 //! What the shell (`run.rs`, control thread) and the trainer (`trainer.rs`, device thread) say to
 //! each other.
 
-use crate::comm::CommError;
+use crate::gang::comm::CommError;
 use moejob_protocol::message::{Held, Phase, Request};
 use moejob_protocol::report::{Event, StepReport};
 use std::sync::Arc;

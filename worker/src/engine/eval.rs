@@ -1,11 +1,11 @@
 //! The loss of weights on data, without training: `moejob eval`.
 
 use crate::checkpoint::Refusal;
-use crate::comm::{Comm, CommError};
+use crate::gang::comm::{Comm, CommError};
 use crate::data::{Batch, Corpus, DataError};
-use crate::dispatch::{Round, Source};
+use crate::engine::dispatch::{Round, Source};
 use crate::hf::{Weights, load};
-use crate::model::Model;
+use crate::engine::model::Model;
 use moejob_kernels::KernelError;
 use moejob_protocol::config::{
     AdamW, DataConfig, DataSource, Precision, Schedule, TokenType, TrainingConfig,

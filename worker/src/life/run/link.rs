@@ -1,9 +1,9 @@
 //! The adopted control stream: one task that reads, one that writes.
 
 use super::Happened;
-use crate::control::{FrameError, read_frame, write_frame};
-use crate::listener::chain;
-use crate::session::Event;
+use crate::life::control::{FrameError, read_frame, write_frame};
+use crate::life::listener::chain;
+use crate::life::session::Event;
 use moejob_protocol::message::Frame;
 use moejob_protocol::{PROTOCOL_VERSION, Up};
 use std::time::Duration;

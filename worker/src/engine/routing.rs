@@ -1,7 +1,7 @@
 //! What a user can watch of the routing: losses, loads, drops, entropy, churn.
 
-use crate::dispatch::Round;
-use crate::model::Model;
+use crate::engine::dispatch::Round;
+use crate::engine::model::Model;
 use moejob_kernels::{Buffer, CpuDevice, Float, NO_EXPERT};
 use moejob_protocol::model::{AuxLossScope, Scoring};
 

@@ -7,19 +7,19 @@
 //! ```
 //! Whatever takes effect on all ranks was agreed on in a step's end, so all take it alike.
 
-use crate::attempt::Run;
+use crate::attempt::steps::Run;
 use crate::checkpoint::{Disk, Expected, Identity, Refusal, Writer, differences, load, show};
-use crate::comm::{Comm, CommError};
+use crate::gang::comm::{Comm, CommError};
 use crate::data::Corpus;
-use crate::fence::{self, Claim, FenceError};
-use crate::grads::Gradients;
+use crate::attempt::fence::{self, Claim, FenceError};
+use crate::engine::grads::Gradients;
 use crate::hf::Weights;
-use crate::model::Model;
-use crate::records::{Records, now};
-use crate::resume;
-use crate::snapshot::{Snapshots, initialize, scatter};
-use crate::step::StepError;
-use crate::trainer_api::{AttemptEnd, Control, Failure, TrainerEvent};
+use crate::engine::model::Model;
+use crate::attempt::records::{Records, now};
+use crate::attempt::resume;
+use crate::state::snapshot::{Snapshots, initialize, scatter};
+use crate::engine::step::StepError;
+use crate::attempt::api::{AttemptEnd, Control, Failure, TrainerEvent};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::message::{Held, Phase, Request};
@@ -249,7 +249,7 @@ impl Trainer {
     }
 }
 
-pub(crate) fn record_failed(error: crate::records::RecordsError) -> Stop {
+pub(crate) fn record_failed(error: crate::attempt::records::RecordsError) -> Stop {
     storage_failed(&format!("{error}: {}", error.source))
 }
 

@@ -13,12 +13,12 @@ mod link;
 
 pub use device::Attempt;
 
-use crate::affinity::{self, Share};
-use crate::comm::{AbortHandle, Comm, DataPlane, Join, JoinError};
-use crate::listener::{self, LeaderStream, chain};
-use crate::session::{Effect, Event, Session};
-use crate::tls::{AttemptTls, TlsError, Trust, WorkerKey};
-use crate::trainer_api::{AttemptEnd, Control, TrainerEvent};
+use crate::life::affinity::{self, Share};
+use crate::gang::comm::{AbortHandle, Comm, DataPlane, Join, JoinError};
+use crate::life::listener::{self, LeaderStream, chain};
+use crate::life::session::{Effect, Event, Session};
+use crate::gang::tls::{AttemptTls, TlsError, Trust, WorkerKey};
+use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use device::Device;
 use link::Link;
 use moejob_protocol::message::{HEARTBEAT_MS, Heartbeat, Phase};

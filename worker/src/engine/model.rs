@@ -9,11 +9,11 @@
 //!
 //! Letters: `T` tokens, `D` model, `N` heads, `H` head dim, `F` hidden, `V` vocabulary.
 
-use crate::comm::{Comm, CommError};
-use crate::dispatch::{ExpertGroup, Mail, Round};
-use crate::gate::Noise;
-use crate::moe::activation;
-use crate::handles::{Dense, DenseLayer, Experts, GatedWeights, Linear};
+use crate::gang::comm::{Comm, CommError};
+use crate::engine::dispatch::{ExpertGroup, Mail, Round};
+use crate::engine::gate::Noise;
+use crate::engine::moe::activation;
+use crate::engine::handles::{Dense, DenseLayer, Experts, GatedWeights, Linear};
 use moejob_kernels::{
     Add, AddBias, ArenaPlan, Attention, AttentionBackward, BiasBackward, Buffer, Clamp,
     ClampBackward, CrossEntropy, DType, Device, Embed, EmbedBackward, KernelError, Layout as Order,

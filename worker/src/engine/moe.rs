@@ -11,9 +11,9 @@
 //! A token's K contributions are summed at its own rank in ascending logical expert id, and the
 //! rows of a segment (expert, source) stand in token order: no bit depends on who computes.
 
-use crate::comm::{Comm, CommError};
-use crate::dispatch::{Round, Rows};
-use crate::model::{Leaf, Model};
+use crate::gang::comm::{Comm, CommError};
+use crate::engine::dispatch::{Round, Rows};
+use crate::engine::model::{Leaf, Model};
 use moejob_kernels::{
     Activation, Buffer, Combine, ExpertsDgrad, ExpertsDown, ExpertsDownBackward, ExpertsDownWgrad,
     ExpertsUp, ExpertsUpWgrad, GatherRows, Layout as Order, Matmul, NO_EXPERT, Place, Route,

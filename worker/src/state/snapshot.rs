@@ -5,9 +5,9 @@
 //! cut() -> bytes -> buddy, checkpoint      bytes -> scatter() -> any other layout
 //! ```
 
-use crate::comm::{Comm, CommError};
-use crate::grads::weight_of;
-use crate::model::Model;
+use crate::gang::comm::{Comm, CommError};
+use crate::engine::grads::weight_of;
+use crate::engine::model::Model;
 use moejob_kernels::{Buffer, DType, Fill, InitNormal};
 use moejob_protocol::config::ShardSource;
 use moejob_protocol::layout::{Layout, elements};
@@ -104,7 +104,7 @@ fn owned_parts(model: &Model, run: &ShardRun) -> [Buffer; 3] {
     let (state, flat) = (&model.buffers.state, &model.shape.flats.owned);
     let weight = weight_of(model, run.index).expect("an owner holds");
     let len = (run.elements.end - run.elements.start) as usize;
-    let moment = |base| crate::handles::slice(base, flat, run.index).expect("an owner's moments");
+    let moment = |base| crate::engine::handles::slice(base, flat, run.index).expect("an owner's moments");
     [weight.slice(run.elements.start as usize, len), moment(state.moment1), moment(state.moment2)]
 }
 
@@ -134,7 +134,7 @@ pub fn place_for(model: &Model, index: usize, part: usize, wanted: &Range<u64>) 
     } else {
         let (state, flat) = (&model.buffers.state, &model.shape.flats.owned);
         let base = if part == 1 { state.moment1 } else { state.moment2 };
-        crate::handles::slice(base, flat, index)?
+        crate::engine::handles::slice(base, flat, index)?
     };
     let start = wanted.start - needed.start;
     Some(base.slice(start as usize, (wanted.end - wanted.start) as usize))

@@ -1,9 +1,9 @@
 //! Where a number that is not finite came from, by tensor, layer and expert. Looked for when a step
 //! has failed, never in one that has not.
 
-use crate::dispatch::Round;
-use crate::grads::weight_of;
-use crate::model::Model;
+use crate::engine::dispatch::Round;
+use crate::engine::grads::weight_of;
+use crate::engine::model::Model;
 use moejob_kernels::Buffer;
 use moejob_protocol::model::{Param, Role};
 

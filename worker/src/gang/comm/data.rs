@@ -8,8 +8,8 @@
 
 use super::pipe::{CHUNK_BYTES_MAX, Pipe, Pop, Wake};
 use super::{Comm, PeerPipes};
-use crate::listener::{HANDSHAKE_MS_MAX, HANDSHAKES_MAX, Pending, chain};
-use crate::tls::{AttemptTls, Identity, server_name};
+use crate::life::listener::{HANDSHAKE_MS_MAX, HANDSHAKES_MAX, Pending, chain};
+use crate::gang::tls::{AttemptTls, Identity, server_name};
 use moejob_protocol::config::Member;
 use rustls::server::Accepted;
 use std::io;

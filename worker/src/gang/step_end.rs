@@ -2,7 +2,7 @@
 //!
 //! Numbers travel as their bits, little-endian: what is added up must be the same everywhere.
 
-use crate::comm::CommError;
+use crate::gang::comm::CommError;
 
 /// One rank's part.
 #[derive(Clone, Debug, Default, PartialEq)]
