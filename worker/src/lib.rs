@@ -4,9 +4,9 @@
 //! leader --Down--> life (listener -> session (pure) --Effect--> shell)
 //!                    | what the leader asked, what happened
 //!                    v
-//!                  attempt (load, steps, snapshots, checkpoints) -> engine (forward, backward, step)
-//!                    |                                                |
-//!                    `---> checkpoint, hf, data                       `-> gang (the other ranks)
+//!                    attempt (load, steps, snapshots, checkpoints) -> engine (forward, backward)
+//!                    |                                                  |
+//!                    `---> checkpoint, hf, data                         `-> gang (other ranks)
 //! ```
 
 pub mod life;

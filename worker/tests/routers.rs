@@ -4,6 +4,8 @@
 mod common;
 
 use common::{Job, bits, sources, state_hash, trainers};
+use moe_worker::engine::eval::evaluate;
+use moe_worker::engine::handles::slice;
 use moe_worker::gang::comm::Comm;
 use moe_worker::engine::dispatch::{Round, Source};
 use moe_worker::engine::gate::Noise;
@@ -188,7 +190,7 @@ fn checkpoints_of_every_router_are_evaluated() {
         let weights = moe_worker::hf::Weights::open(&directory).expect("a checkpoint");
         let length = job.config.training.sequence_length;
         let measure = || {
-            moe_worker::engine::eval::evaluate(&weights, &job.config.data, length, 1, &mut |_, _| {})
+            evaluate(&weights, &job.config.data, length, 1, &mut |_, _| {})
                 .expect("a loss")
         };
         let (first, second) = (measure(), measure());
@@ -280,7 +282,7 @@ fn nothing_routed_is_a_layer_of_zeros() {
         let stacks = &model.buffers.gradients;
         let bases = [stacks.dense[0], stacks.experts[0][0]];
         for (base, flat) in bases.into_iter().zip(flats) {
-            let Some(gradient) = moe_worker::engine::handles::slice(base, flat, index) else { continue };
+            let Some(gradient) = slice(base, flat, index) else { continue };
             let gradient: Vec<f32> = model.device.read_vec(gradient);
             let name = &model.params[index].name;
             assert!(gradient.iter().all(|x| x.is_finite()), "{name}");

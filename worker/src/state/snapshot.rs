@@ -104,7 +104,9 @@ fn owned_parts(model: &Model, run: &ShardRun) -> [Buffer; 3] {
     let (state, flat) = (&model.buffers.state, &model.shape.flats.owned);
     let weight = weight_of(model, run.index).expect("an owner holds");
     let len = (run.elements.end - run.elements.start) as usize;
-    let moment = |base| crate::engine::handles::slice(base, flat, run.index).expect("an owner's moments");
+    let moment = |base| {
+        crate::engine::handles::slice(base, flat, run.index).expect("an owner's moments")
+    };
     [weight.slice(run.elements.start as usize, len), moment(state.moment1), moment(state.moment2)]
 }
 
