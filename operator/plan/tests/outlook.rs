@@ -61,6 +61,14 @@ fn every_example_is_valid_and_has_a_plan() {
     assert!(seen >= 2);
 }
 
+fn of_preset(preset: &str) -> Job {
+    job(|base| {
+        let start = base.find("    hiddenSize").unwrap();
+        let end = base.find("  data:").unwrap();
+        format!("{}    preset: {preset}\n{}", &base[..start], &base[end..])
+    })
+}
+
 /// Counts published by the models' authors: all parameters (of the files on Hugging Face, where
 /// there are any), and those of a token. DeepSeek, Moonshot and OpenAI leave the embedding table
 /// out of the latter, Moonshot the head too.
@@ -76,11 +84,7 @@ fn presets_have_the_size_of_their_models() {
         ("gpt-oss-20b", 20_914_757_184, 3_610_000_000, table(201_088, 2880)),
         ("gpt-moe-1.1t", 1_104_000_000_000, 0, 0),
     ] {
-        let job = job(|base| {
-            let start = base.find("    hiddenSize").unwrap();
-            let end = base.find("  data:").unwrap();
-            format!("{}    preset: {preset}\n{}", &base[..start], &base[end..])
-        });
+        let job = of_preset(preset);
         let near = |found: u64, expected: u64| {
             (found as f64 / expected as f64 - 1.0).abs() < 0.01
         };
@@ -91,6 +95,18 @@ fn presets_have_the_size_of_their_models() {
         let of_token = count(job.model.active_numel()) - without;
         let published = active == 0 || near(of_token, active);
         assert!(published, "{preset} uses {of_token} parameters for a token");
+    }
+}
+
+/// 7.9 GFLOP for OLMoE at 4,096 tokens and 23 for Qwen3-30B-A3B are what others count, too.
+#[test]
+fn operations_of_a_token_follow_the_convention() {
+    for (preset, sequence, billions) in
+        [("olmoe-1b-7b", 4096, 7.88), ("qwen3-30b-a3b", 4096, 23.0), ("mixtral-8x7b", 4096, 79.7)]
+    {
+        let model = of_preset(preset).model;
+        let found = model.flops_per_token(sequence) as f64 / 1e9;
+        assert!((found / billions - 1.0).abs() < 0.01, "{preset}: {found}");
     }
 }
 
