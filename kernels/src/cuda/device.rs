@@ -42,6 +42,16 @@ impl CudaDevice {
         self.compiler.gpu()
     }
 
+    /// What compiles this device's kernels.
+    pub fn compiler(&self) -> &Compiler {
+        &self.compiler
+    }
+
+    /// The stream of all ops, to record events in.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
     /// Waits for everything enqueued; the first failure since the device was made.
     pub fn finish(&self) -> Result<(), &LayerError> {
         self.attempt(|| Ok(self.stream.synchronize()?));
