@@ -339,6 +339,7 @@ fn optimizer(
     bench.row(&mut bed, &format!("gradients' numbers {shape}"), g * n, |device| {
         device.gradient_numbers(&numbers_op);
     })?;
+    bed.device.decide_update(&decide);
     bench.row(&mut bed, &format!("AdamW {update} B {shape}"), update * n, |device| {
         device.bucket_adamw(&op);
     })?;

@@ -4,7 +4,7 @@ use crate::buffer::{Buffer, DType};
 use crate::device::Device;
 
 /// to[i] = from[i] in the kind of `to`, rounded to nearest even; what is too large becomes infinite.
-/// Kinds: F32, Bf16, F16, on a CPU F64 as well; two different ones.
+/// Kinds: two different ones of F32, Bf16 and F16; on a CPU also F32 and F64.
 #[derive(Clone, Copy, Debug)]
 pub struct Cast {
     pub from: Buffer,

@@ -37,6 +37,7 @@ mod loss;
 mod optimizer;
 mod bucket;
 pub mod step_numbers;
+mod tally;
 mod convert;
 mod moe;
 
@@ -74,3 +75,4 @@ pub use step_numbers::{
     LossScale, LossScaling, StepClass, StepControl, StepNumbers, StepParams,
 };
 pub use route::{Route, RouteBackward, RouteGroups, Scoring};
+pub use tally::{TallyLayer, TallyLoss};

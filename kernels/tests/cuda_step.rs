@@ -45,7 +45,11 @@ fn norms_of_a_sum() {
             let rstd = bed.statistics(rows);
             let eps = 1e-6;
             bed.device.add_rms_norm(&AddRmsNorm { rows, dim, eps, input, branch, w, mid, y, rstd });
-            vec![mid, y, rstd]
+            // The norm is that of the sum as it was rounded.
+            let (own, own_rstd) = (bed.floats(rows * dim), bed.statistics(rows));
+            bed.device.rms_norm(&RmsNorm { rows, dim, eps, x: mid, w, y: own, rstd: own_rstd });
+            assert!(bed.bytes(own) == bed.bytes(y) && bed.bytes(own_rstd) == bed.bytes(rstd));
+            vec![mid, y]
         });
     }
 }
@@ -85,7 +89,7 @@ fn norms_with_rotations() {
         (33, 4, 256, false),
     ] {
         let name = format!("norms with rotations {heads} {head_dim} {per_head}");
-        check(&name, 4.0, |bed| {
+        check(&name, 3.0, |bed| {
             let size = tokens * heads * head_dim;
             let (spans, dim) =
                 if per_head { (tokens * heads, head_dim) } else { (tokens, heads * head_dim) };
@@ -252,5 +256,47 @@ fn initial_weights_have_the_bits_of_the_cpu() {
         };
         let Some(bed) = StepBed::cuda("initial weights", DType::F32, DType::F32) else { return };
         assert!(run(bed) == run(StepBed::cpu(DType::F32, DType::F32)), "{len} from {first}");
+    }
+}
+
+#[test]
+fn masks() {
+    for (rows, dim, mask) in [
+        (70, 33, Mask::Jitter { eps: 0.01 }),
+        (129, 256, Mask::Dropout { p: 0.3 }),
+        (1, 1, Mask::Dropout { p: 0.9 }),
+    ] {
+        check(&format!("masks {rows} {dim}"), 3.0, |bed| {
+            let draw = philox::Draw { seed: 9, step: 1 << 34, layer: 3, first_token: 1 << 31 };
+            let (x, y) = (bed.input(rows * dim), bed.floats(rows * dim));
+            let added = bed.input(rows * dim);
+            let op = MaskRows { rows, dim, mask, draw, accumulate: false, x, y };
+            bed.device.mask_rows(&op);
+            bed.device.mask_rows(&MaskRows { accumulate: true, y: added, ..op });
+            vec![y, added]
+        });
+    }
+}
+
+#[test]
+fn tallies() {
+    for (tokens, experts) in [(1, 1), (5000, 64)] {
+        check(&format!("tallies {tokens}"), 0.0, |bed| {
+            let layout = StepNumbers { moe_layers: 3, experts };
+            let values = |bed: &mut StepBed, len| {
+                let values = bed.values(len);
+                bed.put(DType::F64, &values)
+            };
+            let (loss, numbers) = (values(bed, tokens), values(bed, layout.len()));
+            let losses = values(bed, 2);
+            let mut targets = below(1, tokens, 100);
+            targets.iter_mut().step_by(3).for_each(|target| *target = IGNORE);
+            let (targets, counts) = (bed.words(&targets), bed.words(&below(2, experts, 1 << 20)));
+            bed.device.tally_loss(&TallyLoss { loss, targets, numbers });
+            let op = TallyLayer { layout, moe_layer: 1, losses, counts, numbers };
+            bed.device.tally_layer(&op);
+            bed.device.tally_layer(&TallyLayer { moe_layer: 2, ..op });
+            vec![numbers]
+        });
     }
 }

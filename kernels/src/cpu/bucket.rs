@@ -290,11 +290,11 @@ impl<'a, T: Float> MasterParts<'a, T> {
                 }
             }
             MasterParts::Bf16(w, master) => {
-                let masters = master[..len].iter().map(|x| bf16::from_f64(x.wide()));
+                let masters = master[..len].iter().map(|x| bf16::from_f32(x.wide() as f32));
                 w.iter_mut().zip(masters).for_each(|(w, x)| *w = x);
             }
             MasterParts::F16(w, master) => {
-                let masters = master[..len].iter().map(|x| f16::from_f64(x.wide()));
+                let masters = master[..len].iter().map(|x| f16::from_f32(x.wide() as f32));
                 w.iter_mut().zip(masters).for_each(|(w, x)| *w = x);
             }
         }

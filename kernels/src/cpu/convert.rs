@@ -7,24 +7,23 @@ use crate::buffer::{Buffer, DType};
 use crate::convert::{Cast, JoinMaster, SplitMaster, join, split};
 
 impl CpuDevice {
+    /// From fp32: `half` rounds f64 by its upper half alone.
     pub(crate) fn cast(&mut self, op: &Cast) {
-        match op.from.dtype() {
-            DType::F32 => self.cast_from::<f32>(op, f64::from),
-            DType::F64 => self.cast_from::<f64>(op, |x| x),
-            DType::Bf16 => self.cast_from::<bf16>(op, bf16::to_f64),
-            DType::F16 => self.cast_from::<f16>(op, f16::to_f64),
-            other => panic!("{other:?} is no float: {op:?}"),
-        }
-    }
-
-    /// Every kind fits into f64, so one rounding is all there is.
-    fn cast_from<From: crate::Element>(&mut self, op: &Cast, wide: fn(From) -> f64) {
-        match op.to.dtype() {
-            DType::F32 => self.cast_to::<From, f32>(op.from, op.to, |x| wide(x) as f32),
-            DType::F64 => self.cast_to::<From, f64>(op.from, op.to, wide),
-            DType::Bf16 => self.cast_to(op.from, op.to, |x| bf16::from_f64(wide(x))),
-            DType::F16 => self.cast_to(op.from, op.to, |x| f16::from_f64(wide(x))),
-            other => panic!("{other:?} is no float: {op:?}"),
+        let Cast { from, to } = *op;
+        match (from.dtype(), to.dtype()) {
+            (DType::F32, DType::Bf16) => self.cast_to(from, to, bf16::from_f32),
+            (DType::F32, DType::F16) => self.cast_to(from, to, f16::from_f32),
+            (DType::F32, DType::F64) => self.cast_to::<f32, f64>(from, to, f64::from),
+            (DType::F64, DType::F32) => self.cast_to::<f64, f32>(from, to, |x| x as f32),
+            (DType::Bf16, DType::F32) => self.cast_to(from, to, bf16::to_f32),
+            (DType::F16, DType::F32) => self.cast_to(from, to, f16::to_f32),
+            (DType::Bf16, DType::F16) => {
+                self.cast_to(from, to, |x: bf16| f16::from_f32(x.to_f32()));
+            }
+            (DType::F16, DType::Bf16) => {
+                self.cast_to(from, to, |x: f16| bf16::from_f32(x.to_f32()));
+            }
+            other => panic!("no conversion of {other:?}: {op:?}"),
         }
     }
 

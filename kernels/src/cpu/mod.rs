@@ -35,6 +35,7 @@ mod place;
 mod pool;
 mod rope;
 mod route;
+mod tally;
 
 pub use exec::Isa;
 pub use float::Float;

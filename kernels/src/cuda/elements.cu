@@ -86,3 +86,9 @@ __device__ __forceinline__ void load_vector(const void* base, int fp32, int at, 
     unpack(load_kept<N>((const element*)base + at), v);
   }
 }
+
+// Asks for a line of 128 bytes ahead of its load; one of the threads that share it is enough.
+__device__ __forceinline__ void prefetch(const element* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+constexpr int LINE_THREADS = 8;  // of chunks

@@ -151,3 +151,24 @@ init_normal(element* x, u64 len, u64 seed, u64 name, u64 first, double std) {
   const u64 second = 2 * pair + 1 - first;
   if (second < len) x[second] = as_element((float)__dmul_rn(std, z.y));
 }
+
+// y (+)= x m: see src/gate_input.rs. A block of four neighbours of a row a thread; `place`, `step`
+// and `token` are words of the counter, `p` is the mask's parameter.
+extern "C" __global__ void __launch_bounds__(256)
+mask_rows(const element* x, element* y, int rows, int dim, int dropout, double p, u64 seed, u32 place,
+          u32 step, u32 token, int accumulate) {
+  const int blocks = (dim + 3) / 4;
+  const u64 at = blockIdx.x * (u64)blockDim.x + threadIdx.x;
+  if (at >= (u64)rows * blocks) return;
+  const u32 row = (u32)(at / blocks), block = (u32)(at % blocks);
+  const uint4 all = philox(seed, make_uint4(place, step, token + row, block));
+  const u32 words[4] = {all.x, all.y, all.z, all.w};
+  for (int i = 0; i < 4 && 4 * block + i < dim; i++) {
+    const double u = (double)(words[i] >> 8) / 16777216.0;
+    const double jitter = __dadd_rn(1.0 - p, __dmul_rn(2.0 * p, u));
+    const double factor = dropout ? (u < p ? 0.0 : __ddiv_rn(1.0, 1.0 - p)) : jitter;
+    const u64 to = (u64)row * dim + 4 * block + i;
+    const float masked = (float)__dmul_rn((double)as_float(x[to]), factor);
+    y[to] = as_element(accumulate ? as_float(y[to]) + masked : masked);
+  }
+}

@@ -10,6 +10,8 @@ use crate::elementwise::{
     Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, InitNormal, Scale,
 };
 use crate::experts::Activation;
+use crate::gate_input::{Mask, MaskRows};
+use crate::philox::Site;
 
 const THREADS: usize = 256;
 
@@ -123,6 +125,29 @@ impl CudaDevice {
             let kernel = (Unit::Elementwise { element }, "gated_mul_backward");
             let parameters = parameters![gate, up, d_out, dgate, dup, len, whole, kind];
             // SAFETY: the parameters are those of `gated_mul_backward`, the lengths were checked.
+            unsafe { to.launch(kernel, launch, parameters) }
+        });
+    }
+
+    pub(crate) fn mask_rows(&mut self, op: &MaskRows) {
+        let MaskRows { rows, dim, mask, draw, accumulate, x, y } = *op;
+        let element = x.dtype();
+        self.enqueue(|to| {
+            let [x, y] = [x, y].map(|buffer| to.of(buffer, element, rows * dim));
+            let (site, p) = match mask {
+                Mask::Jitter { eps } => (Site::Jitter, eps),
+                Mask::Dropout { p } => (Site::Dropout, p),
+            };
+            let dropout = i32::from(site == Site::Dropout);
+            let (place, step, token) = draw.counter(site, 0);
+            let launch = Launch::new((rows * dim.div_ceil(4)).div_ceil(THREADS), THREADS as u32);
+            let (rows, dim, seed) = (rows as i32, dim as i32, draw.seed);
+            let (kernel, accumulate) =
+                ((Unit::Elementwise { element }, "mask_rows"), i32::from(accumulate));
+            let parameters = parameters![
+                x, y, rows, dim, dropout, p, seed, place, step, token, accumulate
+            ];
+            // SAFETY: the parameters are those of `mask_rows`, the lengths were checked.
             unsafe { to.launch(kernel, launch, parameters) }
         });
     }

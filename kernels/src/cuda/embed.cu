@@ -1,6 +1,7 @@
 // Rows of a table by token, and their gradients, added in the order of the tokens. Host macros:
 // ELEMENT (rows), TABLE (what the table or its gradient is of: ELEMENT, or FP32).
 constexpr int SLICE = 256;  // columns that a warp adds
+constexpr int AHEAD = 16;   // rows in flight
 
 __device__ __forceinline__ float table_load(const void* base, u64 at) {
   return load_either(base, TABLE == FP32, at);
@@ -77,8 +78,21 @@ embed_add(const u32* ids, const u32* starts, const u32* counts, const u32* order
       float sum[CHUNK], own[CHUNK];
 #pragma unroll
       for (int i = 0; i < CHUNK; i++) sum[i] = table_load(dtable, (u64)id * dim + c + i);
-#pragma unroll 4
-      for (u32 n = 0; n < count; n++) {
+      // A frequent token's rows are many: enough of them on their way at once.
+      u32 n = 0;
+      for (; n + AHEAD <= count; n += AHEAD) {
+        Raw<CHUNK> rows[AHEAD];
+#pragma unroll
+        for (int r = 0; r < AHEAD; r++)
+          rows[r] = load<CHUNK>(dx + (u64)ordered[at + n + r] * dim + c);
+#pragma unroll
+        for (int r = 0; r < AHEAD; r++) {
+          unpack(rows[r], own);
+#pragma unroll
+          for (int i = 0; i < CHUNK; i++) sum[i] += own[i];
+        }
+      }
+      for (; n < count; n++) {
         unpack(load<CHUNK>(dx + (u64)ordered[at + n] * dim + c), own);
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) sum[i] += own[i];

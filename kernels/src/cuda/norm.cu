@@ -144,6 +144,21 @@ rms_norm_backward(const element* x, const void* w, int w_fp32, const float* rstd
       scale[r] = row < end ? rstd[row] : 0.f;
       sums[r] = 0.f;
     }
+    // The next turn's rows are on their way while this one's are added up.
+    if (VEC > 1 && lane % LINE_THREADS == 0) {
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        const long long row = base + (r + ROWS) * GROUPS + group;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+          const int unit = lane + e * GROUP;
+          if (row >= end || (!WHOLE && unit >= UNITS)) continue;
+          prefetch(x + row * DIM + unit * VEC);
+          prefetch(dy + row * DIM + unit * VEC);
+          if (accumulate) prefetch(dx + row * DIM + unit * VEC);
+        }
+      }
+    }
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
       const int unit = lane + e * GROUP;

@@ -17,24 +17,37 @@ const PARTS_MAX: usize = 264;
 /// Threads of a block at least.
 const BLOCK: usize = 256;
 
-/// The kernels that norm rows of `dim`: threads of a row, and rows in flight, by how much a thread
-/// then holds in registers.
+/// The kernels that norm rows of `dim`: threads of a row, and rows that they have in flight. Forward
+/// 256 threads of up to four loads each did best on an H200, backward 128 and two rows at once.
 pub(super) fn norm_unit(element: DType, dim: usize, backward: bool) -> Unit {
     let units = dim / vector(element, dim);
-    let (each, rows) = if backward { (1, 2) } else { (2, 1) };
-    let group = units.div_ceil(each).next_power_of_two().clamp(1, 1024);
-    // Where a thread has several loads a row, one row is enough on its way.
-    let rows = if units > 2 * group { 1 } else { rows };
+    let group = if backward {
+        units.div_ceil(2).next_power_of_two().clamp(1, 1024)
+    } else {
+        units.next_power_of_two().clamp(1, 256).max(units.div_ceil(4).next_power_of_two().min(1024))
+    };
+    // Where a thread has more loads a row, one row is enough on its way.
+    let rows = if backward && units <= 2 * group { 2 } else { 1 };
     Unit::Norm { element, dim, group, rows }
 }
 
-/// The kernels that turn spans of `heads` heads.
-pub(super) fn rope_unit(element: DType, head_dim: usize, heads: usize, norm: bool) -> Unit {
+/// The kernels that turn spans of `heads` heads: threads of a span, and spans in flight.
+pub(super) fn rope_unit(
+    element: DType,
+    head_dim: usize,
+    heads: usize,
+    norm: bool,
+    backward: bool,
+) -> Unit {
     let a_head = head_dim / 2 / vector(element, head_dim / 2);
     let units = heads * a_head;
-    let each = if heads > 1 { 2 } else { 1 };
+    let (each, spans) = match (heads > 1, backward) {
+        (true, false) => (2, 1),
+        (true, true) => (1, 1),
+        (false, _) => (1, 2),
+    };
     let group = units.div_ceil(each).next_power_of_two().clamp(1, 1024);
-    Unit::NormRope { element, head_dim, heads, norm, group }
+    Unit::NormRope { element, head_dim, heads, norm, group, spans }
 }
 
 /// Groups of a block of a norm's or a rotation's kernel.
@@ -67,7 +80,7 @@ impl CudaDevice {
         let (spans, dim) = op.spans();
         self.enqueue(|to| {
             let element = op.x.dtype();
-            let unit = rope_unit(element, op.head_dim, op.span_heads(), true);
+            let unit = rope_unit(element, op.head_dim, op.span_heads(), true, false);
             let turns = to.turns(unit, op.theta, op.head_dim / 2)?;
             let (w, w_fp32) = to.either(op.w, element, dim);
             let rstd = to.of(op.rstd, DType::F32, spans);
@@ -87,7 +100,7 @@ impl CudaDevice {
         self.enqueue(|to| {
             let element = op.x.dtype();
             assert!(op.head_dim.is_multiple_of(2), "{op:?}");
-            let unit = rope_unit(element, op.head_dim, op.heads, false);
+            let unit = rope_unit(element, op.head_dim, op.heads, false, false);
             let turns = to.turns(unit, op.theta, op.head_dim / 2)?;
             let x = to.of(op.x, element, op.tokens * op.heads * op.head_dim);
             let positions = to.of(op.positions, DType::U32, op.tokens);
@@ -202,10 +215,10 @@ fn rotate(
     (w, w_fp32, rstd, eps): (u64, i32, u64, f32),
     inverse: bool,
 ) -> Result<(), CudaError> {
-    let Unit::NormRope { group, .. } = unit else { unreachable!("a rotation's unit") };
+    let Unit::NormRope { group, spans: in_flight, .. } = unit else { unreachable!("a rotation's unit") };
     let RopeCall { x, y, positions, spans, spans_a_token, turns } = call;
     let TurnsAt { table, positions: known, frequencies } = turns;
-    let launch = Launch::new(spans.div_ceil(groups(group)), block(group));
+    let launch = Launch::new(spans.div_ceil(groups(group) * in_flight), block(group));
     let (spans, a_token, inverse) = (spans as i32, spans_a_token as i32, i32::from(inverse));
     let parameters = parameters![
         x, w, w_fp32, positions, table, known, frequencies, y, rstd, spans, a_token, eps, inverse
@@ -218,8 +231,8 @@ fn norm_rope_backward(to: &mut Enqueue<'_>, op: &NormRopeBackward) -> Result<(),
     let forward = &op.forward;
     let (spans, dim) = forward.spans();
     let element = forward.x.dtype();
-    let unit = rope_unit(element, forward.head_dim, forward.span_heads(), true);
-    let Unit::NormRope { group, .. } = unit else { unreachable!("a rotation's unit") };
+    let unit = rope_unit(element, forward.head_dim, forward.span_heads(), true, true);
+    let Unit::NormRope { group, spans: in_flight, .. } = unit else { unreachable!("a rotation's unit") };
     let TurnsAt { table, positions: known, frequencies } =
         to.turns(unit, forward.theta, forward.head_dim / 2)?;
     let (w, w_fp32) = to.either(forward.w, element, dim);
@@ -227,7 +240,7 @@ fn norm_rope_backward(to: &mut Enqueue<'_>, op: &NormRopeBackward) -> Result<(),
     let positions = to.of(forward.positions, DType::U32, forward.tokens);
     let [x, dy, dx] =
         [forward.x, op.dy, op.dx].map(|buffer| to.of(buffer, element, spans * dim));
-    let each = part_of(spans, groups(group));
+    let each = part_of(spans, groups(group) * in_flight);
     let parts = spans.div_ceil(each);
     let partial = partials(to, parts, dim)?;
     let a_token = (forward.heads / forward.span_heads()) as i32;

@@ -8,6 +8,7 @@ use crate::bucket::{BucketAdamW, DecideUpdate, GradientNumbers, Master};
 use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::optimizer::{BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};
 use crate::step_numbers::{StepControl, StepNumbers, StepParams};
+use crate::tally::{TallyLayer, TallyLoss};
 
 /// Parts of the sum of squares: eight blocks for each multiprocessor of an H200. Fixed, since the
 /// bits depend on it.
@@ -51,6 +52,30 @@ impl CudaDevice {
     pub(crate) fn bucket_adamw(&mut self, op: &BucketAdamW) {
         let blocks = op.blocks();
         self.enqueue(|to| adamw(to, op, blocks));
+    }
+
+    pub(crate) fn tally_loss(&mut self, op: &TallyLoss) {
+        self.enqueue(|to| {
+            let [loss, targets, numbers] =
+                [op.loss, op.targets, op.numbers].map(|buffer| to.at(buffer));
+            let tokens = op.loss.len() as i32;
+            let kernel = (Unit::Numbers { gradient: DType::F32 }, "tally_loss");
+            let parameters = parameters![loss, targets, numbers, tokens];
+            // SAFETY: the parameters are those of `tally_loss`, the lengths were checked.
+            unsafe { to.launch(kernel, Launch::new(1, 1024), parameters) }
+        });
+    }
+
+    pub(crate) fn tally_layer(&mut self, op: &TallyLayer) {
+        self.enqueue(|to| {
+            let [losses, counts, numbers] =
+                [op.losses, op.counts, op.numbers].map(|buffer| to.at(buffer));
+            let (loads, experts) = (op.layout.loads(op.moe_layer) as i32, op.counts.len() as i32);
+            let kernel = (Unit::Numbers { gradient: DType::F32 }, "tally_layer");
+            let parameters = parameters![losses, counts, numbers, loads, experts];
+            // SAFETY: the parameters are those of `tally_layer`, the lengths were checked.
+            unsafe { to.launch(kernel, Launch::new(1, 256), parameters) }
+        });
     }
 
     pub(crate) fn block_square_sums(&mut self, op: &BlockSquareSums) {

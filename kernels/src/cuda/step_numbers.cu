@@ -116,7 +116,40 @@ extern "C" __global__ void decide(const double* params, const double* numbers, d
   control[CONTROL_UPDATES] += whole ? 1.0 : 0.0;
 }
 
-// out[b] as above, or one count: for what is no bucket.
+// numbers += the sum of losses and the count of valid targets. One block.
+extern "C" __global__ void __launch_bounds__(1024)
+tally_loss(const double* loss, const u32* targets, double* numbers, int tokens) {
+  __shared__ double sums[32], counts[32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  double sum = 0.0, count = 0.0;
+  for (int t = threadIdx.x; t < tokens; t += 1024) {
+    sum += loss[t];
+    count += targets[t] != ~0u;
+  }
+  sum = lanes_sum(sum);
+  count = lanes_sum(count);
+  if (lane == 0) {
+    sums[warp] = sum;
+    counts[warp] = count;
+  }
+  __syncthreads();
+  if (warp != 0) return;
+  sum = lanes_sum(sums[lane]);
+  count = lanes_sum(counts[lane]);
+  if (lane != 0) return;
+  numbers[NUMBER_LOSS] += sum;
+  numbers[NUMBER_VALID_TARGETS] += count;
+}
+
+// numbers += a layer's losses, and its counts from `loads` on.
+extern "C" __global__ void __launch_bounds__(256)
+tally_layer(const double* losses, const u32* counts, double* numbers, int loads, int experts) {
+  for (int e = threadIdx.x; e < experts; e += 256) numbers[loads + e] += counts[e];
+  if (threadIdx.x == 0) numbers[NUMBER_AUX_LOSS] += losses[0];
+  if (threadIdx.x == 1) numbers[NUMBER_Z_LOSS] += losses[1];
+}
+
+// For what is no bucket.
 extern "C" __global__ void __launch_bounds__(256)
 count_non_finite(const element* x, u64 len, u32* count) {
   u32 bad = 0;

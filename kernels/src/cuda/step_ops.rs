@@ -37,7 +37,7 @@ pub(super) enum MasterKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Unit {
     Norm { element: DType, dim: usize, group: usize, rows: usize },
-    NormRope { element: DType, head_dim: usize, heads: usize, norm: bool, group: usize },
+    NormRope { element: DType, head_dim: usize, heads: usize, norm: bool, group: usize, spans: usize },
     ColumnSums { element: DType },
     Elementwise { element: DType },
     Embed { element: DType, table: DType },
@@ -72,7 +72,7 @@ impl Unit {
                 ];
                 build("norm", &macros, &[ELEMENTS, include_str!("norm.cu")])
             }
-            Unit::NormRope { element, head_dim, heads, norm, group } => {
+            Unit::NormRope { element, head_dim, heads, norm, group, spans } => {
                 let macros = [
                     ("ELEMENT", kind(element)),
                     ("HEAD_DIM", head_dim),
@@ -80,6 +80,7 @@ impl Unit {
                     ("NORM", usize::from(norm)),
                     ("VEC", vector(element, head_dim / 2)),
                     ("GROUP", group),
+                    ("SPANS", spans),
                 ];
                 let parts = [ELEMENTS, PHILOX, include_str!("norm_rope.cu")];
                 build("rope", &macros, &parts)
@@ -123,6 +124,9 @@ impl Unit {
 fn places() -> Vec<(&'static str, usize)> {
     vec![
         ("NUMBER_LOSS", StepNumbers::LOSS),
+        ("NUMBER_VALID_TARGETS", StepNumbers::VALID_TARGETS),
+        ("NUMBER_AUX_LOSS", StepNumbers::AUX_LOSS),
+        ("NUMBER_Z_LOSS", StepNumbers::Z_LOSS),
         ("NUMBER_SQUARED_NORM", StepNumbers::SQUARED_NORM),
         ("NUMBER_NON_FINITE", StepNumbers::NON_FINITE),
         ("NUMBER_ROUTED_OVERFLOWS", StepNumbers::ROUTED_OVERFLOWS),
@@ -343,7 +347,8 @@ pub(super) mod tests {
                 units.extend([false, true].map(|backward| norm_unit(element, dim, backward)));
             }
             for (head_dim, heads, norm) in [(128, 16, true), (128, 1, true), (34, 3, false)] {
-                units.push(rope_unit(element, head_dim, heads, norm));
+                let unit = |backward| rope_unit(element, head_dim, heads, norm, backward);
+                units.extend([false, true].map(unit));
             }
             units.extend([Unit::ColumnSums { element }, Unit::Elementwise { element }]);
             units.push(Unit::Embed { element, table: element });

@@ -116,8 +116,8 @@ impl StepBed {
 
 pub fn rounded(element: DType, x: f64) -> f64 {
     match element {
-        DType::Bf16 => bf16::from_f64(x).to_f64(),
-        DType::F16 => f16::from_f64(x).to_f64(),
+        DType::Bf16 => bf16::from_f32(x as f32).to_f64(),
+        DType::F16 => f16::from_f32(x as f32).to_f64(),
         DType::F32 => f64::from(x as f32),
         _ => x,
     }
@@ -131,8 +131,8 @@ pub fn set(device: &mut Device, buffer: Buffer, values: &[f64]) {
     match buffer.dtype() {
         DType::F32 => write(device, buffer, values.map(|x| x as f32)),
         DType::F64 => write(device, buffer, values),
-        DType::Bf16 => write(device, buffer, values.map(bf16::from_f64)),
-        DType::F16 => write(device, buffer, values.map(f16::from_f64)),
+        DType::Bf16 => write(device, buffer, values.map(|x| bf16::from_f32(x as f32))),
+        DType::F16 => write(device, buffer, values.map(|x| f16::from_f32(x as f32))),
         other => panic!("{other:?} is no float"),
     }
 }
