@@ -7,6 +7,7 @@ use super::driver::{Arena, Gpu, Stream};
 use super::error::CudaError;
 use super::layer::{LayerError, MoeLayer};
 use super::shape::MoeDesc;
+use super::step_ops::StepOps;
 use crate::buffer::{ArenaPlan, Buffer, Element};
 use crate::moe::{MoeBackward, MoeForward, MoePlan};
 
@@ -16,9 +17,10 @@ use crate::moe::{MoeBackward, MoeForward, MoePlan};
 /// [`CudaDevice::finish`] tells: results that were read before it say nothing.
 #[derive(Debug)]
 pub struct CudaDevice {
-    compiler: Compiler,
-    stream: Stream,
-    arena: Arena,
+    pub(super) compiler: Compiler,
+    pub(super) stream: Stream,
+    pub(super) arena: Arena,
+    pub(super) step_ops: StepOps,
     layers: Vec<MoeLayer>,
     failure: OnceLock<LayerError>,
 }
@@ -32,11 +34,22 @@ impl CudaDevice {
         let mut all = ArenaPlan::new();
         arena.fill_bytes(&stream, all.alloc(crate::DType::U8, arena_bytes), 0)?;
         stream.synchronize()?;
-        Ok(CudaDevice { compiler, stream, arena, layers: Vec::new(), failure: OnceLock::new() })
+        let (step_ops, layers) = (StepOps::default(), Vec::new());
+        Ok(CudaDevice { compiler, stream, arena, step_ops, layers, failure: OnceLock::new() })
     }
 
     pub fn gpu(&self) -> &Gpu {
         self.compiler.gpu()
+    }
+
+    /// What compiles this device's kernels.
+    pub fn compiler(&self) -> &Compiler {
+        &self.compiler
+    }
+
+    /// The stream of all ops, to record events in.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
     }
 
     /// Waits for everything enqueued; the first failure since the device was made.
@@ -46,7 +59,7 @@ impl CudaDevice {
     }
 
     /// Does nothing after a failure; keeps one. Threads that never saw this GPU enter it here.
-    fn attempt(&self, enqueue: impl FnOnce() -> Result<(), LayerError>) {
+    pub(super) fn attempt(&self, enqueue: impl FnOnce() -> Result<(), LayerError>) {
         if self.failure.get().is_some() {
             return;
         }

@@ -7,7 +7,8 @@
 //! Gemm::new(config)             gemm.rs      one grouped product
 //! MoeLayer::new(desc)           layer.rs     forward, backward: a fixed list of launches (call.rs)
 //! Dense::new(shape)             dense.rs     a dense product, by cuBLASLt
-//! CudaDevice::new(ordinal)      device.rs    the layer as an op of `Device`
+//! CudaDevice::new(ordinal)      device.rs    the layer and the ops of a step as those of `Device`
+//! Unit::source                  step_ops.rs  kernels of norms, embedding, optimizer ..., when needed
 //! inspect()                     doctor.rs    what this machine has and lacks
 //! ```
 //! No CUDA is needed to build this: the driver and NVRTC are loaded when first used. Nothing here
@@ -19,7 +20,10 @@
 mod call;
 mod compile;
 mod dense;
+mod convert;
 mod device;
+mod elementwise;
+mod embed;
 mod doctor;
 mod driver;
 mod error;
@@ -27,8 +31,11 @@ mod gemm;
 mod layer;
 mod measure;
 mod nvml;
+mod norm;
+mod optimizer;
 mod route;
 mod shape;
+mod step_ops;
 mod tensor_map;
 mod tiles;
 
