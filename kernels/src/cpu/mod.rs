@@ -23,6 +23,7 @@ mod float;
 mod gate;
 mod gate_input;
 mod gemm;
+pub(crate) mod head;
 mod lanes;
 mod loss;
 mod norm;

@@ -3,8 +3,10 @@
 use std::sync::OnceLock;
 
 use super::compile::{Compiler, default_cache_dir};
+use super::dense_device::DenseState;
 use super::driver::{Arena, Gpu, Stream};
 use super::error::CudaError;
+use super::head::Head;
 use super::layer::{LayerError, MoeLayer};
 use super::shape::MoeDesc;
 use crate::buffer::{ArenaPlan, Buffer, Element};
@@ -16,10 +18,12 @@ use crate::moe::{MoeBackward, MoeForward, MoePlan};
 /// [`CudaDevice::finish`] tells: results that were read before it say nothing.
 #[derive(Debug)]
 pub struct CudaDevice {
-    compiler: Compiler,
-    stream: Stream,
-    arena: Arena,
+    pub(super) compiler: Compiler,
+    pub(super) stream: Stream,
+    pub(super) arena: Arena,
     layers: Vec<MoeLayer>,
+    pub(super) dense: DenseState,
+    pub(super) heads: Vec<Head>,
     failure: OnceLock<LayerError>,
 }
 
@@ -32,7 +36,15 @@ impl CudaDevice {
         let mut all = ArenaPlan::new();
         arena.fill_bytes(&stream, all.alloc(crate::DType::U8, arena_bytes), 0)?;
         stream.synchronize()?;
-        Ok(CudaDevice { compiler, stream, arena, layers: Vec::new(), failure: OnceLock::new() })
+        Ok(CudaDevice {
+            compiler,
+            stream,
+            arena,
+            layers: Vec::new(),
+            dense: DenseState::default(),
+            heads: Vec::new(),
+            failure: OnceLock::new(),
+        })
     }
 
     pub fn gpu(&self) -> &Gpu {
@@ -46,7 +58,7 @@ impl CudaDevice {
     }
 
     /// Does nothing after a failure; keeps one. Threads that never saw this GPU enter it here.
-    fn attempt(&self, enqueue: impl FnOnce() -> Result<(), LayerError>) {
+    pub(super) fn attempt(&self, enqueue: impl FnOnce() -> Result<(), LayerError>) {
         if self.failure.get().is_some() {
             return;
         }

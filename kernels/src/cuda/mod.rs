@@ -6,7 +6,8 @@
 //! GemmConfig::choose(shape)     tiles.rs     which tiles a product takes
 //! Gemm::new(config)             gemm.rs      one grouped product
 //! MoeLayer::new(desc)           layer.rs     forward, backward: a fixed list of launches (call.rs)
-//! Dense::new(shape)             dense.rs     a dense product, by cuBLASLt
+//! Products::new(gpu)            dense.rs     dense products, by cuBLASLt
+//! Head::new(desc)               head.rs      the head with its loss: products, softmax between
 //! CudaDevice::new(ordinal)      device.rs    the layer as an op of `Device`
 //! inspect()                     doctor.rs    what this machine has and lacks
 //! ```
@@ -19,11 +20,14 @@
 mod call;
 mod compile;
 mod dense;
+mod dense_device;
+mod dense_record;
 mod device;
 mod doctor;
 mod driver;
 mod error;
 mod gemm;
+mod head;
 mod layer;
 mod measure;
 mod route;
@@ -32,11 +36,13 @@ mod tensor_map;
 mod tiles;
 
 pub use compile::{Compiler, Module, Source, default_cache_dir};
-pub use dense::{Dense, DenseShape};
+pub use dense::{DenseShape, Products};
+pub use dense_record::{DenseRecord, NoRecord};
 pub use device::CudaDevice;
 pub use doctor::{Inspection, inspect};
 pub use driver::{Arena, Event, Function, Gpu, Graph, Launch, PinnedBuffer, Stream};
 pub use error::CudaError;
+pub use head::Head;
 pub use gemm::{Arch, GemmConfig, Output, ProductOp};
 pub use layer::{Gradients, LayerError, MoeLayer, MoeTensors, Observer, Saved, Weights};
 pub use measure::Measure;

@@ -47,7 +47,8 @@ impl RouteShape {
     pub(crate) fn rows_source(&self, arch: &'static str) -> Source {
         let label = format!("rows of {}", self.top_k);
         let macros = [("TOP_K", self.top_k), ("ELEMENT", element_macro(self.element))];
-        Source::new(label, arch, &macros, &[include_str!("moe_rows.cu")])
+        let parts = [include_str!("chunks.cu"), include_str!("moe_rows.cu")];
+        Source::new(label, arch, &macros, &parts)
     }
 
     /// Neighbouring tokens that one warp chooses for.
