@@ -1,8 +1,9 @@
 //! The mixture layer of one rank, from the ops that it consists of.
 
 use crate::buffer::{ArenaPlan, Buffer, DType};
-use crate::cuda::{MoeActivation, MoeDesc, Output, Refusal, Saved};
+use crate::cuda::{MoeActivation, MoeDesc, Output, Refusal, Saved, Stacked};
 use crate::device::Device;
+use crate::elementwise::Add;
 use crate::experts::{
     Activation, ExpertsDgrad, ExpertsDown, ExpertsDownBackward, ExpertsDownWgrad, ExpertsUp,
     ExpertsUpWgrad,
@@ -22,6 +23,8 @@ struct Scratch {
     dh: Buffer,
     scaled_a: Buffer,
     dx_rows: Buffer,
+    /// The experts' gradients of up or down, before they are added
+    dw: Buffer,
 }
 
 impl Scratch {
@@ -35,8 +38,9 @@ impl Scratch {
         let dlogits = alloc(desc.tokens * desc.experts);
         let (dh, scaled_a) = (alloc(rows * desc.width()), alloc(rows * desc.hidden));
         let dx_rows = alloc(rows * desc.dim);
+        let dw = alloc(desc.experts * desc.width() * desc.dim);
         let bytes = forward.bytes().max(backward.bytes());
-        Scratch { bytes, y, ds, dweights, dlogits, dh, scaled_a, dx_rows }
+        Scratch { bytes, y, ds, dweights, dlogits, dh, scaled_a, dx_rows, dw }
     }
 
     /// The same ranges where `workspace` lies.
@@ -45,7 +49,7 @@ impl Scratch {
         let at = |range: Buffer| {
             workspace.slice(range.offset(), range.bytes()).reinterpret(range.dtype())
         };
-        let Scratch { bytes, y, ds, dweights, dlogits, dh, scaled_a, dx_rows } = whole;
+        let Scratch { bytes, y, ds, dweights, dlogits, dh, scaled_a, dx_rows, dw } = whole;
         Scratch {
             bytes,
             y: at(y),
@@ -55,6 +59,7 @@ impl Scratch {
             dh: at(dh),
             scaled_a: at(scaled_a),
             dx_rows: at(dx_rows),
+            dw: at(dw),
         }
     }
 }
@@ -112,13 +117,14 @@ fn scoring(desc: &MoeDesc) -> Scoring {
 }
 
 /// Each expert's [rows, cols] of what lies stacked.
-fn each(stacked: Buffer, desc: &MoeDesc, rows: usize, cols: usize) -> Vec<Buffer> {
-    assert_eq!(stacked.len(), desc.experts * rows * cols, "{stacked:?}");
-    (0..desc.experts).map(|e| stacked.slice(e * rows * cols, rows * cols)).collect()
+fn each(stacked: Stacked, desc: &MoeDesc, rows: usize, cols: usize) -> Vec<Buffer> {
+    stacked.check(desc.element, desc.experts, rows * cols);
+    let Stacked { buffer, stride } = stacked;
+    (0..desc.experts).map(|e| buffer.slice(e * stride, rows * cols)).collect()
 }
 
-/// Each expert's gate (none if not gated) and up of [E, W, D].
-fn gate_and_up(stacked: Buffer, desc: &MoeDesc) -> (Vec<Buffer>, Vec<Buffer>) {
+/// Each expert's gate (none if not gated) and up of E of [W, D].
+fn gate_and_up(stacked: Stacked, desc: &MoeDesc) -> (Vec<Buffer>, Vec<Buffer>) {
     let size = desc.hidden * desc.dim;
     let both = each(stacked, desc, desc.width(), desc.dim);
     if !desc.gated {
@@ -210,7 +216,7 @@ pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
         a_scaled,
     });
     route_backward(device, op, &scratch);
-    device.experts_down_wgrad(&ExpertsDownWgrad {
+    let dw_down = ExpertsDownWgrad {
         dim,
         hidden,
         sources: 1,
@@ -219,7 +225,8 @@ pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
         offsets,
         a_scaled,
         dw_down: &each(gradients.down, desc, dim, hidden),
-    });
+    };
+    add_or_store_down(device, &dw_down, gradients.accumulate.then_some(scratch.dw));
     let (w_gate, w_up) = gate_and_up(tensors.weights.up, desc);
     device.experts_dgrad(&ExpertsDgrad {
         dim,
@@ -235,7 +242,7 @@ pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
     let (accumulate, x) = (true, dx_rows);
     device.scatter_sum(&ScatterSum { tokens, top_k, dim, accumulate, x, pos, out: dx });
     let (dw_gate, dw_up) = gate_and_up(gradients.up, desc);
-    device.experts_up_wgrad(&ExpertsUpWgrad {
+    let dw_up = ExpertsUpWgrad {
         dim,
         hidden,
         sources: 1,
@@ -246,17 +253,46 @@ pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
         dh,
         dw_gate: &dw_gate,
         dw_up: &dw_up,
-    });
+    };
+    add_or_store_up(device, &dw_up, gradients.accumulate.then_some(scratch.dw));
     device.matmul(&Matmul {
         layout: Layout::Tn,
         m: experts,
         n: dim,
         k: tokens,
-        accumulate: false,
+        accumulate: gradients.accumulate,
         a: scratch.dlogits,
         b: tensors.x,
         c: gradients.router,
     });
+}
+
+/// Gradients of down; with `scratch` there first, and then added to what is there.
+fn add_or_store_down(device: &mut Device, op: &ExpertsDownWgrad<'_>, scratch: Option<Buffer>) {
+    let Some(scratch) = scratch else { return device.experts_down_wgrad(op) };
+    let own = beside(scratch, op.dw_down, 0);
+    device.experts_down_wgrad(&ExpertsDownWgrad { dw_down: &own, ..*op });
+    add_all(device, op.dw_down, &own);
+}
+
+/// The same of gate and up.
+fn add_or_store_up(device: &mut Device, op: &ExpertsUpWgrad<'_>, scratch: Option<Buffer>) {
+    let Some(scratch) = scratch else { return device.experts_up_wgrad(op) };
+    let size = op.dw_gate.iter().map(Buffer::len).sum();
+    let (gate, up) = (beside(scratch, op.dw_gate, 0), beside(scratch, op.dw_up, size));
+    device.experts_up_wgrad(&ExpertsUpWgrad { dw_gate: &gate, dw_up: &up, ..*op });
+    add_all(device, op.dw_gate, &gate);
+    add_all(device, op.dw_up, &up);
+}
+
+/// Parts of `scratch` from `start` on, as long as `like`.
+fn beside(scratch: Buffer, like: &[Buffer], start: usize) -> Vec<Buffer> {
+    let of = |(at, like): (usize, &Buffer)| scratch.slice(start + at * like.len(), like.len());
+    like.iter().enumerate().map(of).collect()
+}
+
+fn add_all(device: &mut Device, into: &[Buffer], from: &[Buffer]) {
+    into.iter().zip(from).for_each(|(a, b)| device.add(&Add { a: *a, b: *b }));
 }
 
 /// From <da', a> of each row to the gradient of the logits, and what it adds to dx.

@@ -25,26 +25,51 @@ pub enum LayerError {
     Cuda(#[from] CudaError),
 }
 
-/// Weights, each expert's after the other's; the experts' are elements (`MoeDesc::element`).
+/// The experts' matrices in one buffer, as a bucket holds them: expert e's starts at e * `stride`.
+#[derive(Clone, Copy, Debug)]
+pub struct Stacked {
+    pub buffer: Buffer,
+    /// Elements from one expert's first to the next's: at least a matrix, and on a GPU a multiple
+    /// of 32 of its rows. What lies between is neither read nor written.
+    pub stride: usize,
+}
+
+impl Stacked {
+    /// `experts` matrices that follow each other.
+    pub fn dense(buffer: Buffer, experts: usize) -> Stacked {
+        Stacked { buffer, stride: buffer.len() / experts }
+    }
+
+    /// Checks that `experts` matrices of `size` elements of `dtype` are there.
+    pub(crate) fn check(&self, dtype: DType, experts: usize, size: usize) {
+        let ends = self.stride * (experts - 1) + size;
+        let right = self.buffer.dtype() == dtype && self.buffer.len() >= ends;
+        assert!(right && self.stride >= size, "{self:?} of {experts} x {size} {dtype:?}");
+    }
+}
+
+/// Weights; the experts' are elements (`MoeDesc::element`).
 #[derive(Clone, Copy, Debug)]
 pub struct Weights {
     /// f32 [E, D]
     pub router: Buffer,
     /// f32 [E], added to the scores for the choice of experts alone
     pub bias: Option<Buffer>,
-    /// [E, W, D], gate rows before up rows
-    pub up: Buffer,
-    /// [E, D, F]
-    pub down: Buffer,
+    /// E of [W, D], gate rows before up rows
+    pub up: Stacked,
+    /// E of [D, F]
+    pub down: Stacked,
 }
 
 /// Gradients of [`Weights`]; the experts' as `weight_gradients` says.
 #[derive(Clone, Copy, Debug)]
 pub struct Gradients {
-    /// f32 [E, D], added to under `F32Accumulate`, else written
+    /// f32 [E, D]
     pub router: Buffer,
-    pub up: Buffer,
-    pub down: Buffer,
+    pub up: Stacked,
+    pub down: Stacked,
+    /// Added to what is there, else written. Elements of 16 bits are rounded, added, rounded again
+    pub accumulate: bool,
 }
 
 /// What a layer keeps from its forward to its backward, beside x. On a CPU all floats are of one
@@ -351,7 +376,7 @@ impl MoeLayer {
         let coefs = (self.desc.aux_coef, self.desc.z_coef);
         self.router.backward(stream, &call.route, (partial_ds, ds_parts), coefs, dlogits)?;
         after("dlogits")?;
-        call.dw_down(dout, gradients.down)?;
+        call.dw_down(dout, gradients)?;
         after("dw_down")?;
         call.dx_router(dx)?;
         after("dx_router")?;
@@ -359,9 +384,9 @@ impl MoeLayer {
         after("dx_rows")?;
         call.sum_dx(dx)?;
         after("sum_dx")?;
-        call.dw_up(gradients.up)?;
+        call.dw_up(gradients)?;
         after("dw_up")?;
-        call.dw_router(gradients.router)?;
+        call.dw_router(gradients)?;
         after("dw_router")
     }
 }

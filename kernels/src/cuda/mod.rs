@@ -44,6 +44,9 @@ pub use driver::{Arena, Event, Function, Gpu, Graph, Launch, PinnedBuffer, Strea
 pub use error::CudaError;
 pub use head::Head;
 pub use gemm::{Arch, GemmConfig, Output, ProductOp};
-pub use layer::{Gradients, LayerError, MoeLayer, MoeTensors, Observer, Saved, Weights};
+pub use layer::{
+    Gradients, LayerError, MoeLayer, MoeTensors, Observer, Saved, Stacked,
+    Weights,
+};
 pub use measure::Measure;
 pub use shape::{MoeActivation, MoeDesc, Refusal};
