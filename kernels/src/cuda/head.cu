@@ -7,7 +7,7 @@ constexpr int CHUNKS = (VOCAB + CHUNK - 1) / CHUNK;
 constexpr int ROUNDS = (CHUNKS + THREADS - 1) / THREADS;
 constexpr int WARPS = THREADS / 32;
 constexpr u32 IGNORE = 0xffffffffu;
-constexpr float LEAST = -3e38f;  // below every logit, and not infinite: differences stay numbers
+constexpr float LEAST = -1e38f;  // below every logit; times log2(e) still finite
 
 // e^(x - max). In 16 bits by one multiply-add and the special function unit, 2^-22 relative.
 __device__ __forceinline__ float power(float x, float max) {
