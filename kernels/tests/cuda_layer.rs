@@ -353,6 +353,11 @@ fn losses_and_plain_weights() {
     let softmax = MoeDesc { norm_topk: false, aux_coef: 20.0, z_coef: 10.0, scale: 2.5, ..base };
     check("losses, softmax", softmax, &|e| e as f64 * 0.1);
     check("losses, sigmoid", MoeDesc { sigmoid: true, norm_topk: true, ..softmax }, &even);
+    // Sequences of more tokens than a block takes, and of fewer.
+    for (tokens, segments) in [(3000, 3), (512, 512), (260, 4)] {
+        let base = MoeDesc { tokens, segments, ..softmax };
+        check("losses by segment", base, &|e| e as f64 * 0.1);
+    }
 }
 
 #[test]
@@ -525,6 +530,10 @@ fn shapes_the_kernels_cannot_take_are_refused() {
         (
             MoeDesc { element: DType::F64, ..base },
             "elements of F64; layers on a GPU are in bf16, fp16 or fp32",
+        ),
+        (
+            MoeDesc { segments: 3, ..base },
+            "10 tokens are no whole number for each of 3 segments",
         ),
         (MoeDesc { tokens: 0, ..base }, "tokens is 0; it must be between 1 and 1073741824"),
     ];

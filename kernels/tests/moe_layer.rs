@@ -7,7 +7,7 @@ use cuda_common::bed::desc;
 use cuda_common::{Inputs, error, reference};
 use half::{bf16, f16};
 use moejob_kernels::cuda::{
-    Gradients, MoeActivation, MoeDesc, MoeTensors, Output, Stacked, Weights,
+    Gradients, MoeActivation, MoeDesc, MoeNumbers, MoeTensors, Output, Stacked, Weights,
 };
 use moejob_kernels::{ArenaPlan, Buffer, DType, Device, MoeBackward, MoeForward, RouteGroups};
 
@@ -60,6 +60,7 @@ fn check(name: &str, device: &mut Device, desc: MoeDesc, accumulate: bool) {
     let (out, dx) = (elements(tokens * dim), elements(tokens * dim));
     let (dw_up, dw_down) = (elements(up.len()), elements(down.len()));
     let dw_router = plan.alloc(desc.router_element(), experts * dim);
+    let (losses, loads) = (plan.alloc(DType::F64, 2), plan.alloc(DType::F64, experts));
     assert!(plan.bytes() <= ARENA_BYTES, "{name} needs {} bytes", plan.bytes());
     let dense = |buffer| Stacked::dense(buffer, experts);
     let weights = Weights { router, bias: None, up: dense(up), down: dense(down) };
@@ -86,12 +87,20 @@ fn check(name: &str, device: &mut Device, desc: MoeDesc, accumulate: bool) {
         write(device, gradient, &vec![1.0; gradient.len()]);
     }
     let one = if accumulate { 1.0 } else { 0.0 };
-    let tensors = MoeTensors { x, weights, saved: planned.saved, workspace };
+    let numbers = Some(MoeNumbers { losses, loads });
+    device.write(losses, &[1.0, 2.0]);
+    device.write(loads, &vec![3.0; experts]);
+    let tensors = MoeTensors { x, weights, saved: planned.saved, workspace, numbers };
     device.moe_forward(&MoeForward { desc, tensors, out });
     device.moe_backward(&MoeBackward { desc, tensors, dout, dx, gradients });
     device.finish().expect("the layer ran");
     let ids: Vec<u32> = device.read_vec(planned.saved.ids);
     let expected = reference(&desc, &inputs, &ids);
+    let own: Vec<f64> = device.read_vec(planned.saved.losses);
+    assert_eq!(device.read_vec::<f64>(losses), [1.0 + own[0], 2.0 + own[1]], "{name}");
+    let load = |e: u32| 3.0 + ids.iter().filter(|id| **id == e).count() as f64;
+    let loads_expected: Vec<f64> = (0..experts as u32).map(load).collect();
+    assert_eq!(device.read_vec::<f64>(loads), loads_expected, "{name}");
     let (routed, products) = match element {
         DType::F64 => (1e-12, 1e-12),
         DType::F32 => (1e-5, 1e-5),
@@ -132,6 +141,11 @@ fn check_all(device: &mut Device, element: DType) {
     check("gelu of two matrices", device, gelu, false);
     let losses = MoeDesc { aux_coef: 2.0, z_coef: 1.0, scale: 1.5, norm_topk: false, ..base };
     check("losses", device, losses, false);
+    for (tokens, segments) in [(97, 97), (96, 3), (98, 2)] {
+        let sequences = MoeDesc { tokens, segments, ..losses };
+        check("losses by segment", device, sequences, false);
+        check("sigmoid by segment", device, MoeDesc { sigmoid: true, ..sequences }, false);
+    }
     let groups = Some(RouteGroups { count: 3, kept: 2 });
     check("sigmoid in groups", device, MoeDesc { sigmoid: true, groups, ..losses }, false);
     check("every expert, one token", device, MoeDesc { tokens: 1, top_k: 6, ..base }, false);

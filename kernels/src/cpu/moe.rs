@@ -1,7 +1,7 @@
 //! The mixture layer of one rank, from the ops that it consists of.
 
 use crate::buffer::{ArenaPlan, Buffer, DType};
-use crate::cuda::{MoeActivation, MoeDesc, Output, Refusal, Saved, Stacked};
+use crate::cuda::{MoeActivation, MoeDesc, MoeTensors, Output, Refusal, Saved, Stacked};
 use crate::device::Device;
 use crate::elementwise::Add;
 use crate::experts::{
@@ -66,7 +66,7 @@ impl Scratch {
 
 pub(crate) fn plan(desc: &MoeDesc, plan: &mut ArenaPlan) -> Result<MoePlan, Refusal> {
     check(desc)?;
-    let MoeDesc { tokens, experts, element, .. } = *desc;
+    let MoeDesc { tokens, experts, element, segments, .. } = *desc;
     let rows = desc.rows();
     let saved = Saved {
         h: plan.alloc(element, rows * desc.width()),
@@ -82,7 +82,8 @@ pub(crate) fn plan(desc: &MoeDesc, plan: &mut ArenaPlan) -> Result<MoePlan, Refu
         rows: plan.alloc(DType::U32, rows),
         pos: plan.alloc(DType::U32, rows),
         row_weights: plan.alloc(element, rows),
-        prob_sums: plan.alloc(DType::F64, experts),
+        segment_counts: plan.alloc(DType::U32, segments * experts),
+        prob_sums: plan.alloc(DType::F64, segments * experts),
         losses: plan.alloc(DType::F64, 2),
         router_halves: plan.alloc(element, 0),
     };
@@ -148,24 +149,7 @@ pub(crate) fn forward(device: &mut Device, op: &MoeForward) {
         b: tensors.weights.router,
         c: saved.logits,
     });
-    device.route(&Route {
-        tokens,
-        experts,
-        top_k,
-        scoring: scoring(desc),
-        norm_topk: desc.norm_topk,
-        scale: f64::from(desc.scale),
-        groups: desc.groups,
-        logits: saved.logits,
-        bias: tensors.weights.bias,
-        probs: saved.probs,
-        lse: saved.lse,
-        ids: saved.ids,
-        weights: saved.weights,
-        counts: saved.counts,
-        prob_sums: saved.prob_sums,
-        losses: saved.losses,
-    });
+    route(device, desc, tensors);
     let Saved { ids, counts, offsets, rows, pos, weights, .. } = *saved;
     device.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
     let (rows_in_all, y) = (desc.rows(), saved.row_weights);
@@ -295,6 +279,51 @@ fn add_all(device: &mut Device, into: &[Buffer], from: &[Buffer]) {
     into.iter().zip(from).for_each(|(a, b)| device.add(&Add { a: *a, b: *b }));
 }
 
+/// The router, a segment at a time, and what all of them come to.
+fn route(device: &mut Device, desc: &MoeDesc, tensors: &MoeTensors) {
+    let MoeDesc { experts, top_k, segments, .. } = *desc;
+    let (saved, tokens) = (&tensors.saved, desc.tokens / segments);
+    let (mut losses, mut counts) = ([0.0; 2], vec![0_u32; experts]);
+    for segment in 0..segments {
+        let of = |buffer: Buffer, a_token: usize| {
+            buffer.slice(segment * tokens * a_token, tokens * a_token)
+        };
+        let own_counts = saved.segment_counts.slice(segment * experts, experts);
+        device.route(&Route {
+            tokens,
+            experts,
+            top_k,
+            scoring: scoring(desc),
+            norm_topk: desc.norm_topk,
+            scale: f64::from(desc.scale),
+            groups: desc.groups,
+            logits: of(saved.logits, experts),
+            bias: tensors.weights.bias,
+            probs: of(saved.probs, experts),
+            lse: of(saved.lse, 1),
+            ids: of(saved.ids, top_k),
+            weights: of(saved.weights, top_k),
+            counts: own_counts,
+            prob_sums: saved.prob_sums.slice(segment * experts, experts),
+            losses: saved.losses,
+        });
+        let own: Vec<f64> = device.read_vec(saved.losses);
+        losses.iter_mut().zip(own).for_each(|(sum, own)| *sum += own / segments as f64);
+        let own: Vec<u32> = device.read_vec(own_counts);
+        counts.iter_mut().zip(own).for_each(|(sum, own)| *sum += own);
+    }
+    device.write(saved.losses, &losses);
+    device.write(saved.counts, &counts);
+    let Some(numbers) = tensors.numbers else { return };
+    numbers.check(experts);
+    let mut sums: Vec<f64> = device.read_vec(numbers.losses);
+    sums.iter_mut().zip(losses).for_each(|(sum, own)| *sum += own);
+    device.write(numbers.losses, &sums);
+    let mut loads: Vec<f64> = device.read_vec(numbers.loads);
+    loads.iter_mut().zip(counts).for_each(|(sum, own)| *sum += f64::from(own));
+    device.write(numbers.loads, &loads);
+}
+
 /// From <da', a> of each row to the gradient of the logits, and what it adds to dx.
 fn route_backward(device: &mut Device, op: &MoeBackward, scratch: &Scratch) {
     let MoeBackward { ref desc, ref tensors, dx, .. } = *op;
@@ -303,23 +332,31 @@ fn route_backward(device: &mut Device, op: &MoeBackward, scratch: &Scratch) {
     let Scratch { ds, dweights, dlogits, .. } = *scratch;
     let (rows, index) = (desc.rows(), saved.pos);
     device.gather_rows(&GatherRows { rows, dim: 1, x: ds, index, y: dweights });
-    device.route_backward(&RouteBackward {
-        tokens,
-        experts,
-        top_k,
-        scoring: scoring(desc),
-        norm_topk: desc.norm_topk,
-        scale: f64::from(desc.scale),
-        aux_coef: desc.aux_coef,
-        z_coef: desc.z_coef,
-        logits: saved.logits,
-        probs: saved.probs,
-        lse: saved.lse,
-        ids: saved.ids,
-        counts: saved.counts,
-        dweights,
-        dlogits,
-    });
+    for segment in 0..desc.segments {
+        let count = tokens / desc.segments;
+        let of = |buffer: Buffer, a_token: usize| {
+            buffer.slice(segment * count * a_token, count * a_token)
+        };
+        // The layer's losses are means over the segments.
+        let share = desc.segments as f64;
+        device.route_backward(&RouteBackward {
+            tokens: count,
+            experts,
+            top_k,
+            scoring: scoring(desc),
+            norm_topk: desc.norm_topk,
+            scale: f64::from(desc.scale),
+            aux_coef: desc.aux_coef / share,
+            z_coef: desc.z_coef / share,
+            logits: of(saved.logits, experts),
+            probs: of(saved.probs, experts),
+            lse: of(saved.lse, 1),
+            ids: of(saved.ids, top_k),
+            counts: saved.segment_counts.slice(segment * experts, experts),
+            dweights: of(dweights, top_k),
+            dlogits: of(dlogits, experts),
+        });
+    }
     device.matmul(&Matmul {
         layout: Layout::Nn,
         m: tokens,

@@ -102,12 +102,31 @@ pub struct Saved {
     pub pos: Buffer,
     /// f32 [R]
     pub row_weights: Buffer,
-    /// f64 [E]
+    /// u32 [segments, E]
+    pub segment_counts: Buffer,
+    /// f64 [segments, E]
     pub prob_sums: Buffer,
     /// f64 [2]: auxiliary and z loss, unscaled
     pub losses: Buffer,
     /// elements [2 E, D]: the router's weights rounded, then what rounding took; in fp32 none
     pub router_halves: Buffer,
+}
+
+/// Where a layer adds its numbers, in a vector that the host reads once a step.
+#[derive(Clone, Copy, Debug)]
+pub struct MoeNumbers {
+    /// f64 [2]: auxiliary and z loss, unscaled
+    pub losses: Buffer,
+    /// f64 [E]: tokens that chose each expert
+    pub loads: Buffer,
+}
+
+impl MoeNumbers {
+    pub(crate) fn check(&self, experts: usize) {
+        let of = |buffer: Buffer| (buffer.dtype(), buffer.len());
+        let expected = ((DType::F64, 2), (DType::F64, experts));
+        assert_eq!((of(self.losses), of(self.loads)), expected, "{self:?}");
+    }
 }
 
 /// All buffers of a call.
@@ -119,6 +138,8 @@ pub struct MoeTensors {
     pub saved: Saved,
     /// `MoeLayer::workspace_bytes` of U8
     pub workspace: Buffer,
+    /// Added to by the forward
+    pub numbers: Option<MoeNumbers>,
 }
 
 /// One layer's kernels.
@@ -280,7 +301,7 @@ impl MoeLayer {
 
     /// Reserves what one layer keeps from forward to backward.
     pub fn plan_saved(&self, plan: &mut ArenaPlan) -> Saved {
-        let MoeDesc { tokens, dim, experts, element, .. } = self.desc;
+        let MoeDesc { tokens, dim, experts, element, segments, .. } = self.desc;
         let halves = if element == DType::F32 { 0 } else { 2 };
         let rows = self.desc.rows();
         Saved {
@@ -297,7 +318,8 @@ impl MoeLayer {
             rows: plan.alloc(DType::U32, rows),
             pos: plan.alloc(DType::U32, rows),
             row_weights: plan.alloc(DType::F32, rows),
-            prob_sums: plan.alloc(DType::F64, experts),
+            segment_counts: plan.alloc(DType::U32, segments * experts),
+            prob_sums: plan.alloc(DType::F64, segments * experts),
             losses: plan.alloc(DType::F64, 2),
             router_halves: plan.alloc(element, halves * experts * dim),
         }

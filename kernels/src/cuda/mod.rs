@@ -45,7 +45,7 @@ pub use error::CudaError;
 pub use head::Head;
 pub use gemm::{Arch, GemmConfig, Output, ProductOp};
 pub use layer::{
-    Gradients, LayerError, MoeLayer, MoeTensors, Observer, Saved, Stacked,
+    Gradients, LayerError, MoeLayer, MoeNumbers, MoeTensors, Observer, Saved, Stacked,
     Weights,
 };
 pub use measure::Measure;

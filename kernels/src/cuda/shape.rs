@@ -35,6 +35,9 @@ pub struct MoeDesc {
     pub scale: f32,
     /// Only experts of the best groups may be chosen
     pub groups: Option<RouteGroups>,
+    /// Equal runs of tokens whose auxiliary loss is their own, and the layer's their mean: 1 of the
+    /// scope of a micro-batch, its sequences of the scope of a sequence
+    pub segments: usize,
     pub aux_coef: f64,
     pub z_coef: f64,
     /// Expert weight gradients as elements or as fp32
@@ -48,6 +51,8 @@ pub enum Refusal {
     Range { name: &'static str, found: usize, min: usize, max: usize },
     #[error("{name} is {found}; the kernels take multiples of {multiple} only")]
     Unaligned { name: &'static str, found: usize, multiple: usize },
+    #[error("{found} tokens are no whole number for each of {multiple} segments")]
+    Segments { found: usize, multiple: usize },
     #[error("{what} has {found} elements; kernels count to {max}")]
     TooLarge { what: &'static str, found: usize, max: usize },
     #[error("{kept} of {count} groups of {experts} experts: {reason}")]
@@ -72,6 +77,8 @@ impl MoeDesc {
     pub const TOP_K_MAX: usize = 16;
     /// A lane of a warp for each.
     pub const GROUPS_MAX: usize = 32;
+    /// A block of the choosing kernel for each.
+    pub const SEGMENTS_MAX: usize = 512;
     /// Rows are whole 128-byte lines, which the copy engine's swizzle works on.
     pub const ALIGNMENT: usize = 64;
 
@@ -107,6 +114,7 @@ impl MoeDesc {
         }
         range("top_k", self.top_k, 1, Self::TOP_K_MAX)?;
         range("experts", self.experts, 1, Self::EXPERTS_MAX)?;
+        range("segments", self.segments, 1, Self::SEGMENTS_MAX)?;
         self.check_counts()?;
         aligned("dim", self.dim)?;
         aligned("hidden", self.hidden)?;
@@ -124,6 +132,11 @@ impl MoeDesc {
         range("tokens", self.tokens, 1, 1 << 30)?;
         range("dim", self.dim, 1, 1 << 20)?;
         range("hidden", self.hidden, 1, 1 << 20)?;
+        range("segments", self.segments, 1, self.tokens)?;
+        if !self.tokens.is_multiple_of(self.segments) {
+            let (found, multiple) = (self.tokens, self.segments);
+            return Err(Refusal::Segments { found, multiple });
+        }
         self.check_groups()
     }
 
@@ -149,6 +162,7 @@ impl MoeDesc {
             norm_topk: self.norm_topk,
             scale: self.scale,
             groups: self.groups,
+            segments: self.segments,
             element: self.element,
         }
     }

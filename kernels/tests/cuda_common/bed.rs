@@ -28,6 +28,7 @@ pub fn desc(
         norm_topk: true,
         scale: 1.0,
         groups: None,
+        segments: 1,
         aux_coef: 0.0,
         z_coef: 0.0,
         weight_gradients: Output::Element,
@@ -109,7 +110,7 @@ impl Bed {
         let mut all = ArenaPlan::new();
         arena.fill_bytes(&stream, all.alloc(DType::U8, plan.bytes()), 0xff)?;
         stream.synchronize()?;
-        let tensors = MoeTensors { x, weights, saved, workspace };
+        let tensors = MoeTensors { x, weights, saved, workspace, numbers: None };
         Ok(Bed { layer, stream, arena, tensors, dout, out, dx, gradients, saved_bytes })
     }
 
