@@ -84,7 +84,7 @@ impl Device {
     pub fn mask_rows(&mut self, op: &MaskRows) {
         match self {
             Device::Cpu(cpu) => on_float!(op.y.dtype(), T => cpu.mask_rows::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("mask_rows"),
+            Device::Cuda(cuda) => cuda.mask_rows(op),
         }
     }
 

@@ -13,6 +13,7 @@
 //! and loss are fp32 or f64. In 16 bits the gradient of the table is rounded after every chunk.
 
 use crate::buffer::{ArenaPlan, Buffer, DType};
+use crate::cuda::LayerError;
 use crate::device::{Device, on_float};
 
 /// Where the numbers of a head lie in [`HeadLoss::numbers`].
@@ -162,6 +163,15 @@ impl Device {
         match self {
             Device::Cpu(_) => desc.plan(SCRATCH_BYTES_MAX_CPU, 1),
             Device::Cuda(_) => HeadPlan::cuda(desc),
+        }
+    }
+
+    /// Makes ready whatever a head needs, such as kernels and cuBLASLt, so that the first step does
+    /// not; an error names what is absent.
+    pub fn head_load(&mut self, desc: &HeadDesc) -> Result<(), LayerError> {
+        match self {
+            Device::Cpu(_) => Ok(()),
+            Device::Cuda(cuda) => cuda.head_load(desc).map(|_| ()),
         }
     }
 

@@ -37,6 +37,7 @@ mod route;
 pub use exec::Isa;
 pub use float::Float;
 pub(crate) use float::{ln, sin_cos};
+pub(crate) use gate::check as check_gate;
 
 use arena::{Arena, Views};
 use exec::Exec;

@@ -4,12 +4,13 @@ use std::sync::OnceLock;
 
 use super::compile::{Compiler, default_cache_dir};
 use super::dense_device::DenseState;
-use super::driver::{Arena, Gpu, Stream};
+use super::driver::{Arena, Function, Gpu, Stream};
 use super::error::CudaError;
+use super::gate::GateKernels;
 use super::head::Head;
 use super::layer::{LayerError, MoeLayer};
 use super::shape::MoeDesc;
-use crate::buffer::{ArenaPlan, Buffer, Element};
+use crate::buffer::{ArenaPlan, Buffer, DType, Element};
 use crate::moe::{MoeBackward, MoeForward, MoePlan};
 
 /// The memory and the kernels of one rank on a GPU.
@@ -24,6 +25,8 @@ pub struct CudaDevice {
     layers: Vec<MoeLayer>,
     pub(super) dense: DenseState,
     pub(super) heads: Vec<Head>,
+    pub(super) gates: Vec<GateKernels>,
+    pub(super) masks: Vec<(DType, Function)>,
     failure: OnceLock<LayerError>,
 }
 
@@ -43,6 +46,8 @@ impl CudaDevice {
             layers: Vec::new(),
             dense: DenseState::default(),
             heads: Vec::new(),
+            gates: Vec::new(),
+            masks: Vec::new(),
             failure: OnceLock::new(),
         })
     }

@@ -7,16 +7,17 @@ constexpr int CHUNKS = (VOCAB + CHUNK - 1) / CHUNK;
 constexpr int ROUNDS = (CHUNKS + THREADS - 1) / THREADS;
 constexpr int WARPS = THREADS / 32;
 constexpr u32 IGNORE = 0xffffffffu;
-constexpr float LEAST = -1e38f;  // below every logit; times log2(e) still finite
+constexpr float LEAST = -1e38f;  // below every logit; differences to it are numbers
 
-// e^(x - max). In 16 bits by one multiply-add and the special function unit, 2^-22 relative.
+// e^(x - max). In 16 bits by the special function unit, 2^-22 relative. The difference comes first:
+// one multiply-add of x and of the rounded max * log2(e) would be wrong by what rounding took.
 __device__ __forceinline__ float power(float x, float max) {
 #if ELEMENT == FP32
   return expf(x - max);
 #else
   constexpr float LOG2_E = 1.4426950408889634f;
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, LOG2_E, -max * LOG2_E)));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"((x - max) * LOG2_E));
   return y;
 #endif
 }

@@ -162,16 +162,21 @@ impl Head {
 }
 
 impl CudaDevice {
+    /// The head of `desc`, made if it is not there, and cuBLASLt.
+    pub(crate) fn head_load(&mut self, desc: &HeadDesc) -> Result<Head, LayerError> {
+        self.load_products()?;
+        if let Some(head) = self.heads.iter().find(|head| head.desc == *desc) {
+            return Ok(head.clone());
+        }
+        let head = Head::new(&self.compiler, *desc)?;
+        self.heads.push(head.clone());
+        Ok(head)
+    }
+
     pub(crate) fn head_loss(&mut self, op: &HeadLoss) {
-        let head = match self.heads.iter().find(|head| head.desc == op.desc) {
-            Some(head) => head.clone(),
-            None => match Head::new(&self.compiler, op.desc) {
-                Ok(head) => {
-                    self.heads.push(head.clone());
-                    head
-                }
-                Err(error) => return self.attempt(|| Err(LayerError::from(error))),
-            },
+        let head = match self.head_load(&op.desc) {
+            Ok(head) => head,
+            Err(error) => return self.attempt(|| Err(error)),
         };
         let tf32 = self.dense.tf32 && op.desc.element == DType::F32;
         self.on_products(|products, stream, arena| head.launch(products, stream, arena, op, tf32));

@@ -7,6 +7,7 @@
 //! Gemm::new(config)             gemm.rs      one grouped product
 //! MoeLayer::new(desc)           layer.rs     forward, backward: a fixed list of launches (call.rs)
 //! Products::new(gpu)            dense.rs     dense products, by cuBLASLt
+//! GateKernels::new(shape)       gate.rs      routers beyond dropless top-k
 //! Head::new(desc)               head.rs      the head with its loss: products, softmax between
 //! CudaDevice::new(ordinal)      device.rs    the layer as an op of `Device`
 //! inspect()                     doctor.rs    what this machine has and lacks
@@ -26,6 +27,7 @@ mod device;
 mod doctor;
 mod driver;
 mod error;
+mod gate;
 mod gemm;
 mod head;
 mod layer;
@@ -42,6 +44,7 @@ pub use device::CudaDevice;
 pub use doctor::{Inspection, inspect};
 pub use driver::{Arena, Event, Function, Gpu, Graph, Launch, PinnedBuffer, Stream};
 pub use error::CudaError;
+pub(crate) use gate::unsupported;
 pub use head::Head;
 pub use gemm::{Arch, GemmConfig, Output, ProductOp};
 pub use layer::{

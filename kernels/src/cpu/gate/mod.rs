@@ -128,7 +128,7 @@ impl CpuDevice {
     }
 }
 
-fn check(op: &Gate) {
+pub(crate) fn check(op: &Gate) {
     let (t, e, k) = (op.tokens, op.experts, op.top_k);
     assert!(1 <= k && k <= e && t > 0, "{op:?}");
     assert!(op.segments > 0 && t.is_multiple_of(op.segments), "{op:?}");
