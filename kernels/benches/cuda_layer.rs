@@ -3,11 +3,12 @@
 //!
 //! ```text
 //! cargo bench --bench cuda_layer -- [--cases qwen3,olmoe] [--shapes T,D,F,E,K[,plain];...]
-//!     [--zipf] [--stages] [--graph] [--fp16] [--fp32] [--search FILE]
+//!     [--zipf] [--stages] [--graph] [--fp16] [--fp32] [--add] [--search FILE]
 //!     [--tiles PRODUCT=N,STAGES,CLUSTER[,p][,sS];...] [--load MS] [--time MS]
 //! ```
 //! --search adds lines to FILE, which is `src/cuda/tiles.txt` in the end: tiles that were faster
-//! than the chosen ones. --fp16: elements of fp16; --fp32: weight gradients added to fp32.
+//! than the chosen ones. --fp16: elements of fp16; --fp32: weight gradients in fp32; --add:
+//! added to what is there.
 //! Prints the ceilings, first and last; `ours CASE | forward | backward | both ms | TFLOP/s, % of
 //! the ceiling | memory | launches | cold start`; with `--stages` the table of `table.rs`, whose
 //! peer is cuBLASLt. The layer's peer is `bench-peers/moe_torch.py`; run both in turn.
@@ -20,10 +21,10 @@ mod table;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-use bed::Bed;
+use bed::{Bed, Spread};
 use moejob_kernels::DType;
 use moejob_kernels::cuda::{
-    Arch, Compiler, CudaError, Event, GemmConfig, Gpu, Measure, MoeActivation, MoeDesc, MoeLayer,
+    Arch, Compiler, CudaError, Event, GemmConfig, Gpu, Gradients, Measure, MoeActivation, MoeDesc, MoeLayer,
     Output, ProductOp, default_cache_dir,
 };
 use table::{Ceilings, Reading, median};
@@ -50,6 +51,7 @@ struct Options {
     graph: bool,
     search: Option<String>,
     fp32: bool,
+    add: bool,
     element: DType,
     tiles: Option<String>,
     load: Duration,
@@ -83,6 +85,7 @@ fn main() -> Result<(), Failure> {
         graph: flag("--graph"),
         search: value("--search"),
         fp32: flag("--fp32"),
+        add: flag("--add"),
         element: if flag("--fp16") { DType::F16 } else { DType::Bf16 },
         tiles: value("--tiles"),
         load: millis("--load", 600)?,
@@ -129,7 +132,7 @@ fn case(
         element: options.element,
         activation: if gated { MoeActivation::Silu } else { MoeActivation::Relu },
         gated,
-        weight_gradients: if options.fp32 { Output::F32Accumulate } else { Output::Element },
+        weight_gradients: if options.fp32 { Output::F32 } else { Output::Element },
         ..bed::desc(tokens, dim, hidden, experts, top_k)
     };
     let mut configs = MoeLayer::configs(Arch::of(compiler.gpu())?, &desc);
@@ -139,7 +142,7 @@ fn case(
     let started = Instant::now();
     let layer = MoeLayer::with_configs(compiler, desc, configs, &|_, _| ())?;
     let compiled = started.elapsed();
-    let bed = filled(compiler, layer, options.zipf)?;
+    let bed = filled(compiler, layer, options.zipf, options.add)?;
     report(&bed, name, compiled, ceilings, options)?;
     if options.stages {
         time_stages(compiler, &bed, name, ceilings, options)?;
@@ -181,7 +184,7 @@ fn search(
     let base = MoeLayer::configs(Arch::of(compiler.gpu())?, &desc);
     let measured = |configs: [GemmConfig; 9]| -> Result<f32, Failure> {
         let layer = MoeLayer::with_configs(compiler, desc, configs, &|_, _| ())?;
-        Ok(time_passes(&filled(compiler, layer, false)?, options)?.1)
+        Ok(time_passes(&filled(compiler, layer, false, options.add)?, options)?.1)
     };
     let mut lines = std::fs::OpenOptions::new().create(true).append(true).open(file)?;
     for at in 1..7 {
@@ -217,25 +220,30 @@ fn search(
 }
 
 /// A bed of random numbers; with `zipf` expert e's logits have a bias of -ln(e + 1).
-fn filled(compiler: &Compiler, layer: MoeLayer, zipf: bool) -> Result<Bed, Failure> {
-    let MoeDesc { dim, hidden, experts, weight_gradients, element, .. } = *layer.desc();
-    let bed = Bed::new(compiler, layer, false)?;
+fn filled(
+    compiler: &Compiler,
+    layer: MoeLayer,
+    zipf: bool,
+    add: bool,
+) -> Result<Bed, Failure> {
+    let MoeDesc { dim, hidden, experts, element, .. } = *layer.desc();
+    let mut bed = Bed::new(compiler, layer, false, Spread::Dense)?;
+    bed.gradients.accumulate = add;
     let (stream, arena, weights) = (&bed.stream, &bed.arena, bed.tensors.weights);
     let measure = Measure::new(compiler, element)?;
     let per_dim = 1.0 / (dim as f32).sqrt();
     let ones = if zipf { dim as u32 } else { 0 };
     for (buffer, how) in [
         (bed.tensors.x, (1, 1.0, ones)),
-        (weights.up, (3, per_dim, 0)),
-        (weights.down, (4, 1.0 / (hidden as f32).sqrt(), 0)),
+        (weights.up.buffer, (3, per_dim, 0)),
+        (weights.down.buffer, (4, 1.0 / (hidden as f32).sqrt(), 0)),
         (bed.dout, (5, 1.0, 0)),
     ] {
         measure.fill_random(stream, arena, buffer, how)?;
     }
-    if weight_gradients != Output::Element {
-        for gradient in [bed.gradients.router, bed.gradients.up, bed.gradients.down] {
-            arena.fill_bytes(stream, gradient, 0)?;
-        }
+    let Gradients { router, up, down, .. } = bed.gradients;
+    for gradient in [router, up.buffer, down.buffer] {
+        arena.fill_bytes(stream, gradient, 0)?;
     }
     // Uniform of the same variance: the device makes elements of 16 bits only.
     let mut state = 2_u32;

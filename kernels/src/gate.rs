@@ -6,11 +6,13 @@
 //! [`crate::Route`] is the fast path of dropless top-k; this op is everything else, and equals it
 //! where both apply. A micro-batch is one call: capacity and statistics are its own, whoever
 //! computes it, and noise is a function of (seed, step, layer, token), so no result depends on the
-//! number of ranks. Ties go to the lowest expert id, and of tokens to the first. A choice that is
+//! number of ranks. Ties go to the lowest expert id, and of tokens to the first; scores of one token
+//! that are equal by rounding, with nothing added to them, go to the larger logit first. A choice that is
 //! dropped leaves its slot empty ([`crate::NO_EXPERT`]) with a weight of zero. Everything after the
 //! scores is computed in f64.
 
 use crate::buffer::Buffer;
+use crate::cuda::LayerError;
 use crate::device::{Device, on_float};
 use crate::philox::Draw;
 use crate::route::{RouteGroups, Scoring};
@@ -143,18 +145,34 @@ pub struct GateBackward {
     pub d_raw: Option<Buffer>,
 }
 
+impl Gate {
+    /// What of this gate a GPU lacks, by name; None if it has all of it. A job asks before it runs:
+    /// the op panics. On a GPU scores are fp32.
+    pub fn unsupported(&self) -> Option<&'static str> {
+        crate::cuda::unsupported(self)
+    }
+}
+
 impl Device {
+    /// Makes ready whatever `op` needs, such as kernels, so that the first step does not.
+    pub fn gate_load(&mut self, op: &Gate) -> Result<(), LayerError> {
+        match self {
+            Device::Cpu(_) => Ok(()),
+            Device::Cuda(cuda) => cuda.gate_load(op).map(|_| ()),
+        }
+    }
+
     pub fn gate(&mut self, op: &Gate) {
         match self {
             Device::Cpu(cpu) => on_float!(op.probs.dtype(), T => cpu.gate::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("gate"),
+            Device::Cuda(cuda) => cuda.gate(op),
         }
     }
 
     pub fn gate_backward(&mut self, op: &GateBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.dlogits.dtype(), T => cpu.gate_backward::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("gate_backward"),
+            Device::Cuda(cuda) => cuda.gate_backward(op),
         }
     }
 }

@@ -34,6 +34,7 @@ mod place;
 mod experts;
 mod elementwise;
 mod loss;
+mod head;
 mod optimizer;
 mod bucket;
 pub mod step_numbers;
@@ -63,6 +64,7 @@ pub use gate::{Choice, Gate, GateBackward, Load, LogitNoise};
 pub use gate_input::{
     Mask, MaskRows, NormalizeRows, NormalizeRowsBackward, Temper, TemperBackward,
 };
+pub use head::{HeadDesc, HeadGradient, HeadLoss, HeadPlan, head_numbers};
 pub use loss::{CrossEntropy, IGNORE, SumF64};
 pub use matmul::{AddBias, BiasBackward, Layout, Matmul};
 pub use moe::{MoeBackward, MoeForward, MoePlan};

@@ -4,7 +4,7 @@ use crate::buffer::Buffer;
 use crate::device::{Device, on_float};
 
 /// How the operands of C [m, n] = A B lie in memory: N as written, T transposed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Layout {
     /// A [m, k], B [n, k]: y = x W^T, forward.
     Nt,
@@ -16,6 +16,9 @@ pub enum Layout {
 
 /// c[i, j] (+)= sum_l a[i, l] b[l, j]: per chunk of 256 of l one chain of fused multiply-adds from
 /// zero, l ascending; then the chunks in order (added to what c held, with `accumulate`).
+///
+/// CUDA takes A and B in Bf16, F16 or F32 and C of their kind or F32, sums in fp32 in an order that
+/// the shape fixes, and rounds once. F32 operands are exact unless [`Device::set_tf32`] says else.
 #[derive(Clone, Copy, Debug)]
 pub struct Matmul {
     pub layout: Layout,
@@ -57,7 +60,15 @@ impl Device {
     pub fn matmul(&mut self, op: &Matmul) {
         match self {
             Device::Cpu(cpu) => on_float!(op.c.dtype(), T => cpu.matmul::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("matmul"),
+            Device::Cuda(cuda) => cuda.matmul(op),
+        }
+    }
+
+    /// Whether a GPU may round F32 operands of products to 11 bits of mantissa (tf32), from the next
+    /// op on. A CPU never does.
+    pub fn set_tf32(&mut self, tf32: bool) {
+        if let Device::Cuda(cuda) = self {
+            cuda.set_tf32(tf32);
         }
     }
 

@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use moejob_kernels::cuda::{
-    Arena, Compiler, Dense, DenseShape, Event, Gpu, Measure, MoeDesc, Stream,
+    Arena, Compiler, DenseShape, Event, Gpu, Measure, MoeDesc, Products, Stream,
 };
 use moejob_kernels::{ArenaPlan, DType, Layout};
 
@@ -36,7 +36,7 @@ impl Ceilings {
         reading: Reading,
     ) -> Result<Ceilings, Failure> {
         let n = 8192;
-        let cube = DenseShape { layout: Layout::Nt, batch: 1, m: n, n, k: n, element };
+        let cube = DenseShape::new(Layout::Nt, [n; 3], element);
         let dense = dense_rate(compiler, cube, reading)?;
         let copy = copy_rate(compiler, element, reading)?;
         println!(
@@ -103,7 +103,7 @@ fn peer(desc: &MoeDesc, stage: &str) -> Option<DenseShape> {
         "dw_router" => (Tn, 1, experts, dim, tokens),
         _ => return None,
     };
-    Some(DenseShape { layout, batch, m, n, k, element })
+    Some(DenseShape { batch, ..DenseShape::new(layout, [m, n, k], element) })
 }
 
 /// Useful operations of a stage that is a product.
@@ -129,7 +129,7 @@ fn moved_bytes(desc: &MoeDesc, stage: &str) -> Option<f64> {
 /// Operations a millisecond of a dense product.
 fn dense_rate(compiler: &Compiler, shape: DenseShape, reading: Reading) -> Result<f64, Failure> {
     let gpu = compiler.gpu();
-    let dense = Dense::new(gpu, shape)?;
+    let products = std::cell::RefCell::new(Products::new(gpu)?);
     let mut plan = ArenaPlan::new();
     let operands = shape.sizes().map(|len| plan.alloc(shape.element, len));
     let (arena, stream) = (Arena::new(gpu, plan.bytes())?, gpu.stream()?);
@@ -139,7 +139,7 @@ fn dense_rate(compiler: &Compiler, shape: DenseShape, reading: Reading) -> Resul
     }
     let addresses = operands.map(|operand| arena.address(operand));
     // SAFETY: the operands are as long as the shape says, and this stream's alone.
-    let run = || Ok(unsafe { dense.launch(&stream, addresses) }?);
+    let run = || Ok(unsafe { products.borrow_mut().launch(&stream, shape, addresses) }?);
     Ok(shape.flops() / f64::from(median_ms(gpu, &stream, reading, &run)?))
 }
 

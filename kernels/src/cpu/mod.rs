@@ -25,6 +25,7 @@ mod float;
 mod gate;
 mod gate_input;
 mod gemm;
+pub(crate) mod head;
 mod lanes;
 mod loss;
 mod norm;
@@ -41,6 +42,7 @@ pub use exec::Isa;
 pub use float::Float;
 pub(crate) use float::{ln, sin_cos};
 pub(crate) use rope::frequencies;
+pub(crate) use gate::check as check_gate;
 
 use arena::{Arena, Views};
 use exec::Exec;

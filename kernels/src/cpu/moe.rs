@@ -1,8 +1,9 @@
 //! The mixture layer of one rank, from the ops that it consists of.
 
 use crate::buffer::{ArenaPlan, Buffer, DType};
-use crate::cuda::{MoeActivation, MoeDesc, Output, Refusal, Saved};
+use crate::cuda::{MoeActivation, MoeDesc, MoeTensors, Output, Refusal, Saved, Stacked};
 use crate::device::Device;
+use crate::elementwise::Add;
 use crate::experts::{
     Activation, ExpertsDgrad, ExpertsDown, ExpertsDownBackward, ExpertsDownWgrad, ExpertsUp,
     ExpertsUpWgrad,
@@ -22,6 +23,8 @@ struct Scratch {
     dh: Buffer,
     scaled_a: Buffer,
     dx_rows: Buffer,
+    /// The experts' gradients of up or down, before they are added
+    dw: Buffer,
 }
 
 impl Scratch {
@@ -35,8 +38,9 @@ impl Scratch {
         let dlogits = alloc(desc.tokens * desc.experts);
         let (dh, scaled_a) = (alloc(rows * desc.width()), alloc(rows * desc.hidden));
         let dx_rows = alloc(rows * desc.dim);
+        let dw = alloc(desc.experts * desc.width() * desc.dim);
         let bytes = forward.bytes().max(backward.bytes());
-        Scratch { bytes, y, ds, dweights, dlogits, dh, scaled_a, dx_rows }
+        Scratch { bytes, y, ds, dweights, dlogits, dh, scaled_a, dx_rows, dw }
     }
 
     /// The same ranges where `workspace` lies.
@@ -45,7 +49,7 @@ impl Scratch {
         let at = |range: Buffer| {
             workspace.slice(range.offset(), range.bytes()).reinterpret(range.dtype())
         };
-        let Scratch { bytes, y, ds, dweights, dlogits, dh, scaled_a, dx_rows } = whole;
+        let Scratch { bytes, y, ds, dweights, dlogits, dh, scaled_a, dx_rows, dw } = whole;
         Scratch {
             bytes,
             y: at(y),
@@ -55,13 +59,14 @@ impl Scratch {
             dh: at(dh),
             scaled_a: at(scaled_a),
             dx_rows: at(dx_rows),
+            dw: at(dw),
         }
     }
 }
 
 pub(crate) fn plan(desc: &MoeDesc, plan: &mut ArenaPlan) -> Result<MoePlan, Refusal> {
     check(desc)?;
-    let MoeDesc { tokens, experts, element, .. } = *desc;
+    let MoeDesc { tokens, experts, element, segments, .. } = *desc;
     let rows = desc.rows();
     let saved = Saved {
         h: plan.alloc(element, rows * desc.width()),
@@ -77,7 +82,8 @@ pub(crate) fn plan(desc: &MoeDesc, plan: &mut ArenaPlan) -> Result<MoePlan, Refu
         rows: plan.alloc(DType::U32, rows),
         pos: plan.alloc(DType::U32, rows),
         row_weights: plan.alloc(element, rows),
-        prob_sums: plan.alloc(DType::F64, experts),
+        segment_counts: plan.alloc(DType::U32, segments * experts),
+        prob_sums: plan.alloc(DType::F64, segments * experts),
         losses: plan.alloc(DType::F64, 2),
         router_halves: plan.alloc(element, 0),
     };
@@ -112,13 +118,14 @@ fn scoring(desc: &MoeDesc) -> Scoring {
 }
 
 /// Each expert's [rows, cols] of what lies stacked.
-fn each(stacked: Buffer, desc: &MoeDesc, rows: usize, cols: usize) -> Vec<Buffer> {
-    assert_eq!(stacked.len(), desc.experts * rows * cols, "{stacked:?}");
-    (0..desc.experts).map(|e| stacked.slice(e * rows * cols, rows * cols)).collect()
+fn each(stacked: Stacked, desc: &MoeDesc, rows: usize, cols: usize) -> Vec<Buffer> {
+    stacked.check(desc.element, desc.experts, rows * cols);
+    let Stacked { buffer, stride } = stacked;
+    (0..desc.experts).map(|e| buffer.slice(e * stride, rows * cols)).collect()
 }
 
-/// Each expert's gate (none if not gated) and up of [E, W, D].
-fn gate_and_up(stacked: Buffer, desc: &MoeDesc) -> (Vec<Buffer>, Vec<Buffer>) {
+/// Each expert's gate (none if not gated) and up of E of [W, D].
+fn gate_and_up(stacked: Stacked, desc: &MoeDesc) -> (Vec<Buffer>, Vec<Buffer>) {
     let size = desc.hidden * desc.dim;
     let both = each(stacked, desc, desc.width(), desc.dim);
     if !desc.gated {
@@ -142,24 +149,7 @@ pub(crate) fn forward(device: &mut Device, op: &MoeForward) {
         b: tensors.weights.router,
         c: saved.logits,
     });
-    device.route(&Route {
-        tokens,
-        experts,
-        top_k,
-        scoring: scoring(desc),
-        norm_topk: desc.norm_topk,
-        scale: f64::from(desc.scale),
-        groups: desc.groups,
-        logits: saved.logits,
-        bias: tensors.weights.bias,
-        probs: saved.probs,
-        lse: saved.lse,
-        ids: saved.ids,
-        weights: saved.weights,
-        counts: saved.counts,
-        prob_sums: saved.prob_sums,
-        losses: saved.losses,
-    });
+    route(device, desc, tensors);
     let Saved { ids, counts, offsets, rows, pos, weights, .. } = *saved;
     device.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
     let (rows_in_all, y) = (desc.rows(), saved.row_weights);
@@ -210,7 +200,7 @@ pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
         a_scaled,
     });
     route_backward(device, op, &scratch);
-    device.experts_down_wgrad(&ExpertsDownWgrad {
+    let dw_down = ExpertsDownWgrad {
         dim,
         hidden,
         sources: 1,
@@ -219,7 +209,8 @@ pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
         offsets,
         a_scaled,
         dw_down: &each(gradients.down, desc, dim, hidden),
-    });
+    };
+    add_or_store_down(device, &dw_down, gradients.accumulate.then_some(scratch.dw));
     let (w_gate, w_up) = gate_and_up(tensors.weights.up, desc);
     device.experts_dgrad(&ExpertsDgrad {
         dim,
@@ -235,7 +226,7 @@ pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
     let (accumulate, x) = (true, dx_rows);
     device.scatter_sum(&ScatterSum { tokens, top_k, dim, accumulate, x, pos, out: dx });
     let (dw_gate, dw_up) = gate_and_up(gradients.up, desc);
-    device.experts_up_wgrad(&ExpertsUpWgrad {
+    let dw_up = ExpertsUpWgrad {
         dim,
         hidden,
         sources: 1,
@@ -246,17 +237,91 @@ pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
         dh,
         dw_gate: &dw_gate,
         dw_up: &dw_up,
-    });
+    };
+    add_or_store_up(device, &dw_up, gradients.accumulate.then_some(scratch.dw));
     device.matmul(&Matmul {
         layout: Layout::Tn,
         m: experts,
         n: dim,
         k: tokens,
-        accumulate: false,
+        accumulate: gradients.accumulate,
         a: scratch.dlogits,
         b: tensors.x,
         c: gradients.router,
     });
+}
+
+/// Gradients of down; with `scratch` there first, and then added to what is there.
+fn add_or_store_down(device: &mut Device, op: &ExpertsDownWgrad<'_>, scratch: Option<Buffer>) {
+    let Some(scratch) = scratch else { return device.experts_down_wgrad(op) };
+    let own = beside(scratch, op.dw_down, 0);
+    device.experts_down_wgrad(&ExpertsDownWgrad { dw_down: &own, ..*op });
+    add_all(device, op.dw_down, &own);
+}
+
+/// The same of gate and up.
+fn add_or_store_up(device: &mut Device, op: &ExpertsUpWgrad<'_>, scratch: Option<Buffer>) {
+    let Some(scratch) = scratch else { return device.experts_up_wgrad(op) };
+    let size = op.dw_gate.iter().map(Buffer::len).sum();
+    let (gate, up) = (beside(scratch, op.dw_gate, 0), beside(scratch, op.dw_up, size));
+    device.experts_up_wgrad(&ExpertsUpWgrad { dw_gate: &gate, dw_up: &up, ..*op });
+    add_all(device, op.dw_gate, &gate);
+    add_all(device, op.dw_up, &up);
+}
+
+/// Parts of `scratch` from `start` on, as long as `like`.
+fn beside(scratch: Buffer, like: &[Buffer], start: usize) -> Vec<Buffer> {
+    let of = |(at, like): (usize, &Buffer)| scratch.slice(start + at * like.len(), like.len());
+    like.iter().enumerate().map(of).collect()
+}
+
+fn add_all(device: &mut Device, into: &[Buffer], from: &[Buffer]) {
+    into.iter().zip(from).for_each(|(a, b)| device.add(&Add { a: *a, b: *b }));
+}
+
+/// The router, a segment at a time, and what all of them come to.
+fn route(device: &mut Device, desc: &MoeDesc, tensors: &MoeTensors) {
+    let MoeDesc { experts, top_k, segments, .. } = *desc;
+    let (saved, tokens) = (&tensors.saved, desc.tokens / segments);
+    let (mut losses, mut counts) = ([0.0; 2], vec![0_u32; experts]);
+    for segment in 0..segments {
+        let of = |buffer: Buffer, a_token: usize| {
+            buffer.slice(segment * tokens * a_token, tokens * a_token)
+        };
+        let own_counts = saved.segment_counts.slice(segment * experts, experts);
+        device.route(&Route {
+            tokens,
+            experts,
+            top_k,
+            scoring: scoring(desc),
+            norm_topk: desc.norm_topk,
+            scale: f64::from(desc.scale),
+            groups: desc.groups,
+            logits: of(saved.logits, experts),
+            bias: tensors.weights.bias,
+            probs: of(saved.probs, experts),
+            lse: of(saved.lse, 1),
+            ids: of(saved.ids, top_k),
+            weights: of(saved.weights, top_k),
+            counts: own_counts,
+            prob_sums: saved.prob_sums.slice(segment * experts, experts),
+            losses: saved.losses,
+        });
+        let own: Vec<f64> = device.read_vec(saved.losses);
+        losses.iter_mut().zip(own).for_each(|(sum, own)| *sum += own / segments as f64);
+        let own: Vec<u32> = device.read_vec(own_counts);
+        counts.iter_mut().zip(own).for_each(|(sum, own)| *sum += own);
+    }
+    device.write(saved.losses, &losses);
+    device.write(saved.counts, &counts);
+    let Some(numbers) = tensors.numbers else { return };
+    numbers.check(experts);
+    let mut sums: Vec<f64> = device.read_vec(numbers.losses);
+    sums.iter_mut().zip(losses).for_each(|(sum, own)| *sum += own);
+    device.write(numbers.losses, &sums);
+    let mut loads: Vec<f64> = device.read_vec(numbers.loads);
+    loads.iter_mut().zip(counts).for_each(|(sum, own)| *sum += f64::from(own));
+    device.write(numbers.loads, &loads);
 }
 
 /// From <da', a> of each row to the gradient of the logits, and what it adds to dx.
@@ -267,23 +332,31 @@ fn route_backward(device: &mut Device, op: &MoeBackward, scratch: &Scratch) {
     let Scratch { ds, dweights, dlogits, .. } = *scratch;
     let (rows, index) = (desc.rows(), saved.pos);
     device.gather_rows(&GatherRows { rows, dim: 1, x: ds, index, y: dweights });
-    device.route_backward(&RouteBackward {
-        tokens,
-        experts,
-        top_k,
-        scoring: scoring(desc),
-        norm_topk: desc.norm_topk,
-        scale: f64::from(desc.scale),
-        aux_coef: desc.aux_coef,
-        z_coef: desc.z_coef,
-        logits: saved.logits,
-        probs: saved.probs,
-        lse: saved.lse,
-        ids: saved.ids,
-        counts: saved.counts,
-        dweights,
-        dlogits,
-    });
+    for segment in 0..desc.segments {
+        let count = tokens / desc.segments;
+        let of = |buffer: Buffer, a_token: usize| {
+            buffer.slice(segment * count * a_token, count * a_token)
+        };
+        // The layer's losses are means over the segments.
+        let share = desc.segments as f64;
+        device.route_backward(&RouteBackward {
+            tokens: count,
+            experts,
+            top_k,
+            scoring: scoring(desc),
+            norm_topk: desc.norm_topk,
+            scale: f64::from(desc.scale),
+            aux_coef: desc.aux_coef / share,
+            z_coef: desc.z_coef / share,
+            logits: of(saved.logits, experts),
+            probs: of(saved.probs, experts),
+            lse: of(saved.lse, 1),
+            ids: of(saved.ids, top_k),
+            counts: saved.segment_counts.slice(segment * experts, experts),
+            dweights: of(dweights, top_k),
+            dlogits: of(dlogits, experts),
+        });
+    }
     device.matmul(&Matmul {
         layout: Layout::Nn,
         m: tokens,

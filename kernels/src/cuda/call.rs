@@ -3,8 +3,8 @@
 use super::driver::{Arena, Stream};
 use super::error::CudaError;
 use super::gemm::{GemmArgs, Output};
-use super::layer::{MoeLayer, MoeTensors};
-use super::route::{CombineCall, RouteBuffers};
+use super::layer::{Gradients, MoeLayer, MoeTensors, Stacked};
+use super::route::{CombineCall, NumbersAt, RouteBuffers};
 use super::shape::MoeDesc;
 use super::tensor_map::Matrix;
 use crate::buffer::{Buffer, DType};
@@ -45,8 +45,14 @@ impl<'a> Call<'a> {
             rows: arena.address(saved.rows),
             pos: arena.address(saved.pos),
             row_weights: arena.address(saved.row_weights),
+            segment_counts: arena.address(saved.segment_counts),
             prob_sums: arena.address(saved.prob_sums),
             losses: arena.address(saved.losses),
+            numbers: tensors.numbers.map_or(NumbersAt::default(), |numbers| {
+                numbers.check(layer.desc.experts);
+                let (losses, loads) = (arena.address(numbers.losses), numbers.loads);
+                NumbersAt { losses, loads: arena.address(loads) }
+            }),
         };
         Call { layer, stream, arena, tensors, route }
     }
@@ -78,15 +84,32 @@ impl<'a> Call<'a> {
         self.buffer(self.tensors.saved.h, self.desc().rows(), self.desc().width())
     }
 
-    pub(super) fn w_up(&self) -> Matrix {
-        let MoeDesc { experts, dim, .. } = *self.desc();
-        self.buffer(self.tensors.weights.up, experts * self.desc().width(), dim)
+    /// The experts' [rows, cols] below each other with what lies between them, and the rows from
+    /// one expert's first to the next's.
+    fn stacked(
+        &self,
+        stacked: Stacked,
+        dtype: DType,
+        [rows, cols]: [usize; 2],
+    ) -> (Matrix, i32) {
+        let experts = self.desc().experts;
+        stacked.check(dtype, experts, rows * cols);
+        let stride = stacked.stride / cols;
+        // The copy engine permutes 32 rows at a time, and counts rows in 31 bits.
+        let aligned = stacked.stride.is_multiple_of(32 * cols);
+        assert!(aligned && stride * experts <= i32::MAX as usize, "{stacked:?} of rows of {cols}");
+        let rows = (experts - 1) * stride + rows;
+        (self.matrix(self.arena.address(stacked.buffer), rows, cols), stride as i32)
     }
 
-    /// [E D, F]
-    pub(super) fn w_down(&self) -> Matrix {
-        let MoeDesc { experts, dim, hidden, .. } = *self.desc();
-        self.buffer(self.tensors.weights.down, experts * dim, hidden)
+    fn w_up(&self) -> (Matrix, i32) {
+        let size = [self.desc().width(), self.desc().dim];
+        self.stacked(self.tensors.weights.up, self.desc().element, size)
+    }
+
+    fn w_down(&self) -> (Matrix, i32) {
+        let size = [self.desc().dim, self.desc().hidden];
+        self.stacked(self.tensors.weights.down, self.desc().element, size)
     }
 
     /// The router's weights [E, D] as products take them: in 16 bits as `route_split` left them,
@@ -144,6 +167,7 @@ impl<'a> Call<'a> {
     pub(super) fn up(&self) -> Result<(), CudaError> {
         let MoeDesc { dim, hidden, .. } = *self.desc();
         let width = self.desc().width() as i32;
+        let (weights, weight_rows) = self.w_up();
         let args = GemmArgs {
             gathered: self.x().address,
             out: self.h().address,
@@ -151,27 +175,28 @@ impl<'a> Call<'a> {
             depth: dim as i32,
             cols: hidden as i32,
             gathered_pitch: dim as i32,
-            weight_rows: width,
+            weight_rows,
             out_pitch: width,
             ..self.experts_args()
         };
-        self.layer.up.launch(self.stream, self.x(), self.w_up(), args)
+        self.layer.up.launch(self.stream, self.x(), weights, args)
     }
 
     /// Y, columns first .. first + cols of D, as a matrix of its own.
     pub(super) fn down(&self, first: usize, cols: usize) -> Result<(), CudaError> {
-        let MoeDesc { dim, hidden, .. } = *self.desc();
+        let hidden = self.desc().hidden;
+        let (weights, weight_rows) = self.w_down();
         let a = self.matrix(self.at(self.layer.plan.a), self.desc().rows(), hidden);
         let args = GemmArgs {
             out: self.at(self.layer.plan.y),
             depth: hidden as i32,
             cols: cols as i32,
-            weight_rows: dim as i32,
+            weight_rows,
             first_col: first as i32,
             out_pitch: cols as i32,
             ..self.experts_args()
         };
-        self.layer.down.launch(self.stream, a, self.w_down(), args)
+        self.layer.down.launch(self.stream, a, weights, args)
     }
 
     pub(super) fn combine(&self, out: Buffer, first: usize, cols: usize) -> Result<(), CudaError> {
@@ -192,8 +217,10 @@ impl<'a> Call<'a> {
     pub(super) fn dh(&self, dout: Buffer) -> Result<(), CudaError> {
         let MoeDesc { tokens, dim, hidden, .. } = *self.desc();
         let dout = self.buffer(dout, tokens, dim);
+        let (weights, weight_rows) = self.w_down();
         let args = GemmArgs {
             gathered: dout.address,
+            weight_rows,
             out: self.h().address,
             out_activation: self.at(self.layer.plan.scaled_a),
             out_f32: self.at(self.layer.plan.partial_ds),
@@ -203,50 +230,49 @@ impl<'a> Call<'a> {
             out_pitch: self.desc().width() as i32,
             ..self.experts_args()
         };
-        self.layer.dh.launch(self.stream, self.h(), self.w_down(), args)
+        self.layer.dh.launch(self.stream, self.h(), weights, args)
     }
 
-    pub(super) fn dw_down(&self, dout: Buffer, into: Buffer) -> Result<(), CudaError> {
+    pub(super) fn dw_down(&self, dout: Buffer, into: &Gradients) -> Result<(), CudaError> {
         let MoeDesc { tokens, dim, hidden, .. } = *self.desc();
         let dout = self.buffer(dout, tokens, dim);
         let a = self.matrix(self.at(self.layer.plan.scaled_a), self.desc().rows(), hidden);
-        let args =
-            GemmArgs { gathered: dout.address, ..self.weight_gradient(hidden, hidden, into) };
-        let out = self.gradient_matrix(into, dim, hidden);
+        let (out, args) = self.weight_gradient(hidden, [dim, hidden], into.down, into.accumulate);
+        let args = GemmArgs { gathered: dout.address, ..args };
         self.layer.dw_down.launch(self.stream, out, a, args)
     }
 
-    pub(super) fn dw_up(&self, into: Buffer) -> Result<(), CudaError> {
-        let width = self.desc().width();
-        let args = GemmArgs {
-            gathered: self.x().address,
-            ..self.weight_gradient(width, self.desc().dim, into)
-        };
-        let out = self.gradient_matrix(into, width, self.desc().dim);
+    pub(super) fn dw_up(&self, into: &Gradients) -> Result<(), CudaError> {
+        let (width, dim) = (self.desc().width(), self.desc().dim);
+        let (out, args) = self.weight_gradient(width, [width, dim], into.up, into.accumulate);
+        let args = GemmArgs { gathered: self.x().address, ..args };
         self.layer.dw_up.launch(self.stream, out, self.h(), args)
     }
 
-    /// All experts' gradients below each other, each [rows, cols].
-    fn gradient_matrix(&self, into: Buffer, rows: usize, cols: usize) -> Matrix {
-        self.matrix(self.arena.address(into), self.desc().experts * rows, cols)
-    }
-
-    /// `cols` of the operand that is not gathered; `pitch` of the stored gradient.
-    fn weight_gradient(&self, cols: usize, pitch: usize, into: Buffer) -> GemmArgs {
-        let MoeDesc { experts, dim, .. } = *self.desc();
+    /// The experts' gradients of `size`; `cols` of the operand that is not gathered.
+    fn weight_gradient(
+        &self,
+        cols: usize,
+        size: [usize; 2],
+        into: Stacked,
+        accumulate: bool,
+    ) -> (Matrix, GemmArgs) {
         let dtype = match self.desc().weight_gradients {
             Output::Element => self.desc().element,
-            Output::F32Accumulate | Output::F32 => DType::F32,
+            Output::F32 => DType::F32,
         };
-        assert_eq!((into.dtype(), into.len()), (dtype, experts * dim * cols), "{into:?}");
-        GemmArgs {
-            out: self.arena.address(into),
-            out_f32: self.arena.address(into),
+        let (out, out_rows) = self.stacked(into, dtype, size);
+        let args = GemmArgs {
+            out: out.address,
+            out_f32: out.address,
             cols: cols as i32,
-            gathered_pitch: dim as i32,
-            out_pitch: pitch as i32,
+            gathered_pitch: self.desc().dim as i32,
+            out_pitch: size[1] as i32,
+            out_rows,
+            accumulate: i32::from(accumulate),
             ..self.experts_args()
-        }
+        };
+        (out, args)
     }
 
     /// dx = dlogits Wr, the router's part, Wr rounded to an element; the experts' is added to it.
@@ -264,14 +290,16 @@ impl<'a> Call<'a> {
     }
 
     pub(super) fn dx_rows(&self) -> Result<(), CudaError> {
+        let (weights, weight_rows) = self.w_up();
         let args = GemmArgs {
+            weight_rows,
             out: self.at(self.layer.plan.dx_rows),
             depth: self.desc().width() as i32,
             cols: self.desc().dim as i32,
             out_pitch: self.desc().dim as i32,
             ..self.experts_args()
         };
-        self.layer.dx.launch(self.stream, self.h(), self.w_up(), args)
+        self.layer.dx.launch(self.stream, self.h(), weights, args)
     }
 
     pub(super) fn sum_dx(&self, dx: Buffer) -> Result<(), CudaError> {
@@ -290,8 +318,9 @@ impl<'a> Call<'a> {
         self.layer.router.combine(self.stream, call)
     }
 
-    pub(super) fn dw_router(&self, into: Buffer) -> Result<(), CudaError> {
+    pub(super) fn dw_router(&self, gradients: &Gradients) -> Result<(), CudaError> {
         let MoeDesc { dim, experts, .. } = *self.desc();
+        let into = gradients.router;
         assert_eq!((into.dtype(), into.len()), (DType::F32, experts * dim), "{into:?}");
         let partials = self.at(self.layer.plan.partial_dw);
         let args = GemmArgs {
@@ -303,12 +332,13 @@ impl<'a> Call<'a> {
             cols: experts as i32,
             gathered_pitch: dim as i32,
             out_pitch: dim as i32,
+            // Its groups are parts of the sum over tokens.
+            out_rows: experts as i32,
             ..GemmArgs::default()
         };
         self.layer.dw_router.launch(self.stream, self.x(), self.dlogits(), args)?;
-        let accumulate = self.desc().weight_gradients == Output::F32Accumulate;
         let into = self.arena.address(into);
         let parts = (partials, self.layer.chunks);
-        self.layer.router.sum_parts(self.stream, parts, experts * dim, accumulate, into)
+        self.layer.router.sum_parts(self.stream, parts, experts * dim, gradients.accumulate, into)
     }
 }

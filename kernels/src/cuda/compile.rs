@@ -335,6 +335,7 @@ mod tests {
             norm_topk: true,
             scale: 1.0,
             groups: None,
+            segments: 1,
             aux_coef: 0.01,
             z_coef: 0.001,
             weight_gradients: Output::Element,

@@ -3,8 +3,11 @@
 use std::sync::OnceLock;
 
 use super::compile::{Compiler, default_cache_dir};
+use super::dense_device::DenseState;
 use super::driver::{Arena, Gpu, Stream};
 use super::error::CudaError;
+use super::gate::GateKernels;
+use super::head::Head;
 use super::layer::{LayerError, MoeLayer};
 use super::shape::MoeDesc;
 use super::step_ops::StepOps;
@@ -22,6 +25,9 @@ pub struct CudaDevice {
     pub(super) arena: Arena,
     pub(super) step_ops: StepOps,
     layers: Vec<MoeLayer>,
+    pub(super) dense: DenseState,
+    pub(super) heads: Vec<Head>,
+    pub(super) gates: Vec<GateKernels>,
     failure: OnceLock<LayerError>,
 }
 
@@ -34,8 +40,17 @@ impl CudaDevice {
         let mut all = ArenaPlan::new();
         arena.fill_bytes(&stream, all.alloc(crate::DType::U8, arena_bytes), 0)?;
         stream.synchronize()?;
-        let (step_ops, layers) = (StepOps::default(), Vec::new());
-        Ok(CudaDevice { compiler, stream, arena, step_ops, layers, failure: OnceLock::new() })
+        Ok(CudaDevice {
+            compiler,
+            stream,
+            arena,
+            step_ops: StepOps::default(),
+            layers: Vec::new(),
+            dense: DenseState::default(),
+            heads: Vec::new(),
+            gates: Vec::new(),
+            failure: OnceLock::new(),
+        })
     }
 
     pub fn gpu(&self) -> &Gpu {

@@ -8,6 +8,8 @@ use cudarc::driver::DriverError;
 pub enum CudaError {
     #[error("the library {library} cannot be loaded; {advice}")]
     Missing { library: &'static str, advice: &'static str },
+    #[error("the library {library} has no {symbol}; {advice}")]
+    MissingSymbol { library: &'static str, symbol: &'static str, advice: &'static str },
     #[error("{doing}")]
     Driver { doing: String, source: DriverError },
     #[error(

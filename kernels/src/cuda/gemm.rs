@@ -70,9 +70,7 @@ pub enum ProductOp {
 pub enum Output {
     /// As the layer's elements.
     Element = 0,
-    /// Added to what is there.
-    F32Accumulate = 1,
-    F32 = 2,
+    F32 = 1,
 }
 
 /// Everything that shapes the code of a product.
@@ -250,6 +248,8 @@ pub(crate) struct GemmArgs {
     pub weight_rows: i32,
     pub first_col: i32,
     pub out_pitch: i32,
+    pub out_rows: i32,
+    pub accumulate: i32,
 }
 
 /// A product ready to be launched.
@@ -306,7 +306,10 @@ impl Gemm {
     fn map_a(&self, a: Matrix) -> Result<sys::CUtensorMap, CudaError> {
         match self.config {
             GemmConfig { staged: 0, .. } => a.map(BLOCK_M),
-            GemmConfig { transposed: true, .. } => a.narrow_map(BLOCK_K),
+            GemmConfig { transposed: true, element, .. } => a.narrow_map(BLOCK_K, element),
+            GemmConfig { op: ProductOp::WeightGradient, element, .. } => {
+                a.map_of(BOX_ROWS, element)
+            }
             _ => a.map(BOX_ROWS),
         }
     }

@@ -9,8 +9,8 @@
 //   OP_LOGITS  y[r] = a[r] (Whi + Wlo)^T in fp32, any N                W  [2 N][K]: Whi, then Wlo
 //
 // Host macros: ELEMENT OP BM BN STAGES CLUSTER PINGPONG STAGED GATED ACT TRANSPOSED INDEXED OUT (0
-// elements, 1 fp32 added to, 2 fp32). K and N of weights are multiples of 64 (the host refuses
-// others); rows are not.
+// elements, 1 fp32). K and N of weights are multiples of 64 (the host refuses others); rows are not.
+// Experts' weights and gradients lie a stride apart, a whole number of their rows.
 //
 // A producer warpgroup fills a ring of stages; two consumer warpgroups multiply. Cooperative: both
 // share each tile along m. Ping-pong: a tile belongs to one, while the other is in its epilogue.
@@ -49,9 +49,11 @@ struct Args {
   int depth;               // K of row ops
   int cols;                // N of this launch
   int gathered_pitch;      // also M of OP_WGRAD
-  int weight_rows;         // rows of B an expert has where B is K-major
+  int weight_rows;         // rows of B from one expert's first to the next's
   int first_col;           // the first of them that this launch computes
   int out_pitch;
+  int out_rows;            // OP_WGRAD: rows from one expert's first to the next's
+  int accumulate;          // OP_WGRAD: added to what is there; elements after rounding
 };
 
 __device__ __forceinline__ void multiply(float (&d)[BN / 2], u64 a, u64 b, int accumulate) {
@@ -142,7 +144,7 @@ __device__ __forceinline__ void load_b(const Ring& ring, const TensorMap* map, c
   for (int half = 0; half < 2; half++) {
     if (tile.shared_b && half != rank) continue;
     if (B_MN) {
-      const int k = OP == OP_WGRAD ? tile.row0 + it * BK : tile.expert * args.depth + it * BK;
+      const int k = (OP == OP_WGRAD ? tile.row0 : tile.expert * args.weight_rows) + it * BK;
 #pragma unroll
       for (int j = half; j < BN / 64; j += 2)
         load_box(ring.b_at() + j * (BK * 128), map, ring.full(), tile.n0 * BN + j * 64, k,

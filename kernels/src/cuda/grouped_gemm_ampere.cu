@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_b_stage(u32 to, const u16* b, const Tile& t
     if (B_MN) {
       const int k = it * BK + row, n = tile.n0 * B_ROWS + chunk * 8;
       const int depth = OP == OP_WGRAD ? tile.rows : args.depth;
-      const u64 first = OP == OP_WGRAD ? (u64)tile.row0 : (u64)tile.expert * args.depth;
+      const u64 first = OP == OP_WGRAD ? tile.row0 : tile.expert * args.weight_rows;
       live = k < depth && n < args.cols;
       if (live) from += (first + k) * ((args.cols + 7) & ~7) + n;
     } else {

@@ -25,6 +25,15 @@ __device__ __forceinline__ void unpack8(const uint4& from, float (&v)[8]) {
   for (int x = 0; x < 4; x++) { v[2 * x] = low_half(words[x]); v[2 * x + 1] = high_half(words[x]); }
 }
 
+// Two elements each of what is stored, added to what is there.
+__device__ __forceinline__ u32 add_pair(u32 a, u32 b) {
+  return pack_pair(low_half(a) + low_half(b), high_half(a) + high_half(b));
+}
+__device__ __forceinline__ void add16(u16* to, u32 a, u32 b, u32 c, u32 d) {
+  const uint4 old = *(const uint4*)to;
+  store16(to, add_pair(old.x, a), add_pair(old.y, b), add_pair(old.z, c), add_pair(old.w, d));
+}
+
 // OP_UP: H as it is, and A.
 __device__ __forceinline__ void finish_up(const float (&acc)[BN / 2], const Tile& tile,
                                           const Args& args, int first_row, int q) {
@@ -53,7 +62,8 @@ __device__ __forceinline__ void finish_up(const float (&acc)[BN / 2], const Tile
 
 // OP_ROWS, OP_DROWS, OP_WGRAD not transposed: rows of elements. `rows` bounds first_row's range.
 __device__ __forceinline__ void finish_rows(const float (&acc)[BN / 2], u16* base, int pitch,
-                                            int rows, int cols, int first_row, int n0, int q) {
+                                            int rows, int cols, int first_row, int n0, int q,
+                                            bool add) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int r = first_row + 8 * h;
@@ -68,12 +78,15 @@ __device__ __forceinline__ void finish_rows(const float (&acc)[BN / 2], u16* bas
         v[x] = pack_pair(acc[j], acc[j + 1]);
       }
       if (!PERMUTED) quad_transpose(v, q);
-      if (live && n0 + 32 * jj < cols) store16(out + 32 * jj, v[0], v[1], v[2], v[3]);
+      if (!live || n0 + 32 * jj >= cols) continue;
+      if (add) add16(out + 32 * jj, v[0], v[1], v[2], v[3]);
+      else store16(out + 32 * jj, v[0], v[1], v[2], v[3]);
     }
   }
 }
 
 // fp32 rows of any width: dW, or logits, each the sum of its products with Whi and Wlo.
+template <bool ADD>
 __device__ __forceinline__ void finish_f32(const float (&acc)[BN / 2], float* base, int pitch,
                                            int rows, int cols, int first_row, int n0, int q) {
   constexpr bool LOGITS = OP == OP_LOGITS;
@@ -89,7 +102,7 @@ __device__ __forceinline__ void finish_f32(const float (&acc)[BN / 2], float* ba
         if (n0 + 8 * j + 2 * q + b >= cols) continue;
         const int i = 4 * j + 2 * h + b;
         const float low = LOGITS ? acc[BN / 4 * LOGITS + i] / LOW_SCALE : 0.f, sum = acc[i] + low;
-        if (OUT == 1) add_f32(out + 8 * j + b, sum);
+        if (ADD) add_f32(out + 8 * j + b, sum);
         else store_f32(out + 8 * j + b, sum);
       }
     }
@@ -98,7 +111,8 @@ __device__ __forceinline__ void finish_f32(const float (&acc)[BN / 2], float* ba
 
 // dW [N][M] in elements: 8 x 8 blocks are transposed in registers; a warp stores 32 bytes of a row.
 __device__ __forceinline__ void finish_transposed(const float (&acc)[BN / 2], u16* base, int pitch,
-                                                  int cols, int first_m, int n0, int lane) {
+                                                  int cols, int first_m, int n0, int lane,
+                                                  bool add) {
   const int q = lane & 3;
   u16* out = base + (u64)(n0 + 8 * (q >> 1) + (lane >> 2)) * pitch + first_m + 8 * (q & 1);
 #pragma unroll
@@ -110,12 +124,16 @@ __device__ __forceinline__ void finish_transposed(const float (&acc)[BN / 2], u1
       v[x] = transpose_8x8(pack_pair(acc[i], acc[i + 1]));
     }
     quad_transpose(v, q);
-    if (n0 + 8 * j < cols) store16(out, v[0], v[1], v[2], v[3]);
+    if (n0 + 8 * j < cols) {
+      if (add) add16(out, v[0], v[1], v[2], v[3]);
+      else store16(out, v[0], v[1], v[2], v[3]);
+    }
     out += (u64)16 * pitch;
   }
 }
 
 // The same in fp32; a running pointer and ordered stores keep the addresses out of registers.
+template <bool ADD>
 __device__ __forceinline__ void finish_transposed_f32(const float (&acc)[BN / 2], float* base,
                                                       int pitch, int cols, int first_m, int n0,
                                                       int lane) {
@@ -127,7 +145,7 @@ __device__ __forceinline__ void finish_transposed_f32(const float (&acc)[BN / 2]
     for (int x = 0; x < 4; x++) {
       float* at = out + (x & 1) * pitch + 8 * (x >> 1);
       if (n + 8 * j + (x & 1) >= cols) continue;
-      if (OUT == 1) add_f32(at, acc[4 * j + x]);
+      if (ADD) add_f32(at, acc[4 * j + x]);
       else store_f32(at, acc[4 * j + x]);
     }
     out += (u64)8 * pitch;
@@ -220,21 +238,26 @@ __device__ __forceinline__ void finish(const float (&acc)[BN / 2], const Tile& t
   if (OP == OP_DH) finish_dh(acc, tile, args, first_row, q);
   if (OP == OP_ROWS || OP == OP_DROWS)
     finish_rows(acc, args.out + (u64)tile.row0 * args.out_pitch, args.out_pitch, tile.rows,
-                args.cols, first_row, tile.n0 * BN, q);
+                args.cols, first_row, tile.n0 * BN, q, false);
   if (OP == OP_LOGITS)
-    finish_f32(acc, args.out_f32 + (u64)tile.row0 * args.out_pitch, args.out_pitch, tile.rows,
+    finish_f32<false>(acc, args.out_f32 + (u64)tile.row0 * args.out_pitch, args.out_pitch, tile.rows,
                args.cols, first_row, tile.n0 * TILE_N, q);
   if (OP == OP_WGRAD) {
-    const u64 base = (u64)tile.expert * args.gathered_pitch * args.cols;
+    const u64 base = (u64)tile.expert * args.out_rows * args.out_pitch;
+    const bool add = args.accumulate;
     const int n0 = tile.n0 * BN, pitch = args.out_pitch, rows = args.gathered_pitch;
     if (!TRANSPOSED && OUT == 0)
-      finish_rows(acc, args.out + base, pitch, rows, args.cols, first_row, n0, q);
-    if (!TRANSPOSED && OUT != 0)
-      finish_f32(acc, args.out_f32 + base, pitch, rows, args.cols, first_row, n0, q);
+      finish_rows(acc, args.out + base, pitch, rows, args.cols, first_row, n0, q, add);
+    if (!TRANSPOSED && OUT != 0 && !add)
+      finish_f32<false>(acc, args.out_f32 + base, pitch, rows, args.cols, first_row, n0, q);
+    if (!TRANSPOSED && OUT != 0 && add)
+      finish_f32<true>(acc, args.out_f32 + base, pitch, rows, args.cols, first_row, n0, q);
+    const int m = block_m + 16 * warp;
     if (TRANSPOSED && OUT == 0)
-      finish_transposed(acc, args.out + base, pitch, args.cols, block_m + 16 * warp, n0, lane);
-    if (TRANSPOSED && OUT != 0)
-      finish_transposed_f32(acc, args.out_f32 + base, pitch, args.cols, block_m + 16 * warp, n0,
-                            lane);
+      finish_transposed(acc, args.out + base, pitch, args.cols, m, n0, lane, add);
+    if (TRANSPOSED && OUT != 0 && !add)
+      finish_transposed_f32<false>(acc, args.out_f32 + base, pitch, args.cols, m, n0, lane);
+    if (TRANSPOSED && OUT != 0 && add)
+      finish_transposed_f32<true>(acc, args.out_f32 + base, pitch, args.cols, m, n0, lane);
   }
 }

@@ -3,7 +3,8 @@
 // own stores takes three times the instructions, and nothing hides it.
 //
 // dW [M][N]: boxes of 64 n x 16 rows, 128-byte swizzle. TRANSPOSED, dW [N][M]: boxes of 16 m x 64
-// rows, 32-byte swizzle. Expert by expert below each other; M and N are multiples of 64.
+// rows, 32-byte swizzle. Expert by expert below each other; M and N are multiples of 64. What is
+// added to is added to by the copy engine, which knows the elements' kind from the map.
 #if STAGED && OP == OP_WGRAD
 struct Outbox {
   const TensorMap* map;
@@ -39,9 +40,9 @@ struct Outbox {
       }
       fence_async_proxy();
       __syncwarp();
-      const int rows = TRANSPOSED ? args.cols : args.gathered_pitch;
-      const int y = tile.expert * rows + (TRANSPOSED ? n : m);
-      store_box_if(elected, map, buffer, TRANSPOSED ? m : n, y);
+      const int x = TRANSPOSED ? m : n, y = tile.expert * args.out_rows + (TRANSPOSED ? n : m);
+      store_box_if(elected && !args.accumulate, map, buffer, x, y);
+      add_box_if(elected && args.accumulate, map, buffer, x, y);
       stores_commit();
       slot = slot + 1 == STAGED ? 0 : slot + 1;
     }

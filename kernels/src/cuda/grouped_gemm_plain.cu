@@ -1,7 +1,7 @@
 // The products of grouped_gemm.cu with fp32 elements, plainly: a thread sums 4 x 4 elements of the
 // output, k ascending, by fused multiply-adds. For layers in fp32, which are for checking.
 //
-// Host macros: OP GATED ACT TRANSPOSED INDEXED OUT (1: added to). W and N as in grouped_gemm.cu;
+// Host macros: OP GATED ACT TRANSPOSED INDEXED. W and N as in grouped_gemm.cu;
 // the router's weights come as they are, so OP_LOGITS is OP_ROWS. OP_DH leaves a part of
 // <da', a> for each column: [rows][N].
 #define OP_UP 0
@@ -32,6 +32,8 @@ struct Args {
   int weight_rows;
   int first_col;
   int out_pitch;
+  int out_rows;
+  int accumulate;
 };
 
 // Element (k, m) of A of the group whose rows start at row0.
@@ -49,7 +51,7 @@ __device__ __forceinline__ float element_a(const float* a, const Args& args, int
 __device__ __forceinline__ float element_b(const float* b, const Args& args, int expert, int row0,
                                            int k, int n, int half) {
   if (OP == OP_WGRAD) return b[(u64)(row0 + k) * ((args.cols + 7) & ~7) + n];
-  if (OP == OP_DROWS || OP == OP_DH) return b[((u64)expert * args.depth + k) * args.cols + n];
+  if (OP == OP_DROWS || OP == OP_DH) return b[((u64)expert * args.weight_rows + k) * args.cols + n];
   const u64 row = (u64)expert * args.weight_rows + args.first_col + half * args.cols + n;
   return b[row * args.depth + k];
 }
@@ -58,9 +60,9 @@ __device__ __forceinline__ float element_b(const float* b, const Args& args, int
 __device__ __forceinline__ void finish(const Args& args, int expert, int row0, int m, int n,
                                        float sum, float up) {
   if (OP == OP_WGRAD) {
-    float* to = args.out_f32 + (u64)expert * args.gathered_pitch * args.cols
+    float* to = args.out_f32 + (u64)expert * args.out_rows * args.out_pitch
                 + (TRANSPOSED ? (u64)n * args.out_pitch + m : (u64)m * args.out_pitch + n);
-    *to = OUT == 1 ? *to + sum : sum;
+    *to = args.accumulate ? *to + sum : sum;
     return;
   }
   const u64 row = row0 + m, at = row * args.out_pitch + n;

@@ -25,26 +25,51 @@ pub enum LayerError {
     Cuda(#[from] CudaError),
 }
 
-/// Weights, each expert's after the other's; the experts' are elements (`MoeDesc::element`).
+/// The experts' matrices in one buffer, as a bucket holds them: expert e's starts at e * `stride`.
+#[derive(Clone, Copy, Debug)]
+pub struct Stacked {
+    pub buffer: Buffer,
+    /// Elements from one expert's first to the next's: at least a matrix, and on a GPU a multiple
+    /// of 32 of its rows. What lies between is neither read nor written.
+    pub stride: usize,
+}
+
+impl Stacked {
+    /// `experts` matrices that follow each other.
+    pub fn dense(buffer: Buffer, experts: usize) -> Stacked {
+        Stacked { buffer, stride: buffer.len() / experts }
+    }
+
+    /// Checks that `experts` matrices of `size` elements of `dtype` are there.
+    pub(crate) fn check(&self, dtype: DType, experts: usize, size: usize) {
+        let ends = self.stride * (experts - 1) + size;
+        let right = self.buffer.dtype() == dtype && self.buffer.len() >= ends;
+        assert!(right && self.stride >= size, "{self:?} of {experts} x {size} {dtype:?}");
+    }
+}
+
+/// Weights; the experts' are elements (`MoeDesc::element`).
 #[derive(Clone, Copy, Debug)]
 pub struct Weights {
     /// f32 [E, D]
     pub router: Buffer,
     /// f32 [E], added to the scores for the choice of experts alone
     pub bias: Option<Buffer>,
-    /// [E, W, D], gate rows before up rows
-    pub up: Buffer,
-    /// [E, D, F]
-    pub down: Buffer,
+    /// E of [W, D], gate rows before up rows
+    pub up: Stacked,
+    /// E of [D, F]
+    pub down: Stacked,
 }
 
 /// Gradients of [`Weights`]; the experts' as `weight_gradients` says.
 #[derive(Clone, Copy, Debug)]
 pub struct Gradients {
-    /// f32 [E, D], added to under `F32Accumulate`, else written
+    /// f32 [E, D]
     pub router: Buffer,
-    pub up: Buffer,
-    pub down: Buffer,
+    pub up: Stacked,
+    pub down: Stacked,
+    /// Added to what is there, else written. Elements of 16 bits are rounded, added, rounded again
+    pub accumulate: bool,
 }
 
 /// What a layer keeps from its forward to its backward, beside x. On a CPU all floats are of one
@@ -77,12 +102,31 @@ pub struct Saved {
     pub pos: Buffer,
     /// f32 [R]
     pub row_weights: Buffer,
-    /// f64 [E]
+    /// u32 [segments, E]
+    pub segment_counts: Buffer,
+    /// f64 [segments, E]
     pub prob_sums: Buffer,
     /// f64 [2]: auxiliary and z loss, unscaled
     pub losses: Buffer,
     /// elements [2 E, D]: the router's weights rounded, then what rounding took; in fp32 none
     pub router_halves: Buffer,
+}
+
+/// Where a layer adds its numbers, in a vector that the host reads once a step.
+#[derive(Clone, Copy, Debug)]
+pub struct MoeNumbers {
+    /// f64 [2]: auxiliary and z loss, unscaled
+    pub losses: Buffer,
+    /// f64 [E]: tokens that chose each expert
+    pub loads: Buffer,
+}
+
+impl MoeNumbers {
+    pub(crate) fn check(&self, experts: usize) {
+        let of = |buffer: Buffer| (buffer.dtype(), buffer.len());
+        let expected = ((DType::F64, 2), (DType::F64, experts));
+        assert_eq!((of(self.losses), of(self.loads)), expected, "{self:?}");
+    }
 }
 
 /// All buffers of a call.
@@ -94,6 +138,8 @@ pub struct MoeTensors {
     pub saved: Saved,
     /// `MoeLayer::workspace_bytes` of U8
     pub workspace: Buffer,
+    /// Added to by the forward
+    pub numbers: Option<MoeNumbers>,
 }
 
 /// One layer's kernels.
@@ -255,7 +301,7 @@ impl MoeLayer {
 
     /// Reserves what one layer keeps from forward to backward.
     pub fn plan_saved(&self, plan: &mut ArenaPlan) -> Saved {
-        let MoeDesc { tokens, dim, experts, element, .. } = self.desc;
+        let MoeDesc { tokens, dim, experts, element, segments, .. } = self.desc;
         let halves = if element == DType::F32 { 0 } else { 2 };
         let rows = self.desc.rows();
         Saved {
@@ -272,7 +318,8 @@ impl MoeLayer {
             rows: plan.alloc(DType::U32, rows),
             pos: plan.alloc(DType::U32, rows),
             row_weights: plan.alloc(DType::F32, rows),
-            prob_sums: plan.alloc(DType::F64, experts),
+            segment_counts: plan.alloc(DType::U32, segments * experts),
+            prob_sums: plan.alloc(DType::F64, segments * experts),
             losses: plan.alloc(DType::F64, 2),
             router_halves: plan.alloc(element, halves * experts * dim),
         }
@@ -351,7 +398,7 @@ impl MoeLayer {
         let coefs = (self.desc.aux_coef, self.desc.z_coef);
         self.router.backward(stream, &call.route, (partial_ds, ds_parts), coefs, dlogits)?;
         after("dlogits")?;
-        call.dw_down(dout, gradients.down)?;
+        call.dw_down(dout, gradients)?;
         after("dw_down")?;
         call.dx_router(dx)?;
         after("dx_router")?;
@@ -359,9 +406,9 @@ impl MoeLayer {
         after("dx_rows")?;
         call.sum_dx(dx)?;
         after("sum_dx")?;
-        call.dw_up(gradients.up)?;
+        call.dw_up(gradients)?;
         after("dw_up")?;
-        call.dw_router(gradients.router)?;
+        call.dw_router(gradients)?;
         after("dw_router")
     }
 }

@@ -6,7 +6,9 @@
 //! GemmConfig::choose(shape)     tiles.rs     which tiles a product takes
 //! Gemm::new(config)             gemm.rs      one grouped product
 //! MoeLayer::new(desc)           layer.rs     forward, backward: a fixed list of launches (call.rs)
-//! Dense::new(shape)             dense.rs     a dense product, by cuBLASLt
+//! Products::new(gpu)            dense.rs     dense products, by cuBLASLt
+//! GateKernels::new(shape)       gate.rs      routers beyond dropless top-k
+//! Head::new(desc)               head.rs      the head with its loss: products, softmax between
 //! CudaDevice::new(ordinal)      device.rs    the layer and the ops of a step as those of `Device`
 //! Unit::source                  step_ops.rs  kernels of norms, embedding, optimizer ..., when needed
 //! inspect()                     doctor.rs    what this machine has and lacks
@@ -21,13 +23,17 @@ mod call;
 mod compile;
 mod dense;
 mod convert;
+mod dense_device;
+mod dense_record;
 mod device;
 mod elementwise;
 mod embed;
 mod doctor;
 mod driver;
 mod error;
+mod gate;
 mod gemm;
+mod head;
 mod layer;
 mod measure;
 mod nvml;
@@ -40,13 +46,19 @@ mod tensor_map;
 mod tiles;
 
 pub use compile::{Compiler, Module, Source, default_cache_dir};
-pub use dense::{Dense, DenseShape};
+pub use dense::{DenseShape, Products};
+pub use dense_record::{DenseRecord, NoRecord};
 pub use device::CudaDevice;
 pub use doctor::{Inspection, inspect};
 pub use driver::{Arena, Event, Function, Gpu, Graph, Launch, PinnedBuffer, Stream};
 pub use error::CudaError;
+pub(crate) use gate::unsupported;
+pub use head::Head;
 pub use gemm::{Arch, GemmConfig, Output, ProductOp};
-pub use layer::{Gradients, LayerError, MoeLayer, MoeTensors, Observer, Saved, Weights};
+pub use layer::{
+    Gradients, LayerError, MoeLayer, MoeNumbers, MoeTensors, Observer, Saved, Stacked,
+    Weights,
+};
 pub use measure::Measure;
 pub use nvml::{Monitor, Nvml, NvmlError, Reading, Trouble, uuid_text};
 pub use shape::{MoeActivation, MoeDesc, Refusal};

@@ -63,20 +63,25 @@ route_split(const float* weights, u16* halves, int len) {
   halves[len + i] = isfinite(rest) ? to_element(rest * LOW_SCALE) : 0;
 }
 
+// Segments of equally many tokens, whose statistics are kept apart: how many, the tokens and the
+// blocks of each.
+struct Segments { int count, tokens, blocks; };
+
 // A warp takes `tokens_a_warp` neighbouring tokens, a block eight warps' of them. ids ascending,
 // ties to the lowest expert, as on the CPU; any bit pattern of logits gives K different experts.
 // bias f32 [E], or null: added to the scores for the choice alone.
 // partials [blocks][E + 1]: sums of p over the block's tokens, then of lse^2.
 // histogram [E][blocks]: slots of the block by expert; pos [T, K]: rank of a slot among the
-// block's of its expert.
+// block's of its expert. Blocks come in runs of `cut.blocks`, a run a segment of tokens.
 extern "C" __global__ void __launch_bounds__(256)
-route_choose(const float* logits, const float* bias, int tokens, int tokens_a_warp, float scale,
+route_choose(const float* logits, const float* bias, Segments cut, int tokens_a_warp, float scale,
              int* ids, float* weights, float* lse, float* partials, int* histogram, int* pos) {
   __shared__ float sums[WARPS][EXPERTS + 1];
   __shared__ int counts[WARPS][EXPERTS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int first = (blockIdx.x * WARPS + warp) * tokens_a_warp;
-  const int end = min(first + tokens_a_warp, tokens);
+  const int segment = blockIdx.x / cut.blocks, within = blockIdx.x - segment * cut.blocks;
+  const int first = segment * cut.tokens + (within * WARPS + warp) * tokens_a_warp;
+  const int end = min(first + tokens_a_warp, (segment + 1) * cut.tokens);
   float p_sum[PER_LANE] = {}, square_sum = 0.f;
   for (int e = lane; e < EXPERTS; e += 32) counts[warp][e] = 0;
   __syncwarp();
@@ -188,13 +193,15 @@ __device__ __forceinline__ double warp_sum_f64(double x) {
 
 // ---- row order: stable by expert, then slot. choose -> scan -> place
 // One block an expert, a thread a block of route_choose: exclusive scan of the expert's counts in
-// place, its total, and prob_sums f64 [E]. The block behind them: losses[1], the mean of lse^2.
+// place, its total, and by segment its counts and prob_sums f64 [segments, E]. The block behind
+// them: losses[1], the mean of lse^2.
 constexpr int SCAN_WARPS = 17;
 extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS)
-route_scan(int* histogram, const float* partials, int blocks, int tokens, int* counts,
+route_scan(int* histogram, const float* partials, Segments cut, int* counts, int* segment_counts,
            double* prob_sums, double* losses) {
-  __shared__ int warp_counts[SCAN_WARPS];
-  __shared__ double warp_shares[SCAN_WARPS];
+  __shared__ int warp_counts[SCAN_WARPS], own_counts[32 * SCAN_WARPS];
+  __shared__ double warp_shares[SCAN_WARPS], own_shares[32 * SCAN_WARPS];
+  const int blocks = cut.count * cut.blocks;
   const int e = blockIdx.x, at = threadIdx.x, lane = at & 31, warp = at >> 5;
   int* h = histogram + (u64)e * blocks + at;
   const int own = e < EXPERTS && at < blocks ? *h : 0;
@@ -210,19 +217,47 @@ route_scan(int* histogram, const float* partials, int blocks, int tokens, int* c
   __syncthreads();
   for (int w = 0; w < warp; w++) sum += warp_counts[w];
   if (e < EXPERTS && at < blocks) *h = sum - own;
-  if (at == 32 * SCAN_WARPS - 1 && e < EXPERTS) counts[e] = sum;
+  if (at == 32 * SCAN_WARPS - 1 && e < EXPERTS) {
+    counts[e] = sum;
+    if (cut.count == 1) segment_counts[e] = sum;
+  }
+  if (cut.count > 1 && e < EXPERTS) {
+    own_counts[at] = own;
+    own_shares[at] = part;
+    __syncthreads();
+    for (int s = warp; s < cut.count; s += SCAN_WARPS) {
+      int count = 0;
+      double sums = 0.0;
+      for (int i = lane; i < cut.blocks; i += 32) {
+        count += own_counts[s * cut.blocks + i];
+        sums += own_shares[s * cut.blocks + i];
+      }
+      count = __reduce_add_sync(~0u, count);
+      sums = warp_sum_f64(sums);
+      if (lane == 0) {
+        segment_counts[s * EXPERTS + e] = count;
+        prob_sums[s * EXPERTS + e] = sums;
+      }
+    }
+    return;
+  }
   if (at > 0) return;
   double total = 0.0;
   for (int w = 0; w < SCAN_WARPS; w++) total += warp_shares[w];
   if (e < EXPERTS) prob_sums[e] = total;
-  else losses[1] = total / tokens;
+  else losses[1] = total / (cut.count * cut.tokens);
 }
 
-// offsets [E + 1], order [E]: experts, heaviest first, ties to the lower one; losses[0]:
-// E * sum_e load[e] * mean_prob[e].
+// What the host's vector of numbers gets of a layer, each added to: auxiliary and z loss, tokens of
+// each expert. Null: none.
+struct Numbers { double *losses, *loads; };
+
+// offsets [E + 1], order [E]: experts, heaviest first, ties to the lower one; losses[0]: the mean
+// over segments of E * sum_e load[e] * mean_prob[e].
 __device__ __forceinline__ void write_tables(const int (&starts)[EXPERTS + 1],
-                                             const double* prob_sums, int tokens, int* offsets,
-                                             int* order, double* losses) {
+                                             const int* segment_counts, const double* prob_sums,
+                                             Segments cut, int* offsets, int* order,
+                                             double* losses, Numbers numbers) {
   for (int e = threadIdx.x; e < EXPERTS; e += blockDim.x) {
     const int own = starts[e + 1] - starts[e];
     int rank = 0;
@@ -232,22 +267,28 @@ __device__ __forceinline__ void write_tables(const int (&starts)[EXPERTS + 1],
     }
     order[rank] = e;
     offsets[e] = starts[e];
+    if (numbers.loads) numbers.loads[e] += own;
   }
   if (threadIdx.x == 0) offsets[EXPERTS] = starts[EXPERTS];
   if (threadIdx.x >= 32) return;
   double balance = 0.0;
-  for (int e = threadIdx.x; e < EXPERTS; e += 32)
-    balance += (double)(starts[e + 1] - starts[e]) / tokens * (prob_sums[e] / tokens);
-  balance = warp_sum_f64(balance);
-  if (threadIdx.x == 0) losses[0] = EXPERTS * balance;
+  for (int i = threadIdx.x; i < cut.count * EXPERTS; i += 32)
+    balance += (double)segment_counts[i] / cut.tokens * (prob_sums[i] / cut.tokens);
+  balance = EXPERTS * warp_sum_f64(balance) / cut.count;
+  if (threadIdx.x > 0) return;
+  losses[0] = balance;
+  if (!numbers.losses) return;
+  numbers.losses[0] += balance;
+  numbers.losses[1] += losses[1];
 }
 
 // rows [R]: token of each row; pos [T, K]: in, the slot's rank in its block, out, its row;
 // row_weights [R]. Blocks as in route_choose; the one behind them writes the tables.
 extern "C" __global__ void __launch_bounds__(256)
-route_place(const int* ids, const float* weights, int slots, int slots_a_block,
-            const int* histogram, const int* counts, const double* prob_sums, int tokens,
-            int* offsets, int* order, int* rows, int* pos, float* row_weights, double* losses) {
+route_place(const int* ids, const float* weights, Segments cut, int slots_a_block,
+            const int* histogram, const int* counts, const int* segment_counts,
+            const double* prob_sums, int* offsets, int* order, int* rows, int* pos,
+            float* row_weights, double* losses, Numbers numbers) {
   __shared__ int starts[EXPERTS + 1], base[EXPERTS];
   const int lane = threadIdx.x & 31, blocks = gridDim.x - 1;
   for (int e = threadIdx.x; blockIdx.x < blocks && e < EXPERTS; e += blockDim.x)
@@ -268,10 +309,12 @@ route_place(const int* ids, const float* weights, int slots, int slots_a_block,
   }
   __syncthreads();
   if (blockIdx.x == blocks) {
-    write_tables(starts, prob_sums, tokens, offsets, order, losses);
+    write_tables(starts, segment_counts, prob_sums, cut, offsets, order, losses, numbers);
     return;
   }
-  const int first = blockIdx.x * slots_a_block, end = min(first + slots_a_block, slots);
+  const int segment = blockIdx.x / cut.blocks, within = blockIdx.x - segment * cut.blocks;
+  const int first = segment * cut.tokens * TOP_K + within * slots_a_block;
+  const int end = min(first + slots_a_block, (segment + 1) * cut.tokens * TOP_K);
 #pragma unroll 4
   for (int slot = first + threadIdx.x; slot < end; slot += 256) {
     const int id = ids[slot], row = starts[id] + base[id] + pos[slot];
@@ -289,14 +332,16 @@ typedef u16 Gradient;
 __device__ __forceinline__ u16 as_gradient(float x) { return to_element(x); }
 #endif
 // One warp a token: ds partials [R][parts] -> dlogits [T][pitch], columns past E zero.
-// aux: E * aux_coef / T^2 times counts[e] is d(auxiliary loss) / d p; z = 2 z_coef / T.
+// aux: E * aux_coef / (segments * tokens of one ^ 2) times the segment's counts[e] is d(auxiliary
+// loss) / d p; z = 2 z_coef / T.
 extern "C" __global__ void __launch_bounds__(256)
 route_backward(const float* logits, const float* lse, const int* ids, const int* pos,
-               const float* partial_ds, int parts, const int* counts, int tokens, float scale,
-               float aux, float z, Gradient* dlogits, int pitch) {
+               const float* partial_ds, int parts, const int* segment_counts, int segment_tokens,
+               int tokens, float scale, float aux, float z, Gradient* dlogits, int pitch) {
   const int lane = threadIdx.x & 31, t = blockIdx.x * 8 + (threadIdx.x >> 5);
   if (t >= tokens) return;
   const float log_sum = lse[t];
+  const int* counts = segment_counts + t / segment_tokens * EXPERTS;
   float x[PER_LANE], p[PER_LANE], d[PER_LANE], total = 0.f;
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {

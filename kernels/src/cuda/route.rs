@@ -25,6 +25,8 @@ pub(crate) struct RouteShape {
     pub norm_topk: bool,
     pub scale: f32,
     pub groups: Option<RouteGroups>,
+    /// Equal runs of tokens whose statistics are kept apart
+    pub segments: usize,
     /// Of rows and of gradients of logits
     pub element: DType,
 }
@@ -47,20 +49,25 @@ impl RouteShape {
     pub(crate) fn rows_source(&self, arch: &'static str) -> Source {
         let label = format!("rows of {}", self.top_k);
         let macros = [("TOP_K", self.top_k), ("ELEMENT", element_macro(self.element))];
-        Source::new(label, arch, &macros, &[include_str!("moe_rows.cu")])
+        let parts = [include_str!("chunks.cu"), include_str!("moe_rows.cu")];
+        Source::new(label, arch, &macros, &parts)
     }
 
     /// Neighbouring tokens that one warp chooses for.
     fn tokens_a_warp(&self) -> usize {
-        self.tokens.div_ceil(CHOOSE_WARPS * CHOOSE_BLOCKS_MAX)
+        let blocks = CHOOSE_BLOCKS_MAX / self.segments;
+        (self.tokens / self.segments).div_ceil(CHOOSE_WARPS * blocks)
+    }
+
+    fn cut(&self) -> Segments {
+        let tokens = self.tokens / self.segments;
+        let blocks = tokens.div_ceil(CHOOSE_WARPS * self.tokens_a_warp());
+        let word = |x: usize| x as i32;
+        Segments { count: word(self.segments), tokens: word(tokens), blocks: word(blocks) }
     }
 
     pub(crate) fn choose_blocks(&self) -> usize {
-        self.tokens.div_ceil(CHOOSE_WARPS * self.tokens_a_warp())
-    }
-
-    pub(crate) fn slots(&self) -> usize {
-        self.tokens * self.top_k
+        self.segments * self.cut().blocks as usize
     }
 
     /// Elements in 16 bytes.
@@ -72,6 +79,23 @@ impl RouteShape {
     pub(crate) fn dlogits_pitch(&self) -> usize {
         self.experts.next_multiple_of(8)
     }
+}
+
+/// The kernels' `Segments`: how many, tokens and blocks of each.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Segments {
+    count: i32,
+    tokens: i32,
+    blocks: i32,
+}
+
+/// The kernels' `Numbers`: losses f64 [2] and loads f64 [E], both added to; 0: none.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct NumbersAt {
+    pub losses: u64,
+    pub loads: u64,
 }
 
 /// Device addresses of what the router keeps.
@@ -91,8 +115,10 @@ pub(crate) struct RouteBuffers {
     pub rows: u64,
     pub pos: u64,
     pub row_weights: u64,
+    pub segment_counts: u64,
     pub prob_sums: u64,
     pub losses: u64,
+    pub numbers: NumbersAt,
 }
 
 #[derive(Clone, Debug)]
@@ -156,7 +182,7 @@ impl Router {
     /// ids, weights, partial statistics and each block's share of the row order from logits.
     pub(crate) fn choose(&self, stream: &Stream, at: &RouteBuffers) -> Result<(), CudaError> {
         let launch = Launch::new(self.shape.choose_blocks(), 32 * CHOOSE_WARPS as u32);
-        let (tokens, scale) = (self.shape.tokens as i32, self.shape.scale);
+        let (cut, scale) = (self.shape.cut(), self.shape.scale);
         let a_warp = self.shape.tokens_a_warp() as i32;
         let RouteBuffers { logits, bias, ids, weights, lse, partials, histogram, pos, .. } = *at;
         // SAFETY: the parameters are those of `route_choose`, the buffers as long as planned.
@@ -165,7 +191,7 @@ impl Router {
                 stream,
                 launch,
                 parameters![
-                    logits, bias, tokens, a_warp, scale, ids, weights, lse, partials, histogram,
+                    logits, bias, cut, a_warp, scale, ids, weights, lse, partials, histogram,
                     pos
                 ],
             )
@@ -174,11 +200,10 @@ impl Router {
 
     /// Row order and statistics from what `choose` left.
     pub(crate) fn place(&self, stream: &Stream, at: &RouteBuffers) -> Result<(), CudaError> {
-        let RouteShape { tokens, experts, top_k, .. } = self.shape;
-        let blocks = self.shape.choose_blocks();
+        let RouteShape { experts, top_k, .. } = self.shape;
+        let (cut, blocks) = (self.shape.cut(), self.shape.choose_blocks());
         let a_block = (CHOOSE_WARPS * self.shape.tokens_a_warp() * top_k) as i32;
-        let (slots, tokens) = (self.shape.slots() as i32, tokens as i32);
-        let block_count = blocks as i32;
+        let RouteBuffers { segment_counts, numbers, .. } = *at;
         let RouteBuffers { ids, weights, histogram, counts, offsets, order, .. } = *at;
         let RouteBuffers { rows, pos, row_weights, partials, prob_sums, losses, .. } = *at;
         // SAFETY: the parameters are those of each kernel, the buffers as long as planned.
@@ -186,7 +211,9 @@ impl Router {
             self.scan.launch(
                 stream,
                 Launch::new(experts + 1, SCAN_THREADS),
-                parameters![histogram, partials, block_count, tokens, counts, prob_sums, losses],
+                parameters![
+                    histogram, partials, cut, counts, segment_counts, prob_sums, losses
+                ],
             )?;
             self.place.launch(
                 stream,
@@ -194,18 +221,19 @@ impl Router {
                 parameters![
                     ids,
                     weights,
-                    slots,
+                    cut,
                     a_block,
                     histogram,
                     counts,
+                    segment_counts,
                     prob_sums,
-                    tokens,
                     offsets,
                     order,
                     rows,
                     pos,
                     row_weights,
-                    losses
+                    losses,
+                    numbers
                 ],
             )
         }
@@ -220,21 +248,34 @@ impl Router {
         (aux_coef, z_coef): (f64, f64),
         dlogits: u64,
     ) -> Result<(), CudaError> {
-        let tokens = self.shape.tokens as f64;
-        let aux = (aux_coef * self.shape.experts as f64 / (tokens * tokens)) as f32;
+        let (tokens, segments) = (self.shape.tokens as f64, self.shape.segments as f64);
+        let aux = (aux_coef * segments * self.shape.experts as f64 / (tokens * tokens)) as f32;
+        let segment_tokens = self.shape.cut().tokens;
         let z = (2.0 * z_coef / tokens) as f32;
         let launch = Launch::new(self.shape.tokens.div_ceil(8), 256);
         let (parts, tokens, scale) = (parts as i32, self.shape.tokens as i32, self.shape.scale);
         let pitch = self.shape.dlogits_pitch() as i32;
-        let RouteBuffers { logits, lse, ids, pos, counts, .. } = *at;
+        let RouteBuffers { logits, lse, ids, pos, segment_counts, .. } = *at;
         // SAFETY: the parameters are those of `route_backward`, the buffers as long as planned.
         unsafe {
             self.backward.launch(
                 stream,
                 launch,
                 parameters![
-                    logits, lse, ids, pos, partial_ds, parts, counts, tokens, scale, aux, z,
-                    dlogits, pitch
+                    logits,
+                    lse,
+                    ids,
+                    pos,
+                    partial_ds,
+                    parts,
+                    segment_counts,
+                    segment_tokens,
+                    tokens,
+                    scale,
+                    aux,
+                    z,
+                    dlogits,
+                    pitch
                 ],
             )
         }

@@ -35,9 +35,12 @@ pub struct MoeDesc {
     pub scale: f32,
     /// Only experts of the best groups may be chosen
     pub groups: Option<RouteGroups>,
+    /// Equal runs of tokens whose auxiliary loss is their own, and the layer's their mean: 1 of the
+    /// scope of a micro-batch, its sequences of the scope of a sequence
+    pub segments: usize,
     pub aux_coef: f64,
     pub z_coef: f64,
-    /// Expert weight gradients as elements, or added to fp32
+    /// Expert weight gradients as elements or as fp32
     pub weight_gradients: Output,
 }
 
@@ -48,13 +51,15 @@ pub enum Refusal {
     Range { name: &'static str, found: usize, min: usize, max: usize },
     #[error("{name} is {found}; the kernels take multiples of {multiple} only")]
     Unaligned { name: &'static str, found: usize, multiple: usize },
+    #[error("{found} tokens are no whole number for each of {multiple} segments")]
+    Segments { found: usize, multiple: usize },
     #[error("{what} has {found} elements; kernels count to {max}")]
     TooLarge { what: &'static str, found: usize, max: usize },
     #[error("{kept} of {count} groups of {experts} experts: {reason}")]
     Groups { count: usize, kept: usize, experts: usize, reason: &'static str },
     #[error("elements of {found:?}; {devices}")]
     Element { found: DType, devices: &'static str },
-    #[error("weight gradients as {found:?}; a GPU stores or adds in fp32, a CPU stores")]
+    #[error("weight gradients as {found:?}; on a CPU they are elements")]
     Output { found: Output },
     #[error("the activation {found:?}, which a CPU has not; GeluTanh it has")]
     Activation { found: MoeActivation },
@@ -72,6 +77,8 @@ impl MoeDesc {
     pub const TOP_K_MAX: usize = 16;
     /// A lane of a warp for each.
     pub const GROUPS_MAX: usize = 32;
+    /// A block of the choosing kernel for each.
+    pub const SEGMENTS_MAX: usize = 512;
     /// Rows are whole 128-byte lines, which the copy engine's swizzle works on.
     pub const ALIGNMENT: usize = 64;
 
@@ -107,6 +114,7 @@ impl MoeDesc {
         }
         range("top_k", self.top_k, 1, Self::TOP_K_MAX)?;
         range("experts", self.experts, 1, Self::EXPERTS_MAX)?;
+        range("segments", self.segments, 1, Self::SEGMENTS_MAX)?;
         self.check_counts()?;
         aligned("dim", self.dim)?;
         aligned("hidden", self.hidden)?;
@@ -114,11 +122,7 @@ impl MoeDesc {
         counted("x", product(self.tokens, self.dim), u128::from(u32::MAX))?;
         counted("routed rows", product(self.tokens, self.top_k), 1 << 30)?;
         let w1 = product(self.experts, self.width().max(self.dim));
-        counted("rows of the stacked weights", w1, i32::MAX as u128)?;
-        match self.weight_gradients {
-            Output::Element | Output::F32Accumulate => Ok(()),
-            found => Err(Refusal::Output { found }),
-        }
+        counted("rows of the stacked weights", w1, i32::MAX as u128)
     }
 
     /// What every device asks of a layer.
@@ -128,6 +132,11 @@ impl MoeDesc {
         range("tokens", self.tokens, 1, 1 << 30)?;
         range("dim", self.dim, 1, 1 << 20)?;
         range("hidden", self.hidden, 1, 1 << 20)?;
+        range("segments", self.segments, 1, self.tokens)?;
+        if !self.tokens.is_multiple_of(self.segments) {
+            let (found, multiple) = (self.tokens, self.segments);
+            return Err(Refusal::Segments { found, multiple });
+        }
         self.check_groups()
     }
 
@@ -153,6 +162,7 @@ impl MoeDesc {
             norm_topk: self.norm_topk,
             scale: self.scale,
             groups: self.groups,
+            segments: self.segments,
             element: self.element,
         }
     }

@@ -1,5 +1,5 @@
-//! Descriptions of matrices of 16-bit elements for Hopper's copy engine, which moves them whatever
-//! they mean.
+//! Descriptions of matrices of 16-bit elements for Hopper's copy engine. It moves them whatever they
+//! mean; where it adds it must know.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -7,6 +7,7 @@ use std::mem::MaybeUninit;
 use cudarc::driver::sys;
 
 use super::error::{CudaError, Doing};
+use crate::buffer::DType;
 
 /// A row-major matrix of 16-bit elements: address, rows, columns (all rows follow each other).
 #[derive(Clone, Copy, Debug)]
@@ -19,17 +20,36 @@ pub(crate) struct Matrix {
 impl Matrix {
     /// Boxes of `box_rows` rows by 64 columns, 128-byte swizzle.
     pub(crate) fn map(self, box_rows: usize) -> Result<sys::CUtensorMap, CudaError> {
-        self.boxes(64, box_rows)
+        self.boxes(64, box_rows, WORDS)
     }
 
-    /// Boxes of 16 columns, 32-byte swizzle.
-    pub(crate) fn narrow_map(self, box_rows: usize) -> Result<sys::CUtensorMap, CudaError> {
-        self.boxes(16, box_rows)
+    /// The same of bf16 or fp16, which the copy engine can add.
+    pub(crate) fn map_of(
+        self,
+        box_rows: usize,
+        element: DType,
+    ) -> Result<sys::CUtensorMap, CudaError> {
+        self.boxes(64, box_rows, kind_of(element))
     }
 
-    fn boxes(self, box_cols: usize, box_rows: usize) -> Result<sys::CUtensorMap, CudaError> {
+    /// Boxes of 16 columns of bf16 or fp16, 32-byte swizzle.
+    pub(crate) fn narrow_map(
+        self,
+        box_rows: usize,
+        element: DType,
+    ) -> Result<sys::CUtensorMap, CudaError> {
+        self.boxes(16, box_rows, kind_of(element))
+    }
+
+    fn boxes(
+        self,
+        box_cols: usize,
+        box_rows: usize,
+        kind: Kind,
+    ) -> Result<sys::CUtensorMap, CudaError> {
         let dims = [self.cols as u64, self.rows as u64];
-        encode(self, &dims, &[self.cols as u64 * 2], &[box_cols as u32, box_rows as u32])
+        let boxes = [box_cols as u32, box_rows as u32];
+        encode(self, kind, &dims, &[self.cols as u64 * 2], &boxes)
     }
 
     /// The same, the rows of each 32 in the order that gives a wgmma thread 8 neighbouring columns:
@@ -40,6 +60,7 @@ impl Matrix {
         let dims = [self.cols as u64, 2, 4, 4, self.rows as u64 / 32];
         encode(
             self,
+            WORDS,
             &dims,
             &[row, 8 * row, 2 * row, 32 * row],
             &[64, 2, 4, 4, box_rows as u32 / 32],
@@ -47,8 +68,20 @@ impl Matrix {
     }
 }
 
+type Kind = sys::CUtensorMapDataType_enum;
+const WORDS: Kind = Kind::CU_TENSOR_MAP_DATA_TYPE_UINT16;
+
+fn kind_of(element: DType) -> Kind {
+    match element {
+        DType::F16 => Kind::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        DType::Bf16 => Kind::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        other => panic!("the copy engine's boxes are of Bf16 or F16, not {other:?}"),
+    }
+}
+
 fn encode(
     matrix: Matrix,
+    kind: Kind,
     dims: &[u64],
     strides: &[u64],
     boxes: &[u32],
@@ -64,7 +97,7 @@ fn encode(
     unsafe {
         sys::cuTensorMapEncodeTiled(
             map.as_mut_ptr(),
-            sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            kind,
             dims.len() as u32,
             matrix.address as *mut c_void,
             dims.as_ptr(),

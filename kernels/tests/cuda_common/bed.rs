@@ -3,7 +3,7 @@
 
 use moejob_kernels::cuda::{
     Arena, Compiler, CudaError, Gradients, MoeActivation, MoeDesc, MoeLayer, MoeTensors, Observer,
-    Output, Stream, Weights,
+    Output, Stacked, Stream, Weights,
 };
 use moejob_kernels::{ArenaPlan, Buffer, DType};
 
@@ -28,6 +28,7 @@ pub fn desc(
         norm_topk: true,
         scale: 1.0,
         groups: None,
+        segments: 1,
         aux_coef: 0.0,
         z_coef: 0.0,
         weight_gradients: Output::Element,
@@ -47,28 +48,58 @@ pub struct Bed {
     pub saved_bytes: usize,
 }
 
+/// How far experts lie from each other: one after the other, or as where each tensor of a bucket
+/// is followed by others.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Spread {
+    Dense,
+    Bucket,
+}
+
+/// `experts` of [rows, cols].
+fn stacked(
+    plan: &mut ArenaPlan,
+    dtype: DType,
+    (experts, rows, cols): (usize, usize, usize),
+    spread: Spread,
+) -> Stacked {
+    let size = rows * cols;
+    let stride = match spread {
+        Spread::Dense => size,
+        // Whole rows, and 4,096 elements.
+        Spread::Bucket => size + 64 * cols,
+    };
+    Stacked { buffer: plan.alloc(dtype, (experts - 1) * stride + size), stride }
+}
+
 impl Bed {
     /// Every output, table and scrap starts as NaN and as an index out of any bounds.
-    pub fn new(compiler: &Compiler, layer: MoeLayer, biased: bool) -> Result<Bed, CudaError> {
+    pub fn new(
+        compiler: &Compiler,
+        layer: MoeLayer,
+        biased: bool,
+        spread: Spread,
+    ) -> Result<Bed, CudaError> {
         let desc = *layer.desc();
         let MoeDesc { tokens, dim, hidden, experts, .. } = desc;
         let mut plan = ArenaPlan::new();
         let bias = biased.then(|| plan.alloc(DType::F32, experts));
         let router = plan.alloc(DType::F32, experts * dim);
-        let mut elements = |len| plan.alloc(desc.element, len);
-        let x = elements(tokens * dim);
+        let x = plan.alloc(desc.element, tokens * dim);
+        let (up, down) = ((experts, desc.width(), dim), (experts, dim, hidden));
         let weights = Weights {
             router,
             bias,
-            up: elements(experts * desc.width() * dim),
-            down: elements(experts * dim * hidden),
+            up: stacked(&mut plan, desc.element, up, spread),
+            down: stacked(&mut plan, desc.element, down, spread),
         };
-        let [dout, out, dx] = [(); 3].map(|()| elements(tokens * dim));
+        let [dout, out, dx] = [(); 3].map(|()| plan.alloc(desc.element, tokens * dim));
         let kind = if desc.weight_gradients == Output::Element { desc.element } else { DType::F32 };
         let gradients = Gradients {
             router: plan.alloc(DType::F32, experts * dim),
-            up: plan.alloc(kind, experts * desc.width() * dim),
-            down: plan.alloc(kind, experts * dim * hidden),
+            up: stacked(&mut plan, kind, up, spread),
+            down: stacked(&mut plan, kind, down, spread),
+            accumulate: false,
         };
         let before = plan.bytes();
         let saved = layer.plan_saved(&mut plan);
@@ -79,7 +110,7 @@ impl Bed {
         let mut all = ArenaPlan::new();
         arena.fill_bytes(&stream, all.alloc(DType::U8, plan.bytes()), 0xff)?;
         stream.synchronize()?;
-        let tensors = MoeTensors { x, weights, saved, workspace };
+        let tensors = MoeTensors { x, weights, saved, workspace, numbers: None };
         Ok(Bed { layer, stream, arena, tensors, dout, out, dx, gradients, saved_bytes })
     }
 

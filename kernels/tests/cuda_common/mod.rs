@@ -145,7 +145,7 @@ pub fn reference(desc: &MoeDesc, inputs: &Inputs, ids: &[u32]) -> Expected {
         dout: wide(&inputs.dout),
     };
     let mut expected = Expected {
-        prob_sums: vec![0.0; experts],
+        prob_sums: vec![0.0; desc.segments * experts],
         out: vec![0.0; tokens * dim],
         dx: vec![0.0; tokens * dim],
         dw_router: vec![0.0; experts * dim],
@@ -153,21 +153,26 @@ pub fn reference(desc: &MoeDesc, inputs: &Inputs, ids: &[u32]) -> Expected {
         dw_down: vec![0.0; experts * dim * hidden],
         ..Expected::default()
     };
-    let mut counts = vec![0.0; experts];
-    ids.iter().for_each(|id| counts[*id as usize] += 1.0);
+    let per_segment = tokens / desc.segments;
+    let mut counts = vec![0.0; desc.segments * experts];
+    for (slot, id) in ids.iter().enumerate() {
+        counts[slot / (per_segment * desc.top_k) * experts + *id as usize] += 1.0;
+    }
     let mut probs = Vec::new();
     for t in 0..tokens {
         let x = &wide.x[t * dim..][..dim];
         let logits: Vec<f64> = wide.w_router.chunks(dim).map(|w| dot(x, w)).collect();
         probs.push(Scores::new(desc, &logits));
         expected.logits.extend(logits);
-        let sums = expected.prob_sums.iter_mut().zip(probs[t].shares());
+        let own = &mut expected.prob_sums[t / per_segment * experts..][..experts];
+        let sums = own.iter_mut().zip(probs[t].shares());
         sums.for_each(|(sum, p)| *sum += p);
         expected.losses[1] += probs[t].lse * probs[t].lse / tokens as f64;
     }
-    let tokens_f = tokens as f64;
-    let balance = |e: usize| counts[e] / tokens_f * (expected.prob_sums[e] / tokens_f);
-    expected.losses[0] = experts as f64 * (0..experts).map(balance).sum::<f64>();
+    let tokens_f = per_segment as f64;
+    let balance = |i: usize| counts[i] / tokens_f * (expected.prob_sums[i] / tokens_f);
+    let all: f64 = (0..counts.len()).map(balance).sum();
+    expected.losses[0] = experts as f64 * all / desc.segments as f64;
     for t in 0..tokens {
         token(
             desc,
@@ -175,7 +180,7 @@ pub fn reference(desc: &MoeDesc, inputs: &Inputs, ids: &[u32]) -> Expected {
             t,
             &ids[t * desc.top_k..][..desc.top_k],
             &probs[t],
-            &counts,
+            &counts[t / per_segment * experts..][..experts],
             &mut expected,
         );
     }
@@ -279,7 +284,7 @@ fn token(
         }
     }
     let tokens = tokens as f64;
-    let per_load = desc.aux_coef * experts as f64 / (tokens * tokens);
+    let per_load = desc.aux_coef * (desc.segments * experts) as f64 / (tokens * tokens);
     let mut d: Vec<f64> = counts.iter().map(|count| per_load * count).collect();
     if desc.sigmoid {
         let mean = dot(&d, &scores.p) / scores.total;

@@ -1,0 +1,73 @@
+//! [`crate::Matmul`] on a GPU.
+
+use super::dense::{DenseShape, Products};
+use super::dense_record::DenseRecord;
+use super::device::CudaDevice;
+use super::driver::{Arena, Stream};
+use super::error::CudaError;
+use super::layer::LayerError;
+use crate::matmul::Matmul;
+
+/// The products of a device, made when the first is asked for: a job without them needs no cuBLASLt.
+#[derive(Debug, Default)]
+pub(super) struct DenseState {
+    products: Option<Products>,
+    /// Records that came before the products were made
+    fixed: Vec<DenseRecord>,
+    pub(super) tf32: bool,
+}
+
+impl CudaDevice {
+    pub(crate) fn set_tf32(&mut self, tf32: bool) {
+        self.dense.tf32 = tf32;
+    }
+
+    /// Loads cuBLASLt now; an error names the library or the symbol that is absent.
+    pub fn load_products(&mut self) -> Result<(), CudaError> {
+        if self.dense.products.is_none() {
+            self.gpu().make_current()?;
+            let mut products = Products::new(self.gpu())?;
+            products.fix(&self.dense.fixed);
+            self.dense.products = Some(products);
+        }
+        Ok(())
+    }
+
+    /// Which algorithm each dense product took so far: a part of the record of a job.
+    pub fn dense_record(&self) -> Vec<DenseRecord> {
+        self.dense.products.as_ref().map(Products::record).unwrap_or_default()
+    }
+
+    /// Takes the algorithms that an earlier run recorded, for shapes not yet computed.
+    pub fn fix_dense(&mut self, records: &[DenseRecord]) {
+        self.dense.fixed.extend_from_slice(records);
+        if let Some(products) = &mut self.dense.products {
+            products.fix(records);
+        }
+    }
+
+    /// `enqueue` with the products of this device.
+    pub(super) fn on_products(
+        &mut self,
+        enqueue: impl FnOnce(&mut Products, &Stream, &Arena) -> Result<(), CudaError>,
+    ) {
+        if let Err(error) = self.load_products() {
+            return self.attempt(|| Err(LayerError::from(error)));
+        }
+        let Some(mut products) = self.dense.products.take() else { return };
+        self.attempt(|| Ok(enqueue(&mut products, &self.stream, &self.arena)?));
+        self.dense.products = Some(products);
+    }
+
+    pub(crate) fn matmul(&mut self, op: &Matmul) {
+        let shape = DenseShape {
+            output: op.c.dtype(),
+            accumulate: op.accumulate,
+            tf32: self.dense.tf32,
+            ..DenseShape::new(op.layout, [op.m, op.n, op.k], op.a.dtype())
+        };
+        self.on_products(|products, stream, arena| {
+            products.product(stream, arena, shape, [op.a, op.b, op.c])
+        });
+    }
+}
