@@ -2,11 +2,14 @@
 
 use std::sync::OnceLock;
 
+use super::attention::AttentionKernels;
+use super::attention_shape::AttentionDesc;
 use super::compile::{Compiler, default_cache_dir};
 use super::driver::{Arena, Gpu, Stream};
 use super::error::CudaError;
 use super::layer::{LayerError, MoeLayer};
 use super::shape::MoeDesc;
+use crate::attention::{Attention, AttentionBackward};
 use crate::buffer::{ArenaPlan, Buffer, Element};
 use crate::moe::{MoeBackward, MoeForward, MoePlan};
 
@@ -20,6 +23,7 @@ pub struct CudaDevice {
     stream: Stream,
     arena: Arena,
     layers: Vec<MoeLayer>,
+    attentions: Vec<AttentionKernels>,
     failure: OnceLock<LayerError>,
 }
 
@@ -32,7 +36,14 @@ impl CudaDevice {
         let mut all = ArenaPlan::new();
         arena.fill_bytes(&stream, all.alloc(crate::DType::U8, arena_bytes), 0)?;
         stream.synchronize()?;
-        Ok(CudaDevice { compiler, stream, arena, layers: Vec::new(), failure: OnceLock::new() })
+        Ok(CudaDevice {
+            compiler,
+            stream,
+            arena,
+            layers: Vec::new(),
+            attentions: Vec::new(),
+            failure: OnceLock::new(),
+        })
     }
 
     pub fn gpu(&self) -> &Gpu {
@@ -124,6 +135,41 @@ impl CudaDevice {
         self.on_layer(&op.desc, |layer, stream, arena| {
             layer.backward(stream, arena, &op.tensors, op.dout, op.dx, &op.gradients)
         });
+    }
+
+    /// The kernels of `desc`, compiled and loaded.
+    fn attention_kernels(&mut self, desc: &AttentionDesc) -> Result<usize, LayerError> {
+        if let Some(at) = self.attentions.iter().position(|kernels| kernels.desc() == desc) {
+            return Ok(at);
+        }
+        self.gpu().make_current()?;
+        self.attentions.push(AttentionKernels::new(&self.compiler, *desc)?);
+        Ok(self.attentions.len() - 1)
+    }
+
+    pub(crate) fn attention_plan(&mut self, desc: &AttentionDesc) -> Result<usize, LayerError> {
+        let at = self.attention_kernels(desc)?;
+        Ok(self.attentions[at].workspace_bytes())
+    }
+
+    pub(crate) fn attention(&mut self, op: &Attention) {
+        match self.attention_kernels(&AttentionDesc::of(op)) {
+            Ok(at) => self.attempt(|| {
+                let kernels = &self.attentions[at];
+                Ok(kernels.forward(&self.stream, &self.arena, op, &mut |_| Ok(()))?)
+            }),
+            Err(error) => self.attempt(|| Err(error)),
+        }
+    }
+
+    pub(crate) fn attention_backward(&mut self, op: &AttentionBackward) {
+        match self.attention_kernels(&AttentionDesc::of(&op.forward)) {
+            Ok(at) => self.attempt(|| {
+                let kernels = &self.attentions[at];
+                Ok(kernels.backward(&self.stream, &self.arena, op, &mut |_| Ok(()))?)
+            }),
+            Err(error) => self.attempt(|| Err(error)),
+        }
     }
 
     /// An op of the rest of a transformer's step, which the GPU does not have yet.

@@ -6,6 +6,7 @@
 //! GemmConfig::choose(shape)     tiles.rs     which tiles a product takes
 //! Gemm::new(config)             gemm.rs      one grouped product
 //! MoeLayer::new(desc)           layer.rs     forward, backward: a fixed list of launches (call.rs)
+//! AttentionKernels::new(desc)   attention.rs forward, backward: a fixed list of launches
 //! Dense::new(shape)             dense.rs     a dense product, by cuBLASLt
 //! CudaDevice::new(ordinal)      device.rs    the layer as an op of `Device`
 //! inspect()                     doctor.rs    what this machine has and lacks
@@ -16,6 +17,8 @@
 //! Letters as in the crate: `T` tokens, `D` dim, `F` expert hidden, `E` experts, `K` top-k,
 //! `R = T K` routed rows, `W` = 2 F gated, else F.
 
+mod attention;
+mod attention_shape;
 mod call;
 mod compile;
 mod dense;
@@ -31,6 +34,8 @@ mod shape;
 mod tensor_map;
 mod tiles;
 
+pub use attention::AttentionKernels;
+pub use attention_shape::AttentionDesc;
 pub use compile::{Compiler, Module, Source, default_cache_dir};
 pub use dense::{Dense, DenseShape};
 pub use device::CudaDevice;
