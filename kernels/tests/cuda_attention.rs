@@ -2,24 +2,19 @@
 
 mod cuda_common;
 
-use std::sync::{Mutex, MutexGuard};
-
 use cuda_common::{error, normal, wide};
 use half::{bf16, f16};
 use moejob_kernels::cuda::{AttentionDesc, Refusal};
 use moejob_kernels::{ArenaPlan, Attention, AttentionBackward, Buffer, DType, Device, philox};
 
-/// Tests take turns: they share one device and its memory.
-static TURN: Mutex<()> = Mutex::new(());
 const ARENA_BYTES: usize = 1 << 30;
 /// Elements behind each output, which no kernel may touch.
 const GUARD: usize = 512;
 
 /// None, with the reason printed, where there is no device to test.
-fn device(test: &str) -> Option<(Device, MutexGuard<'static, ()>)> {
-    let turn = TURN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+fn device(test: &str) -> Option<Device> {
     match Device::cuda(0, ARENA_BYTES) {
-        Ok(device) => Some((device, turn)),
+        Ok(device) => Some(device),
         Err(error) => {
             eprintln!("skipped: {test}: no CUDA device: {error}");
             None
@@ -218,7 +213,7 @@ fn check_on_device(
     (element, deterministic): (DType, bool),
     failures: &mut Vec<String>,
 ) {
-    let Some((mut device, _turn)) = device(name) else { return };
+    let Some(mut device) = device(name) else { return };
     let mut plan = ArenaPlan::new();
     let mut buffers = case.plan(&mut plan, element, DType::F32, scale(case));
     let forward = &mut buffers.op.forward;
@@ -342,6 +337,34 @@ fn documents_and_windows_of_heads_of_96() {
 #[test]
 fn documents_and_windows_of_heads_of_64() {
     check("documents_and_windows_of_heads_of_64", &masked(64), &[DType::Bf16]);
+}
+
+/// Head dims that sm_90a's own kernels do not take, columns padded and split.
+#[test]
+fn other_head_dims() {
+    for (head_dim, element) in
+        [(8, DType::Bf16), (72, DType::F16), (80, DType::Bf16), (192, DType::Bf16), (256, DType::F16)]
+    {
+        let cases = [
+            case(1, 1, 2, 1, head_dim),
+            case(2, 333, 4, 2, head_dim),
+            case(3, 130, 6, 6, head_dim),
+            Case { documents: Some(60), window: Some(100), ..case(2, 500, 4, 1, head_dim) },
+        ];
+        check("other_head_dims", &cases, &[element]);
+    }
+}
+
+#[test]
+fn in_fp32() {
+    for head_dim in [40, 128, 256] {
+        let cases = [
+            case(1, 1, 2, 1, head_dim),
+            case(2, 333, 4, 2, head_dim),
+            Case { documents: Some(60), window: Some(100), ..case(2, 300, 4, 1, head_dim) },
+        ];
+        check("in_fp32", &cases, &[DType::F32]);
+    }
 }
 
 /// Small, for compute-sanitizer: every kernel, more tiles than one for some blocks, ragged.

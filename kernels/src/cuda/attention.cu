@@ -1,4 +1,5 @@
-// What all attention kernels share: their arguments and the special function unit's powers of two.
+// What all attention kernels share: their arguments and powers of two,
+// from the special function unit but in fp32.
 // The host puts this behind common.cu.
 
 // `AttentionArgs` on the host, field by field. Zero addresses are operands that a kernel has not.
@@ -19,6 +20,10 @@ struct Args {
   float scale_log2, scale;
 };
 
+#if ELEMENT == FP32
+__device__ __forceinline__ float power_of_two(float x) { return exp2f(x); }
+__device__ __forceinline__ float log_of_two(float x) { return log2f(x); }
+#else
 __device__ __forceinline__ float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -29,5 +34,6 @@ __device__ __forceinline__ float log_of_two(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+#endif
 #define INFINITE __int_as_float(0x7f800000)
 constexpr float LN_2 = 0.69314718055994531f, LOG2_E = 1.4426950408889634f;

@@ -10,7 +10,7 @@
 
 use cudarc::driver::sys;
 
-use super::attention_shape::{AttentionDesc, Workspace};
+use super::attention_shape::{AttentionDesc, Tiles, Workspace};
 use super::compile::Compiler;
 use super::driver::{Arena, Function, Launch, Stream, parameters};
 use super::error::CudaError;
@@ -107,18 +107,18 @@ impl AttentionKernels {
         let gpu = compiler.gpu();
         let arch = desc.arch(Arch::of(gpu)?);
         let modules = compiler.load(&desc.sources(arch), &|_, _| ())?;
-        let [forward, backward, query, rows] = &modules[..] else {
-            unreachable!("a module for each of four sources")
+        let ([forward, backward, query], rows) = match &modules[..] {
+            [forward, backward, query, rows] => ([forward, backward, query], rows),
+            [tiles, rows] => ([tiles; 3], rows),
+            _ => unreachable!("a module for each of two or four sources"),
         };
         let forward = forward.function("attention_forward")?;
         let backward = backward.function("attention_backward")?;
         let query = query.function("attention_query")?;
-        for (function, bytes) in [
-            (&forward, desc.forward_shared(arch)),
-            (&backward, desc.backward_shared(arch)),
-            (&query, desc.query_shared(arch)),
-        ] {
-            function.allow_shared(bytes as u32)?;
+        for (step, function) in
+            [(Step::Forward, &forward), (Step::Backward, &backward), (Step::Query, &query)]
+        {
+            function.allow_shared(shared_bytes(&desc, arch, step) as u32)?;
         }
         let mut plan = ArenaPlan::new();
         let counter_words = plan.alloc(DType::U32, 6);
@@ -159,7 +159,8 @@ impl AttentionKernels {
         after: &mut Observer<'_>,
     ) -> Result<(), CudaError> {
         let ranges = self.desc.masked().then_some(Step::Ranges);
-        self.run(stream, arena, &self.args(arena, op), ranges.into_iter().chain([Step::Forward]), after)
+        let steps = ranges.into_iter().chain([Step::Forward]);
+        self.run(stream, arena, &self.args(arena, op), steps, after)
     }
 
     /// `op.dq`, `op.dk` and `op.dv`.
@@ -244,7 +245,6 @@ impl AttentionKernels {
         steps: impl Iterator<Item = Step>,
         after: &mut Observer<'_>,
     ) -> Result<(), CudaError> {
-        // Buffers of the arena are checked by their addresses; this one is only zeroed.
         for step in steps {
             self.step(stream, arena, args, step)?;
             after(step.name())?;
@@ -289,26 +289,27 @@ impl AttentionKernels {
     /// A kernel that takes tiles off a counter.
     fn tiles(&self, stream: &Stream, args: &Args, step: Step) -> Result<(), CudaError> {
         let desc = &self.desc;
-        let (function, index, group, groups, shared) = match step {
-            Step::Forward => (
-                &self.forward,
-                0,
-                desc.query_group(),
-                desc.forward_groups(),
-                desc.forward_shared(self.arch),
-            ),
-            Step::Query => {
-                (&self.query, 2, desc.query_group(), 2, desc.query_shared(self.arch))
-            }
-            _ => {
-                let group = desc.key_group(self.multiprocessors);
-                (&self.backward, 4, group, 2, desc.backward_shared(self.arch))
-            }
+        let (function, index, group, groups) = match step {
+            Step::Forward => (&self.forward, 0, desc.query_group(), desc.forward_groups()),
+            Step::Query => (&self.query, 2, desc.query_group(), 2),
+            _ => (&self.backward, 4, desc.key_group(self.multiprocessors), 2),
         };
+        let shared_bytes = shared_bytes(desc, self.arch, step) as u32;
+        if self.arch != Arch::Hopper {
+            let (tiles, blocks) = (desc.tiles(), desc.seq.div_ceil(Tiles::STAYING));
+            let heads = match step {
+                Step::Backward => desc.kv_heads * tiles.split,
+                _ => desc.heads,
+            };
+            let launch = Launch::new(desc.batch * heads * blocks, Tiles::THREADS);
+            let launch = Launch { shared_bytes, ..launch };
+            // SAFETY: the kernel takes `Args`; every buffer was checked or planned.
+            return unsafe { function.launch(stream, launch, parameters![*args]) };
+        }
         let counter = self.counters.address(self.counter_words.slice(index, 2));
         let args = Args { counter, group: group as i32, ..*args };
-        let mut launch = Launch::new(self.multiprocessors, 128 * (groups as u32 + 1));
-        launch.shared_bytes = shared as u32;
+        let launch = Launch::new(self.multiprocessors, 128 * (groups as u32 + 1));
+        let launch = Launch { shared_bytes, ..launch };
         let maps = self.maps(&args, step)?;
         // SAFETY: the kernel takes `Maps` and `Args`, whose layouts are repeated here; every buffer
         // was checked or planned.
@@ -342,5 +343,16 @@ impl AttentionKernels {
             out(args.dk, kv_heads, step == Step::Backward)?,
             out(args.dv, kv_heads, step == Step::Backward)?,
         ]))
+    }
+}
+
+/// What a kernel lays out in shared memory.
+fn shared_bytes(desc: &AttentionDesc, arch: Arch, step: Step) -> usize {
+    match (arch, step) {
+        (Arch::Hopper, Step::Forward) => desc.forward_shared(),
+        (Arch::Hopper, Step::Query) => desc.query_shared(),
+        (Arch::Hopper, _) => desc.backward_shared(desc.adds_dq(arch)),
+        (_, Step::Forward) => desc.tiles().forward_shared(),
+        _ => desc.tiles().backward_shared(),
     }
 }

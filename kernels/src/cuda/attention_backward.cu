@@ -119,84 +119,6 @@ __device__ __forceinline__ void produce(const Maps& maps, const Args& args, Shar
   end_tiles(args.counter);
 }
 
-// A consumer thread's keys: of a warpgroup's 64 it has `row` and `row` + 8; queries are columns.
-struct Keys {
-  int start, row, column;
-  int past[2], past_first;  // one past the queries that see its keys, and the warpgroup's first
-  int past_last;
-  bool alone[2];  // the query of that position sees this key alone
-};
-
-__device__ __forceinline__ Keys keys_of(const Args& args, const Place& at, int group, int warp,
-                                        int lane) {
-  Keys keys;
-  keys.start = at.block * BN + group * 64;
-  keys.row = warp * 16 + (lane >> 2);
-  keys.column = 2 * (lane & 3);
-  const u64 sequence = (u64)at.sequence * args.seq;
-#pragma unroll
-  for (int e = 0; e < 2; e++) {
-    const int r = keys.start + keys.row + 8 * e;
-    const bool live = MASKED && r < args.seq;
-    keys.past[e] = live ? args.past[sequence + r] : args.seq;
-    keys.alone[e] = live ? args.first[sequence + r] == r : r == 0;
-  }
-  const int last = args.seq - 1;
-  keys.past_first = MASKED ? args.past[sequence + min(keys.start, last)] : args.seq;
-  keys.past_last = MASKED ? args.past[sequence + min(keys.start + 63, last)] : args.seq;
-  return keys;
-}
-
-// Scores of keys by queries q0 .. q0 + 63 outside of the mask to minus infinity.
-__device__ __forceinline__ void mask(float (&s)[32], const Keys& keys, int q0) {
-  if (MASKED && q0 + 64 > keys.past_first) {
-#pragma unroll
-    for (int i = 0; i < 32; i++)
-      if (q0 + 8 * (i >> 2) + keys.column + (i & 1) >= keys.past[(i >> 1) & 1]) s[i] = -INFINITE;
-  }
-  if (q0 < keys.start + 63) {
-#pragma unroll
-    for (int i = 0; i < 32; i++)
-      if (q0 + 8 * (i >> 2) + keys.column + (i & 1) < keys.start + keys.row + 8 * ((i >> 1) & 1))
-        s[i] = -INFINITE;
-  }
-}
-
-// Weights of queries that see one key alone have no gradient: zero, once they are used for dv.
-__device__ __forceinline__ void forget_alone(float (&s)[32], const Keys& keys, int q0) {
-  if (MASKED ? q0 == keys.start : q0 == 0 && keys.start == 0) {
-#pragma unroll
-    for (int i = 0; i < 32; i++)
-      if (8 * (i >> 2) + keys.column + (i & 1) == keys.row + 8 * ((i >> 1) & 1) &&
-          keys.alone[(i >> 1) & 1])
-        s[i] = 0.f;
-  }
-}
-
-// Scores to weights, by the queries' lse2 at `rows`.
-__device__ __forceinline__ void exponentiate(float (&s)[32], u32 rows, float scale_log2) {
-#pragma unroll
-  for (int j = 0; j < 8; j++) {
-    const float2 lse2 = load_shared_pair(rows + j * 32);
-    s[4 * j] = power_of_two(fmaf(s[4 * j], scale_log2, -lse2.x));
-    s[4 * j + 1] = power_of_two(fmaf(s[4 * j + 1], scale_log2, -lse2.y));
-    s[4 * j + 2] = power_of_two(fmaf(s[4 * j + 2], scale_log2, -lse2.x));
-    s[4 * j + 3] = power_of_two(fmaf(s[4 * j + 3], scale_log2, -lse2.y));
-  }
-}
-
-// ds = p (dp - delta), rounded, by the queries' delta at `rows`.
-__device__ __forceinline__ void score_gradients(u32 (&ds)[16], const float (&p)[32],
-                                                const float (&dp)[32], u32 rows) {
-#pragma unroll
-  for (int j = 0; j < 8; j++) {
-    const float2 delta = load_shared_pair(rows + j * 32);
-    ds[2 * j] = pack_pair(p[4 * j] * (dp[4 * j] - delta.x), p[4 * j + 1] * (dp[4 * j + 1] - delta.y));
-    ds[2 * j + 1] =
-        pack_pair(p[4 * j + 2] * (dp[4 * j + 2] - delta.x), p[4 * j + 3] * (dp[4 * j + 3] - delta.y));
-  }
-}
-
 // K or V of a warpgroup as fragments.
 __device__ __forceinline__ void load_fragments(u32 (&f)[HELD ? HEAD_DIM / 4 : 1], u32 slab,
                                                int warp, int lane) {
@@ -266,12 +188,13 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
   const u32 staged_dv = shared.staged + group * 8192;
   const u32 staged_dk = staged_dv + STAGED_BYTES - KV_BYTES;
   const auto release = [&](u32 barrier) {
+    __syncwarp();  // all lanes have read what they read themselves
     if (lane == 0) barrier_arrive(barrier);
   };
   const auto before = [&]() { return ring.at == 0 ? STAGES - 1 : ring.at - 1; };
   for (int t = shared.tiles.take(lane); t < total; t = shared.tiles.take(lane)) {
     const Place at = place_of(t, blocks, args.kv_heads, args.batch, args.group, false);
-    const Keys keys = keys_of(args, at, group, warp, lane);
+    const Keys keys = keys_of<64>(args, at.sequence, at.block * BN + group * 64, 16 * warp, lane);
     Walk walk = walk_of(args, at);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; i++) dk[i] = dv[i] = 0.f;
@@ -313,14 +236,14 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
         }
         multiply_keys(dp, v, v_held, d_o + k_rows);
         wgmma_wait<1>();  // S
-        mask(s, keys, q0);
+        mask<64>(s, keys, q0);
         exponentiate(s, rows, args.scale_log2);
-#pragma unroll
-        for (int i = 0; i < 16; i++) p[i] = pack_pair(s[2 * i], s[2 * i + 1]);
+        round_pairs(p, s);
         multiply_fragments(dv, p, o_mn + mn_rows);
-        forget_alone(s, keys, q0);
+        forget_alone<64>(s, keys, q0);
         wgmma_wait<1>();  // dP
-        score_gradients(ds, s, dp, rows + BM * 4);
+        score_gradients(dp, s, rows + BM * 4);
+        round_pairs(ds, dp);
         if (ADD_DQ) {
           const u32 slab = shared.ds + buffer * DS_BYTES + part * (BN * 128);
           const int row = group * 64 + warp * 16 + (lane & 15), chunk = lane >> 4;

@@ -6,7 +6,12 @@
 // epilogue. A step: issue S = Q K^T of this tile, issue O += P V of the one before, wait for S,
 // softmax while P V runs, wait for it, pack P, rescale O.
 //
+// Where all warpgroups have equally many steps they take turns in issuing products, so that one's
+// softmax runs beside another's products; otherwise each passes over the tiles it does not see.
+//
 // Host macro: CONSUMERS, 2, or 3 for heads of 64.
+constexpr bool TAKE_TURNS = !MASKED;
+constexpr int TURN = 4;  // the first of CONSUMERS named barriers; those before are for epilogues
 constexpr int BM = CONSUMERS * 64, BN = 128, STAGES = 2;
 constexpr u32 Q_BYTES = SLABS * BM * 128, KV_BYTES = SLABS * BN * 128;
 // Sums over warpgroups may not pass what the launch got: 168 * 3 or 128 * 4.
@@ -96,94 +101,6 @@ __device__ __forceinline__ void produce(const Maps& maps, const Args& args, Shar
   end_tiles(args.counter);
 }
 
-// A consumer thread's rows: of a warpgroup's 64 it has `row` and `row` + 8.
-struct Rows {
-  int start, row, column;  // the warpgroup's first; within it; of 8 columns the first
-  int first[2], first_last;  // keys its rows and the warpgroup's last row see first
-  float maximum[2], sum[2], rescale[2];
-};
-
-// Scores outside of the mask to minus infinity: key tile n.
-__device__ __forceinline__ void mask(float (&s)[BN / 2], const Rows& rows, int n) {
-  if (MASKED && n * BN < rows.first_last) {
-#pragma unroll
-    for (int i = 0; i < BN / 2; i++)
-      if (n * BN + 8 * (i >> 2) + rows.column + (i & 1) < rows.first[(i >> 1) & 1])
-        s[i] = -INFINITE;
-  }
-  if (n * BN + BN - 1 > rows.start) {
-#pragma unroll
-    for (int i = 0; i < BN / 2; i++)
-      if (n * BN + 8 * (i >> 2) + rows.column + (i & 1) >
-          rows.start + rows.row + 8 * ((i >> 1) & 1))
-        s[i] = -INFINITE;
-  }
-}
-
-// Scores to powers of two relative to the running maximum of their rows.
-__device__ __forceinline__ void softmax(float (&s)[BN / 2], Rows& rows, float scale_log2) {
-#pragma unroll
-  for (int e = 0; e < 2; e++) {
-    float high = fmaxf(s[2 * e], s[2 * e + 1]), other = fmaxf(s[4 + 2 * e], s[5 + 2 * e]);
-#pragma unroll
-    for (int j = 2; j < BN / 8; j += 2) {
-      high = fmaxf(high, fmaxf(s[4 * j + 2 * e], s[4 * j + 2 * e + 1]));
-      other = fmaxf(other, fmaxf(s[4 * j + 4 + 2 * e], s[4 * j + 5 + 2 * e]));
-    }
-    high = fmaxf(high, other);
-    high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
-    high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
-    high = fmaxf(high, rows.maximum[e]);
-    // A row that has seen no key yet has no maximum to subtract.
-    const float shift = high == -INFINITE ? 0.f : high * scale_log2;
-    rows.rescale[e] = power_of_two(rows.maximum[e] * scale_log2 - shift);
-    rows.maximum[e] = high;
-    float sum = 0.f, more = 0.f;
-#pragma unroll
-    for (int j = 0; j < BN / 8; j++) {
-      s[4 * j + 2 * e] = power_of_two(fmaf(s[4 * j + 2 * e], scale_log2, -shift));
-      s[4 * j + 2 * e + 1] = power_of_two(fmaf(s[4 * j + 2 * e + 1], scale_log2, -shift));
-      sum += s[4 * j + 2 * e];
-      more += s[4 * j + 2 * e + 1];
-    }
-    rows.sum[e] = fmaf(rows.sum[e], rows.rescale[e], sum + more);
-  }
-}
-
-// Writes lse, and 1 / sum of each row into `inverse`.
-__device__ __forceinline__ void finish_rows(const Args& args, const Place& at, const Rows& rows,
-                                            float (&inverse)[2]) {
-#pragma unroll
-  for (int e = 0; e < 2; e++) {
-    float sum = rows.sum[e];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    inverse[e] = 1.f / sum;
-    const int r = rows.start + rows.row + 8 * e;
-    if (rows.column == 0 && r < args.seq)
-      args.lse[((u64)at.sequence * args.seq + r) * args.heads + at.head] =
-          (rows.maximum[e] * args.scale_log2 + log_of_two(sum)) * LN_2;
-  }
-}
-
-__device__ __forceinline__ Rows rows_of(const Args& args, const Place& at, int group, int warp,
-                                        int lane) {
-  Rows rows;
-  rows.start = at.block * BM + group * 64;
-  rows.row = warp * 16 + (lane >> 2);
-  rows.column = 2 * (lane & 3);
-  if (MASKED) {
-    const int* first = args.first + (u64)at.sequence * args.seq;
-    const int r = rows.start + rows.row;
-    rows.first[0] = r < args.seq ? first[r] : 0;
-    rows.first[1] = r + 8 < args.seq ? first[r + 8] : 0;
-    rows.first_last = first[min(rows.start + 63, args.seq - 1)];
-  }
-  rows.maximum[0] = rows.maximum[1] = -INFINITE;
-  rows.sum[0] = rows.sum[1] = 0.f;
-  return rows;
-}
-
 __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shared& shared) {
   const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0) - 1;
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
@@ -204,6 +121,8 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
     if (lane == 0) barrier_arrive(shared.v_empty(v.at));
     v.next(STAGES);
   };
+  // The first warpgroup is the first to go.
+  if (TAKE_TURNS && group == CONSUMERS - 1) named_arrive<256>(TURN);
   const auto pass_over = [&]() {
     barrier_wait(shared.k_full(k.at), k.parity);
     free_k();
@@ -217,50 +136,48 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
     barrier_wait(shared.v_full(v.at), v.parity);
     multiply_fragments(o, p, v_operand + v.at * (KV_BYTES >> 4));
   };
-  const auto pack = [&]() {
-#pragma unroll
-    for (int i = 0; i < BN / 4; i++) p[i] = pack_pair(s[2 * i], s[2 * i + 1]);
-  };
   for (int t = shared.tiles.take(lane); t < total; t = shared.tiles.take(lane)) {
     const Place at = place_of(t, blocks, args.heads, args.batch, args.group, true);
     const Span all = span_of(args, at);
-    Rows rows = rows_of(args, at, group, warp, lane);
+    Rows rows = rows_of<64>(args, at.sequence, at.block * BM + group * 64, 16 * warp, lane);
     // Key tiles that this warpgroup's rows see; it passes over the others of the block.
     const int own = min(rows.start, args.seq - 1);
     const int low = MASKED ? args.first[(u64)at.sequence * args.seq + own] / BN : 0;
-    const int high = min(rows.start + 63, args.seq - 1) / BN + 1;
+    const int high = MASKED ? min(rows.start + 63, args.seq - 1) / BN + 1 : all.high;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; i++) o[i] = 0.f;
     barrier_wait(shared.q_full(), q_parity);
     q_parity ^= 1;
-    if (BM != BN)
+    if (MASKED && BM != BN)
       for (int n = all.high; n > high; n--) pass_over();
     barrier_wait(shared.k_full(k.at), k.parity);
     scores();
     wgmma_wait<0>();
     free_k();
     if (high == low + 1 && lane == 0) barrier_arrive(shared.q_empty());
-    mask(s, rows, high - 1);
+    mask(s, rows, (high - 1) * BN);
     softmax(s, rows, args.scale_log2);
-    pack();
+    round_pairs(p, s);
     for (int n = high - 2; n >= low; n--) {
       barrier_wait(shared.k_full(k.at), k.parity);
+      if (TAKE_TURNS) named_sync<256>(TURN + group);
       scores();
       weigh();
+      if (TAKE_TURNS) named_arrive<256>(TURN + (group + 1) % CONSUMERS);
       wgmma_wait<1>();
       free_k();
       if (n == low && lane == 0) barrier_arrive(shared.q_empty());
-      mask(s, rows, n);
+      mask(s, rows, n * BN);
       softmax(s, rows, args.scale_log2);
       wgmma_wait<0>();
       free_v();
-      pack();
+      round_pairs(p, s);
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 2; i++) o[i] *= rows.rescale[(i >> 1) & 1];
     }
     weigh();
     float inverse[2];
-    finish_rows(args, at, rows, inverse);  // while the last product runs
+    finish_rows(args, at.sequence, at.head, rows, inverse);  // while the last product runs
     if (leader) stores_read<0>();
     named_sync<128>(1 + group);
     wgmma_wait<0>();

@@ -15,6 +15,9 @@ struct Maps { TensorMap q, k, v, o, d_o, dq, dk, dv; };
 template <int THREADS> __device__ __forceinline__ void named_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
+template <int THREADS> __device__ __forceinline__ void named_arrive(int id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
 // Columns x .. of the rows from s on of head h of sequence b.
 __device__ __forceinline__ void load_heads(u32 to, const TensorMap* map, u32 bar, int x, int s,
                                            int h, int b) {
@@ -38,11 +41,6 @@ __device__ __forceinline__ void load_rows(u32 to, const TensorMap* map, u32 bar,
 __device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, u32 bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
                " [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
-}
-__device__ __forceinline__ float2 load_shared_pair(u32 from) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from));
-  return v;
 }
 __device__ __forceinline__ void add_f32x4(float* to, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"

@@ -83,52 +83,6 @@ __device__ __forceinline__ void produce(const Maps& maps, const Args& args, Shar
   end_tiles(args.counter);
 }
 
-// A consumer thread's rows: of a warpgroup's 64 it has `row` and `row` + 8.
-struct Rows {
-  int start, row, column;
-  int first[2], first_last;  // keys its rows and the warpgroup's last row see first
-  bool alone[2];             // that row sees one key: its gradients of scores are zero
-  float lse2[2], delta[2];
-};
-
-__device__ __forceinline__ Rows rows_of(const Args& args, const Place& at, int group, int warp,
-                                        int lane) {
-  Rows rows;
-  rows.start = at.block * BM + group * 64;
-  rows.row = warp * 16 + (lane >> 2);
-  rows.column = 2 * (lane & 3);
-  const u64 head = (u64)at.sequence * args.heads + at.head;
-  const int* first = args.first + (u64)at.sequence * args.seq;
-#pragma unroll
-  for (int e = 0; e < 2; e++) {
-    const int r = rows.start + rows.row + 8 * e;
-    const bool live = r < args.seq;
-    rows.lse2[e] = live ? args.lse2[head * args.padded + r] : INFINITE;
-    rows.delta[e] = live ? args.delta[head * args.padded + r] : 0.f;
-    rows.first[e] = MASKED && live ? first[r] : 0;
-    rows.alone[e] = live && rows.first[e] == r;
-  }
-  rows.first_last = MASKED ? first[min(rows.start + 63, args.seq - 1)] : 0;
-  return rows;
-}
-
-// Scores outside of the mask, and of rows with one key alone, to minus infinity.
-__device__ __forceinline__ void mask(float (&s)[BN / 2], const Rows& rows, int n) {
-  if (MASKED && n * BN < rows.first_last) {
-#pragma unroll
-    for (int i = 0; i < BN / 2; i++)
-      if (n * BN + 8 * (i >> 2) + rows.column + (i & 1) < rows.first[(i >> 1) & 1])
-        s[i] = -INFINITE;
-  }
-  if (n * BN + BN - 1 > rows.start) {
-    const int own = rows.start + rows.row - n * BN - rows.column;
-    const int last[2] = {own - rows.alone[0], own + 8 - rows.alone[1]};
-#pragma unroll
-    for (int i = 0; i < BN / 2; i++)
-      if (8 * (i >> 2) + (i & 1) > last[(i >> 1) & 1]) s[i] = -INFINITE;
-  }
-}
-
 __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shared& shared) {
   const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0) - 1;
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
@@ -149,7 +103,8 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
   for (int t = shared.tiles.take(lane); t < total; t = shared.tiles.take(lane)) {
     const Place at = place_of(t, blocks, args.heads, args.batch, args.group, true);
     const Span all = span_of(args, at);
-    const Rows rows = rows_of(args, at, group, warp, lane);
+    const QueryRows rows =
+        query_rows_of<64>(args, at.sequence, at.head, at.block * BM + group * 64, 16 * warp, lane);
     const int own = min(rows.start, args.seq - 1);
     const int low = MASKED ? args.first[(u64)at.sequence * args.seq + own] / BN : 0;
 #pragma unroll
@@ -165,7 +120,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
       if (n < all.high - 1) release(shared.k_empty(before()));
       multiply_heads<BM, BN>(dp, d_o, v + stage);
       wgmma_wait<1>();  // S
-      mask(s, rows, n);
+      mask(s, rows, n * BN);
 #pragma unroll
       for (int i = 0; i < BN / 2; i++)
         s[i] = power_of_two(fmaf(s[i], args.scale_log2, -rows.lse2[(i >> 1) & 1]));

@@ -164,8 +164,8 @@ impl AttentionDesc {
         Workspace { bytes: plan.bytes(), first, past, lse2, delta, sums }
     }
 
-    /// forward, dk and dv, dq (also of shapes that add dq up, which do not launch it), rows.
-    pub(super) fn sources(&self, arch: Arch) -> [Source; 4] {
+    /// The kernels' text: on Hopper forward, dk and dv, dq, else all three in one; then rows.
+    pub(super) fn sources(&self, arch: Arch) -> Vec<Source> {
         let common = [
             ("ELEMENT", element_macro(self.element)),
             ("HEAD_DIM", self.head_dim),
@@ -174,48 +174,105 @@ impl AttentionDesc {
         let label = |what: &str| format!("attention {what} {:?} {}", self.element, self.head_dim);
         let source = |what: &str, macros: &[(&str, usize)], parts: &[&str]| {
             let macros = [&common, macros].concat();
-            let parts = [&[include_str!("attention.cu")], parts].concat();
-            Source::new(label(what), arch.target(), &macros, &parts)
+            let shared = [
+                include_str!("attention.cu"),
+                include_str!("attention_softmax.cu"),
+                include_str!("hopper.cu"),
+            ];
+            Source::new(label(what), arch.target(), &macros, &[&shared, parts].concat())
         };
+        let rows = [("LANES", self.delta_lanes()), ("Q_BLOCK", self.query_block())];
+        let rows = source("rows", &rows, &[include_str!("attention_rows.cu")]);
+        if arch != Arch::Hopper {
+            let products = match self.element {
+                DType::F32 => include_str!("attention_plain.cu"),
+                _ => include_str!("attention_fragments.cu"),
+            };
+            let tiles = self.tiles();
+            let macros =
+                [("PADDED", tiles.padded), ("MOVING", tiles.moving), ("SPLIT", tiles.split)];
+            let parts = [include_str!("ampere.cu"), products, include_str!("attention_tiles.cu")];
+            return vec![source("tiles", &macros, &parts), rows];
+        }
         let wgmma = attention_wgmma(self.element);
-        let hopper = [include_str!("hopper.cu"), &wgmma, include_str!("attention_hopper.cu")];
-        let with = |text| [hopper[0], hopper[1], hopper[2], text];
+        let hopper = |text| [wgmma.as_str(), include_str!("attention_hopper.cu"), text];
+        let forward = [("CONSUMERS", self.forward_groups())];
+        let adds_dq = self.adds_dq(arch);
         let backward = [
-            ("ADD_DQ", usize::from(self.adds_dq(arch))),
+            ("ADD_DQ", usize::from(adds_dq)),
             ("BM", self.query_block()),
             ("HELD", usize::from(self.head_dim == 64)),
-            ("DESCENDING", usize::from(self.adds_dq(arch) && self.heads > self.kv_heads)),
+            ("DESCENDING", usize::from(adds_dq && self.heads > self.kv_heads)),
         ];
-        let rows = [("LANES", self.delta_lanes()), ("Q_BLOCK", self.query_block())];
-        let rows_parts = [include_str!("hopper.cu"), include_str!("attention_rows.cu")];
-        let forward = [("CONSUMERS", self.forward_groups())];
-        [
-            source("forward", &forward, &with(include_str!("attention_forward.cu"))),
-            source("dk dv", &backward, &with(include_str!("attention_backward.cu"))),
-            source("dq", &[], &with(include_str!("attention_query.cu"))),
-            source("rows", &rows, &rows_parts),
+        vec![
+            source("forward", &forward, &hopper(include_str!("attention_forward.cu"))),
+            source("dk dv", &backward, &hopper(include_str!("attention_backward.cu"))),
+            source("dq", &[], &hopper(include_str!("attention_query.cu"))),
+            rows,
         ]
+    }
+
+    /// The tiles of `attention_tiles.cu`. Two blocks share a multiprocessor of an A100 up to heads
+    /// of 128 in 16 bits; the largest ones just fit its shared memory.
+    pub(super) fn tiles(&self) -> Tiles {
+        let split = if self.head_dim > 128 { 2 } else { 1 };
+        let size = self.element.size();
+        let step = if self.element == DType::F32 { 8 } else { 16 };
+        let moving = match (self.element, self.head_dim) {
+            (DType::F32, 0..=64) => 32,
+            (DType::F32, _) => 16,
+            _ => 64,
+        };
+        let padded = self.head_dim.next_multiple_of(step * split);
+        Tiles { padded, moving, split, pitch: padded * size + 16 }
     }
 }
 
-/// Bytes of shared memory, as each kernel lays it out.
+/// Blocks of shapes or devices that Hopper's kernels do not take. See `attention_tiles.cu`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tiles {
+    /// Columns in shared memory
+    pub padded: usize,
+    /// Rows of a tile that passes by
+    pub moving: usize,
+    /// Blocks that share the columns of dk and dv
+    pub split: usize,
+    /// Bytes of a row
+    pitch: usize,
+}
+
+impl Tiles {
+    /// Rows of what stays with a block.
+    pub const STAYING: usize = 64;
+    pub const THREADS: u32 = 128;
+
+    pub(super) fn forward_shared(&self) -> usize {
+        (Self::STAYING + 2 * self.moving) * self.pitch
+    }
+
+    pub(super) fn backward_shared(&self) -> usize {
+        2 * (Self::STAYING + self.moving) * self.pitch + 2 * self.moving * 4
+    }
+}
+
+/// Bytes of shared memory, as each kernel for Hopper lays it out.
 impl AttentionDesc {
     /// `rows` of a tile in whole slabs of 64 columns.
     fn tile_bytes(&self, rows: usize) -> usize {
         self.head_dim.div_ceil(64) * rows * 128
     }
 
-    pub(super) fn forward_shared(&self, _arch: Arch) -> usize {
+    pub(super) fn forward_shared(&self) -> usize {
         2 * self.tile_bytes(64 * self.forward_groups()) + 4 * self.tile_bytes(128) + BARRIERS
     }
 
-    pub(super) fn query_shared(&self, _arch: Arch) -> usize {
+    pub(super) fn query_shared(&self) -> usize {
         7 * self.tile_bytes(128) + BARRIERS
     }
 
-    pub(super) fn backward_shared(&self, arch: Arch) -> usize {
+    pub(super) fn backward_shared(&self, adds_dq: bool) -> usize {
         let (block, keys) = (self.query_block(), self.tile_bytes(128));
-        let staged = if self.adds_dq(arch) { keys + 2 * 128 * block * 2 } else { 2 * keys };
+        let staged = if adds_dq { keys + 2 * 128 * block * 2 } else { 2 * keys };
         2 * keys + 4 * self.tile_bytes(block) + staged + 2 * block * 8 + BARRIERS
     }
 }

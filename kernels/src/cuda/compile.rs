@@ -338,8 +338,11 @@ mod tests {
     }
 
     /// Elements (none: both of 16 bits) and head dims.
-    const ATTENTIONS: [(Arch, Option<&[DType]>, &[usize]); 1] =
-        [(Arch::Hopper, None, &[64, 96, 128])];
+    const ATTENTIONS: [(Arch, Option<&[DType]>, &[usize]); 3] = [
+        (Arch::Hopper, None, &[64, 96, 128]),
+        (Arch::Ampere("sm_80"), None, &[72, 128, 256]),
+        (Arch::Plain("sm_80"), Some(&[DType::F32]), &[40, 256]),
+    ];
 
     /// Every kernel of a layer, for both paths and all elements.
     #[test]

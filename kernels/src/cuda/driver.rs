@@ -300,7 +300,12 @@ impl Arena {
         assert_eq!((buffer.dtype(), buffer.len()), (E::DTYPE, from.len()), "{buffer:?}");
         // SAFETY: the range was checked, and the source is valid for the time of the call.
         unsafe { cu::memcpy_htod_sync(self.address(buffer), from) }
-            .doing(|| format!("copying to {buffer:?}"))
+            .doing(|| format!("copying to {buffer:?}"))?;
+        // The call returns once the source was read. Our streams do not wait for the default one,
+        // so what they enqueue next could overtake the rest of the way.
+        // SAFETY: null is the default stream of the current context.
+        unsafe { cu::stream::synchronize(std::ptr::null_mut()) }
+            .doing(|| format!("waiting for a copy to {buffer:?}"))
     }
 
     /// Waits for the device, then copies `buffer` to the host.
