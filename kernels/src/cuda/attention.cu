@@ -12,6 +12,7 @@ struct Args {
   const int* starts;      // [B, S] or none
   float *lse2, *delta;    // [B, N, padded]: lse in powers of two, infinite past S; <o, do>, there 0
   float* sums;            // dq in fp32, in the order of registers
+  int* turns;             // [B, N, blocks of queries]: tiles of keys that have added to sums
   int* counter;           // of tiles, and of blocks that ended; zero between launches
   int *first, *past;      // [B, S]: first key a query sees; one past the last query that sees a key
   int batch, seq, padded, heads, kv_heads;

@@ -2,10 +2,11 @@
 //!
 //! ```text
 //! forward    [ranges] -> forward
-//! backward   [ranges] -> delta -> dk dv -> dq                   the same bits every time
-//!            [ranges] -> delta -> zero -> dk dv, dq added -> round
+//! backward   [ranges] -> delta -> zero -> dk dv, dq added -> round     on Hopper
+//!            [ranges] -> delta -> dk dv -> dq                          elsewhere
 //! ```
-//! `ranges` only where documents or a window say what a query sees. Kept from forward to backward:
+//! `ranges` only where documents or a window say what a query sees. On Hopper dq is added up in
+//! fp32, by tiles of keys in their order or, faster, in no fixed one. Kept from forward to backward:
 //! q, k, v, o and lse.
 
 use cudarc::driver::sys;
@@ -81,6 +82,7 @@ struct Args {
     lse2: u64,
     delta: u64,
     sums: u64,
+    turns: u64,
     counter: u64,
     first: u64,
     past: u64,
@@ -223,6 +225,7 @@ impl AttentionKernels {
             lse2: at(self.plan.lse2),
             delta: at(self.plan.delta),
             sums: at(self.plan.sums),
+            turns: at(self.plan.turns),
             first: at(self.plan.first),
             past: at(self.plan.past),
             batch: batch as i32,
@@ -262,6 +265,10 @@ impl AttentionKernels {
         let AttentionDesc { batch, heads, .. } = self.desc;
         let (desc, block) = (&self.desc, self.desc.query_block());
         match step {
+            // In order the first to add to a sum finds nothing there and stores.
+            Step::Zero if desc.orders_dq(self.arch) => {
+                arena.zero_at(stream, args.turns, self.plan.turns.bytes())
+            }
             Step::Zero => arena.zero_at(stream, args.sums, self.plan.sums.bytes()),
             Step::Ranges => {
                 let launch = Launch::new(desc.tokens().div_ceil(256), 256);

@@ -7,9 +7,13 @@
 // With ADD_DQ dS^T also goes to shared memory (two buffers, one barrier a stage), and dq = dS K of
 // both warpgroups' keys is added to sums in fp32, in the order of registers, which
 // `attention_round` undoes: each warpgroup has half of the columns, or with BM = 128 half of the
-// queries. The order of those sums, and so their last bits, is no one's choice.
+// queries.
+// With ORDERED tiles of keys add in ascending order, so that bits do not depend on who comes first.
+// A warp of the producer's waits for the turn of each stage and hands it on; consumers only arrive
+// at barriers. Tiles of a head go down the queries in step, each a bit behind the one before, and
+// the longest tiles, which are first in turn, also start first: hardly anyone waits.
 //
-// Host macros: ADD_DQ; BM, 64 or 128; HELD: K and V as fragments in registers (heads of 64);
+// Host macros: ADD_DQ; ORDERED; BM, 64 or 128; HELD: K and V as fragments in registers (heads of 64);
 // DESCENDING: queries from the last block down, heads inside, so that tiles go in step and share
 // what L2 holds, else head by head from the diagonal up.
 constexpr int CONSUMERS = 2, BN = CONSUMERS * 64, STAGES = 2, PARTS = BM / 64;
@@ -32,13 +36,19 @@ struct Shared {
   __device__ __forceinline__ u32 o_empty(int s) const { return barriers + 48 + s * 8; }
   __device__ __forceinline__ u32 kv_full() const { return barriers + 64; }
   __device__ __forceinline__ u32 kv_empty() const { return barriers + 72; }
+  __device__ __forceinline__ u32 rows_full(int s) const { return barriers + 128 + s * 8; }
+  // The turn of a stage has come; its sums are added.
+  __device__ __forceinline__ u32 turn() const { return barriers + 112; }
+  __device__ __forceinline__ u32 added() const { return barriers + 120; }
+  // 0: nothing was added to the sums of this stage before
+  __device__ __forceinline__ u32 position() const { return barriers + 152; }
 };
 
 __device__ __forceinline__ Shared share(u8* memory) {
   const u32 at = shared_address(memory);
   Shared shared = {at, at + KV_BYTES, at + Q_AT, at + Q_AT + STAGES * Q_BYTES, at + STAGED_AT,
                    at + DS_AT, at + ROWS_AT, at + BARRIERS_AT, {}};
-  volatile int* slots = (volatile int*)(memory + BARRIERS_AT + 128);
+  volatile int* slots = (volatile int*)(memory + BARRIERS_AT + 144);
   shared.tiles = {shared.barriers + 80, shared.barriers + 96, slots, {0, 0}};
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
@@ -46,12 +56,15 @@ __device__ __forceinline__ Shared share(u8* memory) {
       barrier_init(shared.q_empty(s), CONSUMERS * 4);
       barrier_init(shared.o_full(s), 1);
       barrier_init(shared.o_empty(s), CONSUMERS * 4);
+      barrier_init(shared.rows_full(s), 32);
     }
     barrier_init(shared.kv_full(), 1);
     barrier_init(shared.kv_empty(), CONSUMERS * 4);
+    barrier_init(shared.turn(), 1);
+    barrier_init(shared.added(), CONSUMERS * 4);
     for (int s = 0; s < 2; s++) {
       barrier_init(shared.tiles.full + s * 8, 1);
-      barrier_init(shared.tiles.empty + s * 8, CONSUMERS * 4);
+      barrier_init(shared.tiles.empty + s * 8, CONSUMERS * 4 + 1 + ORDERED);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -96,11 +109,9 @@ __device__ __forceinline__ void produce(const Maps& maps, const Args& args, Shar
     const int b = at.sequence;
     for (int i = 0; i < walk.steps; i++, walk.next()) {
       const int s = ring.at, row = walk.block * BM, h = at.head * walk.heads + walk.head;
-      const u64 statistics = ((u64)b * args.heads + h) * args.padded + row;
       barrier_wait(shared.q_empty(s), ring.parity ^ 1);
-      barrier_expect(shared.q_full(s), Q_BYTES + BM * 4);
+      barrier_expect(shared.q_full(s), Q_BYTES);
       load_rows<BM>(shared.q + s * Q_BYTES, &maps.q, shared.q_full(s), row, h, b);
-      load_bytes(shared.rows + s * ROW_BYTES, args.lse2 + statistics, BM * 4, shared.q_full(s));
       if (i == 0) {
         barrier_wait(shared.kv_empty(), kv_parity ^ 1);
         kv_parity ^= 1;
@@ -109,14 +120,76 @@ __device__ __forceinline__ void produce(const Maps& maps, const Args& args, Shar
         load_rows<BN>(shared.v, &maps.v, shared.kv_full(), at.block * BN, at.head, b);
       }
       barrier_wait(shared.o_empty(s), ring.parity ^ 1);
-      barrier_expect(shared.o_full(s), Q_BYTES + BM * 4);
+      barrier_expect(shared.o_full(s), Q_BYTES);
       load_rows<BM>(shared.d_o + s * Q_BYTES, &maps.d_o, shared.o_full(s), row, h, b);
-      load_bytes(shared.rows + s * ROW_BYTES + BM * 4, args.delta + statistics, BM * 4,
-                 shared.o_full(s));
       ring.next(STAGES);
     }
   }
   end_tiles(args.counter);
+}
+
+// lse2 and delta of every stage, by a warp of the producer's: threads read them themselves, and only
+// what other threads wrote or cp.async brought is theirs to read without the copy engine's proxy.
+// They are read before dO's stage is free.
+__device__ __forceinline__ void load_statistics(const Args& args, Shared& shared) {
+  const int lane = threadIdx.x & 31;
+  const int blocks = (args.seq + BN - 1) / BN, total = blocks * args.batch * args.kv_heads;
+  Ring ring = {0, 0};
+  for (int t = shared.tiles.take(lane); t < total; t = shared.tiles.take(lane)) {
+    const Place at = place_of(t, blocks, args.kv_heads, args.batch, args.group, false);
+    Walk walk = walk_of(args, at);
+    const int head = at.sequence * args.heads + at.head * walk.heads;
+    const float* from = (lane < 16 ? args.lse2 : args.delta) + (lane & 15) * 4;
+    const u32 to = shared.rows + (lane < 16 ? 0 : BM * 4) + (lane & 15) * 16;
+    for (int i = 0; i < walk.steps; i++, walk.next()) {
+      barrier_wait(shared.o_empty(ring.at), ring.parity ^ 1);
+      const float* row = from + (u64)(u32)(head + walk.head) * args.padded + walk.block * BM;
+#pragma unroll
+      for (int part = 0; part < PARTS; part++)
+        copy16(to + ring.at * ROW_BYTES + part * 256, row + part * 64, 16);
+      copies_arrive(shared.rows_full(ring.at));
+      ring.next(STAGES);
+    }
+  }
+}
+
+__device__ __forceinline__ int load_acquire(const int* from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_release(int* to, int x) {
+  asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x)
+               : "memory");
+}
+
+// Keeps the turns: of all tiles of keys that a block of queries sees, in ascending order. Whoever
+// is waited for has a lower number, so it is done or running.
+__device__ __forceinline__ void keep_turns(const Args& args, Shared& shared) {
+  const int lane = threadIdx.x & 31;
+  const int blocks = (args.seq + BN - 1) / BN, total = blocks * args.batch * args.kv_heads;
+  const int query_blocks = (args.seq + BM - 1) / BM;
+  u32 parity = 0;
+  for (int t = shared.tiles.take(lane); t < total; t = shared.tiles.take(lane)) {
+    const Place at = place_of(t, blocks, args.kv_heads, args.batch, args.group, false);
+    Walk walk = walk_of(args, at);
+    for (int i = 0; i < walk.steps; i++, walk.next()) {
+      const int h = at.head * walk.heads + walk.head;
+      int* turn = args.turns + ((u64)at.sequence * args.heads + h) * query_blocks + walk.block;
+      if (lane == 0) {
+        const int* first = args.first + (u64)at.sequence * args.seq;
+        const int position = at.block - (MASKED ? first[walk.block * BM] / BN : 0);
+        while (load_acquire(turn) != position) {
+        }
+        store_shared(shared.position(), position);
+        barrier_arrive(shared.turn());
+        barrier_wait(shared.added(), parity);
+        store_release(turn, position + 1);
+      }
+      parity ^= 1;
+      __syncwarp();
+    }
+  }
 }
 
 // K or V of a warpgroup as fragments.
@@ -151,22 +224,27 @@ __device__ __forceinline__ void multiply_keys(float (&d)[32], u64 keys,
 #endif
 }
 
-// Where a warpgroup's part of dq of this stage is added.
-__device__ __forceinline__ float* sums_of(const Args& args, const Place& at, const Walk& walk,
+// Where a thread's part of dq of the group's first head's first 64 queries is added.
+__device__ __forceinline__ float* sums_of(const Args& args, const Place& at, int blocks,
                                           int group) {
-  const int blocks = (args.seq + BM - 1) / BM * PARTS;  // of 64 queries
-  const int h = at.head * walk.heads + walk.head;
-  const u64 block = ((u64)at.sequence * args.heads + h) * blocks + walk.block * PARTS;
-  const u64 first = PARTS == 2 ? (block + group) * DQ_CHUNKS : block * DQ_CHUNKS + group * 8;
-  return args.sums + first * 512 + (threadIdx.x & 127) * 4;
+  const int head = at.sequence * args.heads + at.head * (args.heads / args.kv_heads);
+  const int first = PARTS == 2 ? group * DQ_CHUNKS : group * 8;  // of chunks
+  return args.sums + (u64)head * blocks * (64 * HEAD_DIM) + first * 512 + (threadIdx.x & 127) * 4;
 }
-__device__ __forceinline__ void add_dq(float* sums, const float (&dq)[32], int group) {
+__device__ __forceinline__ void add_dq(float* sums, const float (&dq)[32], int group, bool first) {
   // Of a head of 96 the second warpgroup has 4 chunks, and zeros.
   constexpr int BOTH = PARTS == 2 ? 8 : DQ_CHUNKS - 8;
+  if (first) {
 #pragma unroll
-  for (int j = 0; j < 8; j++)
-    if (j < BOTH || group == 0)
-      add_f32x4(sums + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+    for (int j = 0; j < 8; j++)
+      if (j < BOTH || group == 0)
+        store_f32x4(sums + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      if (j < BOTH || group == 0)
+        add_f32x4(sums + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+  }
 }
 
 __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shared& shared) {
@@ -176,7 +254,9 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
   const int blocks = (args.seq + BN - 1) / BN, total = blocks * args.batch * args.kv_heads;
   Ring ring = {0, 0};
   u32 kv_parity = 0;
+  const int query_blocks = (args.seq + BM - 1) / BM * PARTS;  // of 64
   int buffer = 0;  // of dS
+  u32 turn_parity = 0;
   float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2], s[32], dp[32];
   u32 p[16], ds[16], k_held[HELD ? HEAD_DIM / 4 : 1], v_held[HELD ? HEAD_DIM / 4 : 1];
   // dP is dead when dq is computed; with registers of its own ptxas would serialize.
@@ -202,6 +282,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
     kv_parity ^= 1;
     load_fragments(k_held, shared.k + group * 8192, warp, lane);
     load_fragments(v_held, shared.v + group * 8192, warp, lane);
+    float* const sums = sums_of(args, at, query_blocks, group);
     bool pending = false;  // the stage before is still read for dk
     for (int i = 0; i < walk.steps; i++, walk.next()) {
       const int st = ring.at;
@@ -211,7 +292,10 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
         const int q0 = walk.block * BM + part * 64;
         const u64 k_rows = stage + part * (8192 >> 4), mn_rows = stage + part * (64 / 16 * 128);
         const u32 rows = shared.rows + st * ROW_BYTES + part * 256 + keys.column * 4;
-        if (part == 0) barrier_wait(shared.q_full(st), ring.parity);
+        if (part == 0) {
+          barrier_wait(shared.q_full(st), ring.parity);
+          barrier_wait(shared.rows_full(st), ring.parity);
+        }
         // Queries of which none sees a key of this warpgroup.
         if (!ADD_DQ && (q0 + 64 <= keys.start || q0 >= keys.past_last)) {
           if (part == 0) {
@@ -271,7 +355,15 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
         if (ADD_DQ) {
           if (part == PARTS - 1) {
             wgmma_wait<1>();  // dq, added while dk is computed
-            add_dq(sums_of(args, at, walk, group), dq, group);
+            bool first = false;
+            if (ORDERED) {
+              barrier_wait(shared.turn(), turn_parity);
+              turn_parity ^= 1;
+              first = load_shared(shared.position()) == 0;
+            }
+            const u32 block = walk.head * query_blocks + walk.block * PARTS;
+            add_dq(sums + (u64)block * (64 * HEAD_DIM), dq, group, first);
+            if (ORDERED) release(shared.added());
           }
           wgmma_wait<0>();  // dk, before S of the next: ptxas has no registers for both
           if (part == PARTS - 1) release(shared.q_empty(st));
@@ -311,6 +403,8 @@ attention_backward(const __grid_constant__ Maps maps, const __grid_constant__ Ar
   if (__shfl_sync(~0u, threadIdx.x >> 7, 0) == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(24));
     if (threadIdx.x == 0) produce(maps, args, shared);
+    if (threadIdx.x >= 32 && threadIdx.x < 64) load_statistics(args, shared);
+    if (ORDERED && threadIdx.x >= 64 && threadIdx.x < 96) keep_turns(args, shared);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(240));
     consume(maps, args, shared);

@@ -38,12 +38,13 @@ __device__ __forceinline__ void load_rows(u32 to, const TensorMap* map, u32 bar,
 #pragma unroll
   for (int c = 0; c < SLABS; c++) load_heads(to + c * (ROWS * 128), map, bar, c * 64, s, h, b);
 }
-__device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, u32 bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-               " [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
-}
 __device__ __forceinline__ void add_f32x4(float* to, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+               ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+__device__ __forceinline__ void store_f32x4(float* to, float a, float b, float c, float d) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
                ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 

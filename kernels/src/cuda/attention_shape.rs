@@ -36,6 +36,8 @@ pub(super) struct Workspace {
     pub delta: Buffer,
     /// f32 [B, N, queries in whole blocks, D], of backwards that add dq up
     pub sums: Buffer,
+    /// u32 [B, N, blocks of queries], of those that do it in order
+    pub turns: Buffer,
 }
 
 /// Bytes of K and V, or of Q and dO, that the heads whose tiles run together may have: most of an
@@ -118,9 +120,14 @@ impl AttentionDesc {
         self.batch * self.seq
     }
 
-    /// Whether dq is added up in fp32 beside dk and dv, in no fixed order.
+    /// Whether dq is added up in fp32 beside dk and dv, else it has a kernel of its own.
     pub(super) fn adds_dq(&self, arch: Arch) -> bool {
-        arch == Arch::Hopper && !self.deterministic
+        arch == Arch::Hopper
+    }
+
+    /// Whether it is added up in a fixed order.
+    pub(super) fn orders_dq(&self, arch: Arch) -> bool {
+        self.adds_dq(arch) && self.deterministic
     }
 
     /// Consumer warpgroups of the forward, 64 queries each.
@@ -137,14 +144,14 @@ impl AttentionDesc {
     /// share L2. What shares K and V already needs fewer.
     pub(super) fn query_group(&self) -> usize {
         let kv = (L2_BYTES / (4 * self.seq * self.head_dim)).max(1);
-        (kv * self.heads / self.kv_heads).min(kv.max(32))
+        even((kv * self.heads / self.kv_heads).min(kv.max(32)), self.batch * self.heads)
     }
 
     /// Key heads whose tiles run together where keys stay.
     pub(super) fn key_group(&self, multiprocessors: usize) -> usize {
         let shared = L2_BYTES / (4 * self.seq * self.head_dim);
         let busy = TILES_A_MULTIPROCESSOR * multiprocessors / self.seq.div_ceil(128);
-        shared.max(busy).max(1)
+        even(shared.max(busy).max(1), self.batch * self.kv_heads)
     }
 
     /// Lanes that read a row of o and do: one for 16 bytes, at most a warp.
@@ -161,7 +168,9 @@ impl AttentionDesc {
         let [first, past] = [(); 2].map(|()| plan.alloc(DType::U32, positions));
         let [lse2, delta] = [(); 2].map(|()| plan.alloc(DType::F32, rows));
         let sums = plan.alloc(DType::F32, if self.adds_dq(arch) { sums } else { 0 });
-        Workspace { bytes: plan.bytes(), first, past, lse2, delta, sums }
+        let blocks = self.batch * self.heads * self.seq.div_ceil(block);
+        let turns = plan.alloc(DType::U32, if self.orders_dq(arch) { blocks } else { 0 });
+        Workspace { bytes: plan.bytes(), first, past, lse2, delta, sums, turns }
     }
 
     /// The kernels' text: on Hopper forward, dk and dv, dq, else all three in one; then rows.
@@ -197,12 +206,13 @@ impl AttentionDesc {
         let wgmma = attention_wgmma(self.element);
         let hopper = |text| [wgmma.as_str(), include_str!("attention_hopper.cu"), text];
         let forward = [("CONSUMERS", self.forward_groups())];
-        let adds_dq = self.adds_dq(arch);
+        let (adds_dq, orders_dq) = (self.adds_dq(arch), self.orders_dq(arch));
         let backward = [
             ("ADD_DQ", usize::from(adds_dq)),
+            ("ORDERED", usize::from(orders_dq)),
             ("BM", self.query_block()),
             ("HELD", usize::from(self.head_dim == 64)),
-            ("DESCENDING", usize::from(adds_dq && self.heads > self.kv_heads)),
+            ("DESCENDING", usize::from(orders_dq || adds_dq && self.heads > self.kv_heads)),
         ];
         vec![
             source("forward", &forward, &hopper(include_str!("attention_forward.cu"))),
@@ -226,6 +236,12 @@ impl AttentionDesc {
         let padded = self.head_dim.next_multiple_of(step * split);
         Tiles { padded, moving, split, pitch: padded * size + 16 }
     }
+}
+
+/// The size of equal groups of `all`, at most `wanted`: a small group at the end would leave
+/// multiprocessors idle.
+fn even(wanted: usize, all: usize) -> usize {
+    all.div_ceil(all.div_ceil(wanted))
 }
 
 /// Blocks of shapes or devices that Hopper's kernels do not take. See `attention_tiles.cu`.
