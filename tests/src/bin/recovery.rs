@@ -19,6 +19,7 @@ fn main() {
     // Long enough to last, on a corpus that lies beside it.
     let manifest = manifest
         .replace("steps: 400", "steps: 1000000")
+        .replace("memoryEverySteps: 10", "memoryEverySteps: 10, maxRestarts: 1000")
         .replace("\"**/*.rs\", \"**/*.md\"", "\"corpus/*.txt\"");
     let bench = Bench::new("elastic", &manifest);
     let run = bench.start(&[]);
