@@ -118,7 +118,17 @@ impl Layout {
 }
 
 fn owned_of(param: &Param, index: usize, holders: usize, position: usize) -> Range<u64> {
-    let blocks = param.numel().div_ceil(BLOCK) as u32;
+    owned_blocks(param.numel(), index, holders, position)
+}
+
+/// The blocks that the holder at `position` of `holders` owns of the parameter at `index`.
+pub(crate) fn owned_blocks(
+    numel: u64,
+    index: usize,
+    holders: usize,
+    position: usize,
+) -> Range<u64> {
+    let blocks = numel.div_ceil(BLOCK) as u32;
     let turn = (position + holders - index % holders) % holders;
     let run = split(blocks, holders as u32, turn as u32);
     u64::from(run.start)..u64::from(run.end)

@@ -5,6 +5,7 @@
 //! ModelConfig --params()--> Param table (logical names, shapes)          model
 //! Mesh --coord()/rank()--> who is where; --micro_batches()--> whose rows  mesh
 //! Layout { Mesh, Placement } --owned()--> which blocks of which tensor    layout
+//! Layout --Holders, Owners, Buckets--> the same for a whole table, once      owners, buckets
 //! micro-batch blocks --subtrees()--> the one reduction tree of a step     tree
 //! WorkerConfig (down), Up (up), Down (down)                               config, message
 //! CheckpointManifest                                                      checkpoint
@@ -20,6 +21,8 @@ pub mod model;
 pub mod flops;
 pub mod router;
 pub mod layout;
+pub mod owners;
+pub mod buckets;
 pub mod reduction;
 pub mod memory;
 pub mod buffers;

@@ -1,0 +1,188 @@
+//! Buckets: what is owned, reduced, gathered and updated in one go.
+//!
+//! ```text
+//! embedding | layer 0 dense | layer 0 experts of one set of holders | .. | final norm and head
+//!
+//! a bucket:  [tensor .. pad][tensor .. pad] .. [pad]      each tensor from a multiple of 4,096
+//!            |  chunk 0  |  chunk 1  | .. |  chunk H-1 |  the r-th holder owns the r-th chunk
+//! ```
+//! So one reduce-scatter and one all-gather a bucket move everything, with equal chunks, as the
+//! collectives of ZeRO (Rajbhandari et al. 2020) want them. A chunk is a whole number of blocks, so
+//! statistics of blocks and the order of their sums do not depend on how many holders there are.
+//! A tied head is the embedding: its gradient belongs to that bucket.
+
+use crate::layout::BLOCK;
+use crate::model::{ModelConfig, Param, Role};
+use crate::owners::Holders;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// What the tensors of a bucket are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum BucketKind {
+    Embedding,
+    /// All of a layer that every rank holds: attention, norms, router, shared experts.
+    Dense { layer: u32 },
+    /// Experts of a layer with the same holders, by id.
+    Experts { layer: u32 },
+    /// Final norm and, where it is not tied, the head.
+    Head,
+}
+
+/// One tensor in its bucket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BucketSpan {
+    /// In the parameter table.
+    pub index: usize,
+    /// First element in the bucket, a multiple of 4,096.
+    pub start: u64,
+    /// Elements, without what pads them.
+    pub len: u64,
+}
+
+/// A part of a tensor that one rank owns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OwnedRun {
+    /// In the parameter table.
+    pub index: usize,
+    /// Of the flattened tensor.
+    pub elements: Range<u64>,
+    /// First element in the owner's chunk.
+    pub start: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bucket {
+    pub kind: BucketKind,
+    /// Ascending; the r-th owns the r-th chunk.
+    pub holders: Vec<u32>,
+    /// Ascending by index and by place.
+    pub spans: Vec<BucketSpan>,
+    /// Elements in all, a multiple of holders times 4,096.
+    pub len: u64,
+}
+
+impl Bucket {
+    fn new(kind: BucketKind, holders: &[u32]) -> Bucket {
+        Bucket { kind, holders: holders.to_vec(), spans: Vec::new(), len: 0 }
+    }
+
+    fn push(&mut self, index: usize, len: u64) {
+        self.spans.push(BucketSpan { index, start: self.len, len });
+        self.len += len.next_multiple_of(BLOCK);
+    }
+
+    fn close(&mut self) {
+        self.len = self.len.next_multiple_of(BLOCK * self.holders.len().max(1) as u64);
+    }
+
+    /// Elements of each holder's chunk.
+    pub fn chunk_len(&self) -> u64 {
+        self.len / self.holders.len().max(1) as u64
+    }
+
+    /// The chunk that `rank` owns; none: it does not hold the bucket.
+    pub fn chunk(&self, rank: u32) -> Option<Range<u64>> {
+        let at = self.holders.binary_search(&rank).ok()? as u64;
+        let len = self.chunk_len();
+        Some(at * len..(at + 1) * len)
+    }
+
+    /// The tensors' parts in the chunk of `rank`, in order; what pads is nobody's.
+    pub fn owned(&self, rank: u32) -> impl Iterator<Item = OwnedRun> + '_ {
+        let chunk = self.chunk(rank).unwrap_or(0..0);
+        // The first tensor that ends behind the chunk's start.
+        let first = self.spans.partition_point(|span| span.start + span.len <= chunk.start);
+        let inside = self.spans[first..].iter();
+        inside.take_while(move |span| span.start < chunk.end).filter_map(move |span| {
+            let start = chunk.start.max(span.start);
+            let end = chunk.end.min(span.start + span.len);
+            (start < end).then(|| OwnedRun {
+                index: span.index,
+                elements: start - span.start..end - span.start,
+                start: start - chunk.start,
+            })
+        })
+    }
+
+    pub fn span(&self, index: usize) -> Option<BucketSpan> {
+        let at = self.spans.binary_search_by_key(&index, |span| span.index).ok()?;
+        Some(self.spans[at])
+    }
+
+    /// Elements from a matrix of an expert to the same one of the next expert of the bucket. All
+    /// experts of a layer have the same shapes.
+    pub fn expert_stride(&self, matrices: usize) -> Option<u64> {
+        let BucketKind::Experts { .. } = self.kind else { return None };
+        let next = self.spans.get(matrices).map_or(self.spans.last()?, |span| span);
+        match self.spans.len() > matrices {
+            true => Some(next.start - self.spans[0].start),
+            // A single expert has no next one.
+            false => Some(next.start + next.len.next_multiple_of(BLOCK)),
+        }
+    }
+}
+
+/// The buckets of a model in the order of the parameter table: that of their first tensors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Buckets {
+    pub buckets: Vec<Bucket>,
+    /// By parameter: its bucket.
+    of: Vec<usize>,
+}
+
+impl Buckets {
+    /// `params` is the table of `model`.
+    pub fn new(model: &ModelConfig, params: &[Param], holders: &Holders) -> Buckets {
+        debug_assert_eq!(params.first().map(|param| &param.name[..]), Some(EMBEDDING));
+        let mut buckets: Vec<Bucket> = Vec::new();
+        let mut known: BTreeMap<(BucketKind, &[u32]), usize> = BTreeMap::new();
+        let mut of = Vec::with_capacity(params.len());
+        for (index, param) in params.iter().enumerate() {
+            let (kind, held) = (kind_of(model, param), holders.of(param));
+            let at = *known.entry((kind, held)).or_insert_with(|| {
+                buckets.push(Bucket::new(kind, held));
+                buckets.len() - 1
+            });
+            buckets[at].push(index, param.numel());
+            of.push(at);
+        }
+        buckets.iter_mut().for_each(Bucket::close);
+        Buckets { buckets, of }
+    }
+
+    /// The bucket of the parameter at `index`, by its place among all.
+    pub fn of(&self, index: usize) -> usize {
+        self.of[index]
+    }
+
+    /// Those that `rank` holds, in order.
+    pub fn held(&self, rank: u32) -> impl Iterator<Item = &Bucket> {
+        self.buckets.iter().filter(move |bucket| bucket.holders.binary_search(&rank).is_ok())
+    }
+
+    /// Elements that `rank` holds, and those that it owns; both with what pads them.
+    pub fn elements(&self, rank: u32) -> (u64, u64) {
+        let of = |sum: (u64, u64), bucket: &Bucket| {
+            (sum.0 + bucket.len, sum.1 + bucket.chunk_len())
+        };
+        self.held(rank).fold((0, 0), of)
+    }
+}
+
+const EMBEDDING: &str = "model.embed_tokens.weight";
+
+fn kind_of(model: &ModelConfig, param: &Param) -> BucketKind {
+    if let Role::Expert { layer, .. } = param.role {
+        return BucketKind::Experts { layer };
+    }
+    if param.name == EMBEDDING {
+        return BucketKind::Embedding;
+    }
+    let rest = param.name.strip_prefix("model.layers.");
+    let layer = rest.and_then(|rest| rest.split('.').next()?.parse().ok());
+    match layer {
+        Some(layer) if layer < model.num_hidden_layers => BucketKind::Dense { layer },
+        _ => BucketKind::Head,
+    }
+}

@@ -1,0 +1,156 @@
+//! Holders, owners and buckets of whole tables.
+
+use moejob_protocol::buckets::{BucketKind, Buckets};
+use moejob_protocol::layout::{BLOCK, Layout, Placement, elements};
+use moejob_protocol::mesh::Mesh;
+use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm, RouterConfig};
+use moejob_protocol::owners::{Holders, Owners};
+
+/// Three layers, the first dense; D 48, so that matrices end within blocks.
+fn model(tied: bool) -> ModelConfig {
+    ModelConfig {
+        vocab_size: 300,
+        hidden_size: 48,
+        num_hidden_layers: 3,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 12,
+        rms_norm_eps: 1e-5,
+        rope_theta: 10_000.0,
+        tie_word_embeddings: tied,
+        qk_norm: QkNorm::PerHead,
+        clip_qkv: 0.0,
+        attention_bias: false,
+        initializer_range: 0.02,
+        dense_layers: vec![0],
+        dense_intermediate_size: 100,
+        experts: ExpertsConfig {
+            count: 4,
+            per_token: 2,
+            intermediate_size: 90,
+            activation: Activation::Silu,
+            shared: 1,
+            routed_headroom: 1.5,
+        },
+        router: RouterConfig::default(),
+    }
+}
+
+fn layouts() -> Vec<Layout> {
+    let even = |dp, ep| Layout::contiguous(Mesh::data_parallel(dp, ep));
+    let first = vec![vec![0, 1, 2], vec![3], vec![0, 3], vec![1, 2, 3]];
+    let second = vec![vec![0], vec![1, 2, 3], vec![0, 1], vec![2, 3]];
+    let placement = Placement::Explicit(vec![first, second]);
+    let uneven = Layout { placement, ..even(4, 2) };
+    vec![even(1, 1), even(4, 2), even(6, 3), even(8, 4), uneven]
+}
+
+#[test]
+fn tables_say_what_layouts_say() {
+    let model = model(true);
+    for layout in layouts() {
+        let (holders, owners) = (Holders::new(&model, &layout), Owners::new(&model, &layout));
+        for (index, param) in model.params().iter().enumerate() {
+            assert_eq!(holders.of(param), layout.holders(&model, param), "{}", param.name);
+            let mut all = 0;
+            for rank in 0..layout.mesh.world() {
+                let run = elements(&layout.owned(&model, index, param, rank), param.numel());
+                let own = owners.of(index, param, rank);
+                assert!(own == run || own.is_empty() && run.is_empty(), "{}", param.name);
+                assert_eq!(holders.holds(param, rank), holders.of(param).contains(&rank));
+            }
+            for (rank, run) in owners.runs(index, param) {
+                assert_eq!(run, owners.of(index, param, rank), "{}", param.name);
+                all += run.end - run.start;
+            }
+            assert_eq!(all, param.numel(), "{}", param.name);
+        }
+    }
+}
+
+#[test]
+fn every_element_has_one_owner_among_its_holders() {
+    for (model, layout) in [true, false].into_iter().flat_map(|tied| {
+        layouts().into_iter().map(move |layout| (model(tied), layout))
+    }) {
+        let params = model.params();
+        let holders = Holders::new(&model, &layout);
+        let buckets = Buckets::new(&model, &params, &holders);
+        let mut covered = vec![0; params.len()];
+        for (at, bucket) in buckets.buckets.iter().enumerate() {
+            let count = bucket.holders.len() as u64;
+            assert!(bucket.len.is_multiple_of(count * BLOCK) && bucket.len > 0);
+            let used: u64 = bucket.spans.iter().map(|span| span.len.next_multiple_of(BLOCK)).sum();
+            assert!(bucket.len - used < count * BLOCK, "no more padding than needed");
+            for span in &bucket.spans {
+                assert!(span.start.is_multiple_of(BLOCK));
+                assert_eq!(buckets.of(span.index), at);
+                assert_eq!(bucket.span(span.index), Some(*span));
+                assert_eq!(holders.of(&params[span.index]), bucket.holders);
+            }
+            let mut next = vec![0; params.len()];
+            for (position, rank) in bucket.holders.iter().enumerate() {
+                let chunk = bucket.chunk(*rank).expect("a holder");
+                assert_eq!(chunk.start, position as u64 * bucket.chunk_len());
+                for run in bucket.owned(*rank) {
+                    let span = bucket.span(run.index).expect("in the bucket");
+                    assert_eq!(span.start + run.elements.start, chunk.start + run.start);
+                    assert_eq!(run.elements.start, next[run.index], "in order, without a gap");
+                    assert!(run.elements.start.is_multiple_of(BLOCK), "blocks are never cut");
+                    next[run.index] = run.elements.end;
+                    covered[run.index] += run.elements.end - run.elements.start;
+                }
+            }
+            assert_eq!(bucket.chunk(u32::MAX), None);
+            assert_eq!(bucket.owned(u32::MAX).count(), 0);
+        }
+        let sizes: Vec<u64> = params.iter().map(|param| param.numel()).collect();
+        assert_eq!(covered, sizes);
+    }
+}
+
+#[test]
+fn buckets_come_in_the_order_of_the_table() {
+    let kinds = |tied, layout: &Layout| {
+        let model = model(tied);
+        let params = model.params();
+        let buckets = Buckets::new(&model, &params, &Holders::new(&model, layout));
+        let of = |bucket: &moejob_protocol::buckets::Bucket| (bucket.kind, bucket.spans.len());
+        buckets.buckets.iter().map(of).collect::<Vec<_>>()
+    };
+    use BucketKind::{Dense, Embedding, Experts, Head};
+    // Two norms, q, k, v, o, two norms of heads; then 3 matrices, or router and shared expert.
+    let one = vec![
+        (Embedding, 1),
+        (Dense { layer: 0 }, 11),
+        (Dense { layer: 1 }, 12),
+        (Experts { layer: 1 }, 12),
+        (Dense { layer: 2 }, 12),
+        (Experts { layer: 2 }, 12),
+        (Head, 1),
+    ];
+    assert_eq!(kinds(true, &layouts()[0]), one);
+    assert_eq!(kinds(false, &layouts()[0]).last(), Some(&(Head, 2)), "a head of its own");
+    let sets = kinds(true, &layouts()[1]);
+    let experts = sets.iter().filter(|(kind, _)| *kind == Experts { layer: 1 });
+    assert_eq!(experts.map(|(_, spans)| *spans).collect::<Vec<_>>(), [6, 6], "by holder set");
+}
+
+#[test]
+fn experts_lie_at_one_stride() {
+    for layout in layouts() {
+        let model = model(true);
+        let params = model.params();
+        let buckets = Buckets::new(&model, &params, &Holders::new(&model, &layout));
+        for bucket in &buckets.buckets {
+            let Some(stride) = bucket.expert_stride(3) else {
+                assert!(!matches!(bucket.kind, BucketKind::Experts { .. }));
+                continue;
+            };
+            for (at, span) in bucket.spans.iter().enumerate() {
+                let first = bucket.spans[at % 3].start;
+                assert_eq!(span.start, first + (at / 3) as u64 * stride);
+            }
+        }
+    }
+}
