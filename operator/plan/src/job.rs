@@ -1,5 +1,6 @@
 //! Spec -> Job: defaulted and valid, or every problem at once.
 
+use crate::canonical::canonical_hash;
 use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::profile::{Backend, Profile};
@@ -17,6 +18,7 @@ use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm};
 use moejob_protocol::config::TrainingConfig;
 use moejob_protocol::ModelConfig as Model;
 use serde::Serialize;
+use serde_json::json;
 
 /// A job that can be planned: every field has a value and no rule is broken.
 #[derive(Clone, Debug, PartialEq)]
@@ -464,16 +466,33 @@ fn recovery(spec: &MoeJobSpec) -> Recovery {
     }
 }
 
-/// Model, data and training but for the number of steps: what a checkpoint belongs to.
+/// What decides how a job is computed and not what it is: a checkpoint may change it. Steps may be
+/// added to a job that has ended.
+const MUTABLE: [&str; 7] = [
+    "steps",
+    "precision",
+    "momentDtype",
+    "gradientDtype",
+    "recompute",
+    "offload",
+    "microBatchSize",
+];
+
+/// Model, data and training: what a checkpoint belongs to.
 fn spec_hash(model: &Model, data: &Data, training: &TrainingConfig) -> String {
-    let training = TrainingConfig { steps: 0, ..training.clone() };
-    let Data { train, held_out, tokenizer, end_of_document, reset_at_boundaries, .. } = data;
-    let fraction = data.validation.fraction;
-    let text = format!(
-        "{model:?}{train:?}{held_out:?}{tokenizer:?}{end_of_document:?}{reset_at_boundaries:?}\
-         {fraction:?}{training:?}"
-    );
-    blake3::hash(text.as_bytes()).to_hex().to_string()
+    let fields = json!({
+        "model": model,
+        "data": {
+            "train": data.train,
+            "heldOut": data.held_out,
+            "tokenizer": data.tokenizer,
+            "endOfDocument": data.end_of_document,
+            "resetAtBoundaries": data.reset_at_boundaries,
+            "validation": { "fraction": data.validation.fraction },
+        },
+        "training": training,
+    });
+    canonical_hash(&fields, &MUTABLE)
 }
 
 /// `500ms`, `3s`, `10m`, `1h` in milliseconds, at most 30 days.

@@ -27,6 +27,7 @@ pub mod overlay;
 pub mod pods;
 pub mod resources;
 pub mod allocate;
+mod canonical;
 mod router;
 mod rules;
 pub mod job;
