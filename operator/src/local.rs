@@ -16,7 +16,7 @@ use crate::control::{Leader, LeaderEvent};
 use crate::progress::Progress;
 use folder::{Folder, FolderError, JobFile};
 use moe_worker::life::affinity::Share;
-use moe_worker::checkpoint::{self, Refusal};
+use moe_worker::checkpoint::{self, Disk, Refusal};
 use moe_worker::attempt::records::{self, Records};
 use moejob_plan::decide::{Action, plan};
 use moejob_plan::observed::{Millis, Node, Observed, Outcome, Record, Stored, Wanted};
@@ -114,7 +114,7 @@ impl Runner {
         let leader = Leader::new(authority, uid.clone(), job.heartbeat_timeout);
         let location = PathBuf::from(&job.template.checkpoint.location);
         let steps = job.template.training.steps;
-        let newest = checkpoint::newest_usable(&location)
+        let newest = checkpoint::newest_usable(&Disk::real(), &location)
             .map_err(|error| LocalError::Checkpoints(Box::new(error)))?;
         let stored = newest.usable.map(|found| Stored { step: found.step, name: found.name });
         let observed = observe(&folder, job, stored, &uid);
@@ -270,8 +270,13 @@ impl Runner {
         match up {
             Up::Step(report) => self.progress.step(report),
             Up::Event(event) => {
-                let kinds =
-                    [EventKind::CheckpointRefused, EventKind::Resumed, EventKind::Warning];
+                let kinds = [
+                    EventKind::CheckpointRefused,
+                    EventKind::CheckpointDegraded,
+                    EventKind::CheckpointRecovered,
+                    EventKind::Resumed,
+                    EventKind::Warning,
+                ];
                 if kinds.contains(&event.event) || event.event == EventKind::EngineLost {
                     self.progress.note(&event.message);
                 }

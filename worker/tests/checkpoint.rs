@@ -2,9 +2,11 @@
 
 mod common;
 
-use common::{Job, bits, state_hash, trainers};
-use moe_worker::checkpoint::{self, Disk, Expected, Newest, load, seal, verify};
-use moe_worker::attempt::fence::{self, Claim};
+use common::{Job, bits, run_until, state_hash, trainers};
+use moe_worker::checkpoint::{self, Disk, EndsAfter, Expected, Newest, load, seal};
+use moe_worker::attempt::saves::Patience;
+use moe_worker::checkpoint::Problem;
+use moe_worker::checkpoint::fence::{self, Claim};
 use moe_worker::engine::model::Model;
 use moe_worker::state::snapshot::cut;
 use moe_worker::attempt::trainer::Trainer;
@@ -29,7 +31,18 @@ fn ended() -> Job {
 }
 
 fn newest(location: &Path) -> Newest {
-    checkpoint::newest_usable(location).expect("a location that can be read")
+    checkpoint::newest_usable(&Disk::real(), location).expect("a location that can be read")
+}
+
+fn verify(directory: &Path) -> Result<CheckpointManifest, Vec<Problem>> {
+    checkpoint::verify(&Disk::real(), directory)
+}
+
+/// A trainer whose process ends with storage: it is waited for by nobody.
+fn dying(ended: std::sync::Arc<EndsAfter>) -> Trainer {
+    let patience =
+        Patience { start: std::time::Duration::from_millis(50), ..Patience::default() };
+    Trainer::with_disk(Disk::with_faults(ended)).with_patience(patience)
 }
 
 fn copy_folder(from: &Path, to: &Path) {
@@ -47,11 +60,11 @@ fn copy_folder(from: &Path, to: &Path) {
 
 /// One rank's state from a checkpoint, or why it is refused.
 fn loaded(job: &Job, directory: &Path) -> Result<Vec<u8>, String> {
-    let manifest = checkpoint::show(directory).map_err(|problems| format!("{problems:?}"))?;
+    let manifest = checkpoint::show(&Disk::real(), directory).map_err(|problems| format!("{problems:?}"))?;
     let config = &job.config;
     let mut model =
         Model::new(&config.model, &layout(1, 1), 0, &config.training, 1).expect("a small arena");
-    load(directory, &manifest, &mut model).map_err(|refusal| refusal.to_string())?;
+    load(&Disk::real(), directory, &manifest, &mut model).map_err(|refusal| refusal.to_string())?;
     let mut state = Vec::new();
     cut(&model, &mut state);
     Ok(state)
@@ -117,11 +130,11 @@ fn a_crash_between_any_two_effects_loses_nothing_committed() {
     for effects in 0.. {
         std::fs::remove_dir_all(&run).expect("a folder");
         copy_folder(&kept, &run);
-        let disk = Disk::failing_after(effects);
+        let ended = EndsAfter::new(effects);
         go_on(&mut job, 2);
-        let mut dying = [Trainer::with_disk(disk.clone())];
-        let (ends, _) = job.run(&mut dying, None);
-        if !disk.has_failed() {
+        let mut dying = dying(ended.clone());
+        let (ends, _) = run_until(&job, &mut dying, &mut |_| {}, &|| ended.has_ended());
+        if !ended.has_ended() {
             assert_eq!(ends, [AttemptEnd::Completed { step: 10 }], "after {effects} effects");
             break;
         }
@@ -184,7 +197,7 @@ fn the_newest_are_kept() {
     job.config.checkpoint.every_steps = 2;
     job.config.checkpoint.keep = 2;
     job.run(&mut trainers(1), None);
-    let names: Vec<String> = (checkpoint::list(&job.location()).expect("a location"))
+    let names: Vec<String> = (checkpoint::list(&Disk::real(), &job.location()).expect("a location"))
         .into_iter()
         .map(|found| found.name)
         .collect();
@@ -196,7 +209,7 @@ fn said_of(job: &Job, change: impl FnOnce(&mut CheckpointManifest)) -> String {
     let directory = job.location().join("step-00000010");
     let path = directory.join("manifest.json");
     let before = std::fs::read(&path).expect("a manifest");
-    let mut manifest = checkpoint::show(&directory).expect("a checkpoint");
+    let mut manifest = checkpoint::show(&Disk::real(), &directory).expect("a checkpoint");
     change(&mut manifest);
     std::fs::write(&path, seal(&manifest).expect("JSON")).expect("a manifest");
     let said = verify(&directory).err().map(|problems| {
@@ -340,7 +353,7 @@ fn another_jobs_checkpoint_is_refused_with_the_difference() {
 #[test]
 fn differences_are_all_told() {
     let job = ended();
-    let manifest = checkpoint::show(&job.location().join("step-00000010")).expect("a checkpoint");
+    let manifest = checkpoint::show(&Disk::real(), &job.location().join("step-00000010")).expect("a checkpoint");
     let mut model = job.config.model.clone();
     model.hidden_size = 32;
     model.router.z_loss_coef = 0.5;

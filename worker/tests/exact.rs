@@ -4,6 +4,7 @@ mod common;
 
 use common::{Job, bits, sources, state_hash, trainers};
 use moe_worker::attempt::api::AttemptEnd;
+use moe_worker::checkpoint::Disk;
 use moejob_protocol::config::Resume;
 use moejob_protocol::layout::{Layout, Placement};
 use moejob_protocol::mesh::Mesh;
@@ -104,7 +105,7 @@ fn corrections_of_the_choice_follow_the_loads() {
     job.config.model.router.bias_update_rate = rate;
     let _ = job.run(&mut trainers(1), None);
     let directory = job.location().join("step-00000010");
-    let manifest = moe_worker::checkpoint::verify(&directory).expect("a checkpoint");
+    let manifest = moe_worker::checkpoint::verify(&Disk::real(), &directory).expect("a checkpoint");
     let corrections = manifest.tensors.iter().filter(|tensor| {
         tensor.name.ends_with("e_score_correction_bias")
     });
@@ -200,7 +201,7 @@ fn what_the_storage_has_newer_is_not_put_aside() {
     let (ends, _) = job.run(&mut common::trainers(2), Some(5));
     assert!(ends.iter().all(|end| *end == AttemptEnd::Stopped { step: 5 }), "{ends:?}");
     let location = job.location();
-    let newest = moe_worker::checkpoint::newest_usable(&location).expect("a location");
+    let newest = moe_worker::checkpoint::newest_usable(&Disk::real(), &location).expect("a location");
     let found = newest.usable.expect("a checkpoint");
     assert!(found.step >= 4);
     job.config.attempt = 2;
@@ -236,7 +237,7 @@ fn a_damaged_checkpoint_gives_way_to_the_one_before() {
     let (ends, _) = job.run(&mut common::trainers(2), Some(6));
     assert!(matches!(ends[0], AttemptEnd::Stopped { .. }), "{ends:?}");
     let location = job.location();
-    let all = moe_worker::checkpoint::list(&location).expect("a location");
+    let all = moe_worker::checkpoint::list(&Disk::real(), &location).expect("a location");
     let [.., before, newest] = &all[..] else { panic!("{all:?}") };
     let shards = newest.manifest.as_ref().expect("a manifest").files.iter();
     let shard = newest.path.join(&shards.last().expect("a shard").name);
@@ -270,7 +271,7 @@ fn stops_and_other_sizes_change_nothing_from_checkpoints() {
             job.config.layout = layout(dp, ep);
             job.config.attempt = at as u32 + 1;
             if at > 0 {
-                let newest = moe_worker::checkpoint::newest_usable(&job.location());
+                let newest = moe_worker::checkpoint::newest_usable(&Disk::real(), &job.location());
                 let found = newest.expect("a location").usable.expect("a checkpoint");
                 job.config.resume = Resume::Checkpoint { step: found.step, name: found.name };
                 rows.truncate(found.step as usize);
@@ -306,7 +307,7 @@ fn a_number_that_is_not_finite_ends_the_job_before_it_reaches_a_checkpoint() {
             assert!(failure.advice.contains("learning rate"), "{failure}");
         }
         assert!(reports.iter().all(|report| report.loss.is_finite()));
-        let newest = moe_worker::checkpoint::newest_usable(&job.location()).expect("a location");
+        let newest = moe_worker::checkpoint::newest_usable(&Disk::real(), &job.location()).expect("a location");
         assert!(newest.refused.is_empty(), "{:?}", newest.refused);
     }
 }

@@ -11,6 +11,7 @@ use moe_worker::engine::eval::{evaluate, source_of};
 use moe_worker::hf::{Options, Weights, export, import};
 use moe_worker::attempt::api::AttemptEnd;
 use moejob_kernels::DType;
+use moe_worker::checkpoint::Disk;
 use moejob_protocol::ModelConfig;
 use moejob_protocol::config::{DataConfig, ValidationConfig};
 use moejob_protocol::layout::Layout as Mapping;
@@ -102,7 +103,7 @@ fn bits_survive_import_and_export() {
             let step = import(&open(&source), &checkpoints, &mut |done, all| heard = (done, all))
                 .expect("room on the disk");
             assert_eq!(heard.0, heard.1);
-            moe_worker::checkpoint::verify(&step).expect("a whole checkpoint");
+            moe_worker::checkpoint::verify(&Disk::real(), &step).expect("a whole checkpoint");
             export(&open(&checkpoints), &exported, Options::default(), &mut |_, _| {})
                 .expect("room on the disk");
             assert_eq!(tensors(&source), tensors(&exported), "{dtype}");

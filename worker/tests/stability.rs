@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Job, bits, trainers};
-use moe_worker::checkpoint::{Growth, grow, grown, verify};
+use moe_worker::checkpoint::{Disk, Growth, grow, grown, verify};
 use moe_worker::engine::grads::weight_of;
 use moe_worker::engine::model::Model;
 use moe_worker::state::snapshot::initialize;
@@ -64,7 +64,7 @@ fn a_warm_up_moves_everything_but_the_experts() {
         .expect("a small arena");
     initialize(&mut first, job.config.training.seed);
     let at = |step| job.location().join(directory_name(step));
-    let warm = verify(&at(WARMUP)).expect("a checkpoint");
+    let warm = verify(&Disk::real(), &at(WARMUP)).expect("a checkpoint");
     for (index, param) in first.params.iter().enumerate() {
         let expert = param.name.contains(".experts.");
         let weight = weight_of(&first, index).expect("one rank holds everything");
@@ -94,7 +94,7 @@ fn after_a_warm_up_the_experts_begin_with_a_first_step() {
     run(&job);
     let read = |step, name: &str| {
         let directory = job.location().join(directory_name(step));
-        let manifest = verify(&directory).expect("a checkpoint");
+        let manifest = verify(&Disk::real(), &directory).expect("a checkpoint");
         values(&directory, &manifest, name, Part::Weight)
     };
     let name = "model.layers.1.mlp.experts.2.down_proj.weight";
@@ -142,7 +142,7 @@ fn before_growth(change: impl Fn(&mut ModelConfig)) -> Job {
 /// The job with its experts split after step `SPLIT`, to go on from there.
 fn after_growth(job: &Job, growth: &Growth, layout: Layout) -> Job {
     let from = job.location().join(directory_name(SPLIT));
-    let manifest = verify(&from).expect("a checkpoint");
+    let manifest = verify(&Disk::real(), &from).expect("a checkpoint");
     let mut larger = Job::new(layout);
     larger.config.training = job.config.training.clone();
     larger.config.data = job.config.data.clone();
@@ -156,7 +156,7 @@ fn after_growth(job: &Job, growth: &Growth, layout: Layout) -> Job {
     let path = path.expect("room");
     assert_eq!(done, all);
     assert_eq!(path, larger.location().join(directory_name(SPLIT)));
-    let written = verify(&path).expect("a checkpoint");
+    let written = verify(&Disk::real(), &path).expect("a checkpoint");
     assert_eq!(written.model, larger.config.model);
     larger.config.resume = Resume::Checkpoint { step: SPLIT, name: directory_name(SPLIT) };
     larger
@@ -222,13 +222,13 @@ fn noise_is_on_one_of_each_two_experts_and_lets_them_part() {
     let growth = Growth { noise: 0.02, ..EXACT };
     let larger = after_growth(&job, &growth, layout(1, 1));
     let directory = larger.location().join(directory_name(SPLIT));
-    let manifest = verify(&directory).expect("a checkpoint");
+    let manifest = verify(&Disk::real(), &directory).expect("a checkpoint");
     let read = |expert: u32, part| {
         let name = format!("model.layers.0.mlp.experts.{expert}.gate_proj.weight");
         values(&directory, &manifest, &name, part)
     };
     let from = job.location().join(directory_name(SPLIT));
-    let before = verify(&from).expect("a checkpoint");
+    let before = verify(&Disk::real(), &from).expect("a checkpoint");
     let name = "model.layers.0.mlp.experts.1.gate_proj.weight";
     let original = |part| values(&from, &before, name, part);
     assert_eq!(read(1, Part::Weight), original(Part::Weight));

@@ -2,8 +2,8 @@
 
 use super::bar::{Bar, Unit};
 use clap::{Subcommand, ValueEnum};
-use moe_worker::checkpoint::{self, Growth, Problem};
-use moe_worker::attempt::fence;
+use moe_worker::checkpoint::{self, Disk, Growth, Problem};
+use moe_worker::checkpoint::fence;
 use moe_worker::hf::{self, Failed, Options, Weights};
 use moejob_kernels::DType;
 use moejob_protocol::CheckpointManifest;
@@ -113,9 +113,9 @@ pub fn run(command: &CheckpointCommand) -> ExitCode {
 type Outcome = Result<ExitCode, Box<dyn std::error::Error>>;
 
 fn list(location: &Path) -> Outcome {
-    let claims = fence::claims(location)?;
+    let claims = fence::claims(&Disk::real(), location)?;
     println!("{:<16}{:>10}{:>10}{:>14}  STATE", "NAME", "STEP", "ATTEMPT", "BYTES");
-    for found in checkpoint::list(location)? {
+    for found in checkpoint::list(&Disk::real(), location)? {
         let (attempt, bytes, state) = match &found.manifest {
             Ok(manifest) => {
                 let counts = fence::counts(&claims, manifest.attempt, found.step);
@@ -137,7 +137,7 @@ fn size(manifest: &CheckpointManifest) -> u64 {
 }
 
 fn show(path: &Path, tensors: bool) -> Outcome {
-    let manifest = match checkpoint::show(path) {
+    let manifest = match checkpoint::show(&Disk::real(), path) {
         Ok(manifest) => manifest,
         Err(problems) => return Ok(refuse(path, &problems)),
     };
@@ -171,7 +171,7 @@ fn show(path: &Path, tensors: bool) -> Outcome {
 fn verify(paths: &[PathBuf]) -> Outcome {
     let mut code = ExitCode::SUCCESS;
     for path in paths {
-        match checkpoint::verify(path) {
+        match checkpoint::verify(&Disk::real(), path) {
             Ok(manifest) => {
                 println!("{}: good, {} bytes read", path.display(), size(&manifest));
             }

@@ -270,6 +270,12 @@ impl JobState {
             Up::Event(event) if event.event == EventKind::CheckpointRefused => {
                 self.event(true, "CheckpointRefused", event.message.clone());
             }
+            Up::Event(event) if event.event == EventKind::CheckpointDegraded => {
+                self.event(true, "CheckpointDegraded", event.message.clone());
+            }
+            Up::Event(event) if event.event == EventKind::CheckpointRecovered => {
+                self.event(false, "CheckpointRecovered", event.message.clone());
+            }
             Up::Event(event) if event.event == EventKind::AttemptsClaimed => {
                 self.event(false, "EarlierJob", event.message.clone());
             }

@@ -108,6 +108,10 @@ pub enum EventKind {
     CheckpointCommitted,
     CheckpointRefused,
     CheckpointRemoved,
+    /// Storage is slow, full, failing or away: checkpoints are late or left out, steps go on.
+    CheckpointDegraded,
+    /// Checkpoints are committed as they are due again.
+    CheckpointRecovered,
     Recovered,
     StateSaved,
     /// Something that the user may not have meant, and that keeps nothing from running.

@@ -4,5 +4,6 @@ pub mod api;
 pub mod trainer;
 mod steps;
 mod resume;
-pub mod fence;
 pub mod records;
+mod recorder;
+pub mod saves;

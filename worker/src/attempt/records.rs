@@ -20,8 +20,6 @@ pub struct RecordsError {
 pub struct Records {
     metrics: Lines,
     events: Lines,
-    /// In a pod: each line goes to standard output as well, where `kubectl logs` finds it.
-    echo: bool,
 }
 
 #[derive(Debug)]
@@ -42,35 +40,28 @@ impl Records {
         Ok(Records {
             metrics: Lines::open(directory.join("metrics.jsonl"))?,
             events: Lines::open(directory.join("events.jsonl"))?,
-            echo: false,
         })
-    }
-
-    /// Whether each line is printed as well.
-    pub fn echo(mut self, echo: bool) -> Records {
-        self.echo = echo;
-        self
     }
 
     /// # Errors
     /// Names the file.
     pub fn step(&mut self, report: &StepReport) -> Result<(), RecordsError> {
-        self.metrics.append(report, self.echo)
+        self.metrics.append(report)
     }
 
     /// # Errors
     /// Names the file.
     pub fn event(&mut self, event: &Event) -> Result<(), RecordsError> {
-        self.events.append(event, self.echo)
+        self.events.append(event)
     }
 
-    /// A handle whose `sync_data` makes the metrics so far durable, for another thread.
+    /// Makes the metrics so far durable.
     ///
     /// # Errors
     /// Names the file.
-    pub fn metrics_handle(&self) -> Result<File, RecordsError> {
+    pub fn sync(&self) -> Result<(), RecordsError> {
         let failed = |source| RecordsError { path: self.metrics.path.clone(), source };
-        self.metrics.file.try_clone().map_err(failed)
+        self.metrics.file.sync_data().map_err(failed)
     }
 }
 
@@ -88,16 +79,23 @@ impl Lines {
     }
 
     /// One write a line, so that two writers of a file never mix within one.
-    fn append(&mut self, line: &impl serde::Serialize, echo: bool) -> Result<(), RecordsError> {
-        let written = serde_json::to_vec(line).map_err(std::io::Error::from).and_then(|mut text| {
-            text.push(b'\n');
-            if echo {
-                // Whoever reads along may have gone away; the file is what counts.
-                let _ = std::io::stdout().write_all(&text);
-            }
-            self.file.write_all(&text)
-        });
+    fn append(&mut self, line: &impl serde::Serialize) -> Result<(), RecordsError> {
+        let written = text_of(line).and_then(|text| self.file.write_all(&text));
         written.map_err(|source| RecordsError { path: self.path.clone(), source })
+    }
+}
+
+fn text_of(line: &impl serde::Serialize) -> std::io::Result<Vec<u8>> {
+    let mut text = serde_json::to_vec(line)?;
+    text.push(b'\n');
+    Ok(text)
+}
+
+/// Prints a line as the files have it: in a pod `kubectl logs` finds it.
+pub fn print(line: &impl serde::Serialize) {
+    if let Ok(text) = text_of(line) {
+        // Whoever reads along may have gone away; the file is what counts.
+        let _ = std::io::stdout().write_all(&text);
     }
 }
 

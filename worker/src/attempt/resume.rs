@@ -4,41 +4,216 @@
 //! before it was lost with the news), and it cannot know that a checkpoint is damaged. Rank 0 tells
 //! it what is there, all ranks stop without a step, and the next attempt resumes from that.
 
-use crate::checkpoint::{Refusal, newest_above, newest_usable, verify};
-use crate::gang::comm::Comm;
-use crate::attempt::fence;
-use crate::attempt::records::{Records, event};
-use crate::attempt::trainer::{Stop, fail, record_failed};
 use crate::attempt::api::TrainerEvent;
+use crate::attempt::recorder::Recorder;
+use crate::attempt::records::{event, now};
+use crate::attempt::saves::Patience;
+use crate::attempt::trainer::{Stop, fail, storage_failed};
+use crate::checkpoint::fence::{self, Claim, Claiming, FenceError, tidy};
+use crate::checkpoint::{Disk, Refusal, list_above, newest_under, newest_usable, verify};
+use crate::gang::comm::{AbortHandle, Comm};
 use moejob_protocol::WorkerConfig;
+use moejob_protocol::config::Resume;
 use moejob_protocol::report::{Detail, Event, EventKind};
 use std::path::Path;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-/// Before the claim, which would put newer checkpoints aside: what is there already? A job that is
-/// made again over the folder of an earlier one goes on from that, with higher attempts.
-pub(crate) fn look_into_storage(
+/// What rank 0 has of storage when its attempt begins.
+pub(crate) struct Opened {
+    pub claiming: Arc<Mutex<Claiming>>,
+    /// Why the claim is not made yet: the writer goes on trying.
+    pub trouble: Option<String>,
+}
+
+/// What storage says of an attempt before its first step.
+enum Looked {
+    Claimed,
+    /// There are newer checkpoints than the one that the attempt resumes from.
+    Newer,
+    /// Another job has claimed this attempt or a later one.
+    Taken(Box<Event>),
+}
+
+/// Before the first step: what is there already? Then the claim, which puts newer checkpoints
+/// aside. A job that is made again over the folder of an earlier one goes on from that, with higher
+/// attempts. An attempt that has its state in memory waits for no storage.
+pub(crate) fn open_storage(
     config: &WorkerConfig,
+    disk: &Disk,
+    patience: &Patience,
     comm: &mut Comm,
     out: &mut dyn FnMut(TrainerEvent),
-) -> Result<(), Stop> {
-    let mut leave = false;
+) -> Result<Option<Opened>, Stop> {
+    let mut opened = None;
     if comm.rank() == 0 {
-        let location = Path::new(&config.checkpoint.location);
-        if let Some(newer) = newest_above(location, Some(config.resume.step()))?.usable {
-            out(TrainerEvent::Event(found_event(config, newer.step, newer.name)));
-            leave = true;
-        }
-        if let Some(claim) = claim_of_another(config, location)? {
-            out(TrainerEvent::Event(claim));
-            leave = true;
-        }
+        opened = first_rank_opens(config, disk, patience, &comm.abort_handle(), out)?;
     }
-    if first_rank_says(comm, leave)? { Err(Stop::Elsewhere) } else { Ok(()) }
+    let leave = comm.rank() == 0 && opened.is_none();
+    if first_rank_says(comm, leave)? { Err(Stop::Elsewhere) } else { Ok(opened) }
+}
+
+fn first_rank_opens(
+    config: &WorkerConfig,
+    disk: &Disk,
+    patience: &Patience,
+    abort: &AbortHandle,
+    out: &mut dyn FnMut(TrainerEvent),
+) -> Result<Option<Opened>, Stop> {
+    let claiming = Arc::new(Mutex::new(Claiming::new(Claim {
+        attempt: config.attempt,
+        resume_step: config.resume.step(),
+        job_uid: config.job_uid.clone(),
+        time: now(),
+    })));
+    let until = Instant::now() + patience.start;
+    let (mut told, mut looked_at_newer) = (false, false);
+    loop {
+        let asked = (config.clone(), disk.clone(), Arc::clone(&claiming), looked_at_newer);
+        let answer = within(patience.answer, move || look_and_claim(&asked));
+        let why = match answer {
+            Some(Ok(Looked::Claimed)) => return Ok(Some(Opened { claiming, trouble: None })),
+            Some(Ok(Looked::Taken(taken))) => {
+                out(TrainerEvent::Event(*taken));
+                return Ok(None);
+            }
+            Some(Ok(Looked::Newer)) => match newer(config, disk) {
+                Ok(Some(found)) => {
+                    out(TrainerEvent::Event(found));
+                    return Ok(None);
+                }
+                Ok(None) => {
+                    looked_at_newer = true;
+                    continue;
+                }
+                Err(error) => error,
+            },
+            Some(Err(error)) => error,
+            None => {
+                let path = config.checkpoint.location.clone().into();
+                FenceError::Io { path, source: std::io::ErrorKind::TimedOut.into() }
+            }
+        };
+        let FenceError::Io { source, .. } = &why else { return Err(why.into()) };
+        let trouble = format!("{why}: {source}");
+        // What a user has mistyped is told at once.
+        let first = config.attempt == 1 && matches!(config.resume, Resume::Fresh);
+        if first && is_mistake(source) || Instant::now() >= until {
+            return Err(storage_failed(&trouble));
+        }
+        if matches!(config.resume, Resume::Memory { .. }) {
+            return Ok(Some(Opened { claiming, trouble: Some(trouble) }));
+        }
+        if !std::mem::replace(&mut told, true) {
+            let message = format!("the attempt waits for storage: {trouble}");
+            let kind = EventKind::CheckpointDegraded;
+            out(TrainerEvent::Event(event(config.attempt, kind, "StorageFails", message, [])));
+        }
+        abort.check()?;
+        std::thread::sleep(patience.retry);
+    }
+}
+
+/// A place that no waiting makes good.
+fn is_mistake(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem};
+    [NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem].contains(&error.kind())
+}
+
+/// What a thread of its own answers, unless storage keeps it for longer than `at_most`.
+fn within<T: Send + 'static>(
+    at_most: Duration,
+    ask: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (answer, answered) = channel();
+    let thread = std::thread::Builder::new().name("storage".to_string());
+    // Nobody may wait for the answer any longer when it comes.
+    let started = thread.spawn(move || drop(answer.send(ask())));
+    match started {
+        Ok(_) => match answered.recv_timeout(at_most) {
+            Ok(answer) => Some(answer),
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
+        },
+        Err(_) => None,
+    }
+}
+
+fn look_and_claim(
+    (config, disk, claiming, looked_at_newer): &(WorkerConfig, Disk, Arc<Mutex<Claiming>>, bool),
+) -> Result<Looked, FenceError> {
+    let location = Path::new(&config.checkpoint.location);
+    let io = |source| FenceError::Io { path: location.to_path_buf(), source };
+    match &config.resume {
+        Resume::Fresh => disk.create_directories(location).map_err(io)?,
+        _ if is_empty(disk, location).map_err(io)? => {
+            let why = "nothing of this job is there: is its volume mounted?";
+            return Err(io(std::io::Error::other(why)));
+        }
+        _ => {}
+    }
+    if !looked_at_newer && has_newer(config, disk)? {
+        return Ok(Looked::Newer);
+    }
+    if let Some(taken) = claim_of_another(config, disk, location)? {
+        return Ok(Looked::Taken(Box::new(taken)));
+    }
+    let mut claiming = claiming.lock().unwrap_or_else(PoisonError::into_inner);
+    claiming.go(disk, location)?;
+    // The attempt before may have committed between the look and the claim, and the claim would
+    // rule that out.
+    if !looked_at_newer && has_newer(config, disk)? {
+        claiming.give_back(disk, location);
+        return Ok(Looked::Newer);
+    }
+    // What earlier attempts left only takes room; the next claim tries it again.
+    let _ = tidy(disk, location, config.attempt);
+    Ok(Looked::Claimed)
+}
+
+/// Storage that is not mounted shows an empty folder, or none.
+pub(crate) fn is_empty(disk: &Disk, location: &Path) -> std::io::Result<bool> {
+    match disk.names(location) {
+        Ok(names) => Ok(names.is_empty()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(true),
+        Err(error) => Err(error),
+    }
+}
+
+/// The claims of other attempts than this.
+fn others_claims(config: &WorkerConfig, disk: &Disk) -> Result<Vec<Claim>, FenceError> {
+    let mut claims = fence::claims(disk, Path::new(&config.checkpoint.location))?;
+    claims.retain(|claim| claim.attempt != config.attempt);
+    Ok(claims)
+}
+
+fn has_newer(config: &WorkerConfig, disk: &Disk) -> Result<bool, FenceError> {
+    let location = Path::new(&config.checkpoint.location);
+    let claims = others_claims(config, disk)?;
+    let io = |source| FenceError::Io { path: location.to_path_buf(), source };
+    let found = list_above(disk, location, Some(config.resume.step())).map_err(io)?;
+    Ok(found.iter().any(|found| {
+        let manifest = found.manifest.as_ref();
+        manifest.is_ok_and(|manifest| fence::counts(&claims, manifest.attempt, found.step))
+    }))
+}
+
+/// The newest whole one of the checkpoints above what is resumed from. Every byte is read, which
+/// takes its time.
+fn newer(config: &WorkerConfig, disk: &Disk) -> Result<Option<Event>, FenceError> {
+    let location = Path::new(&config.checkpoint.location);
+    let claims = others_claims(config, disk)?;
+    let newest = newest_under(disk, location, Some(config.resume.step()), &claims)?;
+    Ok(newest.usable.map(|found| found_event(config, found.step, found.name)))
 }
 
 /// This attempt or a later one is claimed, by another job than this.
-fn claim_of_another(config: &WorkerConfig, location: &Path) -> Result<Option<Event>, Stop> {
-    let Some(newest) = fence::claims(location)?.pop() else { return Ok(None) };
+fn claim_of_another(
+    config: &WorkerConfig,
+    disk: &Disk,
+    location: &Path,
+) -> Result<Option<Event>, FenceError> {
+    let Some(newest) = fence::claims(disk, location)?.pop() else { return Ok(None) };
     let own = newest.job_uid == config.job_uid || newest.job_uid.is_empty();
     if own || newest.attempt < config.attempt {
         return Ok(None);
@@ -53,6 +228,7 @@ fn claim_of_another(config: &WorkerConfig, location: &Path) -> Result<Option<Eve
 /// newest one that is whole takes its place.
 pub(crate) fn agree_on_loaded(
     config: &WorkerConfig,
+    disk: &Disk,
     comm: &mut Comm,
     step: u64,
     loaded: Result<(), Refusal>,
@@ -61,7 +237,7 @@ pub(crate) fn agree_on_loaded(
     let own = [u8::from(loaded.is_err())];
     let damaged = comm.gather_all(&own, own.len())?.iter().position(|of| of == &[1]);
     let Some(damaged) = damaged else { return Ok(()) };
-    let found = comm.rank() == 0 && look_for_other(config, step, tell)?;
+    let found = comm.rank() == 0 && look_for_other(config, disk, step, tell)?;
     if first_rank_says(comm, found)? {
         return Err(Stop::Elsewhere);
     }
@@ -79,13 +255,14 @@ pub(crate) fn agree_on_loaded(
 /// turn.
 fn look_for_other(
     config: &WorkerConfig,
+    disk: &Disk,
     step: u64,
     tell: &mut dyn FnMut(Event) -> Result<(), Stop>,
 ) -> Result<bool, Stop> {
     let location = Path::new(&config.checkpoint.location);
     let name = moejob_protocol::checkpoint::directory_name(step);
-    let Err(problems) = verify(&location.join(&name)) else { return Ok(false) };
-    let Some(usable) = newest_usable(location)?.usable else { return Ok(false) };
+    let Err(problems) = verify(disk, &location.join(&name)) else { return Ok(false) };
+    let Some(usable) = newest_usable(disk, location)?.usable else { return Ok(false) };
     let message = format!("{}; {} is used", Refusal::of(&name, problems), usable.name);
     let details = [("step", Detail::Number(step)), ("name", Detail::Text(name))];
     let kind = EventKind::CheckpointRefused;
@@ -108,11 +285,11 @@ fn first_rank_says(comm: &mut Comm, own: bool) -> Result<bool, Stop> {
 /// Recorded where there is a record of this attempt, and told to the leader.
 pub(crate) fn tell(
     event: Event,
-    records: Option<&mut Records>,
+    records: Option<&Recorder>,
     out: &mut dyn FnMut(TrainerEvent),
 ) -> Result<(), Stop> {
     if let Some(records) = records {
-        records.event(&event).map_err(record_failed)?;
+        records.event(&event);
     }
     out(TrainerEvent::Event(event));
     Ok(())

@@ -1,16 +1,17 @@
 //! The steps of one attempt, and what is due between them.
 
-use crate::checkpoint::{NOT_FINITE, Writer};
 use crate::gang::comm::Comm;
 use crate::data::Corpus;
 use crate::engine::grads::Gradients;
 use crate::engine::model::Model;
-use crate::attempt::records::{Records, event, now};
+use crate::attempt::recorder::Recorder;
+use crate::attempt::records::{event, now};
+use crate::attempt::saves::{Ends, News, Patience, Saves};
 use crate::state::slots::{Memory, Slot};
 use crate::state::snapshot::{self, SnapshotError};
 use crate::engine::step::{self, Place, StepSummary, Validation};
 use crate::gang::step_end::StepEnd;
-use crate::attempt::trainer::{Stop, fail, record_failed, storage_failed, tokens_per_step};
+use crate::attempt::trainer::{Stop, fail, storage_failed, tokens_per_step};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::checkpoint::directory_name;
@@ -29,20 +30,19 @@ pub(crate) struct Run<'a> {
     pub control: &'a Control,
     pub out: &'a mut dyn FnMut(TrainerEvent),
     /// Rank 0's.
-    pub records: Option<Records>,
+    pub records: Option<Recorder>,
     pub model: Model,
     pub gradients: Gradients,
-    pub writer: Writer,
+    pub saves: Saves,
+    pub patience: Patience,
     pub memory: &'a Memory,
     pub buddies: Vec<Option<u32>>,
     /// Steps done.
     pub step: u64,
     /// Taken from `control`, not yet agreed on.
     pub asked: Request,
-    /// A checkpoint that is not committed yet, and whether its commit was ordered.
-    pub pending: Option<(u64, bool)>,
-    /// Newest commit that was told.
-    pub committed: u64,
+    /// When waiting for storage ends, since this attempt does.
+    pub waits_until: Option<Instant>,
     /// Steps in the newest snapshot.
     pub snapshot_step: u64,
 }
@@ -50,8 +50,9 @@ pub(crate) struct Run<'a> {
 /// What to do about numbers that are not finite.
 const DIVERGED: &str = "lower the learning rate, warm up longer, or clip gradients";
 
-/// Between two empty steps that wait for storage.
+/// Between two empty steps that wait for storage: at first, and at most.
 const STORAGE_POLL: Duration = Duration::from_millis(2);
+const STORAGE_POLL_MAX: Duration = Duration::from_millis(100);
 
 impl Run<'_> {
     pub fn train(&mut self, corpus: &mut Corpus) -> Result<AttemptEnd, Stop> {
@@ -62,7 +63,7 @@ impl Run<'_> {
         let steps = self.config.training.steps;
         // The attempt before was lost when all was trained and the last checkpoint was not written.
         if self.step >= steps && matches!(self.config.resume, Resume::Memory { .. }) {
-            self.checkpoint(Some(resumed))?;
+            self.saves.begin(self.step, resumed);
         }
         let mut stopped = false;
         while self.step < steps && !stopped {
@@ -87,6 +88,11 @@ impl Run<'_> {
         }
         self.control.set_phase(Phase::Stopping);
         self.wait_for_storage()?;
+        if self.step >= steps && self.saves.has_given_up(self.step) {
+            let waited = self.patience.end.as_secs();
+            let why = format!("the last checkpoint could not be written in {waited} seconds");
+            return Err(storage_failed(&why));
+        }
         if self.step >= steps {
             return Ok(AttemptEnd::Completed { step: self.step });
         }
@@ -138,42 +144,21 @@ impl Run<'_> {
         let asked = self.control.take_requests();
         self.asked.checkpoint_now |= asked.checkpoint_now;
         self.asked.stop_after_this_step |= asked.stop_after_this_step;
-        let progress = self.writer.progress();
         end.checkpoint_now = self.asked.checkpoint_now;
         end.stop_after_this_step = self.asked.stop_after_this_step;
-        end.written = progress.written;
-        end.committed = progress.committed;
-        end.fenced_by = progress.fenced_by.unwrap_or(0);
-        end.write_error = progress.error.unwrap_or_default();
+        self.saves.fill(end);
     }
 
     /// Acts on what all ranks said, the same on each of them.
     fn take_in(&mut self, ends: &[StepEnd]) -> Result<Request, Stop> {
         self.asked = Request::default();
-        if let Some(fenced) = ends.iter().map(|end| end.fenced_by).max().filter(|by| *by > 0) {
-            return Err(Stop::Fenced(fenced));
+        let news = self.saves.take_in(ends).map_err(|end| match end {
+            Ends::Fenced(by) => Stop::Fenced(by),
+            Ends::NotFinite(message) => fail(1, &message, DIVERGED),
+        })?;
+        for news in news {
+            self.tell_storage(news)?;
         }
-        let mut ranks = ends.iter().enumerate();
-        if let Some((rank, end)) = ranks.find(|(_, end)| !end.write_error.is_empty()) {
-            let message = format!("rank {rank} cannot write its checkpoint: {}", end.write_error);
-            if end.write_error.contains(NOT_FINITE) {
-                return Err(fail(1, &message, DIVERGED));
-            }
-            return Err(storage_failed(&message));
-        }
-        if let Some((step, ordered)) = &mut self.pending {
-            let all_written = ends.iter().all(|end| end.written >= *step);
-            if all_written && !*ordered {
-                *ordered = true;
-                if self.model.rank == 0 {
-                    self.writer.commit(*step);
-                }
-            }
-            if ends[0].committed >= *step {
-                self.pending = None;
-            }
-        }
-        self.tell_commit(ends[0].committed)?;
         Ok(Request {
             checkpoint_now: ends.iter().any(|end| end.checkpoint_now),
             stop_after_this_step: ends.iter().any(|end| end.stop_after_this_step),
@@ -185,17 +170,29 @@ impl Run<'_> {
         let config = self.config;
         let last = self.step >= config.training.steps;
         let every = |steps: u64| steps > 0 && self.step.is_multiple_of(steps);
-        let checkpoint =
-            every(config.checkpoint.every_steps) || last || agreed.checkpoint_now;
+        let checkpoint = every(config.checkpoint.every_steps)
+            || last
+            || agreed.checkpoint_now
+            || self.saves.is_overdue();
         let memory = every(config.recovery.memory_every_steps) || stopped;
         let snapshot = if memory { Some(self.snapshot()?) } else { None };
+        if last || stopped {
+            let patience = if last { self.patience.end } else { self.patience.stop };
+            self.waits_until = Some(Instant::now() + patience);
+        }
         if checkpoint { self.checkpoint(snapshot) } else { Ok(()) }
     }
 
-    /// Begins a checkpoint of this step, from its snapshot where there is one.
+    /// Begins a checkpoint of this step, from its snapshot where there is one. Where storage has
+    /// not caught up it is put off, unless there is no step after this one.
     fn checkpoint(&mut self, snapshot: Option<Arc<Slot>>) -> Result<(), Stop> {
-        // One at a time: its staging and its copy of the state are counted once.
-        self.wait_for_storage()?;
+        if !self.saves.has_room() {
+            if self.waits_until.is_none() {
+                let news = self.saves.put_off(self.step);
+                return news.map_or(Ok(()), |news| self.tell_storage(news));
+            }
+            self.wait_for_storage()?;
+        }
         let bytes = match snapshot {
             Some(bytes) => bytes,
             None => {
@@ -203,15 +200,21 @@ impl Run<'_> {
                 Slot::private(len, |bytes| snapshot::cut_into(&self.model, bytes))
             }
         };
-        self.writer.shard(self.step, bytes);
-        self.pending = Some((self.step, false));
+        self.saves.begin(self.step, bytes);
         Ok(())
     }
 
-    /// Goes on with empty steps until nothing waits for storage.
+    /// Goes on with empty steps until nothing waits for storage, or rank 0 has lost patience.
     fn wait_for_storage(&mut self) -> Result<(), Stop> {
-        while self.pending.is_some() {
-            std::thread::sleep(STORAGE_POLL);
+        let mut pause = STORAGE_POLL;
+        let last = self.patience.end;
+        let until = *self.waits_until.get_or_insert_with(|| Instant::now() + last);
+        while self.saves.is_waiting() {
+            std::thread::sleep(pause);
+            pause = (pause + pause / 8).min(STORAGE_POLL_MAX);
+            if self.model.rank == 0 && Instant::now() >= until {
+                self.saves.lose_patience();
+            }
             let mut end = StepEnd::default();
             self.fill(&mut end);
             let ends = step::agree(&self.model, &end, &mut self.comm)?;
@@ -283,8 +286,8 @@ impl Run<'_> {
             validation_loss: validation.map(|validation| validation.loss),
             time: now(),
         };
-        if let Some(records) = &mut self.records {
-            records.step(&report).map_err(record_failed)?;
+        if let Some(records) = &self.records {
+            records.step(&report);
         }
         (self.out)(TrainerEvent::Step(report));
         Ok(())
@@ -346,20 +349,28 @@ impl Run<'_> {
         self.tell(EventKind::Warning, "HeldOutOverlaps", message, self.step)
     }
 
-    /// On rank 0: a commit that was not told yet.
-    pub fn tell_commit(&mut self, committed: u64) -> Result<(), Stop> {
-        if committed <= self.committed {
-            return Ok(());
+    /// On rank 0: what became of storage.
+    pub fn tell_storage(&mut self, news: News) -> Result<(), Stop> {
+        let step = self.step;
+        match news {
+            News::Committed(step) => {
+                let name = directory_name(step);
+                self.tell(EventKind::CheckpointCommitted, "Committed", name, step)?;
+                self.tell_removed()
+            }
+            News::Degraded(reason, why) => {
+                self.tell(EventKind::CheckpointDegraded, reason, why, step)
+            }
+            News::Recovered => {
+                let message = "checkpoints are committed as they are due again".to_string();
+                self.tell(EventKind::CheckpointRecovered, "Committed", message, step)
+            }
         }
-        self.committed = committed;
-        let name = directory_name(committed);
-        self.tell(EventKind::CheckpointCommitted, "Committed", name, committed)?;
-        self.tell_removed()
     }
 
     /// On rank 0: checkpoints that made room for newer ones.
     pub fn tell_removed(&mut self) -> Result<(), Stop> {
-        for step in self.writer.take_removed() {
+        for step in self.saves.take_removed() {
             self.tell(EventKind::CheckpointRemoved, "MoreThanKeep", directory_name(step), step)?;
         }
         Ok(())
@@ -372,10 +383,10 @@ impl Run<'_> {
         message: String,
         step: u64,
     ) -> Result<(), Stop> {
-        let Some(records) = &mut self.records else { return Ok(()) };
+        let Some(records) = &self.records else { return Ok(()) };
         let details = [("step", Detail::Number(step))];
         let told = event(self.config.attempt, kind, reason, message, details);
-        records.event(&told).map_err(record_failed)?;
+        records.event(&told);
         (self.out)(TrainerEvent::Event(told));
         Ok(())
     }

@@ -1,34 +1,38 @@
 //! One attempt on the device's thread: load, train, validate, checkpoint, end.
 //!
 //! ```text
-//! open data -> look into storage -> claim -> state (fresh | checkpoint | memory) -> snapshot
+//! open data -> look into storage, claim -> state (fresh | checkpoint | memory) -> snapshot
 //!   -> step -> agree -> update -> [validate] [snapshot] [checkpoint] -> step ...
 //!   -> empty steps until the last checkpoint is committed
 //! ```
 //! Whatever takes effect on all ranks was agreed on in a step's end, so all take it alike.
 
 use crate::attempt::steps::Run;
+use crate::checkpoint::fence::FenceError;
+use crate::checkpoint::writer::{Before, Flush};
 use crate::checkpoint::{Disk, Expected, Identity, Refusal, Writer, differences, load, show};
-use crate::gang::comm::{Comm, CommError};
+use crate::gang::comm::{AbortHandle, Comm, CommError};
 use crate::data::Corpus;
-use crate::attempt::fence::{self, Claim, FenceError};
 use crate::engine::grads::Gradients;
 use crate::hf::Weights;
 use crate::engine::model::Model;
-use crate::attempt::records::{Records, now};
-use crate::attempt::resume;
+use crate::attempt::recorder::Recorder;
+use crate::attempt::resume::{self, Opened};
+use crate::attempt::saves::{News, Patience, Saves};
+use crate::state::moves::scatter;
 use crate::state::slots::Memory;
-use crate::state::snapshot::{initialize, scatter};
+use crate::state::snapshot::initialize;
 use crate::engine::step::StepError;
 use crate::attempt::api::{AttemptEnd, Control, Failure, TrainerEvent};
-use moejob_protocol::WorkerConfig;
+use moejob_protocol::{CheckpointManifest, WorkerConfig};
 use moejob_protocol::config::{DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::message::{Held, Phase, Request};
 use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig};
 use moejob_protocol::pod::ENV_WORKER;
 use moejob_protocol::report::Event;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Trains attempts, one after the other; keeps data between them. Snapshots stay in the memory of
 /// the worker, which outlives it.
@@ -37,13 +41,15 @@ pub struct Trainer {
     memory: Memory,
     corpus: Option<(DataConfig, TrainingConfig, Corpus)>,
     disk: Disk,
-    /// Of an attempt that was aborted, cancelled; it may still be in the middle of a write.
-    writer: Option<Writer>,
+    patience: Patience,
 }
 
-/// For a write of an aborted attempt to end. Longer waits are for storage that hangs, where the
-/// next attempt's first access will tell.
-const WRITER_END: Duration = Duration::from_secs(5);
+/// How long the end of an attempt waits for its writer: to remove old checkpoints, or to notice
+/// that the attempt is over, so that the next one finds nothing half done.
+const WRITER_END_MAX: Duration = Duration::from_secs(10);
+const WRITER_CANCEL_MAX: Duration = Duration::from_secs(2);
+/// How long a commit waits until the records before it are durable.
+const RECORDS_MAX: Duration = Duration::from_secs(5);
 
 /// Why an attempt ended before its last step.
 pub(crate) enum Stop {
@@ -101,7 +107,12 @@ impl Trainer {
 
     /// One of the trainers of a worker, which share its memory.
     pub fn with_memory(memory: Memory) -> Trainer {
-        Trainer { memory, corpus: None, disk: Disk::real(), writer: None }
+        Trainer { memory, corpus: None, disk: Disk::real(), patience: Patience::default() }
+    }
+
+    /// Waits for storage as long as `patience` says.
+    pub fn with_patience(self, patience: Patience) -> Trainer {
+        Trainer { patience, ..self }
     }
 
     /// A trainer whose storage fails where `disk` says.
@@ -144,55 +155,49 @@ impl Trainer {
         if let Some(failure) = unsupported(config) {
             return Err(Stop::Failed(failure));
         }
-        // Before the first collective, so before rank 0 tidies what is staged.
-        if self.writer.take().is_some_and(|mut writer| !writer.end_within(WRITER_END)) {
-            tracing::warn!("a write to storage of an earlier attempt does not end");
-        }
         let mut corpus = self.corpus(config)?;
         agree_on_data(&corpus, &mut comm)?;
-        resume::look_into_storage(config, &mut comm, out)?;
-        let mut records = if comm.rank() == 0 { Some(self.claim(config)?) } else { None };
+        let opened =
+            resume::open_storage(config, &self.disk, &self.patience, &mut comm, out)?;
+        let records = if comm.rank() == 0 { Some(recorder(config)?) } else { None };
         let mut model = model(config, comm.rank())?;
-        let mut tell = |event: Event| resume::tell(event, records.as_mut(), out);
+        let mut tell = |event: Event| resume::tell(event, records.as_ref(), out);
         self.restore(config, &corpus, &mut model, &mut comm, &mut tell)?;
-        let metrics = match &records {
-            Some(records) => Some(records.metrics_handle().map_err(record_failed)?),
-            None => None,
-        };
-        let identity = identity(config, &model, &corpus);
-        let writer = Writer::start(identity, self.disk.clone(), metrics)
-            .map_err(|error| storage_failed(&format!("no thread for checkpoints: {error}")))?;
+        let writer = self.writer(identity(config, &model, &corpus), &opened, records.as_ref())?;
         let gradients = Gradients::new(&model);
         let mut run = Run {
             config,
-            comm,
             control,
             out,
             records,
             gradients,
-            writer,
+            saves: Saves::new(comm.rank(), writer, state_bytes(&model), &self.patience),
+            patience: self.patience,
+            comm,
             buddies: buddies(config),
             step: config.resume.step(),
             asked: Request::default(),
-            pending: None,
-            committed: 0,
+            waits_until: None,
             snapshot_step: config.resume.step(),
             model,
             memory: &self.memory,
         };
+        if let Some(trouble) = opened.and_then(|opened| opened.trouble)
+            && let Some(news) = run.saves.begin_degraded(&trouble)
+        {
+            run.tell_storage(news)?;
+        }
         let ended = run.train(&mut corpus);
-        if let Err(Stop::Comm(_)) = &ended {
+        if ended.is_err() {
             // Whatever the next attempt resumes from is decided after this.
-            run.writer.cancel();
-            run.tell_commit(run.writer.progress().committed)?;
-            self.writer = Some(run.writer);
-            self.corpus = Some((config.data.clone(), config.training.clone(), corpus));
-            return ended;
+            run.saves.cancel();
+            if let Some(committed) = run.saves.last_commit() {
+                run.tell_storage(News::Committed(committed))?;
+            }
         }
-        if ended.is_ok() {
-            run.writer.finish();
-            run.tell_removed()?;
-        }
+        let patience = if ended.is_ok() { WRITER_END_MAX } else { WRITER_CANCEL_MAX };
+        run.saves.finish(patience.min(self.patience.stop));
+        run.tell_removed()?;
         self.corpus = Some((config.data.clone(), config.training.clone(), corpus));
         ended
     }
@@ -213,22 +218,18 @@ impl Trainer {
         }
     }
 
-    /// Rank 0's claim on the checkpoints, before anything of this attempt can reach them.
-    fn claim(&self, config: &WorkerConfig) -> Result<Records, Stop> {
-        let location = Path::new(&config.checkpoint.location);
-        self.disk.create_directory(location).map_err(|error| {
-            storage_failed(&format!("{} cannot be created: {error}", location.display()))
-        })?;
-        let claim = Claim {
-            attempt: config.attempt,
-            resume_step: config.resume.step(),
-            job_uid: config.job_uid.clone(),
-            time: now(),
+    fn writer(
+        &self,
+        identity: Identity,
+        opened: &Option<Opened>,
+        records: Option<&Recorder>,
+    ) -> Result<Writer, Stop> {
+        let before = Before {
+            claiming: opened.as_ref().map(|opened| Arc::clone(&opened.claiming)),
+            records: records.map(|records| Flush(Box::new(records.flusher(RECORDS_MAX)))),
         };
-        fence::claim(&self.disk, location, &claim)?;
-        let records = Records::open(Path::new(&config.checkpoint.records));
-        let in_pod = std::env::var_os(ENV_WORKER).is_some();
-        records.map(|records| records.echo(in_pod)).map_err(record_failed)
+        Writer::start(identity, self.disk.clone(), before, self.patience.retry)
+            .map_err(|error| storage_failed(&format!("no thread for checkpoints: {error}")))
     }
 
     /// The state that the attempt begins with.
@@ -247,8 +248,10 @@ impl Trainer {
             },
             Resume::Checkpoint { step, name } => {
                 let directory = PathBuf::from(&config.checkpoint.location).join(name);
-                let loaded = restore_checkpoint(&directory, name, config, corpus, model)?;
-                resume::agree_on_loaded(config, comm, *step, loaded, tell)?;
+                let abort = comm.abort_handle();
+                let loaded =
+                    self.restore_checkpoint(&directory, config, corpus, model, &abort)?;
+                resume::agree_on_loaded(config, &self.disk, comm, *step, loaded, tell)?;
             }
             Resume::Memory { step, attempt, layout, sources } => {
                 let shard = |rank| self.memory.shard(*attempt, *step, rank);
@@ -268,10 +271,74 @@ impl Trainer {
         }
         Ok(())
     }
+
+    /// A checkpoint that is whole but of another job, model or data ends the job; one that is
+    /// damaged is the inner error. Storage that fails is waited for.
+    fn restore_checkpoint(
+        &self,
+        directory: &Path,
+        config: &WorkerConfig,
+        corpus: &Corpus,
+        model: &mut Model,
+        abort: &AbortHandle,
+    ) -> Result<Result<(), Refusal>, Stop> {
+        let name = directory.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let until = Instant::now() + self.patience.start;
+        let location = Path::new(&config.checkpoint.location);
+        loop {
+            let loaded = match show(&self.disk, directory) {
+                Ok(manifest) => {
+                    of_this_job(&manifest, name, config, corpus, model)?;
+                    load(&self.disk, directory, &manifest, model)
+                }
+                Err(problems) => Err(Refusal::of(name, problems)),
+            };
+            let away = || resume::is_empty(&self.disk, location).unwrap_or(true);
+            match loaded {
+                Err(refusal) if Instant::now() < until && (refusal.may_heal() || away()) => {
+                    abort.check()?;
+                    std::thread::sleep(self.patience.retry);
+                }
+                loaded => return Ok(loaded),
+            }
+        }
+    }
 }
 
-pub(crate) fn record_failed(error: crate::attempt::records::RecordsError) -> Stop {
-    storage_failed(&format!("{error}: {}", error.source))
+/// Refuses a checkpoint of another job, model or data.
+fn of_this_job(
+    manifest: &CheckpointManifest,
+    name: &str,
+    config: &WorkerConfig,
+    corpus: &Corpus,
+    model: &Model,
+) -> Result<(), Stop> {
+    let expected = Expected {
+        model: &config.model,
+        data_fingerprint: corpus.fingerprint(),
+        seed: config.training.seed,
+        spec_hash: &config.checkpoint.spec_hash,
+        float_bytes: model.shape.float_bytes,
+    };
+    let other = differences(manifest, &expected);
+    match other.is_empty() {
+        true => Ok(()),
+        false => Err(resume::refused(&Refusal::of(name, other))),
+    }
+}
+
+/// Rank 0's records.
+fn recorder(config: &WorkerConfig) -> Result<Recorder, Stop> {
+    let in_pod = std::env::var_os(ENV_WORKER).is_some();
+    let directory = PathBuf::from(&config.checkpoint.records);
+    Recorder::start(directory, config.attempt, in_pod)
+        .map_err(|error| storage_failed(&format!("no thread for records: {error}")))
+}
+
+/// Weights and moments of all ranks together, each element once.
+fn state_bytes(model: &Model) -> u64 {
+    let elements: u64 = model.params.iter().map(|param| param.numel()).sum();
+    elements * 3 * model.shape.float_bytes
 }
 
 /// Weights that others trained, the same on every rank.
@@ -291,33 +358,6 @@ fn start_from(path: &Path, model: &mut Model, comm: &mut Comm) -> Result<(), Sto
         }
     }
     Ok(())
-}
-
-/// A checkpoint that is whole but of another job, model or data ends the job; one that is damaged
-/// is the inner error.
-fn restore_checkpoint(
-    directory: &Path,
-    name: &str,
-    config: &WorkerConfig,
-    corpus: &Corpus,
-    model: &mut Model,
-) -> Result<Result<(), Refusal>, Stop> {
-    let manifest = match show(directory) {
-        Ok(manifest) => manifest,
-        Err(problems) => return Ok(Err(Refusal::of(name, problems))),
-    };
-    let expected = Expected {
-        model: &config.model,
-        data_fingerprint: corpus.fingerprint(),
-        seed: config.training.seed,
-        spec_hash: &config.checkpoint.spec_hash,
-        float_bytes: model.shape.float_bytes,
-    };
-    let other = differences(&manifest, &expected);
-    if !other.is_empty() {
-        return Err(resume::refused(&Refusal::of(name, other)));
-    }
-    Ok(load(directory, &manifest, model))
 }
 
 fn model(config: &WorkerConfig, rank: u32) -> Result<Model, Stop> {

@@ -18,7 +18,7 @@
 use super::load::Shards;
 use super::manifest::PARTS;
 use super::values::{convert, first_non_finite, float_named, name_of};
-use super::{NOT_FINITE, Problem, check, seal};
+use super::{Disk, NOT_FINITE, Problem, check, seal};
 use crate::hf::write::{Failed, Staging, Writing};
 use moejob_kernels::DType;
 use moejob_kernels::philox::normals;
@@ -103,7 +103,8 @@ pub fn grow(
     let staging = Staging::new(out, &target)?;
     let sizes: Vec<u64> = tensors.iter().map(Origin::bytes).collect();
     let mut writing = Writing::new(&staging.path, sizes.iter().sum(), progress);
-    let mut shards = Shards::new(directory, source);
+    let disk = Disk::real();
+    let mut shards = Shards::new(&disk, directory, source);
     let mut entries = Vec::new();
     for (number, run) in crate::hf::import::runs(&sizes, SHARD_BYTES_MAX).into_iter().enumerate() {
         let of_run = &tensors[run];

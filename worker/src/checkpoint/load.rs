@@ -2,7 +2,7 @@
 
 use super::manifest::{NOT_FINITE, PARTS};
 use super::values::{first_non_finite, float_named};
-use super::{Problem, Refusal, open};
+use super::{Disk, Problem, Refusal};
 use crate::engine::model::Model;
 use crate::state::snapshot::{intersect, needed, place_for};
 use moejob_kernels::DType;
@@ -15,14 +15,19 @@ use std::path::Path;
 
 /// Shards of one checkpoint, opened as they are needed.
 pub(crate) struct Shards<'a> {
+    disk: &'a Disk,
     directory: &'a Path,
     manifest: &'a CheckpointManifest,
     open: HashMap<u32, File>,
 }
 
 impl<'a> Shards<'a> {
-    pub(crate) fn new(directory: &'a Path, manifest: &'a CheckpointManifest) -> Shards<'a> {
-        Shards { directory, manifest, open: HashMap::new() }
+    pub(crate) fn new(
+        disk: &'a Disk,
+        directory: &'a Path,
+        manifest: &'a CheckpointManifest,
+    ) -> Shards<'a> {
+        Shards { disk, directory, manifest, open: HashMap::new() }
     }
 
     /// The bytes of a piece, once their hash is right.
@@ -30,8 +35,8 @@ impl<'a> Shards<'a> {
         let entry = &self.manifest.files[piece.file as usize];
         let problem = |why: String| Problem::new(&entry.name, &why);
         if !self.open.contains_key(&piece.file) {
-            let (file, bytes) = open(&self.directory.join(&entry.name))
-                .map_err(|error| problem(error.to_string()))?;
+            let (file, bytes) = (self.disk.open(&self.directory.join(&entry.name)))
+                .map_err(|error| Problem::of_io(&entry.name, &error))?;
             if bytes != entry.bytes {
                 return Err(problem(format!("{bytes} bytes, {} were written", entry.bytes)));
             }
@@ -39,7 +44,8 @@ impl<'a> Shards<'a> {
         }
         let mut bytes = vec![0; (piece.end - piece.begin) as usize];
         let file = &self.open[&piece.file];
-        file.read_exact_at(&mut bytes, piece.begin).map_err(|error| problem(error.to_string()))?;
+        file.read_exact_at(&mut bytes, piece.begin)
+            .map_err(|error| Problem::of_io(&entry.name, &error))?;
         if blake3::hash(&bytes).to_hex().as_str() != piece.blake3 {
             let (begin, end) = (piece.begin, piece.end);
             return Err(problem(format!("the BLAKE3 of bytes {begin}..{end} differs: damaged")));
@@ -55,11 +61,12 @@ impl<'a> Shards<'a> {
 /// # Errors
 /// Names the file or tensor that is damaged.
 pub fn load(
+    disk: &Disk,
     directory: &Path,
     manifest: &CheckpointManifest,
     model: &mut Model,
 ) -> Result<(), Refusal> {
-    let mut shards = Shards::new(directory, manifest);
+    let mut shards = Shards::new(disk, directory, manifest);
     let name = directory.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     for (at, tensor) in manifest.tensors.iter().enumerate() {
         let (index, part) = (at / PARTS.len(), at % PARTS.len());
@@ -103,8 +110,12 @@ fn check_values(tensor: &TensorEntry, bytes: &[u8]) -> Result<(), Problem> {
 }
 
 /// Every piece of every tensor.
-pub(super) fn verify_pieces(directory: &Path, manifest: &CheckpointManifest) -> Vec<Problem> {
-    let mut shards = Shards::new(directory, manifest);
+pub(super) fn verify_pieces(
+    disk: &Disk,
+    directory: &Path,
+    manifest: &CheckpointManifest,
+) -> Vec<Problem> {
+    let mut shards = Shards::new(disk, directory, manifest);
     let mut problems = Vec::new();
     for tensor in &manifest.tensors {
         for piece in &tensor.pieces {

@@ -1,11 +1,13 @@
 //! `manifest.json`: written last, guarded by its own hash, believed only after every check.
 
+use super::disk::may_heal;
 use super::values::float_named;
-use super::{Problem, Refusal};
+use super::{Disk, Problem, Refusal};
 use moejob_protocol::checkpoint::{CHECKPOINT_VERSION, CheckpointManifest, Part, directory_name};
 use moejob_protocol::layout::BLOCK;
 use moejob_protocol::model::Param;
 use std::collections::BTreeSet;
+use std::path::Path;
 
 /// A longer manifest is refused before it is read.
 pub const MANIFEST_BYTES_MAX: u64 = 256 << 20;
@@ -89,6 +91,23 @@ pub fn check(manifest: &CheckpointManifest, directory: &str) -> Vec<Problem> {
     }
     problems.extend(check_tensors(manifest));
     problems
+}
+
+/// The manifest in a directory of any name, whole in itself.
+///
+/// # Errors
+/// Storage fails; or none: there is no such manifest.
+pub(super) fn manifest_in(
+    disk: &Disk,
+    directory: &Path,
+) -> Result<CheckpointManifest, Option<std::io::Error>> {
+    let text = disk.read(&directory.join("manifest.json"), MANIFEST_BYTES_MAX);
+    let text = text.map_err(|error| Some(error).filter(may_heal))?;
+    let manifest = unseal(&text).map_err(|_| None)?;
+    match check(&manifest, &directory_name(manifest.step)).is_empty() {
+        true => Ok(manifest),
+        false => Err(None),
+    }
 }
 
 /// `a<attempt>-r<rank>-<n>.safetensors` and nothing that a path could hide in.
@@ -257,7 +276,12 @@ pub(crate) fn value_differences(
 
 impl Problem {
     pub(crate) fn new(what: &str, why: &str) -> Problem {
-        Problem { what: what.to_string(), why: why.to_string() }
+        Problem { what: what.to_string(), why: why.to_string(), may_heal: false }
+    }
+
+    /// What storage answered.
+    pub(crate) fn of_io(what: &str, error: &std::io::Error) -> Problem {
+        Problem { may_heal: may_heal(error), ..Problem::new(what, &error.to_string()) }
     }
 }
 

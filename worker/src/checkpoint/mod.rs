@@ -8,22 +8,25 @@
 //! A checkpoint exists if and only if its manifest does and every piece's BLAKE3 matches.
 
 mod disk;
+pub mod fence;
 mod grow;
 mod load;
 mod manifest;
 pub(crate) mod safetensors;
 pub(crate) mod values;
 mod write;
+pub mod writer;
 
-pub use disk::Disk;
+pub use disk::{Disk, Effect, EndsAfter, Faults, NewFile};
 pub use grow::{Growth, grow, grown};
 pub(crate) use load::Shards;
 pub use load::load;
 pub(crate) use manifest::{PARTS, model_is_sane, value_differences};
 pub use manifest::{Expected, NOT_FINITE, check, differences, seal, unseal};
-pub use write::{Identity, Writer, commit, prune, write_shard};
+pub use write::{Committed, Identity, WriteError, commit, prune, write_shard};
+pub use writer::Writer;
 
-use crate::attempt::fence::{self, FenceError};
+use fence::FenceError;
 use manifest::MANIFEST_BYTES_MAX;
 use moejob_protocol::CheckpointManifest;
 use moejob_protocol::checkpoint::directory_name;
@@ -44,6 +47,8 @@ pub fn shard_tensors(file: &File, bytes: u64) -> Result<usize, String> {
 pub struct Problem {
     pub what: String,
     pub why: String,
+    /// Storage failed while it was looked at: another try may find it well.
+    pub may_heal: bool,
 }
 
 impl std::fmt::Display for Problem {
@@ -59,6 +64,13 @@ pub struct Refusal {
     /// `step-00000200`
     pub name: String,
     pub problems: Vec<Problem>,
+}
+
+impl Refusal {
+    /// Storage failed while it was looked at: another try may find it well.
+    pub fn may_heal(&self) -> bool {
+        self.problems.iter().any(|problem| problem.may_heal)
+    }
 }
 
 /// Problems that a message shows; `moejob checkpoint verify` lists all.
@@ -87,21 +99,35 @@ pub struct Found {
 ///
 /// # Errors
 /// The location cannot be read; that it does not exist is no error.
-pub fn list(location: &Path) -> std::io::Result<Vec<Found>> {
-    let entries = match std::fs::read_dir(location) {
-        Ok(entries) => entries,
+pub fn list(disk: &Disk, location: &Path) -> std::io::Result<Vec<Found>> {
+    list_above(disk, location, None)
+}
+
+/// The same of more steps than `step`. A manifest may have a hundred megabytes: those that are not
+/// asked for are not read.
+///
+/// # Errors
+/// The location cannot be read; that it does not exist is no error.
+pub fn list_above(
+    disk: &Disk,
+    location: &Path,
+    above: Option<u64>,
+) -> std::io::Result<Vec<Found>> {
+    let names = match disk.names(location) {
+        Ok(names) => names,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(error),
     };
     let mut found = Vec::new();
-    for entry in entries {
-        let name = entry?.file_name();
-        let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.parse::<u64>().ok());
-        let Some(step) = step.filter(|step| name.to_str() == Some(&directory_name(*step))) else {
+    for name in names {
+        let step = name.strip_prefix("step-").and_then(|step| step.parse::<u64>().ok());
+        let Some(step) = step.filter(|step| {
+            name == directory_name(*step) && above.is_none_or(|above| *step > above)
+        }) else {
             continue;
         };
         let path = location.join(&name);
-        found.push(Found { step, name: directory_name(step), manifest: read(&path), path });
+        found.push(Found { step, name, manifest: read(disk, &path), path });
     }
     found.sort_by_key(|found| found.step);
     Ok(found)
@@ -111,26 +137,23 @@ pub fn list(location: &Path) -> std::io::Result<Vec<Found>> {
 ///
 /// # Errors
 /// Everything that is wrong with it.
-pub fn show(directory: &Path) -> Result<CheckpointManifest, Vec<Problem>> {
-    read(directory)
+pub fn show(disk: &Disk, directory: &Path) -> Result<CheckpointManifest, Vec<Problem>> {
+    read(disk, directory)
 }
 
-fn read(directory: &Path) -> Result<CheckpointManifest, Vec<Problem>> {
+fn read(disk: &Disk, directory: &Path) -> Result<CheckpointManifest, Vec<Problem>> {
     let name = directory.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let one = |why: String| vec![Problem::new("manifest.json", &why)];
     let is_link = std::fs::symlink_metadata(directory).is_ok_and(|at| at.is_symlink());
     if is_link {
         return Err(vec![Problem::new(name, "it is a symbolic link")]);
     }
-    let (file, bytes) = open(&directory.join("manifest.json")).map_err(|error| {
-        let missing = error.kind() == std::io::ErrorKind::NotFound;
-        one(if missing { "it is missing: half written".to_string() } else { error.to_string() })
+    let path = directory.join("manifest.json");
+    let text = disk.read(&path, MANIFEST_BYTES_MAX).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => {
+            vec![Problem::new("manifest.json", "it is missing: half written")]
+        }
+        _ => vec![Problem::of_io("manifest.json", &error)],
     })?;
-    if bytes > MANIFEST_BYTES_MAX {
-        return Err(one(format!("{bytes} bytes, at most {MANIFEST_BYTES_MAX}")));
-    }
-    let mut text = vec![0; bytes as usize];
-    file.read_exact_at(&mut text, 0).map_err(|error| one(error.to_string()))?;
     let manifest = unseal(&text).map_err(|problem| vec![problem])?;
     let problems = check(&manifest, name);
     if problems.is_empty() { Ok(manifest) } else { Err(problems) }
@@ -151,44 +174,45 @@ pub(crate) fn open(path: &Path) -> std::io::Result<(File, u64)> {
 ///
 /// # Errors
 /// Everything that is wrong with it.
-pub fn verify(directory: &Path) -> Result<CheckpointManifest, Vec<Problem>> {
-    let manifest = read(directory)?;
+pub fn verify(disk: &Disk, directory: &Path) -> Result<CheckpointManifest, Vec<Problem>> {
+    let manifest = read(disk, directory)?;
     let mut problems = Vec::new();
     for entry in &manifest.files {
-        if let Err(why) = verify_file(&directory.join(&entry.name), entry) {
-            problems.push(Problem::new(&entry.name, &why));
-        }
+        problems.extend(verify_file(disk, &directory.join(&entry.name), entry).err());
     }
     if problems.is_empty() {
-        problems = load::verify_pieces(directory, &manifest);
+        problems = load::verify_pieces(disk, directory, &manifest);
     }
     if problems.is_empty() { Ok(manifest) } else { Err(problems) }
 }
 
 fn verify_file(
+    disk: &Disk,
     path: &Path,
     entry: &moejob_protocol::checkpoint::FileEntry,
-) -> Result<(), String> {
-    let (file, bytes) = open(path).map_err(|error| match error.kind() {
-        std::io::ErrorKind::NotFound => "it is missing".to_string(),
-        _ => error.to_string(),
-    })?;
+) -> Result<(), Problem> {
+    let problem = |why: &str| Problem::new(&entry.name, why);
+    let failed = |error: std::io::Error| match error.kind() {
+        std::io::ErrorKind::NotFound => problem("it is missing"),
+        _ => Problem::of_io(&entry.name, &error),
+    };
+    let (file, bytes) = disk.open(path).map_err(failed)?;
     if bytes != entry.bytes {
-        return Err(format!("{bytes} bytes, {} were written", entry.bytes));
+        return Err(problem(&format!("{bytes} bytes, {} were written", entry.bytes)));
     }
     let mut hasher = blake3::Hasher::new();
     let mut buffer = vec![0; 1 << 20];
     let mut at = 0;
     while at < bytes {
         let count = buffer.len().min((bytes - at) as usize);
-        file.read_exact_at(&mut buffer[..count], at).map_err(|error| error.to_string())?;
+        file.read_exact_at(&mut buffer[..count], at).map_err(failed)?;
         hasher.update(&buffer[..count]);
         at += count as u64;
     }
     if hasher.finalize().to_hex().as_str() != entry.blake3 {
-        return Err("its BLAKE3 differs: damaged".to_string());
+        return Err(problem("its BLAKE3 differs: damaged"));
     }
-    safetensors::read_header(&file, bytes).map(|_| ())
+    safetensors::read_header(&file, bytes).map(|_| ()).map_err(|why| problem(&why))
 }
 
 /// The newest checkpoint that can be resumed from, and those newer ones that cannot.
@@ -202,30 +226,51 @@ pub struct Newest {
 /// Looks from the newest checkpoint backwards for one that counts under the claims and verifies.
 ///
 /// # Errors
-/// The location cannot be read.
-pub fn newest_usable(location: &Path) -> Result<Newest, FenceError> {
-    newest_above(location, None)
+/// Storage fails, so that nothing can be said of one of them.
+pub fn newest_usable(disk: &Disk, location: &Path) -> Result<Newest, FenceError> {
+    newest_above(disk, location, None)
 }
 
 /// The same among those of more steps than `step`; older ones are not looked at.
 ///
 /// # Errors
-/// The location cannot be read.
-pub fn newest_above(location: &Path, step: Option<u64>) -> Result<Newest, FenceError> {
+/// Storage fails, so that nothing can be said of one of them.
+pub fn newest_above(
+    disk: &Disk,
+    location: &Path,
+    step: Option<u64>,
+) -> Result<Newest, FenceError> {
+    newest_under(disk, location, step, &fence::claims(disk, location)?)
+}
+
+/// The same under these claims.
+///
+/// # Errors
+/// Storage fails, so that nothing can be said of one of them.
+pub fn newest_under(
+    disk: &Disk,
+    location: &Path,
+    step: Option<u64>,
+    claims: &[fence::Claim],
+) -> Result<Newest, FenceError> {
     let io = |source| FenceError::Io { path: location.to_path_buf(), source };
-    let claims = fence::claims(location)?;
     let mut newest = Newest::default();
-    let all = list(location).map_err(io)?.into_iter().rev();
-    for found in all.take_while(|found| step.is_none_or(|step| found.step > step)) {
-        let verified = found.manifest.clone().and_then(|_| verify(&found.path));
+    for found in list_above(disk, location, step).map_err(io)?.into_iter().rev() {
+        let verified = found.manifest.clone().and_then(|_| verify(disk, &found.path));
         match verified {
             // What a fenced attempt left is no damage and no news.
-            Ok(manifest) if !fence::counts(&claims, manifest.attempt, found.step) => {}
+            Ok(manifest) if !fence::counts(claims, manifest.attempt, found.step) => {}
             Ok(_) => {
                 newest.usable = Some(found);
                 break;
             }
-            Err(problems) => newest.refused.push(Refusal::of(&found.name, problems)),
+            Err(problems) => match problems.iter().find(|problem| problem.may_heal) {
+                Some(problem) => {
+                    let why = format!("{}: {problem}", found.name);
+                    return Err(io(std::io::Error::other(why)));
+                }
+                None => newest.refused.push(Refusal::of(&found.name, problems)),
+            },
         }
     }
     Ok(newest)

@@ -1,11 +1,14 @@
-//! Writing: shards from snapshots in a thread of its own, and the commit.
+//! Writing: a rank's shard from its snapshot, the commit of all of them, and what goes for them.
+//!
+//! Whatever fails can be done again from its beginning: storage may fail between any two effects
+//! and heal later.
 
 use super::manifest::{NOT_FINITE, PARTS};
 use super::values::{first_non_finite, name_of};
+use super::fence::{self, FenceError, aside_name, staging_name};
+use super::manifest::manifest_in;
 use super::{Disk, list, seal};
 use crate::engine::diagnosis::place;
-use crate::attempt::fence::{self, FenceError, staging_name};
-use crate::state::slots::Slot;
 use crate::state::snapshot::{ShardRun, shard_runs};
 use moejob_kernels::DType;
 use moejob_protocol::CheckpointManifest;
@@ -16,12 +19,7 @@ use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
 /// Everything about a job and attempt that a checkpoint carries.
 #[derive(Clone, Debug)]
@@ -62,7 +60,7 @@ impl Identity {
         name_of(self.float())
     }
 
-    fn staging(&self, step: u64) -> PathBuf {
+    pub(super) fn staging(&self, step: u64) -> PathBuf {
         self.location.join(staging_name(self.attempt, step))
     }
 
@@ -107,16 +105,27 @@ impl Identity {
     }
 }
 
-/// Writes this rank's shard of `step` into staging and makes it durable.
+/// Why a shard is not written.
+#[derive(Debug, thiserror::Error)]
+pub enum WriteError {
+    /// No storage can help it.
+    #[error("{0}")]
+    NotFinite(String),
+    #[error("{0}")]
+    Io(#[from] std::io::Error),
+}
+
+/// Writes this rank's shard of `step` into staging and makes it durable; may be called again after
+/// it failed.
 ///
 /// # Errors
-/// Storage failed, the shard exists already, or a value is not finite.
+/// Storage failed, or a value is not finite.
 pub fn write_shard(
     disk: &Disk,
     identity: &Identity,
     step: u64,
     bytes: &[u8],
-) -> std::io::Result<()> {
+) -> Result<(), WriteError> {
     let staging = identity.staging(step);
     let runs = identity.runs(identity.rank);
     for run in &runs {
@@ -125,13 +134,13 @@ pub fn write_shard(
         if first_non_finite(values, identity.float()).is_some() {
             let name = place(&identity.params[run.index]);
             let message = format!("{name} after step {step}: {NOT_FINITE}");
-            return Err(std::io::Error::other(message));
+            return Err(WriteError::NotFinite(message));
         }
     }
     disk.create_directory(&staging)?;
-    let header = identity.header(&runs)?;
+    let header = identity.header(&runs).map_err(std::io::Error::from)?;
     let name = format!("a{}-r{}-0.safetensors", identity.attempt, identity.rank);
-    let mut file = disk.create_new(&staging.join(&name))?;
+    let mut file = disk.create_anew(&staging.join(&name))?;
     let mut hasher = blake3::Hasher::new();
     hasher.update(&header);
     disk.write(&mut file, &header)?;
@@ -153,14 +162,26 @@ pub fn write_shard(
         data: header.len() as u64,
         pieces,
     };
-    let mut file = disk.create_new(&staging.join(identity.pieces_name(identity.rank)))?;
-    disk.write(&mut file, &serde_json::to_vec(&written)?)?;
+    let mut file = disk.create_anew(&staging.join(identity.pieces_name(identity.rank)))?;
+    disk.write(&mut file, &serde_json::to_vec(&written).map_err(std::io::Error::from)?)?;
     disk.sync(&file)?;
-    disk.sync_directory(&staging)
+    // The entry of the staging directory, too: nobody else will make it durable before the commit.
+    disk.sync_directory(&staging)?;
+    Ok(disk.sync_directory(&identity.location)?)
 }
 
-/// Puts the acknowledged shards of all ranks together: manifest, then the rename that commits.
-/// `last_word` is asked right before the rename; gives whether it was done.
+/// How a commit ended that did not fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Committed {
+    Yes,
+    /// `last_word` said no.
+    No,
+    /// What the ranks wrote has gone: this checkpoint will never be.
+    Vanished,
+}
+
+/// Puts the acknowledged shards of all ranks together: manifest, then the rename that commits. May
+/// be called again after it failed. `last_word` is asked right before the rename.
 ///
 /// # Errors
 /// `Fenced` under a higher claim; or storage failed.
@@ -169,51 +190,132 @@ pub fn commit(
     identity: &Identity,
     step: u64,
     last_word: impl FnOnce() -> bool,
-) -> Result<bool, FenceError> {
-    let staging = identity.staging(step);
+) -> Result<Committed, FenceError> {
+    let (location, staging) = (&identity.location, identity.staging(step));
     let io = |source| FenceError::Io { path: staging.clone(), source };
-    let manifest = assemble(identity, step).map_err(io)?;
-    let sealed = seal(&manifest).map_err(|error| io(error.into()))?;
-    let (part, whole) = (staging.join("manifest.json.part"), staging.join("manifest.json"));
-    (|| {
-        let mut file = disk.create_new(&part)?;
-        disk.write(&mut file, &sealed)?;
-        disk.sync(&file)?;
-        drop(file);
-        for rank in 0..identity.layout.mesh.world() {
-            disk.remove_file(&staging.join(identity.pieces_name(rank)))?;
+    own_claim_is_highest(disk, identity)?;
+    if is_committed(disk, identity, step)? {
+        // An earlier try got as far as the rename and did not hear of it.
+        disk.sync_directory(location).map_err(io)?;
+        return Ok(Committed::Yes);
+    }
+    // One that an earlier try made durable says all that the ranks' pieces said, and they may be
+    // gone.
+    let made = manifest_in(disk, &staging).is_ok_and(|made| made.step == step);
+    if !made && !write_manifest(disk, identity, step).map_err(io)? {
+        return Ok(Committed::Vanished);
+    }
+    for rank in 0..identity.layout.mesh.world() {
+        match disk.remove_file(&staging.join(identity.pieces_name(rank))) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(io(error)),
+            _ => {}
         }
-        disk.rename(&part, &whole)?;
-        disk.sync_directory(&staging)
-    })()
-    .map_err(io)?;
+    }
+    disk.sync_directory(&staging).map_err(io)?;
     if !last_word() {
-        return Ok(false);
+        return Ok(Committed::No);
     }
-    if let Some(claimed) = fence::higher(&identity.location, identity.attempt)? {
-        return Err(FenceError::Fenced { own: identity.attempt, claimed });
+    own_claim_is_highest(disk, identity)?;
+    let target = location.join(directory_name(step));
+    if target.exists() {
+        move_aside(disk, identity, step, &target)?;
     }
-    let target = identity.location.join(directory_name(step));
-    (|| {
-        if target.exists() {
-            // It does not count, or this attempt would have resumed from it.
-            let aside = format!(".aside-a{}-{}", identity.attempt, directory_name(step));
-            disk.rename(&target, &identity.location.join(aside))?;
-        }
-        disk.rename(&staging, &target)?;
-        disk.sync_directory(&identity.location)
-    })()
-    .map_err(io)?;
+    // Onto a checkpoint that came meanwhile this fails: a directory that is not empty stays.
+    disk.rename(&staging, &target).map_err(io)?;
+    disk.sync_directory(location).map_err(io)?;
+    Ok(Committed::Yes)
+}
+
+/// Makes the manifest of a staged checkpoint durable; false: the ranks' shards are not there.
+fn write_manifest(disk: &Disk, identity: &Identity, step: u64) -> std::io::Result<bool> {
+    let staging = identity.staging(step);
+    let manifest = match assemble(disk, identity, step) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
+        assembled => assembled?,
+    };
+    let sealed = seal(&manifest)?;
+    let (part, whole) = (staging.join("manifest.json.part"), staging.join("manifest.json"));
+    let mut file = disk.create_anew(&part)?;
+    disk.write(&mut file, &sealed)?;
+    disk.sync(&file)?;
+    drop(file);
+    disk.rename(&part, &whole)?;
+    disk.sync_directory(&staging)?;
     Ok(true)
 }
 
-fn assemble(identity: &Identity, step: u64) -> std::io::Result<CheckpointManifest> {
+/// The claim of this attempt lies where checkpoints go, so it is the storage that was claimed, and
+/// no attempt after it has claimed.
+fn own_claim_is_highest(disk: &Disk, identity: &Identity) -> Result<(), FenceError> {
+    let own = identity.attempt;
+    match fence::claims(disk, &identity.location)?.last() {
+        Some(last) if last.attempt > own => {
+            Err(FenceError::Fenced { own, claimed: last.attempt })
+        }
+        Some(last) if last.attempt == own => Ok(()),
+        _ => {
+            let why = "the claim of this attempt is not there: is another volume mounted?";
+            let source = std::io::Error::other(why);
+            Err(FenceError::Io { path: identity.location.join("attempts"), source })
+        }
+    }
+}
+
+/// This attempt's checkpoint of `step` stands in its place already.
+fn is_committed(disk: &Disk, identity: &Identity, step: u64) -> Result<bool, FenceError> {
+    let target = identity.location.join(directory_name(step));
+    match manifest_in(disk, &target) {
+        Ok(manifest) => Ok(manifest.attempt == identity.attempt
+            && manifest.step == step
+            && manifest.job_uid == identity.job_uid),
+        Err(Some(source)) => Err(FenceError::Io { path: target, source }),
+        Err(None) => Ok(false),
+    }
+}
+
+/// Makes room for the commit of `step`. What stands there does not count, or this attempt would
+/// have resumed from it; should it turn out to be a newer attempt's, it goes back.
+fn move_aside(
+    disk: &Disk,
+    identity: &Identity,
+    step: u64,
+    target: &Path,
+) -> Result<(), FenceError> {
+    let own = identity.attempt;
+    let io = |source| FenceError::Io { path: target.to_path_buf(), source };
+    let newer = |path: &Path| match manifest_in(disk, path) {
+        Ok(manifest) => Ok(Some(manifest.attempt).filter(|attempt| *attempt > own)),
+        Err(Some(source)) => Err(io(source)),
+        Err(None) => Ok(None),
+    };
+    if let Some(claimed) = newer(target)? {
+        return Err(FenceError::Fenced { own, claimed });
+    }
+    let mut aside = identity.location.join(aside_name(own, step));
+    for number in 1.. {
+        if !aside.exists() {
+            break;
+        }
+        aside = identity.location.join(format!("{}.{number}", aside_name(own, step)));
+    }
+    disk.rename(target, &aside).map_err(io)?;
+    if let Some(claimed) = newer(&aside)? {
+        disk.rename(&aside, target).map_err(io)?;
+        return Err(FenceError::Fenced { own, claimed });
+    }
+    Ok(())
+}
+
+/// The longest list of a rank's pieces.
+const PIECES_BYTES_MAX: u64 = 256 << 20;
+
+fn assemble(disk: &Disk, identity: &Identity, step: u64) -> std::io::Result<CheckpointManifest> {
     let staging = identity.staging(step);
     let world = identity.layout.mesh.world();
     let mut files = Vec::new();
     let mut pieces: BTreeMap<(usize, usize), Vec<Piece>> = BTreeMap::new();
     for rank in 0..world {
-        let text = std::fs::read(staging.join(identity.pieces_name(rank)))?;
+        let text = disk.read(&staging.join(identity.pieces_name(rank)), PIECES_BYTES_MAX)?;
         let written: Written = serde_json::from_slice(&text)?;
         let runs = identity.runs(rank);
         if written.pieces.len() != runs.len() * PARTS.len() {
@@ -266,11 +368,13 @@ fn assemble(identity: &Identity, step: u64) -> std::io::Result<CheckpointManifes
 /// Removes all but the newest `keep` checkpoints that count; gives the steps of those removed.
 ///
 /// # Errors
-/// Storage failed.
-pub fn prune(disk: &Disk, location: &Path, keep: u32) -> Result<Vec<u64>, FenceError> {
-    let io = |source| FenceError::Io { path: location.to_path_buf(), source };
-    let claims = fence::claims(location)?;
-    let mut counted: Vec<_> = list(location)
+/// `Fenced` under a higher claim, whose attempt may have resumed from what would go; or storage
+/// failed.
+pub fn prune(disk: &Disk, identity: &Identity) -> Result<Vec<u64>, FenceError> {
+    let (location, own) = (&identity.location, identity.attempt);
+    let io = |source| FenceError::Io { path: location.clone(), source };
+    let claims = fence::claims(disk, location)?;
+    let mut counted: Vec<_> = list(disk, location)
         .map_err(io)?
         .into_iter()
         .filter(|found| {
@@ -278,186 +382,18 @@ pub fn prune(disk: &Disk, location: &Path, keep: u32) -> Result<Vec<u64>, FenceE
             manifest.is_ok_and(|manifest| fence::counts(&claims, manifest.attempt, found.step))
         })
         .collect();
-    counted.truncate(counted.len().saturating_sub(keep.max(1) as usize));
+    counted.truncate(counted.len().saturating_sub(identity.keep.max(1) as usize));
     let mut removed = Vec::new();
     for found in counted {
         // Out of sight first, so that a half-removed one is never taken for a checkpoint.
-        let gone = location.join(format!(".gone-{}", found.name));
+        let gone = location.join(format!(".gone-a{own}-{}", found.name));
         disk.rename(&found.path, &gone).map_err(io)?;
+        if let Some(claimed) = fence::higher(disk, location, own)? {
+            disk.rename(&gone, &found.path).map_err(io)?;
+            return Err(FenceError::Fenced { own, claimed });
+        }
         disk.remove_directory(&gone).map_err(io)?;
         removed.push(found.step);
     }
     Ok(removed)
-}
-
-/// What the writer has done so far.
-#[derive(Clone, Debug, Default)]
-pub struct Progress {
-    /// Steps in the newest shard that is durable.
-    pub written: u64,
-    /// Steps in the newest checkpoint committed.
-    pub committed: u64,
-    /// Steps of the checkpoints removed since, as more than `keep`.
-    pub removed: Vec<u64>,
-    pub error: Option<String>,
-    pub fenced_by: Option<u32>,
-}
-
-enum Job {
-    Shard { step: u64, bytes: Arc<Slot> },
-    Commit { step: u64 },
-}
-
-/// Jobs that wait at most: a shard and its commit.
-const JOBS_MAX: usize = 2;
-
-/// Between two looks at a writer that is to end.
-const END_POLL: Duration = Duration::from_millis(1);
-
-/// The thread that writes, so that steps go on meanwhile.
-#[derive(Debug)]
-pub struct Writer {
-    jobs: Option<SyncSender<Job>>,
-    shared: Arc<Mutex<Shared>>,
-    thread: Option<JoinHandle<()>>,
-}
-
-#[derive(Debug, Default)]
-struct Shared {
-    progress: Progress,
-    cancelled: bool,
-}
-
-fn lock(shared: &Mutex<Shared>) -> MutexGuard<'_, Shared> {
-    shared.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-}
-
-impl Writer {
-    /// Starts the thread. `metrics` is made durable before each manifest.
-    ///
-    /// # Errors
-    /// No thread could be started.
-    pub fn start(
-        identity: Identity,
-        disk: Disk,
-        metrics: Option<File>,
-    ) -> std::io::Result<Writer> {
-        let (jobs, queue) = sync_channel(JOBS_MAX);
-        let shared = Arc::<Mutex<Shared>>::default();
-        let theirs = Arc::clone(&shared);
-        let work = move || run(&identity, &disk, metrics.as_ref(), &queue, &theirs);
-        let thread = std::thread::Builder::new().name("checkpoint".to_string()).spawn(work)?;
-        Ok(Writer { jobs: Some(jobs), shared, thread: Some(thread) })
-    }
-
-    /// Writes this rank's shard of `step`.
-    pub fn shard(&self, step: u64, bytes: Arc<Slot>) {
-        self.send(Job::Shard { step, bytes });
-    }
-
-    /// All ranks have acknowledged `step`: commit it.
-    pub fn commit(&self, step: u64) {
-        self.send(Job::Commit { step });
-    }
-
-    fn send(&self, job: Job) {
-        let sent = self.jobs.as_ref().map(|jobs| jobs.send(job));
-        if !matches!(sent, Some(Ok(()))) {
-            lock(&self.shared).progress.error.get_or_insert("the writer has ended".to_string());
-        }
-    }
-
-    pub fn progress(&self) -> Progress {
-        lock(&self.shared).progress.clone()
-    }
-
-    /// The checkpoints removed since this was last asked.
-    pub fn take_removed(&self) -> Vec<u64> {
-        std::mem::take(&mut lock(&self.shared).progress.removed)
-    }
-
-    /// From now on nothing is committed; what is committed already is told by `progress`.
-    pub fn cancel(&self) {
-        lock(&self.shared).cancelled = true;
-    }
-
-    /// Waits until a cancelled writer writes no more, for at most so long: storage may hang. Says
-    /// whether it has ended.
-    pub fn end_within(&mut self, most: Duration) -> bool {
-        self.jobs = None;
-        let since = Instant::now();
-        while self.thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
-            if since.elapsed() >= most {
-                return false;
-            }
-            std::thread::sleep(END_POLL);
-        }
-        self.finish();
-        true
-    }
-
-    /// Waits until everything asked for is done.
-    pub fn finish(&mut self) {
-        self.jobs = None;
-        if let Some(thread) = self.thread.take() {
-            // A panic there was reported as an error, or nothing was acknowledged.
-            let _ = thread.join();
-        }
-    }
-}
-
-impl Drop for Writer {
-    fn drop(&mut self) {
-        self.cancel();
-    }
-}
-
-fn run(
-    identity: &Identity,
-    disk: &Disk,
-    metrics: Option<&File>,
-    queue: &Receiver<Job>,
-    shared: &Mutex<Shared>,
-) {
-    while let Ok(job) = queue.recv() {
-        let done = match job {
-            Job::Shard { .. } | Job::Commit { .. } if lock(shared).cancelled => continue,
-            Job::Shard { step, bytes } => write_shard(disk, identity, step, &bytes)
-                .map(|()| lock(shared).progress.written = step)
-                .map_err(|source| FenceError::Io { path: identity.staging(step), source }),
-            Job::Commit { step } => commit_and_prune(identity, disk, metrics, shared, step),
-        };
-        if let Err(error) = done {
-            let progress = &mut lock(shared).progress;
-            match &error {
-                FenceError::Fenced { claimed, .. } => progress.fenced_by = Some(*claimed),
-                FenceError::Io { source, .. } => {
-                    progress.error.get_or_insert(format!("{error}: {source}"));
-                }
-            }
-        }
-    }
-}
-
-fn commit_and_prune(
-    identity: &Identity,
-    disk: &Disk,
-    metrics: Option<&File>,
-    shared: &Mutex<Shared>,
-    step: u64,
-) -> Result<(), FenceError> {
-    if let Some(metrics) = metrics {
-        let io = |source| FenceError::Io { path: identity.location.clone(), source };
-        metrics.sync_data().map_err(io)?;
-    }
-    // Held over the rename, so that nothing is committed once `cancel` has returned.
-    let mut held = None;
-    let last_word = || !held.insert(lock(shared)).cancelled;
-    let committed = commit(disk, identity, step, last_word)?;
-    if let Some(mut shared) = held.filter(|_| committed) {
-        shared.progress.committed = step;
-    }
-    let removed = prune(disk, &identity.location, identity.keep)?;
-    lock(shared).progress.removed.extend(removed);
-    Ok(())
 }

@@ -75,7 +75,9 @@ impl AbortHandle {
         self.signal.notify();
     }
 
-    fn check(&self) -> Result<(), CommError> {
+    /// # Errors
+    /// `Aborted`, once it is.
+    pub fn check(&self) -> Result<(), CommError> {
         match self.memory.word(self.state).load(Ordering::SeqCst) {
             2 => Err(CommError::Aborted { reason: self.memory.read_text(self.why, self.room) }),
             _ => Ok(()),

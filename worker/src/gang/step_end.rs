@@ -16,7 +16,9 @@ pub struct StepEnd {
     pub written: u64,
     /// Steps in the newest checkpoint that rank 0 has committed.
     pub committed: u64,
-    /// Why this rank's shard could not be written; empty: it could.
+    /// Rank 0's word that no checkpoint of up to so many steps is waited for any longer.
+    pub given_up: u64,
+    /// Why this rank's storage fails at present; empty: it does not.
     pub write_error: String,
     /// Of each micro-batch of this rank, ascending: the sum of its cross-entropies, its auxiliary
     /// loss, its z loss and the entropy of its scores, these summed over layers.
@@ -43,7 +45,7 @@ const ERROR_BYTES_MAX: usize = 1024;
 impl StepEnd {
     /// The longest encoding, so that a receiver can bound what it takes.
     pub fn bytes_max(micro_batches: usize, counts: usize, blocks: usize) -> usize {
-        80 + ERROR_BYTES_MAX + 8 * LOSSES * micro_batches + 8 * (2 * counts + blocks)
+        88 + ERROR_BYTES_MAX + 8 * LOSSES * micro_batches + 8 * (2 * counts + blocks)
     }
 
     pub fn encode(&self) -> Vec<u8> {
@@ -65,7 +67,8 @@ impl StepEnd {
             out.extend_from_slice(&word.to_le_bytes());
         }
         let tallies = [self.unrouted, self.followed, self.switched];
-        for number in [self.written, self.committed].into_iter().chain(tallies) {
+        let checkpoints = [self.written, self.committed, self.given_up];
+        for number in checkpoints.into_iter().chain(tallies) {
             out.extend_from_slice(&number.to_le_bytes());
         }
         out.extend_from_slice(error.as_bytes());
@@ -104,6 +107,7 @@ impl StepEnd {
             *len = word(&mut bytes)? as usize;
         }
         let (written, committed) = (double(&mut bytes)?, double(&mut bytes)?);
+        let given_up = double(&mut bytes)?;
         let unrouted = double(&mut bytes)?;
         let (followed, switched) = (double(&mut bytes)?, double(&mut bytes)?);
         let [error, losses, counts, dropped, sums] = lengths;
@@ -128,6 +132,7 @@ impl StepEnd {
             fenced_by,
             written,
             committed,
+            given_up,
             write_error,
             losses,
             counts,
@@ -152,6 +157,7 @@ mod tests {
             fenced_by: 7,
             written: 40,
             committed: 30,
+            given_up: 20,
             write_error: "no space left".to_string(),
             losses: vec![[1.5, f64::NAN, -0.0, 1.0], [2.5, 0.1, 0.2, 0.3]],
             counts: vec![3, u64::MAX],

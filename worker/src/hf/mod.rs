@@ -22,7 +22,7 @@ pub use import::import;
 pub use weights::{Weights, differences, load};
 pub use write::Failed;
 
-use crate::checkpoint::{Problem, list, show};
+use crate::checkpoint::{Disk, Problem, list, show};
 use moejob_protocol::ModelConfig;
 use std::path::Path;
 
@@ -33,10 +33,10 @@ use std::path::Path;
 pub fn read_model(path: &Path) -> Result<ModelConfig, Vec<Problem>> {
     if path.join("manifest.json").symlink_metadata().is_ok() {
         let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-        return show(&path).map(|manifest| manifest.model);
+        return show(&Disk::real(), &path).map(|manifest| manifest.model);
     }
     if path.join("config.json").symlink_metadata().is_err()
-        && let Some(newest) = list(path).ok().and_then(|mut found| found.pop())
+        && let Some(newest) = list(&Disk::real(), path).ok().and_then(|mut found| found.pop())
     {
         return newest.manifest.map(|manifest| manifest.model);
     }

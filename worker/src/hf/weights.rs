@@ -2,7 +2,9 @@
 
 use super::directory::{Directory, Place};
 use crate::checkpoint::values::{convert, first_non_finite, float_named};
-use crate::checkpoint::{PARTS, Problem, Refusal, Shards, newest_usable, show, value_differences};
+use crate::checkpoint::{
+    Disk, PARTS, Problem, Refusal, Shards, newest_usable, show, value_differences,
+};
 use crate::engine::grads::weight_of;
 use crate::engine::model::Model;
 use moejob_kernels::DType;
@@ -32,12 +34,12 @@ impl Weights {
             return Weights::ours(path);
         }
         let is_location = path.join("config.json").symlink_metadata().is_err()
-            && crate::checkpoint::list(path).is_ok_and(|found| !found.is_empty());
+            && crate::checkpoint::list(&Disk::real(), path).is_ok_and(|found| !found.is_empty());
         if !is_location {
             return Directory::open(path).map(Weights::HuggingFace);
         }
         let name = path.display().to_string();
-        let newest = newest_usable(path)
+        let newest = newest_usable(&Disk::real(), path)
             .map_err(|error| Refusal::of(&name, vec![Problem::new(".", &error.to_string())]))?;
         match newest.usable {
             Some(found) => Weights::ours(&found.path),
@@ -50,7 +52,7 @@ impl Weights {
 
     fn ours(path: &Path) -> Result<Weights, Refusal> {
         let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-        let manifest = show(&path)
+        let manifest = show(&Disk::real(), &path)
             .map_err(|problems| Refusal::of(&path.display().to_string(), problems))?;
         let params = manifest.model.params();
         Ok(Weights::Ours { path, manifest: Box::new(manifest), params })
@@ -127,7 +129,8 @@ impl Weights {
                 stream_place(directory, &directory.places[index], param, &mut checked)?;
             }
             Weights::Ours { path, manifest, .. } => {
-                let mut shards = Shards::new(path, manifest);
+                let disk = Disk::real();
+                let mut shards = Shards::new(&disk, path, manifest);
                 for piece in &manifest.tensors[index * PARTS.len()].pieces {
                     checked(piece.start, &shards.piece(piece)?)?;
                 }

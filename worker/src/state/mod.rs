@@ -1,4 +1,6 @@
 //! What a rank owns of the training's state, and how it moves between ranks.
 
+pub mod moves;
+pub mod parts;
 pub mod slots;
 pub mod snapshot;

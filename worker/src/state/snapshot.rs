@@ -1,8 +1,8 @@
-//! The state of a step, by owner: initial values, shards, and moving shards into another layout.
+//! The state of a step, by owner: initial values, shards, and the snapshots of a worker.
 //!
 //! ```text
 //! a shard = for each owned run, in table order: weights | first moments | second moments
-//! cut() -> bytes -> buddy, checkpoint      bytes -> scatter() -> any other layout
+//! cut() -> bytes -> buddy, checkpoint      bytes -> moves::scatter() -> any other layout
 //! ```
 
 use crate::gang::comm::{Comm, CommError};
@@ -10,9 +10,7 @@ use crate::engine::grads::weight_of;
 use crate::engine::model::Model;
 use crate::state::slots::{Memory, Slot};
 use moejob_kernels::{Buffer, DType, Fill, InitNormal};
-use moejob_protocol::config::ShardSource;
 use moejob_protocol::layout::{Layout, elements};
-use moejob_protocol::memory::EXCHANGE_BYTES_MAX;
 use moejob_protocol::model::{ModelConfig, Param, Role};
 use std::ops::Range;
 use std::sync::Arc;
@@ -178,127 +176,6 @@ pub fn needed(
 pub fn intersect(a: &Range<u64>, b: &Range<u64>) -> Option<Range<u64>> {
     let both = a.start.max(b.start)..a.end.min(b.end);
     (both.start < both.end).then_some(both)
-}
-
-/// A piece of a shard on its way: the shard's range of bytes and what it is.
-struct Piece {
-    bytes: Range<usize>,
-    index: usize,
-    part: usize,
-    elements: Range<u64>,
-}
-
-/// What `to` needs of `shard` of an earlier layout, among the parameters `indices`.
-fn pieces(
-    model: &Model,
-    earlier: &Layout,
-    shard: u32,
-    to: u32,
-    indices: &Range<usize>,
-) -> Vec<Piece> {
-    let float_bytes = model.shape.float_bytes as usize;
-    let (runs, _) = shard_runs(&model.config, &model.params, earlier, shard, float_bytes);
-    let mut pieces = Vec::new();
-    for run in runs.iter().filter(|run| indices.contains(&run.index)) {
-        for part in 0..3 {
-            let param = &model.params[run.index];
-            let needed = needed(&model.config, &model.layout, run.index, param, to, part);
-            if let Some(elements) = intersect(&needed, &run.elements) {
-                let bytes = run.range(part, &elements, float_bytes);
-                pieces.push(Piece { bytes, index: run.index, part, elements });
-            }
-        }
-    }
-    pieces
-}
-
-/// Fills this rank's state from shards of an earlier layout that lie in the members' memory.
-/// `held` gives the bytes of the shards that `sources` asks of this rank.
-///
-/// # Errors
-/// A peer is lost.
-pub fn scatter(
-    model: &mut Model,
-    comm: &mut Comm,
-    earlier: &Layout,
-    sources: &[ShardSource],
-    held: impl Fn(u32) -> Arc<Slot>,
-) -> Result<(), CommError> {
-    for indices in batches(model) {
-        scatter_some(model, comm, earlier, sources, &held, &indices)?;
-    }
-    Ok(())
-}
-
-/// Runs of the table that fit into one exchange.
-fn batches(model: &Model) -> Vec<Range<usize>> {
-    let mut batches: Vec<Range<usize>> = Vec::new();
-    let mut bytes = u64::MAX;
-    for (index, param) in model.params.iter().enumerate() {
-        let size = param.numel() * 3 * model.shape.float_bytes;
-        match batches.last_mut() {
-            Some(last) if bytes + size <= EXCHANGE_BYTES_MAX => {
-                last.end = index + 1;
-                bytes += size;
-            }
-            _ => {
-                batches.push(index..index + 1);
-                bytes = size;
-            }
-        }
-    }
-    batches
-}
-
-fn scatter_some(
-    model: &mut Model,
-    comm: &mut Comm,
-    earlier: &Layout,
-    sources: &[ShardSource],
-    held: &impl Fn(u32) -> Arc<Slot>,
-    indices: &Range<usize>,
-) -> Result<(), CommError> {
-    let (me, world) = (model.rank, comm.world());
-    let mut outgoing: Vec<Vec<u8>> = vec![Vec::new(); world as usize];
-    for source in sources.iter().filter(|source| source.from == me) {
-        let shard = held(source.shard);
-        for (to, out) in (0..world).zip(&mut outgoing) {
-            for piece in pieces(model, earlier, source.shard, to, indices) {
-                out.extend_from_slice(&shard[piece.bytes]);
-            }
-        }
-    }
-    let mut incoming: Vec<(u32, Vec<Piece>)> = Vec::new();
-    for from in 0..world {
-        let of = sources.iter().filter(|source| source.from == from);
-        let all = of.flat_map(|source| pieces(model, earlier, source.shard, me, indices));
-        incoming.push((from, all.collect()));
-    }
-    let mut memory: Vec<Vec<u8>> = (incoming.iter())
-        .map(|(_, pieces)| vec![0; pieces.iter().map(|piece| piece.bytes.len()).sum()])
-        .collect();
-    let sends: Vec<(u32, &[u8])> = (0..world)
-        .zip(&outgoing)
-        .filter(|(_, bytes)| !bytes.is_empty())
-        .map(|(to, bytes)| (to, bytes.as_slice()))
-        .collect();
-    let mut receives: Vec<(u32, &mut [u8])> = (0..world)
-        .zip(&mut memory)
-        .filter(|(_, bytes)| !bytes.is_empty())
-        .map(|(from, bytes)| (from, bytes.as_mut_slice()))
-        .collect();
-    comm.exchange(&sends, &mut receives)?;
-    for ((_, pieces), bytes) in incoming.iter().zip(&memory) {
-        let mut at = 0;
-        for piece in pieces {
-            let end = at + piece.bytes.len();
-            let into = place_for(model, piece.index, piece.part, &piece.elements);
-            let into = into.expect("a piece that was asked for");
-            model.device.write(into.reinterpret(DType::U8), &bytes[at..end]);
-            at = end;
-        }
-    }
-    Ok(())
 }
 
 /// Why a snapshot was not taken.

@@ -1,6 +1,7 @@
 //! Small models and the text they train on.
 #![allow(dead_code)]
 
+use moe_worker::checkpoint::Disk;
 use moejob_protocol::config::{
     AdamW, DataConfig, DataSource, Precision, Schedule, Tokenizer, TrainingConfig, ValidationConfig,
 };
@@ -249,7 +250,8 @@ pub fn bits(reports: &[StepReport]) -> Vec<[u64; 5]> {
 
 /// All values of a checkpoint by tensor and part, whatever its layout, as one hash.
 pub fn state_hash(directory: &Path) -> String {
-    let manifest = moe_worker::checkpoint::verify(directory).expect("a whole checkpoint");
+    let manifest =
+        moe_worker::checkpoint::verify(&Disk::real(), directory).expect("a whole checkpoint");
     let mut hasher = blake3::Hasher::new();
     for tensor in &manifest.tensors {
         hasher.update(tensor.name.as_bytes());
@@ -343,4 +345,47 @@ pub fn newest_held(trainers: &[Trainer], shards: u32) -> (u32, u64) {
     let newest = held.iter().filter(|held| complete(held.attempt, held.step));
     let newest = newest.map(|held| (held.step, held.attempt)).max();
     newest.map(|(step, attempt)| (attempt, step)).expect("a complete snapshot in memory")
+}
+
+/// Runs the attempt of a single rank; `see` is called with each report on the training thread.
+pub fn run_and_see(
+    job: &Job,
+    trainers: &mut [Trainer; 1],
+    see: &mut dyn FnMut(&StepReport),
+) -> (Vec<AttemptEnd>, Vec<StepReport>) {
+    run_until(job, &mut trainers[0], see, &|| false)
+}
+
+/// Runs the attempt of a single rank, whose process ends as soon as `has_ended`.
+pub fn run_until(
+    job: &Job,
+    trainer: &mut Trainer,
+    see: &mut dyn FnMut(&StepReport),
+    has_ended: &(dyn Fn() -> bool + Sync),
+) -> (Vec<AttemptEnd>, Vec<StepReport>) {
+    let mut config = job.config.clone();
+    config.rank = Some(0);
+    config.members = vec![member(0)];
+    let mut reports = Vec::new();
+    let comm = Comm::solo(1);
+    let (handle, over) = (comm.abort_handle(), std::sync::atomic::AtomicBool::new(false));
+    let end = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(std::sync::atomic::Ordering::Relaxed) {
+                if has_ended() {
+                    return handle.abort("the process has ended");
+                }
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+        });
+        let end = trainer.run_attempt(&config, comm, &Control::default(), &mut |event| {
+            if let TrainerEvent::Step(report) = event {
+                see(&report);
+                reports.push(report);
+            }
+        });
+        over.store(true, std::sync::atomic::Ordering::Relaxed);
+        end
+    });
+    (vec![end], reports)
 }

@@ -1,0 +1,147 @@
+//! The plan by which state moves from one layout into another.
+
+mod common;
+
+use common::{model, route_like_deepseek};
+use moe_worker::state::moves::{Moves, Needs};
+use moe_worker::state::snapshot::{needed, shard_runs};
+use moejob_protocol::ModelConfig;
+use moejob_protocol::config::ShardSource;
+use moejob_protocol::layout::{Layout, Placement};
+use moejob_protocol::mesh::Mesh;
+use moejob_protocol::model::{QkNorm, Role};
+use std::collections::BTreeMap;
+
+const FLOAT: u64 = 4;
+
+fn even(dp: u32, ep: u32) -> Layout {
+    Layout::contiguous(Mesh::data_parallel(dp, ep))
+}
+
+fn plans(
+    model: &ModelConfig,
+    earlier: &Layout,
+    layout: &Layout,
+    sources: &[ShardSource],
+) -> Vec<Moves> {
+    let params = model.params();
+    let plan = |rank| {
+        let needs = Needs { model, params: &params, layout, rank, float_bytes: FLOAT };
+        Moves::plan(&needs, earlier, sources)
+    };
+    (0..layout.mesh.world()).map(plan).collect()
+}
+
+/// What every rank needs comes once, from where it lies, and both ends agree on the order.
+fn check(model: &ModelConfig, earlier: &Layout, layout: &Layout, sources: &[ShardSource]) {
+    let params = model.params();
+    let all = plans(model, earlier, layout, sources);
+    for (me, moves) in (0..).zip(&all) {
+        let mut got: BTreeMap<(usize, usize), Vec<(u64, u64)>> = BTreeMap::new();
+        for (number, exchange) in moves.exchanges.iter().enumerate() {
+            for (from, pieces) in &exchange.incoming {
+                let sent = &all[*from as usize].exchanges[number].outgoing[&me];
+                assert_eq!(sent, pieces, "exchange {number}, from {from} to {me}");
+                for piece in pieces {
+                    let source = sources.iter().find(|source| source.shard == piece.shard);
+                    assert_eq!(source.expect("a source").from, *from);
+                    let (runs, _) =
+                        shard_runs(model, &params, earlier, piece.shard, FLOAT as usize);
+                    let run = runs.iter().find(|run| run.index == piece.index).expect("owned");
+                    let len = run.elements.end - run.elements.start;
+                    let first = piece.part as u64 * len + piece.elements.start - run.elements.start;
+                    let begin = run.offset as u64 + first * FLOAT;
+                    let end = begin + (piece.elements.end - piece.elements.start) * FLOAT;
+                    assert_eq!(piece.bytes, begin as usize..end as usize);
+                    let key = (piece.index, piece.part);
+                    got.entry(key).or_default().push((piece.elements.start, piece.elements.end));
+                }
+            }
+            for (to, pieces) in &exchange.outgoing {
+                let received = &all[*to as usize].exchanges[number].incoming[&me];
+                assert_eq!(received, pieces, "exchange {number}, from {me} to {to}");
+            }
+        }
+        for (index, param) in params.iter().enumerate() {
+            for part in 0..3 {
+                let needed = needed(model, layout, index, param, me, part);
+                let mut runs = got.remove(&(index, part)).unwrap_or_default();
+                runs.sort_unstable();
+                let mut next = needed.start;
+                for (start, end) in runs {
+                    assert_eq!(start, next, "{} part {part} of rank {me}", param.name);
+                    next = end;
+                }
+                assert!(next == needed.end || needed.is_empty(), "{} of {me}", param.name);
+            }
+        }
+        assert!(got.is_empty(), "rank {me} gets what it does not need: {got:?}");
+    }
+}
+
+#[test]
+fn everything_that_is_needed_comes_once() {
+    let mut model = model();
+    route_like_deepseek(&mut model);
+    let row = vec![vec![0, 1, 2, 5], vec![3, 4], vec![0, 3], vec![1, 2, 4, 5]];
+    let uneven = Layout { placement: Placement::Explicit(vec![row; 2]), ..even(4, 2) };
+    let layouts = [even(1, 1), even(2, 1), even(3, 3), even(4, 2), uneven];
+    for earlier in &layouts {
+        for layout in &layouts {
+            let (shards, world) = (earlier.mesh.world(), layout.mesh.world());
+            // In an order of their own, from wherever they may lie.
+            let source = |at: u32| {
+                let shard = (at * 3 + 1) % shards;
+                ShardSource { shard, from: (shard * 5 + 2) % world }
+            };
+            let mut sources: Vec<ShardSource> = (0..shards).map(source).collect();
+            sources.sort_by_key(|source| source.shard);
+            sources.dedup_by_key(|source| source.shard);
+            if sources.len() == shards as usize {
+                sources.reverse();
+                check(&model, earlier, layout, &sources);
+            } else {
+                let all = (0..shards).map(|shard| ShardSource { shard, from: shard % world });
+                check(&model, earlier, layout, &all.collect::<Vec<_>>());
+            }
+        }
+    }
+}
+
+/// The table of Qwen3-30B-A3B.
+fn qwen3() -> ModelConfig {
+    let mut model = model();
+    model.vocab_size = 151_936;
+    model.hidden_size = 2048;
+    model.num_hidden_layers = 48;
+    model.num_attention_heads = 32;
+    model.num_key_value_heads = 4;
+    model.head_dim = 128;
+    model.tie_word_embeddings = false;
+    model.qk_norm = QkNorm::PerHead;
+    model.experts.count = 128;
+    model.experts.per_token = 8;
+    model.experts.intermediate_size = 768;
+    model
+}
+
+/// Work, not time: the table is walked once, whatever the number of exchanges.
+#[test]
+fn a_large_table_is_walked_once() {
+    let model = qwen3();
+    let params = model.params();
+    let (earlier, layout) = (even(8, 8), even(8, 4));
+    let sources: Vec<ShardSource> =
+        (0..8).map(|shard| ShardSource { shard, from: (shard + 1) % 8 }).collect();
+    let started = std::time::Instant::now();
+    let needs =
+        Needs { model: &model, params: &params, layout: &layout, rank: 3, float_bytes: FLOAT };
+    let moves = Moves::plan(&needs, &earlier, &sources);
+    eprintln!("{} parameters in {:?}", params.len(), started.elapsed());
+    assert!(moves.exchanges.len() > 5_000, "{} exchanges", moves.exchanges.len());
+    // A look for each run of a shard, and for what this rank sends of it one a rank and part.
+    let experts = params.iter().filter(|param| matches!(param.role, Role::Expert { .. })).count();
+    let dense = params.len() - experts;
+    let most = experts + dense * 8 + (experts / 8 + dense) * (8 + 8);
+    assert!(moves.looks <= most as u64, "{} looks, at most {most}", moves.looks);
+}

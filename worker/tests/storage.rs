@@ -1,0 +1,499 @@
+//! Storage that is full, fails, hangs, forgets and goes away, and training that goes on.
+
+mod common;
+
+use common::{Job, bits, state_hash};
+use moe_worker::attempt::api::AttemptEnd;
+use moe_worker::attempt::saves::Patience;
+use moe_worker::attempt::trainer::Trainer;
+use moe_worker::checkpoint::{self, Disk, Effect, Faults, Problem};
+use moejob_kernels::philox::philox4x32_10;
+use moejob_protocol::CheckpointManifest;
+use moejob_protocol::config::Resume;
+use moejob_protocol::layout::Layout;
+use moejob_protocol::mesh::Mesh;
+use moejob_protocol::report::StepReport;
+use std::io::{Error, Result};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+const ENOENT: i32 = 2;
+const EIO: i32 = 5;
+const ENOSPC: i32 = 28;
+
+/// Answers by a rule.
+struct By<F>(F);
+
+impl<F> std::fmt::Debug for By<F> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("By")
+    }
+}
+
+impl<F: Fn(Effect) -> Result<()> + Send + Sync> Faults for By<F> {
+    fn before(&self, effect: Effect) -> Result<()> {
+        self.0(effect)
+    }
+}
+
+fn faulty(rule: impl Fn(Effect) -> Result<()> + Send + Sync + 'static) -> Disk {
+    Disk::with_faults(Arc::new(By(rule)))
+}
+
+/// Opened by one thread, waited for by others.
+#[derive(Clone, Default)]
+struct Gate(Arc<(Mutex<(u32, bool)>, Condvar)>);
+
+impl Gate {
+    /// Waits here until the gate is open.
+    fn pass(&self) {
+        let (state, changed) = &*self.0;
+        let mut state = state.lock().expect("no panic");
+        state.0 += 1;
+        changed.notify_all();
+        drop(changed.wait_while(state, |state| !state.1).expect("no panic"));
+    }
+
+    fn wait_for_somebody(&self) {
+        let (state, changed) = &*self.0;
+        let state = state.lock().expect("no panic");
+        drop(changed.wait_while(state, |state| state.0 == 0).expect("no panic"));
+    }
+
+    fn open(&self) {
+        self.0.0.lock().expect("no panic").1 = true;
+        self.0.1.notify_all();
+    }
+}
+
+fn small() -> Job {
+    let mut job = Job::new(Layout::contiguous(Mesh::data_parallel(1, 1)));
+    let config = &mut job.config;
+    config.training.global_batch_size = 2;
+    config.training.sequence_length = 8;
+    config.data.validation.every_steps = 0;
+    config.checkpoint.every_steps = 2;
+    config.recovery.memory_every_steps = 2;
+    job
+}
+
+fn patience() -> Patience {
+    Patience {
+        answer: Duration::from_secs(5),
+        start: Duration::from_secs(20),
+        stop: Duration::from_secs(20),
+        end: Duration::from_secs(60),
+        retry: Duration::from_millis(1),
+        ..Patience::default()
+    }
+}
+
+fn trainer(disk: Disk) -> Trainer {
+    Trainer::with_disk(disk).with_patience(patience())
+}
+
+fn verify(directory: &Path) -> std::result::Result<CheckpointManifest, Vec<Problem>> {
+    checkpoint::verify(&Disk::real(), directory)
+}
+
+/// Reasons of the events of a kind, in order.
+fn reasons(job: &Job, kind: &str) -> Vec<String> {
+    let path = Path::new(&job.config.checkpoint.records).join("events.jsonl");
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    let lines = text.lines().map(|line| serde_json::from_str(line).expect("a whole line"));
+    lines
+        .filter(|line: &serde_json::Value| line["event"] == kind)
+        .map(|line| line["reason"].as_str().unwrap_or_default().to_string())
+        .collect()
+}
+
+fn run_one(job: &Job, trainer: Trainer, stop_at: Option<u64>) -> (AttemptEnd, Vec<StepReport>) {
+    let (mut ends, reports) = job.run(&mut [trainer], stop_at);
+    (ends.remove(0), reports)
+}
+
+/// What an undisturbed run of the job ends with.
+fn undisturbed() -> (String, Vec<[u64; 5]>) {
+    let job = small();
+    let (end, reports) = run_one(&job, trainer(Disk::real()), None);
+    assert_eq!(end, AttemptEnd::Completed { step: 10 });
+    (state_hash(&job.location().join("step-00000010")), bits(&reports))
+}
+
+#[test]
+fn a_disk_that_hangs_stops_no_step() {
+    let job = small();
+    let (gate, seen) = (Gate::default(), Gate::default());
+    let held = gate.clone();
+    let disk = faulty(move |effect| {
+        if matches!(effect, Effect::Sync(path) if path.to_string_lossy().contains(".a1-step-")) {
+            held.pass();
+        }
+        Ok(())
+    });
+    // Opened only once the last step was reported: had any step waited, this would never end.
+    let opener = gate.clone();
+    let last = seen.clone();
+    let watcher = std::thread::spawn(move || {
+        last.wait_for_somebody();
+        opener.open();
+    });
+    let patience = Patience { pending_bytes: 0, ..patience() };
+    let mut trainers = [Trainer::with_disk(disk).with_patience(patience)];
+    seen.open();
+    let (ends, reports) = common::run_and_see(&job, &mut trainers, &mut |report| {
+        if report.step == 10 {
+            seen.pass();
+        }
+    });
+    watcher.join().expect("no panic");
+    assert_eq!(ends, [AttemptEnd::Completed { step: 10 }]);
+    assert_eq!(reports.len(), 10);
+    assert_eq!(reasons(&job, "CheckpointDegraded"), ["StorageSlow"]);
+    let found = checkpoint::list(&Disk::real(), &job.location()).expect("a location");
+    let names: Vec<&str> = found.iter().map(|found| found.name.as_str()).collect();
+    assert_eq!(names, ["step-00000002", "step-00000010"], "those between are left out");
+    verify(&job.location().join("step-00000010")).expect("whole");
+}
+
+#[test]
+fn a_full_disk_is_told_and_told_to_be_well_again() {
+    let (hash, steps) = undisturbed();
+    for errno in [ENOSPC, EIO] {
+        let job = small();
+        let full = Arc::new(Mutex::new(false));
+        let rule = Arc::clone(&full);
+        let disk = faulty(move |effect| match effect {
+            Effect::Create(_) | Effect::Write(_) if *rule.lock().expect("no panic") => {
+                Err(Error::from_raw_os_error(errno))
+            }
+            _ => Ok(()),
+        });
+        let (ends, reports) = common::run_and_see(&job, &mut [trainer(disk)], &mut |report| {
+            *full.lock().expect("no panic") = (3..7).contains(&report.step);
+            // So that tries happen between steps.
+            std::thread::sleep(Duration::from_millis(30));
+        });
+        assert_eq!(ends, [AttemptEnd::Completed { step: 10 }]);
+        assert_eq!(bits(&reports), steps);
+        assert_eq!(reasons(&job, "CheckpointDegraded"), ["StorageFails"]);
+        assert_eq!(reasons(&job, "CheckpointRecovered").len(), 1);
+        assert_eq!(state_hash(&job.location().join("step-00000010")), hash);
+    }
+}
+
+#[test]
+fn a_volume_that_goes_away_and_comes_back_is_waited_for_at_the_end() {
+    let job = small();
+    let (location, away) = (job.location(), job.folder.path().join("away"));
+    let back = (away.clone(), location.clone());
+    let (ends, _) =
+        common::run_and_see(&job, &mut [trainer(Disk::real())], &mut |report| match report.step {
+            5 => std::fs::rename(&location, &away).expect("a rename"),
+            10 => {
+                let (from, to) = back.clone();
+                std::thread::spawn(move || {
+                    std::thread::sleep(Duration::from_millis(200));
+                    std::fs::rename(from, to).expect("nothing was made in its place");
+                });
+            }
+            _ => {}
+        });
+    assert_eq!(ends, [AttemptEnd::Completed { step: 10 }]);
+    verify(&job.location().join("step-00000010")).expect("whole");
+}
+
+/// Attempt 1 stalls in its commit of step 4, right before the effect that `stalls_at` names, while
+/// attempt 2 commits the same step. `prepare` makes what stands there before.
+fn stalled_commit(stalls_at: &'static str, prepare: impl Fn(&Path)) {
+    let (hash, _) = undisturbed();
+    let mut job = small();
+    job.config.checkpoint.every_steps = 4;
+    let gate = Gate::default();
+    let held = gate.clone();
+    let disk = faulty(move |effect| {
+        let name = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
+        if matches!(effect, Effect::Rename { to, .. } if name(to).as_deref() == Some(stalls_at)) {
+            held.pass();
+        }
+        Ok(())
+    });
+    std::fs::create_dir_all(job.location()).expect("a folder");
+    prepare(&job.location());
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut second = Job { folder, config: job.config.clone() };
+    second.config.attempt = 2;
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| run_one(&job, trainer(disk), None).0);
+        gate.wait_for_somebody();
+        let (end, _) = run_one(&second, trainer(Disk::real()), None);
+        assert_eq!(end, AttemptEnd::Completed { step: 10 });
+        gate.open();
+        let end = first.join().expect("no panic");
+        assert_eq!(end, AttemptEnd::Fenced { attempt: 2 }, "stalled at {stalls_at}");
+    });
+    for step in [4, 8, 10] {
+        let directory = job.location().join(format!("step-{step:08}"));
+        let manifest = verify(&directory).expect("whole and in its place");
+        assert_eq!(manifest.attempt, 2, "step {step}, stalled at {stalls_at}");
+    }
+    assert_eq!(state_hash(&job.location().join("step-00000010")), hash);
+}
+
+#[test]
+fn a_commit_that_stalls_replaces_nothing_of_a_newer_attempt() {
+    stalled_commit("step-00000004", |_| {});
+    let junk = |location: &Path| {
+        let directory = location.join("step-00000004");
+        std::fs::create_dir(&directory).expect("a folder");
+        std::fs::write(directory.join("a0-r0-0.safetensors"), "junk").expect("a file");
+    };
+    stalled_commit("step-00000004", junk);
+    stalled_commit(".aside-a1-step-00000004", junk);
+}
+
+#[test]
+fn what_only_has_a_manifests_name_is_neither_followed_nor_waited_for() {
+    let job = small();
+    assert_eq!(run_one(&job, trainer(Disk::real()), None).0, AttemptEnd::Completed { step: 10 });
+    let made = |step: u64| {
+        let directory = job.location().join(format!("step-{step:08}"));
+        std::fs::create_dir(&directory).expect("a folder");
+        directory.join("manifest.json")
+    };
+    let fifo = |path: PathBuf| {
+        let kind = rustix::fs::FileType::Fifo;
+        rustix::fs::mknodat(rustix::fs::CWD, path, kind, 0o600.into(), 0).expect("a FIFO");
+    };
+    fifo(made(20));
+    let whole = job.location().join("step-00000010/manifest.json");
+    std::os::unix::fs::symlink(whole, made(21)).expect("a link");
+    let huge = std::fs::File::create(made(22)).expect("a file");
+    huge.set_len(1 << 40).expect("a sparse file");
+    fifo(job.location().join(".a9-step-00000004"));
+    fifo(job.location().join(".aside-a9-step-00000004"));
+    let started = Instant::now();
+    let newest = checkpoint::newest_usable(&Disk::real(), &job.location()).expect("a location");
+    assert_eq!(newest.usable.expect("the last").step, 10);
+    assert_eq!(newest.refused.len(), 3, "{:?}", newest.refused);
+    assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
+}
+
+/// Storage that fails by a schedule, and forgets at a crash what was not made durable.
+#[derive(Debug)]
+struct Chaos {
+    seed: u64,
+    state: Mutex<ChaosState>,
+}
+
+#[derive(Debug, Default)]
+struct ChaosState {
+    effects: u32,
+    /// Effects from the first to before the second fail, by the third's rule.
+    bad: Vec<(u32, u32, Mode)>,
+    /// The process has ended: nothing reaches storage.
+    dead_at: u32,
+    unsynced: Vec<PathBuf>,
+    /// Changes of directories that are not durable, in order.
+    entries: Vec<Entry>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Mode {
+    Full,
+    Failing,
+    Away,
+    Slow,
+    /// Each effect fails or not.
+    Flaky,
+}
+
+#[derive(Debug)]
+enum Entry {
+    Made(PathBuf),
+    Renamed(PathBuf, PathBuf),
+}
+
+impl Entry {
+    fn parent(&self) -> Option<&Path> {
+        match self {
+            Entry::Made(path) | Entry::Renamed(_, path) => path.parent(),
+        }
+    }
+}
+
+impl Chaos {
+    fn draw(&self, number: u32) -> [u32; 4] {
+        philox4x32_10(self.seed, [number, 7, 0, 0])
+    }
+
+    /// Fault windows and, sometimes, a crash. The first effects of a fresh job are spared: what a
+    /// user has mistyped ends it at once.
+    fn new(seed: u64, spared: u32) -> Arc<Chaos> {
+        let chaos = Chaos { seed, state: Mutex::default() };
+        let mut bad = Vec::new();
+        let [count, crash, at, _] = chaos.draw(0);
+        for window in 0..count % 4 {
+            let [start, len, mode, _] = chaos.draw(1 + window);
+            let start = spared + start % 150;
+            let modes = [Mode::Full, Mode::Failing, Mode::Away, Mode::Slow, Mode::Flaky];
+            bad.push((start, start + 1 + len % 12, modes[mode as usize % modes.len()]));
+        }
+        let dead_at = if crash % 3 == 0 { u32::MAX } else { spared + at % 160 };
+        {
+            let mut state = chaos.state.lock().expect("no panic");
+            (state.bad, state.dead_at) = (bad, dead_at);
+        }
+        Arc::new(chaos)
+    }
+
+    fn is_dead(&self) -> bool {
+        let state = self.state.lock().expect("no panic");
+        state.effects > state.dead_at
+    }
+
+    /// What a loss of power leaves: of what was not made durable, some of the beginning.
+    fn crash(&self) {
+        let mut state = self.state.lock().expect("no panic");
+        let [entries, bytes, ..] = self.draw(1000);
+        let kept = entries as usize % (state.entries.len() + 1);
+        for entry in state.entries.drain(kept..).rev() {
+            match entry {
+                Entry::Made(path) if path.is_dir() => drop(std::fs::remove_dir_all(path)),
+                Entry::Made(path) => drop(std::fs::remove_file(path)),
+                Entry::Renamed(from, to) => drop(std::fs::rename(to, from)),
+            }
+        }
+        for path in state.unsynced.drain(..) {
+            if let Ok(file) = std::fs::File::options().write(true).open(&path) {
+                let len = file.metadata().map_or(0, |metadata| metadata.len());
+                file.set_len(u64::from(bytes) % (len + 1)).expect("a shorter file");
+            }
+        }
+    }
+}
+
+impl Faults for Chaos {
+    fn before(&self, effect: Effect) -> Result<()> {
+        let mut state = self.state.lock().expect("no panic");
+        state.effects += 1;
+        let at = state.effects;
+        if at > state.dead_at {
+            return Err(Error::from_raw_os_error(EIO));
+        }
+        let window = state.bad.iter().find(|(start, end, _)| (*start..*end).contains(&at));
+        let Some((_, _, mode)) = window.copied() else { return Ok(()) };
+        drop(state);
+        let takes_room =
+            matches!(effect, Effect::Create(_) | Effect::Write(_) | Effect::CreateDirectory(_));
+        match mode {
+            Mode::Full if takes_room => Err(Error::from_raw_os_error(ENOSPC)),
+            Mode::Failing => Err(Error::from_raw_os_error(EIO)),
+            // Not for what looks: an empty folder is another test's.
+            Mode::Away if !matches!(effect, Effect::Read(_)) => {
+                Err(Error::from_raw_os_error(ENOENT))
+            }
+            Mode::Flaky if self.draw(5000 + at)[0] % 2 == 0 => Err(Error::from_raw_os_error(EIO)),
+            Mode::Slow => {
+                std::thread::sleep(Duration::from_millis(10));
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn after(&self, effect: Effect) {
+        let mut state = self.state.lock().expect("no panic");
+        let path = |path: &Path| path.to_path_buf();
+        match effect {
+            Effect::Create(made) | Effect::CreateDirectory(made) => {
+                let known = state.entries.iter().any(|entry| {
+                    matches!(entry, Entry::Made(other) if other == made)
+                });
+                if !known {
+                    state.entries.push(Entry::Made(path(made)));
+                }
+            }
+            Effect::Write(written) => state.unsynced.push(path(written)),
+            Effect::Sync(synced) => state.unsynced.retain(|other| other != synced),
+            Effect::SyncDirectory(synced) => {
+                state.entries.retain(|entry| entry.parent() != Some(synced));
+            }
+            Effect::Rename { from, to } => {
+                state.entries.push(Entry::Renamed(path(from), path(to)));
+            }
+            Effect::RemoveFile(gone) | Effect::RemoveDirectory(gone) => {
+                // A removal that is lost only leaves what every attempt tidies.
+                state.entries.retain(|entry| match entry {
+                    Entry::Made(other) | Entry::Renamed(_, other) => !other.starts_with(gone),
+                });
+            }
+            Effect::Read(_) => {}
+        }
+    }
+}
+
+/// One job through attempts on bad storage, the last on good; what storage had promised holds.
+fn survives(seed: u64, hash: &str, steps: &[[u64; 5]]) {
+    let mut job = small();
+    job.config.checkpoint.keep = 1 + (seed % 3) as u32;
+    let mut promised = 0;
+    for attempt in 1..=4 {
+        job.config.attempt = attempt;
+        let newest = checkpoint::newest_usable(&Disk::real(), &job.location());
+        let newest = newest.expect("a location that can be read").usable;
+        let found = newest.as_ref().map_or(0, |found| found.step);
+        assert!(found >= promised, "step {promised} was committed, {found} is the newest");
+        job.config.resume = match newest {
+            Some(found) => Resume::Checkpoint { step: found.step, name: found.name },
+            None => Resume::Fresh,
+        };
+        let chaos = Chaos::new(seed << 8 | u64::from(attempt), if attempt == 1 { 30 } else { 0 });
+        let last = attempt == 4;
+        let disk = if last { Disk::real() } else { Disk::with_faults(chaos.clone()) };
+        let patience = Patience { start: Duration::from_millis(500), ..patience() };
+        let mut trainer = Trainer::with_disk(disk).with_patience(patience);
+        let is_dead = || !last && chaos.is_dead();
+        let (mut ends, reports) = common::run_until(&job, &mut trainer, &mut |_| {}, &is_dead);
+        let (end, crashed) = (ends.remove(0), is_dead());
+        match end {
+            AttemptEnd::Completed { step: 10 } => {}
+            AttemptEnd::Fenced { attempt: by } if by == attempt && crashed => {}
+            AttemptEnd::Failed(_) | AttemptEnd::Aborted(_) if crashed => {}
+            // The leader goes on from what was found.
+            AttemptEnd::Stopped { .. } if found < 10 => {}
+            other => panic!("attempt {attempt} ended for want of storage: {other:?}"),
+        }
+        for row in bits(&reports) {
+            assert!(steps.contains(&row), "other bits at step {}", row[0]);
+        }
+        promised = promised.max(told(&job));
+        if crashed {
+            chaos.crash();
+        }
+    }
+    assert_eq!(state_hash(&job.location().join("step-00000010")), hash);
+}
+
+/// The newest checkpoint that was told as committed.
+fn told(job: &Job) -> u64 {
+    let path = Path::new(&job.config.checkpoint.records).join("events.jsonl");
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    let lines = text.lines().filter_map(|line| serde_json::from_str(line).ok());
+    let committed = lines.filter(|line: &serde_json::Value| line["event"] == "CheckpointCommitted");
+    committed.filter_map(|line| line["step"].as_u64()).max().unwrap_or(0)
+}
+
+/// MOEJOB_SCHEDULES sets how many (200 in the acceptance of a release), MOEJOB_SEED the first.
+#[test]
+fn no_schedule_of_faults_ends_a_run_or_loses_a_checkpoint() {
+    let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let (count, first) = (number("MOEJOB_SCHEDULES").unwrap_or(40), number("MOEJOB_SEED"));
+    let first = first.unwrap_or(20_261_122);
+    let (hash, steps) = undisturbed();
+    for seed in first..first + count {
+        eprintln!("seed {seed}");
+        survives(seed, &hash, &steps);
+    }
+}
