@@ -226,7 +226,7 @@ fn every_lie_is_refused_by_name() {
         let said = said_of(&job, change);
         assert!(said.contains(expected), "{said:?}, expected {expected:?}");
     };
-    check(&|m| m.version = 2, "version 2 is newer than 1: upgrade moejob");
+    check(&|m| m.version = 3, "version 3 is newer than 2: upgrade moejob");
     check(&|m| m.step = 9, "it is of step 9, not of step-00000010");
     check(&|m| m.layout.mesh.ep = 3, "its mesh is impossible");
     check(&|m| m.layout.mesh.dp = 0, "its mesh is impossible");

@@ -116,7 +116,7 @@ fn corrections_of_the_choice_follow_the_loads() {
         let bytes = &file.expect("a shard")[piece.begin as usize..piece.end as usize];
         let values = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
         for steps in values.map(|value| f64::from(value) / rate) {
-            let is_weight = tensor.part == moejob_protocol::checkpoint::Part::Weight;
+            let is_weight = tensor.part == moejob_protocol::checkpoint::Part::Master;
             assert!(steps.fract() == 0.0 && steps.abs() <= 10.0, "{}: {steps}", tensor.name);
             assert!(is_weight || steps == 0.0, "{}: a moment of {steps}", tensor.name);
             moved += usize::from(steps != 0.0);

@@ -70,7 +70,7 @@ fn a_warm_up_moves_everything_but_the_experts() {
         let weight = weight_of(&first, index).expect("one rank holds everything");
         let initial: Vec<f32> = first.device.read_vec(weight);
         let initial: Vec<f64> = initial.into_iter().map(f64::from).collect();
-        let found = values(&at(WARMUP), &warm, &param.name, Part::Weight);
+        let found = values(&at(WARMUP), &warm, &param.name, Part::Master);
         assert_eq!(found == initial, expert, "{}", param.name);
         for part in [Part::Moment1, Part::Moment2] {
             let moments = values(&at(WARMUP), &warm, &param.name, part);
@@ -95,7 +95,7 @@ fn after_a_warm_up_the_experts_begin_with_a_first_step() {
     let read = |step, name: &str| {
         let directory = job.location().join(directory_name(step));
         let manifest = verify(&Disk::real(), &directory).expect("a checkpoint");
-        values(&directory, &manifest, name, Part::Weight)
+        values(&directory, &manifest, name, Part::Master)
     };
     let name = "model.layers.1.mlp.experts.2.down_proj.weight";
     let (before, after) = (read(WARMUP, name), read(WARMUP + 1, name));
@@ -231,9 +231,9 @@ fn noise_is_on_one_of_each_two_experts_and_lets_them_part() {
     let before = verify(&Disk::real(), &from).expect("a checkpoint");
     let name = "model.layers.0.mlp.experts.1.gate_proj.weight";
     let original = |part| values(&from, &before, name, part);
-    assert_eq!(read(1, Part::Weight), original(Part::Weight));
-    let noisy = read(5, Part::Weight);
-    let pairs = noisy.iter().zip(original(Part::Weight));
+    assert_eq!(read(1, Part::Master), original(Part::Master));
+    let noisy = read(5, Part::Master);
+    let pairs = noisy.iter().zip(original(Part::Master));
     let shares: Vec<f64> = pairs.map(|(noisy, weight)| noisy / weight - 1.0).collect();
     let mean_square = shares.iter().map(|share| share * share).sum::<f64>() / shares.len() as f64;
     assert!((mean_square.sqrt() / 0.02 - 1.0).abs() < 0.3, "{}", mean_square.sqrt());

@@ -160,7 +160,7 @@ fn show(path: &Path, tensors: bool) -> Outcome {
     );
     println!("data      {}", manifest.data_fingerprint);
     println!("files     {}, {} bytes", manifest.files.len(), size(&manifest));
-    let weights = manifest.tensors.iter().filter(|tensor| tensor.part == Part::Weight);
+    let weights = manifest.tensors.iter().filter(|tensor| tensor.part == Part::Master);
     println!("tensors   {}, with two moments each", weights.clone().count());
     for tensor in weights.filter(|_| tensors) {
         println!("  {:<60}{:>6}  {:?}", tensor.name, tensor.dtype, tensor.shape);

@@ -8,36 +8,52 @@
 use crate::model::ModelConfig;
 use crate::layout::Layout;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// Of the manifest's own format. A newer one is refused with the advice to upgrade.
-pub const CHECKPOINT_VERSION: u32 = 1;
+///
+/// 1: the first part of a tensor is called `weight`; `specHash` is of a debug print.
+/// 2: it is called `master`; `specHash` is of a canonical form.
+pub const CHECKPOINT_VERSION: u32 = 2;
+
+/// The first version whose `specHash` means something to others than its own program.
+pub const SPEC_HASH_VERSION: u32 = 2;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct CheckpointManifest {
     pub version: u32,
     pub job_uid: String,
+    #[serde(default)]
     pub job_name: String,
     pub attempt: u32,
     /// Steps done.
     pub step: u64,
+    #[serde(default)]
     pub tokens: u64,
     pub model: ModelConfig,
     pub layout: Layout,
+    /// Empty: it belongs to no job yet.
+    #[serde(default)]
     pub spec_hash: String,
+    #[serde(default)]
     pub data_fingerprint: String,
     pub seed: u64,
     /// In table order.
     pub tensors: Vec<TensorEntry>,
     pub files: Vec<FileEntry>,
+    /// Fields that this version does not know, as they were: they are written again.
+    #[serde(flatten)]
+    pub others: BTreeMap<String, serde_json::Value>,
 }
 
 /// One logical tensor in one of its three parts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct TensorEntry {
     pub name: String,
     pub part: Part,
+    /// F32, of fp64 jobs F64, whatever the precision of training.
     pub dtype: String,
     pub shape: Vec<u32>,
     /// Ascending, without gap or overlap.
@@ -47,16 +63,29 @@ pub struct TensorEntry {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Part {
-    Weight,
+    /// The weight at the optimizer's precision.
+    #[serde(alias = "weight")]
+    Master,
     /// Exponential moving average of the gradient.
     Moment1,
     /// Exponential moving average of its square.
     Moment2,
 }
 
+impl Part {
+    /// As names in files have it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Part::Master => "master",
+            Part::Moment1 => "moment1",
+            Part::Moment2 => "moment2",
+        }
+    }
+}
+
 /// A run of elements of a flattened tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct Piece {
     /// Position in `files`.
     pub file: u32,
@@ -71,7 +100,7 @@ pub struct Piece {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct FileEntry {
     pub name: String,
     pub bytes: u64,

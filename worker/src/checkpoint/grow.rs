@@ -177,7 +177,7 @@ fn origins<'a>(source: &'a CheckpointManifest, params: &'a [Param]) -> Vec<Origi
                 Part::Moment1 if halved => 0.5,
                 Part::Moment2 if halved => 0.25,
                 // It is added to scores that are halved.
-                Part::Weight if softmax && matches!(param.role, Role::Correction { .. }) => 0.5,
+                Part::Master if softmax && matches!(param.role, Role::Correction { .. }) => 0.5,
                 _ => 1.0,
             };
             origins.push(Origin { param, part, from, dtype, doubled, is_copy, factor });
@@ -196,12 +196,7 @@ impl Origin<'_> {
     }
 
     fn header(&self) -> (String, &'static str, Vec<u64>, u64) {
-        let part = match self.part {
-            Part::Weight => "weight",
-            Part::Moment1 => "moment1",
-            Part::Moment2 => "moment2",
-        };
-        let name = format!("{part}/{}/0", self.param.name);
+        let name = format!("{}/{}/0", self.part.name(), self.param.name);
         (name, name_of(self.dtype), vec![self.numel()], self.bytes())
     }
 
@@ -257,7 +252,7 @@ impl Origin<'_> {
         if first_non_finite(&bytes, self.dtype).is_some() {
             return Err(problem(NOT_FINITE));
         }
-        let noise = self.is_copy && self.part == Part::Weight && growth.noise != 0.0;
+        let noise = self.is_copy && self.part == Part::Master && growth.noise != 0.0;
         if !noise && self.factor == 1.0 {
             return Ok(bytes);
         }

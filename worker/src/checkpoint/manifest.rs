@@ -3,7 +3,9 @@
 use super::disk::may_heal;
 use super::values::float_named;
 use super::{Disk, Problem, Refusal};
-use moejob_protocol::checkpoint::{CHECKPOINT_VERSION, CheckpointManifest, Part, directory_name};
+use moejob_protocol::checkpoint::{
+    CHECKPOINT_VERSION, CheckpointManifest, Part, SPEC_HASH_VERSION, directory_name,
+};
 use moejob_protocol::layout::BLOCK;
 use moejob_protocol::model::Param;
 use std::collections::BTreeSet;
@@ -16,7 +18,7 @@ const TENSORS_MAX: usize = 300_000;
 const HEX: usize = 64;
 const SEAL: &str = ",\"blake3\":\"";
 
-pub const PARTS: [Part; 3] = [Part::Weight, Part::Moment1, Part::Moment2];
+pub const PARTS: [Part; 3] = [Part::Master, Part::Moment1, Part::Moment2];
 
 /// The file: the manifest's JSON with one more field at its end, the BLAKE3 of all text before it.
 pub fn seal(manifest: &CheckpointManifest) -> Result<Vec<u8>, serde_json::Error> {
@@ -237,7 +239,9 @@ pub fn differences(manifest: &CheckpointManifest, expected: &Expected) -> Vec<Pr
         let (theirs, ours) = (short(&manifest.data_fingerprint), short(expected.data_fingerprint));
         differs("the fingerprint of its data", theirs, ours);
     }
-    let both = !manifest.spec_hash.is_empty() && !expected.spec_hash.is_empty();
+    let both = !manifest.spec_hash.is_empty()
+        && !expected.spec_hash.is_empty()
+        && manifest.version >= SPEC_HASH_VERSION;
     if both && manifest.spec_hash != expected.spec_hash && manifest.model == *expected.model {
         let (theirs, ours) = (manifest.spec_hash.clone(), expected.spec_hash.to_string());
         differs("the hash of its immutable fields", theirs, ours);

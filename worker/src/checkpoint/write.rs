@@ -13,7 +13,7 @@ use crate::state::snapshot::{ShardRun, shard_runs};
 use moejob_kernels::DType;
 use moejob_protocol::CheckpointManifest;
 use moejob_protocol::checkpoint::{
-    CHECKPOINT_VERSION, FileEntry, Part, Piece, TensorEntry, directory_name,
+    CHECKPOINT_VERSION, FileEntry, Piece, TensorEntry, directory_name,
 };
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param};
@@ -86,13 +86,8 @@ impl Identity {
             let bytes = len as usize * self.float_bytes;
             for (at, part) in PARTS.iter().enumerate() {
                 let begin = run.offset + at * bytes;
-                let part = match part {
-                    Part::Weight => "weight",
-                    Part::Moment1 => "moment1",
-                    Part::Moment2 => "moment2",
-                };
-                let name =
-                    format!("{part}/{}/{}", self.params[run.index].name, run.elements.start);
+                let (part, of) = (part.name(), &self.params[run.index].name);
+                let name = format!("{part}/{of}/{}", run.elements.start);
                 let data_offsets = [begin, begin + bytes];
                 entries.insert(name, Entry { dtype: self.dtype(), shape: [len], data_offsets });
             }
@@ -362,6 +357,7 @@ fn assemble(disk: &Disk, identity: &Identity, step: u64) -> std::io::Result<Chec
         seed: identity.seed,
         tensors,
         files,
+        others: BTreeMap::new(),
     })
 }
 

@@ -8,11 +8,11 @@ use super::write::{Failed, Staging, Writing};
 use crate::checkpoint::values::name_of;
 use crate::checkpoint::{PARTS, seal};
 use moejob_protocol::checkpoint::{
-    CHECKPOINT_VERSION, CheckpointManifest, Piece, TensorEntry, directory_name,
+    CHECKPOINT_VERSION, CheckpointManifest, Part, Piece, TensorEntry, directory_name,
 };
 use moejob_protocol::layout::{BLOCK, Layout};
 use moejob_protocol::mesh::Mesh;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
 /// Elements of a piece: what a reader verifies and holds at once.
@@ -51,7 +51,7 @@ pub fn import(
         for index in shard.clone() {
             let (param, dtype) = (&params[index], weights.dtype(index));
             let bytes = param.numel() * dtype.size() as u64;
-            let name = format!("weight/{}/0", param.name);
+            let name = format!("{}/{}/0", Part::Master.name(), param.name);
             entries.push((name, name_of(dtype), vec![param.numel()], bytes));
         }
         writing.begin(&name, &entries)?;
@@ -99,6 +99,7 @@ pub fn import(
         seed: 0,
         tensors: entries,
         files: writing.files.clone(),
+        others: BTreeMap::new(),
     };
     let sealed = seal(&manifest).map_err(|error| staging.io(error.into()))?;
     staging.small_file("manifest.json", &sealed)?;

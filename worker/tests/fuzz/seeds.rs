@@ -33,7 +33,7 @@ pub fn checkpoints() -> Vec<Vec<u8>> {
     let mut begin = 1000;
     let mut tensors = Vec::new();
     for param in config.model.params() {
-        for part in [Part::Weight, Part::Moment1, Part::Moment2] {
+        for part in [Part::Master, Part::Moment1, Part::Moment2] {
             let end = begin + param.numel() * 4;
             let blake3 = hash.clone();
             let piece = Piece { file: 0, begin, end, start: 0, len: param.numel(), blake3 };
@@ -49,7 +49,7 @@ pub fn checkpoints() -> Vec<Vec<u8>> {
     }
     let name = "a1-r0-0.safetensors".to_string();
     let manifest = CheckpointManifest {
-        version: 1,
+        version: moejob_protocol::checkpoint::CHECKPOINT_VERSION,
         job_uid: "uid".to_string(),
         job_name: "sample".to_string(),
         attempt: 1,
@@ -62,6 +62,7 @@ pub fn checkpoints() -> Vec<Vec<u8>> {
         seed: 1,
         tensors,
         files: vec![FileEntry { name, bytes: begin, blake3: hash }],
+        others: Default::default(),
     };
     let problems = checkpoint::check(&manifest, "step-00000200");
     assert!(problems.is_empty(), "the seed is refused: {problems:?}");
