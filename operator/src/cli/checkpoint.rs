@@ -217,7 +217,7 @@ fn grow(checkpoint: &Path, out: &Path, growth: &Growth) -> Outcome {
         Weights::HuggingFace(_) => {
             let why = "a Hugging Face directory: `moejob checkpoint import` makes a checkpoint";
             let what = "grow".to_string();
-            Err(Failed::Refused(Problem { what, why: why.to_string() }))
+            Err(Failed::Refused(Problem { what, why: why.to_string(), may_heal: false }))
         }
     })?;
     if code == ExitCode::SUCCESS {
