@@ -1,8 +1,9 @@
 //! What the shell (`run.rs`, control thread) and the trainer (`trainer.rs`, device thread) say to
 //! each other.
 
+use crate::data::Progress;
 use crate::gang::comm::CommError;
-use moejob_protocol::message::{Held, Phase, Request};
+use moejob_protocol::message::{Held, Loading, Phase, Request};
 use moejob_protocol::report::{Event, StepReport};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -16,6 +17,7 @@ struct Shared {
     requests: AtomicU32,
     phase: AtomicU32,
     step: AtomicU64,
+    loading: Progress,
 }
 
 const CHECKPOINT_NOW: u32 = 1;
@@ -62,6 +64,18 @@ impl Control {
 
     pub fn step(&self) -> u64 {
         self.0.step.load(Ordering::Relaxed)
+    }
+
+    /// What the opening of the data counts into.
+    pub fn progress(&self) -> Progress {
+        self.0.loading.clone()
+    }
+
+    /// How far the opening of the data is, while that is under way.
+    pub fn loading(&self) -> Option<Loading> {
+        let (bytes_done, bytes) = self.0.loading.counts();
+        let under_way = self.phase() == Phase::Loading && bytes > 0;
+        under_way.then(|| Loading { bytes_done, bytes, life: self.0.loading.life() })
     }
 }
 

@@ -24,7 +24,7 @@ pub(crate) const SHARED_BYTES_MIN: u64 = 8 << 20;
 /// What nobody has used for so long goes when somebody writes.
 const UNUSED_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Whoever holds the lock and writes nothing for so long is not waited for.
-const SILENT_MAX: Duration = Duration::from_secs(10);
+pub(crate) const SILENT_MAX: Duration = Duration::from_secs(10);
 const POLL: Duration = Duration::from_millis(20);
 
 const MAGIC: &[u8; 8] = b"MOETOKS1";

@@ -10,7 +10,11 @@
 //! memory.
 
 mod error;
+mod progress;
 mod files;
+mod content;
+mod index;
+mod handles;
 mod store;
 mod stream;
 pub mod megatron;
@@ -30,6 +34,7 @@ pub mod prepare;
 pub use documents::{Format, LINE_BYTES_MAX, Position};
 pub use error::DataError;
 pub use files::{DataFile, find};
+pub use progress::Progress;
 pub use order::{MIX_BLOCK, Mix, permute};
 pub use store::Width;
 pub use stream::Stream;
@@ -37,7 +42,7 @@ pub use tokenize::{Document, Recipe, Tokens, jsonl, threads};
 pub use tokenizer::Encoder;
 
 use moejob_protocol::config::{DataConfig, DataSource, Tokenizer, TrainingConfig};
-use open::{Opened, Opening, Origin, Part};
+use open::{Access, Opened, Opening, Origin, Part};
 use std::collections::HashMap;
 
 /// The epoch whose permutation orders the held-out windows; training never gets there.
@@ -69,6 +74,21 @@ impl Corpus {
         training: &TrainingConfig,
         vocabulary: u32,
     ) -> Result<Corpus, DataError> {
+        Corpus::open_telling(data, training, vocabulary, &Progress::default())
+    }
+
+    /// As `open`; `progress` says how far it is, and may end it early.
+    ///
+    /// # Errors
+    /// See [`DataError`]; it names the file, and where in it.
+    pub fn open_telling(
+        data: &DataConfig,
+        training: &TrainingConfig,
+        vocabulary: u32,
+        progress: &Progress,
+    ) -> Result<Corpus, DataError> {
+        let (handles, folder) = (handles::Handles::default(), cache::folder());
+        let access = Access { handles, folder, progress: progress.clone() };
         let encoder = Encoder::open(&data.tokenizer)?;
         if any(data, &|source| !is_tokenized(source)) {
             encoder.check(vocabulary)?;
@@ -79,7 +99,8 @@ impl Corpus {
         let sequence = u64::from(training.sequence_length);
         let fraction = if data.held_out.is_some() { 0.0 } else { data.validation.fraction };
         let needed = sequence + 1;
-        let opening = Opening { data, encoder: &encoder, vocabulary, fraction, needed };
+        let access = &access;
+        let opening = Opening { data, encoder: &encoder, vocabulary, fraction, needed, access };
         let mut weights = vec![1.0];
         let mut opened = match &data.source {
             DataSource::Mixture { parts } => {

@@ -1,9 +1,13 @@
 //! A data source -> streams of tokens for training and held out, and a fingerprint.
 
 use super::cache::{self, Entry, SHARED_BYTES_MIN, Tokenized};
+use super::content::{Content, Ids, Wish};
 use super::documents::{Format, Position, Reader};
 use super::files::{self, DataFile};
+use super::handles::Handles;
+use super::index;
 use super::megatron::{self, Index, ReadAt};
+use super::progress::Progress;
 use super::store::{Store, Width};
 use super::stream::Stream;
 use super::tokenize::{self, Recipe};
@@ -14,7 +18,8 @@ use std::fs::File;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::panic::resume_unwind;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// A source, divided.
@@ -51,6 +56,23 @@ pub(crate) struct Opening<'a> {
     pub fraction: f64,
     /// Tokens of a window.
     pub needed: u64,
+    pub access: &'a Access,
+}
+
+/// How files are got at: what stays open, the node's index, and who is told of the work.
+#[derive(Debug)]
+pub(crate) struct Access {
+    pub handles: Handles,
+    /// Of this user alone, shared by the workers of the node.
+    pub folder: Option<PathBuf>,
+    pub progress: Progress,
+}
+
+impl Access {
+    /// What files hold; in their order.
+    pub fn contents(&self, wishes: &[Wish]) -> Result<Vec<(Content, bool)>, DataError> {
+        index::contents(wishes, self.folder.as_deref(), &self.progress)
+    }
 }
 
 impl Opening<'_> {
@@ -63,7 +85,7 @@ impl Opening<'_> {
         match source {
             DataSource::Text { root, paths, exclude } => {
                 let files = find(root, paths, exclude)?;
-                files.iter().try_for_each(is_text)?;
+                in_parallel(&files, is_text)?;
                 if matches!(self.encoder, Encoder::Bytes) && self.data.end_of_document.is_none() {
                     return self.bytes(files);
                 }
@@ -98,9 +120,10 @@ impl Opening<'_> {
 
     /// Text whose bytes are its tokens, read where it lies.
     fn bytes(&self, files: Vec<DataFile>) -> Result<Opened, DataError> {
-        let stores = files.into_iter().map(|file| (file.clone(), Store::named(file, Width::U8, 0)));
+        let handles = &self.access.handles;
+        let store = |file: DataFile| (file.clone(), Store::named(file, handles, Width::U8, 0));
         // No byte is above 255, and the vocabulary has been held to that.
-        self.stores(stores.collect(), u32::MAX)
+        self.stores(files.into_iter().map(store).collect(), None)
     }
 
     fn tokens(
@@ -108,26 +131,33 @@ impl Opening<'_> {
         files: Vec<DataFile>,
         dtype: Option<TokenType>,
     ) -> Result<Opened, DataError> {
-        let mut stores = Vec::new();
-        for file in files {
-            let store = token_store(&file, dtype)?;
-            stores.push((file, store));
-        }
-        let mut opened = self.stores(stores, self.vocabulary)?;
+        let handles = &self.access.handles;
+        let stores = in_parallel(&files, |file| token_store(file, handles, dtype))?;
+        let stores = files.into_iter().zip(stores).collect();
+        let mut opened = self.stores(stores, Some(self.vocabulary))?;
         opened.training.stream.ends_with(self.data.end_of_document);
         opened.held_out.stream.ends_with(self.data.end_of_document);
         Ok(opened)
     }
 
     /// Stores of whole files: some of the files are held out, or the end of the only one.
+    /// `vocabulary` is what their ids are held to.
     fn stores(
         &self,
         mut stores: Vec<(DataFile, Store)>,
-        vocabulary: u32,
+        vocabulary: Option<u32>,
     ) -> Result<Opened, DataError> {
+        let mut wishes = Vec::new();
+        for (file, store) in &stores {
+            let Store { width, offset, .. } = *store;
+            let ids = vocabulary.map(|vocabulary| Ids { width, offset, vocabulary });
+            wishes.push(Wish { file, bytes: file.bytes, ids });
+        }
+        let contents = self.access.contents(&wishes)?;
         let mut hasher = blake3::Hasher::new();
-        for (file, store) in &mut stores {
-            file.hash = store.fingerprint(vocabulary)?;
+        for ((file, store), (content, _)) in stores.iter_mut().zip(contents) {
+            file.hash = content.hash;
+            store.is_of(content.hash);
             print_file(&mut hasher, file, &file.hash);
         }
         let sizes: Vec<(&[u8], u64)> =
@@ -169,19 +199,31 @@ impl Opening<'_> {
     }
 
     fn megatron(&self, files: Vec<DataFile>) -> Result<Opened, DataError> {
-        let mut hasher = blake3::Hasher::new();
         let mut pairs = Vec::new();
-        for mut index in files {
-            let Some(mut bin) = megatron_bin(&index)? else { continue };
-            let head = checked(&index, &bin)?;
-            let width = head.width;
-            index.fingerprint(&mut |_| Ok(()))?;
-            print_file(&mut hasher, &index, &index.hash);
-            let mut store = Store::named(bin.clone(), width, 0);
-            bin.hash = store.fingerprint(self.vocabulary)?;
-            print_file(&mut hasher, &bin, &bin.hash);
-            pairs.push((index, bin, head, store));
+        for index in files {
+            if let Some(bin) = megatron_bin(&index)? {
+                pairs.push((index, bin));
+            }
         }
+        let wishes: Vec<Wish> = pairs.iter().map(|(index, _)| Wish::whole(index)).collect();
+        let indices = self.access.contents(&wishes)?;
+        let heads = in_parallel(&pairs, |(index, bin)| checked(index, bin))?;
+        let ids = |head: &Index| Ids { width: head.width, offset: 0, vocabulary: self.vocabulary };
+        let wishes: Vec<Wish> = (pairs.iter().zip(&heads))
+            .map(|((_, bin), head)| Wish { file: bin, bytes: bin.bytes, ids: Some(ids(head)) })
+            .collect();
+        let bins = self.access.contents(&wishes)?;
+        let mut hasher = blake3::Hasher::new();
+        let found = pairs.into_iter().zip(heads).zip(indices.into_iter().zip(bins));
+        let pairs: Vec<(DataFile, DataFile, Index, Store)> = found
+            .map(|(((mut index, mut bin), head), ((of_index, _), (of_bin, _)))| {
+                (index.hash, bin.hash) = (of_index.hash, of_bin.hash);
+                print_file(&mut hasher, &index, &index.hash);
+                print_file(&mut hasher, &bin, &bin.hash);
+                let store = Store::named(bin.clone(), &self.access.handles, head.width, 0);
+                (index, bin, head, store)
+            })
+            .collect();
         self.growing(|fraction| {
             let mut parts = [self.stream(), self.stream()];
             let mut origins = [Vec::new(), Vec::new()];
@@ -213,8 +255,10 @@ impl Opening<'_> {
     /// Documents that are tokenised into a file of ours.
     fn documents(&self, mut files: Vec<DataFile>, format: Format) -> Result<Opened, DataError> {
         let mut hasher = blake3::Hasher::new();
-        for file in &mut files {
-            file.fingerprint(&mut |_| Ok(()))?;
+        let wishes: Vec<Wish> = files.iter().map(Wish::whole).collect();
+        let contents = self.access.contents(&wishes)?;
+        for (file, (content, _)) in files.iter_mut().zip(contents) {
+            file.hash = content.hash;
             print_file(&mut hasher, file, &file.hash);
         }
         let print = hasher.finalize();
@@ -264,13 +308,13 @@ impl Opening<'_> {
     ) -> Result<Tokenized, DataError> {
         let width = Width::of(self.vocabulary);
         let bytes: u64 = files.iter().map(|file| file.bytes).sum();
-        let folder = (bytes >= SHARED_BYTES_MIN).then(cache::folder).flatten();
+        let folder = self.access.folder.as_deref().filter(|_| bytes >= SHARED_BYTES_MIN);
         let mut key = blake3::Hasher::new();
         key.update(b"moejob tokens 1");
         key.update(print.as_bytes());
         key.update(&recipe.encoder.fingerprint());
         key.update(format!("{format:?} {:?} {width:?}", recipe.end_of_document).as_bytes());
-        cache::tokenized(folder.as_deref(), &key.finalize(), width, &mut |making| {
+        cache::tokenized(folder, &key.finalize(), width, &mut |making| {
             let reader = Reader::new(files.clone(), format.clone(), Position::default());
             let mut begun = 0;
             tokenize::tokenize(reader, files, recipe, tokenize::threads(), &mut |tokens| {
@@ -387,16 +431,44 @@ pub(crate) fn checked(index: &DataFile, bin: &DataFile) -> Result<Index, DataErr
     Ok(head)
 }
 
+/// What `look` makes of each: it waits for files far away more than it computes.
+///
+/// # Errors
+/// The first of them that has one.
+fn in_parallel<T: Sync, R: Send>(
+    all: &[T],
+    look: impl Fn(&T) -> Result<R, DataError> + Sync,
+) -> Result<Vec<R>, DataError> {
+    const TOGETHER: usize = 64;
+    let each = all.len().div_ceil(tokenize::threads()).max(TOGETHER);
+    if each >= all.len() {
+        return all.iter().map(look).collect();
+    }
+    let work = |some: &[T]| some.iter().map(&look).collect::<Result<Vec<R>, _>>();
+    std::thread::scope(|scope| {
+        let work = &work;
+        let threads: Vec<_> =
+            all.chunks(each).map(|some| scope.spawn(move || work(some))).collect();
+        let mut made = Vec::with_capacity(all.len());
+        for thread in threads {
+            // A panic goes on here.
+            made.append(&mut thread.join().unwrap_or_else(|panic| resume_unwind(panic))?);
+        }
+        Ok(made)
+    })
+}
+
 /// The tokens of a file with llm.c's header, or of a flat one of `dtype`.
 pub(crate) fn token_store(
     file: &DataFile,
+    handles: &Handles,
     dtype: Option<TokenType>,
 ) -> Result<Store, DataError> {
     let head = file.head(header::HEAD_BYTES)?;
     let bad = |(at, why): (String, String)| DataError::bad(&file.path, at, why);
     header::not_foreign(&head, true).map_err(bad)?;
     let kind = header::kind(&head, file.bytes, dtype).map_err(bad)?;
-    Ok(Store::named(file.clone(), kind.width, kind.offset))
+    Ok(Store::named(file.clone(), handles, kind.width, kind.offset))
 }
 
 /// A file of text is none of the formats that hold text otherwise.

@@ -64,6 +64,10 @@ impl AbortHandle {
         self.signal.notify();
     }
 
+    pub fn is_aborted(&self) -> bool {
+        lock(&self.reason).is_some()
+    }
+
     fn check(&self) -> Result<(), CommError> {
         match &*lock(&self.reason) {
             Some(reason) => Err(CommError::Aborted { reason: reason.clone() }),

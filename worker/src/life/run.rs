@@ -340,6 +340,7 @@ impl Shell {
                     step: self.control.step(),
                     collective: self.collective.load(Ordering::Relaxed),
                     held: self.session.held().to_vec(),
+                    loading: self.control.loading(),
                 };
                 return self.send(self.session.attempt(), Up::Heartbeat(heartbeat));
             }
@@ -503,6 +504,9 @@ async fn wait_for(
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
+    hang_up: Signal,
+    /// One of them came.
+    any: bool,
 }
 
 impl Signals {
@@ -510,14 +514,22 @@ impl Signals {
         Ok(Signals {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
+            hang_up: signal(SignalKind::hangup())?,
+            any: false,
         })
     }
 
+    /// The terminal is gone for good: a hang-up is the first signal, or none. The second of the
+    /// others ends the process at once.
     async fn next(&mut self) {
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
+        loop {
+            tokio::select! {
+                _ = self.terminate.recv() => break,
+                _ = self.interrupt.recv() => break,
+                _ = self.hang_up.recv() => if !self.any { break },
+            }
         }
+        self.any = true;
     }
 }
 
