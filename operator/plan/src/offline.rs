@@ -452,6 +452,7 @@ fn report(step: u64, attempt: u32) -> StepReport {
         learning_rate: 0.0,
         tokens: 0,
         tokens_per_second: 0.0,
+        timing: Default::default(),
         world_size: 0,
         attempt,
         expert_imbalance: 0.0,

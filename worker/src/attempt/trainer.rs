@@ -7,7 +7,7 @@
 //! ```
 //! Whatever takes effect on all ranks was agreed on in a step's end, so all take it alike.
 
-use crate::attempt::steps::Run;
+use crate::attempt::steps::{Clock, Run};
 use crate::checkpoint::{Disk, Expected, Identity, Refusal, Writer, differences, load, show};
 use crate::gang::comm::{Comm, CommError};
 use crate::data::{Corpus, DataError};
@@ -173,6 +173,7 @@ impl Trainer {
             pending: None,
             committed: 0,
             snapshot_step: config.resume.step(),
+            clock: Clock::start(),
             model,
             snapshots: &mut self.snapshots,
         };

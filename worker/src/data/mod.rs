@@ -28,13 +28,17 @@ mod tokenize;
 mod cache;
 mod open;
 mod order;
+mod feeder;
+mod overlap;
 pub mod inspect;
 pub mod prepare;
 
 pub use documents::{Format, LINE_BYTES_MAX, Position};
 pub use error::DataError;
+pub use feeder::{Batches, Feeder};
 pub use files::{DataFile, find};
 pub use progress::Progress;
+pub use overlap::{DocumentOverlap, Doubled};
 pub use order::{MIX_BLOCK, Mix, permute};
 pub use store::Width;
 pub use stream::Stream;
@@ -49,7 +53,7 @@ use std::collections::HashMap;
 const HELD_OUT_EPOCH: u64 = u64::MAX;
 
 /// The sources, divided, and what a step reads of them.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Corpus {
     training: Vec<Part>,
     held_out: Vec<Part>,
@@ -62,6 +66,8 @@ pub struct Corpus {
     global_batch: u64,
     micro_batch: u64,
     sequence: u64,
+    /// The batch that was asked for last.
+    scratch: Batch,
 }
 
 impl Corpus {
@@ -131,6 +137,7 @@ impl Corpus {
             global_batch: training.global_batch_size.into(),
             micro_batch: training.micro_batch_size.into(),
             sequence,
+            scratch: Batch::default(),
         };
         corpus.is_large_enough()?;
         Ok(corpus)
@@ -207,6 +214,19 @@ impl Corpus {
     /// Tokens of a sequence.
     pub fn sequence(&self) -> usize {
         self.sequence as usize
+    }
+
+    /// Tokens of a micro-batch.
+    pub(crate) fn micro_batch_tokens(&self) -> usize {
+        (self.micro_batch * self.sequence) as usize
+    }
+
+    /// Held-out documents that are trained on as well, of those that were tokenised here.
+    ///
+    /// # Errors
+    /// The file of their tokens cannot be read.
+    pub fn document_overlap(&self) -> Result<DocumentOverlap, DataError> {
+        overlap::overlap(&self.training, &self.held_out)
     }
 
     /// Ids and targets, [sequences, S] each, of micro-batch `index` of step `step`.
@@ -327,6 +347,11 @@ pub struct Batch {
 impl Batch {
     pub fn new(tokens: usize) -> Batch {
         Batch { ids: vec![0; tokens], targets: vec![0; tokens], starts: None }
+    }
+
+    fn resize(&mut self, tokens: usize) {
+        self.ids.resize(tokens, 0);
+        self.targets.resize(tokens, 0);
     }
 
     fn keep_apart(&mut self, apart: bool) {

@@ -1,12 +1,13 @@
 //! A data source -> streams of tokens for training and held out, and a fingerprint.
 
-use super::cache::{self, Entry, SHARED_BYTES_MIN, Tokenized};
+use super::cache::{self, SHARED_BYTES_MIN, Tokenized};
 use super::content::{Content, Ids, Wish};
 use super::documents::{Format, Position, Reader};
 use super::files::{self, DataFile};
 use super::handles::Handles;
 use super::index;
 use super::megatron::{self, Index, ReadAt};
+use super::overlap::Documents;
 use super::progress::Progress;
 use super::store::{Store, Width};
 use super::stream::Stream;
@@ -36,6 +37,8 @@ pub(crate) struct Part {
     pub stream: Stream,
     /// The files that have tokens in it.
     pub origins: Vec<Origin>,
+    /// Where they were tokenised here.
+    pub documents: Option<Documents>,
 }
 
 /// A file that data come from.
@@ -163,7 +166,7 @@ impl Opening<'_> {
         let sizes: Vec<(&[u8], u64)> =
             stores.iter().map(|(file, store)| (&file.name[..], store.tokens)).collect();
         let held = divide(&sizes, self.fraction, self.needed);
-        let part = || Part { stream: self.stream(), origins: Vec::new() };
+        let part = || Part { stream: self.stream(), ..Part::default() };
         let mut opened =
             Opened { training: part(), held_out: part(), fingerprint: hasher.finalize() };
         // Text of one file has always been trained on whole.
@@ -273,7 +276,9 @@ impl Opening<'_> {
         let end_of_document = self.data.end_of_document;
         let recipe = Recipe { encoder: self.encoder.clone(), field, end_of_document };
         let made = self.tokenized(&files, &format, &recipe, &print)?;
-        self.growing(|fraction| {
+        let mut fraction_used = self.fraction;
+        let mut opened = self.growing(|fraction| {
+            fraction_used = fraction;
             let mut parts = [self.stream(), self.stream()];
             let stores = [parts[0].add(made.store.clone()), parts[1].add(made.store.clone())];
             let mut origins = [Vec::new(), Vec::new()];
@@ -295,7 +300,15 @@ impl Opening<'_> {
                 Ok(())
             })?;
             Ok((parts, origins, print))
-        })
+        })?;
+        let documents = |held_out| {
+            let held_files = whole_files.then(|| held_files.clone());
+            let (made, files, fraction) = (made.clone(), files.clone(), fraction_used);
+            Some(Documents { made, files, held_files, fraction, held_out })
+        };
+        opened.training.documents = documents(false);
+        opened.held_out.documents = documents(true);
+        Ok(opened)
     }
 
     /// The tokens of all documents, made by this process or by another one of this node.
@@ -310,25 +323,34 @@ impl Opening<'_> {
         let bytes: u64 = files.iter().map(|file| file.bytes).sum();
         let folder = self.access.folder.as_deref().filter(|_| bytes >= SHARED_BYTES_MIN);
         let mut key = blake3::Hasher::new();
-        key.update(b"moejob tokens 1");
+        key.update(b"moejob tokens 2");
         key.update(print.as_bytes());
         key.update(&recipe.encoder.fingerprint());
         key.update(format!("{format:?} {:?} {width:?}", recipe.end_of_document).as_bytes());
-        cache::tokenized(folder, &key.finalize(), width, &mut |making| {
+        let progress = &self.access.progress;
+        cache::tokenized(folder, &key.finalize(), width, progress, &mut |making| {
             let reader = Reader::new(files.clone(), format.clone(), Position::default());
-            let mut begun = 0;
+            let mut raw = 0;
+            progress.expect(bytes);
             tokenize::tokenize(reader, files, recipe, tokenize::threads(), &mut |tokens| {
-                making.ids(&tokens.ids)?;
+                if progress.is_given_up() {
+                    return Err(DataError::GivenUp);
+                }
+                let mut ids = &tokens.ids[..];
                 for document in &tokens.documents {
-                    begun += u64::from(document.tokens);
+                    let (own, others) = ids.split_at(document.tokens as usize);
+                    making.ids(own)?;
+                    ids = others;
                     if document.ends {
-                        let (file, number) = (tokens.file as u64, document.number);
-                        making.document(Entry { file, number, tokens: begun })?;
-                        begun = 0;
+                        making.document(tokens.file as u64, document.number)?;
                     }
                 }
+                progress.know(tokens.raw.min(bytes).saturating_sub(raw));
+                raw = raw.max(tokens.raw.min(bytes));
                 Ok(())
-            })
+            })?;
+            progress.know(bytes - raw);
+            Ok(())
         })
     }
 
@@ -344,8 +366,12 @@ impl Opening<'_> {
             let enough = held_out.tokens() >= self.needed;
             if fraction <= 0.0 || enough || fraction >= 0.25 {
                 return Ok(Opened {
-                    training: Part { stream: training, origins },
-                    held_out: Part { stream: held_out, origins: held_origins },
+                    training: Part { stream: training, origins, documents: None },
+                    held_out: Part {
+                        stream: held_out,
+                        origins: held_origins,
+                        documents: None,
+                    },
                     fingerprint,
                 });
             }
@@ -494,7 +520,7 @@ fn share(hash: &blake3::Hash) -> u64 {
 }
 
 /// Whether document `number` of a file is held out: a function of the two alone.
-fn is_held_out(name: &[u8], number: u64, fraction: f64) -> bool {
+pub(crate) fn is_held_out(name: &[u8], number: u64, fraction: f64) -> bool {
     if fraction <= 0.0 {
         return false;
     }
