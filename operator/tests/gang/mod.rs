@@ -78,6 +78,7 @@ fn report(step: u64, loss: f64, comm: &Comm) -> StepReport {
         learning_rate: 0.0,
         tokens: 0,
         tokens_per_second: 0.0,
+        timing: Default::default(),
         world_size: comm.world(),
         attempt: comm.attempt(),
         expert_imbalance: 0.0,

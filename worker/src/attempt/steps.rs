@@ -2,7 +2,7 @@
 
 use crate::checkpoint::{NOT_FINITE, Writer};
 use crate::gang::comm::Comm;
-use crate::data::Corpus;
+use crate::data::{Corpus, DocumentOverlap, Doubled, Feeder};
 use crate::engine::grads::Gradients;
 use crate::engine::model::Model;
 use crate::attempt::records::{Records, event, now};
@@ -17,7 +17,8 @@ use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::{Phase, Request};
 use moejob_protocol::report::{
-    Detail, EventKind, RoutingReport, StepReport, TOKENS_PER_EXPERT_EVER, TOKENS_PER_EXPERT_MAX,
+    Detail, EventKind, RoutingReport, Stalls, StepReport, TOKENS_PER_EXPERT_EVER,
+    TOKENS_PER_EXPERT_MAX, Timing,
 };
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -45,6 +46,26 @@ pub(crate) struct Run<'a> {
     pub committed: u64,
     /// Steps in the newest snapshot.
     pub snapshot_step: u64,
+    pub clock: Clock,
+}
+
+/// What of the time since the last report was no step.
+pub(crate) struct Clock {
+    since: Instant,
+    stalls: Stalls,
+}
+
+impl Clock {
+    pub fn start() -> Clock {
+        Clock { since: Instant::now(), stalls: Stalls::default() }
+    }
+
+    /// Of the time since the last report, in which `tokens` were trained on.
+    fn report(&mut self, tokens: u64) -> Timing {
+        let Clock { since, stalls } = std::mem::replace(self, Clock::start());
+        let wall_tokens_per_second = tokens as f64 / since.elapsed().as_secs_f64();
+        Timing { wall_tokens_per_second, stalls }
+    }
 }
 
 /// What to do about numbers that are not finite.
@@ -55,8 +76,20 @@ const STORAGE_POLL: Duration = Duration::from_millis(2);
 
 impl Run<'_> {
     pub fn train(&mut self, corpus: &mut Corpus) -> Result<AttemptEnd, Stop> {
+        let training = &self.config.training;
+        let own =
+            self.model.layout.mesh.micro_batches(self.model.rank, self.model.shape.micro_batches);
+        let opened = std::mem::take(corpus);
+        let mut feeder = Feeder::start(opened, own, self.step, training.steps);
+        let ended = self.train_on(&mut feeder);
+        *corpus = feeder.into_corpus();
+        ended
+    }
+
+    fn train_on(&mut self, feeder: &mut Feeder) -> Result<AttemptEnd, Stop> {
+        self.clock = Clock::start();
         self.tell_resumed()?;
-        self.tell_overlaps(corpus)?;
+        self.tell_overlaps(feeder)?;
         self.control.set_step(self.step);
         let resumed = self.snapshot()?;
         let steps = self.config.training.steps;
@@ -68,7 +101,7 @@ impl Run<'_> {
         while self.step < steps && !stopped {
             self.control.set_phase(Phase::Training);
             let started = Instant::now();
-            let (summary, agreed) = self.step_twice_at_most(corpus)?;
+            let (summary, agreed) = self.step_twice_at_most(feeder)?;
             step::update(
                 &mut self.model,
                 &self.gradients,
@@ -80,7 +113,8 @@ impl Run<'_> {
             self.step += 1;
             self.control.set_step(self.step);
             let seconds = started.elapsed().as_secs_f64();
-            let validation = self.validate(corpus)?;
+            self.clock.stalls.data += feeder.take_waited().as_secs_f64();
+            let validation = self.validate(feeder)?;
             self.report(&summary, validation, seconds)?;
             stopped = agreed.stop_after_this_step;
             self.keep(agreed, stopped)?;
@@ -97,13 +131,13 @@ impl Run<'_> {
     /// the machine, so the step is done once again before it counts.
     fn step_twice_at_most(
         &mut self,
-        corpus: &mut Corpus,
+        feeder: &mut Feeder,
     ) -> Result<(StepSummary, Request), Stop> {
         let mut agreed = Request::default();
         for attempt in 0..2 {
             let (model, gradients) = (&mut self.model, &mut self.gradients);
             let place = Place { step: self.step, seed: self.config.training.seed };
-            let mut end = step::gradients(model, gradients, corpus, &mut self.comm, place)?;
+            let mut end = step::gradients(model, gradients, feeder, &mut self.comm, place)?;
             self.fill(&mut end);
             let ends = step::agree(&self.model, &end, &mut self.comm)?;
             // Whoever is here has finished the snapshot that came before.
@@ -195,6 +229,7 @@ impl Run<'_> {
     /// Begins a checkpoint of this step, from its snapshot where there is one.
     fn checkpoint(&mut self, snapshot: Option<Arc<Slot>>) -> Result<(), Stop> {
         // One at a time: its staging and its copy of the state are counted once.
+        let began = Instant::now();
         self.wait_for_storage()?;
         let bytes = match snapshot {
             Some(bytes) => bytes,
@@ -205,6 +240,7 @@ impl Run<'_> {
         };
         self.writer.shard(self.step, bytes);
         self.pending = Some((self.step, false));
+        self.clock.stalls.checkpoint += began.elapsed().as_secs_f64();
         Ok(())
     }
 
@@ -224,7 +260,7 @@ impl Run<'_> {
     }
 
     fn snapshot(&mut self) -> Result<Arc<Slot>, Stop> {
-        let attempt = self.config.attempt;
+        let (attempt, began) = (self.config.attempt, Instant::now());
         let taken = snapshot::take(
             self.memory,
             &self.model,
@@ -234,6 +270,7 @@ impl Run<'_> {
             self.step,
         );
         self.snapshot_step = self.step;
+        self.clock.stalls.snapshot += began.elapsed().as_secs_f64();
         (self.out)(TrainerEvent::Held(self.memory.held()));
         taken.map_err(|error| match error {
             SnapshotError::Comm(error) => Stop::Comm(error),
@@ -244,7 +281,7 @@ impl Run<'_> {
         })
     }
 
-    fn validate(&mut self, corpus: &mut Corpus) -> Result<Option<Validation>, Stop> {
+    fn validate(&mut self, feeder: &Feeder) -> Result<Option<Validation>, Stop> {
         let validation = &self.config.data.validation;
         let last = self.step >= self.config.training.steps;
         let every = validation.every_steps;
@@ -253,7 +290,11 @@ impl Run<'_> {
         }
         self.control.set_phase(Phase::Validating);
         let most = validation.max_sequences;
-        Ok(step::validate(&mut self.model, corpus, &mut self.comm, most)?)
+        let began = Instant::now();
+        let measured =
+            step::validate(&mut self.model, &mut feeder.corpus(), &mut self.comm, most)?;
+        self.clock.stalls.validation += began.elapsed().as_secs_f64();
+        Ok(measured)
     }
 
     fn report(
@@ -276,6 +317,7 @@ impl Run<'_> {
             learning_rate: summary.learning_rate,
             tokens: self.step * tokens,
             tokens_per_second: tokens as f64 / seconds,
+            timing: self.clock.report(tokens),
             world_size: self.comm.world(),
             attempt: self.config.attempt,
             expert_imbalance: summary.expert_imbalance,
@@ -325,9 +367,13 @@ impl Run<'_> {
     }
 
     /// On rank 0, once a job: held-out data that are trained on.
-    fn tell_overlaps(&mut self, corpus: &Corpus) -> Result<(), Stop> {
+    fn tell_overlaps(&mut self, feeder: &Feeder) -> Result<(), Stop> {
         const SHOWN: usize = 3;
-        let overlaps = if self.step == 0 { corpus.overlaps() } else { Vec::new() };
+        if self.step > 0 || self.records.is_none() {
+            return Ok(());
+        }
+        let overlaps = feeder.corpus().overlaps();
+        self.tell_doubled_documents(feeder)?;
         if overlaps.is_empty() {
             return Ok(());
         }
@@ -342,6 +388,28 @@ impl Run<'_> {
             "held-out data are trained on, too: {}{more}. The held-out loss will look too good; \
              leave them out of data.train",
             pairs.join(", ")
+        );
+        self.tell(EventKind::Warning, "HeldOutOverlaps", message, self.step)
+    }
+
+    /// The same of documents.
+    fn tell_doubled_documents(&mut self, feeder: &Feeder) -> Result<(), Stop> {
+        let found = feeder.corpus().document_overlap();
+        let DocumentOverlap { compared, doubled, first } =
+            found.map_err(|error| Stop::Failed(error.failure()))?;
+        if doubled == 0 {
+            return Ok(());
+        }
+        let place = |(name, number): &(String, u64)| format!("{name}, document {}", number + 1);
+        let shown: Vec<String> = (first.iter())
+            .map(|Doubled { held_out, trained }| {
+                format!("{} (as {})", place(held_out), place(trained))
+            })
+            .collect();
+        let message = format!(
+            "{doubled} of {compared} held-out documents are trained on, too: {}. The held-out \
+             loss will look too good; leave out what is there twice",
+            shown.join(", ")
         );
         self.tell(EventKind::Warning, "HeldOutOverlaps", message, self.step)
     }

@@ -7,10 +7,10 @@
 //! ```
 //! Whatever takes effect on all ranks was agreed on in a step's end, so all take it alike.
 
-use crate::attempt::steps::Run;
+use crate::attempt::steps::{Clock, Run};
 use crate::checkpoint::{Disk, Expected, Identity, Refusal, Writer, differences, load, show};
 use crate::gang::comm::{Comm, CommError};
-use crate::data::Corpus;
+use crate::data::{Corpus, DataError};
 use crate::attempt::fence::{self, Claim, FenceError};
 use crate::engine::grads::Gradients;
 use crate::hf::Weights;
@@ -148,18 +148,32 @@ impl Trainer {
         if self.writer.take().is_some_and(|mut writer| !writer.end_within(WRITER_END)) {
             tracing::warn!("a write to storage of an earlier attempt does not end");
         }
-        let mut corpus = self.corpus(config)?;
-        agree_on_data(&corpus, &mut comm)?;
+        let mut corpus = self.corpus(config, &mut comm, control)?;
+        let ended = self.attempt_on(&mut corpus, config, comm, control, out);
+        // However it ended, the next one need not open it again.
+        self.corpus = Some((config.data.clone(), config.training.clone(), corpus));
+        ended
+    }
+
+    fn attempt_on(
+        &mut self,
+        corpus: &mut Corpus,
+        config: &WorkerConfig,
+        mut comm: Comm,
+        control: &Control,
+        out: &mut dyn FnMut(TrainerEvent),
+    ) -> Result<AttemptEnd, Stop> {
+        agree_on_data(corpus, &mut comm)?;
         resume::look_into_storage(config, &mut comm, out)?;
         let mut records = if comm.rank() == 0 { Some(self.claim(config)?) } else { None };
         let mut model = model(config, comm.rank())?;
         let mut tell = |event: Event| resume::tell(event, records.as_mut(), out);
-        self.restore(config, &corpus, &mut model, &mut comm, &mut tell)?;
+        self.restore(config, corpus, &mut model, &mut comm, &mut tell)?;
         let metrics = match &records {
             Some(records) => Some(records.metrics_handle().map_err(record_failed)?),
             None => None,
         };
-        let identity = identity(config, &model, &corpus);
+        let identity = identity(config, &model, corpus);
         let writer = Writer::start(identity, self.disk.clone(), metrics)
             .map_err(|error| storage_failed(&format!("no thread for checkpoints: {error}")))?;
         let gradients = Gradients::new(&model);
@@ -177,28 +191,33 @@ impl Trainer {
             pending: None,
             committed: 0,
             snapshot_step: config.resume.step(),
+            clock: Clock::start(),
             model,
             memory: &self.memory,
         };
-        let ended = run.train(&mut corpus);
+        let ended = run.train(corpus);
         if let Err(Stop::Comm(_)) = &ended {
             // Whatever the next attempt resumes from is decided after this.
             run.writer.cancel();
             run.tell_commit(run.writer.progress().committed)?;
             self.writer = Some(run.writer);
-            self.corpus = Some((config.data.clone(), config.training.clone(), corpus));
             return ended;
         }
         if ended.is_ok() {
             run.writer.finish();
             run.tell_removed()?;
         }
-        self.corpus = Some((config.data.clone(), config.training.clone(), corpus));
         ended
     }
 
-    /// The data, opened once for all attempts of a job.
-    fn corpus(&mut self, config: &WorkerConfig) -> Result<Corpus, Stop> {
+    /// The data, opened once for all attempts of a job. It can take long: an attempt that is
+    /// aborted meanwhile ends, and what was read stays in the index.
+    fn corpus(
+        &mut self,
+        config: &WorkerConfig,
+        comm: &mut Comm,
+        control: &Control,
+    ) -> Result<Corpus, Stop> {
         match self.corpus.take() {
             Some((data, training, corpus))
                 if data == config.data && training == config.training =>
@@ -206,9 +225,17 @@ impl Trainer {
                 Ok(corpus)
             }
             _ => {
-                let vocabulary = config.model.vocab_size;
-                Corpus::open(&config.data, &config.training, vocabulary)
-                    .map_err(|error| Stop::Failed(error.failure()))
+                let abort = comm.abort_handle();
+                let progress = control.progress().until(move || abort.is_aborted());
+                let (data, vocabulary) = (&config.data, config.model.vocab_size);
+                match Corpus::open_telling(data, &config.training, vocabulary, &progress) {
+                    // The group says why.
+                    Err(DataError::GivenUp) => {
+                        comm.gather_all(&[], 0)?;
+                        Err(Stop::Failed(DataError::GivenUp.failure()))
+                    }
+                    opened => opened.map_err(|error| Stop::Failed(error.failure())),
+                }
             }
         }
     }

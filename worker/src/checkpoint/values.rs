@@ -22,6 +22,7 @@ pub fn name_of(dtype: DType) -> &'static str {
         DType::F32 => "F32",
         DType::F64 => "F64",
         DType::U32 => "U32",
+        DType::I16 => "I16",
         DType::U8 => "U8",
     }
 }
@@ -39,7 +40,7 @@ pub fn first_non_finite(bytes: &[u8], dtype: DType) -> Option<usize> {
             let mut values = bytes.chunks_exact(8).map(|b| f64::from_le_bytes(eight(b)));
             values.position(|value| !value.is_finite())
         }
-        DType::U32 | DType::U8 => None,
+        DType::U32 | DType::I16 | DType::U8 => None,
     }
 }
 

@@ -1,7 +1,7 @@
 //! One optimizer step: forward, backward, reduce, agree, update, spread.
 
 use crate::gang::comm::{Comm, CommError};
-use crate::data::{Batch, Corpus, DataError};
+use crate::data::{Batch, Batches, Corpus, DataError};
 use crate::engine::diagnosis;
 use crate::engine::grads::Gradients;
 use crate::engine::model::Model;
@@ -88,12 +88,11 @@ pub struct Place {
 
 fn load(
     model: &mut Model,
-    corpus: &mut Corpus,
-    batch: &mut Batch,
+    batches: &mut impl Batches,
     place: Place,
     micro_batch: u32,
 ) -> Result<(), DataError> {
-    corpus.fill_micro_batch(place.step, micro_batch, batch)?;
+    let batch = batches.micro_batch(place.step, micro_batch)?;
     model.load_documents(&batch.ids, &batch.targets, batch.starts.as_deref());
     model.set_noise(Some(Noise { seed: place.seed, step: place.step, micro_batch }));
     Ok(())
@@ -104,7 +103,7 @@ fn load(
 /// the order of micro-batches.
 fn whole_step_stats(
     model: &mut Model,
-    corpus: &mut Corpus,
+    batches: &mut impl Batches,
     comm: &mut Comm,
     place: Place,
 ) -> Result<(), StepError> {
@@ -113,12 +112,11 @@ fn whole_step_stats(
         return Ok(());
     }
     model.set_step_stats(&[]);
-    let mut batch = Batch::new(tokens);
     let mut own: Vec<u8> = Vec::new();
     for round in 0..model.layout.mesh.rounds(count) {
         let schedule = Schedule::new(model, round, count, |_| tokens);
         if let Some(micro_batch) = schedule.own {
-            load(model, corpus, &mut batch, place, micro_batch)?;
+            load(model, batches, place, micro_batch)?;
         }
         model.forward(&schedule.round, comm)?;
         if schedule.own.is_some() {
@@ -155,7 +153,7 @@ fn whole_step_stats(
 pub fn gradients(
     model: &mut Model,
     gradients: &mut Gradients,
-    corpus: &mut Corpus,
+    batches: &mut impl Batches,
     comm: &mut Comm,
     place: Place,
 ) -> Result<StepEnd, StepError> {
@@ -163,14 +161,13 @@ pub fn gradients(
     let tokens = model.shape.tokens as usize;
     let mut end = StepEnd::default();
     let mut tally = Tally { counts: vec![0; counts_len(model)], ..Tally::default() };
-    let mut batch = Batch::new(tokens);
     let mut broken = None;
     gradients.clear();
-    whole_step_stats(model, corpus, comm, place)?;
+    whole_step_stats(model, batches, comm, place)?;
     for round in 0..model.layout.mesh.rounds(count) {
         let schedule = Schedule::new(model, round, count, |_| tokens);
         if let Some(micro_batch) = schedule.own {
-            load(model, corpus, &mut batch, place, micro_batch)?;
+            load(model, batches, place, micro_batch)?;
         }
         model.forward(&schedule.round, comm)?;
         let loss = model.loss(&schedule.round, true);

@@ -75,6 +75,10 @@ impl AbortHandle {
         self.signal.notify();
     }
 
+    pub fn is_aborted(&self) -> bool {
+        self.memory.word(self.state).load(Ordering::SeqCst) != 0
+    }
+
     fn check(&self) -> Result<(), CommError> {
         match self.memory.word(self.state).load(Ordering::SeqCst) {
             2 => Err(CommError::Aborted { reason: self.memory.read_text(self.why, self.room) }),

@@ -373,6 +373,7 @@ impl World {
                 step: 0,
                 collective: sim.collective,
                 held: sim.held.clone(),
+                loading: None,
             };
             sim.up.push_back((sim.attempt, Up::Heartbeat(heartbeat)));
         }
