@@ -79,7 +79,8 @@ impl Tokenized {
             self.table.read_exact_at(block, at).map_err(failed)?;
             for entry in block.as_chunks::<ENTRY_BYTES>().0 {
                 let (words, _) = entry.as_chunks::<8>();
-                let [file, number, tokens, hash] = [0, 1, 2, 3].map(|at| u64::from_le_bytes(words[at]));
+                let word = |at: usize| u64::from_le_bytes(words[at]);
+                let [file, number, tokens, hash] = [0, 1, 2, 3].map(word);
                 see(Entry { file, number, tokens, hash })?;
             }
             (at, left) = (at + block.len() as u64, left - count);
@@ -362,6 +363,10 @@ mod tests {
         Progress::default()
     }
 
+    fn made_in(folder: &Path, key: &blake3::Hash, make: Make) -> Result<Tokenized, DataError> {
+        tokenized(Some(folder), key, Width::U16, &progress(), make)
+    }
+
     /// As they are written.
     fn ids_of(number: u64) -> [u8; 4] {
         let [low, high, ..] = number.to_le_bytes();
@@ -404,7 +409,7 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
-                    let result = tokenized(Some(folder.path()), &key, Width::U16, &progress(), &mut |making| {
+                    let result = made_in(folder.path(), &key, &mut |making| {
                         made.fetch_add(1, Ordering::Relaxed);
                         std::thread::sleep(Duration::from_millis(100));
                         fill(making)
@@ -417,7 +422,7 @@ mod tests {
         assert!(!names(folder.path()).iter().any(|name| name.ends_with(".part")));
         let other = blake3::hash(b"another key");
         let mut anew = 0;
-        let result = tokenized(Some(folder.path()), &other, Width::U16, &progress(), &mut |making| {
+        let result = made_in(folder.path(), &other, &mut |making| {
             anew += 1;
             fill(making)
         });
@@ -432,7 +437,7 @@ mod tests {
         let path = folder.path().join(format!("{}.tokens", key.to_hex()));
         let mut times = 0;
         let mut once = || {
-            let result = tokenized(Some(folder.path()), &key, Width::U16, &progress(), &mut |making| {
+            let result = made_in(folder.path(), &key, &mut |making| {
                 times += 1;
                 fill(making)
             });
@@ -459,7 +464,7 @@ mod tests {
     fn what_cannot_be_made_leaves_nothing() {
         let folder = tempfile::tempdir().expect("a folder");
         let key = blake3::hash(b"key");
-        let result = tokenized(Some(folder.path()), &key, Width::U16, &progress(), &mut |making| {
+        let result = made_in(folder.path(), &key, &mut |making| {
             fill(making)?;
             Err(DataError::bad(Path::new("a.jsonl"), "line 3", "bad"))
         });

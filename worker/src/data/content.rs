@@ -11,11 +11,13 @@ use super::DataError;
 use super::files::DataFile;
 use super::progress::Progress;
 use super::store::Width;
+use super::tokenize;
 use blake3::hazmat::{
     ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root,
 };
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Mutex, PoisonError};
@@ -85,7 +87,8 @@ impl Content {
 
     /// Whether every id is one of the vocabulary.
     pub fn is_within(&self, ids: &Option<Ids>) -> bool {
-        ids.is_none_or(|ids| self.low > self.high || self.low >= 0 && self.high < ids.vocabulary.into())
+        let none = self.low > self.high;
+        ids.is_none_or(|ids| none || self.low >= 0 && self.high < ids.vocabulary.into())
     }
 }
 
@@ -232,7 +235,8 @@ impl Reading<'_> {
         }
         let first = (at + skip as u64 - ids.offset) / ids.width.bytes();
         let wrong = |id: &i64| *id < 0 || *id >= vocabulary.into();
-        let (index, id) = ids.width.ids(rest).enumerate().find(|(_, id)| wrong(id)).unwrap_or((0, low));
+        let mut all = ids.width.ids(rest).enumerate();
+        let (index, id) = all.find(|(_, id)| wrong(id)).unwrap_or((0, low));
         let (path, at) = (wish.file.path.clone(), format!("token {}", first + index as u64));
         Err(DataError::Token { path, at, id, vocabulary })
     }
@@ -308,6 +312,33 @@ fn subtree(parts: &[Part]) -> ChainingValue {
 /// Segments of the left subtree: the largest power of two below all.
 fn left_of(segments: usize) -> usize {
     segments.next_power_of_two() / 2
+}
+
+/// What `look` makes of each: it waits for files far away more than it computes.
+///
+/// # Errors
+/// The first of them that has one.
+pub(crate) fn in_parallel<T: Sync, R: Send>(
+    all: &[T],
+    look: impl Fn(&T) -> Result<R, DataError> + Sync,
+) -> Result<Vec<R>, DataError> {
+    const TOGETHER: usize = 64;
+    let each = all.len().div_ceil(tokenize::threads()).max(TOGETHER);
+    if each >= all.len() {
+        return all.iter().map(look).collect();
+    }
+    let work = |some: &[T]| some.iter().map(&look).collect::<Result<Vec<R>, _>>();
+    std::thread::scope(|scope| {
+        let work = &work;
+        let threads: Vec<_> =
+            all.chunks(each).map(|some| scope.spawn(move || work(some))).collect();
+        let mut made = Vec::with_capacity(all.len());
+        for thread in threads {
+            // A panic goes on here.
+            made.append(&mut thread.join().unwrap_or_else(|panic| resume_unwind(panic))?);
+        }
+        Ok(made)
+    })
 }
 
 #[cfg(test)]

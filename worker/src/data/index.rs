@@ -3,7 +3,7 @@
 //! ```text
 //! files -> groups by the hash of their path -> files-XX.index: known, if size, times, inode agree
 //!   the others, by groups: files-XX.lock is free -> read them, write files-XX.index anew
-//!                          another has it         -> other groups first, then wait while it goes on
+//!                          another has it         -> other groups first, then wait for it
 //! files-XX.index: magic, count, entries, BLAKE3 of all before
 //! ```
 //! Workers of a node that start at once divide the groups among them. A lock goes with its holder's

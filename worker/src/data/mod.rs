@@ -26,6 +26,7 @@ mod parquet;
 mod tokenizer;
 mod tokenize;
 mod cache;
+mod divide;
 mod open;
 mod order;
 mod feeder;

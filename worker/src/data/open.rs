@@ -1,7 +1,8 @@
 //! A data source -> streams of tokens for training and held out, and a fingerprint.
 
 use super::cache::{self, SHARED_BYTES_MIN, Tokenized};
-use super::content::{Content, Ids, Wish};
+use super::content::{Content, Ids, Wish, in_parallel};
+use super::divide::{divide, is_held_out};
 use super::documents::{Format, Position, Reader};
 use super::files::{self, DataFile};
 use super::handles::Handles;
@@ -19,7 +20,6 @@ use std::fs::File;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
-use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -457,33 +457,6 @@ pub(crate) fn checked(index: &DataFile, bin: &DataFile) -> Result<Index, DataErr
     Ok(head)
 }
 
-/// What `look` makes of each: it waits for files far away more than it computes.
-///
-/// # Errors
-/// The first of them that has one.
-fn in_parallel<T: Sync, R: Send>(
-    all: &[T],
-    look: impl Fn(&T) -> Result<R, DataError> + Sync,
-) -> Result<Vec<R>, DataError> {
-    const TOGETHER: usize = 64;
-    let each = all.len().div_ceil(tokenize::threads()).max(TOGETHER);
-    if each >= all.len() {
-        return all.iter().map(look).collect();
-    }
-    let work = |some: &[T]| some.iter().map(&look).collect::<Result<Vec<R>, _>>();
-    std::thread::scope(|scope| {
-        let work = &work;
-        let threads: Vec<_> =
-            all.chunks(each).map(|some| scope.spawn(move || work(some))).collect();
-        let mut made = Vec::with_capacity(all.len());
-        for thread in threads {
-            // A panic goes on here.
-            made.append(&mut thread.join().unwrap_or_else(|panic| resume_unwind(panic))?);
-        }
-        Ok(made)
-    })
-}
-
 /// The tokens of a file with llm.c's header, or of a flat one of `dtype`.
 pub(crate) fn token_store(
     file: &DataFile,
@@ -511,47 +484,4 @@ fn print_file(hasher: &mut blake3::Hasher, file: &DataFile, content: &[u8; 32]) 
     hasher.update(&file.name);
     hasher.update(&file.bytes.to_le_bytes());
     hasher.update(content);
-}
-
-fn share(hash: &blake3::Hash) -> u64 {
-    let mut first = [0; 8];
-    first.copy_from_slice(&hash.as_bytes()[..8]);
-    u64::from_le_bytes(first)
-}
-
-/// Whether document `number` of a file is held out: a function of the two alone.
-pub(crate) fn is_held_out(name: &[u8], number: u64, fraction: f64) -> bool {
-    if fraction <= 0.0 {
-        return false;
-    }
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(name);
-    hasher.update(&number.to_le_bytes());
-    (share(&hasher.finalize()) as f64) < fraction * 2.0_f64.powi(64)
-}
-
-/// Which of the files (name, tokens) are held out: those with the smallest hashes of their names,
-/// below `fraction`, and further ones until they fill a window of `needed` tokens; at least one
-/// file stays for training.
-fn divide(files: &[(&[u8], u64)], fraction: f64, needed: u64) -> Vec<bool> {
-    let mut held = vec![false; files.len()];
-    if fraction <= 0.0 || files.len() < 2 {
-        return held;
-    }
-    let mut by_share: Vec<(u64, usize)> = files
-        .iter()
-        .enumerate()
-        .map(|(index, (name, _))| (share(&blake3::hash(name)), index))
-        .collect();
-    by_share.sort_unstable();
-    let mut tokens = 0;
-    for (share, index) in &by_share[..files.len() - 1] {
-        let below = (*share as f64) < fraction * 2.0_f64.powi(64);
-        if !below && tokens >= needed {
-            break;
-        }
-        held[*index] = true;
-        tokens += files[*index].1;
-    }
-    held
 }

@@ -1,8 +1,9 @@
 //! Documents that are both trained on and held out, told by the hashes of their tokens.
 
 use super::cache::{Entry, Tokenized};
-use super::open::{Part, is_held_out};
+use super::divide::is_held_out;
 use super::files::DataFile;
+use super::open::Part;
 use super::DataError;
 use std::collections::HashMap;
 use std::sync::Arc;
