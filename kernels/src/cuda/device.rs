@@ -20,7 +20,7 @@ pub struct CudaDevice {
     pub(super) compiler: Compiler,
     pub(super) stream: Stream,
     pub(super) arena: Arena,
-    pub(super) step_ops: StepOps,
+    pub(super) step_ops: Box<StepOps>,
     layers: Vec<MoeLayer>,
     failure: OnceLock<LayerError>,
 }
@@ -34,7 +34,7 @@ impl CudaDevice {
         let mut all = ArenaPlan::new();
         arena.fill_bytes(&stream, all.alloc(crate::DType::U8, arena_bytes), 0)?;
         stream.synchronize()?;
-        let (step_ops, layers) = (StepOps::default(), Vec::new());
+        let (step_ops, layers) = (Box::default(), Vec::new());
         Ok(CudaDevice { compiler, stream, arena, step_ops, layers, failure: OnceLock::new() })
     }
 

@@ -8,7 +8,7 @@
 //! MoeLayer::new(desc)           layer.rs     forward, backward: a fixed list of launches (call.rs)
 //! Dense::new(shape)             dense.rs     a dense product, by cuBLASLt
 //! CudaDevice::new(ordinal)      device.rs    the layer and the ops of a step as those of `Device`
-//! Unit::source                  step_ops.rs  kernels of norms, embedding, optimizer ..., when needed
+//! Unit::source                  step_ops.rs  kernels of norms, optimizer ..., when needed
 //! inspect()                     doctor.rs    what this machine has and lacks
 //! ```
 //! No CUDA is needed to build this: the driver and NVRTC are loaded when first used. Nothing here

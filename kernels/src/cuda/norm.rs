@@ -10,15 +10,16 @@ use crate::norm::{AddRmsNorm, RmsNorm, RmsNormBackward};
 use crate::norm_rope::{NormRope, NormRopeBackward};
 use crate::rope::Rope;
 
-/// Parts of a sum over rows at most: two blocks for each multiprocessor of an H200. Fixed, since the
-/// bits depend on it.
+/// Parts of a sum over rows at most: two blocks for each multiprocessor of an H200. Fixed, since
+/// the bits depend on it.
 const PARTS_MAX: usize = 264;
 
 /// Threads of a block at least.
 const BLOCK: usize = 256;
 
-/// The kernels that norm rows of `dim`: threads of a row, and rows that they have in flight. Forward
-/// 256 threads of up to four loads each did best on an H200, backward 128 and two rows at once.
+/// The kernels that norm rows of `dim`: threads of a row, and rows that they have in flight.
+/// Forward 256 threads of up to four loads each did best on an H200, backward threads of two loads
+/// and two rows at once.
 pub(super) fn norm_unit(element: DType, dim: usize, backward: bool) -> Unit {
     let units = dim / vector(element, dim);
     let group = if backward {
@@ -215,7 +216,9 @@ fn rotate(
     (w, w_fp32, rstd, eps): (u64, i32, u64, f32),
     inverse: bool,
 ) -> Result<(), CudaError> {
-    let Unit::NormRope { group, spans: in_flight, .. } = unit else { unreachable!("a rotation's unit") };
+    let Unit::NormRope { group, spans: in_flight, .. } = unit else {
+        unreachable!("a rotation's unit")
+    };
     let RopeCall { x, y, positions, spans, spans_a_token, turns } = call;
     let TurnsAt { table, positions: known, frequencies } = turns;
     let launch = Launch::new(spans.div_ceil(groups(group) * in_flight), block(group));
@@ -232,7 +235,9 @@ fn norm_rope_backward(to: &mut Enqueue<'_>, op: &NormRopeBackward) -> Result<(),
     let (spans, dim) = forward.spans();
     let element = forward.x.dtype();
     let unit = rope_unit(element, forward.head_dim, forward.span_heads(), true, true);
-    let Unit::NormRope { group, spans: in_flight, .. } = unit else { unreachable!("a rotation's unit") };
+    let Unit::NormRope { group, spans: in_flight, .. } = unit else {
+        unreachable!("a rotation's unit")
+    };
     let TurnsAt { table, positions: known, frequencies } =
         to.turns(unit, forward.theta, forward.head_dim / 2)?;
     let (w, w_fp32) = to.either(forward.w, element, dim);
