@@ -14,22 +14,24 @@ use crate::rope::Rope;
 /// the bits depend on it.
 const PARTS_MAX: usize = 264;
 
+/// The same of norms with a rotation, whose kernel has room for a third block.
+const TURNED_PARTS_MAX: usize = 396;
+
 /// Threads of a block at least.
 const BLOCK: usize = 256;
 
-/// The kernels that norm rows of `dim`: threads of a row, and rows that they have in flight.
-/// Forward 256 threads of up to four loads each did best on an H200, backward threads of two loads
-/// and two rows at once.
+/// The kernels that norm rows of `dim`, by what did best on an H200: forward 256 threads a row of
+/// up to four loads each; backward threads of two loads where that leaves none idle, else of up to
+/// four.
 pub(super) fn norm_unit(element: DType, dim: usize, backward: bool) -> Unit {
     let units = dim / vector(element, dim);
-    let group = if backward {
-        units.div_ceil(2).next_power_of_two().clamp(1, 1024)
-    } else {
-        units.next_power_of_two().clamp(1, 256).max(units.div_ceil(4).next_power_of_two().min(1024))
+    let fours = units.div_ceil(4).next_power_of_two();
+    let group = match (backward, units.is_power_of_two()) {
+        (false, _) => units.next_power_of_two().min(256).max(fours),
+        (true, true) => (units / 2).max(1),
+        (true, false) => fours,
     };
-    // Where a thread has more loads a row, one row is enough on its way.
-    let rows = if backward && units <= 2 * group { 2 } else { 1 };
-    Unit::Norm { element, dim, group, rows }
+    Unit::Norm { element, dim, group: group.min(1024), rows: 1 }
 }
 
 /// The kernels that turn spans of `heads` heads: threads of a span, and spans in flight.
@@ -44,8 +46,8 @@ pub(super) fn rope_unit(
     let units = heads * a_head;
     let (each, spans) = match (heads > 1, backward) {
         (true, false) => (2, 1),
-        (true, true) => (1, 1),
-        (false, _) => (1, 2),
+        (false, false) => (1, 2),
+        (_, true) => (1, 1),
     };
     let group = units.div_ceil(each).next_power_of_two().clamp(1, 1024);
     Unit::NormRope { element, head_dim, heads, norm, group, spans }
@@ -181,7 +183,7 @@ fn norm_backward(to: &mut Enqueue<'_>, op: &RmsNormBackward) -> Result<(), CudaE
     let (w, w_fp32) = to.either(op.w, element, dim);
     let rstd = to.of(op.rstd, DType::F32, rows);
     let [x, dy, dx] = [op.x, op.dy, op.dx].map(|buffer| to.of(buffer, element, rows * dim));
-    let each = part_of(rows, groups(group) * in_flight);
+    let each = part_of(rows, groups(group) * in_flight, PARTS_MAX);
     let parts = rows.div_ceil(each);
     let partial = partials(to, parts, dim)?;
     let accumulate = i32::from(op.accumulate_dx);
@@ -195,8 +197,8 @@ fn norm_backward(to: &mut Enqueue<'_>, op: &RmsNormBackward) -> Result<(), CudaE
 }
 
 /// Rows of a part: all parts alike, whole turns of `a_turn` rows.
-fn part_of(rows: usize, a_turn: usize) -> usize {
-    rows.div_ceil(PARTS_MAX).next_multiple_of(a_turn).max(a_turn)
+fn part_of(rows: usize, a_turn: usize, parts_max: usize) -> usize {
+    rows.div_ceil(parts_max).next_multiple_of(a_turn).max(a_turn)
 }
 
 /// What a rotation reads and writes.
@@ -235,9 +237,7 @@ fn norm_rope_backward(to: &mut Enqueue<'_>, op: &NormRopeBackward) -> Result<(),
     let (spans, dim) = forward.spans();
     let element = forward.x.dtype();
     let unit = rope_unit(element, forward.head_dim, forward.span_heads(), true, true);
-    let Unit::NormRope { group, spans: in_flight, .. } = unit else {
-        unreachable!("a rotation's unit")
-    };
+    let Unit::NormRope { group, .. } = unit else { unreachable!("a rotation's unit") };
     let TurnsAt { table, positions: known, frequencies } =
         to.turns(unit, forward.theta, forward.head_dim / 2)?;
     let (w, w_fp32) = to.either(forward.w, element, dim);
@@ -245,7 +245,7 @@ fn norm_rope_backward(to: &mut Enqueue<'_>, op: &NormRopeBackward) -> Result<(),
     let positions = to.of(forward.positions, DType::U32, forward.tokens);
     let [x, dy, dx] =
         [forward.x, op.dy, op.dx].map(|buffer| to.of(buffer, element, spans * dim));
-    let each = part_of(spans, groups(group) * in_flight);
+    let each = part_of(spans, groups(group), TURNED_PARTS_MAX);
     let parts = spans.div_ceil(each);
     let partial = partials(to, parts, dim)?;
     let a_token = (forward.heads / forward.span_heads()) as i32;
