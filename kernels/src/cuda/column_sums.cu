@@ -1,6 +1,5 @@
 // Sums over rows in two stages of fixed order, and biases, of any number of columns.
 // Host macro: ELEMENT.
-constexpr int AT_ONCE = 9;
 
 // out[c] (+)= sum over parts of partial[part][c]: 32 threads a column take every 32nd part each,
 // then a fixed tree. Blocks of 32 x 32, 32 columns each.
@@ -10,17 +9,8 @@ column_sums(const float* partial, int parts, int columns, void* out, int out_fp3
   const int x = threadIdx.x % 32, y = threadIdx.x / 32;
   const int column = blockIdx.x * 32 + x;
   float sum = 0.f;
-  // All loads of a usual number of parts at once.
-  for (int base = y; base < parts; base += 32 * AT_ONCE) {
-    float v[AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      const int part = base + 32 * i;
-      v[i] = part < parts && column < columns ? partial[(u64)part * columns + column] : 0.f;
-    }
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) sum += v[i];
-  }
+  if (column < columns)
+    for (int part = y; part < parts; part += 32) sum += partial[(u64)part * columns + column];
   sums[y][x] = sum;
   __syncthreads();
   sum = warp_sum(sums[x][y]);

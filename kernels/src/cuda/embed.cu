@@ -1,6 +1,7 @@
 // Rows of a table by token, and their gradients, added in the order of the tokens. Host macros:
 // ELEMENT (rows), TABLE (what the table or its gradient is of: ELEMENT, or FP32).
-constexpr int SLICE = 128;  // columns that a warp adds
+constexpr int SLICE = 256;  // columns that a warp adds
+constexpr int AHEAD = 16;   // rows in flight
 
 __device__ __forceinline__ float table_load(const void* base, u64 at) {
   return load_either(base, TABLE == FP32, at);
@@ -56,39 +57,12 @@ embed_order(const u32* ids, const u32* starts, const u32* counts, const u32* slo
   if (at >= *cursor) return;
   const u32 token = slots[at], id = ids[token], start = starts[id], count = counts[id];
   u32 before = 0;
-#pragma unroll 8
   for (u32 i = 0; i < count; i++) before += slots[start + i] < token;
   ordered[start + before] = token;
 }
 
-// Four elements as they lie in memory.
-struct Four {
-  u32 words[ELEMENT == FP32 ? 4 : 2];
-};
-__device__ __forceinline__ Four load_four(const element* at) {
-  Four four;
-#if ELEMENT == FP32
-  const uint4 bits = __ldcs((const uint4*)at);
-  four.words[2] = bits.z;
-  four.words[3] = bits.w;
-#else
-  const uint2 bits = __ldcs((const uint2*)at);
-#endif
-  four.words[0] = bits.x;
-  four.words[1] = bits.y;
-  return four;
-}
-__device__ __forceinline__ float of_four(const Four& four, int i) {
-#if ELEMENT == FP32
-  return __uint_as_float(four.words[i]);
-#else
-  return i & 1 ? high_half(four.words[i / 2]) : low_half(four.words[i / 2]);
-#endif
-}
-
-// dtable[id] += its tokens' rows, ascending. A block for every slot and 4 warps of 128 columns; the
-// one at the start of a range adds the whole range. A frequent token's rows are many: 32 of them
-// are on their way at once.
+// dtable[id] += its tokens' rows, ascending. A block for every slot and 4 warps of columns; the one
+// at the start of a range adds the whole range.
 extern "C" __global__ void __launch_bounds__(128)
 embed_add(const u32* ids, const u32* starts, const u32* counts, const u32* ordered,
           const u32* cursor, const element* dx, void* dtable, int dim, int whole) {
@@ -97,38 +71,41 @@ embed_add(const u32* ids, const u32* starts, const u32* counts, const u32* order
   const u32 id = ids[ordered[at]];
   if (starts[id] != at) return;
   const u32 count = counts[id];
-  const int lane = threadIdx.x % 32, begin = (blockIdx.y * 4 + threadIdx.x / 32) * SLICE;
-  if (!whole) {
-    for (int c = begin + lane; c < min(dim, begin + SLICE); c += 32) {
-      float sum = table_load(dtable, (u64)id * dim + c);
-      for (u32 n = 0; n < count; n++) sum += as_float(dx[(u64)ordered[at + n] * dim + c]);
-      store_either(dtable, TABLE == FP32, (u64)id * dim + c, sum);
+  const int warp = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int begin = warp * SLICE, end = min(dim, begin + SLICE);
+  if (whole) {
+    for (int c = begin + lane * CHUNK; c < end; c += 32 * CHUNK) {
+      float sum[CHUNK], own[CHUNK];
+#pragma unroll
+      for (int i = 0; i < CHUNK; i++) sum[i] = table_load(dtable, (u64)id * dim + c + i);
+      // A frequent token's rows are many: enough of them on their way at once.
+      u32 n = 0;
+      for (; n + AHEAD <= count; n += AHEAD) {
+        Raw<CHUNK> rows[AHEAD];
+#pragma unroll
+        for (int r = 0; r < AHEAD; r++)
+          rows[r] = load<CHUNK>(dx + (u64)ordered[at + n + r] * dim + c);
+#pragma unroll
+        for (int r = 0; r < AHEAD; r++) {
+          unpack(rows[r], own);
+#pragma unroll
+          for (int i = 0; i < CHUNK; i++) sum[i] += own[i];
+        }
+      }
+      for (; n < count; n++) {
+        unpack(load<CHUNK>(dx + (u64)ordered[at + n] * dim + c), own);
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) sum[i] += own[i];
+      }
+#pragma unroll
+      for (int i = 0; i < CHUNK; i++)
+        store_either(dtable, TABLE == FP32, (u64)id * dim + c + i, sum[i]);
     }
     return;
   }
-  const int c = begin + lane * 4;
-  const bool mine = c < dim;
-  float sum[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) sum[i] = mine ? table_load(dtable, (u64)id * dim + c + i) : 0.f;
-  u32 next = lane < count ? ordered[at + lane] : 0;
-  for (u32 n = 0; n < count; n += 32) {
-    const u32 token = next;
-    if (n + 32 + lane < count) next = ordered[at + n + 32 + lane];
-    Four rows[32];
-#pragma unroll
-    for (int r = 0; r < 32; r++) {
-      const u32 own = __shfl_sync(~0u, token, r);
-      if (n + r < count && mine) rows[r] = load_four(dx + (u64)own * dim + c);
-    }
-#pragma unroll
-    for (int r = 0; r < 32; r++) {
-      if (n + r >= count) break;
-#pragma unroll
-      for (int i = 0; i < 4; i++) sum[i] += of_four(rows[r], i);
-    }
+  for (int c = begin + lane; c < end; c += 32) {
+    float sum = table_load(dtable, (u64)id * dim + c);
+    for (u32 n = 0; n < count; n++) sum += as_float(dx[(u64)ordered[at + n] * dim + c]);
+    store_either(dtable, TABLE == FP32, (u64)id * dim + c, sum);
   }
-  if (!mine) return;
-#pragma unroll
-  for (int i = 0; i < 4; i++) store_either(dtable, TABLE == FP32, (u64)id * dim + c + i, sum[i]);
 }

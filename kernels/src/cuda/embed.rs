@@ -8,8 +8,8 @@ use super::step_ops::{Enqueue, Unit, all_whole};
 use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::embed::{Embed, EmbedBackward};
 
-/// Columns that a block of `embed_add` adds: 128 a warp, four warps.
-const COLUMNS: usize = 512;
+/// Columns that a block of `embed_add` adds: 256 a warp, four warps.
+const COLUMNS: usize = 1024;
 
 /// Elements of rows, and what the table is of.
 fn unit(rows: Buffer, table: Buffer) -> Unit {

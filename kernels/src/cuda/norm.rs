@@ -14,9 +14,6 @@ use crate::rope::Rope;
 /// the bits depend on it.
 const PARTS_MAX: usize = 264;
 
-/// The same of norms with a rotation, whose kernel has room for a third block.
-const TURNED_PARTS_MAX: usize = 396;
-
 /// Threads of a block at least.
 const BLOCK: usize = 256;
 
@@ -183,7 +180,7 @@ fn norm_backward(to: &mut Enqueue<'_>, op: &RmsNormBackward) -> Result<(), CudaE
     let (w, w_fp32) = to.either(op.w, element, dim);
     let rstd = to.of(op.rstd, DType::F32, rows);
     let [x, dy, dx] = [op.x, op.dy, op.dx].map(|buffer| to.of(buffer, element, rows * dim));
-    let each = part_of(rows, groups(group) * in_flight, PARTS_MAX);
+    let each = part_of(rows, groups(group) * in_flight);
     let parts = rows.div_ceil(each);
     let partial = partials(to, parts, dim)?;
     let accumulate = i32::from(op.accumulate_dx);
@@ -197,8 +194,8 @@ fn norm_backward(to: &mut Enqueue<'_>, op: &RmsNormBackward) -> Result<(), CudaE
 }
 
 /// Rows of a part: all parts alike, whole turns of `a_turn` rows.
-fn part_of(rows: usize, a_turn: usize, parts_max: usize) -> usize {
-    rows.div_ceil(parts_max).next_multiple_of(a_turn).max(a_turn)
+fn part_of(rows: usize, a_turn: usize) -> usize {
+    rows.div_ceil(PARTS_MAX).next_multiple_of(a_turn).max(a_turn)
 }
 
 /// What a rotation reads and writes.
@@ -245,7 +242,7 @@ fn norm_rope_backward(to: &mut Enqueue<'_>, op: &NormRopeBackward) -> Result<(),
     let positions = to.of(forward.positions, DType::U32, forward.tokens);
     let [x, dy, dx] =
         [forward.x, op.dy, op.dx].map(|buffer| to.of(buffer, element, spans * dim));
-    let each = part_of(spans, groups(group), TURNED_PARTS_MAX);
+    let each = part_of(spans, groups(group));
     let parts = spans.div_ceil(each);
     let partial = partials(to, parts, dim)?;
     let a_token = (forward.heads / forward.span_heads()) as i32;

@@ -99,15 +99,13 @@ norm_rope(const element* x, const void* w, int w_fp32, const u32* positions, con
           u32 table_positions, const double* frequencies, element* y, float* rstd, int spans,
           int spans_a_token, float eps, int inverse) {
   const int lane = threadIdx.x % GROUP, group = threadIdx.x / GROUP;
-  // Neighbouring heads: those of one token turn by the same angles.
-  const long long first = ((long long)blockIdx.x * GROUPS + group) * SPANS;
-  const bool one_token = spans_a_token % SPANS == 0;
+  const long long first = (long long)blockIdx.x * GROUPS * SPANS + group;
   Raw<VEC> low[SPANS][EACH], high[SPANS][EACH];
   u32 position[SPANS];
   float scale[SPANS];
 #pragma unroll
   for (int r = 0; r < SPANS; r++) {
-    const long long span = first + r;
+    const long long span = first + r * GROUPS;
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
       const int unit = lane + e * GROUP;
@@ -136,19 +134,19 @@ norm_rope(const element* x, const void* w, int w_fp32, const u32* positions, con
 #pragma unroll
     for (int r = 0; r < SPANS; r++) {
       scale[r] = rsqrtf(scale[r] / SPAN + eps);
-      if (lane == 0 && first + r < spans) rstd[first + r] = scale[r];
+      if (lane == 0 && first + r * GROUPS < spans) rstd[first + r * GROUPS] = scale[r];
     }
   }
-  float c[VEC], s[VEC];
 #pragma unroll
   for (int r = 0; r < SPANS; r++) {
-    const long long span = first + r;
+    const long long span = first + r * GROUPS;
     if (span >= spans) return;
+    float c[VEC], s[VEC];
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
       const int unit = lane + e * GROUP, at = place(unit);
       if (!WHOLE && unit >= UNITS) break;
-      if (!SAME_ANGLES || (e == 0 && (r == 0 || !one_token)))
+      if (e == 0 || !SAME_ANGLES)
         turns(table, table_positions, frequencies, position[r], unit % A_HEAD * VEC, c, s);
       float a[VEC], b[VEC];
       unpack(low[r][e], a);
@@ -176,7 +174,7 @@ norm_rope(const element* x, const void* w, int w_fp32, const u32* positions, con
 }
 
 // dy turned back, then the backward pass of the norm: as rms_norm_backward, a span for a row.
-extern "C" __global__ void __launch_bounds__(BLOCK, BLOCK > 256 ? 1 : 3)
+extern "C" __global__ void __launch_bounds__(BLOCK)
 norm_rope_backward(const element* x, const void* w, int w_fp32, const float* rstd,
                    const u32* positions, const float* table, u32 table_positions,
                    const double* frequencies, const element* dy, element* dx, float* partial,
@@ -199,15 +197,6 @@ norm_rope_backward(const element* x, const void* w, int w_fp32, const float* rst
       x_high[e] = mine ? load<VEC>(x + at + HALF) : Raw<VEC>{};
       dy_low[e] = mine ? load<VEC>(dy + at) : Raw<VEC>{};
       dy_high[e] = mine ? load<VEC>(dy + at + HALF) : Raw<VEC>{};
-      // The next turn's spans are on their way while this one's are added up.
-      if (VEC > 1 && lane % (LINE_THREADS / 2) == 0 && (WHOLE || unit < UNITS) &&
-          span + GROUPS < end) {
-        const u64 ahead = at + (u64)GROUPS * SPAN;
-        prefetch(x + ahead);
-        prefetch(x + ahead + HALF);
-        prefetch(dy + ahead);
-        prefetch(dy + ahead + HALF);
-      }
     }
     const u32 position = inside ? positions[(u32)span / (u32)spans_a_token] : 0;
     const float scale = inside ? rstd[span] : 0.f;
