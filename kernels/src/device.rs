@@ -28,8 +28,7 @@ pub enum KernelError {
 #[non_exhaustive]
 pub enum Device {
     Cpu(CpuDevice),
-    /// Has the mixture layer (`moe_plan`, `moe_forward`, `moe_backward`), copies and zeros; panics
-    /// by name on the ops of the rest of a step
+    /// Panics by name on the ops that it lacks
     Cuda(CudaDevice),
 }
 
