@@ -7,6 +7,8 @@ pub enum DType {
     F64,
     Bf16,
     F16,
+    /// Low halves of masters: see [`crate::Master`]
+    I16,
     U32,
     U8,
 }
@@ -17,7 +19,7 @@ impl DType {
         match self {
             DType::F64 => 8,
             DType::F32 | DType::U32 => 4,
-            DType::Bf16 | DType::F16 => 2,
+            DType::Bf16 | DType::F16 | DType::I16 => 2,
             DType::U8 => 1,
         }
     }
@@ -40,7 +42,8 @@ macro_rules! element {
         const _: () = assert!(size_of::<$type>() == DType::$dtype.size());
     )*};
 }
-element!(f32 => F32, f64 => F64, half::bf16 => Bf16, half::f16 => F16, u32 => U32, u8 => U8);
+element!(f32 => F32, f64 => F64, half::bf16 => Bf16, half::f16 => F16, i16 => I16, u32 => U32,
+    u8 => U8);
 
 /// `len` elements of `dtype` that start `offset` bytes into the arena of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

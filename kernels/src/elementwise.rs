@@ -88,56 +88,56 @@ impl Device {
     pub fn add(&mut self, op: &Add) {
         match self {
             Device::Cpu(cpu) => on_float!(op.a.dtype(), T => cpu.add::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("add"),
+            Device::Cuda(cuda) => cuda.add(op),
         }
     }
 
     pub fn scale(&mut self, op: &Scale) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.scale::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("scale"),
+            Device::Cuda(cuda) => cuda.scale(op),
         }
     }
 
     pub fn fill(&mut self, op: &Fill) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.fill::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("fill"),
+            Device::Cuda(cuda) => cuda.fill(op),
         }
     }
 
     pub fn gated_mul(&mut self, op: &GatedMul) {
         match self {
             Device::Cpu(cpu) => on_float!(op.out.dtype(), T => cpu.gated_mul::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("gated_mul"),
+            Device::Cuda(cuda) => cuda.gated_mul(op),
         }
     }
 
     pub fn gated_mul_backward(&mut self, op: &GatedMulBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.d_out.dtype(), T => cpu.gated_mul_backward::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("gated_mul_backward"),
+            Device::Cuda(cuda) => cuda.gated_mul_backward(op),
         }
     }
 
     pub fn clamp(&mut self, op: &Clamp) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.clamp::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("clamp"),
+            Device::Cuda(cuda) => cuda.clamp(op),
         }
     }
 
     pub fn clamp_backward(&mut self, op: &ClampBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.clamp_backward::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("clamp_backward"),
+            Device::Cuda(cuda) => cuda.clamp_backward(op),
         }
     }
 
     pub fn init_normal(&mut self, op: &InitNormal) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.init_normal::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("init_normal"),
+            Device::Cuda(cuda) => cuda.init_normal(op),
         }
     }
 }

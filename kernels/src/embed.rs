@@ -11,7 +11,7 @@ pub struct Embed {
     pub vocab: usize,
     /// u32 [T], each below V
     pub ids: Buffer,
-    /// [V, D]
+    /// [V, D]; on a GPU elements or F32
     pub table: Buffer,
     /// Output [T, D]
     pub x: Buffer,
@@ -27,7 +27,7 @@ pub struct EmbedBackward {
     pub ids: Buffer,
     /// [T, D]
     pub dx: Buffer,
-    /// Added to: [V, D]
+    /// Added to: [V, D]; on a GPU elements or F32
     pub dtable: Buffer,
 }
 
@@ -35,14 +35,14 @@ impl Device {
     pub fn embed(&mut self, op: &Embed) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.embed::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("embed"),
+            Device::Cuda(cuda) => cuda.embed(op),
         }
     }
 
     pub fn embed_backward(&mut self, op: &EmbedBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.dx.dtype(), T => cpu.embed_backward::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("embed_backward"),
+            Device::Cuda(cuda) => cuda.embed_backward(op),
         }
     }
 }

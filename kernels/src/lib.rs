@@ -11,7 +11,9 @@
 //! Letters: `T` tokens, `D` model dim, `N` query heads, `KV` key and value heads, `H` head dim,
 //! `V` vocabulary, `E` experts, `K` top-k, `G` local experts, `S` sources, `F` expert hidden,
 //! `R` routed rows. Matrices are row-major. Floats are F32 or F64, the same for all float buffers
-//! of one call unless said otherwise.
+//! of one call unless said otherwise. On a GPU floats are elements: Bf16, F16 or F32, the same for
+//! all of a call; vectors of a model (gains, biases) and their gradients may be F32 beside them,
+//! statistics are F32, and sums are fp32 rounded once.
 
 mod buffer;
 mod device;
@@ -22,6 +24,7 @@ mod embed;
 mod norm;
 mod matmul;
 mod rope;
+mod norm_rope;
 mod attention;
 mod route;
 pub mod balance;
@@ -33,13 +36,19 @@ mod elementwise;
 mod loss;
 mod head;
 mod optimizer;
+mod bucket;
+pub mod step_numbers;
+mod tally;
+mod convert;
 mod moe;
 
 mod cpu;
 pub mod cuda;
 
 pub use attention::{Attention, AttentionBackward};
+pub use bucket::{BucketAdamW, BucketBlock, DecideUpdate, GradientNumbers, Master};
 pub use buffer::{ArenaPlan, Buffer, DType, Element};
+pub use convert::{Cast, JoinMaster, SplitMaster};
 pub use cpu::{CpuDevice, Float, Isa};
 pub use device::{Device, KernelError};
 pub use elementwise::{
@@ -59,8 +68,13 @@ pub use head::{HeadDesc, HeadGradient, HeadLoss, HeadPlan, head_numbers};
 pub use loss::{CrossEntropy, IGNORE, SumF64};
 pub use matmul::{AddBias, BiasBackward, Layout, Matmul};
 pub use moe::{MoeBackward, MoeForward, MoePlan};
-pub use norm::{RmsNorm, RmsNormBackward};
+pub use norm::{AddRmsNorm, RmsNorm, RmsNormBackward};
+pub use norm_rope::{NormRope, NormRopeBackward};
 pub use optimizer::{AdamW, BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};
 pub use place::{Combine, GatherRows, NO_EXPERT, Place, ScatterRows, ScatterSum};
 pub use rope::Rope;
+pub use step_numbers::{
+    LossScale, LossScaling, StepClass, StepControl, StepNumbers, StepParams,
+};
 pub use route::{Route, RouteBackward, RouteGroups, Scoring};
+pub use tally::{TallyLayer, TallyLoss};

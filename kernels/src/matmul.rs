@@ -43,7 +43,8 @@ pub struct AddBias {
     pub bias: Buffer,
 }
 
-/// dbias[c] (+)= sum_r dy[r, c], rows ascending in chunks of 64, then the chunks in order.
+/// dbias[c] (+)= sum_r dy[r, c], rows ascending in chunks of 64, then the chunks in order
+/// (a GPU: in another fixed order, a function of the sizes).
 #[derive(Clone, Copy, Debug)]
 pub struct BiasBackward {
     pub rows: usize,
@@ -74,14 +75,14 @@ impl Device {
     pub fn add_bias(&mut self, op: &AddBias) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.add_bias::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("add_bias"),
+            Device::Cuda(cuda) => cuda.add_bias(op),
         }
     }
 
     pub fn bias_backward(&mut self, op: &BiasBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.dy.dtype(), T => cpu.bias_backward::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("bias_backward"),
+            Device::Cuda(cuda) => cuda.bias_backward(op),
         }
     }
 }

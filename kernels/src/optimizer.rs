@@ -14,7 +14,8 @@ pub struct BlockSquareSums {
     pub out: Buffer,
 }
 
-/// One update (Loshchilov and Hutter 2019), with g' = grad_scale * g and the step counted from 1:
+/// One update of one tensor, on a CPU; on every device [`crate::BucketAdamW`] does it for a bucket.
+/// (Loshchilov and Hutter 2019), with g' = grad_scale * g and the step counted from 1:
 /// m = beta1 m + (1 - beta1) g'; v = beta2 v + (1 - beta2) g'^2;
 /// w = w (1 - lr weight_decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps).
 /// Coefficients are computed in f64, powers by repeated products, and rounded once.
@@ -48,11 +49,24 @@ pub struct CountNonFinite {
     pub count: Buffer,
 }
 
+/// x^n by squaring, the same products on every machine.
+pub(crate) fn power(x: f64, n: u64) -> f64 {
+    let (mut result, mut square, mut rest) = (1.0, x, n);
+    while rest > 0 {
+        if rest & 1 == 1 {
+            result *= square;
+        }
+        square *= square;
+        rest >>= 1;
+    }
+    result
+}
+
 impl Device {
     pub fn block_square_sums(&mut self, op: &BlockSquareSums) {
         match self {
             Device::Cpu(cpu) => on_float!(op.g.dtype(), T => cpu.block_square_sums::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("block_square_sums"),
+            Device::Cuda(cuda) => cuda.block_square_sums(op),
         }
     }
 
@@ -66,7 +80,7 @@ impl Device {
     pub fn count_non_finite(&mut self, op: &CountNonFinite) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.count_non_finite::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("count_non_finite"),
+            Device::Cuda(cuda) => cuda.count_non_finite(op),
         }
     }
 }

@@ -75,9 +75,14 @@ pub struct Draw {
 
 impl Draw {
     fn words(&self, site: Site, token: usize, block: usize) -> [u32; 4] {
+        let (place, step, token) = self.counter(site, token);
+        philox4x32_10(self.seed, [place, step, token, block as u32])
+    }
+
+    /// The counter's first three words.
+    pub(crate) fn counter(&self, site: Site, token: usize) -> (u32, u32, u32) {
         let place = site as u32 | self.layer << 8 | ((self.step >> 32) as u32) << 20;
-        let token = self.first_token.wrapping_add(token as u64) as u32;
-        philox4x32_10(self.seed, [place, self.step as u32, token, block as u32])
+        (place, self.step as u32, self.first_token.wrapping_add(token as u64) as u32)
     }
 
     /// Uniform in [0, 1), a multiple of 2^-24, so that f32 holds it exactly.

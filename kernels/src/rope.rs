@@ -25,7 +25,7 @@ impl Device {
     pub fn rope(&mut self, op: &Rope) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.rope::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("rope"),
+            Device::Cuda(cuda) => cuda.rope(op),
         }
     }
 }

@@ -3,7 +3,7 @@
 //! It signs two kinds of certificates: the operator's own, by which workers know the leader, and
 //! leaves for workers, one an attempt, which name job, attempt and worker.
 
-use moe_worker::tls::{Identity, TlsError, leader_client};
+use moe_worker::gang::tls::{Identity, TlsError, leader_client};
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateSigningRequestParams, DistinguishedName,
     DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, SanType,
@@ -191,7 +191,7 @@ fn named(name: &str, lifetime: Duration) -> CertificateParams {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use moe_worker::tls::{Trust, WorkerKey};
+    use moe_worker::gang::tls::{Trust, WorkerKey};
 
     #[test]
     fn a_leaf_is_for_the_requests_key_and_the_callers_names() {

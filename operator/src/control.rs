@@ -10,9 +10,9 @@
 
 use crate::authority::{Authority, AuthorityError, requested_key};
 use crate::identity::{PodIdentity, ReviewError, Reviewer};
-use moe_worker::control::{FrameError, read_frame, write_frame};
-use moe_worker::listener::chain;
-use moe_worker::tls::{public_key, server_name};
+use moe_worker::life::control::{FrameError, read_frame, write_frame};
+use moe_worker::life::listener::chain;
+use moe_worker::gang::tls::{public_key, server_name};
 use moejob_protocol::config::Member;
 use moejob_protocol::message::{FRAME_BYTES_MAX, Frame, HEARTBEAT_MS, Hello, Request};
 use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};
@@ -505,7 +505,7 @@ fn equal(a: &str, b: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use moe_worker::control::encode;
+    use moe_worker::life::control::encode;
 
     #[tokio::test]
     async fn a_configuration_is_the_frame_that_it_would_be_alone() {

@@ -274,7 +274,7 @@ mod tests {
         let second = first.due(later).expect("made").expect("a successor is due");
         assert!(second.certificate == first.certificate && second.seal == first.seal);
         assert_eq!(second.trusted().matches("BEGIN CERTIFICATE").count(), 2);
-        assert!(moe_worker::tls::Trust::from_pem(&second.trusted()).is_ok());
+        assert!(moe_worker::gang::tls::Trust::from_pem(&second.trusted()).is_ok());
         assert!(second.due(later).expect("readable").is_none());
         let third = second.due(now() + YEAR_S - TAKEOVER_S + 60).expect("made").expect("due");
         assert_eq!(Some(&third.certificate), second.successor.as_ref().map(|(it, _)| it));

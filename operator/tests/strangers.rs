@@ -9,9 +9,9 @@ use knock::{
     HELLO, REFUSED_WITHIN, Tls, connect, drained, dribble, framed, plain_strangers, refused,
     with_alpn, without_certificate,
 };
-use moe_worker::comm::{Header, Kind};
-use moe_worker::listener::{HANDSHAKES_MAX, JOINS_BURST};
-use moe_worker::tls::{ALPN_CONTROL, ALPN_DATA, Identity, leader_client};
+use moe_worker::gang::comm::{Header, Kind};
+use moe_worker::life::listener::{HANDSHAKES_MAX, JOINS_BURST};
+use moe_worker::gang::tls::{ALPN_CONTROL, ALPN_DATA, Identity, leader_client};
 use moejob::authority::Authority;
 use moejob::control::LeaderEvent;
 use moejob_protocol::Up;

@@ -4,11 +4,11 @@ mod common;
 
 use common::{Job, bits, state_hash, trainers};
 use moe_worker::checkpoint::{self, Disk, Expected, Newest, load, seal, verify};
-use moe_worker::fence::{self, Claim};
-use moe_worker::model::Model;
-use moe_worker::snapshot::cut;
-use moe_worker::trainer::Trainer;
-use moe_worker::trainer_api::AttemptEnd;
+use moe_worker::attempt::fence::{self, Claim};
+use moe_worker::engine::model::Model;
+use moe_worker::state::snapshot::cut;
+use moe_worker::attempt::trainer::Trainer;
+use moe_worker::attempt::api::AttemptEnd;
 use moejob_kernels::philox::philox4x32_10;
 use moejob_protocol::CheckpointManifest;
 use moejob_protocol::config::Resume;

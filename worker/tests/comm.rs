@@ -1,8 +1,8 @@
 //! The data plane over TLS: ranks of one process, each with its own listener and data thread.
 
-use moe_worker::comm::{Comm, CommError, DataPlane, Join, JoinError};
-use moe_worker::listener;
-use moe_worker::tls::{Identity, Trust, WorkerKey};
+use moe_worker::gang::comm::{Comm, CommError, DataPlane, Join, JoinError};
+use moe_worker::life::listener;
+use moe_worker::gang::tls::{Identity, Trust, WorkerKey};
 use moejob_protocol::config::Member;
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateSigningRequestParams,

@@ -2,11 +2,11 @@
 
 mod common;
 
-use moe_worker::comm::Comm;
+use moe_worker::gang::comm::Comm;
 use moe_worker::data::{Batch, Corpus};
-use moe_worker::dispatch::{Round, Source};
-use moe_worker::model::Model;
-use moe_worker::snapshot::initialize;
+use moe_worker::engine::dispatch::{Round, Source};
+use moe_worker::engine::model::Model;
+use moe_worker::state::snapshot::initialize;
 use moejob_protocol::Mesh;
 use moejob_protocol::config::{DataSource, MixturePart, Precision};
 use moejob_protocol::layout::Layout;

@@ -2,11 +2,11 @@
 
 mod common;
 
-use moe_worker::comm::Comm;
-use moe_worker::dispatch::{Round, Source};
-use moe_worker::grads::weight_of;
-use moe_worker::model::Model;
-use moe_worker::snapshot::initialize;
+use moe_worker::gang::comm::Comm;
+use moe_worker::engine::dispatch::{Round, Source};
+use moe_worker::engine::grads::weight_of;
+use moe_worker::engine::model::Model;
+use moe_worker::state::snapshot::initialize;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
 

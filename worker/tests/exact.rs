@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Job, bits, sources, state_hash, trainers};
-use moe_worker::trainer_api::AttemptEnd;
+use moe_worker::attempt::api::AttemptEnd;
 use moejob_protocol::config::Resume;
 use moejob_protocol::layout::{Layout, Placement};
 use moejob_protocol::mesh::Mesh;
@@ -155,7 +155,7 @@ fn through_memory(path: &[(u32, u32, u64)]) -> (Vec<[u64; 5]>, String) {
         let earlier = std::mem::replace(&mut job.config.layout, layout(*dp, *ep));
         let attempt = at as u32 + 1;
         // The dead leave from the end, the newcomers join there.
-        group.resize_with(*dp as usize, moe_worker::trainer::Trainer::new);
+        group.resize_with(*dp as usize, moe_worker::attempt::trainer::Trainer::new);
         if at > 0 {
             let step = path[at - 1].2;
             let shards = earlier.mesh.world();

@@ -3,8 +3,8 @@
 mod common;
 
 use common::{Job, bits, newest_held, run_and_cut_off, sources, state_hash, trainers};
-use moe_worker::trainer::Trainer;
-use moe_worker::trainer_api::AttemptEnd;
+use moe_worker::attempt::trainer::Trainer;
+use moe_worker::attempt::api::AttemptEnd;
 use moejob_kernels::philox::philox4x32_10;
 use moejob_protocol::config::Resume;
 use moejob_protocol::layout::Layout;

@@ -2,13 +2,13 @@
 
 mod common;
 
-use moe_worker::comm::Comm;
-use moe_worker::gate::Noise;
-use moe_worker::grads::{Gradients, weight_of};
-use moe_worker::model::Model;
-use moe_worker::dispatch::{Round, Source};
-use moe_worker::routing::Tally;
-use moe_worker::snapshot::initialize;
+use moe_worker::gang::comm::Comm;
+use moe_worker::engine::gate::Noise;
+use moe_worker::engine::grads::{Gradients, weight_of};
+use moe_worker::engine::model::Model;
+use moe_worker::engine::dispatch::{Round, Source};
+use moe_worker::engine::routing::Tally;
+use moe_worker::state::snapshot::initialize;
 use moejob_protocol::config::Precision;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
@@ -76,7 +76,7 @@ impl Bench {
         self.model.backward(&self.round, &leaf, &mut self.comm).expect("no peers");
         let (stacks, flats) = (&self.model.buffers.gradients, &self.model.shape.flats);
         let read = |base, flat: &Flat, index| {
-            moe_worker::handles::slice(base, flat, index)
+            moe_worker::engine::handles::slice(base, flat, index)
                 .map(|buffer| self.model.device.read_vec::<f64>(buffer))
         };
         (0..self.model.params.len())

@@ -7,9 +7,9 @@ mod fixture;
 
 use common::{Job, bits, state_hash, trainers};
 use fixture::{Fixture, Layout, tensors, values};
-use moe_worker::eval::{evaluate, source_of};
+use moe_worker::engine::eval::{evaluate, source_of};
 use moe_worker::hf::{Options, Weights, export, import};
-use moe_worker::trainer_api::AttemptEnd;
+use moe_worker::attempt::api::AttemptEnd;
 use moejob_kernels::DType;
 use moejob_protocol::ModelConfig;
 use moejob_protocol::config::{DataConfig, ValidationConfig};

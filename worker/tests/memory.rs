@@ -6,7 +6,7 @@
 mod common;
 
 use common::{Job, trainers};
-use moe_worker::trainer_api::AttemptEnd;
+use moe_worker::attempt::api::AttemptEnd;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::rank_memory;
 use moejob_protocol::mesh::Mesh;

@@ -4,12 +4,12 @@
 
 mod common;
 
-use moe_worker::comm::Comm;
-use moe_worker::dispatch::{Round, Source};
-use moe_worker::grads::{Gradients, weight_of};
-use moe_worker::handles::slice;
-use moe_worker::model::Model;
-use moe_worker::routing::Tally;
+use moe_worker::gang::comm::Comm;
+use moe_worker::engine::dispatch::{Round, Source};
+use moe_worker::engine::grads::{Gradients, weight_of};
+use moe_worker::engine::handles::slice;
+use moe_worker::engine::model::Model;
+use moe_worker::engine::routing::Tally;
 use moejob_kernels::Buffer;
 use moejob_protocol::config::{AdamW, Precision};
 use moejob_protocol::layout::Layout;

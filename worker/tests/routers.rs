@@ -4,14 +4,16 @@
 mod common;
 
 use common::{Job, bits, sources, state_hash, trainers};
-use moe_worker::comm::Comm;
-use moe_worker::dispatch::{Round, Source};
-use moe_worker::gate::Noise;
-use moe_worker::grads::Gradients;
-use moe_worker::model::Model;
-use moe_worker::snapshot::initialize;
-use moe_worker::step::{self, Place};
-use moe_worker::trainer::Trainer;
+use moe_worker::engine::eval::evaluate;
+use moe_worker::engine::handles::slice;
+use moe_worker::gang::comm::Comm;
+use moe_worker::engine::dispatch::{Round, Source};
+use moe_worker::engine::gate::Noise;
+use moe_worker::engine::grads::Gradients;
+use moe_worker::engine::model::Model;
+use moe_worker::state::snapshot::initialize;
+use moe_worker::engine::step::{self, Place};
+use moe_worker::attempt::trainer::Trainer;
 use moejob_protocol::config::{Precision, Resume};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
@@ -188,7 +190,7 @@ fn checkpoints_of_every_router_are_evaluated() {
         let weights = moe_worker::hf::Weights::open(&directory).expect("a checkpoint");
         let length = job.config.training.sequence_length;
         let measure = || {
-            moe_worker::eval::evaluate(&weights, &job.config.data, length, 1, &mut |_, _| {})
+            evaluate(&weights, &job.config.data, length, 1, &mut |_, _| {})
                 .expect("a loss")
         };
         let (first, second) = (measure(), measure());
@@ -271,7 +273,7 @@ fn nothing_routed_is_a_layer_of_zeros() {
     model.forward(&round, &mut comm).expect("no peers");
     assert!(model.loss(&round, true).is_finite());
     model.backward(&round, &gradients.leaf(&round), &mut comm).expect("no peers");
-    let mut tally = moe_worker::routing::Tally::default();
+    let mut tally = moe_worker::engine::routing::Tally::default();
     model.routing(&round, &mut tally);
     assert_eq!(tally.dropped, tally.counts, "all are dropped");
     assert_eq!(tally.unrouted, 2 * tokens as u64);
@@ -280,7 +282,7 @@ fn nothing_routed_is_a_layer_of_zeros() {
         let stacks = &model.buffers.gradients;
         let bases = [stacks.dense[0], stacks.experts[0][0]];
         for (base, flat) in bases.into_iter().zip(flats) {
-            let Some(gradient) = moe_worker::handles::slice(base, flat, index) else { continue };
+            let Some(gradient) = slice(base, flat, index) else { continue };
             let gradient: Vec<f32> = model.device.read_vec(gradient);
             let name = &model.params[index].name;
             assert!(gradient.iter().all(|x| x.is_finite()), "{name}");

@@ -4,9 +4,9 @@
 
 mod common;
 
-use moe_worker::comm::CommError;
-use moe_worker::session::{Effect, Event, Session};
-use moe_worker::trainer_api::{AttemptEnd, Failure, TrainerEvent};
+use moe_worker::gang::comm::CommError;
+use moe_worker::life::session::{Effect, Event, Session};
+use moe_worker::attempt::api::{AttemptEnd, Failure, TrainerEvent};
 use moejob_protocol::config::{
     CheckpointConfig, DataConfig, DataSource, Member, RecoveryConfig, Resume, Tokenizer,
     ValidationConfig,

@@ -4,9 +4,9 @@ mod common;
 
 use common::{Job, bits, trainers};
 use moe_worker::checkpoint::{Growth, grow, grown, verify};
-use moe_worker::grads::weight_of;
-use moe_worker::model::Model;
-use moe_worker::snapshot::initialize;
+use moe_worker::engine::grads::weight_of;
+use moe_worker::engine::model::Model;
+use moe_worker::state::snapshot::initialize;
 use moejob_protocol::CheckpointManifest;
 use moejob_protocol::checkpoint::{Part, directory_name};
 use moejob_protocol::config::{Precision, Resume, Schedule};
@@ -24,7 +24,7 @@ fn layout(dp: u32, ep: u32) -> Layout {
 fn run(job: &Job) -> Vec<StepReport> {
     let (ends, reports) = job.run(&mut trainers(job.config.layout.mesh.world()), None);
     let steps = job.config.training.steps;
-    let completed = moe_worker::trainer_api::AttemptEnd::Completed { step: steps };
+    let completed = moe_worker::attempt::api::AttemptEnd::Completed { step: steps };
     assert!(ends.iter().all(|end| *end == completed), "{ends:?}");
     reports
 }

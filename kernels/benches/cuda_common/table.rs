@@ -144,7 +144,7 @@ fn dense_rate(compiler: &Compiler, shape: DenseShape, reading: Reading) -> Resul
 }
 
 /// Bytes a millisecond of a copy of 1 GiB, read and written.
-fn copy_rate(compiler: &Compiler, element: DType, reading: Reading) -> Result<f64, Failure> {
+pub fn copy_rate(compiler: &Compiler, element: DType, reading: Reading) -> Result<f64, Failure> {
     let gpu = compiler.gpu();
     let measure = Measure::new(compiler, element)?;
     let mut plan = ArenaPlan::new();

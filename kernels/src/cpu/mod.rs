@@ -15,6 +15,8 @@
 pub(crate) mod arena;
 mod activation;
 mod attention;
+mod bucket;
+mod convert;
 mod elementwise;
 mod embed;
 mod exec;
@@ -27,16 +29,19 @@ pub(crate) mod head;
 mod lanes;
 mod loss;
 mod norm;
+mod norm_rope;
 mod optimizer;
 pub(crate) mod moe;
 mod place;
 mod pool;
 mod rope;
 mod route;
+mod tally;
 
 pub use exec::Isa;
 pub use float::Float;
 pub(crate) use float::{ln, sin_cos};
+pub(crate) use rope::frequencies;
 pub(crate) use gate::check as check_gate;
 
 use arena::{Arena, Views};

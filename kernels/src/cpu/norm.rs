@@ -5,7 +5,7 @@ use super::gemm::{Causal, GemmFloat, Operand, Product, Target, products};
 use super::lanes;
 use super::{CpuDevice, ELEMENTS_PER_JOB, Float, ROWS_PER_JOB};
 use crate::matmul::{AddBias, BiasBackward, Layout, Matmul};
-use crate::norm::{RmsNorm, RmsNormBackward};
+use crate::norm::{AddRmsNorm, RmsNorm, RmsNormBackward};
 
 /// Rows per chunk of a sum over rows. Part of the definition of those sums.
 const ROWS_PER_CHUNK: usize = 64;
@@ -24,6 +24,14 @@ impl CpuDevice {
         exec.run(jobs.collect(), 4 * size, |((x, y), rstd)| {
             norm_rows::<T>(exec.isa, x, w, T::of(op.eps), y, rstd);
         });
+    }
+
+    /// The same additions and norm as one op each would do.
+    pub(crate) fn add_rms_norm<T: Float>(&mut self, op: &AddRmsNorm) {
+        self.copy(op.input, op.mid);
+        self.add::<T>(&crate::Add { a: op.mid, b: op.branch });
+        let AddRmsNorm { rows, dim, eps, mid, w, y, rstd, .. } = *op;
+        self.rms_norm::<T>(&RmsNorm { rows, dim, eps, x: mid, w, y, rstd });
     }
 
     pub(crate) fn rms_norm_backward<T: Float>(&mut self, op: &RmsNormBackward) {

@@ -3,6 +3,7 @@
 use super::exec::{Isa, lanes_fn};
 use super::{CpuDevice, ELEMENTS_PER_JOB, Float, lanes};
 use crate::optimizer::{AdamW, BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};
+use crate::step_numbers::StepClass;
 
 impl CpuDevice {
     pub(crate) fn block_square_sums<T: Float>(&mut self, op: &BlockSquareSums) {
@@ -21,7 +22,7 @@ impl CpuDevice {
         let m: &mut [T] = views.write(op.m);
         let v: &mut [T] = views.write(op.v);
         assert_eq!((w.len(), m.len(), v.len()), (g.len(), g.len(), g.len()), "{op:?}");
-        let factors = Factors::<T>::new(op);
+        let factors = Factors::<T>::of(op);
         let len = ELEMENTS_PER_JOB;
         let jobs = w.chunks_mut(len).zip(m.chunks_mut(len)).zip(v.chunks_mut(len));
         exec.run(jobs.zip(g.chunks(len)).collect(), 24 * g.len(), |(((w, m), v), g)| {
@@ -39,10 +40,10 @@ impl CpuDevice {
 }
 
 /// The coefficients of one update, computed in f64 and rounded once.
-struct Factors<T> {
+pub(super) struct Factors<T> {
     beta1: T,
     beta2: T,
-    /// grad_scale, which g' is g times of
+    /// What g' is g times of
     grad_scale: T,
     one_minus_beta1: T,
     one_minus_beta2: T,
@@ -56,43 +57,40 @@ struct Factors<T> {
 }
 
 impl<T: Float> Factors<T> {
-    fn new(op: &AdamW) -> Factors<T> {
+    fn of(op: &AdamW) -> Factors<T> {
         assert!(op.step > 0, "steps count from 1");
-        Factors {
-            beta1: T::of(op.beta1),
-            beta2: T::of(op.beta2),
-            grad_scale: T::of(op.grad_scale),
-            one_minus_beta1: T::of(1.0 - op.beta1),
-            one_minus_beta2: T::of(1.0 - op.beta2),
-            rate: T::of(op.lr / (1.0 - power(op.beta1, op.step))),
-            v_correction: T::of(1.0 / (1.0 - power(op.beta2, op.step))),
-            eps: T::of(op.eps),
-            keep: T::of(1.0 - op.lr * op.weight_decay),
-        }
+        Factors::new(&StepClass::of(op), (op.beta1, op.beta2), op.eps, op.grad_scale, true)
     }
-}
 
-/// x^n by squaring, the same products on every machine.
-fn power(x: f64, n: u64) -> f64 {
-    let (mut result, mut square, mut rest) = (1.0, x, n);
-    while rest > 0 {
-        if rest & 1 == 1 {
-            result *= square;
+    pub(super) fn new(
+        class: &StepClass,
+        (beta1, beta2): (f64, f64),
+        eps: f64,
+        grad_scale: f64,
+        decays: bool,
+    ) -> Factors<T> {
+        Factors {
+            beta1: T::of(beta1),
+            beta2: T::of(beta2),
+            grad_scale: T::of(grad_scale),
+            one_minus_beta1: T::of(1.0 - beta1),
+            one_minus_beta2: T::of(1.0 - beta2),
+            rate: T::of(class.rate),
+            v_correction: T::of(class.correction),
+            eps: T::of(eps),
+            keep: if decays { T::of(class.keep) } else { T::ONE },
         }
-        square *= square;
-        rest >>= 1;
     }
-    result
 }
 
 lanes_fn! {
-fn square_sum<T: Float>(g: &[T]) -> f64 {
+pub(super) fn square_sum<T: Float>(g: &[T]) -> f64 {
     lanes::square_sum(g)
 }
 }
 
 lanes_fn! {
-fn update<T: Float>(f: &Factors<T>, w: &mut [T], m: &mut [T], v: &mut [T], g: &[T]) {
+pub(super) fn update<T: Float>(f: &Factors<T>, w: &mut [T], m: &mut [T], v: &mut [T], g: &[T]) {
     for (((w, m), v), g) in w.iter_mut().zip(m).zip(v).zip(g) {
         let g = *g * f.grad_scale;
         *m = m.fma(f.beta1, f.one_minus_beta1 * g);
@@ -104,7 +102,7 @@ fn update<T: Float>(f: &Factors<T>, w: &mut [T], m: &mut [T], v: &mut [T], g: &[
 }
 
 lanes_fn! {
-fn non_finite<T: Float>(x: &[T]) -> u32 {
+pub(super) fn non_finite<T: Float>(x: &[T]) -> u32 {
     let mut count = 0;
     for x in x {
         count += u32::from(!x.is_finite());

@@ -31,9 +31,7 @@ impl Tables {
             self.tables.len() - 1
         });
         let table = &mut self.tables[found];
-        let ln_theta = super::ln(theta);
-        let frequency = |i: usize| Float::exp(-(i as f64 / half as f64) * ln_theta);
-        let frequencies: Vec<f64> = (0..half).map(frequency).collect();
+        let frequencies = frequencies(theta, half);
         for position in table.values.len() / (2 * half)..positions {
             let angles = frequencies.iter().map(|frequency| sin_cos(position as f64 * frequency));
             let (sines, cosines): (Vec<f64>, Vec<f64>) = angles.unzip();
@@ -42,6 +40,12 @@ impl Tables {
         }
         &table.values
     }
+}
+
+/// theta^(-i / half): radians a position of each of `half` elements.
+pub(crate) fn frequencies(theta: f64, half: usize) -> Vec<f64> {
+    let ln_theta = super::ln(theta);
+    (0..half).map(|i| Float::exp(-(i as f64 / half as f64) * ln_theta)).collect()
 }
 
 impl CpuDevice {

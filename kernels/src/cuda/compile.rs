@@ -295,7 +295,22 @@ mod tests {
                 sources.insert(desc.route().rows_source(arch.target()));
             }
         }
-        let sources: Vec<Source> = sources.into_iter().collect();
+        compile_all(&sources.into_iter().collect::<Vec<Source>>());
+    }
+
+    /// The same of the ops of a step.
+    #[test]
+    fn the_kernels_of_a_step_compile() {
+        if let Err(error) = nvrtc_version() {
+            eprintln!("skipped: the_kernels_of_a_step_compile: {error}");
+            return;
+        }
+        let units = super::super::step_ops::tests::units();
+        let of = |arch| units.iter().map(move |unit| unit.source(arch));
+        compile_all(&of("sm_90a").chain(of("sm_80")).collect::<Vec<Source>>());
+    }
+
+    fn compile_all(sources: &[Source]) {
         let next = AtomicUsize::new(0);
         let work = || {
             while let Some(source) = sources.get(next.fetch_add(1, Ordering::Relaxed)) {

@@ -4,13 +4,14 @@ use std::sync::OnceLock;
 
 use super::compile::{Compiler, default_cache_dir};
 use super::dense_device::DenseState;
-use super::driver::{Arena, Function, Gpu, Stream};
+use super::driver::{Arena, Gpu, Stream};
 use super::error::CudaError;
 use super::gate::GateKernels;
 use super::head::Head;
 use super::layer::{LayerError, MoeLayer};
 use super::shape::MoeDesc;
-use crate::buffer::{ArenaPlan, Buffer, DType, Element};
+use super::step_ops::StepOps;
+use crate::buffer::{ArenaPlan, Buffer, Element};
 use crate::moe::{MoeBackward, MoeForward, MoePlan};
 
 /// The memory and the kernels of one rank on a GPU.
@@ -22,11 +23,11 @@ pub struct CudaDevice {
     pub(super) compiler: Compiler,
     pub(super) stream: Stream,
     pub(super) arena: Arena,
+    pub(super) step_ops: StepOps,
     layers: Vec<MoeLayer>,
     pub(super) dense: DenseState,
     pub(super) heads: Vec<Head>,
     pub(super) gates: Vec<GateKernels>,
-    pub(super) masks: Vec<(DType, Function)>,
     failure: OnceLock<LayerError>,
 }
 
@@ -43,17 +44,27 @@ impl CudaDevice {
             compiler,
             stream,
             arena,
+            step_ops: StepOps::default(),
             layers: Vec::new(),
             dense: DenseState::default(),
             heads: Vec::new(),
             gates: Vec::new(),
-            masks: Vec::new(),
             failure: OnceLock::new(),
         })
     }
 
     pub fn gpu(&self) -> &Gpu {
         self.compiler.gpu()
+    }
+
+    /// What compiles this device's kernels.
+    pub fn compiler(&self) -> &Compiler {
+        &self.compiler
+    }
+
+    /// The stream of all ops, to record events in.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
     }
 
     /// Waits for everything enqueued; the first failure since the device was made.

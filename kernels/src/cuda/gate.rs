@@ -9,7 +9,6 @@ use super::layer::LayerError;
 use super::shape::MoeDesc;
 use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::gate::{Choice, Gate, GateBackward, Load, LogitNoise};
-use crate::gate_input::{Mask, MaskRows};
 use crate::philox::Draw;
 use crate::route::{RouteGroups, Scoring};
 
@@ -348,46 +347,4 @@ impl CudaDevice {
         assert!(op.d_raw.is_none(), "no learned noise: {op:?}");
         self.on_gate(gate, |kernels, stream, arena| kernels.backward(stream, arena, op));
     }
-
-    pub(crate) fn mask_rows(&mut self, op: &MaskRows) {
-        let element = op.x.dtype();
-        let size = op.rows * op.dim;
-        assert_eq!((op.y.dtype(), op.x.len(), op.y.len()), (element, size, size), "{op:?}");
-        if !self.masks.iter().any(|(own, _)| *own == element) {
-            match self.load_mask(element) {
-                Ok(mask) => self.masks.push((element, mask)),
-                Err(error) => return self.attempt(|| Err(LayerError::from(error))),
-            }
-        }
-        let own = self.masks.iter().find(|(own, _)| *own == element);
-        let Some((_, function)) = own else { return };
-        let run = || -> Result<(), CudaError> {
-            let (x, y) = (self.arena.address(op.x), self.arena.address(op.y));
-            let (rows, dim, draw) = (op.rows as i32, op.dim as i32, DrawAt::of(Some(op.draw)));
-            let (share, dropout) = match op.mask {
-                Mask::Jitter { eps } => (eps, 0_i32),
-                Mask::Dropout { p } => (p, 1),
-            };
-            let accumulate = i32::from(op.accumulate);
-            let launch = Launch::new((op.rows * op.dim.div_ceil(4)).div_ceil(256), 256);
-            // SAFETY: the parameters are those of `mask_rows`, the sizes were checked.
-            unsafe {
-                let parameters = parameters![x, y, rows, dim, draw, share, dropout, accumulate];
-                function.launch(&self.stream, launch, parameters)
-            }
-        };
-        self.attempt(|| Ok(run()?));
-    }
-
-    fn load_mask(&self, element: DType) -> Result<Function, CudaError> {
-        self.gpu().make_current()?;
-        let source = mask_source(Arch::of(self.gpu())?.target(), element);
-        self.compiler.load(&[source], &|_, _| ())?[0].function("mask_rows")
-    }
-}
-
-fn mask_source(arch: &'static str, element: DType) -> Source {
-    let macros = [("ELEMENT", element_macro(element))];
-    let parts = [include_str!("random.cu"), include_str!("mask.cu")];
-    Source::new(format!("mask of {element:?}"), arch, &macros, &parts)
 }

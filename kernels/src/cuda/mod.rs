@@ -9,7 +9,8 @@
 //! Products::new(gpu)            dense.rs     dense products, by cuBLASLt
 //! GateKernels::new(shape)       gate.rs      routers beyond dropless top-k
 //! Head::new(desc)               head.rs      the head with its loss: products, softmax between
-//! CudaDevice::new(ordinal)      device.rs    the layer as an op of `Device`
+//! CudaDevice::new(ordinal)      device.rs    the layer and the ops of a step as those of `Device`
+//! Unit::source                  step_ops.rs  kernels of norms, embedding, optimizer ..., when needed
 //! inspect()                     doctor.rs    what this machine has and lacks
 //! ```
 //! No CUDA is needed to build this: the driver and NVRTC are loaded when first used. Nothing here
@@ -21,9 +22,12 @@
 mod call;
 mod compile;
 mod dense;
+mod convert;
 mod dense_device;
 mod dense_record;
 mod device;
+mod elementwise;
+mod embed;
 mod doctor;
 mod driver;
 mod error;
@@ -32,8 +36,12 @@ mod gemm;
 mod head;
 mod layer;
 mod measure;
+mod nvml;
+mod norm;
+mod optimizer;
 mod route;
 mod shape;
+mod step_ops;
 mod tensor_map;
 mod tiles;
 
@@ -52,4 +60,5 @@ pub use layer::{
     Weights,
 };
 pub use measure::Measure;
+pub use nvml::{Monitor, Nvml, NvmlError, Reading, Trouble, uuid_text};
 pub use shape::{MoeActivation, MoeDesc, Refusal};

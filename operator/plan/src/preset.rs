@@ -1,7 +1,8 @@
 //! Dimensions of well-known models, from their published configurations.
 
 use crate::spec::{
-    AuxLossScopeName, ExpertsSpec, ModelSpec, Preset, QkNormName, RouterSpec, ScoringName,
+    AuxLossScopeName, ExpertsSpec, ModelSpec, Preset, QkNormName, RouterKindName, RouterSpec,
+    ScoringName,
 };
 use moejob_protocol::ModelConfig;
 use serde_json::{Map, Value};
@@ -55,12 +56,93 @@ pub fn fields(preset: Preset) -> ModelSpec {
             }),
             ..dims(151_936, 2048, 48, (32, 4, 128), (128, 8, 768))
         },
+        Preset::DeepseekV2Lite => deepseek_v2_lite(),
+        Preset::Moonlight16b => moonlight(),
         Preset::DeepseekV3 => deepseek_v3(),
+        Preset::GptOss20b => ModelSpec {
+            rms_norm_eps: Some(1e-5),
+            rope_theta: Some(1.5e5),
+            attention_bias: Some(true),
+            router: router(|router| {
+                router.aux_loss_coef = Some(0.9);
+                router.z_loss_coef = Some(0.0);
+            }),
+            ..dims(201_088, 2880, 24, (64, 8, 64), (32, 4, 2880))
+        },
+        Preset::GptMoe11t => gpt_moe(),
     }
 }
 
-/// With ordinary attention of the same heads: the latent attention of the original is refused by
-/// `Job::unsupported`.
+/// What of the original our models do not have yet, so that nothing else is trained under its
+/// name; none where the preset is the model.
+pub fn lacks(preset: Preset) -> Option<&'static str> {
+    match preset {
+        Preset::DeepseekV2Lite | Preset::Moonlight16b | Preset::DeepseekV3 => {
+            Some("which has latent attention")
+        }
+        Preset::GptOss20b => Some("which has attention sinks, windows and a clamped activation"),
+        _ => None,
+    }
+}
+
+/// The largest model of Artetxe et al. 2021 (2112.10684): 32 layers of width 4096, 512 experts in
+/// every other layer, two a token. Approximate: our experts have three matrices where those have
+/// two of 16,384, so theirs are 2/3 as wide for the same size; positions are rotary, norms RMS.
+fn gpt_moe() -> ModelSpec {
+    const WIDTH: u32 = 16_384 * 2 / 3;
+    ModelSpec {
+        tie_word_embeddings: Some(true),
+        dense_layers: Some((0..32).step_by(2).collect()),
+        dense_intermediate_size: Some(WIDTH),
+        router: router(|router| {
+            router.kind = Some(RouterKindName::Gshard);
+            router.aux_loss_coef = Some(0.01);
+        }),
+        ..dims(51_200, 4096, 32, (32, 32, 128), (512, 2, WIDTH))
+    }
+}
+
+/// DeepSeek-AI 2024 (2405.04434), appendix B; ordinary attention of the same heads in the place of
+/// its latent one (`lacks`).
+fn deepseek_v2_lite() -> ModelSpec {
+    let base = dims(102_400, 2048, 27, (16, 16, 128), (64, 6, 1408));
+    ModelSpec {
+        rms_norm_eps: Some(1e-6),
+        rope_theta: Some(1e4),
+        dense_layers: Some(vec![0]),
+        dense_intermediate_size: Some(10_944),
+        experts: base.experts.clone().map(|experts| ExpertsSpec { shared: Some(2), ..experts }),
+        router: router(|router| {
+            router.norm_topk_prob = Some(false);
+            router.aux_loss_scope = Some(AuxLossScopeName::Sequence);
+            router.aux_loss_coef = Some(0.001);
+            router.z_loss_coef = Some(0.0);
+        }),
+        ..base
+    }
+}
+
+/// Liu et al. 2025 (2502.16982): DeepSeek-V3's layers in the dimensions of V2-Lite.
+fn moonlight() -> ModelSpec {
+    let base = deepseek_v2_lite();
+    ModelSpec {
+        vocab_size: Some(163_840),
+        rms_norm_eps: Some(1e-5),
+        rope_theta: Some(5e4),
+        dense_intermediate_size: Some(11_264),
+        router: router(|router| {
+            router.scoring = Some(ScoringName::Sigmoid);
+            router.bias = Some(true);
+            router.scale = Some(2.446);
+            router.aux_loss_scope = Some(AuxLossScopeName::Sequence);
+            router.aux_loss_coef = Some(0.001);
+            router.z_loss_coef = Some(0.0);
+        }),
+        ..base
+    }
+}
+
+/// DeepSeek-AI 2024 (2412.19437), section 4.2; attention as in `deepseek_v2_lite`.
 fn deepseek_v3() -> ModelSpec {
     let base = dims(129_280, 7168, 61, (128, 128, 128), (256, 8, 2048));
     ModelSpec {

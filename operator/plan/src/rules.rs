@@ -5,10 +5,11 @@ use crate::crd::NAME_LEN_MAX;
 use crate::job::{Job, bytes_of, millis_of};
 use crate::placement;
 use crate::pod;
+use crate::preset;
 use crate::problem::{Code, Problem, quoted};
 use crate::profile::Backend;
 use crate::router;
-use crate::spec::{MoeJobSpec, Preset, ProfileName, SourceSpec, VolumeSpec};
+use crate::spec::{MoeJobSpec, ProfileName, SourceSpec, VolumeSpec};
 use moejob_protocol::config::{Precision, Schedule, Tokenizer};
 
 /// Problems and warnings. Rules about a field in `broken` say nothing: it has its problem already.
@@ -546,7 +547,8 @@ impl Rules<'_> {
 pub fn unsupported(job: &Job, backend: Backend) -> Vec<Problem> {
     let beyond = job.model.router.beyond_plain();
     let cpu = backend == Backend::Cpu;
-    let latent = job.preset == Some(Preset::DeepseekV3);
+    let other = job.preset.and_then(|preset| Some((preset, preset::lacks(preset)?)));
+    let other = other.map(|(preset, lacks)| format!("{}, {lacks}", preset.name()));
     let cases: Vec<(bool, &str, String, &str)> = vec![
         (!cpu, "spec.nodes.profile", format!("{:?}", job.profile.name), "cpu"),
         (
@@ -573,7 +575,7 @@ pub fn unsupported(job: &Job, backend: Backend) -> Vec<Problem> {
             format!("{} on GPUs", beyond.unwrap_or_default()),
             "dropless top-k with balanceLoss switch, auxLossScope microBatch or hf",
         ),
-        (latent, "spec.model.preset", "deepseek-v3, which has latent attention".into(), "others"),
+        (other.is_some(), "spec.model.preset", other.unwrap_or_default(), "others"),
     ];
     cases
         .into_iter()

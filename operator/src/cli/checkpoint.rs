@@ -3,7 +3,7 @@
 use super::bar::{Bar, Unit};
 use clap::{Subcommand, ValueEnum};
 use moe_worker::checkpoint::{self, Growth, Problem};
-use moe_worker::fence;
+use moe_worker::attempt::fence;
 use moe_worker::hf::{self, Failed, Options, Weights};
 use moejob_kernels::DType;
 use moejob_protocol::CheckpointManifest;

@@ -1,7 +1,7 @@
 //! `moejob doctor`: what this machine has, what it lacks, and how to get it.
 
 use clap::Args;
-use moe_worker::affinity::{self, Gpu, NumaNode};
+use moe_worker::life::affinity::{self, Gpu, NumaNode};
 use moejob_kernels::{Isa, cuda};
 use serde_json::json;
 use std::path::{Path, PathBuf};

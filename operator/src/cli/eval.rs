@@ -2,7 +2,7 @@
 
 use super::bar::{Bar, Unit};
 use clap::{Args, ValueEnum};
-use moe_worker::eval::{EvalError, evaluate, source_of};
+use moe_worker::engine::eval::{EvalError, evaluate, source_of};
 use moe_worker::hf::Weights;
 use moejob_protocol::config::{DataConfig, TokenType, Tokenizer, ValidationConfig};
 use serde_json::json;

@@ -16,7 +16,7 @@ pub mod validate;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use moe::CalledAs;
-use moe_worker::listener::chain;
+use moe_worker::life::listener::chain;
 use moejob_protocol::pod::ENV_WORKER;
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -93,7 +93,7 @@ pub fn dispatch(cli: Cli) -> ExitCode {
         Command::Crd => crd::run(),
         Command::Operator(args) => operator::run(&args),
         Command::Kube(args) => moe::run(args),
-        Command::Worker => moe_worker::process::main(),
+        Command::Worker => moe_worker::life::process::main(),
         Command::Completions { shell } => {
             let mut command = Cli::command();
             clap_complete::generate(shell, &mut command, "moejob", &mut std::io::stdout());

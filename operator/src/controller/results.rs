@@ -87,7 +87,7 @@ impl JobState {
     }
 
     fn failed(&mut self, reason: &str, error: &ApplyError) -> bool {
-        let message = moe_worker::listener::chain(error);
+        let message = moe_worker::life::listener::chain(error);
         tracing::warn!(job = self.id.name, reason, message, "planned again after a pause");
         let same = |known: &(String, String)| known.0 == reason && known.1 == message;
         let known = self.failure.as_ref().is_some_and(same);

@@ -1,6 +1,6 @@
 //! `DIR/NAME`: who may write there, whose it is, and what the next start must know.
 
-use moe_worker::records::{Records, RecordsError};
+use moe_worker::attempt::records::{Records, RecordsError};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

@@ -2,8 +2,8 @@
 
 use super::folder::Folder;
 use crate::authority::Authority;
-use moe_worker::affinity::Share;
-use moe_worker::run::Bootstrap;
+use moe_worker::life::affinity::Share;
+use moe_worker::life::run::Bootstrap;
 use std::collections::HashMap;
 use std::future::Future;
 use std::path::PathBuf;

@@ -1,10 +1,10 @@
 //! Workers as threads of the test, with a trainer that only exchanges, and their leader.
 #![allow(dead_code)]
 
-use moe_worker::affinity::Share;
-use moe_worker::comm::Comm;
-use moe_worker::run::{Announcement, Attempt, Bootstrap, run_with};
-use moe_worker::trainer_api::{AttemptEnd, Control, TrainerEvent};
+use moe_worker::life::affinity::Share;
+use moe_worker::gang::comm::Comm;
+use moe_worker::life::run::{Announcement, Attempt, Bootstrap, run_with};
+use moe_worker::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moejob::authority::Authority;
 use moejob::control::{Leader, LeaderEvent};
 use moejob_protocol::config::Member;

@@ -1,7 +1,7 @@
 //! Who knocks at a worker's listener and must get nothing: also from pods of a real cluster
 //! (`tests/tests/cluster/inside.rs`).
 
-use moe_worker::tls::server_name;
+use moe_worker::gang::tls::server_name;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 //! The members of an attempt, in one process: they join, count steps together, and fall apart as
 //! real ranks do when one of them goes.
 
-use moe_worker::comm::CommError;
-use moe_worker::trainer_api::{AttemptEnd, TrainerEvent};
+use moe_worker::gang::comm::CommError;
+use moe_worker::attempt::api::{AttemptEnd, TrainerEvent};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{Held, Request};

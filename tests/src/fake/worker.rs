@@ -1,10 +1,10 @@
 //! A fake worker: the session and the control stream of a real one.
 
 use super::gang::{Gangs, Member, Seat, TOLD_MAX, Told};
-use moe_worker::control::{FrameError, read_frame, write_frame};
-use moe_worker::listener::chain;
-use moe_worker::session::{Effect, Event, Session};
-use moe_worker::tls::{Identity, Trust, WorkerKey};
+use moe_worker::life::control::{FrameError, read_frame, write_frame};
+use moe_worker::life::listener::chain;
+use moe_worker::life::session::{Effect, Event, Session};
+use moe_worker::gang::tls::{Identity, Trust, WorkerKey};
 use moejob_protocol::message::{Frame, HEARTBEAT_MS, Heartbeat, Phase};
 use moejob_protocol::pod::PORT;
 use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};

@@ -21,9 +21,9 @@ use crate::knock::{
     HELLO, REFUSED_WITHIN, drained, dribble, framed, plain_strangers, refused, with_alpn,
     without_certificate,
 };
-use moe_worker::control::{read_frame, write_frame};
-use moe_worker::session::Session;
-use moe_worker::tls::{ALPN_CONTROL, ALPN_DATA, leader_client};
+use moe_worker::life::control::{read_frame, write_frame};
+use moe_worker::life::session::Session;
+use moe_worker::gang::tls::{ALPN_CONTROL, ALPN_DATA, leader_client};
 use moejob_plan::pods::ANNOTATION_SEAL;
 use moejob_protocol::message::{Frame, HEARTBEAT_MS, Heartbeat, Phase};
 use moejob_protocol::pod::PORT;

@@ -17,6 +17,7 @@
 pub mod mesh;
 pub mod tree;
 pub mod model;
+pub mod flops;
 pub mod router;
 pub mod layout;
 pub mod reduction;

@@ -3,8 +3,8 @@
 use super::manifest::{NOT_FINITE, PARTS};
 use super::values::{first_non_finite, float_named};
 use super::{Problem, Refusal, open};
-use crate::model::Model;
-use crate::snapshot::{intersect, needed, place_for};
+use crate::engine::model::Model;
+use crate::state::snapshot::{intersect, needed, place_for};
 use moejob_kernels::DType;
 use moejob_protocol::CheckpointManifest;
 use moejob_protocol::checkpoint::{Piece, TensorEntry};

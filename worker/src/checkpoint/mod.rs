@@ -23,7 +23,7 @@ pub(crate) use manifest::{PARTS, model_is_sane, value_differences};
 pub use manifest::{Expected, NOT_FINITE, check, differences, seal, unseal};
 pub use write::{Identity, Writer, commit, prune, write_shard};
 
-use crate::fence::{self, FenceError};
+use crate::attempt::fence::{self, FenceError};
 use manifest::MANIFEST_BYTES_MAX;
 use moejob_protocol::CheckpointManifest;
 use moejob_protocol::checkpoint::directory_name;

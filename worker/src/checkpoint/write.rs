@@ -3,9 +3,9 @@
 use super::manifest::{NOT_FINITE, PARTS};
 use super::values::{first_non_finite, name_of};
 use super::{Disk, list, seal};
-use crate::diagnosis::place;
-use crate::fence::{self, FenceError, staging_name};
-use crate::snapshot::{ShardRun, shard_runs};
+use crate::engine::diagnosis::place;
+use crate::attempt::fence::{self, FenceError, staging_name};
+use crate::state::snapshot::{ShardRun, shard_runs};
 use moejob_kernels::DType;
 use moejob_protocol::CheckpointManifest;
 use moejob_protocol::checkpoint::{

@@ -1,7 +1,7 @@
 //! What keeps data from being used: where it lies, what was found, what to do.
 
-use crate::listener::chain;
-use crate::trainer_api::Failure;
+use crate::life::listener::chain;
+use crate::attempt::api::Failure;
 use std::path::{Path, PathBuf};
 
 /// Why the data cannot be used.

@@ -3,8 +3,8 @@
 use super::directory::{Directory, Place};
 use crate::checkpoint::values::{convert, first_non_finite, float_named};
 use crate::checkpoint::{PARTS, Problem, Refusal, Shards, newest_usable, show, value_differences};
-use crate::grads::weight_of;
-use crate::model::Model;
+use crate::engine::grads::weight_of;
+use crate::engine::model::Model;
 use moejob_kernels::DType;
 use moejob_protocol::model::{Param, Role, RouterConfig, RouterKind};
 use moejob_protocol::{CheckpointManifest, ModelConfig};

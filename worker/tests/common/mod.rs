@@ -106,9 +106,9 @@ pub fn data(root: &Path) -> DataConfig {
     }
 }
 
-use moe_worker::comm::Comm;
-use moe_worker::trainer::Trainer;
-use moe_worker::trainer_api::{AttemptEnd, Control, TrainerEvent};
+use moe_worker::gang::comm::Comm;
+use moe_worker::attempt::trainer::Trainer;
+use moe_worker::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moejob_protocol::config::{
     CheckpointConfig, Member, RecoveryConfig, Resume, ShardSource, WorkerConfig,
 };

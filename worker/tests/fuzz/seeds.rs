@@ -1,7 +1,7 @@
 //! Inputs that follow the types: what is written today, so that mutation begins behind the door.
 
 use moe_worker::checkpoint;
-use moe_worker::control;
+use moe_worker::life::control;
 use moejob_plan::Job;
 use moejob_plan::job::Venue;
 use moejob_plan::launch::{Places, template};

@@ -1,10 +1,10 @@
 //! What is fuzzed: the readers of manifests, checkpoints, data and frames.
 
 use moe_worker::checkpoint;
-use moe_worker::comm::Header as DataHeader;
-use moe_worker::control;
+use moe_worker::gang::comm::Header as DataHeader;
+use moe_worker::life::control;
 use moe_worker::data::{Encoder, Recipe, header, jsonl, megatron};
-use moe_worker::step_end::StepEnd;
+use moe_worker::gang::step_end::StepEnd;
 use moejob_plan::Job;
 use moejob_plan::launch::template;
 use moejob_plan::job::Venue;

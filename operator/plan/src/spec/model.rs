@@ -106,8 +106,24 @@ pub enum Preset {
     Mixtral8x7b,
     #[serde(rename = "qwen3-30b-a3b")]
     Qwen330bA3b,
+    #[serde(rename = "deepseek-v2-lite")]
+    DeepseekV2Lite,
+    #[serde(rename = "moonlight-16b")]
+    Moonlight16b,
     #[serde(rename = "deepseek-v3")]
     DeepseekV3,
+    #[serde(rename = "gpt-oss-20b")]
+    GptOss20b,
+    #[serde(rename = "gpt-moe-1.1t")]
+    GptMoe11t,
+}
+
+impl Preset {
+    /// As it is typed.
+    pub fn name(self) -> String {
+        let name = serde_json::to_value(self).ok();
+        name.as_ref().and_then(|name| name.as_str()).unwrap_or_default().to_string()
+    }
 }
 
 /// Norm of queries and keys.

@@ -1,4 +1,4 @@
-//! A small pure world for the plan: workers that obey as `worker/src/session.rs` does, or die;
+//! A small pure world for the plan: workers that obey as `worker/src/life/session.rs` does, or die;
 //! streams that keep their order but not their speed; nodes that fail; a leader that restarts.
 //!
 //! The world knows the truth and asserts on it. The leader's `Tracker` only sees messages.

@@ -1,4 +1,4 @@
-//! One worker of the world, as `worker/src/session.rs` behaves.
+//! One worker of the world, as `worker/src/life/session.rs` behaves.
 
 use moejob_protocol::config::WorkerConfig;
 use moejob_protocol::message::{Held, LeftReason, Request, Up};

@@ -1,0 +1,103 @@
+//! Elements of one kind to another.
+
+use crate::buffer::{Buffer, DType};
+use crate::device::Device;
+
+/// to[i] = from[i] in the kind of `to`, rounded to nearest even; what is too large becomes infinite.
+/// Kinds: two different ones of F32, Bf16 and F16; on a CPU also F32 and F64.
+#[derive(Clone, Copy, Debug)]
+pub struct Cast {
+    pub from: Buffer,
+    /// Output
+    pub to: Buffer,
+}
+
+/// An fp32 master in two halves: weight = (bits + 0x8000) >> 16, low = bits - (weight << 16), which
+/// lies in -0x8000 .. 0x7fff. Lossless: what is not a number, too.
+#[derive(Clone, Copy, Debug)]
+pub struct SplitMaster {
+    /// F32
+    pub master: Buffer,
+    /// Output Bf16
+    pub weight: Buffer,
+    /// Output I16
+    pub low: Buffer,
+}
+
+/// master's bits = (weight << 16) + low: the way back of [`SplitMaster`].
+#[derive(Clone, Copy, Debug)]
+pub struct JoinMaster {
+    /// Bf16
+    pub weight: Buffer,
+    /// I16
+    pub low: Buffer,
+    /// Output F32
+    pub master: Buffer,
+}
+
+/// The weight and the low half of a master's bits.
+#[inline(always)]
+pub(crate) fn split(master: f32) -> (u16, i16) {
+    let bits = master.to_bits();
+    ((bits.wrapping_add(0x8000) >> 16) as u16, bits as i16)
+}
+
+#[inline(always)]
+pub(crate) fn join(weight: u16, low: i16) -> f32 {
+    f32::from_bits((u32::from(weight) << 16).wrapping_add(i32::from(low) as u32))
+}
+
+/// Length and kinds of a master and its halves.
+pub(crate) fn check_halves(master: Buffer, weight: Buffer, low: Buffer) {
+    let kinds = (master.dtype(), weight.dtype(), low.dtype());
+    assert_eq!(kinds, (DType::F32, DType::Bf16, DType::I16));
+    assert_eq!((weight.len(), low.len()), (master.len(), master.len()));
+}
+
+impl Device {
+    pub fn cast(&mut self, op: &Cast) {
+        assert_eq!(op.from.len(), op.to.len(), "{op:?}");
+        assert_ne!(op.from.dtype(), op.to.dtype(), "{op:?}");
+        match self {
+            Device::Cpu(cpu) => cpu.cast(op),
+            Device::Cuda(cuda) => cuda.cast(op),
+        }
+    }
+
+    pub fn split_master(&mut self, op: &SplitMaster) {
+        check_halves(op.master, op.weight, op.low);
+        match self {
+            Device::Cpu(cpu) => cpu.split_master(op),
+            Device::Cuda(cuda) => cuda.split_master(op),
+        }
+    }
+
+    pub fn join_master(&mut self, op: &JoinMaster) {
+        check_halves(op.master, op.weight, op.low);
+        match self {
+            Device::Cpu(cpu) => cpu.join_master(op),
+            Device::Cuda(cuda) => cuda.join_master(op),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn halves_lose_nothing_and_round_to_nearest() {
+        for i in 0..1_u64 << 22 {
+            // All exponents and signs, and low halves around their middle.
+            let bits = ((i >> 6) as u32) << 16 | [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff][i as usize % 6];
+            let (weight, low) = split(f32::from_bits(bits));
+            assert_eq!(join(weight, low).to_bits(), bits);
+            let (near, master) = (f32::from_bits(u32::from(weight) << 16), f32::from_bits(bits));
+            if near.is_finite() && master.is_finite() {
+                let nearest = half::bf16::from_f32(master).to_f32();
+                let distance = |x: f32| (f64::from(x) - f64::from(master)).abs();
+                assert!(distance(near) <= distance(nearest), "{bits:x}");
+            }
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! See [`crate::Cast`] and [`crate::SplitMaster`].
+
+use half::{bf16, f16};
+
+use super::CpuDevice;
+use crate::buffer::{Buffer, DType};
+use crate::convert::{Cast, JoinMaster, SplitMaster, join, split};
+
+impl CpuDevice {
+    /// From fp32: `half` rounds f64 by its upper half alone.
+    pub(crate) fn cast(&mut self, op: &Cast) {
+        let Cast { from, to } = *op;
+        match (from.dtype(), to.dtype()) {
+            (DType::F32, DType::Bf16) => self.cast_to(from, to, bf16::from_f32),
+            (DType::F32, DType::F16) => self.cast_to(from, to, f16::from_f32),
+            (DType::F32, DType::F64) => self.cast_to::<f32, f64>(from, to, f64::from),
+            (DType::F64, DType::F32) => self.cast_to::<f64, f32>(from, to, |x| x as f32),
+            (DType::Bf16, DType::F32) => self.cast_to(from, to, bf16::to_f32),
+            (DType::F16, DType::F32) => self.cast_to(from, to, f16::to_f32),
+            (DType::Bf16, DType::F16) => {
+                self.cast_to(from, to, |x: bf16| f16::from_f32(x.to_f32()));
+            }
+            (DType::F16, DType::Bf16) => {
+                self.cast_to(from, to, |x: f16| bf16::from_f32(x.to_f32()));
+            }
+            other => panic!("no conversion of {other:?}: {op:?}"),
+        }
+    }
+
+    fn cast_to<From: crate::Element, To: crate::Element>(
+        &mut self,
+        from: Buffer,
+        to: Buffer,
+        convert: impl Fn(From) -> To,
+    ) {
+        let (mut views, _) = self.split();
+        let from: &[From] = views.read(from);
+        let to: &mut [To] = views.write(to);
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = convert(*from);
+        }
+    }
+
+    pub(crate) fn split_master(&mut self, op: &SplitMaster) {
+        let (mut views, _) = self.split();
+        let master: &[f32] = views.read(op.master);
+        let weight: &mut [bf16] = views.write(op.weight);
+        let low: &mut [i16] = views.write(op.low);
+        for ((master, weight), low) in master.iter().zip(weight).zip(low) {
+            let (high, rest) = split(*master);
+            (*weight, *low) = (bf16::from_bits(high), rest);
+        }
+    }
+
+    pub(crate) fn join_master(&mut self, op: &JoinMaster) {
+        let (mut views, _) = self.split();
+        let weight: &[bf16] = views.read(op.weight);
+        let low: &[i16] = views.read(op.low);
+        let master: &mut [f32] = views.write(op.master);
+        for ((master, weight), low) in master.iter_mut().zip(weight).zip(low) {
+            *master = join(weight.to_bits(), *low);
+        }
+    }
+}

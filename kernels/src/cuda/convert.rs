@@ -1,0 +1,45 @@
+//! Conversions between kinds.
+
+use super::device::CudaDevice;
+use super::driver::{Launch, parameters};
+use super::gemm::element_macro;
+use super::step_ops::Unit;
+use crate::convert::{Cast, JoinMaster, SplitMaster};
+
+/// Eight blocks for each multiprocessor of an H200, of 256 threads that go on from there.
+fn launch(len: usize, each: usize) -> Launch {
+    Launch::new(len.div_ceil(256 * each).clamp(1, 1056 * 4), 256)
+}
+
+impl CudaDevice {
+    pub(crate) fn cast(&mut self, op: &Cast) {
+        self.enqueue(|to| {
+            let (from, into) = (to.at(op.from), to.at(op.to));
+            let kinds = [op.from, op.to].map(|buffer| element_macro(buffer.dtype()) as i32);
+            let (launch, len) = (launch(op.from.len(), 4), op.from.len() as u64);
+            let parameters = parameters![from, kinds[0], into, kinds[1], len];
+            // SAFETY: the parameters are those of `cast`, both lengths were checked.
+            unsafe { to.launch((Unit::Convert, "cast"), launch, parameters) }
+        });
+    }
+
+    pub(crate) fn split_master(&mut self, op: &SplitMaster) {
+        self.enqueue(|to| {
+            let [master, weight, low] = [op.master, op.weight, op.low].map(|buffer| to.at(buffer));
+            let (launch, len) = (launch(op.master.len(), 1), op.master.len() as u64);
+            let parameters = parameters![master, weight, low, len];
+            // SAFETY: the parameters are those of `split_master`, the lengths were checked.
+            unsafe { to.launch((Unit::Convert, "split_master"), launch, parameters) }
+        });
+    }
+
+    pub(crate) fn join_master(&mut self, op: &JoinMaster) {
+        self.enqueue(|to| {
+            let [weight, low, master] = [op.weight, op.low, op.master].map(|buffer| to.at(buffer));
+            let (launch, len) = (launch(op.master.len(), 1), op.master.len() as u64);
+            let parameters = parameters![weight, low, master, len];
+            // SAFETY: the parameters are those of `join_master`, the lengths were checked.
+            unsafe { to.launch((Unit::Convert, "join_master"), launch, parameters) }
+        });
+    }
+}

@@ -1,0 +1,295 @@
+//! What the driver's management library (NVML) tells of a GPU beside its work: power, clocks and
+//! why they are low, errors of its memory, and the driver's own reports of trouble (Xid).
+//!
+//! ```text
+//! Nvml::load() -> Monitor of a GPU, by its uuid -> read() a step; wait(ms) on a thread of its own
+//! ```
+//! The library comes with the driver but not with every container, so all of it is optional: where
+//! it or one of its functions is missing, the numbers are, too. It never touches a CUDA context.
+//! Names and values are those of nvml.h.
+
+use std::ffi::{CString, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::sync::Arc;
+
+use libloading::Library;
+
+type Device = *mut c_void;
+type EventSet = *mut c_void;
+type Status = c_int;
+
+const SUCCESS: Status = 0;
+const TIMEOUT: Status = 10;
+const GPU_IS_LOST: Status = 15;
+
+/// Kinds of events that are waited for: nvmlEventTypeDoubleBitEccError, XidCriticalError.
+const DOUBLE_BIT_ECC: c_ulonglong = 0x2;
+const XID: c_ulonglong = 0x8;
+
+/// Where the library is looked for, unless `MOEJOB_NVML` names another file.
+const NAME: &str = "libnvidia-ml.so.1";
+
+/// The loaded library, initialised.
+#[derive(Debug)]
+pub struct Nvml {
+    library: Library,
+}
+
+/// Why nothing can be told.
+#[derive(Debug, thiserror::Error)]
+pub enum NvmlError {
+    #[error("{name} cannot be loaded; it comes with the driver (package nvidia-utils, or the \
+             driver capability `utility` of a container)")]
+    Missing { name: String, source: libloading::Error },
+    #[error("{function} is not in the driver's NVML: the driver is too old")]
+    Function { function: &'static str, source: libloading::Error },
+    #[error("{function}: NVML's error {status}")]
+    Refused { function: &'static str, status: c_int },
+}
+
+/// A GPU that is watched. Cheap to ask: some ten microseconds a number.
+#[derive(Debug)]
+pub struct Monitor {
+    nvml: Arc<Nvml>,
+    device: Device,
+    /// None where the GPU or the driver reports no events.
+    events: Option<EventSet>,
+}
+
+// SAFETY: NVML is thread-safe; handles are plain values.
+unsafe impl Send for Monitor {}
+// SAFETY: as above.
+unsafe impl Sync for Monitor {}
+
+/// What a GPU was like at a moment; none: the driver does not tell.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Reading {
+    pub watts: Option<f64>,
+    pub celsius: Option<u32>,
+    /// Of the multiprocessors.
+    pub megahertz: Option<u32>,
+    /// Why the clock is lower than it could be, worst first; empty: it is not.
+    pub slowed_by: Vec<&'static str>,
+    /// Errors of memory that could not be corrected, since the driver was loaded.
+    pub ecc_uncorrected: Option<u64>,
+}
+
+/// Trouble that the driver reported.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trouble {
+    /// The number of the driver's list of Xid errors: 31 is a fault of the program's, 48, 63, 64,
+    /// 79, 94 and 95 are the machine's.
+    Xid(u64),
+    DoubleBitEcc,
+    /// The GPU has fallen off the bus.
+    Lost,
+}
+
+#[repr(C)]
+struct EventData {
+    device: Device,
+    kind: c_ulonglong,
+    data: c_ulonglong,
+    gpu_instance: c_uint,
+    compute_instance: c_uint,
+}
+
+macro_rules! call {
+    ($nvml:expr, $name:literal, ($($type:ty),*), $($argument:expr),*) => {
+        $nvml.function::<unsafe extern "C" fn($($type),*) -> Status>($name).and_then(|function| {
+            // SAFETY: the types are those of nvml.h; every pointer is valid for the call.
+            match unsafe { function($($argument),*) } {
+                SUCCESS => Ok(()),
+                status => Err(NvmlError::Refused { function: $name, status }),
+            }
+        })
+    };
+}
+
+impl Nvml {
+    /// # Errors
+    /// The library is missing or cannot speak to the driver.
+    pub fn load() -> Result<Arc<Nvml>, NvmlError> {
+        let name = std::env::var("MOEJOB_NVML").unwrap_or_else(|_| NAME.to_owned());
+        // SAFETY: the driver's library has no constructors with preconditions.
+        let library = match unsafe { Library::new(&name) } {
+            Ok(library) => library,
+            Err(source) => return Err(NvmlError::Missing { name, source }),
+        };
+        let nvml = Nvml { library };
+        call!(nvml, "nvmlInit_v2", (),)?;
+        Ok(Arc::new(nvml))
+    }
+
+    fn function<F: Copy>(&self, function: &'static str) -> Result<F, NvmlError> {
+        // SAFETY: `F` is the function's type in nvml.h, by the macro above.
+        let found = unsafe { self.library.get::<F>(function.as_bytes()) };
+        found.map(|symbol| *symbol).map_err(|source| NvmlError::Function { function, source })
+    }
+}
+
+impl Drop for Nvml {
+    fn drop(&mut self) {
+        let _ = call!(self, "nvmlShutdown", (),);
+    }
+}
+
+/// Bits of nvmlClocksEventReasons that mean that work is slowed, worst first. Idle clocks and
+/// those that somebody set are no trouble.
+const REASONS: [(c_ulonglong, &str); 6] = [
+    (0x80, "power brake"),
+    (0x40, "hardware thermal"),
+    (0x08, "hardware"),
+    (0x20, "software thermal"),
+    (0x04, "power cap"),
+    (0x10, "sync boost"),
+];
+
+impl Monitor {
+    /// The GPU whose uuid the driver gives as these 16 bytes.
+    ///
+    /// # Errors
+    /// NVML does not know it.
+    pub fn open(nvml: &Arc<Nvml>, uuid: [u8; 16]) -> Result<Monitor, NvmlError> {
+        let name = CString::new(uuid_text(uuid)).expect("hex has no zero byte");
+        let mut device: Device = std::ptr::null_mut();
+        call!(
+            nvml,
+            "nvmlDeviceGetHandleByUUID",
+            (*const c_char, *mut Device),
+            name.as_ptr(),
+            &mut device
+        )?;
+        let nvml = Arc::clone(nvml);
+        let events = watch(&nvml, device).ok();
+        Ok(Monitor { nvml, device, events })
+    }
+
+    pub fn read(&self) -> Reading {
+        let mut milliwatts: c_uint = 0;
+        let watts = self.unsigned("nvmlDeviceGetPowerUsage", &mut milliwatts);
+        let (mut celsius, mut megahertz): (c_uint, c_uint) = (0, 0);
+        type Typed = unsafe extern "C" fn(Device, c_uint, *mut c_uint) -> Status;
+        let typed = |name: &'static str, kind: c_uint, into: &mut c_uint| {
+            let function = self.nvml.function::<Typed>(name).ok()?;
+            // SAFETY: the type is that of nvml.h, the target is valid.
+            (unsafe { function(self.device, kind, into) } == SUCCESS).then_some(())
+        };
+        // NVML_TEMPERATURE_GPU and NVML_CLOCK_SM.
+        let celsius = typed("nvmlDeviceGetTemperature", 0, &mut celsius).map(|()| celsius);
+        let megahertz = typed("nvmlDeviceGetClockInfo", 1, &mut megahertz).map(|()| megahertz);
+        Reading {
+            watts: watts.map(|()| f64::from(milliwatts) / 1000.0),
+            celsius,
+            megahertz,
+            slowed_by: self.slowed_by(),
+            ecc_uncorrected: self.ecc_uncorrected(),
+        }
+    }
+
+    fn unsigned(&self, name: &'static str, into: &mut c_uint) -> Option<()> {
+        type Plain = unsafe extern "C" fn(Device, *mut c_uint) -> Status;
+        let function = self.nvml.function::<Plain>(name).ok()?;
+        // SAFETY: the type is that of nvml.h, the target is valid.
+        (unsafe { function(self.device, into) } == SUCCESS).then_some(())
+    }
+
+    fn slowed_by(&self) -> Vec<&'static str> {
+        let mut bits: c_ulonglong = 0;
+        // Drivers before 535 have the second name alone.
+        let asked = call!(
+            self.nvml,
+            "nvmlDeviceGetCurrentClocksEventReasons",
+            (Device, *mut c_ulonglong),
+            self.device,
+            &mut bits
+        )
+        .or_else(|_| {
+            call!(
+                self.nvml,
+                "nvmlDeviceGetCurrentClocksThrottleReasons",
+                (Device, *mut c_ulonglong),
+                self.device,
+                &mut bits
+            )
+        });
+        if asked.is_err() {
+            return Vec::new();
+        }
+        REASONS.iter().filter(|(bit, _)| bits & bit != 0).map(|(_, name)| *name).collect()
+    }
+
+    fn ecc_uncorrected(&self) -> Option<u64> {
+        let mut count: c_ulonglong = 0;
+        // NVML_MEMORY_ERROR_TYPE_UNCORRECTED and NVML_VOLATILE_ECC.
+        let (kind, since): (c_uint, c_uint) = (1, 0);
+        let asked = call!(
+            self.nvml,
+            "nvmlDeviceGetTotalEccErrors",
+            (Device, c_uint, c_uint, *mut c_ulonglong),
+            self.device,
+            kind,
+            since,
+            &mut count
+        );
+        asked.ok().map(|()| count)
+    }
+
+    /// Waits at most so long for the next trouble; none came, or the driver reports none.
+    pub fn wait(&self, milliseconds: u32) -> Option<Trouble> {
+        let events = self.events?;
+        let mut data = EventData {
+            device: std::ptr::null_mut(),
+            kind: 0,
+            data: 0,
+            gpu_instance: 0,
+            compute_instance: 0,
+        };
+        let waited = call!(
+            self.nvml,
+            "nvmlEventSetWait_v2",
+            (EventSet, *mut EventData, c_uint),
+            events,
+            &mut data,
+            milliseconds
+        );
+        match waited {
+            Ok(()) if data.kind & XID != 0 => Some(Trouble::Xid(data.data)),
+            Ok(()) if data.kind & DOUBLE_BIT_ECC != 0 => Some(Trouble::DoubleBitEcc),
+            Err(NvmlError::Refused { status: GPU_IS_LOST, .. }) => Some(Trouble::Lost),
+            Err(NvmlError::Refused { status: TIMEOUT, .. }) | Ok(()) | Err(_) => None,
+        }
+    }
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        if let Some(events) = self.events {
+            let _ = call!(self.nvml, "nvmlEventSetFree", (EventSet), events);
+        }
+    }
+}
+
+fn watch(nvml: &Nvml, device: Device) -> Result<EventSet, NvmlError> {
+    let mut events: EventSet = std::ptr::null_mut();
+    call!(nvml, "nvmlEventSetCreate", (*mut EventSet), &mut events)?;
+    let registered = call!(
+        nvml,
+        "nvmlDeviceRegisterEvents",
+        (Device, c_ulonglong, EventSet),
+        device,
+        XID | DOUBLE_BIT_ECC,
+        events
+    );
+    if let Err(error) = registered {
+        let _ = call!(nvml, "nvmlEventSetFree", (EventSet), events);
+        return Err(error);
+    }
+    Ok(events)
+}
+
+/// `GPU-8-4-4-4-12`, as NVML and nvidia-smi write it.
+pub fn uuid_text(uuid: [u8; 16]) -> String {
+    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    let [a, b, c, d, e] = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]];
+    format!("GPU-{a}-{b}-{c}-{d}-{e}")
+}

@@ -1,0 +1,170 @@
+//! The end of a step: numbers of gradients, what they decide, and AdamW a bucket.
+
+use super::device::CudaDevice;
+use super::driver::{Launch, parameters};
+use super::error::CudaError;
+use super::step_ops::{Enqueue, MasterKind, Unit};
+use crate::bucket::{BucketAdamW, DecideUpdate, GradientNumbers, Master};
+use crate::buffer::{ArenaPlan, Buffer, DType};
+use crate::optimizer::{BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};
+use crate::step_numbers::{StepControl, StepNumbers, StepParams};
+use crate::tally::{TallyLayer, TallyLoss};
+
+/// Parts of the sum of squares: eight blocks for each multiprocessor of an H200. Fixed, since the
+/// bits depend on it.
+const PARTS_MAX: usize = 1056;
+
+/// The kernel's `Factors`.
+#[repr(C)]
+struct Factors {
+    beta1: f32,
+    one_minus_beta1: f32,
+    beta2: f32,
+    one_minus_beta2: f32,
+    eps: f32,
+}
+
+impl CudaDevice {
+    pub(crate) fn gradient_numbers(&mut self, op: &GradientNumbers) {
+        op.blocks();
+        self.enqueue(|to| {
+            let params = to.of(op.params, DType::F64, StepParams::LEN);
+            assert_eq!(op.numbers.dtype(), DType::F64, "{op:?}");
+            assert!(op.numbers.len() >= StepNumbers::LOADS, "{op:?}");
+            let (table, numbers) = (to.at(op.table), to.at(op.numbers));
+            squares(to, op.gradient, op.sums, (table, params, Some(numbers)))
+        });
+    }
+
+    pub(crate) fn decide_update(&mut self, op: &DecideUpdate) {
+        self.enqueue(|to| {
+            let params = to.of(op.params, DType::F64, StepParams::LEN);
+            let control = to.of(op.control, DType::F64, StepControl::LEN);
+            assert!(op.numbers.len() >= StepNumbers::LOADS, "{op:?}");
+            let numbers = to.at(op.numbers);
+            let kernel = (Unit::Numbers { gradient: DType::F32 }, "decide");
+            let parameters = parameters![params, numbers, control];
+            // SAFETY: the parameters are those of `decide`, the lengths were checked.
+            unsafe { to.launch(kernel, Launch::new(1, 1), parameters) }
+        });
+    }
+
+    pub(crate) fn bucket_adamw(&mut self, op: &BucketAdamW) {
+        let blocks = op.blocks();
+        self.enqueue(|to| adamw(to, op, blocks));
+    }
+
+    pub(crate) fn tally_loss(&mut self, op: &TallyLoss) {
+        self.enqueue(|to| {
+            let [loss, targets, numbers] =
+                [op.loss, op.targets, op.numbers].map(|buffer| to.at(buffer));
+            let tokens = op.loss.len() as i32;
+            let kernel = (Unit::Numbers { gradient: DType::F32 }, "tally_loss");
+            let parameters = parameters![loss, targets, numbers, tokens];
+            // SAFETY: the parameters are those of `tally_loss`, the lengths were checked.
+            unsafe { to.launch(kernel, Launch::new(1, 1024), parameters) }
+        });
+    }
+
+    pub(crate) fn tally_layer(&mut self, op: &TallyLayer) {
+        self.enqueue(|to| {
+            let [losses, counts, numbers] =
+                [op.losses, op.counts, op.numbers].map(|buffer| to.at(buffer));
+            let (loads, experts) = (op.layout.loads(op.moe_layer) as i32, op.counts.len() as i32);
+            let kernel = (Unit::Numbers { gradient: DType::F32 }, "tally_layer");
+            let parameters = parameters![losses, counts, numbers, loads, experts];
+            // SAFETY: the parameters are those of `tally_layer`, the lengths were checked.
+            unsafe { to.launch(kernel, Launch::new(1, 256), parameters) }
+        });
+    }
+
+    pub(crate) fn block_square_sums(&mut self, op: &BlockSquareSums) {
+        self.enqueue(|to| squares(to, op.g, op.out, (0, 0, None)));
+    }
+
+    pub(crate) fn count_non_finite(&mut self, op: &CountNonFinite) {
+        self.fill_zero(op.count);
+        self.enqueue(|to| {
+            let count = to.of(op.count, DType::U32, 1);
+            let (x, len) = (to.at(op.x), op.x.len() as u64);
+            let launch = Launch::new(op.x.len().div_ceil(256).clamp(1, PARTS_MAX), 256);
+            let kernel = (Unit::Numbers { gradient: op.x.dtype() }, "count_non_finite");
+            // SAFETY: the parameters are those of `count_non_finite`.
+            unsafe { to.launch(kernel, launch, parameters![x, len, count]) }
+        });
+    }
+}
+
+/// Sums of squares of blocks; with numbers, added to those, too.
+fn squares(
+    to: &mut Enqueue<'_>,
+    g: Buffer,
+    sums: Buffer,
+    (table, params, numbers): (u64, u64, Option<u64>),
+) -> Result<(), CudaError> {
+    let blocks = g.len().div_ceil(SQUARE_SUM_BLOCK);
+    if blocks == 0 {
+        return Ok(());
+    }
+    let each = blocks.div_ceil(PARTS_MAX).next_multiple_of(8);
+    let parts = blocks.div_ceil(each);
+    let mut plan = ArenaPlan::new();
+    let unread = plan.alloc(DType::F64, StepNumbers::LOADS);
+    let part_squares = plan.alloc(DType::F64, parts);
+    let part_counts = plan.alloc(DType::U32, parts);
+    let scratch = to.scratch(&plan)?;
+    let [unread, part_squares, part_counts] =
+        [unread, part_squares, part_counts].map(|buffer| scratch.at(buffer));
+    let (ticket, numbers) = (to.ticket()?, numbers.unwrap_or(unread));
+    let (values, out) = (to.at(g), to.of(sums, DType::F64, blocks));
+    assert!(values.is_multiple_of(16), "gradients start at multiples of 16 bytes: {g:?}");
+    let (len, blocks, each) = (g.len() as u64, blocks as i32, each as i32);
+    let kernel = (Unit::Numbers { gradient: g.dtype() }, "gradient_numbers");
+    let parameters = parameters![
+        table, params, values, out, part_squares, part_counts, ticket, numbers, len, blocks, each
+    ];
+    // SAFETY: the parameters are those of `gradient_numbers`, the lengths were checked.
+    unsafe { to.launch(kernel, Launch::new(parts, 256), parameters) }
+}
+
+fn adamw(to: &mut Enqueue<'_>, op: &BucketAdamW, blocks: usize) -> Result<(), CudaError> {
+    if blocks == 0 {
+        return Ok(());
+    }
+    let params = to.of(op.params, DType::F64, StepParams::LEN);
+    let control = to.of(op.control, DType::F64, StepControl::LEN);
+    let (low, master, kind) = match op.master {
+        Master::Weight => (0, 0, MasterKind::Weight),
+        Master::LowBits(low) => (to.at(low), 0, MasterKind::LowBits),
+        Master::Separate(master) => (0, to.at(master), MasterKind::Separate),
+    };
+    let unit = Unit::AdamW {
+        master: kind,
+        weight: op.weight.dtype(),
+        moment: op.moment1.dtype(),
+        gradient: op.gradient.dtype(),
+    };
+    let weights = match kind {
+        MasterKind::Weight => op.weight.dtype() == DType::F32,
+        MasterKind::LowBits => op.weight.dtype() == DType::Bf16,
+        MasterKind::Separate => matches!(op.weight.dtype(), DType::Bf16 | DType::F16),
+    };
+    let moments = matches!(op.moment1.dtype(), DType::F32 | DType::Bf16);
+    assert!(weights && moments, "a GPU has no such update: {op:?}");
+    let factors = Factors {
+        beta1: op.beta1 as f32,
+        one_minus_beta1: (1.0 - op.beta1) as f32,
+        beta2: op.beta2 as f32,
+        one_minus_beta2: (1.0 - op.beta2) as f32,
+        eps: op.eps as f32,
+    };
+    let [table, weight, m, v, g] = [op.table, op.weight, op.moment1, op.moment2, op.gradient]
+        .map(|buffer| to.at(buffer));
+    for address in [weight, low, master, m, v, g] {
+        assert!(address.is_multiple_of(16), "parts start at multiples of 16 bytes: {op:?}");
+    }
+    let parameters =
+        parameters![table, params, control, factors, weight, low, master, m, v, g];
+    // SAFETY: the parameters are those of `adamw_bucket`, the lengths were checked.
+    unsafe { to.launch((unit, "adamw_bucket"), Launch::new(blocks, 256), parameters) }
+}

@@ -1,0 +1,162 @@
+// Squares and numbers that are none, in one pass over a bucket's gradients; and what follows from
+// a step's numbers. Host macros: ELEMENT (of gradients), NUMBER_*, PARAM_*, CONTROL_*, BLOCK_*.
+struct __align__(8) Block {
+  u32 name[2], first[2], len, flags;
+};
+
+__device__ __forceinline__ double lanes_sum(double x) {
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+__device__ __forceinline__ void take(float x, double& sum, u32& bad) {
+  sum = fma((double)x, (double)x, sum);
+  bad += (__float_as_uint(x) & 0x7f800000u) == 0x7f800000u;
+}
+
+// sums[b] = sum of squares of block b; numbers += their sum and the count of those that are no
+// numbers. A warp a block of 4,096; `blocks_a_part` of them, whole eights, a thread block. The last
+// thread block to end adds the parts, in their order: which one that is changes nothing. `ticket`
+// starts as zero and ends so.
+extern "C" __global__ void __launch_bounds__(256)
+gradient_numbers(const Block* table, const double* params, const element* g, double* sums,
+                 double* part_squares, u32* part_counts, u32* ticket, double* numbers, u64 len,
+                 int blocks, int blocks_a_part) {
+  __shared__ double warp_squares[8];
+  __shared__ u32 warp_counts[8];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int begin = blockIdx.x * blocks_a_part, end = min(blocks, begin + blocks_a_part);
+  double squares = 0.0;
+  u32 count = 0;
+  for (int b = begin + warp; b < end; b += 8) {
+    const u64 left = len - (u64)b * 4096;
+    int valid = left < 4096 ? (int)left : 4096;
+    bool counted = true;
+    if (table) {
+      valid = min(valid, (int)table[b].len);
+      const u32 flags = table[b].flags;
+      const double* own = params + PARAM_CLASSES + PARAM_EACH * (flags >> BLOCK_CLASS_SHIFT);
+      counted = !(flags & BLOCK_UNCOUNTED) && own[PARAM_ACTIVE] != 0.0;
+    }
+    const element* from = g + (u64)b * 4096;
+    double sum = 0.0;
+    u32 bad = 0;
+    if (valid == 4096) {
+#pragma unroll 8
+      for (int i = 0; i < 4096 / CHUNK / 32; i++) {
+        float v[CHUNK];
+        unpack(load<CHUNK>(from + (i * 32 + lane) * CHUNK), v);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) take(v[j], sum, bad);
+      }
+    } else {
+      for (int i = lane; i < valid; i += 32) take(as_float(from[i]), sum, bad);
+    }
+    sum = lanes_sum(sum);
+    if (lane == 0 && sums) sums[b] = sum;
+    if (counted) squares += sum;
+    count += bad;
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) count += __shfl_xor_sync(~0u, count, step);
+  if (lane == 0) {
+    warp_squares[warp] = squares;
+    warp_counts[warp] = count;
+  }
+  __syncthreads();
+  __shared__ bool last;
+  if (threadIdx.x == 0) {
+    for (int w = 1; w < 8; w++) {
+      squares += warp_squares[w];
+      count += warp_counts[w];
+    }
+    part_squares[blockIdx.x] = squares;
+    part_counts[blockIdx.x] = count;
+    __threadfence();
+    last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!last) return;
+  squares = 0.0;
+  double all = 0.0;  // counts: whole numbers, exact
+  for (u32 i = threadIdx.x; i < gridDim.x; i += 256) {
+    squares += __ldcg(part_squares + i);
+    all += __ldcg(part_counts + i);
+  }
+  squares = lanes_sum(squares);
+  all = lanes_sum(all);
+  __shared__ double tallies[8];
+  if (lane == 0) {
+    warp_squares[warp] = squares;
+    tallies[warp] = all;
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int w = 1; w < 8; w++) {
+    squares += warp_squares[w];
+    all += tallies[w];
+  }
+  const double unscale = params ? 1.0 / params[PARAM_LOSS_SCALE] : 1.0;
+  numbers[NUMBER_SQUARED_NORM] += squares * unscale * unscale;
+  numbers[NUMBER_NON_FINITE] += all;
+}
+
+// Whether and how much the step changes weights: src/step_numbers.rs `decide`.
+extern "C" __global__ void decide(const double* params, const double* numbers, double* control) {
+  const double squares = numbers[NUMBER_SQUARED_NORM];
+  const double norm = __dsqrt_rn(squares), most = params[PARAM_NORM_MAX];
+  const bool whole = numbers[NUMBER_NON_FINITE] == 0.0 && isfinite(squares) &&
+                     numbers[NUMBER_ROUTED_OVERFLOWS] == 0.0 && isfinite(numbers[NUMBER_LOSS]);
+  const double clip = most > 0.0 && norm > most ? __ddiv_rn(most, norm) : 1.0;
+  control[CONTROL_APPLY] = whole ? 1.0 : 0.0;
+  control[CONTROL_GRADIENT_SCALE] = __ddiv_rn(clip, params[PARAM_LOSS_SCALE]);
+  control[CONTROL_NORM] = norm;
+  control[CONTROL_UPDATES] += whole ? 1.0 : 0.0;
+}
+
+// numbers += the sum of losses and the count of valid targets. One block.
+extern "C" __global__ void __launch_bounds__(1024)
+tally_loss(const double* loss, const u32* targets, double* numbers, int tokens) {
+  __shared__ double sums[32], counts[32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  double sum = 0.0, count = 0.0;
+  for (int t = threadIdx.x; t < tokens; t += 1024) {
+    sum += loss[t];
+    count += targets[t] != ~0u;
+  }
+  sum = lanes_sum(sum);
+  count = lanes_sum(count);
+  if (lane == 0) {
+    sums[warp] = sum;
+    counts[warp] = count;
+  }
+  __syncthreads();
+  if (warp != 0) return;
+  sum = lanes_sum(sums[lane]);
+  count = lanes_sum(counts[lane]);
+  if (lane != 0) return;
+  numbers[NUMBER_LOSS] += sum;
+  numbers[NUMBER_VALID_TARGETS] += count;
+}
+
+// numbers += a layer's losses, and its counts from `loads` on.
+extern "C" __global__ void __launch_bounds__(256)
+tally_layer(const double* losses, const u32* counts, double* numbers, int loads, int experts) {
+  for (int e = threadIdx.x; e < experts; e += 256) numbers[loads + e] += counts[e];
+  if (threadIdx.x == 0) numbers[NUMBER_AUX_LOSS] += losses[0];
+  if (threadIdx.x == 1) numbers[NUMBER_Z_LOSS] += losses[1];
+}
+
+// For what is no bucket.
+extern "C" __global__ void __launch_bounds__(256)
+count_non_finite(const element* x, u64 len, u32* count) {
+  u32 bad = 0;
+  for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < len;
+       i += (u64)gridDim.x * blockDim.x)
+    bad += (__float_as_uint(as_float(x[i])) & 0x7f800000u) == 0x7f800000u;
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) bad += __shfl_xor_sync(~0u, bad, step);
+  if (threadIdx.x % 32 == 0 && bad) atomicAdd(count, bad);
+}

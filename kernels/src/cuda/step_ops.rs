@@ -1,0 +1,372 @@
+//! The memory-bound ops of a step: their kernels, compiled when first asked for, and what they share.
+//!
+//! ```text
+//! Unit            which kernels, for which kinds and sizes: a compilation unit
+//! Enqueue         one op on its way: kernels, addresses, scratch
+//! norm.rs, embed.rs, elementwise.rs, convert.rs, optimizer.rs     the ops, a launch or a few each
+//! ```
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+
+use super::compile::{Compiler, Module, Source};
+use super::device::CudaDevice;
+use super::driver::{Arena, Function, Launch, Stream, parameters};
+use super::error::CudaError;
+use super::gemm::{Arch, element_macro};
+use crate::bucket::BucketBlock;
+use crate::buffer::{ArenaPlan, Buffer, DType};
+use crate::step_numbers::{StepControl, StepNumbers, StepParams};
+
+/// Scratch that ops share, one after the other: partial sums of 264 rows of 16,384 fp32, or the order
+/// of a million tokens. An op that needs more makes it grow, which waits for the device.
+const SCRATCH_BYTES: usize = 20 << 20;
+
+/// Positions whose turns lie in a table; of those beyond each element computes its own.
+const TURN_POSITIONS: usize = 1 << 15;
+
+/// Where the master of a weight lies, as the kernel's macro counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum MasterKind {
+    Weight = 0,
+    LowBits = 1,
+    Separate = 2,
+}
+
+/// A compilation unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Unit {
+    Norm { element: DType, dim: usize, group: usize, rows: usize },
+    NormRope { element: DType, head_dim: usize, heads: usize, norm: bool, group: usize, spans: usize },
+    ColumnSums { element: DType },
+    Elementwise { element: DType },
+    Embed { element: DType, table: DType },
+    Convert,
+    Numbers { gradient: DType },
+    AdamW { master: MasterKind, weight: DType, moment: DType, gradient: DType },
+}
+
+/// Elements in 16 bytes if rows of `dim` are whole chunks, else one.
+pub(super) fn vector(element: DType, dim: usize) -> usize {
+    let chunk = 16 / element.size();
+    if dim.is_multiple_of(chunk) { chunk } else { 1 }
+}
+
+impl Unit {
+    pub(super) fn source(&self, arch: &'static str) -> Source {
+        const ELEMENTS: &str = include_str!("elements.cu");
+        const PHILOX: &str = include_str!("philox.cu");
+        let kind = element_macro;
+        let build = |name: &str, macros: &[(&str, usize)], parts: &[&str]| {
+            Source::new(format!("{name} {self:?}"), arch, macros, parts)
+        };
+        match *self {
+            Unit::Norm { element, dim, group, rows } => {
+                let vec = vector(element, dim);
+                let macros = [
+                    ("ELEMENT", kind(element)),
+                    ("DIM", dim),
+                    ("VEC", vec),
+                    ("GROUP", group),
+                    ("ROWS", rows),
+                ];
+                build("norm", &macros, &[ELEMENTS, include_str!("norm.cu")])
+            }
+            Unit::NormRope { element, head_dim, heads, norm, group, spans } => {
+                let macros = [
+                    ("ELEMENT", kind(element)),
+                    ("HEAD_DIM", head_dim),
+                    ("HEADS", heads),
+                    ("NORM", usize::from(norm)),
+                    ("VEC", vector(element, head_dim / 2)),
+                    ("GROUP", group),
+                    ("SPANS", spans),
+                ];
+                let parts = [ELEMENTS, PHILOX, include_str!("norm_rope.cu")];
+                build("rope", &macros, &parts)
+            }
+            Unit::ColumnSums { element } => {
+                let parts = [ELEMENTS, include_str!("column_sums.cu")];
+                build("sums", &[("ELEMENT", kind(element))], &parts)
+            }
+            Unit::Elementwise { element } => {
+                let parts = [ELEMENTS, PHILOX, include_str!("elementwise.cu")];
+                build("elements", &[("ELEMENT", kind(element))], &parts)
+            }
+            Unit::Embed { element, table } => {
+                let macros = [("ELEMENT", kind(element)), ("TABLE", kind(table))];
+                build("embedding", &macros, &[ELEMENTS, include_str!("embed.cu")])
+            }
+            Unit::Convert => {
+                build("conversion", &[("ELEMENT", 0)], &[include_str!("convert.cu")])
+            }
+            Unit::Numbers { gradient } => {
+                let mut macros = places();
+                macros.push(("ELEMENT", kind(gradient)));
+                build("numbers", &macros, &[ELEMENTS, include_str!("step_numbers.cu")])
+            }
+            Unit::AdamW { master, weight, moment, gradient } => {
+                let mut macros = places();
+                macros.extend([
+                    ("ELEMENT", kind(weight)),
+                    ("MASTER", master as usize),
+                    ("MOMENT", kind(moment)),
+                    ("GRADIENT", kind(gradient)),
+                    ("AT_ONCE", 2),
+                ]);
+                build("optimizer", &macros, &[PHILOX, include_str!("optimizer.cu")])
+            }
+        }
+    }
+}
+
+/// The places in the vectors of numbers, as macros.
+fn places() -> Vec<(&'static str, usize)> {
+    vec![
+        ("NUMBER_LOSS", StepNumbers::LOSS),
+        ("NUMBER_VALID_TARGETS", StepNumbers::VALID_TARGETS),
+        ("NUMBER_AUX_LOSS", StepNumbers::AUX_LOSS),
+        ("NUMBER_Z_LOSS", StepNumbers::Z_LOSS),
+        ("NUMBER_SQUARED_NORM", StepNumbers::SQUARED_NORM),
+        ("NUMBER_NON_FINITE", StepNumbers::NON_FINITE),
+        ("NUMBER_ROUTED_OVERFLOWS", StepNumbers::ROUTED_OVERFLOWS),
+        ("PARAM_LOSS_SCALE", StepParams::LOSS_SCALE),
+        ("PARAM_NORM_MAX", StepParams::NORM_MAX),
+        ("PARAM_STEP", StepParams::STEP),
+        ("PARAM_CLASSES", StepParams::CLASSES),
+        ("PARAM_EACH", StepParams::EACH),
+        ("PARAM_RATE", StepParams::RATE),
+        ("PARAM_CORRECTION", StepParams::CORRECTION),
+        ("PARAM_KEEP", StepParams::KEEP),
+        ("PARAM_ACTIVE", StepParams::ACTIVE),
+        ("CONTROL_APPLY", StepControl::APPLY),
+        ("CONTROL_GRADIENT_SCALE", StepControl::GRADIENT_SCALE),
+        ("CONTROL_NORM", StepControl::NORM),
+        ("CONTROL_UPDATES", StepControl::UPDATES),
+        ("BLOCK_DECAYS", BucketBlock::DECAYS as usize),
+        ("BLOCK_FROZEN", BucketBlock::FROZEN as usize),
+        ("BLOCK_UNCOUNTED", BucketBlock::UNCOUNTED as usize),
+        ("BLOCK_CLASS_SHIFT", BucketBlock::CLASS_SHIFT as usize),
+    ]
+}
+
+/// The turns of one (theta, half of a head) on the device.
+#[derive(Debug)]
+struct Turns {
+    theta: f64,
+    half: usize,
+    arena: Arena,
+    /// F64 [half]
+    frequencies: Buffer,
+    /// F32 [`TURN_POSITIONS`, 2, half]
+    table: Buffer,
+}
+
+/// Addresses of a table of turns.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TurnsAt {
+    pub table: u64,
+    pub positions: u32,
+    pub frequencies: u64,
+}
+
+/// What the ops keep from call to call.
+#[derive(Debug, Default)]
+pub(crate) struct StepOps {
+    modules: HashMap<Unit, Module>,
+    functions: HashMap<(Unit, &'static str), Function>,
+    scratch: Option<Arena>,
+    ticket: Option<Arena>,
+    turns: Vec<Turns>,
+}
+
+/// One op on its way to the device.
+pub(super) struct Enqueue<'a> {
+    ops: &'a mut StepOps,
+    compiler: &'a Compiler,
+    pub stream: &'a Stream,
+    arena: &'a Arena,
+}
+
+impl CudaDevice {
+    /// Does `op`, unless one failed before it.
+    pub(super) fn enqueue(&mut self, op: impl FnOnce(&mut Enqueue<'_>) -> Result<(), CudaError>) {
+        let mut ops = std::mem::take(&mut self.step_ops);
+        self.attempt(|| {
+            let (compiler, stream, arena) = (&self.compiler, &self.stream, &self.arena);
+            Ok(op(&mut Enqueue { ops: &mut ops, compiler, stream, arena })?)
+        });
+        self.step_ops = ops;
+    }
+}
+
+impl Enqueue<'_> {
+    pub(super) fn at(&self, buffer: Buffer) -> u64 {
+        self.arena.address(buffer)
+    }
+
+    /// The address of a buffer whose kind and length were promised.
+    pub(super) fn of(&self, buffer: Buffer, dtype: DType, len: usize) -> u64 {
+        assert_eq!((buffer.dtype(), buffer.len()), (dtype, len), "{buffer:?}");
+        self.at(buffer)
+    }
+
+    /// The address of a vector of elements or of fp32, and whether it is of fp32.
+    pub(super) fn either(&self, buffer: Buffer, element: DType, len: usize) -> (u64, i32) {
+        let dtype = buffer.dtype();
+        assert!(dtype == element || dtype == DType::F32, "{buffer:?} beside {element:?}");
+        assert_eq!(buffer.len(), len, "{buffer:?}");
+        (self.at(buffer), i32::from(dtype == DType::F32))
+    }
+
+    fn function(&mut self, unit: Unit, name: &'static str) -> Result<&Function, CudaError> {
+        if !self.ops.functions.contains_key(&(unit, name)) {
+            if !self.ops.modules.contains_key(&unit) {
+                let arch = Arch::of(self.compiler.gpu())?.target();
+                let loaded = self.compiler.load(&[unit.source(arch)], &|_, _| ())?;
+                self.ops.modules.extend(loaded.into_iter().map(|module| (unit, module)));
+            }
+            let function = self.ops.modules[&unit].function(name)?;
+            self.ops.functions.insert((unit, name), function);
+        }
+        Ok(&self.ops.functions[&(unit, name)])
+    }
+
+    /// # Safety
+    /// As of [`Function::launch`].
+    pub(super) unsafe fn launch(
+        &mut self,
+        (unit, name): (Unit, &'static str),
+        launch: Launch,
+        parameters: &mut [*mut c_void],
+    ) -> Result<(), CudaError> {
+        let stream = self.stream;
+        let function = self.function(unit, name)?;
+        // SAFETY: the caller's promise.
+        unsafe { function.launch(stream, launch, parameters) }
+    }
+
+    /// Scratch for what `plan` has; good until the next op asks.
+    pub(super) fn scratch(&mut self, plan: &ArenaPlan) -> Result<Scratch, CudaError> {
+        let held = self.ops.scratch.as_ref().map_or(0, Arena::bytes);
+        if held < plan.bytes() {
+            self.ops.scratch = None;
+            let bytes = plan.bytes().max(SCRATCH_BYTES);
+            self.ops.scratch = Some(Arena::new(self.compiler.gpu(), bytes)?);
+        }
+        let mut all = ArenaPlan::new();
+        let base = all.alloc(DType::U8, plan.bytes());
+        Ok(Scratch(self.ops.scratch.as_ref().map_or(0, |arena| arena.address(base))))
+    }
+
+    /// Sets every byte of a range of the scratch to zero.
+    pub(super) fn zero_scratch(&self, range: Buffer) -> Result<(), CudaError> {
+        match &self.ops.scratch {
+            Some(arena) => arena.fill_bytes(self.stream, range, 0),
+            None => Ok(()),
+        }
+    }
+
+    /// The address of a word that is zero between launches.
+    pub(super) fn ticket(&mut self) -> Result<u64, CudaError> {
+        let mut plan = ArenaPlan::new();
+        let word = plan.alloc(DType::U32, 1);
+        if self.ops.ticket.is_none() {
+            let arena = Arena::new(self.compiler.gpu(), plan.bytes())?;
+            arena.fill_bytes(self.stream, word, 0)?;
+            self.ops.ticket = Some(arena);
+        }
+        Ok(self.ops.ticket.as_ref().map_or(0, |arena| arena.address(word)))
+    }
+
+    /// The table of turns, made when first asked for by `unit`, a kernel of rotations.
+    pub(super) fn turns(
+        &mut self,
+        unit: Unit,
+        theta: f64,
+        half: usize,
+    ) -> Result<TurnsAt, CudaError> {
+        let same = |turns: &Turns| turns.theta.to_bits() == theta.to_bits() && turns.half == half;
+        let found = match self.ops.turns.iter().position(same) {
+            Some(found) => found,
+            None => {
+                let made = self.make_turns(unit, theta, half)?;
+                self.ops.turns.push(made);
+                self.ops.turns.len() - 1
+            }
+        };
+        let turns = &self.ops.turns[found];
+        Ok(TurnsAt {
+            table: turns.arena.address(turns.table),
+            positions: TURN_POSITIONS as u32,
+            frequencies: turns.arena.address(turns.frequencies),
+        })
+    }
+
+    fn make_turns(&mut self, unit: Unit, theta: f64, half: usize) -> Result<Turns, CudaError> {
+        let mut plan = ArenaPlan::new();
+        let frequencies = plan.alloc(DType::F64, half);
+        let table = plan.alloc(DType::F32, 2 * half * TURN_POSITIONS);
+        let arena = Arena::new(self.compiler.gpu(), plan.bytes())?;
+        arena.write(frequencies, &crate::cpu::frequencies(theta, half))?;
+        let (from, to) = (arena.address(frequencies), arena.address(table));
+        let (positions, len) = (TURN_POSITIONS as i32, half * TURN_POSITIONS);
+        let launch = Launch::new(len.div_ceil(256), 256);
+        // SAFETY: the parameters are those of `rope_table`, the buffers as long as it writes.
+        unsafe { self.launch((unit, "rope_table"), launch, parameters![from, to, positions])? };
+        Ok(Turns { theta, half, arena, frequencies, table })
+    }
+}
+
+/// Addresses in the scratch of one op.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Scratch(u64);
+
+impl Scratch {
+    /// Of a buffer of the plan that the scratch was asked for.
+    pub(super) fn at(self, buffer: Buffer) -> u64 {
+        self.0 + buffer.offset() as u64
+    }
+}
+
+/// Whether 16-byte accesses to all of these are aligned.
+pub(super) fn all_whole(addresses: &[u64]) -> i32 {
+    i32::from(addresses.iter().all(|address| address.is_multiple_of(16)))
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// A unit of every kind, for every element and odd sizes: what tests compile.
+    pub(crate) fn units() -> Vec<Unit> {
+        use super::super::norm::{norm_unit, rope_unit};
+        let mut units = vec![Unit::Convert];
+        for element in [DType::Bf16, DType::F16, DType::F32] {
+            for dim in [33, 128, 2048, 2880, 7168] {
+                units.extend([false, true].map(|backward| norm_unit(element, dim, backward)));
+            }
+            for (head_dim, heads, norm) in [(128, 16, true), (128, 1, true), (34, 3, false)] {
+                let unit = |backward| rope_unit(element, head_dim, heads, norm, backward);
+                units.extend([false, true].map(unit));
+            }
+            units.extend([Unit::ColumnSums { element }, Unit::Elementwise { element }]);
+            units.push(Unit::Embed { element, table: element });
+            units.push(Unit::Embed { element, table: DType::F32 });
+            units.push(Unit::Numbers { gradient: element });
+        }
+        for moment in [DType::F32, DType::Bf16] {
+            for (master, weight, gradient) in [
+                (MasterKind::Weight, DType::F32, DType::F32),
+                (MasterKind::LowBits, DType::Bf16, DType::Bf16),
+                (MasterKind::LowBits, DType::Bf16, DType::F32),
+                (MasterKind::Separate, DType::F16, DType::F16),
+                (MasterKind::Separate, DType::F16, DType::F32),
+                (MasterKind::Separate, DType::Bf16, DType::Bf16),
+            ] {
+                units.push(Unit::AdamW { master, weight, moment, gradient });
+            }
+        }
+        units
+    }
+}

@@ -1,0 +1,302 @@
+//! The memory-bound ops of a step on the device against the CPU in f64, over sizes that break
+//! things: odd dims, tails, offsets that no vector access takes, garbage in outputs.
+
+#[path = "cuda_common/step_bed.rs"]
+mod step_bed;
+
+use moejob_kernels::*;
+use step_bed::{ELEMENTS, StepBed, below, check, rounded};
+
+#[test]
+fn norms() {
+    for (rows, dim, accumulate) in
+        [(1, 33, false), (77, 128, true), (1001, 2048, true), (530, 2880, false), (65, 7168, true)]
+    {
+        check(&format!("norms {rows} {dim}"), 3.0, |bed| {
+            let (x, w, dy) = (bed.input(rows * dim), bed.vector(dim), bed.input(rows * dim));
+            let (y, rstd) = (bed.floats(rows * dim), bed.statistics(rows));
+            bed.device.rms_norm(&RmsNorm { rows, dim, eps: 1e-5, x, w, y, rstd });
+            let dx = bed.target(bed.float, rows * dim, accumulate);
+            let dw = bed.target(bed.vector, dim, accumulate);
+            bed.device.rms_norm_backward(&RmsNormBackward {
+                rows,
+                dim,
+                x,
+                w,
+                rstd,
+                dy,
+                dx,
+                dw,
+                accumulate_dx: accumulate,
+                accumulate_dw: accumulate,
+            });
+            vec![y, rstd, dx, dw]
+        });
+    }
+}
+
+#[test]
+fn norms_of_a_sum() {
+    for (rows, dim) in [(3, 50), (300, 2048), (129, 4096), (40, 12288)] {
+        check(&format!("norms of a sum {rows} {dim}"), 4.0, |bed| {
+            let (input, branch) = (bed.input(rows * dim), bed.input(rows * dim));
+            let w = bed.vector(dim);
+            let (mid, y) = (bed.floats(rows * dim), bed.floats(rows * dim));
+            let rstd = bed.statistics(rows);
+            let eps = 1e-6;
+            bed.device.add_rms_norm(&AddRmsNorm { rows, dim, eps, input, branch, w, mid, y, rstd });
+            // The norm is that of the sum as it was rounded.
+            let (own, own_rstd) = (bed.floats(rows * dim), bed.statistics(rows));
+            bed.device.rms_norm(&RmsNorm { rows, dim, eps, x: mid, w, y: own, rstd: own_rstd });
+            assert!(bed.bytes(own) == bed.bytes(y) && bed.bytes(own_rstd) == bed.bytes(rstd));
+            vec![mid, y]
+        });
+    }
+}
+
+/// Positions in and beyond the table of turns.
+fn positions(tokens: usize) -> Vec<u32> {
+    let mut all = below(3, tokens, 5000);
+    all.iter_mut().step_by(7).for_each(|position| *position += 40_000);
+    all
+}
+
+#[test]
+fn rotations() {
+    for (tokens, heads, head_dim) in [(300, 16, 128), (77, 3, 34), (50, 5, 96), (1, 1, 64)] {
+        for inverse in [false, true] {
+            check(&format!("rotations {heads} {head_dim} {inverse}"), 2.0, |bed| {
+                let x = bed.input(tokens * heads * head_dim);
+                let positions = bed.words(&positions(tokens));
+                let theta = 10_000.0;
+                bed.device.rope(&Rope { tokens, heads, head_dim, theta, inverse, positions, x });
+                vec![x]
+            });
+        }
+    }
+}
+
+#[test]
+fn norms_with_rotations() {
+    for (tokens, heads, head_dim, per_head) in [
+        (301, 16, 128, false),
+        (301, 4, 128, true),
+        (1100, 32, 128, true),
+        (77, 3, 34, false),
+        (77, 3, 34, true),
+        (65, 5, 96, true),
+        (64, 2, 64, true),
+        (33, 4, 256, false),
+    ] {
+        let name = format!("norms with rotations {heads} {head_dim} {per_head}");
+        check(&name, 3.0, |bed| {
+            let size = tokens * heads * head_dim;
+            let (spans, dim) =
+                if per_head { (tokens * heads, head_dim) } else { (tokens, heads * head_dim) };
+            let (x, w, dy) = (bed.input(size), bed.vector(dim), bed.input(size));
+            let positions = bed.words(&positions(tokens));
+            let (y, rstd) = (bed.floats(size), bed.statistics(spans));
+            let (eps, theta) = (1e-6, 500_000.0);
+            let forward = NormRope {
+                tokens, heads, head_dim, per_head, eps, theta, positions, x, w, y, rstd,
+            };
+            bed.device.norm_rope(&forward);
+            let (dx, accumulate_dw) = (bed.floats(size), tokens % 2 == 1);
+            let dw = bed.target(bed.vector, dim, accumulate_dw);
+            bed.device.norm_rope_backward(&NormRopeBackward { forward, dy, dx, dw, accumulate_dw });
+            vec![y, rstd, dx, dw]
+        });
+    }
+}
+
+#[test]
+fn embeddings() {
+    for (tokens, dim, vocab, same) in [
+        (700, 33, 50, false),
+        (1, 8, 1, false),
+        (1500, 2048, 4000, false),
+        (900, 264, 70, true),
+        (4097, 1032, 3, false),
+    ] {
+        // A row is a sum of elements, rounded once: its largest partial sum counts.
+        check(&format!("embeddings {tokens} {dim} {vocab}"), 2.0, |bed| {
+            let mut ids = below(9, tokens, vocab as u32);
+            if same {
+                ids.fill(vocab as u32 - 1);
+            }
+            let ids = bed.words(&ids);
+            let (table, dx) = (bed.vector(vocab * dim), bed.input(tokens * dim));
+            let (x, dtable) = (bed.floats(tokens * dim), bed.vector(vocab * dim));
+            bed.device.embed(&Embed { tokens, dim, vocab, ids, table, x });
+            bed.device.embed_backward(&EmbedBackward { tokens, dim, vocab, ids, dx, dtable });
+            vec![x, dtable]
+        });
+    }
+}
+
+/// Additions in the order of the tokens: in fp32 the bits are those of the CPU in fp32.
+#[test]
+fn gradients_of_embeddings_are_added_in_order() {
+    let (tokens, dim, vocab) = (3000, 260, 11);
+    let run = |mut bed: StepBed| {
+        let ids = bed.words(&below(4, tokens, vocab as u32));
+        let (dx, dtable) = (bed.input(tokens * dim), bed.input(vocab * dim));
+        bed.device.embed_backward(&EmbedBackward { tokens, dim, vocab, ids, dx, dtable });
+        bed.bytes(dtable)
+    };
+    let Some(bed) = StepBed::cuda("gradients of embeddings", DType::F32, DType::F32) else {
+        return;
+    };
+    assert!(run(bed) == run(StepBed::cpu(DType::F32, DType::F32)));
+}
+
+/// An id outside of the table is no access outside of it, and is seen.
+#[test]
+fn an_id_outside_of_the_table_gives_no_numbers() {
+    for element in ELEMENTS {
+        let Some(mut bed) = StepBed::cuda("ids", element, element) else { return };
+        let (tokens, dim, vocab) = (3, 16, 2);
+        let ids = bed.words(&[1, 2, u32::MAX]);
+        let (table, x) = (bed.input(vocab * dim), bed.floats(tokens * dim));
+        bed.device.embed(&Embed { tokens, dim, vocab, ids, table, x });
+        let dtable = bed.put(element, &vec![1.0; vocab * dim]);
+        bed.device.embed_backward(&EmbedBackward { tokens, dim, vocab, ids, dx: x, dtable });
+        let (x, table) = (bed.get(x), bed.get(table));
+        assert_eq!(x[..dim], table[dim..]);
+        assert!(x[dim..].iter().all(|x| x.is_nan()), "{element:?}");
+        let expected: Vec<f64> = table[dim..].iter().map(|x| rounded(element, 1.0 + x)).collect();
+        let dtable = bed.get(dtable);
+        assert_eq!((&dtable[..dim], &dtable[dim..]), (&vec![1.0; dim][..], &expected[..]));
+    }
+}
+
+#[test]
+fn ops_on_each_element() {
+    for (len, shift) in [(1, 0), (4097, 0), (70_001, 3), (65_536, 0)] {
+        check(&format!("ops on each element {len} {shift}"), 4.0, |bed| {
+            let part = |buffer: Buffer| buffer.slice(shift, len);
+            let mut inputs = [(); 5].map(|()| part(bed.input(len + shift)));
+            let filled = part(bed.floats(len + shift));
+            bed.device.add(&Add { a: inputs[0], b: inputs[1] });
+            bed.device.scale(&Scale { factor: -0.37, x: inputs[2] });
+            bed.device.fill(&Fill { value: 1.625, x: filled });
+            bed.device.clamp_backward(&ClampBackward { limit: 0.75, x: inputs[3], dx: inputs[4] });
+            bed.device.clamp(&Clamp { limit: 0.75, x: inputs[3] });
+            let mut all = inputs.to_vec();
+            all.push(filled);
+            for activation in [Activation::Silu, Activation::Relu, Activation::Gelu] {
+                inputs = [(); 5].map(|()| part(bed.input(len + shift)));
+                let [gate, up, d_out, ..] = inputs;
+                let [out, dgate, dup] = [(); 3].map(|()| part(bed.floats(len + shift)));
+                bed.device.gated_mul(&GatedMul { activation, gate, up, out });
+                let op = GatedMulBackward { activation, gate, up, d_out, dgate, dup };
+                bed.device.gated_mul_backward(&op);
+                all.extend([out, dgate, dup]);
+            }
+            all
+        });
+    }
+}
+
+#[test]
+fn biases() {
+    for (rows, columns, accumulate) in [(1, 1, false), (301, 130, true), (5000, 96, false)] {
+        check(&format!("biases {rows} {columns}"), 3.0, |bed| {
+            let (x, bias) = (bed.input(rows * columns), bed.vector(columns));
+            let dbias = bed.target(bed.vector, columns, accumulate);
+            bed.device.bias_backward(&BiasBackward { rows, columns, accumulate, dy: x, dbias });
+            bed.device.add_bias(&AddBias { rows, columns, x, bias });
+            vec![x, dbias]
+        });
+    }
+}
+
+#[test]
+fn conversions_have_the_bits_of_the_cpu() {
+    let numbers: Vec<f64> = (0..20_011_u64)
+        .flat_map(|i| philox::normals(1, 2, i))
+        .zip((-60..60).cycle())
+        .map(|(x, power)| x * 2_f64.powi(power))
+        .chain([0.0, -0.0, f64::INFINITY, -f64::INFINITY, 65_520.0, 1e-41, 3.4e38])
+        .collect();
+    for from in ELEMENTS {
+        for to in ELEMENTS.into_iter().filter(|to| *to != from) {
+            let run = |mut bed: StepBed| {
+                let from = bed.put(from, &numbers);
+                let to = bed.output(to, numbers.len());
+                bed.device.cast(&Cast { from, to });
+                bed.bytes(to)
+            };
+            let Some(bed) = StepBed::cuda("conversions", from, from) else { return };
+            assert!(run(bed) == run(StepBed::cpu(from, from)), "{from:?} to {to:?}");
+        }
+    }
+    let run = |mut bed: StepBed| {
+        let master = bed.put(DType::F32, &numbers);
+        let len = numbers.len();
+        let (weight, low) = (bed.output(DType::Bf16, len), bed.output(DType::I16, len));
+        let back = bed.output(DType::F32, len);
+        bed.device.split_master(&SplitMaster { master, weight, low });
+        bed.device.join_master(&JoinMaster { weight, low, master: back });
+        assert!(bed.bytes(back) == bed.bytes(master));
+        [bed.bytes(weight), bed.bytes(low)]
+    };
+    let Some(bed) = StepBed::cuda("masters", DType::F32, DType::F32) else { return };
+    assert!(run(bed) == run(StepBed::cpu(DType::F32, DType::F32)));
+}
+
+#[test]
+fn initial_weights_have_the_bits_of_the_cpu() {
+    for (len, first) in [(1, 0), (1, 7), (300_001, 0), (4096, 12_345), (777, (1 << 33) + 1)] {
+        let run = |mut bed: StepBed| {
+            let x = bed.output(DType::F32, len);
+            let (seed, name_hash, std) = (17, 0xabcd_ef01_2345_6789, 0.02);
+            bed.device.init_normal(&InitNormal { seed, name_hash, first, std, x });
+            bed.bytes(x)
+        };
+        let Some(bed) = StepBed::cuda("initial weights", DType::F32, DType::F32) else { return };
+        assert!(run(bed) == run(StepBed::cpu(DType::F32, DType::F32)), "{len} from {first}");
+    }
+}
+
+#[test]
+fn masks() {
+    for (rows, dim, mask) in [
+        (70, 33, Mask::Jitter { eps: 0.01 }),
+        (129, 256, Mask::Dropout { p: 0.3 }),
+        (1, 1, Mask::Dropout { p: 0.9 }),
+    ] {
+        check(&format!("masks {rows} {dim}"), 3.0, |bed| {
+            let draw = philox::Draw { seed: 9, step: 1 << 34, layer: 3, first_token: 1 << 31 };
+            let (x, y) = (bed.input(rows * dim), bed.floats(rows * dim));
+            let added = bed.input(rows * dim);
+            let op = MaskRows { rows, dim, mask, draw, accumulate: false, x, y };
+            bed.device.mask_rows(&op);
+            bed.device.mask_rows(&MaskRows { accumulate: true, y: added, ..op });
+            vec![y, added]
+        });
+    }
+}
+
+#[test]
+fn tallies() {
+    for (tokens, experts) in [(1, 1), (5000, 64)] {
+        check(&format!("tallies {tokens}"), 0.0, |bed| {
+            let layout = StepNumbers { moe_layers: 3, experts };
+            let values = |bed: &mut StepBed, len| {
+                let values = bed.values(len);
+                bed.put(DType::F64, &values)
+            };
+            let (loss, numbers) = (values(bed, tokens), values(bed, layout.len()));
+            let losses = values(bed, 2);
+            let mut targets = below(1, tokens, 100);
+            targets.iter_mut().step_by(3).for_each(|target| *target = IGNORE);
+            let (targets, counts) = (bed.words(&targets), bed.words(&below(2, experts, 1 << 20)));
+            bed.device.tally_loss(&TallyLoss { loss, targets, numbers });
+            let op = TallyLayer { layout, moe_layer: 1, losses, counts, numbers };
+            bed.device.tally_layer(&op);
+            bed.device.tally_layer(&TallyLayer { moe_layer: 2, ..op });
+            vec![numbers]
+        });
+    }
+}

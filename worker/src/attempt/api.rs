@@ -1,0 +1,134 @@
+//! What the shell (`run.rs`, control thread) and the trainer (`trainer.rs`, device thread) say to
+//! each other.
+
+use crate::gang::comm::CommError;
+use moejob_protocol::message::{Held, Phase, Request};
+use moejob_protocol::report::{Event, StepReport};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+/// Shared by the control thread and the device thread of one worker; a clone is the same one.
+#[derive(Clone, Debug, Default)]
+pub struct Control(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    requests: AtomicU32,
+    phase: AtomicU32,
+    step: AtomicU64,
+}
+
+const CHECKPOINT_NOW: u32 = 1;
+const STOP_AFTER_THIS_STEP: u32 = 2;
+const PHASES: [Phase; 6] = [
+    Phase::Idle,
+    Phase::Joining,
+    Phase::Loading,
+    Phase::Training,
+    Phase::Validating,
+    Phase::Stopping,
+];
+
+impl Control {
+    /// Adds to what is asked already.
+    pub fn request(&self, request: Request) {
+        let bits = u32::from(request.checkpoint_now) * CHECKPOINT_NOW
+            | u32::from(request.stop_after_this_step) * STOP_AFTER_THIS_STEP;
+        self.0.requests.fetch_or(bits, Ordering::AcqRel);
+    }
+
+    /// What is asked since the last call. The trainer calls it once a step and puts the answer
+    /// into the step's control word.
+    pub fn take_requests(&self) -> Request {
+        let bits = self.0.requests.swap(0, Ordering::AcqRel);
+        Request {
+            checkpoint_now: bits & CHECKPOINT_NOW != 0,
+            stop_after_this_step: bits & STOP_AFTER_THIS_STEP != 0,
+        }
+    }
+
+    pub fn set_phase(&self, phase: Phase) {
+        self.0.phase.store(phase as u32, Ordering::Relaxed);
+    }
+
+    pub fn phase(&self) -> Phase {
+        PHASES[self.0.phase.load(Ordering::Relaxed) as usize]
+    }
+
+    /// Steps done.
+    pub fn set_step(&self, step: u64) {
+        self.0.step.store(step, Ordering::Relaxed);
+    }
+
+    pub fn step(&self) -> u64 {
+        self.0.step.load(Ordering::Relaxed)
+    }
+}
+
+/// What a trainer tells while an attempt runs.
+#[derive(Clone, Debug, PartialEq)]
+pub enum TrainerEvent {
+    /// Rank 0 alone.
+    Step(StepReport),
+    Event(Event),
+    /// The snapshots in memory, whenever they change.
+    Held(Vec<Held>),
+}
+
+/// How an attempt ended for this rank.
+#[derive(Clone, Debug, PartialEq)]
+pub enum AttemptEnd {
+    /// The job's last step is done and its last checkpoint committed.
+    Completed { step: u64 },
+    /// `stopAfterThisStep` was reduced; a snapshot of the step is held.
+    Stopped { step: u64 },
+    /// A collective failed; the newest snapshot is held.
+    Aborted(CommError),
+    /// A higher attempt has claimed the run's directory.
+    Fenced { attempt: u32 },
+    Failed(Failure),
+}
+
+/// Why a worker ends; its message and advice reach the user.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// 1 failed, 2 the user's input, 3 data or checkpoint refused, 75 fenced or try again.
+    pub exit_code: i32,
+    pub message: String,
+    /// What to do next.
+    pub advice: String,
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.message)?;
+        if !self.advice.is_empty() {
+            write!(f, "\n  {}", self.advice)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_add_up_and_are_taken_once() {
+        let control = Control::default();
+        control.request(Request { checkpoint_now: true, stop_after_this_step: false });
+        control.clone().request(Request { checkpoint_now: false, stop_after_this_step: true });
+        let both = Request { checkpoint_now: true, stop_after_this_step: true };
+        assert_eq!(control.take_requests(), both);
+        assert_eq!(control.take_requests(), Request::default());
+    }
+
+    #[test]
+    fn every_phase_survives() {
+        let control = Control::default();
+        for phase in PHASES {
+            control.set_phase(phase);
+            assert_eq!(control.phase(), phase);
+        }
+    }
+}

@@ -1,0 +1,8 @@
+//! One attempt of a rank: what it begins with, its steps, what is due between them, its records.
+
+pub mod api;
+pub mod trainer;
+mod steps;
+mod resume;
+pub mod fence;
+pub mod records;

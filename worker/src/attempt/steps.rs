@@ -1,0 +1,375 @@
+//! The steps of one attempt, and what is due between them.
+
+use crate::checkpoint::{NOT_FINITE, Writer};
+use crate::gang::comm::Comm;
+use crate::data::Corpus;
+use crate::engine::grads::Gradients;
+use crate::engine::model::Model;
+use crate::attempt::records::{Records, event, now};
+use crate::state::snapshot::Snapshots;
+use crate::engine::step::{self, Place, StepSummary, Validation};
+use crate::gang::step_end::StepEnd;
+use crate::attempt::trainer::{Stop, fail, record_failed, storage_failed, tokens_per_step};
+use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
+use moejob_protocol::WorkerConfig;
+use moejob_protocol::checkpoint::directory_name;
+use moejob_protocol::config::Resume;
+use moejob_protocol::message::{Phase, Request};
+use moejob_protocol::report::{
+    Detail, EventKind, RoutingReport, StepReport, TOKENS_PER_EXPERT_EVER, TOKENS_PER_EXPERT_MAX,
+};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// An attempt that trains.
+pub(crate) struct Run<'a> {
+    pub config: &'a WorkerConfig,
+    pub comm: Comm,
+    pub control: &'a Control,
+    pub out: &'a mut dyn FnMut(TrainerEvent),
+    /// Rank 0's.
+    pub records: Option<Records>,
+    pub model: Model,
+    pub gradients: Gradients,
+    pub writer: Writer,
+    pub snapshots: &'a mut Snapshots,
+    pub buddies: Vec<Option<u32>>,
+    /// Steps done.
+    pub step: u64,
+    /// Taken from `control`, not yet agreed on.
+    pub asked: Request,
+    /// A checkpoint that is not committed yet, and whether its commit was ordered.
+    pub pending: Option<(u64, bool)>,
+    /// Newest commit that was told.
+    pub committed: u64,
+    /// Steps in the newest snapshot.
+    pub snapshot_step: u64,
+}
+
+/// What to do about numbers that are not finite.
+const DIVERGED: &str = "lower the learning rate, warm up longer, or clip gradients";
+
+/// Between two empty steps that wait for storage.
+const STORAGE_POLL: Duration = Duration::from_millis(2);
+
+impl Run<'_> {
+    pub fn train(&mut self, corpus: &mut Corpus) -> Result<AttemptEnd, Stop> {
+        self.tell_resumed()?;
+        self.tell_overlaps(corpus)?;
+        self.control.set_step(self.step);
+        let resumed = self.snapshot()?;
+        let steps = self.config.training.steps;
+        // The attempt before was lost when all was trained and the last checkpoint was not written.
+        if self.step >= steps && matches!(self.config.resume, Resume::Memory { .. }) {
+            self.checkpoint(Some(resumed))?;
+        }
+        let mut stopped = false;
+        while self.step < steps && !stopped {
+            self.control.set_phase(Phase::Training);
+            let started = Instant::now();
+            let (summary, agreed) = self.step_twice_at_most(corpus)?;
+            step::update(
+                &mut self.model,
+                &self.gradients,
+                &self.config.training,
+                &summary,
+                &mut self.comm,
+                self.step,
+            )?;
+            self.step += 1;
+            self.control.set_step(self.step);
+            let seconds = started.elapsed().as_secs_f64();
+            let validation = self.validate(corpus)?;
+            self.report(&summary, validation, seconds)?;
+            stopped = agreed.stop_after_this_step;
+            self.keep(agreed, stopped)?;
+        }
+        self.control.set_phase(Phase::Stopping);
+        self.wait_for_storage()?;
+        if self.step >= steps {
+            return Ok(AttemptEnd::Completed { step: self.step });
+        }
+        Ok(AttemptEnd::Stopped { step: self.step })
+    }
+
+    /// Gradients and agreement on them. A number that is not finite may have come from a fault of
+    /// the machine, so the step is done once again before it counts.
+    fn step_twice_at_most(
+        &mut self,
+        corpus: &mut Corpus,
+    ) -> Result<(StepSummary, Request), Stop> {
+        let mut agreed = Request::default();
+        for attempt in 0..2 {
+            let (model, gradients) = (&mut self.model, &mut self.gradients);
+            let place = Place { step: self.step, seed: self.config.training.seed };
+            let mut end = step::gradients(model, gradients, corpus, &mut self.comm, place)?;
+            self.fill(&mut end);
+            let ends = step::agree(&self.model, &end, &mut self.comm)?;
+            // Whoever is here has finished the snapshot that came before.
+            self.snapshots.confirm(self.config.attempt, self.snapshot_step);
+            let request = self.take_in(&ends)?;
+            agreed.checkpoint_now |= request.checkpoint_now;
+            agreed.stop_after_this_step |= request.stop_after_this_step;
+            let training = &self.config.training;
+            let summary =
+                step::summarize(&self.model, &self.gradients, training, &ends, self.step)?;
+            match &summary.non_finite {
+                None => return Ok((summary, agreed)),
+                Some(what) if attempt == 1 => {
+                    let what = what.clone();
+                    let first = step::diagnose(&self.model, &mut self.comm)?;
+                    let first = first.map(|first| format!("; it began in {first}"));
+                    let message = format!(
+                        "{what} is not finite at step {}, twice: nothing was updated{}",
+                        self.step + 1,
+                        first.unwrap_or_default()
+                    );
+                    return Err(fail(1, &message, DIVERGED));
+                }
+                Some(_) => {}
+            }
+        }
+        unreachable!("the second time returns")
+    }
+
+    /// What every step's end says beside its numbers.
+    fn fill(&mut self, end: &mut StepEnd) {
+        let asked = self.control.take_requests();
+        self.asked.checkpoint_now |= asked.checkpoint_now;
+        self.asked.stop_after_this_step |= asked.stop_after_this_step;
+        let progress = self.writer.progress();
+        end.checkpoint_now = self.asked.checkpoint_now;
+        end.stop_after_this_step = self.asked.stop_after_this_step;
+        end.written = progress.written;
+        end.committed = progress.committed;
+        end.fenced_by = progress.fenced_by.unwrap_or(0);
+        end.write_error = progress.error.unwrap_or_default();
+    }
+
+    /// Acts on what all ranks said, the same on each of them.
+    fn take_in(&mut self, ends: &[StepEnd]) -> Result<Request, Stop> {
+        self.asked = Request::default();
+        if let Some(fenced) = ends.iter().map(|end| end.fenced_by).max().filter(|by| *by > 0) {
+            return Err(Stop::Fenced(fenced));
+        }
+        let mut ranks = ends.iter().enumerate();
+        if let Some((rank, end)) = ranks.find(|(_, end)| !end.write_error.is_empty()) {
+            let message = format!("rank {rank} cannot write its checkpoint: {}", end.write_error);
+            if end.write_error.contains(NOT_FINITE) {
+                return Err(fail(1, &message, DIVERGED));
+            }
+            return Err(storage_failed(&message));
+        }
+        if let Some((step, ordered)) = &mut self.pending {
+            let all_written = ends.iter().all(|end| end.written >= *step);
+            if all_written && !*ordered {
+                *ordered = true;
+                if self.model.rank == 0 {
+                    self.writer.commit(*step);
+                }
+            }
+            if ends[0].committed >= *step {
+                self.pending = None;
+            }
+        }
+        self.tell_commit(ends[0].committed)?;
+        Ok(Request {
+            checkpoint_now: ends.iter().any(|end| end.checkpoint_now),
+            stop_after_this_step: ends.iter().any(|end| end.stop_after_this_step),
+        })
+    }
+
+    /// Snapshots and checkpoints that are due after this step.
+    fn keep(&mut self, agreed: Request, stopped: bool) -> Result<(), Stop> {
+        let config = self.config;
+        let last = self.step >= config.training.steps;
+        let every = |steps: u64| steps > 0 && self.step.is_multiple_of(steps);
+        let checkpoint =
+            every(config.checkpoint.every_steps) || last || agreed.checkpoint_now;
+        let memory = every(config.recovery.memory_every_steps) || stopped;
+        let snapshot = if memory { Some(self.snapshot()?) } else { None };
+        if checkpoint { self.checkpoint(snapshot) } else { Ok(()) }
+    }
+
+    /// Begins a checkpoint of this step, from its snapshot where there is one.
+    fn checkpoint(&mut self, snapshot: Option<Arc<Vec<u8>>>) -> Result<(), Stop> {
+        // One at a time: its staging and its copy of the state are counted once.
+        self.wait_for_storage()?;
+        let bytes = match snapshot {
+            Some(bytes) => bytes,
+            None => {
+                let mut bytes = Vec::new();
+                crate::state::snapshot::cut(&self.model, &mut bytes);
+                Arc::new(bytes)
+            }
+        };
+        self.writer.shard(self.step, bytes);
+        self.pending = Some((self.step, false));
+        Ok(())
+    }
+
+    /// Goes on with empty steps until nothing waits for storage.
+    fn wait_for_storage(&mut self) -> Result<(), Stop> {
+        while self.pending.is_some() {
+            std::thread::sleep(STORAGE_POLL);
+            let mut end = StepEnd::default();
+            self.fill(&mut end);
+            let ends = step::agree(&self.model, &end, &mut self.comm)?;
+            let request = self.take_in(&ends)?;
+            // Asked for meanwhile: it takes effect with the next real step.
+            self.asked.checkpoint_now |= request.checkpoint_now;
+            self.asked.stop_after_this_step |= request.stop_after_this_step;
+        }
+        Ok(())
+    }
+
+    fn snapshot(&mut self) -> Result<Arc<Vec<u8>>, Stop> {
+        let attempt = self.config.attempt;
+        let taken = self.snapshots.take(
+            &self.model,
+            &mut self.comm,
+            &self.buddies,
+            attempt,
+            self.step,
+        );
+        self.snapshot_step = self.step;
+        (self.out)(TrainerEvent::Held(self.snapshots.held()));
+        Ok(taken?)
+    }
+
+    fn validate(&mut self, corpus: &mut Corpus) -> Result<Option<Validation>, Stop> {
+        let validation = &self.config.data.validation;
+        let last = self.step >= self.config.training.steps;
+        let every = validation.every_steps;
+        if every == 0 || !(last || self.step.is_multiple_of(every)) {
+            return Ok(None);
+        }
+        self.control.set_phase(Phase::Validating);
+        let most = validation.max_sequences;
+        Ok(step::validate(&mut self.model, corpus, &mut self.comm, most)?)
+    }
+
+    fn report(
+        &mut self,
+        summary: &StepSummary,
+        validation: Option<Validation>,
+        seconds: f64,
+    ) -> Result<(), Stop> {
+        if self.records.is_none() {
+            return Ok(());
+        }
+        let routing = self.routing(summary, validation);
+        let tokens = tokens_per_step(&self.config.training);
+        let report = StepReport {
+            step: self.step,
+            loss: summary.loss,
+            aux_loss: summary.aux_loss,
+            z_loss: summary.z_loss,
+            grad_norm: summary.grad_norm,
+            learning_rate: summary.learning_rate,
+            tokens: self.step * tokens,
+            tokens_per_second: tokens as f64 / seconds,
+            world_size: self.comm.world(),
+            attempt: self.config.attempt,
+            expert_imbalance: summary.expert_imbalance,
+            routing,
+            validation_loss: validation.map(|validation| validation.loss),
+            time: now(),
+        };
+        if let Some(records) = &mut self.records {
+            records.step(&report).map_err(record_failed)?;
+        }
+        (self.out)(TrainerEvent::Step(report));
+        Ok(())
+    }
+
+    fn routing(&self, summary: &StepSummary, validation: Option<Validation>) -> RoutingReport {
+        let experts = (self.model.config.experts.count as usize).max(1);
+        let layers = summary.loads.len() / experts;
+        let share = |part: u64, all: u64| if all == 0 { 0.0 } else { part as f64 / all as f64 };
+        let tokens = tokens_per_step(&self.config.training) * layers as u64;
+        let mut computed = summary.loads.clone();
+        computed.iter_mut().zip(&summary.dropped).for_each(|(load, dropped)| *load -= dropped);
+        let most = match validation {
+            Some(_) => TOKENS_PER_EXPERT_EVER,
+            None => TOKENS_PER_EXPERT_MAX,
+        };
+        let told = computed.len() <= most;
+        RoutingReport {
+            router_entropy: summary.router_entropy,
+            dropped_tokens: share(summary.dropped.iter().sum(), summary.loads.iter().sum()),
+            unrouted_tokens: share(summary.unrouted, tokens),
+            expert_switches: share(summary.switched, summary.followed),
+            churn: validation.and_then(|validation| validation.churn),
+            tokens_per_expert: match told {
+                true => computed.chunks_exact(experts).map(<[u64]>::to_vec).collect(),
+                false => Vec::new(),
+            },
+        }
+    }
+
+    fn tell_resumed(&mut self) -> Result<(), Stop> {
+        let (reason, message) = match &self.config.resume {
+            Resume::Fresh => ("Fresh", String::new()),
+            Resume::Checkpoint { name, .. } => ("Checkpoint", name.clone()),
+            Resume::Memory { attempt, .. } => ("Memory", format!("snapshots of attempt {attempt}")),
+        };
+        self.tell(EventKind::Resumed, reason, message, self.step)
+    }
+
+    /// On rank 0, once a job: held-out data that are trained on.
+    fn tell_overlaps(&mut self, corpus: &Corpus) -> Result<(), Stop> {
+        const SHOWN: usize = 3;
+        let overlaps = if self.step == 0 { corpus.overlaps() } else { Vec::new() };
+        if overlaps.is_empty() {
+            return Ok(());
+        }
+        let pairs = overlaps.iter().take(SHOWN);
+        let pairs: Vec<String> = pairs.map(|(held, trained)| match held == trained {
+            true => held.clone(),
+            false => format!("{held} (as {trained})"),
+        }).collect();
+        let more = overlaps.len().saturating_sub(SHOWN);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        let message = format!(
+            "held-out data are trained on, too: {}{more}. The held-out loss will look too good; \
+             leave them out of data.train",
+            pairs.join(", ")
+        );
+        self.tell(EventKind::Warning, "HeldOutOverlaps", message, self.step)
+    }
+
+    /// On rank 0: a commit that was not told yet.
+    pub fn tell_commit(&mut self, committed: u64) -> Result<(), Stop> {
+        if committed <= self.committed {
+            return Ok(());
+        }
+        self.committed = committed;
+        let name = directory_name(committed);
+        self.tell(EventKind::CheckpointCommitted, "Committed", name, committed)?;
+        self.tell_removed()
+    }
+
+    /// On rank 0: checkpoints that made room for newer ones.
+    pub fn tell_removed(&mut self) -> Result<(), Stop> {
+        for step in self.writer.take_removed() {
+            self.tell(EventKind::CheckpointRemoved, "MoreThanKeep", directory_name(step), step)?;
+        }
+        Ok(())
+    }
+
+    fn tell(
+        &mut self,
+        kind: EventKind,
+        reason: &str,
+        message: String,
+        step: u64,
+    ) -> Result<(), Stop> {
+        let Some(records) = &mut self.records else { return Ok(()) };
+        let details = [("step", Detail::Number(step))];
+        let told = event(self.config.attempt, kind, reason, message, details);
+        records.event(&told).map_err(record_failed)?;
+        (self.out)(TrainerEvent::Event(told));
+        Ok(())
+    }
+}

@@ -1,0 +1,86 @@
+//! Where a number that is not finite came from, by tensor, layer and expert. Looked for when a step
+//! has failed, never in one that has not.
+
+use crate::engine::dispatch::Round;
+use crate::engine::grads::weight_of;
+use crate::engine::model::Model;
+use moejob_kernels::Buffer;
+use moejob_protocol::model::{Param, Role};
+
+/// The longest answer that ranks tell each other.
+pub const BYTES_MAX: usize = 512;
+
+impl Model {
+    /// The first weight held here that is not finite.
+    pub fn broken_weight(&self) -> Option<String> {
+        self.params.iter().enumerate().find_map(|(index, param)| {
+            let at = self.first_bad(weight_of(self, index)?)?;
+            Some(format!("the weight {} at element {at}", place(param)))
+        })
+    }
+
+    /// The first place of the round's forward pass whose numbers are not finite.
+    pub fn broken_activation(&self, round: &Round) -> Option<String> {
+        let (t, d) = (round.tokens, self.dim());
+        if self.first_bad(self.layer_input(0).slice(0, t * d)).is_some() {
+            return Some("the embeddings".to_string());
+        }
+        for layer in 0..self.buffers.layers.len() {
+            let b = self.buffers.layers[layer].clone();
+            if self.first_bad(b.mid.slice(0, t * d)).is_some() {
+                return Some(format!("the attention of layer {layer}"));
+            }
+            if let Some(moe) = b.moe {
+                let logits = moe.logits.slice(0, t * self.expert_count());
+                if self.first_bad(logits).is_some() {
+                    return Some(format!("the router of layer {layer}"));
+                }
+                if let Some(expert) = self.broken_expert(layer, round) {
+                    return Some(format!("expert {expert} of layer {layer}"));
+                }
+            }
+            if self.first_bad(self.layer_input(layer + 1).slice(0, t * d)).is_some() {
+                return Some(format!("the feed-forward part of layer {layer}"));
+            }
+        }
+        Some("the logits".to_string())
+    }
+
+    /// The first expert computed here with a hidden row that is not finite.
+    fn broken_expert(&self, layer: usize, round: &Round) -> Option<u32> {
+        let rows = self.arrived_rows(layer, round);
+        let moe = self.moe(layer);
+        let offsets: Vec<u32> = self.device.read_vec(rows.offsets);
+        let width = self.config.experts.intermediate_size as usize;
+        let row = [(moe.h, 2 * width), (moe.a, width)].into_iter().find_map(|(hidden, width)| {
+            Some(self.first_bad(hidden.slice(0, rows.count * width))? / width)
+        })?;
+        let held = self.layout.experts(&self.config, layer as u32, self.rank);
+        let end = |g: usize| offsets.get((g + 1) * rows.sources).map_or(0, |end| *end as usize);
+        held.iter().enumerate().find(|(g, _)| row < end(*g)).map(|(_, expert)| *expert)
+    }
+
+    fn first_bad(&self, buffer: Buffer) -> Option<usize> {
+        if self.shape.float_bytes == 8 {
+            self.device.read_vec::<f64>(buffer).iter().position(|x| !x.is_finite())
+        } else {
+            self.device.read_vec::<f32>(buffer).iter().position(|x| !x.is_finite())
+        }
+    }
+}
+
+/// A parameter's name, with layer and expert in words.
+pub fn place(param: &Param) -> String {
+    match param.role {
+        Role::Expert { layer, expert } => {
+            format!("{} (expert {expert} of layer {layer})", param.name)
+        }
+        _ => {
+            let rest = param.name.strip_prefix("model.layers.");
+            match rest.and_then(|rest| rest.split('.').next()) {
+                Some(layer) => format!("{} (layer {layer})", param.name),
+                None => param.name.clone(),
+            }
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! The loss of weights on data, without training: `moejob eval`.
+
+use crate::checkpoint::Refusal;
+use crate::gang::comm::{Comm, CommError};
+use crate::data::{Batch, Corpus, DataError};
+use crate::engine::dispatch::{Round, Source};
+use crate::hf::{Weights, load};
+use crate::engine::model::Model;
+use moejob_kernels::KernelError;
+use moejob_protocol::config::{
+    AdamW, DataConfig, DataSource, Precision, Schedule, TokenType, TrainingConfig,
+};
+use moejob_protocol::layout::Layout;
+use moejob_protocol::mesh::Mesh;
+use std::path::Path;
+
+/// Tokens that are computed together at most, unless one sequence has more.
+const TOKENS_TOGETHER: u64 = 2048;
+/// Logits that are kept at once.
+const LOGITS_MAX: u64 = 1 << 26;
+
+/// What was measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Evaluation {
+    /// Mean cross-entropy, nats a token.
+    pub loss: f64,
+    /// Targets; what does not fill a last sequence is left out.
+    pub tokens: u64,
+    pub sequences: u64,
+}
+
+impl Evaluation {
+    pub fn perplexity(&self) -> f64 {
+        self.loss.exp()
+    }
+}
+
+/// Why nothing was measured.
+#[derive(Debug, thiserror::Error)]
+pub enum EvalError {
+    #[error(transparent)]
+    Weights(#[from] Refusal),
+    #[error(transparent)]
+    Data(#[from] DataError),
+    #[error("the data have {found} tokens, a sequence of {length} needs {}", length + 1)]
+    TooSmall { found: u64, length: u32 },
+    #[error("the device cannot be made")]
+    Device(#[from] KernelError),
+    #[error("the group of one rank failed")]
+    Comm(#[from] CommError),
+    #[error("the loss of sequence {sequence} is not finite")]
+    NotFinite { sequence: u64 },
+    #[error("{path} is of no kind that is read: text, .jsonl, .idx, .bin or .parquet")]
+    Kind { path: String },
+}
+
+/// How a file or folder is read, by its name; `field` is of JSON lines, `dtype` of flat tokens.
+///
+/// # Errors
+/// The name says nothing, or there is no such file.
+pub fn source_of(
+    path: &Path,
+    field: &str,
+    dtype: Option<TokenType>,
+) -> Result<DataSource, EvalError> {
+    let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+    let unknown = || EvalError::Kind { path: path.display().to_string() };
+    let text = |path: &Path| path.to_str().map(str::to_string).ok_or_else(unknown);
+    let exclude = Vec::new();
+    if absolute.is_dir() {
+        let (root, paths) = (text(&absolute)?, vec!["**/*".to_string()]);
+        return Ok(DataSource::Text { root, paths, exclude });
+    }
+    let name = absolute.file_name().and_then(|name| name.to_str()).ok_or_else(unknown)?;
+    let root = text(absolute.parent().unwrap_or(Path::new("/")))?;
+    let paths = vec![escaped(name)];
+    let lines = ["", ".gz", ".zst"];
+    let is_lines = |ending: &&str| name.ends_with(&format!(".jsonl{ending}"));
+    if lines.iter().any(is_lines) {
+        return Ok(DataSource::Jsonl { root, paths, exclude, field: field.to_string() });
+    }
+    match absolute.extension().and_then(|extension| extension.to_str()) {
+        Some("idx") => Ok(DataSource::Megatron { root, paths, exclude }),
+        Some("bin") if absolute.with_extension("idx").exists() => {
+            let paths = vec![escaped(&format!("{}idx", &name[..name.len() - 3]))];
+            Ok(DataSource::Megatron { root, paths, exclude })
+        }
+        Some("bin") => Ok(DataSource::Tokens { root, paths, exclude, dtype }),
+        Some("parquet") => {
+            Ok(DataSource::Parquet { root, paths, exclude, field: field.to_string() })
+        }
+        Some("gz" | "zst" | "tar" | "zip" | "npy" | "safetensors") => Err(unknown()),
+        _ => Ok(DataSource::Text { root, paths, exclude }),
+    }
+}
+
+/// A name in which a glob sees no pattern.
+fn escaped(name: &str) -> String {
+    let each = |c: char| match c {
+        '*' | '?' | '[' | ']' | '{' | '}' => format!("[{c}]"),
+        other => other.to_string(),
+    };
+    name.chars().map(each).collect()
+}
+
+/// Measures. `progress` hears targets done and in all.
+///
+/// # Errors
+/// Weights or data are refused.
+pub fn evaluate(
+    weights: &Weights,
+    data: &DataConfig,
+    sequence_length: u32,
+    threads: usize,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Evaluation, EvalError> {
+    let config = weights.model();
+    let together = TOKENS_TOGETHER.min(LOGITS_MAX / u64::from(config.vocab_size));
+    let batch = (together / u64::from(sequence_length)).max(1) as u32;
+    let training = training(sequence_length, batch);
+    let one = TrainingConfig { global_batch_size: 1, micro_batch_size: 1, ..training.clone() };
+    let mut corpus = match Corpus::open(data, &one, config.vocab_size) {
+        Err(DataError::TooSmall { found, .. }) => {
+            return Err(EvalError::TooSmall { found, length: sequence_length });
+        }
+        opened => opened?,
+    };
+    let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
+    let mut model = Model::new(config, &layout, 0, &training, threads)?;
+    load(weights, &mut model)?;
+    let mut comm = Comm::solo(1);
+    let (windows, length) = (corpus.windows(), sequence_length as usize);
+    let (mut sum, mut done) = (0.0, 0);
+    while done < windows {
+        let count = u64::from(batch).min(windows - done);
+        let tokens = count as usize * length;
+        let mut rows = Batch::new(tokens);
+        corpus.fill_in_order(done, &mut rows)?;
+        model.load_documents(&rows.ids, &rows.targets, rows.starts.as_deref());
+        let round = Round { tokens, sources: vec![Source { position: 0, tokens }] };
+        model.forward(&round, &mut comm)?;
+        let loss = model.loss(&round, false);
+        if !loss.is_finite() {
+            return Err(EvalError::NotFinite { sequence: done });
+        }
+        sum += loss;
+        done += count;
+        progress(done * length as u64, windows * length as u64);
+    }
+    let tokens = windows * length as u64;
+    Ok(Evaluation { loss: sum / tokens as f64, tokens, sequences: windows })
+}
+
+/// What the memory of a model is planned from; nothing is trained.
+fn training(sequence_length: u32, batch: u32) -> TrainingConfig {
+    TrainingConfig {
+        steps: 1,
+        global_batch_size: batch,
+        micro_batch_size: batch,
+        sequence_length,
+        precision: Precision::Fp32,
+        adamw: AdamW {
+            learning_rate: 0.0,
+            beta1: 0.9,
+            beta2: 0.95,
+            epsilon: 1e-8,
+            weight_decay: 0.0,
+        },
+        schedule: Schedule::Constant { warmup_steps: 0 },
+        max_grad_norm: 0.0,
+        seed: 0,
+    }
+}

@@ -1,0 +1,5 @@
+//! The ranks of an attempt to each other: their identity, their streams, their collectives.
+
+pub mod tls;
+pub mod comm;
+pub mod step_end;

@@ -1,0 +1,8 @@
+//! The life of a worker's process: its streams, what it decides by itself, and its end.
+
+pub mod control;
+pub mod listener;
+pub mod session;
+pub mod run;
+pub mod affinity;
+pub mod process;

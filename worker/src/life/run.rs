@@ -1,0 +1,575 @@
+//! The shell of a worker: it turns the world into events, asks the session, and executes the
+//! effects. It decides nothing.
+//!
+//! ```text
+//! control thread (this one): listener, leader's stream, signals, ticks -> Session -> effects
+//! data thread:   connects the ranks and moves their bytes              (comm::DataPlane)
+//! device thread: the trainer, one attempt at a time
+//! owner thread:  blocks on stdin, whose end means that the owner is gone
+//! ```
+
+mod device;
+mod link;
+
+pub use device::Attempt;
+
+use crate::life::affinity::{self, Share};
+use crate::gang::comm::{AbortHandle, Comm, DataPlane, Join, JoinError};
+use crate::life::listener::{self, LeaderStream, chain};
+use crate::life::session::{Effect, Event, Session};
+use crate::gang::tls::{AttemptTls, TlsError, Trust, WorkerKey};
+use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
+use device::Device;
+use link::Link;
+use moejob_protocol::message::{HEARTBEAT_MS, Heartbeat, Phase};
+use moejob_protocol::{Up, WorkerConfig};
+use rustix::process::set_parent_process_death_signal;
+use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
+use std::io::{self, BufRead, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use tokio::net::TcpListener;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{MissedTickBehavior, interval, timeout};
+
+/// Things that have happened and wait for the session; whoever brings more waits.
+const HAPPENED_MAX: usize = 64;
+/// For the device's thread to end at the end of the process; a checkpoint may be half-written,
+/// which is harmless.
+const DEVICE_END_MS_MAX: u64 = 10_000;
+/// For the last report to reach the leader.
+const REPORT_MS_MAX: u64 = 500;
+/// The owner's line is short: a name, a token and a certificate or two.
+const BOOTSTRAP_BYTES_MAX: u64 = 64 << 10;
+
+/// What a worker is started with: one line of JSON on its standard input.
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Bootstrap {
+    pub worker: String,
+    pub job_uid: String,
+    /// PEM of the operator's authority.
+    pub authority: String,
+    /// Shown to the operator alone.
+    pub token: String,
+    /// In a pod: where the kubelet keeps a fresh token; read again for each leader.
+    #[serde(skip)]
+    pub token_file: Option<PathBuf>,
+    /// In a pod: its own address. Without it a free port of the loopback is taken.
+    #[serde(skip)]
+    pub listen: Option<SocketAddr>,
+    /// Among the workers of this machine.
+    #[serde(default)]
+    pub share: Share,
+}
+
+impl Bootstrap {
+    fn token(&self) -> io::Result<String> {
+        match &self.token_file {
+            None => Ok(self.token.clone()),
+            Some(file) => Ok(std::fs::read_to_string(file)?.trim_end().to_string()),
+        }
+    }
+}
+
+/// The worker's answer: one line of JSON on its standard output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Announcement {
+    pub port: u16,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    #[error("cannot read the bootstrap line")]
+    Bootstrap(#[source] io::Error),
+    #[error("the bootstrap line is not understood")]
+    Parse(#[from] serde_json::Error),
+    #[error("identity")]
+    Tls(#[from] TlsError),
+    #[error("the system refused a thread, a socket or a signal")]
+    Io(#[from] io::Error),
+}
+
+/// The bootstrap line, up to its end.
+///
+/// # Errors
+/// `Bootstrap`, `Parse`.
+pub fn read_bootstrap(from: &mut impl BufRead) -> Result<Bootstrap, RunError> {
+    let mut line = Vec::new();
+    let read = from.take(BOOTSTRAP_BYTES_MAX).read_until(b'\n', &mut line);
+    read.map_err(RunError::Bootstrap)?;
+    if line.ends_with(b"\n") {
+        return Ok(serde_json::from_slice(&line)?);
+    }
+    let found = format!("no end of line in {} bytes", line.len());
+    Err(RunError::Bootstrap(io::Error::new(io::ErrorKind::UnexpectedEof, found)))
+}
+
+/// Runs a worker to its end and gives its exit code. `owner` ends when whoever started the worker
+/// does, a pod has none; `make` builds the trainer on the device's thread.
+///
+/// # Errors
+/// When the worker could not even listen.
+pub fn run_with<A: Attempt>(
+    bootstrap: Bootstrap,
+    owner: Option<impl Read + Send + 'static>,
+    mut announce: impl Write,
+    make: impl FnOnce() -> A + Send + 'static,
+) -> Result<i32, RunError> {
+    take_share(bootstrap.share);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let (happened, mut arrivals) = mpsc::channel(HAPPENED_MAX);
+        let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        let tcp = TcpListener::bind(bootstrap.listen.unwrap_or(loopback)).await?;
+        let mut shell = Shell::new(bootstrap, happened.clone(), make)?;
+        let announcement = Announcement { port: tcp.local_addr()?.port() };
+        serde_json::to_writer(&mut announce, &announcement)?;
+        announce.write_all(b"\n")?;
+        announce.flush()?;
+        let (leaders, mut dialled) = mpsc::channel(1);
+        let tls = shell.key.control_server(&shell.trust)?;
+        tokio::spawn(listener::serve(tcp, tls, leaders, shell.data.offers()));
+        if let Some(owner) = owner {
+            watch_owner(owner, happened)?;
+        }
+        let mut signals = Signals::new()?;
+        let mut tick = interval(Duration::from_millis(HEARTBEAT_MS));
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let code = loop {
+            let event = tokio::select! {
+                Some(leader) = dialled.recv() => Happened::Leader(Box::new(leader)),
+                Some(happened) = arrivals.recv() => happened,
+                joined = wait_for(&mut shell.joining) => Happened::Joined(joined),
+                () = signals.next() => Happened::Signal,
+                _ = tick.tick() => Happened::Tick,
+            };
+            if let Some(code) = shell.on(event).await {
+                break code;
+            }
+        };
+        shell.end(&mut arrivals).await;
+        Ok(code)
+    })
+}
+
+/// The life of a worker's process, from its bootstrap line on; both binaries end here. The
+/// process dies with the thread that started it, also when it is stopped then.
+pub fn from_stdin<A: Attempt>(make: impl FnOnce() -> A + Send + 'static) -> ExitCode {
+    let result = set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
+        .map_err(|error| RunError::Io(error.into()))
+        .and_then(|()| read_bootstrap(&mut io::stdin().lock()))
+        .and_then(|bootstrap| run_with(bootstrap, Some(io::stdin()), io::stdout(), make));
+    conclude(result)
+}
+
+/// The life of a worker in a pod, which the kubelet starts and ends.
+pub fn in_pod<A: Attempt>(
+    bootstrap: Bootstrap,
+    make: impl FnOnce() -> A + Send + 'static,
+) -> ExitCode {
+    conclude(run_with(bootstrap, None::<io::Empty>, io::stdout(), make))
+}
+
+fn conclude(result: Result<i32, RunError>) -> ExitCode {
+    match result {
+        Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(1)),
+        Err(error) => {
+            eprintln!("moe-worker: {}", chain(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Before any other thread exists. A worker that cannot be bound is slower, and right.
+fn take_share(share: Share) {
+    if share.of < 2 {
+        return;
+    }
+    let bound = affinity::machine().and_then(|machine| {
+        let cpus = affinity::share(&machine, share);
+        cpus.as_deref().map(affinity::bind).transpose().map(|_| cpus)
+    });
+    match bound {
+        Ok(Some(cpus)) => tracing::info!(?cpus, "bound"),
+        Ok(None) => {}
+        Err(error) => tracing::warn!(%error, ?share, "cannot be bound to processors"),
+    }
+}
+
+/// All that can happen to the shell.
+enum Happened {
+    Leader(Box<LeaderStream>),
+    /// On the control stream of that number; older streams say nothing any more.
+    Link { number: u64, event: Event },
+    Joined(Result<Comm, JoinError>),
+    Trainer(TrainerEvent),
+    AttemptEnded { attempt: u32, end: AttemptEnd },
+    DeviceEnded,
+    Signal,
+    OwnerGone,
+    Tick,
+}
+
+struct Shell {
+    bootstrap: Bootstrap,
+    started: Instant,
+    session: Session,
+    key: WorkerKey,
+    trust: Trust,
+    happened: mpsc::Sender<Happened>,
+    data: DataPlane,
+    device: Device,
+    device_ended: bool,
+    /// Connected, not yet adopted.
+    leader: Option<Box<LeaderStream>>,
+    link: Option<Link>,
+    links: u64,
+    leaf: Option<AttemptTls>,
+    joining: Option<oneshot::Receiver<Result<Comm, JoinError>>>,
+    /// Of the attempt that joins or runs.
+    config: Option<Box<WorkerConfig>>,
+    comm: Option<Comm>,
+    abort: Option<AbortHandle>,
+    collective: Arc<AtomicU64>,
+    control: Control,
+}
+
+impl Shell {
+    fn new<A: Attempt>(
+        bootstrap: Bootstrap,
+        happened: mpsc::Sender<Happened>,
+        make: impl FnOnce() -> A + Send + 'static,
+    ) -> Result<Shell, RunError> {
+        Ok(Shell {
+            started: Instant::now(),
+            session: Session::new(bootstrap.job_uid.clone(), Duration::ZERO),
+            key: WorkerKey::generate()?,
+            trust: Trust::from_pem(&bootstrap.authority)?,
+            data: DataPlane::start()?,
+            device: Device::start(happened.clone(), make)?,
+            device_ended: false,
+            bootstrap,
+            happened,
+            leader: None,
+            link: None,
+            links: 0,
+            leaf: None,
+            joining: None,
+            config: None,
+            comm: None,
+            abort: None,
+            collective: Arc::default(),
+            control: Control::default(),
+        })
+    }
+
+    /// Says how the process ends, when it does.
+    async fn on(&mut self, happened: Happened) -> Option<i32> {
+        let mut events = VecDeque::new();
+        match happened {
+            Happened::Leader(leader) => {
+                events.push_back(Event::LeaderConnected { term: leader.first.term });
+                events.push_back(Event::Frame(leader.first.clone()));
+                self.leader = Some(leader);
+            }
+            Happened::Link { number, event } if self.is_current(number) => {
+                if matches!(event, Event::LeaderLost { .. }) {
+                    self.link = None;
+                }
+                events.push_back(event);
+            }
+            Happened::Link { .. } => {}
+            Happened::Joined(result) => events.push_back(self.on_joined(result)),
+            Happened::Trainer(event) => events.push_back(Event::Trainer(event)),
+            Happened::AttemptEnded { attempt, end } => {
+                self.abort = None;
+                self.control.set_phase(Phase::Idle);
+                events.push_back(Event::AttemptEnded { attempt, end });
+            }
+            Happened::DeviceEnded => {
+                self.device_ended = true;
+                return Some(1);
+            }
+            Happened::Signal => events.push_back(Event::Signal),
+            Happened::OwnerGone => events.push_back(Event::OwnerGone),
+            Happened::Tick => events.push_back(Event::Tick),
+        }
+        while let Some(event) = events.pop_front() {
+            let refused = self.leader.is_none() && matches!(event, Event::LeaderConnected { .. });
+            assert!(!refused, "a leader without a stream");
+            for effect in self.session.on_event(event, self.started.elapsed()) {
+                match self.execute(effect).await {
+                    Outcome::Done => {}
+                    Outcome::Event(event) => events.push_back(event),
+                    Outcome::RefusedLeader => events.clear(),
+                    Outcome::Exit(code) => return Some(code),
+                }
+            }
+        }
+        None
+    }
+
+    fn is_current(&self, number: u64) -> bool {
+        self.link.as_ref().is_some_and(|link| link.number == number)
+    }
+
+    async fn execute(&mut self, effect: Effect) -> Outcome {
+        match effect {
+            Effect::Adopt => self.adopt(),
+            Effect::RefuseLeader { why } => {
+                tracing::warn!(why, "leader refused");
+                self.leader = None;
+                return Outcome::RefusedLeader;
+            }
+            Effect::DropLeader { why } => {
+                tracing::warn!(why, "leader dropped");
+                self.link = None;
+            }
+            Effect::Send { attempt, up } => return self.send(attempt, up),
+            Effect::Heartbeat => {
+                let heartbeat = Heartbeat {
+                    phase: self.control.phase(),
+                    step: self.control.step(),
+                    collective: self.collective.load(Ordering::Relaxed),
+                    held: self.session.held().to_vec(),
+                };
+                return self.send(self.session.attempt(), Up::Heartbeat(heartbeat));
+            }
+            Effect::InstallLeaf { attempt, certificate } => self.install(attempt, &certificate),
+            Effect::Join(config) => {
+                let (rank, world) = (config.rank.unwrap_or_default(), config.members.len());
+                // `kubectl moe logs` reads from this line which rank speaks.
+                tracing::info!(attempt = config.attempt, "joining as rank {rank} of {world}");
+                return self.join(config).await;
+            }
+            Effect::CancelJoin => {
+                self.joining = None;
+                self.comm = None;
+                self.control.set_phase(Phase::Idle);
+                self.data.leave().await;
+            }
+            Effect::Train => {
+                let config = self.config.take().expect("a joined attempt has its config");
+                let comm = self.comm.take().expect("a joined attempt has its group");
+                self.device.train(config, comm, self.control.clone());
+            }
+            Effect::Abort { reason } => {
+                if let Some(abort) = &self.abort {
+                    abort.abort(&reason);
+                }
+            }
+            Effect::Request(request) => self.control.request(request),
+            Effect::Log(text) => tracing::info!(attempt = self.session.attempt(), "{text}"),
+            Effect::Exit(code) => return Outcome::Exit(code),
+        }
+        Outcome::Done
+    }
+
+    fn adopt(&mut self) {
+        let Some(leader) = self.leader.take() else { return };
+        let token = self.bootstrap.token().unwrap_or_else(|error| {
+            // The leader refuses an empty one, and dials again.
+            tracing::error!(%error, file = ?self.bootstrap.token_file, "no token");
+            String::new()
+        });
+        self.links += 1;
+        let link = Link::start(self.links, leader.stream, self.happened.clone());
+        // The stream before, if any, closes here.
+        self.link = Some(link);
+        let worker = &self.bootstrap.worker;
+        let hello = self.session.hello(worker, token, &self.key.signing_request);
+        // The queue of a new stream is empty.
+        let _ = self.send(self.session.attempt(), Up::Hello(hello));
+    }
+
+    fn send(&mut self, attempt: u32, up: Up) -> Outcome {
+        let Some(link) = &self.link else { return Outcome::Done };
+        match link.send(self.session.term(), attempt, up) {
+            Ok(()) => Outcome::Done,
+            Err(why) => {
+                self.link = None;
+                Outcome::Event(Event::LeaderLost { why })
+            }
+        }
+    }
+
+    fn install(&mut self, attempt: u32, certificate: &str) {
+        let ours = |leaf: &AttemptTls| {
+            leaf.attempt == attempt
+                && leaf.job_uid == self.bootstrap.job_uid
+                && leaf.worker == self.bootstrap.worker
+        };
+        match self.key.attempt(&self.trust, certificate) {
+            Ok(leaf) if ours(&leaf) => self.leaf = Some(leaf),
+            Ok(leaf) => {
+                let AttemptTls { job_uid, attempt, worker, .. } = leaf;
+                tracing::error!(job_uid, attempt, worker, "leaf refused: it names another");
+            }
+            Err(error) => tracing::error!(error = chain(&error), "leaf refused"),
+        }
+    }
+
+    async fn join(&mut self, config: Box<WorkerConfig>) -> Outcome {
+        let attempt = config.attempt;
+        let failed = |why: &str| {
+            Outcome::Event(Event::JoinFailed { attempt, rank: None, why: why.to_string() })
+        };
+        let Some(rank) = config.rank else { return failed("no rank") };
+        let Some(tls) = self.leaf.clone().filter(|leaf| leaf.attempt == attempt) else {
+            return failed("no certificate for the attempt");
+        };
+        if config.members[rank as usize].worker != self.bootstrap.worker {
+            return failed("the rank is another worker's");
+        }
+        self.control = Control::default();
+        self.control.set_phase(Phase::Joining);
+        let join = Join { rank, members: config.members.clone(), tls };
+        self.comm = None;
+        self.joining = Some(self.data.join(join).await);
+        self.config = Some(config);
+        Outcome::Done
+    }
+
+    fn on_joined(&mut self, result: Result<Comm, JoinError>) -> Event {
+        let attempt = self.session.attempt();
+        match result {
+            Ok(comm) => {
+                self.abort = Some(comm.abort_handle());
+                self.collective = comm.counter();
+                self.comm = Some(comm);
+                Event::Joined { attempt }
+            }
+            Err(error) => {
+                let rank = match error {
+                    JoinError::Unreached { rank, .. } | JoinError::Absent { rank } => Some(rank),
+                    JoinError::Left => None,
+                };
+                Event::JoinFailed { attempt, rank, why: error.to_string() }
+            }
+        }
+    }
+
+    /// Ends in order: the trainer, what it had sent to peers, the last report.
+    async fn end(mut self, arrivals: &mut mpsc::Receiver<Happened>) {
+        if let Some(abort) = &self.abort {
+            abort.abort("this worker ends");
+        }
+        self.device.end();
+        let ended = async {
+            // The device's thread must not block on a queue that nobody reads.
+            while !self.device_ended {
+                self.device_ended = matches!(arrivals.recv().await, Some(Happened::DeviceEnded));
+            }
+        };
+        if timeout(Duration::from_millis(DEVICE_END_MS_MAX), ended).await.is_err() {
+            tracing::warn!("the device's thread does not end; left behind");
+        }
+        self.data.stop().await;
+        if let Some(link) = self.link.take() {
+            let _ = timeout(Duration::from_millis(REPORT_MS_MAX), link.finish()).await;
+        }
+    }
+}
+
+enum Outcome {
+    Done,
+    Event(Event),
+    RefusedLeader,
+    Exit(i32),
+}
+
+/// The answer of the data plane, once; pending while nothing joins.
+async fn wait_for(
+    joining: &mut Option<oneshot::Receiver<Result<Comm, JoinError>>>,
+) -> Result<Comm, JoinError> {
+    match joining {
+        Some(receiver) => {
+            let result = receiver.await.unwrap_or(Err(JoinError::Left));
+            *joining = None;
+            result
+        }
+        None => std::future::pending().await,
+    }
+}
+
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn new() -> io::Result<Signals> {
+        Ok(Signals {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
+    }
+
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}
+
+/// A thread that blocks on the owner's end of a pipe; it ends with the process.
+fn watch_owner(
+    mut owner: impl Read + Send + 'static,
+    happened: mpsc::Sender<Happened>,
+) -> io::Result<()> {
+    let watch = move || {
+        let mut ignored = [0; 256];
+        loop {
+            match owner.read(&mut ignored) {
+                Ok(0) => break,
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => break,
+            }
+        }
+        let _ = happened.blocking_send(Happened::OwnerGone);
+    };
+    std::thread::Builder::new().name("owner".to_string()).spawn(watch)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> String {
+        match read_bootstrap(&mut text.as_bytes()) {
+            Ok(bootstrap) => format!("{} of {}", bootstrap.worker, bootstrap.job_uid),
+            Err(error) => error.to_string(),
+        }
+    }
+
+    #[test]
+    fn the_bootstrap_is_one_line_of_known_fields() {
+        let good = r#"{"worker":"w","jobUid":"j","authority":"PEM","token":"t"}"#;
+        let cut = "cannot read the bootstrap line";
+        let not = "the bootstrap line is not understood";
+        for (text, expected) in [
+            (format!("{good}\n"), "w of j"),
+            (format!("{good}\nmore"), "w of j"),
+            (good.to_string(), cut),
+            (String::new(), cut),
+            ("x".repeat(1 << 20), cut),
+            ("\n".to_string(), not),
+            ("{}\n".to_string(), not),
+            (format!("{}\n", good.replace("token", "tokens")), not),
+            (format!("{}\n", good.replace("token", "listen")), not),
+        ] {
+            assert_eq!(read(&text), expected, "{text:.80}");
+        }
+    }
+}

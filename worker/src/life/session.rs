@@ -1,0 +1,545 @@
+//! The life of a worker, as a pure function: `on_event(event, now) -> effects`.
+//!
+//! ```text
+//! Idle --Configure--> Joining --Joined--> Running --AttemptEnded--> Idle ... --> Done
+//!                        \ Leave            \ Leave, LeaderLost, ...
+//!                         `-> Idle           `-> Leaving --AttemptEnded--> Idle or Done
+//! ```
+//!
+//! Beside that state a session remembers its leader (or since when it has none: it is an orphan)
+//! and whether it drains. It enters an attempt only as told, and leaves one as told, when a
+//! collective failed, or when it must end. What is older than its term or attempt is refused.
+
+use crate::gang::comm::CommError;
+use crate::attempt::api::{AttemptEnd, Failure, TrainerEvent};
+use moejob_protocol::message::{Frame, Held, Hello, LeftReason, Request};
+use moejob_protocol::report::EventKind;
+use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};
+use std::time::Duration;
+
+/// A worker that was never configured waits this long for a leader.
+pub const ORPHAN_MS_DEFAULT: u64 = 600_000;
+/// From SIGTERM or SIGINT to the end of the process, whatever happens meanwhile.
+pub const DRAIN_MS_MAX: u64 = 60_000;
+/// For an aborted step to notice it, when the process is to end.
+pub const LEAVE_MS_MAX: u64 = 10_000;
+
+/// Exit codes of `docs/ARCHITECTURE.md` that a session chooses by itself.
+pub const EXIT_DONE: i32 = 0;
+pub const EXIT_TRY_AGAIN: i32 = 75;
+pub const EXIT_INTERRUPTED: i32 = 130;
+
+/// All that can happen to a worker.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// The operator's certificate has verified and its first frame is here.
+    LeaderConnected { term: u64 },
+    LeaderLost { why: String },
+    /// The stream lives, but nothing came for the heartbeat timeout.
+    LeaderSilent,
+    Frame(Frame<Down>),
+    /// All ranks of the attempt are connected.
+    Joined { attempt: u32 },
+    JoinFailed { attempt: u32, rank: Option<u32>, why: String },
+    Trainer(TrainerEvent),
+    AttemptEnded { attempt: u32, end: AttemptEnd },
+    /// SIGTERM or SIGINT.
+    Signal,
+    /// Whoever started this worker is gone.
+    OwnerGone,
+    /// Every `HEARTBEAT_MS`.
+    Tick,
+}
+
+/// All that a worker can do about it. They are executed in order and cannot fail; what goes wrong
+/// comes back as an event.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Effect {
+    /// Make the new stream the leader's, in place of an older one, and send `Hello`.
+    Adopt,
+    /// Close the new stream.
+    RefuseLeader { why: String },
+    /// Close the leader's stream.
+    DropLeader { why: String },
+    Send { attempt: u32, up: Up },
+    /// Send phase, step, collective and what is held.
+    Heartbeat,
+    InstallLeaf { attempt: u32, certificate: String },
+    /// Connect to the other ranks.
+    Join(Box<WorkerConfig>),
+    /// Stop connecting.
+    CancelJoin,
+    /// Run the attempt that was joined on the device's thread.
+    Train,
+    /// Abort the collectives.
+    Abort { reason: String },
+    Request(Request),
+    Exit(i32),
+    Log(String),
+}
+
+#[derive(Debug)]
+pub struct Session {
+    job_uid: String,
+    term: u64,
+    /// The newest attempt that this worker was told of, 0 before the first.
+    attempt: u32,
+    digest: String,
+    rank: Option<u32>,
+    orphan_timeout: Duration,
+    held: Vec<Held>,
+    /// How the newest attempt ended here; said again to each new leader.
+    report: Option<Up>,
+    /// The newest checkpoint that was committed in this attempt; said again likewise, as a leader
+    /// on Kubernetes does not read the storage.
+    committed: Option<Up>,
+    state: State,
+    leader: Leader,
+    drain_until: Option<Duration>,
+}
+
+#[derive(Debug, PartialEq)]
+enum State {
+    /// Without an attempt, since then.
+    Idle { since: Duration },
+    Joining,
+    Running,
+    /// Aborted; the device's thread has not yet noticed.
+    Leaving { then: Then },
+    Done,
+}
+
+#[derive(Debug, PartialEq)]
+enum Then {
+    Report,
+    Start(Box<WorkerConfig>),
+    Exit { code: i32, until: Duration },
+}
+
+#[derive(Debug, PartialEq)]
+enum Leader {
+    Connected,
+    Gone { since: Duration },
+}
+
+impl Session {
+    pub fn new(job_uid: String, now: Duration) -> Session {
+        Session {
+            job_uid,
+            term: 0,
+            attempt: 0,
+            digest: String::new(),
+            rank: None,
+            orphan_timeout: Duration::from_millis(ORPHAN_MS_DEFAULT),
+            held: Vec::new(),
+            report: None,
+            committed: None,
+            state: State::Idle { since: now },
+            leader: Leader::Gone { since: now },
+            drain_until: None,
+        }
+    }
+
+    pub fn term(&self) -> u64 {
+        self.term
+    }
+
+    pub fn attempt(&self) -> u32 {
+        self.attempt
+    }
+
+    pub fn held(&self) -> &[Held] {
+        &self.held
+    }
+
+    /// How a stream of the leader's is answered first.
+    pub fn hello(&self, worker: &str, token: String, signing_request: &str) -> Hello {
+        Hello {
+            version: PROTOCOL_VERSION,
+            worker: worker.to_string(),
+            token,
+            signing_request: signing_request.to_string(),
+            attempt: self.attempt,
+            digest: self.digest.clone(),
+            rank: self.rank,
+            held: self.held.clone(),
+        }
+    }
+
+    /// `now` is monotonic, from any start.
+    pub fn on_event(&mut self, event: Event, now: Duration) -> Vec<Effect> {
+        let mut out = Vec::new();
+        if self.state == State::Done {
+            return out;
+        }
+        match event {
+            Event::LeaderConnected { term } => self.on_leader(term, &mut out),
+            Event::LeaderLost { why } => {
+                out.push(Effect::Log(format!("leader lost: {why}")));
+                self.on_leader_lost(now, &mut out);
+            }
+            // A local runner that is stopped (Ctrl-Z) goes on later; its end is seen at once.
+            Event::LeaderSilent if self.orphan_timeout.is_zero() => {}
+            Event::LeaderSilent => {
+                out.push(Effect::DropLeader { why: "silent".to_string() });
+                self.on_leader_lost(now, &mut out);
+            }
+            Event::Frame(frame) => self.on_frame(frame, now, &mut out),
+            Event::Joined { attempt } => {
+                if attempt == self.attempt && self.state == State::Joining {
+                    self.state = State::Running;
+                    out.push(Effect::Train);
+                }
+            }
+            Event::JoinFailed { attempt, rank, why } => {
+                if attempt == self.attempt && self.state == State::Joining {
+                    let reason = match rank {
+                        Some(rank) => LeftReason::PeerLost { rank },
+                        None => LeftReason::Error { message: why.clone() },
+                    };
+                    out.push(Effect::Log(format!("attempt {attempt} not joined: {why}")));
+                    out.push(Effect::CancelJoin);
+                    self.left(reason, now, &mut out);
+                }
+            }
+            Event::Trainer(event) => self.on_trainer(event, &mut out),
+            Event::AttemptEnded { attempt, end } => self.on_end(attempt, end, now, &mut out),
+            Event::Signal => self.on_signal(now, &mut out),
+            Event::OwnerGone => {
+                out.push(Effect::Log("the owner of this worker is gone".to_string()));
+                self.exit(EXIT_TRY_AGAIN, now, &mut out);
+            }
+            Event::Tick => self.on_tick(now, &mut out),
+        }
+        out
+    }
+
+    fn on_leader(&mut self, term: u64, out: &mut Vec<Effect>) {
+        if term < self.term {
+            let why = format!("term {term} is over, this worker obeys term {}", self.term);
+            out.push(Effect::RefuseLeader { why });
+            return;
+        }
+        self.term = term;
+        self.leader = Leader::Connected;
+        out.push(Effect::Adopt);
+        // The leader before may not have heard it.
+        for up in [self.committed.clone(), self.report.clone()].into_iter().flatten() {
+            self.send(up, out);
+        }
+    }
+
+    fn on_leader_lost(&mut self, now: Duration, out: &mut Vec<Effect>) {
+        if self.is_orphan() {
+            return;
+        }
+        self.leader = Leader::Gone { since: now };
+        if self.orphan_timeout.is_zero() {
+            self.exit(EXIT_TRY_AGAIN, now, out);
+        } else {
+            self.check_orphan(now, out);
+        }
+    }
+
+    fn on_frame(&mut self, frame: Frame<Down>, now: Duration, out: &mut Vec<Effect>) {
+        let Frame { term, attempt, body, .. } = frame;
+        if term != self.term {
+            let why = format!("a frame of term {term} on the stream of term {}", self.term);
+            out.push(Effect::DropLeader { why });
+            self.on_leader_lost(now, out);
+            return;
+        }
+        let of_attempt = !matches!(body, Down::Heartbeat | Down::Shutdown);
+        if of_attempt && attempt < self.attempt {
+            let found = format!("refused: a frame of attempt {attempt}, this is {}", self.attempt);
+            out.push(Effect::Log(found));
+            return;
+        }
+        match body {
+            Down::Heartbeat => {}
+            Down::Leaf { certificate } => out.push(Effect::InstallLeaf { attempt, certificate }),
+            Down::Configure(config) => self.on_configure(attempt, config, now, out),
+            Down::Leave { reason } => self.on_leave(attempt, &reason, now, out),
+            Down::Request(request) => match self.state {
+                State::Joining | State::Running if attempt == self.attempt => {
+                    out.push(Effect::Request(request));
+                }
+                _ => out.push(Effect::Log(format!("nothing to ask of attempt {attempt}"))),
+            },
+            Down::Shutdown => self.exit(EXIT_DONE, now, out),
+        }
+    }
+
+    fn on_configure(
+        &mut self,
+        attempt: u32,
+        config: Box<WorkerConfig>,
+        now: Duration,
+        out: &mut Vec<Effect>,
+    ) {
+        if let Some(problem) = self.problem(attempt, &config) {
+            out.push(Effect::Log(format!("refused: {problem}")));
+            // Of its own attempt it has said, or will say, how it ended.
+            if attempt > self.attempt {
+                let up = self.left_up(LeftReason::Error { message: problem });
+                out.push(Effect::Send { attempt, up });
+            }
+            return;
+        }
+        if attempt == self.attempt {
+            // A new leader repeats what the one before had said.
+            out.push(Effect::Log(format!("attempt {attempt} goes on unchanged")));
+            return;
+        }
+        match &mut self.state {
+            State::Idle { .. } => self.start(config, now, out),
+            State::Joining => {
+                out.push(Effect::CancelJoin);
+                self.start(config, now, out);
+            }
+            State::Running => {
+                let reason = format!("attempt {attempt} begins");
+                out.push(Effect::Abort { reason });
+                self.state = State::Leaving { then: Then::Start(config) };
+            }
+            State::Leaving { then: Then::Exit { .. } } => {}
+            State::Leaving { then } => *then = Then::Start(config),
+            State::Done => {}
+        }
+    }
+
+    /// Why a configuration cannot be meant for this worker.
+    fn problem(&self, attempt: u32, config: &WorkerConfig) -> Option<String> {
+        let world = config.members.len();
+        if config.job_uid != self.job_uid {
+            return Some(format!("job {}, this worker is of job {}", config.job_uid, self.job_uid));
+        }
+        if config.attempt != attempt {
+            return Some(format!("attempt {} in a frame of attempt {attempt}", config.attempt));
+        }
+        if attempt == self.attempt && config.digest != self.digest {
+            return Some(format!("another configuration of attempt {attempt}"));
+        }
+        if !config.layout.mesh.is_valid() || config.layout.mesh.world() as usize != world {
+            return Some(format!("{world} members for the mesh {:?}", config.layout.mesh));
+        }
+        if config.rank.is_some_and(|rank| rank as usize >= world) {
+            return Some(format!("rank {:?} of {world}", config.rank));
+        }
+        let ranks = config.ranks.max(1);
+        let one_workers = |rank: u32| {
+            let first = rank as usize;
+            let own = config.members.get(first..first.saturating_add(ranks as usize));
+            own.is_some_and(|own| own.iter().all(|member| member.worker == own[0].worker))
+        };
+        if let Some(rank) = config.rank.filter(|rank| !one_workers(*rank)) {
+            return Some(format!("{ranks} ranks from {rank} on that are not one worker's"));
+        }
+        let mut members = config.members.iter().zip(0..);
+        if members.any(|(member, rank)| member.rank != rank) {
+            return Some("members that are not in rank order".to_string());
+        }
+        None
+    }
+
+    fn start(&mut self, config: Box<WorkerConfig>, now: Duration, out: &mut Vec<Effect>) {
+        self.attempt = config.attempt;
+        self.digest = config.digest.clone();
+        self.rank = config.rank;
+        self.orphan_timeout = Duration::from_millis(config.recovery.orphan_timeout_ms);
+        (self.report, self.committed) = (None, None);
+        if config.rank.is_none() {
+            self.state = State::Idle { since: now };
+            out.push(Effect::Log(format!("spare in attempt {}", config.attempt)));
+            return;
+        }
+        self.state = State::Joining;
+        out.push(Effect::Join(config));
+        if self.drain_until.is_some() {
+            out.push(Effect::Request(DRAIN));
+        }
+    }
+
+    fn on_leave(&mut self, attempt: u32, reason: &str, now: Duration, out: &mut Vec<Effect>) {
+        // It may be overtaken by its attempt's configuration, which is then refused.
+        if attempt > self.attempt && !matches!(self.state, State::Running | State::Leaving { .. }) {
+            self.attempt = attempt;
+            self.digest.clear();
+        }
+        match &self.state {
+            State::Idle { .. } => self.left(LeftReason::Asked, now, out),
+            State::Joining => {
+                out.push(Effect::CancelJoin);
+                self.left(LeftReason::Asked, now, out);
+            }
+            State::Running => {
+                out.push(Effect::Abort { reason: reason.to_string() });
+                self.state = State::Leaving { then: Then::Report };
+            }
+            State::Leaving { .. } | State::Done => {}
+        }
+    }
+
+    fn on_trainer(&mut self, event: TrainerEvent, out: &mut Vec<Effect>) {
+        match event {
+            TrainerEvent::Step(report) => self.send(Up::Step(report), out),
+            TrainerEvent::Event(event) => {
+                let commits = event.event == EventKind::CheckpointCommitted;
+                let up = Up::Event(event);
+                if commits {
+                    self.committed = Some(up.clone());
+                }
+                self.send(up, out);
+            }
+            TrainerEvent::Held(held) => self.held = held,
+        }
+    }
+
+    fn on_end(&mut self, attempt: u32, end: AttemptEnd, now: Duration, out: &mut Vec<Effect>) {
+        let then = match std::mem::replace(&mut self.state, State::Idle { since: now }) {
+            State::Running => None,
+            State::Leaving { then } => Some(then),
+            other => {
+                self.state = other;
+                out.push(Effect::Log(format!("attempt {attempt} ended, and none was running")));
+                return;
+            }
+        };
+        let up = match end {
+            AttemptEnd::Fenced { attempt: by } => {
+                let failure = Failure {
+                    exit_code: EXIT_TRY_AGAIN,
+                    message: format!("attempt {by} has claimed the checkpoints of this job"),
+                    advice: String::new(),
+                };
+                return self.fail(failure, out);
+            }
+            AttemptEnd::Failed(failure) => return self.fail(failure, out),
+            AttemptEnd::Completed { step } => Up::Completed { step },
+            AttemptEnd::Stopped { step } => self.left_up(LeftReason::Stopped { step }),
+            AttemptEnd::Aborted(error) => {
+                out.push(Effect::Log(format!("attempt {attempt}: {error}")));
+                self.left_up(reason_of(error, then.is_some()))
+            }
+        };
+        self.report = Some(up.clone());
+        self.send(up, out);
+        match then {
+            Some(Then::Start(config)) => self.start(config, now, out),
+            Some(Then::Exit { code, .. }) => self.done(code, out),
+            None | Some(Then::Report) => self.check_orphan(now, out),
+        }
+    }
+
+    fn on_signal(&mut self, now: Duration, out: &mut Vec<Effect>) {
+        if self.drain_until.is_some() {
+            out.push(Effect::Log("a second signal: ending at once".to_string()));
+            self.done(EXIT_INTERRUPTED, out);
+            return;
+        }
+        self.drain_until = Some(now + Duration::from_millis(DRAIN_MS_MAX));
+        match self.state {
+            State::Joining | State::Running => out.push(Effect::Request(DRAIN)),
+            State::Idle { .. } if self.is_orphan() => self.done(EXIT_INTERRUPTED, out),
+            // The leader knows what is left to do with what this worker holds.
+            State::Idle { .. } | State::Leaving { .. } | State::Done => {}
+        }
+    }
+
+    fn on_tick(&mut self, now: Duration, out: &mut Vec<Effect>) {
+        if !self.is_orphan() {
+            out.push(Effect::Heartbeat);
+        }
+        if self.drain_until.is_some_and(|until| now >= until) {
+            out.push(Effect::Log(format!("still here {DRAIN_MS_MAX} ms after the signal")));
+            return self.done(EXIT_INTERRUPTED, out);
+        }
+        if let State::Leaving { then: Then::Exit { code, until } } = self.state
+            && now >= until
+        {
+            out.push(Effect::Log(format!("the step goes on {LEAVE_MS_MAX} ms after its abort")));
+            return self.done(code, out);
+        }
+        self.check_orphan(now, out);
+    }
+
+    /// An orphan without an attempt waits no longer than `orphanTimeout`, and not at all when it
+    /// drains. One whose gang is undisturbed trains on.
+    fn check_orphan(&mut self, now: Duration, out: &mut Vec<Effect>) {
+        let (State::Idle { since: idle }, Leader::Gone { since: alone }) =
+            (&self.state, &self.leader)
+        else {
+            return;
+        };
+        if self.drain_until.is_some() {
+            self.done(EXIT_INTERRUPTED, out);
+        } else if now.saturating_sub(*idle.max(alone)) >= self.orphan_timeout {
+            out.push(Effect::Log("no leader came back".to_string()));
+            self.done(EXIT_TRY_AGAIN, out);
+        }
+    }
+
+    /// Ends the process once the attempt has been left.
+    fn exit(&mut self, code: i32, now: Duration, out: &mut Vec<Effect>) {
+        let until = now + Duration::from_millis(LEAVE_MS_MAX);
+        match &mut self.state {
+            State::Idle { .. } => self.done(code, out),
+            State::Joining => {
+                out.push(Effect::CancelJoin);
+                self.done(code, out);
+            }
+            State::Running => {
+                out.push(Effect::Abort { reason: "this worker ends".to_string() });
+                self.state = State::Leaving { then: Then::Exit { code, until } };
+            }
+            State::Leaving { then: Then::Exit { .. } } | State::Done => {}
+            State::Leaving { then } => *then = Then::Exit { code, until },
+        }
+    }
+
+    fn done(&mut self, code: i32, out: &mut Vec<Effect>) {
+        self.state = State::Done;
+        out.push(Effect::Exit(code));
+    }
+
+    fn fail(&mut self, failure: Failure, out: &mut Vec<Effect>) {
+        let message = failure.to_string();
+        let exit_code = failure.exit_code;
+        self.send(Up::Failed { exit_code, message }, out);
+        self.done(exit_code, out);
+    }
+
+    fn left_up(&self, reason: LeftReason) -> Up {
+        Up::Left { reason, held: self.held.clone() }
+    }
+
+    fn left(&mut self, reason: LeftReason, now: Duration, out: &mut Vec<Effect>) {
+        let up = self.left_up(reason);
+        self.state = State::Idle { since: now };
+        self.report = Some(up.clone());
+        self.send(up, out);
+    }
+
+    fn send(&self, up: Up, out: &mut Vec<Effect>) {
+        if !self.is_orphan() {
+            out.push(Effect::Send { attempt: self.attempt, up });
+        }
+    }
+
+    fn is_orphan(&self) -> bool {
+        self.leader != Leader::Connected
+    }
+}
+
+/// A worker that is to end saves what it has first.
+const DRAIN: Request = Request { checkpoint_now: true, stop_after_this_step: true };
+
+fn reason_of(error: CommError, asked: bool) -> LeftReason {
+    match error {
+        _ if asked => LeftReason::Asked,
+        CommError::PeerLost { rank, .. } | CommError::Protocol { rank, .. } => {
+            LeftReason::PeerLost { rank }
+        }
+        CommError::Aborted { reason } => LeftReason::Error { message: reason },
+    }
+}

@@ -1,0 +1,3 @@
+//! What a rank owns of the training's state, and how it moves between ranks.
+
+pub mod snapshot;
