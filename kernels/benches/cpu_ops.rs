@@ -130,7 +130,8 @@ fn attention(bench: &mut Bench) {
     bench.time("rope", 0, 2 * T * N * H, |device| device.rope(&op));
     let (batch, seq, heads, kv_heads, head_dim, scale) = (2, T / 2, N, N, H, 0.1);
     let op = Attention {
-        batch, seq, heads, kv_heads, head_dim, scale, q, k, v, starts: None, o, lse,
+        batch, seq, heads, kv_heads, head_dim, scale, q, k, v, starts: None, window: None,
+        deterministic: true, workspace: None, o, lse,
     };
     let flops = 2 * batch * heads * seq * seq * head_dim;
     bench.time("attention", flops, 4 * T * N * H, |device| device.attention(&op));

@@ -2,11 +2,15 @@
 //! al. 2022).
 
 use crate::buffer::Buffer;
+use crate::cuda::{AttentionDesc, LayerError};
 use crate::device::{Device, on_float};
 
 /// Per sequence, head n (which shares key and value head n / (N / KV)) and query i:
-/// s[j] = scale * <q[i], k[j]> for starts[i] <= j <= i; lse = ln sum_j e^s[j];
+/// s[j] = scale * <q[i], k[j]> for max(starts[i], i + 1 - window) <= j <= i; lse = ln sum_j e^s[j];
 /// o[i] = sum_j e^s[j] v[j] / sum_j e^s[j], j ascending as in a product.
+///
+/// On a GPU q, k, v and o are bf16, fp16 or fp32 and lse is fp32; sums are fp32, in tiles, and
+/// weights e^(s - max) are rounded to the kind of v.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention {
     /// Sequences; T = batch * seq.
@@ -24,8 +28,15 @@ pub struct Attention {
     /// [T, KV * H]
     pub v: Buffer,
     /// u32 [T]: the first position in its sequence that a token attends to, at most its own; None:
-    /// 0. Keeps documents in one sequence apart.
+    /// 0. Keeps documents in one sequence apart. On a GPU they may not fall within a sequence.
     pub starts: Option<Buffer>,
+    /// Keys that a query sees at most, its own included; None: all
+    pub window: Option<usize>,
+    /// Whether a GPU's backward gives the same bits every time; otherwise dq is added up in no
+    /// fixed order, which is faster. A CPU's always are the same.
+    pub deterministic: bool,
+    /// u8, what [`Device::attention_plan`] says, free between calls; a CPU needs none.
+    pub workspace: Option<Buffer>,
     /// Output [T, N * H]
     pub o: Buffer,
     /// Output [T, N], kept for backward
@@ -51,17 +62,26 @@ pub struct AttentionBackward {
 }
 
 impl Device {
+    /// Makes the kernels that attentions of `desc` need, so that no step waits for them, and says
+    /// how many bytes of workspace they share.
+    pub fn attention_plan(&mut self, desc: &AttentionDesc) -> Result<usize, LayerError> {
+        match self {
+            Device::Cpu(_) => Ok(0),
+            Device::Cuda(cuda) => cuda.attention_plan(desc),
+        }
+    }
+
     pub fn attention(&mut self, op: &Attention) {
         match self {
             Device::Cpu(cpu) => on_float!(op.o.dtype(), T => cpu.attention::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("attention"),
+            Device::Cuda(cuda) => cuda.attention(op),
         }
     }
 
     pub fn attention_backward(&mut self, op: &AttentionBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.d_o.dtype(), T => cpu.attention_backward::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("attention_backward"),
+            Device::Cuda(cuda) => cuda.attention_backward(op),
         }
     }
 }

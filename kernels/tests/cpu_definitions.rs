@@ -47,6 +47,12 @@ fn rope_turns_pairs_half_a_head_apart() {
 
 #[test]
 fn attention_is_a_softmax_over_the_window() {
+    for window in [None, Some(37), Some(1)] {
+        check_attention(window);
+    }
+}
+
+fn check_attention(window: Option<usize>) {
     let (batch, seq, heads, kv_heads, head_dim, scale) = (2, 300, 4, 2, 5, 0.7);
     let tokens = batch * seq;
     let mut bed = Bed::f64();
@@ -66,6 +72,9 @@ fn attention_is_a_softmax_over_the_window() {
         k,
         v,
         starts: starts_buffer,
+        window,
+        deterministic: true,
+        workspace: None,
         o,
         lse,
     });
@@ -78,7 +87,8 @@ fn attention_is_a_softmax_over_the_window() {
             };
             let (first, kv_head) = (t / seq * seq, head / (heads / kv_heads));
             let query = vector(&q, t, heads, head);
-            let window = first + *start as usize..t + 1;
+            let seen = (t + 1).saturating_sub(window.unwrap_or(seq));
+            let window = seen.max(first + *start as usize)..t + 1;
             let score = |j: usize| {
                 let key = vector(&k, j, kv_heads, kv_head);
                 scale * query.iter().zip(&key).map(|(q, k)| q * k).sum::<f64>()

@@ -93,7 +93,8 @@ fn attention() {
             let (o, lse, d_o) = (bed.output(query), bed.output(tokens * heads), bed.input(query));
             let scale = 0.3;
             let forward = Attention {
-                batch, seq, heads, kv_heads, head_dim, scale, q, k, v, starts, o, lse,
+                batch, seq, heads, kv_heads, head_dim, scale, q, k, v, starts, window: None,
+                deterministic: true, workspace: None, o, lse,
             };
             bed.device.attention(&forward);
             let (dq, dk, dv) = (bed.output(query), bed.output(key), bed.output(key));

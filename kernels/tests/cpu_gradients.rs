@@ -69,7 +69,7 @@ fn attention() {
     let (batch, seq, heads, kv_heads, head_dim, scale) = (2, 67, 4, 2, 6, 0.4);
     let tokens = batch * seq;
     let (query, key) = (tokens * heads * head_dim, tokens * kv_heads * head_dim);
-    for documents in [false, true] {
+    for (documents, window) in [(false, None), (true, None), (false, Some(9)), (true, Some(4))] {
         let inputs = [uniform(1, query), uniform(2, key), uniform(3, key)];
         let forward = |inputs: &[Vec<f64>], bed: &mut Bed| {
             let first = |t: usize| ((t % seq) / 10 * 10) as u32;
@@ -78,7 +78,8 @@ fn attention() {
             let [q, k, v] = [0, 1, 2].map(|i| bed.floats(&inputs[i]));
             let (o, lse) = (bed.output(query), bed.output(tokens * heads));
             let op = Attention {
-                batch, seq, heads, kv_heads, head_dim, scale, q, k, v, starts, o, lse,
+                batch, seq, heads, kv_heads, head_dim, scale, q, k, v, starts, window,
+                deterministic: true, workspace: None, o, lse,
             };
             bed.device.attention(&op);
             op

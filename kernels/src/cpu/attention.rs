@@ -105,6 +105,7 @@ struct Shape<'a, T> {
     head_dim: usize,
     scale: T,
     starts: Option<&'a [u32]>,
+    window: usize,
 }
 
 /// Some queries of one head of one sequence.
@@ -131,6 +132,7 @@ impl<'a, T: Float> Shape<'a, T> {
             head_dim: op.head_dim,
             scale: T::of(op.scale),
             starts,
+            window: op.window.unwrap_or(op.seq),
         }
     }
 
@@ -149,6 +151,7 @@ impl<'a, T: Float> Shape<'a, T> {
         assert!(queries.iter().all(|q| q.len() == tokens * self.query_row()), "queries' sizes");
         assert!(keys.iter().all(|k| k.len() == tokens * self.key_row()), "keys' sizes");
         assert_eq!(lse.len(), tokens * self.heads, "lse's size");
+        assert!(self.window > 0 || self.seq == 0, "a window of no keys");
         assert!(self.starts.is_none_or(|starts| starts.len() == tokens), "starts' size");
     }
 
@@ -169,11 +172,11 @@ impl<'a, T: Float> Shape<'a, T> {
     }
 
     /// The keys that query `i` of a block attends to.
-    fn window(&self, block: &Block, i: usize) -> std::ops::Range<usize> {
+    fn keys_of(&self, block: &Block, i: usize) -> std::ops::Range<usize> {
         let own = block.first + i;
         let start = self.starts.map_or(0, |starts| starts[block.token + i] as usize);
         assert!(start <= own, "the token at {own} attends from {start} on");
-        start..own + 1
+        start.max((own + 1).saturating_sub(self.window))..own + 1
     }
 
     /// scores [queries, keys] = Q K^T of vectors in rows of `query_row` and `key_row`
@@ -206,7 +209,7 @@ fn forward_block<T: GemmFloat>(
         shape.scores(isa, block, q, k, scores);
         let (mut maxima, mut sums) = ([T::ZERO; QUERIES], [T::ONE; QUERIES]);
         for (i, row) in scores.chunks_exact_mut(block.keys).enumerate() {
-            let window = shape.window(block, i);
+            let window = shape.keys_of(block, i);
             (maxima[i], sums[i]) = softmax_row::<T>(isa, row, window, shape.scale);
         }
         let mut logs = sums;
@@ -255,7 +258,7 @@ fn backward_block<T: GemmFloat>(
         shape.scores(isa, block, given.d_o, given.v, ds);
         let rows = p.chunks_exact_mut(block.keys).zip(ds.chunks_exact_mut(block.keys));
         for (i, (p, ds)) in rows.enumerate() {
-            let window = shape.window(block, i);
+            let window = shape.keys_of(block, i);
             let at = block.query_at + i * shape.query_row();
             let (o, d_o) = (&given.o[at..][..shape.head_dim], &given.d_o[at..][..shape.head_dim]);
             let lse = given.lse[(block.token + i) * shape.heads + block.head];

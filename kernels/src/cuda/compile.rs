@@ -121,18 +121,27 @@ impl Compiler {
     }
 
     fn cubin(&self, source: &Source) -> Result<Vec<u8>, CudaError> {
-        let Some(folder) = &self.cache else { return compile(source) };
-        let entry = Entry::new(folder, source, self.nvrtc);
-        if let Some(cubin) = entry.read() {
-            return Ok(cubin);
-        }
-        let cubin = compile(source)?;
-        // A cache that cannot be written costs the next start its time and nothing else.
-        if let Err(error) = entry.write(&cubin) {
-            eprintln!("moejob: the kernel cache is not used: {error}");
-        }
-        Ok(cubin)
+        cached(source, self.cache.as_deref(), self.nvrtc)
     }
+}
+
+/// From the cache of `folder`, else compiled and left there.
+fn cached(
+    source: &Source,
+    folder: Option<&Path>,
+    nvrtc: (i32, i32),
+) -> Result<Vec<u8>, CudaError> {
+    let Some(folder) = folder else { return compile(source) };
+    let entry = Entry::new(folder, source, nvrtc);
+    if let Some(cubin) = entry.read() {
+        return Ok(cubin);
+    }
+    let cubin = compile(source)?;
+    // A cache that cannot be written costs the next start its time and nothing else.
+    if let Err(error) = entry.write(&cubin) {
+        eprintln!("moejob: the kernel cache is not used: {error}");
+    }
+    Ok(cubin)
 }
 
 const OPTIONS: [&str; 1] = ["--std=c++17"];
@@ -262,6 +271,9 @@ fn fnv1a(bytes: &[u8]) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
+    use super::super::attention_shape::AttentionDesc;
     use super::super::gemm::{Arch, GemmConfig, Output};
     use super::super::layer::MoeLayer;
     use super::super::shape::{MoeActivation, MoeDesc};
@@ -274,14 +286,68 @@ mod tests {
         Entry::new(&folder, &source, (13, 0))
     }
 
-    /// Every kernel of a layer, for both paths and all elements, wherever NVRTC is.
+    /// Compiles them, wherever NVRTC is; into the folder MOEJOB_CUBIN_CACHE where that is set, so
+    /// that a machine without a device fills the cache of one that has it.
+    fn check_that_all_compile(test: &str, sources: HashSet<Source>) {
+        let version = match nvrtc_version() {
+            Ok(version) => version,
+            Err(error) => return eprintln!("skipped: {test}: {error}"),
+        };
+        let folder = std::env::var_os("MOEJOB_CUBIN_CACHE").map(PathBuf::from);
+        let sources: Vec<Source> = sources.into_iter().collect();
+        let next = AtomicUsize::new(0);
+        let work = || {
+            while let Some(source) = sources.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let cubin = cached(source, folder.as_deref(), version);
+                let cubin = cubin.unwrap_or_else(|error| panic!("{error}"));
+                assert!(!cubin.is_empty(), "{}", source.label);
+            }
+        };
+        std::thread::scope(|scope| (0..2).for_each(|_| _ = scope.spawn(work)));
+    }
+
+    /// Every kernel of attention: heads for each path, masked and not, both backwards.
+    #[test]
+    fn the_kernels_of_attention_compile() {
+        let mut sources = HashSet::new();
+        let halves = [DType::Bf16, DType::F16];
+        for (arch, elements, head_dims) in ATTENTIONS {
+            for element in elements.unwrap_or(&halves) {
+                for head_dim in head_dims {
+                    for bits in 0..4 {
+                        let desc = AttentionDesc {
+                            element: *element,
+                            batch: 2,
+                            seq: 512,
+                            heads: 8,
+                            kv_heads: if bits & 1 == 0 { 8 } else { 2 },
+                            head_dim: *head_dim,
+                            scale: 0.1,
+                            documents: bits & 2 != 0,
+                            window: None,
+                            deterministic: false,
+                        };
+                        sources.extend(desc.sources(arch));
+                        let desc = AttentionDesc { deterministic: true, ..desc };
+                        sources.extend(desc.sources(arch));
+                    }
+                }
+            }
+        }
+        check_that_all_compile("the_kernels_of_attention_compile", sources);
+    }
+
+    /// Elements (none: both of 16 bits) and head dims.
+    const ATTENTIONS: [(Arch, Option<&[DType]>, &[usize]); 3] = [
+        (Arch::Hopper, None, &[64, 96, 128]),
+        (Arch::Ampere("sm_80"), None, &[72, 128, 256]),
+        (Arch::Plain("sm_80"), Some(&[DType::F32]), &[40, 256]),
+    ];
+
+    /// Every kernel of a layer, for both paths and all elements.
     #[test]
     fn the_kernels_of_layers_compile() {
-        if let Err(error) = nvrtc_version() {
-            eprintln!("skipped: the_kernels_of_layers_compile: {error}");
-            return;
-        }
-        let mut sources = std::collections::HashSet::new();
+        let mut sources = HashSet::new();
         for (arch, elements) in [
             (Arch::Hopper, [DType::Bf16, DType::F16].as_slice()),
             (Arch::Ampere("sm_80"), &[DType::Bf16, DType::F16]),
@@ -295,30 +361,16 @@ mod tests {
                 sources.insert(desc.route().rows_source(arch.target()));
             }
         }
-        compile_all(&sources.into_iter().collect::<Vec<Source>>());
+        check_that_all_compile("the_kernels_of_layers_compile", sources);
     }
 
     /// The same of the ops of a step.
     #[test]
     fn the_kernels_of_a_step_compile() {
-        if let Err(error) = nvrtc_version() {
-            eprintln!("skipped: the_kernels_of_a_step_compile: {error}");
-            return;
-        }
         let units = super::super::step_ops::tests::units();
         let of = |arch| units.iter().map(move |unit| unit.source(arch));
-        compile_all(&of("sm_90a").chain(of("sm_80")).collect::<Vec<Source>>());
-    }
-
-    fn compile_all(sources: &[Source]) {
-        let next = AtomicUsize::new(0);
-        let work = || {
-            while let Some(source) = sources.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let cubin = compile(source).unwrap_or_else(|error| panic!("{error}"));
-                assert!(!cubin.is_empty(), "{}", source.label);
-            }
-        };
-        std::thread::scope(|scope| (0..2).for_each(|_| _ = scope.spawn(work)));
+        let sources = of("sm_90a").chain(of("sm_80")).collect();
+        check_that_all_compile("the_kernels_of_a_step_compile", sources);
     }
 
     fn layer_desc() -> MoeDesc {

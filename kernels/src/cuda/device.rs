@@ -2,6 +2,8 @@
 
 use std::sync::OnceLock;
 
+use super::attention::AttentionKernels;
+use super::attention_shape::AttentionDesc;
 use super::compile::{Compiler, default_cache_dir};
 use super::dense_device::DenseState;
 use super::driver::{Arena, Gpu, Stream};
@@ -11,6 +13,7 @@ use super::head::Head;
 use super::layer::{LayerError, MoeLayer};
 use super::shape::MoeDesc;
 use super::step_ops::StepOps;
+use crate::attention::{Attention, AttentionBackward};
 use crate::buffer::{ArenaPlan, Buffer, Element};
 use crate::moe::{MoeBackward, MoeForward, MoePlan};
 
@@ -28,6 +31,7 @@ pub struct CudaDevice {
     pub(super) dense: DenseState,
     pub(super) heads: Vec<Head>,
     pub(super) gates: Vec<GateKernels>,
+    attentions: Vec<AttentionKernels>,
     failure: OnceLock<LayerError>,
 }
 
@@ -49,6 +53,7 @@ impl CudaDevice {
             dense: DenseState::default(),
             heads: Vec::new(),
             gates: Vec::new(),
+            attentions: Vec::new(),
             failure: OnceLock::new(),
         })
     }
@@ -152,6 +157,41 @@ impl CudaDevice {
         self.on_layer(&op.desc, |layer, stream, arena| {
             layer.backward(stream, arena, &op.tensors, op.dout, op.dx, &op.gradients)
         });
+    }
+
+    /// The kernels of `desc`, compiled and loaded.
+    fn attention_kernels(&mut self, desc: &AttentionDesc) -> Result<usize, LayerError> {
+        if let Some(at) = self.attentions.iter().position(|kernels| kernels.desc() == desc) {
+            return Ok(at);
+        }
+        self.gpu().make_current()?;
+        self.attentions.push(AttentionKernels::new(&self.compiler, *desc)?);
+        Ok(self.attentions.len() - 1)
+    }
+
+    pub(crate) fn attention_plan(&mut self, desc: &AttentionDesc) -> Result<usize, LayerError> {
+        let at = self.attention_kernels(desc)?;
+        Ok(self.attentions[at].workspace_bytes())
+    }
+
+    pub(crate) fn attention(&mut self, op: &Attention) {
+        match self.attention_kernels(&AttentionDesc::of(op)) {
+            Ok(at) => self.attempt(|| {
+                let kernels = &self.attentions[at];
+                Ok(kernels.forward(&self.stream, &self.arena, op, &mut |_| Ok(()))?)
+            }),
+            Err(error) => self.attempt(|| Err(error)),
+        }
+    }
+
+    pub(crate) fn attention_backward(&mut self, op: &AttentionBackward) {
+        match self.attention_kernels(&AttentionDesc::of(&op.forward)) {
+            Ok(at) => self.attempt(|| {
+                let kernels = &self.attentions[at];
+                Ok(kernels.backward(&self.stream, &self.arena, op, &mut |_| Ok(()))?)
+            }),
+            Err(error) => self.attempt(|| Err(error)),
+        }
     }
 
     /// An op of the rest of a transformer's step, which the GPU does not have yet.

@@ -300,7 +300,12 @@ impl Arena {
         assert_eq!((buffer.dtype(), buffer.len()), (E::DTYPE, from.len()), "{buffer:?}");
         // SAFETY: the range was checked, and the source is valid for the time of the call.
         unsafe { cu::memcpy_htod_sync(self.address(buffer), from) }
-            .doing(|| format!("copying to {buffer:?}"))
+            .doing(|| format!("copying to {buffer:?}"))?;
+        // The call returns once the source was read. Our streams do not wait for the default one,
+        // so what they enqueue next could overtake the rest of the way.
+        // SAFETY: null is the default stream of the current context.
+        unsafe { cu::stream::synchronize(std::ptr::null_mut()) }
+            .doing(|| format!("waiting for a copy to {buffer:?}"))
     }
 
     /// Waits for the device, then copies `buffer` to the host.
@@ -326,6 +331,20 @@ impl Arena {
         // SAFETY: both ranges were checked, and share no byte.
         unsafe { cu::memcpy_dtod_async(target, source, from.bytes(), stream.handle()) }
             .doing(|| format!("copying {from:?} to {to:?}"))
+    }
+
+    /// Zeroes `bytes` from the device address `start` on, which lie in this arena.
+    pub(crate) fn zero_at(
+        &self,
+        stream: &Stream,
+        start: u64,
+        bytes: usize,
+    ) -> Result<(), CudaError> {
+        let inside = self.base <= start && start + bytes as u64 <= self.base + self.bytes as u64;
+        assert!(inside, "{bytes} bytes at {start:#x} outside of an arena at {:#x}", self.base);
+        // SAFETY: the range was checked.
+        unsafe { cu::memset_d8_async(start, 0, bytes, stream.handle()) }
+            .doing(|| format!("zeroing {bytes} bytes"))
     }
 
     /// Sets every byte of `buffer`, in the order of `stream`.

@@ -175,7 +175,8 @@ impl GemmConfig {
                 (wgmma, include_str!("grouped_gemm_main.cu"))
             }
             Arch::Ampere(_) | Arch::Plain(_) => {
-                (NO_WGMMA.to_owned(), include_str!("grouped_gemm_ampere.cu"))
+                let declared = format!("{}{NO_WGMMA}", include_str!("ampere.cu"));
+                (declared, include_str!("grouped_gemm_ampere.cu"))
             }
         };
         let parts = [

@@ -6,6 +6,7 @@
 //! GemmConfig::choose(shape)     tiles.rs     which tiles a product takes
 //! Gemm::new(config)             gemm.rs      one grouped product
 //! MoeLayer::new(desc)           layer.rs     forward, backward: a fixed list of launches (call.rs)
+//! AttentionKernels::new(desc)   attention.rs forward, backward: a fixed list of launches
 //! Products::new(gpu)            dense.rs     dense products, by cuBLASLt
 //! GateKernels::new(shape)       gate.rs      routers beyond dropless top-k
 //! Head::new(desc)               head.rs      the head with its loss: products, softmax between
@@ -19,6 +20,8 @@
 //! Letters as in the crate: `T` tokens, `D` dim, `F` expert hidden, `E` experts, `K` top-k,
 //! `R = T K` routed rows, `W` = 2 F gated, else F.
 
+mod attention;
+mod attention_shape;
 mod call;
 mod compile;
 mod dense;
@@ -45,6 +48,8 @@ mod step_ops;
 mod tensor_map;
 mod tiles;
 
+pub use attention::AttentionKernels;
+pub use attention_shape::AttentionDesc;
 pub use compile::{Compiler, Module, Source, default_cache_dir};
 pub use dense::{DenseShape, Products};
 pub use dense_record::{DenseRecord, NoRecord};

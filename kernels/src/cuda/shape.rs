@@ -65,10 +65,18 @@ pub enum Refusal {
     Activation { found: MoeActivation },
 }
 
-fn range(name: &'static str, found: usize, min: usize, max: usize) -> Result<(), Refusal> {
+pub(super) fn range(name: &'static str, found: usize, min: usize, max: usize) -> Result<(), Refusal> {
     match (min..=max).contains(&found) {
         true => Ok(()),
         false => Err(Refusal::Range { name, found, min, max }),
+    }
+}
+
+/// Whether kernels count as far as `found`.
+pub(super) fn counted(what: &'static str, found: u128, max: u128) -> Result<(), Refusal> {
+    match found <= max {
+        true => Ok(()),
+        false => Err(Refusal::TooLarge { what, found: found as usize, max: max as usize }),
     }
 }
 
@@ -103,10 +111,6 @@ impl MoeDesc {
         let aligned = |name, found: usize| match found.is_multiple_of(Self::ALIGNMENT) {
             true => Ok(()),
             false => Err(Refusal::Unaligned { name, found, multiple: Self::ALIGNMENT }),
-        };
-        let counted = |what, found: u128, max: u128| match found <= max {
-            true => Ok(()),
-            false => Err(Refusal::TooLarge { what, found: found as usize, max: max as usize }),
         };
         if !matches!(self.element, DType::Bf16 | DType::F16 | DType::F32) {
             let devices = "layers on a GPU are in bf16, fp16 or fp32";

@@ -79,6 +79,28 @@ fn kind_of(element: DType) -> Kind {
     }
 }
 
+/// Heads of 16-bit elements: address, [batch, seq, heads, head_dim] row-major.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HeadMatrix {
+    pub address: u64,
+    pub batch: usize,
+    pub seq: usize,
+    pub heads: usize,
+    pub head_dim: usize,
+}
+
+impl HeadMatrix {
+    /// Boxes of 64 columns by `box_rows` positions of one head, 128-byte swizzle.
+    pub(crate) fn map(self, box_rows: usize) -> Result<sys::CUtensorMap, CudaError> {
+        let HeadMatrix { address, batch, seq, heads, head_dim } = self;
+        let row = (heads * head_dim * 2) as u64;
+        let dims = [head_dim as u64, seq as u64, heads as u64, batch as u64];
+        let strides = [row, head_dim as u64 * 2, seq as u64 * row];
+        let matrix = Matrix { address, rows: batch * seq, cols: heads * head_dim };
+        encode(matrix, WORDS, &dims, &strides, &[64, box_rows as u32, 1, 1])
+    }
+}
+
 fn encode(
     matrix: Matrix,
     kind: Kind,

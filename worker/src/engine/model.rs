@@ -338,6 +338,9 @@ impl Model {
             k: b.k.slice(0, t * kv_size),
             v: b.v.slice(0, t * kv_size),
             starts: self.starts(t),
+            window: None,
+            deterministic: true,
+            workspace: None,
             o: b.attended.slice(0, t * q_size),
             lse: b.lse.slice(0, t * config.num_attention_heads as usize),
         }

@@ -1,0 +1,365 @@
+//! Attention on the device: a fixed list of launches forward, and one backward.
+//!
+//! ```text
+//! forward    [ranges] -> forward
+//! backward   [ranges] -> delta -> zero -> dk dv, dq added -> round     on Hopper
+//!            [ranges] -> delta -> dk dv -> dq                          elsewhere
+//! ```
+//! `ranges` only where documents or a window say what a query sees. On Hopper dq is added up in
+//! fp32, by tiles of keys in their order or, faster, in no fixed one. Kept from forward to backward:
+//! q, k, v, o and lse.
+
+use cudarc::driver::sys;
+
+use super::attention_shape::{AttentionDesc, Tiles, Workspace};
+use super::compile::Compiler;
+use super::driver::{Arena, Function, Launch, Stream, parameters};
+use super::error::CudaError;
+use super::gemm::Arch;
+use super::layer::{LayerError, Observer};
+use super::tensor_map::HeadMatrix;
+use crate::attention::{Attention, AttentionBackward};
+use crate::buffer::{ArenaPlan, Buffer, DType};
+
+/// The kernels of one shape.
+#[derive(Debug)]
+pub struct AttentionKernels {
+    desc: AttentionDesc,
+    arch: Arch,
+    plan: Workspace,
+    forward: Function,
+    backward: Function,
+    query: Function,
+    ranges: Function,
+    delta: Function,
+    round: Option<Function>,
+    /// Two words for each of three kernels, zero between launches
+    counters: Arena,
+    counter_words: Buffer,
+    multiprocessors: usize,
+}
+
+/// A launch of the list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    Ranges,
+    Forward,
+    Delta,
+    Zero,
+    Backward,
+    Query,
+    Round,
+}
+
+impl Step {
+    const fn name(self) -> &'static str {
+        match self {
+            Step::Ranges => "ranges",
+            Step::Forward => "forward",
+            Step::Delta => "delta",
+            Step::Zero => "zero",
+            Step::Backward => "dk dv",
+            Step::Query => "dq",
+            Step::Round => "round",
+        }
+    }
+}
+
+/// The kernels' `Args`, field by field. Zero addresses are operands a launch has not.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct Args {
+    q: u64,
+    k: u64,
+    v: u64,
+    o: u64,
+    d_o: u64,
+    dq: u64,
+    dk: u64,
+    dv: u64,
+    lse: u64,
+    starts: u64,
+    lse2: u64,
+    delta: u64,
+    sums: u64,
+    turns: u64,
+    counter: u64,
+    first: u64,
+    past: u64,
+    batch: i32,
+    seq: i32,
+    padded: i32,
+    heads: i32,
+    kv_heads: i32,
+    group: i32,
+    window: i32,
+    scale_log2: f32,
+    scale: f32,
+}
+
+/// The kernels' `Maps`: q, k, v, o, do, dq, dk, dv.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Maps([sys::CUtensorMap; 8]);
+
+impl AttentionKernels {
+    /// Compiles and loads what `desc` takes on the compiler's device.
+    pub fn new(compiler: &Compiler, desc: AttentionDesc) -> Result<AttentionKernels, LayerError> {
+        desc.check()?;
+        let gpu = compiler.gpu();
+        let arch = desc.arch(Arch::of(gpu)?);
+        let modules = compiler.load(&desc.sources(arch), &|_, _| ())?;
+        let ([forward, backward, query], rows) = match &modules[..] {
+            [forward, backward, query, rows] => ([forward, backward, query], rows),
+            [tiles, rows] => ([tiles; 3], rows),
+            _ => unreachable!("a module for each of two or four sources"),
+        };
+        let forward = forward.function("attention_forward")?;
+        let backward = backward.function("attention_backward")?;
+        let query = query.function("attention_query")?;
+        for (step, function) in
+            [(Step::Forward, &forward), (Step::Backward, &backward), (Step::Query, &query)]
+        {
+            function.allow_shared(shared_bytes(&desc, arch, step) as u32)?;
+        }
+        let mut plan = ArenaPlan::new();
+        let counter_words = plan.alloc(DType::U32, 6);
+        let counters = Arena::new(gpu, plan.bytes())?;
+        counters.write(counter_words, &[0_u32; 6])?;
+        let round = desc.adds_dq(arch).then(|| rows.function("attention_round")).transpose()?;
+        Ok(AttentionKernels {
+            desc,
+            arch,
+            plan: desc.workspace(arch),
+            forward,
+            backward,
+            query,
+            ranges: rows.function("attention_ranges")?,
+            delta: rows.function("attention_delta")?,
+            round,
+            counters,
+            counter_words,
+            multiprocessors: gpu.multiprocessors() as usize,
+        })
+    }
+
+    pub fn desc(&self) -> &AttentionDesc {
+        &self.desc
+    }
+
+    /// Bytes of the workspace, which all attentions of a device can share.
+    pub fn workspace_bytes(&self) -> usize {
+        self.plan.bytes
+    }
+
+    /// `op.o` and `op.lse`. Two launches of the same kernels never run beside each other.
+    pub fn forward(
+        &self,
+        stream: &Stream,
+        arena: &Arena,
+        op: &Attention,
+        after: &mut Observer<'_>,
+    ) -> Result<(), CudaError> {
+        let ranges = self.desc.masked().then_some(Step::Ranges);
+        let steps = ranges.into_iter().chain([Step::Forward]);
+        self.run(stream, arena, &self.args(arena, op), steps, after)
+    }
+
+    /// `op.dq`, `op.dk` and `op.dv`.
+    pub fn backward(
+        &self,
+        stream: &Stream,
+        arena: &Arena,
+        op: &AttentionBackward,
+        after: &mut Observer<'_>,
+    ) -> Result<(), CudaError> {
+        let (elements, keys) = (self.query_elements(), self.key_elements());
+        let args = Args {
+            d_o: self.elements(arena, op.d_o, elements),
+            dq: self.elements(arena, op.dq, elements),
+            dk: self.elements(arena, op.dk, keys),
+            dv: self.elements(arena, op.dv, keys),
+            ..self.args(arena, &op.forward)
+        };
+        let steps: &[Step] = match self.desc.adds_dq(self.arch) {
+            true => &[Step::Delta, Step::Zero, Step::Backward, Step::Round],
+            false => &[Step::Delta, Step::Backward, Step::Query],
+        };
+        let ranges = self.desc.masked().then_some(Step::Ranges);
+        self.run(stream, arena, &args, ranges.into_iter().chain(steps.iter().copied()), after)
+    }
+
+    fn query_elements(&self) -> usize {
+        self.desc.tokens() * self.desc.heads * self.desc.head_dim
+    }
+
+    fn key_elements(&self) -> usize {
+        self.desc.tokens() * self.desc.kv_heads * self.desc.head_dim
+    }
+
+    fn elements(&self, arena: &Arena, buffer: Buffer, len: usize) -> u64 {
+        assert_eq!((buffer.dtype(), buffer.len()), (self.desc.element, len), "{buffer:?}");
+        arena.address(buffer)
+    }
+
+    fn args(&self, arena: &Arena, op: &Attention) -> Args {
+        let AttentionDesc { batch, seq, heads, kv_heads, scale, window, .. } = self.desc;
+        assert_eq!(AttentionDesc::of(op), self.desc, "an attention of another shape");
+        let tokens = self.desc.tokens();
+        assert_eq!((op.lse.dtype(), op.lse.len()), (DType::F32, tokens * heads), "{:?}", op.lse);
+        let starts = op.starts.map_or(0, |starts| {
+            assert_eq!((starts.dtype(), starts.len()), (DType::U32, tokens), "{starts:?}");
+            arena.address(starts)
+        });
+        let workspace = op.workspace.expect("attention on a GPU has a workspace");
+        let bytes = workspace.bytes();
+        assert!(bytes >= self.plan.bytes, "a workspace of {bytes}, needed {}", self.plan.bytes);
+        let at = |range: Buffer| arena.address(workspace) + range.offset() as u64;
+        Args {
+            q: self.elements(arena, op.q, self.query_elements()),
+            k: self.elements(arena, op.k, self.key_elements()),
+            v: self.elements(arena, op.v, self.key_elements()),
+            o: self.elements(arena, op.o, self.query_elements()),
+            lse: arena.address(op.lse),
+            starts,
+            lse2: at(self.plan.lse2),
+            delta: at(self.plan.delta),
+            sums: at(self.plan.sums),
+            turns: at(self.plan.turns),
+            first: at(self.plan.first),
+            past: at(self.plan.past),
+            batch: batch as i32,
+            seq: seq as i32,
+            padded: self.desc.padded() as i32,
+            heads: heads as i32,
+            kv_heads: kv_heads as i32,
+            window: window.unwrap_or(seq).min(seq) as i32,
+            scale_log2: (f64::from(scale) * std::f64::consts::LOG2_E) as f32,
+            scale,
+            ..Args::default()
+        }
+    }
+
+    fn run(
+        &self,
+        stream: &Stream,
+        arena: &Arena,
+        args: &Args,
+        steps: impl Iterator<Item = Step>,
+        after: &mut Observer<'_>,
+    ) -> Result<(), CudaError> {
+        for step in steps {
+            self.step(stream, arena, args, step)?;
+            after(step.name())?;
+        }
+        Ok(())
+    }
+
+    fn step(
+        &self,
+        stream: &Stream,
+        arena: &Arena,
+        args: &Args,
+        step: Step,
+    ) -> Result<(), CudaError> {
+        let AttentionDesc { batch, heads, .. } = self.desc;
+        let (desc, block) = (&self.desc, self.desc.query_block());
+        match step {
+            // In order the first to add to a sum finds nothing there and stores.
+            Step::Zero if desc.orders_dq(self.arch) => {
+                arena.zero_at(stream, args.turns, self.plan.turns.bytes())
+            }
+            Step::Zero => arena.zero_at(stream, args.sums, self.plan.sums.bytes()),
+            Step::Ranges => {
+                let launch = Launch::new(desc.tokens().div_ceil(256), 256);
+                // SAFETY: the kernel takes `Args`; every buffer was checked or planned.
+                unsafe { self.ranges.launch(stream, launch, parameters![*args]) }
+            }
+            Step::Delta => {
+                let rows = 4 * 256 / desc.delta_lanes();
+                let mut launch = Launch::new((desc.padded() * heads).div_ceil(rows), 256);
+                launch.grid[1] = batch as u32;
+                // SAFETY: as above.
+                unsafe { self.delta.launch(stream, launch, parameters![*args]) }
+            }
+            Step::Round => {
+                let blocks = batch * heads * (desc.seq.next_multiple_of(block) / 64);
+                let launch = Launch::new(blocks, 4 * desc.head_dim as u32);
+                let Some(round) = &self.round else { unreachable!("sums are rounded") };
+                // SAFETY: as above.
+                unsafe { round.launch(stream, launch, parameters![*args]) }
+            }
+            Step::Forward | Step::Backward | Step::Query => self.tiles(stream, args, step),
+        }
+    }
+
+    /// A kernel that takes tiles off a counter.
+    fn tiles(&self, stream: &Stream, args: &Args, step: Step) -> Result<(), CudaError> {
+        let desc = &self.desc;
+        let (function, index, group, groups) = match step {
+            Step::Forward => (&self.forward, 0, desc.query_group(), desc.forward_groups()),
+            Step::Query => (&self.query, 2, desc.query_group(), 2),
+            _ => (&self.backward, 4, desc.key_group(self.multiprocessors), 2),
+        };
+        let shared_bytes = shared_bytes(desc, self.arch, step) as u32;
+        if self.arch != Arch::Hopper {
+            let (tiles, blocks) = (desc.tiles(), desc.seq.div_ceil(Tiles::STAYING));
+            let heads = match step {
+                Step::Backward => desc.kv_heads * tiles.split,
+                _ => desc.heads,
+            };
+            let launch = Launch::new(desc.batch * heads * blocks, Tiles::THREADS);
+            let launch = Launch { shared_bytes, ..launch };
+            // SAFETY: the kernel takes `Args`; every buffer was checked or planned.
+            return unsafe { function.launch(stream, launch, parameters![*args]) };
+        }
+        let counter = self.counters.address(self.counter_words.slice(index, 2));
+        let args = Args { counter, group: group as i32, ..*args };
+        let launch = Launch::new(self.multiprocessors, 128 * (groups as u32 + 1));
+        let launch = Launch { shared_bytes, ..launch };
+        let maps = self.maps(&args, step)?;
+        // SAFETY: the kernel takes `Maps` and `Args`, whose layouts are repeated here; every buffer
+        // was checked or planned.
+        unsafe { function.launch(stream, launch, parameters![maps, args]) }
+    }
+
+    /// The boxes in which a kernel reads and writes: of as many rows as it asks for at once.
+    fn maps(&self, args: &Args, step: Step) -> Result<Maps, CudaError> {
+        let AttentionDesc { batch, seq, heads, kv_heads, head_dim, .. } = self.desc;
+        let map = |address, heads, rows| {
+            HeadMatrix { address, batch, seq, heads, head_dim }.map(rows)
+        };
+        let none = || Ok(sys::CUtensorMap { opaque: [0; 16] });
+        let block = match step {
+            Step::Forward => 64 * self.desc.forward_groups(),
+            Step::Query => 128,
+            _ => self.desc.query_block(),
+        };
+        let out = |address, heads, wanted| match wanted {
+            true => map(address, heads, 64),
+            false => none(),
+        };
+        let backward = step != Step::Forward;
+        Ok(Maps([
+            map(args.q, heads, block)?,
+            map(args.k, kv_heads, 128)?,
+            map(args.v, kv_heads, 128)?,
+            out(args.o, heads, step == Step::Forward)?,
+            if backward { map(args.d_o, heads, block)? } else { none()? },
+            out(args.dq, heads, step == Step::Query)?,
+            out(args.dk, kv_heads, step == Step::Backward)?,
+            out(args.dv, kv_heads, step == Step::Backward)?,
+        ]))
+    }
+}
+
+/// What a kernel lays out in shared memory.
+fn shared_bytes(desc: &AttentionDesc, arch: Arch, step: Step) -> usize {
+    match (arch, step) {
+        (Arch::Hopper, Step::Forward) => desc.forward_shared(),
+        (Arch::Hopper, Step::Query) => desc.query_shared(),
+        (Arch::Hopper, _) => desc.backward_shared(desc.adds_dq(arch)),
+        (_, Step::Forward) => desc.tiles().forward_shared(),
+        _ => desc.tiles().backward_shared(),
+    }
+}

@@ -1,0 +1,412 @@
+// dk and dv for sm_90a, and with ADD_DQ dq beside them: K and V stationary, a loop over the
+// queries of all heads that share them, so that dk and dv need no atomics. See attention_hopper.cu.
+//
+// 128 keys, 64 a consumer warpgroup; queries in stages of BM, of which 64 at a time are worked on.
+// S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are fragments of dv += P^T dO and
+// dk += dS^T Q, which read dO and Q MN-major from the same stage.
+// With ADD_DQ dS^T also goes to shared memory (two buffers, one barrier a stage), and dq = dS K of
+// both warpgroups' keys is added to sums in fp32, in the order of registers, which
+// `attention_round` undoes: each warpgroup has half of the columns, or with BM = 128 half of the
+// queries.
+// With ORDERED tiles of keys add in ascending order, so that bits do not depend on who comes first.
+// A warp of the producer's waits for the turn of each stage and hands it on; consumers only arrive
+// at barriers. Tiles of a head go down the queries in step, each a bit behind the one before, and
+// the longest tiles, which are first in turn, also start first: hardly anyone waits.
+//
+// Host macros: ADD_DQ; ORDERED; BM, 64 or 128; HELD: K and V as fragments in registers (heads of 64);
+// DESCENDING: queries from the last block down, heads inside, so that tiles go in step and share
+// what L2 holds, else head by head from the diagonal up.
+constexpr int CONSUMERS = 2, BN = CONSUMERS * 64, STAGES = 2, PARTS = BM / 64;
+constexpr u32 KV_BYTES = SLABS * BN * 128, Q_BYTES = SLABS * BM * 128;
+constexpr u32 ROW_BYTES = BM * 8;  // lse2 and delta of a stage
+// dv and dk leave one after the other through one place, or each through its own.
+constexpr u32 STAGED_BYTES = ADD_DQ ? KV_BYTES : 2 * KV_BYTES;
+constexpr u32 DS_BYTES = ADD_DQ ? BN * BM * 2 : 0;
+constexpr u32 Q_AT = 2 * KV_BYTES, STAGED_AT = Q_AT + STAGES * 2 * Q_BYTES;
+constexpr u32 DS_AT = STAGED_AT + STAGED_BYTES, ROWS_AT = DS_AT + 2 * DS_BYTES;
+constexpr u32 BARRIERS_AT = ROWS_AT + STAGES * ROW_BYTES;
+constexpr int DQ_CHUNKS = HEAD_DIM / 8;  // of 8 columns, 128 threads by 4 registers each
+
+struct Shared {
+  u32 k, v, q, d_o, staged, ds, rows, barriers;
+  TileQueue tiles;
+  __device__ __forceinline__ u32 q_full(int s) const { return barriers + s * 8; }
+  __device__ __forceinline__ u32 q_empty(int s) const { return barriers + 16 + s * 8; }
+  __device__ __forceinline__ u32 o_full(int s) const { return barriers + 32 + s * 8; }
+  __device__ __forceinline__ u32 o_empty(int s) const { return barriers + 48 + s * 8; }
+  __device__ __forceinline__ u32 kv_full() const { return barriers + 64; }
+  __device__ __forceinline__ u32 kv_empty() const { return barriers + 72; }
+  __device__ __forceinline__ u32 rows_full(int s) const { return barriers + 128 + s * 8; }
+  // The turn of a stage has come; its sums are added.
+  __device__ __forceinline__ u32 turn() const { return barriers + 112; }
+  __device__ __forceinline__ u32 added() const { return barriers + 120; }
+  // 0: nothing was added to the sums of this stage before
+  __device__ __forceinline__ u32 position() const { return barriers + 152; }
+};
+
+__device__ __forceinline__ Shared share(u8* memory) {
+  const u32 at = shared_address(memory);
+  Shared shared = {at, at + KV_BYTES, at + Q_AT, at + Q_AT + STAGES * Q_BYTES, at + STAGED_AT,
+                   at + DS_AT, at + ROWS_AT, at + BARRIERS_AT, {}};
+  volatile int* slots = (volatile int*)(memory + BARRIERS_AT + 144);
+  shared.tiles = {shared.barriers + 80, shared.barriers + 96, slots, {0, 0}};
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; s++) {
+      barrier_init(shared.q_full(s), 1);
+      barrier_init(shared.q_empty(s), CONSUMERS * 4);
+      barrier_init(shared.o_full(s), 1);
+      barrier_init(shared.o_empty(s), CONSUMERS * 4);
+      barrier_init(shared.rows_full(s), 32);
+    }
+    barrier_init(shared.kv_full(), 1);
+    barrier_init(shared.kv_empty(), CONSUMERS * 4);
+    barrier_init(shared.turn(), 1);
+    barrier_init(shared.added(), CONSUMERS * 4);
+    for (int s = 0; s < 2; s++) {
+      barrier_init(shared.tiles.full + s * 8, 1);
+      barrier_init(shared.tiles.empty + s * 8, CONSUMERS * 4 + 1 + ORDERED);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  return shared;
+}
+
+// What a tile goes through: `steps` stages, low .. high blocks of queries of every head.
+struct Walk {
+  int low, high, heads, steps;
+  int block, head;
+  __device__ __forceinline__ void next() {
+    if (DESCENDING) {
+      if (++head == heads) {
+        head = 0;
+        block--;
+      }
+    } else if (++block == high) {
+      block = low;
+      head++;
+    }
+  }
+};
+__device__ __forceinline__ Walk walk_of(const Args& args, const Place& at) {
+  const int last = min((at.block + 1) * BN, args.seq) - 1;
+  const int end = MASKED ? args.past[(u64)at.sequence * args.seq + last] : args.seq;
+  Walk walk = {at.block * BN / BM, (end + BM - 1) / BM, args.heads / args.kv_heads, 0, 0, 0};
+  walk.steps = walk.heads * (walk.high - walk.low);
+  walk.block = DESCENDING ? walk.high - 1 : walk.low;
+  return walk;
+}
+
+__device__ __forceinline__ void produce(const Maps& maps, const Args& args, Shared& shared) {
+  const int blocks = (args.seq + BN - 1) / BN, total = blocks * args.batch * args.kv_heads;
+  Ring ring = {0, 0};
+  u32 kv_parity = 0;
+  for (int t = blockIdx.x;; t = next_tile(args.counter)) {
+    shared.tiles.give(t);
+    if (t >= total) break;
+    const Place at = place_of(t, blocks, args.kv_heads, args.batch, args.group, false);
+    Walk walk = walk_of(args, at);
+    const int b = at.sequence;
+    for (int i = 0; i < walk.steps; i++, walk.next()) {
+      const int s = ring.at, row = walk.block * BM, h = at.head * walk.heads + walk.head;
+      barrier_wait(shared.q_empty(s), ring.parity ^ 1);
+      barrier_expect(shared.q_full(s), Q_BYTES);
+      load_rows<BM>(shared.q + s * Q_BYTES, &maps.q, shared.q_full(s), row, h, b);
+      if (i == 0) {
+        barrier_wait(shared.kv_empty(), kv_parity ^ 1);
+        kv_parity ^= 1;
+        barrier_expect(shared.kv_full(), 2 * KV_BYTES);
+        load_rows<BN>(shared.k, &maps.k, shared.kv_full(), at.block * BN, at.head, b);
+        load_rows<BN>(shared.v, &maps.v, shared.kv_full(), at.block * BN, at.head, b);
+      }
+      barrier_wait(shared.o_empty(s), ring.parity ^ 1);
+      barrier_expect(shared.o_full(s), Q_BYTES);
+      load_rows<BM>(shared.d_o + s * Q_BYTES, &maps.d_o, shared.o_full(s), row, h, b);
+      ring.next(STAGES);
+    }
+  }
+  end_tiles(args.counter);
+}
+
+// lse2 and delta of every stage, by a warp of the producer's: threads read them themselves, and only
+// what other threads wrote or cp.async brought is theirs to read without the copy engine's proxy.
+// They are read before dO's stage is free.
+__device__ __forceinline__ void load_statistics(const Args& args, Shared& shared) {
+  const int lane = threadIdx.x & 31;
+  const int blocks = (args.seq + BN - 1) / BN, total = blocks * args.batch * args.kv_heads;
+  Ring ring = {0, 0};
+  for (int t = shared.tiles.take(lane); t < total; t = shared.tiles.take(lane)) {
+    const Place at = place_of(t, blocks, args.kv_heads, args.batch, args.group, false);
+    Walk walk = walk_of(args, at);
+    const int head = at.sequence * args.heads + at.head * walk.heads;
+    const float* from = (lane < 16 ? args.lse2 : args.delta) + (lane & 15) * 4;
+    const u32 to = shared.rows + (lane < 16 ? 0 : BM * 4) + (lane & 15) * 16;
+    for (int i = 0; i < walk.steps; i++, walk.next()) {
+      barrier_wait(shared.o_empty(ring.at), ring.parity ^ 1);
+      const float* row = from + (u64)(u32)(head + walk.head) * args.padded + walk.block * BM;
+#pragma unroll
+      for (int part = 0; part < PARTS; part++)
+        copy16(to + ring.at * ROW_BYTES + part * 256, row + part * 64, 16);
+      copies_arrive(shared.rows_full(ring.at));
+      ring.next(STAGES);
+    }
+  }
+}
+
+__device__ __forceinline__ int load_acquire(const int* from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_release(int* to, int x) {
+  asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x)
+               : "memory");
+}
+
+// Keeps the turns: of all tiles of keys that a block of queries sees, in ascending order. Whoever
+// is waited for has a lower number, so it is done or running.
+__device__ __forceinline__ void keep_turns(const Args& args, Shared& shared) {
+  const int lane = threadIdx.x & 31;
+  const int blocks = (args.seq + BN - 1) / BN, total = blocks * args.batch * args.kv_heads;
+  const int query_blocks = (args.seq + BM - 1) / BM;
+  u32 parity = 0;
+  for (int t = shared.tiles.take(lane); t < total; t = shared.tiles.take(lane)) {
+    const Place at = place_of(t, blocks, args.kv_heads, args.batch, args.group, false);
+    Walk walk = walk_of(args, at);
+    for (int i = 0; i < walk.steps; i++, walk.next()) {
+      const int h = at.head * walk.heads + walk.head;
+      int* turn = args.turns + ((u64)at.sequence * args.heads + h) * query_blocks + walk.block;
+      if (lane == 0) {
+        const int* first = args.first + (u64)at.sequence * args.seq;
+        const int position = at.block - (MASKED ? first[walk.block * BM] / BN : 0);
+        while (load_acquire(turn) != position) {
+        }
+        store_shared(shared.position(), position);
+        barrier_arrive(shared.turn());
+        barrier_wait(shared.added(), parity);
+        store_release(turn, position + 1);
+      }
+      parity ^= 1;
+      __syncwarp();
+    }
+  }
+}
+
+// K or V of a warpgroup as fragments.
+__device__ __forceinline__ void load_fragments(u32 (&f)[HELD ? HEAD_DIM / 4 : 1], u32 slab,
+                                               int warp, int lane) {
+#if HELD
+  const int row = warp * 16 + (lane & 15);
+#pragma unroll
+  for (int k = 0; k < K_STEPS; k++) {
+    const u32 at = slab + row * 128 + (((2 * k + (lane >> 4)) ^ (row & 7)) << 4);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(f[4 * k]), "=r"(f[4 * k + 1]), "=r"(f[4 * k + 2]), "=r"(f[4 * k + 3])
+                 : "r"(at) : "memory");
+  }
+#endif
+}
+
+// d [64 keys, 64 queries] = keys queries^T over D; keys from fragments if they are held.
+__device__ __forceinline__ void multiply_keys(float (&d)[32], u64 keys,
+                                              const u32 (&held)[HELD ? HEAD_DIM / 4 : 1],
+                                              u64 queries) {
+#if HELD
+  wgmma_fence();
+  wgmma_rs<0, 0>(d, held[0], held[1], held[2], held[3], queries);
+#pragma unroll
+  for (int k = 1; k < K_STEPS; k++)
+    wgmma_rs<0, 1>(d, held[4 * k], held[4 * k + 1], held[4 * k + 2], held[4 * k + 3],
+                   queries + k_step<BM>(k));
+  wgmma_commit();
+#else
+  multiply_heads<BN, BM>(d, keys, queries);
+#endif
+}
+
+// Where a thread's part of dq of the group's first head's first 64 queries is added.
+__device__ __forceinline__ float* sums_of(const Args& args, const Place& at, int blocks,
+                                          int group) {
+  const int head = at.sequence * args.heads + at.head * (args.heads / args.kv_heads);
+  const int first = PARTS == 2 ? group * DQ_CHUNKS : group * 8;  // of chunks
+  return args.sums + (u64)head * blocks * (64 * HEAD_DIM) + first * 512 + (threadIdx.x & 127) * 4;
+}
+__device__ __forceinline__ void add_dq(float* sums, const float (&dq)[32], int group, bool first) {
+  // Of a head of 96 the second warpgroup has 4 chunks, and zeros.
+  constexpr int BOTH = PARTS == 2 ? 8 : DQ_CHUNKS - 8;
+  if (first) {
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      if (j < BOTH || group == 0)
+        store_f32x4(sums + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      if (j < BOTH || group == 0)
+        add_f32x4(sums + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+  }
+}
+
+__device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shared& shared) {
+  const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0) - 1;
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
+  const bool leader = (threadIdx.x & 127) == 0;
+  const int blocks = (args.seq + BN - 1) / BN, total = blocks * args.batch * args.kv_heads;
+  Ring ring = {0, 0};
+  u32 kv_parity = 0;
+  const int query_blocks = (args.seq + BM - 1) / BM * PARTS;  // of 64
+  int buffer = 0;  // of dS
+  u32 turn_parity = 0;
+  float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2], s[32], dp[32];
+  u32 p[16], ds[16], k_held[HELD ? HEAD_DIM / 4 : 1], v_held[HELD ? HEAD_DIM / 4 : 1];
+  // dP is dead when dq is computed; with registers of its own ptxas would serialize.
+  float(&dq)[32] = dp;
+  const u64 k = operand<false>(shared.k + group * 8192), v = operand<false>(shared.v + group * 8192);
+  const u64 q = operand<false>(shared.q), d_o = operand<false>(shared.d_o);
+  const u64 q_mn = operand_mn<BM>(shared.q), o_mn = operand_mn<BM>(shared.d_o);
+  const u64 k_mn = operand_mn<BN>(shared.k + (PARTS == 1 ? group * (BN * 128) : 0));
+  const u32 staged_dv = shared.staged + group * 8192;
+  const u32 staged_dk = staged_dv + STAGED_BYTES - KV_BYTES;
+  const auto release = [&](u32 barrier) {
+    __syncwarp();  // all lanes have read what they read themselves
+    if (lane == 0) barrier_arrive(barrier);
+  };
+  const auto before = [&]() { return ring.at == 0 ? STAGES - 1 : ring.at - 1; };
+  for (int t = shared.tiles.take(lane); t < total; t = shared.tiles.take(lane)) {
+    const Place at = place_of(t, blocks, args.kv_heads, args.batch, args.group, false);
+    const Keys keys = keys_of<64>(args, at.sequence, at.block * BN + group * 64, 16 * warp, lane);
+    Walk walk = walk_of(args, at);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; i++) dk[i] = dv[i] = 0.f;
+    barrier_wait(shared.kv_full(), kv_parity);
+    kv_parity ^= 1;
+    load_fragments(k_held, shared.k + group * 8192, warp, lane);
+    load_fragments(v_held, shared.v + group * 8192, warp, lane);
+    float* const sums = sums_of(args, at, query_blocks, group);
+    bool pending = false;  // the stage before is still read for dk
+    for (int i = 0; i < walk.steps; i++, walk.next()) {
+      const int st = ring.at;
+      const u64 stage = st * (Q_BYTES >> 4);
+#pragma unroll
+      for (int part = 0; part < PARTS; part++) {
+        const int q0 = walk.block * BM + part * 64;
+        const u64 k_rows = stage + part * (8192 >> 4), mn_rows = stage + part * (64 / 16 * 128);
+        const u32 rows = shared.rows + st * ROW_BYTES + part * 256 + keys.column * 4;
+        if (part == 0) {
+          barrier_wait(shared.q_full(st), ring.parity);
+          barrier_wait(shared.rows_full(st), ring.parity);
+        }
+        // Queries of which none sees a key of this warpgroup.
+        if (!ADD_DQ && (q0 + 64 <= keys.start || q0 >= keys.past_last)) {
+          if (part == 0) {
+            wgmma_wait<0>();
+            if (pending) release(shared.q_empty(before()));
+            pending = false;
+            barrier_wait(shared.o_full(st), ring.parity);
+          }
+          if (part == PARTS - 1) {
+            wgmma_wait<0>();
+            release(shared.q_empty(st));
+            release(shared.o_empty(st));
+            pending = false;
+          }
+          continue;
+        }
+        multiply_keys(s, k, k_held, q + k_rows);
+        if (part == 0) barrier_wait(shared.o_full(st), ring.parity);
+        if (!ADD_DQ) {
+          wgmma_wait<1>();  // dk of the part before, whose fragments are free then
+          if (part == 0 && pending) release(shared.q_empty(before()));
+        }
+        multiply_keys(dp, v, v_held, d_o + k_rows);
+        wgmma_wait<1>();  // S
+        mask<64>(s, keys, q0);
+        exponentiate(s, rows, args.scale_log2);
+        round_pairs(p, s);
+        multiply_fragments(dv, p, o_mn + mn_rows);
+        forget_alone<64>(s, keys, q0);
+        wgmma_wait<1>();  // dP
+        score_gradients(dp, s, rows + BM * 4);
+        round_pairs(ds, dp);
+        if (ADD_DQ) {
+          const u32 slab = shared.ds + buffer * DS_BYTES + part * (BN * 128);
+          const int row = group * 64 + warp * 16 + (lane & 15), chunk = lane >> 4;
+#pragma unroll
+          for (int j = 0; j < 4; j++)
+            store_fragments(slab, row, 2 * j + chunk, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2],
+                            ds[4 * j + 3]);
+          wgmma_wait<0>();  // dv
+          if (part == PARTS - 1) {
+            release(shared.o_empty(st));
+            fence_async_proxy();
+            named_sync<256>(3);  // dS of both warpgroups is there
+            const u64 ds_mn = operand_mn<BN>(shared.ds + buffer * DS_BYTES +
+                                             (PARTS == 2 ? group * (BN * 128) : 0));
+            wgmma_fence();
+            wgmma_ss<1, 1, 0>(dq, ds_mn, k_mn);
+#pragma unroll
+            for (int j = 1; j < BN / 16; j++)
+              wgmma_ss<1, 1, 1>(dq, ds_mn + j * 128, k_mn + j * 128);
+            wgmma_commit();
+            buffer ^= 1;
+          }
+        }
+        multiply_fragments(dk, ds, q_mn + mn_rows);
+        if (ADD_DQ) {
+          if (part == PARTS - 1) {
+            wgmma_wait<1>();  // dq, added while dk is computed
+            bool first = false;
+            if (ORDERED) {
+              barrier_wait(shared.turn(), turn_parity);
+              turn_parity ^= 1;
+              first = load_shared(shared.position()) == 0;
+            }
+            const u32 block = walk.head * query_blocks + walk.block * PARTS;
+            add_dq(sums + (u64)block * (64 * HEAD_DIM), dq, group, first);
+            if (ORDERED) release(shared.added());
+          }
+          wgmma_wait<0>();  // dk, before S of the next: ptxas has no registers for both
+          if (part == PARTS - 1) release(shared.q_empty(st));
+        } else {
+          wgmma_wait<1>();  // dv
+          if (part == PARTS - 1) release(shared.o_empty(st));
+          pending = part == PARTS - 1;
+        }
+      }
+      ring.next(STAGES);
+    }
+    if (leader) stores_read<0>();
+    named_sync<128>(1 + group);
+    stage_rows<BN * 128>(staged_dv, dv, 1.f, 1.f, warp, lane);
+    fence_async_proxy();
+    named_sync<128>(1 + group);
+    if (leader) store_rows<BN * 128>(&maps.dv, staged_dv, keys.start, at.head, at.sequence);
+    wgmma_wait<0>();
+    if (!ADD_DQ && pending) release(shared.q_empty(before()));
+    release(shared.kv_empty());
+    if (ADD_DQ) {
+      if (leader) stores_read<0>();
+      named_sync<128>(1 + group);
+    }
+    stage_rows<BN * 128>(staged_dk, dk, args.scale, args.scale, warp, lane);
+    fence_async_proxy();
+    named_sync<128>(1 + group);
+    if (leader) store_rows<BN * 128>(&maps.dk, staged_dk, keys.start, at.head, at.sequence);
+  }
+  if (leader) stores_done();
+}
+
+extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * 128, 1)
+attention_backward(const __grid_constant__ Maps maps, const __grid_constant__ Args args) {
+  extern __shared__ __align__(1024) u8 memory[];
+  Shared shared = share(memory);
+  if (__shfl_sync(~0u, threadIdx.x >> 7, 0) == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(24));
+    if (threadIdx.x == 0) produce(maps, args, shared);
+    if (threadIdx.x >= 32 && threadIdx.x < 64) load_statistics(args, shared);
+    if (ORDERED && threadIdx.x >= 64 && threadIdx.x < 96) keep_turns(args, shared);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(240));
+    consume(maps, args, shared);
+  }
+}

@@ -1,0 +1,110 @@
+// Passes over rows beside the attention kernels: what queries see, <o, do>, dq out of its sums.
+//
+// Host macros: ELEMENT, HEAD_DIM; LANES, a power of two: lanes a row; Q_BLOCK: queries that the
+// sums of dq count together.
+constexpr int CHUNK = ELEMENT == FP32 ? 4 : 8;  // elements of 16 bytes
+constexpr int ROWS_A_THREAD = 4;
+
+// The first key that the query at position s sees. What it may not be is clamped, so that a wrong
+// start reads nothing foreign.
+__device__ __forceinline__ int first_of(const Args& args, const int* starts, int s) {
+  const int first = max(starts ? starts[s] : 0, s + 1 - args.window);
+  return min(max(first, 0), s);
+}
+
+// first and past of every position; starts do not fall within a sequence, so past is found by
+// halving. A thread a position.
+extern "C" __global__ void __launch_bounds__(256) attention_ranges(const __grid_constant__ Args args) {
+  const int t = blockIdx.x * 256 + threadIdx.x;
+  if (t >= args.batch * args.seq) return;
+  const int s = t % args.seq;
+  const int* starts = args.starts ? args.starts + (t - s) : nullptr;
+  args.first[t] = first_of(args, starts, s);
+  int low = s + 1, high = args.seq;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (first_of(args, starts, middle) > s) high = middle; else low = middle + 1;
+  }
+  args.past[t] = low;
+}
+
+__device__ __forceinline__ float dot_chunk(uint4 a, uint4 b) {
+  const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if (ELEMENT == FP32)
+      sum = fmaf(__uint_as_float(x[i]), __uint_as_float(y[i]), sum);
+    else
+      sum = fmaf(low_half(x[i]), low_half(y[i]), fmaf(high_half(x[i]), high_half(y[i]), sum));
+  }
+  return sum;
+}
+
+// delta = <o, do> and lse2 as [B, N, padded]; a block of 256 does 4 * 256 / LANES rows of [S, N] of
+// the sequence blockIdx.y.
+extern "C" __global__ void __launch_bounds__(256) attention_delta(const __grid_constant__ Args args) {
+  constexpr int CHUNKS = (HEAD_DIM / CHUNK + LANES - 1) / LANES;
+  const int b = blockIdx.y, lane = threadIdx.x % LANES;
+  const int first = blockIdx.x * ROWS_A_THREAD * (256 / LANES) + threadIdx.x / LANES;
+  const u64 rows = (u64)args.seq * args.heads;
+  const uint4 *o = (const uint4*)args.o + b * rows * (HEAD_DIM / CHUNK);
+  const uint4* d_o = (const uint4*)args.d_o + b * rows * (HEAD_DIM / CHUNK);
+  uint4 x[ROWS_A_THREAD][CHUNKS], y[ROWS_A_THREAD][CHUNKS];
+#pragma unroll
+  for (int i = 0; i < ROWS_A_THREAD; i++)
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      const u64 r = first + i * (256 / LANES);
+      const int chunk = lane + c * LANES;
+      x[i][c] = y[i][c] = make_uint4(0, 0, 0, 0);
+      if (r < rows && chunk < HEAD_DIM / CHUNK) {
+        x[i][c] = o[r * (HEAD_DIM / CHUNK) + chunk];
+        y[i][c] = d_o[r * (HEAD_DIM / CHUNK) + chunk];
+      }
+    }
+#pragma unroll
+  for (int i = 0; i < ROWS_A_THREAD; i++) {
+    const int r = first + i * (256 / LANES), s = r / args.heads, h = r - s * args.heads;
+    float sum = 0.f;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) sum += dot_chunk(x[i][c], y[i][c]);
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
+    if (lane == 0 && s < args.padded) {
+      const u64 at = ((u64)b * args.heads + h) * args.padded + s;
+      const bool live = s < args.seq;
+      args.delta[at] = sum;
+      args.lse2[at] = live ? args.lse[b * rows + r] * LOG2_E : INFINITE;
+    }
+  }
+}
+
+#if ELEMENT != FP32 && HEAD_DIM % 32 == 0
+// dq, rounded, from the sums that attention_backward leaves: a block a 64 queries of a head, 128
+// threads a 32 columns.
+extern "C" __global__ void __launch_bounds__(HEAD_DIM * 4)
+attention_round(const __grid_constant__ Args args) {
+  const int blocks = (args.seq + Q_BLOCK - 1) / Q_BLOCK * (Q_BLOCK / 64);
+  const int block = blockIdx.x % blocks, head = blockIdx.x / blocks;
+  const int b = head / args.heads, h = head - b * args.heads;
+  const int part = threadIdx.x >> 7, t = threadIdx.x & 127, q = t & 3;
+  const float4* from = (const float4*)args.sums + ((u64)blockIdx.x * (HEAD_DIM / 8) + part * 4) * 128;
+  float4 v[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) v[j] = from[j * 128 + t];
+  u32 upper[4], lower[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    upper[j] = pack_pair(v[j].x * args.scale, v[j].y * args.scale);
+    lower[j] = pack_pair(v[j].z * args.scale, v[j].w * args.scale);
+  }
+  quad_transpose(upper, q);
+  quad_transpose(lower, q);
+  const int r = block * 64 + (t >> 5) * 16 + ((t & 31) >> 2), column = part * 32 + 8 * q;
+  u16* to = (u16*)args.dq + (((u64)b * args.seq + r) * args.heads + h) * HEAD_DIM + column;
+  if (r < args.seq) store16(to, upper[0], upper[1], upper[2], upper[3]);
+  to += (u64)8 * args.heads * HEAD_DIM;
+  if (r + 8 < args.seq) store16(to, lower[0], lower[1], lower[2], lower[3]);
+}
+#endif

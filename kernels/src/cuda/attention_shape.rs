@@ -1,0 +1,323 @@
+//! An attention's shape: which kernels it takes, their text, and how its tiles are spread.
+
+use super::compile::Source;
+use super::gemm::{Arch, element_macro};
+use super::shape::{Refusal, counted, range};
+use crate::attention::Attention;
+use crate::buffer::{ArenaPlan, Buffer, DType};
+
+/// What the kernels of an attention depend on. See [`crate::Attention`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionDesc {
+    /// Of q, k, v, o and their gradients: bf16, fp16, or fp32 for checks. Sums, lse and softmax
+    /// are fp32
+    pub element: DType,
+    pub batch: usize,
+    pub seq: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub scale: f32,
+    /// Whether queries have `starts`
+    pub documents: bool,
+    pub window: Option<usize>,
+    pub deterministic: bool,
+}
+
+/// Ranges of a workspace, by name.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Workspace {
+    pub bytes: usize,
+    /// u32 [B, S] each: first key of a query, one past the last query of a key; masked ones alone
+    pub first: Buffer,
+    pub past: Buffer,
+    /// f32 [B, N, padded] each, for backward
+    pub lse2: Buffer,
+    pub delta: Buffer,
+    /// f32 [B, N, queries in whole blocks, D], of backwards that add dq up
+    pub sums: Buffer,
+    /// u32 [B, N, blocks of queries], of those that do it in order
+    pub turns: Buffer,
+}
+
+/// Bytes of K and V, or of Q and dO, that the heads whose tiles run together may have: most of an
+/// H200's L2, of 50 MB. Half and twice as much cost 1 to 10% of a forward.
+const L2_BYTES: usize = 32 << 20;
+/// Fewer tiles together than so many a multiprocessor leave some of them idle at the end.
+const TILES_A_MULTIPROCESSOR: usize = 4;
+/// Rows are padded to this in lse2 and delta: a multiple of all blocks of queries.
+const PADDING: usize = 384;
+
+impl AttentionDesc {
+    pub const HEAD_DIM_MAX: usize = 256;
+
+    /// The shape of `op`.
+    pub fn of(op: &Attention) -> AttentionDesc {
+        AttentionDesc {
+            element: op.q.dtype(),
+            batch: op.batch,
+            seq: op.seq,
+            heads: op.heads,
+            kv_heads: op.kv_heads,
+            head_dim: op.head_dim,
+            scale: op.scale as f32,
+            documents: op.starts.is_some(),
+            window: op.window,
+            deterministic: op.deterministic,
+        }
+    }
+
+    /// Useful floating-point operations of causal attention to all keys, forward and backward, what
+    /// backward computes again left out.
+    pub fn flops(&self) -> (f64, f64) {
+        let pairs = (self.seq * self.seq) as f64 / 2.0;
+        let forward = 4.0 * pairs * (self.batch * self.heads * self.head_dim) as f64;
+        (forward, 2.5 * forward)
+    }
+
+    pub fn check(&self) -> Result<(), Refusal> {
+        if !matches!(self.element, DType::Bf16 | DType::F16 | DType::F32) {
+            let devices = "attention on a GPU is in bf16, fp16 or fp32";
+            return Err(Refusal::Element { found: self.element, devices });
+        }
+        range("batch", self.batch, 1, 1 << 20)?;
+        range("seq", self.seq, 1, 1 << 24)?;
+        range("heads", self.heads, 1, 1 << 12)?;
+        range("kv_heads", self.kv_heads, 1, self.heads)?;
+        range("head_dim", self.head_dim, 8, Self::HEAD_DIM_MAX)?;
+        range("window", self.window.unwrap_or(1), 1, 1 << 30)?;
+        for (name, found, multiple) in
+            [("head_dim", self.head_dim, 8), ("heads", self.heads, self.kv_heads)]
+        {
+            if !found.is_multiple_of(multiple) {
+                return Err(Refusal::Unaligned { name, found, multiple });
+            }
+        }
+        let rows = self.batch as u128 * self.heads as u128 * self.padded() as u128;
+        counted("lse", rows, i32::MAX as u128)
+    }
+
+    /// The instructions that this shape takes on a device of `arch`.
+    pub fn arch(&self, arch: Arch) -> Arch {
+        match (arch, self.element) {
+            (_, DType::F32) => Arch::Plain(arch.target()),
+            (Arch::Hopper, _) if !matches!(self.head_dim, 64 | 96 | 128) => Arch::Ampere("sm_90"),
+            _ => arch,
+        }
+    }
+
+    /// Whether `first` and `past` say what a query sees.
+    pub(super) fn masked(&self) -> bool {
+        self.documents || self.window.is_some_and(|window| window < self.seq)
+    }
+
+    /// Rows of a head in lse2 and delta.
+    pub(super) fn padded(&self) -> usize {
+        self.seq.next_multiple_of(PADDING)
+    }
+
+    pub(super) fn tokens(&self) -> usize {
+        self.batch * self.seq
+    }
+
+    /// Whether dq is added up in fp32 beside dk and dv, else it has a kernel of its own.
+    pub(super) fn adds_dq(&self, arch: Arch) -> bool {
+        arch == Arch::Hopper
+    }
+
+    /// Whether it is added up in a fixed order.
+    pub(super) fn orders_dq(&self, arch: Arch) -> bool {
+        self.adds_dq(arch) && self.deterministic
+    }
+
+    /// Consumer warpgroups of the forward, 64 queries each.
+    pub(super) fn forward_groups(&self) -> usize {
+        if self.head_dim == 64 { 3 } else { 2 }
+    }
+
+    /// Queries of a stage of the backward: small heads take two blocks of 64 between barriers.
+    pub(super) fn query_block(&self) -> usize {
+        if self.head_dim == 64 { 128 } else { 64 }
+    }
+
+    /// Query heads, of all sequences, whose tiles run together where queries stay: their K and V
+    /// share L2. What shares K and V already needs fewer.
+    pub(super) fn query_group(&self) -> usize {
+        let kv = (L2_BYTES / (4 * self.seq * self.head_dim)).max(1);
+        even((kv * self.heads / self.kv_heads).min(kv.max(32)), self.batch * self.heads)
+    }
+
+    /// Key heads whose tiles run together where keys stay.
+    pub(super) fn key_group(&self, multiprocessors: usize) -> usize {
+        let shared = L2_BYTES / (4 * self.seq * self.head_dim);
+        let busy = TILES_A_MULTIPROCESSOR * multiprocessors / self.seq.div_ceil(128);
+        even(shared.max(busy).max(1), self.batch * self.kv_heads)
+    }
+
+    /// Lanes that read a row of o and do: one for 16 bytes, at most a warp.
+    pub(super) fn delta_lanes(&self) -> usize {
+        (self.head_dim * self.element.size() / 16).next_power_of_two().min(32)
+    }
+
+    pub(super) fn workspace(&self, arch: Arch) -> Workspace {
+        let mut plan = ArenaPlan::new();
+        let positions = if self.masked() { self.tokens() } else { 0 };
+        let rows = self.batch * self.heads * self.padded();
+        let block = self.query_block();
+        let sums = self.batch * self.heads * self.seq.next_multiple_of(block) * self.head_dim;
+        let [first, past] = [(); 2].map(|()| plan.alloc(DType::U32, positions));
+        let [lse2, delta] = [(); 2].map(|()| plan.alloc(DType::F32, rows));
+        let sums = plan.alloc(DType::F32, if self.adds_dq(arch) { sums } else { 0 });
+        let blocks = self.batch * self.heads * self.seq.div_ceil(block);
+        let turns = plan.alloc(DType::U32, if self.orders_dq(arch) { blocks } else { 0 });
+        Workspace { bytes: plan.bytes(), first, past, lse2, delta, sums, turns }
+    }
+
+    /// The kernels' text: on Hopper forward, dk and dv, dq, else all three in one; then rows.
+    pub(super) fn sources(&self, arch: Arch) -> Vec<Source> {
+        let common = [
+            ("ELEMENT", element_macro(self.element)),
+            ("HEAD_DIM", self.head_dim),
+            ("MASKED", usize::from(self.masked())),
+        ];
+        let label = |what: &str| format!("attention {what} {:?} {}", self.element, self.head_dim);
+        let source = |what: &str, macros: &[(&str, usize)], parts: &[&str]| {
+            let macros = [&common, macros].concat();
+            let shared = [
+                include_str!("attention.cu"),
+                include_str!("attention_softmax.cu"),
+                include_str!("hopper.cu"),
+            ];
+            Source::new(label(what), arch.target(), &macros, &[&shared, parts].concat())
+        };
+        let rows = [("LANES", self.delta_lanes()), ("Q_BLOCK", self.query_block())];
+        let rows = source("rows", &rows, &[include_str!("attention_rows.cu")]);
+        if arch != Arch::Hopper {
+            let products = match self.element {
+                DType::F32 => include_str!("attention_plain.cu"),
+                _ => include_str!("attention_fragments.cu"),
+            };
+            let tiles = self.tiles();
+            let macros =
+                [("PADDED", tiles.padded), ("MOVING", tiles.moving), ("SPLIT", tiles.split)];
+            let parts = [include_str!("ampere.cu"), products, include_str!("attention_tiles.cu")];
+            return vec![source("tiles", &macros, &parts), rows];
+        }
+        let wgmma = attention_wgmma(self.element);
+        let hopper = |text| [wgmma.as_str(), include_str!("attention_hopper.cu"), text];
+        let forward = [("CONSUMERS", self.forward_groups())];
+        let (adds_dq, orders_dq) = (self.adds_dq(arch), self.orders_dq(arch));
+        let backward = [
+            ("ADD_DQ", usize::from(adds_dq)),
+            ("ORDERED", usize::from(orders_dq)),
+            ("BM", self.query_block()),
+            ("HELD", usize::from(self.head_dim == 64)),
+            ("DESCENDING", usize::from(orders_dq || adds_dq && self.heads > self.kv_heads)),
+        ];
+        vec![
+            source("forward", &forward, &hopper(include_str!("attention_forward.cu"))),
+            source("dk dv", &backward, &hopper(include_str!("attention_backward.cu"))),
+            source("dq", &[], &hopper(include_str!("attention_query.cu"))),
+            rows,
+        ]
+    }
+
+    /// The tiles of `attention_tiles.cu`. Two blocks share a multiprocessor of an A100 up to heads
+    /// of 128 in 16 bits; the largest ones just fit its shared memory.
+    pub(super) fn tiles(&self) -> Tiles {
+        let split = if self.head_dim > 128 { 2 } else { 1 };
+        let size = self.element.size();
+        let step = if self.element == DType::F32 { 8 } else { 16 };
+        let moving = match (self.element, self.head_dim) {
+            (DType::F32, 0..=64) => 32,
+            (DType::F32, _) => 16,
+            _ => 64,
+        };
+        let padded = self.head_dim.next_multiple_of(step * split);
+        Tiles { padded, moving, split, pitch: padded * size + 16 }
+    }
+}
+
+/// The size of equal groups of `all`, at most `wanted`: a small group at the end would leave
+/// multiprocessors idle.
+fn even(wanted: usize, all: usize) -> usize {
+    all.div_ceil(all.div_ceil(wanted))
+}
+
+/// Blocks of shapes or devices that Hopper's kernels do not take. See `attention_tiles.cu`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tiles {
+    /// Columns in shared memory
+    pub padded: usize,
+    /// Rows of a tile that passes by
+    pub moving: usize,
+    /// Blocks that share the columns of dk and dv
+    pub split: usize,
+    /// Bytes of a row
+    pitch: usize,
+}
+
+impl Tiles {
+    /// Rows of what stays with a block.
+    pub const STAYING: usize = 64;
+    pub const THREADS: u32 = 128;
+
+    pub(super) fn forward_shared(&self) -> usize {
+        (Self::STAYING + 2 * self.moving) * self.pitch
+    }
+
+    pub(super) fn backward_shared(&self) -> usize {
+        2 * (Self::STAYING + self.moving) * self.pitch + 2 * self.moving * 4
+    }
+}
+
+/// Bytes of shared memory, as each kernel for Hopper lays it out.
+impl AttentionDesc {
+    /// `rows` of a tile in whole slabs of 64 columns.
+    fn tile_bytes(&self, rows: usize) -> usize {
+        self.head_dim.div_ceil(64) * rows * 128
+    }
+
+    pub(super) fn forward_shared(&self) -> usize {
+        2 * self.tile_bytes(64 * self.forward_groups()) + 4 * self.tile_bytes(128) + BARRIERS
+    }
+
+    pub(super) fn query_shared(&self) -> usize {
+        7 * self.tile_bytes(128) + BARRIERS
+    }
+
+    pub(super) fn backward_shared(&self, adds_dq: bool) -> usize {
+        let (block, keys) = (self.query_block(), self.tile_bytes(128));
+        let staged = if adds_dq { keys + 2 * 128 * block * 2 } else { 2 * keys };
+        2 * keys + 4 * self.tile_bytes(block) + staged + 2 * block * 8 + BARRIERS
+    }
+}
+
+/// Barriers and the slots of tile numbers.
+const BARRIERS: usize = 256;
+
+/// The wgmma functions of attention: both operands from shared memory, or the first from registers.
+fn attention_wgmma(element: DType) -> String {
+    let kind = if element == DType::F16 { "f16" } else { "bf16" };
+    [64, 96, 128].into_iter().map(|n| wgmma_of(n, kind)).collect()
+}
+
+fn wgmma_of(n: usize, kind: &str) -> String {
+    let count = n / 2;
+    let list = |item: &dyn Fn(usize) -> String| (0..count).map(item).collect::<Vec<_>>().join(", ");
+    let registers = list(&|i| format!("%{i}"));
+    let outputs = list(&|i| format!("\"+f\"(d[{i}])"));
+    let [a, b, c, d, e, f, g] = std::array::from_fn(|i| count + i);
+    let op = format!("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}");
+    format!(
+        "template <int TA, int TB, int ADD> __device__ __forceinline__ void\n\
+         wgmma_ss(float (&d)[{count}], u64 a, u64 b) {{\n\
+         asm volatile(\"{op} {{{registers}}}, %{a}, %{b}, %{c}, 1, 1, %{d}, %{e};\\n\" : {outputs}\n\
+         : \"l\"(a), \"l\"(b), \"n\"(ADD), \"n\"(TA), \"n\"(TB));\n}}\n\
+         template <int TB, int ADD> __device__ __forceinline__ void\n\
+         wgmma_rs(float (&d)[{count}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {{\n\
+         asm volatile(\"{op} {{{registers}}}, {{%{a}, %{b}, %{c}, %{d}}}, %{e}, %{f}, 1, 1, %{g};\\n\"\n\
+         : {outputs} : \"r\"(a0), \"r\"(a1), \"r\"(a2), \"r\"(a3), \"l\"(b), \"n\"(ADD), \"n\"(TB));\n\
+         }}\n"
+    )
+}
