@@ -54,7 +54,8 @@ impl Device {
         }
     }
 
-    /// How often the host has waited for a GPU so far, see [`crate::cuda::Gpu::waits`]; none on a CPU.
+    /// How often the host has waited for a GPU so far, see [`crate::cuda::Gpu::waits`]; a CPU is
+    /// never waited for.
     pub fn waits(&self) -> u64 {
         match self {
             Device::Cpu(_) => 0,

@@ -67,8 +67,8 @@ __device__ __forceinline__ Softmax block_softmax(Softmax own) {
   __shared__ float maxima[WARPS], sums[WARPS];
 #pragma unroll
   for (int step = 16; step > 0; step >>= 1) {
-    const float max = __shfl_xor_sync(~0u, own.max, step), sum = __shfl_xor_sync(~0u, own.sum, step);
-    own.add(max, sum);
+    const float max = __shfl_xor_sync(~0u, own.max, step);
+    own.add(max, __shfl_xor_sync(~0u, own.sum, step));
   }
   if ((threadIdx.x & 31) == 0) {
     maxima[threadIdx.x >> 5] = own.max;
