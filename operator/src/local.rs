@@ -189,7 +189,9 @@ impl Runner {
 
     fn watch_signals(&self) -> Result<(), LocalError> {
         use tokio::signal::unix::{SignalKind, signal};
-        for kind in [SignalKind::interrupt(), SignalKind::terminate()] {
+        // A dropped terminal ends a run as Ctrl-C does: with a checkpoint.
+        let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
+        for kind in kinds {
             let mut signals = signal(kind)?;
             let sender = self.sender.clone();
             tokio::spawn(async move {
@@ -270,8 +272,12 @@ impl Runner {
             Up::Event(event) => {
                 let kinds =
                     [EventKind::CheckpointRefused, EventKind::Resumed, EventKind::Warning];
-                if kinds.contains(&event.event) {
+                if kinds.contains(&event.event) || event.event == EventKind::EngineLost {
                     self.progress.note(&event.message);
+                }
+                // The ranks' own records lie with rank 0; of its engines a worker tells us.
+                if [EventKind::EngineStarted, EventKind::EngineLost].contains(&event.event) {
+                    self.write(event);
                 }
             }
             Up::Failed { message, .. } => self.progress.note(message),

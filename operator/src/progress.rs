@@ -49,8 +49,7 @@ impl Progress {
     /// A happening that a person should read, in a line of its own.
     pub fn note(&mut self, text: &str) {
         if self.terminal {
-            print!("\r\x1b[K");
-            let _ = std::io::stdout().flush();
+            show("\r\x1b[K");
         }
         say(&mut std::io::stderr(), text);
         if self.terminal && !self.line.is_empty() {
@@ -68,14 +67,19 @@ impl Progress {
 
     fn redraw(&mut self) {
         self.drawn = Some(Instant::now());
-        print!("\r\x1b[K{}", self.line);
-        let _ = std::io::stdout().flush();
+        show(&format!("\r\x1b[K{}", self.line));
     }
 
     fn keep(&mut self) {
-        println!();
+        show("\n");
         self.line.clear();
     }
+}
+
+/// On a terminal, which may be gone by now.
+fn show(text: &str) {
+    let mut out = std::io::stdout();
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }
 
 /// A reader that has gone away (`| head`) must not end the training.
@@ -96,8 +100,8 @@ fn describe(report: &StepReport, steps: u64, left: Option<Duration>) -> String {
     if let Some(left) = left.filter(|_| report.step < steps) {
         line += &format!("  {} left", clock(left));
     }
-    let workers = if report.world_size == 1 { "worker" } else { "workers" };
-    line + &format!("  {} {workers}", report.world_size)
+    let ranks = if report.world_size == 1 { "rank" } else { "ranks" };
+    line + &format!("  {} {ranks}", report.world_size)
 }
 
 fn thousands(value: f64) -> String {

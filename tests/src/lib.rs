@@ -77,6 +77,16 @@ impl Bench {
         Bench::new("small", &text)
     }
 
+    /// `small` with so many engines a worker, each a process of its own.
+    pub fn with_engines(steps: u64, every: u64, seed: u64, engines: u32) -> Bench {
+        let bench = Bench::small(steps, every, seed);
+        let path = bench.path().join("job.yaml");
+        let text = std::fs::read_to_string(&path).expect("manifest");
+        let nodes = format!("profile: cpu, devicesPerNode: {engines},");
+        std::fs::write(&path, text.replace("profile: cpu,", &nodes)).expect("manifest");
+        bench
+    }
+
     pub fn new(name: &str, manifest: &str) -> Bench {
         let folder = tempfile::tempdir().expect("a temporary folder");
         std::fs::write(folder.path().join("job.yaml"), manifest).expect("manifest");
@@ -105,6 +115,11 @@ impl Bench {
 
     /// `moejob run job.yaml ...` in the background; its output goes to `out.txt` and `err.txt`.
     pub fn start(&self, arguments: &[&str]) -> Running {
+        self.start_with(arguments, &[])
+    }
+
+    /// The same, with more in its environment.
+    pub fn start_with(&self, arguments: &[&str], environment: &[(&str, &str)]) -> Running {
         let append = |name: &str| {
             let path = self.path().join(name);
             std::fs::File::options().create(true).append(true).open(path).expect("log")
@@ -112,6 +127,7 @@ impl Bench {
         let child = self
             .command(&["run", "job.yaml"])
             .args(arguments)
+            .envs(environment.iter().copied())
             .stdout(append("out.txt"))
             .stderr(append("err.txt"))
             .spawn()
@@ -147,12 +163,24 @@ impl Bench {
 
     /// Pids of workers that have started and still live, by rank order of their start.
     pub fn worker_pids(&self) -> Vec<i32> {
-        let started = |event: &Value| {
-            (event["event"] == "WorkerStarted").then(|| event["pid"].as_i64()).flatten()
-        };
-        let events = self.events();
-        let pids = events.iter().filter_map(started).map(|pid| pid as i32);
-        pids.filter(|pid| is_worker(*pid)).collect()
+        let pids = self.pids("WorkerStarted");
+        pids.into_iter().filter(|pid| is_worker(*pid)).collect()
+    }
+
+    /// Pids of engines that have started and still live, in the order of their start.
+    pub fn engine_pids(&self) -> Vec<i32> {
+        let pids = self.pids("EngineStarted");
+        pids.into_iter().filter(|pid| is_engine(*pid)).collect()
+    }
+
+    fn pids(&self, kind: &str) -> Vec<i32> {
+        let of = |event: &Value| (event["event"] == kind).then(|| event["pid"].as_i64()).flatten();
+        self.events().iter().filter_map(of).map(|pid| pid as i32).collect()
+    }
+
+    /// How many events of that kind there are.
+    pub fn count(&self, kind: &str) -> usize {
+        self.events().iter().filter(|event| event["event"] == kind).count()
     }
 
     /// Names of committed checkpoints, ascending.
@@ -233,12 +261,21 @@ pub fn send(pid: i32, signal: Signal) {
 
 /// Whether `pid` is a living worker of ours (a pid can be somebody else's by now).
 pub fn is_worker(pid: i32) -> bool {
+    runs_as(pid, "worker")
+}
+
+/// Whether `pid` is a living engine of ours, stopped or not.
+pub fn is_engine(pid: i32) -> bool {
+    runs_as(pid, "engine")
+}
+
+fn runs_as(pid: i32, role: &str) -> bool {
     let read = |name| std::fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
     let command = read("cmdline");
     let words: Vec<&[u8]> = command.split(|byte| *byte == 0).collect();
     let state = String::from_utf8_lossy(&read("stat")).into_owned();
     let zombie = state.rsplit(") ").next().is_some_and(|rest| rest.starts_with('Z'));
-    words.get(1) == Some(&&b"worker"[..]) && !zombie
+    words.get(1) == Some(&role.as_bytes()) && !zombie
 }
 
 fn lines(path: &Path) -> Vec<Value> {

@@ -3,7 +3,7 @@
 //! Counts are small here and set by `$MOEJOB_FAULT_RUNS` and `$MOEJOB_KILLS`; the seed of every run
 //! is printed, and `$MOEJOB_SEED` repeats one.
 
-use moejob_tests::{Bench, Random, send};
+use moejob_tests::{Bench, Random, is_engine, send};
 use rustix::process::Signal;
 use std::time::{Duration, Instant};
 
@@ -109,4 +109,98 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_it_used() {
     let whole = Bench::small(60, 10, 13);
     assert_eq!(whole.run(&[], LIMIT), Some(0), "{}", whole.output());
     assert_eq!(bench.losses(), whole.losses());
+}
+
+/// One node, so that what is resumed from can only be its worker's memory.
+#[test]
+fn lost_engines_are_started_again_and_resume_from_their_workers_memory() {
+    let bench = Bench::with_engines(1_000_000, 1_000_000, 14, 2);
+    let _run = bench.start(&[]);
+    for (round, both) in [false, true, false, true].into_iter().enumerate() {
+        let attempt = |bench: &Bench| bench.metrics().last().map_or(0, |line| line.attempt);
+        let steps = |bench: &Bench| bench.metrics().iter().rev().take(25).count();
+        bench.wait_until("steps and two engines", LIMIT, |bench| {
+            let newest = attempt(bench);
+            let of_newest = bench.metrics().iter().filter(|line| line.attempt == newest).count();
+            steps(bench) >= 25 && of_newest >= 25 && bench.engine_pids().len() == 2
+        });
+        let (before, pids) = (attempt(&bench), bench.engine_pids());
+        let begin = Instant::now();
+        send(pids[0], Signal::KILL);
+        if both {
+            send(pids[1], Signal::KILL);
+        }
+        bench.wait_until("the next step", LIMIT, |bench| attempt(bench) > before);
+        println!("round {round}: {:?}", begin.elapsed());
+        let after = attempt(&bench);
+        // Two at once may be noticed one after the other, when the next attempt has begun.
+        assert!(after <= before + 1 + u32::from(both), "{}", bench.output());
+    }
+    let resumed: Vec<_> = (bench.events().into_iter())
+        .filter(|event| event["event"] == "Resumed")
+        .map(|event| event["reason"].as_str().unwrap_or_default().to_string())
+        .collect();
+    assert_eq!(resumed[0], "Fresh");
+    assert!(resumed[1..].iter().all(|reason| reason == "Memory"), "{resumed:?}");
+    let lost: Vec<_> =
+        bench.events().into_iter().filter(|event| event["event"] == "EngineLost").collect();
+    assert_eq!(lost.len(), 6, "{lost:?}");
+    assert!(lost.iter().all(|event| event["exit"] == "killed by signal 9"), "{lost:?}");
+    assert_eq!(bench.count("WorkerLost"), 0, "the worker itself stays");
+}
+
+#[test]
+fn killed_stopped_and_crashed_engines_and_workers_change_no_bit() {
+    const STEPS: u64 = 800;
+    let whole = Bench::small(STEPS, 100, 15);
+    assert_eq!(whole.run(&[], LIMIT), Some(0), "{}", whole.output());
+    let mut random = Random(seed());
+    for round in 0..count("MOEJOB_FAULT_RUNS", 2) {
+        let (workers, engines) = (1 + random.below(3), 2 + random.below(2) as u32);
+        let bench = Bench::with_engines(STEPS, 100, 15, engines.min(7 / workers as u32));
+        let mut run = bench.start(&["--workers", &workers.to_string()]);
+        let mut faults = 1 + random.below(5);
+        let begin = Instant::now();
+        while faults > 0 && !run.has_ended() && begin.elapsed() < LIMIT {
+            std::thread::sleep(Duration::from_millis(100 + random.below(1500)));
+            let (engines, workers) = (bench.engine_pids(), bench.worker_pids());
+            let of_workers = random.below(5) == 0;
+            let pids = if of_workers { workers } else { engines };
+            if pids.is_empty() {
+                continue;
+            }
+            let pid = pids[random.below(pids.len() as u64) as usize];
+            let signal = [Signal::KILL, Signal::STOP, Signal::SEGV][random.below(3) as usize];
+            println!("round {round}: {signal:?} {pid}, a worker: {of_workers}");
+            send(pid, signal);
+            faults -= 1;
+        }
+        assert_eq!(run.wait(LIMIT), Some(0), "round {round}\n{}", bench.output());
+        assert_eq!(bench.losses(), whole.losses(), "round {round}\n{}", bench.output());
+        let held_out = |bench: &Bench| bench.metrics().last().and_then(|m| m.validation_loss);
+        assert_eq!(held_out(&bench), held_out(&whole), "round {round}");
+    }
+}
+
+#[test]
+fn a_stopped_engine_is_noticed_and_no_engine_outlives_its_worker() {
+    let bench = Bench::with_engines(1_000_000, 1_000_000, 16, 2);
+    let mut run = bench.start(&[]);
+    let is_ready = |bench: &Bench| bench.losses().len() >= 12 && bench.engine_pids().len() == 2;
+    bench.wait_until("two engines that train", LIMIT, is_ready);
+    let stopped = bench.engine_pids()[1];
+    let begin = Instant::now();
+    send(stopped, Signal::STOP);
+    bench.wait_until("another in its place", LIMIT, |bench| {
+        bench.engine_pids().len() == 2 && !bench.engine_pids().contains(&stopped)
+    });
+    // The manifest's heartbeatTimeout is 3 s.
+    assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
+    let pids = bench.engine_pids();
+    send(pids[0], Signal::STOP);
+    send(bench.worker_pids()[0], Signal::KILL);
+    std::thread::sleep(Duration::from_secs(1));
+    let left: Vec<i32> = pids.into_iter().filter(|pid| is_engine(*pid)).collect();
+    assert!(left.is_empty(), "{left:?} live");
+    assert!(!run.has_ended(), "another worker goes on");
 }

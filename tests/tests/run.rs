@@ -54,6 +54,45 @@ fn any_number_of_workers_gives_the_same_bits() {
 }
 
 #[test]
+fn engines_that_are_processes_give_the_same_bits() {
+    let one = Bench::small(12, 6, 2);
+    assert_eq!(one.run(&[], LIMIT), Some(0), "{}", one.output());
+    let same = |many: &Bench, what: &str| {
+        assert_eq!(many.losses(), one.losses(), "{what}");
+        let held_out = |bench: &Bench| bench.metrics().last().and_then(|m| m.validation_loss);
+        assert_eq!(held_out(many), held_out(&one), "{what}");
+        assert_eq!(weights(many), weights(&one), "{what}");
+    };
+    for (workers, engines) in [("1", 2), ("1", 4), ("2", 2), ("3", 2)] {
+        let many = Bench::with_engines(12, 6, 2, engines);
+        assert_eq!(many.run(&["--workers", workers], LIMIT), Some(0), "{}", many.output());
+        same(&many, &format!("{workers} workers of {engines} engines"));
+        let started = many.count("EngineStarted");
+        assert_eq!(started, workers.parse::<usize>().unwrap_or(0) * engines as usize);
+    }
+    let forced = Bench::small(12, 6, 2);
+    let run = forced.start_with(&["--workers", "2"], &[("MOEJOB_ENGINE", "process")]);
+    assert_eq!(run.wait(LIMIT), Some(0), "{}", forced.output());
+    same(&forced, "a process each");
+    assert_eq!(forced.count("EngineStarted"), 2);
+    let threads = Bench::with_engines(12, 6, 2, 3);
+    let run = threads.start_with(&["--workers", "2"], &[("MOEJOB_ENGINE", "thread")]);
+    assert_eq!(run.wait(LIMIT), Some(0), "{}", threads.output());
+    same(&threads, "a thread each");
+    assert_eq!(threads.count("EngineStarted"), 0);
+}
+
+#[test]
+fn a_dropped_terminal_ends_a_run_with_its_checkpoint() {
+    let bench = Bench::small(100_000, 100_000, 3);
+    let run = bench.start(&["--workers", "2"]);
+    bench.wait_until("five steps", LIMIT, |bench| bench.losses().len() >= 5);
+    run.signal(Signal::HUP);
+    assert_eq!(run.wait(LIMIT), Some(130), "{}", bench.output());
+    assert_eq!(bench.checkpoints().len(), 1, "{}", bench.output());
+}
+
+#[test]
 fn ctrl_c_checkpoints_and_the_same_command_goes_on() {
     let whole = Bench::small(40, 1000, 3);
     assert_eq!(whole.run(&["--workers", "2"], LIMIT), Some(0), "{}", whole.output());

@@ -1,6 +1,6 @@
 //! The data plane over TLS: ranks of one process, each with its own listener and data thread.
 
-use moe_worker::gang::comm::{Comm, CommError, DataPlane, Join, JoinError};
+use moe_worker::gang::comm::{Comm, CommError, DataPlane, Join, JoinError, Links};
 use moe_worker::life::listener;
 use moe_worker::gang::tls::{Identity, Trust, WorkerKey};
 use moejob_protocol::config::Member;
@@ -63,13 +63,35 @@ impl Node {
         Node { name: name.to_string(), address, key, data }
     }
 
+    /// Joins as the worker at `place`, of so many ranks each as `nodes` have.
+    async fn join_with(
+        &self,
+        authority: &Authority,
+        attempt: u32,
+        place: usize,
+        nodes: &[(&Node, u32)],
+    ) -> oneshot::Receiver<Result<Links, JoinError>> {
+        let leaf = authority.leaf(&self.key, attempt, &self.name);
+        let tls = self.key.attempt(&authority.trust, &leaf).expect("our leaf");
+        let ranks = nodes.iter().flat_map(|(node, ranks)| vec![*node; *ranks as usize]);
+        let member = |(rank, node): (u32, &Node)| Member {
+            rank,
+            worker: node.name.clone(),
+            node: node.name.clone(),
+            address: node.address.clone(),
+        };
+        let members = (0..).zip(ranks).map(member).collect();
+        let rank = nodes[..place].iter().map(|(_, ranks)| *ranks).sum();
+        self.data.join(Join { rank, ranks: nodes[place].1, members, tls }).await
+    }
+
     async fn join(
         &self,
         authority: &Authority,
         attempt: u32,
         rank: u32,
         nodes: &[Node],
-    ) -> oneshot::Receiver<Result<Comm, JoinError>> {
+    ) -> oneshot::Receiver<Result<Links, JoinError>> {
         let leaf = authority.leaf(&self.key, attempt, &self.name);
         let tls = self.key.attempt(&authority.trust, &leaf).expect("our leaf");
         let member = |(rank, node): (u32, &Node)| Member {
@@ -79,7 +101,7 @@ impl Node {
             address: node.address.clone(),
         };
         let members = (0..).zip(nodes).map(member).collect();
-        self.data.join(Join { rank, members, tls }).await
+        self.data.join(Join { rank, ranks: 1, members, tls }).await
     }
 }
 
@@ -98,7 +120,8 @@ async fn group(authority: &Authority, attempt: u32, nodes: &[Node]) -> Vec<Comm>
     }
     let mut comms = Vec::new();
     for joined in joining {
-        comms.push(joined.await.expect("an answer").expect("all connect"));
+        let links = joined.await.expect("an answer").expect("all connect");
+        comms.extend(links.shape().ranks().map(|rank| links.comm(rank)));
     }
     comms
 }
@@ -155,6 +178,79 @@ async fn over_tls_the_same_bytes_arrive_as_in_process() {
     // Another attempt of the same workers.
     let over_tls_again = on_ranks(group(&authority, 2, &nodes).await, busy).await;
     assert_eq!(over_tls_again, over_tls);
+}
+
+/// Ranks of one worker reach each other in memory, those of two over one stream.
+#[tokio::test]
+async fn several_ranks_a_worker_get_the_same_bytes() {
+    let authority = Authority::new();
+    let nodes = nodes(3, &authority).await;
+    let expected = on_ranks(Comm::in_process(6), busy).await;
+    for (attempt, ranks) in (1..).zip([&[6, 0, 0][..], &[3, 3, 0], &[2, 2, 2], &[1, 4, 1]]) {
+        let all: Vec<(&Node, u32)> =
+            nodes.iter().zip(ranks.iter().copied()).filter(|(_, ranks)| *ranks > 0).collect();
+        let mut joining = Vec::new();
+        for (place, (node, _)) in all.iter().enumerate() {
+            joining.push(node.join_with(&authority, attempt, place, &all).await);
+        }
+        let mut comms = Vec::new();
+        for joined in joining {
+            let links = joined.await.expect("an answer").expect("all connect");
+            comms.extend(links.shape().ranks().map(|rank| links.comm(rank)));
+        }
+        assert_eq!(on_ranks(comms, busy).await, expected, "{ranks:?}");
+    }
+}
+
+/// Rank 2 is ahead and fills what is between it and rank 0, which waits for rank 1, which waits for
+/// a word of rank 3 that comes behind it over the same stream.
+#[tokio::test]
+async fn a_pair_that_is_full_holds_no_other_up() {
+    const BYTES: usize = 4 << 20;
+    let authority = Authority::new();
+    let nodes = nodes(2, &authority).await;
+    let all = [(&nodes[0], 2), (&nodes[1], 2)];
+    let joining = [
+        nodes[0].join_with(&authority, 1, 0, &all).await,
+        nodes[1].join_with(&authority, 1, 1, &all).await,
+    ];
+    let mut comms = Vec::new();
+    for joined in joining {
+        let links = joined.await.expect("an answer").expect("all connect");
+        comms.extend(links.shape().ranks().map(|rank| links.comm(rank)));
+    }
+    let from_3_to_1_to_0_then_2_to_0 = on_ranks(comms, |comm| {
+        let (large, mut into, mut word) = (vec![2; BYTES], vec![0; BYTES], [0]);
+        let calls = match comm.rank() {
+            0 => [
+                comm.exchange(&[], &mut []),
+                comm.exchange(&[], &mut [(1, &mut word)]),
+                comm.exchange(&[], &mut [(2, &mut into)]),
+            ],
+            1 => [
+                comm.exchange(&[], &mut [(3, &mut word)]),
+                comm.exchange(&[(0, &[7])], &mut []),
+                comm.exchange(&[], &mut []),
+            ],
+            2 => [
+                comm.exchange(&[], &mut []),
+                comm.exchange(&[], &mut []),
+                comm.exchange(&[(0, &large)], &mut []),
+            ],
+            _ => {
+                std::thread::sleep(Duration::from_millis(100));
+                [
+                    comm.exchange(&[(1, &[7])], &mut []),
+                    comm.exchange(&[], &mut []),
+                    comm.exchange(&[], &mut []),
+                ]
+            }
+        };
+        assert!(calls.iter().all(Result::is_ok), "{calls:?}");
+        (into[BYTES - 1], word[0])
+    });
+    let waited = tokio::time::timeout(Duration::from_secs(20), from_3_to_1_to_0_then_2_to_0);
+    assert_eq!(waited.await.expect("nobody waits"), [(2, 7), (0, 7), (0, 0), (0, 0)]);
 }
 
 #[tokio::test]
@@ -215,7 +311,8 @@ async fn ranks_meet_in_the_attempt_that_both_are_in() {
         assert!(matches!(left.await.expect("an answer"), Err(JoinError::Left)));
         let mut comms = Vec::new();
         for joined in [up_to_date, joined] {
-            comms.push(joined.await.expect("an answer").expect("they meet"));
+            let links = joined.await.expect("an answer").expect("they meet");
+            comms.push(links.comm(links.shape().first));
         }
         comms.sort_by_key(Comm::rank);
         assert!(comms.iter().all(|comm| comm.attempt() == first.max(second)));

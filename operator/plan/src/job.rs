@@ -8,7 +8,7 @@ use crate::router;
 use crate::rules;
 use crate::spec::{
     ActivationName, FieldFilesSpec, Level, MixturePartSpec, MoeJobSpec, ModelSpec, NumberOrAuto,
-    PrecisionName, Preset, ProfileName, QkNormName, SourceSpec, TokenTypeName, VolumeSpec,
+    PrecisionName, Preset, QkNormName, SourceSpec, TokenTypeName, VolumeSpec,
 };
 use moejob_protocol::config::{
     AdamW, Precision, Schedule, TokenType, Tokenizer, ValidationConfig,
@@ -243,8 +243,7 @@ fn judge(
 /// Every default. What is missing although it is needed becomes a zero, which `rules` refuses.
 fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&Model>) -> Job {
     let nodes = spec.nodes.clone().unwrap_or_default();
-    let profile_name = nodes.profile.unwrap_or(ProfileName::Cpu);
-    let profile = Profile::of(profile_name, nodes.custom.as_ref());
+    let profile = Profile::of(&nodes);
     let min = nodes.min.unwrap_or(1);
     let topology = nodes.topology.as_ref().and_then(|topology| {
         let required = topology.require.map(|level| (level, Closeness::Required));

@@ -317,7 +317,10 @@ fn memory_mib(job: &Job) -> u64 {
     // The fewer the ranks, the more each holds, so the smallest gang needs most.
     let (sizes, _) = placement::sizes(job);
     let bytes = sizes.first().map_or(0, |size| placement::memory(job, &size.layout, 0).committed);
-    (bytes + PROCESS_BYTES).div_ceil(1 << 20)
+    let ranks = u64::from(job.profile.ranks);
+    // Several ranks are processes beside the worker's own.
+    let processes = if ranks > 1 { ranks + 1 } else { 1 };
+    (ranks * bytes + processes * PROCESS_BYTES).div_ceil(1 << 20)
 }
 
 /// The job's own volumes `v0`, `v1`, ... and those that every pod has.

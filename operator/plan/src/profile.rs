@@ -1,7 +1,7 @@
 //! Kinds of machine, so that a user names the machine and not forty variables.
 
 use crate::job::bytes_of;
-use crate::spec::{CustomProfileSpec, ProfileName};
+use crate::spec::{BackendName, NodesSpec, ProfileName};
 use std::collections::BTreeMap;
 
 const GIB: u64 = 1 << 30;
@@ -35,23 +35,24 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// `custom` is read for profile custom alone.
-    pub fn of(name: ProfileName, custom: Option<&CustomProfileSpec>) -> Profile {
+    /// `custom` is read for profile custom alone, `devicesPerNode` for profile cpu.
+    pub fn of(nodes: &NodesSpec) -> Profile {
+        let name = nodes.profile.unwrap_or(ProfileName::Cpu);
         match name {
-            ProfileName::Cpu => Profile::cpu(),
+            ProfileName::Cpu => Profile::cpu(nodes.devices_per_node.unwrap_or(1)),
             ProfileName::NdmA100V4 => gpus(name, 80 * GIB, "Standard_ND96amsr_A100_v4"),
             ProfileName::NdH100V5 => gpus(name, 80 * GIB, "Standard_ND96isr_H100_v5"),
             ProfileName::NdH200V5 => gpus(name, 141 * GIB, "Standard_ND96isr_H200_v5"),
-            ProfileName::Custom => Profile::custom(custom),
+            ProfileName::Custom => Profile::custom(nodes),
         }
     }
 
-    fn cpu() -> Profile {
+    fn cpu(ranks: u32) -> Profile {
         Profile {
             name: ProfileName::Cpu,
             backend: Backend::Cpu,
             devices: 0,
-            ranks: 1,
+            ranks: ranks.max(1),
             rank_memory: None,
             nvlink_domain: 1,
             nics: 0,
@@ -60,14 +61,18 @@ impl Profile {
         }
     }
 
-    fn custom(custom: Option<&CustomProfileSpec>) -> Profile {
-        let typed = custom.cloned().unwrap_or_default();
+    fn custom(nodes: &NodesSpec) -> Profile {
+        let typed = nodes.custom.clone().unwrap_or_default();
         let devices = typed.devices.unwrap_or(0);
-        let backend = if devices == 0 { Backend::Cpu } else { Backend::Cuda };
+        let backend = match typed.backend {
+            Some(BackendName::Cpu) => Backend::Cpu,
+            _ if devices == 0 => Backend::Cpu,
+            Some(BackendName::Cuda) | None => Backend::Cuda,
+        };
         Profile {
             name: ProfileName::Custom,
             backend,
-            devices,
+            devices: if backend == Backend::Cuda { devices } else { 0 },
             ranks: devices.max(1),
             rank_memory: typed.device_memory.as_deref().and_then(bytes_of),
             nvlink_domain: typed.nvlink_domain.unwrap_or(devices.max(1)),

@@ -102,6 +102,15 @@ impl Rules<'_> {
                 .advice(advice);
             self.refuse(problem, &["spec.nodes.profile"]);
         }
+        if let Some(devices) = nodes.devices_per_node
+            && nodes.profile.is_some_and(|profile| profile != ProfileName::Cpu)
+        {
+            let problem = Problem::new(Code::Nodes, "spec.nodes.devicesPerNode")
+                .found(format!("`{devices}`"))
+                .allowed("with the profile cpu alone")
+                .advice("delete it: the profile says how many devices a node has");
+            self.refuse(problem, &["spec.nodes.profile"]);
+        }
         if let Some(memory) = nodes.custom.as_ref().and_then(|c| c.device_memory.as_deref())
             && bytes_of(memory).is_none()
         {
@@ -346,6 +355,7 @@ impl Rules<'_> {
         let also = [
             "spec.nodes.profile",
             "spec.nodes.custom",
+            "spec.nodes.devicesPerNode",
             "spec.training.globalBatchSize",
             "spec.training.microBatchSize",
         ];

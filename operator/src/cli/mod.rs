@@ -63,6 +63,9 @@ enum Command {
     /// Run as a worker; started by `moejob run` and by the operator.
     #[command(hide = true)]
     Worker,
+    /// Run as an engine of the worker with this process id, which starts it.
+    #[command(hide = true)]
+    Engine { worker: String },
     /// Print a completion script for a shell.
     Completions {
         shell: clap_complete::Shell,
@@ -94,6 +97,7 @@ pub fn dispatch(cli: Cli) -> ExitCode {
         Command::Operator(args) => operator::run(&args),
         Command::Kube(args) => moe::run(args),
         Command::Worker => moe_worker::life::process::main(),
+        Command::Engine { worker } => moe_worker::life::process::engine(&worker),
         Command::Completions { shell } => {
             let mut command = Cli::command();
             clap_complete::generate(shell, &mut command, "moejob", &mut std::io::stdout());
@@ -104,7 +108,8 @@ pub fn dispatch(cli: Cli) -> ExitCode {
 
 fn start_logs(cli: &Cli) {
     // What a worker says there is all that is known of it when it has gone.
-    let in_pod = matches!(cli.command, Command::Worker) && std::env::var_os(ENV_WORKER).is_some();
+    let works = matches!(cli.command, Command::Worker | Command::Engine { .. });
+    let in_pod = works && std::env::var_os(ENV_WORKER).is_some();
     let filter = cli.log.as_deref().unwrap_or(if in_pod { "info" } else { "warn" });
     let filter = tracing_subscriber::EnvFilter::new(filter);
     let colours = std::io::stderr().is_terminal();

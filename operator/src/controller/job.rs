@@ -27,7 +27,7 @@ use moejob_plan::pods::{self, Birth, Surroundings};
 use moejob_plan::record::Saved;
 use moejob_plan::track::Tracker;
 use moejob_protocol::message::{Down, Up};
-use moejob_protocol::report::EventKind;
+use moejob_protocol::report::{Detail, EventKind};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -279,6 +279,16 @@ impl JobState {
             }
             Up::Event(event) if event.event == EventKind::Warning => {
                 self.event(true, &event.reason, event.message.clone());
+            }
+            Up::Event(event) if event.event == EventKind::EngineLost => {
+                let of = |name: &str| match event.details.get(name) {
+                    Some(Detail::Text(text)) => text.clone(),
+                    Some(Detail::Number(number)) => number.to_string(),
+                    _ => String::new(),
+                };
+                let (node, device, words) = (of("node"), of("device"), of("lastWords"));
+                let note = format!("{} on device {device} of {node}. {words}", event.message);
+                self.event(true, "EngineLost", note.trim_end().to_string());
             }
             Up::Event(event) if event.event == EventKind::Resumed => {
                 tracing::info!(job = self.id.name, attempt = event.attempt, "{}", event.message);

@@ -121,7 +121,7 @@ pub fn start(name: &str, authority: &str, token: &str) -> Worker {
         share: Share::default(),
     };
     let thread = std::thread::spawn(move || {
-        let make = || Counting { total: 0, step: 0 };
+        let make = |_| Counting { total: 0, step: 0 };
         run_with(bootstrap, Some(watched), Announce(announce), make).expect("it listens")
     });
     let mut line = Vec::new();

@@ -3,7 +3,8 @@
 //!     cargo run --release -p moejob-tests --bin recovery -- [ROUNDS]
 //!
 //! Four workers of the second example's model; SIGKILL, then SIGSTOP (which only a missing
-//! heartbeat can tell), ROUNDS times each. Prints every time and the medians.
+//! heartbeat can tell), ROUNDS times each. Then the same model on one worker with two engines:
+//! SIGKILL of one, of both, SIGSTOP of one. Prints every time and the medians.
 
 use moejob_tests::{Bench, Random, root, send};
 use rustix::process::Signal;
@@ -18,31 +19,61 @@ fn main() {
     // Long enough to last, on a corpus that lies beside it.
     let manifest = manifest
         .replace("steps: 400", "steps: 1000000")
+        .replace("memoryEverySteps: 10", "memoryEverySteps: 10, maxRestarts: 1000")
         .replace("\"**/*.rs\", \"**/*.md\"", "\"corpus/*.txt\"");
     let bench = Bench::new("elastic", &manifest);
     let run = bench.start(&[]);
-    let mut random = Random(7);
     for (name, signal) in [("SIGKILL", Signal::KILL), ("SIGSTOP", Signal::STOP)] {
-        let mut times: Vec<Duration> = Vec::new();
-        for round in 0..rounds {
-            bench.wait_until("four workers that train", LIMIT, is_whole);
-            let pids = bench.worker_pids();
-            let pid = pids[random.below(pids.len() as u64) as usize];
-            let attempt = attempt_of(&bench);
-            let begin = Instant::now();
-            send(pid, signal);
-            bench.wait_until("the next attempt's first step", LIMIT, |b| attempt_of(b) > attempt);
-            let took = begin.elapsed();
-            println!("{name} {round}: {:.3} s", took.as_secs_f64());
-            times.push(took);
-        }
-        times.sort();
-        let median = times.get(times.len() / 2).copied().unwrap_or_default();
-        let worst = times.last().copied().unwrap_or_default();
-        let (median, worst) = (median.as_secs_f64(), worst.as_secs_f64());
-        println!("{name}: median {median:.3} s, worst {worst:.3} s");
+        measure(name, rounds, &bench, 4, Bench::worker_pids, &[signal]);
     }
     drop(run);
+    let two = manifest.replace("profile: cpu", "profile: cpu, devicesPerNode: 2");
+    assert_ne!(two, manifest, "the example says its profile");
+    let bench = Bench::new("elastic", &two);
+    let run = bench.start(&["--workers", "1"]);
+    for (name, signals) in [
+        ("an engine, SIGKILL", &[Signal::KILL][..]),
+        ("both engines, SIGKILL", &[Signal::KILL, Signal::KILL]),
+        ("an engine, SIGSTOP", &[Signal::STOP]),
+    ] {
+        measure(name, rounds, &bench, 2, Bench::engine_pids, signals);
+    }
+    drop(run);
+}
+
+/// Sends the signals to as many processes, and waits for the next step, `rounds` times.
+fn measure(
+    name: &str,
+    rounds: usize,
+    bench: &Bench,
+    world: u32,
+    pids: impl Fn(&Bench) -> Vec<i32>,
+    signals: &[Signal],
+) {
+    let mut random = Random(7);
+    let mut times: Vec<Duration> = Vec::new();
+    for round in 0..rounds {
+        let is_ready = |bench: &Bench| {
+            is_whole(bench, world) && pids(bench).len() == world as usize
+        };
+        bench.wait_until("a whole gang that trains", LIMIT, is_ready);
+        let pids = pids(bench);
+        let first = random.below(pids.len() as u64) as usize;
+        let attempt = attempt_of(bench);
+        let begin = Instant::now();
+        for (at, signal) in signals.iter().enumerate() {
+            send(pids[(first + at) % pids.len()], *signal);
+        }
+        bench.wait_until("the next attempt's first step", LIMIT, |b| attempt_of(b) > attempt);
+        let took = begin.elapsed();
+        println!("{name} {round}: {:.3} s", took.as_secs_f64());
+        times.push(took);
+    }
+    times.sort();
+    let median = times.get(times.len() / 2).copied().unwrap_or_default();
+    let worst = times.last().copied().unwrap_or_default();
+    let (median, worst) = (median.as_secs_f64(), worst.as_secs_f64());
+    println!("{name}: median {median:.3} s, worst {worst:.3} s");
 }
 
 /// The attempt of the newest step.
@@ -50,12 +81,12 @@ fn attempt_of(bench: &Bench) -> u32 {
     bench.metrics().last().map_or(0, |line| line.attempt)
 }
 
-/// The newest steps were done by four workers, long enough for a snapshot.
-fn is_whole(bench: &Bench) -> bool {
+/// The newest steps were done by so many ranks, long enough for a snapshot.
+fn is_whole(bench: &Bench, ranks: u32) -> bool {
     let metrics = bench.metrics();
     let newest = metrics.iter().rev().take(12);
     let mut attempts = newest.map(|line| (line.world_size, line.attempt));
     let first = attempts.next();
     let same = attempts.filter(|other| Some(*other) == first).count();
-    first.is_some_and(|(world, _)| world == 4) && same == 11
+    first.is_some_and(|(world, _)| world == ranks) && same == 11
 }

@@ -97,6 +97,10 @@ pub enum Detail {
 pub enum EventKind {
     WorkerStarted,
     WorkerLost,
+    /// An engine that is a process of its own (`rank`, `node`, `device`, `pid`).
+    EngineStarted,
+    /// The same, and how it ended: `exit`, `lastWords`. Its worker starts it again.
+    EngineLost,
     AttemptStarted,
     Resumed,
     /// The storage has claims of an earlier job of this folder; `claimed` is the highest attempt.

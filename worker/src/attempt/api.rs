@@ -1,21 +1,35 @@
-//! What the shell (`run.rs`, control thread) and the trainer (`trainer.rs`, device thread) say to
+//! What the shell (`run.rs`, control thread) and the trainers (`trainer.rs`, one an engine) say to
 //! each other.
 
 use crate::gang::comm::CommError;
+use crate::gang::memory::Mapping;
 use moejob_protocol::message::{Held, Phase, Request};
 use moejob_protocol::report::{Event, StepReport};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use serde::{Deserialize, Serialize};
+use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Shared by the control thread and the device thread of one worker; a clone is the same one.
-#[derive(Clone, Debug, Default)]
-pub struct Control(Arc<Shared>);
+/// What a worker and one of its engines share while the engine computes; a clone is the same one.
+///
+/// ```text
+/// u32 requests | u32 phase | u64 step | u32 beats
+/// ```
+#[derive(Clone, Debug)]
+pub struct Control {
+    memory: Arc<Mapping>,
+    at: usize,
+}
 
-#[derive(Debug, Default)]
-struct Shared {
-    requests: AtomicU32,
-    phase: AtomicU32,
-    step: AtomicU64,
+const REQUESTS: usize = 0;
+const PHASE: usize = 4;
+const STEP: usize = 8;
+const BEATS: usize = 16;
+const BYTES: usize = 32;
+
+impl Default for Control {
+    fn default() -> Control {
+        Control::new(Arc::new(Mapping::private(BYTES)), 0)
+    }
 }
 
 const CHECKPOINT_NOW: u32 = 1;
@@ -30,17 +44,26 @@ const PHASES: [Phase; 6] = [
 ];
 
 impl Control {
+    /// At `at` of `memory`, which is zero there at first.
+    pub fn new(memory: Arc<Mapping>, at: usize) -> Control {
+        Control { memory, at }
+    }
+
+    fn word(&self, field: usize) -> &AtomicU32 {
+        self.memory.word(self.at + field)
+    }
+
     /// Adds to what is asked already.
     pub fn request(&self, request: Request) {
         let bits = u32::from(request.checkpoint_now) * CHECKPOINT_NOW
             | u32::from(request.stop_after_this_step) * STOP_AFTER_THIS_STEP;
-        self.0.requests.fetch_or(bits, Ordering::AcqRel);
+        self.word(REQUESTS).fetch_or(bits, Ordering::AcqRel);
     }
 
     /// What is asked since the last call. The trainer calls it once a step and puts the answer
     /// into the step's control word.
     pub fn take_requests(&self) -> Request {
-        let bits = self.0.requests.swap(0, Ordering::AcqRel);
+        let bits = self.word(REQUESTS).swap(0, Ordering::AcqRel);
         Request {
             checkpoint_now: bits & CHECKPOINT_NOW != 0,
             stop_after_this_step: bits & STOP_AFTER_THIS_STEP != 0,
@@ -48,25 +71,35 @@ impl Control {
     }
 
     pub fn set_phase(&self, phase: Phase) {
-        self.0.phase.store(phase as u32, Ordering::Relaxed);
+        self.word(PHASE).store(phase as u32, Ordering::Relaxed);
     }
 
     pub fn phase(&self) -> Phase {
-        PHASES[self.0.phase.load(Ordering::Relaxed) as usize]
+        let phase = self.word(PHASE).load(Ordering::Relaxed) as usize;
+        PHASES.get(phase).copied().unwrap_or(Phase::Idle)
     }
 
     /// Steps done.
     pub fn set_step(&self, step: u64) {
-        self.0.step.store(step, Ordering::Relaxed);
+        self.memory.long(self.at + STEP).store(step, Ordering::Relaxed);
     }
 
     pub fn step(&self) -> u64 {
-        self.0.step.load(Ordering::Relaxed)
+        self.memory.long(self.at + STEP).load(Ordering::Relaxed)
+    }
+
+    /// An engine that runs at all counts on, whatever it computes.
+    pub fn beat(&self) {
+        self.word(BEATS).fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn beats(&self) -> u32 {
+        self.word(BEATS).load(Ordering::Relaxed)
     }
 }
 
 /// What a trainer tells while an attempt runs.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum TrainerEvent {
     /// Rank 0 alone.
     Step(StepReport),
@@ -76,7 +109,7 @@ pub enum TrainerEvent {
 }
 
 /// How an attempt ended for this rank.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum AttemptEnd {
     /// The job's last step is done and its last checkpoint committed.
     Completed { step: u64 },
@@ -90,7 +123,7 @@ pub enum AttemptEnd {
 }
 
 /// Why a worker ends; its message and advice reach the user.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
     /// 1 failed, 2 the user's input, 3 data or checkpoint refused, 75 fenced or try again.
     pub exit_code: i32,

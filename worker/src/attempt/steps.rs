@@ -6,7 +6,8 @@ use crate::data::Corpus;
 use crate::engine::grads::Gradients;
 use crate::engine::model::Model;
 use crate::attempt::records::{Records, event, now};
-use crate::state::snapshot::Snapshots;
+use crate::state::slots::{Memory, Slot};
+use crate::state::snapshot::{self, SnapshotError};
 use crate::engine::step::{self, Place, StepSummary, Validation};
 use crate::gang::step_end::StepEnd;
 use crate::attempt::trainer::{Stop, fail, record_failed, storage_failed, tokens_per_step};
@@ -32,7 +33,7 @@ pub(crate) struct Run<'a> {
     pub model: Model,
     pub gradients: Gradients,
     pub writer: Writer,
-    pub snapshots: &'a mut Snapshots,
+    pub memory: &'a Memory,
     pub buddies: Vec<Option<u32>>,
     /// Steps done.
     pub step: u64,
@@ -106,7 +107,7 @@ impl Run<'_> {
             self.fill(&mut end);
             let ends = step::agree(&self.model, &end, &mut self.comm)?;
             // Whoever is here has finished the snapshot that came before.
-            self.snapshots.confirm(self.config.attempt, self.snapshot_step);
+            self.memory.confirm(self.config.attempt, self.snapshot_step);
             let request = self.take_in(&ends)?;
             agreed.checkpoint_now |= request.checkpoint_now;
             agreed.stop_after_this_step |= request.stop_after_this_step;
@@ -192,15 +193,14 @@ impl Run<'_> {
     }
 
     /// Begins a checkpoint of this step, from its snapshot where there is one.
-    fn checkpoint(&mut self, snapshot: Option<Arc<Vec<u8>>>) -> Result<(), Stop> {
+    fn checkpoint(&mut self, snapshot: Option<Arc<Slot>>) -> Result<(), Stop> {
         // One at a time: its staging and its copy of the state are counted once.
         self.wait_for_storage()?;
         let bytes = match snapshot {
             Some(bytes) => bytes,
             None => {
-                let mut bytes = Vec::new();
-                crate::state::snapshot::cut(&self.model, &mut bytes);
-                Arc::new(bytes)
+                let len = snapshot::shard_bytes(&self.model, self.model.rank);
+                Slot::private(len, |bytes| snapshot::cut_into(&self.model, bytes))
             }
         };
         self.writer.shard(self.step, bytes);
@@ -223,9 +223,10 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn snapshot(&mut self) -> Result<Arc<Vec<u8>>, Stop> {
+    fn snapshot(&mut self) -> Result<Arc<Slot>, Stop> {
         let attempt = self.config.attempt;
-        let taken = self.snapshots.take(
+        let taken = snapshot::take(
+            self.memory,
             &self.model,
             &mut self.comm,
             &self.buddies,
@@ -233,8 +234,14 @@ impl Run<'_> {
             self.step,
         );
         self.snapshot_step = self.step;
-        (self.out)(TrainerEvent::Held(self.snapshots.held()));
-        Ok(taken?)
+        (self.out)(TrainerEvent::Held(self.memory.held()));
+        taken.map_err(|error| match error {
+            SnapshotError::Comm(error) => Stop::Comm(error),
+            SnapshotError::Memory(source) => {
+                let advice = "give the worker more memory, or make the model smaller";
+                fail(1, &format!("no memory for a snapshot: {source}"), advice)
+            }
+        })
     }
 
     fn validate(&mut self, corpus: &mut Corpus) -> Result<Option<Validation>, Stop> {

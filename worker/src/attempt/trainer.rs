@@ -17,7 +17,8 @@ use crate::hf::Weights;
 use crate::engine::model::Model;
 use crate::attempt::records::{Records, now};
 use crate::attempt::resume;
-use crate::state::snapshot::{Snapshots, initialize, scatter};
+use crate::state::slots::Memory;
+use crate::state::snapshot::{initialize, scatter};
 use crate::engine::step::StepError;
 use crate::attempt::api::{AttemptEnd, Control, Failure, TrainerEvent};
 use moejob_protocol::WorkerConfig;
@@ -27,14 +28,22 @@ use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig};
 use moejob_protocol::pod::ENV_WORKER;
 use moejob_protocol::report::Event;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-/// Trains attempts, one after the other; keeps snapshots and data between them.
+/// Trains attempts, one after the other; keeps data between them. Snapshots stay in the memory of
+/// the worker, which outlives it.
 #[derive(Debug)]
 pub struct Trainer {
-    snapshots: Snapshots,
+    memory: Memory,
     corpus: Option<(DataConfig, TrainingConfig, Corpus)>,
     disk: Disk,
+    /// Of an attempt that was aborted, cancelled; it may still be in the middle of a write.
+    writer: Option<Writer>,
 }
+
+/// For a write of an aborted attempt to end. Longer waits are for storage that hangs, where the
+/// next attempt's first access will tell.
+const WRITER_END: Duration = Duration::from_secs(5);
 
 /// Why an attempt ended before its last step.
 pub(crate) enum Stop {
@@ -87,7 +96,12 @@ impl Default for Trainer {
 
 impl Trainer {
     pub fn new() -> Trainer {
-        Trainer { snapshots: Snapshots::default(), corpus: None, disk: Disk::real() }
+        Trainer::with_memory(Memory::default())
+    }
+
+    /// One of the trainers of a worker, which share its memory.
+    pub fn with_memory(memory: Memory) -> Trainer {
+        Trainer { memory, corpus: None, disk: Disk::real(), writer: None }
     }
 
     /// A trainer whose storage fails where `disk` says.
@@ -97,7 +111,7 @@ impl Trainer {
 
     /// What could be resumed from this worker's memory.
     pub fn held(&self) -> Vec<Held> {
-        self.snapshots.held()
+        self.memory.held()
     }
 
     /// Runs one attempt to its end. `comm` is the group of its ranks; a spare has none to run.
@@ -130,6 +144,10 @@ impl Trainer {
         if let Some(failure) = unsupported(config) {
             return Err(Stop::Failed(failure));
         }
+        // Before the first collective, so before rank 0 tidies what is staged.
+        if self.writer.take().is_some_and(|mut writer| !writer.end_within(WRITER_END)) {
+            tracing::warn!("a write to storage of an earlier attempt does not end");
+        }
         let mut corpus = self.corpus(config)?;
         agree_on_data(&corpus, &mut comm)?;
         resume::look_into_storage(config, &mut comm, out)?;
@@ -160,13 +178,16 @@ impl Trainer {
             committed: 0,
             snapshot_step: config.resume.step(),
             model,
-            snapshots: &mut self.snapshots,
+            memory: &self.memory,
         };
         let ended = run.train(&mut corpus);
         if let Err(Stop::Comm(_)) = &ended {
             // Whatever the next attempt resumes from is decided after this.
             run.writer.cancel();
             run.tell_commit(run.writer.progress().committed)?;
+            self.writer = Some(run.writer);
+            self.corpus = Some((config.data.clone(), config.training.clone(), corpus));
+            return ended;
         }
         if ended.is_ok() {
             run.writer.finish();
@@ -230,7 +251,7 @@ impl Trainer {
                 resume::agree_on_loaded(config, comm, *step, loaded, tell)?;
             }
             Resume::Memory { step, attempt, layout, sources } => {
-                let shard = |rank| self.snapshots.shard(*attempt, *step, rank);
+                let shard = |rank| self.memory.shard(*attempt, *step, rank);
                 let me = model.rank;
                 let mut own = sources.iter().filter(|source| source.from == me);
                 if let Some(missing) = own.find(|source| shard(source.shard).is_none()) {
@@ -242,7 +263,7 @@ impl Trainer {
                 }
                 let held = |rank| shard(rank).expect("looked for above");
                 scatter(model, comm, layout, sources, held)?;
-                self.snapshots.confirm(*attempt, *step);
+                self.memory.confirm(*attempt, *step);
             }
         }
         Ok(())
@@ -304,6 +325,8 @@ fn model(config: &WorkerConfig, rank: u32) -> Result<Model, Stop> {
         0 => std::thread::available_parallelism().map_or(1, usize::from),
         threads => threads as usize,
     };
+    // The ranks of a worker share its processors.
+    let threads = (threads / config.ranks.max(1) as usize).max(1);
     Model::new(&config.model, &config.layout, rank, &config.training, threads).map_err(|error| {
         fail(1, &format!("the device cannot be made: {error}"), "free memory or use fewer threads")
     })
@@ -333,17 +356,23 @@ pub(crate) fn tokens_per_step(training: &TrainingConfig) -> u64 {
     u64::from(training.global_batch_size) * u64::from(training.sequence_length)
 }
 
-/// The rank that keeps each rank's second copy: the next on another node, else the next.
+/// The rank that keeps each rank's second copy: the next on another node, else the next of another
+/// worker. The ranks of one worker are lost together.
 fn buddies(config: &WorkerConfig) -> Vec<Option<u32>> {
-    let world = config.layout.mesh.world();
-    let names: Vec<&str> = config.members.iter().map(|member| member.node.as_str()).collect();
+    let members = &config.members;
     let node = |rank: u32| {
-        let name = names.get(rank as usize);
-        names.iter().position(|other| Some(other) == name).map_or(rank, |at| at as u32)
+        let of = |rank: u32| members.get(rank as usize).map(|member| member.node.as_str());
+        let first = members.iter().position(|other| Some(other.node.as_str()) == of(rank));
+        first.map_or(rank, |at| at as u32)
     };
+    let world = config.layout.mesh.world();
     let nodes: Vec<u32> = (0..world).map(node).collect();
-    let next = |rank: u32| (world > 1).then_some((rank + 1) % world);
-    (0..world).map(|rank| config.layout.buddy(rank, &nodes).or(next(rank))).collect()
+    let worker = |rank: u32| members.get(rank as usize).map(|member| member.worker.as_str());
+    let next = |rank: u32| {
+        let others = (1..world).map(|more| (rank + more) % world);
+        others.into_iter().find(|other| worker(*other) != worker(rank))
+    };
+    (0..world).map(|rank| config.layout.buddy(rank, &nodes).or_else(|| next(rank))).collect()
 }
 
 /// All ranks read the same text.
@@ -378,11 +407,6 @@ pub fn unsupported(config: &WorkerConfig) -> Option<Failure> {
                 !RouterConfig { aux_loss_scope: scope, ..model.router.clone() }.is_plain()
             },
             "model.router.auxLossScope: hf goes with dropless top-k and balanceLoss switch",
-        ),
-        (
-            config.ranks != 1,
-            "nodes.profile: a rank a device needs CUDA devices, and this worker trains on its \
-             processors",
         ),
         (mesh.pp > 1 || mesh.tp > 1 || mesh.cp > 1, "parallelism: expert and data alone"),
         (!config.layout.covers(model), "the placement leaves an expert without a rank"),

@@ -5,6 +5,7 @@ use super::values::{first_non_finite, name_of};
 use super::{Disk, list, seal};
 use crate::engine::diagnosis::place;
 use crate::attempt::fence::{self, FenceError, staging_name};
+use crate::state::slots::Slot;
 use crate::state::snapshot::{ShardRun, shard_runs};
 use moejob_kernels::DType;
 use moejob_protocol::CheckpointManifest;
@@ -20,6 +21,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 /// Everything about a job and attempt that a checkpoint carries.
 #[derive(Clone, Debug)]
@@ -302,12 +304,15 @@ pub struct Progress {
 }
 
 enum Job {
-    Shard { step: u64, bytes: Arc<Vec<u8>> },
+    Shard { step: u64, bytes: Arc<Slot> },
     Commit { step: u64 },
 }
 
 /// Jobs that wait at most: a shard and its commit.
 const JOBS_MAX: usize = 2;
+
+/// Between two looks at a writer that is to end.
+const END_POLL: Duration = Duration::from_millis(1);
 
 /// The thread that writes, so that steps go on meanwhile.
 #[derive(Debug)]
@@ -346,7 +351,7 @@ impl Writer {
     }
 
     /// Writes this rank's shard of `step`.
-    pub fn shard(&self, step: u64, bytes: Arc<Vec<u8>>) {
+    pub fn shard(&self, step: u64, bytes: Arc<Slot>) {
         self.send(Job::Shard { step, bytes });
     }
 
@@ -374,6 +379,21 @@ impl Writer {
     /// From now on nothing is committed; what is committed already is told by `progress`.
     pub fn cancel(&self) {
         lock(&self.shared).cancelled = true;
+    }
+
+    /// Waits until a cancelled writer writes no more, for at most so long: storage may hang. Says
+    /// whether it has ended.
+    pub fn end_within(&mut self, most: Duration) -> bool {
+        self.jobs = None;
+        let since = Instant::now();
+        while self.thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
+            if since.elapsed() >= most {
+                return false;
+            }
+            std::thread::sleep(END_POLL);
+        }
+        self.finish();
+        true
     }
 
     /// Waits until everything asked for is done.

@@ -1,30 +1,35 @@
 //! Collectives between the ranks of one attempt.
 //!
 //! ```text
-//! device: exchange() -> header + bytes -> Pipe -> task -> TLS -> peer's task -> Pipe -> device
+//! engine: exchange() -> header + bytes -> Pipe -> mover -> TLS -> peer's mover -> Pipe -> engine
+//!                                           `-> an engine of the same worker takes it at once
 //! ```
 //!
-//! A call blocks the device's thread until its bytes are taken over and all that it waits for is
+//! A call blocks the engine's thread until its bytes are taken over and all that it waits for is
 //! here. Every call of a rank has a number, and every frame carries it with the attempt, so a
 //! stale or confused peer is refused before one of its bytes reaches a buffer. An [`AbortHandle`]
 //! ends a blocked call at once.
 
 mod data;
 mod frame;
+mod links;
+mod mover;
 mod pipe;
 
 pub use data::{DataOffers, DataPlane, JOIN_MS_MAX, Join, JoinError};
 pub use frame::{HEADER_BYTES, Header, Kind};
-pub use pipe::{CHUNK_BYTES_MAX, PIPE_BYTES_MAX, Pipe, Pop, Signal, Wake};
+pub use links::{Links, PeerPipes, Shape};
+pub use pipe::{CHUNK_BYTES_MAX, PIPE_BYTES_MAX, PIPE_SPAN, Pipe, Read, Wake};
 
-use pipe::lock;
+use crate::gang::memory::{Mapping, Signal};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// Why a collective did not happen. After any of these the group is unusable: each later call
 /// returns `Aborted`.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum CommError {
     #[error("the collective was aborted: {reason}")]
     Aborted { reason: String },
@@ -41,105 +46,60 @@ pub struct Comm {
     attempt: u32,
     /// By rank; none at the own one.
     lanes: Vec<Option<Lane>>,
-    /// Number of the last collective that began.
-    number: Arc<AtomicU64>,
+    memory: Arc<Mapping>,
+    /// Where in it the number of the last collective that began is.
+    number: usize,
     abort: AbortHandle,
 }
 
-/// Ends a blocked collective from any thread; all later ones fail too.
+/// Ends a blocked collective of one rank, from any thread or process that shares its memory; all
+/// later ones fail too.
 #[derive(Clone, Debug)]
 pub struct AbortHandle {
-    signal: Arc<Signal>,
-    reason: Arc<Mutex<Option<String>>>,
+    signal: Signal,
+    memory: Arc<Mapping>,
+    /// 0 none, 1 being told, 2 told.
+    state: usize,
+    why: usize,
+    room: usize,
 }
 
 impl AbortHandle {
-    fn new(signal: Arc<Signal>) -> AbortHandle {
-        AbortHandle { signal, reason: Arc::default() }
-    }
-
     /// The first reason stays.
     pub fn abort(&self, reason: &str) {
-        lock(&self.reason).get_or_insert_with(|| reason.to_string());
+        let state = self.memory.word(self.state);
+        if state.compare_exchange(0, 1, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+            self.memory.write_text(self.why, self.room, reason);
+            state.store(2, Ordering::SeqCst);
+        }
         self.signal.notify();
     }
 
     fn check(&self) -> Result<(), CommError> {
-        match &*lock(&self.reason) {
-            Some(reason) => Err(CommError::Aborted { reason: reason.clone() }),
-            None => Ok(()),
+        match self.memory.word(self.state).load(Ordering::SeqCst) {
+            2 => Err(CommError::Aborted { reason: self.memory.read_text(self.why, self.room) }),
+            _ => Ok(()),
         }
     }
 }
 
-/// Both directions of one peer, and what is left of the chunk that is being read.
+/// Both directions of one peer.
 #[derive(Debug)]
 struct Lane {
-    outgoing: Arc<Pipe>,
-    incoming: Arc<Pipe>,
-    chunk: Vec<u8>,
-    taken: usize,
-}
-
-/// The pipes of one peer, as the mover of its bytes holds them.
-#[derive(Clone, Debug)]
-pub struct PeerPipes {
-    pub rank: u32,
-    /// From the device to the peer.
-    pub outgoing: Arc<Pipe>,
-    /// From the peer to the device.
-    pub incoming: Arc<Pipe>,
+    outgoing: Pipe,
+    incoming: Pipe,
 }
 
 impl Comm {
     /// The group of a single rank.
     pub fn solo(attempt: u32) -> Comm {
-        let abort = AbortHandle::new(Arc::default());
-        Comm { rank: 0, attempt, lanes: vec![None], number: Arc::default(), abort }
-    }
-
-    /// A group whose bytes `connect` moves: it is called once a peer, ascending, with a wake for
-    /// the device's end, and returns the peer's pipes.
-    pub fn new(
-        rank: u32,
-        world: u32,
-        attempt: u32,
-        mut connect: impl FnMut(u32, Wake) -> PeerPipes,
-    ) -> Comm {
-        assert!(rank < world, "rank {rank} of a world of {world}");
-        let signal = Arc::<Signal>::default();
-        let mut lane = |peer| {
-            let pipes = connect(peer, Wake::Thread(Arc::clone(&signal)));
-            let PeerPipes { outgoing, incoming, .. } = pipes;
-            Lane { outgoing, incoming, chunk: Vec::new(), taken: 0 }
-        };
-        let lanes = (0..world).map(|peer| (peer != rank).then(|| lane(peer))).collect();
-        Comm { rank, attempt, lanes, number: Arc::default(), abort: AbortHandle::new(signal) }
+        Links::in_process(1, attempt).comm(0)
     }
 
     /// Groups whose ranks are threads of this process; for tests of exactness.
     pub fn in_process(world: u32) -> Vec<Comm> {
-        let signals: Vec<Arc<Signal>> = (0..world).map(|_| Arc::default()).collect();
-        let wake = |rank: u32| Wake::Thread(Arc::clone(&signals[rank as usize]));
-        let pipe = |from: u32, to: u32| Pipe::new(wake(from), wake(to));
-        let pipes: Vec<Vec<Arc<Pipe>>> = (0..world)
-            .map(|from| (0..world).map(|to| pipe(from, to)).collect())
-            .collect();
-        let between = |from: u32, to: u32| Arc::clone(&pipes[from as usize][to as usize]);
-        let lane = |rank: u32, peer: u32| Lane {
-            outgoing: between(rank, peer),
-            incoming: between(peer, rank),
-            chunk: Vec::new(),
-            taken: 0,
-        };
-        let comm = |rank: u32| Comm {
-            rank,
-            attempt: 1,
-            lanes: (0..world).map(|peer| (peer != rank).then(|| lane(rank, peer))).collect(),
-            number: Arc::default(),
-            abort: AbortHandle::new(Arc::clone(&signals[rank as usize])),
-        };
-        (0..world).map(comm).collect()
+        let links = Links::in_process(world, 1);
+        (0..world).map(|rank| links.comm(rank)).collect()
     }
 
     pub fn rank(&self) -> u32 {
@@ -156,12 +116,7 @@ impl Comm {
 
     /// Number of the collective that was begun last, from 1; 0 before the first.
     pub fn collective(&self) -> u64 {
-        self.number.load(Ordering::Relaxed)
-    }
-
-    /// The same number, for heartbeats from another thread.
-    pub fn counter(&self) -> Arc<AtomicU64> {
-        Arc::clone(&self.number)
+        self.memory.long(self.number).load(Ordering::Relaxed)
     }
 
     pub fn abort_handle(&self) -> AbortHandle {
@@ -225,7 +180,8 @@ impl Comm {
     ) -> Result<(), CommError> {
         assert_distinct(sends.iter().map(|(peer, _)| *peer), self.world());
         assert_distinct(receives.iter().map(|receive| receive.peer), self.world());
-        let number = self.number.fetch_add(1, Ordering::Relaxed) + 1;
+        let count = self.memory.long(self.number);
+        let number = count.fetch_add(1, Ordering::Relaxed) + 1;
         let header = |length: usize| Header {
             attempt: self.attempt,
             number,
@@ -253,7 +209,7 @@ impl Comm {
         sends: &mut [Outbound],
         receives: &mut [Receive],
     ) -> Result<(), CommError> {
-        let signal = Arc::clone(&self.abort.signal);
+        let signal = self.abort.signal.clone();
         loop {
             let seen = signal.generation();
             self.abort.check()?;
@@ -266,7 +222,7 @@ impl Comm {
             for receive in receives.iter_mut().filter(|receive| !receive.is_done()) {
                 let expected =
                     Expected { attempt: self.attempt, number, source: receive.peer, kind };
-                let lane = self.lanes[receive.peer as usize].as_mut().expect("a peer");
+                let lane = self.lanes[receive.peer as usize].as_ref().expect("a peer");
                 moved |= receive.step(lane, &expected)?;
                 waiting |= !receive.is_done();
             }
@@ -327,14 +283,10 @@ impl<'a> Outbound<'a> {
             if size > space {
                 break;
             }
-            let mut chunk = Vec::with_capacity(size);
-            if let Some(header) = self.header.take() {
-                chunk.extend_from_slice(&header.encode());
-            }
+            let header = self.header.take().map(|header| header.encode());
             let (now, later) = self.rest.split_at(size - head);
-            chunk.extend_from_slice(now);
             self.rest = later;
-            lane.outgoing.push(chunk);
+            lane.outgoing.push(header.as_ref().map_or(&[], |header| &header[..]), now);
             moved = true;
         }
         Ok(moved)
@@ -350,7 +302,9 @@ enum Target<'a> {
 struct Receive<'a> {
     peer: u32,
     target: Target<'a>,
-    header: Vec<u8>,
+    header: [u8; HEADER_BYTES],
+    /// Bytes of the header that are here.
+    headed: usize,
     /// Bytes of the body that are still to come; none before the header is checked.
     missing: Option<usize>,
 }
@@ -364,7 +318,7 @@ struct Expected {
 
 impl<'a> Receive<'a> {
     fn new(peer: u32, target: Target<'a>) -> Receive<'a> {
-        Receive { peer, target, header: Vec::with_capacity(HEADER_BYTES), missing: None }
+        Receive { peer, target, header: [0; HEADER_BYTES], headed: 0, missing: None }
     }
 
     fn is_done(&self) -> bool {
@@ -372,45 +326,37 @@ impl<'a> Receive<'a> {
     }
 
     /// Takes as much from the peer's pipe as is there; says whether anything moved.
-    fn step(&mut self, lane: &mut Lane, expected: &Expected) -> Result<bool, CommError> {
+    fn step(&mut self, lane: &Lane, expected: &Expected) -> Result<bool, CommError> {
         let mut moved = false;
         while !self.is_done() {
-            if lane.taken == lane.chunk.len() {
-                lane.chunk = match lane.incoming.pop() {
-                    Pop::Chunk(chunk) => chunk,
-                    Pop::Empty => return Ok(moved),
-                    Pop::Ended { why } => {
-                        return Err(CommError::PeerLost { rank: self.peer, why });
-                    }
-                };
-                lane.taken = 0;
-            }
-            lane.taken += self.take(&lane.chunk[lane.taken..], expected)?;
+            let into = match (self.missing, &mut self.target) {
+                (None, _) => &mut self.header[self.headed..],
+                (Some(missing), Target::Exact(into)) => {
+                    let at = into.len() - missing;
+                    &mut into[at..]
+                }
+                (Some(missing), Target::Bounded { into, .. }) => {
+                    let at = into.len() - missing;
+                    &mut into[at..]
+                }
+            };
+            let count = match lane.incoming.read(into) {
+                Read::Some(count) => count,
+                Read::Empty => return Ok(moved),
+                Read::Ended { why } => return Err(CommError::PeerLost { rank: self.peer, why }),
+            };
             moved = true;
+            match &mut self.missing {
+                Some(missing) => *missing -= count,
+                None => {
+                    self.headed += count;
+                    if self.headed == HEADER_BYTES {
+                        self.missing = Some(self.open(expected)?);
+                    }
+                }
+            }
         }
         Ok(moved)
-    }
-
-    /// Takes what belongs to this frame from `bytes`, and says how much that was.
-    fn take(&mut self, bytes: &[u8], expected: &Expected) -> Result<usize, CommError> {
-        let Some(missing) = self.missing else {
-            let count = bytes.len().min(HEADER_BYTES - self.header.len());
-            self.header.extend_from_slice(&bytes[..count]);
-            if self.header.len() == HEADER_BYTES {
-                self.missing = Some(self.open(expected)?);
-            }
-            return Ok(count);
-        };
-        let count = bytes.len().min(missing);
-        match &mut self.target {
-            Target::Exact(into) => {
-                let at = into.len() - missing;
-                into[at..at + count].copy_from_slice(&bytes[..count]);
-            }
-            Target::Bounded { into, .. } => into.extend_from_slice(&bytes[..count]),
-        }
-        self.missing = Some(missing - count);
-        Ok(count)
     }
 
     /// Compares the header with what is expected; gives the body's length.
@@ -434,7 +380,7 @@ impl<'a> Receive<'a> {
                 return Err(refuse(header.to_string(), format!("{} bytes", into.len())));
             }
             Target::Bounded { into, bytes_max } if length <= *bytes_max => {
-                into.reserve_exact(length);
+                into.resize(length, 0);
             }
             Target::Bounded { bytes_max, .. } => {
                 return Err(refuse(header.to_string(), format!("at most {bytes_max} bytes")));

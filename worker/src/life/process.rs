@@ -2,6 +2,7 @@
 
 use crate::life::affinity::Share;
 use crate::gang::comm::Comm;
+use crate::life::run::engines::child;
 use crate::life::run::{Attempt, Bootstrap, from_stdin, in_pod};
 use crate::attempt::trainer::Trainer;
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
@@ -23,12 +24,17 @@ impl Attempt for Trainer {
     }
 }
 
+/// Runs an engine of the worker with this process id, which has started it.
+pub fn engine(worker: &str) -> ExitCode {
+    child::main(worker)
+}
+
 /// Runs the worker: in a pod with the bootstrap of its environment, else with the one that comes
 /// on standard input.
 pub fn main() -> ExitCode {
     match from_environment(|name| std::env::var(name).ok()) {
-        None => from_stdin(Trainer::new),
-        Some(Ok(bootstrap)) => in_pod(bootstrap, Trainer::new),
+        None => from_stdin(Trainer::with_memory),
+        Some(Ok(bootstrap)) => in_pod(bootstrap, Trainer::with_memory),
         Some(Err(message)) => {
             eprintln!("moe-worker: {message}");
             ExitCode::FAILURE

@@ -3,25 +3,25 @@
 //!
 //! ```text
 //! control thread (this one): listener, leader's stream, signals, ticks -> Session -> effects
-//! data thread:   connects the ranks and moves their bytes              (comm::DataPlane)
-//! device thread: the trainer, one attempt at a time
+//! data thread:   connects the workers and moves their ranks' bytes     (comm::DataPlane)
+//! engines:       a trainer each, one attempt at a time; threads or processes
 //! owner thread:  blocks on stdin, whose end means that the owner is gone
 //! ```
 
-mod device;
+pub(crate) mod engines;
 mod link;
 
-pub use device::Attempt;
+pub use engines::Attempt;
 
 use crate::life::affinity::{self, Share};
-use crate::gang::comm::{AbortHandle, Comm, DataPlane, Join, JoinError};
+use crate::gang::comm::{DataPlane, Join, JoinError, Links};
 use crate::life::listener::{self, LeaderStream, chain};
 use crate::life::session::{Effect, Event, Session};
 use crate::gang::tls::{AttemptTls, TlsError, Trust, WorkerKey};
-use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
-use device::Device;
+use crate::state::slots::Memory;
+use engines::{Engines, Make};
 use link::Link;
-use moejob_protocol::message::{HEARTBEAT_MS, Heartbeat, Phase};
+use moejob_protocol::message::{HEARTBEAT_MS, Heartbeat, Phase, Request};
 use moejob_protocol::{Up, WorkerConfig};
 use rustix::process::set_parent_process_death_signal;
 use serde::{Deserialize, Serialize};
@@ -31,7 +31,6 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -40,9 +39,9 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 
 /// Things that have happened and wait for the session; whoever brings more waits.
 const HAPPENED_MAX: usize = 64;
-/// For the device's thread to end at the end of the process; a checkpoint may be half-written,
-/// which is harmless.
-const DEVICE_END_MS_MAX: u64 = 10_000;
+/// For the engines to end at the end of the process; a checkpoint may be half-written, which is
+/// harmless.
+const ENGINES_END_MS_MAX: u64 = 10_000;
 /// For the last report to reach the leader.
 const REPORT_MS_MAX: u64 = 500;
 /// The owner's line is short: a name, a token and a certificate or two.
@@ -113,16 +112,18 @@ pub fn read_bootstrap(from: &mut impl BufRead) -> Result<Bootstrap, RunError> {
 }
 
 /// Runs a worker to its end and gives its exit code. `owner` ends when whoever started the worker
-/// does, a pod has none; `make` builds the trainer on the device's thread.
+/// does, a pod has none; `make` builds the trainer of an engine that is a thread, from the memory that
+/// snapshots lie in.
 ///
 /// # Errors
 /// When the worker could not even listen.
-pub fn run_with<A: Attempt>(
+pub fn run_with<A: Attempt + 'static>(
     bootstrap: Bootstrap,
     owner: Option<impl Read + Send + 'static>,
     mut announce: impl Write,
-    make: impl FnOnce() -> A + Send + 'static,
+    make: impl Fn(Memory) -> A + Send + Sync + 'static,
 ) -> Result<i32, RunError> {
+    let make: Make = Arc::new(move |memory| Box::new(make(memory)));
     take_share(bootstrap.share);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
@@ -162,7 +163,9 @@ pub fn run_with<A: Attempt>(
 
 /// The life of a worker's process, from its bootstrap line on; both binaries end here. The
 /// process dies with the thread that started it, also when it is stopped then.
-pub fn from_stdin<A: Attempt>(make: impl FnOnce() -> A + Send + 'static) -> ExitCode {
+pub fn from_stdin<A: Attempt + 'static>(
+    make: impl Fn(Memory) -> A + Send + Sync + 'static,
+) -> ExitCode {
     let result = set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
         .map_err(|error| RunError::Io(error.into()))
         .and_then(|()| read_bootstrap(&mut io::stdin().lock()))
@@ -171,9 +174,9 @@ pub fn from_stdin<A: Attempt>(make: impl FnOnce() -> A + Send + 'static) -> Exit
 }
 
 /// The life of a worker in a pod, which the kubelet starts and ends.
-pub fn in_pod<A: Attempt>(
+pub fn in_pod<A: Attempt + 'static>(
     bootstrap: Bootstrap,
-    make: impl FnOnce() -> A + Send + 'static,
+    make: impl Fn(Memory) -> A + Send + Sync + 'static,
 ) -> ExitCode {
     conclude(run_with(bootstrap, None::<io::Empty>, io::stdout(), make))
 }
@@ -209,10 +212,8 @@ enum Happened {
     Leader(Box<LeaderStream>),
     /// On the control stream of that number; older streams say nothing any more.
     Link { number: u64, event: Event },
-    Joined(Result<Comm, JoinError>),
-    Trainer(TrainerEvent),
-    AttemptEnded { attempt: u32, end: AttemptEnd },
-    DeviceEnded,
+    Joined(Result<Links, JoinError>),
+    Engine(engines::Name, engines::Said),
     Signal,
     OwnerGone,
     Tick,
@@ -226,27 +227,25 @@ struct Shell {
     trust: Trust,
     happened: mpsc::Sender<Happened>,
     data: DataPlane,
-    device: Device,
-    device_ended: bool,
+    engines: Engines,
     /// Connected, not yet adopted.
     leader: Option<Box<LeaderStream>>,
     link: Option<Link>,
     links: u64,
     leaf: Option<AttemptTls>,
-    joining: Option<oneshot::Receiver<Result<Comm, JoinError>>>,
-    /// Of the attempt that joins or runs.
+    joining: Option<oneshot::Receiver<Result<Links, JoinError>>>,
+    /// Of the attempt that joins.
     config: Option<Box<WorkerConfig>>,
-    comm: Option<Comm>,
-    abort: Option<AbortHandle>,
-    collective: Arc<AtomicU64>,
-    control: Control,
+    joined: Option<Links>,
+    /// Asked for before the attempt runs.
+    asked: Option<Request>,
 }
 
 impl Shell {
-    fn new<A: Attempt>(
+    fn new(
         bootstrap: Bootstrap,
         happened: mpsc::Sender<Happened>,
-        make: impl FnOnce() -> A + Send + 'static,
+        make: Make,
     ) -> Result<Shell, RunError> {
         Ok(Shell {
             started: Instant::now(),
@@ -254,8 +253,7 @@ impl Shell {
             key: WorkerKey::generate()?,
             trust: Trust::from_pem(&bootstrap.authority)?,
             data: DataPlane::start()?,
-            device: Device::start(happened.clone(), make)?,
-            device_ended: false,
+            engines: Engines::new(make, happened.clone()),
             bootstrap,
             happened,
             leader: None,
@@ -264,10 +262,8 @@ impl Shell {
             leaf: None,
             joining: None,
             config: None,
-            comm: None,
-            abort: None,
-            collective: Arc::default(),
-            control: Control::default(),
+            joined: None,
+            asked: None,
         })
     }
 
@@ -288,19 +284,22 @@ impl Shell {
             }
             Happened::Link { .. } => {}
             Happened::Joined(result) => events.push_back(self.on_joined(result)),
-            Happened::Trainer(event) => events.push_back(Event::Trainer(event)),
-            Happened::AttemptEnded { attempt, end } => {
-                self.abort = None;
-                self.control.set_phase(Phase::Idle);
-                events.push_back(Event::AttemptEnded { attempt, end });
-            }
-            Happened::DeviceEnded => {
-                self.device_ended = true;
-                return Some(1);
+            Happened::Engine(name, said) => {
+                let outcome = self.engines.on(name, said);
+                if outcome.exit {
+                    return Some(1);
+                }
+                events.extend(outcome.tell.into_iter().map(Event::Trainer));
+                if let Some((attempt, end)) = outcome.ended {
+                    events.push_back(Event::AttemptEnded { attempt, end });
+                }
             }
             Happened::Signal => events.push_back(Event::Signal),
             Happened::OwnerGone => events.push_back(Event::OwnerGone),
-            Happened::Tick => events.push_back(Event::Tick),
+            Happened::Tick => {
+                self.engines.tick();
+                events.push_back(Event::Tick);
+            }
         }
         while let Some(event) = events.pop_front() {
             let refused = self.leader.is_none() && matches!(event, Event::LeaderConnected { .. });
@@ -308,7 +307,7 @@ impl Shell {
             for effect in self.session.on_event(event, self.started.elapsed()) {
                 match self.execute(effect).await {
                     Outcome::Done => {}
-                    Outcome::Event(event) => events.push_back(event),
+                    Outcome::Events(more) => events.extend(more),
                     Outcome::RefusedLeader => events.clear(),
                     Outcome::Exit(code) => return Some(code),
                 }
@@ -335,12 +334,7 @@ impl Shell {
             }
             Effect::Send { attempt, up } => return self.send(attempt, up),
             Effect::Heartbeat => {
-                let heartbeat = Heartbeat {
-                    phase: self.control.phase(),
-                    step: self.control.step(),
-                    collective: self.collective.load(Ordering::Relaxed),
-                    held: self.session.held().to_vec(),
-                };
+                let heartbeat = self.heartbeat();
                 return self.send(self.session.attempt(), Up::Heartbeat(heartbeat));
             }
             Effect::InstallLeaf { attempt, certificate } => self.install(attempt, &certificate),
@@ -352,21 +346,25 @@ impl Shell {
             }
             Effect::CancelJoin => {
                 self.joining = None;
-                self.comm = None;
-                self.control.set_phase(Phase::Idle);
+                self.joined = None;
                 self.data.leave().await;
             }
             Effect::Train => {
                 let config = self.config.take().expect("a joined attempt has its config");
-                let comm = self.comm.take().expect("a joined attempt has its group");
-                self.device.train(config, comm, self.control.clone());
-            }
-            Effect::Abort { reason } => {
-                if let Some(abort) = &self.abort {
-                    abort.abort(&reason);
+                let links = self.joined.take().expect("a joined attempt has its links");
+                let outcome = self.engines.train(config, links);
+                if let Some(asked) = self.asked.take() {
+                    self.engines.request(asked);
                 }
+                return Outcome::Events(outcome.tell.into_iter().map(Event::Trainer).collect());
             }
-            Effect::Request(request) => self.control.request(request),
+            Effect::Abort { reason } => self.engines.abort(&reason),
+            Effect::Request(request) if self.joining.is_some() || self.joined.is_some() => {
+                let asked = self.asked.get_or_insert_default();
+                asked.checkpoint_now |= request.checkpoint_now;
+                asked.stop_after_this_step |= request.stop_after_this_step;
+            }
+            Effect::Request(request) => self.engines.request(request),
             Effect::Log(text) => tracing::info!(attempt = self.session.attempt(), "{text}"),
             Effect::Exit(code) => return Outcome::Exit(code),
         }
@@ -396,7 +394,7 @@ impl Shell {
             Ok(()) => Outcome::Done,
             Err(why) => {
                 self.link = None;
-                Outcome::Event(Event::LeaderLost { why })
+                Outcome::Events(vec![Event::LeaderLost { why }])
             }
         }
     }
@@ -420,7 +418,7 @@ impl Shell {
     async fn join(&mut self, config: Box<WorkerConfig>) -> Outcome {
         let attempt = config.attempt;
         let failed = |why: &str| {
-            Outcome::Event(Event::JoinFailed { attempt, rank: None, why: why.to_string() })
+            Outcome::Events(vec![Event::JoinFailed { attempt, rank: None, why: why.to_string() }])
         };
         let Some(rank) = config.rank else { return failed("no rank") };
         let Some(tls) = self.leaf.clone().filter(|leaf| leaf.attempt == attempt) else {
@@ -429,48 +427,61 @@ impl Shell {
         if config.members[rank as usize].worker != self.bootstrap.worker {
             return failed("the rank is another worker's");
         }
-        self.control = Control::default();
-        self.control.set_phase(Phase::Joining);
-        let join = Join { rank, members: config.members.clone(), tls };
-        self.comm = None;
-        self.joining = Some(self.data.join(join).await);
+        if let Err(error) = self.engines.prepare(config.ranks) {
+            return failed(&format!("no engine: {error}"));
+        }
+        let (ranks, members) = (config.ranks.max(1), config.members.clone());
+        self.joined = None;
+        self.asked = None;
+        self.joining = Some(self.data.join(Join { rank, ranks, members, tls }).await);
         self.config = Some(config);
         Outcome::Done
     }
 
-    fn on_joined(&mut self, result: Result<Comm, JoinError>) -> Event {
+    fn heartbeat(&self) -> Heartbeat {
+        let held = self.session.held().to_vec();
+        let (phase, step, collective) = match self.engines.progress() {
+            Some((control, collective)) => (control.phase(), control.step(), collective),
+            None if self.joining.is_some() => (Phase::Joining, 0, 0),
+            None => (Phase::Idle, 0, 0),
+        };
+        Heartbeat { phase, step, collective, held }
+    }
+
+    fn on_joined(&mut self, result: Result<Links, JoinError>) -> Event {
         let attempt = self.session.attempt();
         match result {
-            Ok(comm) => {
-                self.abort = Some(comm.abort_handle());
-                self.collective = comm.counter();
-                self.comm = Some(comm);
+            Ok(links) => {
+                self.joined = Some(links);
                 Event::Joined { attempt }
             }
             Err(error) => {
                 let rank = match error {
                     JoinError::Unreached { rank, .. } | JoinError::Absent { rank } => Some(rank),
-                    JoinError::Left => None,
+                    JoinError::Left | JoinError::Memory(_) => None,
                 };
-                Event::JoinFailed { attempt, rank, why: error.to_string() }
+                Event::JoinFailed { attempt, rank, why: chain(&error) }
             }
         }
     }
 
-    /// Ends in order: the trainer, what it had sent to peers, the last report.
+    /// Ends in order: the engines, what they had sent to peers, the last report.
     async fn end(mut self, arrivals: &mut mpsc::Receiver<Happened>) {
-        if let Some(abort) = &self.abort {
-            abort.abort("this worker ends");
-        }
-        self.device.end();
+        self.engines.abort("this worker ends");
+        self.engines.end();
         let ended = async {
-            // The device's thread must not block on a queue that nobody reads.
-            while !self.device_ended {
-                self.device_ended = matches!(arrivals.recv().await, Some(Happened::DeviceEnded));
+            // An engine must not wait for a queue that nobody reads.
+            while !self.engines.have_ended() {
+                match arrivals.recv().await {
+                    Some(Happened::Engine(name, said)) => drop(self.engines.on(name, said)),
+                    Some(_) => {}
+                    None => return,
+                }
             }
         };
-        if timeout(Duration::from_millis(DEVICE_END_MS_MAX), ended).await.is_err() {
-            tracing::warn!("the device's thread does not end; left behind");
+        if timeout(Duration::from_millis(ENGINES_END_MS_MAX), ended).await.is_err() {
+            tracing::warn!("an engine does not end; left behind or killed");
+            self.engines.kill();
         }
         self.data.stop().await;
         if let Some(link) = self.link.take() {
@@ -481,15 +492,15 @@ impl Shell {
 
 enum Outcome {
     Done,
-    Event(Event),
+    Events(Vec<Event>),
     RefusedLeader,
     Exit(i32),
 }
 
 /// The answer of the data plane, once; pending while nothing joins.
 async fn wait_for(
-    joining: &mut Option<oneshot::Receiver<Result<Comm, JoinError>>>,
-) -> Result<Comm, JoinError> {
+    joining: &mut Option<oneshot::Receiver<Result<Links, JoinError>>>,
+) -> Result<Links, JoinError> {
     match joining {
         Some(receiver) => {
             let result = receiver.await.unwrap_or(Err(JoinError::Left));
@@ -503,6 +514,8 @@ async fn wait_for(
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
+    /// The terminal is gone.
+    hangup: Signal,
 }
 
 impl Signals {
@@ -510,6 +523,7 @@ impl Signals {
         Ok(Signals {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
+            hangup: signal(SignalKind::hangup())?,
         })
     }
 
@@ -517,6 +531,7 @@ impl Signals {
         tokio::select! {
             _ = self.terminate.recv() => {}
             _ = self.interrupt.recv() => {}
+            _ = self.hangup.recv() => {}
         }
     }
 }

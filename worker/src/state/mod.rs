@@ -1,3 +1,4 @@
 //! What a rank owns of the training's state, and how it moves between ranks.
 
+pub mod slots;
 pub mod snapshot;

@@ -8,11 +8,11 @@
 use crate::gang::comm::{Comm, CommError};
 use crate::engine::grads::weight_of;
 use crate::engine::model::Model;
+use crate::state::slots::{Memory, Slot};
 use moejob_kernels::{Buffer, DType, Fill, InitNormal};
 use moejob_protocol::config::ShardSource;
 use moejob_protocol::layout::{Layout, elements};
 use moejob_protocol::memory::EXCHANGE_BYTES_MAX;
-use moejob_protocol::message::Held;
 use moejob_protocol::model::{ModelConfig, Param, Role};
 use std::ops::Range;
 use std::sync::Arc;
@@ -110,12 +110,24 @@ fn owned_parts(model: &Model, run: &ShardRun) -> [Buffer; 3] {
     [weight.slice(run.elements.start as usize, len), moment(state.moment1), moment(state.moment2)]
 }
 
+/// Bytes of the shard of `rank`.
+pub fn shard_bytes(model: &Model, rank: u32) -> usize {
+    let float_bytes = model.shape.float_bytes as usize;
+    shard_runs(&model.config, &model.params, &model.layout, rank, float_bytes).1
+}
+
 /// Copies this rank's shard into `bytes`, whose memory is used again.
 pub fn cut(model: &Model, bytes: &mut Vec<u8>) {
+    bytes.resize(shard_bytes(model, model.rank), 0);
+    cut_into(model, bytes);
+}
+
+/// Copies this rank's shard into `bytes`, which are as many as it has.
+pub fn cut_into(model: &Model, bytes: &mut [u8]) {
     let float_bytes = model.shape.float_bytes as usize;
     let (runs, len) =
         shard_runs(&model.config, &model.params, &model.layout, model.rank, float_bytes);
-    bytes.resize(len, 0);
+    assert_eq!(bytes.len(), len, "room for one shard");
     for run in &runs {
         for (part, buffer) in owned_parts(model, run).into_iter().enumerate() {
             let range = run.range(part, &run.elements, float_bytes);
@@ -210,7 +222,7 @@ pub fn scatter(
     comm: &mut Comm,
     earlier: &Layout,
     sources: &[ShardSource],
-    held: impl Fn(u32) -> Arc<Vec<u8>>,
+    held: impl Fn(u32) -> Arc<Slot>,
 ) -> Result<(), CommError> {
     for indices in batches(model) {
         scatter_some(model, comm, earlier, sources, &held, &indices)?;
@@ -243,7 +255,7 @@ fn scatter_some(
     comm: &mut Comm,
     earlier: &Layout,
     sources: &[ShardSource],
-    held: &impl Fn(u32) -> Arc<Vec<u8>>,
+    held: &impl Fn(u32) -> Arc<Slot>,
     indices: &Range<usize>,
 ) -> Result<(), CommError> {
     let (me, world) = (model.rank, comm.world());
@@ -289,113 +301,50 @@ fn scatter_some(
     Ok(())
 }
 
-/// The snapshots that one worker keeps, through any number of attempts: the newest that is known
-/// to be complete everywhere, and the one after it.
-#[derive(Clone, Debug, Default)]
-pub struct Snapshots {
-    /// Newest last; two at most.
-    generations: Vec<Generation>,
+/// Why a snapshot was not taken.
+#[derive(Debug, thiserror::Error)]
+pub enum SnapshotError {
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    #[error("no memory for a snapshot")]
+    Memory(#[from] std::io::Error),
 }
 
-/// The state after `step` steps, cut under the layout of `attempt`.
-#[derive(Clone, Debug)]
-struct Generation {
+/// Cuts this rank's shard into `memory` and exchanges it with its buddies: `buddies[ward]` keeps
+/// the second copy of the shard of `ward`.
+///
+/// # Errors
+/// A peer is lost, or there is no memory; what is complete stays.
+pub fn take(
+    memory: &Memory,
+    model: &Model,
+    comm: &mut Comm,
+    buddies: &[Option<u32>],
     attempt: u32,
     step: u64,
-    /// `(rank of that layout, its shard)`, ascending.
-    shards: Vec<(u32, Arc<Vec<u8>>)>,
-    /// All ranks have theirs.
-    confirmed: bool,
-}
-
-impl Snapshots {
-    /// Cuts this rank's shard and exchanges it with its buddies; `watch` buddies' shards come here.
-    ///
-    /// # Errors
-    /// A peer is lost; what is complete stays.
-    pub fn take(
-        &mut self,
-        model: &Model,
-        comm: &mut Comm,
-        buddies: &[Option<u32>],
-        attempt: u32,
-        step: u64,
-    ) -> Result<Arc<Vec<u8>>, CommError> {
-        let mut spare = self.make_room();
-        // The memory of what goes is used again, unless the checkpoint is still written from it.
-        let mut recycled = || {
-            let memory = spare.pop().and_then(|(_, shard)| Arc::into_inner(shard));
-            memory.unwrap_or_default()
-        };
-        let mut bytes = recycled();
-        cut(model, &mut bytes);
-        let own = Arc::new(bytes);
-        let shards = vec![(model.rank, Arc::clone(&own))];
-        self.generations.push(Generation { attempt, step, shards, confirmed: false });
-        let float_bytes = model.shape.float_bytes as usize;
-        let wards = (0..comm.world()).filter(|ward| buddies[*ward as usize] == Some(model.rank));
-        let mut theirs: Vec<(u32, Vec<u8>)> = wards
-            .map(|ward| {
-                let (_, len) =
-                    shard_runs(&model.config, &model.params, &model.layout, ward, float_bytes);
-                let mut memory = recycled();
-                memory.resize(len, 0);
-                (ward, memory)
-            })
-            .collect();
-        if comm.world() == 1 {
-            return Ok(own);
-        }
-        let buddy = buddies[model.rank as usize];
-        let send = buddy.filter(|_| !own.is_empty()).map(|buddy| (buddy, own.as_slice()));
-        let mut receives: Vec<(u32, &mut [u8])> = theirs
-            .iter_mut()
-            .filter(|(_, memory)| !memory.is_empty())
-            .map(|(ward, memory)| (*ward, memory.as_mut_slice()))
-            .collect();
+) -> Result<Arc<Slot>, SnapshotError> {
+    memory.make_room(attempt, step);
+    let len = shard_bytes(model, model.rank);
+    let mut own = memory.fill(attempt, step, model.rank, len)?;
+    cut_into(model, own.bytes_mut());
+    let own = own.complete();
+    let wards = (0..comm.world()).filter(|ward| buddies[*ward as usize] == Some(model.rank));
+    let mut theirs = Vec::new();
+    for ward in wards {
+        theirs.push((ward, memory.fill(attempt, step, ward, shard_bytes(model, ward))?));
+    }
+    let buddy = buddies[model.rank as usize];
+    let send = buddy.filter(|_| !own.is_empty()).map(|buddy| (buddy, &own[..]));
+    let mut receives: Vec<(u32, &mut [u8])> = theirs
+        .iter_mut()
+        .map(|(ward, filling)| (*ward, filling.bytes_mut()))
+        .filter(|(_, memory)| !memory.is_empty())
+        .collect();
+    // All take part, so that the call has the same number everywhere.
+    if buddies.iter().any(Option::is_some) {
         comm.exchange(&send.into_iter().collect::<Vec<_>>(), &mut receives)?;
-        let newest = self.generations.last_mut().expect("just pushed");
-        newest.shards.extend(theirs.into_iter().map(|(ward, memory)| (ward, Arc::new(memory))));
-        newest.shards.sort_by_key(|shard| shard.0);
-        Ok(own)
     }
-
-    /// Drops all but the newest confirmed generation; gives what is dropped.
-    fn make_room(&mut self) -> Vec<(u32, Arc<Vec<u8>>)> {
-        let stays = self.generations.iter().rposition(|generation| generation.confirmed);
-        let mut dropped = Vec::new();
-        for (at, generation) in std::mem::take(&mut self.generations).into_iter().enumerate() {
-            if Some(at) == stays {
-                self.generations.push(generation);
-            } else {
-                dropped.extend(generation.shards);
-            }
-        }
-        dropped
-    }
-
-    /// Every rank has finished its snapshot of `step` of `attempt`: a later collective succeeded,
-    /// or the plan found all its shards.
-    pub fn confirm(&mut self, attempt: u32, step: u64) {
-        for generation in &mut self.generations {
-            generation.confirmed |= (generation.attempt, generation.step) == (attempt, step);
-        }
-    }
-
-    /// What could be resumed from here.
-    pub fn held(&self) -> Vec<Held> {
-        let held = |generation: &Generation| Held {
-            attempt: generation.attempt,
-            step: generation.step,
-            shards: generation.shards.iter().map(|shard| shard.0).collect(),
-        };
-        self.generations.iter().map(held).collect()
-    }
-
-    pub fn shard(&self, attempt: u32, step: u64, rank: u32) -> Option<Arc<Vec<u8>>> {
-        let mut generations = self.generations.iter();
-        let found = generations.find(|other| (other.attempt, other.step) == (attempt, step))?;
-        let at = found.shards.iter().position(|shard| shard.0 == rank)?;
-        Some(Arc::clone(&found.shards[at].1))
-    }
+    theirs.into_iter().for_each(|(_, filling)| drop(filling.complete()));
+    memory.trim();
+    Ok(own)
 }

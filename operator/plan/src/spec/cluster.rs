@@ -14,6 +14,12 @@ use serde::{Deserialize, Serialize};
         .message("nodes.min must be at most nodes.max"),
     validation = Rule::new("has(self.custom) == (has(self.profile) && self.profile == 'custom')")
         .message("nodes.custom describes the profile custom, and only that one"),
+    validation = Rule::new("!has(self.devicesPerNode) || !has(self.profile) || \
+        self.profile == 'cpu'")
+        .message("nodes.devicesPerNode goes with the profile cpu"),
+    validation = Rule::new("(has(self.devicesPerNode) ? self.devicesPerNode : 1) == \
+        (has(oldSelf.devicesPerNode) ? oldSelf.devicesPerNode : 1)")
+        .message("nodes.devicesPerNode is immutable"),
     validation = Rule::new("has(self.profile) == has(oldSelf.profile) && \
         (!has(self.profile) || self.profile == oldSelf.profile)")
         .message("nodes.profile is immutable"),
@@ -42,6 +48,11 @@ pub struct NodesSpec {
     #[schemars(range(max = 256))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub spares: Option<u32>,
+    /// Ranks of a node with the profile cpu, a process each; they share its processors. Other
+    /// profiles have one for each of their devices. Default: 1.
+    #[schemars(range(min = 1, max = 64))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub devices_per_node: Option<u32>,
     /// How close to each other the nodes shall be.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub topology: Option<TopologySpec>,
@@ -69,10 +80,14 @@ pub enum ProfileName {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 #[x_kube(crates(kube_core = "::kube_core"))]
 pub struct CustomProfileSpec {
-    /// GPUs of a node; 0 is a machine that trains on its processors.
+    /// Devices of a node: GPUs, or with backend cpu ranks that share its processors. 0 is a
+    /// machine that trains on its processors with one rank.
     #[schemars(required, range(max = 64))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub devices: Option<u32>,
+    /// What the devices are. Default: cuda where there are devices, else cpu.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backend: Option<BackendName>,
     /// Memory of a device (of the node, when it has none) that a rank may use, as 80Gi.
     #[schemars(required, length(max = 32))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -85,6 +100,14 @@ pub struct CustomProfileSpec {
     #[schemars(extend("maxProperties" = 32))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub node_selector: Option<std::collections::BTreeMap<String, String>>,
+}
+
+/// What a rank computes on.
+#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[serde(rename_all = "kebab-case")]
+pub enum BackendName {
+    Cpu,
+    Cuda,
 }
 
 /// A level of the topology that holds all nodes, wished for or required.

@@ -1,24 +1,28 @@
-//! The data plane of a worker: a thread that connects the ranks of an attempt to each other and
-//! moves their bytes.
+//! The data plane of a worker: a thread that connects the workers of an attempt to each other and
+//! moves their ranks' bytes.
 //!
-//! Of two ranks the lower dials. Both present the leaf of the attempt; the one that accepts
-//! answers with eight bytes once it has checked job, attempt, member and that the rank has no
-//! stream yet. From then on a stream is bytes in both directions, which only the device's thread
-//! interprets.
+//! Of two workers the one with the lower ranks dials. Both present the leaf of the attempt; the one
+//! that accepts answers with eight bytes once it has checked job, attempt, member and that the
+//! worker has no stream yet. From then on the stream carries the bytes of all pairs of their ranks
+//! (`mover`), which only the engines interpret.
 
-use super::pipe::{CHUNK_BYTES_MAX, Pipe, Pop, Wake};
-use super::{Comm, PeerPipes};
+use super::links::{Links, Shape};
+use super::mover::{self, Pairs};
+use crate::gang::memory::Bell;
 use crate::life::listener::{HANDSHAKE_MS_MAX, HANDSHAKES_MAX, Pending, chain};
 use crate::gang::tls::{AttemptTls, Identity, server_name};
 use moejob_protocol::config::Member;
 use rustls::server::Accepted;
 use std::io;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
+use tokio::io::AsyncReadExt;
+use tokio::io::unix::AsyncFd;
 use tokio::net::TcpStream;
-use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_rustls::{StartHandshake, TlsConnector, TlsStream};
@@ -40,7 +44,10 @@ const WELCOME: [u8; 4] = *b"MOEW";
 /// Who connects to whom.
 #[derive(Clone, Debug)]
 pub struct Join {
+    /// The first of this worker's.
     pub rank: u32,
+    /// How many it has.
+    pub ranks: u32,
     /// One entry a rank, ascending.
     pub members: Vec<Member>,
     pub tls: AttemptTls,
@@ -54,6 +61,8 @@ pub enum JoinError {
     Absent { rank: u32 },
     #[error("the attempt was left before all ranks were connected")]
     Left,
+    #[error("no memory for the ranks of this worker")]
+    Memory(#[source] io::Error),
 }
 
 /// Handle of the data thread. Dropping it without `stop` ends the thread at once.
@@ -87,7 +96,7 @@ impl DataOffers {
 }
 
 enum Command {
-    Join { join: Box<Join>, done: oneshot::Sender<Result<Comm, JoinError>> },
+    Join { join: Box<Join>, done: oneshot::Sender<Result<Links, JoinError>> },
     Leave,
     Stop,
 }
@@ -109,9 +118,9 @@ impl DataPlane {
         self.offers.clone()
     }
 
-    /// Leaves the attempt before, and gives the new group once all ranks are connected. The
+    /// Leaves the attempt before, and gives what its ranks here share once all are connected. The
     /// answer is `Left` when another `join` or `leave` came first.
-    pub async fn join(&self, join: Join) -> oneshot::Receiver<Result<Comm, JoinError>> {
+    pub async fn join(&self, join: Join) -> oneshot::Receiver<Result<Links, JoinError>> {
         let (done, joined) = oneshot::channel();
         let command = Command::Join { join: Box::new(join), done };
         if let Err(refused) = self.commands.send(command).await
@@ -157,22 +166,23 @@ struct Plane {
 /// The streams of one attempt.
 struct Group {
     attempt: u32,
+    /// The first of this worker's.
     rank: u32,
-    members: Vec<Member>,
     tls: AttemptTls,
-    /// By rank; none at the own one.
-    seats: Vec<Option<Seat>>,
+    seats: Vec<Seat>,
+    links: Links,
     /// Until all are connected.
-    done: Option<(Comm, oneshot::Sender<Result<Comm, JoinError>>)>,
+    done: Option<oneshot::Sender<Result<Links, JoinError>>>,
     deadline: Instant,
     writers: JoinSet<()>,
-    /// Dials and readers; aborted when the group is dropped.
+    /// Dials, readers and who listens to the bell; aborted when the group is dropped.
     tasks: JoinSet<()>,
 }
 
-/// A peer's place in the group.
+/// Another worker's place in the group.
 struct Seat {
-    pipes: PeerPipes,
+    worker: String,
+    pairs: Arc<Pairs>,
     /// It has its stream.
     taken: bool,
 }
@@ -192,7 +202,7 @@ impl Plane {
                     Some(Command::Join { join, done }) => {
                         // The old streams close before the new ones open.
                         self.group = None;
-                        self.group = Some(Group::new(*join, done, &connected));
+                        self.group = Group::new(*join, done, &connected);
                     }
                     Some(Command::Leave) => self.group = None,
                     Some(Command::Stop) => return self.drain().await,
@@ -231,43 +241,69 @@ async fn at(deadline: Option<Instant>) {
     }
 }
 
+/// The other workers and their ranks.
+fn others(join: &Join) -> Vec<(Member, Range<u32>)> {
+    let mut others: Vec<(Member, Range<u32>)> = Vec::new();
+    let own = join.rank..join.rank + join.ranks;
+    for member in join.members.iter().filter(|member| !own.contains(&member.rank)) {
+        match others.last_mut() {
+            Some((of, ranks)) if of.worker == member.worker => ranks.end = member.rank + 1,
+            _ => others.push((member.clone(), member.rank..member.rank + 1)),
+        }
+    }
+    others
+}
+
 impl Group {
+    /// None where it cannot be made; whoever waits for it has then heard so.
     fn new(
         join: Join,
-        done: oneshot::Sender<Result<Comm, JoinError>>,
+        done: oneshot::Sender<Result<Links, JoinError>>,
         connected: &mpsc::Sender<Arrival>,
-    ) -> Group {
-        let Join { rank, members, tls } = join;
-        let mut seats: Vec<Option<Seat>> = members.iter().map(|_| None).collect();
-        let comm = Comm::new(rank, members.len() as u32, tls.attempt, |peer, device| {
-            let task = || Wake::Task(Arc::new(Notify::new()));
-            let pipes = PeerPipes {
-                rank: peer,
-                outgoing: Pipe::new(device.clone(), task()),
-                incoming: Pipe::new(task(), device),
-            };
-            seats[peer as usize] = Some(Seat { pipes: pipes.clone(), taken: false });
-            pipes
+    ) -> Option<Group> {
+        let others = others(&join);
+        let Join { rank, ranks, members, tls } = join;
+        let world = members.len() as u32;
+        let shape = Shape { attempt: tls.attempt, first: rank, count: ranks, world };
+        let made = Links::create(shape).and_then(|links| {
+            let bell = links.bell().expect("memory that was created has one");
+            // SAFETY: the event is owned by what registers it, so it is open as long as that.
+            let event = unsafe { AsyncFd::register(bell.event().try_clone_to_owned()?)? };
+            let bell = bell.clone();
+            Ok((links, bell, event))
         });
+        let (links, bell, event) = match made {
+            Ok(made) => made,
+            Err(error) => {
+                let _ = done.send(Err(JoinError::Memory(error)));
+                return None;
+            }
+        };
         let deadline = Instant::now() + Duration::from_millis(JOIN_MS_MAX);
         let mut tasks = JoinSet::new();
-        for member in members.iter().filter(|member| member.rank > rank) {
-            let dial = dial(member.clone(), tls.clone(), deadline, connected.clone());
-            tasks.spawn(dial);
+        let mut seats = Vec::new();
+        for (member, remotes) in others {
+            let pairs = Pairs::new(links.pairs(remotes.clone()), shape.ranks(), remotes);
+            seats.push(Seat { worker: member.worker.clone(), pairs, taken: false });
+            if member.rank > rank {
+                tasks.spawn(dial(member, tls.clone(), deadline, connected.clone()));
+            }
         }
+        let all = seats.iter().map(|seat| Arc::clone(&seat.pairs)).collect();
+        tasks.spawn(listen(event, bell, all));
         let mut group = Group {
             attempt: tls.attempt,
             rank,
-            members,
             tls,
             seats,
-            done: Some((comm, done)),
+            links,
+            done: Some(done),
             deadline,
             writers: JoinSet::new(),
             tasks,
         };
         group.check_complete();
-        group
+        Some(group)
     }
 
     fn join_deadline(&self) -> Option<Instant> {
@@ -280,56 +316,61 @@ impl Group {
             return;
         }
         match arrival.peer {
-            Connected::Dialled { rank, stream } => self.seat(rank, stream, false),
+            Connected::Dialled { rank, stream } => {
+                let seat = self.seats.iter().position(|seat| seat.pairs.first_remote() == rank);
+                self.seat(seat.expect("a member was dialled"), stream, false);
+            }
             Connected::Unreached { rank, why } => self.fail(JoinError::Unreached { rank, why }),
-            Connected::Came { worker, stream } => match self.rank_of(&worker) {
-                Ok(rank) => self.seat(rank, stream, true),
+            Connected::Came { worker, stream } => match self.seat_of(&worker) {
+                Ok(seat) => self.seat(seat, stream, true),
                 Err(why) => tracing::debug!(worker, why, "data stream refused"),
             },
         }
         self.check_complete();
     }
 
-    /// The rank whose stream this may be.
-    fn rank_of(&self, worker: &str) -> Result<u32, &'static str> {
-        let member = self.members.iter().find(|member| member.worker == worker);
-        let Some(member) = member else { return Err("no member of the attempt") };
-        if member.rank >= self.rank {
+    /// Whose stream this may be.
+    fn seat_of(&self, worker: &str) -> Result<usize, &'static str> {
+        let seat = self.seats.iter().position(|seat| seat.worker == worker);
+        let Some(seat) = seat else { return Err("no member of the attempt") };
+        if self.seats[seat].pairs.first_remote() >= self.rank {
             return Err("a higher rank does not dial");
         }
-        Ok(member.rank)
+        Ok(seat)
     }
 
-    fn seat(&mut self, rank: u32, stream: Box<Stream>, welcome: bool) {
-        let seat = self.seats[rank as usize].as_mut().expect("not the own rank");
+    fn seat(&mut self, seat: usize, stream: Box<Stream>, welcome: bool) {
+        let seat = &mut self.seats[seat];
         if seat.taken {
-            tracing::debug!(rank, "data stream refused: the rank has one already");
+            let worker = &seat.worker;
+            tracing::debug!(worker, "data stream refused: the worker has one already");
             return;
         }
         seat.taken = true;
-        let pipes = seat.pipes.clone();
         let (reader, writer) = tokio::io::split(*stream);
         let welcome = welcome.then(|| encode_welcome(self.attempt));
-        self.tasks.spawn(read(reader, pipes.clone()));
-        self.writers.spawn(write(writer, pipes, welcome));
+        let bell = self.links.bell().expect("memory that was created has one").clone();
+        self.tasks.spawn(mover::read(reader, Arc::clone(&seat.pairs)));
+        let write = mover::write(writer, Arc::clone(&seat.pairs), welcome, move || bell.arm());
+        self.writers.spawn(write);
     }
 
     fn check_complete(&mut self) {
-        if self.seats.iter().flatten().all(|seat| seat.taken)
-            && let Some((comm, done)) = self.done.take()
+        if self.seats.iter().all(|seat| seat.taken)
+            && let Some(done) = self.done.take()
         {
-            let _ = done.send(Ok(comm));
+            let _ = done.send(Ok(self.links.clone()));
         }
     }
 
     fn on_deadline(&mut self) {
-        if let Some(seat) = self.seats.iter().flatten().find(|seat| !seat.taken) {
-            self.fail(JoinError::Absent { rank: seat.pipes.rank });
+        if let Some(seat) = self.seats.iter().find(|seat| !seat.taken) {
+            self.fail(JoinError::Absent { rank: seat.pairs.first_remote() });
         }
     }
 
     fn fail(&mut self, error: JoinError) {
-        if let Some((_, done)) = self.done.take() {
+        if let Some(done) = self.done.take() {
             let _ = done.send(Err(error));
         }
     }
@@ -338,11 +379,18 @@ impl Group {
 impl Drop for Group {
     fn drop(&mut self) {
         self.fail(JoinError::Left);
-        // The tasks end with their sets; the device must not wait for them.
-        for Seat { pipes, .. } in self.seats.iter().flatten() {
-            pipes.incoming.end("the attempt was left");
-            pipes.outgoing.refuse("the attempt was left");
-        }
+        // The tasks end with their sets; the engines must not wait for them.
+        self.seats.iter().for_each(|seat| seat.pairs.end("the attempt was left"));
+    }
+}
+
+/// Wakes the writers whenever an engine has rung.
+async fn listen(event: AsyncFd<OwnedFd>, bell: Bell, all: Vec<Arc<Pairs>>) {
+    loop {
+        let Ok(mut ready) = event.readable().await else { return };
+        bell.take();
+        ready.clear_ready();
+        all.iter().for_each(|pairs| pairs.wake.notify_one());
     }
 }
 
@@ -430,71 +478,4 @@ async fn dial_once(member: &Member, tls: &AttemptTls) -> io::Result<Stream> {
     };
     let opened = timeout(Duration::from_millis(HANDSHAKE_MS_MAX), handshake).await;
     opened.map_err(|_| late("the handshake"))?
-}
-
-/// Moves bytes from the peer to the device until either ends.
-async fn read(mut stream: ReadHalf<Stream>, pipes: PeerPipes) {
-    let PeerPipes { incoming, outgoing, .. } = pipes;
-    let space_wake = incoming.producer_task();
-    let why = loop {
-        let space = match incoming.space() {
-            Ok(0) => {
-                space_wake.notified().await;
-                continue;
-            }
-            Ok(space) => space.min(CHUNK_BYTES_MAX),
-            // The device left; what it had sent is still to go out.
-            Err(_) => return,
-        };
-        let mut chunk = Vec::with_capacity(space);
-        tokio::select! {
-            count = read_some(&mut stream, &mut chunk, space) => match count {
-                Ok(0) => break "its stream ended".to_string(),
-                Ok(_) => incoming.push(chunk),
-                Err(error) => break chain(&error),
-            },
-            // The device may leave while nothing comes.
-            () = space_wake.notified() => {}
-        }
-    };
-    incoming.end(&why);
-    outgoing.refuse(&why);
-}
-
-/// Appends at most `limit` bytes; cancel-safe, as `read_buf` is.
-async fn read_some(
-    stream: &mut ReadHalf<Stream>,
-    chunk: &mut Vec<u8>,
-    limit: usize,
-) -> io::Result<usize> {
-    stream.take(limit as u64).read_buf(chunk).await
-}
-
-/// Moves bytes from the device to the peer until either ends.
-async fn write(mut stream: WriteHalf<Stream>, pipes: PeerPipes, welcome: Option<Vec<u8>>) {
-    let PeerPipes { incoming, outgoing, .. } = pipes;
-    let wake = outgoing.consumer_task();
-    let moved = async {
-        if let Some(welcome) = welcome {
-            stream.write_all(&welcome).await?;
-            stream.flush().await?;
-        }
-        loop {
-            match outgoing.pop() {
-                Pop::Chunk(chunk) => stream.write_all(&chunk).await?,
-                Pop::Empty if outgoing.is_refused() => return Ok(()),
-                Pop::Empty => {
-                    stream.flush().await?;
-                    wake.notified().await;
-                }
-                Pop::Ended { .. } => return stream.shutdown().await,
-            }
-        }
-    };
-    let result: io::Result<()> = moved.await;
-    if let Err(error) = result {
-        let why = chain(&error);
-        incoming.end(&why);
-        outgoing.refuse(&why);
-    }
 }

@@ -1,168 +1,184 @@
-//! A bounded stream of bytes between the device's thread and whoever moves the bytes on: a task
-//! of the data runtime, or (in tests of exactness) another rank's thread.
+//! A bounded stream of bytes from one rank to another, in shared memory: a ring between two
+//! engines, or between an engine and the task that moves its bytes to another worker.
+//!
+//! ```text
+//! 0 u64 written | 64 u64 taken | 128 u32 ended | 132 u32 refused | 136 u64 told
+//! 256 why it ended | 512 why it was refused | 4096 PIPE_BYTES_MAX bytes
+//! ```
+//! One end alone writes `written`, the other `taken`, each after the bytes it speaks of. An engine
+//! that is killed at any instruction leaves a pipe whose other end can still be used.
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use tokio::sync::Notify;
+use crate::gang::memory::{Bell, Mapping, Signal};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
-/// Bytes of one chunk at most. Four TLS records: large enough that locks cost nothing, small
+/// Bytes of one chunk at most. Four TLS records: large enough that a wake costs nothing, small
 /// enough that the receiver starts while the sender still copies.
 pub const CHUNK_BYTES_MAX: usize = 64 << 10;
-/// Bytes that wait in one direction of one peer at most; the rest waits in the kernel's socket
-/// buffers and then in the sender.
+/// Bytes that wait in one direction of one pair of ranks at most; the rest waits in the sender.
 pub const PIPE_BYTES_MAX: usize = moejob_protocol::memory::PIPE_BYTES as usize;
+/// A pipe in its mapping.
+pub const PIPE_SPAN: usize = DATA + PIPE_BYTES_MAX;
+/// The mover hears of what an engine has taken by these steps: a quarter, so that a sender far
+/// away never waits for room that there is.
+pub const CREDIT_BYTES: usize = PIPE_BYTES_MAX / 4;
 
-/// Wakes a thread that waits for several pipes at once.
-#[derive(Debug, Default)]
-pub struct Signal {
-    generation: Mutex<u64>,
-    changed: Condvar,
-}
-
-impl Signal {
-    pub fn generation(&self) -> u64 {
-        *lock(&self.generation)
-    }
-
-    pub fn notify(&self) {
-        *lock(&self.generation) += 1;
-        self.changed.notify_all();
-    }
-
-    /// Returns once `notify` was called after `generation` gave `seen`.
-    pub fn wait(&self, seen: u64) {
-        let mut now = lock(&self.generation);
-        while *now == seen {
-            now = self.changed.wait(now).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-}
+const WRITTEN: usize = 0;
+const TAKEN: usize = 64;
+const ENDED: usize = 128;
+const REFUSED: usize = 132;
+const TOLD: usize = 136;
+const ENDED_WHY: usize = 256;
+const REFUSED_WHY: usize = 512;
+const WHY_ROOM: usize = 256;
+const DATA: usize = 4096;
 
 /// One end of a pipe, as the other end wakes it.
 #[derive(Clone, Debug)]
 pub enum Wake {
-    Thread(Arc<Signal>),
-    Task(Arc<Notify>),
+    /// A rank, which waits for all of its pipes at once.
+    Rank(Signal),
+    /// The data thread.
+    Mover(Bell),
 }
 
 impl Wake {
     fn wake(&self) {
         match self {
-            Wake::Thread(signal) => signal.notify(),
-            // One permit is kept when nobody waits yet, so no wake is lost.
-            Wake::Task(notify) => notify.notify_one(),
-        }
-    }
-
-    fn task(&self) -> Arc<Notify> {
-        match self {
-            Wake::Task(notify) => Arc::clone(notify),
-            Wake::Thread(_) => unreachable!("a thread holds this end of the pipe"),
+            Wake::Rank(signal) => signal.notify(),
+            Wake::Mover(bell) => bell.ring(),
         }
     }
 }
 
-#[derive(Debug)]
-pub enum Pop {
-    Chunk(Vec<u8>),
+/// What `Pipe::read` found.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Read {
+    /// So many bytes.
+    Some(usize),
     Empty,
     /// The producer ended, and everything before its end was taken.
     Ended { why: String },
 }
 
-/// Single producer, single consumer.
-#[derive(Debug)]
+/// Single producer, single consumer; a clone is the same pipe.
+#[derive(Clone, Debug)]
 pub struct Pipe {
-    state: Mutex<State>,
+    memory: Arc<Mapping>,
+    at: usize,
     producer: Wake,
     consumer: Wake,
 }
 
-#[derive(Debug, Default)]
-struct State {
-    chunks: VecDeque<Vec<u8>>,
-    bytes: usize,
-    /// Why the producer ended.
-    ended: Option<String>,
-    /// Why the consumer takes no more.
-    refused: Option<String>,
-}
-
 impl Pipe {
-    pub fn new(producer: Wake, consumer: Wake) -> Arc<Pipe> {
-        Arc::new(Pipe { state: Mutex::default(), producer, consumer })
+    /// The pipe at `at` of `memory`, which is zero there before its first use.
+    pub fn new(memory: Arc<Mapping>, at: usize, producer: Wake, consumer: Wake) -> Pipe {
+        assert!(at + PIPE_SPAN <= memory.len(), "a pipe beyond its memory");
+        Pipe { memory, at, producer, consumer }
+    }
+
+    fn load(&self, field: usize) -> u64 {
+        self.memory.long(self.at + field).load(Ordering::SeqCst)
+    }
+
+    fn flag(&self, field: usize) -> bool {
+        self.memory.word(self.at + field).load(Ordering::SeqCst) == 1
+    }
+
+    /// Bytes between the two positions; what no honest end could have left counts as full.
+    fn waiting(&self) -> usize {
+        let waiting = self.load(WRITTEN).wrapping_sub(self.load(TAKEN));
+        usize::try_from(waiting).map_or(PIPE_BYTES_MAX, |waiting| waiting.min(PIPE_BYTES_MAX))
     }
 
     /// Bytes that `push` will take now; an error says why the consumer left.
     pub fn space(&self) -> Result<usize, String> {
-        let state = lock(&self.state);
-        match &state.refused {
-            Some(why) => Err(why.clone()),
-            None => Ok(PIPE_BYTES_MAX - state.bytes),
+        if self.flag(REFUSED) {
+            return Err(self.memory.read_text(self.at + REFUSED_WHY, WHY_ROOM));
         }
+        Ok(PIPE_BYTES_MAX - self.waiting())
     }
 
-    /// Appends a chunk that fits into `space`.
-    pub fn push(&self, chunk: Vec<u8>) {
-        let mut state = lock(&self.state);
-        if state.refused.is_some() || chunk.is_empty() {
+    /// Appends what fits into `space`: both parts, in this order, as one.
+    pub fn push(&self, first: &[u8], then: &[u8]) {
+        let len = first.len() + then.len();
+        if self.flag(REFUSED) || len == 0 {
             return;
         }
-        assert!(state.bytes + chunk.len() <= PIPE_BYTES_MAX, "a chunk beyond the pipe's bound");
-        state.bytes += chunk.len();
-        state.chunks.push_back(chunk);
-        drop(state);
+        assert!(self.waiting() + len <= PIPE_BYTES_MAX, "a chunk beyond the pipe's bound");
+        let written = self.load(WRITTEN);
+        self.copy_in(written, first);
+        self.copy_in(written + first.len() as u64, then);
+        self.memory.long(self.at + WRITTEN).store(written + len as u64, Ordering::SeqCst);
         self.consumer.wake();
     }
 
-    pub fn pop(&self) -> Pop {
-        let mut state = lock(&self.state);
-        let Some(chunk) = state.chunks.pop_front() else {
-            return match &state.ended {
-                Some(why) => Pop::Ended { why: why.clone() },
-                None => Pop::Empty,
+    fn copy_in(&self, position: u64, bytes: &[u8]) {
+        let start = (position % PIPE_BYTES_MAX as u64) as usize;
+        let (until_end, rest) = bytes.split_at(bytes.len().min(PIPE_BYTES_MAX - start));
+        self.memory.write(self.at + DATA + start, until_end);
+        self.memory.write(self.at + DATA, rest);
+    }
+
+    /// Takes as many bytes as there are and fit.
+    pub fn read(&self, into: &mut [u8]) -> Read {
+        // Asked first: what was written before the end is then seen.
+        let ended = self.flag(ENDED);
+        let len = self.waiting().min(into.len());
+        if len == 0 {
+            return match ended {
+                true => Read::Ended { why: self.memory.read_text(self.at + ENDED_WHY, WHY_ROOM) },
+                false => Read::Empty,
             };
-        };
-        state.bytes -= chunk.len();
-        drop(state);
-        self.producer.wake();
-        Pop::Chunk(chunk)
+        }
+        let taken = self.load(TAKEN);
+        let start = (taken % PIPE_BYTES_MAX as u64) as usize;
+        let (until_end, rest) = into[..len].split_at_mut(len.min(PIPE_BYTES_MAX - start));
+        self.memory.read(self.at + DATA + start, until_end);
+        self.memory.read(self.at + DATA, rest);
+        let taken = taken + len as u64;
+        self.memory.long(self.at + TAKEN).store(taken, Ordering::SeqCst);
+        match &self.producer {
+            Wake::Rank(signal) => signal.notify(),
+            Wake::Mover(bell) => {
+                let told = self.memory.long(self.at + TOLD);
+                if taken.wrapping_sub(told.load(Ordering::Relaxed)) >= CREDIT_BYTES as u64 {
+                    told.store(taken, Ordering::Relaxed);
+                    bell.ring();
+                }
+            }
+        }
+        Read::Some(len)
     }
 
-    /// The producer has no more; what is queued can still be taken.
+    /// Bytes that were ever taken.
+    pub fn taken(&self) -> u64 {
+        self.load(TAKEN)
+    }
+
+    /// The producer has no more; what is queued can still be taken. The first reason stays.
     pub fn end(&self, why: &str) {
-        lock(&self.state).ended.get_or_insert_with(|| why.to_string());
+        self.set(ENDED, ENDED_WHY, why);
         self.consumer.wake();
     }
 
-    /// The consumer takes no more; what is queued is dropped.
+    /// The consumer takes no more.
     pub fn refuse(&self, why: &str) {
-        let mut state = lock(&self.state);
-        state.refused.get_or_insert_with(|| why.to_string());
-        state.chunks.clear();
-        state.bytes = 0;
-        drop(state);
+        self.set(REFUSED, REFUSED_WHY, why);
         self.producer.wake();
         // The reader of a stream refuses on behalf of its writer.
         self.consumer.wake();
     }
 
+    /// Two that set it at once say the same in different words; either will do.
+    fn set(&self, flag: usize, text: usize, why: &str) {
+        if !self.flag(flag) {
+            self.memory.write_text(self.at + text, WHY_ROOM, why);
+            self.memory.word(self.at + flag).store(1, Ordering::SeqCst);
+        }
+    }
+
     pub fn is_refused(&self) -> bool {
-        lock(&self.state).refused.is_some()
+        self.flag(REFUSED)
     }
-
-    /// What wakes the producer, which is a task.
-    pub fn producer_task(&self) -> Arc<Notify> {
-        self.producer.task()
-    }
-
-    /// What wakes the consumer, which is a task.
-    pub fn consumer_task(&self) -> Arc<Notify> {
-        self.consumer.task()
-    }
-}
-
-/// No code panics while it holds one of these locks, so a poisoned one holds a whole value.
-pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

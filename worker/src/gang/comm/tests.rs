@@ -100,16 +100,12 @@ fn a_peer_that_leaves_is_lost_after_its_last_frame() {
 
 /// What rank 0 says when rank 1's stream holds `bytes` and 4 bytes are expected.
 fn after(bytes: &[u8]) -> String {
-    let mut incoming = None;
-    let mut comm = Comm::new(0, 2, 7, |rank, wake| {
-        let pipe = || Pipe::new(wake.clone(), wake.clone());
-        let pipes = PeerPipes { rank, outgoing: pipe(), incoming: pipe() };
-        incoming = Some(Arc::clone(&pipes.incoming));
-        pipes
-    });
-    let incoming = incoming.expect("one peer");
+    let links = Links::in_process(2, 7);
+    let mut comm = links.comm(0);
+    let other = links.comm(1);
+    let incoming = &other.lanes[0].as_ref().expect("a peer").outgoing;
     for chunk in bytes.chunks(5) {
-        incoming.push(chunk.to_vec());
+        incoming.push(chunk, &[]);
     }
     incoming.end("its stream ended");
     let mut into = [0xee; 4];
@@ -180,7 +176,7 @@ fn a_frame_after_the_expected_one_is_the_next_collectives() {
     let mut comms = Comm::in_process(2);
     let lane = comms[0].lanes[1].as_ref().expect("a peer");
     // A replay of collective 1 where collective 2 is expected.
-    lane.incoming.push([header.encode(), header.encode()].concat());
+    lane.incoming.push(&header.encode(), &header.encode());
     let comm = &mut comms[0];
     comm.exchange(&[], &mut [(1, &mut [])]).expect("the first");
     let error = comm.exchange(&[], &mut [(1, &mut [])]).expect_err("a replay");

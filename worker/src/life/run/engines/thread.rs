@@ -1,8 +1,9 @@
-//! The device's thread: it owns the trainer and runs one attempt at a time.
+//! An engine that is a thread of the worker: it owns the trainer and runs one attempt at a time.
 
-use super::Happened;
-use crate::gang::comm::Comm;
+use super::{Attempt, Name, Said};
 use crate::attempt::api::{AttemptEnd, Control, Failure, TrainerEvent};
+use crate::gang::comm::Comm;
+use crate::life::run::Happened;
 use moejob_protocol::WorkerConfig;
 use std::any::Any;
 use std::io;
@@ -10,53 +11,48 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc as blocking;
 use tokio::sync::mpsc;
 
-/// A trainer, as the shell sees it. It keeps its state from one attempt to the next.
-pub trait Attempt {
-    fn run_attempt(
-        &mut self,
-        config: &WorkerConfig,
-        comm: Comm,
-        control: &Control,
-        out: &mut dyn FnMut(TrainerEvent),
-    ) -> AttemptEnd;
-}
-
 struct Order {
     config: Box<WorkerConfig>,
     comm: Comm,
     control: Control,
 }
 
-/// Handle of the device's thread.
-pub struct Device(Option<blocking::SyncSender<Order>>);
+/// Handle of the thread.
+pub(super) struct Thread(Option<blocking::SyncSender<Order>>);
 
-impl Device {
+impl Thread {
     /// # Errors
     /// When the system gives no thread.
-    pub fn start<A: Attempt>(
+    pub fn start(
+        name: Name,
+        make: impl FnOnce() -> Box<dyn Attempt> + Send + 'static,
         happened: mpsc::Sender<Happened>,
-        make: impl FnOnce() -> A + Send + 'static,
-    ) -> io::Result<Device> {
+    ) -> io::Result<Thread> {
         let (orders, ordered) = blocking::sync_channel::<Order>(1);
         let body = move || {
-            let ended = Ended(happened.clone());
+            let ended = Gone { name, happened: happened.clone() };
             let mut trainer = make();
             while let Ok(order) = ordered.recv() {
                 let attempt = order.config.attempt;
-                let end = run(&mut trainer, order, &happened);
-                let end = Happened::AttemptEnded { attempt, end };
-                if happened.blocking_send(end).is_err() {
+                let mut out = |event| {
+                    // A closed queue means that the process ends, and the group is aborted already.
+                    let _ = happened.blocking_send(Happened::Engine(name, Said::Told(event)));
+                };
+                let Order { config, comm, control } = order;
+                let end = run(&mut *trainer, &config, comm, &control, &mut out);
+                let said = Said::Ended { attempt, end };
+                if happened.blocking_send(Happened::Engine(name, said)).is_err() {
                     break;
                 }
             }
             drop(trainer);
             drop(ended);
         };
-        std::thread::Builder::new().name("device".to_string()).spawn(body)?;
-        Ok(Device(Some(orders)))
+        let thread = std::thread::Builder::new().name(format!("engine-{}", name.index));
+        thread.spawn(body)?;
+        Ok(Thread(Some(orders)))
     }
 
-    /// The thread is idle: the session starts an attempt only after the one before has ended.
     pub fn train(&self, config: Box<WorkerConfig>, comm: Comm, control: Control) {
         if let Some(orders) = &self.0 {
             // A thread that has ended says so by itself.
@@ -71,26 +67,27 @@ impl Device {
 }
 
 /// Says that the thread ended, also when the trainer panicked while it was made or dropped.
-struct Ended(mpsc::Sender<Happened>);
+struct Gone {
+    name: Name,
+    happened: mpsc::Sender<Happened>,
+}
 
-impl Drop for Ended {
+impl Drop for Gone {
     fn drop(&mut self) {
-        let _ = self.0.blocking_send(Happened::DeviceEnded);
+        let said = Said::Gone { how: "its thread ended".to_string(), last_words: String::new() };
+        let _ = self.happened.blocking_send(Happened::Engine(self.name, said));
     }
 }
 
-fn run<A: Attempt>(
-    trainer: &mut A,
-    order: Order,
-    happened: &mpsc::Sender<Happened>,
+/// Runs one attempt. After a panic the trainer is only dropped: the session ends the process.
+pub(super) fn run(
+    trainer: &mut dyn Attempt,
+    config: &WorkerConfig,
+    comm: Comm,
+    control: &Control,
+    out: &mut dyn FnMut(TrainerEvent),
 ) -> AttemptEnd {
-    let Order { config, comm, control } = order;
-    let mut out = |event| {
-        // A closed queue means that the process ends, and the group is aborted already.
-        let _ = happened.blocking_send(Happened::Trainer(event));
-    };
-    let attempt = || trainer.run_attempt(&config, comm, &control, &mut out);
-    // After a panic the trainer is only dropped: the session ends the process.
+    let attempt = || trainer.run_attempt(config, comm, control, out);
     catch_unwind(AssertUnwindSafe(attempt)).unwrap_or_else(|panic| {
         AttemptEnd::Failed(Failure {
             exit_code: 1,

@@ -1,0 +1,198 @@
+//! What the ranks of one worker share in one attempt: a page each, and their pipes.
+//!
+//! ```text
+//! page 0: the data thread's bell
+//! page 1 + i, of local rank i:  0 signal | 8 abort | 16 collective | 32 progress words | 1024 why
+//! then of each local rank i, for each rank p of the world: pipe i -> p, pipe p -> i
+//! ```
+//! Between two local ranks the sender's pipe is the one that is used. Nothing is touched, so
+//! nothing costs memory, before it is needed.
+
+use super::pipe::{PIPE_SPAN, Pipe, Wake};
+use super::{AbortHandle, Comm, Lane};
+use crate::gang::memory::{Bell, Mapping, Signal};
+use rustix::fd::OwnedFd;
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+const PAGE: usize = 4096;
+const ABORT: usize = 8;
+const COLLECTIVE: usize = 16;
+/// Of the words that the worker reads while its engine computes (`Control`).
+const PROGRESS: usize = 32;
+const WHY: usize = 1024;
+const WHY_ROOM: usize = 1024;
+
+/// Which ranks a `Links` is of; both sides of an engine's socket derive the same places from it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Shape {
+    pub attempt: u32,
+    /// The first rank here.
+    pub first: u32,
+    /// Ranks here.
+    pub count: u32,
+    /// Ranks in all.
+    pub world: u32,
+}
+
+impl Shape {
+    pub fn ranks(&self) -> Range<u32> {
+        self.first..self.first + self.count
+    }
+
+    fn is_local(&self, rank: u32) -> bool {
+        self.ranks().contains(&rank)
+    }
+
+    fn page(&self, rank: u32) -> usize {
+        assert!(self.is_local(rank), "rank {rank} is not one of {:?}", self.ranks());
+        PAGE * (1 + (rank - self.first) as usize)
+    }
+
+    fn bytes(&self) -> usize {
+        PAGE * (1 + self.count as usize) + 2 * self.count as usize * self.world as usize * PIPE_SPAN
+    }
+
+    /// Of the pipe between a local rank and another, 0 outgoing, 1 incoming.
+    fn pipe(&self, local: u32, other: u32, direction: usize) -> usize {
+        let row = (local - self.first) as usize * self.world as usize + other as usize;
+        PAGE * (1 + self.count as usize) + (2 * row + direction) * PIPE_SPAN
+    }
+}
+
+/// A clone is the same.
+#[derive(Clone, Debug)]
+pub struct Links {
+    shape: Shape,
+    memory: Arc<Mapping>,
+    /// None where all ranks are here.
+    bell: Option<Bell>,
+}
+
+/// The pipes between a local rank and one elsewhere.
+#[derive(Clone, Debug)]
+pub struct PeerPipes {
+    pub local: u32,
+    pub remote: u32,
+    pub outgoing: Pipe,
+    pub incoming: Pipe,
+}
+
+impl Links {
+    /// # Errors
+    /// The system gives no memory or no event.
+    pub fn create(shape: Shape) -> io::Result<Links> {
+        assert!(shape.first + shape.count <= shape.world, "{shape:?}");
+        let memory = Arc::new(Mapping::shared("moejob-links", shape.bytes())?);
+        let bell = Bell::new(Arc::clone(&memory), 0)?;
+        Ok(Links { shape, memory, bell: Some(bell) })
+    }
+
+    /// What the worker has created, in its engine.
+    ///
+    /// # Errors
+    /// The memory is not the one that is described.
+    pub fn attach(shape: Shape, memory: OwnedFd, bell: OwnedFd) -> io::Result<Links> {
+        let memory = Arc::new(Mapping::attach(memory)?);
+        if memory.len() != shape.bytes() {
+            return Err(io::Error::other("memory of another attempt"));
+        }
+        let bell = Some(Bell::of(bell, Arc::clone(&memory), 0));
+        Ok(Links { shape, memory, bell })
+    }
+
+    /// All ranks are threads of this process.
+    pub fn in_process(world: u32, attempt: u32) -> Links {
+        let shape = Shape { attempt, first: 0, count: world, world };
+        Links { shape, memory: Arc::new(Mapping::private(shape.bytes())), bell: None }
+    }
+
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    pub fn memory(&self) -> &Arc<Mapping> {
+        &self.memory
+    }
+
+    pub fn bell(&self) -> Option<&Bell> {
+        self.bell.as_ref()
+    }
+
+    fn signal(&self, rank: u32) -> Signal {
+        Signal::new(Arc::clone(&self.memory), self.shape.page(rank))
+    }
+
+    pub fn abort_handle(&self, rank: u32) -> AbortHandle {
+        let page = self.shape.page(rank);
+        AbortHandle {
+            signal: self.signal(rank),
+            memory: Arc::clone(&self.memory),
+            state: page + ABORT,
+            why: page + WHY,
+            room: WHY_ROOM,
+        }
+    }
+
+    /// Where `rank` counts its collectives.
+    pub fn collective(&self, rank: u32) -> usize {
+        self.shape.page(rank) + COLLECTIVE
+    }
+
+    /// Where `rank` says how far it is.
+    pub fn progress(&self, rank: u32) -> usize {
+        self.shape.page(rank) + PROGRESS
+    }
+
+    fn wake(&self, rank: u32) -> Wake {
+        match &self.bell {
+            Some(bell) if !self.shape.is_local(rank) => Wake::Mover(bell.clone()),
+            _ => Wake::Rank(self.signal(rank)),
+        }
+    }
+
+    fn pipe(&self, from: u32, to: u32) -> Pipe {
+        let at = match self.shape.is_local(from) {
+            true => self.shape.pipe(from, to, 0),
+            false => self.shape.pipe(to, from, 1),
+        };
+        Pipe::new(Arc::clone(&self.memory), at, self.wake(from), self.wake(to))
+    }
+
+    /// The group as `rank` sees it; made once a rank.
+    pub fn comm(&self, rank: u32) -> Comm {
+        let lane = |peer: u32| Lane { outgoing: self.pipe(rank, peer), incoming: self.pipe(peer, rank) };
+        let lanes = (0..self.shape.world).map(|peer| (peer != rank).then(|| lane(peer)));
+        Comm {
+            rank,
+            attempt: self.shape.attempt,
+            lanes: lanes.collect(),
+            memory: Arc::clone(&self.memory),
+            number: self.collective(rank),
+            abort: self.abort_handle(rank),
+        }
+    }
+
+    /// The pairs of a rank here and one of `others`, which are elsewhere.
+    pub fn pairs(&self, others: Range<u32>) -> Vec<PeerPipes> {
+        let pair = |local: u32, remote: u32| PeerPipes {
+            local,
+            remote,
+            outgoing: self.pipe(local, remote),
+            incoming: self.pipe(remote, local),
+        };
+        let of = |local: u32| others.clone().map(move |remote| pair(local, remote));
+        self.shape.ranks().flat_map(of).collect()
+    }
+
+    /// The rank has gone without a word: what it would have said when it left the group.
+    pub fn lose(&self, rank: u32, why: &str) {
+        for peer in (0..self.shape.world).filter(|peer| *peer != rank) {
+            self.pipe(rank, peer).end(why);
+            self.pipe(peer, rank).refuse(why);
+        }
+    }
+}

@@ -1,0 +1,292 @@
+//! Moves the bytes of all pairs of ranks between two workers over their one stream.
+//!
+//! ```text
+//! u32 kind | u32 from | u32 to | u32 length, little-endian; data and ends carry that many bytes
+//! ```
+//! A pair's sender has `PIPE_BYTES_MAX` on its way at most, until the receiver's mover says that
+//! the engine has taken some. So the reader always has room for what comes, and a pair whose engine
+//! is slow holds no other pair up: two ranks of a worker wait for each other through their peers.
+
+use super::links::PeerPipes;
+use super::pipe::{CHUNK_BYTES_MAX, CREDIT_BYTES, PIPE_BYTES_MAX, Read};
+use crate::life::listener::chain;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::sync::Notify;
+
+/// Frames that go out in one write.
+const BATCH_BYTES_MAX: usize = 256 << 10;
+const HEAD_BYTES: usize = 16;
+/// The longest reason that a peer gives for its end.
+const WHY_BYTES_MAX: usize = 252;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Bytes of a pipe, `from` the producer.
+    Data = 1,
+    /// So many bytes were taken, `from` the consumer.
+    Credit = 2,
+    /// `from` has left the group, and says why.
+    End = 3,
+}
+
+/// What goes on between a rank here and one of the peer's.
+#[derive(Debug)]
+struct Pair {
+    pipes: PeerPipes,
+    /// Bytes that may still be sent.
+    credit: AtomicU64,
+    /// Bytes of the incoming pipe whose room was given back.
+    credited: AtomicU64,
+    /// The end of the own rank was told.
+    told_end: AtomicBool,
+}
+
+/// One stream's pairs, for its reader and its writer. Both run on the data thread.
+#[derive(Debug)]
+pub(super) struct Pairs {
+    pairs: Vec<Pair>,
+    locals: Range<u32>,
+    remotes: Range<u32>,
+    /// The writer has something to do.
+    pub wake: Notify,
+}
+
+impl Pairs {
+    pub fn new(pipes: Vec<PeerPipes>, locals: Range<u32>, remotes: Range<u32>) -> Arc<Pairs> {
+        assert_eq!(pipes.len(), locals.len() * remotes.len());
+        let pair = |pipes| Pair {
+            pipes,
+            credit: AtomicU64::new(PIPE_BYTES_MAX as u64),
+            credited: AtomicU64::new(0),
+            told_end: AtomicBool::new(false),
+        };
+        let pairs = pipes.into_iter().map(pair).collect();
+        Arc::new(Pairs { pairs, locals, remotes, wake: Notify::new() })
+    }
+
+    /// The first of the peer's ranks names it.
+    pub fn first_remote(&self) -> u32 {
+        self.remotes.start
+    }
+
+    fn find(&self, remote: u32, local: u32) -> io::Result<&Pair> {
+        if !self.remotes.contains(&remote) || !self.locals.contains(&local) {
+            return Err(refuse(format!("a frame from rank {remote} to rank {local}")));
+        }
+        let row = (local - self.locals.start) as usize * self.remotes.len();
+        Ok(&self.pairs[row + (remote - self.remotes.start) as usize])
+    }
+
+    /// The stream is over: nothing comes or goes any more.
+    pub fn end(&self, why: &str) {
+        for Pair { pipes, .. } in &self.pairs {
+            pipes.incoming.end(why);
+            pipes.outgoing.refuse(why);
+        }
+    }
+}
+
+fn refuse(found: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("the peer sent {found}"))
+}
+
+fn head(kind: Kind, from: u32, to: u32, length: usize) -> [u8; HEAD_BYTES] {
+    let mut bytes = [0; HEAD_BYTES];
+    let words = [kind as u32, from, to, length as u32];
+    for (at, word) in bytes.chunks_exact_mut(4).zip(words) {
+        at.copy_from_slice(&word.to_le_bytes());
+    }
+    bytes
+}
+
+/// Moves bytes from the peer's engines to ours until the stream ends.
+pub(super) async fn read(mut stream: impl AsyncRead + Unpin, pairs: Arc<Pairs>) {
+    let mut body = vec![0; CHUNK_BYTES_MAX];
+    let why = loop {
+        match read_frame(&mut stream, &pairs, &mut body).await {
+            Ok(true) => {}
+            Ok(false) => break "its stream ended".to_string(),
+            Err(error) => break chain(&error),
+        }
+    };
+    pairs.end(&why);
+    pairs.wake.notify_one();
+}
+
+/// Says whether there was one.
+async fn read_frame(
+    stream: &mut (impl AsyncRead + Unpin),
+    pairs: &Pairs,
+    body: &mut [u8],
+) -> io::Result<bool> {
+    let mut bytes = [0; HEAD_BYTES];
+    if stream.read(&mut bytes[..1]).await? == 0 {
+        return Ok(false);
+    }
+    stream.read_exact(&mut bytes[1..]).await?;
+    let word = |at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|i| bytes[4 * at + i]));
+    let (kind, from, to, length) = (word(0), word(1), word(2), word(3) as usize);
+    let pair = pairs.find(from, to)?;
+    if kind == Kind::Credit as u32 {
+        let credit = pair.credit.load(Ordering::Relaxed) + length as u64;
+        if credit > PIPE_BYTES_MAX as u64 {
+            return Err(refuse(format!("room for {length} bytes that were not sent")));
+        }
+        pair.credit.store(credit, Ordering::Relaxed);
+        pairs.wake.notify_one();
+        return Ok(true);
+    }
+    let most = if kind == Kind::Data as u32 { CHUNK_BYTES_MAX } else { WHY_BYTES_MAX };
+    if kind != Kind::Data as u32 && kind != Kind::End as u32 {
+        return Err(refuse(format!("a frame of kind {kind}")));
+    }
+    if length > most {
+        return Err(refuse(format!("a frame of {length} bytes, at most {most}")));
+    }
+    let body = &mut body[..length];
+    stream.read_exact(body).await?;
+    let PeerPipes { incoming, outgoing, .. } = &pair.pipes;
+    if kind == Kind::End as u32 {
+        let why = String::from_utf8_lossy(body);
+        incoming.end(&why);
+        outgoing.refuse(&why);
+        return Ok(true);
+    }
+    match incoming.space() {
+        Ok(space) if space >= length => incoming.push(body, &[]),
+        Ok(space) => return Err(refuse(format!("{length} bytes, with room for {space}"))),
+        // The engine left; its end tells the peer.
+        Err(_) => {}
+    }
+    Ok(true)
+}
+
+/// Moves bytes from our engines to the peer's until all of ours have left or the stream ends.
+/// `arm` makes the engines' next ring heard.
+pub(super) async fn write(
+    mut stream: impl AsyncWrite + Unpin,
+    pairs: Arc<Pairs>,
+    first: Option<Vec<u8>>,
+    arm: impl Fn(),
+) {
+    let mut batch = first.unwrap_or_default();
+    let mut chunk = vec![0; CHUNK_BYTES_MAX];
+    let moved: io::Result<()> = async {
+        loop {
+            arm();
+            for pair in &pairs.pairs {
+                if batch.len() < BATCH_BYTES_MAX {
+                    fill(pair, &mut batch, &mut chunk);
+                }
+            }
+            if !batch.is_empty() {
+                stream.write_all(&batch).await?;
+                stream.flush().await?;
+                batch.clear();
+                continue;
+            }
+            let over = |pair: &Pair| {
+                pair.told_end.load(Ordering::Relaxed) || pair.pipes.outgoing.is_refused()
+            };
+            if pairs.pairs.iter().all(over) {
+                return stream.shutdown().await;
+            }
+            pairs.wake.notified().await;
+        }
+    }
+    .await;
+    if let Err(error) = moved {
+        pairs.end(&chain(&error));
+    }
+}
+
+/// Appends what a pair has to say.
+fn fill(pair: &Pair, batch: &mut Vec<u8>, chunk: &mut [u8]) {
+    let PeerPipes { local, remote, outgoing, incoming } = &pair.pipes;
+    let credited = pair.credited.load(Ordering::Relaxed);
+    let taken = incoming.taken().saturating_sub(credited) as usize;
+    // More than the pipe holds was never taken, whatever an engine's memory says.
+    if (CREDIT_BYTES..=PIPE_BYTES_MAX).contains(&taken) {
+        pair.credited.store(credited + taken as u64, Ordering::Relaxed);
+        batch.extend_from_slice(&head(Kind::Credit, *local, *remote, taken));
+    }
+    if pair.told_end.load(Ordering::Relaxed) || outgoing.is_refused() {
+        return;
+    }
+    let credit = pair.credit.load(Ordering::Relaxed);
+    let most = chunk.len().min(credit as usize);
+    if most == 0 {
+        return;
+    }
+    match outgoing.read(&mut chunk[..most]) {
+        Read::Some(length) => {
+            pair.credit.store(credit - length as u64, Ordering::Relaxed);
+            batch.extend_from_slice(&head(Kind::Data, *local, *remote, length));
+            batch.extend_from_slice(&chunk[..length]);
+        }
+        Read::Empty => {}
+        Read::Ended { why } => {
+            pair.told_end.store(true, Ordering::Relaxed);
+            let why = &why.as_bytes()[..why.len().min(WHY_BYTES_MAX)];
+            batch.extend_from_slice(&head(Kind::End, *local, *remote, why.len()));
+            batch.extend_from_slice(why);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gang::comm::{Links, Shape};
+
+    const SHAPE: Shape = Shape { attempt: 1, first: 0, count: 1, world: 2 };
+
+    fn pairs() -> (Links, Arc<Pairs>) {
+        let links = Links::create(SHAPE).expect("memory");
+        let pairs = Pairs::new(links.pairs(1..2), 0..1, 1..2);
+        (links, pairs)
+    }
+
+    /// Why the stream ended that brought `bytes`.
+    async fn after(bytes: &[u8]) -> String {
+        let (_links, pairs) = pairs();
+        read(bytes, Arc::clone(&pairs)).await;
+        match pairs.pairs[0].pipes.outgoing.space() {
+            Err(why) => why,
+            Ok(_) => "none".to_string(),
+        }
+    }
+
+    #[tokio::test]
+    async fn strange_frames_end_the_stream() {
+        for (bytes, expected) in [
+            (head(Kind::Data, 2, 0, 0), "the peer sent a frame from rank 2 to rank 0"),
+            (head(Kind::Data, 1, 1, 0), "the peer sent a frame from rank 1 to rank 1"),
+            (head(Kind::Data, 1, 0, 65_537), "the peer sent a frame of 65537 bytes, at most 65536"),
+            (head(Kind::End, 1, 0, 300), "the peer sent a frame of 300 bytes, at most 252"),
+            (head(Kind::Credit, 1, 0, 1), "the peer sent room for 1 bytes that were not sent"),
+            ([9; HEAD_BYTES], "the peer sent a frame from rank 151587081 to rank 151587081"),
+        ] {
+            assert_eq!(after(&bytes).await, expected);
+        }
+        let mut unknown = head(Kind::Data, 1, 0, 0);
+        unknown[0] = 7;
+        assert_eq!(after(&unknown).await, "the peer sent a frame of kind 7");
+        assert_eq!(after(&[]).await, "its stream ended");
+        let left = [&head(Kind::End, 1, 0, 4)[..], b"left"].concat();
+        assert_eq!(after(&left).await, "left");
+    }
+
+    #[tokio::test]
+    async fn more_than_the_credit_ends_the_stream() {
+        let frame = [&head(Kind::Data, 1, 0, CHUNK_BYTES_MAX)[..], &[7; CHUNK_BYTES_MAX]].concat();
+        let fits = PIPE_BYTES_MAX / CHUNK_BYTES_MAX;
+        assert_eq!(after(&frame.repeat(fits)).await, "its stream ended");
+        let expected = "the peer sent 65536 bytes, with room for 0";
+        assert_eq!(after(&frame.repeat(fits + 1)).await, expected);
+    }
+}

@@ -1,0 +1,451 @@
+//! The engines of a worker, one a rank: threads of it, or processes that it starts and, should one
+//! be lost, starts again. Snapshots lie in the worker's memory and outlive them.
+
+pub(crate) mod child;
+mod process;
+mod thread;
+mod wire;
+
+use super::Happened;
+use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
+use crate::attempt::records::event;
+use crate::gang::comm::{Comm, CommError, Links};
+use crate::state::slots::Memory;
+use moejob_protocol::WorkerConfig;
+use moejob_protocol::config::Resume;
+use moejob_protocol::message::{HEARTBEAT_MS, Request};
+use moejob_protocol::report::{Detail, Event, EventKind};
+use process::Process;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use thread::Thread;
+use tokio::sync::mpsc;
+
+/// `process` makes an engine a process also where a node has one device; `thread` makes them
+/// threads where it has several.
+pub const ENV_ENGINE: &str = "MOEJOB_ENGINE";
+/// An engine that has not yet said that it runs is given longer: the machine may be busy with
+/// starting many.
+const FIRST_BEAT_MS: u64 = 10_000;
+/// An engine that ends this soon after its start will likely do so again.
+const AT_ONCE: Duration = Duration::from_secs(1);
+/// Such ends in a row after which the worker gives up.
+const AT_ONCE_MAX: u32 = 5;
+
+/// A trainer, as the shell sees it. It keeps its data from one attempt to the next.
+pub trait Attempt {
+    fn run_attempt(
+        &mut self,
+        config: &WorkerConfig,
+        comm: Comm,
+        control: &Control,
+        out: &mut dyn FnMut(TrainerEvent),
+    ) -> AttemptEnd;
+}
+
+/// Makes the trainer of an engine that is a thread.
+pub(super) type Make = Arc<dyn Fn(Memory) -> Box<dyn Attempt> + Send + Sync>;
+
+/// What an engine has said or what became of it.
+pub(super) enum Said {
+    Told(TrainerEvent),
+    /// It has filled or given up a slot.
+    Changed,
+    Ended { attempt: u32, end: AttemptEnd },
+    /// It is no more.
+    Gone { how: String, last_words: String },
+}
+
+/// Which one: its place, and its number among all that were started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Name {
+    pub index: usize,
+    pub life: u64,
+}
+
+/// What follows from what an engine said.
+#[derive(Default)]
+pub(super) struct Outcome {
+    pub tell: Vec<TrainerEvent>,
+    /// All ranks have left the attempt.
+    pub ended: Option<(u32, AttemptEnd)>,
+    /// The worker cannot go on.
+    pub exit: bool,
+}
+
+pub(super) struct Engines {
+    make: Make,
+    memory: Memory,
+    happened: mpsc::Sender<Happened>,
+    /// None where one is being given up.
+    engines: Vec<Option<Engine>>,
+    lives: u64,
+    running: Option<Running>,
+    at_once: u32,
+    ending: bool,
+}
+
+struct Engine {
+    life: u64,
+    body: Body,
+    started: Instant,
+    /// `EngineStarted` was told.
+    announced: bool,
+}
+
+enum Body {
+    Thread(Thread),
+    Process(Process),
+}
+
+impl Engine {
+    fn pid(&self) -> u32 {
+        match &self.body {
+            Body::Thread(_) => std::process::id(),
+            Body::Process(process) => process.pid(),
+        }
+    }
+}
+
+/// The attempt that runs.
+struct Running {
+    config: Box<WorkerConfig>,
+    links: Links,
+    node: String,
+    ends: Vec<Option<AttemptEnd>>,
+    watches: Vec<Watch>,
+}
+
+/// An engine's beats, as they were seen last, and for how many ticks they have not changed.
+#[derive(Clone, Copy, Default)]
+struct Watch {
+    beats: u32,
+    ticks: u64,
+}
+
+impl Running {
+    fn attempt(&self) -> u32 {
+        self.config.attempt
+    }
+
+    fn rank(&self, index: usize) -> u32 {
+        self.links.shape().first + index as u32
+    }
+
+    fn control(&self, index: usize) -> Control {
+        let rank = self.rank(index);
+        Control::new(Arc::clone(self.links.memory()), self.links.progress(rank))
+    }
+
+    fn abort(&self, reason: &str) {
+        let ranks = self.links.shape().ranks();
+        ranks.for_each(|rank| self.links.abort_handle(rank).abort(reason));
+    }
+}
+
+impl Engines {
+    pub fn new(make: Make, happened: mpsc::Sender<Happened>) -> Engines {
+        Engines {
+            make,
+            memory: Memory::default(),
+            happened,
+            engines: Vec::new(),
+            lives: 0,
+            running: None,
+            at_once: 0,
+            ending: false,
+        }
+    }
+
+    /// Starts what is missing of `ranks` engines, and ends what there is too many of. They start
+    /// while the workers connect.
+    ///
+    /// # Errors
+    /// The system gives no thread or process.
+    pub fn prepare(&mut self, ranks: u32) -> io::Result<()> {
+        let ranks = ranks.max(1) as usize;
+        let processes = match std::env::var(ENV_ENGINE).as_deref() {
+            Ok("process") => true,
+            Ok("thread") => false,
+            _ => ranks > 1,
+        };
+        self.engines.resize_with(ranks, || None);
+        for index in 0..ranks {
+            let fits = self.engines[index].as_ref().is_some_and(|engine| {
+                matches!(engine.body, Body::Process(_)) == processes
+            });
+            if !fits {
+                self.engines[index] = None;
+                self.engines[index] = Some(self.start(index, processes)?);
+            }
+        }
+        Ok(())
+    }
+
+    fn start(&mut self, index: usize, process: bool) -> io::Result<Engine> {
+        self.lives += 1;
+        let name = Name { index, life: self.lives };
+        let happened = self.happened.clone();
+        let body = match process {
+            true => Body::Process(Process::start(name, self.memory.clone(), happened)?),
+            false => {
+                let (make, memory) = (Arc::clone(&self.make), self.memory.clone());
+                Body::Thread(Thread::start(name, move || make(memory), happened)?)
+            }
+        };
+        Ok(Engine { life: name.life, body, started: Instant::now(), announced: false })
+    }
+
+    /// Runs the attempt that was joined. The engines are idle: the session starts an attempt only
+    /// after the one before has ended. What is told is that they have begun.
+    pub fn train(&mut self, config: Box<WorkerConfig>, links: Links) -> Outcome {
+        self.memory.begin(&config.resume);
+        let shape = links.shape();
+        let count = shape.count as usize;
+        let node = config.members[shape.first as usize].node.clone();
+        let (ends, watches) = (vec![None; count], vec![Watch::default(); count]);
+        let running = self.running.insert(Running { config, links, node, ends, watches });
+        let mut outcome = Outcome::default();
+        for (index, engine) in self.engines.iter_mut().enumerate() {
+            let rank = shape.first + index as u32;
+            // One that is lost just now says so by itself.
+            let Some(engine) = engine else { continue };
+            let of_rank = WorkerConfig { rank: Some(rank), ..(*running.config).clone() };
+            if !engine.announced && matches!(engine.body, Body::Process(_)) {
+                engine.announced = true;
+                let pid = engine.pid();
+                let told = told(running, index, EventKind::EngineStarted, "Configured", "", pid, []);
+                outcome.tell.push(TrainerEvent::Event(told));
+            }
+            match &mut engine.body {
+                Body::Thread(thread) => {
+                    let comm = running.links.comm(rank);
+                    thread.train(Box::new(of_rank), comm, running.control(index));
+                }
+                Body::Process(process) => {
+                    let sources = match &running.config.resume {
+                        Resume::Memory { step, attempt, sources, .. } => {
+                            let own = sources.iter().filter(|source| source.from == rank);
+                            let own: Vec<u32> = own.map(|source| source.shard).collect();
+                            self.memory.files(*attempt, *step, &own)
+                        }
+                        _ => Ok(Vec::new()),
+                    };
+                    // What it does not get it misses by name.
+                    let sources = sources.unwrap_or_else(|error| {
+                        tracing::error!(%error, "a snapshot cannot be handed over");
+                        Vec::new()
+                    });
+                    process.train(Box::new(of_rank), &running.links, sources);
+                }
+            }
+        }
+        outcome
+    }
+
+    pub fn on(&mut self, name: Name, said: Said) -> Outcome {
+        let mut outcome = Outcome::default();
+        let current = |engine: &Option<Engine>| {
+            engine.as_ref().is_some_and(|engine| engine.life == name.life)
+        };
+        if !self.engines.get(name.index).is_some_and(current) {
+            return outcome;
+        }
+        match said {
+            Said::Told(event) => outcome.tell.push(event),
+            Said::Changed => self.follow(&mut outcome),
+            Said::Ended { attempt, end } => {
+                self.follow_process(name.index, &mut outcome);
+                self.ended(name.index, attempt, end, &mut outcome);
+            }
+            Said::Gone { how, last_words } => {
+                self.gone(name.index, &how, &last_words, &mut outcome);
+            }
+        }
+        outcome
+    }
+
+    /// What engines that are processes hold is told by the worker, which sees it.
+    fn follow(&mut self, outcome: &mut Outcome) {
+        if let Some(running) = &self.running {
+            self.memory.follow(running.attempt());
+        }
+        outcome.tell.push(TrainerEvent::Held(self.memory.held()));
+    }
+
+    fn follow_process(&mut self, index: usize, outcome: &mut Outcome) {
+        let engine = self.engines[index].as_ref();
+        if engine.is_some_and(|engine| matches!(engine.body, Body::Process(_))) {
+            self.follow(outcome);
+        }
+    }
+
+    fn ended(&mut self, index: usize, attempt: u32, end: AttemptEnd, outcome: &mut Outcome) {
+        let Some(running) = self.running.as_mut().filter(|of| of.attempt() == attempt) else {
+            return;
+        };
+        running.ends[index].get_or_insert(end);
+        if running.ends.iter().all(Option::is_some) {
+            let ranks = running.links.shape().ranks();
+            let ends = running.ends.iter_mut().filter_map(Option::take);
+            let end = ends.max_by_key(|end| weight(end, |rank| ranks.contains(&rank)));
+            outcome.ended = end.map(|end| (attempt, end));
+            self.running = None;
+        }
+    }
+
+    fn gone(&mut self, index: usize, how: &str, last_words: &str, outcome: &mut Outcome) {
+        let Some(engine) = self.engines[index].take() else { return };
+        if self.ending {
+            return;
+        }
+        if matches!(engine.body, Body::Thread(_)) {
+            // A trainer that panicked while it was made or dropped.
+            outcome.exit = true;
+            return;
+        }
+        let soon = !engine.announced && engine.started.elapsed() < AT_ONCE;
+        self.at_once = if soon { self.at_once + 1 } else { 0 };
+        self.follow(outcome);
+        if let Some(running) = &self.running {
+            let rank = running.rank(index);
+            let pid = engine.pid();
+            let why = format!("the engine of rank {rank} (pid {pid}) is lost: {how}");
+            // The others of this worker and all peers leave the attempt.
+            running.links.lose(rank, &why);
+            running.abort(&why);
+            let words = [
+                ("exit", Detail::Text(how.to_string())),
+                ("lastWords", Detail::Text(last_words.to_string())),
+            ];
+            let told = told(running, index, EventKind::EngineLost, "Lost", &why, pid, words);
+            outcome.tell.push(TrainerEvent::Event(told));
+            let attempt = running.attempt();
+            self.ended(index, attempt, AttemptEnd::Aborted(lost(why)), outcome);
+        } else {
+            tracing::warn!(how, last_words, pid = engine.pid(), "an idle engine is lost");
+        }
+        match self.start(index, true) {
+            Ok(engine) if self.at_once < AT_ONCE_MAX => self.engines[index] = Some(engine),
+            Ok(_) => {
+                tracing::error!(how, last_words, "engines do not start");
+                outcome.exit = true;
+            }
+            Err(error) => {
+                tracing::error!(%error, "an engine cannot be started again");
+                outcome.exit = true;
+            }
+        }
+    }
+
+    /// Every heartbeat: an engine whose beats have stood still for `heartbeatTimeout` is stopped or
+    /// hangs in the kernel, and is ended. Ticks are counted rather than time, so that a machine
+    /// that was asleep ends nobody.
+    pub fn tick(&mut self) {
+        let Some(running) = &mut self.running else { return };
+        let timeout = running.config.recovery.heartbeat_timeout_ms;
+        for (index, engine) in self.engines.iter().enumerate() {
+            let Some(Engine { body: Body::Process(process), .. }) = engine else { continue };
+            let beats = running.control(index).beats();
+            let watch = &mut running.watches[index];
+            let limit = if beats == 0 { timeout.max(FIRST_BEAT_MS) } else { timeout };
+            if beats != watch.beats || running.ends[index].is_some() {
+                *watch = Watch { beats, ticks: 0 };
+                continue;
+            }
+            watch.ticks += 1;
+            if watch.ticks * HEARTBEAT_MS >= limit {
+                tracing::warn!(pid = process.pid(), "an engine does not run; ending it");
+                process.kill();
+            }
+        }
+    }
+
+    /// Ends the attempt's collectives.
+    pub fn abort(&self, reason: &str) {
+        if let Some(running) = &self.running {
+            running.abort(reason);
+        }
+    }
+
+    /// Said by one rank, it holds for all.
+    pub fn request(&self, request: Request) {
+        if let Some(running) = &self.running {
+            running.control(0).request(request);
+        }
+    }
+
+    /// Phase and step of the first rank, and the collective of the one that is least far.
+    pub fn progress(&self) -> Option<(Control, u64)> {
+        let running = self.running.as_ref()?;
+        let links = &running.links;
+        let number = |rank: u32| {
+            let at = links.memory().long(links.collective(rank));
+            at.load(std::sync::atomic::Ordering::Relaxed)
+        };
+        let least = links.shape().ranks().map(number).min().unwrap_or(0);
+        Some((running.control(0), least))
+    }
+
+    /// No more attempts: each engine ends after the one that runs.
+    pub fn end(&mut self) {
+        self.ending = true;
+        for engine in self.engines.iter_mut().flatten() {
+            match &mut engine.body {
+                Body::Thread(thread) => thread.end(),
+                Body::Process(process) => process.end(),
+            }
+        }
+    }
+
+    pub fn have_ended(&self) -> bool {
+        self.engines.iter().all(Option::is_none)
+    }
+
+    /// Those that have not ended.
+    pub fn kill(&mut self) {
+        for engine in self.engines.iter().flatten() {
+            if let Body::Process(process) = &engine.body {
+                process.kill();
+            }
+        }
+    }
+}
+
+fn lost(reason: String) -> CommError {
+    CommError::Aborted { reason }
+}
+
+/// Of several ranks' ends the one that says most: why it ended, then which rank elsewhere was lost.
+fn weight(end: &AttemptEnd, is_local: impl Fn(u32) -> bool) -> u32 {
+    match end {
+        AttemptEnd::Failed(_) => 6,
+        AttemptEnd::Fenced { .. } => 5,
+        AttemptEnd::Aborted(CommError::Aborted { .. }) => 4,
+        AttemptEnd::Aborted(
+            CommError::PeerLost { rank, .. } | CommError::Protocol { rank, .. },
+        ) => 2 + u32::from(!is_local(*rank)),
+        AttemptEnd::Stopped { .. } => 1,
+        AttemptEnd::Completed { .. } => 0,
+    }
+}
+
+fn told(
+    running: &Running,
+    index: usize,
+    kind: EventKind,
+    reason: &str,
+    message: &str,
+    pid: u32,
+    more: impl IntoIterator<Item = (&'static str, Detail)>,
+) -> Event {
+    let details = [
+        ("rank", Detail::Number(running.rank(index).into())),
+        ("node", Detail::Text(running.node.clone())),
+        ("device", Detail::Number(index as u64)),
+        ("pid", Detail::Number(pid.into())),
+    ];
+    let details = details.into_iter().chain(more);
+    event(running.attempt(), kind, reason, message.to_string(), details)
+}

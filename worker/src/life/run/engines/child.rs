@@ -1,0 +1,171 @@
+//! An engine that is a process, as it is inside. It knows its worker alone.
+//!
+//! ```text
+//! socket -> thread -> orders -> main thread: the trainer, one attempt at a time
+//!                                 `-> reports -> thread -> socket
+//! thread: beats, so that the worker knows one that was stopped
+//! ```
+
+use super::thread::run;
+use super::wire::{Order, Report, Wire};
+use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
+use crate::attempt::trainer::Trainer;
+use crate::gang::comm::{Links, Shape};
+use crate::state::slots::{Memory, Slot};
+use moejob_protocol::WorkerConfig;
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::process::ExitCode;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// Reports that wait for the worker; a trainer that has more to say waits.
+const REPORTS_MAX: usize = 256;
+/// Several within the shortest heartbeat timeout.
+const BEAT: Duration = Duration::from_millis(100);
+/// The worker is gone.
+const EXIT_ALONE: u8 = 75;
+
+struct Training {
+    config: Box<WorkerConfig>,
+    shape: Shape,
+    memory: OwnedFd,
+    bell: OwnedFd,
+}
+
+type Reports = SyncSender<(Report, Option<OwnedFd>)>;
+
+/// Runs an engine of the worker with the process id `worker` on the socket that is its standard
+/// input.
+pub fn main(worker: &str) -> ExitCode {
+    match serve(worker) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            eprintln!("moe-worker engine: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve(worker: &str) -> io::Result<u8> {
+    // Also ends an engine that is stopped. A worker that ended before this line is seen below.
+    set_parent_process_death_signal(Some(Signal::KILL))?;
+    let parent = getppid().map(|pid| pid.as_raw_nonzero().get().to_string());
+    if parent.as_deref() != Some(worker) {
+        return Ok(EXIT_ALONE);
+    }
+    die_of_faults();
+    let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
+    let wire = Wire::new(socket);
+    let out = wire.try_clone()?;
+    let (reports, reported) = sync_channel(REPORTS_MAX);
+    let announcing = reports.clone();
+    let memory = Memory::of_engine(move |slot| announce(slot, &announcing));
+    let (trainings, ordered) = sync_channel(1);
+    let beating = Arc::<Mutex<Option<Control>>>::default();
+    let thread = |name: &str| std::thread::Builder::new().name(name.to_string());
+    let known = memory.clone();
+    thread("orders").spawn(move || receive(wire, &known, &trainings))?;
+    thread("reports").spawn(move || send(&out, &reported))?;
+    let beats = Arc::clone(&beating);
+    thread("beats").spawn(move || beat(&beats))?;
+    let mut trainer = Trainer::with_memory(memory);
+    while let Ok(training) = ordered.recv() {
+        let attempt = training.config.attempt;
+        train(&mut trainer, training, &beating, &reports).and_then(|end| {
+            let report = Report::Ended { attempt, end };
+            reports.send((report, None)).map_err(|_| io::ErrorKind::BrokenPipe.into())
+        })?;
+    }
+    Ok(0)
+}
+
+/// The runtime's handler, which tells a stack that overflowed, returns from any other of these
+/// signals the first time; one that was sent would change nothing, and a fault would come twice.
+fn die_of_faults() {
+    for signal in [libc::SIGSEGV, libc::SIGBUS] {
+        // SAFETY: the default disposition runs no code of ours, and no other thread exists yet.
+        unsafe { libc::signal(signal, libc::SIG_DFL) };
+    }
+}
+
+fn train(
+    trainer: &mut Trainer,
+    training: Training,
+    beating: &Mutex<Option<Control>>,
+    reports: &Reports,
+) -> io::Result<AttemptEnd> {
+    let Training { config, shape, memory, bell } = training;
+    let links = Links::attach(shape, memory, bell)?;
+    let rank = config.rank.ok_or_else(|| io::Error::other("an attempt without a rank"))?;
+    let control = Control::new(Arc::clone(links.memory()), links.progress(rank));
+    control.beat();
+    *beating.lock().unwrap_or_else(PoisonError::into_inner) = Some(control.clone());
+    let mut out = |event: TrainerEvent| {
+        let report = match event {
+            // The worker sees what is held.
+            TrainerEvent::Held(_) => Report::Changed,
+            other => Report::Told(other),
+        };
+        // Without a worker the process ends by itself.
+        let _ = reports.send((report, None));
+    };
+    Ok(run(trainer, &config, links.comm(rank), &control, &mut out))
+}
+
+/// In the order in which slots are made and used, so that the worker has one before it hears of it.
+fn announce(slot: &Slot, reports: &Reports) {
+    let file = slot.file().map(|file| file.try_clone_to_owned());
+    if let Some(Ok(file)) = file {
+        let _ = reports.send((Report::Slot, Some(file)));
+    }
+}
+
+/// The end of the orders is the end of the engine, once its attempt is over.
+fn receive(mut wire: Wire, memory: &Memory, trainings: &SyncSender<Training>) {
+    let mut next = || -> io::Result<bool> {
+        match wire.receive()? {
+            None => return Ok(false),
+            Some(Order::Forget) => memory.clear(),
+            Some(Order::Slot) => memory.adopt(wire.file()?)?,
+            Some(Order::Train { config, shape }) => {
+                let (memory, bell) = (wire.file()?, wire.file()?);
+                let training = Training { config, shape, memory, bell };
+                return Ok(trainings.send(training).is_ok());
+            }
+        }
+        Ok(true)
+    };
+    loop {
+        match next() {
+            Ok(true) => {}
+            Ok(false) => return,
+            Err(error) => {
+                eprintln!("moe-worker engine: an order is not understood: {error}");
+                return;
+            }
+        }
+    }
+}
+
+fn send(wire: &Wire, reports: &Receiver<(Report, Option<OwnedFd>)>) {
+    while let Ok((report, file)) = reports.recv() {
+        let file = file.as_ref().map(AsFd::as_fd);
+        if let Err(error) = wire.send(&report, file.as_slice()) {
+            eprintln!("moe-worker engine: the worker does not hear: {error}");
+            return;
+        }
+    }
+}
+
+fn beat(beating: &Mutex<Option<Control>>) {
+    loop {
+        std::thread::sleep(BEAT);
+        if let Some(control) = &*beating.lock().unwrap_or_else(PoisonError::into_inner) {
+            control.beat();
+        }
+    }
+}

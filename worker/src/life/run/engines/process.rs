@@ -1,0 +1,217 @@
+//! An engine that is a process, as its worker holds it.
+//!
+//! ```text
+//! orders -> thread -> socket -> engine -> socket -> thread -> reports, and its end
+//!                                 `-- standard error -> thread -> the worker's, and its last words
+//! ```
+
+use super::wire::{Order, Report, Wire};
+use super::{Name, Said};
+use crate::gang::comm::Links;
+use crate::life::run::Happened;
+use crate::state::slots::Memory;
+use moejob_protocol::WorkerConfig;
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::Duration;
+use tokio::sync::mpsc;
+
+/// Orders that wait: an attempt's snapshots and the attempt itself.
+const ORDERS_MAX: usize = 1024;
+/// What is kept of the last that an engine wrote.
+const LAST_WORDS_MAX: usize = 500;
+/// For the rest of its standard error, once it has ended.
+const LAST_WORDS_WAIT: Duration = Duration::from_millis(50);
+
+type Sent = (Order, Vec<OwnedFd>);
+
+pub(super) struct Process {
+    pid: u32,
+    /// Names the process also when its number is another's.
+    handle: OwnedFd,
+    orders: Option<SyncSender<Sent>>,
+}
+
+impl Process {
+    /// Starts `engine` of this program. The thread that calls it must live as long as the worker:
+    /// the engine ends with it.
+    ///
+    /// # Errors
+    /// The system gives no process, thread or socket.
+    pub fn start(
+        name: Name,
+        memory: Memory,
+        happened: mpsc::Sender<Happened>,
+    ) -> io::Result<Process> {
+        let (ours, theirs) = UnixStream::pair()?;
+        // The link names the program that runs, whatever lies at its path by now.
+        let mut child = Command::new("/proc/self/exe")
+            .arg0(std::env::args_os().next().unwrap_or_else(|| "moejob".into()))
+            .arg("engine")
+            .arg(std::process::id().to_string())
+            .stdin(OwnedFd::from(theirs))
+            .stderr(Stdio::piped())
+            .spawn()?;
+        let pid = child.id();
+        let opened = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        let opened = opened.ok_or(io::ErrorKind::NotFound)?;
+        let handle = match pidfd_open(opened, PidfdFlags::empty()) {
+            Ok(handle) => handle,
+            Err(error) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                return Err(error.into());
+            }
+        };
+        let (orders, ordered) = sync_channel(ORDERS_MAX);
+        let wire = Wire::new(ours);
+        let out = wire.try_clone()?;
+        let (said, words) = sync_channel(1);
+        let thread = |what: &str| {
+            std::thread::Builder::new().name(format!("{what}-{}", name.index))
+        };
+        if let Some(errors) = child.stderr.take() {
+            thread("engine-err").spawn(move || drop(said.send(pass_on(errors))))?;
+        }
+        thread("engine-out").spawn(move || send(&out, &ordered))?;
+        thread("engine-in").spawn(move || receive(name, wire, child, &words, &memory, &happened))?;
+        Ok(Process { pid, handle, orders: Some(orders) })
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    pub fn train(&self, config: Box<WorkerConfig>, links: &Links, sources: Vec<OwnedFd>) {
+        let memory = links.memory().file().map(|file| file.try_clone_to_owned());
+        let bell = links.bell().map(|bell| bell.event().try_clone_to_owned());
+        let (Some(Ok(memory)), Some(Ok(bell))) = (memory, bell) else {
+            tracing::error!("the links cannot be handed over");
+            return self.kill();
+        };
+        let train = Order::Train { config, shape: links.shape() };
+        let slots = sources.into_iter().map(|source| (Order::Slot, vec![source]));
+        let all = std::iter::once((Order::Forget, Vec::new())).chain(slots);
+        for order in all.chain(std::iter::once((train, vec![memory, bell]))) {
+            // One that has ended says so by itself; one that takes no orders is of no use.
+            if self.orders.as_ref().is_some_and(|orders| orders.try_send(order).is_err()) {
+                return self.kill();
+            }
+        }
+    }
+
+    /// No more attempts: it ends after the one that runs.
+    pub fn end(&mut self) {
+        self.orders = None;
+    }
+
+    pub fn kill(&self) {
+        let _ = pidfd_send_signal(&self.handle, Signal::KILL);
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // Whoever drops it has taken note of its end, or has no use for it.
+        self.kill();
+    }
+}
+
+fn send(wire: &Wire, orders: &Receiver<Sent>) {
+    while let Ok((order, files)) = orders.recv() {
+        let files: Vec<BorrowedFd> = files.iter().map(AsFd::as_fd).collect();
+        if wire.send(&order, &files).is_err() {
+            return;
+        }
+    }
+    wire.close();
+}
+
+fn receive(
+    name: Name,
+    mut wire: Wire,
+    mut child: Child,
+    words: &Receiver<String>,
+    memory: &Memory,
+    happened: &mpsc::Sender<Happened>,
+) {
+    let said = |said| drop(happened.blocking_send(Happened::Engine(name, said)));
+    loop {
+        let next = match wire.receive() {
+            Ok(Some(Report::Slot)) => wire.file().and_then(|file| memory.adopt(file)),
+            Ok(Some(Report::Changed)) => {
+                said(Said::Changed);
+                Ok(())
+            }
+            Ok(Some(Report::Told(event))) => {
+                said(Said::Told(event));
+                Ok(())
+            }
+            Ok(Some(Report::Ended { attempt, end })) => {
+                said(Said::Ended { attempt, end });
+                Ok(())
+            }
+            Ok(None) => break,
+            Err(error) => Err(error),
+        };
+        if let Err(error) = next {
+            tracing::error!(%error, "an engine's report is not understood");
+            break;
+        }
+    }
+    // One that closed its socket is of no use.
+    let ended = child.try_wait().ok().flatten();
+    let status = match ended {
+        Some(status) => Ok(status),
+        None => wait_or_kill(&mut child),
+    };
+    let last_words = words.recv_timeout(LAST_WORDS_WAIT).unwrap_or_default();
+    said(Said::Gone { how: describe(status), last_words });
+}
+
+/// The socket closes a moment before the process can be waited for.
+fn wait_or_kill(child: &mut Child) -> io::Result<ExitStatus> {
+    const PATIENCE: u32 = 2000;
+    for _ in 0..PATIENCE {
+        if let Some(status) = child.try_wait()? {
+            return Ok(status);
+        }
+        std::thread::sleep(Duration::from_micros(500));
+    }
+    child.kill()?;
+    child.wait()
+}
+
+fn describe(status: io::Result<ExitStatus>) -> String {
+    match status {
+        Ok(status) => match (status.code(), status.signal()) {
+            (Some(code), _) => format!("exit code {code}"),
+            (None, signal) => format!("killed by signal {}", signal.unwrap_or_default()),
+        },
+        Err(error) => format!("cannot be waited for: {error}"),
+    }
+}
+
+/// What an engine writes goes where the worker writes; gives the last of it.
+fn pass_on(errors: impl Read) -> String {
+    let mut last = Vec::new();
+    let mut errors = BufReader::new(errors);
+    loop {
+        let mut line = Vec::new();
+        // A line without end is passed on in pieces.
+        match (&mut errors).take(1 << 16).read_until(b'\n', &mut line) {
+            Ok(0) | Err(_) => break,
+            Ok(_) => {}
+        }
+        let _ = io::stderr().write_all(&line);
+        last.extend_from_slice(&line);
+        let surplus = last.len().saturating_sub(LAST_WORDS_MAX);
+        last.drain(..surplus);
+    }
+    String::from_utf8_lossy(&last).trim().to_string()
+}
