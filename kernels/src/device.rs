@@ -53,6 +53,15 @@ impl Device {
         }
     }
 
+    /// How often the host has waited for a GPU so far, see [`crate::cuda::Gpu::waits`]; a CPU is
+    /// never waited for.
+    pub fn waits(&self) -> u64 {
+        match self {
+            Device::Cpu(_) => 0,
+            Device::Cuda(cuda) => cuda.gpu().waits(),
+        }
+    }
+
     /// The CPU device inside, for views of its memory without a copy.
     pub fn as_cpu(&self) -> Option<&CpuDevice> {
         match self {

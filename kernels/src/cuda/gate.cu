@@ -210,7 +210,8 @@ gate_experts(const float* probs, int tokens, int rows, u8* taken) {
       if (w < warp) place += warp_counts[w];
       before += warp_counts[w];
     }
-    if (t < tokens) taken[(u64)e * tokens + t] = rows > 0 && (key > prefix || (equal && place < left));
+    const bool best = rows > 0 && (key > prefix || (equal && place < left));
+    if (t < tokens) taken[(u64)e * tokens + t] = best;
     __syncthreads();
   }
 }
