@@ -14,6 +14,9 @@ use serde::{Deserialize, Serialize};
         .message("nodes.min must be at most nodes.max"),
     validation = Rule::new("has(self.custom) == (has(self.profile) && self.profile == 'custom')")
         .message("nodes.custom describes the profile custom, and only that one"),
+    validation = Rule::new("!has(self.custom) || !has(self.custom.devices) || \
+        (has(self.max) ? self.max : (has(self.min) ? self.min : 1)) * self.custom.devices <= 32768")
+        .message("nodes.max times custom.devices must be at most 32768"),
     validation = Rule::new("has(self.profile) == has(oldSelf.profile) && \
         (!has(self.profile) || self.profile == oldSelf.profile)")
         .message("nodes.profile is immutable"),
