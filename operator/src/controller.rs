@@ -23,7 +23,7 @@ use moejob_plan::allocate::{Allocation, Granted, Ground, Memory};
 use moejob_plan::lead::{self, Event, Operator, Origin};
 use moejob_plan::observed::Millis;
 use moejob_plan::orphans::Orphans;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::mpsc;
@@ -430,12 +430,13 @@ impl Controller {
             job.on(Event::Api { heard: self.heard_of_api }, now);
             self.stale |= job.turn(&mut self.memory, &mut sent, owner, now);
         }
-        let owners = &self.cluster.jobs;
-        let known = |owner: &Owner| owners.values().any(|job| job.owner() == *owner);
-        let pods = self.cluster.pods.values().filter_map(|pod| pod.worker.as_deref());
-        for (owner, write) in self.orphans.look(pods, known, now) {
-            let batch = lead::Batch { aside: true, writes: vec![(Origin::Expiry, write)] };
-            sent.push((owner, batch));
+        if self.orphans.due().is_none_or(|at| at <= now) {
+            let owners: HashSet<Owner> = self.cluster.jobs.values().map(JobSeen::owner).collect();
+            let pods = self.cluster.pods.values().filter_map(|pod| pod.worker.as_deref());
+            for (owner, write) in self.orphans.look(pods, |of| owners.contains(of), now) {
+                let batch = lead::Batch { aside: true, writes: vec![(Origin::Expiry, write)] };
+                sent.push((owner, batch));
+            }
         }
         for (owner, batch) in sent {
             self.send(owner, batch);

@@ -41,6 +41,7 @@ pub mod record;
 pub mod changes;
 pub mod lead;
 pub mod orphans;
+pub mod locations;
 pub mod offline;
 
 pub use decide::{Action, Plan, plan};

@@ -5,7 +5,8 @@ use crate::observe::{self, NodeSeen, Owner};
 use moejob_plan::allocate::{
     Allocation, ClusterNode, Demand, Ground, Memory, Taint, allocate_on, unhealthy,
 };
-use moejob_plan::observed::Millis;
+use moejob_plan::locations::{self, Tenant};
+use moejob_plan::observed::{Millis, Outcome};
 use moejob_plan::resources::Resources;
 use std::collections::{BTreeSet, HashMap};
 
@@ -25,6 +26,7 @@ pub fn decide(
         let nodes = nodes.map(|node| cluster_node(node, seen.requested(&node.name)));
         Ground::new(nodes.collect())
     });
+    let waiting = locations::waiting(&tenants(states));
     let jobs = states.iter().filter_map(|(owner, Crew { job: state, .. })| {
         let job = state.job()?;
         let priority = seen.priority(&job.kubernetes.priority_class_name);
@@ -32,7 +34,7 @@ pub fn decide(
         let holds = holds.remove(&**owner).unwrap_or_default();
         let (observed, needs) = (&state.tracker().observed, state.needs().clone());
         let mut demand = Demand::of(job, observed, state.claim(), needs, who, holds);
-        if state.stands_back() {
+        if state.stands_back() || waiting.contains_key(&**owner) {
             (demand.sizes, demand.spares) = (Vec::new(), 0);
         }
         Some(demand)
@@ -47,8 +49,27 @@ pub fn decide(
         if states.get(owner.as_str()).is_some_and(stands_back) {
             granted.nodes.clear();
         }
+        if let Some(earlier) = waiting.get(owner) {
+            granted.nodes.clear();
+            granted.why = format!(
+                "its checkpoint.location is that of the job {earlier}, which is not over"
+            );
+        }
     }
     allocation
+}
+
+/// The jobs that are not over.
+fn tenants(states: &HashMap<Owner, Crew>) -> Vec<Tenant<'_>> {
+    let each = states.iter().filter_map(|(owner, Crew { job: state, .. })| {
+        let observed = &state.tracker().observed;
+        let record = &observed.record;
+        let over = record.outcome.as_ref().is_some_and(|of| *of != Outcome::Suspended);
+        let (namespace, created) = (&*state.id().namespace, state.created_at());
+        let (job, runs) = (state.job()?, record.attempt > 0 && record.outcome.is_none());
+        (!over).then_some(Tenant { owner, namespace, job, created, runs })
+    });
+    each.collect()
 }
 
 /// Pods of jobs that are not planned (being deleted, or not known yet) hold their nodes all the

@@ -87,7 +87,7 @@ impl JobLoop {
             self.objects.budget.under_way = true;
             let Some(job) = self.spec.plannable() else { return };
             let object = pods::disruption_budget(job, &self.surroundings(job));
-            let write = self.ensured(object);
+            let write = self.ensured(object, self.objects.budget.generation.is_none());
             self.send_aside(Origin::Budget(generation), write);
         }
     }
@@ -103,11 +103,13 @@ impl JobLoop {
 
     fn policy(&self) -> Option<Write> {
         let job = self.spec.plannable()?;
-        Some(self.ensured(pods::network_policy(job, &self.surroundings(job))))
+        let object = pods::network_policy(job, &self.surroundings(job));
+        Some(self.ensured(object, self.objects.policy.generation.is_none()))
     }
 
-    /// Releases before named both as the job.
-    fn ensured(&self, object: serde_json::Value) -> Write {
-        Write::Ensure { job: self.id.clone(), object, before: Some(self.id.name.clone()) }
+    /// Releases before named both as the job: `first`, such an object goes.
+    fn ensured(&self, object: serde_json::Value, first: bool) -> Write {
+        let before = first.then(|| self.id.name.clone());
+        Write::Ensure { job: self.id.clone(), object, before }
     }
 }
