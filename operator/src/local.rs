@@ -106,7 +106,8 @@ struct Runner {
 
 impl Runner {
     fn start(job: LocalJob, dir: PathBuf) -> Result<Runner, LocalError> {
-        let folder = Folder::open(&dir.join(&job.name), &job.spec)?;
+        let defaults = moejob_plan::launch::defaults();
+        let folder = Folder::open(&dir.join(&job.name), &job.spec, &defaults)?;
         let (sender, receiver) = mpsc::channel(EVENTS_MAX);
         let authority =
             Authority::new().map_err(|error| LocalError::Authority(Box::new(error)))?;
@@ -257,7 +258,7 @@ impl Runner {
 
     fn on_control(&mut self, name: &str, event: LeaderEvent, now: Millis) {
         let happenings = match event {
-            LeaderEvent::Connected(hello) => {
+            LeaderEvent::Opened(hello) => {
                 let address = self.processes.address(name).unwrap_or_default();
                 self.tracker.connected(name, &address, &hello);
                 Vec::new()
@@ -267,7 +268,7 @@ impl Runner {
                 self.tracker.heard(name, attempt, &up, now)
             }
             LeaderEvent::Silent => self.tracker.silent(name, "nothing heard of it"),
-            LeaderEvent::Closed { reason } => self.tracker.silent(name, &reason),
+            LeaderEvent::Ended { reason, .. } => self.tracker.silent(name, &reason),
         };
         self.tell(happenings);
     }

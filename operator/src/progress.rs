@@ -69,6 +69,8 @@ impl Progress {
 
     /// A happening that a person should read, in a line of its own.
     pub fn note(&mut self, text: &str) {
+        // Workers' words stand in it.
+        let text = &moejob_plan::problem::printable_lines(text);
         if self.terminal {
             show("\r\x1b[K");
         }

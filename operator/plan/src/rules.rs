@@ -1,10 +1,12 @@
 //! The rules that a spec must keep, all of them tried. The CEL beside `spec.rs` says the same where
 //! one object alone is enough.
 
+use crate::cost;
 use crate::crd::NAME_LEN_MAX;
 use crate::job::{Job, bytes_of, millis_of};
 use crate::placement;
 use crate::pod;
+use crate::pods;
 use crate::preset;
 use crate::problem::{Code, Problem, quoted};
 use crate::profile::Backend;
@@ -31,6 +33,7 @@ pub fn judge(spec: &MoeJobSpec, job: &Job, broken: &[String]) -> (Vec<Problem>, 
     rules.recovery();
     rules.image();
     rules.volumes();
+    rules.cost();
     if let Some(template) = &spec.pod_template {
         rules.problems.extend(pod::problems(template));
     }
@@ -494,6 +497,15 @@ impl Rules<'_> {
         }
     }
 
+    /// Of what would take too much to plan. The fields that a bound is made of have, where they are
+    /// broken, their own problem.
+    fn cost(&mut self) {
+        let parts = ["spec.model", "spec.nodes", "spec.training"];
+        for problem in cost::problems(self.job) {
+            self.refuse(problem, &parts);
+        }
+    }
+
     fn image(&mut self) {
         let Some(image) = &self.spec.image else { return };
         let known = |c: char| c.is_ascii_alphanumeric() || "./:@_-".contains(c);
@@ -518,7 +530,7 @@ impl Rules<'_> {
 
     fn volumes(&mut self) {
         let volumes: &[VolumeSpec] = self.spec.volumes.as_deref().unwrap_or_default();
-        let mut seen: Vec<&str> = Vec::new();
+        let mut seen: Vec<String> = Vec::new();
         for (index, volume) in volumes.iter().enumerate() {
             let at = format!("spec.volumes[{index}]");
             if volume.claim.is_some() == volume.config_map.is_some() {
@@ -537,18 +549,15 @@ impl Rules<'_> {
             }
             let Some(path) = volume.mount_path.as_deref() else { continue };
             self.path(&format!("{at}.mountPath"), path);
-            let reserved = ["/", "/dev", "/proc", "/sys", "/etc", "/var/run"];
-            let trimmed = if path.len() > 1 { path.trim_end_matches('/') } else { path };
-            let system = reserved.contains(&trimmed)
-                || reserved[1..].iter().any(|at| trimmed.starts_with(&format!("{at}/")));
-            if system || path.contains(':') || seen.contains(&trimmed) {
+            let place = pods::in_workspace(path);
+            if pods::is_reserved(path) || path.contains(':') || seen.contains(&place) {
                 let problem = Problem::new(Code::Path, format!("{at}.mountPath"))
                     .found(quoted(path))
                     .allowed("a place of its own that is not the system's")
                     .advice("a relative path lies in /workspace");
                 self.refuse(problem, &[]);
             }
-            seen.push(trimmed);
+            seen.push(place);
         }
     }
 }

@@ -95,7 +95,7 @@ impl Tracker {
     }
 
     fn worker(&mut self, name: &str) -> Option<&mut Worker> {
-        self.observed.workers.iter_mut().find(|worker| worker.name == name)
+        self.observed.worker_mut(name)
     }
 
     /// An action has been carried out.

@@ -173,7 +173,7 @@ impl Gang {
         let mut gang = Gang { leader, workers };
         for _ in 0..count {
             let connected = |event: &LeaderEvent| match event {
-                LeaderEvent::Connected(hello) => {
+                LeaderEvent::Opened(hello) => {
                     assert_eq!(hello.token, "");
                     Some(())
                 }
