@@ -112,8 +112,8 @@ pub fn read_bootstrap(from: &mut impl BufRead) -> Result<Bootstrap, RunError> {
 }
 
 /// Runs a worker to its end and gives its exit code. `owner` ends when whoever started the worker
-/// does, a pod has none; `make` builds the trainer of an engine that is a thread, from the memory that
-/// snapshots lie in.
+/// does, a pod has none; `make` builds the trainer of an engine that is a thread, from the memory
+/// that snapshots lie in.
 ///
 /// # Errors
 /// When the worker could not even listen.
