@@ -5,8 +5,8 @@
 //!     [--parameters MILLIONS] [--load MS] [--time MS]
 //! ```
 //! Prints `op | shape | us | GB/s | % of copy`: bytes are those that the op must read and write,
-//! the ceiling is a copy of 1 GiB by the multiprocessors in the same run, before and after. The peer
-//! is `bench-peers/step_ops_torch.py`.
+//! the ceiling is a copy of 1 GiB by the multiprocessors in the same run, before and after. The
+//! peer is `bench-peers/step_ops_torch.py`.
 
 #[path = "cuda_common/table.rs"]
 #[allow(dead_code, reason = "the layer's bench uses the rest")]
