@@ -15,6 +15,7 @@ use super::shape::MoeDesc;
 use super::step_ops::StepOps;
 use crate::attention::{Attention, AttentionBackward};
 use crate::buffer::{ArenaPlan, Buffer, Element};
+use crate::device::TrafficCounts;
 use crate::moe::{MoeBackward, MoeForward, MoePlan};
 
 /// The memory and the kernels of one rank on a GPU.
@@ -33,6 +34,7 @@ pub struct CudaDevice {
     pub(super) gates: Vec<GateKernels>,
     attentions: Vec<AttentionKernels>,
     failure: OnceLock<LayerError>,
+    pub(crate) traffic: TrafficCounts,
 }
 
 impl CudaDevice {
@@ -55,6 +57,7 @@ impl CudaDevice {
             gates: Vec::new(),
             attentions: Vec::new(),
             failure: OnceLock::new(),
+            traffic: TrafficCounts::default(),
         })
     }
 

@@ -8,10 +8,10 @@ use crate::router;
 use crate::rules;
 use crate::spec::{
     ActivationName, FieldFilesSpec, Level, MixturePartSpec, MoeJobSpec, ModelSpec, NumberOrAuto,
-    PrecisionName, Preset, QkNormName, SourceSpec, TokenTypeName, VolumeSpec,
+    PrecisionName, Preset, QkNormName, RecomputeName, SourceSpec, TokenTypeName, VolumeSpec,
 };
 use moejob_protocol::config::{
-    AdamW, Precision, Schedule, TokenType, Tokenizer, ValidationConfig,
+    AdamW, Precision, Recompute, Schedule, TokenType, Tokenizer, ValidationConfig,
 };
 use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm};
 use moejob_protocol::config::TrainingConfig;
@@ -446,6 +446,13 @@ fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
         schedule,
         max_grad_norm: training.max_grad_norm.unwrap_or(1.0),
         seed: training.seed.unwrap_or(1),
+        recompute: match (training.recompute, training.recompute_layers) {
+            (None | Some(RecomputeName::None), _) => Recompute::None,
+            (Some(RecomputeName::Selective), _) => Recompute::Selective,
+            (Some(RecomputeName::Experts), _) => Recompute::Experts,
+            (Some(RecomputeName::Full), None | Some(1)) => Recompute::Full,
+            (Some(RecomputeName::Full), Some(layers)) => Recompute::Every(layers),
+        },
     }
 }
 
@@ -466,12 +473,14 @@ fn recovery(spec: &MoeJobSpec) -> Recovery {
 
 /// Model, data and training but for the number of steps: what a checkpoint belongs to.
 fn spec_hash(model: &Model, data: &Data, training: &TrainingConfig) -> String {
-    let training = TrainingConfig { steps: 0, ..training.clone() };
+    // Hashes of before it was there stay, and no bit depends on it.
+    let training = TrainingConfig { steps: 0, recompute: Recompute::None, ..training.clone() };
+    let training = format!("{training:?}").replace(", recompute: None", "");
     let Data { train, held_out, tokenizer, end_of_document, reset_at_boundaries, .. } = data;
     let fraction = data.validation.fraction;
     let text = format!(
         "{model:?}{train:?}{held_out:?}{tokenizer:?}{end_of_document:?}{reset_at_boundaries:?}\
-         {fraction:?}{training:?}"
+         {fraction:?}{training}"
     );
     blake3::hash(text.as_bytes()).to_hex().to_string()
 }

@@ -11,7 +11,7 @@ use crate::preset;
 use crate::problem::{Code, Problem, quoted};
 use crate::profile::Backend;
 use crate::router;
-use crate::spec::{MoeJobSpec, ProfileName, SourceSpec, VolumeSpec};
+use crate::spec::{MoeJobSpec, ProfileName, RecomputeName, SourceSpec, VolumeSpec};
 use moejob_protocol::config::{Precision, Schedule, Tokenizer};
 
 /// Problems and warnings. Rules about a field in `broken` say nothing: it has its problem already.
@@ -27,6 +27,7 @@ pub fn judge(spec: &MoeJobSpec, job: &Job, broken: &[String]) -> (Vec<Problem>, 
     rules.layers();
     rules.data();
     rules.batch();
+    rules.recompute();
     rules.ranks();
     rules.optimizer();
     rules.paths();
@@ -344,6 +345,17 @@ impl Rules<'_> {
                 .allowed(format!("a multiple of microBatchSize, which is {micro}"))
                 .advice("a step is made of whole micro-batches");
             self.refuse(problem, &["spec.training.microBatchSize"]);
+        }
+    }
+
+    fn recompute(&mut self) {
+        let Some(training) = &self.spec.training else { return };
+        if training.recompute_layers.is_some() && training.recompute != Some(RecomputeName::Full) {
+            let problem = Problem::new(Code::Batch, "spec.training.recomputeLayers")
+                .found("recomputeLayers without recompute: full")
+                .allowed("recompute: full, or no recomputeLayers")
+                .advice("only whole layers are computed again together");
+            self.refuse(problem, &["spec.training.recompute"]);
         }
     }
 

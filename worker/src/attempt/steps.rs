@@ -1,15 +1,13 @@
 //! The steps of one attempt, and what is due between them.
 
 use crate::checkpoint::{NOT_FINITE, Writer};
-use crate::gang::comm::Comm;
 use crate::data::{Corpus, DocumentOverlap, Doubled, Feeder};
-use crate::engine::grads::Gradients;
-use crate::engine::model::Model;
 use crate::attempt::records::{Records, event, now};
 use crate::state::slots::{Memory, Slot};
 use crate::state::snapshot::{self, SnapshotError};
-use crate::engine::step::{self, Place, StepSummary, Validation};
-use crate::gang::step_end::StepEnd;
+use crate::engine::step::{Engine, StepSummary};
+use crate::engine::validate::Validation;
+use crate::gang::step_end::{StepEnd, agree};
 use crate::attempt::trainer::{Stop, fail, record_failed, storage_failed, tokens_per_step};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moejob_protocol::WorkerConfig;
@@ -26,13 +24,11 @@ use std::time::{Duration, Instant};
 /// An attempt that trains.
 pub(crate) struct Run<'a> {
     pub config: &'a WorkerConfig,
-    pub comm: Comm,
     pub control: &'a Control,
     pub out: &'a mut dyn FnMut(TrainerEvent),
     /// Rank 0's.
     pub records: Option<Records>,
-    pub model: Model,
-    pub gradients: Gradients,
+    pub engine: Engine,
     pub writer: Writer,
     pub memory: &'a Memory,
     pub buddies: Vec<Option<u32>>,
@@ -77,8 +73,8 @@ const STORAGE_POLL: Duration = Duration::from_millis(2);
 impl Run<'_> {
     pub fn train(&mut self, corpus: &mut Corpus) -> Result<AttemptEnd, Stop> {
         let training = &self.config.training;
-        let own =
-            self.model.layout.mesh.micro_batches(self.model.rank, self.model.shape.micro_batches);
+        let model = &self.engine.model;
+        let own = model.layout.mesh.micro_batches(model.rank, model.shape.micro_batches);
         let opened = std::mem::take(corpus);
         let mut feeder = Feeder::start(opened, own, self.step, training.steps);
         let ended = self.train_on(&mut feeder);
@@ -102,14 +98,6 @@ impl Run<'_> {
             self.control.set_phase(Phase::Training);
             let started = Instant::now();
             let (summary, agreed) = self.step_twice_at_most(feeder)?;
-            step::update(
-                &mut self.model,
-                &self.gradients,
-                &self.config.training,
-                &summary,
-                &mut self.comm,
-                self.step,
-            )?;
             self.step += 1;
             self.control.set_step(self.step);
             let seconds = started.elapsed().as_secs_f64();
@@ -127,32 +115,28 @@ impl Run<'_> {
         Ok(AttemptEnd::Stopped { step: self.step })
     }
 
-    /// Gradients and agreement on them. A number that is not finite may have come from a fault of
-    /// the machine, so the step is done once again before it counts.
+    /// A step and what the ranks agree on after it. A number that is not finite may have come from a
+    /// fault of the machine; nothing was updated then, and the step is done once again.
     fn step_twice_at_most(
         &mut self,
         feeder: &mut Feeder,
     ) -> Result<(StepSummary, Request), Stop> {
         let mut agreed = Request::default();
         for attempt in 0..2 {
-            let (model, gradients) = (&mut self.model, &mut self.gradients);
-            let place = Place { step: self.step, seed: self.config.training.seed };
-            let mut end = step::gradients(model, gradients, feeder, &mut self.comm, place)?;
+            let summary = self.engine.step(self.step, feeder)?;
+            let mut end = StepEnd::default();
             self.fill(&mut end);
-            let ends = step::agree(&self.model, &end, &mut self.comm)?;
+            let ends = agree(&end, self.engine.links.comm())?;
             // Whoever is here has finished the snapshot that came before.
             self.memory.confirm(self.config.attempt, self.snapshot_step);
             let request = self.take_in(&ends)?;
             agreed.checkpoint_now |= request.checkpoint_now;
             agreed.stop_after_this_step |= request.stop_after_this_step;
-            let training = &self.config.training;
-            let summary =
-                step::summarize(&self.model, &self.gradients, training, &ends, self.step)?;
             match &summary.non_finite {
                 None => return Ok((summary, agreed)),
                 Some(what) if attempt == 1 => {
                     let what = what.clone();
-                    let first = step::diagnose(&self.model, &mut self.comm)?;
+                    let first = self.engine.diagnose(self.step, feeder)?;
                     let first = first.map(|first| format!("; it began in {first}"));
                     let message = format!(
                         "{what} is not finite at step {}, twice: nothing was updated{}",
@@ -199,7 +183,7 @@ impl Run<'_> {
             let all_written = ends.iter().all(|end| end.written >= *step);
             if all_written && !*ordered {
                 *ordered = true;
-                if self.model.rank == 0 {
+                if self.engine.model.rank == 0 {
                     self.writer.commit(*step);
                 }
             }
@@ -234,8 +218,9 @@ impl Run<'_> {
         let bytes = match snapshot {
             Some(bytes) => bytes,
             None => {
-                let len = snapshot::shard_bytes(&self.model, self.model.rank);
-                Slot::private(len, |bytes| snapshot::cut_into(&self.model, bytes))
+                let model = &self.engine.model;
+                let len = snapshot::shard_bytes(model, model.rank);
+                Slot::private(len, |bytes| snapshot::cut_into(model, bytes))
             }
         };
         self.writer.shard(self.step, bytes);
@@ -250,7 +235,7 @@ impl Run<'_> {
             std::thread::sleep(STORAGE_POLL);
             let mut end = StepEnd::default();
             self.fill(&mut end);
-            let ends = step::agree(&self.model, &end, &mut self.comm)?;
+            let ends = agree(&end, self.engine.links.comm())?;
             let request = self.take_in(&ends)?;
             // Asked for meanwhile: it takes effect with the next real step.
             self.asked.checkpoint_now |= request.checkpoint_now;
@@ -263,8 +248,8 @@ impl Run<'_> {
         let (attempt, began) = (self.config.attempt, Instant::now());
         let taken = snapshot::take(
             self.memory,
-            &self.model,
-            &mut self.comm,
+            &self.engine.model,
+            self.engine.links.comm(),
             &self.buddies,
             attempt,
             self.step,
@@ -291,8 +276,7 @@ impl Run<'_> {
         self.control.set_phase(Phase::Validating);
         let most = validation.max_sequences;
         let began = Instant::now();
-        let measured =
-            step::validate(&mut self.model, &mut feeder.corpus(), &mut self.comm, most)?;
+        let measured = self.engine.validate(&mut feeder.corpus(), most)?;
         self.clock.stalls.validation += began.elapsed().as_secs_f64();
         Ok(measured)
     }
@@ -318,7 +302,7 @@ impl Run<'_> {
             tokens: self.step * tokens,
             tokens_per_second: tokens as f64 / seconds,
             timing: self.clock.report(tokens),
-            world_size: self.comm.world(),
+            world_size: self.engine.links.world(),
             attempt: self.config.attempt,
             expert_imbalance: summary.expert_imbalance,
             routing,
@@ -333,7 +317,7 @@ impl Run<'_> {
     }
 
     fn routing(&self, summary: &StepSummary, validation: Option<Validation>) -> RoutingReport {
-        let experts = (self.model.config.experts.count as usize).max(1);
+        let experts = (self.engine.model.config.experts.count as usize).max(1);
         let layers = summary.loads.len() / experts;
         let share = |part: u64, all: u64| if all == 0 { 0.0 } else { part as f64 / all as f64 };
         let tokens = tokens_per_step(&self.config.training) * layers as u64;

@@ -12,14 +12,13 @@ use crate::checkpoint::{Disk, Expected, Identity, Refusal, Writer, differences, 
 use crate::gang::comm::{Comm, CommError};
 use crate::data::{Corpus, DataError};
 use crate::attempt::fence::{self, Claim, FenceError};
-use crate::engine::grads::Gradients;
 use crate::hf::Weights;
 use crate::engine::model::Model;
 use crate::attempt::records::{Records, now};
 use crate::attempt::resume;
 use crate::state::slots::Memory;
 use crate::state::snapshot::{initialize, scatter};
-use crate::engine::step::StepError;
+use crate::engine::step::{Engine, StepError};
 use crate::attempt::api::{AttemptEnd, Control, Failure, TrainerEvent};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{DataConfig, Precision, Resume, TrainingConfig};
@@ -39,6 +38,8 @@ pub struct Trainer {
     disk: Disk,
     /// Of an attempt that was aborted, cancelled; it may still be in the middle of a write.
     writer: Option<Writer>,
+    /// See [`Engine::spoil`].
+    spoiled: Vec<u64>,
 }
 
 /// For a write of an aborted attempt to end. Longer waits are for storage that hangs, where the
@@ -101,12 +102,18 @@ impl Trainer {
 
     /// One of the trainers of a worker, which share its memory.
     pub fn with_memory(memory: Memory) -> Trainer {
-        Trainer { memory, corpus: None, disk: Disk::real(), writer: None }
+        let (disk, spoiled) = (Disk::real(), Vec::new());
+        Trainer { memory, corpus: None, disk, writer: None, spoiled }
     }
 
     /// A trainer whose storage fails where `disk` says.
     pub fn with_disk(disk: Disk) -> Trainer {
         Trainer { disk, ..Trainer::new() }
+    }
+
+    /// A trainer whose next runs of these steps, counted from 0, break a number.
+    pub fn with_spoiled(steps: Vec<u64>) -> Trainer {
+        Trainer { spoiled: steps, ..Trainer::new() }
     }
 
     /// What could be resumed from this worker's memory.
@@ -166,24 +173,24 @@ impl Trainer {
         agree_on_data(corpus, &mut comm)?;
         resume::look_into_storage(config, &mut comm, out)?;
         let mut records = if comm.rank() == 0 { Some(self.claim(config)?) } else { None };
-        let mut model = model(config, comm.rank())?;
+        let mut engine = engine(config, comm)?;
+        std::mem::take(&mut self.spoiled).into_iter().for_each(|step| engine.spoil(step));
         let mut tell = |event: Event| resume::tell(event, records.as_mut(), out);
-        self.restore(config, corpus, &mut model, &mut comm, &mut tell)?;
+        let Engine { model, links, .. } = &mut engine;
+        self.restore(config, corpus, model, links.comm(), &mut tell)?;
         let metrics = match &records {
             Some(records) => Some(records.metrics_handle().map_err(record_failed)?),
             None => None,
         };
-        let identity = identity(config, &model, corpus);
+        let identity = identity(config, &engine.model, corpus);
         let writer = Writer::start(identity, self.disk.clone(), metrics)
             .map_err(|error| storage_failed(&format!("no thread for checkpoints: {error}")))?;
-        let gradients = Gradients::new(&model);
         let mut run = Run {
             config,
-            comm,
+            engine,
             control,
             out,
             records,
-            gradients,
             writer,
             buddies: buddies(config),
             step: config.resume.step(),
@@ -192,7 +199,6 @@ impl Trainer {
             committed: 0,
             snapshot_step: config.resume.step(),
             clock: Clock::start(),
-            model,
             memory: &self.memory,
         };
         let ended = run.train(corpus);
@@ -347,14 +353,8 @@ fn restore_checkpoint(
     Ok(load(directory, &manifest, model))
 }
 
-fn model(config: &WorkerConfig, rank: u32) -> Result<Model, Stop> {
-    let threads = match config.threads {
-        0 => std::thread::available_parallelism().map_or(1, usize::from),
-        threads => threads as usize,
-    };
-    // The ranks of a worker share its processors.
-    let threads = (threads / config.ranks.max(1) as usize).max(1);
-    Model::new(&config.model, &config.layout, rank, &config.training, threads).map_err(|error| {
+fn engine(config: &WorkerConfig, comm: Comm) -> Result<Engine, Stop> {
+    Engine::open(config, comm.rank(), comm).map_err(|error| {
         fail(1, &format!("the device cannot be made: {error}"), "free memory or use fewer threads")
     })
 }
