@@ -162,8 +162,8 @@ pub struct MoveCorrections {
     pub bias: Buffer,
 }
 
-/// [`crate::AdamW`] as StepParams and StepNumbers say (see [`crate::step_vectors`]): with their rate,
-/// their clipping and their step, or not at all.
+/// [`crate::AdamW`] as StepParams and StepNumbers say (see [`crate::step_vectors`]): with their
+/// rate, their clipping and their step, or not at all.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWUpdate {
     pub beta1: f64,

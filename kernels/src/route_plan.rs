@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! choices of all tokens of the group -> RoutePlan -> own tokens that leave, by rank
-//!                                                 -> rows computed here, by (expert, source, token)
+//!                                                 -> rows of here, by (expert, source, token)
 //! ```
 //! Every rank of the group has the choices of all, so that each works out its own part and nobody
 //! tells counts to anybody. The host knows how many tokens a rank routes; how many rows come of it

@@ -95,7 +95,11 @@ impl CpuDevice {
 
     /// Bytes of the arena that are sent, and others that are received into, at once; none of the
     /// latter overlaps any other.
-    pub fn transfer(&mut self, sends: &[Buffer], receives: &[Buffer]) -> (Vec<&[u8]>, Vec<&mut [u8]>) {
+    pub fn transfer(
+        &mut self,
+        sends: &[Buffer],
+        receives: &[Buffer],
+    ) -> (Vec<&[u8]>, Vec<&mut [u8]>) {
         let mut views = self.arena.views();
         let bytes = |buffer: &Buffer| buffer.reinterpret(crate::DType::U8);
         let sends = sends.iter().map(|buffer| views.read(bytes(buffer))).collect();

@@ -3,8 +3,8 @@
 use super::{CpuDevice, Float};
 use crate::balance::{Balance, row};
 use crate::numbers::{
-    AdamWUpdate, AddRouting, BalanceLosses, ConcatenatedBalance, MoveCorrections, ReduceNumbers, RouteEntropy,
-    SumCounts, SumRows, record, tally,
+    AdamWUpdate, AddRouting, BalanceLosses, ConcatenatedBalance, MoveCorrections, ReduceNumbers,
+    RouteEntropy, SumCounts, SumRows, record, tally,
 };
 use crate::optimizer::AdamW;
 use crate::place::NO_EXPERT;
@@ -129,8 +129,7 @@ impl CpuDevice {
                 out[*name] += x;
             }
         }
-        let single =
-            [number::UNROUTED, number::FOLLOWED, number::SWITCHED, number::OVERFLOWS];
+        let single = [number::UNROUTED, number::FOLLOWED, number::SWITCHED, number::OVERFLOWS];
         let tables = op.layout.loads().start..op.layout.dropped().end;
         for at in op.tallies {
             let (counts, rest) = parts[*at..].split_at(tally::COUNT);
@@ -181,7 +180,19 @@ impl CpuDevice {
         let AdamWUpdate { beta1, beta2, eps, weight_decay, w, m, v, g, .. } = *op;
         let lr = params[param::RATE];
         let grad_scale = clip_factor(params, numbers) / params[param::LOSS_SCALE];
-        self.adamw::<T>(&AdamW { lr, beta1, beta2, eps, weight_decay, step, grad_scale, w, m, v, g });
+        self.adamw::<T>(&AdamW {
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            step,
+            grad_scale,
+            w,
+            m,
+            v,
+            g,
+        });
     }
 }
 

@@ -115,8 +115,8 @@ impl Run<'_> {
         Ok(AttemptEnd::Stopped { step: self.step })
     }
 
-    /// A step and what the ranks agree on after it. A number that is not finite may have come from a
-    /// fault of the machine; nothing was updated then, and the step is done once again.
+    /// A step and what the ranks agree on after it. A number that is not finite may have come from
+    /// a fault of the machine; nothing was updated then, and the step is done once again.
     fn step_twice_at_most(
         &mut self,
         feeder: &mut Feeder,

@@ -80,7 +80,8 @@ impl Pass<'_> {
         let Some(gradients) = leaf.dense else { return };
         let (t, d) = (self.round.tokens, self.model.dim());
         let gradients = &gradients.layers[layer];
-        if let (Some(weights), Some(gradients)) = (self.model.dense.layers[layer].gated, gradients.gated)
+        if let (Some(weights), Some(gradients)) =
+            (self.model.dense.layers[layer].gated, gradients.gated)
         {
             self.gated_backward(layer, t, weights, gradients, moe);
         }
@@ -103,7 +104,8 @@ impl Pass<'_> {
     ) {
         let d = self.model.dim();
         let b = &self.model.buffers.layers[layer];
-        let (Some(kept), Some(scratch)) = (b.dense.clone(), self.model.buffers.scratch.dense.clone())
+        let (Some(kept), Some(scratch)) =
+            (b.dense.clone(), self.model.buffers.scratch.dense.clone())
         else {
             return;
         };
@@ -201,7 +203,11 @@ impl Pass<'_> {
     fn clip_backward(&mut self, layer: usize, gradients: [Buffer; 3]) {
         let Some(kept) = self.unclipped(layer, gradients.map(|x| x.len())) else { return };
         for (dx, x) in gradients.into_iter().zip(kept) {
-            self.model.device.clamp_backward(&ClampBackward { limit: self.model.config.clip_qkv, x, dx });
+            self.model.device.clamp_backward(&ClampBackward {
+                limit: self.model.config.clip_qkv,
+                x,
+                dx,
+            });
         }
     }
 

@@ -12,7 +12,13 @@ use moejob_kernels::{
 
 impl Pass<'_> {
     /// logits = e^temperature * cos(projector x + bias, similarity)
-    pub(crate) fn cosine_logits(&mut self, layer: usize, t: usize, x: Buffer, weights: &DenseLayer) {
+    pub(crate) fn cosine_logits(
+        &mut self,
+        layer: usize,
+        t: usize,
+        x: Buffer,
+        weights: &DenseLayer,
+    ) {
         let (e, d) = (self.model.expert_count(), self.model.dim());
         let moe = self.model.moe(layer);
         let kept = moe.gate.and_then(|gate| gate.cosine);
@@ -36,7 +42,13 @@ impl Pass<'_> {
         self.model.device.temper(&Temper { temperature: gate.temperature, x: logits });
     }
 
-    pub(crate) fn cosine_backward(&mut self, layer: usize, t: usize, x: Buffer, gradients: &DenseLayer) {
+    pub(crate) fn cosine_backward(
+        &mut self,
+        layer: usize,
+        t: usize,
+        x: Buffer,
+        gradients: &DenseLayer,
+    ) {
         let e = self.model.expert_count();
         let moe = self.model.moe(layer);
         let weights = self.model.dense.layers[layer].cosine;
@@ -77,7 +89,13 @@ impl Pass<'_> {
         self.model.device.normalize_rows_backward(&op);
         if let Some(dbias) = gradient.projector.bias {
             let (rows, columns, accumulate) = (t, width, false);
-            self.model.device.bias_backward(&BiasBackward { rows, columns, accumulate, dy: dx, dbias });
+            self.model.device.bias_backward(&BiasBackward {
+                rows,
+                columns,
+                accumulate,
+                dy: dx,
+                dbias,
+            });
         }
         let pair = [gate.projector.weight, gradient.projector.weight];
         self.linear_gate_backward(t, x, dx, pair, true);

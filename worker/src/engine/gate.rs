@@ -19,9 +19,7 @@ use moejob_kernels::{
     LogitNoise, Mask, MaskRows, Matmul, RouteGroups,
 };
 use moejob_protocol::buffers::GateScratch;
-use moejob_protocol::model::{
-    AuxLossScope, BalanceLoss as BalanceName, RouterConfig, RouterKind,
-};
+use moejob_protocol::model::{AuxLossScope, BalanceLoss as BalanceName, RouterConfig, RouterKind};
 
 /// What the noise of a micro-batch depends on beside layer and token; none while evaluating.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,7 +31,13 @@ pub struct Noise {
 }
 
 /// y = x w^T, or one of its gradients.
-pub(crate) fn product(layout: Order, [m, n, k]: [usize; 3], a: Buffer, b: Buffer, c: Buffer) -> Matmul {
+pub(crate) fn product(
+    layout: Order,
+    [m, n, k]: [usize; 3],
+    a: Buffer,
+    b: Buffer,
+    c: Buffer,
+) -> Matmul {
     Matmul { layout, m, n, k, accumulate: false, a, b, c }
 }
 
@@ -148,9 +152,7 @@ impl Model {
                 let rows = RouterConfig::chosen_rows(t as u64, experts.count, experts.per_token);
                 Choice::Experts { rows: rows as usize }
             }
-            RouterKind::Hash => {
-                Choice::Hash { seed: config.hash_seed.into(), layer: layer as u32 }
-            }
+            RouterKind::Hash => Choice::Hash { seed: config.hash_seed.into(), layer: layer as u32 },
         }
     }
 
@@ -163,7 +165,12 @@ impl Model {
     }
 
     /// Of which statistics the layer's balance is: its own ones, or those of the whole step.
-    pub(crate) fn balance_op(&self, layer: usize, t: usize, gradient: Option<(Buffer, f64)>) -> BalanceLosses {
+    pub(crate) fn balance_op(
+        &self,
+        layer: usize,
+        t: usize,
+        gradient: Option<(Buffer, f64)>,
+    ) -> BalanceLosses {
         let (experts, segments) = (self.expert_count(), self.segments(t));
         let width = row::COUNT * experts;
         let loss = balance_loss(self.config.router.balance_loss);
@@ -206,7 +213,9 @@ impl Pass<'_> {
     /// The layer's input as the router sees it.
     fn router_input(&mut self, layer: usize, t: usize) -> Buffer {
         let x = self.model.moe_input(layer, t);
-        let (Some(mask), Some(jittered)) = (self.model.jitter(), self.model.gate_buffer_jittered(t)) else {
+        let (Some(mask), Some(jittered)) =
+            (self.model.jitter(), self.model.gate_buffer_jittered(t))
+        else {
             return x;
         };
         self.mask(layer, t, mask, [x, jittered], false);
@@ -270,7 +279,10 @@ impl Pass<'_> {
         [weight, gradient]: [Buffer; 2],
         first: bool,
     ) {
-        debug_assert!(first || self.model.jitter().is_none(), "rules refuse jitter with learned noise");
+        debug_assert!(
+            first || self.model.jitter().is_none(),
+            "rules refuse jitter with learned noise"
+        );
         let (n, d) = (dy.len() / t, self.model.dim());
         self.router_gradient(product(Order::Tn, [n, d, t], dy, x, gradient));
         let dnorm = self.model.buffers.scratch.dnorm.slice(0, t * d);
@@ -326,7 +338,6 @@ impl Pass<'_> {
             self.mask(layer, t, mask, [dropped, dnorm], false);
         }
     }
-
 }
 
 fn balance_loss(name: BalanceName) -> BalanceLoss {

@@ -111,9 +111,8 @@ impl Links {
         let sends: Vec<Parcel> =
             (0..ranks.len()).map(|p| (ranks[p], part(leaving, &departures, p))).collect();
         let sources = way.round.sources.iter().enumerate();
-        let receives: Vec<Parcel> = sources
-            .map(|(s, source)| (ranks[source.position], part(into, &arrived, s)))
-            .collect();
+        let receives: Vec<Parcel> =
+            sources.map(|(s, source)| (ranks[source.position], part(into, &arrived, s))).collect();
         self.exchange(device, &sends, &receives);
     }
 
@@ -188,7 +187,8 @@ impl Staging {
         let staged = |parcels: &[Parcel]| -> usize {
             parcels.iter().filter(|parcel| parcel.1.len() > 1).map(bytes).sum()
         };
-        let room = |memory: &mut Vec<u8>, parcels| memory.resize(staged(parcels).max(memory.len()), 0);
+        let room =
+            |memory: &mut Vec<u8>, parcels| memory.resize(staged(parcels).max(memory.len()), 0);
         room(&mut self.out, &sends);
         room(&mut self.inward, &receives);
         let mut at = 0;

@@ -1,7 +1,7 @@
 //! The numbers of a step: where they stand in device memory, and what they say.
 //!
 //! ```text
-//! rounds, sums of squares -> the rank's part -> gather -> ReduceNumbers -> StepNumbers -> read once
+//! rounds, sums of squares -> the rank's part -> gather -> ReduceNumbers -> StepNumbers -> read
 //! ```
 //! Sizes and orders are functions of the layout, worked out once an attempt.
 

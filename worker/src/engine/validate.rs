@@ -153,7 +153,8 @@ mod tests {
 
     #[test]
     fn what_was_found_travels_whole() {
-        let found = Found { losses: vec![1.5, -0.0, f64::INFINITY], changed: 7, compared: u64::MAX };
+        let found =
+            Found { losses: vec![1.5, -0.0, f64::INFINITY], changed: 7, compared: u64::MAX };
         let bytes = found.encode();
         assert_eq!(Found::decode(1, &bytes), Ok(found));
         for len in [0, 8, 15, 17, bytes.len() - 1] {
