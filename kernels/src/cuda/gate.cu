@@ -265,7 +265,7 @@ __device__ __forceinline__ bool takes_second(const float* probs, const u32* choi
   const double first = probs[(u64)t * EXPERTS + choices[0]];
   const double second = probs[(u64)t * EXPERTS + choices[1]];
   const double share = first + second > 0.0 ? second / (first + second) : 0.5;
-  return 2.0 * share > uniform_of(philox(draw, SITE_SECOND, t, 0).x);
+  return 2.0 * share > uniform_of(words_of(draw, SITE_SECOND, t, 0).x);
 }
 
 // A block an expert goes through all choices, by rank, then by `order` (null: by token): the place
