@@ -204,7 +204,7 @@ impl GateKernels {
 
     /// Ranks each token's choices.
     fn choose(&self, stream: &Stream, arena: &Arena, op: &Gate) -> Result<(), CudaError> {
-        let (noisy, probs) = (arena.address(op.noisy), arena.address(op.probs));
+        let probs = arena.address(op.probs);
         let bias = op.bias.map_or(0, |bias| arena.address(bias));
         let (positions, tokens) = (arena.address(op.positions), self.tokens as i32);
         let (ranked, taken) =
@@ -228,7 +228,7 @@ impl GateKernels {
             self.function("gate_choose").launch(
                 stream,
                 self.warps(),
-                parameters![noisy, probs, bias, positions, tokens, hysteresis, sum, ranked],
+                parameters![probs, bias, positions, tokens, hysteresis, sum, ranked],
             )
         }
     }
