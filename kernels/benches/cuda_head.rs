@@ -1,7 +1,8 @@
 //! The head with its loss on the device, beside its three products alone, under sustained load.
 //!
 //! ```text
-//! cargo bench --bench cuda_head -- [--shapes T,D,V[;...]] [--bf16-gradient] [--load MS] [--time MS]
+//! cargo bench --bench cuda_head -- [--shapes T,D,V[;...]] [--bf16-gradient]
+//!     [--load MS] [--time MS]
 //! ```
 //! The yardstick is cuBLASLt's logits, dx and dtable over all tokens at once, [T, V] in memory, in
 //! turn with ours in the same loop, so that both meet the same clock. The peer is

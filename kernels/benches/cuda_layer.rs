@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 use bed::{Bed, Spread};
 use moejob_kernels::DType;
 use moejob_kernels::cuda::{
-    Arch, Compiler, CudaError, Event, GemmConfig, Gpu, Gradients, Measure, MoeActivation, MoeDesc, MoeLayer,
-    Output, ProductOp, default_cache_dir,
+    Arch, Compiler, CudaError, Event, GemmConfig, Gpu, Gradients, Measure, MoeActivation, MoeDesc,
+    MoeLayer, Output, ProductOp, default_cache_dir,
 };
 use table::{Ceilings, Reading, median};
 

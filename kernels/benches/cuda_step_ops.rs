@@ -4,9 +4,9 @@
 //! cargo bench --bench cuda_step_ops -- [--only norm,rope,embed,elements,optimizer]
 //!     [--parameters MILLIONS] [--load MS] [--time MS]
 //! ```
-//! Prints `op | shape | us | GB/s | % of copy`: bytes are those that the op must read and write, the
-//! ceiling is a copy of 1 GiB by the multiprocessors in the same run, before and after. The peer is
-//! `bench-peers/step_ops_torch.py`.
+//! Prints `op | shape | us | GB/s | % of copy`: bytes are those that the op must read and write,
+//! the ceiling is a copy of 1 GiB by the multiprocessors in the same run, before and after. The
+//! peer is `bench-peers/step_ops_torch.py`.
 
 #[path = "cuda_common/table.rs"]
 #[allow(dead_code, reason = "the layer's bench uses the rest")]

@@ -125,8 +125,8 @@ pub enum Master {
 /// control's gradient scale, or nothing if control says so. Sums are fp32 (f64 for F64 weights).
 ///
 /// Moments in Bf16 are rounded at random: up with the probability of what is cut off, by 16 bits of
-/// Philox4x32-10, key = name hash, counter = (element / 4; step), each as two words, low first; word
-/// element % 4, its low half for the first moment and its high half for the second.
+/// Philox4x32-10, key = name hash, counter = (element / 4; step), each as two words, low first;
+/// word element % 4, its low half for the first moment and its high half for the second.
 #[derive(Clone, Copy, Debug)]
 pub struct BucketAdamW {
     pub beta1: f64,

@@ -3,7 +3,8 @@
 use crate::buffer::{Buffer, DType};
 use crate::device::Device;
 
-/// to[i] = from[i] in the kind of `to`, rounded to nearest even; what is too large becomes infinite.
+/// to[i] = from[i] in the kind of `to`, rounded to nearest even; what is too large becomes
+/// infinite.
 /// Kinds: two different ones of F32, Bf16 and F16; on a CPU also F32 and F64.
 #[derive(Clone, Copy, Debug)]
 pub struct Cast {
@@ -89,7 +90,8 @@ mod tests {
     fn halves_lose_nothing_and_round_to_nearest() {
         for i in 0..1_u64 << 22 {
             // All exponents and signs, and low halves around their middle.
-            let bits = ((i >> 6) as u32) << 16 | [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff][i as usize % 6];
+            let low = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff][i as usize % 6];
+            let bits = ((i >> 6) as u32) << 16 | low;
             let (weight, low) = split(f32::from_bits(bits));
             assert_eq!(join(weight, low).to_bits(), bits);
             let (near, master) = (f32::from_bits(u32::from(weight) << 16), f32::from_bits(bits));

@@ -3,6 +3,35 @@
 use crate::buffer::{Buffer, Element};
 use crate::cpu::{CpuDevice, Isa};
 use crate::cuda::{CudaDevice, CudaError, LayerError};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// How often the host has had to do with a device's memory since the device was made. Ops, and what
+/// links move between devices, are not among it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Copies from the host.
+    pub writes: u64,
+    /// Copies to the host, each of which waits for all that was enqueued.
+    pub reads: u64,
+    /// Times the host waited without reading.
+    pub waits: u64,
+}
+
+/// The same while it is counted.
+#[derive(Debug, Default)]
+pub(crate) struct TrafficCounts {
+    writes: AtomicU64,
+    reads: AtomicU64,
+    waits: AtomicU64,
+}
+
+impl TrafficCounts {
+    fn now(&self) -> Traffic {
+        let [writes, reads, waits] =
+            [&self.writes, &self.reads, &self.waits].map(|count| count.load(Ordering::Relaxed));
+        Traffic { writes, reads, waits }
+    }
+}
 
 /// Why a device could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -28,8 +57,7 @@ pub enum KernelError {
 #[non_exhaustive]
 pub enum Device {
     Cpu(CpuDevice),
-    /// Has the mixture layer (`moe_plan`, `moe_forward`, `moe_backward`), copies and zeros; panics
-    /// by name on the ops of the rest of a step
+    /// Panics by name on the ops that it lacks
     Cuda(CudaDevice),
 }
 
@@ -48,9 +76,19 @@ impl Device {
     /// Waits for everything enqueued. On a GPU, where ops cannot fail at once, tells of the first
     /// failure since the device was made: what was read before this says nothing.
     pub fn finish(&self) -> Result<(), &LayerError> {
+        self.counts().waits.fetch_add(1, Ordering::Relaxed);
         match self {
             Device::Cpu(_) => Ok(()),
             Device::Cuda(cuda) => cuda.finish(),
+        }
+    }
+
+    /// How often the host has waited for a GPU so far, see [`crate::cuda::Gpu::waits`]; a CPU is
+    /// never waited for.
+    pub fn waits(&self) -> u64 {
+        match self {
+            Device::Cpu(_) => 0,
+            Device::Cuda(cuda) => cuda.gpu().waits(),
         }
     }
 
@@ -70,8 +108,21 @@ impl Device {
         }
     }
 
+    /// What the host has done with this device's memory so far.
+    pub fn traffic(&self) -> Traffic {
+        self.counts().now()
+    }
+
+    fn counts(&self) -> &TrafficCounts {
+        match self {
+            Device::Cpu(cpu) => &cpu.traffic,
+            Device::Cuda(cuda) => &cuda.traffic,
+        }
+    }
+
     /// Copies host elements into `buffer`, which has as many.
     pub fn write<E: Element>(&mut self, buffer: Buffer, from: &[E]) {
+        self.counts().writes.fetch_add(1, Ordering::Relaxed);
         match self {
             Device::Cpu(cpu) => cpu.slice_mut(buffer).copy_from_slice(from),
             Device::Cuda(cuda) => cuda.write(buffer, from),
@@ -80,6 +131,7 @@ impl Device {
 
     /// Waits for everything enqueued, then copies `buffer` into host elements, as many.
     pub fn read<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
+        self.counts().reads.fetch_add(1, Ordering::Relaxed);
         match self {
             Device::Cpu(cpu) => into.copy_from_slice(cpu.slice(buffer)),
             Device::Cuda(cuda) => cuda.read(buffer, into),

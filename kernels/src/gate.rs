@@ -6,8 +6,7 @@
 //! [`crate::Route`] is the fast path of dropless top-k; this op is everything else, and equals it
 //! where both apply. A micro-batch is one call: capacity and statistics are its own, whoever
 //! computes it, and noise is a function of (seed, step, layer, token), so no result depends on the
-//! number of ranks. Ties go to the lowest expert id, and of tokens to the first; scores of one token
-//! that are equal by rounding, with nothing added to them, go to the larger logit first. A choice that is
+//! number of ranks. Ties go to the lowest expert id, and of tokens to the first. A choice that is
 //! dropped leaves its slot empty ([`crate::NO_EXPERT`]) with a weight of zero. Everything after the
 //! scores is computed in f64.
 

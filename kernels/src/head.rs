@@ -76,7 +76,7 @@ pub struct HeadGradient {
     pub dx: Buffer,
     /// Output [V, D], of the elements' kind or F32
     pub dtable: Buffer,
-    /// dtable +=, else dtable =; a tied table's gradient already holds something or will be added to
+    /// dtable +=, else dtable =. With tied embeddings theirs is added to by both
     pub accumulate: bool,
 }
 
@@ -177,7 +177,9 @@ impl Device {
 
     pub fn head_loss(&mut self, op: &HeadLoss) {
         match self {
-            Device::Cpu(_) => on_float!(op.desc.element, T => crate::cpu::head::loss::<T>(self, op)),
+            Device::Cpu(_) => {
+                on_float!(op.desc.element, T => crate::cpu::head::loss::<T>(self, op))
+            }
             Device::Cuda(cuda) => cuda.head_loss(op),
         }
     }

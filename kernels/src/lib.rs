@@ -19,6 +19,7 @@ mod buffer;
 mod device;
 
 pub mod philox;
+pub mod step_vectors;
 
 mod embed;
 mod norm;
@@ -31,6 +32,7 @@ pub mod balance;
 mod gate;
 mod gate_input;
 mod place;
+mod route_plan;
 mod experts;
 mod elementwise;
 mod loss;
@@ -40,6 +42,7 @@ mod bucket;
 pub mod step_numbers;
 mod tally;
 mod convert;
+pub mod numbers;
 mod moe;
 
 mod cpu;
@@ -50,7 +53,7 @@ pub use bucket::{BucketAdamW, BucketBlock, DecideUpdate, GradientNumbers, Master
 pub use buffer::{ArenaPlan, Buffer, DType, Element};
 pub use convert::{Cast, JoinMaster, SplitMaster};
 pub use cpu::{CpuDevice, Float, Isa};
-pub use device::{Device, KernelError};
+pub use device::{Device, KernelError, Traffic};
 pub use elementwise::{
     Add, Clamp, ClampBackward, Fill, InitNormal, Scale, GatedMul, GatedMulBackward,
 };
@@ -76,5 +79,10 @@ pub use rope::Rope;
 pub use step_numbers::{
     LossScale, LossScaling, StepClass, StepControl, StepNumbers, StepParams,
 };
+pub use numbers::{
+    AdamWUpdate, AddRouting, BalanceLosses, ConcatenatedBalance, MoveCorrections, ReduceNumbers,
+    RouteEntropy, SquareRun, SumCounts, SumRows,
+};
+pub use route_plan::{GatherCounted, MapIds, Room, RoutePlan};
 pub use route::{Route, RouteBackward, RouteGroups, Scoring};
 pub use tally::{TallyLayer, TallyLoss};

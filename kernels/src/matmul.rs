@@ -64,8 +64,8 @@ impl Device {
         }
     }
 
-    /// Whether a GPU may round F32 operands of products to 11 bits of mantissa (tf32), from the next
-    /// op on. A CPU never does.
+    /// Whether a GPU may round F32 operands of products to 11 bits of mantissa (tf32), from the
+    /// next op on. A CPU never does.
     pub fn set_tf32(&mut self, tf32: bool) {
         if let Device::Cuda(cuda) = self {
             cuda.set_tf32(tf32);

@@ -21,8 +21,8 @@ pub struct RmsNorm {
     pub rstd: Buffer,
 }
 
-/// mid = input + branch, rounded; then [`RmsNorm`] of mid: where a branch rejoins the residual stream
-/// and the next one begins.
+/// mid = input + branch, rounded; then [`RmsNorm`] of mid: where a branch rejoins the residual
+/// stream and the next one begins.
 #[derive(Clone, Copy, Debug)]
 pub struct AddRmsNorm {
     pub rows: usize,

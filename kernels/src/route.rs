@@ -23,9 +23,8 @@ pub struct RouteGroups {
 
 /// One call is one micro-batch: its statistics are those of the auxiliary loss.
 ///
-/// choice = probs + bias; the K experts of the largest choice, stored in ascending id. Ties go to
-/// the lowest id; without bias and groups to the larger logit first, so that a device which decides
-/// on logits, which rise with the scores, decides alike. weight = scale * probs[id], with `norm_topk` divided by the sum of the K probs
+/// choice = probs + bias; the K experts of the largest choice, ties to the lowest id, stored in
+/// ascending id. weight = scale * probs[id], with `norm_topk` divided by the sum of the K probs
 /// (plus 1e-20 when sigmoid). lse[t] = ln sum_e e^logits[t, e].
 ///
 /// Auxiliary loss (Switch Transformer, as in Hugging Face's `load_balancing_loss_func`):

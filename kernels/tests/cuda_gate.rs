@@ -81,8 +81,11 @@ fn run(device: &mut Device, gate: &Gate, back: &GateBackward) -> Found {
     for buffer in [gate.chosen, gate.ids, gate.first, gate.counts, gate.dropped] {
         device.write(buffer, &vec![0xffff_fff0_u32; buffer.len()]);
     }
+    device.gate_load(gate).expect("the kernels");
+    let waits = device.waits();
     device.gate(gate);
     device.gate_backward(back);
+    assert_eq!(device.waits(), waits, "an op waits for nothing");
     device.finish().expect("a gate");
     let float = |buffer: Buffer| match buffer.dtype() {
         DType::F64 => device.read_vec(buffer),
@@ -126,7 +129,6 @@ fn check(name: &str, sizes: [usize; 4], vary: &dyn Fn(&mut Gate)) -> Vec<String>
     };
     let mut cuda = Device::cuda(0, plan.bytes()).expect("device memory");
     let mut cpu = Device::cpu(2, plan.bytes()).expect("a CPU");
-    cuda.gate_load(&gate).expect("the kernels");
     let (found, expected) = (run(&mut cuda, &gate, &back), run(&mut cpu, &gate, &back));
     let again = run(&mut cuda, &gate, &back);
     let mut failures = Vec::new();

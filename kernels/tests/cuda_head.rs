@@ -228,9 +228,12 @@ fn head(case: &Head, wide: bool) -> Found {
         numbers,
         gradient: None,
     };
+    device.head_load(&desc).expect("the head's kernels");
+    let waits = device.waits();
     device.head_loss(&op);
     let gradient = HeadGradient { dx, dtable, accumulate: case.accumulate };
     device.head_loss(&HeadLoss { gradient: Some(gradient), ..op });
+    assert_eq!(device.waits(), waits, "an op waits for nothing");
     device.finish().expect("a head");
     let bits = [numbers, dx, dtable].map(|buffer| bytes(&device, buffer)).into();
     let numbers = floats(&device, numbers);

@@ -384,7 +384,8 @@ fn tails_of_tiles() {
 #[test]
 fn gradients_added_and_experts_apart() {
     let base = desc(600, 256, 192, 5, 2);
-    let relu = MoeDesc { activation: MoeActivation::Relu, gated: false, ..desc(300, 64, 640, 3, 2) };
+    let activation = MoeActivation::Relu;
+    let relu = MoeDesc { activation, gated: false, ..desc(300, 64, 640, 3, 2) };
     for (desc, element) in [(base, DType::Bf16), (relu, DType::F16), (base, DType::F32)] {
         for weight_gradients in [Output::Element, Output::F32] {
             let desc = MoeDesc { weight_gradients, element, ..desc };
@@ -465,7 +466,8 @@ fn an_overflow_of_fp16_is_seen() {
         let over = bed(&compiler, base, &inputs);
         over.run();
         for (name, stacked) in [("up", over.gradients.up), ("down", over.gradients.down)] {
-            assert!(spoilt(&over.floats(stacked.buffer)), "{what} overflows, d{name} does not tell");
+            let tells = spoilt(&over.floats(stacked.buffer));
+            assert!(tells, "{what} overflows, d{name} does not tell");
         }
         assert_eq!(spoilt(&over.floats(over.out)), what == "w_up", "{what}");
     }

@@ -1,7 +1,8 @@
 //! The only writer of the cluster: one arm per kind of write, and no choice left.
 //!
 //! Everything carries a precondition: pods are created by POST and deleted by uid, status is
-//! applied on a resource version. What has changed meanwhile is refused, and decided on again.
+//! applied on a resource version, and all of it only while this process leads. What has changed
+//! meanwhile is refused, and decided on again.
 
 use futures::StreamExt;
 use k8s_openapi::api::coordination::v1::Lease;
@@ -12,16 +13,19 @@ use kube::api::{
 };
 use kube::core::{Request, TypeMeta};
 use kube::{Client, Resource};
-use moejob_plan::Job;
-use moejob_plan::pods::{self, Birth, Surroundings};
+use crate::lease::Deadline;
+use crate::turnstile::Turnstile;
+use moe_worker::life::listener::chain;
+use moejob_plan::lead::{
+    JobName, Owner, Template, Write, WriteError, WriteErrorKind, Written,
+};
+use moejob_plan::pods;
 use moejob_plan::spec::MoeJob;
 use moejob_plan::status::MoeJobStatus;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};
-use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 /// Field manager of all that the operator applies.
@@ -29,39 +33,10 @@ const MANAGER: &str = "moejob";
 /// Writes of all jobs under way at once; the others wait in the order of their decision. More of
 /// them would not be done sooner, and each would open a connection of its own.
 const WRITES_MAX: usize = 32;
+/// So many of them for events, which never take the place of what a gang waits for.
+const MINOR_MAX: usize = 4;
 /// A write that takes longer has an unknown end, and is decided on again.
 const WRITE_MS_MAX: u64 = 10_000;
-/// The API server cuts what is longer.
-const NOTE_BYTES_MAX: usize = 1000;
-
-/// One write.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Write {
-    /// The pod is put together when it is written: hundreds at once would take megabytes.
-    CreatePod { template: Arc<Template>, birth: Birth },
-    DeletePod { namespace: String, name: String, uid: String, grace_s: u32 },
-    /// On the version of the job that was seen last.
-    Status { job: JobName, resource_version: String, status: Box<MoeJobStatus> },
-    /// A NetworkPolicy or a PodDisruptionBudget.
-    Object(Value),
-    DeleteJob(JobName),
-    Event { job: JobName, warning: bool, reason: String, note: String },
-}
-
-/// What all pods of a job have in common.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Template {
-    pub job: Job,
-    pub around: Surroundings,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct JobName {
-    pub namespace: String,
-    pub name: String,
-    pub uid: String,
-}
-
 /// Why a write was not done.
 #[derive(Debug, thiserror::Error)]
 pub enum ApplyError {
@@ -77,6 +52,10 @@ pub enum ApplyError {
     Forbidden(String),
     #[error("the API server refuses it: {0}")]
     Refused(String),
+    #[error("there is an object of this name that is not the job's: {0}; rename it")]
+    NotOurs(String),
+    #[error("this operator may no longer lead")]
+    Deposed,
     #[error("the API server")]
     Api(#[source] Box<kube::Error>),
 }
@@ -91,8 +70,29 @@ impl ApplyError {
             ApplyError::Gone => "gone",
             ApplyError::Forbidden(_) => "forbidden",
             ApplyError::Refused(_) => "refused",
+            ApplyError::NotOurs(_) => "not_ours",
+            ApplyError::Deposed => "deposed",
             ApplyError::Api(_) => "error",
         }
+    }
+
+    fn kind(&self) -> WriteErrorKind {
+        match self {
+            ApplyError::Slow => WriteErrorKind::Slow,
+            ApplyError::Conflict => WriteErrorKind::Conflict,
+            ApplyError::Exists => WriteErrorKind::Exists,
+            ApplyError::Gone => WriteErrorKind::Gone,
+            ApplyError::Forbidden(_) => WriteErrorKind::Forbidden,
+            ApplyError::Refused(_) => WriteErrorKind::Refused,
+            ApplyError::Deposed => WriteErrorKind::Deposed,
+            ApplyError::NotOurs(_) | ApplyError::Api(_) => WriteErrorKind::Other,
+        }
+    }
+}
+
+impl From<ApplyError> for WriteError {
+    fn from(error: ApplyError) -> WriteError {
+        WriteError { kind: error.kind(), message: chain(&error) }
     }
 }
 
@@ -113,40 +113,60 @@ impl From<kube::Error> for ApplyError {
     }
 }
 
-/// Of a status: the job's new resource version. Of others: nothing.
-pub type Written = Result<Option<String>, ApplyError>;
+type Applied = Result<Option<String>, ApplyError>;
 
 #[derive(Clone)]
 pub struct Writer {
     client: Client,
-    running: Arc<Semaphore>,
+    /// Places of records, orders, pods; and of what may wait for them: events, deletions.
+    running: Turnstile,
+    running_minor: Turnstile,
+    /// Until when this process leads.
+    deadline: Deadline,
     /// The operator's pod, as events name it.
     instance: String,
 }
 
 impl Writer {
-    pub fn new(client: Client, instance: String) -> Writer {
-        Writer { client, running: Arc::new(Semaphore::new(WRITES_MAX)), instance }
+    pub fn new(client: Client, instance: String, deadline: Deadline) -> Writer {
+        let running = Turnstile::new(WRITES_MAX - MINOR_MAX);
+        let running_minor = Turnstile::new(MINOR_MAX);
+        Writer { client, running, running_minor, deadline, instance }
     }
 
-    /// Does all of them, some at a time; the results are in the order of the writes.
-    pub async fn write_all(&self, writes: Vec<Write>) -> Vec<Written> {
+    /// Does all of them, some at a time; the results are in the order of the writes, each with its
+    /// label for the metrics.
+    pub async fn write_all(
+        &self,
+        owner: &Owner,
+        writes: Vec<Write>,
+    ) -> Vec<(&'static str, Written)> {
         let each = writes.into_iter().enumerate();
-        let each = each.map(|(index, write)| async move { (index, self.write(write).await) });
+        let each = each.map(|(index, write)| async move {
+            let applied = self.write(owner, write).await;
+            let label = applied.as_ref().map_or_else(ApplyError::label, |_| "ok");
+            (index, label, applied.map_err(WriteError::from))
+        });
         // A slow one holds up no other.
         let done = futures::stream::iter(each).buffer_unordered(WRITES_MAX);
-        let mut done: Vec<(usize, Written)> = done.collect().await;
-        done.sort_unstable_by_key(|(index, _)| *index);
-        done.into_iter().map(|(_, written)| written).collect()
+        let mut done: Vec<(usize, &'static str, Written)> = done.collect().await;
+        done.sort_unstable_by_key(|(index, ..)| *index);
+        done.into_iter().map(|(_, label, written)| (label, written)).collect()
     }
 
-    pub async fn write(&self, write: Write) -> Written {
-        let _running = self.running.acquire().await.expect("it is never closed");
+    async fn write(&self, owner: &Owner, write: Write) -> Applied {
+        let minor = matches!(write, Write::Event { .. } | Write::DeleteJob(_));
+        let turnstile = if minor { &self.running_minor } else { &self.running };
+        let _place = turnstile.pass(owner).await;
+        // It may have waited for longer than the lease lasts.
+        if !self.deadline.holds() {
+            return Err(ApplyError::Deposed);
+        }
         let limit = Duration::from_millis(WRITE_MS_MAX);
         timeout(limit, self.write_now(write)).await.unwrap_or(Err(ApplyError::Slow))
     }
 
-    async fn write_now(&self, write: Write) -> Written {
+    async fn write_now(&self, write: Write) -> Applied {
         match write {
             Write::CreatePod { template, birth } => {
                 let Template { job, around } = &*template;
@@ -161,13 +181,18 @@ impl Writer {
             Write::Status { job, resource_version, status } => {
                 self.write_status(&job, &resource_version, &status).await
             }
-            Write::Object(value) => self.write_object(value).await,
+            Write::Ensure { job, object, before } => {
+                if let Some(before) = before {
+                    self.remove_ours(&job, &object, &before).await?;
+                }
+                self.ensure(&job, object).await
+            }
             Write::DeleteJob(job) => {
                 let api = self.dynamic(&job.namespace, &ApiResource::erase::<MoeJob>(&()));
                 gone_is_done(api.delete(&job.name, &deletion(job.uid)).await.map(|_| ()))
             }
-            Write::Event { job, warning, reason, note } => {
-                self.write_event(&job, warning, &reason, &note).await
+            Write::Event { job, namespace, warning, reason, note } => {
+                self.write_event(&job, &namespace, warning, (&reason, &note)).await
             }
         }
     }
@@ -177,7 +202,7 @@ impl Writer {
         job: &JobName,
         resource_version: &str,
         status: &MoeJobStatus,
-    ) -> Written {
+    ) -> Applied {
         /// Of the whole object, which comes back.
         #[derive(Deserialize)]
         struct Answer {
@@ -207,57 +232,93 @@ impl Writer {
         Ok(answer.metadata.resource_version)
     }
 
-    async fn write_object(&self, value: Value) -> Written {
-        let part = |path: &str| {
-            value.pointer(path).and_then(Value::as_str).unwrap_or_default().to_string()
+    /// Makes the object, or brings the job's own up to date. Somebody else's stays as it is.
+    async fn ensure(&self, job: &JobName, object: Value) -> Applied {
+        let (api, name) = self.object(&object);
+        let Some(present) = api.get_opt(&name).await? else {
+            let made = serde_json::from_value(object).map_err(kube::Error::SerdeError)?;
+            api.create(&PostParams::default(), &made).await?;
+            return Ok(None);
         };
-        let (name, namespace) = (part("/metadata/name"), part("/metadata/namespace"));
-        let types = TypeMeta { api_version: part("/apiVersion"), kind: part("/kind") };
-        let resource = resource_of(&types);
-        let api = self.dynamic(&namespace, &resource);
-        let params = PatchParams::apply(MANAGER).force();
-        api.patch(&name, &params, &Patch::Apply(&value)).await?;
+        if !is_of(&present, job) {
+            return Err(ApplyError::NotOurs(name));
+        }
+        // The API server fills in defaults: what was asked for must stand there, others may.
+        if contains(&present.data["spec"], &object["spec"]) {
+            return Ok(None);
+        }
+        let mut new: DynamicObject =
+            serde_json::from_value(object).map_err(kube::Error::SerdeError)?;
+        new.metadata.resource_version = present.metadata.resource_version;
+        api.replace(&name, &PostParams::default(), &new).await?;
         Ok(None)
     }
 
+    /// An object of the same kind under a name that releases before gave it.
+    async fn remove_ours(&self, job: &JobName, object: &Value, name: &str) -> Applied {
+        let (api, new) = self.object(object);
+        if new == name {
+            return Ok(None);
+        }
+        let Some(present) = api.get_opt(name).await? else { return Ok(None) };
+        let Some(uid) = present.metadata.uid.clone().filter(|_| is_of(&present, job)) else {
+            return Ok(None);
+        };
+        gone_is_done(api.delete(name, &deletion(uid)).await.map(|_| ()))
+    }
+
+    fn object(&self, value: &Value) -> (Api<DynamicObject>, String) {
+        let part = |path: &str| {
+            value.pointer(path).and_then(Value::as_str).unwrap_or_default().to_string()
+        };
+        let types = TypeMeta { api_version: part("/apiVersion"), kind: part("/kind") };
+        let api = self.dynamic(&part("/metadata/namespace"), &resource_of(&types));
+        (api, part("/metadata/name"))
+    }
+
+    /// An event stands in the namespace of what it regards: elsewhere that is the operator's pod.
     async fn write_event(
         &self,
         job: &JobName,
+        namespace: &str,
         warning: bool,
-        reason: &str,
-        note: &str,
-    ) -> Written {
+        (reason, note): (&str, &str),
+    ) -> Applied {
         let now = k8s_openapi::jiff::Timestamp::now();
-        let mut note = note.to_string();
-        if note.len() > NOTE_BYTES_MAX {
-            let end = (0..=NOTE_BYTES_MAX).rev().find(|at| note.is_char_boundary(*at));
-            note.truncate(end.unwrap_or(0));
-        }
+        let regarding = match namespace == job.namespace {
+            true => json!({
+                "apiVersion": MoeJob::api_version(&()),
+                "kind": MoeJob::kind(&()),
+                "name": job.name,
+                "namespace": job.namespace,
+                "uid": job.uid,
+            }),
+            false => json!({
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "name": self.instance.split('_').next().unwrap_or_default(),
+                "namespace": namespace,
+            }),
+        };
         let event = json!({
             "metadata": {
                 "name": format!("{}.{:x}", job.name, now.as_nanosecond()),
-                "namespace": job.namespace,
+                "namespace": namespace,
             },
             "eventTime": format!("{now:.6}"),
             "action": reason,
             "reason": reason,
             "note": note,
             "type": if warning { "Warning" } else { "Normal" },
-            "regarding": {
-                "apiVersion": MoeJob::api_version(&()),
-                "kind": MoeJob::kind(&()),
-                "name": job.name,
-                "namespace": job.namespace,
-                "uid": job.uid,
-            },
+            "regarding": regarding,
             "reportingController": "moejob.dev/operator",
             "reportingInstance": self.instance,
         });
-        self.create(&Event::url_path(&(), Some(&job.namespace)), &event).await
+        self.create(&Event::url_path(&(), Some(namespace)), &event).await
     }
 
     /// Nothing of the answer is of interest: it is not even parsed.
-    async fn create(&self, path: &str, value: &Value) -> Written {
+    async fn create(&self, path: &str, value: &Value) -> Applied {
         let text = serde_json::to_vec(value).map_err(kube::Error::SerdeError)?;
         let request = Request::new(path).create(&PostParams::default(), text);
         let request = request.map_err(kube::Error::BuildRequest)?;
@@ -295,6 +356,26 @@ impl Writer {
     }
 }
 
+/// The job is the controller that the object names as its owner.
+fn is_of(object: &DynamicObject, job: &JobName) -> bool {
+    let owners = object.metadata.owner_references.iter().flatten();
+    owners.into_iter().any(|owner| owner.uid == job.uid && owner.controller == Some(true))
+}
+
+/// All of `asked` stands in `present`, which may say more.
+fn contains(present: &Value, asked: &Value) -> bool {
+    match (present, asked) {
+        (Value::Object(present), Value::Object(asked)) => asked.iter().all(|(name, asked)| {
+            present.get(name).is_some_and(|present| contains(present, asked))
+        }),
+        (Value::Array(present), Value::Array(asked)) => {
+            let alike = |(present, asked): (&Value, &Value)| contains(present, asked);
+            present.len() == asked.len() && present.iter().zip(asked).all(alike)
+        }
+        _ => present == asked,
+    }
+}
+
 fn resource_of(types: &TypeMeta) -> ApiResource {
     let (group, version) = types.api_version.split_once('/').unwrap_or(("", &types.api_version));
     let plural = match types.kind.as_str() {
@@ -315,9 +396,47 @@ fn deletion(uid: String) -> DeleteParams {
 }
 
 /// Another one of the same name is as good as gone.
-fn gone_is_done(result: kube::Result<()>) -> Written {
+fn gone_is_done(result: kube::Result<()>) -> Applied {
     match result.map_err(ApplyError::from) {
         Ok(()) | Err(ApplyError::Gone | ApplyError::Conflict) => Ok(None),
         Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_object_is_up_to_date_whatever_the_api_server_adds() {
+        let asked = json!({"a": {"b": [{"c": 1}]}, "d": "x"});
+        let present = json!({"a": {"b": [{"c": 1, "protocol": "TCP"}], "more": 1}, "d": "x"});
+        assert!(contains(&present, &asked));
+        for changed in [
+            json!({"a": {"b": [{"c": 2}]}, "d": "x"}),
+            json!({"a": {"b": []}, "d": "x"}),
+            json!({"a": {"b": [{"c": 1}, {"c": 1}]}, "d": "x"}),
+            json!({"a": {"b": [{"c": 1}]}}),
+        ] {
+            assert!(!contains(&changed, &asked), "{changed}");
+        }
+    }
+
+    #[test]
+    fn an_object_is_the_jobs_by_the_uid_of_its_controller() {
+        let job = JobName { namespace: "n".into(), name: "default-deny".into(), uid: "u".into() };
+        let object = |owners: Value| -> DynamicObject {
+            let value = json!({"apiVersion": "v1", "kind": "A",
+                "metadata": {"name": "default-deny", "ownerReferences": owners}});
+            serde_json::from_value(value).expect("an object")
+        };
+        let owner = |uid: &str, controller: bool| {
+            json!([{"apiVersion": "v", "kind": "K", "name": "default-deny", "uid": uid,
+                "controller": controller}])
+        };
+        assert!(is_of(&object(owner("u", true)), &job));
+        for foreign in [json!([]), owner("other", true), owner("u", false)] {
+            assert!(!is_of(&object(foreign.clone()), &job), "{foreign}");
+        }
     }
 }

@@ -8,14 +8,19 @@
 //! A task only reports; what to do about a silent or closed worker is the plan's to say. Times
 //! are of the monotonic clock.
 
+mod pace;
+
 use crate::authority::{Authority, AuthorityError, requested_key};
-use crate::identity::{PodIdentity, ReviewError, Reviewer};
+use crate::identity::{ReviewError, Reviewer};
+use moe_worker::gang::tls::{public_key, server_name};
 use moe_worker::life::control::{FrameError, read_frame, write_frame};
 use moe_worker::life::listener::chain;
-use moe_worker::gang::tls::{public_key, server_name};
+use moejob_plan::lead::{Ending, PodIdentity};
+pub use moejob_plan::lead::Said as LeaderEvent;
 use moejob_protocol::config::Member;
 use moejob_protocol::message::{FRAME_BYTES_MAX, Frame, HEARTBEAT_MS, Hello, Request};
 use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};
+use pace::Pace;
 use rustls::ClientConfig;
 use std::collections::HashMap;
 use std::io;
@@ -41,18 +46,6 @@ const DIAL_PAUSE_MS: u64 = 50;
 /// Of a configuration, written at once: what is encrypted and not yet read stays in memory.
 const CHUNK_BYTES: usize = 16 << 10;
 
-/// What a worker's stream says.
-#[derive(Debug)]
-pub enum LeaderEvent {
-    /// It has proven who it is. The token is removed.
-    Connected(Hello),
-    Up { attempt: u32, up: Up },
-    /// Nothing came for the heartbeat timeout; the stream is still open.
-    Silent,
-    /// The stream ended or was refused; this is its last event.
-    Closed { reason: String },
-}
-
 /// How a worker proves who it is.
 #[derive(Clone)]
 pub enum Verifier {
@@ -65,7 +58,7 @@ pub enum Verifier {
 /// What happened on a stream, and whose it is.
 #[derive(Debug)]
 pub struct Told {
-    pub job_uid: Arc<str>,
+    pub owner: Arc<str>,
     name: String,
     stream: u64,
     event: LeaderEvent,
@@ -75,6 +68,8 @@ pub struct Told {
 enum StreamError {
     #[error("cannot be reached")]
     Dial(#[source] io::Error),
+    #[error("its listener is gone")]
+    Refused(#[source] io::Error),
     #[error("no proof within {HELLO_MS_MAX} ms")]
     Slow,
     #[error("the TLS handshake failed")]
@@ -97,10 +92,22 @@ enum StreamError {
     Frame(#[from] FrameError),
 }
 
+impl StreamError {
+    fn ending(&self) -> Ending {
+        match self {
+            StreamError::Refused(_) => Ending::Refused,
+            StreamError::Review(ReviewError::Slow | ReviewError::Api(_)) => Ending::Unjudged,
+            _ => Ending::Broken,
+        }
+    }
+}
+
 /// All control streams of one job.
 pub struct Leader {
     authority: Arc<Authority>,
-    job_uid: Arc<str>,
+    /// Under which the reader of a common channel keeps the job.
+    owner: Arc<str>,
+    job_uid: String,
     term: u64,
     heartbeat_timeout: Duration,
     links: HashMap<String, Link>,
@@ -109,6 +116,8 @@ pub struct Leader {
     /// Streams so far: events of an older stream of a worker are dropped.
     streams: u64,
     sender: mpsc::Sender<Told>,
+    /// Of all its streams.
+    pace: Pace,
     /// None when another channel than its own is read for it.
     receiver: Option<mpsc::Receiver<Told>>,
 }
@@ -158,8 +167,9 @@ impl Leader {
         term: u64,
     ) -> Leader {
         let (sender, receiver) = mpsc::channel(EVENTS_MAX);
+        let owner = Arc::from(job_uid.as_str());
         let mut leader =
-            Leader::telling(authority.into(), &job_uid, heartbeat_timeout, term, sender);
+            Leader::telling(authority.into(), (owner, &job_uid), heartbeat_timeout, term, sender);
         leader.receiver = Some(receiver);
         leader
     }
@@ -167,15 +177,16 @@ impl Leader {
     /// One of many, whose happenings go through one channel; the reader hands them to `accept`.
     pub fn telling(
         authority: Arc<Authority>,
-        job_uid: &str,
+        (owner, job_uid): (Arc<str>, &str),
         heartbeat_timeout: Duration,
         term: u64,
         sender: mpsc::Sender<Told>,
     ) -> Leader {
-        let (links, job_uid) = (HashMap::new(), Arc::from(job_uid));
+        let (links, job_uid) = (HashMap::new(), job_uid.to_string());
         let (streams, text, receiver) = (0, None, None);
         Leader {
             authority,
+            owner,
             job_uid,
             term,
             heartbeat_timeout,
@@ -183,26 +194,30 @@ impl Leader {
             text,
             streams,
             sender,
+            pace: Pace::default(),
             receiver,
         }
     }
 
     /// Opens a stream to a worker's listener, in place of an older one.
     pub fn dial(&mut self, name: &str, address: &str, secret: &str) {
-        self.dial_by(name, address, Verifier::Local { secret: secret.to_string() });
+        self.dial_by(name, address, Verifier::Local { secret: secret.to_string() }, false);
     }
 
-    /// The same, with any proof.
-    pub fn dial_by(&mut self, name: &str, address: &str, verifier: Verifier) {
+    /// The same, with any proof. `again`: it was reached there before, so that a listener which
+    /// refuses is gone.
+    pub fn dial_by(&mut self, name: &str, address: &str, verifier: Verifier, again: bool) {
         self.streams += 1;
         let (orders, queue) = mpsc::channel(ORDERS_MAX);
         let attendant = Attendant {
-            job_uid: Arc::clone(&self.job_uid),
+            owner: Arc::clone(&self.owner),
             name: name.to_string(),
             stream: self.streams,
             term: self.term,
             address: address.to_string(),
             verifier,
+            again,
+            pace: self.pace.clone(),
             client: self.authority.client(),
             heartbeat_timeout: self.heartbeat_timeout,
             events: self.sender.clone(),
@@ -237,10 +252,10 @@ impl Leader {
         let Told { name, stream, event, .. } = told;
         let link = self.links.get_mut(&name).filter(|link| link.stream == stream)?;
         match &event {
-            LeaderEvent::Connected(hello) => {
+            LeaderEvent::Opened(hello) => {
                 link.signing_request = Some(hello.signing_request.clone());
             }
-            LeaderEvent::Closed { .. } => drop(self.links.remove(&name)),
+            LeaderEvent::Ended { .. } => drop(self.links.remove(&name)),
             LeaderEvent::Up { .. } | LeaderEvent::Silent => {}
         }
         Some((name, event))
@@ -306,8 +321,9 @@ impl Leader {
         let Some(link) = self.links.get(name) else { return };
         link.task.abort();
         let (sender, stream) = (self.sender.clone(), link.stream);
-        let (job_uid, event) = (Arc::clone(&self.job_uid), LeaderEvent::Closed { reason });
-        let told = Told { job_uid, name: name.into(), stream, event };
+        let event = LeaderEvent::Ended { why: Ending::Refused, reason };
+        let owner = Arc::clone(&self.owner);
+        let told = Told { owner, name: name.into(), stream, event };
         // The queue may be full; this loop is the one that empties it.
         tokio::spawn(async move { sender.send(told).await });
     }
@@ -315,12 +331,14 @@ impl Leader {
 
 /// The task of one stream.
 struct Attendant {
-    job_uid: Arc<str>,
+    owner: Arc<str>,
     name: String,
     stream: u64,
     term: u64,
     address: String,
     verifier: Verifier,
+    again: bool,
+    pace: Pace,
     client: Arc<ClientConfig>,
     heartbeat_timeout: Duration,
     events: mpsc::Sender<Told>,
@@ -328,25 +346,27 @@ struct Attendant {
 
 impl Attendant {
     async fn run(self, orders: mpsc::Receiver<Order>) {
-        let reason = match self.attend(orders).await {
-            Ok(()) => "its stream was closed".to_string(),
-            Err(error) => chain(&error),
+        let (why, reason) = match self.attend(orders).await {
+            Ok(()) => (Ending::Broken, "its stream was closed".to_string()),
+            Err(error) => (error.ending(), chain(&error)),
         };
-        self.tell(LeaderEvent::Closed { reason }).await;
+        self.tell(LeaderEvent::Ended { why, reason }).await;
     }
 
     async fn tell(&self, event: LeaderEvent) {
-        let (job_uid, name) = (Arc::clone(&self.job_uid), self.name.clone());
-        let told = Told { job_uid, name, stream: self.stream, event };
+        let (owner, name) = (Arc::clone(&self.owner), self.name.clone());
+        let told = Told { owner, name, stream: self.stream, event };
         // Without a receiver the leader is gone, and this task with it.
         let _ = self.events.send(told).await;
     }
 
     async fn attend(&self, orders: mpsc::Receiver<Order>) -> Result<(), StreamError> {
-        let tcp = self.connect().await.map_err(StreamError::Dial)?;
+        let tcp = self.connect().await?;
         let hello = timeout(Duration::from_millis(HELLO_MS_MAX), self.hello(tcp)).await;
-        let (stream, hello) = hello.map_err(|_| StreamError::Slow)??;
-        self.tell(LeaderEvent::Connected(hello)).await;
+        let (mut stream, mut hello) = hello.map_err(|_| StreamError::Slow)??;
+        self.prove(&mut stream, &hello).await?;
+        hello.token = String::new();
+        self.tell(LeaderEvent::Opened(hello)).await;
         let (from, to) = tokio::io::split(stream);
         let write = async {
             if let Err(error) = self.write(to, orders).await {
@@ -361,22 +381,28 @@ impl Attendant {
         }
     }
 
-    /// A worker's listener is there before its address is told, but its network may lag.
-    async fn connect(&self) -> io::Result<TcpStream> {
+    /// A worker's listener is there before its address is told, but its network may lag. One that
+    /// was there before and refuses twice is gone.
+    async fn connect(&self) -> Result<TcpStream, StreamError> {
         let deadline = Instant::now() + self.heartbeat_timeout;
+        let mut refusals = 0;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let error = match timeout(left, TcpStream::connect(&self.address)).await {
                 Ok(Ok(tcp)) => {
-                    tcp.set_nodelay(true)?;
+                    tcp.set_nodelay(true).map_err(StreamError::Dial)?;
                     return Ok(tcp);
                 }
                 Ok(Err(error)) => error,
                 Err(_) => io::ErrorKind::TimedOut.into(),
             };
+            refusals += u32::from(error.kind() == io::ErrorKind::ConnectionRefused);
+            if self.again && refusals > 1 {
+                return Err(StreamError::Refused(error));
+            }
             let pause = Duration::from_millis(DIAL_PAUSE_MS);
             if Instant::now() + pause >= deadline {
-                return Err(error);
+                return Err(StreamError::Dial(error));
             }
             sleep(pause).await;
         }
@@ -390,22 +416,44 @@ impl Attendant {
         write_frame(&mut stream, &self.frame(Down::Heartbeat)).await?;
         let silence = Duration::from_millis(HELLO_MS_MAX);
         let frame: Frame<Up> = read_frame(&mut stream, silence).await?;
-        let Up::Hello(mut hello) = frame.body else { return Err(StreamError::Order) };
+        let Up::Hello(hello) = frame.body else { return Err(StreamError::Order) };
         let certificates = stream.get_ref().1.peer_certificates();
         let key = certificates.and_then(<[_]>::first).and_then(public_key);
-        self.verify(&hello, key).await?;
-        hello.token = String::new();
+        self.check(&hello, key)?;
         Ok((stream, hello))
     }
 
-    async fn verify(&self, hello: &Hello, key: Option<Vec<u8>>) -> Result<(), StreamError> {
+    /// The worker waits for its proof to be judged, and is told meanwhile that its leader lives:
+    /// after a takeover hundreds of tokens wait for the API server.
+    async fn prove(
+        &self,
+        stream: &mut TlsStream<TcpStream>,
+        hello: &Hello,
+    ) -> Result<(), StreamError> {
+        let verdict = self.verify(hello);
+        tokio::pin!(verdict);
+        let mut tick = interval(Duration::from_millis(HEARTBEAT_MS));
+        loop {
+            tokio::select! {
+                verdict = &mut verdict => return verdict,
+                _ = tick.tick() => write_frame(stream, &self.frame(Down::Heartbeat)).await?,
+            }
+        }
+    }
+
+    async fn verify(&self, hello: &Hello) -> Result<(), StreamError> {
+        match &self.verifier {
+            Verifier::Local { secret } if equal(secret, &hello.token) => Ok(()),
+            Verifier::Local { .. } => Err(StreamError::Token),
+            Verifier::TokenReview { reviewer, pod } => {
+                Ok(reviewer.review(&hello.token, pod).await?)
+            }
+        }
+    }
+
+    fn check(&self, hello: &Hello, key: Option<Vec<u8>>) -> Result<(), StreamError> {
         if hello.version != PROTOCOL_VERSION {
             return Err(StreamError::Version { found: hello.version });
-        }
-        match &self.verifier {
-            Verifier::Local { secret } if equal(secret, &hello.token) => {}
-            Verifier::Local { .. } => return Err(StreamError::Token),
-            Verifier::TokenReview { reviewer, pod } => reviewer.review(&hello.token, pod).await?,
         }
         if hello.worker != self.name {
             return Err(StreamError::Name { found: hello.worker.clone() });
@@ -417,11 +465,12 @@ impl Attendant {
     }
 
     async fn read(&self, mut from: ReadHalf<TlsStream<TcpStream>>) -> Result<(), StreamError> {
-        let mut silent = false;
+        let (mut silent, mut own) = (false, pace::Allowance::of_stream());
         loop {
             match read_frame(&mut from, self.heartbeat_timeout).await {
                 Ok(Frame { attempt, body: up, .. }) => {
                     silent = false;
+                    self.pace.admit(&mut own).await;
                     self.tell(LeaderEvent::Up { attempt, up }).await;
                 }
                 Err(FrameError::Silent { .. }) if silent => {}

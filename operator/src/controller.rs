@@ -1,35 +1,30 @@
-//! The loop of the operator: observe -> allocate -> plan -> apply -> report, for all jobs.
+//! The shell of the operator: one task for all jobs, which observes, asks and executes.
 //!
 //! ```text
-//! watches, streams, results of writes --Event--> Cluster, JobState
-//! Cluster + all jobs --allocate--> nodes of each job --reconcile--> batches of writes
+//! watches, streams, results of writes --Event--> Cluster, JobLoop::on
+//! Cluster + all jobs --allocate--> nodes of each job --JobLoop::turn--> effects --Crew--> done
 //! ```
 //!
-//! One task decides everything, so that no two jobs take the same node; only writing is done
-//! beside it, a batch a job at a time. A standby keeps its view of the cluster and nothing else.
+//! What is to be done about a job its `JobLoop` says, which jobs get which nodes `allocate`:
+//! nothing here chooses. A standby keeps its view of the cluster and nothing else.
 
-mod job;
+mod crew;
 pub(crate) mod nodes;
-mod refusals;
-mod report;
-mod results;
-mod spec;
-mod workers;
 
-use crate::apply::{Write, Writer, Written};
+use crate::apply::Writer;
 use crate::authority::Authority;
 use crate::control::Told;
 use crate::identity::{Keyring, Reviewer};
 use crate::metrics::Metrics;
-use crate::observe::{Change, Cluster, JobSeen, Key, PodSeen, Taken, Weight};
-use job::{JobState, Lookup};
-use moejob_plan::decide::Action;
-use moejob_plan::observed::Millis;
-use moejob_protocol::WorkerConfig;
+use crate::observe::{Change, Cluster, JobSeen, Key, Owner, PodSeen, Taken, Weight};
+use crate::pulse::{ASK_EVERY, Pulse};
+use crew::{Crew, Done};
 use moejob_plan::allocate::{Allocation, Granted, Ground, Memory};
-use std::collections::HashMap;
-use std::sync::{Arc, LazyLock};
-use std::sync::atomic::{AtomicU64, Ordering};
+use moejob_plan::lead::{self, Event, Operator, Origin};
+use moejob_plan::observed::Millis;
+use moejob_plan::orphans::Orphans;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::mpsc;
 
@@ -41,8 +36,6 @@ const TOGETHER_MAX: usize = 4096;
 /// gangs hundreds of workers come up one after the other, and are decided on together.
 const PAUSES: u32 = 3;
 const PAUSE_MAX: Duration = Duration::from_millis(100);
-/// Without any event the loop looks again after this.
-const IDLE: Duration = Duration::from_secs(60);
 
 /// What all jobs of this operator share.
 pub struct Context {
@@ -57,8 +50,8 @@ pub struct Context {
     pub namespace: String,
     pub told: mpsc::Sender<Told>,
     pub clock: Clock,
-    /// When the API server last answered.
-    pub heard: AtomicU64,
+    /// The loop's answers.
+    pub pulse: Pulse,
 }
 
 /// Why a job of this name and spec would not be planned; what `kubectl moe submit` asks beforehand.
@@ -66,17 +59,7 @@ pub struct Context {
 /// # Errors
 /// In the words of its condition.
 pub fn plannable(name: &str, spec: &serde_json::Value) -> Result<(), String> {
-    spec::judge(name, spec).map(drop).map_err(|blocked| blocked.message)
-}
-
-impl Context {
-    pub fn hear_of_api(&self) {
-        self.heard.store(self.clock.now(), Ordering::Relaxed);
-    }
-
-    pub fn heard_of_api(&self) -> Millis {
-        self.heard.load(Ordering::Relaxed)
-    }
+    lead::judge(name, spec).map(drop).map_err(|blocked| blocked.message)
 }
 
 /// Milliseconds since 1970 that never go back: the next leader reads them in the record.
@@ -97,62 +80,39 @@ impl Clock {
     }
 }
 
-/// What a write is for.
+/// What the process tells the loop.
 #[derive(Debug)]
-pub enum Origin {
-    Action(Action),
-    /// A status that must be durable before the action counts as done.
-    Recorded(Box<Action>),
-    Status,
-    Object,
-    Budget,
-    Event,
-    Cleanup,
-}
-
-/// Writes of one job that are done together.
-#[derive(Debug, Default)]
-pub struct Batch {
-    /// The job goes on meanwhile.
-    pub aside: bool,
-    writes: Vec<(Origin, Write)>,
-}
-
-impl Batch {
-    fn add(&mut self, origin: Origin, write: Write) {
-        self.writes.push((origin, write));
-    }
-}
-
-/// The end of a batch.
-struct Done {
-    job_uid: Arc<str>,
-    aside: bool,
-    results: Vec<(Origin, Written)>,
-}
-
-enum Event {
-    Change(Change),
-    Told(Told),
-    Done(Done),
-    /// This process leads from now on.
+pub enum Order {
+    /// This process leads from now on, in this term.
     Lead(u64),
-    Timer,
+    /// The API server has answered.
+    Heard,
 }
 
 /// The inputs of the loop beside its own.
 pub struct Inputs {
     pub changes: mpsc::Receiver<Change>,
     pub told: mpsc::Receiver<Told>,
-    pub lead: mpsc::Receiver<u64>,
+    pub orders: mpsc::Receiver<Order>,
+    /// Told why this process must not lead.
+    pub unfit: mpsc::Sender<String>,
+}
+
+enum Input {
+    Change(Change),
+    Told(Told),
+    Done(Done),
+    Order(Order),
+    Timer,
 }
 
 pub struct Controller {
     context: Arc<Context>,
+    operator: Arc<Operator>,
     inputs: Inputs,
     done: (mpsc::Sender<Done>, mpsc::Receiver<Done>),
     cluster: Cluster,
-    jobs: HashMap<Arc<str>, JobState>,
+    jobs: HashMap<Owner, Crew>,
     term: Option<u64>,
     /// Pods, nodes or jobs have changed since nodes were allocated.
     stale: bool,
@@ -164,12 +124,21 @@ pub struct Controller {
     awaits_decision: bool,
     allocation: Allocation,
     memory: Memory,
+    orphans: Orphans,
+    heard_of_api: Millis,
 }
 
 impl Controller {
     pub fn new(context: Context, inputs: Inputs) -> Controller {
+        let operator = Operator {
+            image: context.own_image.clone(),
+            namespace: context.namespace.clone(),
+            trusted: context.keyring.trusted(),
+            keyring: context.keyring.id(),
+        };
         Controller {
             context: Arc::new(context),
+            operator: Arc::new(operator),
             inputs,
             done: mpsc::channel(EVENTS_MAX),
             cluster: Cluster::default(),
@@ -181,22 +150,21 @@ impl Controller {
             awaits_decision: false,
             allocation: Allocation::default(),
             memory: Memory::default(),
+            orphans: Orphans::default(),
+            heard_of_api: 0,
         }
-    }
-
-    pub fn context(&self) -> Arc<Context> {
-        Arc::clone(&self.context)
     }
 
     /// Decides until the process ends.
     pub async fn run(mut self) {
         loop {
-            let event = self.next().await;
-            self.on(event);
+            let input = self.next().await;
+            self.context.pulse.beat();
+            self.on(input);
             // What has arrived together is decided on together: two losses at once are one.
             for _ in 0..TOGETHER_MAX {
-                let Some(event) = self.arrived() else { break };
-                self.on(event);
+                let Some(input) = self.arrived() else { break };
+                self.on(input);
             }
             self.awaits_decision = Instant::now() < self.pause;
             if self.awaits_decision {
@@ -216,11 +184,13 @@ impl Controller {
         self.term.is_some() && self.cluster.is_complete()
     }
 
-    async fn next(&mut self) -> Event {
+    async fn next(&mut self) -> Input {
         let now = self.context.clock.now();
-        let due = self.jobs.values().filter_map(|job| job.due(now));
-        let due = due.chain(self.allocation.requeue).min();
-        let wait = due.map_or(IDLE, |at| Duration::from_millis(at.saturating_sub(now)));
+        let dues = self.jobs.values().filter_map(|job| job.due);
+        let due = dues.chain(self.allocation.requeue).chain(self.orphans.due()).min();
+        // It answers each second, also when nothing is to be done.
+        let idle = ASK_EVERY / 2;
+        let wait = due.map_or(idle, |at| Duration::from_millis(at.saturating_sub(now)).min(idle));
         let pause = self.pause.saturating_duration_since(Instant::now());
         // A decision may have changed what allocation is to see.
         let soon = self.awaits_decision || (self.stale && self.decides());
@@ -228,43 +198,52 @@ impl Controller {
         // Results first: they are what a job waits for.
         tokio::select! {
             biased;
-            Some(done) = self.done.1.recv() => Event::Done(done),
-            Some(term) = self.inputs.lead.recv() => Event::Lead(term),
-            Some(told) = self.inputs.told.recv() => Event::Told(told),
-            Some(change) = self.inputs.changes.recv() => Event::Change(change),
-            () = tokio::time::sleep(wait.max(Duration::from_millis(1))) => Event::Timer,
+            Some(done) = self.done.1.recv() => Input::Done(done),
+            Some(order) = self.inputs.orders.recv() => Input::Order(order),
+            Some(told) = self.inputs.told.recv() => Input::Told(told),
+            Some(change) = self.inputs.changes.recv() => Input::Change(change),
+            () = tokio::time::sleep(wait.max(Duration::from_millis(1))) => Input::Timer,
         }
     }
 
-    fn arrived(&mut self) -> Option<Event> {
+    fn arrived(&mut self) -> Option<Input> {
         if let Ok(done) = self.done.1.try_recv() {
-            return Some(Event::Done(done));
+            return Some(Input::Done(done));
         }
         if let Ok(told) = self.inputs.told.try_recv() {
-            return Some(Event::Told(told));
+            return Some(Input::Told(told));
         }
-        self.inputs.changes.try_recv().ok().map(Event::Change)
+        self.inputs.changes.try_recv().ok().map(Input::Change)
     }
 
-    fn on(&mut self, event: Event) {
+    fn on(&mut self, input: Input) {
         let now = self.context.clock.now();
-        match event {
-            Event::Change(change) => self.on_change(change, now),
-            Event::Told(told) => {
-                if let Some(job) = self.jobs.get_mut(&told.job_uid) {
-                    job.on_stream(told, now);
+        match input {
+            Input::Change(change) => self.on_change(change, now),
+            Input::Told(told) => {
+                if let Some(job) = self.jobs.get_mut(&told.owner) {
+                    job.on_told(told, now);
                 }
             }
-            Event::Done(done) => {
-                if done.results.iter().any(|(_, written)| written.is_ok()) {
-                    self.context.hear_of_api();
-                }
-                if let Some(job) = self.jobs.get_mut(&done.job_uid) {
-                    job.on_written(done.aside, done.results, now);
-                }
+            Input::Done(done) => self.on_done(done, now),
+            Input::Order(Order::Lead(term)) => self.lead(term),
+            Input::Order(Order::Heard) => self.heard_of_api = now,
+            Input::Timer => {}
+        }
+    }
+
+    fn on_done(&mut self, done: Done, now: Millis) {
+        let Done { owner, aside, results } = done;
+        let mut said = Vec::with_capacity(results.len());
+        for (origin, label, written) in results {
+            self.context.metrics.result(label);
+            if written.is_ok() {
+                self.heard_of_api = now;
             }
-            Event::Lead(term) => self.lead(term),
-            Event::Timer => {}
+            said.push((origin, written));
+        }
+        if let Some(job) = self.jobs.get_mut(&owner) {
+            job.on(Event::Done { aside, results: said }, now);
         }
     }
 
@@ -283,22 +262,28 @@ impl Controller {
         match taken {
             Taken::Nothing | Taken::Node => {}
             Taken::Job(key, before) => self.on_job(&key, before.as_ref(), now),
-            Taken::Pod(key, before) => {
-                let after = self.cluster.pods.get(&key);
-                if let Some(worker) = after.and_then(|pod| pod.worker.as_deref())
-                    && let Some(node) = &worker.meant_for
-                {
-                    self.memory.seen(&worker.job_uid, node);
-                }
-                let of = |pod: &crate::observe::PodSeen| {
-                    pod.worker.as_ref().map(|worker| worker.job_uid.clone())
-                };
-                let uid = after.and_then(of).or(before.as_ref().and_then(of));
-                let job = uid.and_then(|uid| self.jobs.get_mut(uid.as_str()));
-                if let Some(job) = job {
-                    job.on_pod(&key, after, now);
-                }
-            }
+            Taken::Pod(key, before) => self.on_pod(&key, before.as_ref(), now),
+        }
+    }
+
+    fn on_pod(&mut self, key: &Key, before: Option<&PodSeen>, now: Millis) {
+        let after = self.cluster.pods.get(key);
+        let worker = after.and_then(|pod| pod.worker.as_deref());
+        if let Some(worker) = worker
+            && let Some(node) = &worker.meant_for
+        {
+            self.memory.seen(&worker.owner, node);
+        }
+        let name = key.rsplit('/').next().unwrap_or_default();
+        let owner = worker.map(|worker| &worker.owner);
+        if let Some(job) = owner.and_then(|owner| self.jobs.get_mut(owner))
+            && let Some(worker) = worker
+        {
+            return job.on(Event::Pod(Box::new(worker.clone())), now);
+        }
+        let was = before.and_then(|pod| pod.worker.as_ref()).map(|worker| &worker.owner);
+        if let Some(job) = was.and_then(|owner| self.jobs.get_mut(owner)) {
+            job.on(Event::PodGone(name.to_string()), now);
         }
     }
 
@@ -328,8 +313,8 @@ impl Controller {
                 }
                 // A pod that was decided has its node already.
                 match (before, after) {
-                    (None, Some((node, Weight::Worker(uid)))) => {
-                        !self.memory.is_unseen(uid, node)
+                    (None, Some((node, Weight::Worker(owner)))) => {
+                        !self.memory.is_unseen(owner, node)
                     }
                     _ => true,
                 }
@@ -342,13 +327,14 @@ impl Controller {
         if let Some(before) = before
             && after.is_none_or(|after| after.uid != before.uid)
         {
-            self.jobs.remove(before.uid.as_str());
+            self.jobs.remove(&before.owner());
             self.context.metrics.forget_job(&before.uid);
-            self.memory.forget(&before.uid);
+            self.memory.forget(&before.owner());
         }
         let Some(after) = after.cloned() else { return };
-        match self.jobs.get_mut(after.uid.as_str()) {
-            Some(job) => job.on_seen(&after),
+        match self.jobs.get_mut(&after.owner()) {
+            Some(job) if job.is_to_be_taken_anew(&after) => self.adopt(&after, now),
+            Some(job) => job.on(Event::Spec(Box::new(after)), now),
             None => self.adopt(&after, now),
         }
     }
@@ -358,8 +344,8 @@ impl Controller {
         tracing::info!(term, "this operator leads");
         self.term = Some(term);
         self.context.metrics.set_leader(true);
-        self.context.hear_of_api();
         let now = self.context.clock.now();
+        self.heard_of_api = now;
         if self.cluster.is_complete() {
             self.adopt_all(now);
         }
@@ -369,25 +355,59 @@ impl Controller {
         if self.term.is_none() {
             return;
         }
+        if let Some(why) = self.unfit() {
+            tracing::error!(why, "this operator does not lead");
+            self.term = None;
+            // The process is about to end; if it cannot be told, it goes on as a standby.
+            let _ = self.inputs.unfit.try_send(why);
+            return;
+        }
         let jobs: Vec<JobSeen> = self.cluster.jobs.values().cloned().collect();
+        let mut pods = self.cluster.workers_by_owner();
         for seen in jobs {
-            if !self.jobs.contains_key(seen.uid.as_str()) {
-                self.adopt(&seen, now);
+            let owner = seen.owner();
+            if !self.jobs.contains_key(&owner) {
+                let of = pods.remove(&owner).unwrap_or_default();
+                self.adopt_with(&seen, of, now);
             }
         }
     }
 
+    /// Why this process must not lead: jobs train whose pods another authority has sealed.
+    fn unfit(&self) -> Option<String> {
+        let sealed_by_others = self.cluster.jobs.values().filter(|seen| {
+            lead::sealed_by(&seen.status).is_some_and(|keyring| keyring != self.operator.keyring)
+        });
+        let owners: Vec<Owner> = sealed_by_others.map(JobSeen::owner).collect();
+        let lives = |pod: &PodSeen| {
+            !pod.finished && pod.claims.as_ref().is_some_and(|owner| owners.contains(owner))
+        };
+        let pods = self.cluster.pods.values().filter(|pod| lives(pod)).count();
+        (pods > 0).then(|| {
+            format!(
+                "the authority's Secret is not the one by which {pods} pods of {} jobs were made: \
+                 restore it from a copy, or delete those pods (label {})",
+                owners.len(),
+                moejob_plan::pods::LABEL_JOB_UID
+            )
+        })
+    }
+
     fn adopt(&mut self, seen: &JobSeen, now: Millis) {
+        let owner = seen.owner();
+        let pods = self.cluster.workers_by_owner().remove(&owner).unwrap_or_default();
+        self.adopt_with(seen, pods, now);
+    }
+
+    fn adopt_with(&mut self, seen: &JobSeen, pods: Vec<Key>, now: Millis) {
         let Some(term) = self.term.filter(|_| !seen.deleted) else { return };
-        let mut job = JobState::new(seen, Arc::clone(&self.context), term, now);
-        let mut pods: Vec<_> = (self.cluster.pods.values())
-            .filter(|pod| pod.worker.as_ref().is_some_and(|of| of.job_uid == seen.uid))
-            .collect();
-        pods.sort_by(|a, b| a.key.cmp(&b.key));
-        for pod in pods {
-            job.on_pod(&pod.key, Some(pod), now);
+        let operator = Arc::clone(&self.operator);
+        let mut job = Crew::new(seen, Arc::clone(&self.context), operator, term, now);
+        for key in pods {
+            let worker = self.cluster.pods.get(&key).and_then(|pod| pod.worker.clone());
+            worker.into_iter().for_each(|worker| job.on(Event::Pod(worker), now));
         }
-        self.jobs.insert(Arc::from(seen.uid.as_str()), job);
+        self.jobs.insert(seen.owner(), job);
         self.stale = true;
     }
 
@@ -397,49 +417,42 @@ impl Controller {
         if std::mem::take(&mut self.stale) || look_again {
             self.allocation =
                 nodes::decide(&self.cluster, &mut self.ground, &self.jobs, &mut self.memory, now);
-            for (uid, job) in &mut self.jobs {
-                let granted = self.allocation.jobs.get(&**uid).unwrap_or(&none);
-                job.dirty |= nodes::changed(granted, job);
+            for (owner, job) in &mut self.jobs {
+                let granted = self.allocation.jobs.get(&**owner).unwrap_or(&none);
+                job.on(Event::Granted(granted.clone()), now);
             }
         }
-        let lookup = Lookup(&self.cluster);
         let mut sent = Vec::new();
-        for (uid, job) in &mut self.jobs {
-            let due = job.due(now).is_some_and(|at| at <= now);
-            if !job.dirty && !due {
+        for (owner, job) in &mut self.jobs {
+            if !job.is_to_turn(now) {
                 continue;
             }
-            let began = Instant::now();
-            let batches = job.reconcile(&lookup, now);
-            self.context.metrics.reconciled(began.elapsed());
-            self.stale |= job.remember(&batches, &mut self.memory, now);
-            sent.extend(batches.into_iter().map(|batch| (Arc::clone(uid), batch)));
+            job.on(Event::Api { heard: self.heard_of_api }, now);
+            self.stale |= job.turn(&mut self.memory, &mut sent, owner, now);
         }
-        for (uid, batch) in sent {
-            self.send(uid, batch);
+        if self.orphans.due().is_none_or(|at| at <= now) {
+            let owners: HashSet<Owner> = self.cluster.jobs.values().map(JobSeen::owner).collect();
+            let pods = self.cluster.pods.values().filter_map(|pod| pod.worker.as_deref());
+            for (owner, write) in self.orphans.look(pods, |of| owners.contains(of), now) {
+                let batch = lead::Batch { aside: true, writes: vec![(Origin::Expiry, write)] };
+                sent.push((owner, batch));
+            }
+        }
+        for (owner, batch) in sent {
+            self.send(owner, batch);
         }
     }
 
-    fn send(&self, job_uid: Arc<str>, batch: Batch) {
+    fn send(&self, owner: Owner, batch: lead::Batch) {
         let (writer, done) = (self.context.writer.clone(), self.done.0.clone());
         tokio::spawn(async move {
-            let Batch { aside, writes } = batch;
+            let lead::Batch { aside, writes } = batch;
             let (origins, writes): (Vec<_>, Vec<_>) = writes.into_iter().unzip();
-            let results = writer.write_all(writes).await;
-            let results = origins.into_iter().zip(results).collect();
+            let written = writer.write_all(&owner, writes).await;
+            let results = origins.into_iter().zip(written);
+            let results = results.map(|(origin, (label, written))| (origin, label, written));
             // Without a receiver the process ends.
-            let _ = done.send(Done { job_uid, aside, results }).await;
+            let _ = done.send(Done { owner, aside, results: results.collect() }).await;
         });
     }
 }
-
-/// A template for a job that has none yet; read once.
-static EMPTY_TEMPLATE: LazyLock<WorkerConfig> = LazyLock::new(|| {
-    use moejob_plan::job::{Job, Venue};
-    let text = "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {name: none}\nspec:\n  \
-                nodes: {min: 1}\n  model: {preset: tiny}\n  data: {train: {text: {paths: [none]}}, \
-                sequenceLength: 8}\n  training: {steps: 1, globalBatchSize: 1}\n";
-    let job = Job::read(text.as_bytes()).expect("a valid manifest");
-    let places = moejob_plan::pods::places(&job);
-    moejob_plan::launch::template(&job, Venue::Kubernetes, "", &places)
-});

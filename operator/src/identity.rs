@@ -9,6 +9,7 @@ use crate::authority::{self, AuthorityError};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, UserInfo};
 use kube::api::{Api, PostParams};
+use moejob_plan::lead::PodIdentity;
 use moejob_protocol::pod::TOKEN_AUDIENCE;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,10 +18,13 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 /// Reviews under way at once; a gang of 512 does not flood the API server.
-const REVIEWS_MAX: usize = 32;
+const REVIEWS_MAX: usize = 64;
 const REVIEW_MS_MAX: u64 = 4_000;
 /// A kubelet's token is about a tenth of this.
 const TOKEN_BYTES_MAX: usize = 16 << 10;
+
+/// What a seal begins with that covers the pod's namespace.
+const SEAL_VERSION: &str = "v2:";
 
 const DAY_S: i64 = 24 * 3600;
 /// So long before its end an authority gets a successor, which new pods trust as well.
@@ -133,21 +137,40 @@ impl Keyring {
         format!("{}{successor}", self.certificate)
     }
 
-    /// What marks a pod as one that the operator has made for this job.
-    pub fn seal(&self, job_uid: &str, pod: &str) -> String {
+    /// What marks a pod as one that the operator has made for this job, in this namespace: who
+    /// copies it to a pod of another namespace has a pod without a seal. None of the names holds
+    /// a `/`.
+    pub fn seal(&self, namespace: &str, job_uid: &str, pod: &str) -> String {
+        format!("{SEAL_VERSION}{}", self.hash(&format!("v2/{namespace}/{job_uid}/{pod}")))
+    }
+
+    /// Names the key of the seals without telling it: a record says by which its pods were sealed.
+    pub fn id(&self) -> String {
+        self.hash("moejob.dev name of this key")[..16].to_string()
+    }
+
+    /// Whether the seal of a pod is one of ours. Those of version 1 do not cover the namespace;
+    /// pods that bear one live until their job replaces them, and count only for a job of their
+    /// own namespace (`observe::owner`).
+    pub fn is_sealed(&self, seal: &str, namespace: &str, job_uid: &str, pod: &str) -> bool {
+        let expected = match seal.starts_with(SEAL_VERSION) {
+            true => self.seal(namespace, job_uid, pod),
+            false => self.hash(&format!("{job_uid}/{pod}")),
+        };
+        // A hash of the hashes tells nobody how far a guess was right.
+        blake3::hash(expected.as_bytes()) == blake3::hash(seal.as_bytes())
+    }
+
+    /// As version 1 was.
+    #[cfg(test)]
+    pub fn seal_before(&self, job_uid: &str, pod: &str) -> String {
+        self.hash(&format!("{job_uid}/{pod}"))
+    }
+
+    fn hash(&self, text: &str) -> String {
         let key = blake3::Hash::from_hex(&self.seal).expect("checked when it was read");
-        let text = format!("{job_uid}/{pod}");
         blake3::keyed_hash(key.as_bytes(), text.as_bytes()).to_hex().to_string()
     }
-}
-
-/// The pod that was dialled.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PodIdentity {
-    pub namespace: String,
-    pub name: String,
-    pub uid: String,
-    pub node: String,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -259,8 +282,8 @@ mod tests {
         let mut data = keyring.write();
         let again = Keyring::read(&data).expect("readable").expect("not empty");
         assert!(again == keyring && again.authority().is_ok());
-        assert_eq!(keyring.seal("job", "pod"), again.seal("job", "pod"));
-        assert_ne!(keyring.seal("job", "pod"), keyring.seal("job", "pod-1"));
+        assert_eq!(keyring.seal("n", "job", "pod"), again.seal("n", "job", "pod"));
+        assert_ne!(keyring.seal("n", "job", "pod"), keyring.seal("n", "job", "pod-1"));
         data.remove("authority.key");
         let error = Keyring::read(&data).err().expect("refused").to_string();
         assert!(error.contains("authority.key is missing"), "{error}");
@@ -278,7 +301,25 @@ mod tests {
         assert!(second.due(later).expect("readable").is_none());
         let third = second.due(now() + YEAR_S - TAKEOVER_S + 60).expect("made").expect("due");
         assert_eq!(Some(&third.certificate), second.successor.as_ref().map(|(it, _)| it));
-        assert_eq!(third.seal("j", "p"), first.seal("j", "p"));
+        assert_eq!(third.seal("n", "j", "p"), first.seal("n", "j", "p"));
+    }
+
+    #[test]
+    fn a_seal_is_worth_nothing_in_another_namespace() {
+        let keyring = Keyring::new().expect("keys");
+        let seal = keyring.seal("a", "job", "pod");
+        assert!(keyring.is_sealed(&seal, "a", "job", "pod"));
+        assert!(!keyring.is_sealed(&seal, "b", "job", "pod"));
+        assert!(!keyring.is_sealed(&seal, "a", "other", "pod"));
+        assert!(!keyring.is_sealed(&seal, "a", "job", "pod-1"));
+        assert!(!Keyring::new().expect("keys").is_sealed(&seal, "a", "job", "pod"));
+        for wrong in ["", "v2:", "v1:", &seal[3..], &seal[..seal.len() - 1]] {
+            assert!(!keyring.is_sealed(wrong, "a", "job", "pod"), "{wrong}");
+        }
+        // As version 1 was made: of pods that a release before this one has started.
+        let before = keyring.seal_before("job", "pod");
+        assert!(keyring.is_sealed(&before, "a", "job", "pod"));
+        assert!(!keyring.is_sealed(&before, "a", "job", "pod-1"));
     }
 
     fn answer(change: impl Fn(&mut TokenReviewStatus)) -> Result<(), String> {

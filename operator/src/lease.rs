@@ -7,6 +7,8 @@ use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use k8s_openapi::jiff::Timestamp;
 use kube::Client;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
@@ -19,6 +21,41 @@ const GIVE_UP_AFTER: Duration = Duration::from_secs(8);
 /// For one request of it.
 const REQUEST_MAX: Duration = Duration::from_secs(3);
 
+/// Until when this process leads, by the clock that also counts while the machine sleeps. Whoever
+/// writes looks at it first: a process that was stopped and goes on may have a successor.
+#[derive(Clone, Default)]
+pub struct Deadline(Arc<AtomicU64>);
+
+impl Deadline {
+    /// One that is never over: for writers that need no lease.
+    pub fn never() -> Deadline {
+        Deadline(Arc::new(AtomicU64::new(u64::MAX)))
+    }
+
+    pub fn holds(&self) -> bool {
+        self.holds_at(boot_millis())
+    }
+
+    /// At the deadline itself somebody else may lead.
+    fn holds_at(&self, now: u64) -> bool {
+        now < self.0.load(Ordering::SeqCst)
+    }
+
+    fn renewed(&self, began: u64) {
+        self.0.store(began + GIVE_UP_AFTER.as_millis() as u64, Ordering::SeqCst);
+    }
+
+    fn end(&self) {
+        self.0.store(0, Ordering::SeqCst);
+    }
+}
+
+/// Milliseconds of CLOCK_BOOTTIME.
+fn boot_millis() -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    time.tv_sec.max(0) as u64 * 1000 + time.tv_nsec.max(0) as u64 / 1_000_000
+}
+
 pub struct Election {
     pub client: Client,
     pub writer: Writer,
@@ -26,6 +63,8 @@ pub struct Election {
     pub name: String,
     /// Unlike that of any other process.
     pub identity: String,
+    /// Of this process's leadership.
+    pub deadline: Deadline,
 }
 
 /// What was last seen of the lease, and when it was last otherwise.
@@ -47,8 +86,12 @@ impl Election {
     pub async fn acquire(&self) -> u64 {
         let mut seen = None;
         loop {
+            let began = boot_millis();
             match self.step(&mut seen).await {
-                Ok(Some(spec)) => return term(&spec),
+                Ok(Some(spec)) => {
+                    self.deadline.renewed(began);
+                    return term(&spec);
+                }
                 Ok(None) => {}
                 Err(error) => tracing::warn!(%error, "the lease"),
             }
@@ -63,21 +106,28 @@ impl Election {
         loop {
             sleep(RENEW_EVERY).await;
             let (began, deadline) = (Instant::now(), renewed + GIVE_UP_AFTER);
+            let began_boot = boot_millis();
+            // The machine, or this process, may have slept meanwhile.
+            if !self.deadline.holds() {
+                return;
+            }
             match timeout_at(deadline, self.step(&mut seen)).await {
                 Ok(Ok(Some(_))) => {
                     renewed = began;
+                    self.deadline.renewed(began_boot);
                     heard();
                 }
-                Ok(Err(error)) if Instant::now() < deadline => {
+                Ok(Err(error)) if self.deadline.holds() => {
                     tracing::warn!(%error, "the lease was not renewed");
                 }
-                Ok(Ok(None) | Err(_)) | Err(_) => return,
+                Ok(Ok(None) | Err(_)) | Err(_) => return self.deadline.end(),
             }
         }
     }
 
-    /// Lets another lead at once.
+    /// Lets another lead at once; nothing more is written by this process.
     pub async fn release(&self) {
+        self.deadline.end();
         let release = async {
             let lease = observe::lease(&self.client, &self.namespace, &self.name).await.ok()??;
             let spec = lease.spec.clone().unwrap_or_default();
@@ -175,6 +225,23 @@ mod tests {
             }
             Step::Wait => None,
         }
+    }
+
+    #[test]
+    fn nothing_is_written_from_the_deadline_on() {
+        let deadline = Deadline::default();
+        assert!(!deadline.holds_at(0), "it does not lead yet");
+        deadline.renewed(1_000);
+        let end = 1_000 + GIVE_UP_AFTER.as_millis() as u64;
+        assert!(deadline.holds_at(end - 1));
+        assert!(!deadline.holds_at(end) && !deadline.holds_at(end + 60_000), "it was stopped");
+        deadline.renewed(1_500);
+        assert!(deadline.holds_at(end));
+        deadline.end();
+        assert!(!deadline.holds_at(0));
+        assert!(Deadline::never().holds());
+        // A leader has stopped before anybody else may begin.
+        assert!(GIVE_UP_AFTER + RENEW_EVERY <= Duration::from_secs(LEASE_S as u64));
     }
 
     #[test]

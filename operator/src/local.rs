@@ -22,7 +22,7 @@ use moejob_plan::decide::{Action, plan};
 use moejob_plan::observed::{Millis, Node, Observed, Outcome, Record, Stored, Wanted};
 use moejob_plan::track::{Happening, Recovery, Tracker};
 use moejob_protocol::config::WorkerConfig;
-use moejob_protocol::message::{Down, Up};
+use moejob_protocol::message::{Down, Heartbeat, Up};
 use moejob_protocol::report::{Detail, Event as Line, EventKind};
 use process::{Processes, ProcessEvent};
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -83,6 +83,7 @@ enum Event {
     Control(String, LeaderEvent),
     Process(String, ProcessEvent),
     Interrupt,
+    HangUp,
     Timer,
 }
 
@@ -105,7 +106,8 @@ struct Runner {
 
 impl Runner {
     fn start(job: LocalJob, dir: PathBuf) -> Result<Runner, LocalError> {
-        let folder = Folder::open(&dir.join(&job.name), &job.spec)?;
+        let defaults = moejob_plan::launch::defaults();
+        let folder = Folder::open(&dir.join(&job.name), &job.spec, &defaults)?;
         let (sender, receiver) = mpsc::channel(EVENTS_MAX);
         let authority =
             Authority::new().map_err(|error| LocalError::Authority(Box::new(error)))?;
@@ -194,9 +196,11 @@ impl Runner {
         for kind in kinds {
             let mut signals = signal(kind)?;
             let sender = self.sender.clone();
+            let hangs_up = kind == SignalKind::hangup();
             tokio::spawn(async move {
                 while signals.recv().await.is_some() {
-                    let _ = sender.send(Event::Interrupt).await;
+                    let event = if hangs_up { Event::HangUp } else { Event::Interrupt };
+                    let _ = sender.send(event).await;
                 }
             });
         }
@@ -218,6 +222,9 @@ impl Runner {
         match event {
             Event::Timer => {}
             Event::Interrupt => self.interrupt(),
+            // The terminal is gone, and kernel and shell may both say so: once is enough.
+            Event::HangUp if self.tracker.observed.interrupt => {}
+            Event::HangUp => self.interrupt(),
             Event::Process(name, event) => self.on_process(&name, event, now),
             Event::Control(name, event) => self.on_control(&name, event, now),
         }
@@ -251,23 +258,26 @@ impl Runner {
 
     fn on_control(&mut self, name: &str, event: LeaderEvent, now: Millis) {
         let happenings = match event {
-            LeaderEvent::Connected(hello) => {
+            LeaderEvent::Opened(hello) => {
                 let address = self.processes.address(name).unwrap_or_default();
                 self.tracker.connected(name, &address, &hello);
                 Vec::new()
             }
             LeaderEvent::Up { attempt, up } => {
-                self.show(&up);
+                self.show(name, &up);
                 self.tracker.heard(name, attempt, &up, now)
             }
             LeaderEvent::Silent => self.tracker.silent(name, "nothing heard of it"),
-            LeaderEvent::Closed { reason } => self.tracker.silent(name, &reason),
+            LeaderEvent::Ended { reason, .. } => self.tracker.silent(name, &reason),
         };
         self.tell(happenings);
     }
 
-    fn show(&mut self, up: &Up) {
+    fn show(&mut self, name: &str, up: &Up) {
         match up {
+            Up::Heartbeat(Heartbeat { loading: Some(loading), .. }) => {
+                self.progress.loading(name, loading);
+            }
             Up::Step(report) => self.progress.step(report),
             Up::Event(event) => {
                 let kinds = [

@@ -1,6 +1,8 @@
 //! What Prometheus and the kubelet ask: `/metrics`, `/healthz`, `/readyz`.
 
-use std::collections::BTreeMap;
+use crate::pulse::Pulse;
+pub use moejob_plan::lead::Figures as JobFigures;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io;
 use std::net::SocketAddr;
@@ -23,22 +25,6 @@ const CAUSES_MAX: usize = 16;
 const RECONCILE_S: [f64; 8] = [0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.25, 1.0];
 const RECOVERY_S: [f64; 9] = [0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0];
 
-/// The figures of one job.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct JobFigures {
-    pub namespace: String,
-    pub name: String,
-    pub phase: String,
-    pub step: u64,
-    pub loss: Option<f64>,
-    pub tokens_per_second: Option<f64>,
-    pub expert_imbalance: Option<f64>,
-    pub router_entropy: Option<f64>,
-    pub dropped_tokens: Option<f64>,
-    pub nodes_ready: u32,
-    pub nodes_desired: u32,
-}
-
 #[derive(Default)]
 struct Inner {
     ready: bool,
@@ -49,6 +35,10 @@ struct Inner {
     replanned: Histogram<9>,
     first_step: Histogram<9>,
     jobs: BTreeMap<String, JobFigures>,
+    /// Jobs that nothing is done for, as their record is not understood.
+    fenced: BTreeSet<String>,
+    /// The answers of the loop, where one runs.
+    pulse: Option<Pulse>,
 }
 
 #[derive(Clone, Default)]
@@ -73,6 +63,20 @@ impl Metrics {
         inner.reconcile.observe(&RECONCILE_S, took.as_secs_f64());
     }
 
+    /// Whether the loop answers is told by `/healthz`.
+    pub fn watch(&self, pulse: Pulse) {
+        self.inner().pulse = Some(pulse);
+    }
+
+    /// The record of a job is not understood, or is again.
+    pub fn fenced(&self, uid: &str, is: bool) {
+        let mut inner = self.inner();
+        match is {
+            true => drop(inner.fenced.insert(uid.to_string())),
+            false => drop(inner.fenced.remove(uid)),
+        }
+    }
+
     /// A write's result, or `ok`.
     pub fn result(&self, label: &'static str) {
         *self.inner().results.entry(label).or_default() += 1;
@@ -93,7 +97,9 @@ impl Metrics {
     }
 
     pub fn forget_job(&self, uid: &str) {
-        self.inner().jobs.remove(uid);
+        let mut inner = self.inner();
+        inner.jobs.remove(uid);
+        inner.fenced.remove(uid);
     }
 
     /// In Prometheus' text format.
@@ -117,6 +123,9 @@ impl Metrics {
         histogram(&mut out, name, "From the notice of a loss to the end of a phase.");
         inner.replanned.write(&mut out, name, "phase=\"replanned\"", &RECOVERY_S);
         inner.first_step.write(&mut out, name, "phase=\"first_step\"", &RECOVERY_S);
+        let name = "moejob_records_not_understood";
+        head(&mut out, name, "gauge", "Jobs that nothing is done for until their record is.");
+        let _ = writeln!(out, "{name} {}", inner.fenced.len());
         jobs(&mut out, inner.jobs.values());
         out
     }
@@ -169,6 +178,9 @@ impl Metrics {
         let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
         let path = path.split('?').next().unwrap_or_default();
         match (method, path) {
+            ("GET", "/healthz") if self.inner().pulse.as_ref().is_some_and(Pulse::is_lost) => {
+                ("503 Service Unavailable", "the loop does not answer\n".to_string())
+            }
             ("GET", "/healthz") => ("200 OK", "ok\n".to_string()),
             ("GET", "/readyz") if self.inner().ready => ("200 OK", "ok\n".to_string()),
             ("GET", "/readyz") => {

@@ -11,6 +11,7 @@ mod cluster;
 mod light;
 
 pub use cluster::{Cluster, Taken};
+pub use moejob_plan::lead::{JobSeen, Owner, WorkerPod, owner};
 
 use crate::identity::Keyring;
 use futures::{Stream, TryStreamExt};
@@ -23,6 +24,7 @@ use kube::runtime::watcher::{self, watcher};
 use kube::runtime::WatchStreamExt;
 use kube::{Client, ResourceExt};
 use light::LightPod;
+use moejob_plan::cost::TEXT_BYTES_MAX;
 use moejob_plan::observed::Millis;
 use moejob_plan::pods::{ANNOTATION_SEAL, CONTAINER, LABEL_JOB_UID};
 use moejob_plan::resources::Resources;
@@ -30,28 +32,15 @@ use moejob_plan::spec::MoeJob;
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 
 /// Objects of one page of a list: what a watch that begins holds in memory at once.
 const PAGE: u32 = 250;
+/// A job may be as large as the API server takes, which is a hundred times what is kept of it.
+const PAGE_JOBS: u32 = 16;
 
 /// `namespace/name`; of a node its name alone.
 pub type Key = Arc<str>;
-
-/// A MoeJob as the API server has it; not yet judged.
-#[derive(Clone, Debug, PartialEq)]
-pub struct JobSeen {
-    pub namespace: String,
-    pub name: String,
-    pub uid: String,
-    pub generation: i64,
-    pub resource_version: String,
-    pub created_at: Millis,
-    pub deleted: bool,
-    pub labels: BTreeMap<String, String>,
-    pub annotations: BTreeMap<String, String>,
-    pub spec: serde_json::Value,
-    pub status: serde_json::Value,
-}
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct PodSeen {
@@ -63,30 +52,8 @@ pub struct PodSeen {
     pub finished: bool,
     /// What is known of a worker's pod beside that.
     pub worker: Option<Box<WorkerPod>>,
-}
-
-/// A pod that carries our seal.
-#[derive(Clone, Debug, PartialEq)]
-pub struct WorkerPod {
-    pub namespace: String,
-    pub name: String,
-    pub uid: String,
-    pub job_uid: String,
-    /// The node that it is meant for, also before it is bound.
-    pub meant_for: Option<String>,
-    pub address: Option<String>,
-    /// Its container runs or ran.
-    pub started: bool,
-    /// It is bound, and neither volumes nor network are there yet: that comes before the image.
-    pub mounting: bool,
-    /// Why its container does not start, as the kubelet says: `ImagePullBackOff: ...`.
-    pub trouble: Option<String>,
-    /// Exit code and words of its end.
-    pub ended: Option<(Option<i32>, String)>,
-    /// When its deletion was to be complete.
-    pub deletion: Option<Millis>,
-    /// The scheduler cannot place it: why.
-    pub unschedulable: Option<String>,
+    /// Whose it says it is, without a seal that proves it.
+    pub claims: Option<Owner>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -115,7 +82,7 @@ impl PodSeen {
             _ if self.finished => None,
             None => Some((node?, Weight::Other(&self.requests))),
             Some(worker) => {
-                Some((node.or(worker.meant_for.as_deref())?, Weight::Worker(&worker.job_uid)))
+                Some((node.or(worker.meant_for.as_deref())?, Weight::Worker(&worker.owner)))
             }
         }
     }
@@ -165,13 +132,19 @@ pub fn key(namespace: &str, name: &str) -> Key {
 }
 
 /// Follows everything for as long as the receiver is there. Errors of the API are logged, and the
-/// watches begin again with growing pauses.
-pub fn follow(client: &Client, keyring: &Arc<Keyring>, to: &mpsc::Sender<Change>) {
+/// watches begin again with growing pauses. One that ends all the same leaves the operator blind:
+/// whoever called looks after them.
+pub fn follow(
+    client: &Client,
+    keyring: &Arc<Keyring>,
+    to: &mpsc::Sender<Change>,
+) -> JoinSet<()> {
+    let mut watches = JoinSet::new();
     let config = || watcher::Config::default().page_size(PAGE);
     let resource = ApiResource::erase::<MoeJob>(&());
     let jobs: Api<DynamicObject> = Api::all_with(client.clone(), &resource);
-    let jobs = watcher(jobs, config());
-    tokio::spawn(relay(Kind::Jobs, jobs, to.clone(), job_seen, |job| {
+    let jobs = watcher(jobs, config().page_size(PAGE_JOBS));
+    watches.spawn(relay(Kind::Jobs, jobs, to.clone(), job_seen, |job| {
         (key(&job.namespace, &job.name), Change::Job(Box::new(job)))
     }));
     let pods: Api<LightPod> = Api::all(client.clone());
@@ -179,19 +152,20 @@ pub fn follow(client: &Client, keyring: &Arc<Keyring>, to: &mpsc::Sender<Change>
     let pods = watcher(pods, config());
     let mut shared = Shared::default();
     let reduce = move |pod: LightPod| pod_seen(pod.pod(), &keyring, &mut shared);
-    tokio::spawn(relay(Kind::Pods, pods, to.clone(), reduce, |pod| {
+    watches.spawn(relay(Kind::Pods, pods, to.clone(), reduce, |pod| {
         (Arc::clone(&pod.key), Change::Pod(pod))
     }));
     let nodes: Api<Node> = Api::all(client.clone());
     let nodes = watcher(nodes, config());
-    tokio::spawn(relay(Kind::Nodes, nodes, to.clone(), node_seen, |node| {
+    watches.spawn(relay(Kind::Nodes, nodes, to.clone(), node_seen, |node| {
         (Arc::from(node.name.as_str()), Change::Node(node))
     }));
     let classes: Api<PriorityClass> = Api::all(client.clone());
     let classes = watcher(classes, config());
-    tokio::spawn(relay(Kind::Classes, classes, to.clone(), class_seen, |class| {
+    watches.spawn(relay(Kind::Classes, classes, to.clone(), class_seen, |class| {
         (Arc::from(class.name.as_str()), Change::Class(class))
     }));
+    watches
 }
 
 fn gone(kind: Kind, key: Key) -> Change {
@@ -262,6 +236,12 @@ fn millis(time: Option<&k8s_openapi::apimachinery::pkg::apis::meta::v1::Time>) -
 
 fn job_seen(object: DynamicObject) -> JobSeen {
     let DynamicObject { metadata, mut data, .. } = object;
+    let mut spec = data["spec"].take();
+    let spec_bytes = text_bytes(&spec);
+    if spec_bytes > TEXT_BYTES_MAX {
+        // It will be refused by its length, and is not kept for that.
+        spec = serde_json::Value::Null;
+    }
     JobSeen {
         namespace: metadata.namespace.unwrap_or_default(),
         name: metadata.name.unwrap_or_default(),
@@ -270,17 +250,36 @@ fn job_seen(object: DynamicObject) -> JobSeen {
         resource_version: metadata.resource_version.unwrap_or_default(),
         created_at: millis(metadata.creation_timestamp.as_ref()).unwrap_or_default(),
         deleted: metadata.deletion_timestamp.is_some(),
-        labels: metadata.labels.unwrap_or_default(),
-        annotations: metadata.annotations.unwrap_or_default(),
-        spec: data["spec"].take(),
+        spec,
+        spec_bytes,
         status: data["status"].take(),
     }
+}
+
+/// Length of the value as JSON.
+fn text_bytes(value: &serde_json::Value) -> usize {
+    #[derive(Default)]
+    struct Count(usize);
+    impl std::io::Write for Count {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0 += bytes.len();
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let mut count = Count::default();
+    // What cannot be written is longer than anything.
+    serde_json::to_writer(&mut count, value).map_or(usize::MAX, |()| count.0)
 }
 
 /// Names of nodes and sets of requests that many pods have in common are kept once.
 #[derive(Default)]
 struct Shared {
     nodes: HashSet<Arc<str>>,
+    owners: HashSet<Owner>,
     requests: BTreeMap<BTreeMap<String, i64>, Arc<Resources>>,
 }
 
@@ -298,6 +297,18 @@ impl Shared {
         let new: Arc<str> = Arc::from(name);
         self.nodes.insert(Arc::clone(&new));
         new
+    }
+
+    fn owner(&mut self, namespace: &str, job_uid: &str) -> Owner {
+        if self.owners.len() > SHARED_MAX {
+            self.owners.clear();
+        }
+        let owner = owner(namespace, job_uid);
+        if let Some(known) = self.owners.get(&owner) {
+            return Arc::clone(known);
+        }
+        self.owners.insert(Arc::clone(&owner));
+        owner
     }
 
     fn requests(&mut self, amounts: Resources) -> Arc<Resources> {
@@ -322,13 +333,23 @@ fn pod_seen(pod: Pod, keyring: &Keyring, shared: &mut Shared) -> PodSeen {
     let finished = matches!(phase, Some("Succeeded" | "Failed"));
     let job_uid = pod.labels().get(LABEL_JOB_UID).cloned();
     let seal = pod.annotations().get(ANNOTATION_SEAL);
-    let ours = job_uid.filter(|uid| seal == Some(&keyring.seal(uid, &name)));
+    let is_sealed =
+        |uid: &String| seal.is_some_and(|seal| keyring.is_sealed(seal, &namespace, uid, &name));
+    let claims = job_uid.as_ref().map(|uid| shared.owner(&namespace, uid));
+    let ours = claims.clone().filter(|_| job_uid.is_some_and(|uid| is_sealed(&uid)));
     let key = key(&namespace, &name);
-    let worker = ours.map(|job_uid| Box::new(worker_pod(&pod, namespace, name, job_uid)));
-    PodSeen { key, node, requests, finished, worker }
+    let worker = ours.map(|owner| {
+        Box::new(worker_pod(&pod, node.clone(), (namespace, name), owner))
+    });
+    PodSeen { key, node, requests, finished, worker, claims }
 }
 
-fn worker_pod(pod: &Pod, namespace: String, name: String, job_uid: String) -> WorkerPod {
+fn worker_pod(
+    pod: &Pod,
+    node: Option<Arc<str>>,
+    (namespace, name): (String, String),
+    owner: Owner,
+) -> WorkerPod {
     let status = pod.status.clone().unwrap_or_default();
     let containers = status.container_statuses.unwrap_or_default();
     let container = containers.iter().find(|of| of.name == CONTAINER);
@@ -344,6 +365,7 @@ fn worker_pod(pod: &Pod, namespace: String, name: String, job_uid: String) -> Wo
     };
     WorkerPod {
         uid: pod.uid().unwrap_or_default(),
+        node,
         meant_for: meant_for(pod),
         address: status.pod_ip.filter(|ip| !ip.is_empty()),
         started: container.is_some_and(|of| {
@@ -358,7 +380,7 @@ fn worker_pod(pod: &Pod, namespace: String, name: String, job_uid: String) -> Wo
         unschedulable: unbound.and_then(|condition| condition.message.clone()),
         namespace,
         name,
-        job_uid,
+        owner,
     }
 }
 
@@ -510,13 +532,47 @@ mod tests {
     }
 
     #[test]
+    fn a_spec_that_is_too_long_is_not_kept() {
+        let job = |length: usize| {
+            let object = json!({"apiVersion": "moejob.dev/v1alpha1", "kind": "MoeJob",
+                "metadata": {"name": "j"}, "spec": {"image": "x".repeat(length)}});
+            job_seen(serde_json::from_value(object).expect("an object"))
+        };
+        let short = job(100);
+        assert_eq!((short.spec_bytes, short.spec.is_null()), (112, false));
+        let long = job(TEXT_BYTES_MAX);
+        assert_eq!((long.spec_bytes, long.spec.is_null()), (TEXT_BYTES_MAX + 12, true));
+    }
+
+    #[test]
+    fn a_copy_in_another_namespace_is_nobodys_worker() {
+        let keyring = Keyring::new().expect("keys");
+        let pod = |namespace: &str, seal: &str| {
+            let pod = json!({
+                "metadata": {"name": "job-a1-0", "namespace": namespace, "uid": "pu",
+                    "labels": {LABEL_JOB_UID: "u"}, "annotations": {ANNOTATION_SEAL: seal}},
+                "spec": {"containers": []},
+                "status": {},
+            });
+            reduced(pod, &keyring).worker.map(|worker| worker.owner.to_string())
+        };
+        let seal = keyring.seal("victim", "u", "job-a1-0");
+        assert_eq!(pod("victim", &seal).as_deref(), Some("u@victim"));
+        assert_eq!(pod("other", &seal), None);
+        // A seal of version 1, which says nothing of the namespace: there is no such job there.
+        let before = keyring.seal_before("u", "job-a1-0");
+        assert_eq!(pod("victim", &before).as_deref(), Some("u@victim"));
+        assert_eq!(pod("other", &before).as_deref(), Some("u@other"));
+    }
+
+    #[test]
     fn what_the_kubelet_says_of_a_worker_is_kept() {
         let keyring = Keyring::new().expect("keys");
         let pod = |status: serde_json::Value| {
             let pod = json!({
                 "metadata": {"name": "job-a1-0", "namespace": "n", "uid": "pu",
                     "labels": {LABEL_JOB_UID: "u"},
-                    "annotations": {ANNOTATION_SEAL: keyring.seal("u", "job-a1-0")}},
+                    "annotations": {ANNOTATION_SEAL: keyring.seal("n", "u", "job-a1-0")}},
                 "spec": {"containers": []},
                 "status": status,
             });
@@ -527,6 +583,7 @@ mod tests {
                 {"name": "worker", "image": "", "imageID": "", "ready": false, "restartCount": 0,
                  "state": state}]}))
         };
+        assert_eq!(&*pod(json!({})).owner, "u@n");
         let seen = state(json!({"waiting": {"reason": "ErrImagePull", "message": "not found"}}));
         assert_eq!(seen.trouble.as_deref(), Some("ErrImagePull: not found"));
         assert!(!seen.started && seen.ended.is_none());

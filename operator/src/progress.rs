@@ -1,11 +1,14 @@
 //! What a person sees while a job runs: one line that changes on a terminal, plain lines in a pipe.
 
+use moejob_protocol::message::Loading;
 use moejob_protocol::report::StepReport;
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 /// In a pipe, at most one line in this time; a line with a held-out loss always appears.
 const PLAIN_LINE_EVERY: Duration = Duration::from_secs(2);
+/// In a pipe, the same of lines that tell how far the data are read.
+const PLAIN_LOADING_EVERY: Duration = Duration::from_millis(400);
 /// A terminal's line is redrawn at most this often.
 const REDRAW_EVERY: Duration = Duration::from_millis(50);
 
@@ -46,8 +49,28 @@ impl Progress {
         }
     }
 
+    /// A worker opens its data.
+    pub fn loading(&mut self, worker: &str, loading: &Loading) {
+        let Loading { bytes_done, bytes, .. } = *loading;
+        let line = format!("{worker} reads the data: {} of {}", size(bytes_done), size(bytes));
+        let waited = self.drawn.map(|at| at.elapsed());
+        if line == self.line || bytes_done == bytes {
+            return;
+        }
+        if self.terminal {
+            self.line = line;
+            self.redraw();
+        } else if waited.is_none_or(|waited| waited >= PLAIN_LOADING_EVERY) {
+            self.drawn = Some(Instant::now());
+            say(&mut std::io::stdout(), &line);
+            self.line = line;
+        }
+    }
+
     /// A happening that a person should read, in a line of its own.
     pub fn note(&mut self, text: &str) {
+        // Workers' words stand in it.
+        let text = &moejob_plan::problem::printable_lines(text);
         if self.terminal {
             show("\r\x1b[K");
         }
@@ -76,7 +99,7 @@ impl Progress {
     }
 }
 
-/// On a terminal, which may be gone by now.
+/// On a terminal, which may be gone by now: that must not end the training.
 fn show(text: &str) {
     let mut out = std::io::stdout();
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
@@ -85,6 +108,14 @@ fn show(text: &str) {
 /// A reader that has gone away (`| head`) must not end the training.
 fn say(to: &mut dyn Write, text: &str) {
     let _ = writeln!(to, "{text}");
+}
+
+fn size(bytes: u64) -> String {
+    match bytes {
+        0..10_000_000 => format!("{} KB", bytes / 1000),
+        10_000_000..10_000_000_000 => format!("{} MB", bytes / 1_000_000),
+        _ => format!("{:.1} GB", bytes as f64 / 1e9),
+    }
 }
 
 fn describe(report: &StepReport, steps: u64, left: Option<Duration>) -> String {

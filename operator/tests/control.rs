@@ -46,7 +46,7 @@ async fn a_lost_member_ends_the_attempt_and_the_rest_go_on() {
     while reasons.len() < 2 || !closed {
         let pick = |event: &LeaderEvent| match event {
             LeaderEvent::Up { up: Up::Left { reason, .. }, .. } => Some(Some(reason.clone())),
-            LeaderEvent::Closed { .. } => Some(None),
+            LeaderEvent::Ended { .. } => Some(None),
             _ => None,
         };
         let (name, event) = gang.until(pick).await;
@@ -126,7 +126,7 @@ async fn a_worker_that_is_not_who_was_dialled_is_refused() {
         let (of, event) = timeout(PATIENCE, leader.next_event()).await.expect("an answer");
         assert_eq!(of, name);
         match event {
-            LeaderEvent::Closed { reason } => assert!(reason.contains(expected), "{reason}"),
+            LeaderEvent::Ended { reason, .. } => assert!(reason.contains(expected), "{reason}"),
             other => panic!("{other:?}"),
         }
     };
@@ -150,6 +150,6 @@ async fn a_listener_that_says_nothing_is_left() {
     let mut leader = Leader::new(authority, JOB.to_string(), Duration::from_millis(300));
     leader.dial("w0", &address, "secret");
     let (_, event) = timeout(PATIENCE, leader.next_event()).await.expect("an answer");
-    let LeaderEvent::Closed { reason } = event else { panic!("{event:?}") };
+    let LeaderEvent::Ended { reason, .. } = event else { panic!("{event:?}") };
     assert_eq!(reason, "no proof within 5000 ms");
 }

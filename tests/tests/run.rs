@@ -34,6 +34,14 @@ fn a_manifest_trains_to_a_checkpoint() {
     assert_eq!(steps, [Some(15)], "three are kept");
     let verify = bench.command(&["checkpoint", "verify", "runs/small/checkpoints/step-00000060"]);
     assert!(succeeds(verify), "verify");
+    for what in ["verify", "show"] {
+        let mut folder = bench.command(&["checkpoint", what, "runs/small/checkpoints"]);
+        let output = folder.output().expect("runs");
+        let said = String::from_utf8_lossy(&output.stderr);
+        let asks = "is a folder of 3 checkpoints: name one of them, such as \
+                    runs/small/checkpoints/step-00000060";
+        assert!(output.status.code() == Some(2) && said.contains(asks), "{what}: {output:?}");
+    }
     // Done is done: nothing is trained again.
     assert_eq!(bench.run(&[], LIMIT), Some(0), "{}", bench.output());
     assert_eq!(bench.metrics().len(), 60);
@@ -106,6 +114,31 @@ fn ctrl_c_checkpoints_and_the_same_command_goes_on() {
     assert_eq!(bench.losses(), whole.losses());
     let steps: Vec<u64> = bench.metrics().iter().map(|line| line.step).collect();
     assert_eq!(steps, (1..=40).collect::<Vec<_>>(), "nothing was trained twice");
+}
+
+/// A terminal that is gone: nothing can be written to it, and kernel and shell both say so, to the
+/// runner and to its workers.
+#[test]
+fn a_dropped_terminal_ends_the_run_with_its_checkpoint() {
+    let bench = Bench::small(100_000, 100_000, 9);
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    let mut command = bench.command(&["run", "job.yaml", "--workers", "2"]);
+    command.stdout(writer.try_clone().expect("a pipe")).stderr(writer);
+    let mut run = command.spawn().expect("moejob starts");
+    // The writers of the parent go with the command.
+    drop(command);
+    bench.wait_until("five steps", LIMIT, |bench| bench.losses().len() >= 5);
+    drop(reader);
+    let pid = i32::try_from(run.id()).expect("a pid");
+    for _ in 0..2 {
+        send(pid, Signal::HUP);
+        bench.worker_pids().iter().for_each(|worker| send(*worker, Signal::HUP));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let status = run.wait().expect("it ends");
+    assert_eq!(status.code(), Some(130), "{status}");
+    let steps = bench.losses().len();
+    assert_eq!(bench.checkpoints(), [format!("step-{steps:08}")]);
 }
 
 #[test]

@@ -2,10 +2,11 @@
 
 mod common;
 
-use moe_worker::gang::comm::Comm;
 use moe_worker::data::{Batch, Corpus};
-use moe_worker::engine::dispatch::{Round, Source};
+use moe_worker::engine::forward::Pass;
+use moe_worker::engine::links::Links;
 use moe_worker::engine::model::Model;
+use moe_worker::engine::round::Round;
 use moe_worker::state::snapshot::initialize;
 use moejob_protocol::Mesh;
 use moejob_protocol::config::{DataSource, MixturePart, Precision};
@@ -29,8 +30,7 @@ fn model(length: usize) -> Model {
 
 /// [T, V]
 fn logits(model: &mut Model, tokens: usize) -> Vec<f64> {
-    let round = Round { tokens, sources: vec![Source { position: 0, tokens }] };
-    model.forward(&round, &mut Comm::solo(1)).expect("no peers");
+    Pass::new(model, &mut Links::solo(), &Round::alone(tokens)).forward();
     let vocab = model.config.vocab_size as usize;
     model.device.read_vec::<f64>(model.buffers.head.logits.slice(0, tokens * vocab))
 }

@@ -2,10 +2,11 @@
 
 mod common;
 
-use moe_worker::gang::comm::Comm;
-use moe_worker::engine::dispatch::{Round, Source};
+use moe_worker::engine::forward::Pass;
 use moe_worker::engine::grads::weight_of;
+use moe_worker::engine::links::Links;
 use moe_worker::engine::model::Model;
+use moe_worker::engine::round::{Aim, Round};
 use moe_worker::state::snapshot::initialize;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
@@ -24,8 +25,8 @@ fn broken(name: &str, element: usize) -> (Model, Round) {
     }
     let ids: Vec<u32> = (0..TOKENS as u32).map(|at| at * 7 % 256).collect();
     model.load(&ids, &ids);
-    let round = Round { tokens: TOKENS, sources: vec![Source { position: 0, tokens: TOKENS }] };
-    model.forward(&round, &mut Comm::solo(1)).expect("no peers");
+    let round = Round { aim: Aim::Activations, ..Round::alone(TOKENS) };
+    Pass::new(&mut model, &mut Links::solo(), &round).forward();
     (model, round)
 }
 
@@ -45,7 +46,8 @@ fn the_first_place_is_named() {
         let weight = model.broken_weight().expect("a broken weight");
         assert!(weight.contains(name), "{weight}");
         assert!(weight.ends_with(&format!("at element {element}")), "{weight}");
-        assert!(!model.loss(&round, false).is_finite(), "{name}");
+        Pass::new(&mut model, &mut Links::solo(), &round).loss(false);
+        assert!(!model.read_loss().is_finite(), "{name}");
     }
 }
 

@@ -2,14 +2,14 @@
 
 mod common;
 
-use moe_worker::gang::comm::Comm;
 use moe_worker::engine::gate::Noise;
 use moe_worker::engine::grads::{Gradients, weight_of};
 use moe_worker::engine::model::Model;
-use moe_worker::engine::dispatch::{Round, Source};
-use moe_worker::engine::routing::Tally;
+use moe_worker::engine::forward::Pass;
+use moe_worker::engine::links::Links;
+use moe_worker::engine::round::Round;
 use moe_worker::state::snapshot::initialize;
-use moejob_protocol::config::Precision;
+use moejob_protocol::config::{Precision, TrainingConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{
@@ -24,7 +24,8 @@ struct Bench {
     model: Model,
     gradients: Gradients,
     round: Round,
-    comm: Comm,
+    links: Links,
+    training: TrainingConfig,
     aux: f64,
     z: f64,
     entropy: f64,
@@ -46,7 +47,7 @@ impl Bench {
         model.load(&ids, &targets);
         model.set_noise(Some(Noise { seed: 5, step: 3, micro_batch: 0 }));
         let gradients = Gradients::new(&model);
-        let round = Round { tokens, sources: vec![Source { position: 0, tokens }] };
+        let round = Round::alone(tokens);
         let mixture = model.buffers.layers.iter().filter(|layer| layer.moe.is_some()).count();
         let scale = 1.0 / mixture.max(1) as f64;
         Bench {
@@ -56,24 +57,28 @@ impl Bench {
             model,
             gradients,
             round,
-            comm: Comm::solo(1),
+            links: Links::solo(),
+            training,
         }
     }
 
     /// What the gradients are the gradients of.
     fn objective(&mut self) -> f64 {
-        self.model.forward(&self.round, &mut self.comm).expect("no peers");
-        let loss = self.model.loss(&self.round, false) / (BATCH * SEQUENCE) as f64;
-        let [aux, z, entropy] = self.model.routing(&self.round, &mut Tally::default());
-        loss + self.aux * aux + self.z * z + self.entropy * entropy
+        self.model.begin_step(&self.training, 0);
+        let mut pass = Pass::new(&mut self.model, &mut self.links, &self.round);
+        pass.forward();
+        pass.loss(false);
+        let [loss, aux, z, entropy] = self.model.read_record(0);
+        loss / (BATCH * SEQUENCE) as f64 + self.aux * aux + self.z * z + self.entropy * entropy
     }
 
     /// The analytic gradient of every parameter.
     fn backward(&mut self) -> Vec<Vec<f64>> {
-        self.model.forward(&self.round, &mut self.comm).expect("no peers");
-        self.model.loss(&self.round, true);
-        let leaf = self.gradients.leaf(&self.round);
-        self.model.backward(&self.round, &leaf, &mut self.comm).expect("no peers");
+        self.model.begin_step(&self.training, 0);
+        let mut pass = Pass::new(&mut self.model, &mut self.links, &self.round);
+        pass.forward();
+        pass.loss(true);
+        pass.backward(&self.gradients.leaf(&self.round));
         let (stacks, flats) = (&self.model.buffers.gradients, &self.model.shape.flats);
         let read = |base, flat: &Flat, index| {
             moe_worker::engine::handles::slice(base, flat, index)

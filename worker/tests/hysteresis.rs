@@ -4,9 +4,10 @@
 mod common;
 
 use common::{Job, trainers};
-use moe_worker::gang::comm::Comm;
-use moe_worker::engine::dispatch::{Round, Source};
+use moe_worker::engine::forward::Pass;
+use moe_worker::engine::links::Links;
 use moe_worker::engine::model::Model;
+use moe_worker::engine::round::Round;
 use moe_worker::state::snapshot::initialize;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
@@ -86,8 +87,7 @@ fn a_document_begins_anew() {
     initialize(&mut model, 3);
     let mut choices = |ids: &[u32], starts: Option<&[u32]>| -> Vec<Vec<u32>> {
         model.load_documents(ids, ids, starts);
-        let round = Round { tokens, sources: vec![Source { position: 0, tokens }] };
-        model.forward(&round, &mut Comm::solo(1)).expect("no peers");
+        Pass::new(&mut model, &mut Links::solo(), &Round::alone(tokens)).forward();
         let layers = model.buffers.layers.iter().filter_map(|layer| layer.moe.as_ref());
         let chosen = layers.map(|moe| moe.gate.as_ref().expect("a gate").chosen);
         chosen.map(|chosen| model.device.read_vec(chosen)).collect()

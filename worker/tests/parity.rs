@@ -4,14 +4,14 @@
 
 mod common;
 
-use moe_worker::gang::comm::Comm;
-use moe_worker::engine::dispatch::{Round, Source};
+use moe_worker::engine::forward::Pass;
 use moe_worker::engine::grads::{Gradients, weight_of};
 use moe_worker::engine::handles::slice;
 use moe_worker::engine::model::Model;
-use moe_worker::engine::routing::Tally;
+use moe_worker::engine::links::Links;
+use moe_worker::engine::round::Round;
 use moejob_kernels::Buffer;
-use moejob_protocol::config::{AdamW, Precision};
+use moejob_protocol::config::{AdamW, Precision, Schedule, TrainingConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{AuxLossScope, ModelConfig, Param, Role};
@@ -70,6 +70,8 @@ impl Reference {
         std::fs::write(folder.path().join("config.json"), text).expect("a file");
         let mut config = moe_worker::hf::read_model(folder.path()).expect("a family of ours");
         config.router.aux_loss_scope = AuxLossScope::Hf;
+        // Theirs move in a trainer, if at all.
+        config.router.bias_update_rate = 0.0;
         if !tensors.contains_key("f64/aux") {
             config.router.aux_loss_coef = 0.0;
         }
@@ -86,6 +88,7 @@ struct Bench<'a> {
     gradients: Gradients,
     reference: &'a Reference,
     precision: Precision,
+    training: TrainingConfig,
 }
 
 impl Bench<'_> {
@@ -95,10 +98,19 @@ impl Bench<'_> {
         training.precision = precision;
         (training.global_batch_size, training.micro_batch_size) = (batch, batch);
         training.sequence_length = sequence;
+        training.schedule = Schedule::Constant { warmup_steps: 0 };
+        training.max_grad_norm = 0.0;
+        training.adamw = AdamW {
+            learning_rate: 0.01,
+            beta1: 0.9,
+            beta2: 0.95,
+            epsilon: 1e-8,
+            weight_decay: 0.1,
+        };
         let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
         let model = Model::new(&reference.config, &layout, 0, &training, 1).expect("a small arena");
         let gradients = Gradients::new(&model);
-        let mut bench = Bench { model, gradients, reference, precision };
+        let mut bench = Bench { model, gradients, reference, precision, training };
         for index in 0..bench.model.params.len() {
             let name = format!("initial/{}", bench.model.params[index].name);
             let weight = weight_of(&bench.model, index).expect("one rank holds everything");
@@ -147,17 +159,19 @@ impl Bench<'_> {
         };
         self.model.load(&column(0), &column(1));
         let tokens = batch * sequence;
-        let round = Round { tokens, sources: vec![Source { position: 0, tokens }] };
-        let mut comm = Comm::solo(1);
+        let (round, mut links) = (Round::alone(tokens), Links::solo());
+        self.model.begin_step(&self.training, step as u64);
         self.gradients.clear();
-        self.model.forward(&round, &mut comm).expect("no peers");
+        Pass::new(&mut self.model, &mut links, &round).forward();
         let logits = self.read(self.model.buffers.head.logits);
-        let loss = self.model.loss(&round, true) / tokens as f64;
-        let leaf = self.gradients.leaf(&round);
-        self.model.backward(&round, &leaf, &mut comm).expect("no peers");
+        let mut pass = Pass::new(&mut self.model, &mut links, &round);
+        pass.loss(true);
+        pass.backward(&self.gradients.leaf(&round));
+        let [loss, aux, ..] = self.model.read_record(0);
+        let loss = loss / tokens as f64;
         if step == 0 {
             let mixture = self.model.buffers.layers.iter().filter(|l| l.moe.is_some()).count();
-            let aux = self.model.routing(&round, &mut Tally::default())[0] / mixture as f64;
+            let aux = aux / mixture as f64;
             let coefficient = self.model.config.router.aux_loss_coef;
             self.check("logits", &logits, bound);
             if coefficient > 0.0 {
@@ -167,15 +181,10 @@ impl Bench<'_> {
             self.check_gradients(bound);
         }
         self.gradients.push(&round, Some(0), &[0], &mut self.model);
-        self.gradients.reduce(&mut self.model, &mut comm).expect("no peers");
-        let adamw = AdamW {
-            learning_rate: 0.01,
-            beta1: 0.9,
-            beta2: 0.95,
-            epsilon: 1e-8,
-            weight_decay: 0.1,
-        };
-        self.gradients.update(&mut self.model, &adamw, 0.01, step as u64 + 1, 1.0);
+        self.gradients.reduce(&mut self.model, &mut links);
+        self.gradients.measure(&mut self.model);
+        self.model.reduce_numbers(&mut links);
+        self.gradients.update(&mut self.model, &self.training.adamw);
     }
 
     /// Parameters that the optimizer trains; corrections of the choice have no gradient.

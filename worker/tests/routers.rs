@@ -6,13 +6,14 @@ mod common;
 use common::{Job, bits, sources, state_hash, trainers};
 use moe_worker::engine::eval::evaluate;
 use moe_worker::engine::handles::slice;
-use moe_worker::gang::comm::Comm;
-use moe_worker::engine::dispatch::{Round, Source};
+use moe_worker::engine::forward::Pass;
 use moe_worker::engine::gate::Noise;
 use moe_worker::engine::grads::Gradients;
+use moe_worker::engine::links::Links;
 use moe_worker::engine::model::Model;
+use moe_worker::engine::round::Round;
 use moe_worker::state::snapshot::initialize;
-use moe_worker::engine::step::{self, Place};
+use moe_worker::engine::step::Engine;
 use moe_worker::attempt::trainer::Trainer;
 use moejob_protocol::config::{Precision, Resume};
 use moejob_protocol::layout::Layout;
@@ -244,14 +245,9 @@ fn one_step(config: &ModelConfig, scope: AuxLossScope, micro_batch: u32) -> (Vec
     let vocabulary = config.vocab_size;
     let mut corpus =
         moe_worker::data::Corpus::open(&job.config.data, &training, vocabulary).expect("text");
-    let mut gradients = Gradients::new(&model);
-    let mut comm = Comm::solo(1);
-    let at = Place { step: 0, seed: 1 };
-    let end = step::gradients(&mut model, &mut gradients, &mut corpus, &mut comm, at);
-    let end = end.expect("one rank");
-    let ends = std::slice::from_ref(&end);
-    let summary = step::summarize(&model, &gradients, &training, ends, 0);
-    (end.square_sums, summary.expect("one rank's sizes").aux_loss)
+    let mut engine = Engine::new(model, &training, Links::solo());
+    let summary = engine.step(0, &mut corpus).expect("one rank");
+    (engine.model.device.read_vec(engine.model.square_sums()), summary.aux_loss)
 }
 
 /// A rank whose tokens are all dropped, and experts that get none, compute zeros, not nonsense.
@@ -267,16 +263,18 @@ fn nothing_routed_is_a_layer_of_zeros() {
     let ids: Vec<u32> = (0..tokens as u32).map(|id| id % 7).collect();
     model.load(&ids, &ids);
     model.set_noise(Some(Noise { seed: 1, step: 0, micro_batch: 0 }));
-    let round = Round { tokens, sources: vec![Source { position: 0, tokens }] };
-    let mut comm = Comm::solo(1);
+    let (round, mut links) = (Round::alone(tokens), Links::solo());
     let gradients = Gradients::new(&model);
-    model.forward(&round, &mut comm).expect("no peers");
-    assert!(model.loss(&round, true).is_finite());
-    model.backward(&round, &gradients.leaf(&round), &mut comm).expect("no peers");
-    let mut tally = moe_worker::engine::routing::Tally::default();
-    model.routing(&round, &mut tally);
-    assert_eq!(tally.dropped, tally.counts, "all are dropped");
-    assert_eq!(tally.unrouted, 2 * tokens as u64);
+    model.begin_step(&training, 0);
+    let mut pass = Pass::new(&mut model, &mut links, &round);
+    pass.forward();
+    pass.loss(true);
+    pass.backward(&gradients.leaf(&round));
+    model.reduce_numbers(&mut links);
+    let numbers = model.read_numbers(&training, 0);
+    assert!(numbers.loss.is_finite());
+    assert_eq!(numbers.dropped, numbers.loads, "all are dropped");
+    assert_eq!(numbers.unrouted, 2 * tokens as u64);
     for index in 0..model.params.len() {
         let flats = [&model.shape.flats.dense, &model.shape.flats.experts];
         let stacks = &model.buffers.gradients;

@@ -30,6 +30,7 @@ mod lanes;
 mod loss;
 mod norm;
 mod norm_rope;
+mod numbers;
 mod optimizer;
 pub(crate) mod moe;
 mod place;
@@ -37,6 +38,7 @@ mod pool;
 mod rope;
 mod route;
 mod tally;
+mod route_plan;
 
 pub use exec::Isa;
 pub use float::Float;
@@ -48,7 +50,7 @@ use arena::{Arena, Views};
 use exec::Exec;
 
 use crate::buffer::{Buffer, Element};
-use crate::device::KernelError;
+use crate::device::{KernelError, TrafficCounts};
 
 /// Rows that one job computes: enough to be worth handing over, few enough to spread.
 const ROWS_PER_JOB: usize = 32;
@@ -62,13 +64,15 @@ pub struct CpuDevice {
     arena: Arena,
     exec: Exec,
     rope: rope::Tables,
+    pub(crate) traffic: TrafficCounts,
 }
 
 impl CpuDevice {
     /// A device that computes with `isa`; an error if this machine lacks it.
     pub fn new(threads: usize, arena_bytes: usize, isa: Isa) -> Result<CpuDevice, KernelError> {
         let exec = Exec::new(threads, isa)?;
-        Ok(CpuDevice { arena: Arena::new(arena_bytes)?, exec, rope: rope::Tables::default() })
+        let (arena, rope) = (Arena::new(arena_bytes)?, rope::Tables::default());
+        Ok(CpuDevice { arena, exec, rope, traffic: TrafficCounts::default() })
     }
 
     pub fn threads(&self) -> usize {
@@ -87,6 +91,20 @@ impl CpuDevice {
     /// The memory of `buffer`, to write to.
     pub fn slice_mut<E: Element>(&mut self, buffer: Buffer) -> &mut [E] {
         self.arena.slice_mut(buffer)
+    }
+
+    /// Bytes of the arena that are sent, and others that are received into, at once; none of the
+    /// latter overlaps any other.
+    pub fn transfer(
+        &mut self,
+        sends: &[Buffer],
+        receives: &[Buffer],
+    ) -> (Vec<&[u8]>, Vec<&mut [u8]>) {
+        let mut views = self.arena.views();
+        let bytes = |buffer: &Buffer| buffer.reinterpret(crate::DType::U8);
+        let sends = sends.iter().map(|buffer| views.read(bytes(buffer))).collect();
+        let receives = receives.iter().map(|buffer| views.write(bytes(buffer))).collect();
+        (sends, receives)
     }
 
     pub(crate) fn copy(&mut self, from: Buffer, to: Buffer) {

@@ -44,9 +44,7 @@ impl CpuDevice {
                     choice.iter_mut().zip(bias).for_each(|(choice, bias)| *choice += *bias);
                 }
                 let ids = &mut ids[t * top_k..][..top_k];
-                let plain = bias.is_none() && op.groups.is_none();
-                best_first(&choice, plain.then_some(logits), op.groups, ids);
-                ids.sort_unstable();
+                choose(&choice, op.groups, ids);
                 weigh(op, probs, ids, &mut weights[t * top_k..][..top_k]);
             }
         });
@@ -97,23 +95,22 @@ impl CpuDevice {
     }
 }
 
-/// The K experts of the largest choice among the kept groups, the best first. Also of numbers that
-/// are none: always K different experts. Ties go to the larger of `logits`, where scores alone
-/// choose (rounding makes one score of several logits), and then to the lowest id.
-pub(super) fn best_first<T: Float>(
-    choice: &[T],
-    logits: Option<&[T]>,
-    groups: Option<RouteGroups>,
-    ids: &mut [u32],
-) {
+/// The K experts of the largest choice among the kept groups, ascending; ties go to the lowest id.
+/// Also of numbers that are none: always K different experts.
+pub(super) fn choose<T: Float>(choice: &[T], groups: Option<RouteGroups>, ids: &mut [u32]) {
+    best_first(choice, groups, ids);
+    ids.sort_unstable();
+}
+
+/// The same, the best first.
+pub(super) fn best_first<T: Float>(choice: &[T], groups: Option<RouteGroups>, ids: &mut [u32]) {
     let kept = groups.map(|groups| kept_experts(choice, groups));
     let allowed = |e: usize| kept.as_ref().is_none_or(|kept| kept[e]);
     for slot in 0..ids.len() {
         let (chosen, rest) = ids.split_at_mut(slot);
         let free = |e: &usize| allowed(*e) && !chosen.contains(&(*e as u32));
         let best = (0..choice.len()).filter(free).reduce(|best, e| {
-            let tie = || choice[e] == choice[best] && logits.is_some_and(|x| x[e] > x[best]);
-            if choice[e] > choice[best] || tie() { e } else { best }
+            if choice[e] > choice[best] { e } else { best }
         });
         rest[0] = best.expect("the kept groups hold at least top_k experts") as u32;
     }
@@ -136,7 +133,7 @@ fn kept_experts<T: Float>(choice: &[T], groups: RouteGroups) -> Vec<bool> {
     };
     let scores: Vec<T> = choice.chunks_exact(size).map(score).collect();
     let mut chosen = vec![0; groups.kept];
-    best_first(&scores, None, None, &mut chosen);
+    choose(&scores, None, &mut chosen);
     (0..choice.len()).map(|e| chosen.contains(&((e / size) as u32))).collect()
 }
 

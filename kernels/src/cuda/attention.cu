@@ -9,12 +9,12 @@ struct Args {
   const void* d_o;
   void *dq, *dk, *dv;
   float* lse;             // [B, S, N], natural
-  const int* starts;      // [B, S] or none
+  const int* starts;      // [B, S] or none; they do not fall within a sequence
   float *lse2, *delta;    // [B, N, padded]: lse in powers of two, infinite past S; <o, do>, there 0
   float* sums;            // dq in fp32, in the order of registers
   int* turns;             // [B, N, blocks of queries]: tiles of keys that have added to sums
   int* counter;           // of tiles, and of blocks that ended; zero between launches
-  int *first, *past;      // [B, S]: first key a query sees; one past the last query that sees a key
+  int* past;              // [B, S]: one past the last query that sees a key, where MASKED
   int batch, seq, padded, heads, kv_heads;
   int group;              // heads whose tiles run together
   int window;             // keys a query sees at most

@@ -1,13 +1,13 @@
 //! Attention on the device: a fixed list of launches forward, and one backward.
 //!
 //! ```text
-//! forward    [ranges] -> forward
+//! forward    forward
 //! backward   [ranges] -> delta -> zero -> dk dv, dq added -> round     on Hopper
 //!            [ranges] -> delta -> dk dv -> dq                          elsewhere
 //! ```
-//! `ranges` only where documents or a window say what a query sees. On Hopper dq is added up in
-//! fp32, by tiles of keys in their order or, faster, in no fixed one. Kept from forward to backward:
-//! q, k, v, o and lse.
+//! `ranges` only where documents or a window say which queries see a key. On Hopper dq is added up
+//! in fp32, by tiles of keys in their order or, faster, in no fixed one. Kept from forward to
+//! backward: q, k, v, o and lse.
 
 use cudarc::driver::sys;
 
@@ -84,7 +84,6 @@ struct Args {
     sums: u64,
     turns: u64,
     counter: u64,
-    first: u64,
     past: u64,
     batch: i32,
     seq: i32,
@@ -160,9 +159,7 @@ impl AttentionKernels {
         op: &Attention,
         after: &mut Observer<'_>,
     ) -> Result<(), CudaError> {
-        let ranges = self.desc.masked().then_some(Step::Ranges);
-        let steps = ranges.into_iter().chain([Step::Forward]);
-        self.run(stream, arena, &self.args(arena, op), steps, after)
+        self.run(stream, arena, &self.args(arena, op), std::iter::once(Step::Forward), after)
     }
 
     /// `op.dq`, `op.dk` and `op.dv`.
@@ -226,7 +223,6 @@ impl AttentionKernels {
             delta: at(self.plan.delta),
             sums: at(self.plan.sums),
             turns: at(self.plan.turns),
-            first: at(self.plan.first),
             past: at(self.plan.past),
             batch: batch as i32,
             seq: seq as i32,
@@ -271,7 +267,8 @@ impl AttentionKernels {
             }
             Step::Zero => arena.zero_at(stream, args.sums, self.plan.sums.bytes()),
             Step::Ranges => {
-                let launch = Launch::new(desc.tokens().div_ceil(256), 256);
+                let mut launch = Launch::new(desc.seq.div_ceil(256), 256);
+                launch.grid[1] = batch as u32;
                 // SAFETY: the kernel takes `Args`; every buffer was checked or planned.
                 unsafe { self.ranges.launch(stream, launch, parameters![*args]) }
             }

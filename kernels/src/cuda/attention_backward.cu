@@ -177,8 +177,7 @@ __device__ __forceinline__ void keep_turns(const Args& args, Shared& shared) {
       const int h = at.head * walk.heads + walk.head;
       int* turn = args.turns + ((u64)at.sequence * args.heads + h) * query_blocks + walk.block;
       if (lane == 0) {
-        const int* first = args.first + (u64)at.sequence * args.seq;
-        const int position = at.block - (MASKED ? first[walk.block * BM] / BN : 0);
+        const int position = at.block - first_key(args, at.sequence, walk.block * BM) / BN;
         while (load_acquire(turn) != position) {
         }
         store_shared(shared.position(), position);

@@ -60,9 +60,8 @@ __device__ __forceinline__ Shared share(u8* memory) {
 // Key tiles of a block of queries: low .. high.
 struct Span { int low, high; };
 __device__ __forceinline__ Span span_of(const Args& args, const Place& at) {
-  const int* first = args.first + (u64)at.sequence * args.seq;
   const int high = (min((at.block + 1) * BM, args.seq) + BN - 1) / BN;
-  return {MASKED ? first[at.block * BM] / BN : 0, high};
+  return {first_key(args, at.sequence, at.block * BM) / BN, high};
 }
 
 __device__ __forceinline__ void produce(const Maps& maps, const Args& args, Shared& shared) {
@@ -142,7 +141,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
     Rows rows = rows_of<64>(args, at.sequence, at.block * BM + group * 64, 16 * warp, lane);
     // Key tiles that this warpgroup's rows see; it passes over the others of the block.
     const int own = min(rows.start, args.seq - 1);
-    const int low = MASKED ? args.first[(u64)at.sequence * args.seq + own] / BN : 0;
+    const int low = first_key(args, at.sequence, own) / BN;
     const int high = MASKED ? min(rows.start + 63, args.seq - 1) / BN + 1 : all.high;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; i++) o[i] = 0.f;

@@ -1,8 +1,8 @@
 // What the attention kernels for sm_90a share: copies of boxes of heads, the queue of tiles, masks.
 // Stands behind hopper.cu and the wgmma functions that the host writes (`attention_wgmma`).
 //
-// Host macros: HEAD_DIM (64, 96, 128); MASKED, whether `first` and `past` say what a query sees,
-// else all up to its own. D = HEAD_DIM, S positions of a sequence, N query heads, KV key heads.
+// Host macros: HEAD_DIM (64, 96, 128); MASKED, whether a query sees less than all keys up to its
+// own. D = HEAD_DIM, S positions of a sequence, N query heads, KV key heads.
 //
 // In shared memory a tile of rows lies in slabs of 64 columns, 128 bytes a row, 128-byte swizzle.
 // The last slab of a head of 96 is half zeros: the copy engine fills what lies past the columns.

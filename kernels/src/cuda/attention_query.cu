@@ -49,9 +49,8 @@ __device__ __forceinline__ Shared share(u8* memory) {
 // Key tiles of a block of queries: low .. high.
 struct Span { int low, high; };
 __device__ __forceinline__ Span span_of(const Args& args, const Place& at) {
-  const int* first = args.first + (u64)at.sequence * args.seq;
   const int high = (min((at.block + 1) * BM, args.seq) + BN - 1) / BN;
-  return {MASKED ? first[at.block * BM] / BN : 0, high};
+  return {first_key(args, at.sequence, at.block * BM) / BN, high};
 }
 
 __device__ __forceinline__ void produce(const Maps& maps, const Args& args, Shared& shared) {
@@ -106,7 +105,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
     const QueryRows rows =
         query_rows_of<64>(args, at.sequence, at.head, at.block * BM + group * 64, 16 * warp, lane);
     const int own = min(rows.start, args.seq - 1);
-    const int low = MASKED ? args.first[(u64)at.sequence * args.seq + own] / BN : 0;
+    const int low = first_key(args, at.sequence, own) / BN;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; i++) dq[i] = 0.f;
     barrier_wait(shared.q_full(), q_parity);

@@ -1,31 +1,29 @@
-// Passes over rows beside the attention kernels: what queries see, <o, do>, dq out of its sums.
+// Passes over rows beside the attention kernels: who sees a key, <o, do>, dq out of its sums.
 //
 // Host macros: ELEMENT, HEAD_DIM; LANES, a power of two: lanes a row; Q_BLOCK: queries that the
 // sums of dq count together.
 constexpr int CHUNK = ELEMENT == FP32 ? 4 : 8;  // elements of 16 bytes
 constexpr int ROWS_A_THREAD = 4;
 
-// The first key that the query at position s sees. What it may not be is clamped, so that a wrong
-// start reads nothing foreign.
-__device__ __forceinline__ int first_of(const Args& args, const int* starts, int s) {
-  const int first = max(starts ? starts[s] : 0, s + 1 - args.window);
-  return min(max(first, 0), s);
-}
-
-// first and past of every position; starts do not fall within a sequence, so past is found by
-// halving. A thread a position.
-extern "C" __global__ void __launch_bounds__(256) attention_ranges(const __grid_constant__ Args args) {
-  const int t = blockIdx.x * 256 + threadIdx.x;
-  if (t >= args.batch * args.seq) return;
-  const int s = t % args.seq;
-  const int* starts = args.starts ? args.starts + (t - s) : nullptr;
-  args.first[t] = first_of(args, starts, s);
-  int low = s + 1, high = args.seq;
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (first_of(args, starts, middle) > s) high = middle; else low = middle + 1;
+// past of every key. Where the first key that queries see goes up from `before` to `first`, the keys
+// between are seen by no query from there on: a warp writes them together. A thread a position.
+extern "C" __global__ void __launch_bounds__(256)
+attention_ranges(const __grid_constant__ Args args) {
+  const int s = blockIdx.x * 256 + threadIdx.x, lane = threadIdx.x & 31, b = blockIdx.y;
+  const bool live = s < args.seq;
+  const int first = live ? first_key(args, b, s) : 0;
+  const int before = live && s > 0 ? first_key(args, b, s - 1) : 0;
+  int* past = args.past + (u64)b * args.seq;
+  for (u32 left = __ballot_sync(~0u, first > before); left; left &= left - 1) {
+    const int from = __ffs(left) - 1;
+    const int low = __shfl_sync(~0u, before, from), high = __shfl_sync(~0u, first, from);
+    for (int key = low + lane; key < high; key += 32) past[key] = s - lane + from;
   }
-  args.past[t] = low;
+  // Those that the last query sees are seen to the end.
+  const u32 last = __ballot_sync(~0u, s == args.seq - 1);
+  if (!last) return;
+  const int low = __shfl_sync(~0u, first, __ffs(last) - 1);
+  for (int key = low + lane; key < args.seq; key += 32) past[key] = args.seq;
 }
 
 __device__ __forceinline__ float dot_chunk(uint4 a, uint4 b) {

@@ -24,14 +24,13 @@ pub struct AttentionDesc {
     pub deterministic: bool,
 }
 
-/// Ranges of a workspace, by name.
+/// Ranges of a workspace, all for backward.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Workspace {
     pub bytes: usize,
-    /// u32 [B, S] each: first key of a query, one past the last query of a key; masked ones alone
-    pub first: Buffer,
+    /// u32 [B, S]: one past the last query of a key, where documents or a window say
     pub past: Buffer,
-    /// f32 [B, N, padded] each, for backward
+    /// f32 [B, N, padded] each
     pub lse2: Buffer,
     pub delta: Buffer,
     /// f32 [B, N, queries in whole blocks, D], of backwards that add dq up
@@ -106,7 +105,7 @@ impl AttentionDesc {
         }
     }
 
-    /// Whether `first` and `past` say what a query sees.
+    /// Whether a query sees less than all keys up to its own.
     pub(super) fn masked(&self) -> bool {
         self.documents || self.window.is_some_and(|window| window < self.seq)
     }
@@ -165,12 +164,12 @@ impl AttentionDesc {
         let rows = self.batch * self.heads * self.padded();
         let block = self.query_block();
         let sums = self.batch * self.heads * self.seq.next_multiple_of(block) * self.head_dim;
-        let [first, past] = [(); 2].map(|()| plan.alloc(DType::U32, positions));
+        let past = plan.alloc(DType::U32, positions);
         let [lse2, delta] = [(); 2].map(|()| plan.alloc(DType::F32, rows));
         let sums = plan.alloc(DType::F32, if self.adds_dq(arch) { sums } else { 0 });
         let blocks = self.batch * self.heads * self.seq.div_ceil(block);
         let turns = plan.alloc(DType::U32, if self.orders_dq(arch) { blocks } else { 0 });
-        Workspace { bytes: plan.bytes(), first, past, lse2, delta, sums, turns }
+        Workspace { bytes: plan.bytes(), past, lse2, delta, sums, turns }
     }
 
     /// The kernels' text: on Hopper forward, dk and dv, dq, else all three in one; then rows.

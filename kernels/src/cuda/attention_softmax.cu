@@ -1,6 +1,14 @@
 // Masks and softmax on fragments of accumulators, for all attention kernels: N registers of a
 // thread, of which 4 j + 2 e + c is row `row` + 8 e, column 8 j + `column` + c of a tile.
 
+// The first key that the query at position s of a sequence sees. What it may not be is clamped, so
+// that a wrong start reads nothing foreign.
+__device__ __forceinline__ int first_key(const Args& args, int sequence, int s) {
+  if (!MASKED) return 0;
+  const int start = args.starts ? args.starts[(u64)sequence * args.seq + s] : 0;
+  return min(max(max(start, s + 1 - args.window), 0), s);
+}
+
 // A thread's queries in the forward: of those from `start` on.
 struct Rows {
   int start, row, column;
@@ -17,11 +25,10 @@ __device__ __forceinline__ Rows rows_of(const Args& args, int sequence, int star
   rows.row = warp_row + (lane >> 2);
   rows.column = 2 * (lane & 3);
   if (MASKED) {
-    const int* first = args.first + (u64)sequence * args.seq;
     const int r = start + rows.row;
-    rows.first[0] = r < args.seq ? first[r] : 0;
-    rows.first[1] = r + 8 < args.seq ? first[r + 8] : 0;
-    rows.first_last = first[min(start + COUNT - 1, args.seq - 1)];
+    rows.first[0] = r < args.seq ? first_key(args, sequence, r) : 0;
+    rows.first[1] = r + 8 < args.seq ? first_key(args, sequence, r + 8) : 0;
+    rows.first_last = first_key(args, sequence, min(start + COUNT - 1, args.seq - 1));
   }
   rows.maximum[0] = rows.maximum[1] = -INFINITE;
   rows.sum[0] = rows.sum[1] = 0.f;
@@ -106,17 +113,16 @@ __device__ __forceinline__ QueryRows query_rows_of(const Args& args, int sequenc
   rows.row = warp_row + (lane >> 2);
   rows.column = 2 * (lane & 3);
   const u64 statistics = ((u64)sequence * args.heads + head) * args.padded;
-  const int* first = args.first + (u64)sequence * args.seq;
 #pragma unroll
   for (int e = 0; e < 2; e++) {
     const int r = start + rows.row + 8 * e;
     const bool live = r < args.seq;
     rows.lse2[e] = live ? args.lse2[statistics + r] : INFINITE;
     rows.delta[e] = live ? args.delta[statistics + r] : 0.f;
-    rows.first[e] = MASKED && live ? first[r] : 0;
+    rows.first[e] = live ? first_key(args, sequence, r) : 0;
     rows.alone[e] = live && rows.first[e] == r;
   }
-  rows.first_last = MASKED ? first[min(start + COUNT - 1, args.seq - 1)] : 0;
+  rows.first_last = first_key(args, sequence, min(start + COUNT - 1, args.seq - 1));
   return rows;
 }
 
@@ -157,7 +163,7 @@ __device__ __forceinline__ Keys keys_of(const Args& args, int sequence, int star
     const int r = start + keys.row + 8 * e;
     const bool live = MASKED && r < args.seq;
     keys.past[e] = live ? args.past[first + r] : args.seq;
-    keys.alone[e] = live ? args.first[first + r] == r : r == 0;
+    keys.alone[e] = live ? first_key(args, sequence, r) == r : r == 0;
   }
   const int last = args.seq - 1;
   keys.past_first = MASKED ? args.past[first + min(start, last)] : args.seq;

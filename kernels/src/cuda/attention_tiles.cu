@@ -66,7 +66,7 @@ attention_forward(const __grid_constant__ Args args) {
   const HeadRows keys = rows_at(args.k, args, b, kv, args.kv_heads);
   const HeadRows values = rows_at(args.v, args, b, kv, args.kv_heads);
   Rows rows = rows_of<STAYING>(args, b, start, 16 * warp, lane);
-  const int low = MASKED ? args.first[(u64)b * args.seq + start] / MOVING : 0;
+  const int low = first_key(args, b, start) / MOVING;
   const int high = (min(start + STAYING, args.seq) - 1) / MOVING;
   load_tile<STAYING>(q, rows_at(args.q, args, b, h, args.heads), start, args.seq);
   load_tile<MOVING>(k, keys, high * MOVING, args.seq);
@@ -107,7 +107,7 @@ attention_query(const __grid_constant__ Args args) {
   const HeadRows keys = rows_at(args.k, args, b, kv, args.kv_heads);
   const HeadRows values = rows_at(args.v, args, b, kv, args.kv_heads);
   const QueryRows rows = query_rows_of<STAYING>(args, b, h, start, 16 * warp, lane);
-  const int low = MASKED ? args.first[(u64)b * args.seq + start] / MOVING : 0;
+  const int low = first_key(args, b, start) / MOVING;
   const int high = (min(start + STAYING, args.seq) - 1) / MOVING;
   load_tile<STAYING>(q, rows_at(args.q, args, b, h, args.heads), start, args.seq);
   load_tile<STAYING>(d_o, rows_at(args.d_o, args, b, h, args.heads), start, args.seq);

@@ -373,6 +373,16 @@ mod tests {
         check_that_all_compile("the_kernels_of_a_step_compile", sources);
     }
 
+    /// And of heads and gates.
+    #[test]
+    fn the_kernels_of_heads_and_gates_compile() {
+        let arches = [Arch::Hopper, Arch::Ampere("sm_80")];
+        let heads = arches.into_iter().flat_map(super::super::head::tests::sources);
+        let gates = |arch: Arch| super::super::gate::tests::sources(arch.target());
+        let sources = heads.chain(arches.into_iter().flat_map(gates)).collect();
+        check_that_all_compile("the_kernels_of_heads_and_gates_compile", sources);
+    }
+
     fn layer_desc() -> MoeDesc {
         MoeDesc {
             element: DType::Bf16,

@@ -8,7 +8,8 @@ use super::error::CudaError;
 use super::layer::LayerError;
 use crate::matmul::Matmul;
 
-/// The products of a device, made when the first is asked for: a job without them needs no cuBLASLt.
+/// The products of a device, made when the first is asked for: a job without them needs no
+/// cuBLASLt.
 #[derive(Debug, Default)]
 pub(super) struct DenseState {
     products: Option<Products>,

@@ -15,6 +15,7 @@ use super::shape::MoeDesc;
 use super::step_ops::StepOps;
 use crate::attention::{Attention, AttentionBackward};
 use crate::buffer::{ArenaPlan, Buffer, Element};
+use crate::device::TrafficCounts;
 use crate::moe::{MoeBackward, MoeForward, MoePlan};
 
 /// The memory and the kernels of one rank on a GPU.
@@ -26,13 +27,14 @@ pub struct CudaDevice {
     pub(super) compiler: Compiler,
     pub(super) stream: Stream,
     pub(super) arena: Arena,
-    pub(super) step_ops: StepOps,
+    pub(super) step_ops: Box<StepOps>,
     layers: Vec<MoeLayer>,
     pub(super) dense: DenseState,
     pub(super) heads: Vec<Head>,
     pub(super) gates: Vec<GateKernels>,
     attentions: Vec<AttentionKernels>,
     failure: OnceLock<LayerError>,
+    pub(crate) traffic: TrafficCounts,
 }
 
 impl CudaDevice {
@@ -48,13 +50,14 @@ impl CudaDevice {
             compiler,
             stream,
             arena,
-            step_ops: StepOps::default(),
+            step_ops: Box::default(),
             layers: Vec::new(),
             dense: DenseState::default(),
             heads: Vec::new(),
             gates: Vec::new(),
             attentions: Vec::new(),
             failure: OnceLock::new(),
+            traffic: TrafficCounts::default(),
         })
     }
 

@@ -3,6 +3,7 @@
 use std::ffi::{CString, c_void};
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::{result as cu, sys};
 
@@ -23,6 +24,8 @@ struct GpuInner {
     name: String,
     capability: (i32, i32),
     multiprocessors: u32,
+    /// Calls that may have waited, see [`Gpu::waits`]
+    waits: AtomicU64,
 }
 
 // SAFETY: a primary context may be used from any thread that makes it current.
@@ -78,6 +81,7 @@ impl Gpu {
             name,
             capability: (major, minor),
             multiprocessors: u32::try_from(count).unwrap_or(1),
+            waits: AtomicU64::new(0),
         };
         let gpu = Gpu { inner: Arc::new(inner) };
         gpu.make_current()?;
@@ -109,8 +113,20 @@ impl Gpu {
         cu::mem_get_info().doing(|| format!("asking GPU {} for its memory", self.inner.ordinal))
     }
 
+    /// How often the host has waited for the device so far, or called what may wait for running
+    /// kernels (copies of the host's, allocations that end, modules that load). No step adds to it
+    /// between its first op and the one read of its numbers.
+    pub fn waits(&self) -> u64 {
+        self.inner.waits.load(Ordering::Relaxed)
+    }
+
+    fn waited(&self) {
+        self.inner.waits.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// Waits for everything enqueued on the device.
     pub fn synchronize(&self) -> Result<(), CudaError> {
+        self.waited();
         cu::ctx::synchronize().doing(|| format!("waiting for GPU {}", self.inner.ordinal))
     }
 
@@ -143,6 +159,7 @@ impl Stream {
     }
 
     pub fn synchronize(&self) -> Result<(), CudaError> {
+        self.gpu.waited();
         // SAFETY: the stream lives as long as `self`.
         unsafe { cu::stream::synchronize(self.handle) }.doing(|| "waiting for a stream".to_owned())
     }
@@ -228,16 +245,18 @@ impl Drop for Graph {
 #[derive(Debug)]
 pub struct Event {
     handle: sys::CUevent,
+    gpu: Gpu,
 }
 
 impl Event {
-    pub fn new(_gpu: &Gpu) -> Result<Event, CudaError> {
+    pub fn new(gpu: &Gpu) -> Result<Event, CudaError> {
         let handle = cu::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)
             .doing(|| "creating an event".to_owned())?;
-        Ok(Event { handle })
+        Ok(Event { handle, gpu: gpu.clone() })
     }
 
     pub fn synchronize(&self) -> Result<(), CudaError> {
+        self.gpu.waited();
         // SAFETY: the event lives as long as `self`.
         unsafe { cu::event::synchronize(self.handle) }.doing(|| "waiting for an event".to_owned())
     }
@@ -298,6 +317,7 @@ impl Arena {
     /// Copies host elements into `buffer`, which has as many. Waits.
     pub fn write<E: Element>(&self, buffer: Buffer, from: &[E]) -> Result<(), CudaError> {
         assert_eq!((buffer.dtype(), buffer.len()), (E::DTYPE, from.len()), "{buffer:?}");
+        self.gpu.waited();
         // SAFETY: the range was checked, and the source is valid for the time of the call.
         unsafe { cu::memcpy_htod_sync(self.address(buffer), from) }
             .doing(|| format!("copying to {buffer:?}"))?;
@@ -319,6 +339,7 @@ impl Arena {
     /// Copies `buffer` into as many host elements. Waits for the copy alone.
     pub fn read_into<E: Element>(&self, buffer: Buffer, into: &mut [E]) -> Result<(), CudaError> {
         assert_eq!((buffer.dtype(), buffer.len()), (E::DTYPE, into.len()), "{buffer:?}");
+        self.gpu.waited();
         // SAFETY: the range was checked, and the target is valid for the time of the call.
         unsafe { cu::memcpy_dtoh_sync(into, self.address(buffer)) }
             .doing(|| format!("copying from {buffer:?}"))
@@ -357,6 +378,7 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
+        self.gpu.waited();
         // SAFETY: allocated by us, freed once; the call waits for work that uses it.
         let _ = unsafe { cu::free_sync(self.base) };
     }
@@ -367,7 +389,7 @@ impl Drop for Arena {
 pub struct PinnedBuffer<E: Element> {
     start: *mut E,
     len: usize,
-    _gpu: Gpu,
+    gpu: Gpu,
     _element: PhantomData<E>,
 }
 
@@ -383,7 +405,7 @@ impl<E: Element> PinnedBuffer<E> {
             .doing(|| format!("pinning {bytes} bytes of host memory"))?;
         // SAFETY: `start` is valid for `bytes`, and zero is a value of every `Element`.
         unsafe { start.cast::<u8>().write_bytes(0, bytes) };
-        Ok(PinnedBuffer { start: start.cast(), len, _gpu: gpu.clone(), _element: PhantomData })
+        Ok(PinnedBuffer { start: start.cast(), len, gpu: gpu.clone(), _element: PhantomData })
     }
 
     pub fn as_slice(&self) -> &[E] {
@@ -415,6 +437,7 @@ impl<E: Element> PinnedBuffer<E> {
 
 impl<E: Element> Drop for PinnedBuffer<E> {
     fn drop(&mut self) {
+        self.gpu.waited();
         // SAFETY: allocated by us, freed once.
         let _ = unsafe { cu::free_host(self.start.cast()) };
     }
@@ -446,6 +469,7 @@ unsafe impl Sync for LoadedModule {}
 
 impl LoadedModule {
     pub(crate) fn new(gpu: &Gpu, name: &str, cubin: &[u8]) -> Result<Arc<Self>, CudaError> {
+        gpu.waited();
         // SAFETY: `cubin` is a whole image, as NVRTC made it or the checked cache kept it.
         let handle = unsafe { cu::module::load_data(cubin.as_ptr().cast()) }
             .doing(|| format!("loading the kernels of {name}"))?;

@@ -74,7 +74,8 @@ struct Constant {
     store(x + i, all);
   }
 };
-extern "C" __global__ void __launch_bounds__(256) fill(element* x, u64 len, int whole, float value) {
+extern "C" __global__ void __launch_bounds__(256)
+fill(element* x, u64 len, int whole, float value) {
   each(len, whole, Constant{x, value});
 }
 
@@ -155,8 +156,8 @@ init_normal(element* x, u64 len, u64 seed, u64 name, u64 first, double std) {
 // y (+)= x m: see src/gate_input.rs. A block of four neighbours of a row a thread; `place`, `step`
 // and `token` are words of the counter, `p` is the mask's parameter.
 extern "C" __global__ void __launch_bounds__(256)
-mask_rows(const element* x, element* y, int rows, int dim, int dropout, double p, u64 seed, u32 place,
-          u32 step, u32 token, int accumulate) {
+mask_rows(const element* x, element* y, int rows, int dim, int dropout, double p, u64 seed,
+          u32 place, u32 step, u32 token, int accumulate) {
   const int blocks = (dim + 3) / 4;
   const u64 at = blockIdx.x * (u64)blockDim.x + threadIdx.x;
   if (at >= (u64)rows * blocks) return;

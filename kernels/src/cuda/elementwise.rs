@@ -108,7 +108,8 @@ impl CudaDevice {
             let [gate, up, out] =
                 [op.gate, op.up, op.out].map(|buffer| to.of(buffer, element, len));
             let whole = all_whole(&[gate, up, out]);
-            let (launch, len, kind) = (launch(len, element, whole), len as u64, kind(op.activation));
+            let (launch, kind) = (launch(len, element, whole), kind(op.activation));
+            let len = len as u64;
             let kernel = (Unit::Elementwise { element }, "gated_mul");
             // SAFETY: the parameters are those of `gated_mul`, the lengths were checked.
             unsafe { to.launch(kernel, launch, parameters![gate, up, out, len, whole, kind]) }
@@ -121,7 +122,8 @@ impl CudaDevice {
             let all = [op.gate, op.up, op.d_out, op.dgate, op.dup];
             let [gate, up, d_out, dgate, dup] = all.map(|buffer| to.of(buffer, element, len));
             let whole = all_whole(&[gate, up, d_out, dgate, dup]);
-            let (launch, len, kind) = (launch(len, element, whole), len as u64, kind(op.activation));
+            let (launch, kind) = (launch(len, element, whole), kind(op.activation));
+            let len = len as u64;
             let kernel = (Unit::Elementwise { element }, "gated_mul_backward");
             let parameters = parameters![gate, up, d_out, dgate, dup, len, whole, kind];
             // SAFETY: the parameters are those of `gated_mul_backward`, the lengths were checked.

@@ -68,8 +68,8 @@ fn embed_backward(to: &mut Enqueue<'_>, op: &EmbedBackward) -> Result<(), CudaEr
     let mut add = Launch::new(tokens, 128);
     add.grid[1] = dim.div_ceil(COLUMNS) as u32;
     let (t, v, d) = (tokens as i32, vocab as i32, dim as i32);
-    // SAFETY: the parameters are those of each kernel; ids outside of the table are passed over, and
-    // slots of others are below the number of tokens.
+    // SAFETY: the parameters are those of each kernel; ids outside of the table are passed over,
+    // and slots of others are below the number of tokens.
     unsafe {
         to.launch((unit, "embed_count"), each(tokens), parameters![ids, counts, t, v])?;
         let ranges = parameters![counts, starts, used, cursor, v];

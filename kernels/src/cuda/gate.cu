@@ -95,10 +95,10 @@ __device__ __forceinline__ u32 kept_groups(const double* choice, int lane) {
 #endif
 }
 
-// ranked [T, K]: a token's choices, the best first. Ties go to the larger logit where scores alone
-// choose, and then to the lowest id. With hysteresis a warp goes through a whole sequence.
+// ranked [T, K]: a token's choices, the best first; ties go to the lowest id. With hysteresis a warp
+// goes through a whole sequence.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-gate_choose(const float* noisy, const float* probs, const float* bias, const u32* positions,
+gate_choose(const float* probs, const float* bias, const u32* positions,
             int tokens, double hysteresis, double sum_wanted, u32* ranked) {
   __shared__ double choices[WARPS][EXPERTS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -119,13 +119,10 @@ gate_choose(const float* noisy, const float* probs, const float* bias, const u32
     }
     const u32 kept = kept_groups(choice, lane);
     u64 key[PER_LANE];
-    u32 tie[PER_LANE];
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
       const int e = lane + 32 * i;
-      const bool plain = !bias && !GROUPS && !HELD;
       key[i] = e < EXPERTS ? ordered_f64(choice[e]) : 0;
-      tie[i] = e < EXPERTS && plain ? ordered(noisy[(u64)t * EXPERTS + e]) : 0;
 #if GROUPS
       if (e < EXPERTS && !(kept >> (e / (EXPERTS / GROUPS)) & 1)) key[i] = 0;
 #endif
@@ -133,25 +130,19 @@ gate_choose(const float* noisy, const float* probs, const float* bias, const u32
     double reached = 0.0;
     for (int k = 0; k < TOP_K; k++) {
       u64 best = 0;
-      u32 best_tie = 0, id = NO_EXPERT;
+      u32 id = NO_EXPERT;
 #pragma unroll
       for (int i = 0; i < PER_LANE; i++) {
-        const bool better = key[i] > best || (key[i] == best && tie[i] > best_tie);
-        if (key[i] != 0 && (better || id == NO_EXPERT)) {
+        if (key[i] != 0 && (key[i] > best || id == NO_EXPERT)) {
           best = key[i];
-          best_tie = tie[i];
           id = lane + 32 * i;
         }
       }
       for (int step = 16; step > 0; step >>= 1) {
         const u64 key_other = __shfl_xor_sync(~0u, best, step);
-        const u32 tie_other = __shfl_xor_sync(~0u, best_tie, step);
         const u32 id_other = __shfl_xor_sync(~0u, id, step);
-        const bool equal = key_other == best && tie_other == best_tie;
-        if (key_other > best || (key_other == best && tie_other > best_tie) ||
-            (equal && id_other < id)) {
+        if (key_other > best || (key_other == best && id_other < id)) {
           best = key_other;
-          best_tie = tie_other;
           id = id_other;
         }
       }
@@ -210,7 +201,8 @@ gate_experts(const float* probs, int tokens, int rows, u8* taken) {
       if (w < warp) place += warp_counts[w];
       before += warp_counts[w];
     }
-    if (t < tokens) taken[(u64)e * tokens + t] = rows > 0 && (key > prefix || (equal && place < left));
+    const bool best = rows > 0 && (key > prefix || (equal && place < left));
+    if (t < tokens) taken[(u64)e * tokens + t] = best;
     __syncthreads();
   }
 }
@@ -264,7 +256,7 @@ __device__ __forceinline__ bool takes_second(const float* probs, const u32* choi
   const double first = probs[(u64)t * EXPERTS + choices[0]];
   const double second = probs[(u64)t * EXPERTS + choices[1]];
   const double share = first + second > 0.0 ? second / (first + second) : 0.5;
-  return 2.0 * share > uniform_of(philox(draw, SITE_SECOND, t, 0).x);
+  return 2.0 * share > uniform_of(words_of(draw, SITE_SECOND, t, 0).x);
 }
 
 // A block an expert goes through all choices, by rank, then by `order` (null: by token): the place

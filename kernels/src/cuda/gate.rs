@@ -78,7 +78,8 @@ impl GateShape {
             ("HELD", usize::from(self.held)),
             ("ELEMENT", element_macro(DType::F32)),
         ];
-        let parts = [include_str!("random.cu"), include_str!("gate.cu")];
+        let parts =
+            [include_str!("philox.cu"), include_str!("random.cu"), include_str!("gate.cu")];
         Source::new(format!("gate {} of {}", self.top_k, self.experts), arch, &macros, &parts)
     }
 }
@@ -203,7 +204,7 @@ impl GateKernels {
 
     /// Ranks each token's choices.
     fn choose(&self, stream: &Stream, arena: &Arena, op: &Gate) -> Result<(), CudaError> {
-        let (noisy, probs) = (arena.address(op.noisy), arena.address(op.probs));
+        let probs = arena.address(op.probs);
         let bias = op.bias.map_or(0, |bias| arena.address(bias));
         let (positions, tokens) = (arena.address(op.positions), self.tokens as i32);
         let (ranked, taken) =
@@ -227,7 +228,7 @@ impl GateKernels {
             self.function("gate_choose").launch(
                 stream,
                 self.warps(),
-                parameters![noisy, probs, bias, positions, tokens, hysteresis, sum, ranked],
+                parameters![probs, bias, positions, tokens, hysteresis, sum, ranked],
             )
         }
     }
@@ -346,5 +347,31 @@ impl CudaDevice {
         assert_eq!(sizes, [t * e, t * k, gate.segments * 3 * e], "{op:?}");
         assert!(op.d_raw.is_none(), "no learned noise: {op:?}");
         self.on_gate(gate, |kernels, stream, arena| kernels.backward(stream, arena, op));
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// Kernels of every kind of choice.
+    pub(in super::super) fn sources(arch: &'static str) -> Vec<Source> {
+        let base = GateShape {
+            experts: 64,
+            top_k: 2,
+            choice: 0,
+            sigmoid: false,
+            norm_topk: true,
+            groups: None,
+            held: false,
+        };
+        let groups = Some(RouteGroups { count: 8, kept: 3 });
+        let shapes = [
+            GateShape { sigmoid: true, groups, held: true, ..base },
+            GateShape { experts: 40, choice: 1, groups, ..base },
+            GateShape { choice: 2, norm_topk: false, ..base },
+            GateShape { choice: 3, top_k: 64, ..base },
+        ];
+        shapes.iter().map(|shape| shape.source(arch)).collect()
     }
 }

@@ -9,7 +9,7 @@
 //   OP_LOGITS  y[r] = a[r] (Whi + Wlo)^T in fp32, any N                W  [2 N][K]: Whi, then Wlo
 //
 // Host macros: ELEMENT OP BM BN STAGES CLUSTER PINGPONG STAGED GATED ACT TRANSPOSED INDEXED OUT (0
-// elements, 1 fp32). K and N of weights are multiples of 64 (the host refuses others); rows are not.
+// elements, 1 fp32). K and N of weights are multiples of 64 (the host refuses others), rows not.
 // Experts' weights and gradients lie a stride apart, a whole number of their rows.
 //
 // A producer warpgroup fills a ring of stages; two consumer warpgroups multiply. Cooperative: both

@@ -240,8 +240,8 @@ __device__ __forceinline__ void finish(const float (&acc)[BN / 2], const Tile& t
     finish_rows(acc, args.out + (u64)tile.row0 * args.out_pitch, args.out_pitch, tile.rows,
                 args.cols, first_row, tile.n0 * BN, q, false);
   if (OP == OP_LOGITS)
-    finish_f32<false>(acc, args.out_f32 + (u64)tile.row0 * args.out_pitch, args.out_pitch, tile.rows,
-               args.cols, first_row, tile.n0 * TILE_N, q);
+    finish_f32<false>(acc, args.out_f32 + (u64)tile.row0 * args.out_pitch, args.out_pitch,
+                      tile.rows, args.cols, first_row, tile.n0 * TILE_N, q);
   if (OP == OP_WGRAD) {
     const u64 base = (u64)tile.expert * args.out_rows * args.out_pitch;
     const bool add = args.accumulate;

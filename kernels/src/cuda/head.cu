@@ -67,8 +67,8 @@ __device__ __forceinline__ Softmax block_softmax(Softmax own) {
   __shared__ float maxima[WARPS], sums[WARPS];
 #pragma unroll
   for (int step = 16; step > 0; step >>= 1) {
-    const float max = __shfl_xor_sync(~0u, own.max, step), sum = __shfl_xor_sync(~0u, own.sum, step);
-    own.add(max, sum);
+    const float max = __shfl_xor_sync(~0u, own.max, step);
+    own.add(max, __shfl_xor_sync(~0u, own.sum, step));
   }
   if ((threadIdx.x & 31) == 0) {
     maxima[threadIdx.x >> 5] = own.max;
@@ -82,7 +82,7 @@ __device__ __forceinline__ Softmax block_softmax(Softmax own) {
 
 // losses f64 [tokens]: ln sum_v e^logits[v] - logits[target], 0 where ignored; no number where the
 // target is no word. With `gradient` the logits become scale * loss_scale * (softmax - target).
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 512 ? 1 : 2)
 head_softmax(uint4* logits, const u32* targets, float scale, const float* loss_scale, int gradient,
              double* losses) {
   extern __shared__ uint4 held[];

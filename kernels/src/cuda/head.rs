@@ -184,8 +184,17 @@ impl CudaDevice {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
+
+    /// Kernels of rows that shared memory holds, and of others.
+    pub(in super::super) fn sources(arch: Arch) -> Vec<Source> {
+        let kinds = [(DType::Bf16, 50304), (DType::F16, 300), (DType::F32, 151_937)];
+        let of = |(element, vocab)| {
+            source(arch, &HeadDesc { element, tokens: 1, dim: 64, vocab })
+        };
+        kinds.into_iter().map(of).collect()
+    }
 
     #[test]
     fn rows_fit_into_shared_memory() {

@@ -107,7 +107,8 @@ __device__ __forceinline__ void store_box_if(bool mine, const TensorMap* map, u3
                ::"r"((int)mine), "l"(map), "r"(from), "r"(x), "r"(y) : "memory");
 }
 // The same, added to what is there, each element once: rounded to nearest, in the map's kind.
-__device__ __forceinline__ void add_box_if(bool mine, const TensorMap* map, u32 from, int x, int y) {
+__device__ __forceinline__ void add_box_if(bool mine, const TensorMap* map, u32 from, int x,
+                                           int y) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %0, 0;\n"
                "@p cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group"
                " [%1, {%3, %4}], [%2];}"

@@ -11,7 +11,7 @@
 //! GateKernels::new(shape)       gate.rs      routers beyond dropless top-k
 //! Head::new(desc)               head.rs      the head with its loss: products, softmax between
 //! CudaDevice::new(ordinal)      device.rs    the layer and the ops of a step as those of `Device`
-//! Unit::source                  step_ops.rs  kernels of norms, embedding, optimizer ..., when needed
+//! Unit::source                  step_ops.rs  kernels of norms, optimizer ..., when needed
 //! inspect()                     doctor.rs    what this machine has and lacks
 //! ```
 //! No CUDA is needed to build this: the driver and NVRTC are loaded when first used. Nothing here

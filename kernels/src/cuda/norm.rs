@@ -10,25 +10,25 @@ use crate::norm::{AddRmsNorm, RmsNorm, RmsNormBackward};
 use crate::norm_rope::{NormRope, NormRopeBackward};
 use crate::rope::Rope;
 
-/// Parts of a sum over rows at most: two blocks for each multiprocessor of an H200. Fixed, since the
-/// bits depend on it.
+/// Parts of a sum over rows at most: two blocks for each multiprocessor of an H200. Fixed, since
+/// the bits depend on it.
 const PARTS_MAX: usize = 264;
 
 /// Threads of a block at least.
 const BLOCK: usize = 256;
 
-/// The kernels that norm rows of `dim`: threads of a row, and rows that they have in flight. Forward
-/// 256 threads of up to four loads each did best on an H200, backward 128 and two rows at once.
+/// The kernels that norm rows of `dim`, by what did best on an H200: forward 256 threads a row of
+/// up to four loads each; backward threads of two loads where that leaves none idle, else of up to
+/// four.
 pub(super) fn norm_unit(element: DType, dim: usize, backward: bool) -> Unit {
     let units = dim / vector(element, dim);
-    let group = if backward {
-        units.div_ceil(2).next_power_of_two().clamp(1, 1024)
-    } else {
-        units.next_power_of_two().clamp(1, 256).max(units.div_ceil(4).next_power_of_two().min(1024))
+    let fours = units.div_ceil(4).next_power_of_two();
+    let group = match (backward, units.is_power_of_two()) {
+        (false, _) => units.next_power_of_two().min(256).max(fours),
+        (true, true) => (units / 2).max(1),
+        (true, false) => fours,
     };
-    // Where a thread has more loads a row, one row is enough on its way.
-    let rows = if backward && units <= 2 * group { 2 } else { 1 };
-    Unit::Norm { element, dim, group, rows }
+    Unit::Norm { element, dim, group: group.min(1024), rows: 1 }
 }
 
 /// The kernels that turn spans of `heads` heads: threads of a span, and spans in flight.
@@ -43,8 +43,8 @@ pub(super) fn rope_unit(
     let units = heads * a_head;
     let (each, spans) = match (heads > 1, backward) {
         (true, false) => (2, 1),
-        (true, true) => (1, 1),
-        (false, _) => (1, 2),
+        (false, false) => (1, 2),
+        (_, true) => (1, 1),
     };
     let group = units.div_ceil(each).next_power_of_two().clamp(1, 1024);
     Unit::NormRope { element, head_dim, heads, norm, group, spans }
@@ -215,7 +215,9 @@ fn rotate(
     (w, w_fp32, rstd, eps): (u64, i32, u64, f32),
     inverse: bool,
 ) -> Result<(), CudaError> {
-    let Unit::NormRope { group, spans: in_flight, .. } = unit else { unreachable!("a rotation's unit") };
+    let Unit::NormRope { group, spans: in_flight, .. } = unit else {
+        unreachable!("a rotation's unit")
+    };
     let RopeCall { x, y, positions, spans, spans_a_token, turns } = call;
     let TurnsAt { table, positions: known, frequencies } = turns;
     let launch = Launch::new(spans.div_ceil(groups(group) * in_flight), block(group));
@@ -232,7 +234,7 @@ fn norm_rope_backward(to: &mut Enqueue<'_>, op: &NormRopeBackward) -> Result<(),
     let (spans, dim) = forward.spans();
     let element = forward.x.dtype();
     let unit = rope_unit(element, forward.head_dim, forward.span_heads(), true, true);
-    let Unit::NormRope { group, spans: in_flight, .. } = unit else { unreachable!("a rotation's unit") };
+    let Unit::NormRope { group, .. } = unit else { unreachable!("a rotation's unit") };
     let TurnsAt { table, positions: known, frequencies } =
         to.turns(unit, forward.theta, forward.head_dim / 2)?;
     let (w, w_fp32) = to.either(forward.w, element, dim);
@@ -240,7 +242,7 @@ fn norm_rope_backward(to: &mut Enqueue<'_>, op: &NormRopeBackward) -> Result<(),
     let positions = to.of(forward.positions, DType::U32, forward.tokens);
     let [x, dy, dx] =
         [forward.x, op.dy, op.dx].map(|buffer| to.of(buffer, element, spans * dim));
-    let each = part_of(spans, groups(group) * in_flight);
+    let each = part_of(spans, groups(group));
     let parts = spans.div_ceil(each);
     let partial = partials(to, parts, dim)?;
     let a_token = (forward.heads / forward.span_heads()) as i32;

@@ -1,7 +1,7 @@
 // Rotary embedding of heads, with or without the norm before it, forward and backward.
 // A unit is VEC elements of a head's first half and the VEC that turn with them in its second.
 // Host macros: ELEMENT, HEAD_DIM, HEADS (of a span), NORM (0: rotation alone), VEC (CHUNK or 1),
-// GROUP (threads of a span, a power of two), SPANS (that a group has in flight at once).
+// GROUP (threads of a span, a power of two), SPANS (that a group has in flight, forward).
 // A span is what is normed as one: a head, or all heads of a token.
 constexpr int BLOCK = GROUP > 256 ? GROUP : 256;
 constexpr int GROUPS = BLOCK / GROUP;
@@ -92,29 +92,6 @@ __device__ __forceinline__ int place(int unit) {
   return unit / A_HEAD * HEAD_DIM + unit % A_HEAD * VEC;
 }
 
-// dy as it was before the rotation.
-struct TurnedGradient {
-  const float* table;
-  u32 table_positions;
-  const double* frequencies;
-  __device__ __forceinline__ void angles(u32 position, int unit, float (&c)[VEC],
-                                         float (&s)[VEC]) const {
-    turns(table, table_positions, frequencies, position, unit % A_HEAD * VEC, c, s);
-  }
-  __device__ __forceinline__ void back(const Raw<VEC>& low, const Raw<VEC>& high,
-                                       const float (&c)[VEC], const float (&s)[VEC],
-                                       float (&da)[VEC], float (&db)[VEC]) const {
-    float a[VEC], b[VEC];
-    unpack(low, a);
-    unpack(high, b);
-#pragma unroll
-    for (int i = 0; i < VEC; i++) {
-      da[i] = fmaf(a[i], c[i], b[i] * s[i]);
-      db[i] = fmaf(b[i], c[i], -(a[i] * s[i]));
-    }
-  }
-};
-
 // y = R(x rstd w), rounded once. Without NORM y = R(x), `inverse` by the negative angle; x may then
 // be y.
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCK > 256 ? 1 : 3)
@@ -197,7 +174,7 @@ norm_rope(const element* x, const void* w, int w_fp32, const u32* positions, con
 }
 
 // dy turned back, then the backward pass of the norm: as rms_norm_backward, a span for a row.
-extern "C" __global__ void __launch_bounds__(BLOCK, BLOCK > 256 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(BLOCK)
 norm_rope_backward(const element* x, const void* w, int w_fp32, const float* rstd,
                    const u32* positions, const float* table, u32 table_positions,
                    const double* frequencies, const element* dy, element* dx, float* partial,
@@ -207,87 +184,69 @@ norm_rope_backward(const element* x, const void* w, int w_fp32, const float* rst
   const int end = min(spans, begin + spans_a_block);
   float dw[EACH][2 * VEC] = {};
   int turn = 0;
-  for (int base = begin; base < end; base += GROUPS * SPANS, turn ^= 1) {
-    Raw<VEC> x_low[SPANS][EACH], x_high[SPANS][EACH], g_low[SPANS][EACH], g_high[SPANS][EACH];
-    u32 position[SPANS];
-    float scale[SPANS], sums[SPANS];
+  for (int base = begin; base < end; base += GROUPS, turn ^= 1) {
+    const long long span = base + group;
+    const bool inside = span < end;
+    Raw<VEC> x_low[EACH], x_high[EACH], dy_low[EACH], dy_high[EACH];
 #pragma unroll
-    for (int r = 0; r < SPANS; r++) {
-      const long long span = base + r * GROUPS + group;
-#pragma unroll
-      for (int e = 0; e < EACH; e++) {
-        const int unit = lane + e * GROUP;
-        const bool mine = span < end && (WHOLE || unit < UNITS);
-        const u64 at = span * SPAN + place(unit);
-        x_low[r][e] = mine ? load<VEC>(x + at) : Raw<VEC>{};
-        x_high[r][e] = mine ? load<VEC>(x + at + HALF) : Raw<VEC>{};
-        g_low[r][e] = mine ? load<VEC>(dy + at) : Raw<VEC>{};
-        g_high[r][e] = mine ? load<VEC>(dy + at + HALF) : Raw<VEC>{};
-        if (VEC > 1 && lane % (LINE_THREADS / 2) == 0 && (WHOLE || unit < UNITS)) {
-          const long long next = span + GROUPS * SPANS;
-          if (next < end) {
-            const u64 ahead = next * SPAN + place(unit);
-            prefetch(x + ahead);
-            prefetch(x + ahead + HALF);
-            prefetch(dy + ahead);
-            prefetch(dy + ahead + HALF);
-          }
-        }
-      }
-      position[r] = span < end ? positions[(u32)span / (u32)spans_a_token] : 0;
-      scale[r] = span < end ? rstd[span] : 0.f;
-      sums[r] = 0.f;
+    for (int e = 0; e < EACH; e++) {
+      const int unit = lane + e * GROUP;
+      const bool mine = inside && (WHOLE || unit < UNITS);
+      const u64 at = span * SPAN + place(unit);
+      x_low[e] = mine ? load<VEC>(x + at) : Raw<VEC>{};
+      x_high[e] = mine ? load<VEC>(x + at + HALF) : Raw<VEC>{};
+      dy_low[e] = mine ? load<VEC>(dy + at) : Raw<VEC>{};
+      dy_high[e] = mine ? load<VEC>(dy + at + HALF) : Raw<VEC>{};
     }
-    // The turned gradient is made twice: registers are dearer.
-    auto turned = TurnedGradient{table, table_positions, frequencies};
+    const u32 position = inside ? positions[(u32)span / (u32)spans_a_token] : 0;
+    const float scale = inside ? rstd[span] : 0.f;
+    float c[VEC], s[VEC], g_low[EACH][VEC], g_high[EACH][VEC], sum = 0.f;
 #pragma unroll
-    for (int r = 0; r < SPANS; r++) {
-      float c[VEC], s[VEC];
-#pragma unroll
-      for (int e = 0; e < EACH; e++) {
-        const int unit = lane + e * GROUP, at = place(unit);
-        if (!WHOLE && unit >= UNITS) break;
-        if (e == 0 || !SAME_ANGLES) turned.angles(position[r], unit, c, s);
-        float gain_a[VEC], gain_b[VEC], a[VEC], b[VEC], da[VEC], db[VEC];
+    for (int e = 0; e < EACH; e++) {
+      const int unit = lane + e * GROUP, at = place(unit);
+      const bool mine = WHOLE || unit < UNITS;
+      if ((e == 0 || !SAME_ANGLES) && mine)
+        turns(table, table_positions, frequencies, position, unit % A_HEAD * VEC, c, s);
+      float gain_a[VEC] = {}, gain_b[VEC] = {}, a[VEC], b[VEC];
+      if (mine) {
         load_vector(w, w_fp32, at, gain_a);
         load_vector(w, w_fp32, at + HALF, gain_b);
-        unpack(x_low[r][e], a);
-        unpack(x_high[r][e], b);
-        turned.back(g_low[r][e], g_high[r][e], c, s, da, db);
+      }
+      unpack(x_low[e], a);
+      unpack(x_high[e], b);
+      unpack(dy_low[e], g_low[e]);
+      unpack(dy_high[e], g_high[e]);
 #pragma unroll
-        for (int i = 0; i < VEC; i++) {
-          dw[e][i] = fmaf(da[i], a[i] * scale[r], dw[e][i]);
-          dw[e][VEC + i] = fmaf(db[i], b[i] * scale[r], dw[e][VEC + i]);
-          sums[r] = fmaf(da[i] * gain_a[i], a[i], fmaf(db[i] * gain_b[i], b[i], sums[r]));
-        }
+      for (int i = 0; i < VEC; i++) {
+        const float first = g_low[e][i], second = g_high[e][i];
+        const float da = mine ? fmaf(first, c[i], second * s[i]) : 0.f;
+        const float db = mine ? fmaf(second, c[i], -(first * s[i])) : 0.f;
+        dw[e][i] = fmaf(da, a[i] * scale, dw[e][i]);
+        dw[e][VEC + i] = fmaf(db, b[i] * scale, dw[e][VEC + i]);
+        g_low[e][i] = da * gain_a[i];
+        g_high[e][i] = db * gain_b[i];
+        sum = fmaf(g_low[e][i], a[i], fmaf(g_high[e][i], b[i], sum));
       }
     }
+    float sums[SPANS] = {sum};
     group_sums(sums, turn);
+    const float mean = sums[0] * scale / SPAN;
+    if (!inside) continue;
 #pragma unroll
-    for (int r = 0; r < SPANS; r++) {
-      const long long span = base + r * GROUPS + group;
-      if (span >= end) break;
-      const float mean = sums[r] * scale[r] / SPAN;
-      float c[VEC], s[VEC];
+    for (int e = 0; e < EACH; e++) {
+      const int unit = lane + e * GROUP;
+      if (!WHOLE && unit >= UNITS) break;
+      float a[VEC], b[VEC];
+      unpack(x_low[e], a);
+      unpack(x_high[e], b);
 #pragma unroll
-      for (int e = 0; e < EACH; e++) {
-        const int unit = lane + e * GROUP, at = place(unit);
-        if (!WHOLE && unit >= UNITS) break;
-        if (e == 0 || !SAME_ANGLES) turned.angles(position[r], unit, c, s);
-        float gain_a[VEC], gain_b[VEC], a[VEC], b[VEC], da[VEC], db[VEC];
-        load_vector(w, w_fp32, at, gain_a);
-        load_vector(w, w_fp32, at + HALF, gain_b);
-        unpack(x_low[r][e], a);
-        unpack(x_high[r][e], b);
-        turned.back(g_low[r][e], g_high[r][e], c, s, da, db);
-#pragma unroll
-        for (int i = 0; i < VEC; i++) {
-          a[i] = scale[r] * (da[i] * gain_a[i] - a[i] * scale[r] * mean);
-          b[i] = scale[r] * (db[i] * gain_b[i] - b[i] * scale[r] * mean);
-        }
-        store(dx + span * SPAN + at, a);
-        store(dx + span * SPAN + at + HALF, b);
+      for (int i = 0; i < VEC; i++) {
+        a[i] = scale * (g_low[e][i] - a[i] * scale * mean);
+        b[i] = scale * (g_high[e][i] - b[i] * scale * mean);
       }
+      const u64 at = span * SPAN + place(unit);
+      store(dx + at, a);
+      store(dx + at + HALF, b);
     }
   }
   __shared__ float total[SPAN];

@@ -1,4 +1,5 @@
-//! The memory-bound ops of a step: their kernels, compiled when first asked for, and what they share.
+//! The memory-bound ops of a step: their kernels, compiled when first asked for, and what they
+//! share.
 //!
 //! ```text
 //! Unit            which kernels, for which kinds and sizes: a compilation unit
@@ -18,8 +19,8 @@ use crate::bucket::BucketBlock;
 use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::step_numbers::{StepControl, StepNumbers, StepParams};
 
-/// Scratch that ops share, one after the other: partial sums of 264 rows of 16,384 fp32, or the order
-/// of a million tokens. An op that needs more makes it grow, which waits for the device.
+/// Scratch that ops share, one after the other: partial sums of 264 rows of 16,384 fp32, or the
+/// order of a million tokens. An op that needs more makes it grow, which waits for the device.
 const SCRATCH_BYTES: usize = 20 << 20;
 
 /// Positions whose turns lie in a table; of those beyond each element computes its own.
@@ -37,7 +38,14 @@ pub(super) enum MasterKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Unit {
     Norm { element: DType, dim: usize, group: usize, rows: usize },
-    NormRope { element: DType, head_dim: usize, heads: usize, norm: bool, group: usize, spans: usize },
+    NormRope {
+        element: DType,
+        head_dim: usize,
+        heads: usize,
+        norm: bool,
+        group: usize,
+        spans: usize,
+    },
     ColumnSums { element: DType },
     Elementwise { element: DType },
     Embed { element: DType, table: DType },
@@ -191,12 +199,12 @@ pub(super) struct Enqueue<'a> {
 impl CudaDevice {
     /// Does `op`, unless one failed before it.
     pub(super) fn enqueue(&mut self, op: impl FnOnce(&mut Enqueue<'_>) -> Result<(), CudaError>) {
-        let mut ops = std::mem::take(&mut self.step_ops);
+        let mut ops = std::mem::take(&mut *self.step_ops);
         self.attempt(|| {
             let (compiler, stream, arena) = (&self.compiler, &self.stream, &self.arena);
             Ok(op(&mut Enqueue { ops: &mut ops, compiler, stream, arena })?)
         });
-        self.step_ops = ops;
+        *self.step_ops = ops;
     }
 }
 
@@ -343,7 +351,7 @@ pub(super) mod tests {
         use super::super::norm::{norm_unit, rope_unit};
         let mut units = vec![Unit::Convert];
         for element in [DType::Bf16, DType::F16, DType::F32] {
-            for dim in [33, 128, 2048, 2880, 7168] {
+            for dim in [33, 2048] {
                 units.extend([false, true].map(|backward| norm_unit(element, dim, backward)));
             }
             for (head_dim, heads, norm) in [(128, 16, true), (128, 1, true), (34, 3, false)] {

@@ -1,5 +1,5 @@
-//! Descriptions of matrices of 16-bit elements for Hopper's copy engine. It moves them whatever they
-//! mean; where it adds it must know.
+//! Descriptions of matrices of 16-bit elements for Hopper's copy engine. It moves them whatever
+//! they mean; where it adds it must know.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;

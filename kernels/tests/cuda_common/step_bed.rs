@@ -1,13 +1,26 @@
 //! A device beside the CPU in f64: the same body runs on both, inputs being what elements hold.
 #![allow(dead_code, reason = "each test crate uses a part")]
 
+use std::sync::OnceLock;
+
 use half::{bf16, f16};
+use moejob_kernels::cuda::Gpu;
 use moejob_kernels::{ArenaPlan, Buffer, DType, Device, Element, philox};
 
 /// Enough for the largest case; on a CPU address space alone.
 const ARENA_BYTES: usize = 1 << 28;
 
 pub const ELEMENTS: [DType; 3] = [DType::Bf16, DType::F16, DType::F32];
+
+/// The elements to test; `MOEJOB_TEST_ELEMENT=Bf16` takes one, for tools that make tests slow.
+pub fn elements() -> impl Iterator<Item = DType> {
+    let only = std::env::var("MOEJOB_TEST_ELEMENT").ok();
+    let wanted = move |element: &DType| only.as_ref().is_none_or(|o| *o == format!("{element:?}"));
+    ELEMENTS.into_iter().filter(wanted)
+}
+
+/// Holds the context of the first GPU as long as tests run: to make one takes longer than most.
+static CONTEXT: OnceLock<Option<Gpu>> = OnceLock::new();
 
 pub struct StepBed {
     pub device: Device,
@@ -24,6 +37,7 @@ pub struct StepBed {
 impl StepBed {
     /// None, with the reason printed, where there is no device to test.
     pub fn cuda(test: &str, element: DType, vector: DType) -> Option<StepBed> {
+        CONTEXT.get_or_init(|| Gpu::open(0).ok());
         match Device::cuda(0, ARENA_BYTES) {
             Ok(device) => Some(StepBed {
                 device,
@@ -160,7 +174,7 @@ pub fn rounding(element: DType) -> f64 {
 /// the same bits, and those lie within `roundings` roundings and 2e-6 of the CPU's in f64, relative
 /// to the largest number of each output.
 pub fn check(name: &str, roundings: f64, case: impl Fn(&mut StepBed) -> Vec<Buffer>) {
-    for element in ELEMENTS {
+    for element in elements() {
         for vector in [element, DType::F32] {
             let Some(mut bed) = StepBed::cuda(name, element, vector) else { return };
             let outputs = case(&mut bed);

@@ -9,10 +9,10 @@ use crate::router;
 use crate::rules;
 use crate::spec::{
     ActivationName, FieldFilesSpec, Level, MixturePartSpec, MoeJobSpec, ModelSpec, NumberOrAuto,
-    PrecisionName, Preset, QkNormName, SourceSpec, TokenTypeName, VolumeSpec,
+    PrecisionName, Preset, QkNormName, RecomputeName, SourceSpec, TokenTypeName, VolumeSpec,
 };
 use moejob_protocol::config::{
-    AdamW, Precision, Schedule, TokenType, Tokenizer, ValidationConfig,
+    AdamW, Precision, Recompute, Schedule, TokenType, Tokenizer, ValidationConfig,
 };
 use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm};
 use moejob_protocol::config::TrainingConfig;
@@ -448,6 +448,13 @@ fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
         schedule,
         max_grad_norm: training.max_grad_norm.unwrap_or(1.0),
         seed: training.seed.unwrap_or(1),
+        recompute: match (training.recompute, training.recompute_layers) {
+            (None | Some(RecomputeName::None), _) => Recompute::None,
+            (Some(RecomputeName::Selective), _) => Recompute::Selective,
+            (Some(RecomputeName::Experts), _) => Recompute::Experts,
+            (Some(RecomputeName::Full), None | Some(1)) => Recompute::Full,
+            (Some(RecomputeName::Full), Some(layers)) => Recompute::Every(layers),
+        },
     }
 }
 

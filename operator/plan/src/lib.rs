@@ -29,6 +29,7 @@ pub mod resources;
 pub mod allocate;
 mod canonical;
 mod router;
+pub mod cost;
 mod rules;
 pub mod job;
 pub mod launch;
@@ -38,6 +39,10 @@ pub mod track;
 pub mod check;
 pub mod status;
 pub mod record;
+pub mod changes;
+pub mod lead;
+pub mod orphans;
+pub mod locations;
 pub mod offline;
 
 pub use decide::{Action, Plan, plan};

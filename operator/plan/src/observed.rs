@@ -224,7 +224,21 @@ impl Worker {
 
 impl Observed {
     pub fn worker(&self, name: &str) -> Option<&Worker> {
-        self.workers.iter().find(|worker| worker.name == name)
+        self.position(name).map(|at| &self.workers[at])
+    }
+
+    pub fn worker_mut(&mut self, name: &str) -> Option<&mut Worker> {
+        self.position(name).map(|at| &mut self.workers[at])
+    }
+
+    /// Names end in a number that rises with the births, so that a heartbeat of one of hundreds
+    /// compares a few of them.
+    fn position(&self, name: &str) -> Option<usize> {
+        let number = |name: &str| name.rsplit('-').next().and_then(|of| of.parse::<u32>().ok());
+        let slot = number(name);
+        let at = self.workers.partition_point(|worker| number(&worker.name) < slot);
+        let found = self.workers.get(at).filter(|worker| worker.name == name).map(|_| at);
+        found.or_else(|| self.workers.iter().position(|worker| worker.name == name))
     }
 
     /// Whether ranks may be put on this node.

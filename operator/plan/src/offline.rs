@@ -394,7 +394,8 @@ impl Rehearsal {
             let ranks = 0..gang.layout.mesh.world();
             let shards: Vec<u32> = ranks.filter(|rank| own(rank) || kept(rank)).collect();
             let held = vec![Held { attempt: gang.attempt, step: snapshot, shards }];
-            let beat = Heartbeat { phase: Phase::Training, step, collective: 1, held };
+            let (phase, loading) = (Phase::Training, None);
+            let beat = Heartbeat { phase, step, collective: 1, held, loading };
             self.tracker.heard(&member.worker, gang.attempt, &Up::Heartbeat(beat), self.now);
         }
         if let Some(member) = gang.members.first() {
@@ -451,6 +452,7 @@ fn report(step: u64, attempt: u32) -> StepReport {
         learning_rate: 0.0,
         tokens: 0,
         tokens_per_second: 0.0,
+        timing: Default::default(),
         world_size: 0,
         attempt,
         expert_imbalance: 0.0,

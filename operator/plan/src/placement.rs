@@ -1,5 +1,6 @@
 //! Which gangs work: mesh x model -> sizes, with what each rank then needs; and why others do not.
 
+use crate::cost::Extent;
 use crate::job::Job;
 use crate::observed::Size;
 use crate::profile::Backend;
@@ -7,7 +8,6 @@ use moejob_protocol::Mesh;
 use moejob_protocol::config::{Precision, RecoveryConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{Part, RankMemory, rank_memory};
-use moejob_protocol::model::Role;
 
 /// A number of nodes that the job cannot use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,8 +44,7 @@ pub fn gib(bytes: u64) -> String {
     if mib >= 1024.0 { format!("{:.1} GiB", mib / 1024.0) } else { format!("{mib:.1} MiB") }
 }
 
-/// Elements of the model by where they lie; counted once a job, as the table of a large model has
-/// tens of thousands of rows.
+/// Elements of the model by where they lie; counted once a job.
 struct Placer<'a> {
     job: &'a Job,
     /// Held by every rank.
@@ -56,13 +55,8 @@ struct Placer<'a> {
 
 impl<'a> Placer<'a> {
     fn new(job: &'a Job) -> Placer<'a> {
-        let (mut dense, mut experts) = (0, 0);
-        for param in job.model.params() {
-            match param.role {
-                Role::Expert { .. } => experts += param.numel(),
-                _ => dense += param.numel(),
-            }
-        }
+        let extent = Extent::of(&job.model);
+        let (dense, experts) = (extent.other_elements, extent.expert_elements);
         Placer { job, dense, experts }
     }
 

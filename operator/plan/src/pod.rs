@@ -1,6 +1,6 @@
 //! What a pod template may not say: nothing that widens a pod's rights or breaks the training.
 
-use crate::pods::{CONTAINER, WORKSPACE};
+use crate::pods::{self, CONTAINER};
 use crate::problem::{Code, Problem, quoted};
 use crate::resources;
 use k8s_openapi::api::core::v1::PodTemplateSpec;
@@ -56,9 +56,6 @@ const VOLUME_FIELDS: &[&str] = &[
     "projected", "secret",
 ];
 
-/// Where the system's files are, and our own volumes.
-const MOUNTS: &[&str] = &["/tmp", "/dev", "/proc", "/sys", "/etc", "/var/run", "/run"];
-
 /// Every problem of the overlay, with paths below `spec.podTemplate`.
 pub fn problems(template: &Value) -> Vec<Problem> {
     let at = "spec.podTemplate";
@@ -106,13 +103,7 @@ fn shape(template: &Value, at: &str, problems: &mut Vec<Problem>) {
         for (index, mount) in container["volumeMounts"].as_array().into_iter().flatten().enumerate()
         {
             let path = mount["mountPath"].as_str().unwrap_or_default();
-            let trimmed = path.trim_end_matches('/');
-            let is_in = |of: &&str| {
-                let rest = trimmed.strip_prefix(*of);
-                rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
-            };
-            let system = MOUNTS.iter().any(|of| is_in(&of));
-            if system || trimmed.is_empty() || trimmed == WORKSPACE || !path.starts_with('/') {
+            if pods::is_reserved(path) || !path.starts_with('/') {
                 let at = format!("{at}.volumeMounts[{index}].mountPath");
                 let advice = "a place that is neither the system's nor the worker's own";
                 problems.push(refused(at, quoted(path), "an absolute path", advice));

@@ -27,10 +27,12 @@ pub const LABEL_JOB_UID: &str = "moejob.dev/job-uid";
 /// configuration.
 pub const LABEL_ATTEMPT: &str = "moejob.dev/attempt";
 pub const LABEL_SLOT: &str = "moejob.dev/slot";
-/// HMAC over job uid and pod name: without it a pod does not count as ours.
+/// HMAC over namespace, job uid and pod name: without it a pod does not count as ours.
 pub const ANNOTATION_SEAL: &str = "moejob.dev/seal";
 /// The worker's container.
 pub const CONTAINER: &str = "worker";
+/// The worker's program in our image.
+const PROGRAM: &str = "/moejob";
 /// What relative paths mean in a pod, and where relative mount paths lie.
 pub const WORKSPACE: &str = "/workspace";
 /// A last checkpoint is waited for as long as `decide::STOP_TIMEOUT`; the rest is for its writing.
@@ -69,7 +71,7 @@ pub struct Birth {
     /// As the plan named it: `JOB-aATTEMPT-SLOT`.
     pub name: String,
     pub node: String,
-    /// HMAC over job uid and pod name, as text.
+    /// HMAC over namespace, job uid and pod name, as text.
     pub seal: String,
 }
 
@@ -210,9 +212,15 @@ fn replace(value: &mut Value, field: &str, ours: &Value, keys: &[&str]) {
     }
 }
 
+/// Of a job's NetworkPolicy and PodDisruptionBudget.
+pub fn object_name(job: &str) -> String {
+    format!("moejob-{job}")
+}
+
 fn metadata(job: &Job, around: &Surroundings, birth: Option<&Birth>) -> Value {
     let mut metadata = json!({
-        "name": job.name,
+        // Of policy and budget: no name that somebody else's object is likely to have.
+        "name": object_name(&job.name),
         "namespace": around.namespace,
         "labels": {
             "app.kubernetes.io/name": "moejob-worker",
@@ -242,7 +250,7 @@ fn container(job: &Job, around: &Surroundings, birth: &Birth) -> Value {
     let mut container = json!({
         "name": CONTAINER,
         "image": around.image,
-        "command": ["/moejob"],
+        "command": [PROGRAM],
         "args": ["worker"],
         "workingDir": WORKSPACE,
         "ports": [{ "name": "moejob", "containerPort": PORT, "protocol": "TCP" }],
@@ -438,16 +446,40 @@ pub fn disruption_budget(job: &Job, around: &Surroundings) -> Value {
     })
 }
 
-/// A path as it is in a pod: relative ones lie in `/workspace`.
+/// A path as it is in a pod, as the kernel would walk it were there no links: relative ones lie in
+/// `/workspace`, `//` and `/./` are `/`, and `..` goes up.
 pub fn in_workspace(path: &str) -> String {
-    let parts = path.split('/').filter(|part| !part.is_empty() && *part != ".");
-    let parts: Vec<&str> = parts.collect();
-    let joined = parts.join("/");
-    match path.starts_with('/') {
-        true => format!("/{joined}"),
-        false if joined.is_empty() => WORKSPACE.to_string(),
-        false => format!("{WORKSPACE}/{joined}"),
+    let whole = match path.starts_with('/') {
+        true => path.to_string(),
+        false => format!("{WORKSPACE}/{path}"),
+    };
+    let mut parts: Vec<&str> = Vec::new();
+    for part in whole.split('/') {
+        match part {
+            "" | "." => {}
+            ".." => drop(parts.pop()),
+            name => parts.push(name),
+        }
     }
+    format!("/{}", parts.join("/"))
+}
+
+/// Where the system's files are, the worker's program, and volumes of ours.
+const RESERVED: &[&str] = &[
+    PROGRAM, WORKSPACE, TOKEN_FOLDER, "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc",
+    "/run", "/sbin", "/sys", "/tmp", "/usr", "/var/run",
+];
+
+/// Whether nothing may be mounted there: it is a reserved place, lies in one other than the
+/// workspace, or would hide one.
+pub fn is_reserved(path: &str) -> bool {
+    let path = in_workspace(path);
+    let lies_in = |inner: &str, outer: &str| {
+        outer == "/" || inner == outer || inner.starts_with(&format!("{outer}/"))
+    };
+    RESERVED.iter().any(|reserved| {
+        lies_in(reserved, &path) || (*reserved != WORKSPACE && lies_in(&path, reserved))
+    })
 }
 
 /// Where the job's files lie in its pods: the records beside the checkpoints, on the same claim.

@@ -51,6 +51,7 @@ pub enum Code {
     Immutable = 217,
     Durable = 218,
     Router = 219,
+    Cost = 220,
     Unsupported = 301,
 }
 
@@ -143,6 +144,26 @@ pub fn quoted(text: &str) -> String {
     }
 }
 
+/// Words of somebody else without what would disturb a terminal, a page or a picture: lines and
+/// tabs become spaces, other control characters and those that turn text around are shown.
+pub fn printable(text: &str) -> String {
+    let mut clean = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '\n' | '\r' | '\t' => clean.push(' '),
+            c if c.is_control() || is_bidi(c) => clean.extend(c.escape_unicode()),
+            c => clean.push(c),
+        }
+    }
+    clean
+}
+
+/// The same, of a text of several lines and tabs.
+pub fn printable_lines(text: &str) -> String {
+    let line = |line: &str| line.split('\t').map(printable).collect::<Vec<_>>().join("\t");
+    text.split('\n').map(line).collect::<Vec<_>>().join("\n")
+}
+
 /// Characters that make text read otherwise than it is.
 pub fn is_bidi(c: char) -> bool {
     matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
@@ -190,6 +211,13 @@ mod tests {
         assert_eq!(near("step"), Some("steps"));
         assert_eq!(near("expertz"), Some("expert"));
         assert_eq!(near("colour"), None);
+    }
+
+    #[test]
+    fn words_of_others_cannot_disturb_a_terminal() {
+        assert_eq!(printable("a\u{1b}[2J\nb\u{9b}\u{202e}"), "a\\u{1b}[2J b\\u{9b}\\u{202e}");
+        assert_eq!(printable_lines("a\tb\r\nc\u{7}"), "a\tb \nc\\u{7}");
+        assert_eq!(printable("ümläut 漢字"), "ümläut 漢字");
     }
 
     #[test]

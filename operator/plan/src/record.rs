@@ -8,9 +8,14 @@ use crate::track::Recovery;
 use moejob_protocol::config::Member;
 use moejob_protocol::layout::Layout;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 
 /// Of this text; another one is not understood.
 const VERSION: u32 = 1;
+
+/// Longer texts are nobody's record: a gang of 4,096 takes half of it.
+pub const RECORD_BYTES_MAX: usize = 512 << 10;
 
 /// What is restored.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -19,6 +24,30 @@ pub struct Saved {
     pub term: u64,
     pub record: Record,
     pub recoveries: Vec<Recovery>,
+    pub more: More,
+    /// Fields of a newer operator, written back as they are.
+    pub rest: Rest,
+}
+
+/// What version 1 of the record has no place for: releases before refuse a record with another
+/// field, and must be able to read what this one leaves. It stands in a field of its own.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct More {
+    pub accepted: Option<Accepted>,
+    /// Names the key by which the job's pods were sealed.
+    pub keyring: String,
+    pub rest: Rest,
+}
+
+/// Fields by name.
+pub type Rest = BTreeMap<String, Value>;
+
+/// The newest spec that was accepted.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Accepted {
+    pub generation: i64,
+    /// Of the fields that may change, by their paths.
+    pub values: Map<String, Value>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -38,22 +67,88 @@ pub fn write(saved: &Saved) -> String {
 /// # Errors
 /// When the text is not such a line.
 pub fn read(text: &str) -> Result<Saved, RecordError> {
+    Ok(versioned::<Line>(text)?.saved())
+}
+
+/// The line for `status.recordMore`.
+pub fn write_more(saved: &Saved) -> String {
+    let More { accepted, keyring, rest } = saved.more.clone();
+    serde_json::to_string(&MoreLine { v: VERSION, accepted, keyring, rest }).unwrap_or_default()
+}
+
+/// Both texts, of which each may be missing.
+///
+/// # Errors
+/// When one of them is not understood: then nothing may be done for the job.
+pub fn restore(record: &str, more: &str) -> Result<Saved, RecordError> {
+    let mut saved = match record {
+        "" => Saved::default(),
+        text => read(text)?,
+    };
+    if !more.is_empty() {
+        let MoreLine { accepted, keyring, rest, .. } = versioned(more)?;
+        saved.more = More { accepted, keyring, rest };
+    }
+    Ok(saved)
+}
+
+fn versioned<T: for<'de> Deserialize<'de>>(text: &str) -> Result<T, RecordError> {
     #[derive(Deserialize)]
     struct Versioned {
         v: u32,
+    }
+    if text.len() > RECORD_BYTES_MAX {
+        return Err(RecordError::Text(format!("it has {} bytes", text.len())));
     }
     let wrong = |error: serde_json::Error| RecordError::Text(error.to_string());
     let Versioned { v } = serde_json::from_str(text).map_err(wrong)?;
     if v != VERSION {
         return Err(RecordError::Version(v));
     }
-    let line: Line = serde_json::from_str(text).map_err(wrong)?;
-    Ok(line.saved())
+    serde_json::from_str(text).map_err(wrong)
+}
+
+impl Saved {
+    /// Times of another machine's clock, which may run ahead of this one's: none of them is later
+    /// than now, or what is counted from them would wait for as long as the clocks differ.
+    pub fn no_later_than(&mut self, now: Millis) {
+        let clamp = |at: &mut Millis| *at = (*at).min(now);
+        let record = &mut self.record;
+        clamp(&mut record.progressed_at);
+        record.restarts.iter_mut().for_each(clamp);
+        record.stopping_since.iter_mut().for_each(clamp);
+        record.start_failures.iter_mut().for_each(clamp);
+        record.partings.iter_mut().for_each(|(.., at)| clamp(at));
+        if let Some(gang) = &mut record.gang {
+            clamp(&mut gang.started_at);
+            gang.stop_requested.iter_mut().for_each(|(_, at)| clamp(at));
+            gang.broken.iter_mut().for_each(|(at, _)| clamp(at));
+            gang.ended.iter_mut().for_each(clamp);
+        }
+        for recovery in &mut self.recoveries {
+            clamp(&mut recovery.detected_at);
+            let Recovery { replanned_at, rejoined_at, first_step_at, .. } = recovery;
+            let times = [replanned_at, rejoined_at, first_step_at];
+            times.into_iter().flatten().for_each(clamp);
+        }
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct MoreLine {
+    v: u32,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    accepted: Option<Accepted>,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    keyring: String,
+    #[serde(flatten)]
+    rest: Rest,
 }
 
 /// Fields that are as they were at first are left out.
 #[derive(Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 struct Line {
     v: u32,
     term: u64,
@@ -82,10 +177,12 @@ struct Line {
     partings: Vec<(String, String, Millis)>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     recoveries: Vec<RecoveryLine>,
+    #[serde(flatten)]
+    rest: Rest,
 }
 
 #[derive(Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 struct GangLine {
     attempt: u32,
     digest: String,
@@ -124,7 +221,7 @@ enum OutcomeLine {
 }
 
 #[derive(Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 struct RecoveryLine {
     cause: String,
     attempt: u32,
@@ -140,7 +237,7 @@ struct RecoveryLine {
 
 impl Line {
     fn of(saved: &Saved) -> Line {
-        let Saved { term, record, recoveries } = saved;
+        let Saved { term, record, recoveries, rest, .. } = saved;
         Line {
             v: VERSION,
             term: *term,
@@ -159,6 +256,7 @@ impl Line {
             start_failure: record.start_failure.clone(),
             partings: record.partings.clone(),
             recoveries: recoveries.iter().map(recovery_line).collect(),
+            rest: rest.clone(),
         }
     }
 
@@ -180,7 +278,8 @@ impl Line {
             partings: self.partings,
         };
         let recoveries = self.recoveries.into_iter().map(recovery).collect();
-        Saved { term: self.term, record, recoveries }
+        let (more, rest) = (More::default(), self.rest);
+        Saved { term: self.term, record, recoveries, more, rest }
     }
 }
 
@@ -354,7 +453,8 @@ mod tests {
             first_step_at: None,
             steps_lost: 3,
         };
-        Saved { term: 8, record, recoveries: vec![recovery] }
+        let (more, rest) = Default::default();
+        Saved { term: 8, record, recoveries: vec![recovery], more, rest }
     }
 
     #[test]
@@ -362,6 +462,56 @@ mod tests {
         for saved in [full(), Saved::default()] {
             assert_eq!(read(&write(&saved)), Ok(saved));
         }
+    }
+
+    #[test]
+    fn what_a_newer_operator_adds_is_written_back() {
+        let text = write(&full()).replacen('{', "{\"newer\":[1,2],", 1);
+        let saved = read(&text).expect("readable");
+        assert!(write(&saved).contains("\"newer\":[1,2]"));
+        let more = "{\"v\":1,\"newer\":{\"a\":1},\"keyring\":\"k\"}";
+        let saved = restore(&text, more).expect("readable");
+        assert_eq!(saved.more.keyring, "k");
+        assert!(write_more(&saved).contains("\"newer\":{\"a\":1}"));
+        assert_eq!(restore(&text, "{\"v\":7}"), Err(RecordError::Version(7)));
+        assert!(matches!(restore(&text, "x"), Err(RecordError::Text(_))));
+        assert_eq!(restore("", ""), Ok(Saved::default()));
+    }
+
+    /// What this release writes, a release before reads: it refuses any field that it does not
+    /// know.
+    #[test]
+    fn the_record_has_no_field_that_releases_before_refuse() {
+        const KNOWN: [&str; 17] = [
+            "v", "term", "jobUid", "attempt", "births", "step", "progressedAt", "stepMedian",
+            "stoppingSince", "outcome", "gang", "layouts", "restarts", "startFailures",
+            "startFailure", "partings", "recoveries",
+        ];
+        const GANG: [&str; 10] = [
+            "attempt", "digest", "layout", "members", "resumedAt", "startedAt", "stepped",
+            "stopRequested", "broken", "ended",
+        ];
+        let value: Value = serde_json::from_str(&write(&full())).expect("JSON");
+        let unknown = |value: &Value, known: &[&str]| {
+            let fields = value.as_object().expect("an object").keys();
+            fields.filter(|name| !known.contains(&name.as_str())).count()
+        };
+        assert_eq!((unknown(&value, &KNOWN), unknown(&value["gang"], &GANG)), (0, 0));
+    }
+
+    #[test]
+    fn no_time_is_later_than_now() {
+        let mut saved = full();
+        let now = 3;
+        saved.no_later_than(now);
+        let text = format!("{:?}", saved.record.gang);
+        let gang = saved.record.gang.expect("a gang");
+        assert_eq!((gang.started_at, gang.ended), (now, Some(now)), "{text}");
+        assert_eq!(gang.stop_requested.map(|(_, at)| at), Some(now));
+        assert_eq!(gang.broken.map(|(at, _)| at), Some(now));
+        assert_eq!((saved.record.progressed_at, saved.record.stopping_since), (now, Some(now)));
+        assert_eq!(saved.record.restarts, [1, 2], "what is past stays");
+        assert_eq!(saved.recoveries[0].rejoined_at, Some(now));
     }
 
     #[test]

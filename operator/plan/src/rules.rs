@@ -1,15 +1,17 @@
 //! The rules that a spec must keep, all of them tried. The CEL beside `spec.rs` says the same where
 //! one object alone is enough.
 
+use crate::cost;
 use crate::crd::NAME_LEN_MAX;
 use crate::job::{Job, bytes_of, millis_of};
 use crate::placement;
 use crate::pod;
+use crate::pods;
 use crate::preset;
 use crate::problem::{Code, Problem, quoted};
 use crate::profile::Backend;
 use crate::router;
-use crate::spec::{MoeJobSpec, ProfileName, SourceSpec, VolumeSpec};
+use crate::spec::{MoeJobSpec, ProfileName, RecomputeName, SourceSpec, VolumeSpec};
 use moejob_protocol::config::{Precision, Schedule, Tokenizer};
 
 /// Problems and warnings. Rules about a field in `broken` say nothing: it has its problem already.
@@ -25,12 +27,14 @@ pub fn judge(spec: &MoeJobSpec, job: &Job, broken: &[String]) -> (Vec<Problem>, 
     rules.layers();
     rules.data();
     rules.batch();
+    rules.recompute();
     rules.ranks();
     rules.optimizer();
     rules.paths();
     rules.recovery();
     rules.image();
     rules.volumes();
+    rules.cost();
     if let Some(template) = &spec.pod_template {
         rules.problems.extend(pod::problems(template));
     }
@@ -344,6 +348,17 @@ impl Rules<'_> {
         }
     }
 
+    fn recompute(&mut self) {
+        let Some(training) = &self.spec.training else { return };
+        if training.recompute_layers.is_some() && training.recompute != Some(RecomputeName::Full) {
+            let problem = Problem::new(Code::Batch, "spec.training.recomputeLayers")
+                .found("recomputeLayers without recompute: full")
+                .allowed("recompute: full, or no recomputeLayers")
+                .advice("only whole layers are computed again together");
+            self.refuse(problem, &["spec.training.recompute"]);
+        }
+    }
+
     /// dp ranks need a micro-batch each, and ep ranks an expert each.
     fn ranks(&mut self) {
         let (job, nodes) = (self.job, &self.job.nodes);
@@ -494,6 +509,15 @@ impl Rules<'_> {
         }
     }
 
+    /// Of what would take too much to plan. The fields that a bound is made of have, where they are
+    /// broken, their own problem.
+    fn cost(&mut self) {
+        let parts = ["spec.model", "spec.nodes", "spec.training"];
+        for problem in cost::problems(self.job) {
+            self.refuse(problem, &parts);
+        }
+    }
+
     fn image(&mut self) {
         let Some(image) = &self.spec.image else { return };
         let known = |c: char| c.is_ascii_alphanumeric() || "./:@_-".contains(c);
@@ -518,7 +542,7 @@ impl Rules<'_> {
 
     fn volumes(&mut self) {
         let volumes: &[VolumeSpec] = self.spec.volumes.as_deref().unwrap_or_default();
-        let mut seen: Vec<&str> = Vec::new();
+        let mut seen: Vec<String> = Vec::new();
         for (index, volume) in volumes.iter().enumerate() {
             let at = format!("spec.volumes[{index}]");
             if volume.claim.is_some() == volume.config_map.is_some() {
@@ -537,18 +561,15 @@ impl Rules<'_> {
             }
             let Some(path) = volume.mount_path.as_deref() else { continue };
             self.path(&format!("{at}.mountPath"), path);
-            let reserved = ["/", "/dev", "/proc", "/sys", "/etc", "/var/run"];
-            let trimmed = if path.len() > 1 { path.trim_end_matches('/') } else { path };
-            let system = reserved.contains(&trimmed)
-                || reserved[1..].iter().any(|at| trimmed.starts_with(&format!("{at}/")));
-            if system || path.contains(':') || seen.contains(&trimmed) {
+            let place = pods::in_workspace(path);
+            if pods::is_reserved(path) || path.contains(':') || seen.contains(&place) {
                 let problem = Problem::new(Code::Path, format!("{at}.mountPath"))
                     .found(quoted(path))
                     .allowed("a place of its own that is not the system's")
                     .advice("a relative path lies in /workspace");
                 self.refuse(problem, &[]);
             }
-            seen.push(trimmed);
+            seen.push(place);
         }
     }
 }

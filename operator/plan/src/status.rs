@@ -52,6 +52,9 @@ pub struct MoeJobStatus {
     /// What the next operator goes on from; not for people.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub record: String,
+    /// The same, in a form that operators may not know; not for people.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub record_more: String,
 }
 
 /// A condition as all Kubernetes objects write it.
@@ -210,6 +213,7 @@ pub fn status(
         restarts: record.restarts.iter().filter(|at| **at >= since).count() as u32,
         recoveries: recoveries.iter().map(recovery).collect(),
         record: String::new(),
+        record_more: String::new(),
     }
 }
 

@@ -10,7 +10,7 @@ use crate::observed::{
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{Hello, LeftReason, Phase, Up};
 use moejob_protocol::report::{Detail, Event, EventKind};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Layouts of past attempts that are remembered though no worker has reported a snapshot of them.
 const LAYOUTS_KEPT: usize = 8;
@@ -60,6 +60,8 @@ pub struct Tracker {
     last_words: Vec<(String, i32, String)>,
     /// Members of the present gang that have found the others.
     joined: BTreeSet<String>,
+    /// Of members that open their data: how much life they have shown.
+    loading: BTreeMap<String, u64>,
     /// Attempts up to this one are an earlier job's, which had the same folder.
     taken: u32,
     /// The rank that was the first to leave the present gang because it had lost another, and that
@@ -79,13 +81,21 @@ impl Tracker {
         if let Some(gang) = &mut record.gang {
             gang.inherited = true;
         }
-        let (recoveries, step_times, last_words, joined) = Default::default();
-        let (last_step, taken, parted) = (0, 0, None);
-        Tracker { observed, recoveries, step_times, last_step, last_words, joined, taken, parted }
+        Tracker {
+            observed,
+            recoveries: Vec::new(),
+            step_times: Vec::new(),
+            last_step: 0,
+            last_words: Vec::new(),
+            joined: BTreeSet::new(),
+            loading: BTreeMap::new(),
+            taken: 0,
+            parted: None,
+        }
     }
 
     fn worker(&mut self, name: &str) -> Option<&mut Worker> {
-        self.observed.workers.iter_mut().find(|worker| worker.name == name)
+        self.observed.worker_mut(name)
     }
 
     /// An action has been carried out.
@@ -119,6 +129,7 @@ impl Tracker {
                 record.start_failure.clear();
                 self.parted = None;
                 self.joined.clear();
+                self.loading.clear();
                 self.step_times.clear();
                 self.last_step = gang.resumed_at;
                 if let Some(recovery) = self.open_recovery() {
@@ -344,6 +355,9 @@ impl Tracker {
                 if !matches!(heartbeat.phase, Phase::Idle | Phase::Joining) {
                     self.rejoined(name, attempt, now);
                 }
+                if let Some(loading) = &heartbeat.loading {
+                    self.loaded(name, attempt, loading.life, now);
+                }
             }
             Up::Step(report) => return self.stepped(attempt, report.step, now),
             Up::Left { reason, held } => {
@@ -372,6 +386,20 @@ impl Tracker {
             }
         }
         Vec::new()
+    }
+
+    /// A member that opens its data goes on: that is progress, too, before the first step. Its
+    /// count of life is bounded by what there is to read, so this cannot go on for ever.
+    fn loaded(&mut self, name: &str, attempt: u32, life: u64, now: Millis) {
+        let gang = self.observed.gang().filter(|gang| gang.attempt == attempt && !gang.stepped);
+        if !gang.is_some_and(|gang| gang.members.iter().any(|member| member.worker == name)) {
+            return;
+        }
+        let seen = self.loading.entry(name.to_string()).or_default();
+        if life > *seen {
+            *seen = life;
+            self.observed.record.progressed_at = now;
+        }
     }
 
     fn rejoined(&mut self, name: &str, attempt: u32, now: Millis) {

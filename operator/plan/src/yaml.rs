@@ -8,8 +8,8 @@ use crate::problem::{Code, Place, Problem, is_bidi};
 use serde_saphyr::granit_parser::{Event, Options, Parser, ScalarStyle, Span};
 use std::collections::BTreeMap;
 
-/// The API server refuses 1.5 MiB; no honest manifest comes near.
-pub const BYTES_MAX: usize = 1 << 20;
+/// No honest manifest comes near.
+pub const BYTES_MAX: usize = crate::cost::TEXT_BYTES_MAX;
 /// Levels of nesting. A pod template needs about 15.
 pub const DEPTH_MAX: usize = 64;
 /// Nodes after aliases have been followed.

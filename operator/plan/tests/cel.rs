@@ -64,6 +64,16 @@ const CREATED: &[(&str, &str, &str)] = &[
         "hiddenSize: 64\n    router: { kind: topP, hysteresis: 0.1 }",
         "hysteresis goes with kinds topK, switch and tutel",
     ),
+    (
+        "numHiddenLayers: 2\n    numAttentionHeads: 2\n    experts: { count: 8",
+        "numHiddenLayers: 512\n    numAttentionHeads: 2\n    experts: { count: 129",
+        "at most 65536 experts",
+    ),
+    (
+        "profile: cpu, min: 1, max: 4",
+        "profile: custom, custom: { devices: 64, deviceMemory: 1Gi }, max: 4096",
+        "must be at most 32768",
+    ),
     ("train: {", "train: { jsonl: { paths: [a] },", "one of text, jsonl, tokens, megatron"),
     ("microBatchSize: 2", "microBatchSize: 3", "microBatchSize must divide"),
     ("cosine: {", "linear: {}, cosine: {", "one of constant, linear, cosine"),

@@ -28,3 +28,50 @@ fn all_members_of_a_gang_share_one_configuration() {
     assert_eq!(ranks, Vec::from_iter(0..nodes));
     assert!(configs.iter().all(|(_, config)| Arc::ptr_eq(config, &configs[0].1)));
 }
+
+/// Every bound of `cost` at its maximum, on each kind of machine: a second of an optimized build.
+#[test]
+#[allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "the test takes the time")]
+fn the_largest_jobs_that_are_valid_are_planned_in_little_time() {
+    use moejob_plan::job::{Job, Venue};
+    let cases = [
+        ("profile: cpu, min: 1, max: 4096", "numHiddenLayers: 512", "count: 128"),
+        ("profile: cpu, min: 4, max: 4096", "numHiddenLayers: 512", "count: 128"),
+        ("profile: cpu, min: 4096, max: 4096", "numHiddenLayers: 4", "count: 64"),
+        ("profile: nd-h200-v5, min: 1, max: 4096", "numHiddenLayers: 512", "count: 128"),
+        ("profile: nd-h200-v5, min: 1, max: 4096", "numHiddenLayers: 16", "count: 4096"),
+        (
+            "profile: custom, custom: { devices: 64, deviceMemory: 1Gi }, min: 1, max: 512",
+            "numHiddenLayers: 16",
+            "count: 4096",
+        ),
+        (
+            "profile: custom, custom: { devices: 0, deviceMemory: 64Gi }, min: 1, max: 1",
+            "numHiddenLayers: 256",
+            "count: 128",
+        ),
+    ];
+    for (nodes, layers, count) in cases {
+        let text = format!(
+            "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  \
+             nodes: {{ {nodes} }}\n  model: {{ hiddenSize: 64, {layers}, numAttentionHeads: 2, \
+             experts: {{ {count}, perToken: 2, intermediateSize: 64 }} }}\n  data: {{ train: {{ \
+             text: {{ paths: [a] }} }}, sequenceLength: 128 }}\n  training: {{ steps: 10, \
+             globalBatchSize: 1048576 }}\n"
+        );
+        let began = std::time::Instant::now();
+        let job = Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"));
+        let (sizes, skipped) = moejob_plan::placement::sizes(&job);
+        assert_eq!((sizes.len() + skipped.len()) as u32, job.nodes.max - job.nodes.min + 1);
+        let wanted = moejob_plan::launch::wanted(&job, Venue::Kubernetes);
+        assert_eq!(wanted.sizes, sizes);
+        if job.profile.backend == moejob_plan::profile::Backend::Cpu {
+            let least = sizes.first().unwrap_or_else(|| panic!("{skipped:?}"));
+            assert!(moejob_plan::placement::memory(&job, &least.layout, 0).committed > 0);
+        }
+        let took = began.elapsed();
+        // Unoptimized, beside other work: what is not bounded takes hours.
+        eprintln!("{nodes} {layers} {count}: {took:?}");
+        assert!(took.as_secs_f64() < 60.0, "{nodes}: {took:?}");
+    }
+}

@@ -5,7 +5,7 @@ mod world;
 use moejob_plan::decide::Action;
 use moejob_plan::observed::{Outcome, Record, Stored, WorkerState};
 use moejob_plan::track::Tracker;
-use moejob_protocol::message::{Held, Hello, LeftReason, Up};
+use moejob_protocol::message::{Heartbeat, Held, Hello, LeftReason, Loading, Phase, Up};
 use moejob_protocol::report::{Detail, Event, EventKind};
 use std::collections::BTreeMap;
 use world::{Setup, World};
@@ -197,6 +197,47 @@ fn a_layout_is_remembered_as_long_as_a_snapshot_of_it_is_held() {
     let gang = world.observed().gang().expect("it goes on trying");
     assert_eq!(gang.resumed_at, 10);
     assert!(world.observed().record.layouts.len() < 12);
+}
+
+/// Data that take hours to open do not end an attempt that goes on with it; data that stand still
+/// do, and so does life after the first step.
+#[test]
+fn opening_the_data_is_progress_while_it_goes_on() {
+    let mut world = World::new(Setup::default());
+    world.settle();
+    let names: Vec<String> = world.sims.keys().cloned().collect();
+    for name in &names {
+        assert!(world.connect(name));
+    }
+    world.settle();
+    let attempt = |world: &World| world.observed().gang().map(|gang| gang.attempt);
+    let beat = |life: u64| {
+        let loading = Some(Loading { bytes_done: life, bytes: 1 << 40, life });
+        let (phase, held) = (Phase::Loading, vec![]);
+        Up::Heartbeat(Heartbeat { phase, step: 0, collective: 0, held, loading })
+    };
+    for minute in 1..=60 {
+        world.now += 60_000;
+        // One member reads, the other waits in its first collective.
+        world.tracker.heard(&names[0], 1, &beat(minute), world.now);
+        world.tracker.heard("a stranger", 1, &beat(minute), world.now);
+        world.settle();
+        assert_eq!(attempt(&world), Some(1), "after {minute} minutes");
+    }
+    for _ in 0..11 {
+        world.now += 60_000;
+        world.tracker.heard(&names[0], 1, &beat(60), world.now);
+        world.tracker.heard("a stranger", 1, &beat(61), world.now);
+        world.tracker.heard(&names[0], 0, &beat(61), world.now);
+        world.settle();
+    }
+    assert_ne!(attempt(&world), Some(1), "without life");
+    let mut stepping = running(Setup::default());
+    let before = stepping.observed().record.progressed_at;
+    let name = stepping.sims.keys().next().expect("a worker").clone();
+    stepping.now += 30_000;
+    stepping.tracker.heard(&name, 1, &beat(9), stepping.now);
+    assert_eq!(stepping.observed().record.progressed_at, before);
 }
 
 #[test]

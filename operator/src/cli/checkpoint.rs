@@ -136,7 +136,26 @@ fn size(manifest: &CheckpointManifest) -> u64 {
     manifest.files.iter().map(|file| file.bytes).sum()
 }
 
+/// A folder of checkpoints is none itself: which of them is meant?
+fn is_one(path: &Path) -> Result<(), ExitCode> {
+    let found = match path.join("manifest.json").symlink_metadata() {
+        Ok(_) => return Ok(()),
+        Err(_) => checkpoint::list(&Disk::real(), path).unwrap_or_default(),
+    };
+    let Some(newest) = found.last() else { return Ok(()) };
+    eprintln!(
+        "moejob: {} is a folder of {} checkpoints: name one of them, such as {}",
+        path.display(),
+        found.len(),
+        newest.path.display()
+    );
+    Err(ExitCode::from(2))
+}
+
 fn show(path: &Path, tensors: bool) -> Outcome {
+    if let Err(code) = is_one(path) {
+        return Ok(code);
+    }
     let manifest = match checkpoint::show(&Disk::real(), path) {
         Ok(manifest) => manifest,
         Err(problems) => return Ok(refuse(path, &problems)),
@@ -171,6 +190,10 @@ fn show(path: &Path, tensors: bool) -> Outcome {
 fn verify(paths: &[PathBuf]) -> Outcome {
     let mut code = ExitCode::SUCCESS;
     for path in paths {
+        if let Err(refused) = is_one(path) {
+            code = refused;
+            continue;
+        }
         match checkpoint::verify(&Disk::real(), path) {
             Ok(manifest) => {
                 println!("{}: good, {} bytes read", path.display(), size(&manifest));

@@ -2,17 +2,17 @@
 
 use super::complain;
 use crate::apply::{ApplyError, Writer};
-use crate::controller::{Clock, Context, Controller, EVENTS_MAX, Inputs};
+use crate::controller::{Clock, Context, Controller, EVENTS_MAX, Inputs, Order};
 use crate::identity::{IdentityError, Keyring, Reviewer};
-use crate::lease::Election;
+use crate::lease::{Deadline, Election};
 use crate::metrics::Metrics;
 use crate::observe;
+use crate::pulse::{Pulse, abort_on_panic};
 use clap::Args;
 use kube::{Client, Config};
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::{Duration, SystemTime};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
@@ -58,11 +58,16 @@ enum OperatorError {
     Secret { namespace: String, name: String, source: IdentityError },
     #[error("the workers' image is not known: give --image, or run in a pod with POD_NAME set")]
     Image,
+    #[error("this operator must not lead: {0}")]
+    Unfit(String),
+    #[error("a watch has ended; the process begins anew")]
+    Watch,
     #[error("leadership was lost; another operator leads, or the API server cannot be reached")]
     Lost,
 }
 
 pub fn run(args: &OperatorArgs) -> ExitCode {
+    abort_on_panic();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let result = runtime.map_err(OperatorError::Runtime).and_then(|runtime| {
         let result = runtime.block_on(operate(args));
@@ -86,7 +91,8 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
     let serve = metrics.clone().serve(args.listen);
     let mut serving = tokio::spawn(serve);
     let identity = identity(args);
-    let writer = Writer::new(client.clone(), identity.clone());
+    let deadline = Deadline::default();
+    let writer = Writer::new(client.clone(), identity.clone(), deadline.clone());
     let keyring = Arc::new(keyring(&client, &writer, args).await?);
     let own_image = own_image(&client, args).await?;
     let secret = |source| OperatorError::Secret {
@@ -96,8 +102,12 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
     };
     let (change_sender, changes) = mpsc::channel(EVENTS_MAX);
     let (told_sender, told) = mpsc::channel(EVENTS_MAX);
-    let (lead_sender, lead) = mpsc::channel(1);
-    observe::follow(&client, &keyring, &change_sender);
+    let (order_sender, orders) = mpsc::channel(8);
+    let (unfit_sender, mut unfit) = mpsc::channel(1);
+    let mut watches = observe::follow(&client, &keyring, &change_sender);
+    let pulse = Pulse::default();
+    metrics.watch(pulse.clone());
+    pulse.guard().map_err(OperatorError::Runtime)?;
     let context = Context {
         authority: keyring.authority().map_err(secret)?,
         keyring: Arc::clone(&keyring),
@@ -108,17 +118,17 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
         namespace: args.namespace.clone(),
         told: told_sender,
         clock: Clock::start(),
-        heard: AtomicU64::new(0),
+        pulse,
     };
-    let controller = Controller::new(context, Inputs { changes, told, lead });
-    let context = controller.context();
-    tokio::spawn(controller.run());
+    let inputs = Inputs { changes, told, orders, unfit: unfit_sender };
+    tokio::spawn(Controller::new(context, inputs).run());
     let (namespace, name) = (args.namespace.clone(), args.lease.clone());
-    let election = Election { client: client.clone(), writer, namespace, name, identity };
+    let election = Election { client: client.clone(), writer, namespace, name, identity, deadline };
     let leadership = async {
         let term = election.acquire().await;
-        let _ = lead_sender.send(term).await;
-        election.hold(|| context.hear_of_api()).await;
+        let _ = order_sender.send(Order::Lead(term)).await;
+        // A full channel has told it already.
+        election.hold(|| drop(order_sender.try_send(Order::Heard))).await;
     };
     let listening = |result: std::io::Result<()>| match result {
         Ok(()) => OperatorError::Lost,
@@ -131,7 +141,18 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
     tokio::select! {
         () = leadership => Err(OperatorError::Lost),
         result = &mut serving => Err(listening(result.unwrap_or(Ok(())))),
-        () = renew(&client, &election.writer, args, &keyring) => Ok(()),
+        () = renew(&client, &election.writer, args, &keyring) => {
+            election.release().await;
+            Ok(())
+        }
+        _ = watches.join_next() => {
+            election.release().await;
+            Err(OperatorError::Watch)
+        }
+        why = unfit.recv() => {
+            election.release().await;
+            Err(OperatorError::Unfit(why.unwrap_or_default()))
+        }
         _ = terminated => {
             election.release().await;
             Ok(())

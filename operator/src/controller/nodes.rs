@@ -1,21 +1,21 @@
 //! The nodes of each job, decided for all jobs together: `moejob_plan::allocate` over what is seen.
 
-use super::job::JobState;
-use crate::observe::{self, NodeSeen};
+use super::crew::Crew;
+use crate::observe::{self, NodeSeen, Owner};
 use moejob_plan::allocate::{
-    Allocation, ClusterNode, Demand, Granted, Ground, Memory, Taint, allocate_on, unhealthy,
+    Allocation, ClusterNode, Demand, Ground, Memory, Taint, allocate_on, unhealthy,
 };
-use moejob_plan::observed::Millis;
+use moejob_plan::locations::{self, Tenant};
+use moejob_plan::observed::{Millis, Outcome};
 use moejob_plan::resources::Resources;
 use std::collections::{BTreeSet, HashMap};
-use std::sync::Arc;
 
 /// Decides anew. Only jobs that can be planned take part; the pods of others keep their nodes.
 /// `ground` is what is known of the nodes, None after one of them has changed.
 pub fn decide(
     seen: &observe::Cluster,
     ground: &mut Option<Ground>,
-    states: &HashMap<Arc<str>, JobState>,
+    states: &HashMap<Owner, Crew>,
     memory: &mut Memory,
     now: Millis,
 ) -> Allocation {
@@ -26,14 +26,15 @@ pub fn decide(
         let nodes = nodes.map(|node| cluster_node(node, seen.requested(&node.name)));
         Ground::new(nodes.collect())
     });
-    let jobs = states.iter().filter_map(|(uid, state)| {
-        let job = state.job.as_ref().filter(|_| state.is_blocked().is_none())?;
+    let waiting = locations::waiting(&tenants(states));
+    let jobs = states.iter().filter_map(|(owner, Crew { job: state, .. })| {
+        let job = state.job()?;
         let priority = seen.priority(&job.kubernetes.priority_class_name);
-        let who = (&**uid, priority, state.created_at);
-        let holds = holds.remove(&**uid).unwrap_or_default();
-        let (observed, needs) = (&state.tracker.observed, state.needs.clone());
+        let who = (&**owner, priority, state.created_at());
+        let holds = holds.remove(&**owner).unwrap_or_default();
+        let (observed, needs) = (&state.tracker().observed, state.needs().clone());
         let mut demand = Demand::of(job, observed, state.claim(), needs, who, holds);
-        if state.refusals.standing_back().is_some() {
+        if state.stands_back() || waiting.contains_key(&**owner) {
             (demand.sizes, demand.spares) = (Vec::new(), 0);
         }
         Some(demand)
@@ -41,23 +42,42 @@ pub fn decide(
     let mut demands = jobs.collect();
     keep_apart(&mut demands, holds);
     let mut allocation = allocate_on(ground, &demands, memory, now);
-    for (uid, granted) in &mut allocation.jobs {
-        let stands_back = |state: &JobState| {
-            state.refusals.standing_back().is_some() && state.tracker.observed.gang().is_none()
+    for (owner, granted) in &mut allocation.jobs {
+        let stands_back = |Crew { job, .. }: &Crew| {
+            job.stands_back() && job.tracker().observed.gang().is_none()
         };
-        if states.get(uid.as_str()).is_some_and(stands_back) {
+        if states.get(owner.as_str()).is_some_and(stands_back) {
             granted.nodes.clear();
+        }
+        if let Some(earlier) = waiting.get(owner) {
+            granted.nodes.clear();
+            granted.why = format!(
+                "its checkpoint.location is that of the job {earlier}, which is not over"
+            );
         }
     }
     allocation
 }
 
+/// The jobs that are not over.
+fn tenants(states: &HashMap<Owner, Crew>) -> Vec<Tenant<'_>> {
+    let each = states.iter().filter_map(|(owner, Crew { job: state, .. })| {
+        let observed = &state.tracker().observed;
+        let record = &observed.record;
+        let over = record.outcome.as_ref().is_some_and(|of| *of != Outcome::Suspended);
+        let (namespace, created) = (&*state.id().namespace, state.created_at());
+        let (job, runs) = (state.job()?, record.attempt > 0 && record.outcome.is_none());
+        (!over).then_some(Tenant { owner, namespace, job, created, runs })
+    });
+    each.collect()
+}
+
 /// Pods of jobs that are not planned (being deleted, or not known yet) hold their nodes all the
 /// same: nobody else's worker comes there before they have ended.
 fn keep_apart(jobs: &mut Vec<Demand>, holds: HashMap<&str, BTreeSet<String>>) {
-    for (uid, holds) in holds {
+    for (owner, holds) in holds {
         jobs.push(Demand {
-            uid: uid.to_string(),
+            uid: owner.to_string(),
             priority: 0,
             created: 0,
             sizes: Vec::new(),
@@ -89,14 +109,4 @@ pub(crate) fn cluster_node(node: &NodeSeen, requested: Resources) -> ClusterNode
         allocatable: node.allocatable.clone(),
         requested,
     }
-}
-
-/// Whether the job's nodes are others than it has seen; now it has.
-pub fn changed(granted: &Granted, state: &mut JobState) -> bool {
-    let changed = granted.nodes != state.nodes_seen || granted.why != state.nodes_why;
-    if changed {
-        state.nodes_seen.clone_from(&granted.nodes);
-        state.nodes_why.clone_from(&granted.why);
-    }
-    changed
 }

@@ -1,9 +1,11 @@
 //! `DIR/NAME`: who may write there, whose it is, and what the next start must know.
 
 use moe_worker::attempt::records::{Records, RecordsError};
+use moejob_plan::changes::changes;
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -16,6 +18,9 @@ pub struct JobFile {
     /// The newest attempt that was ever recorded.
     pub attempt: u32,
     pub spec: Value,
+    /// Fields of a newer release, written back as they are.
+    #[serde(flatten)]
+    pub rest: BTreeMap<String, Value>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -54,8 +59,9 @@ pub struct Folder {
 
 impl Folder {
     /// Opens or creates it. Refused when another process has it, or when it belongs to a job that
-    /// differs in what cannot change.
-    pub fn open(path: &Path, spec: &Value) -> Result<Folder, FolderError> {
+    /// differs in what cannot change. `defaults` is the spec of a job that says nothing: a field
+    /// that was added since the folder was made had its default then.
+    pub fn open(path: &Path, spec: &Value, defaults: &Value) -> Result<Folder, FolderError> {
         std::fs::create_dir_all(path.join("logs"))
             .map_err(|source| io(path, "cannot create the run's folder", source))?;
         let lock_path = path.join("lock");
@@ -66,7 +72,7 @@ impl Folder {
         }
         let file = match read(path)? {
             Some(file) => {
-                let changes = changes(&file.spec, spec);
+                let changes = changes(&file.spec, spec, defaults);
                 if !changes.is_empty() {
                     let changes: String =
                         changes.iter().map(|change| format!("\n    {change}")).collect();
@@ -74,7 +80,10 @@ impl Folder {
                 }
                 JobFile { spec: spec.clone(), ..file }
             }
-            None => JobFile { uid: new_uid(path)?, attempt: 0, spec: spec.clone() },
+            None => {
+                let (uid, rest) = (new_uid(path)?, BTreeMap::new());
+                JobFile { uid, attempt: 0, spec: spec.clone(), rest }
+            }
         };
         let mut folder = Folder { path: path.to_path_buf(), file, _lock: lock };
         folder.record(folder.file.clone())?;
@@ -135,79 +144,31 @@ fn new_uid(path: &Path) -> Result<String, FolderError> {
     Ok([part(0, 8), part(8, 12), part(12, 16), part(16, 20), part(20, 32)].join("-"))
 }
 
-/// Fields that may change between two runs of one job.
-const CHANGEABLE: [&str; 10] = [
-    "suspend",
-    "nodes.min",
-    "nodes.max",
-    "nodes.spares",
-    "training.steps",
-    "checkpoint.everySteps",
-    "checkpoint.keep",
-    "recovery",
-    "image",
-    "podTemplate",
-];
-
-/// `path: was X, is Y` for each field that differs and may not.
-fn changes(was: &Value, is: &Value) -> Vec<String> {
-    let mut found = Vec::new();
-    compare("", was, is, &mut found);
-    found
-}
-
-fn compare(path: &str, was: &Value, is: &Value, found: &mut Vec<String>) {
-    if was == is || CHANGEABLE.contains(&path) {
-        // The schedule reaches its end at the last step; shortening it would rewrite the past.
-        let steps = |value: &Value| value.as_u64().unwrap_or_default();
-        if path == "training.steps" && steps(is) < steps(was) {
-            found.push(format!("{path}: was {was}, is {is} (it may only grow)"));
-        }
-        return;
-    }
-    let (Value::Object(old), Value::Object(new)) = (was, is) else {
-        found.push(format!("{path}: was {was}, is {is}"));
-        return;
-    };
-    let keys: std::collections::BTreeSet<&String> = old.keys().chain(new.keys()).collect();
-    for key in keys {
-        let of = |map: &serde_json::Map<String, Value>| map.get(key).cloned().unwrap_or_default();
-        let at = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
-        compare(&at, &of(old), &of(new), found);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use serde_json::json;
 
     #[test]
-    fn changes_name_the_fields_that_may_not_change() {
-        let was = json!({"training": {"steps": 10, "seed": 1}, "nodes": {"min": 1, "max": 2}});
-        let is = json!({"training": {"steps": 20, "seed": 2}, "nodes": {"min": 1, "max": 4}});
-        assert_eq!(changes(&was, &is), ["training.seed: was 1, is 2"]);
-        assert_eq!(
-            changes(&is, &was),
-            ["training.seed: was 2, is 1", "training.steps: was 20, is 10 (it may only grow)"]
-        );
-        assert_eq!(changes(&was, &was), [""; 0]);
-    }
-
-    #[test]
     fn a_folder_serves_one_run_at_a_time_and_keeps_its_identity() {
         let home = tempfile::tempdir().expect("a folder");
         let path = home.path().join("job");
         let spec = json!({"training": {"seed": 1}});
-        let mut first = Folder::open(&path, &spec).expect("opens");
+        let mut first = Folder::open(&path, &spec, &Value::Null).expect("opens");
         let uid = first.file().uid.clone();
-        assert!(matches!(Folder::open(&path, &spec), Err(FolderError::InUse { .. })));
+        assert!(matches!(Folder::open(&path, &spec, &Value::Null), Err(FolderError::InUse { .. })));
         first.record(JobFile { attempt: 3, ..first.file().clone() }).expect("records");
         drop(first);
-        let again = Folder::open(&path, &spec).expect("opens again");
+        let again = Folder::open(&path, &spec, &Value::Null).expect("opens again");
         assert_eq!((again.file().attempt, &again.file().uid), (3, &uid));
         drop(again);
-        let other = Folder::open(&path, &json!({"training": {"seed": 2}}));
+        let other = Folder::open(&path, &json!({"training": {"seed": 2}}), &Value::Null);
         assert!(matches!(other, Err(FolderError::Changed { .. })));
+        // A release since has a field more.
+        let more = json!({"training": {"seed": 1, "clip": 1.0}});
+        let defaults = json!({"training": {"clip": 1.0}});
+        drop(Folder::open(&path, &more, &defaults).expect("an old run goes on"));
+        let edited = json!({"training": {"seed": 1, "clip": 2.0}});
+        assert!(Folder::open(&path, &edited, &defaults).is_err());
     }
 }

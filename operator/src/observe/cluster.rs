@@ -1,6 +1,6 @@
 //! All that was seen last, and the sums over pods that allocation asks for.
 
-use super::{Change, ClassSeen, JobSeen, Key, Kind, NodeSeen, PodSeen, key};
+use super::{Change, ClassSeen, JobSeen, Key, Kind, NodeSeen, Owner, PodSeen, key};
 use moejob_plan::resources::Resources;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -14,8 +14,8 @@ pub struct Cluster {
     classes: BTreeMap<String, ClassSeen>,
     /// What pods that have not ended ask of each node, workers apart.
     requested: HashMap<Arc<str>, Resources>,
-    /// On how many of a node's pods each job's workers are that have not ended, by the job's uid.
-    held: HashMap<String, BTreeMap<Arc<str>, u32>>,
+    /// On how many of a node's pods each job's workers are that have not ended.
+    held: HashMap<Owner, BTreeMap<Arc<str>, u32>>,
     complete: HashSet<Kind>,
 }
 
@@ -39,11 +39,22 @@ impl Cluster {
         self.requested.get(node).cloned().unwrap_or_default()
     }
 
-    /// The nodes of each job's workers that have not ended, by the job's uid.
+    /// The nodes of each job's workers that have not ended.
     pub fn held(&self) -> impl Iterator<Item = (&str, BTreeSet<String>)> {
-        self.held.iter().map(|(uid, nodes)| {
-            (uid.as_str(), nodes.keys().map(|node| node.to_string()).collect())
+        self.held.iter().map(|(owner, nodes)| {
+            (&**owner, nodes.keys().map(|node| node.to_string()).collect())
         })
+    }
+
+    /// The pods of each job's workers, by namespace and name.
+    pub fn workers_by_owner(&self) -> HashMap<Owner, Vec<Key>> {
+        let mut by_owner: HashMap<Owner, Vec<Key>> = HashMap::new();
+        for pod in self.pods.values() {
+            let Some(worker) = &pod.worker else { continue };
+            by_owner.entry(Arc::clone(&worker.owner)).or_default().push(Arc::clone(&pod.key));
+        }
+        by_owner.values_mut().for_each(|keys| keys.sort());
+        by_owner
     }
 
     /// What the change replaces is given back.
@@ -104,14 +115,14 @@ impl Cluster {
         let Some(node) = bound.or_else(|| worker.meant_for.as_deref().map(Arc::from)) else {
             return;
         };
-        let nodes = self.held.entry(worker.job_uid.clone()).or_default();
+        let nodes = self.held.entry(Arc::clone(&worker.owner)).or_default();
         let pods = nodes.entry(Arc::clone(&node)).or_insert(0);
         *pods = if comes { *pods + 1 } else { pods.saturating_sub(1) };
         if *pods == 0 {
             nodes.remove(&node);
         }
         if nodes.is_empty() {
-            self.held.remove(&worker.job_uid);
+            self.held.remove(&worker.owner);
         }
     }
 
@@ -174,7 +185,7 @@ mod tests {
         let mut cluster = Cluster::default();
         let keyring = Keyring::new().expect("keys");
         let pod = |name: &str, node: Option<&str>, phase: &str, seal: bool| {
-            let seal = if seal { keyring.seal("u", name) } else { String::new() };
+            let seal = if seal { keyring.seal("n", "u", name) } else { String::new() };
             let requests = json!({"cpu": "2"});
             let container = json!({"name": "x", "resources": {"requests": requests}});
             reduced(
@@ -190,7 +201,7 @@ mod tests {
         let cpu = |cluster: &Cluster| cluster.requested("a").0.get("cpu").copied().unwrap_or(0);
         let held = |cluster: &Cluster| -> Vec<(String, Vec<String>)> {
             let all = cluster.held();
-            all.map(|(uid, nodes)| (uid.to_string(), nodes.into_iter().collect())).collect()
+            all.map(|(owner, nodes)| (owner.to_string(), nodes.into_iter().collect())).collect()
         };
         for (name, node, phase, seal, expected) in [
             ("other", None, "Pending", false, (0, vec![])),
@@ -206,7 +217,7 @@ mod tests {
             let (sum, nodes) = expected;
             assert_eq!(cpu(&cluster), sum, "{name} {phase}");
             let expected = (!nodes.is_empty()).then(|| {
-                ("u".to_string(), nodes.into_iter().map(str::to_string).collect())
+                ("u@n".to_string(), nodes.into_iter().map(str::to_string).collect())
             });
             assert_eq!(held(&cluster), Vec::from_iter(expected), "{name} {phase}");
         }

@@ -78,6 +78,7 @@ fn report(step: u64, loss: f64, comm: &Comm) -> StepReport {
         learning_rate: 0.0,
         tokens: 0,
         tokens_per_second: 0.0,
+        timing: Default::default(),
         world_size: comm.world(),
         attempt: comm.attempt(),
         expert_imbalance: 0.0,
@@ -172,7 +173,7 @@ impl Gang {
         let mut gang = Gang { leader, workers };
         for _ in 0..count {
             let connected = |event: &LeaderEvent| match event {
-                LeaderEvent::Connected(hello) => {
+                LeaderEvent::Opened(hello) => {
                     assert_eq!(hello.token, "");
                     Some(())
                 }

@@ -226,6 +226,7 @@ impl Gang {
             learning_rate: 1e-3,
             tokens: self.step * tokens,
             tokens_per_second: tokens as f64 / self.pace.as_secs_f64(),
+            timing: Default::default(),
             world_size: self.members.len() as u32,
             attempt: self.config.attempt,
             expert_imbalance: 1.0,

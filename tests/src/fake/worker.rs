@@ -188,7 +188,8 @@ impl Worker {
                 let held = self.session.held().to_vec();
                 self.step = held.iter().map(|held| held.step).max().unwrap_or(self.step);
                 let collective = self.step;
-                let beat = Heartbeat { phase: self.phase, step: self.step, collective, held };
+                let (phase, step, loading) = (self.phase, self.step, None);
+                let beat = Heartbeat { phase, step, collective, held, loading };
                 return self.send(self.session.attempt(), Up::Heartbeat(beat));
             }
             // A leaf that is not for this key would be refused by a real worker.

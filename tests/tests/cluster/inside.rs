@@ -205,7 +205,8 @@ async fn serve(
             beat.tick().await;
             let now = attempt.load(Ordering::Relaxed);
             let phase = if now == 0 { Phase::Idle } else { Phase::Joining };
-            let heart = Heartbeat { phase, step: 0, collective: 0, held: vec![] };
+            let (held, loading) = (vec![], None);
+            let heart = Heartbeat { phase, step: 0, collective: 0, held, loading };
             if write_frame(&mut to, &frame(now, Up::Heartbeat(heart))).await.is_err() {
                 break;
             }

@@ -2,7 +2,7 @@
 //!
 //! `Planner` decides what a buffer is: a range of the device's arena, or nothing but its size.
 
-use crate::memory::{Kind, Planner, Rows, Shape};
+use crate::memory::{Kind, Planner, Rows, SINGLE_NUMBERS, STATISTICS, Shape};
 use crate::model::{AuxLossScope, ModelConfig, QkNorm, RouterKind};
 
 /// All of a rank's device memory.
@@ -10,6 +10,7 @@ use crate::model::{AuxLossScope, ModelConfig, QkNorm, RouterKind};
 pub struct Buffers<B> {
     pub state: State<B>,
     pub gradients: Gradients<B>,
+    pub numbers: Numbers<B>,
     pub batch: Batch<B>,
     pub layers: Vec<Layer<B>>,
     pub head: Head<B>,
@@ -34,8 +35,27 @@ pub struct Gradients<B> {
     pub experts: Vec<Vec<B>>,
     /// What other holders send for owned runs.
     pub inbox: B,
-    /// f64 sums of squares of the owned blocks.
-    pub square_sums: B,
+}
+
+/// The numbers of a step, f64 (`moejob_kernels::numbers`).
+#[derive(Clone, Debug)]
+pub struct Numbers<B> {
+    /// What the step is told.
+    pub params: B,
+    /// The parts of all ranks side by side, the own one among them.
+    pub parts: B,
+    /// What all parts come to.
+    pub reduced: B,
+    pub balance: Option<StepBalance<B>>,
+}
+
+/// Where the balance is that of the whole step: its statistics, `W` = mixture layers x 5 x E.
+#[derive(Clone, Debug)]
+pub struct StepBalance<B> {
+    /// [M, W]: of each micro-batch of the step.
+    pub micro_batches: B,
+    /// [W]: their sum.
+    pub sum: B,
 }
 
 /// One micro-batch.
@@ -103,7 +123,7 @@ pub struct Moe<B> {
     /// u32 [T, K], [T, K]
     pub ids: B,
     pub weights: B,
-    /// u32 [E], f64 [E], f64 [2]
+    /// u32 [E], f64 [E], f64 [3]: auxiliary loss, z loss, mean entropy
     pub counts: B,
     pub prob_sums: B,
     pub losses: B,
@@ -115,13 +135,32 @@ pub struct Moe<B> {
     pub segments: B,
     pub row_index: B,
     pub row_weights: B,
-    /// [U, D]: with expert parallelism, else the tokens are `norm2`.
-    pub arrived: Option<B>,
+    /// With expert parallelism; else the tokens are `norm2`, and stay where they are.
+    pub routes: Option<Routes<B>>,
     /// [R, 2 F], [R, F]
     pub h: B,
     pub a: B,
     /// What routers beyond dropless top-k keep.
     pub gate: Option<Gate<B>>,
+}
+
+/// How rows travel between the ranks of an expert group: `P` ranks, `S` of them with tokens.
+#[derive(Clone, Debug)]
+pub struct Routes<B> {
+    /// u32 [E], [E], [E], [P + 1], the same in every round: the position that computes each expert,
+    /// which of this rank's it is, its place by (position, expert), the first place of a position.
+    pub owner: B,
+    pub local: B,
+    pub order: B,
+    pub first: B,
+    /// [U, D]: the tokens that arrive, and u32 [P + 1]: where those of each source start.
+    pub tokens: B,
+    pub arrived: B,
+    /// u32 [T, K] and [P + 1]: own tokens that leave, and where those for each rank start.
+    pub leaving: B,
+    pub departures: B,
+    /// u32 [P + 1]: where what each rank computed starts among the rows that are back.
+    pub returns: B,
 }
 
 /// What a gate keeps from forward to backward.
@@ -135,9 +174,8 @@ pub struct Gate<B> {
     pub chosen: B,
     pub first: B,
     pub dropped: B,
-    /// f64 [sequences or 1, 5, E], f64 [2]: statistics; z loss and mean entropy.
+    /// f64 [sequences or 1, 5, E]: statistics.
     pub stats: B,
-    pub losses: B,
     pub cosine: Option<Cosine<B>>,
 }
 
@@ -226,8 +264,9 @@ pub struct Travel<B> {
     /// u32 [ep, T, K], [ep, T, K]: choices and weights of all tokens of the expert group.
     pub all_ids: B,
     pub all_weights: B,
-    /// u32, [, D]: own tokens in the order in which they leave.
-    pub index: B,
+    /// u32 [R]: the slot of each row among all choices.
+    pub slots: B,
+    /// [T * K, D]: own tokens in the order in which they leave.
     pub leaving: B,
     /// [U, D]: gradients of arrived tokens.
     pub dy: B,
@@ -243,6 +282,7 @@ impl<B: Copy> Buffers<B> {
     {
         let state = State::plan(shape, planner);
         let gradients = Gradients::plan(shape, planner);
+        let numbers = Numbers::plan(model, shape, planner);
         planner.part("activations");
         let mut plan = Plan { model, shape, planner };
         let t = shape.tokens;
@@ -252,11 +292,11 @@ impl<B: Copy> Buffers<B> {
             positions: plan.words(t, 1),
             starts: plan.words(t, 1),
         };
-        let layers = (0..model.num_hidden_layers).map(|layer| plan.layer(layer)).collect();
+        let layers = plan.layers();
         let head = plan.head();
         plan.planner.part("scratch");
         let scratch = plan.scratch();
-        Buffers { state, gradients, batch, layers, head, scratch }
+        Buffers { state, gradients, numbers, batch, layers, head, scratch }
     }
 }
 
@@ -285,8 +325,28 @@ impl<B: Copy> Gradients<B> {
         let source = |depth: &usize| (0..*depth).map(|_| float(flats.experts.len)).collect();
         let experts = shape.expert_depths.iter().map(source).collect();
         let inbox = planner.alloc(Kind::Float, Rows::Fixed(shape.inbox), 1);
-        let square_sums = planner.alloc(Kind::F64, Rows::Fixed(shape.blocks), 1);
-        Gradients { dense, experts, inbox, square_sums }
+        Gradients { dense, experts, inbox }
+    }
+}
+
+impl<B: Copy> Numbers<B> {
+    fn plan(
+        model: &ModelConfig,
+        shape: &Shape,
+        planner: &mut impl Planner<Buffer = B>,
+    ) -> Numbers<B> {
+        planner.part("numbers");
+        let mut doubles = |len| planner.alloc(Kind::F64, Rows::Fixed(len), 1);
+        let numbers = &shape.numbers;
+        let (params, reduced) = (doubles(SINGLE_NUMBERS), doubles(numbers.reduced));
+        let parts = doubles(numbers.parts.iter().sum());
+        let of_step = model.router.aux_loss_scope == AuxLossScope::Global;
+        let width = numbers.loads * STATISTICS;
+        let balance = of_step.then(|| StepBalance {
+            micro_batches: doubles(u64::from(shape.micro_batches) * width),
+            sum: doubles(width),
+        });
+        Numbers { params, parts, reduced, balance }
     }
 }
 
@@ -313,27 +373,94 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         self.planner.alloc(Kind::Float, Rows::Routed, width)
     }
 
-    fn layer(&mut self, layer: u32) -> Layer<B> {
+    /// Layers that are computed again share the memory of earlier ones.
+    fn layers(&mut self) -> Vec<Layer<B>> {
+        let count = self.model.num_hidden_layers;
+        let span = self.shape.recompute.span(count) as usize;
+        let mut layers: Vec<Layer<B>> = Vec::new();
+        for at in 0..count {
+            let place = at as usize;
+            let layer = match place.checked_sub(span) {
+                Some(_) => {
+                    let shared = layers.iter().skip(place % span).step_by(span);
+                    let shared: Vec<Layer<B>> = shared.cloned().collect();
+                    self.layer_again(at, &shared, place.is_multiple_of(span))
+                }
+                None => self.layer(at, &layers),
+            };
+            layers.push(layer);
+        }
+        layers
+    }
+
+    /// A layer in the memory of earlier ones, but for what outlives its own computation.
+    fn layer_again(&mut self, layer: u32, shared: &[Layer<B>], begins: bool) -> Layer<B> {
+        let (t, d) = (self.shape.tokens, u64::from(self.model.hidden_size));
+        let before = shared[0].clone();
+        let input = if begins { self.floats(t, d) } else { before.input };
+        let with_experts = shared.iter().find_map(|layer| layer.moe.clone());
+        let moe = self.model.is_moe_layer(layer).then(|| match with_experts {
+            Some(moe) => self.moe_again(moe),
+            None => self.moe(None),
+        });
+        let dense = self.kept_width(layer).map(|width| {
+            let before = shared.iter().find_map(|layer| layer.dense.clone());
+            before.unwrap_or_else(|| self.gated(width))
+        });
+        Layer { input, moe, dense, ..before }
+    }
+
+    /// Width of the memory of a layer's dense part: the widest one's where layers share it.
+    fn kept_width(&self, layer: u32) -> Option<u64> {
+        let layers = self.model.num_hidden_layers;
+        let shares = self.shape.recompute.span(layers) < layers;
+        let own = self.dense_width(layer)?;
+        let widest = (0..layers).filter_map(|layer| self.dense_width(layer)).max();
+        if shares { widest } else { Some(own) }
+    }
+
+    /// Counts are those of all layers at the end of forward; tables are the layer's own.
+    fn moe_again(&mut self, before: Moe<B>) -> Moe<B> {
+        let e = u64::from(self.model.experts.count);
+        let sources = self.shape.expert_parallel;
+        let routes = before.routes.clone().map(|routes| Routes {
+            owner: self.words(e, 1),
+            local: self.words(e, 1),
+            order: self.words(e, 1),
+            first: self.words(sources + 1, 1),
+            ..routes
+        });
+        Moe { counts: self.words(e, 1), prob_sums: self.doubles(e), routes, ..before }
+    }
+
+    /// Some of the memory of earlier layers may be used again.
+    fn layer(&mut self, layer: u32, earlier: &[Layer<B>]) -> Layer<B> {
+        let recompute = self.shape.recompute;
+        let first = earlier.first().filter(|_| recompute.drops_norms());
+        let mut hidden = earlier.iter().filter_map(|layer| layer.moe.as_ref());
+        let shared = hidden.next().filter(|_| recompute.drops_hidden()).map(|moe| [moe.h, moe.a]);
         let (t, model) = (self.shape.tokens, self.model);
         let d = u64::from(model.hidden_size);
         let (q, kv) = (u64::from(model.q_size()), u64::from(model.kv_size()));
         let moe = model.is_moe_layer(layer);
+        let normed = first.filter(|_| model.qk_norm != QkNorm::None);
+        let width = self.kept_width(layer);
         Layer {
             input: self.floats(t, d),
-            norm1: self.floats(t, d),
+            norm1: first.map_or_else(|| self.floats(t, d), |first| first.norm1),
             rstd1: self.floats(t, 1),
-            q: self.floats(t, q),
-            k: self.floats(t, kv),
+            q: normed.map_or_else(|| self.floats(t, q), |first| first.q),
+            k: normed.map_or_else(|| self.floats(t, kv), |first| first.k),
             v: self.floats(t, kv),
             qk_norm: (model.qk_norm != QkNorm::None).then(|| self.qk_norm()),
             unclipped: (model.clip_qkv > 0.0).then(|| self.floats(t, q + 2 * kv)),
             attended: self.floats(t, q),
             lse: self.floats(t, model.num_attention_heads.into()),
             mid: self.floats(t, d),
-            norm2: self.floats(t, d),
+            norm2: first.map_or_else(|| self.floats(t, d), |first| first.norm2),
             rstd2: self.floats(t, 1),
-            moe: moe.then(|| self.moe()),
-            dense: self.dense_width(layer).map(|width| self.gated(width)),
+            moe: moe.then(|| self.moe(shared)),
+            dense: width.map(|width| self.gated(width)),
         }
     }
 
@@ -369,7 +496,8 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         }
     }
 
-    fn moe(&mut self) -> Moe<B> {
+    /// `shared`: hidden rows that are computed again.
+    fn moe(&mut self, shared: Option<[B; 2]>) -> Moe<B> {
         let (t, experts) = (self.shape.tokens, &self.model.experts);
         let (e, k) = (u64::from(experts.count), u64::from(self.model.slots()));
         let f = u64::from(experts.intermediate_size);
@@ -383,16 +511,26 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             weights: self.floats(t, k),
             counts: self.words(e, 1),
             prob_sums: self.doubles(e),
-            losses: self.doubles(2),
+            losses: self.doubles(3),
             offsets: self.words(e + 1, 1),
             rows: self.words(t, k),
             pos: self.words(t, k),
             segments: self.words(e * sources + 1, 1),
             row_index: self.planner.alloc(Kind::U32, Rows::Routed, 1),
             row_weights: self.routed(1),
-            arrived: (sources > 1).then(|| self.planner.alloc(Kind::Float, Rows::Arrived, d)),
-            h: self.routed(2 * f),
-            a: self.routed(f),
+            routes: (sources > 1).then(|| Routes {
+                owner: self.words(e, 1),
+                local: self.words(e, 1),
+                order: self.words(e, 1),
+                first: self.words(sources + 1, 1),
+                tokens: self.planner.alloc(Kind::Float, Rows::Arrived, d),
+                arrived: self.words(sources + 1, 1),
+                leaving: self.words(t, k),
+                departures: self.words(sources + 1, 1),
+                returns: self.words(sources + 1, 1),
+            }),
+            h: shared.map_or_else(|| self.routed(2 * f), |shared| shared[0]),
+            a: shared.map_or_else(|| self.routed(f), |shared| shared[1]),
             gate: (!self.model.router.is_plain()).then(|| self.gate()),
         }
     }
@@ -417,8 +555,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             chosen: self.words(t, k),
             first: self.words(t, 1),
             dropped: self.words(e, 1),
-            stats: self.doubles(segments * 5 * e),
-            losses: self.doubles(2),
+            stats: self.doubles(segments * STATISTICS * e),
             cosine: width.map(|width| Cosine {
                 projected: self.floats(t, width),
                 normed: self.floats(t, width),
@@ -496,7 +633,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             travel: (self.shape.expert_parallel > 1).then(|| Travel {
                 all_ids: self.words(self.shape.expert_parallel * t, k),
                 all_weights: self.floats(self.shape.expert_parallel * t, k),
-                index: self.words(t, k),
+                slots: self.planner.alloc(Kind::U32, Rows::Routed, 1),
                 leaving: self.floats(t * k, d),
                 dy: self.planner.alloc(Kind::Float, Rows::Arrived, d),
                 returned: self.floats(t * k, d),

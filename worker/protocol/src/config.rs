@@ -128,6 +128,50 @@ pub struct TrainingConfig {
     /// Clip of the global gradient norm; 0 is off.
     pub max_grad_norm: f64,
     pub seed: u64,
+    #[serde(default, skip_serializing_if = "Recompute::is_none")]
+    pub recompute: Recompute,
+}
+
+/// What backward computes again, from what it needs less memory for. No bit depends on it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Recompute {
+    /// Everything is kept.
+    #[default]
+    None,
+    /// Outputs of norms, and roped queries and keys where those have norms of their own.
+    Selective,
+    /// The same, and the hidden rows of the experts.
+    Experts,
+    /// All of a layer, from its input.
+    Full,
+    /// All of so many layers together, from the input of the first.
+    Every(u32),
+}
+
+impl Recompute {
+    pub fn is_none(&self) -> bool {
+        *self == Recompute::None
+    }
+
+    /// Layers of `layers` whose activations are in memory at once.
+    pub fn span(self, layers: u32) -> u32 {
+        match self {
+            Recompute::None | Recompute::Selective | Recompute::Experts => layers.max(1),
+            Recompute::Full => 1,
+            Recompute::Every(span) => span.clamp(1, layers.max(1)),
+        }
+    }
+
+    /// Norms are computed again.
+    pub fn drops_norms(self) -> bool {
+        matches!(self, Recompute::Selective | Recompute::Experts)
+    }
+
+    /// The hidden rows of the experts are.
+    pub fn drops_hidden(self) -> bool {
+        self == Recompute::Experts
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]

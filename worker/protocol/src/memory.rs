@@ -9,9 +9,9 @@
 //! Shapes: `T` tokens of a micro-batch, `D` model, `N` heads, `V` vocabulary, `E` experts, `K`
 //! top-k, `F` expert hidden, `R` routed rows, `U` distinct tokens that arrive.
 
-use crate::config::{Precision, RecoveryConfig, TrainingConfig};
+use crate::config::{Precision, RecoveryConfig, Recompute, TrainingConfig};
 use crate::layout::{Layout, elements};
-use crate::model::ModelConfig;
+use crate::model::{ModelConfig, Param};
 use crate::reduction::{Flats, contribution};
 use crate::tree::depth_max;
 
@@ -78,6 +78,26 @@ pub struct RowCounts {
     pub arrived: u64,
 }
 
+/// Numbers of a micro-batch, and of a rank's own counts (`moejob_kernels::numbers`).
+pub const RECORD_NUMBERS: u64 = 4;
+pub const TALLY_NUMBERS: u64 = 4;
+/// Numbers of a step that are no tables, and those that a step is told.
+pub const SINGLE_NUMBERS: u64 = 16;
+/// Rows of a router's statistics.
+pub const STATISTICS: u64 = 5;
+
+/// Elements of the vectors of a step's numbers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NumberCounts {
+    /// Mixture layers x `E`.
+    pub loads: u64,
+    /// Of each rank's part: its micro-batches' records | its counts | loads and dropped | its owned
+    /// blocks' sums of squares.
+    pub parts: Vec<u64>,
+    /// Single numbers | loads and dropped | a count a parameter.
+    pub reduced: u64,
+}
+
 /// The sizes that buffers are made of.
 #[derive(Clone, Debug)]
 pub struct Shape {
@@ -102,6 +122,8 @@ pub struct Shape {
     pub blocks_max: u64,
     /// All owned blocks.
     pub blocks: u64,
+    pub numbers: NumberCounts,
+    pub recompute: Recompute,
     pub balanced: RowCounts,
     pub worst: RowCounts,
 }
@@ -119,7 +141,8 @@ impl Shape {
         let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
         let group = mesh.expert_group(rank);
         let (mut inbox, mut blocks, mut blocks_max) = (0, 0, 0);
-        for (index, param) in model.params().iter().enumerate() {
+        let params = model.params();
+        for (index, param) in params.iter().enumerate() {
             let owned = layout.owned(model, index, param, rank);
             let run = elements(&owned, param.numel());
             if run.is_empty() {
@@ -146,14 +169,38 @@ impl Shape {
             inbox,
             blocks_max,
             blocks,
+            numbers: NumberCounts::new(model, layout, &params, micro_batches),
+            recompute: training.recompute,
             balanced,
             worst,
         }
     }
 }
 
+impl NumberCounts {
+    fn new(
+        model: &ModelConfig,
+        layout: &Layout,
+        params: &[Param],
+        micro_batches: u32,
+    ) -> NumberCounts {
+        let mesh = &layout.mesh;
+        let layers = (0..model.num_hidden_layers).filter(|layer| model.is_moe_layer(*layer));
+        let loads = layers.count() as u64 * u64::from(model.experts.count);
+        let records = |rank| RECORD_NUMBERS * mesh.micro_batches(rank, micro_batches).len() as u64;
+        let of_rank = |rank| records(rank) + TALLY_NUMBERS + 2 * loads;
+        let mut parts: Vec<u64> = (0..mesh.world()).map(of_rank).collect();
+        for (index, param) in params.iter().enumerate() {
+            for (rank, blocks) in layout.owners(model, index, param) {
+                parts[rank as usize] += blocks.end - blocks.start;
+            }
+        }
+        NumberCounts { loads, parts, reduced: SINGLE_NUMBERS + 2 * loads + params.len() as u64 }
+    }
+}
+
 /// Routed and arriving rows of one round, with even routing and at most.
-fn row_counts(
+pub fn row_counts(
     model: &ModelConfig,
     layout: &Layout,
     rank: u32,

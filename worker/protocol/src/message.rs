@@ -114,6 +114,19 @@ pub struct Heartbeat {
     /// Number of the collective it is in, since the attempt began.
     pub collective: u64,
     pub held: Vec<Held>,
+    /// While it opens its data.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loading: Option<Loading>,
+}
+
+/// How far a worker is with opening its data. Bytes of files that an index knows count as done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Loading {
+    pub bytes_done: u64,
+    pub bytes: u64,
+    /// Grows whenever this worker, or another that it waits for, has done something.
+    pub life: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -19,7 +19,10 @@ pub struct StepReport {
     pub learning_rate: f64,
     /// Seen since step 0.
     pub tokens: u64,
+    /// While the step lasted; what stands between two steps is in `timing`.
     pub tokens_per_second: f64,
+    #[serde(flatten, default)]
+    pub timing: Timing,
     pub world_size: u32,
     pub attempt: u32,
     /// Largest tokens_per_expert over the mean, worst layer.
@@ -30,6 +33,27 @@ pub struct StepReport {
     pub validation_loss: Option<f64>,
     /// RFC 3339, UTC.
     pub time: String,
+}
+
+/// Where the time since the line before went, or since training began, where rank 0 saw it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Timing {
+    /// Over all of that time.
+    pub wall_tokens_per_second: f64,
+    pub stalls: Stalls,
+}
+
+/// Seconds in which no step was computed, by what was done instead.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Stalls {
+    pub validation: f64,
+    pub snapshot: f64,
+    /// Waiting for the one before to be written, and the copy of the state.
+    pub checkpoint: f64,
+    /// Of the step itself: waiting for a batch that was not read ahead.
+    pub data: f64,
 }
 
 /// What a line says of the routing.

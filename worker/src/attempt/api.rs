@@ -1,9 +1,10 @@
 //! What the shell (`run.rs`, control thread) and the trainers (`trainer.rs`, one an engine) say to
 //! each other.
 
+use crate::data::Progress;
 use crate::gang::comm::CommError;
 use crate::gang::memory::Mapping;
-use moejob_protocol::message::{Held, Phase, Request};
+use moejob_protocol::message::{Held, Loading, Phase, Request};
 use moejob_protocol::report::{Event, StepReport};
 use std::sync::Arc;
 use serde::{Deserialize, Serialize};
@@ -12,7 +13,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 /// What a worker and one of its engines share while the engine computes; a clone is the same one.
 ///
 /// ```text
-/// u32 requests | u32 phase | u64 step | u32 beats
+/// u32 requests | u32 phase | u64 step | u32 beats | 4 bytes | u64 loaded, to load, life
 /// ```
 #[derive(Clone, Debug)]
 pub struct Control {
@@ -24,7 +25,10 @@ const REQUESTS: usize = 0;
 const PHASE: usize = 4;
 const STEP: usize = 8;
 const BEATS: usize = 16;
-const BYTES: usize = 32;
+const LOADED: usize = 24;
+const TO_LOAD: usize = 32;
+const LIFE: usize = 40;
+const BYTES: usize = 64;
 
 impl Default for Control {
     fn default() -> Control {
@@ -95,6 +99,24 @@ impl Control {
 
     pub fn beats(&self) -> u32 {
         self.word(BEATS).load(Ordering::Relaxed)
+    }
+
+    /// What the opening of the data counts into.
+    pub fn progress(&self) -> Progress {
+        let control = self.clone();
+        Progress::default().seen_by(move |(done, all), life| {
+            for (field, count) in [(LOADED, done), (TO_LOAD, all), (LIFE, life)] {
+                control.memory.long(control.at + field).store(count, Ordering::Relaxed);
+            }
+        })
+    }
+
+    /// How far the opening of the data is, while that is under way.
+    pub fn loading(&self) -> Option<Loading> {
+        let count = |field| self.memory.long(self.at + field).load(Ordering::Relaxed);
+        let (bytes_done, bytes) = (count(LOADED), count(TO_LOAD));
+        let under_way = self.phase() == Phase::Loading && bytes > 0;
+        under_way.then(|| Loading { bytes_done, bytes, life: count(LIFE) })
     }
 }
 

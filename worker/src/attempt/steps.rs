@@ -1,16 +1,14 @@
 //! The steps of one attempt, and what is due between them.
 
-use crate::gang::comm::Comm;
-use crate::data::Corpus;
-use crate::engine::grads::Gradients;
-use crate::engine::model::Model;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::records::{event, now};
 use crate::attempt::saves::{Ends, News, Patience, Saves};
+use crate::data::{Corpus, DocumentOverlap, Doubled, Feeder};
 use crate::state::slots::{Memory, Slot};
 use crate::state::snapshot::{self, SnapshotError};
-use crate::engine::step::{self, Place, StepSummary, Validation};
-use crate::gang::step_end::StepEnd;
+use crate::engine::step::{Engine, StepSummary};
+use crate::engine::validate::Validation;
+use crate::gang::step_end::{StepEnd, agree};
 use crate::attempt::trainer::{Stop, fail, storage_failed, tokens_per_step};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moejob_protocol::WorkerConfig;
@@ -18,7 +16,8 @@ use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::{Phase, Request};
 use moejob_protocol::report::{
-    Detail, EventKind, RoutingReport, StepReport, TOKENS_PER_EXPERT_EVER, TOKENS_PER_EXPERT_MAX,
+    Detail, EventKind, RoutingReport, Stalls, StepReport, TOKENS_PER_EXPERT_EVER,
+    TOKENS_PER_EXPERT_MAX, Timing,
 };
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,13 +25,11 @@ use std::time::{Duration, Instant};
 /// An attempt that trains.
 pub(crate) struct Run<'a> {
     pub config: &'a WorkerConfig,
-    pub comm: Comm,
     pub control: &'a Control,
     pub out: &'a mut dyn FnMut(TrainerEvent),
     /// Rank 0's.
     pub records: Option<Recorder>,
-    pub model: Model,
-    pub gradients: Gradients,
+    pub engine: Engine,
     pub saves: Saves,
     pub patience: Patience,
     pub memory: &'a Memory,
@@ -45,6 +42,26 @@ pub(crate) struct Run<'a> {
     pub waits_until: Option<Instant>,
     /// Steps in the newest snapshot.
     pub snapshot_step: u64,
+    pub clock: Clock,
+}
+
+/// What of the time since the last report was no step.
+pub(crate) struct Clock {
+    since: Instant,
+    stalls: Stalls,
+}
+
+impl Clock {
+    pub fn start() -> Clock {
+        Clock { since: Instant::now(), stalls: Stalls::default() }
+    }
+
+    /// Of the time since the last report, in which `tokens` were trained on.
+    fn report(&mut self, tokens: u64) -> Timing {
+        let Clock { since, stalls } = std::mem::replace(self, Clock::start());
+        let wall_tokens_per_second = tokens as f64 / since.elapsed().as_secs_f64();
+        Timing { wall_tokens_per_second, stalls }
+    }
 }
 
 /// What to do about numbers that are not finite.
@@ -56,8 +73,20 @@ const STORAGE_POLL_MAX: Duration = Duration::from_millis(100);
 
 impl Run<'_> {
     pub fn train(&mut self, corpus: &mut Corpus) -> Result<AttemptEnd, Stop> {
+        let training = &self.config.training;
+        let model = &self.engine.model;
+        let own = model.layout.mesh.micro_batches(model.rank, model.shape.micro_batches);
+        let opened = std::mem::take(corpus);
+        let mut feeder = Feeder::start(opened, own, self.step, training.steps);
+        let ended = self.train_on(&mut feeder);
+        *corpus = feeder.into_corpus();
+        ended
+    }
+
+    fn train_on(&mut self, feeder: &mut Feeder) -> Result<AttemptEnd, Stop> {
+        self.clock = Clock::start();
         self.tell_resumed()?;
-        self.tell_overlaps(corpus)?;
+        self.tell_overlaps(feeder)?;
         self.control.set_step(self.step);
         let resumed = self.snapshot()?;
         let steps = self.config.training.steps;
@@ -69,19 +98,12 @@ impl Run<'_> {
         while self.step < steps && !stopped {
             self.control.set_phase(Phase::Training);
             let started = Instant::now();
-            let (summary, agreed) = self.step_twice_at_most(corpus)?;
-            step::update(
-                &mut self.model,
-                &self.gradients,
-                &self.config.training,
-                &summary,
-                &mut self.comm,
-                self.step,
-            )?;
+            let (summary, agreed) = self.step_twice_at_most(feeder)?;
             self.step += 1;
             self.control.set_step(self.step);
             let seconds = started.elapsed().as_secs_f64();
-            let validation = self.validate(corpus)?;
+            self.clock.stalls.data += feeder.take_waited().as_secs_f64();
+            let validation = self.validate(feeder)?;
             self.report(&summary, validation, seconds)?;
             stopped = agreed.stop_after_this_step;
             self.keep(agreed, stopped)?;
@@ -99,32 +121,28 @@ impl Run<'_> {
         Ok(AttemptEnd::Stopped { step: self.step })
     }
 
-    /// Gradients and agreement on them. A number that is not finite may have come from a fault of
-    /// the machine, so the step is done once again before it counts.
+    /// A step and what the ranks agree on after it. A number that is not finite may have come from
+    /// a fault of the machine; nothing was updated then, and the step is done once again.
     fn step_twice_at_most(
         &mut self,
-        corpus: &mut Corpus,
+        feeder: &mut Feeder,
     ) -> Result<(StepSummary, Request), Stop> {
         let mut agreed = Request::default();
         for attempt in 0..2 {
-            let (model, gradients) = (&mut self.model, &mut self.gradients);
-            let place = Place { step: self.step, seed: self.config.training.seed };
-            let mut end = step::gradients(model, gradients, corpus, &mut self.comm, place)?;
+            let summary = self.engine.step(self.step, feeder)?;
+            let mut end = StepEnd::default();
             self.fill(&mut end);
-            let ends = step::agree(&self.model, &end, &mut self.comm)?;
+            let ends = agree(&end, self.engine.links.comm())?;
             // Whoever is here has finished the snapshot that came before.
             self.memory.confirm(self.config.attempt, self.snapshot_step);
             let request = self.take_in(&ends)?;
             agreed.checkpoint_now |= request.checkpoint_now;
             agreed.stop_after_this_step |= request.stop_after_this_step;
-            let training = &self.config.training;
-            let summary =
-                step::summarize(&self.model, &self.gradients, training, &ends, self.step)?;
             match &summary.non_finite {
                 None => return Ok((summary, agreed)),
                 Some(what) if attempt == 1 => {
                     let what = what.clone();
-                    let first = step::diagnose(&self.model, &mut self.comm)?;
+                    let first = self.engine.diagnose(self.step, feeder)?;
                     let first = first.map(|first| format!("; it began in {first}"));
                     let message = format!(
                         "{what} is not finite at step {}, twice: nothing was updated{}",
@@ -186,6 +204,7 @@ impl Run<'_> {
     /// Begins a checkpoint of this step, from its snapshot where there is one. Where storage has
     /// not caught up it is put off, unless there is no step after this one.
     fn checkpoint(&mut self, snapshot: Option<Arc<Slot>>) -> Result<(), Stop> {
+        let began = Instant::now();
         if !self.saves.has_room() {
             if self.waits_until.is_none() {
                 let news = self.saves.put_off(self.step);
@@ -196,11 +215,13 @@ impl Run<'_> {
         let bytes = match snapshot {
             Some(bytes) => bytes,
             None => {
-                let len = snapshot::shard_bytes(&self.model, self.model.rank);
-                Slot::private(len, |bytes| snapshot::cut_into(&self.model, bytes))
+                let model = &self.engine.model;
+                let len = snapshot::shard_bytes(model, model.rank);
+                Slot::private(len, |bytes| snapshot::cut_into(model, bytes))
             }
         };
         self.saves.begin(self.step, bytes);
+        self.clock.stalls.checkpoint += began.elapsed().as_secs_f64();
         Ok(())
     }
 
@@ -212,12 +233,12 @@ impl Run<'_> {
         while self.saves.is_waiting() {
             std::thread::sleep(pause);
             pause = (pause + pause / 8).min(STORAGE_POLL_MAX);
-            if self.model.rank == 0 && Instant::now() >= until {
+            if self.engine.model.rank == 0 && Instant::now() >= until {
                 self.saves.lose_patience();
             }
             let mut end = StepEnd::default();
             self.fill(&mut end);
-            let ends = step::agree(&self.model, &end, &mut self.comm)?;
+            let ends = agree(&end, self.engine.links.comm())?;
             let request = self.take_in(&ends)?;
             // Asked for meanwhile: it takes effect with the next real step.
             self.asked.checkpoint_now |= request.checkpoint_now;
@@ -227,16 +248,17 @@ impl Run<'_> {
     }
 
     fn snapshot(&mut self) -> Result<Arc<Slot>, Stop> {
-        let attempt = self.config.attempt;
+        let (attempt, began) = (self.config.attempt, Instant::now());
         let taken = snapshot::take(
             self.memory,
-            &self.model,
-            &mut self.comm,
+            &self.engine.model,
+            self.engine.links.comm(),
             &self.buddies,
             attempt,
             self.step,
         );
         self.snapshot_step = self.step;
+        self.clock.stalls.snapshot += began.elapsed().as_secs_f64();
         (self.out)(TrainerEvent::Held(self.memory.held()));
         taken.map_err(|error| match error {
             SnapshotError::Comm(error) => Stop::Comm(error),
@@ -247,7 +269,7 @@ impl Run<'_> {
         })
     }
 
-    fn validate(&mut self, corpus: &mut Corpus) -> Result<Option<Validation>, Stop> {
+    fn validate(&mut self, feeder: &Feeder) -> Result<Option<Validation>, Stop> {
         let validation = &self.config.data.validation;
         let last = self.step >= self.config.training.steps;
         let every = validation.every_steps;
@@ -256,7 +278,10 @@ impl Run<'_> {
         }
         self.control.set_phase(Phase::Validating);
         let most = validation.max_sequences;
-        Ok(step::validate(&mut self.model, corpus, &mut self.comm, most)?)
+        let began = Instant::now();
+        let measured = self.engine.validate(&mut feeder.corpus(), most)?;
+        self.clock.stalls.validation += began.elapsed().as_secs_f64();
+        Ok(measured)
     }
 
     fn report(
@@ -279,7 +304,8 @@ impl Run<'_> {
             learning_rate: summary.learning_rate,
             tokens: self.step * tokens,
             tokens_per_second: tokens as f64 / seconds,
-            world_size: self.comm.world(),
+            timing: self.clock.report(tokens),
+            world_size: self.engine.links.world(),
             attempt: self.config.attempt,
             expert_imbalance: summary.expert_imbalance,
             routing,
@@ -294,7 +320,7 @@ impl Run<'_> {
     }
 
     fn routing(&self, summary: &StepSummary, validation: Option<Validation>) -> RoutingReport {
-        let experts = (self.model.config.experts.count as usize).max(1);
+        let experts = (self.engine.model.config.experts.count as usize).max(1);
         let layers = summary.loads.len() / experts;
         let share = |part: u64, all: u64| if all == 0 { 0.0 } else { part as f64 / all as f64 };
         let tokens = tokens_per_step(&self.config.training) * layers as u64;
@@ -328,9 +354,13 @@ impl Run<'_> {
     }
 
     /// On rank 0, once a job: held-out data that are trained on.
-    fn tell_overlaps(&mut self, corpus: &Corpus) -> Result<(), Stop> {
+    fn tell_overlaps(&mut self, feeder: &Feeder) -> Result<(), Stop> {
         const SHOWN: usize = 3;
-        let overlaps = if self.step == 0 { corpus.overlaps() } else { Vec::new() };
+        if self.step > 0 || self.records.is_none() {
+            return Ok(());
+        }
+        let overlaps = feeder.corpus().overlaps();
+        self.tell_doubled_documents(feeder)?;
         if overlaps.is_empty() {
             return Ok(());
         }
@@ -345,6 +375,28 @@ impl Run<'_> {
             "held-out data are trained on, too: {}{more}. The held-out loss will look too good; \
              leave them out of data.train",
             pairs.join(", ")
+        );
+        self.tell(EventKind::Warning, "HeldOutOverlaps", message, self.step)
+    }
+
+    /// The same of documents.
+    fn tell_doubled_documents(&mut self, feeder: &Feeder) -> Result<(), Stop> {
+        let found = feeder.corpus().document_overlap();
+        let DocumentOverlap { compared, doubled, first } =
+            found.map_err(|error| Stop::Failed(error.failure()))?;
+        if doubled == 0 {
+            return Ok(());
+        }
+        let place = |(name, number): &(String, u64)| format!("{name}, document {}", number + 1);
+        let shown: Vec<String> = (first.iter())
+            .map(|Doubled { held_out, trained }| {
+                format!("{} (as {})", place(held_out), place(trained))
+            })
+            .collect();
+        let message = format!(
+            "{doubled} of {compared} held-out documents are trained on, too: {}. The held-out \
+             loss will look too good; leave out what is there twice",
+            shown.join(", ")
         );
         self.tell(EventKind::Warning, "HeldOutOverlaps", message, self.step)
     }

@@ -7,13 +7,12 @@
 //! ```
 //! Whatever takes effect on all ranks was agreed on in a step's end, so all take it alike.
 
-use crate::attempt::steps::Run;
+use crate::attempt::steps::{Clock, Run};
 use crate::checkpoint::fence::FenceError;
 use crate::checkpoint::writer::{Before, Flush};
 use crate::checkpoint::{Disk, Expected, Identity, Refusal, Writer, differences, load, show};
 use crate::gang::comm::{AbortHandle, Comm, CommError};
-use crate::data::Corpus;
-use crate::engine::grads::Gradients;
+use crate::data::{Corpus, DataError};
 use crate::hf::Weights;
 use crate::engine::model::Model;
 use crate::attempt::recorder::Recorder;
@@ -22,7 +21,7 @@ use crate::attempt::saves::{News, Patience, Saves};
 use crate::state::moves::scatter;
 use crate::state::slots::Memory;
 use crate::state::snapshot::initialize;
-use crate::engine::step::StepError;
+use crate::engine::step::{Engine, StepError};
 use crate::attempt::api::{AttemptEnd, Control, Failure, TrainerEvent};
 use moejob_protocol::{CheckpointManifest, WorkerConfig};
 use moejob_protocol::config::{DataConfig, Precision, Resume, TrainingConfig};
@@ -42,6 +41,8 @@ pub struct Trainer {
     corpus: Option<(DataConfig, TrainingConfig, Corpus)>,
     disk: Disk,
     patience: Patience,
+    /// See [`Engine::spoil`].
+    spoiled: Vec<u64>,
 }
 
 /// How long the end of an attempt waits for its writer: to remove old checkpoints, or to notice
@@ -107,7 +108,8 @@ impl Trainer {
 
     /// One of the trainers of a worker, which share its memory.
     pub fn with_memory(memory: Memory) -> Trainer {
-        Trainer { memory, corpus: None, disk: Disk::real(), patience: Patience::default() }
+        let (disk, patience, spoiled) = (Disk::real(), Patience::default(), Vec::new());
+        Trainer { memory, corpus: None, disk, patience, spoiled }
     }
 
     /// Waits for storage as long as `patience` says.
@@ -118,6 +120,11 @@ impl Trainer {
     /// A trainer whose storage fails where `disk` says.
     pub fn with_disk(disk: Disk) -> Trainer {
         Trainer { disk, ..Trainer::new() }
+    }
+
+    /// A trainer whose next runs of these steps, counted from 0, break a number.
+    pub fn with_spoiled(steps: Vec<u64>) -> Trainer {
+        Trainer { spoiled: steps, ..Trainer::new() }
     }
 
     /// What could be resumed from this worker's memory.
@@ -155,31 +162,47 @@ impl Trainer {
         if let Some(failure) = unsupported(config) {
             return Err(Stop::Failed(failure));
         }
-        let mut corpus = self.corpus(config)?;
-        agree_on_data(&corpus, &mut comm)?;
+        let mut corpus = self.corpus(config, &mut comm, control)?;
+        let ended = self.attempt_on(&mut corpus, config, comm, control, out);
+        // However it ended, the next one need not open it again.
+        self.corpus = Some((config.data.clone(), config.training.clone(), corpus));
+        ended
+    }
+
+    fn attempt_on(
+        &mut self,
+        corpus: &mut Corpus,
+        config: &WorkerConfig,
+        mut comm: Comm,
+        control: &Control,
+        out: &mut dyn FnMut(TrainerEvent),
+    ) -> Result<AttemptEnd, Stop> {
+        agree_on_data(corpus, &mut comm)?;
         let opened =
             resume::open_storage(config, &self.disk, &self.patience, &mut comm, out)?;
         let records = if comm.rank() == 0 { Some(recorder(config)?) } else { None };
-        let mut model = model(config, comm.rank())?;
+        let rank = comm.rank();
+        let mut engine = engine(config, comm)?;
+        std::mem::take(&mut self.spoiled).into_iter().for_each(|step| engine.spoil(step));
         let mut tell = |event: Event| resume::tell(event, records.as_ref(), out);
-        self.restore(config, &corpus, &mut model, &mut comm, &mut tell)?;
-        let writer = self.writer(identity(config, &model, &corpus), &opened, records.as_ref())?;
-        let gradients = Gradients::new(&model);
+        let Engine { model, links, .. } = &mut engine;
+        self.restore(config, corpus, model, links.comm(), &mut tell)?;
+        let identity = identity(config, &engine.model, corpus);
+        let writer = self.writer(identity, &opened, records.as_ref())?;
         let mut run = Run {
             config,
             control,
             out,
             records,
-            gradients,
-            saves: Saves::new(comm.rank(), writer, state_bytes(&model), &self.patience),
+            saves: Saves::new(rank, writer, state_bytes(&engine.model), &self.patience),
             patience: self.patience,
-            comm,
+            engine,
             buddies: buddies(config),
             step: config.resume.step(),
             asked: Request::default(),
             waits_until: None,
             snapshot_step: config.resume.step(),
-            model,
+            clock: Clock::start(),
             memory: &self.memory,
         };
         if let Some(trouble) = opened.and_then(|opened| opened.trouble)
@@ -187,7 +210,7 @@ impl Trainer {
         {
             run.tell_storage(news)?;
         }
-        let ended = run.train(&mut corpus);
+        let ended = run.train(corpus);
         if ended.is_err() {
             // Whatever the next attempt resumes from is decided after this.
             run.saves.cancel();
@@ -198,12 +221,17 @@ impl Trainer {
         let patience = if ended.is_ok() { WRITER_END_MAX } else { WRITER_CANCEL_MAX };
         run.saves.finish(patience.min(self.patience.stop));
         run.tell_removed()?;
-        self.corpus = Some((config.data.clone(), config.training.clone(), corpus));
         ended
     }
 
-    /// The data, opened once for all attempts of a job.
-    fn corpus(&mut self, config: &WorkerConfig) -> Result<Corpus, Stop> {
+    /// The data, opened once for all attempts of a job. It can take long: an attempt that is
+    /// aborted meanwhile ends, and what was read stays in the index.
+    fn corpus(
+        &mut self,
+        config: &WorkerConfig,
+        comm: &mut Comm,
+        control: &Control,
+    ) -> Result<Corpus, Stop> {
         match self.corpus.take() {
             Some((data, training, corpus))
                 if data == config.data && training == config.training =>
@@ -211,9 +239,17 @@ impl Trainer {
                 Ok(corpus)
             }
             _ => {
-                let vocabulary = config.model.vocab_size;
-                Corpus::open(&config.data, &config.training, vocabulary)
-                    .map_err(|error| Stop::Failed(error.failure()))
+                let abort = comm.abort_handle();
+                let progress = control.progress().until(move || abort.is_aborted());
+                let (data, vocabulary) = (&config.data, config.model.vocab_size);
+                match Corpus::open_telling(data, &config.training, vocabulary, &progress) {
+                    // The group says why.
+                    Err(DataError::GivenUp) => {
+                        comm.gather_all(&[], 0)?;
+                        Err(Stop::Failed(DataError::GivenUp.failure()))
+                    }
+                    opened => opened.map_err(|error| Stop::Failed(error.failure())),
+                }
             }
         }
     }
@@ -360,14 +396,8 @@ fn start_from(path: &Path, model: &mut Model, comm: &mut Comm) -> Result<(), Sto
     Ok(())
 }
 
-fn model(config: &WorkerConfig, rank: u32) -> Result<Model, Stop> {
-    let threads = match config.threads {
-        0 => std::thread::available_parallelism().map_or(1, usize::from),
-        threads => threads as usize,
-    };
-    // The ranks of a worker share its processors.
-    let threads = (threads / config.ranks.max(1) as usize).max(1);
-    Model::new(&config.model, &config.layout, rank, &config.training, threads).map_err(|error| {
+fn engine(config: &WorkerConfig, comm: Comm) -> Result<Engine, Stop> {
+    Engine::open(config, comm.rank(), comm).map_err(|error| {
         fail(1, &format!("the device cannot be made: {error}"), "free memory or use fewer threads")
     })
 }

@@ -5,11 +5,15 @@
 //!     -> somebody is at it (KEY.lock)              -> wait while that file grows
 //!     -> else KEY.PID-N.part -> rename
 //! KEY.tokens: magic, key, tokens, a table of documents, counts, BLAKE3 of all before
+//! KEY.lock:   its time says when the tokens were used last
 //! ```
 //! The folder is this user's alone. Where there is none, or little to gain, each worker has a file
 //! without a name.
 
-use super::DataError;
+use super::content::Wish;
+use super::files::DataFile;
+use super::progress::Progress;
+use super::{DataError, index};
 use super::store::{Store, Width, nameless};
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
@@ -24,15 +28,15 @@ pub(crate) const SHARED_BYTES_MIN: u64 = 8 << 20;
 /// What nobody has used for so long goes when somebody writes.
 const UNUSED_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Whoever holds the lock and writes nothing for so long is not waited for.
-const SILENT_MAX: Duration = Duration::from_secs(10);
+pub(crate) const SILENT_MAX: Duration = Duration::from_secs(10);
 const POLL: Duration = Duration::from_millis(20);
 
-const MAGIC: &[u8; 8] = b"MOETOKS1";
+const MAGIC: &[u8; 8] = b"MOETOKS2";
 const KEY_BYTES: u64 = 32;
 /// Of the counts and the hash at the end.
 const TAIL_BYTES: u64 = 16 + 32;
 /// Of a document in the table.
-const ENTRY_BYTES: usize = 24;
+const ENTRY_BYTES: usize = 32;
 const ENTRIES_TOGETHER: usize = 4096;
 const BUFFER: usize = 1 << 18;
 
@@ -44,6 +48,8 @@ pub(crate) struct Entry {
     /// Line or row in it, counted from 0.
     pub number: u64,
     pub tokens: u64,
+    /// The first bytes of the BLAKE3 of the tokens, as they are written.
+    pub hash: u64,
 }
 
 /// Documents as tokens, one after the other.
@@ -73,8 +79,9 @@ impl Tokenized {
             self.table.read_exact_at(block, at).map_err(failed)?;
             for entry in block.as_chunks::<ENTRY_BYTES>().0 {
                 let (words, _) = entry.as_chunks::<8>();
-                let [file, number, tokens] = [0, 1, 2].map(|at| u64::from_le_bytes(words[at]));
-                see(Entry { file, number, tokens })?;
+                let word = |at: usize| u64::from_le_bytes(words[at]);
+                let [file, number, tokens, hash] = [0, 1, 2, 3].map(word);
+                see(Entry { file, number, tokens, hash })?;
             }
             (at, left) = (at + block.len() as u64, left - count);
         }
@@ -90,6 +97,8 @@ pub(crate) struct Making {
     hasher: blake3::Hasher,
     tokens: u64,
     documents: u64,
+    /// Of the document that is under way, and its tokens so far.
+    document: (blake3::Hasher, u64),
     bytes: Vec<u8>,
 }
 
@@ -98,7 +107,8 @@ impl Making {
         let table = BufWriter::with_capacity(BUFFER, nameless()?);
         let file = BufWriter::with_capacity(BUFFER, file);
         let (hasher, bytes) = (blake3::Hasher::new(), Vec::new());
-        let mut making = Making { file, table, width, hasher, tokens: 0, documents: 0, bytes };
+        let (tokens, documents, document) = (0, 0, (blake3::Hasher::new(), 0));
+        let mut making = Making { file, table, width, hasher, tokens, documents, document, bytes };
         making.put(&[&MAGIC[..], key.as_bytes()].concat())?;
         Ok(making)
     }
@@ -108,20 +118,27 @@ impl Making {
         self.file.write_all(bytes).map_err(failed)
     }
 
-    /// Tokens of documents that `document` then names.
+    /// Further tokens of the document that `document` ends.
     pub fn ids(&mut self, ids: &[u32]) -> Result<(), DataError> {
         let mut bytes = std::mem::take(&mut self.bytes);
         bytes.clear();
         self.width.put(ids, &mut bytes);
         self.tokens += ids.len() as u64;
+        self.document.1 += ids.len() as u64;
+        self.document.0.update(&bytes);
         self.put(&bytes)?;
         self.bytes = bytes;
         Ok(())
     }
 
-    pub fn document(&mut self, entry: Entry) -> Result<(), DataError> {
+    /// All tokens since the one before are document `number` of file `file`.
+    pub fn document(&mut self, file: u64, number: u64) -> Result<(), DataError> {
         self.documents += 1;
-        let words = [entry.file, entry.number, entry.tokens].map(u64::to_le_bytes);
+        let (hasher, tokens) = &mut self.document;
+        let hash = first_word(&hasher.finalize());
+        let words = [file, number, *tokens, hash].map(u64::to_le_bytes);
+        hasher.reset();
+        *tokens = 0;
         self.table.write_all(words.as_flattened()).map_err(failed)
     }
 
@@ -148,6 +165,11 @@ impl Making {
     }
 }
 
+fn first_word(hash: &blake3::Hash) -> u64 {
+    let [first, ..] = hash.as_bytes().as_chunks::<8>().0 else { return 0 };
+    u64::from_le_bytes(*first)
+}
+
 fn tokenized_in(file: File, width: Width, tokens: u64, documents: u64) -> Tokenized {
     let (table, offset) = (Arc::new(file), MAGIC.len() as u64 + KEY_BYTES);
     let store = Store::spooled(table.clone(), width, offset, tokens);
@@ -165,8 +187,10 @@ pub(crate) fn tokenized(
     folder: Option<&Path>,
     key: &blake3::Hash,
     width: Width,
+    progress: &Progress,
     make: Make,
 ) -> Result<Tokenized, DataError> {
+    let found = |folder, path: &Path| found(folder, path, key, width, progress);
     let alone = |make: Make| {
         let mut making = Making::new(nameless()?, key, width)?;
         make(&mut making)?;
@@ -175,7 +199,7 @@ pub(crate) fn tokenized(
     let Some(folder) = folder else { return alone(make) };
     let name = key.to_hex();
     let path = folder.join(format!("{name}.tokens"));
-    if let Some(found) = found(&path, key, width) {
+    if let Some(found) = found(folder, &path) {
         return Ok(found);
     }
     let mut private = OpenOptions::new();
@@ -187,14 +211,18 @@ pub(crate) fn tokenized(
         let now = bytes_of_parts(folder, &name);
         if now != written {
             (silent, written) = (Instant::now(), now);
+            progress.stir();
         }
         if silent.elapsed() > SILENT_MAX {
             return alone(make);
         }
+        if progress.is_given_up() {
+            return Err(DataError::GivenUp);
+        }
         std::thread::sleep(POLL);
     }
     // The lock goes with its handle, also when this process is killed.
-    if let Some(found) = found(&path, key, width) {
+    if let Some(found) = found(folder, &path) {
         return Ok(found);
     }
     forget_unused(folder, &name);
@@ -232,15 +260,25 @@ pub(crate) fn folder() -> Option<PathBuf> {
     (own && metadata.permissions().mode().trailing_zeros() >= 6).then_some(path)
 }
 
-/// What stands at `path`, if it is whole and of `key`. What is not whole is removed.
-fn found(path: &Path, key: &blake3::Hash, width: Width) -> Option<Tokenized> {
-    let file = OpenOptions::new().read(true).write(true).open(path).ok()?;
-    match whole(&file, key, width) {
+/// What stands at `path`, if it is whole and of `key`. What is not whole is removed. Its hash is
+/// looked up in the node's index, so that a large file is read once.
+fn found(
+    folder: &Path,
+    path: &Path,
+    key: &blake3::Hash,
+    width: Width,
+    progress: &Progress,
+) -> Option<Tokenized> {
+    let file = File::open(path).ok()?;
+    match whole(folder, path, &file, key, width, progress) {
         Some((tokens, documents)) => {
-            // Used: it stays another while.
-            let _ = file.set_modified(SystemTime::now());
+            // Used: it stays another while. Its own time is what the index knows it by.
+            let lock = OpenOptions::new().write(true).open(path.with_extension("lock"));
+            let _ = lock.and_then(|lock| lock.set_modified(SystemTime::now()));
             Some(tokenized_in(file, width, tokens, documents))
         }
+        // Nobody waits for it: whether it is whole was not found out.
+        None if progress.is_given_up() => None,
         None => {
             let _ = std::fs::remove_file(path);
             None
@@ -249,18 +287,17 @@ fn found(path: &Path, key: &blake3::Hash, width: Width) -> Option<Tokenized> {
 }
 
 /// Tokens and documents of a file whose every byte is as it was written.
-fn whole(file: &File, key: &blake3::Hash, width: Width) -> Option<(u64, u64)> {
+fn whole(
+    folder: &Path,
+    path: &Path,
+    file: &File,
+    key: &blake3::Hash,
+    width: Width,
+    progress: &Progress,
+) -> Option<(u64, u64)> {
+    let named = DataFile::named(path).ok()?;
     let bytes = file.metadata().ok()?.len();
-    let hashed = bytes.checked_sub(32)?;
-    let mut hasher = blake3::Hasher::new();
-    let mut block = vec![0; BUFFER];
-    let mut at = 0;
-    while at < hashed {
-        let count = block.len().min((hashed - at) as usize);
-        file.read_exact_at(&mut block[..count], at).ok()?;
-        hasher.update(&block[..count]);
-        at += count as u64;
-    }
+    let wish = Wish { file: &named, bytes: bytes.checked_sub(32)?, ids: None };
     let (mut head, mut tail) = ([0; 40], [0; TAIL_BYTES as usize]);
     file.read_exact_at(&mut head, 0).ok()?;
     file.read_exact_at(&mut tail, bytes.checked_sub(TAIL_BYTES)?).ok()?;
@@ -272,9 +309,13 @@ fn whole(file: &File, key: &blake3::Hash, width: Width) -> Option<(u64, u64)> {
         + u128::from(TAIL_BYTES);
     let good = head[..8] == MAGIC[..]
         && head[8..] == key.as_bytes()[..]
-        && tail[16..] == hasher.finalize().as_bytes()[..]
-        && size == u128::from(bytes);
-    good.then_some((tokens, documents))
+        && size == u128::from(bytes)
+        && named.is_as_found(file).ok()?;
+    if !good {
+        return None;
+    }
+    let (content, _) = index::contents(&[wish], Some(folder), progress).ok()?.pop()?;
+    (tail[16..] == content.hash).then_some((tokens, documents))
 }
 
 /// How far others are with the files of `name`.
@@ -293,12 +334,18 @@ fn forget_unused(folder: &Path, name: &str) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let file = entry.file_name();
         let file = file.to_string_lossy();
-        let modified = entry.metadata().and_then(|metadata| metadata.modified());
-        let age = modified.ok().and_then(|time| time.elapsed().ok()).unwrap_or_default();
+        // Tokens that are read only keep their time; that of their lock goes on.
+        let age = age(&entry.path()).min(age(&entry.path().with_extension("lock")));
         if age > UNUSED_MAX || file.starts_with(name) && file.ends_with(".part") {
             let _ = std::fs::remove_file(entry.path());
         }
     }
+}
+
+fn age(path: &Path) -> Duration {
+    let modified = path.symlink_metadata().and_then(|metadata| metadata.modified());
+    // A time that cannot be had says nothing against it.
+    modified.map_or(Duration::MAX, |time| time.elapsed().unwrap_or_default())
 }
 
 fn failed(source: io::Error) -> DataError {
@@ -312,10 +359,24 @@ mod tests {
 
     const COUNT: u64 = 10_000;
 
+    fn progress() -> Progress {
+        Progress::default()
+    }
+
+    fn made_in(folder: &Path, key: &blake3::Hash, make: Make) -> Result<Tokenized, DataError> {
+        tokenized(Some(folder), key, Width::U16, &progress(), make)
+    }
+
+    /// As they are written.
+    fn ids_of(number: u64) -> [u8; 4] {
+        let [low, high, ..] = number.to_le_bytes();
+        [low, high, 7, 0]
+    }
+
     fn fill(making: &mut Making) -> Result<(), DataError> {
         for number in 0..COUNT {
             making.ids(&[number as u32, 7])?;
-            making.document(Entry { file: number / 100, number, tokens: 2 })?;
+            making.document(number / 100, number)?;
         }
         Ok(())
     }
@@ -323,7 +384,8 @@ mod tests {
     fn check(made: &Tokenized) {
         let mut number = 0;
         made.each(&mut |entry| {
-            assert_eq!(entry, Entry { file: number / 100, number, tokens: 2 });
+            let hash = first_word(&blake3::hash(&ids_of(number)));
+            assert_eq!(entry, Entry { file: number / 100, number, tokens: 2, hash });
             number += 1;
             Ok(())
         })
@@ -347,7 +409,7 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
-                    let result = tokenized(Some(folder.path()), &key, Width::U16, &mut |making| {
+                    let result = made_in(folder.path(), &key, &mut |making| {
                         made.fetch_add(1, Ordering::Relaxed);
                         std::thread::sleep(Duration::from_millis(100));
                         fill(making)
@@ -360,7 +422,7 @@ mod tests {
         assert!(!names(folder.path()).iter().any(|name| name.ends_with(".part")));
         let other = blake3::hash(b"another key");
         let mut anew = 0;
-        let result = tokenized(Some(folder.path()), &other, Width::U16, &mut |making| {
+        let result = made_in(folder.path(), &other, &mut |making| {
             anew += 1;
             fill(making)
         });
@@ -375,7 +437,7 @@ mod tests {
         let path = folder.path().join(format!("{}.tokens", key.to_hex()));
         let mut times = 0;
         let mut once = || {
-            let result = tokenized(Some(folder.path()), &key, Width::U16, &mut |making| {
+            let result = made_in(folder.path(), &key, &mut |making| {
                 times += 1;
                 fill(making)
             });
@@ -402,13 +464,14 @@ mod tests {
     fn what_cannot_be_made_leaves_nothing() {
         let folder = tempfile::tempdir().expect("a folder");
         let key = blake3::hash(b"key");
-        let result = tokenized(Some(folder.path()), &key, Width::U16, &mut |making| {
+        let result = made_in(folder.path(), &key, &mut |making| {
             fill(making)?;
             Err(DataError::bad(Path::new("a.jsonl"), "line 3", "bad"))
         });
         assert!(result.expect_err("a bad line").to_string().contains("line 3"));
         assert!(names(folder.path()).iter().all(|name| name.ends_with(".lock")));
-        let alone = tokenized(Some(Path::new("/nowhere/at/all")), &key, Width::U16, &mut fill);
+        let nowhere = Some(Path::new("/nowhere/at/all"));
+        let alone = tokenized(nowhere, &key, Width::U16, &progress(), &mut fill);
         check(&alone.expect("without a place to share it"));
     }
 }

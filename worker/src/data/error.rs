@@ -42,6 +42,9 @@ pub enum DataError {
     EndOfDocument { id: u32, vocabulary: u32 },
     #[error("{path}: this build reads no Parquet")]
     NoParquet { path: PathBuf },
+    /// Nobody waits for the data any more.
+    #[error("the data were not opened to their end")]
+    GivenUp,
     #[error("{folder} cannot hold the tokens of the data")]
     Spool { folder: PathBuf, source: std::io::Error },
 }
@@ -81,6 +84,7 @@ impl DataError {
             DataError::NoParquet { .. } => {
                 (2, "build with --features parquet, or write the column as JSONL")
             }
+            DataError::GivenUp => (75, "start the job again"),
             DataError::Spool { .. } => {
                 (1, "set TMPDIR to a folder with room, or run `moejob data tokenize` first")
             }

@@ -2,12 +2,14 @@
 //! to what they were when they were found.
 
 use super::DataError;
+use super::handles::Handles;
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 use std::time::SystemTime;
 
 /// Directories that hold no text of a project's own.
@@ -27,6 +29,9 @@ pub struct DataFile {
     pub name: Vec<u8>,
     pub bytes: u64,
     pub modified: SystemTime,
+    pub inode: u64,
+    /// When its inode was changed last, as seconds and nanoseconds: no program sets it.
+    pub changed: (i64, i64),
     /// BLAKE3 of the content.
     pub hash: [u8; 32],
 }
@@ -213,18 +218,54 @@ impl DataFile {
         DataError::Read { path: self.path.clone(), source }
     }
 
-    /// Reads bytes that the file had when it was found.
+    /// Reads bytes that the file had when it was found, from a handle that stays open.
     ///
     /// # Errors
     /// The file changed or cannot be read.
-    pub fn read_at(&mut self, offset: u64, into: &mut [u8]) -> Result<(), DataError> {
-        let handle = self.open()?;
+    pub(crate) fn read_at(
+        &mut self,
+        offset: u64,
+        into: &mut [u8],
+        handles: &Handles,
+    ) -> Result<(), DataError> {
+        let (handle, kept) = handles.get(&self.path, || self.open())?;
+        let read = handle.read_exact_at(into, offset);
+        // The path is looked at after the bytes were read, so that no change can slip in between;
+        // and it is the path that counts: what the handle still reads may have been replaced.
+        if read.is_ok() && self.stands_at_its_path()? {
+            return Ok(());
+        }
+        handles.forget(&self.path);
+        let handle = if kept { Arc::new(self.open()?) } else { handle };
         handle.read_exact_at(into, offset).or_else(|source| {
             self.check(&handle)?;
             Err(self.unreadable(source))
         })?;
-        // Looked at after the bytes were read, so that no change can slip in between.
         self.check(&handle)
+    }
+
+    fn stands_at_its_path(&self) -> Result<bool, DataError> {
+        let metadata = std::fs::metadata(&self.path).map_err(|source| self.unreadable(source))?;
+        let modified = metadata.modified().map_err(|source| self.unreadable(source))?;
+        Ok((metadata.len(), metadata.ino(), modified) == (self.bytes, self.inode, self.modified))
+    }
+
+    /// Whether all that the system says of the open file is what it said when it was found.
+    ///
+    /// # Errors
+    /// The system says nothing.
+    pub(crate) fn is_as_found(&self, handle: &File) -> Result<bool, DataError> {
+        let metadata = handle.metadata().map_err(|source| self.unreadable(source))?;
+        let modified = metadata.modified().map_err(|source| self.unreadable(source))?;
+        Ok((metadata.len(), metadata.ino(), modified) == (self.bytes, self.inode, self.modified)
+            && (metadata.ctime(), metadata.ctime_nsec()) == self.changed)
+    }
+
+    /// That its size is another than when it was found, if it is.
+    pub(crate) fn resized(&self, handle: &File) -> Option<DataError> {
+        let now = handle.metadata().ok()?.len();
+        let (path, was) = (self.path.clone(), self.bytes);
+        (now != was).then_some(DataError::Resized { path, was, now })
     }
 
     /// The file is what it was when it was fingerprinted.
@@ -238,7 +279,7 @@ impl DataFile {
             return Err(DataError::Resized { path: self.path.clone(), was, now });
         }
         let modified = metadata.modified().map_err(|source| self.unreadable(source))?;
-        if modified != self.modified {
+        if (modified, metadata.ino()) != (self.modified, self.inode) {
             // Touched, or checked out anew: the content decides.
             let mut hasher = blake3::Hasher::new();
             self.each_block(handle, &mut |block| {
@@ -248,7 +289,7 @@ impl DataFile {
             if *hasher.finalize().as_bytes() != self.hash {
                 return Err(DataError::Rewritten { path: self.path.clone() });
             }
-            self.modified = modified;
+            (self.modified, self.inode) = (modified, metadata.ino());
         }
         Ok(())
     }
@@ -326,6 +367,8 @@ fn examine(root: &Path, path: &Path) -> Result<Option<DataFile>, DataError> {
         name,
         bytes: metadata.len(),
         modified: metadata.modified().map_err(read)?,
+        inode: metadata.ino(),
+        changed: (metadata.ctime(), metadata.ctime_nsec()),
         hash: [0; 32],
     }))
 }

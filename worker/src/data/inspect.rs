@@ -2,6 +2,7 @@
 
 use super::documents::{Format, Position, Reader};
 use super::files::DataFile;
+use super::handles::Handles;
 use super::open::{checked, megatron_bin, token_store};
 use super::store::Store;
 use super::tokenize::{self, Recipe};
@@ -106,7 +107,7 @@ pub fn inspect(
 }
 
 fn tokens(file: &DataFile, dtype: Option<TokenType>) -> Result<Inspection, DataError> {
-    let mut store = token_store(file, dtype)?;
+    let mut store = token_store(file, &Handles::default(), dtype)?;
     let kind = if store.offset > 0 { "tokens with llm.c's header" } else { "flat tokens" };
     let what = format!("{kind}, {}", store.width.name());
     let (largest, first) = look(&mut store)?;
@@ -129,7 +130,7 @@ fn megatron(index: &DataFile) -> Result<Inspection, DataError> {
     let head = checked(index, &bin)?;
     let documents = head.documents;
     let bytes = index.bytes + bin.bytes;
-    let mut store = Store::named(bin, head.width, 0);
+    let mut store = Store::named(bin, &Handles::default(), head.width, 0);
     let (largest, first) = look(&mut store)?;
     let what = format!(
         "Megatron's indexed dataset, {}, {} sequences",

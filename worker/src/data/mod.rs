@@ -10,7 +10,11 @@
 //! memory.
 
 mod error;
+mod progress;
 mod files;
+mod content;
+mod index;
+mod handles;
 mod store;
 mod stream;
 pub mod megatron;
@@ -22,14 +26,20 @@ mod parquet;
 mod tokenizer;
 mod tokenize;
 mod cache;
+mod divide;
 mod open;
 mod order;
+mod feeder;
+mod overlap;
 pub mod inspect;
 pub mod prepare;
 
 pub use documents::{Format, LINE_BYTES_MAX, Position};
 pub use error::DataError;
+pub use feeder::{Batches, Feeder};
 pub use files::{DataFile, find};
+pub use progress::Progress;
+pub use overlap::{DocumentOverlap, Doubled};
 pub use order::{MIX_BLOCK, Mix, permute};
 pub use store::Width;
 pub use stream::Stream;
@@ -37,14 +47,14 @@ pub use tokenize::{Document, Recipe, Tokens, jsonl, threads};
 pub use tokenizer::Encoder;
 
 use moejob_protocol::config::{DataConfig, DataSource, Tokenizer, TrainingConfig};
-use open::{Opened, Opening, Origin, Part};
+use open::{Access, Opened, Opening, Origin, Part};
 use std::collections::HashMap;
 
 /// The epoch whose permutation orders the held-out windows; training never gets there.
 const HELD_OUT_EPOCH: u64 = u64::MAX;
 
 /// The sources, divided, and what a step reads of them.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Corpus {
     training: Vec<Part>,
     held_out: Vec<Part>,
@@ -57,6 +67,8 @@ pub struct Corpus {
     global_batch: u64,
     micro_batch: u64,
     sequence: u64,
+    /// The batch that was asked for last.
+    scratch: Batch,
 }
 
 impl Corpus {
@@ -69,6 +81,21 @@ impl Corpus {
         training: &TrainingConfig,
         vocabulary: u32,
     ) -> Result<Corpus, DataError> {
+        Corpus::open_telling(data, training, vocabulary, &Progress::default())
+    }
+
+    /// As `open`; `progress` says how far it is, and may end it early.
+    ///
+    /// # Errors
+    /// See [`DataError`]; it names the file, and where in it.
+    pub fn open_telling(
+        data: &DataConfig,
+        training: &TrainingConfig,
+        vocabulary: u32,
+        progress: &Progress,
+    ) -> Result<Corpus, DataError> {
+        let (handles, folder) = (handles::Handles::default(), cache::folder());
+        let access = Access { handles, folder, progress: progress.clone() };
         let encoder = Encoder::open(&data.tokenizer)?;
         if any(data, &|source| !is_tokenized(source)) {
             encoder.check(vocabulary)?;
@@ -79,7 +106,8 @@ impl Corpus {
         let sequence = u64::from(training.sequence_length);
         let fraction = if data.held_out.is_some() { 0.0 } else { data.validation.fraction };
         let needed = sequence + 1;
-        let opening = Opening { data, encoder: &encoder, vocabulary, fraction, needed };
+        let access = &access;
+        let opening = Opening { data, encoder: &encoder, vocabulary, fraction, needed, access };
         let mut weights = vec![1.0];
         let mut opened = match &data.source {
             DataSource::Mixture { parts } => {
@@ -110,6 +138,7 @@ impl Corpus {
             global_batch: training.global_batch_size.into(),
             micro_batch: training.micro_batch_size.into(),
             sequence,
+            scratch: Batch::default(),
         };
         corpus.is_large_enough()?;
         Ok(corpus)
@@ -186,6 +215,19 @@ impl Corpus {
     /// Tokens of a sequence.
     pub fn sequence(&self) -> usize {
         self.sequence as usize
+    }
+
+    /// Tokens of a micro-batch.
+    pub(crate) fn micro_batch_tokens(&self) -> usize {
+        (self.micro_batch * self.sequence) as usize
+    }
+
+    /// Held-out documents that are trained on as well, of those that were tokenised here.
+    ///
+    /// # Errors
+    /// The file of their tokens cannot be read.
+    pub fn document_overlap(&self) -> Result<DocumentOverlap, DataError> {
+        overlap::overlap(&self.training, &self.held_out)
     }
 
     /// Ids and targets, [sequences, S] each, of micro-batch `index` of step `step`.
@@ -306,6 +348,11 @@ pub struct Batch {
 impl Batch {
     pub fn new(tokens: usize) -> Batch {
         Batch { ids: vec![0; tokens], targets: vec![0; tokens], starts: None }
+    }
+
+    fn resize(&mut self, tokens: usize) {
+        self.ids.resize(tokens, 0);
+        self.targets.resize(tokens, 0);
     }
 
     fn keep_apart(&mut self, apart: bool) {

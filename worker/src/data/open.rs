@@ -1,9 +1,15 @@
 //! A data source -> streams of tokens for training and held out, and a fingerprint.
 
-use super::cache::{self, Entry, SHARED_BYTES_MIN, Tokenized};
+use super::cache::{self, SHARED_BYTES_MIN, Tokenized};
+use super::content::{Content, Ids, Wish, in_parallel};
+use super::divide::{divide, is_held_out};
 use super::documents::{Format, Position, Reader};
 use super::files::{self, DataFile};
+use super::handles::Handles;
+use super::index;
 use super::megatron::{self, Index, ReadAt};
+use super::overlap::Documents;
+use super::progress::Progress;
 use super::store::{Store, Width};
 use super::stream::Stream;
 use super::tokenize::{self, Recipe};
@@ -14,7 +20,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// A source, divided.
@@ -31,6 +37,8 @@ pub(crate) struct Part {
     pub stream: Stream,
     /// The files that have tokens in it.
     pub origins: Vec<Origin>,
+    /// Where they were tokenised here.
+    pub documents: Option<Documents>,
 }
 
 /// A file that data come from.
@@ -51,6 +59,23 @@ pub(crate) struct Opening<'a> {
     pub fraction: f64,
     /// Tokens of a window.
     pub needed: u64,
+    pub access: &'a Access,
+}
+
+/// How files are got at: what stays open, the node's index, and who is told of the work.
+#[derive(Debug)]
+pub(crate) struct Access {
+    pub handles: Handles,
+    /// Of this user alone, shared by the workers of the node.
+    pub folder: Option<PathBuf>,
+    pub progress: Progress,
+}
+
+impl Access {
+    /// What files hold; in their order.
+    pub fn contents(&self, wishes: &[Wish]) -> Result<Vec<(Content, bool)>, DataError> {
+        index::contents(wishes, self.folder.as_deref(), &self.progress)
+    }
 }
 
 impl Opening<'_> {
@@ -63,7 +88,7 @@ impl Opening<'_> {
         match source {
             DataSource::Text { root, paths, exclude } => {
                 let files = find(root, paths, exclude)?;
-                files.iter().try_for_each(is_text)?;
+                in_parallel(&files, is_text)?;
                 if matches!(self.encoder, Encoder::Bytes) && self.data.end_of_document.is_none() {
                     return self.bytes(files);
                 }
@@ -98,9 +123,10 @@ impl Opening<'_> {
 
     /// Text whose bytes are its tokens, read where it lies.
     fn bytes(&self, files: Vec<DataFile>) -> Result<Opened, DataError> {
-        let stores = files.into_iter().map(|file| (file.clone(), Store::named(file, Width::U8, 0)));
+        let handles = &self.access.handles;
+        let store = |file: DataFile| (file.clone(), Store::named(file, handles, Width::U8, 0));
         // No byte is above 255, and the vocabulary has been held to that.
-        self.stores(stores.collect(), u32::MAX)
+        self.stores(files.into_iter().map(store).collect(), None)
     }
 
     fn tokens(
@@ -108,32 +134,39 @@ impl Opening<'_> {
         files: Vec<DataFile>,
         dtype: Option<TokenType>,
     ) -> Result<Opened, DataError> {
-        let mut stores = Vec::new();
-        for file in files {
-            let store = token_store(&file, dtype)?;
-            stores.push((file, store));
-        }
-        let mut opened = self.stores(stores, self.vocabulary)?;
+        let handles = &self.access.handles;
+        let stores = in_parallel(&files, |file| token_store(file, handles, dtype))?;
+        let stores = files.into_iter().zip(stores).collect();
+        let mut opened = self.stores(stores, Some(self.vocabulary))?;
         opened.training.stream.ends_with(self.data.end_of_document);
         opened.held_out.stream.ends_with(self.data.end_of_document);
         Ok(opened)
     }
 
     /// Stores of whole files: some of the files are held out, or the end of the only one.
+    /// `vocabulary` is what their ids are held to.
     fn stores(
         &self,
         mut stores: Vec<(DataFile, Store)>,
-        vocabulary: u32,
+        vocabulary: Option<u32>,
     ) -> Result<Opened, DataError> {
+        let mut wishes = Vec::new();
+        for (file, store) in &stores {
+            let Store { width, offset, .. } = *store;
+            let ids = vocabulary.map(|vocabulary| Ids { width, offset, vocabulary });
+            wishes.push(Wish { file, bytes: file.bytes, ids });
+        }
+        let contents = self.access.contents(&wishes)?;
         let mut hasher = blake3::Hasher::new();
-        for (file, store) in &mut stores {
-            file.hash = store.fingerprint(vocabulary)?;
+        for ((file, store), (content, _)) in stores.iter_mut().zip(contents) {
+            file.hash = content.hash;
+            store.is_of(content.hash);
             print_file(&mut hasher, file, &file.hash);
         }
         let sizes: Vec<(&[u8], u64)> =
             stores.iter().map(|(file, store)| (&file.name[..], store.tokens)).collect();
         let held = divide(&sizes, self.fraction, self.needed);
-        let part = || Part { stream: self.stream(), origins: Vec::new() };
+        let part = || Part { stream: self.stream(), ..Part::default() };
         let mut opened =
             Opened { training: part(), held_out: part(), fingerprint: hasher.finalize() };
         // Text of one file has always been trained on whole.
@@ -169,19 +202,31 @@ impl Opening<'_> {
     }
 
     fn megatron(&self, files: Vec<DataFile>) -> Result<Opened, DataError> {
-        let mut hasher = blake3::Hasher::new();
         let mut pairs = Vec::new();
-        for mut index in files {
-            let Some(mut bin) = megatron_bin(&index)? else { continue };
-            let head = checked(&index, &bin)?;
-            let width = head.width;
-            index.fingerprint(&mut |_| Ok(()))?;
-            print_file(&mut hasher, &index, &index.hash);
-            let mut store = Store::named(bin.clone(), width, 0);
-            bin.hash = store.fingerprint(self.vocabulary)?;
-            print_file(&mut hasher, &bin, &bin.hash);
-            pairs.push((index, bin, head, store));
+        for index in files {
+            if let Some(bin) = megatron_bin(&index)? {
+                pairs.push((index, bin));
+            }
         }
+        let wishes: Vec<Wish> = pairs.iter().map(|(index, _)| Wish::whole(index)).collect();
+        let indices = self.access.contents(&wishes)?;
+        let heads = in_parallel(&pairs, |(index, bin)| checked(index, bin))?;
+        let ids = |head: &Index| Ids { width: head.width, offset: 0, vocabulary: self.vocabulary };
+        let wishes: Vec<Wish> = (pairs.iter().zip(&heads))
+            .map(|((_, bin), head)| Wish { file: bin, bytes: bin.bytes, ids: Some(ids(head)) })
+            .collect();
+        let bins = self.access.contents(&wishes)?;
+        let mut hasher = blake3::Hasher::new();
+        let found = pairs.into_iter().zip(heads).zip(indices.into_iter().zip(bins));
+        let pairs: Vec<(DataFile, DataFile, Index, Store)> = found
+            .map(|(((mut index, mut bin), head), ((of_index, _), (of_bin, _)))| {
+                (index.hash, bin.hash) = (of_index.hash, of_bin.hash);
+                print_file(&mut hasher, &index, &index.hash);
+                print_file(&mut hasher, &bin, &bin.hash);
+                let store = Store::named(bin.clone(), &self.access.handles, head.width, 0);
+                (index, bin, head, store)
+            })
+            .collect();
         self.growing(|fraction| {
             let mut parts = [self.stream(), self.stream()];
             let mut origins = [Vec::new(), Vec::new()];
@@ -213,8 +258,10 @@ impl Opening<'_> {
     /// Documents that are tokenised into a file of ours.
     fn documents(&self, mut files: Vec<DataFile>, format: Format) -> Result<Opened, DataError> {
         let mut hasher = blake3::Hasher::new();
-        for file in &mut files {
-            file.fingerprint(&mut |_| Ok(()))?;
+        let wishes: Vec<Wish> = files.iter().map(Wish::whole).collect();
+        let contents = self.access.contents(&wishes)?;
+        for (file, (content, _)) in files.iter_mut().zip(contents) {
+            file.hash = content.hash;
             print_file(&mut hasher, file, &file.hash);
         }
         let print = hasher.finalize();
@@ -229,7 +276,9 @@ impl Opening<'_> {
         let end_of_document = self.data.end_of_document;
         let recipe = Recipe { encoder: self.encoder.clone(), field, end_of_document };
         let made = self.tokenized(&files, &format, &recipe, &print)?;
-        self.growing(|fraction| {
+        let mut fraction_used = self.fraction;
+        let mut opened = self.growing(|fraction| {
+            fraction_used = fraction;
             let mut parts = [self.stream(), self.stream()];
             let stores = [parts[0].add(made.store.clone()), parts[1].add(made.store.clone())];
             let mut origins = [Vec::new(), Vec::new()];
@@ -251,7 +300,15 @@ impl Opening<'_> {
                 Ok(())
             })?;
             Ok((parts, origins, print))
-        })
+        })?;
+        let documents = |held_out| {
+            let held_files = whole_files.then(|| held_files.clone());
+            let (made, files, fraction) = (made.clone(), files.clone(), fraction_used);
+            Some(Documents { made, files, held_files, fraction, held_out })
+        };
+        opened.training.documents = documents(false);
+        opened.held_out.documents = documents(true);
+        Ok(opened)
     }
 
     /// The tokens of all documents, made by this process or by another one of this node.
@@ -264,27 +321,36 @@ impl Opening<'_> {
     ) -> Result<Tokenized, DataError> {
         let width = Width::of(self.vocabulary);
         let bytes: u64 = files.iter().map(|file| file.bytes).sum();
-        let folder = (bytes >= SHARED_BYTES_MIN).then(cache::folder).flatten();
+        let folder = self.access.folder.as_deref().filter(|_| bytes >= SHARED_BYTES_MIN);
         let mut key = blake3::Hasher::new();
-        key.update(b"moejob tokens 1");
+        key.update(b"moejob tokens 2");
         key.update(print.as_bytes());
         key.update(&recipe.encoder.fingerprint());
         key.update(format!("{format:?} {:?} {width:?}", recipe.end_of_document).as_bytes());
-        cache::tokenized(folder.as_deref(), &key.finalize(), width, &mut |making| {
+        let progress = &self.access.progress;
+        cache::tokenized(folder, &key.finalize(), width, progress, &mut |making| {
             let reader = Reader::new(files.clone(), format.clone(), Position::default());
-            let mut begun = 0;
+            let mut raw = 0;
+            progress.expect(bytes);
             tokenize::tokenize(reader, files, recipe, tokenize::threads(), &mut |tokens| {
-                making.ids(&tokens.ids)?;
+                if progress.is_given_up() {
+                    return Err(DataError::GivenUp);
+                }
+                let mut ids = &tokens.ids[..];
                 for document in &tokens.documents {
-                    begun += u64::from(document.tokens);
+                    let (own, others) = ids.split_at(document.tokens as usize);
+                    making.ids(own)?;
+                    ids = others;
                     if document.ends {
-                        let (file, number) = (tokens.file as u64, document.number);
-                        making.document(Entry { file, number, tokens: begun })?;
-                        begun = 0;
+                        making.document(tokens.file as u64, document.number)?;
                     }
                 }
+                progress.know(tokens.raw.min(bytes).saturating_sub(raw));
+                raw = raw.max(tokens.raw.min(bytes));
                 Ok(())
-            })
+            })?;
+            progress.know(bytes - raw);
+            Ok(())
         })
     }
 
@@ -300,8 +366,12 @@ impl Opening<'_> {
             let enough = held_out.tokens() >= self.needed;
             if fraction <= 0.0 || enough || fraction >= 0.25 {
                 return Ok(Opened {
-                    training: Part { stream: training, origins },
-                    held_out: Part { stream: held_out, origins: held_origins },
+                    training: Part { stream: training, origins, documents: None },
+                    held_out: Part {
+                        stream: held_out,
+                        origins: held_origins,
+                        documents: None,
+                    },
                     fingerprint,
                 });
             }
@@ -390,13 +460,14 @@ pub(crate) fn checked(index: &DataFile, bin: &DataFile) -> Result<Index, DataErr
 /// The tokens of a file with llm.c's header, or of a flat one of `dtype`.
 pub(crate) fn token_store(
     file: &DataFile,
+    handles: &Handles,
     dtype: Option<TokenType>,
 ) -> Result<Store, DataError> {
     let head = file.head(header::HEAD_BYTES)?;
     let bad = |(at, why): (String, String)| DataError::bad(&file.path, at, why);
     header::not_foreign(&head, true).map_err(bad)?;
     let kind = header::kind(&head, file.bytes, dtype).map_err(bad)?;
-    Ok(Store::named(file.clone(), kind.width, kind.offset))
+    Ok(Store::named(file.clone(), handles, kind.width, kind.offset))
 }
 
 /// A file of text is none of the formats that hold text otherwise.
@@ -413,47 +484,4 @@ fn print_file(hasher: &mut blake3::Hasher, file: &DataFile, content: &[u8; 32]) 
     hasher.update(&file.name);
     hasher.update(&file.bytes.to_le_bytes());
     hasher.update(content);
-}
-
-fn share(hash: &blake3::Hash) -> u64 {
-    let mut first = [0; 8];
-    first.copy_from_slice(&hash.as_bytes()[..8]);
-    u64::from_le_bytes(first)
-}
-
-/// Whether document `number` of a file is held out: a function of the two alone.
-fn is_held_out(name: &[u8], number: u64, fraction: f64) -> bool {
-    if fraction <= 0.0 {
-        return false;
-    }
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(name);
-    hasher.update(&number.to_le_bytes());
-    (share(&hasher.finalize()) as f64) < fraction * 2.0_f64.powi(64)
-}
-
-/// Which of the files (name, tokens) are held out: those with the smallest hashes of their names,
-/// below `fraction`, and further ones until they fill a window of `needed` tokens; at least one
-/// file stays for training.
-fn divide(files: &[(&[u8], u64)], fraction: f64, needed: u64) -> Vec<bool> {
-    let mut held = vec![false; files.len()];
-    if fraction <= 0.0 || files.len() < 2 {
-        return held;
-    }
-    let mut by_share: Vec<(u64, usize)> = files
-        .iter()
-        .enumerate()
-        .map(|(index, (name, _))| (share(&blake3::hash(name)), index))
-        .collect();
-    by_share.sort_unstable();
-    let mut tokens = 0;
-    for (share, index) in &by_share[..files.len() - 1] {
-        let below = (*share as f64) < fraction * 2.0_f64.powi(64);
-        if !below && tokens >= needed {
-            break;
-        }
-        held[*index] = true;
-        tokens += files[*index].1;
-    }
-    held
 }

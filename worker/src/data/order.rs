@@ -47,7 +47,7 @@ const MIX_SEED: u64 = 0x6d69_785f_6d69_785f;
 /// Which source a sample comes from: in each block of 4,096 samples every source has a fixed number
 /// of places, and they are shuffled by a permutation of the block's number. So sample `n` knows its
 /// source, and how many of that source came before, from `n` alone.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mix {
     /// Places before those of each source, and `MIX_BLOCK`.
     bounds: Vec<u64>,

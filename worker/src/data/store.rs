@@ -2,6 +2,7 @@
 
 use super::DataError;
 use super::files::DataFile;
+use super::handles::Handles;
 use moejob_protocol::config::TokenType;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -65,6 +66,33 @@ impl Width {
         })
     }
 
+    /// The least and the largest id in `bytes`, a whole number of them; none of none.
+    pub fn range(self, bytes: &[u8]) -> Option<(i64, i64)> {
+        // One loop a width, so that the compiler makes vectors of it.
+        fn of<const N: usize, T: Ord + Copy + Into<i64>>(
+            bytes: &[u8],
+            read: fn([u8; N]) -> T,
+        ) -> Option<(i64, i64)> {
+            let (ids, _) = bytes.as_chunks::<N>();
+            let first = read(*ids.first()?);
+            let mut range = (first, first);
+            for id in ids {
+                let id = read(*id);
+                range = (range.0.min(id), range.1.max(id));
+            }
+            Some((range.0.into(), range.1.into()))
+        }
+        match self {
+            Width::U8 => of(bytes, u8::from_le_bytes),
+            Width::I8 => of(bytes, i8::from_le_bytes),
+            Width::U16 => of(bytes, u16::from_le_bytes),
+            Width::I16 => of(bytes, i16::from_le_bytes),
+            Width::U32 => of(bytes, u32::from_le_bytes),
+            Width::I32 => of(bytes, i32::from_le_bytes),
+            Width::I64 => of(bytes, i64::from_le_bytes),
+        }
+    }
+
     /// Appends `ids`, all of which fit.
     pub fn put(self, ids: &[u32], into: &mut Vec<u8>) {
         match self.bytes() {
@@ -98,20 +126,27 @@ pub struct Store {
 #[derive(Clone, Debug)]
 enum Backing {
     /// The user's, which may change under us.
-    Named(DataFile),
+    Named(DataFile, Handles),
     /// Ours: nobody writes it any more.
     Spooled(Arc<File>),
 }
 
 impl Store {
-    pub fn named(file: DataFile, width: Width, offset: u64) -> Store {
+    pub(crate) fn named(file: DataFile, handles: &Handles, width: Width, offset: u64) -> Store {
         let tokens = (file.bytes - offset) / width.bytes();
-        Store { backing: Backing::Named(file), width, offset, tokens }
+        Store { backing: Backing::Named(file, handles.clone()), width, offset, tokens }
     }
 
     /// Of a file of ours.
     pub fn spooled(file: Arc<File>, width: Width, offset: u64, tokens: u64) -> Store {
         Store { backing: Backing::Spooled(file), width, offset, tokens }
+    }
+
+    /// What the file's content was when it was found: a file that is only touched keeps it.
+    pub fn is_of(&mut self, hash: [u8; 32]) {
+        if let Backing::Named(file, _) = &mut self.backing {
+            file.hash = hash;
+        }
     }
 
     /// Ids of `into.len()` tokens from token `at` on.
@@ -127,36 +162,13 @@ impl Store {
         scratch.resize(into.len() * self.width.bytes() as usize, 0);
         let offset = self.offset + at * self.width.bytes();
         match &mut self.backing {
-            Backing::Named(file) => file.read_at(offset, scratch)?,
+            Backing::Named(file, handles) => file.read_at(offset, scratch, handles)?,
             Backing::Spooled(file) => file.read_exact_at(scratch, offset).map_err(spool_failed)?,
         }
         for (into, id) in into.iter_mut().zip(self.width.ids(scratch)) {
             *into = id as u32;
         }
         Ok(())
-    }
-
-    /// The file's content was seen; every id from `offset` on is below `vocabulary`.
-    ///
-    /// # Errors
-    /// Names the first id that is not.
-    pub fn fingerprint(&mut self, vocabulary: u32) -> Result<[u8; 32], DataError> {
-        let Backing::Named(file) = &mut self.backing else { return Ok([0; 32]) };
-        let (path, width) = (file.path.clone(), self.width);
-        let (mut skip, mut token) = (self.offset as usize, 0);
-        file.fingerprint(&mut |block| {
-            let rest = &block[skip.min(block.len())..];
-            skip -= skip.min(block.len());
-            for (index, id) in width.ids(rest).enumerate() {
-                if id < 0 || id >= vocabulary.into() {
-                    let at = format!("token {}", token + index as u64);
-                    return Err(DataError::Token { path: path.clone(), at, id, vocabulary });
-                }
-            }
-            token += rest.len() as u64 / width.bytes();
-            Ok(())
-        })?;
-        Ok(file.hash)
     }
 }
 
@@ -166,7 +178,7 @@ impl Store {
     /// # Errors
     /// The file changed or cannot be read.
     pub fn largest(&mut self) -> Result<Option<u32>, DataError> {
-        let Backing::Named(file) = &mut self.backing else { return Ok(None) };
+        let Backing::Named(file, _) = &mut self.backing else { return Ok(None) };
         let (path, width) = (file.path.clone(), self.width);
         let (mut skip, mut token, mut largest) = (self.offset as usize, 0, None);
         file.fingerprint(&mut |block| {

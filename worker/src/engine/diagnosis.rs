@@ -1,20 +1,56 @@
 //! Where a number that is not finite came from, by tensor, layer and expert. Looked for when a step
 //! has failed, never in one that has not.
 
-use crate::engine::dispatch::Round;
-use crate::engine::grads::weight_of;
+use crate::data::Batches;
+use crate::engine::forward::Pass;
 use crate::engine::model::Model;
+use crate::engine::round::{Aim, Round};
+use crate::engine::step::{Engine, StepError};
 use moejob_kernels::Buffer;
 use moejob_protocol::model::{Param, Role};
 
 /// The longest answer that ranks tell each other.
 pub const BYTES_MAX: usize = 512;
 
+impl Engine {
+    /// Where numbers that are not finite come from, by the first rank that knows; the same on all.
+    /// Each round of the step is computed once more, and looked at.
+    ///
+    /// # Errors
+    /// A peer is lost, or the data changed.
+    pub fn diagnose(
+        &mut self,
+        step: u64,
+        batches: &mut impl Batches,
+    ) -> Result<Option<String>, StepError> {
+        let mut broken = None;
+        self.rounds(step, batches, |_| Aim::Activations, |engine, schedule| {
+            let mut pass = Pass::new(&mut engine.model, &mut engine.links, &schedule.round);
+            pass.forward();
+            pass.loss(false);
+            if schedule.own.is_some()
+                && broken.is_none()
+                && !engine.model.read_loss().is_finite()
+            {
+                broken = engine.model.broken_activation(&schedule.round);
+            }
+        })?;
+        let own = self.model.broken_weight().or(broken).unwrap_or_default();
+        let own: String = own.chars().filter(char::is_ascii).take(BYTES_MAX).collect();
+        let all = self.links.comm().gather_all(own.as_bytes(), BYTES_MAX)?;
+        let told = all.iter().map(|text| String::from_utf8_lossy(text).into_owned());
+        // A weight says more than what it led to.
+        let mut told: Vec<String> = told.filter(|text| !text.is_empty()).collect();
+        told.sort_by_key(|text| !text.starts_with("the weight"));
+        Ok(told.into_iter().next())
+    }
+}
+
 impl Model {
     /// The first weight held here that is not finite.
     pub fn broken_weight(&self) -> Option<String> {
         self.params.iter().enumerate().find_map(|(index, param)| {
-            let at = self.first_bad(weight_of(self, index)?)?;
+            let at = self.first_bad(self.weight(index)?)?;
             Some(format!("the weight {} at element {at}", place(param)))
         })
     }
@@ -48,12 +84,13 @@ impl Model {
 
     /// The first expert computed here with a hidden row that is not finite.
     fn broken_expert(&self, layer: usize, round: &Round) -> Option<u32> {
-        let rows = self.arrived_rows(layer, round);
+        let rows = self.routed_rows(layer, round);
         let moe = self.moe(layer);
         let offsets: Vec<u32> = self.device.read_vec(rows.offsets);
+        let count = offsets.last().map_or(0, |end| *end as usize);
         let width = self.config.experts.intermediate_size as usize;
         let row = [(moe.h, 2 * width), (moe.a, width)].into_iter().find_map(|(hidden, width)| {
-            Some(self.first_bad(hidden.slice(0, rows.count * width))? / width)
+            Some(self.first_bad(hidden.slice(0, count * width))? / width)
         })?;
         let held = self.layout.experts(&self.config, layer as u32, self.rank);
         let end = |g: usize| offsets.get((g + 1) * rows.sources).map_or(0, |end| *end as usize);

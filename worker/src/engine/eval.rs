@@ -1,14 +1,15 @@
 //! The loss of weights on data, without training: `moejob eval`.
 
 use crate::checkpoint::Refusal;
-use crate::gang::comm::{Comm, CommError};
 use crate::data::{Batch, Corpus, DataError};
-use crate::engine::dispatch::{Round, Source};
+use crate::engine::forward::Pass;
+use crate::engine::links::Links;
+use crate::engine::round::{Aim, Round};
 use crate::hf::{Weights, load};
 use crate::engine::model::Model;
 use moejob_kernels::KernelError;
 use moejob_protocol::config::{
-    AdamW, DataConfig, DataSource, Precision, Schedule, TokenType, TrainingConfig,
+    AdamW, DataConfig, DataSource, Precision, Recompute, Schedule, TokenType, TrainingConfig,
 };
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
@@ -46,8 +47,6 @@ pub enum EvalError {
     TooSmall { found: u64, length: u32 },
     #[error("the device cannot be made")]
     Device(#[from] KernelError),
-    #[error("the group of one rank failed")]
-    Comm(#[from] CommError),
     #[error("the loss of sequence {sequence} is not finite")]
     NotFinite { sequence: u64 },
     #[error("{path} is of no kind that is read: text, .jsonl, .idx, .bin or .parquet")]
@@ -128,7 +127,7 @@ pub fn evaluate(
     let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
     let mut model = Model::new(config, &layout, 0, &training, threads)?;
     load(weights, &mut model)?;
-    let mut comm = Comm::solo(1);
+    let mut links = Links::solo();
     let (windows, length) = (corpus.windows(), sequence_length as usize);
     let (mut sum, mut done) = (0.0, 0);
     while done < windows {
@@ -137,9 +136,11 @@ pub fn evaluate(
         let mut rows = Batch::new(tokens);
         corpus.fill_in_order(done, &mut rows)?;
         model.load_documents(&rows.ids, &rows.targets, rows.starts.as_deref());
-        let round = Round { tokens, sources: vec![Source { position: 0, tokens }] };
-        model.forward(&round, &mut comm)?;
-        let loss = model.loss(&round, false);
+        let round = Round { aim: Aim::Activations, ..Round::alone(tokens) };
+        let mut pass = Pass::new(&mut model, &mut links, &round);
+        pass.forward();
+        pass.loss(false);
+        let loss = model.read_loss();
         if !loss.is_finite() {
             return Err(EvalError::NotFinite { sequence: done });
         }
@@ -169,5 +170,6 @@ fn training(sequence_length: u32, batch: u32) -> TrainingConfig {
         schedule: Schedule::Constant { warmup_steps: 0 },
         max_grad_norm: 0.0,
         seed: 0,
+        recompute: Recompute::None,
     }
 }

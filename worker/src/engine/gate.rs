@@ -9,20 +9,17 @@
 //! step, layer, token of the step), capacity and statistics are the micro-batch's. Evaluation has
 //! no noise. docs/routers.md has the equations.
 
-use crate::engine::dispatch::Round;
+use crate::engine::forward::Pass;
 use crate::engine::handles::DenseLayer;
 use crate::engine::model::Model;
 use moejob_kernels::balance::row;
 use moejob_kernels::philox::Draw;
 use moejob_kernels::{
-    AddBias, Balance, BalanceLoss, Balanced, BiasBackward, Buffer, Choice, Gate, GateBackward,
-    Layout as Order, Load, LogitNoise, Mask, MaskRows, Matmul, NormalizeRows,
-    NormalizeRowsBackward, RouteGroups, Temper, TemperBackward,
+    BalanceLoss, BalanceLosses, Buffer, Choice, Gate, GateBackward, Layout as Order, Load,
+    LogitNoise, Mask, MaskRows, Matmul, RouteGroups,
 };
 use moejob_protocol::buffers::GateScratch;
-use moejob_protocol::model::{
-    AuxLossScope, BalanceLoss as BalanceName, RouterConfig, RouterKind,
-};
+use moejob_protocol::model::{AuxLossScope, BalanceLoss as BalanceName, RouterConfig, RouterKind};
 
 /// What the noise of a micro-batch depends on beside layer and token; none while evaluating.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +31,13 @@ pub struct Noise {
 }
 
 /// y = x w^T, or one of its gradients.
-fn product(layout: Order, [m, n, k]: [usize; 3], a: Buffer, b: Buffer, c: Buffer) -> Matmul {
+pub(crate) fn product(
+    layout: Order,
+    [m, n, k]: [usize; 3],
+    a: Buffer,
+    b: Buffer,
+    c: Buffer,
+) -> Matmul {
     Matmul { layout, m, n, k, accumulate: false, a, b, c }
 }
 
@@ -44,24 +47,18 @@ impl Model {
         self.noise = noise;
     }
 
-    fn draw(&self, layer: usize) -> Option<Draw> {
+    pub(crate) fn draw(&self, layer: usize) -> Option<Draw> {
         let noise = self.noise?;
         let first_token = u64::from(noise.micro_batch) * self.shape.tokens;
         Some(Draw { seed: noise.seed, step: noise.step, layer: layer as u32, first_token })
     }
 
-    fn gate_scratch(&self) -> GateScratch<Buffer> {
+    pub(crate) fn gate_scratch(&self) -> GateScratch<Buffer> {
         self.moe_scratch().gate.expect("a router with a gate has its memory")
     }
 
-    fn mask(&mut self, layer: usize, t: usize, mask: Mask, [x, y]: [Buffer; 2], accumulate: bool) {
-        let Some(draw) = self.draw(layer) else { return };
-        let dim = self.dim();
-        self.device.mask_rows(&MaskRows { rows: t, dim, mask, draw, accumulate, x, y });
-    }
-
     /// Where the experts and the router read the layer's tokens, [T, D]. What dropout leaves is
-    /// made anew by [`Model::drop_input`], in forward and in backward.
+    /// made anew by `drop_input`, in forward and in backward.
     pub(crate) fn moe_input(&self, layer: usize, t: usize) -> Buffer {
         let input = self.buffers.layers[layer].norm2;
         let drops = self.config.router.input_dropout > 0.0 && self.noise.is_some();
@@ -69,61 +66,23 @@ impl Model {
         dropped.unwrap_or(input).slice(0, t * self.dim())
     }
 
-    /// Dropout of the layer's input.
-    pub(crate) fn drop_input(&mut self, layer: usize, t: usize) {
-        let x = self.buffers.layers[layer].norm2.slice(0, t * self.dim());
-        let y = self.moe_input(layer, t);
-        if x != y {
-            let mask = Mask::Dropout { p: self.config.router.input_dropout };
-            self.mask(layer, t, mask, [x, y], false);
-        }
-    }
-
-    fn jitter(&self) -> Option<Mask> {
+    pub(crate) fn jitter(&self) -> Option<Mask> {
         let eps = self.config.router.jitter;
         (eps > 0.0 && self.noise.is_some()).then_some(Mask::Jitter { eps })
     }
 
-    /// The layer's input as the router sees it.
-    fn router_input(&mut self, layer: usize, t: usize) -> Buffer {
-        let x = self.moe_input(layer, t);
-        let (Some(mask), Some(jittered)) = (self.jitter(), self.gate_buffer_jittered(t)) else {
-            return x;
-        };
-        self.mask(layer, t, mask, [x, jittered], false);
-        jittered
-    }
-
-    fn gate_buffer_jittered(&self, t: usize) -> Option<Buffer> {
+    pub(crate) fn gate_buffer_jittered(&self, t: usize) -> Option<Buffer> {
         let scratch = self.moe_scratch().gate?;
         Some(scratch.jittered?.slice(0, t * self.dim()))
     }
 
-    /// Logits, choice and statistics of the layer's tokens.
-    pub(crate) fn gate(&mut self, layer: usize, t: usize) {
-        let (e, d) = (self.expert_count(), self.dim());
-        let x = self.router_input(layer, t);
-        let weights = self.dense.layers[layer].clone();
-        let logits = self.moe(layer).logits.slice(0, t * e);
-        if weights.cosine.is_some() {
-            self.cosine_logits(layer, t, x, &weights);
-        } else if let Some(router) = weights.router {
-            self.device.matmul(&product(Order::Nt, [t, e, d], x, router, logits));
-        }
-        if let (Some(raw), Some(noise)) = (self.raw(layer, t), weights.noise) {
-            self.device.matmul(&product(Order::Nt, [t, e, d], x, noise, raw));
-        }
-        let op = self.gate_op(layer, t);
-        self.device.gate(&op);
-    }
-
     /// Where the deviations of learned noise lie; none while evaluating.
-    fn raw(&self, layer: usize, t: usize) -> Option<Buffer> {
+    pub(crate) fn raw(&self, layer: usize, t: usize) -> Option<Buffer> {
         self.noise?;
         Some(self.moe(layer).gate?.raw?.slice(0, t * self.expert_count()))
     }
 
-    fn gate_op(&self, layer: usize, t: usize) -> Gate {
+    pub(crate) fn gate_op(&self, layer: usize, t: usize) -> Gate {
         let (e, k) = (self.expert_count(), self.top_k());
         let (moe, config) = (self.moe(layer), &self.config.router);
         let gate = moe.gate.clone().expect("a router with a gate has its memory");
@@ -176,7 +135,7 @@ impl Model {
             counts: moe.counts,
             dropped: gate.dropped,
             stats: gate.stats.slice(0, segments * row::COUNT * e),
-            losses: gate.losses,
+            losses: moe.losses.slice(1, 2),
         }
     }
 
@@ -193,68 +152,117 @@ impl Model {
                 let rows = RouterConfig::chosen_rows(t as u64, experts.count, experts.per_token);
                 Choice::Experts { rows: rows as usize }
             }
-            RouterKind::Hash => {
-                Choice::Hash { seed: config.hash_seed.into(), layer: layer as u32 }
-            }
+            RouterKind::Hash => Choice::Hash { seed: config.hash_seed.into(), layer: layer as u32 },
         }
     }
 
     /// Parts of a micro-batch whose balance is a loss of its own.
-    fn segments(&self, t: usize) -> usize {
+    pub(crate) fn segments(&self, t: usize) -> usize {
         match self.config.router.aux_loss_scope {
             AuxLossScope::Sequence => t / self.sequence(),
             _ => 1,
         }
     }
 
-    /// The balance of each segment of the layer, or of the whole step.
-    fn balance_of(&self, layer: usize, t: usize) -> Vec<Balanced> {
-        let (experts, loss) = (self.expert_count(), balance_loss(self.config.router.balance_loss));
-        if let Some(stats) = self.step_stats.get(&layer) {
-            let tokens = self.shape.tokens as usize * self.shape.micro_batches as usize;
-            return vec![Balance { loss, tokens, experts }.of(stats)];
+    /// Of which statistics the layer's balance is: its own ones, or those of the whole step.
+    pub(crate) fn balance_op(
+        &self,
+        layer: usize,
+        t: usize,
+        gradient: Option<(Buffer, f64)>,
+    ) -> BalanceLosses {
+        let (experts, segments) = (self.expert_count(), self.segments(t));
+        let width = row::COUNT * experts;
+        let loss = balance_loss(self.config.router.balance_loss);
+        let (tokens, stats) = match &self.buffers.numbers.balance {
+            Some(of_step) => {
+                let tokens = self.shape.tokens as usize * self.shape.micro_batches as usize;
+                (tokens, of_step.sum.slice(self.mixture_place(layer) * width, width))
+            }
+            None => (t / segments, self.gate_op(layer, t).stats),
+        };
+        let value = self.moe(layer).losses.slice(0, 1);
+        let gradient =
+            gradient.map(|(into, factor)| (into.slice(0, stats.len() / row::COUNT * 3), factor));
+        BalanceLosses { loss, tokens, experts, stats, value, gradient }
+    }
+
+    /// Which of the mixture layers it is.
+    pub(crate) fn mixture_place(&self, layer: usize) -> usize {
+        self.mixture.iter().position(|other| *other == layer).expect("a mixture layer")
+    }
+}
+
+impl Pass<'_> {
+    fn mask(&mut self, layer: usize, t: usize, mask: Mask, [x, y]: [Buffer; 2], accumulate: bool) {
+        let Some(draw) = self.model.draw(layer) else { return };
+        let dim = self.model.dim();
+        self.model.device.mask_rows(&MaskRows { rows: t, dim, mask, draw, accumulate, x, y });
+    }
+
+    /// Dropout of the layer's input.
+    pub(crate) fn drop_input(&mut self, layer: usize, t: usize) {
+        let x = self.model.buffers.layers[layer].norm2.slice(0, t * self.model.dim());
+        let y = self.model.moe_input(layer, t);
+        if x != y {
+            let mask = Mask::Dropout { p: self.model.config.router.input_dropout };
+            self.mask(layer, t, mask, [x, y], false);
         }
-        let segments = self.segments(t);
-        let balance = Balance { loss, tokens: t / segments, experts };
-        let stats = self.gate_stats(layer, t);
-        stats.chunks_exact(row::COUNT * experts).map(|stats| balance.of(stats)).collect()
     }
 
-    fn gate_stats(&self, layer: usize, t: usize) -> Vec<f64> {
-        self.device.read_vec(self.gate_op(layer, t).stats)
+    /// The layer's input as the router sees it.
+    fn router_input(&mut self, layer: usize, t: usize) -> Buffer {
+        let x = self.model.moe_input(layer, t);
+        let (Some(mask), Some(jittered)) =
+            (self.model.jitter(), self.model.gate_buffer_jittered(t))
+        else {
+            return x;
+        };
+        self.mask(layer, t, mask, [x, jittered], false);
+        jittered
     }
 
-    /// Auxiliary loss, z loss and mean entropy of the layer's tokens.
-    pub(crate) fn gate_losses(&self, layer: usize, t: usize) -> [f64; 3] {
-        let balanced = self.balance_of(layer, t);
-        let aux = balanced.iter().fold(0.0, |sum, part| sum + part.value) / balanced.len() as f64;
-        let losses: Vec<f64> = self.device.read_vec(self.gate_op(layer, t).losses);
-        [aux, losses[0], losses[1]]
+    /// Logits, choice and statistics of the layer's tokens.
+    pub(crate) fn gate(&mut self, layer: usize, t: usize) {
+        let (e, d) = (self.model.expert_count(), self.model.dim());
+        let x = self.router_input(layer, t);
+        let weights = self.model.dense.layers[layer].clone();
+        let logits = self.model.moe(layer).logits.slice(0, t * e);
+        if weights.cosine.is_some() {
+            self.cosine_logits(layer, t, x, &weights);
+        } else if let Some(router) = weights.router {
+            self.model.device.matmul(&product(Order::Nt, [t, e, d], x, router, logits));
+        }
+        if let (Some(raw), Some(noise)) = (self.model.raw(layer, t), weights.noise) {
+            self.model.device.matmul(&product(Order::Nt, [t, e, d], x, noise, raw));
+        }
+        let op = self.model.gate_op(layer, t);
+        self.model.device.gate(&op);
     }
 
     /// Gradients of the router's weights, and dnorm += what flows through its input; dnorm is that
     /// of the layer's input then, before its dropout.
     pub(crate) fn gate_backward(&mut self, layer: usize, t: usize, gradients: &DenseLayer) {
-        let (e, d) = (self.expert_count(), self.dim());
-        if self.config.router.kind != RouterKind::Hash {
+        let (e, d) = (self.model.expert_count(), self.model.dim());
+        if self.model.config.router.kind != RouterKind::Hash {
             let x = self.router_input(layer, t);
             self.gate_gradient(layer, t);
-            let scratch = self.moe_scratch();
+            let scratch = self.model.moe_scratch();
             let dlogits = scratch.dlogits.slice(0, t * e);
-            let weights = self.dense.layers[layer].clone();
-            let dnorm = self.buffers.scratch.dnorm.slice(0, t * d);
+            let weights = self.model.dense.layers[layer].clone();
+            let dnorm = self.model.buffers.scratch.dnorm.slice(0, t * d);
             if weights.cosine.is_some() {
                 self.cosine_backward(layer, t, x, gradients);
             } else if let (Some(router), Some(gradient)) = (weights.router, gradients.router) {
                 self.linear_gate_backward(t, x, dlogits, [router, gradient], true);
             }
-            let d_raw = self.gate_scratch().d_raw.map(|d_raw| d_raw.slice(0, t * e));
+            let d_raw = self.model.gate_scratch().d_raw.map(|d_raw| d_raw.slice(0, t * e));
             if let (Some(d_raw), Some(noise), Some(gradient)) =
                 (d_raw, weights.noise, gradients.noise)
             {
                 self.linear_gate_backward(t, x, d_raw, [noise, gradient], false);
             }
-            if let (Some(mask), true) = (self.jitter(), x != self.moe_input(layer, t)) {
+            if let (Some(mask), true) = (self.model.jitter(), x != self.model.moe_input(layer, t)) {
                 self.mask(layer, t, mask, [x, dnorm], true);
             }
         }
@@ -263,7 +271,7 @@ impl Model {
 
     /// dW = dy^T x, and the gradient of x: into dnorm, or over x where noise stands between.
     /// `first` begins that.
-    fn linear_gate_backward(
+    pub(crate) fn linear_gate_backward(
         &mut self,
         t: usize,
         x: Buffer,
@@ -271,163 +279,64 @@ impl Model {
         [weight, gradient]: [Buffer; 2],
         first: bool,
     ) {
-        debug_assert!(first || self.jitter().is_none(), "rules refuse jitter with learned noise");
-        let (n, d) = (dy.len() / t, self.dim());
+        debug_assert!(
+            first || self.model.jitter().is_none(),
+            "rules refuse jitter with learned noise"
+        );
+        let (n, d) = (dy.len() / t, self.model.dim());
         self.router_gradient(product(Order::Tn, [n, d, t], dy, x, gradient));
-        let dnorm = self.buffers.scratch.dnorm.slice(0, t * d);
-        let jittered = self.jitter().is_some();
+        let dnorm = self.model.buffers.scratch.dnorm.slice(0, t * d);
+        let jittered = self.model.jitter().is_some();
         let into = if jittered { x } else { dnorm };
         let op = product(Order::Nn, [t, d, n], dy, weight, into);
-        self.device.matmul(&Matmul { accumulate: !jittered, ..op });
+        self.model.device.matmul(&Matmul { accumulate: !jittered, ..op });
     }
 
     /// A gradient of the router's weights; zeros for a frozen one.
     fn router_gradient(&mut self, op: Matmul) {
-        if self.config.router.frozen {
-            self.device.fill_zero(op.c);
+        if self.model.config.router.frozen {
+            self.model.device.fill_zero(op.c);
         } else {
-            self.device.matmul(&op);
+            self.model.device.matmul(&op);
         }
     }
 
     /// dlogits (and those of learned noise) from the weights' gradients and the losses.
     fn gate_gradient(&mut self, layer: usize, t: usize) {
-        let (e, k) = (self.expert_count(), self.top_k());
-        let config = self.config.router.clone();
-        let balanced = self.balance_of(layer, t);
+        let (e, k) = (self.model.expert_count(), self.model.top_k());
+        let config = &self.model.config.router;
         let whole_step = config.aux_loss_scope == AuxLossScope::Global;
         // A loss of the step is there once, not once a micro-batch.
-        let times = if whole_step { f64::from(self.shape.micro_batches) } else { 1.0 };
-        let factor = config.aux_loss_coef * self.router_scale * times / balanced.len() as f64;
-        let mut dstats = Vec::new();
-        for part in &balanced {
-            let rows = part.probs.iter().chain(&part.importance).chain(&part.load);
-            dstats.extend(rows.map(|d| d * factor));
-        }
-        let (scratch, gate) = (self.moe_scratch(), self.gate_scratch());
-        let into = gate.dstats.slice(0, dstats.len());
-        self.device.write(into, &dstats);
-        let learned = self.raw(layer, t).is_some();
+        let times = if whole_step { f64::from(self.model.shape.micro_batches) } else { 1.0 };
+        let factor = config.aux_loss_coef * self.model.router_scale * times;
+        let (z, entropy) = (config.z_loss_coef, config.entropy_loss_coef);
+        let (scratch, gate) = (self.model.moe_scratch(), self.model.gate_scratch());
+        let balance = self.model.balance_op(layer, t, Some((gate.dstats, factor)));
+        self.model.device.balance_losses(&balance);
+        let learned = self.model.raw(layer, t).is_some();
         let op = GateBackward {
-            forward: self.gate_op(layer, t),
-            z_coef: config.z_loss_coef * self.router_scale,
-            entropy_coef: config.entropy_loss_coef * self.router_scale,
+            forward: self.model.gate_op(layer, t),
+            z_coef: z * self.model.router_scale,
+            entropy_coef: entropy * self.model.router_scale,
             dweights: scratch.dweights.slice(0, t * k),
-            dstats: into,
+            dstats: balance.gradient.map_or(gate.dstats, |(into, _)| into),
             dlogits: scratch.dlogits.slice(0, t * e),
             d_raw: gate.d_raw.filter(|_| learned).map(|d_raw| d_raw.slice(0, t * e)),
         };
-        self.device.gate_backward(&op);
+        self.model.device.gate_backward(&op);
     }
 
     /// dnorm through the layer's dropout.
     fn drop_backward(&mut self, layer: usize, t: usize) {
-        let d = self.dim();
-        let dropped = self.moe_input(layer, t);
-        let dnorm = self.buffers.scratch.dnorm.slice(0, t * d);
-        if dropped != self.buffers.layers[layer].norm2.slice(0, t * d) {
+        let d = self.model.dim();
+        let dropped = self.model.moe_input(layer, t);
+        let dnorm = self.model.buffers.scratch.dnorm.slice(0, t * d);
+        if dropped != self.model.buffers.layers[layer].norm2.slice(0, t * d) {
             // The input itself is not needed any more.
-            self.device.copy(dnorm, dropped);
-            let mask = Mask::Dropout { p: self.config.router.input_dropout };
+            self.model.device.copy(dnorm, dropped);
+            let mask = Mask::Dropout { p: self.model.config.router.input_dropout };
             self.mask(layer, t, mask, [dropped, dnorm], false);
         }
-    }
-
-    /// logits = e^temperature * cos(projector x + bias, similarity)
-    fn cosine_logits(&mut self, layer: usize, t: usize, x: Buffer, weights: &DenseLayer) {
-        let (e, d) = (self.expert_count(), self.dim());
-        let moe = self.moe(layer);
-        let kept = moe.gate.and_then(|gate| gate.cosine);
-        let (Some(gate), Some(kept)) = (weights.cosine, kept) else { return };
-        let width = gate.similarity.len() / e;
-        let rows = |buffer: Buffer| buffer.slice(0, t * width);
-        let (projected, normed) = (rows(kept.projected), rows(kept.normed));
-        let weight = gate.projector.weight;
-        self.device.matmul(&product(Order::Nt, [t, width, d], x, weight, projected));
-        if let Some(bias) = gate.projector.bias {
-            self.device.add_bias(&AddBias { rows: t, columns: width, x: projected, bias });
-        }
-        let norm = kept.norm.slice(0, t);
-        let op = NormalizeRows { rows: t, dim: width, x: projected, y: normed, norm };
-        self.device.normalize_rows(&op);
-        let (y, norm) = (kept.similarity, kept.similarity_norm);
-        let op = NormalizeRows { rows: e, dim: width, x: gate.similarity, y, norm };
-        self.device.normalize_rows(&op);
-        let logits = moe.logits.slice(0, t * e);
-        self.device.matmul(&product(Order::Nt, [t, e, width], normed, y, logits));
-        self.device.temper(&Temper { temperature: gate.temperature, x: logits });
-    }
-
-    fn cosine_backward(&mut self, layer: usize, t: usize, x: Buffer, gradients: &DenseLayer) {
-        let e = self.expert_count();
-        let moe = self.moe(layer);
-        let weights = self.dense.layers[layer].cosine;
-        let kept = moe.gate.and_then(|gate| gate.cosine);
-        let scratch = self.gate_scratch().cosine;
-        let (Some(gate), Some(kept), Some(scratch), Some(gradient)) =
-            (weights, kept, scratch, gradients.cosine)
-        else {
-            return;
-        };
-        let width = gate.similarity.len() / e;
-        let rows = |buffer: Buffer| buffer.slice(0, t * width);
-        let [d_normed, d_projected, d_similarity] =
-            [rows(scratch[0]), rows(scratch[1]), scratch[2]];
-        let dlogits = self.moe_scratch().dlogits.slice(0, t * e);
-        self.device.temper_backward(&TemperBackward {
-            temperature: gate.temperature,
-            x: moe.logits.slice(0, t * e),
-            dx: dlogits,
-            d_temperature: gradient.temperature,
-        });
-        let normed = rows(kept.normed);
-        let op = product(Order::Nn, [t, width, e], dlogits, kept.similarity, d_normed);
-        self.device.matmul(&op);
-        let op = product(Order::Tn, [e, width, t], dlogits, normed, d_similarity);
-        self.device.matmul(&op);
-        self.device.normalize_rows_backward(&NormalizeRowsBackward {
-            rows: e,
-            dim: width,
-            y: kept.similarity,
-            norm: kept.similarity_norm,
-            dy: d_similarity,
-            dx: gradient.similarity,
-        });
-        let norm = kept.norm.slice(0, t);
-        let (y, dy, dx) = (normed, d_normed, d_projected);
-        let op = NormalizeRowsBackward { rows: t, dim: width, y, norm, dy, dx };
-        self.device.normalize_rows_backward(&op);
-        if let Some(dbias) = gradient.projector.bias {
-            let (rows, columns, accumulate) = (t, width, false);
-            self.device.bias_backward(&BiasBackward { rows, columns, accumulate, dy: dx, dbias });
-        }
-        let pair = [gate.projector.weight, gradient.projector.weight];
-        self.linear_gate_backward(t, x, dx, pair, true);
-        if self.config.router.frozen {
-            self.device.fill_zero(gradient.similarity);
-            self.device.fill_zero(gradient.temperature);
-            gradient.projector.bias.into_iter().for_each(|bias| self.device.fill_zero(bias));
-        }
-    }
-
-    /// Statistics of the round's own micro-batch, `[mixture layer][5][E]`.
-    pub(crate) fn round_stats(&self, round: &Round) -> Vec<f64> {
-        let layers = self.mixture_layers();
-        layers.flat_map(|layer| self.gate_stats(layer, round.tokens)).collect()
-    }
-
-    /// Statistics of the whole step, `[mixture layer][5][E]`, which the losses are of from here
-    /// on; empty: those of each micro-batch.
-    pub(crate) fn set_step_stats(&mut self, stats: &[f64]) {
-        let width = row::COUNT * self.expert_count();
-        let parts = stats.chunks_exact(width.max(1)).map(<[f64]>::to_vec);
-        self.step_stats = self.mixture_layers().zip(parts).collect();
-    }
-
-    pub(crate) fn mixture_layers(&self) -> impl Iterator<Item = usize> {
-        let layers = self.buffers.layers.iter().enumerate();
-        let mixture = layers.filter(|(_, buffers)| buffers.moe.is_some());
-        mixture.map(|(layer, _)| layer).collect::<Vec<_>>().into_iter()
     }
 }
 

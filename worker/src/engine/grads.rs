@@ -8,11 +8,12 @@
 //! Who sends what is a function of the layout, so it is worked out once an attempt, as lists of
 //! buffers.
 
-use crate::gang::comm::{Comm, CommError};
+use crate::engine::backward::Leaf;
 use crate::engine::handles::{Dense, Experts, is_frozen, slice};
-use crate::engine::model::{Leaf, Model};
-use crate::engine::dispatch::{Parcel, Round};
-use moejob_kernels::{AdamW, BlockSquareSums, Buffer};
+use crate::engine::links::{Links, Parcel};
+use crate::engine::model::Model;
+use crate::engine::round::Round;
+use moejob_kernels::{AdamWUpdate, Add, BlockSquareSums, Buffer, Fill, MoveCorrections};
 use moejob_protocol::config::AdamW as AdamWConfig;
 use moejob_protocol::layout::{BLOCK, elements};
 use moejob_protocol::memory::EXCHANGE_BYTES_MAX;
@@ -36,8 +37,6 @@ pub struct Gradients {
     /// New weights to holders.
     weights: Vec<Stage>,
     pub runs: Vec<Run>,
-    /// Where each block's sum of squares stands: `(rank, its sums, parameter)` in table order.
-    pub norm_order: Vec<(u32, Range<usize>, usize)>,
 }
 
 /// A binary-counter stack: entry i is `slots[i]`.
@@ -89,7 +88,7 @@ impl<Handles> Stack<Handles> {
     fn push(&mut self, leaf: u32, model: &mut Model) {
         let mut top = self.counter.nodes().len();
         for _ in 0..self.counter.push(leaf) {
-            model.add(self.slots[top - 1], self.slots[top]);
+            model.device.add(&Add { a: self.slots[top - 1], b: self.slots[top] });
             top -= 1;
         }
     }
@@ -115,7 +114,6 @@ impl Gradients {
             finish: Vec::new(),
             weights: Vec::new(),
             runs: Vec::new(),
-            norm_order: norm_order(model),
         };
         gradients.plan(model);
         gradients
@@ -145,7 +143,7 @@ impl Gradients {
         let owners = layout.owners(config, index, param);
         let own_run = layout.owned(config, index, param, me);
         let own_run = elements(&own_run, param.numel());
-        let Some(weight) = weight_of(model, index) else { return };
+        let Some(weight) = model.weight(index) else { return };
         let own_nodes = self.own_nodes(model, index, param);
         let (nodes, weights) = last_stages(&mut self.nodes, &mut self.weights);
         let cut = |buffer: Buffer, run: &Range<u64>| {
@@ -199,7 +197,7 @@ impl Gradients {
             moment1: moment(state.moment1),
             moment2: moment(state.moment2),
             gradient,
-            square_sums: model.buffers.gradients.square_sums.slice(cursor.blocks, blocks),
+            square_sums: model.square_sums().slice(cursor.blocks, blocks),
             decays: param.decays(),
             frozen: is_frozen(&model.config, param),
             of_expert: matches!(param.role, Role::Expert { .. }),
@@ -262,65 +260,62 @@ impl Gradients {
         }
     }
 
-    /// Completes the gradients of the owned runs and their sums of squares.
-    ///
-    /// # Errors
-    /// See [`CommError`].
-    pub fn reduce(&mut self, model: &mut Model, comm: &mut Comm) -> Result<Vec<f64>, CommError> {
-        for (into, from) in &self.local {
-            model.add(*into, *from);
-        }
-        exchange(&self.nodes, model, comm)?;
-        for (into, from) in &self.finish {
-            model.add(*into, *from);
-        }
-        let mut count = 0;
+    /// Makes an owned gradient no finite number.
+    pub(crate) fn spoil(&self, model: &mut Model) {
+        let Some(run) = self.runs.first() else { return };
+        let value = f64::NAN;
+        model.device.fill(&Fill { value, x: run.gradient.slice(0, 1) });
+    }
+
+    /// Completes the gradients of the owned runs.
+    pub fn reduce(&mut self, model: &mut Model, links: &mut Links) {
+        add_all(&self.local, model);
+        exchange(&self.nodes, model, links);
+        add_all(&self.finish, model);
+    }
+
+    /// Sums of squares of the gradients of the owned runs.
+    pub fn measure(&self, model: &mut Model) {
         for run in &self.runs {
             let op = BlockSquareSums { g: run.gradient, out: run.square_sums };
             model.device.block_square_sums(&op);
-            count += run.square_sums.len();
         }
-        let mut sums = vec![0.0; count];
-        model.device.read(model.buffers.gradients.square_sums.slice(0, count), &mut sums);
-        Ok(sums)
     }
 
-    /// Updates the owned runs. `step` counts from 1.
-    pub fn update(
-        &self,
-        model: &mut Model,
-        config: &AdamWConfig,
-        lr: f64,
-        step: u64,
-        grad_scale: f64,
-    ) {
-        let router = &model.config.router;
-        let warmup = router.warmup_steps;
-        let warms_up = router.warms_up(step - 1);
-        for run in self.runs.iter().filter(|run| !run.frozen && !(run.of_expert && warms_up)) {
-            model.device.adamw(&AdamW {
-                lr,
+    /// Updates the owned runs, and the corrections of routers, as the step's reduced numbers say.
+    pub fn update(&self, model: &mut Model, config: &AdamWConfig) {
+        let numbers = model.buffers.numbers.clone();
+        for run in self.runs.iter().filter(|run| !run.frozen) {
+            model.device.adamw_update(&AdamWUpdate {
                 beta1: config.beta1,
                 beta2: config.beta2,
                 eps: config.epsilon,
                 weight_decay: if run.decays { config.weight_decay } else { 0.0 },
-                // The moments of an expert begin with its first update.
-                step: if run.of_expert { step - warmup } else { step },
-                grad_scale,
+                of_expert: run.of_expert,
+                params: numbers.params,
+                numbers: numbers.reduced,
                 w: run.weight,
                 m: run.moment1,
                 v: run.moment2,
                 g: run.gradient,
             });
         }
+        let (rate, frozen) = (model.config.router.bias_update_rate, model.config.router.frozen);
+        if rate == 0.0 || frozen {
+            return;
+        }
+        // Each rank holds all corrections and knows all loads, so all do alike.
+        for (at, layer) in model.mixture.iter().enumerate() {
+            let Some(bias) = model.dense.layers[*layer].correction else { continue };
+            let (loads, numbers) = (model.numbers.loads(at), numbers.reduced);
+            model.device.move_corrections(&MoveCorrections { rate, loads, numbers, bias });
+        }
     }
 
-    /// Sends updated runs to the other holders and takes theirs.
-    ///
-    /// # Errors
-    /// See [`CommError`]; the weights are then torn and must be loaded anew.
-    pub fn spread(&self, model: &mut Model, comm: &mut Comm) -> Result<(), CommError> {
-        exchange(&self.weights, model, comm)
+    /// Sends updated runs to the other holders and takes theirs. After a failure the weights are
+    /// torn and must be loaded anew.
+    pub fn spread(&self, model: &mut Model, links: &mut Links) {
+        exchange(&self.weights, model, links);
     }
 }
 
@@ -346,14 +341,16 @@ fn last_stages<'a>(
     (last(nodes), last(weights))
 }
 
-fn exchange(stages: &[Stage], model: &mut Model, comm: &mut Comm) -> Result<(), CommError> {
-    if comm.world() == 1 {
-        return Ok(());
-    }
+fn exchange(stages: &[Stage], model: &mut Model, links: &mut Links) {
     for stage in stages {
-        model.mail.exchange(&mut model.device, comm, &stage.sends, &stage.receives)?;
+        links.exchange(&mut model.device, &stage.sends, &stage.receives);
     }
-    Ok(())
+}
+
+fn add_all(additions: &[(Buffer, Buffer)], model: &mut Model) {
+    for (a, b) in additions {
+        model.device.add(&Add { a: *a, b: *b });
+    }
 }
 
 /// The additions that reduce `pieces` to `target`, and where that is then.
@@ -368,26 +365,7 @@ fn add_up(
     pieces[at].1
 }
 
-/// The whole parameter in this rank's memory, if it holds it.
+/// See [`Model::weight`].
 pub fn weight_of(model: &Model, index: usize) -> Option<Buffer> {
-    let (state, flats) = (&model.buffers.state, &model.shape.flats);
-    slice(state.dense, &flats.dense, index).or_else(|| slice(state.experts, &flats.experts, index))
-}
-
-/// Where the sums of squares of all blocks stand in the ranks' vectors, in table order.
-fn norm_order(model: &Model) -> Vec<(u32, Range<usize>, usize)> {
-    let mut next = vec![0; model.layout.mesh.world() as usize];
-    let mut order = Vec::new();
-    for (index, param) in model.params.iter().enumerate() {
-        let mut owners = model.layout.owners(&model.config, index, param);
-        owners.retain(|(_, blocks)| !blocks.is_empty());
-        owners.sort_by_key(|(_, blocks)| blocks.start);
-        for (rank, blocks) in owners {
-            let start = next[rank as usize];
-            let end = start + (blocks.end - blocks.start) as usize;
-            next[rank as usize] = end;
-            order.push((rank, start..end, index));
-        }
-    }
-    order
+    model.weight(index)
 }

@@ -1,12 +1,28 @@
 //! How a rank computes: the model forward and backward, sums of gradients, one optimizer step.
+//!
+//! ```text
+//! micro-batch -> Pass: forward, loss, backward -> leaves -> Gradients: tree of sums
+//!             -> records, counts               -> Numbers: gathered, reduced on the device
+//! StepParams, StepNumbers -> update -> weights to their holders -> the host reads numbers once
+//! ```
+//! Forward and backward enqueue ops and verbs of links, and return nothing. In a step the host
+//! writes batches and StepParams, and reads StepNumbers.
 
 pub mod handles;
+pub mod group;
 pub mod model;
+pub mod round;
+pub mod links;
+pub mod forward;
+pub mod recompute;
+pub mod backward;
 pub mod moe;
 pub mod gate;
-pub mod routing;
-pub mod diagnosis;
-pub mod dispatch;
+pub mod cosine;
+pub mod recording;
 pub mod grads;
+pub mod numbers;
 pub mod step;
+pub mod validate;
+pub mod diagnosis;
 pub mod eval;

@@ -9,122 +9,127 @@
 //! nothing travels and the experts read the tokens where they lie.
 //!
 //! A token's K contributions are summed at its own rank in ascending logical expert id, and the
-//! rows of a segment (expert, source) stand in token order: no bit depends on who computes.
+//! rows of a segment (expert, source) stand in token order: no bit depends on who computes. How
+//! many rows there are stands in device memory; buffers of rows are as long as the worst case.
 
-use crate::gang::comm::{Comm, CommError};
-use crate::engine::dispatch::{Round, Rows};
-use crate::engine::model::{Leaf, Model};
+use crate::engine::backward::Leaf;
+use crate::engine::forward::Pass;
+use crate::engine::links::{Links, Travelling};
+use crate::engine::model::Model;
+use crate::engine::round::Round;
+use moejob_kernels::numbers::tally;
 use moejob_kernels::{
     Activation, Buffer, Combine, ExpertsDgrad, ExpertsDown, ExpertsDownBackward, ExpertsDownWgrad,
-    ExpertsUp, ExpertsUpWgrad, GatherRows, Layout as Order, Matmul, NO_EXPERT, Place, Route,
-    RouteBackward, RouteGroups, ScatterRows, ScatterSum, Scoring,
+    ExpertsUp, ExpertsUpWgrad, GatherCounted, GatherRows, Layout as Order, MapIds, Matmul, Place,
+    Route, RouteBackward, RouteGroups, RoutePlan, ScatterRows, ScatterSum, Scoring, SumCounts,
 };
-use moejob_protocol::buffers::{Moe, MoeScratch, Travel};
+use moejob_protocol::buffers::{Routes, Travel};
 use moejob_protocol::model::{Activation as ActivationName, AuxLossScope, Scoring as ScoringName};
 
+/// What the expert products of one rank read in one round.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RoutedRows {
+    /// [U, D]
+    pub x: Buffer,
+    /// u32 [R]
+    pub index: Buffer,
+    /// u32 [G * S + 1]
+    pub offsets: Buffer,
+    /// `S`
+    pub sources: usize,
+}
+
 impl Model {
-    /// `K`: slots of a token.
-    pub(crate) fn top_k(&self) -> usize {
-        self.config.slots() as usize
+    fn routes(&self, layer: usize) -> (Routes<Buffer>, Travel<Buffer>) {
+        let travel = self.moe_scratch().travel.expect("expert parallel memory");
+        (self.moe(layer).routes.expect("expert parallel memory"), travel)
     }
 
-    /// Rows of the own tokens: a slot without an expert has none.
-    pub(crate) fn own_rows(&self, layer: usize, t: usize) -> usize {
-        if self.plain || t == 0 {
-            return t * self.top_k();
-        }
-        let offsets: Vec<u32> = self.device.read_vec(self.moe(layer).offsets);
-        offsets.last().map_or(0, |end| *end as usize)
+    /// The rows that this rank computes in `layer`.
+    pub(crate) fn routed_rows(&self, layer: usize, round: &Round) -> RoutedRows {
+        let moe = self.moe(layer);
+        let Some(routes) = moe.routes else {
+            let (t, k) = (round.tokens, self.top_k());
+            let (x, index) = (self.moe_input(layer, t), moe.rows.slice(0, t * k));
+            return RoutedRows { x, index, offsets: moe.offsets, sources: 1 };
+        };
+        let sources = round.sources.len();
+        let segments = self.group.layers[layer].locals * sources + 1;
+        let offsets = moe.segments.slice(0, segments);
+        RoutedRows { x: routes.tokens, index: moe.row_index, offsets, sources }
     }
 
-    pub(crate) fn expert_count(&self) -> usize {
-        self.config.experts.count as usize
+    /// Under the scope `hf` the layers are one: the loads of a layer's auxiliary loss are those of
+    /// all layers together.
+    pub(crate) fn has_one_balance(&self) -> bool {
+        self.config.router.aux_loss_scope == AuxLossScope::Hf && !self.mixture.is_empty()
     }
 
-    pub(crate) fn moe(&self, layer: usize) -> Moe<Buffer> {
-        self.buffers.layers[layer].moe.clone().expect("a mixture layer")
+    /// u32 [E] of each mixture layer
+    pub(crate) fn all_counts(&self) -> Vec<Buffer> {
+        self.mixture.iter().map(|layer| self.moe(*layer).counts).collect()
     }
+}
 
-    pub(crate) fn moe_scratch(&self) -> MoeScratch<Buffer> {
-        self.buffers.scratch.moe.clone().expect("a model with experts has their scratch memory")
-    }
-
-    pub(crate) fn travel(&self) -> Travel<Buffer> {
-        self.moe_scratch().travel.expect("expert parallel memory")
-    }
-
+impl Pass<'_> {
     /// out = mid + sum over the token's experts
-    pub(crate) fn moe_forward(
-        &mut self,
-        layer: usize,
-        round: &Round,
-        out: Buffer,
-        comm: &mut Comm,
-    ) -> Result<(), CommError> {
-        let (t, k, d) = (round.tokens, self.top_k(), self.dim());
+    pub(crate) fn moe_forward(&mut self, layer: usize, out: Buffer) {
+        let (t, k, d) = (self.round.tokens, self.model.top_k(), self.model.dim());
         if t > 0 {
-            if self.plain {
+            if self.model.plain {
                 self.route(layer, t);
             } else {
                 self.drop_input(layer, t);
                 self.gate(layer, t);
             }
+            self.record_routing(layer, t);
             self.place(layer, t);
         }
-        let rows = if self.group.ranks.len() == 1 {
-            if t == 0 {
-                return Ok(());
-            }
-            self.rows_here(layer, t)
-        } else {
-            self.dispatch(layer, round, comm)?
-        };
-        if rows.count > 0 {
-            self.experts_forward(layer, &rows);
+        let alone = self.model.group.is_alone();
+        if alone && t == 0 {
+            return;
         }
-        let returned = if self.group.ranks.len() == 1 {
-            self.moe_scratch().y.slice(0, rows.count * d)
+        if alone {
+            self.weights_to_rows(layer, t);
         } else {
-            self.send_back(layer, round, comm, false)?;
-            self.travel().returned.slice(0, t * k * d)
-        };
+            self.dispatch(layer);
+        }
+        let rows = self.model.routed_rows(layer, self.round);
+        if rows.sources > 0 {
+            self.experts_up(layer, &rows);
+            self.experts_down(layer, &rows);
+        }
+        let returned = self.rows_back(layer, false).0;
         if t > 0 {
-            let moe = self.moe(layer);
-            self.device.combine(&Combine {
+            let moe = self.model.moe(layer);
+            let op = Combine {
                 tokens: t,
                 top_k: k,
                 dim: d,
                 y: returned,
                 pos: moe.pos.slice(0, t * k),
                 weights: moe.weights.slice(0, t * k),
-                residual: Some(self.buffers.layers[layer].mid.slice(0, t * d)),
+                residual: Some(self.model.buffers.layers[layer].mid.slice(0, t * d)),
                 out,
-            });
+            };
+            self.model.device.combine(&op);
         }
-        Ok(())
     }
 
     fn route(&mut self, layer: usize, t: usize) {
-        let (e, k, d) = (self.expert_count(), self.top_k(), self.dim());
-        let moe = self.moe(layer);
+        let (e, k, d) = (self.model.expert_count(), self.model.top_k(), self.model.dim());
+        let moe = self.model.moe(layer);
         let logits = moe.logits.slice(0, t * e);
-        let router = self.dense.layers[layer].router.expect("a mixture layer has a router");
-        self.device.matmul(&Matmul {
-            layout: Order::Nt,
-            m: t,
-            n: e,
-            k: d,
-            accumulate: false,
-            a: self.buffers.layers[layer].norm2.slice(0, t * d),
-            b: router,
-            c: logits,
-        });
-        let config = &self.config.router;
+        let router = self.model.dense.layers[layer].router.expect("a mixture layer has a router");
+        let (layout, accumulate) = (Order::Nt, false);
+        let (a, b, c) = (self.model.buffers.layers[layer].norm2.slice(0, t * d), router, logits);
+        self.model.device.matmul(&Matmul { layout, m: t, n: e, k: d, accumulate, a, b, c });
+        let config = &self.model.config.router;
         let groups = RouteGroups {
             count: config.groups as usize,
             kept: config.topk_groups as usize,
         };
-        self.device.route(&Route {
+        let op = Route {
             tokens: t,
             experts: e,
             top_k: k,
@@ -133,179 +138,226 @@ impl Model {
             scale: config.scale,
             groups: (config.groups > 1).then_some(groups),
             logits,
-            bias: self.dense.layers[layer].correction,
+            bias: self.model.dense.layers[layer].correction,
             probs: moe.probs.slice(0, t * e),
             lse: moe.lse.slice(0, t),
             ids: moe.ids.slice(0, t * k),
             weights: moe.weights.slice(0, t * k),
             counts: moe.counts,
             prob_sums: moe.prob_sums,
-            losses: moe.losses,
-        });
+            losses: moe.losses.slice(0, 2),
+        };
+        self.model.device.route(&op);
     }
 
     /// Sorts the own slots by (rank that computes, expert, token).
     fn place(&mut self, layer: usize, t: usize) {
-        let k = self.top_k();
-        let (moe, scratch) = (self.moe(layer), self.moe_scratch());
-        let order = &self.group.layers[layer].order;
+        let k = self.model.top_k();
+        let (moe, scratch) = (self.model.moe(layer), self.model.moe_scratch());
         let mut ids = moe.ids.slice(0, t * k);
-        if order.iter().enumerate().any(|(expert, at)| expert as u32 != *at) {
-            let mut host: Vec<u32> = self.device.read_vec(ids);
-            for id in host.iter_mut().filter(|id| **id != NO_EXPERT) {
-                *id = order[*id as usize];
-            }
-            ids = scratch.ids.slice(0, t * k);
-            self.device.write(ids, &host);
+        if let Some(routes) = &moe.routes
+            && self.model.group.layers[layer].is_shuffled()
+        {
+            let out = scratch.ids.slice(0, t * k);
+            self.model.device.map_ids(&MapIds { table: routes.order, ids, out });
+            ids = out;
         }
-        self.device.place(&Place {
+        let op = Place {
             tokens: t,
             top_k: k,
-            experts: self.expert_count(),
+            experts: self.model.expert_count(),
             ids,
             counts: scratch.counts,
             offsets: moe.offsets,
             rows: moe.rows.slice(0, t * k),
             pos: moe.pos.slice(0, t * k),
-        });
+        };
+        self.model.device.place(&op);
     }
 
-    /// Without expert parallelism the routed rows are read where they lie.
-    fn rows_here(&mut self, layer: usize, t: usize) -> Rows {
-        let k = self.top_k();
-        let moe = self.moe(layer);
-        self.device.scatter_rows(&ScatterRows {
-            rows: t * k,
+    /// Without expert parallelism the routed rows are read where they lie; their weights are not.
+    fn weights_to_rows(&mut self, layer: usize, t: usize) {
+        let slots = t * self.model.top_k();
+        let moe = self.model.moe(layer);
+        self.model.device.scatter_rows(&ScatterRows {
+            rows: slots,
             dim: 1,
-            x: moe.weights.slice(0, t * k),
-            index: moe.pos.slice(0, t * k),
-            y: moe.row_weights.slice(0, t * k),
+            x: moe.weights.slice(0, slots),
+            index: moe.pos.slice(0, slots),
+            y: moe.row_weights.slice(0, slots),
         });
-        let count = self.own_rows(layer, t);
-        Rows {
-            x: self.moe_input(layer, t),
-            index: moe.rows.slice(0, count),
-            offsets: moe.offsets,
-            count,
-            sources: 1,
-        }
     }
 
-    fn experts_forward(&mut self, layer: usize, rows: &Rows) {
-        let (d, f) = (self.dim(), self.config.experts.intermediate_size as usize);
-        let (moe, scratch) = (self.moe(layer), self.moe_scratch());
-        let a = moe.a.slice(0, rows.count * f);
-        self.device.experts_up(&ExpertsUp {
-            dim: d,
-            hidden: f,
-            sources: rows.sources,
-            activation: activation(self.config.experts.activation),
+    /// Tells all choices to the group, then sends each own token once to each rank that needs it.
+    fn dispatch(&mut self, layer: usize) {
+        let (k, t, d) = (self.model.top_k(), self.round.tokens, self.model.dim());
+        let (routes, travel) = self.model.routes(layer);
+        let moe = self.model.moe(layer);
+        self.travelling(layer, |links, model, way| {
+            links.share_choices(&mut model.device, way, &moe, k);
+        });
+        let sources: Vec<usize> = self.round.sources.iter().map(|source| source.tokens).collect();
+        let slots = sources.iter().sum::<usize>() * k;
+        let rows = self.model.routed_rows(layer, self.round);
+        let rooms = self.model.group.rooms();
+        let op = RoutePlan {
+            top_k: k,
+            positions: self.model.group.ranks.len(),
+            me: self.model.group.me,
+            locals: self.model.group.layers[layer].locals,
+            sources: &sources,
+            rooms: &rooms,
+            all_ids: travel.all_ids.slice(0, slots),
+            ids: moe.ids.slice(0, t * k),
+            owner: routes.owner,
+            local: routes.local,
+            first: routes.first,
+            offsets: moe.offsets,
+            overflows: self.model.tally().slice(tally::OVERFLOWS, 1),
+            segments: rows.offsets,
+            rows: rows.index,
+            slots: travel.slots,
+            arrived: routes.arrived.slice(0, sources.len() + 1),
+            leaving: routes.leaving,
+            departures: routes.departures,
+            returns: routes.returns,
+        };
+        self.model.device.route_plan(&op);
+        let count = rows.offsets.slice(rows.offsets.len() - 1, 1);
+        let (x, index, y) = (travel.all_weights, travel.slots, moe.row_weights);
+        self.model.device.gather_counted(&GatherCounted { dim: 1, count, x, index, y });
+        let x = self.model.moe_input(layer, t);
+        self.send_tokens(layer, x.slice(0, t * d), routes.tokens);
+    }
+
+    /// Rows of `x` [T, D] to the ranks that need them; what arrives goes to `into` [U, D].
+    fn send_tokens(&mut self, layer: usize, x: Buffer, into: Buffer) {
+        let (routes, travel) = self.model.routes(layer);
+        let count = routes.departures.slice(routes.departures.len() - 1, 1);
+        let (dim, index, y) = (self.model.dim(), routes.leaving, travel.leaving);
+        self.model.device.gather_counted(&GatherCounted { dim, count, x, index, y });
+        self.travelling(layer, |links, model, way| links.dispatch(&mut model.device, way, into));
+    }
+
+    /// The experts' rows of the own tokens, and with `with_ds` their `ds`.
+    fn rows_back(&mut self, layer: usize, with_ds: bool) -> (Buffer, Buffer) {
+        let (t, k, d) = (self.round.tokens, self.model.top_k(), self.model.dim());
+        let scratch = self.model.moe_scratch();
+        let Some(travel) = scratch.travel.clone() else { return (scratch.y, scratch.ds) };
+        let segments = self.model.routed_rows(layer, self.round).offsets;
+        self.travelling(layer, |links, model, way| {
+            links.combine(&mut model.device, way, &scratch, segments, with_ds);
+        });
+        (travel.returned.slice(0, t * k * d), travel.ds.slice(0, t * k))
+    }
+
+    /// Calls a verb with what it moves.
+    fn travelling(&mut self, layer: usize, verb: impl FnOnce(&mut Links, &mut Model, &Travelling)) {
+        let (routes, travel) = self.model.routes(layer);
+        let group = self.model.group.clone();
+        let (round, dim) = (self.round, self.model.dim());
+        let way = Travelling { group: &group, round, dim, routes: &routes, travel: &travel };
+        verb(self.links, self.model, &way);
+    }
+
+    fn experts_up(&mut self, layer: usize, rows: &RoutedRows) {
+        let model = &mut *self.model;
+        let (dim, hidden) = (model.dim(), model.config.experts.intermediate_size as usize);
+        let (moe, sources, offsets) = (model.moe(layer), rows.sources, rows.offsets);
+        model.device.experts_up(&ExpertsUp {
+            dim,
+            hidden,
+            sources,
+            activation: activation(model.config.experts.activation),
             gated: true,
             x: rows.x,
             row_index: rows.index,
-            offsets: rows.offsets,
-            w_gate: &self.experts[layer].gate,
-            w_up: &self.experts[layer].up,
-            h: moe.h.slice(0, rows.count * 2 * f),
-            a,
-        });
-        self.device.experts_down(&ExpertsDown {
-            dim: d,
-            hidden: f,
-            sources: rows.sources,
-            a,
-            offsets: rows.offsets,
-            w_down: &self.experts[layer].down,
-            y: scratch.y.slice(0, rows.count * d),
+            offsets,
+            w_gate: &model.experts[layer].gate,
+            w_up: &model.experts[layer].up,
+            h: moe.h,
+            a: moe.a,
         });
     }
 
+    fn experts_down(&mut self, layer: usize, rows: &RoutedRows) {
+        let model = &mut *self.model;
+        let (dim, hidden) = (model.dim(), model.config.experts.intermediate_size as usize);
+        let (moe, scratch) = (model.moe(layer), model.moe_scratch());
+        let (sources, offsets) = (rows.sources, rows.offsets);
+        let (w_down, a, y) = (&model.experts[layer].down, moe.a, scratch.y);
+        model.device.experts_down(&ExpertsDown { dim, hidden, sources, a, offsets, w_down, y });
+    }
+
     /// dnorm = the gradient of the layer's output, `scratch.dx`, through experts and router.
-    pub(crate) fn moe_backward(
-        &mut self,
-        layer: usize,
-        round: &Round,
-        leaf: &Leaf,
-        comm: &mut Comm,
-    ) -> Result<(), CommError> {
-        let (t, k, d) = (round.tokens, self.top_k(), self.dim());
-        let dx = self.buffers.scratch.dx;
-        let alone = self.group.ranks.len() == 1;
-        if t > 0 && !self.plain {
+    pub(crate) fn moe_backward(&mut self, layer: usize, leaf: &Leaf) {
+        let (t, k, d) = (self.round.tokens, self.model.top_k(), self.model.dim());
+        let dx = self.model.buffers.scratch.dx.slice(0, t * d);
+        if t > 0 && !self.model.plain {
             self.drop_input(layer, t);
         }
-        let dy = if alone {
-            dx.slice(0, t * d)
+        let dy = if self.model.group.is_alone() {
+            dx
         } else {
-            let into = self.travel().dy;
-            self.send_tokens(layer, round, dx, into, comm)?;
+            let into = self.model.routes(layer).1.dy;
+            self.send_tokens(layer, dx, into);
             into
         };
-        let rows = self.arrived_rows(layer, round);
+        let rows = self.model.routed_rows(layer, self.round);
         if rows.sources > 0 && !leaf.experts.is_empty() {
+            if self.model.shape.recompute.drops_hidden() {
+                self.experts_up(layer, &rows);
+            }
             self.experts_backward(layer, &rows, dy, leaf);
         }
-        let scratch = self.moe_scratch();
-        let (returned, ds) = if alone {
-            (scratch.y.slice(0, rows.count * d), scratch.ds.slice(0, rows.count))
-        } else {
-            self.send_back(layer, round, comm, true)?;
-            let travel = self.travel();
-            (travel.returned.slice(0, t * k * d), travel.ds.slice(0, t * k))
-        };
-        let Some(gradients) = leaf.dense else { return Ok(()) };
-        let pos = self.moe(layer).pos.slice(0, t * k);
-        let dnorm = self.buffers.scratch.dnorm.slice(0, t * d);
-        self.device.scatter_sum(&ScatterSum {
-            tokens: t,
-            top_k: k,
-            dim: d,
-            accumulate: false,
-            x: returned,
-            pos,
-            out: dnorm,
-        });
-        let y = scratch.dweights.slice(0, t * k);
-        self.device.gather_rows(&GatherRows { rows: t * k, dim: 1, x: ds, index: pos, y });
+        let (returned, ds) = self.rows_back(layer, true);
+        let Some(gradients) = leaf.dense else { return };
+        let pos = self.model.moe(layer).pos.slice(0, t * k);
+        let out = self.model.buffers.scratch.dnorm.slice(0, t * d);
+        let (accumulate, x) = (false, returned);
+        let op = ScatterSum { tokens: t, top_k: k, dim: d, accumulate, x, pos, out };
+        self.model.device.scatter_sum(&op);
+        let y = self.model.moe_scratch().dweights.slice(0, t * k);
+        self.model.device.gather_rows(&GatherRows { rows: t * k, dim: 1, x: ds, index: pos, y });
         let gradients = &gradients.layers[layer];
         if let Some(gradient) = gradients.correction {
-            self.device.fill_zero(gradient);
+            self.model.device.fill_zero(gradient);
         }
-        if self.plain {
+        if self.model.plain {
+            self.sum_counts();
             let gradient = gradients.router.expect("a mixture layer has a router");
             self.route_backward(layer, t, gradient);
         } else {
             self.gate_backward(layer, t, gradients);
         }
-        Ok(())
     }
 
-    fn experts_backward(&mut self, layer: usize, rows: &Rows, dy: Buffer, leaf: &Leaf) {
-        let (dim, hidden) = (self.dim(), self.config.experts.intermediate_size as usize);
-        let (moe, scratch) = (self.moe(layer), self.moe_scratch());
+    fn experts_backward(&mut self, layer: usize, rows: &RoutedRows, dy: Buffer, leaf: &Leaf) {
+        let model = &mut *self.model;
+        let (dim, hidden) = (model.dim(), model.config.experts.intermediate_size as usize);
+        let (moe, scratch) = (model.moe(layer), model.moe_scratch());
         let (sources, offsets, row_index) = (rows.sources, rows.offsets, rows.index);
-        let dh = scratch.dh.slice(0, rows.count * 2 * hidden);
-        let a_scaled = scratch.a_scaled.slice(0, rows.count * hidden);
-        self.device.experts_down_backward(&ExpertsDownBackward {
+        let (weights, gated) = (&model.experts[layer], true);
+        let (dh, a_scaled) = (scratch.dh, scratch.a_scaled);
+        model.device.experts_down_backward(&ExpertsDownBackward {
             dim,
             hidden,
             sources,
-            activation: activation(self.config.experts.activation),
-            gated: true,
+            activation: activation(model.config.experts.activation),
+            gated,
             dy,
             row_index,
             offsets,
-            w_down: &self.experts[layer].down,
-            h: moe.h.slice(0, rows.count * 2 * hidden),
-            a: moe.a.slice(0, rows.count * hidden),
-            s: moe.row_weights.slice(0, rows.count),
-            ds: scratch.ds.slice(0, rows.count),
+            w_down: &weights.down,
+            h: moe.h,
+            a: moe.a,
+            s: moe.row_weights,
+            ds: scratch.ds,
             dh,
             a_scaled,
         });
-        let locals = self.experts[layer].gate.len();
         let mut dw: [Vec<Buffer>; 3] = Default::default();
-        for g in 0..locals {
+        for g in 0..weights.gate.len() {
             for source in &leaf.experts {
                 dw[0].push(source[layer].gate[g]);
                 dw[1].push(source[layer].up[g]);
@@ -315,45 +367,30 @@ impl Model {
         let dw_down = &dw[2];
         let op =
             ExpertsDownWgrad { dim, hidden, sources, dy, row_index, offsets, a_scaled, dw_down };
-        self.device.experts_down_wgrad(&op);
-        self.device.experts_up_wgrad(&ExpertsUpWgrad {
-            dim,
-            hidden,
-            sources,
-            gated: true,
-            x: rows.x,
-            row_index,
-            offsets,
-            dh,
-            dw_gate: &dw[0],
-            dw_up: &dw[1],
-        });
-        self.device.experts_dgrad(&ExpertsDgrad {
-            dim,
-            hidden,
-            sources,
-            gated: true,
-            dh,
-            offsets,
-            w_gate: &self.experts[layer].gate,
-            w_up: &self.experts[layer].up,
-            dx: scratch.y.slice(0, rows.count * dim),
-        });
+        model.device.experts_down_wgrad(&op);
+        let (x, dw_gate, dw_up) = (rows.x, &dw[0], &dw[1]);
+        let op = ExpertsUpWgrad {
+            dim, hidden, sources, gated, x, row_index, offsets, dh, dw_gate, dw_up,
+        };
+        model.device.experts_up_wgrad(&op);
+        let (w_gate, w_up, dx) = (&weights.gate, &weights.up, scratch.y);
+        let op = ExpertsDgrad { dim, hidden, sources, gated, dh, offsets, w_gate, w_up, dx };
+        model.device.experts_dgrad(&op);
     }
 
     /// The router's gradient, and dnorm += what flows through its logits.
     fn route_backward(&mut self, layer: usize, t: usize, gradient: Buffer) {
-        let (e, k, d) = (self.expert_count(), self.top_k(), self.dim());
-        let (moe, scratch) = (self.moe(layer), self.moe_scratch());
+        let (e, k, d) = (self.model.expert_count(), self.model.top_k(), self.model.dim());
+        let (moe, scratch) = (self.model.moe(layer), self.model.moe_scratch());
         let dlogits = scratch.dlogits.slice(0, t * e);
-        let config = &self.config.router;
-        let mut aux_coef = config.aux_loss_coef * self.router_scale;
+        let config = &self.model.config.router;
+        let mut aux_coef = config.aux_loss_coef * self.model.router_scale;
         let mut counts = moe.counts;
         if config.aux_loss_scope == AuxLossScope::Hf {
-            aux_coef /= self.mixture_layers().count() as f64;
+            aux_coef /= self.model.mixture.len() as f64;
             counts = scratch.counts;
         }
-        self.device.route_backward(&RouteBackward {
+        let op = RouteBackward {
             tokens: t,
             experts: e,
             top_k: k,
@@ -361,7 +398,7 @@ impl Model {
             norm_topk: config.norm_topk_prob,
             scale: config.scale,
             aux_coef,
-            z_coef: config.z_loss_coef * self.router_scale,
+            z_coef: config.z_loss_coef * self.model.router_scale,
             logits: moe.logits.slice(0, t * e),
             probs: moe.probs.slice(0, t * e),
             lse: moe.lse.slice(0, t),
@@ -369,93 +406,28 @@ impl Model {
             counts,
             dweights: scratch.dweights.slice(0, t * k),
             dlogits,
-        });
-        let x = self.buffers.layers[layer].norm2.slice(0, t * d);
-        if self.config.router.frozen {
-            self.device.fill_zero(gradient);
+        };
+        self.model.device.route_backward(&op);
+        let x = self.model.buffers.layers[layer].norm2.slice(0, t * d);
+        if self.model.config.router.frozen {
+            self.model.device.fill_zero(gradient);
         } else {
             let (layout, accumulate) = (Order::Tn, false);
             let (a, b, c) = (dlogits, x, gradient);
-            self.device.matmul(&Matmul { layout, m: e, n: d, k: t, accumulate, a, b, c });
+            self.model.device.matmul(&Matmul { layout, m: e, n: d, k: t, accumulate, a, b, c });
         }
         let (layout, accumulate) = (Order::Nn, true);
-        let b = self.dense.layers[layer].router.expect("a mixture layer has a router");
-        let (a, c) = (dlogits, self.buffers.scratch.dnorm.slice(0, t * d));
-        self.device.matmul(&Matmul { layout, m: t, n: d, k: e, accumulate, a, b, c });
+        let b = self.model.dense.layers[layer].router.expect("a mixture layer has a router");
+        let (a, c) = (dlogits, self.model.buffers.scratch.dnorm.slice(0, t * d));
+        self.model.device.matmul(&Matmul { layout, m: t, n: d, k: e, accumulate, a, b, c });
     }
 
-    /// Moves the corrections of every layer by the loads of the whole step, `[layer][expert]`. Each
-    /// rank holds all corrections and knows all loads, so all do alike.
-    pub fn balance(&mut self, loads: &[u64]) {
-        let (experts, config) = (self.expert_count(), &self.config.router);
-        let rate = config.bias_update_rate;
-        if rate == 0.0 || config.frozen {
-            return;
+    /// The loads of all layers together, in `scratch.counts`, with which `Place` is done.
+    fn sum_counts(&mut self) {
+        if self.model.has_one_balance() {
+            let (counts, out) = (self.model.all_counts(), self.model.moe_scratch().counts);
+            self.model.device.sum_counts(&SumCounts { counts: &counts, out });
         }
-        let corrections: Vec<Buffer> =
-            self.dense.layers.iter().filter_map(|layer| layer.correction).collect();
-        for (buffer, loads) in corrections.into_iter().zip(loads.chunks_exact(experts)) {
-            let total = loads.iter().sum();
-            let next = |(bias, count): (f64, &u64)| {
-                corrected(bias, rate, *count, total, experts as u64)
-            };
-            if self.shape.float_bytes == 8 {
-                let old: Vec<f64> = self.device.read_vec(buffer);
-                let new: Vec<f64> = old.into_iter().zip(loads).map(next).collect();
-                self.device.write(buffer, &new);
-            } else {
-                let old: Vec<f32> = self.device.read_vec(buffer);
-                let old = old.into_iter().map(f64::from);
-                let new: Vec<f32> = old.zip(loads).map(|pair| next(pair) as f32).collect();
-                self.device.write(buffer, &new);
-            }
-        }
-    }
-
-    /// Under the scope `hf` the layers are one: the loads of a layer's auxiliary loss are those of
-    /// all layers together. `Place` is done with `scratch.counts` before backward begins.
-    pub(crate) fn sum_counts(&mut self) {
-        let none = self.mixture_layers().count() == 0;
-        if self.config.router.aux_loss_scope != AuxLossScope::Hf || none {
-            return;
-        }
-        let mut sums = vec![0_u32; self.expert_count()];
-        for moe in self.buffers.layers.iter().filter_map(|layer| layer.moe.as_ref()) {
-            let counts: Vec<u32> = self.device.read_vec(moe.counts);
-            sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
-        }
-        self.device.write(self.moe_scratch().counts, &sums);
-    }
-
-    /// The auxiliary loss of all layers concatenated, as Hugging Face's
-    /// `load_balancing_loss_func` has it: E * sum_e load[e] * mean_prob[e], both means over the
-    /// layers. It comes times the layers, as a sum over them would.
-    pub(crate) fn concatenated_aux_loss(&self, tokens: usize) -> f64 {
-        let experts = self.expert_count();
-        let (mut loads, mut probs) = (vec![0_u64; experts], vec![0.0; experts]);
-        for moe in self.buffers.layers.iter().filter_map(|layer| layer.moe.as_ref()) {
-            let counts: Vec<u32> = self.device.read_vec(moe.counts);
-            loads.iter_mut().zip(counts).for_each(|(sum, count)| *sum += u64::from(count));
-            let sums: Vec<f64> = self.device.read_vec(moe.prob_sums);
-            probs.iter_mut().zip(sums).for_each(|(sum, more)| *sum += more);
-        }
-        let products = loads.iter().zip(&probs).fold(0.0, |sum, (load, prob)| {
-            sum + *load as f64 * prob
-        });
-        let tokens = tokens as f64;
-        let layers = self.mixture_layers().count().max(1) as f64;
-        experts as f64 * products / (tokens * tokens * layers)
-    }
-}
-
-/// The correction of an expert after a step in which `count` of `total` slots chose it, of
-/// `experts`: a rate more below the mean load, a rate less above it (Wang et al. 2024,
-/// auxiliary-loss-free balancing). The loads are whole numbers, so no rounding decides.
-pub fn corrected(bias: f64, rate: f64, count: u64, total: u64, experts: u64) -> f64 {
-    match (u128::from(count) * u128::from(experts)).cmp(&u128::from(total)) {
-        std::cmp::Ordering::Less => bias + rate,
-        std::cmp::Ordering::Equal => bias,
-        std::cmp::Ordering::Greater => bias - rate,
     }
 }
 
@@ -471,18 +443,5 @@ pub(crate) fn activation(name: ActivationName) -> Activation {
         ActivationName::Silu => Activation::Silu,
         ActivationName::Relu => Activation::Relu,
         ActivationName::Gelu => Activation::Gelu,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::corrected;
-
-    #[test]
-    fn a_correction_moves_against_the_load() {
-        let of = |count| corrected(0.5, 0.25, count, 12, 4);
-        assert_eq!([of(0), of(2), of(3), of(4), of(12)], [0.75, 0.75, 0.5, 0.25, 0.25]);
-        // The mean of 7 over 3 lies between 2 and 3.
-        assert_eq!([2, 3].map(|count| corrected(0.0, 1.0, count, 7, 3)), [1.0, -1.0]);
     }
 }

@@ -75,6 +75,10 @@ impl AbortHandle {
         self.signal.notify();
     }
 
+    pub fn is_aborted(&self) -> bool {
+        self.memory.word(self.state).load(Ordering::SeqCst) != 0
+    }
+
     /// # Errors
     /// `Aborted`, once it is.
     pub fn check(&self) -> Result<(), CommError> {

@@ -112,8 +112,8 @@ pub fn read_bootstrap(from: &mut impl BufRead) -> Result<Bootstrap, RunError> {
 }
 
 /// Runs a worker to its end and gives its exit code. `owner` ends when whoever started the worker
-/// does, a pod has none; `make` builds the trainer of an engine that is a thread, from the memory that
-/// snapshots lie in.
+/// does, a pod has none; `make` builds the trainer of an engine that is a thread, from the memory
+/// that snapshots lie in.
 ///
 /// # Errors
 /// When the worker could not even listen.
@@ -440,12 +440,14 @@ impl Shell {
 
     fn heartbeat(&self) -> Heartbeat {
         let held = self.session.held().to_vec();
-        let (phase, step, collective) = match self.engines.progress() {
-            Some((control, collective)) => (control.phase(), control.step(), collective),
-            None if self.joining.is_some() => (Phase::Joining, 0, 0),
-            None => (Phase::Idle, 0, 0),
+        let (phase, step, collective, loading) = match self.engines.progress() {
+            Some((control, collective)) => {
+                (control.phase(), control.step(), collective, control.loading())
+            }
+            None if self.joining.is_some() => (Phase::Joining, 0, 0, None),
+            None => (Phase::Idle, 0, 0, None),
         };
-        Heartbeat { phase, step, collective, held }
+        Heartbeat { phase, step, collective, held, loading }
     }
 
     fn on_joined(&mut self, result: Result<Links, JoinError>) -> Event {
@@ -514,8 +516,9 @@ async fn wait_for(
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
-    /// The terminal is gone.
-    hangup: Signal,
+    hang_up: Signal,
+    /// One of them came.
+    any: bool,
 }
 
 impl Signals {
@@ -523,16 +526,22 @@ impl Signals {
         Ok(Signals {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
-            hangup: signal(SignalKind::hangup())?,
+            hang_up: signal(SignalKind::hangup())?,
+            any: false,
         })
     }
 
+    /// The terminal is gone for good: a hang-up is the first signal, or none. The second of the
+    /// others ends the process at once.
     async fn next(&mut self) {
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
-            _ = self.hangup.recv() => {}
+        loop {
+            tokio::select! {
+                _ = self.terminate.recv() => break,
+                _ = self.interrupt.recv() => break,
+                _ = self.hang_up.recv() => if !self.any { break },
+            }
         }
+        self.any = true;
     }
 }
 

@@ -43,7 +43,7 @@ pub enum Event {
     JoinFailed { attempt: u32, rank: Option<u32>, why: String },
     Trainer(TrainerEvent),
     AttemptEnded { attempt: u32, end: AttemptEnd },
-    /// SIGTERM or SIGINT.
+    /// SIGTERM or SIGINT, or the first of all was SIGHUP.
     Signal,
     /// Whoever started this worker is gone.
     OwnerGone,

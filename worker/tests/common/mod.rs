@@ -3,7 +3,8 @@
 
 use moe_worker::checkpoint::Disk;
 use moejob_protocol::config::{
-    AdamW, DataConfig, DataSource, Precision, Schedule, Tokenizer, TrainingConfig, ValidationConfig,
+    AdamW, DataConfig, DataSource, Precision, Recompute, Schedule, Tokenizer, TrainingConfig,
+    ValidationConfig,
 };
 use moejob_protocol::model::{
     Activation, ExpertsConfig, ModelConfig, QkNorm, RouterConfig, Scoring,
@@ -74,6 +75,7 @@ pub fn training() -> TrainingConfig {
         schedule: Schedule::Cosine { warmup_steps: 2, min_learning_rate: 0.001 },
         max_grad_norm: 1.0,
         seed: 3,
+        recompute: Recompute::None,
     }
 }
 

@@ -9,30 +9,28 @@ use crate::place::NO_EXPERT;
 /// Every token's choices, the best first; empty slots last. [T, K]
 pub(super) fn rank_order<T: Float>(
     op: &Gate,
-    [noisy, probs]: [&[T]; 2],
+    probs: &[T],
     bias: Option<&[T]>,
     [words, positions]: [&[u32]; 2],
     ranked: &mut [u32],
 ) {
     let (e, k) = (op.experts, op.top_k);
     let rows = ranked.chunks_exact_mut(k).zip(probs.chunks_exact(e)).zip(words);
-    let plain = bias.is_none() && op.groups.is_none();
-    let noisy = noisy.chunks_exact(e);
     match op.choice {
         Choice::TopK if op.hysteresis > 0.0 => held(op, probs, bias, positions, ranked),
         Choice::TopK | Choice::RandomSecond => {
             let mut choice = vec![T::ZERO; e];
-            for (((ranked, probs), _), noisy) in rows.zip(noisy) {
+            for ((ranked, probs), _) in rows {
                 choice.copy_from_slice(probs);
                 if let Some(bias) = bias {
                     choice.iter_mut().zip(bias).for_each(|(choice, bias)| *choice += *bias);
                 }
-                best_first(&choice, plain.then_some(noisy), op.groups, ranked);
+                best_first(&choice, op.groups, ranked);
             }
         }
         Choice::TopP { sum } => {
-            for (((ranked, probs), _), noisy) in rows.zip(noisy) {
-                best_first(probs, Some(noisy), None, ranked);
+            for ((ranked, probs), _) in rows {
+                best_first(probs, None, ranked);
                 let mut reached = 0.0;
                 for id in ranked.iter_mut() {
                     // The best one is always taken.
@@ -73,7 +71,7 @@ fn held<T: Float>(
         if *position != 0 {
             before.iter().for_each(|id| choice[*id as usize] += op.hysteresis);
         }
-        best_first(&choice, None, op.groups, ranked);
+        best_first(&choice, op.groups, ranked);
         before = ranked;
     }
 }
@@ -126,7 +124,7 @@ pub(super) fn first_of<T: Float>(op: &Gate, probs: &[T], ranked: &[u32]) -> Vec<
     // A token that no expert took has a favourite all the same.
     let best = |probs: &[T]| {
         let mut best = [0];
-        best_first(probs, None, None, &mut best);
+        best_first(probs, None, &mut best);
         best[0]
     };
     probs.chunks_exact(e).map(best).collect()

@@ -97,7 +97,7 @@ impl<T: Float> Estimate<'_, T> {
     /// The experts of the `count` largest logits with noise, the largest first.
     fn best(&self, count: usize) -> Vec<usize> {
         let mut best = vec![NO_EXPERT; count];
-        best_first(self.noisy, None, None, &mut best);
+        best_first(self.noisy, None, &mut best);
         best.into_iter().map(|id| id as usize).collect()
     }
 

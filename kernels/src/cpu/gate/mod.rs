@@ -47,7 +47,7 @@ impl CpuDevice {
         let stats: &mut [f64] = views.write(op.stats);
         let losses: &mut [f64] = views.write(op.losses);
         let mut ranked = vec![NO_EXPERT; t * k];
-        rank_order(op, [noisy, probs], bias, [words, positions], &mut ranked);
+        rank_order(op, probs, bias, [words, positions], &mut ranked);
         chosen.copy_from_slice(&ranked);
         chosen.chunks_exact_mut(k).for_each(<[u32]>::sort_unstable);
         let mut capacity = Capacity { counts, dropped };

@@ -20,6 +20,9 @@ use serde::{Deserialize, Serialize};
     validation = Rule::new("(has(self.devicesPerNode) ? self.devicesPerNode : 1) == \
         (has(oldSelf.devicesPerNode) ? oldSelf.devicesPerNode : 1)")
         .message("nodes.devicesPerNode is immutable"),
+    validation = Rule::new("!has(self.custom) || !has(self.custom.devices) || \
+        (has(self.max) ? self.max : (has(self.min) ? self.min : 1)) * self.custom.devices <= 32768")
+        .message("nodes.max times custom.devices must be at most 32768"),
     validation = Rule::new("has(self.profile) == has(oldSelf.profile) && \
         (!has(self.profile) || self.profile == oldSelf.profile)")
         .message("nodes.profile is immutable"),

@@ -17,7 +17,10 @@ use serde::{Deserialize, Serialize};
             experts are needed"),
     validation = Rule::new("!has(self.numAttentionHeads) || !has(self.numKeyValueHeads) || \
         self.numAttentionHeads % self.numKeyValueHeads == 0")
-        .message("model: numKeyValueHeads must divide numAttentionHeads")
+        .message("model: numKeyValueHeads must divide numAttentionHeads"),
+    validation = Rule::new("!has(self.numHiddenLayers) || !has(self.experts) || \
+        !has(self.experts.count) || self.numHiddenLayers * self.experts.count <= 65536")
+        .message("model: at most 65536 experts in all layers together")
 )]
 pub struct ModelSpec {
     /// A well-known model whose dimensions are taken.

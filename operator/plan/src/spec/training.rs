@@ -263,6 +263,9 @@ pub struct ValidationSpec {
     validation = Rule::new("!has(self.globalBatchSize) || \
         self.globalBatchSize % (has(self.microBatchSize) ? self.microBatchSize : 1) == 0")
         .message("training: microBatchSize must divide globalBatchSize"),
+    validation = Rule::new("!has(self.recomputeLayers) || \
+        (has(self.recompute) && self.recompute == 'full')")
+        .message("training: recomputeLayers goes with recompute: full"),
     validation = Rule::new("self.steps >= oldSelf.steps").message("training.steps only grows"),
     validation = Rule::new("has(self.globalBatchSize) == has(oldSelf.globalBatchSize) && \
         (!has(self.globalBatchSize) || self.globalBatchSize == oldSelf.globalBatchSize) && \
@@ -276,6 +279,10 @@ pub struct ValidationSpec {
         (!has(self.schedule) || self.schedule == oldSelf.schedule) && \
         has(self.maxGradNorm) == has(oldSelf.maxGradNorm) && \
         (!has(self.maxGradNorm) || self.maxGradNorm == oldSelf.maxGradNorm) && \
+        has(self.recompute) == has(oldSelf.recompute) && \
+        (!has(self.recompute) || self.recompute == oldSelf.recompute) && \
+        has(self.recomputeLayers) == has(oldSelf.recomputeLayers) && \
+        (!has(self.recomputeLayers) || self.recomputeLayers == oldSelf.recomputeLayers) && \
         has(self.seed) == has(oldSelf.seed) && (!has(self.seed) || self.seed == oldSelf.seed)")
         .message("training is immutable, but for steps")
 )]
@@ -305,6 +312,15 @@ pub struct TrainingSpec {
     #[schemars(range(min = 0.0, max = 1e9))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_grad_norm: Option<f64>,
+    /// What backward computes again rather than keeping it, to need less memory: none, selective
+    /// (norms, roped queries and keys), experts (their hidden rows, too) or full (whole layers). No
+    /// loss depends on it. Default: none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub recompute: Option<RecomputeName>,
+    /// Layers that are computed again together, with recompute full. Default: 1.
+    #[schemars(range(min = 1, max = 65536))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub recompute_layers: Option<u32>,
     /// Of the initial weights and of the order of the data. Default: 1.
     #[schemars(range(max = 9007199254740991u64))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -318,6 +334,16 @@ pub enum PrecisionName {
     Fp32,
     Bf16,
     Fp16,
+}
+
+/// What backward computes again.
+#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[serde(rename_all = "camelCase")]
+pub enum RecomputeName {
+    None,
+    Selective,
+    Experts,
+    Full,
 }
 
 /// The optimizer; one of the fields.

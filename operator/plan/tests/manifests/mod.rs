@@ -76,7 +76,7 @@ fn made(name: &str) -> Vec<u8> {
     let utf16 = |text: &str| text.encode_utf16().flat_map(u16::to_le_bytes).collect::<Vec<u8>>();
     match name {
         "long-location" => {
-            let location = "x".repeat(1 << 16);
+            let location = "x".repeat(1 << 15);
             BASE.replace("keep: 3", &format!("keep: 3, location: {location}")).into_bytes()
         }
         "alias-bomb" => {
@@ -88,9 +88,9 @@ fn made(name: &str) -> Vec<u8> {
             text.into_bytes()
         }
         "alias-loop" => b"a: &a\n  b: *a\n".to_vec(),
-        "nested-lists" => "[".repeat(100_000).into_bytes(),
+        "nested-lists" => "[".repeat(60_000).into_bytes(),
         "nested-maps" => {
-            let lines = (0..1_000).map(|level| format!("{}a:\n", " ".repeat(level)));
+            let lines = (0..340).map(|level| format!("{}a:\n", " ".repeat(level)));
             lines.collect::<String>().into_bytes()
         }
         "large" => format!("# {}\n", "x".repeat(3 << 20)).into_bytes(),

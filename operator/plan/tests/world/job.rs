@@ -18,6 +18,7 @@ pub fn step_report(step: u64, attempt: u32) -> Up {
         learning_rate: 1e-3,
         tokens: 0,
         tokens_per_second: 0.0,
+        timing: Default::default(),
         world_size: 0,
         attempt,
         expert_imbalance: 1.0,

@@ -373,6 +373,7 @@ impl World {
                 step: 0,
                 collective: sim.collective,
                 held: sim.held.clone(),
+                loading: None,
             };
             sim.up.push_back((sim.attempt, Up::Heartbeat(heartbeat)));
         }
@@ -515,7 +516,8 @@ impl World {
         let recoveries = self.tracker.recoveries.clone();
         // Whose the gang was at first is each leader's own knowledge.
         observed.record.gang.iter_mut().for_each(|gang| gang.inherited = false);
-        let saved = Saved { term, record: observed.record, recoveries };
+        let record = observed.record;
+        let saved = Saved { term, record, recoveries, ..Saved::default() };
         let line = record::write(&saved);
         let found = record::read(&line).expect("what one leader wrote the next one reads");
         assert_eq!(found, saved, "{line}");

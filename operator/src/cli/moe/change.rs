@@ -46,7 +46,7 @@ pub async fn run(cluster: &Cluster, change: Change, args: &ChangeArgs) -> Result
             }
             Err(error) if result.is_ok() && args.jobs.len() == 1 => result = Err(error),
             Err(error) => {
-                eprintln!("kubectl moe: {error}");
+                eprintln!("kubectl moe: {}", output::plain(&error));
                 result = result.and(Err(MoeError::Failed("not all jobs were changed".into())));
             }
         }

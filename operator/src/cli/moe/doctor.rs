@@ -60,7 +60,7 @@ pub async fn run(cluster: &Cluster, args: &DoctorArgs) -> Result<(), MoeError> {
     checks.push(checks::clock(now(), server_time, &leases));
     match output::value(args.output, &checks::json(&checks)) {
         Some(text) => output::print(&text)?,
-        None => output::print(&checks::text(&checks))?,
+        None => output::say(&checks::text(&checks))?,
     }
     let missing = checks.iter().filter(|check| check.state == State::Missing).count();
     match missing {

@@ -34,6 +34,7 @@ impl Followed {
                 }
                 // It begins again after a pause; once is enough to know.
                 Err(error) if !std::mem::replace(&mut self.troubled, true) => {
+                    let error = super::output::plain(&error);
                     eprintln!("the watch is interrupted, and goes on: {error}");
                 }
                 Err(_) => {}

@@ -13,6 +13,7 @@ use clap::Args;
 use futures::StreamExt;
 use kube::api::LogParams;
 use moejob_plan::pods::CONTAINER;
+use std::io::IsTerminal;
 use std::collections::BTreeSet;
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -231,7 +232,12 @@ impl<'a> Reading<'a> {
                 text += &speaker.say(time, &line, style);
             }
         }
-        if text.is_empty() { Ok(()) } else { output::print(&text) }
+        match text.is_empty() {
+            true => Ok(()),
+            // A file or a pipe gets what the workers wrote.
+            false if std::io::stdout().is_terminal() => output::say(&text),
+            false => output::print(&text),
+        }
     }
 }
 
@@ -254,7 +260,7 @@ impl Reader {
                 Err(error) if error.is_not_found() => break,
                 Err(error) => {
                     if !std::mem::replace(&mut complained, true) {
-                        eprintln!("kubectl moe: {error}");
+                        eprintln!("kubectl moe: {}", output::plain(&error));
                     }
                     if !error.is_unreachable() {
                         break;

@@ -126,7 +126,7 @@ pub fn run(args: MoeArgs) -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(MoeError::Interrupted) => ExitCode::from(MoeError::Interrupted.exit_code()),
         Err(error) => {
-            eprintln!("kubectl moe: {error}");
+            eprintln!("kubectl moe: {}", output::plain(&error));
             ExitCode::from(error.exit_code())
         }
     }

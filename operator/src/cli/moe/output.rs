@@ -2,6 +2,7 @@
 
 use super::error::MoeError;
 use clap::ValueEnum;
+use moejob_plan::problem::printable_lines;
 use serde_json::{Value, json};
 use std::io::Write;
 
@@ -52,6 +53,20 @@ pub fn tidy(object: &mut Value) {
     if let Some(meta) = object["metadata"].as_object_mut() {
         meta.remove("managedFields");
     }
+}
+
+/// Words for standard error.
+pub fn plain(words: &impl std::fmt::Display) -> String {
+    printable_lines(&words.to_string())
+}
+
+/// Prints for a person: words of jobs, events, pods and logs stand in it, and none of them may move
+/// a terminal's cursor.
+///
+/// # Errors
+/// As `print`.
+pub fn say(text: &str) -> Result<(), MoeError> {
+    print(&printable_lines(text))
 }
 
 /// Prints. A reader that has gone away (`| head`) ends the command without a word.

@@ -8,6 +8,7 @@ use super::output;
 use crate::cli::plan::{How, Planned};
 use crate::cli::validate;
 use clap::Args;
+use moejob_plan::problem::printable_lines;
 use moejob_plan::Job;
 use moejob_plan::allocate::Needs;
 use moejob_plan::topology::NodeInfo;
@@ -32,7 +33,7 @@ pub async fn run(cluster: &Cluster, args: &PlanArgs) -> Result<(), MoeError> {
     };
     let Planned { text, works } =
         args.how.planned(&job, nodes.as_deref()).map_err(MoeError::Input)?;
-    output::print(&format!("{text}\n"))?;
+    output::say(&format!("{text}\n"))?;
     match works {
         true => Ok(()),
         false => Err(MoeError::Input("no number of nodes works, see above".to_string())),
@@ -83,6 +84,6 @@ async fn free(
         Err(error) => return Err(error),
     };
     let judged = judge(&nodes, &pods, &Needs::of(job), uid);
-    eprintln!("{}", summary(&judged));
+    eprintln!("{}", printable_lines(&summary(&judged)));
     Ok(Some(infos(&judged)))
 }

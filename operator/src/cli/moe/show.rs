@@ -10,6 +10,7 @@ use super::table::{Table, age, or_dash, short, stamp};
 use super::timeline::{self, Entry, PodView, Told};
 use super::{now, run_until_interrupted};
 use clap::Args;
+use moejob_plan::problem::printable_lines;
 use moejob_plan::observed::Millis;
 use moejob_plan::pods::{LABEL_JOB, LABEL_JOB_UID};
 use serde_json::{Value, json};
@@ -72,7 +73,7 @@ async fn watch(
             output::print(&screen(&picture, true))?;
         } else {
             let new = picture.entries.iter().filter(|entry| !is_told(entry, &known));
-            output::print(&new.map(line).collect::<String>())?;
+            output::say(&new.map(line).collect::<String>())?;
         }
         known = picture.entries;
     }
@@ -100,7 +101,7 @@ async fn picture(cluster: &Cluster, object: &Value) -> Result<Picture, MoeError>
     );
     let readable = |found: Result<Vec<Value>, MoeError>| match found {
         Err(error) if error.is_forbidden() => {
-            eprintln!("kubectl moe: {error}");
+            eprintln!("kubectl moe: {}", output::plain(&error));
             Ok(Vec::new())
         }
         found => found,
@@ -114,7 +115,7 @@ async fn picture(cluster: &Cluster, object: &Value) -> Result<Picture, MoeError>
 
 fn screen(picture: &Picture, drawn: bool) -> String {
     let clear = if drawn { "\x1b[H\x1b[2J" } else { "" };
-    format!("{clear}{}", text(picture, now()))
+    format!("{clear}{}", printable_lines(&text(picture, now())))
 }
 
 fn line(entry: &Entry) -> String {

@@ -1,6 +1,7 @@
 //! Columns as kubectl aligns them, and times as it writes them.
 
 use moejob_plan::observed::Millis;
+use moejob_plan::problem::printable;
 
 /// Spaces between two columns.
 const GAP: usize = 3;
@@ -19,7 +20,8 @@ impl Table {
 
     pub fn row(&mut self, cells: Vec<String>) {
         debug_assert_eq!(cells.len(), self.heads.len());
-        self.rows.push(cells);
+        // Names, reasons and words of others stand in them.
+        self.rows.push(cells.iter().map(|cell| printable(cell)).collect());
     }
 
     /// Each line ends with a newline; no line ends with a space.

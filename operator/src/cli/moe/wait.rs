@@ -67,7 +67,7 @@ async fn follow(cluster: &Cluster, name: &str, goal: Goal) -> Result<(), MoeErro
             let phase = format!("{} {}", job.phase(), job.reason());
             // The operator has a moment to look at it.
             if phase != said && job.phase() != "Submitted" {
-                eprintln!("{name}: {line}");
+                eprintln!("{name}: {}", super::output::plain(&line));
                 said = phase;
             }
         }

@@ -164,7 +164,10 @@ impl Links {
 
     /// The group as `rank` sees it; made once a rank.
     pub fn comm(&self, rank: u32) -> Comm {
-        let lane = |peer: u32| Lane { outgoing: self.pipe(rank, peer), incoming: self.pipe(peer, rank) };
+        let lane = |peer: u32| {
+            let (outgoing, incoming) = (self.pipe(rank, peer), self.pipe(peer, rank));
+            Lane { outgoing, incoming }
+        };
         let lanes = (0..self.shape.world).map(|peer| (peer != rank).then(|| lane(peer)));
         Comm {
             rank,

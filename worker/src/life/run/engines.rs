@@ -90,8 +90,17 @@ struct Engine {
     life: u64,
     body: Body,
     started: Instant,
-    /// `EngineStarted` was told.
-    announced: bool,
+    /// Where it works, once `EngineStarted` was told.
+    place: Option<Place>,
+}
+
+/// How people know an engine.
+#[derive(Clone)]
+struct Place {
+    attempt: u32,
+    rank: u32,
+    node: String,
+    device: usize,
 }
 
 enum Body {
@@ -194,7 +203,7 @@ impl Engines {
                 Body::Thread(Thread::start(name, move || make(memory), happened)?)
             }
         };
-        Ok(Engine { life: name.life, body, started: Instant::now(), announced: false })
+        Ok(Engine { life: name.life, body, started: Instant::now(), place: None })
     }
 
     /// Runs the attempt that was joined. The engines are idle: the session starts an attempt only
@@ -212,10 +221,12 @@ impl Engines {
             // One that is lost just now says so by itself.
             let Some(engine) = engine else { continue };
             let of_rank = WorkerConfig { rank: Some(rank), ..(*running.config).clone() };
-            if !engine.announced && matches!(engine.body, Body::Process(_)) {
-                engine.announced = true;
-                let pid = engine.pid();
-                let told = told(running, index, EventKind::EngineStarted, "Configured", "", pid, []);
+            let (attempt, node) = (running.attempt(), running.node.clone());
+            let place = Place { attempt, rank, node, device: index };
+            let begins = engine.place.replace(place.clone()).is_none();
+            if begins && matches!(engine.body, Body::Process(_)) {
+                let kind = EventKind::EngineStarted;
+                let told = told(&place, engine.pid(), kind, "Configured", "", []);
                 outcome.tell.push(TrainerEvent::Event(told));
             }
             match &mut engine.body {
@@ -305,26 +316,30 @@ impl Engines {
             outcome.exit = true;
             return;
         }
-        let soon = !engine.announced && engine.started.elapsed() < AT_ONCE;
+        let soon = engine.place.is_none() && engine.started.elapsed() < AT_ONCE;
         self.at_once = if soon { self.at_once + 1 } else { 0 };
         self.follow(outcome);
+        let pid = engine.pid();
+        match &engine.place {
+            Some(place) => {
+                let why = format!("the engine of rank {} (pid {pid}) is lost: {how}", place.rank);
+                let words = [
+                    ("exit", Detail::Text(how.to_string())),
+                    ("lastWords", Detail::Text(last_words.to_string())),
+                ];
+                let told = told(place, pid, EventKind::EngineLost, "Lost", &why, words);
+                outcome.tell.push(TrainerEvent::Event(told));
+            }
+            None => tracing::warn!(how, last_words, pid, "an engine without a rank is lost"),
+        }
         if let Some(running) = &self.running {
-            let rank = running.rank(index);
-            let pid = engine.pid();
-            let why = format!("the engine of rank {rank} (pid {pid}) is lost: {how}");
             // The others of this worker and all peers leave the attempt.
+            let rank = running.rank(index);
+            let why = format!("the engine of rank {rank} (pid {pid}) is lost: {how}");
             running.links.lose(rank, &why);
             running.abort(&why);
-            let words = [
-                ("exit", Detail::Text(how.to_string())),
-                ("lastWords", Detail::Text(last_words.to_string())),
-            ];
-            let told = told(running, index, EventKind::EngineLost, "Lost", &why, pid, words);
-            outcome.tell.push(TrainerEvent::Event(told));
             let attempt = running.attempt();
             self.ended(index, attempt, AttemptEnd::Aborted(lost(why)), outcome);
-        } else {
-            tracing::warn!(how, last_words, pid = engine.pid(), "an idle engine is lost");
         }
         match self.start(index, true) {
             Ok(engine) if self.at_once < AT_ONCE_MAX => self.engines[index] = Some(engine),
@@ -432,20 +447,19 @@ fn weight(end: &AttemptEnd, is_local: impl Fn(u32) -> bool) -> u32 {
 }
 
 fn told(
-    running: &Running,
-    index: usize,
+    place: &Place,
+    pid: u32,
     kind: EventKind,
     reason: &str,
     message: &str,
-    pid: u32,
     more: impl IntoIterator<Item = (&'static str, Detail)>,
 ) -> Event {
     let details = [
-        ("rank", Detail::Number(running.rank(index).into())),
-        ("node", Detail::Text(running.node.clone())),
-        ("device", Detail::Number(index as u64)),
+        ("rank", Detail::Number(place.rank.into())),
+        ("node", Detail::Text(place.node.clone())),
+        ("device", Detail::Number(place.device as u64)),
         ("pid", Detail::Number(pid.into())),
     ];
     let details = details.into_iter().chain(more);
-    event(running.attempt(), kind, reason, message.to_string(), details)
+    event(place.attempt, kind, reason, message.to_string(), details)
 }

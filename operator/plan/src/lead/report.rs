@@ -1,14 +1,10 @@
 //! What a job says of itself: status, metrics, and when they are written.
 
-use super::Origin;
-use super::job::{Blocked, JobState};
-use crate::apply::{JobName, Write, Written};
-use crate::metrics::JobFigures;
-use crate::observe::JobSeen;
-use moejob_plan::observed::{Millis, Stored};
-use moejob_plan::record::{self, Saved};
-use moejob_plan::status::{self, Condition, MoeJobStatus};
-use moejob_plan::track::{Recovery, Tracker};
+use super::{Blocked, Effect, JobLoop, JobName, JobSeen, Origin, Write, Written};
+use crate::observed::{Millis, Stored};
+use crate::record::{self, Saved};
+use crate::status::{self, Condition, MoeJobStatus};
+use crate::track::{Recovery, Tracker};
 use moejob_protocol::report::StepReport;
 use std::time::Duration;
 
@@ -21,15 +17,31 @@ const SETTLE_STARTING: Millis = 5_000;
 /// After a write that failed: 1 s, 2 s, 4 s, ... up to this.
 const RETRY_MAX: Millis = 60_000;
 
+/// The figures of one job.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Figures {
+    pub namespace: String,
+    pub name: String,
+    pub phase: String,
+    pub step: u64,
+    pub loss: Option<f64>,
+    pub tokens_per_second: Option<f64>,
+    pub expert_imbalance: Option<f64>,
+    pub router_entropy: Option<f64>,
+    pub dropped_tokens: Option<f64>,
+    pub nodes_ready: u32,
+    pub nodes_desired: u32,
+}
+
 /// The status as it was last written, and what is newer.
-pub struct Report {
+pub(super) struct Report {
     pub generation: i64,
     /// A write is under way; there is one at a time.
     pub in_flight: bool,
     /// When to look whether something is to be written.
     pub due: Option<Millis>,
     version: String,
-    /// Without its record, as `pending`: nobody compares it.
+    /// Without its records, as `pending`: nobody compares them.
     written: MoeJobStatus,
     pending: Option<MoeJobStatus>,
     last_write: Millis,
@@ -37,6 +49,8 @@ pub struct Report {
     not_before: Millis,
     failures: u32,
     newest: Option<StepReport>,
+    /// What was told of it last.
+    figures: Figures,
 }
 
 impl Report {
@@ -48,6 +62,7 @@ impl Report {
             version: seen.resource_version.clone(),
             written: MoeJobStatus {
                 record: String::new(),
+                record_more: String::new(),
                 ..serde_json::from_value(seen.status.clone()).unwrap_or_default()
             },
             pending: None,
@@ -56,6 +71,7 @@ impl Report {
             not_before: 0,
             failures: 0,
             newest: None,
+            figures: Figures::default(),
         }
     }
 
@@ -96,8 +112,9 @@ impl Report {
         self.last_write = now;
         (self.changed_at, self.due) = (None, None);
         let record = std::mem::take(&mut status.record);
+        let more = std::mem::take(&mut status.record_more);
         self.pending = Some(status.clone());
-        status.record = record;
+        (status.record, status.record_more) = (record, more);
         Write::Status {
             job: job.clone(),
             resource_version: self.version.clone(),
@@ -151,7 +168,8 @@ impl Report {
 /// All but what only the next leader reads.
 fn same(a: &MoeJobStatus, b: &MoeJobStatus) -> bool {
     let plain = |status: &MoeJobStatus| {
-        let mut status = MoeJobStatus { record: String::new(), ..status.clone() };
+        let (record, record_more) = Default::default();
+        let mut status = MoeJobStatus { record, record_more, ..status.clone() };
         for condition in &mut status.conditions {
             condition.last_transition_time = None;
         }
@@ -179,44 +197,55 @@ fn rfc3339(now: Millis) -> String {
     format!("{time:.0}")
 }
 
-impl JobState {
+impl JobLoop {
     /// Status and figures, each when it is time.
     pub(super) fn report_status(&mut self, now: Millis) {
-        if self.is_deleted() {
+        if self.spec.is_deleted() {
             return;
         }
         let mut status = self.status_of(&self.tracker, now);
-        self.figures(&status);
+        let figures = self.figures(&status);
+        if figures != self.report.figures {
+            self.report.figures = figures.clone();
+            self.effects.push(Effect::Figures(Box::new(figures)));
+        }
         // Nothing is amiss with them, or a person would be told at once; they are being made, or
         // are there.
-        let starting = self.failure.as_ref().or(self.refusals.standing_back()).is_none()
-            && self.workers.troubles().is_empty()
+        let starting = self.outbox.failure.as_ref().or(self.refusals.standing_back()).is_none()
+            && self.pods.troubles().is_empty()
             && self.tracker.observed.record.attempt == 0
-            && (self.busy || !self.tracker.observed.workers.is_empty());
+            && (self.outbox.busy || !self.tracker.observed.workers.is_empty());
         if self.report.is_due(&status, starting, now) {
-            status.record = self.record_of(&self.tracker);
+            self.write_record(&self.tracker, &mut status);
             let write = self.report.write(&self.id, status, now);
             self.send_aside(Origin::Status, write);
         }
     }
 
     /// What the next leader goes on from; of a large gang some 30 KB.
-    pub(super) fn record_of(&self, tracker: &Tracker) -> String {
-        record::write(&Saved {
+    pub(super) fn write_record(&self, tracker: &Tracker, status: &mut MoeJobStatus) {
+        let saved = Saved {
             term: self.term,
             record: tracker.observed.record.clone(),
             recoveries: tracker.recoveries.clone(),
-        })
+            more: record::More {
+                accepted: self.spec.accepted().cloned(),
+                keyring: self.operator.keyring.clone(),
+                rest: self.rest.1.clone(),
+            },
+            rest: self.rest.0.clone(),
+        };
+        (status.record, status.record_more) = (record::write(&saved), record::write_more(&saved));
     }
 
     /// Without the record, which only what is written needs.
     pub(super) fn status_of(&self, tracker: &Tracker, now: Millis) -> MoeJobStatus {
-        let mut status = match (self.is_blocked(), &self.job) {
-            (None, Some(job)) => {
+        let mut status = match self.spec.plannable() {
+            Some(job) => {
                 let why = &self.why;
                 status::status(job, &tracker.observed, &tracker.recoveries, why, now)
             }
-            (blocked, _) => blocked_status(blocked),
+            None => blocked_status(self.spec.blocked()),
         };
         status.observed_generation = Some(self.report.generation);
         if let Some(report) = &self.report.newest {
@@ -234,21 +263,22 @@ impl JobState {
     fn explain(&self, conditions: &mut [Condition]) {
         let waits = |of: &&mut Condition| of.type_ == "Planned" && of.reason == "WaitingForNodes";
         let Some(planned) = conditions.iter_mut().find(waits) else { return };
-        let troubles = self.workers.troubles();
-        if let Some((reason, message)) = self.failure.as_ref().or(self.refusals.standing_back()) {
+        let troubles = self.pods.troubles();
+        let failure = self.outbox.failure.as_ref().or(self.refusals.standing_back());
+        if let Some((reason, message)) = failure {
             planned.reason.clone_from(reason);
             planned.message.clone_from(message);
         } else if !troubles.is_empty() {
             planned.reason = "WorkersDoNotStart".to_string();
             planned.message = troubles.join("\n");
-        } else if !self.nodes_why.is_empty() {
-            planned.message = format!("{}; {}", self.nodes_why, planned.message);
+        } else if !self.granted.why.is_empty() {
+            planned.message = format!("{}; {}", self.granted.why, planned.message);
         }
     }
 
-    fn figures(&self, status: &MoeJobStatus) {
+    fn figures(&self, status: &MoeJobStatus) -> Figures {
         let newest = self.report.newest.as_ref();
-        let figures = JobFigures {
+        Figures {
             namespace: self.id.namespace.clone(),
             name: self.id.name.clone(),
             phase: status.phase.clone(),
@@ -260,23 +290,23 @@ impl JobState {
             dropped_tokens: newest.map(|report| report.routing.dropped_tokens),
             nodes_ready: status.nodes.ready,
             nodes_desired: status.nodes.desired,
-        };
-        self.context.metrics.job(&self.id.uid, figures);
+        }
     }
 
-    pub(super) fn recovered(&mut self, recovery: &Recovery) {
+    pub(super) fn recovered(&mut self, recovery: &Recovery, now: Millis) {
         let took = |at: Option<Millis>| {
             Duration::from_millis(at.unwrap_or_default().saturating_sub(recovery.detected_at))
         };
         let (replanned, first_step) = (took(recovery.replanned_at), took(recovery.first_step_at));
-        self.context.metrics.recovered(cause_word(&recovery.cause), replanned, first_step);
+        let cause = cause_word(&recovery.cause);
+        self.effects.push(Effect::Recovered { cause, replanned, first_step });
         let note = format!(
             "training again {} ms after the loss was noticed: {}; {} steps were done again",
             first_step.as_millis(),
             recovery.cause,
             recovery.steps_lost
         );
-        self.event(false, "Recovered", note);
+        self.event(false, "Recovered", note, now);
     }
 }
 
@@ -305,8 +335,8 @@ fn blocked_status(blocked: Option<&Blocked>) -> MoeJobStatus {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{WriteError, WriteErrorKind};
     use super::*;
-    use std::collections::BTreeMap;
 
     fn report() -> Report {
         Report::new(&JobSeen {
@@ -317,9 +347,8 @@ mod tests {
             resource_version: "10".into(),
             created_at: 0,
             deleted: false,
-            labels: BTreeMap::new(),
-            annotations: BTreeMap::new(),
             spec: serde_json::Value::Null,
+            spec_bytes: 4,
             status: serde_json::Value::Null,
         })
     }
@@ -371,7 +400,8 @@ mod tests {
     fn a_refused_write_waits_and_a_newer_version_ends_the_wait() {
         let mut report = report();
         write(&mut report, status("Running", 1), 0);
-        report.written(&Err(crate::apply::ApplyError::Conflict), 100);
+        let conflict = WriteError { kind: WriteErrorKind::Conflict, message: String::new() };
+        report.written(&Err(conflict), 100);
         assert!(!report.is_due(&status("Running", 1), false, 200));
         assert_eq!(report.due, Some(1_100));
         report.on_version("9");

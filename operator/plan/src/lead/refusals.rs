@@ -1,22 +1,30 @@
 //! What becomes of a job whose pods the API server does not take: a quota is used up, a policy or
-//! a class of the pods is against it.
+//! a class of the pods is against it, or the namespace lacks the operator's Role.
 //!
-//! A gang is all or nothing. Pods that were taken wait for the others as long as for one that does
-//! not connect, `recovery.gangTimeout`; then the job gives all of them back, stands back for a
-//! while, and tries again: so two jobs that fit a quota one at a time do not hold half of it each.
+//! A gang is all or nothing. Pods that were taken wait for the others for a while; then the job
+//! gives all of them back, stands back, and tries again: so two jobs that fit a quota one at a time
+//! do not hold half of it each.
 
-use super::job::JobState;
-use moejob_plan::allocate::{HOLD_TIMEOUT, Standing};
-use moejob_plan::observed::Millis;
+use super::{JobLoop, WriteErrorKind};
+use crate::allocate::{HOLD_TIMEOUT, Standing};
+use crate::observed::Millis;
 
+/// Pods that were taken wait at most so long for those that are refused, whatever the job's
+/// gangTimeout is: others may be able to use the nodes.
+pub const PATIENCE: Millis = 120_000;
 /// How long it stands back, doubled with each time up to the second.
 const PAUSE_FIRST: Millis = 30_000;
 const PAUSE_MAX: Millis = 600_000;
+/// In a namespace without the Role nothing can succeed: so often it is tried.
+const PROBE_EVERY: Millis = 60_000;
+/// A refusal that nothing has followed for so long is another story: writes that fail are tried
+/// again within a minute.
+const APART: Millis = 150_000;
 
 #[derive(Debug, Default)]
 pub struct Refusals {
-    /// The first one since all pods were taken.
-    since: Option<Millis>,
+    /// The first one since all pods were taken, and the newest.
+    since: Option<(Millis, Millis)>,
     /// It stands back until then.
     until: Option<Millis>,
     times: u32,
@@ -31,20 +39,24 @@ impl Refusals {
     /// stands back, as it has waited for `patience`. `seed` sets apart jobs that were refused at
     /// the same time.
     fn refused(&mut self, patience: Millis, seed: u64, now: Millis) -> bool {
-        let since = *self.since.get_or_insert(now);
+        let known = self.since.filter(|(_, newest)| now < newest + APART);
+        let (since, _) = known.unwrap_or((now, now));
+        self.since = Some((since, now));
         if now < since + patience {
             return false;
         }
         let pause = (PAUSE_FIRST << self.times.min(10)).min(PAUSE_MAX);
-        self.until = Some(now + pause + seed % pause);
+        self.stand_back(now + pause + seed % pause);
         self.times += 1;
-        self.since = None;
-        self.turned = true;
         true
     }
 
-    /// All pods were taken.
-    fn taken(&mut self) {
+    fn stand_back(&mut self, until: Millis) {
+        (self.until, self.since, self.turned) = (Some(until), None, true);
+    }
+
+    /// All pods were taken, or an attempt has begun with those that were.
+    pub fn taken(&mut self) {
         *self = Refusals { turned: self.turned, ..Refusals::default() };
     }
 
@@ -68,26 +80,30 @@ impl Refusals {
     }
 }
 
-impl JobState {
-    /// A batch that was to make pods is written, `all` of it or not.
-    pub(super) fn pods_written(&mut self, all: bool, now: Millis) {
-        if all {
-            return self.refusals.taken();
-        }
+impl JobLoop {
+    /// The API server has refused some pods of a batch; one that it did not answer, or that had
+    /// another's name, is no refusal.
+    pub(super) fn pods_refused(&mut self, kind: WriteErrorKind, now: Millis) {
         let observed = &self.tracker.observed;
+        let forbidden = kind == WriteErrorKind::Forbidden;
         let patience = match Standing::of(observed) {
-            Standing::Waiting => observed.wanted.gang_timeout,
-            Standing::Holding { .. } => HOLD_TIMEOUT,
             // It trains on without them.
             Standing::Running => return,
+            Standing::Waiting if forbidden => 0,
+            Standing::Waiting => observed.wanted.gang_timeout.min(PATIENCE),
+            Standing::Holding { .. } => HOLD_TIMEOUT,
         };
         let seed = self.id.uid.bytes().fold(0u64, |sum, byte| sum * 31 % 65_521 + u64::from(byte));
         if self.refusals.refused(patience, seed, now) {
-            self.refusals.why = self.failure.clone().unwrap_or_default();
+            if forbidden {
+                self.refusals.stand_back(now + PROBE_EVERY);
+            }
+            self.refusals.why = self.outbox.failure.clone().unwrap_or_default();
             // It is planned at once, without any node: what it has goes.
-            (self.failures, self.retry_at) = (0, now);
-            self.nodes_seen.clear();
-            tracing::info!(job = self.id.name, "gives back its nodes: its pods are refused");
+            self.outbox.retry_now(now);
+            self.granted.nodes.clear();
+            let text = "gives back its nodes: its pods are refused".to_string();
+            self.note(false, text);
         }
     }
 }
@@ -115,5 +131,14 @@ mod tests {
         refusals.taken();
         refusals.refused(0, 7, now);
         assert_eq!(refusals.due(), Some(now + 30_007), "jobs of different seeds come apart");
+    }
+
+    #[test]
+    fn refusals_of_long_ago_count_for_nothing() {
+        let mut refusals = Refusals::default();
+        assert!(!refusals.refused(PATIENCE, 0, 1_000));
+        // Hours later a pod is refused once.
+        assert!(!refusals.refused(PATIENCE, 0, 1_000 + 3_600_000));
+        assert!(refusals.standing_back().is_none());
     }
 }

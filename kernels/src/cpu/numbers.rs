@@ -1,0 +1,256 @@
+//! See [`crate::numbers`].
+
+use super::{CpuDevice, Float};
+use crate::balance::{Balance, row};
+use crate::numbers::{
+    AdamWUpdate, AddRouting, BalanceLosses, ConcatenatedBalance, MoveCorrections, ReduceNumbers,
+    RouteEntropy, SumCounts, SumRows, record, tally,
+};
+use crate::optimizer::AdamW;
+use crate::place::NO_EXPERT;
+use crate::step_vectors::{clip_factor, is_skipped, number, param};
+use std::cmp::Ordering;
+
+impl CpuDevice {
+    pub(crate) fn route_entropy<T: Float>(&mut self, op: &RouteEntropy) {
+        let (mut views, _) = self.split();
+        let probs: &[T] = views.read(op.probs);
+        let logits: &[T] = views.read(op.logits);
+        let lse: &[T] = views.read(op.lse);
+        let entropy: &mut [f64] = views.write(op.entropy);
+        let size = lse.len() * op.experts;
+        assert_eq!((probs.len(), logits.len(), entropy.len()), (size, size, 1), "{op:?}");
+        let rows = probs.chunks_exact(op.experts).zip(logits.chunks_exact(op.experts)).zip(lse);
+        let sum = rows.fold(0.0, |sum, ((probs, logits), lse)| {
+            sum + if op.softmax { of_softmax(probs, logits, *lse) } else { of_shares(probs) }
+        });
+        entropy[0] = sum / lse.len() as f64;
+    }
+
+    pub(crate) fn balance_losses(&mut self, op: &BalanceLosses) {
+        let (mut views, _) = self.split();
+        let stats: &[f64] = views.read(op.stats);
+        let value: &mut [f64] = views.write(op.value);
+        let width = row::COUNT * op.experts;
+        assert!(stats.len().is_multiple_of(width) && value.len() == 1, "{op:?}");
+        let segments = (stats.len() / width) as f64;
+        let balance = Balance { loss: op.loss, tokens: op.tokens, experts: op.experts };
+        let mut gradient = op.gradient.map(|(into, factor)| {
+            let into: &mut [f64] = views.write(into);
+            assert_eq!(into.len(), stats.len() / row::COUNT * 3, "{op:?}");
+            (into.chunks_exact_mut(3 * op.experts), factor / segments)
+        });
+        let mut sum = 0.0;
+        for stats in stats.chunks_exact(width) {
+            let part = balance.of(stats);
+            sum += part.value;
+            if let Some((into, factor)) = &mut gradient {
+                let d = part.probs.iter().chain(&part.importance).chain(&part.load);
+                let into = into.next().expect("a gradient a segment");
+                into.iter_mut().zip(d).for_each(|(into, d)| *into = d * *factor);
+            }
+        }
+        value[0] = sum / segments;
+    }
+
+    pub(crate) fn sum_counts(&mut self, op: &SumCounts) {
+        let (mut views, _) = self.split();
+        let counts: Vec<&[u32]> = op.counts.iter().map(|counts| views.read(*counts)).collect();
+        let out: &mut [u32] = views.write(op.out);
+        out.fill(0);
+        for counts in counts {
+            assert_eq!(counts.len(), out.len(), "{op:?}");
+            out.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+        }
+    }
+
+    pub(crate) fn concatenated_balance(&mut self, op: &ConcatenatedBalance) {
+        let (mut views, _) = self.split();
+        let counts: Vec<&[u32]> = op.counts.iter().map(|counts| views.read(*counts)).collect();
+        let sums: Vec<&[f64]> = op.prob_sums.iter().map(|sums| views.read(*sums)).collect();
+        let value: &mut [f64] = views.write(op.value);
+        let experts = counts.first().map_or(0, |counts| counts.len());
+        let products = (0..experts).fold(0.0, |sum, e| {
+            let load: u64 = counts.iter().map(|counts| u64::from(counts[e])).sum();
+            sum + load as f64 * sums.iter().fold(0.0, |sum, probs| sum + probs[e])
+        });
+        let (tokens, layers) = (op.tokens as f64, counts.len().max(1) as f64);
+        value[0] = experts as f64 * products / (tokens * tokens * layers);
+    }
+
+    pub(crate) fn add_routing(&mut self, op: &AddRouting) {
+        let (mut views, _) = self.split();
+        let losses: &[f64] = views.read(op.losses);
+        let counts: &[u32] = views.read(op.counts);
+        let dropped: Option<&[u32]> = op.dropped.map(|dropped| views.read(dropped));
+        let chosen: &[u32] = views.read(op.chosen);
+        let ids: &[u32] = views.read(op.ids);
+        let positions: &[u32] = views.read(op.positions);
+        let record: &mut [f64] = views.write(op.record);
+        let tally: &mut [f64] = views.write(op.tally);
+        let loads: &mut [f64] = views.write(op.loads);
+        let drops: &mut [f64] = views.write(op.drops);
+        let slots = positions.len() * op.top_k;
+        assert_eq!((chosen.len(), ids.len()), (slots, slots), "{op:?}");
+        assert_eq!((losses.len(), record.len(), tally.len()), (3, 3, tally::COUNT), "{op:?}");
+        record.iter_mut().zip(losses).for_each(|(sum, loss)| *sum += loss);
+        loads.iter_mut().zip(counts).for_each(|(sum, count)| *sum += f64::from(*count));
+        if let Some(dropped) = dropped {
+            drops.iter_mut().zip(dropped).for_each(|(sum, count)| *sum += f64::from(*count));
+            let mut tokens = ids.chunks_exact(op.top_k);
+            let empty = |ids: &&[u32]| ids.iter().all(|id| *id == NO_EXPERT);
+            tally[tally::UNROUTED] += tokens.by_ref().filter(empty).count() as f64;
+        }
+        let (followed, switched) = switches(chosen, positions, op.top_k);
+        tally[tally::FOLLOWED] += followed as f64;
+        tally[tally::SWITCHED] += switched as f64;
+    }
+
+    pub(crate) fn sum_rows(&mut self, op: &SumRows) {
+        let (mut views, _) = self.split();
+        let x: &[f64] = views.read(op.x);
+        let out: &mut [f64] = views.write(op.out);
+        out.fill(0.0);
+        for x in x.chunks_exact(out.len().max(1)) {
+            out.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
+        }
+    }
+
+    pub(crate) fn reduce_numbers(&mut self, op: &ReduceNumbers) {
+        let (mut views, _) = self.split();
+        let parts: &[f64] = views.read(op.parts);
+        let params: &[f64] = views.read(op.params);
+        let out: &mut [f64] = views.write(op.out);
+        assert_eq!(out.len(), op.layout.len(), "{op:?}");
+        out.fill(0.0);
+        let names = [number::LOSS, number::AUX, number::Z, number::ENTROPY];
+        for at in op.records {
+            for (name, x) in names.iter().zip(&parts[*at..at + record::COUNT]) {
+                out[*name] += x;
+            }
+        }
+        let single = [number::UNROUTED, number::FOLLOWED, number::SWITCHED, number::OVERFLOWS];
+        let tables = op.layout.loads().start..op.layout.dropped().end;
+        for at in op.tallies {
+            let (counts, rest) = parts[*at..].split_at(tally::COUNT);
+            single.iter().zip(counts).for_each(|(name, count)| out[*name] += count);
+            out[tables.clone()].iter_mut().zip(rest).for_each(|(sum, count)| *sum += count);
+        }
+        let experts_hold = params[param::EXPERT_STEP] == 0.0;
+        let (mut squares, mut bad) = (0.0, 0.0);
+        let of_tensors = op.layout.non_finite().start;
+        for run in op.squares {
+            for sum in &parts[run.at.clone()] {
+                if !(run.of_expert && experts_hold) {
+                    squares += sum;
+                }
+                if !sum.is_finite() {
+                    out[of_tensors + run.tensor] += 1.0;
+                    bad += 1.0;
+                }
+            }
+        }
+        out[number::SQUARES] = squares;
+        out[number::NON_FINITE] = bad + f64::from(!out[number::LOSS].is_finite());
+    }
+
+    pub(crate) fn move_corrections<T: Float>(&mut self, op: &MoveCorrections) {
+        let (mut views, _) = self.split();
+        let numbers: &[f64] = views.read(op.numbers);
+        let bias: &mut [T] = views.write(op.bias);
+        if is_skipped(numbers) {
+            return;
+        }
+        let loads = &numbers[op.loads.clone()];
+        assert_eq!(loads.len(), bias.len(), "{op:?}");
+        let total: u128 = loads.iter().map(|load| *load as u128).sum();
+        for (bias, load) in bias.iter_mut().zip(loads) {
+            *bias = T::of(corrected(bias.wide(), op.rate, *load as u128, total, loads.len()));
+        }
+    }
+
+    pub(crate) fn adamw_update<T: Float>(&mut self, op: &AdamWUpdate) {
+        let params: &[f64] = self.slice(op.params);
+        let numbers: &[f64] = self.slice(op.numbers);
+        let step = if op.of_expert { param::EXPERT_STEP } else { param::STEP };
+        let step = params[step] as u64;
+        if is_skipped(numbers) || step == 0 {
+            return;
+        }
+        let AdamWUpdate { beta1, beta2, eps, weight_decay, w, m, v, g, .. } = *op;
+        let lr = params[param::RATE];
+        let grad_scale = clip_factor(params, numbers) / params[param::LOSS_SCALE];
+        self.adamw::<T>(&AdamW {
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            step,
+            grad_scale,
+            w,
+            m,
+            v,
+            g,
+        });
+    }
+}
+
+/// The correction of an expert after a step in which `count` of `total` slots chose it.
+fn corrected(bias: f64, rate: f64, count: u128, total: u128, experts: usize) -> f64 {
+    match (count * experts as u128).cmp(&total) {
+        Ordering::Less => bias + rate,
+        Ordering::Equal => bias,
+        Ordering::Greater => bias - rate,
+    }
+}
+
+/// Choices of tokens that stand behind another in their text, and those of them that the token
+/// before did not make.
+fn switches(chosen: &[u32], positions: &[u32], top_k: usize) -> (u64, u64) {
+    let (mut followed, mut switched) = (0, 0);
+    let tokens = chosen.chunks_exact(top_k);
+    let pairs = tokens.clone().zip(tokens.skip(1)).zip(positions.iter().skip(1));
+    for ((before, now), _) in pairs.filter(|(_, position)| **position != 0) {
+        for id in now.iter().filter(|id| **id != NO_EXPERT) {
+            followed += 1;
+            switched += u64::from(!before.contains(id));
+        }
+    }
+    (followed, switched)
+}
+
+fn of_softmax<T: Float>(probs: &[T], logits: &[T], lse: T) -> f64 {
+    let slots = probs.iter().zip(logits);
+    let mean = slots.fold(0.0, |sum, (p, x)| p.wide().mul_add(x.wide(), sum));
+    lse.wide() - mean
+}
+
+fn of_shares<T: Float>(scores: &[T]) -> f64 {
+    let total = scores.iter().fold(0.0, |sum, p| sum + p.wide());
+    scores.iter().fold(0.0, |sum, p| {
+        let share = p.wide() / total.max(1e-20);
+        sum - share * Float::ln(share.max(1e-300))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_correction_moves_against_the_load() {
+        let of = |count| corrected(0.5, 0.25, count, 12, 4);
+        assert_eq!([of(0), of(2), of(3), of(4), of(12)], [0.75, 0.75, 0.5, 0.25, 0.25]);
+        // The mean of 7 over 3 lies between 2 and 3.
+        assert_eq!([2, 3].map(|count| corrected(0.0, 1.0, count, 7, 3)), [1.0, -1.0]);
+    }
+
+    #[test]
+    fn a_text_begins_at_position_zero() {
+        // Two texts of two tokens, two experts each; the second token of the first switches once.
+        let chosen = [0, 1, 1, 2, 3, NO_EXPERT, 3, NO_EXPERT];
+        assert_eq!(switches(&chosen, &[0, 1, 0, 1], 2), (3, 1));
+        assert_eq!(switches(&chosen, &[0, 1, 2, 3], 2), (4, 2));
+    }
+}

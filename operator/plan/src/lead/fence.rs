@@ -1,0 +1,40 @@
+//! A job whose record is not understood: nothing is done for it, and its record stays as it is.
+//!
+//! Its pods may train, its attempt number may be higher than anything that is known: whoever
+//! dialled, deleted or wrote would destroy what only a newer operator, or a person with a backup,
+//! can read.
+
+use super::{Event, JobLoop, JobSeen};
+use crate::observed::Millis;
+use crate::record::RecordError;
+use serde_json::Value;
+
+/// The reason of the event that tells of it.
+pub const FENCED_BY_RECORD: &str = "BadRecord";
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Fence {
+    pub message: String,
+    /// Of the status, as it is not understood.
+    record: Value,
+}
+
+impl Fence {
+    pub(super) fn of(error: &RecordError, seen: &JobSeen) -> Fence {
+        Fence { message: error.to_string(), record: seen.status["record"].clone() }
+    }
+
+    /// Somebody has restored or removed the record: the job is to be taken anew.
+    pub fn is_lifted(&self, seen: &JobSeen) -> bool {
+        seen.status["record"] != self.record
+    }
+}
+
+impl JobLoop {
+    /// What happens to a fenced job changes nothing; whether it was that.
+    pub(super) fn is_held_off(&mut self, event: &Event, _now: Millis) -> bool {
+        let fenced = self.fence.is_some();
+        // Results of its own event are the only ones that it can have.
+        fenced && !matches!(event, Event::Done { .. })
+    }
+}

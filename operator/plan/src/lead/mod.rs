@@ -1,0 +1,448 @@
+//! One job as its leader leads it: what happens goes in, what is to be done comes out.
+//!
+//! ```text
+//! spec, granted nodes, pods, streams, results of writes --Event--> JobLoop::on(event, now)
+//! JobLoop::turn(now) -> Turn { effects, due }
+//! inside: Tracker -> plan(&Observed, now) -> outbox of actions -> orders, or a batch of writes
+//! ```
+//!
+//! Pure: whoever holds it executes the effects in their order, retries nothing and chooses nothing.
+//! While a batch with actions is under way nothing else happens to the job: what arrives waits, so
+//! that the tracker sees the same order of things as in a local run.
+
+mod event_log;
+mod fence;
+mod objects;
+mod outbox;
+mod pods;
+mod refusals;
+mod report;
+mod results;
+mod spec;
+mod streams;
+mod turn;
+
+pub use event_log::{EVENTS_BURST, EVENT_EVERY};
+pub use fence::{FENCED_BY_RECORD, Fence};
+pub use outbox::FRAMES_WAITING_MAX;
+pub use pods::{ENDED_MAX, FORCE_AFTER, REDIAL, SILENT_AVOID};
+pub use refusals::PATIENCE;
+pub use report::Figures;
+pub use spec::{Blocked, judge, sealed_by};
+
+use crate::Job;
+use crate::allocate::{Claim, Granted, Needs};
+use crate::decide::Action;
+use crate::observed::{Millis, Record};
+use crate::pods::{Birth, Surroundings};
+use crate::record::Rest;
+use crate::status::MoeJobStatus;
+use crate::track::Tracker;
+use moejob_protocol::config::WorkerConfig;
+use moejob_protocol::message::{Down, Hello, Up};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Whose a pod is, or which job is meant: everything of a job is kept under this.
+pub type Owner = Arc<str>;
+
+/// A pod counts for a job of its own namespace alone, whatever uid its label has. The uid comes
+/// first, so that jobs of one age are in the order of their uids.
+pub fn owner(namespace: &str, job_uid: &str) -> Owner {
+    Arc::from(format!("{job_uid}@{namespace}"))
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JobName {
+    pub namespace: String,
+    pub name: String,
+    pub uid: String,
+}
+
+/// A MoeJob as the API server has it; not yet judged.
+#[derive(Clone, Debug, PartialEq)]
+pub struct JobSeen {
+    pub namespace: String,
+    pub name: String,
+    pub uid: String,
+    pub generation: i64,
+    pub resource_version: String,
+    pub created_at: Millis,
+    pub deleted: bool,
+    /// Null where it was longer than `cost::TEXT_BYTES_MAX`: then `spec_bytes` says how long.
+    pub spec: Value,
+    pub spec_bytes: usize,
+    pub status: Value,
+}
+
+impl JobSeen {
+    pub fn owner(&self) -> Owner {
+        owner(&self.namespace, &self.uid)
+    }
+}
+
+/// A pod that carries our seal.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WorkerPod {
+    pub namespace: String,
+    pub name: String,
+    pub uid: String,
+    /// Of the job that it says it is of: its own namespace, and the label's uid.
+    pub owner: Owner,
+    /// None until it is bound.
+    pub node: Option<Arc<str>>,
+    /// The node that it is meant for, also before it is bound.
+    pub meant_for: Option<String>,
+    pub address: Option<String>,
+    /// Its container runs or ran.
+    pub started: bool,
+    /// It is bound, and neither volumes nor network are there yet: that comes before the image.
+    pub mounting: bool,
+    /// Why its container does not start, as the kubelet says: `ImagePullBackOff: ...`.
+    pub trouble: Option<String>,
+    /// Exit code and words of its end.
+    pub ended: Option<(Option<i32>, String)>,
+    /// When its deletion was to be complete.
+    pub deletion: Option<Millis>,
+    /// The scheduler cannot place it: why.
+    pub unschedulable: Option<String>,
+}
+
+/// What all jobs of an operator share.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Operator {
+    /// Image and pull policy of its own container.
+    pub image: (String, Option<String>),
+    /// Its own.
+    pub namespace: String,
+    /// What new pods trust; PEM.
+    pub trusted: String,
+    /// Names the key of the seals, without telling it.
+    pub keyring: String,
+}
+
+/// What a stream says of a worker.
+#[derive(Debug)]
+pub enum Said {
+    /// It has proven who it is.
+    Opened(Hello),
+    Up { attempt: u32, up: Up },
+    /// Nothing came for the heartbeat timeout; the stream is still open.
+    Silent,
+    /// The stream has ended; this is its last word.
+    Ended { why: Ending, reason: String },
+}
+
+/// How a stream ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// Reset, closed, not reached, not believed.
+    Broken,
+    /// Its listener is not there any more: twice refused, 50 ms apart, where it was before.
+    Refused,
+    /// The API server did not say whether to believe it, which is none of its fault.
+    Unjudged,
+}
+
+#[derive(Debug)]
+pub enum Event {
+    /// The job's object, new or changed.
+    Spec(Box<JobSeen>),
+    /// What the allocation gives it.
+    Granted(Granted),
+    /// A pod is otherwise than before.
+    Pod(Box<WorkerPod>),
+    PodGone(String),
+    Stream { name: String, said: Said },
+    Done { aside: bool, results: Vec<(Origin, Written)> },
+    /// When the API server last answered.
+    Api { heard: Millis },
+}
+
+/// One thing to be done.
+#[derive(Debug)]
+pub enum Effect {
+    /// Opens a stream to a worker's listener, in place of an older one. `again`: it was there.
+    Dial { name: String, address: String, pod: PodIdentity, again: bool },
+    Close { name: String },
+    Send { name: String, attempt: u32, body: Down },
+    /// A certificate for the attempt, then its configuration.
+    Configure { name: String, rank: u32, config: Arc<WorkerConfig> },
+    HeartbeatTimeout(Duration),
+    Write(Batch),
+    /// For the allocation's memory of nodes.
+    Memory(Memo),
+    /// For the log.
+    Note { warning: bool, text: String },
+    /// A recovery is complete: its cause in one word, and how long its phases took.
+    Recovered { cause: &'static str, replanned: Duration, first_step: Duration },
+    Figures(Box<Figures>),
+}
+
+/// What the allocation is to remember of a node for this job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Memo {
+    /// A pod is being made there.
+    Decided(String),
+    Failed(String),
+    Worked(String),
+    Avoid { node: String, until: Millis },
+}
+
+/// The pod that is dialled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PodIdentity {
+    pub namespace: String,
+    pub name: String,
+    pub uid: String,
+    pub node: String,
+}
+
+/// What a write is for.
+#[derive(Debug)]
+pub enum Origin {
+    Action(Action),
+    /// A status that must be durable before the action counts as done.
+    Recorded(Box<Action>),
+    Status,
+    /// The NetworkPolicy for this generation.
+    Policy(i64),
+    Budget(i64),
+    Event,
+    /// A pod's deletion, by its name.
+    Deletion(String),
+    Expiry,
+}
+
+/// One write.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Write {
+    /// The pod is put together when it is written: hundreds at once would take megabytes.
+    CreatePod { template: Arc<Template>, birth: Birth },
+    DeletePod { namespace: String, name: String, uid: String, grace_s: u32 },
+    /// On the version of the job that was seen last.
+    Status { job: JobName, resource_version: String, status: Box<MoeJobStatus> },
+    /// Made where it is missing, brought up to date where it is the job's own, and left alone where
+    /// it is not. An object of `before`, as releases before named it, goes if it is the job's own.
+    Ensure { job: JobName, object: Value, before: Option<String> },
+    DeleteJob(JobName),
+    /// In `namespace`, which is the job's own unless it cannot be written there.
+    Event { job: JobName, namespace: String, warning: bool, reason: String, note: String },
+}
+
+/// What all pods of a job have in common.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Template {
+    pub job: Job,
+    pub around: Surroundings,
+}
+
+/// Writes that are done together.
+#[derive(Debug, Default)]
+pub struct Batch {
+    /// The job goes on meanwhile.
+    pub aside: bool,
+    pub writes: Vec<(Origin, Write)>,
+}
+
+/// Of a status: the job's new resource version. Of others: nothing.
+pub type Written = Result<Option<String>, WriteError>;
+
+/// Why a write was not done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WriteError {
+    pub kind: WriteErrorKind,
+    pub message: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WriteErrorKind {
+    Slow,
+    Conflict,
+    Exists,
+    Gone,
+    Forbidden,
+    Refused,
+    /// This process may no longer lead: nothing was sent.
+    Deposed,
+    Other,
+}
+
+/// What is to be done now, and when to ask again even if nothing happens.
+#[derive(Debug, Default)]
+pub struct Turn {
+    pub effects: Vec<Effect>,
+    pub due: Option<Millis>,
+    /// It stands back, or comes forth again: the allocation must look at it.
+    pub turned: bool,
+}
+
+/// One job. Its parts keep to themselves; what needs several of them stands in this folder.
+pub struct JobLoop {
+    pub(super) id: JobName,
+    created_at: Millis,
+    operator: Arc<Operator>,
+    spec: spec::Spec,
+    tracker: Tracker,
+    pods: pods::Pods,
+    outbox: outbox::Outbox,
+    report: report::Report,
+    refusals: refusals::Refusals,
+    objects: objects::Objects,
+    events: event_log::EventLog,
+    granted: Granted,
+    /// Why nothing is done for this job, if nothing may be.
+    fence: Option<Fence>,
+    /// Fields of a newer operator's record, written back as they are.
+    rest: (Rest, Rest),
+    term: u64,
+    heard_of_api: Millis,
+    /// When the finished job is to be deleted.
+    expires: Option<Millis>,
+    requeue: Option<Millis>,
+    why: Vec<String>,
+    effects: Vec<Effect>,
+    dirty: bool,
+}
+
+impl JobLoop {
+    /// A job that this leader has not led before; its pods are told to it afterwards.
+    pub fn new(seen: &JobSeen, operator: Arc<Operator>, lease_term: u64, now: Millis) -> JobLoop {
+        let id = JobName {
+            namespace: seen.namespace.clone(),
+            name: seen.name.clone(),
+            uid: seen.uid.clone(),
+        };
+        let (mut saved, fence) = match spec::restored(&seen.status) {
+            Ok(saved) => (saved, None),
+            Err(error) => (Default::default(), Some(Fence::of(&error, seen))),
+        };
+        saved.no_later_than(now);
+        let report = report::Report::new(seen);
+        let stored = report.stored();
+        let record = Record { progressed_at: now, ..saved.record };
+        let mut tracker = Tracker::new(spec::nothing_observed(&id.uid, record, stored));
+        tracker.recoveries = saved.recoveries;
+        let mut job = JobLoop {
+            id,
+            created_at: seen.created_at,
+            operator,
+            spec: spec::Spec::default(),
+            tracker,
+            pods: pods::Pods::default(),
+            outbox: outbox::Outbox::default(),
+            report,
+            refusals: refusals::Refusals::default(),
+            objects: objects::Objects::default(),
+            events: event_log::EventLog::default(),
+            granted: Granted::default(),
+            fence,
+            rest: (saved.rest, saved.more.rest),
+            // Should the lease have been deleted, the workers still know the term before.
+            term: lease_term.max(saved.term),
+            heard_of_api: now,
+            expires: None,
+            requeue: None,
+            why: Vec::new(),
+            effects: Vec::new(),
+            dirty: true,
+        };
+        job.spec.restore(saved.more.accepted);
+        match &job.fence {
+            Some(fence) => {
+                let message = fence.message.clone();
+                job.event(true, FENCED_BY_RECORD, message, now);
+            }
+            None => job.read_spec(seen, now),
+        }
+        job
+    }
+
+    pub fn id(&self) -> &JobName {
+        &self.id
+    }
+
+    pub fn created_at(&self) -> Millis {
+        self.created_at
+    }
+
+    /// Above all terms of leaders before.
+    pub fn term(&self) -> u64 {
+        self.term
+    }
+
+    pub fn tracker(&self) -> &Tracker {
+        &self.tracker
+    }
+
+    /// Nothing may be done for this job: why.
+    pub fn fence(&self) -> Option<&Fence> {
+        self.fence.as_ref()
+    }
+
+    /// The job, if it is one that can be planned.
+    pub fn job(&self) -> Option<&Job> {
+        self.spec.plannable().filter(|_| self.fence.is_none())
+    }
+
+    /// What its pods ask of nodes.
+    pub fn needs(&self) -> &Needs {
+        self.spec.needs()
+    }
+
+    /// What it asks of the allocation, beside its spec and its pods.
+    pub fn claim(&self) -> Claim {
+        Claim::of(&self.tracker.observed, |name| self.pods.ends_soon(name))
+    }
+
+    /// Its pods were refused: it asks for nothing for a while, and holds nothing without a gang.
+    pub fn stands_back(&self) -> bool {
+        self.refusals.standing_back().is_some()
+    }
+
+    /// Something has come that the next turn must look at.
+    pub fn is_dirty(&self) -> bool {
+        self.dirty || !self.effects.is_empty()
+    }
+
+    fn note(&mut self, warning: bool, text: String) {
+        self.effects.push(Effect::Note { warning, text });
+    }
+
+    fn memo(&mut self, memo: Memo) {
+        self.effects.push(Effect::Memory(memo));
+    }
+
+    fn send(&mut self, name: &str, attempt: u32, body: Down) {
+        self.effects.push(Effect::Send { name: name.to_string(), attempt, body });
+    }
+
+    /// Writes that nothing waits for.
+    fn send_aside(&mut self, origin: Origin, write: Write) {
+        let writes = vec![(origin, write)];
+        self.effects.push(Effect::Write(Batch { aside: true, writes }));
+    }
+
+    /// What people are told of the job; bounded by `EventLog`.
+    fn event(&mut self, warning: bool, reason: &str, note: String, now: Millis) {
+        self.event_in(self.id.namespace.clone(), warning, (reason, note), now);
+    }
+
+    fn event_in(
+        &mut self,
+        namespace: String,
+        warning: bool,
+        (reason, note): (&str, String),
+        now: Millis,
+    ) {
+        let Some(note) = self.events.admit(reason, note, now) else { return };
+        let (job, reason) = (self.id.clone(), reason.to_string());
+        let write = Write::Event { job, namespace, warning, reason, note };
+        self.send_aside(Origin::Event, write);
+    }
+}
+
+/// Pods by name; a name is never used twice.
+type ByName<T> = BTreeMap<String, T>;

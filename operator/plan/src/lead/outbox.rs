@@ -1,0 +1,121 @@
+//! Actions on their way out: the queue of what is planned, the batch that is under way, and what
+//! waits for its end.
+
+use super::streams::Frames;
+use super::{Said, WriteError, WriteErrorKind};
+use crate::decide::Action;
+use crate::observed::Millis;
+use std::collections::VecDeque;
+
+/// Frames of all workers of a job that wait for the end of a batch. A gang of 512 tells some
+/// thousand things when it breaks.
+pub const FRAMES_WAITING_MAX: usize = 8_192;
+/// After a write that failed: 1 s, 2 s, 4 s, ... up to this.
+pub(super) const RETRY_MAX: Millis = 60_000;
+
+#[derive(Debug, Default)]
+pub(super) struct Outbox {
+    pub queue: VecDeque<Action>,
+    /// A batch is under way that the plan waits for.
+    pub busy: bool,
+    /// A plan could not be recorded because a status is being written.
+    pub awaits_status: bool,
+    waiting: VecDeque<Waiting>,
+    retry_at: Millis,
+    failures: u32,
+    /// A write was refused because the job had changed.
+    conflicted: bool,
+    /// The last write that failed, for status: reason and message.
+    pub failure: Option<(String, String)>,
+}
+
+/// Something that waits while a batch is under way.
+#[derive(Debug)]
+pub(super) enum Waiting {
+    Stream(String, Said),
+    /// Its newest facts are in `Pods` already.
+    Pod(String),
+}
+
+impl Outbox {
+    pub fn may_plan(&self, now: Millis) -> bool {
+        !self.busy && now >= self.retry_at
+    }
+
+    /// When a plan that failed is tried again.
+    pub fn due(&self, now: Millis) -> Option<Millis> {
+        (!self.busy && self.retry_at > now).then_some(self.retry_at)
+    }
+
+    pub fn retry_now(&mut self, now: Millis) {
+        (self.failures, self.retry_at) = (0, now);
+    }
+
+    /// The job has changed: a write on an older version may have waited for this.
+    pub fn job_changed(&mut self) {
+        if std::mem::take(&mut self.conflicted) {
+            self.retry_at = 0;
+        }
+    }
+
+    /// The batch is written as a whole.
+    pub fn succeeded(&mut self) {
+        (self.failures, self.retry_at, self.failure) = (0, 0, None);
+    }
+
+    pub fn failed(&mut self, now: Millis) {
+        self.queue.clear();
+        self.failures += 1;
+        self.retry_at = now + (500u64 << self.failures.min(10)).min(RETRY_MAX);
+    }
+
+    /// Remembers why; whether that is news.
+    pub fn note_failure(&mut self, reason: &str, error: &WriteError) -> bool {
+        let same = |known: &(String, String)| known.0 == reason && known.1 == error.message;
+        let known = self.failure.as_ref().is_some_and(same);
+        let conflict = error.kind == WriteErrorKind::Conflict;
+        self.conflicted |= conflict;
+        self.failure = Some((reason.to_string(), error.message.clone()));
+        !known && !conflict
+    }
+
+    /// Whether there is still room. Of a pod only the newest facts count.
+    pub fn wait(&mut self, waiting: Waiting) -> bool {
+        if let Waiting::Pod(name) = &waiting {
+            let same = |of: &Waiting| matches!(of, Waiting::Pod(other) if other == name);
+            // The last of it that waits: what came between must stay between.
+            if self.waiting.back().is_some_and(same) {
+                return true;
+            }
+        }
+        if let (Waiting::Stream(name, said), Some(Waiting::Stream(of, last))) =
+            (&waiting, self.waiting.back())
+            && name == of
+            && Frames::replaces(said, last)
+        {
+            self.waiting.pop_back();
+        }
+        self.waiting.push_back(waiting);
+        self.waiting.len() <= FRAMES_WAITING_MAX
+    }
+
+    pub fn next_waiting(&mut self) -> Option<Waiting> {
+        self.waiting.pop_front()
+    }
+
+    /// Forgets what a stream has said that is given up.
+    pub fn forget_stream(&mut self, name: &str) {
+        self.waiting.retain(|of| !matches!(of, Waiting::Stream(other, _) if other == name));
+    }
+
+    /// How much of what waits is each stream's; the longest first.
+    pub fn loudest(&self) -> Option<String> {
+        let mut counts: super::ByName<usize> = Default::default();
+        for waiting in &self.waiting {
+            if let Waiting::Stream(name, _) = waiting {
+                *counts.entry(name.clone()).or_default() += 1;
+            }
+        }
+        counts.into_iter().max_by_key(|(_, count)| *count).map(|(name, _)| name)
+    }
+}

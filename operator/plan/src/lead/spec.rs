@@ -1,0 +1,284 @@
+//! What a job's object says: its spec, judged, and what the leader before has left in its status.
+
+use super::{JobLoop, JobSeen};
+use crate::Job;
+use crate::allocate::Needs;
+use crate::changes;
+use crate::cost;
+use crate::job::Venue;
+use crate::launch;
+use crate::observed::{Millis, Observed, Record, Stored, Wanted};
+use crate::placement;
+use crate::pods;
+use crate::problem::Problem;
+use crate::record::{self, Accepted, Saved};
+use crate::spec::MoeJobSpec;
+use moejob_protocol::config::WorkerConfig;
+use serde_json::Value;
+use std::sync::LazyLock;
+use std::time::Duration;
+
+/// Why a job is blocked that is on its way out.
+const DELETED: &str = "Deleted";
+
+/// Why a job is not planned at all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Blocked {
+    pub invalid: bool,
+    pub reason: &'static str,
+    pub message: String,
+}
+
+/// The spec as it was accepted last.
+#[derive(Default)]
+pub(super) struct Spec {
+    job: Option<Box<Job>>,
+    needs: Needs,
+    /// The newest that was seen, whether accepted or not.
+    generation: i64,
+    accepted: Option<Accepted>,
+    blocked: Option<Blocked>,
+}
+
+impl Spec {
+    pub fn restore(&mut self, accepted: Option<Accepted>) {
+        self.accepted = accepted;
+    }
+
+    /// The job that is planned.
+    pub fn plannable(&self) -> Option<&Job> {
+        self.job.as_deref().filter(|_| self.blocked.is_none())
+    }
+
+    pub fn needs(&self) -> &Needs {
+        &self.needs
+    }
+
+    /// Of the spec that is in force.
+    pub fn generation(&self) -> i64 {
+        self.accepted.as_ref().map_or(self.generation, |accepted| accepted.generation)
+    }
+
+    pub fn accepted(&self) -> Option<&Accepted> {
+        self.accepted.as_ref()
+    }
+
+    pub fn blocked(&self) -> Option<&Blocked> {
+        self.blocked.as_ref()
+    }
+
+    pub fn is_deleted(&self) -> bool {
+        self.blocked.as_ref().is_some_and(|blocked| blocked.reason == DELETED)
+    }
+
+    /// After which a silent worker is lost, in milliseconds.
+    pub fn heartbeat_timeout(&self) -> Millis {
+        self.job.as_ref().map_or(3_000, |job| job.recovery.heartbeat_timeout)
+    }
+}
+
+impl JobLoop {
+    /// The object has changed. Own writes of status change nothing of interest.
+    pub(super) fn on_spec(&mut self, seen: &JobSeen, now: Millis) {
+        self.report.on_version(&seen.resource_version);
+        if seen.deleted {
+            self.spec.blocked = Some(Blocked {
+                invalid: false,
+                reason: DELETED,
+                message: "the job is being deleted".to_string(),
+            });
+        } else if seen.generation != self.spec.generation {
+            self.read_spec(seen, now);
+        }
+        self.outbox.job_changed();
+        self.dirty = true;
+    }
+
+    pub(super) fn read_spec(&mut self, seen: &JobSeen, now: Millis) {
+        self.spec.generation = seen.generation;
+        self.dirty = true;
+        let before = self.spec.accepted.as_ref();
+        let (job, generation) = match judge_seen(seen) {
+            Ok(job) => (job, seen.generation),
+            Err(blocked) => {
+                // An edit that is refused changes nothing, also for a leader that comes after it.
+                let accepted = before.filter(|_| self.spec.job.is_none());
+                let was = accepted.and_then(|of| Some((of.judge(seen).ok()?, of.generation)));
+                let (reason, message) = (blocked.reason, blocked.message.clone());
+                self.event(true, reason, message, now);
+                match was {
+                    Some(was) => was,
+                    None if self.spec.job.is_some() => return,
+                    None => {
+                        self.spec.blocked = Some(blocked);
+                        return;
+                    }
+                }
+            }
+        };
+        if generation == seen.generation {
+            let values = changes::values(&seen.spec);
+            self.spec.accepted = Some(Accepted { generation, values });
+        }
+        self.spec.blocked = None;
+        self.report.generation = generation;
+        let observed = &mut self.tracker.observed;
+        observed.wanted = launch::wanted(&job, Venue::Kubernetes);
+        let places = pods::places(&job);
+        observed.template = launch::template(&job, Venue::Kubernetes, &self.id.uid, &places);
+        let timeout = Duration::from_millis(job.recovery.heartbeat_timeout);
+        self.effects.push(super::Effect::HeartbeatTimeout(timeout));
+        self.spec.needs = Needs::of(&job);
+        self.spec.job = Some(Box::new(job));
+    }
+}
+
+impl Accepted {
+    /// The job that was accepted: what cannot change is as it is, what can change as it was.
+    fn judge(&self, seen: &JobSeen) -> Result<Job, Blocked> {
+        let mut spec = seen.spec.clone();
+        changes::put(&mut spec, &self.values);
+        judge(&seen.name, &spec)
+    }
+}
+
+fn judge_seen(seen: &JobSeen) -> Result<Job, Blocked> {
+    if seen.spec_bytes > cost::TEXT_BYTES_MAX {
+        let message = format!(
+            "spec: {} bytes as JSON, at most {}; keep data out of it",
+            seen.spec_bytes,
+            cost::TEXT_BYTES_MAX
+        );
+        return Err(Blocked { invalid: true, reason: "InvalidSpec", message });
+    }
+    judge(&seen.name, &seen.spec)
+}
+
+/// The record of the leader before.
+pub(super) fn restored(status: &Value) -> Result<Saved, record::RecordError> {
+    let text = |field: &str| status[field].as_str().unwrap_or_default().to_string();
+    record::restore(&text("record"), &text("recordMore"))
+}
+
+/// The name of the key by which the pods of a job were sealed whose gang is under way, as its
+/// status tells. A status that is not understood tells nothing.
+pub fn sealed_by(status: &Value) -> Option<String> {
+    let Saved { record, more, .. } = restored(status).ok()?;
+    let gang = record.gang.filter(|gang| gang.ended.is_none() && record.outcome.is_none());
+    gang.map(|_| more.keyring).filter(|keyring| !keyring.is_empty())
+}
+
+/// The job, or why there is none to plan.
+///
+/// # Errors
+/// In the words of its condition.
+pub fn judge(name: &str, spec: &Value) -> Result<Job, Blocked> {
+    let blocked = |invalid: bool, reason: &'static str, message: String| {
+        Err(Blocked { invalid, reason, message })
+    };
+    let spec: MoeJobSpec = match serde_json::from_value(spec.clone()) {
+        Ok(spec) => spec,
+        Err(error) => return blocked(true, "InvalidSpec", format!("spec: {error}")),
+    };
+    let job = match Job::from_spec(name, &spec) {
+        Ok(job) => job,
+        Err(problems) => return blocked(true, "InvalidSpec", sentences(&problems)),
+    };
+    let unsupported = job.unsupported(job.profile.backend);
+    if !unsupported.is_empty() {
+        return blocked(true, "Unsupported", sentences(&unsupported));
+    }
+    if let Some(message) = pods::not_durable(&job) {
+        return blocked(false, "NoDurableCheckpoint", message);
+    }
+    let (sizes, skipped) = placement::sizes(&job);
+    if sizes.is_empty() {
+        let lines = skipped.iter().map(|skip| format!("{} nodes: {}", skip.nodes, skip.why));
+        let message = lines.collect::<Vec<_>>().join("\n");
+        return blocked(false, "NoSizeFits", message);
+    }
+    Ok(job)
+}
+
+fn sentences(problems: &[Problem]) -> String {
+    let lines: Vec<String> = problems.iter().map(|problem| problem.sentence()).collect();
+    lines.join("\n")
+}
+
+/// Before the spec is read and the first pod is seen.
+pub(super) fn nothing_observed(job_uid: &str, record: Record, stored: Option<Stored>) -> Observed {
+    let wanted = Wanted {
+        nodes_min: 1,
+        nodes_max: 1,
+        spares: 0,
+        sizes: Vec::new(),
+        restarts_max: 0,
+        restart_window: 0,
+        growth_interval: 0,
+        gang_timeout: 30_000,
+        step_timeout: 0,
+        suspend: false,
+        venue: Venue::Kubernetes,
+    };
+    let template = WorkerConfig { job_uid: job_uid.to_string(), ..EMPTY_TEMPLATE.clone() };
+    let (nodes, workers, interrupt) = (Vec::new(), Vec::new(), false);
+    Observed { wanted, template, nodes, workers, record, stored, interrupt }
+}
+
+/// A template for a job that has none yet; read once.
+static EMPTY_TEMPLATE: LazyLock<WorkerConfig> = LazyLock::new(|| {
+    let text = "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {name: none}\nspec:\n  \
+                nodes: {min: 1}\n  model: {preset: tiny}\n  data: {train: {text: {paths: [none]}}, \
+                sequenceLength: 8}\n  training: {steps: 1, globalBatchSize: 1}\n";
+    let job = Job::read(text.as_bytes()).expect("a valid manifest");
+    launch::template(&job, Venue::Kubernetes, "", &pods::places(&job))
+});
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::RECORD_BYTES_MAX;
+    use serde_json::json;
+
+    fn good() -> Value {
+        json!({
+            "nodes": {"min": 1, "max": 2},
+            "model": {"preset": "tiny"},
+            "data": {"train": {"text": {"paths": ["corpus/*"]}}, "sequenceLength": 8},
+            "training": {"steps": 1, "globalBatchSize": 4},
+            "checkpoint": {"location": "checkpoints/a"},
+            "volumes": [{"mountPath": "checkpoints", "claim": "c"}],
+        })
+    }
+
+    fn blocked(change: impl Fn(&mut Value)) -> (String, String) {
+        let mut spec = good();
+        change(&mut spec);
+        let blocked = judge("job", &spec).expect_err("blocked");
+        (format!("{} {}", blocked.reason, blocked.invalid), blocked.message)
+    }
+
+    #[test]
+    fn what_keeps_a_job_from_being_planned_has_a_reason() {
+        assert!(judge("job", &good()).is_ok());
+        let (reason, message) = blocked(|spec| spec["training"]["globalBatchSize"] = json!(0));
+        assert_eq!(reason, "InvalidSpec true");
+        assert!(message.contains("globalBatchSize"), "{message}");
+        let (reason, message) = blocked(|spec| spec["newer"] = json!(1));
+        assert_eq!(reason, "InvalidSpec true");
+        assert!(message.contains("newer"), "{message}");
+        let (reason, _) = blocked(|spec| spec["volumes"] = json!([]));
+        assert_eq!(reason, "NoDurableCheckpoint false");
+    }
+
+    #[test]
+    fn the_record_of_the_leader_before_is_read_or_named() {
+        assert_eq!(restored(&Value::Null), Ok(Saved::default()));
+        assert_eq!(restored(&json!({"record": ""})), Ok(Saved::default()));
+        let saved = Saved { term: 4, ..Saved::default() };
+        assert_eq!(restored(&json!({"record": record::write(&saved)})), Ok(saved));
+        let long = " ".repeat(RECORD_BYTES_MAX + 1);
+        assert!(restored(&json!({"record": long})).is_err());
+        assert!(restored(&json!({"record": "x"})).is_err());
+    }
+}

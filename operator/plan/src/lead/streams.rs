@@ -1,0 +1,250 @@
+//! What the streams of the workers say, and what becomes of one that ends.
+//!
+//! A stream that breaks says little of its worker: a switch that restarts breaks all of them at
+//! once. It is dialled again until nothing was heard for the heartbeat timeout. A listener that
+//! refuses twice is gone, and so is its process: that is a loss at once.
+
+use super::outbox::Waiting;
+use super::{Effect, Ending, Event, JobLoop, Memo, Said};
+use crate::observed::{Millis, WorkerState};
+use crate::track::Happening;
+use moejob_protocol::message::Up;
+use moejob_protocol::report::{Detail, EventKind};
+
+/// Of frames that wait.
+pub(super) struct Frames;
+
+impl Frames {
+    /// The newer one says all that the older one said.
+    pub fn replaces(newer: &Said, older: &Said) -> bool {
+        matches!(
+            (newer, older),
+            (Said::Up { attempt: a, up: Up::Step(_) }, Said::Up { attempt: b, up: Up::Step(_) })
+                if a == b
+        )
+    }
+}
+
+impl JobLoop {
+    /// Something has happened. What follows of it the next turn says.
+    pub fn on(&mut self, event: Event, now: Millis) {
+        if let Event::Api { heard } = event {
+            self.heard_of_api = self.heard_of_api.max(heard);
+            return;
+        }
+        if self.is_held_off(&event, now) {
+            return;
+        }
+        match event {
+            Event::Spec(seen) => self.on_spec(&seen, now),
+            Event::Granted(granted) => {
+                let same =
+                    granted.nodes == self.granted.nodes && granted.why == self.granted.why;
+                self.dirty |= !same;
+                self.granted = granted;
+            }
+            Event::Pod(pod) => {
+                self.dirty = true;
+                let name = pod.name.clone();
+                self.pods.see(*pod, now);
+                self.pod_or_wait(name, now);
+            }
+            Event::PodGone(name) => {
+                self.dirty = true;
+                self.pods.lose(&name);
+                self.pod_or_wait(name, now);
+            }
+            Event::Stream { name, said } => self.on_stream(name, said, now),
+            Event::Done { aside, results } => self.on_written(aside, results, now),
+            Event::Api { .. } => {}
+        }
+    }
+
+    fn pod_or_wait(&mut self, name: String, now: Millis) {
+        match self.outbox.busy {
+            // Bounded by the job's pods.
+            true => drop(self.outbox.wait(Waiting::Pod(name))),
+            false => self.pod(&name, now),
+        }
+    }
+
+    fn on_stream(&mut self, name: String, said: Said, now: Millis) {
+        // What was closed says nothing more.
+        if !self.pods.is_linked(&name) {
+            return;
+        }
+        self.pods.heard(&name, &said, now);
+        if !self.outbox.busy {
+            return self.stream(&name, said, now);
+        }
+        // Each heartbeat repeats what the one before said.
+        if matches!(said, Said::Up { up: Up::Heartbeat(_), .. }) {
+            return;
+        }
+        if !self.outbox.wait(Waiting::Stream(name, said)) {
+            self.silence_the_loudest(now);
+        }
+    }
+
+    /// One worker says more than all others together could: it is not listened to any more.
+    fn silence_the_loudest(&mut self, now: Millis) {
+        let Some(name) = self.outbox.loudest() else { return };
+        self.outbox.forget_stream(&name);
+        self.pods.unlinked(&name);
+        self.effects.push(Effect::Close { name: name.clone() });
+        let reason = "it says more than can be listened to".to_string();
+        self.event(true, "WorkerTooLoud", format!("{name}: its stream is closed: {reason}"), now);
+        let said = Said::Ended { why: Ending::Refused, reason };
+        self.outbox.wait(Waiting::Stream(name, said));
+    }
+
+    /// What waited for the end of the batch.
+    pub(super) fn catch_up(&mut self, now: Millis) {
+        while let Some(waiting) = self.outbox.next_waiting() {
+            match waiting {
+                Waiting::Stream(name, said) => self.stream(&name, said, now),
+                Waiting::Pod(name) => self.pod(&name, now),
+            }
+        }
+    }
+
+    fn stream(&mut self, name: &str, said: Said, now: Millis) {
+        let quiet = matches!(said, Said::Up { up: Up::Heartbeat(_), .. });
+        self.dirty |= !quiet;
+        let happenings = match said {
+            Said::Opened(hello) => {
+                self.pods.opened(name);
+                let address = self.pods.address(name).unwrap_or_default();
+                self.tracker.connected(name, &address, &hello);
+                if let Some(worker) = self.tracker.observed.worker(name) {
+                    self.pods.came_up(&worker.node);
+                }
+                Vec::new()
+            }
+            Said::Up { attempt, up } => {
+                self.hear(&up, now);
+                self.tracker.heard(name, attempt, &up, now)
+            }
+            Said::Silent => {
+                self.pods.silent(name, now);
+                self.tracker.silent(name, "nothing heard of it")
+            }
+            Said::Ended { why, reason } => self.stream_ended(name, why, &reason, now),
+        };
+        self.tell(happenings, now);
+    }
+
+    fn hear(&mut self, up: &Up, now: Millis) {
+        match up {
+            Up::Step(report) => self.report.step(report),
+            Up::Event(event) if event.event == EventKind::CheckpointRefused => {
+                self.event(true, "CheckpointRefused", event.message.clone(), now);
+            }
+            Up::Event(event) if event.event == EventKind::CheckpointDegraded => {
+                self.event(true, "CheckpointDegraded", event.message.clone(), now);
+            }
+            Up::Event(event) if event.event == EventKind::CheckpointRecovered => {
+                self.event(false, "CheckpointRecovered", event.message.clone(), now);
+            }
+            Up::Event(event) if event.event == EventKind::AttemptsClaimed => {
+                self.event(false, "EarlierJob", event.message.clone(), now);
+            }
+            Up::Event(event) if event.reason == "Found" => {
+                let note = format!("the storage has {}: it is resumed from", event.message);
+                self.event(false, "CheckpointFound", note, now);
+            }
+            Up::Event(event) if event.event == EventKind::Warning => {
+                self.event(true, &reason(&event.reason), event.message.clone(), now);
+            }
+            Up::Event(event) if event.event == EventKind::EngineLost => {
+                let of = |name: &str| match event.details.get(name) {
+                    Some(Detail::Text(text)) => text.clone(),
+                    Some(Detail::Number(number)) => number.to_string(),
+                    _ => String::new(),
+                };
+                let (node, device, words) = (of("node"), of("device"), of("lastWords"));
+                let note = format!("{} on device {device} of {node}. {words}", event.message);
+                self.event(true, "EngineLost", note.trim_end().to_string(), now);
+            }
+            Up::Event(event) if event.event == EventKind::Resumed => {
+                let text = super::event_log::printable(&event.message);
+                self.note(false, format!("attempt {}: {text}", event.attempt));
+            }
+            _ => {}
+        }
+    }
+
+    fn stream_ended(
+        &mut self,
+        name: &str,
+        why: Ending,
+        reason: &str,
+        now: Millis,
+    ) -> Vec<Happening> {
+        self.pods.unlinked(name);
+        let Some(worker) = self.tracker.observed.worker(name) else { return Vec::new() };
+        let starting = matches!(worker.state, WorkerState::Starting { .. });
+        let gang = self.tracker.observed.gang();
+        let member =
+            gang.is_some_and(|gang| gang.members.iter().any(|member| member.worker == name));
+        let patience = self.spec.heartbeat_timeout();
+        let over = self.pods.broken(name, reason, now) + patience <= now;
+        let ends = match why {
+            Ending::Unjudged => false,
+            Ending::Refused => !starting,
+            // One that was never heard may take its time, unless others wait for it.
+            Ending::Broken if starting => member && over,
+            Ending::Broken => over,
+        };
+        if ends {
+            if !starting {
+                self.pods.closed(name);
+            }
+            self.pods.silent(name, now);
+            return self.tracker.silent(name, reason);
+        }
+        self.note(false, format!("{name} is not reached: {reason}"));
+        self.pods.redial(name, starting, now);
+        Vec::new()
+    }
+
+    /// What people and metrics hear of it.
+    pub(super) fn tell(&mut self, happenings: Vec<Happening>, now: Millis) {
+        for happening in happenings {
+            match happening {
+                Happening::WorkerLost { name, cause } => {
+                    let worker = self.tracker.observed.worker(&name);
+                    let node = worker.map(|worker| worker.node.clone()).unwrap_or_default();
+                    let text = format!("{name} on {node}: {cause}");
+                    self.note(true, format!("lost {text}"));
+                    self.event(true, "WorkerLost", text, now);
+                }
+                Happening::Recovered(recovery) => self.recovered(&recovery, now),
+            }
+        }
+    }
+
+    /// A worker that ended speaks against its node, unless it had trained there.
+    pub(super) fn back_off(&mut self, name: &str, how: &str) {
+        let Some(worker) = self.tracker.observed.worker(name) else { return };
+        let (node, stopping) = (worker.node.clone(), worker.stopping);
+        // One that had trained was lost; one that had not will likely fail again.
+        if self.pods.has_trained(name) {
+            self.pods.came_up(&node);
+            self.memo(Memo::Worked(node));
+        } else if !stopping {
+            self.blame(&node, how);
+        }
+    }
+
+    pub(super) fn blame(&mut self, node: &str, message: &str) {
+        self.pods.trouble(node, message);
+        self.memo(Memo::Failed(node.to_string()));
+    }
+}
+
+/// A reason is one word in CamelCase; a worker may say anything.
+fn reason(word: &str) -> String {
+    let plain: String = word.chars().filter(char::is_ascii_alphanumeric).take(64).collect();
+    if plain.is_empty() { "Warning".to_string() } else { plain }
+}

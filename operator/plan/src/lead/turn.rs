@@ -1,0 +1,237 @@
+//! What is to be done now: the plan, carried out up to the first batch of writes.
+
+use super::{Batch, Effect, JobLoop, Memo, Origin, Template, Turn, Write};
+use crate::Job;
+use crate::decide::{Action, plan};
+use crate::observed::{Millis, Outcome};
+use crate::pods::{Birth, Surroundings};
+use moejob_protocol::message::Down;
+use std::sync::Arc;
+
+/// A pod that is not ended is deleted with this grace: the kubelet is still asked, which tells
+/// when it is really over.
+const KILL_GRACE_S: u32 = 1;
+/// Rounds of planning in one go; a plan converges within three.
+const ROUNDS_MAX: usize = 16;
+/// While nobody is heard and the API server neither, it is looked again after so long.
+const ALONE: Millis = 500;
+/// A deletion of the job that did not succeed is tried again after so long.
+const EXPIRY_RETRY: Millis = 60_000;
+
+impl JobLoop {
+    /// Decides. Calling it again at once gives nothing more.
+    pub fn turn(&mut self, now: Millis) -> Turn {
+        self.dirty = false;
+        if self.fence.is_none() {
+            if !self.outbox.busy {
+                self.catch_up(now);
+                self.look_after(now);
+                self.expire(now);
+            }
+            match self.spec.plannable().is_some() {
+                true if self.outbox.may_plan(now) => self.decide(now),
+                true => {}
+                false => self.requeue = None,
+            }
+            self.ensure_objects(now);
+            self.report_status(now);
+        }
+        let turned = self.refusals.take_turned(now);
+        Turn { effects: std::mem::take(&mut self.effects), due: self.due(now), turned }
+    }
+
+    /// When to look again even if nothing happens.
+    pub fn due(&self, now: Millis) -> Option<Millis> {
+        if self.fence.is_some() {
+            return None;
+        }
+        // What is due of the pods waits for the end of the batch.
+        let pods = self.pods.due().filter(|_| !self.outbox.busy);
+        let dues = [
+            self.requeue.filter(|_| self.outbox.may_plan(now)),
+            self.outbox.due(now),
+            pods,
+            self.report.due,
+            self.expires.filter(|_| !self.outbox.busy),
+            self.refusals.due(),
+            self.objects.due(),
+        ];
+        dues.into_iter().flatten().min()
+    }
+
+    fn decide(&mut self, now: Millis) {
+        self.requeue = None;
+        for _ in 0..ROUNDS_MAX {
+            self.advance(now);
+            if self.outbox.busy || std::mem::take(&mut self.outbox.awaits_status) {
+                return;
+            }
+            self.tracker.prune();
+            self.tracker.observed.nodes.clone_from(&self.granted.nodes);
+            if self.pods.is_alone(&self.tracker.observed, self.heard_of_api, now) {
+                // Nobody is heard and the API server neither: it is the operator that is cut off.
+                self.requeue = Some(now + ALONE);
+                return;
+            }
+            let plan = plan(&self.tracker.observed, now);
+            if plan.why != self.why {
+                plan.why.iter().for_each(|why| self.note(false, why.clone()));
+                self.why = plan.why;
+            }
+            if plan.actions.is_empty() {
+                self.requeue = plan.requeue;
+                return;
+            }
+            self.outbox.queue.extend(plan.actions);
+        }
+        self.note(true, "the plan does not converge".to_string());
+        self.requeue = Some(now + 1_000);
+    }
+
+    /// Carries out what is planned, up to the first batch of writes.
+    fn advance(&mut self, now: Millis) {
+        while let Some(action) = self.outbox.queue.pop_front() {
+            match &action {
+                Action::StartWorker { .. } => return self.start_workers(action),
+                Action::StopWorker { name, grace } => {
+                    let (name, grace) = (name.clone(), *grace);
+                    self.stop_worker(&name, grace, &action, now);
+                }
+                Action::RecordAttempt(_) | Action::Finish(_) => {
+                    // Status has one writer at a time, and this one must see its result.
+                    if self.report.in_flight {
+                        // Until then things may change: it is planned anew.
+                        self.outbox.awaits_status = true;
+                        return self.outbox.queue.clear();
+                    }
+                    return self.record(action, now);
+                }
+                Action::Configure { name, rank, config } => {
+                    let (name, config) = (name.clone(), Arc::clone(config));
+                    self.pods.trained(&name);
+                    self.effects.push(Effect::Configure { name, rank: *rank, config });
+                    self.tracker.done(&action, now);
+                }
+                Action::LeaveAttempt { name, attempt, reason } => {
+                    self.send(name, *attempt, Down::Leave { reason: reason.clone() });
+                    self.tracker.done(&action, now);
+                }
+                Action::Request { attempt, request, .. } => {
+                    let gang = self.tracker.observed.record.gang.as_ref();
+                    let members = gang.map_or(&[][..], |gang| &gang.members);
+                    let names = members.iter().map(|member| member.worker.clone());
+                    for name in names.collect::<Vec<_>>() {
+                        self.send(&name, *attempt, Down::Request(*request));
+                    }
+                    self.tracker.done(&action, now);
+                }
+                Action::AvoidNode { node, until } => {
+                    for of in self.granted.nodes.iter_mut().filter(|of| of.name == *node) {
+                        of.avoid_until = of.avoid_until.max(*until);
+                    }
+                    self.memo(Memo::Avoid { node: node.clone(), until: *until });
+                    self.tracker.done(&action, now);
+                }
+                Action::EndAttempt { .. } | Action::NoteStop | Action::WithdrawStop => {
+                    self.tracker.done(&action, now);
+                }
+            }
+        }
+    }
+
+    /// All that are to start now, in one batch; before them what shuts strangers out.
+    fn start_workers(&mut self, first: Action) {
+        if !self.objects.has_policy() {
+            self.outbox.queue.push_front(first);
+            return self.send_policy();
+        }
+        let Some(job) = self.spec.plannable().cloned() else { return };
+        let around = self.surroundings(&job);
+        let template = Arc::new(Template { job, around });
+        let mut writes = Vec::new();
+        let mut next = Some(first);
+        while let Some(action) = next {
+            let Action::StartWorker { name, node } = &action else {
+                self.outbox.queue.push_front(action);
+                break;
+            };
+            let (name, node) = (name.clone(), node.clone());
+            // Workers that were decided on take their nodes before their pods are seen.
+            self.memo(Memo::Decided(node.clone()));
+            // Whoever writes it has the key of the seals.
+            let birth = Birth { name, node, seal: String::new() };
+            let template = Arc::clone(&template);
+            writes.push((Origin::Action(action), Write::CreatePod { template, birth }));
+            next = self.outbox.queue.pop_front();
+        }
+        self.outbox.busy = true;
+        self.effects.push(Effect::Write(Batch { aside: false, writes }));
+    }
+
+    pub(super) fn surroundings(&self, job: &Job) -> Surroundings {
+        let operator = &self.operator;
+        let (own, policy) = operator.image.clone();
+        Surroundings {
+            namespace: self.id.namespace.clone(),
+            job_uid: self.id.uid.clone(),
+            image: job.kubernetes.image.clone().unwrap_or(own),
+            image_pull_policy: policy,
+            authority: operator.trusted.clone(),
+            operator_namespace: operator.namespace.clone(),
+            memory_mib: Default::default(),
+        }
+    }
+
+    /// Its deletion is written beside all else: a decision never waits for it.
+    fn stop_worker(&mut self, name: &str, grace: Millis, action: &Action, now: Millis) {
+        let attempt = self.tracker.observed.record.attempt;
+        self.send(name, attempt, Down::Shutdown);
+        let pod = self.pods.facts(name).filter(|pod| pod.ended.is_none()).cloned();
+        let Some(pod) = pod else {
+            self.tracker.done(action, now);
+            let happenings = self.tracker.exited(name, None, "it has no pod", now);
+            return self.tell(happenings, now);
+        };
+        self.gave_up(&pod);
+        self.tracker.done(action, now);
+        // One that hears ends by itself, and its pod stays for its log.
+        let over = matches!(
+            self.tracker.observed.record.outcome,
+            Some(Outcome::Complete { .. } | Outcome::Failed { .. })
+        );
+        if over && grace > 0 && self.pods.is_linked(name) {
+            return self.pods.delete_at(name, now + grace, KILL_GRACE_S);
+        }
+        if self.pods.stopped(name, now) {
+            let grace_s = u32::try_from(grace / 1000).unwrap_or(u32::MAX).max(KILL_GRACE_S);
+            self.send_deletion(&pod, grace_s);
+        }
+    }
+
+    /// Before any order that follows from it.
+    fn record(&mut self, action: Action, now: Millis) {
+        let mut after = self.tracker.clone();
+        after.done(&action, now);
+        let mut status = self.status_of(&after, now);
+        self.write_record(&after, &mut status);
+        let write = self.report.write(&self.id, status, now);
+        let writes = vec![(Origin::Recorded(Box::new(action)), write)];
+        self.outbox.busy = true;
+        self.effects.push(Effect::Write(Batch { aside: false, writes }));
+    }
+
+    /// A finished job is deleted after its time.
+    fn expire(&mut self, now: Millis) {
+        let kubernetes = self.spec.plannable().map(|job| &job.kubernetes);
+        let ttl = kubernetes.and_then(|kubernetes| kubernetes.ttl_seconds_after_finished);
+        let finished = self.report.finished_at();
+        let at = ttl.zip(finished).map(|(ttl, at)| at.min(now) + u64::from(ttl) * 1000);
+        // A deletion that did not succeed is tried again after a while.
+        self.expires = self.expires.or(at).filter(|_| at.is_some());
+        if self.expires.is_some_and(|at| now >= at) {
+            self.expires = Some(now + EXPIRY_RETRY);
+            let job = self.id.clone();
+            self.send_aside(Origin::Expiry, Write::DeleteJob(job));
+        }
+    }
+}

@@ -1,0 +1,431 @@
+//! What a `JobLoop` is led by and what it does, as words: an API server that answers when it is
+//! told to, and pods and workers that are and say what a scenario wants.
+
+use moejob_plan::allocate::Granted;
+use moejob_plan::lead::{
+    Batch, Effect, Ending, Event, JobLoop, JobSeen, Memo, Operator, Origin, Said, WorkerPod,
+    Write, WriteError, WriteErrorKind, owner,
+};
+use moejob_plan::observed::{Millis, Node};
+use moejob_protocol::message::{Down, Heartbeat, Hello, LeftReason, Phase, Up};
+use moejob_protocol::report::{Event as Line, EventKind, StepReport};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+const START: Millis = 1_700_000_000_000;
+
+pub struct World {
+    pub now: Millis,
+    job: Option<JobLoop>,
+    seen: JobSeen,
+    pods: BTreeMap<String, WorkerPod>,
+    /// What the loop has configured of each worker: attempt, digest, rank.
+    members: BTreeMap<String, (u32, String, u32)>,
+    under_way: VecDeque<Batch>,
+    version: u64,
+    keyring: String,
+    /// An answer was given to nothing.
+    missed: bool,
+}
+
+impl Default for World {
+    fn default() -> World {
+        World {
+            now: START,
+            job: None,
+            seen: JobSeen {
+                namespace: "team".into(),
+                name: "a".into(),
+                uid: "uid".into(),
+                generation: 1,
+                resource_version: "1".into(),
+                created_at: START,
+                deleted: false,
+                spec: spec(),
+                spec_bytes: 0,
+                status: Value::Null,
+            },
+            pods: BTreeMap::new(),
+            members: BTreeMap::new(),
+            under_way: VecDeque::new(),
+            version: 1,
+            keyring: "key".into(),
+            missed: false,
+        }
+    }
+}
+
+fn spec() -> Value {
+    json!({
+        "nodes": {"min": 1, "max": 2},
+        "model": {"preset": "tiny"},
+        "data": {"train": {"text": {"paths": ["corpus/*"]}}, "sequenceLength": 8},
+        "training": {"steps": 100, "globalBatchSize": 8},
+        "checkpoint": {"location": "checkpoints/a"},
+        "volumes": [{"mountPath": "checkpoints", "claim": "c"}],
+    })
+}
+
+impl World {
+    pub fn job(&mut self) -> &mut JobLoop {
+        self.job.as_mut().expect("there is a job")
+    }
+
+    /// Lets it happen, and asks the loop for its turn.
+    pub fn run(&mut self, command: &str) -> Vec<String> {
+        let words: Vec<&str> = command.split_whitespace().collect();
+        self.happen(&words);
+        let now = self.now;
+        let turn = self.job().turn(now);
+        let mut lines = Vec::new();
+        if std::mem::take(&mut self.missed) {
+            lines.push("(nothing of the kind is under way)".to_string());
+        }
+        for effect in turn.effects {
+            self.execute(effect, &mut lines);
+        }
+        if turn.turned {
+            lines.push("allocation is to look again".to_string());
+        }
+        if let Some(at) = turn.due {
+            lines.push(format!("look again in {} ms", at.saturating_sub(now)));
+        }
+        lines
+    }
+
+    fn happen(&mut self, words: &[&str]) {
+        let now = self.now;
+        match words {
+            ["job", settings @ ..] => {
+                *self = World::default();
+                settings.iter().for_each(|setting| self.set(setting));
+                self.adopt(1);
+            }
+            ["leader", term] => {
+                self.under_way.clear();
+                self.adopt(term.parse().expect("a term"));
+                for pod in self.pods.values().cloned().collect::<Vec<_>>() {
+                    self.on(Event::Pod(Box::new(pod)));
+                }
+            }
+            ["clock", "back", millis] => {
+                self.now -= millis.parse::<Millis>().expect("milliseconds");
+            }
+            ["edit", settings @ ..] => {
+                settings.iter().for_each(|setting| self.set(setting));
+                self.seen.generation += 1;
+                self.see();
+            }
+            ["delete"] => {
+                self.seen.deleted = true;
+                self.see();
+            }
+            ["grant", nodes @ ..] => {
+                let node =
+                    |name: &&str| Node { name: name.to_string(), usable: true, avoid_until: 0 };
+                let nodes = nodes.iter().map(node).collect();
+                self.on(Event::Granted(Granted { nodes, why: String::new() }));
+            }
+            ["pod", name, node, what @ ..] => self.see_pod(name, node, what),
+            ["gone", name] => {
+                self.pods.remove(*name);
+                self.on(Event::PodGone(name.to_string()));
+            }
+            ["advance", millis] => self.now += millis.parse::<Millis>().expect("milliseconds"),
+            ["api"] => self.on(Event::Api { heard: now }),
+            ["written"] => self.answer(|_| Ok(())),
+            ["written", "all"] => {
+                while !self.under_way.is_empty() {
+                    self.answer(|_| Ok(()));
+                }
+            }
+            ["fail", kind] => {
+                let kind = kind_of(kind);
+                let error = WriteError { kind, message: format!("{kind:?}") };
+                self.answer(|_| Err(error.clone()));
+            }
+            ["written", word] => {
+                self.pick(word);
+                self.answer(|_| Ok(()));
+            }
+            ["fail", kind, word] if *kind != "one" => {
+                self.pick(word);
+                let kind = kind_of(kind);
+                let error = WriteError { kind, message: format!("{kind:?}") };
+                self.answer(|_| Err(error.clone()));
+            }
+            // The first pod alone is refused.
+            ["fail", "one", kind] => {
+                let kind = kind_of(kind);
+                let error = WriteError { kind, message: format!("{kind:?}") };
+                self.answer(|index| if index == 0 { Err(error.clone()) } else { Ok(()) });
+            }
+            [what, name, rest @ ..] => self.say(what, name, rest),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn on(&mut self, event: Event) {
+        let now = self.now;
+        self.job().on(event, now);
+    }
+
+    fn set(&mut self, setting: &str) {
+        let (name, value) = setting.split_once('=').expect("name=value");
+        let number = || json!(value.parse::<u64>().expect("a number"));
+        let spec = &mut self.seen.spec;
+        match name {
+            "min" | "max" => spec["nodes"][name] = number(),
+            "suspend" => spec["suspend"] = json!(value == "true"),
+            "steps" => spec["training"]["steps"] = number(),
+            "gangTimeout" => spec["recovery"]["gangTimeout"] = json!(value),
+            "record" => self.seen.status["record"] = json!(value),
+            "bytes" => self.seen.spec_bytes = value.parse().expect("a number"),
+            "keyring" => self.keyring = value.to_string(),
+            other => panic!("{other}"),
+        }
+    }
+
+    fn adopt(&mut self, term: u64) {
+        let operator = Operator {
+            image: ("own:1".into(), None),
+            namespace: "moejob-system".into(),
+            trusted: String::new(),
+            keyring: self.keyring.clone(),
+        };
+        self.job = Some(JobLoop::new(&self.seen, Arc::new(operator), term, self.now));
+    }
+
+    fn see(&mut self) {
+        self.version += 1;
+        self.seen.resource_version = self.version.to_string();
+        self.on(Event::Spec(Box::new(self.seen.clone())));
+    }
+
+    fn see_pod(&mut self, name: &str, node: &str, what: &[&str]) {
+        let slot = self.pods.len() as u8;
+        let pod = self.pods.entry(name.to_string()).or_insert_with(|| WorkerPod {
+            namespace: "team".into(),
+            name: name.into(),
+            uid: format!("uid-{name}"),
+            owner: owner("team", "uid"),
+            node: Some(Arc::from(node)),
+            meant_for: Some(node.into()),
+            address: Some(format!("10.0.0.{slot}")),
+            started: false,
+            mounting: false,
+            trouble: None,
+            ended: None,
+            deletion: None,
+            unschedulable: None,
+        });
+        match what {
+            [] => {}
+            ["running"] => pod.started = true,
+            ["mounting"] => pod.mounting = true,
+            ["trouble", words @ ..] => pod.trouble = Some(words.join(" ")),
+            ["exit", code] => {
+                pod.ended = Some((code.parse().ok(), format!("exit code {code}")));
+            }
+            ["deleting"] => pod.deletion = Some(self.now + 1_000),
+            ["deleting", millis] => {
+                pod.deletion = Some(self.now + millis.parse::<Millis>().expect("milliseconds"));
+            }
+            other => panic!("{other:?}"),
+        }
+        let pod = pod.clone();
+        self.on(Event::Pod(Box::new(pod)));
+    }
+
+    fn say(&mut self, what: &str, name: &str, rest: &[&str]) {
+        let (attempt, digest, rank) = self.members.get(name).cloned().unwrap_or_default();
+        let up = |up: Up| Said::Up { attempt, up };
+        let ended = |why| Said::Ended { why, reason: format!("{why:?}") };
+        let said = match (what, rest) {
+            ("open", _) => Said::Opened(Hello {
+                version: 1,
+                worker: name.into(),
+                token: String::new(),
+                signing_request: String::new(),
+                attempt,
+                digest,
+                rank: (attempt > 0).then_some(rank),
+                held: Vec::new(),
+            }),
+            ("heartbeat", _) => up(Up::Heartbeat(Heartbeat {
+                phase: Phase::Training,
+                step: 1,
+                collective: 1,
+                held: Vec::new(),
+                loading: None,
+            })),
+            ("step", [step]) => up(step_report(step.parse().expect("a step"), attempt)),
+            ("left", _) => up(Up::Left { reason: LeftReason::Asked, held: Vec::new() }),
+            ("completed", [step]) => {
+                up(Up::Completed { step: step.parse().expect("a step") })
+            }
+            ("warns", words) => up(warning(&words.join(" "), attempt)),
+            ("silent", _) => Said::Silent,
+            ("broken", _) => ended(Ending::Broken),
+            ("refused", _) => ended(Ending::Refused),
+            ("unjudged", _) => ended(Ending::Unjudged),
+            ("flood", [times]) => {
+                for time in 0..times.parse::<u64>().expect("a number") {
+                    let said = up(warning(&format!("{time}"), attempt));
+                    self.on(Event::Stream { name: name.to_string(), said });
+                }
+                return;
+            }
+            other => panic!("{other:?}"),
+        };
+        self.on(Event::Stream { name: name.to_string(), said });
+    }
+
+    /// The oldest batch that writes such a thing is the next to be answered.
+    fn pick(&mut self, word: &str) {
+        let has = |batch: &Batch| batch.writes.iter().any(|(_, of)| words(of).contains(word));
+        let at = self.under_way.iter().position(has);
+        // What a scenario waits for in vain shows in its text.
+        let Some(at) = at else { return self.under_way.push_front(Batch::default()) };
+        let batch = self.under_way.remove(at).expect("it is there");
+        self.under_way.push_front(batch);
+    }
+
+    /// The oldest batch that is under way has come to its end.
+    fn answer(&mut self, answer: impl Fn(usize) -> Result<(), WriteError>) {
+        let Some(batch) = self.under_way.pop_front().filter(|of| !of.writes.is_empty()) else {
+            return self.missed = true;
+        };
+        let mut results = Vec::new();
+        for (index, (origin, write)) in batch.writes.into_iter().enumerate() {
+            let written = answer(index).map(|()| match write {
+                Write::Status { status, .. } => {
+                    self.version += 1;
+                    self.seen.status = serde_json::to_value(&status).expect("a status");
+                    Some(self.version.to_string())
+                }
+                _ => None,
+            });
+            results.push((origin, written));
+        }
+        self.on(Event::Done { aside: batch.aside, results });
+    }
+
+    fn execute(&mut self, effect: Effect, lines: &mut Vec<String>) {
+        let line = match effect {
+            Effect::Dial { name, address, again, .. } => {
+                format!("dial {name} at {address}{}", if again { " again" } else { "" })
+            }
+            Effect::Close { name } => format!("close {name}"),
+            Effect::Send { name, attempt, body } => {
+                format!("tell {name} of attempt {attempt}: {}", order(&body))
+            }
+            Effect::Configure { name, rank, config } => {
+                let member = (config.attempt, config.digest.clone(), rank);
+                self.members.insert(name.clone(), member);
+                format!("configure {name} as rank {rank} of attempt {}", config.attempt)
+            }
+            Effect::HeartbeatTimeout(_) | Effect::Figures(_) => return,
+            Effect::Recovered { cause, .. } => format!("metric: recovered, {cause}"),
+            Effect::Note { .. } => return,
+            Effect::Memory(memo) => match memo {
+                Memo::Decided(_) => return,
+                Memo::Failed(node) => format!("memory: {node} failed"),
+                Memo::Worked(node) => format!("memory: {node} worked"),
+                Memo::Avoid { node, until } => {
+                    format!("memory: avoid {node} for {} ms", until.saturating_sub(self.now))
+                }
+            },
+            Effect::Write(batch) => {
+                let waits = if batch.aside { "" } else { ", and wait" };
+                let writes: Vec<String> = batch.writes.iter().map(|(_, of)| words(of)).collect();
+                let event = matches!(batch.writes[0].0, Origin::Event);
+                // Nothing follows of how an event was written.
+                if !event {
+                    self.under_way.push_back(batch);
+                }
+                let what = if event { "say" } else { "write" };
+                format!("{what} {}{waits}", writes.join(", "))
+            }
+        };
+        lines.push(line);
+    }
+}
+
+fn kind_of(word: &str) -> WriteErrorKind {
+    match word {
+        "slow" => WriteErrorKind::Slow,
+        "conflict" => WriteErrorKind::Conflict,
+        "exists" => WriteErrorKind::Exists,
+        "forbidden" => WriteErrorKind::Forbidden,
+        "refused" => WriteErrorKind::Refused,
+        "deposed" => WriteErrorKind::Deposed,
+        _ => WriteErrorKind::Other,
+    }
+}
+
+fn order(body: &Down) -> String {
+    match body {
+        Down::Leave { reason } => format!("leave ({reason})"),
+        Down::Request(request) => format!("{request:?}"),
+        Down::Shutdown => "end".to_string(),
+        other => format!("{other:?}"),
+    }
+}
+
+fn words(write: &Write) -> String {
+    match write {
+        Write::CreatePod { birth, .. } => format!("pod {} on {}", birth.name, birth.node),
+        Write::DeletePod { name, grace_s, .. } => format!("no pod {name} within {grace_s} s"),
+        Write::Status { status, resource_version, .. } => {
+            let recorded = serde_json::from_str::<Value>(&status.record).unwrap_or_default();
+            format!(
+                "status {} of generation {} on version {resource_version}, record of attempt {}",
+                status.phase,
+                status.observed_generation.unwrap_or_default(),
+                recorded["attempt"]
+            )
+        }
+        Write::Ensure { object, .. } => {
+            let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
+            format!("{} {}", text(&object["kind"]), text(&object["metadata"]["name"]))
+        }
+        Write::DeleteJob(job) => format!("no job {}", job.name),
+        Write::Event { namespace, reason, note, .. } => {
+            let note: String = note.chars().take(100).collect();
+            format!("in {namespace}: {reason}: {note}")
+        }
+    }
+}
+
+fn warning(message: &str, attempt: u32) -> Up {
+    Up::Event(Line {
+        time: String::new(),
+        attempt,
+        event: EventKind::Warning,
+        reason: "Worker\u{1b}Says".into(),
+        message: message.into(),
+        details: BTreeMap::new(),
+    })
+}
+
+fn step_report(step: u64, attempt: u32) -> Up {
+    Up::Step(StepReport {
+        step,
+        loss: 1.0,
+        aux_loss: 1.0,
+        z_loss: 0.0,
+        grad_norm: 1.0,
+        learning_rate: 1e-3,
+        tokens: 0,
+        tokens_per_second: 0.0,
+        timing: Default::default(),
+        world_size: 0,
+        attempt,
+        expert_imbalance: 1.0,
+        routing: Default::default(),
+        validation_loss: None,
+        time: String::new(),
+    })
+}

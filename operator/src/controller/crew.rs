@@ -1,0 +1,146 @@
+//! One job's loop and what executes its effects: the streams to its workers, and the writer.
+
+use super::Context;
+use crate::control::{Leader, Told, Verifier};
+use crate::observe::{JobSeen, Owner};
+use moejob_plan::allocate::{Claim, Memory};
+use moejob_plan::lead::{
+    Batch, Effect, Event, JobLoop, Memo, Operator, Origin, Turn, Write, Written,
+};
+use moejob_plan::observed::Millis;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The end of a batch: each write's label for the metrics, and what became of it.
+pub struct Done {
+    pub owner: Owner,
+    pub aside: bool,
+    pub results: Vec<(Origin, &'static str, Written)>,
+}
+
+pub struct Crew {
+    pub job: JobLoop,
+    /// When its loop wants to be asked again.
+    pub due: Option<Millis>,
+    leader: Leader,
+    context: Arc<Context>,
+    /// What it asked of the allocation when it was last asked.
+    claimed: Option<Claim>,
+}
+
+impl Crew {
+    pub fn new(
+        seen: &JobSeen,
+        context: Arc<Context>,
+        operator: Arc<Operator>,
+        lease_term: u64,
+        now: Millis,
+    ) -> Crew {
+        let job = JobLoop::new(seen, operator, lease_term, now);
+        context.metrics.fenced(&seen.uid, job.fence().is_some());
+        let leader = Leader::telling(
+            Arc::clone(&context.authority),
+            (seen.owner(), &seen.uid),
+            Duration::from_secs(3),
+            job.term(),
+            context.told.clone(),
+        );
+        Crew { job, due: None, leader, context, claimed: None }
+    }
+
+    /// Its record was not understood, and is another one.
+    pub fn is_to_be_taken_anew(&self, seen: &JobSeen) -> bool {
+        self.job.fence().is_some_and(|fence| fence.is_lifted(seen))
+    }
+
+    pub fn on(&mut self, event: Event, now: Millis) {
+        self.job.on(event, now);
+    }
+
+    pub fn on_told(&mut self, told: Told, now: Millis) {
+        if let Some((name, said)) = self.leader.accept(told) {
+            self.job.on(Event::Stream { name, said }, now);
+        }
+    }
+
+    pub fn is_to_turn(&self, now: Millis) -> bool {
+        self.job.is_dirty() || self.due.is_some_and(|at| at <= now)
+    }
+
+    /// Asks its loop, and does what it says in its order. Whether the allocation is to look again.
+    pub fn turn(
+        &mut self,
+        memory: &mut Memory,
+        sent: &mut Vec<(Owner, Batch)>,
+        owner: &Owner,
+        now: Millis,
+    ) -> bool {
+        let began = Instant::now();
+        let Turn { effects, due, turned } = self.job.turn(now);
+        self.context.metrics.reconciled(began.elapsed());
+        self.due = due;
+        let mut matters = turned;
+        for effect in effects {
+            match effect {
+                Effect::Dial { name, address, pod, again } => {
+                    let reviewer = self.context.reviewer.clone();
+                    let verifier = Verifier::TokenReview { reviewer, pod };
+                    self.leader.dial_by(&name, &address, verifier, again);
+                }
+                Effect::Close { name } => self.leader.close(&name),
+                Effect::Send { name, attempt, body } => self.leader.send(&name, attempt, body),
+                Effect::Configure { name, rank, config } => {
+                    self.leader.configure(&name, rank, &config);
+                }
+                Effect::HeartbeatTimeout(timeout) => self.leader.set_heartbeat_timeout(timeout),
+                Effect::Write(batch) => sent.push((Arc::clone(owner), self.sealed(batch))),
+                Effect::Memory(memo) => matters |= remember(memory, owner, memo, now),
+                Effect::Note { warning, text } => {
+                    let job = &self.job.id().name;
+                    match warning {
+                        true => tracing::warn!(job, "{text}"),
+                        false => tracing::info!(job, "{text}"),
+                    }
+                }
+                Effect::Recovered { cause, replanned, first_step } => {
+                    self.context.metrics.recovered(cause, replanned, first_step);
+                }
+                Effect::Figures(figures) => {
+                    self.context.metrics.job(&self.job.id().uid, *figures);
+                }
+            }
+        }
+        let claim = self.job.claim();
+        matters |= self.claimed.as_ref() != Some(&claim);
+        self.claimed = Some(claim);
+        matters
+    }
+
+    /// The seals of pods are made here, where their key is.
+    fn sealed(&self, mut batch: Batch) -> Batch {
+        let id = self.job.id();
+        for (_, write) in &mut batch.writes {
+            if let Write::CreatePod { birth, .. } = write {
+                birth.seal = self.context.keyring.seal(&id.namespace, &id.uid, &birth.name);
+            }
+        }
+        batch
+    }
+}
+
+/// Whether the allocation may come out otherwise for it.
+fn remember(memory: &mut Memory, owner: &Owner, memo: Memo, now: Millis) -> bool {
+    match memo {
+        Memo::Decided(node) => {
+            memory.decided(owner, &node, now);
+            return false;
+        }
+        Memo::Worked(node) => {
+            memory.worked(owner, &node);
+            return false;
+        }
+        Memo::Failed(node) => memory.failed(owner, &node, now),
+        Memo::Avoid { node, until } => memory.avoid(owner, &node, until, now),
+    }
+    true
+}

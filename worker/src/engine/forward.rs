@@ -1,0 +1,248 @@
+//! A round through the model, forwards.
+//!
+//! Ops and verbs of links are enqueued in order; nothing comes back. Once a link has failed the
+//! rest of a round is left out, since nobody will look at it.
+
+use crate::engine::handles::{DenseLayer, GatedWeights, Linear};
+use crate::engine::links::Links;
+use crate::engine::model::Model;
+use crate::engine::moe::activation;
+use crate::engine::round::{Aim, Round};
+use moejob_kernels::numbers::record;
+use moejob_kernels::{
+    AddBias, Attention, Buffer, Clamp, CrossEntropy, Embed, GatedMul, Layout as Order, Matmul,
+    RmsNorm, Rope, SumF64,
+};
+use moejob_protocol::buffers::Gated;
+
+/// One call is one round: a micro-batch here and one on each peer of the expert group (`moe.rs`);
+/// a rank without one has `tokens == 0`.
+pub struct Pass<'a> {
+    pub(crate) model: &'a mut Model,
+    pub(crate) links: &'a mut Links,
+    pub(crate) round: &'a Round,
+    /// Activations are computed again: what is recorded of the round has been.
+    pub(crate) again: bool,
+}
+
+impl<'a> Pass<'a> {
+    /// A round of the loaded micro-batch.
+    pub fn new(model: &'a mut Model, links: &'a mut Links, round: &'a Round) -> Pass<'a> {
+        Pass { model, links, round, again: false }
+    }
+
+    /// Logits of the loaded micro-batch, what backward needs, and what the round's aim asks for.
+    pub fn forward(&mut self) {
+        let (t, d) = (self.round.tokens, self.model.dim());
+        if t > 0 {
+            let x = self.model.layer_input(0).slice(0, t * d);
+            self.model.device.embed(&Embed {
+                tokens: t,
+                dim: d,
+                vocab: self.model.config.vocab_size as usize,
+                ids: self.model.buffers.batch.ids.slice(0, t),
+                table: self.model.dense.embed,
+                x,
+            });
+        }
+        for layer in 0..self.model.config.num_hidden_layers as usize {
+            if self.links.has_failed() {
+                return;
+            }
+            self.layer(layer);
+        }
+        self.record_all_layers();
+        if t > 0 {
+            self.logits(t);
+        }
+    }
+
+    /// From the layer's input to that of the next.
+    pub(crate) fn layer(&mut self, layer: usize) {
+        if self.round.tokens > 0 {
+            self.attention(layer);
+        }
+        self.feed_forward(layer);
+    }
+
+    /// The cross-entropies of the round's own tokens; their sum goes to the micro-batch's record,
+    /// or to `head.loss_sum` in a round without one. With `gradient` the logits become their
+    /// gradient.
+    pub fn loss(&mut self, gradient: bool) {
+        let (t, vocab) = (self.round.tokens, self.model.config.vocab_size as usize);
+        if t == 0 {
+            return;
+        }
+        let head = self.model.buffers.head.clone();
+        let loss = head.loss.slice(0, t);
+        self.model.device.cross_entropy(&CrossEntropy {
+            tokens: t,
+            vocab,
+            scale: self.model.loss_scale,
+            gradient,
+            logits: head.logits.slice(0, t * vocab),
+            targets: self.model.buffers.batch.targets.slice(0, t),
+            loss,
+        });
+        let out = match self.round.aim {
+            Aim::Record(at) => self.model.record(at).slice(record::LOSS, 1),
+            _ => head.loss_sum,
+        };
+        self.model.device.sum_f64(&SumF64 { x: loss, out });
+    }
+
+    /// mid = input + attention(norm(input))
+    fn attention(&mut self, layer: usize) {
+        let (t, d) = (self.round.tokens, self.model.dim());
+        let (q_size, kv_size) = self.attention_sizes();
+        let weights: DenseLayer = self.model.dense.layers[layer].clone();
+        let b = self.model.buffers.layers[layer].clone();
+        let (input, norm1) = (b.input.slice(0, t * d), b.norm1.slice(0, t * d));
+        let (q, k) = (b.q.slice(0, t * q_size), b.k.slice(0, t * kv_size));
+        let v = b.v.slice(0, t * kv_size);
+        self.norm(t, input, weights.norm1, norm1, b.rstd1.slice(0, t));
+        match (&b.qk_norm, weights.qk_norm) {
+            (Some(raw), Some((q_gain, k_gain))) => {
+                let (q_raw, k_raw) = (raw.q.slice(0, q.len()), raw.k.slice(0, k.len()));
+                self.linear(t, norm1, weights.q, q_raw, false);
+                self.linear(t, norm1, weights.k, k_raw, false);
+                let (q_rows, k_rows) = (q.len() / q_gain.len(), k.len() / k_gain.len());
+                self.norm(q_rows, q_raw, q_gain, q, raw.q_rstd.slice(0, q_rows));
+                self.norm(k_rows, k_raw, k_gain, k, raw.k_rstd.slice(0, k_rows));
+            }
+            _ => {
+                self.linear(t, norm1, weights.q, q, false);
+                self.linear(t, norm1, weights.k, k, false);
+            }
+        }
+        self.linear(t, norm1, weights.v, v, false);
+        self.clip(layer, [q, k, v]);
+        self.rope(t, q, false);
+        self.rope(t, k, false);
+        let attended = b.attended.slice(0, t * q_size);
+        let op = self.attention_op(layer, t);
+        self.model.device.attention(&op);
+        let mid = b.mid.slice(0, t * d);
+        self.model.device.copy(input, mid);
+        self.linear(t, attended, weights.o, mid, true);
+        let (norm2, rstd2) = (b.norm2.slice(0, t * d), b.rstd2.slice(0, t));
+        self.norm(t, mid, weights.norm2, norm2, rstd2);
+    }
+
+    pub(crate) fn clip(&mut self, layer: usize, qkv: [Buffer; 3]) {
+        let Some(kept) = self.unclipped(layer, qkv.map(|x| x.len())) else { return };
+        for (x, kept) in qkv.into_iter().zip(kept) {
+            self.model.device.copy(x, kept);
+            self.model.device.clamp(&Clamp { limit: self.model.config.clip_qkv, x });
+        }
+    }
+
+    /// Where q, k and v of a layer are kept as they were before the clamp.
+    pub(crate) fn unclipped(&self, layer: usize, sizes: [usize; 3]) -> Option<[Buffer; 3]> {
+        let all = self.model.buffers.layers[layer].unclipped?;
+        let [q, k, v] = sizes;
+        Some([all.slice(0, q), all.slice(q, k), all.slice(q + k, v)])
+    }
+
+    pub(crate) fn attention_sizes(&self) -> (usize, usize) {
+        (self.model.config.q_size() as usize, self.model.config.kv_size() as usize)
+    }
+
+    /// The attention of the first `t` tokens of `layer`, forward and for its gradient.
+    pub(crate) fn attention_op(&self, layer: usize, t: usize) -> Attention {
+        let (config, b) = (&self.model.config, &self.model.buffers.layers[layer]);
+        let (q_size, kv_size) = self.attention_sizes();
+        Attention {
+            batch: t / self.model.sequence(),
+            seq: self.model.sequence(),
+            heads: config.num_attention_heads as usize,
+            kv_heads: config.num_key_value_heads as usize,
+            head_dim: config.head_dim as usize,
+            scale: 1.0 / f64::from(config.head_dim).sqrt(),
+            q: b.q.slice(0, t * q_size),
+            k: b.k.slice(0, t * kv_size),
+            v: b.v.slice(0, t * kv_size),
+            starts: self.model.starts(t),
+            window: None,
+            deterministic: true,
+            workspace: None,
+            o: b.attended.slice(0, t * q_size),
+            lse: b.lse.slice(0, t * config.num_attention_heads as usize),
+        }
+    }
+
+    pub(crate) fn rope(&mut self, t: usize, x: Buffer, inverse: bool) {
+        let head_dim = self.model.config.head_dim as usize;
+        self.model.device.rope(&Rope {
+            tokens: t,
+            heads: x.len() / (t * head_dim),
+            head_dim,
+            theta: self.model.config.rope_theta,
+            inverse,
+            positions: self.model.buffers.batch.positions.slice(0, t),
+            x,
+        });
+    }
+
+    /// The next layer's input = mid + experts(norm2) (+ shared(norm2)), or mid + dense(norm2).
+    fn feed_forward(&mut self, layer: usize) {
+        let (t, d) = (self.round.tokens, self.model.dim());
+        let out = self.model.layer_input(layer + 1).slice(0, t * d);
+        if self.model.buffers.layers[layer].moe.is_some() {
+            self.moe_forward(layer, out);
+        } else if t > 0 {
+            self.model.device.copy(self.model.buffers.layers[layer].mid.slice(0, t * d), out);
+        }
+        if t > 0
+            && let Some(weights) = self.model.dense.layers[layer].gated
+        {
+            self.gated(layer, t, weights, out);
+        }
+    }
+
+    /// out += (act(x Wg^T) * x Wu^T) Wd^T
+    fn gated(&mut self, layer: usize, t: usize, weights: GatedWeights, out: Buffer) {
+        let b = &self.model.buffers.layers[layer];
+        let Some(gated) = b.dense.clone() else { return };
+        let width = weights.gate.len() / self.model.dim();
+        let x = b.norm2.slice(0, t * self.model.dim());
+        let [gate, up, hidden] = rows(&gated, t, width);
+        let plain = |weight| Linear { weight, bias: None };
+        self.linear(t, x, plain(weights.gate), gate, false);
+        self.linear(t, x, plain(weights.up), up, false);
+        let activation = activation(self.model.config.experts.activation);
+        self.model.device.gated_mul(&GatedMul { activation, gate, up, out: hidden });
+        self.linear(t, hidden, plain(weights.down), out, true);
+    }
+
+    fn logits(&mut self, t: usize) {
+        let (d, head) = (self.model.dim(), self.model.buffers.head.clone());
+        let norm = head.norm.slice(0, t * d);
+        let x = head.input.slice(0, t * d);
+        self.norm(t, x, self.model.dense.norm, norm, head.rstd.slice(0, t));
+        let logits = head.logits.slice(0, t * self.model.config.vocab_size as usize);
+        let weight = Linear { weight: self.model.dense.head, bias: None };
+        self.linear(t, norm, weight, logits, false);
+    }
+
+    /// y = x W^T + b
+    fn linear(&mut self, t: usize, x: Buffer, linear: Linear, y: Buffer, accumulate: bool) {
+        let (k, n) = (x.len() / t, y.len() / t);
+        let op = Matmul { layout: Order::Nt, m: t, n, k, accumulate, a: x, b: linear.weight, c: y };
+        self.model.device.matmul(&op);
+        if let Some(bias) = linear.bias {
+            self.model.device.add_bias(&AddBias { rows: t, columns: n, x: y, bias });
+        }
+    }
+
+    pub(crate) fn norm(&mut self, rows: usize, x: Buffer, w: Buffer, y: Buffer, rstd: Buffer) {
+        let eps = self.model.config.rms_norm_eps;
+        self.model.device.rms_norm(&RmsNorm { rows, dim: x.len() / rows, eps, x, w, y, rstd });
+    }
+
+}
+
+/// The first `t` rows of the three parts.
+pub(crate) fn rows(gated: &Gated<Buffer>, t: usize, width: usize) -> [Buffer; 3] {
+    [gated.gate, gated.up, gated.hidden].map(|buffer| buffer.slice(0, t * width))
+}

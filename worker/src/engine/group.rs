@@ -1,0 +1,123 @@
+//! The ranks that together hold every expert, as seen by one of them.
+
+use moejob_kernels::{Buffer, Device, Room};
+use moejob_protocol::buffers::{Layer, Routes};
+use moejob_protocol::layout::Layout;
+use moejob_protocol::memory::{RowCounts, row_counts};
+use moejob_protocol::model::ModelConfig;
+
+#[derive(Clone, Debug)]
+pub struct ExpertGroup {
+    /// In ep order.
+    pub ranks: Vec<u32>,
+    /// Where this rank stands among them.
+    pub me: usize,
+    pub(crate) layers: Vec<Homes>,
+    /// By position: rows with even routing, and at most.
+    counts: Vec<[RowCounts; 2]>,
+    /// Routed memory that is committed, over that of even routing; none: for the worst case.
+    headroom: Option<f64>,
+}
+
+/// Where the experts of one layer are computed.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Homes {
+    /// `[expert]`: position in the group.
+    owner: Vec<u32>,
+    /// `[expert]`: place in the order by (owner, expert).
+    order: Vec<u32>,
+    /// `[position]`: the first place of an owner, and one more entry at the end.
+    first: Vec<u32>,
+    /// `[expert]`: which of this rank's experts it is; `u32::MAX` elsewhere.
+    local: Vec<u32>,
+    /// `G`
+    pub locals: usize,
+}
+
+impl ExpertGroup {
+    /// `tokens` of a micro-batch.
+    pub fn new(model: &ModelConfig, layout: &Layout, rank: u32, tokens: u64) -> ExpertGroup {
+        let ranks = layout.mesh.expert_group(rank);
+        let me = ranks.iter().position(|member| *member == rank).expect("a rank is in its group");
+        let homes = |layer| match model.is_moe_layer(layer) {
+            true => Homes::new(model, layout, rank, layer, &ranks),
+            false => Homes::default(),
+        };
+        let layers = (0..model.num_hidden_layers).map(homes).collect();
+        let counts = |rank: &u32| <[RowCounts; 2]>::from(row_counts(model, layout, *rank, tokens));
+        let counts = ranks.iter().map(counts).collect();
+        ExpertGroup { ranks, me, layers, counts, headroom: None }
+    }
+
+    /// Commits memory for `headroom` times the rows of even routing, at most the worst case.
+    pub fn commit(&mut self, headroom: f64) {
+        self.headroom = Some(headroom.max(1.0));
+    }
+
+    /// Commits twice as much; false where that is the worst case already. A function of what all
+    /// ranks know, so that all grow alike.
+    pub(crate) fn grow(&mut self) -> bool {
+        let before = self.rooms();
+        self.headroom = self.headroom.map(|headroom| 2.0 * headroom);
+        self.rooms() != before
+    }
+
+    /// What each rank has memory for. A processor's memory is committed page by page as it is
+    /// touched, so that there is room for the worst case from the beginning.
+    pub(crate) fn rooms(&self) -> Vec<Room> {
+        let room = |[balanced, worst]: &[RowCounts; 2]| {
+            let rows = |even: u64, most: u64| match self.headroom {
+                Some(headroom) => ((even as f64 * headroom).ceil() as u64).min(most) as usize,
+                None => most as usize,
+            };
+            Room {
+                rows: rows(balanced.routed, worst.routed),
+                tokens: rows(balanced.arrived, worst.arrived),
+            }
+        };
+        self.counts.iter().map(room).collect()
+    }
+
+    /// Nothing travels.
+    pub fn is_alone(&self) -> bool {
+        self.ranks.len() == 1
+    }
+
+    /// Writes what every round reads of the placement.
+    pub(crate) fn write_tables(&self, layers: &[Layer<Buffer>], device: &mut Device) {
+        let routes = |layer: &Layer<Buffer>| layer.moe.as_ref()?.routes.clone();
+        for (homes, layer) in self.layers.iter().zip(layers) {
+            let Some(Routes { owner, local, order, first, .. }) = routes(layer) else { continue };
+            device.write(owner, &homes.owner);
+            device.write(local, &homes.local);
+            device.write(order, &homes.order);
+            device.write(first, &homes.first);
+        }
+    }
+}
+
+impl Homes {
+    fn new(model: &ModelConfig, layout: &Layout, rank: u32, layer: u32, ranks: &[u32]) -> Homes {
+        let of_rank = layout.expert_ranks(model, layer, rank);
+        let position = |owner: &u32| ranks.iter().position(|member| member == owner);
+        let owner: Vec<u32> = of_rank
+            .iter()
+            .map(|owner| position(owner).expect("experts are held in the group") as u32)
+            .collect();
+        let mut by_owner: Vec<usize> = (0..owner.len()).collect();
+        by_owner.sort_by_key(|expert| (owner[*expert], *expert));
+        let mut order = vec![0; owner.len()];
+        by_owner.iter().enumerate().for_each(|(at, expert)| order[*expert] = at as u32);
+        let before = |p: usize| owner.iter().filter(|owner| (**owner as usize) < p).count() as u32;
+        let first = (0..=ranks.len()).map(before).collect();
+        let held = layout.experts(model, layer, rank);
+        let mut local = vec![u32::MAX; owner.len()];
+        held.iter().enumerate().for_each(|(g, expert)| local[*expert as usize] = g as u32);
+        Homes { owner, order, first, local, locals: held.len() }
+    }
+
+    /// Experts do not lie in the order of their owners.
+    pub fn is_shuffled(&self) -> bool {
+        self.order.iter().enumerate().any(|(expert, at)| expert as u32 != *at)
+    }
+}

@@ -1,0 +1,279 @@
+//! The numbers of a step: where they stand in device memory, and what they say.
+//!
+//! ```text
+//! rounds, sums of squares -> the rank's part -> gather -> ReduceNumbers -> StepNumbers -> read
+//! ```
+//! Sizes and orders are functions of the layout, worked out once an attempt.
+
+use crate::engine::diagnosis;
+use crate::engine::links::Links;
+use crate::engine::model::Model;
+use moejob_kernels::numbers::{record, tally};
+use moejob_kernels::step_vectors::{NumbersLayout, number, param};
+use moejob_kernels::{Buffer, ReduceNumbers, SquareRun};
+use moejob_protocol::config::TrainingConfig;
+use moejob_protocol::layout::Layout;
+use moejob_protocol::memory::{
+    NumberCounts, RECORD_NUMBERS, SINGLE_NUMBERS, STATISTICS, TALLY_NUMBERS,
+};
+use moejob_protocol::model::{ModelConfig, Param, Role};
+use std::ops::Range;
+
+// The memory that is planned is what the ops fill.
+const _: () = {
+    assert!(record::COUNT as u64 == RECORD_NUMBERS && tally::COUNT as u64 == TALLY_NUMBERS);
+    assert!(number::COUNT as u64 == SINGLE_NUMBERS && param::COUNT as u64 == SINGLE_NUMBERS);
+    assert!(moejob_kernels::balance::row::COUNT as u64 == STATISTICS);
+};
+
+/// What a step was, the same on every rank.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepSummary {
+    pub loss: f64,
+    pub aux_loss: f64,
+    pub z_loss: f64,
+    /// Before clipping.
+    pub grad_norm: f64,
+    pub learning_rate: f64,
+    pub expert_imbalance: f64,
+    /// Entropy of the scores, nats, mean over tokens and layers.
+    pub router_entropy: f64,
+    /// `[mixture layer][expert]`: slots of the whole step that chose it.
+    pub loads: Vec<u64>,
+    /// The same: choices of full experts, which were dropped; empty for routers that drop none.
+    pub dropped: Vec<u64>,
+    /// Tokens without any expert, over all layers.
+    pub unrouted: u64,
+    /// Choices of tokens behind another in their text, and those that the token before did not
+    /// make.
+    pub followed: u64,
+    pub switched: u64,
+    /// The loss, or the parameter whose gradient is no finite number; then nothing was updated.
+    pub non_finite: Option<String>,
+    /// Routed rows found no room; then nothing was updated either.
+    pub(crate) overflows: bool,
+}
+
+/// Where a rank's part stands among the parts of all.
+#[derive(Clone, Copy, Debug, Default)]
+struct Part {
+    start: usize,
+    len: usize,
+    /// Micro-batches.
+    records: usize,
+    loads: usize,
+}
+
+impl Part {
+    fn record(&self, at: usize) -> usize {
+        assert!(at < self.records, "micro-batch {at} of {}", self.records);
+        self.start + at * record::COUNT
+    }
+
+    fn tally(&self) -> usize {
+        self.start + self.records * record::COUNT
+    }
+
+    fn squares(&self) -> usize {
+        self.tally() + tally::COUNT + 2 * self.loads
+    }
+}
+
+/// Where everything stands.
+#[derive(Clone, Debug)]
+pub struct Numbers {
+    layout: NumbersLayout,
+    /// By rank.
+    parts: Vec<Part>,
+    me: usize,
+    records: Vec<usize>,
+    tallies: Vec<usize>,
+    squares: Vec<SquareRun>,
+}
+
+impl Numbers {
+    pub fn new(
+        model: &ModelConfig,
+        layout: &Layout,
+        params: &[Param],
+        rank: u32,
+        counts: &NumberCounts,
+        micro_batches: u32,
+    ) -> Numbers {
+        let mesh = &layout.mesh;
+        let loads = counts.loads as usize;
+        let experts = model.experts.count as usize;
+        let mut parts: Vec<Part> = Vec::new();
+        for (rank, len) in (0..mesh.world()).zip(&counts.parts) {
+            let start = parts.last().map_or(0, |last| last.start + last.len);
+            let records = mesh.micro_batches(rank, micro_batches).len();
+            parts.push(Part { start, len: *len as usize, records, loads });
+        }
+        let in_order = mesh.data_group(rank).into_iter().map(|rank| parts[rank as usize]);
+        let records = in_order.flat_map(|part| (0..part.records).map(move |at| part.record(at)));
+        Numbers {
+            layout: NumbersLayout {
+                layers: loads / experts.max(1),
+                experts,
+                tensors: params.len(),
+            },
+            me: rank as usize,
+            records: records.collect(),
+            tallies: parts.iter().map(Part::tally).collect(),
+            squares: square_runs(model, layout, params, &parts),
+            parts,
+        }
+    }
+
+    /// Elements of the reduced vector where the loads of the `at`-th mixture layer stand.
+    pub(crate) fn loads(&self, at: usize) -> Range<usize> {
+        let start = self.layout.loads().start + at * self.layout.experts;
+        start..start + self.layout.experts
+    }
+}
+
+/// Where the sums of squares of all owned runs stand, in table order.
+fn square_runs(
+    model: &ModelConfig,
+    layout: &Layout,
+    params: &[Param],
+    parts: &[Part],
+) -> Vec<SquareRun> {
+    let mut next: Vec<usize> = parts.iter().map(Part::squares).collect();
+    let mut runs = Vec::new();
+    for (tensor, param) in params.iter().enumerate() {
+        let mut owners = layout.owners(model, tensor, param);
+        owners.retain(|(_, blocks)| !blocks.is_empty());
+        owners.sort_by_key(|(_, blocks)| blocks.start);
+        for (rank, blocks) in owners {
+            let next = &mut next[rank as usize];
+            let at = *next..*next + (blocks.end - blocks.start) as usize;
+            *next = at.end;
+            let of_expert = matches!(param.role, Role::Expert { .. });
+            runs.push(SquareRun { at, tensor, of_expert });
+        }
+    }
+    runs
+}
+
+impl Model {
+    fn own_part(&self) -> (Buffer, Part) {
+        (self.buffers.numbers.parts, self.numbers.parts[self.numbers.me])
+    }
+
+    /// F64 [4]: of the own micro-batch `at`.
+    pub(crate) fn record(&self, at: usize) -> Buffer {
+        let (parts, part) = self.own_part();
+        parts.slice(part.record(at), record::COUNT)
+    }
+
+    /// F64 [4]
+    pub(crate) fn tally(&self) -> Buffer {
+        let (parts, part) = self.own_part();
+        parts.slice(part.tally(), tally::COUNT)
+    }
+
+    /// F64 [E] each: loads and drops of the `at`-th mixture layer.
+    pub(crate) fn load_counts(&self, at: usize) -> [Buffer; 2] {
+        let (parts, part) = self.own_part();
+        let (experts, first) = (self.expert_count(), part.tally() + tally::COUNT);
+        [0, part.loads].map(|table| parts.slice(first + table + at * experts, experts))
+    }
+
+    /// F64 [owned blocks]
+    pub fn square_sums(&self) -> Buffer {
+        let (parts, part) = self.own_part();
+        parts.slice(part.squares(), part.start + part.len - part.squares())
+    }
+
+    /// A step begins: what it is told is written, its own numbers are zero. `step` counts from 0.
+    pub fn begin_step(&mut self, training: &TrainingConfig, step: u64) {
+        let warmup = self.config.router.warmup_steps;
+        let mut params = [0.0; param::COUNT];
+        params[param::RATE] = training.learning_rate(step);
+        params[param::STEP] = (step + 1) as f64;
+        params[param::EXPERT_STEP] = (step + 1).saturating_sub(warmup) as f64;
+        params[param::NORM_MAX] = training.max_grad_norm;
+        params[param::LOSS_SCALE] = 1.0;
+        self.device.write(self.buffers.numbers.params, &params);
+        let (parts, part) = self.own_part();
+        self.device.fill_zero(parts.slice(part.start, part.len));
+    }
+
+    /// StepNumbers of all ranks' parts, on every rank's device.
+    pub fn reduce_numbers(&mut self, links: &mut Links) {
+        let (numbers, buffers) = (&self.numbers, &self.buffers.numbers);
+        let part = |part: &Part| buffers.parts.slice(part.start, part.len);
+        let parts: Vec<Buffer> = numbers.parts.iter().map(part).collect();
+        links.gather(&mut self.device, &parts);
+        self.device.reduce_numbers(&ReduceNumbers {
+            layout: numbers.layout,
+            parts: buffers.parts,
+            records: &numbers.records,
+            tallies: &numbers.tallies,
+            squares: &numbers.squares,
+            params: buffers.params,
+            out: buffers.reduced,
+        });
+    }
+
+    /// The one read of a step.
+    pub fn read_numbers(&self, training: &TrainingConfig, step: u64) -> StepSummary {
+        let numbers: Vec<f64> = self.device.read_vec(self.buffers.numbers.reduced);
+        let layout = &self.numbers.layout;
+        let micro_batches = f64::from(self.shape.micro_batches);
+        let targets = f64::from(training.global_batch_size) * f64::from(training.sequence_length);
+        let means = micro_batches * layout.layers.max(1) as f64;
+        let whole = |range: Range<usize>| -> Vec<u64> {
+            numbers[range].iter().map(|count| *count as u64).collect()
+        };
+        let loads = whole(layout.loads());
+        StepSummary {
+            loss: numbers[number::LOSS] / targets,
+            aux_loss: numbers[number::AUX] / means,
+            z_loss: numbers[number::Z] / means,
+            grad_norm: numbers[number::SQUARES].sqrt(),
+            learning_rate: training.learning_rate(step),
+            expert_imbalance: imbalance(layout.experts, &loads),
+            router_entropy: numbers[number::ENTROPY] / means,
+            dropped: if self.plain { Vec::new() } else { whole(layout.dropped()) },
+            loads,
+            unrouted: numbers[number::UNROUTED] as u64,
+            followed: numbers[number::FOLLOWED] as u64,
+            switched: numbers[number::SWITCHED] as u64,
+            non_finite: (numbers[number::NON_FINITE] != 0.0)
+                .then(|| self.what_is_not_finite(&numbers)),
+            overflows: numbers[number::OVERFLOWS] != 0.0,
+        }
+    }
+
+    fn what_is_not_finite(&self, numbers: &[f64]) -> String {
+        if !numbers[number::LOSS].is_finite() {
+            return "the loss".to_string();
+        }
+        // The last in the table is the first that backward made.
+        let bad = numbers[self.numbers.layout.non_finite()].iter().rposition(|count| *count > 0.0);
+        match bad {
+            Some(tensor) => format!("the gradient of {}", diagnosis::place(&self.params[tensor])),
+            None => "a number of the step".to_string(),
+        }
+    }
+
+    /// Of one own micro-batch: sum of cross-entropies, auxiliary loss, z loss, entropy, the last
+    /// three summed over the layers. For tests and tools; a step reads once, at its end.
+    pub fn read_record(&self, at: usize) -> [f64; record::COUNT] {
+        let mut numbers = [0.0; record::COUNT];
+        self.device.read(self.record(at), &mut numbers);
+        numbers
+    }
+}
+
+/// Largest tokens_per_expert over the mean, worst layer.
+fn imbalance(experts: usize, loads: &[u64]) -> f64 {
+    let layer = |counts: &[u64]| {
+        let total: u64 = counts.iter().sum();
+        let most = counts.iter().max().copied().unwrap_or(0);
+        if total == 0 { 1.0 } else { most as f64 * experts as f64 / total as f64 }
+    };
+    loads.chunks_exact(experts.max(1)).map(layer).fold(1.0, f64::max)
+}

@@ -1,0 +1,55 @@
+//! What forward did not keep, computed once more before a layer's backward: the same ops on the
+//! same numbers, so the same bits.
+
+use crate::engine::forward::Pass;
+use moejob_kernels::Clamp;
+
+impl Pass<'_> {
+    /// Whatever the backward pass of `layer` reads and forward's memory no longer holds.
+    pub(crate) fn recompute(&mut self, layer: usize) {
+        let layers = self.model.config.num_hidden_layers as usize;
+        let recompute = self.model.shape.recompute;
+        let span = recompute.span(layers as u32) as usize;
+        let ends = layer + 1 == layers || (layer + 1).is_multiple_of(span);
+        // The last layers' memory still holds what forward left there.
+        let overwritten = layer / span < (layers - 1) / span;
+        if ends && overwritten {
+            self.again = true;
+            (layer / span * span..=layer).for_each(|layer| self.layer(layer));
+            self.again = false;
+        }
+        if recompute.drops_norms() && self.round.tokens > 0 {
+            self.restore_norms(layer);
+        }
+    }
+
+    fn restore_norms(&mut self, layer: usize) {
+        let (t, d) = (self.round.tokens, self.model.dim());
+        let weights = self.model.dense.layers[layer].clone();
+        let b = self.model.buffers.layers[layer].clone();
+        let rows = |buffer: moejob_kernels::Buffer| buffer.slice(0, t * d);
+        self.norm(t, rows(b.input), weights.norm1, rows(b.norm1), b.rstd1.slice(0, t));
+        self.norm(t, rows(b.mid), weights.norm2, rows(b.norm2), b.rstd2.slice(0, t));
+        let (Some(raw), Some((q_gain, k_gain))) = (b.qk_norm, weights.qk_norm) else { return };
+        let (q_size, kv_size) = self.attention_sizes();
+        let (q, k) = (b.q.slice(0, t * q_size), b.k.slice(0, t * kv_size));
+        match self.unclipped(layer, [q.len(), k.len(), t * kv_size]) {
+            // What was clamped is kept as it was, so it needs no norm.
+            Some([q_kept, k_kept, _]) => {
+                for (x, kept) in [(q, q_kept), (k, k_kept)] {
+                    self.model.device.copy(kept, x);
+                    let limit = self.model.config.clip_qkv;
+                    self.model.device.clamp(&Clamp { limit, x });
+                }
+            }
+            None => {
+                let (q_raw, k_raw) = (raw.q.slice(0, q.len()), raw.k.slice(0, k.len()));
+                let (q_rows, k_rows) = (q.len() / q_gain.len(), k.len() / k_gain.len());
+                self.norm(q_rows, q_raw, q_gain, q, raw.q_rstd.slice(0, q_rows));
+                self.norm(k_rows, k_raw, k_gain, k, raw.k_rstd.slice(0, k_rows));
+            }
+        }
+        self.rope(t, q, false);
+        self.rope(t, k, false);
+    }
+}

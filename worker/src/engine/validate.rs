@@ -1,0 +1,164 @@
+//! Measuring on held-out sequences, between steps: the host reads as it goes.
+
+use crate::data::{Batch, Corpus};
+use crate::engine::forward::Pass;
+use crate::engine::model::Model;
+use crate::engine::round::{Aim, Schedule};
+use crate::engine::step::{Engine, StepError};
+use crate::gang::comm::CommError;
+use moejob_kernels::NO_EXPERT;
+use std::collections::BTreeMap;
+
+/// What was measured on held-out sequences.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Validation {
+    /// Mean cross-entropy.
+    pub loss: f64,
+    /// Share of tokens whose favourite expert is another than at the last validation of this
+    /// attempt, over all layers; none the first time.
+    pub churn: Option<f64>,
+}
+
+/// First choices of the held-out tokens when they were last looked at, by micro-batch.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Favourites(BTreeMap<u32, Vec<u32>>);
+
+/// What a rank found: sums of cross-entropies of its micro-batches, ascending, and favourites that
+/// changed, of how many.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Found {
+    losses: Vec<f64>,
+    changed: u64,
+    compared: u64,
+}
+
+impl Engine {
+    /// Measures on the first held-out sequences, without noise; none when there are none.
+    ///
+    /// # Errors
+    /// A peer is lost, or the data changed.
+    pub fn validate(
+        &mut self,
+        corpus: &mut Corpus,
+        sequences_max: u32,
+    ) -> Result<Option<Validation>, StepError> {
+        let sequences = corpus.held_out_sequences(sequences_max);
+        if sequences == 0 {
+            return Ok(None);
+        }
+        let Engine { model, links, favourites, .. } = self;
+        let (sequences_each, length) = (model.shape.batch as u32, model.sequence());
+        let count = sequences.div_ceil(sequences_each);
+        let left = |leaf: u32| sequences - leaf * sequences_each;
+        let of_batch = |leaf: u32| left(leaf).min(sequences_each) as usize * length;
+        let mut own = Found::default();
+        model.set_noise(None);
+        for round in 0..model.layout.mesh.rounds(count) {
+            let schedule = Schedule::new(model, round, count, |_| Aim::Activations, of_batch);
+            if let Some(leaf) = schedule.own {
+                let mut batch = Batch::new(schedule.round.tokens);
+                corpus.fill_held_out(leaf * sequences_each, &mut batch)?;
+                model.load_documents(&batch.ids, &batch.targets, batch.starts.as_deref());
+            }
+            let mut pass = Pass::new(model, links, &schedule.round);
+            pass.forward();
+            pass.loss(false);
+            links.check()?;
+            if let Some(leaf) = schedule.own {
+                own.losses.push(model.read_loss());
+                let (more, of) = favourites.churn(leaf, model.favourites(schedule.round.tokens));
+                (own.changed, own.compared) = (own.changed + more, own.compared + of);
+            }
+        }
+        let all = links.comm().gather_all(&own.encode(), 16 + 8 * count as usize)?;
+        let found = all.iter().zip(0..).map(|(bytes, rank)| Found::decode(rank, bytes));
+        let found = found.collect::<Result<Vec<Found>, CommError>>()?;
+        let in_order = model.layout.mesh.data_group(model.rank).into_iter();
+        let losses = in_order.flat_map(|rank| &found[rank as usize].losses);
+        let sum = losses.fold(0.0, |sum, loss| sum + loss);
+        let changed: u64 = found.iter().map(|found| found.changed).sum();
+        let compared: u64 = found.iter().map(|found| found.compared).sum();
+        Ok(Some(Validation {
+            loss: sum / (f64::from(sequences) * length as f64),
+            churn: (compared > 0).then(|| changed as f64 / compared as f64),
+        }))
+    }
+}
+
+impl Found {
+    fn encode(&self) -> Vec<u8> {
+        let losses = self.losses.iter().map(|loss| loss.to_bits());
+        let numbers = [self.changed, self.compared].into_iter().chain(losses);
+        numbers.flat_map(u64::to_le_bytes).collect()
+    }
+
+    fn decode(rank: u32, bytes: &[u8]) -> Result<Found, CommError> {
+        let (words, rest) = bytes.as_chunks::<8>();
+        let mut words = words.iter().map(|word| u64::from_le_bytes(*word));
+        match (words.next(), words.next()) {
+            (Some(changed), Some(compared)) if rest.is_empty() => {
+                Ok(Found { losses: words.map(f64::from_bits).collect(), changed, compared })
+            }
+            _ => Err(CommError::Protocol {
+                rank,
+                found: format!("{} bytes that are no measurement", bytes.len()),
+                expected: "losses of held-out sequences".to_string(),
+            }),
+        }
+    }
+}
+
+impl Favourites {
+    /// Compares the favourites of a held-out micro-batch with those of the last time: how many
+    /// changed, of how many; (0, 0) the first time.
+    fn churn(&mut self, micro_batch: u32, now: Vec<u32>) -> (u64, u64) {
+        let before = self.0.insert(micro_batch, now.clone());
+        match before.filter(|before| before.len() == now.len()) {
+            None => (0, 0),
+            Some(before) => {
+                let changed = before.iter().zip(&now).filter(|(before, now)| before != now);
+                (changed.count() as u64, now.len() as u64)
+            }
+        }
+    }
+}
+
+impl Model {
+    /// The favourite expert of each of `t` tokens, by mixture layer: that of its largest weight,
+    /// ties to the lowest id.
+    fn favourites(&self, t: usize) -> Vec<u32> {
+        let k = self.top_k();
+        let mut favourites = Vec::new();
+        for layer in &self.mixture {
+            let moe = self.moe(*layer);
+            let ids: Vec<u32> = self.device.read_vec(moe.ids.slice(0, t * k));
+            let weights = moe.weights.slice(0, t * k);
+            let weights: Vec<f64> = match self.shape.float_bytes {
+                8 => self.device.read_vec(weights),
+                _ => self.device.read_vec::<f32>(weights).into_iter().map(f64::from).collect(),
+            };
+            for (ids, weights) in ids.chunks_exact(k).zip(weights.chunks_exact(k)) {
+                let slots = ids.iter().zip(weights).filter(|(id, _)| **id != NO_EXPERT);
+                let best = slots.reduce(|best, slot| if slot.1 > best.1 { slot } else { best });
+                favourites.push(best.map_or(NO_EXPERT, |(id, _)| *id));
+            }
+        }
+        favourites
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_found_travels_whole() {
+        let found =
+            Found { losses: vec![1.5, -0.0, f64::INFINITY], changed: 7, compared: u64::MAX };
+        let bytes = found.encode();
+        assert_eq!(Found::decode(1, &bytes), Ok(found));
+        for len in [0, 8, 15, 17, bytes.len() - 1] {
+            assert!(Found::decode(1, &bytes[..len]).is_err(), "{len} bytes were taken");
+        }
+    }
+}
