@@ -342,9 +342,13 @@ fn documents_and_windows_of_heads_of_64() {
 /// Head dims that sm_90a's own kernels do not take, columns padded and split.
 #[test]
 fn other_head_dims() {
-    for (head_dim, element) in
-        [(8, DType::Bf16), (72, DType::F16), (80, DType::Bf16), (192, DType::Bf16), (256, DType::F16)]
-    {
+    for (head_dim, element) in [
+        (8, DType::Bf16),
+        (72, DType::F16),
+        (80, DType::Bf16),
+        (192, DType::Bf16),
+        (256, DType::F16),
+    ] {
         let cases = [
             case(1, 1, 2, 1, head_dim),
             case(2, 333, 4, 2, head_dim),

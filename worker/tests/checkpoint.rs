@@ -60,7 +60,8 @@ fn copy_folder(from: &Path, to: &Path) {
 
 /// One rank's state from a checkpoint, or why it is refused.
 fn loaded(job: &Job, directory: &Path) -> Result<Vec<u8>, String> {
-    let manifest = checkpoint::show(&Disk::real(), directory).map_err(|problems| format!("{problems:?}"))?;
+    let manifest = checkpoint::show(&Disk::real(), directory);
+    let manifest = manifest.map_err(|problems| format!("{problems:?}"))?;
     let config = &job.config;
     let mut model =
         Model::new(&config.model, &layout(1, 1), 0, &config.training, 1).expect("a small arena");
@@ -353,7 +354,8 @@ fn another_jobs_checkpoint_is_refused_with_the_difference() {
 #[test]
 fn differences_are_all_told() {
     let job = ended();
-    let manifest = checkpoint::show(&Disk::real(), &job.location().join("step-00000010")).expect("a checkpoint");
+    let directory = job.location().join("step-00000010");
+    let manifest = checkpoint::show(&Disk::real(), &directory).expect("a checkpoint");
     let mut model = job.config.model.clone();
     model.hidden_size = 32;
     model.router.z_loss_coef = 0.5;

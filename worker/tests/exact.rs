@@ -201,7 +201,8 @@ fn what_the_storage_has_newer_is_not_put_aside() {
     let (ends, _) = job.run(&mut common::trainers(2), Some(5));
     assert!(ends.iter().all(|end| *end == AttemptEnd::Stopped { step: 5 }), "{ends:?}");
     let location = job.location();
-    let newest = moe_worker::checkpoint::newest_usable(&Disk::real(), &location).expect("a location");
+    let newest = moe_worker::checkpoint::newest_usable(&Disk::real(), &location);
+    let newest = newest.expect("a location");
     let found = newest.usable.expect("a checkpoint");
     assert!(found.step >= 4);
     job.config.attempt = 2;
@@ -307,7 +308,8 @@ fn a_number_that_is_not_finite_ends_the_job_before_it_reaches_a_checkpoint() {
             assert!(failure.advice.contains("learning rate"), "{failure}");
         }
         assert!(reports.iter().all(|report| report.loss.is_finite()));
-        let newest = moe_worker::checkpoint::newest_usable(&Disk::real(), &job.location()).expect("a location");
+        let newest = moe_worker::checkpoint::newest_usable(&Disk::real(), &job.location());
+        let newest = newest.expect("a location");
         assert!(newest.refused.is_empty(), "{:?}", newest.refused);
     }
 }

@@ -2,12 +2,12 @@
 //!
 //! ```text
 //! forward    forward
-//! backward   [ranges] -> delta -> zero -> dk dv, dq added -> round     on Hopper
-//!            [ranges] -> delta -> dk dv -> dq                          elsewhere
+//! backward   [ranges] -> delta -> dk dv -> dq
+//!            [ranges] -> delta -> zero -> dk dv, dq added -> round
 //! ```
-//! `ranges` only where documents or a window say which queries see a key. On Hopper dq is added up
-//! in fp32, by tiles of keys in their order or, faster, in no fixed one. Kept from forward to
-//! backward: q, k, v, o and lse.
+//! `ranges` only where documents or a window say which queries see a key. The second form is
+//! Hopper's: dq is added up in fp32, by tiles of keys in their order or, faster, in no fixed one.
+//! Kept from forward to backward: q, k, v, o and lse.
 
 use cudarc::driver::sys;
 

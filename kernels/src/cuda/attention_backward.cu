@@ -13,7 +13,7 @@
 // at barriers. Tiles of a head go down the queries in step, each a bit behind the one before, and
 // the longest tiles, which are first in turn, also start first: hardly anyone waits.
 //
-// Host macros: ADD_DQ; ORDERED; BM, 64 or 128; HELD: K and V as fragments in registers (heads of 64);
+// Host macros: ADD_DQ; ORDERED; BM, 64 or 128; HELD: K and V as fragments (heads of 64);
 // DESCENDING: queries from the last block down, heads inside, so that tiles go in step and share
 // what L2 holds, else head by head from the diagonal up.
 constexpr int CONSUMERS = 2, BN = CONSUMERS * 64, STAGES = 2, PARTS = BM / 64;
@@ -128,9 +128,12 @@ __device__ __forceinline__ void produce(const Maps& maps, const Args& args, Shar
   end_tiles(args.counter);
 }
 
-// lse2 and delta of every stage, by a warp of the producer's: threads read them themselves, and only
-// what other threads wrote or cp.async brought is theirs to read without the copy engine's proxy.
-// They are read before dO's stage is free.
+__device__ __forceinline__ void store_shared16(u32 to, float4 x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+// lse2 and delta of every stage, by a warp of the producer's, with plain stores: consumers read
+// them with plain loads, before they let go of dO's stage.
 __device__ __forceinline__ void load_statistics(const Args& args, Shared& shared) {
   const int lane = threadIdx.x & 31;
   const int blocks = (args.seq + BN - 1) / BN, total = blocks * args.batch * args.kv_heads;
@@ -146,8 +149,8 @@ __device__ __forceinline__ void load_statistics(const Args& args, Shared& shared
       const float* row = from + (u64)(u32)(head + walk.head) * args.padded + walk.block * BM;
 #pragma unroll
       for (int part = 0; part < PARTS; part++)
-        copy16(to + ring.at * ROW_BYTES + part * 256, row + part * 64, 16);
-      copies_arrive(shared.rows_full(ring.at));
+        store_shared16(to + ring.at * ROW_BYTES + part * 256, *(const float4*)(row + part * 64));
+      barrier_arrive(shared.rows_full(ring.at));
       ring.next(STAGES);
     }
   }
@@ -260,7 +263,8 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
   u32 p[16], ds[16], k_held[HELD ? HEAD_DIM / 4 : 1], v_held[HELD ? HEAD_DIM / 4 : 1];
   // dP is dead when dq is computed; with registers of its own ptxas would serialize.
   float(&dq)[32] = dp;
-  const u64 k = operand<false>(shared.k + group * 8192), v = operand<false>(shared.v + group * 8192);
+  const u64 k = operand<false>(shared.k + group * 8192);
+  const u64 v = operand<false>(shared.v + group * 8192);
   const u64 q = operand<false>(shared.q), d_o = operand<false>(shared.d_o);
   const u64 q_mn = operand_mn<BM>(shared.q), o_mn = operand_mn<BM>(shared.d_o);
   const u64 k_mn = operand_mn<BN>(shared.k + (PARTS == 1 ? group * (BN * 128) : 0));

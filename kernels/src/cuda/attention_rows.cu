@@ -5,8 +5,9 @@
 constexpr int CHUNK = ELEMENT == FP32 ? 4 : 8;  // elements of 16 bytes
 constexpr int ROWS_A_THREAD = 4;
 
-// past of every key. Where the first key that queries see goes up from `before` to `first`, the keys
-// between are seen by no query from there on: a warp writes them together. A thread a position.
+// past of every key. Where the first key that queries see goes up from `before` to `first`, the
+// keys between are seen by no query from there on: a warp writes them together. A thread a
+// position.
 extern "C" __global__ void __launch_bounds__(256)
 attention_ranges(const __grid_constant__ Args args) {
   const int s = blockIdx.x * 256 + threadIdx.x, lane = threadIdx.x & 31, b = blockIdx.y;
@@ -41,7 +42,8 @@ __device__ __forceinline__ float dot_chunk(uint4 a, uint4 b) {
 
 // delta = <o, do> and lse2 as [B, N, padded]; a block of 256 does 4 * 256 / LANES rows of [S, N] of
 // the sequence blockIdx.y.
-extern "C" __global__ void __launch_bounds__(256) attention_delta(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(256)
+attention_delta(const __grid_constant__ Args args) {
   constexpr int CHUNKS = (HEAD_DIM / CHUNK + LANES - 1) / LANES;
   const int b = blockIdx.y, lane = threadIdx.x % LANES;
   const int first = blockIdx.x * ROWS_A_THREAD * (256 / LANES) + threadIdx.x / LANES;
@@ -87,7 +89,8 @@ attention_round(const __grid_constant__ Args args) {
   const int block = blockIdx.x % blocks, head = blockIdx.x / blocks;
   const int b = head / args.heads, h = head - b * args.heads;
   const int part = threadIdx.x >> 7, t = threadIdx.x & 127, q = t & 3;
-  const float4* from = (const float4*)args.sums + ((u64)blockIdx.x * (HEAD_DIM / 8) + part * 4) * 128;
+  const u64 chunk = (u64)blockIdx.x * (HEAD_DIM / 8) + part * 4;
+  const float4* from = (const float4*)args.sums + chunk * 128;
   float4 v[4];
 #pragma unroll
   for (int j = 0; j < 4; j++) v[j] = from[j * 128 + t];

@@ -233,7 +233,8 @@ __device__ __forceinline__ void score_gradients(float (&dp)[N], const float (&p)
 }
 
 // Fragments of a product's first operand, rounded.
-template <int N> __device__ __forceinline__ void round_pairs(u32 (&to)[N / 2], const float (&d)[N]) {
+template <int N>
+__device__ __forceinline__ void round_pairs(u32 (&to)[N / 2], const float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++) to[i] = pack_pair(d[2 * i], d[2 * i + 1]);
 }

@@ -17,7 +17,8 @@ struct HeadRows {
 __device__ __forceinline__ HeadRows rows_at(const void* base, const Args& args, int sequence,
                                             int head, int heads) {
   const u64 stride = (u64)heads * HEAD_DIM * SIZE;
-  return {(const u8*)base + (u64)sequence * args.seq * stride + (u64)head * HEAD_DIM * SIZE, stride};
+  const u64 first = (u64)sequence * args.seq * stride + (u64)head * HEAD_DIM * SIZE;
+  return {(const u8*)base + first, stride};
 }
 
 // Rows first .. first + COUNT - 1 into a tile; zeros past the sequence and past the columns.

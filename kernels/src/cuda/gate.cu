@@ -95,8 +95,8 @@ __device__ __forceinline__ u32 kept_groups(const double* choice, int lane) {
 #endif
 }
 
-// ranked [T, K]: a token's choices, the best first; ties go to the lowest id. With hysteresis a warp
-// goes through a whole sequence.
+// ranked [T, K]: a token's choices, the best first; ties go to the lowest id. With hysteresis a
+// warp goes through a whole sequence.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 gate_choose(const float* probs, const float* bias, const u32* positions,
             int tokens, double hysteresis, double sum_wanted, u32* ranked) {

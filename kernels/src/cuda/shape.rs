@@ -65,7 +65,12 @@ pub enum Refusal {
     Activation { found: MoeActivation },
 }
 
-pub(super) fn range(name: &'static str, found: usize, min: usize, max: usize) -> Result<(), Refusal> {
+pub(super) fn range(
+    name: &'static str,
+    found: usize,
+    min: usize,
+    max: usize,
+) -> Result<(), Refusal> {
     match (min..=max).contains(&found) {
         true => Ok(()),
         false => Err(Refusal::Range { name, found, min, max }),

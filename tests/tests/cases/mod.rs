@@ -66,8 +66,8 @@ pub fn all() -> Vec<Case> {
         ),
         model(
             "olmoe",
-            "{ hiddenSize: 32, numHiddenLayers: 2, numAttentionHeads: 4, qkNorm: full, clipQkv: 0.5, \
-             experts: { count: 6, perToken: 2, intermediateSize: 40 }, \
+            "{ hiddenSize: 32, numHiddenLayers: 2, numAttentionHeads: 4, qkNorm: full, \
+             clipQkv: 0.5, experts: { count: 6, perToken: 2, intermediateSize: 40 }, \
              router: { normTopkProb: false, zLossCoef: 0.01 } }",
         ),
         model(
@@ -103,7 +103,10 @@ pub fn all() -> Vec<Case> {
         ),
     ];
     cases.push(Case {
-        before: vec!["run first.yaml --dir first", "checkpoint export first/golden/checkpoints model"],
+        before: vec![
+            "run first.yaml --dir first",
+            "checkpoint export first/golden/checkpoints model",
+        ],
         ..from_files("import")
     });
     cases
