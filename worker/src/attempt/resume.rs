@@ -117,8 +117,13 @@ fn first_rank_opens(
 
 /// A place that no waiting makes good.
 fn is_mistake(error: &std::io::Error) -> bool {
-    use std::io::ErrorKind::{NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem};
-    [NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem].contains(&error.kind())
+    use std::io::ErrorKind::{
+        AlreadyExists, NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem,
+    };
+    // A file where a folder is asked for exists already.
+    let kinds =
+        [AlreadyExists, NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem];
+    kinds.contains(&error.kind())
 }
 
 /// What a thread of its own answers, unless storage keeps it for longer than `at_most`.
