@@ -47,6 +47,11 @@ const CREATED: &[(&str, &str, &str)] = &[
     ("hiddenSize: 64", "tieWordEmbeddings: true", "without a preset"),
     ("numAttentionHeads: 2", "numAttentionHeads: 2\n    numKeyValueHeads: 3", "must divide"),
     ("perToken: 2", "perToken: 9", "perToken must be at most count"),
+    (
+        "    globalBatchSize: 8",
+        "    globalBatchSize: 8\n    recomputeLayers: 2",
+        "recomputeLayers goes with recompute: full",
+    ),
     ("hiddenSize: 64", "hiddenSize: 64\n    router: { topP: 0.5 }", "topP goes with kind topP"),
     ("hiddenSize: 64", "hiddenSize: 64\n    router: { hashSeed: 5 }", "hashSeed goes with kind"),
     (
