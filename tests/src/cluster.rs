@@ -42,7 +42,8 @@ pub fn small_job(name: &str, (min, max): (u32, u32), training: Value) -> Value {
                 "train": { "text": { "paths": ["corpus/*.txt"] } }, "sequenceLength": 32,
             },
             "training": training,
-            "checkpoint": { "everySteps": 1_000_000, "location": "checkpoints" },
+            // Of two jobs with one location the later would wait.
+            "checkpoint": { "everySteps": 1_000_000, "location": format!("checkpoints/{name}") },
             "volumes": [{ "mountPath": "checkpoints", "claim": "checkpoints" }],
         },
     })
