@@ -81,6 +81,12 @@ fn first_rank_opens(
             Some(Ok(Looked::Newer)) => match newer(config, disk) {
                 Ok(Some(found)) => {
                     out(TrainerEvent::Event(found));
+                    // An earlier job's: its attempts are told at once, so that the next attempt
+                    // has a number above theirs.
+                    let location = Path::new(&config.checkpoint.location);
+                    if let Ok(Some(taken)) = claim_of_another(config, disk, location) {
+                        out(TrainerEvent::Event(taken));
+                    }
                     return Ok(None);
                 }
                 Ok(None) => {
