@@ -12,7 +12,7 @@ use crate::spec::{
     PrecisionName, Preset, QkNormName, RecomputeName, SourceSpec, TokenTypeName, VolumeSpec,
 };
 use moejob_protocol::config::{
-    AdamW, Precision, Recompute, Schedule, TokenType, Tokenizer, ValidationConfig,
+    AdamW, Compute, Precision, Recompute, Schedule, TokenType, Tokenizer, ValidationConfig,
 };
 use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm};
 use moejob_protocol::config::TrainingConfig;
@@ -454,6 +454,13 @@ fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
             (Some(RecomputeName::Experts), _) => Recompute::Experts,
             (Some(RecomputeName::Full), None | Some(1)) => Recompute::Full,
             (Some(RecomputeName::Full), Some(layers)) => Recompute::Every(layers),
+        },
+        compute: Compute {
+            backend: match backend {
+                Backend::Cpu => moejob_protocol::config::Backend::Cpu,
+                Backend::Cuda => moejob_protocol::config::Backend::Cuda,
+            },
+            ..Compute::default()
         },
     }
 }

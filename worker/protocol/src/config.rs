@@ -106,10 +106,64 @@ pub struct ShardSource {
 #[serde(rename_all = "camelCase")]
 pub enum Precision {
     Fp32,
+    /// Fp32, but products round their operands to 10 bits of mantissa; GPUs alone.
+    Tf32,
     Bf16,
     Fp16,
     /// The reference's own precision, for parity tests.
     Fp64,
+}
+
+/// What a rank computes on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Backend {
+    #[default]
+    Cpu,
+    Cuda,
+}
+
+/// How AdamW's moments are kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum MomentDtype {
+    /// Fp64 in an fp64 job.
+    #[default]
+    Fp32,
+    /// Rounded by chance, without bias.
+    Bf16,
+}
+
+/// How gradients are summed on a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum GradientDtype {
+    /// As the activations where a rank has one micro-batch a step, else fp32.
+    #[default]
+    Auto,
+    Bf16,
+    Fp32,
+}
+
+/// The devices of a job and the choices that only they have. No checkpoint depends on them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Compute {
+    #[serde(default)]
+    pub backend: Backend,
+    #[serde(default)]
+    pub moment_dtype: MomentDtype,
+    #[serde(default)]
+    pub gradient_dtype: GradientDtype,
+    /// Attention's backward adds in whatever order is fastest: two runs differ in last bits.
+    #[serde(default)]
+    pub fast_attention: bool,
+}
+
+impl Compute {
+    pub fn is_default(&self) -> bool {
+        *self == Compute::default()
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -130,6 +184,8 @@ pub struct TrainingConfig {
     pub seed: u64,
     #[serde(default, skip_serializing_if = "Recompute::is_none")]
     pub recompute: Recompute,
+    #[serde(default, skip_serializing_if = "Compute::is_default")]
+    pub compute: Compute,
 }
 
 /// What backward computes again, from what it needs less memory for. No bit depends on it.

@@ -9,7 +9,8 @@ use crate::hf::{Weights, load};
 use crate::engine::model::Model;
 use moejob_kernels::KernelError;
 use moejob_protocol::config::{
-    AdamW, DataConfig, DataSource, Precision, Recompute, Schedule, TokenType, TrainingConfig,
+    AdamW, Compute, DataConfig, DataSource, Precision, Recompute, Schedule, TokenType,
+    TrainingConfig,
 };
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
@@ -171,5 +172,6 @@ fn training(sequence_length: u32, batch: u32) -> TrainingConfig {
         max_grad_norm: 0.0,
         seed: 0,
         recompute: Recompute::None,
+        compute: Compute::default(),
     }
 }

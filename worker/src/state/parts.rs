@@ -51,7 +51,7 @@ impl StateTypes {
     /// `moments` is fp32 or bf16; where weights are kept whole, so are moments.
     pub fn of(precision: Precision, moments: DType) -> StateTypes {
         match precision {
-            Precision::Fp32 => StateTypes::whole(DType::F32),
+            Precision::Fp32 | Precision::Tf32 => StateTypes::whole(DType::F32),
             Precision::Fp64 => StateTypes::whole(DType::F64),
             Precision::Bf16 => {
                 StateTypes { weight: DType::Bf16, master: Master::LowHalf, moments }

@@ -3,7 +3,8 @@
 
 use moe_worker::checkpoint::Disk;
 use moejob_protocol::config::{
-    AdamW, DataConfig, DataSource, Precision, Recompute, Schedule, Tokenizer, TrainingConfig,
+    AdamW, Compute, DataConfig, DataSource, Precision, Recompute, Schedule, Tokenizer,
+    TrainingConfig,
     ValidationConfig,
 };
 use moejob_protocol::model::{
@@ -76,6 +77,7 @@ pub fn training() -> TrainingConfig {
         max_grad_norm: 1.0,
         seed: 3,
         recompute: Recompute::None,
+        compute: Compute::default(),
     }
 }
 
