@@ -44,6 +44,8 @@ pub enum KernelError {
     Pool { threads: usize, source: std::io::Error },
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    #[error(transparent)]
+    Layer(#[from] LayerError),
     #[error("this processor has no {isa:?}")]
     Isa { isa: Isa },
 }
@@ -73,6 +75,15 @@ impl Device {
         Ok(Device::Cuda(CudaDevice::new(ordinal, arena_bytes)?))
     }
 
+    /// Gives the device an arena of `arena_bytes`, zero, in place of the one that it has: what a
+    /// plan needs is known once the device was asked for its workspaces.
+    pub fn reserve(&mut self, arena_bytes: usize) -> Result<(), KernelError> {
+        match self {
+            Device::Cpu(cpu) => cpu.reserve(arena_bytes),
+            Device::Cuda(cuda) => Ok(cuda.reserve(arena_bytes)?),
+        }
+    }
+
     /// Waits for everything enqueued. On a GPU, where ops cannot fail at once, tells of the first
     /// failure since the device was made: what was read before this says nothing.
     pub fn finish(&self) -> Result<(), &LayerError> {
@@ -80,6 +91,15 @@ impl Device {
         match self {
             Device::Cpu(_) => Ok(()),
             Device::Cuda(cuda) => cuda.finish(),
+        }
+    }
+
+    /// The first failure that is known of, without waiting: after a read it covers all that the
+    /// read waited for.
+    pub fn check(&self) -> Result<(), &LayerError> {
+        match self {
+            Device::Cpu(_) => Ok(()),
+            Device::Cuda(cuda) => cuda.check(),
         }
     }
 

@@ -46,7 +46,7 @@ fn the_first_place_is_named() {
         let weight = model.broken_weight().expect("a broken weight");
         assert!(weight.contains(name), "{weight}");
         assert!(weight.ends_with(&format!("at element {element}")), "{weight}");
-        Pass::new(&mut model, &mut Links::solo(), &round).loss(false);
+        Pass::new(&mut model, &mut Links::solo(), &round).loss(None);
         assert!(!model.read_loss().is_finite(), "{name}");
     }
 }

@@ -3,7 +3,7 @@
 mod common;
 
 use moe_worker::engine::gate::Noise;
-use moe_worker::engine::grads::{Gradients, weight_of};
+use moe_worker::engine::grads::{TreeSums, weight_of};
 use moe_worker::engine::model::Model;
 use moe_worker::engine::forward::Pass;
 use moe_worker::engine::links::Links;
@@ -22,7 +22,7 @@ const BATCH: usize = 2;
 
 struct Bench {
     model: Model,
-    gradients: Gradients,
+    gradients: TreeSums,
     round: Round,
     links: Links,
     training: TrainingConfig,
@@ -46,7 +46,7 @@ impl Bench {
         let targets: Vec<u32> = (0..tokens as u32).map(|i| (i * 5 + 1) % 13).collect();
         model.load(&ids, &targets);
         model.set_noise(Some(Noise { seed: 5, step: 3, micro_batch: 0 }));
-        let gradients = Gradients::new(&model);
+        let gradients = TreeSums::new(&model);
         let round = Round::alone(tokens);
         let mixture = model.buffers.layers.iter().filter(|layer| layer.moe.is_some()).count();
         let scale = 1.0 / mixture.max(1) as f64;
@@ -67,7 +67,7 @@ impl Bench {
         self.model.begin_step(&self.training, 0);
         let mut pass = Pass::new(&mut self.model, &mut self.links, &self.round);
         pass.forward();
-        pass.loss(false);
+        pass.loss(None);
         let [loss, aux, z, entropy] = self.model.read_record(0);
         loss / (BATCH * SEQUENCE) as f64 + self.aux * aux + self.z * z + self.entropy * entropy
     }
@@ -77,8 +77,9 @@ impl Bench {
         self.model.begin_step(&self.training, 0);
         let mut pass = Pass::new(&mut self.model, &mut self.links, &self.round);
         pass.forward();
-        pass.loss(true);
-        pass.backward(&self.gradients.leaf(&self.round));
+        let leaf = self.gradients.leaf(&self.round);
+        pass.loss(Some(&leaf));
+        pass.backward(&leaf);
         let (stacks, flats) = (&self.model.buffers.gradients, &self.model.shape.flats);
         let read = |base, flat: &Flat, index| {
             moe_worker::engine::handles::slice(base, flat, index)

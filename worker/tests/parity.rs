@@ -5,7 +5,7 @@
 mod common;
 
 use moe_worker::engine::forward::Pass;
-use moe_worker::engine::grads::{Gradients, weight_of};
+use moe_worker::engine::grads::{TreeSums, weight_of};
 use moe_worker::engine::handles::slice;
 use moe_worker::engine::model::Model;
 use moe_worker::engine::links::Links;
@@ -85,7 +85,7 @@ impl Reference {
 
 struct Bench<'a> {
     model: Model,
-    gradients: Gradients,
+    gradients: TreeSums,
     reference: &'a Reference,
     precision: Precision,
     training: TrainingConfig,
@@ -109,7 +109,7 @@ impl Bench<'_> {
         };
         let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
         let model = Model::new(&reference.config, &layout, 0, &training, 1).expect("a small arena");
-        let gradients = Gradients::new(&model);
+        let gradients = TreeSums::new(&model);
         let mut bench = Bench { model, gradients, reference, precision, training };
         for index in 0..bench.model.params.len() {
             let name = format!("initial/{}", bench.model.params[index].name);
@@ -141,6 +141,21 @@ impl Bench<'_> {
         self.model.device.read_vec::<f32>(buffer).into_iter().map(f64::from).collect()
     }
 
+    /// The product that the head takes chunk by chunk, and keeps nothing of.
+    fn logits(&self, tokens: usize) -> Vec<f64> {
+        let x = self.read(self.model.buffers.head.norm);
+        let names = &self.model.params;
+        let of = |name: &str| names.iter().position(|param| param.name == name);
+        let table = of("lm_head.weight").or(of("model.embed_tokens.weight"));
+        let table = weight_of(&self.model, table.expect("a head")).expect("one rank holds all");
+        let (table, dim) = (self.read(table), x.len() / tokens);
+        let row = |x: &[f64]| {
+            let dot = |w: &[f64]| x.iter().zip(w).map(|(x, w)| x * w).sum::<f64>();
+            table.chunks_exact(dim).map(dot).collect::<Vec<f64>>()
+        };
+        x.chunks_exact(dim).flat_map(row).collect()
+    }
+
     /// max |difference| / max |reference|, the reference being `transformers` in f64 for both of
     /// our types: its own f32 is further from that than ours where a gradient nearly cancels.
     fn check(&self, name: &str, found: &[f64], bound: f64) {
@@ -163,10 +178,11 @@ impl Bench<'_> {
         self.model.begin_step(&self.training, step as u64);
         self.gradients.clear();
         Pass::new(&mut self.model, &mut links, &round).forward();
-        let logits = self.read(self.model.buffers.head.logits);
+        let logits = self.logits(tokens);
         let mut pass = Pass::new(&mut self.model, &mut links, &round);
-        pass.loss(true);
-        pass.backward(&self.gradients.leaf(&round));
+        let leaf = self.gradients.leaf(&round);
+        pass.loss(Some(&leaf));
+        pass.backward(&leaf);
         let [loss, aux, ..] = self.model.read_record(0);
         let loss = loss / tokens as f64;
         if step == 0 {

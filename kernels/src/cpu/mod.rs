@@ -75,6 +75,11 @@ impl CpuDevice {
         Ok(CpuDevice { arena, exec, rope, traffic: TrafficCounts::default() })
     }
 
+    pub(crate) fn reserve(&mut self, arena_bytes: usize) -> Result<(), KernelError> {
+        self.arena = Arena::new(arena_bytes)?;
+        Ok(())
+    }
+
     pub fn threads(&self) -> usize {
         self.exec.threads
     }

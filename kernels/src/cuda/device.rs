@@ -61,6 +61,19 @@ impl CudaDevice {
         })
     }
 
+    /// An arena of `arena_bytes` in place of the one that is there, all bits zero.
+    pub(crate) fn reserve(&mut self, arena_bytes: usize) -> Result<(), CudaError> {
+        self.gpu().make_current()?;
+        self.stream.synchronize()?;
+        // The old one goes first: the two might not fit beside each other.
+        self.arena = Arena::new(self.gpu(), 0)?;
+        self.arena = Arena::new(self.gpu(), arena_bytes)?;
+        let mut all = ArenaPlan::new();
+        let whole = all.alloc(crate::DType::U8, arena_bytes);
+        self.arena.fill_bytes(&self.stream, whole, 0)?;
+        self.stream.synchronize()
+    }
+
     pub fn gpu(&self) -> &Gpu {
         self.compiler.gpu()
     }
@@ -78,6 +91,11 @@ impl CudaDevice {
     /// Waits for everything enqueued; the first failure since the device was made.
     pub fn finish(&self) -> Result<(), &LayerError> {
         self.attempt(|| Ok(self.stream.synchronize()?));
+        self.failure.get().map_or(Ok(()), Err)
+    }
+
+    /// The first failure that is known of; waits for nothing.
+    pub(crate) fn check(&self) -> Result<(), &LayerError> {
         self.failure.get().map_or(Ok(()), Err)
     }
 

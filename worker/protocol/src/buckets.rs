@@ -1,7 +1,7 @@
 //! Buckets: what is owned, reduced, gathered and updated in one go.
 //!
 //! ```text
-//! embedding | layer 0 dense | layer 0 experts of one set of holders | .. | final norm and head
+//! embedding | layer 0 dense | vectors | layer 0 experts of one set of holders | .. | head
 //!
 //! a bucket:  [tensor .. pad][tensor .. pad] .. [pad]      each tensor from a multiple of 4,096
 //!            |  chunk 0  |  chunk 1  | .. |  chunk H-1 |  the r-th holder owns the r-th chunk
@@ -21,12 +21,20 @@ use std::ops::Range;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum BucketKind {
     Embedding,
-    /// All of a layer that every rank holds: attention, norms, router, shared experts.
+    /// The matrices of a layer that every rank holds: attention, shared experts.
     Dense { layer: u32 },
     /// Experts of a layer with the same holders, by id.
     Experts { layer: u32 },
-    /// Final norm and, where it is not tied, the head.
+    /// The head, where it is not tied.
     Head,
+    /// Gains, biases and routers of all layers: small, and kept in fp32 whatever the precision.
+    Vectors,
+}
+
+impl BucketKind {
+    pub fn is_of_vectors(self) -> bool {
+        self == BucketKind::Vectors
+    }
 }
 
 /// One tensor in its bucket.
@@ -178,6 +186,10 @@ fn kind_of(model: &ModelConfig, param: &Param) -> BucketKind {
     }
     if param.name == EMBEDDING {
         return BucketKind::Embedding;
+    }
+    match param.role {
+        Role::Matrix | Role::Expert { .. } => {}
+        _ => return BucketKind::Vectors,
     }
     let rest = param.name.strip_prefix("model.layers.");
     let layer = rest.and_then(|rest| rest.split('.').next()?.parse().ok());

@@ -2,14 +2,19 @@
 //!
 //! `Planner` decides what a buffer is: a range of the device's arena, or nothing but its size.
 
-use crate::memory::{Kind, Planner, Rows, SINGLE_NUMBERS, STATISTICS, Shape};
+use crate::layout::BLOCK;
+use crate::memory::{
+    BucketShape, Kind, Masters, Planner, Rows, SINGLE_NUMBERS, STATISTICS, Shape, Sums,
+};
 use crate::model::{AuxLossScope, ModelConfig, QkNorm, RouterKind};
 
-/// All of a rank's device memory.
+/// All of a rank's device memory. Parameters and gradients lie in `state` and `gradients` where
+/// those are summed by a tree, else in `buckets`.
 #[derive(Clone, Debug)]
 pub struct Buffers<B> {
     pub state: State<B>,
     pub gradients: Gradients<B>,
+    pub buckets: Vec<Bucket<B>>,
     pub numbers: Numbers<B>,
     pub batch: Batch<B>,
     pub layers: Vec<Layer<B>>,
@@ -25,6 +30,21 @@ pub struct State<B> {
     /// Exponential moving averages of the owned runs.
     pub moment1: B,
     pub moment2: B,
+}
+
+/// A bucket of parameters with all that belongs to them.
+#[derive(Clone, Debug)]
+pub struct Bucket<B> {
+    /// u32 [blocks, 6]: whose each block of 4,096 elements is
+    pub table: B,
+    pub weight: B,
+    /// I16 low halves, or fp32
+    pub master: Option<B>,
+    pub moment1: B,
+    pub moment2: B,
+    pub gradient: B,
+    /// f64 [blocks]
+    pub square_sums: B,
 }
 
 /// Stacks of partial gradients: each entry is as large as what it is the gradient of.
@@ -46,6 +66,8 @@ pub struct Numbers<B> {
     pub parts: B,
     /// What all parts come to.
     pub reduced: B,
+    /// What follows from both, on the device; empty where updates read both themselves.
+    pub control: B,
     pub balance: Option<StepBalance<B>>,
 }
 
@@ -93,8 +115,39 @@ pub struct Layer<B> {
     pub norm2: B,
     pub rstd2: B,
     pub moe: Option<Moe<B>>,
+    /// The mixture layer as one op, in place of `moe`.
+    pub fused: Option<Fused<B>>,
     /// The dense part, or the shared experts.
     pub dense: Option<Gated<B>>,
+}
+
+/// What the fused mixture layer keeps: see `Saved` of the kernels.
+#[derive(Clone, Debug)]
+pub struct Fused<B> {
+    /// [R, 2 F], and where a CPU computes [R, F]
+    pub h: B,
+    pub a: B,
+    /// f32 [T, E], on a CPU scores as well, f32 [T]
+    pub logits: B,
+    pub probs: B,
+    pub lse: B,
+    /// u32 [T, K], f32 [T, K]
+    pub ids: B,
+    pub weights: B,
+    /// u32 [E], [E + 1], [E]
+    pub counts: B,
+    pub offsets: B,
+    pub order: B,
+    /// u32 [R], [T, K], f32 [R]
+    pub rows: B,
+    pub pos: B,
+    pub row_weights: B,
+    /// u32 [segments, E], f64 [segments, E], f64 [2]
+    pub segment_counts: B,
+    pub prob_sums: B,
+    pub losses: B,
+    /// [2 E, D]
+    pub router_halves: B,
 }
 
 /// Queries and keys before their norm, and its statistics.
@@ -191,7 +244,7 @@ pub struct Cosine<B> {
     pub similarity_norm: B,
 }
 
-/// The final norm, logits and losses.
+/// The final norm and the losses.
 #[derive(Clone, Debug)]
 pub struct Head<B> {
     /// [T, D]: the residual stream as it leaves.
@@ -199,11 +252,8 @@ pub struct Head<B> {
     /// [T, D], [T]
     pub norm: B,
     pub rstd: B,
-    /// [T, V]
-    pub logits: B,
-    /// f64 [T], [1]
-    pub loss: B,
-    pub loss_sum: B,
+    /// f64 [2]: sum of cross-entropies and valid targets of a micro-batch that is only measured.
+    pub measured: B,
 }
 
 /// Memory that every layer uses anew.
@@ -222,7 +272,17 @@ pub struct Scratch<B> {
     pub dk_raw: Option<B>,
     pub moe: Option<MoeScratch<B>>,
     pub dense: Option<Gated<B>>,
+    /// u8: attention, the mixture layer and the head use it in turn.
+    pub workspace: B,
+    /// What is read and written of the state by the host passes here; empty where the state is
+    /// kept as it is stored.
+    pub stage: B,
 }
+
+/// Numbers of what a step decided (`StepControl` of the kernels).
+pub const CONTROL_NUMBERS: u64 = 4;
+/// Elements of a stage.
+pub const STAGE_ELEMENTS: u64 = 1 << 22;
 
 #[derive(Clone, Debug)]
 pub struct MoeScratch<B> {
@@ -282,6 +342,7 @@ impl<B: Copy> Buffers<B> {
     {
         let state = State::plan(shape, planner);
         let gradients = Gradients::plan(shape, planner);
+        let buckets = shape.buckets.iter().map(|of| Bucket::plan(shape, of, planner)).collect();
         let numbers = Numbers::plan(model, shape, planner);
         planner.part("activations");
         let mut plan = Plan { model, shape, planner };
@@ -296,16 +357,17 @@ impl<B: Copy> Buffers<B> {
         let head = plan.head();
         plan.planner.part("scratch");
         let scratch = plan.scratch();
-        Buffers { state, gradients, numbers, batch, layers, head, scratch }
+        Buffers { state, gradients, buckets, numbers, batch, layers, head, scratch }
     }
 }
 
 impl<B: Copy> State<B> {
     fn plan(shape: &Shape, planner: &mut impl Planner<Buffer = B>) -> State<B> {
-        let flats = &shape.flats;
+        let (flats, tree) = (&shape.flats, shape.types.sums == Sums::Tree);
         let mut float = |name, len| {
             planner.part(name);
-            planner.alloc(Kind::Float, Rows::Fixed(len), 1)
+            let len = if tree { len } else { 0 };
+            planner.alloc(shape.types.element, Rows::Fixed(len), 1)
         };
         State {
             dense: float("weights", flats.dense.len),
@@ -319,13 +381,47 @@ impl<B: Copy> State<B> {
 impl<B: Copy> Gradients<B> {
     fn plan(shape: &Shape, planner: &mut impl Planner<Buffer = B>) -> Gradients<B> {
         planner.part("gradients");
-        let flats = &shape.flats;
-        let mut float = |len| planner.alloc(Kind::Float, Rows::Fixed(len), 1);
+        let (flats, float) = (&shape.flats, shape.types.element);
+        if shape.types.sums == Sums::Buckets {
+            let inbox = planner.alloc(float, Rows::Fixed(0), 1);
+            return Gradients { dense: Vec::new(), experts: Vec::new(), inbox };
+        }
+        let mut float = |len| planner.alloc(float, Rows::Fixed(len), 1);
         let dense = (0..shape.dense_depth).map(|_| float(flats.dense.len)).collect();
         let source = |depth: &usize| (0..*depth).map(|_| float(flats.experts.len)).collect();
         let experts = shape.expert_depths.iter().map(source).collect();
-        let inbox = planner.alloc(Kind::Float, Rows::Fixed(shape.inbox), 1);
+        let inbox = float(shape.inbox);
         Gradients { dense, experts, inbox }
+    }
+}
+
+impl<B: Copy> Bucket<B> {
+    fn plan(
+        shape: &Shape,
+        of: &BucketShape,
+        planner: &mut impl Planner<Buffer = B>,
+    ) -> Bucket<B> {
+        let types = &shape.types;
+        let (weight, master, gradient) = match (of.vectors, types.masters) {
+            (true, _) => (types.vector, None, types.vector),
+            (_, Masters::Weights) => (types.element, None, types.gradient),
+            (_, Masters::LowBits) => (types.element, Some(Kind::I16), types.gradient),
+            (_, Masters::Separate) => (types.element, Some(Kind::F32), types.gradient),
+        };
+        let blocks = of.len / BLOCK;
+        let mut part = |name, kind, len| {
+            planner.part(name);
+            planner.alloc(kind, Rows::Fixed(len), 1)
+        };
+        Bucket {
+            weight: part("weights", weight, of.len),
+            master: master.map(|kind| part("masters", kind, of.len)),
+            moment1: part("moments", types.moment, of.len),
+            moment2: part("moments", types.moment, of.len),
+            gradient: part("gradients", gradient, of.len),
+            table: part("numbers", Kind::U32, blocks * 6),
+            square_sums: part("numbers", Kind::F64, blocks),
+        }
     }
 }
 
@@ -339,14 +435,16 @@ impl<B: Copy> Numbers<B> {
         let mut doubles = |len| planner.alloc(Kind::F64, Rows::Fixed(len), 1);
         let numbers = &shape.numbers;
         let (params, reduced) = (doubles(SINGLE_NUMBERS), doubles(numbers.reduced));
-        let parts = doubles(numbers.parts.iter().sum());
+        let tree = shape.types.sums == Sums::Tree;
+        let parts = doubles(if tree { numbers.parts.iter().sum() } else { 0 });
+        let control = doubles(if tree { 0 } else { CONTROL_NUMBERS });
         let of_step = model.router.aux_loss_scope == AuxLossScope::Global;
         let width = numbers.loads * STATISTICS;
         let balance = of_step.then(|| StepBalance {
             micro_batches: doubles(u64::from(shape.micro_batches) * width),
             sum: doubles(width),
         });
-        Numbers { params, parts, reduced, balance }
+        Numbers { params, parts, reduced, control, balance }
     }
 }
 
@@ -358,7 +456,12 @@ struct Plan<'a, P> {
 
 impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
     fn floats(&mut self, rows: u64, width: u64) -> B {
-        self.planner.alloc(Kind::Float, Rows::Fixed(rows), width)
+        self.planner.alloc(self.shape.types.element, Rows::Fixed(rows), width)
+    }
+
+    /// Statistics of rows.
+    fn statistics(&mut self, rows: u64, width: u64) -> B {
+        self.planner.alloc(self.shape.types.statistic, Rows::Fixed(rows), width)
     }
 
     fn words(&mut self, rows: u64, width: u64) -> B {
@@ -370,7 +473,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
     }
 
     fn routed(&mut self, width: u64) -> B {
-        self.planner.alloc(Kind::Float, Rows::Routed, width)
+        self.planner.alloc(self.shape.types.element, Rows::Routed, width)
     }
 
     /// Layers that are computed again share the memory of earlier ones.
@@ -399,15 +502,21 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         let before = shared[0].clone();
         let input = if begins { self.floats(t, d) } else { before.input };
         let with_experts = shared.iter().find_map(|layer| layer.moe.clone());
-        let moe = self.model.is_moe_layer(layer).then(|| match with_experts {
+        let mixture = self.model.is_moe_layer(layer);
+        let moe = (mixture && !self.is_fused()).then(|| match with_experts {
             Some(moe) => self.moe_again(moe),
             None => self.moe(None),
+        });
+        let before_fused = shared.iter().find_map(|layer| layer.fused.clone());
+        let fused = (mixture && self.is_fused()).then(|| match before_fused {
+            Some(fused) => fused,
+            None => self.fused(),
         });
         let dense = self.kept_width(layer).map(|width| {
             let before = shared.iter().find_map(|layer| layer.dense.clone());
             before.unwrap_or_else(|| self.gated(width))
         });
-        Layer { input, moe, dense, ..before }
+        Layer { input, moe, fused, dense, ..before }
     }
 
     /// Width of the memory of a layer's dense part: the widest one's where layers share it.
@@ -448,19 +557,55 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         Layer {
             input: self.floats(t, d),
             norm1: first.map_or_else(|| self.floats(t, d), |first| first.norm1),
-            rstd1: self.floats(t, 1),
+            rstd1: self.statistics(t, 1),
             q: normed.map_or_else(|| self.floats(t, q), |first| first.q),
             k: normed.map_or_else(|| self.floats(t, kv), |first| first.k),
             v: self.floats(t, kv),
             qk_norm: (model.qk_norm != QkNorm::None).then(|| self.qk_norm()),
             unclipped: (model.clip_qkv > 0.0).then(|| self.floats(t, q + 2 * kv)),
             attended: self.floats(t, q),
-            lse: self.floats(t, model.num_attention_heads.into()),
+            lse: self.statistics(t, model.num_attention_heads.into()),
             mid: self.floats(t, d),
             norm2: first.map_or_else(|| self.floats(t, d), |first| first.norm2),
-            rstd2: self.floats(t, 1),
-            moe: moe.then(|| self.moe(shared)),
+            rstd2: self.statistics(t, 1),
+            moe: (moe && !self.is_fused()).then(|| self.moe(shared)),
+            fused: (moe && self.is_fused()).then(|| self.fused()),
             dense: width.map(|width| self.gated(width)),
+        }
+    }
+
+    /// The mixture layers are one op each.
+    fn is_fused(&self) -> bool {
+        self.shape.types.sums == Sums::Buckets
+    }
+
+    /// Where a CPU computes what a GPU does, its op keeps scores and A, too.
+    fn fused(&mut self) -> Fused<B> {
+        let (t, experts, types) = (self.shape.tokens, &self.model.experts, self.shape.types);
+        let (e, k) = (u64::from(experts.count), u64::from(experts.per_token));
+        let (f, d) = (u64::from(experts.intermediate_size), u64::from(self.model.hidden_size));
+        let cpu = self.shape.on_cpu;
+        let halves = if types.element == types.statistic { 0 } else { 2 };
+        let only_cpu = |len: u64| if cpu { len } else { 0 };
+        let segments = self.shape.segments;
+        Fused {
+            h: self.floats(t * k, 2 * f),
+            a: self.floats(only_cpu(t * k), f),
+            logits: self.statistics(t, e),
+            probs: self.statistics(only_cpu(t), e),
+            lse: self.statistics(t, 1),
+            ids: self.words(t, k),
+            weights: self.statistics(t, k),
+            counts: self.words(e, 1),
+            offsets: self.words(e + 1, 1),
+            order: self.words(if cpu { 0 } else { e }, 1),
+            rows: self.words(t, k),
+            pos: self.words(t, k),
+            row_weights: self.statistics(t, k),
+            segment_counts: self.words(segments, e),
+            prob_sums: self.doubles(segments * e),
+            losses: self.doubles(2),
+            router_halves: self.floats(halves * e, d),
         }
     }
 
@@ -482,8 +627,8 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         QkNormBuffers {
             q: self.floats(t, model.q_size().into()),
             k: self.floats(t, model.kv_size().into()),
-            q_rstd: self.floats(norms(model.num_attention_heads), 1),
-            k_rstd: self.floats(norms(model.num_key_value_heads), 1),
+            q_rstd: self.statistics(norms(model.num_attention_heads), 1),
+            k_rstd: self.statistics(norms(model.num_key_value_heads), 1),
         }
     }
 
@@ -523,7 +668,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
                 local: self.words(e, 1),
                 order: self.words(e, 1),
                 first: self.words(sources + 1, 1),
-                tokens: self.planner.alloc(Kind::Float, Rows::Arrived, d),
+                tokens: self.planner.alloc(self.shape.types.element, Rows::Arrived, d),
                 arrived: self.words(sources + 1, 1),
                 leaving: self.words(t, k),
                 departures: self.words(sources + 1, 1),
@@ -535,20 +680,12 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         }
     }
 
-    /// Parts of a micro-batch whose balance is a loss of its own.
-    fn segments(&self) -> u64 {
-        match self.model.router.aux_loss_scope {
-            AuxLossScope::Sequence => self.shape.batch,
-            _ => 1,
-        }
-    }
-
     fn gate(&mut self) -> Gate<B> {
         let (t, router) = (self.shape.tokens, &self.model.router);
         let (e, k) = (u64::from(self.model.experts.count), u64::from(self.model.slots()));
         let learned = router.kind == RouterKind::NoisyTopK;
         let width = router.cosine.as_ref().map(|cosine| u64::from(cosine.projection_size));
-        let segments = self.segments();
+        let segments = self.shape.segments;
         Gate {
             noisy: self.floats(t, e),
             raw: learned.then(|| self.floats(t, e)),
@@ -571,7 +708,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         let (e, router) = (u64::from(self.model.experts.count), &self.model.router);
         let learned = router.kind == RouterKind::NoisyTopK;
         let width = router.cosine.as_ref().map(|cosine| u64::from(cosine.projection_size));
-        let segments = self.segments();
+        let segments = self.shape.segments;
         GateScratch {
             dropped: (router.input_dropout > 0.0).then(|| self.floats(t, d)),
             jittered: (router.jitter > 0.0).then(|| self.floats(t, d)),
@@ -587,10 +724,8 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         Head {
             input: self.floats(t, d),
             norm: self.floats(t, d),
-            rstd: self.floats(t, 1),
-            logits: self.floats(t, self.model.vocab_size.into()),
-            loss: self.doubles(t),
-            loss_sum: self.doubles(1),
+            rstd: self.statistics(t, 1),
+            measured: self.doubles(2),
         }
     }
 
@@ -611,8 +746,13 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             dv: self.floats(t, kv),
             dq_raw: raw.then(|| self.floats(t, q)),
             dk_raw: raw.then(|| self.floats(t, kv)),
-            moe: moe.then(|| self.moe_scratch()),
+            moe: (moe && !self.is_fused()).then(|| self.moe_scratch()),
             dense: dense.map(|width| self.gated(width)),
+            workspace: self.planner.alloc(Kind::U8, Rows::Fixed(self.shape.workspace), 1),
+            stage: {
+                let len = if self.is_fused() { STAGE_ELEMENTS } else { 0 };
+                self.planner.alloc(self.shape.types.vector, Rows::Fixed(len), 1)
+            },
         }
     }
 
@@ -635,7 +775,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
                 all_weights: self.floats(self.shape.expert_parallel * t, k),
                 slots: self.planner.alloc(Kind::U32, Rows::Routed, 1),
                 leaving: self.floats(t * k, d),
-                dy: self.planner.alloc(Kind::Float, Rows::Arrived, d),
+                dy: self.planner.alloc(self.shape.types.element, Rows::Arrived, d),
                 returned: self.floats(t * k, d),
                 ds: self.floats(t, k),
             }),

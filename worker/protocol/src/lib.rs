@@ -9,7 +9,8 @@
 //! micro-batch blocks --subtrees()--> the one reduction tree of a step     tree
 //! WorkerConfig (down), Up (up), Down (down)                               config, message
 //! CheckpointManifest                                                      checkpoint
-//! model x layout --> contributions, flat memory, buffers, bytes  reduction, buffers, memory
+//! model x layout --> contributions, flat memory, buffers, bytes  reduction, buffers, memory,
+//!                                                                         workspace
 //! ```
 //!
 //! No I/O, no clock, no async: a value in, a value out. Anything that two processes must
@@ -25,6 +26,7 @@ pub mod owners;
 pub mod buckets;
 pub mod reduction;
 pub mod memory;
+pub mod workspace;
 pub mod buffers;
 pub mod config;
 pub mod message;

@@ -9,9 +9,13 @@
 //! Shapes: `T` tokens of a micro-batch, `D` model, `N` heads, `V` vocabulary, `E` experts, `K`
 //! top-k, `F` expert hidden, `R` routed rows, `U` distinct tokens that arrive.
 
-use crate::config::{Precision, RecoveryConfig, Recompute, TrainingConfig};
+use crate::buckets::Buckets;
+use crate::config::{
+    Backend, GradientDtype, MomentDtype, Precision, RecoveryConfig, Recompute, TrainingConfig,
+};
 use crate::layout::{Layout, elements};
-use crate::model::{ModelConfig, Param};
+use crate::model::{AuxLossScope, ModelConfig, Param};
+use crate::owners::Holders;
 use crate::reduction::{Flats, contribution};
 use crate::tree::depth_max;
 
@@ -37,19 +41,115 @@ pub struct Part {
 /// What elements a buffer has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// The model's float: 4 bytes, 8 in parity tests.
-    Float,
-    U32,
+    F32,
     F64,
+    Bf16,
+    F16,
+    /// Low halves of masters.
+    I16,
+    U32,
+    U8,
 }
 
 impl Kind {
-    pub fn bytes(self, float_bytes: u64) -> u64 {
+    pub const fn bytes(self) -> u64 {
         match self {
-            Kind::Float => float_bytes,
-            Kind::U32 => 4,
             Kind::F64 => 8,
+            Kind::F32 | Kind::U32 => 4,
+            Kind::Bf16 | Kind::F16 | Kind::I16 => 2,
+            Kind::U8 => 1,
         }
+    }
+}
+
+/// How the masters of matrices are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Masters {
+    /// They are the weights.
+    Weights,
+    /// 16 bits that with the bf16 weight are the master's.
+    LowBits,
+    /// Fp32 beside the weights.
+    Separate,
+}
+
+/// How gradients are summed over micro-batches and ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sums {
+    /// Leaves of one tree: the same bits for every number of ranks.
+    Tree,
+    /// Added to buckets, micro-batch by micro-batch.
+    Buckets,
+}
+
+/// What everything is of and how it is summed: a function of precision and backend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Types {
+    /// Activations and matrices.
+    pub element: Kind,
+    /// Of a row or a token: reciprocal deviations, logarithms of sums.
+    pub statistic: Kind,
+    /// Gains, biases, routers: what is small is kept whole.
+    pub vector: Kind,
+    pub masters: Masters,
+    pub moment: Kind,
+    /// Of matrices; of vectors as they are.
+    pub gradient: Kind,
+    pub sums: Sums,
+}
+
+impl Types {
+    /// `micro_batches` of one rank in a step.
+    pub fn of(training: &TrainingConfig, micro_batches: u32) -> Types {
+        match training.compute.backend {
+            Backend::Cpu => Types::tree(training.precision),
+            Backend::Cuda => Types::buckets(training, micro_batches),
+        }
+    }
+
+    fn tree(precision: Precision) -> Types {
+        let float = if precision == Precision::Fp64 { Kind::F64 } else { Kind::F32 };
+        Types::whole(float, Sums::Tree)
+    }
+
+    /// One kind for all floats.
+    fn whole(float: Kind, sums: Sums) -> Types {
+        let masters = Masters::Weights;
+        Types {
+            element: float,
+            statistic: float,
+            vector: float,
+            masters,
+            moment: float,
+            gradient: float,
+            sums,
+        }
+    }
+
+    /// Of a job whose gradients are summed in buckets.
+    pub fn buckets(training: &TrainingConfig, micro_batches: u32) -> Types {
+        let whole = Types::whole(Kind::F32, Sums::Buckets);
+        let (element, masters) = match training.precision {
+            Precision::Fp32 | Precision::Tf32 => (Kind::F32, Masters::Weights),
+            Precision::Fp64 => return Types::whole(Kind::F64, Sums::Buckets),
+            Precision::Bf16 => (Kind::Bf16, Masters::LowBits),
+            Precision::Fp16 => (Kind::F16, Masters::Separate),
+        };
+        let gradient = match training.compute.gradient_dtype {
+            GradientDtype::Auto if micro_batches <= 1 => element,
+            GradientDtype::Bf16 if element == Kind::Bf16 => element,
+            _ => Kind::F32,
+        };
+        let moment = match training.compute.moment_dtype {
+            MomentDtype::Bf16 => Kind::Bf16,
+            MomentDtype::Fp32 => Kind::F32,
+        };
+        Types { element, masters, moment, gradient, ..whole }
+    }
+
+    /// Bytes of a float in a checkpoint.
+    pub fn stored_bytes(&self) -> u64 {
+        if self.element == Kind::F64 { 8 } else { 4 }
     }
 }
 
@@ -105,7 +205,8 @@ pub struct Shape {
     pub batch: u64,
     /// `T`
     pub tokens: u64,
-    /// Bytes of a float.
+    pub types: Types,
+    /// Bytes of a float in snapshots and checkpoints.
     pub float_bytes: u64,
     /// Micro-batches of a step.
     pub micro_batches: u32,
@@ -124,8 +225,25 @@ pub struct Shape {
     pub blocks: u64,
     pub numbers: NumberCounts,
     pub recompute: Recompute,
+    /// Where gradients are summed in buckets: those that the rank holds.
+    pub buckets: Vec<BucketShape>,
+    /// Parts of a micro-batch whose balance is a loss of its own.
+    pub segments: u64,
+    /// A processor computes.
+    pub on_cpu: bool,
+    /// Bytes that attention, the mixture layer and the head use in turn.
+    pub workspace: u64,
     pub balanced: RowCounts,
     pub worst: RowCounts,
+}
+
+/// A bucket's size and what it is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BucketShape {
+    /// Elements, a multiple of 4,096.
+    pub len: u64,
+    /// Vectors, which are kept whole, rather than matrices.
+    pub vectors: bool,
 }
 
 impl Shape {
@@ -134,6 +252,19 @@ impl Shape {
         layout: &Layout,
         rank: u32,
         training: &TrainingConfig,
+    ) -> Shape {
+        let micro_batches = training.global_batch_size / training.micro_batch_size;
+        let own = layout.mesh.micro_batches(rank, micro_batches).len() as u32;
+        Shape::with_types(model, layout, rank, training, Types::of(training, own))
+    }
+
+    /// The same with other kinds of numbers than the training asks for.
+    pub fn with_types(
+        model: &ModelConfig,
+        layout: &Layout,
+        rank: u32,
+        training: &TrainingConfig,
+        types: Types,
     ) -> Shape {
         let mesh = &layout.mesh;
         let micro_batches = training.global_batch_size / training.micro_batch_size;
@@ -160,7 +291,8 @@ impl Shape {
         Shape {
             batch: training.micro_batch_size.into(),
             tokens,
-            float_bytes: if training.precision == Precision::Fp64 { 8 } else { 4 },
+            types,
+            float_bytes: types.stored_bytes(),
             micro_batches,
             expert_parallel: group.len() as u64,
             flats: Flats::new(model, layout, rank),
@@ -171,10 +303,34 @@ impl Shape {
             blocks,
             numbers: NumberCounts::new(model, layout, &params, micro_batches),
             recompute: training.recompute,
+            buckets: match types.sums {
+                Sums::Tree => Vec::new(),
+                Sums::Buckets => bucket_shapes(model, layout, &params, rank),
+            },
+            segments: match model.router.aux_loss_scope {
+                AuxLossScope::Sequence => training.micro_batch_size.into(),
+                _ => 1,
+            },
+            on_cpu: training.compute.backend == Backend::Cpu,
+            workspace: crate::workspace::bytes(model, tokens, training, &types),
             balanced,
             worst,
         }
     }
+}
+
+fn bucket_shapes(
+    model: &ModelConfig,
+    layout: &Layout,
+    params: &[Param],
+    rank: u32,
+) -> Vec<BucketShape> {
+    let buckets = Buckets::new(model, params, &Holders::new(model, layout));
+    let shape = |bucket: &crate::buckets::Bucket| BucketShape {
+        len: bucket.len,
+        vectors: bucket.kind.is_of_vectors(),
+    };
+    buckets.held(rank).map(shape).collect()
 }
 
 impl NumberCounts {
@@ -312,7 +468,7 @@ impl Planner for Count<'_> {
     }
 
     fn alloc(&mut self, kind: Kind, rows: Rows, width: u64) {
-        let bytes = |rows: u64| (rows * width * kind.bytes(self.shape.float_bytes)) as f64;
+        let bytes = |rows: u64| (rows * width * kind.bytes()) as f64;
         let (balanced, worst) = match rows {
             Rows::Fixed(rows) => (rows, rows),
             Rows::Routed => (self.shape.balanced.routed, self.shape.worst.routed),

@@ -72,6 +72,11 @@ impl From<StepError> for Stop {
         match error {
             StepError::Comm(error) => Stop::Comm(error),
             StepError::Data(error) => Stop::Failed(error.failure()),
+            StepError::Device(found) => fail(
+                1,
+                &format!("the device failed: {found}"),
+                "look for Xid and ECC errors in the kernel's log; `moejob doctor` tells the rest",
+            ),
         }
     }
 }

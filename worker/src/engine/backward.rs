@@ -1,29 +1,34 @@
 //! A round through the model, backwards: the written-out gradient of `forward.rs`.
 
 use crate::engine::forward::{Pass, rows};
-use crate::engine::handles::{Dense, DenseLayer, Experts, GatedWeights, Linear};
+use crate::engine::handles::{
+    Dense, DenseLayer, ExpertStacks, Experts, GatedWeights, Linear,
+};
 use crate::engine::moe::activation;
 use moejob_kernels::{
     AttentionBackward, BiasBackward, Buffer, ClampBackward, EmbedBackward, GatedMulBackward,
-    Layout as Order, Matmul, RmsNormBackward,
+    Layout as Order, Matmul, NormRopeBackward, RmsNormBackward,
 };
-use moejob_protocol::model::QkNorm;
 
-/// Where a round's gradients go: one leaf of each stack.
+/// Where a round's gradients go: one leaf of each stack, or the buckets.
 #[derive(Clone, Debug)]
 pub struct Leaf<'a> {
     /// None for a rank without a micro-batch.
     pub dense: Option<&'a Dense>,
     /// `[source of the round][layer]`
     pub experts: Vec<&'a [Experts]>,
+    /// `[layer]`, where the mixture layer is one op
+    pub stacks: &'a [Option<ExpertStacks>],
+    /// Added to what is there, else written.
+    pub accumulate: bool,
 }
 
 impl Pass<'_> {
-    /// Fills the round's leaf of every gradient, from the gradient of the logits.
+    /// Fills the round's leaf of every gradient but the head's, from what `loss` left.
     pub fn backward(&mut self, leaf: &Leaf) {
         let t = self.round.tokens;
         if let Some(gradients) = leaf.dense {
-            self.logits_backward(t, gradients);
+            self.last_norm_backward(t, gradients, leaf.accumulate);
         }
         for layer in (0..self.model.config.num_hidden_layers as usize).rev() {
             if self.links.has_failed() {
@@ -32,40 +37,32 @@ impl Pass<'_> {
             self.recompute(layer);
             self.feed_forward_backward(layer, leaf);
             if let Some(gradients) = leaf.dense {
-                self.attention_backward(layer, t, &gradients.layers[layer]);
+                self.attention_backward(layer, t, &gradients.layers[layer], leaf.accumulate);
             }
         }
         if let Some(gradients) = leaf.dense {
-            self.embed_backward(t, gradients);
+            self.embed_backward(t, gradients, leaf.accumulate);
         }
     }
 
-    fn logits_backward(&mut self, t: usize, gradients: &Dense) {
+    fn last_norm_backward(&mut self, t: usize, gradients: &Dense, accumulate: bool) {
         let (d, head) = (self.model.dim(), self.model.buffers.head.clone());
-        let x = head.norm.slice(0, t * d);
-        let dnorm = self.model.buffers.scratch.dnorm.slice(0, t * d);
-        let dlogits = head.logits.slice(0, t * self.model.config.vocab_size as usize);
-        let plain = |weight| Linear { weight, bias: None };
-        let (weight, gradient) = (plain(self.model.dense.head), plain(gradients.head));
-        self.linear_backward(t, [x, dlogits, dnorm], weight, gradient, false);
-        let dx = self.model.buffers.scratch.dx.slice(0, t * d);
+        let scratch = &self.model.buffers.scratch;
+        let (dx, dnorm) = (scratch.dx.slice(0, t * d), scratch.dnorm.slice(0, t * d));
         let (x, rstd) = (head.input.slice(0, t * d), head.rstd.slice(0, t));
-        self.norm_backward(x, self.model.dense.norm, rstd, dnorm, dx, gradients.norm, false);
+        let gain = [self.model.dense.norm, gradients.norm];
+        self.norm_backward([x, rstd], gain, [dnorm, dx], [false, accumulate]);
     }
 
-    #[allow(clippy::too_many_arguments)]
+    /// Of a norm of x: dx and the gradient of its gain; of both, whether they are added to.
     fn norm_backward(
         &mut self,
-        x: Buffer,
-        w: Buffer,
-        rstd: Buffer,
-        dy: Buffer,
-        dx: Buffer,
-        dw: Buffer,
-        accumulate_dx: bool,
+        [x, rstd]: [Buffer; 2],
+        [w, dw]: [Buffer; 2],
+        [dy, dx]: [Buffer; 2],
+        [accumulate_dx, accumulate_dw]: [bool; 2],
     ) {
         let (rows, dim) = (rstd.len(), w.len());
-        let accumulate_dw = false;
         let op =
             RmsNormBackward { rows, dim, x, w, rstd, dy, dx, dw, accumulate_dx, accumulate_dw };
         self.model.device.rms_norm_backward(&op);
@@ -73,8 +70,8 @@ impl Pass<'_> {
 
     /// From the gradient of the layer's output to that of `mid`, both in `scratch.dx`.
     fn feed_forward_backward(&mut self, layer: usize, leaf: &Leaf) {
-        let moe = self.model.buffers.layers[layer].moe.is_some();
-        if moe {
+        let moe = self.model.config.is_moe_layer(layer as u32);
+        if moe && !self.fused_backward(layer, leaf) {
             self.moe_backward(layer, leaf);
         }
         let Some(gradients) = leaf.dense else { return };
@@ -83,14 +80,15 @@ impl Pass<'_> {
         if let (Some(weights), Some(gradients)) =
             (self.model.dense.layers[layer].gated, gradients.gated)
         {
-            self.gated_backward(layer, t, weights, gradients, moe);
+            self.gated_backward(layer, t, weights, gradients, [moe, leaf.accumulate]);
         }
         let b = &self.model.buffers.layers[layer];
         let (x, rstd) = (b.mid.slice(0, t * d), b.rstd2.slice(0, t));
         let (dx, dnorm) = (self.model.buffers.scratch.dx, self.model.buffers.scratch.dnorm);
         let (dx, dnorm) = (dx.slice(0, t * d), dnorm.slice(0, t * d));
         let w = self.model.dense.layers[layer].norm2;
-        self.norm_backward(x, w, rstd, dnorm, dx, gradients.norm2, true);
+        let gain = [w, gradients.norm2];
+        self.norm_backward([x, rstd], gain, [dnorm, dx], [true, leaf.accumulate]);
     }
 
     /// dnorm (+)= the gradient through the dense part or the shared experts.
@@ -100,7 +98,7 @@ impl Pass<'_> {
         t: usize,
         weights: GatedWeights,
         gradients: GatedWeights,
-        accumulate: bool,
+        [accumulate, accumulate_dw]: [bool; 2],
     ) {
         let d = self.model.dim();
         let b = &self.model.buffers.layers[layer];
@@ -117,18 +115,24 @@ impl Pass<'_> {
         let [dgate, dup, d_out] = rows(&scratch, t, width);
         let plain = |weight| Linear { weight, bias: None };
         let (down, d_down) = (plain(weights.down), plain(gradients.down));
-        self.linear_backward(t, [hidden, dx, d_out], down, d_down, false);
+        self.linear_backward(t, [hidden, dx, d_out], [down, d_down], [false, accumulate_dw]);
         let activation = activation(self.model.config.experts.activation);
         let op = GatedMulBackward { activation, gate, up, d_out, dgate, dup };
         self.model.device.gated_mul_backward(&op);
         let (gate, d_gate) = (plain(weights.gate), plain(gradients.gate));
-        self.linear_backward(t, [x, dgate, dnorm], gate, d_gate, accumulate);
+        self.linear_backward(t, [x, dgate, dnorm], [gate, d_gate], [accumulate, accumulate_dw]);
         let (up, d_up) = (plain(weights.up), plain(gradients.up));
-        self.linear_backward(t, [x, dup, dnorm], up, d_up, true);
+        self.linear_backward(t, [x, dup, dnorm], [up, d_up], [true, accumulate_dw]);
     }
 
     /// From the gradient of `mid` to that of the layer's input, both in `scratch.dx`.
-    fn attention_backward(&mut self, layer: usize, t: usize, gradients: &DenseLayer) {
+    fn attention_backward(
+        &mut self,
+        layer: usize,
+        t: usize,
+        gradients: &DenseLayer,
+        accumulate: bool,
+    ) {
         let d = self.model.dim();
         let (q_size, kv_size) = self.attention_sizes();
         let weights = self.model.dense.layers[layer].clone();
@@ -138,56 +142,66 @@ impl Pass<'_> {
         let attended = b.attended.slice(0, t * q_size);
         let d_attended = scratch.d_attended.slice(0, t * q_size);
         let buffers = [attended, dx, d_attended];
-        self.linear_backward(t, buffers, weights.o, gradients.o, false);
+        self.linear_backward(t, buffers, [weights.o, gradients.o], [false, accumulate]);
         let (dq, dk) = (scratch.dq.slice(0, t * q_size), scratch.dk.slice(0, t * kv_size));
         let dv = scratch.dv.slice(0, t * kv_size);
         let forward = self.attention_op(layer, t);
         let op = AttentionBackward { forward, d_o: d_attended, dq, dk, dv };
         self.model.device.attention_backward(&op);
-        self.rope(t, dq, true);
-        self.rope(t, dk, true);
-        self.clip_backward(layer, [dq, dk, dv]);
-        let (dq, dk) = self.qk_norm_backward(layer, t, dq, dk, gradients);
+        let (dq, dk) = self.turn_backward(layer, t, [dq, dk, dv], gradients, accumulate);
         let norm1 = b.norm1.slice(0, t * d);
-        self.linear_backward(t, [norm1, dq, dnorm], weights.q, gradients.q, false);
-        self.linear_backward(t, [norm1, dk, dnorm], weights.k, gradients.k, true);
-        self.linear_backward(t, [norm1, dv, dnorm], weights.v, gradients.v, true);
+        self.linear_backward(t, [norm1, dq, dnorm], [weights.q, gradients.q], [false, accumulate]);
+        self.linear_backward(t, [norm1, dk, dnorm], [weights.k, gradients.k], [true, accumulate]);
+        self.linear_backward(t, [norm1, dv, dnorm], [weights.v, gradients.v], [true, accumulate]);
         let (x, rstd) = (b.input.slice(0, t * d), b.rstd1.slice(0, t));
-        self.norm_backward(x, weights.norm1, rstd, dnorm, dx, gradients.norm1, true);
+        let gain = [weights.norm1, gradients.norm1];
+        self.norm_backward([x, rstd], gain, [dnorm, dx], [true, accumulate]);
     }
 
-    /// Gradients of queries and keys before their norm, where there is one.
-    fn qk_norm_backward(
+    /// Gradients of queries and keys before their turn, clamp and norm; of values before the clamp.
+    fn turn_backward(
         &mut self,
         layer: usize,
         t: usize,
-        dq: Buffer,
-        dk: Buffer,
+        [dq, dk, dv]: [Buffer; 3],
         gradients: &DenseLayer,
+        accumulate: bool,
     ) -> (Buffer, Buffer) {
-        debug_assert!(t > 0 || self.model.config.qk_norm == QkNorm::None);
         let scratch = &self.model.buffers.scratch;
-        let raw = self.model.buffers.layers[layer].qk_norm.clone();
-        let parts = raw.zip(scratch.dq_raw.zip(scratch.dk_raw));
-        let gains = self.model.dense.layers[layer].qk_norm.zip(gradients.qk_norm);
-        let (Some((raw, (dq_raw, dk_raw))), Some(((q_gain, k_gain), (dq_gain, dk_gain)))) =
-            (parts, gains)
+        let raw = scratch.dq_raw.zip(scratch.dk_raw);
+        let raw = raw.map(|(q, k)| (q.slice(0, dq.len()), k.slice(0, dk.len())));
+        let (ops, gains) = (self.norm_ropes(layer, t), gradients.qk_norm);
+        if let (Some([q, k]), Some((dq_raw, dk_raw)), Some((q_gain, k_gain))) = (ops, raw, gains) {
+            for (forward, dy, dx, dw) in [(q, dq, dq_raw, q_gain), (k, dk, dk_raw, k_gain)] {
+                let op = NormRopeBackward { forward, dy, dx, dw, accumulate_dw: accumulate };
+                self.model.device.norm_rope_backward(&op);
+            }
+            return (dq_raw, dk_raw);
+        }
+        self.rope(t, dq, true);
+        self.rope(t, dk, true);
+        self.clip_backward(layer, [dq, dk, dv]);
+        let kept = self.model.buffers.layers[layer].qk_norm.clone();
+        let weights = self.model.dense.layers[layer].qk_norm;
+        let (Some(kept), Some(raw), Some(weights), Some(gains)) = (kept, raw, weights, gains)
         else {
             return (dq, dk);
         };
-        let (dq_raw, dk_raw) = (dq_raw.slice(0, dq.len()), dk_raw.slice(0, dk.len()));
-        let rstd = |rstd: Buffer, x: Buffer, gain: Buffer| rstd.slice(0, x.len() / gain.len());
-        let (q, q_rstd) = (raw.q.slice(0, dq.len()), rstd(raw.q_rstd, dq, q_gain));
-        self.norm_backward(q, q_gain, q_rstd, dq, dq_raw, dq_gain, false);
-        let (k, k_rstd) = (raw.k.slice(0, dk.len()), rstd(raw.k_rstd, dk, k_gain));
-        self.norm_backward(k, k_gain, k_rstd, dk, dk_raw, dk_gain, false);
-        (dq_raw, dk_raw)
+        for (x, rstd, gain, dy, dx) in [
+            (kept.q, kept.q_rstd, [weights.0, gains.0], dq, raw.0),
+            (kept.k, kept.k_rstd, [weights.1, gains.1], dk, raw.1),
+        ] {
+            let rstd = rstd.slice(0, dy.len() / gain[0].len());
+            let x = x.slice(0, dy.len());
+            self.norm_backward([x, rstd], gain, [dy, dx], [false, accumulate]);
+        }
+        raw
     }
 
-    fn embed_backward(&mut self, t: usize, gradients: &Dense) {
+    fn embed_backward(&mut self, t: usize, gradients: &Dense, accumulate: bool) {
         let (d, vocab) = (self.model.dim(), self.model.config.vocab_size as usize);
         // Tied, the head has written its part of the gradient already.
-        if gradients.head != gradients.embed {
+        if gradients.head != gradients.embed && !accumulate {
             self.model.device.fill_zero(gradients.embed);
         }
         self.model.device.embed_backward(&EmbedBackward {
@@ -211,22 +225,23 @@ impl Pass<'_> {
         }
     }
 
-    /// dW = dy^T x, db = sum of dy, and dx (+)= dy W.
+    /// dW (+)= dy^T x, db (+)= sum of dy, and dx (+)= dy W; of dx and of the rest, whether they are
+    /// added to.
     fn linear_backward(
         &mut self,
         t: usize,
         [x, dy, dx]: [Buffer; 3],
-        weight: Linear,
-        gradient: Linear,
-        accumulate: bool,
+        [weight, gradient]: [Linear; 2],
+        [accumulate, accumulate_dw]: [bool; 2],
     ) {
         let (k, n) = (x.len() / t, dy.len() / t);
-        let order = Order::Tn;
-        let c = gradient.weight;
-        let op = Matmul { layout: order, m: n, n: k, k: t, accumulate: false, a: dy, b: x, c };
+        let (order, c) = (Order::Tn, gradient.weight);
+        let accumulates = accumulate_dw;
+        let op =
+            Matmul { layout: order, m: n, n: k, k: t, accumulate: accumulates, a: dy, b: x, c };
         self.model.device.matmul(&op);
         if let Some(dbias) = gradient.bias {
-            let op = BiasBackward { rows: t, columns: n, accumulate: false, dy, dbias };
+            let op = BiasBackward { rows: t, columns: n, accumulate: accumulate_dw, dy, dbias };
             self.model.device.bias_backward(&op);
         }
         let b = weight.weight;

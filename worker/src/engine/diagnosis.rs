@@ -6,7 +6,8 @@ use crate::engine::forward::Pass;
 use crate::engine::model::Model;
 use crate::engine::round::{Aim, Round};
 use crate::engine::step::{Engine, StepError};
-use moejob_kernels::Buffer;
+use half::{bf16, f16};
+use moejob_kernels::{Buffer, DType};
 use moejob_protocol::model::{Param, Role};
 
 /// The longest answer that ranks tell each other.
@@ -27,7 +28,7 @@ impl Engine {
         self.rounds(step, batches, |_| Aim::Activations, |engine, schedule| {
             let mut pass = Pass::new(&mut engine.model, &mut engine.links, &schedule.round);
             pass.forward();
-            pass.loss(false);
+            pass.loss(None);
             if schedule.own.is_some()
                 && broken.is_none()
                 && !engine.model.read_loss().is_finite()
@@ -75,6 +76,17 @@ impl Model {
                     return Some(format!("expert {expert} of layer {layer}"));
                 }
             }
+            if let Some(fused) = b.fused {
+                if self.first_bad(fused.logits).is_some() {
+                    return Some(format!("the router of layer {layer}"));
+                }
+                let width = 2 * self.config.experts.intermediate_size as usize;
+                let ends: Vec<u32> = self.device.read_vec(fused.offsets);
+                if let Some(at) = self.first_bad(fused.h) {
+                    let expert = ends[1..].partition_point(|end| *end as usize <= at / width);
+                    return Some(format!("expert {expert} of layer {layer}"));
+                }
+            }
             if self.first_bad(self.layer_input(layer + 1).slice(0, t * d)).is_some() {
                 return Some(format!("the feed-forward part of layer {layer}"));
             }
@@ -98,10 +110,12 @@ impl Model {
     }
 
     fn first_bad(&self, buffer: Buffer) -> Option<usize> {
-        if self.shape.float_bytes == 8 {
-            self.device.read_vec::<f64>(buffer).iter().position(|x| !x.is_finite())
-        } else {
-            self.device.read_vec::<f32>(buffer).iter().position(|x| !x.is_finite())
+        let read = &self.device;
+        match buffer.dtype() {
+            DType::F64 => read.read_vec::<f64>(buffer).iter().position(|x| !x.is_finite()),
+            DType::Bf16 => read.read_vec::<bf16>(buffer).iter().position(|x| !x.is_finite()),
+            DType::F16 => read.read_vec::<f16>(buffer).iter().position(|x| !x.is_finite()),
+            _ => read.read_vec::<f32>(buffer).iter().position(|x| !x.is_finite()),
         }
     }
 }

@@ -140,7 +140,7 @@ pub fn evaluate(
         let round = Round { aim: Aim::Activations, ..Round::alone(tokens) };
         let mut pass = Pass::new(&mut model, &mut links, &round);
         pass.forward();
-        pass.loss(false);
+        pass.loss(None);
         let loss = model.read_loss();
         if !loss.is_finite() {
             return Err(EvalError::NotFinite { sequence: done });

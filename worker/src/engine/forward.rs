@@ -3,6 +3,7 @@
 //! Ops and verbs of links are enqueued in order; nothing comes back. Once a link has failed the
 //! rest of a round is left out, since nobody will look at it.
 
+use crate::engine::backward::Leaf;
 use crate::engine::handles::{DenseLayer, GatedWeights, Linear};
 use crate::engine::links::Links;
 use crate::engine::model::Model;
@@ -10,10 +11,11 @@ use crate::engine::moe::activation;
 use crate::engine::round::{Aim, Round};
 use moejob_kernels::numbers::record;
 use moejob_kernels::{
-    AddBias, Attention, Buffer, Clamp, CrossEntropy, Embed, GatedMul, Layout as Order, Matmul,
-    RmsNorm, Rope, SumF64,
+    AddBias, Attention, Buffer, Clamp, Embed, GatedMul, HeadGradient, HeadLoss,
+    Layout as Order, Matmul, NormRope, RmsNorm, Rope, StepNumbers,
 };
 use moejob_protocol::buffers::Gated;
+use moejob_protocol::model::QkNorm;
 
 /// One call is one round: a micro-batch here and one on each peer of the expert group (`moe.rs`);
 /// a rank without one has `tokens == 0`.
@@ -31,7 +33,8 @@ impl<'a> Pass<'a> {
         Pass { model, links, round, again: false }
     }
 
-    /// Logits of the loaded micro-batch, what backward needs, and what the round's aim asks for.
+    /// The last norm of the loaded micro-batch, what backward needs, and what the round's aim asks
+    /// for.
     pub fn forward(&mut self) {
         let (t, d) = (self.round.tokens, self.model.dim());
         if t > 0 {
@@ -53,7 +56,7 @@ impl<'a> Pass<'a> {
         }
         self.record_all_layers();
         if t > 0 {
-            self.logits(t);
+            self.last_norm(t);
         }
     }
 
@@ -66,29 +69,42 @@ impl<'a> Pass<'a> {
     }
 
     /// The cross-entropies of the round's own tokens; their sum goes to the micro-batch's record,
-    /// or to `head.loss_sum` in a round without one. With `gradient` the logits become their
-    /// gradient.
-    pub fn loss(&mut self, gradient: bool) {
-        let (t, vocab) = (self.round.tokens, self.model.config.vocab_size as usize);
+    /// or to `head.measured` in a round without one. With a leaf also the head's gradient, and that
+    /// of the last norm's output in `scratch.dnorm`.
+    pub fn loss(&mut self, leaf: Option<&Leaf>) {
+        let (t, d) = (self.round.tokens, self.model.dim());
         if t == 0 {
             return;
         }
         let head = self.model.buffers.head.clone();
-        let loss = head.loss.slice(0, t);
-        self.model.device.cross_entropy(&CrossEntropy {
-            tokens: t,
-            vocab,
-            scale: self.model.loss_scale,
-            gradient,
-            logits: head.logits.slice(0, t * vocab),
-            targets: self.model.buffers.batch.targets.slice(0, t),
-            loss,
-        });
-        let out = match self.round.aim {
-            Aim::Record(at) => self.model.record(at).slice(record::LOSS, 1),
-            _ => head.loss_sum,
+        let of_step = self.model.places.is_some() && matches!(self.round.aim, Aim::Record(_));
+        let numbers = match of_step {
+            true => self.model.buffers.numbers.reduced.slice(StepNumbers::LOSS, 2),
+            false => {
+                self.model.device.fill_zero(head.measured);
+                head.measured
+            }
         };
-        self.model.device.sum_f64(&SumF64 { x: loss, out });
+        let dx = self.model.buffers.scratch.dnorm.slice(0, t * d);
+        let leaf = leaf.and_then(|leaf| Some((leaf.dense?.head, leaf.accumulate)));
+        let gradient =
+            leaf.map(|(dtable, accumulate)| HeadGradient { dx, dtable, accumulate });
+        let op = HeadLoss {
+            desc: self.model.head_desc(t),
+            scale: self.model.loss_scale,
+            loss_scale: None,
+            x: head.norm.slice(0, t * d),
+            table: self.model.dense.head,
+            targets: self.model.buffers.batch.targets.slice(0, t),
+            scratch: self.model.buffers.scratch.workspace,
+            numbers,
+            gradient,
+        };
+        self.model.device.head_loss(&op);
+        if let (Aim::Record(at), false) = (self.round.aim, of_step) {
+            let record = self.model.record(at).slice(record::LOSS, 1);
+            self.model.device.copy(head.measured.slice(0, 1), record);
+        }
     }
 
     /// mid = input + attention(norm(input))
@@ -101,24 +117,13 @@ impl<'a> Pass<'a> {
         let (q, k) = (b.q.slice(0, t * q_size), b.k.slice(0, t * kv_size));
         let v = b.v.slice(0, t * kv_size);
         self.norm(t, input, weights.norm1, norm1, b.rstd1.slice(0, t));
-        match (&b.qk_norm, weights.qk_norm) {
-            (Some(raw), Some((q_gain, k_gain))) => {
-                let (q_raw, k_raw) = (raw.q.slice(0, q.len()), raw.k.slice(0, k.len()));
-                self.linear(t, norm1, weights.q, q_raw, false);
-                self.linear(t, norm1, weights.k, k_raw, false);
-                let (q_rows, k_rows) = (q.len() / q_gain.len(), k.len() / k_gain.len());
-                self.norm(q_rows, q_raw, q_gain, q, raw.q_rstd.slice(0, q_rows));
-                self.norm(k_rows, k_raw, k_gain, k, raw.k_rstd.slice(0, k_rows));
-            }
-            _ => {
-                self.linear(t, norm1, weights.q, q, false);
-                self.linear(t, norm1, weights.k, k, false);
-            }
-        }
+        let raw = b.qk_norm.as_ref();
+        let q_to = raw.map_or(q, |raw| raw.q.slice(0, q.len()));
+        let k_to = raw.map_or(k, |raw| raw.k.slice(0, k.len()));
+        self.linear(t, norm1, weights.q, q_to, false);
+        self.linear(t, norm1, weights.k, k_to, false);
         self.linear(t, norm1, weights.v, v, false);
-        self.clip(layer, [q, k, v]);
-        self.rope(t, q, false);
-        self.rope(t, k, false);
+        self.turn(layer, t, [q, k, v]);
         let attended = b.attended.slice(0, t * q_size);
         let op = self.attention_op(layer, t);
         self.model.device.attention(&op);
@@ -127,6 +132,57 @@ impl<'a> Pass<'a> {
         self.linear(t, attended, weights.o, mid, true);
         let (norm2, rstd2) = (b.norm2.slice(0, t * d), b.rstd2.slice(0, t));
         self.norm(t, mid, weights.norm2, norm2, rstd2);
+    }
+
+    /// Queries and keys as attention sees them: normed, clamped, turned; values clamped.
+    pub(crate) fn turn(&mut self, layer: usize, t: usize, [q, k, v]: [Buffer; 3]) {
+        if let Some(ops) = self.norm_ropes(layer, t) {
+            ops.iter().for_each(|op| self.model.device.norm_rope(op));
+            return;
+        }
+        let raw = self.model.buffers.layers[layer].qk_norm.clone();
+        if let (Some(raw), Some((q_gain, k_gain))) = (raw, self.model.dense.layers[layer].qk_norm) {
+            let (q_raw, k_raw) = (raw.q.slice(0, q.len()), raw.k.slice(0, k.len()));
+            let (q_rows, k_rows) = (q.len() / q_gain.len(), k.len() / k_gain.len());
+            self.norm(q_rows, q_raw, q_gain, q, raw.q_rstd.slice(0, q_rows));
+            self.norm(k_rows, k_raw, k_gain, k, raw.k_rstd.slice(0, k_rows));
+        }
+        self.clip(layer, [q, k, v]);
+        self.rope(t, q, false);
+        self.rope(t, k, false);
+    }
+
+    /// The norm and turn of queries and of keys, as one op each; none where they have no norm, or a
+    /// clamp comes between.
+    pub(crate) fn norm_ropes(&self, layer: usize, t: usize) -> Option<[NormRope; 2]> {
+        let (b, config) = (&self.model.buffers.layers[layer], &self.model.config);
+        let (raw, gains) = (b.qk_norm.as_ref()?, self.model.dense.layers[layer].qk_norm?);
+        if b.unclipped.is_some() {
+            return None;
+        }
+        let per_head = config.qk_norm == QkNorm::PerHead;
+        let head_dim = config.head_dim as usize;
+        let op = |heads: u32, [x, w, y, rstd]: [Buffer; 4]| {
+            let heads = heads as usize;
+            let spans = if per_head { t * heads } else { t };
+            NormRope {
+                tokens: t,
+                heads,
+                head_dim,
+                per_head,
+                eps: config.rms_norm_eps,
+                theta: config.rope_theta,
+                positions: self.model.buffers.batch.positions.slice(0, t),
+                x: x.slice(0, t * heads * head_dim),
+                w,
+                y: y.slice(0, t * heads * head_dim),
+                rstd: rstd.slice(0, spans),
+            }
+        };
+        Some([
+            op(config.num_attention_heads, [raw.q, gains.0, b.q, raw.q_rstd]),
+            op(config.num_key_value_heads, [raw.k, gains.1, b.k, raw.k_rstd]),
+        ])
     }
 
     pub(crate) fn clip(&mut self, layer: usize, qkv: [Buffer; 3]) {
@@ -164,8 +220,8 @@ impl<'a> Pass<'a> {
             v: b.v.slice(0, t * kv_size),
             starts: self.model.starts(t),
             window: None,
-            deterministic: true,
-            workspace: None,
+            deterministic: !self.model.fast_attention,
+            workspace: Some(self.model.buffers.scratch.workspace),
             o: b.attended.slice(0, t * q_size),
             lse: b.lse.slice(0, t * config.num_attention_heads as usize),
         }
@@ -188,8 +244,10 @@ impl<'a> Pass<'a> {
     fn feed_forward(&mut self, layer: usize) {
         let (t, d) = (self.round.tokens, self.model.dim());
         let out = self.model.layer_input(layer + 1).slice(0, t * d);
-        if self.model.buffers.layers[layer].moe.is_some() {
-            self.moe_forward(layer, out);
+        if self.model.config.is_moe_layer(layer as u32) {
+            if !self.fused_forward(layer, out) {
+                self.moe_forward(layer, out);
+            }
         } else if t > 0 {
             self.model.device.copy(self.model.buffers.layers[layer].mid.slice(0, t * d), out);
         }
@@ -215,14 +273,10 @@ impl<'a> Pass<'a> {
         self.linear(t, hidden, plain(weights.down), out, true);
     }
 
-    fn logits(&mut self, t: usize) {
+    fn last_norm(&mut self, t: usize) {
         let (d, head) = (self.model.dim(), self.model.buffers.head.clone());
-        let norm = head.norm.slice(0, t * d);
-        let x = head.input.slice(0, t * d);
+        let (x, norm) = (head.input.slice(0, t * d), head.norm.slice(0, t * d));
         self.norm(t, x, self.model.dense.norm, norm, head.rstd.slice(0, t));
-        let logits = head.logits.slice(0, t * self.model.config.vocab_size as usize);
-        let weight = Linear { weight: self.model.dense.head, bias: None };
-        self.linear(t, norm, weight, logits, false);
     }
 
     /// y = x W^T + b

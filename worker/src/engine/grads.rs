@@ -9,11 +9,12 @@
 //! buffers.
 
 use crate::engine::backward::Leaf;
+use crate::engine::buckets::move_corrections;
 use crate::engine::handles::{Dense, Experts, is_frozen, slice};
 use crate::engine::links::{Links, Parcel};
 use crate::engine::model::Model;
 use crate::engine::round::Round;
-use moejob_kernels::{AdamWUpdate, Add, BlockSquareSums, Buffer, Fill, MoveCorrections};
+use moejob_kernels::{AdamWUpdate, Add, BlockSquareSums, Buffer, Fill};
 use moejob_protocol::config::AdamW as AdamWConfig;
 use moejob_protocol::layout::{BLOCK, elements};
 use moejob_protocol::memory::EXCHANGE_BYTES_MAX;
@@ -24,7 +25,7 @@ use std::ops::Range;
 
 /// The stacks of this rank and everything that happens to them in a step.
 #[derive(Debug)]
-pub struct Gradients {
+pub struct TreeSums {
     dense: Stack<Dense>,
     /// In ep order.
     experts: Vec<Stack<Vec<Experts>>>,
@@ -94,19 +95,21 @@ impl<Handles> Stack<Handles> {
     }
 }
 
-impl Gradients {
-    pub fn new(model: &Model) -> Gradients {
+impl TreeSums {
+    pub fn new(model: &Model) -> TreeSums {
         let (config, layout, rank) = (&model.config, &model.layout, model.rank);
         let (params, flats) = (&model.params, &model.shape.flats);
         let stacks = &model.buffers.gradients;
-        let dense =
-            Stack::new(&stacks.dense, |slot| Dense::new(config, params, slot, &flats.dense));
+        let dense = Stack::new(&stacks.dense, |slot| {
+            Dense::new(config, params, &|index| slice(slot, &flats.dense, index))
+        });
         let of_source = |slots: &Vec<Buffer>| {
             Stack::new(slots, |slot| {
-                Experts::new(config, layout, rank, params, slot, &flats.experts)
+                let find = |index| slice(slot, &flats.experts, index);
+                Experts::new(config, layout, rank, params, &find)
             })
         };
-        let mut gradients = Gradients {
+        let mut gradients = TreeSums {
             dense,
             experts: stacks.experts.iter().map(of_source).collect(),
             local: Vec::new(),
@@ -240,6 +243,8 @@ impl Gradients {
             experts: (round.sources.iter())
                 .map(|source| self.experts[source.position].top().as_slice())
                 .collect(),
+            stacks: &[],
+            accumulate: false,
         }
     }
 
@@ -300,16 +305,7 @@ impl Gradients {
                 g: run.gradient,
             });
         }
-        let (rate, frozen) = (model.config.router.bias_update_rate, model.config.router.frozen);
-        if rate == 0.0 || frozen {
-            return;
-        }
-        // Each rank holds all corrections and knows all loads, so all do alike.
-        for (at, layer) in model.mixture.iter().enumerate() {
-            let Some(bias) = model.dense.layers[*layer].correction else { continue };
-            let (loads, numbers) = (model.numbers.loads(at), numbers.reduced);
-            model.device.move_corrections(&MoveCorrections { rate, loads, numbers, bias });
-        }
+        move_corrections(model);
     }
 
     /// Sends updated runs to the other holders and takes theirs. After a failure the weights are

@@ -6,6 +6,7 @@
 //! The same tree of handles names weights and gradients, so that forward and backward read alike.
 
 use moejob_kernels::Buffer;
+use moejob_kernels::cuda::Stacked;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param, Role};
 use moejob_protocol::reduction::Flat;
@@ -81,6 +82,17 @@ pub struct Experts {
     pub down: Vec<Buffer>,
 }
 
+/// The matrices of a layer's experts as the fused layer reads them: at equal strides in one bucket.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertStacks {
+    /// Gate above up.
+    pub up: Stacked,
+    pub down: Stacked,
+}
+
+/// Where the parameter at an index of the table lies, if it is here.
+pub type Find<'a> = dyn Fn(usize) -> Option<Buffer> + 'a;
+
 /// The part of `base`, laid out as `flat` says, that holds the parameter at `index`.
 pub fn slice(base: Buffer, flat: &Flat, index: usize) -> Option<Buffer> {
     let (start, len) = flat.span(index)?;
@@ -88,19 +100,18 @@ pub fn slice(base: Buffer, flat: &Flat, index: usize) -> Option<Buffer> {
 }
 
 struct Names<'a> {
-    base: Buffer,
-    flat: &'a Flat,
+    find: &'a Find<'a>,
     indices: HashMap<&'a str, usize>,
 }
 
 impl<'a> Names<'a> {
-    fn new(params: &'a [Param], base: Buffer, flat: &'a Flat) -> Names<'a> {
+    fn new(params: &'a [Param], find: &'a Find<'a>) -> Names<'a> {
         let indices = params.iter().enumerate().map(|(at, param)| (param.name.as_str(), at));
-        Names { base, flat, indices: indices.collect() }
+        Names { find, indices: indices.collect() }
     }
 
     fn get(&self, name: &str) -> Option<Buffer> {
-        slice(self.base, self.flat, *self.indices.get(name)?)
+        (self.find)(*self.indices.get(name)?)
     }
 
     fn must(&self, name: &str) -> Buffer {
@@ -130,9 +141,8 @@ impl<'a> Names<'a> {
 }
 
 impl Dense {
-    /// Handles into `base`, which is laid out as `flat` (`Flats::dense`) says.
-    pub fn new(model: &ModelConfig, params: &[Param], base: Buffer, flat: &Flat) -> Dense {
-        let names = Names::new(params, base, flat);
+    pub fn new(model: &ModelConfig, params: &[Param], find: &Find) -> Dense {
+        let names = Names::new(params, find);
         let embed = names.must("model.embed_tokens.weight");
         let layer = |layer| {
             let at = format!("model.layers.{layer}");
@@ -165,17 +175,15 @@ impl Dense {
 }
 
 impl Experts {
-    /// Handles of each layer into `base`, which is laid out as `flat` (`Flats::experts`) says; a
-    /// layer without experts has none.
+    /// Handles of each layer; one without experts has none.
     pub fn new(
         model: &ModelConfig,
         layout: &Layout,
         rank: u32,
         params: &[Param],
-        base: Buffer,
-        flat: &Flat,
+        find: &Find,
     ) -> Vec<Experts> {
-        let names = Names::new(params, base, flat);
+        let names = Names::new(params, find);
         let layer = |layer| {
             let mut experts = Experts::default();
             if !model.is_moe_layer(layer) {

@@ -10,6 +10,7 @@
 
 pub mod handles;
 pub mod group;
+pub mod buckets;
 pub mod model;
 pub mod round;
 pub mod links;
@@ -17,10 +18,12 @@ pub mod forward;
 pub mod recompute;
 pub mod backward;
 pub mod moe;
+pub mod fused;
 pub mod gate;
 pub mod cosine;
 pub mod recording;
 pub mod grads;
+pub mod sums;
 pub mod numbers;
 pub mod step;
 pub mod validate;

@@ -8,15 +8,18 @@
 //!
 //! Letters: `T` tokens, `D` model, `N` heads, `H` head dim, `F` hidden, `V` vocabulary.
 
+use crate::engine::buckets::Places;
+use crate::engine::fused;
 use crate::engine::gate::Noise;
 use crate::engine::group::ExpertGroup;
-use crate::engine::handles::{Dense, Experts, slice};
+use crate::engine::handles::{Dense, ExpertStacks, Experts, slice};
 use crate::engine::numbers::Numbers;
-use moejob_kernels::{ArenaPlan, Buffer, DType, Device, KernelError};
+use moejob_kernels::cuda::{AttentionDesc, MoeDesc};
+use moejob_kernels::{ArenaPlan, Buffer, DType, Device, HeadDesc, IGNORE, KernelError};
 use moejob_protocol::buffers::{Buffers, Moe, MoeScratch};
-use moejob_protocol::config::TrainingConfig;
+use moejob_protocol::config::{Precision, TrainingConfig};
 use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::{Kind, Planner, Rows, Shape};
+use moejob_protocol::memory::{Kind, Planner, Rows, Shape, Sums};
 use moejob_protocol::model::{ModelConfig, Param};
 
 #[derive(Debug)]
@@ -30,6 +33,12 @@ pub struct Model {
     pub buffers: Buffers<Buffer>,
     pub(crate) dense: Dense,
     pub(crate) experts: Vec<Experts>,
+    /// `[layer]`, where the mixture layer is one op.
+    pub(crate) stacks: Vec<Option<ExpertStacks>>,
+    /// Where parameters lie in buckets.
+    pub(crate) places: Option<Places>,
+    /// The mixture layer as one op.
+    pub(crate) fused: Option<MoeDesc>,
     pub group: ExpertGroup,
     pub(crate) numbers: Numbers,
     /// Layers with experts.
@@ -37,6 +46,8 @@ pub struct Model {
     /// Dropless top-k, which one fused op computes; else `gate.rs`.
     pub(crate) plain: bool,
     pub(crate) noise: Option<Noise>,
+    /// Attention's backward may add in any order.
+    pub(crate) fast_attention: bool,
     /// `S`
     sequence: usize,
     /// Documents in a sequence are kept apart.
@@ -51,7 +62,6 @@ pub struct Model {
 struct ArenaPlanner<'a> {
     shape: &'a Shape,
     plan: ArenaPlan,
-    float: DType,
 }
 
 impl Planner for ArenaPlanner<'_> {
@@ -65,17 +75,24 @@ impl Planner for ArenaPlanner<'_> {
             Rows::Routed => self.shape.worst.routed,
             Rows::Arrived => self.shape.worst.arrived,
         };
-        let dtype = match kind {
-            Kind::Float => self.float,
-            Kind::U32 => DType::U32,
-            Kind::F64 => DType::F64,
-        };
-        self.plan.alloc(dtype, (rows * width) as usize)
+        self.plan.alloc(dtype(kind), (rows * width) as usize)
+    }
+}
+
+pub(crate) fn dtype(kind: Kind) -> DType {
+    match kind {
+        Kind::F32 => DType::F32,
+        Kind::F64 => DType::F64,
+        Kind::Bf16 => DType::Bf16,
+        Kind::F16 => DType::F16,
+        Kind::I16 => DType::I16,
+        Kind::U32 => DType::U32,
+        Kind::U8 => DType::U8,
     }
 }
 
 impl Model {
-    /// Plans and reserves the memory; nothing is initialised.
+    /// Plans and reserves the memory on processors; nothing is initialised.
     ///
     /// # Errors
     /// The device cannot be made.
@@ -87,32 +104,60 @@ impl Model {
         threads: usize,
     ) -> Result<Model, KernelError> {
         let shape = Shape::new(config, layout, rank, training);
-        let float = if shape.float_bytes == 8 { DType::F64 } else { DType::F32 };
-        let mut planner = ArenaPlanner { shape: &shape, plan: ArenaPlan::new(), float };
+        Model::on(Device::cpu(threads, 0)?, shape, config, layout, rank, training)
+    }
+
+    /// The same on a device without memory yet, which is given what `shape` needs.
+    ///
+    /// # Errors
+    /// The device has no such kernels, or too little memory.
+    pub fn on(
+        mut device: Device,
+        mut shape: Shape,
+        config: &ModelConfig,
+        layout: &Layout,
+        rank: u32,
+        training: &TrainingConfig,
+    ) -> Result<Model, KernelError> {
+        let mixture = (0..config.num_hidden_layers).filter(|layer| config.is_moe_layer(*layer));
+        let mixture: Vec<usize> = mixture.map(|layer| layer as usize).collect();
+        let means = mixture.len().max(1) as f64 * f64::from(shape.micro_batches);
+        let router_scale = 1.0 / means;
+        let fused = (shape.types.sums == Sums::Buckets && !mixture.is_empty())
+            .then(|| layer_desc(config, &shape, router_scale));
+        device.set_tf32(training.precision == Precision::Tf32);
+        prepare(&mut device, config, &mut shape, training, fused.as_ref())?;
+        let mut planner = ArenaPlanner { shape: &shape, plan: ArenaPlan::new() };
         let buffers = Buffers::plan(config, &shape, &mut planner);
-        let mut device = Device::cpu(threads, planner.plan.bytes())?;
+        device.reserve(planner.plan.bytes())?;
         let params = config.params();
-        let flats = &shape.flats;
-        let dense = Dense::new(config, &params, buffers.state.dense, &flats.dense);
-        let experts =
-            Experts::new(config, layout, rank, &params, buffers.state.experts, &flats.experts);
+        let places = (shape.types.sums == Sums::Buckets)
+            .then(|| Places::new(config, &params, layout, rank));
+        let weight = |index| weight(&buffers, &shape, places.as_ref(), index);
+        let dense = Dense::new(config, &params, &weight);
+        let (layers, mut stacks) = (config.num_hidden_layers, Vec::new());
+        let experts = match &places {
+            None => Experts::new(config, layout, rank, &params, &weight),
+            Some(places) => {
+                stacks = places.stacks(layers, &buffers.buckets, |bucket| bucket.weight);
+                vec![Experts::default(); layers as usize]
+            }
+        };
         let sequence = training.sequence_length as usize;
         let positions: Vec<u32> =
             (0..shape.tokens as usize).map(|token| (token % sequence) as u32).collect();
         device.write(buffers.batch.positions, &positions);
         let targets = f64::from(training.global_batch_size) * sequence as f64;
-        let mixture = (0..config.num_hidden_layers).filter(|layer| config.is_moe_layer(*layer));
-        let mixture: Vec<usize> = mixture.map(|layer| layer as usize).collect();
-        let means = mixture.len().max(1) as f64 * f64::from(shape.micro_batches);
         let group = ExpertGroup::new(config, layout, rank, shape.tokens);
         group.write_tables(&buffers.layers, &mut device);
         let (counts, count) = (&shape.numbers, shape.micro_batches);
-        Ok(Model {
+        let mut model = Model {
             numbers: Numbers::new(config, layout, &params, rank, counts, count),
             group,
             mixture,
             plain: config.router.is_plain(),
             noise: None,
+            fast_attention: training.compute.fast_attention,
             config: config.clone(),
             layout: layout.clone(),
             rank,
@@ -122,11 +167,18 @@ impl Model {
             buffers,
             dense,
             experts,
+            stacks,
+            places,
+            fused,
             sequence,
             apart: false,
             loss_scale: 1.0 / targets,
-            router_scale: 1.0 / means,
-        })
+            router_scale,
+        };
+        if let Some(places) = model.places.clone() {
+            places.write_tables(&mut model);
+        }
+        Ok(model)
     }
 
     /// `S`
@@ -146,6 +198,13 @@ impl Model {
     /// Writes the round's own tokens. `starts` [T] says for each where its document begins in its
     /// sequence: attention reaches back so far, and positions count from there.
     pub fn load_documents(&mut self, ids: &[u32], targets: &[u32], starts: Option<&[u32]>) {
+        let missing = self.computed_together(ids.len()) - ids.len();
+        if missing > 0 {
+            let padded = |of: &[u32], with| [of, &vec![with; missing]].concat();
+            let starts = starts.map(|starts| padded(starts, 0));
+            let (ids, targets) = (padded(ids, 0), padded(targets, IGNORE));
+            return self.load_documents(&ids, &targets, starts.as_deref());
+        }
         let batch = &self.buffers.batch;
         self.device.write(batch.ids.slice(0, ids.len()), ids);
         self.device.write(batch.targets.slice(0, targets.len()), targets);
@@ -160,6 +219,12 @@ impl Model {
             self.device.write(batch.positions, &positions);
         }
         self.apart = starts.is_some();
+    }
+
+    /// Tokens that are computed where `tokens` are wanted: kernels of mixture layers that are one
+    /// op are made for a whole micro-batch, so that the rest is padding without targets.
+    pub(crate) fn computed_together(&self, tokens: usize) -> usize {
+        if self.places.is_some() { self.shape.tokens as usize } else { tokens }
     }
 
     /// Where attention of the loaded tokens begins; none when each sequence is one document.
@@ -192,15 +257,79 @@ impl Model {
 
     /// The whole parameter at `index` of the table in this rank's memory, if it holds it.
     pub fn weight(&self, index: usize) -> Option<Buffer> {
-        let (state, flats) = (&self.buffers.state, &self.shape.flats);
-        let dense = slice(state.dense, &flats.dense, index);
-        dense.or_else(|| slice(state.experts, &flats.experts, index))
+        weight(&self.buffers, &self.shape, self.places.as_ref(), index)
+    }
+
+    /// The head of `tokens`.
+    pub(crate) fn head_desc(&self, tokens: usize) -> HeadDesc {
+        head_desc(&self.config, &self.shape, tokens)
     }
 
     /// Waits for the sum of cross-entropies of a round that was measured.
     pub fn read_loss(&self) -> f64 {
         let mut sum = [0.0];
-        self.device.read(self.buffers.head.loss_sum, &mut sum);
+        self.device.read(self.buffers.head.measured.slice(0, 1), &mut sum);
         sum[0]
     }
+}
+
+fn weight(
+    buffers: &Buffers<Buffer>,
+    shape: &Shape,
+    places: Option<&Places>,
+    index: usize,
+) -> Option<Buffer> {
+    if let Some(places) = places {
+        return places.find(&buffers.buckets, |bucket| bucket.weight, index);
+    }
+    let (state, flats) = (&buffers.state, &shape.flats);
+    let dense = slice(state.dense, &flats.dense, index);
+    dense.or_else(|| slice(state.experts, &flats.experts, index))
+}
+
+fn head_desc(config: &ModelConfig, shape: &Shape, tokens: usize) -> HeadDesc {
+    let (dim, vocab) = (config.hidden_size as usize, config.vocab_size as usize);
+    HeadDesc { element: dtype(shape.types.element), tokens, dim, vocab }
+}
+
+fn layer_desc(config: &ModelConfig, shape: &Shape, router_scale: f64) -> MoeDesc {
+    let kinds = [shape.types.element, shape.types.gradient].map(dtype);
+    let segments = shape.segments as usize;
+    fused::describe(config, kinds, shape.tokens as usize, segments, router_scale)
+}
+
+/// Makes the kernels that a step needs, so that none waits for them, and learns how much memory
+/// they work in.
+fn prepare(
+    device: &mut Device,
+    config: &ModelConfig,
+    shape: &mut Shape,
+    training: &TrainingConfig,
+    fused: Option<&MoeDesc>,
+) -> Result<(), KernelError> {
+    let head = head_desc(config, shape, shape.tokens as usize);
+    device.head_load(&head)?;
+    let mut bytes = device.head_plan(&head).scratch_bytes;
+    if let Some(desc) = fused {
+        bytes = bytes.max(device.moe_plan(desc, &mut ArenaPlan::new())?.workspace_bytes);
+    }
+    let attention = AttentionDesc {
+        element: dtype(shape.types.element),
+        batch: shape.batch as usize,
+        seq: training.sequence_length as usize,
+        heads: config.num_attention_heads as usize,
+        kv_heads: config.num_key_value_heads as usize,
+        head_dim: config.head_dim as usize,
+        scale: (1.0 / f64::from(config.head_dim).sqrt()) as f32,
+        documents: false,
+        window: None,
+        deterministic: !training.compute.fast_attention,
+    };
+    // Documents apart take other kernels, and another workspace.
+    for documents in [false, true] {
+        let desc = AttentionDesc { documents, ..attention };
+        bytes = bytes.max(device.attention_plan(&desc)?);
+    }
+    shape.workspace = bytes as u64;
+    Ok(())
 }

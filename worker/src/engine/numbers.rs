@@ -196,12 +196,20 @@ impl Model {
         params[param::NORM_MAX] = training.max_grad_norm;
         params[param::LOSS_SCALE] = 1.0;
         self.device.write(self.buffers.numbers.params, &params);
+        if self.places.is_some() {
+            self.device.fill_zero(self.buffers.numbers.reduced);
+            return;
+        }
         let (parts, part) = self.own_part();
         self.device.fill_zero(parts.slice(part.start, part.len));
     }
 
     /// StepNumbers of all ranks' parts, on every rank's device.
     pub fn reduce_numbers(&mut self, links: &mut Links) {
+        if self.places.is_some() {
+            // One rank's ops add to the numbers themselves.
+            return;
+        }
         let (numbers, buffers) = (&self.numbers, &self.buffers.numbers);
         let part = |part: &Part| buffers.parts.slice(part.start, part.len);
         let parts: Vec<Buffer> = numbers.parts.iter().map(part).collect();

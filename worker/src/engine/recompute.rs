@@ -30,26 +30,23 @@ impl Pass<'_> {
         let rows = |buffer: moejob_kernels::Buffer| buffer.slice(0, t * d);
         self.norm(t, rows(b.input), weights.norm1, rows(b.norm1), b.rstd1.slice(0, t));
         self.norm(t, rows(b.mid), weights.norm2, rows(b.norm2), b.rstd2.slice(0, t));
-        let (Some(raw), Some((q_gain, k_gain))) = (b.qk_norm, weights.qk_norm) else { return };
+        if b.qk_norm.is_none() {
+            return;
+        }
+        if let Some(ops) = self.norm_ropes(layer, t) {
+            ops.iter().for_each(|op| self.model.device.norm_rope(op));
+            return;
+        }
+        // What was clamped is kept as it was, so it needs no norm.
         let (q_size, kv_size) = self.attention_sizes();
         let (q, k) = (b.q.slice(0, t * q_size), b.k.slice(0, t * kv_size));
-        match self.unclipped(layer, [q.len(), k.len(), t * kv_size]) {
-            // What was clamped is kept as it was, so it needs no norm.
-            Some([q_kept, k_kept, _]) => {
-                for (x, kept) in [(q, q_kept), (k, k_kept)] {
-                    self.model.device.copy(kept, x);
-                    let limit = self.model.config.clip_qkv;
-                    self.model.device.clamp(&Clamp { limit, x });
-                }
-            }
-            None => {
-                let (q_raw, k_raw) = (raw.q.slice(0, q.len()), raw.k.slice(0, k.len()));
-                let (q_rows, k_rows) = (q.len() / q_gain.len(), k.len() / k_gain.len());
-                self.norm(q_rows, q_raw, q_gain, q, raw.q_rstd.slice(0, q_rows));
-                self.norm(k_rows, k_raw, k_gain, k, raw.k_rstd.slice(0, k_rows));
-            }
+        let kept = self.unclipped(layer, [q.len(), k.len(), t * kv_size]);
+        let [q_kept, k_kept, _] = kept.expect("a norm without a turn has a clamp behind it");
+        for (x, kept) in [(q, q_kept), (k, k_kept)] {
+            self.model.device.copy(kept, x);
+            let limit = self.model.config.clip_qkv;
+            self.model.device.clamp(&Clamp { limit, x });
+            self.rope(t, x, false);
         }
-        self.rope(t, q, false);
-        self.rope(t, k, false);
     }
 }

@@ -3,15 +3,16 @@
 use crate::data::{Batches, DataError};
 use crate::engine::forward::Pass;
 use crate::engine::gate::Noise;
-use crate::engine::grads::Gradients;
 use crate::engine::links::Links;
 use crate::engine::model::Model;
 use crate::engine::round::{Aim, Schedule};
+use crate::engine::sums::Sums;
 use crate::engine::validate::Favourites;
 use crate::gang::comm::{Comm, CommError};
-use moejob_kernels::{KernelError, SumRows};
+use moejob_kernels::{Device, KernelError, SumRows};
 use moejob_protocol::WorkerConfig;
-use moejob_protocol::config::TrainingConfig;
+use moejob_protocol::config::{Backend, TrainingConfig};
+use moejob_protocol::memory::Shape;
 
 pub use crate::engine::numbers::StepSummary;
 
@@ -22,13 +23,16 @@ pub enum StepError {
     Comm(#[from] CommError),
     #[error(transparent)]
     Data(#[from] DataError),
+    /// Nothing of the step counts; only a new process can use the device again.
+    #[error("the device failed: {0}")]
+    Device(String),
 }
 
 /// A device and all that one rank computes with it. It knows the other ranks by its links alone.
 #[derive(Debug)]
 pub struct Engine {
     pub model: Model,
-    pub gradients: Gradients,
+    pub gradients: Sums,
     pub links: Links,
     pub(crate) training: TrainingConfig,
     pub(crate) favourites: Favourites,
@@ -40,21 +44,28 @@ impl Engine {
     /// Plans and reserves the memory of `rank`; there is no state yet.
     ///
     /// # Errors
-    /// The device cannot be made.
+    /// The device cannot be made, lacks a kernel, or has too little memory.
     pub fn open(config: &WorkerConfig, rank: u32, comm: Comm) -> Result<Engine, KernelError> {
-        let threads = match config.threads {
-            0 => std::thread::available_parallelism().map_or(1, usize::from),
-            threads => threads as usize,
+        let (training, ranks) = (&config.training, config.ranks.max(1));
+        let device = match training.compute.backend {
+            Backend::Cpu => {
+                let threads = match config.threads {
+                    0 => std::thread::available_parallelism().map_or(1, usize::from),
+                    threads => threads as usize,
+                };
+                // The ranks of a worker share its processors.
+                Device::cpu((threads / ranks as usize).max(1), 0)?
+            }
+            // The ranks of a worker follow each other, a device each.
+            Backend::Cuda => Device::cuda((rank % ranks) as usize, 0)?,
         };
-        // The ranks of a worker share its processors.
-        let threads = (threads / config.ranks.max(1) as usize).max(1);
-        let training = &config.training;
-        let model = Model::new(&config.model, &config.layout, rank, training, threads)?;
+        let shape = Shape::new(&config.model, &config.layout, rank, training);
+        let model = Model::on(device, shape, &config.model, &config.layout, rank, training)?;
         Ok(Engine::new(model, training, Links::new(comm)))
     }
 
     pub fn new(model: Model, training: &TrainingConfig, links: Links) -> Engine {
-        let gradients = Gradients::new(&model);
+        let gradients = Sums::new(&model);
         let favourites = Favourites::default();
         let (training, spoiled) = (training.clone(), Vec::new());
         Engine { model, gradients, links, training, favourites, spoiled }
@@ -101,8 +112,9 @@ impl Engine {
             let (model, round) = (&mut engine.model, &schedule.round);
             let mut pass = Pass::new(model, &mut engine.links, round);
             pass.forward();
-            pass.loss(true);
-            pass.backward(&engine.gradients.leaf(round));
+            let leaf = engine.gradients.leaf(round);
+            pass.loss(Some(&leaf));
+            pass.backward(&leaf);
             engine.gradients.push(round, schedule.own, &schedule.leaves, model);
         })?;
         let Engine { model, gradients, links, training, spoiled, .. } = self;
@@ -118,7 +130,10 @@ impl Engine {
         gradients.update(model, &training.adamw);
         gradients.spread(model, links);
         links.check()?;
-        Ok(model.read_numbers(training, step))
+        let summary = model.read_numbers(training, step);
+        // What was read before a failure says nothing.
+        model.device.check().map_err(|error| StepError::Device(chain(error)))?;
+        Ok(summary)
     }
 
     /// Calls `each` with every round of a step, its micro-batch loaded.
@@ -167,4 +182,10 @@ impl Engine {
         self.model.device.sum_rows(&SumRows { x: balance.micro_batches, out: balance.sum });
         Ok(())
     }
+}
+
+/// An error with all that led to it, in one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.map(|error| error.to_string()).collect::<Vec<_>>().join(": ")
 }

@@ -6,7 +6,7 @@ use crate::engine::model::Model;
 use crate::engine::round::{Aim, Schedule};
 use crate::engine::step::{Engine, StepError};
 use crate::gang::comm::CommError;
-use moejob_kernels::NO_EXPERT;
+use moejob_kernels::{DType, NO_EXPERT};
 use std::collections::BTreeMap;
 
 /// What was measured on held-out sequences.
@@ -54,19 +54,20 @@ impl Engine {
         let mut own = Found::default();
         model.set_noise(None);
         for round in 0..model.layout.mesh.rounds(count) {
-            let schedule = Schedule::new(model, round, count, |_| Aim::Activations, of_batch);
+            let tokens = |leaf: u32| model.computed_together(of_batch(leaf));
+            let schedule = Schedule::new(model, round, count, |_| Aim::Activations, tokens);
             if let Some(leaf) = schedule.own {
-                let mut batch = Batch::new(schedule.round.tokens);
+                let mut batch = Batch::new(of_batch(leaf));
                 corpus.fill_held_out(leaf * sequences_each, &mut batch)?;
                 model.load_documents(&batch.ids, &batch.targets, batch.starts.as_deref());
             }
             let mut pass = Pass::new(model, links, &schedule.round);
             pass.forward();
-            pass.loss(false);
+            pass.loss(None);
             links.check()?;
             if let Some(leaf) = schedule.own {
                 own.losses.push(model.read_loss());
-                let (more, of) = favourites.churn(leaf, model.favourites(schedule.round.tokens));
+                let (more, of) = favourites.churn(leaf, model.favourites(of_batch(leaf)));
                 (own.changed, own.compared) = (own.changed + more, own.compared + of);
             }
         }
@@ -130,11 +131,14 @@ impl Model {
         let k = self.top_k();
         let mut favourites = Vec::new();
         for layer in &self.mixture {
-            let moe = self.moe(*layer);
-            let ids: Vec<u32> = self.device.read_vec(moe.ids.slice(0, t * k));
-            let weights = moe.weights.slice(0, t * k);
-            let weights: Vec<f64> = match self.shape.float_bytes {
-                8 => self.device.read_vec(weights),
+            let b = &self.buffers.layers[*layer];
+            let of_parts = b.moe.as_ref().map(|moe| [moe.ids, moe.weights]);
+            let of_one = b.fused.as_ref().map(|fused| [fused.ids, fused.weights]);
+            let Some([ids, weights]) = of_parts.or(of_one) else { continue };
+            let ids: Vec<u32> = self.device.read_vec(ids.slice(0, t * k));
+            let weights = weights.slice(0, t * k);
+            let weights: Vec<f64> = match weights.dtype() {
+                DType::F64 => self.device.read_vec(weights),
                 _ => self.device.read_vec::<f32>(weights).into_iter().map(f64::from).collect(),
             };
             for (ids, weights) in ids.chunks_exact(k).zip(weights.chunks_exact(k)) {

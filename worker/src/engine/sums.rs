@@ -1,0 +1,92 @@
+//! How gradients come together and weights follow them: by a tree of leaves, whose bits depend on
+//! nothing but the data, or in buckets, which are faster.
+
+use crate::engine::backward::Leaf;
+use crate::engine::buckets::BucketSums;
+use crate::engine::grads::TreeSums;
+use crate::engine::links::Links;
+use crate::engine::model::Model;
+use crate::engine::round::Round;
+use moejob_protocol::config::AdamW as AdamWConfig;
+
+#[derive(Debug)]
+pub enum Sums {
+    Tree(TreeSums),
+    Buckets(BucketSums),
+}
+
+impl Sums {
+    pub fn new(model: &Model) -> Sums {
+        match &model.places {
+            Some(places) => Sums::Buckets(BucketSums::new(model, places)),
+            None => Sums::Tree(TreeSums::new(model)),
+        }
+    }
+
+    /// Forgets everything: a new step begins.
+    pub fn clear(&mut self) {
+        match self {
+            Sums::Tree(tree) => tree.clear(),
+            Sums::Buckets(buckets) => buckets.clear(),
+        }
+    }
+
+    /// Where the gradients of a round go.
+    pub fn leaf(&self, round: &Round) -> Leaf<'_> {
+        match self {
+            Sums::Tree(tree) => tree.leaf(round),
+            Sums::Buckets(buckets) => buckets.leaf(round),
+        }
+    }
+
+    /// Takes in the leaves of the round that was just computed; `leaves` are their micro-batches,
+    /// by source.
+    pub fn push(&mut self, round: &Round, own: Option<u32>, leaves: &[u32], model: &mut Model) {
+        match self {
+            Sums::Tree(tree) => tree.push(round, own, leaves, model),
+            Sums::Buckets(buckets) => buckets.push(),
+        }
+    }
+
+    /// Completes the gradients of what is owned.
+    pub fn reduce(&mut self, model: &mut Model, links: &mut Links) {
+        match self {
+            Sums::Tree(tree) => tree.reduce(model, links),
+            // One rank owns and holds all.
+            Sums::Buckets(_) => {}
+        }
+    }
+
+    /// Makes an owned gradient no finite number.
+    pub(crate) fn spoil(&self, model: &mut Model) {
+        match self {
+            Sums::Tree(tree) => tree.spoil(model),
+            Sums::Buckets(buckets) => buckets.spoil(model),
+        }
+    }
+
+    /// What the step's numbers say of the gradients.
+    pub fn measure(&self, model: &mut Model) {
+        match self {
+            Sums::Tree(tree) => tree.measure(model),
+            Sums::Buckets(buckets) => buckets.measure(model),
+        }
+    }
+
+    /// Updates what is owned, and the corrections of routers, as the step's numbers say.
+    pub fn update(&self, model: &mut Model, config: &AdamWConfig) {
+        match self {
+            Sums::Tree(tree) => tree.update(model, config),
+            Sums::Buckets(buckets) => buckets.update(model, config),
+        }
+    }
+
+    /// Sends what was updated to the other holders and takes theirs. After a failure the weights
+    /// are torn and must be loaded anew.
+    pub fn spread(&self, model: &mut Model, links: &mut Links) {
+        match self {
+            Sums::Tree(tree) => tree.spread(model, links),
+            Sums::Buckets(_) => {}
+        }
+    }
+}
