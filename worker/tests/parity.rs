@@ -167,7 +167,7 @@ impl Bench<'_> {
         let mut pass = Pass::new(&mut self.model, &mut links, &round);
         pass.loss(true);
         pass.backward(&self.gradients.leaf(&round));
-        let [loss, aux, ..] = self.model.read_record(0);
+        let [loss, _, aux, ..] = self.model.read_record(0);
         let loss = loss / tokens as f64;
         if step == 0 {
             let mixture = self.model.buffers.layers.iter().filter(|l| l.moe.is_some()).count();

@@ -2,7 +2,7 @@
 //!
 //! `Planner` decides what a buffer is: a range of the device's arena, or nothing but its size.
 
-use crate::memory::{Kind, Planner, Rows, SINGLE_NUMBERS, STATISTICS, Shape};
+use crate::memory::{Kind, PARAM_NUMBERS, Planner, Rows, STATISTICS, Shape};
 use crate::model::{AuxLossScope, ModelConfig, QkNorm, RouterKind};
 
 /// All of a rank's device memory.
@@ -338,7 +338,7 @@ impl<B: Copy> Numbers<B> {
         planner.part("numbers");
         let mut doubles = |len| planner.alloc(Kind::F64, Rows::Fixed(len), 1);
         let numbers = &shape.numbers;
-        let (params, reduced) = (doubles(SINGLE_NUMBERS), doubles(numbers.reduced));
+        let (params, reduced) = (doubles(PARAM_NUMBERS), doubles(numbers.reduced));
         let parts = doubles(numbers.parts.iter().sum());
         let of_step = model.router.aux_loss_scope == AuxLossScope::Global;
         let width = numbers.loads * STATISTICS;

@@ -12,6 +12,7 @@ use crate::engine::backward::Leaf;
 use crate::engine::handles::{Dense, Experts, is_frozen, slice};
 use crate::engine::links::{Links, Parcel};
 use crate::engine::model::Model;
+use crate::engine::numbers::class_of;
 use crate::engine::round::Round;
 use moejob_kernels::{AdamWUpdate, Add, BlockSquareSums, Buffer, Fill, MoveCorrections};
 use moejob_protocol::config::AdamW as AdamWConfig;
@@ -68,9 +69,9 @@ pub struct Run {
     gradient: Buffer,
     /// f64, one a block.
     square_sums: Buffer,
-    decays: bool,
+    /// Of StepParams.
+    class: usize,
     frozen: bool,
-    of_expert: bool,
 }
 
 impl<Handles> Stack<Handles> {
@@ -198,9 +199,8 @@ impl Gradients {
             moment2: moment(state.moment2),
             gradient,
             square_sums: model.square_sums().slice(cursor.blocks, blocks),
-            decays: param.decays(),
+            class: class_of(param),
             frozen: is_frozen(&model.config, param),
-            of_expert: matches!(param.role, Role::Expert { .. }),
         });
         cursor.blocks += blocks;
     }
@@ -290,8 +290,7 @@ impl Gradients {
                 beta1: config.beta1,
                 beta2: config.beta2,
                 eps: config.epsilon,
-                weight_decay: if run.decays { config.weight_decay } else { 0.0 },
-                of_expert: run.of_expert,
+                class: run.class,
                 params: numbers.params,
                 numbers: numbers.reduced,
                 w: run.weight,
