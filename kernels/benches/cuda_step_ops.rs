@@ -298,6 +298,7 @@ fn optimizer(
     let table: Vec<BucketBlock> = (0..blocks)
         .map(|at| BucketBlock {
             name_hash: (at / tensor) as u64 * 0x9E37_79B9,
+            tensor: (at / tensor) as u32,
             first: (at % tensor * SQUARE_SUM_BLOCK) as u64,
             len: SQUARE_SUM_BLOCK as u32,
             decays: true,
@@ -309,7 +310,8 @@ fn optimizer(
     let params = StepParams { loss_scale: 1.0, norm_max: 1.0, step: 2, classes: [class; 4] };
     let params = bed.doubles(&params.encode());
     let control = bed.doubles(&[0.0; StepControl::LEN]);
-    let numbers = bed.doubles(&[0.0; StepNumbers::LOADS]);
+    let layout = StepNumbers { tensors: blocks.div_ceil(tensor), ..StepNumbers::default() };
+    let numbers = bed.doubles(&vec![0.0; layout.len()]);
     let sums = bed.plan.alloc(DType::F64, blocks);
     let (weight, low) = (bed.random(BF16, len, 0.02), bed.random(DType::I16, len, 1.0));
     let moment1 = bed.random(moment, len, 1e-3);
@@ -318,7 +320,8 @@ fn optimizer(
     let activation = Activation::Relu;
     bed.device.gated_mul(&GatedMul { activation, gate: moment1, up: moment1, out: moment2 });
     let gradient_of = bed.random(gradient, len, 1e-3);
-    let numbers_op = GradientNumbers { table, params, gradient: gradient_of, sums, numbers };
+    let gradient_op =
+        GradientNumbers { layout, table, params, gradient: gradient_of, sums, numbers };
     let op = BucketAdamW {
         beta1: 0.9,
         beta2: 0.95,
@@ -337,7 +340,7 @@ fn optimizer(
     let shape = format!("{:.2}e9, moments {moment:?}, gradients {gradient:?}", n * 1e-9);
     let update = 8.0 + 4.0 * moment.size() as f64 + g;
     bench.row(&mut bed, &format!("gradients' numbers {shape}"), g * n, |device| {
-        device.gradient_numbers(&numbers_op);
+        device.gradient_numbers(&gradient_op);
     })?;
     bed.device.decide_update(&decide);
     bench.row(&mut bed, &format!("AdamW {update} B {shape}"), update * n, |device| {
@@ -345,7 +348,7 @@ fn optimizer(
     })?;
     let all = bench.row(&mut bed, &format!("both {shape}"), (update + g) * n, |device| {
         device.fill_zero(numbers);
-        device.gradient_numbers(&numbers_op);
+        device.gradient_numbers(&gradient_op);
         device.decide_update(&decide);
         device.bucket_adamw(&op);
     })?;

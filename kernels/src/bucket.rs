@@ -8,12 +8,15 @@
 use crate::buffer::{Buffer, DType};
 use crate::device::Device;
 use crate::optimizer::SQUARE_SUM_BLOCK;
+use crate::step_numbers::{CLASSES_MAX, StepNumbers};
 
 /// One block of 4,096 elements of a bucket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BucketBlock {
     /// Of the logical tensor's name.
     pub name_hash: u64,
+    /// The logical tensor's place in the model's table of parameters.
+    pub tensor: u32,
     /// Index in the logical tensor of the block's first element, a multiple of 4,096.
     pub first: u64,
     /// Elements of the tensor in this block; what follows is padding, never changed nor counted.
@@ -29,7 +32,7 @@ pub struct BucketBlock {
 
 impl BucketBlock {
     /// Words of a block in a table.
-    pub const WORDS: usize = 6;
+    pub const WORDS: usize = 8;
     pub const DECAYS: u32 = 1;
     pub const FROZEN: u32 = 2;
     pub const UNCOUNTED: u32 = 4;
@@ -37,7 +40,7 @@ impl BucketBlock {
 
     pub fn encode(&self) -> [u32; BucketBlock::WORDS] {
         assert!(self.len as usize <= SQUARE_SUM_BLOCK, "{self:?}");
-        assert!((self.class as usize) < crate::step_numbers::CLASSES_MAX, "{self:?}");
+        assert!((self.class as usize) < CLASSES_MAX, "{self:?}");
         let words = |x: u64| [x as u32, (x >> 32) as u32];
         let ([n0, n1], [f0, f1]) = (words(self.name_hash), words(self.first));
         let flag = |set: bool, flag: u32| if set { flag } else { 0 };
@@ -45,14 +48,15 @@ impl BucketBlock {
             | flag(self.frozen, Self::FROZEN)
             | flag(self.uncounted, Self::UNCOUNTED)
             | u32::from(self.class) << Self::CLASS_SHIFT;
-        [n0, n1, f0, f1, self.len, flags]
+        [n0, n1, f0, f1, self.len, flags, self.tensor, 0]
     }
 
     pub fn decode(words: &[u32; BucketBlock::WORDS]) -> BucketBlock {
-        let [n0, n1, f0, f1, len, flags] = *words;
+        let [n0, n1, f0, f1, len, flags, tensor, _] = *words;
         let wide = |low: u32, high: u32| u64::from(high) << 32 | u64::from(low);
         BucketBlock {
             name_hash: wide(n0, n1),
+            tensor,
             first: wide(f0, f1),
             len,
             decays: flags & Self::DECAYS != 0,
@@ -79,13 +83,15 @@ impl BucketBlock {
 }
 
 /// numbers[SQUARED_NORM] += the sum over blocks of sums[b], those left out that are not counted or
-/// not active; numbers[NON_FINITE] += elements that are infinite or not a number.
+/// not active; numbers[NON_FINITE] += elements that are infinite or not a number, and so each
+/// tensor's own in the table of [`StepNumbers::non_finite`].
 ///
 /// sums[b] = sum in f64 of g[i]^2 over block b, of gradients as they lie; the total is divided by
 /// the square of the loss scale. The CPU adds blocks in order (each as
 /// [`crate::BlockSquareSums`] does), a GPU in parts of a fixed order.
 #[derive(Clone, Copy, Debug)]
 pub struct GradientNumbers {
+    pub layout: StepNumbers,
     /// U32 [blocks, `BucketBlock::WORDS`]
     pub table: Buffer,
     /// F64 [`StepParams::LEN`](crate::StepParams::LEN)
@@ -94,7 +100,7 @@ pub struct GradientNumbers {
     pub gradient: Buffer,
     /// Output F64 [blocks]
     pub sums: Buffer,
-    /// Added to: F64, see [`crate::StepNumbers`]
+    /// Added to: F64 [`StepNumbers::len`]
     pub numbers: Buffer,
 }
 
@@ -181,6 +187,7 @@ impl GradientNumbers {
         let blocks = self.sums.len();
         assert_eq!(self.gradient.len(), blocks * SQUARE_SUM_BLOCK, "{self:?}");
         assert_eq!(self.table.len(), blocks * BucketBlock::WORDS, "{self:?}");
+        assert_eq!(self.numbers.len(), self.layout.len(), "{self:?}");
         blocks
     }
 }

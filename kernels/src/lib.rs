@@ -19,7 +19,6 @@ mod buffer;
 mod device;
 
 pub mod philox;
-pub mod step_vectors;
 
 mod embed;
 mod norm;

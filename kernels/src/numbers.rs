@@ -2,7 +2,7 @@
 //! what follows from the sums.
 //!
 //! ```text
-//! a rank's part: records of its micro-batches, [4] each | tally: four counts | loads, dropped
+//! a rank's part: records of its micro-batches, [5] each | tally: five counts | loads, dropped
 //!                | sums of squares of its owned blocks
 //! rounds -> AddRouting, SumF64 -> the rank's part
 //! parts of all ranks -> ReduceNumbers -> StepNumbers -> MoveCorrections, AdamWUpdate, the host
@@ -13,28 +13,31 @@
 use crate::balance::BalanceLoss;
 use crate::buffer::Buffer;
 use crate::device::{Device, on_float};
-use crate::step_vectors::NumbersLayout;
+use crate::step_numbers::StepNumbers;
 use std::ops::Range;
 
 /// What a micro-batch's record holds.
 pub mod record {
-    /// Sum of its cross-entropies.
+    /// Sum of its cross-entropies, and its valid targets where they are counted: side by side, as
+    /// [`crate::HeadLoss`] adds to them.
     pub const LOSS: usize = 0;
+    pub const VALID: usize = 1;
     /// Its auxiliary loss, z loss and mean entropy, each summed over the mixture layers.
-    pub const AUX: usize = 1;
-    pub const Z: usize = 2;
-    pub const ENTROPY: usize = 3;
-    pub const COUNT: usize = 4;
+    pub const AUX: usize = 2;
+    pub const Z: usize = 3;
+    pub const ENTROPY: usize = 4;
+    pub const COUNT: usize = 5;
 }
 
 /// What a rank's tally holds: sums over its micro-batches and mixture layers.
 pub mod tally {
-    /// See [`crate::step_vectors::number`].
+    /// See [`crate::StepNumbers`].
     pub const UNROUTED: usize = 0;
     pub const FOLLOWED: usize = 1;
     pub const SWITCHED: usize = 2;
     pub const OVERFLOWS: usize = 3;
-    pub const COUNT: usize = 4;
+    pub const ENTROPIES: usize = 4;
+    pub const COUNT: usize = 5;
 }
 
 /// entropy[0] = mean_t -sum_e q ln q, q = p / sum p, tokens ascending. Of a softmax that is
@@ -104,7 +107,7 @@ pub struct AddRouting {
     pub ids: Buffer,
     /// u32 [T]: 0 begins a text
     pub positions: Buffer,
-    /// Added to, F64: [3] of the micro-batch's record, [4] as [`tally`] names them, [E], [E]
+    /// Added to, F64: [3] of the micro-batch's record, [5] as [`tally`] names them, [E], [E]
     pub record: Buffer,
     pub tally: Buffer,
     pub loads: Buffer,
@@ -126,14 +129,15 @@ pub struct SquareRun {
     pub at: Range<usize>,
     /// In the table of parameters.
     pub tensor: usize,
-    pub of_expert: bool,
+    /// It counts in the norm while this class of StepParams is active.
+    pub class: usize,
 }
 
 /// StepNumbers of the parts of all ranks. Losses are summed in the order of micro-batches, squares
 /// in that of the table of parameters.
 #[derive(Clone, Copy, Debug)]
 pub struct ReduceNumbers<'a> {
-    pub layout: NumbersLayout,
+    pub layout: StepNumbers,
     /// F64: the ranks' parts side by side
     pub parts: Buffer,
     /// First element of each micro-batch's record, in the order of the step
@@ -158,20 +162,20 @@ pub struct MoveCorrections {
     pub loads: Range<usize>,
     /// StepNumbers
     pub numbers: Buffer,
-    /// Changed in place: [E]
+    /// Changed in place: [E]; on a GPU F32
     pub bias: Buffer,
 }
 
-/// [`crate::AdamW`] as StepParams and StepNumbers say (see [`crate::step_vectors`]): with their
-/// rate, their clipping and their step, or not at all.
+/// [`crate::AdamW`] with the coefficients of a class of StepParams and the gradient scale of
+/// [`crate::StepControl::decide`], or nothing if that or the class says so.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWUpdate {
     pub beta1: f64,
     pub beta2: f64,
+    /// Added outside of the root.
     pub eps: f64,
-    pub weight_decay: f64,
-    /// Counts its updates by EXPERT_STEP, and rests while that is 0
-    pub of_expert: bool,
+    /// Whose coefficients it takes.
+    pub class: usize,
     /// F64: StepParams, StepNumbers
     pub params: Buffer,
     pub numbers: Buffer,
@@ -237,7 +241,7 @@ impl Device {
     pub fn move_corrections(&mut self, op: &MoveCorrections) {
         match self {
             Device::Cpu(cpu) => on_float!(op.bias.dtype(), T => cpu.move_corrections::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("move_corrections"),
+            Device::Cuda(cuda) => cuda.move_corrections(op),
         }
     }
 

@@ -1,18 +1,20 @@
-//! What the host tells a step and what a step tells the host: two vectors of F64 on the device.
+//! What the host tells a step and what a step tells the host: vectors of F64 in device memory.
 //!
 //! ```text
-//! StepParams   host -> device, before a step: rate, corrections, loss scale
-//! StepNumbers  device -> host, summed over ranks: losses, loads, squared norm, counts
+//! StepParams   host -> device, before a step: rates, corrections, clip, loss scale
+//! StepNumbers  device -> host, summed over ranks: losses, squared norm, counts, loads
 //! StepControl  what follows from both, on the device: whether weights change, and by how much
 //! ```
 //! All are vectors of f64, so that one copy carries them and a sum over ranks is one collective.
-//! Nothing in a step waits for the host: clipping, skipping and unscaling are decided by
-//! [`crate::DecideUpdate`] from the reduced numbers.
+//! Nothing in a step waits for the host: clipping, skipping and unscaling are decided from the
+//! reduced numbers by [`StepControl::decide`], which every update asks, on every device.
+
+use std::ops::Range;
 
 use crate::optimizer::{self, AdamW};
 
-/// How many tensors' clocks a step may have: those of all tensors, and those of tensors whose first
-/// update comes later, such as experts behind a warm-up of the router.
+/// How many kinds of coefficients a step may have. Tensors differ in them where some do not decay,
+/// or where their first update comes later, such as that of experts behind a router's warm-up.
 pub const CLASSES_MAX: usize = 4;
 
 /// Places in the vector of a step's parameters, F64 [`StepParams::LEN`].
@@ -66,6 +68,17 @@ impl StepParams {
         }
         out
     }
+
+    /// The coefficients of `class` in an encoded vector.
+    pub fn class(params: &[f64], class: usize) -> StepClass {
+        let own = &params[Self::CLASSES + class * Self::EACH..][..Self::EACH];
+        StepClass {
+            rate: own[Self::RATE],
+            correction: own[Self::CORRECTION],
+            keep: own[Self::KEEP],
+            active: own[Self::ACTIVE] != 0.0,
+        }
+    }
 }
 
 impl StepClass {
@@ -89,51 +102,89 @@ impl StepClass {
     }
 }
 
-/// Places in the vector of a step's numbers, F64 [`StepNumbers::len`]. All are sums, over a step's
-/// micro-batches and then over ranks, so that they are zeroed once a step and added to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Places in the vector of a step's numbers, F64 [`StepNumbers::len`]: single numbers, then tables.
+/// All are sums, over a step's micro-batches and then over ranks, so that they are zeroed once a
+/// step and added to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepNumbers {
-    pub moe_layers: usize,
+    /// Mixture layers.
+    pub layers: usize,
+    /// `E`
     pub experts: usize,
+    /// Parameters in the model's table.
+    pub tensors: usize,
 }
 
 impl StepNumbers {
     /// Sum of the cross-entropies of valid targets, unscaled.
     pub const LOSS: usize = 0;
+    /// Valid targets, where they are counted on the device; else 0.
     pub const VALID_TARGETS: usize = 1;
     /// Auxiliary and z losses, unscaled, summed over layers and micro-batches.
     pub const AUX_LOSS: usize = 2;
     pub const Z_LOSS: usize = 3;
-    /// Of the unscaled gradients; each owned element once.
+    /// Of the unscaled gradients that are trained; each owned element once.
     pub const SQUARED_NORM: usize = 4;
-    /// Elements of gradients that are infinite or not a number: a count, since the largest of
-    /// several can lose one that is not a number.
+    /// What of the gradients is infinite or not a number: elements in buckets, else sums of squares
+    /// of blocks. A count, since the largest of several can lose one that is not a number.
     pub const NON_FINITE: usize = 5;
     /// Layers and micro-batches whose routed rows had no room.
     pub const ROUTED_OVERFLOWS: usize = 6;
-    /// Entropy of the routers' scores, summed over layers and micro-batches.
+    /// Mean entropy of a router's scores, summed over layers and micro-batches.
     pub const ENTROPY: usize = 7;
-    /// Slots that an expert with no room left dropped, and tokens without any expert.
-    pub const DROPPED: usize = 8;
-    pub const UNROUTED: usize = 9;
-    /// Choices of tokens behind another, and those that the token before did not make.
-    pub const FOLLOWED: usize = 10;
-    pub const SWITCHED: usize = 11;
-    /// `[mixture layer][expert]`: slots that chose it.
+    /// Tokens without any expert, over all layers.
+    pub const UNROUTED: usize = 8;
+    /// Choices of tokens behind another in their text, and those of them that the token before did
+    /// not make.
+    pub const FOLLOWED: usize = 9;
+    pub const SWITCHED: usize = 10;
+    /// Layers and micro-batches whose entropy was measured: 0 where a device does not.
+    pub const ENTROPIES: usize = 11;
+    /// Where the tables start. What lies before and has no name is reserved, and 0.
     pub const LOADS: usize = 16;
 
     pub const fn len(&self) -> usize {
-        Self::LOADS + self.moe_layers * self.experts
+        Self::LOADS + 2 * self.layers * self.experts + self.tensors
     }
 
-    /// Never: the fixed numbers are always there.
+    /// Never: the single numbers are always there.
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Where the loads of a mixture layer start.
-    pub const fn loads(&self, moe_layer: usize) -> usize {
-        Self::LOADS + moe_layer * self.experts
+    /// [layers, E]: slots that chose each expert.
+    pub const fn loads(&self) -> Range<usize> {
+        Self::LOADS..Self::LOADS + self.layers * self.experts
+    }
+
+    /// [E]: those of one mixture layer.
+    pub const fn loads_of(&self, layer: usize) -> Range<usize> {
+        let start = Self::LOADS + layer * self.experts;
+        start..start + self.experts
+    }
+
+    /// [layers, E]: those of the slots that were dropped, since the expert was full.
+    pub const fn dropped(&self) -> Range<usize> {
+        let start = self.loads().end;
+        start..start + self.layers * self.experts
+    }
+
+    /// [tensors]: what is counted in NON_FINITE, by parameter.
+    pub const fn non_finite(&self) -> Range<usize> {
+        let start = self.dropped().end;
+        start..start + self.tensors
+    }
+
+    /// Whether loss and gradients are numbers.
+    pub fn are_finite(numbers: &[f64]) -> bool {
+        numbers[Self::NON_FINITE] == 0.0
+            && numbers[Self::SQUARED_NORM].is_finite()
+            && numbers[Self::LOSS].is_finite()
+    }
+
+    /// Whether the step changes nothing: something is no number, or rows found no room.
+    pub fn is_skipped(numbers: &[f64]) -> bool {
+        !Self::are_finite(numbers) || numbers[Self::ROUTED_OVERFLOWS] != 0.0
     }
 }
 
@@ -156,18 +207,21 @@ impl StepControl {
     pub const UPDATES: usize = 3;
     pub const LEN: usize = 4;
 
-    /// What a step's numbers and parameters say. All must be finite and no row without room.
+    /// What a step's numbers and parameters say.
     pub fn decide(params: &[f64], numbers: &[f64]) -> StepControl {
-        let squares = numbers[StepNumbers::SQUARED_NORM];
-        let (norm, most) = (squares.sqrt(), params[StepParams::NORM_MAX]);
-        let whole = numbers[StepNumbers::NON_FINITE] == 0.0
-            && numbers[StepNumbers::ROUTED_OVERFLOWS] == 0.0
-            && squares.is_finite()
-            && numbers[StepNumbers::LOSS].is_finite();
-        let clip = if most > 0.0 && norm > most { most / norm } else { 1.0 };
-        let gradient_scale = clip / params[StepParams::LOSS_SCALE];
-        StepControl { apply: whole, gradient_scale, norm }
+        let norm = numbers[StepNumbers::SQUARED_NORM].sqrt();
+        let clip = clip_factor(norm, params[StepParams::NORM_MAX]);
+        StepControl {
+            apply: !StepNumbers::is_skipped(numbers),
+            gradient_scale: clip / params[StepParams::LOSS_SCALE],
+            norm,
+        }
     }
+}
+
+/// What clipping multiplies unscaled gradients of this norm by; a `most` of 0 clips nothing.
+fn clip_factor(norm: f64, most: f64) -> f64 {
+    if most > 0.0 && norm > most { most / norm } else { 1.0 }
 }
 
 /// The scale of an fp16 loss as training goes (Micikevicius et al. 2018, section 3.2): halved by an
@@ -254,8 +308,16 @@ mod tests {
     }
 
     #[test]
+    fn the_parts_of_the_vector_lie_side_by_side() {
+        let numbers = StepNumbers { layers: 3, experts: 5, tensors: 7 };
+        assert_eq!((numbers.loads(), numbers.loads_of(1)), (16..31, 21..26));
+        assert_eq!((numbers.dropped(), numbers.non_finite()), (31..46, 46..53));
+        assert_eq!(numbers.len(), 53);
+    }
+
+    #[test]
     fn what_is_no_number_is_not_applied() {
-        let all = StepNumbers { moe_layers: 2, experts: 3 };
+        let all = StepNumbers { layers: 2, experts: 3, tensors: 5 };
         let mut numbers = vec![0.0; all.len()];
         numbers[StepNumbers::SQUARED_NORM] = 16.0;
         let decided = |numbers: &[f64]| StepControl::decide(&params(2.0, 8.0), numbers);
@@ -267,7 +329,9 @@ mod tests {
             (StepNumbers::NON_FINITE, 1.0),
             (StepNumbers::NON_FINITE, f64::NAN),
             (StepNumbers::ROUTED_OVERFLOWS, 1.0),
+            (StepNumbers::ROUTED_OVERFLOWS, f64::NAN),
             (StepNumbers::LOSS, f64::NAN),
+            (StepNumbers::LOSS, f64::NEG_INFINITY),
         ] {
             let mut numbers = numbers.clone();
             numbers[at] = bad;
@@ -277,7 +341,7 @@ mod tests {
 
     #[test]
     fn norms_are_clipped_only_above_the_largest() {
-        let mut numbers = vec![0.0; StepNumbers { moe_layers: 0, experts: 0 }.len()];
+        let mut numbers = vec![0.0; StepNumbers::default().len()];
         for (squares, most, expected) in [(9.0, 3.0, 1.0), (9.0, 0.0, 1.0), (9.0, 1.5, 0.5)] {
             numbers[StepNumbers::SQUARED_NORM] = squares;
             let control = StepControl::decide(&params(most, 1.0), &numbers);
@@ -300,6 +364,9 @@ mod tests {
             classes: [StepClass::default(); CLASSES_MAX],
         };
         params.classes[1] = class;
-        assert_eq!(params.encode()[at..at + 4], [0.5 / 0.75, 1.0 / 0.4375, 0.875, 1.0]);
+        let encoded = params.encode();
+        assert_eq!(encoded[at..at + 4], [0.5 / 0.75, 1.0 / 0.4375, 0.875, 1.0]);
+        assert_eq!(StepParams::class(&encoded, 1), class);
+        assert_eq!(StepParams::class(&encoded, 0), StepClass::default());
     }
 }

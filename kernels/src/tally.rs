@@ -45,7 +45,7 @@ impl TallyLayer {
         assert_eq!(kinds, [DType::F64, DType::U32, DType::F64], "{self:?}");
         let lengths = (self.losses.len(), self.counts.len(), self.numbers.len());
         assert_eq!(lengths, (2, self.layout.experts, self.layout.len()), "{self:?}");
-        assert!(self.moe_layer < self.layout.moe_layers, "{self:?}");
+        assert!(self.moe_layer < self.layout.layers, "{self:?}");
     }
 }
 

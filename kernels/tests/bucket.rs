@@ -31,11 +31,16 @@ fn tensors() -> Vec<Tensor> {
 }
 
 fn blocks() -> Vec<BucketBlock> {
-    let of = |tensor: Tensor| tensor.about.of_tensor(tensor.len as u64);
-    let mut blocks: Vec<BucketBlock> = tensors().into_iter().flat_map(of).collect();
+    let of = |(tensor, at): (Tensor, u32)| {
+        BucketBlock { tensor: at, ..tensor.about }.of_tensor(tensor.len as u64)
+    };
+    let mut blocks: Vec<BucketBlock> = tensors().into_iter().zip(0..).flat_map(of).collect();
     blocks.push(BucketBlock::default());
     blocks
 }
+
+/// Of a model with a mixture layer of three experts.
+const LAYOUT: StepNumbers = StepNumbers { layers: 1, experts: 3, tensors: 6 };
 
 const LR: f64 = 3e-3;
 const BETAS: (f64, f64) = (0.9, 0.95);
@@ -73,7 +78,7 @@ impl Bucket {
         let table = bed.words(&BucketBlock::table(&blocks));
         let params = bed.put(DType::F64, &params.encode());
         let control = bed.put(DType::F64, &[9.0, 9.0, 9.0, 5.0]);
-        let numbers = bed.put(DType::F64, &[0.0; StepNumbers::LOADS + 6]);
+        let numbers = bed.put(DType::F64, &[0.0; LAYOUT.len()]);
         let w: Vec<f64> = bed.values(len).iter().map(|x| f64::from((x * 0.1) as f32)).collect();
         let weight = bed.output(kinds.weight, len);
         let master = match kinds.master {
@@ -108,7 +113,7 @@ impl Bucket {
                 beta1, beta2, eps: EPS, table, params, control, weight, master, moment1, moment2,
                 gradient,
             },
-            numbers: GradientNumbers { table, params, gradient, sums, numbers },
+            numbers: GradientNumbers { layout: LAYOUT, table, params, gradient, sums, numbers },
             decide: DecideUpdate { params, numbers, control },
         }
     }
@@ -239,7 +244,8 @@ fn a_flagged_step_changes_nothing() {
             let bucket = Bucket::new(&mut bed, kinds, params(1.0, 1.0));
             let before: Vec<_> = bucket.state().iter().map(|part| bed.bytes(*part)).collect();
             let number = |at| bucket.numbers.numbers.slice(at, 1);
-            let element = bucket.op.gradient.slice(2 * BLOCK + 5, 1);
+            // Of the fourth tensor.
+            let element = bucket.op.gradient.slice(6 * BLOCK + 5, 1);
             match flag {
                 "infinite" => step_bed::set(&mut bed.device, element, &[f64::NEG_INFINITY]),
                 "not a number" => step_bed::set(&mut bed.device, element, &[f64::NAN]),
@@ -253,9 +259,11 @@ fn a_flagged_step_changes_nothing() {
             let applied = f64::from(u8::from(flag == "none"));
             assert_eq!((control[0], control[3]), (applied, 5.0 + applied), "{flag}");
             assert_eq!(before != after, flag == "none", "{flag}");
-            let found = bed.get(bucket.numbers.numbers)[StepNumbers::NON_FINITE];
+            let found = bed.get(bucket.numbers.numbers);
             let expected = if matches!(flag, "infinite" | "not a number") { 1.0 } else { 0.0 };
-            assert_eq!(found, expected, "{flag}");
+            assert_eq!(found[StepNumbers::NON_FINITE], expected, "{flag}");
+            let of_tensors = [0.0, 0.0, 0.0, expected, 0.0, 0.0];
+            assert_eq!(found[LAYOUT.non_finite()], of_tensors, "{flag}");
         }
     }
 }

@@ -282,7 +282,7 @@ fn masks() {
 fn tallies() {
     for (tokens, experts) in [(1, 1), (5000, 64)] {
         check(&format!("tallies {tokens}"), 0.0, |bed| {
-            let layout = StepNumbers { moe_layers: 3, experts };
+            let layout = StepNumbers { layers: 3, experts, tensors: 2 };
             let values = |bed: &mut StepBed, len| {
                 let values = bed.values(len);
                 bed.put(DType::F64, &values)
@@ -298,5 +298,51 @@ fn tallies() {
             bed.device.tally_layer(&TallyLayer { moe_layer: 2, ..op });
             vec![numbers]
         });
+    }
+}
+
+/// Loads of layers that are even, that are not, and a mean between two whole numbers; in a step
+/// that changes weights, and in ones that do not.
+#[test]
+fn corrections() {
+    for experts in [1, 3, 64, 300] {
+        let layout = StepNumbers { layers: 3, experts, tensors: 1 };
+        for flag in [None, Some((StepNumbers::NON_FINITE, 1.0)), Some((StepNumbers::LOSS, f64::NAN))]
+        {
+            check_bits(&format!("corrections {experts} {flag:?}"), |bed| {
+                let mut numbers = vec![0.0; layout.len()];
+                let counts = below(3, 2 * experts, 5);
+                numbers[layout.loads_of(0)].fill(7.0);
+                let uneven = layout.loads_of(1).start..layout.loads().end;
+                let pairs = numbers[uneven].iter_mut().zip(counts);
+                pairs.for_each(|(load, count)| *load = f64::from(count) + 1e9);
+                if let Some((at, value)) = flag {
+                    numbers[at] = value;
+                }
+                let numbers = bed.put(DType::F64, &numbers);
+                let biases = [0, 1, 2].map(|layer| {
+                    let values = bed.values(experts);
+                    let bias = bed.put(DType::F32, &values);
+                    let loads = layout.loads_of(layer);
+                    let op = MoveCorrections { rate: 1e-3, loads, numbers, bias };
+                    bed.device.move_corrections(&op);
+                    assert_eq!(bed.get(bias) == values, flag.is_some() || layer == 0 || experts == 1);
+                    bias
+                });
+                biases.to_vec()
+            });
+        }
+    }
+}
+
+/// The same bytes on both devices, and floats of 32 bits on the CPU, too.
+fn check_bits(name: &str, case: impl Fn(&mut StepBed) -> Vec<Buffer>) {
+    let mut cpu = StepBed::cpu(DType::F32, DType::F32);
+    let expected = case(&mut cpu);
+    let Some(mut gpu) = StepBed::cuda(name, DType::F32, DType::F32) else { return };
+    let found = case(&mut gpu);
+    gpu.device.finish().unwrap_or_else(|error| panic!("{name}: {error:?}"));
+    for (found, expected) in found.into_iter().zip(expected) {
+        assert!(gpu.bytes(found) == cpu.bytes(expected), "{name}");
     }
 }

@@ -28,11 +28,11 @@ fn model(length: usize) -> Model {
     model
 }
 
-/// [T, V]
-fn logits(model: &mut Model, tokens: usize) -> Vec<f64> {
+/// [T, D]: what the head reads.
+fn outputs(model: &mut Model, tokens: usize) -> Vec<f64> {
     Pass::new(model, &mut Links::solo(), &Round::alone(tokens)).forward();
-    let vocab = model.config.vocab_size as usize;
-    model.device.read_vec::<f64>(model.buffers.head.logits.slice(0, tokens * vocab))
+    let dim = model.config.hidden_size as usize;
+    model.device.read_vec::<f64>(model.buffers.head.norm.slice(0, tokens * dim))
 }
 
 fn furthest(a: &[f64], b: &[f64]) -> f64 {
@@ -52,22 +52,22 @@ fn packed_documents_do_not_see_each_other() {
         let start = starts.len();
         let mut one = model(length);
         one.load(&ids[start..start + length], &targets[start..start + length]);
-        alone.extend(logits(&mut one, length));
+        alone.extend(outputs(&mut one, length));
         starts.extend(vec![start as u32; length]);
     }
     let mut packed = model(total);
     packed.load_documents(&ids, &targets, Some(&starts));
-    let apart = logits(&mut packed, total);
+    let apart = outputs(&mut packed, total);
     assert!(furthest(&apart, &alone) < 1e-12, "{}", furthest(&apart, &alone));
     // Without the boundaries they do, and a batch without them comes back to plain positions.
     packed.load(&ids, &targets);
-    let together = logits(&mut packed, total);
+    let together = outputs(&mut packed, total);
     assert!(furthest(&together, &alone) > 1e-3);
     let mut plain = model(total);
     plain.load(&ids, &targets);
-    assert_eq!(logits(&mut plain, total), together);
+    assert_eq!(outputs(&mut plain, total), together);
     packed.load_documents(&ids, &targets, Some(&starts));
-    assert_eq!(logits(&mut packed, total), apart);
+    assert_eq!(outputs(&mut packed, total), apart);
 }
 
 /// A job on text and lines of JSON, three to one, documents apart.

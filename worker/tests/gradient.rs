@@ -68,7 +68,7 @@ impl Bench {
         let mut pass = Pass::new(&mut self.model, &mut self.links, &self.round);
         pass.forward();
         pass.loss(None);
-        let [loss, aux, z, entropy] = self.model.read_record(0);
+        let [loss, _, aux, z, entropy] = self.model.read_record(0);
         loss / (BATCH * SEQUENCE) as f64 + self.aux * aux + self.z * z + self.entropy * entropy
     }
 

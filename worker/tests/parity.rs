@@ -183,7 +183,7 @@ impl Bench<'_> {
         let leaf = self.gradients.leaf(&round);
         pass.loss(Some(&leaf));
         pass.backward(&leaf);
-        let [loss, aux, ..] = self.model.read_record(0);
+        let [loss, _, aux, ..] = self.model.read_record(0);
         let loss = loss / tokens as f64;
         if step == 0 {
             let mixture = self.model.buffers.layers.iter().filter(|l| l.moe.is_some()).count();

@@ -15,6 +15,7 @@ use moe_worker::state::snapshot::{cut, initialize};
 use moejob_kernels::Traffic;
 use moejob_protocol::layout::{Layout, Placement};
 use moejob_protocol::mesh::Mesh;
+use moejob_protocol::report::RoutingReport;
 use moejob_protocol::model::{AuxLossScope, BalanceLoss, RouterKind};
 
 fn layout(dp: u32, ep: u32) -> Layout {
@@ -135,6 +136,25 @@ fn steps(job: &Job, broken: bool) -> Vec<(Vec<StepSummary>, Vec<u8>)> {
         assert!(summaries.iter().all(|summary| summary.non_finite.is_none()));
         (summaries, shard(engine))
     })
+}
+
+#[test]
+fn what_was_not_measured_is_absent() {
+    let job = Job::new(layout(1, 1));
+    for (measured, keys) in [(false, 0), (true, 1)] {
+        let entropy = with_engines(&job, |engine, corpus| {
+            if measured {
+                return engine.step(0, corpus).expect("no peers").router_entropy;
+            }
+            engine.model.begin_step(&job.config.training, 0);
+            engine.model.reduce_numbers(&mut engine.links);
+            engine.model.read_numbers(&job.config.training, 0).router_entropy
+        });
+        assert!(entropy.iter().all(|entropy| entropy.is_some() == measured), "{entropy:?}");
+        let report = RoutingReport { router_entropy: entropy[0], ..RoutingReport::default() };
+        let line = serde_json::to_string(&report).expect("plain values");
+        assert_eq!(line.matches("routerEntropy").count(), keys, "{line}");
+    }
 }
 
 #[test]

@@ -42,8 +42,11 @@ impl CpuDevice {
         let squares = parts.fold(0.0, |squares, (_, sum)| squares + sum);
         let unscale = 1.0 / params[StepParams::LOSS_SCALE];
         numbers[StepNumbers::SQUARED_NORM] += squares * unscale * unscale;
-        let found: u64 = counts.iter().map(|count| u64::from(*count)).sum();
-        numbers[StepNumbers::NON_FINITE] += found as f64;
+        let of_tensors = op.layout.non_finite();
+        for (block, count) in blocks.iter().zip(&counts).filter(|(_, count)| **count > 0) {
+            numbers[StepNumbers::NON_FINITE] += f64::from(*count);
+            numbers[of_tensors.clone()][block.tensor as usize] += f64::from(*count);
+        }
     }
 
     pub(crate) fn decide_update(&mut self, op: &DecideUpdate) {
@@ -121,15 +124,7 @@ fn read_table(views: &mut Views<'_>, table: Buffer) -> Vec<BucketBlock> {
 }
 
 fn classes_of(params: &[f64]) -> [StepClass; CLASSES_MAX] {
-    std::array::from_fn(|class| {
-        let own = &params[StepParams::CLASSES + class * StepParams::EACH..][..StepParams::EACH];
-        StepClass {
-            rate: own[StepParams::RATE],
-            correction: own[StepParams::CORRECTION],
-            keep: own[StepParams::KEEP],
-            active: own[StepParams::ACTIVE] != 0.0,
-        }
-    })
+    std::array::from_fn(|class| StepParams::class(params, class))
 }
 
 /// What is only read.

@@ -1,14 +1,14 @@
 //! See [`crate::numbers`].
 
+use super::optimizer::Factors;
 use super::{CpuDevice, Float};
 use crate::balance::{Balance, row};
 use crate::numbers::{
     AdamWUpdate, AddRouting, BalanceLosses, ConcatenatedBalance, MoveCorrections, ReduceNumbers,
     RouteEntropy, SumCounts, SumRows, record, tally,
 };
-use crate::optimizer::AdamW;
 use crate::place::NO_EXPERT;
-use crate::step_vectors::{clip_factor, is_skipped, number, param};
+use crate::step_numbers::{StepControl, StepNumbers, StepParams};
 use std::cmp::Ordering;
 
 impl CpuDevice {
@@ -104,6 +104,7 @@ impl CpuDevice {
         let (followed, switched) = switches(chosen, positions, op.top_k);
         tally[tally::FOLLOWED] += followed as f64;
         tally[tally::SWITCHED] += switched as f64;
+        tally[tally::ENTROPIES] += 1.0;
     }
 
     pub(crate) fn sum_rows(&mut self, op: &SumRows) {
@@ -123,42 +124,41 @@ impl CpuDevice {
         let out: &mut [f64] = views.write(op.out);
         assert_eq!(out.len(), op.layout.len(), "{op:?}");
         out.fill(0.0);
-        let names = [number::LOSS, number::AUX, number::Z, number::ENTROPY];
         for at in op.records {
-            for (name, x) in names.iter().zip(&parts[*at..at + record::COUNT]) {
+            for (name, x) in RECORDED.iter().zip(&parts[*at..at + record::COUNT]) {
                 out[*name] += x;
             }
         }
-        let single = [number::UNROUTED, number::FOLLOWED, number::SWITCHED, number::OVERFLOWS];
         let tables = op.layout.loads().start..op.layout.dropped().end;
         for at in op.tallies {
             let (counts, rest) = parts[*at..].split_at(tally::COUNT);
-            single.iter().zip(counts).for_each(|(name, count)| out[*name] += count);
+            TALLIED.iter().zip(counts).for_each(|(name, count)| out[*name] += count);
             out[tables.clone()].iter_mut().zip(rest).for_each(|(sum, count)| *sum += count);
         }
-        let experts_hold = params[param::EXPERT_STEP] == 0.0;
         let (mut squares, mut bad) = (0.0, 0.0);
-        let of_tensors = op.layout.non_finite().start;
+        let of_tensors = op.layout.non_finite();
         for run in op.squares {
+            let counted = StepParams::class(params, run.class).active;
             for sum in &parts[run.at.clone()] {
-                if !(run.of_expert && experts_hold) {
+                if counted {
                     squares += sum;
                 }
                 if !sum.is_finite() {
-                    out[of_tensors + run.tensor] += 1.0;
+                    out[of_tensors.clone()][run.tensor] += 1.0;
                     bad += 1.0;
                 }
             }
         }
-        out[number::SQUARES] = squares;
-        out[number::NON_FINITE] = bad + f64::from(!out[number::LOSS].is_finite());
+        let unscale = 1.0 / params[StepParams::LOSS_SCALE];
+        out[StepNumbers::SQUARED_NORM] = squares * unscale * unscale;
+        out[StepNumbers::NON_FINITE] = bad;
     }
 
     pub(crate) fn move_corrections<T: Float>(&mut self, op: &MoveCorrections) {
         let (mut views, _) = self.split();
         let numbers: &[f64] = views.read(op.numbers);
         let bias: &mut [T] = views.write(op.bias);
-        if is_skipped(numbers) {
+        if StepNumbers::is_skipped(numbers) {
             return;
         }
         let loads = &numbers[op.loads.clone()];
@@ -170,31 +170,36 @@ impl CpuDevice {
     }
 
     pub(crate) fn adamw_update<T: Float>(&mut self, op: &AdamWUpdate) {
-        let params: &[f64] = self.slice(op.params);
-        let numbers: &[f64] = self.slice(op.numbers);
-        let step = if op.of_expert { param::EXPERT_STEP } else { param::STEP };
-        let step = params[step] as u64;
-        if is_skipped(numbers) || step == 0 {
+        let (mut views, _) = self.split();
+        let (params, numbers) = (views.read(op.params), views.read(op.numbers));
+        let control = StepControl::decide(params, numbers);
+        let class = StepParams::class(params, op.class);
+        if !control.apply || !class.active {
             return;
         }
-        let AdamWUpdate { beta1, beta2, eps, weight_decay, w, m, v, g, .. } = *op;
-        let lr = params[param::RATE];
-        let grad_scale = clip_factor(params, numbers) / params[param::LOSS_SCALE];
-        self.adamw::<T>(&AdamW {
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            step,
-            grad_scale,
-            w,
-            m,
-            v,
-            g,
-        });
+        let betas = (op.beta1, op.beta2);
+        let factors = Factors::<T>::new(&class, betas, op.eps, control.gradient_scale, true);
+        self.update(&factors, op.w, op.m, op.v, op.g);
     }
 }
+
+/// What the numbers of a record are summed into, in their order.
+const RECORDED: [usize; record::COUNT] = [
+    StepNumbers::LOSS,
+    StepNumbers::VALID_TARGETS,
+    StepNumbers::AUX_LOSS,
+    StepNumbers::Z_LOSS,
+    StepNumbers::ENTROPY,
+];
+
+/// The same of a tally.
+const TALLIED: [usize; tally::COUNT] = [
+    StepNumbers::UNROUTED,
+    StepNumbers::FOLLOWED,
+    StepNumbers::SWITCHED,
+    StepNumbers::ROUTED_OVERFLOWS,
+    StepNumbers::ENTROPIES,
+];
 
 /// The correction of an expert after a step in which `count` of `total` slots chose it.
 fn corrected(bias: f64, rate: f64, count: u128, total: u128, experts: usize) -> f64 {

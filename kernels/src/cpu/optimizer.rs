@@ -2,6 +2,7 @@
 
 use super::exec::{Isa, lanes_fn};
 use super::{CpuDevice, ELEMENTS_PER_JOB, Float, lanes};
+use crate::buffer::Buffer;
 use crate::optimizer::{AdamW, BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};
 use crate::step_numbers::StepClass;
 
@@ -16,17 +17,27 @@ impl CpuDevice {
     }
 
     pub(crate) fn adamw<T: Float>(&mut self, op: &AdamW) {
+        self.update(&Factors::<T>::of(op), op.w, op.m, op.v, op.g);
+    }
+
+    /// One tensor's weight and moments, by its gradient.
+    pub(super) fn update<T: Float>(
+        &mut self,
+        factors: &Factors<T>,
+        w: Buffer,
+        m: Buffer,
+        v: Buffer,
+        g: Buffer,
+    ) {
         let (mut views, exec) = self.split();
-        let g: &[T] = views.read(op.g);
-        let w: &mut [T] = views.write(op.w);
-        let m: &mut [T] = views.write(op.m);
-        let v: &mut [T] = views.write(op.v);
-        assert_eq!((w.len(), m.len(), v.len()), (g.len(), g.len(), g.len()), "{op:?}");
-        let factors = Factors::<T>::of(op);
+        let g: &[T] = views.read(g);
+        let [w, m, v] = [w, m, v].map(|buffer| views.write::<T>(buffer));
+        let lengths = (w.len(), m.len(), v.len());
+        assert_eq!(lengths, (g.len(), g.len(), g.len()), "weight, moments and gradient");
         let len = ELEMENTS_PER_JOB;
         let jobs = w.chunks_mut(len).zip(m.chunks_mut(len)).zip(v.chunks_mut(len));
         exec.run(jobs.zip(g.chunks(len)).collect(), 24 * g.len(), |(((w, m), v), g)| {
-            update::<T>(exec.isa, &factors, w, m, v, g);
+            update::<T>(exec.isa, factors, w, m, v, g);
         });
     }
 

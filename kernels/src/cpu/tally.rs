@@ -23,7 +23,7 @@ impl CpuDevice {
         let numbers: &mut [f64] = views.write(op.numbers);
         numbers[StepNumbers::AUX_LOSS] += losses[0];
         numbers[StepNumbers::Z_LOSS] += losses[1];
-        let loads = &mut numbers[op.layout.loads(op.moe_layer)..][..counts.len()];
+        let loads = &mut numbers[op.layout.loads_of(op.moe_layer)];
         for (load, count) in loads.iter_mut().zip(counts) {
             *load += f64::from(*count);
         }

@@ -5,8 +5,9 @@
 #define LOW_BITS 1
 #define SEPARATE 2
 struct __align__(8) Block {
-  u32 name[2], first[2], len, flags;
+  u32 name[2], first[2], len, flags, tensor, unused;
 };
+static_assert(sizeof(Block) == 4 * BLOCK_WORDS, "a block as the host encodes it");
 
 template <int KIND> struct Quad { uint2 bits; };
 template <> struct Quad<FP32> { uint4 bits; };

@@ -6,6 +6,7 @@ use super::error::CudaError;
 use super::step_ops::{Enqueue, MasterKind, Unit};
 use crate::bucket::{BucketAdamW, DecideUpdate, GradientNumbers, Master};
 use crate::buffer::{ArenaPlan, Buffer, DType};
+use crate::numbers::MoveCorrections;
 use crate::optimizer::{BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};
 use crate::step_numbers::{StepControl, StepNumbers, StepParams};
 use crate::tally::{TallyLayer, TallyLoss};
@@ -29,10 +30,13 @@ impl CudaDevice {
         op.blocks();
         self.enqueue(|to| {
             let params = to.of(op.params, DType::F64, StepParams::LEN);
-            assert_eq!(op.numbers.dtype(), DType::F64, "{op:?}");
-            assert!(op.numbers.len() >= StepNumbers::LOADS, "{op:?}");
-            let (table, numbers) = (to.at(op.table), to.at(op.numbers));
-            squares(to, op.gradient, op.sums, (table, params, Some(numbers)))
+            let numbers = to.of(op.numbers, DType::F64, op.layout.len());
+            let non_finite = op.layout.non_finite();
+            let of_tensors = to.at(op.numbers.slice(non_finite.start, non_finite.len()));
+            let tensors = op.layout.tensors as u32;
+            let table = to.at(op.table);
+            let bucket = BucketAt { table, params, numbers, of_tensors, tensors };
+            squares(to, op.gradient, op.sums, Some(bucket))
         });
     }
 
@@ -70,7 +74,8 @@ impl CudaDevice {
         self.enqueue(|to| {
             let [losses, counts, numbers] =
                 [op.losses, op.counts, op.numbers].map(|buffer| to.at(buffer));
-            let (loads, experts) = (op.layout.loads(op.moe_layer) as i32, op.counts.len() as i32);
+            let loads = op.layout.loads_of(op.moe_layer).start as i32;
+            let experts = op.counts.len() as i32;
             let kernel = (Unit::Numbers { gradient: DType::F32 }, "tally_layer");
             let parameters = parameters![losses, counts, numbers, loads, experts];
             // SAFETY: the parameters are those of `tally_layer`, the lengths were checked.
@@ -78,8 +83,21 @@ impl CudaDevice {
         });
     }
 
+    pub(crate) fn move_corrections(&mut self, op: &MoveCorrections) {
+        self.enqueue(|to| {
+            let bias = to.of(op.bias, DType::F32, op.loads.len());
+            let numbers = to.of(op.numbers, DType::F64, op.numbers.len());
+            assert!(op.loads.end <= op.numbers.len(), "{op:?}");
+            let (loads, experts, rate) = (op.loads.start as i32, op.loads.len() as i32, op.rate);
+            let kernel = (Unit::Numbers { gradient: DType::F32 }, "move_corrections");
+            let parameters = parameters![numbers, bias, rate, loads, experts];
+            // SAFETY: the parameters are those of `move_corrections`, the lengths were checked.
+            unsafe { to.launch(kernel, Launch::new(1, 256), parameters) }
+        });
+    }
+
     pub(crate) fn block_square_sums(&mut self, op: &BlockSquareSums) {
-        self.enqueue(|to| squares(to, op.g, op.out, (0, 0, None)));
+        self.enqueue(|to| squares(to, op.g, op.out, None));
     }
 
     pub(crate) fn count_non_finite(&mut self, op: &CountNonFinite) {
@@ -95,12 +113,21 @@ impl CudaDevice {
     }
 }
 
-/// Sums of squares of blocks; with numbers, added to those, too.
+/// Addresses of what says how a bucket's sums count, and of what they are added to.
+struct BucketAt {
+    table: u64,
+    params: u64,
+    numbers: u64,
+    of_tensors: u64,
+    tensors: u32,
+}
+
+/// Sums of squares of blocks; of a bucket they are added to its numbers, too.
 fn squares(
     to: &mut Enqueue<'_>,
     g: Buffer,
     sums: Buffer,
-    (table, params, numbers): (u64, u64, Option<u64>),
+    bucket: Option<BucketAt>,
 ) -> Result<(), CudaError> {
     let blocks = g.len().div_ceil(SQUARE_SUM_BLOCK);
     if blocks == 0 {
@@ -115,13 +142,16 @@ fn squares(
     let scratch = to.scratch(&plan)?;
     let [unread, part_squares, part_counts] =
         [unread, part_squares, part_counts].map(|buffer| scratch.at(buffer));
-    let (ticket, numbers) = (to.ticket()?, numbers.unwrap_or(unread));
+    let ticket = to.ticket()?;
+    let plain = BucketAt { table: 0, params: 0, numbers: unread, of_tensors: 0, tensors: 0 };
+    let BucketAt { table, params, numbers, of_tensors, tensors } = bucket.unwrap_or(plain);
     let (values, out) = (to.at(g), to.of(sums, DType::F64, blocks));
     assert!(values.is_multiple_of(16), "gradients start at multiples of 16 bytes: {g:?}");
     let (len, blocks, each) = (g.len() as u64, blocks as i32, each as i32);
     let kernel = (Unit::Numbers { gradient: g.dtype() }, "gradient_numbers");
     let parameters = parameters![
-        table, params, values, out, part_squares, part_counts, ticket, numbers, len, blocks, each
+        table, params, values, out, part_squares, part_counts, ticket, numbers, of_tensors, len,
+        blocks, each, tensors
     ];
     // SAFETY: the parameters are those of `gradient_numbers`, the lengths were checked.
     unsafe { to.launch(kernel, Launch::new(parts, 256), parameters) }

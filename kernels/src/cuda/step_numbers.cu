@@ -1,10 +1,17 @@
 // Squares and numbers that are none, in one pass over a bucket's gradients; and what follows from
 // a step's numbers. Host macros: ELEMENT (of gradients), NUMBER_*, PARAM_*, CONTROL_*, BLOCK_*.
 struct __align__(8) Block {
-  u32 name[2], first[2], len, flags;
+  u32 name[2], first[2], len, flags, tensor, unused;
 };
+static_assert(sizeof(Block) == 4 * BLOCK_WORDS, "a block as the host encodes it");
 
 __device__ __forceinline__ double lanes_sum(double x) {
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+__device__ __forceinline__ u32 lanes_count(u32 x) {
 #pragma unroll
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
   return x;
@@ -16,13 +23,14 @@ __device__ __forceinline__ void take(float x, double& sum, u32& bad) {
 }
 
 // sums[b] = sum of squares of block b; numbers += their sum and the count of those that are no
-// numbers. A warp a block of 4,096; `blocks_a_part` of them, whole eights, a thread block. The last
+// numbers, which also goes to the block's tensor in `of_tensors`, a table of `tensors` counts: whole
+// numbers, so that their order changes nothing. A warp a block of 4,096; `blocks_a_part` of them, whole eights, a thread block. The last
 // thread block to end adds the parts, in their order: which one that is changes nothing. `ticket`
 // starts as zero and ends so.
 extern "C" __global__ void __launch_bounds__(256)
 gradient_numbers(const Block* table, const double* params, const element* g, double* sums,
-                 double* part_squares, u32* part_counts, u32* ticket, double* numbers, u64 len,
-                 int blocks, int blocks_a_part) {
+                 double* part_squares, u32* part_counts, u32* ticket, double* numbers,
+                 double* of_tensors, u64 len, int blocks, int blocks_a_part, u32 tensors) {
   __shared__ double warp_squares[8];
   __shared__ u32 warp_counts[8];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -57,9 +65,13 @@ gradient_numbers(const Block* table, const double* params, const element* g, dou
     if (lane == 0 && sums) sums[b] = sum;
     if (counted) squares += sum;
     count += bad;
+    if (table && __any_sync(~0u, bad)) {
+      bad = lanes_count(bad);
+      const u32 tensor = table[b].tensor;
+      if (lane == 0 && tensor < tensors) atomicAdd(of_tensors + tensor, (double)bad);
+    }
   }
-#pragma unroll
-  for (int step = 16; step > 0; step >>= 1) count += __shfl_xor_sync(~0u, count, step);
+  count = lanes_count(count);
   if (lane == 0) {
     warp_squares[warp] = squares;
     warp_counts[warp] = count;
@@ -103,17 +115,48 @@ gradient_numbers(const Block* table, const double* params, const element* g, dou
   numbers[NUMBER_NON_FINITE] += all;
 }
 
+// src/step_numbers.rs `is_skipped`.
+__device__ __forceinline__ bool is_skipped(const double* numbers) {
+  return numbers[NUMBER_NON_FINITE] != 0.0 || !isfinite(numbers[NUMBER_SQUARED_NORM]) ||
+         !isfinite(numbers[NUMBER_LOSS]) || numbers[NUMBER_ROUTED_OVERFLOWS] != 0.0;
+}
+
+// src/step_numbers.rs `clip_factor`.
+__device__ __forceinline__ double clip_factor(double norm, double most) {
+  return most > 0.0 && norm > most ? __ddiv_rn(most, norm) : 1.0;
+}
+
 // Whether and how much the step changes weights: src/step_numbers.rs `decide`.
 extern "C" __global__ void decide(const double* params, const double* numbers, double* control) {
-  const double squares = numbers[NUMBER_SQUARED_NORM];
-  const double norm = __dsqrt_rn(squares), most = params[PARAM_NORM_MAX];
-  const bool whole = numbers[NUMBER_NON_FINITE] == 0.0 && isfinite(squares) &&
-                     numbers[NUMBER_ROUTED_OVERFLOWS] == 0.0 && isfinite(numbers[NUMBER_LOSS]);
-  const double clip = most > 0.0 && norm > most ? __ddiv_rn(most, norm) : 1.0;
-  control[CONTROL_APPLY] = whole ? 1.0 : 0.0;
+  const double norm = __dsqrt_rn(numbers[NUMBER_SQUARED_NORM]);
+  const double clip = clip_factor(norm, params[PARAM_NORM_MAX]);
+  const double apply = is_skipped(numbers) ? 0.0 : 1.0;
+  control[CONTROL_APPLY] = apply;
   control[CONTROL_GRADIENT_SCALE] = __ddiv_rn(clip, params[PARAM_LOSS_SCALE]);
   control[CONTROL_NORM] = norm;
-  control[CONTROL_UPDATES] += whole ? 1.0 : 0.0;
+  control[CONTROL_UPDATES] += apply;
+}
+
+// bias += rate where an expert's load is below the mean of the layer's, which start at `loads`;
+// -= rate where it is above. Loads are whole numbers, so that neither their sum nor the comparison
+// is rounded. One block.
+extern "C" __global__ void __launch_bounds__(256)
+move_corrections(const double* numbers, float* bias, double rate, int loads, int experts) {
+  if (is_skipped(numbers)) return;
+  const double* load = numbers + loads;
+  __shared__ double parts[8];
+  double sum = 0.0;
+  for (int e = threadIdx.x; e < experts; e += 256) sum += load[e];
+  sum = lanes_sum(sum);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
+  __syncthreads();
+  u64 total = 0;
+  for (int warp = 0; warp < 8; warp++) total += (u64)parts[warp];
+  for (int e = threadIdx.x; e < experts; e += 256) {
+    const u64 share = (u64)load[e] * experts;
+    const double move = share < total ? rate : share > total ? -rate : 0.0;
+    if (move != 0.0) bias[e] = __double2float_rn(__dadd_rn((double)bias[e], move));
+  }
 }
 
 // numbers += the sum of losses and the count of valid targets. One block.
@@ -156,7 +199,6 @@ count_non_finite(const element* x, u64 len, u32* count) {
   for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < len;
        i += (u64)gridDim.x * blockDim.x)
     bad += (__float_as_uint(as_float(x[i])) & 0x7f800000u) == 0x7f800000u;
-#pragma unroll
-  for (int step = 16; step > 0; step >>= 1) bad += __shfl_xor_sync(~0u, bad, step);
+  bad = lanes_count(bad);
   if (threadIdx.x % 32 == 0 && bad) atomicAdd(count, bad);
 }

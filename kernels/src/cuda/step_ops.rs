@@ -151,6 +151,7 @@ fn places() -> Vec<(&'static str, usize)> {
         ("CONTROL_GRADIENT_SCALE", StepControl::GRADIENT_SCALE),
         ("CONTROL_NORM", StepControl::NORM),
         ("CONTROL_UPDATES", StepControl::UPDATES),
+        ("BLOCK_WORDS", BucketBlock::WORDS),
         ("BLOCK_DECAYS", BucketBlock::DECAYS as usize),
         ("BLOCK_FROZEN", BucketBlock::FROZEN as usize),
         ("BLOCK_UNCOUNTED", BucketBlock::UNCOUNTED as usize),

@@ -4,7 +4,7 @@
 
 use crate::layout::BLOCK;
 use crate::memory::{
-    BucketShape, Kind, Masters, Planner, Rows, SINGLE_NUMBERS, STATISTICS, Shape, Sums,
+    BucketShape, Kind, Masters, Planner, Rows, PARAM_NUMBERS, STATISTICS, Shape, Sums,
 };
 use crate::model::{AuxLossScope, ModelConfig, QkNorm, RouterKind};
 
@@ -35,7 +35,7 @@ pub struct State<B> {
 /// A bucket of parameters with all that belongs to them.
 #[derive(Clone, Debug)]
 pub struct Bucket<B> {
-    /// u32 [blocks, 6]: whose each block of 4,096 elements is
+    /// u32 [blocks, 8]: whose each block of 4,096 elements is
     pub table: B,
     pub weight: B,
     /// I16 low halves, or fp32
@@ -281,6 +281,8 @@ pub struct Scratch<B> {
 
 /// Numbers of what a step decided (`StepControl` of the kernels).
 pub const CONTROL_NUMBERS: u64 = 4;
+/// Words that say whose a block is (`BucketBlock` of the kernels).
+pub const BLOCK_WORDS: u64 = 8;
 /// Elements of a stage.
 pub const STAGE_ELEMENTS: u64 = 1 << 22;
 
@@ -419,7 +421,7 @@ impl<B: Copy> Bucket<B> {
             moment1: part("moments", types.moment, of.len),
             moment2: part("moments", types.moment, of.len),
             gradient: part("gradients", gradient, of.len),
-            table: part("numbers", Kind::U32, blocks * 6),
+            table: part("numbers", Kind::U32, blocks * BLOCK_WORDS),
             square_sums: part("numbers", Kind::F64, blocks),
         }
     }
@@ -434,7 +436,7 @@ impl<B: Copy> Numbers<B> {
         planner.part("numbers");
         let mut doubles = |len| planner.alloc(Kind::F64, Rows::Fixed(len), 1);
         let numbers = &shape.numbers;
-        let (params, reduced) = (doubles(SINGLE_NUMBERS), doubles(numbers.reduced));
+        let (params, reduced) = (doubles(PARAM_NUMBERS), doubles(numbers.reduced));
         let tree = shape.types.sums == Sums::Tree;
         let parts = doubles(if tree { numbers.parts.iter().sum() } else { 0 });
         let control = doubles(if tree { 0 } else { CONTROL_NUMBERS });

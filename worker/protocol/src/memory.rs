@@ -179,10 +179,12 @@ pub struct RowCounts {
 }
 
 /// Numbers of a micro-batch, and of a rank's own counts (`moejob_kernels::numbers`).
-pub const RECORD_NUMBERS: u64 = 4;
-pub const TALLY_NUMBERS: u64 = 4;
-/// Numbers of a step that are no tables, and those that a step is told.
+pub const RECORD_NUMBERS: u64 = 5;
+pub const TALLY_NUMBERS: u64 = 5;
+/// Numbers of a step that are no tables (`moejob_kernels::StepNumbers`).
 pub const SINGLE_NUMBERS: u64 = 16;
+/// Numbers that a step is told (`moejob_kernels::StepParams`).
+pub const PARAM_NUMBERS: u64 = 20;
 /// Rows of a router's statistics.
 pub const STATISTICS: u64 = 5;
 

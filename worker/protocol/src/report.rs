@@ -61,8 +61,9 @@ pub struct Stalls {
 #[serde(rename_all = "camelCase", default)]
 pub struct RoutingReport {
     /// Entropy of the scores, nats, mean over tokens and layers: ln E where the router knows
-    /// nothing.
-    pub router_entropy: f64,
+    /// nothing. Absent where it is not measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub router_entropy: Option<f64>,
     /// Share of the choices that were dropped, because the expert was full.
     pub dropped_tokens: f64,
     /// Share of the tokens, over all layers, that no expert took.

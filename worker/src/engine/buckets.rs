@@ -9,6 +9,7 @@
 use crate::engine::backward::Leaf;
 use crate::engine::handles::{Dense, ExpertStacks, is_frozen};
 use crate::engine::model::Model;
+use crate::engine::numbers::class_of;
 use crate::engine::round::Round;
 use moejob_kernels::cuda::Stacked;
 use moejob_kernels::{
@@ -18,12 +19,9 @@ use moejob_protocol::buckets::{Bucket, BucketKind, Buckets};
 use moejob_protocol::buffers::Bucket as Memory;
 use moejob_protocol::config::AdamW as AdamWConfig;
 use moejob_protocol::layout::Layout;
-use moejob_protocol::model::{ModelConfig, Param, Role};
+use moejob_protocol::model::{ModelConfig, Param};
 use moejob_protocol::owners::Holders;
 
-/// Classes of tensors, by when they are updated.
-const CLASS_DENSE: u8 = 0;
-const CLASS_EXPERTS: u8 = 1;
 /// Matrices of an expert: gate, up, down.
 const MATRICES: usize = 3;
 
@@ -60,11 +58,6 @@ impl Places {
         Some(part(&memory[bucket]).slice(start, len))
     }
 
-    /// The bucket of the parameter at `index`, its first element there and how many it has.
-    pub fn place(&self, index: usize) -> Option<(usize, usize, usize)> {
-        self.spans[index]
-    }
-
     /// The experts of each layer among the buffers that `part` names; none of a layer without.
     pub fn stacks(
         &self,
@@ -95,13 +88,13 @@ impl Places {
         for span in &bucket.spans {
             let param = &params[span.index];
             let frozen = is_frozen(model, param);
-            let of_expert = matches!(param.role, Role::Expert { .. });
             let block = BucketBlock {
                 name_hash: name_hash(param),
                 decays: param.decays(),
                 frozen,
                 uncounted: frozen,
-                class: if of_expert { CLASS_EXPERTS } else { CLASS_DENSE },
+                class: class_of(param) as u8,
+                tensor: span.index as u32,
                 ..BucketBlock::default()
             };
             blocks.extend(block.of_tensor(span.len));
@@ -175,9 +168,10 @@ impl BucketSums {
 
     /// Squared norm and counts of what is not finite, into the step's numbers.
     pub(crate) fn measure(&self, model: &mut Model) {
-        let numbers = model.buffers.numbers.clone();
+        let (numbers, layout) = (model.buffers.numbers.clone(), model.numbers.layout());
         for bucket in model.buffers.buckets.clone() {
             model.device.gradient_numbers(&GradientNumbers {
+                layout,
                 table: bucket.table,
                 params: numbers.params,
                 gradient: bucket.gradient,

@@ -9,10 +9,9 @@ use crate::engine::links::Links;
 use crate::engine::model::Model;
 use crate::engine::moe::activation;
 use crate::engine::round::{Aim, Round};
-use moejob_kernels::numbers::record;
 use moejob_kernels::{
     AddBias, Attention, Buffer, Clamp, Embed, GatedMul, HeadGradient, HeadLoss,
-    Layout as Order, Matmul, NormRope, RmsNorm, Rope, StepNumbers,
+    Layout as Order, Matmul, NormRope, RmsNorm, Rope,
 };
 use moejob_protocol::buffers::Gated;
 use moejob_protocol::model::QkNorm;
@@ -77,10 +76,9 @@ impl<'a> Pass<'a> {
             return;
         }
         let head = self.model.buffers.head.clone();
-        let of_step = self.model.places.is_some() && matches!(self.round.aim, Aim::Record(_));
-        let numbers = match of_step {
-            true => self.model.buffers.numbers.reduced.slice(StepNumbers::LOSS, 2),
-            false => {
+        let numbers = match self.round.aim {
+            Aim::Record(at) => self.model.loss_numbers(at),
+            _ => {
                 self.model.device.fill_zero(head.measured);
                 head.measured
             }
@@ -101,10 +99,6 @@ impl<'a> Pass<'a> {
             gradient,
         };
         self.model.device.head_loss(&op);
-        if let (Aim::Record(at), false) = (self.round.aim, of_step) {
-            let record = self.model.record(at).slice(record::LOSS, 1);
-            self.model.device.copy(head.measured.slice(0, 1), record);
-        }
     }
 
     /// mid = input + attention(norm(input))

@@ -13,6 +13,7 @@ use crate::engine::buckets::move_corrections;
 use crate::engine::handles::{Dense, Experts, is_frozen, slice};
 use crate::engine::links::{Links, Parcel};
 use crate::engine::model::Model;
+use crate::engine::numbers::class_of;
 use crate::engine::round::Round;
 use moejob_kernels::{AdamWUpdate, Add, BlockSquareSums, Buffer, Fill};
 use moejob_protocol::config::AdamW as AdamWConfig;
@@ -69,9 +70,9 @@ pub struct Run {
     gradient: Buffer,
     /// f64, one a block.
     square_sums: Buffer,
-    decays: bool,
+    /// Of StepParams.
+    class: usize,
     frozen: bool,
-    of_expert: bool,
 }
 
 impl<Handles> Stack<Handles> {
@@ -201,9 +202,8 @@ impl TreeSums {
             moment2: moment(state.moment2),
             gradient,
             square_sums: model.square_sums().slice(cursor.blocks, blocks),
-            decays: param.decays(),
+            class: class_of(param),
             frozen: is_frozen(&model.config, param),
-            of_expert: matches!(param.role, Role::Expert { .. }),
         });
         cursor.blocks += blocks;
     }
@@ -295,8 +295,7 @@ impl TreeSums {
                 beta1: config.beta1,
                 beta2: config.beta2,
                 eps: config.epsilon,
-                weight_decay: if run.decays { config.weight_decay } else { 0.0 },
-                of_expert: run.of_expert,
+                class: run.class,
                 params: numbers.params,
                 numbers: numbers.reduced,
                 w: run.weight,

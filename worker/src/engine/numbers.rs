@@ -9,12 +9,13 @@ use crate::engine::diagnosis;
 use crate::engine::links::Links;
 use crate::engine::model::Model;
 use moejob_kernels::numbers::{record, tally};
-use moejob_kernels::step_vectors::{NumbersLayout, number, param};
-use moejob_kernels::{Buffer, ReduceNumbers, SquareRun};
+use moejob_kernels::step_numbers::CLASSES_MAX;
+use moejob_kernels::{Buffer, ReduceNumbers, SquareRun, StepClass, StepNumbers, StepParams};
+use moejob_protocol::buffers::{BLOCK_WORDS, CONTROL_NUMBERS};
 use moejob_protocol::config::TrainingConfig;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{
-    NumberCounts, RECORD_NUMBERS, SINGLE_NUMBERS, STATISTICS, TALLY_NUMBERS,
+    NumberCounts, PARAM_NUMBERS, RECORD_NUMBERS, SINGLE_NUMBERS, STATISTICS, TALLY_NUMBERS,
 };
 use moejob_protocol::model::{ModelConfig, Param, Role};
 use std::ops::Range;
@@ -22,9 +23,43 @@ use std::ops::Range;
 // The memory that is planned is what the ops fill.
 const _: () = {
     assert!(record::COUNT as u64 == RECORD_NUMBERS && tally::COUNT as u64 == TALLY_NUMBERS);
-    assert!(number::COUNT as u64 == SINGLE_NUMBERS && param::COUNT as u64 == SINGLE_NUMBERS);
+    assert!(StepNumbers::LOADS as u64 == SINGLE_NUMBERS);
+    assert!(StepParams::LEN as u64 == PARAM_NUMBERS);
     assert!(moejob_kernels::balance::row::COUNT as u64 == STATISTICS);
+    assert!(moejob_kernels::BucketBlock::WORDS as u64 == BLOCK_WORDS);
+    assert!(moejob_kernels::StepControl::LEN as u64 == CONTROL_NUMBERS);
 };
+
+/// The classes of StepParams: tensors that decay, tensors that do not, experts, all of which decay.
+/// Experts hold still while the router warms up.
+pub mod class {
+    pub const DECAYING: usize = 0;
+    pub const PLAIN: usize = 1;
+    pub const EXPERT: usize = 2;
+}
+
+/// Whose coefficients a parameter takes.
+pub fn class_of(param: &Param) -> usize {
+    match (param.role, param.decays()) {
+        (Role::Expert { .. }, decays) => {
+            assert!(decays, "{}: an expert has matrices alone", param.name);
+            class::EXPERT
+        }
+        (_, true) => class::DECAYING,
+        (_, false) => class::PLAIN,
+    }
+}
+
+/// What a step is told, counted from 0.
+pub fn step_params(training: &TrainingConfig, warmup_steps: u64, step: u64) -> StepParams {
+    let (lr, adamw) = (training.learning_rate(step), &training.adamw);
+    let of = |updates, decay| StepClass::new(updates, lr, (adamw.beta1, adamw.beta2), decay);
+    let mut classes = [StepClass::default(); CLASSES_MAX];
+    classes[class::DECAYING] = of(step + 1, adamw.weight_decay);
+    classes[class::PLAIN] = of(step + 1, 0.0);
+    classes[class::EXPERT] = of((step + 1).saturating_sub(warmup_steps), adamw.weight_decay);
+    StepParams { loss_scale: 1.0, norm_max: training.max_grad_norm, step, classes }
+}
 
 /// What a step was, the same on every rank.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -36,8 +71,8 @@ pub struct StepSummary {
     pub grad_norm: f64,
     pub learning_rate: f64,
     pub expert_imbalance: f64,
-    /// Entropy of the scores, nats, mean over tokens and layers.
-    pub router_entropy: f64,
+    /// Entropy of the scores, nats, mean over tokens and layers; none where it is not measured.
+    pub router_entropy: Option<f64>,
     /// `[mixture layer][expert]`: slots of the whole step that chose it.
     pub loads: Vec<u64>,
     /// The same: choices of full experts, which were dropped; empty for routers that drop none.
@@ -82,7 +117,7 @@ impl Part {
 /// Where everything stands.
 #[derive(Clone, Debug)]
 pub struct Numbers {
-    layout: NumbersLayout,
+    layout: StepNumbers,
     /// By rank.
     parts: Vec<Part>,
     me: usize,
@@ -112,7 +147,7 @@ impl Numbers {
         let in_order = mesh.data_group(rank).into_iter().map(|rank| parts[rank as usize]);
         let records = in_order.flat_map(|part| (0..part.records).map(move |at| part.record(at)));
         Numbers {
-            layout: NumbersLayout {
+            layout: StepNumbers {
                 layers: loads / experts.max(1),
                 experts,
                 tensors: params.len(),
@@ -125,10 +160,13 @@ impl Numbers {
         }
     }
 
+    pub(crate) fn layout(&self) -> StepNumbers {
+        self.layout
+    }
+
     /// Elements of the reduced vector where the loads of the `at`-th mixture layer stand.
     pub(crate) fn loads(&self, at: usize) -> Range<usize> {
-        let start = self.layout.loads().start + at * self.layout.experts;
-        start..start + self.layout.experts
+        self.layout.loads_of(at)
     }
 }
 
@@ -149,8 +187,7 @@ fn square_runs(
             let next = &mut next[rank as usize];
             let at = *next..*next + (blocks.end - blocks.start) as usize;
             *next = at.end;
-            let of_expert = matches!(param.role, Role::Expert { .. });
-            runs.push(SquareRun { at, tensor, of_expert });
+            runs.push(SquareRun { at, tensor, class: class_of(param) });
         }
     }
     runs
@@ -161,13 +198,21 @@ impl Model {
         (self.buffers.numbers.parts, self.numbers.parts[self.numbers.me])
     }
 
-    /// F64 [4]: of the own micro-batch `at`.
+    /// F64 [5]: of the own micro-batch `at`.
     pub(crate) fn record(&self, at: usize) -> Buffer {
         let (parts, part) = self.own_part();
         parts.slice(part.record(at), record::COUNT)
     }
 
-    /// F64 [4]
+    /// F64 [2]: where the own micro-batch `at` adds its cross-entropies and how many they are.
+    pub(crate) fn loss_numbers(&self, at: usize) -> Buffer {
+        match self.places {
+            Some(_) => self.buffers.numbers.reduced.slice(StepNumbers::LOSS, 2),
+            None => self.record(at).slice(record::LOSS, 2),
+        }
+    }
+
+    /// F64 [5]
     pub(crate) fn tally(&self) -> Buffer {
         let (parts, part) = self.own_part();
         parts.slice(part.tally(), tally::COUNT)
@@ -188,14 +233,8 @@ impl Model {
 
     /// A step begins: what it is told is written, its own numbers are zero. `step` counts from 0.
     pub fn begin_step(&mut self, training: &TrainingConfig, step: u64) {
-        let warmup = self.config.router.warmup_steps;
-        let mut params = [0.0; param::COUNT];
-        params[param::RATE] = training.learning_rate(step);
-        params[param::STEP] = (step + 1) as f64;
-        params[param::EXPERT_STEP] = (step + 1).saturating_sub(warmup) as f64;
-        params[param::NORM_MAX] = training.max_grad_norm;
-        params[param::LOSS_SCALE] = 1.0;
-        self.device.write(self.buffers.numbers.params, &params);
+        let params = step_params(training, self.config.router.warmup_steps, step);
+        self.device.write(self.buffers.numbers.params, &params.encode());
         if self.places.is_some() {
             self.device.fill_zero(self.buffers.numbers.reduced);
             return;
@@ -225,10 +264,10 @@ impl Model {
         });
     }
 
-    /// The one read of a step.
+    /// The one read of a step: of StepNumbers, whatever summed them.
     pub fn read_numbers(&self, training: &TrainingConfig, step: u64) -> StepSummary {
         let numbers: Vec<f64> = self.device.read_vec(self.buffers.numbers.reduced);
-        let layout = &self.numbers.layout;
+        let (layout, single) = (&self.numbers.layout, |at: usize| numbers[at]);
         let micro_batches = f64::from(self.shape.micro_batches);
         let targets = f64::from(training.global_batch_size) * f64::from(training.sequence_length);
         let means = micro_batches * layout.layers.max(1) as f64;
@@ -236,27 +275,28 @@ impl Model {
             numbers[range].iter().map(|count| *count as u64).collect()
         };
         let loads = whole(layout.loads());
+        let entropies = single(StepNumbers::ENTROPIES);
         StepSummary {
-            loss: numbers[number::LOSS] / targets,
-            aux_loss: numbers[number::AUX] / means,
-            z_loss: numbers[number::Z] / means,
-            grad_norm: numbers[number::SQUARES].sqrt(),
+            loss: single(StepNumbers::LOSS) / targets,
+            aux_loss: single(StepNumbers::AUX_LOSS) / means,
+            z_loss: single(StepNumbers::Z_LOSS) / means,
+            grad_norm: single(StepNumbers::SQUARED_NORM).sqrt(),
             learning_rate: training.learning_rate(step),
             expert_imbalance: imbalance(layout.experts, &loads),
-            router_entropy: numbers[number::ENTROPY] / means,
+            router_entropy: (entropies > 0.0).then(|| single(StepNumbers::ENTROPY) / entropies),
             dropped: if self.plain { Vec::new() } else { whole(layout.dropped()) },
             loads,
-            unrouted: numbers[number::UNROUTED] as u64,
-            followed: numbers[number::FOLLOWED] as u64,
-            switched: numbers[number::SWITCHED] as u64,
-            non_finite: (numbers[number::NON_FINITE] != 0.0)
+            unrouted: single(StepNumbers::UNROUTED) as u64,
+            followed: single(StepNumbers::FOLLOWED) as u64,
+            switched: single(StepNumbers::SWITCHED) as u64,
+            non_finite: (!StepNumbers::are_finite(&numbers))
                 .then(|| self.what_is_not_finite(&numbers)),
-            overflows: numbers[number::OVERFLOWS] != 0.0,
+            overflows: single(StepNumbers::ROUTED_OVERFLOWS) != 0.0,
         }
     }
 
     fn what_is_not_finite(&self, numbers: &[f64]) -> String {
-        if !numbers[number::LOSS].is_finite() {
+        if !numbers[StepNumbers::LOSS].is_finite() {
             return "the loss".to_string();
         }
         // The last in the table is the first that backward made.
@@ -267,8 +307,8 @@ impl Model {
         }
     }
 
-    /// Of one own micro-batch: sum of cross-entropies, auxiliary loss, z loss, entropy, the last
-    /// three summed over the layers. For tests and tools; a step reads once, at its end.
+    /// Of one own micro-batch: sum of cross-entropies, valid targets, auxiliary loss, z loss,
+    /// entropy, the last three summed over the layers. For tests and tools; a step reads once, at its end.
     pub fn read_record(&self, at: usize) -> [f64; record::COUNT] {
         let mut numbers = [0.0; record::COUNT];
         self.device.read(self.record(at), &mut numbers);

@@ -286,7 +286,7 @@ impl JobLoop {
             loss: status.loss,
             tokens_per_second: status.tokens_per_second,
             expert_imbalance: newest.map(|report| report.expert_imbalance),
-            router_entropy: newest.map(|report| report.routing.router_entropy),
+            router_entropy: newest.and_then(|report| report.routing.router_entropy),
             dropped_tokens: newest.map(|report| report.routing.dropped_tokens),
             nodes_ready: status.nodes.ready,
             nodes_desired: status.nodes.desired,
