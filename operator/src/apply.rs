@@ -15,7 +15,7 @@ use kube::core::{Request, TypeMeta};
 use kube::{Client, Resource};
 use crate::lease::Deadline;
 use crate::turnstile::Turnstile;
-use moe_worker::life::listener::chain;
+use moe_worker::failure::chain;
 use moejob_plan::lead::{
     JobName, Owner, Template, Write, WriteError, WriteErrorKind, Written,
 };

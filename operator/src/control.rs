@@ -14,7 +14,7 @@ use crate::authority::{Authority, AuthorityError, requested_key};
 use crate::identity::{ReviewError, Reviewer};
 use moe_worker::gang::tls::{public_key, server_name};
 use moe_worker::life::control::{FrameError, read_frame, write_frame};
-use moe_worker::life::listener::chain;
+use moe_worker::failure::chain;
 use moejob_plan::lead::{Ending, PodIdentity};
 pub use moejob_plan::lead::Said as LeaderEvent;
 use moejob_protocol::config::Member;

@@ -10,7 +10,8 @@ use knock::{
     with_alpn, without_certificate,
 };
 use moe_worker::gang::comm::{Header, Kind};
-use moe_worker::life::listener::{HANDSHAKES_MAX, JOINS_BURST};
+use moe_worker::gang::strangers::HANDSHAKES_MAX;
+use moe_worker::life::listener::JOINS_BURST;
 use moe_worker::gang::tls::{ALPN_CONTROL, ALPN_DATA, Identity, leader_client};
 use moejob::authority::Authority;
 use moejob::control::LeaderEvent;

@@ -80,6 +80,79 @@ fn the_pure_crates_stay_pure() {
     }
 }
 
+/// The modules of the worker, each above all that it may import.
+const HOUSE: [&str; 9] =
+    ["life", "attempt", "engine", "hf", "checkpoint", "state", "data", "gang", "failure"];
+
+/// The modules of the crate that a file names by `crate::`, by line.
+fn imports(text: &str) -> Vec<(usize, String)> {
+    let mut found = Vec::new();
+    for (number, line) in text.lines().enumerate() {
+        let code = line.split("//").next().unwrap_or_default();
+        for rest in code.split("crate::").skip(1) {
+            let names = match rest.strip_prefix('{') {
+                Some(list) => list.split('}').next().unwrap_or_default().split(',').collect(),
+                None => vec![rest],
+            };
+            for name in names {
+                let ends = |c: char| !(c.is_alphanumeric() || c == '_');
+                let name = name.trim().split(ends).next().unwrap_or_default();
+                found.push((number + 1, name.to_string()));
+            }
+        }
+    }
+    found
+}
+
+/// Imports of `text`, a file of the module `own`, that do not lead downwards in `HOUSE`.
+fn upwards(own: &str, text: &str) -> Vec<String> {
+    let floor = |name: &str| HOUSE.iter().position(|module| *module == name);
+    let wrong = |(line, name): (usize, String)| match (floor(own), floor(&name)) {
+        (_, None) => Some(format!("{line}: `crate::{name}` is no module of the house")),
+        (Some(from), Some(to)) if to < from => {
+            Some(format!("{line}: {own} imports {name}, which stands above it"))
+        }
+        _ => None,
+    };
+    imports(text).into_iter().filter_map(wrong).collect()
+}
+
+#[test]
+fn the_worker_imports_downwards() {
+    let mut found = Vec::new();
+    let mut seen = std::collections::BTreeSet::new();
+    for (path, text) in tracked(&[".rs"]) {
+        let Ok(within) = path.strip_prefix(root().join("worker/src")) else { continue };
+        let name = within.display().to_string();
+        let own = name.split(['/', '.']).next().unwrap_or_default();
+        if ["lib", "main"].contains(&own) {
+            continue;
+        }
+        seen.insert(own.to_string());
+        found.extend(upwards(own, &text).iter().map(|why| format!("worker/src/{name}:{why}")));
+    }
+    let house: std::collections::BTreeSet<String> = HOUSE.map(str::to_string).into();
+    assert_eq!(seen, house, "the modules of worker/src");
+    let top = std::fs::read_to_string(root().join("worker/src/lib.rs")).expect("the crate");
+    let listed: Vec<&str> = top
+        .lines()
+        .filter_map(|line| line.strip_prefix("pub mod ")?.strip_suffix(';'))
+        .collect();
+    assert_eq!(listed, HOUSE, "the list in worker/src/lib.rs");
+    all_of(found);
+}
+
+#[test]
+fn an_import_upwards_is_found() {
+    let one = |own, text| upwards(own, text).len();
+    assert_eq!(one("state", "use crate::engine::model::Model;"), 1);
+    assert_eq!(one("state", "    let x = crate::attempt::api::now();"), 1);
+    assert_eq!(one("gang", "use crate::{failure::chain, life::listener, data::Corpus};"), 2);
+    assert_eq!(one("data", "use crate::nowhere::Thing;"), 1);
+    assert_eq!(one("engine", "use crate::state::rank::RankState; // crate::life"), 0);
+    assert_eq!(one("state", "use crate::state::slots::Slot;\nuse crate::gang::comm::Comm;"), 0);
+}
+
 #[test]
 fn the_top_level_has_what_it_needs_and_no_more() {
     let allowed = [

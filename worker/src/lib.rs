@@ -6,14 +6,16 @@
 //!                    v
 //!                    attempt (load, steps, snapshots, checkpoints) -> engine (forward, backward)
 //!                    |                                                  |
-//!                    `---> checkpoint, hf, data                         `-> gang (other ranks)
+//!                    `---> hf, checkpoint -> state <-----------------'`-> gang (other ranks)
 //! ```
+//! A module imports only what stands below it in the list here.
 
 pub mod life;
 pub mod attempt;
 pub mod engine;
-pub mod state;
-pub mod gang;
-pub mod checkpoint;
 pub mod hf;
+pub mod checkpoint;
+pub mod state;
 pub mod data;
+pub mod gang;
+pub mod failure;

@@ -67,7 +67,7 @@ fn loaded(job: &Job, directory: &Path) -> Result<Vec<u8>, String> {
         Model::new(&config.model, &layout(1, 1), 0, &config.training, 1).expect("a small arena");
     load(&Disk::real(), directory, &manifest, &mut model).map_err(|refusal| refusal.to_string())?;
     let mut state = Vec::new();
-    cut(&model, &mut state);
+    cut(&mut model, &mut state).map_err(|error| error.to_string())?;
     Ok(state)
 }
 

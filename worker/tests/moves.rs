@@ -3,15 +3,19 @@
 mod common;
 
 use common::{model, route_like_deepseek};
-use moe_worker::state::moves::{Moves, Needs};
-use moe_worker::state::snapshot::{needed, shard_runs};
+use moe_worker::state::moves::Moves;
+use moe_worker::state::rank::{StateTable, needed};
+use moe_worker::state::snapshot::shard_runs;
+use moejob_kernels::DType;
 use moejob_protocol::ModelConfig;
+use moejob_protocol::checkpoint::Part;
 use moejob_protocol::config::ShardSource;
 use moejob_protocol::layout::{Layout, Placement};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{QkNorm, Role};
 use std::collections::BTreeMap;
 
+const STORED: DType = DType::F32;
 const FLOAT: u64 = 4;
 
 fn even(dp: u32, ep: u32) -> Layout {
@@ -26,8 +30,8 @@ fn plans(
 ) -> Vec<Moves> {
     let params = model.params();
     let plan = |rank| {
-        let needs = Needs { model, params: &params, layout, rank, float_bytes: FLOAT };
-        Moves::plan(&needs, earlier, sources)
+        let table = StateTable { model, params: &params, layout, rank, stored: STORED };
+        Moves::plan(&table, earlier, sources)
     };
     (0..layout.mesh.world()).map(plan).collect()
 }
@@ -37,7 +41,7 @@ fn check(model: &ModelConfig, earlier: &Layout, layout: &Layout, sources: &[Shar
     let params = model.params();
     let all = plans(model, earlier, layout, sources);
     for (me, moves) in (0..).zip(&all) {
-        let mut got: BTreeMap<(usize, usize), Vec<(u64, u64)>> = BTreeMap::new();
+        let mut got: BTreeMap<(usize, Part), Vec<(u64, u64)>> = BTreeMap::new();
         for (number, exchange) in moves.exchanges.iter().enumerate() {
             for (from, pieces) in &exchange.incoming {
                 let sent = &all[*from as usize].exchanges[number].outgoing[&me];
@@ -63,13 +67,13 @@ fn check(model: &ModelConfig, earlier: &Layout, layout: &Layout, sources: &[Shar
             }
         }
         for (index, param) in params.iter().enumerate() {
-            for part in 0..3 {
+            for part in Part::ALL {
                 let needed = needed(model, layout, index, param, me, part);
                 let mut runs = got.remove(&(index, part)).unwrap_or_default();
                 runs.sort_unstable();
                 let mut next = needed.start;
                 for (start, end) in runs {
-                    assert_eq!(start, next, "{} part {part} of rank {me}", param.name);
+                    assert_eq!(start, next, "{} {part:?} of rank {me}", param.name);
                     next = end;
                 }
                 assert!(next == needed.end || needed.is_empty(), "{} of {me}", param.name);
@@ -134,9 +138,9 @@ fn a_large_table_is_walked_once() {
     let sources: Vec<ShardSource> =
         (0..8).map(|shard| ShardSource { shard, from: (shard + 1) % 8 }).collect();
     let started = std::time::Instant::now();
-    let needs =
-        Needs { model: &model, params: &params, layout: &layout, rank: 3, float_bytes: FLOAT };
-    let moves = Moves::plan(&needs, &earlier, &sources);
+    let table =
+        StateTable { model: &model, params: &params, layout: &layout, rank: 3, stored: STORED };
+    let moves = Moves::plan(&table, &earlier, &sources);
     eprintln!("{} parameters in {:?}", params.len(), started.elapsed());
     assert!(moves.exchanges.len() > 5_000, "{} exchanges", moves.exchanges.len());
     // A look for each run of a shard, and for what this rank sends of it one a rank and part.

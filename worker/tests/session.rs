@@ -6,7 +6,8 @@ mod common;
 
 use moe_worker::gang::comm::CommError;
 use moe_worker::life::session::{Effect, Event, Session};
-use moe_worker::attempt::api::{AttemptEnd, Failure, TrainerEvent};
+use moe_worker::attempt::api::{AttemptEnd, TrainerEvent};
+use moe_worker::failure::Failure;
 use moejob_protocol::config::{
     CheckpointConfig, DataConfig, DataSource, Member, RecoveryConfig, Resume, Tokenizer,
     ValidationConfig,

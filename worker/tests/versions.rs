@@ -44,7 +44,7 @@ fn what_version_1_wrote_is_loaded() {
             .expect("a small arena");
         load(&Disk::real(), &directory, &manifest, &mut model).expect("loaded");
         let mut state = Vec::new();
-        cut(&model, &mut state);
+        cut(&mut model, &mut state).expect("a CPU");
         let params = manifest.model.params();
         let (runs, _) = shard_runs(&manifest.model, &params, &layout, 0, 4);
         assert_eq!(runs.len(), params.len());

@@ -2,9 +2,9 @@
 
 use super::bar::{Bar, Unit};
 use clap::{Subcommand, ValueEnum};
-use moe_worker::checkpoint::{self, Disk, Growth, Problem};
+use moe_worker::checkpoint::{self, Disk, Failed, Growth, Problem};
 use moe_worker::checkpoint::fence;
-use moe_worker::hf::{self, Failed, Options, Weights};
+use moe_worker::hf::{self, Options, Weights};
 use moejob_kernels::DType;
 use moejob_protocol::CheckpointManifest;
 use moejob_protocol::checkpoint::Part;

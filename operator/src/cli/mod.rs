@@ -16,7 +16,7 @@ pub mod validate;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use moe::CalledAs;
-use moe_worker::life::listener::chain;
+use moe_worker::failure::chain;
 use moejob_protocol::pod::ENV_WORKER;
 use std::io::IsTerminal;
 use std::process::ExitCode;

@@ -2,7 +2,7 @@
 
 use super::gang::{Gangs, Member, Seat, TOLD_MAX, Told};
 use moe_worker::life::control::{FrameError, read_frame, write_frame};
-use moe_worker::life::listener::chain;
+use moe_worker::failure::chain;
 use moe_worker::life::session::{Effect, Event, Session};
 use moe_worker::gang::tls::{Identity, Trust, WorkerKey};
 use moejob_protocol::message::{Frame, HEARTBEAT_MS, Heartbeat, Phase};

@@ -73,6 +73,9 @@ pub enum Part {
 }
 
 impl Part {
+    /// In the order in which shards and manifests have them.
+    pub const ALL: [Part; 3] = [Part::Master, Part::Moment1, Part::Moment2];
+
     /// As names in files have it.
     pub fn name(self) -> &'static str {
         match self {

@@ -2,6 +2,7 @@
 //! each other.
 
 use crate::data::Progress;
+use crate::failure::Failure;
 use crate::gang::comm::CommError;
 use crate::gang::memory::Mapping;
 use moejob_protocol::message::{Held, Loading, Phase, Request};
@@ -142,26 +143,6 @@ pub enum AttemptEnd {
     /// A higher attempt has claimed the run's directory.
     Fenced { attempt: u32 },
     Failed(Failure),
-}
-
-/// Why a worker ends; its message and advice reach the user.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Failure {
-    /// 1 failed, 2 the user's input, 3 data or checkpoint refused, 75 fenced or try again.
-    pub exit_code: i32,
-    pub message: String,
-    /// What to do next.
-    pub advice: String,
-}
-
-impl std::fmt::Display for Failure {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.message)?;
-        if !self.advice.is_empty() {
-            write!(f, "\n  {}", self.advice)?;
-        }
-        Ok(())
-    }
 }
 
 #[cfg(test)]

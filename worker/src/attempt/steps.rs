@@ -4,6 +4,7 @@ use crate::attempt::recorder::Recorder;
 use crate::attempt::records::{event, now};
 use crate::attempt::saves::{Ends, News, Patience, Saves};
 use crate::data::{Corpus, DocumentOverlap, Doubled, Feeder};
+use crate::state::rank::RankState;
 use crate::state::slots::{Memory, Slot};
 use crate::state::snapshot::{self, SnapshotError};
 use crate::engine::step::{Engine, StepSummary};
@@ -215,9 +216,9 @@ impl Run<'_> {
         let bytes = match snapshot {
             Some(bytes) => bytes,
             None => {
-                let model = &self.engine.model;
-                let len = snapshot::shard_bytes(model, model.rank);
-                Slot::private(len, |bytes| snapshot::cut_into(model, bytes))
+                let model = &mut self.engine.model;
+                let len = snapshot::shard_bytes(&model.table(), model.rank);
+                Slot::private(len, |bytes| snapshot::cut_into(model, bytes))?
             }
         };
         self.saves.begin(self.step, bytes);
@@ -251,7 +252,7 @@ impl Run<'_> {
         let (attempt, began) = (self.config.attempt, Instant::now());
         let taken = snapshot::take(
             self.memory,
-            &self.engine.model,
+            &mut self.engine.model,
             self.engine.links.comm(),
             &self.buddies,
             attempt,
@@ -262,6 +263,7 @@ impl Run<'_> {
         (self.out)(TrainerEvent::Held(self.memory.held()));
         taken.map_err(|error| match error {
             SnapshotError::Comm(error) => Stop::Comm(error),
+            SnapshotError::Device(error) => Stop::from(error),
             SnapshotError::Memory(source) => {
                 let advice = "give the worker more memory, or make the model smaller";
                 fail(1, &format!("no memory for a snapshot: {source}"), advice)

@@ -19,10 +19,12 @@ use crate::attempt::recorder::Recorder;
 use crate::attempt::resume::{self, Opened};
 use crate::attempt::saves::{News, Patience, Saves};
 use crate::state::moves::scatter;
+use crate::state::rank::{DeviceFailed, RankState};
 use crate::state::slots::Memory;
 use crate::state::snapshot::initialize;
 use crate::engine::step::{Engine, StepError};
-use crate::attempt::api::{AttemptEnd, Control, Failure, TrainerEvent};
+use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
+use crate::failure::Failure;
 use moejob_protocol::{CheckpointManifest, WorkerConfig};
 use moejob_protocol::config::{DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::message::{Held, Phase, Request};
@@ -78,6 +80,12 @@ impl From<StepError> for Stop {
                 "look for Xid and ECC errors in the kernel's log; `moejob doctor` tells the rest",
             ),
         }
+    }
+}
+
+impl From<DeviceFailed> for Stop {
+    fn from(error: DeviceFailed) -> Stop {
+        fail(1, &error.to_string(), "look at the device with its vendor's tools, then run again")
     }
 }
 
@@ -310,7 +318,7 @@ impl Trainer {
                 self.memory.confirm(*attempt, *step);
             }
         }
-        Ok(())
+        Ok(model.finish()?)
     }
 
     /// A checkpoint that is whole but of another job, model or data ends the job; one that is

@@ -19,7 +19,7 @@ use super::load::Shards;
 use super::manifest::PARTS;
 use super::values::{convert, first_non_finite, float_named, name_of};
 use super::{Disk, NOT_FINITE, Problem, check, seal};
-use crate::hf::write::{Failed, Staging, Writing};
+use super::staging::{Failed, Staging, Writing, runs};
 use moejob_kernels::DType;
 use moejob_kernels::philox::normals;
 use moejob_protocol::checkpoint::{
@@ -106,7 +106,7 @@ pub fn grow(
     let disk = Disk::real();
     let mut shards = Shards::new(&disk, directory, source);
     let mut entries = Vec::new();
-    for (number, run) in crate::hf::import::runs(&sizes, SHARD_BYTES_MAX).into_iter().enumerate() {
+    for (number, run) in runs(&sizes, SHARD_BYTES_MAX).into_iter().enumerate() {
         let of_run = &tensors[run];
         let header: Vec<_> = of_run.iter().map(Origin::header).collect();
         writing.begin(&format!("a0-r0-{number}.safetensors"), &header)?;

@@ -3,11 +3,10 @@
 use super::manifest::{NOT_FINITE, PARTS};
 use super::values::{first_non_finite, float_named};
 use super::{Disk, Problem, Refusal};
-use crate::engine::model::Model;
-use crate::state::snapshot::{intersect, needed, place_for};
+use crate::state::rank::{RankState, intersect};
 use moejob_kernels::DType;
 use moejob_protocol::CheckpointManifest;
-use moejob_protocol::checkpoint::{Piece, TensorEntry};
+use moejob_protocol::checkpoint::{Part, Piece, TensorEntry};
 use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -54,9 +53,9 @@ impl<'a> Shards<'a> {
     }
 }
 
-/// Fills the state of `model` from the checkpoint in `directory`, whose manifest was read and
+/// Fills the state of a rank from the checkpoint in `directory`, whose manifest was read and
 /// found to be this job's. Every byte is verified before it is copied; after an error the state
-/// is not to be used.
+/// is not to be used. What came counts once the state was finished.
 ///
 /// # Errors
 /// Names the file or tensor that is damaged.
@@ -64,13 +63,13 @@ pub fn load(
     disk: &Disk,
     directory: &Path,
     manifest: &CheckpointManifest,
-    model: &mut Model,
+    state: &mut impl RankState,
 ) -> Result<(), Refusal> {
     let mut shards = Shards::new(disk, directory, manifest);
     let name = directory.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     for (at, tensor) in manifest.tensors.iter().enumerate() {
-        let (index, part) = (at / PARTS.len(), at % PARTS.len());
-        load_tensor(&mut shards, tensor, index, part, model)
+        let (index, part) = (at / PARTS.len(), PARTS[at % PARTS.len()]);
+        load_tensor(&mut shards, tensor, index, part, state)
             .map_err(|problem| Refusal::of(name, vec![problem]))?;
     }
     Ok(())
@@ -80,12 +79,11 @@ fn load_tensor(
     shards: &mut Shards,
     tensor: &TensorEntry,
     index: usize,
-    part: usize,
-    model: &mut Model,
+    part: Part,
+    state: &mut impl RankState,
 ) -> Result<(), Problem> {
-    let float_bytes = model.shape.float_bytes;
-    let param = &model.params[index];
-    let needed = needed(&model.config, &model.layout, index, param, model.rank, part);
+    let table = state.table();
+    let (float_bytes, needed) = (table.stored.size() as u64, table.needed(part, index));
     for piece in &tensor.pieces {
         let Some(wanted) = intersect(&needed, &(piece.start..piece.start + piece.len)) else {
             continue;
@@ -94,8 +92,7 @@ fn load_tensor(
         check_values(tensor, &bytes)?;
         let start = ((wanted.start - piece.start) * float_bytes) as usize;
         let len = ((wanted.end - wanted.start) * float_bytes) as usize;
-        let into = place_for(model, index, part, &wanted).expect("what is needed has a place");
-        model.device.write(into.reinterpret(DType::U8), &bytes[start..start + len]);
+        state.write(part, index, wanted, &bytes[start..start + len]);
     }
     Ok(())
 }

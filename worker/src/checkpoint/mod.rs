@@ -13,6 +13,7 @@ mod grow;
 mod load;
 mod manifest;
 pub(crate) mod safetensors;
+pub(crate) mod staging;
 pub(crate) mod values;
 mod write;
 pub mod writer;
@@ -23,6 +24,7 @@ pub(crate) use load::Shards;
 pub use load::load;
 pub(crate) use manifest::{PARTS, model_is_sane, value_differences};
 pub use manifest::{Expected, NOT_FINITE, check, differences, seal, unseal};
+pub use staging::Failed;
 pub use write::{Committed, Identity, WriteError, commit, prune, write_shard};
 pub use writer::Writer;
 

@@ -8,7 +8,7 @@ use super::values::{first_non_finite, name_of};
 use super::fence::{self, FenceError, aside_name, staging_name};
 use super::manifest::manifest_in;
 use super::{Disk, list, seal};
-use crate::engine::diagnosis::place;
+use crate::state::rank::place;
 use crate::state::snapshot::{ShardRun, shard_runs};
 use moejob_kernels::DType;
 use moejob_protocol::CheckpointManifest;

@@ -1,7 +1,6 @@
 //! What keeps data from being used: where it lies, what was found, what to do.
 
-use crate::life::listener::chain;
-use crate::attempt::api::Failure;
+use crate::failure::{Failure, chain};
 use std::path::{Path, PathBuf};
 
 /// Why the data cannot be used.

@@ -6,9 +6,9 @@ use crate::engine::forward::Pass;
 use crate::engine::model::Model;
 use crate::engine::round::{Aim, Round};
 use crate::engine::step::{Engine, StepError};
+use crate::state::rank::place;
 use half::{bf16, f16};
 use moejob_kernels::{Buffer, DType};
-use moejob_protocol::model::{Param, Role};
 
 /// The longest answer that ranks tell each other.
 pub const BYTES_MAX: usize = 512;
@@ -116,22 +116,6 @@ impl Model {
             DType::Bf16 => read.read_vec::<bf16>(buffer).iter().position(|x| !x.is_finite()),
             DType::F16 => read.read_vec::<f16>(buffer).iter().position(|x| !x.is_finite()),
             _ => read.read_vec::<f32>(buffer).iter().position(|x| !x.is_finite()),
-        }
-    }
-}
-
-/// A parameter's name, with layer and expert in words.
-pub fn place(param: &Param) -> String {
-    match param.role {
-        Role::Expert { layer, expert } => {
-            format!("{} (expert {expert} of layer {layer})", param.name)
-        }
-        _ => {
-            let rest = param.name.strip_prefix("model.layers.");
-            match rest.and_then(|rest| rest.split('.').next()) {
-                Some(layer) => format!("{} (layer {layer})", param.name),
-                None => param.name.clone(),
-            }
         }
     }
 }

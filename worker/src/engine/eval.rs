@@ -7,6 +7,7 @@ use crate::engine::links::Links;
 use crate::engine::round::{Aim, Round};
 use crate::hf::{Weights, load};
 use crate::engine::model::Model;
+use crate::state::rank::{DeviceFailed, RankState};
 use moejob_kernels::KernelError;
 use moejob_protocol::config::{
     AdamW, Compute, DataConfig, DataSource, Precision, Recompute, Schedule, TokenType,
@@ -48,6 +49,8 @@ pub enum EvalError {
     TooSmall { found: u64, length: u32 },
     #[error("the device cannot be made")]
     Device(#[from] KernelError),
+    #[error(transparent)]
+    Failed(#[from] DeviceFailed),
     #[error("the loss of sequence {sequence} is not finite")]
     NotFinite { sequence: u64 },
     #[error("{path} is of no kind that is read: text, .jsonl, .idx, .bin or .parquet")]
@@ -128,6 +131,7 @@ pub fn evaluate(
     let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
     let mut model = Model::new(config, &layout, 0, &training, threads)?;
     load(weights, &mut model)?;
+    model.finish()?;
     let mut links = Links::solo();
     let (windows, length) = (corpus.windows(), sequence_length as usize);
     let (mut sum, mut done) = (0.0, 0);

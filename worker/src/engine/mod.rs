@@ -12,6 +12,7 @@ pub mod handles;
 pub mod group;
 pub mod buckets;
 pub mod model;
+pub mod parts;
 pub mod round;
 pub mod links;
 pub mod forward;

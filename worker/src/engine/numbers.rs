@@ -5,9 +5,9 @@
 //! ```
 //! Sizes and orders are functions of the layout, worked out once an attempt.
 
-use crate::engine::diagnosis;
 use crate::engine::links::Links;
 use crate::engine::model::Model;
+use crate::state::rank::place;
 use moejob_kernels::numbers::{record, tally};
 use moejob_kernels::step_numbers::CLASSES_MAX;
 use moejob_kernels::{Buffer, ReduceNumbers, SquareRun, StepClass, StepNumbers, StepParams};
@@ -302,7 +302,7 @@ impl Model {
         // The last in the table is the first that backward made.
         let bad = numbers[self.numbers.layout.non_finite()].iter().rposition(|count| *count > 0.0);
         match bad {
-            Some(tensor) => format!("the gradient of {}", diagnosis::place(&self.params[tensor])),
+            Some(tensor) => format!("the gradient of {}", place(&self.params[tensor])),
             None => "a number of the step".to_string(),
         }
     }

@@ -2,5 +2,6 @@
 
 pub mod memory;
 pub mod tls;
+pub mod strangers;
 pub mod comm;
 pub mod step_end;

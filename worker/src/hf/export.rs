@@ -2,11 +2,10 @@
 //! without remote code.
 
 use super::config::{family_of, write as write_config};
-use super::import::runs;
 use super::names::exported;
 use super::weights::{Weights, does_not_fit};
-use super::write::{Entry, Failed, Staging, Writing};
 use crate::checkpoint::Problem;
+use crate::checkpoint::staging::{Entry, Failed, Staging, Writing, runs};
 use crate::checkpoint::values::{convert, name_of};
 use moejob_kernels::DType;
 use moejob_protocol::model::Role;

@@ -4,7 +4,7 @@
 //! file once and are named by every piece.
 
 use super::weights::Weights;
-use super::write::{Failed, Staging, Writing};
+use crate::checkpoint::staging::{Failed, Staging, Writing, runs};
 use crate::checkpoint::values::name_of;
 use crate::checkpoint::{PARTS, seal};
 use moejob_protocol::checkpoint::{
@@ -109,25 +109,6 @@ pub fn import(
 fn name_of_directory(weights: &Weights) -> String {
     let name = weights.path().file_name();
     name.map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
-}
-
-/// Runs of parameters that share a file of at most `most` bytes.
-pub(crate) fn runs(sizes: &[u64], most: u64) -> Vec<std::ops::Range<usize>> {
-    let mut shards: Vec<std::ops::Range<usize>> = Vec::new();
-    let mut filled = u64::MAX;
-    for (index, size) in sizes.iter().enumerate() {
-        match shards.last_mut() {
-            Some(last) if filled.saturating_add(*size) <= most => {
-                last.end = index + 1;
-                filled += size;
-            }
-            _ => {
-                shards.push(index..index + 1);
-                filled = *size;
-            }
-        }
-    }
-    shards
 }
 
 /// First elements and lengths.

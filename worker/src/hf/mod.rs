@@ -11,8 +11,7 @@ mod config;
 mod names;
 mod directory;
 mod weights;
-pub(crate) mod write;
-pub(crate) mod import;
+mod import;
 mod export;
 
 pub use config::Family;
@@ -20,7 +19,6 @@ pub use directory::Directory;
 pub use export::{Options, export};
 pub use import::import;
 pub use weights::{Weights, differences, load};
-pub use write::Failed;
 
 use crate::checkpoint::{Disk, Problem, list, show};
 use moejob_protocol::ModelConfig;

@@ -5,9 +5,9 @@ use crate::checkpoint::values::{convert, first_non_finite, float_named};
 use crate::checkpoint::{
     Disk, PARTS, Problem, Refusal, Shards, newest_usable, show, value_differences,
 };
-use crate::engine::grads::weight_of;
-use crate::engine::model::Model;
+use crate::state::rank::RankState;
 use moejob_kernels::DType;
+use moejob_protocol::checkpoint::Part;
 use moejob_protocol::model::{Param, Role, RouterConfig, RouterKind};
 use moejob_protocol::{CheckpointManifest, ModelConfig};
 use std::os::unix::fs::FileExt;
@@ -193,26 +193,27 @@ fn stream_place(
     Ok(())
 }
 
-/// Fills the weights that `model`'s rank holds, with moments of zero. What comes back is the same
-/// on all ranks that read the same weights.
+/// Fills the weights that a rank holds, with moments of zero, which count once the state was
+/// finished. What comes back is the same on all ranks that read the same weights.
 ///
 /// # Errors
 /// The weights are of another model, or damaged.
-pub fn load(weights: &Weights, model: &mut Model) -> Result<[u8; 32], Refusal> {
+pub fn load(weights: &Weights, state: &mut impl RankState) -> Result<[u8; 32], Refusal> {
     let name = weights.path().display().to_string();
-    let differences = differences(weights.model(), &model.config);
+    let differences = differences(weights.model(), state.table().model);
     if !differences.is_empty() {
         return Err(Refusal::of(&name, differences));
     }
     let mut hasher = blake3::Hasher::new();
     hasher.update(weights.digest().as_bytes());
-    let float = if model.shape.float_bytes == 8 { DType::F64 } else { DType::F32 };
+    let float = state.table().stored;
     let mut values = Vec::new();
-    for index in 0..model.params.len() {
-        let Some(into) = weight_of(model, index) else { continue };
-        let shared = !matches!(model.params[index].role, Role::Expert { .. });
+    for (index, param) in weights.params().iter().enumerate() {
+        if state.table().needed(Part::Master, index).is_empty() {
+            continue;
+        }
+        let shared = !matches!(param.role, Role::Expert { .. });
         let dtype = weights.dtype(index);
-        let (device, param) = (&mut model.device, &model.params[index]);
         weights
             .stream(index, &mut |start, bytes| {
                 if shared {
@@ -221,14 +222,13 @@ pub fn load(weights: &Weights, model: &mut Model) -> Result<[u8; 32], Refusal> {
                 values.clear();
                 convert(bytes, dtype, float, &mut values)
                     .map_err(|at| does_not_fit(param, start + at as u64, float))?;
-                let part = into.slice(start as usize, values.len() / float.size());
-                device.write(part.reinterpret(DType::U8), &values);
+                let end = start + (values.len() / float.size()) as u64;
+                state.write(Part::Master, index, start..end, &values);
                 Ok(())
             })
             .map_err(|problem| Refusal::of(&name, vec![problem]))?;
     }
-    model.device.fill_zero(model.buffers.state.moment1);
-    model.device.fill_zero(model.buffers.state.moment2);
+    state.clear_moments();
     Ok(*hasher.finalize().as_bytes())
 }
 

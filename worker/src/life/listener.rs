@@ -8,31 +8,26 @@
 //! A stranger costs a socket and a few kilobytes for at most five seconds, and can push out other
 //! strangers, but no stream that has proven who it is.
 
+use crate::failure::chain;
 use crate::gang::comm::DataOffers;
+use crate::gang::strangers::{HANDSHAKE_MS_MAX, Strangers};
 use crate::life::control::{self, FrameError};
 use crate::gang::tls::{ALPN_CONTROL, ALPN_DATA, Identity, TlsError};
 use moejob_protocol::Down;
 use moejob_protocol::message::Frame;
 use rustls::ServerConfig;
 use rustls::server::Acceptor;
-use std::collections::{HashMap, VecDeque};
-use std::future::Future;
+use std::collections::HashMap;
 use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
-use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::server::TlsStream;
 use tokio_rustls::{LazyConfigAcceptor, StartHandshake};
 
-/// Connections that have not yet proven who they are. The oldest makes room for the newest: an
-/// honest handshake takes milliseconds, so it is through long before 64 others have come.
-pub const HANDSHAKES_MAX: usize = 64;
-/// For handshake and first frame together.
-pub const HANDSHAKE_MS_MAX: u64 = 5_000;
 /// Connections that one address may open at once, and then each second. A rank of a large job is
 /// dialled by hundreds of peers, but by each of them a few times a second at most.
 pub const JOINS_BURST: u32 = 512;
@@ -76,7 +71,7 @@ pub async fn serve(
     leaders: mpsc::Sender<LeaderStream>,
     data: DataOffers,
 ) {
-    let mut pending = Pending::default();
+    let mut pending = Strangers::default();
     let mut joins = Joins::default();
     loop {
         let tcp = match listener.accept().await {
@@ -158,38 +153,4 @@ impl Joins {
         }
         admitted
     }
-}
-
-/// Tasks of strangers: at most `HANDSHAKES_MAX`, the oldest makes room.
-#[derive(Debug, Default)]
-pub struct Pending(VecDeque<AbortHandle>);
-
-impl Pending {
-    pub fn admit(&mut self, task: impl Future<Output = ()> + Send + 'static) {
-        self.0.retain(|handle| !handle.is_finished());
-        while self.0.len() >= HANDSHAKES_MAX {
-            if let Some(oldest) = self.0.pop_front() {
-                oldest.abort();
-            }
-        }
-        self.0.push_back(tokio::spawn(task).abort_handle());
-    }
-}
-
-impl Drop for Pending {
-    fn drop(&mut self) {
-        self.0.iter().for_each(AbortHandle::abort);
-    }
-}
-
-/// An error with its sources, in one line.
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(error) = source {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        source = error.source();
-    }
-    text
 }

@@ -15,7 +15,8 @@ pub use engines::Attempt;
 
 use crate::life::affinity::{self, Share};
 use crate::gang::comm::{DataPlane, Join, JoinError, Links};
-use crate::life::listener::{self, LeaderStream, chain};
+use crate::failure::chain;
+use crate::life::listener::{self, LeaderStream};
 use crate::life::session::{Effect, Event, Session};
 use crate::gang::tls::{AttemptTls, TlsError, Trust, WorkerKey};
 use crate::state::slots::Memory;

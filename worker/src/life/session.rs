@@ -11,7 +11,8 @@
 //! collective failed, or when it must end. What is older than its term or attempt is refused.
 
 use crate::gang::comm::CommError;
-use crate::attempt::api::{AttemptEnd, Failure, TrainerEvent};
+use crate::attempt::api::{AttemptEnd, TrainerEvent};
+use crate::failure::Failure;
 use moejob_protocol::message::{Frame, Held, Hello, LeftReason, Request};
 use moejob_protocol::report::EventKind;
 use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};

@@ -1,6 +1,7 @@
 //! What a rank owns of the training's state, and how it moves between ranks.
 
-pub mod moves;
 pub mod parts;
+pub mod rank;
 pub mod slots;
 pub mod snapshot;
+pub mod moves;

@@ -6,21 +6,16 @@
 //! ```
 //! The table is walked once. Both ends of a piece plan it alike, so nothing but bytes travels.
 
-use crate::engine::model::Model;
 use crate::gang::comm::{Comm, CommError};
-use crate::state::snapshot::{intersect, place_for};
-use moejob_kernels::DType;
+use crate::state::rank::{RankState, StateTable, intersect};
+use moejob_protocol::checkpoint::Part;
 use moejob_protocol::config::ShardSource;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::EXCHANGE_BYTES_MAX;
-use moejob_protocol::model::{ModelConfig, Param};
 use moejob_protocol::owners::{Holders, Owners};
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
-
-/// Parts of a shard's run: weights and two moments.
-const PARTS: usize = 3;
 
 /// A piece of a shard on its way.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,8 +26,7 @@ pub struct Piece {
     pub bytes: Range<usize>,
     /// In the parameter table.
     pub index: usize,
-    /// 0 weights, 1 and 2 the moments.
-    pub part: usize,
+    pub part: Part,
     /// Of the flattened parameter.
     pub elements: Range<u64>,
 }
@@ -52,21 +46,11 @@ pub struct Moves {
     pub looks: u64,
 }
 
-/// What a plan is made of, beside the earlier layout.
-#[derive(Clone, Copy, Debug)]
-pub struct Needs<'a> {
-    pub model: &'a ModelConfig,
-    /// Its parameter table.
-    pub params: &'a [Param],
-    pub layout: &'a Layout,
-    pub rank: u32,
-    pub float_bytes: u64,
-}
-
 impl Moves {
     /// For each piece the order is that of exchanges, then of `sources`, then of the table.
-    pub fn plan(needs: &Needs, earlier: &Layout, sources: &[ShardSource]) -> Moves {
-        let Needs { model, params, layout, rank: me, float_bytes } = *needs;
+    pub fn plan(table: &StateTable, earlier: &Layout, sources: &[ShardSource]) -> Moves {
+        let StateTable { model, params, layout, rank: me, stored } = *table;
+        let float_bytes = stored.size() as u64;
         let before = Owners::new(model, earlier);
         let (holders, owners) = (Holders::new(model, layout), Owners::new(model, layout));
         let mut of_shard: Vec<Vec<u32>> = vec![Vec::new(); earlier.mesh.world() as usize];
@@ -77,7 +61,7 @@ impl Moves {
         let mut moves = Moves::default();
         let mut bytes_of_exchange = u64::MAX;
         for (index, param) in params.iter().enumerate() {
-            let bytes = param.numel() * PARTS as u64 * float_bytes;
+            let bytes = param.numel() * Part::ALL.len() as u64 * float_bytes;
             if bytes_of_exchange.saturating_add(bytes) > EXCHANGE_BYTES_MAX {
                 moves.exchanges.push(Exchange::default());
                 bytes_of_exchange = 0;
@@ -125,13 +109,14 @@ impl Moves {
     ) {
         for to in holders {
             self.looks += 1;
-            if let Some(piece) = run.piece(0, all, float_bytes) {
+            if let Some(piece) = run.piece(Part::Master, all, float_bytes) {
                 self.exchange().outgoing.entry(*to).or_default().push(piece);
             }
         }
         for (to, needed) in moments {
             self.looks += 1;
-            for piece in (1..PARTS).filter_map(|part| run.piece(part, &needed, float_bytes)) {
+            let moments = [Part::Moment1, Part::Moment2].into_iter();
+            for piece in moments.filter_map(|part| run.piece(part, &needed, float_bytes)) {
                 self.exchange().outgoing.entry(to).or_default().push(piece);
             }
         }
@@ -146,8 +131,8 @@ impl Moves {
         own: &Range<u64>,
     ) {
         self.looks += 1;
-        for part in 0..PARTS {
-            let needed = if part == 0 { held } else { own };
+        for part in Part::ALL {
+            let needed = if part == Part::Master { held } else { own };
             if let Some(piece) = run.piece(part, needed, float_bytes) {
                 self.exchange().incoming.entry(from).or_default().push(piece);
             }
@@ -166,10 +151,10 @@ struct Run {
 
 impl Run {
     fn bytes(&self, float_bytes: u64) -> usize {
-        (self.elements.end - self.elements.start) as usize * PARTS * float_bytes as usize
+        (self.elements.end - self.elements.start) as usize * Part::ALL.len() * float_bytes as usize
     }
 
-    fn piece(&self, part: usize, needed: &Range<u64>, float_bytes: u64) -> Option<Piece> {
+    fn piece(&self, part: Part, needed: &Range<u64>, float_bytes: u64) -> Option<Piece> {
         let elements = intersect(needed, &self.elements)?;
         let len = self.elements.end - self.elements.start;
         let first = part as u64 * len + elements.start - self.elements.start;
@@ -181,36 +166,31 @@ impl Run {
 }
 
 /// Fills this rank's state from shards of an earlier layout that lie in the members' memory.
-/// `held` gives the bytes of the shards that `sources` asks of this rank.
+/// `held` gives the bytes of the shards that `sources` asks of this rank. What came counts once the
+/// state was finished.
 ///
 /// # Errors
 /// A peer is lost.
 pub fn scatter<B: Deref<Target = [u8]>>(
-    model: &mut Model,
+    state: &mut impl RankState,
     comm: &mut Comm,
     earlier: &Layout,
     sources: &[ShardSource],
     held: impl Fn(u32) -> Arc<B>,
 ) -> Result<(), CommError> {
-    let needs = Needs {
-        model: &model.config,
-        params: &model.params,
-        layout: &model.layout,
-        rank: model.rank,
-        float_bytes: model.shape.float_bytes,
-    };
-    let moves = Moves::plan(&needs, earlier, sources);
-    let own = sources.iter().filter(|source| source.from == model.rank);
+    let table = state.table();
+    let (moves, me) = (Moves::plan(&table, earlier, sources), table.rank);
+    let own = sources.iter().filter(|source| source.from == me);
     let shards: BTreeMap<u32, Arc<B>> =
         own.map(|source| (source.shard, held(source.shard))).collect();
     for exchange in &moves.exchanges {
-        move_some(model, comm, exchange, &shards)?;
+        move_some(state, comm, exchange, &shards)?;
     }
     Ok(())
 }
 
 fn move_some<B: Deref<Target = [u8]>>(
-    model: &mut Model,
+    state: &mut impl RankState,
     comm: &mut Comm,
     exchange: &Exchange,
     shards: &BTreeMap<u32, Arc<B>>,
@@ -235,9 +215,7 @@ fn move_some<B: Deref<Target = [u8]>>(
         let mut rest = bytes.as_slice();
         for piece in &exchange.incoming[from] {
             let (own, after) = rest.split_at(piece.bytes.len());
-            let into = place_for(model, piece.index, piece.part, &piece.elements);
-            let into = into.expect("a piece that was asked for");
-            model.device.write(into.reinterpret(DType::U8), own);
+            state.write(piece.part, piece.index, piece.elements.clone(), own);
             rest = after;
         }
     }

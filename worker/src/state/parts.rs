@@ -15,19 +15,6 @@ use moejob_kernels::DType;
 use moejob_kernels::philox::philox4x32_10;
 use moejob_protocol::config::Precision;
 
-/// One part of a tensor's state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum StatePart {
-    /// What forward and backward compute with.
-    Weight,
-    /// What the optimizer updates.
-    Master,
-    /// Exponential moving average of the gradient.
-    Moment1,
-    /// Exponential moving average of its square.
-    Moment2,
-}
-
 /// How the master is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Master {

@@ -49,11 +49,17 @@ struct Label {
 
 impl Slot {
     /// A copy of the state that is no snapshot: nobody resumes from it.
-    pub fn private(len: usize, fill: impl FnOnce(&mut [u8])) -> Arc<Slot> {
+    ///
+    /// # Errors
+    /// Those of `fill`.
+    pub fn private<E>(
+        len: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<Arc<Slot>, E> {
         let slot = Slot(Mapping::private(BYTES + len));
         // SAFETY: nobody else knows of the mapping.
-        fill(unsafe { slot.0.bytes_mut(BYTES) });
-        Arc::new(slot)
+        fill(unsafe { slot.0.bytes_mut(BYTES) })?;
+        Ok(Arc::new(slot))
     }
 
     pub fn file(&self) -> Option<BorrowedFd<'_>> {

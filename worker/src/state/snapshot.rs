@@ -6,10 +6,9 @@
 //! ```
 
 use crate::gang::comm::{Comm, CommError};
-use crate::engine::grads::weight_of;
-use crate::engine::model::Model;
+use crate::state::rank::{DeviceFailed, Normal, RankState, StateTable};
 use crate::state::slots::{Memory, Slot};
-use moejob_kernels::{Buffer, DType, Fill, InitNormal};
+use moejob_protocol::checkpoint::Part;
 use moejob_protocol::layout::{Layout, elements};
 use moejob_protocol::model::{ModelConfig, Param, Role};
 use std::ops::Range;
@@ -27,12 +26,10 @@ pub struct ShardRun {
 }
 
 impl ShardRun {
-    /// Where part 0 (weights), 1 or 2 (moments) of `elements` lies in the shard.
-    fn range(&self, part: usize, elements: &Range<u64>, float_bytes: usize) -> Range<usize> {
-        let len = (self.elements.end - self.elements.start) as usize;
-        let start = (elements.start - self.elements.start) as usize;
-        let start = self.offset + (part * len + start) * float_bytes;
-        start..start + (elements.end - elements.start) as usize * float_bytes
+    /// Where its three parts lie in the shard, one after the other, as long each.
+    fn bytes(&self, float_bytes: usize) -> Range<usize> {
+        let len = (self.elements.end - self.elements.start) as usize * float_bytes;
+        self.offset..self.offset + len * Part::ALL.len()
     }
 }
 
@@ -51,131 +48,97 @@ pub fn shard_runs(
         if elements.is_empty() {
             continue;
         }
-        let bytes = (elements.end - elements.start) as usize * 3 * float_bytes;
+        let bytes = (elements.end - elements.start) as usize * Part::ALL.len() * float_bytes;
         runs.push(ShardRun { index, elements, offset });
         offset += bytes;
     }
     (runs, offset)
 }
 
-/// Initial weights of everything held, from the seed; moments are zero in fresh memory.
-pub fn initialize(model: &mut Model, seed: u64) {
-    let config = &model.config;
-    let router_std = config.router.initializer_range.unwrap_or(config.initializer_range);
-    for index in 0..model.params.len() {
-        let Some(x) = weight_of(model, index) else { continue };
-        let param = &model.params[index];
-        match param.role {
-            Role::Gain => model.device.fill(&Fill { value: 1.0, x }),
-            Role::Bias | Role::Correction { .. } | Role::RouterZeros { .. } => {
-                model.device.fill(&Fill { value: 0.0, x });
-            }
-            Role::Temperature { .. } => {
-                let cosine = config.router.cosine.as_ref();
-                let temperature = cosine.map_or(1.0, |cosine| cosine.initial_temperature);
-                // Our own logarithm: the same bits everywhere.
-                let value = moejob_kernels::Float::ln(1.0 / temperature);
-                model.device.fill(&Fill { value, x });
-            }
-            Role::Matrix | Role::Router { .. } | Role::Expert { .. } => {
-                let hash = blake3::hash(param.name.as_bytes());
-                let (first, _) = hash.as_bytes().split_first_chunk::<8>().expect("32 bytes");
-                model.device.init_normal(&InitNormal {
-                    seed,
-                    name_hash: u64::from_le_bytes(*first),
-                    first: 0,
-                    std: match param.role {
-                        Role::Router { .. } => router_std,
-                        _ => model.config.initializer_range,
-                    },
-                    x,
-                });
-            }
+/// Initial weights of everything held, from the seed; moments are zero. Counts once the state was
+/// finished.
+pub fn initialize(state: &mut impl RankState, seed: u64) {
+    let values: Vec<(usize, Initial)> = {
+        let table = state.table();
+        let held = |index: &usize| !table.needed(Part::Master, *index).is_empty();
+        let of = |index| (index, initial(table.model, &table.params[index], seed));
+        (0..table.params.len()).filter(held).map(of).collect()
+    };
+    for (index, value) in values {
+        match value {
+            Initial::Constant(value) => state.fill(index, value),
+            Initial::Normal(normal) => state.fill_normal(index, &normal),
         }
     }
-    model.device.fill_zero(model.buffers.state.moment1);
-    model.device.fill_zero(model.buffers.state.moment2);
+    state.clear_moments();
 }
 
-/// The three parts of an owned run in this rank's memory.
-fn owned_parts(model: &Model, run: &ShardRun) -> [Buffer; 3] {
-    let (state, flat) = (&model.buffers.state, &model.shape.flats.owned);
-    let weight = weight_of(model, run.index).expect("an owner holds");
-    let len = (run.elements.end - run.elements.start) as usize;
-    let moment = |base| {
-        crate::engine::handles::slice(base, flat, run.index).expect("an owner's moments")
-    };
-    [weight.slice(run.elements.start as usize, len), moment(state.moment1), moment(state.moment2)]
+/// How a parameter begins.
+enum Initial {
+    Constant(f64),
+    Normal(Normal),
+}
+
+fn initial(model: &ModelConfig, param: &Param, seed: u64) -> Initial {
+    match param.role {
+        Role::Gain => Initial::Constant(1.0),
+        Role::Bias | Role::Correction { .. } | Role::RouterZeros { .. } => Initial::Constant(0.0),
+        Role::Temperature { .. } => {
+            let cosine = model.router.cosine.as_ref();
+            let temperature = cosine.map_or(1.0, |cosine| cosine.initial_temperature);
+            // Our own logarithm: the same bits everywhere.
+            Initial::Constant(moejob_kernels::Float::ln(1.0 / temperature))
+        }
+        Role::Matrix | Role::Router { .. } | Role::Expert { .. } => {
+            let hash = blake3::hash(param.name.as_bytes());
+            let (first, _) = hash.as_bytes().split_first_chunk::<8>().expect("32 bytes");
+            let of_router = model.router.initializer_range;
+            Initial::Normal(Normal {
+                seed,
+                name_hash: u64::from_le_bytes(*first),
+                std: match param.role {
+                    Role::Router { .. } => of_router.unwrap_or(model.initializer_range),
+                    _ => model.initializer_range,
+                },
+            })
+        }
+    }
 }
 
 /// Bytes of the shard of `rank`.
-pub fn shard_bytes(model: &Model, rank: u32) -> usize {
-    let float_bytes = model.shape.float_bytes as usize;
-    shard_runs(&model.config, &model.params, &model.layout, rank, float_bytes).1
+pub fn shard_bytes(table: &StateTable, rank: u32) -> usize {
+    shard_runs(table.model, table.params, table.layout, rank, table.stored.size()).1
 }
 
 /// Copies this rank's shard into `bytes`, whose memory is used again.
-pub fn cut(model: &Model, bytes: &mut Vec<u8>) {
-    bytes.resize(shard_bytes(model, model.rank), 0);
-    cut_into(model, bytes);
+///
+/// # Errors
+/// The device failed: the bytes say nothing.
+pub fn cut(state: &mut impl RankState, bytes: &mut Vec<u8>) -> Result<(), DeviceFailed> {
+    let table = state.table();
+    let len = shard_bytes(&table, table.rank);
+    bytes.resize(len, 0);
+    cut_into(state, bytes)
 }
 
 /// Copies this rank's shard into `bytes`, which are as many as it has.
-pub fn cut_into(model: &Model, bytes: &mut [u8]) {
-    let float_bytes = model.shape.float_bytes as usize;
+///
+/// # Errors
+/// The device failed: the bytes say nothing.
+pub fn cut_into(state: &mut impl RankState, bytes: &mut [u8]) -> Result<(), DeviceFailed> {
+    let table = state.table();
+    let float_bytes = table.stored.size();
     let (runs, len) =
-        shard_runs(&model.config, &model.params, &model.layout, model.rank, float_bytes);
+        shard_runs(table.model, table.params, table.layout, table.rank, float_bytes);
     assert_eq!(bytes.len(), len, "room for one shard");
-    for run in &runs {
-        for (part, buffer) in owned_parts(model, run).into_iter().enumerate() {
-            let range = run.range(part, &run.elements, float_bytes);
-            model.device.read(buffer.reinterpret(DType::U8), &mut bytes[range]);
+    for run in runs {
+        let parts = &mut bytes[run.bytes(float_bytes)];
+        let len = parts.len() / Part::ALL.len();
+        for (part, into) in Part::ALL.into_iter().zip(parts.chunks_exact_mut(len)) {
+            state.read(part, run.index, run.elements.clone(), into);
         }
     }
-}
-
-/// Part `part` of elements of a parameter: where it goes in this rank's memory, if it is needed
-/// here. Weights are needed by holders, moments by owners.
-pub fn place_for(model: &Model, index: usize, part: usize, wanted: &Range<u64>) -> Option<Buffer> {
-    let param = &model.params[index];
-    let needed = needed(&model.config, &model.layout, index, param, model.rank, part);
-    let both = intersect(&needed, wanted)?;
-    assert_eq!(both, *wanted, "only what is needed is asked for");
-    let base = if part == 0 {
-        weight_of(model, index)?
-    } else {
-        let (state, flat) = (&model.buffers.state, &model.shape.flats.owned);
-        let base = if part == 1 { state.moment1 } else { state.moment2 };
-        crate::engine::handles::slice(base, flat, index)?
-    };
-    let start = wanted.start - needed.start;
-    Some(base.slice(start as usize, (wanted.end - wanted.start) as usize))
-}
-
-/// The elements of a part of a parameter that `rank` needs to train under `layout`.
-pub fn needed(
-    model: &ModelConfig,
-    layout: &Layout,
-    index: usize,
-    param: &Param,
-    rank: u32,
-    part: usize,
-) -> Range<u64> {
-    if part > 0 {
-        return elements(&layout.owned(model, index, param, rank), param.numel());
-    }
-    let held = match param.role {
-        Role::Expert { layer, expert } => {
-            layout.experts(model, layer, rank).binary_search(&expert).is_ok()
-        }
-        _ => true,
-    };
-    if held { 0..param.numel() } else { 0..0 }
-}
-
-pub fn intersect(a: &Range<u64>, b: &Range<u64>) -> Option<Range<u64>> {
-    let both = a.start.max(b.start)..a.end.min(b.end);
-    (both.start < both.end).then_some(both)
+    state.finish()
 }
 
 /// Why a snapshot was not taken.
@@ -185,32 +148,34 @@ pub enum SnapshotError {
     Comm(#[from] CommError),
     #[error("no memory for a snapshot")]
     Memory(#[from] std::io::Error),
+    #[error(transparent)]
+    Device(#[from] DeviceFailed),
 }
 
 /// Cuts this rank's shard into `memory` and exchanges it with its buddies: `buddies[ward]` keeps
 /// the second copy of the shard of `ward`.
 ///
 /// # Errors
-/// A peer is lost, or there is no memory; what is complete stays.
+/// A peer is lost, there is no memory, or the device failed; what is complete stays.
 pub fn take(
     memory: &Memory,
-    model: &Model,
+    state: &mut impl RankState,
     comm: &mut Comm,
     buddies: &[Option<u32>],
     attempt: u32,
     step: u64,
 ) -> Result<Arc<Slot>, SnapshotError> {
     memory.make_room(attempt, step);
-    let len = shard_bytes(model, model.rank);
-    let mut own = memory.fill(attempt, step, model.rank, len)?;
-    cut_into(model, own.bytes_mut());
+    let rank = state.table().rank;
+    let mut own = memory.fill(attempt, step, rank, shard_bytes(&state.table(), rank))?;
+    cut_into(state, own.bytes_mut())?;
     let own = own.complete();
-    let wards = (0..comm.world()).filter(|ward| buddies[*ward as usize] == Some(model.rank));
+    let wards = (0..comm.world()).filter(|ward| buddies[*ward as usize] == Some(rank));
     let mut theirs = Vec::new();
     for ward in wards {
-        theirs.push((ward, memory.fill(attempt, step, ward, shard_bytes(model, ward))?));
+        theirs.push((ward, memory.fill(attempt, step, ward, shard_bytes(&state.table(), ward))?));
     }
-    let buddy = buddies[model.rank as usize];
+    let buddy = buddies[rank as usize];
     let send = buddy.filter(|_| !own.is_empty()).map(|buddy| (buddy, &own[..]));
     let mut receives: Vec<(u32, &mut [u8])> = theirs
         .iter_mut()

@@ -8,8 +8,9 @@
 
 use super::links::{Links, Shape};
 use super::mover::{self, Pairs};
+use crate::failure::chain;
 use crate::gang::memory::Bell;
-use crate::life::listener::{HANDSHAKE_MS_MAX, HANDSHAKES_MAX, Pending, chain};
+use crate::gang::strangers::{HANDSHAKE_MS_MAX, HANDSHAKES_MAX, Strangers};
 use crate::gang::tls::{AttemptTls, Identity, server_name};
 use moejob_protocol::config::Member;
 use rustls::server::Accepted;
@@ -194,7 +195,7 @@ impl Plane {
         mut offered: mpsc::Receiver<Offer>,
     ) {
         let (connected, mut arrivals) = mpsc::channel(HANDSHAKES_MAX);
-        let mut strangers = Pending::default();
+        let mut strangers = Strangers::default();
         loop {
             let deadline = self.group.as_ref().and_then(Group::join_deadline);
             tokio::select! {

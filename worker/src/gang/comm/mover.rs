@@ -9,7 +9,7 @@
 
 use super::links::PeerPipes;
 use super::pipe::{CHUNK_BYTES_MAX, CREDIT_BYTES, PIPE_BYTES_MAX, Read};
-use crate::life::listener::chain;
+use crate::failure::chain;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 
 use super::Happened;
 use crate::life::control::{FrameError, read_frame, write_frame};
-use crate::life::listener::chain;
+use crate::failure::chain;
 use crate::life::session::Event;
 use moejob_protocol::message::Frame;
 use moejob_protocol::{PROTOCOL_VERSION, Up};

@@ -1,7 +1,8 @@
 //! An engine that is a thread of the worker: it owns the trainer and runs one attempt at a time.
 
 use super::{Attempt, Name, Said};
-use crate::attempt::api::{AttemptEnd, Control, Failure, TrainerEvent};
+use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
+use crate::failure::Failure;
 use crate::gang::comm::Comm;
 use crate::life::run::Happened;
 use moejob_protocol::WorkerConfig;

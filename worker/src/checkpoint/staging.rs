@@ -1,11 +1,12 @@
 //! Writing a directory of safetensors: staged beside its place, one tensor after the other, renamed
 //! when it is whole.
 
-use crate::checkpoint::Problem;
+use super::Problem;
 use moejob_protocol::checkpoint::FileEntry;
 use serde_json::{Map, Value, json};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// Why weights were not converted.
@@ -26,7 +27,7 @@ fn joined(problems: &[Problem]) -> String {
 }
 
 impl Failed {
-    pub(super) fn as_problem(&self) -> Problem {
+    pub(crate) fn as_problem(&self) -> Problem {
         Problem::new(".", &self.to_string())
     }
 }
@@ -193,4 +194,23 @@ impl<'a> Writing<'a> {
     fn failed(&self, source: std::io::Error) -> Failed {
         Failed::Write { path: self.directory.to_path_buf(), source }
     }
+}
+
+/// Runs of parameters that share a file of at most `most` bytes.
+pub fn runs(sizes: &[u64], most: u64) -> Vec<Range<usize>> {
+    let mut shards: Vec<Range<usize>> = Vec::new();
+    let mut filled = u64::MAX;
+    for (index, size) in sizes.iter().enumerate() {
+        match shards.last_mut() {
+            Some(last) if filled.saturating_add(*size) <= most => {
+                last.end = index + 1;
+                filled += size;
+            }
+            _ => {
+                shards.push(index..index + 1);
+                filled = *size;
+            }
+        }
+    }
+    shards
 }

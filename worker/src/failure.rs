@@ -1,0 +1,35 @@
+//! Why a worker ends, and errors as people read them.
+
+use serde::{Deserialize, Serialize};
+
+/// Why a worker ends; its message and advice reach the user.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failure {
+    /// 1 failed, 2 the user's input, 3 data or checkpoint refused, 75 fenced or try again.
+    pub exit_code: i32,
+    pub message: String,
+    /// What to do next.
+    pub advice: String,
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.message)?;
+        if !self.advice.is_empty() {
+            write!(f, "\n  {}", self.advice)?;
+        }
+        Ok(())
+    }
+}
+
+/// An error with its sources, in one line.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        source = error.source();
+    }
+    text
+}

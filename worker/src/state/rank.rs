@@ -1,0 +1,121 @@
+//! What snapshots, moves, checkpoints, imports and exports need of a rank: its state as logical
+//! tensors of stored floats, wherever and however its device keeps them.
+//!
+//! ```text
+//! StateTable: which elements of which part of which parameter a rank needs
+//! RankState:  stored floats <-> those elements in its memory
+//! ```
+//! Stored floats are fp32 whatever the precision of training, and fp64 of fp64 jobs.
+
+use moejob_kernels::DType;
+use moejob_protocol::checkpoint::Part;
+use moejob_protocol::layout::{Layout, elements};
+use moejob_protocol::model::{ModelConfig, Param, Role};
+use std::ops::Range;
+
+/// Which state a rank has.
+#[derive(Clone, Copy, Debug)]
+pub struct StateTable<'a> {
+    pub model: &'a ModelConfig,
+    /// Its parameter table.
+    pub params: &'a [Param],
+    pub layout: &'a Layout,
+    pub rank: u32,
+    /// F32 or F64.
+    pub stored: DType,
+}
+
+impl StateTable<'_> {
+    /// See [`needed`].
+    pub fn needed(&self, part: Part, index: usize) -> Range<u64> {
+        needed(self.model, self.layout, index, &self.params[index], self.rank, part)
+    }
+}
+
+/// The elements of a part of a parameter that `rank` needs to train under `layout`. Masters are
+/// needed by holders, since weights are made of them; moments by owners.
+pub fn needed(
+    model: &ModelConfig,
+    layout: &Layout,
+    index: usize,
+    param: &Param,
+    rank: u32,
+    part: Part,
+) -> Range<u64> {
+    if part != Part::Master {
+        return elements(&layout.owned(model, index, param, rank), param.numel());
+    }
+    let held = match param.role {
+        Role::Expert { layer, expert } => {
+            layout.experts(model, layer, rank).binary_search(&expert).is_ok()
+        }
+        _ => true,
+    };
+    if held { 0..param.numel() } else { 0..0 }
+}
+
+pub fn intersect(a: &Range<u64>, b: &Range<u64>) -> Option<Range<u64>> {
+    let both = a.start.max(b.start)..a.end.min(b.end);
+    (both.start < both.end).then_some(both)
+}
+
+/// The device does not have what was asked of it: bytes that were read before this say nothing.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the device failed: {0}")]
+pub struct DeviceFailed(pub String);
+
+/// The state of one rank. A device may put work off and may fail at any of it, so nothing that was
+/// read or written counts before [`RankState::finish`].
+///
+/// Elements are of the flattened logical parameter at `index` of the table. Calls cost the same
+/// however much they move, so they are few and large: a run of an owner at a time.
+pub trait RankState {
+    fn table(&self) -> StateTable<'_>;
+
+    /// Copies elements that this rank owns into `into`, which has as many stored floats.
+    fn read(&mut self, part: Part, index: usize, elements: Range<u64>, into: &mut [u8]);
+
+    /// Sets elements that this rank needs. With a master goes the weight that is computed with;
+    /// where a rank holds and does not own, it may keep the weight alone.
+    fn write(&mut self, part: Part, index: usize, elements: Range<u64>, from: &[u8]);
+
+    /// Sets the whole master of a parameter that is held, and its weight.
+    fn fill(&mut self, index: usize, value: f64);
+
+    /// The same, from a normal distribution: a function of `normal` and the element.
+    fn fill_normal(&mut self, index: usize, normal: &Normal);
+
+    /// All moments become zero.
+    fn clear_moments(&mut self);
+
+    /// Waits for all of the above.
+    ///
+    /// # Errors
+    /// The first failure of the device since it was made.
+    fn finish(&mut self) -> Result<(), DeviceFailed>;
+}
+
+/// Initial values of one parameter.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Normal {
+    pub seed: u64,
+    /// Of the logical name.
+    pub name_hash: u64,
+    pub std: f64,
+}
+
+/// A parameter's name, with layer and expert in words.
+pub fn place(param: &Param) -> String {
+    match param.role {
+        Role::Expert { layer, expert } => {
+            format!("{} (expert {expert} of layer {layer})", param.name)
+        }
+        _ => {
+            let rest = param.name.strip_prefix("model.layers.");
+            match rest.and_then(|rest| rest.split('.').next()) {
+                Some(layer) => format!("{} (layer {layer})", param.name),
+                None => param.name.clone(),
+            }
+        }
+    }
+}
