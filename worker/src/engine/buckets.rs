@@ -11,6 +11,7 @@ use crate::engine::handles::{Dense, ExpertStacks, is_frozen};
 use crate::engine::model::Model;
 use crate::engine::numbers::class_of;
 use crate::engine::round::Round;
+use crate::state::rank::name_hash;
 use moejob_kernels::cuda::Stacked;
 use moejob_kernels::{
     BucketAdamW, BucketBlock, Buffer, DecideUpdate, Fill, GradientNumbers, Master, MoveCorrections,
@@ -56,6 +57,11 @@ impl Places {
     ) -> Option<Buffer> {
         let (bucket, start, len) = self.spans[index]?;
         Some(part(&memory[bucket]).slice(start, len))
+    }
+
+    /// The bucket of the parameter at `index`, its first element there and how many it has.
+    pub fn place(&self, index: usize) -> Option<(usize, usize, usize)> {
+        self.spans[index]
     }
 
     /// The experts of each layer among the buffers that `part` names; none of a layer without.
@@ -113,13 +119,6 @@ impl Places {
             model.device.write(memory.table, &table);
         }
     }
-}
-
-/// Of a parameter's name: what its initial values and its random rounding depend on.
-pub(crate) fn name_hash(param: &Param) -> u64 {
-    let hash = blake3::hash(param.name.as_bytes());
-    let (first, _) = hash.as_bytes().split_first_chunk::<8>().expect("32 bytes");
-    u64::from_le_bytes(*first)
 }
 
 /// Sums of gradients in buckets.

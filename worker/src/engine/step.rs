@@ -8,6 +8,7 @@ use crate::engine::model::Model;
 use crate::engine::round::{Aim, Schedule};
 use crate::engine::sums::Sums;
 use crate::engine::validate::Favourites;
+use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError};
 use moejob_kernels::{Device, KernelError, SumRows};
 use moejob_protocol::WorkerConfig;
@@ -182,10 +183,4 @@ impl Engine {
         self.model.device.sum_rows(&SumRows { x: balance.micro_batches, out: balance.sum });
         Ok(())
     }
-}
-
-/// An error with all that led to it, in one line.
-fn chain(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    causes.map(|error| error.to_string()).collect::<Vec<_>>().join(": ")
 }

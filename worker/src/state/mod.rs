@@ -1,6 +1,5 @@
 //! What a rank owns of the training's state, and how it moves between ranks.
 
-pub mod parts;
 pub mod rank;
 pub mod slots;
 pub mod snapshot;

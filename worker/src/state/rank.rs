@@ -104,6 +104,13 @@ pub struct Normal {
     pub std: f64,
 }
 
+/// Of a parameter's name: what its initial values and its random rounding depend on.
+pub fn name_hash(param: &Param) -> u64 {
+    let hash = blake3::hash(param.name.as_bytes());
+    let (first, _) = hash.as_bytes().split_first_chunk::<8>().expect("32 bytes");
+    u64::from_le_bytes(*first)
+}
+
 /// A parameter's name, with layer and expert in words.
 pub fn place(param: &Param) -> String {
     match param.role {

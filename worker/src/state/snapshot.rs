@@ -6,7 +6,7 @@
 //! ```
 
 use crate::gang::comm::{Comm, CommError};
-use crate::state::rank::{DeviceFailed, Normal, RankState, StateTable};
+use crate::state::rank::{DeviceFailed, Normal, RankState, StateTable, name_hash};
 use crate::state::slots::{Memory, Slot};
 use moejob_protocol::checkpoint::Part;
 use moejob_protocol::layout::{Layout, elements};
@@ -90,12 +90,10 @@ fn initial(model: &ModelConfig, param: &Param, seed: u64) -> Initial {
             Initial::Constant(moejob_kernels::Float::ln(1.0 / temperature))
         }
         Role::Matrix | Role::Router { .. } | Role::Expert { .. } => {
-            let hash = blake3::hash(param.name.as_bytes());
-            let (first, _) = hash.as_bytes().split_first_chunk::<8>().expect("32 bytes");
             let of_router = model.router.initializer_range;
             Initial::Normal(Normal {
                 seed,
-                name_hash: u64::from_le_bytes(*first),
+                name_hash: name_hash(param),
                 std: match param.role {
                     Role::Router { .. } => of_router.unwrap_or(model.initializer_range),
                     _ => model.initializer_range,
