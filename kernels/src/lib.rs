@@ -17,6 +17,7 @@
 
 mod buffer;
 mod device;
+mod marks;
 
 pub mod philox;
 
@@ -68,6 +69,7 @@ pub use gate_input::{
 };
 pub use head::{HeadDesc, HeadGradient, HeadLoss, HeadPlan, head_numbers};
 pub use loss::{CrossEntropy, IGNORE, SumF64};
+pub use marks::Span;
 pub use matmul::{AddBias, BiasBackward, Layout, Matmul};
 pub use moe::{MoeBackward, MoeForward, MoePlan};
 pub use norm::{AddRmsNorm, RmsNorm, RmsNormBackward};

@@ -140,9 +140,14 @@ fn check(name: &str, model: &ModelConfig, training: &TrainingConfig) {
     for on in places() {
         let found = steps(on, model, training);
         assert!(found.iter().all(|step| step.non_finite.is_none()), "{name} {on:?}");
-        let (losses, norms) = distances(&found, &expected);
-        println!("{name} {on:?}: losses {losses:.1e}, norms {norms:.1e} apart");
+        // Where a token chose another expert, by a last bit, both are right from there on.
+        let alike = found.iter().zip(&expected).take_while(|(a, b)| a.loads == b.loads).count();
+        assert!(alike >= 5, "{name} {on:?}: loads differ from step {alike} on");
+        let (losses, norms) = distances(&found[..alike], &expected[..alike]);
+        let (all, _) = distances(&found, &expected);
+        println!("{name} {on:?}: losses {losses:.1e}, norms {norms:.1e} apart, then {all:.1e}");
         assert!(losses < 1e-5 && norms < 1e-3, "{name} {on:?}: {losses:e} {norms:e}");
+        assert!(all < 1e-3, "{name} {on:?}: {all:e}");
         let (found, expected) = (&found[0], &expected[0]);
         assert_eq!(found.loads, expected.loads, "{name} {on:?}");
         for (found, expected) in

@@ -51,6 +51,7 @@ use exec::Exec;
 
 use crate::buffer::{Buffer, Element};
 use crate::device::{KernelError, TrafficCounts};
+use crate::marks::Marks;
 
 /// Rows that one job computes: enough to be worth handing over, few enough to spread.
 const ROWS_PER_JOB: usize = 32;
@@ -65,6 +66,7 @@ pub struct CpuDevice {
     exec: Exec,
     rope: rope::Tables,
     pub(crate) traffic: TrafficCounts,
+    pub(crate) marks: Option<Marks>,
 }
 
 impl CpuDevice {
@@ -72,7 +74,7 @@ impl CpuDevice {
     pub fn new(threads: usize, arena_bytes: usize, isa: Isa) -> Result<CpuDevice, KernelError> {
         let exec = Exec::new(threads, isa)?;
         let (arena, rope) = (Arena::new(arena_bytes)?, rope::Tables::default());
-        Ok(CpuDevice { arena, exec, rope, traffic: TrafficCounts::default() })
+        Ok(CpuDevice { arena, exec, rope, traffic: TrafficCounts::default(), marks: None })
     }
 
     pub(crate) fn reserve(&mut self, arena_bytes: usize) -> Result<(), KernelError> {

@@ -6,7 +6,7 @@ use super::attention::AttentionKernels;
 use super::attention_shape::AttentionDesc;
 use super::compile::{Compiler, default_cache_dir};
 use super::dense_device::DenseState;
-use super::driver::{Arena, Gpu, Stream};
+use super::driver::{Arena, Event, Gpu, Stream};
 use super::error::CudaError;
 use super::gate::GateKernels;
 use super::head::Head;
@@ -16,6 +16,7 @@ use super::step_ops::StepOps;
 use crate::attention::{Attention, AttentionBackward};
 use crate::buffer::{ArenaPlan, Buffer, Element};
 use crate::device::TrafficCounts;
+use crate::marks::Marks;
 use crate::moe::{MoeBackward, MoeForward, MoePlan};
 
 /// The memory and the kernels of one rank on a GPU.
@@ -35,6 +36,7 @@ pub struct CudaDevice {
     attentions: Vec<AttentionKernels>,
     failure: OnceLock<LayerError>,
     pub(crate) traffic: TrafficCounts,
+    pub(crate) marks: Option<Marks>,
 }
 
 impl CudaDevice {
@@ -58,6 +60,7 @@ impl CudaDevice {
             attentions: Vec::new(),
             failure: OnceLock::new(),
             traffic: TrafficCounts::default(),
+            marks: None,
         })
     }
 
@@ -92,6 +95,18 @@ impl CudaDevice {
     pub fn finish(&self) -> Result<(), &LayerError> {
         self.attempt(|| Ok(self.stream.synchronize()?));
         self.failure.get().map_or(Ok(()), Err)
+    }
+
+    /// An event behind all that was enqueued.
+    pub(crate) fn event(&self) -> Option<Event> {
+        let mut made = None;
+        self.attempt(|| {
+            let event = Event::new(self.gpu())?;
+            self.stream.record(&event)?;
+            made = Some(event);
+            Ok(())
+        });
+        made
     }
 
     /// The first failure that is known of; waits for nothing.

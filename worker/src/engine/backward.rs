@@ -29,12 +29,14 @@ impl Pass<'_> {
         let t = self.round.tokens;
         if let Some(gradients) = leaf.dense {
             self.last_norm_backward(t, gradients, leaf.accumulate);
+            self.mark("last norm'", None);
         }
         for layer in (0..self.model.config.num_hidden_layers as usize).rev() {
             if self.links.has_failed() {
                 return;
             }
             self.recompute(layer);
+            self.mark("computed again", Some(layer));
             self.feed_forward_backward(layer, leaf);
             if let Some(gradients) = leaf.dense {
                 self.attention_backward(layer, t, &gradients.layers[layer], leaf.accumulate);
@@ -42,6 +44,7 @@ impl Pass<'_> {
         }
         if let Some(gradients) = leaf.dense {
             self.embed_backward(t, gradients, leaf.accumulate);
+            self.mark("embedding'", None);
         }
     }
 
@@ -74,6 +77,7 @@ impl Pass<'_> {
         if moe && !self.fused_backward(layer, leaf) {
             self.moe_backward(layer, leaf);
         }
+        self.mark("mixture'", Some(layer));
         let Some(gradients) = leaf.dense else { return };
         let (t, d) = (self.round.tokens, self.model.dim());
         let gradients = &gradients.layers[layer];
@@ -81,6 +85,7 @@ impl Pass<'_> {
             (self.model.dense.layers[layer].gated, gradients.gated)
         {
             self.gated_backward(layer, t, weights, gradients, [moe, leaf.accumulate]);
+            self.mark("dense part'", Some(layer));
         }
         let b = &self.model.buffers.layers[layer];
         let (x, rstd) = (b.mid.slice(0, t * d), b.rstd2.slice(0, t));
@@ -89,6 +94,7 @@ impl Pass<'_> {
         let w = self.model.dense.layers[layer].norm2;
         let gain = [w, gradients.norm2];
         self.norm_backward([x, rstd], gain, [dnorm, dx], [true, leaf.accumulate]);
+        self.mark("norm'", Some(layer));
     }
 
     /// dnorm (+)= the gradient through the dense part or the shared experts.
@@ -143,19 +149,24 @@ impl Pass<'_> {
         let d_attended = scratch.d_attended.slice(0, t * q_size);
         let buffers = [attended, dx, d_attended];
         self.linear_backward(t, buffers, [weights.o, gradients.o], [false, accumulate]);
+        self.mark("o'", Some(layer));
         let (dq, dk) = (scratch.dq.slice(0, t * q_size), scratch.dk.slice(0, t * kv_size));
         let dv = scratch.dv.slice(0, t * kv_size);
         let forward = self.attention_op(layer, t);
         let op = AttentionBackward { forward, d_o: d_attended, dq, dk, dv };
         self.model.device.attention_backward(&op);
+        self.mark("attention'", Some(layer));
         let (dq, dk) = self.turn_backward(layer, t, [dq, dk, dv], gradients, accumulate);
+        self.mark("turn'", Some(layer));
         let norm1 = b.norm1.slice(0, t * d);
         self.linear_backward(t, [norm1, dq, dnorm], [weights.q, gradients.q], [false, accumulate]);
         self.linear_backward(t, [norm1, dk, dnorm], [weights.k, gradients.k], [true, accumulate]);
         self.linear_backward(t, [norm1, dv, dnorm], [weights.v, gradients.v], [true, accumulate]);
+        self.mark("q k v'", Some(layer));
         let (x, rstd) = (b.input.slice(0, t * d), b.rstd1.slice(0, t));
         let gain = [weights.norm1, gradients.norm1];
         self.norm_backward([x, rstd], gain, [dnorm, dx], [true, accumulate]);
+        self.mark("norm'", Some(layer));
     }
 
     /// Gradients of queries and keys before their turn, clamp and norm; of values before the clamp.

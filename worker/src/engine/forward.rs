@@ -46,6 +46,7 @@ impl<'a> Pass<'a> {
                 table: self.model.dense.embed,
                 x,
             });
+            self.mark("embedding", None);
         }
         for layer in 0..self.model.config.num_hidden_layers as usize {
             if self.links.has_failed() {
@@ -56,7 +57,13 @@ impl<'a> Pass<'a> {
         self.record_all_layers();
         if t > 0 {
             self.last_norm(t);
+            self.mark("last norm", None);
         }
+    }
+
+    /// What was enqueued since the last mark.
+    pub(crate) fn mark(&mut self, name: &'static str, layer: Option<usize>) {
+        self.model.device.mark(name, layer);
     }
 
     /// From the layer's input to that of the next.
@@ -99,6 +106,7 @@ impl<'a> Pass<'a> {
             gradient,
         };
         self.model.device.head_loss(&op);
+        self.mark("head", None);
     }
 
     /// mid = input + attention(norm(input))
@@ -111,21 +119,27 @@ impl<'a> Pass<'a> {
         let (q, k) = (b.q.slice(0, t * q_size), b.k.slice(0, t * kv_size));
         let v = b.v.slice(0, t * kv_size);
         self.norm(t, input, weights.norm1, norm1, b.rstd1.slice(0, t));
+        self.mark("norm", Some(layer));
         let raw = b.qk_norm.as_ref();
         let q_to = raw.map_or(q, |raw| raw.q.slice(0, q.len()));
         let k_to = raw.map_or(k, |raw| raw.k.slice(0, k.len()));
         self.linear(t, norm1, weights.q, q_to, false);
         self.linear(t, norm1, weights.k, k_to, false);
         self.linear(t, norm1, weights.v, v, false);
+        self.mark("q k v", Some(layer));
         self.turn(layer, t, [q, k, v]);
+        self.mark("turn", Some(layer));
         let attended = b.attended.slice(0, t * q_size);
         let op = self.attention_op(layer, t);
         self.model.device.attention(&op);
+        self.mark("attention", Some(layer));
         let mid = b.mid.slice(0, t * d);
         self.model.device.copy(input, mid);
         self.linear(t, attended, weights.o, mid, true);
+        self.mark("o", Some(layer));
         let (norm2, rstd2) = (b.norm2.slice(0, t * d), b.rstd2.slice(0, t));
         self.norm(t, mid, weights.norm2, norm2, rstd2);
+        self.mark("norm", Some(layer));
     }
 
     /// Queries and keys as attention sees them: normed, clamped, turned; values clamped.
@@ -242,6 +256,7 @@ impl<'a> Pass<'a> {
             if !self.fused_forward(layer, out) {
                 self.moe_forward(layer, out);
             }
+            self.mark("mixture", Some(layer));
         } else if t > 0 {
             self.model.device.copy(self.model.buffers.layers[layer].mid.slice(0, t * d), out);
         }
@@ -249,6 +264,7 @@ impl<'a> Pass<'a> {
             && let Some(weights) = self.model.dense.layers[layer].gated
         {
             self.gated(layer, t, weights, out);
+            self.mark("dense part", Some(layer));
         }
     }
 

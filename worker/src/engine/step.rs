@@ -125,11 +125,13 @@ impl Engine {
             gradients.spoil(model);
         }
         gradients.measure(model);
+        model.device.mark("numbers", None);
         model.reduce_numbers(links);
         // What was not summed over all ranks must not move a weight.
         links.check()?;
         gradients.update(model, &training.adamw);
         gradients.spread(model, links);
+        model.device.mark("update", None);
         links.check()?;
         let summary = model.read_numbers(training, step);
         // What was read before a failure says nothing.
