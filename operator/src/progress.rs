@@ -1,7 +1,8 @@
 //! What a person sees while a job runs: one line that changes on a terminal, plain lines in a pipe.
 
 use moejob_protocol::message::Loading;
-use moejob_protocol::report::StepReport;
+use moejob_plan::placement::gib;
+use moejob_protocol::report::{DeviceReport, StepReport};
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
@@ -125,6 +126,9 @@ fn describe(report: &StepReport, steps: u64, left: Option<Duration>) -> String {
         report.loss,
         thousands(report.tokens_per_second)
     );
+    if let Some(device) = &report.device {
+        line += &of_device(device);
+    }
     if let Some(loss) = report.validation_loss {
         line += &format!("  held-out {loss:.4}");
     }
@@ -133,6 +137,21 @@ fn describe(report: &StepReport, steps: u64, left: Option<Duration>) -> String {
     }
     let ranks = if report.world_size == 1 { "rank" } else { "ranks" };
     line + &format!("  {} {ranks}", report.world_size)
+}
+
+/// `  535 TFLOP/s (54.1%)  112.0 GiB  650 W`, as far as the device tells.
+fn of_device(device: &DeviceReport) -> String {
+    let mut text = format!("  {:.0} TFLOP/s", device.model_flops_per_second / 1e12);
+    if let Some(share) = device.ceiling_share {
+        text += &format!(" ({:.1}%)", share * 100.0);
+    }
+    if let Some(bytes) = device.memory_bytes {
+        text += &format!("  {}", gib(bytes));
+    }
+    if let Some(watts) = device.watts {
+        text += &format!("  {watts:.0} W");
+    }
+    text
 }
 
 fn thousands(value: f64) -> String {
@@ -192,6 +211,20 @@ mod tests {
         assert_eq!(thousands(2_500_000.0), "2.50M");
         assert_eq!(clock(Duration::from_secs(61)), "1:01");
         assert_eq!(clock(Duration::from_secs(3723)), "1:02:03");
+    }
+
+    #[test]
+    fn a_gpu_says_what_it_tells() {
+        let device = DeviceReport {
+            model_flops_per_second: 535.2e12,
+            ceiling_share: Some(0.541),
+            memory_bytes: Some(112 << 30),
+            watts: Some(650.4),
+            ..DeviceReport::default()
+        };
+        assert_eq!(of_device(&device), "  535 TFLOP/s (54.1%)  112.0 GiB  650 W");
+        let unknown = DeviceReport { model_flops_per_second: 2e12, ..DeviceReport::default() };
+        assert_eq!(of_device(&unknown), "  2 TFLOP/s");
     }
 
     #[test]

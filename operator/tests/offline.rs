@@ -83,3 +83,39 @@ fn the_definition_is_the_one_in_the_tree() {
     assert_eq!(code, 0);
     assert_eq!(out, std::fs::read_to_string(format!("{}/manifests/crd.yaml", root())).unwrap());
 }
+
+/// The base's manifest with other nodes and more of training.
+fn with(nodes: &str, training: &str) -> String {
+    let base = include_str!("../plan/tests/manifests/base.yaml");
+    let base = base.replace("profile: cpu, min: 1, max: 4", nodes);
+    base.replace("    steps: 100", &format!("    steps: 100{training}"))
+}
+
+/// Every command that a job could start with says the same, with the place.
+#[test]
+fn what_gpus_cannot_do_yet_is_refused_before_a_run() {
+    let several = with("profile: nd-h200-v5", "\n    precision: fp16");
+    let fp16 = "18:16: E0301 spec.training.precision: found `fp16` on GPUs";
+    let gpus = "6:21: E0301 spec.nodes.profile: found 8 GPUs a node; allowed: a node with one GPU";
+    for command in ["validate", "run"] {
+        let (code, out, err) = said(&moejob(&[command, "-"], &several));
+        assert_eq!((code, out.as_str()), (2, ""), "{err}");
+        assert!(err.contains(fp16) && err.contains(gpus), "{err}");
+    }
+    let (code, out, _) = said(&moejob(&["plan", "-"], &several));
+    assert_eq!(code, 2, "{out}");
+    assert!(out.contains("NOT YET  E0301 spec.nodes.profile: found 8 GPUs a node"), "{out}");
+}
+
+#[test]
+fn one_gpu_is_valid_and_processors_refuse_its_formats_by_line() {
+    let (code, out, err) = said(&moejob(&["validate", "-"], &with("profile: gpu", "")));
+    assert_eq!((code, out.as_str(), err.as_str()), (0, "-: MoeJob sample is valid\n", ""));
+    let tf32 = with("profile: cpu", "\n    precision: tf32");
+    for command in ["validate", "plan", "run"] {
+        let (code, _, err) = said(&moejob(&[command, "-"], &tf32));
+        assert_eq!(code, 2);
+        let expected = "18:16: E0221 spec.training.precision: found `tf32` on processors";
+        assert!(err.contains(expected), "{command}: {err}");
+    }
+}

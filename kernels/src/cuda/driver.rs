@@ -22,6 +22,7 @@ struct GpuInner {
     device: sys::CUdevice,
     context: sys::CUcontext,
     name: String,
+    uuid: [u8; 16],
     capability: (i32, i32),
     multiprocessors: u32,
     /// Calls that may have waited, see [`Gpu::waits`]
@@ -64,6 +65,7 @@ impl Gpu {
         let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
         let device = cu::device::get(ordinal).doing(what)?;
         let name = cu::device::get_name(device).doing(what)?;
+        let uuid = cu::device::get_uuid(device).doing(what)?.bytes.map(|byte| byte as u8);
         use sys::CUdevice_attribute_enum as Attribute;
         let attribute = |attribute| {
             // SAFETY: `device` is a valid device of this process.
@@ -79,6 +81,7 @@ impl Gpu {
             device,
             context,
             name,
+            uuid,
             capability: (major, minor),
             multiprocessors: u32::try_from(count).unwrap_or(1),
             waits: AtomicU64::new(0),
@@ -97,6 +100,11 @@ impl Gpu {
 
     pub fn name(&self) -> &str {
         &self.inner.name
+    }
+
+    /// What names it to every process and to NVML.
+    pub fn uuid(&self) -> [u8; 16] {
+        self.inner.uuid
     }
 
     /// Compute capability: major, minor.

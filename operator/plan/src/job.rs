@@ -1,6 +1,7 @@
 //! Spec -> Job: defaulted and valid, or every problem at once.
 
 use crate::canonical::canonical_hash;
+use crate::devices;
 use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::profile::{Backend, Profile};
@@ -8,11 +9,13 @@ use crate::read::Manifest;
 use crate::router;
 use crate::rules;
 use crate::spec::{
-    ActivationName, FieldFilesSpec, Level, MixturePartSpec, MoeJobSpec, ModelSpec, NumberOrAuto,
-    PrecisionName, Preset, QkNormName, RecomputeName, SourceSpec, TokenTypeName, VolumeSpec,
+    ActivationName, AttentionName, FieldFilesSpec, GradientDtypeName, Level, MixturePartSpec,
+    MoeJobSpec, ModelSpec, MomentDtypeName, NumberOrAuto, PrecisionName, Preset, QkNormName,
+    RecomputeName, SourceSpec, TokenTypeName, VolumeSpec,
 };
 use moejob_protocol::config::{
-    AdamW, Compute, Precision, Recompute, Schedule, TokenType, Tokenizer, ValidationConfig,
+    AdamW, Compute, GradientDtype, MomentDtype, Precision, Recompute, Schedule, TokenType,
+    Tokenizer, ValidationConfig,
 };
 use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm};
 use moejob_protocol::config::TrainingConfig;
@@ -220,8 +223,8 @@ impl Job {
     }
 
     /// What the workers cannot do yet, by name: refused, never ignored.
-    pub fn unsupported(&self, backend: Backend) -> Vec<Problem> {
-        rules::unsupported(self, backend)
+    pub fn unsupported(&self) -> Vec<Problem> {
+        devices::unsupported(self)
     }
 }
 
@@ -435,6 +438,7 @@ fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
         sequence_length: spec.data.as_ref().and_then(|data| data.sequence_length).unwrap_or(0),
         precision: match (training.precision, backend) {
             (Some(PrecisionName::Fp32), _) | (None, Backend::Cpu) => Precision::Fp32,
+            (Some(PrecisionName::Tf32), _) => Precision::Tf32,
             (Some(PrecisionName::Bf16), _) | (None, Backend::Cuda) => Precision::Bf16,
             (Some(PrecisionName::Fp16), _) => Precision::Fp16,
         },
@@ -460,7 +464,18 @@ fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
                 Backend::Cpu => moejob_protocol::config::Backend::Cpu,
                 Backend::Cuda => moejob_protocol::config::Backend::Cuda,
             },
-            ..Compute::default()
+            moment_dtype: match training.moment_dtype {
+                None | Some(MomentDtypeName::Fp32) => MomentDtype::Fp32,
+                Some(MomentDtypeName::Bf16) => MomentDtype::Bf16,
+            },
+            gradient_dtype: match training.gradient_dtype {
+                // On processors fp32 is what there is: typed or not, it is the same job.
+                _ if backend == Backend::Cpu => GradientDtype::Auto,
+                None | Some(GradientDtypeName::Auto) => GradientDtype::Auto,
+                Some(GradientDtypeName::Bf16) => GradientDtype::Bf16,
+                Some(GradientDtypeName::Fp32) => GradientDtype::Fp32,
+            },
+            fast_attention: training.attention == Some(AttentionName::Fastest),
         },
     }
 }
@@ -482,11 +497,10 @@ fn recovery(spec: &MoeJobSpec) -> Recovery {
 
 /// What decides how a job is computed and not what it is: a checkpoint may change it. Steps may be
 /// added to a job that has ended.
-const MUTABLE: [&str; 7] = [
+const MUTABLE: [&str; 6] = [
     "steps",
     "precision",
-    "momentDtype",
-    "gradientDtype",
+    "compute",
     "recompute",
     "offload",
     "microBatchSize",

@@ -147,3 +147,13 @@ pub fn identity(job: &Job) -> Value {
     }
     identity
 }
+
+/// What of an `identity` two runs of one job must share. Formats and devices are left out: weights
+/// and moments are kept in fp32, so a run that began on a processor may go on on a GPU.
+pub fn shared(identity: &Value) -> Value {
+    let mut shared = identity.clone();
+    if let Some(training) = shared["training"].as_object_mut() {
+        training.retain(|field, _| !["precision", "compute"].contains(&&field[..]));
+    }
+    shared
+}

@@ -29,6 +29,7 @@ pub mod resources;
 pub mod allocate;
 mod canonical;
 mod router;
+pub mod devices;
 pub mod cost;
 mod rules;
 pub mod job;

@@ -188,7 +188,7 @@ pub fn outlook(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Outloo
         why,
         what_ifs,
         unsupported: job
-            .unsupported(job.profile.backend)
+            .unsupported()
             .iter()
             .map(|problem| problem.sentence())
             .collect(),
@@ -457,6 +457,7 @@ fn report(step: u64, attempt: u32) -> StepReport {
         attempt,
         expert_imbalance: 0.0,
         routing: Default::default(),
+        device: None,
         validation_loss: None,
         time: String::new(),
     }

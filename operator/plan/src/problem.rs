@@ -52,6 +52,7 @@ pub enum Code {
     Durable = 218,
     Router = 219,
     Cost = 220,
+    Device = 221,
     Unsupported = 301,
 }
 

@@ -35,11 +35,12 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// `custom` is read for profile custom alone, `devicesPerNode` for profile cpu.
+    /// `custom` is read for profile custom alone, `devicesPerNode` for profiles cpu and gpu.
     pub fn of(nodes: &NodesSpec) -> Profile {
         let name = nodes.profile.unwrap_or(ProfileName::Cpu);
         match name {
             ProfileName::Cpu => Profile::cpu(nodes.devices_per_node.unwrap_or(1)),
+            ProfileName::Gpu => Profile::of_this_machine(nodes.devices_per_node.unwrap_or(1)),
             ProfileName::NdmA100V4 => gpus(name, 80 * GIB, "Standard_ND96amsr_A100_v4"),
             ProfileName::NdH100V5 => gpus(name, 80 * GIB, "Standard_ND96isr_H100_v5"),
             ProfileName::NdH200V5 => gpus(name, 141 * GIB, "Standard_ND96isr_H200_v5"),
@@ -58,6 +59,18 @@ impl Profile {
             nics: 0,
             node_selector: BTreeMap::new(),
             env: Vec::new(),
+        }
+    }
+
+    /// GPUs of whatever kind: what memory they have is known where the job runs.
+    fn of_this_machine(devices: u32) -> Profile {
+        Profile {
+            name: ProfileName::Gpu,
+            backend: Backend::Cuda,
+            devices,
+            ranks: devices.max(1),
+            nvlink_domain: devices.max(1),
+            ..Profile::cpu(1)
         }
     }
 

@@ -313,7 +313,7 @@ fn name(kind: RouterKind) -> &'static str {
 mod tests {
     use super::*;
     use crate::Job;
-    use crate::profile::Backend;
+    use crate::devices;
 
     fn job(per_token: u32, router: &str) -> Job {
         let text = include_str!("../tests/manifests/base.yaml");
@@ -345,17 +345,18 @@ mod tests {
 
     #[test]
     fn gpus_refuse_by_name_what_they_lack() {
-        let unsupported = |router: &str| -> Vec<String> {
-            let problems = job(2, router).unsupported(Backend::Cuda);
-            let of_router = problems.into_iter().filter(|p| p.path == "spec.model.router");
-            of_router.map(|problem| problem.found).collect()
+        let refused = |router: &str| -> Vec<String> {
+            let job = job(2, router);
+            let lacks = devices::on_one_gpu(&job.model, &job.training).into_iter();
+            lacks.filter(|lack| lack.path == "spec.model.router").map(|lack| lack.found).collect()
         };
-        assert_eq!(unsupported("{ scoring: sigmoid, bias: true, groups: 2 }"), [""; 0]);
-        assert_eq!(unsupported("{ kind: gshard }"), ["kind on GPUs"]);
-        assert_eq!(unsupported("{ jitter: 0.1 }"), ["jitter on GPUs"]);
-        assert_eq!(unsupported("{ hysteresis: 0.1 }"), ["hysteresis on GPUs"]);
-        assert_eq!(unsupported("{ auxLossScope: global }"), ["auxLossScope on GPUs"]);
-        let on_cpu = job(2, "{ kind: gshard }").unsupported(Backend::Cpu);
+        assert_eq!(refused("{ scoring: sigmoid, bias: true, groups: 2 }"), [""; 0]);
+        assert_eq!(refused("{ auxLossScope: sequence }"), [""; 0]);
+        assert_eq!(refused("{ kind: gshard }"), ["kind on GPUs"]);
+        assert_eq!(refused("{ jitter: 0.1 }"), ["jitter on GPUs"]);
+        assert_eq!(refused("{ hysteresis: 0.1 }"), ["hysteresis on GPUs"]);
+        assert_eq!(refused("{ auxLossScope: global }"), ["auxLossScope on GPUs"]);
+        let on_cpu = job(2, "{ kind: gshard }").unsupported();
         assert!(on_cpu.is_empty(), "{on_cpu:?}");
     }
 }

@@ -3,16 +3,15 @@
 
 use crate::cost;
 use crate::crd::NAME_LEN_MAX;
+use crate::devices;
 use crate::job::{Job, bytes_of, millis_of};
 use crate::placement;
 use crate::pod;
 use crate::pods;
-use crate::preset;
 use crate::problem::{Code, Problem, quoted};
-use crate::profile::Backend;
 use crate::router;
 use crate::spec::{MoeJobSpec, ProfileName, RecomputeName, SourceSpec, VolumeSpec};
-use moejob_protocol::config::{Precision, Schedule, Tokenizer};
+use moejob_protocol::config::{Schedule, Tokenizer};
 
 /// Problems and warnings. Rules about a field in `broken` say nothing: it has its problem already.
 pub fn judge(spec: &MoeJobSpec, job: &Job, broken: &[String]) -> (Vec<Problem>, Vec<Problem>) {
@@ -28,6 +27,7 @@ pub fn judge(spec: &MoeJobSpec, job: &Job, broken: &[String]) -> (Vec<Problem>, 
     rules.data();
     rules.batch();
     rules.recompute();
+    rules.devices();
     rules.ranks();
     rules.optimizer();
     rules.paths();
@@ -107,11 +107,11 @@ impl Rules<'_> {
             self.refuse(problem, &["spec.nodes.profile"]);
         }
         if let Some(devices) = nodes.devices_per_node
-            && nodes.profile.is_some_and(|profile| profile != ProfileName::Cpu)
+            && !matches!(nodes.profile, None | Some(ProfileName::Cpu | ProfileName::Gpu))
         {
             let problem = Problem::new(Code::Nodes, "spec.nodes.devicesPerNode")
                 .found(format!("`{devices}`"))
-                .allowed("with the profile cpu alone")
+                .allowed("with the profiles cpu and gpu alone")
                 .advice("delete it: the profile says how many devices a node has");
             self.refuse(problem, &["spec.nodes.profile"]);
         }
@@ -359,6 +359,13 @@ impl Rules<'_> {
         }
     }
 
+    fn devices(&mut self) {
+        let also = ["spec.nodes.profile", "spec.nodes.custom", "spec.training.precision"];
+        for problem in devices::problems(self.spec, self.job) {
+            self.refuse(problem, &also);
+        }
+    }
+
     /// dp ranks need a micro-batch each, and ep ranks an expert each.
     fn ranks(&mut self) {
         let (job, nodes) = (self.job, &self.job.nodes);
@@ -572,50 +579,4 @@ impl Rules<'_> {
             seen.push(place);
         }
     }
-}
-
-/// What the workers of `backend` cannot do yet.
-pub fn unsupported(job: &Job, backend: Backend) -> Vec<Problem> {
-    let beyond = job.model.router.beyond_plain();
-    let cpu = backend == Backend::Cpu;
-    let other = job.preset.and_then(|preset| Some((preset, preset::lacks(preset)?)));
-    let other = other.map(|(preset, lacks)| format!("{}, {lacks}", preset.name()));
-    let cases: Vec<(bool, &str, String, &str)> = vec![
-        (!cpu, "spec.nodes.profile", format!("{:?}", job.profile.name), "cpu"),
-        (
-            cpu && job.training.precision != Precision::Fp32,
-            "spec.training.precision",
-            format!("{:?} on processors", job.training.precision),
-            "fp32",
-        ),
-        (
-            job.tensor_parallel != 1,
-            "spec.parallelism.tensor",
-            job.tensor_parallel.to_string(),
-            "1",
-        ),
-        (
-            job.pipeline_parallel != 1,
-            "spec.parallelism.pipeline",
-            job.pipeline_parallel.to_string(),
-            "1",
-        ),
-        (
-            !cpu && beyond.is_some(),
-            "spec.model.router",
-            format!("{} on GPUs", beyond.unwrap_or_default()),
-            "dropless top-k with balanceLoss switch, auxLossScope microBatch or hf",
-        ),
-        (other.is_some(), "spec.model.preset", other.unwrap_or_default(), "others"),
-    ];
-    cases
-        .into_iter()
-        .filter(|(applies, ..)| *applies)
-        .map(|(_, path, found, allowed)| {
-            Problem::new(Code::Unsupported, path)
-                .found(found)
-                .allowed(allowed)
-                .advice("the workers cannot do this yet")
-        })
-        .collect()
 }

@@ -41,7 +41,7 @@ const CREATED: &[(&str, &str, &str)] = &[
     (
         "profile: cpu",
         "profile: nd-h100-v5, devicesPerNode: 2",
-        "nodes.devicesPerNode goes with the profile cpu",
+        "nodes.devicesPerNode goes with the profiles cpu and gpu",
     ),
     ("max: 4", "max: 4, topology: { prefer: rack, require: zone }", "prefer or require"),
     ("hiddenSize: 64", "tieWordEmbeddings: true", "without a preset"),
@@ -79,6 +79,26 @@ const CREATED: &[(&str, &str, &str)] = &[
         "profile: custom, custom: { devices: 64, deviceMemory: 1Gi }, max: 4096",
         "must be at most 32768",
     ),
+    (
+        "    globalBatchSize: 8",
+        "    globalBatchSize: 8\n    precision: tf32",
+        "processors compute in fp32",
+    ),
+    (
+        "    globalBatchSize: 8",
+        "    globalBatchSize: 8\n    attention: fastest",
+        "processors compute in fp32",
+    ),
+    (
+        "    globalBatchSize: 8",
+        "    globalBatchSize: 8\n    precision: fp32\n    momentDtype: bf16",
+        "momentDtype bf16 goes with precision bf16 or fp16",
+    ),
+    (
+        "    globalBatchSize: 8",
+        "    globalBatchSize: 8\n    precision: fp32\n    gradientDtype: bf16",
+        "gradientDtype bf16 goes with precision bf16",
+    ),
     ("train: {", "train: { jsonl: { paths: [a] },", "one of text, jsonl, tokens, megatron"),
     ("microBatchSize: 2", "microBatchSize: 3", "microBatchSize must divide"),
     ("cosine: {", "linear: {}, cosine: {", "one of constant, linear, cosine"),
@@ -115,6 +135,21 @@ const CHANGED: &[(&str, &str, Option<&str>)] = &[
     ("microBatchSize: 2", "microBatchSize: 2\n    seed: 2", Some("training is immutable")),
     ("3.0e-3", "4.0e-3", Some("training is immutable")),
     ("warmupSteps: 10", "warmupSteps: 11", Some("training is immutable")),
+    (
+        "microBatchSize: 2",
+        "microBatchSize: 2\n    momentDtype: fp32",
+        Some("training is immutable"),
+    ),
+    (
+        "microBatchSize: 2",
+        "microBatchSize: 2\n    gradientDtype: auto",
+        Some("training is immutable"),
+    ),
+    (
+        "microBatchSize: 2",
+        "microBatchSize: 2\n    attention: deterministic",
+        Some("training is immutable"),
+    ),
     ("profile: cpu", "profile: nd-h100-v5", Some("nodes.profile is immutable")),
     ("profile: cpu, ", "", None),
     ("profile: cpu", "profile: cpu, devicesPerNode: 1", None),
@@ -163,7 +198,17 @@ fn good_manifests_pass() {
     let base = read(BASE);
     assert_eq!(refused(&base, None), Vec::<String>::new());
     assert_eq!(refused(&base, Some(&base)), Vec::<String>::new());
-    for example in ["01-first-run", "02-elastic", "04-routers"] {
+    let gpu = edited("profile: cpu, min: 1, max: 4", "profile: gpu, devicesPerNode: 1");
+    let options = "precision: bf16\n    momentDtype: bf16\n    gradientDtype: bf16\n    \
+                   attention: fastest";
+    let gpu = gpu.replace("steps: 100", &format!("steps: 100\n    {options}"));
+    assert_eq!(refused(&read(&gpu), None), Vec::<String>::new());
+    for custom in ["devices: 1", "devices: 1, backend: cuda"] {
+        let nodes = format!("profile: custom, custom: {{ {custom}, deviceMemory: 8Gi }}");
+        let text = gpu.replace("profile: gpu, devicesPerNode: 1", &nodes);
+        assert_eq!(refused(&read(&text), None), Vec::<String>::new(), "{custom}");
+    }
+    for example in ["01-first-run", "02-elastic", "04-routers", "05-one-gpu"] {
         let path = format!("{}/../../examples/{example}.yaml", env!("CARGO_MANIFEST_DIR"));
         let job = read(&std::fs::read_to_string(path).unwrap());
         assert_eq!(refused(&job, None), Vec::<String>::new(), "{example}");

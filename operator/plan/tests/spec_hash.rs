@@ -23,6 +23,8 @@ fn what_only_says_how_to_compute_does_not_count() {
         ("steps: 100", "steps: 200"),
         ("microBatchSize: 2", "microBatchSize: 1"),
         ("    steps: 100", "    precision: fp32\n    steps: 100"),
+        ("    steps: 100", "    gradientDtype: fp32\n    steps: 100"),
+        ("profile: cpu, min: 1, max: 4", "profile: gpu"),
         ("max: 4", "max: 2"),
         ("everySteps: 20", "everySteps: 10"),
         // What is typed and what is left out may be the same.
@@ -30,6 +32,17 @@ fn what_only_says_how_to_compute_does_not_count() {
     ] {
         assert_eq!(replaced(from, to), base, "{to}");
     }
+}
+
+/// What a GPU's job may choose of its devices, its checkpoints do not depend on.
+#[test]
+fn what_a_gpu_computes_in_does_not_count() {
+    let all = "    precision: bf16\n    momentDtype: bf16\n    gradientDtype: fp32\n    \
+               attention: fastest\n    steps: 100";
+    let on_a_gpu = hash(|text| {
+        text.replace("profile: cpu, min: 1, max: 4", "profile: gpu").replace("    steps: 100", all)
+    });
+    assert_eq!(on_a_gpu, hash(|text| text));
 }
 
 #[test]

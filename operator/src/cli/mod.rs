@@ -3,6 +3,7 @@
 //! 130 interrupted.
 
 pub mod bar;
+pub mod bench;
 pub mod checkpoint;
 pub mod crd;
 pub mod data;
@@ -52,6 +53,8 @@ enum Command {
     /// Inspect data, and tokenize it ahead of training.
     #[command(subcommand)]
     Data(data::DataCommand),
+    /// Measure how fast this machine trains a model, on tokens made up in memory.
+    Bench(bench::BenchArgs),
     /// Say what this machine has, what it lacks, and how to get it.
     Doctor(doctor::DoctorArgs),
     /// Print the CustomResourceDefinition.
@@ -92,6 +95,7 @@ pub fn dispatch(cli: Cli) -> ExitCode {
         Command::Checkpoint(command) => checkpoint::run(&command),
         Command::Eval(args) => eval::run(&args),
         Command::Data(command) => data::run(&command),
+        Command::Bench(args) => bench::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Crd => crd::run(),
         Command::Operator(args) => operator::run(&args),

@@ -37,8 +37,9 @@ pub struct How {
 }
 
 pub fn run(args: &PlanArgs) -> ExitCode {
+    // What cannot run yet stands in the plan, too.
     let job = match read_job(&args.file) {
-        Ok(job) => job,
+        Ok(read) => read.job,
         Err(code) => return code,
     };
     let nodes = args.nodes.as_deref().map(read_nodes).transpose();
@@ -59,7 +60,7 @@ pub fn run(args: &PlanArgs) -> ExitCode {
 /// A plan as it is printed.
 pub struct Planned {
     pub text: String,
-    /// There is a number of nodes that works.
+    /// There is a number of nodes that works, and the workers can do what is asked for.
     pub works: bool,
 }
 
@@ -72,7 +73,7 @@ impl How {
         }
         let outlook = outlook(job, nodes, &self.lose);
         let text = written(&outlook, self.output)?;
-        Ok(Planned { text, works: !outlook.sizes.is_empty() })
+        Ok(Planned { text, works: !outlook.sizes.is_empty() && outlook.unsupported.is_empty() })
     }
 }
 

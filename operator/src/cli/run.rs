@@ -1,12 +1,12 @@
 //! `moejob run FILE`.
 
 use super::complain;
+use super::validate::ReadJob;
 use crate::local::{self, LocalJob};
 use clap::Args;
 use moejob_plan::job::{Job, Venue};
 use moejob_plan::launch::{self, Places};
 use moejob_plan::placement;
-use moejob_plan::profile::Backend;
 use moejob_protocol::WorkerConfig;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -28,11 +28,11 @@ pub struct RunArgs {
 }
 
 pub fn run(args: &RunArgs) -> ExitCode {
-    let job = match super::validate::read_job(&args.file) {
-        Ok(job) => job,
+    let read = match super::validate::read_job(&args.file) {
+        Ok(read) => read,
         Err(code) => return code,
     };
-    let result = local_job(job, args).map(|job| local::run(job, args.dir.clone()));
+    let result = local_job(&read, args).map(|job| local::run(job, args.dir.clone()));
     match result {
         Ok(Ok(code)) => ExitCode::from(code as u8),
         Ok(Err(error)) => {
@@ -47,22 +47,15 @@ pub fn run(args: &RunArgs) -> ExitCode {
 }
 
 /// The job as this machine runs it, or why it cannot.
-fn local_job(mut job: Job, args: &RunArgs) -> Result<LocalJob, String> {
+fn local_job(read: &ReadJob, args: &RunArgs) -> Result<LocalJob, String> {
+    let mut job = read.job.clone();
     if let Some(workers) = args.workers {
         job.nodes.max = workers;
         job.nodes.min = job.nodes.min.min(workers);
     }
-    if job.profile.backend != Backend::Cpu {
-        return Err(format!(
-            "nodes.profile: {:?} needs GPUs, and `moejob run` trains on the processor so far; \
-             use profile: cpu",
-            job.profile.name
-        ));
-    }
-    let problems = job.unsupported(Backend::Cpu);
-    if !problems.is_empty() {
-        let lines: Vec<String> = problems.iter().map(ToString::to_string).collect();
-        return Err(lines.join("\n"));
+    let unsupported = read.lines(job.unsupported());
+    if !unsupported.is_empty() {
+        return Err(unsupported.join("\n"));
     }
     let wanted = launch::wanted(&job, Venue::Local);
     if wanted.sizes.is_empty() {

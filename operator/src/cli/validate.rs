@@ -2,6 +2,7 @@
 
 use clap::{Args, ValueEnum};
 use moejob_plan::Job;
+use moejob_plan::devices;
 use moejob_plan::job::same_output;
 use moejob_plan::problem::{Code, Problem};
 use moejob_plan::read::Manifest;
@@ -37,6 +38,8 @@ struct Finding {
     /// The job's name, if it is valid.
     job: Option<String>,
     problems: Vec<Problem>,
+    /// What the workers cannot do yet: nothing is wrong with the manifest, but it cannot run.
+    unsupported: Vec<Problem>,
     warnings: Vec<Problem>,
     unreadable: Option<String>,
 }
@@ -53,49 +56,80 @@ pub fn run(args: &ValidateArgs) -> ExitCode {
             println!("{}", Value::from(findings.iter().map(to_json).collect::<Vec<_>>()));
         }
     }
-    let good = findings.iter().all(|finding| finding.job.is_some());
+    let good = findings.iter().all(Finding::can_run);
     if good { ExitCode::SUCCESS } else { ExitCode::from(EXIT_INPUT) }
 }
 
-/// The job in `file`. Its problems and warnings are printed; the error is the exit code.
-pub fn read_job(file: &Path) -> Result<Job, ExitCode> {
+/// A valid job and the text that it was read from.
+pub struct ReadJob {
+    pub job: Job,
+    file: PathBuf,
+    manifest: Manifest,
+}
+
+impl ReadJob {
+    /// Each problem as a line that says where it stands.
+    pub fn lines(&self, problems: Vec<Problem>) -> Vec<String> {
+        let problems = self.manifest.locate(problems);
+        problems.iter().map(|problem| line(&self.file, "", problem)).collect()
+    }
+}
+
+/// The job in `file`; what of it the workers cannot do yet is for each command to judge. Problems
+/// and warnings are printed; the error is the exit code.
+pub fn read_job(file: &Path) -> Result<ReadJob, ExitCode> {
     let mut jobs = Vec::new();
-    let finding = examine(file, &mut jobs);
+    let (finding, bytes) = match read(file) {
+        Ok(bytes) => (judge(file, &bytes, &mut jobs), bytes),
+        Err(error) => (Finding::unreadable(file, &error), Vec::new()),
+    };
     if finding.job.is_none() {
         print_text(&finding);
     } else {
-        // What the workers cannot do yet is for each command to judge.
-        let warnings = finding.warnings.iter().filter(|it| it.code != Code::Unsupported);
+        let warnings = finding.warnings.iter();
         warnings.for_each(|warning| eprintln!("{}", line(file, "warning: ", warning)));
     }
-    jobs.pop().ok_or(ExitCode::from(EXIT_INPUT))
+    let job = jobs.pop().ok_or(ExitCode::from(EXIT_INPUT))?;
+    Ok(ReadJob { job, file: file.to_path_buf(), manifest: Manifest::read(&bytes) })
 }
 
-/// Prints the problems and warnings of a manifest for a cluster; whether it is valid.
+/// Prints the problems and warnings of a manifest for a cluster; whether it can run there.
 pub fn report(file: &Path, bytes: &[u8]) -> bool {
-    let finding = judge(file, bytes, &mut Vec::new());
-    let valid = finding.job.is_some();
-    // Of a valid one its warnings are all that there is to say.
-    match valid {
+    let mut jobs = Vec::new();
+    let mut finding = judge(file, bytes, &mut jobs);
+    let of_cluster = jobs.pop().and_then(|job| devices::on_cluster(&job));
+    finding.unsupported.extend(Manifest::read(bytes).locate(of_cluster.into_iter().collect()));
+    let good = finding.can_run();
+    // Of a good one its warnings are all that there is to say.
+    match good {
         true => finding.warnings.iter().for_each(|warning| {
             eprintln!("{}", line(file, "warning: ", warning));
         }),
         false => print_text(&finding),
     }
-    valid
+    good
 }
 
 fn examine(file: &Path, jobs: &mut Vec<Job>) -> Finding {
     match read(file) {
         Ok(bytes) => judge(file, &bytes, jobs),
-        Err(error) => Finding { unreadable: Some(error.to_string()), ..Finding::of(file) },
+        Err(error) => Finding::unreadable(file, &error),
     }
 }
 
 impl Finding {
+    fn unreadable(file: &Path, error: &std::io::Error) -> Finding {
+        Finding { unreadable: Some(error.to_string()), ..Finding::of(file) }
+    }
+
     fn of(file: &Path) -> Finding {
-        let (problems, warnings) = (Vec::new(), Vec::new());
-        Finding { file: file.into(), job: None, problems, warnings, unreadable: None }
+        let [problems, unsupported, warnings] = [const { Vec::new() }; 3];
+        let (job, unreadable) = (None, None);
+        Finding { file: file.into(), job, problems, unsupported, warnings, unreadable }
+    }
+
+    fn can_run(&self) -> bool {
+        self.job.is_some() && self.unsupported.is_empty()
     }
 }
 
@@ -113,8 +147,7 @@ fn judge(file: &Path, bytes: &[u8], jobs: &mut Vec<Job>) -> Finding {
             let problems = jobs.iter().filter_map(|other| same_output(other, &job)).collect();
             finding.problems = Manifest::read(bytes).locate(problems);
             finding.warnings = job.warnings.clone();
-            let unsupported = job.unsupported(job.profile.backend);
-            finding.warnings.extend(Manifest::read(bytes).locate(unsupported));
+            finding.unsupported = Manifest::read(bytes).locate(job.unsupported());
             finding.job = finding.problems.is_empty().then(|| job.name.clone());
             jobs.push(job);
         }
@@ -159,14 +192,17 @@ fn print_text(finding: &Finding) {
     if let Some(error) = &finding.unreadable {
         eprintln!("{file}: cannot be read: {error}");
     }
-    for problem in &finding.problems {
+    for problem in finding.problems.iter().chain(&finding.unsupported) {
         eprintln!("{}", line(&finding.file, "", problem));
     }
     for warning in &finding.warnings {
         eprintln!("{}", line(&finding.file, "warning: ", warning));
     }
     match (&finding.job, finding.problems.len()) {
-        (Some(name), _) => println!("{file}: MoeJob {name} is valid"),
+        (Some(name), _) if finding.unsupported.is_empty() => {
+            println!("{file}: MoeJob {name} is valid");
+        }
+        (Some(name), _) => eprintln!("{file}: MoeJob {name} is valid, but cannot run yet"),
         (None, 0) => {}
         (None, 1) => eprintln!("{file}: 1 problem"),
         (None, count) => eprintln!("{file}: {count} problems"),
@@ -187,6 +223,7 @@ fn to_json(finding: &Finding) -> Value {
         "name": finding.job,
         "unreadable": finding.unreadable,
         "problems": list(&finding.problems),
+        "unsupported": list(&finding.unsupported),
         "warnings": list(&finding.warnings),
     })
 }

@@ -2,6 +2,7 @@
 
 use moe_worker::attempt::records::{Records, RecordsError};
 use moejob_plan::changes::changes;
+use moejob_plan::launch::shared;
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -72,7 +73,8 @@ impl Folder {
         }
         let file = match read(path)? {
             Some(file) => {
-                let changes = changes(&file.spec, spec, defaults);
+                let [was, is, defaults] = [&file.spec, spec, defaults].map(shared);
+                let changes = changes(&was, &is, &defaults);
                 if !changes.is_empty() {
                     let changes: String =
                         changes.iter().map(|change| format!("\n    {change}")).collect();
@@ -153,7 +155,7 @@ mod tests {
     fn a_folder_serves_one_run_at_a_time_and_keeps_its_identity() {
         let home = tempfile::tempdir().expect("a folder");
         let path = home.path().join("job");
-        let spec = json!({"training": {"seed": 1}});
+        let spec = json!({"training": {"seed": 1, "precision": "fp32"}});
         let mut first = Folder::open(&path, &spec, &Value::Null).expect("opens");
         let uid = first.file().uid.clone();
         assert!(matches!(Folder::open(&path, &spec, &Value::Null), Err(FolderError::InUse { .. })));
@@ -164,6 +166,10 @@ mod tests {
         drop(again);
         let other = Folder::open(&path, &json!({"training": {"seed": 2}}), &Value::Null);
         assert!(matches!(other, Err(FolderError::Changed { .. })));
+        // It goes on on a GPU.
+        let compute = json!({"backend": "cuda"});
+        let bf16 = json!({"training": {"seed": 1, "precision": "bf16", "compute": compute}});
+        drop(Folder::open(&path, &bf16, &Value::Null).expect("another device"));
         // A release since has a field more.
         let more = json!({"training": {"seed": 1, "clip": 1.0}});
         let defaults = json!({"training": {"clip": 1.0}});

@@ -83,6 +83,7 @@ fn report(step: u64, loss: f64, comm: &Comm) -> StepReport {
         attempt: comm.attempt(),
         expert_imbalance: 0.0,
         routing: Default::default(),
+        device: None,
         validation_loss: None,
         time: String::new(),
     }

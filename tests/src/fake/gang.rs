@@ -231,6 +231,7 @@ impl Gang {
             attempt: self.config.attempt,
             expert_imbalance: 1.0,
             routing: Default::default(),
+            device: None,
             validation_loss: None,
             time: super::nodes::now(),
         }

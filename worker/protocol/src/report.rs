@@ -29,6 +29,9 @@ pub struct StepReport {
     pub expert_imbalance: f64,
     #[serde(flatten, default)]
     pub routing: RoutingReport,
+    /// Of a GPU; absent on processors.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub device: Option<DeviceReport>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub validation_loss: Option<f64>,
     /// RFC 3339, UTC.
@@ -54,6 +57,35 @@ pub struct Stalls {
     pub checkpoint: f64,
     /// Of the step itself: waiting for a batch that was not read ahead.
     pub data: f64,
+}
+
+/// Rank 0's GPU, as it was within a second of the step's end. What the driver does not tell is
+/// absent.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct DeviceReport {
+    pub name: String,
+    /// Of the whole job in this step, by the convention of `flops.rs`.
+    pub model_flops_per_second: f64,
+    /// That, over what all the job's devices could do in bf16 by their data sheet.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ceiling_share: Option<f64>,
+    /// In use on the device, by whomever.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub watts: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub celsius: Option<u32>,
+    /// Clock of the multiprocessors.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub megahertz: Option<u32>,
+    /// Why the clock is lower than it could be, worst first.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub slowed_by: Vec<String>,
+    /// Errors of its memory that could not be corrected, since the driver was loaded.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ecc_uncorrected: Option<u64>,
 }
 
 /// What a line says of the routing.

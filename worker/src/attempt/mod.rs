@@ -1,6 +1,7 @@
 //! One attempt of a rank: what it begins with, its steps, what is due between them, its records.
 
 pub mod api;
+pub mod gauge;
 pub mod trainer;
 mod steps;
 mod resume;

@@ -1,5 +1,6 @@
 //! The steps of one attempt, and what is due between them.
 
+use crate::attempt::gauge::Gauge;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::records::{event, now};
 use crate::attempt::saves::{Ends, News, Patience, Saves};
@@ -44,6 +45,8 @@ pub(crate) struct Run<'a> {
     /// Steps in the newest snapshot.
     pub snapshot_step: u64,
     pub clock: Clock,
+    /// Rank 0's, of a GPU.
+    pub gauge: Option<Gauge>,
 }
 
 /// What of the time since the last report was no step.
@@ -295,8 +298,11 @@ impl Run<'_> {
         if self.records.is_none() {
             return Ok(());
         }
+        self.tell_troubles()?;
         let routing = self.routing(summary, validation);
         let tokens = tokens_per_step(&self.config.training);
+        let tokens_per_second = tokens as f64 / seconds;
+        let gauge = self.gauge.as_mut();
         let report = StepReport {
             step: self.step,
             loss: summary.loss,
@@ -305,12 +311,13 @@ impl Run<'_> {
             grad_norm: summary.grad_norm,
             learning_rate: summary.learning_rate,
             tokens: self.step * tokens,
-            tokens_per_second: tokens as f64 / seconds,
+            tokens_per_second,
             timing: self.clock.report(tokens),
             world_size: self.engine.links.world(),
             attempt: self.config.attempt,
             expert_imbalance: summary.expert_imbalance,
             routing,
+            device: gauge.map(|gauge| gauge.report(&self.engine.model.device, tokens_per_second)),
             validation_loss: validation.map(|validation| validation.loss),
             time: now(),
         };
@@ -344,6 +351,15 @@ impl Run<'_> {
                 false => Vec::new(),
             },
         }
+    }
+
+    /// On rank 0: what the driver reports of its GPU.
+    fn tell_troubles(&mut self) -> Result<(), Stop> {
+        let troubles = self.gauge.as_mut().map(Gauge::troubles).unwrap_or_default();
+        for trouble in troubles {
+            self.tell(EventKind::Warning, "DeviceTrouble", trouble, self.step)?;
+        }
+        Ok(())
     }
 
     fn tell_resumed(&mut self) -> Result<(), Stop> {

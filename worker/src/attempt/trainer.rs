@@ -7,6 +7,7 @@
 //! ```
 //! Whatever takes effect on all ranks was agreed on in a step's end, so all take it alike.
 
+use crate::attempt::gauge::Gauge;
 use crate::attempt::steps::{Clock, Run};
 use crate::checkpoint::fence::FenceError;
 use crate::checkpoint::writer::{Before, Flush};
@@ -26,7 +27,8 @@ use crate::engine::step::{Engine, StepError};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use crate::failure::Failure;
 use moejob_protocol::{CheckpointManifest, WorkerConfig};
-use moejob_protocol::config::{DataConfig, Precision, Resume, TrainingConfig};
+use moejob_kernels::Device;
+use moejob_protocol::config::{Backend, DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::message::{Held, Phase, Request};
 use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig};
 use moejob_protocol::pod::ENV_WORKER;
@@ -202,6 +204,7 @@ impl Trainer {
         self.restore(config, corpus, model, links.comm(), &mut tell)?;
         let identity = identity(config, &engine.model, corpus);
         let writer = self.writer(identity, &opened, records.as_ref())?;
+        let gauge = if rank == 0 { gauge(config, &engine) } else { None };
         let mut run = Run {
             config,
             control,
@@ -216,6 +219,7 @@ impl Trainer {
             waits_until: None,
             snapshot_step: config.resume.step(),
             clock: Clock::start(),
+            gauge,
             memory: &self.memory,
         };
         if let Some(trouble) = opened.and_then(|opened| opened.trouble)
@@ -410,9 +414,22 @@ fn start_from(path: &Path, model: &mut Model, comm: &mut Comm) -> Result<(), Sto
 }
 
 fn engine(config: &WorkerConfig, comm: Comm) -> Result<Engine, Stop> {
-    Engine::open(config, comm.rank(), comm).map_err(|error| {
+    let engine = Engine::open(config, comm.rank(), comm).map_err(|error| {
         fail(1, &format!("the device cannot be made: {error}"), "free memory or use fewer threads")
-    })
+    })?;
+    // Whoever asked for a GPU must not get days of a processor.
+    if config.training.compute.backend == Backend::Cuda
+        && matches!(engine.model.device, Device::Cpu(_))
+    {
+        return Err(fail(2, "nodes.profile: this build trains on processors alone", "use cpu"));
+    }
+    Ok(engine)
+}
+
+fn gauge(config: &WorkerConfig, engine: &Engine) -> Option<Gauge> {
+    let sequence = u64::from(config.training.sequence_length);
+    let world = config.layout.mesh.world();
+    Gauge::of(&engine.model.device, config.model.flops_per_token(sequence), world)
 }
 
 fn identity(config: &WorkerConfig, model: &Model, corpus: &Corpus) -> Identity {
@@ -481,8 +498,9 @@ pub fn unsupported(config: &WorkerConfig) -> Option<Failure> {
     let mesh = &config.layout.mesh;
     let wrong = [
         (
-            !matches!(config.training.precision, Precision::Fp32 | Precision::Fp64),
-            "training.precision: the CPU computes in fp32",
+            config.training.compute.backend == Backend::Cpu
+                && !matches!(config.training.precision, Precision::Fp32 | Precision::Fp64),
+            "training.precision: processors compute in fp32",
         ),
         (
             model.router.aux_loss_scope == AuxLossScope::Hf && {

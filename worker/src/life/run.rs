@@ -428,7 +428,7 @@ impl Shell {
         if config.members[rank as usize].worker != self.bootstrap.worker {
             return failed("the rank is another worker's");
         }
-        if let Err(error) = self.engines.prepare(config.ranks) {
+        if let Err(error) = self.engines.prepare(&config) {
             return failed(&format!("no engine: {error}"));
         }
         let (ranks, members) = (config.ranks.max(1), config.members.clone());

@@ -5,6 +5,7 @@ use crate::Job;
 use crate::allocate::Needs;
 use crate::changes;
 use crate::cost;
+use crate::devices;
 use crate::job::Venue;
 use crate::launch;
 use crate::observed::{Millis, Observed, Record, Stored, Wanted};
@@ -184,7 +185,8 @@ pub fn judge(name: &str, spec: &Value) -> Result<Job, Blocked> {
         Ok(job) => job,
         Err(problems) => return blocked(true, "InvalidSpec", sentences(&problems)),
     };
-    let unsupported = job.unsupported(job.profile.backend);
+    let mut unsupported = job.unsupported();
+    unsupported.extend(devices::on_cluster(&job));
     if !unsupported.is_empty() {
         return blocked(true, "Unsupported", sentences(&unsupported));
     }

@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize};
     validation = Rule::new("has(self.custom) == (has(self.profile) && self.profile == 'custom')")
         .message("nodes.custom describes the profile custom, and only that one"),
     validation = Rule::new("!has(self.devicesPerNode) || !has(self.profile) || \
-        self.profile == 'cpu'")
-        .message("nodes.devicesPerNode goes with the profile cpu"),
+        self.profile in ['cpu', 'gpu']")
+        .message("nodes.devicesPerNode goes with the profiles cpu and gpu"),
     validation = Rule::new("(has(self.devicesPerNode) ? self.devicesPerNode : 1) == \
         (has(oldSelf.devicesPerNode) ? oldSelf.devicesPerNode : 1)")
         .message("nodes.devicesPerNode is immutable"),
@@ -35,7 +35,8 @@ use serde::{Deserialize, Serialize};
 )]
 pub struct NodesSpec {
     /// The kind of machine: it says how many devices a node has, what memory they have, how they
-    /// are connected, and which settings the network wants. Default: cpu.
+    /// are connected, and which settings the network wants. gpu is the GPUs that the machine of
+    /// `moejob run` shows. Default: cpu.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profile: Option<ProfileName>,
     /// The job runs on no fewer nodes. Default: 1.
@@ -51,8 +52,8 @@ pub struct NodesSpec {
     #[schemars(range(max = 256))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub spares: Option<u32>,
-    /// Ranks of a node with the profile cpu, a process each; they share its processors. Other
-    /// profiles have one for each of their devices. Default: 1.
+    /// Ranks of a node with the profile cpu, a process each, which share its processors; GPUs of a
+    /// node with the profile gpu. Other profiles have one for each of their devices. Default: 1.
     #[schemars(range(min = 1, max = 64))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub devices_per_node: Option<u32>,
@@ -69,6 +70,7 @@ pub struct NodesSpec {
 #[serde(rename_all = "kebab-case")]
 pub enum ProfileName {
     Cpu,
+    Gpu,
     #[serde(rename = "ndm-a100-v4")]
     NdmA100V4,
     #[serde(rename = "nd-h100-v5")]

@@ -47,6 +47,16 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 #[x_kube(
     crates(kube_core = "::kube_core"),
+    validation = Rule::new("!has(self.training) || (has(self.nodes) && has(self.nodes.profile) && \
+        self.nodes.profile != 'cpu' && (self.nodes.profile != 'custom' || \
+        !has(self.nodes.custom) || ((!has(self.nodes.custom.backend) || \
+        self.nodes.custom.backend == 'cuda') && (!has(self.nodes.custom.devices) || \
+        self.nodes.custom.devices > 0)))) || \
+        ((!has(self.training.precision) || self.training.precision == 'fp32') && \
+        (!has(self.training.momentDtype) || self.training.momentDtype == 'fp32') && \
+        (!has(self.training.gradientDtype) || self.training.gradientDtype != 'bf16') && \
+        (!has(self.training.attention) || self.training.attention == 'deterministic'))")
+        .message("training: processors compute in fp32 and in one order alone"),
     // A field's own rule sees a change of its value; these see it come and go.
     validation = Rule::new("has(self.parallelism) == has(oldSelf.parallelism) && \
         has(self.volumes) == has(oldSelf.volumes) && \

@@ -266,6 +266,12 @@ pub struct ValidationSpec {
     validation = Rule::new("!has(self.recomputeLayers) || \
         (has(self.recompute) && self.recompute == 'full')")
         .message("training: recomputeLayers goes with recompute: full"),
+    validation = Rule::new("!has(self.momentDtype) || self.momentDtype == 'fp32' || \
+        !has(self.precision) || self.precision in ['bf16', 'fp16']")
+        .message("training: momentDtype bf16 goes with precision bf16 or fp16"),
+    validation = Rule::new("!has(self.gradientDtype) || self.gradientDtype != 'bf16' || \
+        !has(self.precision) || self.precision == 'bf16'")
+        .message("training: gradientDtype bf16 goes with precision bf16"),
     validation = Rule::new("self.steps >= oldSelf.steps").message("training.steps only grows"),
     validation = Rule::new("has(self.globalBatchSize) == has(oldSelf.globalBatchSize) && \
         (!has(self.globalBatchSize) || self.globalBatchSize == oldSelf.globalBatchSize) && \
@@ -273,6 +279,12 @@ pub struct ValidationSpec {
         (!has(self.microBatchSize) || self.microBatchSize == oldSelf.microBatchSize) && \
         has(self.precision) == has(oldSelf.precision) && \
         (!has(self.precision) || self.precision == oldSelf.precision) && \
+        has(self.momentDtype) == has(oldSelf.momentDtype) && \
+        (!has(self.momentDtype) || self.momentDtype == oldSelf.momentDtype) && \
+        has(self.gradientDtype) == has(oldSelf.gradientDtype) && \
+        (!has(self.gradientDtype) || self.gradientDtype == oldSelf.gradientDtype) && \
+        has(self.attention) == has(oldSelf.attention) && \
+        (!has(self.attention) || self.attention == oldSelf.attention) && \
         has(self.optimizer) == has(oldSelf.optimizer) && \
         (!has(self.optimizer) || self.optimizer == oldSelf.optimizer) && \
         has(self.schedule) == has(oldSelf.schedule) && \
@@ -299,9 +311,22 @@ pub struct TrainingSpec {
     #[schemars(range(min = 1, max = 65536))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub micro_batch_size: Option<u32>,
-    /// fp32, bf16 or fp16. Default: fp32 with profile cpu, else bf16.
+    /// fp32, tf32, bf16 or fp16; processors compute in fp32 alone. tf32 keeps fp32 and rounds what
+    /// is multiplied. Default: fp32 on processors, else bf16.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub precision: Option<PrecisionName>,
+    /// How a GPU keeps the optimizer's moments: fp32, or bf16 (rounded by chance, without bias) for
+    /// 4 bytes a parameter less. Default: fp32.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub moment_dtype: Option<MomentDtypeName>,
+    /// How a GPU sums gradients: fp32, bf16, or auto, which is bf16 where precision is bf16 and a
+    /// rank has one micro-batch a step. Default: auto.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gradient_dtype: Option<GradientDtypeName>,
+    /// How attention on a GPU sums its gradients: deterministic, in a fixed order, or fastest, in
+    /// any order, so that two runs differ in last bits. Default: deterministic.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub attention: Option<AttentionName>,
     /// The optimizer: adamw. Default: adamw with its defaults.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub optimizer: Option<OptimizerSpec>,
@@ -332,8 +357,34 @@ pub struct TrainingSpec {
 #[serde(rename_all = "camelCase")]
 pub enum PrecisionName {
     Fp32,
+    Tf32,
     Bf16,
     Fp16,
+}
+
+/// Number format of the optimizer's moments.
+#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[serde(rename_all = "camelCase")]
+pub enum MomentDtypeName {
+    Fp32,
+    Bf16,
+}
+
+/// Number format of sums of gradients.
+#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[serde(rename_all = "camelCase")]
+pub enum GradientDtypeName {
+    Auto,
+    Bf16,
+    Fp32,
+}
+
+/// The order in which attention sums its gradients.
+#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[serde(rename_all = "camelCase")]
+pub enum AttentionName {
+    Deterministic,
+    Fastest,
 }
 
 /// What backward computes again.

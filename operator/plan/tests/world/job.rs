@@ -23,6 +23,7 @@ pub fn step_report(step: u64, attempt: u32) -> Up {
         attempt,
         expert_imbalance: 1.0,
         routing: Default::default(),
+        device: None,
         validation_loss: None,
         time: String::new(),
     })

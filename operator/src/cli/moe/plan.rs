@@ -36,7 +36,7 @@ pub async fn run(cluster: &Cluster, args: &PlanArgs) -> Result<(), MoeError> {
     output::say(&format!("{text}\n"))?;
     match works {
         true => Ok(()),
-        false => Err(MoeError::Input("no number of nodes works, see above".to_string())),
+        false => Err(MoeError::Input("the job cannot run as it stands, see above".to_string())),
     }
 }
 
@@ -45,7 +45,7 @@ async fn job(cluster: &Cluster, name: &str) -> Result<(Job, Option<String>), Moe
     let path = Path::new(name);
     if name == "-" || path.exists() {
         let refused = |_| MoeError::Input(format!("{name}: not planned"));
-        return Ok((validate::read_job(path).map_err(refused)?, None));
+        return Ok((validate::read_job(path).map_err(refused)?.job, None));
     }
     let looks_like_a_file = name.contains('/') || name.ends_with(".yaml") || name.ends_with(".yml");
     if looks_like_a_file {

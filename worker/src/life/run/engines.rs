@@ -12,7 +12,7 @@ use crate::attempt::records::event;
 use crate::gang::comm::{Comm, CommError, Links};
 use crate::state::slots::Memory;
 use moejob_protocol::WorkerConfig;
-use moejob_protocol::config::Resume;
+use moejob_protocol::config::{Backend, Resume};
 use moejob_protocol::message::{HEARTBEAT_MS, Request};
 use moejob_protocol::report::{Detail, Event, EventKind};
 use process::Process;
@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 use thread::Thread;
 use tokio::sync::mpsc;
 
-/// `process` makes an engine a process also where a node has one device; `thread` makes them
-/// threads where it has several.
+/// `process` makes an engine a process also where a node has one device, which is a processor;
+/// `thread` makes them threads where they would be processes.
 pub const ENV_ENGINE: &str = "MOEJOB_ENGINE";
 /// An engine that has not yet said that it runs is given longer: the machine may be busy with
 /// starting many.
@@ -167,17 +167,18 @@ impl Engines {
         }
     }
 
-    /// Starts what is missing of `ranks` engines, and ends what there is too many of. They start
-    /// while the workers connect.
+    /// Starts what is missing of the worker's engines, and ends what there is too many of. They
+    /// start while the workers connect. An engine on a GPU is a process: some errors of CUDA are
+    /// cured by the end of the process alone.
     ///
     /// # Errors
     /// The system gives no thread or process.
-    pub fn prepare(&mut self, ranks: u32) -> io::Result<()> {
-        let ranks = ranks.max(1) as usize;
+    pub fn prepare(&mut self, config: &WorkerConfig) -> io::Result<()> {
+        let ranks = config.ranks.max(1) as usize;
         let processes = match std::env::var(ENV_ENGINE).as_deref() {
             Ok("process") => true,
             Ok("thread") => false,
-            _ => ranks > 1,
+            _ => ranks > 1 || config.training.compute.backend == Backend::Cuda,
         };
         self.engines.resize_with(ranks, || None);
         for index in 0..ranks {

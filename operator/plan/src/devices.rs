@@ -1,0 +1,327 @@
+//! What goes with which devices: the one list of what processors, one GPU and a cluster refuse.
+//!
+//! ```text
+//! problems      a choice that its devices never have: the manifest is wrong          E0221
+//! unsupported   a job that the workers cannot train yet: a line goes when they can   E0301
+//! on_cluster    what only `moejob run` can do                                        E0301
+//! ```
+
+use crate::job::Job;
+use crate::preset;
+use crate::problem::{Code, Problem};
+use crate::profile::Backend;
+use crate::spec::{AttentionName, GradientDtypeName, MoeJobSpec, MomentDtypeName, ProfileName};
+use moejob_protocol::config::{GradientDtype, MomentDtype, Precision, TrainingConfig};
+use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig};
+
+/// Widths of a head that attention on a GPU is tried for.
+const HEAD_DIMS: [u32; 4] = [32, 64, 96, 128];
+/// Rows of the grouped products are whole lines of 128 bytes.
+const ALIGNMENT: u32 = 64;
+const EXPERTS_MAX: u32 = 512;
+const TOP_K_MAX: u32 = 16;
+/// Sequences of a micro-batch whose balance is kept apart.
+const SEGMENTS_MAX: u32 = 512;
+
+/// A choice that cannot be had: the field, what stands there, what may, and what to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lack {
+    pub path: &'static str,
+    pub found: String,
+    pub allowed: String,
+    pub advice: &'static str,
+}
+
+impl Lack {
+    fn new(
+        path: &'static str,
+        found: impl Into<String>,
+        allowed: impl Into<String>,
+        advice: &'static str,
+    ) -> Lack {
+        Lack { path, found: found.into(), allowed: allowed.into(), advice }
+    }
+
+    fn problem(self, code: Code) -> Problem {
+        let Lack { path, found, allowed, advice } = self;
+        Problem::new(code, path).found(found).allowed(allowed).advice(advice)
+    }
+}
+
+/// What of the numbers' formats does not go with the job's devices or with each other.
+pub fn problems(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
+    let found = match job.profile.backend {
+        Backend::Cpu => of_processors(spec, job),
+        Backend::Cuda => of_dtypes(&job.training),
+    };
+    found.into_iter().map(|lack| lack.problem(Code::Device)).collect()
+}
+
+/// Processors compute in fp32, always in the same order; what asks for that is no problem.
+fn of_processors(spec: &MoeJobSpec, job: &Job) -> Vec<Lack> {
+    const ADVICE: &str = "processors compute in fp32: delete it, or choose a nodes.profile with \
+                          GPUs, such as gpu";
+    let typed = spec.training.clone().unwrap_or_default();
+    let mut found = Vec::new();
+    if job.training.precision != Precision::Fp32 {
+        let given = format!("`{}` on processors", precision_name(job.training.precision));
+        found.push(Lack::new("spec.training.precision", given, "fp32", ADVICE));
+    }
+    if typed.moment_dtype == Some(MomentDtypeName::Bf16) {
+        let path = "spec.training.momentDtype";
+        found.push(Lack::new(path, "`bf16` on processors", "fp32", ADVICE));
+    }
+    if typed.gradient_dtype == Some(GradientDtypeName::Bf16) {
+        let path = "spec.training.gradientDtype";
+        found.push(Lack::new(path, "`bf16` on processors", "auto or fp32", ADVICE));
+    }
+    if typed.attention == Some(AttentionName::Fastest) {
+        let advice = "processors sum in one order alone: delete it";
+        let path = "spec.training.attention";
+        found.push(Lack::new(path, "`fastest` on processors", "deterministic", advice));
+    }
+    found
+}
+
+fn of_dtypes(training: &TrainingConfig) -> Vec<Lack> {
+    let mut found = Vec::new();
+    let name = precision_name(training.precision);
+    let halves = matches!(training.precision, Precision::Bf16 | Precision::Fp16);
+    if training.compute.moment_dtype == MomentDtype::Bf16 && !halves {
+        found.push(Lack::new(
+            "spec.training.momentDtype",
+            format!("`bf16` with precision {name}"),
+            "bf16 with precision bf16 or fp16",
+            "delete it, or choose such a precision",
+        ));
+    }
+    let bf16 = training.precision == Precision::Bf16;
+    if training.compute.gradient_dtype == GradientDtype::Bf16 && !bf16 {
+        found.push(Lack::new(
+            "spec.training.gradientDtype",
+            format!("`bf16` with precision {name}"),
+            "bf16 with precision bf16",
+            "choose auto or fp32, or precision bf16",
+        ));
+    }
+    found
+}
+
+/// What the workers cannot do yet, by name: refused before a run starts, never ignored.
+pub fn unsupported(job: &Job) -> Vec<Problem> {
+    let mut found = Vec::new();
+    let not_yet = "the workers cannot do this yet";
+    let degrees = [
+        ("spec.parallelism.tensor", job.tensor_parallel),
+        ("spec.parallelism.pipeline", job.pipeline_parallel),
+    ];
+    for (path, degree) in degrees.into_iter().filter(|(_, degree)| *degree != 1) {
+        found.push(Lack::new(path, degree.to_string(), "1", not_yet));
+    }
+    if let Some((preset, lacks)) = job.preset.and_then(|of| Some((of, preset::lacks(of)?))) {
+        let given = format!("{}, {lacks}", preset.name());
+        found.push(Lack::new("spec.model.preset", given, "others", not_yet));
+    }
+    if job.profile.backend == Backend::Cuda {
+        found.extend(several_gpus(job));
+        found.extend(on_one_gpu(&job.model, &job.training));
+    }
+    found.into_iter().map(|lack| lack.problem(Code::Unsupported)).collect()
+}
+
+/// What asks for more than one GPU.
+fn several_gpus(job: &Job) -> Vec<Lack> {
+    const ADVICE: &str = "several GPUs a job come with the next release; profile gpu, with one \
+                          node, takes one GPU of this machine";
+    let mut found = Vec::new();
+    let devices = job.profile.devices;
+    if devices > 1 {
+        let path = match job.profile.name {
+            ProfileName::Cpu | ProfileName::Gpu => "spec.nodes.devicesPerNode",
+            ProfileName::Custom => "spec.nodes.custom.devices",
+            _ => "spec.nodes.profile",
+        };
+        let given = format!("{devices} GPUs a node");
+        found.push(Lack::new(path, given, "a node with one GPU", ADVICE));
+    }
+    if job.nodes.max > 1 {
+        let given = format!("`{}` with GPUs", job.nodes.max);
+        found.push(Lack::new("spec.nodes.max", given, "1 with GPUs", ADVICE));
+    }
+    found
+}
+
+/// What of a model and its training a GPU does not compute yet.
+pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Lack> {
+    const KERNELS: &str = "the kernels for GPUs are not made for it; processors (profile cpu) are";
+    let mut found = Vec::new();
+    if training.precision == Precision::Fp16 {
+        let advice = "its losses are not scaled yet: choose bf16";
+        let path = "spec.training.precision";
+        found.push(Lack::new(path, "`fp16` on GPUs", "bf16, tf32 or fp32", advice));
+    }
+    if !HEAD_DIMS.contains(&model.head_dim) {
+        let given = format!("`{}` on GPUs", model.head_dim);
+        let names: Vec<String> = HEAD_DIMS.iter().map(u32::to_string).collect();
+        let allowed = format!("one of {}", names.join(", "));
+        found.push(Lack::new("spec.model.headDim", given, allowed, KERNELS));
+    }
+    let experts = &model.experts;
+    let widths = [
+        ("spec.model.hiddenSize", model.hidden_size),
+        ("spec.model.experts.intermediateSize", experts.intermediate_size),
+        ("spec.model.denseIntermediateSize", model.dense_intermediate_size),
+    ];
+    for (path, width) in widths {
+        if !width.is_multiple_of(ALIGNMENT) {
+            let given = format!("`{width}` on GPUs");
+            found.push(Lack::new(path, given, format!("a multiple of {ALIGNMENT}"), KERNELS));
+        }
+    }
+    let most = [
+        ("spec.model.experts.count", experts.count, EXPERTS_MAX),
+        ("spec.model.experts.perToken", experts.per_token, TOP_K_MAX),
+    ];
+    for (path, count, most) in most {
+        if count > most {
+            let given = format!("`{count}` on GPUs");
+            found.push(Lack::new(path, given, format!("at most {most}"), KERNELS));
+        }
+    }
+    found.extend(of_router(&model.router, training.micro_batch_size));
+    found
+}
+
+/// Dropless top-k with Switch's loss, over a micro-batch or each sequence, is what one GPU has.
+fn of_router(router: &RouterConfig, sequences: u32) -> Option<Lack> {
+    const ALLOWED: &str =
+        "dropless top-k with balanceLoss switch, auxLossScope microBatch or sequence";
+    const ADVICE: &str = "GPUs have no other router yet; processors (profile cpu) have it";
+    let scope = router.aux_loss_scope;
+    let plain = RouterConfig { aux_loss_scope: AuxLossScope::MicroBatch, ..router.clone() };
+    let field = match plain.beyond_plain() {
+        Some(field) => Some(field),
+        None => {
+            let known = matches!(scope, AuxLossScope::MicroBatch | AuxLossScope::Sequence);
+            (!known).then_some("auxLossScope")
+        }
+    };
+    if let Some(field) = field {
+        return Some(Lack::new("spec.model.router", format!("{field} on GPUs"), ALLOWED, ADVICE));
+    }
+    (scope == AuxLossScope::Sequence && sequences > SEGMENTS_MAX).then(|| {
+        Lack::new(
+            "spec.training.microBatchSize",
+            format!("`{sequences}` with auxLossScope sequence on GPUs"),
+            format!("at most {SEGMENTS_MAX}"),
+            "lower it, or choose auxLossScope: microBatch",
+        )
+    })
+}
+
+/// What only the machine of `moejob run` can mean.
+pub fn on_cluster(job: &Job) -> Option<Problem> {
+    (job.profile.name == ProfileName::Gpu).then(|| {
+        Lack::new(
+            "spec.nodes.profile",
+            "`gpu` on a cluster",
+            "the kind of the cluster's machines",
+            "gpu is the machine of `moejob run`; write profile: nd-h200-v5 or another kind, or \
+             describe the machine: profile: custom, custom: { devices: 1, deviceMemory: 80Gi, \
+             nodeSelector: { .. } }",
+        )
+        .problem(Code::Unsupported)
+    })
+}
+
+/// As it is typed.
+pub fn precision_name(precision: Precision) -> &'static str {
+    match precision {
+        Precision::Fp32 => "fp32",
+        Precision::Tf32 => "tf32",
+        Precision::Bf16 => "bf16",
+        Precision::Fp16 => "fp16",
+        Precision::Fp64 => "fp64",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A job of the profile `nodes`, with more of the model and of training.
+    fn job(nodes: &str, model: &str, training: &str) -> Job {
+        let text = format!(
+            "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  \
+             nodes: {{ {nodes} }}\n  model: {{ preset: olmoe-1b-7b{model} }}\n  data: {{ train: \
+             {{ text: {{ paths: [a] }} }}, tokenizer: b.json, sequenceLength: 8 }}\n  training: \
+             {{ steps: 1, globalBatchSize: 1024{training} }}\n"
+        );
+        Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"))
+    }
+
+    fn refused(nodes: &str, model: &str, training: &str) -> Vec<String> {
+        let found = unsupported(&job(nodes, model, training));
+        found.into_iter().map(|problem| format!("{}: {}", problem.path, problem.found)).collect()
+    }
+
+    #[test]
+    fn one_gpu_trains_what_its_kernels_have() {
+        for training in ["", ", precision: tf32", ", precision: fp32", ", momentDtype: bf16"] {
+            assert_eq!(refused("profile: gpu", "", training), [""; 0], "{training}");
+        }
+        let custom = "profile: custom, custom: { devices: 1, deviceMemory: 80Gi }";
+        let sigmoid = ", router: { scoring: sigmoid, groups: 2, auxLossScope: sequence }";
+        assert_eq!(refused(custom, sigmoid, ", attention: fastest"), [""; 0]);
+    }
+
+    #[test]
+    fn what_one_gpu_lacks_is_refused_by_name() {
+        let gpu = "profile: gpu";
+        for (nodes, model, training, expected) in [
+            ("profile: nd-h200-v5", "", "", "spec.nodes.profile: 8 GPUs a node"),
+            ("profile: gpu, devicesPerNode: 2", "", "", "spec.nodes.devicesPerNode: 2 GPUs a node"),
+            ("profile: gpu, max: 2", "", "", "spec.nodes.max: `2` with GPUs"),
+            (
+                "profile: custom, custom: { devices: 4, deviceMemory: 80Gi }",
+                "",
+                "",
+                "spec.nodes.custom.devices: 4 GPUs a node",
+            ),
+            (gpu, "", ", precision: fp16", "spec.training.precision: `fp16` on GPUs"),
+            (gpu, ", headDim: 80", "", "spec.model.headDim: `80` on GPUs"),
+            (gpu, ", hiddenSize: 2080", "", "spec.model.hiddenSize: `2080` on GPUs"),
+            (
+                gpu,
+                ", experts: { intermediateSize: 1000 }",
+                "",
+                "spec.model.experts.intermediateSize: `1000` on GPUs",
+            ),
+            (gpu, ", experts: { count: 640 }", "", "spec.model.experts.count: `640` on GPUs"),
+            (gpu, ", experts: { perToken: 17 }", "", "spec.model.experts.perToken: `17` on GPUs"),
+            (gpu, ", router: { jitter: 0.1 }", "", "spec.model.router: jitter on GPUs"),
+            (
+                gpu,
+                ", router: { auxLossScope: global }",
+                "",
+                "spec.model.router: auxLossScope on GPUs",
+            ),
+            (gpu, ", router: { auxLossScope: hf }", "", "spec.model.router: auxLossScope on GPUs"),
+            (
+                gpu,
+                ", router: { auxLossScope: sequence }",
+                ", microBatchSize: 1024",
+                "spec.training.microBatchSize: `1024` with auxLossScope sequence on GPUs",
+            ),
+        ] {
+            assert_eq!(refused(nodes, model, training), [expected]);
+        }
+        assert_eq!(refused("profile: cpu", ", headDim: 80", ""), [""; 0]);
+    }
+
+    #[test]
+    fn a_cluster_has_no_machine_of_its_own_to_show() {
+        assert!(on_cluster(&job("profile: gpu", "", "")).is_some());
+        assert_eq!(on_cluster(&job("profile: nd-h200-v5", "", "")), None);
+    }
+}

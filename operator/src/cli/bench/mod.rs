@@ -1,0 +1,456 @@
+//! `moejob bench --preset NAME`: how fast this machine trains a model, without data or files.
+//!
+//! ```text
+//! arguments -> a manifest as a job has it -> Job -> Engine -> steps on tokens made up in memory
+//!                                         `-> memory that `plan` expects, beside what was used
+//! ```
+
+mod synthetic;
+
+use super::complain;
+use clap::{Args, ValueEnum};
+use moe_worker::attempt::gauge::Gauge;
+use moe_worker::engine::step::{Engine, StepSummary};
+use moe_worker::gang::comm::Comm;
+use moe_worker::state::snapshot::initialize;
+use moejob_kernels::Device;
+use moejob_kernels::cuda::Gpu;
+use moejob_plan::Job;
+use moejob_plan::devices::precision_name;
+use moejob_plan::job::Venue;
+use moejob_plan::launch::{self, Places};
+use moejob_plan::placement::{self, gib};
+use moejob_plan::preset;
+use moejob_plan::spec::Preset;
+use moejob_protocol::WorkerConfig;
+use moejob_protocol::config::{Backend, GradientDtype, MomentDtype, Recompute};
+use moejob_protocol::layout::Layout;
+use moejob_protocol::mesh::Mesh;
+use serde_json::{Value, json};
+use std::process::ExitCode;
+use std::time::Instant;
+use synthetic::Synthetic;
+
+#[derive(Args)]
+pub struct BenchArgs {
+    /// The model, such as olmoe-1b-7b or tiny; `moejob crd` lists them.
+    #[arg(long, value_parser = preset_of)]
+    pub preset: Preset,
+    /// Only so many of its layers.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=512))]
+    pub layers: Option<u32>,
+    /// Tokens of a sequence.
+    #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub sequence: u32,
+    /// Sequences that are computed at once.
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub micro_batch: u32,
+    /// Micro-batches of a step.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub accumulation: u32,
+    /// Steps that are measured.
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub steps: u32,
+    /// Steps before those.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(0..=100_000))]
+    pub warm_up: u32,
+    /// natural: the router chooses; balanced: it is made to choose all experts equally often.
+    #[arg(long, value_enum, default_value_t = Routing::Natural)]
+    pub routing: Routing,
+    /// What computes. Default: a GPU where this machine shows one.
+    #[arg(long, value_enum)]
+    pub device: Option<DeviceName>,
+    /// training.precision. Default: bf16 on a GPU, fp32 on processors.
+    #[arg(long, value_parser = ["fp32", "tf32", "bf16", "fp16"])]
+    pub precision: Option<String>,
+    /// training.momentDtype.
+    #[arg(long, value_parser = ["fp32", "bf16"])]
+    pub moments: Option<String>,
+    /// training.gradientDtype.
+    #[arg(long, value_parser = ["auto", "bf16", "fp32"])]
+    pub gradients: Option<String>,
+    /// training.attention.
+    #[arg(long, value_parser = ["deterministic", "fastest"])]
+    pub attention: Option<String>,
+    /// training.recompute.
+    #[arg(long, value_parser = ["none", "selective", "experts", "full"])]
+    pub recompute: Option<String>,
+    /// Threads that compute, on processors; 0 is all of them.
+    #[arg(long, default_value_t = 0)]
+    pub threads: u32,
+    /// One line of JSON, with the time of every step.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Routing {
+    Natural,
+    Balanced,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DeviceName {
+    Cpu,
+    Gpu,
+}
+
+/// Why nothing was measured: the exit code and the words.
+struct Refused(u8, String);
+
+fn preset_of(name: &str) -> Result<Preset, String> {
+    serde_json::from_value(json!(name)).map_err(|error| error.to_string())
+}
+
+pub fn run(args: &BenchArgs) -> ExitCode {
+    match measure(args) {
+        Ok(measured) => {
+            match args.json {
+                true => println!("{}", measured.json()),
+                false => print!("{}", measured.text()),
+            }
+            ExitCode::SUCCESS
+        }
+        Err(Refused(code, words)) => {
+            eprintln!("moejob: {words}");
+            ExitCode::from(code)
+        }
+    }
+}
+
+/// The job that a manifest with these choices would make.
+fn job(args: &BenchArgs, device: DeviceName) -> Result<Job, Refused> {
+    let mut model = json!({ "preset": args.preset.name() });
+    if let Some(layers) = args.layers {
+        model["numHiddenLayers"] = json!(layers);
+        // Of the dense ones only those that are left.
+        if let Some(dense) = preset::fields(args.preset).dense_layers {
+            let dense: Vec<u32> = dense.into_iter().filter(|layer| *layer < layers).collect();
+            model["denseLayers"] = json!(dense);
+        }
+    }
+    let mut training = json!({
+        "steps": args.warm_up + args.steps,
+        "microBatchSize": args.micro_batch,
+        "globalBatchSize": u64::from(args.micro_batch) * u64::from(args.accumulation),
+    });
+    if args.routing == Routing::Balanced {
+        // What was arranged stays so.
+        training["optimizer"] = json!({ "adamw": { "learningRate": 1e-12 } });
+    }
+    let choices = [
+        ("precision", &args.precision),
+        ("momentDtype", &args.moments),
+        ("gradientDtype", &args.gradients),
+        ("attention", &args.attention),
+        ("recompute", &args.recompute),
+    ];
+    for (field, choice) in choices {
+        if let Some(choice) = choice {
+            training[field] = json!(choice);
+        }
+    }
+    let profile = if device == DeviceName::Gpu { "gpu" } else { "cpu" };
+    let manifest = json!({
+        "apiVersion": "moejob.dev/v1alpha1",
+        "kind": "MoeJob",
+        "metadata": { "name": "bench" },
+        "spec": {
+            "nodes": { "profile": profile },
+            "model": model,
+            "data": {
+                // Never opened.
+                "train": { "tokens": { "paths": ["none"] } },
+                "sequenceLength": args.sequence,
+            },
+            "training": training,
+        },
+    });
+    let told = |problems: Vec<moejob_plan::problem::Problem>| {
+        let lines: Vec<String> = problems.iter().map(|problem| problem.sentence()).collect();
+        Refused(2, lines.join("\n"))
+    };
+    let job = Job::read(manifest.to_string().as_bytes()).map_err(told)?;
+    let unsupported = job.unsupported();
+    if unsupported.is_empty() { Ok(job) } else { Err(told(unsupported)) }
+}
+
+fn device_of(args: &BenchArgs) -> DeviceName {
+    let shown = || Gpu::count().is_ok_and(|count| count > 0);
+    args.device.unwrap_or_else(|| if shown() { DeviceName::Gpu } else { DeviceName::Cpu })
+}
+
+fn measure(args: &BenchArgs) -> Result<Measured, Refused> {
+    let job = job(args, device_of(args))?;
+    let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
+    let planned = placement::memory(&job, &layout, 0);
+    let places = Places {
+        root: String::new(),
+        checkpoints: String::new(),
+        records: String::new(),
+        exclude: Vec::new(),
+    };
+    let template = launch::template(&job, Venue::Local, "bench", &places);
+    let config = WorkerConfig { rank: Some(0), layout, threads: args.threads, ..template };
+    let mut engine = Engine::open(&config, 0, Comm::solo(1)).map_err(|error| {
+        complain(&error);
+        Refused(1, "the device cannot be made".to_string())
+    })?;
+    let is_cpu = matches!(engine.model.device, Device::Cpu(_));
+    if is_cpu && config.training.compute.backend == Backend::Cuda {
+        let words = "this build trains on processors alone; choose --device cpu";
+        return Err(Refused(2, words.to_string()));
+    }
+    initialize(&mut engine.model, config.training.seed);
+    let mut batches = match args.routing {
+        Routing::Natural => Synthetic::natural(&job.model, &config.training),
+        Routing::Balanced => {
+            synthetic::balance(&mut engine.model).map_err(|why| Refused(2, why))?;
+            Synthetic::balanced(&job.model, &config.training)
+        }
+    };
+    let mut gauge = Gauge::of(&engine.model.device, 0, 1);
+    let mut seconds = Vec::new();
+    let mut last = StepSummary::default();
+    let mut imbalance = 0.0;
+    for step in 0..u64::from(args.warm_up + args.steps) {
+        let began = Instant::now();
+        let summary = engine.step(step, &mut batches).map_err(|error| {
+            complain(&error);
+            Refused(1, format!("step {} failed", step + 1))
+        })?;
+        if let Some(what) = &summary.non_finite {
+            return Err(Refused(1, format!("{what} is not finite at step {}", step + 1)));
+        }
+        if step >= u64::from(args.warm_up) {
+            seconds.push(began.elapsed().as_secs_f64());
+            imbalance += summary.expert_imbalance / f64::from(args.steps);
+        }
+        last = summary;
+    }
+    let device = &engine.model.device;
+    // The step is over: what it drew is still in the newest reading.
+    let told = gauge.as_mut().map(|gauge| gauge.report(device, 0.0));
+    let (used, watts) = match &told {
+        Some(told) => (told.memory_bytes, told.watts),
+        None => (peak_resident(), None),
+    };
+    Ok(Measured {
+        device: match told {
+            Some(told) => told.name,
+            None => format!("processor, {:?}", moejob_kernels::Isa::detect()),
+        },
+        on_gpu: !is_cpu,
+        routing: args.routing,
+        preset: args.preset.name(),
+        imbalance,
+        loss: last.loss,
+        planned: planned.committed,
+        used,
+        watts,
+        seconds,
+        job,
+    })
+}
+
+/// The most that this process had in memory, bytes.
+fn peak_resident() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some(kib << 10)
+}
+
+/// What a bench tells.
+struct Measured {
+    device: String,
+    on_gpu: bool,
+    preset: String,
+    job: Job,
+    routing: Routing,
+    /// Tokens of the busiest expert over the mean, mean over the measured steps.
+    imbalance: f64,
+    loss: f64,
+    /// Bytes that `plan` expects of a rank.
+    planned: u64,
+    used: Option<u64>,
+    watts: Option<f64>,
+    /// Of each measured step.
+    seconds: Vec<f64>,
+}
+
+impl Measured {
+    fn tokens(&self) -> f64 {
+        let training = &self.job.training;
+        f64::from(training.global_batch_size) * f64::from(training.sequence_length)
+    }
+
+    /// The median of an even number of steps lies between two of them.
+    fn median(&self) -> f64 {
+        let mut seconds = self.seconds.clone();
+        seconds.sort_by(f64::total_cmp);
+        let half = seconds.len() / 2;
+        match seconds.len() % 2 {
+            0 => (seconds[half - 1] + seconds[half]) / 2.0,
+            _ => seconds[half],
+        }
+    }
+
+    fn tokens_per_second(&self) -> f64 {
+        self.tokens() / self.median()
+    }
+
+    /// FLOP/s by the convention of `flops.rs`.
+    fn model_flops(&self) -> f64 {
+        let sequence = u64::from(self.job.training.sequence_length);
+        self.tokens_per_second() * self.job.model.flops_per_token(sequence) as f64
+    }
+
+    fn ceiling(&self) -> Option<f64> {
+        moejob_protocol::flops::bf16_ceiling(&self.device).filter(|_| self.on_gpu)
+    }
+
+    fn routing_name(&self) -> &'static str {
+        match self.routing {
+            Routing::Natural => "natural",
+            Routing::Balanced => "balanced",
+        }
+    }
+
+    fn text(&self) -> String {
+        let (model, training) = (&self.job.model, &self.job.training);
+        let compute = &training.compute;
+        let billions = |count: u64| format!("{:.3} B", count as f64 / 1e9);
+        let least = self.seconds.iter().copied().fold(f64::INFINITY, f64::min);
+        let most = self.seconds.iter().copied().fold(0.0, f64::max);
+        let share = self.ceiling().map(|ceiling| {
+            let percent = 100.0 * self.model_flops() / ceiling;
+            format!(", {percent:.1}% of {:.0} (bf16, the data sheet's)", ceiling / 1e12)
+        });
+        let lines = [
+            ("device", self.device.clone()),
+            (
+                "model",
+                format!(
+                    "{}, {} layers: {} parameters, {} active",
+                    self.preset,
+                    model.num_hidden_layers,
+                    billions(model.numel()),
+                    billions(model.active_numel())
+                ),
+            ),
+            (
+                "batch",
+                format!(
+                    "{} x {} sequences of {}: {} tokens a step",
+                    training.global_batch_size / training.micro_batch_size,
+                    training.micro_batch_size,
+                    training.sequence_length,
+                    self.tokens()
+                ),
+            ),
+            (
+                "numbers",
+                format!(
+                    "{}, moments {}, gradients {}, attention {}, recompute {}",
+                    precision_name(training.precision),
+                    moments(compute.moment_dtype),
+                    gradients(compute.gradient_dtype),
+                    if compute.fast_attention { "fastest" } else { "deterministic" },
+                    recompute(training.recompute),
+                ),
+            ),
+            (
+                "routing",
+                format!(
+                    "{}; the busiest expert had {:.2} times the mean",
+                    self.routing_name(),
+                    self.imbalance
+                ),
+            ),
+            (
+                "step",
+                format!(
+                    "{:.2} ms, the median of {} ({:.2} to {:.2})",
+                    self.median() * 1e3,
+                    self.seconds.len(),
+                    least * 1e3,
+                    most * 1e3
+                ),
+            ),
+            ("speed", format!("{:.0} tokens/s", self.tokens_per_second())),
+            (
+                "model rate",
+                format!("{:.2} TFLOP/s{}", self.model_flops() / 1e12, share.unwrap_or_default()),
+            ),
+            (
+                "memory",
+                format!(
+                    "{} planned, {} used",
+                    gib(self.planned),
+                    self.used.map_or("unknown".to_string(), gib)
+                ),
+            ),
+        ];
+        let mut text = String::new();
+        for (name, value) in lines {
+            text += &format!("{name:<12}{value}\n");
+        }
+        if let Some(watts) = self.watts {
+            text += &format!("{:<12}{watts:.0} W at the end\n", "power");
+        }
+        text + &format!("{:<12}{:.4} at the last step\n", "loss", self.loss)
+    }
+
+    fn json(&self) -> Value {
+        let training = &self.job.training;
+        json!({
+            "device": self.device,
+            "preset": self.preset,
+            "layers": self.job.model.num_hidden_layers,
+            "parameters": self.job.model.numel(),
+            "activeParameters": self.job.model.active_numel(),
+            "sequenceLength": training.sequence_length,
+            "microBatchSize": training.micro_batch_size,
+            "accumulation": training.global_batch_size / training.micro_batch_size,
+            "precision": precision_name(training.precision),
+            "compute": training.compute,
+            "recompute": recompute(training.recompute),
+            "routing": self.routing_name(),
+            "expertImbalance": self.imbalance,
+            "secondsPerStep": self.seconds,
+            "medianSeconds": self.median(),
+            "tokensPerSecond": self.tokens_per_second(),
+            "modelFlopsPerSecond": self.model_flops(),
+            "ceilingFlopsPerSecond": self.ceiling(),
+            "memoryPlannedBytes": self.planned,
+            "memoryUsedBytes": self.used,
+            "watts": self.watts,
+            "loss": self.loss,
+        })
+    }
+}
+
+fn moments(dtype: MomentDtype) -> &'static str {
+    match dtype {
+        MomentDtype::Fp32 => "fp32",
+        MomentDtype::Bf16 => "bf16",
+    }
+}
+
+fn gradients(dtype: GradientDtype) -> &'static str {
+    match dtype {
+        GradientDtype::Auto => "auto",
+        GradientDtype::Bf16 => "bf16",
+        GradientDtype::Fp32 => "fp32",
+    }
+}
+
+fn recompute(recompute: Recompute) -> &'static str {
+    match recompute {
+        Recompute::None => "none",
+        Recompute::Selective => "selective",
+        Recompute::Experts => "experts",
+        Recompute::Full | Recompute::Every(_) => "full",
+    }
+}

@@ -1,0 +1,78 @@
+//! `moejob bench` on processors: what it prints, and that its routing is what it says.
+
+use std::process::{Command, Output};
+
+fn bench(arguments: &str) -> Output {
+    let small = "--device cpu --sequence 64 --micro-batch 2 --steps 3 --warm-up 1 --threads 1";
+    let words = ["bench"].into_iter().chain(small.split(' ')).chain(arguments.split(' '));
+    Command::new(env!("CARGO_BIN_EXE_moejob")).args(words).output().unwrap()
+}
+
+fn json(arguments: &str) -> serde_json::Value {
+    let output = bench(&format!("{arguments} --json"));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[test]
+fn balanced_routing_is_balanced_and_natural_routing_is_not() {
+    for preset in ["tiny", "tiny-olmoe"] {
+        let natural = json(&format!("--preset {preset}"));
+        let balanced = json(&format!("--preset {preset} --routing balanced"));
+        assert_eq!(balanced["routing"], "balanced");
+        assert_eq!(balanced["expertImbalance"], 1.0, "{preset}");
+        assert!(natural["expertImbalance"].as_f64().unwrap() > 1.0, "{natural}");
+        assert!(natural["loss"].as_f64().unwrap() > 4.0, "{natural}");
+    }
+}
+
+#[test]
+fn a_bench_tells_its_rate_by_the_convention() {
+    let told = json("--preset tiny --layers 1 --accumulation 2");
+    assert_eq!((&told["layers"], &told["accumulation"]), (&1.into(), &2.into()));
+    let steps: Vec<f64> =
+        told["secondsPerStep"].as_array().unwrap().iter().map(|s| s.as_f64().unwrap()).collect();
+    assert_eq!(steps.len(), 3);
+    let median = told["medianSeconds"].as_f64().unwrap();
+    assert!(steps.contains(&median), "{told}");
+    let tokens = told["tokensPerSecond"].as_f64().unwrap();
+    assert!((tokens * median - 256.0).abs() < 1e-6, "{told}");
+    // Head 256 x 64, q k v o 4 x 64 x 64, router 8 x 64, 2 experts of 3 x 64 x 64, norms 3 x 64;
+    // 6 operations each, and attention over 64 tokens.
+    let multiplied = 256 * 64 + 4 * 64 * 64 + 8 * 64 + 2 * 3 * 64 * 64 + 3 * 64;
+    let flops = f64::from(6 * multiplied + 3 * 4 * 64 * 64 / 2);
+    let rate = told["modelFlopsPerSecond"].as_f64().unwrap();
+    assert!((rate / tokens / flops - 1.0).abs() < 1e-9, "{} and {flops}", rate / tokens);
+    for bytes in ["memoryPlannedBytes", "memoryUsedBytes"] {
+        assert!(told[bytes].as_u64().unwrap() > 1 << 20, "{told}");
+    }
+}
+
+#[test]
+fn a_person_reads_what_was_measured_and_how() {
+    let output = bench("--preset tiny");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let names: Vec<&str> = text.lines().filter_map(|line| line.split("  ").next()).collect();
+    let expected = [
+        "device", "model", "batch", "numbers", "routing", "step", "speed", "model rate", "memory",
+        "loss",
+    ];
+    assert_eq!(names, expected, "{text}");
+    let numbers = "fp32, moments fp32, gradients auto, attention deterministic, recompute none";
+    assert!(text.contains(numbers) && text.contains("1 x 2 sequences of 64: 128 tokens"), "{text}");
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused_by_name() {
+    for (arguments, expected) in [
+        ("--preset tiny --precision bf16", "spec.training.precision: found `bf16` on processors"),
+        ("--preset deepseek-v3 --layers 4", "which has latent attention"),
+        ("--preset huge", "unknown variant `huge`"),
+        ("--preset gpt-moe-1.1t --layers 2 --routing balanced --micro-batch 99999", "65536"),
+    ] {
+        let output = bench(arguments);
+        let err = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{arguments}: {err}");
+        assert!(err.contains(expected), "{arguments}: {err}");
+    }
+}
