@@ -11,7 +11,9 @@ use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::profile::Backend;
 use crate::spec::{AttentionName, GradientDtypeName, MoeJobSpec, MomentDtypeName, ProfileName};
-use moejob_protocol::config::{GradientDtype, MomentDtype, Precision, TrainingConfig};
+use moejob_protocol::config::{
+    GradientDtype, MomentDtype, Precision, Recompute, TrainingConfig,
+};
 use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig};
 
 /// Widths of a head that attention on a GPU is tried for.
@@ -187,6 +189,12 @@ pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Lack> {
             let given = format!("`{count}` on GPUs");
             found.push(Lack::new(path, given, format!("at most {most}"), KERNELS));
         }
+    }
+    if training.recompute == Recompute::Experts {
+        let advice = "choose selective or full: the hidden rows of experts cannot be computed \
+                      again by themselves on GPUs yet";
+        let path = "spec.training.recompute";
+        found.push(Lack::new(path, "`experts` on GPUs", "none, selective or full", advice));
     }
     found.extend(of_router(&model.router, training.micro_batch_size));
     found

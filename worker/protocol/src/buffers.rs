@@ -417,9 +417,9 @@ impl<B: Copy> Bucket<B> {
         };
         Bucket {
             weight: part("weights", weight, of.len),
-            master: master.map(|kind| part("masters", kind, of.len)),
-            moment1: part("moments", types.moment, of.len),
-            moment2: part("moments", types.moment, of.len),
+            master: master.map(|kind| part("masters", kind, of.owned)),
+            moment1: part("moments", types.moment, of.owned),
+            moment2: part("moments", types.moment, of.owned),
             gradient: part("gradients", gradient, of.len),
             table: part("numbers", Kind::U32, blocks * BLOCK_WORDS),
             square_sums: part("numbers", Kind::F64, blocks),
@@ -591,8 +591,8 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         let only_cpu = |len: u64| if cpu { len } else { 0 };
         let segments = self.shape.segments;
         Fused {
-            h: self.floats(t * k, 2 * f),
-            a: self.floats(only_cpu(t * k), f),
+            h: self.routed(2 * f),
+            a: if cpu { self.routed(f) } else { self.floats(0, f) },
             logits: self.statistics(t, e),
             probs: self.statistics(only_cpu(t), e),
             lse: self.statistics(t, 1),
@@ -601,9 +601,9 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             counts: self.words(e, 1),
             offsets: self.words(e + 1, 1),
             order: self.words(if cpu { 0 } else { e }, 1),
-            rows: self.words(t, k),
+            rows: self.planner.alloc(Kind::U32, Rows::Routed, 1),
             pos: self.words(t, k),
-            row_weights: self.statistics(t, k),
+            row_weights: self.planner.alloc(types.statistic, Rows::Routed, 1),
             segment_counts: self.words(segments, e),
             prob_sums: self.doubles(segments * e),
             losses: self.doubles(2),

@@ -242,8 +242,9 @@ pub struct Shape {
 /// A bucket's size and what it is of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BucketShape {
-    /// Elements, a multiple of 4,096.
+    /// Elements, a multiple of 4,096, and those of them that the rank owns.
     pub len: u64,
+    pub owned: u64,
     /// Vectors, which are kept whole, rather than matrices.
     pub vectors: bool,
 }
@@ -330,6 +331,7 @@ fn bucket_shapes(
     let buckets = Buckets::new(model, params, &Holders::new(model, layout));
     let shape = |bucket: &crate::buckets::Bucket| BucketShape {
         len: bucket.len,
+        owned: bucket.chunk_len(),
         vectors: bucket.kind.is_of_vectors(),
     };
     buckets.held(rank).map(shape).collect()
@@ -393,7 +395,13 @@ const GENERATIONS: u64 = 2;
 /// The process itself: code that is paged in, thread stacks, packed operands, small tables.
 const PROCESS_BYTES: u64 = 8 << 20;
 
-/// The memory of `rank`, part by part. A checkpoint every `checkpoint_steps` is a snapshot of its
+/// A CUDA context with the modules of a step.
+const CONTEXT_BYTES: u64 = 576 << 20;
+/// CuBLASLt's 32 MiB, 20 of partial sums, and angles of 32,768 positions.
+const TABLES_BYTES: u64 = 80 << 20;
+
+/// The memory of `rank`, part by part: of its device where that is a GPU, else of the host. A
+/// checkpoint every `checkpoint_steps` is a snapshot of its
 /// own only where none is taken for memory's sake at the same step.
 pub fn rank_memory(
     model: &ModelConfig,
@@ -407,8 +415,12 @@ pub fn rank_memory(
     let headroom = model.experts.routed_headroom.max(1.0);
     let mut count = Count { shape: &shape, parts: Vec::new(), headroom, committed: 0, worst: 0 };
     let _ = crate::buffers::Buffers::plan(model, &shape, &mut count);
-    let shares = checkpoint_steps.is_multiple_of(recovery.memory_every_steps.max(1));
-    count.host(model, layout, rank, shares);
+    if training.compute.backend == Backend::Cuda {
+        count.device();
+    } else {
+        let shares = checkpoint_steps.is_multiple_of(recovery.memory_every_steps.max(1));
+        count.host(model, layout, rank, shares);
+    }
     let Count { parts, committed, worst, .. } = count;
     let balanced = parts.iter().map(|part| part.bytes).sum();
     RankMemory { parts, balanced, committed: balanced + committed, worst: balanced + worst }
@@ -430,6 +442,12 @@ impl Count<'_> {
             Some(part) => part.bytes += bytes,
             None => self.parts.push(Part { name, bytes }),
         }
+    }
+
+    /// What a GPU takes beside the arena: its context and modules, cuBLASLt's workspace, tables.
+    fn device(&mut self) {
+        self.add("context", CONTEXT_BYTES);
+        self.add("tables", TABLES_BYTES);
     }
 
     /// What lies outside of the arena.
