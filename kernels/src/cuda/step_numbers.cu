@@ -23,10 +23,10 @@ __device__ __forceinline__ void take(float x, double& sum, u32& bad) {
 }
 
 // sums[b] = sum of squares of block b; numbers += their sum and the count of those that are no
-// numbers, which also goes to the block's tensor in `of_tensors`, a table of `tensors` counts: whole
-// numbers, so that their order changes nothing. A warp a block of 4,096; `blocks_a_part` of them, whole eights, a thread block. The last
-// thread block to end adds the parts, in their order: which one that is changes nothing. `ticket`
-// starts as zero and ends so.
+// numbers. That count goes to `of_tensors`, too, a table of `tensors` counts. They are whole
+// numbers, so that the order of the additions changes nothing. A warp a block of 4,096;
+// `blocks_a_part` of them, whole eights, a thread block. The last thread block to end adds the
+// parts, in their order: which one that is changes nothing. `ticket` starts as zero and ends so.
 extern "C" __global__ void __launch_bounds__(256)
 gradient_numbers(const Block* table, const double* params, const element* g, double* sums,
                  double* part_squares, u32* part_counts, u32* ticket, double* numbers,

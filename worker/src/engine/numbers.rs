@@ -308,7 +308,8 @@ impl Model {
     }
 
     /// Of one own micro-batch: sum of cross-entropies, valid targets, auxiliary loss, z loss,
-    /// entropy, the last three summed over the layers. For tests and tools; a step reads once, at its end.
+    /// entropy, the last three summed over the layers. For tests and tools; a step reads once, at
+    /// its end.
     pub fn read_record(&self, at: usize) -> [f64; record::COUNT] {
         let mut numbers = [0.0; record::COUNT];
         self.device.read(self.record(at), &mut numbers);
