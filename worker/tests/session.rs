@@ -194,6 +194,7 @@ fn config(attempt: u32, seat: &str, edits: &[&str]) -> WorkerConfig {
             step_timeout_ms: 0,
             orphan_timeout_ms: ORPHAN_MS,
             memory_every_steps: 10,
+            memory_auto: false,
         },
         ranks: 1,
         threads: 1,

@@ -143,6 +143,8 @@ pub struct Recovery {
     pub max_restarts: u32,
     pub window: u64,
     pub memory_every_steps: u64,
+    /// As often as it costs half a percent of the time instead.
+    pub memory_auto: bool,
     /// None is the venue's default.
     pub growth_interval: Option<u64>,
     pub orphan_timeout: Option<u64>,
@@ -288,7 +290,7 @@ fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&Model>) -> Job {
             keep: checkpoint.keep.unwrap_or(3),
             location: checkpoint.location,
         },
-        recovery: recovery(spec),
+        recovery: recovery(spec, backend),
         kubernetes: Kubernetes {
             image: spec.image.clone(),
             volumes: spec.volumes.clone().unwrap_or_default(),
@@ -480,7 +482,7 @@ fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
     }
 }
 
-fn recovery(spec: &MoeJobSpec) -> Recovery {
+fn recovery(spec: &MoeJobSpec, backend: Backend) -> Recovery {
     let typed = spec.recovery.clone().unwrap_or_default();
     let read = |text: &Option<String>| text.as_deref().and_then(millis_of);
     Recovery {
@@ -489,6 +491,7 @@ fn recovery(spec: &MoeJobSpec) -> Recovery {
         max_restarts: typed.max_restarts.unwrap_or(20),
         window: read(&typed.window).unwrap_or(3_600_000),
         memory_every_steps: typed.memory_every_steps.unwrap_or(10),
+        memory_auto: typed.memory_every_steps.is_none() && backend == Backend::Cuda,
         growth_interval: read(&typed.growth_interval),
         orphan_timeout: read(&typed.orphan_timeout),
         gang_timeout: read(&typed.gang_timeout).unwrap_or(30_000),

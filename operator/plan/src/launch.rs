@@ -72,6 +72,7 @@ pub fn template(job: &Job, venue: Venue, job_uid: &str, places: &Places) -> Work
             step_timeout_ms: job.recovery.step_timeout.unwrap_or(0),
             orphan_timeout_ms: job.orphan_timeout(venue),
             memory_every_steps: job.recovery.memory_every_steps,
+            memory_auto: job.recovery.memory_auto,
         },
         ranks: job.profile.ranks,
         threads: 0,

@@ -114,6 +114,7 @@ fn recovery(job: &Job) -> RecoveryConfig {
         step_timeout_ms: job.recovery.step_timeout.unwrap_or(0),
         orphan_timeout_ms: job.recovery.orphan_timeout.unwrap_or(0),
         memory_every_steps: job.recovery.memory_every_steps,
+        memory_auto: job.recovery.memory_auto,
     }
 }
 

@@ -391,4 +391,11 @@ pub struct RecoveryConfig {
     pub step_timeout_ms: u64,
     pub orphan_timeout_ms: u64,
     pub memory_every_steps: u64,
+    /// As often as it costs half a percent of the time, in place of `memory_every_steps`.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub memory_auto: bool,
+}
+
+fn is_false(flag: &bool) -> bool {
+    !flag
 }

@@ -1,5 +1,6 @@
 //! The steps of one attempt, and what is due between them.
 
+use crate::attempt::pace::Pace;
 use crate::attempt::gauge::Gauge;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::records::{event, now};
@@ -44,6 +45,10 @@ pub(crate) struct Run<'a> {
     pub waits_until: Option<Instant>,
     /// Steps in the newest snapshot.
     pub snapshot_step: u64,
+    /// When state is copied to memory, where that is not every so many steps.
+    pub pace: Option<Pace>,
+    /// All ranks take a snapshot after this step.
+    pub snapshot_agreed: bool,
     pub clock: Clock,
     /// Rank 0's, of a GPU.
     pub gauge: Option<Gauge>,
@@ -92,11 +97,17 @@ impl Run<'_> {
         self.tell_resumed()?;
         self.tell_overlaps(feeder)?;
         self.control.set_step(self.step);
-        let resumed = self.snapshot()?;
+        // What was loaded or made from a seed can be so again: only what came from memory goes back
+        // there at once, where a copy is dear.
+        let from_memory = matches!(self.config.resume, Resume::Memory { .. });
+        let resumed = match self.pace {
+            Some(pace) if !(from_memory && pace.fits()) => None,
+            _ => Some(self.snapshot()?),
+        };
         let steps = self.config.training.steps;
         // The attempt before was lost when all was trained and the last checkpoint was not written.
-        if self.step >= steps && matches!(self.config.resume, Resume::Memory { .. }) {
-            self.saves.begin(self.step, resumed);
+        if self.step >= steps && from_memory {
+            self.checkpoint(resumed)?;
         }
         let mut stopped = false;
         while self.step < steps && !stopped {
@@ -168,6 +179,8 @@ impl Run<'_> {
         self.asked.stop_after_this_step |= asked.stop_after_this_step;
         end.checkpoint_now = self.asked.checkpoint_now;
         end.stop_after_this_step = self.asked.stop_after_this_step;
+        let due = self.pace.is_some_and(|pace| pace.is_due(Instant::now()));
+        end.snapshot_now = due && self.engine.model.rank == 0;
         self.saves.fill(end);
     }
 
@@ -181,6 +194,7 @@ impl Run<'_> {
         for news in news {
             self.tell_storage(news)?;
         }
+        self.snapshot_agreed = ends.iter().any(|end| end.snapshot_now);
         Ok(Request {
             checkpoint_now: ends.iter().any(|end| end.checkpoint_now),
             stop_after_this_step: ends.iter().any(|end| end.stop_after_this_step),
@@ -196,7 +210,11 @@ impl Run<'_> {
             || last
             || agreed.checkpoint_now
             || self.saves.is_overdue();
-        let memory = every(config.recovery.memory_every_steps) || stopped;
+        let due = match self.pace {
+            Some(_) => self.snapshot_agreed,
+            None => every(config.recovery.memory_every_steps),
+        };
+        let memory = due || stopped && self.pace.is_none_or(|pace| pace.fits());
         let snapshot = if memory { Some(self.snapshot()?) } else { None };
         if last || stopped {
             let patience = if last { self.patience.end } else { self.patience.stop };
@@ -262,7 +280,11 @@ impl Run<'_> {
             self.step,
         );
         self.snapshot_step = self.step;
-        self.clock.stalls.snapshot += began.elapsed().as_secs_f64();
+        let ended = Instant::now();
+        self.clock.stalls.snapshot += (ended - began).as_secs_f64();
+        if let Some(pace) = &mut self.pace {
+            pace.taken(began, ended);
+        }
         (self.out)(TrainerEvent::Held(self.memory.held()));
         taken.map_err(|error| match error {
             SnapshotError::Comm(error) => Stop::Comm(error),
@@ -344,7 +366,8 @@ impl Run<'_> {
             router_entropy: summary.router_entropy,
             dropped_tokens: share(summary.dropped.iter().sum(), summary.loads.iter().sum()),
             unrouted_tokens: share(summary.unrouted, tokens),
-            expert_switches: share(summary.switched, summary.followed),
+            expert_switches: (summary.followed > 0)
+                .then(|| share(summary.switched, summary.followed)),
             churn: validation.and_then(|validation| validation.churn),
             tokens_per_expert: match told {
                 true => computed.chunks_exact(experts).map(<[u64]>::to_vec).collect(),

@@ -7,6 +7,7 @@
 //! ```
 //! Whatever takes effect on all ranks was agreed on in a step's end, so all take it alike.
 
+use crate::attempt::pace::{Pace, machine_memory};
 use crate::attempt::gauge::Gauge;
 use crate::attempt::steps::{Clock, Run};
 use crate::checkpoint::fence::FenceError;
@@ -205,12 +206,13 @@ impl Trainer {
         let identity = identity(config, &engine.model, corpus);
         let writer = self.writer(identity, &opened, records.as_ref())?;
         let gauge = if rank == 0 { gauge(config, &engine) } else { None };
+        let state = state_bytes(&engine.model);
         let mut run = Run {
             config,
             control,
             out,
             records,
-            saves: Saves::new(rank, writer, state_bytes(&engine.model), &self.patience),
+            saves: Saves::new(rank, writer, state, &self.patience),
             patience: self.patience,
             engine,
             buddies: buddies(config),
@@ -218,6 +220,10 @@ impl Trainer {
             asked: Request::default(),
             waits_until: None,
             snapshot_step: config.resume.step(),
+            pace: config.recovery.memory_auto.then(|| {
+                Pace::new(state, machine_memory(), Instant::now())
+            }),
+            snapshot_agreed: false,
             clock: Clock::start(),
             gauge,
             memory: &self.memory,

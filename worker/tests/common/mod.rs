@@ -158,6 +158,7 @@ impl Job {
                 step_timeout_ms: 0,
                 orphan_timeout_ms: 0,
                 memory_every_steps: 3,
+                memory_auto: false,
             },
             ranks: 1,
             threads: 1,

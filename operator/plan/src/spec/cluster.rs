@@ -210,7 +210,8 @@ pub struct RecoverySpec {
     #[schemars(length(max = 32))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub window: Option<String>,
-    /// Each rank keeps a snapshot in memory after every so many steps. Default: 10.
+    /// Each rank keeps a snapshot in memory after every so many steps. Default: 10; on GPUs as
+    /// often as it costs half a percent of the time.
     #[schemars(range(min = 1, max = 1000000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_every_steps: Option<u64>,
