@@ -44,6 +44,11 @@ pub fn gib(bytes: u64) -> String {
     if mib >= 1024.0 { format!("{:.1} GiB", mib / 1024.0) } else { format!("{mib:.1} MiB") }
 }
 
+/// Parts of a rank's memory that are the host's.
+const HOST_PARTS: [&str; 4] = ["snapshots", "checkpoint", "exchange", "process"];
+/// What the driver takes of a device for a process that uses it.
+const CONTEXT_BYTES: u64 = 512 << 20;
+
 /// Elements of the model by where they lie; counted once a job.
 struct Placer<'a> {
     job: &'a Job,
@@ -120,7 +125,26 @@ impl<'a> Placer<'a> {
                 &recovery(job),
                 job.checkpoint.every_steps,
             ),
+            Backend::Cuda if layout.mesh.world() == 1 => self.one_gpu(layout),
             Backend::Cuda => self.device_memory(layout, rank),
+        }
+    }
+
+    /// What lies on the GPU of a job that has one: what its engine reserves.
+    fn one_gpu(&self, layout: &Layout) -> RankMemory {
+        let job = self.job;
+        let (training, every) = (&job.training, job.checkpoint.every_steps);
+        let all = rank_memory(&job.model, layout, 0, training, &recovery(job), every);
+        let (host, mut parts): (Vec<Part>, Vec<Part>) =
+            all.parts.into_iter().partition(|part| HOST_PARTS.contains(&part.name));
+        parts.push(Part { name: "driver", bytes: CONTEXT_BYTES });
+        let host: u64 = host.iter().map(|part| part.bytes).sum();
+        let of_device = |bytes: u64| bytes - host + CONTEXT_BYTES;
+        RankMemory {
+            parts,
+            balanced: of_device(all.balanced),
+            committed: of_device(all.committed),
+            worst: of_device(all.worst),
         }
     }
 
@@ -176,6 +200,7 @@ fn recovery(job: &Job) -> RecoveryConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use moejob_protocol::config::TrainingConfig;
 
     fn job(nodes: &str, model: &str, batch: u32, rest: &str) -> Job {
         let text = format!(
@@ -220,6 +245,33 @@ mod tests {
         let model = "preset: qwen3-30b-a3b";
         let found = job("profile: nd-h100-v5, min: 1, max: 4", model, 512, "");
         assert_eq!(shapes(&found), "3: 24/24, 4: 32/16 | 1 2");
+    }
+
+    #[test]
+    fn of_one_gpu_the_plan_counts_what_the_engine_reserves() {
+        let needed = |rest: &str, training: &str| {
+            let found = job(
+                "profile: custom, custom: { devices: 1, deviceMemory: 1Ti }",
+                &format!("preset: olmoe-1b-7b, numHiddenLayers: 2{rest}"),
+                1,
+                "",
+            );
+            let text = format!("{{ {training} }}");
+            let compute = serde_json::from_str(&text).expect("fields of Compute");
+            let training = TrainingConfig { compute, ..found.training.clone() };
+            let found = Job { training, ..found };
+            memory(&found, &Layout::contiguous(Mesh::data_parallel(1, 1)), 0)
+        };
+        let cuda = "\"backend\": \"cuda\"";
+        let plain = needed("", cuda);
+        assert!(plain.parts.iter().all(|part| !HOST_PARTS.contains(&part.name)), "{plain:?}");
+        assert_eq!(plain.balanced, plain.parts.iter().map(|part| part.bytes).sum::<u64>());
+        let small = needed("", &format!("{cuda}, \"momentDtype\": \"bf16\""));
+        // Two moments of two bytes less for about 960 M parameters.
+        let saved = plain.committed - small.committed;
+        assert!((3_000_000_000..5_000_000_000).contains(&saved), "{saved}");
+        let whole = needed("", &format!("{cuda}, \"gradientDtype\": \"fp32\""));
+        assert!(whole.committed > plain.committed + 1_500_000_000, "{whole:?}");
     }
 
     #[test]
