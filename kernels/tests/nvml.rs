@@ -1,6 +1,6 @@
 //! The monitor of a GPU on a library made here, which answers as NVML does or lacks functions.
 
-use moejob_kernels::cuda::{Monitor, Nvml, Reading, Trouble, uuid_text};
+use moejob_kernels::cuda::{Limits, Monitor, Nvml, Reading, Trouble, uuid_text};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -25,6 +25,21 @@ int nvmlDeviceGetCurrentClocksEventReasons(void *d, unsigned long long *bits) {
 }
 int nvmlDeviceGetTotalEccErrors(void *d, unsigned kind, unsigned since, unsigned long long *n) {
     *n = kind == 1 && since == 0 ? 3 : 999;
+    return 0;
+}
+int nvmlSystemGetDriverVersion(char *text, unsigned length) {
+    if (length < 80) return 7;
+    strcpy(text, "550.54.15");
+    return 0;
+}
+struct memory { unsigned long long total, free, used; };
+int nvmlDeviceGetMemoryInfo(void *d, struct memory *m) {
+    m->total = 80; m->free = 70; m->used = 10;
+    return 0;
+}
+int nvmlDeviceGetEnforcedPowerLimit(void *d, unsigned *mw) { *mw = 700000; return 0; }
+int nvmlDeviceGetMaxClockInfo(void *d, unsigned kind, unsigned *mhz) {
+    *mhz = kind == 1 ? 1980 : 0;
     return 0;
 }
 struct data { void *d; unsigned long long kind, data; unsigned gi, ci; };
@@ -90,6 +105,9 @@ fn a_gpu_is_told_of_as_far_as_the_driver_does() {
         ecc_uncorrected: Some(3),
     };
     assert_eq!(gpu.read(), expected);
+    assert_eq!(gpu.memory(), Some((70, 80)));
+    assert_eq!(gpu.limits(), Limits { megahertz: Some(1980), watts: Some(700.0) });
+    assert_eq!(nvml.driver_version().as_deref(), Some("550.54.15"));
     let told: Vec<Option<Trouble>> = (0..4).map(|_| gpu.wait(1)).collect();
     let expected = [Some(Trouble::Xid(79)), Some(Trouble::DoubleBitEcc), Some(Trouble::Lost), None];
     assert_eq!(told, expected);
@@ -99,6 +117,8 @@ fn a_gpu_is_told_of_as_far_as_the_driver_does() {
     let expected = Reading { slowed_by: vec!["power brake"], ..Reading::default() };
     assert_eq!(gpu.read(), expected);
     assert_eq!(gpu.wait(1), None);
+    assert_eq!((gpu.memory(), gpu.limits()), (None, Limits::default()));
+    assert_eq!(nvml.driver_version(), None);
     assert_eq!(uuid_text(UUID), "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f");
     let _ = std::fs::remove_dir_all(&folder);
 }

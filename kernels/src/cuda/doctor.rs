@@ -5,6 +5,7 @@ use cudarc::driver::{result as cu, sys};
 use super::compile::default_cache_dir;
 use super::driver::{Gpu, require_driver};
 use super::error::CudaError;
+use super::nvml::{Monitor, Nvml};
 
 /// One line of a diagnosis.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,7 +21,7 @@ pub struct Inspection {
 /// Driver, libraries, GPUs and links between them, in that order. Never fails: what cannot be
 /// asked is reported as missing with the reason.
 pub fn inspect() -> Vec<Inspection> {
-    let mut lines = vec![driver(), nvrtc(), cublaslt()];
+    let mut lines = vec![driver(), nvrtc(), cublaslt(), nvml()];
     match Gpu::count() {
         Ok(count) => {
             lines.extend((0..count).map(gpu));
@@ -47,23 +48,37 @@ fn missing(name: &str, advice: &str) -> Inspection {
     Inspection { name: name.to_owned(), found: None, advice: Some(advice.to_owned()) }
 }
 
-fn driver() -> Inspection {
+pub(super) fn driver() -> Inspection {
     if let Err(error) = require_driver() {
         return missing("driver", &error.to_string());
     }
     let mut version = 0;
     // SAFETY: the library is loaded; the target is valid.
     match unsafe { sys::cuDriverGetVersion(&mut version) }.result() {
-        Ok(()) => present("driver", format!("CUDA {}.{}", version / 1000, version % 1000 / 10)),
+        Ok(()) => {
+            let own = Nvml::load().ok().and_then(|nvml| nvml.driver_version());
+            let own = own.map_or(String::new(), |own| format!("{own}, "));
+            let (major, minor) = (version / 1000, version % 1000 / 10);
+            present("driver", format!("{own}up to CUDA {major}.{minor}"))
+        }
         Err(error) => missing("driver", &format!("its version cannot be read: {error:?}")),
     }
 }
 
-fn nvrtc() -> Inspection {
+/// Power, clocks and errors; training does without.
+fn nvml() -> Inspection {
+    match Nvml::load() {
+        Ok(_) => present("nvml", "loadable".to_owned()),
+        Err(error) => missing("nvml", &error.to_string()),
+    }
+}
+
+pub(super) fn nvrtc() -> Inspection {
     use cudarc::nvrtc::sys as nvrtc;
     // SAFETY: opens and closes the library.
     if !unsafe { nvrtc::is_culib_present() } {
-        let advice = "install NVRTC of CUDA 12 or 13 and add its folder to LD_LIBRARY_PATH";
+        let advice = "install NVRTC of CUDA 12 or 13 (package cuda-nvrtc-12-8 or \
+                      nvidia-cuda-nvrtc-cu12) and add its folder to LD_LIBRARY_PATH";
         return missing("nvrtc", advice);
     }
     let (mut major, mut minor) = (0, 0);
@@ -72,28 +87,62 @@ fn nvrtc() -> Inspection {
     present("nvrtc", format!("{major}.{minor}"))
 }
 
-fn cublaslt() -> Inspection {
+pub(super) fn cublaslt() -> Inspection {
+    use cudarc::cublaslt::sys as cublaslt;
     // SAFETY: opens and closes the library.
-    if unsafe { cudarc::cublaslt::sys::is_culib_present() } {
-        return present("cublasLt", "loadable".to_owned());
+    if !unsafe { cublaslt::is_culib_present() } {
+        let advice = "install cuBLAS of CUDA 12 or 13 (package libcublas-12-8 or \
+                      nvidia-cublas-cu12) and add its folder to LD_LIBRARY_PATH";
+        return missing("cublasLt", advice);
     }
-    missing("cublasLt", "install cuBLAS of CUDA 12 or 13 and add its folder to LD_LIBRARY_PATH")
+    // SAFETY: the library is present; it asks for nothing.
+    let version = unsafe { cublaslt::cublasLtGetVersion() };
+    // 120804 is 12.8.4; from 13 on a thousand more lies between.
+    let (major, rest) = match version {
+        0..1_000_000 => (version / 10_000, version % 10_000),
+        _ => (version / 100_000, version % 100_000),
+    };
+    present("cublasLt", format!("{major}.{}", rest / 100))
 }
 
 fn gpu(ordinal: usize) -> Inspection {
     let name = format!("gpu {ordinal}");
-    let describe = || -> Result<String, CudaError> {
+    let describe = || -> Result<Inspection, CudaError> {
         let gpu = Gpu::open(ordinal)?;
         let ((major, minor), (free, total)) = (gpu.capability(), gpu.memory()?);
         let (free, total) = (free >> 20, total >> 20);
         let count = gpu.multiprocessors();
-        let name = gpu.name();
-        Ok(format!("{name}, sm_{major}{minor}, {count} SMs, {free} of {total} MiB free"))
+        let model = gpu.name();
+        let clocks = clocks(gpu.uuid());
+        let found = format!(
+            "{model}, sm_{major}{minor}, {count} SMs, {free} of {total} MiB free{clocks}"
+        );
+        let advice = match major {
+            ..8 => Some("too old to train: compute capability 8.0 or newer is needed"),
+            8 | 9 => None,
+            _ => Some("newer than sm_90: it takes the kernels of sm_80, which are slower"),
+        };
+        Ok(Inspection { advice: advice.map(str::to_owned), ..present(&name, found) })
     };
-    match describe() {
-        Ok(found) => present(&name, found),
-        Err(error) => missing(&name, &error.to_string()),
+    describe().unwrap_or_else(|error| missing(&name, &error.to_string()))
+}
+
+/// `, 345 of 1980 MHz, 71 of 700 W, slowed by power cap`, as far as NVML tells.
+fn clocks(uuid: [u8; 16]) -> String {
+    let monitor = Nvml::load().and_then(|nvml| Monitor::open(&nvml, uuid));
+    let Ok(monitor) = monitor else { return String::new() };
+    let (now, most) = (monitor.read(), monitor.limits());
+    let mut text = String::new();
+    if let (Some(now), Some(most)) = (now.megahertz, most.megahertz) {
+        text += &format!(", {now} of {most} MHz");
     }
+    if let (Some(now), Some(most)) = (now.watts, most.watts) {
+        text += &format!(", {now:.0} of {most:.0} W");
+    }
+    if !now.slowed_by.is_empty() {
+        text += &format!(", slowed by {}", now.slowed_by.join(", "));
+    }
+    text
 }
 
 /// Whether two GPUs reach each other's memory, and how well (the driver's rank, 0 is best).

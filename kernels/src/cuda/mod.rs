@@ -13,6 +13,7 @@
 //! CudaDevice::new(ordinal)      device.rs    the layer and the ops of a step as those of `Device`
 //! Unit::source                  step_ops.rs  kernels of norms, optimizer ..., when needed
 //! inspect()                     doctor.rs    what this machine has and lacks
+//! visible_gpus()                machine.rs   the same without a context, before a worker starts
 //! ```
 //! No CUDA is needed to build this: the driver and NVRTC are loaded when first used. Nothing here
 //! waits for the device except `synchronize` and the copies to host memory, and no launch depends
@@ -38,6 +39,7 @@ mod gate;
 mod gemm;
 mod head;
 mod layer;
+mod machine;
 mod measure;
 mod nvml;
 mod norm;
@@ -64,6 +66,7 @@ pub use layer::{
     Gradients, LayerError, MoeLayer, MoeNumbers, MoeTensors, Observer, Saved, Stacked,
     Weights,
 };
+pub use machine::{VisibleGpu, missing_libraries, visible_gpus};
 pub use measure::Measure;
-pub use nvml::{Monitor, Nvml, NvmlError, Reading, Trouble, uuid_text};
+pub use nvml::{Limits, Monitor, Nvml, NvmlError, Reading, Trouble, uuid_text};
 pub use shape::{MoeActivation, MoeDesc, Refusal};

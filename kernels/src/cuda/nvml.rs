@@ -73,6 +73,22 @@ pub struct Reading {
     pub ecc_uncorrected: Option<u64>,
 }
 
+/// What a GPU may do at most; none: the driver does not tell.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Limits {
+    pub megahertz: Option<u32>,
+    pub watts: Option<f64>,
+}
+
+/// nvmlMemory_t
+#[repr(C)]
+#[derive(Default)]
+struct MemoryData {
+    total: c_ulonglong,
+    free: c_ulonglong,
+    used: c_ulonglong,
+}
+
 /// Trouble that the driver reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trouble {
@@ -118,6 +134,22 @@ impl Nvml {
         let nvml = Nvml { library };
         call!(nvml, "nvmlInit_v2", (),)?;
         Ok(Arc::new(nvml))
+    }
+
+    /// The driver's own version, such as 550.54.15.
+    pub fn driver_version(&self) -> Option<String> {
+        const LENGTH: usize = 80;
+        let mut text: [c_char; LENGTH] = [0; LENGTH];
+        let asked = call!(
+            self,
+            "nvmlSystemGetDriverVersion",
+            (*mut c_char, c_uint),
+            text.as_mut_ptr(),
+            LENGTH as c_uint
+        );
+        asked.ok()?;
+        let bytes: Vec<u8> = text.iter().map(|c| *c as u8).take_while(|c| *c != 0).collect();
+        String::from_utf8(bytes).ok()
     }
 
     fn function<F: Copy>(&self, function: &'static str) -> Result<F, NvmlError> {
@@ -183,6 +215,38 @@ impl Monitor {
             megahertz,
             slowed_by: self.slowed_by(),
             ecc_uncorrected: self.ecc_uncorrected(),
+        }
+    }
+
+    /// Free and total bytes of its memory.
+    pub fn memory(&self) -> Option<(u64, u64)> {
+        let mut data = MemoryData::default();
+        let asked = call!(
+            self.nvml,
+            "nvmlDeviceGetMemoryInfo",
+            (Device, *mut MemoryData),
+            self.device,
+            &mut data
+        );
+        asked.ok().map(|()| (data.free, data.total))
+    }
+
+    pub fn limits(&self) -> Limits {
+        let mut milliwatts: c_uint = 0;
+        let watts = self.unsigned("nvmlDeviceGetEnforcedPowerLimit", &mut milliwatts);
+        // NVML_CLOCK_SM
+        let (kind, mut megahertz): (c_uint, c_uint) = (1, 0);
+        let asked = call!(
+            self.nvml,
+            "nvmlDeviceGetMaxClockInfo",
+            (Device, c_uint, *mut c_uint),
+            self.device,
+            kind,
+            &mut megahertz
+        );
+        Limits {
+            megahertz: asked.ok().map(|()| megahertz),
+            watts: watts.map(|()| f64::from(milliwatts) / 1000.0),
         }
     }
 

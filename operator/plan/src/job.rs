@@ -259,7 +259,8 @@ fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&Model>) -> Job {
     let typed = spec.model.clone().unwrap_or_default();
     let data = data(spec);
     let model = model(&preset::overlay(&typed, weights), &data.tokenizer);
-    let training = training(spec, profile.backend);
+    let backend = profile.backend;
+    let training = training(spec, backend);
     let parallelism = spec.parallelism.clone().unwrap_or_default();
     let checkpoint = spec.checkpoint.clone().unwrap_or_default();
     let expert_parallel = match parallelism.expert {

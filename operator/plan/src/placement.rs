@@ -121,6 +121,7 @@ fn recovery(job: &Job) -> RecoveryConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use moejob_protocol::config::TrainingConfig;
 
     fn job(nodes: &str, model: &str, batch: u32, rest: &str) -> Job {
         let text = format!(
@@ -165,6 +166,34 @@ mod tests {
         let model = "preset: qwen3-30b-a3b";
         let found = job("profile: nd-h100-v5, min: 1, max: 4", model, 512, "");
         assert_eq!(shapes(&found), "3: 24/24, 4: 32/16 | 1 2");
+    }
+
+    #[test]
+    fn of_one_gpu_the_plan_counts_what_the_engine_reserves() {
+        let needed = |rest: &str, training: &str| {
+            let found = job(
+                "profile: custom, custom: { devices: 1, deviceMemory: 1Ti }",
+                &format!("preset: olmoe-1b-7b, numHiddenLayers: 2{rest}"),
+                1,
+                "",
+            );
+            let text = format!("{{ {training} }}");
+            let compute = serde_json::from_str(&text).expect("fields of Compute");
+            let training = TrainingConfig { compute, ..found.training.clone() };
+            let found = Job { training, ..found };
+            memory(&found, &Layout::contiguous(Mesh::data_parallel(1, 1)), 0)
+        };
+        let cuda = "\"backend\": \"cuda\"";
+        let plain = needed("", cuda);
+        let of_host = ["snapshots", "checkpoint", "exchange", "process"];
+        assert!(plain.parts.iter().all(|part| !of_host.contains(&part.name)), "{plain:?}");
+        assert_eq!(plain.balanced, plain.parts.iter().map(|part| part.bytes).sum::<u64>());
+        let small = needed("", &format!("{cuda}, \"momentDtype\": \"bf16\""));
+        // Two moments of two bytes less for about 960 M parameters.
+        let saved = plain.committed - small.committed;
+        assert!((3_000_000_000..5_000_000_000).contains(&saved), "{saved}");
+        let whole = needed("", &format!("{cuda}, \"gradientDtype\": \"fp32\""));
+        assert!(whole.committed > plain.committed + 1_500_000_000, "{whole:?}");
     }
 
     #[test]

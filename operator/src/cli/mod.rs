@@ -10,6 +10,7 @@ pub mod data;
 pub mod doctor;
 pub mod operator;
 pub mod eval;
+mod machine;
 pub mod moe;
 pub mod plan;
 pub mod run;

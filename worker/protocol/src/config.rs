@@ -42,12 +42,6 @@ impl WorkerConfig {
         blake3::hash(&encode(&shared)).to_hex().to_string()
     }
 
-    /// Of an engine's configuration: its device among those that its worker sees, counted from 0.
-    /// All workers of a gang have equally many ranks, so a worker's first is a multiple of them.
-    pub fn device_ordinal(&self) -> usize {
-        (self.rank.unwrap_or(0) % self.ranks.max(1)) as usize
-    }
-
     pub fn mesh(&self) -> crate::Mesh {
         self.layout.mesh
     }

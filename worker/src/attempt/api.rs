@@ -143,6 +143,8 @@ pub enum AttemptEnd {
     /// A higher attempt has claimed the run's directory.
     Fenced { attempt: u32 },
     Failed(Failure),
+    /// Nothing that the device computes counts, until the process that used it has ended.
+    DeviceFailed { message: String },
 }
 
 #[cfg(test)]

@@ -28,7 +28,6 @@ use crate::engine::step::{Engine, StepError};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use crate::failure::Failure;
 use moejob_protocol::{CheckpointManifest, WorkerConfig};
-use moejob_kernels::Device;
 use moejob_protocol::config::{Backend, DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::message::{Held, Phase, Request};
 use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig};
@@ -62,6 +61,8 @@ pub(crate) enum Stop {
     Comm(CommError),
     Fenced(u32),
     Failed(Failure),
+    /// See [`AttemptEnd::DeviceFailed`].
+    Device(String),
     /// The storage has another state than the leader believes, and the leader has been told.
     Elsewhere,
 }
@@ -77,18 +78,14 @@ impl From<StepError> for Stop {
         match error {
             StepError::Comm(error) => Stop::Comm(error),
             StepError::Data(error) => Stop::Failed(error.failure()),
-            StepError::Device(found) => fail(
-                1,
-                &format!("the device failed: {found}"),
-                "look for Xid and ECC errors in the kernel's log; `moejob doctor` tells the rest",
-            ),
+            StepError::Device(_) => Stop::Device(error.to_string()),
         }
     }
 }
 
 impl From<DeviceFailed> for Stop {
     fn from(error: DeviceFailed) -> Stop {
-        fail(1, &error.to_string(), "look at the device with its vendor's tools, then run again")
+        Stop::Device(error.to_string())
     }
 }
 
@@ -164,6 +161,7 @@ impl Trainer {
             Err(Stop::Comm(error)) => AttemptEnd::Aborted(error),
             Err(Stop::Fenced(attempt)) => AttemptEnd::Fenced { attempt },
             Err(Stop::Failed(failure)) => AttemptEnd::Failed(failure),
+            Err(Stop::Device(message)) => AttemptEnd::DeviceFailed { message },
             Err(Stop::Elsewhere) => AttemptEnd::Stopped { step: config.resume.step() },
         }
     }
@@ -420,16 +418,9 @@ fn start_from(path: &Path, model: &mut Model, comm: &mut Comm) -> Result<(), Sto
 }
 
 fn engine(config: &WorkerConfig, comm: Comm) -> Result<Engine, Stop> {
-    let engine = Engine::open(config, comm.rank(), comm).map_err(|error| {
+    Engine::open(config, comm.rank(), comm).map_err(|error| {
         fail(1, &format!("the device cannot be made: {error}"), "free memory or use fewer threads")
-    })?;
-    // Whoever asked for a GPU must not get days of a processor.
-    if config.training.compute.backend == Backend::Cuda
-        && matches!(engine.model.device, Device::Cpu(_))
-    {
-        return Err(fail(2, "nodes.profile: this build trains on processors alone", "use cpu"));
-    }
-    Ok(engine)
+    })
 }
 
 fn gauge(config: &WorkerConfig, engine: &Engine) -> Option<Gauge> {

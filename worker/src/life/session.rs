@@ -416,6 +416,13 @@ impl Session {
                 return self.fail(failure, out);
             }
             AttemptEnd::Failed(failure) => return self.fail(failure, out),
+            // Of an engine that is a thread of this process.
+            AttemptEnd::DeviceFailed { message } => {
+                let advice = "look for Xid and ECC errors in the kernel's log; `moejob doctor` \
+                              tells the rest";
+                let failure = Failure { exit_code: 1, message, advice: advice.to_string() };
+                return self.fail(failure, out);
+            }
             AttemptEnd::Completed { step } => Up::Completed { step },
             AttemptEnd::Stopped { step } => self.left_up(LeftReason::Stopped { step }),
             AttemptEnd::Aborted(error) => {

@@ -12,8 +12,8 @@ use clap::{Args, ValueEnum};
 use moe_worker::attempt::gauge::Gauge;
 use moe_worker::engine::step::{Engine, StepSummary};
 use moe_worker::gang::comm::Comm;
+use moe_worker::state::rank::{DeviceFailed, RankState};
 use moe_worker::state::snapshot::initialize;
-use moejob_kernels::Device;
 use moejob_kernels::cuda::Gpu;
 use moejob_plan::Job;
 use moejob_plan::devices::precision_name;
@@ -184,6 +184,9 @@ fn measure(args: &BenchArgs) -> Result<Measured, Refused> {
     let job = job(args, device_of(args))?;
     let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
     let planned = placement::memory(&job, &layout, 0);
+    // A bench keeps no state beside the device's.
+    let kept = planned.parts.iter().filter(|part| ["snapshots", "checkpoint"].contains(&part.name));
+    let planned = planned.committed - kept.map(|part| part.bytes).sum::<u64>();
     let places = Places {
         root: String::new(),
         checkpoints: String::new(),
@@ -196,11 +199,7 @@ fn measure(args: &BenchArgs) -> Result<Measured, Refused> {
         complain(&error);
         Refused(1, "the device cannot be made".to_string())
     })?;
-    let is_cpu = matches!(engine.model.device, Device::Cpu(_));
-    if is_cpu && config.training.compute.backend == Backend::Cuda {
-        let words = "this build trains on processors alone; choose --device cpu";
-        return Err(Refused(2, words.to_string()));
-    }
+    let failed = |error: DeviceFailed| Refused(1, error.to_string());
     initialize(&mut engine.model, config.training.seed);
     let mut batches = match args.routing {
         Routing::Natural => Synthetic::natural(&job.model, &config.training),
@@ -209,6 +208,7 @@ fn measure(args: &BenchArgs) -> Result<Measured, Refused> {
             Synthetic::balanced(&job.model, &config.training)
         }
     };
+    engine.model.finish().map_err(failed)?;
     let mut gauge = Gauge::of(&engine.model.device, 0, 1);
     let mut seconds = Vec::new();
     let mut last = StepSummary::default();
@@ -240,12 +240,12 @@ fn measure(args: &BenchArgs) -> Result<Measured, Refused> {
             Some(told) => told.name,
             None => format!("processor, {:?}", moejob_kernels::Isa::detect()),
         },
-        on_gpu: !is_cpu,
+        on_gpu: config.training.compute.backend == Backend::Cuda,
         routing: args.routing,
         preset: args.preset.name(),
         imbalance,
         loss: last.loss,
-        planned: planned.committed,
+        planned,
         used,
         watts,
         seconds,

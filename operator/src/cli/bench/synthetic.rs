@@ -5,8 +5,9 @@
 //! are made to prefer the class's own expert and the K - 1 that follow it.
 
 use moe_worker::data::{Batch, Batches, DataError};
-use moe_worker::engine::model::Model;
+use moe_worker::state::rank::RankState;
 use moejob_kernels::DType;
+use moejob_protocol::checkpoint::Part;
 use moejob_protocol::config::TrainingConfig;
 use moejob_protocol::model::{AuxLossScope, ModelConfig, Role, RouterConfig, Scoring};
 
@@ -62,11 +63,11 @@ fn mixed(mut x: u64) -> u64 {
 ///
 /// # Errors
 /// Its router or its sizes do not allow it.
-pub fn balance(model: &mut Model) -> Result<(), String> {
-    let config = model.config.clone();
+pub fn balance(state: &mut impl RankState) -> Result<(), String> {
+    let (config, params) = (state.table().model.clone(), state.table().params.to_vec());
     let (experts, top_k) = (config.experts.count as usize, config.experts.per_token as usize);
     let (dim, vocabulary) = (config.hidden_size as usize, config.vocab_size as usize);
-    let router = RouterConfig { aux_loss_scope: AuxLossScope::MicroBatch, ..config.router.clone() };
+    let router = RouterConfig { aux_loss_scope: AuxLossScope::MicroBatch, ..config.router };
     let softmax = router.scoring == Scoring::Softmax;
     if !router.is_plain() || !softmax || router.groups > 1 {
         let why = "--routing balanced is for models with softmax and dropless top-k alone";
@@ -78,69 +79,50 @@ pub fn balance(model: &mut Model) -> Result<(), String> {
              it has {experts}"
         ));
     }
-    let table = model.params.iter().position(|param| param.name == "model.embed_tokens.weight");
-    let table = table.ok_or("the model has no table of embeddings")?;
-    edit(model, table, dim, |word, row| {
-        row[..experts].fill(0.0);
-        row[word % experts] = LOUD;
-    });
-    // A normed row has about sqrt(D) at its class: between two choices lie about 2 of a logit. A
-    // power of two is the same in every format.
-    let slope = (2.0 / (dim as f32).sqrt()).log2().round().exp2();
-    for index in 0..model.params.len() {
-        if !matches!(model.params[index].role, Role::Router { .. }) {
-            continue;
-        }
-        edit(model, index, dim, |expert, row| {
-            row.fill(0.0);
-            for behind in 0..top_k {
-                let class = (expert + experts - behind) % experts;
-                row[class] = slope * (top_k - behind) as f32;
+    // Between two choices lie about 2 of a logit, since a normed row has about sqrt(D) at its class.
+    let slope = 2.0 / (dim as f32).sqrt();
+    for (index, param) in params.iter().enumerate() {
+        let rows = param.numel() as usize / dim;
+        match param.role {
+            Role::Router { .. } => edit(state, index, (rows, dim), |expert, row| {
+                row.fill(0.0);
+                for behind in 0..top_k {
+                    let class = (expert + experts - behind) % experts;
+                    row[class] = slope * (top_k - behind) as f32;
+                }
+            }),
+            _ if param.name == "model.embed_tokens.weight" => {
+                edit(state, index, (rows, dim), |word, row| {
+                    row[..experts].fill(0.0);
+                    row[word % experts] = LOUD;
+                });
             }
-        });
+            _ => {}
+        }
     }
     Ok(())
 }
 
-/// Changes the rows of a matrix that this rank holds.
-fn edit(model: &mut Model, index: usize, width: usize, change: impl Fn(usize, &mut [f32])) {
-    let Some(matrix) = model.weight(index) else { return };
-    let (rows, dtype) = (matrix.len() / width, matrix.dtype());
+/// Changes the rows of a matrix, [rows, width].
+fn edit(
+    state: &mut impl RankState,
+    index: usize,
+    (rows, width): (usize, usize),
+    change: impl Fn(usize, &mut [f32]),
+) {
+    assert_eq!(state.table().stored, DType::F32, "a bench is never of fp64");
     let at_once = (BYTES_AT_ONCE / (width * 4)).max(1);
     for first in (0..rows).step_by(at_once) {
         let count = at_once.min(rows - first);
-        let part = matrix.slice(first * width, count * width).reinterpret(DType::U8);
-        let mut values = floats(dtype, &model.device.read_vec(part));
+        let elements = (first * width) as u64..((first + count) * width) as u64;
+        let mut bytes = vec![0; count * width * 4];
+        state.read(Part::Master, index, elements.clone(), &mut bytes);
+        let floats = bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+        let mut values: Vec<f32> = floats.collect();
         for (row, numbers) in values.chunks_exact_mut(width).enumerate() {
             change(first + row, numbers);
         }
-        model.device.write(part, &bytes(dtype, &values));
-    }
-}
-
-fn floats(dtype: DType, bytes: &[u8]) -> Vec<f32> {
-    match dtype {
-        DType::F64 => {
-            bytes.as_chunks().0.iter().map(|bytes| f64::from_le_bytes(*bytes) as f32).collect()
-        }
-        DType::Bf16 => {
-            let wide = |bytes: &[u8; 2]| u32::from(u16::from_le_bytes(*bytes)) << 16;
-            bytes.as_chunks().0.iter().map(|bytes| f32::from_bits(wide(bytes))).collect()
-        }
-        DType::F32 => bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect(),
-        other => panic!("weights of {other:?} have no balanced routing"),
-    }
-}
-
-/// What was read from bf16, and the small whole numbers and powers of two here, stay exact in it.
-fn bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
-    match dtype {
-        DType::F64 => values.iter().flat_map(|value| f64::from(*value).to_le_bytes()).collect(),
-        DType::Bf16 => {
-            let half = |value: &f32| ((value.to_bits() >> 16) as u16).to_le_bytes();
-            values.iter().flat_map(half).collect()
-        }
-        DType::F32 => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
-        other => panic!("weights of {other:?} have no balanced routing"),
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        state.write(Part::Master, index, elements, &bytes);
     }
 }

@@ -436,7 +436,7 @@ fn lost(reason: String) -> CommError {
 /// Of several ranks' ends the one that says most: why it ended, then which rank elsewhere was lost.
 fn weight(end: &AttemptEnd, is_local: impl Fn(u32) -> bool) -> u32 {
     match end {
-        AttemptEnd::Failed(_) => 6,
+        AttemptEnd::Failed(_) | AttemptEnd::DeviceFailed { .. } => 6,
         AttemptEnd::Fenced { .. } => 5,
         AttemptEnd::Aborted(CommError::Aborted { .. }) => 4,
         AttemptEnd::Aborted(

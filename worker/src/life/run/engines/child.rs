@@ -28,6 +28,8 @@ const REPORTS_MAX: usize = 256;
 const BEAT: Duration = Duration::from_millis(100);
 /// The worker is gone.
 const EXIT_ALONE: u8 = 75;
+/// The device failed, and works again for a new process alone. The worker starts one.
+const EXIT_DEVICE: u8 = 1;
 
 struct Training {
     config: Box<WorkerConfig>,
@@ -75,10 +77,15 @@ fn serve(worker: &str) -> io::Result<u8> {
     let mut trainer = Trainer::with_memory(memory);
     while let Ok(training) = ordered.recv() {
         let attempt = training.config.attempt;
-        train(&mut trainer, training, &beating, &reports).and_then(|end| {
-            let report = Report::Ended { attempt, end };
-            reports.send((report, None)).map_err(|_| io::ErrorKind::BrokenPipe.into())
-        })?;
+        let end = train(&mut trainer, training, &beating, &reports)?;
+        if let AttemptEnd::DeviceFailed { message } = end {
+            // The last words that the worker tells of a lost engine. What the trainer holds of the
+            // device is not given back: a driver that failed may never answer.
+            eprintln!("{message}");
+            std::process::exit(EXIT_DEVICE.into());
+        }
+        let report = Report::Ended { attempt, end };
+        reports.send((report, None)).map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
     }
     Ok(0)
 }

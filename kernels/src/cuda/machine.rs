@@ -1,0 +1,68 @@
+//! The GPUs that this machine shows, asked without a context on any of them: whoever starts workers
+//! must take no memory of their devices.
+
+use cudarc::driver::{result as cu, sys};
+
+use super::doctor::{cublaslt, driver, nvrtc};
+use super::driver::Gpu;
+use super::error::{CudaError, Doing};
+use super::nvml::{Monitor, Nvml};
+
+/// A GPU, as the driver tells of it from outside.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VisibleGpu {
+    /// Among those that `CUDA_VISIBLE_DEVICES` leaves.
+    pub ordinal: usize,
+    pub name: String,
+    pub uuid: [u8; 16],
+    /// Compute capability: major, minor.
+    pub capability: (i32, i32),
+    pub total_bytes: u64,
+    /// None without NVML.
+    pub free_bytes: Option<u64>,
+}
+
+/// What is missing before any GPU can train, each with how to get it: driver and libraries.
+pub fn missing_libraries() -> Vec<(String, String)> {
+    let lines = [driver(), nvrtc(), cublaslt()];
+    let missing = lines.into_iter().filter(|line| line.found.is_none());
+    missing.map(|line| (line.name, line.advice.unwrap_or_default())).collect()
+}
+
+/// All that are visible, in the driver's order.
+///
+/// # Errors
+/// There is no driver, or it does not answer.
+pub fn visible_gpus() -> Result<Vec<VisibleGpu>, CudaError> {
+    let count = Gpu::count()?;
+    // Optional: without it nobody says how much memory is free.
+    let nvml = Nvml::load().ok();
+    (0..count).map(|ordinal| describe(ordinal, nvml.as_ref())).collect()
+}
+
+fn describe(
+    ordinal: usize,
+    nvml: Option<&std::sync::Arc<Nvml>>,
+) -> Result<VisibleGpu, CudaError> {
+    use sys::CUdevice_attribute_enum as Attribute;
+    let what = || format!("asking GPU {ordinal} what it is");
+    let device = cu::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX)).doing(what)?;
+    let attribute = |attribute| {
+        // SAFETY: `device` is a valid device of this process.
+        unsafe { cu::device::get_attribute(device, attribute) }.doing(what)
+    };
+    let uuid = cu::device::get_uuid(device).doing(what)?.bytes.map(|byte| byte as u8);
+    let monitor = nvml.and_then(|nvml| Monitor::open(nvml, uuid).ok());
+    Ok(VisibleGpu {
+        ordinal,
+        name: cu::device::get_name(device).doing(what)?,
+        uuid,
+        capability: (
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        ),
+        // SAFETY: as above.
+        total_bytes: unsafe { cu::device::total_mem(device) }.doing(what)? as u64,
+        free_bytes: monitor.and_then(|monitor| monitor.memory()).map(|(free, _)| free),
+    })
+}
