@@ -2,9 +2,9 @@
 
 mod gang;
 
-use gang::{Gang, PATIENCE, JOB, Worker, config, start};
+use gang::{Gang, PATIENCE, Streams, Worker, config, start};
 use moejob::authority::Authority;
-use moejob::control::{Leader, LeaderEvent};
+use moejob::control::{LeaderEvent, Verifier};
 use moejob_protocol::message::{LeftReason, Request};
 use moejob_protocol::{Down, Up};
 use std::sync::Arc;
@@ -120,10 +120,11 @@ async fn a_worker_that_is_not_who_was_dialled_is_refused() {
     let worker = start("w0", authority.certificate_pem(), &secret);
     let stranger = Authority::new().expect("an authority");
     let foreign = start("w1", stranger.certificate_pem(), &secret);
-    let mut leader = Leader::new(authority, JOB.to_string(), Duration::from_millis(300));
+    let mut leader = Streams::new(authority, &secret, 300);
     let mut check = async |name: &str, address: &str, token: &str, expected: &str| {
-        leader.dial(name, address, token);
-        let (of, event) = timeout(PATIENCE, leader.next_event()).await.expect("an answer");
+        let verifier = Verifier::Local { secret: token.to_string() };
+        leader.leader.dial(name, address, verifier, false);
+        let (of, event) = timeout(PATIENCE, leader.next()).await.expect("an answer");
         assert_eq!(of, name);
         match event {
             LeaderEvent::Ended { reason, .. } => assert!(reason.contains(expected), "{reason}"),
@@ -147,9 +148,9 @@ async fn a_listener_that_says_nothing_is_left() {
     let mute = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = mute.local_addr().expect("an address").to_string();
     let authority = Authority::new().expect("an authority");
-    let mut leader = Leader::new(authority, JOB.to_string(), Duration::from_millis(300));
-    leader.dial("w0", &address, "secret");
-    let (_, event) = timeout(PATIENCE, leader.next_event()).await.expect("an answer");
+    let mut leader = Streams::new(authority, "secret", 300);
+    leader.dial("w0", &address);
+    let (_, event) = timeout(PATIENCE, leader.next()).await.expect("an answer");
     let LeaderEvent::Ended { reason, .. } = event else { panic!("{event:?}") };
     assert_eq!(reason, "no proof within 5000 ms");
 }

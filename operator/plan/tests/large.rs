@@ -1,5 +1,6 @@
 //! A gang of hundreds: what would be little for one member must not be done or kept for each.
 
+mod said;
 mod world;
 
 use moejob_plan::decide::Action;
