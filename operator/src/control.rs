@@ -20,7 +20,6 @@ pub use moejob_plan::lead::Said as LeaderEvent;
 use moejob_protocol::message::{FRAME_BYTES_MAX, Frame, HEARTBEAT_MS, Hello};
 use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};
 use pace::Pace;
-use rustls::ClientConfig;
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
@@ -29,7 +28,7 @@ use tokio::io::{AsyncWrite, AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
@@ -42,6 +41,9 @@ const HELLO_MS_MAX: u64 = 5_000;
 /// Between two tries to reach a listener.
 const DIAL_PAUSE_MS: u64 = 50;
 
+/// A leaf is valid for a day. One that its worker was not given on this stream is renewed soon.
+const LEAF_RENEWED: Duration = Duration::from_secs(8 * 3600);
+const RENEWED_SOON: Duration = Duration::from_secs(5);
 /// Of a configuration, written at once: what is encrypted and not yet read stays in memory.
 const CHUNK_BYTES: usize = 16 << 10;
 
@@ -196,7 +198,8 @@ impl Leader {
             verifier,
             again,
             pace: self.pace.clone(),
-            client: self.authority.client(),
+            authority: Arc::clone(&self.authority),
+            job_uid: self.job_uid.clone(),
             heartbeat_timeout: self.heartbeat_timeout,
             events: self.sender.clone(),
         };
@@ -285,7 +288,8 @@ struct Attendant {
     verifier: Verifier,
     again: bool,
     pace: Pace,
-    client: Arc<ClientConfig>,
+    authority: Arc<Authority>,
+    job_uid: String,
     heartbeat_timeout: Duration,
     events: mpsc::Sender<Told>,
 }
@@ -312,10 +316,13 @@ impl Attendant {
         let (mut stream, mut hello) = hello.map_err(|_| StreamError::Slow)??;
         self.prove(&mut stream, &hello).await?;
         hello.token = String::new();
+        // A member of an attempt has had its leaf for a time that nobody here knows.
+        let renewed = Instant::now() + if hello.attempt > 0 { RENEWED_SOON } else { LEAF_RENEWED };
+        let leaf = (hello.attempt, renewed, hello.signing_request.clone());
         self.tell(LeaderEvent::Opened(hello)).await;
         let (from, to) = tokio::io::split(stream);
         let write = async {
-            if let Err(error) = self.write(to, orders).await {
+            if let Err(error) = self.write(to, orders, leaf).await {
                 tracing::debug!(name = self.name, error = chain(&error), "orders do not arrive");
             }
             // What the worker said last is still to be read, and the stream's end with it.
@@ -355,7 +362,7 @@ impl Attendant {
     }
 
     async fn hello(&self, tcp: TcpStream) -> Result<(TlsStream<TcpStream>, Hello), StreamError> {
-        let connector = TlsConnector::from(Arc::clone(&self.client));
+        let connector = TlsConnector::from(self.authority.client());
         let handshake = connector.connect(server_name(), tcp).await;
         let mut stream = handshake.map_err(StreamError::Handshake)?;
         // The leader speaks first: the worker learns its term before it answers.
@@ -369,13 +376,18 @@ impl Attendant {
         Ok((stream, hello))
     }
 
-    /// The worker waits for its proof to be judged, and is told meanwhile that its leader lives:
-    /// after a takeover hundreds of tokens wait for the API server.
+    /// The worker waits for its proof to be judged, and is told meanwhile that its leader lives.
     async fn prove(
         &self,
         stream: &mut TlsStream<TcpStream>,
         hello: &Hello,
     ) -> Result<(), StreamError> {
+        let shown = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
+        // The leaf of an attempt says as much as a token, and asks nobody: after a takeover
+        // hundreds of tokens wait for the API server.
+        if shown.is_some_and(|leaf| self.authority.names(leaf, &self.job_uid, &self.name)) {
+            return Ok(());
+        }
         let verdict = self.verify(hello);
         tokio::pin!(verdict);
         let mut tick = interval(Duration::from_millis(HEARTBEAT_MS));
@@ -434,6 +446,7 @@ impl Attendant {
         &self,
         mut to: WriteHalf<TlsStream<TcpStream>>,
         mut orders: mpsc::Receiver<Order>,
+        (mut attempt, mut renewed, request): (u32, Instant, String),
     ) -> Result<(), StreamError> {
         let mut tick = interval(Duration::from_millis(HEARTBEAT_MS));
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -444,11 +457,18 @@ impl Attendant {
                     None => return Ok(()),
                 },
                 _ = tick.tick() => Order::Frame(self.frame(Down::Heartbeat)),
+                () = sleep_until(renewed), if attempt > 0 => {
+                    let certificate =
+                        self.authority.sign(&request, &self.job_uid, attempt, &self.name)?;
+                    renewed = Instant::now() + LEAF_RENEWED;
+                    Order::Frame(Frame { attempt, ..self.frame(Down::Leaf { certificate }) })
+                }
             };
             match order {
                 Order::Frame(frame) => write_frame(&mut to, &frame).await?,
-                Order::Configure { attempt, rank, text } => {
-                    write_configure(&mut to, (self.term, attempt, rank), &text).await?;
+                Order::Configure { attempt: of, rank, text } => {
+                    (attempt, renewed) = (of, Instant::now() + LEAF_RENEWED);
+                    write_configure(&mut to, (self.term, of, rank), &text).await?;
                 }
             }
         }

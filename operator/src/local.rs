@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! process, stream, signal --Event--> JobLoop::on
-//! JobLoop::turn(now) -> effects: streams; writes, which are spawn, kill and job.json; lines to read
+//! JobLoop::turn(now) -> effects: streams; writes, which are spawn, kill, job.json; what is told
 //! ```
 //!
 //! Nodes are `node-0`, `node-1`, ...: one worker process each. All state that must outlive the

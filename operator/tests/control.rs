@@ -2,8 +2,8 @@
 
 mod gang;
 
-use gang::{Gang, PATIENCE, Streams, Worker, config, start};
-use moejob::authority::Authority;
+use gang::{Gang, JOB, PATIENCE, Streams, Worker, config, start};
+use moejob::authority::{Authority, new_pem};
 use moejob::control::{LeaderEvent, Verifier};
 use moejob_protocol::message::{LeftReason, Request};
 use moejob_protocol::{Down, Up};
@@ -153,4 +153,36 @@ async fn a_listener_that_says_nothing_is_left() {
     let (_, event) = timeout(PATIENCE, leader.next()).await.expect("an answer");
     let LeaderEvent::Ended { reason, .. } = event else { panic!("{event:?}") };
     assert_eq!(reason, "no proof within 5000 ms");
+}
+
+/// Its token is judged by nobody then: with a slow API server hundreds of members would be lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_member_proves_itself_to_the_next_leader_by_its_leaf() {
+    let (certificate, key) = new_pem().expect("an authority");
+    let authority = || Arc::new(Authority::from_pem(&certificate, &key).expect("an authority"));
+    let mut gang = Gang::of(3, Authority::from_pem(&certificate, &key).expect("one")).await;
+    let addresses: Vec<String> = gang.workers.iter().map(|of| of.address.clone()).collect();
+    let answer = async |leader: &mut Streams, name: &str, address: &str| {
+        leader.dial(name, address);
+        match timeout(PATIENCE, leader.next()).await.expect("an answer") {
+            (_, LeaderEvent::Opened(hello)) => format!("attempt {}", hello.attempt),
+            (_, LeaderEvent::Ended { reason, .. }) => reason,
+            other => panic!("{other:?}"),
+        }
+    };
+    gang.configure(1, &[0, 1], u64::MAX);
+    gang.until_step(2).await;
+    let mut next = Streams::of(authority(), (JOB, 4), "another secret", 3_000);
+    let spare = answer(&mut next, "w2", &addresses[2]).await;
+    assert_eq!(spare, "its token is not the one it was given", "it has no leaf");
+    let mut other = Streams::of(authority(), ("job-2", 3), "another secret", 3_000);
+    let stranger = answer(&mut other, "w1", &addresses[1]).await;
+    assert_eq!(stranger, "its token is not the one it was given", "a leaf of another job");
+    let mut foreign = Streams::of(Arc::new(Authority::new().expect("one")), (JOB, 3), "s", 3_000);
+    let foreign = answer(&mut foreign, "w1", &addresses[1]).await;
+    assert!(!foreign.starts_with("attempt"), "{foreign}");
+    assert_eq!(answer(&mut next, "w1", &addresses[1]).await, "attempt 1");
+    // It goes on, and is told so by the leader that it believes now.
+    let steps = |event: &LeaderEvent| matches!(event, LeaderEvent::Up { attempt: 1, .. });
+    assert!(steps(&timeout(PATIENCE, next.next()).await.expect("it speaks").1));
 }

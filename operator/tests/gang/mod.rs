@@ -163,8 +163,17 @@ pub struct Streams {
 
 impl Streams {
     pub fn new(authority: Authority, secret: &str, heartbeat_timeout_ms: u64) -> Streams {
+        Streams::of(Arc::new(authority), (JOB, 1), secret, heartbeat_timeout_ms)
+    }
+
+    pub fn of(
+        authority: Arc<Authority>,
+        (job_uid, term): (&str, u64),
+        secret: &str,
+        heartbeat_timeout_ms: u64,
+    ) -> Streams {
         let (sender, told) = tokio::sync::mpsc::channel(1024);
-        let mut leader = Leader::new(Arc::new(authority), (JOB.into(), JOB), 1, sender);
+        let mut leader = Leader::new(authority, (job_uid.into(), job_uid), term, sender);
         let timeout = Duration::from_millis(heartbeat_timeout_ms);
         leader.execute(Link::HeartbeatTimeout(timeout), |_| unreachable!("nobody is dialled"));
         Streams { leader, told, secret: secret.to_string() }
