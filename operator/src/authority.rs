@@ -3,7 +3,7 @@
 //! It signs two kinds of certificates: the operator's own, by which workers know the leader, and
 //! leaves for workers, one an attempt, which name job, attempt and worker.
 
-use moe_worker::gang::tls::{Identity, TlsError, leader_client};
+use moe_worker::gang::tls::{Identity, TlsError, Trust, leader_client};
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateSigningRequestParams, DistinguishedName,
     DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, SanType,
@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 use x509_parser::prelude::{FromDer, X509Certificate};
 
-/// Of a leaf. The stream renews it long before.
+/// Of a leaf. The stream renews it long before (`control::LEAF_RENEWED`).
 const LEAF_LIFETIME: Duration = Duration::from_secs(24 * 3600);
 /// Of the authority and of the operator's certificate.
 const AUTHORITY_LIFETIME: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -45,6 +45,7 @@ pub enum AuthorityError {
 pub struct Authority {
     issuer: Issuer<'static, KeyPair>,
     certificate: String,
+    trust: Trust,
     client: Arc<ClientConfig>,
     /// Secrets are its keyed hashes of a counter.
     seed: [u8; 32],
@@ -82,7 +83,8 @@ impl Authority {
         let mut seed = [0; 32];
         let mut random = std::fs::File::open("/dev/urandom").map_err(AuthorityError::Random)?;
         random.read_exact(&mut seed).map_err(AuthorityError::Random)?;
-        Ok(Authority { issuer, certificate, client, seed, secrets: AtomicU64::new(0) })
+        let (trust, secrets) = (Trust::from_pem(&certificate)?, AtomicU64::new(0));
+        Ok(Authority { issuer, certificate, trust, client, seed, secrets })
     }
 
     /// What workers trust; PEM.
@@ -93,6 +95,12 @@ impl Authority {
     /// How the operator shows itself to workers.
     pub fn client(&self) -> Arc<ClientConfig> {
         Arc::clone(&self.client)
+    }
+
+    /// Whether this is a leaf of ours for that worker, in whichever attempt.
+    pub fn names(&self, leaf: &CertificateDer, job_uid: &str, worker: &str) -> bool {
+        matches!(self.trust.whose(leaf), Some(Identity::Worker { job_uid: job, worker: of, .. })
+            if job == job_uid && of == worker)
     }
 
     /// 256 bits that nobody can guess, in hex; another at each call.

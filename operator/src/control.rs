@@ -15,13 +15,11 @@ use crate::identity::{ReviewError, Reviewer};
 use moe_worker::gang::tls::{public_key, server_name};
 use moe_worker::life::control::{FrameError, read_frame, write_frame};
 use moe_worker::failure::chain;
-use moejob_plan::lead::{Ending, PodIdentity};
+use moejob_plan::lead::{Ending, Link, PodIdentity};
 pub use moejob_plan::lead::Said as LeaderEvent;
-use moejob_protocol::config::Member;
-use moejob_protocol::message::{FRAME_BYTES_MAX, Frame, HEARTBEAT_MS, Hello, Request};
+use moejob_protocol::message::{FRAME_BYTES_MAX, Frame, HEARTBEAT_MS, Hello};
 use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};
 use pace::Pace;
-use rustls::ClientConfig;
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
@@ -30,12 +28,12 @@ use tokio::io::{AsyncWrite, AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
-/// Events of all workers that wait for the plan; their streams wait meanwhile.
-const EVENTS_MAX: usize = 1024;
+/// Until the job's loop says another one.
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Orders that wait for one worker to read. There are at most four an attempt.
 const ORDERS_MAX: usize = 64;
 /// For the handshake and `Hello`.
@@ -43,6 +41,9 @@ const HELLO_MS_MAX: u64 = 5_000;
 /// Between two tries to reach a listener.
 const DIAL_PAUSE_MS: u64 = 50;
 
+/// A leaf is valid for a day. One that its worker was not given on this stream is renewed soon.
+const LEAF_RENEWED: Duration = Duration::from_secs(8 * 3600);
+const RENEWED_SOON: Duration = Duration::from_secs(5);
 /// Of a configuration, written at once: what is encrypted and not yet read stays in memory.
 const CHUNK_BYTES: usize = 16 << 10;
 
@@ -110,7 +111,7 @@ pub struct Leader {
     job_uid: String,
     term: u64,
     heartbeat_timeout: Duration,
-    links: HashMap<String, Link>,
+    links: HashMap<String, Stream>,
     /// Of the configuration that was sent last.
     text: Option<Text>,
     /// Streams so far: events of an older stream of a worker are dropped.
@@ -118,8 +119,6 @@ pub struct Leader {
     sender: mpsc::Sender<Told>,
     /// Of all its streams.
     pace: Pace,
-    /// None when another channel than its own is read for it.
-    receiver: Option<mpsc::Receiver<Told>>,
 }
 
 /// What is to be written on a stream.
@@ -136,7 +135,7 @@ struct Text {
     text: Arc<[u8]>,
 }
 
-struct Link {
+struct Stream {
     stream: u64,
     orders: mpsc::Sender<Order>,
     task: JoinHandle<()>,
@@ -144,69 +143,50 @@ struct Link {
     signing_request: Option<String>,
 }
 
-impl Drop for Link {
+impl Drop for Stream {
     fn drop(&mut self) {
         self.task.abort();
     }
 }
 
 impl Leader {
-    /// A leader of its own term: a local run has no other.
+    /// What happens on its streams goes through `sender`; the reader hands it to `accept`.
     pub fn new(
-        authority: impl Into<Arc<Authority>>,
-        job_uid: String,
-        heartbeat_timeout: Duration,
-    ) -> Leader {
-        Leader::of_term(authority, job_uid, heartbeat_timeout, 1)
-    }
-
-    pub fn of_term(
-        authority: impl Into<Arc<Authority>>,
-        job_uid: String,
-        heartbeat_timeout: Duration,
-        term: u64,
-    ) -> Leader {
-        let (sender, receiver) = mpsc::channel(EVENTS_MAX);
-        let owner = Arc::from(job_uid.as_str());
-        let mut leader =
-            Leader::telling(authority.into(), (owner, &job_uid), heartbeat_timeout, term, sender);
-        leader.receiver = Some(receiver);
-        leader
-    }
-
-    /// One of many, whose happenings go through one channel; the reader hands them to `accept`.
-    pub fn telling(
         authority: Arc<Authority>,
         (owner, job_uid): (Arc<str>, &str),
-        heartbeat_timeout: Duration,
         term: u64,
         sender: mpsc::Sender<Told>,
     ) -> Leader {
-        let (links, job_uid) = (HashMap::new(), job_uid.to_string());
-        let (streams, text, receiver) = (0, None, None);
         Leader {
             authority,
             owner,
-            job_uid,
+            job_uid: job_uid.to_string(),
             term,
-            heartbeat_timeout,
-            links,
-            text,
-            streams,
+            heartbeat_timeout: HEARTBEAT_TIMEOUT,
+            links: HashMap::new(),
+            text: None,
+            streams: 0,
             sender,
             pace: Pace::default(),
-            receiver,
         }
     }
 
-    /// Opens a stream to a worker's listener, in place of an older one.
-    pub fn dial(&mut self, name: &str, address: &str, secret: &str) {
-        self.dial_by(name, address, Verifier::Local { secret: secret.to_string() }, false);
+    /// Does what a job's loop says. `verifier` says how the worker of a pod proves itself.
+    pub fn execute(&mut self, link: Link, verifier: impl FnOnce(PodIdentity) -> Verifier) {
+        match link {
+            Link::Dial { name, address, pod, again } => {
+                self.dial(&name, &address, verifier(pod), again);
+            }
+            Link::Close { name } => drop(self.links.remove(&name)),
+            Link::Send { name, attempt, body } => self.send(&name, attempt, body),
+            Link::Configure { name, rank, config } => self.configure(&name, rank, &config),
+            Link::HeartbeatTimeout(timeout) => self.heartbeat_timeout = timeout,
+        }
     }
 
-    /// The same, with any proof. `again`: it was reached there before, so that a listener which
-    /// refuses is gone.
-    pub fn dial_by(&mut self, name: &str, address: &str, verifier: Verifier, again: bool) {
+    /// Opens a stream to a worker's listener, in place of an older one. `again`: it was reached
+    /// there before, so that a listener which refuses is gone.
+    pub fn dial(&mut self, name: &str, address: &str, verifier: Verifier, again: bool) {
         self.streams += 1;
         let (orders, queue) = mpsc::channel(ORDERS_MAX);
         let attendant = Attendant {
@@ -218,33 +198,14 @@ impl Leader {
             verifier,
             again,
             pace: self.pace.clone(),
-            client: self.authority.client(),
+            authority: Arc::clone(&self.authority),
+            job_uid: self.job_uid.clone(),
             heartbeat_timeout: self.heartbeat_timeout,
             events: self.sender.clone(),
         };
         let task = tokio::spawn(attendant.run(queue));
-        let link = Link { stream: self.streams, orders, task, signing_request: None };
+        let link = Stream { stream: self.streams, orders, task, signing_request: None };
         self.links.insert(name.to_string(), link);
-    }
-
-    pub fn set_heartbeat_timeout(&mut self, heartbeat_timeout: Duration) {
-        self.heartbeat_timeout = heartbeat_timeout;
-    }
-
-    /// Whether there is a stream to it, or one is being opened.
-    pub fn is_linked(&self, name: &str) -> bool {
-        self.links.contains_key(name)
-    }
-
-    /// The next event of any worker. Cancel-safe.
-    pub async fn next_event(&mut self) -> (String, LeaderEvent) {
-        loop {
-            let receiver = self.receiver.as_mut().expect("it reads its own channel");
-            let told = receiver.recv().await.expect("this leader holds a sender");
-            if let Some(event) = self.accept(told) {
-                return event;
-            }
-        }
     }
 
     /// None when a newer stream has taken the place of the one that told it.
@@ -304,18 +265,6 @@ impl Leader {
         }
     }
 
-    /// Asks all of these workers for the same.
-    pub fn request(&mut self, members: &[Member], attempt: u32, request: Request) {
-        for member in members {
-            self.send(&member.worker, attempt, Down::Request(request));
-        }
-    }
-
-    /// Ends a worker's stream; nothing more is heard of it.
-    pub fn close(&mut self, name: &str) {
-        self.links.remove(name);
-    }
-
     /// Ends the stream's task, and tells the plan from outside of it.
     fn give_up(&mut self, name: &str, reason: String) {
         let Some(link) = self.links.get(name) else { return };
@@ -339,7 +288,8 @@ struct Attendant {
     verifier: Verifier,
     again: bool,
     pace: Pace,
-    client: Arc<ClientConfig>,
+    authority: Arc<Authority>,
+    job_uid: String,
     heartbeat_timeout: Duration,
     events: mpsc::Sender<Told>,
 }
@@ -366,10 +316,13 @@ impl Attendant {
         let (mut stream, mut hello) = hello.map_err(|_| StreamError::Slow)??;
         self.prove(&mut stream, &hello).await?;
         hello.token = String::new();
+        // A member of an attempt has had its leaf for a time that nobody here knows.
+        let renewed = Instant::now() + if hello.attempt > 0 { RENEWED_SOON } else { LEAF_RENEWED };
+        let leaf = (hello.attempt, renewed, hello.signing_request.clone());
         self.tell(LeaderEvent::Opened(hello)).await;
         let (from, to) = tokio::io::split(stream);
         let write = async {
-            if let Err(error) = self.write(to, orders).await {
+            if let Err(error) = self.write(to, orders, leaf).await {
                 tracing::debug!(name = self.name, error = chain(&error), "orders do not arrive");
             }
             // What the worker said last is still to be read, and the stream's end with it.
@@ -409,7 +362,7 @@ impl Attendant {
     }
 
     async fn hello(&self, tcp: TcpStream) -> Result<(TlsStream<TcpStream>, Hello), StreamError> {
-        let connector = TlsConnector::from(Arc::clone(&self.client));
+        let connector = TlsConnector::from(self.authority.client());
         let handshake = connector.connect(server_name(), tcp).await;
         let mut stream = handshake.map_err(StreamError::Handshake)?;
         // The leader speaks first: the worker learns its term before it answers.
@@ -423,13 +376,18 @@ impl Attendant {
         Ok((stream, hello))
     }
 
-    /// The worker waits for its proof to be judged, and is told meanwhile that its leader lives:
-    /// after a takeover hundreds of tokens wait for the API server.
+    /// The worker waits for its proof to be judged, and is told meanwhile that its leader lives.
     async fn prove(
         &self,
         stream: &mut TlsStream<TcpStream>,
         hello: &Hello,
     ) -> Result<(), StreamError> {
+        let shown = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
+        // The leaf of an attempt says as much as a token, and asks nobody: after a takeover
+        // hundreds of tokens wait for the API server.
+        if shown.is_some_and(|leaf| self.authority.names(leaf, &self.job_uid, &self.name)) {
+            return Ok(());
+        }
         let verdict = self.verify(hello);
         tokio::pin!(verdict);
         let mut tick = interval(Duration::from_millis(HEARTBEAT_MS));
@@ -488,6 +446,7 @@ impl Attendant {
         &self,
         mut to: WriteHalf<TlsStream<TcpStream>>,
         mut orders: mpsc::Receiver<Order>,
+        (mut attempt, mut renewed, request): (u32, Instant, String),
     ) -> Result<(), StreamError> {
         let mut tick = interval(Duration::from_millis(HEARTBEAT_MS));
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -498,11 +457,18 @@ impl Attendant {
                     None => return Ok(()),
                 },
                 _ = tick.tick() => Order::Frame(self.frame(Down::Heartbeat)),
+                () = sleep_until(renewed), if attempt > 0 => {
+                    let certificate =
+                        self.authority.sign(&request, &self.job_uid, attempt, &self.name)?;
+                    renewed = Instant::now() + LEAF_RENEWED;
+                    Order::Frame(Frame { attempt, ..self.frame(Down::Leaf { certificate }) })
+                }
             };
             match order {
                 Order::Frame(frame) => write_frame(&mut to, &frame).await?,
-                Order::Configure { attempt, rank, text } => {
-                    write_configure(&mut to, (self.term, attempt, rank), &text).await?;
+                Order::Configure { attempt: of, rank, text } => {
+                    (attempt, renewed) = (of, Instant::now() + LEAF_RENEWED);
+                    write_configure(&mut to, (self.term, of, rank), &text).await?;
                 }
             }
         }

@@ -1,57 +1,55 @@
-//! The embedded default: the same loop as on a cluster, with processes in place of pods.
+//! The embedded default: the loop of the operator, with processes in place of pods.
 //!
 //! ```text
-//! event (stream, child, signal, timer) -> Tracker -> plan(&Observed, now) -> apply -> Tracker
+//! process, stream, signal --Event--> JobLoop::on
+//! JobLoop::turn(now) -> effects: streams; writes, which are spawn, kill, job.json; what is told
 //! ```
 //!
 //! Nodes are `node-0`, `node-1`, ...: one worker process each. All state that must outlive the
 //! runner lies in `DIR/NAME`: `job.json` (identity, attempt), the checkpoints, and the claims
-//! beside them.
+//! beside them. Nothing is decided here.
 
 mod folder;
 mod process;
 
 use crate::authority::Authority;
-use crate::control::{Leader, LeaderEvent};
+use crate::control::{Leader, LeaderEvent, Told, Verifier};
+use crate::controller::Clock;
 use crate::progress::Progress;
 use folder::{Folder, FolderError, JobFile};
-use moe_worker::life::affinity::Share;
-use moe_worker::checkpoint::{self, Disk, Refusal};
 use moe_worker::attempt::records::{self, Records};
-use moejob_plan::decide::{Action, plan};
-use moejob_plan::observed::{Millis, Node, Observed, Outcome, Record, Stored, Wanted};
-use moejob_plan::track::{Happening, Recovery, Tracker};
-use moejob_protocol::config::WorkerConfig;
-use moejob_protocol::message::{Down, Heartbeat, Up};
+use moe_worker::checkpoint::{self, Disk, Refusal};
+use moe_worker::life::affinity::Share;
+use moejob_plan::allocate::Granted;
+use moejob_plan::decide::Action;
+use moejob_plan::launch;
+use moejob_plan::lead::{
+    Batch, Effect, Event, JobLoop, JobSeen, Link, Local, Origin, Place, Write,
+};
+use moejob_plan::observed::{Millis, Node, Outcome, Record};
+use moejob_plan::record::{self, Saved};
+use moejob_plan::status::{CheckpointStatus, MoeJobStatus};
+use moejob_plan::track::Recovery;
+use moejob_protocol::message::{Heartbeat, Up};
 use moejob_protocol::report::{Detail, Event as Line, EventKind};
-use process::{Processes, ProcessEvent};
-use std::collections::{BTreeMap, HashMap, HashSet};
-use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use process::{ProcessEvent, Processes};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::mpsc;
 
 /// Happenings that wait for the loop; workers are slower than it by far.
 const EVENTS_MAX: usize = 1024;
-/// A worker that keeps failing is started again after 100 ms, 200 ms, ... up to this.
-const BACKOFF_MAX: Millis = 10_000;
 
-/// What a local run needs of its job.
-pub struct LocalJob {
-    pub name: String,
-    /// The spec as JSON, for the next start to compare with.
-    pub spec: serde_json::Value,
-    pub wanted: Wanted,
-    /// The configuration of an attempt, less what the plan fills in.
-    pub template: WorkerConfig,
-    pub nodes: u32,
-    pub heartbeat_timeout: Duration,
-}
-
-/// Runs a job to its end. Returns the exit code.
-pub fn run(job: LocalJob, dir: PathBuf) -> Result<i32, LocalError> {
+/// Runs a job to its end, in `dir`. Returns the exit code.
+///
+/// # Errors
+/// See `LocalError`.
+pub fn run(job: Local, dir: &Path) -> Result<i32, LocalError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     // Workers die with the thread that started them, so all of it stays on this one.
-    runtime.block_on(Runner::start(job, dir)?.run())
+    runtime.block_on(async { Runner::start(job, dir)?.run().await })
 }
 
 /// What keeps a local run from starting or going on; workers' own failures are outcomes.
@@ -79,62 +77,46 @@ impl LocalError {
     }
 }
 
-enum Event {
-    Control(String, LeaderEvent),
-    Process(String, ProcessEvent),
-    Interrupt,
-    HangUp,
-    Timer,
-}
-
 struct Runner {
     folder: Folder,
-    tracker: Tracker,
+    job: JobLoop,
     leader: Leader,
     processes: Processes,
     records: Records,
     progress: Progress,
-    started: Instant,
-    receiver: mpsc::Receiver<Event>,
-    sender: mpsc::Sender<Event>,
-    /// Workers whose `WorkerStarted` line is written.
-    announced: HashSet<String>,
-    /// Failures in a row, by node.
-    failures: HashMap<String, u32>,
-    last_why: Vec<String>,
+    clock: Clock,
+    told: mpsc::Receiver<Told>,
+    changes: mpsc::Receiver<(String, ProcessEvent)>,
 }
 
 impl Runner {
-    fn start(job: LocalJob, dir: PathBuf) -> Result<Runner, LocalError> {
-        let defaults = moejob_plan::launch::defaults();
-        let folder = Folder::open(&dir.join(&job.name), &job.spec, &defaults)?;
-        let (sender, receiver) = mpsc::channel(EVENTS_MAX);
+    fn start(job: Local, dir: &Path) -> Result<Runner, LocalError> {
+        let (identity, steps) = (launch::identity(&job.job), job.job.training.steps);
+        let folder = Folder::open(&dir.join(&job.job.name), &identity, &launch::defaults())?;
         let authority =
             Authority::new().map_err(|error| LocalError::Authority(Box::new(error)))?;
-        let uid = folder.file().uid.clone();
-        let processes = Processes::new(&folder, &authority, &uid);
-        let leader = Leader::new(authority, uid.clone(), job.heartbeat_timeout);
-        let location = PathBuf::from(&job.template.checkpoint.location);
-        let steps = job.template.training.steps;
+        let location = PathBuf::from(&job.places.checkpoints);
         let newest = checkpoint::newest_usable(&Disk::real(), &location)
             .map_err(|error| LocalError::Checkpoints(Box::new(error)))?;
-        let stored = newest.usable.map(|found| Stored { step: found.step, name: found.name });
-        let observed = observe(&folder, job, stored, &uid);
-        let records = folder.records()?;
-        let mut runner = Runner {
-            tracker: Tracker::new(observed),
-            leader,
-            processes,
-            records,
-            progress: Progress::new(steps),
-            started: Instant::now(),
-            receiver,
-            sender,
-            announced: HashSet::new(),
-            failures: HashMap::new(),
-            last_why: Vec::new(),
-            folder,
-        };
+        let stored = newest.usable;
+        let stored = stored.map(|of| CheckpointStatus { step: of.step, name: of.name });
+        let nodes = (0..job.job.nodes.max + job.job.nodes.spares).map(|index| Node {
+            name: format!("node-{index}"),
+            usable: true,
+            avoid_until: 0,
+        });
+        let granted = Granted { nodes: nodes.collect(), why: String::new() };
+        let clock = Clock::start();
+        let seen = seen(&folder, &job.job.name, stored);
+        let mut job = JobLoop::new(&seen, Place::Machine(Box::new(job)), 1, clock.now());
+        job.on(Event::Granted(granted), clock.now());
+        let (sender, changes) = mpsc::channel(EVENTS_MAX);
+        let processes = Processes::new(&folder, &authority, sender);
+        let (sender, told) = mpsc::channel(EVENTS_MAX);
+        let leader = Leader::new(Arc::new(authority), (seen.owner(), &seen.uid), 1, sender);
+        let (records, progress) = (folder.records()?, Progress::new(steps));
+        let mut runner =
+            Runner { folder, job, leader, processes, records, progress, clock, told, changes };
         runner.tell_refused(&newest.refused);
         Ok(runner)
     }
@@ -149,128 +131,76 @@ impl Runner {
         }
     }
 
-    fn now(&self) -> Millis {
-        self.started.elapsed().as_millis() as Millis
-    }
-
     async fn run(mut self) -> Result<i32, LocalError> {
         if let Some(code) = self.already_done() {
             return Ok(code);
         }
-        self.watch_signals()?;
+        let mut signals = watch_signals()?;
         loop {
-            let requeue = self.decide()?;
-            if let Some(outcome) = self.tracker.observed.record.outcome.clone() {
+            let due = self.turn()?;
+            if let Some(outcome) = self.job.tracker().observed.record.outcome.clone() {
                 self.processes.end_all().await;
                 return Ok(self.conclude(&outcome));
             }
-            let event = self.next(requeue).await;
-            self.on_event(event);
+            let wait = due.map_or(3_600_000, |at| at.saturating_sub(self.clock.now()));
+            tokio::select! {
+                biased;
+                Some(hangs_up) = signals.recv() => self.interrupt(hangs_up),
+                // What a worker said last comes before its end.
+                Some(told) = self.told.recv() => self.on_told(told),
+                Some((name, change)) = self.changes.recv() => self.on_process(&name, change),
+                () = tokio::time::sleep(Duration::from_millis(wait)) => {}
+            }
             // What has arrived together is decided on together: two losses at once are one.
-            while let Ok(event) = self.receiver.try_recv() {
-                self.on_event(event);
+            while let Ok(told) = self.told.try_recv() {
+                self.on_told(told);
+            }
+            while let Ok((name, change)) = self.changes.try_recv() {
+                self.on_process(&name, change);
             }
         }
     }
 
     /// Nothing to do: the newest checkpoint is that of the last step.
     fn already_done(&mut self) -> Option<i32> {
-        let steps = self.tracker.observed.template.training.steps;
-        let stored = self.tracker.observed.stored.as_ref()?;
-        (stored.step >= steps).then(|| {
-            self.progress.note(&format!(
-                "{} is complete: {} has all {steps} steps. Raise training.steps to go on, or \
-                 remove {} to start anew.",
-                self.folder.path().display(),
-                stored.name,
-                self.folder.path().display()
-            ));
-            0
-        })
+        let observed = &self.job.tracker().observed;
+        let steps = observed.template.training.steps;
+        let stored = observed.stored.as_ref().filter(|stored| stored.step >= steps)?;
+        self.progress.note(&format!(
+            "{folder} is complete: {} has all {steps} steps. Raise training.steps to go on, or \
+             remove {folder} to start anew.",
+            stored.name,
+            folder = self.folder.path().display(),
+        ));
+        Some(0)
     }
 
-    fn watch_signals(&self) -> Result<(), LocalError> {
-        use tokio::signal::unix::{SignalKind, signal};
-        // A dropped terminal ends a run as Ctrl-C does: with a checkpoint.
-        let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
-        for kind in kinds {
-            let mut signals = signal(kind)?;
-            let sender = self.sender.clone();
-            let hangs_up = kind == SignalKind::hangup();
-            tokio::spawn(async move {
-                while signals.recv().await.is_some() {
-                    let event = if hangs_up { Event::HangUp } else { Event::Interrupt };
-                    let _ = sender.send(event).await;
-                }
-            });
-        }
-        Ok(())
-    }
-
-    async fn next(&mut self, requeue: Option<Millis>) -> Event {
-        let wait = requeue.map(|at| Duration::from_millis(at.saturating_sub(self.now())));
-        let wait = wait.unwrap_or(Duration::from_secs(3600));
-        tokio::select! {
-            event = self.receiver.recv() => event.unwrap_or(Event::Timer),
-            (name, event) = self.leader.next_event() => Event::Control(name, event),
-            () = tokio::time::sleep(wait) => Event::Timer,
-        }
-    }
-
-    fn on_event(&mut self, event: Event) {
-        let now = self.now();
-        match event {
-            Event::Timer => {}
-            Event::Interrupt => self.interrupt(),
+    fn interrupt(&mut self, hangs_up: bool) {
+        if self.job.tracker().observed.interrupt {
             // The terminal is gone, and kernel and shell may both say so: once is enough.
-            Event::HangUp if self.tracker.observed.interrupt => {}
-            Event::HangUp => self.interrupt(),
-            Event::Process(name, event) => self.on_process(&name, event, now),
-            Event::Control(name, event) => self.on_control(&name, event, now),
-        }
-    }
-
-    fn interrupt(&mut self) {
-        if self.tracker.observed.interrupt {
+            if hangs_up {
+                return;
+            }
             self.progress.note("interrupted twice: ending at once, without a checkpoint");
             std::process::exit(130);
         }
         self.progress.note("stopping after this step with a checkpoint (again to end at once)");
-        self.tracker.observed.interrupt = true;
+        self.job.on(Event::Stop, self.clock.now());
     }
 
-    fn on_process(&mut self, name: &str, event: ProcessEvent, now: Millis) {
-        match event {
-            ProcessEvent::Listening { port } => {
-                let address = format!("127.0.0.1:{port}");
-                self.processes.listening(name, &address);
-                self.leader.dial(name, &address, self.processes.secret());
-            }
-            ProcessEvent::Exited { exit_code, how } => {
-                self.leader.close(name);
-                self.processes.forget(name);
-                let happenings = self.tracker.exited(name, exit_code, &how, now);
-                self.back_off(name, now);
-                self.tell(happenings);
-            }
+    fn on_process(&mut self, name: &str, change: ProcessEvent) {
+        if let Some(pod) = self.processes.changed(name, change) {
+            self.job.on(Event::Pod(Box::new(pod)), self.clock.now());
         }
     }
 
-    fn on_control(&mut self, name: &str, event: LeaderEvent, now: Millis) {
-        let happenings = match event {
-            LeaderEvent::Opened(hello) => {
-                let address = self.processes.address(name).unwrap_or_default();
-                self.tracker.connected(name, &address, &hello);
-                Vec::new()
+    fn on_told(&mut self, told: Told) {
+        if let Some((name, said)) = self.leader.accept(told) {
+            if let LeaderEvent::Up { up, .. } = &said {
+                self.show(&name, up);
             }
-            LeaderEvent::Up { attempt, up } => {
-                self.show(name, &up);
-                self.tracker.heard(name, attempt, &up, now)
-            }
-            LeaderEvent::Silent => self.tracker.silent(name, "nothing heard of it"),
-            LeaderEvent::Ended { reason, .. } => self.tracker.silent(name, &reason),
-        };
-        self.tell(happenings);
+            self.job.on(Event::Stream { name, said }, self.clock.now());
+        }
     }
 
     fn show(&mut self, name: &str, up: &Up) {
@@ -286,8 +216,9 @@ impl Runner {
                     EventKind::CheckpointRecovered,
                     EventKind::Resumed,
                     EventKind::Warning,
+                    EventKind::EngineLost,
                 ];
-                if kinds.contains(&event.event) || event.event == EventKind::EngineLost {
+                if kinds.contains(&event.event) {
                     self.progress.note(&event.message);
                 }
                 // The ranks' own records lie with rank 0; of its engines a worker tells us.
@@ -300,53 +231,67 @@ impl Runner {
         }
     }
 
-    /// Plans and applies until the plan has nothing more to do.
-    fn decide(&mut self) -> Result<Option<Millis>, LocalError> {
+    /// Does what the loop says until it has nothing more to say. When it wants to be asked again.
+    fn turn(&mut self) -> Result<Option<Millis>, LocalError> {
         loop {
-            self.tracker.prune();
-            let now = self.now();
-            let plan = plan(&self.tracker.observed, now);
-            if plan.why != self.last_why {
-                plan.why.iter().for_each(|why| tracing::info!("{why}"));
-                self.last_why = plan.why;
+            let turn = self.job.turn(self.clock.now());
+            if turn.effects.is_empty() {
+                return Ok(turn.due);
             }
-            if plan.actions.is_empty() {
-                return Ok(plan.requeue);
-            }
-            for action in plan.actions {
-                self.apply(&action)?;
-                self.tracker.done(&action, self.now());
-            }
-            if self.tracker.observed.record.outcome.is_some() {
-                return Ok(None);
+            for effect in turn.effects {
+                self.execute(effect)?;
             }
         }
     }
 
-    /// One arm an action, and no choice left.
-    fn apply(&mut self, action: &Action) -> Result<(), LocalError> {
+    fn execute(&mut self, effect: Effect) -> Result<(), LocalError> {
+        match effect {
+            Effect::Link(link) => {
+                if let Link::Configure { name, rank, config } = &link {
+                    self.announce(name, *rank, config.attempt);
+                }
+                let secret = self.processes.secret();
+                self.leader.execute(link, |_| Verifier::Local { secret: secret.to_string() });
+            }
+            Effect::Write(batch) => self.write_all(batch)?,
+            Effect::Lost { name, node, cause } => self.lost(&name, node, &cause),
+            Effect::Recovered(recovery) => self.recovered(&recovery),
+            Effect::Note { text, .. } => tracing::info!("{text}"),
+            // Nobody but this job has its nodes, or asks for its figures.
+            Effect::Memory(_) | Effect::Figures(_) => {}
+        }
+        Ok(())
+    }
+
+    fn write_all(&mut self, batch: Batch) -> Result<(), LocalError> {
+        let (mut results, mut changed) = (Vec::new(), Vec::new());
+        for (origin, write) in batch.writes {
+            match (&origin, write) {
+                (_, Write::CreatePod { birth, .. }) => {
+                    let share = self.share(&birth.node);
+                    let pod = self.processes.start(&birth.name, &birth.node, share);
+                    changed.push(Event::Pod(Box::new(pod.map_err(LocalError::Spawn)?)));
+                }
+                (_, Write::DeletePod { name, grace_s, .. }) => {
+                    if self.processes.stop(&name, Duration::from_secs(grace_s.into())) {
+                        changed.push(Event::PodGone(name));
+                    }
+                }
+                (Origin::Recorded(action), Write::Status { .. }) => self.record(action)?,
+                // A status without an action, objects and events are an API server's.
+                _ => {}
+            }
+            results.push((origin, Ok(None)));
+        }
+        let now = self.clock.now();
+        self.job.on(Event::Done { aside: batch.aside, results }, now);
+        changed.into_iter().for_each(|event| self.job.on(event, now));
+        Ok(())
+    }
+
+    /// Makes it durable, and tells of it.
+    fn record(&mut self, action: &Action) -> Result<(), LocalError> {
         match action {
-            Action::StartWorker { name, node } => {
-                let sender = self.sender.clone();
-                let of = name.clone();
-                let share = self.share(node);
-                self.processes
-                    .start(name, node, share, move |event| {
-                        let (sender, of) = (sender.clone(), of.clone());
-                        async move {
-                            let _ = sender.send(Event::Process(of, event)).await;
-                        }
-                    })
-                    .map_err(LocalError::Spawn)?;
-            }
-            Action::StopWorker { name, grace } => {
-                self.leader.send(name, self.tracker.observed.record.attempt, Down::Shutdown);
-                self.processes.stop(name, Duration::from_millis(*grace));
-            }
-            Action::EndAttempt { .. }
-            | Action::AvoidNode { .. }
-            | Action::NoteStop
-            | Action::WithdrawStop => {}
             Action::RecordAttempt(gang) => {
                 let file = self.folder.file().clone();
                 self.folder.record(JobFile { attempt: gang.attempt, ..file })?;
@@ -355,101 +300,54 @@ impl Runner {
                     ("step", Detail::Number(gang.resumed_at)),
                     ("nodes", Detail::Number(gang.members.len() as u64)),
                 ];
-                // The record still names the attempt before.
-                let line =
-                    line(gang.attempt, EventKind::AttemptStarted, "Planned", "", &details);
-                self.write(&line);
-            }
-            Action::Configure { name, rank, config } => {
-                self.announce(name, *rank, config.attempt);
-                self.leader.configure(name, *rank, config);
-            }
-            Action::LeaveAttempt { name, attempt, reason } => {
-                self.leader.send(name, *attempt, Down::Leave { reason: reason.clone() });
-            }
-            Action::Request { attempt, request, .. } => {
-                let gang = self.tracker.observed.record.gang.as_ref();
-                let members = gang.map_or(&[][..], |gang| &gang.members);
-                self.leader.request(members, *attempt, *request);
+                // The loop still names the attempt before.
+                let kind = EventKind::AttemptStarted;
+                self.write(&line(gang.attempt, kind, "Planned", "", &details));
             }
             Action::Finish(outcome) => self.record_outcome(outcome),
+            _ => {}
         }
         Ok(())
     }
 
     /// All nodes of a local run are this machine.
     fn share(&self, node: &str) -> Share {
-        let nodes = &self.tracker.observed.nodes;
+        let nodes = &self.job.tracker().observed.nodes;
         let index = nodes.iter().position(|of| of.name == node).unwrap_or_default();
         Share { index: index as u32, of: nodes.len() as u32 }
     }
 
+    /// Once a worker. The line names the attempt that it joins first.
     fn announce(&mut self, name: &str, rank: u32, attempt: u32) {
-        if !self.announced.insert(name.to_string()) {
-            return;
-        }
-        let node = self.tracker.observed.worker(name).map(|worker| worker.node.clone());
+        let Some((pid, node)) = self.processes.introduce(name) else { return };
         let details = [
-            ("rank", Detail::Number(u64::from(rank))),
-            ("node", Detail::Text(node.unwrap_or_default())),
-            ("pid", Detail::Number(self.processes.pid(name).unwrap_or_default().into())),
+            ("rank", Detail::Number(rank.into())),
+            ("node", Detail::Text(node)),
+            ("pid", Detail::Number(pid.into())),
             ("worker", Detail::Text(name.to_string())),
         ];
-        // The line names the attempt that it joins first.
-        let line = line(attempt, EventKind::WorkerStarted, "Configured", "", &details);
-        self.write(&line);
+        self.write(&line(attempt, EventKind::WorkerStarted, "Configured", "", &details));
     }
 
-    fn back_off(&mut self, name: &str, now: Millis) {
-        let Some(worker) = self.tracker.observed.worker(name) else {
-            return;
-        };
-        let (node, stopping) = (worker.node.clone(), worker.stopping);
-        // One that had trained was lost; one that had not will likely fail again.
-        let trained = self.announced.remove(name);
-        let failures = self.failures.entry(node.clone()).or_default();
-        *failures = if trained || stopping { 0 } else { *failures + 1 };
-        let wait = match *failures {
-            0 => 0,
-            count => (100 << count.min(10)).min(BACKOFF_MAX),
-        };
-        let nodes = &mut self.tracker.observed.nodes;
-        if let Some(node) = nodes.iter_mut().find(|of| of.name == node) {
-            node.avoid_until = node.avoid_until.max(now + wait);
-        }
-    }
-
-    fn tell(&mut self, happenings: Vec<Happening>) {
-        for happening in happenings {
-            match happening {
-                Happening::WorkerLost { name, cause } => {
-                    let worker = self.tracker.observed.worker(&name);
-                    let node = worker.map(|worker| worker.node.clone()).unwrap_or_default();
-                    let details = [
-                        ("worker", Detail::Text(name.clone())),
-                        ("node", Detail::Text(node)),
-                        ("pid", Detail::Number(self.processes.pid(&name).unwrap_or(0).into())),
-                    ];
-                    self.progress.note(&format!("lost {name}: {cause}"));
-                    self.event(EventKind::WorkerLost, "Lost", &cause, &details);
-                }
-                Happening::Recovered(recovery) => self.recovered(&recovery),
-            }
-        }
+    fn lost(&mut self, name: &str, node: String, cause: &str) {
+        let details = [
+            ("worker", Detail::Text(name.to_string())),
+            ("node", Detail::Text(node)),
+            ("pid", Detail::Number(self.processes.pid(name).into())),
+        ];
+        self.progress.note(&format!("lost {name}: {cause}"));
+        self.event(EventKind::WorkerLost, "Lost", cause, &details);
     }
 
     fn recovered(&mut self, recovery: &Recovery) {
-        let took = |at: Option<Millis>| at.unwrap_or_default().saturating_sub(recovery.detected_at);
+        let took = |at: Option<Millis>| recovery.took(at).as_millis() as u64;
+        let first_step = took(recovery.first_step_at);
         let details = [
             ("replannedMs", Detail::Number(took(recovery.replanned_at))),
-            ("firstStepMs", Detail::Number(took(recovery.first_step_at))),
+            ("firstStepMs", Detail::Number(first_step)),
             ("stepsLost", Detail::Number(recovery.steps_lost)),
         ];
-        let message = format!(
-            "training again {} ms after the loss was noticed",
-            took(recovery.first_step_at)
-        );
-        self.progress.note(&message);
+        self.progress.note(&format!("training again {first_step} ms after the loss was noticed"));
         self.event(EventKind::Recovered, "FirstStep", &recovery.cause, &details);
     }
 
@@ -486,7 +384,7 @@ impl Runner {
             }
             Outcome::Suspended => 0,
             Outcome::Interrupted => {
-                let stored = self.tracker.observed.stored.as_ref();
+                let stored = self.job.tracker().observed.stored.as_ref();
                 let from = stored.map_or("the beginning", |stored| stored.name.as_str());
                 self.progress.note(&format!(
                     "interrupted; the same command goes on from {from} in {folder}/checkpoints"
@@ -497,7 +395,7 @@ impl Runner {
     }
 
     fn event(&mut self, kind: EventKind, reason: &str, message: &str, details: &[(&str, Detail)]) {
-        let attempt = self.tracker.observed.record.attempt;
+        let attempt = self.job.tracker().observed.record.attempt;
         let line = line(attempt, kind, reason, message, details);
         self.write(&line);
     }
@@ -526,21 +424,31 @@ fn line(
     Line { time, attempt, event, reason: reason.into(), message: message.into(), details }
 }
 
-/// The first observation: what earlier runs have left behind.
-fn observe(folder: &Folder, job: LocalJob, stored: Option<Stored>, uid: &str) -> Observed {
-    let node = |index| Node { name: format!("node-{index}"), usable: true, avoid_until: 0 };
-    let record = Record {
-        attempt: folder.file().attempt,
-        step: stored.as_ref().map_or(0, |stored| stored.step),
-        ..Record::default()
-    };
-    Observed {
-        wanted: job.wanted,
-        template: WorkerConfig { job_uid: uid.to_string(), ..job.template },
-        nodes: (0..job.nodes).map(node).collect(),
-        workers: Vec::new(),
-        record,
-        stored,
-        interrupt: false,
+/// Whether each is a terminal's that hangs up, which ends a run as Ctrl-C does: with a checkpoint.
+fn watch_signals() -> std::io::Result<mpsc::Receiver<bool>> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (sender, receiver) = mpsc::channel(1);
+    for kind in [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()] {
+        let (mut signals, sender) = (signal(kind)?, sender.clone());
+        tokio::spawn(async move {
+            while signals.recv().await.is_some() {
+                let _ = sender.send(kind == SignalKind::hangup()).await;
+            }
+        });
+    }
+    Ok(receiver)
+}
+
+/// The job as earlier runs have left it behind, in the form in which an API server would have it.
+fn seen(folder: &Folder, name: &str, stored: Option<CheckpointStatus>) -> JobSeen {
+    let step = stored.as_ref().map_or(0, |stored| stored.step);
+    let record = Record { attempt: folder.file().attempt, step, ..Record::default() };
+    let record = record::write(&Saved { record, ..Saved::default() });
+    let status = MoeJobStatus { record, checkpoint: stored, ..MoeJobStatus::default() };
+    JobSeen {
+        name: name.to_string(),
+        uid: folder.file().uid.clone(),
+        status: serde_json::to_value(status).unwrap_or_default(),
+        ..JobSeen::default()
     }
 }

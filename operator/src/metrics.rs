@@ -2,6 +2,7 @@
 
 use crate::pulse::Pulse;
 pub use moejob_plan::lead::Figures as JobFigures;
+use moejob_plan::track::Recovery;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io;
@@ -18,8 +19,6 @@ const REQUEST_BYTES_MAX: u64 = 8 << 10;
 const REQUEST_MAX: Duration = Duration::from_secs(5);
 /// Connections at once; one more waits.
 const CONNECTIONS_MAX: usize = 32;
-/// Different causes of recoveries that are counted apart; the rest are "other".
-const CAUSES_MAX: usize = 16;
 
 /// Upper bounds in seconds.
 const RECONCILE_S: [f64; 8] = [0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.25, 1.0];
@@ -31,7 +30,7 @@ struct Inner {
     leader: bool,
     reconcile: Histogram<8>,
     results: BTreeMap<&'static str, u64>,
-    causes: BTreeMap<String, u64>,
+    causes: BTreeMap<&'static str, u64>,
     replanned: Histogram<9>,
     first_step: Histogram<9>,
     jobs: BTreeMap<String, JobFigures>,
@@ -82,14 +81,12 @@ impl Metrics {
         *self.inner().results.entry(label).or_default() += 1;
     }
 
-    /// A recovery is complete. `cause` is one word.
-    pub fn recovered(&self, cause: &str, replanned: Duration, first_step: Duration) {
+    /// A recovery is complete.
+    pub fn recovered(&self, of: &Recovery) {
         let mut inner = self.inner();
-        let known = inner.causes.contains_key(cause) || inner.causes.len() < CAUSES_MAX;
-        let cause = if known { cause } else { "other" };
-        *inner.causes.entry(cause.to_string()).or_default() += 1;
-        inner.replanned.observe(&RECOVERY_S, replanned.as_secs_f64());
-        inner.first_step.observe(&RECOVERY_S, first_step.as_secs_f64());
+        *inner.causes.entry(cause_word(&of.cause)).or_default() += 1;
+        inner.replanned.observe(&RECOVERY_S, of.took(of.replanned_at).as_secs_f64());
+        inner.first_step.observe(&RECOVERY_S, of.took(of.first_step_at).as_secs_f64());
     }
 
     pub fn job(&self, uid: &str, figures: JobFigures) {
@@ -279,6 +276,20 @@ const PHASES: [&str; 9] = [
     "Failed",
 ];
 
+/// One word for the metrics out of a cause in words.
+fn cause_word(cause: &str) -> &'static str {
+    const WORDS: [(&str, &str); 6] = [
+        ("silent", "silent"),
+        ("heartbeat", "silent"),
+        ("pod was deleted", "deleted"),
+        ("exit code", "exited"),
+        ("killed", "killed"),
+        ("no step", "stuck"),
+    ];
+    let found = WORDS.iter().find(|(part, _)| cause.contains(part));
+    found.map_or("other", |(_, word)| word)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -288,7 +299,15 @@ mod tests {
         let metrics = Metrics::default();
         metrics.reconciled(Duration::from_millis(2));
         metrics.result("ok");
-        metrics.recovered("silent", Duration::from_millis(60), Duration::from_millis(300));
+        metrics.recovered(&Recovery {
+            cause: "rank 1 (a-a1-0) went silent".into(),
+            attempt: 1,
+            detected_at: 1_000,
+            replanned_at: Some(1_060),
+            rejoined_at: None,
+            first_step_at: Some(1_300),
+            steps_lost: 0,
+        });
         let figures = JobFigures {
             namespace: "n".into(),
             name: "j".into(),
@@ -345,5 +364,14 @@ mod tests {
         assert!(ask("GET /metrics?x HTTP/1.0\r\n\r\n").await.contains("moejob_leader 0"));
         assert!(ask("POST /metrics HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 405 "));
         assert!(ask("GET / HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 404 "));
+    }
+
+    #[test]
+    fn causes_are_counted_by_one_word() {
+        assert_eq!(cause_word("rank 1 (a-a1-0) went silent"), "silent");
+        assert_eq!(cause_word("rank 0 (a-a1-0) was killed"), "killed");
+        assert_eq!(cause_word("rank 0 (a) ended with exit code 1"), "exited");
+        assert_eq!(cause_word("no step for 60000 ms"), "stuck");
+        assert_eq!(cause_word("the moon"), "other");
     }
 }

@@ -2,9 +2,9 @@
 
 mod gang;
 
-use gang::{Gang, PATIENCE, JOB, Worker, config, start};
-use moejob::authority::Authority;
-use moejob::control::{Leader, LeaderEvent};
+use gang::{Gang, JOB, PATIENCE, Streams, Worker, config, start};
+use moejob::authority::{Authority, new_pem};
+use moejob::control::{LeaderEvent, Verifier};
 use moejob_protocol::message::{LeftReason, Request};
 use moejob_protocol::{Down, Up};
 use std::sync::Arc;
@@ -120,10 +120,11 @@ async fn a_worker_that_is_not_who_was_dialled_is_refused() {
     let worker = start("w0", authority.certificate_pem(), &secret);
     let stranger = Authority::new().expect("an authority");
     let foreign = start("w1", stranger.certificate_pem(), &secret);
-    let mut leader = Leader::new(authority, JOB.to_string(), Duration::from_millis(300));
+    let mut leader = Streams::new(authority, &secret, 300);
     let mut check = async |name: &str, address: &str, token: &str, expected: &str| {
-        leader.dial(name, address, token);
-        let (of, event) = timeout(PATIENCE, leader.next_event()).await.expect("an answer");
+        let verifier = Verifier::Local { secret: token.to_string() };
+        leader.leader.dial(name, address, verifier, false);
+        let (of, event) = timeout(PATIENCE, leader.next()).await.expect("an answer");
         assert_eq!(of, name);
         match event {
             LeaderEvent::Ended { reason, .. } => assert!(reason.contains(expected), "{reason}"),
@@ -147,9 +148,41 @@ async fn a_listener_that_says_nothing_is_left() {
     let mute = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = mute.local_addr().expect("an address").to_string();
     let authority = Authority::new().expect("an authority");
-    let mut leader = Leader::new(authority, JOB.to_string(), Duration::from_millis(300));
-    leader.dial("w0", &address, "secret");
-    let (_, event) = timeout(PATIENCE, leader.next_event()).await.expect("an answer");
+    let mut leader = Streams::new(authority, "secret", 300);
+    leader.dial("w0", &address);
+    let (_, event) = timeout(PATIENCE, leader.next()).await.expect("an answer");
     let LeaderEvent::Ended { reason, .. } = event else { panic!("{event:?}") };
     assert_eq!(reason, "no proof within 5000 ms");
+}
+
+/// Its token is judged by nobody then: with a slow API server hundreds of members would be lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_member_proves_itself_to_the_next_leader_by_its_leaf() {
+    let (certificate, key) = new_pem().expect("an authority");
+    let authority = || Arc::new(Authority::from_pem(&certificate, &key).expect("an authority"));
+    let mut gang = Gang::of(3, Authority::from_pem(&certificate, &key).expect("one")).await;
+    let addresses: Vec<String> = gang.workers.iter().map(|of| of.address.clone()).collect();
+    let answer = async |leader: &mut Streams, name: &str, address: &str| {
+        leader.dial(name, address);
+        match timeout(PATIENCE, leader.next()).await.expect("an answer") {
+            (_, LeaderEvent::Opened(hello)) => format!("attempt {}", hello.attempt),
+            (_, LeaderEvent::Ended { reason, .. }) => reason,
+            other => panic!("{other:?}"),
+        }
+    };
+    gang.configure(1, &[0, 1], u64::MAX);
+    gang.until_step(2).await;
+    let mut next = Streams::of(authority(), (JOB, 4), "another secret", 3_000);
+    let spare = answer(&mut next, "w2", &addresses[2]).await;
+    assert_eq!(spare, "its token is not the one it was given", "it has no leaf");
+    let mut other = Streams::of(authority(), ("job-2", 3), "another secret", 3_000);
+    let stranger = answer(&mut other, "w1", &addresses[1]).await;
+    assert_eq!(stranger, "its token is not the one it was given", "a leaf of another job");
+    let mut foreign = Streams::of(Arc::new(Authority::new().expect("one")), (JOB, 3), "s", 3_000);
+    let foreign = answer(&mut foreign, "w1", &addresses[1]).await;
+    assert!(!foreign.starts_with("attempt"), "{foreign}");
+    assert_eq!(answer(&mut next, "w1", &addresses[1]).await, "attempt 1");
+    // It goes on, and is told so by the leader that it believes now.
+    let steps = |event: &LeaderEvent| matches!(event, LeaderEvent::Up { attempt: 1, .. });
+    assert!(steps(&timeout(PATIENCE, next.next()).await.expect("it speaks").1));
 }

@@ -247,7 +247,7 @@ async fn strangers_get_nothing_and_the_gang_trains_on() {
     let mut steps = 0;
     while !strangers.is_finished() {
         let Ok((name, event)) =
-            timeout(Duration::from_secs(10), gang.leader.next_event()).await
+            timeout(Duration::from_secs(10), gang.leader.next()).await
         else {
             panic!("the gang is silent after {steps} steps");
         };

@@ -59,7 +59,8 @@ impl Node {
         let tls = key.control_server(&authority.trust).expect("a configuration");
         // Nobody dials the control stream here.
         let (leaders, _) = mpsc::channel(1);
-        tokio::spawn(listener::serve(tcp, tls, leaders, data.offers()));
+        let (_, shown) = tokio::sync::watch::channel(tls);
+        tokio::spawn(listener::serve(tcp, shown, leaders, data.offers()));
         Node { name: name.to_string(), address, key, data }
     }
 

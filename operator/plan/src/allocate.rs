@@ -14,7 +14,7 @@ mod eligible;
 mod memory;
 
 pub use eligible::{Against, Needs, Taint, Toleration, unhealthy};
-pub use memory::{BACKOFF_FIRST, BACKOFF_MAX, Memory, UNSEEN_TIMEOUT};
+pub use memory::{Memory, UNSEEN_TIMEOUT};
 
 use crate::job::{Closeness, Job};
 use crate::observed::{Millis, Node, Observed, Outcome, Worker};

@@ -11,6 +11,7 @@ use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{Hello, LeftReason, Phase, Up};
 use moejob_protocol::report::{Detail, Event, EventKind};
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 /// Layouts of past attempts that are remembered though no worker has reported a snapshot of them.
 const LAYOUTS_KEPT: usize = 8;
@@ -40,6 +41,13 @@ pub struct Recovery {
     pub first_step_at: Option<Millis>,
     /// Steps that had been done and were done again.
     pub steps_lost: u64,
+}
+
+impl Recovery {
+    /// From the loss to that phase of its mending.
+    pub fn took(&self, phase: Option<Millis>) -> Duration {
+        Duration::from_millis(phase.unwrap_or_default().saturating_sub(self.detected_at))
+    }
 }
 
 /// What happened, for events and logs.
@@ -138,7 +146,11 @@ impl Tracker {
             }
             Action::Configure { name, rank, config } => {
                 let (attempt, rank) = (config.attempt, *rank);
-                if let Some(worker) = self.worker(name) {
+                // One that was lost while the attempt was recorded stays lost.
+                let is_there = |worker: &&mut Worker| {
+                    matches!(worker.state, WorkerState::Idle | WorkerState::Left { .. })
+                };
+                if let Some(worker) = self.worker(name).filter(is_there) {
                     let digest = config.digest.clone();
                     worker.state = WorkerState::Member { attempt, digest, rank, leaving: None };
                     worker.collective = 0;

@@ -1,10 +1,11 @@
 //! Allocation as text: `> what happens`, then which job has which nodes and why.
 //!
-//! Run with `UPDATE_SCENARIOS=1` to write what is decided now into the files, and read the
-//! difference. A node with a `+` is newly granted, one in brackets takes no new ranks.
+//! A node with a `+` is newly granted, one in brackets takes no new ranks.
 
-// The scenarios are files; the plan itself reads none.
+// It prints how long it took.
 #![allow(clippy::disallowed_methods, clippy::disallowed_types)]
+
+mod texts;
 
 use moejob_plan::allocate::{
     Allocation, Cluster, ClusterNode, Demand, HOLD_TIMEOUT, Memory, Needs, Standing, Taint,
@@ -18,7 +19,6 @@ use proptest::test_runner::RngSeed;
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::fmt::Write;
-use std::path::Path;
 
 #[derive(Default)]
 struct World {
@@ -239,9 +239,8 @@ fn happen(world: &mut World, words: &[&str]) {
             world.job(uid).holds.remove(*node);
             world.memory.seen(uid, node);
             let now = world.now;
-            world.memory.failed(uid, node, now);
+            world.memory.avoid(uid, node, now + 5_000);
         }
-        ["worked", uid, node] => world.memory.worked(uid, node),
         ["start"] => world.start(),
         ["see"] => world.see(),
         ["advance", millis] => {
@@ -281,36 +280,10 @@ fn show(world: &World) -> String {
 
 #[test]
 fn scenarios() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/allocation");
-    let mut files: Vec<_> = std::fs::read_dir(&folder)
-        .expect("the scenarios are there")
-        .map(|entry| entry.expect("a readable folder").path())
-        .collect();
-    files.sort();
-    assert!(!files.is_empty());
-    for path in files {
-        let expected = std::fs::read_to_string(&path).expect("a readable scenario");
-        let mut world = World::default();
-        let mut found = String::new();
-        for line in expected.lines().filter(|line| !line.starts_with("  ")) {
-            writeln!(found, "{line}").expect("a string");
-            if let Some(command) = line.strip_prefix("> ") {
-                let words: Vec<&str> = command.split_whitespace().collect();
-                happen(&mut world, &words);
-                if !["cluster", "nodes"].contains(&words[0]) {
-                    found.push_str(&show(&world));
-                }
-            }
-        }
-        if std::env::var_os("UPDATE_SCENARIOS").is_some() {
-            std::fs::write(&path, &found).expect("a writable scenario");
-            continue;
-        }
-        for (line, (expected, found)) in expected.lines().zip(found.lines()).enumerate() {
-            assert_eq!(expected, found, "{}:{}", path.display(), line + 1);
-        }
-        assert_eq!(expected.lines().count(), found.lines().count(), "{}", path.display());
-    }
+    texts::replay("allocation", |world: &mut World, words| {
+        happen(world, words);
+        if ["cluster", "nodes"].contains(&words[0]) { String::new() } else { show(world) }
+    });
 }
 
 /// What happens to the cluster of the properties; numbers are taken modulo how many there are.
@@ -389,7 +362,7 @@ fn apply(world: &mut World, what: Happens) {
             let node = job.holds.iter().nth(at / jobs).cloned();
             if let Some(node) = node.filter(|node| job.holds.remove(node)) {
                 if matches!(what, Happens::Fail(_)) {
-                    world.memory.failed(&job.uid, &node, now);
+                    world.memory.avoid(&job.uid, &node, now + 5_000);
                 }
             }
         }

@@ -1,5 +1,6 @@
 //! A gang of hundreds: what would be little for one member must not be done or kept for each.
 
+mod said;
 mod world;
 
 use moejob_plan::decide::Action;
@@ -74,4 +75,54 @@ fn the_largest_jobs_that_are_valid_are_planned_in_little_time() {
         eprintln!("{nodes} {layers} {count}: {took:?}");
         assert!(took.as_secs_f64() < 60.0, "{nodes}: {took:?}");
     }
+}
+
+/// Models of the sizes that are published, on as many nodes as are used for them: nobody is told
+/// that such a job costs too much. `MOEJOB_MANIFESTS` says how many are tried.
+#[test]
+#[allow(clippy::disallowed_methods, reason = "how many are tried is the caller's to say")]
+fn no_job_of_a_published_size_costs_too_much() {
+    use moejob_plan::job::Job;
+    use moejob_plan::problem::Code;
+    let most = std::env::var("MOEJOB_MANIFESTS").ok().and_then(|text| text.parse().ok());
+    let most = most.unwrap_or(2_000u64);
+    let mut state = 15u64;
+    // An LCG of Knuth's; its upper bits are good enough to choose by.
+    let mut below = |bound: u64| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 33) % bound
+    };
+    let mut valid = 0;
+    for _ in 0..most {
+        let cpu = below(3) == 0;
+        let (layers, experts) = match cpu {
+            true => (1 + below(32), 1 << below(7)),
+            false => (1 + below(96), 8 << below(7)),
+        };
+        let (profile, nodes) = if cpu { ("cpu", 256) } else { ("nd-h200-v5", 2_048) };
+        let max = 1 + below(nodes);
+        let min = 1 + below(max.min(64));
+        let (shared, per_token) = (below(3), 1 + below(experts.min(8)));
+        let text = format!(
+            "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  \
+             nodes: {{ profile: {profile}, min: {min}, max: {max} }}\n  model: {{ hiddenSize: {}, \
+             numHiddenLayers: {layers}, numAttentionHeads: 8, experts: {{ count: {experts}, \
+             perToken: {per_token}, intermediateSize: {}, shared: {shared} }} }}\n  data: {{ \
+             train: {{ text: {{ paths: [a] }} }}, sequenceLength: {} }}\n  training: {{ \
+             steps: 10, globalBatchSize: {} }}\n",
+            64 << below(8),
+            64 << below(7),
+            128 << below(8),
+            64 << below(9),
+        );
+        match Job::read(text.as_bytes()) {
+            Ok(_) => valid += 1,
+            Err(problems) => {
+                let of_cost = problems.iter().any(|problem| problem.code == Code::Cost);
+                assert!(!of_cost, "{text}{problems:?}");
+            }
+        }
+    }
+    eprintln!("{valid} of {most} are valid");
+    assert!(valid * 2 > most, "{valid} of {most} are valid: too few to say anything");
 }

@@ -1,54 +1,15 @@
 //! One job's loop, step by step: `> what happens`, then the effects in their order.
-//!
-//! Run with `UPDATE_SCENARIOS=1` to write what is done now into the files, and read the difference.
-
-// The scenarios are files; the loop itself reads none.
-#![allow(clippy::disallowed_methods)]
 
 #[path = "lead_world/mod.rs"]
 mod lead_world;
+mod said;
+mod texts;
 
 use lead_world::World;
-use std::path::Path;
 
 #[test]
 fn every_arm_of_the_loop_does_what_its_scenario_says() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/lead");
-    let mut files: Vec<_> = std::fs::read_dir(&folder)
-        .expect("the scenarios are there")
-        .map(|entry| entry.expect("a readable folder").path())
-        .filter(|path| path.extension().is_some_and(|extension| extension == "txt"))
-        .collect();
-    files.sort();
-    assert!(!files.is_empty());
-    for path in files {
-        let expected = std::fs::read_to_string(&path).expect("a readable scenario");
-        let found = replay(&expected);
-        if std::env::var_os("UPDATE_SCENARIOS").is_some() {
-            std::fs::write(&path, &found).expect("a writable scenario");
-            continue;
-        }
-        for (line, (expected, found)) in expected.lines().zip(found.lines()).enumerate() {
-            assert_eq!(expected, found, "{}:{}", path.display(), line + 1);
-        }
-        assert_eq!(expected.lines().count(), found.lines().count(), "{}", path.display());
-    }
-}
-
-/// The text again, with what is done now in place of what stood there.
-fn replay(text: &str) -> String {
-    let mut world = World::default();
-    let mut out = String::new();
-    for line in text.lines().filter(|line| !line.starts_with("  ")) {
-        out.push_str(line);
-        out.push('\n');
-        if let Some(command) = line.strip_prefix("> ") {
-            for effect in world.run(command) {
-                out.push_str(&format!("  {effect}\n"));
-            }
-        }
-    }
-    out
+    texts::replay("lead", World::run);
 }
 
 /// A loop that is asked again at once has nothing more to say, and never wants to be asked at a
@@ -62,7 +23,7 @@ fn a_turn_is_complete_and_what_is_due_lies_ahead() {
         fail other|advance 100000|fail slow|gone a-a1-1|advance 1000|written|edit suspend=true|\
         advance 70000|written";
     for command in script.split('|') {
-        world.run(command.trim());
+        world.run(&command.split_whitespace().collect::<Vec<_>>());
         for _ in 0..200 {
             let now = world.now;
             let turn = world.job().turn(now);

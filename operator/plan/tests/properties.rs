@@ -5,6 +5,7 @@
 //! inputs give equal plans, plans converge, attempts are fenced, no state that somebody has whole
 //! is lost, no step is skipped. `PROPTEST_CASES` makes it more.
 
+mod said;
 mod world;
 
 use moejob_plan::observed::{Outcome, Worker, WorkerState};

@@ -1,10 +1,7 @@
 //! Scenarios as text: `> what happens`, then what the leader does about it and why.
-//!
-//! Run with `UPDATE_SCENARIOS=1` to write what is done now into the files, and read the difference.
 
-// The scenarios are files; the plan itself reads none.
-#![allow(clippy::disallowed_methods)]
-
+mod said;
+mod texts;
 mod world;
 
 use moejob_plan::decide::{Action, Plan};
@@ -13,57 +10,11 @@ use moejob_plan::track::Happening;
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::LeftReason;
 use std::fmt::Write;
-use std::path::Path;
 use world::{Setup, World};
 
 #[test]
 fn scenarios() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/scenarios");
-    let mut files: Vec<_> = std::fs::read_dir(&folder)
-        .expect("the scenarios are there")
-        .map(|entry| entry.expect("a readable folder").path())
-        .filter(|path| path.extension().is_some_and(|extension| extension == "txt"))
-        .collect();
-    files.sort();
-    assert!(!files.is_empty());
-    for path in files {
-        let expected = std::fs::read_to_string(&path).expect("a readable scenario");
-        let found = replay(&expected);
-        if std::env::var_os("UPDATE_SCENARIOS").is_some() {
-            std::fs::write(&path, &found).expect("a writable scenario");
-        } else {
-            check(&path.display().to_string(), &expected, &found);
-        }
-    }
-}
-
-/// Shows the first difference with the lines before it.
-fn check(name: &str, expected: &str, found: &str) {
-    let difference = (expected.lines().zip(found.lines()).enumerate())
-        .find(|(_, (expected, found))| expected != found)
-        .map(|(line, (expected, found))| (line + 1, expected.to_string(), found.to_string()));
-    if let Some((line, expected, found)) = difference {
-        panic!("{name}:{line}\nexpected {expected:?}\nfound    {found:?}");
-    }
-    assert_eq!(expected.lines().count(), found.lines().count(), "{name}: one ends early");
-}
-
-/// The text again, with what is done now in place of what stood there.
-fn replay(text: &str) -> String {
-    let mut world = World::new(Setup::default());
-    let mut out = String::new();
-    for line in text.lines() {
-        if line.starts_with("  ") {
-            continue;
-        }
-        out.push_str(line);
-        out.push('\n');
-        if let Some(command) = line.strip_prefix("> ") {
-            let words: Vec<&str> = command.split_whitespace().collect();
-            out.push_str(&run(&mut world, &words));
-        }
-    }
-    out
+    texts::replay("scenarios", run);
 }
 
 fn run(world: &mut World, words: &[&str]) -> String {

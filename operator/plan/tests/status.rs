@@ -1,5 +1,6 @@
 //! What a job says of itself on the way: phase, conditions, nodes, recoveries.
 
+mod said;
 mod world;
 
 use moejob_plan::Job;

@@ -1,5 +1,6 @@
 //! What the leader's memory makes of messages that come late, twice or out of turn.
 
+mod said;
 mod world;
 
 use moejob_plan::decide::Action;
@@ -246,7 +247,7 @@ fn a_step_counts_once_whoever_reports_it() {
     let median = world.observed().record.step_median;
     assert_eq!(median, 100);
     for name in ["j-1", "j-2"] {
-        let up = world::job::step_report(12, 1);
+        let up = said::step_report(12, 1);
         assert!(world.tracker.heard(name, 1, &up, world.now + 50_000).is_empty());
     }
     assert_eq!(world.observed().record.step_median, median);

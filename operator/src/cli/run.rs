@@ -2,15 +2,14 @@
 
 use super::{complain, machine};
 use super::validate::ReadJob;
-use crate::local::{self, LocalJob};
+use crate::local;
 use clap::Args;
-use moejob_plan::job::{Job, Venue};
-use moejob_plan::launch::{self, Places};
+use moejob_plan::job::Job;
+use moejob_plan::launch::Places;
+use moejob_plan::lead::Local;
 use moejob_plan::placement;
-use moejob_protocol::WorkerConfig;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
 
 #[derive(Args)]
 pub struct RunArgs {
@@ -32,7 +31,7 @@ pub fn run(args: &RunArgs) -> ExitCode {
         Ok(read) => read,
         Err(code) => return code,
     };
-    let result = local_job(&read, args).map(|job| local::run(job, args.dir.clone()));
+    let result = local_job(&read, args).map(|job| local::run(job, &args.dir));
     match result {
         Ok(Ok(code)) => ExitCode::from(code as u8),
         Ok(Err(error)) => {
@@ -47,7 +46,7 @@ pub fn run(args: &RunArgs) -> ExitCode {
 }
 
 /// The job as this machine runs it, or why it cannot.
-fn local_job(read: &ReadJob, args: &RunArgs) -> Result<LocalJob, String> {
+fn local_job(read: &ReadJob, args: &RunArgs) -> Result<Local, String> {
     let mut job = read.job.clone();
     if let Some(workers) = args.workers {
         job.nodes.max = workers;
@@ -57,9 +56,8 @@ fn local_job(read: &ReadJob, args: &RunArgs) -> Result<LocalJob, String> {
     if !unsupported.is_empty() {
         return Err(unsupported.join("\n"));
     }
-    let wanted = launch::wanted(&job, Venue::Local);
-    if wanted.sizes.is_empty() {
-        let (_, skipped) = placement::sizes(&job);
+    let (sizes, skipped) = placement::sizes(&job);
+    if sizes.is_empty() {
         let lines = skipped.iter().map(|skip| format!("\n  {} nodes: {}", skip.nodes, skip.why));
         return Err(format!("no number of workers works:{}", lines.collect::<String>()));
     }
@@ -67,18 +65,8 @@ fn local_job(read: &ReadJob, args: &RunArgs) -> Result<LocalJob, String> {
     machine::check(&job, needed.max().unwrap_or(0))?;
     let places = places(&job, &args.dir).map_err(|error| format!("{}: {error}", job.name))?;
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
-    let nodes = job.nodes.max + job.nodes.spares;
     let threads = if args.threads > 0 { args.threads } else { (cores / job.nodes.max).max(1) };
-    // The run's folder knows the job's uid, and fills it in.
-    let template = launch::template(&job, Venue::Local, "", &places);
-    Ok(LocalJob {
-        name: job.name.clone(),
-        spec: launch::identity(&job),
-        wanted,
-        template: WorkerConfig { threads, ..template },
-        nodes,
-        heartbeat_timeout: Duration::from_millis(job.recovery.heartbeat_timeout),
-    })
+    Ok(Local { job, places, threads })
 }
 
 fn places(job: &Job, dir: &Path) -> std::io::Result<Places> {

@@ -5,11 +5,11 @@ use crate::control::{Leader, Told, Verifier};
 use crate::observe::{JobSeen, Owner};
 use moejob_plan::allocate::{Claim, Memory};
 use moejob_plan::lead::{
-    Batch, Effect, Event, JobLoop, Memo, Operator, Origin, Turn, Write, Written,
+    Batch, Effect, Event, JobLoop, Memo, Operator, Origin, Place, Turn, Write, Written,
 };
 use moejob_plan::observed::Millis;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// The end of a batch: each write's label for the metrics, and what became of it.
 pub struct Done {
@@ -36,15 +36,10 @@ impl Crew {
         lease_term: u64,
         now: Millis,
     ) -> Crew {
-        let job = JobLoop::new(seen, operator, lease_term, now);
+        let job = JobLoop::new(seen, Place::Cluster(operator), lease_term, now);
         context.metrics.fenced(&seen.uid, job.fence().is_some());
-        let leader = Leader::telling(
-            Arc::clone(&context.authority),
-            (seen.owner(), &seen.uid),
-            Duration::from_secs(3),
-            job.term(),
-            context.told.clone(),
-        );
+        let (authority, told) = (Arc::clone(&context.authority), context.told.clone());
+        let leader = Leader::new(authority, (seen.owner(), &seen.uid), job.term(), told);
         Crew { job, due: None, leader, context, claimed: None }
     }
 
@@ -82,19 +77,17 @@ impl Crew {
         let mut matters = turned;
         for effect in effects {
             match effect {
-                Effect::Dial { name, address, pod, again } => {
-                    let reviewer = self.context.reviewer.clone();
-                    let verifier = Verifier::TokenReview { reviewer, pod };
-                    self.leader.dial_by(&name, &address, verifier, again);
+                Effect::Link(link) => {
+                    let reviewer = &self.context.reviewer;
+                    let verifier = |pod| Verifier::TokenReview { reviewer: reviewer.clone(), pod };
+                    self.leader.execute(link, verifier);
                 }
-                Effect::Close { name } => self.leader.close(&name),
-                Effect::Send { name, attempt, body } => self.leader.send(&name, attempt, body),
-                Effect::Configure { name, rank, config } => {
-                    self.leader.configure(&name, rank, &config);
-                }
-                Effect::HeartbeatTimeout(timeout) => self.leader.set_heartbeat_timeout(timeout),
                 Effect::Write(batch) => sent.push((Arc::clone(owner), self.sealed(batch))),
-                Effect::Memory(memo) => matters |= remember(memory, owner, memo, now),
+                Effect::Memory(Memo::Decided(node)) => memory.decided(owner, &node, now),
+                Effect::Memory(Memo::Avoid { node, until }) => {
+                    memory.avoid(owner, &node, until);
+                    matters = true;
+                }
                 Effect::Note { warning, text } => {
                     let job = &self.job.id().name;
                     match warning {
@@ -102,9 +95,10 @@ impl Crew {
                         false => tracing::info!(job, "{text}"),
                     }
                 }
-                Effect::Recovered { cause, replanned, first_step } => {
-                    self.context.metrics.recovered(cause, replanned, first_step);
+                Effect::Lost { name, node, cause } => {
+                    tracing::warn!(job = self.job.id().name, "lost {name} on {node}: {cause}");
                 }
+                Effect::Recovered(recovery) => self.context.metrics.recovered(&recovery),
                 Effect::Figures(figures) => {
                     self.context.metrics.job(&self.job.id().uid, *figures);
                 }
@@ -126,21 +120,4 @@ impl Crew {
         }
         batch
     }
-}
-
-/// Whether the allocation may come out otherwise for it.
-fn remember(memory: &mut Memory, owner: &Owner, memo: Memo, now: Millis) -> bool {
-    match memo {
-        Memo::Decided(node) => {
-            memory.decided(owner, &node, now);
-            return false;
-        }
-        Memo::Worked(node) => {
-            memory.worked(owner, &node);
-            return false;
-        }
-        Memo::Failed(node) => memory.failed(owner, &node, now),
-        Memo::Avoid { node, until } => memory.avoid(owner, &node, until, now),
-    }
-    true
 }

@@ -4,14 +4,16 @@ use super::folder::Folder;
 use crate::authority::Authority;
 use moe_worker::life::affinity::Share;
 use moe_worker::life::run::Bootstrap;
+use moejob_plan::lead::WorkerPod;
 use std::collections::HashMap;
 use std::future::Future;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 
 /// A worker says its port within this time, or is killed.
 const PORT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -28,29 +30,38 @@ pub enum ProcessEvent {
 
 struct Process {
     pid: u32,
-    address: Option<String>,
+    /// As the job's loop knows it.
+    pod: WorkerPod,
+    /// It was given a rank.
+    introduced: bool,
     /// Kills it after the time that is sent.
     stop: Option<oneshot::Sender<Duration>>,
     done: tokio::task::JoinHandle<()>,
 }
 
-/// All worker processes of a run.
+/// All worker processes of a run. Those that have ended are known until the loop forgets them.
 pub struct Processes {
-    running: HashMap<String, Process>,
+    known: HashMap<String, Process>,
     logs: PathBuf,
     authority: String,
     job_uid: String,
     secret: String,
+    tell: mpsc::Sender<(String, ProcessEvent)>,
 }
 
 impl Processes {
-    pub fn new(folder: &Folder, authority: &Authority, job_uid: &str) -> Processes {
+    pub fn new(
+        folder: &Folder,
+        authority: &Authority,
+        tell: mpsc::Sender<(String, ProcessEvent)>,
+    ) -> Processes {
         Processes {
-            running: HashMap::new(),
+            known: HashMap::new(),
             logs: folder.path().join("logs"),
             authority: authority.certificate_pem().to_string(),
-            job_uid: job_uid.to_string(),
+            job_uid: folder.file().uid.clone(),
             secret: authority.new_secret(),
+            tell,
         }
     }
 
@@ -59,36 +70,19 @@ impl Processes {
         &self.secret
     }
 
-    pub fn pid(&self, name: &str) -> Option<u32> {
-        self.running.get(name).map(|process| process.pid)
+    pub fn pid(&self, name: &str) -> u32 {
+        self.known.get(name).map_or(0, |process| process.pid)
     }
 
-    pub fn address(&self, name: &str) -> Option<String> {
-        self.running.get(name)?.address.clone()
+    /// Its pid and node, the first time that it is given a rank.
+    pub fn introduce(&mut self, name: &str) -> Option<(u32, String)> {
+        let process = self.known.get_mut(name).filter(|process| !process.introduced)?;
+        process.introduced = true;
+        Some((process.pid, process.pod.node.as_deref().unwrap_or_default().to_string()))
     }
 
-    pub fn listening(&mut self, name: &str, address: &str) {
-        if let Some(process) = self.running.get_mut(name) {
-            process.address = Some(address.to_string());
-        }
-    }
-
-    pub fn forget(&mut self, name: &str) {
-        self.running.remove(name);
-    }
-
-    /// Starts `moejob worker` and reports its port and its end through `tell`.
-    pub fn start<Tell, Told>(
-        &mut self,
-        name: &str,
-        node: &str,
-        share: Share,
-        tell: Tell,
-    ) -> std::io::Result<()>
-    where
-        Tell: Fn(ProcessEvent) -> Told + Send + Sync + 'static,
-        Told: Future<Output = ()> + Send,
-    {
+    /// Starts `moejob worker`; its port and its end are told.
+    pub fn start(&mut self, name: &str, node: &str, share: Share) -> std::io::Result<WorkerPod> {
         let log = std::fs::File::options()
             .create(true)
             .append(true)
@@ -115,27 +109,55 @@ impl Processes {
         first_line.push(b'\n');
         let (stop, stopped) = oneshot::channel();
         let pid = child.id().unwrap_or_default();
+        let (tell, of) = (self.tell.clone(), name.to_string());
         let done = tokio::spawn(async move {
-            let status = attend(&mut child, first_line, stopped, &tell).await;
+            let listening = |port| tell.send((of.clone(), ProcessEvent::Listening { port }));
+            let status = attend(&mut child, first_line, stopped, listening).await;
             let (exit_code, how) = describe(status);
-            tell(ProcessEvent::Exited { exit_code, how }).await;
+            // Without a receiver the run is over.
+            let _ = tell.send((of, ProcessEvent::Exited { exit_code, how })).await;
         });
-        let process = Process { pid, address: None, stop: Some(stop), done };
-        self.running.insert(name.to_string(), process);
-        Ok(())
+        let pod = WorkerPod {
+            name: name.to_string(),
+            uid: name.to_string(),
+            node: Some(Arc::from(node)),
+            ..WorkerPod::default()
+        };
+        let (introduced, stop) = (false, Some(stop));
+        let process = Process { pid, pod: pod.clone(), introduced, stop, done };
+        self.known.insert(name.to_string(), process);
+        Ok(pod)
     }
 
-    /// Kills it after `grace`, should it still run then.
-    pub fn stop(&mut self, name: &str, grace: Duration) {
-        let stop = self.running.get_mut(name).and_then(|process| process.stop.take());
-        if let Some(stop) = stop {
+    /// What the loop knows of it from now on.
+    pub fn changed(&mut self, name: &str, change: ProcessEvent) -> Option<WorkerPod> {
+        let pod = &mut self.known.get_mut(name)?.pod;
+        match change {
+            ProcessEvent::Listening { port } => {
+                (pod.started, pod.address) = (true, Some(format!("127.0.0.1:{port}")));
+            }
+            ProcessEvent::Exited { exit_code, how } => pod.ended = Some((exit_code, how)),
+        }
+        Some(pod.clone())
+    }
+
+    /// Kills it after `grace`, should it still run then. Whether it is known to have ended: then
+    /// it is forgotten.
+    pub fn stop(&mut self, name: &str, grace: Duration) -> bool {
+        let Some(process) = self.known.get_mut(name) else { return true };
+        if process.pod.ended.is_some() {
+            self.known.remove(name);
+            return true;
+        }
+        if let Some(stop) = process.stop.take() {
             let _ = stop.send(grace);
         }
+        false
     }
 
     /// Waits for the end of all of them; they have been told to stop.
     pub async fn end_all(&mut self) {
-        for (_, mut process) in self.running.drain() {
+        for (_, mut process) in self.known.drain() {
             if let Some(stop) = process.stop.take() {
                 let _ = stop.send(LAST_GRACE);
             }
@@ -146,16 +168,12 @@ impl Processes {
 
 /// Hands over the bootstrap, reads the port, and waits for the end. Its standard input stays open
 /// meanwhile: when that ends, a worker knows that its runner is gone.
-async fn attend<Tell, Told>(
+async fn attend<Told: Future>(
     child: &mut Child,
     first_line: Vec<u8>,
     mut stopped: oneshot::Receiver<Duration>,
-    tell: &Tell,
-) -> std::io::Result<ExitStatus>
-where
-    Tell: Fn(ProcessEvent) -> Told,
-    Told: Future<Output = ()>,
-{
+    listening: impl FnOnce(u16) -> Told,
+) -> std::io::Result<ExitStatus> {
     let mut input = child.stdin.take();
     let output = child.stdout.take();
     let hello = async {
@@ -167,7 +185,7 @@ where
         u16::try_from(answer["port"].as_u64()?).ok()
     };
     match tokio::time::timeout(PORT_TIMEOUT, hello).await {
-        Ok(Some(port)) => tell(ProcessEvent::Listening { port }).await,
+        Ok(Some(port)) => drop(listening(port).await),
         _ => child.start_kill()?,
     }
     tokio::select! {

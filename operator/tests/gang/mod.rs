@@ -6,12 +6,14 @@ use moe_worker::gang::comm::Comm;
 use moe_worker::life::run::{Announcement, Attempt, Bootstrap, run_with};
 use moe_worker::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moejob::authority::Authority;
-use moejob::control::{Leader, LeaderEvent};
+use moejob::control::{Leader, LeaderEvent, Told, Verifier};
+use moejob_plan::lead::Link;
 use moejob_protocol::config::Member;
 use moejob_protocol::message::{Held, LeftReason, Phase};
 use moejob_protocol::report::StepReport;
 use moejob_protocol::{Down, Layout, Mesh, Up, WorkerConfig};
 use std::io::Write;
+use std::ops::{Deref, DerefMut};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
@@ -152,8 +154,62 @@ pub fn config(attempt: u32, workers: &[&Worker], steps: u64) -> WorkerConfig {
     config
 }
 
-pub struct Gang {
+/// A leader that reads its own channel.
+pub struct Streams {
     pub leader: Leader,
+    told: tokio::sync::mpsc::Receiver<Told>,
+    secret: String,
+}
+
+impl Streams {
+    pub fn new(authority: Authority, secret: &str, heartbeat_timeout_ms: u64) -> Streams {
+        Streams::of(Arc::new(authority), (JOB, 1), secret, heartbeat_timeout_ms)
+    }
+
+    pub fn of(
+        authority: Arc<Authority>,
+        (job_uid, term): (&str, u64),
+        secret: &str,
+        heartbeat_timeout_ms: u64,
+    ) -> Streams {
+        let (sender, told) = tokio::sync::mpsc::channel(1024);
+        let mut leader = Leader::new(authority, (job_uid.into(), job_uid), term, sender);
+        let timeout = Duration::from_millis(heartbeat_timeout_ms);
+        leader.execute(Link::HeartbeatTimeout(timeout), |_| unreachable!("nobody is dialled"));
+        Streams { leader, told, secret: secret.to_string() }
+    }
+
+    pub fn dial(&mut self, name: &str, address: &str) {
+        let verifier = Verifier::Local { secret: self.secret.clone() };
+        self.leader.dial(name, address, verifier, false);
+    }
+
+    pub async fn next(&mut self) -> (String, LeaderEvent) {
+        loop {
+            let told = self.told.recv().await.expect("the leader holds a sender");
+            if let Some(event) = self.leader.accept(told) {
+                return event;
+            }
+        }
+    }
+}
+
+impl Deref for Streams {
+    type Target = Leader;
+
+    fn deref(&self) -> &Leader {
+        &self.leader
+    }
+}
+
+impl DerefMut for Streams {
+    fn deref_mut(&mut self) -> &mut Leader {
+        &mut self.leader
+    }
+}
+
+pub struct Gang {
+    pub leader: Streams,
     pub workers: Vec<Worker>,
 }
 
@@ -165,11 +221,11 @@ impl Gang {
     pub async fn of(count: usize, authority: Authority) -> Gang {
         let secret = authority.new_secret();
         let trust = authority.certificate_pem().to_string();
-        let mut leader = Leader::new(authority, JOB.to_string(), Duration::from_secs(3));
+        let mut leader = Streams::new(authority, &secret, 3_000);
         let names = (0..count).map(|index| format!("w{index}"));
         let workers: Vec<Worker> = names.map(|name| start(&name, &trust, &secret)).collect();
         for worker in &workers {
-            leader.dial(&worker.name, &worker.address, &secret);
+            leader.dial(&worker.name, &worker.address);
         }
         let mut gang = Gang { leader, workers };
         for _ in 0..count {
@@ -212,7 +268,7 @@ impl Gang {
     ) -> (String, T) {
         let search = async {
             loop {
-                let (name, event) = self.leader.next_event().await;
+                let (name, event) = self.leader.next().await;
                 if let Some(found) = pick(&event) {
                     return (name, found);
                 }

@@ -1,7 +1,8 @@
 //! Who is who on a socket: keys, certificates and the TLS configurations of both streams.
 //!
 //! ```text
-//! control  leader: operator's certificate (authority)   worker: self-signed, proven by its token
+//! control  leader: operator's certificate (authority)   worker: self-signed, proven by its token;
+//!                                                       in an attempt its leaf, proven by that
 //! data     both: a leaf with SAN moejob://JOBUID/ATTEMPT/WORKER (authority)
 //! ```
 //!
@@ -126,6 +127,30 @@ impl Trust {
         }
         Ok(Trust(Arc::new(roots)))
     }
+
+    /// Whom a certificate names that the authority has signed and that is valid now. That the
+    /// other side has its key is for the handshake to show.
+    pub fn whose(&self, leaf: &CertificateDer) -> Option<Identity> {
+        is_signed(leaf, &self.0, &[], UnixTime::now()).ok()?;
+        Identity::of(leaf).ok()
+    }
+}
+
+fn is_signed(
+    leaf: &CertificateDer,
+    roots: &RootCertStore,
+    intermediates: &[CertificateDer],
+    now: UnixTime,
+) -> Result<(), rustls::Error> {
+    let algorithms = provider().signature_verification_algorithms.all;
+    let leaf = ParsedCertificate::try_from(leaf)?;
+    rustls::client::verify_server_cert_signed_by_trust_anchor(
+        &leaf,
+        roots,
+        intermediates,
+        now,
+        algorithms,
+    )
 }
 
 /// A worker's key, which lives as long as its process.
@@ -168,7 +193,8 @@ impl WorkerKey {
         server(trust, vec![self.self_signed.clone()], self.private(), ALPN_CONTROL)
     }
 
-    /// Both sides of the data streams of one attempt, from the leaf that the leader sent.
+    /// Both sides of the data streams of one attempt, and what the listener shows to leaders from
+    /// now on, from the leaf that the leader sent.
     ///
     /// # Errors
     /// `OtherKey` and `Identity` when the leaf is not a worker's for this key.
@@ -181,10 +207,11 @@ impl WorkerKey {
         if public_key(&leaf).as_deref() != Some(self.key.der_bytes()) {
             return Err(TlsError::OtherKey);
         }
+        let control = server(trust, vec![leaf.clone()], self.private(), ALPN_CONTROL)?;
         let server = server(trust, vec![leaf.clone()], self.private(), ALPN_DATA)?;
         let verifier = Expect::Authority(Arc::clone(&trust.0));
         let client = client(verifier, vec![leaf], self.private(), ALPN_DATA)?;
-        Ok(AttemptTls { job_uid, attempt, worker, server, client })
+        Ok(AttemptTls { job_uid, attempt, worker, control, server, client })
     }
 }
 
@@ -194,6 +221,7 @@ pub struct AttemptTls {
     pub job_uid: String,
     pub attempt: u32,
     pub worker: String,
+    pub control: Arc<ServerConfig>,
     pub server: Arc<ServerConfig>,
     pub client: Arc<ClientConfig>,
 }
@@ -285,14 +313,7 @@ impl ServerCertVerifier for WorkerVerifier {
         now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
         if let Expect::Authority(roots) = &self.expect {
-            let certificate = ParsedCertificate::try_from(end_entity)?;
-            rustls::client::verify_server_cert_signed_by_trust_anchor(
-                &certificate,
-                roots,
-                intermediates,
-                now,
-                self.algorithms.all,
-            )?;
+            is_signed(end_entity, roots, intermediates, now)?;
         }
         Ok(ServerCertVerified::assertion())
     }

@@ -23,7 +23,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::server::TlsStream;
 use tokio_rustls::{LazyConfigAcceptor, StartHandshake};
@@ -64,10 +64,11 @@ pub enum Refusal {
     Busy,
 }
 
-/// Accepts for ever. Control streams go to `leaders`, data connections to `data`.
+/// Accepts for ever. Control streams go to `leaders`, data connections to `data`. `tls` is what
+/// the next leader is shown.
 pub async fn serve(
     listener: TcpListener,
-    tls: Arc<ServerConfig>,
+    tls: watch::Receiver<Arc<ServerConfig>>,
     leaders: mpsc::Sender<LeaderStream>,
     data: DataOffers,
 ) {
@@ -85,7 +86,8 @@ pub async fn serve(
                 continue;
             }
         };
-        let (tls, leaders, data) = (Arc::clone(&tls), leaders.clone(), data.clone());
+        let tls = Arc::clone(&tls.borrow());
+        let (leaders, data) = (leaders.clone(), data.clone());
         pending.admit(async move {
             let deadline = Instant::now() + Duration::from_millis(HANDSHAKE_MS_MAX);
             let opened = timeout_at(deadline, open(tcp, tls, data, deadline)).await;

@@ -25,6 +25,7 @@ use link::Link;
 use moejob_protocol::message::{HEARTBEAT_MS, Heartbeat, Phase, Request};
 use moejob_protocol::{Up, WorkerConfig};
 use rustix::process::set_parent_process_death_signal;
+use rustls::ServerConfig;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::io::{self, BufRead, Read, Write};
@@ -35,7 +36,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
 /// Things that have happened and wait for the session; whoever brings more waits.
@@ -137,8 +138,8 @@ pub fn run_with<A: Attempt + 'static>(
         announce.write_all(b"\n")?;
         announce.flush()?;
         let (leaders, mut dialled) = mpsc::channel(1);
-        let tls = shell.key.control_server(&shell.trust)?;
-        tokio::spawn(listener::serve(tcp, tls, leaders, shell.data.offers()));
+        let shown = shell.shown.subscribe();
+        tokio::spawn(listener::serve(tcp, shown, leaders, shell.data.offers()));
         if let Some(owner) = owner {
             watch_owner(owner, happened)?;
         }
@@ -234,6 +235,8 @@ struct Shell {
     link: Option<Link>,
     links: u64,
     leaf: Option<AttemptTls>,
+    /// What the listener shows to leaders: before the first leaf, a certificate of its own.
+    shown: watch::Sender<Arc<ServerConfig>>,
     joining: Option<oneshot::Receiver<Result<Links, JoinError>>>,
     /// Of the attempt that joins.
     config: Option<Box<WorkerConfig>>,
@@ -248,11 +251,13 @@ impl Shell {
         happened: mpsc::Sender<Happened>,
         make: Make,
     ) -> Result<Shell, RunError> {
+        let (key, trust) = (WorkerKey::generate()?, Trust::from_pem(&bootstrap.authority)?);
         Ok(Shell {
+            shown: watch::Sender::new(key.control_server(&trust)?),
             started: Instant::now(),
             session: Session::new(bootstrap.job_uid.clone(), Duration::ZERO),
-            key: WorkerKey::generate()?,
-            trust: Trust::from_pem(&bootstrap.authority)?,
+            key,
+            trust,
             data: DataPlane::start()?,
             engines: Engines::new(make, happened.clone()),
             bootstrap,
@@ -407,7 +412,10 @@ impl Shell {
                 && leaf.worker == self.bootstrap.worker
         };
         match self.key.attempt(&self.trust, certificate) {
-            Ok(leaf) if ours(&leaf) => self.leaf = Some(leaf),
+            Ok(leaf) if ours(&leaf) => {
+                self.shown.send_replace(Arc::clone(&leaf.control));
+                self.leaf = Some(leaf);
+            }
             Ok(leaf) => {
                 let AttemptTls { job_uid, attempt, worker, .. } = leaf;
                 tracing::error!(job_uid, attempt, worker, "leaf refused: it names another");

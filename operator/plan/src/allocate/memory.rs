@@ -5,26 +5,14 @@ use std::collections::BTreeMap;
 
 /// A pod that was decided but is not seen yet counts as there for this long.
 pub const UNSEEN_TIMEOUT: Millis = 30_000;
-/// A node on which a job's worker failed is avoided by that job: 5 s, 10 s, 20 s, ...
-pub const BACKOFF_FIRST: Millis = 5_000;
-/// ... up to this.
-pub const BACKOFF_MAX: Millis = 600_000;
-/// Failures are forgotten so long after the last of them.
-pub const BACKOFF_FORGOTTEN: Millis = 3_600_000;
 
 /// By uid of the job and name of the node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
     /// Pods that were decided, and when.
     unseen: BTreeMap<String, BTreeMap<String, Millis>>,
-    backoff: BTreeMap<String, BTreeMap<String, Backoff>>,
-}
-
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Backoff {
-    failures: u32,
-    failed_at: Millis,
-    until: Millis,
+    /// Until when the job wants no worker there.
+    avoided: BTreeMap<String, BTreeMap<String, Millis>>,
 }
 
 impl Memory {
@@ -40,33 +28,17 @@ impl Memory {
         }
     }
 
-    /// A worker of the job failed there, or did not come up in time.
-    pub fn failed(&mut self, job: &str, node: &str, now: Millis) {
-        let backoff = self.backoff_of(job, node);
-        let wait = BACKOFF_FIRST << backoff.failures.min(20);
-        backoff.failures += 1;
-        backoff.failed_at = now;
-        backoff.until = backoff.until.max(now + wait.min(BACKOFF_MAX));
-    }
-
-    /// The plan wants the node avoided (`Action::AvoidNode`).
-    pub fn avoid(&mut self, job: &str, node: &str, until: Millis, now: Millis) {
-        let backoff = self.backoff_of(job, node);
-        backoff.failed_at = now;
-        backoff.until = backoff.until.max(until);
-    }
-
-    /// A gang with a worker there has done a step: the node is as good as any.
-    pub fn worked(&mut self, job: &str, node: &str) {
-        if let Some(nodes) = self.backoff.get_mut(job) {
-            nodes.remove(node);
-        }
+    /// The job's loop wants the node avoided.
+    pub fn avoid(&mut self, job: &str, node: &str, until: Millis) {
+        let nodes = self.avoided.entry(job.to_string()).or_default();
+        let known = nodes.entry(node.to_string()).or_default();
+        *known = until.max(*known);
     }
 
     /// The job is gone.
     pub fn forget(&mut self, job: &str) {
         self.unseen.remove(job);
-        self.backoff.remove(job);
+        self.avoided.remove(job);
     }
 
     /// Drops what no longer counts.
@@ -74,17 +46,17 @@ impl Memory {
         for nodes in self.unseen.values_mut() {
             nodes.retain(|_, at| now < *at + UNSEEN_TIMEOUT);
         }
-        for nodes in self.backoff.values_mut() {
-            nodes.retain(|_, of| now < of.until.max(of.failed_at + BACKOFF_FORGOTTEN));
+        for nodes in self.avoided.values_mut() {
+            nodes.retain(|_, until| now < *until);
         }
         self.unseen.retain(|_, nodes| !nodes.is_empty());
-        self.backoff.retain(|_, nodes| !nodes.is_empty());
+        self.avoided.retain(|_, nodes| !nodes.is_empty());
     }
 
     /// Until when the job avoids the node; 0 when it does not.
     pub fn avoided_until(&self, job: &str, node: &str) -> Millis {
-        let nodes = self.backoff.get(job);
-        nodes.and_then(|nodes| nodes.get(node)).map_or(0, |backoff| backoff.until)
+        let until = self.avoided.get(job).and_then(|nodes| nodes.get(node));
+        until.copied().unwrap_or(0)
     }
 
     /// A pod of the job was decided there and is not seen yet.
@@ -97,10 +69,5 @@ impl Memory {
         let nodes = self.unseen.get(job).into_iter().flatten();
         let fresh = nodes.filter(move |(_, at)| now < **at + UNSEEN_TIMEOUT);
         fresh.map(|(node, at)| (node.as_str(), *at))
-    }
-
-    fn backoff_of(&mut self, job: &str, node: &str) -> &mut Backoff {
-        let nodes = self.backoff.entry(job.to_string()).or_default();
-        nodes.entry(node.to_string()).or_default()
     }
 }

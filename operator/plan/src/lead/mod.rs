@@ -14,9 +14,11 @@ mod event_log;
 mod fence;
 mod objects;
 mod outbox;
+mod place;
 mod pods;
 mod refusals;
 mod report;
+mod rests;
 mod results;
 mod spec;
 mod streams;
@@ -25,6 +27,7 @@ mod turn;
 pub use event_log::{EVENTS_BURST, EVENT_EVERY};
 pub use fence::{FENCED_BY_RECORD, Fence};
 pub use outbox::FRAMES_WAITING_MAX;
+pub use place::{Local, Place};
 pub use pods::{ENDED_MAX, FORCE_AFTER, REDIAL, SILENT_AVOID};
 pub use refusals::PATIENCE;
 pub use report::Figures;
@@ -37,7 +40,7 @@ use crate::observed::{Millis, Record};
 use crate::pods::{Birth, Surroundings};
 use crate::record::Rest;
 use crate::status::MoeJobStatus;
-use crate::track::Tracker;
+use crate::track::{Recovery, Tracker};
 use moejob_protocol::config::WorkerConfig;
 use moejob_protocol::message::{Down, Hello, Up};
 use serde_json::Value;
@@ -62,7 +65,7 @@ pub struct JobName {
 }
 
 /// A MoeJob as the API server has it; not yet judged.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct JobSeen {
     pub namespace: String,
     pub name: String,
@@ -83,8 +86,8 @@ impl JobSeen {
     }
 }
 
-/// A pod that carries our seal.
-#[derive(Clone, Debug, PartialEq)]
+/// A pod that carries our seal, or a process of this machine.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct WorkerPod {
     pub namespace: String,
     pub name: String,
@@ -95,6 +98,7 @@ pub struct WorkerPod {
     pub node: Option<Arc<str>>,
     /// The node that it is meant for, also before it is bound.
     pub meant_for: Option<String>,
+    /// With its port, unless that is the one of all pods.
     pub address: Option<String>,
     /// Its container runs or ran.
     pub started: bool,
@@ -159,11 +163,29 @@ pub enum Event {
     Done { aside: bool, results: Vec<(Origin, Written)> },
     /// When the API server last answered.
     Api { heard: Millis },
+    /// Somebody wants the whole job to end, with a checkpoint.
+    Stop,
 }
 
 /// One thing to be done.
 #[derive(Debug)]
 pub enum Effect {
+    Link(Link),
+    Write(Batch),
+    /// For the allocation's memory of nodes.
+    Memory(Memo),
+    /// For the log.
+    Note { warning: bool, text: String },
+    /// A worker is lost.
+    Lost { name: String, node: String, cause: String },
+    /// A recovery is complete.
+    Recovered(Recovery),
+    Figures(Box<Figures>),
+}
+
+/// What is to be done with the streams to the workers.
+#[derive(Debug)]
+pub enum Link {
     /// Opens a stream to a worker's listener, in place of an older one. `again`: it was there.
     Dial { name: String, address: String, pod: PodIdentity, again: bool },
     Close { name: String },
@@ -171,14 +193,6 @@ pub enum Effect {
     /// A certificate for the attempt, then its configuration.
     Configure { name: String, rank: u32, config: Arc<WorkerConfig> },
     HeartbeatTimeout(Duration),
-    Write(Batch),
-    /// For the allocation's memory of nodes.
-    Memory(Memo),
-    /// For the log.
-    Note { warning: bool, text: String },
-    /// A recovery is complete: its cause in one word, and how long its phases took.
-    Recovered { cause: &'static str, replanned: Duration, first_step: Duration },
-    Figures(Box<Figures>),
 }
 
 /// What the allocation is to remember of a node for this job.
@@ -186,8 +200,6 @@ pub enum Effect {
 pub enum Memo {
     /// A pod is being made there.
     Decided(String),
-    Failed(String),
-    Worked(String),
     Avoid { node: String, until: Millis },
 }
 
@@ -284,12 +296,14 @@ pub struct JobLoop {
     pub(super) id: JobName,
     created_at: Millis,
     operator: Arc<Operator>,
+    place: Place,
     spec: spec::Spec,
     tracker: Tracker,
     pods: pods::Pods,
     outbox: outbox::Outbox,
     report: report::Report,
     refusals: refusals::Refusals,
+    rests: rests::Rests,
     objects: objects::Objects,
     events: event_log::EventLog,
     granted: Granted,
@@ -309,7 +323,7 @@ pub struct JobLoop {
 
 impl JobLoop {
     /// A job that this leader has not led before; its pods are told to it afterwards.
-    pub fn new(seen: &JobSeen, operator: Arc<Operator>, lease_term: u64, now: Millis) -> JobLoop {
+    pub fn new(seen: &JobSeen, place: Place, lease_term: u64, now: Millis) -> JobLoop {
         let id = JobName {
             namespace: seen.namespace.clone(),
             name: seen.name.clone(),
@@ -328,13 +342,18 @@ impl JobLoop {
         let mut job = JobLoop {
             id,
             created_at: seen.created_at,
-            operator,
+            operator: match &place {
+                Place::Cluster(operator) => Arc::clone(operator),
+                Place::Machine(_) => Arc::default(),
+            },
+            place,
             spec: spec::Spec::default(),
             tracker,
             pods: pods::Pods::default(),
             outbox: outbox::Outbox::default(),
             report,
             refusals: refusals::Refusals::default(),
+            rests: rests::Rests::default(),
             objects: objects::Objects::default(),
             events: event_log::EventLog::default(),
             granted: Granted::default(),
@@ -416,7 +435,7 @@ impl JobLoop {
     }
 
     fn send(&mut self, name: &str, attempt: u32, body: Down) {
-        self.effects.push(Effect::Send { name: name.to_string(), attempt, body });
+        self.effects.push(Effect::Link(Link::Send { name: name.to_string(), attempt, body }));
     }
 
     /// Writes that nothing waits for.

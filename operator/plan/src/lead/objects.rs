@@ -70,7 +70,8 @@ impl JobLoop {
     /// would count it anew, and write its status, with every pod that starts.
     pub(super) fn ensure_objects(&mut self, now: Millis) {
         let observed = &self.tracker.observed;
-        let pods = self.spec.plannable().is_some() && !observed.workers.is_empty();
+        let wanted = self.place.has_api() && self.spec.plannable().is_some();
+        let pods = wanted && !observed.workers.is_empty();
         let gang = pods && observed.gang().is_some();
         self.objects.wanted = (pods, gang);
         if !pods {

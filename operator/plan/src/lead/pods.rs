@@ -1,7 +1,7 @@
 //! The pods of one job: which are dialled, which cannot start, which are to be deleted, and when
 //! each of them is to be looked at again.
 
-use super::{ByName, Effect, JobLoop, Memo, Origin, PodIdentity, Said, WorkerPod, Write};
+use super::{ByName, Effect, JobLoop, Link, Origin, PodIdentity, Said, WorkerPod, Write};
 use crate::observed::{Millis, Observed, Outcome, Worker, WorkerState};
 use crate::pods::{TERMINATION_GRACE_S, attempt_and_slot};
 use moejob_protocol::message::Down;
@@ -18,9 +18,6 @@ const MOUNT_MAX: Millis = 120_000;
 const MOUNT_TOLD: Millis = 15_000;
 /// A pod that is there, and is not seen for so long, has gone meanwhile.
 const DOUBT_MAX: Millis = 1_000;
-/// A process whose stream has closed is ending; its pod is left alone for so long, so that its exit
-/// code and its log are not lost.
-const ENDING: Millis = 5_000;
 /// Pods of a job that have ended and are kept for their logs; the oldest go first.
 pub const ENDED_MAX: usize = 8;
 /// A pod on a silent node, whose kubelet does not confirm its end, is deleted by force after this.
@@ -201,11 +198,11 @@ impl Pods {
     }
 
     /// Whether its pod is to be deleted now.
-    pub fn stopped(&mut self, name: &str, now: Millis) -> bool {
+    pub fn stopped(&mut self, name: &str, ending: Millis, now: Millis) -> bool {
         self.with(name, |pod| {
             let deleted = pod.facts.as_ref().is_some_and(|facts| facts.deletion.is_some());
-            if pod.closed && !deleted {
-                pod.delete = Some((now + ENDING, 1));
+            if pod.closed && !deleted && ending > 0 {
+                pod.delete = Some((now + ending, 1));
                 return false;
             }
             pod.deleted_at.get_or_insert(now);
@@ -284,8 +281,10 @@ impl Pods {
 }
 
 fn address(pod: &WorkerPod) -> Option<String> {
-    let address = pod.address.as_deref()?.parse::<IpAddr>().ok()?;
-    Some(SocketAddr::new(address, PORT).to_string())
+    let address = pod.address.as_deref()?;
+    let own_port = address.parse::<SocketAddr>().ok();
+    let address = own_port.or_else(|| Some((address.parse::<IpAddr>().ok()?, PORT).into()));
+    address.map(|address| address.to_string())
 }
 
 impl JobLoop {
@@ -301,14 +300,14 @@ impl JobLoop {
         self.close(name);
         let happenings = self.tracker.exited(name, None, "its pod was deleted", now);
         self.tell(happenings, now);
-        self.back_off(name, "its pod was deleted");
+        self.back_off(name, "its pod was deleted", now);
         self.pods.remove(name);
     }
 
     /// Nothing more is heard of it.
     fn close(&mut self, name: &str) {
         if self.pods.is_linked(name) {
-            self.effects.push(Effect::Close { name: name.to_string() });
+            self.effects.push(Effect::Link(Link::Close { name: name.to_string() }));
             self.pods.unlinked(name);
         }
     }
@@ -341,7 +340,7 @@ impl JobLoop {
             let happenings = self.tracker.exited(&pod.name, *exit_code, how, now);
             self.close(&pod.name);
             self.tell(happenings, now);
-            self.back_off(&pod.name, how);
+            self.back_off(&pod.name, how, now);
             self.pods.remove(&pod.name);
             self.pods.see(pod.clone(), now);
         } else if let Some(trouble) = &pod.trouble {
@@ -390,7 +389,8 @@ impl JobLoop {
             uid: pod.uid.clone(),
             node: pod.node.as_deref().unwrap_or_default().to_string(),
         };
-        self.effects.push(Effect::Dial { name: pod.name.clone(), address, pod: identity, again });
+        let (name, pod) = (pod.name.clone(), identity);
+        self.effects.push(Effect::Link(Link::Dial { name, address, pod, again }));
     }
 
     /// The kubelet says that the container will not start: its node is avoided.
@@ -400,7 +400,7 @@ impl JobLoop {
             return;
         }
         let node = worker.node.clone();
-        self.blame(&node, trouble);
+        self.blame(&node, trouble, now);
         let happenings = self.tracker.silent(&pod.name, trouble);
         self.tell(happenings, now);
     }
@@ -448,8 +448,7 @@ impl JobLoop {
         });
         if gone == Some(true) {
             if let Some(node) = &pod.node {
-                let (node, until) = (node.to_string(), now + SILENT_AVOID);
-                self.memo(Memo::Avoid { node, until });
+                self.avoid(node, now + SILENT_AVOID);
             }
             self.note(true, format!("{name} is deleted by force: its node is silent"));
             self.send_deletion(pod, 0);
@@ -530,7 +529,7 @@ impl JobLoop {
     }
 
     /// A worker that is given up before it was reached speaks against its node.
-    pub(super) fn gave_up(&mut self, pod: &WorkerPod) {
+    pub(super) fn gave_up(&mut self, pod: &WorkerPod, now: Millis) {
         let Some(worker) = self.tracker.observed.worker(&pod.name) else { return };
         if matches!(worker.state, WorkerState::Starting { .. }) {
             let node = worker.node.clone();
@@ -538,7 +537,7 @@ impl JobLoop {
             let mounts = pod.mounting.then(|| unmounted(&pod.name));
             let why = pod.unschedulable.clone().or(refused).or(mounts);
             let why = why.unwrap_or_else(|| "it did not begin in time".to_string());
-            self.blame(&node, &format!("its worker was not reached: {why}"));
+            self.blame(&node, &format!("its worker was not reached: {why}"), now);
         }
     }
 }

@@ -6,7 +6,6 @@ use crate::record::{self, Saved};
 use crate::status::{self, Condition, MoeJobStatus};
 use crate::track::{Recovery, Tracker};
 use moejob_protocol::report::StepReport;
-use std::time::Duration;
 
 /// Progress alone is written this often at most.
 const PROGRESS_EVERY: Millis = 10_000;
@@ -200,7 +199,7 @@ fn rfc3339(now: Millis) -> String {
 impl JobLoop {
     /// Status and figures, each when it is time.
     pub(super) fn report_status(&mut self, now: Millis) {
-        if self.spec.is_deleted() {
+        if self.spec.is_deleted() || !self.place.has_api() {
             return;
         }
         let mut status = self.status_of(&self.tracker, now);
@@ -293,35 +292,16 @@ impl JobLoop {
         }
     }
 
-    pub(super) fn recovered(&mut self, recovery: &Recovery, now: Millis) {
-        let took = |at: Option<Millis>| {
-            Duration::from_millis(at.unwrap_or_default().saturating_sub(recovery.detected_at))
-        };
-        let (replanned, first_step) = (took(recovery.replanned_at), took(recovery.first_step_at));
-        let cause = cause_word(&recovery.cause);
-        self.effects.push(Effect::Recovered { cause, replanned, first_step });
+    pub(super) fn recovered(&mut self, recovery: Recovery, now: Millis) {
         let note = format!(
             "training again {} ms after the loss was noticed: {}; {} steps were done again",
-            first_step.as_millis(),
+            recovery.took(recovery.first_step_at).as_millis(),
             recovery.cause,
             recovery.steps_lost
         );
         self.event(false, "Recovered", note, now);
+        self.effects.push(Effect::Recovered(recovery));
     }
-}
-
-/// One word for the metrics out of a cause in words.
-fn cause_word(cause: &str) -> &'static str {
-    const WORDS: [(&str, &str); 6] = [
-        ("silent", "silent"),
-        ("heartbeat", "silent"),
-        ("pod was deleted", "deleted"),
-        ("exit code", "exited"),
-        ("killed", "killed"),
-        ("no step", "stuck"),
-    ];
-    let found = WORDS.iter().find(|(part, _)| cause.contains(part));
-    found.map_or("other", |(_, word)| word)
 }
 
 fn blocked_status(blocked: Option<&Blocked>) -> MoeJobStatus {
@@ -409,14 +389,5 @@ mod tests {
         report.on_version("15");
         assert!(report.is_due(&status("Running", 1), false, 200));
         assert_eq!(write(&mut report, status("Running", 1), 200), "15");
-    }
-
-    #[test]
-    fn causes_are_counted_by_one_word() {
-        assert_eq!(cause_word("rank 1 (a-a1-0) went silent"), "silent");
-        assert_eq!(cause_word("rank 0 (a-a1-0) was killed"), "killed");
-        assert_eq!(cause_word("rank 0 (a) ended with exit code 1"), "exited");
-        assert_eq!(cause_word("no step for 60000 ms"), "stuck");
-        assert_eq!(cause_word("the moon"), "other");
     }
 }

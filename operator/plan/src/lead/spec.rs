@@ -1,6 +1,6 @@
 //! What a job's object says: its spec, judged, and what the leader before has left in its status.
 
-use super::{JobLoop, JobSeen};
+use super::{Effect, JobLoop, JobSeen, Link, Place};
 use crate::Job;
 use crate::allocate::Needs;
 use crate::changes;
@@ -99,7 +99,11 @@ impl JobLoop {
         self.spec.generation = seen.generation;
         self.dirty = true;
         let before = self.spec.accepted.as_ref();
-        let (job, generation) = match judge_seen(seen) {
+        let judged = match &self.place {
+            Place::Cluster(_) => judge_seen(seen),
+            Place::Machine(local) => Ok(local.job.clone()),
+        };
+        let (job, generation) = match judged {
             Ok(job) => (job, seen.generation),
             Err(blocked) => {
                 // An edit that is refused changes nothing, also for a leader that comes after it.
@@ -124,11 +128,10 @@ impl JobLoop {
         self.spec.blocked = None;
         self.report.generation = generation;
         let observed = &mut self.tracker.observed;
-        observed.wanted = launch::wanted(&job, Venue::Kubernetes);
-        let places = pods::places(&job);
-        observed.template = launch::template(&job, Venue::Kubernetes, &self.id.uid, &places);
+        observed.wanted = launch::wanted(&job, self.place.venue());
+        observed.template = self.place.template(&job, &self.id.uid);
         let timeout = Duration::from_millis(job.recovery.heartbeat_timeout);
-        self.effects.push(super::Effect::HeartbeatTimeout(timeout));
+        self.effects.push(Effect::Link(Link::HeartbeatTimeout(timeout)));
         self.spec.needs = Needs::of(&job);
         self.spec.job = Some(Box::new(job));
     }

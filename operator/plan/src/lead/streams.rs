@@ -5,7 +5,7 @@
 //! refuses twice is gone, and so is its process: that is a loss at once.
 
 use super::outbox::Waiting;
-use super::{Effect, Ending, Event, JobLoop, Memo, Said};
+use super::{Effect, Ending, Event, JobLoop, Link, Said};
 use crate::observed::{Millis, WorkerState};
 use crate::track::Happening;
 use moejob_protocol::message::Up;
@@ -56,6 +56,10 @@ impl JobLoop {
             }
             Event::Stream { name, said } => self.on_stream(name, said, now),
             Event::Done { aside, results } => self.on_written(aside, results, now),
+            Event::Stop => {
+                self.dirty = true;
+                self.tracker.observed.interrupt = true;
+            }
             Event::Api { .. } => {}
         }
     }
@@ -91,7 +95,7 @@ impl JobLoop {
         let Some(name) = self.outbox.loudest() else { return };
         self.outbox.forget_stream(&name);
         self.pods.unlinked(&name);
-        self.effects.push(Effect::Close { name: name.clone() });
+        self.effects.push(Effect::Link(Link::Close { name: name.clone() }));
         let reason = "it says more than can be listened to".to_string();
         self.event(true, "WorkerTooLoud", format!("{name}: its stream is closed: {reason}"), now);
         let said = Said::Ended { why: Ending::Refused, reason };
@@ -216,30 +220,24 @@ impl JobLoop {
                     let worker = self.tracker.observed.worker(&name);
                     let node = worker.map(|worker| worker.node.clone()).unwrap_or_default();
                     let text = format!("{name} on {node}: {cause}");
-                    self.note(true, format!("lost {text}"));
+                    self.effects.push(Effect::Lost { name, node, cause });
                     self.event(true, "WorkerLost", text, now);
                 }
-                Happening::Recovered(recovery) => self.recovered(&recovery, now),
+                Happening::Recovered(recovery) => self.recovered(recovery, now),
             }
         }
     }
 
     /// A worker that ended speaks against its node, unless it had trained there.
-    pub(super) fn back_off(&mut self, name: &str, how: &str) {
+    pub(super) fn back_off(&mut self, name: &str, how: &str, now: Millis) {
         let Some(worker) = self.tracker.observed.worker(name) else { return };
         let (node, stopping) = (worker.node.clone(), worker.stopping);
         // One that had trained was lost; one that had not will likely fail again.
         if self.pods.has_trained(name) {
-            self.pods.came_up(&node);
-            self.memo(Memo::Worked(node));
+            self.praise(&node);
         } else if !stopping {
-            self.blame(&node, how);
+            self.blame(&node, how, now);
         }
-    }
-
-    pub(super) fn blame(&mut self, node: &str, message: &str) {
-        self.pods.trouble(node, message);
-        self.memo(Memo::Failed(node.to_string()));
     }
 }
 

@@ -1,6 +1,7 @@
 //! What is to be done now: the plan, carried out up to the first batch of writes.
 
-use super::{Batch, Effect, JobLoop, Memo, Origin, Template, Turn, Write};
+use super::place::Patience;
+use super::{Batch, Effect, JobLoop, Link, Memo, Origin, Template, Turn, Write};
 use crate::Job;
 use crate::decide::{Action, plan};
 use crate::observed::{Millis, Outcome};
@@ -8,9 +9,6 @@ use crate::pods::{Birth, Surroundings};
 use moejob_protocol::message::Down;
 use std::sync::Arc;
 
-/// A pod that is not ended is deleted with this grace: the kubelet is still asked, which tells
-/// when it is really over.
-const KILL_GRACE_S: u32 = 1;
 /// Rounds of planning in one go; a plan converges within three.
 const ROUNDS_MAX: usize = 16;
 /// While nobody is heard and the API server neither, it is looked again after so long.
@@ -68,7 +66,9 @@ impl JobLoop {
             }
             self.tracker.prune();
             self.tracker.observed.nodes.clone_from(&self.granted.nodes);
-            if self.pods.is_alone(&self.tracker.observed, self.heard_of_api, now) {
+            if self.place.has_api()
+                && self.pods.is_alone(&self.tracker.observed, self.heard_of_api, now)
+            {
                 // Nobody is heard and the API server neither: it is the operator that is cut off.
                 self.requeue = Some(now + ALONE);
                 return;
@@ -109,7 +109,7 @@ impl JobLoop {
                 Action::Configure { name, rank, config } => {
                     let (name, config) = (name.clone(), Arc::clone(config));
                     self.pods.trained(&name);
-                    self.effects.push(Effect::Configure { name, rank: *rank, config });
+                    self.effects.push(Effect::Link(Link::Configure { name, rank: *rank, config }));
                     self.tracker.done(&action, now);
                 }
                 Action::LeaveAttempt { name, attempt, reason } => {
@@ -126,10 +126,7 @@ impl JobLoop {
                     self.tracker.done(&action, now);
                 }
                 Action::AvoidNode { node, until } => {
-                    for of in self.granted.nodes.iter_mut().filter(|of| of.name == *node) {
-                        of.avoid_until = of.avoid_until.max(*until);
-                    }
-                    self.memo(Memo::Avoid { node: node.clone(), until: *until });
+                    self.avoid(node, *until);
                     self.tracker.done(&action, now);
                 }
                 Action::EndAttempt { .. } | Action::NoteStop | Action::WithdrawStop => {
@@ -141,7 +138,7 @@ impl JobLoop {
 
     /// All that are to start now, in one batch; before them what shuts strangers out.
     fn start_workers(&mut self, first: Action) {
-        if !self.objects.has_policy() {
+        if self.place.has_api() && !self.objects.has_policy() {
             self.outbox.queue.push_front(first);
             return self.send_policy();
         }
@@ -192,18 +189,19 @@ impl JobLoop {
             let happenings = self.tracker.exited(name, None, "it has no pod", now);
             return self.tell(happenings, now);
         };
-        self.gave_up(&pod);
+        self.gave_up(&pod, now);
         self.tracker.done(action, now);
+        let Patience { kill_grace_s, ending, .. } = *self.place.patience();
         // One that hears ends by itself, and its pod stays for its log.
         let over = matches!(
             self.tracker.observed.record.outcome,
             Some(Outcome::Complete { .. } | Outcome::Failed { .. })
         );
         if over && grace > 0 && self.pods.is_linked(name) {
-            return self.pods.delete_at(name, now + grace, KILL_GRACE_S);
+            return self.pods.delete_at(name, now + grace, kill_grace_s);
         }
-        if self.pods.stopped(name, now) {
-            let grace_s = u32::try_from(grace / 1000).unwrap_or(u32::MAX).max(KILL_GRACE_S);
+        if self.pods.stopped(name, ending, now) {
+            let grace_s = u32::try_from(grace / 1000).unwrap_or(u32::MAX).max(kill_grace_s);
             self.send_deletion(&pod, grace_s);
         }
     }

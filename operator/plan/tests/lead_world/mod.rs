@@ -2,13 +2,15 @@
 //! told to, and pods and workers that are and say what a scenario wants.
 
 use moejob_plan::allocate::Granted;
+use moejob_plan::pods;
 use moejob_plan::lead::{
-    Batch, Effect, Ending, Event, JobLoop, JobSeen, Memo, Operator, Origin, Said, WorkerPod,
-    Write, WriteError, WriteErrorKind, owner,
+    Batch, Effect, Ending, Event, JobLoop, JobSeen, Link, Local, Memo, Operator, Origin, Place,
+    Said, WorkerPod,
+    Write, WriteError, WriteErrorKind, judge, owner,
 };
 use moejob_plan::observed::{Millis, Node};
-use moejob_protocol::message::{Down, Heartbeat, Hello, LeftReason, Phase, Up};
-use moejob_protocol::report::{Event as Line, EventKind, StepReport};
+use crate::said::{hello, step_report, warning};
+use moejob_protocol::message::{Down, Heartbeat, LeftReason, Phase, Up};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -25,6 +27,8 @@ pub struct World {
     under_way: VecDeque<Batch>,
     version: u64,
     keyring: String,
+    /// Its pods are processes of a machine.
+    machine: Option<Box<Local>>,
     /// An answer was given to nothing.
     missed: bool,
 }
@@ -51,6 +55,7 @@ impl Default for World {
             under_way: VecDeque::new(),
             version: 1,
             keyring: "key".into(),
+            machine: None,
             missed: false,
         }
     }
@@ -73,9 +78,8 @@ impl World {
     }
 
     /// Lets it happen, and asks the loop for its turn.
-    pub fn run(&mut self, command: &str) -> Vec<String> {
-        let words: Vec<&str> = command.split_whitespace().collect();
-        self.happen(&words);
+    pub fn run(&mut self, words: &[&str]) -> String {
+        self.happen(words);
         let now = self.now;
         let turn = self.job().turn(now);
         let mut lines = Vec::new();
@@ -91,7 +95,7 @@ impl World {
         if let Some(at) = turn.due {
             lines.push(format!("look again in {} ms", at.saturating_sub(now)));
         }
-        lines
+        lines.iter().map(|line| format!("  {line}\n")).collect()
     }
 
     fn happen(&mut self, words: &[&str]) {
@@ -102,6 +106,15 @@ impl World {
                 settings.iter().for_each(|setting| self.set(setting));
                 self.adopt(1);
             }
+            ["machine", settings @ ..] => {
+                *self = World::default();
+                settings.iter().for_each(|setting| self.set(setting));
+                let job = judge("a", &self.seen.spec).expect("a good job");
+                let places = pods::places(&job);
+                self.machine = Some(Box::new(Local { job, places, threads: 1 }));
+                self.adopt(1);
+            }
+            ["stop"] => self.on(Event::Stop),
             ["leader", term] => {
                 self.under_way.clear();
                 self.adopt(term.parse().expect("a term"));
@@ -194,7 +207,11 @@ impl World {
             trusted: String::new(),
             keyring: self.keyring.clone(),
         };
-        self.job = Some(JobLoop::new(&self.seen, Arc::new(operator), term, self.now));
+        let place = match &self.machine {
+            Some(local) => Place::Machine(local.clone()),
+            None => Place::Cluster(Arc::new(operator)),
+        };
+        self.job = Some(JobLoop::new(&self.seen, place, term, self.now));
     }
 
     fn see(&mut self) {
@@ -243,16 +260,10 @@ impl World {
         let up = |up: Up| Said::Up { attempt, up };
         let ended = |why| Said::Ended { why, reason: format!("{why:?}") };
         let said = match (what, rest) {
-            ("open", _) => Said::Opened(Hello {
-                version: 1,
-                worker: name.into(),
-                token: String::new(),
-                signing_request: String::new(),
-                attempt,
-                digest,
-                rank: (attempt > 0).then_some(rank),
-                held: Vec::new(),
-            }),
+            ("open", _) => {
+                let rank = (attempt > 0).then_some(rank);
+                Said::Opened(hello(name, (attempt, &digest, rank), &[]))
+            }
             ("heartbeat", _) => up(Up::Heartbeat(Heartbeat {
                 phase: Phase::Training,
                 step: 1,
@@ -314,25 +325,24 @@ impl World {
 
     fn execute(&mut self, effect: Effect, lines: &mut Vec<String>) {
         let line = match effect {
-            Effect::Dial { name, address, again, .. } => {
+            Effect::Link(Link::Dial { name, address, again, .. }) => {
                 format!("dial {name} at {address}{}", if again { " again" } else { "" })
             }
-            Effect::Close { name } => format!("close {name}"),
-            Effect::Send { name, attempt, body } => {
+            Effect::Link(Link::Close { name }) => format!("close {name}"),
+            Effect::Link(Link::Send { name, attempt, body }) => {
                 format!("tell {name} of attempt {attempt}: {}", order(&body))
             }
-            Effect::Configure { name, rank, config } => {
+            Effect::Link(Link::Configure { name, rank, config }) => {
                 let member = (config.attempt, config.digest.clone(), rank);
                 self.members.insert(name.clone(), member);
                 format!("configure {name} as rank {rank} of attempt {}", config.attempt)
             }
-            Effect::HeartbeatTimeout(_) | Effect::Figures(_) => return,
-            Effect::Recovered { cause, .. } => format!("metric: recovered, {cause}"),
+            Effect::Link(Link::HeartbeatTimeout(_)) | Effect::Figures(_) => return,
+            Effect::Recovered(recovery) => format!("recovered: {}", recovery.cause),
+            Effect::Lost { name, node, cause } => format!("lost {name} on {node}: {cause}"),
             Effect::Note { .. } => return,
             Effect::Memory(memo) => match memo {
                 Memo::Decided(_) => return,
-                Memo::Failed(node) => format!("memory: {node} failed"),
-                Memo::Worked(node) => format!("memory: {node} worked"),
                 Memo::Avoid { node, until } => {
                     format!("memory: avoid {node} for {} ms", until.saturating_sub(self.now))
                 }
@@ -397,36 +407,4 @@ fn words(write: &Write) -> String {
             format!("in {namespace}: {reason}: {note}")
         }
     }
-}
-
-fn warning(message: &str, attempt: u32) -> Up {
-    Up::Event(Line {
-        time: String::new(),
-        attempt,
-        event: EventKind::Warning,
-        reason: "Worker\u{1b}Says".into(),
-        message: message.into(),
-        details: BTreeMap::new(),
-    })
-}
-
-fn step_report(step: u64, attempt: u32) -> Up {
-    Up::Step(StepReport {
-        step,
-        loss: 1.0,
-        aux_loss: 1.0,
-        z_loss: 0.0,
-        grad_norm: 1.0,
-        learning_rate: 1e-3,
-        tokens: 0,
-        tokens_per_second: 0.0,
-        timing: Default::default(),
-        world_size: 0,
-        attempt,
-        expert_imbalance: 1.0,
-        routing: Default::default(),
-        device: None,
-        validation_loss: None,
-        time: String::new(),
-    })
 }

@@ -19,9 +19,9 @@ use moejob_plan::record::{self, Saved};
 use moejob_plan::track::{Happening, Tracker};
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::{Resume, WorkerConfig};
-use moejob_protocol::message::{Heartbeat, Hello, LeftReason, Phase, Up};
+use moejob_protocol::message::{Heartbeat, LeftReason, Phase, Up};
 use moejob_protocol::{Layout, Mesh};
-use job::{committed, step_report};
+use crate::said::{committed, hello, step_report};
 use sim::{Message, Run, Sim};
 use std::collections::BTreeMap;
 
@@ -87,6 +87,12 @@ pub struct World {
     pub committed: Vec<u64>,
     pub restarts_of_leader: u32,
     pub happenings: Vec<Happening>,
+}
+
+impl Default for World {
+    fn default() -> World {
+        World::new(Setup::default())
+    }
 }
 
 impl World {
@@ -300,16 +306,7 @@ impl World {
             return false;
         }
         sim.connected = true;
-        let hello = Hello {
-            version: 1,
-            worker: name.to_string(),
-            token: String::new(),
-            signing_request: String::new(),
-            attempt: sim.attempt,
-            digest: sim.digest.clone(),
-            rank: sim.rank,
-            held: sim.held.clone(),
-        };
+        let hello = hello(name, (sim.attempt, &sim.digest, sim.rank), &sim.held);
         let report = sim.report.clone();
         sim.up.push_back((sim.attempt, Up::Hello(hello)));
         sim.up.extend(report);
@@ -464,7 +461,7 @@ impl World {
         let rank_0 = self.sims.get_mut(&members[0]).expect("members are there");
         rank_0.up.push_back((attempt, step_report(step, attempt)));
         if save || complete || step % self.setup.checkpoint_every == 0 {
-            rank_0.up.push_back((attempt, Up::Event(committed(step, attempt))));
+            rank_0.up.push_back((attempt, committed(step, attempt)));
             self.committed.push(step);
         }
         for (rank, name) in (0u32..).zip(&members) {
