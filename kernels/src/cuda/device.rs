@@ -13,6 +13,7 @@ use super::head::Head;
 use super::layer::{LayerError, MoeLayer};
 use super::shape::MoeDesc;
 use super::step_ops::StepOps;
+use super::transfer::{self, Transfer};
 use crate::attention::{Attention, AttentionBackward};
 use crate::buffer::{ArenaPlan, Buffer, Element};
 use crate::device::TrafficCounts;
@@ -35,6 +36,7 @@ pub struct CudaDevice {
     pub(super) gates: Vec<GateKernels>,
     attentions: Vec<AttentionKernels>,
     failure: OnceLock<LayerError>,
+    transfer: OnceLock<Transfer>,
     pub(crate) traffic: TrafficCounts,
     pub(crate) marks: Option<Marks>,
 }
@@ -59,6 +61,7 @@ impl CudaDevice {
             gates: Vec::new(),
             attentions: Vec::new(),
             failure: OnceLock::new(),
+            transfer: OnceLock::new(),
             traffic: TrafficCounts::default(),
             marks: None,
         })
@@ -129,15 +132,40 @@ impl CudaDevice {
     pub(crate) fn write<E: Element>(&self, buffer: Buffer, from: &[E]) {
         self.attempt(|| {
             self.stream.synchronize()?;
-            Ok(self.arena.write(buffer, from)?)
+            if size_of_val(from) < transfer::BYTES_MIN {
+                return Ok(self.arena.write(buffer, from)?);
+            }
+            assert_eq!((buffer.dtype(), buffer.len()), (E::DTYPE, from.len()), "{buffer:?}");
+            let bytes = size_of_val(from);
+            // SAFETY: an `Element` has no padding; the bytes are borrowed as long as `from` is.
+            let bytes = unsafe { std::slice::from_raw_parts(from.as_ptr().cast(), bytes) };
+            // SAFETY: the address is that of a buffer of the arena, as long as `from`.
+            Ok(unsafe { self.transfer()?.write(self.arena.address(buffer), bytes) }?)
         });
+    }
+
+    /// The lanes of large copies, made when the first is asked for.
+    fn transfer(&self) -> Result<&Transfer, CudaError> {
+        if self.transfer.get().is_none() {
+            // Another thread may have been first; its lanes do as well.
+            let _ = self.transfer.set(Transfer::new(self.gpu())?);
+        }
+        Ok(self.transfer.get().expect("set above"))
     }
 
     /// After a failure `into` stays as it is.
     pub(crate) fn read<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
         self.attempt(|| {
             self.stream.synchronize()?;
-            Ok(self.arena.read_into(buffer, into)?)
+            if size_of_val(into) < transfer::BYTES_MIN {
+                return Ok(self.arena.read_into(buffer, into)?);
+            }
+            assert_eq!((buffer.dtype(), buffer.len()), (E::DTYPE, into.len()), "{buffer:?}");
+            let bytes = size_of_val(into);
+            // SAFETY: every pattern of bytes is an `Element`, and the borrow is exclusive.
+            let bytes = unsafe { std::slice::from_raw_parts_mut(into.as_mut_ptr().cast(), bytes) };
+            // SAFETY: the address is that of a buffer of the arena, as long as `into`.
+            Ok(unsafe { self.transfer()?.read(self.arena.address(buffer), bytes) }?)
         });
     }
 

@@ -441,6 +441,40 @@ impl<E: Element> PinnedBuffer<E> {
             .doing(|| format!("copying from {buffer:?}"))?;
         stream.synchronize()
     }
+
+    /// Copies the first `len` elements from the device address `from`, and waits.
+    ///
+    /// # Safety
+    /// As many are allocated there.
+    pub(super) unsafe fn read_at(
+        &mut self,
+        stream: &Stream,
+        from: u64,
+        len: usize,
+    ) -> Result<(), CudaError> {
+        let into = &mut self.as_mut_slice()[..len];
+        // SAFETY: the caller's range, and the stream is waited for before the borrow ends.
+        unsafe { cu::memcpy_dtoh_async(into, from, stream.handle()) }
+            .doing(|| format!("copying {len} elements from {from:#x}"))?;
+        stream.synchronize()
+    }
+
+    /// Copies the first `len` elements to the device address `to`, and waits.
+    ///
+    /// # Safety
+    /// As many are allocated there.
+    pub(super) unsafe fn write_at(
+        &self,
+        stream: &Stream,
+        to: u64,
+        len: usize,
+    ) -> Result<(), CudaError> {
+        let from = &self.as_slice()[..len];
+        // SAFETY: the caller's range, and the stream is waited for before the borrow ends.
+        unsafe { cu::memcpy_htod_async(to, from, stream.handle()) }
+            .doing(|| format!("copying {len} elements to {to:#x}"))?;
+        stream.synchronize()
+    }
 }
 
 impl<E: Element> Drop for PinnedBuffer<E> {

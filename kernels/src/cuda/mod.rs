@@ -49,6 +49,7 @@ mod shape;
 mod step_ops;
 mod tensor_map;
 mod tiles;
+mod transfer;
 
 pub use attention::AttentionKernels;
 pub use attention_shape::AttentionDesc;

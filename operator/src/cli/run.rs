@@ -61,7 +61,7 @@ fn local_job(read: &ReadJob, args: &RunArgs) -> Result<Local, String> {
         let lines = skipped.iter().map(|skip| format!("\n  {} nodes: {}", skip.nodes, skip.why));
         return Err(format!("no number of workers works:{}", lines.collect::<String>()));
     }
-    let needed = wanted.sizes.iter().map(|size| placement::memory(&job, &size.layout, 0).committed);
+    let needed = sizes.iter().map(|size| placement::memory(&job, &size.layout, 0).committed);
     machine::check(&job, needed.max().unwrap_or(0))?;
     let places = places(&job, &args.dir).map_err(|error| format!("{}: {error}", job.name))?;
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);

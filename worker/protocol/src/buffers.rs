@@ -284,7 +284,7 @@ pub const CONTROL_NUMBERS: u64 = 4;
 /// Words that say whose a block is (`BucketBlock` of the kernels).
 pub const BLOCK_WORDS: u64 = 8;
 /// Elements of a stage.
-pub const STAGE_ELEMENTS: u64 = 1 << 22;
+pub const STAGE_ELEMENTS: u64 = 1 << 24;
 
 #[derive(Clone, Debug)]
 pub struct MoeScratch<B> {

@@ -5,7 +5,7 @@
 //! bf16 weight + low half        join, split  <-> stage in device memory <-> host
 //! bf16 moments                  cast         <-> stage                  <-> host
 //! ```
-//! A stage holds 4 Mi elements; what is longer passes in pieces.
+//! A stage holds 16 Mi elements; what is longer passes in pieces.
 
 use crate::engine::handles::slice;
 use crate::engine::model::Model;
