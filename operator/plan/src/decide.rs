@@ -12,6 +12,7 @@ mod resume;
 
 pub(crate) use begin::each_rank;
 
+use crate::job::Venue;
 use crate::observed::{
     Gang, Millis, Observed, Outcome, Size, StopCause, Worker, WorkerState,
 };
@@ -37,6 +38,9 @@ pub const LEAVE_TIMEOUT: Millis = 10_000;
 pub const FENCE_TIMEOUT: Millis = 20_000;
 /// A node that does not reach another one of its gang is avoided for this long.
 pub const PARTED_AVOID: Millis = 600_000;
+/// A device that fails this often within that time is broken: its node is avoided for as long.
+const DEVICE_FAILURES_MAX: usize = 3;
+pub const DEVICE_WINDOW: Millis = 600_000;
 /// So often two nodes must have lost each other.
 const PARTINGS_MIN: usize = 2;
 /// Time that a worker has to end by itself when the job is over.
@@ -129,6 +133,25 @@ impl<'o> Planner<'o> {
             (used_up && self.observed.gang().is_none()).then(|| self.budget_used_up())
         })
         .or_else(|| self.never_starts())
+        .or_else(|| self.device_fails())
+    }
+
+    /// A broken device, and no other node to train on.
+    fn device_fails(&self) -> Option<Outcome> {
+        let failure = self.broken_device().filter(|_| self.observed.gang().is_none())?;
+        // In Kubernetes the allocation looks for a node in its place.
+        let elsewhere = self.observed.wanted.venue == Venue::Kubernetes;
+        (!elsewhere && !self.can_spare(&failure.node)).then(|| Outcome::Failed {
+            exit_code: 1,
+            reason: "DeviceFails",
+            message: format!(
+                "{} failed {DEVICE_FAILURES_MAX} times within {} s, and there is no other node to \
+                 train on; the last: {}",
+                failure.name,
+                DEVICE_WINDOW / 1000,
+                failure.words
+            ),
+        })
     }
 
     /// Workers that end before an attempt begins are lost as others are; without an attempt in

@@ -125,6 +125,21 @@ pub struct Record {
     pub start_failure: String,
     /// Pairs of nodes, both alive, of which one lost the other, and when.
     pub partings: Vec<(String, String, Millis)>,
+    /// Devices that gave up their engines, oldest first. Not in the status: a new leader counts
+    /// anew.
+    pub device_failures: Vec<DeviceFailure>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceFailure {
+    pub node: String,
+    /// Its number on the node.
+    pub device: u64,
+    /// What people know it by: its uuid, where it has one.
+    pub name: String,
+    /// What its engine last said.
+    pub words: String,
+    pub at: Millis,
 }
 
 /// One incarnation of the gang.

@@ -276,6 +276,7 @@ impl Line {
             start_failures: self.start_failures,
             start_failure: self.start_failure,
             partings: self.partings,
+            device_failures: Vec::new(),
         };
         let recoveries = self.recoveries.into_iter().map(recovery).collect();
         let (more, rest) = (More::default(), self.rest);
@@ -443,6 +444,7 @@ mod tests {
             start_failures: vec![3],
             start_failure: "job-4 ended".into(),
             partings: vec![("node-0".into(), "node-1".into(), 2)],
+            device_failures: Vec::new(),
         };
         let recovery = Recovery {
             cause: "lost".into(),

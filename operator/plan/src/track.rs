@@ -5,11 +5,11 @@
 
 use crate::decide::Action;
 use crate::observed::{
-    Millis, Observed, Outcome, Record, StopCause, Stored, Worker, WorkerState,
+    DeviceFailure, Millis, Observed, Outcome, Record, StopCause, Stored, Worker, WorkerState,
 };
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{Hello, LeftReason, Phase, Up};
-use moejob_protocol::report::{Detail, Event, EventKind};
+use moejob_protocol::report::{DEVICE_FAILED, Detail, Event, EventKind};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -24,6 +24,7 @@ const STEP_DURATIONS_KEPT: usize = 15;
 const AT_ONCE: Millis = 1_000;
 /// Partings that are remembered.
 const PARTINGS_KEPT: usize = 64;
+const DEVICE_FAILURES_KEPT: usize = 256;
 /// Recoveries that stand in status.
 const RECOVERIES_KEPT: usize = 10;
 
@@ -70,6 +71,8 @@ pub struct Tracker {
     joined: BTreeSet<String>,
     /// Of members that open their data: how much life they have shown.
     loading: BTreeMap<String, u64>,
+    /// Of members that have done their last step: the collective that they have reached.
+    waiting: BTreeMap<String, u64>,
     /// Attempts up to this one are an earlier job's, which had the same folder.
     taken: u32,
     /// The rank that was the first to leave the present gang because it had lost another, and that
@@ -97,6 +100,7 @@ impl Tracker {
             last_words: Vec::new(),
             joined: BTreeSet::new(),
             loading: BTreeMap::new(),
+            waiting: BTreeMap::new(),
             taken: 0,
             parted: None,
         }
@@ -138,6 +142,7 @@ impl Tracker {
                 self.parted = None;
                 self.joined.clear();
                 self.loading.clear();
+                self.waiting.clear();
                 self.step_times.clear();
                 self.last_step = gang.resumed_at;
                 if let Some(recovery) = self.open_recovery() {
@@ -182,6 +187,7 @@ impl Tracker {
                     of.avoid_until = of.avoid_until.max(*until);
                 }
                 self.observed.record.partings.retain(|(a, b, _)| a != node && b != node);
+                self.observed.record.device_failures.retain(|failure| failure.node != *node);
             }
             Action::NoteStop => self.observed.record.stopping_since = Some(now),
             Action::WithdrawStop => self.withdraw_stop(),
@@ -358,7 +364,10 @@ impl Tracker {
     pub fn heard(&mut self, name: &str, attempt: u32, up: &Up, now: Millis) -> Vec<Happening> {
         match up {
             Up::Hello(_) => {}
-            Up::Event(event) => self.stored(attempt, event),
+            Up::Event(event) => {
+                self.stored(attempt, event);
+                self.note_device(name, event, now);
+            }
             Up::Heartbeat(heartbeat) => {
                 if let Some(worker) = self.worker(name).filter(|worker| !worker.is_dead()) {
                     worker.held = heartbeat.held.clone();
@@ -369,6 +378,9 @@ impl Tracker {
                 }
                 if let Some(loading) = &heartbeat.loading {
                     self.loaded(name, attempt, loading.life, now);
+                }
+                if heartbeat.phase == Phase::Stopping {
+                    self.waits(name, attempt, heartbeat.collective, now);
                 }
             }
             Up::Step(report) => return self.stepped(attempt, report.step, now),
@@ -414,6 +426,20 @@ impl Tracker {
         }
     }
 
+    /// After their last step the members exchange empty ones until their last checkpoint is
+    /// committed. While those go on the job does, too, however long storage is away: the members
+    /// give up by themselves after an hour.
+    fn waits(&mut self, name: &str, attempt: u32, collective: u64, now: Millis) {
+        let gang = self.observed.gang().filter(|gang| gang.attempt == attempt);
+        if !gang.is_some_and(|gang| gang.members.iter().any(|member| member.worker == name)) {
+            return;
+        }
+        let seen = self.waiting.insert(name.to_string(), collective);
+        if seen.is_some_and(|seen| collective > seen) {
+            self.observed.record.progressed_at = now;
+        }
+    }
+
     fn rejoined(&mut self, name: &str, attempt: u32, now: Millis) {
         let Some(gang) = self.observed.gang().filter(|gang| gang.attempt == attempt) else {
             return;
@@ -438,6 +464,28 @@ impl Tracker {
         if let (Some(from), LeftReason::PeerLost { rank }) = (rank, reason) {
             self.parted = Some((from, *rank));
         }
+    }
+
+    fn note_device(&mut self, name: &str, event: &Event, now: Millis) {
+        if event.event != EventKind::EngineLost || event.reason != DEVICE_FAILED {
+            return;
+        }
+        let text = |key: &str| match event.details.get(key) {
+            Some(Detail::Text(text)) => Some(text.clone()),
+            _ => None,
+        };
+        let (Some(worker), Some(Detail::Number(device))) =
+            (self.worker(name), event.details.get("device"))
+        else {
+            return;
+        };
+        let (node, device) = (worker.node.clone(), *device);
+        let known_as = text("uuid").unwrap_or_else(|| format!("device {device} of {node}"));
+        let words = text("lastWords").unwrap_or_default();
+        let failures = &mut self.observed.record.device_failures;
+        failures.push(DeviceFailure { node, device, name: known_as, words, at: now });
+        let surplus = failures.len().saturating_sub(DEVICE_FAILURES_KEPT);
+        failures.drain(..surplus);
     }
 
     /// What a worker has done to the storage or found there. A checkpoint of an attempt that was

@@ -97,10 +97,27 @@ fn happen(world: &mut World, words: &[&str], out: &mut String) -> Vec<Plan> {
             let rank = number(2) as u32;
             sim(world, name).leave(LeftReason::PeerLost { rank });
         }
+        ["device", name, _] => {
+            let device = number(2);
+            let sim = sim(world, name);
+            let told = said::device_failed(sim.attempt, device);
+            sim.up.push_back((sim.attempt, told));
+            sim.leave(LeftReason::Error { message: format!("device {device} failed") });
+        }
         ["stuck", name, _] => {
             sim(world, name).collective = number(2);
             world.beat();
         }
+        // The last step is done: empty ones follow until the last checkpoint is committed.
+        ["waits", names @ ..] => {
+            for name in names {
+                let sim = sim(world, name);
+                sim.waits = true;
+                sim.collective += 5;
+            }
+            world.beat();
+        }
+        ["beat"] => world.beat(),
         ["forget", name] => {
             sim(world, name).held.clear();
             world.beat();

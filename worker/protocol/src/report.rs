@@ -151,13 +151,17 @@ pub enum Detail {
     Mesh(crate::Mesh),
 }
 
+/// Reason of an `EngineLost` that is the device's fault and not the engine's.
+pub const DEVICE_FAILED: &str = "DeviceFailed";
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum EventKind {
     WorkerStarted,
     WorkerLost,
     /// An engine that is a process of its own (`rank`, `node`, `device`, `pid`).
     EngineStarted,
-    /// The same, and how it ended: `exit`, `lastWords`. Its worker starts it again.
+    /// The same, and how it ended: `exit`, `lastWords`. Its worker starts it again. The reason is
+    /// [`DEVICE_FAILED`] where its device gave it up.
     EngineLost,
     AttemptStarted,
     Resumed,

@@ -1,9 +1,12 @@
 //! Workers for a gang, and the next attempt of it.
 
 use super::resume::{Start, choose};
-use super::{Action, END_GRACE, PARTED_AVOID, PARTINGS_MIN, Planner, STOP_TIMEOUT};
+use super::{
+    Action, DEVICE_FAILURES_MAX, DEVICE_WINDOW, END_GRACE, PARTED_AVOID, PARTINGS_MIN, Planner,
+    STOP_TIMEOUT,
+};
 use crate::job::Venue;
-use crate::observed::{Gang, Millis, Size, Worker, WorkerState};
+use crate::observed::{DeviceFailure, Gang, Millis, Size, Worker, WorkerState};
 use moejob_protocol::config::{Member, WorkerConfig};
 use std::sync::Arc;
 
@@ -11,7 +14,7 @@ impl<'o> Planner<'o> {
     /// No gang is under way: start the next attempt if there are enough workers.
     pub(super) fn begin(&mut self) {
         self.give_back();
-        if self.avoid_parted() {
+        if self.avoid_parted() || self.avoid_broken() {
             return;
         }
         let candidates: Vec<&'o Worker> = self.candidates().collect();
@@ -51,20 +54,54 @@ impl<'o> Planner<'o> {
         // Who has lost most is at fault, else the one that comes later.
         let losses = |node: &str| recent().filter(|(x, y, _)| x == node || y == node).count();
         let node = if losses(a) > losses(b) { a } else { b };
-        let others = self.candidates().filter(|worker| worker.node != *node).count();
-        let free = self.free_nodes().filter(|free| free != node).count();
-        if self.size_for((others + free) as u32).is_none() {
+        if !self.can_spare(node) {
             return false;
         }
-        let until = self.now + PARTED_AVOID;
-        self.why(format!("avoid {node}: {a} and {b} live and have lost each other twice"));
-        self.act(Action::AvoidNode { node: node.clone(), until });
+        self.avoid(node, PARTED_AVOID, &format!("{a} and {b} live and have lost each other twice"));
+        true
+    }
+
+    /// A device has failed too often: its node is avoided, if there is another.
+    fn avoid_broken(&mut self) -> bool {
+        let Some(failure) = self.broken_device() else { return false };
+        let (node, name) = (failure.node.clone(), failure.name.clone());
+        self.avoid(&node, DEVICE_WINDOW, &format!("{name} has failed {DEVICE_FAILURES_MAX} times"));
+        true
+    }
+
+    /// The last failure of a device that has failed too often lately.
+    pub(super) fn broken_device(&self) -> Option<&'o DeviceFailure> {
+        let since = self.now.saturating_sub(DEVICE_WINDOW);
+        let recent = || {
+            let failures = self.observed.record.device_failures.iter();
+            failures.filter(|failure| failure.at >= since)
+        };
+        let count = |of: &DeviceFailure| {
+            let same = |other: &&DeviceFailure| {
+                (&other.node, other.device) == (&of.node, of.device)
+            };
+            recent().filter(same).count()
+        };
+        let broken = |failure: &&'o DeviceFailure| count(failure) >= DEVICE_FAILURES_MAX;
+        recent().rev().find(broken)
+    }
+
+    /// Others or free nodes make a gang without it.
+    pub(super) fn can_spare(&self, node: &str) -> bool {
+        let others = self.candidates().filter(|worker| worker.node != *node).count();
+        let free = self.free_nodes().filter(|free| *free != node).count();
+        self.size_for((others + free) as u32).is_some()
+    }
+
+    fn avoid(&mut self, node: &str, time: Millis, why: &str) {
+        let until = self.now + time;
+        self.why(format!("avoid {node}: {why}"));
+        self.act(Action::AvoidNode { node: node.to_string(), until });
         for worker in self.observed.workers.iter().filter(|worker| worker.node == *node) {
             if !worker.is_dead() && !worker.stopping {
                 self.stop(worker, END_GRACE, &format!("{node} is avoided"));
             }
         }
-        true
     }
 
     fn start_attempt(&mut self, size: &Size, candidates: &[&Worker]) {

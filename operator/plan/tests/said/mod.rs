@@ -4,7 +4,7 @@
 #![allow(dead_code)]
 
 use moejob_protocol::message::{Held, Hello, Up};
-use moejob_protocol::report::{Detail, Event, EventKind, StepReport};
+use moejob_protocol::report::{DEVICE_FAILED, Detail, Event, EventKind, StepReport};
 use std::collections::BTreeMap;
 
 pub fn hello(
@@ -48,6 +48,17 @@ pub fn step_report(step: u64, attempt: u32) -> Up {
 pub fn committed(step: u64, attempt: u32) -> Up {
     let details = BTreeMap::from([("step".to_string(), Detail::Number(step))]);
     event(EventKind::CheckpointCommitted, attempt, "Written", "", details)
+}
+
+/// The engine of the `device`-th device of a worker is lost by its device's fault.
+pub fn device_failed(attempt: u32, device: u64) -> Up {
+    let details = [
+        ("device", Detail::Number(device)),
+        ("uuid", Detail::Text(format!("GPU-{device}"))),
+        ("lastWords", Detail::Text("an uncorrectable error of its memory".to_string())),
+    ];
+    let details = details.map(|(name, detail)| (name.to_string(), detail)).into();
+    event(EventKind::EngineLost, attempt, DEVICE_FAILED, "", details)
 }
 
 pub fn warning(message: &str, attempt: u32) -> Up {

@@ -366,7 +366,7 @@ impl World {
     pub fn beat(&mut self) {
         for sim in self.sims.values_mut().filter(|sim| sim.answers() && sim.connected) {
             let heartbeat = Heartbeat {
-                phase: Phase::Training,
+                phase: if sim.waits { Phase::Stopping } else { Phase::Training },
                 step: 0,
                 collective: sim.collective,
                 held: sim.held.clone(),

@@ -39,6 +39,8 @@ pub struct Sim {
     /// Said again to each new leader.
     pub report: Option<(u32, Up)>,
     pub collective: u64,
+    /// The last step is done, and storage is away.
+    pub waits: bool,
     pub exit_code: Option<i32>,
     /// The leader knows that it has ended.
     pub reaped: bool,
@@ -62,6 +64,7 @@ impl Sim {
             held: Vec::new(),
             report: None,
             collective: 0,
+            waits: false,
             exit_code: None,
             reaped: false,
         }
@@ -100,6 +103,7 @@ impl Sim {
                 self.digest = config.digest.clone();
                 self.rank = config.rank;
                 self.collective = 0;
+                self.waits = false;
                 self.report = None;
                 let mut peers: Vec<String> =
                     config.members.iter().map(|member| member.worker.clone()).collect();
