@@ -119,3 +119,22 @@ fn one_gpu_is_valid_and_processors_refuse_its_formats_by_line() {
         assert!(err.contains(expected), "{command}: {err}");
     }
 }
+
+/// No worker is started for a GPU that this machine does not show.
+#[test]
+fn a_machine_without_a_gpu_refuses_a_gpu_job_at_once() {
+    let folder = std::env::temp_dir().join(format!("moejob-no-gpu-{}", std::process::id()));
+    let output = Command::new(env!("CARGO_BIN_EXE_moejob"))
+        .args(["run", "examples/05-one-gpu.yaml", "--dir"])
+        .arg(&folder)
+        .env("CUDA_VISIBLE_DEVICES", "")
+        .current_dir(root())
+        .output()
+        .unwrap();
+    let (code, out, err) = said(&output);
+    assert_eq!((code, out.as_str()), (2, ""), "{err}");
+    // Without a driver, or with one that shows nothing.
+    assert!(err.starts_with("moejob: spec.nodes.profile: "), "{err}");
+    assert!(err.contains("`moejob doctor` tells what this machine has"), "{err}");
+    assert!(!folder.exists(), "a folder was made for a run that did not start");
+}

@@ -147,6 +147,7 @@ fn ended(words: &[&str]) -> AttemptEnd {
             message: "the data is unreadable".to_string(),
             advice: "Look at it.".to_string(),
         }),
+        ["device"] => AttemptEnd::DeviceFailed { message: "an illegal address".to_string() },
         _ => panic!("an unknown end: {words:?}"),
     }
 }
