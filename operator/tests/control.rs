@@ -8,7 +8,6 @@ use moejob::control::{LeaderEvent, Verifier};
 use moejob_protocol::message::{LeftReason, Request};
 use moejob_protocol::{Down, Up};
 use std::sync::Arc;
-use std::time::Duration;
 use tokio::time::timeout;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

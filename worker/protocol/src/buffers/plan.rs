@@ -1,0 +1,461 @@
+//! How large each buffer is, and in what order they are laid out.
+
+use super::{
+    BLOCK_WORDS, Batch, Bucket, Buffers, CONTROL_NUMBERS, Cosine, Fused, Gate, GateScratch, Gated,
+    Gradients, Head, Layer, Moe, MoeScratch, Numbers, QkNormBuffers, Routes, STAGE_ELEMENTS,
+    Scratch, State, StepBalance, Travel,
+};
+use crate::layout::BLOCK;
+use crate::memory::{
+    BucketShape, Kind, Masters, Planner, Rows, PARAM_NUMBERS, STATISTICS, Shape, Sums,
+};
+use crate::model::{AuxLossScope, ModelConfig, QkNorm, RouterKind};
+
+impl<B: Copy> Buffers<B> {
+    pub fn plan<P>(model: &ModelConfig, shape: &Shape, planner: &mut P) -> Buffers<B>
+    where
+        P: Planner<Buffer = B>,
+    {
+        let state = State::plan(shape, planner);
+        let gradients = Gradients::plan(shape, planner);
+        let buckets = shape.buckets.iter().map(|of| Bucket::plan(shape, of, planner)).collect();
+        let numbers = Numbers::plan(model, shape, planner);
+        planner.part("activations");
+        let mut plan = Plan { model, shape, planner };
+        let t = shape.tokens;
+        let batch = Batch {
+            ids: plan.words(t, 1),
+            targets: plan.words(t, 1),
+            positions: plan.words(t, 1),
+            starts: plan.words(t, 1),
+        };
+        let layers = plan.layers();
+        let head = plan.head();
+        plan.planner.part("scratch");
+        let scratch = plan.scratch();
+        Buffers { state, gradients, buckets, numbers, batch, layers, head, scratch }
+    }
+}
+
+impl<B: Copy> State<B> {
+    fn plan(shape: &Shape, planner: &mut impl Planner<Buffer = B>) -> State<B> {
+        let (flats, tree) = (&shape.flats, shape.types.sums == Sums::Tree);
+        let mut float = |name, len| {
+            planner.part(name);
+            let len = if tree { len } else { 0 };
+            planner.alloc(shape.types.element, Rows::Fixed(len), 1)
+        };
+        State {
+            dense: float("weights", flats.dense.len),
+            experts: float("weights", flats.experts.len),
+            moment1: float("moments", flats.owned.len),
+            moment2: float("moments", flats.owned.len),
+        }
+    }
+}
+
+impl<B: Copy> Gradients<B> {
+    fn plan(shape: &Shape, planner: &mut impl Planner<Buffer = B>) -> Gradients<B> {
+        planner.part("gradients");
+        let (flats, float) = (&shape.flats, shape.types.element);
+        if shape.types.sums == Sums::Buckets {
+            let inbox = planner.alloc(float, Rows::Fixed(0), 1);
+            return Gradients { dense: Vec::new(), experts: Vec::new(), inbox };
+        }
+        let mut float = |len| planner.alloc(float, Rows::Fixed(len), 1);
+        let dense = (0..shape.dense_depth).map(|_| float(flats.dense.len)).collect();
+        let source = |depth: &usize| (0..*depth).map(|_| float(flats.experts.len)).collect();
+        let experts = shape.expert_depths.iter().map(source).collect();
+        let inbox = float(shape.inbox);
+        Gradients { dense, experts, inbox }
+    }
+}
+
+impl<B: Copy> Bucket<B> {
+    fn plan(
+        shape: &Shape,
+        of: &BucketShape,
+        planner: &mut impl Planner<Buffer = B>,
+    ) -> Bucket<B> {
+        let types = &shape.types;
+        let (weight, master, gradient) = match (of.vectors, types.masters) {
+            (true, _) => (types.vector, None, types.vector),
+            (_, Masters::Weights) => (types.element, None, types.gradient),
+            (_, Masters::LowBits) => (types.element, Some(Kind::I16), types.gradient),
+            (_, Masters::Separate) => (types.element, Some(Kind::F32), types.gradient),
+        };
+        let blocks = of.len / BLOCK;
+        let mut part = |name, kind, len| {
+            planner.part(name);
+            planner.alloc(kind, Rows::Fixed(len), 1)
+        };
+        Bucket {
+            weight: part("weights", weight, of.len),
+            master: master.map(|kind| part("masters", kind, of.owned)),
+            moment1: part("moments", types.moment, of.owned),
+            moment2: part("moments", types.moment, of.owned),
+            gradient: part("gradients", gradient, of.len),
+            table: part("numbers", Kind::U32, blocks * BLOCK_WORDS),
+            square_sums: part("numbers", Kind::F64, blocks),
+        }
+    }
+}
+
+impl<B: Copy> Numbers<B> {
+    fn plan(
+        model: &ModelConfig,
+        shape: &Shape,
+        planner: &mut impl Planner<Buffer = B>,
+    ) -> Numbers<B> {
+        planner.part("numbers");
+        let mut doubles = |len| planner.alloc(Kind::F64, Rows::Fixed(len), 1);
+        let numbers = &shape.numbers;
+        let (params, reduced) = (doubles(PARAM_NUMBERS), doubles(numbers.reduced));
+        let tree = shape.types.sums == Sums::Tree;
+        let parts = doubles(if tree { numbers.parts.iter().sum() } else { 0 });
+        let control = doubles(if tree { 0 } else { CONTROL_NUMBERS });
+        let of_step = model.router.aux_loss_scope == AuxLossScope::Global;
+        let width = numbers.loads * STATISTICS;
+        let balance = of_step.then(|| StepBalance {
+            micro_batches: doubles(u64::from(shape.micro_batches) * width),
+            sum: doubles(width),
+        });
+        Numbers { params, parts, reduced, control, balance }
+    }
+}
+
+struct Plan<'a, P> {
+    model: &'a ModelConfig,
+    shape: &'a Shape,
+    planner: &'a mut P,
+}
+
+impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
+    fn floats(&mut self, rows: u64, width: u64) -> B {
+        self.planner.alloc(self.shape.types.element, Rows::Fixed(rows), width)
+    }
+
+    /// Statistics of rows.
+    fn statistics(&mut self, rows: u64, width: u64) -> B {
+        self.planner.alloc(self.shape.types.statistic, Rows::Fixed(rows), width)
+    }
+
+    fn words(&mut self, rows: u64, width: u64) -> B {
+        self.planner.alloc(Kind::U32, Rows::Fixed(rows), width)
+    }
+
+    fn doubles(&mut self, rows: u64) -> B {
+        self.planner.alloc(Kind::F64, Rows::Fixed(rows), 1)
+    }
+
+    fn routed(&mut self, width: u64) -> B {
+        self.planner.alloc(self.shape.types.element, Rows::Routed, width)
+    }
+
+    /// Layers that are computed again share the memory of earlier ones.
+    fn layers(&mut self) -> Vec<Layer<B>> {
+        let count = self.model.num_hidden_layers;
+        let span = self.shape.recompute.span(count) as usize;
+        let mut layers: Vec<Layer<B>> = Vec::new();
+        for at in 0..count {
+            let place = at as usize;
+            let layer = match place.checked_sub(span) {
+                Some(_) => {
+                    let shared = layers.iter().skip(place % span).step_by(span);
+                    let shared: Vec<Layer<B>> = shared.cloned().collect();
+                    self.layer_again(at, &shared, place.is_multiple_of(span))
+                }
+                None => self.layer(at, &layers),
+            };
+            layers.push(layer);
+        }
+        layers
+    }
+
+    /// A layer in the memory of earlier ones, but for what outlives its own computation.
+    fn layer_again(&mut self, layer: u32, shared: &[Layer<B>], begins: bool) -> Layer<B> {
+        let (t, d) = (self.shape.tokens, u64::from(self.model.hidden_size));
+        let before = shared[0].clone();
+        let input = if begins { self.floats(t, d) } else { before.input };
+        let with_experts = shared.iter().find_map(|layer| layer.moe.clone());
+        let mixture = self.model.is_moe_layer(layer);
+        let moe = (mixture && !self.is_fused()).then(|| match with_experts {
+            Some(moe) => self.moe_again(moe),
+            None => self.moe(None),
+        });
+        let before_fused = shared.iter().find_map(|layer| layer.fused.clone());
+        let fused = (mixture && self.is_fused()).then(|| match before_fused {
+            Some(fused) => fused,
+            None => self.fused(),
+        });
+        let dense = self.kept_width(layer).map(|width| {
+            let before = shared.iter().find_map(|layer| layer.dense.clone());
+            before.unwrap_or_else(|| self.gated(width))
+        });
+        Layer { input, moe, fused, dense, ..before }
+    }
+
+    /// Width of the memory of a layer's dense part: the widest one's where layers share it.
+    fn kept_width(&self, layer: u32) -> Option<u64> {
+        let layers = self.model.num_hidden_layers;
+        let shares = self.shape.recompute.span(layers) < layers;
+        let own = self.dense_width(layer)?;
+        let widest = (0..layers).filter_map(|layer| self.dense_width(layer)).max();
+        if shares { widest } else { Some(own) }
+    }
+
+    /// Counts are those of all layers at the end of forward; tables are the layer's own.
+    fn moe_again(&mut self, before: Moe<B>) -> Moe<B> {
+        let e = u64::from(self.model.experts.count);
+        let sources = self.shape.expert_parallel;
+        let routes = before.routes.clone().map(|routes| Routes {
+            owner: self.words(e, 1),
+            local: self.words(e, 1),
+            order: self.words(e, 1),
+            first: self.words(sources + 1, 1),
+            ..routes
+        });
+        Moe { counts: self.words(e, 1), prob_sums: self.doubles(e), routes, ..before }
+    }
+
+    /// Some of the memory of earlier layers may be used again.
+    fn layer(&mut self, layer: u32, earlier: &[Layer<B>]) -> Layer<B> {
+        let recompute = self.shape.recompute;
+        let first = earlier.first().filter(|_| recompute.drops_norms());
+        let mut hidden = earlier.iter().filter_map(|layer| layer.moe.as_ref());
+        let shared = hidden.next().filter(|_| recompute.drops_hidden()).map(|moe| [moe.h, moe.a]);
+        let (t, model) = (self.shape.tokens, self.model);
+        let d = u64::from(model.hidden_size);
+        let (q, kv) = (u64::from(model.q_size()), u64::from(model.kv_size()));
+        let moe = model.is_moe_layer(layer);
+        let normed = first.filter(|_| model.qk_norm != QkNorm::None);
+        let width = self.kept_width(layer);
+        Layer {
+            input: self.floats(t, d),
+            norm1: first.map_or_else(|| self.floats(t, d), |first| first.norm1),
+            rstd1: self.statistics(t, 1),
+            q: normed.map_or_else(|| self.floats(t, q), |first| first.q),
+            k: normed.map_or_else(|| self.floats(t, kv), |first| first.k),
+            v: self.floats(t, kv),
+            qk_norm: (model.qk_norm != QkNorm::None).then(|| self.qk_norm()),
+            unclipped: (model.clip_qkv > 0.0).then(|| self.floats(t, q + 2 * kv)),
+            attended: self.floats(t, q),
+            lse: self.statistics(t, model.num_attention_heads.into()),
+            mid: self.floats(t, d),
+            norm2: first.map_or_else(|| self.floats(t, d), |first| first.norm2),
+            rstd2: self.statistics(t, 1),
+            moe: (moe && !self.is_fused()).then(|| self.moe(shared)),
+            fused: (moe && self.is_fused()).then(|| self.fused()),
+            dense: width.map(|width| self.gated(width)),
+        }
+    }
+
+    /// The mixture layers are one op each.
+    fn is_fused(&self) -> bool {
+        self.shape.types.sums == Sums::Buckets
+    }
+
+    /// Where a CPU computes what a GPU does, its op keeps scores and A, too.
+    fn fused(&mut self) -> Fused<B> {
+        let (t, experts, types) = (self.shape.tokens, &self.model.experts, self.shape.types);
+        let (e, k) = (u64::from(experts.count), u64::from(experts.per_token));
+        let (f, d) = (u64::from(experts.intermediate_size), u64::from(self.model.hidden_size));
+        let cpu = self.shape.on_cpu;
+        let halves = if types.element == types.statistic { 0 } else { 2 };
+        let only_cpu = |len: u64| if cpu { len } else { 0 };
+        let segments = self.shape.segments;
+        Fused {
+            h: self.routed(2 * f),
+            a: if cpu { self.routed(f) } else { self.floats(0, f) },
+            logits: self.statistics(t, e),
+            probs: self.statistics(only_cpu(t), e),
+            lse: self.statistics(t, 1),
+            ids: self.words(t, k),
+            weights: self.statistics(t, k),
+            counts: self.words(e, 1),
+            offsets: self.words(e + 1, 1),
+            order: self.words(if cpu { 0 } else { e }, 1),
+            rows: self.planner.alloc(Kind::U32, Rows::Routed, 1),
+            pos: self.words(t, k),
+            row_weights: self.planner.alloc(types.statistic, Rows::Routed, 1),
+            segment_counts: self.words(segments, e),
+            prob_sums: self.doubles(segments * e),
+            losses: self.doubles(2),
+            router_halves: self.floats(halves * e, d),
+        }
+    }
+
+    /// Hidden width of a layer's dense part or shared experts.
+    fn dense_width(&self, layer: u32) -> Option<u64> {
+        let experts = &self.model.experts;
+        let width = if self.model.is_moe_layer(layer) {
+            experts.shared * experts.intermediate_size
+        } else {
+            self.model.dense_intermediate_size
+        };
+        (width > 0).then_some(width.into())
+    }
+
+    fn qk_norm(&mut self) -> QkNormBuffers<B> {
+        let (t, model) = (self.shape.tokens, self.model);
+        let per_head = model.qk_norm == QkNorm::PerHead;
+        let norms = |heads: u32| if per_head { t * u64::from(heads) } else { t };
+        QkNormBuffers {
+            q: self.floats(t, model.q_size().into()),
+            k: self.floats(t, model.kv_size().into()),
+            q_rstd: self.statistics(norms(model.num_attention_heads), 1),
+            k_rstd: self.statistics(norms(model.num_key_value_heads), 1),
+        }
+    }
+
+    fn gated(&mut self, width: u64) -> Gated<B> {
+        let t = self.shape.tokens;
+        Gated {
+            gate: self.floats(t, width),
+            up: self.floats(t, width),
+            hidden: self.floats(t, width),
+        }
+    }
+
+    /// `shared`: hidden rows that are computed again.
+    fn moe(&mut self, shared: Option<[B; 2]>) -> Moe<B> {
+        let (t, experts) = (self.shape.tokens, &self.model.experts);
+        let (e, k) = (u64::from(experts.count), u64::from(self.model.slots()));
+        let f = u64::from(experts.intermediate_size);
+        let sources = self.shape.expert_parallel;
+        let d = u64::from(self.model.hidden_size);
+        Moe {
+            logits: self.floats(t, e),
+            probs: self.floats(t, e),
+            lse: self.floats(t, 1),
+            ids: self.words(t, k),
+            weights: self.floats(t, k),
+            counts: self.words(e, 1),
+            prob_sums: self.doubles(e),
+            losses: self.doubles(3),
+            offsets: self.words(e + 1, 1),
+            rows: self.words(t, k),
+            pos: self.words(t, k),
+            segments: self.words(e * sources + 1, 1),
+            row_index: self.planner.alloc(Kind::U32, Rows::Routed, 1),
+            row_weights: self.routed(1),
+            routes: (sources > 1).then(|| Routes {
+                owner: self.words(e, 1),
+                local: self.words(e, 1),
+                order: self.words(e, 1),
+                first: self.words(sources + 1, 1),
+                tokens: self.planner.alloc(self.shape.types.element, Rows::Arrived, d),
+                arrived: self.words(sources + 1, 1),
+                leaving: self.words(t, k),
+                departures: self.words(sources + 1, 1),
+                returns: self.words(sources + 1, 1),
+            }),
+            h: shared.map_or_else(|| self.routed(2 * f), |shared| shared[0]),
+            a: shared.map_or_else(|| self.routed(f), |shared| shared[1]),
+            gate: (!self.model.router.is_plain()).then(|| self.gate()),
+        }
+    }
+
+    fn gate(&mut self) -> Gate<B> {
+        let (t, router) = (self.shape.tokens, &self.model.router);
+        let (e, k) = (u64::from(self.model.experts.count), u64::from(self.model.slots()));
+        let learned = router.kind == RouterKind::NoisyTopK;
+        let width = router.cosine.as_ref().map(|cosine| u64::from(cosine.projection_size));
+        let segments = self.shape.segments;
+        Gate {
+            noisy: self.floats(t, e),
+            raw: learned.then(|| self.floats(t, e)),
+            chosen: self.words(t, k),
+            first: self.words(t, 1),
+            dropped: self.words(e, 1),
+            stats: self.doubles(segments * STATISTICS * e),
+            cosine: width.map(|width| Cosine {
+                projected: self.floats(t, width),
+                normed: self.floats(t, width),
+                norm: self.doubles(t),
+                similarity: self.floats(e, width),
+                similarity_norm: self.doubles(e),
+            }),
+        }
+    }
+
+    fn gate_scratch(&mut self) -> GateScratch<B> {
+        let (t, d) = (self.shape.tokens, u64::from(self.model.hidden_size));
+        let (e, router) = (u64::from(self.model.experts.count), &self.model.router);
+        let learned = router.kind == RouterKind::NoisyTopK;
+        let width = router.cosine.as_ref().map(|cosine| u64::from(cosine.projection_size));
+        let segments = self.shape.segments;
+        GateScratch {
+            dropped: (router.input_dropout > 0.0).then(|| self.floats(t, d)),
+            jittered: (router.jitter > 0.0).then(|| self.floats(t, d)),
+            d_raw: learned.then(|| self.floats(t, e)),
+            dstats: self.doubles(segments * 3 * e),
+            cosine: width.map(|width| [t, t, e].map(|rows| self.floats(rows, width))),
+        }
+    }
+
+    fn head(&mut self) -> Head<B> {
+        let t = self.shape.tokens;
+        let d = u64::from(self.model.hidden_size);
+        Head {
+            input: self.floats(t, d),
+            norm: self.floats(t, d),
+            rstd: self.statistics(t, 1),
+            measured: self.doubles(2),
+        }
+    }
+
+    fn scratch(&mut self) -> Scratch<B> {
+        let (t, model) = (self.shape.tokens, self.model);
+        let d = u64::from(model.hidden_size);
+        let (q, kv) = (u64::from(model.q_size()), u64::from(model.kv_size()));
+        let raw = model.qk_norm != QkNorm::None;
+        let layers = 0..model.num_hidden_layers;
+        let moe = layers.clone().any(|layer| model.is_moe_layer(layer));
+        let dense = layers.filter_map(|layer| self.dense_width(layer)).max();
+        Scratch {
+            dx: self.floats(t, d),
+            dnorm: self.floats(t, d),
+            d_attended: self.floats(t, q),
+            dq: self.floats(t, q),
+            dk: self.floats(t, kv),
+            dv: self.floats(t, kv),
+            dq_raw: raw.then(|| self.floats(t, q)),
+            dk_raw: raw.then(|| self.floats(t, kv)),
+            moe: (moe && !self.is_fused()).then(|| self.moe_scratch()),
+            dense: dense.map(|width| self.gated(width)),
+            workspace: self.planner.alloc(Kind::U8, Rows::Fixed(self.shape.workspace), 1),
+            stage: {
+                let len = if self.is_fused() { STAGE_ELEMENTS } else { 0 };
+                self.planner.alloc(self.shape.types.vector, Rows::Fixed(len), 1)
+            },
+        }
+    }
+
+    fn moe_scratch(&mut self) -> MoeScratch<B> {
+        let (t, experts) = (self.shape.tokens, &self.model.experts);
+        let (e, k) = (u64::from(experts.count), u64::from(self.model.slots()));
+        let f = u64::from(experts.intermediate_size);
+        let d = u64::from(self.model.hidden_size);
+        MoeScratch {
+            counts: self.words(e, 1),
+            ids: self.words(t, k),
+            dlogits: self.floats(t, e),
+            dweights: self.floats(t, k),
+            y: self.routed(d),
+            ds: self.routed(1),
+            dh: self.routed(2 * f),
+            a_scaled: self.routed(f),
+            travel: (self.shape.expert_parallel > 1).then(|| Travel {
+                all_ids: self.words(self.shape.expert_parallel * t, k),
+                all_weights: self.floats(self.shape.expert_parallel * t, k),
+                slots: self.planner.alloc(Kind::U32, Rows::Routed, 1),
+                leaving: self.floats(t * k, d),
+                dy: self.planner.alloc(self.shape.types.element, Rows::Arrived, d),
+                returned: self.floats(t * k, d),
+                ds: self.floats(t, k),
+            }),
+            gate: (!self.model.router.is_plain()).then(|| self.gate_scratch()),
+        }
+    }
+}
