@@ -105,7 +105,8 @@ def main():
         (p, p.detach().float(), *(torch.zeros_like(p, dtype=torch.float32) for _ in range(2)))
         for p in params
     ]
-    angles = torch.arange(args.sequence).outer(10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM))
+    turns = 10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    angles = torch.arange(args.sequence).outer(turns)
     angles = torch.cat([angles, angles], -1).cuda()
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     each, last, change = torch.compile(block), torch.compile(head), torch.compile(update)

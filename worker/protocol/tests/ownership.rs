@@ -119,8 +119,8 @@ fn buckets_come_in_the_order_of_the_table() {
         buckets.buckets.iter().map(of).collect::<Vec<_>>()
     };
     use BucketKind::{Dense, Embedding, Experts, Head, Vectors};
-    // q, k, v, o; then 3 matrices, of the dense part or the shared expert. Each layer has two norms,
-    // two norms of heads and perhaps a router; the last norm is nobody's.
+    // q, k, v, o; then 3 matrices, of the dense part or the shared expert. Each layer has two
+    // norms, two norms of heads and perhaps a router; the last norm is nobody's.
     let one = vec![
         (Embedding, 1),
         (Vectors, 15),
