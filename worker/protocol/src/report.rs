@@ -69,8 +69,9 @@ pub struct RoutingReport {
     /// Share of the tokens, over all layers, that no expert took.
     pub unrouted_tokens: f64,
     /// Share of a token's experts, over all layers, that the token before it in the same sequence
-    /// and document did not choose.
-    pub expert_switches: f64,
+    /// and document did not choose. Absent where it is not measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub expert_switches: Option<f64>,
     /// With the validation loss: share of the held-out tokens, over all layers, whose favourite
     /// expert is another than at the validation before; absent at the first one of an attempt.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -337,7 +337,8 @@ impl Run<'_> {
             router_entropy: summary.router_entropy,
             dropped_tokens: share(summary.dropped.iter().sum(), summary.loads.iter().sum()),
             unrouted_tokens: share(summary.unrouted, tokens),
-            expert_switches: share(summary.switched, summary.followed),
+            expert_switches: (summary.followed > 0)
+                .then(|| share(summary.switched, summary.followed)),
             churn: validation.and_then(|validation| validation.churn),
             tokens_per_expert: match told {
                 true => computed.chunks_exact(experts).map(<[u64]>::to_vec).collect(),
