@@ -2,18 +2,23 @@
 
 mod common;
 
-use common::{model, route_like_deepseek};
+use common::{Job, bits, model, route_like_deepseek, trainers};
+use moe_worker::attempt::api::AttemptEnd;
+use moe_worker::attempt::trainer::Trainer;
+use moe_worker::gang::comm::CommError;
 use moe_worker::state::moves::Moves;
 use moe_worker::state::rank::{StateTable, needed};
+use moe_worker::state::slots::Memory;
 use moe_worker::state::snapshot::shard_runs;
 use moejob_kernels::DType;
 use moejob_protocol::ModelConfig;
 use moejob_protocol::checkpoint::Part;
-use moejob_protocol::config::ShardSource;
+use moejob_protocol::config::{Resume, ShardSource};
 use moejob_protocol::layout::{Layout, Placement};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{QkNorm, Role};
 use std::collections::BTreeMap;
+use std::os::unix::fs::FileExt;
 
 const STORED: DType = DType::F32;
 const FLOAT: u64 = 4;
@@ -148,4 +153,47 @@ fn a_large_table_is_walked_once() {
     let dense = params.len() - experts;
     let most = experts + dense * 8 + (experts / 8 + dense) * (8 + 8);
     assert!(moves.looks <= most as u64, "{} looks, at most {most}", moves.looks);
+}
+
+/// A byte of a snapshot changes in memory, as a device that writes where it should not does it.
+#[test]
+fn a_damaged_snapshot_is_not_resumed_from() {
+    let mut job = Job::new(even(2, 2));
+    let (_, undisturbed) = job.run(&mut trainers(2), None);
+    job.config.checkpoint.location = job.folder.path().join("again").display().to_string();
+    let memories = [Memory::default(), Memory::default()];
+    let mut group = memories.clone().map(Trainer::with_memory);
+    let (ends, _) = job.run(&mut group, Some(5));
+    assert_eq!(ends, [AttemptEnd::Stopped { step: 5 }, AttemptEnd::Stopped { step: 5 }]);
+    let all = vec![0, 1];
+    let holds = |memory: &Memory, shards: &Vec<u32>| {
+        let mut held = memory.held().into_iter().filter(|held| held.step == 5);
+        held.next().map(|held| held.shards).as_ref() == Some(shards)
+    };
+    assert!(memories.iter().all(|memory| holds(memory, &all)), "each has its buddy's, too");
+
+    let files = memories[0].files(1, 5, &[0]).expect("descriptors");
+    let slot = std::fs::File::from(files.into_iter().next().expect("a slot"));
+    let at = slot.metadata().expect("memory").len() - 100;
+    let mut byte = [0];
+    slot.read_exact_at(&mut byte, at).expect("memory");
+    slot.write_all_at(&[byte[0] ^ 1], at).expect("memory");
+
+    let resume = |from: [u32; 2]| {
+        let source = |shard: u32| ShardSource { shard, from: from[shard as usize] };
+        let (layout, sources) = (even(2, 2), (0..2).map(source).collect());
+        Resume::Memory { step: 5, attempt: 1, layout, sources }
+    };
+    (job.config.attempt, job.config.resume) = (2, resume([0, 1]));
+    let (ends, reports) = job.run(&mut group, None);
+    let why = "shard 0 of step 5 of attempt 1 was damaged in memory and is not used";
+    assert_eq!(ends[0], AttemptEnd::Aborted(CommError::Aborted { reason: why.to_string() }));
+    assert!(matches!(ends[1], AttemptEnd::Aborted(_)), "{ends:?}");
+    assert!(reports.is_empty(), "no step was done");
+    assert!(holds(&memories[0], &vec![1]) && holds(&memories[1], &all));
+
+    (job.config.attempt, job.config.resume) = (3, resume([1, 1]));
+    let (ends, reports) = job.run(&mut group, None);
+    assert_eq!(ends, [AttemptEnd::Completed { step: 10 }, AttemptEnd::Completed { step: 10 }]);
+    assert_eq!(bits(&reports), bits(&undisturbed)[5..]);
 }

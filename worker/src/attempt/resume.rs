@@ -11,10 +11,12 @@ use crate::attempt::saves::Patience;
 use crate::attempt::trainer::{Stop, fail, storage_failed};
 use crate::checkpoint::fence::{self, Claim, Claiming, FenceError, tidy};
 use crate::checkpoint::{Disk, Refusal, list_above, newest_under, newest_usable, verify};
-use crate::gang::comm::{AbortHandle, Comm};
+use crate::gang::comm::{AbortHandle, Comm, CommError};
+use crate::state::slots::{Memory, Slot};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::Resume;
 use moejob_protocol::report::{Detail, Event, EventKind};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -291,6 +293,37 @@ fn first_rank_says(comm: &mut Comm, own: bool) -> Result<bool, Stop> {
     let own = [u8::from(own)];
     let all = comm.gather_all(&own, own.len())?;
     Ok(all.first().is_some_and(|first| first == &[1]))
+}
+
+/// The shards in memory that the plan wants of this rank. One that is damaged is given up and ends
+/// the attempt: the next one resumes from another copy, or from an older state.
+pub(crate) fn own_shards(
+    config: &WorkerConfig,
+    memory: &Memory,
+    rank: u32,
+    tell: &mut dyn FnMut(Event) -> Result<(), Stop>,
+) -> Result<BTreeMap<u32, Arc<Slot>>, Stop> {
+    let Resume::Memory { step, attempt, sources, .. } = &config.resume else {
+        return Ok(BTreeMap::new());
+    };
+    let mut own = BTreeMap::new();
+    for shard in sources.iter().filter(|source| source.from == rank).map(|source| source.shard) {
+        let name = format!("shard {shard} of step {step} of attempt {attempt}");
+        let Some(slot) = memory.shard(*attempt, *step, shard) else {
+            return Err(fail(75, &format!("{name} is not in memory here"), "start the job again"));
+        };
+        if !slot.is_sound() {
+            drop(slot);
+            memory.give_up(*attempt, *step, shard);
+            let message = format!("{name} was damaged in memory and is not used");
+            let details = [("step", Detail::Number(*step)), ("rank", Detail::Number(rank.into()))];
+            let kind = EventKind::Warning;
+            tell(event(config.attempt, kind, "SnapshotDamaged", message.clone(), details))?;
+            return Err(Stop::Comm(CommError::Aborted { reason: message }));
+        }
+        own.insert(shard, slot);
+    }
+    Ok(own)
 }
 
 /// Recorded where there is a record of this attempt, and told to the leader.

@@ -200,7 +200,11 @@ impl Trainer {
         std::mem::take(&mut self.spoiled).into_iter().for_each(|step| engine.spoil(step));
         let mut tell = |event: Event| resume::tell(event, records.as_ref(), out);
         let Engine { model, links, .. } = &mut engine;
-        self.restore(config, corpus, model, links.comm(), &mut tell)?;
+        let restored = self.restore(config, corpus, model, links.comm(), &mut tell);
+        if restored.is_err() {
+            out(TrainerEvent::Held(self.memory.held()));
+        }
+        restored?;
         let identity = identity(config, &engine.model, corpus);
         let writer = self.writer(identity, &opened, records.as_ref())?;
         let gauge = if rank == 0 { gauge(config, &engine) } else { None };
@@ -311,18 +315,8 @@ impl Trainer {
                 resume::agree_on_loaded(config, &self.disk, comm, *step, loaded, tell)?;
             }
             Resume::Memory { step, attempt, layout, sources } => {
-                let shard = |rank| self.memory.shard(*attempt, *step, rank);
-                let me = model.rank;
-                let mut own = sources.iter().filter(|source| source.from == me);
-                if let Some(missing) = own.find(|source| shard(source.shard).is_none()) {
-                    let message = format!(
-                        "shard {} of step {step} of attempt {attempt} is not in memory here",
-                        missing.shard
-                    );
-                    return Err(fail(75, &message, "start the job again"));
-                }
-                let held = |rank| shard(rank).expect("looked for above");
-                scatter(model, comm, layout, sources, held)?;
+                let own = resume::own_shards(config, &self.memory, model.rank, tell)?;
+                scatter(model, comm, layout, sources, |shard| Arc::clone(&own[&shard]))?;
                 self.memory.confirm(*attempt, *step);
             }
         }

@@ -1,11 +1,14 @@
 //! The snapshots of one worker, in memory that outlives its engines.
 //!
 //! ```text
-//! a slot: u32 state | u32 confirmed | u32 attempt | u32 shard | u64 step | u64 use | 4096: bytes
+//! a slot: u32 state | u32 confirmed | u32 attempt | u32 shard | u64 step | u64 use | 32: checksum
+//!         | 4096: bytes
 //! ```
 //! A slot is a file in memory that worker and engine both map. What it holds stands in it, so the
 //! worker knows what could be resumed from without a word of an engine that has just died, and a
-//! shard that was half cut is none: its state says so until its last byte is there.
+//! shard that was half cut is none: its state says so until its last byte is there. A device that
+//! copies into it can also write there by mistake, at any later time. So a checksum is made when a
+//! shard is complete, and compared before anybody resumes from it.
 
 use crate::gang::memory::Mapping;
 use moejob_protocol::config::Resume;
@@ -24,6 +27,7 @@ const ATTEMPT: usize = 8;
 const SHARD: usize = 12;
 const STEP: usize = 16;
 const USE: usize = 24;
+const CHECKSUM: usize = 32;
 const BYTES: usize = 4096;
 
 /// Of nobody: it can be filled.
@@ -82,18 +86,62 @@ impl Slot {
         self.0.word(CONFIRMED).load(Ordering::SeqCst) == 1
     }
 
+    /// Its bytes are those that were complete once.
+    pub fn is_sound(&self) -> bool {
+        let mut kept = [0; 32];
+        self.0.read(CHECKSUM, &mut kept);
+        self.label().is_some_and(|label| checksum(label, self) == kept)
+    }
+
     /// What it holds, when that is whole. It may be filled anew while we look.
     fn label(&self) -> Option<Label> {
         let used = || self.0.long(USE).load(Ordering::SeqCst);
         let before = used();
         let whole = self.is(COMPLETE);
-        let label = Label {
+        let label = self.written();
+        (whole && self.is(COMPLETE) && used() == before).then_some(label)
+    }
+
+    fn written(&self) -> Label {
+        Label {
             attempt: self.0.word(ATTEMPT).load(Ordering::SeqCst),
             step: self.0.long(STEP).load(Ordering::SeqCst),
             shard: self.0.word(SHARD).load(Ordering::SeqCst),
-        };
-        (whole && self.is(COMPLETE) && used() == before).then_some(label)
+        }
     }
+}
+
+/// Bytes that one thread hashes at a time.
+const CHECKSUM_CHUNK: usize = 4 << 20;
+/// Threads that hash at once: together they read about as fast as memory gives.
+const CHECKSUM_THREADS_MAX: usize = 8;
+
+/// BLAKE3 of the label and of the hashes of all chunks, which several threads make.
+fn checksum(label: Label, bytes: &[u8]) -> [u8; 32] {
+    let chunks: Vec<&[u8]> = bytes.chunks(CHECKSUM_CHUNK).collect();
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = cores.min(CHECKSUM_THREADS_MAX).min(chunks.len()).max(1);
+    let hashed = |own: &[&[u8]]| -> Vec<blake3::Hash> {
+        own.iter().map(|chunk| blake3::hash(chunk)).collect()
+    };
+    let mut parts = chunks.chunks(chunks.len().div_ceil(threads).max(1));
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&label.attempt.to_le_bytes());
+    hasher.update(&label.step.to_le_bytes());
+    hasher.update(&label.shard.to_le_bytes());
+    hasher.update(&(bytes.len() as u64).to_le_bytes());
+    std::thread::scope(|scope| {
+        let first = parts.next().unwrap_or_default();
+        let others: Vec<_> = parts.map(|own| scope.spawn(move || hashed(own))).collect();
+        let mut all = hashed(first);
+        for other in others {
+            all.extend(other.join().expect("hashing does not panic"));
+        }
+        for hash in all {
+            hasher.update(hash.as_bytes());
+        }
+    });
+    *hasher.finalize().as_bytes()
 }
 
 impl Deref for Slot {
@@ -119,6 +167,7 @@ impl Filling {
 
     /// From now on it can be resumed from.
     pub fn complete(self) -> Arc<Slot> {
+        self.0.0.write(CHECKSUM, &checksum(self.0.written(), &self.0));
         self.0.state().store(COMPLETE, Ordering::SeqCst);
         self.0
     }
@@ -186,6 +235,18 @@ impl Memory {
     pub fn shard(&self, attempt: u32, step: u64, shard: u32) -> Option<Arc<Slot>> {
         let wanted = Some(Label { attempt, step, shard });
         self.slots().iter().find(|slot| slot.label() == wanted).cloned()
+    }
+
+    /// Lets go of a shard whose bytes are not those that were complete; the worker does, too.
+    pub fn give_up(&self, attempt: u32, step: u64, shard: u32) {
+        let damaged = Some(Label { attempt, step, shard });
+        self.slots().retain(|slot| {
+            let goes = slot.label() == damaged;
+            if goes {
+                slot.state().store(GONE, Ordering::SeqCst);
+            }
+            !goes
+        });
     }
 
     /// An attempt begins. What it resumes from stays, and what the plan may have thought of using.
@@ -351,6 +412,48 @@ mod tests {
         drop(written);
         take(&memory, 1, 6, 0);
         assert_eq!(memory.slots().len(), 2, "and then it is used again or given back");
+    }
+
+    #[test]
+    fn a_byte_that_changes_later_is_noticed() {
+        for len in [0, 8, CHECKSUM_CHUNK, 3 * CHECKSUM_CHUNK + 5] {
+            let memory = Memory::default();
+            let mut filling = memory.fill(1, 10, 0, len).expect("memory");
+            filling.bytes_mut().iter_mut().enumerate().for_each(|(at, byte)| *byte = at as u8);
+            let slot = filling.complete();
+            assert!(slot.is_sound(), "{len} bytes");
+            for at in [0, len / 2, len.saturating_sub(1)] {
+                let flip = || {
+                    let mut byte = [0];
+                    slot.0.read(BYTES + at, &mut byte);
+                    slot.0.write(BYTES + at, &[byte[0] ^ 16]);
+                };
+                if len > 0 {
+                    flip();
+                    assert!(!slot.is_sound(), "byte {at} of {len}");
+                    flip();
+                }
+            }
+            assert!(slot.is_sound(), "{len} bytes");
+            slot.0.long(STEP).store(11, Ordering::SeqCst);
+            assert!(!slot.is_sound(), "it would be of another step");
+        }
+    }
+
+    #[test]
+    fn what_an_engine_gives_up_its_worker_lets_go_of() {
+        let worker = Memory::default();
+        take(&worker, 1, 10, 0);
+        take(&worker, 1, 10, 1);
+        worker.confirm(1, 10);
+        let engine = Memory::default();
+        for file in worker.files(1, 10, &[0]).expect("descriptors") {
+            engine.adopt(file).expect("a slot");
+        }
+        engine.give_up(1, 10, 0);
+        worker.follow(2);
+        assert_eq!(held(&worker), [(1, 10, vec![1])]);
+        assert_eq!(worker.slots().len(), 1);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use crate::state::slots::Memory;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, Resume};
 use moejob_protocol::message::{HEARTBEAT_MS, Request};
-use moejob_protocol::report::{Detail, Event, EventKind};
+use moejob_protocol::report::{DEVICE_FAILED, Detail, Event, EventKind};
 use process::Process;
 use std::io;
 use std::sync::Arc;
@@ -53,8 +53,8 @@ pub(super) enum Said {
     /// It has filled or given up a slot.
     Changed,
     Ended { attempt: u32, end: AttemptEnd },
-    /// It is no more.
-    Gone { how: String, last_words: String },
+    /// It is no more; `by_device`: its device failed.
+    Gone { how: String, last_words: String, by_device: bool },
 }
 
 /// Which one: its place, and its number among all that were started.
@@ -271,8 +271,8 @@ impl Engines {
                 self.follow_process(name.index, &mut outcome);
                 self.ended(name.index, attempt, end, &mut outcome);
             }
-            Said::Gone { how, last_words } => {
-                self.gone(name.index, &how, &last_words, &mut outcome);
+            Said::Gone { how, last_words, by_device } => {
+                self.gone(name.index, &how, &last_words, by_device, &mut outcome);
             }
         }
         outcome
@@ -307,7 +307,14 @@ impl Engines {
         }
     }
 
-    fn gone(&mut self, index: usize, how: &str, last_words: &str, outcome: &mut Outcome) {
+    fn gone(
+        &mut self,
+        index: usize,
+        how: &str,
+        last_words: &str,
+        by_device: bool,
+        outcome: &mut Outcome,
+    ) {
         let Some(engine) = self.engines[index].take() else { return };
         if self.ending {
             return;
@@ -328,7 +335,8 @@ impl Engines {
                     ("exit", Detail::Text(how.to_string())),
                     ("lastWords", Detail::Text(last_words.to_string())),
                 ];
-                let told = told(place, pid, EventKind::EngineLost, "Lost", &why, words);
+                let reason = if by_device { DEVICE_FAILED } else { "Lost" };
+                let told = told(place, pid, EventKind::EngineLost, reason, &why, words);
                 outcome.tell.push(TrainerEvent::Event(told));
             }
             None => tracing::warn!(how, last_words, pid, "an engine without a rank is lost"),

@@ -29,7 +29,7 @@ const BEAT: Duration = Duration::from_millis(100);
 /// The worker is gone.
 const EXIT_ALONE: u8 = 75;
 /// The device failed, and works again for a new process alone. The worker starts one.
-const EXIT_DEVICE: u8 = 1;
+pub(super) const EXIT_DEVICE: i32 = 70;
 
 struct Training {
     config: Box<WorkerConfig>,
@@ -82,7 +82,8 @@ fn serve(worker: &str) -> io::Result<u8> {
             // The last words that the worker tells of a lost engine. What the trainer holds of the
             // device is not given back: a driver that failed may never answer.
             eprintln!("{message}");
-            std::process::exit(EXIT_DEVICE.into());
+            // SAFETY: ends the process, without what else would still be called.
+            unsafe { libc::_exit(EXIT_DEVICE) };
         }
         let report = Report::Ended { attempt, end };
         reports.send((report, None)).map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;

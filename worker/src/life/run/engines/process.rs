@@ -5,6 +5,7 @@
 //!                                 `-- standard error -> thread -> the worker's, and its last words
 //! ```
 
+use super::child::EXIT_DEVICE;
 use super::wire::{Order, Report, Wire};
 use super::{Name, Said};
 use crate::gang::comm::Links;
@@ -171,7 +172,8 @@ fn receive(
         None => wait_or_kill(&mut child),
     };
     let last_words = words.recv_timeout(LAST_WORDS_WAIT).unwrap_or_default();
-    said(Said::Gone { how: describe(status), last_words });
+    let by_device = is_by_device(&status);
+    said(Said::Gone { how: describe(status), last_words, by_device });
 }
 
 /// The socket closes a moment before the process can be waited for.
@@ -197,6 +199,10 @@ fn describe(status: io::Result<ExitStatus>) -> String {
     }
 }
 
+fn is_by_device(status: &io::Result<ExitStatus>) -> bool {
+    status.as_ref().is_ok_and(|status| status.code() == Some(EXIT_DEVICE))
+}
+
 /// What an engine writes goes where the worker writes; gives the last of it.
 fn pass_on(errors: impl Read) -> String {
     let mut last = Vec::new();
@@ -214,4 +220,20 @@ fn pass_on(errors: impl Read) -> String {
         last.drain(..surplus);
     }
     String::from_utf8_lossy(&last).trim().to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_engine_that_says_so_was_ended_by_its_device() {
+        let ended = |script: &str| Command::new("sh").args(["-c", script]).status();
+        let by_device = ended(&format!("exit {EXIT_DEVICE}"));
+        assert!(is_by_device(&by_device), "{by_device:?}");
+        for script in ["exit 0", "exit 1", "exit 75", "kill -SEGV $$", "kill -KILL $$"] {
+            assert!(!is_by_device(&ended(script)), "{script}");
+        }
+        assert!(!is_by_device(&Err(io::ErrorKind::NotFound.into())));
+    }
 }

@@ -75,7 +75,8 @@ struct Gone {
 
 impl Drop for Gone {
     fn drop(&mut self) {
-        let said = Said::Gone { how: "its thread ended".to_string(), last_words: String::new() };
+        let (how, last_words) = ("its thread ended".to_string(), String::new());
+        let said = Said::Gone { how, last_words, by_device: false };
         let _ = self.happened.blocking_send(Happened::Engine(self.name, said));
     }
 }
