@@ -7,7 +7,7 @@
 //! A slot is a file in memory that worker and engine both map. What it holds stands in it, so the
 //! worker knows what could be resumed from without a word of an engine that has just died, and a
 //! shard that was half cut is none: its state says so until its last byte is there. A device that
-//! copies into it can write where it should not at any later time, too, so a checksum is made when a
+//! copies into it can also write there by mistake, at any later time. So a checksum is made when a
 //! shard is complete, and compared before anybody resumes from it.
 
 use crate::gang::memory::Mapping;
