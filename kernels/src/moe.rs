@@ -10,7 +10,8 @@ use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::cuda::{Gradients, LayerError, MoeDesc, MoeTensors, Saved};
 use crate::device::Device;
 
-/// `out` [T, D] = the layer of `tensors.x`; fills `tensors.saved`.
+/// `out` [T, D] = the layer of `tensors.x` (+ `tensors.residual`, before anything is rounded);
+/// fills `tensors.saved`.
 #[derive(Clone, Copy, Debug)]
 pub struct MoeForward {
     pub desc: MoeDesc,

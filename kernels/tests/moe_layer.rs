@@ -90,7 +90,8 @@ fn check(name: &str, device: &mut Device, desc: MoeDesc, accumulate: bool) {
     let numbers = Some(MoeNumbers { losses, loads });
     device.write(losses, &[1.0, 2.0]);
     device.write(loads, &vec![3.0; experts]);
-    let tensors = MoeTensors { x, weights, saved: planned.saved, workspace, numbers };
+    let (residual, saved) = (None, planned.saved);
+    let tensors = MoeTensors { x, residual, weights, saved, workspace, numbers };
     device.moe_forward(&MoeForward { desc, tensors, out });
     device.moe_backward(&MoeBackward { desc, tensors, dout, dx, gradients });
     device.finish().expect("the layer ran");

@@ -172,7 +172,8 @@ pub(crate) fn forward(device: &mut Device, op: &MoeForward) {
     let w_down = each(tensors.weights.down, desc, dim, hidden);
     let (a, y) = (saved.a, scratch.y);
     device.experts_down(&ExpertsDown { dim, hidden, sources: 1, a, offsets, w_down: &w_down, y });
-    device.combine(&Combine { tokens, top_k, dim, y, pos, weights, residual: None, out });
+    let residual = tensors.residual;
+    device.combine(&Combine { tokens, top_k, dim, y, pos, weights, residual, out });
 }
 
 pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {

@@ -205,7 +205,8 @@ impl<'a> Call<'a> {
             y: self.at(self.layer.plan.y),
             pos: self.route.pos,
             weights: self.route.weights,
-            base: 0,
+            base: (self.tensors.residual)
+                .map_or(0, |residual| self.buffer(residual, tokens, dim).address),
             out: self.buffer(out, tokens, dim).address,
             cols,
             out_pitch: dim,

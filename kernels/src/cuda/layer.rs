@@ -134,6 +134,8 @@ impl MoeNumbers {
 pub struct MoeTensors {
     /// elements [T, D]
     pub x: Buffer,
+    /// elements [T, D]: added to what the forward puts out
+    pub residual: Option<Buffer>,
     pub weights: Weights,
     pub saved: Saved,
     /// `MoeLayer::workspace_bytes` of U8

@@ -10,7 +10,7 @@ use crate::engine::round::Aim;
 use moejob_kernels::cuda::{
     Gradients, MoeActivation, MoeDesc, MoeNumbers, MoeTensors, Output, Saved, Weights,
 };
-use moejob_kernels::{Add, Buffer, DType, MoeBackward, MoeForward, RouteGroups, StepNumbers};
+use moejob_kernels::{Buffer, DType, MoeBackward, MoeForward, RouteGroups, StepNumbers};
 use moejob_protocol::buffers::Fused;
 use moejob_protocol::model::{Activation, ModelConfig, Scoring};
 
@@ -62,6 +62,7 @@ impl Model {
         };
         Some(MoeTensors {
             x: b.norm2,
+            residual: Some(b.mid),
             weights: Weights {
                 router: dense.router?,
                 bias: dense.correction,
@@ -104,8 +105,6 @@ impl Pass<'_> {
         let counted = matches!(self.round.aim, Aim::Record(_)) && !self.again;
         let Some(tensors) = self.model.moe_tensors(layer, counted) else { return false };
         self.model.device.moe_forward(&MoeForward { desc, tensors, out });
-        let mid = self.model.buffers.layers[layer].mid;
-        self.model.device.add(&Add { a: out, b: mid });
         true
     }
 
