@@ -371,13 +371,22 @@ fn in_fp32() {
     }
 }
 
+/// So long that heads which share keys add to dq in no order.
+#[test]
+fn long_sequences_of_heads_that_share_keys() {
+    for head_dim in [64, 96, 128] {
+        let cases = [case(1, 4190, 2, 1, head_dim)];
+        check("long_sequences_of_heads_that_share_keys", &cases, &[DType::Bf16]);
+    }
+}
+
 /// Small, for compute-sanitizer: every kernel, more tiles than one for some blocks, ragged.
 #[test]
 fn sanitized() {
     for head_dim in [64, 96, 128] {
-        let plain = case(2, 200, 4, 2, head_dim);
-        let masked = Case { documents: Some(50), window: Some(100), ..plain };
-        check("sanitized", &[plain, masked], &[DType::Bf16]);
+        let (alone, shared) = (case(2, 200, 2, 2, head_dim), case(2, 200, 4, 2, head_dim));
+        let masked = Case { documents: Some(50), window: Some(100), ..shared };
+        check("sanitized", &[alone, shared, masked], &[DType::Bf16]);
     }
 }
 

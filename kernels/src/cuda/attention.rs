@@ -3,10 +3,11 @@
 //! ```text
 //! forward    forward
 //! backward   [ranges] -> delta -> dk dv -> dq
-//!            [ranges] -> delta -> zero -> dk dv, dq added -> round
+//! on Hopper  [ranges] -> delta -> dk dv dq [-> round]
 //! ```
-//! `ranges` only where documents or a window say which queries see a key. The second form is
-//! Hopper's: dq is added up in fp32, by tiles of keys in their order or, faster, in no fixed one.
+//! `ranges` only where documents or a window say which queries see a key. On Hopper dq is added up
+//! in fp32 beside dk and dv: by tiles of keys in their order, of which the last rounds, or in no
+//! fixed one and rounded by `round`.
 //! Kept from forward to backward: q, k, v, o and lse.
 
 use cudarc::driver::sys;
@@ -29,11 +30,12 @@ pub struct AttentionKernels {
     plan: Workspace,
     forward: Function,
     backward: Function,
-    query: Function,
+    /// dq, where it has a kernel of its own
+    query: Option<Function>,
     ranges: Function,
     delta: Function,
     round: Option<Function>,
-    /// Two words for each of three kernels, zero between launches
+    /// Two words for each of two kernels, zero between launches
     counters: Arena,
     counter_words: Buffer,
     multiprocessors: usize,
@@ -45,7 +47,6 @@ enum Step {
     Ranges,
     Forward,
     Delta,
-    Zero,
     Backward,
     Query,
     Round,
@@ -57,7 +58,6 @@ impl Step {
             Step::Ranges => "ranges",
             Step::Forward => "forward",
             Step::Delta => "delta",
-            Step::Zero => "zero",
             Step::Backward => "dk dv",
             Step::Query => "dq",
             Step::Round => "round",
@@ -96,10 +96,10 @@ struct Args {
     scale: f32,
 }
 
-/// The kernels' `Maps`: q, k, v, o, do, dq, dk, dv.
+/// The kernels' `Maps`: q, k, v, o, do, dk, dv.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Maps([sys::CUtensorMap; 8]);
+struct Maps([sys::CUtensorMap; 7]);
 
 impl AttentionKernels {
     /// Compiles and loads what `desc` takes on the compiler's device.
@@ -108,24 +108,24 @@ impl AttentionKernels {
         let gpu = compiler.gpu();
         let arch = desc.arch(Arch::of(gpu)?);
         let modules = compiler.load(&desc.sources(arch), &|_, _| ())?;
-        let ([forward, backward, query], rows) = match &modules[..] {
-            [forward, backward, query, rows] => ([forward, backward, query], rows),
-            [tiles, rows] => ([tiles; 3], rows),
-            _ => unreachable!("a module for each of two or four sources"),
+        let (forward, backward, query, rows) = match &modules[..] {
+            [forward, backward, rows] => (forward, backward, None, rows),
+            [tiles, rows] => (tiles, tiles, Some(tiles), rows),
+            _ => unreachable!("a module for each of two or three sources"),
         };
         let forward = forward.function("attention_forward")?;
         let backward = backward.function("attention_backward")?;
-        let query = query.function("attention_query")?;
-        for (step, function) in
-            [(Step::Forward, &forward), (Step::Backward, &backward), (Step::Query, &query)]
-        {
+        let query = query.map(|tiles| tiles.function("attention_query")).transpose()?;
+        let tiled = [(Step::Forward, &forward), (Step::Backward, &backward)];
+        for (step, function) in tiled.into_iter().chain(query.iter().map(|dq| (Step::Query, dq))) {
             function.allow_shared(shared_bytes(&desc, arch, step) as u32)?;
         }
         let mut plan = ArenaPlan::new();
-        let counter_words = plan.alloc(DType::U32, 6);
+        let counter_words = plan.alloc(DType::U32, 4);
         let counters = Arena::new(gpu, plan.bytes())?;
-        counters.write(counter_words, &[0_u32; 6])?;
-        let round = desc.adds_dq(arch).then(|| rows.function("attention_round")).transpose()?;
+        counters.write(counter_words, &[0_u32; 4])?;
+        let rounds = arch == Arch::Hopper && !desc.orders_dq(arch);
+        let round = rounds.then(|| rows.function("attention_round")).transpose()?;
         Ok(AttentionKernels {
             desc,
             arch,
@@ -159,7 +159,7 @@ impl AttentionKernels {
         op: &Attention,
         after: &mut Observer<'_>,
     ) -> Result<(), CudaError> {
-        self.run(stream, arena, &self.args(arena, op), std::iter::once(Step::Forward), after)
+        self.run(stream, &self.args(arena, op), std::iter::once(Step::Forward), after)
     }
 
     /// `op.dq`, `op.dk` and `op.dv`.
@@ -178,12 +178,11 @@ impl AttentionKernels {
             dv: self.elements(arena, op.dv, keys),
             ..self.args(arena, &op.forward)
         };
-        let steps: &[Step] = match self.desc.adds_dq(self.arch) {
-            true => &[Step::Delta, Step::Zero, Step::Backward, Step::Round],
-            false => &[Step::Delta, Step::Backward, Step::Query],
-        };
         let ranges = self.desc.masked().then_some(Step::Ranges);
-        self.run(stream, arena, &args, ranges.into_iter().chain(steps.iter().copied()), after)
+        let query = self.query.as_ref().map(|_| Step::Query);
+        let round = self.round.as_ref().map(|_| Step::Round);
+        let steps = [ranges, Some(Step::Delta), Some(Step::Backward), query, round];
+        self.run(stream, &args, steps.into_iter().flatten(), after)
     }
 
     fn query_elements(&self) -> usize {
@@ -239,33 +238,21 @@ impl AttentionKernels {
     fn run(
         &self,
         stream: &Stream,
-        arena: &Arena,
         args: &Args,
         steps: impl Iterator<Item = Step>,
         after: &mut Observer<'_>,
     ) -> Result<(), CudaError> {
         for step in steps {
-            self.step(stream, arena, args, step)?;
+            self.step(stream, args, step)?;
             after(step.name())?;
         }
         Ok(())
     }
 
-    fn step(
-        &self,
-        stream: &Stream,
-        arena: &Arena,
-        args: &Args,
-        step: Step,
-    ) -> Result<(), CudaError> {
+    fn step(&self, stream: &Stream, args: &Args, step: Step) -> Result<(), CudaError> {
         let AttentionDesc { batch, heads, .. } = self.desc;
         let (desc, block) = (&self.desc, self.desc.query_block());
         match step {
-            // In order the first to add to a sum finds nothing there and stores.
-            Step::Zero if desc.orders_dq(self.arch) => {
-                arena.zero_at(stream, args.turns, self.plan.turns.bytes())
-            }
-            Step::Zero => arena.zero_at(stream, args.sums, self.plan.sums.bytes()),
             Step::Ranges => {
                 let mut launch = Launch::new(desc.seq.div_ceil(256), 256);
                 launch.grid[1] = batch as u32;
@@ -282,7 +269,7 @@ impl AttentionKernels {
             Step::Round => {
                 let blocks = batch * heads * (desc.seq.next_multiple_of(block) / 64);
                 let launch = Launch::new(blocks, 4 * desc.head_dim as u32);
-                let Some(round) = &self.round else { unreachable!("sums are rounded") };
+                let round = self.round.as_ref().expect("a step of those with sums to round");
                 // SAFETY: as above.
                 unsafe { round.launch(stream, launch, parameters![*args]) }
             }
@@ -293,10 +280,10 @@ impl AttentionKernels {
     /// A kernel that takes tiles off a counter.
     fn tiles(&self, stream: &Stream, args: &Args, step: Step) -> Result<(), CudaError> {
         let desc = &self.desc;
-        let (function, index, group, groups) = match step {
-            Step::Forward => (&self.forward, 0, desc.query_group(), desc.forward_groups()),
-            Step::Query => (&self.query, 2, desc.query_group(), 2),
-            _ => (&self.backward, 4, desc.key_group(self.multiprocessors), 2),
+        let function = match step {
+            Step::Forward => &self.forward,
+            Step::Query => self.query.as_ref().expect("a step of those with a kernel for dq"),
+            _ => &self.backward,
         };
         let shared_bytes = shared_bytes(desc, self.arch, step) as u32;
         if self.arch != Arch::Hopper {
@@ -310,6 +297,10 @@ impl AttentionKernels {
             // SAFETY: the kernel takes `Args`; every buffer was checked or planned.
             return unsafe { function.launch(stream, launch, parameters![*args]) };
         }
+        let (index, group, groups) = match step {
+            Step::Forward => (0, desc.query_group(), desc.forward_groups()),
+            _ => (2, desc.key_group(self.multiprocessors), 2),
+        };
         let counter = self.counters.address(self.counter_words.slice(index, 2));
         let args = Args { counter, group: group as i32, ..*args };
         let launch = Launch::new(self.multiprocessors, 128 * (groups as u32 + 1));
@@ -329,7 +320,6 @@ impl AttentionKernels {
         let none = || Ok(sys::CUtensorMap { opaque: [0; 16] });
         let block = match step {
             Step::Forward => 64 * self.desc.forward_groups(),
-            Step::Query => 128,
             _ => self.desc.query_block(),
         };
         let out = |address, heads, wanted| match wanted {
@@ -343,7 +333,6 @@ impl AttentionKernels {
             map(args.v, kv_heads, 128)?,
             out(args.o, heads, step == Step::Forward)?,
             if backward { map(args.d_o, heads, block)? } else { none()? },
-            out(args.dq, heads, step == Step::Query)?,
             out(args.dk, kv_heads, step == Step::Backward)?,
             out(args.dv, kv_heads, step == Step::Backward)?,
         ]))
@@ -354,8 +343,7 @@ impl AttentionKernels {
 fn shared_bytes(desc: &AttentionDesc, arch: Arch, step: Step) -> usize {
     match (arch, step) {
         (Arch::Hopper, Step::Forward) => desc.forward_shared(),
-        (Arch::Hopper, Step::Query) => desc.query_shared(),
-        (Arch::Hopper, _) => desc.backward_shared(desc.adds_dq(arch)),
+        (Arch::Hopper, _) => desc.backward_shared(),
         (_, Step::Forward) => desc.tiles().forward_shared(),
         _ => desc.tiles().backward_shared(),
     }

@@ -10,7 +10,7 @@ constexpr int SLABS = (HEAD_DIM + 63) / 64;
 constexpr int K_STEPS = HEAD_DIM / 16;
 
 // Maps of [batch][seq][heads][D], boxes of 64 columns; those a kernel has no use for are empty.
-struct Maps { TensorMap q, k, v, o, d_o, dq, dk, dv; };
+struct Maps { TensorMap q, k, v, o, d_o, dk, dv; };
 
 template <int THREADS> __device__ __forceinline__ void named_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");

@@ -1,9 +1,12 @@
 // Passes over rows beside the attention kernels: who sees a key, <o, do>, dq out of its sums.
 //
 // Host macros: ELEMENT, HEAD_DIM; LANES, a power of two: lanes a row; Q_BLOCK: queries that the
-// sums of dq count together.
+// sums of dq count together; CLEARS: what attention_delta zeroes for the backward, SUMS, TURNS or
+// neither.
 constexpr int CHUNK = ELEMENT == FP32 ? 4 : 8;  // elements of 16 bytes
 constexpr int ROWS_A_THREAD = 4;
+#define SUMS 1
+#define TURNS 2
 
 // past of every key. Where the first key that queries see goes up from `before` to `first`, the
 // keys between are seen by no query from there on: a warp writes them together. A thread a
@@ -40,43 +43,58 @@ __device__ __forceinline__ float dot_chunk(uint4 a, uint4 b) {
   return sum;
 }
 
-// delta = <o, do> and lse2 as [B, N, padded]; a block of 256 does 4 * 256 / LANES rows of [S, N] of
-// the sequence blockIdx.y.
+// delta = <o, do> and lse2 as [B, N, padded] of the sequence blockIdx.y; LANES threads do four
+// positions of a head, a block 256 / LANES heads one after the other. What the backward adds to is
+// zeroed on the way, see CLEARS.
 extern "C" __global__ void __launch_bounds__(256)
 attention_delta(const __grid_constant__ Args args) {
   constexpr int CHUNKS = (HEAD_DIM / CHUNK + LANES - 1) / LANES;
   const int b = blockIdx.y, lane = threadIdx.x % LANES;
-  const int first = blockIdx.x * ROWS_A_THREAD * (256 / LANES) + threadIdx.x / LANES;
-  const u64 rows = (u64)args.seq * args.heads;
-  const uint4 *o = (const uint4*)args.o + b * rows * (HEAD_DIM / CHUNK);
-  const uint4* d_o = (const uint4*)args.d_o + b * rows * (HEAD_DIM / CHUNK);
+  const int unit = blockIdx.x * (256 / LANES) + threadIdx.x / LANES;
+  const int h = unit % args.heads, first = unit / args.heads * ROWS_A_THREAD;
+  const u64 row = (u64)args.heads * (HEAD_DIM / CHUNK);
+  const u64 at = (b * (u64)args.seq + first) * row + h * (HEAD_DIM / CHUNK);
+  const uint4 *o = (const uint4*)args.o + at, *d_o = (const uint4*)args.d_o + at;
   uint4 x[ROWS_A_THREAD][CHUNKS], y[ROWS_A_THREAD][CHUNKS];
 #pragma unroll
   for (int i = 0; i < ROWS_A_THREAD; i++)
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
-      const u64 r = first + i * (256 / LANES);
       const int chunk = lane + c * LANES;
       x[i][c] = y[i][c] = make_uint4(0, 0, 0, 0);
-      if (r < rows && chunk < HEAD_DIM / CHUNK) {
-        x[i][c] = o[r * (HEAD_DIM / CHUNK) + chunk];
-        y[i][c] = d_o[r * (HEAD_DIM / CHUNK) + chunk];
+      if (first + i < args.seq && chunk < HEAD_DIM / CHUNK) {
+        x[i][c] = o[i * row + chunk];
+        y[i][c] = d_o[i * row + chunk];
       }
     }
+  const u64 head = (u64)b * args.heads + h;
+  float lse[ROWS_A_THREAD];
 #pragma unroll
   for (int i = 0; i < ROWS_A_THREAD; i++) {
-    const int r = first + i * (256 / LANES), s = r / args.heads, h = r - s * args.heads;
-    float sum = 0.f;
+    const u64 r = b * (u64)args.seq + first + i;
+    lse[i] = lane == 0 && first + i < args.seq ? args.lse[r * args.heads + h] * LOG2_E : INFINITE;
+  }
+  const int rows = (args.seq + Q_BLOCK - 1) / Q_BLOCK * Q_BLOCK;
+  if (CLEARS == SUMS && first < rows) {
+    float4* sums = (float4*)args.sums + (head * rows + first) * (HEAD_DIM / 4) + lane;
+    for (int c = 0; lane + c < ROWS_A_THREAD * HEAD_DIM / 4; c += LANES)
+      sums[c] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  if (CLEARS == TURNS && first < rows && first % Q_BLOCK == 0 && lane == 0)
+    args.turns[(head * rows + first) / Q_BLOCK] = 0;
+  float sum[ROWS_A_THREAD];
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) sum += dot_chunk(x[i][c], y[i][c]);
+  for (int i = 0; i < ROWS_A_THREAD; i++) {
+    sum[i] = 0.f;
 #pragma unroll
-    for (int step = LANES / 2; step > 0; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
-    if (lane == 0 && s < args.padded) {
-      const u64 at = ((u64)b * args.heads + h) * args.padded + s;
-      const bool live = s < args.seq;
-      args.delta[at] = sum;
-      args.lse2[at] = live ? args.lse[b * rows + r] * LOG2_E : INFINITE;
-    }
+    for (int c = 0; c < CHUNKS; c++) sum[i] += dot_chunk(x[i][c], y[i][c]);
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step >>= 1)
+      sum[i] += __shfl_xor_sync(~0u, sum[i], step);
+  }
+  if (lane == 0 && first < args.padded) {
+    *(float4*)(args.delta + head * args.padded + first) = {sum[0], sum[1], sum[2], sum[3]};
+    *(float4*)(args.lse2 + head * args.padded + first) = {lse[0], lse[1], lse[2], lse[3]};
   }
 }
 

@@ -33,17 +33,21 @@ pub(super) struct Workspace {
     /// f32 [B, N, padded] each
     pub lse2: Buffer,
     pub delta: Buffer,
-    /// f32 [B, N, queries in whole blocks, D], of backwards that add dq up
+    /// f32 [B, N, queries in whole blocks, D]: dq, of Hopper's backward
     pub sums: Buffer,
-    /// u32 [B, N, blocks of queries], of those that do it in order
+    /// u32 [B, N, blocks of queries], where it is added up in order
     pub turns: Buffer,
 }
 
-/// Bytes of K and V, or of Q and dO, that the heads whose tiles run together may have: most of an
-/// H200's L2, of 50 MB. Half and twice as much cost 1 to 10% of a forward.
+/// Bytes that the heads whose tiles run together may read and add to: most of an H200's L2, of
+/// 50 MB. Half and twice as much cost 1 to 10% of a forward, 1 to 8% of a backward.
 const L2_BYTES: usize = 32 << 20;
-/// Fewer tiles together than so many a multiprocessor leave some of them idle at the end.
-const TILES_A_MULTIPROCESSOR: usize = 4;
+/// Fewer tiles together than so many a multiprocessor leave some of them idle at the end. Those
+/// among documents are short: with so few, tiles of a head would wait for each other.
+const TILES_A_MULTIPROCESSOR: usize = 2;
+const MASKED_TILES_A_MULTIPROCESSOR: usize = 4;
+/// Up to so many positions the fastest backward of heads that share keys is the one in order.
+const ORDERED_SEQ_MAX: usize = 4096;
 /// Rows are padded to this in lse2 and delta: a multiple of all blocks of queries.
 const PADDING: usize = 384;
 
@@ -119,17 +123,13 @@ impl AttentionDesc {
         self.batch * self.seq
     }
 
-    /// Whether dq is added up in fp32 beside dk and dv, else it has a kernel of its own.
-    pub(super) fn adds_dq(&self, arch: Arch) -> bool {
-        arch == Arch::Hopper && (!self.deterministic || self.orders_dq(arch))
-    }
-
-    /// Whether it is added up in a fixed order. On an H200 that beats two kernels by 2 to 8% where
-    /// every query head has keys of its own; it loses 10% where they share them and 3% among
-    /// documents, where tiles of one head wait for each other more.
+    /// Whether Hopper's backward adds dq up in a fixed order. That needs neither zeros before nor a
+    /// pass to round after it, which outweighs the waiting, so that it is also the fastest, among
+    /// documents (on an H200 by 1 to 8%) and for short sequences whose heads share keys (by 2%).
+    /// Elsewhere it loses up to 6%.
     pub(super) fn orders_dq(&self, arch: Arch) -> bool {
-        let alike = self.heads == self.kv_heads && !self.masked();
-        arch == Arch::Hopper && self.deterministic && alike
+        let shares = self.kv_heads < self.heads && self.seq <= ORDERED_SEQ_MAX;
+        arch == Arch::Hopper && (self.deterministic || self.masked() || shares)
     }
 
     /// Consumer warpgroups of the forward, 64 queries each.
@@ -149,10 +149,13 @@ impl AttentionDesc {
         even((kv * self.heads / self.kv_heads).min(kv.max(32)), self.batch * self.heads)
     }
 
-    /// Key heads whose tiles run together where keys stay.
+    /// Key heads whose tiles run together where keys stay: q, dO and sums of dq share L2, of one
+    /// query head, since those that share keys go in step.
     pub(super) fn key_group(&self, multiprocessors: usize) -> usize {
-        let shared = L2_BYTES / (4 * self.seq * self.head_dim);
-        let busy = TILES_A_MULTIPROCESSOR * multiprocessors / self.seq.div_ceil(128);
+        let shared = L2_BYTES / (8 * self.seq * self.head_dim);
+        let tiles =
+            if self.masked() { MASKED_TILES_A_MULTIPROCESSOR } else { TILES_A_MULTIPROCESSOR };
+        let busy = tiles * multiprocessors / self.seq.div_ceil(128);
         even(shared.max(busy).max(1), self.batch * self.kv_heads)
     }
 
@@ -169,13 +172,13 @@ impl AttentionDesc {
         let sums = self.batch * self.heads * self.seq.next_multiple_of(block) * self.head_dim;
         let past = plan.alloc(DType::U32, positions);
         let [lse2, delta] = [(); 2].map(|()| plan.alloc(DType::F32, rows));
-        let sums = plan.alloc(DType::F32, if self.adds_dq(arch) { sums } else { 0 });
+        let sums = plan.alloc(DType::F32, if arch == Arch::Hopper { sums } else { 0 });
         let blocks = self.batch * self.heads * self.seq.div_ceil(block);
         let turns = plan.alloc(DType::U32, if self.orders_dq(arch) { blocks } else { 0 });
         Workspace { bytes: plan.bytes(), past, lse2, delta, sums, turns }
     }
 
-    /// The kernels' text: on Hopper forward, dk and dv, dq, else all three in one; then rows.
+    /// The kernels' text: on Hopper forward and backward, else all in one; then rows.
     pub(super) fn sources(&self, arch: Arch) -> Vec<Source> {
         let common = [
             ("ELEMENT", element_macro(self.element)),
@@ -192,7 +195,14 @@ impl AttentionDesc {
             ];
             Source::new(label(what), arch.target(), &macros, &[&shared, parts].concat())
         };
-        let rows = [("LANES", self.delta_lanes()), ("Q_BLOCK", self.query_block())];
+        let orders_dq = self.orders_dq(arch);
+        let clears = match arch {
+            Arch::Hopper if orders_dq => CLEARS_TURNS,
+            Arch::Hopper => CLEARS_SUMS,
+            _ => 0,
+        };
+        let lanes = self.delta_lanes();
+        let rows = [("LANES", lanes), ("Q_BLOCK", self.query_block()), ("CLEARS", clears)];
         let rows = source("rows", &rows, &[include_str!("attention_rows.cu")]);
         if arch != Arch::Hopper {
             let products = match self.element {
@@ -208,18 +218,16 @@ impl AttentionDesc {
         let wgmma = attention_wgmma(self.element);
         let hopper = |text| [wgmma.as_str(), include_str!("attention_hopper.cu"), text];
         let forward = [("CONSUMERS", self.forward_groups())];
-        let (adds_dq, orders_dq) = (self.adds_dq(arch), self.orders_dq(arch));
+        let descending = orders_dq || self.heads > self.kv_heads;
         let backward = [
-            ("ADD_DQ", usize::from(adds_dq)),
             ("ORDERED", usize::from(orders_dq)),
             ("BM", self.query_block()),
             ("HELD", usize::from(self.head_dim == 64)),
-            ("DESCENDING", usize::from(orders_dq || adds_dq && self.heads > self.kv_heads)),
+            ("DESCENDING", usize::from(descending)),
         ];
         vec![
             source("forward", &forward, &hopper(include_str!("attention_forward.cu"))),
-            source("dk dv", &backward, &hopper(include_str!("attention_backward.cu"))),
-            source("dq", &[], &hopper(include_str!("attention_query.cu"))),
+            source("backward", &backward, &hopper(include_str!("attention_backward.cu"))),
             rows,
         ]
     }
@@ -239,6 +247,10 @@ impl AttentionDesc {
         Tiles { padded, moving, split, pitch: padded * size + 16 }
     }
 }
+
+/// What attention_rows.cu calls SUMS and TURNS.
+const CLEARS_SUMS: usize = 1;
+const CLEARS_TURNS: usize = 2;
 
 /// The size of equal groups of `all`, at most `wanted`: a small group at the end would leave
 /// multiprocessors idle.
@@ -284,21 +296,18 @@ impl AttentionDesc {
         2 * self.tile_bytes(64 * self.forward_groups()) + 4 * self.tile_bytes(128) + BARRIERS
     }
 
-    pub(super) fn query_shared(&self) -> usize {
-        7 * self.tile_bytes(128) + BARRIERS
-    }
-
-    pub(super) fn backward_shared(&self, adds_dq: bool) -> usize {
+    pub(super) fn backward_shared(&self) -> usize {
         let (block, keys) = (self.query_block(), self.tile_bytes(128));
-        let staged = if adds_dq { keys + 2 * 128 * block * 2 } else { 2 * keys };
-        2 * keys + 4 * self.tile_bytes(block) + staged + 2 * block * 8 + BARRIERS
+        let scores = 2 * 128 * block * 2;
+        3 * keys + 4 * self.tile_bytes(block) + scores + 2 * block * 8 + BARRIERS
     }
 }
 
-/// Barriers and the slots of tile numbers.
+/// Barriers, and what travels beside them.
 const BARRIERS: usize = 256;
 
-/// The wgmma functions of attention: both operands from shared memory, or the first from registers.
+/// The wgmma functions of attention: both operands from shared memory, or the first from registers;
+/// the sum goes on from `d` or, without ADD, from zero.
 fn attention_wgmma(element: DType) -> String {
     let kind = if element == DType::F16 { "f16" } else { "bf16" };
     [64, 96, 128].into_iter().map(|n| wgmma_of(n, kind)).collect()
@@ -317,6 +326,12 @@ fn wgmma_of(n: usize, kind: &str) -> String {
          asm volatile(\"{op} {{{registers}}}, \"\n\
          \"%{a}, %{b}, %{c}, 1, 1, %{d}, %{e};\\n\" : {outputs}\n\
          : \"l\"(a), \"l\"(b), \"n\"(ADD), \"n\"(TA), \"n\"(TB));\n}}\n\
+         template <int TA, int TB> __device__ __forceinline__ void\n\
+         wgmma_ss_if(float (&d)[{count}], u64 a, u64 b, bool add) {{\n\
+         asm volatile(\"{{.reg .pred p; setp.ne.b32 p, %{c}, 0;\\n\"\n\
+         \"{op} {{{registers}}}, \"\n\
+         \"%{a}, %{b}, p, 1, 1, %{d}, %{e};}}\\n\" : {outputs}\n\
+         : \"l\"(a), \"l\"(b), \"r\"((int)add), \"n\"(TA), \"n\"(TB));\n}}\n\
          template <int TB, int ADD> __device__ __forceinline__ void\n\
          wgmma_rs(float (&d)[{count}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {{\n\
          asm volatile(\"{op} {{{registers}}}, \"\n\

@@ -362,20 +362,6 @@ impl Arena {
             .doing(|| format!("copying {from:?} to {to:?}"))
     }
 
-    /// Zeroes `bytes` from the device address `start` on, which lie in this arena.
-    pub(crate) fn zero_at(
-        &self,
-        stream: &Stream,
-        start: u64,
-        bytes: usize,
-    ) -> Result<(), CudaError> {
-        let inside = self.base <= start && start + bytes as u64 <= self.base + self.bytes as u64;
-        assert!(inside, "{bytes} bytes at {start:#x} outside of an arena at {:#x}", self.base);
-        // SAFETY: the range was checked.
-        unsafe { cu::memset_d8_async(start, 0, bytes, stream.handle()) }
-            .doing(|| format!("zeroing {bytes} bytes"))
-    }
-
     /// Sets every byte of `buffer`, in the order of `stream`.
     pub fn fill_bytes(&self, stream: &Stream, buffer: Buffer, byte: u8) -> Result<(), CudaError> {
         // SAFETY: the range was checked.
