@@ -95,6 +95,7 @@ fn with(nodes: &str, training: &str) -> String {
 #[test]
 fn what_gpus_cannot_do_yet_is_refused_before_a_run() {
     let several = with("profile: nd-h200-v5", "\n    precision: fp16");
+    let several = several.replace("microBatchSize: 2", "microBatchSize: 1");
     let fp16 = "18:16: E0301 spec.training.precision: found `fp16` on GPUs";
     let gpus = "6:21: E0301 spec.nodes.profile: found 8 GPUs a node; allowed: a node with one GPU";
     for command in ["validate", "run"] {

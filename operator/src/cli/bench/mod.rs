@@ -320,7 +320,7 @@ impl Measured {
     fn text(&self) -> String {
         let (model, training) = (&self.job.model, &self.job.training);
         let compute = &training.compute;
-        let billions = |count: u64| format!("{:.3} B", count as f64 / 1e9);
+        let number = |count: u64| scaled(count as f64, &["", " k", " M", " B"]);
         let least = self.seconds.iter().copied().fold(f64::INFINITY, f64::min);
         let most = self.seconds.iter().copied().fold(0.0, f64::max);
         let share = self.ceiling().map(|ceiling| {
@@ -335,8 +335,8 @@ impl Measured {
                     "{}, {} layers: {} parameters, {} active",
                     self.preset,
                     model.num_hidden_layers,
-                    billions(model.numel()),
-                    billions(model.active_numel())
+                    number(model.numel()),
+                    number(model.active_numel())
                 ),
             ),
             (
@@ -381,7 +381,8 @@ impl Measured {
             ("speed", format!("{:.0} tokens/s", self.tokens_per_second())),
             (
                 "model rate",
-                format!("{:.2} TFLOP/s{}", self.model_flops() / 1e12, share.unwrap_or_default()),
+                scaled(self.model_flops() / 1e6, &[" MFLOP/s", " GFLOP/s", " TFLOP/s"])
+                    + &share.unwrap_or_default(),
             ),
             (
                 "memory",
@@ -429,6 +430,17 @@ impl Measured {
             "loss": self.loss,
         })
     }
+}
+
+/// In the largest of these units, which are a thousand apart, that leaves a number above 1.
+fn scaled(value: f64, units: &[&str]) -> String {
+    let mut value = value;
+    let mut unit = 0;
+    while value >= 1000.0 && unit + 1 < units.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    format!("{value:.2}{}", units[unit])
 }
 
 fn moments(dtype: MomentDtype) -> &'static str {

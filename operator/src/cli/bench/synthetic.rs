@@ -79,7 +79,7 @@ pub fn balance(state: &mut impl RankState) -> Result<(), String> {
              it has {experts}"
         ));
     }
-    // Between two choices lie about 2 of a logit: a normed row has about sqrt(D) at its class.
+    // A normed row has about sqrt(D) at its class: between two choices lie about 2 of a logit.
     let slope = 2.0 / (dim as f32).sqrt();
     for (index, param) in params.iter().enumerate() {
         let rows = param.numel() as usize / dim;
