@@ -168,7 +168,8 @@ fn what_is_told_of_the_routing_adds_up() {
                     assert_eq!(all, tokens * u64::from(top_k), "{name}");
                 }
             }
-            assert!(routing.expert_switches.is_some_and(|share| (0.0..=1.0).contains(&share)), "{name}: {routing:?}");
+            let switches = routing.expert_switches;
+            assert!(switches.is_some_and(|x| (0.0..=1.0).contains(&x)), "{name}: {routing:?}");
             let held_out = report.validation_loss.is_some();
             let churns = held_out && report.step > 4;
             assert_eq!(routing.churn.is_some(), churns, "{name}: step {}", report.step);
