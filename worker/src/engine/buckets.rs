@@ -1,7 +1,7 @@
 //! Parameters, gradients and moments in buckets, as a GPU computes with them.
 //!
 //! ```text
-//! backward -> added to the bucket's gradient, micro-batch by micro-batch; a step's first overwrites
+//! backward -> the bucket's gradient: a step's first micro-batch writes, others add
 //!          -> GradientNumbers a bucket -> StepNumbers -> DecideUpdate -> BucketAdamW a bucket
 //! ```
 //! Everything is decided on the device: the host enqueues the same ops in every step.
