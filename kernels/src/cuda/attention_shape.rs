@@ -126,7 +126,7 @@ impl AttentionDesc {
     /// Whether Hopper's backward adds dq up in a fixed order. That needs neither zeros before nor a
     /// pass to round after it, which outweighs the waiting, so that it is also the fastest, among
     /// documents (on an H200 by 1 to 8%) and for short sequences whose heads share keys (by 2%).
-    /// Elsewhere it loses up to 6%.
+    /// Elsewhere it loses some percent.
     pub(super) fn orders_dq(&self, arch: Arch) -> bool {
         let shares = self.kv_heads < self.heads && self.seq <= ORDERED_SEQ_MAX;
         arch == Arch::Hopper && (self.deterministic || self.masked() || shares)
