@@ -67,7 +67,7 @@ def block(x, p, cos, sin):
 
 def head(x, gain, table, targets):
     logits = F.linear(norm(x, gain), table).view(-1, VOCAB)
-    return F.cross_entropy(logits.float(), targets.view(-1))
+    return F.cross_entropy(logits.float(), targets.reshape(-1))
 
 
 def update(weight, master, m, v, gradient, scale, rate, correction):
