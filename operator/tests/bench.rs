@@ -68,7 +68,7 @@ fn what_cannot_be_measured_is_refused_by_name() {
         ("--preset tiny --precision bf16", "spec.training.precision: found `bf16` on processors"),
         ("--preset deepseek-v3 --layers 4", "which has latent attention"),
         ("--preset huge", "unknown variant `huge`"),
-        ("--preset gpt-moe-1.1t --layers 2 --routing balanced --micro-batch 99999", "65536"),
+        ("--preset tiny --accumulation 99999", "4096"),
     ] {
         let output = bench(arguments);
         let err = String::from_utf8(output.stderr).unwrap();

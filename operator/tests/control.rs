@@ -169,7 +169,8 @@ async fn a_member_proves_itself_to_the_next_leader_by_its_leaf() {
             other => panic!("{other:?}"),
         }
     };
-    gang.configure(1, &[0, 1], u64::MAX);
+    // Nobody reads what the first leader hears from here on: it is to be long about it.
+    gang.configure_with(1, &[0, 1], u64::MAX, |config| config.recovery.orphan_timeout_ms = 600_000);
     gang.until_step(2).await;
     let mut next = Streams::of(authority(), (JOB, 4), "another secret", 3_000);
     let spare = answer(&mut next, "w2", &addresses[2]).await;

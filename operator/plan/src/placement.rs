@@ -1,12 +1,13 @@
 //! Which gangs work: mesh x model -> sizes, with what each rank then needs; and why others do not.
 
+use crate::cost::Extent;
 use crate::job::Job;
 use crate::observed::Size;
 use crate::profile::Backend;
 use moejob_protocol::Mesh;
-use moejob_protocol::config::RecoveryConfig;
+use moejob_protocol::config::{Precision, RecoveryConfig};
 use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::{RankMemory, rank_memory};
+use moejob_protocol::memory::{Part, RankMemory, rank_memory};
 
 /// A number of nodes that the job cannot use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,13 +44,20 @@ pub fn gib(bytes: u64) -> String {
     if mib >= 1024.0 { format!("{:.1} GiB", mib / 1024.0) } else { format!("{mib:.1} MiB") }
 }
 
+/// Elements of the model by where they lie; counted once a job.
 struct Placer<'a> {
     job: &'a Job,
+    /// Held by every rank.
+    dense: u64,
+    /// Of all experts together.
+    experts: u64,
 }
 
 impl<'a> Placer<'a> {
     fn new(job: &'a Job) -> Placer<'a> {
-        Placer { job }
+        let extent = Extent::of(&job.model);
+        let (dense, experts) = (extent.other_elements, extent.expert_elements);
+        Placer { job, dense, experts }
     }
 
     /// How `nodes` nodes are laid out, or why they cannot be.
@@ -101,10 +109,53 @@ impl<'a> Placer<'a> {
         Ok(layout)
     }
 
+    /// Of several GPUs an estimate: jobs of thousands are laid out here, again and again.
     fn memory(&self, layout: &Layout, rank: u32) -> RankMemory {
         let job = self.job;
+        if job.profile.backend == Backend::Cuda && layout.mesh.world() > 1 {
+            return self.device_memory(layout, rank);
+        }
         let (model, training, every) = (&job.model, &job.training, job.checkpoint.every_steps);
         rank_memory(model, layout, rank, training, &recovery(job), every)
+    }
+
+    /// An estimate for a GPU: what must lie there by the design of the step, without workspaces.
+    /// Per token of a layer: the residual stream and its norms 4 D, queries and their output
+    /// 2 N H, keys and values 2 KV H; per routed row gate, up and their product 3 F and in and
+    /// out 2 D.
+    fn device_memory(&self, layout: &Layout, rank: u32) -> RankMemory {
+        let (job, model, mesh) = (self.job, &self.job.model, layout.mesh);
+        let wire = if job.training.precision == Precision::Fp32 { 4 } else { 2 };
+        let held = layout.experts(model, 0, rank).len() as u64;
+        let local = self.experts * held / u64::from(model.experts.count);
+        let owned = self.dense / u64::from(mesh.dp) + local / u64::from(mesh.edp());
+        let training = &job.training;
+        let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
+        let layers = u64::from(model.num_hidden_layers);
+        let dim = u64::from(model.hidden_size);
+        let attention = 2 * u64::from(model.q_size()) + 2 * u64::from(model.kv_size());
+        let row = 3 * u64::from(model.experts.intermediate_size) + 2 * dim;
+        let row_bytes = layers * row * wire;
+        let top_k = u64::from(model.experts.per_token);
+        let routed = tokens * top_k * u64::from(mesh.ep) * held / u64::from(model.experts.count);
+        let worst = tokens * u64::from(mesh.ep) * top_k.min(held);
+        let parts = vec![
+            Part { name: "weights", bytes: (self.dense + local) * wire },
+            Part { name: "gradients", bytes: (self.dense + local) * 4 },
+            Part { name: "masters and moments", bytes: owned * 12 },
+            Part { name: "activations", bytes: tokens * layers * (4 * dim + attention) * wire },
+            Part { name: "logits", bytes: tokens * u64::from(model.vocab_size) * (4 + wire) },
+            Part { name: "routed rows", bytes: routed * row_bytes },
+        ];
+        let balanced: u64 = parts.iter().map(|part| part.bytes).sum();
+        let most = worst.saturating_sub(routed);
+        let extra = ((routed as f64 * (model.experts.routed_headroom - 1.0)) as u64).min(most);
+        RankMemory {
+            parts,
+            balanced,
+            committed: balanced + extra * row_bytes,
+            worst: balanced + most * row_bytes,
+        }
     }
 }
 
