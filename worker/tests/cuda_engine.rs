@@ -9,12 +9,13 @@ use moe_worker::engine::links::Links;
 use moe_worker::engine::model::Model;
 use moe_worker::engine::step::{Engine, StepSummary};
 use moe_worker::state::snapshot::initialize;
-use moejob_kernels::Device;
+use moejob_kernels::{DType, Device, HeadDesc, HeadPlan};
 use moejob_protocol::config::{Backend, GradientDtype, MomentDtype, Precision, TrainingConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{Shape, Types};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{ModelConfig, QkNorm, Scoring};
+use moejob_protocol::workspace::head_bytes;
 
 /// Tokens that follow from each other, so that there is something to learn.
 struct Made {
@@ -223,5 +224,20 @@ fn what_is_not_finite_changes_nothing() {
         let expected = &steps(on, &model, &training)[..3];
         let whole = [found[0].clone(), found[2].clone(), found[3].clone()];
         assert_eq!(&whole, expected, "{on:?}: a skipped step left something behind");
+    }
+}
+
+/// The plan reserves for a head what the kernels lay out.
+#[test]
+fn a_planned_head_is_as_large_as_its_scratch() {
+    let cpu = Device::cpu(1, 0).expect("a thread");
+    for (tokens, vocab) in [(100, 50257), (256, 256), (16384, 50304), (4096, 151_936), (3, 7)] {
+        for (element, on_gpu) in [(DType::F32, false), (DType::F64, false), (DType::Bf16, true)] {
+            let desc = HeadDesc { element, tokens, dim: 64, vocab };
+            let plan = if on_gpu { HeadPlan::cuda(&desc) } else { cpu.head_plan(&desc) };
+            let bytes = element.size() as u64;
+            let planned = head_bytes(tokens as u64, vocab as u64, bytes, on_gpu);
+            assert_eq!(planned, plan.scratch_bytes as u64, "{desc:?}");
+        }
     }
 }

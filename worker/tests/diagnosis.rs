@@ -3,7 +3,6 @@
 mod common;
 
 use moe_worker::engine::forward::Pass;
-use moe_worker::engine::grads::weight_of;
 use moe_worker::engine::links::Links;
 use moe_worker::engine::model::Model;
 use moe_worker::engine::round::{Aim, Round};
@@ -20,7 +19,7 @@ fn broken(name: &str, element: usize) -> (Model, Round) {
     let mut model = Model::new(&config, &layout, 0, &common::training(), 1).expect("an arena");
     initialize(&mut model, 1);
     if let Some(index) = model.params.iter().position(|param| param.name == name) {
-        let weight = weight_of(&model, index).expect("one rank holds everything");
+        let weight = model.weight(index).expect("one rank holds everything");
         model.device.write(weight.slice(element, 1), &[f32::INFINITY]);
     }
     let ids: Vec<u32> = (0..TOKENS as u32).map(|at| at * 7 % 256).collect();

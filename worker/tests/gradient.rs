@@ -3,7 +3,7 @@
 mod common;
 
 use moe_worker::engine::gate::Noise;
-use moe_worker::engine::grads::{TreeSums, weight_of};
+use moe_worker::engine::grads::TreeSums;
 use moe_worker::engine::model::Model;
 use moe_worker::engine::forward::Pass;
 use moe_worker::engine::links::Links;
@@ -95,7 +95,7 @@ impl Bench {
     }
 
     fn change(&mut self, index: usize, element: usize, by: f64) {
-        let weight = weight_of(&self.model, index).expect("one rank holds everything");
+        let weight = self.model.weight(index).expect("one rank holds everything");
         let at = weight.slice(element, 1);
         let mut value = [0.0];
         self.model.device.read(at, &mut value);

@@ -5,7 +5,7 @@
 mod common;
 
 use moe_worker::engine::forward::Pass;
-use moe_worker::engine::grads::{TreeSums, weight_of};
+use moe_worker::engine::grads::TreeSums;
 use moe_worker::engine::handles::slice;
 use moe_worker::engine::model::Model;
 use moe_worker::engine::links::Links;
@@ -113,7 +113,7 @@ impl Bench<'_> {
         let mut bench = Bench { model, gradients, reference, precision, training };
         for index in 0..bench.model.params.len() {
             let name = format!("initial/{}", bench.model.params[index].name);
-            let weight = weight_of(&bench.model, index).expect("one rank holds everything");
+            let weight = bench.model.weight(index).expect("one rank holds everything");
             bench.write(weight, reference.get(&name));
         }
         let initial = reference.tensors.keys().filter(|name| name.starts_with("initial/")).count();
@@ -147,7 +147,7 @@ impl Bench<'_> {
         let names = &self.model.params;
         let of = |name: &str| names.iter().position(|param| param.name == name);
         let table = of("lm_head.weight").or(of("model.embed_tokens.weight"));
-        let table = weight_of(&self.model, table.expect("a head")).expect("one rank holds all");
+        let table = self.model.weight(table.expect("a head")).expect("one rank holds all");
         let (table, dim) = (self.read(table), x.len() / tokens);
         let row = |x: &[f64]| {
             let dot = |w: &[f64]| x.iter().zip(w).map(|(x, w)| x * w).sum::<f64>();
@@ -222,7 +222,7 @@ impl Bench<'_> {
     /// The weights in f64; in f32 the norm of the change that the steps made.
     fn check_weights(&self) {
         for (index, param) in self.trained() {
-            let weight = weight_of(&self.model, index).expect("one rank holds everything");
+            let weight = self.model.weight(index).expect("one rank holds everything");
             let (found, name) = (self.read(weight), &param.name);
             if self.precision == Precision::Fp64 {
                 self.check(&format!("after/{name}"), &found, 1e-9);

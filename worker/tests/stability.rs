@@ -4,7 +4,6 @@ mod common;
 
 use common::{Job, bits, trainers};
 use moe_worker::checkpoint::{Disk, Growth, grow, grown, verify};
-use moe_worker::engine::grads::weight_of;
 use moe_worker::engine::model::Model;
 use moe_worker::state::snapshot::initialize;
 use moejob_protocol::CheckpointManifest;
@@ -67,7 +66,7 @@ fn a_warm_up_moves_everything_but_the_experts() {
     let warm = verify(&Disk::real(), &at(WARMUP)).expect("a checkpoint");
     for (index, param) in first.params.iter().enumerate() {
         let expert = param.name.contains(".experts.");
-        let weight = weight_of(&first, index).expect("one rank holds everything");
+        let weight = first.weight(index).expect("one rank holds everything");
         let initial: Vec<f32> = first.device.read_vec(weight);
         let initial: Vec<f64> = initial.into_iter().map(f64::from).collect();
         let found = values(&at(WARMUP), &warm, &param.name, Part::Master);

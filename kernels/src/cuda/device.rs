@@ -46,11 +46,8 @@ impl CudaDevice {
     pub fn new(ordinal: usize, arena_bytes: usize) -> Result<CudaDevice, CudaError> {
         let gpu = Gpu::open(ordinal)?;
         let compiler = Compiler::new(&gpu, default_cache_dir())?;
-        let (stream, arena) = (gpu.stream()?, Arena::new(&gpu, arena_bytes)?);
-        let mut all = ArenaPlan::new();
-        arena.fill_bytes(&stream, all.alloc(crate::DType::U8, arena_bytes), 0)?;
-        stream.synchronize()?;
-        Ok(CudaDevice {
+        let (stream, arena) = (gpu.stream()?, Arena::new(&gpu, 0)?);
+        let mut device = CudaDevice {
             compiler,
             stream,
             arena,
@@ -64,7 +61,9 @@ impl CudaDevice {
             transfer: OnceLock::new(),
             traffic: TrafficCounts::default(),
             marks: None,
-        })
+        };
+        device.reserve(arena_bytes)?;
+        Ok(device)
     }
 
     /// An arena of `arena_bytes` in place of the one that is there, all bits zero.
@@ -97,7 +96,7 @@ impl CudaDevice {
     /// Waits for everything enqueued; the first failure since the device was made.
     pub fn finish(&self) -> Result<(), &LayerError> {
         self.attempt(|| Ok(self.stream.synchronize()?));
-        self.failure.get().map_or(Ok(()), Err)
+        self.check()
     }
 
     /// An event behind all that was enqueued.

@@ -420,12 +420,8 @@ impl<E: Element> PinnedBuffer<E> {
         buffer: Buffer,
     ) -> Result<(), CudaError> {
         assert_eq!((buffer.dtype(), buffer.len()), (E::DTYPE, self.len), "{buffer:?}");
-        let from = arena.address(buffer);
-        let into = self.as_mut_slice();
-        // SAFETY: both ranges are valid, and the stream is waited for before the borrow ends.
-        unsafe { cu::memcpy_dtoh_async(into, from, stream.handle()) }
-            .doing(|| format!("copying from {buffer:?}"))?;
-        stream.synchronize()
+        // SAFETY: a buffer of the arena, as long as this.
+        unsafe { self.read_at(stream, arena.address(buffer), self.len) }
     }
 
     /// Copies the first `len` elements from the device address `from`, and waits.

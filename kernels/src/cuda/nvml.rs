@@ -31,7 +31,7 @@ const NAME: &str = "libnvidia-ml.so.1";
 /// The loaded library, initialised.
 #[derive(Debug)]
 pub struct Nvml {
-    library: Library,
+    loaded: Library,
 }
 
 /// Why nothing can be told.
@@ -127,11 +127,11 @@ impl Nvml {
     pub fn load() -> Result<Arc<Nvml>, NvmlError> {
         let name = std::env::var("MOEJOB_NVML").unwrap_or_else(|_| NAME.to_owned());
         // SAFETY: the driver's library has no constructors with preconditions.
-        let library = match unsafe { Library::new(&name) } {
-            Ok(library) => library,
+        let loaded = match unsafe { Library::new(&name) } {
+            Ok(loaded) => loaded,
             Err(source) => return Err(NvmlError::Missing { name, source }),
         };
-        let nvml = Nvml { library };
+        let nvml = Nvml { loaded };
         call!(nvml, "nvmlInit_v2", (),)?;
         Ok(Arc::new(nvml))
     }
@@ -154,7 +154,7 @@ impl Nvml {
 
     fn function<F: Copy>(&self, function: &'static str) -> Result<F, NvmlError> {
         // SAFETY: `F` is the function's type in nvml.h, by the macro above.
-        let found = unsafe { self.library.get::<F>(function.as_bytes()) };
+        let found = unsafe { self.loaded.get::<F>(function.as_bytes()) };
         found.map(|symbol| *symbol).map_err(|source| NvmlError::Function { function, source })
     }
 }

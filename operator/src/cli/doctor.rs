@@ -1,6 +1,7 @@
 //! `moejob doctor`: what this machine has, what it lacks, and how to get it.
 
 use clap::Args;
+use moe_worker::attempt::pace::kernel_bytes;
 use moe_worker::life::affinity::{self, Gpu, NumaNode};
 use moejob_kernels::{Isa, cuda};
 use serde_json::json;
@@ -69,12 +70,8 @@ fn processor() -> Line {
 }
 
 fn memory() -> Line {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let field = |name: &str| {
-        let line = text.lines().find(|line| line.starts_with(name))?;
-        line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib >> 10)
-    };
-    let found = match (field("MemAvailable:"), field("MemTotal:")) {
+    let mib = |field| Some(kernel_bytes("/proc/meminfo", field)? >> 20);
+    let found = match (mib("MemAvailable:"), mib("MemTotal:")) {
         (Some(free), Some(total)) => Some(format!("{free} of {total} MiB available")),
         _ => None,
     };

@@ -2,7 +2,7 @@
 
 pub mod api;
 pub mod gauge;
-mod pace;
+pub mod pace;
 pub mod trainer;
 mod steps;
 mod resume;

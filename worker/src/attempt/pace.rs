@@ -45,12 +45,17 @@ impl Pace {
 
 /// Bytes of memory that this process may use: the machine's, or less by its control group.
 pub fn machine_memory() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:"));
-    let kib: Option<u64> = total.and_then(|rest| rest.split_whitespace().next()?.parse().ok());
-    let machine = kib.map_or(0, |kib| kib << 10);
+    let machine = kernel_bytes("/proc/meminfo", "MemTotal:").unwrap_or(0);
     let limit = std::fs::read_to_string("/sys/fs/cgroup/memory.max").unwrap_or_default();
     limit.trim().parse().map_or(machine, |limit: u64| limit.min(machine))
+}
+
+/// What stands behind `field` in a file of the kernel's that counts in kB, such as /proc/meminfo.
+pub fn kernel_bytes(file: &str, field: &str) -> Option<u64> {
+    let text = std::fs::read_to_string(file).ok()?;
+    let rest = text.lines().find_map(|line| line.strip_prefix(field))?;
+    let kib: u64 = rest.split_whitespace().next()?.parse().ok()?;
+    Some(kib << 10)
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The steps of one attempt, and what is due between them.
 
-use crate::attempt::pace::Pace;
 use crate::attempt::gauge::Gauge;
+use crate::attempt::pace::Pace;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::records::{event, now};
 use crate::attempt::saves::{Ends, News, Patience, Saves};

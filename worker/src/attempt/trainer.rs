@@ -7,8 +7,8 @@
 //! ```
 //! Whatever takes effect on all ranks was agreed on in a step's end, so all take it alike.
 
-use crate::attempt::pace::{Pace, machine_memory};
 use crate::attempt::gauge::Gauge;
+use crate::attempt::pace::{Pace, machine_memory};
 use crate::attempt::steps::{Clock, Run};
 use crate::checkpoint::fence::FenceError;
 use crate::checkpoint::writer::{Before, Flush};

@@ -55,7 +55,7 @@ impl Places {
         part: impl Fn(&Memory<Buffer>) -> Buffer,
         index: usize,
     ) -> Option<Buffer> {
-        let (bucket, start, len) = self.spans[index]?;
+        let (bucket, start, len) = self.place(index)?;
         Some(part(&memory[bucket]).slice(start, len))
     }
 

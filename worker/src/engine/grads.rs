@@ -359,8 +359,3 @@ fn add_up(
     additions.extend(pairs.into_iter().map(|(into, from)| (pieces[into].1, pieces[from].1)));
     pieces[at].1
 }
-
-/// See [`Model::weight`].
-pub fn weight_of(model: &Model, index: usize) -> Option<Buffer> {
-    model.weight(index)
-}

@@ -7,11 +7,14 @@
 //! ```
 //! A stage holds 16 Mi elements; what is longer passes in pieces.
 
+use crate::engine::buckets::master;
 use crate::engine::handles::slice;
 use crate::engine::model::Model;
 use crate::failure::chain;
 use crate::state::rank::{DeviceFailed, Normal, RankState, StateTable};
-use moejob_kernels::{Buffer, Cast, DType, Fill, InitNormal, JoinMaster, SplitMaster};
+use moejob_kernels::{
+    Buffer, Cast, DType, Fill, InitNormal, JoinMaster, Master, SplitMaster,
+};
 use moejob_protocol::checkpoint::Part;
 use std::ops::Range;
 
@@ -79,10 +82,10 @@ impl Model {
         let moment = match part {
             Part::Master => {
                 let weight = at(bucket.weight);
-                return Some(match bucket.master.map(at) {
-                    None => Kept::Whole(weight),
-                    Some(low) if low.dtype() == DType::I16 => Kept::Halves { weight, low },
-                    Some(master) => Kept::Separate { weight, master },
+                return Some(match master(bucket) {
+                    Master::Weight => Kept::Whole(weight),
+                    Master::LowBits(low) => Kept::Halves { weight, low: at(low) },
+                    Master::Separate(master) => Kept::Separate { weight, master: at(master) },
                 });
             }
             Part::Moment1 => at(bucket.moment1),

@@ -10,6 +10,7 @@ mod synthetic;
 use super::complain;
 use clap::{Args, ValueEnum};
 use moe_worker::attempt::gauge::Gauge;
+use moe_worker::attempt::pace::kernel_bytes;
 use moe_worker::engine::step::{Engine, StepSummary};
 use moe_worker::gang::comm::Comm;
 use moe_worker::state::rank::{DeviceFailed, RankState};
@@ -233,7 +234,8 @@ fn measure(args: &BenchArgs) -> Result<Measured, Refused> {
     let told = gauge.as_mut().map(|gauge| gauge.report(device, 0.0));
     let (used, watts) = match &told {
         Some(told) => (told.memory_bytes, told.watts),
-        None => (peak_resident(), None),
+        // The most that this process had in memory.
+        None => (kernel_bytes("/proc/self/status", "VmHWM:"), None),
     };
     Ok(Measured {
         device: match told {
@@ -251,14 +253,6 @@ fn measure(args: &BenchArgs) -> Result<Measured, Refused> {
         seconds,
         job,
     })
-}
-
-/// The most that this process had in memory, bytes.
-fn peak_resident() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
-    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
-    Some(kib << 10)
 }
 
 /// What a bench tells.
