@@ -128,6 +128,22 @@ impl Device {
         }
     }
 
+    /// The GPU inside, for what passes between GPUs.
+    pub fn as_cuda(&self) -> Option<&CudaDevice> {
+        match self {
+            Device::Cpu(_) => None,
+            Device::Cuda(cuda) => Some(cuda),
+        }
+    }
+
+    /// See [`Device::as_cuda`].
+    pub fn as_cuda_mut(&mut self) -> Option<&mut CudaDevice> {
+        match self {
+            Device::Cpu(_) => None,
+            Device::Cuda(cuda) => Some(cuda),
+        }
+    }
+
     /// What the host has done with this device's memory so far.
     pub fn traffic(&self) -> Traffic {
         self.counts().now()

@@ -44,6 +44,7 @@ mod tally;
 mod convert;
 pub mod numbers;
 mod moe;
+mod moe_here;
 
 mod cpu;
 pub mod cuda;
@@ -69,9 +70,10 @@ pub use gate_input::{
 };
 pub use head::{HeadDesc, HeadGradient, HeadLoss, HeadPlan, head_numbers};
 pub use loss::{CrossEntropy, IGNORE, SumF64};
-pub use marks::Span;
+pub use marks::{Span, StepPhase};
 pub use matmul::{AddBias, BiasBackward, Layout, Matmul};
-pub use moe::{MoeBackward, MoeForward, MoePlan};
+pub use moe::{MoeBackward, MoeForward, MoeHidden, MoePlan};
+pub use moe_here::{MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward};
 pub use norm::{AddRmsNorm, RmsNorm, RmsNormBackward};
 pub use norm_rope::{NormRope, NormRopeBackward};
 pub use optimizer::{AdamW, BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};

@@ -1,20 +1,47 @@
-//! Where the time of a step goes: marks between ops, on the device's own clock.
+//! Where the time of a step goes, on the device's own clock.
 //!
-//! A mark says what was enqueued since the last one. While nobody asks for them they cost nothing;
-//! while somebody does, a GPU records an event at each, which takes it about a microsecond.
+//! ```text
+//! phases   between the parts of a step, always: how long each part took
+//! marks    between ops, while somebody asks: what was enqueued since the last one, and when
+//! ```
+//! A GPU records an event at each, which takes it about a microsecond: a dozen a step for phases,
+//! some hundreds for marks.
 
 use crate::cuda::{CudaError, Event};
 use crate::device::Device;
 use std::time::Instant;
 
-/// What lies between two marks.
+/// A part of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StepPhase {
+    /// Waiting for batches, and their way to the device.
+    Data,
+    Forward,
+    /// With the head, whose loss and gradients are one op.
+    Backward,
+    Communication,
+    /// Of gradients: squared norm, what is not finite.
+    Numbers,
+    Update,
+    /// What is none of these.
+    Other,
+}
+
+impl StepPhase {
+    pub const COUNT: usize = StepPhase::Other as usize + 1;
+}
+
+/// What lies between two marks. Times are in milliseconds since marks were asked for.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Span {
     pub name: &'static str,
     pub layer: Option<u32>,
-    /// Since marks were asked for, in milliseconds.
+    /// When the device began it, and how long it took.
     pub start: f64,
     pub milliseconds: f64,
+    /// The same of the host, which enqueued it.
+    pub host_start: f64,
+    pub host_milliseconds: f64,
 }
 
 #[derive(Debug)]
@@ -23,18 +50,33 @@ enum At {
     Gpu(Event),
 }
 
+#[derive(Debug)]
+struct Mark {
+    name: &'static str,
+    layer: Option<u32>,
+    host: Instant,
+    at: At,
+}
+
 /// Marks in order; the first begins the first span.
 #[derive(Debug, Default)]
-pub(crate) struct Marks(Vec<(&'static str, Option<u32>, At)>);
+pub(crate) struct Marks(Vec<Mark>);
 
 impl Marks {
     fn spans(self) -> Result<Vec<Span>, CudaError> {
-        let Some((_, _, first)) = self.0.first() else { return Ok(Vec::new()) };
+        let Some(first) = self.0.first() else { return Ok(Vec::new()) };
+        let host = |of: &Mark, since: &Mark| (of.host - since.host).as_secs_f64() * 1e3;
         let mut spans = Vec::new();
         for pair in self.0.windows(2) {
-            let [(_, _, before), (name, layer, after)] = pair else { continue };
-            let (start, milliseconds) = (between(first, before)?, between(before, after)?);
-            spans.push(Span { name, layer: *layer, start, milliseconds });
+            let [before, after] = pair else { continue };
+            spans.push(Span {
+                name: after.name,
+                layer: after.layer,
+                start: between(&first.at, &before.at)?,
+                milliseconds: between(&before.at, &after.at)?,
+                host_start: host(before, first),
+                host_milliseconds: host(after, before),
+            });
         }
         Ok(spans)
     }
@@ -48,9 +90,21 @@ fn between(before: &At, after: &At) -> Result<f64, CudaError> {
     }
 }
 
+/// Ends of phases in order; the first begins the first phase.
+#[derive(Debug, Default)]
+pub(crate) struct Phases {
+    ends: Vec<(StepPhase, At)>,
+    /// Events that can be recorded again.
+    spare: Vec<Event>,
+}
+
 impl Device {
-    /// From now on marks are kept, until [`Device::spans`].
+    /// From now on marks are kept, until [`Device::spans`]. Waits, so that the host's clock and the
+    /// device's begin together.
     pub fn keep_marks(&mut self) {
+        if let Device::Cuda(cuda) = &*self {
+            cuda.wait();
+        }
         *self.marks() = Some(Marks::default());
         self.mark("start", None);
     }
@@ -65,7 +119,8 @@ impl Device {
             Device::Cuda(cuda) => cuda.event().map(At::Gpu),
         };
         if let (Some(marks), Some(at)) = (self.marks(), at) {
-            marks.0.push((name, layer.map(|layer| layer as u32), at));
+            let layer = layer.map(|layer| layer as u32);
+            marks.0.push(Mark { name, layer, host: Instant::now(), at });
         }
     }
 
@@ -81,10 +136,49 @@ impl Device {
         marks.map_or(Ok(Vec::new()), Marks::spans)
     }
 
+    /// What was enqueued since the last call belongs to `phase`; of the first one nothing does.
+    pub fn phase(&mut self, phase: StepPhase) {
+        let at = match self {
+            Device::Cpu(_) => Some(At::Host(Instant::now())),
+            Device::Cuda(cuda) => {
+                let spare = cuda.phases.spare.pop();
+                cuda.event_again(spare).map(At::Gpu)
+            }
+        };
+        if let Some(at) = at {
+            self.phases().ends.push((phase, at));
+        }
+    }
+
+    /// Seconds of each phase since the last call, by its number. Everything that was enqueued is
+    /// over; after a failure they are zero.
+    pub fn take_phases(&mut self) -> [f64; StepPhase::COUNT] {
+        let phases = self.phases();
+        let mut seconds = [0.0; StepPhase::COUNT];
+        for pair in phases.ends.windows(2) {
+            let [(_, before), (phase, after)] = pair else { continue };
+            seconds[*phase as usize] += between(before, after).unwrap_or(0.0) / 1e3;
+        }
+        let ends = std::mem::take(&mut phases.ends);
+        let events = ends.into_iter().filter_map(|(_, at)| match at {
+            At::Gpu(event) => Some(event),
+            At::Host(_) => None,
+        });
+        phases.spare.extend(events);
+        seconds
+    }
+
     fn marks(&mut self) -> &mut Option<Marks> {
         match self {
             Device::Cpu(cpu) => &mut cpu.marks,
             Device::Cuda(cuda) => &mut cuda.marks,
+        }
+    }
+
+    fn phases(&mut self) -> &mut Phases {
+        match self {
+            Device::Cpu(cpu) => &mut cpu.phases,
+            Device::Cuda(cuda) => &mut cuda.phases,
         }
     }
 }
@@ -92,6 +186,8 @@ impl Device {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::thread::sleep;
+    use std::time::Duration;
 
     #[test]
     fn spans_follow_each_other() {
@@ -100,13 +196,29 @@ mod tests {
         assert_eq!(device.spans().expect("a CPU"), []);
         device.keep_marks();
         device.mark("first", Some(3));
-        std::thread::sleep(std::time::Duration::from_millis(2));
+        sleep(Duration::from_millis(2));
         device.mark("second", None);
         let spans = device.spans().expect("a CPU");
         let [first, second] = &spans[..] else { panic!("{spans:?}") };
         assert_eq!((first.name, first.layer, second.name), ("first", Some(3), "second"));
         assert!(second.milliseconds >= 2.0 && second.start >= first.milliseconds, "{spans:?}");
+        assert!(second.host_milliseconds >= 2.0, "{spans:?}");
         device.mark("nobody asks any more", None);
         assert_eq!(device.spans().expect("a CPU"), []);
+    }
+
+    #[test]
+    fn phases_add_up() {
+        let mut device = Device::cpu(1, 0).expect("a thread");
+        device.phase(StepPhase::Other);
+        for phase in [StepPhase::Forward, StepPhase::Backward, StepPhase::Forward] {
+            sleep(Duration::from_millis(2));
+            device.phase(phase);
+        }
+        let seconds = device.take_phases();
+        let of = |phase| seconds[phase as usize];
+        assert!(of(StepPhase::Forward) >= 0.004 && of(StepPhase::Backward) >= 0.002, "{seconds:?}");
+        assert_eq!(of(StepPhase::Forward) + of(StepPhase::Backward), seconds.iter().sum::<f64>());
+        assert_eq!(device.take_phases(), [0.0; StepPhase::COUNT]);
     }
 }

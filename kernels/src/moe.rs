@@ -20,8 +20,18 @@ pub struct MoeForward {
     pub out: Buffer,
 }
 
+/// H of a forward once more, from x and the routing that it left: the same bits. So layers may
+/// share the memory of H, each computing its own again before its backward.
+#[derive(Clone, Copy, Debug)]
+pub struct MoeHidden {
+    pub desc: MoeDesc,
+    pub tensors: MoeTensors,
+}
+
 /// The gradient of <dout, out> + aux_coef * auxiliary loss + z_coef * z loss by x and the weights,
-/// the choice and the loads held constant. `tensors` are those of the forward; H is overwritten.
+/// the choice and the loads held constant. With a loss scale it is the gradient of that many times
+/// the two losses, beside a `dout` that was multiplied already. `tensors` are those of the forward;
+/// H is overwritten.
 #[derive(Clone, Copy, Debug)]
 pub struct MoeBackward {
     pub desc: MoeDesc,
@@ -59,6 +69,13 @@ impl Device {
         match self {
             Device::Cpu(_) => crate::cpu::moe::forward(self, op),
             Device::Cuda(cuda) => cuda.moe_forward(op),
+        }
+    }
+
+    pub fn moe_hidden(&mut self, op: &MoeHidden) {
+        match self {
+            Device::Cpu(_) => crate::cpu::moe::hidden(self, op),
+            Device::Cuda(cuda) => cuda.moe_hidden(op),
         }
     }
 

@@ -250,6 +250,14 @@ impl Default for LossScaling {
     }
 }
 
+impl LossScaling {
+    /// Whether a scale that moves so can be `scale`.
+    pub fn allows(&self, scale: f64) -> bool {
+        let within = self.scale_min <= scale && scale <= self.scale_max;
+        within && scale.log2().fract() == 0.0
+    }
+}
+
 impl LossScale {
     /// 2^16, PyTorch's first.
     pub const FIRST: LossScale = LossScale { scale: 65536.0, good_steps: 0 };

@@ -9,7 +9,10 @@ use half::{bf16, f16};
 use moejob_kernels::cuda::{
     Gradients, MoeActivation, MoeDesc, MoeNumbers, MoeTensors, Output, Stacked, Weights,
 };
-use moejob_kernels::{ArenaPlan, Buffer, DType, Device, MoeBackward, MoeForward, RouteGroups};
+use moejob_kernels::{
+    ArenaPlan, Buffer, DType, Device, MoeBackward, MoeForward, MoeHidden, Route, RouteGroups,
+    Scoring,
+};
 
 /// Memory of the device under test; shapes here are small.
 const ARENA_BYTES: usize = 64 << 20;
@@ -48,6 +51,17 @@ where
 
 /// Forward and backward of `desc` on `device`, its outputs against float64.
 fn check(name: &str, device: &mut Device, desc: MoeDesc, accumulate: bool) {
+    check_scaled(name, device, desc, accumulate, None);
+}
+
+/// The same with the loss multiplied by `scale`.
+fn check_scaled(
+    name: &str,
+    device: &mut Device,
+    desc: MoeDesc,
+    accumulate: bool,
+    scale: Option<f32>,
+) {
     let MoeDesc { tokens, dim, hidden, experts, element, .. } = desc;
     let inputs = Inputs::new(&desc, &|e| e as f64 * -0.2);
     let mut plan = ArenaPlan::new();
@@ -61,6 +75,7 @@ fn check(name: &str, device: &mut Device, desc: MoeDesc, accumulate: bool) {
     let (dw_up, dw_down) = (elements(up.len()), elements(down.len()));
     let dw_router = plan.alloc(desc.router_element(), experts * dim);
     let (losses, loads) = (plan.alloc(DType::F64, 2), plan.alloc(DType::F64, experts));
+    let loss_scale = scale.map(|_| plan.alloc(DType::F32, 1));
     assert!(plan.bytes() <= ARENA_BYTES, "{name} needs {} bytes", plan.bytes());
     let dense = |buffer| Stacked::dense(buffer, experts);
     let weights = Weights { router, bias: None, up: dense(up), down: dense(down) };
@@ -70,6 +85,7 @@ fn check(name: &str, device: &mut Device, desc: MoeDesc, accumulate: bool) {
         down: dense(dw_down),
         accumulate,
     };
+    let factor = f64::from(scale.unwrap_or(1.0));
     // Everything that is not an input starts as NaN and as an index out of any bounds.
     let poison = vec![0xff_u8; plan.bytes()];
     let mut all = ArenaPlan::new();
@@ -79,7 +95,7 @@ fn check(name: &str, device: &mut Device, desc: MoeDesc, accumulate: bool) {
         (router, doubles(&inputs.w_router)),
         (up, doubles(&inputs.w_up)),
         (down, doubles(&inputs.w_down)),
-        (dout, doubles(&inputs.dout)),
+        (dout, doubles(&inputs.dout).iter().map(|x| x * factor).collect()),
     ] {
         write(device, buffer, &values);
     }
@@ -90,9 +106,18 @@ fn check(name: &str, device: &mut Device, desc: MoeDesc, accumulate: bool) {
     let numbers = Some(MoeNumbers { losses, loads });
     device.write(losses, &[1.0, 2.0]);
     device.write(loads, &vec![3.0; experts]);
+    if let (Some(at), Some(scale)) = (loss_scale, scale) {
+        device.write(at, &[scale]);
+    }
     let (residual, saved) = (None, planned.saved);
-    let tensors = MoeTensors { x, residual, weights, saved, workspace, numbers };
+    let tensors = MoeTensors { x, residual, weights, saved, workspace, numbers, loss_scale };
     device.moe_forward(&MoeForward { desc, tensors, out });
+    let hidden = [saved.h, saved.a].map(|rows| rows.reinterpret(DType::U8));
+    let first = hidden.map(|rows| device.read_vec::<u8>(rows));
+    hidden.iter().for_each(|rows| device.write(*rows, &vec![0xff_u8; rows.len()]));
+    device.moe_hidden(&MoeHidden { desc, tensors });
+    let again = hidden.map(|rows| device.read_vec::<u8>(rows));
+    assert!(again == first, "{name} in {element:?}: hidden rows differ when computed again");
     device.moe_backward(&MoeBackward { desc, tensors, dout, dx, gradients });
     device.finish().expect("the layer ran");
     let ids: Vec<u32> = device.read_vec(planned.saved.ids);
@@ -121,6 +146,9 @@ fn check(name: &str, device: &mut Device, desc: MoeDesc, accumulate: bool) {
         if what.starts_with("dw") {
             found.iter_mut().for_each(|x| *x -= one);
         }
+        if what.starts_with('d') {
+            found.iter_mut().for_each(|x| *x /= factor);
+        }
         // Beside one, 16 bits keep little of a gradient.
         let limit = if accumulate && what.starts_with("dw") { 20.0 * limit } else { limit };
         let found = error(&found, expected);
@@ -142,6 +170,7 @@ fn check_all(device: &mut Device, element: DType) {
     check("gelu of two matrices", device, gelu, false);
     let losses = MoeDesc { aux_coef: 2.0, z_coef: 1.0, scale: 1.5, norm_topk: false, ..base };
     check("losses", device, losses, false);
+    check_scaled("losses, scaled", device, losses, false, Some(256.0));
     for (tokens, segments) in [(97, 97), (96, 3), (98, 2)] {
         let sequences = MoeDesc { tokens, segments, ..losses };
         check("losses by segment", device, sequences, false);
@@ -167,6 +196,102 @@ fn on_a_gpu() {
             Err(error) => return eprintln!("skipped: on_a_gpu: no CUDA device: {error}"),
         }
     }
+}
+
+/// The ids that a processor chooses by these logits.
+fn chosen_by_a_processor(desc: &MoeDesc, logits: &[f32], bias: Option<&[f32]>) -> Vec<u32> {
+    let MoeDesc { tokens, experts, top_k, .. } = *desc;
+    let mut plan = ArenaPlan::new();
+    let mut floats = |len| plan.alloc(DType::F32, len);
+    let (at, probs, lse) = (floats(tokens * experts), floats(tokens * experts), floats(tokens));
+    let (weights, biases) = (floats(tokens * top_k), floats(experts));
+    let (ids, counts) = (plan.alloc(DType::U32, tokens * top_k), plan.alloc(DType::U32, experts));
+    let (prob_sums, losses) = (plan.alloc(DType::F64, experts), plan.alloc(DType::F64, 2));
+    let mut device = Device::cpu(1, plan.bytes()).expect("a CPU");
+    device.write(at, logits);
+    if let Some(bias) = bias {
+        device.write(biases, bias);
+    }
+    device.route(&Route {
+        tokens,
+        experts,
+        top_k,
+        scoring: if desc.sigmoid { Scoring::Sigmoid } else { Scoring::Softmax },
+        norm_topk: desc.norm_topk,
+        scale: f64::from(desc.scale),
+        groups: desc.groups,
+        logits: at,
+        bias: bias.map(|_| biases),
+        probs,
+        lse,
+        ids,
+        weights,
+        counts,
+        prob_sums,
+        losses,
+    });
+    device.read_vec(ids)
+}
+
+/// One rule: the largest rounded scores, ties to the lowest expert. The same logits choose the same
+/// experts on a GPU as on a processor, where they tie and where only their scores do.
+#[test]
+fn a_gpu_chooses_as_a_processor_does() {
+    let mut device = match Device::cuda(0, ARENA_BYTES) {
+        Ok(device) => device,
+        Err(error) => return eprintln!("skipped: a_gpu_chooses: no CUDA device: {error}"),
+    };
+    let groups = Some(RouteGroups { count: 4, kept: 2 });
+    for (experts, top_k) in [(64, 8), (60, 4), (128, 8), (24, 3), (512, 16), (5, 2)] {
+        for kind in 0..6 {
+            let base = MoeDesc { element: DType::Bf16, ..desc(500, 128, 64, experts, top_k) };
+            let desc = MoeDesc {
+                sigmoid: kind >= 2,
+                groups: if kind >= 4 && experts % 4 == 0 { groups } else { None },
+                ..base
+            };
+            // Logits of about 1, 1e-3 and 1e-7, of which the last have few different scores.
+            for spread in [1.0, 1e-3, 3e-7, 0.0] {
+                check_choice(&mut device, desc, spread, kind % 2 == 1);
+            }
+        }
+    }
+}
+
+/// Routes with weights `spread` times as large as usual, every third expert being another's double;
+/// with corrections of few values, if `biased`.
+fn check_choice(device: &mut Device, desc: MoeDesc, spread: f32, biased: bool) {
+    let MoeDesc { tokens, dim, experts, element, .. } = desc;
+    let mut inputs = Inputs::new(&desc, &|_| 0.0);
+    inputs.w_router.iter_mut().for_each(|w| *w *= spread);
+    for e in (2..experts).step_by(3) {
+        inputs.w_router.copy_within((e - 1) * dim..e * dim, e * dim);
+    }
+    let corrections: Vec<f32> = (0..experts).map(|e| (e % 3) as f32 * 0.25).collect();
+    let mut plan = ArenaPlan::new();
+    let planned = device.moe_plan(&desc, &mut plan).expect("the device has such a layer");
+    let workspace = plan.alloc(DType::U8, planned.workspace_bytes);
+    let (router, bias) = (plan.alloc(DType::F32, experts * dim), plan.alloc(DType::F32, experts));
+    let mut elements = |len| plan.alloc(element, len);
+    let (x, out) = (elements(tokens * dim), elements(tokens * dim));
+    let up = Stacked::dense(elements(experts * desc.width() * dim), experts);
+    let down = Stacked::dense(elements(experts * dim * desc.hidden), experts);
+    assert!(plan.bytes() <= ARENA_BYTES, "{desc:?} needs {} bytes", plan.bytes());
+    write(device, x, &doubles(&inputs.x));
+    device.write(router, &inputs.w_router);
+    device.write(bias, &corrections);
+    let bias = biased.then_some(bias);
+    let weights = Weights { router, bias, up, down };
+    let (residual, numbers, loss_scale, saved) = (None, None, None, planned.saved);
+    let tensors = MoeTensors { x, residual, weights, saved, workspace, numbers, loss_scale };
+    device.moe_forward(&MoeForward { desc, tensors, out });
+    device.finish().expect("the layer ran");
+    let logits: Vec<f32> = device.read_vec(saved.logits);
+    let found: Vec<u32> = device.read_vec(saved.ids);
+    let corrections = biased.then_some(&corrections[..]);
+    let expected = chosen_by_a_processor(&desc, &logits, corrections);
+    let differ = found.iter().zip(&expected).filter(|(a, b)| a != b).count();
+    assert!(differ == 0, "{desc:?} {spread} {biased}: {differ} of {} differ", found.len());
 }
 
 #[test]

@@ -4,6 +4,7 @@
 //! leaves for workers, one an attempt, which name job, attempt and worker.
 
 use moe_worker::gang::tls::{Identity, TlsError, Trust, leader_client};
+use moejob_protocol::Down;
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateSigningRequestParams, DistinguishedName,
     DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, SanType,
@@ -45,6 +46,8 @@ pub enum AuthorityError {
 pub struct Authority {
     issuer: Issuer<'static, KeyPair>,
     certificate: String,
+    /// Itself and its successor, while it has one; PEM.
+    with_successor: Option<String>,
     trust: Trust,
     client: Arc<ClientConfig>,
     /// Secrets are its keyed hashes of a counter.
@@ -84,12 +87,33 @@ impl Authority {
         let mut random = std::fs::File::open("/dev/urandom").map_err(AuthorityError::Random)?;
         random.read_exact(&mut seed).map_err(AuthorityError::Random)?;
         let (trust, secrets) = (Trust::from_pem(&certificate)?, AtomicU64::new(0));
-        Ok(Authority { issuer, certificate, trust, client, seed, secrets })
+        let with_successor = None;
+        Ok(Authority { issuer, certificate, with_successor, trust, client, seed, secrets })
+    }
+
+    /// One that is to be followed by another: workers are told of it with their leaves.
+    pub fn followed_by(self, successor: &str) -> Authority {
+        Authority { with_successor: Some(format!("{}{successor}", self.certificate)), ..self }
     }
 
     /// What workers trust; PEM.
     pub fn certificate_pem(&self) -> &str {
         &self.certificate
+    }
+
+    /// The leaf of `sign` as it is sent, with whom to trust from now on.
+    ///
+    /// # Errors
+    /// See `sign`.
+    pub fn leaf(
+        &self,
+        request: &str,
+        job_uid: &str,
+        attempt: u32,
+        worker: &str,
+    ) -> Result<Down, AuthorityError> {
+        let certificate = self.sign(request, job_uid, attempt, worker)?;
+        Ok(Down::Leaf { certificate, authority: self.with_successor.clone() })
     }
 
     /// How the operator shows itself to workers.
@@ -210,6 +234,9 @@ mod tests {
         let attempt = key.attempt(&trust, &leaf).expect("ours");
         assert_eq!((attempt.job_uid.as_str(), attempt.attempt), ("job", 7));
         assert_eq!(attempt.worker, "node-0.1");
+        let other = Authority::new().expect("an authority");
+        let other = Trust::from_pem(other.certificate_pem()).expect("a certificate");
+        assert!(trust.has_signed(&leaf) && !other.has_signed(&leaf) && !trust.has_signed("x"));
         let other = WorkerKey::generate().expect("a key");
         let error = other.attempt(&trust, &leaf).expect_err("another's key");
         assert!(matches!(error, TlsError::OtherKey), "{error}");

@@ -17,7 +17,7 @@ use moe_worker::life::control::{FrameError, read_frame, write_frame};
 use moe_worker::failure::chain;
 use moejob_plan::lead::{Ending, Link, PodIdentity};
 pub use moejob_plan::lead::Said as LeaderEvent;
-use moejob_protocol::message::{FRAME_BYTES_MAX, Frame, HEARTBEAT_MS, Hello};
+use moejob_protocol::message::{CONTROL_VERSIONS, FRAME_BYTES_MAX, Frame, HEARTBEAT_MS, Hello};
 use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};
 use pace::Pace;
 use std::collections::HashMap;
@@ -75,6 +75,12 @@ enum StreamError {
     Slow,
     #[error("the TLS handshake failed")]
     Handshake(#[source] io::Error),
+    #[error(
+        "it speaks none of the control protocols of this operator ({}): its image is of a release \
+         too far from the operator's",
+        CONTROL_VERSIONS.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
+    )]
+    Protocol,
     #[error("it speaks protocol version {found}, this operator {PROTOCOL_VERSION}")]
     Version { found: u32 },
     #[error("it is {found:?}, not who was dialled")]
@@ -97,6 +103,7 @@ impl StreamError {
     fn ending(&self) -> Ending {
         match self {
             StreamError::Refused(_) => Ending::Refused,
+            StreamError::Protocol => Ending::Unspoken,
             StreamError::Review(ReviewError::Slow | ReviewError::Api(_)) => Ending::Unjudged,
             _ => Ending::Broken,
         }
@@ -229,10 +236,10 @@ impl Leader {
             tracing::debug!(name, "not configured: no stream");
             return;
         };
-        match self.authority.sign(request, &self.job_uid, config.attempt, name) {
-            Ok(certificate) => {
+        match self.authority.leaf(request, &self.job_uid, config.attempt, name) {
+            Ok(leaf) => {
                 let attempt = config.attempt;
-                self.send(name, attempt, Down::Leaf { certificate });
+                self.send(name, attempt, leaf);
                 let text = self.text_of(config);
                 self.order(name, Order::Configure { attempt, rank, text });
             }
@@ -364,7 +371,7 @@ impl Attendant {
     async fn hello(&self, tcp: TcpStream) -> Result<(TlsStream<TcpStream>, Hello), StreamError> {
         let connector = TlsConnector::from(self.authority.client());
         let handshake = connector.connect(server_name(), tcp).await;
-        let mut stream = handshake.map_err(StreamError::Handshake)?;
+        let mut stream = handshake.map_err(unspoken)?;
         // The leader speaks first: the worker learns its term before it answers.
         write_frame(&mut stream, &self.frame(Down::Heartbeat)).await?;
         let silence = Duration::from_millis(HELLO_MS_MAX);
@@ -458,10 +465,10 @@ impl Attendant {
                 },
                 _ = tick.tick() => Order::Frame(self.frame(Down::Heartbeat)),
                 () = sleep_until(renewed), if attempt > 0 => {
-                    let certificate =
-                        self.authority.sign(&request, &self.job_uid, attempt, &self.name)?;
+                    let leaf =
+                        self.authority.leaf(&request, &self.job_uid, attempt, &self.name)?;
                     renewed = Instant::now() + LEAF_RENEWED;
-                    Order::Frame(Frame { attempt, ..self.frame(Down::Leaf { certificate }) })
+                    Order::Frame(Frame { attempt, ..self.frame(leaf) })
                 }
             };
             match order {
@@ -477,6 +484,17 @@ impl Attendant {
     /// A frame of no attempt.
     fn frame(&self, body: Down) -> Frame<Down> {
         Frame { v: PROTOCOL_VERSION, term: self.term, attempt: 0, body }
+    }
+}
+
+/// TLS tells apart a side that speaks other protocols from one that is not to be believed.
+fn unspoken(error: io::Error) -> StreamError {
+    let of_tls = error.get_ref().and_then(|error| error.downcast_ref::<rustls::Error>());
+    match of_tls {
+        Some(rustls::Error::AlertReceived(rustls::AlertDescription::NoApplicationProtocol)) => {
+            StreamError::Protocol
+        }
+        _ => StreamError::Handshake(error),
     }
 }
 

@@ -128,7 +128,11 @@ impl Keyring {
     /// # Errors
     /// When certificate and key do not belong together.
     pub fn authority(&self) -> Result<Arc<authority::Authority>, IdentityError> {
-        Ok(Arc::new(authority::Authority::from_pem(&self.certificate, &self.key)?))
+        let authority = authority::Authority::from_pem(&self.certificate, &self.key)?;
+        Ok(Arc::new(match &self.successor {
+            Some((successor, _)) => authority.followed_by(successor),
+            None => authority,
+        }))
     }
 
     /// What new pods trust: the authority and its successor; PEM.

@@ -4,7 +4,8 @@
 //! cli -> local (processes of this machine) -> decide: moejob_plan
 //!                  \-> control: a stream to each worker, with identities by authority
 //!
-//! cli -> operator: observe -> controller (allocate, plan) -> apply; lease, identity, metrics
+//! cli -> operator: observe -> controller (allocate, plan) -> apply; lease, identity, metrics,
+//!     scrape (who may read them)
 //! ```
 
 pub mod cli;
@@ -17,6 +18,8 @@ pub mod apply;
 pub mod turnstile;
 pub mod lease;
 pub mod pulse;
+pub mod http;
 pub mod metrics;
+pub mod scrape;
 pub mod controller;
 pub mod progress;

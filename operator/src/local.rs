@@ -46,10 +46,10 @@ const EVENTS_MAX: usize = 1024;
 ///
 /// # Errors
 /// See `LocalError`.
-pub fn run(job: Local, dir: &Path) -> Result<i32, LocalError> {
+pub fn run(job: Local, dir: &Path, trace: Option<PathBuf>) -> Result<i32, LocalError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     // Workers die with the thread that started them, so all of it stays on this one.
-    runtime.block_on(async { Runner::start(job, dir)?.run().await })
+    runtime.block_on(async { Runner::start(job, dir, trace)?.run().await })
 }
 
 /// What keeps a local run from starting or going on; workers' own failures are outcomes.
@@ -90,7 +90,7 @@ struct Runner {
 }
 
 impl Runner {
-    fn start(job: Local, dir: &Path) -> Result<Runner, LocalError> {
+    fn start(job: Local, dir: &Path, trace: Option<PathBuf>) -> Result<Runner, LocalError> {
         let (identity, steps) = (launch::identity(&job.job), job.job.training.steps);
         let folder = Folder::open(&dir.join(&job.job.name), &identity, &launch::defaults())?;
         let authority =
@@ -111,7 +111,7 @@ impl Runner {
         let mut job = JobLoop::new(&seen, Place::Machine(Box::new(job)), 1, clock.now());
         job.on(Event::Granted(granted), clock.now());
         let (sender, changes) = mpsc::channel(EVENTS_MAX);
-        let processes = Processes::new(&folder, &authority, sender);
+        let processes = Processes::new(&folder, &authority, trace, sender);
         let (sender, told) = mpsc::channel(EVENTS_MAX);
         let leader = Leader::new(Arc::new(authority), (seen.owner(), &seen.uid), 1, sender);
         let (records, progress) = (folder.records()?, Progress::new(steps));

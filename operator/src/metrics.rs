@@ -1,5 +1,7 @@
-//! What Prometheus and the kubelet ask: `/metrics`, `/healthz`, `/readyz`.
+//! What the operator tells of itself: figures for `scrape`, health for the kubelet (`/healthz`,
+//! `/readyz`).
 
+use crate::http::{self, Page, Request};
 use crate::pulse::Pulse;
 pub use moejob_plan::lead::Figures as JobFigures;
 use moejob_plan::track::Recovery;
@@ -9,16 +11,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
-use tokio::time::timeout;
-
-/// A request's head; more is not read.
-const REQUEST_BYTES_MAX: u64 = 8 << 10;
-const REQUEST_MAX: Duration = Duration::from_secs(5);
-/// Connections at once; one more waits.
-const CONNECTIONS_MAX: usize = 32;
+use tokio::net::TcpStream;
 
 /// Upper bounds in seconds.
 const RECONCILE_S: [f64; 8] = [0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.25, 1.0];
@@ -27,6 +20,8 @@ const RECOVERY_S: [f64; 9] = [0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0];
 #[derive(Default)]
 struct Inner {
     ready: bool,
+    /// Why this process must not lead, while it must not.
+    unfit: Option<String>,
     leader: bool,
     reconcile: Histogram<8>,
     results: BTreeMap<&'static str, u64>,
@@ -50,6 +45,11 @@ impl Metrics {
 
     pub fn set_ready(&self) {
         self.inner().ready = true;
+    }
+
+    /// Why it must not lead; a rolling update waits for it meanwhile.
+    pub fn set_unfit(&self, why: Option<String>) {
+        self.inner().unfit = why;
     }
 
     pub fn set_leader(&self, leader: bool) {
@@ -127,64 +127,34 @@ impl Metrics {
         out
     }
 
-    /// Answers until the process ends.
+    /// Answers the kubelet until the process ends.
     ///
     /// # Errors
     /// When nothing can listen there.
     pub async fn serve(self, at: SocketAddr) -> io::Result<()> {
-        let listener = TcpListener::bind(at).await?;
-        let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
-        loop {
-            let Ok(place) = Arc::clone(&places).acquire_owned().await else { return Ok(()) };
-            match listener.accept().await {
-                Ok((stream, _)) => {
-                    let metrics = self.clone();
-                    tokio::spawn(async move {
-                        let _ = timeout(REQUEST_MAX, metrics.answer(stream)).await;
-                        drop(place);
-                    });
-                }
-                Err(error) => {
-                    tracing::debug!(%error, "accept failed");
-                    tokio::time::sleep(Duration::from_millis(50)).await;
-                }
-            }
-        }
+        http::serve(at, |stream| self.clone().answer(stream)).await
     }
 
-    async fn answer(&self, mut stream: TcpStream) -> io::Result<()> {
-        let mut head = Vec::new();
-        let mut limited = (&mut stream).take(REQUEST_BYTES_MAX);
-        while !head.windows(4).any(|end| end == b"\r\n\r\n") {
-            if limited.read_buf(&mut head).await? == 0 {
-                return Ok(());
-            }
-        }
-        let (code, body) = self.page(&String::from_utf8_lossy(&head));
-        let answer = format!(
-            "HTTP/1.1 {code}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {}\r\n\
-             Connection: close\r\n\r\n{body}",
-            body.len()
-        );
-        stream.write_all(answer.as_bytes()).await?;
-        stream.shutdown().await
+    async fn answer(self, mut stream: TcpStream) -> io::Result<()> {
+        let Some(request) = http::read(&mut stream).await? else { return Ok(()) };
+        http::write(&mut stream, self.page(&request)).await
     }
 
-    fn page(&self, head: &str) -> (&'static str, String) {
-        let mut words = head.split_whitespace();
-        let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
-        let path = path.split('?').next().unwrap_or_default();
-        match (method, path) {
-            ("GET", "/healthz") if self.inner().pulse.as_ref().is_some_and(Pulse::is_lost) => {
-                ("503 Service Unavailable", "the loop does not answer\n".to_string())
+    fn page(&self, request: &Request) -> Page {
+        let unavailable = |why: &str| ("503 Service Unavailable", format!("{why}\n"));
+        let ok = || ("200 OK", "ok\n".to_string());
+        let inner = self.inner();
+        match (request.method.as_str(), request.path.as_str()) {
+            ("GET", "/healthz") if inner.pulse.as_ref().is_some_and(Pulse::is_lost) => {
+                unavailable("the loop does not answer")
             }
-            ("GET", "/healthz") => ("200 OK", "ok\n".to_string()),
-            ("GET", "/readyz") if self.inner().ready => ("200 OK", "ok\n".to_string()),
-            ("GET", "/readyz") => {
-                ("503 Service Unavailable", "the cluster has not been listed yet\n".to_string())
-            }
-            ("GET", "/metrics") => ("200 OK", self.text()),
-            ("GET", _) => ("404 Not Found", "/metrics, /healthz, /readyz\n".to_string()),
+            ("GET", "/healthz") => ok(),
+            ("GET", "/readyz") => match (&inner.unfit, inner.ready) {
+                (Some(why), _) => unavailable(why),
+                (None, false) => unavailable("the cluster has not been listed yet"),
+                (None, true) => ok(),
+            },
+            ("GET", _) => ("404 Not Found", "/healthz, /readyz\n".to_string()),
             _ => ("405 Method Not Allowed", "GET alone\n".to_string()),
         }
     }
@@ -339,31 +309,25 @@ mod tests {
         assert!(!metrics.text().contains("moejob_step{"));
     }
 
-    #[tokio::test]
-    async fn the_kubelet_is_answered() {
+    #[test]
+    fn the_kubelet_is_answered() {
         let metrics = Metrics::default();
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let at = listener.local_addr().expect("an address");
-        let server = metrics.clone();
-        tokio::spawn(async move {
-            while let Ok((stream, _)) = listener.accept().await {
-                let _ = server.answer(stream).await;
-            }
-        });
-        let ask = |request: &'static str| async move {
-            let mut stream = TcpStream::connect(at).await.expect("connects");
-            stream.write_all(request.as_bytes()).await.expect("written");
-            let mut answer = String::new();
-            stream.read_to_string(&mut answer).await.expect("read");
-            answer
+        let ask = |method: &str, path: &str| {
+            let (method, path) = (method.to_string(), path.to_string());
+            let (status, text) = metrics.page(&Request { method, path, token: None });
+            format!("{} {}", &status[..3], text.trim())
         };
-        assert!(ask("GET /healthz HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 200 "));
-        assert!(ask("GET /readyz HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 503 "));
+        assert_eq!(ask("GET", "/healthz"), "200 ok");
+        assert_eq!(ask("GET", "/readyz"), "503 the cluster has not been listed yet");
         metrics.set_ready();
-        assert!(ask("GET /readyz HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 200 "));
-        assert!(ask("GET /metrics?x HTTP/1.0\r\n\r\n").await.contains("moejob_leader 0"));
-        assert!(ask("POST /metrics HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 405 "));
-        assert!(ask("GET / HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 404 "));
+        assert_eq!(ask("GET", "/readyz"), "200 ok");
+        metrics.set_unfit(Some("the definition".to_string()));
+        assert_eq!(ask("GET", "/readyz"), "503 the definition");
+        assert_eq!(ask("GET", "/healthz"), "200 ok", "nothing is gained by another process");
+        metrics.set_unfit(None);
+        assert_eq!(ask("GET", "/readyz"), "200 ok");
+        assert!(ask("GET", "/metrics").starts_with("404"), "it is on a port of its own");
+        assert!(ask("POST", "/healthz").starts_with("405"));
     }
 
     #[test]

@@ -9,6 +9,7 @@
 
 mod cluster;
 mod light;
+mod shared;
 
 pub use cluster::{Cluster, Taken};
 pub use moejob_plan::lead::{JobSeen, Owner, WorkerPod, owner};
@@ -24,7 +25,9 @@ use kube::runtime::watcher::{self, watcher};
 use kube::runtime::WatchStreamExt;
 use kube::{Client, ResourceExt};
 use light::LightPod;
+use shared::Shared;
 use moejob_plan::cost::TEXT_BYTES_MAX;
+use moejob_plan::crd;
 use moejob_plan::observed::Millis;
 use moejob_plan::pods::{ANNOTATION_SEAL, CONTAINER, LABEL_JOB_UID};
 use moejob_plan::resources::Resources;
@@ -275,71 +278,26 @@ fn text_bytes(value: &serde_json::Value) -> usize {
     serde_json::to_writer(&mut count, value).map_or(usize::MAX, |()| count.0)
 }
 
-/// Names of nodes and sets of requests that many pods have in common are kept once.
-#[derive(Default)]
-struct Shared {
-    nodes: HashSet<Arc<str>>,
-    owners: HashSet<Owner>,
-    requests: BTreeMap<BTreeMap<String, i64>, Arc<Resources>>,
-}
-
-/// More different ones than that come from pods that are long gone.
-const SHARED_MAX: usize = 16 << 10;
-
-impl Shared {
-    fn node(&mut self, name: &str) -> Arc<str> {
-        if self.nodes.len() > SHARED_MAX {
-            self.nodes.clear();
-        }
-        if let Some(known) = self.nodes.get(name) {
-            return Arc::clone(known);
-        }
-        let new: Arc<str> = Arc::from(name);
-        self.nodes.insert(Arc::clone(&new));
-        new
-    }
-
-    fn owner(&mut self, namespace: &str, job_uid: &str) -> Owner {
-        if self.owners.len() > SHARED_MAX {
-            self.owners.clear();
-        }
-        let owner = owner(namespace, job_uid);
-        if let Some(known) = self.owners.get(&owner) {
-            return Arc::clone(known);
-        }
-        self.owners.insert(Arc::clone(&owner));
-        owner
-    }
-
-    fn requests(&mut self, amounts: Resources) -> Arc<Resources> {
-        if self.requests.len() > SHARED_MAX {
-            self.requests.clear();
-        }
-        if let Some(known) = self.requests.get(&amounts.0) {
-            return Arc::clone(known);
-        }
-        let new = Arc::new(amounts);
-        self.requests.insert(new.0.clone(), Arc::clone(&new));
-        new
-    }
-}
-
 fn pod_seen(pod: Pod, keyring: &Keyring, shared: &mut Shared) -> PodSeen {
     let (namespace, name) = (pod.namespace().unwrap_or_default(), pod.name_any());
     let requests = shared.requests(requests(&pod));
     let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
-    let node = node.map(|node| shared.node(node));
+    let node = node.map(|node| shared.text(node));
     let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
     let finished = matches!(phase, Some("Succeeded" | "Failed"));
     let job_uid = pod.labels().get(LABEL_JOB_UID).cloned();
     let seal = pod.annotations().get(ANNOTATION_SEAL);
     let is_sealed =
         |uid: &String| seal.is_some_and(|seal| keyring.is_sealed(seal, &namespace, uid, &name));
-    let claims = job_uid.as_ref().map(|uid| shared.owner(&namespace, uid));
+    let claims = job_uid.as_ref().map(|uid| shared.text(&owner(&namespace, uid)));
+    let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
+    let own = containers.into_iter().find(|of| of.name == CONTAINER);
+    let image = own.and_then(|container| container.image.as_ref());
     let ours = claims.clone().filter(|_| job_uid.is_some_and(|uid| is_sealed(&uid)));
     let key = key(&namespace, &name);
     let worker = ours.map(|owner| {
-        Box::new(worker_pod(&pod, node.clone(), (namespace, name), owner))
+        let image = image.map(|image| shared.text(image));
+        Box::new(worker_pod(&pod, node.clone(), image, (namespace, name), owner))
     });
     PodSeen { key, node, requests, finished, worker, claims }
 }
@@ -347,6 +305,7 @@ fn pod_seen(pod: Pod, keyring: &Keyring, shared: &mut Shared) -> PodSeen {
 fn worker_pod(
     pod: &Pod,
     node: Option<Arc<str>>,
+    image: Option<Arc<str>>,
     (namespace, name): (String, String),
     owner: Owner,
 ) -> WorkerPod {
@@ -375,6 +334,7 @@ fn worker_pod(
             of.type_ == "PodReadyToStartContainers" && of.status == "False"
         }),
         trouble: container.and_then(trouble),
+        image,
         ended,
         deletion: millis(pod.metadata.deletion_timestamp.as_ref()),
         unschedulable: unbound.and_then(|condition| condition.message.clone()),
@@ -475,6 +435,19 @@ pub async fn secret(client: &Client, namespace: &str, name: &str) -> kube::Resul
     Api::<Secret>::namespaced(client.clone(), namespace).get_opt(name).await
 }
 
+/// The definition of MoeJobs as the API server has it.
+pub async fn definition(client: &Client) -> kube::Result<Option<serde_json::Value>> {
+    let resource = ApiResource {
+        group: "apiextensions.k8s.io".to_string(),
+        version: "v1".to_string(),
+        api_version: "apiextensions.k8s.io/v1".to_string(),
+        kind: "CustomResourceDefinition".to_string(),
+        plural: "customresourcedefinitions".to_string(),
+    };
+    let api: Api<DynamicObject> = Api::all_with(client.clone(), &resource);
+    Ok(api.get_opt(crd::NAME).await?.map(|of| of.data))
+}
+
 /// The lease of leadership.
 pub async fn lease(client: &Client, namespace: &str, name: &str) -> kube::Result<Option<Lease>> {
     Api::<Lease>::namespaced(client.clone(), namespace).get_opt(name).await
@@ -496,6 +469,30 @@ pub async fn own_image(
 mod tests {
     use super::*;
     use serde_json::json;
+
+    /// The process is then to end: `cli/operator.rs` waits for just that.
+    #[tokio::test]
+    async fn a_watch_that_ends_for_good_ends_its_task() {
+        let node = |name: &str| {
+            let node = json!({"metadata": {"name": name}});
+            serde_json::from_value::<Node>(node).expect("a node")
+        };
+        use watcher::Event::{Init, InitApply, InitDone};
+        let said = [Init, InitApply(node("a")), InitDone, Init, InitDone].map(Ok);
+        let (to, mut changes) = mpsc::channel(8);
+        let told = |node: NodeSeen| (Arc::from(node.name.as_str()), Change::Node(node));
+        relay(Kind::Nodes, futures::stream::iter(said), to, node_seen, told).await;
+        let mut heard = Vec::new();
+        while let Some(change) = changes.recv().await {
+            heard.push(match change {
+                Change::Node(node) => format!("node {}", node.name),
+                Change::NodeGone(name) => format!("no node {name}"),
+                other => format!("{other:?}"),
+            });
+        }
+        // What the second list does not have is gone, though nothing told its end.
+        assert_eq!(heard, ["node a", "Complete(Nodes)", "no node a", "Complete(Nodes)"]);
+    }
 
     pub(super) fn reduced(pod: serde_json::Value, keyring: &Keyring) -> PodSeen {
         let pod: LightPod = serde_json::from_value(pod).expect("a pod");

@@ -2,7 +2,7 @@
 
 use moejob_protocol::message::Loading;
 use moejob_plan::placement::gib;
-use moejob_protocol::report::{DeviceReport, StepReport};
+use moejob_protocol::report::{DeviceReport, Phases, StepReport};
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
@@ -12,6 +12,9 @@ const PLAIN_LINE_EVERY: Duration = Duration::from_secs(2);
 const PLAIN_LOADING_EVERY: Duration = Duration::from_millis(400);
 /// A terminal's line is redrawn at most this often.
 const REDRAW_EVERY: Duration = Duration::from_millis(50);
+
+/// Phases that a line names.
+const PHASES_SHOWN: usize = 3;
 
 /// Writes progress to standard output and notes to standard error.
 pub struct Progress {
@@ -129,6 +132,7 @@ fn describe(report: &StepReport, steps: u64, left: Option<Duration>) -> String {
     if let Some(device) = &report.device {
         line += &of_device(device);
     }
+    line += &of_phases(&report.timing.phases);
     if let Some(loss) = report.validation_loss {
         line += &format!("  held-out {loss:.4}");
     }
@@ -137,6 +141,19 @@ fn describe(report: &StepReport, steps: u64, left: Option<Duration>) -> String {
     }
     let ranks = if report.world_size == 1 { "rank" } else { "ranks" };
     line + &format!("  {} {ranks}", report.world_size)
+}
+
+/// `  backward 57%, forward 25%, update 16%`: what took most of the time since the line before.
+fn of_phases(phases: &Phases) -> String {
+    let mut parts = phases.parts();
+    let all: f64 = parts.iter().map(|(_, seconds)| seconds).sum();
+    parts.sort_by(|(_, a), (_, b)| b.total_cmp(a));
+    let large = parts.iter().take(PHASES_SHOWN).filter(|(_, seconds)| *seconds >= 0.05 * all);
+    let shown: Vec<String> = large
+        .filter(|(_, seconds)| *seconds > 0.0)
+        .map(|(name, seconds)| format!("{name} {:.0}%", 100.0 * seconds / all))
+        .collect();
+    if shown.is_empty() { String::new() } else { format!("  {}", shown.join(", ")) }
 }
 
 /// `  535 TFLOP/s (54.1%)  112.0 GiB  650 W`, as far as the device tells.
@@ -211,6 +228,20 @@ mod tests {
         assert_eq!(thousands(2_500_000.0), "2.50M");
         assert_eq!(clock(Duration::from_secs(61)), "1:01");
         assert_eq!(clock(Duration::from_secs(3723)), "1:02:03");
+    }
+
+    #[test]
+    fn a_line_names_what_takes_time() {
+        let phases = Phases {
+            forward: 0.25,
+            backward: 0.55,
+            update: 0.16,
+            numbers: 0.02,
+            other: 0.02,
+            ..Phases::default()
+        };
+        assert_eq!(of_phases(&phases), "  backward 55%, forward 25%, update 16%");
+        assert_eq!(of_phases(&Phases::default()), "");
     }
 
     #[test]

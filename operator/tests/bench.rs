@@ -54,12 +54,32 @@ fn a_person_reads_what_was_measured_and_how() {
     let text = String::from_utf8(output.stdout).unwrap();
     let names: Vec<&str> = text.lines().filter_map(|line| line.split("  ").next()).collect();
     let expected = [
-        "device", "model", "batch", "numbers", "routing", "step", "speed", "model rate", "memory",
-        "loss",
+        "device", "model", "batch", "numbers", "routing", "step", "phases", "speed", "model rate",
+        "memory", "loss",
     ];
     assert_eq!(names, expected, "{text}");
     let numbers = "fp32, moments fp32, gradients auto, attention deterministic, recompute none";
     assert!(text.contains(numbers) && text.contains("1 x 2 sequences of 64: 128 tokens"), "{text}");
+}
+
+#[test]
+fn a_trace_shows_host_and_device() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("trace.json");
+    let output = bench(&format!("--preset tiny --trace {}", file.display()));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let read: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let events = read["traceEvents"].as_array().unwrap();
+    let count = |name: &str, row: u64| {
+        let same = |event: &&serde_json::Value| event["name"] == name && event["tid"] == row;
+        events.iter().filter(same).count()
+    };
+    for row in [0, 1] {
+        // Three steps of one micro-batch.
+        assert_eq!((count("update", row), count("head", row), count("data", row)), (3, 3, 3));
+        assert!(count("mixture", row) >= 3, "{read}");
+    }
 }
 
 #[test]

@@ -5,10 +5,14 @@ mod gang;
 use gang::{Gang, JOB, PATIENCE, Streams, Worker, config, start};
 use moejob::authority::{Authority, new_pem};
 use moejob::control::{LeaderEvent, Verifier};
-use moejob_protocol::message::{LeftReason, Request};
+use moe_worker::gang::tls::{Trust, WorkerKey, server_name};
+use moejob_plan::lead::Ending;
+use moejob_protocol::message::{LeftReason, Request, alpn};
 use moejob_protocol::{Down, Up};
 use std::sync::Arc;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
+use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gang_trains_stops_shrinks_and_completes() {
@@ -152,6 +156,118 @@ async fn a_listener_that_says_nothing_is_left() {
     let (_, event) = timeout(PATIENCE, leader.next()).await.expect("an answer");
     let LeaderEvent::Ended { reason, .. } = event else { panic!("{event:?}") };
     assert_eq!(reason, "no proof within 5000 ms");
+}
+
+/// Pods that were made before the authority had a successor hear of it on their streams: when it
+/// takes over, weeks later, they believe it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_member_that_was_told_of_the_successor_believes_it() {
+    let (first, second) = (new_pem().expect("one"), new_pem().expect("another"));
+    let of = |(certificate, key): &(String, String)| {
+        Authority::from_pem(certificate, key).expect("an authority")
+    };
+    let answer = async |address: &str| {
+        let mut next = Streams::of(Arc::new(of(&second)), (JOB, 9), "another secret", 300);
+        next.dial("w0", address);
+        match timeout(PATIENCE, next.next()).await.expect("an answer") {
+            (_, LeaderEvent::Ended { reason, .. }) => reason,
+            other => panic!("{other:?}"),
+        }
+    };
+    for (told, believes) in [(None, false), (Some(&second.0), true)] {
+        let authority = of(&first);
+        let authority = match told {
+            Some(successor) => authority.followed_by(successor),
+            None => authority,
+        };
+        let mut gang = Gang::of(2, authority).await;
+        gang.configure_with(1, &[0, 1], u64::MAX, |config| {
+            config.recovery.orphan_timeout_ms = 600_000;
+        });
+        gang.until_step(1).await;
+        let said = answer(&gang.workers[0].address.clone()).await;
+        // It has shown its token, for which it had to believe the leader first.
+        assert_eq!(said == "its token is not the one it was given", believes, "{said}");
+    }
+}
+
+/// A leaf is valid for a day, and nobody knows how old that of an adopted member is.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_leaf_of_a_member_is_renewed_on_its_stream() {
+    let (certificate, key) = new_pem().expect("an authority");
+    let authority = || Authority::from_pem(&certificate, &key).expect("an authority");
+    let mut gang = Gang::of(2, authority()).await;
+    gang.configure_with(1, &[0, 1], u64::MAX, |config| config.recovery.orphan_timeout_ms = 600_000);
+    gang.until_step(2).await;
+    let address = gang.workers[0].address.clone();
+    let client = authority().client();
+    let shown = async || {
+        let tcp = TcpStream::connect(&address).await.expect("it listens");
+        let connector = TlsConnector::from(Arc::clone(&client));
+        let stream = connector.connect(server_name(), tcp).await.expect("a handshake");
+        stream.get_ref().1.peer_certificates().expect("a leaf")[0].clone().into_owned()
+    };
+    let first = shown().await;
+    assert!(authority().names(&first, JOB, "w0"));
+    let mut next = Streams::of(Arc::new(authority()), (JOB, 4), "another secret", 30_000);
+    next.dial("w0", &address);
+    let start = std::time::Instant::now();
+    let renewed = loop {
+        assert!(start.elapsed() < PATIENCE, "it was not renewed");
+        let _ = timeout(std::time::Duration::from_millis(200), next.next()).await;
+        let leaf = shown().await;
+        if leaf != first {
+            break leaf;
+        }
+    };
+    assert!(authority().names(&renewed, JOB, "w0"));
+}
+
+/// Each side says what it speaks where the other one speaks nothing of it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sides_without_a_protocol_in_common_say_so() {
+    let authority = Authority::new().expect("an authority");
+    let trust = Trust::from_pem(authority.certificate_pem()).expect("its certificate");
+    let worker = start("w0", authority.certificate_pem(), "secret");
+    // A leader of the future, which cannot speak to this worker, and one that still can.
+    for (versions, chosen) in [(&[7, 6][..], None), (&[7, 1], Some("moejob-control/1"))] {
+        let mut client = (*authority.client()).clone();
+        client.alpn_protocols = alpn(versions);
+        let tcp = TcpStream::connect(&worker.address).await.expect("it listens");
+        let connector = TlsConnector::from(Arc::new(client));
+        let found = match connector.connect(server_name(), tcp).await {
+            Ok(stream) => {
+                let name = stream.get_ref().1.alpn_protocol().expect("one of them");
+                Some(String::from_utf8_lossy(name).into_owned())
+            }
+            Err(error) => {
+                assert!(error.to_string().contains("NoApplicationProtocol"), "{error}");
+                None
+            }
+        };
+        assert_eq!(found.as_deref(), chosen);
+    }
+    // A worker of the future, whose leader this one cannot be.
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let address = listener.local_addr().expect("an address").to_string();
+    let key = WorkerKey::generate().expect("a key");
+    let mut server = (*key.control_server(&trust).expect("a server")).clone();
+    server.alpn_protocols = alpn(&[7]);
+    let acceptor = TlsAcceptor::from(Arc::new(server));
+    tokio::spawn(async move {
+        while let Ok((tcp, _)) = listener.accept().await {
+            assert!(acceptor.accept(tcp).await.is_err(), "there is nothing in common");
+        }
+    });
+    let mut leader = Streams::new(authority, "secret", 300);
+    leader.dial("w1", &address);
+    match timeout(PATIENCE, leader.next()).await.expect("an answer") {
+        (_, LeaderEvent::Ended { why: Ending::Unspoken, reason }) => {
+            assert!(reason.starts_with("it speaks none of the control protocols"), "{reason}");
+            assert!(reason.contains("(1)"), "what the leader speaks: {reason}");
+        }
+        other => panic!("{other:?}"),
+    }
 }
 
 /// Its token is judged by nobody then: with a slow API server hundreds of members would be lost.

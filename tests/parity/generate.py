@@ -14,6 +14,9 @@ Run it in a virtual environment with the versions of requirements.txt:
 
 `--check` compares with the files in the folder instead of writing them, within the bounds that
 the Rust tests use, because sums differ between processors in their last bits.
+`--bf16` writes models of sizes that GPUs take, for worker/tests/cuda_parity.rs: weights that bf16
+holds exactly, `f32/...` and `bf16/...` of one step, COUNT of each family,
+which that test reads as MOEJOB_PARITY_BF16.
 `--seed` is the first seed that is tried, 1 unless told. `--random` writes models of random shapes
 in place of those below, COUNT of each family; the folder is then needed, and the Rust tests read
 it as MOEJOB_PARITY_DATA.
@@ -335,6 +338,67 @@ def family(name, shape, sizes, seed):
     return tensors, metadata | versions
 
 
+def sixteen_bits(name, seed):
+    """One step in float32 and in bfloat16, of a model whose sizes the kernels of GPUs take."""
+    make, config, _ = FAMILIES[name]
+    own = dict(
+        vocab_size=256, hidden_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2 if name == "olmoe" else 1, initializer_range=0.06,
+        router_aux_loss_coef=0.0, max_position_embeddings=256, num_experts_per_tok=2,
+        num_experts=8, num_local_experts=8, moe_intermediate_size=64, intermediate_size=64,
+        head_dim=64, clip_qkv=None, mlp_only_layers=[], attention_bias=False,
+        tie_word_embeddings=False,
+    )
+    config = type(config)(**{**config.to_dict(), **own})
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    torch.manual_seed(seed)
+    tokens = torch.randint(0, 256, (1, 4, 129))
+    first = make(config)
+    with torch.no_grad():
+        for param in first.parameters():
+            centre = 1.0 if param.ndim == 1 else 0.0
+            param.copy_(centre + 0.06 * torch.randn_like(param))
+        # A token's id says which experts it takes, so clearly that no rounding changes it: one
+        # token more or less would move an expert's gradient further than all rounding does.
+        experts = torch.linalg.qr(torch.randn(128, 8)).Q.T
+        ids = torch.arange(256)
+        second = (ids + ids // 8 % 7 + 1) % 8
+        first.model.embed_tokens.weight += 12 * experts[ids % 8] + 8 * experts[second]
+        for layer in first.model.layers:
+            layer.mlp.gate.weight.copy_(0.5 * experts + 0.02 * torch.randn(8, 128))
+        for param in first.parameters():
+            param.copy_(param.bfloat16().float())
+    state = {key: value.clone() for key, value in first.state_dict().items()}
+    initial = logical(dict(first.named_parameters()))
+    tensors = {"tokens": tokens.to(torch.uint32)}
+    tensors |= {f"initial/{key}": value for key, value in initial.items()}
+    choices = []
+    for kind, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
+        model = make(config)
+        model.load_state_dict(state)
+        # Rotary frequencies stay in float32, as `from_pretrained` leaves them.
+        for param in model.parameters():
+            param.data = param.data.to(dtype)
+        ids, targets = tokens[0, :, :-1], tokens[0, :, 1:].contiguous()
+        out = model(
+            input_ids=ids, labels=ids, shift_labels=targets, output_router_logits=True,
+            use_cache=False,
+        )
+        out.loss.backward()
+        scores = [torch.softmax(logits.float(), dim=-1) for logits in out.router_logits]
+        choices.append([score.topk(2, dim=-1).indices.sort(dim=-1).values for score in scores])
+        closest = min(gap(logits.float(), 2) for logits in out.router_logits)
+        assert closest > 0.3, f"{name}: two experts are {closest} apart"
+        tensors[f"{kind}/loss"] = out.loss.detach().float().reshape(1).clone()
+        gradients = logical({name: p.grad for name, p in model.named_parameters()})
+        tensors |= {f"{kind}/gradient/{key}": value.float() for key, value in gradients.items()}
+    same = all(torch.equal(one, other) for one, other in zip(*choices, strict=True))
+    assert same, f"{name}: bfloat16 chose other experts"
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    return tensors, {"config": json.dumps(config.to_dict(), sort_keys=True)} | versions
+
+
 def compare(name, tensors, path):
     with safe_open(path, "pt") as kept:
         assert set(kept.keys()) == set(tensors), f"{name}: other tensors"
@@ -352,13 +416,20 @@ def main():
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--random", type=int, default=0)
+    parser.add_argument("--bf16", type=int, default=0)
     parser.add_argument("folder", nargs="?", type=pathlib.Path)
     options = parser.parse_args()
-    if options.random and options.folder is None:
-        parser.error("--random needs a folder: those in the tree are of fixed shapes")
+    if (options.random or options.bf16) and options.folder is None:
+        parser.error("--random and --bf16 need a folder: those in the tree are of fixed shapes")
     folder = options.folder or pathlib.Path(__file__).parent / "data"
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
+    if options.bf16:
+        for name in ("olmoe", "qwen3_moe", "mixtral"):
+            for seed in range(options.seed, options.seed + options.bf16):
+                tensors, metadata = sixteen_bits(name, seed)
+                save_file(tensors, folder / f"{name}-{seed}.safetensors", metadata)
+        return
     cases = [(name, name, FAMILIES[name], (STEPS, BATCH, SEQUENCE)) for name in FAMILIES]
     if options.random:
         numbers = range(options.seed, options.seed + options.random)

@@ -24,6 +24,19 @@ fn all_of(found: Vec<String>) {
     assert!(found.is_empty(), "\n{}", found.join("\n"));
 }
 
+/// What `docs/operator-faults.md` names is there.
+#[test]
+fn every_test_that_a_fault_names_is_there() {
+    let page = std::fs::read_to_string(root().join("docs/operator-faults.md")).expect("the page");
+    let sources: String = tracked(&[".rs"]).into_iter().map(|(_, text)| text).collect();
+    let words = page.split('`').skip(1).step_by(2);
+    let tests: Vec<&str> = words.filter(|word| word.matches('_').count() > 2).collect();
+    assert!(tests.len() > 40, "{tests:?}");
+    for test in tests {
+        assert!(sources.contains(&format!("fn {test}(")), "{test} is not there");
+    }
+}
+
 #[test]
 fn sources_are_narrow_and_short() {
     let mut found = Vec::new();
@@ -64,6 +77,7 @@ fn the_pure_crates_stay_pure() {
         ("moejob-plan", &["tokio", "kube-client", "kube-runtime", "kube v", "rand", "mio"][..]),
         ("moejob-protocol", &["tokio", "rand", "mio", "kube-core"][..]),
         ("moejob-kernels", &["tokio", "mio", "moe-worker"][..]),
+        ("moejob-nccl", &["tokio", "mio", "cudarc", "moejob-kernels", "moe-worker"][..]),
         ("moe-worker", &["moejob-plan", "kube-core"][..]),
     ] {
         let output = Command::new(env!("CARGO"))

@@ -5,12 +5,22 @@
 mod common;
 
 use moe_worker::data::{Batch, Batches, DataError};
+use moe_worker::engine::forward::Pass;
+use moe_worker::engine::handles::slice;
 use moe_worker::engine::links::Links;
 use moe_worker::engine::model::Model;
+use moe_worker::engine::round::Round;
 use moe_worker::engine::step::{Engine, StepSummary};
-use moe_worker::state::snapshot::initialize;
+use moe_worker::checkpoint::fence::{Claim, Claiming};
+use moe_worker::checkpoint::{Disk, Identity, commit, load, show, write_shard};
+use moe_worker::state::rank::RankState;
+use moe_worker::state::slots::Slot;
+use moe_worker::state::snapshot::{cut, cut_into, initialize};
 use moejob_kernels::{DType, Device, HeadDesc, HeadPlan};
-use moejob_protocol::config::{Backend, GradientDtype, MomentDtype, Precision, TrainingConfig};
+use moejob_protocol::checkpoint::ScaleEntry;
+use moejob_protocol::config::{
+    Backend, GradientDtype, MomentDtype, Precision, Recompute, TrainingConfig,
+};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{Shape, Types};
 use moejob_protocol::mesh::Mesh;
@@ -81,6 +91,16 @@ enum Where {
 }
 
 fn engine(on: Where, model: &ModelConfig, training: &TrainingConfig) -> Engine {
+    engine_with(on, model, training, |_| {})
+}
+
+/// The same with other kinds of numbers.
+fn engine_with(
+    on: Where,
+    model: &ModelConfig,
+    training: &TrainingConfig,
+    change: impl Fn(&mut Types),
+) -> Engine {
     let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
     let mut training = training.clone();
     let (device, backend) = match on {
@@ -89,10 +109,11 @@ fn engine(on: Where, model: &ModelConfig, training: &TrainingConfig) -> Engine {
     };
     training.compute.backend = backend;
     let micro_batches = training.global_batch_size / training.micro_batch_size;
-    let types = match on {
+    let mut types = match on {
         Where::Tree => Types::of(&training, micro_batches),
         _ => Types::buckets(&training, micro_batches),
     };
+    change(&mut types);
     let shape = Shape::with_types(model, &layout, 0, &training, types);
     let model = Model::on(device, shape, model, &layout, 0, &training).expect("its kernels");
     let mut engine = Engine::new(model, &training, Links::solo());
@@ -101,10 +122,20 @@ fn engine(on: Where, model: &ModelConfig, training: &TrainingConfig) -> Engine {
 }
 
 fn steps(on: Where, model: &ModelConfig, training: &TrainingConfig) -> Vec<StepSummary> {
-    let mut engine = engine(on, model, training);
-    let mut data = Made::new(model, training);
+    run(&mut engine(on, model, training), training)
+}
+
+fn run(engine: &mut Engine, training: &TrainingConfig) -> Vec<StepSummary> {
+    let mut data = Made::new(&engine.model.config.clone(), training);
     let step = |step| engine.step(step, &mut data).unwrap_or_else(|error| panic!("{error}"));
     (0..training.steps).map(step).collect()
+}
+
+/// Masters and moments, as they are stored.
+fn state(engine: &mut Engine) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    cut(&mut engine.model, &mut bytes).expect("the device works");
+    bytes
 }
 
 fn has_gpu() -> bool {
@@ -134,7 +165,18 @@ fn distances(found: &[StepSummary], expected: &[StepSummary]) -> (f64, f64) {
     (most(|step| step.loss), most(|step| step.grad_norm))
 }
 
-fn check(name: &str, model: &ModelConfig, training: &TrainingConfig) {
+/// How long two runs must stay alike.
+#[derive(Clone, Copy)]
+struct Alike {
+    /// Steps before any token may choose another expert, by a last bit.
+    steps: usize,
+    /// How far any loss may be apart once one did.
+    then: f64,
+}
+
+const ALIKE: Alike = Alike { steps: 5, then: 1e-3 };
+
+fn check(name: &str, model: &ModelConfig, training: &TrainingConfig, expected_alike: Alike) {
     let expected = steps(Where::Tree, model, training);
     let (first, last) = (expected[0].loss, expected[expected.len() - 1].loss);
     assert!(last < first - 0.1, "{name}: nothing is learned: {first} to {last}");
@@ -143,12 +185,13 @@ fn check(name: &str, model: &ModelConfig, training: &TrainingConfig) {
         assert!(found.iter().all(|step| step.non_finite.is_none()), "{name} {on:?}");
         // Where a token chose another expert, by a last bit, both are right from there on.
         let alike = found.iter().zip(&expected).take_while(|(a, b)| a.loads == b.loads).count();
-        assert!(alike >= 5, "{name} {on:?}: loads differ from step {alike} on");
+        let alike = alike.min(20);
+        assert!(alike >= expected_alike.steps, "{name} {on:?}: loads differ from step {alike} on");
         let (losses, norms) = distances(&found[..alike], &expected[..alike]);
         let (all, _) = distances(&found, &expected);
         println!("{name} {on:?}: losses {losses:.1e}, norms {norms:.1e} apart, then {all:.1e}");
         assert!(losses < 1e-5 && norms < 1e-3, "{name} {on:?}: {losses:e} {norms:e}");
-        assert!(all < 1e-3, "{name} {on:?}: {all:e}");
+        assert!(all < expected_alike.then, "{name} {on:?}: {all:e}");
         let (found, expected) = (&found[0], &expected[0]);
         assert_eq!(found.loads, expected.loads, "{name} {on:?}");
         for (found, expected) in
@@ -161,7 +204,74 @@ fn check(name: &str, model: &ModelConfig, training: &TrainingConfig) {
 
 #[test]
 fn the_same_losses_as_by_the_tree() {
-    check("plain", &model(), &training());
+    check("plain", &model(), &training(), ALIKE);
+}
+
+/// The model of `examples/01-first-run.yaml`.
+fn first_example() -> (ModelConfig, TrainingConfig) {
+    let (mut model, mut training) = (common::model(), training());
+    (model.hidden_size, model.num_hidden_layers, model.initializer_range) = (128, 4, 0.08);
+    (model.num_attention_heads, model.num_key_value_heads, model.head_dim) = (4, 4, 32);
+    (model.experts.count, model.experts.intermediate_size) = (8, 128);
+    (model.router.z_loss_coef, model.router.bias_update_rate) = (0.0, 0.0);
+    (training.global_batch_size, training.micro_batch_size) = (8, 2);
+    (training.sequence_length, training.steps, training.adamw.learning_rate) = (256, 100, 3e-3);
+    (model, training)
+}
+
+/// Gradients of the first micro-batch, in table order.
+fn gradients(on: Where, model: &ModelConfig, training: &TrainingConfig) -> Vec<Vec<f32>> {
+    let mut training = training.clone();
+    training.global_batch_size = training.micro_batch_size;
+    let mut engine = engine(on, model, &training);
+    let mut data = Made::new(model, &training);
+    let batch = data.micro_batch(0, 0).expect("a batch");
+    let Engine { model, gradients, links, .. } = &mut engine;
+    model.load(&batch.ids, &batch.targets);
+    model.begin_step(&training, 0);
+    gradients.clear();
+    let round = Round::alone(batch.ids.len());
+    let mut pass = Pass::new(model, links, &round);
+    pass.forward();
+    let leaf = gradients.leaf(&round);
+    pass.loss(Some(&leaf));
+    pass.backward(&leaf);
+    let (stacks, flats) = (&model.buffers.gradients, &model.shape.flats);
+    let of = |index| match on {
+        Where::Tree => slice(stacks.dense[0], &flats.dense, index)
+            .or_else(|| slice(stacks.experts[0][0], &flats.experts, index)),
+        Where::Buckets | Where::Gpu => model.bucket_gradient(index),
+    };
+    let read = |index| model.device.read_vec(of(index).expect("one rank holds everything"));
+    let all = (0..model.params.len()).map(read).collect();
+    model.device.check().expect("a device that works");
+    all
+}
+
+#[test]
+fn the_first_example() {
+    let (model, training) = first_example();
+    let expected = gradients(Where::Tree, &model, &training);
+    for on in places() {
+        let found = gradients(on, &model, &training);
+        let names = model.params();
+        let mut worst = 0.0_f64;
+        for ((found, expected), param) in found.iter().zip(&expected).zip(&names) {
+            let most = expected.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
+            let pairs = found.iter().zip(expected);
+            let apart = pairs.fold(0.0_f32, |most, (a, b)| most.max((a - b).abs()));
+            let apart = f64::from(apart / most.max(1e-30));
+            assert!(apart < 1e-5, "{on:?}: the gradient of {} is {apart:.1e} apart", param.name);
+            worst = worst.max(apart);
+        }
+        println!("first example {on:?}: gradients at most {worst:.1e} apart");
+    }
+    // A hundred steps are minutes of a processor without optimisations. Its rate is so high that
+    // the first update already moves a token near the border of two experts, and a hundred steps
+    // carry that far: 1.6e-2 on an H200.
+    if has_gpu() {
+        check("first example", &model, &training, Alike { steps: 1, then: 5e-2 });
+    }
 }
 
 #[test]
@@ -170,16 +280,16 @@ fn other_models() {
     (other.dense_layers, other.experts.shared) = (vec![0], 1);
     (other.dense_intermediate_size, other.tie_word_embeddings) = (192, false);
     (other.qk_norm, other.attention_bias) = (QkNorm::None, true);
-    check("dense, shared, biases", &other, &training());
+    check("dense, shared, biases", &other, &training(), ALIKE);
     let mut other = model();
     other.qk_norm = QkNorm::Full;
     other.clip_qkv = 0.5;
-    check("norm of all heads, clamp", &other, &training());
+    check("norm of all heads, clamp", &other, &training(), ALIKE);
     let mut other = model();
     let router = &mut other.router;
     (router.scoring, router.bias, router.bias_update_rate) = (Scoring::Sigmoid, true, 0.01);
     (router.groups, router.topk_groups, router.scale) = (4, 2, 2.5);
-    check("sigmoid, corrections, groups", &other, &training());
+    check("sigmoid, corrections, groups", &other, &training(), ALIKE);
 }
 
 #[test]
@@ -189,7 +299,7 @@ fn sixteen_bits_stay_near() {
     }
     let expected = steps(Where::Tree, &model(), &training());
     for (precision, most) in
-        [(Precision::Tf32, 2e-3), (Precision::Bf16, 2e-2)]
+        [(Precision::Tf32, 2e-3), (Precision::Bf16, 2e-2), (Precision::Fp16, 4e-3)]
     {
         for (moments, gradients) in [
             (MomentDtype::Fp32, GradientDtype::Fp32),
@@ -224,6 +334,160 @@ fn what_is_not_finite_changes_nothing() {
         let expected = &steps(on, &model, &training)[..3];
         let whole = [found[0].clone(), found[2].clone(), found[3].clone()];
         assert_eq!(&whole, expected, "{on:?}: a skipped step left something behind");
+    }
+}
+
+/// A power of two before backward and its reciprocal behind it change no bit of what fp32 holds.
+#[test]
+fn a_scaled_loss_trains_the_same() {
+    let (mut model, mut training) = (model(), training());
+    (model.router.aux_loss_coef, model.router.z_loss_coef) = (0.5, 0.1);
+    training.max_grad_norm = 0.5;
+    let mut plain = engine(Where::Buckets, &model, &training);
+    let expected = run(&mut plain, &training);
+    let mut scaled =
+        engine_with(Where::Buckets, &model, &training, |types| types.scaled = true);
+    let mut found = run(&mut scaled, &training);
+    assert!(found.iter().all(|step| step.loss_scale == Some(65536.0)));
+    found.iter_mut().for_each(|step| step.loss_scale = None);
+    assert_eq!(found, expected);
+    assert!(state(&mut scaled) == state(&mut plain), "weights or moments differ");
+}
+
+/// An overflow halves the scale until there is none, and the step counts once.
+#[test]
+fn an_overflow_halves_the_scale_and_does_the_step_again() {
+    for on in places() {
+        let (model, mut training) = (model(), training());
+        if on == Where::Gpu {
+            training.precision = Precision::Fp16;
+        }
+        let made = || engine_with(on, &model, &training, |types| types.scaled = true);
+        let mut data = Made::new(&model, &training);
+        let mut step = |engine: &mut Engine, step| {
+            engine.step(step, &mut data).unwrap_or_else(|error| panic!("{error}"))
+        };
+        let mut broken = made();
+        (0..3).for_each(|_| broken.spoil(1));
+        let first = step(&mut broken, 0);
+        let found = [first, step(&mut broken, 1), step(&mut broken, 2)];
+        let scales = found.each_ref().map(|step| step.loss_scale);
+        assert_eq!(scales, [Some(65536.0), Some(8192.0), Some(8192.0)], "{on:?}");
+        assert!(found.iter().all(|step| step.non_finite.is_none()), "{on:?}");
+        assert_eq!(broken.model.loss_scale(), Some(ScaleEntry { scale: 8192.0, good_steps: 2 }));
+        let mut whole = made();
+        let begun = step(&mut whole, 0);
+        whole.model.set_loss_scale(Some(ScaleEntry { scale: 8192.0, good_steps: 0 }));
+        let expected = [begun, step(&mut whole, 1), step(&mut whole, 2)];
+        assert_eq!(found, expected, "{on:?}");
+        assert!(state(&mut broken) == state(&mut whole), "{on:?}: weights or moments differ");
+        // No scale helps against what is no number under any.
+        (0..40).for_each(|_| broken.spoil(3));
+        let ended = step(&mut broken, 3);
+        assert!(ended.non_finite.is_some() && ended.loss_scale == Some(1.0), "{on:?}: {ended:?}");
+    }
+}
+
+/// Gradients of a loss times 2^24 are beyond fp16: the scale falls by itself.
+#[test]
+fn a_scale_that_is_too_large_falls() {
+    if !has_gpu() {
+        return;
+    }
+    let (model, mut training) = (model(), training());
+    (training.precision, training.steps) = (Precision::Fp16, 4);
+    training.micro_batch_size = training.global_batch_size;
+    let mut found = engine(Where::Gpu, &model, &training);
+    found.model.set_loss_scale(Some(ScaleEntry { scale: 2_f64.powi(24), good_steps: 1999 }));
+    let steps = run(&mut found, &training);
+    let scale = steps[0].loss_scale.expect("fp16 has a scale");
+    println!("2^24 fell to {scale}");
+    assert!(scale < 2_f64.powi(24) && steps.iter().all(|step| step.non_finite.is_none()));
+    let mut whole = engine(Where::Gpu, &model, &training);
+    whole.model.set_loss_scale(Some(ScaleEntry { scale, good_steps: 0 }));
+    assert_eq!(run(&mut whole, &training), steps);
+    assert!(state(&mut whole) == state(&mut found), "weights or moments differ");
+}
+
+/// A checkpoint has the scale and its counter, and whoever loads it goes on with both.
+#[test]
+fn a_checkpoint_keeps_the_scale() {
+    let (model, training) = (model(), training());
+    let made = |scaled| {
+        engine_with(Where::Buckets, &model, &training, |types| types.scaled = scaled)
+    };
+    let (mut from, mut into) = (made(true), made(true));
+    let kept = ScaleEntry { scale: 4096.0, good_steps: 17 };
+    from.model.set_loss_scale(Some(kept));
+    let folder = tempfile::tempdir().expect("a folder");
+    let identity = Identity {
+        job_uid: "job".to_string(),
+        job_name: "job".to_string(),
+        attempt: 1,
+        rank: 0,
+        model: model.clone(),
+        params: from.model.params.clone(),
+        layout: from.model.layout.clone(),
+        spec_hash: String::new(),
+        data_fingerprint: String::new(),
+        seed: 1,
+        tokens_per_step: 1,
+        float_bytes: 4,
+        location: folder.path().to_path_buf(),
+        keep: 1,
+    };
+    let disk = Disk::real();
+    let len = state(&mut from).len();
+    let fill = |bytes: &mut [u8]| cut_into(&mut from.model, bytes);
+    let slot = Slot::private(len, Some(kept), fill).expect("the device works");
+    let claim = Claim {
+        attempt: 1,
+        resume_step: 0,
+        job_uid: "job".to_string(),
+        time: String::new(),
+    };
+    Claiming::new(claim).go(&disk, folder.path()).expect("storage");
+    write_shard(&disk, &identity, 5, &slot).expect("storage");
+    commit(&disk, &identity, 5, || true).expect("storage");
+    let directory = folder.path().join("step-00000005");
+    let manifest = show(&disk, &directory).expect("a checkpoint");
+    assert_eq!(manifest.loss_scale, Some(kept));
+    load(&disk, &directory, &manifest, &mut into.model).expect("a whole checkpoint");
+    assert_eq!(into.model.loss_scale(), Some(kept));
+    // One of another precision has none, and one without a scale begins with the first.
+    let mut other = made(false);
+    load(&disk, &directory, &manifest, &mut other.model).expect("a whole checkpoint");
+    assert_eq!(other.model.loss_scale(), None);
+    into.model.set_loss_scale(None);
+    assert_eq!(into.model.loss_scale(), Some(ScaleEntry { scale: 65536.0, good_steps: 0 }));
+}
+
+/// What backward computes again has the bits of what forward had.
+#[test]
+fn recomputed_activations_change_no_bit() {
+    for on in places() {
+        let (mut model, mut training) = (model(), training());
+        model.num_hidden_layers = 5;
+        training.steps = 4;
+        if on == Where::Gpu {
+            training.precision = Precision::Bf16;
+        }
+        let mut dense = model.clone();
+        (dense.dense_layers, dense.experts.shared) = (vec![0, 4], 1);
+        dense.dense_intermediate_size = 192;
+        for model in [model, dense] {
+            let mut kept = engine(on, &model, &training);
+            let expected = run(&mut kept, &training);
+            for recompute in
+                [Recompute::Selective, Recompute::Experts, Recompute::Full, Recompute::Every(2)]
+            {
+                let training = TrainingConfig { recompute, ..training.clone() };
+                let mut again = engine(on, &model, &training);
+                assert_eq!(run(&mut again, &training), expected, "{on:?} {recompute:?}");
+                let same = state(&mut again) == state(&mut kept);
+                assert!(same, "{on:?} {recompute:?}: weights or moments differ");
+            }
+        }
     }
 }
 

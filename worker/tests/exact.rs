@@ -81,8 +81,8 @@ fn other_models() {
 #[test]
 fn experts_may_lie_anywhere() {
     let placed = |dp, ep, slots: Vec<Vec<u32>>| Layout {
-        mesh: Mesh::data_parallel(dp, ep),
         placement: Placement::Explicit(vec![slots; 2]),
+        ..layout(dp, ep)
     };
     let layouts = [
         // Out of order and uneven.

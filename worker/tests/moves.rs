@@ -17,6 +17,7 @@ use moejob_protocol::config::{Resume, ShardSource};
 use moejob_protocol::layout::{Layout, Placement};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{QkNorm, Role};
+use moejob_protocol::owners::Owners;
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 
@@ -33,9 +34,10 @@ fn plans(
     layout: &Layout,
     sources: &[ShardSource],
 ) -> Vec<Moves> {
-    let params = model.params();
+    let (params, owners) = (model.params(), Owners::new(model, layout));
+    let owners = &owners;
     let plan = |rank| {
-        let table = StateTable { model, params: &params, layout, rank, stored: STORED };
+        let table = StateTable { model, params: &params, layout, owners, rank, stored: STORED };
         Moves::plan(&table, earlier, sources)
     };
     (0..layout.mesh.world()).map(plan).collect()
@@ -43,7 +45,7 @@ fn plans(
 
 /// What every rank needs comes once, from where it lies, and both ends agree on the order.
 fn check(model: &ModelConfig, earlier: &Layout, layout: &Layout, sources: &[ShardSource]) {
-    let params = model.params();
+    let (params, owners) = (model.params(), Owners::new(model, layout));
     let all = plans(model, earlier, layout, sources);
     for (me, moves) in (0..).zip(&all) {
         let mut got: BTreeMap<(usize, Part), Vec<(u64, u64)>> = BTreeMap::new();
@@ -73,7 +75,7 @@ fn check(model: &ModelConfig, earlier: &Layout, layout: &Layout, sources: &[Shar
         }
         for (index, param) in params.iter().enumerate() {
             for part in Part::ALL {
-                let needed = needed(model, layout, index, param, me, part);
+                let needed = needed(&owners, index, param, me, part);
                 let mut runs = got.remove(&(index, part)).unwrap_or_default();
                 runs.sort_unstable();
                 let mut next = needed.start;
@@ -94,7 +96,9 @@ fn everything_that_is_needed_comes_once() {
     route_like_deepseek(&mut model);
     let row = vec![vec![0, 1, 2, 5], vec![3, 4], vec![0, 3], vec![1, 2, 4, 5]];
     let uneven = Layout { placement: Placement::Explicit(vec![row; 2]), ..even(4, 2) };
-    let layouts = [even(1, 1), even(2, 1), even(3, 3), even(4, 2), uneven];
+    let buckets = [even(2, 1), even(3, 3), uneven.clone()].map(Layout::by_buckets);
+    let mut layouts = vec![even(1, 1), even(2, 1), even(3, 3), even(4, 2), uneven];
+    layouts.extend(buckets);
     for earlier in &layouts {
         for layout in &layouts {
             let (shards, world) = (earlier.mesh.world(), layout.mesh.world());
@@ -140,11 +144,18 @@ fn a_large_table_is_walked_once() {
     let model = qwen3();
     let params = model.params();
     let (earlier, layout) = (even(8, 8), even(8, 4));
+    let owners = Owners::new(&model, &layout);
     let sources: Vec<ShardSource> =
         (0..8).map(|shard| ShardSource { shard, from: (shard + 1) % 8 }).collect();
     let started = std::time::Instant::now();
-    let table =
-        StateTable { model: &model, params: &params, layout: &layout, rank: 3, stored: STORED };
+    let table = StateTable {
+        model: &model,
+        params: &params,
+        layout: &layout,
+        owners: &owners,
+        rank: 3,
+        stored: STORED,
+    };
     let moves = Moves::plan(&table, &earlier, &sources);
     eprintln!("{} parameters in {:?}", params.len(), started.elapsed());
     assert!(moves.exchanges.len() > 5_000, "{} exchanges", moves.exchanges.len());

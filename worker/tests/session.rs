@@ -89,7 +89,7 @@ fn parse(text: &str, term: u64) -> Event {
         ["silent"] => Event::LeaderSilent,
         ["heartbeat"] => frame("0", Down::Heartbeat),
         ["shutdown"] => frame("0", Down::Shutdown),
-        ["leaf", of] => frame(of, Down::Leaf { certificate: "PEM".to_string() }),
+        ["leaf", of] => frame(of, Down::Leaf { certificate: "PEM".to_string(), authority: None }),
         ["leave", of] => frame(of, Down::Leave { reason: "as planned".to_string() }),
         ["request", of, bits @ ..] => {
             let checkpoint_now = bits.contains(&"checkpoint");

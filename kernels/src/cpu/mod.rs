@@ -51,7 +51,7 @@ use exec::Exec;
 
 use crate::buffer::{Buffer, Element};
 use crate::device::{KernelError, TrafficCounts};
-use crate::marks::Marks;
+use crate::marks::{Marks, Phases};
 
 /// Rows that one job computes: enough to be worth handing over, few enough to spread.
 const ROWS_PER_JOB: usize = 32;
@@ -67,6 +67,7 @@ pub struct CpuDevice {
     rope: rope::Tables,
     pub(crate) traffic: TrafficCounts,
     pub(crate) marks: Option<Marks>,
+    pub(crate) phases: Phases,
 }
 
 impl CpuDevice {
@@ -74,7 +75,8 @@ impl CpuDevice {
     pub fn new(threads: usize, arena_bytes: usize, isa: Isa) -> Result<CpuDevice, KernelError> {
         let exec = Exec::new(threads, isa)?;
         let (arena, rope) = (Arena::new(arena_bytes)?, rope::Tables::default());
-        Ok(CpuDevice { arena, exec, rope, traffic: TrafficCounts::default(), marks: None })
+        let (traffic, phases) = (TrafficCounts::default(), Phases::default());
+        Ok(CpuDevice { arena, exec, rope, traffic, marks: None, phases })
     }
 
     pub(crate) fn reserve(&mut self, arena_bytes: usize) -> Result<(), KernelError> {

@@ -1,7 +1,9 @@
 //! The mixture layer of one rank, from the ops that it consists of.
 
 use crate::buffer::{ArenaPlan, Buffer, DType};
-use crate::cuda::{MoeActivation, MoeDesc, MoeTensors, Output, Refusal, Saved, Stacked};
+use crate::cuda::{
+    Gradients, MoeActivation, MoeDesc, MoeTensors, Output, Refusal, Saved, Stacked,
+};
 use crate::device::Device;
 use crate::elementwise::Add;
 use crate::experts::{
@@ -9,8 +11,9 @@ use crate::experts::{
     ExpertsUpWgrad,
 };
 use crate::matmul::{Layout, Matmul};
-use crate::moe::{MoeBackward, MoeForward, MoePlan};
-use crate::place::{Combine, GatherRows, Place, ScatterRows, ScatterSum};
+use crate::moe::{MoeBackward, MoeForward, MoeHidden, MoePlan};
+use crate::moe_here::{MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward};
+use crate::place::{Combine, GatherRows, NO_EXPERT, Place, ScatterRows, ScatterSum};
 use crate::route::{Route, RouteBackward, Scoring};
 
 /// Ranges of the workspace: forward's, then backward's, which need not outlive each other.
@@ -135,40 +138,66 @@ fn gate_and_up(stacked: Stacked, desc: &MoeDesc) -> (Vec<Buffer>, Vec<Buffer>) {
 }
 
 pub(crate) fn forward(device: &mut Device, op: &MoeForward) {
-    let MoeForward { ref desc, ref tensors, out } = *op;
-    let MoeDesc { tokens, dim, hidden, experts, top_k, .. } = *desc;
-    let (saved, x) = (&tensors.saved, tensors.x);
-    let scratch = Scratch::within(desc, tensors.workspace);
+    let MoeForward { desc, tensors, .. } = *op;
+    let MoeDesc { tokens, experts, top_k, .. } = desc;
+    route_alone(device, &MoeRoute { desc, tensors });
+    let Saved { ids, counts, offsets, rows, pos, weights, .. } = tensors.saved;
+    device.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
+    let (rows, y) = (desc.rows(), tensors.saved.row_weights);
+    device.scatter_rows(&ScatterRows { rows, dim: 1, x: weights, index: pos, y });
+    self::experts(device, op);
+}
+
+pub(crate) fn route_alone(device: &mut Device, op: &MoeRoute) {
+    let MoeRoute { ref desc, ref tensors } = *op;
     device.matmul(&Matmul {
         layout: Layout::Nt,
-        m: tokens,
-        n: experts,
-        k: dim,
+        m: desc.tokens,
+        n: desc.experts,
+        k: desc.dim,
         accumulate: false,
-        a: x,
+        a: tensors.x,
         b: tensors.weights.router,
-        c: saved.logits,
+        c: tensors.saved.logits,
     });
     route(device, desc, tensors);
-    let Saved { ids, counts, offsets, rows, pos, weights, .. } = *saved;
-    device.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
-    let (rows_in_all, y) = (desc.rows(), saved.row_weights);
-    device.scatter_rows(&ScatterRows { rows: rows_in_all, dim: 1, x: weights, index: pos, y });
-    let (w_gate, w_up) = gate_and_up(tensors.weights.up, desc);
-    device.experts_up(&ExpertsUp {
-        dim,
-        hidden,
-        sources: 1,
-        activation: activation(desc),
-        gated: desc.gated,
-        x,
-        row_index: rows,
-        offsets,
-        w_gate: &w_gate,
-        w_up: &w_up,
-        h: saved.h,
-        a: saved.a,
-    });
+}
+
+pub(crate) fn place_here(device: &mut Device, op: &MoePlace) {
+    let all = op.check();
+    let saved = &op.saved;
+    let ids: Vec<u32> = device.read_vec(saved.ids);
+    let here = |slot: usize| {
+        let rank = slot / (op.tokens * op.top_k);
+        let place = (ids[slot] as usize).checked_sub(op.first)?;
+        (op.present >> rank & 1 == 1 && place < op.locals).then_some(place)
+    };
+    let slots = 0..all * op.top_k;
+    let mut offsets = vec![0_u32; op.locals + 1];
+    slots.clone().filter_map(here).for_each(|place| offsets[place + 1] += 1);
+    (0..op.locals).for_each(|place| offsets[place + 1] += offsets[place]);
+    let (mut next, mut rows) = (offsets.clone(), vec![0_u32; offsets[op.locals] as usize]);
+    let mut pos = vec![NO_EXPERT; slots.len()];
+    for (slot, place) in slots.clone().filter_map(|slot| Some((slot, here(slot)?))) {
+        rows[next[place] as usize] = (slot / op.top_k) as u32;
+        pos[slot] = next[place];
+        next[place] += 1;
+    }
+    device.write(saved.offsets, &offsets);
+    device.write(saved.rows.slice(0, rows.len()), &rows);
+    device.write(saved.pos, &pos);
+    let (x, index, y) = (saved.weights, saved.pos, saved.row_weights);
+    device.scatter_rows(&ScatterRows { rows: slots.len(), dim: 1, x, index, y });
+}
+
+/// out = residual + the sum over each token's rows, from where rows lie.
+pub(crate) fn experts(device: &mut Device, op: &MoeForward) {
+    let MoeForward { ref desc, ref tensors, out } = *op;
+    let MoeDesc { tokens, dim, hidden, top_k, .. } = *desc;
+    let saved = &tensors.saved;
+    let Saved { offsets, pos, weights, .. } = *saved;
+    let scratch = Scratch::within(desc, tensors.workspace);
+    hidden_rows(device, desc, tensors);
     let w_down = each(tensors.weights.down, desc, dim, hidden);
     let (a, y) = (saved.a, scratch.y);
     device.experts_down(&ExpertsDown { dim, hidden, sources: 1, a, offsets, w_down: &w_down, y });
@@ -176,13 +205,76 @@ pub(crate) fn forward(device: &mut Device, op: &MoeForward) {
     device.combine(&Combine { tokens, top_k, dim, y, pos, weights, residual, out });
 }
 
+pub(crate) fn hidden(device: &mut Device, op: &MoeHidden) {
+    hidden_rows(device, &op.desc, &op.tensors);
+}
+
+/// H and A, from x and where the router sent it.
+fn hidden_rows(device: &mut Device, desc: &MoeDesc, tensors: &MoeTensors) {
+    let saved = &tensors.saved;
+    let (w_gate, w_up) = gate_and_up(tensors.weights.up, desc);
+    device.experts_up(&ExpertsUp {
+        dim: desc.dim,
+        hidden: desc.hidden,
+        sources: 1,
+        activation: activation(desc),
+        gated: desc.gated,
+        x: tensors.x,
+        row_index: saved.rows,
+        offsets: saved.offsets,
+        w_gate: &w_gate,
+        w_up: &w_up,
+        h: saved.h,
+        a: saved.a,
+    });
+}
+
 pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
     let MoeBackward { ref desc, ref tensors, dout, dx, ref gradients } = *op;
-    let MoeDesc { tokens, dim, hidden, experts, top_k, .. } = *desc;
-    let Saved { offsets, rows, pos, h, a, .. } = tensors.saved;
+    let MoeDesc { tokens, dim, top_k, .. } = *desc;
+    let pos = tensors.saved.pos;
     let scratch = Scratch::within(desc, tensors.workspace);
-    let (dh, a_scaled, dx_rows) = (scratch.dh, scratch.scaled_a, scratch.dx_rows);
-    let gated = desc.gated;
+    hidden_gradient(device, desc, tensors, dout, &scratch);
+    let (rows, x, y) = (desc.rows(), scratch.ds, scratch.dweights);
+    device.gather_rows(&GatherRows { rows, dim: 1, x, index: pos, y });
+    route_backward(device, desc, tensors, &scratch, dx);
+    expert_gradients(device, desc, tensors, dout, gradients, &scratch);
+    let (accumulate, x) = (true, scratch.dx_rows);
+    device.scatter_sum(&ScatterSum { tokens, top_k, dim, accumulate, x, pos, out: dx });
+    router_gradient(device, desc, tensors, gradients, &scratch);
+}
+
+pub(crate) fn experts_backward(device: &mut Device, op: &MoeExpertsBackward) {
+    let MoeExpertsBackward { ref desc, ref tensors, dout, dx, ds, ref gradients } = *op;
+    let MoeDesc { tokens, dim, top_k, .. } = *desc;
+    let pos = tensors.saved.pos;
+    let scratch = Scratch::within(desc, tensors.workspace);
+    hidden_gradient(device, desc, tensors, dout, &scratch);
+    let (rows, x) = (desc.rows(), scratch.ds);
+    device.gather_rows(&GatherRows { rows, dim: 1, x, index: pos, y: ds });
+    expert_gradients(device, desc, tensors, dout, gradients, &scratch);
+    let (accumulate, x) = (false, scratch.dx_rows);
+    device.scatter_sum(&ScatterSum { tokens, top_k, dim, accumulate, x, pos, out: dx });
+}
+
+pub(crate) fn router_backward(device: &mut Device, op: &MoeRouterBackward) {
+    let MoeRouterBackward { ref desc, ref tensors, ds, dx, ref gradients, .. } = *op;
+    let scratch = Scratch::within(desc, tensors.workspace);
+    device.copy(ds, scratch.dweights);
+    route_backward(device, desc, tensors, &scratch, dx);
+    router_gradient(device, desc, tensors, gradients, &scratch);
+}
+
+/// dH, s * A and <da', a> of each row.
+fn hidden_gradient(
+    device: &mut Device,
+    desc: &MoeDesc,
+    tensors: &MoeTensors,
+    dout: Buffer,
+    scratch: &Scratch,
+) {
+    let Saved { offsets, rows, h, a, .. } = tensors.saved;
+    let MoeDesc { dim, hidden, gated, .. } = *desc;
     device.experts_down_backward(&ExpertsDownBackward {
         dim,
         hidden,
@@ -197,10 +289,23 @@ pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
         a,
         s: tensors.saved.row_weights,
         ds: scratch.ds,
-        dh,
-        a_scaled,
+        dh: scratch.dh,
+        a_scaled: scratch.scaled_a,
     });
-    route_backward(device, op, &scratch);
+}
+
+/// Gradients of down and up, and dX rows.
+fn expert_gradients(
+    device: &mut Device,
+    desc: &MoeDesc,
+    tensors: &MoeTensors,
+    dout: Buffer,
+    gradients: &Gradients,
+    scratch: &Scratch,
+) {
+    let Saved { offsets, rows, .. } = tensors.saved;
+    let MoeDesc { dim, hidden, gated, .. } = *desc;
+    let dh = scratch.dh;
     let dw_down = ExpertsDownWgrad {
         dim,
         hidden,
@@ -208,7 +313,7 @@ pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
         dy: dout,
         row_index: rows,
         offsets,
-        a_scaled,
+        a_scaled: scratch.scaled_a,
         dw_down: &each(gradients.down, desc, dim, hidden),
     };
     add_or_store_down(device, &dw_down, gradients.accumulate.then_some(scratch.dw));
@@ -222,10 +327,8 @@ pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
         offsets,
         w_gate: &w_gate,
         w_up: &w_up,
-        dx: dx_rows,
+        dx: scratch.dx_rows,
     });
-    let (accumulate, x) = (true, dx_rows);
-    device.scatter_sum(&ScatterSum { tokens, top_k, dim, accumulate, x, pos, out: dx });
     let (dw_gate, dw_up) = gate_and_up(gradients.up, desc);
     let dw_up = ExpertsUpWgrad {
         dim,
@@ -240,11 +343,20 @@ pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
         dw_up: &dw_up,
     };
     add_or_store_up(device, &dw_up, gradients.accumulate.then_some(scratch.dw));
+}
+
+fn router_gradient(
+    device: &mut Device,
+    desc: &MoeDesc,
+    tensors: &MoeTensors,
+    gradients: &Gradients,
+    scratch: &Scratch,
+) {
     device.matmul(&Matmul {
         layout: Layout::Tn,
-        m: experts,
-        n: dim,
-        k: tokens,
+        m: desc.experts,
+        n: desc.dim,
+        k: desc.tokens,
         accumulate: gradients.accumulate,
         a: scratch.dlogits,
         b: tensors.x,
@@ -325,14 +437,20 @@ fn route(device: &mut Device, desc: &MoeDesc, tensors: &MoeTensors) {
     device.write(numbers.loads, &loads);
 }
 
-/// From <da', a> of each row to the gradient of the logits, and what it adds to dx.
-fn route_backward(device: &mut Device, op: &MoeBackward, scratch: &Scratch) {
-    let MoeBackward { ref desc, ref tensors, dx, .. } = *op;
+/// From the gradient of each slot's weight to that of the logits, and dx of that.
+fn route_backward(
+    device: &mut Device,
+    desc: &MoeDesc,
+    tensors: &MoeTensors,
+    scratch: &Scratch,
+    dx: Buffer,
+) {
     let MoeDesc { tokens, dim, experts, top_k, .. } = *desc;
     let saved = &tensors.saved;
-    let Scratch { ds, dweights, dlogits, .. } = *scratch;
-    let (rows, index) = (desc.rows(), saved.pos);
-    device.gather_rows(&GatherRows { rows, dim: 1, x: ds, index, y: dweights });
+    let Scratch { dweights, dlogits, .. } = *scratch;
+    let loss_scale = tensors.loss_scale.map_or(1.0, |scale| {
+        f64::from(device.read_vec::<f32>(scale)[0])
+    });
     for segment in 0..desc.segments {
         let count = tokens / desc.segments;
         let of = |buffer: Buffer, a_token: usize| {
@@ -347,8 +465,8 @@ fn route_backward(device: &mut Device, op: &MoeBackward, scratch: &Scratch) {
             scoring: scoring(desc),
             norm_topk: desc.norm_topk,
             scale: f64::from(desc.scale),
-            aux_coef: desc.aux_coef / share,
-            z_coef: desc.z_coef / share,
+            aux_coef: desc.aux_coef / share * loss_scale,
+            z_coef: desc.z_coef / share * loss_scale,
             logits: of(saved.logits, experts),
             probs: of(saved.probs, experts),
             lse: of(saved.lse, 1),

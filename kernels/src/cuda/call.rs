@@ -164,14 +164,23 @@ impl<'a> Call<'a> {
         self.layer.logits.launch(self.stream, self.x(), halves, args)
     }
 
-    pub(super) fn up(&self) -> Result<(), CudaError> {
+    /// The address of what gradients are multiplied by; 0: 1.
+    pub(super) fn loss_scale(&self) -> u64 {
+        self.tensors.loss_scale.map_or(0, |scale| {
+            assert_eq!((scale.dtype(), scale.len()), (DType::F32, 1), "{scale:?}");
+            self.arena.address(scale)
+        })
+    }
+
+    /// H, and A to `activation` unless that is 0.
+    pub(super) fn up(&self, activation: u64) -> Result<(), CudaError> {
         let MoeDesc { dim, hidden, .. } = *self.desc();
         let width = self.desc().width() as i32;
         let (weights, weight_rows) = self.w_up();
         let args = GemmArgs {
             gathered: self.x().address,
             out: self.h().address,
-            out_activation: self.at(self.layer.plan.a),
+            out_activation: activation,
             depth: dim as i32,
             cols: hidden as i32,
             gathered_pitch: dim as i32,
@@ -303,14 +312,24 @@ impl<'a> Call<'a> {
         self.layer.dx.launch(self.stream, self.h(), weights, args)
     }
 
+    /// dx += the sum of its rows.
     pub(super) fn sum_dx(&self, dx: Buffer) -> Result<(), CudaError> {
+        self.sum_rows(dx, true)
+    }
+
+    /// dx = the sum of its rows.
+    pub(super) fn rows_to_dx(&self, dx: Buffer) -> Result<(), CudaError> {
+        self.sum_rows(dx, false)
+    }
+
+    fn sum_rows(&self, dx: Buffer, accumulate: bool) -> Result<(), CudaError> {
         let MoeDesc { tokens, dim, .. } = *self.desc();
         let dx = self.buffer(dx, tokens, dim).address;
         let call = CombineCall {
             y: self.at(self.layer.plan.dx_rows),
             pos: self.route.pos,
             weights: 0,
-            base: dx,
+            base: if accumulate { dx } else { 0 },
             out: dx,
             cols: dim,
             out_pitch: dim,

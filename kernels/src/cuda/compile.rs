@@ -383,6 +383,14 @@ mod tests {
         check_that_all_compile("the_kernels_of_heads_and_gates_compile", sources);
     }
 
+    /// And of links between GPUs.
+    #[test]
+    fn the_kernels_of_links_compile() {
+        let source = |arch: Arch| super::super::peer::source(arch.target());
+        let sources = [Arch::Hopper, Arch::Ampere("sm_80")].into_iter().map(source).collect();
+        check_that_all_compile("the_kernels_of_links_compile", sources);
+    }
+
     fn layer_desc() -> MoeDesc {
         MoeDesc {
             element: DType::Bf16,

@@ -1,6 +1,7 @@
 //! A GPU as a [`crate::Device`]: one arena, one stream, the kernels of its layers.
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use super::attention::AttentionKernels;
 use super::attention_shape::AttentionDesc;
@@ -10,6 +11,7 @@ use super::driver::{Arena, Event, Gpu, Stream};
 use super::error::CudaError;
 use super::gate::GateKernels;
 use super::head::Head;
+use super::here::Here;
 use super::layer::{LayerError, MoeLayer};
 use super::shape::MoeDesc;
 use super::step_ops::StepOps;
@@ -17,8 +19,19 @@ use super::transfer::{self, Transfer};
 use crate::attention::{Attention, AttentionBackward};
 use crate::buffer::{ArenaPlan, Buffer, Element};
 use crate::device::TrafficCounts;
-use crate::marks::Marks;
-use crate::moe::{MoeBackward, MoeForward, MoePlan};
+use crate::marks::{Marks, Phases};
+use crate::moe::{MoeBackward, MoeForward, MoeHidden, MoePlan};
+
+/// Asked while the host waits for a device whose work may wait for other devices: nothing on a GPU
+/// notices that one of them is gone.
+pub trait Watch: std::fmt::Debug + Send + Sync {
+    /// Why waiting has no sense any more.
+    fn given_up(&self) -> Option<String>;
+}
+
+/// Between two looks at a device that is waited for, once it takes longer than `SPIN`.
+const PAUSE: Duration = Duration::from_micros(50);
+const SPIN: Duration = Duration::from_micros(500);
 
 /// The memory and the kernels of one rank on a GPU.
 ///
@@ -31,6 +44,7 @@ pub struct CudaDevice {
     pub(super) arena: Arena,
     pub(super) step_ops: Box<StepOps>,
     layers: Vec<MoeLayer>,
+    pub(super) heres: Vec<Here>,
     pub(super) dense: DenseState,
     pub(super) heads: Vec<Head>,
     pub(super) gates: Vec<GateKernels>,
@@ -39,6 +53,8 @@ pub struct CudaDevice {
     transfer: OnceLock<Transfer>,
     pub(crate) traffic: TrafficCounts,
     pub(crate) marks: Option<Marks>,
+    watch: Option<Arc<dyn Watch>>,
+    pub(crate) phases: Phases,
 }
 
 impl CudaDevice {
@@ -53,6 +69,7 @@ impl CudaDevice {
             arena,
             step_ops: Box::default(),
             layers: Vec::new(),
+            heres: Vec::new(),
             dense: DenseState::default(),
             heads: Vec::new(),
             gates: Vec::new(),
@@ -61,6 +78,8 @@ impl CudaDevice {
             transfer: OnceLock::new(),
             traffic: TrafficCounts::default(),
             marks: None,
+            watch: None,
+            phases: Phases::default(),
         };
         device.reserve(arena_bytes)?;
         Ok(device)
@@ -93,17 +112,56 @@ impl CudaDevice {
         &self.stream
     }
 
+    /// The device address of a buffer of the arena, for libraries that enqueue on the stream. It
+    /// is good until the arena is reserved anew.
+    pub fn address(&self, buffer: Buffer) -> u64 {
+        self.arena.address(buffer)
+    }
+
+    /// From now on no wait of the host outlasts what `watch` says.
+    pub fn watch(&mut self, watch: Arc<dyn Watch>) {
+        self.watch = Some(watch);
+    }
+
+    /// Waits for everything enqueued on the stream of all ops.
+    fn settle(&self) -> Result<(), CudaError> {
+        if let Some(watch) = &self.watch {
+            let began = Instant::now();
+            while !self.stream.is_idle()? {
+                if let Some(why) = watch.given_up() {
+                    return Err(CudaError::GivenUp { why });
+                }
+                if began.elapsed() < SPIN {
+                    std::hint::spin_loop();
+                } else {
+                    std::thread::sleep(PAUSE);
+                }
+            }
+        }
+        self.stream.synchronize()
+    }
+
     /// Waits for everything enqueued; the first failure since the device was made.
     pub fn finish(&self) -> Result<(), &LayerError> {
-        self.attempt(|| Ok(self.stream.synchronize()?));
+        self.attempt(|| Ok(self.settle()?));
         self.check()
     }
 
     /// An event behind all that was enqueued.
     pub(crate) fn event(&self) -> Option<Event> {
+        self.event_again(None)
+    }
+
+    /// Waits for all that was enqueued.
+    pub(crate) fn wait(&self) {
+        self.attempt(|| Ok(self.stream.synchronize()?));
+    }
+
+    /// The same with an event that nobody needs any more, if there is one.
+    pub(crate) fn event_again(&self, spare: Option<Event>) -> Option<Event> {
         let mut made = None;
         self.attempt(|| {
-            let event = Event::new(self.gpu())?;
+            let event = spare.map_or_else(|| Event::new(self.gpu()), Ok)?;
             self.stream.record(&event)?;
             made = Some(event);
             Ok(())
@@ -130,7 +188,7 @@ impl CudaDevice {
 
     pub(crate) fn write<E: Element>(&self, buffer: Buffer, from: &[E]) {
         self.attempt(|| {
-            self.stream.synchronize()?;
+            self.settle()?;
             if size_of_val(from) < transfer::BYTES_MIN {
                 return Ok(self.arena.write(buffer, from)?);
             }
@@ -155,7 +213,7 @@ impl CudaDevice {
     /// After a failure `into` stays as it is.
     pub(crate) fn read<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
         self.attempt(|| {
-            self.stream.synchronize()?;
+            self.settle()?;
             if size_of_val(into) < transfer::BYTES_MIN {
                 return Ok(self.arena.read_into(buffer, into)?);
             }
@@ -198,7 +256,7 @@ impl CudaDevice {
     }
 
     /// `op` on the layer of `desc`, which may have to be made: kernels are made once.
-    fn on_layer(
+    pub(super) fn on_layer(
         &mut self,
         desc: &MoeDesc,
         op: impl FnOnce(&MoeLayer, &Stream, &Arena) -> Result<(), CudaError>,
@@ -213,6 +271,12 @@ impl CudaDevice {
     pub(crate) fn moe_forward(&mut self, op: &MoeForward) {
         self.on_layer(&op.desc, |layer, stream, arena| {
             layer.forward(stream, arena, &op.tensors, op.out)
+        });
+    }
+
+    pub(crate) fn moe_hidden(&mut self, op: &MoeHidden) {
+        self.on_layer(&op.desc, |layer, stream, arena| {
+            layer.hidden_again(stream, arena, &op.tensors)
         });
     }
 

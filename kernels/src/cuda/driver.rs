@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cudarc::driver::{result as cu, sys};
 
 use super::error::{CudaError, Doing};
+use super::window::Joined;
 use crate::buffer::{Buffer, Element};
 
 /// One GPU and its primary context. Cheap to clone.
@@ -102,6 +103,11 @@ impl Gpu {
         &self.inner.name
     }
 
+    /// Its number among the GPUs that the driver shows.
+    pub(crate) fn ordinal(&self) -> i32 {
+        self.inner.ordinal
+    }
+
     /// What names it to every process and to NVML.
     pub fn uuid(&self) -> [u8; 16] {
         self.inner.uuid
@@ -164,6 +170,40 @@ impl Stream {
 
     pub(crate) fn handle(&self) -> sys::CUstream {
         self.handle
+    }
+
+    /// The driver's handle, for libraries that enqueue on this stream.
+    pub fn raw(&self) -> *mut c_void {
+        self.handle.cast()
+    }
+
+    /// Copies `bytes` from one device address to another.
+    ///
+    /// # Safety
+    /// Both ranges are mapped and share no byte.
+    pub(super) unsafe fn copy_at(&self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError> {
+        // SAFETY: the caller's promise.
+        unsafe { cu::memcpy_dtod_async(to, from, bytes, self.handle) }
+            .doing(|| format!("copying {bytes} bytes of device memory"))
+    }
+
+    /// Sets `bytes` bytes from the device address `to` on.
+    ///
+    /// # Safety
+    /// The range is mapped.
+    pub(super) unsafe fn fill_at(&self, to: u64, byte: u8, bytes: usize) -> Result<(), CudaError> {
+        // SAFETY: the caller's promise.
+        unsafe { cu::memset_d8_async(to, byte, bytes, self.handle) }
+            .doing(|| format!("filling {bytes} bytes of device memory"))
+    }
+
+    /// Whether everything enqueued is done. Does not wait.
+    pub fn is_idle(&self) -> Result<bool, CudaError> {
+        // SAFETY: the stream lives as long as `self`.
+        match unsafe { sys::cuStreamQuery(self.handle) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            status => status.result().map(|()| true).doing(|| "asking a stream".to_owned()),
+        }
     }
 
     pub fn synchronize(&self) -> Result<(), CudaError> {
@@ -263,6 +303,15 @@ impl Event {
         Ok(Event { handle, gpu: gpu.clone() })
     }
 
+    /// Whether everything before it is done. Does not wait.
+    pub fn is_past(&self) -> Result<bool, CudaError> {
+        // SAFETY: the event lives as long as `self`.
+        match unsafe { sys::cuEventQuery(self.handle) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            status => status.result().map(|()| true).doing(|| "asking an event".to_owned()),
+        }
+    }
+
     pub fn synchronize(&self) -> Result<(), CudaError> {
         self.gpu.waited();
         // SAFETY: the event lives as long as `self`.
@@ -287,9 +336,11 @@ impl Drop for Event {
 /// One allocation of device memory, laid out beforehand by [`crate::ArenaPlan`].
 #[derive(Debug)]
 pub struct Arena {
-    base: sys::CUdeviceptr,
-    bytes: usize,
-    gpu: Gpu,
+    pub(super) base: sys::CUdeviceptr,
+    pub(super) bytes: usize,
+    pub(super) gpu: Gpu,
+    /// None: allocated in one piece.
+    pub(super) joined: Option<Joined>,
 }
 
 impl Arena {
@@ -304,7 +355,7 @@ impl Arena {
                 return Err(CudaError::OutOfMemory { bytes, free, total, device, source });
             }
         };
-        Ok(Arena { base, bytes, gpu: gpu.clone() })
+        Ok(Arena { base, bytes, gpu: gpu.clone(), joined: None })
     }
 
     pub fn gpu(&self) -> &Gpu {
@@ -372,6 +423,9 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
+        if self.joined.is_some() {
+            return;
+        }
         self.gpu.waited();
         // SAFETY: allocated by us, freed once; the call waits for work that uses it.
         let _ = unsafe { cu::free_sync(self.base) };
@@ -410,6 +464,11 @@ impl<E: Element> PinnedBuffer<E> {
     pub fn as_mut_slice(&mut self) -> &mut [E] {
         // SAFETY: as above, and the borrow is exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
+    }
+
+    /// The first element, for what the device and the host look at by turns.
+    pub(super) fn start(&self) -> *mut E {
+        self.start
     }
 
     /// Copies `buffer` here, in the order of `stream`, and waits for the copy.

@@ -30,6 +30,8 @@ pub enum CudaError {
     Cache { path: PathBuf, source: std::io::Error },
     #[error("{kernel} needs compute capability {needed}; {device} has {major}.{minor}")]
     Capability { kernel: String, needed: &'static str, device: String, major: i32, minor: i32 },
+    #[error("waiting for the device was given up: {why}")]
+    GivenUp { why: String },
     #[error("an arena of {bytes} bytes: {free} of {total} bytes are free on {device}")]
     OutOfMemory { bytes: usize, free: usize, total: usize, device: String, source: DriverError },
 }

@@ -85,7 +85,7 @@ pub struct GemmConfig {
     pub cluster: usize,
     pub pingpong: bool,
     /// Buffers that each consumer warp has in shared memory: of H for the hidden gradient, of the
-    /// output for weight gradients in 16 bits. Hopper only, else 0
+    /// output for weight gradients. Hopper only, else 0
     pub staged: usize,
     pub gated: bool,
     /// ACT_* of common.cu
@@ -132,7 +132,11 @@ impl GemmConfig {
     pub fn fitting(mut self, groups: usize) -> GemmConfig {
         let buffered = match self.op {
             ProductOp::HiddenGradient => true,
-            ProductOp::WeightGradient => self.output == Output::Element,
+            // In fp32 rows of 16 columns are added faster from registers, and ping-pong has none
+            // left for boxes: they spill, and the product takes twice its time.
+            ProductOp::WeightGradient => {
+                self.output == Output::Element || !(self.transposed || self.pingpong)
+            }
             _ => false,
         };
         self.staged = if buffered { self.staged } else { 0 };
@@ -271,7 +275,7 @@ impl Gemm {
     }
 
     /// Enqueues the product. `a` is A of ops that gather nothing; H of the hidden gradient; the
-    /// output of weight gradients in 16 bits.
+    /// output of weight gradients.
     pub(crate) fn launch(
         &self,
         stream: &Stream,
@@ -307,6 +311,9 @@ impl Gemm {
     fn map_a(&self, a: Matrix) -> Result<sys::CUtensorMap, CudaError> {
         match self.config {
             GemmConfig { staged: 0, .. } => a.map(BLOCK_M),
+            GemmConfig { op: ProductOp::WeightGradient, output: Output::F32, .. } => {
+                a.fp32_map(BOX_ROWS)
+            }
             GemmConfig { transposed: true, element, .. } => a.narrow_map(BLOCK_K, element),
             GemmConfig { op: ProductOp::WeightGradient, element, .. } => {
                 a.map_of(BOX_ROWS, element)

@@ -34,7 +34,7 @@ __device__ __forceinline__ void add16(u16* to, u32 a, u32 b, u32 c, u32 d) {
   store16(to, add_pair(old.x, a), add_pair(old.y, b), add_pair(old.z, c), add_pair(old.w, d));
 }
 
-// OP_UP: H as it is, and A.
+// OP_UP: H as it is, and A unless nobody wants it.
 __device__ __forceinline__ void finish_up(const float (&acc)[BN / 2], const Tile& tile,
                                           const Args& args, int first_row, int q) {
 #pragma unroll
@@ -54,7 +54,7 @@ __device__ __forceinline__ void finish_up(const float (&acc)[BN / 2], const Tile
       if (live && tile.n0 * TILE_N + 32 * jj < args.cols) {
         store8(out + 32 * jj, gate);
         if (GATED) store8(out + args.cols + 32 * jj, up);
-        store8(activation + 32 * jj, a);
+        if (args.out_activation) store8(activation + 32 * jj, a);
       }
     }
   }

@@ -71,7 +71,8 @@ __device__ __forceinline__ void finish(const Args& args, int expert, int row0, i
   if (OP == OP_UP) {
     args.out[at] = sum;
     if (GATED) args.out[at + args.cols] = up;
-    args.out_activation[row * args.cols + n] = activate<ACT>(sum) * (GATED ? up : 1.f);
+    if (args.out_activation)
+      args.out_activation[row * args.cols + n] = activate<ACT>(sum) * (GATED ? up : 1.f);
   }
   if (OP == OP_DH) {
     float slope;

@@ -132,6 +132,9 @@ __device__ __forceinline__ u32 load_shared(u32 from) {
 __device__ __forceinline__ void store_shared(u32 to, u32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
+__device__ __forceinline__ void store_shared8(u32 to, u32 a, u32 b) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(a), "r"(b) : "memory");
+}
 __device__ __forceinline__ void store_zeros16(u32 to) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
 }

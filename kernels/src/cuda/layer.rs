@@ -142,6 +142,9 @@ pub struct MoeTensors {
     pub workspace: Buffer,
     /// Added to by the forward
     pub numbers: Option<MoeNumbers>,
+    /// F32 [1], on the device: what `dout` was multiplied by, and what the layer's own losses are
+    /// to be multiplied by beside it; none is 1
+    pub loss_scale: Option<Buffer>,
 }
 
 /// One layer's kernels.
@@ -354,7 +357,7 @@ impl MoeLayer {
         after("choose")?;
         self.router.place(stream, &call.route)?;
         after("place")?;
-        call.up()?;
+        call.up(call.at(self.plan.a))?;
         after("up")?;
         let passes = self.desc.down_passes();
         for pass in 0..passes {
@@ -365,6 +368,16 @@ impl MoeLayer {
             after("combine")?;
         }
         Ok(())
+    }
+
+    /// H again, from x and the routing that the forward left.
+    pub fn hidden_again(
+        &self,
+        stream: &Stream,
+        arena: &Arena,
+        tensors: &MoeTensors,
+    ) -> Result<(), CudaError> {
+        Call::new(self, stream, arena, tensors).up(0)
     }
 
     /// From `dout` [T, D]: `dx` [T, D] and the gradients. `tensors` are those of the forward, whose
@@ -398,7 +411,9 @@ impl MoeLayer {
         call.dh(dout)?;
         after("dh")?;
         let coefs = (self.desc.aux_coef, self.desc.z_coef);
-        self.router.backward(stream, &call.route, (partial_ds, ds_parts), coefs, dlogits)?;
+        let loss_scale = call.loss_scale();
+        let parts = (partial_ds, ds_parts);
+        self.router.backward(stream, &call.route, parts, (coefs, loss_scale), dlogits)?;
         after("dlogits")?;
         call.dw_down(dout, gradients)?;
         after("dw_down")?;

@@ -12,6 +12,8 @@
 //! Head::new(desc)               head.rs      the head with its loss: products, softmax between
 //! CudaDevice::new(ordinal)      device.rs    the layer and the ops of a step as those of `Device`
 //! Unit::source                  step_ops.rs  kernels of norms, optimizer ..., when needed
+//! PeerLinks::new(desc)          peer.rs      rows and counts to the other GPUs of the node
+//! Window::new(bytes)            window.rs    memory that other processes map, too
 //! inspect()                     doctor.rs    what this machine has and lacks
 //! visible_gpus()                machine.rs   the same without a context, before a worker starts
 //! ```
@@ -38,25 +40,28 @@ mod error;
 mod gate;
 mod gemm;
 mod head;
+mod here;
 mod layer;
 mod machine;
 mod measure;
 mod nvml;
 mod norm;
 mod optimizer;
+mod peer;
 mod route;
 mod shape;
 mod step_ops;
 mod tensor_map;
 mod tiles;
 mod transfer;
+mod window;
 
 pub use attention::AttentionKernels;
 pub use attention_shape::AttentionDesc;
 pub use compile::{Compiler, Module, Source, default_cache_dir};
 pub use dense::{DenseShape, Products};
 pub use dense_record::{DenseRecord, NoRecord};
-pub use device::CudaDevice;
+pub use device::{CudaDevice, Watch};
 pub use doctor::{Inspection, inspect};
 pub use driver::{Arena, Event, Function, Gpu, Graph, Launch, PinnedBuffer, Stream};
 pub use error::CudaError;
@@ -70,4 +75,6 @@ pub use layer::{
 pub use machine::{VisibleGpu, missing_libraries, visible_gpus};
 pub use measure::Measure;
 pub use nvml::{Limits, Monitor, Nvml, NvmlError, Reading, Trouble, uuid_text};
+pub use peer::{Awaited, COUNTS_MAX, MoveRows, PEERS_MAX, PeerDesc, PeerFailure, PeerLinks};
 pub use shape::{MoeActivation, MoeDesc, Refusal};
+pub use window::Window;

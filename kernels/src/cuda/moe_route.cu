@@ -28,6 +28,45 @@ __device__ __forceinline__ void sort_own(u32 (&key)[PER_LANE], u32 (&at)[PER_LAN
   }
 }
 
+// e^x with the bits of the CPU: `exp` of src/cpu/float.rs, operation by operation.
+__device__ __forceinline__ float exp_as_cpu(float x) {
+  const float round = 12582912.f;  // 1.5 * 2^23
+  x = x > 89.f ? 89.f : x;
+  x = x < -104.f ? -104.f : x;
+  const float rounded = __fmaf_rn(x, 0x1.715476p+0f, round), n = __fsub_rn(rounded, round);
+  const float r = __fmaf_rn(-n, -0x1.05c61p-29f, __fmaf_rn(-n, 0x1.62e43p-1f, x));
+  float sum = 1.f / 5040.f;
+  sum = __fmaf_rn(r, sum, 1.f / 720.f);
+  sum = __fmaf_rn(r, sum, 1.f / 120.f);
+  sum = __fmaf_rn(r, sum, 1.f / 24.f);
+  sum = __fmaf_rn(r, sum, 1.f / 6.f);
+  sum = __fmaf_rn(r, sum, 0.5f);
+  sum = __fmaf_rn(r, sum, 1.f);
+  sum = __fmaf_rn(r, sum, 1.f);
+  const int whole = __float_as_int(rounded) - __float_as_int(round), half = whole >> 1;
+  const float power = __int_as_float((half + 127) << 23);
+  return __fmul_rn(__fmul_rn(sum, power), __int_as_float((whole - half + 127) << 23));
+}
+__device__ __forceinline__ float sigmoid_as_cpu(float x) {
+  return __fdiv_rn(1.f, __fadd_rn(1.f, exp_as_cpu(-x)));
+}
+
+// The sum over a row of which lane l has x[i] of column l + 32 i, with the bits of the CPU
+// (src/cpu/lanes.rs): 16 lanes take every 16th column in turn, then a tree adds them.
+__device__ __forceinline__ float row_sum_as_cpu(const float (&x)[PER_LANE], int lane) {
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    const float other = __shfl_xor_sync(~0u, x[i], 16);
+    sum = __fadd_rn(sum, lane < 16 ? x[i] : other);
+    if (32 * i + 16 < EXPERTS) sum = __fadd_rn(sum, lane < 16 ? other : x[i]);
+  }
+#pragma unroll
+  for (int step = 8; step > 0; step >>= 1)
+    sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
+  return sum;
+}
+
 #if GROUPS
 // Whether group g is among the GROUPS_KEPT whose two best choices have the largest sum, as bit g;
 // ties keep the lower group. `choice` [E] is this warp's.
@@ -67,8 +106,10 @@ route_split(const float* weights, u16* halves, int len) {
 // blocks of each.
 struct Segments { int count, tokens, blocks; };
 
-// A warp takes `tokens_a_warp` neighbouring tokens, a block eight warps' of them. ids ascending,
-// ties to the lowest expert, as on the CPU; any bit pattern of logits gives K different experts.
+// A warp takes `tokens_a_warp` neighbouring tokens, a block eight warps' of them. ids ascending.
+// Those of the largest scores are chosen, ties to the lowest expert: scores are rounded with the
+// CPU's bits, so that the same logits choose the same experts there and here. Any bit pattern of
+// logits gives K different experts.
 // bias f32 [E], or null: added to the scores for the choice alone.
 // partials [blocks][E + 1]: sums of p over the block's tokens, then of lse^2.
 // histogram [E][blocks]: slots of the block by expert; pos [T, K]: rank of a slot among the
@@ -94,31 +135,27 @@ route_choose(const float* logits, const float* bias, Segments cut, int tokens_a_
       top = fmaxf(top, x[i]);
     }
     top = warp_max(top);
-    float p[PER_LANE], total = 0.f, scores = 0.f;
+    float p[PER_LANE], scores = 0.f;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) p[i] = exp_as_cpu(__fsub_rn(x[i], top));
+    const float total = row_sum_as_cpu(p, lane), log_sum = top + logf(total);
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
-      const float power = expf(x[i] - top);
-      total += lane + 32 * i < EXPERTS ? power : 0.f;
-      p[i] = SIGMOID ? (lane + 32 * i < EXPERTS ? 1.f / (1.f + expf(-x[i])) : 0.f) : power;
+      p[i] = SIGMOID ? sigmoid_as_cpu(x[i]) : __fdiv_rn(p[i], total);
+      if (lane + 32 * i >= EXPERTS) p[i] = 0.f;
       scores += p[i];
     }
-    total = warp_sum(total);
-    const float log_sum = top + logf(total);
-    const float inverse = 1.f / (SIGMOID ? warp_sum(scores) : total);
+    const float inverse = SIGMOID ? 1.f / warp_sum(scores) : 1.f;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-      if (!SIGMOID) p[i] *= inverse;
-      p_sum[i] += SIGMOID ? p[i] * inverse : p[i];
-    }
+    for (int i = 0; i < PER_LANE; i++) p_sum[i] += p[i] * inverse;
     square_sum += log_sum * log_sum;
     if (lane == 0) lse[t] = log_sum;
     u32 key[PER_LANE], at[PER_LANE];
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
       const int e = lane + 32 * i;
-      // Scores rise with logits: without a bias those choose, and no rounding makes ties.
-      float choice = GROUPS ? p[i] : x[i];
-      if (bias && e < EXPERTS) choice = p[i] + bias[e];
+      float choice = p[i];
+      if (bias && e < EXPERTS) choice = __fadd_rn(choice, bias[e]);
       key[i] = e < EXPERTS ? ordered(choice) : 0;
       at[i] = e;
       if (GROUPS && e < EXPERTS) sums[warp][e] = choice;
@@ -150,7 +187,7 @@ route_choose(const float* logits, const float* bias, Segments cut, int tokens_a_
     float weight = 0.f;
     if (lane < TOP_K) {
       const float own = logits[(u64)t * EXPERTS + mine];
-      weight = SIGMOID ? 1.f / (1.f + expf(-own)) : expf(own - top) * inverse;
+      weight = SIGMOID ? sigmoid_as_cpu(own) : __fdiv_rn(exp_as_cpu(__fsub_rn(own, top)), total);
     }
     const float chosen = warp_sum(weight) + (SIGMOID ? 1e-20f : 0.f);
     if (lane < TOP_K) {
@@ -333,13 +370,18 @@ __device__ __forceinline__ u16 as_gradient(float x) { return to_element(x); }
 #endif
 // One warp a token: ds partials [R][parts] -> dlogits [T][pitch], columns past E zero.
 // aux: E * aux_coef / (segments * tokens of one ^ 2) times the segment's counts[e] is d(auxiliary
-// loss) / d p; z = 2 z_coef / T.
+// loss) / d p; z = 2 z_coef / T. Both are multiplied by loss_scale [1], unless that is null.
 extern "C" __global__ void __launch_bounds__(256)
 route_backward(const float* logits, const float* lse, const int* ids, const int* pos,
                const float* partial_ds, int parts, const int* segment_counts, int segment_tokens,
-               int tokens, float scale, float aux, float z, Gradient* dlogits, int pitch) {
+               int tokens, float scale, float aux, float z, const float* loss_scale,
+               Gradient* dlogits, int pitch) {
   const int lane = threadIdx.x & 31, t = blockIdx.x * 8 + (threadIdx.x >> 5);
   if (t >= tokens) return;
+  if (loss_scale) {
+    aux *= *loss_scale;
+    z *= *loss_scale;
+  }
   const float log_sum = lse[t];
   const int* counts = segment_counts + t / segment_tokens * EXPERTS;
   float x[PER_LANE], p[PER_LANE], d[PER_LANE], total = 0.f;

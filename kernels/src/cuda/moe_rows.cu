@@ -1,7 +1,8 @@
 // Memory-bound passes over rows. Host macros: TOP_K, ELEMENT.
 // out[t][c] = base[t][c] + sum_k weights[t][k] * y[pos[t][k]][c], slots ascending, fp32 chain, one
-// rounding. weights null: all 1; base null: 0 (it may be `out`). Chunks are 16 bytes; y has
-// `chunks` of them a row, out and base `out_pitch`, starting at `out_first`.
+// rounding. A slot whose pos is below 0 adds nothing. weights null: all 1; base null: 0 (it may be
+// `out`). Chunks are 16 bytes; y has `chunks` of them a row, out and base `out_pitch`, starting at
+// `out_first`.
 extern "C" __global__ void __launch_bounds__(256)
 combine(const uint4* y, const int* pos, const float* weights, const uint4* base, uint4* out,
         int tokens, int chunks, int out_pitch, int out_first) {
@@ -18,7 +19,8 @@ combine(const uint4* y, const int* pos, const float* weights, const uint4* base,
     const u64 at = (u64)t * out_pitch + out_first + c;
     uint4 v[TOP_K];
 #pragma unroll
-    for (int k = 0; k < TOP_K; k++) v[k] = __ldcs(&y[(u64)row[k] * chunks + c]);
+    for (int k = 0; k < TOP_K; k++)
+      v[k] = row[k] < 0 ? make_uint4(0, 0, 0, 0) : __ldcs(&y[(u64)row[k] * chunks + c]);
     float sum[CHUNK] = {}, own[CHUNK];
 #pragma unroll
     for (int k = 0; k < TOP_K; k++) {

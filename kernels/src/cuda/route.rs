@@ -239,13 +239,14 @@ impl Router {
         }
     }
 
-    /// The gradient of the logits [T, pitch] from `parts` partial <da', a> a row.
+    /// The gradient of the logits [T, pitch] from `parts` partial <da', a> a row. The coefficients
+    /// are multiplied by the fp32 at `loss_scale`, unless that is 0.
     pub(crate) fn backward(
         &self,
         stream: &Stream,
         at: &RouteBuffers,
         (partial_ds, parts): (u64, usize),
-        (aux_coef, z_coef): (f64, f64),
+        ((aux_coef, z_coef), loss_scale): ((f64, f64), u64),
         dlogits: u64,
     ) -> Result<(), CudaError> {
         let (tokens, segments) = (self.shape.tokens as f64, self.shape.segments as f64);
@@ -274,6 +275,7 @@ impl Router {
                     scale,
                     aux,
                     z,
+                    loss_scale,
                     dlogits,
                     pitch
                 ],

@@ -1,5 +1,5 @@
-//! Descriptions of matrices of 16-bit elements for Hopper's copy engine. It moves them whatever
-//! they mean; where it adds it must know.
+//! Descriptions of matrices for Hopper's copy engine. It moves 16-bit elements whatever they mean;
+//! where it adds it must know.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -9,7 +9,8 @@ use cudarc::driver::sys;
 use super::error::{CudaError, Doing};
 use crate::buffer::DType;
 
-/// A row-major matrix of 16-bit elements: address, rows, columns (all rows follow each other).
+/// A row-major matrix, of 16-bit elements unless a map says otherwise: address, rows, columns (all
+/// rows follow each other).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Matrix {
     pub address: u64,
@@ -32,6 +33,11 @@ impl Matrix {
         self.boxes(64, box_rows, kind_of(element))
     }
 
+    /// Boxes of 32 columns, 128-byte swizzle, of a matrix of fp32.
+    pub(crate) fn fp32_map(self, box_rows: usize) -> Result<sys::CUtensorMap, CudaError> {
+        self.boxes(32, box_rows, Kind::CU_TENSOR_MAP_DATA_TYPE_FLOAT32)
+    }
+
     /// Boxes of 16 columns of bf16 or fp16, 32-byte swizzle.
     pub(crate) fn narrow_map(
         self,
@@ -49,7 +55,7 @@ impl Matrix {
     ) -> Result<sys::CUtensorMap, CudaError> {
         let dims = [self.cols as u64, self.rows as u64];
         let boxes = [box_cols as u32, box_rows as u32];
-        encode(self, kind, &dims, &[self.cols as u64 * 2], &boxes)
+        encode(self, kind, &dims, &[self.cols as u64 * bytes_of(kind)], &boxes)
     }
 
     /// The same, the rows of each 32 in the order that gives a wgmma thread 8 neighbouring columns:
@@ -77,6 +83,10 @@ fn kind_of(element: DType) -> Kind {
         DType::Bf16 => Kind::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         other => panic!("the copy engine's boxes are of Bf16 or F16, not {other:?}"),
     }
+}
+
+fn bytes_of(kind: Kind) -> u64 {
+    if kind == Kind::CU_TENSOR_MAP_DATA_TYPE_FLOAT32 { 4 } else { 2 }
 }
 
 /// Heads of 16-bit elements: address, [batch, seq, heads, head_dim] row-major.

@@ -110,7 +110,9 @@ impl Bed {
         let mut all = ArenaPlan::new();
         arena.fill_bytes(&stream, all.alloc(DType::U8, plan.bytes()), 0xff)?;
         stream.synchronize()?;
-        let tensors = MoeTensors { x, residual: None, weights, saved, workspace, numbers: None };
+        let (residual, numbers, loss_scale) = (None, None, None);
+        let tensors =
+            MoeTensors { x, residual, weights, saved, workspace, numbers, loss_scale };
         Ok(Bed { layer, stream, arena, tensors, dout, out, dx, gradients, saved_bytes })
     }
 

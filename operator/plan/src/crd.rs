@@ -5,6 +5,9 @@ use crate::spec::MoeJob;
 use kube_core::CustomResourceExt;
 use serde_json::{Value, json};
 
+/// The definition's own name.
+pub const NAME: &str = "moejobs.moejob.dev";
+
 /// The longest name of a job: `NAME-a4294967295-4096` must fit the 63 characters of a DNS label.
 pub const NAME_LEN_MAX: usize = 45;
 
@@ -75,6 +78,40 @@ pub fn yaml() -> String {
 /// The schema of `spec`.
 pub fn spec_schema() -> Value {
     definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"].take()
+}
+
+/// The fields of ours that a definition as the API server has it would prune, by their paths: it is
+/// an older one, since Helm never upgrades definitions.
+pub fn pruned_by(served: &Value) -> Vec<String> {
+    let ours = definition();
+    let ours = &ours["spec"]["versions"][0];
+    let versions = served["spec"]["versions"].as_array().into_iter().flatten();
+    let same = |of: &&Value| of["name"] == ours["name"] && of["served"] != false;
+    let Some(version) = versions.into_iter().find(same) else {
+        return vec![format!("(version {})", ours["name"].as_str().unwrap_or_default())];
+    };
+    let schema = |of: &Value| of["schema"]["openAPIV3Schema"].clone();
+    let mut found = Vec::new();
+    compare("", &schema(ours), &schema(version), &mut found);
+    found
+}
+
+fn compare(path: &str, ours: &Value, served: &Value, found: &mut Vec<String>) {
+    if served["x-kubernetes-preserve-unknown-fields"] == true {
+        return;
+    }
+    for (name, field) in ours["properties"].as_object().into_iter().flatten() {
+        let path = format!("{path}.{name}");
+        match &served["properties"][name] {
+            Value::Null => found.push(path.trim_start_matches('.').to_string()),
+            known => compare(&path, field, known, found),
+        }
+    }
+    for inner in ["items", "additionalProperties"] {
+        if ours[inner].is_object() {
+            compare(path, &ours[inner], &served[inner], found);
+        }
+    }
 }
 
 /// The API server knows int32, int64, float and double alone and warns of any other format. A field

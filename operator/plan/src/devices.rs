@@ -12,7 +12,7 @@ use crate::problem::{Code, Problem};
 use crate::profile::Backend;
 use crate::spec::{AttentionName, GradientDtypeName, MoeJobSpec, MomentDtypeName, ProfileName};
 use moejob_protocol::config::{
-    GradientDtype, MomentDtype, Precision, Recompute, TrainingConfig,
+    GradientDtype, MomentDtype, Precision, TrainingConfig,
 };
 use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig};
 
@@ -131,12 +131,32 @@ pub fn unsupported(job: &Job) -> Vec<Problem> {
     found.into_iter().map(|lack| lack.problem(Code::Unsupported)).collect()
 }
 
-/// What asks for more than one GPU.
+/// Ranks that share experts: a bit each in what the kernels are told.
+pub const EXPERT_PARALLEL_MAX: u32 = 64;
+
+/// Whether the kernels take experts that are shared out over `ep` GPUs: each has at least as many
+/// as a token chooses.
+pub fn fits_expert_parallel(model: &ModelConfig, ep: u32) -> bool {
+    let experts = &model.experts;
+    ep == 1 || ep <= EXPERT_PARALLEL_MAX && experts.count / ep >= experts.per_token
+}
+
+/// What asks for more GPUs than the workers can use. `moejob run` takes several of its machine's.
 fn several_gpus(job: &Job) -> Vec<Lack> {
-    const ADVICE: &str = "several GPUs a job come with the next release; profile gpu, with one \
-                          node, takes one GPU of this machine";
+    const ADVICE: &str = "several GPUs train a job of `moejob run` with profile gpu alone; on \
+                          clusters they come with the next release";
     let mut found = Vec::new();
     let devices = job.profile.devices;
+    if job.profile.name == ProfileName::Gpu {
+        if let Some(ep) = job.expert_parallel.filter(|ep| !fits_expert_parallel(&job.model, *ep)) {
+            let advice = "a GPU holds at least as many experts as a token chooses";
+            let path = "spec.parallelism.expert";
+            let most = job.model.experts.count / job.model.experts.per_token.max(1);
+            let allowed = format!("at most {}", most.clamp(1, EXPERT_PARALLEL_MAX));
+            found.push(Lack::new(path, format!("`{ep}` on GPUs"), allowed, advice));
+        }
+        return found;
+    }
     if devices > 1 {
         let path = match job.profile.name {
             ProfileName::Cpu | ProfileName::Gpu => "spec.nodes.devicesPerNode",
@@ -157,11 +177,6 @@ fn several_gpus(job: &Job) -> Vec<Lack> {
 pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Lack> {
     const KERNELS: &str = "the kernels for GPUs are not made for it; processors (profile cpu) are";
     let mut found = Vec::new();
-    if training.precision == Precision::Fp16 {
-        let advice = "its losses are not scaled yet: choose bf16";
-        let path = "spec.training.precision";
-        found.push(Lack::new(path, "`fp16` on GPUs", "bf16, tf32 or fp32", advice));
-    }
     if !HEAD_DIMS.contains(&model.head_dim) {
         let given = format!("`{}` on GPUs", model.head_dim);
         let names: Vec<String> = HEAD_DIMS.iter().map(u32::to_string).collect();
@@ -189,12 +204,6 @@ pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Lack> {
             let given = format!("`{count}` on GPUs");
             found.push(Lack::new(path, given, format!("at most {most}"), KERNELS));
         }
-    }
-    if training.recompute == Recompute::Experts {
-        let advice = "choose selective or full: the hidden rows of experts cannot be computed \
-                      again by themselves on GPUs yet";
-        let path = "spec.training.recompute";
-        found.push(Lack::new(path, "`experts` on GPUs", "none, selective or full", advice));
     }
     found.extend(of_router(&model.router, training.micro_batch_size));
     found
@@ -256,6 +265,9 @@ pub fn precision_name(precision: Precision) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::placement;
+    use moejob_protocol::layout::Layout;
+    use moejob_protocol::mesh::Mesh;
 
     /// A job of the profile `nodes`, with more of the model and of training.
     fn job(nodes: &str, model: &str, training: &str) -> Job {
@@ -275,8 +287,24 @@ mod tests {
 
     #[test]
     fn one_gpu_trains_what_its_kernels_have() {
-        for training in ["", ", precision: tf32", ", precision: fp32", ", momentDtype: bf16"] {
+        for training in [
+            "",
+            ", precision: tf32",
+            ", precision: fp32",
+            ", precision: fp16",
+            ", precision: fp16, momentDtype: bf16",
+            ", momentDtype: bf16",
+            ", recompute: experts",
+        ] {
             assert_eq!(refused("profile: gpu", "", training), [""; 0], "{training}");
+        }
+        for nodes in ["profile: gpu, devicesPerNode: 2", "profile: gpu, max: 4"] {
+            assert_eq!(refused(nodes, "", ""), [""; 0], "{nodes}");
+        }
+        let mut sixteen = job("profile: gpu, devicesPerNode: 16", "", "");
+        for (ep, refused) in [(1, 0), (8, 0), (16, 1)] {
+            sixteen.expert_parallel = Some(ep);
+            assert_eq!(unsupported(&sixteen).len(), refused, "{ep}");
         }
         let custom = "profile: custom, custom: { devices: 1, deviceMemory: 80Gi }";
         let sigmoid = ", router: { scoring: sigmoid, groups: 2, auxLossScope: sequence }";
@@ -284,19 +312,32 @@ mod tests {
     }
 
     #[test]
+    fn a_plan_counts_what_recompute_spares() {
+        let activations = |training: &str| {
+            let job = job("profile: gpu", "", training);
+            let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
+            let memory = placement::memory(&job, &layout, 0);
+            let part = memory.parts.iter().find(|part| part.name == "activations");
+            part.expect("a part").bytes as f64
+        };
+        let none = activations(", microBatchSize: 1024");
+        for (recompute, most) in [("selective", 0.8), ("experts", 0.55), ("full", 0.15)] {
+            let part = activations(&format!(", microBatchSize: 1024, recompute: {recompute}"));
+            assert!(part <= most * none, "{recompute}: {part} of {none}");
+        }
+    }
+
+    #[test]
     fn what_one_gpu_lacks_is_refused_by_name() {
         let gpu = "profile: gpu";
         for (nodes, model, training, expected) in [
             ("profile: nd-h200-v5", "", "", "spec.nodes.profile: 8 GPUs a node"),
-            ("profile: gpu, devicesPerNode: 2", "", "", "spec.nodes.devicesPerNode: 2 GPUs a node"),
-            ("profile: gpu, max: 2", "", "", "spec.nodes.max: `2` with GPUs"),
             (
                 "profile: custom, custom: { devices: 4, deviceMemory: 80Gi }",
                 "",
                 "",
                 "spec.nodes.custom.devices: 4 GPUs a node",
             ),
-            (gpu, "", ", precision: fp16", "spec.training.precision: `fp16` on GPUs"),
             (gpu, ", headDim: 80", "", "spec.model.headDim: `80` on GPUs"),
             (gpu, ", hiddenSize: 2080", "", "spec.model.hiddenSize: `2080` on GPUs"),
             (

@@ -1,9 +1,11 @@
 //! What the plan sees: one value, put together by whoever observes (processes or pods).
 
 use crate::job::Venue;
+use crate::record;
 use moejob_protocol::config::{Member, WorkerConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::message::{Held, LeftReason};
+use serde::{Deserialize, Serialize};
 
 /// Milliseconds on the leader's clock.
 pub type Millis = u64;
@@ -96,21 +98,29 @@ pub enum WorkerState {
     Dead { exit_code: Option<i32>, message: String },
 }
 
-/// What survives the leader: it stands in the job's status.
-#[derive(Clone, Debug, Default, PartialEq)]
+/// What survives the leader: it stands in the job's status, in version 1 of `record`. Fields that
+/// are as they were at first are left out.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub struct Record {
     /// The job that it speaks of; empty before its first attempt.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub job_uid: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub outcome: Option<Outcome>,
     /// The newest attempt; 0 before the first.
     pub attempt: u32,
     /// The attempt that is under way or ended last.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gang: Option<Gang>,
     /// Layouts of earlier attempts whose snapshots may still be held, oldest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layouts: Vec<(u32, Layout)>,
     /// When unplanned losses ended an attempt.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub restarts: Vec<Millis>,
     /// When the job was asked to stop, unless that has been taken back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stopping_since: Option<Millis>,
     /// Newest step that any attempt has done, and when.
     pub step: u64,
@@ -121,12 +131,16 @@ pub struct Record {
     pub births: u32,
     /// When workers ended before any attempt had begun with them, since the newest attempt, and
     /// how the last of them did.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub start_failures: Vec<Millis>,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub start_failure: String,
     /// Pairs of nodes, both alive, of which one lost the other, and when.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub partings: Vec<(String, String, Millis)>,
     /// Devices that gave up their engines, oldest first. Not in the status: a new leader counts
     /// anew.
+    #[serde(skip)]
     pub device_failures: Vec<DeviceFailure>,
 }
 
@@ -143,24 +157,30 @@ pub struct DeviceFailure {
 }
 
 /// One incarnation of the gang.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub struct Gang {
     pub attempt: u32,
     pub digest: String,
     pub layout: Layout,
     /// One a worker, with its first rank; ascending.
+    #[serde(with = "record::members")]
     pub members: Vec<Member>,
     pub resumed_at: u64,
     pub started_at: Millis,
     /// A step of this attempt is done.
     pub stepped: bool,
     /// What was requested of it, and when.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stop_requested: Option<(StopCause, Millis)>,
     /// When it was found that it can make no more steps, and why. Never taken back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub broken: Option<(Millis, String)>,
     /// When it was over: no member takes part any more.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended: Option<Millis>,
     /// A leader before this one began it, and may not have told everybody. Not in the record.
+    #[serde(skip)]
     pub inherited: bool,
 }
 
@@ -177,8 +197,9 @@ impl Gang {
     }
 }
 
-/// Why a gang was asked to stop at the end of a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Why a gang was asked to stop at the end of a step. It stands in the record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub enum StopCause {
     Growth,
     /// A member's node is cordoned or drained, and another is free.
@@ -198,7 +219,8 @@ impl StopCause {
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(into = "record::OutcomeLine")]
 pub enum Outcome {
     Complete { step: u64 },
     Failed { exit_code: i32, reason: &'static str, message: String },

@@ -449,6 +449,7 @@ fn report(step: u64, attempt: u32) -> StepReport {
         aux_loss: 0.0,
         z_loss: 0.0,
         grad_norm: 0.0,
+        loss_scale: None,
         learning_rate: 0.0,
         tokens: 0,
         tokens_per_second: 0.0,

@@ -70,15 +70,8 @@ mod tests {
             name: name.into(),
             uid: format!("uid-{name}"),
             owner: owner("n", job),
-            node: None,
-            meant_for: None,
-            address: None,
             started: true,
-            mounting: false,
-            trouble: None,
-            ended: None,
-            deletion: None,
-            unschedulable: None,
+            ..WorkerPod::default()
         }
     }
 

@@ -4,6 +4,7 @@ use crate::cost::Extent;
 use crate::job::Job;
 use crate::observed::Size;
 use crate::profile::Backend;
+use crate::spec::ProfileName;
 use moejob_protocol::Mesh;
 use moejob_protocol::config::{Precision, RecoveryConfig};
 use moejob_protocol::layout::Layout;
@@ -27,6 +28,12 @@ pub fn sizes(job: &Job) -> (Vec<Size>, Vec<Skipped>) {
         }
     }
     (sizes, skipped)
+}
+
+/// `dp` ranks, `ep` of which share the experts: on GPUs gradients are summed in buckets.
+pub fn layout(job: &Job, dp: u32, ep: u32) -> Layout {
+    let layout = Layout::contiguous(Mesh::data_parallel(dp, ep));
+    if job.profile.backend == Backend::Cuda { layout.by_buckets() } else { layout }
 }
 
 /// What `rank` needs.
@@ -94,12 +101,13 @@ impl<'a> Placer<'a> {
             degrees.reverse();
             return degrees;
         }
+        degrees.retain(|ep| crate::devices::fits_expert_parallel(&self.job.model, *ep));
         let within = degrees.iter().rposition(|ep| *ep <= profile.nvlink_domain).unwrap_or(0);
         degrees.split_off(within)
     }
 
     fn fit(&self, dp: u32, ep: u32) -> Result<Layout, String> {
-        let layout = Layout::contiguous(Mesh::data_parallel(dp, ep));
+        let layout = layout(self.job, dp, ep);
         let Some(limit) = self.job.profile.rank_memory else { return Ok(layout) };
         // Rank 0 has the longest runs of experts and of micro-batches.
         let needed = self.memory(&layout, 0).committed;
@@ -109,10 +117,11 @@ impl<'a> Placer<'a> {
         Ok(layout)
     }
 
-    /// Of several GPUs an estimate: jobs of thousands are laid out here, again and again.
+    /// Of a cluster's GPUs an estimate: jobs of thousands are laid out here, again and again.
     fn memory(&self, layout: &Layout, rank: u32) -> RankMemory {
         let job = self.job;
-        if job.profile.backend == Backend::Cuda && layout.mesh.world() > 1 {
+        let of_this_machine = job.profile.name == ProfileName::Gpu;
+        if job.profile.backend == Backend::Cuda && layout.mesh.world() > 1 && !of_this_machine {
             return self.device_memory(layout, rank);
         }
         let (model, training, every) = (&job.model, &job.training, job.checkpoint.every_steps);
@@ -216,7 +225,9 @@ mod tests {
         assert_eq!(shapes(&found), "1: 8/8, 2: 16/8, 3: 24/8 | ");
         let model = "preset: qwen3-30b-a3b";
         let found = job("profile: nd-h100-v5, min: 1, max: 4", model, 512, "");
-        assert_eq!(shapes(&found), "3: 24/24, 4: 32/16 | 1 2");
+        // Each GPU holds 8 of 128 experts at least, as many as a token chooses: 24 cannot share
+        // them, and 12 have no room.
+        assert_eq!(shapes(&found), "4: 32/16 | 1 2 3");
     }
 
     #[test]

@@ -9,7 +9,7 @@
 
 use crate::job::Job;
 use crate::launch::Places;
-use crate::observed::Millis;
+use crate::observed::Size;
 use crate::overlay::merge;
 use crate::placement;
 use crate::profile::Backend;
@@ -44,7 +44,11 @@ const USER: u64 = 65_532;
 const PROCESS_BYTES: u64 = 256 << 20;
 /// What NCCL shares between the ranks of a node.
 const SHM_CUDA: &str = "16Gi";
-const SHM_CPU: &str = "64Mi";
+const SHM_CPU_MIB: u64 = 64;
+/// Scratch on the node's disk. In the working folder only mounts lie; tokens of the corpus go to
+/// `TMPDIR`, which is `/tmp` unless the job says otherwise.
+const WORKSPACE_SIZE: &str = "1Gi";
+const TMP_SIZE: &str = "64Gi";
 
 /// What all pods of a job have in common beside its spec.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -60,9 +64,17 @@ pub struct Surroundings {
     pub authority: String,
     /// Where the operator's own pods are, from which workers are dialled.
     pub operator_namespace: String,
-    /// What each worker of the job asks for: counting it for hundreds of ranks takes milliseconds,
-    /// so the first pod counts it for all. Leave it empty.
-    pub memory_mib: OnceLock<u64>,
+    /// What each worker of the job asks for, and what it may take: counting it for hundreds of
+    /// ranks takes milliseconds, so the first pod counts it for all. Leave it empty.
+    pub memory: OnceLock<MemoryMib>,
+}
+
+/// Of one worker, in MiB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryMib {
+    pub request: u64,
+    /// None: as much as the node has.
+    pub limit: Option<u64>,
 }
 
 /// One pod to be made.
@@ -124,6 +136,12 @@ pub fn pod(job: &Job, around: &Surroundings, birth: &Birth) -> Value {
         if container.is_object() && container["name"].is_null() {
             container["name"] = json!(CONTAINER);
         }
+    }
+    // Who asks for another amount of memory also says what it may take, or leaves that open.
+    if overlay.pointer("/spec/containers/0/resources/requests/memory").is_some()
+        && let Some(limits) = pod.pointer_mut("/spec/containers/0/resources/limits")
+    {
+        limits.as_object_mut().map(|limits| limits.remove("memory"));
     }
     merge(&mut pod, &overlay);
     assert_guarantees(&mut pod, job, around, birth);
@@ -305,8 +323,11 @@ fn resources(job: &Job, around: &Surroundings) -> Value {
             }
         }
     }
-    let memory = around.memory_mib.get_or_init(|| memory_mib(job));
-    requests.insert("memory".into(), json!(format!("{memory}Mi")));
+    let memory = around.memory.get_or_init(|| memory_mib(job));
+    requests.insert("memory".into(), json!(format!("{}Mi", memory.request)));
+    if let Some(limit) = memory.limit {
+        limits.insert("memory".into(), json!(format!("{limit}Mi")));
+    }
     match limits.is_empty() {
         true => json!({ "requests": requests }),
         false => json!({ "requests": requests, "limits": limits }),
@@ -318,25 +339,36 @@ const CPUS_PER_DEVICE: u32 = 8;
 /// Host memory beside each GPU: what a rank's shard and its buddy's take twice over is well below.
 const HOST_MIB_PER_DEVICE: u64 = 64 << 10;
 
-fn memory_mib(job: &Job) -> u64 {
+/// On processors a worker asks for what the plan commits, and may take what the worst routing
+/// takes: beyond that something is amiss, and it is ended before its neighbours are.
+fn memory_mib(job: &Job) -> MemoryMib {
     if job.profile.backend == Backend::Cuda {
-        return HOST_MIB_PER_DEVICE * u64::from(job.profile.devices);
+        let request = HOST_MIB_PER_DEVICE * u64::from(job.profile.devices);
+        return MemoryMib { request, limit: None };
     }
-    // The fewer the ranks, the more each holds, so the smallest gang needs most.
     let (sizes, _) = placement::sizes(job);
-    let bytes = sizes.first().map_or(0, |size| placement::memory(job, &size.layout, 0).committed);
     let ranks = u64::from(job.profile.ranks);
     // Several ranks are processes beside the worker's own.
     let processes = if ranks > 1 { ranks + 1 } else { 1 };
-    (ranks * bytes + processes * PROCESS_BYTES).div_ceil(1 << 20)
+    let mib = |bytes: u64| (ranks * bytes + processes * PROCESS_BYTES).div_ceil(1 << 20);
+    // The fewer the ranks, the more each holds, so the smallest gang needs most; the more ranks
+    // share the experts, the more rows the worst routing may send to one of them.
+    let widest = sizes.iter().max_by_key(|size| size.layout.mesh.ep);
+    let of = |size: &Size| placement::memory(job, &size.layout, 0);
+    let request = sizes.first().map_or(0, |size| of(size).committed);
+    let worst = sizes.first().into_iter().chain(widest).map(|size| of(size).worst).max();
+    MemoryMib { request: mib(request), limit: Some(mib(worst.unwrap_or(0)) + SHM_CPU_MIB) }
 }
 
 /// The job's own volumes `v0`, `v1`, ... and those that every pod has.
 fn volumes(job: &Job) -> Value {
-    let shm = if job.profile.backend == Backend::Cuda { SHM_CUDA } else { SHM_CPU };
+    let shm = match job.profile.backend {
+        Backend::Cuda => SHM_CUDA.to_string(),
+        Backend::Cpu => format!("{SHM_CPU_MIB}Mi"),
+    };
     let mut volumes = vec![
-        json!({ "name": "workspace", "emptyDir": {} }),
-        json!({ "name": "tmp", "emptyDir": {} }),
+        json!({ "name": "workspace", "emptyDir": { "sizeLimit": WORKSPACE_SIZE } }),
+        json!({ "name": "tmp", "emptyDir": { "sizeLimit": TMP_SIZE } }),
         json!({ "name": "shm", "emptyDir": { "medium": "Memory", "sizeLimit": shm } }),
         json!({
             "name": "token",
@@ -522,6 +554,3 @@ pub fn not_durable(job: &Job) -> Option<String> {
          all nodes can write (ReadWriteMany)"
     ))
 }
-
-/// When a labelled pod on a silent node is deleted by force, after its deletion began.
-pub const FORCE_DELETE_AFTER: Millis = 20_000;

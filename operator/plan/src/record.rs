@@ -3,19 +3,27 @@
 //!
 //! Times are milliseconds since 1970 there: a leader on Kubernetes counts so.
 
-use crate::observed::{Gang, Millis, Outcome, Record, StopCause};
+mod more;
+
+pub use more::{Accepted, GangPods, More, NodeRest, RESTS_MAX, Refused, write_more};
+
+use crate::cost;
+use crate::observed::{Gang, Millis, Outcome, Record};
 use crate::track::Recovery;
-use moejob_protocol::config::Member;
-use moejob_protocol::layout::Layout;
-use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use moejob_protocol::layout::{Layout, Placement};
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::Value;
 use std::collections::BTreeMap;
 
 /// Of this text; another one is not understood.
 const VERSION: u32 = 1;
 
-/// Longer texts are nobody's record: a gang of 4,096 takes half of it.
-pub const RECORD_BYTES_MAX: usize = 512 << 10;
+/// Of both texts together. Longer ones are nobody's record, and are never written: a gang of 4,096
+/// takes two thirds of it where names are long. The API server stores 1.5 MiB an object.
+pub const RECORD_BYTES_MAX: usize = 1 << 20;
+
+/// Attempts and workers of a job: one of each a second for 60 years.
+const COUNT_MAX: u32 = 1 << 31;
 
 /// What is restored.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -29,26 +37,8 @@ pub struct Saved {
     pub rest: Rest,
 }
 
-/// What version 1 of the record has no place for: releases before refuse a record with another
-/// field, and must be able to read what this one leaves. It stands in a field of its own.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct More {
-    pub accepted: Option<Accepted>,
-    /// Names the key by which the job's pods were sealed.
-    pub keyring: String,
-    pub rest: Rest,
-}
-
 /// Fields by name.
 pub type Rest = BTreeMap<String, Value>;
-
-/// The newest spec that was accepted.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Accepted {
-    pub generation: i64,
-    /// Of the fields that may change, by their paths.
-    pub values: Map<String, Value>,
-}
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RecordError {
@@ -60,20 +50,18 @@ pub enum RecordError {
 
 /// The line for `status.record`.
 pub fn write(saved: &Saved) -> String {
-    let line = Line::of(saved);
-    serde_json::to_string(&line).unwrap_or_default()
+    let Saved { term, record, recoveries, rest, .. } = saved.clone();
+    serde_json::to_string(&Line { v: VERSION, term, record, recoveries, rest }).unwrap_or_default()
 }
 
 /// # Errors
 /// When the text is not such a line.
 pub fn read(text: &str) -> Result<Saved, RecordError> {
-    Ok(versioned::<Line>(text)?.saved())
-}
-
-/// The line for `status.recordMore`.
-pub fn write_more(saved: &Saved) -> String {
-    let More { accepted, keyring, rest } = saved.more.clone();
-    serde_json::to_string(&MoreLine { v: VERSION, accepted, keyring, rest }).unwrap_or_default()
+    let saved = versioned::<Line>(text)?.saved();
+    match saved.record.unsound() {
+        None => Ok(saved),
+        Some(what) => Err(RecordError::Text(what.to_string())),
+    }
 }
 
 /// Both texts, of which each may be missing.
@@ -86,8 +74,7 @@ pub fn restore(record: &str, more: &str) -> Result<Saved, RecordError> {
         text => read(text)?,
     };
     if !more.is_empty() {
-        let MoreLine { accepted, keyring, rest, .. } = versioned(more)?;
-        saved.more = More { accepted, keyring, rest };
+        saved.more = more::read_more(more)?;
     }
     Ok(saved)
 }
@@ -106,6 +93,33 @@ fn versioned<T: for<'de> Deserialize<'de>>(text: &str) -> Result<T, RecordError>
         return Err(RecordError::Version(v));
     }
     serde_json::from_str(text).map_err(wrong)
+}
+
+impl Record {
+    /// What no leader could have written: whoever planned with it would count beyond its ends.
+    fn unsound(&self) -> Option<&'static str> {
+        let sound = |Layout { mesh, placement, .. }: &Layout| {
+            let even = match placement {
+                Placement::Contiguous => true,
+                Placement::Explicit(layers) => {
+                    layers.iter().all(|ranks| ranks.len() == mesh.world() as usize)
+                }
+            };
+            mesh.is_valid() && u64::from(mesh.world()) <= cost::RANKS_MAX && even
+        };
+        let earlier = self.layouts.iter().map(|(_, layout)| layout);
+        if !earlier.chain(self.gang.iter().map(|gang| &gang.layout)).all(sound) {
+            return Some("the layout of a gang is none");
+        }
+        let even = |gang: &Gang| {
+            let world = gang.layout.mesh.world() as usize;
+            !gang.members.is_empty() && world.is_multiple_of(gang.members.len())
+        };
+        if self.attempt.max(self.births) > COUNT_MAX {
+            return Some("its attempts or workers are beyond all counting");
+        }
+        (!self.gang.iter().all(even)).then_some("its gang has members of different sizes")
+    }
 }
 
 impl Saved {
@@ -131,231 +145,72 @@ impl Saved {
             let times = [replanned_at, rejoined_at, first_step_at];
             times.into_iter().flatten().for_each(clamp);
         }
+        self.more.no_later_than(now);
     }
 }
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct MoreLine {
-    v: u32,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    accepted: Option<Accepted>,
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    keyring: String,
-    #[serde(flatten)]
-    rest: Rest,
-}
-
-/// Fields that are as they were at first are left out.
-#[derive(Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
 struct Line {
     v: u32,
     term: u64,
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    job_uid: String,
-    attempt: u32,
-    births: u32,
-    step: u64,
-    progressed_at: Millis,
-    step_median: Millis,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    stopping_since: Option<Millis>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    outcome: Option<OutcomeLine>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    gang: Option<GangLine>,
+    #[serde(flatten)]
+    record: Record,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    layouts: Vec<(u32, Layout)>,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    restarts: Vec<Millis>,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    start_failures: Vec<Millis>,
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    start_failure: String,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    partings: Vec<(String, String, Millis)>,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    recoveries: Vec<RecoveryLine>,
+    recoveries: Vec<Recovery>,
     #[serde(flatten)]
     rest: Rest,
 }
 
-#[derive(Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct GangLine {
-    attempt: u32,
-    digest: String,
-    layout: Layout,
-    /// `[worker, node, address]` in rank order.
-    members: Vec<(String, String, String)>,
-    resumed_at: u64,
-    started_at: Millis,
-    stepped: bool,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    stop_requested: Option<(Stop, Millis)>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    broken: Option<(Millis, String)>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    ended: Option<Millis>,
+impl Line {
+    fn saved(self) -> Saved {
+        let Line { term, mut record, recoveries, rest, .. } = self;
+        if let Some(gang) = &mut record.gang {
+            let ranks = gang.ranks_a_worker();
+            for (index, member) in (0..).zip(&mut gang.members) {
+                member.rank = index * ranks;
+            }
+        }
+        Saved { term, record, recoveries, more: More::default(), rest }
+    }
 }
 
-#[derive(Clone, Copy, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-enum Stop {
-    Growth,
-    Move,
-    Shrink,
-    Suspend,
-    Interrupt,
-    Withdrawn,
+/// `[worker, node, address]` each, in rank order.
+pub(crate) mod members {
+    use moejob_protocol::config::Member;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub fn serialize<S: Serializer>(members: &[Member], to: S) -> Result<S::Ok, S::Error> {
+        to.collect_seq(members.iter().map(|of| (&of.worker, &of.node, &of.address)))
+    }
+
+    /// Their ranks follow from the layout.
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Member>, D::Error> {
+        let members = Vec::<(String, String, String)>::deserialize(from)?;
+        let member = |(worker, node, address)| Member { rank: 0, worker, node, address };
+        Ok(members.into_iter().map(member).collect())
+    }
 }
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-enum OutcomeLine {
+pub(crate) enum OutcomeLine {
     Complete { step: u64 },
     Failed { exit_code: i32, reason: String, message: String },
     Suspended,
     Interrupted,
 }
 
-#[derive(Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct RecoveryLine {
-    cause: String,
-    attempt: u32,
-    detected_at: Millis,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    replanned_at: Option<Millis>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    rejoined_at: Option<Millis>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    first_step_at: Option<Millis>,
-    steps_lost: u64,
-}
-
-impl Line {
-    fn of(saved: &Saved) -> Line {
-        let Saved { term, record, recoveries, rest, .. } = saved;
-        Line {
-            v: VERSION,
-            term: *term,
-            job_uid: record.job_uid.clone(),
-            attempt: record.attempt,
-            births: record.births,
-            step: record.step,
-            progressed_at: record.progressed_at,
-            step_median: record.step_median,
-            stopping_since: record.stopping_since,
-            outcome: record.outcome.as_ref().map(outcome_line),
-            gang: record.gang.as_ref().map(gang_line),
-            layouts: record.layouts.clone(),
-            restarts: record.restarts.clone(),
-            start_failures: record.start_failures.clone(),
-            start_failure: record.start_failure.clone(),
-            partings: record.partings.clone(),
-            recoveries: recoveries.iter().map(recovery_line).collect(),
-            rest: rest.clone(),
+impl From<Outcome> for OutcomeLine {
+    fn from(outcome: Outcome) -> OutcomeLine {
+        match outcome {
+            Outcome::Complete { step } => OutcomeLine::Complete { step },
+            Outcome::Failed { exit_code, reason, message } => {
+                OutcomeLine::Failed { exit_code, reason: reason.to_string(), message }
+            }
+            Outcome::Suspended => OutcomeLine::Suspended,
+            Outcome::Interrupted => OutcomeLine::Interrupted,
         }
-    }
-
-    fn saved(self) -> Saved {
-        let record = Record {
-            job_uid: self.job_uid,
-            outcome: self.outcome.map(outcome),
-            attempt: self.attempt,
-            gang: self.gang.map(gang),
-            layouts: self.layouts,
-            restarts: self.restarts,
-            stopping_since: self.stopping_since,
-            step: self.step,
-            progressed_at: self.progressed_at,
-            step_median: self.step_median,
-            births: self.births,
-            start_failures: self.start_failures,
-            start_failure: self.start_failure,
-            partings: self.partings,
-            device_failures: Vec::new(),
-        };
-        let recoveries = self.recoveries.into_iter().map(recovery).collect();
-        let (more, rest) = (More::default(), self.rest);
-        Saved { term: self.term, record, recoveries, more, rest }
-    }
-}
-
-fn gang_line(gang: &Gang) -> GangLine {
-    let member = |member: &Member| {
-        (member.worker.clone(), member.node.clone(), member.address.clone())
-    };
-    GangLine {
-        attempt: gang.attempt,
-        digest: gang.digest.clone(),
-        layout: gang.layout.clone(),
-        members: gang.members.iter().map(member).collect(),
-        resumed_at: gang.resumed_at,
-        started_at: gang.started_at,
-        stepped: gang.stepped,
-        stop_requested: gang.stop_requested.map(|(cause, at)| (stop(cause), at)),
-        broken: gang.broken.clone(),
-        ended: gang.ended,
-    }
-}
-
-fn gang(line: GangLine) -> Gang {
-    let member = |(worker, node, address)| Member { rank: 0, worker, node, address };
-    let mut gang = Gang {
-        attempt: line.attempt,
-        digest: line.digest,
-        layout: line.layout,
-        members: line.members.into_iter().map(member).collect(),
-        resumed_at: line.resumed_at,
-        started_at: line.started_at,
-        stepped: line.stepped,
-        stop_requested: line.stop_requested.map(|(stop, at)| (cause(stop), at)),
-        broken: line.broken,
-        ended: line.ended,
-        inherited: false,
-    };
-    let ranks = gang.ranks_a_worker();
-    for (index, member) in (0..).zip(&mut gang.members) {
-        member.rank = index * ranks;
-    }
-    gang
-}
-
-fn stop(cause: StopCause) -> Stop {
-    match cause {
-        StopCause::Growth => Stop::Growth,
-        StopCause::Move => Stop::Move,
-        StopCause::Shrink => Stop::Shrink,
-        StopCause::Suspend => Stop::Suspend,
-        StopCause::Interrupt => Stop::Interrupt,
-        StopCause::Withdrawn => Stop::Withdrawn,
-    }
-}
-
-fn cause(stop: Stop) -> StopCause {
-    match stop {
-        Stop::Growth => StopCause::Growth,
-        Stop::Move => StopCause::Move,
-        Stop::Shrink => StopCause::Shrink,
-        Stop::Suspend => StopCause::Suspend,
-        Stop::Interrupt => StopCause::Interrupt,
-        Stop::Withdrawn => StopCause::Withdrawn,
-    }
-}
-
-fn outcome_line(outcome: &Outcome) -> OutcomeLine {
-    match outcome {
-        Outcome::Complete { step } => OutcomeLine::Complete { step: *step },
-        Outcome::Failed { exit_code, reason, message } => OutcomeLine::Failed {
-            exit_code: *exit_code,
-            reason: reason.to_string(),
-            message: message.clone(),
-        },
-        Outcome::Suspended => OutcomeLine::Suspended,
-        Outcome::Interrupted => OutcomeLine::Interrupted,
     }
 }
 
@@ -363,46 +218,26 @@ fn outcome_line(outcome: &Outcome) -> OutcomeLine {
 const REASONS: [&str; 4] =
     ["InvalidSpec", "DataOrCheckpointRefused", "RestartBudgetUsedUp", "WorkersDoNotStart"];
 
-fn outcome(line: OutcomeLine) -> Outcome {
-    match line {
-        OutcomeLine::Complete { step } => Outcome::Complete { step },
-        OutcomeLine::Failed { exit_code, reason, message } => {
-            let known = REASONS.iter().find(|known| **known == reason);
-            Outcome::Failed { exit_code, reason: known.copied().unwrap_or("Failed"), message }
-        }
-        OutcomeLine::Suspended => Outcome::Suspended,
-        OutcomeLine::Interrupted => Outcome::Interrupted,
-    }
-}
-
-fn recovery_line(recovery: &Recovery) -> RecoveryLine {
-    RecoveryLine {
-        cause: recovery.cause.clone(),
-        attempt: recovery.attempt,
-        detected_at: recovery.detected_at,
-        replanned_at: recovery.replanned_at,
-        rejoined_at: recovery.rejoined_at,
-        first_step_at: recovery.first_step_at,
-        steps_lost: recovery.steps_lost,
-    }
-}
-
-fn recovery(line: RecoveryLine) -> Recovery {
-    Recovery {
-        cause: line.cause,
-        attempt: line.attempt,
-        detected_at: line.detected_at,
-        replanned_at: line.replanned_at,
-        rejoined_at: line.rejoined_at,
-        first_step_at: line.first_step_at,
-        steps_lost: line.steps_lost,
+impl<'de> Deserialize<'de> for Outcome {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Outcome, D::Error> {
+        Ok(match OutcomeLine::deserialize(from)? {
+            OutcomeLine::Complete { step } => Outcome::Complete { step },
+            OutcomeLine::Failed { exit_code, reason, message } => {
+                let known = REASONS.iter().find(|known| **known == reason);
+                Outcome::Failed { exit_code, reason: known.copied().unwrap_or("Failed"), message }
+            }
+            OutcomeLine::Suspended => Outcome::Suspended,
+            OutcomeLine::Interrupted => Outcome::Interrupted,
+        })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::observed::StopCause;
     use moejob_protocol::Mesh;
+    use moejob_protocol::config::Member;
 
     fn full() -> Saved {
         let layout = Layout::contiguous(Mesh::data_parallel(2, 2));
@@ -474,7 +309,7 @@ mod tests {
         let more = "{\"v\":1,\"newer\":{\"a\":1},\"keyring\":\"k\"}";
         let saved = restore(&text, more).expect("readable");
         assert_eq!(saved.more.keyring, "k");
-        assert!(write_more(&saved).contains("\"newer\":{\"a\":1}"));
+        assert!(write_more(&saved.more).contains("\"newer\":{\"a\":1}"));
         assert_eq!(restore(&text, "{\"v\":7}"), Err(RecordError::Version(7)));
         assert!(matches!(restore(&text, "x"), Err(RecordError::Text(_))));
         assert_eq!(restore("", ""), Ok(Saved::default()));
@@ -516,15 +351,55 @@ mod tests {
         assert_eq!(saved.recoveries[0].rejoined_at, Some(now));
     }
 
+    /// With names as long as a pod's may be, and those of nodes as clouds make them.
     #[test]
-    fn a_gang_of_512_takes_little_of_an_objects_size() {
-        let mut saved = full();
-        if let Some(gang) = &mut saved.record.gang {
-            gang.members = (0..512)
-                .map(|rank| Member { rank, ..gang.members[0].clone() })
-                .collect();
-        }
-        assert!(write(&saved).len() < 32 << 10, "{}", write(&saved).len());
+    fn the_largest_gang_has_room_in_its_record() {
+        let lengths = [512, 4096].map(|count: u32| {
+            let mut saved = full();
+            let gang = saved.record.gang.as_mut().expect("a gang");
+            let member = |rank: u32| Member {
+                rank,
+                worker: format!("{}-a{}-{rank}", "j".repeat(crate::crd::NAME_LEN_MAX), u32::MAX),
+                node: format!("ip-10-0-0-{rank}.{}", "n".repeat(50)),
+                address: format!("255.255.255.255:{rank}"),
+            };
+            gang.members = (0..count).map(member).collect();
+            gang.layout = Layout::contiguous(Mesh::data_parallel(count, 2));
+            let uid = "0f3c1f9e-6a55-4a8c-9a52-1f0f6f1f7a11";
+            let members = gang.members.iter().map(|_| (uid.to_string(), 1));
+            let (attempt, image) = (gang.attempt, "i".repeat(255));
+            saved.more.pods = GangPods { attempt, image, members: members.collect() };
+            let rest = |at: usize| (format!("ip-10-0-0-{at}.{}", "n".repeat(50)), (9, 9, 9));
+            saved.more.rests = (0..RESTS_MAX).map(rest).collect();
+            let texts = (write(&saved), write_more(&saved.more));
+            assert!(restore(&texts.0, &texts.1) == Ok(saved), "{count}");
+            texts.0.len() + texts.1.len()
+        });
+        assert!(lengths[0] < 160 << 10 && lengths[1] < RECORD_BYTES_MAX, "{lengths:?}");
+    }
+
+    #[test]
+    fn a_member_is_known_by_its_pod_while_the_record_speaks_of_its_gang() {
+        let gang = full().record.gang.expect("a gang");
+        let members = vec![("uid-0".to_string(), 1), ("uid-1".to_string(), 2)];
+        let pods = GangPods { attempt: 3, image: "a:1".into(), members };
+        assert_eq!(pods.of(&gang, "job-1"), Some(("uid-1", 2)));
+        assert_eq!(pods.of(&gang, "job-2"), None);
+        assert_eq!(pods.of(&Gang { attempt: 4, ..gang.clone() }, "job-1"), None);
+        let other = GangPods { members: pods.members[..1].to_vec(), ..pods };
+        assert_eq!(other.of(&gang, "job-0"), None, "it is not of this gang");
+    }
+
+    #[test]
+    fn what_lies_ahead_is_believed_for_twenty_minutes() {
+        let (until, since) = (Some(u64::MAX), Some((1, 900)));
+        let refused = Refused { until, since, ..Refused::default() };
+        let rests = BTreeMap::from([("n".to_string(), (2, 900, u64::MAX))]);
+        let mut saved = Saved { more: More { refused, rests, ..More::default() }, ..full() };
+        saved.no_later_than(100);
+        assert_eq!(saved.more.refused.since, Some((1, 100)));
+        assert_eq!(saved.more.refused.until, Some(100 + 1_200_000));
+        assert_eq!(saved.more.rests["n"], (2, 100, 100 + 1_200_000));
     }
 
     #[test]
@@ -533,6 +408,20 @@ mod tests {
         assert_eq!(read(&newer), Err(RecordError::Version(2)));
         for text in ["", "{}", "[]", "{\"v\":1}"] {
             assert!(matches!(read(text), Err(RecordError::Text(_))), "{text}");
+        }
+        // A gang that no leader could have made.
+        type Damage = fn(&mut Gang);
+        let damages: [(Damage, &str); 4] = [
+            (|gang| gang.layout.mesh.dp = 0, "layout"),
+            (|gang| gang.layout.mesh.dp = 1 << 20, "layout"),
+            (|gang| gang.layout.placement = Placement::Explicit(vec![vec![vec![0]]]), "layout"),
+            (|gang| gang.members = vec![gang.members[0].clone(); 3], "members"),
+        ];
+        for (damage, word) in damages {
+            let mut saved = full();
+            damage(saved.record.gang.as_mut().expect("a gang"));
+            let error = read(&write(&saved)).expect_err(word).to_string();
+            assert!(error.contains(word), "{error}");
         }
     }
 }

@@ -157,9 +157,6 @@ pub fn invalid(problems: &[Problem]) -> MoeJobStatus {
     }
 }
 
-/// Why a job whose checkpoints would not outlive its pods does not run, see `pods::not_durable`.
-pub const NO_DURABLE_CHECKPOINT: &str = "NoDurableCheckpoint";
-
 /// The status of a job whose spec is right and which cannot run as things are: its checkpoints are
 /// not durable, a claim or ConfigMap that it names is missing. `message` says what to do.
 pub fn blocked(reason: &str, message: String) -> MoeJobStatus {

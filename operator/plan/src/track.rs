@@ -10,6 +10,7 @@ use crate::observed::{
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{Hello, LeftReason, Phase, Up};
 use moejob_protocol::report::{DEVICE_FAILED, Detail, Event, EventKind};
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -29,16 +30,20 @@ const DEVICE_FAILURES_KEPT: usize = 256;
 const RECOVERIES_KEPT: usize = 10;
 
 /// How long a loss took to mend.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub struct Recovery {
     pub cause: String,
     /// The attempt that the loss ended.
     pub attempt: u32,
     pub detected_at: Millis,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replanned_at: Option<Millis>,
     /// All ranks of the next attempt have found each other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rejoined_at: Option<Millis>,
     /// First completed step of the next attempt.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub first_step_at: Option<Millis>,
     /// Steps that had been done and were done again.
     pub steps_lost: u64,
@@ -406,7 +411,10 @@ impl Tracker {
                 }
             }
             Up::Failed { exit_code, message } => {
-                self.last_words.push((name.to_string(), *exit_code, message.clone()));
+                // What it says first is why; what comes after it is noise.
+                if self.last_words.iter().all(|(of, ..)| of != name) {
+                    self.last_words.push((name.to_string(), *exit_code, message.clone()));
+                }
             }
         }
         Vec::new()

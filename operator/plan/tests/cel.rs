@@ -208,7 +208,7 @@ fn good_manifests_pass() {
         let text = gpu.replace("profile: gpu, devicesPerNode: 1", &nodes);
         assert_eq!(refused(&read(&text), None), Vec::<String>::new(), "{custom}");
     }
-    for example in ["01-first-run", "02-elastic", "04-routers", "05-one-gpu"] {
+    for example in ["01-first-run", "02-elastic", "04-routers", "05-one-gpu", "06-two-gpus"] {
         let path = format!("{}/../../examples/{example}.yaml", env!("CARGO_MANIFEST_DIR"));
         let job = read(&std::fs::read_to_string(path).unwrap());
         assert_eq!(refused(&job, None), Vec::<String>::new(), "{example}");

@@ -25,6 +25,38 @@ fn the_schema_is_structural_and_explained() {
     assert!(fields > 90, "only {fields} fields were seen");
 }
 
+#[test]
+fn a_definition_that_would_prune_our_fields_is_told_by_their_names() {
+    let ours = crd::definition();
+    assert_eq!(crd::pruned_by(&ours), [""; 0]);
+    let schema = "/spec/versions/0/schema/openAPIV3Schema/properties";
+    let without = |path: &str, name: &str| {
+        let mut served = ours.clone();
+        let at = served.pointer_mut(&format!("{schema}{path}")).unwrap_or_else(|| panic!("{path}"));
+        assert!(at.as_object_mut().unwrap().remove(name).is_some(), "{path} {name}");
+        crd::pruned_by(&served)
+    };
+    assert_eq!(without("/status/properties", "recordMore"), ["status.recordMore"]);
+    assert_eq!(without("/spec/properties/nodes/properties", "spares"), ["spec.nodes.spares"]);
+    // Of lists and of maps what their entries have.
+    let recoveries = "/status/properties/recoveries/items/properties";
+    assert_eq!(without(recoveries, "cause"), ["status.recoveries.cause"]);
+    // What is not pruned is not told, nor is what the other one has beside ours.
+    let mut served = ours.clone();
+    let status = served.pointer_mut(&format!("{schema}/status")).unwrap();
+    *status = serde_json::json!({ "x-kubernetes-preserve-unknown-fields": true });
+    assert_eq!(crd::pruned_by(&served), [""; 0]);
+    let mut served = ours.clone();
+    served.pointer_mut(schema).unwrap()["newer"] = serde_json::json!({ "type": "string" });
+    assert_eq!(crd::pruned_by(&served), [""; 0]);
+    for (field, value) in [("name", "v1"), ("served", "no")] {
+        let mut served = ours.clone();
+        let version = &mut served["spec"]["versions"][0];
+        version[field] = if value == "no" { false.into() } else { value.into() };
+        assert_eq!(crd::pruned_by(&served), ["(version v1alpha1)"]);
+    }
+}
+
 /// What the API server fills in is what a job without it has.
 #[test]
 fn the_defaults_of_the_schema_are_the_reader_s() {

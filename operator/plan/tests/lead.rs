@@ -1,6 +1,7 @@
 //! One job's loop, step by step: `> what happens`, then the effects in their order.
 
 #[path = "lead_world/mod.rs"]
+#[allow(dead_code, reason = "what other tests of the loop ask of it")]
 mod lead_world;
 mod said;
 mod texts;

@@ -6,6 +6,7 @@
 #![allow(clippy::disallowed_methods)]
 
 use moejob_plan::Job;
+use moejob_plan::placement;
 use moejob_plan::pods::{self, Birth, Surroundings};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
@@ -116,6 +117,38 @@ fn our_objects_have_no_unknown_fields() {
         same::<NetworkPolicy>(pods::network_policy(&job, &around()));
         same::<PodDisruptionBudget>(pods::disruption_budget(&job, &around()));
     }
+}
+
+/// What a worker may take covers every gang that the job may have, and never less than it asks for.
+#[test]
+fn the_limit_of_a_worker_covers_the_worst_routing_of_every_size() {
+    let mib = |value: &Value| {
+        let text = value.as_str().unwrap_or_default();
+        text.strip_suffix("Mi").and_then(|of| of.parse::<u64>().ok()).expect("MiB")
+    };
+    for (nodes, preset) in [("min: 1, max: 9", "tiny"), ("min: 1, max: 16", "olmoe-1b-7b"),
+        ("min: 2, max: 8", "mixtral-8x7b"), ("min: 1, max: 6, devicesPerNode: 2", "tiny")] {
+        let job = read(nodes, &REST.replace("olmoe-1b-7b", preset));
+        let mut pod = pods::pod(&job, &around(), &birth());
+        let resources = pod["spec"]["containers"][0]["resources"].take();
+        let of = |kind: &str| mib(&resources[kind]["memory"]);
+        let (request, limit) = (of("requests"), of("limits"));
+        let ranks = u64::from(job.profile.ranks);
+        let (sizes, _) = placement::sizes(&job);
+        for size in sizes {
+            let memory = placement::memory(&job, &size.layout, 0);
+            let worst = ranks * memory.worst >> 20;
+            assert!(worst <= limit, "{preset} on {}: {worst} MiB of {limit}", size.nodes);
+        }
+        assert!(request <= limit, "{preset}: {request} {limit}");
+    }
+    let template = "\n  podTemplate: { spec: { containers: [{ resources: { requests: { memory: \
+        900Gi } } }] } }";
+    let job = read("min: 1, max: 4", &format!("{REST}{template}"));
+    let pod = pods::pod(&job, &around(), &birth());
+    let resources = &pod["spec"]["containers"][0]["resources"];
+    assert_eq!(resources["requests"]["memory"], "900Gi");
+    assert_eq!(resources["limits"]["memory"], Value::Null, "it would be less than the request");
 }
 
 /// What must hold of a pod whatever the overlay says; the `restricted` Pod Security Standard first.

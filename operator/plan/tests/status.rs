@@ -127,7 +127,7 @@ fn a_wrong_spec_lists_every_problem() {
 #[test]
 fn a_job_that_cannot_run_here_says_what_to_do() {
     let message = pods::not_durable(&job()).expect("the base manifest has no volume");
-    let status = status::blocked(status::NO_DURABLE_CHECKPOINT, message);
+    let status = status::blocked("NoDurableCheckpoint", message);
     assert_eq!(status.phase, "Pending");
     let [planned] = &status.conditions[..] else { panic!("{status:?}") };
     assert_eq!(planned.status, "False");

@@ -8,8 +8,10 @@ use crate::lease::{Deadline, Election};
 use crate::metrics::Metrics;
 use crate::observe;
 use crate::pulse::{Pulse, abort_on_panic};
+use crate::scrape::Scrape;
 use clap::Args;
 use kube::{Client, Config};
+use moejob_plan::crd;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -39,9 +41,12 @@ pub struct OperatorArgs {
     /// The Secret of the certificate authority; it must exist, and may be empty.
     #[arg(long, default_value = "moejob-authority")]
     pub secret: String,
-    /// Where /metrics, /healthz and /readyz are answered.
+    /// Where /healthz and /readyz are answered.
     #[arg(long, default_value = "0.0.0.0:8080")]
     pub listen: SocketAddr,
+    /// Where /metrics is answered, with TLS, to who may read it.
+    #[arg(long, default_value = "0.0.0.0:8443")]
+    pub metrics: SocketAddr,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -90,6 +95,10 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
     let metrics = Metrics::default();
     let serve = metrics.clone().serve(args.listen);
     let mut serving = tokio::spawn(serve);
+    let listen = |source| OperatorError::Listen { at: args.metrics, source };
+    let names = vec![format!("moejob-operator.{}.svc", args.namespace)];
+    let scrape = Scrape::new(metrics.clone(), client.clone(), names).map_err(listen)?;
+    let mut scraped = tokio::spawn(scrape.serve(args.metrics));
     let identity = identity(args);
     let deadline = Deadline::default();
     let writer = Writer::new(client.clone(), identity.clone(), deadline.clone());
@@ -125,14 +134,15 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
     let (namespace, name) = (args.namespace.clone(), args.lease.clone());
     let election = Election { client: client.clone(), writer, namespace, name, identity, deadline };
     let leadership = async {
+        until_defined(&client, &metrics).await;
         let term = election.acquire().await;
         let _ = order_sender.send(Order::Lead(term)).await;
         // A full channel has told it already.
         election.hold(|| drop(order_sender.try_send(Order::Heard))).await;
     };
-    let listening = |result: std::io::Result<()>| match result {
+    let listening = |at, result: std::io::Result<()>| match result {
         Ok(()) => OperatorError::Lost,
-        Err(source) => OperatorError::Listen { at: args.listen, source },
+        Err(source) => OperatorError::Listen { at, source },
     };
     let terminated = async {
         let mut signals = signal(SignalKind::terminate()).ok()?;
@@ -140,7 +150,8 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
     };
     tokio::select! {
         () = leadership => Err(OperatorError::Lost),
-        result = &mut serving => Err(listening(result.unwrap_or(Ok(())))),
+        result = &mut serving => Err(listening(args.listen, result.unwrap_or(Ok(())))),
+        result = &mut scraped => Err(listening(args.metrics, result.unwrap_or(Ok(())))),
         () = renew(&client, &election.writer, args, &keyring) => {
             election.release().await;
             Ok(())
@@ -162,6 +173,46 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
             Ok(())
         }
     }
+}
+
+/// Waits until the definition of MoeJobs keeps all that the operator writes. What of a record is
+/// pruned no later leader would know.
+async fn until_defined(client: &Client, metrics: &Metrics) {
+    let mut told = None;
+    loop {
+        let why = match observe::definition(client).await {
+            Ok(Some(served)) => judge_definition(&served),
+            Ok(None) => Some(format!("there is no definition {}", crd::NAME)),
+            Err(kube::Error::Api(status)) if status.code == 403 => {
+                tracing::warn!("the definition {} cannot be compared: {status}", crd::NAME);
+                None
+            }
+            Err(error) => Some(format!("the definition {} cannot be read: {error}", crd::NAME)),
+        };
+        metrics.set_unfit(why.clone());
+        let Some(why) = why else { return };
+        if told.as_ref() != Some(&why) {
+            tracing::error!("this operator does not lead: {why}");
+            told = Some(why);
+        }
+        tokio::time::sleep(START_PAUSE).await;
+    }
+}
+
+/// Why no operator of this version may lead by this definition. Fields of the spec that it does not
+/// know nobody can set: that is told, and no hindrance.
+fn judge_definition(served: &serde_json::Value) -> Option<String> {
+    let (own, others): (Vec<String>, Vec<String>) =
+        crd::pruned_by(served).into_iter().partition(|path| !path.starts_with("spec."));
+    let advice = "kubectl apply -f manifests/crd.yaml (Helm does not upgrade it)";
+    if !others.is_empty() {
+        let fields = others.join(", ");
+        tracing::warn!("the definition {} does not know {fields}: {advice}", crd::NAME);
+    }
+    (!own.is_empty()).then(|| {
+        let fields = own.join(", ");
+        format!("the definition {} would prune {fields}: {advice}", crd::NAME)
+    })
 }
 
 /// Unlike that of any other process, also of the one before in the same pod.

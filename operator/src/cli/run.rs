@@ -24,6 +24,9 @@ pub struct RunArgs {
     /// Kernel threads of each worker; by default the cores are shared out evenly.
     #[arg(long, default_value_t = 0)]
     pub threads: u32,
+    /// Writes three steps of rank 0, the fourth to the sixth, as a Chrome trace: for Perfetto.
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
 }
 
 pub fn run(args: &RunArgs) -> ExitCode {
@@ -31,7 +34,14 @@ pub fn run(args: &RunArgs) -> ExitCode {
         Ok(read) => read,
         Err(code) => return code,
     };
-    let result = local_job(&read, args).map(|job| local::run(job, &args.dir));
+    let trace = match args.trace.as_ref().map(std::path::absolute).transpose() {
+        Ok(trace) => trace,
+        Err(error) => {
+            eprintln!("moejob: --trace: {error}");
+            return ExitCode::from(2);
+        }
+    };
+    let result = local_job(&read, args).map(|job| local::run(job, &args.dir, trace));
     match result {
         Ok(Ok(code)) => ExitCode::from(code as u8),
         Ok(Err(error)) => {

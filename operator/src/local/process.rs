@@ -1,5 +1,6 @@
 //! Worker processes: started, listened to, and ended; none outlives the runner.
 
+use moejob_protocol::pod::ENV_TRACE;
 use super::folder::Folder;
 use crate::authority::Authority;
 use moe_worker::life::affinity::Share;
@@ -46,6 +47,8 @@ pub struct Processes {
     authority: String,
     job_uid: String,
     secret: String,
+    /// Where rank 0 writes a trace, as its environment says.
+    trace: Option<PathBuf>,
     tell: mpsc::Sender<(String, ProcessEvent)>,
 }
 
@@ -53,6 +56,7 @@ impl Processes {
     pub fn new(
         folder: &Folder,
         authority: &Authority,
+        trace: Option<PathBuf>,
         tell: mpsc::Sender<(String, ProcessEvent)>,
     ) -> Processes {
         Processes {
@@ -61,6 +65,7 @@ impl Processes {
             authority: authority.certificate_pem().to_string(),
             job_uid: folder.file().uid.clone(),
             secret: authority.new_secret(),
+            trace,
             tell,
         }
     }
@@ -89,6 +94,7 @@ impl Processes {
             .open(self.logs.join(format!("{node}.log")))?;
         let mut child = Command::new(std::env::current_exe()?)
             .arg("worker")
+            .envs(self.trace.iter().map(|file| (ENV_TRACE, file)))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(log)

@@ -77,6 +77,7 @@ fn report(step: u64, loss: f64, comm: &Comm) -> StepReport {
         aux_loss: 0.0,
         z_loss: 0.0,
         grad_norm: 0.0,
+        loss_scale: None,
         learning_rate: 0.0,
         tokens: 0,
         tokens_per_second: 0.0,

@@ -23,6 +23,7 @@ fn main() -> Result<(), Failure> {
         pace: Duration::from_millis(option("--step-ms", 100)?),
         orders: orders.into(),
         first: first.parse()?,
+        gauge: Default::default(),
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async { run(kube::Client::try_default().await?, options).await })

@@ -312,7 +312,7 @@ async fn floor_pods(client: &Client, shape: Shape) -> Result<Vec<Pod>, Failure> 
         image_pull_policy: Some("IfNotPresent".to_string()),
         authority: String::from_utf8(authority.map(|bytes| bytes.0).unwrap_or_default())?,
         operator_namespace: "moejob-system".to_string(),
-        memory_mib: Default::default(),
+        memory: Default::default(),
     };
     let text = manifest("floor", shape.nodes).to_string();
     let job = Job::read(text.as_bytes()).map_err(|problems| format!("{problems:?}"))?;

@@ -1,6 +1,7 @@
 //! The members of an attempt, in one process: they join, count steps together, and fall apart as
 //! real ranks do when one of them goes.
 
+use super::Gauge;
 use moe_worker::gang::comm::CommError;
 use moe_worker::attempt::api::{AttemptEnd, TrainerEvent};
 use moejob_protocol::WorkerConfig;
@@ -24,6 +25,20 @@ pub enum Told {
     Joined { attempt: u32 },
     Trainer(TrainerEvent),
     Ended { attempt: u32, end: AttemptEnd },
+}
+
+impl Told {
+    /// Another event each time, as long as one may be.
+    pub fn shout(attempt: u32, time: u64) -> Event {
+        Event {
+            time: super::nodes::now(),
+            attempt,
+            event: EventKind::Warning,
+            reason: format!("Shout{time}"),
+            message: format!("{time} {}", "x".repeat(1_000)),
+            details: BTreeMap::new(),
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -88,13 +103,35 @@ pub struct Gangs {
     gathering: Arc<Mutex<HashMap<Key, Gathering>>>,
     pace: Duration,
     hold: watch::Receiver<u64>,
+    resets: watch::Receiver<u64>,
+    gauge: Arc<Gauge>,
 }
 
 impl Gangs {
     /// A step takes `pace`; after the step `hold` a gang waits, and takes only steps that it is
-    /// asked for.
-    pub fn new(pace: Duration, hold: watch::Receiver<u64>) -> Gangs {
-        Gangs { gathering: Arc::default(), pace, hold }
+    /// asked for. With each change of `resets` all streams to leaders are reset.
+    pub fn new(
+        pace: Duration,
+        hold: watch::Receiver<u64>,
+        resets: watch::Receiver<u64>,
+        gauge: Arc<Gauge>,
+    ) -> Gangs {
+        Gangs { gathering: Arc::default(), pace, hold, resets, gauge }
+    }
+
+    pub fn gauge(&self) -> Arc<Gauge> {
+        Arc::clone(&self.gauge)
+    }
+
+    pub fn resets(&self) -> watch::Receiver<u64> {
+        let mut resets = self.resets.clone();
+        resets.mark_unchanged();
+        resets
+    }
+
+    /// Whether workers of this name are to shout: those of jobs whose name says so.
+    pub fn is_loud(&self, worker: &str) -> bool {
+        worker.starts_with("loud")
     }
 
     /// Takes a seat; when the last is taken, the attempt begins.
@@ -223,6 +260,7 @@ impl Gang {
             aux_loss: 1.0,
             z_loss: 0.0,
             grad_norm: 1.0,
+            loss_scale: None,
             learning_rate: 1e-3,
             tokens: self.step * tokens,
             tokens_per_second: tokens as f64 / self.pace.as_secs_f64(),

@@ -12,6 +12,18 @@
 //! A fake worker is the pure `Session` of a real one behind a real TLS listener at its pod's own
 //! address. What it does not do is train: its gang counts steps.
 
+pub mod api;
 pub mod gang;
 pub mod nodes;
 pub mod worker;
+
+use std::sync::atomic::{AtomicU64, AtomicUsize};
+
+/// What all fake workers of this process have in common, for whoever measures.
+#[derive(Debug, Default)]
+pub struct Gauge {
+    /// Workers whose stream to a leader is open.
+    pub linked: AtomicUsize,
+    /// Steps that leaders were told of.
+    pub steps: AtomicU64,
+}

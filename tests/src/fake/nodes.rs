@@ -1,6 +1,7 @@
 //! The kubelet of all fake nodes: it registers them and renews their leases, starts and ends the
 //! workers of the pods that are bound to them, and says of each pod what a kubelet says.
 
+use super::Gauge;
 use super::gang::Gangs;
 use super::worker::{self, Birth, Ending};
 use futures::{StreamExt, TryStreamExt};
@@ -38,12 +39,14 @@ pub struct Options {
     pub renew: Duration,
     pub pace: Duration,
     /// The folder with the files `silent` (a node a line) and `killed` (`namespace/pod` a line),
-    /// which say what happens to nodes and workers, `hold`, the step after which gangs wait, and
+    /// which say what happens to nodes and workers, `hold`, the step after which gangs wait,
+    /// `reset`, a number with each change of which all streams to leaders are reset, and
     /// `token-POD`, what that pod's worker shows in place of its token; while it is empty, the pod
     /// waits for it.
     pub orders: PathBuf,
     /// Pods get addresses of `first` and after.
     pub first: Ipv4Addr,
+    pub gauge: Arc<Gauge>,
 }
 
 /// With the six digits that a lease asks for.
@@ -64,6 +67,7 @@ struct Fleet {
     gangs: Gangs,
     silent: HashMap<String, watch::Sender<bool>>,
     hold: watch::Sender<u64>,
+    reset: watch::Sender<u64>,
     /// By uid.
     pods: Mutex<HashMap<String, Running>>,
     addresses: Mutex<u32>,
@@ -78,11 +82,13 @@ pub async fn run(client: Client, options: Options) -> Result<(), Failure> {
     register(&client, &names, &options).await?;
     println!("registered {} nodes", names.len());
     let (hold, held) = watch::channel(u64::MAX);
+    let (reset, resets) = watch::channel(0);
     let fleet = Arc::new(Fleet {
         client: client.clone(),
         workers: thread_of_workers()?,
-        gangs: Gangs::new(options.pace, held),
+        gangs: Gangs::new(options.pace, held, resets, options.gauge),
         hold,
+        reset,
         orders: options.orders.clone(),
         silent: names.iter().map(|name| (name.clone(), watch::Sender::new(false))).collect(),
         pods: Mutex::default(),
@@ -191,6 +197,8 @@ async fn obey(fleet: Arc<Fleet>, folder: PathBuf) -> Result<(), Failure> {
             let wanted = silent.contains(name.as_str());
             sender.send_if_modified(|is| std::mem::replace(is, wanted) != wanted);
         }
+        let reset = read("reset").trim().parse().unwrap_or(0);
+        fleet.reset.send_if_modified(|is| std::mem::replace(is, reset) != reset);
         let hold = read("hold").trim().parse().unwrap_or(u64::MAX);
         fleet.hold.send_if_modified(|is| std::mem::replace(is, hold) != hold);
         for name in read("killed").lines().map(str::to_string) {

@@ -1,5 +1,6 @@
 //! A fake worker: the session and the control stream of a real one.
 
+use super::Gauge;
 use super::gang::{Gangs, Member, Seat, TOLD_MAX, Told};
 use moe_worker::life::control::{FrameError, read_frame, write_frame};
 use moe_worker::failure::chain;
@@ -10,6 +11,8 @@ use moejob_protocol::pod::PORT;
 use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};
 use std::collections::VecDeque;
 use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncRead, AsyncWrite, split};
 use tokio::net::{TcpListener, TcpStream};
@@ -22,6 +25,8 @@ use tokio_rustls::server::TlsStream;
 const HANDSHAKE: Duration = Duration::from_secs(5);
 const LEADER_SILENCE: Duration = Duration::from_secs(10);
 const QUEUE_MAX: usize = 256;
+/// Events that a loud worker says with each heartbeat.
+const SHOUTS: u64 = 100;
 
 /// What a pod tells its worker.
 #[derive(Clone, Debug)]
@@ -53,7 +58,10 @@ struct Worker {
     started: Instant,
     key: WorkerKey,
     trust: Trust,
+    /// What a leader is shown: once there is a leaf, that.
+    shown: TlsAcceptor,
     gangs: Gangs,
+    gauge: Arc<Gauge>,
     silent: watch::Receiver<bool>,
     leader: Option<Leading>,
     link: Option<Link>,
@@ -78,7 +86,8 @@ pub async fn run(
 ) -> Result<i32, Box<dyn std::error::Error + Send + Sync>> {
     let listener = TcpListener::bind((birth.address, PORT)).await?;
     let (key, trust) = (WorkerKey::generate()?, Trust::from_pem(&birth.authority)?);
-    let acceptor = TlsAcceptor::from(key.control_server(&trust)?);
+    let shown = TlsAcceptor::from(key.control_server(&trust)?);
+    let (gauge, mut resets) = (gangs.gauge(), gangs.resets());
     let (happened, mut arrivals) = mpsc::channel(QUEUE_MAX);
     let (told, mut hears) = mpsc::channel(TOLD_MAX);
     let (leaders, mut dialled) = mpsc::channel::<Leading>(1);
@@ -96,7 +105,9 @@ pub async fn run(
         birth,
         key,
         trust,
+        shown,
         gangs,
+        gauge,
         happened,
         told,
     };
@@ -109,7 +120,7 @@ pub async fn run(
             changed = silent.changed() => changed?,
             accepted = listener.accept() => {
                 let (tcp, _) = accepted?;
-                let (acceptor, leaders) = (acceptor.clone(), leaders.clone());
+                let (acceptor, leaders) = (worker.shown.clone(), leaders.clone());
                 tokio::spawn(timeout(HANDSHAKE, async move {
                     if let Some(leading) = open(acceptor, tcp).await {
                         let _ = leaders.send(leading).await;
@@ -135,7 +146,16 @@ pub async fn run(
                 Ending::Asked => worker.on([Event::Signal]),
                 Ending::Killed => return Ok(EXIT_KILLED),
             },
-            _ = tick.tick() => worker.on([Event::Tick]),
+            changed = resets.changed() => {
+                changed?;
+                worker.link = None;
+                let why = "its stream was reset".to_string();
+                worker.on([Event::LeaderLost { why }]);
+            }
+            _ = tick.tick() => {
+                worker.on([Event::Tick]);
+                worker.shout();
+            }
         }
     }
     if let Some(link) = worker.link.take() {
@@ -194,9 +214,14 @@ impl Worker {
             }
             // A leaf that is not for this key would be refused by a real worker.
             Effect::InstallLeaf { certificate, .. } => {
-                if let Err(error) = self.key.attempt(&self.trust, &certificate) {
-                    eprintln!("{}: leaf refused: {}", self.birth.worker, chain(&error));
-                    self.exit = Some(1);
+                match self.key.attempt(&self.trust, &certificate) {
+                    // As a release before did, which nobody knew by its leaf.
+                    Ok(_) if std::env::var_os("MOEJOB_FAKE_NO_LEAF").is_some() => {}
+                    Ok(leaf) => self.shown = TlsAcceptor::from(leaf.control),
+                    Err(error) => {
+                        eprintln!("{}: leaf refused: {}", self.birth.worker, chain(&error));
+                        self.exit = Some(1);
+                    }
                 }
             }
             Effect::Join(config) => self.join(&config),
@@ -222,6 +247,19 @@ impl Worker {
         None
     }
 
+    /// A worker of a hostile job says what nobody asked for, as much as it can.
+    fn shout(&mut self) {
+        if !self.gangs.is_loud(&self.birth.worker) {
+            return;
+        }
+        for time in 0..SHOUTS {
+            let event = Told::shout(self.session.attempt(), time);
+            if self.send(self.session.attempt(), Up::Event(event)).is_some() {
+                return;
+            }
+        }
+    }
+
     fn join(&mut self, config: &WorkerConfig) {
         let Some(rank) = config.rank else { return };
         self.phase = Phase::Joining;
@@ -234,7 +272,8 @@ impl Worker {
     fn adopt(&mut self) {
         let Some((stream, _)) = self.leader.take() else { return };
         self.links += 1;
-        self.link = Some(Link::start(self.links, stream, self.happened.clone()));
+        let gauge = Arc::clone(&self.gauge);
+        self.link = Some(Link::start(self.links, stream, gauge, self.happened.clone()));
         let worker = &self.birth.worker;
         let hello = self.session.hello(worker, self.birth.token.clone(), &self.key.signing_request);
         // The queue of a new stream is empty.
@@ -243,6 +282,9 @@ impl Worker {
 
     fn send(&mut self, attempt: u32, body: Up) -> Option<Event> {
         let link = self.link.as_ref()?;
+        if matches!(body, Up::Step(_)) {
+            self.gauge.steps.fetch_add(1, Ordering::Relaxed);
+        }
         let frame = Frame { v: PROTOCOL_VERSION, term: self.session.term(), attempt, body };
         if link.queue.try_send(frame).is_ok() {
             return None;
@@ -258,18 +300,21 @@ struct Link {
     queue: mpsc::Sender<Frame<Up>>,
     reader: JoinHandle<()>,
     writer: Option<JoinHandle<()>>,
+    gauge: Arc<Gauge>,
 }
 
 impl Link {
     fn start(
         number: u64,
         stream: TlsStream<TcpStream>,
+        gauge: Arc<Gauge>,
         happened: mpsc::Sender<(u64, Event)>,
     ) -> Link {
+        gauge.linked.fetch_add(1, Ordering::Relaxed);
         let (from, to) = split(stream);
         let (queue, frames) = mpsc::channel(QUEUE_MAX);
         let reader = tokio::spawn(read(number, from, happened));
-        Link { number, queue, reader, writer: Some(tokio::spawn(write(to, frames))) }
+        Link { number, queue, reader, writer: Some(tokio::spawn(write(to, frames))), gauge }
     }
 
     /// Writes what waits, and closes.
@@ -284,6 +329,7 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
+        self.gauge.linked.fetch_sub(1, Ordering::Relaxed);
         self.reader.abort();
         if let Some(writer) = &self.writer {
             writer.abort();

@@ -136,7 +136,8 @@ impl Bench {
         let log = self.folder.path().join("operator.log");
         let log = File::options().create(true).append(true).open(log).expect("a log");
         let child = Command::new(moejob())
-            .args(["operator", "--image", "localhost/moejob:test", "--listen", "127.0.0.1:0"])
+            .args(["operator", "--image", "localhost/moejob:test"])
+            .args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"])
             .env("KUBECONFIG", self.folder.path().join("config"))
             .env("MOEJOB_LOG", "info")
             .stdin(Stdio::null())

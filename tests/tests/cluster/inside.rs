@@ -194,7 +194,7 @@ async fn serve(
         let reader = tokio::spawn(async move {
             while let Ok(frame) = read_frame::<Down>(&mut from, SILENCE).await {
                 match frame.body {
-                    Down::Leaf { certificate } => drop(leaves.send(certificate)),
+                    Down::Leaf { certificate, .. } => drop(leaves.send(certificate)),
                     Down::Configure(_) => configured.store(frame.attempt, Ordering::Relaxed),
                     _ => {}
                 }

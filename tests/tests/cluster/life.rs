@@ -170,14 +170,30 @@ fn alerts_and_dashboard_name_metrics_that_are_there() {
     install();
     let label = "app.kubernetes.io/component=operator";
     let pods = get(&["pods", "-n", "moejob-system", "-l", label]);
+    // Whoever has the role of a scraper may read them, and nobody else.
+    let account = ["serviceaccount", "scraper", "-n", "moejob-system"];
+    let binding = ["clusterrolebinding", "scraper", "--clusterrole=moejob-metrics",
+        "--serviceaccount=moejob-system:scraper"];
+    kubectl(&[&["create"], &account[..]].concat()).expect("an account");
+    let token = kubectl(&["create", "token", "scraper", "-n", "moejob-system"]).expect("a token");
+    let scrape = |address: &str| {
+        let (server, token) = (format!("--server=https://{address}:8443"), token.trim());
+        let token = format!("--token={token}");
+        kubectl(&["get", "--raw", "/metrics", &server, "--insecure-skip-tls-verify", &token])
+    };
     let mut told = String::new();
-    for pod in pods["items"].as_array().into_iter().flatten() {
-        if pod["status"]["phase"] != "Running" {
-            continue;
-        }
-        let name = pod["metadata"]["name"].as_str().expect("a name");
-        let path = format!("/api/v1/namespaces/moejob-system/pods/{name}:8080/proxy/metrics");
-        told += &kubectl(&["get", "--raw", &path]).expect("metrics");
+    let addresses = pods["items"].as_array().into_iter().flatten();
+    let addresses = addresses.filter_map(|pod| pod["status"]["podIP"].as_str());
+    if let Some(address) = addresses.clone().next() {
+        let refused = scrape(address);
+        assert!(!refused.good && refused.err.contains("may not get"), "{refused:?}");
+    }
+    kubectl(&[&["create"], &binding[..]].concat()).expect("a binding");
+    let metrics: Vec<_> = addresses.map(scrape).collect();
+    kubectl(&["delete", "clusterrolebinding", "scraper"]).expect("deleted");
+    kubectl(&[&["delete"], &account[..]].concat()).expect("deleted");
+    for said in metrics {
+        told += &said.expect("metrics");
     }
     for file in ["manifests/monitoring/alerts.yaml", "manifests/monitoring/dashboard.json"] {
         let text = std::fs::read_to_string(root().join(file)).expect(file);

@@ -28,10 +28,11 @@ pub struct State<B> {
     pub moment2: B,
 }
 
-/// A bucket of parameters with all that belongs to them.
+/// A bucket of parameters with all that belongs to them. Weights and gradients are those of the
+/// whole bucket, everything else that of the chunk which the rank owns.
 #[derive(Clone, Debug)]
 pub struct Bucket<B> {
-    /// u32 [blocks, 8]: whose each block of 4,096 elements is
+    /// u32 [owned blocks, 8]: whose each block of 4,096 elements is
     pub table: B,
     pub weight: B,
     /// I16 low halves, or fp32
@@ -39,7 +40,7 @@ pub struct Bucket<B> {
     pub moment1: B,
     pub moment2: B,
     pub gradient: B,
-    /// f64 [blocks]
+    /// f64 [owned blocks]
     pub square_sums: B,
 }
 
@@ -64,6 +65,8 @@ pub struct Numbers<B> {
     pub reduced: B,
     /// What follows from both, on the device; empty where updates read both themselves.
     pub control: B,
+    /// f32 [1]: what the loss is multiplied by, where it is.
+    pub loss_scale: Option<B>,
     pub balance: Option<StepBalance<B>>,
 }
 
@@ -144,6 +147,38 @@ pub struct Fused<B> {
     pub losses: B,
     /// [2 E, D]
     pub router_halves: B,
+    /// Where experts are shared out over ranks.
+    pub spread: Option<Spread<B>>,
+}
+
+/// Tokens of all `P` ranks of an expert group, `A = P T`, and where the rows of the experts here
+/// lie: see `MoePlace` of the kernels.
+#[derive(Clone, Debug)]
+pub struct Spread<B> {
+    /// [A, D]
+    pub x: B,
+    /// u32 [A, K], f32 [A, K]
+    pub ids: B,
+    pub weights: B,
+    /// u32 [G + 1], and on a GPU [G]
+    pub offsets: B,
+    pub order: B,
+    /// u32 [R], [A, K], f32 [R]
+    pub rows: B,
+    pub pos: B,
+    pub row_weights: B,
+}
+
+/// What travels of a layer, used by every layer anew.
+#[derive(Clone, Debug)]
+pub struct SpreadScratch<B> {
+    /// [A, D]: gradients of outputs; sums over the experts here, or gradients of inputs
+    pub dout: B,
+    pub partial: B,
+    /// f32 [A, K]
+    pub ds: B,
+    /// u32 [T, K]: 0, 1, 2 ..
+    pub slots: B,
 }
 
 /// Queries and keys before their norm, and its statistics.
@@ -268,6 +303,7 @@ pub struct Scratch<B> {
     pub dk_raw: Option<B>,
     pub moe: Option<MoeScratch<B>>,
     pub dense: Option<Gated<B>>,
+    pub spread: Option<SpreadScratch<B>>,
     /// u8: attention, the mixture layer and the head use it in turn.
     pub workspace: B,
     /// What is read and written of the state by the host passes here; empty where the state is

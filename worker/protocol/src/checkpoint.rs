@@ -39,12 +39,23 @@ pub struct CheckpointManifest {
     #[serde(default)]
     pub data_fingerprint: String,
     pub seed: u64,
+    /// Of jobs in fp16 alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<ScaleEntry>,
     /// In table order.
     pub tensors: Vec<TensorEntry>,
     pub files: Vec<FileEntry>,
     /// Fields that this version does not know, as they were: they are written again.
     #[serde(flatten)]
     pub others: BTreeMap<String, serde_json::Value>,
+}
+
+/// What an fp16 loss is multiplied by, a power of two, and the steps since it last changed.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ScaleEntry {
+    pub scale: f64,
+    pub good_steps: u32,
 }
 
 /// One logical tensor in one of its three parts.

@@ -5,6 +5,7 @@
 //! ranks of its slots for an expert). Among the holders each block of 4,096 elements has one
 //! **owner**, which reduces its gradient, keeps its moments, updates it and writes it to the
 //! checkpoint. Ownership is a function of the layout alone, so nobody ever sends a table of it.
+//! What is divided among the holders is either each tensor or each bucket (`Division`).
 
 use crate::mesh::{Mesh, split};
 use crate::model::{ModelConfig, Param, Role};
@@ -25,17 +26,42 @@ pub enum Placement {
     Explicit(Vec<Vec<Vec<u32>>>),
 }
 
-/// A mesh and a placement: everything ownership depends on beside the model.
+/// What is cut into runs of blocks, one for each holder.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Division {
+    /// Each tensor by itself: gradients are summed by a tree.
+    #[default]
+    Tensors,
+    /// Each bucket, in equal chunks: gradients are summed in buckets.
+    Buckets,
+}
+
+impl Division {
+    fn is_default(&self) -> bool {
+        *self == Division::default()
+    }
+}
+
+/// A mesh, a placement and a division: everything ownership depends on beside the model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Layout {
     pub mesh: Mesh,
     pub placement: Placement,
+    #[serde(default, skip_serializing_if = "Division::is_default")]
+    pub division: Division,
 }
 
 impl Layout {
     pub fn contiguous(mesh: Mesh) -> Layout {
-        Layout { mesh, placement: Placement::Contiguous }
+        Layout { mesh, placement: Placement::Contiguous, division: Division::Tensors }
+    }
+
+    /// The same with buckets divided among their holders.
+    #[must_use]
+    pub fn by_buckets(self) -> Layout {
+        Layout { division: Division::Buckets, ..self }
     }
 
     /// Logical experts of `layer` that `rank` holds, ascending.
@@ -85,8 +111,9 @@ impl Layout {
         }
     }
 
-    /// The blocks of `param` that `rank` owns; `index` is its position in the table. Small
-    /// tensors rotate over the holders, so that no rank owns all of them.
+    /// The blocks of `param` that `rank` owns where tensors are divided; `index` is its position in
+    /// the table. Small tensors rotate over the holders, so that no rank owns all of them.
+    /// [`crate::owners::Owners`] knows both divisions.
     pub fn owned(&self, model: &ModelConfig, index: usize, param: &Param, rank: u32) -> Range<u64> {
         let holders = self.holders(model, param);
         match holders.iter().position(|holder| *holder == rank) {
@@ -95,7 +122,8 @@ impl Layout {
         }
     }
 
-    /// `(owner, blocks)` of `param` for each holder, ascending by holder.
+    /// `(owner, blocks)` of `param` for each holder, ascending by holder, where tensors are
+    /// divided.
     pub fn owners(
         &self,
         model: &ModelConfig,

@@ -13,9 +13,9 @@ use crate::buckets::Buckets;
 use crate::config::{
     Backend, GradientDtype, MomentDtype, Precision, RecoveryConfig, Recompute, TrainingConfig,
 };
-use crate::layout::{Layout, elements};
+use crate::layout::{Division, Layout, elements};
 use crate::model::{AuxLossScope, ModelConfig, Param};
-use crate::owners::Holders;
+use crate::owners::{Holders, Owners};
 use crate::reduction::{Flats, contribution};
 use crate::tree::depth_max;
 
@@ -96,6 +96,8 @@ pub struct Types {
     /// Of matrices; of vectors as they are.
     pub gradient: Kind,
     pub sums: Sums,
+    /// The loss is multiplied before backward, so that fp16 holds its gradients.
+    pub scaled: bool,
 }
 
 impl Types {
@@ -123,6 +125,7 @@ impl Types {
             moment: float,
             gradient: float,
             sums,
+            scaled: false,
         }
     }
 
@@ -144,7 +147,8 @@ impl Types {
             MomentDtype::Bf16 => Kind::Bf16,
             MomentDtype::Fp32 => Kind::F32,
         };
-        Types { element, masters, moment, gradient, ..whole }
+        let scaled = element == Kind::F16;
+        Types { element, masters, moment, gradient, scaled, ..whole }
     }
 
     /// Bytes of a float in a checkpoint.
@@ -233,6 +237,8 @@ pub struct Shape {
     pub segments: u64,
     /// A processor computes.
     pub on_cpu: bool,
+    /// Documents of a sequence may be kept apart, which takes kernels of their own.
+    pub documents: bool,
     /// Bytes that attention, the mixture layer and the head use in turn.
     pub workspace: u64,
     pub balanced: RowCounts,
@@ -257,8 +263,14 @@ impl Shape {
         training: &TrainingConfig,
     ) -> Shape {
         let micro_batches = training.global_batch_size / training.micro_batch_size;
-        let own = layout.mesh.micro_batches(rank, micro_batches).len() as u32;
-        Shape::with_types(model, layout, rank, training, Types::of(training, own))
+        // The same on every rank, since what they sum must be of one kind.
+        let own = layout.mesh.rounds(micro_batches);
+        let types = match layout.division {
+            Division::Tensors => Types::of(training, own),
+            // Also on processors, which then compute as GPUs do: for tests of that.
+            Division::Buckets => Types::buckets(training, own),
+        };
+        Shape::with_types(model, layout, rank, training, types)
     }
 
     /// The same with other kinds of numbers than the training asks for.
@@ -315,7 +327,8 @@ impl Shape {
                 _ => 1,
             },
             on_cpu: training.compute.backend == Backend::Cpu,
-            workspace: crate::workspace::bytes(model, tokens, training, &types),
+            documents: true,
+            workspace: crate::workspace::bytes(model, tokens, mesh.ep.into(), training, &types),
             balanced,
             worst,
         }
@@ -397,6 +410,8 @@ const PROCESS_BYTES: u64 = 8 << 20;
 
 /// A CUDA context with the modules of a step.
 const CONTEXT_BYTES: u64 = 576 << 20;
+/// A first communicator of NCCL, with what it adds to the context.
+const LINKS_BYTES: u64 = 880 << 20;
 /// CuBLASLt's 32 MiB, 20 of partial sums, and angles of 32,768 positions.
 const TABLES_BYTES: u64 = 80 << 20;
 
@@ -416,7 +431,7 @@ pub fn rank_memory(
     let mut count = Count { shape: &shape, parts: Vec::new(), headroom, committed: 0, worst: 0 };
     let _ = crate::buffers::Buffers::plan(model, &shape, &mut count);
     if training.compute.backend == Backend::Cuda {
-        count.device();
+        count.device(layout.mesh.world() > 1);
     } else {
         let shares = checkpoint_steps.is_multiple_of(recovery.memory_every_steps.max(1));
         count.host(model, layout, rank, shares);
@@ -444,10 +459,14 @@ impl Count<'_> {
         }
     }
 
-    /// What a GPU takes beside the arena: its context and modules, cuBLASLt's workspace, tables.
-    fn device(&mut self) {
+    /// What a GPU takes beside the arena: its context and modules, cuBLASLt's workspace, tables,
+    /// and with others NCCL's buffers.
+    fn device(&mut self, with_others: bool) {
         self.add("context", CONTEXT_BYTES);
         self.add("tables", TABLES_BYTES);
+        if with_others {
+            self.add("links", LINKS_BYTES);
+        }
     }
 
     /// What lies outside of the arena.
@@ -506,19 +525,15 @@ impl Planner for Count<'_> {
 
 /// Bytes of the shard of `rank`: weight and two moments of each owned run.
 pub fn shard_bytes(model: &ModelConfig, layout: &Layout, rank: u32, float_bytes: u64) -> u64 {
-    let runs = model.params().into_iter().enumerate().map(|(index, param)| {
-        let run = elements(&layout.owned(model, index, &param, rank), param.numel());
-        run.end - run.start
-    });
-    runs.sum::<u64>() * 3 * float_bytes
+    all_shard_bytes(model, layout, float_bytes)[rank as usize]
 }
 
 /// The same of every rank, in one walk over the table of parameters.
 fn all_shard_bytes(model: &ModelConfig, layout: &Layout, float_bytes: u64) -> Vec<u64> {
+    let owners = Owners::new(model, layout);
     let mut bytes = vec![0; layout.mesh.world() as usize];
     for (index, param) in model.params().iter().enumerate() {
-        for (rank, blocks) in layout.owners(model, index, param) {
-            let run = elements(&blocks, param.numel());
+        for (rank, run) in owners.runs(index, param) {
             bytes[rank as usize] += (run.end - run.start) * 3 * float_bytes;
         }
     }

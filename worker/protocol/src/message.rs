@@ -8,6 +8,19 @@ use crate::config::WorkerConfig;
 use crate::report::{Event, StepReport};
 use serde::{Deserialize, Serialize};
 
+/// Versions of the control stream that this build speaks, the newest first. Both sides name them
+/// when they connect (`alpn`), and speak the newest that both have. A version comes with a release
+/// that still writes the one before.
+pub const CONTROL_VERSIONS: &[u32] = &[1];
+
+/// What every control stream's name begins with.
+pub const ALPN_CONTROL_PREFIX: &str = "moejob-control/";
+
+/// The names of these versions for TLS (ALPN).
+pub fn alpn(versions: &[u32]) -> Vec<Vec<u8>> {
+    versions.iter().map(|of| format!("{ALPN_CONTROL_PREFIX}{of}").into_bytes()).collect()
+}
+
 /// A longer control frame is refused before it is read.
 pub const FRAME_BYTES_MAX: usize = 1 << 20;
 /// A worker's heartbeat, also the leader's.
@@ -28,8 +41,13 @@ pub struct Frame<Body> {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Down {
-    /// A certificate for the key of `Hello`, valid for the attempt of this frame; PEM.
-    Leaf { certificate: String },
+    /// A certificate for the key of `Hello`, valid for the attempt of this frame; PEM. `authority`
+    /// is whom to trust from now on, where that is more than the worker's pod was given.
+    Leaf {
+        certificate: String,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        authority: Option<String>,
+    },
     /// Join this attempt (its certificate comes before it).
     Configure(Box<WorkerConfig>),
     /// Abort the collectives of this attempt, keep the state, answer `Left`.

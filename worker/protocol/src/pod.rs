@@ -1,6 +1,8 @@
 //! What the operator writes into a worker's pod and the worker reads there.
 
 /// The worker's name: that of its pod.
+/// Names the file to which rank 0 writes a trace of a few steps of each attempt.
+pub const ENV_TRACE: &str = "MOEJOB_TRACE";
 pub const ENV_WORKER: &str = "MOEJOB_WORKER";
 pub const ENV_JOB_UID: &str = "MOEJOB_JOB_UID";
 /// PEM of the operator's authority, and of its successor when there is one. Public.

@@ -16,6 +16,9 @@ pub struct StepReport {
     pub z_loss: f64,
     /// Before clipping.
     pub grad_norm: f64,
+    /// What the loss of an fp16 job was multiplied by.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub loss_scale: Option<f64>,
     pub learning_rate: f64,
     /// Seen since step 0.
     pub tokens: u64,
@@ -45,6 +48,62 @@ pub struct Timing {
     /// Over all of that time.
     pub wall_tokens_per_second: f64,
     pub stalls: Stalls,
+    pub phases: Phases,
+}
+
+/// The same time in seconds, by what it went to. Parts of steps are by the clock of rank 0's
+/// device. What took no time is absent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Phases {
+    /// Waiting for batches, and their way to the device.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub data: f64,
+    #[serde(skip_serializing_if = "is_zero")]
+    pub forward: f64,
+    /// With the head and its loss, and with what is computed again.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub backward: f64,
+    /// Sums of gradients over ranks, and weights to their holders. What travels within forward and
+    /// backward counts there.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub communication: f64,
+    /// Norms of gradients.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub numbers: f64,
+    #[serde(skip_serializing_if = "is_zero")]
+    pub update: f64,
+    #[serde(skip_serializing_if = "is_zero")]
+    pub validation: f64,
+    #[serde(skip_serializing_if = "is_zero")]
+    pub snapshot: f64,
+    #[serde(skip_serializing_if = "is_zero")]
+    pub checkpoint: f64,
+    /// The rest, such as agreement between ranks and records.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub other: f64,
+}
+
+fn is_zero(seconds: &f64) -> bool {
+    *seconds == 0.0
+}
+
+impl Phases {
+    /// All of them, by name.
+    pub fn parts(&self) -> [(&'static str, f64); 10] {
+        [
+            ("data", self.data),
+            ("forward", self.forward),
+            ("backward", self.backward),
+            ("communication", self.communication),
+            ("numbers", self.numbers),
+            ("update", self.update),
+            ("validation", self.validation),
+            ("snapshot", self.snapshot),
+            ("checkpoint", self.checkpoint),
+            ("other", self.other),
+        ]
+    }
 }
 
 /// Seconds in which no step was computed, by what was done instead.

@@ -18,14 +18,21 @@ const CHUNK_STEP: u64 = 256;
 /// Where buffers start.
 const ALIGNMENT: u64 = 256;
 
-/// Bytes of the workspace of a rank with `tokens` of a micro-batch.
-pub fn bytes(model: &ModelConfig, tokens: u64, training: &TrainingConfig, types: &Types) -> u64 {
+/// Bytes of the workspace of a rank with `tokens` of a micro-batch, one of `ranks` that share the
+/// experts.
+pub fn bytes(
+    model: &ModelConfig,
+    tokens: u64,
+    ranks: u64,
+    training: &TrainingConfig,
+    types: &Types,
+) -> u64 {
     let gpu = training.compute.backend == crate::config::Backend::Cuda;
     let head = head_bytes(tokens, model.vocab_size.into(), types.element.bytes(), gpu);
     if types.sums == Sums::Tree {
         return head;
     }
-    head.max(attention(model, tokens)).max(mixture(model, tokens, types))
+    head.max(attention(model, tokens)).max(mixture(model, tokens * ranks, types))
 }
 
 /// Bytes of a head's scratch, as `HeadDesc::plan` of the kernels has it.

@@ -68,6 +68,28 @@ fn tables_say_what_layouts_say() {
     }
 }
 
+/// Where buckets are divided, the owner of an element is that of its place in its bucket's chunks.
+#[test]
+fn owners_of_buckets_are_those_of_their_chunks() {
+    let model = model(true);
+    for layout in layouts().into_iter().map(Layout::by_buckets) {
+        let (params, owners) = (model.params(), Owners::new(&model, &layout));
+        let buckets = Buckets::new(&model, &params, owners.holders());
+        for (index, param) in params.iter().enumerate() {
+            let bucket = &buckets.buckets[buckets.of(index)];
+            let mut all = 0;
+            for (rank, run) in owners.runs(index, param) {
+                let owned = bucket.owned(rank).find(|owned| owned.index == index);
+                assert_eq!(owned.map(|owned| owned.elements), Some(run.clone()), "{}", param.name);
+                assert_eq!(run, owners.of(index, param, rank));
+                all += run.end - run.start;
+            }
+            assert_eq!(all, param.numel(), "{}", param.name);
+            assert!(owners.of(index, param, u32::MAX).is_empty());
+        }
+    }
+}
+
 #[test]
 fn every_element_has_one_owner_among_its_holders() {
     for (model, layout) in [true, false].into_iter().flat_map(|tied| {

@@ -12,8 +12,10 @@ use crate::attempt::trainer::{Stop, fail, storage_failed};
 use crate::checkpoint::fence::{self, Claim, Claiming, FenceError, tidy};
 use crate::checkpoint::{Disk, Refusal, list_above, newest_under, newest_usable, verify};
 use crate::gang::comm::{AbortHandle, Comm, CommError};
+use crate::state::rank::RankState;
 use crate::state::slots::{Memory, Slot};
 use moejob_protocol::WorkerConfig;
+use moejob_protocol::checkpoint::ScaleEntry;
 use moejob_protocol::config::Resume;
 use moejob_protocol::report::{Detail, Event, EventKind};
 use std::collections::BTreeMap;
@@ -324,6 +326,30 @@ pub(crate) fn own_shards(
         own.insert(shard, slot);
     }
     Ok(own)
+}
+
+/// In fp16: goes on with the loss scale of the resumed shards, of which a rank may have none. They
+/// all have the same.
+pub(crate) fn take_loss_scale(
+    own: &BTreeMap<u32, Arc<Slot>>,
+    state: &mut impl RankState,
+    comm: &mut Comm,
+) -> Result<(), Stop> {
+    if state.loss_scale().is_none() {
+        return Ok(());
+    }
+    let kept = own.values().find_map(|slot| slot.loss_scale());
+    let told = kept.map_or(Vec::new(), |ScaleEntry { scale, good_steps }| {
+        [&scale.to_le_bytes()[..], &good_steps.to_le_bytes()].concat()
+    });
+    let all = comm.gather_all(&told, size_of::<f64>() + size_of::<u32>())?;
+    state.set_loss_scale(all.iter().find_map(|told| {
+        let (scale, rest) = told.split_first_chunk()?;
+        let (good_steps, _) = rest.split_first_chunk()?;
+        let (scale, good_steps) = (f64::from_le_bytes(*scale), u32::from_le_bytes(*good_steps));
+        Some(ScaleEntry { scale, good_steps })
+    }));
+    Ok(())
 }
 
 /// Recorded where there is a record of this attempt, and told to the leader.

@@ -14,12 +14,13 @@ use crate::engine::validate::Validation;
 use crate::gang::step_end::{StepEnd, agree};
 use crate::attempt::trainer::{Stop, fail, storage_failed, tokens_per_step};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
+use moejob_kernels::StepPhase;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::{Phase, Request};
 use moejob_protocol::report::{
-    Detail, EventKind, RoutingReport, Stalls, StepReport, TOKENS_PER_EXPERT_EVER,
+    Detail, EventKind, Phases, RoutingReport, Stalls, StepReport, TOKENS_PER_EXPERT_EVER,
     TOKENS_PER_EXPERT_MAX, Timing,
 };
 use std::sync::Arc;
@@ -65,11 +66,27 @@ impl Clock {
         Clock { since: Instant::now(), stalls: Stalls::default() }
     }
 
-    /// Of the time since the last report, in which `tokens` were trained on.
-    fn report(&mut self, tokens: u64) -> Timing {
+    /// Of the time since the last report, in which `tokens` were trained on; `parts` are the
+    /// seconds of the steps' phases.
+    fn report(&mut self, tokens: u64, parts: [f64; StepPhase::COUNT]) -> Timing {
         let Clock { since, stalls } = std::mem::replace(self, Clock::start());
-        let wall_tokens_per_second = tokens as f64 / since.elapsed().as_secs_f64();
-        Timing { wall_tokens_per_second, stalls }
+        let wall = since.elapsed().as_secs_f64();
+        let of = |phase| parts[phase as usize];
+        let mut phases = Phases {
+            data: of(StepPhase::Data),
+            forward: of(StepPhase::Forward),
+            backward: of(StepPhase::Backward),
+            communication: of(StepPhase::Communication),
+            numbers: of(StepPhase::Numbers),
+            update: of(StepPhase::Update),
+            validation: stalls.validation,
+            snapshot: stalls.snapshot,
+            checkpoint: stalls.checkpoint,
+            other: 0.0,
+        };
+        let told: f64 = phases.parts().iter().map(|(_, seconds)| seconds).sum();
+        phases.other = (wall - told).max(0.0);
+        Timing { wall_tokens_per_second: tokens as f64 / wall, stalls, phases }
     }
 }
 
@@ -239,7 +256,8 @@ impl Run<'_> {
             None => {
                 let model = &mut self.engine.model;
                 let len = snapshot::shard_bytes(&model.table(), model.rank);
-                Slot::private(len, |bytes| snapshot::cut_into(model, bytes))?
+                let loss_scale = model.loss_scale();
+                Slot::private(len, loss_scale, |bytes| snapshot::cut_into(model, bytes))?
             }
         };
         self.saves.begin(self.step, bytes);
@@ -317,10 +335,15 @@ impl Run<'_> {
         validation: Option<Validation>,
         seconds: f64,
     ) -> Result<(), Stop> {
+        let phases = self.engine.take_phases();
         if self.records.is_none() {
             return Ok(());
         }
         self.tell_troubles()?;
+        if let Some(Err(error)) = self.engine.take_traced() {
+            let message = format!("the trace could not be written: {error}");
+            self.tell(EventKind::Warning, "TraceFailed", message, self.step)?;
+        }
         let routing = self.routing(summary, validation);
         let tokens = tokens_per_step(&self.config.training);
         let tokens_per_second = tokens as f64 / seconds;
@@ -331,10 +354,11 @@ impl Run<'_> {
             aux_loss: summary.aux_loss,
             z_loss: summary.z_loss,
             grad_norm: summary.grad_norm,
+            loss_scale: summary.loss_scale,
             learning_rate: summary.learning_rate,
             tokens: self.step * tokens,
             tokens_per_second,
-            timing: self.clock.report(tokens),
+            timing: self.clock.report(tokens, phases),
             world_size: self.engine.links.world(),
             attempt: self.config.attempt,
             expert_imbalance: summary.expert_imbalance,

@@ -24,14 +24,16 @@ use crate::state::moves::scatter;
 use crate::state::rank::{DeviceFailed, RankState};
 use crate::state::slots::Memory;
 use crate::state::snapshot::initialize;
-use crate::engine::step::{Engine, StepError};
+use crate::engine::links::NoLinks;
+use crate::engine::step::{Engine, OpenError, StepError};
+use crate::engine::trace::{STEPS_SKIPPED, Trace};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
-use crate::failure::Failure;
+use crate::failure::{Failure, chain};
 use moejob_protocol::{CheckpointManifest, WorkerConfig};
 use moejob_protocol::config::{Backend, DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::message::{Held, Phase, Request};
 use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig};
-use moejob_protocol::pod::ENV_WORKER;
+use moejob_protocol::pod::{ENV_TRACE, ENV_WORKER};
 use moejob_protocol::report::Event;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -198,6 +200,9 @@ impl Trainer {
         let rank = comm.rank();
         let mut engine = engine(config, comm)?;
         std::mem::take(&mut self.spoiled).into_iter().for_each(|step| engine.spoil(step));
+        if let Some(file) = std::env::var_os(ENV_TRACE).filter(|_| rank == 0) {
+            engine.trace(Trace::new(PathBuf::from(file), rank, STEPS_SKIPPED));
+        }
         let mut tell = |event: Event| resume::tell(event, records.as_ref(), out);
         let Engine { model, links, .. } = &mut engine;
         let restored = self.restore(config, corpus, model, links.comm(), &mut tell);
@@ -246,7 +251,14 @@ impl Trainer {
         let patience = if ended.is_ok() { WRITER_END_MAX } else { WRITER_CANCEL_MAX };
         run.saves.finish(patience.min(self.patience.stop));
         run.tell_removed()?;
-        ended
+        match run.engine.leave() {
+            Ok(()) => ended,
+            // Whatever ended the attempt, its device would be waited for without an end.
+            Err(error) => {
+                std::mem::forget(run.engine);
+                ended.and(Err(error.into()))
+            }
+        }
     }
 
     /// The data, opened once for all attempts of a job. It can take long: an attempt that is
@@ -317,6 +329,7 @@ impl Trainer {
             Resume::Memory { step, attempt, layout, sources } => {
                 let own = resume::own_shards(config, &self.memory, model.rank, tell)?;
                 scatter(model, comm, layout, sources, |shard| Arc::clone(&own[&shard]))?;
+                resume::take_loss_scale(&own, model, comm)?;
                 self.memory.confirm(*attempt, *step);
             }
         }
@@ -412,8 +425,13 @@ fn start_from(path: &Path, model: &mut Model, comm: &mut Comm) -> Result<(), Sto
 }
 
 fn engine(config: &WorkerConfig, comm: Comm) -> Result<Engine, Stop> {
-    Engine::open(config, comm.rank(), comm).map_err(|error| {
-        fail(1, &format!("the device cannot be made: {error}"), "free memory or use fewer threads")
+    let failed = |error: &dyn std::error::Error, advice: &str| {
+        fail(1, &format!("the device cannot be made: {}", chain(error)), advice)
+    };
+    Engine::open(config, comm.rank(), comm).map_err(|error| match error {
+        OpenError::Kernel(error) => failed(&error, "free memory or use fewer threads"),
+        OpenError::Links(NoLinks::Comm(error)) => Stop::Comm(error),
+        OpenError::Links(error) => failed(&error, "`moejob doctor` tells what this machine has"),
     })
 }
 

@@ -72,6 +72,7 @@ pub fn load(
         load_tensor(&mut shards, tensor, index, part, state)
             .map_err(|problem| Refusal::of(name, vec![problem]))?;
     }
+    state.set_loss_scale(manifest.loss_scale);
     Ok(())
 }
 

@@ -3,8 +3,9 @@
 use super::disk::may_heal;
 use super::values::float_named;
 use super::{Disk, Problem, Refusal};
+use moejob_kernels::LossScaling;
 use moejob_protocol::checkpoint::{
-    CHECKPOINT_VERSION, CheckpointManifest, Part, SPEC_HASH_VERSION, directory_name,
+    CHECKPOINT_VERSION, CheckpointManifest, Part, SPEC_HASH_VERSION, ScaleEntry, directory_name,
 };
 use moejob_protocol::layout::BLOCK;
 use moejob_protocol::model::Param;
@@ -77,6 +78,11 @@ pub fn check(manifest: &CheckpointManifest, directory: &str) -> Vec<Problem> {
     }
     if !manifest.layout.mesh.is_valid() {
         problem("manifest.json", "its mesh is impossible".to_string());
+    }
+    if let Some(ScaleEntry { scale, .. }) = manifest.loss_scale
+        && !LossScaling::default().allows(scale)
+    {
+        problem("manifest.json", format!("a loss scale of {scale} is none that training makes"));
     }
     if manifest.tensors.len() > TENSORS_MAX {
         problem("manifest.json", format!("{} tensors", manifest.tensors.len()));

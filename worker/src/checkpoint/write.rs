@@ -9,11 +9,12 @@ use super::fence::{self, FenceError, aside_name, staging_name};
 use super::manifest::manifest_in;
 use super::{Disk, list, seal};
 use crate::state::rank::place;
+use crate::state::slots::Slot;
 use crate::state::snapshot::{ShardRun, shard_runs};
 use moejob_kernels::DType;
 use moejob_protocol::CheckpointManifest;
 use moejob_protocol::checkpoint::{
-    CHECKPOINT_VERSION, FileEntry, Piece, TensorEntry, directory_name,
+    CHECKPOINT_VERSION, FileEntry, Piece, ScaleEntry, TensorEntry, directory_name,
 };
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param};
@@ -49,6 +50,8 @@ struct Written {
     data: u64,
     /// BLAKE3 of each run's weights and moments, in shard order, hex.
     pieces: Vec<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    loss_scale: Option<ScaleEntry>,
 }
 
 impl Identity {
@@ -119,8 +122,9 @@ pub fn write_shard(
     disk: &Disk,
     identity: &Identity,
     step: u64,
-    bytes: &[u8],
+    shard: &Slot,
 ) -> Result<(), WriteError> {
+    let bytes: &[u8] = shard;
     let staging = identity.staging(step);
     let runs = identity.runs(identity.rank);
     for run in &runs {
@@ -156,6 +160,7 @@ pub fn write_shard(
         },
         data: header.len() as u64,
         pieces,
+        loss_scale: shard.loss_scale(),
     };
     let mut file = disk.create_anew(&staging.join(identity.pieces_name(identity.rank)))?;
     disk.write(&mut file, &serde_json::to_vec(&written).map_err(std::io::Error::from)?)?;
@@ -308,6 +313,7 @@ fn assemble(disk: &Disk, identity: &Identity, step: u64) -> std::io::Result<Chec
     let staging = identity.staging(step);
     let world = identity.layout.mesh.world();
     let mut files = Vec::new();
+    let mut loss_scale = None;
     let mut pieces: BTreeMap<(usize, usize), Vec<Piece>> = BTreeMap::new();
     for rank in 0..world {
         let text = disk.read(&staging.join(identity.pieces_name(rank)), PIECES_BYTES_MAX)?;
@@ -333,6 +339,8 @@ fn assemble(disk: &Disk, identity: &Identity, step: u64) -> std::io::Result<Chec
             }
         }
         files.push(written.file);
+        // The same on every rank.
+        loss_scale = loss_scale.or(written.loss_scale);
     }
     let mut tensors = Vec::new();
     for (index, param) in identity.params.iter().enumerate() {
@@ -355,6 +363,7 @@ fn assemble(disk: &Disk, identity: &Identity, step: u64) -> std::io::Result<Chec
         spec_hash: identity.spec_hash.clone(),
         data_fingerprint: identity.data_fingerprint.clone(),
         seed: identity.seed,
+        loss_scale,
         tensors,
         files,
         others: BTreeMap::new(),

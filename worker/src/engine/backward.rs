@@ -19,8 +19,10 @@ pub struct Leaf<'a> {
     pub experts: Vec<&'a [Experts]>,
     /// `[layer]`, where the mixture layer is one op
     pub stacks: &'a [Option<ExpertStacks>],
-    /// Added to what is there, else written.
+    /// Added to what is there, else written: of what each rank computes for its own tokens.
     pub accumulate: bool,
+    /// The same of experts, which in a rank's first round may be others' tokens alone.
+    pub accumulate_experts: bool,
 }
 
 impl Pass<'_> {

@@ -2,12 +2,16 @@
 //!
 //! ```text
 //! backward -> the bucket's gradient: a step's first micro-batch writes, others add
-//!          -> GradientNumbers a bucket -> StepNumbers -> DecideUpdate -> BucketAdamW a bucket
+//!   -> reduce-scatter: each holder has the sum of its chunk
+//!   -> GradientNumbers a chunk -> StepNumbers, summed over ranks -> DecideUpdate -> BucketAdamW
+//!   -> all-gather: each holder has all weights
 //! ```
-//! Everything is decided on the device: the host enqueues the same ops in every step.
+//! Everything is decided on the device: the host enqueues the same ops in every step, and every
+//! rank the same collectives in the same order, that of the buckets.
 
 use crate::engine::backward::Leaf;
 use crate::engine::handles::{Dense, ExpertStacks, is_frozen};
+use crate::engine::links::{Links, Shared};
 use crate::engine::model::Model;
 use crate::engine::numbers::class_of;
 use crate::engine::round::Round;
@@ -22,6 +26,7 @@ use moejob_protocol::config::AdamW as AdamWConfig;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param};
 use moejob_protocol::owners::Holders;
+use std::ops::Range;
 
 /// Matrices of an expert: gate, up, down.
 const MATRICES: usize = 3;
@@ -31,8 +36,13 @@ const MATRICES: usize = 3;
 pub(crate) struct Places {
     /// Those that are held, in the order of their memory.
     buckets: Vec<Bucket>,
+    /// Of each, the elements that this rank owns.
+    chunks: Vec<Range<usize>>,
     /// By parameter: bucket, first element and how many; none: not held.
     spans: Vec<Option<(usize, usize, usize)>>,
+    /// Of all buckets that several ranks hold, in their order: who, and which of the held ones it
+    /// is.
+    shared: Vec<(Vec<u32>, Option<usize>)>,
 }
 
 impl Places {
@@ -45,7 +55,35 @@ impl Places {
                 spans[span.index] = Some((at, span.start as usize, span.len as usize));
             }
         }
-        Places { buckets, spans }
+        let own = |bucket: &Bucket| {
+            let chunk = bucket.chunk(rank).expect("held");
+            chunk.start as usize..chunk.end as usize
+        };
+        let chunks = buckets.iter().map(own).collect();
+        let mut next = 0..buckets.len();
+        let of = |bucket: &Bucket| {
+            let held = bucket.holders.binary_search(&rank).is_ok();
+            (bucket.holders.clone(), if held { next.next() } else { None })
+        };
+        let shared = all.buckets.iter().map(of).filter(|(holders, _)| holders.len() > 1).collect();
+        Places { buckets, chunks, spans, shared }
+    }
+
+    /// The elements of the held bucket `at` that this rank owns.
+    pub fn chunk(&self, at: usize) -> Range<usize> {
+        self.chunks[at].clone()
+    }
+
+    /// The own chunks of what `part` names of each held bucket.
+    pub fn owned<'a>(
+        &'a self,
+        memory: &'a [Memory<Buffer>],
+        part: impl Fn(&Memory<Buffer>) -> Buffer + 'a,
+    ) -> impl Iterator<Item = Buffer> + 'a {
+        let own = move |(bucket, chunk): (&Memory<Buffer>, &Range<usize>)| {
+            part(bucket).slice(chunk.start, chunk.len())
+        };
+        memory.iter().zip(&self.chunks).map(own)
     }
 
     /// Where the parameter at `index` lies among the buffers that `part` names of each bucket.
@@ -88,8 +126,31 @@ impl Places {
         (0..layers).map(of_layer).collect()
     }
 
-    /// What each block of a bucket is, as the ops read it.
-    fn table(&self, bucket: &Bucket, model: &ModelConfig, params: &[Param]) -> Vec<u32> {
+    /// What `part` names of all buckets that several ranks hold.
+    fn shared(
+        &self,
+        memory: &[Memory<Buffer>],
+        part: impl Fn(&Memory<Buffer>) -> Buffer,
+    ) -> Vec<Shared<'_>> {
+        let of = |shared: &(Vec<u32>, Option<usize>)| shared.1.map(|at| part(&memory[at]));
+        let all = self.shared.iter();
+        all.map(|shared| Shared { holders: &shared.0, buffer: of(shared) }).collect()
+    }
+
+    /// The sets of ranks that share buckets.
+    pub fn groups(&self) -> Vec<Vec<u32>> {
+        let mut groups: Vec<Vec<u32>> = Vec::new();
+        for (holders, _) in &self.shared {
+            if !groups.contains(holders) {
+                groups.push(holders.clone());
+            }
+        }
+        groups
+    }
+
+    /// What each block of the own chunk of a bucket is, as the ops read it.
+    fn table(&self, at: usize, model: &ModelConfig, params: &[Param]) -> Vec<u32> {
+        let bucket = &self.buckets[at];
         let mut blocks: Vec<BucketBlock> = Vec::new();
         for span in &bucket.spans {
             let param = &params[span.index];
@@ -107,15 +168,16 @@ impl Places {
         }
         // What pads the bucket is nobody's.
         let padding = BucketBlock { frozen: true, uncounted: true, ..BucketBlock::default() };
-        let all = bucket.len as usize / moejob_kernels::SQUARE_SUM_BLOCK;
-        blocks.resize(all, padding);
-        BucketBlock::table(&blocks)
+        const BLOCK: usize = moejob_kernels::SQUARE_SUM_BLOCK;
+        blocks.resize(bucket.len as usize / BLOCK, padding);
+        let own = self.chunk(at);
+        BucketBlock::table(&blocks[own.start / BLOCK..own.end / BLOCK])
     }
 
     /// Writes what the ops read of the buckets.
     pub fn write_tables(&self, model: &mut Model) {
-        for (bucket, memory) in self.buckets.iter().zip(model.buffers.buckets.clone()) {
-            let table = self.table(bucket, &model.config, &model.params);
+        for (at, memory) in model.buffers.buckets.clone().into_iter().enumerate() {
+            let table = self.table(at, &model.config, &model.params);
             model.device.write(memory.table, &table);
         }
     }
@@ -124,10 +186,13 @@ impl Places {
 /// Sums of gradients in buckets.
 #[derive(Debug)]
 pub struct BucketSums {
+    places: Places,
     dense: Dense,
     stacks: Vec<Option<ExpertStacks>>,
-    /// A micro-batch of this step is in the buckets.
+    /// An own micro-batch of this step is in the buckets, and tokens of anybody in those of
+    /// experts.
     begun: bool,
+    begun_experts: bool,
 }
 
 impl BucketSums {
@@ -138,7 +203,9 @@ impl BucketSums {
         BucketSums {
             dense: Dense::new(&model.config, &model.params, &find),
             stacks: places.stacks(model.config.num_hidden_layers, memory, gradient),
+            places: places.clone(),
             begun: false,
+            begun_experts: false,
         }
     }
 
@@ -148,15 +215,31 @@ impl BucketSums {
             experts: Vec::new(),
             stacks: &self.stacks,
             accumulate: self.begun,
+            accumulate_experts: self.begun_experts,
         }
     }
 
     pub(crate) fn clear(&mut self) {
-        self.begun = false;
+        (self.begun, self.begun_experts) = (false, false);
     }
 
-    pub(crate) fn push(&mut self) {
-        self.begun = true;
+    pub(crate) fn push(&mut self, round: &Round) {
+        self.begun |= round.tokens > 0;
+        self.begun_experts |= !round.sources.is_empty();
+    }
+
+    /// The sum over its holders of each chunk that this rank owns. A rank that computed nothing
+    /// gives zeros.
+    pub(crate) fn reduce(&self, model: &mut Model, links: &mut Links) {
+        let memory = model.buffers.buckets.clone();
+        for (bucket, of) in memory.iter().zip(&self.places.buckets) {
+            let experts = matches!(of.kind, BucketKind::Experts { .. });
+            if !if experts { self.begun_experts } else { self.begun } {
+                model.device.fill_zero(bucket.gradient);
+            }
+        }
+        let gradients = self.places.shared(&memory, |bucket| bucket.gradient);
+        links.reduce_scatter(&mut model.device, &gradients);
     }
 
     /// Makes a gradient no finite number.
@@ -165,22 +248,24 @@ impl BucketSums {
         model.device.fill(&Fill { value, x: self.dense.norm.slice(0, 1) });
     }
 
-    /// Squared norm and counts of what is not finite, into the step's numbers.
+    /// Squared norm and counts of what is not finite, of what is owned, into the step's numbers.
     pub(crate) fn measure(&self, model: &mut Model) {
         let (numbers, layout) = (model.buffers.numbers.clone(), model.numbers.layout());
-        for bucket in model.buffers.buckets.clone() {
+        let memory = model.buffers.buckets.clone();
+        let gradients = self.places.owned(&memory, |bucket| bucket.gradient);
+        for (bucket, gradient) in memory.iter().zip(gradients) {
             model.device.gradient_numbers(&GradientNumbers {
                 layout,
                 table: bucket.table,
                 params: numbers.params,
-                gradient: bucket.gradient,
+                gradient,
                 sums: bucket.square_sums,
                 numbers: numbers.reduced,
             });
         }
     }
 
-    /// Updates everything as the step's numbers say, or nothing.
+    /// Updates what is owned as the step's numbers say, or nothing.
     pub(crate) fn update(&self, model: &mut Model, config: &AdamWConfig) {
         let numbers = model.buffers.numbers.clone();
         model.device.decide_update(&DecideUpdate {
@@ -188,7 +273,10 @@ impl BucketSums {
             numbers: numbers.reduced,
             control: numbers.control,
         });
-        for bucket in model.buffers.buckets.clone() {
+        let memory = model.buffers.buckets.clone();
+        let weights = self.places.owned(&memory, |bucket| bucket.weight);
+        let gradients = self.places.owned(&memory, |bucket| bucket.gradient);
+        for (bucket, (weight, gradient)) in memory.iter().zip(weights.zip(gradients)) {
             model.device.bucket_adamw(&BucketAdamW {
                 beta1: config.beta1,
                 beta2: config.beta2,
@@ -196,14 +284,20 @@ impl BucketSums {
                 table: bucket.table,
                 params: numbers.params,
                 control: numbers.control,
-                weight: bucket.weight,
-                master: master(&bucket),
+                weight,
+                master: master(bucket),
                 moment1: bucket.moment1,
                 moment2: bucket.moment2,
-                gradient: bucket.gradient,
+                gradient,
             });
         }
         move_corrections(model);
+    }
+
+    /// All weights to all of their holders.
+    pub(crate) fn spread(&self, model: &mut Model, links: &mut Links) {
+        let weights = self.places.shared(&model.buffers.buckets, |bucket| bucket.weight);
+        links.all_gather(&mut model.device, &weights);
     }
 }
 

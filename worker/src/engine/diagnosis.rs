@@ -81,9 +81,13 @@ impl Model {
                     return Some(format!("the router of layer {layer}"));
                 }
                 let width = 2 * self.config.experts.intermediate_size as usize;
-                let ends: Vec<u32> = self.device.read_vec(fused.offsets);
+                // Where experts are shared out, those here come first to last, from the first one.
+                let offsets = fused.spread.as_ref().map_or(fused.offsets, |spread| spread.offsets);
+                let ends: Vec<u32> = self.device.read_vec(offsets);
                 if let Some(at) = self.first_bad(fused.h) {
-                    let expert = ends[1..].partition_point(|end| *end as usize <= at / width);
+                    let before = self.layout.experts(&self.config, layer as u32, self.rank);
+                    let expert = ends[1..].partition_point(|end| *end as usize <= at / width)
+                        + before.first().map_or(0, |first| *first as usize);
                     return Some(format!("expert {expert} of layer {layer}"));
                 }
             }

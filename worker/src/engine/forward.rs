@@ -96,8 +96,8 @@ impl<'a> Pass<'a> {
             leaf.map(|(dtable, accumulate)| HeadGradient { dx, dtable, accumulate });
         let op = HeadLoss {
             desc: self.model.head_desc(t),
-            scale: self.model.loss_scale,
-            loss_scale: None,
+            scale: self.model.target_share,
+            loss_scale: self.model.buffers.numbers.loss_scale,
             x: head.norm.slice(0, t * d),
             table: self.model.dense.head,
             targets: self.model.buffers.batch.targets.slice(0, t),

@@ -10,7 +10,9 @@ use crate::engine::round::Aim;
 use moejob_kernels::cuda::{
     Gradients, MoeActivation, MoeDesc, MoeNumbers, MoeTensors, Output, Saved, Weights,
 };
-use moejob_kernels::{Buffer, DType, MoeBackward, MoeForward, RouteGroups, StepNumbers};
+use moejob_kernels::{
+    Buffer, DType, MoeBackward, MoeForward, MoeHidden, RouteGroups, StepNumbers,
+};
 use moejob_protocol::buffers::Fused;
 use moejob_protocol::model::{Activation, ModelConfig, Scoring};
 
@@ -72,6 +74,7 @@ impl Model {
             saved: saved(b.fused.as_ref()?),
             workspace: self.buffers.scratch.workspace,
             numbers: counted.then_some(numbers),
+            loss_scale: self.buffers.numbers.loss_scale,
         })
     }
 }
@@ -104,6 +107,12 @@ impl Pass<'_> {
         let Some(desc) = self.model.fused else { return false };
         let counted = matches!(self.round.aim, Aim::Record(_)) && !self.again;
         let Some(tensors) = self.model.moe_tensors(layer, counted) else { return false };
+        let own = (self.round.tokens > 0).then_some(tensors);
+        if self.model.here.is_some() {
+            self.spread_forward(layer, own, out);
+            return true;
+        }
+        let Some(tensors) = own else { return true };
         self.model.device.moe_forward(&MoeForward { desc, tensors, out });
         true
     }
@@ -112,6 +121,12 @@ impl Pass<'_> {
     pub(crate) fn fused_backward(&mut self, layer: usize, leaf: &Leaf) -> bool {
         let Some(desc) = self.model.fused else { return false };
         let Some(tensors) = self.model.moe_tensors(layer, false) else { return false };
+        let own = (self.round.tokens > 0).then_some(tensors);
+        if self.model.here.is_some() {
+            self.spread_backward(layer, own, leaf);
+            return true;
+        }
+        let Some(tensors) = own else { return true };
         let (Some(dense), Some(Some(stacks))) = (leaf.dense, leaf.stacks.get(layer)) else {
             return false;
         };
@@ -122,6 +137,12 @@ impl Pass<'_> {
             down: stacks.down,
             accumulate: leaf.accumulate,
         };
+        let recompute = self.model.shape.recompute;
+        // The last mixture layer's rows are those that forward left.
+        if recompute.drops_hidden() && self.model.mixture.last() != Some(&layer) {
+            self.model.device.moe_hidden(&MoeHidden { desc, tensors });
+            self.mark("hidden again", Some(layer));
+        }
         let (dout, dx) = (self.model.buffers.scratch.dx, self.model.buffers.scratch.dnorm);
         self.model.device.moe_backward(&MoeBackward { desc, tensors, dout, dx, gradients });
         true

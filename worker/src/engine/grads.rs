@@ -245,6 +245,7 @@ impl TreeSums {
                 .collect(),
             stacks: &[],
             accumulate: false,
+            accumulate_experts: false,
         }
     }
 

@@ -5,30 +5,43 @@
 //! combine:  a row per (token, expert) -> the token's rank
 //! exchange: nodes of gradient sums -> owners; new weights -> holders
 //! gather:   every rank's part of a vector -> all
+//!
+//! reduce_scatter: a bucket's sums -> the holder of each chunk; all_gather: chunks -> all holders
+//! all_reduce: the sum of a vector over all ranks
 //! ```
 //! A verb is enqueued like an op and returns nothing: how many rows travel stands in device memory.
 //! The first failure is kept, later verbs do nothing, and [`Links::check`] tells it. What was
 //! computed since then says nothing.
 
+mod host;
+mod nccl;
+
 use crate::engine::group::ExpertGroup;
 use crate::engine::round::Round;
 use crate::gang::comm::{Comm, CommError};
-use moejob_kernels::{Buffer, CpuDevice, DType, Device};
+use host::Host;
+use moejob_kernels::{Buffer, CpuDevice, Device};
 use moejob_protocol::buffers::{Moe, MoeScratch, Routes, Travel};
+use nccl::Nccl;
 
-/// The own rank's way to all others: host memory, through the gang.
+pub use nccl::NoLinks;
+
+/// The own rank's way to all others.
 #[derive(Debug)]
 pub struct Links {
+    way: Way,
+    /// The gang, for what goes through the host.
     comm: Comm,
-    staging: Staging,
     failure: Option<CommError>,
 }
 
-/// Memory for what does not lie in one piece, kept from call to call.
-#[derive(Debug, Default)]
-struct Staging {
-    out: Vec<u8>,
-    inward: Vec<u8>,
+/// How device buffers travel.
+#[derive(Debug)]
+enum Way {
+    /// Between processors: through the gang, at once.
+    Host(Host),
+    /// Between GPUs: enqueued on the device.
+    Nccl(Box<Nccl>),
 }
 
 /// Buffers that go to, or come from, one rank, in order.
@@ -46,7 +59,35 @@ pub(crate) struct Travelling<'a> {
 
 impl Links {
     pub fn new(comm: Comm) -> Links {
-        Links { comm, staging: Staging::default(), failure: None }
+        Links { way: Way::Host(Host::default()), comm, failure: None }
+    }
+
+    /// Between the GPUs of all ranks, of which `device` is this one's. `groups` are the sets of
+    /// ranks that share buffers, the same on every rank in the same order. All ranks call it.
+    ///
+    /// # Errors
+    /// NCCL is missing, differs between ranks, or does not connect them; or a peer is lost.
+    pub fn between_gpus(
+        mut comm: Comm,
+        device: &mut Device,
+        groups: &[Vec<u32>],
+    ) -> Result<Links, NoLinks> {
+        let way = match comm.world() {
+            1 => Way::Host(Host::default()),
+            _ => Way::Nccl(Box::new(Nccl::connect(&mut comm, device, groups)?)),
+        };
+        Ok(Links { way, comm, failure: None })
+    }
+
+    /// The attempt is over: what is enqueued for peers ends, whether they still come or not.
+    ///
+    /// # Errors
+    /// It does not end: only the end of this process frees the device.
+    pub fn leave(&mut self, device: &Device) -> Result<(), String> {
+        match &mut self.way {
+            Way::Host(_) => Ok(()),
+            Way::Nccl(nccl) => nccl.leave(device),
+        }
     }
 
     /// No other rank.
@@ -69,9 +110,15 @@ impl Links {
     }
 
     /// # Errors
-    /// The first failure of any verb since the links were made.
+    /// The first failure of any verb since the links were made, or what ended a wait for them.
     pub fn check(&self) -> Result<(), CommError> {
-        self.failure.clone().map_or(Ok(()), Err)
+        if let Some(failure) = &self.failure {
+            return Err(failure.clone());
+        }
+        match &self.way {
+            Way::Host(_) => Ok(()),
+            Way::Nccl(nccl) => nccl.check(),
+        }
     }
 
     /// Everybody's choices to everybody: those of the own tokens are read from `moe`.
@@ -163,87 +210,102 @@ impl Links {
         self.exchange(device, &sends, &receives);
     }
 
+    /// Of each buffer the sum over its holders, chunk by chunk: each holder has its own chunk's in
+    /// place afterwards, the others' are undefined. All ranks name the same holders in the same
+    /// order.
+    pub(crate) fn reduce_scatter(&mut self, device: &mut Device, all: &[Shared]) {
+        self.attempt(|comm, way| match way {
+            Way::Host(host) => {
+                let cpu = processor(device);
+                all.iter().try_for_each(|shared| host.reduce_scatter(cpu, comm, shared))
+            }
+            Way::Nccl(nccl) => nccl.reduce_scatter(device, all),
+        });
+    }
+
+    /// The chunks of each buffer from their holders to all holders.
+    pub(crate) fn all_gather(&mut self, device: &mut Device, all: &[Shared]) {
+        self.attempt(|comm, way| match way {
+            Way::Host(host) => {
+                let cpu = processor(device);
+                all.iter().try_for_each(|shared| host.all_gather(cpu, comm, shared))
+            }
+            Way::Nccl(nccl) => nccl.all_gather(device, all),
+        });
+    }
+
+    /// The sum of a vector over all ranks, the same bits on all.
+    pub(crate) fn all_reduce(&mut self, device: &mut Device, buffer: Buffer) {
+        self.attempt(|comm, way| match way {
+            Way::Host(host) => host.all_reduce(processor(device), comm, buffer),
+            Way::Nccl(nccl) => nccl.all_reduce(device, buffer),
+        });
+    }
+
     /// One collective. Parcels without bytes are left out on both sides; the own rank may stand in
     /// both lists. What lies in one piece is moved from and to where it lies.
     pub(crate) fn exchange(&mut self, device: &mut Device, sends: &[Parcel], receives: &[Parcel]) {
-        if self.failure.is_some() || self.world() == 1 {
-            return;
+        self.attempt(|comm, way| match way {
+            Way::Host(host) => host.exchange(processor(device), comm, sends, receives),
+            Way::Nccl(nccl) => nccl.exchange(device, sends, receives),
+        });
+    }
+
+    /// Enqueues, unless a verb has failed before or there is nobody else.
+    fn attempt(&mut self, verb: impl FnOnce(&mut Comm, &mut Way) -> Result<(), CommError>) {
+        if self.failure.is_none() && self.comm.world() > 1 {
+            self.failure = verb(&mut self.comm, &mut self.way).err();
         }
-        let cpu = device.as_cpu_mut().expect("the host's links are between processors");
-        let moved = self.staging.move_parcels(cpu, &mut self.comm, sends, receives);
-        self.failure = moved.err();
     }
 }
 
-impl Staging {
-    fn move_parcels(
-        &mut self,
-        cpu: &mut CpuDevice,
-        comm: &mut Comm,
-        sends: &[Parcel],
-        receives: &[Parcel],
-    ) -> Result<(), CommError> {
-        let (sends, receives) = (pieces(sends), pieces(receives));
-        let staged = |parcels: &[Parcel]| -> usize {
-            parcels.iter().filter(|parcel| parcel.1.len() > 1).map(bytes).sum()
-        };
-        let room =
-            |memory: &mut Vec<u8>, parcels| memory.resize(staged(parcels).max(memory.len()), 0);
-        room(&mut self.out, &sends);
-        room(&mut self.inward, &receives);
-        let mut at = 0;
-        for part in sends.iter().filter(|parcel| parcel.1.len() > 1).flat_map(|parcel| &parcel.1) {
-            let from = cpu.slice::<u8>(part.reinterpret(DType::U8));
-            self.out[at..at + from.len()].copy_from_slice(from);
-            at += from.len();
-        }
-        let direct = |parcels: &[Parcel]| -> Vec<Buffer> {
-            let whole = parcels.iter().filter(|parcel| parcel.1.len() == 1);
-            whole.map(|parcel| parcel.1[0]).collect()
-        };
-        let (from, into) = cpu.transfer(&direct(&sends), &direct(&receives));
-        let (mut from, mut into) = (from.into_iter(), into.into_iter());
-        let (mut out, mut inward) = (&self.out[..], &mut self.inward[..]);
-        let mut outgoing: Vec<(u32, &[u8])> = Vec::with_capacity(sends.len());
-        for parcel in &sends {
-            let mine = if parcel.1.len() == 1 {
-                from.next().expect("a view a piece")
-            } else {
-                out.split_off(..bytes(parcel)).expect("room for all")
-            };
-            outgoing.push((parcel.0, mine));
-        }
-        let mut incoming: Vec<(u32, &mut [u8])> = Vec::with_capacity(receives.len());
-        for parcel in &receives {
-            let mine = if parcel.1.len() == 1 {
-                into.next().expect("a view a piece")
-            } else {
-                inward.split_off_mut(..bytes(parcel)).expect("room for all")
-            };
-            incoming.push((parcel.0, mine));
-        }
-        comm.exchange(&outgoing, &mut incoming)?;
-        let mut at = 0;
-        let staged = receives.iter().filter(|parcel| parcel.1.len() > 1);
-        for part in staged.flat_map(|parcel| &parcel.1) {
-            let end = at + part.bytes();
-            cpu.slice_mut::<u8>(part.reinterpret(DType::U8)).copy_from_slice(&self.inward[at..end]);
-            at = end;
-        }
-        Ok(())
+fn processor(device: &mut Device) -> &mut CpuDevice {
+    device.as_cpu_mut().expect("the host's links are between processors")
+}
+
+/// A buffer that several ranks have, in equal chunks, one for each of them.
+pub(crate) struct Shared<'a> {
+    /// Ascending; the r-th of them owns the r-th chunk.
+    pub holders: &'a [u32],
+    /// None on a rank that is none of them.
+    pub buffer: Option<Buffer>,
+}
+
+/// The same on a holder.
+pub(super) struct Chunks<'a> {
+    holders: &'a [u32],
+    all: Buffer,
+    own: usize,
+}
+
+impl Shared<'_> {
+    pub(super) fn chunks(&self, me: u32) -> Option<Chunks<'_>> {
+        let (all, own) = (self.buffer?, self.holders.binary_search(&me).ok()?);
+        let count = self.holders.len();
+        assert!(all.len().is_multiple_of(count), "{all:?} in {count} equal chunks");
+        Some(Chunks { holders: self.holders, all, own })
     }
 }
 
-/// The parcels that have bytes, without their empty pieces.
-fn pieces(parcels: &[Parcel]) -> Vec<Parcel> {
-    let full = parcels.iter().map(|(rank, parts)| {
-        (*rank, parts.iter().copied().filter(|part| !part.is_empty()).collect::<Vec<_>>())
-    });
-    full.filter(|(_, parts)| !parts.is_empty()).collect()
-}
+impl Chunks<'_> {
+    fn at(&self, at: usize) -> Buffer {
+        let len = self.all.len() / self.holders.len();
+        self.all.slice(at * len, len)
+    }
 
-fn bytes(parcel: &Parcel) -> usize {
-    parcel.1.iter().map(Buffer::bytes).sum()
+    pub(super) fn all(&self) -> Buffer {
+        self.all
+    }
+
+    pub(super) fn own(&self) -> Buffer {
+        self.at(self.own)
+    }
+
+    /// The others and their chunks.
+    pub(super) fn others(&self, me: u32) -> impl Iterator<Item = (u32, Buffer)> + '_ {
+        let all = self.holders.iter().copied().enumerate();
+        all.filter(move |(_, rank)| *rank != me).map(|(at, rank)| (rank, self.at(at)))
+    }
 }
 
 fn words(cpu: &CpuDevice, buffer: Buffer) -> Vec<usize> {

@@ -14,13 +14,17 @@ use crate::engine::gate::Noise;
 use crate::engine::group::ExpertGroup;
 use crate::engine::handles::{Dense, ExpertStacks, Experts, slice};
 use crate::engine::numbers::Numbers;
+use crate::engine::spread::Here;
 use moejob_kernels::cuda::{AttentionDesc, MoeDesc};
-use moejob_kernels::{ArenaPlan, Buffer, DType, Device, HeadDesc, IGNORE, KernelError};
+use moejob_kernels::{
+    ArenaPlan, Buffer, DType, Device, HeadDesc, IGNORE, KernelError, LossScale,
+};
 use moejob_protocol::buffers::{Buffers, Moe, MoeScratch};
 use moejob_protocol::config::{Precision, TrainingConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{Kind, Planner, Rows, Shape, Sums};
 use moejob_protocol::model::{ModelConfig, Param};
+use moejob_protocol::owners::Owners;
 
 #[derive(Debug)]
 pub struct Model {
@@ -28,6 +32,7 @@ pub struct Model {
     pub layout: Layout,
     pub rank: u32,
     pub params: Vec<Param>,
+    pub(crate) owners: Owners,
     pub shape: Shape,
     pub device: Device,
     pub buffers: Buffers<Buffer>,
@@ -39,6 +44,8 @@ pub struct Model {
     pub(crate) places: Option<Places>,
     /// The mixture layer as one op.
     pub(crate) fused: Option<MoeDesc>,
+    /// Its part at this rank, where experts are shared out over ranks.
+    pub(crate) here: Option<Here>,
     pub group: ExpertGroup,
     pub(crate) numbers: Numbers,
     /// Layers with experts.
@@ -53,7 +60,9 @@ pub struct Model {
     /// Documents in a sequence are kept apart.
     apart: bool,
     /// 1 / valid targets of a step.
-    pub(crate) loss_scale: f64,
+    pub(crate) target_share: f64,
+    /// By what the loss of the next step is multiplied, in fp16.
+    pub(crate) scaling: Option<LossScale>,
     /// 1 / (mixture layers * micro-batches): what a mean over them multiplies by.
     pub(crate) router_scale: f64,
 }
@@ -126,7 +135,12 @@ impl Model {
         let fused = (shape.types.sums == Sums::Buckets && !mixture.is_empty())
             .then(|| layer_desc(config, &shape, router_scale));
         device.set_tf32(training.precision == Precision::Tf32);
-        prepare(&mut device, config, &mut shape, training, fused.as_ref())?;
+        let here = fused
+            .as_ref()
+            .and_then(|whole| Here::new(config, layout, rank, &mixture, whole));
+        let descs: Vec<MoeDesc> =
+            fused.into_iter().chain(here.map(|here| here.desc)).collect();
+        prepare(&mut device, config, &mut shape, training, &descs)?;
         let mut planner = ArenaPlanner { shape: &shape, plan: ArenaPlan::new() };
         let buffers = Buffers::plan(config, &shape, &mut planner);
         device.reserve(planner.plan.bytes())?;
@@ -150,7 +164,7 @@ impl Model {
         let targets = f64::from(training.global_batch_size) * sequence as f64;
         let group = ExpertGroup::new(config, layout, rank, shape.tokens);
         group.write_tables(&buffers.layers, &mut device);
-        let (counts, count) = (&shape.numbers, shape.micro_batches);
+        let (counts, count, scaled) = (&shape.numbers, shape.micro_batches, shape.types.scaled);
         let mut model = Model {
             numbers: Numbers::new(config, layout, &params, rank, counts, count),
             group,
@@ -162,6 +176,7 @@ impl Model {
             layout: layout.clone(),
             rank,
             params,
+            owners: Owners::new(config, layout),
             shape,
             device,
             buffers,
@@ -170,13 +185,19 @@ impl Model {
             stacks,
             places,
             fused,
+            here,
             sequence,
             apart: false,
-            loss_scale: 1.0 / targets,
+            target_share: 1.0 / targets,
+            scaling: scaled.then_some(LossScale::FIRST),
             router_scale,
         };
         if let Some(places) = model.places.clone() {
             places.write_tables(&mut model);
+        }
+        if let Some(spread) = &model.buffers.scratch.spread {
+            let slots: Vec<u32> = (0..spread.slots.len() as u32).collect();
+            model.device.write(spread.slots, &slots);
         }
         Ok(model)
     }
@@ -260,6 +281,11 @@ impl Model {
         weight(&self.buffers, &self.shape, self.places.as_ref(), index)
     }
 
+    /// Where the gradient of the parameter at `index` is summed, of a model in buckets.
+    pub fn bucket_gradient(&self, index: usize) -> Option<Buffer> {
+        self.places.as_ref()?.find(&self.buffers.buckets, |bucket| bucket.gradient, index)
+    }
+
     /// The head of `tokens`.
     pub(crate) fn head_desc(&self, tokens: usize) -> HeadDesc {
         head_desc(&self.config, &self.shape, tokens)
@@ -305,13 +331,14 @@ fn prepare(
     config: &ModelConfig,
     shape: &mut Shape,
     training: &TrainingConfig,
-    fused: Option<&MoeDesc>,
+    layers: &[MoeDesc],
 ) -> Result<(), KernelError> {
     let head = head_desc(config, shape, shape.tokens as usize);
     device.head_load(&head)?;
     let mut bytes = device.head_plan(&head).scratch_bytes;
-    if let Some(desc) = fused {
+    for desc in layers {
         bytes = bytes.max(device.moe_plan(desc, &mut ArenaPlan::new())?.workspace_bytes);
+        device.moe_place_load(desc.top_k)?;
     }
     let attention = AttentionDesc {
         element: dtype(shape.types.element),
@@ -326,7 +353,8 @@ fn prepare(
         deterministic: !training.compute.fast_attention,
     };
     // Documents apart take other kernels, and another workspace.
-    for documents in [false, true] {
+    let kinds: &[bool] = if shape.documents { &[false, true] } else { &[false] };
+    for documents in kinds.iter().copied() {
         let desc = AttentionDesc { documents, ..attention };
         bytes = bytes.max(device.attention_plan(&desc)?);
     }

@@ -69,6 +69,8 @@ pub struct StepSummary {
     pub z_loss: f64,
     /// Before clipping.
     pub grad_norm: f64,
+    /// What the loss was multiplied by, in fp16.
+    pub loss_scale: Option<f64>,
     pub learning_rate: f64,
     pub expert_imbalance: f64,
     /// Entropy of the scores, nats, mean over tokens and layers; none where it is not measured.
@@ -233,7 +235,12 @@ impl Model {
 
     /// A step begins: what it is told is written, its own numbers are zero. `step` counts from 0.
     pub fn begin_step(&mut self, training: &TrainingConfig, step: u64) {
-        let params = step_params(training, self.config.router.warmup_steps, step);
+        let mut params = step_params(training, self.config.router.warmup_steps, step);
+        if let (Some(scaling), Some(at)) = (self.scaling, self.buffers.numbers.loss_scale) {
+            params.loss_scale = scaling.scale;
+            // A power of two, which fp32 holds.
+            self.device.write(at, &[scaling.scale as f32]);
+        }
         self.device.write(self.buffers.numbers.params, &params.encode());
         if self.places.is_some() {
             self.device.fill_zero(self.buffers.numbers.reduced);
@@ -246,8 +253,8 @@ impl Model {
     /// StepNumbers of all ranks' parts, on every rank's device.
     pub fn reduce_numbers(&mut self, links: &mut Links) {
         if self.places.is_some() {
-            // One rank's ops add to the numbers themselves.
-            return;
+            // Ops have added to the rank's numbers themselves.
+            return links.all_reduce(&mut self.device, self.buffers.numbers.reduced);
         }
         let (numbers, buffers) = (&self.numbers, &self.buffers.numbers);
         let part = |part: &Part| buffers.parts.slice(part.start, part.len);
@@ -281,6 +288,7 @@ impl Model {
             aux_loss: single(StepNumbers::AUX_LOSS) / means,
             z_loss: single(StepNumbers::Z_LOSS) / means,
             grad_norm: single(StepNumbers::SQUARED_NORM).sqrt(),
+            loss_scale: self.scaling.map(|scaling| scaling.scale),
             learning_rate: training.learning_rate(step),
             expert_imbalance: imbalance(layout.experts, &loads),
             router_entropy: (entropies > 0.0).then(|| single(StepNumbers::ENTROPY) / entropies),

@@ -4,18 +4,20 @@
 //! kept as it is stored          device <-> host
 //! bf16 weight + low half        join, split  <-> stage in device memory <-> host
 //! bf16 moments                  cast         <-> stage                  <-> host
+//! weight of another's master    rounded      <-  stage                  <-  host
 //! ```
-//! A stage holds 16 Mi elements; what is longer passes in pieces.
+//! A stage holds 16 Mi elements; what is longer passes in pieces. In a bucket a rank has masters
+//! and moments of its own chunk alone, and weights of all.
 
-use crate::engine::buckets::master;
+use crate::engine::buckets::{Places, master};
 use crate::engine::handles::slice;
 use crate::engine::model::Model;
 use crate::failure::chain;
 use crate::state::rank::{DeviceFailed, Normal, RankState, StateTable};
 use moejob_kernels::{
-    Buffer, Cast, DType, Fill, InitNormal, JoinMaster, Master, SplitMaster,
+    Buffer, Cast, DType, Fill, InitNormal, JoinMaster, LossScale, Master, SplitMaster,
 };
-use moejob_protocol::checkpoint::Part;
+use moejob_protocol::checkpoint::{Part, ScaleEntry};
 use std::ops::Range;
 
 /// How elements of a part lie in memory.
@@ -29,6 +31,8 @@ enum Kept {
     Separate { weight: Buffer, master: Buffer },
     /// Rounded.
     Rounded(Buffer),
+    /// A weight whose master another rank keeps as halves: it rounds as that one does.
+    Half(Buffer),
 }
 
 impl Kept {
@@ -41,29 +45,30 @@ impl Kept {
                 Kept::Separate { weight: cut(weight), master: cut(master) }
             }
             Kept::Rounded(buffer) => Kept::Rounded(cut(buffer)),
+            Kept::Half(buffer) => Kept::Half(cut(buffer)),
         }
     }
 
     fn len(self) -> usize {
         match self {
-            Kept::Whole(buffer) | Kept::Rounded(buffer) => buffer.len(),
+            Kept::Whole(buffer) | Kept::Rounded(buffer) | Kept::Half(buffer) => buffer.len(),
             Kept::Halves { weight, .. } | Kept::Separate { weight, .. } => weight.len(),
         }
     }
 }
 
 impl Model {
-    /// Where elements of a part that this rank needs lie.
-    fn kept(&self, part: Part, index: usize, elements: &Range<u64>) -> Kept {
+    /// Where elements of a part that this rank needs lie: pieces in order.
+    fn kept(&self, part: Part, index: usize, elements: &Range<u64>) -> Vec<Kept> {
         let needed = self.table().needed(part, index);
         let within = needed.start <= elements.start && elements.end <= needed.end;
         assert!(within, "{part:?} {elements:?} of {index}: only what is needed is here");
+        if let Some(places) = &self.places {
+            return self.kept_in_bucket(places, part, index, elements);
+        }
         let (start, len) = (elements.start - needed.start, elements.end - elements.start);
-        let whole = match self.places {
-            Some(_) => self.kept_in_bucket(part, index),
-            None => self.kept_flat(part, index).map(Kept::Whole),
-        };
-        whole.expect("what is needed has a place").slice(start as usize, len as usize)
+        let whole = self.kept_flat(part, index).expect("what is needed has a place");
+        vec![Kept::Whole(whole.slice(start as usize, len as usize))]
     }
 
     fn kept_flat(&self, part: Part, index: usize) -> Option<Buffer> {
@@ -75,36 +80,66 @@ impl Model {
         }
     }
 
-    fn kept_in_bucket(&self, part: Part, index: usize) -> Option<Kept> {
-        let (bucket, start, len) = self.places.as_ref()?.place(index)?;
-        let bucket = &self.buffers.buckets[bucket];
-        let at = |buffer: Buffer| buffer.slice(start, len);
-        let moment = match part {
-            Part::Master => {
-                let weight = at(bucket.weight);
-                return Some(match master(bucket) {
-                    Master::Weight => Kept::Whole(weight),
-                    Master::LowBits(low) => Kept::Halves { weight, low: at(low) },
-                    Master::Separate(master) => Kept::Separate { weight, master: at(master) },
-                });
-            }
-            Part::Moment1 => at(bucket.moment1),
-            Part::Moment2 => at(bucket.moment2),
+    fn kept_in_bucket(
+        &self,
+        places: &Places,
+        part: Part,
+        index: usize,
+        elements: &Range<u64>,
+    ) -> Vec<Kept> {
+        let (at, start, _) = places.place(index).expect("what is needed has a place");
+        let (bucket, own) = (&self.buffers.buckets[at], places.chunk(at));
+        let all = start + elements.start as usize..start + elements.end as usize;
+        // What of it lies before, in and behind the own chunk.
+        let within = |at: usize| at.clamp(all.start, all.end);
+        let (first, last) = (within(own.start), within(own.end));
+        let parts = [all.start..first, first..last, last..all.end];
+        let cut = |buffer: Buffer, run: &Range<usize>| buffer.slice(run.start, run.len());
+        let in_chunk = |buffer: Buffer, run: &Range<usize>| {
+            buffer.slice(run.start - own.start, run.len())
         };
-        let whole = moment.dtype() == self.table().stored;
-        Some(if whole { Kept::Whole(moment) } else { Kept::Rounded(moment) })
+        let piece = |(of, run): (usize, &Range<usize>)| {
+            let owned = of == 1;
+            if let Part::Moment1 | Part::Moment2 = part {
+                assert!(owned, "moments are their owner's");
+                let moment =
+                    if part == Part::Moment1 { bucket.moment1 } else { bucket.moment2 };
+                let moment = in_chunk(moment, run);
+                let whole = moment.dtype() == self.table().stored;
+                return if whole { Kept::Whole(moment) } else { Kept::Rounded(moment) };
+            }
+            let weight = cut(bucket.weight, run);
+            match (master(bucket), owned) {
+                (Master::Weight, _) => Kept::Whole(weight),
+                (Master::LowBits(low), true) => Kept::Halves { weight, low: in_chunk(low, run) },
+                (Master::LowBits(_), false) => Kept::Half(weight),
+                (Master::Separate(master), true) => {
+                    Kept::Separate { weight, master: in_chunk(master, run) }
+                }
+                (Master::Separate(_), false) => Kept::Rounded(weight),
+            }
+        };
+        parts.iter().enumerate().filter(|(_, run)| !run.is_empty()).map(piece).collect()
     }
 
     /// Calls `each` with pieces that fit into the stage: their first element, where they are kept,
     /// and as much of the stage.
-    fn staged(&mut self, kept: Kept, mut each: impl FnMut(&mut Model, usize, Kept, Buffer)) {
+    fn staged(&mut self, kept: &[Kept], mut each: impl FnMut(&mut Model, usize, Kept, Buffer)) {
         let stage = self.buffers.scratch.stage;
-        if let Kept::Whole(_) = kept {
-            return each(self, 0, kept, stage.slice(0, 0));
-        }
-        for start in (0..kept.len()).step_by(stage.len()) {
-            let len = (kept.len() - start).min(stage.len());
-            each(self, start, kept.slice(start, len), stage.slice(0, len));
+        let mut first = 0;
+        for kept in kept.iter().copied() {
+            let most = match kept {
+                Kept::Whole(_) => kept.len(),
+                // The rest of the stage takes low halves that nobody keeps.
+                Kept::Half(_) => stage.len() / 2,
+                _ => stage.len(),
+            };
+            for start in (0..kept.len()).step_by(most.max(1)) {
+                let len = (kept.len() - start).min(most);
+                let of_stage = if let Kept::Whole(_) = kept { 0 } else { len };
+                each(self, first + start, kept.slice(start, len), stage.slice(0, of_stage));
+            }
+            first += kept.len();
         }
     }
 
@@ -113,7 +148,7 @@ impl Model {
         match kept {
             Kept::Whole(buffer) => buffer,
             Kept::Separate { master, .. } => master,
-            Kept::Halves { .. } | Kept::Rounded(_) => stage,
+            Kept::Halves { .. } | Kept::Rounded(_) | Kept::Half(_) => stage,
         }
     }
 
@@ -123,6 +158,12 @@ impl Model {
             Kept::Halves { weight, low } => {
                 self.device.split_master(&SplitMaster { master: stage, weight, low });
             }
+            Kept::Half(weight) => {
+                let all = self.buffers.scratch.stage;
+                let rest = all.slice(all.len() / 2, stage.len());
+                let low = rest.reinterpret(DType::I16).slice(0, stage.len());
+                self.device.split_master(&SplitMaster { master: stage, weight, low });
+            }
             Kept::Separate { weight, master } => {
                 self.device.cast(&Cast { from: master, to: weight });
             }
@@ -130,7 +171,7 @@ impl Model {
         }
     }
 
-    fn held(&self, index: usize) -> Kept {
+    fn held(&self, index: usize) -> Vec<Kept> {
         let all = self.table().needed(Part::Master, index);
         self.kept(Part::Master, index, &all)
     }
@@ -142,6 +183,7 @@ impl RankState for Model {
             model: &self.config,
             params: &self.params,
             layout: &self.layout,
+            owners: &self.owners,
             rank: self.rank,
             stored: if self.shape.float_bytes == 8 { DType::F64 } else { DType::F32 },
         }
@@ -149,12 +191,14 @@ impl RankState for Model {
 
     fn read(&mut self, part: Part, index: usize, elements: Range<u64>, into: &mut [u8]) {
         let (kept, size) = (self.kept(part, index, &elements), self.table().stored.size());
-        self.staged(kept, |model, first, kept, stage| {
+        self.staged(&kept, |model, first, kept, stage| {
             match kept {
                 Kept::Halves { weight, low } => {
                     model.device.join_master(&JoinMaster { weight, low, master: stage });
                 }
-                Kept::Rounded(from) => model.device.cast(&Cast { from, to: stage }),
+                Kept::Rounded(from) | Kept::Half(from) => {
+                    model.device.cast(&Cast { from, to: stage });
+                }
                 Kept::Whole(_) | Kept::Separate { .. } => {}
             }
             let from = Model::target(kept, stage).reinterpret(DType::U8);
@@ -165,7 +209,7 @@ impl RankState for Model {
 
     fn write(&mut self, part: Part, index: usize, elements: Range<u64>, from: &[u8]) {
         let (kept, size) = (self.kept(part, index, &elements), self.table().stored.size());
-        self.staged(kept, |model, first, kept, stage| {
+        self.staged(&kept, |model, first, kept, stage| {
             let to = Model::target(kept, stage).reinterpret(DType::U8);
             model.device.write(to, &from[first * size..first * size + to.len()]);
             model.settle(kept, stage);
@@ -174,7 +218,7 @@ impl RankState for Model {
 
     fn fill(&mut self, index: usize, value: f64) {
         let kept = self.held(index);
-        self.staged(kept, |model, _, kept, stage| {
+        self.staged(&kept, |model, _, kept, stage| {
             model.device.fill(&Fill { value, x: Model::target(kept, stage) });
             model.settle(kept, stage);
         });
@@ -183,7 +227,7 @@ impl RankState for Model {
     fn fill_normal(&mut self, index: usize, normal: &Normal) {
         let Normal { seed, name_hash, std } = *normal;
         let kept = self.held(index);
-        self.staged(kept, |model, first, kept, stage| {
+        self.staged(&kept, |model, first, kept, stage| {
             let (first, x) = (first as u64, Model::target(kept, stage));
             model.device.init_normal(&InitNormal { seed, name_hash, first, std, x });
             model.settle(kept, stage);
@@ -197,6 +241,16 @@ impl RankState for Model {
             self.device.fill_zero(bucket.moment1);
             self.device.fill_zero(bucket.moment2);
         }
+    }
+
+    fn loss_scale(&self) -> Option<ScaleEntry> {
+        let LossScale { scale, good_steps } = self.scaling?;
+        Some(ScaleEntry { scale, good_steps })
+    }
+
+    fn set_loss_scale(&mut self, kept: Option<ScaleEntry>) {
+        let kept = kept.map(|ScaleEntry { scale, good_steps }| LossScale { scale, good_steps });
+        self.scaling = self.scaling.map(|_| kept.unwrap_or(LossScale::FIRST));
     }
 
     fn finish(&mut self) -> Result<(), DeviceFailed> {

@@ -18,7 +18,8 @@ impl Pass<'_> {
             (layer / span * span..=layer).for_each(|layer| self.layer(layer));
             self.again = false;
         }
-        if recompute.drops_norms() && self.round.tokens > 0 {
+        // Those of the last layer were written last.
+        if recompute.drops_norms() && self.round.tokens > 0 && layer + 1 < layers {
             self.restore_norms(layer);
         }
     }

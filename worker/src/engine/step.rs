@@ -3,19 +3,25 @@
 use crate::data::{Batches, DataError};
 use crate::engine::forward::Pass;
 use crate::engine::gate::Noise;
-use crate::engine::links::Links;
+use crate::engine::buckets::Places;
+use crate::engine::links::{Links, NoLinks};
 use crate::engine::model::Model;
 use crate::engine::round::{Aim, Schedule};
 use crate::engine::sums::Sums;
+use crate::engine::trace::Trace;
 use crate::engine::validate::Favourites;
 use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError};
-use moejob_kernels::{Device, KernelError, SumRows};
+use moejob_kernels::{Device, KernelError, LossScaling, StepPhase, SumRows};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, TrainingConfig};
 use moejob_protocol::memory::Shape;
+use moejob_protocol::mesh::Mesh;
 
 pub use crate::engine::numbers::StepSummary;
+
+/// How often a step in fp16 is done again with half the loss scale: from the largest to the least.
+const HALVINGS_MAX: u32 = 24;
 
 /// Why a step did not happen.
 #[derive(Debug, thiserror::Error)]
@@ -29,24 +35,54 @@ pub enum StepError {
     Device(String),
 }
 
+/// Why a rank has no engine.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    #[error(transparent)]
+    Links(#[from] NoLinks),
+}
+
+/// The GPU of a rank: the ranks of a worker follow each other, a device each, from the one that the
+/// worker names to its engine on; workers of one machine share its devices out so.
+pub const ENV_DEVICE: &str = "MOEJOB_DEVICE";
+
+/// The sets of ranks that share the experts out.
+fn expert_groups(mesh: &Mesh) -> Vec<Vec<u32>> {
+    if mesh.ep == 1 {
+        return Vec::new();
+    }
+    (0..mesh.world()).map(|rank| mesh.expert_group(rank)).collect()
+}
+
+fn device_of(rank: u32, ranks: u32) -> usize {
+    let named = std::env::var(ENV_DEVICE).ok().and_then(|named| named.parse().ok());
+    named.unwrap_or((rank % ranks) as usize)
+}
+
 /// A device and all that one rank computes with it. It knows the other ranks by its links alone.
 #[derive(Debug)]
 pub struct Engine {
+    // Dropped first: a device ends when nothing on it waits for peers any more.
+    pub links: Links,
     pub model: Model,
     pub gradients: Sums,
-    pub links: Links,
     pub(crate) training: TrainingConfig,
     pub(crate) favourites: Favourites,
     /// Steps in whose next run a number is broken.
     spoiled: Vec<u64>,
+    /// Seconds of each phase since they were last asked for.
+    phases: [f64; StepPhase::COUNT],
+    trace: Option<Trace>,
 }
 
 impl Engine {
     /// Plans and reserves the memory of `rank`; there is no state yet.
     ///
     /// # Errors
-    /// The device cannot be made, lacks a kernel, or has too little memory.
-    pub fn open(config: &WorkerConfig, rank: u32, comm: Comm) -> Result<Engine, KernelError> {
+    /// The device cannot be made, lacks a kernel, has too little memory, or is not connected.
+    pub fn open(config: &WorkerConfig, rank: u32, comm: Comm) -> Result<Engine, OpenError> {
         let (training, ranks) = (&config.training, config.ranks.max(1));
         let device = match training.compute.backend {
             Backend::Cpu => {
@@ -57,19 +93,54 @@ impl Engine {
                 // The ranks of a worker share its processors.
                 Device::cpu((threads / ranks as usize).max(1), 0)?
             }
-            // The ranks of a worker follow each other, a device each.
-            Backend::Cuda => Device::cuda((rank % ranks) as usize, 0)?,
+            Backend::Cuda => Device::cuda(device_of(rank, ranks), 0)?,
         };
-        let shape = Shape::new(&config.model, &config.layout, rank, training);
-        let model = Model::on(device, shape, &config.model, &config.layout, rank, training)?;
-        Ok(Engine::new(model, training, Links::new(comm)))
+        let mut shape = Shape::new(&config.model, &config.layout, rank, training);
+        shape.documents = config.data.reset_at_boundaries;
+        let mut model = Model::on(device, shape, &config.model, &config.layout, rank, training)?;
+        let links = match training.compute.backend {
+            Backend::Cpu => Links::new(comm),
+            Backend::Cuda => {
+                let mut groups = model.places.as_ref().map(Places::groups).unwrap_or_default();
+                groups.extend(expert_groups(&config.layout.mesh));
+                groups.sort();
+                groups.dedup();
+                Links::between_gpus(comm, &mut model.device, &groups)?
+            }
+        };
+        Ok(Engine::new(model, training, links))
     }
 
     pub fn new(model: Model, training: &TrainingConfig, links: Links) -> Engine {
         let gradients = Sums::new(&model);
         let favourites = Favourites::default();
         let (training, spoiled) = (training.clone(), Vec::new());
-        Engine { model, gradients, links, training, favourites, spoiled }
+        let (phases, trace) = ([0.0; StepPhase::COUNT], None);
+        Engine { links, model, gradients, training, favourites, spoiled, phases, trace }
+    }
+
+    /// The attempt is over. See [`Links::leave`].
+    ///
+    /// # Errors
+    /// What runs on the device does not end: the process has to.
+    pub fn leave(&mut self) -> Result<(), StepError> {
+        self.links.leave(&self.model.device).map_err(StepError::Device)
+    }
+
+    /// Writes a trace of some of the steps to come, see [`Engine::take_traced`].
+    pub fn trace(&mut self, trace: Trace) {
+        self.trace = Some(trace);
+    }
+
+    /// Seconds of each phase since the last call, by its number.
+    pub fn take_phases(&mut self) -> [f64; StepPhase::COUNT] {
+        std::mem::take(&mut self.phases)
+    }
+
+    /// Once all traced steps are done: whether their file could be written.
+    pub fn take_traced(&mut self) -> Option<std::io::Result<()>> {
+        let trace = self.trace.take_if(|trace| trace.is_over())?;
+        Some(trace.write(&mut self.model.device))
     }
 
     /// Breaks a gradient of the next run of `step`, as a fault of the machine would: for tests of
@@ -80,7 +151,8 @@ impl Engine {
 
     /// One step, counted from 0, on all ranks. Where a number is not finite nothing is updated,
     /// and the same step done again gives the same bits. Where routed rows find no room it is done
-    /// again at once, with more. The host reads once, at the end.
+    /// again at once, with more; where gradients found none in fp16, with half the loss scale. The
+    /// host reads once, at the end.
     ///
     /// # Errors
     /// A peer is lost, or the data changed. The weights may be torn then.
@@ -89,16 +161,36 @@ impl Engine {
         step: u64,
         batches: &mut impl Batches,
     ) -> Result<StepSummary, StepError> {
+        if let Some(trace) = &mut self.trace {
+            trace.begin(&mut self.model.device);
+        }
+        let mut halvings = 0;
         loop {
             let summary = self.step_once(step, batches)?;
-            if !summary.overflows {
+            if summary.overflows {
+                if !self.model.group.grow() {
+                    let non_finite = Some("a count of routed rows".to_string());
+                    return Ok(StepSummary { non_finite, ..summary });
+                }
+            } else if halvings < HALVINGS_MAX && self.rescale(&summary) {
+                halvings += 1;
+            } else {
                 return Ok(summary);
             }
-            if !self.model.group.grow() {
-                let non_finite = Some("a count of routed rows".to_string());
-                return Ok(StepSummary { non_finite, ..summary });
-            }
         }
+    }
+
+    /// Moves the loss scale after a step; whether the step is to be done again with a smaller one.
+    fn rescale(&mut self, summary: &StepSummary) -> bool {
+        let Some(scaling) = self.model.scaling else { return false };
+        // A loss that is no number is so under any scale.
+        if !summary.loss.is_finite() {
+            return false;
+        }
+        let overflow = summary.non_finite.is_some();
+        let next = scaling.after(&LossScaling::default(), overflow);
+        self.model.scaling = Some(next);
+        overflow && next.scale < scaling.scale
     }
 
     fn step_once(
@@ -106,6 +198,8 @@ impl Engine {
         step: u64,
         batches: &mut impl Batches,
     ) -> Result<StepSummary, StepError> {
+        self.model.device.phase(StepPhase::Other);
+        self.model.device.mark("between steps", None);
         self.model.begin_step(&self.training, step);
         self.gradients.clear();
         self.whole_step_balance(step, batches)?;
@@ -113,13 +207,16 @@ impl Engine {
             let (model, round) = (&mut engine.model, &schedule.round);
             let mut pass = Pass::new(model, &mut engine.links, round);
             pass.forward();
+            pass.model.device.phase(StepPhase::Forward);
             let leaf = engine.gradients.leaf(round);
             pass.loss(Some(&leaf));
             pass.backward(&leaf);
+            pass.model.device.phase(StepPhase::Backward);
             engine.gradients.push(round, schedule.own, &schedule.leaves, model);
         })?;
-        let Engine { model, gradients, links, training, spoiled, .. } = self;
+        let Engine { model, gradients, links, training, spoiled, phases, .. } = self;
         gradients.reduce(model, links);
+        model.device.phase(StepPhase::Communication);
         if let Some(at) = spoiled.iter().position(|spoiled| *spoiled == step) {
             spoiled.remove(at);
             gradients.spoil(model);
@@ -127,14 +224,21 @@ impl Engine {
         gradients.measure(model);
         model.device.mark("numbers", None);
         model.reduce_numbers(links);
+        model.device.phase(StepPhase::Numbers);
         // What was not summed over all ranks must not move a weight.
         links.check()?;
         gradients.update(model, &training.adamw);
+        model.device.phase(StepPhase::Update);
         gradients.spread(model, links);
+        model.device.phase(StepPhase::Communication);
         model.device.mark("update", None);
         links.check()?;
         let summary = model.read_numbers(training, step);
-        // What was read before a failure says nothing.
+        let taken = model.device.take_phases();
+        phases.iter_mut().zip(taken).for_each(|(sum, own)| *sum += own);
+        // What was read before a failure says nothing. A wait that was given up is the peers'
+        // fault.
+        links.check()?;
         model.device.check().map_err(|error| StepError::Device(chain(error)))?;
         Ok(summary)
     }
@@ -155,6 +259,8 @@ impl Engine {
                 self.model.load_documents(&batch.ids, &batch.targets, batch.starts.as_deref());
                 let seed = self.training.seed;
                 self.model.set_noise(Some(Noise { seed, step, micro_batch }));
+                self.model.device.phase(StepPhase::Data);
+                self.model.device.mark("data", None);
             }
             each(self, &schedule);
             self.links.check()?;
@@ -173,6 +279,7 @@ impl Engine {
         let Some(balance) = self.model.buffers.numbers.balance.clone() else { return Ok(()) };
         self.rounds(step, batches, Aim::Statistics, |engine, schedule| {
             Pass::new(&mut engine.model, &mut engine.links, &schedule.round).forward();
+            engine.model.device.phase(StepPhase::Forward);
         })?;
         let (mesh, count) = (self.model.layout.mesh, self.model.shape.micro_batches);
         let part = |rank| {

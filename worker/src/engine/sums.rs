@@ -44,7 +44,7 @@ impl Sums {
     pub fn push(&mut self, round: &Round, own: Option<u32>, leaves: &[u32], model: &mut Model) {
         match self {
             Sums::Tree(tree) => tree.push(round, own, leaves, model),
-            Sums::Buckets(buckets) => buckets.push(),
+            Sums::Buckets(buckets) => buckets.push(round),
         }
     }
 
@@ -52,8 +52,7 @@ impl Sums {
     pub fn reduce(&mut self, model: &mut Model, links: &mut Links) {
         match self {
             Sums::Tree(tree) => tree.reduce(model, links),
-            // One rank owns and holds all.
-            Sums::Buckets(_) => {}
+            Sums::Buckets(buckets) => buckets.reduce(model, links),
         }
     }
 
@@ -86,7 +85,7 @@ impl Sums {
     pub fn spread(&self, model: &mut Model, links: &mut Links) {
         match self {
             Sums::Tree(tree) => tree.spread(model, links),
-            Sums::Buckets(_) => {}
+            Sums::Buckets(buckets) => buckets.spread(model, links),
         }
     }
 }

@@ -24,8 +24,9 @@ pub use pipe::{CHUNK_BYTES_MAX, PIPE_BYTES_MAX, PIPE_SPAN, Pipe, Read, Wake};
 use crate::gang::memory::{Mapping, Signal};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Why a collective did not happen. After any of these the group is unusable: each later call
 /// returns `Aborted`.
@@ -89,6 +90,33 @@ impl AbortHandle {
     }
 }
 
+/// Looks after a group while its rank waits for something else than a collective, from any thread.
+#[derive(Debug)]
+pub struct Lookout {
+    abort: AbortHandle,
+    incoming: Vec<(u32, Pipe)>,
+    /// When a peer was first seen to have left.
+    left: Mutex<Option<Instant>>,
+}
+
+/// A peer that leaves in order may do so a moment before this rank has noticed its own end.
+const LEFT_FOR: Duration = Duration::from_millis(300);
+
+impl Lookout {
+    /// # Errors
+    /// The group was aborted, or a peer has left it for good.
+    pub fn look(&self) -> Result<(), CommError> {
+        self.abort.check()?;
+        let gone = |(rank, pipe): &(u32, Pipe)| Some((*rank, pipe.ended()?));
+        let Some((rank, why)) = self.incoming.iter().find_map(gone) else { return Ok(()) };
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        match left.get_or_insert_with(Instant::now).elapsed() {
+            since if since < LEFT_FOR => Ok(()),
+            _ => Err(CommError::PeerLost { rank, why }),
+        }
+    }
+}
+
 /// Both directions of one peer.
 #[derive(Debug)]
 struct Lane {
@@ -127,6 +155,17 @@ impl Comm {
 
     pub fn abort_handle(&self) -> AbortHandle {
         self.abort.clone()
+    }
+
+    pub fn lookout(&self) -> Lookout {
+        let lanes = (0..self.world()).zip(&self.lanes);
+        let incoming =
+            lanes.filter_map(|(peer, lane)| Some((peer, lane.as_ref()?.incoming.clone())));
+        Lookout {
+            abort: self.abort_handle(),
+            incoming: incoming.collect(),
+            left: Mutex::default(),
+        }
     }
 
     /// One collective: sends each slice to its rank and fills each buffer from its rank.

@@ -9,6 +9,7 @@
 //! TLS 1.3 only, no resumption: each connection proves its identity anew. A worker's key is made
 //! in its process and never leaves it.
 
+use moejob_protocol::message::{CONTROL_VERSIONS, alpn};
 use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair, PublicKeyData};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms, ring};
@@ -20,6 +21,7 @@ use std::fmt;
 use std::sync::Arc;
 use x509_parser::prelude::{FromDer, GeneralName, ParsedExtension, X509Certificate};
 
+/// The control stream in the version that all releases speak.
 pub const ALPN_CONTROL: &[u8] = b"moejob-control/1";
 pub const ALPN_DATA: &[u8] = b"moejob-data/1";
 
@@ -128,6 +130,12 @@ impl Trust {
         Ok(Trust(Arc::new(roots)))
     }
 
+    /// Whether it is a certificate of this authority's that is valid now; PEM.
+    pub fn has_signed(&self, leaf: &str) -> bool {
+        let leaf = CertificateDer::from_pem_slice(leaf.as_bytes());
+        leaf.is_ok_and(|leaf| self.whose(&leaf).is_some())
+    }
+
     /// Whom a certificate names that the authority has signed and that is valid now. That the
     /// other side has its key is for the handshake to show.
     pub fn whose(&self, leaf: &CertificateDer) -> Option<Identity> {
@@ -190,7 +198,7 @@ impl WorkerKey {
     /// # Errors
     /// `Config`, `Verifier`.
     pub fn control_server(&self, trust: &Trust) -> Result<Arc<ServerConfig>, TlsError> {
-        server(trust, vec![self.self_signed.clone()], self.private(), ALPN_CONTROL)
+        server(trust, vec![self.self_signed.clone()], self.private(), alpn(CONTROL_VERSIONS))
     }
 
     /// Both sides of the data streams of one attempt, and what the listener shows to leaders from
@@ -207,10 +215,11 @@ impl WorkerKey {
         if public_key(&leaf).as_deref() != Some(self.key.der_bytes()) {
             return Err(TlsError::OtherKey);
         }
-        let control = server(trust, vec![leaf.clone()], self.private(), ALPN_CONTROL)?;
-        let server = server(trust, vec![leaf.clone()], self.private(), ALPN_DATA)?;
+        let data = || vec![ALPN_DATA.to_vec()];
+        let control = server(trust, vec![leaf.clone()], self.private(), alpn(CONTROL_VERSIONS))?;
+        let server = server(trust, vec![leaf.clone()], self.private(), data())?;
         let verifier = Expect::Authority(Arc::clone(&trust.0));
-        let client = client(verifier, vec![leaf], self.private(), ALPN_DATA)?;
+        let client = client(verifier, vec![leaf], self.private(), data())?;
         Ok(AttemptTls { job_uid, attempt, worker, control, server, client })
     }
 }
@@ -234,7 +243,7 @@ pub struct AttemptTls {
 pub fn leader_client(certificate: &str, key: &str) -> Result<Arc<ClientConfig>, TlsError> {
     let certificate = CertificateDer::from_pem_slice(certificate.as_bytes())?;
     let key = PrivateKeyDer::from_pem_slice(key.as_bytes())?;
-    client(Expect::SelfSigned, vec![certificate], key, ALPN_CONTROL)
+    client(Expect::SelfSigned, vec![certificate], key, alpn(CONTROL_VERSIONS))
 }
 
 /// Nobody is looked up by name: certificates name identities, not hosts.
@@ -252,7 +261,7 @@ fn server(
     trust: &Trust,
     chain: Vec<CertificateDer<'static>>,
     key: PrivateKeyDer<'static>,
-    alpn: &[u8],
+    alpn: Vec<Vec<u8>>,
 ) -> Result<Arc<ServerConfig>, TlsError> {
     let verifier =
         WebPkiClientVerifier::builder_with_provider(Arc::clone(&trust.0), provider()).build()?;
@@ -260,7 +269,7 @@ fn server(
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .with_client_cert_verifier(verifier)
         .with_single_cert(chain, key)?;
-    config.alpn_protocols = vec![alpn.to_vec()];
+    config.alpn_protocols = alpn;
     config.session_storage = Arc::new(rustls::server::NoServerSessionStorage {});
     config.send_tls13_tickets = 0;
     Ok(Arc::new(config))
@@ -270,7 +279,7 @@ fn client(
     expect: Expect,
     chain: Vec<CertificateDer<'static>>,
     key: PrivateKeyDer<'static>,
-    alpn: &[u8],
+    alpn: Vec<Vec<u8>>,
 ) -> Result<Arc<ClientConfig>, TlsError> {
     let algorithms = provider().signature_verification_algorithms;
     let mut config = ClientConfig::builder_with_provider(provider())
@@ -278,7 +287,7 @@ fn client(
         .dangerous()
         .with_custom_certificate_verifier(Arc::new(WorkerVerifier { expect, algorithms }))
         .with_client_auth_cert(chain, key)?;
-    config.alpn_protocols = vec![alpn.to_vec()];
+    config.alpn_protocols = alpn;
     config.enable_sni = false;
     config.resumption = rustls::client::Resumption::disabled();
     Ok(Arc::new(config))

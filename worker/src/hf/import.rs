@@ -97,6 +97,7 @@ pub fn import(
         spec_hash: String::new(),
         data_fingerprint: String::new(),
         seed: 0,
+        loss_scale: None,
         tensors: entries,
         files: writing.files.clone(),
         others: BTreeMap::new(),

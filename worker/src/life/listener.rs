@@ -12,15 +12,16 @@ use crate::failure::chain;
 use crate::gang::comm::DataOffers;
 use crate::gang::strangers::{HANDSHAKE_MS_MAX, Strangers};
 use crate::life::control::{self, FrameError};
-use crate::gang::tls::{ALPN_CONTROL, ALPN_DATA, Identity, TlsError};
+use crate::gang::tls::{ALPN_DATA, Identity, TlsError};
 use moejob_protocol::Down;
-use moejob_protocol::message::Frame;
+use moejob_protocol::message::{ALPN_CONTROL_PREFIX, CONTROL_VERSIONS, Frame, alpn};
 use rustls::ServerConfig;
 use rustls::server::Acceptor;
 use std::collections::HashMap;
 use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
@@ -54,6 +55,8 @@ pub enum Refusal {
     Handshake(#[from] io::Error),
     #[error("neither of our protocols was asked for")]
     Alpn,
+    #[error("it speaks {asked}, this worker {}", alpn_text(&alpn(CONTROL_VERSIONS)))]
+    Protocol { asked: String },
     #[error("the peer's certificate is not for this")]
     Tls(#[from] TlsError),
     #[error("the peer is {found}, not the operator")]
@@ -95,6 +98,12 @@ pub async fn serve(
                 // The shell takes streams as fast as they come; a full queue means that it ends.
                 Ok(Some(leader)) => drop(leaders.send(leader).await),
                 Ok(None) => {}
+                // A leader of another release, or a stranger: the first one is told to a person.
+                Err(refusal @ Refusal::Protocol { .. })
+                    if !PROTOCOL_TOLD.swap(true, Ordering::Relaxed) =>
+                {
+                    tracing::warn!("a leader was refused: {}", chain(&refusal));
+                }
                 Err(refusal) => tracing::debug!(refusal = chain(&refusal), "connection refused"),
             }
         });
@@ -110,10 +119,11 @@ async fn open(
 ) -> Result<Option<LeaderStream>, Refusal> {
     tcp.set_nodelay(true)?;
     let start = LazyConfigAcceptor::new(Acceptor::default(), tcp).await?;
-    let asked = |alpn: &[u8]| {
-        start.client_hello().alpn().is_some_and(|mut names| names.any(|name| name == alpn))
+    let asked: Vec<Vec<u8>> = match start.client_hello().alpn() {
+        Some(names) => names.map(<[u8]>::to_vec).collect(),
+        None => Vec::new(),
     };
-    if asked(ALPN_DATA) {
+    if asked.iter().any(|name| name == ALPN_DATA) {
         let StartHandshake { accepted, io, .. } = start;
         return if data.offer(accepted, io.into_std()?, deadline.into_std()) {
             Ok(None)
@@ -121,16 +131,31 @@ async fn open(
             Err(Refusal::Busy)
         };
     }
-    if !asked(ALPN_CONTROL) {
+    if !asked.iter().any(|name| name.starts_with(ALPN_CONTROL_PREFIX.as_bytes())) {
         return Err(Refusal::Alpn);
     }
-    let mut stream = start.into_stream(tls).await?;
+    let ours = alpn(CONTROL_VERSIONS);
+    let known = asked.iter().any(|name| ours.contains(name));
+    // Where there is no version that both speak TLS itself says so to the other side.
+    let mut stream = match start.into_stream(tls).await {
+        Err(_) if !known => return Err(Refusal::Protocol { asked: alpn_text(&asked) }),
+        stream => stream?,
+    };
     let found = Identity::of_peer(stream.get_ref().1.peer_certificates())?;
     if found != Identity::Operator {
         return Err(Refusal::NotOperator { found });
     }
     let first = control::read_frame(&mut stream, Duration::from_millis(HANDSHAKE_MS_MAX)).await?;
     Ok(Some(LeaderStream { stream, first }))
+}
+
+/// Whether it was told already that a leader speaks another protocol.
+static PROTOCOL_TOLD: AtomicBool = AtomicBool::new(false);
+
+/// Names as a person reads them; whoever connects may have put anything there.
+fn alpn_text(names: &[Vec<u8>]) -> String {
+    let name = |name: &Vec<u8>| name.escape_ascii().to_string();
+    names.iter().take(8).map(name).collect::<Vec<_>>().join(", ")
 }
 
 /// How often each address may still come: a bucket of `JOINS_BURST`, filled again by

@@ -259,7 +259,7 @@ impl Shell {
             key,
             trust,
             data: DataPlane::start()?,
-            engines: Engines::new(make, happened.clone()),
+            engines: Engines::new(make, bootstrap.share, happened.clone()),
             bootstrap,
             happened,
             leader: None,
@@ -343,7 +343,10 @@ impl Shell {
                 let heartbeat = self.heartbeat();
                 return self.send(self.session.attempt(), Up::Heartbeat(heartbeat));
             }
-            Effect::InstallLeaf { attempt, certificate } => self.install(attempt, &certificate),
+            Effect::InstallLeaf { attempt, certificate, authority } => {
+                self.trust_more(authority.as_deref(), &certificate);
+                self.install(attempt, &certificate);
+            }
             Effect::Join(config) => {
                 let (rank, world) = (config.rank.unwrap_or_default(), config.members.len());
                 // `kubectl moe logs` reads from this line which rank speaks.
@@ -402,6 +405,17 @@ impl Shell {
                 self.link = None;
                 Outcome::Events(vec![Event::LeaderLost { why }])
             }
+        }
+    }
+
+    /// The authority gets a successor in good time, of which a pod that was made before does not
+    /// know. Its leader is believed, but no authority that has not signed the leaf beside it.
+    fn trust_more(&mut self, authority: Option<&str>, leaf: &str) {
+        let Some(authority) = authority else { return };
+        match Trust::from_pem(authority) {
+            Ok(trust) if trust.has_signed(leaf) => self.trust = trust,
+            Ok(_) => tracing::error!("authority refused: it has not signed the leaf beside it"),
+            Err(error) => tracing::error!(error = chain(&error), "authority refused"),
         }
     }
 

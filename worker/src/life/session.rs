@@ -65,7 +65,8 @@ pub enum Effect {
     Send { attempt: u32, up: Up },
     /// Send phase, step, collective and what is held.
     Heartbeat,
-    InstallLeaf { attempt: u32, certificate: String },
+    /// With whom to trust from now on, where that is news.
+    InstallLeaf { attempt: u32, certificate: String, authority: Option<String> },
     /// Connect to the other ranks.
     Join(Box<WorkerConfig>),
     /// Stop connecting.
@@ -258,7 +259,9 @@ impl Session {
         }
         match body {
             Down::Heartbeat => {}
-            Down::Leaf { certificate } => out.push(Effect::InstallLeaf { attempt, certificate }),
+            Down::Leaf { certificate, authority } => {
+                out.push(Effect::InstallLeaf { attempt, certificate, authority });
+            }
             Down::Configure(config) => self.on_configure(attempt, config, now, out),
             Down::Leave { reason } => self.on_leave(attempt, &reason, now, out),
             Down::Request(request) => match self.state {

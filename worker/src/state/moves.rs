@@ -12,7 +12,7 @@ use moejob_protocol::checkpoint::Part;
 use moejob_protocol::config::ShardSource;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::EXCHANGE_BYTES_MAX;
-use moejob_protocol::owners::{Holders, Owners};
+use moejob_protocol::owners::Owners;
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
@@ -49,10 +49,10 @@ pub struct Moves {
 impl Moves {
     /// For each piece the order is that of exchanges, then of `sources`, then of the table.
     pub fn plan(table: &StateTable, earlier: &Layout, sources: &[ShardSource]) -> Moves {
-        let StateTable { model, params, layout, rank: me, stored } = *table;
+        let StateTable { model, params, owners, rank: me, stored, .. } = *table;
         let float_bytes = stored.size() as u64;
         let before = Owners::new(model, earlier);
-        let (holders, owners) = (Holders::new(model, layout), Owners::new(model, layout));
+        let holders = owners.holders();
         let mut of_shard: Vec<Vec<u32>> = vec![Vec::new(); earlier.mesh.world() as usize];
         for source in sources {
             of_shard[source.shard as usize].push(source.from);

@@ -8,9 +8,10 @@
 //! Stored floats are fp32 whatever the precision of training, and fp64 of fp64 jobs.
 
 use moejob_kernels::DType;
-use moejob_protocol::checkpoint::Part;
-use moejob_protocol::layout::{Layout, elements};
+use moejob_protocol::checkpoint::{Part, ScaleEntry};
+use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param, Role};
+use moejob_protocol::owners::Owners;
 use std::ops::Range;
 
 /// Which state a rank has.
@@ -20,6 +21,8 @@ pub struct StateTable<'a> {
     /// Its parameter table.
     pub params: &'a [Param],
     pub layout: &'a Layout,
+    /// What the layout says of the whole table.
+    pub owners: &'a Owners,
     pub rank: u32,
     /// F32 or F64.
     pub stored: DType,
@@ -28,30 +31,17 @@ pub struct StateTable<'a> {
 impl StateTable<'_> {
     /// See [`needed`].
     pub fn needed(&self, part: Part, index: usize) -> Range<u64> {
-        needed(self.model, self.layout, index, &self.params[index], self.rank, part)
+        needed(self.owners, index, &self.params[index], self.rank, part)
     }
 }
 
-/// The elements of a part of a parameter that `rank` needs to train under `layout`. Masters are
-/// needed by holders, since weights are made of them; moments by owners.
-pub fn needed(
-    model: &ModelConfig,
-    layout: &Layout,
-    index: usize,
-    param: &Param,
-    rank: u32,
-    part: Part,
-) -> Range<u64> {
+/// The elements of a part of a parameter that `rank` needs to train. Masters are needed by holders,
+/// since weights are made of them; moments by owners.
+pub fn needed(owners: &Owners, index: usize, param: &Param, rank: u32, part: Part) -> Range<u64> {
     if part != Part::Master {
-        return elements(&layout.owned(model, index, param, rank), param.numel());
+        return owners.of(index, param, rank);
     }
-    let held = match param.role {
-        Role::Expert { layer, expert } => {
-            layout.experts(model, layer, rank).binary_search(&expert).is_ok()
-        }
-        _ => true,
-    };
-    if held { 0..param.numel() } else { 0..0 }
+    if owners.holders().holds(param, rank) { 0..param.numel() } else { 0..0 }
 }
 
 pub fn intersect(a: &Range<u64>, b: &Range<u64>) -> Option<Range<u64>> {
@@ -72,7 +62,8 @@ pub struct DeviceFailed(pub String);
 pub trait RankState {
     fn table(&self) -> StateTable<'_>;
 
-    /// Copies elements that this rank owns into `into`, which has as many stored floats.
+    /// Copies elements that this rank owns into `into`, which has as many stored floats. Of a
+    /// master that it holds and does not own it gives the weight that is computed with.
     fn read(&mut self, part: Part, index: usize, elements: Range<u64>, into: &mut [u8]);
 
     /// Sets elements that this rank needs. With a master goes the weight that is computed with;
@@ -87,6 +78,15 @@ pub trait RankState {
 
     /// All moments become zero.
     fn clear_moments(&mut self);
+
+    /// What the next step's loss is multiplied by, the same on every rank; none but in fp16.
+    fn loss_scale(&self) -> Option<ScaleEntry> {
+        None
+    }
+
+    /// Goes on with a scale that was kept; with none, from the first one. Not in fp16 it is
+    /// nothing.
+    fn set_loss_scale(&mut self, _kept: Option<ScaleEntry>) {}
 
     /// Waits for all of the above.
     ///

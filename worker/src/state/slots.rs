@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! a slot: u32 state | u32 confirmed | u32 attempt | u32 shard | u64 step | u64 use | 32: checksum
-//!         | 4096: bytes
+//!         | f64 loss scale, 0: none | u32 steps with it | 4096: bytes
 //! ```
 //! A slot is a file in memory that worker and engine both map. What it holds stands in it, so the
 //! worker knows what could be resumed from without a word of an engine that has just died, and a
@@ -11,6 +11,7 @@
 //! shard is complete, and compared before anybody resumes from it.
 
 use crate::gang::memory::Mapping;
+use moejob_protocol::checkpoint::ScaleEntry;
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::Held;
 use rustix::fd::{BorrowedFd, OwnedFd};
@@ -28,6 +29,8 @@ const SHARD: usize = 12;
 const STEP: usize = 16;
 const USE: usize = 24;
 const CHECKSUM: usize = 32;
+const SCALE: usize = 64;
+const GOOD_STEPS: usize = 72;
 const BYTES: usize = 4096;
 
 /// Of nobody: it can be filled.
@@ -58,9 +61,11 @@ impl Slot {
     /// Those of `fill`.
     pub fn private<E>(
         len: usize,
+        loss_scale: Option<ScaleEntry>,
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<Arc<Slot>, E> {
         let slot = Slot(Mapping::private(BYTES + len));
+        slot.set_loss_scale(loss_scale);
         // SAFETY: nobody else knows of the mapping.
         fill(unsafe { slot.0.bytes_mut(BYTES) })?;
         Ok(Arc::new(slot))
@@ -86,11 +91,25 @@ impl Slot {
         self.0.word(CONFIRMED).load(Ordering::SeqCst) == 1
     }
 
+    /// That of the state, where its job has one.
+    pub fn loss_scale(&self) -> Option<ScaleEntry> {
+        let scale = f64::from_bits(self.0.long(SCALE).load(Ordering::SeqCst));
+        let good_steps = self.0.word(GOOD_STEPS).load(Ordering::SeqCst);
+        (scale != 0.0).then_some(ScaleEntry { scale, good_steps })
+    }
+
+    fn set_loss_scale(&self, kept: Option<ScaleEntry>) {
+        let ScaleEntry { scale, good_steps } =
+            kept.unwrap_or(ScaleEntry { scale: 0.0, good_steps: 0 });
+        self.0.long(SCALE).store(scale.to_bits(), Ordering::SeqCst);
+        self.0.word(GOOD_STEPS).store(good_steps, Ordering::SeqCst);
+    }
+
     /// Its bytes are those that were complete once.
     pub fn is_sound(&self) -> bool {
         let mut kept = [0; 32];
         self.0.read(CHECKSUM, &mut kept);
-        self.label().is_some_and(|label| checksum(label, self) == kept)
+        self.label().is_some_and(|label| checksum(label, self.loss_scale(), self) == kept)
     }
 
     /// What it holds, when that is whole. It may be filled anew while we look.
@@ -117,7 +136,7 @@ const CHECKSUM_CHUNK: usize = 4 << 20;
 const CHECKSUM_THREADS_MAX: usize = 8;
 
 /// BLAKE3 of the label and of the hashes of all chunks, which several threads make.
-fn checksum(label: Label, bytes: &[u8]) -> [u8; 32] {
+fn checksum(label: Label, loss_scale: Option<ScaleEntry>, bytes: &[u8]) -> [u8; 32] {
     let chunks: Vec<&[u8]> = bytes.chunks(CHECKSUM_CHUNK).collect();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = cores.min(CHECKSUM_THREADS_MAX).min(chunks.len()).max(1);
@@ -130,6 +149,10 @@ fn checksum(label: Label, bytes: &[u8]) -> [u8; 32] {
     hasher.update(&label.step.to_le_bytes());
     hasher.update(&label.shard.to_le_bytes());
     hasher.update(&(bytes.len() as u64).to_le_bytes());
+    if let Some(ScaleEntry { scale, good_steps }) = loss_scale {
+        hasher.update(&scale.to_le_bytes());
+        hasher.update(&good_steps.to_le_bytes());
+    }
     std::thread::scope(|scope| {
         let first = parts.next().unwrap_or_default();
         let others: Vec<_> = parts.map(|own| scope.spawn(move || hashed(own))).collect();
@@ -165,9 +188,15 @@ impl Filling {
         unsafe { self.0.0.bytes_mut(BYTES) }
     }
 
+    /// What goes with the bytes.
+    pub fn set_loss_scale(&mut self, kept: Option<ScaleEntry>) {
+        self.0.set_loss_scale(kept);
+    }
+
     /// From now on it can be resumed from.
     pub fn complete(self) -> Arc<Slot> {
-        self.0.0.write(CHECKSUM, &checksum(self.0.written(), &self.0));
+        let made = checksum(self.0.written(), self.0.loss_scale(), &self.0);
+        self.0.0.write(CHECKSUM, &made);
         self.0.state().store(COMPLETE, Ordering::SeqCst);
         self.0
     }
@@ -317,6 +346,7 @@ impl Memory {
         slot.0.word(ATTEMPT).store(attempt, Ordering::SeqCst);
         slot.0.word(SHARD).store(shard, Ordering::SeqCst);
         slot.0.long(STEP).store(step, Ordering::SeqCst);
+        slot.set_loss_scale(None);
         Ok(Filling(slot))
     }
 

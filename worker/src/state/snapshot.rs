@@ -9,8 +9,9 @@ use crate::gang::comm::{Comm, CommError};
 use crate::state::rank::{DeviceFailed, Normal, RankState, StateTable, name_hash};
 use crate::state::slots::{Memory, Slot};
 use moejob_protocol::checkpoint::Part;
-use moejob_protocol::layout::{Layout, elements};
+use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param, Role};
+use moejob_protocol::owners::Owners;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -41,10 +42,11 @@ pub fn shard_runs(
     rank: u32,
     float_bytes: usize,
 ) -> (Vec<ShardRun>, usize) {
+    let owners = Owners::new(model, layout);
     let mut offset = 0;
     let mut runs = Vec::new();
     for (index, param) in params.iter().enumerate() {
-        let elements = elements(&layout.owned(model, index, param, rank), param.numel());
+        let elements = owners.of(index, param, rank);
         if elements.is_empty() {
             continue;
         }
@@ -167,11 +169,17 @@ pub fn take(
     let rank = state.table().rank;
     let mut own = memory.fill(attempt, step, rank, shard_bytes(&state.table(), rank))?;
     cut_into(state, own.bytes_mut())?;
+    // The same on every rank, so that a buddy knows its ward's.
+    let loss_scale = state.loss_scale();
+    own.set_loss_scale(loss_scale);
     let own = own.complete();
     let wards = (0..comm.world()).filter(|ward| buddies[*ward as usize] == Some(rank));
     let mut theirs = Vec::new();
     for ward in wards {
-        theirs.push((ward, memory.fill(attempt, step, ward, shard_bytes(&state.table(), ward))?));
+        let mut filling =
+            memory.fill(attempt, step, ward, shard_bytes(&state.table(), ward))?;
+        filling.set_loss_scale(loss_scale);
+        theirs.push((ward, filling));
     }
     let buddy = buddies[rank as usize];
     let send = buddy.filter(|_| !own.is_empty()).map(|buddy| (buddy, &own[..]));

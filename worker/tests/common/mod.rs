@@ -1,6 +1,8 @@
 //! Small models and the text they train on.
 #![allow(dead_code)]
 
+pub mod reference;
+
 use moe_worker::checkpoint::Disk;
 use moejob_protocol::config::{
     AdamW, Compute, DataConfig, DataSource, Precision, Recompute, Schedule, Tokenizer,

@@ -239,6 +239,11 @@ fn data() {
 }
 
 #[test]
+fn records() {
+    fuzz("record", targets::RECORD_WORDS, seeds::records(), targets::record);
+}
+
+#[test]
 fn frames() {
     fuzz("frames", targets::FRAME_WORDS, seeds::frames(), targets::frames);
 }

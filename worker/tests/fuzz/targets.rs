@@ -1,4 +1,4 @@
-//! What is fuzzed: the readers of manifests, checkpoints, data and frames.
+//! What is fuzzed: the readers of manifests, checkpoints, data, frames and records.
 
 use moe_worker::checkpoint;
 use moe_worker::gang::comm::Header as DataHeader;
@@ -6,6 +6,10 @@ use moe_worker::life::control;
 use moe_worker::data::{Encoder, Recipe, header, jsonl, megatron};
 use moe_worker::gang::step_end::StepEnd;
 use moejob_plan::Job;
+use moejob_plan::allocate::Granted;
+use moejob_plan::lead::{Event, JobLoop, Place, WorkerPod};
+use moejob_plan::observed::Node;
+use moejob_plan::record;
 use moejob_plan::launch::template;
 use moejob_plan::job::Venue;
 use moejob_protocol::config::TokenType;
@@ -13,6 +17,7 @@ use moejob_protocol::message::{Down, FRAME_BYTES_MAX, Frame, Up};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::Arc;
 
 pub const MANIFEST_WORDS: &[&[u8]] = &[
     b"spec:", b"model:", b"experts: {", b"nodes: { min: 1, max: 4 }", b"data:", b"mixture:",
@@ -216,4 +221,50 @@ where
     let back: Frame<Body> = control::decode(&bytes[4..]).expect("what was written is read");
     assert_eq!(back, frame);
     format!("{:?}", frame.body).chars().take(12).collect()
+}
+
+pub const RECORD_WORDS: &[&[u8]] = &[
+    b"\"v\":1", b"\"gang\":{", b"\"members\":[", b"\"layout\":{", b"\"mesh\":{", b"\"dp\":",
+    b"\"outcome\":", b"\"suspended\"", b"\"layouts\":[", b"\"births\":", b"\"term\":",
+    b"\"recoveries\":[", b"\"accepted\":{", b"\"values\":{", b"\"refused\":{", b"\"rests\":{",
+    b"18446744073709551615", b"4294967295", b"0", b"-1", b"null", b"{", b"}", b"[", b"]", b",",
+    b"\n", b"\"attempt\":", b"\"stopRequested\":[\"move\",1]", b"\"ended\":1", b"\"until\":",
+];
+
+/// What a leader before has left in the status, a line each: a leader takes it and decides, or says
+/// why it does not.
+pub fn record(input: &[u8]) -> String {
+    const NOW: u64 = 1_700_000_000_000;
+    let text = String::from_utf8_lossy(input);
+    let (record, more) = text.split_once('\n').unwrap_or((&text, ""));
+    let saved = match record::restore(record, more) {
+        Err(why) => return why.to_string().chars().filter(|of| !of.is_ascii_digit()).collect(),
+        Ok(saved) => saved,
+    };
+    let again = record::restore(&record::write(&saved), &record::write_more(&saved.more));
+    assert_eq!(again.as_ref(), Ok(&saved), "what was read is written and read again");
+    let seen = super::seeds::seen(record, more);
+    let mut job = JobLoop::new(&seen, Place::Cluster(Arc::default()), 1, NOW);
+    let node = |name: &str| Node { name: name.to_string(), usable: true, avoid_until: 0 };
+    let nodes = ["n0", "n1"].map(node).to_vec();
+    job.on(Event::Granted(Granted { nodes, why: String::new() }), NOW);
+    let members = saved.record.gang.iter().flat_map(|gang| &gang.members);
+    for member in members.take(2) {
+        let pod = WorkerPod {
+            namespace: seen.namespace.clone(),
+            name: member.worker.clone(),
+            uid: "uid".to_string(),
+            node: Some(Arc::from("n0")),
+            address: Some("127.0.0.1".to_string()),
+            started: true,
+            ..WorkerPod::default()
+        };
+        job.on(Event::Pod(Box::new(pod)), NOW);
+    }
+    let mut told = 0;
+    for seconds in [0, 1, 60, 3_600] {
+        told += job.turn(NOW + seconds * 1_000).effects.len();
+    }
+    assert!(told < 100, "{told} effects of nothing");
+    format!("{:?} {told}", saved.record.outcome.is_some())
 }

@@ -72,6 +72,13 @@ pub fn printable(text: &str) -> String {
     crate::problem::printable(text)
 }
 
+/// Of a worker's words: they stand in the record, in conditions and in causes.
+pub fn plain(text: &mut String) {
+    shorten(text);
+    *text = crate::problem::printable_lines(text);
+    shorten(text);
+}
+
 fn shorten(note: &mut String) {
     if note.len() > NOTE_BYTES_MAX {
         let end = (0..=NOTE_BYTES_MAX).rev().find(|at| note.is_char_boundary(*at));

@@ -15,19 +15,23 @@ pub const FENCED_BY_RECORD: &str = "BadRecord";
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fence {
     pub message: String,
-    /// Of the status, as it is not understood.
-    record: Value,
+    /// Both parts of the record, as they are not understood.
+    record: [Value; 2],
 }
 
 impl Fence {
     pub(super) fn of(error: &RecordError, seen: &JobSeen) -> Fence {
-        Fence { message: error.to_string(), record: seen.status["record"].clone() }
+        Fence { message: error.to_string(), record: record_of(seen) }
     }
 
     /// Somebody has restored or removed the record: the job is to be taken anew.
     pub fn is_lifted(&self, seen: &JobSeen) -> bool {
-        seen.status["record"] != self.record
+        record_of(seen) != self.record
     }
+}
+
+fn record_of(seen: &JobSeen) -> [Value; 2] {
+    ["record", "recordMore"].map(|field| seen.status[field].clone())
 }
 
 impl JobLoop {

@@ -12,6 +12,7 @@
 
 mod event_log;
 mod fence;
+mod gang_pods;
 mod objects;
 mod outbox;
 mod place;
@@ -38,7 +39,7 @@ use crate::allocate::{Claim, Granted, Needs};
 use crate::decide::Action;
 use crate::observed::{Millis, Record};
 use crate::pods::{Birth, Surroundings};
-use crate::record::Rest;
+use crate::record::{GangPods, Rest};
 use crate::status::MoeJobStatus;
 use crate::track::{Recovery, Tracker};
 use moejob_protocol::config::WorkerConfig;
@@ -106,6 +107,8 @@ pub struct WorkerPod {
     pub mounting: bool,
     /// Why its container does not start, as the kubelet says: `ImagePullBackOff: ...`.
     pub trouble: Option<String>,
+    /// What its container runs.
+    pub image: Option<Arc<str>>,
     /// Exit code and words of its end.
     pub ended: Option<(Option<i32>, String)>,
     /// When its deletion was to be complete.
@@ -148,6 +151,8 @@ pub enum Ending {
     Refused,
     /// The API server did not say whether to believe it, which is none of its fault.
     Unjudged,
+    /// It is there, and there is no protocol that both sides speak.
+    Unspoken,
 }
 
 #[derive(Debug)]
@@ -311,6 +316,10 @@ pub struct JobLoop {
     fence: Option<Fence>,
     /// Fields of a newer operator's record, written back as they are.
     rest: (Rest, Rest),
+    /// The gang's pods as the leader before knew them.
+    inherited: GangPods,
+    /// What the pods of the gang run; empty before the first.
+    image: String,
     term: u64,
     heard_of_api: Millis,
     /// When the finished job is to be deleted.
@@ -352,13 +361,15 @@ impl JobLoop {
             pods: pods::Pods::default(),
             outbox: outbox::Outbox::default(),
             report,
-            refusals: refusals::Refusals::default(),
-            rests: rests::Rests::default(),
+            refusals: refusals::Refusals::restore(saved.more.refused),
+            rests: rests::Rests::restore(saved.more.rests),
             objects: objects::Objects::default(),
             events: event_log::EventLog::default(),
             granted: Granted::default(),
             fence,
             rest: (saved.rest, saved.more.rest),
+            image: saved.more.pods.image.clone(),
+            inherited: saved.more.pods,
             // Should the lease have been deleted, the workers still know the term before.
             term: lease_term.max(saved.term),
             heard_of_api: now,
@@ -369,6 +380,7 @@ impl JobLoop {
             dirty: true,
         };
         job.spec.restore(saved.more.accepted);
+        job.rest_again(now);
         match &job.fence {
             Some(fence) => {
                 let message = fence.message.clone();

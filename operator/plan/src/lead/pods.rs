@@ -71,6 +71,8 @@ struct Pod {
     closed: bool,
     /// It was in an attempt.
     trained: bool,
+    /// Which it speaks.
+    protocol: Option<u32>,
     mount_told: bool,
     due: Option<Millis>,
 }
@@ -157,8 +159,13 @@ impl Pods {
         }
     }
 
-    pub fn opened(&mut self, name: &str) {
+    pub fn protocol(&self, name: &str) -> Option<u32> {
+        self.known.get(name)?.protocol
+    }
+
+    pub fn opened(&mut self, name: &str, protocol: u32) {
         self.known(name, |pod| {
+            pod.protocol = Some(protocol);
             (pod.redial, pod.silent_at, pod.closed, pod.refused) = (None, None, false, None);
         });
     }
@@ -360,6 +367,13 @@ impl JobLoop {
         let in_gang = record.gang.as_ref().is_some_and(|gang| {
             gang.ended.is_none() && gang.members.iter().any(|of| of.worker == pod.name)
         });
+        let gang = self.tracker.observed.record.gang.as_ref();
+        if gang.is_some_and(|gang| self.is_another(gang, pod)) {
+            self.note(true, format!("{} is not the pod that had this name", pod.name));
+            self.send_deletion(pod, 0);
+            return false;
+        }
+        let record = &self.tracker.observed.record;
         // What ended while nobody led counts if it was a member: its exit code may be the job's.
         if pod.ended.is_some() && (!in_gang || record.outcome.is_some()) {
             return false;
@@ -448,7 +462,7 @@ impl JobLoop {
         });
         if gone == Some(true) {
             if let Some(node) = &pod.node {
-                self.avoid(node, now + SILENT_AVOID);
+                self.avoid(node, now + SILENT_AVOID, now);
             }
             self.note(true, format!("{name} is deleted by force: its node is silent"));
             self.send_deletion(pod, 0);

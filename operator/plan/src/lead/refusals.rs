@@ -8,6 +8,7 @@
 use super::{JobLoop, WriteErrorKind};
 use crate::allocate::{HOLD_TIMEOUT, Standing};
 use crate::observed::Millis;
+use crate::record::Refused;
 
 /// Pods that were taken wait at most so long for those that are refused, whatever the job's
 /// gangTimeout is: others may be able to use the nodes.
@@ -23,36 +24,39 @@ const APART: Millis = 150_000;
 
 #[derive(Debug, Default)]
 pub struct Refusals {
-    /// The first one since all pods were taken, and the newest.
-    since: Option<(Millis, Millis)>,
-    /// It stands back until then.
-    until: Option<Millis>,
-    times: u32,
-    /// Reason and message of the last one before it stood back.
-    why: (String, String),
+    of: Refused,
     /// The allocation of nodes has not heard of the latest change.
     turned: bool,
 }
 
 impl Refusals {
+    /// As the leader before has left it.
+    pub fn restore(of: Refused) -> Refusals {
+        Refusals { turned: of.until.is_some(), of }
+    }
+
+    pub fn saved(&self) -> &Refused {
+        &self.of
+    }
+
     /// Pods were refused, and none that were taken is of use without them. Whether the job now
     /// stands back, as it has waited for `patience`. `seed` sets apart jobs that were refused at
     /// the same time.
     fn refused(&mut self, patience: Millis, seed: u64, now: Millis) -> bool {
-        let known = self.since.filter(|(_, newest)| now < newest + APART);
+        let known = self.of.since.filter(|(_, newest)| now < newest + APART);
         let (since, _) = known.unwrap_or((now, now));
-        self.since = Some((since, now));
+        self.of.since = Some((since, now));
         if now < since + patience {
             return false;
         }
-        let pause = (PAUSE_FIRST << self.times.min(10)).min(PAUSE_MAX);
+        let pause = (PAUSE_FIRST << self.of.times.min(10)).min(PAUSE_MAX);
         self.stand_back(now + pause + seed % pause);
-        self.times += 1;
+        self.of.times = self.of.times.saturating_add(1);
         true
     }
 
     fn stand_back(&mut self, until: Millis) {
-        (self.until, self.since, self.turned) = (Some(until), None, true);
+        (self.of.until, self.of.since, self.turned) = (Some(until), None, true);
     }
 
     /// All pods were taken, or an attempt has begun with those that were.
@@ -62,18 +66,18 @@ impl Refusals {
 
     /// When it has stood back long enough.
     pub fn due(&self) -> Option<Millis> {
-        self.until
+        self.of.until
     }
 
     /// Why it holds nothing now.
     pub fn standing_back(&self) -> Option<&(String, String)> {
-        self.until.map(|_| &self.why)
+        self.of.until.map(|_| &self.of.why)
     }
 
     /// Whether the job stands back or comes forth again since this was last asked.
     pub fn take_turned(&mut self, now: Millis) -> bool {
-        if self.until.is_some_and(|at| now >= at) {
-            self.until = None;
+        if self.of.until.is_some_and(|at| now >= at) {
+            self.of.until = None;
             self.turned = true;
         }
         std::mem::take(&mut self.turned)
@@ -98,7 +102,8 @@ impl JobLoop {
             if forbidden {
                 self.refusals.stand_back(now + PROBE_EVERY);
             }
-            self.refusals.why = self.outbox.failure.clone().unwrap_or_default();
+            self.refusals.of.why = self.outbox.failure.clone().unwrap_or_default();
+            self.report.unsaved();
             // It is planned at once, without any node: what it has goes.
             self.outbox.retry_now(now);
             self.granted.nodes.clear();

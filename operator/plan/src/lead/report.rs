@@ -47,6 +47,8 @@ pub(super) struct Report {
     changed_at: Option<Millis>,
     not_before: Millis,
     failures: u32,
+    /// What only the next leader reads has changed.
+    unsaved: bool,
     newest: Option<StepReport>,
     /// What was told of it last.
     figures: Figures,
@@ -69,6 +71,7 @@ impl Report {
             changed_at: None,
             not_before: 0,
             failures: 0,
+            unsaved: false,
             newest: None,
             figures: Figures::default(),
         }
@@ -87,6 +90,11 @@ impl Report {
             self.version = version.to_string();
             self.not_before = 0;
         }
+    }
+
+    /// The next leader is to know something that the status does not show.
+    pub fn unsaved(&mut self) {
+        self.unsaved = true;
     }
 
     pub fn step(&mut self, report: &StepReport) {
@@ -109,7 +117,7 @@ impl Report {
         status::stamp(&mut status.conditions, &self.written.conditions, &time);
         self.in_flight = true;
         self.last_write = now;
-        (self.changed_at, self.due) = (None, None);
+        (self.changed_at, self.due, self.unsaved) = (None, None, false);
         let record = std::mem::take(&mut status.record);
         let more = std::mem::take(&mut status.record_more);
         self.pending = Some(status.clone());
@@ -133,6 +141,7 @@ impl Report {
                 (self.failures, self.not_before) = (0, 0);
             }
             Err(_) => {
+                self.unsaved = true;
                 self.not_before = now + (1000u64 << self.failures.min(10)).min(RETRY_MAX);
                 self.failures += 1;
             }
@@ -142,7 +151,7 @@ impl Report {
     /// Whether the status is to be written now; else `due` says when to look again.
     fn is_due(&mut self, status: &MoeJobStatus, starting: bool, now: Millis) -> bool {
         self.due = None;
-        if self.in_flight || same(status, &self.written) {
+        if self.in_flight || (same(status, &self.written) && !self.unsaved) {
             return false;
         }
         let at = match gist(status) == gist(&self.written) {
@@ -230,11 +239,15 @@ impl JobLoop {
             more: record::More {
                 accepted: self.spec.accepted().cloned(),
                 keyring: self.operator.keyring.clone(),
+                pods: self.gang_pods(tracker),
+                refused: self.refusals.saved().clone(),
+                rests: self.rests.saved().clone(),
                 rest: self.rest.1.clone(),
             },
             rest: self.rest.0.clone(),
         };
-        (status.record, status.record_more) = (record::write(&saved), record::write_more(&saved));
+        status.record = record::write(&saved);
+        status.record_more = record::write_more(&saved.more);
     }
 
     /// Without the record, which only what is written needs.

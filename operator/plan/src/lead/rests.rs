@@ -2,42 +2,79 @@
 
 use super::{JobLoop, Memo, place::Patience};
 use crate::observed::Millis;
+use crate::record::{NodeRest, RESTS_MAX};
 use std::collections::BTreeMap;
 
 /// Failures are forgotten so long after the last of them.
 const FORGOTTEN: Millis = 3_600_000;
 
-/// By node: failures in a row, and when the last of them was.
+/// By node: failures in a row, when the last of them was, and until when it rests.
 #[derive(Debug, Default)]
-pub(super) struct Rests(BTreeMap<String, (u32, Millis)>);
+pub(super) struct Rests(BTreeMap<String, NodeRest>);
 
 impl Rests {
+    /// As the leader before has left it.
+    pub fn restore(rests: BTreeMap<String, NodeRest>) -> Rests {
+        Rests(rests)
+    }
+
+    pub fn saved(&self) -> &BTreeMap<String, NodeRest> {
+        &self.0
+    }
+
     /// A worker failed there, or did not come up in time: until when the node rests.
     fn failed(&mut self, node: &str, patience: &Patience, now: Millis) -> Millis {
-        self.0.retain(|_, (_, last)| now < *last + FORGOTTEN);
-        let (failures, last) = self.0.entry(node.to_string()).or_default();
+        let (failures, last, _) = self.of(node, now);
         let wait = patience.rest << (*failures).min(20);
-        (*failures, *last) = (*failures + 1, now);
+        (*failures, *last) = (failures.saturating_add(1), now);
         now + wait.min(patience.rest_max)
+    }
+
+    /// The node rests for another reason, too.
+    fn until(&mut self, node: &str, until: Millis, now: Millis) {
+        let (_, _, known) = self.of(node, now);
+        *known = until.max(*known);
+    }
+
+    fn of(&mut self, node: &str, now: Millis) -> &mut NodeRest {
+        self.0.retain(|_, (_, last, until)| now < *last + FORGOTTEN || now < *until);
+        if self.0.len() >= RESTS_MAX && !self.0.contains_key(node) {
+            let ends = |(_, last, until): &NodeRest| (*until).max(*last + FORGOTTEN);
+            let first = self.0.iter().min_by_key(|(_, of)| ends(of)).map(|(node, _)| node.clone());
+            first.map(|first| self.0.remove(&first));
+        }
+        self.0.entry(node.to_string()).or_default()
     }
 }
 
 impl JobLoop {
+    /// The allocation of this leader is told what the one before knew.
+    pub(super) fn rest_again(&mut self, now: Millis) {
+        let rests = self.rests.0.iter().filter(|(_, (.., until))| now < *until);
+        let memo = |(node, (.., until)): (&String, &NodeRest)| {
+            Memo::Avoid { node: node.clone(), until: *until }
+        };
+        rests.map(memo).collect::<Vec<_>>().into_iter().for_each(|memo| self.memo(memo));
+    }
+
     /// Its worker failed there for that reason.
     pub(super) fn blame(&mut self, node: &str, message: &str, now: Millis) {
         self.pods.trouble(node, message);
         let until = self.rests.failed(node, self.place.patience(), now);
-        self.avoid(node, until);
+        self.avoid(node, until, now);
     }
 
     /// A worker trained there: the node is as good as any.
     pub(super) fn praise(&mut self, node: &str) {
         self.pods.came_up(node);
-        self.rests.0.remove(node);
+        if let Some((failures, last, _)) = self.rests.0.get_mut(node) {
+            (*failures, *last) = (0, 0);
+        }
     }
 
     /// No new worker there before that time: this turn knows it, and the allocation from now on.
-    pub(super) fn avoid(&mut self, node: &str, until: Millis) {
+    pub(super) fn avoid(&mut self, node: &str, until: Millis, now: Millis) {
+        self.rests.until(node, until, now);
         for of in self.granted.nodes.iter_mut().filter(|of| of.name == node) {
             of.avoid_until = of.avoid_until.max(until);
         }
@@ -58,5 +95,21 @@ mod tests {
         }
         assert_eq!(rests.failed("n1", &patience, 7), 5_007, "each node by itself");
         assert_eq!(rests.failed("n0", &patience, 7 + FORGOTTEN), 7 + FORGOTTEN + 5_000);
+    }
+
+    #[test]
+    fn of_so_many_nodes_the_one_is_forgotten_that_would_be_next() {
+        let patience = Patience { kill_grace_s: 0, ending: 0, rest: 5_000, rest_max: 600_000 };
+        let mut rests = Rests::default();
+        for at in 0..RESTS_MAX as u64 {
+            rests.failed(&format!("n{at}"), &patience, 1_000 + at);
+        }
+        rests.until("n0", 2 * FORGOTTEN, 2_000);
+        rests.failed("one more", &patience, 2_000);
+        assert_eq!(rests.saved().len(), RESTS_MAX);
+        assert!(rests.saved().contains_key("n0") && !rests.saved().contains_key("n1"));
+        // What is over is forgotten with the next one.
+        rests.until("late", 9 * FORGOTTEN, 8 * FORGOTTEN);
+        assert_eq!(rests.saved().keys().collect::<Vec<_>>(), ["late"]);
     }
 }

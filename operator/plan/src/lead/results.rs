@@ -94,7 +94,7 @@ impl JobLoop {
         true
     }
 
-    fn failed(&mut self, reason: &str, error: &WriteError, now: Millis) -> bool {
+    pub(super) fn failed(&mut self, reason: &str, error: &WriteError, now: Millis) -> bool {
         let news = self.outbox.note_failure(reason, error);
         let message = error.message.clone();
         let text = format!("{reason}: {message}: planned again after a pause");

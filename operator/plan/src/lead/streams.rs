@@ -4,11 +4,12 @@
 //! once. It is dialled again until nothing was heard for the heartbeat timeout. A listener that
 //! refuses twice is gone, and so is its process: that is a loss at once.
 
+use super::event_log::plain;
 use super::outbox::Waiting;
 use super::{Effect, Ending, Event, JobLoop, Link, Said};
 use crate::observed::{Millis, WorkerState};
 use crate::track::Happening;
-use moejob_protocol::message::Up;
+use moejob_protocol::message::{LeftReason, Up};
 use moejob_protocol::report::{Detail, EventKind};
 
 /// Of frames that wait.
@@ -72,10 +73,13 @@ impl JobLoop {
         }
     }
 
-    fn on_stream(&mut self, name: String, said: Said, now: Millis) {
+    fn on_stream(&mut self, name: String, mut said: Said, now: Millis) {
         // What was closed says nothing more.
         if !self.pods.is_linked(&name) {
             return;
+        }
+        if self.place.has_api() {
+            words(&mut said).into_iter().for_each(plain);
         }
         self.pods.heard(&name, &said, now);
         if !self.outbox.busy {
@@ -117,7 +121,7 @@ impl JobLoop {
         self.dirty |= !quiet;
         let happenings = match said {
             Said::Opened(hello) => {
-                self.pods.opened(name);
+                self.pods.opened(name, hello.version);
                 let address = self.pods.address(name).unwrap_or_default();
                 self.tracker.connected(name, &address, &hello);
                 if let Some(worker) = self.tracker.observed.worker(name) {
@@ -197,9 +201,12 @@ impl JobLoop {
             Ending::Unjudged => false,
             Ending::Refused => !starting,
             // One that was never heard may take its time, unless others wait for it.
-            Ending::Broken if starting => member && over,
-            Ending::Broken => over,
+            Ending::Broken | Ending::Unspoken if starting => member && over,
+            Ending::Broken | Ending::Unspoken => over,
         };
+        if why == Ending::Unspoken {
+            self.event(true, "ProtocolMismatch", format!("{name}: {reason}"), now);
+        }
         if ends {
             if !starting {
                 self.pods.closed(name);
@@ -238,6 +245,25 @@ impl JobLoop {
         } else if !stopping {
             self.blame(&node, how, now);
         }
+    }
+}
+
+/// All text of a worker's choice that is kept; of a reason only letters are.
+fn words(said: &mut Said) -> Vec<&mut String> {
+    match said {
+        Said::Ended { reason, .. } => vec![reason],
+        Said::Up { up: Up::Failed { message, .. }, .. }
+        | Said::Up { up: Up::Left { reason: LeftReason::Error { message }, .. }, .. } => {
+            vec![message]
+        }
+        Said::Up { up: Up::Event(event), .. } => {
+            let details = event.details.values_mut().filter_map(|detail| match detail {
+                Detail::Text(text) => Some(text),
+                _ => None,
+            });
+            details.chain([&mut event.message]).collect()
+        }
+        Said::Opened(_) | Said::Silent | Said::Up { .. } => Vec::new(),
     }
 }
 

@@ -1,11 +1,14 @@
 //! What is to be done now: the plan, carried out up to the first batch of writes.
 
 use super::place::Patience;
-use super::{Batch, Effect, JobLoop, Link, Memo, Origin, Template, Turn, Write};
+use super::{
+    Batch, Effect, JobLoop, Link, Memo, Origin, Template, Turn, Write, WriteError, WriteErrorKind,
+};
 use crate::Job;
 use crate::decide::{Action, plan};
 use crate::observed::{Millis, Outcome};
 use crate::pods::{Birth, Surroundings};
+use crate::record::RECORD_BYTES_MAX;
 use moejob_protocol::message::Down;
 use std::sync::Arc;
 
@@ -126,7 +129,7 @@ impl JobLoop {
                     self.tracker.done(&action, now);
                 }
                 Action::AvoidNode { node, until } => {
-                    self.avoid(node, *until);
+                    self.avoid(node, *until, now);
                     self.tracker.done(&action, now);
                 }
                 Action::EndAttempt { .. } | Action::NoteStop | Action::WithdrawStop => {
@@ -143,7 +146,9 @@ impl JobLoop {
             return self.send_policy();
         }
         let Some(job) = self.spec.plannable().cloned() else { return };
-        let around = self.surroundings(&job);
+        let image = job.kubernetes.image.clone().unwrap_or_else(|| self.operator.image.0.clone());
+        let image = self.image_for(image);
+        let around = Surroundings { image, ..self.surroundings(&job) };
         let template = Arc::new(Template { job, around });
         let mut writes = Vec::new();
         let mut next = Some(first);
@@ -175,7 +180,7 @@ impl JobLoop {
             image_pull_policy: policy,
             authority: operator.trusted.clone(),
             operator_namespace: operator.namespace.clone(),
-            memory_mib: Default::default(),
+            memory: Default::default(),
         }
     }
 
@@ -212,6 +217,17 @@ impl JobLoop {
         after.done(&action, now);
         let mut status = self.status_of(&after, now);
         self.write_record(&after, &mut status);
+        let bytes = status.record.len() + status.record_more.len();
+        if bytes > RECORD_BYTES_MAX {
+            // No leader would read it: the job would be fenced by its own record.
+            let kind = WriteErrorKind::Refused;
+            let message = format!(
+                "the record of its gang takes {bytes} bytes, at most {RECORD_BYTES_MAX}; \
+                 ask for fewer nodes, or for such with shorter names"
+            );
+            self.failed("RecordTooLong", &WriteError { kind, message }, now);
+            return self.outbox.failed(now);
+        }
         let write = self.report.write(&self.id, status, now);
         let writes = vec![(Origin::Recorded(Box::new(action)), write)];
         self.outbox.busy = true;

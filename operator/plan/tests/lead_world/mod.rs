@@ -27,10 +27,14 @@ pub struct World {
     under_way: VecDeque<Batch>,
     version: u64,
     keyring: String,
+    /// Of the operator itself.
+    own_image: String,
     /// Its pods are processes of a machine.
     machine: Option<Box<Local>>,
     /// An answer was given to nothing.
     missed: bool,
+    /// Of the turn before.
+    effects: usize,
 }
 
 impl Default for World {
@@ -55,8 +59,10 @@ impl Default for World {
             under_way: VecDeque::new(),
             version: 1,
             keyring: "key".into(),
+            own_image: "own:1".into(),
             machine: None,
             missed: false,
+            effects: 0,
         }
     }
 }
@@ -77,11 +83,22 @@ impl World {
         self.job.as_mut().expect("there is a job")
     }
 
+    /// A worker says that; the next turn shows what follows.
+    pub fn hear(&mut self, name: &str, attempt: u32, up: Up) {
+        self.on(Event::Stream { name: name.to_string(), said: Said::Up { attempt, up } });
+    }
+
+    /// Effects of the turn before, and bytes of the status as it was written last.
+    pub fn extent(&self) -> (usize, usize) {
+        (self.effects, self.seen.status.to_string().len())
+    }
+
     /// Lets it happen, and asks the loop for its turn.
     pub fn run(&mut self, words: &[&str]) -> String {
         self.happen(words);
         let now = self.now;
         let turn = self.job().turn(now);
+        self.effects = turn.effects.len();
         let mut lines = Vec::new();
         if std::mem::take(&mut self.missed) {
             lines.push("(nothing of the kind is under way)".to_string());
@@ -115,7 +132,8 @@ impl World {
                 self.adopt(1);
             }
             ["stop"] => self.on(Event::Stop),
-            ["leader", term] => {
+            ["leader", term, settings @ ..] => {
+                settings.iter().for_each(|setting| self.set(setting));
                 self.under_way.clear();
                 self.adopt(term.parse().expect("a term"));
                 for pod in self.pods.values().cloned().collect::<Vec<_>>() {
@@ -196,13 +214,16 @@ impl World {
             "record" => self.seen.status["record"] = json!(value),
             "bytes" => self.seen.spec_bytes = value.parse().expect("a number"),
             "keyring" => self.keyring = value.to_string(),
+            "image" => spec["image"] = json!(value),
+            "own" => self.own_image = value.to_string(),
+            "more" => self.seen.status["recordMore"] = json!(value),
             other => panic!("{other}"),
         }
     }
 
     fn adopt(&mut self, term: u64) {
         let operator = Operator {
-            image: ("own:1".into(), None),
+            image: (self.own_image.clone(), None),
             namespace: "moejob-system".into(),
             trusted: String::new(),
             keyring: self.keyring.clone(),
@@ -230,16 +251,13 @@ impl World {
             node: Some(Arc::from(node)),
             meant_for: Some(node.into()),
             address: Some(format!("10.0.0.{slot}")),
-            started: false,
-            mounting: false,
-            trouble: None,
-            ended: None,
-            deletion: None,
-            unschedulable: None,
+            ..WorkerPod::default()
         });
         match what {
             [] => {}
             ["running"] => pod.started = true,
+            ["runs", image] => pod.image = Some(Arc::from(*image)),
+            ["uid", uid] => pod.uid = uid.to_string(),
             ["mounting"] => pod.mounting = true,
             ["trouble", words @ ..] => pod.trouble = Some(words.join(" ")),
             ["exit", code] => {
@@ -281,6 +299,7 @@ impl World {
             ("broken", _) => ended(Ending::Broken),
             ("refused", _) => ended(Ending::Refused),
             ("unjudged", _) => ended(Ending::Unjudged),
+            ("unspoken", _) => ended(Ending::Unspoken),
             ("flood", [times]) => {
                 for time in 0..times.parse::<u64>().expect("a number") {
                     let said = up(warning(&format!("{time}"), attempt));
@@ -386,7 +405,13 @@ fn order(body: &Down) -> String {
 
 fn words(write: &Write) -> String {
     match write {
-        Write::CreatePod { birth, .. } => format!("pod {} on {}", birth.name, birth.node),
+        Write::CreatePod { birth, template } => {
+            let image = match template.around.image.as_str() {
+                "own:1" | "" => String::new(),
+                other => format!(" with {other}"),
+            };
+            format!("pod {} on {}{image}", birth.name, birth.node)
+        }
         Write::DeletePod { name, grace_s, .. } => format!("no pod {name} within {grace_s} s"),
         Write::Status { status, resource_version, .. } => {
             let recorded = serde_json::from_str::<Value>(&status.record).unwrap_or_default();

@@ -31,6 +31,7 @@ pub fn step_report(step: u64, attempt: u32) -> Up {
         aux_loss: 1.0,
         z_loss: 0.0,
         grad_norm: 1.0,
+        loss_scale: None,
         learning_rate: 1e-3,
         tokens: 0,
         tokens_per_second: 0.0,

@@ -12,9 +12,11 @@ use clap::{Args, ValueEnum};
 use moe_worker::attempt::gauge::Gauge;
 use moe_worker::attempt::pace::kernel_bytes;
 use moe_worker::engine::step::{Engine, StepSummary};
+use moe_worker::engine::trace::{STEPS_TRACED, Trace};
 use moe_worker::gang::comm::Comm;
 use moe_worker::state::rank::{DeviceFailed, RankState};
 use moe_worker::state::snapshot::initialize;
+use moejob_kernels::StepPhase;
 use moejob_kernels::cuda::Gpu;
 use moejob_plan::Job;
 use moejob_plan::devices::precision_name;
@@ -25,9 +27,8 @@ use moejob_plan::preset;
 use moejob_plan::spec::Preset;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, GradientDtype, MomentDtype, Recompute};
-use moejob_protocol::layout::Layout;
-use moejob_protocol::mesh::Mesh;
 use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 use synthetic::Synthetic;
@@ -46,7 +47,7 @@ pub struct BenchArgs {
     /// Sequences that are computed at once.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub micro_batch: u32,
-    /// Micro-batches of a step.
+    /// Micro-batches of a step, of each device.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub accumulation: u32,
     /// Steps that are measured.
@@ -61,6 +62,12 @@ pub struct BenchArgs {
     /// What computes. Default: a GPU where this machine shows one.
     #[arg(long, value_enum)]
     pub device: Option<DeviceName>,
+    /// GPUs of this machine, or ranks that share its processors; each has its own micro-batches.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub devices: u32,
+    /// parallelism.expert: devices that share the experts out. Default: each has all.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub expert_parallel: u32,
     /// training.precision. Default: bf16 on a GPU, fp32 on processors.
     #[arg(long, value_parser = ["fp32", "tf32", "bf16", "fp16"])]
     pub precision: Option<String>,
@@ -79,6 +86,9 @@ pub struct BenchArgs {
     /// Threads that compute, on processors; 0 is all of them.
     #[arg(long, default_value_t = 0)]
     pub threads: u32,
+    /// Writes three more steps as a Chrome trace, for Perfetto.
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
     /// One line of JSON, with the time of every step.
     #[arg(long)]
     pub json: bool,
@@ -133,7 +143,8 @@ fn job(args: &BenchArgs, device: DeviceName) -> Result<Job, Refused> {
     let mut training = json!({
         "steps": args.warm_up + args.steps,
         "microBatchSize": args.micro_batch,
-        "globalBatchSize": u64::from(args.micro_batch) * u64::from(args.accumulation),
+        "globalBatchSize":
+            u64::from(args.micro_batch) * u64::from(args.accumulation) * u64::from(args.devices),
     });
     if args.routing == Routing::Balanced {
         // What was arranged stays so.
@@ -157,7 +168,8 @@ fn job(args: &BenchArgs, device: DeviceName) -> Result<Job, Refused> {
         "kind": "MoeJob",
         "metadata": { "name": "bench" },
         "spec": {
-            "nodes": { "profile": profile },
+            "nodes": { "profile": profile, "devicesPerNode": args.devices },
+            "parallelism": { "expert": args.expert_parallel },
             "model": model,
             "data": {
                 // Never opened.
@@ -183,7 +195,11 @@ fn device_of(args: &BenchArgs) -> DeviceName {
 
 fn measure(args: &BenchArgs) -> Result<Measured, Refused> {
     let job = job(args, device_of(args))?;
-    let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
+    let (devices, ep) = (args.devices, args.expert_parallel);
+    if !placement::divides(ep, devices) {
+        return Err(Refused(2, format!("--expert-parallel {ep} does not divide {devices} devices")));
+    }
+    let layout = placement::layout(&job, devices, ep);
     let planned = placement::memory(&job, &layout, 0);
     // A bench keeps no state beside the device's.
     let kept = planned.parts.iter().filter(|part| ["snapshots", "checkpoint"].contains(&part.name));
@@ -195,8 +211,63 @@ fn measure(args: &BenchArgs) -> Result<Measured, Refused> {
         exclude: Vec::new(),
     };
     let template = launch::template(&job, Venue::Local, "bench", &places);
-    let config = WorkerConfig { rank: Some(0), layout, threads: args.threads, ..template };
-    let mut engine = Engine::open(&config, 0, Comm::solo(1)).map_err(|error| {
+    let ranks = args.devices;
+    let config = WorkerConfig { layout, ranks, threads: args.threads, ..template };
+    let comms = if ranks == 1 { vec![Comm::solo(1)] } else { Comm::in_process(ranks) };
+    // A thread a device: what a worker's engines are processes for, a bench does without.
+    let ends: Vec<Result<Trained, Refused>> = std::thread::scope(|scope| {
+        let rank = |(rank, comm): (u32, Comm)| {
+            let config = WorkerConfig { rank: Some(rank), ..config.clone() };
+            let job = &job;
+            scope.spawn(move || train(args, job, &config, comm))
+        };
+        let threads: Vec<_> = (0..ranks).zip(comms).map(rank).collect();
+        let bug = |_| Err(Refused(1, "a bug: a rank panicked, as told above".to_string()));
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(bug)).collect()
+    });
+    let mut all = Vec::new();
+    for end in ends {
+        all.push(end?);
+    }
+    let Trained { device, imbalance, loss, watts, used, phases, seconds } = all.swap_remove(0);
+    let watts = all.iter().map(|other| other.watts).fold(watts, |sum, of| Some(sum? + of?));
+    Ok(Measured {
+        device,
+        devices: ranks,
+        expert_parallel: ep,
+        on_gpu: config.training.compute.backend == Backend::Cuda,
+        routing: args.routing,
+        preset: args.preset.name(),
+        imbalance,
+        loss,
+        planned,
+        used,
+        watts,
+        phases,
+        seconds,
+        job,
+    })
+}
+
+/// What one rank found.
+struct Trained {
+    device: String,
+    imbalance: f64,
+    loss: f64,
+    used: Option<u64>,
+    watts: Option<f64>,
+    phases: [f64; StepPhase::COUNT],
+    seconds: Vec<f64>,
+}
+
+fn train(
+    args: &BenchArgs,
+    job: &Job,
+    config: &WorkerConfig,
+    comm: Comm,
+) -> Result<Trained, Refused> {
+    let rank = comm.rank();
+    let mut engine = Engine::open(config, rank, comm).map_err(|error| {
         complain(&error);
         Refused(1, "the device cannot be made".to_string())
     })?;
@@ -229,6 +300,12 @@ fn measure(args: &BenchArgs) -> Result<Measured, Refused> {
         }
         last = summary;
     }
+    let phases = engine.take_phases().map(|seconds| seconds / f64::from(args.warm_up + args.steps));
+    if let Some(file) = &args.trace {
+        // All take part, one writes.
+        let file = (rank == 0).then_some(file.as_path());
+        trace(&mut engine, &mut batches, u64::from(args.warm_up + args.steps), file)?;
+    }
     let device = &engine.model.device;
     // The step is over: what it drew is still in the newest reading.
     let told = gauge.as_mut().map(|gauge| gauge.report(device, 0.0));
@@ -237,27 +314,40 @@ fn measure(args: &BenchArgs) -> Result<Measured, Refused> {
         // The most that this process had in memory.
         None => (kernel_bytes("/proc/self/status", "VmHWM:"), None),
     };
-    Ok(Measured {
-        device: match told {
-            Some(told) => told.name,
-            None => format!("processor, {:?}", moejob_kernels::Isa::detect()),
-        },
-        on_gpu: config.training.compute.backend == Backend::Cuda,
-        routing: args.routing,
-        preset: args.preset.name(),
-        imbalance,
-        loss: last.loss,
-        planned,
-        used,
-        watts,
-        seconds,
-        job,
-    })
+    let device = match told {
+        Some(told) => told.name,
+        None => format!("processor, {:?}", moejob_kernels::Isa::detect()),
+    };
+    engine.leave().map_err(|error| Refused(1, error.to_string()))?;
+    Ok(Trained { device, imbalance, loss: last.loss, used, watts, phases, seconds })
+}
+
+/// Steps that are traced and not measured: marks take time.
+fn trace(
+    engine: &mut Engine,
+    batches: &mut Synthetic,
+    first: u64,
+    file: Option<&Path>,
+) -> Result<(), Refused> {
+    if let Some(file) = file {
+        engine.trace(Trace::new(file.to_path_buf(), 0, 0));
+    }
+    for step in first..first + STEPS_TRACED {
+        engine.step(step, batches).map_err(|error| {
+            complain(&error);
+            Refused(1, format!("step {} failed", step + 1))
+        })?;
+    }
+    let written = engine.take_traced().unwrap_or(Ok(()));
+    let name = file.unwrap_or(Path::new("")).display();
+    written.map_err(|error| Refused(1, format!("--trace {name}: {error}")))
 }
 
 /// What a bench tells.
 struct Measured {
     device: String,
+    devices: u32,
+    expert_parallel: u32,
     on_gpu: bool,
     preset: String,
     job: Job,
@@ -269,6 +359,8 @@ struct Measured {
     planned: u64,
     used: Option<u64>,
     watts: Option<f64>,
+    /// Seconds of each phase, mean over all steps.
+    phases: [f64; StepPhase::COUNT],
     /// Of each measured step.
     seconds: Vec<f64>,
 }
@@ -301,7 +393,8 @@ impl Measured {
     }
 
     fn ceiling(&self) -> Option<f64> {
-        moejob_protocol::flops::bf16_ceiling(&self.device).filter(|_| self.on_gpu)
+        let one = moejob_protocol::flops::bf16_ceiling(&self.device).filter(|_| self.on_gpu);
+        one.map(|one| one * f64::from(self.devices))
     }
 
     fn routing_name(&self) -> &'static str {
@@ -322,7 +415,16 @@ impl Measured {
             format!(", {percent:.1}% of {:.0} (bf16, the data sheet's)", ceiling / 1e12)
         });
         let lines = [
-            ("device", self.device.clone()),
+            (
+                "device",
+                match self.devices {
+                    1 => self.device.clone(),
+                    count => format!(
+                        "{count} x {}, experts over {}",
+                        self.device, self.expert_parallel
+                    ),
+                },
+            ),
             (
                 "model",
                 format!(
@@ -372,6 +474,7 @@ impl Measured {
                     most * 1e3
                 ),
             ),
+            ("phases", self.phases_text()),
             ("speed", format!("{:.0} tokens/s", self.tokens_per_second())),
             (
                 "model rate",
@@ -397,10 +500,25 @@ impl Measured {
         text + &format!("{:<12}{:.4} at the last step\n", "loss", self.loss)
     }
 
+    /// Milliseconds, on the device's clock.
+    fn phases_text(&self) -> String {
+        let of = |phase| self.phases[phase as usize] * 1e3;
+        format!(
+            "forward {:.1}, backward {:.1}, numbers {:.1}, update {:.1} ms, data {:.1} (means)",
+            of(StepPhase::Forward),
+            of(StepPhase::Backward),
+            of(StepPhase::Numbers),
+            of(StepPhase::Update),
+            of(StepPhase::Data)
+        )
+    }
+
     fn json(&self) -> Value {
         let training = &self.job.training;
         json!({
             "device": self.device,
+            "devices": self.devices,
+            "expertParallel": self.expert_parallel,
             "preset": self.preset,
             "layers": self.job.model.num_hidden_layers,
             "parameters": self.job.model.numel(),

@@ -302,6 +302,7 @@ mod tests {
     use moejob_plan::observed::{Gang, Record};
     use moejob_plan::record::{self, Saved};
     use moejob_protocol::Mesh;
+    use moejob_protocol::config::Member;
     use moejob_protocol::layout::Layout;
 
     fn told(after: Millis, reason: &str, note: &str) -> Told {
@@ -327,7 +328,12 @@ mod tests {
             attempt: 2,
             digest: "d".into(),
             layout: Layout::contiguous(Mesh::data_parallel(1, 1)),
-            members: Vec::new(),
+            members: vec![Member {
+                rank: 0,
+                worker: "u".into(),
+                node: "worker-1".into(),
+                address: "10.0.0.1:1".into(),
+            }],
             resumed_at: 40,
             started_at: START + 65_100,
             stepped: true,
@@ -363,7 +369,7 @@ mod tests {
         let events = [
             told(5_000, "AttemptStarted", "attempt 1 on 2 nodes from step 0"),
             told(65_001, "WorkerLost", "a-a1-1 on worker-2: killed by signal 9"),
-            told(65_105, "AttemptStarted", "attempt 2 on 0 nodes from step 40"),
+            told(65_105, "AttemptStarted", "attempt 2 on 1 node from step 40"),
             told(65_700, "Recovered", "training again"),
             told(90_000, "CheckpointRefused", "step-50: a damaged shard"),
         ];
@@ -381,7 +387,7 @@ mod tests {
   17:01:05     +65s  attempt 1 ended: rank 1 (a-a1-1) was killed
                      planned anew after 12 ms, joined after 400 ms, trained on after 620 ms
                      4 steps were done again
-  17:01:05     +65s  began attempt 2 on 0 nodes from step 40
+  17:01:05     +65s  began attempt 2 on 1 node from step 40
   17:01:06     +66s  allocated worker-1
                      placed within a second; not started yet: a-a2-2
   17:01:30     +90s  CheckpointRefused: step-50: a damaged shard
@@ -399,7 +405,7 @@ mod tests {
             [
                 "submitted",
                 "attempt 1 ended: rank 1 (a-a1-1) was killed",
-                "began attempt 2 on 0 nodes from step 40",
+                "began attempt 2 on 1 node from step 40",
             ]
         );
         let status = json!({"phase": "Complete", "attempt": 1, "conditions": [

@@ -3,7 +3,7 @@
 use super::{
     BLOCK_WORDS, Batch, Bucket, Buffers, CONTROL_NUMBERS, Cosine, Fused, Gate, GateScratch, Gated,
     Gradients, Head, Layer, Moe, MoeScratch, Numbers, QkNormBuffers, Routes, STAGE_ELEMENTS,
-    Scratch, State, StepBalance, Travel,
+    Scratch, Spread, SpreadScratch, State, StepBalance, Travel,
 };
 use crate::layout::BLOCK;
 use crate::memory::{
@@ -84,7 +84,7 @@ impl<B: Copy> Bucket<B> {
             (_, Masters::LowBits) => (types.element, Some(Kind::I16), types.gradient),
             (_, Masters::Separate) => (types.element, Some(Kind::F32), types.gradient),
         };
-        let blocks = of.len / BLOCK;
+        let blocks = of.owned / BLOCK;
         let mut part = |name, kind, len| {
             planner.part(name);
             planner.alloc(kind, Rows::Fixed(len), 1)
@@ -114,13 +114,16 @@ impl<B: Copy> Numbers<B> {
         let tree = shape.types.sums == Sums::Tree;
         let parts = doubles(if tree { numbers.parts.iter().sum() } else { 0 });
         let control = doubles(if tree { 0 } else { CONTROL_NUMBERS });
+        let loss_scale =
+            shape.types.scaled.then(|| planner.alloc(Kind::F32, Rows::Fixed(1), 1));
+        let mut doubles = |len| planner.alloc(Kind::F64, Rows::Fixed(len), 1);
         let of_step = model.router.aux_loss_scope == AuxLossScope::Global;
         let width = numbers.loads * STATISTICS;
         let balance = of_step.then(|| StepBalance {
             micro_batches: doubles(u64::from(shape.micro_batches) * width),
             sum: doubles(width),
         });
-        Numbers { params, parts, reduced, control, balance }
+        Numbers { params, parts, reduced, control, loss_scale, balance }
     }
 }
 
@@ -186,7 +189,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         let before_fused = shared.iter().find_map(|layer| layer.fused.clone());
         let fused = (mixture && self.is_fused()).then(|| match before_fused {
             Some(fused) => fused,
-            None => self.fused(),
+            None => self.fused(None),
         });
         let dense = self.kept_width(layer).map(|width| {
             let before = shared.iter().find_map(|layer| layer.dense.clone());
@@ -222,8 +225,11 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
     fn layer(&mut self, layer: u32, earlier: &[Layer<B>]) -> Layer<B> {
         let recompute = self.shape.recompute;
         let first = earlier.first().filter(|_| recompute.drops_norms());
-        let mut hidden = earlier.iter().filter_map(|layer| layer.moe.as_ref());
-        let shared = hidden.next().filter(|_| recompute.drops_hidden()).map(|moe| [moe.h, moe.a]);
+        let drops = recompute.drops_hidden();
+        let mut hidden = earlier.iter().filter_map(|layer| layer.moe.as_ref()).filter(|_| drops);
+        let shared = hidden.next().map(|moe| [moe.h, moe.a]);
+        let mut hidden = earlier.iter().filter_map(|layer| layer.fused.as_ref()).filter(|_| drops);
+        let shared_fused = hidden.next().map(|fused| [fused.h, fused.a]);
         let (t, model) = (self.shape.tokens, self.model);
         let d = u64::from(model.hidden_size);
         let (q, kv) = (u64::from(model.q_size()), u64::from(model.kv_size()));
@@ -245,7 +251,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             norm2: first.map_or_else(|| self.floats(t, d), |first| first.norm2),
             rstd2: self.statistics(t, 1),
             moe: (moe && !self.is_fused()).then(|| self.moe(shared)),
-            fused: (moe && self.is_fused()).then(|| self.fused()),
+            fused: (moe && self.is_fused()).then(|| self.fused(shared_fused)),
             dense: width.map(|width| self.gated(width)),
         }
     }
@@ -255,8 +261,9 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         self.shape.types.sums == Sums::Buckets
     }
 
-    /// Where a CPU computes what a GPU does, its op keeps scores and A, too.
-    fn fused(&mut self) -> Fused<B> {
+    /// Where a CPU computes what a GPU does, its op keeps scores and A, too. `shared`: hidden rows
+    /// that are computed again.
+    fn fused(&mut self, shared: Option<[B; 2]>) -> Fused<B> {
         let (t, experts, types) = (self.shape.tokens, &self.model.experts, self.shape.types);
         let (e, k) = (u64::from(experts.count), u64::from(experts.per_token));
         let (f, d) = (u64::from(experts.intermediate_size), u64::from(self.model.hidden_size));
@@ -264,9 +271,12 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         let halves = if types.element == types.statistic { 0 } else { 2 };
         let only_cpu = |len: u64| if cpu { len } else { 0 };
         let segments = self.shape.segments;
+        let [h, a] = shared.unwrap_or_else(|| {
+            [self.routed(2 * f), if cpu { self.routed(f) } else { self.floats(0, f) }]
+        });
         Fused {
-            h: self.routed(2 * f),
-            a: if cpu { self.routed(f) } else { self.floats(0, f) },
+            h,
+            a,
             logits: self.statistics(t, e),
             probs: self.statistics(only_cpu(t), e),
             lse: self.statistics(t, 1),
@@ -275,13 +285,42 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             counts: self.words(e, 1),
             offsets: self.words(e + 1, 1),
             order: self.words(if cpu { 0 } else { e }, 1),
-            rows: self.planner.alloc(Kind::U32, Rows::Routed, 1),
+            rows: self.words(t, k),
             pos: self.words(t, k),
-            row_weights: self.planner.alloc(types.statistic, Rows::Routed, 1),
+            row_weights: self.statistics(t, k),
             segment_counts: self.words(segments, e),
             prob_sums: self.doubles(segments * e),
             losses: self.doubles(2),
             router_halves: self.floats(halves * e, d),
+            spread: (self.shape.expert_parallel > 1).then(|| self.spread()),
+        }
+    }
+
+    fn spread(&mut self) -> Spread<B> {
+        let experts = &self.model.experts;
+        let (e, k) = (u64::from(experts.count), u64::from(experts.per_token));
+        let all = self.shape.tokens * self.shape.expert_parallel;
+        let here = e.div_ceil(self.shape.expert_parallel);
+        Spread {
+            x: self.floats(all, self.model.hidden_size.into()),
+            ids: self.words(all, k),
+            weights: self.statistics(all, k),
+            offsets: self.words(here + 1, 1),
+            order: self.words(if self.shape.on_cpu { 0 } else { here }, 1),
+            rows: self.planner.alloc(Kind::U32, Rows::Routed, 1),
+            pos: self.words(all, k),
+            row_weights: self.planner.alloc(self.shape.types.statistic, Rows::Routed, 1),
+        }
+    }
+
+    fn spread_scratch(&mut self) -> SpreadScratch<B> {
+        let (t, k) = (self.shape.tokens, u64::from(self.model.experts.per_token));
+        let (all, d) = (t * self.shape.expert_parallel, u64::from(self.model.hidden_size));
+        SpreadScratch {
+            dout: self.floats(all, d),
+            partial: self.floats(all, d),
+            ds: self.statistics(all, k),
+            slots: self.words(t, k),
         }
     }
 
@@ -424,6 +463,8 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             dk_raw: raw.then(|| self.floats(t, kv)),
             moe: (moe && !self.is_fused()).then(|| self.moe_scratch()),
             dense: dense.map(|width| self.gated(width)),
+            spread: (moe && self.is_fused() && self.shape.expert_parallel > 1)
+                .then(|| self.spread_scratch()),
             workspace: self.planner.alloc(Kind::U8, Rows::Fixed(self.shape.workspace), 1),
             stage: {
                 let len = if self.is_fused() { STAGE_ELEMENTS } else { 0 };

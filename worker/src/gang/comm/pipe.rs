@@ -151,6 +151,11 @@ impl Pipe {
         Read::Some(len)
     }
 
+    /// Why the producer ended, whatever is still to be taken.
+    pub fn ended(&self) -> Option<String> {
+        self.flag(ENDED).then(|| self.memory.read_text(self.at + ENDED_WHY, WHY_ROOM))
+    }
+
     /// Bytes that were ever taken.
     pub fn taken(&self) -> u64 {
         self.load(TAKEN)

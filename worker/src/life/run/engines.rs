@@ -10,6 +10,7 @@ use super::Happened;
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use crate::attempt::records::event;
 use crate::gang::comm::{Comm, CommError, Links};
+use crate::life::affinity::Share;
 use crate::state::slots::Memory;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, Resume};
@@ -76,6 +77,9 @@ pub(super) struct Outcome {
 
 pub(super) struct Engines {
     make: Make,
+    /// Workers of one machine take its devices in turn.
+    share: Share,
+    ranks: u32,
     memory: Memory,
     happened: mpsc::Sender<Happened>,
     /// None where one is being given up.
@@ -154,9 +158,11 @@ impl Running {
 }
 
 impl Engines {
-    pub fn new(make: Make, happened: mpsc::Sender<Happened>) -> Engines {
+    pub fn new(make: Make, share: Share, happened: mpsc::Sender<Happened>) -> Engines {
         Engines {
             make,
+            share,
+            ranks: 1,
             memory: Memory::default(),
             happened,
             engines: Vec::new(),
@@ -174,7 +180,8 @@ impl Engines {
     /// # Errors
     /// The system gives no thread or process.
     pub fn prepare(&mut self, config: &WorkerConfig) -> io::Result<()> {
-        let ranks = config.ranks.max(1) as usize;
+        self.ranks = config.ranks.max(1);
+        let ranks = self.ranks as usize;
         let processes = match std::env::var(ENV_ENGINE).as_deref() {
             Ok("process") => true,
             Ok("thread") => false,
@@ -198,7 +205,10 @@ impl Engines {
         let name = Name { index, life: self.lives };
         let happened = self.happened.clone();
         let body = match process {
-            true => Body::Process(Process::start(name, self.memory.clone(), happened)?),
+            true => {
+                let device = self.share.index * self.ranks + index as u32;
+                Body::Process(Process::start(name, device, self.memory.clone(), happened)?)
+            }
             false => {
                 let (make, memory) = (Arc::clone(&self.make), self.memory.clone());
                 Body::Thread(Thread::start(name, move || make(memory), happened)?)

@@ -8,6 +8,7 @@
 use super::child::EXIT_DEVICE;
 use super::wire::{Order, Report, Wire};
 use super::{Name, Said};
+use crate::engine::step::ENV_DEVICE;
 use crate::gang::comm::Links;
 use crate::life::run::Happened;
 use crate::state::slots::Memory;
@@ -39,13 +40,14 @@ pub(super) struct Process {
 }
 
 impl Process {
-    /// Starts `engine` of this program. The thread that calls it must live as long as the worker:
-    /// the engine ends with it.
+    /// Starts `engine` of this program on `device` of this machine. The thread that calls it must
+    /// live as long as the worker: the engine ends with it.
     ///
     /// # Errors
     /// The system gives no process, thread or socket.
     pub fn start(
         name: Name,
+        device: u32,
         memory: Memory,
         happened: mpsc::Sender<Happened>,
     ) -> io::Result<Process> {
@@ -55,6 +57,7 @@ impl Process {
             .arg0(std::env::args_os().next().unwrap_or_else(|| "moejob".into()))
             .arg("engine")
             .arg(std::process::id().to_string())
+            .env(ENV_DEVICE, device.to_string())
             .stdin(OwnedFd::from(theirs))
             .stderr(Stdio::piped())
             .spawn()?;

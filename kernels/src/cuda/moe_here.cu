@@ -1,0 +1,124 @@
+// Rows of the experts that one rank of several computes. Host macro: TOP_K.
+constexpr int TOKENS = 256;          // of a block
+constexpr int WORDS = TOKENS / 32;
+
+// Which ranks have tokens: `each` of them a rank.
+struct Present { u64 ranks; int each; };
+
+// Expert of a slot by its place here, below 0 for one that lies elsewhere.
+__device__ __forceinline__ int place_of(const int* ids, u64 slot, Present present, int t,
+                                        int first, int locals) {
+  const int place = ids[slot] - first;
+  const bool counts = present.ranks >> (t / present.each) & 1;
+  return counts && ids[slot] >= first && place < locals ? place : -1;
+}
+
+// pos [A, K]: rank of a slot among the block's of its expert, below 0 for none;
+// histogram [G][blocks]: slots of the block by expert. A token names an expert once.
+extern "C" __global__ void __launch_bounds__(TOKENS)
+here_count(const int* ids, Present present, int tokens, int first, int locals, int* pos,
+           int* histogram) {
+  extern __shared__ u32 masks[];  // [G][WORDS]: the block's tokens that chose each expert
+  const int at = threadIdx.x, t = blockIdx.x * TOKENS + at;
+  for (int i = at; i < locals * WORDS; i += TOKENS) masks[i] = 0;
+  __syncthreads();
+  int place[TOP_K];
+#pragma unroll
+  for (int k = 0; k < TOP_K; k++) {
+    place[k] = t < tokens
+                   ? place_of(ids, (u64)t * TOP_K + k, present, t, first, locals) : -1;
+    if (place[k] >= 0) atomicOr(&masks[place[k] * WORDS + (at >> 5)], 1u << (at & 31));
+  }
+  __syncthreads();
+  for (int k = 0; k < TOP_K && t < tokens; k++) {
+    int rank = -1;
+    if (place[k] >= 0) {
+      const u32* own = masks + place[k] * WORDS;
+      rank = __popc(own[at >> 5] & ((1u << (at & 31)) - 1));
+      for (int w = 0; w < at >> 5; w++) rank += __popc(own[w]);
+    }
+    pos[(u64)t * TOP_K + k] = rank;
+  }
+  for (int g = at; g < locals; g += TOKENS) {
+    int count = 0;
+    for (int w = 0; w < WORDS; w++) count += __popc(masks[g * WORDS + w]);
+    histogram[(u64)g * gridDim.x + blockIdx.x] = count;
+  }
+}
+
+// A warp an expert: its histogram becomes where each block's rows start among the expert's.
+extern "C" __global__ void __launch_bounds__(32)
+here_scan(int* histogram, int blocks, int* counts) {
+  int* own = histogram + (u64)blockIdx.x * blocks;
+  const int lane = threadIdx.x;
+  int carried = 0;
+  for (int first = 0; first < blocks; first += 32) {
+    const int b = first + lane, count = b < blocks ? own[b] : 0;
+    int sum = count;
+    for (int step = 1; step < 32; step <<= 1) {
+      const int left = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += left;
+    }
+    if (b < blocks) own[b] = carried + sum - count;
+    carried += __shfl_sync(~0u, sum, 31);
+  }
+  if (lane == 0) counts[blockIdx.x] = carried;
+}
+
+// rows [R], row_weights [R], pos [A, K]: the slot's row, all ones for none. Blocks as in
+// here_count; the one behind them writes offsets [G + 1] and order [G], experts heaviest first.
+extern "C" __global__ void __launch_bounds__(TOKENS)
+here_place(const int* ids, const float* weights, Present present, int tokens, int first,
+           int locals, const int* histogram, const int* counts, int* offsets, int* order,
+           int* rows, int* pos, float* row_weights) {
+  extern __shared__ int starts[];  // [G + 1]
+  const int at = threadIdx.x, blocks = gridDim.x - 1;
+  if (at < 32) {
+    int carried = 0;
+    for (int base = 0; base < locals; base += 32) {
+      const int g = base + at, own = g < locals ? counts[g] : 0;
+      int sum = own;
+      for (int step = 1; step < 32; step <<= 1) {
+        const int left = __shfl_up_sync(~0u, sum, step);
+        if (at >= step) sum += left;
+      }
+      if (g < locals) starts[g] = carried + sum - own;
+      carried += __shfl_sync(~0u, sum, 31);
+    }
+    if (at == 0) starts[locals] = carried;
+  }
+  __syncthreads();
+  if (blockIdx.x == blocks) {
+    for (int g = at; g < locals; g += TOKENS) {
+      const int own = counts[g];
+      int rank = 0;
+      for (int o = 0; o < locals; o++) rank += counts[o] > own || (counts[o] == own && o < g);
+      order[rank] = g;
+      offsets[g] = starts[g];
+    }
+    if (at == 0) offsets[locals] = starts[locals];
+    return;
+  }
+  const int t = blockIdx.x * TOKENS + at;
+  if (t >= tokens) return;
+  for (int k = 0; k < TOP_K; k++) {
+    const u64 slot = (u64)t * TOP_K + k;
+    const int place = place_of(ids, slot, present, t, first, locals);
+    if (place < 0) continue;  // `pos` is below 0 already
+    const int row = starts[place] + histogram[(u64)place * blocks + blockIdx.x] + pos[slot];
+    rows[row] = t;
+    row_weights[row] = weights[slot];
+    pos[slot] = row;
+  }
+}
+
+// ds[slot] = the sum of its row's parts, 0 for none
+extern "C" __global__ void __launch_bounds__(256)
+here_ds(const int* pos, const float* partial, int parts, int slots, float* ds) {
+  const int slot = blockIdx.x * 256 + threadIdx.x;
+  if (slot >= slots) return;
+  const int row = pos[slot];
+  float sum = 0.f;
+  for (int part = 0; row >= 0 && part < parts; part++) sum += partial[(u64)row * parts + part];
+  ds[slot] = sum;
+}

@@ -1,0 +1,245 @@
+//! Device memory that other processes of the machine map, too.
+//!
+//! ```text
+//! Window::new(gpu, bytes) -> export() -> a file -> (another process) Window::open(gpu, file, ..)
+//! ```
+//! Memory lives until its last mapping goes, whoever made it: a peer that dies leaves it valid.
+//! `Arena::joined` is an arena at whose end a window lies: what peers store there is a buffer.
+
+use std::ffi::c_void;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+use cudarc::driver::sys;
+
+use super::driver::{Arena, Gpu};
+use super::error::{CudaError, Doing};
+
+const POSIX_FILE: sys::CUmemAllocationHandleType =
+    sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+
+/// A mapped piece of memory of this or of another GPU.
+#[derive(Debug)]
+pub struct Window {
+    address: sys::CUdeviceptr,
+    bytes: usize,
+    handle: sys::CUmemGenericAllocationHandle,
+    gpu: Gpu,
+}
+
+// SAFETY: an address and a handle, which any thread with the context current may use.
+unsafe impl Send for Window {}
+// SAFETY: as above; both are only read.
+unsafe impl Sync for Window {}
+
+impl Window {
+    /// At least `bytes` of this GPU's memory, as they come.
+    pub fn new(gpu: &Gpu, bytes: usize) -> Result<Window, CudaError> {
+        let bytes = bytes.max(1).next_multiple_of(granularity(gpu)?);
+        Window::mapped(gpu, create(gpu, bytes)?, bytes)
+    }
+
+    /// The window of `bytes` that another process exported.
+    pub fn open(gpu: &Gpu, file: OwnedFd, bytes: usize) -> Result<Window, CudaError> {
+        let mut handle = 0;
+        // The number of the file takes the place of a pointer.
+        let number = std::ptr::without_provenance_mut::<c_void>(file.as_raw_fd() as usize);
+        // SAFETY: the target is valid for the call, and the file is open; released once.
+        unsafe { sys::cuMemImportFromShareableHandle(&mut handle, number, POSIX_FILE) }
+            .result()
+            .doing(|| format!("opening a peer's window of {bytes} bytes"))?;
+        Window::mapped(gpu, handle, bytes)
+    }
+
+    /// Owns `handle` from here on.
+    fn mapped(
+        gpu: &Gpu,
+        handle: sys::CUmemGenericAllocationHandle,
+        bytes: usize,
+    ) -> Result<Window, CudaError> {
+        let mut window = Window { address: 0, bytes, handle, gpu: gpu.clone() };
+        let what = || format!("mapping a window of {bytes} bytes");
+        let mut address = 0;
+        // SAFETY: the target is valid for the call; given back when the window is dropped.
+        unsafe { sys::cuMemAddressReserve(&mut address, bytes, 0, 0, 0) }.result().doing(what)?;
+        // SAFETY: the range was just reserved, and the memory is as long.
+        let mapped = unsafe { sys::cuMemMap(address, bytes, 0, handle, 0) };
+        if let Err(error) = mapped.result().doing(what) {
+            // SAFETY: reserved above, nothing is mapped there.
+            let _ = unsafe { sys::cuMemAddressFree(address, bytes) };
+            return Err(error);
+        }
+        window.address = address;
+        allow(gpu, address, bytes)?;
+        Ok(window)
+    }
+
+    /// A file by which other processes open it.
+    pub fn export(&self) -> Result<OwnedFd, CudaError> {
+        let mut file: i32 = -1;
+        let target = std::ptr::from_mut(&mut file).cast::<c_void>();
+        // SAFETY: the target is as long as this kind of handle and valid for the call.
+        unsafe { sys::cuMemExportToShareableHandle(target, self.handle, POSIX_FILE, 0) }
+            .result()
+            .doing(|| format!("exporting a window of {} bytes", self.bytes))?;
+        // SAFETY: the driver has opened it for us, and nobody else owns it.
+        Ok(unsafe { OwnedFd::from_raw_fd(file) })
+    }
+
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// A whole number of the driver's pages.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+}
+
+impl Drop for Window {
+    /// Does not wait: who drops it has drained the streams that use it, or loses the context.
+    fn drop(&mut self) {
+        // SAFETY: mapped and reserved by us, each undone once; the owner's streams are drained.
+        unsafe {
+            if self.address != 0 {
+                let _ = sys::cuMemUnmap(self.address, self.bytes);
+                let _ = sys::cuMemAddressFree(self.address, self.bytes);
+            }
+            let _ = sys::cuMemRelease(self.handle);
+        }
+    }
+}
+
+/// Memory of its own and a window's, in one range of addresses.
+#[derive(Debug)]
+pub(super) struct Joined {
+    base: sys::CUdeviceptr,
+    bytes: usize,
+    /// Bytes of each mapping, one behind the other.
+    mapped: Vec<usize>,
+}
+
+/// Memory is committed in pieces of this: in small ones it takes as long, in one of 60 GiB longer.
+const PIECE: usize = 1 << 30;
+
+impl Joined {
+    /// Maps `bytes` of `handle`, which the mapping keeps alive, behind what there is.
+    fn append(
+        &mut self,
+        handle: sys::CUmemGenericAllocationHandle,
+        bytes: usize,
+    ) -> Result<(), CudaError> {
+        // SAFETY: the range was reserved and nothing is mapped there, the memory is as long.
+        unsafe { sys::cuMemMap(self.base + self.end() as u64, bytes, 0, handle, 0) }
+            .result()
+            .doing(|| format!("mapping {bytes} bytes of an arena"))?;
+        self.mapped.push(bytes);
+        Ok(())
+    }
+
+    fn end(&self) -> usize {
+        self.mapped.iter().sum()
+    }
+}
+
+impl Drop for Joined {
+    /// Does not wait, as a window's does not.
+    fn drop(&mut self) {
+        // SAFETY: reserved and mapped by us, each undone once; the streams are drained.
+        unsafe {
+            let mut at = self.base;
+            for bytes in &self.mapped {
+                let _ = sys::cuMemUnmap(at, *bytes);
+                at += *bytes as u64;
+            }
+            let _ = sys::cuMemAddressFree(self.base, self.bytes);
+        }
+    }
+}
+
+impl Arena {
+    /// An arena of at least `bytes`, behind which `window` lies: at [`Arena::bytes`] less the
+    /// window's. The streams that use it are drained before it is dropped, which does not wait.
+    pub fn joined(gpu: &Gpu, bytes: usize, window: &Window) -> Result<Arena, CudaError> {
+        let own = bytes.max(1).next_multiple_of(granularity(gpu)?);
+        let whole = own + window.bytes;
+        let mut base = 0;
+        // SAFETY: the target is valid for the call; given back when it is dropped.
+        unsafe { sys::cuMemAddressReserve(&mut base, whole, 0, 0, 0) }
+            .result()
+            .doing(|| format!("reserving {whole} bytes of addresses"))?;
+        let mut joined = Joined { base, bytes: whole, mapped: Vec::new() };
+        while joined.end() < own {
+            let piece = PIECE.min(own - joined.end());
+            let handle = create(gpu, piece)?;
+            let mapped = joined.append(handle, piece);
+            // SAFETY: created above; from here on the mapping alone keeps the memory.
+            let _ = unsafe { sys::cuMemRelease(handle) };
+            mapped?;
+        }
+        joined.append(window.handle, window.bytes)?;
+        allow(gpu, base, whole)?;
+        Ok(Arena { base, bytes: whole, gpu: gpu.clone(), joined: Some(joined) })
+    }
+}
+
+/// What every piece of memory is a multiple of.
+fn granularity(gpu: &Gpu) -> Result<usize, CudaError> {
+    let (property, mut granularity) = (property(gpu), 0);
+    let least = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
+    // SAFETY: both pointers are valid for the call.
+    unsafe { sys::cuMemGetAllocationGranularity(&mut granularity, &property, least) }
+        .result()
+        .doing(|| "asking how memory is divided".to_owned())?;
+    Ok(granularity.max(1))
+}
+
+/// Memory that its caller releases.
+fn create(gpu: &Gpu, bytes: usize) -> Result<sys::CUmemGenericAllocationHandle, CudaError> {
+    let (property, mut handle) = (property(gpu), 0);
+    // SAFETY: both pointers are valid for the call.
+    let created = unsafe { sys::cuMemCreate(&mut handle, bytes, &property, 0) };
+    if created == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+        let ((free, total), device) = (gpu.memory()?, gpu.name().to_owned());
+        let source = cudarc::driver::DriverError(created);
+        return Err(CudaError::OutOfMemory { bytes, free, total, device, source });
+    }
+    created.result().doing(|| format!("creating {bytes} bytes of device memory"))?;
+    Ok(handle)
+}
+
+/// Lets `gpu` read and write what is mapped there.
+fn allow(gpu: &Gpu, address: sys::CUdeviceptr, bytes: usize) -> Result<(), CudaError> {
+    let access = sys::CUmemAccessDesc {
+        location: location(gpu),
+        flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+    };
+    // SAFETY: the range is mapped, the description valid for the call.
+    unsafe { sys::cuMemSetAccess(address, bytes, &access, 1) }
+        .result()
+        .doing(|| format!("allowing access to {bytes} bytes"))
+}
+
+fn location(gpu: &Gpu) -> sys::CUmemLocation {
+    let type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+    sys::CUmemLocation { type_, id: gpu.ordinal() }
+}
+
+/// Memory of `gpu` that can be exported as a file.
+fn property(gpu: &Gpu) -> sys::CUmemAllocationProp {
+    sys::CUmemAllocationProp {
+        type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+        requestedHandleTypes: POSIX_FILE,
+        location: location(gpu),
+        win32HandleMetaData: std::ptr::null_mut(),
+        allocFlags: sys::CUmemAllocationProp_st__bindgen_ty_1 {
+            compressionType: 0,
+            gpuDirectRDMACapable: 0,
+            usage: 0,
+            reserved: [0; 4],
+        },
+    }
+}

@@ -1,0 +1,138 @@
+//! A mixture layer whose experts are shared out over ranks, in parts between which tokens travel.
+//!
+//! ```text
+//! MoeRoute at each rank: its tokens' choices and weights
+//!   -> tokens, choices and weights of all ranks of the group to all of them
+//! MoePlace: rows of the experts here -> MoeExperts: out[t] = the sum over the experts here
+//!   -> summed over the ranks, each token's at its own
+//! backward: gradients of outputs to all -> MoeExpertsBackward: dx[t] and ds[t, k] of the experts
+//!   here -> summed over the ranks -> MoeRouterBackward
+//! ```
+//! `P` ranks have `T` tokens each, `A = P T` in all. No size depends on what routers choose, so
+//! that the host never waits for one. A choice of an expert elsewhere has no row here, as an empty
+//! one.
+
+use crate::buffer::Buffer;
+use crate::cuda::{Gradients, LayerError, MoeDesc, MoeTensors, Saved};
+use crate::device::Device;
+use crate::moe::MoeForward;
+
+/// Choices, weights, losses and loads of the tokens of `tensors.x`; what `tensors.saved` has of
+/// them. Rows of experts are nobody's.
+#[derive(Clone, Copy, Debug)]
+pub struct MoeRoute {
+    pub desc: MoeDesc,
+    pub tensors: MoeTensors,
+}
+
+/// Where rows of the experts here lie: by expert, then token. Fills `saved`'s offsets [G + 1],
+/// order [G], rows, pos [A, K] and row_weights from its ids [A, K] and weights [A, K].
+#[derive(Clone, Copy, Debug)]
+pub struct MoePlace {
+    pub top_k: usize,
+    /// `T`, and a bit for each rank that has them; the others' choices count nothing
+    pub tokens: usize,
+    pub present: u64,
+    /// `P`
+    pub ranks: usize,
+    /// The experts here are `first .. first + locals`
+    pub first: usize,
+    pub locals: usize,
+    pub saved: Saved,
+}
+
+/// Of `desc`, which is of A tokens and the experts here alone: dx [A, D] = the gradient of
+/// <dout, out> by x, ds [A, K] by the weights, 0 where an expert lies elsewhere, and the gradients
+/// of up and down. `tensors` are those of the forward; H is overwritten.
+#[derive(Clone, Copy, Debug)]
+pub struct MoeExpertsBackward {
+    pub desc: MoeDesc,
+    pub tensors: MoeTensors,
+    /// [A, D]
+    pub dout: Buffer,
+    /// Output [A, D]
+    pub dx: Buffer,
+    /// Output [A, K], as the weights
+    pub ds: Buffer,
+    pub gradients: Gradients,
+}
+
+/// The router's own part: dx [T, D] = the gradient of <ds, weights> and of the losses by x; and its
+/// weights'.
+#[derive(Clone, Copy, Debug)]
+pub struct MoeRouterBackward {
+    pub desc: MoeDesc,
+    pub tensors: MoeTensors,
+    /// [T, K]
+    pub ds: Buffer,
+    /// u32 [T, K]: 0, 1, 2 ...
+    pub slots: Buffer,
+    /// Output [T, D]
+    pub dx: Buffer,
+    pub gradients: Gradients,
+}
+
+impl MoePlace {
+    /// Tokens in all, all lengths checked.
+    pub(crate) fn check(&self) -> usize {
+        let MoePlace { top_k, tokens, ranks, locals, ref saved, .. } = *self;
+        let all = ranks * tokens;
+        assert!(ranks <= u64::BITS as usize, "{self:?}");
+        for slots in [saved.ids, saved.weights, saved.pos] {
+            assert_eq!(slots.len(), all * top_k, "{self:?}");
+        }
+        assert_eq!(saved.offsets.len(), locals + 1, "{self:?}");
+        let rows = all * top_k.min(locals);
+        assert!(saved.rows.len() >= rows && saved.row_weights.len() >= rows, "{self:?}");
+        all
+    }
+}
+
+impl Device {
+    /// Makes the kernels of [`MoePlace`], so that no step waits for them.
+    ///
+    /// # Errors
+    /// The device cannot have them.
+    pub fn moe_place_load(&mut self, top_k: usize) -> Result<(), LayerError> {
+        match self {
+            Device::Cpu(_) => Ok(()),
+            Device::Cuda(cuda) => cuda.moe_place_load(top_k),
+        }
+    }
+
+    pub fn moe_route(&mut self, op: &MoeRoute) {
+        match self {
+            Device::Cpu(_) => crate::cpu::moe::route_alone(self, op),
+            Device::Cuda(cuda) => cuda.moe_route(op),
+        }
+    }
+
+    pub fn moe_place(&mut self, op: &MoePlace) {
+        match self {
+            Device::Cpu(_) => crate::cpu::moe::place_here(self, op),
+            Device::Cuda(cuda) => cuda.moe_place(op),
+        }
+    }
+
+    /// `out` [A, D] = the sum over the experts here; see [`MoePlace`].
+    pub fn moe_experts(&mut self, op: &MoeForward) {
+        match self {
+            Device::Cpu(_) => crate::cpu::moe::experts(self, op),
+            Device::Cuda(cuda) => cuda.moe_experts(op),
+        }
+    }
+
+    pub fn moe_experts_backward(&mut self, op: &MoeExpertsBackward) {
+        match self {
+            Device::Cpu(_) => crate::cpu::moe::experts_backward(self, op),
+            Device::Cuda(cuda) => cuda.moe_experts_backward(op),
+        }
+    }
+
+    pub fn moe_router_backward(&mut self, op: &MoeRouterBackward) {
+        match self {
+            Device::Cpu(_) => crate::cpu::moe::router_backward(self, op),
+            Device::Cuda(cuda) => cuda.moe_router_backward(op),
+        }
+    }
+}

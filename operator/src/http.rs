@@ -1,0 +1,147 @@
+//! As much of HTTP/1 as a kubelet and a scraper speak: one GET a connection.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::time::{sleep, timeout};
+
+/// A request's head; more is not read. Tokens of service accounts take a tenth of it.
+const REQUEST_BYTES_MAX: u64 = 16 << 10;
+/// From the first byte of a connection to its last.
+const REQUEST_MAX: Duration = Duration::from_secs(5);
+/// Connections at once; one more waits.
+const CONNECTIONS_MAX: usize = 32;
+/// After an accept that failed, for want of file descriptors say.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// What is asked for.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Request {
+    pub method: String,
+    /// Without the query.
+    pub path: String,
+    /// Of `Authorization: Bearer`.
+    pub token: Option<String>,
+}
+
+/// Status line and text.
+pub type Page = (&'static str, String);
+
+/// Hands each connection to `answer`, until the process ends.
+///
+/// # Errors
+/// When nothing can listen there.
+pub async fn serve<Answer>(
+    at: SocketAddr,
+    answer: impl Fn(TcpStream) -> Answer,
+) -> io::Result<()>
+where
+    Answer: Future<Output = io::Result<()>> + Send + 'static,
+{
+    let listener = TcpListener::bind(at).await?;
+    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    loop {
+        let Ok(place) = Arc::clone(&places).acquire_owned().await else { return Ok(()) };
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let answered = timeout(REQUEST_MAX, answer(stream));
+                tokio::spawn(async move {
+                    // Who goes away early, or takes too long, gets nothing.
+                    let _ = answered.await;
+                    drop(place);
+                });
+            }
+            Err(error) => {
+                tracing::debug!(%error, "accept failed");
+                sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+/// None when the stream ends before the head does.
+///
+/// # Errors
+/// When the stream breaks.
+pub async fn read(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<Request>> {
+    let mut head = Vec::new();
+    let mut limited = stream.take(REQUEST_BYTES_MAX);
+    while !head.windows(4).any(|end| end == b"\r\n\r\n") {
+        if limited.read_buf(&mut head).await? == 0 {
+            return Ok(None);
+        }
+    }
+    Ok(Some(Request::of(&String::from_utf8_lossy(&head))))
+}
+
+/// # Errors
+/// When the stream breaks.
+pub async fn write(
+    stream: &mut (impl AsyncWrite + Unpin),
+    (status, body): Page,
+) -> io::Result<()> {
+    let answer = format!(
+        "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {}\r\n\
+         Connection: close\r\n\r\n{body}",
+        body.len()
+    );
+    stream.write_all(answer.as_bytes()).await?;
+    stream.shutdown().await
+}
+
+impl Request {
+    fn of(head: &str) -> Request {
+        let mut lines = head.lines();
+        let mut words = lines.next().unwrap_or_default().split_whitespace().map(str::to_string);
+        let (method, target) = (words.next(), words.next().unwrap_or_default());
+        let token = lines.find_map(|line| {
+            let (name, value) = line.split_once(':')?;
+            let (kind, token) = value.trim().split_once(' ')?;
+            let bearer = name.eq_ignore_ascii_case("authorization")
+                && kind.eq_ignore_ascii_case("bearer");
+            bearer.then(|| token.trim().to_string())
+        });
+        Request {
+            method: method.unwrap_or_default(),
+            path: target.split('?').next().unwrap_or_default().to_string(),
+            token: token.filter(|token| !token.is_empty()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_head_is_a_method_a_path_and_a_token() {
+        let read = async |text: &[u8]| {
+            let mut stream = text;
+            read(&mut stream).await.expect("no error")
+        };
+        let request = |path: &str, token: Option<&str>| {
+            let (path, token) = (path.to_string(), token.map(str::to_string));
+            Some(Request { method: "GET".to_string(), path, token })
+        };
+        assert_eq!(read(b"GET /a?b HTTP/1.1\r\n\r\n").await, request("/a", None));
+        let with = b"GET /a HTTP/1.1\r\nHost: x\r\nauthorization:  bearer abc \r\n\r\n";
+        assert_eq!(read(with).await, request("/a", Some("abc")));
+        let basic = b"GET / HTTP/1.1\r\nAuthorization: Basic abc\r\n\r\n";
+        assert_eq!(read(basic).await, request("/", None));
+        let empty = b"GET / HTTP/1.1\r\nAuthorization: Bearer \r\n\r\n";
+        assert_eq!(read(empty).await, request("/", None));
+        assert_eq!(read(b"GET / HTTP/1.1\r\n").await, None, "it ends before its end");
+        // A head of all that may be is read; one byte more is not waited for.
+        let padded = |bytes: usize| {
+            let (first, last) = ("GET / HTTP/1.1\r\nX: ", "\r\n\r\n");
+            format!("{first}{}{last}", "x".repeat(bytes - first.len() - last.len()))
+        };
+        let most = REQUEST_BYTES_MAX as usize;
+        assert_eq!(read(padded(most).as_bytes()).await, request("/", None));
+        assert_eq!(read(padded(most + 1).as_bytes()).await, None);
+    }
+}

@@ -1,0 +1,38 @@
+//! Why a call failed, with what was being done and what to do about it.
+
+use std::time::Duration;
+
+use crate::library::Version;
+
+/// After any error of a communicator it is good for [`crate::abandon`] alone.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(
+        "NCCL cannot be loaded as {name}; install it (package libnccl2, or the wheel \
+         nvidia-nccl-cu13) and add its folder to LD_LIBRARY_PATH, or name the file in MOEJOB_NCCL"
+    )]
+    Missing { name: String, source: libloading::Error },
+    #[error("{name} has no {symbol}, so it is no NCCL of {least} or newer")]
+    Symbol { name: String, symbol: &'static str, least: Version, source: libloading::Error },
+    #[error("{name} is NCCL {found}; {least} or newer is needed, but below 3")]
+    Version { name: String, found: Version, least: Version },
+    #[error("rank {rank} has NCCL {theirs}, this rank has {ours}; give both the same")]
+    Mixed { rank: u32, theirs: Version, ours: Version },
+    #[error("{call}: {text} ({code}){}", last_words(.last))]
+    Refused { call: &'static str, code: i32, text: String, last: String },
+    #[error("{call} was not done within {limit:?}; a peer may be dead or late")]
+    Late { call: &'static str, limit: Duration },
+    #[error("{call} was left, because this attempt is to end")]
+    Stopped { call: &'static str },
+    #[error("this NCCL ({found}) has no {call}, which came with {since}")]
+    Absent { call: &'static str, found: Version, since: Version },
+    #[error("{what} did not end within {limit:?}; this process has to be replaced")]
+    Unended { what: String, limit: Duration },
+    #[error("starting a thread to end a communicator")]
+    Thread { source: std::io::Error },
+}
+
+/// What the library said last, where it said anything.
+fn last_words(last: &str) -> String {
+    if last.is_empty() { String::new() } else { format!(": {last}") }
+}

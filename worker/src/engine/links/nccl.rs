@@ -1,0 +1,291 @@
+//! Verbs between GPUs, by NCCL: enqueued on the device's stream, and nobody waits.
+//!
+//! ```text
+//! connect: versions, then an id of rank 0, through the gang -> one communicator of all ranks
+//!          -> a split for each other set of ranks that shares buffers
+//! verb:    all buffers of a communicator as one group
+//! watch:   while the host waits for the device: abort flag, peers that left, asynchronous errors
+//! leave:   revoke, drain, abort
+//! ```
+//! Neither a kernel nor NCCL notices that a peer is dead. Its worker does, ends its pipes and
+//! aborts the others; the watch sees that, the wait is given up, and the attempt ends.
+
+use super::{Parcel, Shared};
+use crate::failure::chain;
+use crate::gang::comm::{Comm, CommError, Lookout};
+use moejob_kernels::cuda::{CudaDevice, Watch};
+use moejob_kernels::{Buffer, DType, Device};
+use moejob_nccl::{
+    Config, Error, Group, Library, Reduce, Seat, Span, Stream, UniqueId, Version, abandon,
+};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What an attempt's end may take before the process is given up.
+const LEAVE_MAX: Duration = Duration::from_secs(5);
+/// Between two looks at the group while NCCL works on the host.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// What a rank tells of its library.
+const WORDS_MAX: usize = 256;
+
+/// Why GPUs were not connected.
+#[derive(Debug, thiserror::Error)]
+pub enum NoLinks {
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    #[error("the GPUs of {world} ranks cannot be connected")]
+    Nccl { world: u32, source: Error },
+    #[error("rank {rank} cannot be connected: {why}")]
+    Elsewhere { rank: u32, why: String },
+}
+
+#[derive(Debug)]
+pub(super) struct Nccl {
+    shared: Arc<Connections>,
+    me: u32,
+}
+
+/// What the verbs use and the watch looks at.
+#[derive(Debug)]
+struct Connections {
+    lookout: Lookout,
+    /// Raised to end waits inside of NCCL.
+    stop: Arc<AtomicBool>,
+    /// By the ranks that are in it; all ranks first.
+    comms: Mutex<Vec<(Vec<u32>, moejob_nccl::Comm)>>,
+}
+
+impl Nccl {
+    pub fn connect(
+        comm: &mut Comm,
+        device: &mut Device,
+        groups: &[Vec<u32>],
+    ) -> Result<Nccl, NoLinks> {
+        let world = comm.world();
+        let library = agree(comm, Library::load())?;
+        let stop = Arc::<AtomicBool>::default();
+        let watching = Arc::downgrade(&stop);
+        let lookout = comm.lookout();
+        let look = move || {
+            while let Some(stop) = watching.upgrade() {
+                if lookout.look().is_err() {
+                    stop.store(true, Ordering::Relaxed);
+                }
+                drop(stop);
+                std::thread::sleep(LOOK_EVERY);
+            }
+        };
+        // Without it a dead peer is noticed at the limits of NCCL's calls.
+        let _ = std::thread::Builder::new().name("lookout".to_string()).spawn(look);
+        let config = Config { stop: Arc::clone(&stop), ..Config::default() };
+        let made = join(comm, &library, &config, groups).map_err(|error| match error {
+            // A peer that is late or gone, or a network that failed: the next attempt may do
+            // better.
+            NoLinks::Nccl { source, .. } => {
+                let aborted = CommError::Aborted { reason: chain(&source) };
+                NoLinks::Comm(comm.lookout().look().err().unwrap_or(aborted))
+            }
+            error => error,
+        });
+        let (lookout, comms) = (comm.lookout(), Mutex::new(made?));
+        let shared = Arc::new(Connections { lookout, stop, comms });
+        if let Some(cuda) = device.as_cuda_mut() {
+            cuda.watch(Arc::<Connections>::clone(&shared));
+        }
+        tracing::info!(world, version = %library.version(), "GPUs are connected");
+        Ok(Nccl { shared, me: comm.rank() })
+    }
+
+    pub fn check(&self) -> Result<(), CommError> {
+        self.shared.lookout.look()
+    }
+
+    pub fn reduce_scatter(&self, device: &Device, all: &[Shared]) -> Result<(), CommError> {
+        let (cuda, stream) = target(device);
+        self.by_group(all, |group, chunks| {
+            let (from, to) = (span(cuda, chunks.all()), span(cuda, chunks.own()));
+            group.reduce_scatter(from, to, Reduce::Sum, stream)
+        })
+    }
+
+    pub fn all_gather(&self, device: &Device, all: &[Shared]) -> Result<(), CommError> {
+        let (cuda, stream) = target(device);
+        self.by_group(all, |group, chunks| {
+            let (from, to) = (span(cuda, chunks.own()), span(cuda, chunks.all()));
+            group.all_gather(from, to, stream)
+        })
+    }
+
+    pub fn all_reduce(&self, device: &Device, buffer: Buffer) -> Result<(), CommError> {
+        let (cuda, stream) = target(device);
+        let whole = span(cuda, buffer);
+        let comms = self.shared.comms();
+        self.told(match comms.first() {
+            Some((_, comm)) => comm.all_reduce(whole, whole, Reduce::Sum, stream),
+            None => Ok(()),
+        })
+    }
+
+    /// Pieces of a parcel travel one by one: both ends cut it alike. What stays here is copied.
+    pub fn exchange(
+        &self,
+        device: &mut Device,
+        sends: &[Parcel],
+        receives: &[Parcel],
+    ) -> Result<(), CommError> {
+        let own = |parcels: &[Parcel]| -> Vec<Buffer> {
+            let own = parcels.iter().filter(|(rank, _)| *rank == self.me);
+            own.flat_map(|(_, parts)| parts).filter(|part| !part.is_empty()).copied().collect()
+        };
+        for (from, to) in own(sends).into_iter().zip(own(receives)) {
+            device.copy(from, to);
+        }
+        let (cuda, stream) = target(device);
+        let others = |parcels: &[Parcel]| -> Vec<(u32, Span)> {
+            let others = parcels.iter().filter(|(rank, _)| *rank != self.me);
+            let parts = others.flat_map(|(rank, parts)| parts.iter().map(|part| (*rank, *part)));
+            parts.map(|(rank, part)| (rank, span(cuda, part))).collect()
+        };
+        let (sends, receives) = (others(sends), others(receives));
+        let comms = self.shared.comms();
+        let Some((_, comm)) = comms.first() else { return Ok(()) };
+        self.told(comm.group(|group| {
+            sends.iter().try_for_each(|(to, part)| group.send(*part, *to, stream))?;
+            receives.iter().try_for_each(|(from, part)| group.recv(*part, *from, stream))
+        }))
+    }
+
+    /// Calls `verb` with the chunks of what this rank holds, communicator by communicator.
+    fn by_group(
+        &self,
+        all: &[Shared],
+        mut verb: impl FnMut(&Group, &super::Chunks) -> Result<(), Error>,
+    ) -> Result<(), CommError> {
+        for (ranks, comm) in self.shared.comms().iter() {
+            let theirs = all.iter().filter(|shared| shared.holders == ranks);
+            let chunks: Vec<_> = theirs.filter_map(|shared| shared.chunks(self.me)).collect();
+            if !chunks.is_empty() {
+                let enqueued =
+                    comm.group(|group| chunks.iter().try_for_each(|of| verb(group, of)));
+                self.told(enqueued)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What the gang says of a failure says more than NCCL does.
+    fn told(&self, result: Result<(), Error>) -> Result<(), CommError> {
+        let Err(error) = result else { return Ok(()) };
+        self.shared.lookout.look()?;
+        Err(CommError::Aborted { reason: chain(&error) })
+    }
+
+    pub fn leave(&mut self, device: &Device) -> Result<(), String> {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        let comms = std::mem::take(&mut *self.shared.comms());
+        // Those of fewer ranks first: an idle one does not end while its parent is busy.
+        let comms = comms.into_iter().rev().map(|(_, comm)| comm).collect();
+        let drained =
+            || device.as_cuda().is_none_or(|cuda| cuda.stream().is_idle().unwrap_or(true));
+        abandon(comms, drained, (), LEAVE_MAX).map_err(|error| chain(&error))
+    }
+}
+
+impl Connections {
+    fn comms(&self) -> MutexGuard<'_, Vec<(Vec<u32>, moejob_nccl::Comm)>> {
+        self.comms.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Watch for Connections {
+    fn given_up(&self) -> Option<String> {
+        if let Err(error) = self.lookout.look() {
+            return Some(error.to_string());
+        }
+        let failed = self.comms().iter().find_map(|(_, comm)| comm.poll().err());
+        failed.map(|error| chain(&error))
+    }
+}
+
+/// One library on all ranks, or the first rank that has none or another.
+fn agree(comm: &mut Comm, own: Result<Library, Error>) -> Result<Library, NoLinks> {
+    let words = match &own {
+        Ok(library) => library.version().code().to_string(),
+        Err(error) => format!("{error}"),
+    };
+    let words: String = words.chars().filter(char::is_ascii).take(WORDS_MAX).collect();
+    let all = comm.gather_all(words.as_bytes(), WORDS_MAX)?;
+    let world = comm.world();
+    let library = own.map_err(|source| NoLinks::Nccl { world, source })?;
+    let mut versions = Vec::with_capacity(all.len());
+    for (rank, words) in (0..).zip(&all) {
+        let words = String::from_utf8_lossy(words);
+        match words.parse() {
+            Ok(code) => versions.push(Version::of_code(code)),
+            Err(_) => return Err(NoLinks::Elsewhere { rank, why: words.into_owned() }),
+        }
+    }
+    let agreed = library.version().agree(&versions);
+    agreed.map_err(|source| NoLinks::Nccl { world, source })?;
+    Ok(library)
+}
+
+type Joined = Vec<(Vec<u32>, moejob_nccl::Comm)>;
+
+fn join(
+    comm: &mut Comm,
+    library: &Library,
+    config: &Config,
+    groups: &[Vec<u32>],
+) -> Result<Joined, NoLinks> {
+    let seat = Seat { rank: comm.rank(), world: comm.world() };
+    let world = seat.world;
+    let refused = |source| NoLinks::Nccl { world, source };
+    let id = if seat.rank == 0 { Some(UniqueId::new(library)) } else { None };
+    let id = id.transpose();
+    // Also without one: the others must not wait for it.
+    let bytes = match &id {
+        Ok(Some(id)) => &id.bytes()[..],
+        _ => &[],
+    };
+    let all = comm.gather_all(bytes, UniqueId::BYTES)?;
+    id.map_err(refused)?;
+    let Ok(bytes) = <[u8; UniqueId::BYTES]>::try_from(all[0].as_slice()) else {
+        return Err(NoLinks::Elsewhere { rank: 0, why: "it has no id to meet by".to_string() });
+    };
+    let began = Instant::now();
+    let everyone = moejob_nccl::Comm::init(library, seat, &UniqueId::from_bytes(bytes), config);
+    let everyone = everyone.map_err(refused)?;
+    tracing::debug!(seconds = began.elapsed().as_secs_f64(), "a communicator of all ranks");
+    let mut joined = Vec::new();
+    for group in groups.iter().filter(|group| group.len() != world as usize) {
+        let member = group.binary_search(&seat.rank).is_ok();
+        let split = everyone.split(member.then_some(0), seat.rank).map_err(refused)?;
+        joined.extend(split.map(|comm| (group.clone(), comm)));
+    }
+    joined.insert(0, ((0..world).collect(), everyone));
+    Ok(joined)
+}
+
+fn target(device: &Device) -> (&CudaDevice, Stream) {
+    let cuda = device.as_cuda().expect("NCCL is between GPUs");
+    // SAFETY: the stream of the device on which the communicators were made. It is destroyed with
+    // the device, before which the links are left.
+    (cuda, unsafe { Stream::new(cuda.stream().raw()) })
+}
+
+fn span(cuda: &CudaDevice, buffer: Buffer) -> Span {
+    let dtype = match buffer.dtype() {
+        DType::F32 => moejob_nccl::DType::F32,
+        DType::F64 => moejob_nccl::DType::F64,
+        DType::Bf16 => moejob_nccl::DType::Bf16,
+        DType::F16 => moejob_nccl::DType::F16,
+        DType::U32 => moejob_nccl::DType::U32,
+        DType::U8 => moejob_nccl::DType::U8,
+        DType::I16 => panic!("halves of masters do not travel"),
+    };
+    // SAFETY: a buffer of the device's arena, used in the order of the device's one stream. The
+    // arena stays until the links are left.
+    unsafe { Span::new(cuda.address(buffer), dtype, buffer.len()) }
+}

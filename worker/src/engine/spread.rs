@@ -1,0 +1,213 @@
+//! The mixture layer where its experts are shared out over the ranks of a group.
+//!
+//! ```text
+//! choices and weights of own tokens -> all-gather: tokens, choices, weights of the group
+//!   -> rows of the experts here -> their sum for every token of the group
+//!   -> reduce-scatter: each token's whole sum at its own rank
+//! ```
+//! Backward is the same with gradients: those of outputs to all, those of inputs and of weights
+//! back. A token travels to every rank of the group, whether it chose one of its experts or not,
+//! and comes back as one row. So no size depends on a router and the host never waits. With K of E
+//! experts a token, and P ranks, few stay away that need not come: of OLMoE's 8 of 64 on 2 ranks 2
+//! in a thousand.
+
+use crate::engine::backward::Leaf;
+use crate::engine::forward::Pass;
+use crate::engine::links::Shared;
+use crate::engine::model::Model;
+use moejob_kernels::cuda::{Gradients, MoeDesc, MoeTensors, Saved, Weights};
+use moejob_kernels::{
+    Add, Buffer, MoeExpertsBackward, MoeForward, MoeHidden, MoePlace, MoeRoute, MoeRouterBackward,
+};
+use moejob_protocol::buffers::{Spread, SpreadScratch};
+use moejob_protocol::layout::Layout;
+use moejob_protocol::model::ModelConfig;
+
+/// The experts of one rank: `first ..`, as many as the layer of all tokens of the group has.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Here {
+    pub desc: MoeDesc,
+    first: usize,
+}
+
+impl Here {
+    /// Of a rank of `whole`'s layers; none where it holds all of the experts.
+    pub fn new(
+        model: &ModelConfig,
+        layout: &Layout,
+        rank: u32,
+        mixture: &[usize],
+        whole: &MoeDesc,
+    ) -> Option<Here> {
+        let ranks = layout.mesh.ep as usize;
+        let layer = *mixture.first()? as u32;
+        let held = layout.experts(model, layer, rank);
+        let first = *held.first()? as usize;
+        let tokens = whole.tokens * ranks;
+        let desc =
+            MoeDesc { tokens, experts: held.len(), groups: None, segments: 1, ..*whole };
+        (ranks > 1).then_some(Here { desc, first })
+    }
+}
+
+impl Model {
+    /// The part of this rank of what all ranks of the group have.
+    fn own_of(&self, all: Buffer) -> Buffer {
+        let len = all.len() / self.group.ranks.len();
+        all.slice(self.group.me * len, len)
+    }
+
+    fn spread(&self, layer: usize) -> (Here, Spread<Buffer>, SpreadScratch<Buffer>) {
+        let fused = self.buffers.layers[layer].fused.as_ref();
+        let spread = fused.and_then(|fused| fused.spread.clone());
+        let scratch = self.buffers.scratch.spread.clone();
+        let parts = self.here.zip(spread).zip(scratch);
+        let ((here, spread), scratch) = parts.expect("memory of experts over ranks");
+        (here, spread, scratch)
+    }
+
+    /// What the experts here read and keep.
+    fn tensors_here(&self, layer: usize) -> MoeTensors {
+        let (here, spread, _) = self.spread(layer);
+        let b = self.buffers.layers[layer].fused.clone().expect("a mixture layer");
+        let none = b.losses.slice(0, 0);
+        let experts = here.desc.experts;
+        let stacks = self.stacks[layer].expect("a mixture layer has experts");
+        MoeTensors {
+            x: spread.x,
+            residual: None,
+            weights: Weights { router: none, bias: None, up: stacks.up, down: stacks.down },
+            saved: Saved {
+                h: b.h,
+                a: b.a,
+                logits: none,
+                probs: none,
+                lse: none,
+                ids: spread.ids,
+                weights: spread.weights,
+                counts: none,
+                offsets: spread.offsets.slice(0, experts + 1),
+                order: spread.order.slice(0, experts.min(spread.order.len())),
+                rows: spread.rows,
+                pos: spread.pos,
+                row_weights: spread.row_weights,
+                segment_counts: none,
+                prob_sums: none,
+                losses: none,
+                router_halves: none,
+            },
+            workspace: self.buffers.scratch.workspace,
+            numbers: None,
+            loss_scale: None,
+        }
+    }
+}
+
+impl Pass<'_> {
+    /// out = mid + the layer of the own tokens `own`, whose router's numbers are counted or not.
+    pub(crate) fn spread_forward(&mut self, layer: usize, own: Option<MoeTensors>, out: Buffer) {
+        let (here, spread, scratch) = self.model.spread(layer);
+        if let (Some(tensors), Some(desc)) = (own, self.model.fused) {
+            self.model.device.moe_route(&MoeRoute { desc, tensors });
+            for (from, all) in [
+                (tensors.x, spread.x),
+                (tensors.saved.ids, spread.ids),
+                (tensors.saved.weights, spread.weights),
+            ] {
+                let to = self.model.own_of(all);
+                self.model.device.copy(from, to);
+            }
+        }
+        self.mark("router", Some(layer));
+        self.gather(&[spread.x, spread.ids, spread.weights]);
+        self.mark("tokens travel", Some(layer));
+        let tensors = self.model.tensors_here(layer);
+        let present = self.round.sources.iter().map(|source| 1 << source.position);
+        self.model.device.moe_place(&MoePlace {
+            top_k: here.desc.top_k,
+            tokens: here.desc.tokens / self.model.group.ranks.len(),
+            present: present.sum(),
+            ranks: self.model.group.ranks.len(),
+            first: here.first,
+            locals: here.desc.experts,
+            saved: tensors.saved,
+        });
+        let partial = scratch.partial;
+        self.model.device.moe_experts(&MoeForward { desc: here.desc, tensors, out: partial });
+        self.mark("experts", Some(layer));
+        self.scatter(&[partial]);
+        if own.is_some() {
+            let (mid, b) = (self.model.buffers.layers[layer].mid, self.model.own_of(partial));
+            self.model.device.copy(mid, out);
+            self.model.device.add(&Add { a: out, b });
+        }
+        self.mark("sums travel", Some(layer));
+    }
+
+    /// dnorm = the gradient of the layer's output, `scratch.dx`, through experts and router.
+    pub(crate) fn spread_backward(&mut self, layer: usize, own: Option<MoeTensors>, leaf: &Leaf) {
+        let (here, _, scratch) = self.model.spread(layer);
+        let (dx, dnorm) = (self.model.buffers.scratch.dx, self.model.buffers.scratch.dnorm);
+        if own.is_some() {
+            let to = self.model.own_of(scratch.dout);
+            self.model.device.copy(dx, to);
+        }
+        self.gather(&[scratch.dout]);
+        self.mark("gradients travel", Some(layer));
+        let stacks = leaf.stacks[layer].expect("a mixture layer has experts");
+        let (up, down) = (stacks.up, stacks.down);
+        let tensors = self.model.tensors_here(layer);
+        // The last mixture layer's rows are those that forward left.
+        let again = self.model.shape.recompute.drops_hidden();
+        if again && self.model.mixture.last() != Some(&layer) {
+            self.model.device.moe_hidden(&MoeHidden { desc: here.desc, tensors });
+        }
+        self.model.device.moe_experts_backward(&MoeExpertsBackward {
+            desc: here.desc,
+            tensors,
+            dout: scratch.dout,
+            dx: scratch.partial,
+            ds: scratch.ds,
+            gradients: Gradients {
+                router: tensors.weights.router,
+                up,
+                down,
+                accumulate: leaf.accumulate_experts,
+            },
+        });
+        self.mark("experts'", Some(layer));
+        self.scatter(&[scratch.partial, scratch.ds]);
+        self.mark("gradients travel back", Some(layer));
+        let (Some(tensors), Some(desc), Some(dense)) = (own, self.model.fused, leaf.dense) else {
+            return;
+        };
+        let router = dense.layers[layer].router.expect("a mixture layer has a router");
+        let ds = self.model.own_of(scratch.ds);
+        self.model.device.moe_router_backward(&MoeRouterBackward {
+            desc,
+            tensors,
+            ds,
+            slots: scratch.slots,
+            dx: dnorm,
+            gradients: Gradients { router, up, down, accumulate: leaf.accumulate },
+        });
+        let b = self.model.own_of(scratch.partial);
+        self.model.device.add(&Add { a: dnorm, b });
+        self.mark("router'", Some(layer));
+    }
+
+    fn gather(&mut self, all: &[Buffer]) {
+        let all = shared(&self.model.group.ranks, all);
+        self.links.all_gather(&mut self.model.device, &all);
+    }
+
+    fn scatter(&mut self, all: &[Buffer]) {
+        let all = shared(&self.model.group.ranks, all);
+        self.links.reduce_scatter(&mut self.model.device, &all);
+    }
+}
+
+/// Buffers that all ranks of the group have.
+fn shared<'a>(holders: &'a [u32], all: &[Buffer]) -> Vec<Shared<'a>> {
+    all.iter().map(|buffer| Shared { holders, buffer: Some(*buffer) }).collect()
+}
