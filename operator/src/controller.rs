@@ -49,6 +49,8 @@ pub struct Context {
     /// The operator's own.
     pub namespace: String,
     pub told: mpsc::Sender<Told>,
+    /// See [`Operator::stand_in`].
+    pub stand_in: bool,
     pub clock: Clock,
     /// The loop's answers.
     pub pulse: Pulse,
@@ -135,6 +137,7 @@ impl Controller {
             namespace: context.namespace.clone(),
             trusted: context.keyring.trusted(),
             keyring: context.keyring.id(),
+            stand_in: context.stand_in,
         };
         Controller {
             context: Arc::new(context),

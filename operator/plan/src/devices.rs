@@ -141,36 +141,16 @@ pub fn fits_expert_parallel(model: &ModelConfig, ep: u32) -> bool {
     ep == 1 || ep <= EXPERT_PARALLEL_MAX && experts.count / ep >= experts.per_token
 }
 
-/// What asks for more GPUs than the workers can use. `moejob run` takes several of its machine's.
-fn several_gpus(job: &Job) -> Vec<Lack> {
-    const ADVICE: &str = "several GPUs train a job of `moejob run` with profile gpu alone; on \
-                          clusters they come with the next release";
-    let mut found = Vec::new();
-    let devices = job.profile.devices;
-    if job.profile.name == ProfileName::Gpu {
-        if let Some(ep) = job.expert_parallel.filter(|ep| !fits_expert_parallel(&job.model, *ep)) {
-            let advice = "a GPU holds at least as many experts as a token chooses";
-            let path = "spec.parallelism.expert";
-            let most = job.model.experts.count / job.model.experts.per_token.max(1);
-            let allowed = format!("at most {}", most.clamp(1, EXPERT_PARALLEL_MAX));
-            found.push(Lack::new(path, format!("`{ep}` on GPUs"), allowed, advice));
-        }
-        return found;
-    }
-    if devices > 1 {
-        let path = match job.profile.name {
-            ProfileName::Cpu | ProfileName::Gpu => "spec.nodes.devicesPerNode",
-            ProfileName::Custom => "spec.nodes.custom.devices",
-            _ => "spec.nodes.profile",
-        };
-        let given = format!("{devices} GPUs a node");
-        found.push(Lack::new(path, given, "a node with one GPU", ADVICE));
-    }
-    if job.nodes.max > 1 {
-        let given = format!("`{}` with GPUs", job.nodes.max);
-        found.push(Lack::new("spec.nodes.max", given, "1 with GPUs", ADVICE));
-    }
-    found
+/// What does not go with experts that are shared by several GPUs.
+fn several_gpus(job: &Job) -> Option<Lack> {
+    let ep = job.expert_parallel.filter(|ep| !fits_expert_parallel(&job.model, *ep))?;
+    let most = job.model.experts.count / job.model.experts.per_token.max(1);
+    Some(Lack::new(
+        "spec.parallelism.expert",
+        format!("`{ep}` on GPUs"),
+        format!("at most {}", most.clamp(1, EXPERT_PARALLEL_MAX)),
+        "a GPU holds at least as many experts as a token chooses",
+    ))
 }
 
 /// What of a model and its training a GPU does not compute yet.
@@ -298,7 +278,13 @@ mod tests {
         ] {
             assert_eq!(refused("profile: gpu", "", training), [""; 0], "{training}");
         }
-        for nodes in ["profile: gpu, devicesPerNode: 2", "profile: gpu, max: 4"] {
+        for nodes in [
+            "profile: gpu, devicesPerNode: 2",
+            "profile: gpu, max: 4",
+            "profile: nd-h200-v5, max: 4",
+            "profile: ndm-a100-v4",
+            "profile: custom, max: 2, custom: { devices: 4, deviceMemory: 80Gi }",
+        ] {
             assert_eq!(refused(nodes, "", ""), [""; 0], "{nodes}");
         }
         let mut sixteen = job("profile: gpu, devicesPerNode: 16", "", "");
@@ -331,13 +317,6 @@ mod tests {
     fn what_one_gpu_lacks_is_refused_by_name() {
         let gpu = "profile: gpu";
         for (nodes, model, training, expected) in [
-            ("profile: nd-h200-v5", "", "", "spec.nodes.profile: 8 GPUs a node"),
-            (
-                "profile: custom, custom: { devices: 4, deviceMemory: 80Gi }",
-                "",
-                "",
-                "spec.nodes.custom.devices: 4 GPUs a node",
-            ),
             (gpu, ", headDim: 80", "", "spec.model.headDim: `80` on GPUs"),
             (gpu, ", hiddenSize: 2080", "", "spec.model.hiddenSize: `2080` on GPUs"),
             (

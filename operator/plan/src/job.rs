@@ -247,6 +247,25 @@ fn judge(
     if problems.is_empty() { Ok(job) } else { Err(sorted(problems)) }
 }
 
+impl Job {
+    /// The same job with engines on processors in place of GPUs, for tests of clusters that have
+    /// none: its pods, nodes and ranks are those of the GPUs. Processors compute in fp32.
+    #[must_use]
+    pub fn stand_in(mut self) -> Job {
+        if self.profile.backend == Backend::Cuda {
+            self.training.precision = Precision::Fp32;
+            self.training.compute = Compute {
+                backend: moejob_protocol::config::Backend::Cpu,
+                moment_dtype: MomentDtype::Fp32,
+                gradient_dtype: GradientDtype::Auto,
+                fast_attention: false,
+            };
+            self.recovery.memory_auto = false;
+        }
+        self
+    }
+}
+
 /// Every default. What is missing although it is needed becomes a zero, which `rules` refuses.
 fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&Model>) -> Job {
     let nodes = spec.nodes.clone().unwrap_or_default();

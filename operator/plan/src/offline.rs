@@ -9,7 +9,7 @@ use crate::placement::{self, gib};
 use crate::topology::{self, NodeInfo};
 use crate::track::Tracker;
 use moejob_protocol::checkpoint::directory_name;
-use moejob_protocol::config::Resume;
+use moejob_protocol::config::{Backend, Resume};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::RankMemory;
 use moejob_protocol::message::{Heartbeat, Held, Hello, LeftReason, Phase, Up};
@@ -73,6 +73,9 @@ pub struct SizeFacts {
     pub experts_per_rank: [u32; 2],
     pub micro_batches_per_rank: [u32; 2],
     pub memory: MemoryFacts,
+    /// Beside GPUs: what a worker needs of its host's memory, in bytes, part by part.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub host_memory: Vec<(&'static str, u64)>,
 }
 
 /// Bytes of the rank that needs most.
@@ -213,6 +216,10 @@ fn size_facts(job: &Job, nodes: u32, layout: &Layout) -> SizeFacts {
     let ends = |count: u32, parts: u32| [count / parts, count.div_ceil(parts)];
     // The first rank has the longest runs.
     let memory = placement::memory(job, layout, 0);
+    let host = match job.training.compute.backend {
+        Backend::Cuda => placement::host_memory(job, layout),
+        Backend::Cpu => Vec::new(),
+    };
     SizeFacts {
         nodes,
         ranks: mesh.world(),
@@ -221,6 +228,7 @@ fn size_facts(job: &Job, nodes: u32, layout: &Layout) -> SizeFacts {
         experts_per_rank: ends(job.model.experts.count, mesh.ep),
         micro_batches_per_rank: ends(job.micro_batches(), mesh.dp),
         memory: memory_facts(&memory),
+        host_memory: host.into_iter().map(|part| (part.name, part.bytes)).collect(),
     }
 }
 
@@ -556,7 +564,13 @@ fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
     if let Some(size) = size {
         lines.push("\nmemory of rank 0, even routing".to_string());
         let parts = size.memory.parts.iter().filter(|(_, bytes)| *bytes > 0);
-        lines.extend(parts.map(|(name, bytes)| format!("  {name:<24} {:>12}", gib(*bytes))));
+        let line = |(name, bytes): &(&str, u64)| format!("  {name:<24} {:>12}", gib(*bytes));
+        lines.extend(parts.map(line));
+        if !size.host_memory.is_empty() {
+            let all = size.host_memory.iter().map(|(_, bytes)| bytes).sum();
+            lines.push(format!("\nmemory of the host of the first worker, {}", gib(all)));
+            lines.extend(size.host_memory.iter().filter(|(_, bytes)| *bytes > 0).map(line));
+        }
     }
 }
 

@@ -6,9 +6,9 @@ use crate::observed::Size;
 use crate::profile::Backend;
 use crate::spec::ProfileName;
 use moejob_protocol::Mesh;
-use moejob_protocol::config::{Precision, RecoveryConfig};
+use moejob_protocol::config::{self, Precision, RecoveryConfig};
 use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::{Part, RankMemory, rank_memory};
+use moejob_protocol::memory::{self, Part, RankMemory, rank_memory};
 
 /// A number of nodes that the job cannot use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,7 +33,15 @@ pub fn sizes(job: &Job) -> (Vec<Size>, Vec<Skipped>) {
 /// `dp` ranks, `ep` of which share the experts: on GPUs gradients are summed in buckets.
 pub fn layout(job: &Job, dp: u32, ep: u32) -> Layout {
     let layout = Layout::contiguous(Mesh::data_parallel(dp, ep));
-    if job.profile.backend == Backend::Cuda { layout.by_buckets() } else { layout }
+    match job.training.compute.backend {
+        config::Backend::Cuda => layout.by_buckets(),
+        config::Backend::Cpu => layout,
+    }
+}
+
+/// What the first worker needs of its host's memory beside GPUs; no other one needs more.
+pub fn host_memory(job: &Job, layout: &Layout) -> Vec<Part> {
+    memory::host_memory(&job.model, layout, 0, job.profile.ranks, &job.training)
 }
 
 /// What `rank` needs.
@@ -121,7 +129,8 @@ impl<'a> Placer<'a> {
     fn memory(&self, layout: &Layout, rank: u32) -> RankMemory {
         let job = self.job;
         let of_this_machine = job.profile.name == ProfileName::Gpu;
-        if job.profile.backend == Backend::Cuda && layout.mesh.world() > 1 && !of_this_machine {
+        let on_gpus = job.training.compute.backend == config::Backend::Cuda;
+        if on_gpus && layout.mesh.world() > 1 && !of_this_machine {
             return self.device_memory(layout, rank);
         }
         let (model, training, every) = (&job.model, &job.training, job.checkpoint.every_steps);

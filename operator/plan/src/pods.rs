@@ -42,8 +42,8 @@ pub const TERMINATION_GRACE_S: u64 = 90;
 const USER: u64 = 65_532;
 /// Memory that a worker takes beside its arena: the program, its threads' stacks, TLS buffers.
 const PROCESS_BYTES: u64 = 256 << 20;
-/// What NCCL shares between the ranks of a node.
-const SHM_CUDA: &str = "16Gi";
+/// What NCCL shares between the ranks of a node, at most.
+const SHM_CUDA_MIB: u64 = 16 << 10;
 const SHM_CPU_MIB: u64 = 64;
 /// Scratch on the node's disk. In the working folder only mounts lie; tokens of the corpus go to
 /// `TMPDIR`, which is `/tmp` unless the job says otherwise.
@@ -336,17 +336,18 @@ fn resources(job: &Job, around: &Surroundings) -> Value {
 
 /// Cores beside each GPU, of the 96 that the profiles' machines have for eight.
 const CPUS_PER_DEVICE: u32 = 8;
-/// Host memory beside each GPU: what a rank's shard and its buddy's take twice over is well below.
-const HOST_MIB_PER_DEVICE: u64 = 64 << 10;
 
 /// On processors a worker asks for what the plan commits, and may take what the worst routing
-/// takes: beyond that something is amiss, and it is ended before its neighbours are.
+/// takes: beyond that something is amiss, and it is ended before its neighbours are. Beside GPUs
+/// nothing depends on the routing: it asks for what it may take, and shares memory beyond that.
 fn memory_mib(job: &Job) -> MemoryMib {
-    if job.profile.backend == Backend::Cuda {
-        let request = HOST_MIB_PER_DEVICE * u64::from(job.profile.devices);
-        return MemoryMib { request, limit: None };
-    }
     let (sizes, _) = placement::sizes(job);
+    if job.training.compute.backend == moejob_protocol::config::Backend::Cuda {
+        let parts = sizes.first().map(|size| placement::host_memory(job, &size.layout));
+        let bytes: u64 = parts.iter().flatten().map(|part| part.bytes).sum();
+        let request = bytes.div_ceil(1 << 20);
+        return MemoryMib { request, limit: Some(request + SHM_CUDA_MIB) };
+    }
     let ranks = u64::from(job.profile.ranks);
     // Several ranks are processes beside the worker's own.
     let processes = if ranks > 1 { ranks + 1 } else { 1 };
@@ -363,13 +364,13 @@ fn memory_mib(job: &Job) -> MemoryMib {
 /// The job's own volumes `v0`, `v1`, ... and those that every pod has.
 fn volumes(job: &Job) -> Value {
     let shm = match job.profile.backend {
-        Backend::Cuda => SHM_CUDA.to_string(),
-        Backend::Cpu => format!("{SHM_CPU_MIB}Mi"),
+        Backend::Cuda => SHM_CUDA_MIB,
+        Backend::Cpu => SHM_CPU_MIB,
     };
     let mut volumes = vec![
         json!({ "name": "workspace", "emptyDir": { "sizeLimit": WORKSPACE_SIZE } }),
         json!({ "name": "tmp", "emptyDir": { "sizeLimit": TMP_SIZE } }),
-        json!({ "name": "shm", "emptyDir": { "medium": "Memory", "sizeLimit": shm } }),
+        json!({ "name": "shm", "emptyDir": { "medium": "Memory", "sizeLimit": format!("{shm}Mi") } }),
         json!({
             "name": "token",
             "projected": {

@@ -47,6 +47,10 @@ pub struct OperatorArgs {
     /// Where /metrics is answered, with TLS, to who may read it.
     #[arg(long, default_value = "0.0.0.0:8443")]
     pub metrics: SocketAddr,
+    /// For tests on clusters without GPUs: engines of GPU jobs compute on processors, in pods that
+    /// ask for the GPUs all the same (docs/testing.md).
+    #[arg(long, env = "MOEJOB_STAND_IN", hide = true)]
+    pub stand_in: bool,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -126,6 +130,7 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
         own_image,
         namespace: args.namespace.clone(),
         told: told_sender,
+        stand_in: args.stand_in,
         clock: Clock::start(),
         pulse,
     };

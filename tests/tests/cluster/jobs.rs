@@ -208,7 +208,9 @@ impl Job {
     /// The losses by step that `moejob run` has of the same manifest, up to this step at least.
     pub fn alone(&self, until_step: u64) -> BTreeMap<u64, u64> {
         let folder = tempfile::tempdir().expect("a folder");
-        std::fs::write(folder.path().join("job.yaml"), &self.text).expect("a manifest");
+        // What GPUs would train is compared with processors, as they stand in for them.
+        let text = self.text.replace("profile: nd-h200-v5", "profile: cpu");
+        std::fs::write(folder.path().join("job.yaml"), text).expect("a manifest");
         let corpus = folder.path().join("corpus");
         std::fs::create_dir(&corpus).expect("a folder");
         let map = get(&["configmap", "lesson-3-corpus"]);

@@ -523,6 +523,42 @@ impl Planner for Count<'_> {
     }
 }
 
+/// The memory of the host of a process that drives a GPU, as it grows to over hours: the driver's,
+/// NCCL's 0.8 GiB, code of kernels, pinned pieces for copies of state.
+const ENGINE_BYTES: u64 = 1536 << 20;
+/// The worker beside its engines: streams, feeder, writer of checkpoints.
+const WORKER_BYTES: u64 = 512 << 20;
+
+/// The memory of the host that a worker needs whose `ranks` ranks, `first` and those behind it,
+/// compute on GPUs, part by part. Snapshots are counted whole: a worker on a machine with less
+/// memory takes none, and goes on from checkpoints alone.
+///
+/// Counts what the worker's folders `state` and `checkpoint` keep of it.
+pub fn host_memory(
+    model: &ModelConfig,
+    layout: &Layout,
+    first: u32,
+    ranks: u32,
+    training: &TrainingConfig,
+) -> Vec<Part> {
+    // Masters and moments are in snapshots as checkpoints have them, whatever the precision.
+    let shards = all_shard_bytes(model, layout, Types::tree(training.precision).stored_bytes());
+    let world = layout.mesh.world();
+    let sum = |of: &[u64]| of.iter().sum::<u64>();
+    let own = first as usize..(first + ranks).min(world) as usize;
+    let of_own = sum(&shards[own.clone()]);
+    // Another worker's, each rank's as large as the largest.
+    let most = shards.iter().copied().max().unwrap_or(0);
+    let of_others = if world > ranks { most * own.len() as u64 } else { 0 };
+    vec![
+        Part { name: "snapshots", bytes: GENERATIONS * of_own },
+        Part { name: "snapshots of others", bytes: GENERATIONS * of_others },
+        Part { name: "checkpoint", bytes: of_own },
+        Part { name: "engines", bytes: own.len() as u64 * ENGINE_BYTES },
+        Part { name: "worker", bytes: WORKER_BYTES },
+    ]
+}
+
 /// Bytes of the shard of `rank`: weight and two moments of each owned run.
 pub fn shard_bytes(model: &ModelConfig, layout: &Layout, rank: u32, float_bytes: u64) -> u64 {
     all_shard_bytes(model, layout, float_bytes)[rank as usize]

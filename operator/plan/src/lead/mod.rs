@@ -128,6 +128,8 @@ pub struct Operator {
     pub trusted: String,
     /// Names the key of the seals, without telling it.
     pub keyring: String,
+    /// Engines compute on processors in place of GPUs, see [`Job::stand_in`].
+    pub stand_in: bool,
 }
 
 /// What a stream says of a worker.

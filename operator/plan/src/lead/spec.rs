@@ -121,6 +121,7 @@ impl JobLoop {
                 }
             }
         };
+        let job = if self.operator.stand_in { job.stand_in() } else { job };
         if generation == seen.generation {
             let values = changes::values(&seen.spec);
             self.spec.accepted = Some(Accepted { generation, values });

@@ -227,6 +227,7 @@ impl World {
             namespace: "moejob-system".into(),
             trusted: String::new(),
             keyring: self.keyring.clone(),
+            stand_in: false,
         };
         let place = match &self.machine {
             Some(local) => Place::Machine(local.clone()),
