@@ -1,4 +1,5 @@
-# Images without Docker or a registry: an image is a tar of a layer, a config and a manifest.
+# Images without Docker or a registry: an image is a tar of a layer, a config and a manifest. Their
+# files are those of manifests/image/Containerfile.
 # shellcheck shell=bash
 
 # pack_image NAMES ROOT OUT PROGRAM: ROOT's files as an image, which runs PROGRAM as a user without
@@ -29,18 +30,6 @@ image_architecture() {
   esac
 }
 
-# The program and the libraries that it names, at the paths where its loader looks for them.
-moejob_root() {
-  local program=$1 root=$2 library
-  mkdir -p "$root/tmp"
-  chmod 1777 "$root/tmp"
-  install -m 755 "$program" "$root/moejob"
-  ldd "$program" | grep -o '/[^ ]*' | while read -r library; do
-    mkdir -p "$root$(dirname "$library")"
-    cp -L "$library" "$root$library"
-  done
-}
-
 # What `kubectl apply -k manifests` asks for: nodes that hold it never ask a registry.
 image_of_manifests() {
   sed -n 's/^ *image: *//p' "$repository/manifests/operator.yaml"
@@ -52,7 +41,7 @@ build_images() {
   mkdir -p "$folder"
   root=$(mktemp -d)
   chmod 755 "$root"
-  moejob_root "$program" "$root"
+  "$repository/manifests/image/root" "$program" "$root"
   pack_image "localhost/moejob:test,$(image_of_manifests)" "$root" "$folder/moejob.tar" /moejob
   rm -rf "$root"
   root=$(mktemp -d)

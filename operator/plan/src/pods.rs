@@ -42,12 +42,15 @@ pub const TERMINATION_GRACE_S: u64 = 90;
 const USER: u64 = 65_532;
 /// Memory that a worker takes beside its arena: the program, its threads' stacks, TLS buffers.
 const PROCESS_BYTES: u64 = 256 << 20;
+/// Where compiled kernels are kept (`moejob_kernels::cuda::default_cache_dir`).
+const ENV_CUBINS: &str = "MOEJOB_CUBIN_CACHE";
 /// What NCCL shares between the ranks of a node, at most.
 const SHM_CUDA_MIB: u64 = 16 << 10;
 const SHM_CPU_MIB: u64 = 64;
 /// Scratch on the node's disk. In the working folder only mounts lie; tokens of the corpus go to
 /// `TMPDIR`, which is `/tmp` unless the job says otherwise.
 const WORKSPACE_SIZE: &str = "1Gi";
+const TMP: &str = "/tmp";
 const TMP_SIZE: &str = "64Gi";
 
 /// What all pods of a job have in common beside its spec.
@@ -299,6 +302,10 @@ fn env(job: &Job, around: &Surroundings, birth: &Birth) -> Value {
             "valueFrom": { "fieldRef": { "fieldPath": "status.podIP" } },
         }),
     ];
+    if job.profile.backend == Backend::Cuda {
+        // The root of a pod's files cannot be written, and its user has no home.
+        env.push(json!({ "name": ENV_CUBINS, "value": format!("{TMP}/cubins") }));
+    }
     env.extend(job.profile.env.iter().map(|(name, value)| json!({ "name": name, "value": value })));
     json!(env)
 }
@@ -404,7 +411,7 @@ fn volumes(job: &Job) -> Value {
 fn volume_mounts(job: &Job) -> Value {
     let mut mounts = vec![
         json!({ "name": "workspace", "mountPath": WORKSPACE }),
-        json!({ "name": "tmp", "mountPath": "/tmp" }),
+        json!({ "name": "tmp", "mountPath": TMP }),
         json!({ "name": "shm", "mountPath": "/dev/shm" }),
         json!({ "name": "token", "mountPath": TOKEN_FOLDER, "readOnly": true }),
     ];
