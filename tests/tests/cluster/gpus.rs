@@ -3,10 +3,10 @@
 //! pods of whole nodes, eight ranks a pod, recovery of an engine, a pod, a gang.
 
 use crate::jobs::{FOR_EVER, GROW_SOON, Job, install, node, operators};
-use moejob_tests::cluster::{get, kubectl};
+use moejob_tests::cluster::{get, kubectl, script};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use std::path::Path;
+use std::collections::HashSet;
 use std::time::Duration;
 
 const NODES: [&str; 2] = ["worker-1", "worker-2"];
@@ -104,7 +104,7 @@ fn its_pods_ask_for_whole_nodes(job: &Job) {
 /// An engine that ends is started anew beside the seven others, in the same pod.
 fn an_engine_is_replaced_in_its_pod(job: &Job) {
     let (before, restarts, pods) = (job.attempt(), job.restarts(), job.running());
-    let engines = engines_on("worker-2", job);
+    let engines = engines_on("worker-2");
     assert_eq!(engines.len(), ENGINES as usize, "{engines:?}\n{}", job.state());
     let engine = Pid::from_raw(engines[3]).expect("a process");
     kill_process(engine, Signal::KILL).expect("an engine of this test's own cluster");
@@ -141,22 +141,21 @@ fn suspended_it_gives_the_gpus_back(job: &Job) {
     job.go_on(5);
 }
 
-/// Process numbers of the engines of the job's pod on this node, as this machine sees them.
-fn engines_on(node: &str, job: &Job) -> Vec<i32> {
-    let name = job.pod_on(node).expect("a pod");
-    let pods = job.pods();
-    let pod = pods.iter().find(|pod| pod["metadata"]["name"] == *name).expect("its pod");
-    let uid = pod["metadata"]["uid"].as_str().expect("a uid");
-    let in_pod = |group: &str| [uid, &uid.replace('-', "_")].iter().any(|of| group.contains(of));
+/// Process numbers of the engines of this node's workers, as this machine sees them.
+fn engines_on(node: &str) -> Vec<i32> {
+    let containers = script("node", &[node, "containers"], b"").expect("a node's containers");
+    let first = |line: &str| line.split(' ').next().unwrap_or_default().to_string();
+    let workers: HashSet<String> = containers.lines().map(first).collect();
     let all = std::fs::read_dir("/proc").expect("/proc").flatten();
     let numbers = all.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     let mut engines: Vec<i32> = numbers
         .filter(|pid| {
-            let read = |file: &str| {
-                let path = Path::new("/proc").join(pid.to_string()).join(file);
-                std::fs::read_to_string(path).unwrap_or_default()
-            };
-            in_pod(&read("cgroup")) && read("cmdline").split('\0').nth(1) == Some("engine")
+            let read = |file| std::fs::read_to_string(format!("/proc/{pid}/{file}"));
+            let status = read("status").unwrap_or_default();
+            let parent = status.lines().find_map(|line| line.strip_prefix("PPid:\t"));
+            let words = read("cmdline").unwrap_or_default();
+            parent.is_some_and(|pid| workers.contains(pid))
+                && words.split('\0').nth(1) == Some("engine")
         })
         .collect();
     engines.sort_unstable();
@@ -168,7 +167,8 @@ fn engines_on(node: &str, job: &Job) -> Vec<i32> {
 fn a_job_waits_for_nodes_with_gpus() {
     install();
     let few = (GROW_SOON.0, FEW_CORES);
-    let job = Job::new("no-gpus", &[("profile: cpu", "profile: nd-h200-v5"), few]);
+    let enough = ("globalBatchSize: 8", "globalBatchSize: 16");
+    let job = Job::new("no-gpus", &[("profile: cpu", "profile: nd-h200-v5"), enough, few]);
     job.apply();
     job.until("it says what it waits for", || {
         let condition = job.condition("Planned");
