@@ -39,9 +39,12 @@ pub fn layout(job: &Job, dp: u32, ep: u32) -> Layout {
     }
 }
 
-/// What the first worker needs of its host's memory beside GPUs; no other one needs more.
+/// What a worker needs of its host's memory beside GPUs. Ranks own alike, but for the last blocks.
 pub fn host_memory(job: &Job, layout: &Layout) -> Vec<Part> {
-    memory::host_memory(&job.model, layout, 0, job.profile.ranks, &job.training)
+    // Of an element: its master and two moments, in fp32.
+    let shard = 12 * Placer::new(job).owned(layout, 0);
+    let ranks = u64::from(job.profile.ranks);
+    memory::host_memory(shard, ranks, u64::from(layout.mesh.world()) > ranks)
 }
 
 /// What `rank` needs.
@@ -137,6 +140,19 @@ impl<'a> Placer<'a> {
         rank_memory(model, layout, rank, training, &recovery(job), every)
     }
 
+    /// Experts of a layer that lie with `rank`, and elements of all its experts.
+    fn held(&self, layout: &Layout, rank: u32) -> (u64, u64) {
+        let model = &self.job.model;
+        let held = layout.experts(model, 0, rank).len() as u64;
+        (held, self.experts * held / u64::from(model.experts.count))
+    }
+
+    /// Elements that `rank` updates.
+    fn owned(&self, layout: &Layout, rank: u32) -> u64 {
+        let (mesh, (_, local)) = (layout.mesh, self.held(layout, rank));
+        self.dense.div_ceil(mesh.dp.into()) + local.div_ceil(mesh.edp().into())
+    }
+
     /// An estimate for a GPU: what must lie there by the design of the step, without workspaces.
     /// Per token of a layer: the residual stream and its norms 4 D, queries and their output
     /// 2 N H, keys and values 2 KV H; per routed row gate, up and their product 3 F and in and
@@ -144,9 +160,8 @@ impl<'a> Placer<'a> {
     fn device_memory(&self, layout: &Layout, rank: u32) -> RankMemory {
         let (job, model, mesh) = (self.job, &self.job.model, layout.mesh);
         let wire = if job.training.precision == Precision::Fp32 { 4 } else { 2 };
-        let held = layout.experts(model, 0, rank).len() as u64;
-        let local = self.experts * held / u64::from(model.experts.count);
-        let owned = self.dense / u64::from(mesh.dp) + local / u64::from(mesh.edp());
+        let (held, local) = self.held(layout, rank);
+        let owned = self.owned(layout, rank);
         let training = &job.training;
         let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
         let layers = u64::from(model.num_hidden_layers);

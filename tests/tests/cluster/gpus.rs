@@ -177,5 +177,5 @@ fn a_job_waits_for_nodes_with_gpus() {
     // Nothing comes later either.
     std::thread::sleep(Duration::from_secs(5));
     assert_eq!(job.pods(), Vec::<Value>::new());
-    job.delete(true);
+    job.delete(false);
 }

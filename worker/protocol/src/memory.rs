@@ -529,32 +529,17 @@ const ENGINE_BYTES: u64 = 1536 << 20;
 /// The worker beside its engines: streams, feeder, writer of checkpoints.
 const WORKER_BYTES: u64 = 512 << 20;
 
-/// The memory of the host that a worker needs whose `ranks` ranks, `first` and those behind it,
-/// compute on GPUs, part by part. Snapshots are counted whole: a worker on a machine with less
-/// memory takes none, and goes on from checkpoints alone.
-///
-/// Counts what the worker's folders `state` and `checkpoint` keep of it.
-pub fn host_memory(
-    model: &ModelConfig,
-    layout: &Layout,
-    first: u32,
-    ranks: u32,
-    training: &TrainingConfig,
-) -> Vec<Part> {
-    // Masters and moments are in snapshots as checkpoints have them, whatever the precision.
-    let shards = all_shard_bytes(model, layout, Types::tree(training.precision).stored_bytes());
-    let world = layout.mesh.world();
-    let sum = |of: &[u64]| of.iter().sum::<u64>();
-    let own = first as usize..(first + ranks).min(world) as usize;
-    let of_own = sum(&shards[own.clone()]);
-    // Another worker's, each rank's as large as the largest.
-    let most = shards.iter().copied().max().unwrap_or(0);
-    let of_others = if world > ranks { most * own.len() as u64 } else { 0 };
+/// The memory of the host that a worker needs beside GPUs, part by part: `ranks` ranks, each with
+/// a shard of so many bytes, and `others` if some of the state lies with other workers. Snapshots
+/// are counted whole: a worker on a machine with less memory takes none, and goes on from
+/// checkpoints alone.
+pub fn host_memory(shard: u64, ranks: u64, others: bool) -> Vec<Part> {
+    let own = ranks * shard;
     vec![
-        Part { name: "snapshots", bytes: GENERATIONS * of_own },
-        Part { name: "snapshots of others", bytes: GENERATIONS * of_others },
-        Part { name: "checkpoint", bytes: of_own },
-        Part { name: "engines", bytes: own.len() as u64 * ENGINE_BYTES },
+        Part { name: "snapshots", bytes: GENERATIONS * own },
+        Part { name: "snapshots of others", bytes: if others { GENERATIONS * own } else { 0 } },
+        Part { name: "checkpoint", bytes: own },
+        Part { name: "engines", bytes: ranks * ENGINE_BYTES },
         Part { name: "worker", bytes: WORKER_BYTES },
     ]
 }
