@@ -374,10 +374,11 @@ fn volumes(job: &Job) -> Value {
         Backend::Cuda => SHM_CUDA_MIB,
         Backend::Cpu => SHM_CPU_MIB,
     };
+    let shm = format!("{shm}Mi");
     let mut volumes = vec![
         json!({ "name": "workspace", "emptyDir": { "sizeLimit": WORKSPACE_SIZE } }),
         json!({ "name": "tmp", "emptyDir": { "sizeLimit": TMP_SIZE } }),
-        json!({ "name": "shm", "emptyDir": { "medium": "Memory", "sizeLimit": format!("{shm}Mi") } }),
+        json!({ "name": "shm", "emptyDir": { "medium": "Memory", "sizeLimit": shm } }),
         json!({
             "name": "token",
             "projected": {
