@@ -1,7 +1,9 @@
 //! How long gangs take from apply to all Running on the fake nodes of a test cluster, beside the
 //! floor (32 writers that create the same pods); what a lost worker costs; what the operator needs.
 //!
-//!   gangs ROUNDS [floor] SHAPE... [faults NODES]      a shape is JOBSxNODES: 1x512, 64x8
+//!   gangs ROUNDS [floor] SHAPE... [faults NODES]
+//!
+//! A shape is JOBSxNODES or JOBSxNODESxRANKS, ranks of a node: 1x512, 64x8, 1x512x8.
 //!
 //! `tests/cluster/gangs` brings up what it needs and runs it. Rounds of floor and ours alternate;
 //! medians count. With `floor` first, the floor alone is measured, without an operator.
@@ -35,12 +37,18 @@ const SETTLE: Duration = Duration::from_secs(3);
 struct Shape {
     jobs: u32,
     nodes: u32,
+    /// Of a node.
+    ranks: u32,
 }
 
 impl Shape {
     fn parse(text: &str) -> Result<Shape, Failure> {
-        let (jobs, nodes) = text.split_once('x').ok_or("a shape is JOBSxNODES")?;
-        Ok(Shape { jobs: jobs.parse()?, nodes: nodes.parse()? })
+        let numbers: Vec<u32> = text.split('x').map(str::parse).collect::<Result<_, _>>()?;
+        match numbers[..] {
+            [jobs, nodes] => Ok(Shape { jobs, nodes, ranks: 1 }),
+            [jobs, nodes, ranks] => Ok(Shape { jobs, nodes, ranks }),
+            _ => Err("a shape is JOBSxNODES or JOBSxNODESxRANKS".into()),
+        }
     }
 
     fn pods(self) -> usize {
@@ -77,7 +85,10 @@ async fn compare(
     shape: Shape,
     floor_alone: bool,
 ) -> Result<(), Failure> {
-    let name = format!("{}x{}", shape.jobs, shape.nodes);
+    let name = match shape.ranks {
+        1 => format!("{}x{}", shape.jobs, shape.nodes),
+        ranks => format!("{}x{}x{ranks}", shape.jobs, shape.nodes),
+    };
     let [mut floors, mut ours, mut writes, mut memories] = [const { Vec::new() }; 4];
     for round in 0..rounds {
         floors.push(floor(client, shape).await?);
@@ -109,7 +120,7 @@ async fn compare(
 
 /// One pod of a large gang fails; one node of it goes silent.
 async fn faults(client: &Client, rounds: u32, nodes: u32) -> Result<(), Failure> {
-    gangs(client, Shape { jobs: 1, nodes }, 0).await?;
+    gangs(client, Shape { jobs: 1, nodes, ranks: 1 }, 0).await?;
     let name = "g0-0";
     let (mut created, mut repaired) = (Vec::new(), Vec::new());
     until_step(client, name, 0).await?;
@@ -260,10 +271,12 @@ impl Audit {
     }
 }
 
-fn manifest(name: &str, nodes: u32) -> Value {
+fn manifest(name: &str, Shape { nodes, ranks, .. }: Shape) -> Value {
     let training = json!({ "steps": 1_000_000, "globalBatchSize": 4096, "microBatchSize": 1,
         "precision": "fp32" });
-    small_job(name, (nodes, nodes), training)
+    let mut job = small_job(name, (nodes, nodes), training);
+    job["spec"]["nodes"]["devicesPerNode"] = json!(ranks);
+    job
 }
 
 /// The storage that all jobs name; it may be there already.
@@ -314,7 +327,7 @@ async fn floor_pods(client: &Client, shape: Shape) -> Result<Vec<Pod>, Failure> 
         operator_namespace: "moejob-system".to_string(),
         memory: Default::default(),
     };
-    let text = manifest("floor", shape.nodes).to_string();
+    let text = manifest("floor", shape).to_string();
     let job = Job::read(text.as_bytes()).map_err(|problems| format!("{problems:?}"))?;
     let pod = |slot| {
         let name = format!("floor-a1-{slot}");
@@ -337,7 +350,7 @@ async fn gangs(client: &Client, shape: Shape, round: u32) -> Result<f64, Failure
     // By as many writers as the floor has: one alone would wait longer than all gangs take.
     let how = PostParams::default();
     let name = |job| format!("g{round}-{job}");
-    let object = |job| serde_json::from_value(manifest(&name(job), shape.nodes));
+    let object = |job| serde_json::from_value(manifest(&name(job), shape));
     let objects = (0..shape.jobs).map(object);
     let objects = objects.collect::<Result<Vec<DynamicObject>, _>>()?;
     let posts = objects.iter().map(|object| jobs.create(&how, object));

@@ -144,7 +144,8 @@ impl Gangs {
         });
         gang.members.insert(rank, member);
         let orders = gang.orders.clone();
-        if gang.members.len() == config.members.len() {
+        // A worker has one seat, whatever the number of its ranks.
+        if gang.members.len() * config.ranks.max(1) as usize == config.members.len() {
             let gang = gathering.remove(&key).expect("it was there");
             let gang = Gang {
                 step: config.resume.step(),
@@ -238,12 +239,17 @@ impl Gang {
         }
     }
 
-    /// Each rank holds its own shard and that of the rank before it.
+    fn world(&self) -> u32 {
+        self.config.members.len() as u32
+    }
+
+    /// Each worker holds the shards of its ranks and of those of the worker before it.
     fn snapshot(&self) {
-        let (world, step) = (self.members.len() as u32, self.step);
+        let (world, step, ranks) = (self.world(), self.step, self.config.ranks.max(1));
         let attempt = self.config.attempt;
-        self.tell_all(|rank| {
-            let mut shards = vec![rank, (rank + world - 1) % world];
+        self.tell_all(|first| {
+            let near = (first + world - ranks)..(first + world + ranks);
+            let mut shards: Vec<u32> = near.map(|rank| rank % world).collect();
             shards.sort_unstable();
             shards.dedup();
             Told::Trainer(TrainerEvent::Held(vec![Held { attempt, step, shards }]))
@@ -265,7 +271,7 @@ impl Gang {
             tokens: self.step * tokens,
             tokens_per_second: tokens as f64 / self.pace.as_secs_f64(),
             timing: Default::default(),
-            world_size: self.members.len() as u32,
+            world_size: self.world(),
             attempt: self.config.attempt,
             expert_imbalance: 1.0,
             routing: Default::default(),
