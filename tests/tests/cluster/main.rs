@@ -3,6 +3,7 @@
 
 mod bench;
 mod crash;
+mod engines;
 mod identity;
 mod inside;
 mod install;

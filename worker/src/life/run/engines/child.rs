@@ -10,9 +10,12 @@ use super::thread::run;
 use super::wire::{Order, Report, Wire};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use crate::attempt::trainer::Trainer;
+use crate::engine::step::device_of;
 use crate::gang::comm::{Links, Shape};
 use crate::state::slots::{Memory, Slot};
+use moejob_kernels::cuda::{uuid_of, uuid_text};
 use moejob_protocol::WorkerConfig;
+use moejob_protocol::config::Backend;
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use std::io;
@@ -111,6 +114,11 @@ fn train(
     let rank = config.rank.ok_or_else(|| io::Error::other("an attempt without a rank"))?;
     let control = Control::new(Arc::clone(links.memory()), links.progress(rank));
     control.beat();
+    if config.training.compute.backend == Backend::Cuda {
+        // Whoever replaces a broken device looks for it by its uuid.
+        let uuid = uuid_of(device_of(rank, config.ranks.max(1))).map(uuid_text);
+        let _ = reports.send((Report::Device { uuid: uuid.unwrap_or_default() }, None));
+    }
     *beating.lock().unwrap_or_else(PoisonError::into_inner) = Some(control.clone());
     let mut out = |event: TrainerEvent| {
         let report = match event {

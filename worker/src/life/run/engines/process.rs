@@ -152,6 +152,10 @@ fn receive(
                 said(Said::Changed);
                 Ok(())
             }
+            Ok(Some(Report::Device { uuid })) => {
+                said(Said::Device { uuid });
+                Ok(())
+            }
             Ok(Some(Report::Told(event))) => {
                 said(Said::Told(event));
                 Ok(())

@@ -39,6 +39,9 @@ pub(super) enum Order {
 /// From an engine to the worker.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Report {
+    /// The GPU that it is about to open, as NVML writes its uuid; empty where the driver does not
+    /// tell. Before anything else of its first attempt.
+    Device { uuid: String },
     Told(TrainerEvent),
     /// A slot was made; with its file.
     Slot,
