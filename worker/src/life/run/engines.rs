@@ -2,22 +2,26 @@
 //! be lost, starts again. Snapshots lie in the worker's memory and outlive them.
 
 pub(crate) mod child;
+mod ends;
 mod place;
 mod process;
+mod shelf;
 mod thread;
 mod wire;
 
 use super::Happened;
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
-use crate::gang::comm::{Comm, CommError, Links};
+use crate::gang::comm::{Comm, Links};
 use crate::life::affinity::Share;
 use crate::state::slots::Memory;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, Resume};
 use moejob_protocol::message::{HEARTBEAT_MS, Request};
 use moejob_protocol::report::{DEVICE_FAILED, Detail, EventKind};
+use ends::{lost, weight};
 use place::Place;
 use process::Process;
+use shelf::Shelf;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -84,6 +88,7 @@ pub(super) struct Engines {
     share: Share,
     ranks: u32,
     memory: Memory,
+    shelf: Shelf,
     happened: mpsc::Sender<Happened>,
     /// None where one is being given up.
     engines: Vec<Option<Engine>>,
@@ -174,6 +179,7 @@ impl Engines {
             share,
             ranks: 1,
             memory: Memory::default(),
+            shelf: Shelf::default(),
             happened,
             engines: Vec::new(),
             uuids: Vec::new(),
@@ -238,6 +244,7 @@ impl Engines {
         let node = config.members[shape.first as usize].node.clone();
         let (ends, watches) = (vec![None; count], vec![Watch::default(); count]);
         let running = self.running.insert(Running { config, links, node, ends, watches });
+        self.shelf.begin(&running.config, running.control(0));
         let mut outcome = Outcome::default();
         for (index, engine) in self.engines.iter_mut().enumerate() {
             let rank = shape.first + index as u32;
@@ -270,7 +277,13 @@ impl Engines {
                         tracing::error!(%error, "a snapshot cannot be handed over");
                         Vec::new()
                     });
-                    process.train(Box::new(of_rank), &running.links, sources);
+                    match self.shelf.serve(index) {
+                        Ok(at) => process.train(Box::new(of_rank), &running.links, sources, at),
+                        Err(error) => {
+                            tracing::error!(%error, "no desk for an engine's data");
+                            process.kill();
+                        }
+                    }
                 }
             }
         }
@@ -478,23 +491,5 @@ impl Engines {
                 process.kill();
             }
         }
-    }
-}
-
-fn lost(reason: String) -> CommError {
-    CommError::Aborted { reason }
-}
-
-/// Of several ranks' ends the one that says most: why it ended, then which rank elsewhere was lost.
-fn weight(end: &AttemptEnd, is_local: impl Fn(u32) -> bool) -> u32 {
-    match end {
-        AttemptEnd::Failed(_) | AttemptEnd::DeviceFailed { .. } => 6,
-        AttemptEnd::Fenced { .. } => 5,
-        AttemptEnd::Aborted(CommError::Aborted { .. }) => 4,
-        AttemptEnd::Aborted(
-            CommError::PeerLost { rank, .. } | CommError::Protocol { rank, .. },
-        ) => 2 + u32::from(!is_local(*rank)),
-        AttemptEnd::Stopped { .. } => 1,
-        AttemptEnd::Completed { .. } => 0,
     }
 }

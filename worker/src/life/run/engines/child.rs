@@ -10,6 +10,7 @@ use super::thread::run;
 use super::wire::{Order, Report, Wire};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use crate::attempt::trainer::Trainer;
+use crate::data::Desk;
 use crate::engine::step::device_of;
 use crate::gang::comm::{Links, Shape};
 use crate::state::slots::{Memory, Slot};
@@ -39,6 +40,7 @@ struct Training {
     shape: Shape,
     memory: OwnedFd,
     bell: OwnedFd,
+    desk: OwnedFd,
 }
 
 type Reports = SyncSender<(Report, Option<OwnedFd>)>;
@@ -109,7 +111,8 @@ fn train(
     beating: &Mutex<Option<Control>>,
     reports: &Reports,
 ) -> io::Result<AttemptEnd> {
-    let Training { config, shape, memory, bell } = training;
+    let Training { config, shape, memory, bell, desk } = training;
+    trainer.ask_at(Desk::attach(desk)?);
     let links = Links::attach(shape, memory, bell)?;
     let rank = config.rank.ok_or_else(|| io::Error::other("an attempt without a rank"))?;
     let control = Control::new(Arc::clone(links.memory()), links.progress(rank));
@@ -148,8 +151,8 @@ fn receive(mut wire: Wire, memory: &Memory, trainings: &SyncSender<Training>) {
             Some(Order::Forget) => memory.clear(),
             Some(Order::Slot) => memory.adopt(wire.file()?)?,
             Some(Order::Train { config, shape }) => {
-                let (memory, bell) = (wire.file()?, wire.file()?);
-                let training = Training { config, shape, memory, bell };
+                let (memory, bell, desk) = (wire.file()?, wire.file()?, wire.file()?);
+                let training = Training { config, shape, memory, bell, desk };
                 return Ok(trainings.send(training).is_ok());
             }
         }

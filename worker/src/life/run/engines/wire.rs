@@ -32,7 +32,8 @@ pub(super) enum Order {
     Forget,
     /// A snapshot to resume from; with its file.
     Slot,
-    /// With the memory of the links and the bell of the worker's data thread.
+    /// With the memory of the links, the bell of the worker's data thread, and the desk where the
+    /// data are asked for.
     Train { config: Box<WorkerConfig>, shape: Shape },
 }
 
