@@ -230,12 +230,48 @@ fn jobs<'a>(out: &mut String, jobs: impl Iterator<Item = &'a JobFigures> + Clone
             }
         }
     }
+    ranks(out, jobs.clone(), labels);
     head(out, "moejob_job_phase", "gauge", "1 for the present phase.");
     for job in jobs {
         for phase in PHASES {
             let holds = u8::from(job.phase == phase);
             let labels = labels(job);
             let _ = writeln!(out, "moejob_job_phase{{{labels},phase=\"{phase}\"}} {holds}");
+        }
+    }
+}
+
+/// Where each rank is, and the engines that were lost last. A series a rank: a job of 512 machines
+/// has 4,096 of them, as much as the metrics of its pods.
+fn ranks<'a>(
+    out: &mut String,
+    jobs: impl Iterator<Item = &'a JobFigures> + Clone,
+    labels: impl Fn(&JobFigures) -> String,
+) {
+    let place = |rank: u32, node: &str, device: u64, uuid: &str| {
+        let (node, uuid) = (quoted(node), quoted(uuid));
+        format!("rank=\"{rank}\",node={node},device=\"{device}\",uuid={uuid}")
+    };
+    let name = "moejob_rank_info";
+    head(out, name, "gauge", "1 for the node and the device of each rank; uuid of its GPU.");
+    for job in jobs.clone() {
+        let of_job = labels(job);
+        for of in job.ranks.iter() {
+            let place = place(of.rank, &of.node, of.device.into(), &of.uuid);
+            let pod = quoted(&of.worker);
+            let _ = writeln!(out, "{name}{{{of_job},{place},pod={pod}}} 1");
+        }
+    }
+    let name = "moejob_engine_lost_timestamp_seconds";
+    head(out, name, "gauge", "When an engine was lost there; of each job the last 8.");
+    for job in jobs {
+        // The same labels stand once, with the newest time.
+        let lost = job.engines_lost.iter().map(|loss| {
+            let place = place(loss.rank, &loss.node, loss.device, &loss.uuid);
+            (format!("{place},by_device=\"{}\"", loss.by_device), loss.at)
+        });
+        for (place, at) in lost.collect::<BTreeMap<_, _>>() {
+            let _ = writeln!(out, "{name}{{{},{place}}} {}", labels(job), at as f64 / 1e3);
         }
     }
 }
@@ -263,6 +299,7 @@ fn cause_word(cause: &str) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use moejob_plan::engines::{EngineLoss, RankPlace};
 
     #[test]
     fn figures_are_written_as_prometheus_reads_them() {
@@ -278,12 +315,21 @@ mod tests {
             first_step_at: Some(1_300),
             steps_lost: 0,
         });
+        let lost = EngineLoss { rank: 3, node: "n0".into(), device: 3, ..EngineLoss::default() };
         let figures = JobFigures {
             namespace: "n".into(),
             name: "j".into(),
             phase: "Running".into(),
             step: 7,
             loss: Some(2.5),
+            ranks: Arc::new(vec![RankPlace {
+                rank: 9,
+                worker: "j-a1-1".into(),
+                node: "n1".into(),
+                device: 1,
+                uuid: "GPU-a".into(),
+            }]),
+            engines_lost: [1_500, 2_500].map(|at| EngineLoss { at, ..lost.clone() }).into(),
             ..JobFigures::default()
         };
         metrics.job("u", figures);
@@ -301,9 +347,15 @@ mod tests {
             "moejob_loss{namespace=\"n\",job=\"j\"} 2.5",
             "moejob_job_phase{namespace=\"n\",job=\"j\",phase=\"Running\"} 1",
             "moejob_job_phase{namespace=\"n\",job=\"j\",phase=\"Failed\"} 0",
+            "moejob_rank_info{namespace=\"n\",job=\"j\",rank=\"9\",node=\"n1\",device=\"1\",\
+             uuid=\"GPU-a\",pod=\"j-a1-1\"} 1",
+            "moejob_engine_lost_timestamp_seconds{namespace=\"n\",job=\"j\",rank=\"3\",\
+             node=\"n0\",device=\"3\",uuid=\"\",by_device=\"false\"} 2.5",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }
+        let losses = text.matches("moejob_engine_lost_timestamp_seconds{").count();
+        assert_eq!(losses, 1, "of one device the newest\n{text}");
         assert!(!text.contains("moejob_tokens_per_second{"), "unknown figures are left out");
         metrics.forget_job("u");
         assert!(!metrics.text().contains("moejob_step{"));

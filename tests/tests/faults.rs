@@ -146,6 +146,14 @@ fn lost_engines_are_started_again_and_resume_from_their_workers_memory() {
         bench.events().into_iter().filter(|event| event["event"] == "EngineLost").collect();
     assert_eq!(lost.len(), 6, "{lost:?}");
     assert!(lost.iter().all(|event| event["exit"] == "killed by signal 9"), "{lost:?}");
+    // Of one worker's ranks each has the device of its number; processors have no uuid.
+    assert!(lost.iter().all(|event| event["rank"] == event["device"] && event["uuid"] == ""));
+    let words = |event: &serde_json::Value| {
+        let text = |name: &str| event[name].as_str().unwrap_or_default().to_string();
+        let place = format!("rank {0} (device {0} of {1}, pid ", event["rank"], text("node"));
+        !text("node").is_empty() && text("message").contains(&place)
+    };
+    assert!(lost.iter().all(words), "{lost:?}");
     assert_eq!(bench.count("WorkerLost"), 0, "the worker itself stays");
 }
 

@@ -90,6 +90,35 @@ fn engines_that_are_processes_give_the_same_bits() {
     assert_eq!(threads.count("EngineStarted"), 0);
 }
 
+/// Also after all of its engines were lost: nothing is opened again for that.
+#[test]
+fn the_data_are_open_in_the_worker_and_in_no_engine() {
+    let bench = Bench::with_engines(1_000_000, 1_000_000, 4, 2);
+    let _run = bench.start(&["--workers", "1"]);
+    let open = |pid: i32| {
+        let files = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten();
+        let names = files.filter_map(|file| std::fs::read_link(file.ok()?.path()).ok());
+        let is_text = |path: &std::path::PathBuf| {
+            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("part-"))
+        };
+        names.filter(is_text).collect::<Vec<_>>()
+    };
+    for round in 0..2 {
+        let before = bench.metrics().last().map_or(0, |line| line.step);
+        bench.wait_until("two engines that train", LIMIT, |bench| {
+            let step = bench.metrics().last().map_or(0, |line| line.step);
+            bench.engine_pids().len() == 2 && step >= before + 20
+        });
+        let (workers, engines) = (bench.worker_pids(), bench.engine_pids());
+        assert_eq!((workers.len(), engines.len()), (1, 2), "{}", bench.output());
+        assert!(!open(workers[0]).is_empty(), "round {round}: the worker reads them");
+        for engine in engines {
+            assert_eq!(open(engine), [std::path::PathBuf::new(); 0], "round {round}");
+            moejob_tests::send(engine, Signal::KILL);
+        }
+    }
+}
+
 #[test]
 fn a_dropped_terminal_ends_a_run_with_its_checkpoint() {
     let bench = Bench::small(100_000, 100_000, 3);

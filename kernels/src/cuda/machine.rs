@@ -4,7 +4,7 @@
 use cudarc::driver::{result as cu, sys};
 
 use super::doctor::{cublaslt, driver, nvrtc};
-use super::driver::Gpu;
+use super::driver::{Gpu, require_driver};
 use super::error::{CudaError, Doing};
 use super::nvml::{Monitor, Nvml};
 
@@ -38,6 +38,17 @@ pub fn visible_gpus() -> Result<Vec<VisibleGpu>, CudaError> {
     // Optional: without it nobody says how much memory is free.
     let nvml = Nvml::load().ok();
     (0..count).map(|ordinal| describe(ordinal, nvml.as_ref())).collect()
+}
+
+/// The uuid of GPU `ordinal`, among those that `CUDA_VISIBLE_DEVICES` leaves.
+///
+/// # Errors
+/// There is no driver, or no such GPU.
+pub fn uuid_of(ordinal: usize) -> Result<[u8; 16], CudaError> {
+    require_driver()?;
+    let what = || format!("asking GPU {ordinal} who it is");
+    let device = cu::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX)).doing(what)?;
+    Ok(cu::device::get_uuid(device).doing(what)?.bytes.map(|byte| byte as u8))
 }
 
 fn describe(

@@ -6,7 +6,7 @@
 //! Job x machine --sizes--> the gangs that work: mesh, placement, memory      profile sizes
 //! Observed --decide::plan--> Plan { actions, why, requeue }                  observed decide track
 //! Plan --check--> what must always hold                                      check
-//! Observed --status--> MoeJobStatus                                          status
+//! Observed --status--> MoeJobStatus                                          status engines
 //! Cluster --allocate--> the nodes of each job                                 allocate resources
 //! Job x birth --pod--> Pod, NetworkPolicy, PodDisruptionBudget               pods overlay pod
 //! ```
@@ -37,6 +37,7 @@ pub mod job;
 pub mod launch;
 pub mod observed;
 pub mod decide;
+pub mod engines;
 pub mod track;
 pub mod check;
 pub mod status;

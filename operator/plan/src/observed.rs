@@ -149,9 +149,9 @@ pub struct DeviceFailure {
     pub node: String,
     /// Its number on the node.
     pub device: u64,
-    /// What people know it by: its uuid, where it has one.
+    /// What people know it by: with its node, and its uuid where it has one.
     pub name: String,
-    /// What its engine last said.
+    /// How its engine ended, and what it said last.
     pub words: String,
     pub at: Millis,
 }

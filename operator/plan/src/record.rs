@@ -235,6 +235,7 @@ impl<'de> Deserialize<'de> for Outcome {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engines::EngineLoss;
     use crate::observed::StopCause;
     use moejob_protocol::Mesh;
     use moejob_protocol::config::Member;
@@ -394,10 +395,13 @@ mod tests {
     fn what_lies_ahead_is_believed_for_twenty_minutes() {
         let (until, since) = (Some(u64::MAX), Some((1, 900)));
         let refused = Refused { until, since, ..Refused::default() };
+        let engines_lost = vec![EngineLoss { at: 900, ..EngineLoss::default() }];
         let rests = BTreeMap::from([("n".to_string(), (2, 900, u64::MAX))]);
-        let mut saved = Saved { more: More { refused, rests, ..More::default() }, ..full() };
+        let more = More { refused, rests, engines_lost, ..More::default() };
+        let mut saved = Saved { more, ..full() };
         saved.no_later_than(100);
         assert_eq!(saved.more.refused.since, Some((1, 100)));
+        assert_eq!(saved.more.engines_lost[0].at, 100);
         assert_eq!(saved.more.refused.until, Some(100 + 1_200_000));
         assert_eq!(saved.more.rests["n"], (2, 100, 100 + 1_200_000));
     }

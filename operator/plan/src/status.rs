@@ -49,6 +49,10 @@ pub struct MoeJobStatus {
     /// The last recoveries, newest last.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub recoveries: Vec<RecoveryStatus>,
+    /// The engines that were lost last, newest last; at most 8. Where all ranks are, metrics and
+    /// `kubectl moe show --ranks` tell.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub engines_lost: Vec<EngineLossStatus>,
     /// What the next operator goes on from; not for people.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub record: String,
@@ -146,6 +150,27 @@ pub struct RecoveryStatus {
     pub steps_lost: u64,
 }
 
+/// An engine that was lost.
+#[derive(Serialize, Deserialize, JsonSchema, Clone, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "camelCase", default)]
+pub struct EngineLossStatus {
+    /// The rank that it computed.
+    pub rank: u32,
+    /// Its node.
+    pub node: String,
+    /// The number of its device on that node.
+    pub device: u64,
+    /// The uuid of its GPU; absent on processors.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub uuid: String,
+    /// The attempt that it took part in.
+    pub attempt: u32,
+    /// How it ended, and what it said last.
+    pub cause: String,
+    /// When that was told, RFC 3339.
+    pub time: String,
+}
+
 /// The status of a job whose spec is wrong: a condition that lists every problem.
 pub fn invalid(problems: &[Problem]) -> MoeJobStatus {
     let message: Vec<String> = problems.iter().map(Problem::sentence).collect();
@@ -167,7 +192,8 @@ pub fn blocked(reason: &str, message: String) -> MoeJobStatus {
     }
 }
 
-/// The status of a job, but for what only its reports know (loss, tokens a second) and for times.
+/// The status of a job, but for what only its workers tell (loss, tokens a second, engines that were
+/// lost) and for times.
 /// `why` is the newest plan's.
 pub fn status(
     job: &Job,
@@ -209,6 +235,7 @@ pub fn status(
         }),
         restarts: record.restarts.iter().filter(|at| **at >= since).count() as u32,
         recoveries: recoveries.iter().map(recovery).collect(),
+        engines_lost: Vec::new(),
         record: String::new(),
         record_more: String::new(),
     }

@@ -4,12 +4,13 @@
 //! should be told.
 
 use crate::decide::Action;
+use crate::engines::{EngineLoss, Engines};
 use crate::observed::{
     DeviceFailure, Millis, Observed, Outcome, Record, StopCause, Stored, Worker, WorkerState,
 };
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{Hello, LeftReason, Phase, Up};
-use moejob_protocol::report::{DEVICE_FAILED, Detail, Event, EventKind};
+use moejob_protocol::report::{Detail, Event, EventKind};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -60,6 +61,7 @@ impl Recovery {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Happening {
     WorkerLost { name: String, cause: String },
+    EngineLost(EngineLoss),
     Recovered(Recovery),
 }
 
@@ -68,6 +70,7 @@ pub enum Happening {
 pub struct Tracker {
     pub observed: Observed,
     pub recoveries: Vec<Recovery>,
+    pub engines: Engines,
     /// When the newest steps of this attempt were done, and the last of them.
     step_times: Vec<Millis>,
     last_step: u64,
@@ -100,6 +103,7 @@ impl Tracker {
         Tracker {
             observed,
             recoveries: Vec::new(),
+            engines: Engines::default(),
             step_times: Vec::new(),
             last_step: 0,
             last_words: Vec::new(),
@@ -371,7 +375,7 @@ impl Tracker {
             Up::Hello(_) => {}
             Up::Event(event) => {
                 self.stored(attempt, event);
-                self.note_device(name, event, now);
+                return self.note_engine(name, event, now);
             }
             Up::Heartbeat(heartbeat) => {
                 if let Some(worker) = self.worker(name).filter(|worker| !worker.is_dead()) {
@@ -474,26 +478,22 @@ impl Tracker {
         }
     }
 
-    fn note_device(&mut self, name: &str, event: &Event, now: Millis) {
-        if event.event != EventKind::EngineLost || event.reason != DEVICE_FAILED {
-            return;
+    fn note_engine(&mut self, name: &str, event: &Event, now: Millis) -> Vec<Happening> {
+        let Some(node) = self.observed.worker(name).map(|worker| worker.node.clone()) else {
+            return Vec::new();
+        };
+        let gang = self.observed.gang();
+        let Some(loss) = self.engines.heard((name, &node), gang, event, now).cloned() else {
+            return Vec::new();
+        };
+        if loss.by_device {
+            let (device, name, words) = (loss.device, loss.place(), loss.cause.clone());
+            let failures = &mut self.observed.record.device_failures;
+            failures.push(DeviceFailure { node, device, name, words, at: now });
+            let surplus = failures.len().saturating_sub(DEVICE_FAILURES_KEPT);
+            failures.drain(..surplus);
         }
-        let text = |key: &str| match event.details.get(key) {
-            Some(Detail::Text(text)) => Some(text.clone()),
-            _ => None,
-        };
-        let (Some(worker), Some(Detail::Number(device))) =
-            (self.worker(name), event.details.get("device"))
-        else {
-            return;
-        };
-        let (node, device) = (worker.node.clone(), *device);
-        let known_as = text("uuid").unwrap_or_else(|| format!("device {device} of {node}"));
-        let words = text("lastWords").unwrap_or_default();
-        let failures = &mut self.observed.record.device_failures;
-        failures.push(DeviceFailure { node, device, name: known_as, words, at: now });
-        let surplus = failures.len().saturating_sub(DEVICE_FAILURES_KEPT);
-        failures.drain(..surplus);
+        vec![Happening::EngineLost(loss)]
     }
 
     /// What a worker has done to the storage or found there. A checkpoint of an attempt that was
@@ -616,6 +616,8 @@ impl Tracker {
         });
         let workers = &self.observed.workers;
         self.last_words.retain(|(name, ..)| workers.iter().any(|worker| worker.name == *name));
+        let observed = &self.observed;
+        self.engines.prune(|name| observed.worker(name).is_some());
     }
 }
 

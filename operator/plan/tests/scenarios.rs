@@ -34,6 +34,9 @@ fn run(world: &mut World, words: &[&str]) -> String {
     for happening in world.happenings.drain(..) {
         let line = match happening {
             Happening::WorkerLost { name, cause } => format!("lost {name}: {cause}"),
+            Happening::EngineLost(loss) => {
+                format!("lost the engine of rank {} on {}: {}", loss.rank, loss.place(), loss.cause)
+            }
             Happening::Recovered(recovery) => format!(
                 "recovered, {} ms after it was noticed that {}; {} steps to do again",
                 recovery.first_step_at.unwrap_or_default() - recovery.detected_at,

@@ -3,6 +3,7 @@
 
 mod bench;
 mod crash;
+mod engines;
 mod gpus;
 mod identity;
 mod inside;

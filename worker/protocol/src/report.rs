@@ -124,6 +124,9 @@ pub struct Stalls {
 #[serde(rename_all = "camelCase", default)]
 pub struct DeviceReport {
     pub name: String,
+    /// As NVML writes it.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub uuid: String,
     /// Of the whole job in this step, by the convention of `flops.rs`.
     pub model_flops_per_second: f64,
     /// That, over what all the job's devices could do in bf16 by their data sheet.
@@ -217,7 +220,9 @@ pub const DEVICE_FAILED: &str = "DeviceFailed";
 pub enum EventKind {
     WorkerStarted,
     WorkerLost,
-    /// An engine that is a process of its own (`rank`, `node`, `device`, `pid`).
+    /// An engine that is a process of its own: `rank`, `node`, `device` (its number among the
+    /// worker's), `uuid` (of its GPU; empty on processors), `pid`. The reason is `Running` where a
+    /// new leader is told of one that has been there.
     EngineStarted,
     /// The same, and how it ended: `exit`, `lastWords`. Its worker starts it again. The reason is
     /// [`DEVICE_FAILED`] where its device gave it up.

@@ -105,11 +105,14 @@ impl Control {
     /// What the opening of the data counts into.
     pub fn progress(&self) -> Progress {
         let control = self.clone();
-        Progress::default().seen_by(move |(done, all), life| {
-            for (field, count) in [(LOADED, done), (TO_LOAD, all), (LIFE, life)] {
-                control.memory.long(control.at + field).store(count, Ordering::Relaxed);
-            }
-        })
+        Progress::default().seen_by(move |counts, life| control.set_loaded(counts, life))
+    }
+
+    /// Bytes done and in all, and what grows with anything that is done.
+    pub fn set_loaded(&self, (done, all): (u64, u64), life: u64) {
+        for (field, count) in [(LOADED, done), (TO_LOAD, all), (LIFE, life)] {
+            self.memory.long(self.at + field).store(count, Ordering::Relaxed);
+        }
     }
 
     /// How far the opening of the data is, while that is under way.

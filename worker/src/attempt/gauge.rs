@@ -7,7 +7,7 @@
 //! Between two steps the GPU waits for the host, so the host must not wait for a slow driver call.
 
 use moejob_kernels::Device;
-use moejob_kernels::cuda::{Gpu, Monitor, Nvml, Reading, Trouble};
+use moejob_kernels::cuda::{Gpu, Monitor, Nvml, Reading, Trouble, uuid_text};
 use moejob_protocol::flops::bf16_ceiling;
 use moejob_protocol::report::DeviceReport;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,6 +25,7 @@ const TROUBLES_MAX: usize = 16;
 #[derive(Debug)]
 pub struct Gauge {
     name: String,
+    uuid: String,
     /// Operations of a token, and the rate that all devices together could reach.
     flops_per_token: f64,
     ceiling: Option<f64>,
@@ -54,6 +55,7 @@ impl Gauge {
         }
         Some(Gauge {
             name: gpu.name().to_string(),
+            uuid: uuid_text(gpu.uuid()),
             flops_per_token: flops_per_token as f64,
             ceiling: bf16_ceiling(gpu.name()).map(|rate| rate * f64::from(world)),
             shared,
@@ -76,6 +78,7 @@ impl Gauge {
         let rate = tokens_per_second * self.flops_per_token;
         DeviceReport {
             name: self.name.clone(),
+            uuid: self.uuid.clone(),
             model_flops_per_second: rate,
             ceiling_share: self.ceiling.map(|ceiling| rate / ceiling),
             memory_bytes: self.memory,
@@ -90,7 +93,9 @@ impl Gauge {
     /// What the driver has reported since the last call, in words.
     pub fn troubles(&mut self) -> Vec<String> {
         let mut troubles = self.shared.troubles.lock().unwrap_or_else(PoisonError::into_inner);
-        troubles.drain(..).map(|trouble| format!("{}: {}", self.name, words(trouble))).collect()
+        let Gauge { name, uuid, .. } = self;
+        let said = troubles.drain(..).map(|of| format!("{name} ({uuid}): {}", words(of)));
+        said.collect()
     }
 }
 
@@ -154,6 +159,7 @@ mod tests {
         let device = Device::cpu(1, 4096).expect("a device");
         let mut gauge = Gauge {
             name: "NVIDIA H200".to_string(),
+            uuid: "GPU-7c".to_string(),
             flops_per_token: 1e9,
             ceiling: bf16_ceiling("NVIDIA H200"),
             shared: Arc::default(),
@@ -162,12 +168,13 @@ mod tests {
         };
         let told = gauge.report(&device, 494_500.0);
         assert_eq!((told.model_flops_per_second, told.watts), (494.5e12, None));
-        assert_eq!(told.ceiling_share, Some(0.5));
+        assert_eq!((told.uuid.as_str(), told.ceiling_share), ("GPU-7c", Some(0.5)));
         let reading = Reading { watts: Some(650.0), ..Reading::default() };
         *gauge.shared.newest.lock().expect("a reading") = Some(reading);
         assert_eq!(gauge.report(&device, 1.0).watts, Some(650.0));
+        let told = "NVIDIA H200 (GPU-7c): the driver reports the error Xid 79";
         gauge.shared.troubles.lock().expect("troubles").push(Trouble::Xid(79));
-        assert_eq!(gauge.troubles(), ["NVIDIA H200: the driver reports the error Xid 79"]);
+        assert_eq!(gauge.troubles(), [told]);
         assert_eq!(gauge.troubles(), [""; 0]);
     }
 }

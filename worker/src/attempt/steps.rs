@@ -5,7 +5,7 @@ use crate::attempt::pace::Pace;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::records::{event, now};
 use crate::attempt::saves::{Ends, News, Patience, Saves};
-use crate::data::{Corpus, DocumentOverlap, Doubled, Feeder};
+use crate::data::{Corpus, DocumentOverlap, Doubled, Feeder, Overlaps};
 use crate::state::rank::RankState;
 use crate::state::slots::{Memory, Slot};
 use crate::state::snapshot::{self, SnapshotError};
@@ -420,21 +420,23 @@ impl Run<'_> {
 
     /// On rank 0, once a job: held-out data that are trained on.
     fn tell_overlaps(&mut self, feeder: &Feeder) -> Result<(), Stop> {
-        const SHOWN: usize = 3;
         if self.step > 0 || self.records.is_none() {
             return Ok(());
         }
-        let overlaps = feeder.corpus().overlaps();
-        self.tell_doubled_documents(feeder)?;
-        if overlaps.is_empty() {
+        let found = feeder.corpus().all_overlaps();
+        let Overlaps { files, named, documents } =
+            found.map_err(|error| Stop::Failed(error.failure()))?;
+        self.tell_doubled_documents(&documents)?;
+        if files == 0 {
             return Ok(());
         }
-        let pairs = overlaps.iter().take(SHOWN);
-        let pairs: Vec<String> = pairs.map(|(held, trained)| match held == trained {
-            true => held.clone(),
-            false => format!("{held} (as {trained})"),
-        }).collect();
-        let more = overlaps.len().saturating_sub(SHOWN);
+        let pairs: Vec<String> = (named.iter())
+            .map(|(held, trained)| match held == trained {
+                true => held.clone(),
+                false => format!("{held} (as {trained})"),
+            })
+            .collect();
+        let more = files - named.len();
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         let message = format!(
             "held-out data are trained on, too: {}{more}. The held-out loss will look too good; \
@@ -445,11 +447,9 @@ impl Run<'_> {
     }
 
     /// The same of documents.
-    fn tell_doubled_documents(&mut self, feeder: &Feeder) -> Result<(), Stop> {
-        let found = feeder.corpus().document_overlap();
-        let DocumentOverlap { compared, doubled, first } =
-            found.map_err(|error| Stop::Failed(error.failure()))?;
-        if doubled == 0 {
+    fn tell_doubled_documents(&mut self, found: &DocumentOverlap) -> Result<(), Stop> {
+        let DocumentOverlap { compared, doubled, first } = found;
+        if *doubled == 0 {
             return Ok(());
         }
         let place = |(name, number): &(String, u64)| format!("{name}, document {}", number + 1);

@@ -14,7 +14,7 @@ use crate::checkpoint::fence::FenceError;
 use crate::checkpoint::writer::{Before, Flush};
 use crate::checkpoint::{Disk, Expected, Identity, Refusal, Writer, differences, load, show};
 use crate::gang::comm::{AbortHandle, Comm, CommError};
-use crate::data::{Corpus, DataError};
+use crate::data::{Corpus, DataError, Desk};
 use crate::hf::Weights;
 use crate::engine::model::Model;
 use crate::attempt::recorder::Recorder;
@@ -45,6 +45,8 @@ use std::time::{Duration, Instant};
 pub struct Trainer {
     memory: Memory,
     corpus: Option<(DataConfig, TrainingConfig, Corpus)>,
+    /// Where the next attempt asks for its data, which the worker has open.
+    desk: Option<Desk>,
     disk: Disk,
     patience: Patience,
     /// See [`Engine::spoil`].
@@ -124,7 +126,12 @@ impl Trainer {
     /// One of the trainers of a worker, which share its memory.
     pub fn with_memory(memory: Memory) -> Trainer {
         let (disk, patience, spoiled) = (Disk::real(), Patience::default(), Vec::new());
-        Trainer { memory, corpus: None, disk, patience, spoiled }
+        Trainer { memory, corpus: None, desk: None, disk, patience, spoiled }
+    }
+
+    /// The next attempt does not open its data: it asks at `desk`.
+    pub(crate) fn ask_at(&mut self, desk: Desk) {
+        self.desk = Some(desk);
     }
 
     /// Waits for storage as long as `patience` says.
@@ -269,25 +276,29 @@ impl Trainer {
         comm: &mut Comm,
         control: &Control,
     ) -> Result<Corpus, Stop> {
-        match self.corpus.take() {
-            Some((data, training, corpus))
+        let abort = comm.abort_handle();
+        let opened = match (self.desk.take(), self.corpus.take()) {
+            (Some(desk), _) => {
+                Corpus::behind(desk, &config.training, &|| abort.is_aborted())
+            }
+            (None, Some((data, training, corpus)))
                 if data == config.data && training == config.training =>
             {
                 Ok(corpus)
             }
             _ => {
-                let abort = comm.abort_handle();
                 let progress = control.progress().until(move || abort.is_aborted());
                 let (data, vocabulary) = (&config.data, config.model.vocab_size);
-                match Corpus::open_telling(data, &config.training, vocabulary, &progress) {
-                    // The group says why.
-                    Err(DataError::GivenUp) => {
-                        comm.gather_all(&[], 0)?;
-                        Err(Stop::Failed(DataError::GivenUp.failure()))
-                    }
-                    opened => opened.map_err(|error| Stop::Failed(error.failure())),
-                }
+                Corpus::open_telling(data, &config.training, vocabulary, &progress)
             }
+        };
+        match opened {
+            // The group says why.
+            Err(DataError::GivenUp) => {
+                comm.gather_all(&[], 0)?;
+                Err(Stop::Failed(DataError::GivenUp.failure()))
+            }
+            opened => opened.map_err(|error| Stop::Failed(error.failure())),
         }
     }
 

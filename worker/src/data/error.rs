@@ -44,6 +44,9 @@ pub enum DataError {
     /// Nobody waits for the data any more.
     #[error("the data were not opened to their end")]
     GivenUp,
+    /// What the worker found, which has the data open for its engines.
+    #[error("{}", .0.message)]
+    Elsewhere(Failure),
     #[error("{folder} cannot hold the tokens of the data")]
     Spool { folder: PathBuf, source: std::io::Error },
 }
@@ -84,6 +87,7 @@ impl DataError {
                 (2, "build with --features parquet, or write the column as JSONL")
             }
             DataError::GivenUp => (75, "start the job again"),
+            DataError::Elsewhere(failure) => (failure.exit_code, ""),
             DataError::Spool { .. } => {
                 (1, "set TMPDIR to a folder with room, or run `moejob data tokenize` first")
             }
@@ -92,6 +96,9 @@ impl DataError {
 
     /// As the worker's end.
     pub fn failure(&self) -> Failure {
+        if let DataError::Elsewhere(failure) = self {
+            return failure.clone();
+        }
         let (exit_code, advice) = self.remedy();
         Failure { exit_code, message: chain(self), advice: advice.to_string() }
     }

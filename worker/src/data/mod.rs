@@ -7,7 +7,7 @@
 //! ```
 //! Tokens are read where they lie, a window at a time. What has to be tokenised or decompressed
 //! first goes to a temporary file that the workers of a node share; nothing of it is kept in
-//! memory.
+//! memory. Engines that are processes ask their worker, which has it open for all of them.
 
 mod error;
 mod progress;
@@ -29,11 +29,13 @@ mod cache;
 mod divide;
 mod open;
 mod order;
-mod feeder;
 mod overlap;
+mod desk;
+mod feeder;
 pub mod inspect;
 pub mod prepare;
 
+pub use desk::{Closing, Desk, Overlaps, answer};
 pub use documents::{Format, LINE_BYTES_MAX, Position};
 pub use error::DataError;
 pub use feeder::{Batches, Feeder};
@@ -53,6 +55,9 @@ use std::collections::HashMap;
 /// The epoch whose permutation orders the held-out windows; training never gets there.
 const HELD_OUT_EPOCH: u64 = u64::MAX;
 
+/// Files that are held out and trained on as well, of which people are told the names.
+const OVERLAPS_NAMED: usize = 3;
+
 /// The sources, divided, and what a step reads of them.
 #[derive(Clone, Debug, Default)]
 pub struct Corpus {
@@ -69,6 +74,8 @@ pub struct Corpus {
     sequence: u64,
     /// The batch that was asked for last.
     scratch: Batch,
+    /// Where the worker has the data open: whom to ask, and the held-out windows there.
+    elsewhere: Option<(Desk, u64)>,
 }
 
 impl Corpus {
@@ -139,6 +146,7 @@ impl Corpus {
             micro_batch: training.micro_batch_size.into(),
             sequence,
             scratch: Batch::default(),
+            elsewhere: None,
         };
         corpus.is_large_enough()?;
         Ok(corpus)
@@ -212,6 +220,20 @@ impl Corpus {
         found
     }
 
+    /// What is held out and trained on as well, files and documents.
+    ///
+    /// # Errors
+    /// The file of the documents' tokens cannot be read.
+    pub fn all_overlaps(&self) -> Result<Overlaps, DataError> {
+        if let Some((desk, _)) = &self.elsewhere {
+            return desk.overlaps();
+        }
+        let mut named = self.overlaps();
+        let files = named.len();
+        named.truncate(OVERLAPS_NAMED);
+        Ok(Overlaps { files, named, documents: self.document_overlap()? })
+    }
+
     /// Tokens of a sequence.
     pub fn sequence(&self) -> usize {
         self.sequence as usize
@@ -258,6 +280,9 @@ impl Corpus {
         index: u32,
         batch: &mut Batch,
     ) -> Result<(), DataError> {
+        if let Some((desk, _)) = &self.elsewhere {
+            return desk.micro_batch(step, index, batch);
+        }
         let first = step * self.global_batch + u64::from(index) * self.micro_batch;
         batch.keep_apart(self.reset_at_boundaries);
         for row in 0..self.micro_batch {
@@ -278,6 +303,9 @@ impl Corpus {
     }
 
     fn held_out_windows(&self) -> u64 {
+        if let Some((_, windows)) = &self.elsewhere {
+            return *windows;
+        }
         self.held_out.iter().map(|part| part.stream.windows(self.sequence)).sum()
     }
 
@@ -286,6 +314,9 @@ impl Corpus {
     /// # Errors
     /// A file changed or cannot be read.
     pub fn fill_held_out(&mut self, first: u32, batch: &mut Batch) -> Result<(), DataError> {
+        if let Some((desk, _)) = &self.elsewhere {
+            return desk.held_out(first, batch);
+        }
         let windows = self.held_out_windows();
         let sequence = self.sequence as usize;
         batch.keep_apart(self.reset_at_boundaries);

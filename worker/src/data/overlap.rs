@@ -5,6 +5,7 @@ use super::divide::is_held_out;
 use super::files::DataFile;
 use super::open::Part;
 use super::DataError;
+use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -17,7 +18,7 @@ const TOKENS_MIN: u64 = 8;
 const NAMED: usize = 3;
 
 /// What was found. Documents of fewer than 8 tokens do not count.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DocumentOverlap {
     /// Held-out documents that were compared, and those of them that are trained on, too.
     pub compared: u64,
@@ -27,7 +28,7 @@ pub struct DocumentOverlap {
 }
 
 /// A held-out document and where it is trained on: names of files, numbers of lines or rows from 0.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Doubled {
     pub held_out: (String, u64),
     pub trained: (String, u64),

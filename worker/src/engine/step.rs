@@ -56,7 +56,8 @@ fn expert_groups(mesh: &Mesh) -> Vec<Vec<u32>> {
     (0..mesh.world()).map(|rank| mesh.expert_group(rank)).collect()
 }
 
-fn device_of(rank: u32, ranks: u32) -> usize {
+/// Among those that this process sees.
+pub(crate) fn device_of(rank: u32, ranks: u32) -> usize {
     let named = std::env::var(ENV_DEVICE).ok().and_then(|named| named.parse().ok());
     named.unwrap_or((rank % ranks) as usize)
 }

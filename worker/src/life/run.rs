@@ -280,6 +280,7 @@ impl Shell {
             Happened::Leader(leader) => {
                 events.push_back(Event::LeaderConnected { term: leader.first.term });
                 events.push_back(Event::Frame(leader.first.clone()));
+                events.extend(self.engines.started().map(Event::Trainer));
                 self.leader = Some(leader);
             }
             Happened::Link { number, event } if self.is_current(number) => {

@@ -37,6 +37,7 @@ pub use spec::{Blocked, judge, sealed_by};
 use crate::Job;
 use crate::allocate::{Claim, Granted, Needs};
 use crate::decide::Action;
+use crate::engines::Engines;
 use crate::observed::{Millis, Record};
 use crate::pods::{Birth, Surroundings};
 use crate::record::{GangPods, Rest};
@@ -350,6 +351,7 @@ impl JobLoop {
         let record = Record { progressed_at: now, ..saved.record };
         let mut tracker = Tracker::new(spec::nothing_observed(&id.uid, record, stored));
         tracker.recoveries = saved.recoveries;
+        tracker.engines = Engines::restored(saved.more.engines_lost);
         let mut job = JobLoop {
             id,
             created_at: seen.created_at,

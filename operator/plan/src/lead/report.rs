@@ -1,11 +1,13 @@
 //! What a job says of itself: status, metrics, and when they are written.
 
 use super::{Blocked, Effect, JobLoop, JobName, JobSeen, Origin, Write, Written};
+use crate::engines::{EngineLoss, RankPlace};
 use crate::observed::{Millis, Stored};
 use crate::record::{self, Saved};
-use crate::status::{self, Condition, MoeJobStatus};
+use crate::status::{self, Condition, EngineLossStatus, MoeJobStatus};
 use crate::track::{Recovery, Tracker};
 use moejob_protocol::report::StepReport;
+use std::sync::Arc;
 
 /// Progress alone is written this often at most.
 const PROGRESS_EVERY: Millis = 10_000;
@@ -30,6 +32,10 @@ pub struct Figures {
     pub dropped_tokens: Option<f64>,
     pub nodes_ready: u32,
     pub nodes_desired: u32,
+    /// Of the gang that is under way, ascending; made anew only when it changes.
+    pub ranks: Arc<Vec<RankPlace>>,
+    /// The last ones, oldest first.
+    pub engines_lost: Vec<EngineLoss>,
 }
 
 /// The status as it was last written, and what is newer.
@@ -52,6 +58,8 @@ pub(super) struct Report {
     newest: Option<StepReport>,
     /// What was told of it last.
     figures: Figures,
+    /// The attempt and the changes of engines of which `figures.ranks` speaks.
+    ranks_of: Option<(u32, u64)>,
 }
 
 impl Report {
@@ -74,6 +82,7 @@ impl Report {
             unsaved: false,
             newest: None,
             figures: Figures::default(),
+            ranks_of: None,
         }
     }
 
@@ -212,7 +221,8 @@ impl JobLoop {
             return;
         }
         let mut status = self.status_of(&self.tracker, now);
-        let figures = self.figures(&status);
+        let ranks = self.ranks();
+        let figures = self.figures(&status, ranks);
         if figures != self.report.figures {
             self.report.figures = figures.clone();
             self.effects.push(Effect::Figures(Box::new(figures)));
@@ -242,6 +252,7 @@ impl JobLoop {
                 pods: self.gang_pods(tracker),
                 refused: self.refusals.saved().clone(),
                 rests: self.rests.saved().clone(),
+                engines_lost: tracker.engines.lost.clone(),
                 rest: self.rest.1.clone(),
             },
             rest: self.rest.0.clone(),
@@ -267,8 +278,21 @@ impl JobLoop {
             status.loss = self.report.written.loss;
             status.tokens_per_second = self.report.written.tokens_per_second;
         }
+        status.engines_lost = tracker.engines.lost.iter().map(engine_lost).collect();
         self.explain(&mut status.conditions);
         status
+    }
+
+    /// Where the ranks are: of a large gang some thousand lines, so they are kept while they hold.
+    fn ranks(&mut self) -> Arc<Vec<RankPlace>> {
+        let Tracker { observed, engines, .. } = &self.tracker;
+        let gang = observed.gang().filter(|_| observed.record.outcome.is_none());
+        let of = gang.map(|gang| (gang.attempt, engines.changes()));
+        if of != self.report.ranks_of {
+            self.report.ranks_of = of;
+            return Arc::new(gang.map(|gang| engines.table(gang)).unwrap_or_default());
+        }
+        Arc::clone(&self.report.figures.ranks)
     }
 
     /// Why there is no gang, if it is known better than the plan knows it.
@@ -288,7 +312,7 @@ impl JobLoop {
         }
     }
 
-    fn figures(&self, status: &MoeJobStatus) -> Figures {
+    fn figures(&self, status: &MoeJobStatus, ranks: Arc<Vec<RankPlace>>) -> Figures {
         let newest = self.report.newest.as_ref();
         Figures {
             namespace: self.id.namespace.clone(),
@@ -302,6 +326,8 @@ impl JobLoop {
             dropped_tokens: newest.map(|report| report.routing.dropped_tokens),
             nodes_ready: status.nodes.ready,
             nodes_desired: status.nodes.desired,
+            ranks,
+            engines_lost: self.tracker.engines.lost.clone(),
         }
     }
 
@@ -314,6 +340,18 @@ impl JobLoop {
         );
         self.event(false, "Recovered", note, now);
         self.effects.push(Effect::Recovered(recovery));
+    }
+}
+
+fn engine_lost(loss: &EngineLoss) -> EngineLossStatus {
+    EngineLossStatus {
+        rank: loss.rank,
+        node: loss.node.clone(),
+        device: loss.device,
+        uuid: loss.uuid.clone(),
+        attempt: loss.attempt,
+        cause: loss.cause.clone(),
+        time: rfc3339(loss.at),
     }
 }
 

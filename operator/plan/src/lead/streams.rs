@@ -164,16 +164,6 @@ impl JobLoop {
             Up::Event(event) if event.event == EventKind::Warning => {
                 self.event(true, &reason(&event.reason), event.message.clone(), now);
             }
-            Up::Event(event) if event.event == EventKind::EngineLost => {
-                let of = |name: &str| match event.details.get(name) {
-                    Some(Detail::Text(text)) => text.clone(),
-                    Some(Detail::Number(number)) => number.to_string(),
-                    _ => String::new(),
-                };
-                let (node, device, words) = (of("node"), of("device"), of("lastWords"));
-                let note = format!("{} on device {device} of {node}. {words}", event.message);
-                self.event(true, "EngineLost", note.trim_end().to_string(), now);
-            }
             Up::Event(event) if event.event == EventKind::Resumed => {
                 let text = super::event_log::printable(&event.message);
                 self.note(false, format!("attempt {}: {text}", event.attempt));
@@ -229,6 +219,11 @@ impl JobLoop {
                     let text = format!("{name} on {node}: {cause}");
                     self.effects.push(Effect::Lost { name, node, cause });
                     self.event(true, "WorkerLost", text, now);
+                }
+                Happening::EngineLost(loss) => {
+                    let (rank, place) = (loss.rank, loss.place());
+                    let note = format!("the engine of rank {rank} on {place}: {}", loss.cause);
+                    self.event(true, "EngineLost", note, now);
                 }
                 Happening::Recovered(recovery) => self.recovered(recovery, now),
             }

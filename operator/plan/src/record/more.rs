@@ -2,6 +2,7 @@
 //! field, and must be able to read what this one leaves. It stands in a field of its own.
 
 use super::{Rest, VERSION};
+use crate::engines::EngineLoss;
 use crate::observed::{Gang, Millis};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -29,6 +30,9 @@ pub struct More {
     /// By node: failures in a row, the last of them, and until when it rests.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub rests: BTreeMap<String, NodeRest>,
+    /// Engines that were lost lately, oldest first.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub engines_lost: Vec<EngineLoss>,
     #[serde(flatten)]
     pub rest: Rest,
 }
@@ -93,6 +97,7 @@ impl More {
             clamp(first);
             clamp(newest);
         }
+        self.engines_lost.iter_mut().for_each(|loss| clamp(&mut loss.at));
         self.refused.until.iter_mut().for_each(|at| *at = (*at).min(now + AHEAD_MAX));
         for (_, last, until) in self.rests.values_mut() {
             clamp(last);

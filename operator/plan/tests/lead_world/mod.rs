@@ -9,7 +9,7 @@ use moejob_plan::lead::{
     Write, WriteError, WriteErrorKind, judge, owner,
 };
 use moejob_plan::observed::{Millis, Node};
-use crate::said::{hello, step_report, warning};
+use crate::said::{device_failed, hello, step_report, warning};
 use moejob_protocol::message::{Down, Heartbeat, LeftReason, Phase, Up};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, VecDeque};
@@ -295,6 +295,9 @@ impl World {
             ("completed", [step]) => {
                 up(Up::Completed { step: step.parse().expect("a step") })
             }
+            ("engine", [device]) => {
+                up(device_failed(attempt, device.parse().expect("a device")))
+            }
             ("warns", words) => up(warning(&words.join(" "), attempt)),
             ("silent", _) => Said::Silent,
             ("broken", _) => ended(Ending::Broken),
@@ -416,11 +419,16 @@ fn words(write: &Write) -> String {
         Write::DeletePod { name, grace_s, .. } => format!("no pod {name} within {grace_s} s"),
         Write::Status { status, resource_version, .. } => {
             let recorded = serde_json::from_str::<Value>(&status.record).unwrap_or_default();
+            let lost = status.engines_lost.iter().map(|lost| {
+                let (node, device) = (&lost.node, lost.device);
+                format!(", engine {} lost on device {device} of {node} {}", lost.rank, lost.uuid)
+            });
             format!(
-                "status {} of generation {} on version {resource_version}, record of attempt {}",
+                "status {} of generation {} on version {resource_version}, record of attempt {}{}",
                 status.phase,
                 status.observed_generation.unwrap_or_default(),
-                recorded["attempt"]
+                recorded["attempt"],
+                lost.collect::<String>()
             )
         }
         Write::Ensure { object, .. } => {

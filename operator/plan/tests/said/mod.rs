@@ -56,6 +56,7 @@ pub fn device_failed(attempt: u32, device: u64) -> Up {
     let details = [
         ("device", Detail::Number(device)),
         ("uuid", Detail::Text(format!("GPU-{device}"))),
+        ("exit", Detail::Text("exit code 70".to_string())),
         ("lastWords", Detail::Text("an uncorrectable error of its memory".to_string())),
     ];
     let details = details.map(|(name, detail)| (name.to_string(), detail)).into();

@@ -2,7 +2,8 @@
 
 use super::table::{self, age, cut, span};
 use moejob_plan::Job;
-use moejob_plan::observed::Millis;
+use moejob_plan::engines::{Engines, RankPlace};
+use moejob_plan::observed::{Gang, Millis};
 use moejob_plan::record::{self, Saved};
 use moejob_plan::spec::MoeJobSpec;
 use moejob_plan::status::{Condition, MoeJobStatus};
@@ -161,12 +162,45 @@ impl JobView {
         members.map(|member| (member.worker.clone(), member.node.clone())).collect()
     }
 
-    /// The rank that a worker has in the gang that is under way.
+    /// The first rank that a worker has in the gang that is under way.
     pub fn rank_of(&self, worker: &str) -> Option<u32> {
+        let gang = self.gang()?;
+        Some(gang.members.iter().find(|member| member.worker == worker)?.rank)
+    }
+
+    /// Ranks of each worker of the newest gang: one a device.
+    pub fn ranks_a_worker(&self) -> u32 {
+        let gang = self.saved.as_ref().and_then(|saved| saved.record.gang.as_ref());
+        gang.map_or(1, Gang::ranks_a_worker)
+    }
+
+    /// `3`, or `8-15` of a worker with eight devices.
+    pub fn ranks_in_words(&self, first: u32) -> String {
+        match self.ranks_a_worker() {
+            1 => first.to_string(),
+            ranks => format!("{first}-{}", first + ranks - 1),
+        }
+    }
+
+    /// Where each rank of the gang that is under way computes, ascending. Of the uuids only those
+    /// are known that stand in the status: of devices that were lost there.
+    pub fn ranks(&self) -> Vec<RankPlace> {
+        let Some(gang) = self.gang() else { return Vec::new() };
+        let mut ranks = Engines::default().table(gang);
+        for loss in &self.status.engines_lost {
+            let place = (loss.node.as_str(), loss.device);
+            let same = |of: &&mut RankPlace| (of.node.as_str(), u64::from(of.device)) == place;
+            if let Some(of) = ranks.iter_mut().find(same) {
+                of.uuid.clone_from(&loss.uuid);
+            }
+        }
+        ranks
+    }
+
+    /// The one that is under way.
+    fn gang(&self) -> Option<&Gang> {
         let gang = self.saved.as_ref()?.record.gang.as_ref()?;
-        let under_way = gang.ended.is_none() && !self.is_over();
-        let member = gang.members.iter().find(|member| member.worker == worker)?;
-        under_way.then_some(member.rank)
+        (gang.ended.is_none() && !self.is_over()).then_some(gang)
     }
 
     /// Bytes that each rank of the gang that is under way keeps, as `moejob plan` counts them.

@@ -6,10 +6,11 @@ use super::error::MoeError;
 use super::follow::Followed;
 use super::job::JobView;
 use super::output::{self, Format};
-use super::table::{Table, age, or_dash, short, stamp};
+use super::table::{Table, age, cut, millis, or_dash, short, stamp};
 use super::timeline::{self, Entry, PodView, Told};
 use super::{now, run_until_interrupted};
 use clap::Args;
+use moejob_plan::engines::RankPlace;
 use moejob_plan::problem::printable_lines;
 use moejob_plan::observed::Millis;
 use moejob_plan::pods::{LABEL_JOB, LABEL_JOB_UID};
@@ -18,6 +19,8 @@ use std::io::IsTerminal;
 
 /// Workers that are listed one by one; the others are counted.
 const WORKERS_MAX: usize = 64;
+/// Of the words of a lost engine.
+const CAUSE_MAX: usize = 100;
 
 #[derive(Args)]
 pub struct ShowArgs {
@@ -26,6 +29,9 @@ pub struct ShowArgs {
     /// How it is written.
     #[arg(short, long, value_enum)]
     pub output: Option<Format>,
+    /// Each rank with its node and its device, in place of the workers.
+    #[arg(long)]
+    pub ranks: bool,
     /// Go on: on a terminal it is drawn anew, in a pipe each happening is a line.
     #[arg(short, long)]
     pub watch: bool,
@@ -33,6 +39,8 @@ pub struct ShowArgs {
 
 /// All that is shown, before it is text.
 pub struct Picture {
+    /// Rank by rank.
+    pub ranks: bool,
     pub job: JobView,
     pub pods: Vec<PodView>,
     pub entries: Vec<Entry>,
@@ -41,7 +49,7 @@ pub struct Picture {
 
 pub async fn run(cluster: &Cluster, args: &ShowArgs) -> Result<(), MoeError> {
     let object = cluster.get(JOBS, Some(&cluster.namespace), &args.job).await?;
-    let picture = picture(cluster, &object).await?;
+    let picture = picture(cluster, &object, args.ranks).await?;
     let drawn = std::io::stdout().is_terminal() && args.watch;
     match output::value(args.output, &json(&picture, &object)) {
         Some(text) => output::print(&text)?,
@@ -66,7 +74,7 @@ async fn watch(
         let Some(object) = objects.last().filter(|object| object["gone"] != true) else {
             return Err(MoeError::Failed(format!("{} is gone", args.job)));
         };
-        let picture = picture(cluster, object).await?;
+        let picture = picture(cluster, object, args.ranks).await?;
         if let Some(text) = output::value(args.output, &json(&picture, object)) {
             output::print(&text)?;
         } else if drawn {
@@ -90,7 +98,11 @@ fn is_told(entry: &Entry, known: &[Entry]) -> bool {
 }
 
 /// The job is there; pods and events are shown as far as they may be read.
-async fn picture(cluster: &Cluster, object: &Value) -> Result<Picture, MoeError> {
+async fn picture(
+    cluster: &Cluster,
+    object: &Value,
+    ranks: bool,
+) -> Result<Picture, MoeError> {
     let job = JobView::read(object);
     let label = format!("{LABEL_JOB_UID}={}", job.uid);
     let namespace = Some(cluster.namespace.as_str());
@@ -110,7 +122,7 @@ async fn picture(cluster: &Cluster, object: &Value) -> Result<Picture, MoeError>
     let told: Vec<Told> = readable(events)?.iter().filter_map(Told::read).collect();
     let entries = timeline::entries(&job, &told, &pods);
     let advice = advice(&job, &pods);
-    Ok(Picture { job, pods, entries, advice })
+    Ok(Picture { ranks, job, pods, entries, advice })
 }
 
 fn screen(picture: &Picture, drawn: bool) -> String {
@@ -131,14 +143,16 @@ pub fn text(picture: &Picture, now: Millis) -> String {
     for (name, value) in facts(job, now) {
         text += &format!("{:<14}{value}\n", format!("{name}:"));
     }
-    if !picture.pods.is_empty() {
-        text += "\nWorkers:\n";
-        for row in workers(picture, now).text().lines() {
-            text += &format!("  {row}\n");
-        }
+    if picture.ranks {
+        text += &section("Ranks", &ranks(picture));
+    } else if !picture.pods.is_empty() {
+        text += &section("Workers", &workers(picture, now));
         if picture.pods.len() > WORKERS_MAX {
             text += &format!("  and {} more\n", picture.pods.len() - WORKERS_MAX);
         }
+    }
+    if !job.status.engines_lost.is_empty() {
+        text += &section("Engines lost", &engines_lost(job, now));
     }
     text += "\nTimeline:\n";
     text += &timeline::text(&picture.entries);
@@ -147,6 +161,11 @@ pub fn text(picture: &Picture, now: Millis) -> String {
         text += &format!("  {}\n", advice.replace('\n', "\n  "));
     }
     text
+}
+
+fn section(name: &str, table: &Table) -> String {
+    let rows: Vec<String> = table.text().lines().map(|row| format!("  {row}\n")).collect();
+    format!("\n{name}:\n{}", rows.concat())
 }
 
 fn facts(job: &JobView, now: Millis) -> Vec<(&'static str, String)> {
@@ -209,11 +228,38 @@ fn workers(picture: &Picture, now: Millis) -> Table {
     let mut table = Table::new(&["RANK", "POD", "NODE", "STATE", "AGE"]);
     for (rank, pod) in by_rank(&picture.job, &picture.pods).into_iter().take(WORKERS_MAX) {
         table.row(vec![
-            or_dash(rank, |rank| rank.to_string()),
+            or_dash(rank, |rank| picture.job.ranks_in_words(rank)),
             pod.name.clone(),
             if pod.node.is_empty() { "-".to_string() } else { pod.node.clone() },
             pod.state.clone(),
             age(now.saturating_sub(pod.made)),
+        ]);
+    }
+    table
+}
+
+/// All of them, however many.
+fn ranks(picture: &Picture) -> Table {
+    let mut table = Table::new(&["RANK", "POD", "NODE", "DEVICE", "UUID"]);
+    for of in picture.job.ranks() {
+        let uuid = if of.uuid.is_empty() { "-".to_string() } else { of.uuid };
+        table.row(vec![of.rank.to_string(), of.worker, of.node, of.device.to_string(), uuid]);
+    }
+    table
+}
+
+/// Newest last.
+fn engines_lost(job: &JobView, now: Millis) -> Table {
+    let mut table = Table::new(&["RANK", "NODE", "DEVICE", "UUID", "ATTEMPT", "AGE", "CAUSE"]);
+    for loss in &job.status.engines_lost {
+        table.row(vec![
+            loss.rank.to_string(),
+            loss.node.clone(),
+            loss.device.to_string(),
+            if loss.uuid.is_empty() { "-".to_string() } else { loss.uuid.clone() },
+            loss.attempt.to_string(),
+            or_dash(millis(&loss.time), |at| age(now.saturating_sub(at))),
+            cut(&loss.cause, CAUSE_MAX),
         ]);
     }
     table
@@ -233,8 +279,16 @@ fn json(picture: &Picture, object: &Value) -> Value {
     let mut object = object.clone();
     output::tidy(&mut object);
     let worker = |(rank, pod): (Option<u32>, &PodView)| {
-        json!({ "rank": rank, "pod": pod.name, "node": pod.node, "state": pod.state,
-            "created": stamp(pod.made) })
+        json!({ "rank": rank, "ranks": rank.map(|_| job.ranks_a_worker()), "pod": pod.name,
+            "node": pod.node, "state": pod.state, "created": stamp(pod.made) })
+    };
+    let rank = |of: RankPlace| {
+        json!({ "rank": of.rank, "pod": of.worker, "node": of.node, "device": of.device,
+            "uuid": of.uuid })
+    };
+    let ranks: Vec<Value> = match picture.ranks {
+        true => job.ranks().into_iter().map(rank).collect(),
+        false => Vec::new(),
     };
     let workers: Vec<Value> = by_rank(job, &picture.pods).into_iter().map(worker).collect();
     json!({
@@ -244,6 +298,8 @@ fn json(picture: &Picture, object: &Value) -> Value {
         "reason": job.reason(),
         "secondsLeft": job.left().map(|left| left / 1000),
         "workers": workers,
+        "ranks": ranks,
+        "enginesLost": job.status.engines_lost,
         "timeline": timeline::json(&picture.entries),
         "advice": picture.advice,
         "object": object,
@@ -259,6 +315,11 @@ pub fn pods_of(job: &str) -> String {
 mod tests {
     use super::super::job::tests::{START, condition, object};
     use super::*;
+    use moejob_plan::observed::{Gang, Record};
+    use moejob_plan::record::{self, Saved};
+    use moejob_protocol::Mesh;
+    use moejob_protocol::config::Member;
+    use moejob_protocol::layout::Layout;
 
     #[test]
     fn one_page_says_all() {
@@ -285,7 +346,7 @@ mod tests {
         };
         let entries = timeline::entries(&job, &[], std::slice::from_ref(&pod));
         let advice = advice(&job, &[]);
-        let picture = Picture { job, pods: vec![pod], entries, advice };
+        let picture = Picture { ranks: false, job, pods: vec![pod], entries, advice };
         let expected = "\
 Name:         a
 Namespace:    team-a
@@ -317,5 +378,60 @@ What to do:
             (&json!("Running"), &json!("Training")));
         assert_eq!(json["workers"][0]["node"], "worker-1");
         assert!(line(&picture.entries[1]).starts_with("2026-11-21T17:00:02Z  allocated worker-1"));
+    }
+
+    #[test]
+    fn ranks_and_lost_engines_are_named_by_node_and_device() {
+        let member = |index: u32| Member {
+            rank: 2 * index,
+            worker: format!("a-a2-{index}"),
+            node: format!("worker-{}", index + 1),
+            address: String::new(),
+        };
+        let gang = Gang {
+            attempt: 3,
+            digest: String::new(),
+            layout: Layout::contiguous(Mesh::data_parallel(4, 2)),
+            members: vec![member(0), member(1)],
+            resumed_at: 0,
+            started_at: START,
+            stepped: true,
+            stop_requested: None,
+            broken: None,
+            ended: None,
+            inherited: false,
+        };
+        let record = Record { gang: Some(gang), attempt: 3, ..Record::default() };
+        let record = record::write(&Saved { record, ..Saved::default() });
+        let status = json!({
+            "phase": "Running", "attempt": 3, "record": record,
+            "enginesLost": [{
+                "rank": 1, "node": "worker-2", "device": 1, "uuid": "GPU-7c", "attempt": 2,
+                "cause": "exit code 70: an illegal address", "time": stamp(START),
+            }],
+        });
+        let object = object("a", status);
+        let job = JobView::read(&object);
+        let (pods, entries, advice) = Default::default();
+        let picture = Picture { ranks: true, job, pods, entries, advice };
+        let shown = text(&picture, START + 63_000);
+        let expected = "\
+Ranks:
+  RANK   POD      NODE       DEVICE   UUID
+  0      a-a2-0   worker-1   0        -
+  1      a-a2-0   worker-1   1        -
+  2      a-a2-1   worker-2   0        -
+  3      a-a2-1   worker-2   1        GPU-7c
+
+Engines lost:
+  RANK   NODE       DEVICE   UUID     ATTEMPT   AGE   CAUSE
+  1      worker-2   1        GPU-7c   2         63s   exit code 70: an illegal address
+";
+        assert!(shown.contains(expected), "{shown}");
+        let json = json(&picture, &object);
+        let last = &json["ranks"][3];
+        let found = ["rank", "pod", "node", "device", "uuid"].map(|field| last[field].clone());
+        assert_eq!(json!(found), json!([3, "a-a2-1", "worker-2", 1, "GPU-7c"]));
+        assert_eq!(json["enginesLost"][0]["uuid"], "GPU-7c");
     }
 }

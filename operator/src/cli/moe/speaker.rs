@@ -31,7 +31,8 @@ impl Speaker {
     pub fn new(job: &JobView, pod: &str, node: &str, whole: bool) -> Speaker {
         let members = job.members();
         let place = members.iter().position(|(worker, _)| worker == pod).filter(|_| !whole);
-        let rank = place.and_then(|place| u32::try_from(place).ok());
+        let first = |place: usize| u32::try_from(place).ok()?.checked_mul(job.ranks_a_worker());
+        let rank = place.and_then(first);
         let born = attempt_and_slot(pod).map_or(0, |(attempt, _)| attempt);
         let attempt = if rank.is_some() { job.status.attempt } else { born };
         Speaker { pod: pod.to_string(), node: node.to_string(), rank, attempt }

@@ -210,34 +210,42 @@ pub fn workers(load: &Load, usage: &Usage) -> String {
     let mut table =
         Table::new(&["RANK", "POD", "NODE", "STATE", "TOK/S", "CPU", "MEMORY", "PLANNED"]);
     let planned = load.job.planned_memory().unwrap_or_default();
-    let ranks = planned.len().max(1) as f64;
+    let ranks = load.job.ranks_a_worker();
+    // Ranks end each step together: none is faster than another.
+    let share = f64::from(ranks) / planned.len().max(1) as f64;
     for (rank, pod) in by_rank(&load.job, &load.pods) {
         let measured = usage.get(&(load.job.namespace.clone(), pod.name.clone()));
         table.row(vec![
-            or_dash(rank, |rank| rank.to_string()),
+            or_dash(rank, |rank| load.job.ranks_in_words(rank)),
             pod.name.clone(),
             if pod.node.is_empty() { "-".to_string() } else { pod.node.clone() },
             pod.state.clone(),
-            // Ranks end each step together: none is faster than another.
-            or_dash(rate(load).filter(|_| rank.is_some()), |rate| short(rate / ranks)),
+            or_dash(rate(load).filter(|_| rank.is_some()), |rate| short(rate * share)),
             or_dash(measured, |(cores, _)| format!("{cores}m")),
             or_dash(measured, |(_, bytes)| mebibytes(*bytes)),
-            or_dash(rank.and_then(|rank| planned.get(rank as usize)), |bytes| mebibytes(*bytes)),
+            or_dash(planned_of(&planned, rank, ranks), mebibytes),
         ]);
     }
     format!("{job}\n{}", table.text())
 }
 
+/// Of all ranks of the worker whose first one this is.
+fn planned_of(planned: &[u64], first: Option<u32>, ranks: u32) -> Option<u64> {
+    let first = first? as usize;
+    planned.get(first..first + ranks as usize).map(|bytes| bytes.iter().sum())
+}
+
 fn json(loads: &[Load], usage: &Usage) -> Value {
     let load = |load: &Load| {
         let planned = load.job.planned_memory().unwrap_or_default();
+        let ranks = load.job.ranks_a_worker();
         let worker = |(rank, pod): (Option<u32>, &PodView)| {
             let used = usage.get(&(load.job.namespace.clone(), pod.name.clone()));
             json!({
-                "rank": rank, "pod": pod.name, "node": pod.node, "state": pod.state,
-                "cpuMillicores": used.map(|used| used.0),
+                "rank": rank, "ranks": rank.map(|_| ranks), "pod": pod.name, "node": pod.node,
+                "state": pod.state, "cpuMillicores": used.map(|used| used.0),
                 "memoryBytes": used.map(|used| used.1),
-                "plannedBytes": rank.and_then(|rank| planned.get(rank as usize)),
+                "plannedBytes": planned_of(&planned, rank, ranks),
             })
         };
         let workers: Vec<Value> = by_rank(&load.job, &load.pods).into_iter().map(worker).collect();
@@ -268,16 +276,21 @@ mod tests {
     use moejob_protocol::layout::Layout;
 
     fn load() -> Load {
-        let member = |rank: u32| Member {
-            rank,
-            worker: format!("a-a1-{rank}"),
-            node: format!("worker-{}", rank + 1),
+        load_of(1)
+    }
+
+    /// Two workers with so many devices each.
+    fn load_of(devices: u32) -> Load {
+        let member = |index: u32| Member {
+            rank: index * devices,
+            worker: format!("a-a1-{index}"),
+            node: format!("worker-{}", index + 1),
             address: "10.0.0.1:7777".into(),
         };
         let gang = Gang {
             attempt: 1,
             digest: "d".into(),
-            layout: Layout::contiguous(Mesh::data_parallel(2, 2)),
+            layout: Layout::contiguous(Mesh::data_parallel(2 * devices, 2)),
             members: vec![member(0), member(1)],
             resumed_at: 0,
             started_at: 1,
@@ -331,6 +344,21 @@ mod tests {
         assert!(lines[4].ends_with("Mi"), "{text}");
         assert!(lines[5].starts_with("1 a-a1-1 worker-2 Running 500 1500m 200Mi "), "{text}");
         assert_eq!(lines[6], "- a-a1-2 worker-1 Exit 1 - - - -");
+    }
+
+    #[test]
+    fn a_worker_of_several_devices_has_their_ranks_and_their_memory() {
+        let (one, four) = (load(), load_of(4));
+        let ranks = four.job.planned_memory().expect("a plan");
+        let text = workers(&four, &Usage::new());
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[4].starts_with("0-3 ") && lines[5].starts_with("4-7 "), "{text}");
+        assert!(lines[5].contains(" 500 "), "half of the rate\n{text}");
+        let shown = json(&[four], &Usage::new())["items"][0]["workers"].clone();
+        let second = (&shown[1]["rank"], &shown[1]["ranks"], &shown[1]["plannedBytes"]);
+        assert_eq!(second, (&json!(4), &json!(4), &json!(ranks[4..].iter().sum::<u64>())));
+        let shown = json(&[one], &Usage::new())["items"][0]["workers"].clone();
+        assert_eq!((&shown[1]["rank"], &shown[1]["ranks"]), (&json!(1), &json!(1)));
     }
 
     #[test]

@@ -2,21 +2,26 @@
 //! be lost, starts again. Snapshots lie in the worker's memory and outlive them.
 
 pub(crate) mod child;
+mod ends;
+mod place;
 mod process;
+mod shelf;
 mod thread;
 mod wire;
 
 use super::Happened;
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
-use crate::attempt::records::event;
-use crate::gang::comm::{Comm, CommError, Links};
+use crate::gang::comm::{Comm, Links};
 use crate::life::affinity::Share;
 use crate::state::slots::Memory;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, Resume};
 use moejob_protocol::message::{HEARTBEAT_MS, Request};
-use moejob_protocol::report::{DEVICE_FAILED, Detail, Event, EventKind};
+use moejob_protocol::report::{DEVICE_FAILED, Detail, EventKind};
+use ends::{lost, weight};
+use place::Place;
 use process::Process;
+use shelf::Shelf;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -50,6 +55,8 @@ pub(super) type Make = Arc<dyn Fn(Memory) -> Box<dyn Attempt> + Send + Sync>;
 
 /// What an engine has said or what became of it.
 pub(super) enum Said {
+    /// Which GPU it opens.
+    Device { uuid: String },
     Told(TrainerEvent),
     /// It has filled or given up a slot.
     Changed,
@@ -81,9 +88,12 @@ pub(super) struct Engines {
     share: Share,
     ranks: u32,
     memory: Memory,
+    shelf: Shelf,
     happened: mpsc::Sender<Happened>,
     /// None where one is being given up.
     engines: Vec<Option<Engine>>,
+    /// The uuid of each one's GPU, as far as one of its lives has told it; empty on processors.
+    uuids: Vec<String>,
     lives: u64,
     running: Option<Running>,
     at_once: u32,
@@ -94,17 +104,10 @@ struct Engine {
     life: u64,
     body: Body,
     started: Instant,
-    /// Where it works, once `EngineStarted` was told.
+    /// Where it works, in the newest attempt that it was given.
     place: Option<Place>,
-}
-
-/// How people know an engine.
-#[derive(Clone)]
-struct Place {
-    attempt: u32,
-    rank: u32,
-    node: String,
-    device: usize,
+    /// `EngineStarted` was told.
+    told: bool,
 }
 
 enum Body {
@@ -118,6 +121,18 @@ impl Engine {
             Body::Thread(_) => std::process::id(),
             Body::Process(process) => process.pid(),
         }
+    }
+
+    /// `EngineStarted`, once, of one that is a process and has a rank.
+    fn begin(&mut self, uuid: &str) -> Option<TrainerEvent> {
+        let place = self.place.as_ref()?;
+        if self.told || !matches!(self.body, Body::Process(_)) {
+            return None;
+        }
+        let kind = EventKind::EngineStarted;
+        let told = place.told((uuid, self.pid()), kind, "Configured", "", []);
+        self.told = true;
+        Some(TrainerEvent::Event(told))
     }
 }
 
@@ -164,8 +179,10 @@ impl Engines {
             share,
             ranks: 1,
             memory: Memory::default(),
+            shelf: Shelf::default(),
             happened,
             engines: Vec::new(),
+            uuids: Vec::new(),
             lives: 0,
             running: None,
             at_once: 0,
@@ -188,6 +205,7 @@ impl Engines {
             _ => ranks > 1 || config.training.compute.backend == Backend::Cuda,
         };
         self.engines.resize_with(ranks, || None);
+        self.uuids.resize(ranks, String::new());
         for index in 0..ranks {
             let fits = self.engines[index].as_ref().is_some_and(|engine| {
                 matches!(engine.body, Body::Process(_)) == processes
@@ -214,7 +232,7 @@ impl Engines {
                 Body::Thread(Thread::start(name, move || make(memory), happened)?)
             }
         };
-        Ok(Engine { life: name.life, body, started: Instant::now(), place: None })
+        Ok(Engine { life: name.life, body, started: Instant::now(), place: None, told: false })
     }
 
     /// Runs the attempt that was joined. The engines are idle: the session starts an attempt only
@@ -226,6 +244,7 @@ impl Engines {
         let node = config.members[shape.first as usize].node.clone();
         let (ends, watches) = (vec![None; count], vec![Watch::default(); count]);
         let running = self.running.insert(Running { config, links, node, ends, watches });
+        self.shelf.begin(&running.config, running.control(0));
         let mut outcome = Outcome::default();
         for (index, engine) in self.engines.iter_mut().enumerate() {
             let rank = shape.first + index as u32;
@@ -233,12 +252,11 @@ impl Engines {
             let Some(engine) = engine else { continue };
             let of_rank = WorkerConfig { rank: Some(rank), ..(*running.config).clone() };
             let (attempt, node) = (running.attempt(), running.node.clone());
-            let place = Place { attempt, rank, node, device: index };
-            let begins = engine.place.replace(place.clone()).is_none();
-            if begins && matches!(engine.body, Body::Process(_)) {
-                let kind = EventKind::EngineStarted;
-                let told = told(&place, engine.pid(), kind, "Configured", "", []);
-                outcome.tell.push(TrainerEvent::Event(told));
+            engine.place = Some(Place { attempt, rank, node, device: index });
+            let gpu = running.config.training.compute.backend == Backend::Cuda;
+            // One on a GPU is told of when it has said on which.
+            if !gpu || !self.uuids[index].is_empty() {
+                outcome.tell.extend(engine.begin(&self.uuids[index]));
             }
             match &mut engine.body {
                 Body::Thread(thread) => {
@@ -259,7 +277,13 @@ impl Engines {
                         tracing::error!(%error, "a snapshot cannot be handed over");
                         Vec::new()
                     });
-                    process.train(Box::new(of_rank), &running.links, sources);
+                    match self.shelf.serve(index) {
+                        Ok(at) => process.train(Box::new(of_rank), &running.links, sources, at),
+                        Err(error) => {
+                            tracing::error!(%error, "no desk for an engine's data");
+                            process.kill();
+                        }
+                    }
                 }
             }
         }
@@ -275,6 +299,14 @@ impl Engines {
             return outcome;
         }
         match said {
+            Said::Device { uuid } => {
+                if !uuid.is_empty() {
+                    self.uuids[name.index] = uuid;
+                }
+                let engine = self.engines[name.index].as_mut();
+                let uuid = &self.uuids[name.index];
+                outcome.tell.extend(engine.and_then(|engine| engine.begin(uuid)));
+            }
             Said::Told(event) => outcome.tell.push(event),
             Said::Changed => self.follow(&mut outcome),
             Said::Ended { attempt, end } => {
@@ -325,7 +357,7 @@ impl Engines {
         by_device: bool,
         outcome: &mut Outcome,
     ) {
-        let Some(engine) = self.engines[index].take() else { return };
+        let Some(mut engine) = self.engines[index].take() else { return };
         if self.ending {
             return;
         }
@@ -337,24 +369,29 @@ impl Engines {
         let soon = engine.place.is_none() && engine.started.elapsed() < AT_ONCE;
         self.at_once = if soon { self.at_once + 1 } else { 0 };
         self.follow(outcome);
-        let pid = engine.pid();
-        match &engine.place {
+        let (pid, uuid) = (engine.pid(), &self.uuids[index]);
+        outcome.tell.extend(engine.begin(uuid));
+        let why = match &engine.place {
             Some(place) => {
-                let why = format!("the engine of rank {} (pid {pid}) is lost: {how}", place.rank);
+                let why = format!("the engine of {} is lost: {how}", place.in_words(uuid, pid));
                 let words = [
                     ("exit", Detail::Text(how.to_string())),
                     ("lastWords", Detail::Text(last_words.to_string())),
                 ];
                 let reason = if by_device { DEVICE_FAILED } else { "Lost" };
-                let told = told(place, pid, EventKind::EngineLost, reason, &why, words);
+                let kind = EventKind::EngineLost;
+                let told = place.told((uuid, pid), kind, reason, &why, words);
                 outcome.tell.push(TrainerEvent::Event(told));
+                why
             }
-            None => tracing::warn!(how, last_words, pid, "an engine without a rank is lost"),
-        }
+            None => {
+                tracing::warn!(how, last_words, pid, "an engine without a rank is lost");
+                format!("an engine (pid {pid}) is lost: {how}")
+            }
+        };
         if let Some(running) = &self.running {
             // The others of this worker and all peers leave the attempt.
             let rank = running.rank(index);
-            let why = format!("the engine of rank {rank} (pid {pid}) is lost: {how}");
             running.links.lose(rank, &why);
             running.abort(&why);
             let attempt = running.attempt();
@@ -403,6 +440,16 @@ impl Engines {
         }
     }
 
+    /// A new leader hears of the engines that the one before was told of.
+    pub fn started(&self) -> impl Iterator<Item = TrainerEvent> {
+        let told = self.engines.iter().zip(&self.uuids).filter_map(|(engine, uuid)| {
+            let engine = engine.as_ref().filter(|engine| engine.told)?;
+            let (place, kind) = (engine.place.as_ref()?, EventKind::EngineStarted);
+            Some(place.told((uuid, engine.pid()), kind, "Running", "", []))
+        });
+        told.map(TrainerEvent::Event)
+    }
+
     /// Said by one rank, it holds for all.
     pub fn request(&self, request: Request) {
         if let Some(running) = &self.running {
@@ -445,40 +492,4 @@ impl Engines {
             }
         }
     }
-}
-
-fn lost(reason: String) -> CommError {
-    CommError::Aborted { reason }
-}
-
-/// Of several ranks' ends the one that says most: why it ended, then which rank elsewhere was lost.
-fn weight(end: &AttemptEnd, is_local: impl Fn(u32) -> bool) -> u32 {
-    match end {
-        AttemptEnd::Failed(_) | AttemptEnd::DeviceFailed { .. } => 6,
-        AttemptEnd::Fenced { .. } => 5,
-        AttemptEnd::Aborted(CommError::Aborted { .. }) => 4,
-        AttemptEnd::Aborted(
-            CommError::PeerLost { rank, .. } | CommError::Protocol { rank, .. },
-        ) => 2 + u32::from(!is_local(*rank)),
-        AttemptEnd::Stopped { .. } => 1,
-        AttemptEnd::Completed { .. } => 0,
-    }
-}
-
-fn told(
-    place: &Place,
-    pid: u32,
-    kind: EventKind,
-    reason: &str,
-    message: &str,
-    more: impl IntoIterator<Item = (&'static str, Detail)>,
-) -> Event {
-    let details = [
-        ("rank", Detail::Number(place.rank.into())),
-        ("node", Detail::Text(place.node.clone())),
-        ("device", Detail::Number(place.device as u64)),
-        ("pid", Detail::Number(pid.into())),
-    ];
-    let details = details.into_iter().chain(more);
-    event(place.attempt, kind, reason, message.to_string(), details)
 }

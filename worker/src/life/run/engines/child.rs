@@ -10,9 +10,13 @@ use super::thread::run;
 use super::wire::{Order, Report, Wire};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use crate::attempt::trainer::Trainer;
+use crate::data::Desk;
+use crate::engine::step::device_of;
 use crate::gang::comm::{Links, Shape};
 use crate::state::slots::{Memory, Slot};
+use moejob_kernels::cuda::{uuid_of, uuid_text};
 use moejob_protocol::WorkerConfig;
+use moejob_protocol::config::Backend;
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use std::io;
@@ -36,6 +40,7 @@ struct Training {
     shape: Shape,
     memory: OwnedFd,
     bell: OwnedFd,
+    desk: OwnedFd,
 }
 
 type Reports = SyncSender<(Report, Option<OwnedFd>)>;
@@ -106,11 +111,17 @@ fn train(
     beating: &Mutex<Option<Control>>,
     reports: &Reports,
 ) -> io::Result<AttemptEnd> {
-    let Training { config, shape, memory, bell } = training;
+    let Training { config, shape, memory, bell, desk } = training;
+    trainer.ask_at(Desk::attach(desk)?);
     let links = Links::attach(shape, memory, bell)?;
     let rank = config.rank.ok_or_else(|| io::Error::other("an attempt without a rank"))?;
     let control = Control::new(Arc::clone(links.memory()), links.progress(rank));
     control.beat();
+    if config.training.compute.backend == Backend::Cuda {
+        // Whoever replaces a broken device looks for it by its uuid.
+        let uuid = uuid_of(device_of(rank, config.ranks.max(1))).map(uuid_text);
+        let _ = reports.send((Report::Device { uuid: uuid.unwrap_or_default() }, None));
+    }
     *beating.lock().unwrap_or_else(PoisonError::into_inner) = Some(control.clone());
     let mut out = |event: TrainerEvent| {
         let report = match event {
@@ -140,8 +151,8 @@ fn receive(mut wire: Wire, memory: &Memory, trainings: &SyncSender<Training>) {
             Some(Order::Forget) => memory.clear(),
             Some(Order::Slot) => memory.adopt(wire.file()?)?,
             Some(Order::Train { config, shape }) => {
-                let (memory, bell) = (wire.file()?, wire.file()?);
-                let training = Training { config, shape, memory, bell };
+                let (memory, bell, desk) = (wire.file()?, wire.file()?, wire.file()?);
+                let training = Training { config, shape, memory, bell, desk };
                 return Ok(trainings.send(training).is_ok());
             }
         }

@@ -8,6 +8,7 @@
 use super::child::EXIT_DEVICE;
 use super::wire::{Order, Report, Wire};
 use super::{Name, Said};
+use crate::data::{Closing, Desk};
 use crate::engine::step::ENV_DEVICE;
 use crate::gang::comm::Links;
 use crate::life::run::Happened;
@@ -37,6 +38,8 @@ pub(super) struct Process {
     /// Names the process also when its number is another's.
     handle: OwnedFd,
     orders: Option<SyncSender<Sent>>,
+    /// Of the attempt that runs.
+    desk: Option<Closing>,
 }
 
 impl Process {
@@ -84,24 +87,33 @@ impl Process {
         }
         thread("engine-out").spawn(move || send(&out, &ordered))?;
         thread("engine-in").spawn(move || receive(name, wire, child, &words, &memory, &happened))?;
-        Ok(Process { pid, handle, orders: Some(orders) })
+        Ok(Process { pid, handle, orders: Some(orders), desk: None })
     }
 
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    pub fn train(&self, config: Box<WorkerConfig>, links: &Links, sources: Vec<OwnedFd>) {
+    /// The data are asked for at `desk`, which `closing` closes when the attempt is over.
+    pub fn train(
+        &mut self,
+        config: Box<WorkerConfig>,
+        links: &Links,
+        sources: Vec<OwnedFd>,
+        (desk, closing): (Desk, Closing),
+    ) {
+        self.desk = Some(closing);
+        let desk = desk.file().map(|file| file.try_clone_to_owned());
         let memory = links.memory().file().map(|file| file.try_clone_to_owned());
         let bell = links.bell().map(|bell| bell.event().try_clone_to_owned());
-        let (Some(Ok(memory)), Some(Ok(bell))) = (memory, bell) else {
+        let (Some(Ok(memory)), Some(Ok(bell)), Some(Ok(desk))) = (memory, bell, desk) else {
             tracing::error!("the links cannot be handed over");
             return self.kill();
         };
         let train = Order::Train { config, shape: links.shape() };
         let slots = sources.into_iter().map(|source| (Order::Slot, vec![source]));
         let all = std::iter::once((Order::Forget, Vec::new())).chain(slots);
-        for order in all.chain(std::iter::once((train, vec![memory, bell]))) {
+        for order in all.chain(std::iter::once((train, vec![memory, bell, desk]))) {
             // One that has ended says so by itself; one that takes no orders is of no use.
             if self.orders.as_ref().is_some_and(|orders| orders.try_send(order).is_err()) {
                 return self.kill();
@@ -150,6 +162,10 @@ fn receive(
             Ok(Some(Report::Slot)) => wire.file().and_then(|file| memory.adopt(file)),
             Ok(Some(Report::Changed)) => {
                 said(Said::Changed);
+                Ok(())
+            }
+            Ok(Some(Report::Device { uuid })) => {
+                said(Said::Device { uuid });
                 Ok(())
             }
             Ok(Some(Report::Told(event))) => {

@@ -32,13 +32,17 @@ pub(super) enum Order {
     Forget,
     /// A snapshot to resume from; with its file.
     Slot,
-    /// With the memory of the links and the bell of the worker's data thread.
+    /// With the memory of the links, the bell of the worker's data thread, and the desk where the
+    /// data are asked for.
     Train { config: Box<WorkerConfig>, shape: Shape },
 }
 
 /// From an engine to the worker.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Report {
+    /// The GPU that it is about to open, as NVML writes its uuid; empty where the driver does not
+    /// tell. Before anything else of its first attempt.
+    Device { uuid: String },
     Told(TrainerEvent),
     /// A slot was made; with its file.
     Slot,
