@@ -30,6 +30,8 @@ const NAMESPACE: &str = "default";
 /// A worker takes a socket here and one in the operator.
 const FILES: u64 = 16_384;
 const PATIENCE: Duration = Duration::from_secs(300);
+/// How far a gang is that comes up.
+const TOLD_EVERY: Duration = Duration::from_secs(5);
 /// While this is measured nothing happens.
 const QUIET: Duration = Duration::from_secs(30);
 /// A jiffy of /proc/PID/stat.
@@ -85,7 +87,7 @@ impl Field {
                 eprintln!("nodes: {error}");
             }
         });
-        until("all nodes are there", || api.list("nodes").len() == nodes as usize).await?;
+        until("all nodes are there", || api.count("nodes") == nodes as usize).await?;
         Ok(Field { api, gauge, orders, operators: 0 })
     }
 
@@ -111,9 +113,12 @@ impl Field {
     }
 
     fn leads(&self, operator: &Operator) -> bool {
-        let lease = self.api.get("leases", ("moejob-system", "moejob-operator"));
-        let holder = lease.unwrap_or_default()["spec"]["holderIdentity"].take();
-        holder.as_str().is_some_and(|of| of.starts_with(&operator.name))
+        let lease = ("moejob-system", "moejob-operator");
+        let held = self.api.read("leases", lease, |lease| {
+            let holder = lease["spec"]["holderIdentity"].as_str();
+            holder.is_some_and(|of| of.starts_with(&operator.name))
+        });
+        held == Some(true)
     }
 
     fn linked(&self) -> usize {
@@ -125,20 +130,37 @@ impl Field {
     }
 
     fn pods(&self) -> BTreeMap<String, Value> {
-        let pods = self.api.list("pods").into_iter();
-        let uid = |pod: &Value| pod["metadata"]["uid"].clone();
-        let name = |pod: &Value| pod["metadata"]["name"].as_str().unwrap_or_default().to_string();
-        pods.map(|pod| (name(&pod), uid(&pod))).collect()
+        let of = |pod: &Value| {
+            let name = pod["metadata"]["name"].as_str().unwrap_or_default();
+            (name.to_string(), pod["metadata"]["uid"].clone())
+        };
+        self.api.map("pods", of).into_iter().collect()
     }
 
-    fn status(&self, job: &str) -> Value {
-        self.api.get("moejobs", (NAMESPACE, job)).unwrap_or_default()["status"].take()
+    /// Of a job: its attempt, and whether it trains.
+    fn attempt(&self, job: &str) -> (u64, bool) {
+        let read = self.api.read("moejobs", (NAMESPACE, job), |job| {
+            let status = &job["status"];
+            (status["attempt"].as_u64().unwrap_or(0), status["phase"] == "Running")
+        });
+        read.unwrap_or_default()
     }
 
     /// A gang of so many that trains.
     async fn train(&self, name: &str, nodes: u32) -> Result<(), Failure> {
         self.api.put("moejobs", job(name, nodes));
-        until("it trains", || self.status(name)["phase"] == "Running").await
+        let start = Instant::now();
+        let mut told = start;
+        until("it trains", || {
+            if told.elapsed() > TOLD_EVERY {
+                told = Instant::now();
+                let (pods, linked) = (self.api.count("pods"), self.linked());
+                let time = start.elapsed().as_secs();
+                eprintln!("{name} after {time} s: {pods} pods, {linked} workers linked");
+            }
+            self.attempt(name).1
+        })
+        .await
     }
 }
 
@@ -208,7 +230,7 @@ async fn takeover(nodes: u32) -> Result<(), Failure> {
     let first = field.operator()?;
     field.train("gang", nodes).await?;
     until("all are linked", || field.linked() == nodes as usize).await?;
-    let (pods, attempt) = (field.pods(), field.status("gang")["attempt"].take());
+    let (pods, (attempt, _)) = (field.pods(), field.attempt("gang"));
     field.api.mood(|mood| mood.review_takes = Duration::from_secs(1));
     field.api.asked();
     first.kill()?;
@@ -226,7 +248,7 @@ async fn takeover(nodes: u32) -> Result<(), Failure> {
     let lost = pods.iter().filter(|(name, uid)| after.get(*name) != Some(uid)).count();
     let reviews = field.api.asked();
     let reviews = reviews.iter().filter(|of| of.what == "tokenreviews").count();
-    let same = field.status("gang")["attempt"] == attempt;
+    let same = field.attempt("gang").0 == attempt;
     println!(
         "takeover of {nodes}: all linked {linked:.1} s after the lease, {lost} lost, attempt {}, \
          {reviews} TokenReviews of 1 s",
@@ -294,7 +316,7 @@ async fn recoveries(field: &Field) -> Result<Vec<f64>, Failure> {
     let mut killed = String::new();
     for index in 0..GOOD.0 / 2 {
         let name = format!("good-{index}");
-        let before = field.status(&name)["attempt"].as_u64().unwrap_or(0);
+        let (before, _) = field.attempt(&name);
         let of_job = |pod: &&String| pod.starts_with(&format!("{name}-a"));
         let pods = field.pods();
         let pod = pods.keys().filter(of_job).last().ok_or("no pod")?.clone();
@@ -302,8 +324,8 @@ async fn recoveries(field: &Field) -> Result<Vec<f64>, Failure> {
         let start = Instant::now();
         field.order("killed", &killed)?;
         until("it trains again", || {
-            let status = field.status(&name);
-            status["attempt"].as_u64() > Some(before) && status["phase"] == "Running"
+            let (attempt, trains) = field.attempt(&name);
+            attempt > before && trains
         })
         .await?;
         took.push(start.elapsed().as_secs_f64());
@@ -362,7 +384,7 @@ async fn hostile(count: u32) -> Result<(), Failure> {
         "delayed by {delay:.2} s; {now:.1} MB, {most:.1} MB at the most, {:.1}% of a core",
         load * 100.0
     );
-    let trains = |index: &usize| field.status(&format!("good-{index}"))["phase"] == "Running";
+    let trains = |index: &usize| field.attempt(&format!("good-{index}")).1;
     println!("{} of {} good jobs train", (0..GOOD.0).filter(trains).count(), GOOD.0);
     flapping.abort();
     Ok(())

@@ -162,14 +162,34 @@ impl Api {
         state.watches.extend(watches);
     }
 
-    pub fn get(&self, resource: &str, (namespace, name): (&str, &str)) -> Option<Value> {
+    pub fn get(&self, resource: &str, key: (&str, &str)) -> Option<Value> {
+        self.read(resource, key, Value::clone)
+    }
+
+    /// A part of an object, without a copy of the whole.
+    pub fn read<T>(
+        &self,
+        resource: &str,
+        (namespace, name): (&str, &str),
+        part: impl FnOnce(&Value) -> T,
+    ) -> Option<T> {
         let key = (namespace.to_string(), name.to_string());
-        self.state().objects.get(resource)?.get(&key).cloned()
+        self.state().objects.get(resource)?.get(&key).map(part)
+    }
+
+    /// How many there are.
+    pub fn count(&self, resource: &str) -> usize {
+        self.state().objects.get(resource).map_or(0, BTreeMap::len)
     }
 
     pub fn list(&self, resource: &str) -> Vec<Value> {
+        self.map(resource, Value::clone)
+    }
+
+    /// A part of each of them.
+    pub fn map<T>(&self, resource: &str, part: impl Fn(&Value) -> T) -> Vec<T> {
         let state = self.state();
-        state.objects.get(resource).into_iter().flat_map(BTreeMap::values).cloned().collect()
+        state.objects.get(resource).into_iter().flat_map(BTreeMap::values).map(part).collect()
     }
 
     /// All that was asked since this was last asked.
@@ -409,6 +429,10 @@ impl State {
         self.version += 1;
         object["metadata"]["resourceVersion"] = json!(self.version.to_string());
         self.tell(resource, "DELETED", &object);
+        // Of what there is here only jobs own anything.
+        if resource != "moejobs" {
+            return;
+        }
         let uid = object["metadata"]["uid"].clone();
         let owned = |object: &Value| object["metadata"]["ownerReferences"][0]["uid"] == uid;
         let mut all = Vec::new();
