@@ -5,6 +5,7 @@
 //!   leading reset [N]      all streams are reset at once
 //!   leading streams [N]    memory and time of a leader of N streams (gangs of 512)
 //!   leading hostile [N]    N hostile jobs beside 20 good ones
+//!   leading cuts [N]       a gang of N while the API server is away, unheard, broken, flapping
 //!
 //! `MOEJOB_FAKE_NO_LEAF=1`: workers show no leaf, as those of a release before. The operator is the
 //! one beside this program, or `MOEJOB_BIN`.
@@ -13,7 +14,7 @@ use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 use moejob_plan::crd;
 use moejob_tests::cluster::small_job;
 use moejob_tests::fake::Gauge;
-use moejob_tests::fake::api::Api;
+use moejob_tests::fake::api::{Api, Cut, KUBELET};
 use moejob_tests::fake::nodes::{self, Failure, Options};
 use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, setrlimit};
 use serde_json::{Value, json};
@@ -36,6 +37,11 @@ const TOLD_EVERY: Duration = Duration::from_secs(5);
 const QUIET: Duration = Duration::from_secs(30);
 /// A jiffy of /proc/PID/stat.
 const JIFFIES: f64 = 100.0;
+/// A cut from the API server lasts so long; one that flaps is there and gone for so long each.
+const CUT: Duration = Duration::from_secs(60);
+const FLAP: [Duration; 2] = [Duration::from_millis(2_500), Duration::from_millis(1_500)];
+/// As a kubelet starts a container that has ended.
+const STARTED_AFTER: Duration = Duration::from_secs(1);
 /// Good jobs, and nodes of each.
 const GOOD: (usize, u32) = (20, 4);
 
@@ -50,7 +56,8 @@ fn main() -> Result<(), Failure> {
         Some("reset") => runtime.block_on(reset(count(512)?)),
         Some("streams") => runtime.block_on(streams(count(2048)?)),
         Some("hostile") => runtime.block_on(hostile(count(200)?)),
-        _ => Err("usage: leading takeover|reset|streams|hostile [N]".into()),
+        Some("cuts") => runtime.block_on(cuts(count(16)?)),
+        _ => Err("usage: leading takeover|reset|streams|hostile|cuts [N]".into()),
     }
 }
 
@@ -67,7 +74,7 @@ impl Field {
         api.put("customresourcedefinitions", crd::definition());
         let name = json!({ "name": "moejob-authority", "namespace": "moejob-system" });
         api.put("secrets", json!({ "metadata": name }));
-        let config = Kubeconfig::from_yaml(&api.kubeconfig("kubelet"))?;
+        let config = Kubeconfig::from_yaml(&api.kubeconfig(KUBELET))?;
         let config = Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await?;
         let (gauge, orders) = (Arc::new(Gauge::default()), tempfile::tempdir()?);
         let options = Options {
@@ -308,6 +315,81 @@ async fn streams(count: u32) -> Result<(), Failure> {
         load * 100.0
     );
     Ok(())
+}
+
+/// The operator's process is started anew whenever it ends, as a kubelet does.
+async fn keep(
+    field: &mut Field,
+    operator: &mut Operator,
+    time: Duration,
+) -> Result<u32, Failure> {
+    let (start, mut ends) = (Instant::now(), 0);
+    while start.elapsed() < time {
+        if operator.child.try_wait()?.is_some() {
+            ends += 1;
+            sleep(STARTED_AFTER).await;
+            *operator = field.operator()?;
+        }
+        sleep(Duration::from_millis(50)).await;
+    }
+    Ok(ends)
+}
+
+async fn cuts(nodes: u32) -> Result<(), Failure> {
+    let mut field = Field::new(nodes + 8, Duration::from_millis(100)).await?;
+    let mut operator = field.operator()?;
+    field.train("gang", nodes).await?;
+    let mut lost = 0;
+    for (what, cut, flaps) in [
+        ("etcd is away", Cut::Broken, false),
+        ("the API server is away", Cut::Away, false),
+        ("nothing is heard of it", Cut::Unheard, false),
+        ("it comes and goes", Cut::Away, true),
+        ("it is heard and not heard", Cut::Unheard, true),
+    ] {
+        until("all are linked", || field.linked() == nodes as usize).await?;
+        let (pods, before) = (field.pods(), field.attempt("gang").0);
+        field.api.asked();
+        let (start, mut ends) = (Instant::now(), 0);
+        while start.elapsed() < CUT {
+            field.api.mood(|mood| mood.cut = cut);
+            ends += keep(&mut field, &mut operator, if flaps { FLAP[0] } else { CUT }).await?;
+            field.api.mood(|mood| mood.cut = Cut::None);
+            if flaps {
+                ends += keep(&mut field, &mut operator, FLAP[1]).await?;
+            }
+        }
+        let over = Instant::now();
+        let mut linked = false;
+        while !linked {
+            ends += keep(&mut field, &mut operator, Duration::from_millis(100)).await?;
+            linked = field.leads(&operator) && field.linked() == nodes as usize;
+            if over.elapsed() > PATIENCE {
+                return Err(format!("{what}: nobody leads after {PATIENCE:?}").into());
+            }
+        }
+        let steps = field.steps();
+        until("a leader hears of steps", || field.steps() > steps + 1).await?;
+        let led = over.elapsed().as_secs_f64();
+        // Whoever was lost would be known by now.
+        ends += keep(&mut field, &mut operator, Duration::from_secs(8)).await?;
+        let after = field.pods();
+        let gone = pods.iter().filter(|(name, uid)| after.get(*name) != Some(uid)).count();
+        let asked = field.api.asked();
+        let deleted = asked.iter().filter(|of| of.verb == "DELETE" && of.what == "pods").count();
+        let same = field.attempt("gang").0 == before;
+        lost += gone + deleted + usize::from(!same);
+        println!(
+            "{what} for {} s: {gone} of {nodes} workers lost, {deleted} pods deleted, attempt {}; \
+             led {led:.1} s after it, the operator began anew {ends} times",
+            CUT.as_secs(),
+            if same { "the same" } else { "another" }
+        );
+    }
+    match lost {
+        0 => Ok(()),
+        _ => Err("a cut from the API server has cost workers".into()),
+    }
 }
 
 /// The time from a killed worker to the next step of each of some good jobs, in order.

@@ -50,6 +50,24 @@ impl JobLoop {
         self.image.clone()
     }
 
+    /// Each release has its own way to hash what a job is, and a worker refuses a checkpoint with
+    /// another hash. Where workers of another image live, which may be another release's, the next
+    /// attempt is told none: then its checkpoint is judged by model, data and seed alone.
+    pub(super) fn tie_to_checkpoints(&mut self) {
+        let Some(job) = self.spec.plannable() else { return };
+        let fresh = job.kubernetes.image.as_ref().unwrap_or(&self.operator.image.0);
+        let observed = &self.tracker.observed;
+        let runs_another = |worker: &Worker| {
+            let image = self.pods.facts(&worker.name).and_then(|pod| pod.image.as_deref());
+            !worker.is_dead() && image.is_some_and(|image| image != fresh)
+        };
+        let hash = match observed.workers.iter().any(runs_another) {
+            true => String::new(),
+            false => job.spec_hash.clone(),
+        };
+        self.tracker.observed.template.checkpoint.spec_hash = hash;
+    }
+
     /// A pod has the name of a member, and is another one than the member's: what the record says
     /// of it is not true of this pod.
     pub(super) fn is_another(&self, gang: &Gang, pod: &WorkerPod) -> bool {
