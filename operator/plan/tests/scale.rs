@@ -140,7 +140,8 @@ impl Gang {
     fn beat(&mut self, at: usize, now: Millis) {
         let rank = at as u32;
         let before = (rank + self.names.len() as u32 - 1) % self.names.len() as u32;
-        let held = |step| Held { attempt: 1, step, shards: vec![rank.min(before), rank.max(before)] };
+        let shards = vec![rank.min(before), rank.max(before)];
+        let held = |step| Held { attempt: 1, step, shards: shards.clone() };
         let newest = self.step / 10 * 10;
         let beat = Heartbeat {
             phase: Phase::Training,

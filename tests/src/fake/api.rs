@@ -198,6 +198,11 @@ impl Api {
         std::mem::take(&mut self.state().asked)
     }
 
+    /// Of what was asked since, so many were for this.
+    pub fn asked_for(&self, what: &str) -> usize {
+        self.state().asked.iter().filter(|of| of.what == what).count()
+    }
+
     /// Ends all watches; one that is continued from before must begin anew.
     pub fn end_watches(&self) {
         let mut state = self.state();
