@@ -28,6 +28,9 @@ use std::collections::{BTreeMap, BTreeSet};
 /// for this long although it does not fit: the lost node may come back.
 pub const HOLD_TIMEOUT: Millis = 300_000;
 
+/// A node on which a job avoids to start a worker is kept for it for so long.
+pub const RESERVED_MAX: Millis = 60_000;
+
 /// How nodes are chosen where the job does not say: beside each other.
 const PACKED: (Level, Closeness) = (Level::Rack, Closeness::Preferred);
 
@@ -347,17 +350,40 @@ impl<'a> Allocator<'a> {
                         self.now < since + HOLD_TIMEOUT
                     }
                 };
+                let resting = match given.keeps && job.standing != Standing::Waiting {
+                    true => self.reserve(job, *least - possible, &ordered),
+                    false => String::new(),
+                };
                 let fate = match (own, given.keeps) {
                     (0, _) => "it holds nothing",
                     (_, true) => "it keeps what it has",
                     (_, false) => "it gives back what it has",
                 };
                 given.why = format!(
-                    "waits for nodes: {possible} of {least} fit{against}; {fate}"
+                    "waits for nodes: {possible} of {least} fit{against}; {fate}{resting}"
                 );
             }
         }
         given
+    }
+
+    /// Of a job that lacks nothing but nodes on which its own workers have just failed: nobody
+    /// takes those while they rest, nor what is free beside them. Another job would keep them.
+    fn reserve(&mut self, job: &'a Demand, lacks: u32, beside: &[usize]) -> String {
+        let verdicts = self.verdicts(&job.needs);
+        let rests = |at: &usize| {
+            let until = self.memory.avoided_until(&job.uid, &self.nodes[*at].name);
+            let soon = self.now < until && until <= self.now + RESERVED_MAX;
+            soon && self.free[*at] && self.verdicts[verdicts].1[*at].is_none()
+        };
+        let resting: Vec<usize> =
+            (0..self.nodes.len()).filter(rests).take(lacks as usize).collect();
+        if resting.len() < lacks as usize {
+            return String::new();
+        }
+        resting.iter().chain(beside).for_each(|at| self.free[*at] = false);
+        let names: Vec<&str> = resting.iter().map(|at| self.nodes[*at].name.as_str()).collect();
+        format!("; kept for it while its workers rest there: {}", names.join(", "))
     }
 
     fn leaves(&self, job: &Demand, node: usize) -> bool {

@@ -20,6 +20,7 @@ use health::Health;
 use index::Index;
 use moejob_protocol::config::WorkerConfig;
 use moejob_protocol::message::Request;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// How long a suspend or an interrupt waits for its checkpoint, and how long a stopped gang waits
@@ -84,7 +85,8 @@ pub enum Action {
 /// Decides. See the module's first lines.
 pub fn plan(observed: &Observed, now: Millis) -> Plan {
     let index = Index::of(observed);
-    let mut planner = Planner { observed, index, now, plan: Plan::default() };
+    let (plan, ending) = Default::default();
+    let mut planner = Planner { observed, index, now, plan, ending };
     planner.decide();
     planner.plan
 }
@@ -94,6 +96,8 @@ struct Planner<'a> {
     index: Index<'a>,
     now: Millis,
     plan: Plan,
+    /// Workers that this plan ends.
+    ending: BTreeSet<&'a str>,
 }
 
 impl<'o> Planner<'o> {
@@ -300,7 +304,7 @@ impl<'o> Planner<'o> {
     /// Whether it is worth waiting for.
     fn ask_to_leave(
         &mut self,
-        worker: &Worker,
+        worker: &'o Worker,
         attempt: u32,
         asked: Option<Millis>,
         at_most: Option<Millis>,
@@ -457,18 +461,12 @@ impl<'o> Planner<'o> {
     }
 
     fn is_ending(&self, worker: &Worker) -> bool {
-        let is_stop = |action: &Action| {
-            matches!(action, Action::StopWorker { name, .. } if *name == worker.name)
-        };
-        worker.stopping || self.plan.actions.iter().any(is_stop)
+        worker.stopping || self.ending.contains(worker.name.as_str())
     }
 
-    fn stop(&mut self, worker: &Worker, grace: Millis, reason: &str) {
-        let stops = |action: &Action| {
-            matches!(action, Action::StopWorker { name, .. } if *name == worker.name)
-        };
+    fn stop(&mut self, worker: &'o Worker, grace: Millis, reason: &str) {
         // One that never connected can also be the laggard.
-        if self.plan.actions.iter().any(stops) {
+        if !self.ending.insert(&worker.name) {
             return;
         }
         self.why(format!("stop {}: {reason}", worker.name));

@@ -191,6 +191,11 @@ impl Gang {
         self.layout.mesh.world().checked_div(workers).unwrap_or(1).max(1)
     }
 
+    /// Whether this worker is a member.
+    pub fn has(&self, worker: &str) -> bool {
+        self.members.iter().any(|member| member.worker == worker)
+    }
+
     /// Whose rank this is.
     pub fn member_of(&self, rank: u32) -> Option<&Member> {
         self.members.get((rank / self.ranks_a_worker()) as usize)

@@ -227,7 +227,7 @@ impl Tracker {
         let record = &mut self.observed.record;
         if let Some(gang) = record.gang.as_mut().filter(|gang| gang.ended.is_none())
             && record.outcome.is_none()
-            && gang.members.iter().any(|member| member.worker == name)
+            && gang.has(name)
         {
             gang.broken.get_or_insert((now, cause));
         }
@@ -379,7 +379,9 @@ impl Tracker {
             }
             Up::Heartbeat(heartbeat) => {
                 if let Some(worker) = self.worker(name).filter(|worker| !worker.is_dead()) {
-                    worker.held = heartbeat.held.clone();
+                    if worker.held != heartbeat.held {
+                        worker.held.clone_from(&heartbeat.held);
+                    }
                     worker.collective = heartbeat.collective;
                 }
                 if !matches!(heartbeat.phase, Phase::Idle | Phase::Joining) {
@@ -428,7 +430,7 @@ impl Tracker {
     /// count of life is bounded by what there is to read, so this cannot go on for ever.
     fn loaded(&mut self, name: &str, attempt: u32, life: u64, now: Millis) {
         let gang = self.observed.gang().filter(|gang| gang.attempt == attempt && !gang.stepped);
-        if !gang.is_some_and(|gang| gang.members.iter().any(|member| member.worker == name)) {
+        if !gang.is_some_and(|gang| self.loading.contains_key(name) || gang.has(name)) {
             return;
         }
         let seen = self.loading.entry(name.to_string()).or_default();
@@ -443,7 +445,7 @@ impl Tracker {
     /// give up by themselves after an hour.
     fn waits(&mut self, name: &str, attempt: u32, collective: u64, now: Millis) {
         let gang = self.observed.gang().filter(|gang| gang.attempt == attempt);
-        if !gang.is_some_and(|gang| gang.members.iter().any(|member| member.worker == name)) {
+        if !gang.is_some_and(|gang| self.waiting.contains_key(name) || gang.has(name)) {
             return;
         }
         let seen = self.waiting.insert(name.to_string(), collective);
@@ -457,7 +459,11 @@ impl Tracker {
             return;
         };
         let members = gang.members.len();
-        if gang.members.iter().any(|member| member.worker == name) {
+        // Each heartbeat comes here: who has joined is found without a walk over the gang.
+        if !self.joined.contains(name) {
+            if !gang.has(name) {
+                return;
+            }
             self.joined.insert(name.to_string());
         }
         let all = self.joined.len() == members;
@@ -606,9 +612,7 @@ impl Tracker {
     pub fn prune(&mut self) {
         let Observed { record, workers, .. } = &mut self.observed;
         let gang = record.gang.as_ref().filter(|gang| gang.ended.is_none());
-        let named = |name: &str| {
-            gang.iter().flat_map(|gang| &gang.members).any(|member| member.worker == name)
-        };
+        let named = |name: &str| gang.is_some_and(|gang| gang.has(name));
         workers.retain(|worker| {
             let failed =
                 matches!(worker.state, WorkerState::Dead { exit_code: Some(2 | 3), .. });

@@ -235,11 +235,12 @@ fn happen(world: &mut World, words: &[&str]) {
             world.job(uid).holds.remove(*node);
             world.job(uid).leaving.remove(*node);
         }
-        ["fail", uid, node] => {
+        ["fail", uid, node, rests @ ..] => {
             world.job(uid).holds.remove(*node);
             world.memory.seen(uid, node);
+            let rests = rests.first().map_or(5_000, |millis| millis.parse().expect("a number"));
             let now = world.now;
-            world.memory.avoid(uid, node, now + 5_000);
+            world.memory.avoid(uid, node, now + rests);
         }
         ["start"] => world.start(),
         ["see"] => world.see(),

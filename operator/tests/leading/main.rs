@@ -12,7 +12,7 @@ use moejob_plan::observed::{Gang, Record};
 use moejob_plan::record::{self, More, Saved};
 use moejob_protocol::config::Member;
 use moejob_protocol::{Layout, Mesh};
-use process::{NAMESPACE, Operator, holder, job, until, world};
+use process::{NAMESPACE, Operator, add_node, holder, job, until, world};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -91,6 +91,36 @@ async fn watches_that_end_hide_nothing() {
     }
     assert_eq!(known().await, (true, false, true), "{}", operator.log());
     assert!(holder(&api).starts_with("one"), "it leads as before");
+}
+
+/// Its pods are on their way out, and another job has its name.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_job_that_was_deleted_while_nobody_led_stays_deleted() {
+    let api = world().await;
+    ["n1", "n2"].iter().for_each(|name| add_node(&api, name));
+    let mut first = Operator::start(&api, "first");
+    ["a", "b"].iter().for_each(|name| api.put("moejobs", job(name)));
+    let pod = |name: &str| api.get("pods", ("team", name));
+    until("both have a pod", 30, || pod("a-a1-0").is_some() && pod("b-a1-0").is_some()).await;
+    let label = |pod: Value| pod["metadata"]["labels"]["moejob.dev/job-uid"].clone();
+    let (old, other) = (label(pod("a-a1-0").expect("it is there")), pod("b-a1-0"));
+    first.signal(Signal::KILL);
+    first.until_end(10).await;
+    api.remove("moejobs", ("team", "a"), false);
+    api.put("moejobs", job("a"));
+    let new = api.get("moejobs", ("team", "a")).unwrap_or_default()["metadata"]["uid"].take();
+    assert_ne!(old, new);
+    api.asked();
+    let second = Operator::start(&api, "second");
+    let of_new = || api.list("pods").into_iter().any(|pod| label(pod) == new);
+    until("the new one has a pod", LEASE_S + 30, of_new).await;
+    sleep(Duration::from_secs(2)).await;
+    let asked = api.asked();
+    let deleted = asked.iter().filter(|of| of.verb == "DELETE" && of.what == "pods");
+    assert_eq!(deleted.collect::<Vec<_>>(), Vec::<&api::Asked>::new(), "{}", second.log());
+    let of_old = api.list("pods").into_iter().filter(|pod| label(pod.clone()) == old);
+    assert_eq!(of_old.count(), 1, "nothing is made for a job that is gone: {}", second.log());
+    assert_eq!(pod("b-a1-0").map(label), other.map(label), "the other job is as it was");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -22,14 +22,18 @@ pub async fn world() -> Api {
     api.put("secrets", json!({
         "metadata": { "name": "moejob-authority", "namespace": NAMESPACE },
     }));
+    add_node(&api, "n0");
+    api
+}
+
+pub fn add_node(api: &Api, name: &str) {
     api.put("nodes", json!({
-        "metadata": { "name": "n0" },
+        "metadata": { "name": name },
         "status": {
             "conditions": [{ "type": "Ready", "status": "True" }],
             "allocatable": { "cpu": "8", "memory": "32Gi", "pods": "110" },
         },
     }));
-    api
 }
 
 /// A small job.

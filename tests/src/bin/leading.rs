@@ -5,6 +5,7 @@
 //!   leading reset [N]      all streams are reset at once
 //!   leading streams [N]    memory and time of a leader of N streams (gangs of 512)
 //!   leading hostile [N]    N hostile jobs beside 20 good ones
+//!   leading cuts [N]       a gang of N while the API server is away, unheard, broken, flapping
 //!
 //! `MOEJOB_FAKE_NO_LEAF=1`: workers show no leaf, as those of a release before. The operator is the
 //! one beside this program, or `MOEJOB_BIN`.
@@ -13,7 +14,7 @@ use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 use moejob_plan::crd;
 use moejob_tests::cluster::small_job;
 use moejob_tests::fake::Gauge;
-use moejob_tests::fake::api::Api;
+use moejob_tests::fake::api::{Api, Cut, KUBELET};
 use moejob_tests::fake::nodes::{self, Failure, Options};
 use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, setrlimit};
 use serde_json::{Value, json};
@@ -30,10 +31,18 @@ const NAMESPACE: &str = "default";
 /// A worker takes a socket here and one in the operator.
 const FILES: u64 = 16_384;
 const PATIENCE: Duration = Duration::from_secs(300);
+/// How far a gang is that comes up.
+const TOLD_EVERY: Duration = Duration::from_secs(5);
+const REVIEWS: &str = "tokenreviews";
 /// While this is measured nothing happens.
 const QUIET: Duration = Duration::from_secs(30);
 /// A jiffy of /proc/PID/stat.
 const JIFFIES: f64 = 100.0;
+/// A cut from the API server lasts so long; one that flaps is there and gone for so long each.
+const CUT: Duration = Duration::from_secs(60);
+const FLAP: [Duration; 2] = [Duration::from_millis(2_500), Duration::from_millis(1_500)];
+/// As a kubelet starts a container that has ended.
+const STARTED_AFTER: Duration = Duration::from_secs(1);
 /// Good jobs, and nodes of each.
 const GOOD: (usize, u32) = (20, 4);
 
@@ -48,7 +57,8 @@ fn main() -> Result<(), Failure> {
         Some("reset") => runtime.block_on(reset(count(512)?)),
         Some("streams") => runtime.block_on(streams(count(2048)?)),
         Some("hostile") => runtime.block_on(hostile(count(200)?)),
-        _ => Err("usage: leading takeover|reset|streams|hostile [N]".into()),
+        Some("cuts") => runtime.block_on(cuts(count(16)?)),
+        _ => Err("usage: leading takeover|reset|streams|hostile|cuts [N]".into()),
     }
 }
 
@@ -65,7 +75,7 @@ impl Field {
         api.put("customresourcedefinitions", crd::definition());
         let name = json!({ "name": "moejob-authority", "namespace": "moejob-system" });
         api.put("secrets", json!({ "metadata": name }));
-        let config = Kubeconfig::from_yaml(&api.kubeconfig("kubelet"))?;
+        let config = Kubeconfig::from_yaml(&api.kubeconfig(KUBELET))?;
         let config = Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await?;
         let (gauge, orders) = (Arc::new(Gauge::default()), tempfile::tempdir()?);
         let options = Options {
@@ -85,7 +95,7 @@ impl Field {
                 eprintln!("nodes: {error}");
             }
         });
-        until("all nodes are there", || api.list("nodes").len() == nodes as usize).await?;
+        until("all nodes are there", || api.count("nodes") == nodes as usize).await?;
         Ok(Field { api, gauge, orders, operators: 0 })
     }
 
@@ -111,9 +121,12 @@ impl Field {
     }
 
     fn leads(&self, operator: &Operator) -> bool {
-        let lease = self.api.get("leases", ("moejob-system", "moejob-operator"));
-        let holder = lease.unwrap_or_default()["spec"]["holderIdentity"].take();
-        holder.as_str().is_some_and(|of| of.starts_with(&operator.name))
+        let lease = ("moejob-system", "moejob-operator");
+        let held = self.api.read("leases", lease, |lease| {
+            let holder = lease["spec"]["holderIdentity"].as_str();
+            holder.is_some_and(|of| of.starts_with(&operator.name))
+        });
+        held == Some(true)
     }
 
     fn linked(&self) -> usize {
@@ -125,20 +138,37 @@ impl Field {
     }
 
     fn pods(&self) -> BTreeMap<String, Value> {
-        let pods = self.api.list("pods").into_iter();
-        let uid = |pod: &Value| pod["metadata"]["uid"].clone();
-        let name = |pod: &Value| pod["metadata"]["name"].as_str().unwrap_or_default().to_string();
-        pods.map(|pod| (name(&pod), uid(&pod))).collect()
+        let of = |pod: &Value| {
+            let name = pod["metadata"]["name"].as_str().unwrap_or_default();
+            (name.to_string(), pod["metadata"]["uid"].clone())
+        };
+        self.api.map("pods", of).into_iter().collect()
     }
 
-    fn status(&self, job: &str) -> Value {
-        self.api.get("moejobs", (NAMESPACE, job)).unwrap_or_default()["status"].take()
+    /// Of a job: its attempt, and whether it trains.
+    fn attempt(&self, job: &str) -> (u64, bool) {
+        let read = self.api.read("moejobs", (NAMESPACE, job), |job| {
+            let status = &job["status"];
+            (status["attempt"].as_u64().unwrap_or(0), status["phase"] == "Running")
+        });
+        read.unwrap_or_default()
     }
 
     /// A gang of so many that trains.
     async fn train(&self, name: &str, nodes: u32) -> Result<(), Failure> {
         self.api.put("moejobs", job(name, nodes));
-        until("it trains", || self.status(name)["phase"] == "Running").await
+        let start = Instant::now();
+        let mut told = start;
+        until("it trains", || {
+            if told.elapsed() > TOLD_EVERY {
+                told = Instant::now();
+                let (pods, linked) = (self.api.count("pods"), self.linked());
+                let time = start.elapsed().as_secs();
+                eprintln!("{name} after {time} s: {pods} pods, {linked} workers linked");
+            }
+            self.attempt(name).1
+        })
+        .await
     }
 }
 
@@ -208,7 +238,7 @@ async fn takeover(nodes: u32) -> Result<(), Failure> {
     let first = field.operator()?;
     field.train("gang", nodes).await?;
     until("all are linked", || field.linked() == nodes as usize).await?;
-    let (pods, attempt) = (field.pods(), field.status("gang")["attempt"].take());
+    let (pods, (attempt, _)) = (field.pods(), field.attempt("gang"));
     field.api.mood(|mood| mood.review_takes = Duration::from_secs(1));
     field.api.asked();
     first.kill()?;
@@ -217,6 +247,10 @@ async fn takeover(nodes: u32) -> Result<(), Failure> {
     let start = Instant::now();
     until("nobody is linked to the first one", || field.linked() < nodes as usize).await?;
     until("all are linked", || field.linked() == nodes as usize).await?;
+    // A worker is linked when it has said who it is; without a leaf its token is judged then.
+    if std::env::var_os("MOEJOB_FAKE_NO_LEAF").is_some() {
+        until("all are judged", || field.api.asked_for(REVIEWS) >= nodes as usize).await?;
+    }
     let linked = start.elapsed().as_secs_f64();
     let steps = field.steps();
     until("it hears of steps", || field.steps() > steps).await?;
@@ -224,11 +258,10 @@ async fn takeover(nodes: u32) -> Result<(), Failure> {
     sleep(Duration::from_secs(8)).await;
     let after = field.pods();
     let lost = pods.iter().filter(|(name, uid)| after.get(*name) != Some(uid)).count();
-    let reviews = field.api.asked();
-    let reviews = reviews.iter().filter(|of| of.what == "tokenreviews").count();
-    let same = field.status("gang")["attempt"] == attempt;
+    let reviews = field.api.asked_for(REVIEWS);
+    let same = field.attempt("gang").0 == attempt;
     println!(
-        "takeover of {nodes}: all linked {linked:.1} s after the lease, {lost} lost, attempt {}, \
+        "takeover of {nodes}: all linked and believed {linked:.1} s after the lease, {lost} lost, attempt {}, \
          {reviews} TokenReviews of 1 s",
         if same { "the same" } else { "another" }
     );
@@ -288,13 +321,88 @@ async fn streams(count: u32) -> Result<(), Failure> {
     Ok(())
 }
 
+/// The operator's process is started anew whenever it ends, as a kubelet does.
+async fn keep(
+    field: &mut Field,
+    operator: &mut Operator,
+    time: Duration,
+) -> Result<u32, Failure> {
+    let (start, mut ends) = (Instant::now(), 0);
+    while start.elapsed() < time {
+        if operator.child.try_wait()?.is_some() {
+            ends += 1;
+            sleep(STARTED_AFTER).await;
+            *operator = field.operator()?;
+        }
+        sleep(Duration::from_millis(50)).await;
+    }
+    Ok(ends)
+}
+
+async fn cuts(nodes: u32) -> Result<(), Failure> {
+    let mut field = Field::new(nodes + 8, Duration::from_millis(100)).await?;
+    let mut operator = field.operator()?;
+    field.train("gang", nodes).await?;
+    let mut lost = 0;
+    for (what, cut, flaps) in [
+        ("etcd is away", Cut::Broken, false),
+        ("the API server is away", Cut::Away, false),
+        ("nothing is heard of it", Cut::Unheard, false),
+        ("it comes and goes", Cut::Away, true),
+        ("it is heard and not heard", Cut::Unheard, true),
+    ] {
+        until("all are linked", || field.linked() == nodes as usize).await?;
+        let (pods, before) = (field.pods(), field.attempt("gang").0);
+        field.api.asked();
+        let (start, mut ends) = (Instant::now(), 0);
+        while start.elapsed() < CUT {
+            field.api.mood(|mood| mood.cut = cut);
+            ends += keep(&mut field, &mut operator, if flaps { FLAP[0] } else { CUT }).await?;
+            field.api.mood(|mood| mood.cut = Cut::None);
+            if flaps {
+                ends += keep(&mut field, &mut operator, FLAP[1]).await?;
+            }
+        }
+        let over = Instant::now();
+        let mut linked = false;
+        while !linked {
+            ends += keep(&mut field, &mut operator, Duration::from_millis(100)).await?;
+            linked = field.leads(&operator) && field.linked() == nodes as usize;
+            if over.elapsed() > PATIENCE {
+                return Err(format!("{what}: nobody leads after {PATIENCE:?}").into());
+            }
+        }
+        let steps = field.steps();
+        until("a leader hears of steps", || field.steps() > steps + 1).await?;
+        let led = over.elapsed().as_secs_f64();
+        // Whoever was lost would be known by now.
+        ends += keep(&mut field, &mut operator, Duration::from_secs(8)).await?;
+        let after = field.pods();
+        let gone = pods.iter().filter(|(name, uid)| after.get(*name) != Some(uid)).count();
+        let asked = field.api.asked();
+        let deleted = asked.iter().filter(|of| of.verb == "DELETE" && of.what == "pods").count();
+        let same = field.attempt("gang").0 == before;
+        lost += gone + deleted + usize::from(!same);
+        println!(
+            "{what} for {} s: {gone} of {nodes} workers lost, {deleted} pods deleted, attempt {}; \
+             led {led:.1} s after it, the operator began anew {ends} times",
+            CUT.as_secs(),
+            if same { "the same" } else { "another" }
+        );
+    }
+    match lost {
+        0 => Ok(()),
+        _ => Err("a cut from the API server has cost workers".into()),
+    }
+}
+
 /// The time from a killed worker to the next step of each of some good jobs, in order.
 async fn recoveries(field: &Field) -> Result<Vec<f64>, Failure> {
     let mut took = Vec::new();
     let mut killed = String::new();
     for index in 0..GOOD.0 / 2 {
         let name = format!("good-{index}");
-        let before = field.status(&name)["attempt"].as_u64().unwrap_or(0);
+        let (before, _) = field.attempt(&name);
         let of_job = |pod: &&String| pod.starts_with(&format!("{name}-a"));
         let pods = field.pods();
         let pod = pods.keys().filter(of_job).last().ok_or("no pod")?.clone();
@@ -302,8 +410,8 @@ async fn recoveries(field: &Field) -> Result<Vec<f64>, Failure> {
         let start = Instant::now();
         field.order("killed", &killed)?;
         until("it trains again", || {
-            let status = field.status(&name);
-            status["attempt"].as_u64() > Some(before) && status["phase"] == "Running"
+            let (attempt, trains) = field.attempt(&name);
+            attempt > before && trains
         })
         .await?;
         took.push(start.elapsed().as_secs_f64());
@@ -362,7 +470,7 @@ async fn hostile(count: u32) -> Result<(), Failure> {
         "delayed by {delay:.2} s; {now:.1} MB, {most:.1} MB at the most, {:.1}% of a core",
         load * 100.0
     );
-    let trains = |index: &usize| field.status(&format!("good-{index}"))["phase"] == "Running";
+    let trains = |index: &usize| field.attempt(&format!("good-{index}")).1;
     println!("{} of {} good jobs train", (0..GOOD.0).filter(trains).count(), GOOD.0);
     flapping.abort();
     Ok(())

@@ -8,20 +8,26 @@
 //! It schedules and garbage-collects as it goes: a pod is bound to the node that its affinity
 //! names, and what a deleted job owns goes with it. It admits all that it is not told to refuse.
 
+#[path = "wire.rs"]
+mod wire;
+
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
+use wire::{Answer, Request, Target, failure, key_of, merge, read, version_of, with};
 
-/// More than any request of an operator.
-const REQUEST_BYTES_MAX: usize = 4 << 20;
 /// Changes that a watch may be behind.
 const BEHIND_MAX: usize = 1 << 16;
+/// Who is never cut off.
+pub const KUBELET: &str = "kubelet";
+/// Between two looks whether a cut is over.
+const GLANCE: Duration = Duration::from_millis(20);
 
 /// A write, or a question, as it was asked.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,9 +42,23 @@ pub struct Asked {
     pub status: u16,
 }
 
+/// What lies between operators and the server. Kubelets are not cut off.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Cut {
+    #[default]
+    None,
+    /// Nobody is there: connections are closed.
+    Away,
+    /// One way alone: what is asked is done; answers and watches stand still until it is over.
+    Unheard,
+    /// There is no storage behind it: all fails, and watches tell nothing.
+    Broken,
+}
+
 /// How the server behaves.
 #[derive(Clone, Debug, Default)]
 pub struct Mood {
+    pub cut: Cut,
     /// Before a TokenReview is answered.
     pub review_takes: Duration,
     /// Pods of jobs whose name begins so are refused, as by a quota.
@@ -70,25 +90,6 @@ pub struct Api {
     state: Arc<Mutex<State>>,
     pub at: SocketAddr,
 }
-
-/// What is asked for, as its path says.
-#[derive(Clone, Debug, Default)]
-struct Target {
-    resource: String,
-    namespace: String,
-    name: String,
-    subresource: String,
-}
-
-struct Request {
-    method: String,
-    path: String,
-    query: HashMap<String, String>,
-    who: String,
-    body: Value,
-}
-
-type Answer = (u16, Value);
 
 impl Api {
     /// Serves for as long as the runtime lives.
@@ -162,19 +163,44 @@ impl Api {
         state.watches.extend(watches);
     }
 
-    pub fn get(&self, resource: &str, (namespace, name): (&str, &str)) -> Option<Value> {
+    pub fn get(&self, resource: &str, key: (&str, &str)) -> Option<Value> {
+        self.read(resource, key, Value::clone)
+    }
+
+    /// A part of an object, without a copy of the whole.
+    pub fn read<T>(
+        &self,
+        resource: &str,
+        (namespace, name): (&str, &str),
+        part: impl FnOnce(&Value) -> T,
+    ) -> Option<T> {
         let key = (namespace.to_string(), name.to_string());
-        self.state().objects.get(resource)?.get(&key).cloned()
+        self.state().objects.get(resource)?.get(&key).map(part)
+    }
+
+    /// How many there are.
+    pub fn count(&self, resource: &str) -> usize {
+        self.state().objects.get(resource).map_or(0, BTreeMap::len)
     }
 
     pub fn list(&self, resource: &str) -> Vec<Value> {
+        self.map(resource, Value::clone)
+    }
+
+    /// A part of each of them.
+    pub fn map<T>(&self, resource: &str, part: impl Fn(&Value) -> T) -> Vec<T> {
         let state = self.state();
-        state.objects.get(resource).into_iter().flat_map(BTreeMap::values).cloned().collect()
+        state.objects.get(resource).into_iter().flat_map(BTreeMap::values).map(part).collect()
     }
 
     /// All that was asked since this was last asked.
     pub fn asked(&self) -> Vec<Asked> {
         std::mem::take(&mut self.state().asked)
+    }
+
+    /// Of what was asked since, so many were for this.
+    pub fn asked_for(&self, what: &str) -> usize {
+        self.state().asked.iter().filter(|of| of.what == what).count()
     }
 
     /// Ends all watches; one that is continued from before must begin anew.
@@ -197,13 +223,22 @@ impl Api {
             if mute {
                 std::future::pending::<()>().await;
             }
-            if request.query.get("watch").is_some_and(|of| of == "true" || of == "1") {
+            let cut = self.cut(&request.who);
+            let is_watch = request.query.get("watch").is_some_and(|of| of == "true" || of == "1");
+            if cut == Cut::Away {
+                return None;
+            }
+            if is_watch && cut != Cut::Broken {
                 return self.watch(stream, &request).await;
             }
             if request.path.ends_with("/tokenreviews") {
                 tokio::time::sleep(review).await;
             }
-            let (status, answer) = self.state().answer(&request);
+            let (status, answer) = match cut {
+                Cut::Broken => failure(500, "InternalError", "etcdserver: no leader"),
+                _ => self.state().answer(&request),
+            };
+            self.until_heard(&request.who, Cut::Unheard).await?;
             let text = answer.to_string();
             let head = format!(
                 "HTTP/1.1 {status} -\r\ncontent-type: application/json\r\n\
@@ -212,6 +247,22 @@ impl Api {
             );
             stream.write_all(head.as_bytes()).await.ok()?;
             stream.write_all(text.as_bytes()).await.ok()?;
+        }
+    }
+
+    fn cut(&self, who: &str) -> Cut {
+        if who == KUBELET { Cut::None } else { self.state().mood.cut }
+    }
+
+    /// Waits while `cut` holds this back; None when the connection is closed.
+    async fn until_heard(&self, who: &str, silenced: Cut) -> Option<()> {
+        loop {
+            match self.cut(who) {
+                Cut::Away => return None,
+                Cut::None => return Some(()),
+                Cut::Broken if silenced != Cut::Broken => return Some(()),
+                Cut::Unheard | Cut::Broken => tokio::time::sleep(GLANCE).await,
+            }
         }
     }
 
@@ -241,7 +292,14 @@ impl Api {
                 state.watches.push((target.resource, sender));
             }
         }
-        while let Some(mut line) = lines.recv().await {
+        loop {
+            let line = match tokio::time::timeout(GLANCE, lines.recv()).await {
+                Ok(Some(line)) => Some(line),
+                Ok(None) => break,
+                Err(_) => None,
+            };
+            self.until_heard(&request.who, Cut::Broken).await?;
+            let Some(mut line) = line else { continue };
             line.push('\n');
             let chunk = format!("{:x}\r\n{line}\r\n", line.len());
             stream.write_all(chunk.as_bytes()).await.ok()?;
@@ -409,6 +467,10 @@ impl State {
         self.version += 1;
         object["metadata"]["resourceVersion"] = json!(self.version.to_string());
         self.tell(resource, "DELETED", &object);
+        // Of what there is here only jobs own anything.
+        if resource != "moejobs" {
+            return;
+        }
         let uid = object["metadata"]["uid"].clone();
         let owned = |object: &Value| object["metadata"]["ownerReferences"][0]["uid"] == uid;
         let mut all = Vec::new();
@@ -479,92 +541,4 @@ impl State {
         };
         with(review, "status", status)
     }
-}
-
-impl Target {
-    /// `/api/v1/...` or `/apis/GROUP/VERSION/...`.
-    fn of(path: &str) -> Option<Target> {
-        let words: Vec<&str> = path.split('/').filter(|word| !word.is_empty()).collect();
-        let rest = match words.first()? {
-            &"api" => words.get(2..)?,
-            &"apis" => words.get(3..)?,
-            _ => return None,
-        };
-        let (namespace, rest) = match rest {
-            ["namespaces", namespace, rest @ ..] if !rest.is_empty() => (*namespace, rest),
-            rest => ("", rest),
-        };
-        let word = |at: usize| rest.get(at).copied().unwrap_or_default().to_string();
-        let (resource, name, subresource) = (word(0), word(1), word(2));
-        Some(Target { resource, namespace: namespace.to_string(), name, subresource })
-    }
-}
-
-fn key_of(object: &Value) -> (String, String) {
-    let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_string();
-    (text("namespace"), text("name"))
-}
-
-fn version_of(object: &Value) -> u64 {
-    let version = object["metadata"]["resourceVersion"].as_str().unwrap_or_default();
-    version.parse().unwrap_or(0)
-}
-
-fn with(mut object: Value, field: &str, value: Value) -> Value {
-    object[field] = value;
-    object
-}
-
-/// As `application/merge-patch+json`.
-fn merge(target: &mut Value, patch: &Value) {
-    let Value::Object(fields) = patch else { return *target = patch.clone() };
-    if !target.is_object() {
-        *target = json!({});
-    }
-    for (name, value) in fields {
-        match value {
-            Value::Null => drop(target.as_object_mut().map(|of| of.remove(name))),
-            value => merge(&mut target[name], value),
-        }
-    }
-}
-
-fn failure(code: u16, reason: &str, message: &str) -> Answer {
-    (code, json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-        "message": message, "reason": reason, "code": code }))
-}
-
-async fn read(stream: &mut BufReader<TcpStream>) -> Option<Request> {
-    let mut first = String::new();
-    if stream.read_line(&mut first).await.ok()? == 0 {
-        return None;
-    }
-    let (mut length, mut who) = (0, String::new());
-    loop {
-        let mut line = String::new();
-        stream.read_line(&mut line).await.ok()?;
-        let line = line.trim_end();
-        if line.is_empty() {
-            break;
-        }
-        let (name, value) = line.split_once(':')?;
-        match name.to_lowercase().as_str() {
-            "content-length" => length = value.trim().parse().ok()?,
-            "authorization" => who = value.trim().trim_start_matches("Bearer ").to_string(),
-            _ => {}
-        }
-    }
-    let mut body = vec![0; Some(length).filter(|of| *of <= REQUEST_BYTES_MAX)?];
-    stream.read_exact(&mut body).await.ok()?;
-    let mut words = first.split_whitespace();
-    let (method, target) = (words.next()?.to_string(), words.next()?);
-    let (path, query) = target.split_once('?').unwrap_or((target, ""));
-    let pairs = query.split('&').filter_map(|pair| pair.split_once('='));
-    Some(Request {
-        method,
-        path: path.to_string(),
-        query: pairs.map(|(name, value)| (name.to_string(), value.to_string())).collect(),
-        who,
-        body: serde_json::from_slice(&body).unwrap_or_default(),
-    })
 }

@@ -12,17 +12,19 @@ impl JobLoop {
     /// For the record.
     pub(super) fn gang_pods(&self, tracker: &Tracker) -> GangPods {
         let Some(gang) = &tracker.observed.record.gang else { return GangPods::default() };
-        let member = |name: &str| {
-            let known = self.inherited.of(gang, name);
+        let inherited = self.inherited.of(gang);
+        let member = |(at, name): (usize, &str)| {
+            let known = inherited.get(at);
             let uid = self.pods.facts(name).map(|pod| pod.uid.as_str());
-            let uid = uid.or(known.map(|(uid, _)| uid)).unwrap_or_default();
-            let protocol = self.pods.protocol(name).or(known.map(|(_, protocol)| protocol));
+            let uid = uid.or(known.map(|(uid, _)| uid.as_str())).unwrap_or_default();
+            let protocol = self.pods.protocol(name).or(known.map(|(_, protocol)| *protocol));
             (uid.to_string(), protocol.unwrap_or_default())
         };
+        let names = gang.members.iter().map(|member| member.worker.as_str());
         GangPods {
             attempt: gang.attempt,
             image: self.image.clone(),
-            members: gang.members.iter().map(|of| member(&of.worker)).collect(),
+            members: names.enumerate().map(member).collect(),
         }
     }
 
@@ -48,10 +50,29 @@ impl JobLoop {
         self.image.clone()
     }
 
+    /// Each release has its own way to hash what a job is, and a worker refuses a checkpoint with
+    /// another hash. Where workers of another image live, which may be another release's, the next
+    /// attempt is told none: then its checkpoint is judged by model, data and seed alone.
+    pub(super) fn tie_to_checkpoints(&mut self) {
+        let Some(job) = self.spec.plannable() else { return };
+        let fresh = job.kubernetes.image.as_ref().unwrap_or(&self.operator.image.0);
+        let observed = &self.tracker.observed;
+        let runs_another = |worker: &Worker| {
+            let image = self.pods.facts(&worker.name).and_then(|pod| pod.image.as_deref());
+            !worker.is_dead() && image.is_some_and(|image| image != fresh)
+        };
+        let hash = match observed.workers.iter().any(runs_another) {
+            true => String::new(),
+            false => job.spec_hash.clone(),
+        };
+        self.tracker.observed.template.checkpoint.spec_hash = hash;
+    }
+
     /// A pod has the name of a member, and is another one than the member's: what the record says
     /// of it is not true of this pod.
     pub(super) fn is_another(&self, gang: &Gang, pod: &WorkerPod) -> bool {
-        let known = self.inherited.of(gang, &pod.name);
-        known.is_some_and(|(uid, _)| !uid.is_empty() && uid != pod.uid)
+        let at = gang.members.iter().position(|member| member.worker == pod.name);
+        let known = at.and_then(|at| self.inherited.of(gang).get(at));
+        known.is_some_and(|(uid, _)| !uid.is_empty() && *uid != pod.uid)
     }
 }

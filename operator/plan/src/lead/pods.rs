@@ -365,7 +365,7 @@ impl JobLoop {
             record.births = record.births.max(slot.saturating_add(1));
         }
         let in_gang = record.gang.as_ref().is_some_and(|gang| {
-            gang.ended.is_none() && gang.members.iter().any(|of| of.worker == pod.name)
+            gang.ended.is_none() && gang.has(&pod.name)
         });
         let gang = self.tracker.observed.record.gang.as_ref();
         if gang.is_some_and(|gang| self.is_another(gang, pod)) {

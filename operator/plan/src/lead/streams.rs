@@ -183,8 +183,7 @@ impl JobLoop {
         let Some(worker) = self.tracker.observed.worker(name) else { return Vec::new() };
         let starting = matches!(worker.state, WorkerState::Starting { .. });
         let gang = self.tracker.observed.gang();
-        let member =
-            gang.is_some_and(|gang| gang.members.iter().any(|member| member.worker == name));
+        let member = gang.is_some_and(|gang| gang.has(name));
         let patience = self.spec.heartbeat_timeout();
         let over = self.pods.broken(name, reason, now) + patience <= now;
         let ends = match why {

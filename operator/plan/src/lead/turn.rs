@@ -76,6 +76,9 @@ impl JobLoop {
                 self.requeue = Some(now + ALONE);
                 return;
             }
+            if self.tracker.observed.gang().is_none() {
+                self.tie_to_checkpoints();
+            }
             let plan = plan(&self.tracker.observed, now);
             if plan.why != self.why {
                 plan.why.iter().for_each(|why| self.note(false, why.clone()));

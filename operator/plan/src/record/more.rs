@@ -64,14 +64,10 @@ pub struct GangPods {
 }
 
 impl GangPods {
-    /// Of a member, if this speaks of its gang.
-    pub fn of(&self, gang: &Gang, worker: &str) -> Option<(&str, u32)> {
-        if gang.attempt != self.attempt || gang.members.len() != self.members.len() {
-            return None;
-        }
-        let at = gang.members.iter().position(|member| member.worker == worker)?;
-        let (uid, protocol) = self.members.get(at)?;
-        Some((uid, *protocol))
+    /// Of the gang's members in their order; nothing if this speaks of another gang.
+    pub fn of(&self, gang: &Gang) -> &[(String, u32)] {
+        let same = gang.attempt == self.attempt && gang.members.len() == self.members.len();
+        if same { &self.members } else { &[] }
     }
 }
 

@@ -1,6 +1,8 @@
 //! What a `JobLoop` is led by and what it does, as words: an API server that answers when it is
 //! told to, and pods and workers that are and say what a scenario wants.
 
+pub mod live;
+
 use moejob_plan::allocate::Granted;
 use moejob_plan::pods;
 use moejob_plan::lead::{
@@ -35,6 +37,8 @@ pub struct World {
     missed: bool,
     /// Of the turn before.
     effects: usize,
+    /// What happens now the loop is not told of.
+    unseen: bool,
 }
 
 impl Default for World {
@@ -63,6 +67,7 @@ impl Default for World {
             machine: None,
             missed: false,
             effects: 0,
+            unseen: false,
         }
     }
 }
@@ -96,6 +101,10 @@ impl World {
     /// Lets it happen, and asks the loop for its turn.
     pub fn run(&mut self, words: &[&str]) -> String {
         self.happen(words);
+        self.turn()
+    }
+
+    fn turn(&mut self) -> String {
         let now = self.now;
         let turn = self.job().turn(now);
         self.effects = turn.effects.len();
@@ -199,7 +208,9 @@ impl World {
 
     fn on(&mut self, event: Event) {
         let now = self.now;
-        self.job().on(event, now);
+        if !self.unseen {
+            self.job().on(event, now);
+        }
     }
 
     fn set(&mut self, setting: &str) {

@@ -5,10 +5,10 @@
 // The scenarios are files; the plan itself reads none.
 #![allow(clippy::disallowed_methods)]
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-/// Every file of `tests/FOLDER` says what `run` says of its commands, in a world of its own.
-pub fn replay<World: Default>(folder: &str, run: impl Fn(&mut World, &[&str]) -> String) {
+/// The scenarios of a folder, by their paths.
+pub fn scenarios(folder: &str) -> Vec<(PathBuf, String)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(folder);
     let mut files: Vec<_> = std::fs::read_dir(&folder)
         .expect("the scenarios are there")
@@ -17,8 +17,13 @@ pub fn replay<World: Default>(folder: &str, run: impl Fn(&mut World, &[&str]) ->
         .collect();
     files.sort();
     assert!(!files.is_empty());
-    for path in files {
-        let expected = std::fs::read_to_string(&path).expect("a readable scenario");
+    let text = |path: &PathBuf| std::fs::read_to_string(path).expect("a readable scenario");
+    files.into_iter().map(|path| (path.clone(), text(&path))).collect()
+}
+
+/// Every file of `tests/FOLDER` says what `run` says of its commands, in a world of its own.
+pub fn replay<World: Default>(folder: &str, run: impl Fn(&mut World, &[&str]) -> String) {
+    for (path, expected) in scenarios(folder) {
         let (mut world, mut found) = (World::default(), String::new());
         for line in expected.lines().filter(|line| !line.starts_with("  ")) {
             found.push_str(line);
