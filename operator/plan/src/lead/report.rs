@@ -18,6 +18,9 @@ const SETTLE_STARTING: Millis = 5_000;
 /// After a write that failed: 1 s, 2 s, 4 s, ... up to this.
 const RETRY_MAX: Millis = 60_000;
 
+/// While a large gang starts, each of its engines tells its GPU: their table is made anew so often.
+const RANKS_EVERY: Millis = 5_000;
+
 /// The figures of one job.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Figures {
@@ -60,6 +63,8 @@ pub(super) struct Report {
     figures: Figures,
     /// The attempt and the changes of engines of which `figures.ranks` speaks.
     ranks_of: Option<(u32, u64)>,
+    /// When they were made.
+    ranks_at: Millis,
 }
 
 impl Report {
@@ -83,6 +88,7 @@ impl Report {
             newest: None,
             figures: Figures::default(),
             ranks_of: None,
+            ranks_at: 0,
         }
     }
 
@@ -221,7 +227,7 @@ impl JobLoop {
             return;
         }
         let mut status = self.status_of(&self.tracker, now);
-        let ranks = self.ranks();
+        let ranks = self.ranks(now);
         let figures = self.figures(&status, ranks);
         if figures != self.report.figures {
             self.report.figures = figures.clone();
@@ -284,12 +290,15 @@ impl JobLoop {
     }
 
     /// Where the ranks are: of a large gang some thousand lines, so they are kept while they hold.
-    fn ranks(&mut self) -> Arc<Vec<RankPlace>> {
+    fn ranks(&mut self, now: Millis) -> Arc<Vec<RankPlace>> {
         let Tracker { observed, engines, .. } = &self.tracker;
         let gang = observed.gang().filter(|_| observed.record.outcome.is_none());
         let of = gang.map(|gang| (gang.attempt, engines.changes()));
-        if of != self.report.ranks_of {
-            self.report.ranks_of = of;
+        let attempt = |of: Option<(u32, u64)>| of.map(|(attempt, _)| attempt);
+        let other = attempt(of) != attempt(self.report.ranks_of);
+        let old = of != self.report.ranks_of && now >= self.report.ranks_at + RANKS_EVERY;
+        if other || old {
+            (self.report.ranks_of, self.report.ranks_at) = (of, now);
             return Arc::new(gang.map(|gang| engines.table(gang)).unwrap_or_default());
         }
         Arc::clone(&self.report.figures.ranks)
