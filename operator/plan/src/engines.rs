@@ -272,7 +272,7 @@ mod tests {
         }
         let kept: Vec<Millis> = engines.lost.iter().map(|loss| loss.at).collect();
         assert_eq!(kept, (92..100).collect::<Vec<_>>());
-        let many: Vec<EngineLoss> = std::iter::repeat_n(engines.lost.clone(), 3).flatten().collect();
+        let many = [engines.lost.clone(), engines.lost.clone()].concat();
         assert_eq!(Engines::restored(many).lost.len(), LOST_KEPT);
     }
 
