@@ -1,7 +1,7 @@
 //! `moejob run FILE`.
 
 use super::{complain, machine};
-use super::validate::ReadJob;
+use super::validate::{Changed, ReadJob};
 use crate::local;
 use clap::Args;
 use moejob_plan::job::Job;
@@ -15,6 +15,12 @@ use std::process::ExitCode;
 pub struct RunArgs {
     /// The MoeJob manifest.
     pub file: PathBuf,
+    /// Another value of a field, such as training.steps=800. May be given several times.
+    #[arg(long, value_name = "FIELD=VALUE")]
+    pub set: Vec<String>,
+    /// Another name for the job, and so another folder.
+    #[arg(long)]
+    pub name: Option<String>,
     /// Where runs lie: this one in DIR/NAME.
     #[arg(long, default_value = "runs")]
     pub dir: PathBuf,
@@ -30,7 +36,8 @@ pub struct RunArgs {
 }
 
 pub fn run(args: &RunArgs) -> ExitCode {
-    let read = match super::validate::read_job(&args.file) {
+    let changed = Changed { sets: &args.set, name: args.name.as_deref() };
+    let read = match super::validate::read_changed_job(&args.file, &changed) {
         Ok(read) => read,
         Err(code) => return code,
     };
