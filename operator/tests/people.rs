@@ -162,7 +162,7 @@ fn a_run_is_looked_at_listed_and_continued_under_other_values() {
     assert_eq!(newest("runs/small"), Some(12.into()));
     assert_eq!(newest("runs/other"), Some(3.into()));
     let (code, told) = place.refused(&["run", "job.yaml", "--set", "training.stepz=3"]);
-    assert!(code == 2 && told.contains("training.steps"), "{told}");
+    assert!(code == 2 && told.contains("did you mean `steps`"), "{told}");
 }
 
 /// A change that turns out wrong later leaves no trace: without it the job goes on.

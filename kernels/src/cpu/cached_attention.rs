@@ -36,8 +36,8 @@ impl CpuDevice {
         }
         let (keys, values, scale) = (&*keys, &*values, T::of(op.scale));
         let group = op.heads / op.kv_heads;
-        let jobs: Vec<_> = q.chunks_exact(op.head_dim).zip(o.chunks_exact_mut(op.head_dim)).collect();
-        let jobs = jobs.into_iter().enumerate().collect();
+        let heads = q.chunks_exact(op.head_dim).zip(o.chunks_exact_mut(op.head_dim));
+        let jobs = heads.enumerate().collect();
         let work = op.queries * op.heads * (op.past + op.queries) * op.head_dim / 4;
         exec.run(jobs, work, |(job, (q, o)): (usize, (&[T], &mut [T]))| {
             let (query, head) = (job / op.heads, job % op.heads);

@@ -85,8 +85,10 @@ const OWN_MODEL: &str = "  model:
     router: { auxLossCoef: 0.01, initializerRange: 0.02 }
 ";
 
-const FIRST: &str = "# A job for `moejob run NAME.yaml`. `moejob validate NAME.yaml` names every problem,
-# `moejob plan NAME.yaml` says what would run, `moejob explain FIELD` what a field means.
+const FIRST: &str = "# moejob run NAME.yaml        trains it
+# moejob validate NAME.yaml   names every problem
+# moejob plan NAME.yaml       says what would run
+# moejob explain FIELD        says what a field means, such as training.steps
 apiVersion: moejob.dev/v1alpha1
 kind: MoeJob
 metadata:

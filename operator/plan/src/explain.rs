@@ -299,7 +299,7 @@ pub fn markdown() -> String {
          `spec`. The\nfields below are those of `spec`.\n\n",
     );
     for top in fields.iter().filter(|field| !field.path.contains('.')) {
-        let _ = writeln!(text, "- [`{0}`](#{0})", top.path);
+        let _ = writeln!(text, "- [`{}`](#{})", top.path, top.path.to_lowercase());
     }
     for field in &fields {
         let top = !field.path.contains('.');

@@ -1,4 +1,5 @@
-//! `moejob generate DIR --prompt TEXT`: a model goes on with a text; at a terminal, text after text.
+//! `moejob generate DIR --prompt TEXT`: a model goes on with a text; at a terminal, with one after
+//! the other.
 //!
 //! ```text
 //! prompt -> ids -> Decoder::feed -> logits -> Sampling::choose -> id -> TextStream -> out
@@ -405,7 +406,8 @@ fn count(parameters: u64) -> String {
 
 /// The command that tries a model: as typed at this place.
 pub fn command_for(program: &str, place: &Path) -> String {
-    let word = |text: String| match text.chars().all(|c| c.is_alphanumeric() || "/._-".contains(c)) {
+    let plain = |c: char| c.is_alphanumeric() || "/._-".contains(c);
+    let word = |text: String| match text.chars().all(plain) {
         true if !text.is_empty() => text,
         _ => format!("'{}'", text.replace('\'', r"'\''")),
     };

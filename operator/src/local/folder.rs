@@ -63,8 +63,8 @@ pub struct Folder {
 impl Folder {
     /// Opens or creates it. Refused when another process has it, or when it belongs to a job that
     /// differs in what cannot change. The spec is not kept before [`Folder::begin`]: what was
-    /// never trained, or was refused later, binds nobody. `defaults` is the spec of a job that says nothing: a field
-    /// that was added since the folder was made had its default then.
+    /// never trained, or was refused later, binds nobody. `defaults` is the spec of a job that says
+    /// nothing: a field that was added since the folder was made had its default then.
     pub fn open(path: &Path, spec: &Value, defaults: &Value) -> Result<Folder, FolderError> {
         std::fs::create_dir_all(path.join("logs"))
             .map_err(|source| io(path, "cannot create the run's folder", source))?;

@@ -1,9 +1,9 @@
 //! How large each buffer is, and in what order they are laid out.
 
 use super::{
-    BLOCK_WORDS, Batch, Bucket, Buffers, CONTROL_NUMBERS, Cache, Cosine, Fused, Gate, GateScratch, Gated,
-    Gradients, Head, Layer, LayerCache, Moe, MoeScratch, Numbers, QkNormBuffers, Routes, STAGE_ELEMENTS,
-    Scratch, Spread, SpreadScratch, State, StepBalance, Travel,
+    BLOCK_WORDS, Batch, Bucket, Buffers, CONTROL_NUMBERS, Cache, Cosine, Fused, Gate, GateScratch,
+    Gated, Gradients, Head, Layer, LayerCache, Moe, MoeScratch, Numbers, QkNormBuffers, Routes,
+    STAGE_ELEMENTS, Scratch, Spread, SpreadScratch, State, StepBalance, Travel,
 };
 use crate::layout::BLOCK;
 use crate::memory::{
