@@ -393,7 +393,8 @@ impl Runner {
                 let place = self.location.join(name).display().to_string();
                 self.progress.note(&format!("done: the model lies in {place}"));
                 // What lies elsewhere is found by its own folder.
-                let inside = self.location.starts_with(self.folder.path());
+                let own = std::path::absolute(self.folder.path());
+                let inside = own.is_ok_and(|own| self.location.starts_with(own));
                 let of = if inside { self.folder.path() } else { &self.location };
                 let program = std::env::args().next().unwrap_or_else(|| "moejob".to_string());
                 let command = crate::cli::generate::command_for(&program, of);

@@ -99,6 +99,7 @@ fn a_model_is_used_by_the_command_that_is_printed() {
     let (place, told) = Place::trained();
     let printed = told.lines().find_map(|line| line.strip_prefix("try it: "));
     let printed = printed.unwrap_or_else(|| panic!("no command in {told}"));
+    assert!(printed.ends_with(" generate runs/small --prompt \"The \""), "{printed}");
     let output = place.command("sh", &["-c", printed]);
     assert!(output.status.success() && output.stdout.len() > 100, "{printed}: {output:?}");
 
