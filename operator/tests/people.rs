@@ -162,6 +162,12 @@ fn a_run_is_looked_at_listed_and_continued_under_other_values() {
     };
     assert_eq!(newest("runs/small"), Some(12.into()));
     assert_eq!(newest("runs/other"), Some(3.into()));
+    let three = ["run", "job.yaml", "--set", "training.steps=2", "--name", "three"];
+    let told = place.moejob(&[&three[..], &["--workers", "3"]].concat()).stderr;
+    let told = String::from_utf8_lossy(&told).into_owned();
+    assert!(told.contains("--workers 3: a step has 2 micro-batches"), "{told}");
+    let told = place.moejob(&[&three[..], &["--workers", "2"]].concat()).stderr;
+    assert!(!String::from_utf8_lossy(&told).contains("micro-batches"), "{told:?}");
     let (code, told) = place.refused(&["run", "job.yaml", "--set", "training.stepz=3"]);
     assert!(code == 2 && told.contains("did you mean `steps`"), "{told}");
 }

@@ -68,6 +68,9 @@ fn local_job(read: &ReadJob, args: &RunArgs) -> Result<Local, String> {
     if let Some(workers) = args.workers {
         job.nodes.max = workers;
         job.nodes.min = job.nodes.min.min(workers);
+        if let Some(words) = idle(&job, workers) {
+            eprintln!("moejob: {words}");
+        }
     }
     let unsupported = read.lines(job.unsupported());
     if !unsupported.is_empty() {
@@ -84,6 +87,20 @@ fn local_job(read: &ReadJob, args: &RunArgs) -> Result<Local, String> {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
     let threads = if args.threads > 0 { args.threads } else { (cores / job.nodes.max).max(1) };
     Ok(Local { job, places, threads })
+}
+
+/// What is said of more workers than a step has work for.
+fn idle(job: &Job, workers: u32) -> Option<String> {
+    let training = &job.training;
+    let micro_batches = training.global_batch_size / training.micro_batch_size.max(1);
+    let busy = micro_batches.div_ceil(job.profile.ranks.max(1));
+    (workers > busy).then(|| {
+        format!(
+            "--workers {workers}: a step has {micro_batches} micro-batches (globalBatchSize {} / \
+             microBatchSize {}), so {busy} train at most and the others wait",
+            training.global_batch_size, training.micro_batch_size
+        )
+    })
 }
 
 fn places(job: &Job, dir: &Path) -> std::io::Result<Places> {
