@@ -61,6 +61,34 @@ pub struct AttentionBackward {
     pub dv: Buffer,
 }
 
+/// [`Attention`] of tokens that come after others whose keys and values are kept: one sequence, of
+/// which `past` tokens are known and `queries` are new. The new keys and values are kept, too. Each
+/// output has the bits that attention over the whole sequence gives it. Processors alone have it.
+#[derive(Clone, Copy, Debug)]
+pub struct CachedAttention {
+    pub queries: usize,
+    pub past: usize,
+    /// Tokens that are kept at most, no fewer than `past + queries`.
+    pub capacity: usize,
+    /// N, a multiple of `kv_heads`
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub scale: f64,
+    /// [queries, N * H]
+    pub q: Buffer,
+    /// [queries, KV * H]
+    pub k: Buffer,
+    /// [queries, KV * H]
+    pub v: Buffer,
+    /// In and out [KV * H, capacity]: an element of all keys side by side
+    pub keys: Buffer,
+    /// In and out [capacity, KV * H]
+    pub values: Buffer,
+    /// Output [queries, N * H]
+    pub o: Buffer,
+}
+
 impl Device {
     /// Makes the kernels that attentions of `desc` need, so that no step waits for them, and says
     /// how many bytes of workspace they share.
@@ -75,6 +103,13 @@ impl Device {
         match self {
             Device::Cpu(cpu) => on_float!(op.o.dtype(), T => cpu.attention::<T>(op)),
             Device::Cuda(cuda) => cuda.attention(op),
+        }
+    }
+
+    pub fn cached_attention(&mut self, op: &CachedAttention) {
+        match self {
+            Device::Cpu(cpu) => on_float!(op.o.dtype(), T => cpu.cached_attention::<T>(op)),
+            Device::Cuda(cuda) => cuda.lacks("cached_attention"),
         }
     }
 

@@ -90,6 +90,9 @@ pub struct Gate {
     /// before chose in the same sequence and document (dropped ones among them); 0: nothing. So the
     /// choice of a token depends on earlier positions, never on later ones.
     pub hysteresis: f64,
+    /// u32 [K]: with hysteresis, the choices of the position before the first one, where that
+    /// position is not among these tokens
+    pub before: Option<Buffer>,
     pub noise: LogitNoise,
     pub load: Load,
     /// None: evaluation, nothing is random.

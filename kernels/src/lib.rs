@@ -49,7 +49,7 @@ mod moe_here;
 mod cpu;
 pub mod cuda;
 
-pub use attention::{Attention, AttentionBackward};
+pub use attention::{Attention, AttentionBackward, CachedAttention};
 pub use bucket::{BucketAdamW, BucketBlock, DecideUpdate, GradientNumbers, Master};
 pub use buffer::{ArenaPlan, Buffer, DType, Element};
 pub use convert::{Cast, JoinMaster, SplitMaster};

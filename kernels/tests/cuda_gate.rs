@@ -37,6 +37,7 @@ fn gate(plan: &mut ArenaPlan, [tokens, experts, top_k, segments]: [usize; 4]) ->
         capacity: None,
         prioritized: false,
         hysteresis: 0.0,
+        before: None,
         noise: LogitNoise::None,
         load: Load::None,
         draw: Some(DRAW),

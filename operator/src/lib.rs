@@ -8,6 +8,8 @@
 //!     scrape (who may read them)
 //! ```
 
+#[macro_use]
+mod out;
 pub mod cli;
 pub mod local;
 pub mod control;

@@ -79,6 +79,8 @@ impl LocalError {
 
 struct Runner {
     folder: Folder,
+    /// Where its checkpoints lie.
+    location: PathBuf,
     job: JobLoop,
     leader: Leader,
     processes: Processes,
@@ -115,8 +117,18 @@ impl Runner {
         let (sender, told) = mpsc::channel(EVENTS_MAX);
         let leader = Leader::new(Arc::new(authority), (seen.owner(), &seen.uid), 1, sender);
         let (records, progress) = (folder.records()?, Progress::new(steps));
-        let mut runner =
-            Runner { folder, job, leader, processes, records, progress, clock, told, changes };
+        let mut runner = Runner {
+            folder,
+            location,
+            job,
+            leader,
+            processes,
+            records,
+            progress,
+            clock,
+            told,
+            changes,
+        };
         runner.tell_refused(&newest.refused);
         Ok(runner)
     }
@@ -208,7 +220,12 @@ impl Runner {
             Up::Heartbeat(Heartbeat { loading: Some(loading), .. }) => {
                 self.progress.loading(name, loading);
             }
-            Up::Step(report) => self.progress.step(report),
+            Up::Step(report) => {
+                if let Err(error) = self.folder.begin() {
+                    self.progress.note(&error.to_string());
+                }
+                self.progress.step(report);
+            }
             Up::Event(event) => {
                 let kinds = [
                     EventKind::CheckpointRefused,
@@ -373,7 +390,15 @@ impl Runner {
         match outcome {
             Outcome::Complete { step } => {
                 let name = checkpoint_name(*step);
-                self.progress.note(&format!("done: the model lies in {folder}/checkpoints/{name}"));
+                let place = self.location.join(name).display().to_string();
+                self.progress.note(&format!("done: the model lies in {place}"));
+                // What lies elsewhere is found by its own folder.
+                let own = std::path::absolute(self.folder.path());
+                let inside = own.is_ok_and(|own| self.location.starts_with(own));
+                let of = if inside { self.folder.path() } else { &self.location };
+                let program = std::env::args().next().unwrap_or_else(|| "moejob".to_string());
+                let command = crate::cli::generate::command_for(&program, of);
+                self.progress.note(&format!("try it: {command}"));
                 0
             }
             Outcome::Failed { exit_code, reason, message } => {

@@ -16,6 +16,7 @@ pub(crate) mod arena;
 mod activation;
 mod attention;
 mod bucket;
+mod cached_attention;
 mod convert;
 mod elementwise;
 mod embed;

@@ -87,6 +87,7 @@ impl Case {
             capacity: None,
             prioritized: false,
             hysteresis: 0.0,
+            before: None,
             noise: LogitNoise::None,
             load: Load::None,
             draw: None,

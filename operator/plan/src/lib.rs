@@ -43,6 +43,8 @@ pub mod check;
 pub mod status;
 pub mod record;
 pub mod changes;
+pub mod edit;
+pub mod explain;
 pub mod lead;
 pub mod orphans;
 pub mod locations;

@@ -1,6 +1,7 @@
 //! `moejob checkpoint ls|show|verify|import|export|grow`.
 
 use super::bar::{Bar, Unit};
+use super::validate::Output;
 use clap::{Subcommand, ValueEnum};
 use moe_worker::checkpoint::{self, Disk, Failed, Growth, Problem};
 use moe_worker::checkpoint::fence;
@@ -8,6 +9,7 @@ use moe_worker::hf::{self, Options, Weights};
 use moejob_kernels::DType;
 use moejob_protocol::CheckpointManifest;
 use moejob_protocol::checkpoint::Part;
+use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -18,8 +20,11 @@ const EXIT_REFUSED: u8 = 3;
 pub enum CheckpointCommand {
     /// List the checkpoints of a location, oldest first.
     Ls {
-        /// The folder of `step-*` folders, such as runs/NAME/checkpoints.
+        /// The folder of `step-*` folders, such as runs/NAME/checkpoints, or a run's.
         location: PathBuf,
+        /// How the list is written.
+        #[arg(short, long, value_enum, default_value_t = Output::Text)]
+        output: Output,
     },
     /// Describe one checkpoint.
     Show {
@@ -28,12 +33,18 @@ pub enum CheckpointCommand {
         /// Every tensor, not their number alone.
         #[arg(long)]
         tensors: bool,
+        /// How it is written; JSON is the whole manifest.
+        #[arg(short, long, value_enum, default_value_t = Output::Text)]
+        output: Output,
     },
     /// Read every byte and compare it with the manifest; exit 3 if anything differs.
     Verify {
         /// `step-*` folders.
         #[arg(required = true)]
         checkpoints: Vec<PathBuf>,
+        /// How it is written.
+        #[arg(short, long, value_enum, default_value_t = Output::Text)]
+        output: Output,
     },
     /// Turn a Hugging Face directory into a checkpoint of step 0; exit 3 if it is refused.
     Import {
@@ -87,9 +98,11 @@ pub enum Float {
 
 pub fn run(command: &CheckpointCommand) -> ExitCode {
     let result = match command {
-        CheckpointCommand::Ls { location } => list(location),
-        CheckpointCommand::Show { checkpoint, tensors } => show(checkpoint, *tensors),
-        CheckpointCommand::Verify { checkpoints } => verify(checkpoints),
+        CheckpointCommand::Ls { location, output } => list(location, *output),
+        CheckpointCommand::Show { checkpoint, tensors, output } => {
+            show(checkpoint, *tensors, *output)
+        }
+        CheckpointCommand::Verify { checkpoints, output } => verify(checkpoints, *output),
         CheckpointCommand::Import { directory, out } => import(directory, out),
         CheckpointCommand::Export { checkpoint, out, dtype, like } => {
             let dtype = dtype.map(|float| match float {
@@ -112,7 +125,26 @@ pub fn run(command: &CheckpointCommand) -> ExitCode {
 
 type Outcome = Result<ExitCode, Box<dyn std::error::Error>>;
 
-fn list(location: &Path) -> Outcome {
+fn list(location: &Path, output: Output) -> Outcome {
+    let inside = location.join("checkpoints");
+    let is_run = location.join("job.json").is_file() && inside.is_dir();
+    let location = if is_run { inside.as_path() } else { location };
+    let none = checkpoint::list(&Disk::real(), location).is_ok_and(|found| found.is_empty());
+    if !location.is_dir() || none && !is_run && !is_location(location) {
+        let what = what_it_is(location);
+        eprintln!(
+            "moejob: {}: {what}; name the folder of step-* folders, such as runs/NAME/checkpoints",
+            location.display()
+        );
+        return Ok(ExitCode::from(2));
+    }
+    if let Output::Json = output {
+        return list_json(location);
+    }
+    if none {
+        eprintln!("moejob: no checkpoint in {} yet", location.display());
+        return Ok(ExitCode::SUCCESS);
+    }
     let claims = fence::claims(&Disk::real(), location)?;
     println!("{:<16}{:>10}{:>10}{:>14}  STATE", "NAME", "STEP", "ATTEMPT", "BYTES");
     for found in checkpoint::list(&Disk::real(), location)? {
@@ -136,13 +168,70 @@ fn size(manifest: &CheckpointManifest) -> u64 {
     manifest.files.iter().map(|file| file.bytes).sum()
 }
 
+/// A run that has claimed an attempt has made it.
+fn is_location(path: &Path) -> bool {
+    path.join("attempts").is_dir() || path.join("text.json").is_file()
+}
+
+fn list_json(location: &Path) -> Outcome {
+    let claims = fence::claims(&Disk::real(), location)?;
+    let mut all = Vec::new();
+    for found in checkpoint::list(&Disk::real(), location)? {
+        let mut line = json!({ "name": found.name, "step": found.step });
+        match &found.manifest {
+            Ok(manifest) => {
+                line["attempt"] = json!(manifest.attempt);
+                line["bytes"] = json!(size(manifest));
+                let counts = fence::counts(&claims, manifest.attempt, found.step);
+                line["state"] = json!(if counts { "committed" } else { "fenced" });
+            }
+            Err(problems) => {
+                line["state"] = json!("refused");
+                let told: Vec<String> = problems.iter().map(Problem::to_string).collect();
+                line["problems"] = json!(told);
+            }
+        }
+        all.push(line);
+    }
+    println!("{}", serde_json::Value::Array(all));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What lies at a place that is no checkpoint, nor a folder of them.
+fn what_it_is(path: &Path) -> &'static str {
+    let has = |name: &str| path.join(name).symlink_metadata().is_ok();
+    match path.metadata() {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => "there is no such folder",
+        Err(_) => "it cannot be read",
+        Ok(of) if !of.is_dir() => "it is a file, and a checkpoint is a folder",
+        Ok(_) if has("manifest.json") => "it is one checkpoint: `show` and `verify` take it",
+        Ok(_) if has("config.json") => {
+            "it is a Hugging Face directory: `moejob checkpoint import` makes a checkpoint of it"
+        }
+        Ok(_) if has("job.json") => "it is the folder of a run",
+        Ok(_) => "it is a folder without a checkpoint",
+    }
+}
+
 /// A folder of checkpoints is none itself: which of them is meant?
 fn is_one(path: &Path) -> Result<(), ExitCode> {
+    let inside = path.join("checkpoints");
+    if path.join("job.json").is_file() && inside.is_dir() {
+        return is_one(&inside);
+    }
     let found = match path.join("manifest.json").symlink_metadata() {
         Ok(_) => return Ok(()),
         Err(_) => checkpoint::list(&Disk::real(), path).unwrap_or_default(),
     };
-    let Some(newest) = found.last() else { return Ok(()) };
+    let Some(newest) = found.last() else {
+        eprintln!(
+            "moejob: {}: {}; name a step-* folder, such as \
+             runs/NAME/checkpoints/step-00000100",
+            path.display(),
+            what_it_is(path)
+        );
+        return Err(ExitCode::from(2));
+    };
     eprintln!(
         "moejob: {} is a folder of {} checkpoints: name one of them, such as {}",
         path.display(),
@@ -152,7 +241,7 @@ fn is_one(path: &Path) -> Result<(), ExitCode> {
     Err(ExitCode::from(2))
 }
 
-fn show(path: &Path, tensors: bool) -> Outcome {
+fn show(path: &Path, tensors: bool, output: Output) -> Outcome {
     if let Err(code) = is_one(path) {
         return Ok(code);
     }
@@ -160,6 +249,10 @@ fn show(path: &Path, tensors: bool) -> Outcome {
         Ok(manifest) => manifest,
         Err(problems) => return Ok(refuse(path, &problems)),
     };
+    if let Output::Json = output {
+        println!("{}", serde_json::to_value(&manifest)?);
+        return Ok(ExitCode::SUCCESS);
+    }
     let mesh = manifest.layout.mesh;
     println!("job       {} ({})", manifest.job_name, manifest.job_uid);
     println!("step      {}, {} tokens seen", manifest.step, manifest.tokens);
@@ -187,19 +280,32 @@ fn show(path: &Path, tensors: bool) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-fn verify(paths: &[PathBuf]) -> Outcome {
-    let mut code = ExitCode::SUCCESS;
+fn verify(paths: &[PathBuf], output: Output) -> Outcome {
+    let (mut code, mut all) = (ExitCode::SUCCESS, Vec::new());
     for path in paths {
         if let Err(refused) = is_one(path) {
             code = refused;
             continue;
         }
         match checkpoint::verify(&Disk::real(), path) {
-            Ok(manifest) => {
-                println!("{}: good, {} bytes read", path.display(), size(&manifest));
+            Ok(manifest) => match output {
+                Output::Text => {
+                    println!("{}: good, {} bytes read", path.display(), size(&manifest));
+                }
+                Output::Json => {
+                    all.push(json!({ "path": path, "good": true, "bytes": size(&manifest) }));
+                }
+            },
+            Err(problems) if output == Output::Json => {
+                let told: Vec<String> = problems.iter().map(Problem::to_string).collect();
+                all.push(json!({ "path": path, "good": false, "problems": told }));
+                code = ExitCode::from(EXIT_REFUSED);
             }
             Err(problems) => code = refuse(path, &problems),
         }
+    }
+    if let Output::Json = output {
+        println!("{}", serde_json::Value::Array(all));
     }
     Ok(code)
 }

@@ -4,27 +4,31 @@ use super::bar::{Bar, Unit};
 use clap::{Args, ValueEnum};
 use moe_worker::engine::eval::{EvalError, evaluate, source_of};
 use moe_worker::hf::Weights;
+use moe_worker::hf::text::{self, Text};
 use moejob_protocol::config::{DataConfig, TokenType, Tokenizer, ValidationConfig};
 use serde_json::json;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Exit code of weights or data that are refused.
 const EXIT_REFUSED: u8 = 3;
+/// Tokens of a sequence where nothing tells what the model was trained on.
+const UNKNOWN_LENGTH: u32 = 512;
 /// Ids that bytes have.
 const BYTES: u32 = 256;
 
 #[derive(Args)]
 pub struct EvalArgs {
-    /// A `step-*` folder, a folder of them (the newest counts), or a Hugging Face directory.
+    /// A run (runs/NAME), a `step-*` folder, a folder of them (the newest counts), or a Hugging
+    /// Face directory.
     pub weights: PathBuf,
     /// Text, a folder of text, .jsonl (also .gz and .zst), .bin or .idx of tokens, .parquet.
     #[arg(long)]
     pub data: PathBuf,
-    /// Tokens that the model sees at once.
-    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
-    pub sequence_length: u32,
-    /// `bytes`, or a tokenizer.json. Default: the one of a Hugging Face directory, else bytes.
+    /// Tokens that the model sees at once. Default: as many as in training, else 512.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub sequence_length: Option<u32>,
+    /// `bytes`, or a tokenizer.json. Default: the one that the model was trained with, else bytes.
     #[arg(long)]
     pub tokenizer: Option<String>,
     /// Field of JSON lines that holds the text.
@@ -70,11 +74,13 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
     });
     let source = source_of(&args.data, &args.field, dtype)?;
     let weights = Weights::open(&args.weights)?;
+    let known = text::find(&weights)?;
+    let length = args.sequence_length.or(known.trained).unwrap_or(UNKNOWN_LENGTH);
     let data = DataConfig {
         source,
         held_out: None,
-        tokenizer: tokenizer(args, &weights),
-        end_of_document: None,
+        tokenizer: tokenizer(args, &weights, &known),
+        end_of_document: known.trained.and(known.ends.first().copied()),
         reset_at_boundaries: false,
         validation: ValidationConfig { fraction: 0.0, every_steps: 0, max_sequences: 0 },
         exclude: Vec::new(),
@@ -85,7 +91,7 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
     };
     let mut bar = Bar::new("eval", Unit::Tokens);
     let mut progress = |done, total| bar.set(done, total);
-    let found = evaluate(&weights, &data, args.sequence_length, threads, &mut progress)?;
+    let found = evaluate(&weights, &data, length, threads, &mut progress)?;
     drop(bar);
     if args.json {
         let line = json!({
@@ -93,7 +99,7 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
             "perplexity": found.perplexity(),
             "tokens": found.tokens,
             "sequences": found.sequences,
-            "sequenceLength": args.sequence_length,
+            "sequenceLength": length,
         });
         println!("{line}");
     } else {
@@ -104,17 +110,14 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
     Ok(())
 }
 
-/// What is typed; else the directory's own; else bytes.
-fn tokenizer(args: &EvalArgs, weights: &Weights) -> Tokenizer {
-    let own = weights.path().join("tokenizer.json");
-    match args.tokenizer.as_deref() {
-        Some("bytes") => Tokenizer::Bytes,
-        Some(path) => Tokenizer::Path(path.to_string()),
-        None if is_beside(weights, &own) => Tokenizer::Path(own.display().to_string()),
-        None => Tokenizer::Bytes,
+/// What is typed; else what the model was trained with; else bytes.
+fn tokenizer(args: &EvalArgs, weights: &Weights, known: &Text) -> Tokenizer {
+    match (args.tokenizer.as_deref(), &known.tokenizer) {
+        (Some("bytes"), _) => Tokenizer::Bytes,
+        (Some(path), _) => Tokenizer::Path(path.to_string()),
+        // Of 256 tokens each is a byte, whatever tokenizer spells them.
+        (None, _) if weights.model().vocab_size == BYTES => Tokenizer::Bytes,
+        (None, Some(own)) => own.clone(),
+        (None, None) => Tokenizer::Bytes,
     }
-}
-
-fn is_beside(weights: &Weights, own: &Path) -> bool {
-    weights.model().vocab_size != BYTES && own.is_file()
 }

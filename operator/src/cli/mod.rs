@@ -10,10 +10,14 @@ pub mod data;
 pub mod doctor;
 pub mod operator;
 pub mod eval;
+pub mod explain;
+pub mod generate;
 mod machine;
 pub mod moe;
 pub mod plan;
+pub mod report;
 pub mod run;
+mod spoken;
 pub mod validate;
 
 use clap::{CommandFactory, Parser, Subcommand};
@@ -51,6 +55,14 @@ enum Command {
     Checkpoint(checkpoint::CheckpointCommand),
     /// Measure the loss of a checkpoint or of Hugging Face weights on data.
     Eval(eval::EvalArgs),
+    /// Let a model go on with a text; at a terminal, with one after the other.
+    Generate(generate::GenerateArgs),
+    /// Say what a field of the manifest means: type, default, when it may change.
+    Explain(explain::ExplainArgs),
+    /// Make a manifest to begin with.
+    Init(explain::InitArgs),
+    /// Draw what runs have recorded, as one page of HTML.
+    Report(report::ReportArgs),
     /// Inspect data, and tokenize it ahead of training.
     #[command(subcommand)]
     Data(data::DataCommand),
@@ -95,6 +107,10 @@ pub fn dispatch(cli: Cli) -> ExitCode {
         Command::Plan(args) => plan::run(&args),
         Command::Checkpoint(command) => checkpoint::run(&command),
         Command::Eval(args) => eval::run(&args),
+        Command::Generate(args) => generate::run(&args),
+        Command::Explain(args) => explain::run(&args),
+        Command::Init(args) => explain::init(&args),
+        Command::Report(args) => report::run(&args),
         Command::Data(command) => data::run(&command),
         Command::Bench(args) => bench::run(&args),
         Command::Doctor(args) => doctor::run(&args),
@@ -105,7 +121,9 @@ pub fn dispatch(cli: Cli) -> ExitCode {
         Command::Engine { worker } => moe_worker::life::process::engine(&worker),
         Command::Completions { shell } => {
             let mut command = Cli::command();
-            clap_complete::generate(shell, &mut command, "moejob", &mut std::io::stdout());
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut command, "moejob", &mut script);
+            print!("{}", String::from_utf8_lossy(&script));
             ExitCode::SUCCESS
         }
     }

@@ -1,7 +1,7 @@
 //! `moejob run FILE`.
 
 use super::{complain, machine};
-use super::validate::ReadJob;
+use super::validate::{Changed, ReadJob};
 use crate::local;
 use clap::Args;
 use moejob_plan::job::Job;
@@ -15,6 +15,12 @@ use std::process::ExitCode;
 pub struct RunArgs {
     /// The MoeJob manifest.
     pub file: PathBuf,
+    /// Another value of a field, such as training.steps=800. May be given several times.
+    #[arg(long, value_name = "FIELD=VALUE")]
+    pub set: Vec<String>,
+    /// Another name for the job, and so another folder.
+    #[arg(long)]
+    pub name: Option<String>,
     /// Where runs lie: this one in DIR/NAME.
     #[arg(long, default_value = "runs")]
     pub dir: PathBuf,
@@ -30,7 +36,8 @@ pub struct RunArgs {
 }
 
 pub fn run(args: &RunArgs) -> ExitCode {
-    let read = match super::validate::read_job(&args.file) {
+    let changed = Changed { sets: &args.set, name: args.name.as_deref() };
+    let read = match super::validate::read_changed_job(&args.file, &changed) {
         Ok(read) => read,
         Err(code) => return code,
     };
@@ -61,6 +68,9 @@ fn local_job(read: &ReadJob, args: &RunArgs) -> Result<Local, String> {
     if let Some(workers) = args.workers {
         job.nodes.max = workers;
         job.nodes.min = job.nodes.min.min(workers);
+        if let Some(words) = idle(&job, workers) {
+            eprintln!("moejob: {words}");
+        }
     }
     let unsupported = read.lines(job.unsupported());
     if !unsupported.is_empty() {
@@ -77,6 +87,20 @@ fn local_job(read: &ReadJob, args: &RunArgs) -> Result<Local, String> {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
     let threads = if args.threads > 0 { args.threads } else { (cores / job.nodes.max).max(1) };
     Ok(Local { job, places, threads })
+}
+
+/// What is said of more workers than a step has work for.
+fn idle(job: &Job, workers: u32) -> Option<String> {
+    let training = &job.training;
+    let micro_batches = training.global_batch_size / training.micro_batch_size.max(1);
+    let busy = micro_batches.div_ceil(job.profile.ranks.max(1));
+    (workers > busy).then(|| {
+        format!(
+            "--workers {workers}: a step has {micro_batches} micro-batches (globalBatchSize {} / \
+             microBatchSize {}), so {busy} train at most and the others wait",
+            training.global_batch_size, training.micro_batch_size
+        )
+    })
 }
 
 fn places(job: &Job, dir: &Path) -> std::io::Result<Places> {

@@ -3,6 +3,7 @@
 use clap::{Args, ValueEnum};
 use moejob_plan::Job;
 use moejob_plan::devices;
+use moejob_plan::edit;
 use moejob_plan::job::same_output;
 use moejob_plan::problem::{Code, Problem};
 use moejob_plan::read::Manifest;
@@ -78,11 +79,36 @@ impl ReadJob {
 /// The job in `file`; what of it the workers cannot do yet is for each command to judge. Problems
 /// and warnings are printed; the error is the exit code.
 pub fn read_job(file: &Path) -> Result<ReadJob, ExitCode> {
+    read_changed_job(file, &Changed::default())
+}
+
+/// What the command line says in place of the file.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Changed<'a> {
+    /// `FIELD=VALUE`
+    pub sets: &'a [String],
+    pub name: Option<&'a str>,
+}
+
+/// The job in `file` with what was changed of it. A file that was changed has no lines to name.
+pub fn read_changed_job(file: &Path, changed: &Changed) -> Result<ReadJob, ExitCode> {
     let mut jobs = Vec::new();
-    let (finding, bytes) = match read(file) {
+    let is_changed = !changed.sets.is_empty() || changed.name.is_some();
+    let (mut finding, bytes) = match read(file) {
+        Ok(bytes) if is_changed => match edit::with(&bytes, changed.sets, changed.name) {
+            Ok(bytes) => (judge(file, &bytes, &mut jobs), bytes),
+            Err(why) => {
+                eprintln!("moejob: {}", moejob_plan::problem::printable_lines(&why));
+                return Err(ExitCode::from(EXIT_INPUT));
+            }
+        },
         Ok(bytes) => (judge(file, &bytes, &mut jobs), bytes),
         Err(error) => (Finding::unreadable(file, &error), Vec::new()),
     };
+    if is_changed {
+        let all = finding.problems.iter_mut().chain(&mut finding.warnings);
+        all.for_each(|problem| problem.place = None);
+    }
     if finding.job.is_none() {
         print_text(&finding);
     } else {

@@ -55,13 +55,16 @@ impl FolderError {
 pub struct Folder {
     path: PathBuf,
     file: JobFile,
+    /// The spec of this run, which counts from its first step on.
+    spec: Value,
     _lock: File,
 }
 
 impl Folder {
     /// Opens or creates it. Refused when another process has it, or when it belongs to a job that
-    /// differs in what cannot change. `defaults` is the spec of a job that says nothing: a field
-    /// that was added since the folder was made had its default then.
+    /// differs in what cannot change. The spec is not kept before [`Folder::begin`]: what was
+    /// never trained, or was refused later, binds nobody. `defaults` is the spec of a job that says
+    /// nothing: a field that was added since the folder was made had its default then.
     pub fn open(path: &Path, spec: &Value, defaults: &Value) -> Result<Folder, FolderError> {
         std::fs::create_dir_all(path.join("logs"))
             .map_err(|source| io(path, "cannot create the run's folder", source))?;
@@ -72,6 +75,8 @@ impl Folder {
             return Err(FolderError::InUse { path: path.display().to_string() });
         }
         let file = match read(path)? {
+            // Never trained.
+            Some(file) if file.spec.is_null() => file,
             Some(file) => {
                 let [was, is, defaults] = [&file.spec, spec, defaults].map(shared);
                 let changes = changes(&was, &is, &defaults);
@@ -80,16 +85,25 @@ impl Folder {
                         changes.iter().map(|change| format!("\n    {change}")).collect();
                     return Err(FolderError::Changed { path: path.display().to_string(), changes });
                 }
-                JobFile { spec: spec.clone(), ..file }
+                file
             }
             None => {
                 let (uid, rest) = (new_uid(path)?, BTreeMap::new());
-                JobFile { uid, attempt: 0, spec: spec.clone(), rest }
+                JobFile { uid, attempt: 0, spec: Value::Null, rest }
             }
         };
-        let mut folder = Folder { path: path.to_path_buf(), file, _lock: lock };
+        let (path, spec) = (path.to_path_buf(), spec.clone());
+        let mut folder = Folder { path, file, spec, _lock: lock };
         folder.record(folder.file.clone())?;
         Ok(folder)
+    }
+
+    /// A step is done: from now on the spec is that of the folder.
+    pub fn begin(&mut self) -> Result<(), FolderError> {
+        if self.file.spec == self.spec {
+            return Ok(());
+        }
+        self.record(JobFile { spec: self.spec.clone(), ..self.file.clone() })
     }
 
     pub fn path(&self) -> &Path {
@@ -152,6 +166,30 @@ mod tests {
     use serde_json::json;
 
     #[test]
+    fn nothing_is_frozen_before_a_step_and_what_was_refused_leaves_no_trace() {
+        let home = tempfile::tempdir().expect("a folder");
+        let path = home.path().join("job");
+        let spec = |steps: u64, seed: u64| json!({"training": {"steps": steps, "seed": seed}});
+        let open = |spec| Folder::open(&path, &spec, &Value::Null);
+        // A first try that never trained: whatever was wrong with it may be put right.
+        drop(open(spec(10, 1)).expect("opens"));
+        let mut folder = open(spec(10, 2)).expect("nothing was trained");
+        folder.begin().expect("records");
+        drop(folder);
+        assert!(matches!(open(spec(10, 3)), Err(FolderError::Changed { .. })));
+        // More steps, and then something of the run fails before it trains: they can be undone.
+        drop(open(spec(800, 2)).expect("more steps"));
+        assert_eq!(read(&path).expect("a file").expect("is there").spec, spec(10, 2));
+        let mut folder = open(spec(10, 2)).expect("undone");
+        folder.begin().expect("records");
+        drop(folder);
+        let mut folder = open(spec(800, 2)).expect("more steps");
+        folder.begin().expect("records");
+        drop(folder);
+        assert!(matches!(open(spec(10, 2)), Err(FolderError::Changed { .. })));
+    }
+
+    #[test]
     fn a_folder_serves_one_run_at_a_time_and_keeps_its_identity() {
         let home = tempfile::tempdir().expect("a folder");
         let path = home.path().join("job");
@@ -160,6 +198,7 @@ mod tests {
         let uid = first.file().uid.clone();
         assert!(matches!(Folder::open(&path, &spec, &Value::Null), Err(FolderError::InUse { .. })));
         first.record(JobFile { attempt: 3, ..first.file().clone() }).expect("records");
+        first.begin().expect("records");
         drop(first);
         let again = Folder::open(&path, &spec, &Value::Null).expect("opens again");
         assert_eq!((again.file().attempt, &again.file().uid), (3, &uid));

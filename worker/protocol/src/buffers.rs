@@ -16,6 +16,26 @@ pub struct Buffers<B> {
     pub layers: Vec<Layer<B>>,
     pub head: Head<B>,
     pub scratch: Scratch<B>,
+    /// Where text is generated.
+    pub cache: Option<Cache<B>>,
+}
+
+/// What is kept of the tokens before, while text is generated: `C` of them at most.
+#[derive(Clone, Debug)]
+pub struct Cache<B> {
+    pub layers: Vec<LayerCache<B>>,
+    /// [V]
+    pub logits: B,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct LayerCache<B> {
+    /// [KV * H, C]
+    pub keys: B,
+    /// [C, KV * H]
+    pub values: B,
+    /// u32 [K]: the last token's experts, where a router holds on to them.
+    pub chosen: B,
 }
 
 /// What outlives a step. Parameters lie as `Flats` says.

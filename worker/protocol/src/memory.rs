@@ -237,6 +237,8 @@ pub struct Shape {
     pub segments: u64,
     /// A processor computes.
     pub on_cpu: bool,
+    /// Positions whose keys and values are kept, where text is generated; none while training.
+    pub cached: u64,
     /// Documents of a sequence may be kept apart, which takes kernels of their own.
     pub documents: bool,
     /// Bytes that attention, the mixture layer and the head use in turn.
@@ -327,11 +329,22 @@ impl Shape {
                 _ => 1,
             },
             on_cpu: training.compute.backend == Backend::Cpu,
+            cached: 0,
             documents: true,
             workspace: crate::workspace::bytes(model, tokens, mesh.ep.into(), training, &types),
             balanced,
             worst,
         }
+    }
+}
+
+impl Shape {
+    /// What is needed to generate text of up to `positions` tokens: no gradients, no moments.
+    pub fn generating(mut self, positions: u64) -> Shape {
+        self.cached = positions;
+        self.flats.owned.len = 0;
+        (self.dense_depth, self.expert_depths, self.inbox) = (0, vec![0], 0);
+        self
     }
 }
 

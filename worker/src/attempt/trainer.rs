@@ -15,7 +15,7 @@ use crate::checkpoint::writer::{Before, Flush};
 use crate::checkpoint::{Disk, Expected, Identity, Refusal, Writer, differences, load, show};
 use crate::gang::comm::{AbortHandle, Comm, CommError};
 use crate::data::{Corpus, DataError, Desk};
-use crate::hf::Weights;
+use crate::hf::{self, Weights};
 use crate::engine::model::Model;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::resume::{self, Opened};
@@ -404,6 +404,9 @@ fn of_this_job(
 
 /// Rank 0's records.
 fn recorder(config: &WorkerConfig) -> Result<Recorder, Stop> {
+    if let Err(error) = hf::text::keep(config) {
+        tracing::warn!("the tokenizer is not kept beside the checkpoints: {error}");
+    }
     let in_pod = std::env::var_os(ENV_WORKER).is_some();
     let directory = PathBuf::from(&config.checkpoint.records);
     Recorder::start(directory, config.attempt, in_pod)

@@ -77,6 +77,29 @@ impl Encoder {
         }
     }
 
+    /// The token of an id, as the vocabulary writes it.
+    pub fn token_of(&self, id: u32) -> Option<String> {
+        match self {
+            Encoder::Bytes => None,
+            Encoder::File(file) => file.tokenizer.id_to_token(id),
+        }
+    }
+
+    /// The ids of a prompt, with the special tokens that the tokenizer puts around a text.
+    ///
+    /// # Errors
+    /// Says what the tokenizer says.
+    pub fn encode_with_special(&self, text: &str) -> Result<Vec<u32>, String> {
+        match self {
+            Encoder::Bytes => Ok(text.bytes().map(u32::from).collect()),
+            Encoder::File(file) => {
+                let encoding = file.tokenizer.encode_fast(text, true);
+                let encoding = encoding.map_err(|error| format!("the tokenizer fails: {error}"))?;
+                Ok(encoding.get_ids().to_vec())
+            }
+        }
+    }
+
     /// Every id that can come out is below `vocabulary`.
     ///
     /// # Errors

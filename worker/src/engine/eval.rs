@@ -120,7 +120,7 @@ pub fn evaluate(
     let config = weights.model();
     let together = TOKENS_TOGETHER.min(LOGITS_MAX / u64::from(config.vocab_size));
     let batch = (together / u64::from(sequence_length)).max(1) as u32;
-    let training = training(sequence_length, batch);
+    let training = training(sequence_length, batch, Precision::Fp32);
     let one = TrainingConfig { global_batch_size: 1, micro_batch_size: 1, ..training.clone() };
     let mut corpus = match Corpus::open(data, &one, config.vocab_size) {
         Err(DataError::TooSmall { found, .. }) => {
@@ -158,13 +158,17 @@ pub fn evaluate(
 }
 
 /// What the memory of a model is planned from; nothing is trained.
-fn training(sequence_length: u32, batch: u32) -> TrainingConfig {
+pub(crate) fn training(
+    sequence_length: u32,
+    batch: u32,
+    precision: Precision,
+) -> TrainingConfig {
     TrainingConfig {
         steps: 1,
         global_batch_size: batch,
         micro_batch_size: batch,
         sequence_length,
-        precision: Precision::Fp32,
+        precision,
         adamw: AdamW {
             learning_rate: 0.0,
             beta1: 0.9,

@@ -130,8 +130,13 @@ impl<'a> Pass<'a> {
         self.turn(layer, t, [q, k, v]);
         self.mark("turn", Some(layer));
         let attended = b.attended.slice(0, t * q_size);
-        let op = self.attention_op(layer, t);
-        self.model.device.attention(&op);
+        match self.model.cached_attention_op(layer, t) {
+            Some(op) => self.model.device.cached_attention(&op),
+            None => {
+                let op = self.attention_op(layer, t);
+                self.model.device.attention(&op);
+            }
+        }
         self.mark("attention", Some(layer));
         let mid = b.mid.slice(0, t * d);
         self.model.device.copy(input, mid);

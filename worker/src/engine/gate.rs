@@ -110,6 +110,7 @@ impl Model {
             capacity: capacity.map(|capacity| capacity as usize),
             prioritized: config.batch_prioritized,
             hysteresis: config.hysteresis,
+            before: self.experts_before(layer),
             noise: match raw {
                 Some(raw) => LogitNoise::Learned { raw },
                 None if std > 0.0 => LogitNoise::Normal { std },
@@ -238,6 +239,7 @@ impl Pass<'_> {
         }
         let op = self.model.gate_op(layer, t);
         self.model.device.gate(&op);
+        self.model.keep_experts(layer, &op);
     }
 
     /// Gradients of the router's weights, and dnorm += what flows through its input; dnorm is that

@@ -32,3 +32,5 @@ pub mod step;
 pub mod validate;
 pub mod diagnosis;
 pub mod eval;
+pub mod decode;
+pub mod sample;

@@ -53,6 +53,8 @@ pub struct Model {
     /// Dropless top-k, which one fused op computes; else `gate.rs`.
     pub(crate) plain: bool,
     pub(crate) noise: Option<Noise>,
+    /// Tokens before those of a round, of which the cache knows; none: a round is by itself.
+    pub(crate) past: Option<usize>,
     /// Attention's backward may add in any order.
     pub(crate) fast_attention: bool,
     /// `S`
@@ -171,6 +173,7 @@ impl Model {
             mixture,
             plain: config.router.is_plain(),
             noise: None,
+            past: None,
             fast_attention: training.compute.fast_attention,
             config: config.clone(),
             layout: layout.clone(),

@@ -416,22 +416,15 @@ pub fn family_of(model: &ModelConfig) -> Result<Family, Vec<Problem>> {
     if problems.is_empty() { Ok(family) } else { Err(problems) }
 }
 
-/// The `config.json` of a model; `like` gives the fields that we do not know.
+/// The `config.json` of a model; `fields` are those that we do not know.
 pub fn write(
     family: Family,
     model: &ModelConfig,
     dtype: DType,
-    like: Option<Map<String, Value>>,
+    mut fields: Map<String, Value>,
 ) -> Value {
     let experts = &model.experts;
-    let mut fields = like.unwrap_or_else(|| {
-        let mut fields = Map::new();
-        fields.insert("max_position_embeddings".into(), json!(POSITIONS));
-        for token in ["pad_token_id", "bos_token_id", "eos_token_id"] {
-            fields.insert(token.into(), Value::Null);
-        }
-        fields
-    });
+    fields.entry("max_position_embeddings").or_insert(json!(POSITIONS));
     fields.remove("quantization_config");
     fields.remove("torch_dtype");
     let mut set = |name: &str, value: Value| fields.insert(name.to_string(), value);

@@ -37,7 +37,7 @@ pub struct Options<'a> {
     /// Of all tensors but corrections, which are F32 then; none keeps each tensor's own.
     pub dtype: Option<DType>,
     /// A Hugging Face directory that gives tokenizer and the fields of `config.json` that we do
-    /// not know.
+    /// not know. Without it both are those of the weights, as far as they are known.
     pub like: Option<&'a Path>,
 }
 
@@ -56,7 +56,14 @@ pub fn export(
         Weights::HuggingFace(directory) => directory.family,
         Weights::Ours { manifest, .. } => family_of(&manifest.model).map_err(Failed::NoFamily)?,
     };
-    let like = options.like.map(read_like).transpose().map_err(Failed::Refused)?;
+    let text = super::text::find(weights)
+        .map_err(|refusal| Failed::Refused(Problem::new(".", &refusal.to_string())))?;
+    let like = match options.like {
+        Some(like) => read_like(like).map_err(Failed::Refused)?,
+        None => Map::new(),
+    };
+    // What is told wins over what is known.
+    let like: Map<String, Value> = text.fields().into_iter().chain(like).collect();
     let parent = out.parent().filter(|at| !at.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let staging = Staging::new(parent, out)?;
     let params = weights.params();
@@ -99,8 +106,14 @@ pub fn export(
         let index = json!({ "metadata": { "total_size": total }, "weight_map": index_of });
         staging.small_file("model.safetensors.index.json", &pretty(&index))?;
     }
-    if let Some(like) = options.like {
-        copy_beside(like, &staging)?;
+    match (options.like, weights) {
+        (Some(like), _) => copy_beside(like, &staging)?,
+        (None, Weights::HuggingFace(directory)) => copy_beside(&directory.path, &staging)?,
+        (None, Weights::Ours { .. }) => {
+            for (name, bytes) in text.files().map_err(Failed::Refused)? {
+                staging.small_file(name, &bytes)?;
+            }
+        }
     }
     staging.commit(out)
 }

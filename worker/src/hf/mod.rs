@@ -12,6 +12,7 @@ mod names;
 mod directory;
 mod weights;
 mod import;
+pub mod text;
 mod export;
 
 pub use config::Family;

@@ -25,7 +25,7 @@ pub enum Weights {
 
 impl Weights {
     /// Opens a Hugging Face directory, a `step-*` directory, or the newest checkpoint of a
-    /// location.
+    /// location or of a run's folder.
     ///
     /// # Errors
     /// Everything that is wrong with it.
@@ -33,12 +33,25 @@ impl Weights {
         if path.join("manifest.json").symlink_metadata().is_ok() {
             return Weights::ours(path);
         }
+        let inside = path.join("checkpoints");
+        if path.join("job.json").is_file() && inside.is_dir() {
+            return Weights::open(&inside);
+        }
+        if path.symlink_metadata().is_err() {
+            let why = vec![Problem::new(".", &no_such_place(path))];
+            return Err(Refusal::of(&path.display().to_string(), why));
+        }
         let is_location = path.join("config.json").symlink_metadata().is_err()
             && crate::checkpoint::list(&Disk::real(), path).is_ok_and(|found| !found.is_empty());
+        let name = path.display().to_string();
+        if !is_location && path.file_name().is_some_and(|name| name == "checkpoints") {
+            let why = "there is no checkpoint here yet: the first is written after \
+                       `checkpoint.everySteps` steps, and at the end of a run";
+            return Err(Refusal::of(&name, vec![Problem::new(".", why)]));
+        }
         if !is_location {
             return Directory::open(path).map(Weights::HuggingFace);
         }
-        let name = path.display().to_string();
         let newest = newest_usable(&Disk::real(), path)
             .map_err(|error| Refusal::of(&name, vec![Problem::new(".", &error.to_string())]))?;
         match newest.usable {
@@ -168,6 +181,23 @@ impl Weights {
         let why = format!("{name}: NaN or infinity at row {row}, column {column}");
         Problem::new(&self.file_of(index), &why)
     }
+}
+
+/// What is said of a place that is not there: the name of a published model is likely meant.
+fn no_such_place(path: &Path) -> String {
+    let mut parts = path.components();
+    let plain = |part: Option<std::path::Component>| {
+        matches!(part, Some(std::path::Component::Normal(_)))
+    };
+    let (first, second, third) = (parts.next(), parts.next(), parts.next());
+    let known = ["runs", "checkpoints", "examples", "target", "models", "data", "tmp"];
+    let in_folder = known.iter().any(|known| path.starts_with(known));
+    if plain(first) && plain(second) && third.is_none() && !in_folder {
+        return "No such file or directory. If this is the name of a model on a hub: nothing is \
+                downloaded here. Fetch its files first, and name the folder that they lie in"
+            .to_string();
+    }
+    "No such file or directory".to_string()
 }
 
 fn stream_place(

@@ -11,13 +11,15 @@ pub(super) fn rank_order<T: Float>(
     op: &Gate,
     probs: &[T],
     bias: Option<&[T]>,
-    [words, positions]: [&[u32]; 2],
+    [words, positions, before]: [&[u32]; 3],
     ranked: &mut [u32],
 ) {
     let (e, k) = (op.experts, op.top_k);
     let rows = ranked.chunks_exact_mut(k).zip(probs.chunks_exact(e)).zip(words);
     match op.choice {
-        Choice::TopK if op.hysteresis > 0.0 => held(op, probs, bias, positions, ranked),
+        Choice::TopK if op.hysteresis > 0.0 => {
+            held(op, probs, bias, [positions, before], ranked);
+        },
         Choice::TopK | Choice::RandomSecond => {
             let mut choice = vec![T::ZERO; e];
             for ((ranked, probs), _) in rows {
@@ -52,17 +54,17 @@ pub(super) fn rank_order<T: Float>(
 }
 
 /// Top-k where the experts of the position before have `hysteresis` more. In f64, lest a large one
-/// swallow the scores.
+/// swallow the scores. `before` are those of the position before the first one, if there are any.
 fn held<T: Float>(
     op: &Gate,
     probs: &[T],
     bias: Option<&[T]>,
-    positions: &[u32],
+    [positions, before]: [&[u32]; 2],
     ranked: &mut [u32],
 ) {
     let rows = ranked.chunks_exact_mut(op.top_k).zip(probs.chunks_exact(op.experts));
     let mut choice = vec![0.0; op.experts];
-    let mut before: &[u32] = &[];
+    let mut before = before;
     for ((ranked, probs), position) in rows.zip(positions) {
         for (expert, (choice, p)) in choice.iter_mut().zip(probs).enumerate() {
             // Rounded as without hysteresis.

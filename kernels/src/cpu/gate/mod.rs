@@ -38,6 +38,7 @@ impl CpuDevice {
         let words: &[u32] = views.read(op.words);
         let positions: &[u32] = views.read(op.positions);
         let raw: Option<&[T]> = raw_of(op).map(|raw| views.read(raw));
+        let before: &[u32] = op.before.map_or(&[], |before| views.read(before));
         let chosen: &mut [u32] = views.write(op.chosen);
         let ids: &mut [u32] = views.write(op.ids);
         let weights: &mut [T] = views.write(op.weights);
@@ -47,7 +48,7 @@ impl CpuDevice {
         let stats: &mut [f64] = views.write(op.stats);
         let losses: &mut [f64] = views.write(op.losses);
         let mut ranked = vec![NO_EXPERT; t * k];
-        rank_order(op, probs, bias, [words, positions], &mut ranked);
+        rank_order(op, probs, bias, [words, positions, before], &mut ranked);
         chosen.copy_from_slice(&ranked);
         chosen.chunks_exact_mut(k).for_each(<[u32]>::sort_unstable);
         let mut capacity = Capacity { counts, dropped };
@@ -139,6 +140,7 @@ pub(crate) fn check(op: &Gate) {
     assert_eq!([op.counts, op.dropped].map(len), [e; 2], "{op:?}");
     let stats = op.segments * row::COUNT * e;
     assert_eq!([op.stats, op.losses].map(len), [stats, 2], "{op:?}");
+    assert!(op.before.is_none_or(|before| before.len() == k), "{op:?}");
     assert!(op.hysteresis == 0.0 || op.choice == Choice::TopK, "hysteresis is of top-k: {op:?}");
     let all = matches!(op.choice, Choice::Experts { .. });
     assert!(!all || k == e, "choice by experts has a slot for each: {op:?}");

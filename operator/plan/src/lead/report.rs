@@ -278,8 +278,10 @@ impl JobLoop {
         };
         status.observed_generation = Some(self.report.generation);
         if let Some(report) = &self.report.newest {
-            status.loss = Some(report.loss);
-            status.tokens_per_second = Some(report.tokens_per_second);
+            // As people read them: `kubectl get mj` shows every digit there is.
+            status.loss = Some(places(report.loss, 4));
+            let rate = report.tokens_per_second;
+            status.tokens_per_second = Some(places(rate, if rate < 100.0 { 1 } else { 0 }));
         } else {
             status.loss = self.report.written.loss;
             status.tokens_per_second = self.report.written.tokens_per_second;
@@ -370,6 +372,25 @@ fn blocked_status(blocked: Option<&Blocked>) -> MoeJobStatus {
     match blocked.invalid {
         true => MoeJobStatus { phase: "Invalid".to_string(), ..status },
         false => status,
+    }
+}
+
+/// To so many places behind the point.
+fn places(value: f64, count: i32) -> f64 {
+    let unit = 10_f64.powi(count);
+    let rounded = (value * unit).round() / unit;
+    if rounded.is_finite() { rounded } else { value }
+}
+
+#[cfg(test)]
+mod places_tests {
+    #[test]
+    fn numbers_are_as_people_read_them() {
+        let shown = |value, count| super::places(value, count).to_string();
+        assert_eq!(shown(0.091_229_461_277_745_74, 4), "0.0912");
+        assert_eq!(shown(105_062.235_010_266_13, 0), "105062");
+        assert_eq!(shown(f64::NAN, 4), "NaN");
+        assert_eq!(shown(1e300, 4), super::places(1e300, 4).to_string());
     }
 }
 

@@ -101,7 +101,7 @@ pub struct CustomProfileSpec {
     #[schemars(range(min = 1, max = 1024))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nvlink_domain: Option<u32>,
-    /// Labels of the nodes that are meant.
+    /// Labels of the nodes that are meant. Default: all nodes.
     #[schemars(extend("maxProperties" = 32))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub node_selector: Option<std::collections::BTreeMap<String, String>>,
@@ -127,7 +127,7 @@ pub struct TopologySpec {
     /// Nodes of one such part are taken where possible.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prefer: Option<Level>,
-    /// The job waits rather than reach beyond one such part.
+    /// The job waits rather than reach beyond one such part. Default: it may reach anywhere.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub require: Option<Level>,
 }
@@ -242,11 +242,11 @@ pub struct VolumeSpec {
     #[schemars(required, length(min = 1, max = 1024))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mount_path: Option<String>,
-    /// A PersistentVolumeClaim of the job's own namespace.
+    /// A PersistentVolumeClaim of the job's own namespace, if that is what is mounted.
     #[schemars(length(min = 1, max = 253))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub claim: Option<String>,
-    /// A ConfigMap of the job's own namespace.
+    /// A ConfigMap of the job's own namespace, if that is what is mounted.
     #[schemars(length(min = 1, max = 253))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub config_map: Option<String>,

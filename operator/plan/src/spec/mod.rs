@@ -133,7 +133,7 @@ pub struct MoeJobSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod_template: Option<serde_json::Value>,
 
-    /// The PriorityClass of the pods; also orders jobs that wait for nodes.
+    /// The PriorityClass of the pods; also orders jobs that wait for nodes. Default: the cluster's.
     #[schemars(length(max = 253))]
     #[serde(skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("self == oldSelf").message("priorityClassName is immutable"))]

@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
         .message("model: at most 65536 experts in all layers together")
 )]
 pub struct ModelSpec {
-    /// A well-known model whose dimensions are taken.
+    /// A well-known model whose dimensions are taken. Default: none, and they are given here.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub preset: Option<Preset>,
     /// Size of the vocabulary. Default: 256 with the tokenizer bytes.

@@ -21,7 +21,7 @@ pub struct DataSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
     /// Id of the token that ends a document: put behind each document that is tokenised here, and
-    /// looked for in files of tokens.
+    /// looked for in files of tokens. Default: none.
     #[schemars(range(max = 2147483647))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub end_of_document: Option<u32>,
@@ -180,7 +180,7 @@ pub struct FilesSpec {
     #[schemars(required, length(min = 1, max = 256), inner(length(min = 1, max = 1024)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub paths: Option<Vec<String>>,
-    /// Files that match one of these are left out.
+    /// Files that match one of these are left out. Default: none.
     #[schemars(length(max = 256), inner(length(min = 1, max = 1024)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exclude: Option<Vec<String>>,
@@ -196,7 +196,7 @@ pub struct FieldFilesSpec {
     #[schemars(required, length(min = 1, max = 256), inner(length(min = 1, max = 1024)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub paths: Option<Vec<String>>,
-    /// Files that match one of these are left out.
+    /// Files that match one of these are left out. Default: none.
     #[schemars(length(max = 256), inner(length(min = 1, max = 1024)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exclude: Option<Vec<String>>,
@@ -215,7 +215,7 @@ pub struct TokenFilesSpec {
     #[schemars(required, length(min = 1, max = 256), inner(length(min = 1, max = 1024)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub paths: Option<Vec<String>>,
-    /// Files that match one of these are left out.
+    /// Files that match one of these are left out. Default: none.
     #[schemars(length(max = 256), inner(length(min = 1, max = 1024)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exclude: Option<Vec<String>>,

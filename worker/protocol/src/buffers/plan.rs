@@ -1,9 +1,9 @@
 //! How large each buffer is, and in what order they are laid out.
 
 use super::{
-    BLOCK_WORDS, Batch, Bucket, Buffers, CONTROL_NUMBERS, Cosine, Fused, Gate, GateScratch, Gated,
-    Gradients, Head, Layer, Moe, MoeScratch, Numbers, QkNormBuffers, Routes, STAGE_ELEMENTS,
-    Scratch, Spread, SpreadScratch, State, StepBalance, Travel,
+    BLOCK_WORDS, Batch, Bucket, Buffers, CONTROL_NUMBERS, Cache, Cosine, Fused, Gate, GateScratch,
+    Gated, Gradients, Head, Layer, LayerCache, Moe, MoeScratch, Numbers, QkNormBuffers, Routes,
+    STAGE_ELEMENTS, Scratch, Spread, SpreadScratch, State, StepBalance, Travel,
 };
 use crate::layout::BLOCK;
 use crate::memory::{
@@ -33,7 +33,8 @@ impl<B: Copy> Buffers<B> {
         let head = plan.head();
         plan.planner.part("scratch");
         let scratch = plan.scratch();
-        Buffers { state, gradients, buckets, numbers, batch, layers, head, scratch }
+        let cache = (shape.cached > 0).then(|| plan.cache());
+        Buffers { cache, state, gradients, buckets, numbers, batch, layers, head, scratch }
     }
 }
 
@@ -153,6 +154,19 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
 
     fn routed(&mut self, width: u64) -> B {
         self.planner.alloc(self.shape.types.element, Rows::Routed, width)
+    }
+
+    fn cache(&mut self) -> Cache<B> {
+        self.planner.part("cache");
+        let (model, kept) = (self.model, self.shape.cached);
+        let kv = u64::from(model.kv_size());
+        let layers = (0..model.num_hidden_layers).map(|_| LayerCache {
+            keys: self.floats(kv, kept),
+            values: self.floats(kept, kv),
+            chosen: self.words(1, model.slots().into()),
+        });
+        let layers = layers.collect();
+        Cache { layers, logits: self.floats(1, model.vocab_size.into()) }
     }
 
     /// Layers that are computed again share the memory of earlier ones.

@@ -1,0 +1,431 @@
+//! `moejob generate DIR --prompt TEXT`: a model goes on with a text; at a terminal, with one after
+//! the other.
+//!
+//! ```text
+//! prompt -> ids -> Decoder::feed -> logits -> Sampling::choose -> id -> TextStream -> out
+//!                        ^------------------------------------------'
+//! ```
+
+use super::spoken::{Screen, TextStream};
+use clap::{Args, ValueEnum};
+use moe_worker::data::{DataError, Encoder};
+use moe_worker::engine::decode::{DecodeError, Decoder};
+use moe_worker::engine::sample::Sampling;
+use moe_worker::hf::Weights;
+use moe_worker::hf::text::{self, Text};
+use moejob_kernels::DType;
+use moejob_protocol::config::{Precision, Tokenizer};
+use serde_json::json;
+use std::io::{IsTerminal, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+/// Tokens of a conversation, where nothing says how many the model has seen at once.
+const CONVERSATION: u32 = 4096;
+/// Bytes of a prompt from standard input.
+const PROMPT_BYTES_MAX: u64 = 64 << 20;
+
+#[derive(Args)]
+pub struct GenerateArgs {
+    /// A run (runs/NAME), a `step-*` folder, a folder of them (the newest counts), or a Hugging
+    /// Face directory.
+    pub weights: PathBuf,
+    /// The text to go on with. Without it standard input is; at a terminal you are asked for one
+    /// text after the other.
+    #[arg(long)]
+    pub prompt: Option<String>,
+    /// Tokens to generate at most.
+    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub max_tokens: u32,
+    /// 0 takes the likeliest token every time; the higher, the more is left to chance.
+    #[arg(long, default_value_t = 0.8, value_parser = not_negative)]
+    pub temperature: f64,
+    /// Only the likeliest tokens, so many; 0 is all.
+    #[arg(long, default_value_t = 0)]
+    pub top_k: u32,
+    /// Only the likeliest tokens whose probabilities sum to this.
+    #[arg(long, default_value_t = 0.95, value_parser = share)]
+    pub top_p: f64,
+    /// The same seed gives the same text.
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// `bytes`, or a tokenizer.json. Default: the one that the model was trained with.
+    #[arg(long)]
+    pub tokenizer: Option<String>,
+    /// Numbers to compute in. Default: fp64 for weights in fp64, else fp32.
+    #[arg(long, value_enum)]
+    pub precision: Option<Numbers>,
+    /// Threads that compute; 0 is all processors.
+    #[arg(long, default_value_t = 0)]
+    pub threads: usize,
+    /// One line of JSON in place of the text.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Numbers {
+    Fp32,
+    Fp64,
+}
+
+fn not_negative(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number >= 0.0);
+    number.ok_or_else(|| "a number of at least 0".to_string())
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    let share = text.parse().ok().filter(|share| (0.0..=1.0).contains(share));
+    share.ok_or_else(|| "a number from 0 to 1".to_string())
+}
+
+/// Why nothing, or nothing more, is said.
+#[derive(Debug, thiserror::Error)]
+enum GenerateError {
+    #[error(transparent)]
+    Decode(#[from] DecodeError),
+    #[error(transparent)]
+    Data(#[from] DataError),
+    #[error("{0}")]
+    Input(String),
+    #[error("{0}")]
+    Encode(String),
+    #[error("cannot write the text")]
+    Write(#[source] std::io::Error),
+}
+
+impl GenerateError {
+    fn exit_code(&self) -> u8 {
+        match self {
+            GenerateError::Input(_) => 2,
+            GenerateError::Decode(DecodeError::Device(_) | DecodeError::Failed(_)) => 1,
+            GenerateError::Encode(_) | GenerateError::Write(_) => 1,
+            _ => 3,
+        }
+    }
+}
+
+pub fn run(args: &GenerateArgs) -> ExitCode {
+    match generate(args) {
+        Ok(()) => ExitCode::SUCCESS,
+        // Who read it has seen enough.
+        Err(GenerateError::Write(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => {
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            super::complain(&error);
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+/// What a text ended with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    /// The model ended it.
+    Said,
+    MaxTokens,
+}
+
+/// One answer.
+struct Answer {
+    ids: Vec<u32>,
+    text: String,
+    end: End,
+    /// For the prompt, and for all tokens after it.
+    took: [Duration; 2],
+}
+
+/// A model, its tokens, and what it has said so far.
+struct Speaker {
+    decoder: Decoder,
+    encoder: Encoder,
+    text: Text,
+    of_hugging_face: bool,
+    sampling: Sampling,
+    /// Tokens chosen so far, of all texts: which random number comes next.
+    chosen: u64,
+    /// Chosen, but not yet fed.
+    pending: Vec<u32>,
+}
+
+fn generate(args: &GenerateArgs) -> Result<(), GenerateError> {
+    let weights = Weights::open(&args.weights).map_err(DecodeError::Weights)?;
+    let text = text::find(&weights).map_err(DecodeError::Weights)?;
+    let encoder = Encoder::open(&tokenizer(args, &text)?)?;
+    encoder.check(weights.model().vocab_size)?;
+    let asks = std::io::stdin().is_terminal() && args.prompt.is_none() && !args.json;
+    let prompt = match (&args.prompt, asks) {
+        (Some(prompt), _) => Some(prompt.clone()),
+        (None, false) => Some(piped()?),
+        (None, true) => None,
+    };
+    let of_hugging_face = matches!(weights, Weights::HuggingFace(_));
+    let first = match &prompt {
+        Some(prompt) => ids_of(&encoder, &text, of_hugging_face, prompt, true)?.len() as u32,
+        None => text.trained.or(text.positions).unwrap_or(0).clamp(CONVERSATION, 1 << 17),
+    };
+    let capacity = first.saturating_add(args.max_tokens);
+    let decoder = Decoder::open(&weights, capacity, precision(args, &weights), threads(args))?;
+    let sampling = Sampling {
+        temperature: args.temperature,
+        top_k: args.top_k,
+        top_p: args.top_p,
+        seed: args.seed,
+    };
+    let (chosen, pending) = (0, Vec::new());
+    let mut speaker =
+        Speaker { decoder, encoder, text, of_hugging_face, sampling, chosen, pending };
+    match prompt {
+        Some(prompt) => speaker.once(args, &prompt),
+        None => speaker.converse(args, &weights),
+    }
+}
+
+/// What is typed; else what the weights say; else why they do not.
+fn tokenizer(args: &GenerateArgs, text: &Text) -> Result<Tokenizer, GenerateError> {
+    let known = match args.tokenizer.as_deref() {
+        Some("bytes") => Some(Tokenizer::Bytes),
+        Some(path) => Some(Tokenizer::Path(path.to_string())),
+        None => text.tokenizer.clone(),
+    };
+    known.ok_or_else(|| {
+        let at = args.weights.display();
+        GenerateError::Input(match &text.missing {
+            Some(path) => format!(
+                "{at} was trained with the tokenizer {}, which is not there: go where it is, or \
+                 name it by --tokenizer FILE",
+                path.display()
+            ),
+            None => format!(
+                "{at} has no tokenizer.json, and nothing says how its text became tokens: name \
+                 one by --tokenizer FILE"
+            ),
+        })
+    })
+}
+
+fn threads(args: &GenerateArgs) -> usize {
+    match args.threads {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        threads => threads,
+    }
+}
+
+fn precision(args: &GenerateArgs, weights: &Weights) -> Precision {
+    match args.precision {
+        Some(Numbers::Fp32) => Precision::Fp32,
+        Some(Numbers::Fp64) => Precision::Fp64,
+        None if weights.dtype(0) == DType::F64 => Precision::Fp64,
+        None => Precision::Fp32,
+    }
+}
+
+fn piped() -> Result<String, GenerateError> {
+    let mut text = String::new();
+    let read = std::io::stdin().lock().take(PROMPT_BYTES_MAX).read_to_string(&mut text);
+    read.map_err(|error| {
+        GenerateError::Input(format!("no prompt can be read from standard input: {error}"))
+    })?;
+    Ok(text)
+}
+
+/// `begins`: it is the beginning of a text.
+fn ids_of(
+    encoder: &Encoder,
+    text: &Text,
+    of_hugging_face: bool,
+    prompt: &str,
+    begins: bool,
+) -> Result<Vec<u32>, GenerateError> {
+    // Our own runs never put special tokens around a text.
+    let ids = match of_hugging_face && begins {
+        true => encoder.encode_with_special(prompt).map_err(GenerateError::Encode)?,
+        false => {
+            let mut ids = Vec::new();
+            encoder.encode(prompt, &mut ids).map_err(GenerateError::Encode)?;
+            ids
+        }
+    };
+    match (ids.is_empty(), text.ends.first()) {
+        (false, _) => Ok(ids),
+        // Behind the end of a text another one begins.
+        (true, Some(end)) => Ok(vec![*end]),
+        (true, None) => Err(GenerateError::Input(
+            "the prompt is empty: this model needs at least one token to go on with".to_string(),
+        )),
+    }
+}
+
+impl Speaker {
+    fn once(&mut self, args: &GenerateArgs, prompt: &str) -> Result<(), GenerateError> {
+        let ids = ids_of(&self.encoder, &self.text, self.of_hugging_face, prompt, true)?;
+        let (prompt_tokens, mut out) = (ids.len(), Screen::new(args.json));
+        let answer = self.answer(ids, args.max_tokens, &mut out)?;
+        if args.json {
+            let line = json!({
+                "prompt": prompt,
+                "text": answer.text,
+                "promptTokens": prompt_tokens,
+                "tokens": answer.ids,
+                "end": if answer.end == End::Said { "end" } else { "maxTokens" },
+                "promptSeconds": answer.took[0].as_secs_f64(),
+                "seconds": answer.took[1].as_secs_f64(),
+            });
+            return writeln!(std::io::stdout(), "{line}").map_err(GenerateError::Write);
+        }
+        out.line().map_err(GenerateError::Write)?;
+        if std::io::stderr().is_terminal() {
+            self.summary(prompt_tokens, &answer);
+        }
+        Ok(())
+    }
+
+    /// Until the end of input.
+    fn converse(&mut self, args: &GenerateArgs, weights: &Weights) -> Result<(), GenerateError> {
+        let model = weights.model();
+        eprintln!(
+            "{}: {} parameters, {} active. Type a text and the model goes on with it; what comes \
+             next is added to it. /new begins a new text, Ctrl-D ends.",
+            args.weights.display(),
+            count(model.numel()),
+            count(model.active_numel()),
+        );
+        loop {
+            let mut prompt = std::io::stderr();
+            let _ = write!(prompt, "> ").and_then(|()| prompt.flush());
+            let mut typed = String::new();
+            match std::io::stdin().read_line(&mut typed) {
+                Ok(0) => return Ok(()),
+                Ok(_) => {}
+                Err(error) => return Err(GenerateError::Input(format!("standard input: {error}"))),
+            }
+            let typed = typed.trim_end_matches(['\r', '\n']);
+            if typed == "/new" {
+                self.forget();
+                continue;
+            }
+            let begins = self.decoder.is_empty() && self.pending.is_empty();
+            let asked =
+                ids_of(&self.encoder, &self.text, self.of_hugging_face, typed, begins);
+            let ids = match asked {
+                Ok(ids) => ids,
+                Err(GenerateError::Input(why)) => {
+                    eprintln!("{why}");
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            let mut out = Screen::new(false);
+            match self.answer(ids, args.max_tokens, &mut out) {
+                Ok(answer) => {
+                    out.line().map_err(GenerateError::Write)?;
+                    if answer.end == End::Said {
+                        self.forget();
+                    }
+                }
+                Err(GenerateError::Decode(DecodeError::Full { capacity, .. })) => {
+                    eprintln!("the text has reached {capacity} tokens: a new one begins");
+                    self.forget();
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn forget(&mut self) {
+        self.decoder.forget();
+        self.pending.clear();
+    }
+
+    /// Goes on with what was said and `ids`.
+    fn answer(
+        &mut self,
+        ids: Vec<u32>,
+        tokens_max: u32,
+        out: &mut Screen,
+    ) -> Result<Answer, GenerateError> {
+        let started = Instant::now();
+        let mut next = std::mem::take(&mut self.pending);
+        next.extend(ids);
+        if self.decoder.room() < next.len() {
+            let capacity = self.decoder.len() + self.decoder.room();
+            let wanted = self.decoder.len() + next.len();
+            return Err(DecodeError::Full { capacity, wanted }.into());
+        }
+        let mut stream = TextStream::new(&self.encoder);
+        let (mut said, mut text, mut end) = (Vec::new(), String::new(), End::MaxTokens);
+        let mut prompt_took = None;
+        while said.len() < tokens_max as usize && self.decoder.room() >= next.len() {
+            let logits = self.decoder.feed(&next)?;
+            prompt_took.get_or_insert_with(|| started.elapsed());
+            let id = self.sampling.choose(&logits, self.chosen);
+            self.chosen += 1;
+            next = vec![id];
+            if self.text.ends.contains(&id) {
+                end = End::Said;
+                break;
+            }
+            said.push(id);
+            let more = stream.push(id);
+            out.text(&more).map_err(GenerateError::Write)?;
+            text.push_str(&more);
+        }
+        let rest = stream.finish();
+        out.text(&rest).map_err(GenerateError::Write)?;
+        text.push_str(&rest);
+        self.pending = next;
+        let prompt_took = prompt_took.unwrap_or_default();
+        Ok(Answer { ids: said, text, end, took: [prompt_took, started.elapsed() - prompt_took] })
+    }
+
+    fn summary(&self, prompt_tokens: usize, answer: &Answer) {
+        let (count, seconds) = (answer.ids.len(), answer.took[1].as_secs_f64());
+        let rate = count.saturating_sub(1) as f64 / seconds.max(1e-9);
+        eprintln!("[{prompt_tokens} tokens of prompt, {count} more at {rate:.0} a second]");
+        let all = (prompt_tokens + count) as u32;
+        if let Some(trained) = self.text.trained.filter(|trained| all > *trained) {
+            eprintln!(
+                "[the model was trained on {trained} tokens at once: what comes after them is \
+                 beyond what it knows]"
+            );
+        }
+    }
+}
+
+/// 1234567 as `1.2M`.
+fn count(parameters: u64) -> String {
+    match parameters as f64 {
+        few if few < 1e4 => format!("{few}"),
+        some if some < 1e6 => format!("{:.0}K", some / 1e3),
+        many if many < 1e9 => format!("{:.1}M", many / 1e6),
+        most => format!("{:.1}B", most / 1e9),
+    }
+}
+
+/// The command that tries a model: as typed at this place.
+pub fn command_for(program: &str, place: &Path) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "/._-".contains(c);
+    let word = |text: String| match text.chars().all(plain) {
+        true if !text.is_empty() => text,
+        _ => format!("'{}'", text.replace('\'', r"'\''")),
+    };
+    let (program, place) = (word(program.to_string()), word(place.display().to_string()));
+    format!("{program} generate {place} --prompt \"The \"")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_can_be_typed_as_it_is_shown() {
+        let of = |place| command_for("target/release/moejob", Path::new(place));
+        let plain = "target/release/moejob generate runs/first-run --prompt \"The \"";
+        assert_eq!(of("runs/first-run"), plain);
+        let quoted = r#"target/release/moejob generate 'my runs/it'\''s' --prompt "The ""#;
+        assert_eq!(of("my runs/it's"), quoted);
+        assert_eq!([count(999), count(45_678), count(1_234_567)], ["999", "46K", "1.2M"]);
+    }
+}

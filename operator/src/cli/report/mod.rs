@@ -1,0 +1,248 @@
+//! `moejob report RUN...`: one page of HTML with everything that runs have recorded.
+//!
+//! ```text
+//! metrics.jsonl, events.jsonl --read--> Run --page--> charts (chart), heat maps (heat) -> HTML
+//! ```
+//! The page needs nothing from elsewhere: no script, no font, no picture.
+
+mod chart;
+mod heat;
+mod page;
+mod read;
+
+use clap::Args;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+#[derive(Args)]
+pub struct ReportArgs {
+    /// Folders of runs, such as runs/NAME. Several are drawn over each other.
+    #[arg(required = true)]
+    pub runs: Vec<PathBuf>,
+    /// The page to write; `-` is standard output.
+    #[arg(short, long, default_value = "report.html")]
+    pub out: PathBuf,
+}
+
+/// Runs that a page still tells apart.
+const RUNS_MAX: usize = 8;
+
+pub fn run(args: &ReportArgs) -> ExitCode {
+    if args.runs.len() > RUNS_MAX {
+        let count = args.runs.len();
+        eprintln!("moejob: {count} runs: at most {RUNS_MAX} can be told apart on one page");
+        return ExitCode::from(2);
+    }
+    let mut runs = Vec::new();
+    for path in &args.runs {
+        match read::read(path) {
+            Ok(run) => runs.push(run),
+            Err(error) => {
+                super::complain(&error);
+                return ExitCode::from(2);
+            }
+        }
+    }
+    for run in runs.iter().filter(|run| run.unreadable > 0) {
+        eprintln!("moejob: {}: {} lines could not be read", run.name, run.unreadable);
+    }
+    let html = page::page(&runs);
+    if args.out == Path::new("-") {
+        print!("{html}");
+        return ExitCode::SUCCESS;
+    }
+    match write(&args.out, &html) {
+        Ok(()) => {
+            println!("{}: open it in a browser", args.out.display());
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("moejob: {} cannot be written: {error}", args.out.display());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// All of it or nothing.
+fn write(path: &Path, html: &str) -> std::io::Result<()> {
+    let name = path.file_name().ok_or_else(|| std::io::Error::other("it names no file"))?;
+    let staged = path.with_file_name(format!(".{}.tmp", name.to_string_lossy()));
+    let mut file = std::fs::File::create(&staged)?;
+    let written = file.write_all(html.as_bytes()).and_then(|()| std::fs::rename(&staged, path));
+    if written.is_err() {
+        // What is left of it helps nobody; the error that matters is told.
+        let _ = std::fs::remove_file(&staged);
+    }
+    written
+}
+
+/// Text as HTML shows it, whatever stands in it.
+fn escaped(text: &str) -> String {
+    let mut safe = String::with_capacity(text.len());
+    for c in moejob_plan::problem::printable(text).chars() {
+        match c {
+            '&' => safe.push_str("&amp;"),
+            '<' => safe.push_str("&lt;"),
+            '>' => safe.push_str("&gt;"),
+            '"' => safe.push_str("&quot;"),
+            '\'' => safe.push_str("&#39;"),
+            c => safe.push(c),
+        }
+    }
+    safe
+}
+
+/// A number as people read it: four digits that count.
+fn short(value: f64) -> String {
+    let size = value.abs();
+    if !value.is_finite() {
+        return "none".to_string();
+    }
+    let scaled = |by: f64, unit: &str| format!("{}{unit}", digits(value / by));
+    match size {
+        0.0 => "0".to_string(),
+        _ if size < 1e-3 => {
+            let text = format!("{value:.2e}");
+            text.replace(".00e", "e").replace("0e", "e")
+        }
+        _ if size < 1e4 => digits(value),
+        _ if size < 1e6 => scaled(1e3, "K"),
+        _ if size < 1e9 => scaled(1e6, "M"),
+        _ if size < 1e12 => scaled(1e9, "G"),
+        _ => format!("{value:.2e}"),
+    }
+}
+
+fn digits(value: f64) -> String {
+    let before = value.abs().max(1e-9).log10().floor() as i32;
+    let places = (3 - before).clamp(0, 6) as usize;
+    let text = format!("{value:.places$}");
+    match text.contains('.') {
+        true => text.trim_end_matches('0').trim_end_matches('.').to_string(),
+        false => text,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn metrics(steps: std::ops::RangeInclusive<u64>, attempt: u32, world: u32) -> String {
+        let line = |step: u64| {
+            let loss = 5.0 * (-(step as f64) / 2000.0).exp() + 0.1 * (step as f64 * 0.7).sin();
+            let loads: Vec<Vec<u64>> =
+                (0..4).map(|l| (0..8).map(|e| 100 + (step * e + l) % 50).collect()).collect();
+            let mut line = json!({
+                "step": step, "loss": loss, "auxLoss": 1.0, "zLoss": 0.5, "gradNorm": 1.0 / loss,
+                "learningRate": 1e-3 / step as f64, "tokens": step * 2048,
+                "tokensPerSecond": 100_000.0 + (step % 100) as f64, "worldSize": world,
+                "attempt": attempt, "expertImbalance": 1.2, "routerEntropy": 2.0,
+                "droppedTokens": 0.0, "unroutedTokens": 0.0, "expertSwitches": 0.4,
+                "tokensPerExpert": loads,
+                "time": format!("2026-01-{:02}T{:02}:{:02}:{:02}.000Z", 1 + step / 86_400,
+                    step / 3600 % 24, step / 60 % 60, step % 60),
+            });
+            if step.is_multiple_of(50) {
+                line["validationLoss"] = json!(loss + 0.2);
+                line["churn"] = json!(0.1);
+            }
+            format!("{line}\n")
+        };
+        steps.map(line).collect()
+    }
+
+    fn event(time: &str, event: &str, attempt: u32, more: serde_json::Value) -> String {
+        let mut line = json!({ "time": time, "event": event, "attempt": attempt, "reason": "R" });
+        for (key, value) in more.as_object().into_iter().flatten() {
+            line[key] = value.clone();
+        }
+        format!("{line}\n")
+    }
+
+    /// 10,000 steps, three attempts, names and words that try to be more than text.
+    fn folder(name: &str) -> (tempfile::TempDir, PathBuf) {
+        let home = tempfile::tempdir().expect("a folder");
+        let path = home.path().join(name);
+        std::fs::create_dir(&path).expect("a folder");
+        let all = metrics(1..=3000, 1, 3)
+            + &metrics(2990..=7000, 2, 2)
+            + "no line\n"
+            + &metrics(6980..=10_000, 3, 3);
+        std::fs::write(path.join("metrics.jsonl"), all).expect("a file");
+        let at = |second: u64| format!("2026-01-01T{:02}:{:02}:00.5Z", second / 60, second % 60);
+        let evil = "<script>alert('x')</script>\u{1b}[2J\u{202e}";
+        let events = event(&at(0), "AttemptStarted", 1, json!({}))
+            + &event(&at(50), "WorkerLost", 1, json!({ "worker": evil, "message": evil }))
+            + &event(&at(50), "AttemptStarted", 2, json!({}))
+            + &event(&at(116), "WorkerLost", 2, json!({ "worker": "w-1" }))
+            + &event(&at(116), "AttemptStarted", 3, json!({}));
+        std::fs::write(path.join("events.jsonl"), events).expect("a file");
+        (home, path)
+    }
+
+    #[test]
+    fn ten_thousand_steps_are_one_small_page_that_is_safe_to_open() {
+        let (_home, path) = folder("<img src=x onerror=\"alert(1)\">");
+        let run = read::read(&path).expect("a run");
+        assert_eq!((run.steps.len(), run.unreadable), (10_000, 1));
+        assert_eq!(run.steps[2994].attempt, 2, "the last line of a step counts");
+        let html = page::page(std::slice::from_ref(&run));
+        assert!(html.len() <= 2 << 20, "{} bytes", html.len());
+        for forbidden in ["<script", "<img", "<link", "http:", "https:", "url(", "\u{1b}"] {
+            assert!(!html.contains(forbidden), "{forbidden}");
+        }
+        assert!(html.contains("&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;\\u{1b}[2J"));
+        for title in [
+            "Loss", "Held-out loss", "Learning rate", "Gradient norm", "Tokens a second",
+            "World size", "Router entropy", "Switches of experts", "Load of the busiest expert",
+            "attempt 3", "layer 3",
+        ] {
+            assert!(html.contains(title), "{title}");
+        }
+        // Opened and closed alike, as a browser wants them.
+        for tag in ["svg", "g", "section", "table", "figure", "text", "title"] {
+            let count = |what: &str| html.matches(what).count();
+            let opened = count(&format!("<{tag}>")) + count(&format!("<{tag} "));
+            assert_eq!(opened, count(&format!("</{tag}>")), "{tag}");
+        }
+        if let Some(place) = std::env::var_os("MOEJOB_REPORT_OUT") {
+            std::fs::write(place, html).expect("a file");
+        }
+    }
+
+    #[test]
+    fn several_runs_are_drawn_over_each_other() {
+        let (_one, first) = folder("first");
+        let (_two, second) = folder("second");
+        let runs = [first, second].map(|path| read::read(&path).expect("a run"));
+        let html = page::page(&runs);
+        assert!(html.len() <= 2 << 20, "{} bytes", html.len());
+        assert!(html.contains("first") && html.contains("second"));
+        let one = page::page(&runs[..1]);
+        let lines = |html: &str| html.matches("<polyline").count();
+        assert_eq!(lines(&html), 2 * lines(&one));
+    }
+
+    #[test]
+    fn what_is_no_run_is_told() {
+        let home = tempfile::tempdir().expect("a folder");
+        let refused = read::read(home.path()).expect_err("is no run").to_string();
+        assert!(refused.contains("metrics.jsonl"), "{refused}");
+        std::fs::write(home.path().join("metrics.jsonl"), "").expect("a file");
+        let refused = read::read(home.path()).expect_err("has no steps").to_string();
+        assert!(refused.contains("no step"), "{refused}");
+    }
+
+    #[test]
+    fn numbers_are_short() {
+        let cases = [
+            (0.091_229_461, "0.09123"), (105_062.235, "105.1K"), (2.5, "2.5"), (1234.5, "1234"),
+            (0.0, "0"), (3e-5, "3e-5"), (-1.5, "-1.5"), (7.0, "7"), (2.5e7, "25M"),
+        ];
+        for (value, expected) in cases {
+            assert_eq!(short(value), expected, "{value}");
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! A run's folder -> what of it is drawn.
+
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+
+/// A longer line is none that a run writes.
+const LINE_BYTES_MAX: usize = 8 << 20;
+/// Steps of which the load of every expert is kept; beyond it every second one goes.
+const LOADS_MAX: usize = 1024;
+/// Events that are kept: what happens more often is not read by anybody.
+const EVENTS_MAX: usize = 4096;
+
+/// What a run has recorded.
+#[derive(Debug, Default)]
+pub struct Run {
+    pub name: String,
+    /// One a step, ascending; of a step that was done again the last one.
+    pub steps: Vec<Step>,
+    /// (step, [layer][expert]), ascending.
+    pub loads: Vec<(u64, Vec<Vec<f64>>)>,
+    pub events: Vec<Event>,
+    /// Ranks over time, where they changed: (seconds since 1970, ranks).
+    pub world: Vec<(f64, f64)>,
+    pub unreadable: u64,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Step {
+    pub step: u64,
+    pub attempt: u32,
+    pub loss: Option<f64>,
+    pub validation_loss: Option<f64>,
+    pub aux_loss: Option<f64>,
+    pub z_loss: Option<f64>,
+    pub grad_norm: Option<f64>,
+    pub loss_scale: Option<f64>,
+    pub learning_rate: Option<f64>,
+    pub tokens: Option<f64>,
+    pub tokens_per_second: Option<f64>,
+    pub world_size: Option<f64>,
+    pub expert_imbalance: Option<f64>,
+    pub router_entropy: Option<f64>,
+    pub dropped_tokens: Option<f64>,
+    pub unrouted_tokens: Option<f64>,
+    pub expert_switches: Option<f64>,
+    pub churn: Option<f64>,
+    tokens_per_expert: Vec<Vec<f64>>,
+    time: String,
+    /// Seconds since 1970.
+    #[serde(skip)]
+    pub at: Option<f64>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Event {
+    pub time: String,
+    pub attempt: u32,
+    pub event: String,
+    pub reason: String,
+    pub message: String,
+    pub worker: Option<String>,
+    pub node: Option<String>,
+    pub step: Option<u64>,
+    #[serde(skip)]
+    pub at: Option<f64>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    #[error("{path} cannot be read: name the folder of a run, such as runs/NAME")]
+    Metrics { path: PathBuf, source: std::io::Error },
+    #[error("{path} has no step yet: the run has not begun to train")]
+    Empty { path: PathBuf },
+}
+
+/// # Errors
+/// There is no `metrics.jsonl`, or nothing in it.
+pub fn read(path: &Path) -> Result<Run, ReadError> {
+    let metrics = path.join("metrics.jsonl");
+    let failed = |source| ReadError::Metrics { path: metrics.clone(), source };
+    let name = path.canonicalize().ok().and_then(|path| {
+        path.file_name().map(|name| name.to_string_lossy().into_owned())
+    });
+    let mut run =
+        Run { name: name.unwrap_or_else(|| path.display().to_string()), ..Run::default() };
+    let (mut steps, mut loads, mut every) = (BTreeMap::new(), BTreeMap::new(), 1);
+    let mut unreadable = 0;
+    lines(&metrics, |line| {
+        let Ok(mut step) = serde_json::from_str::<Step>(line) else {
+            unreadable += 1;
+            return;
+        };
+        step.at = seconds(&step.time);
+        let of_experts = std::mem::take(&mut step.tokens_per_expert);
+        if !of_experts.is_empty() && step.step.is_multiple_of(every) {
+            loads.insert(step.step, of_experts);
+            if loads.len() > LOADS_MAX {
+                every *= 2;
+                loads.retain(|step, _| step.is_multiple_of(every));
+            }
+        }
+        if let (Some(at), Some(world)) = (step.at, step.world_size)
+            && run.world.last().is_none_or(|(_, last)| *last != world)
+        {
+            run.world.push((at, world));
+        }
+        steps.insert(step.step, step);
+    })
+    .map_err(failed)?;
+    if steps.is_empty() {
+        return Err(ReadError::Empty { path: metrics });
+    }
+    run.steps = steps.into_values().collect();
+    // Until the end it is what it was last.
+    let end = run.steps.iter().filter_map(|step| step.at).fold(f64::MIN, f64::max);
+    if let Some((_, last)) = run.world.last().copied() {
+        run.world.push((end, last));
+    }
+    run.loads = loads.into_iter().collect();
+    let read = lines(&path.join("events.jsonl"), |line| {
+        match serde_json::from_str::<Event>(line) {
+            Ok(event) if run.events.len() < EVENTS_MAX => {
+                let at = seconds(&event.time);
+                run.events.push(Event { at, ..event });
+            }
+            Ok(_) => {}
+            Err(_) => unreadable += 1,
+        }
+    });
+    // A folder of metrics alone is drawn as well.
+    if read.is_err_and(|error| error.kind() != std::io::ErrorKind::NotFound) {
+        unreadable += 1;
+    }
+    run.unreadable = unreadable;
+    Ok(run)
+}
+
+fn lines(path: &Path, mut each: impl FnMut(&str)) -> std::io::Result<()> {
+    let mut file = BufReader::new(File::open(path)?);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        let mut limited = std::io::Read::take(&mut file, LINE_BYTES_MAX as u64);
+        if limited.read_until(b'\n', &mut line)? == 0 {
+            return Ok(());
+        }
+        // The last line may be half written.
+        if line.last() == Some(&b'\n') || line.len() < LINE_BYTES_MAX {
+            each(&String::from_utf8_lossy(&line));
+        }
+    }
+}
+
+/// `2026-01-31T12:34:56.789Z` -> seconds since 1970.
+fn seconds(time: &str) -> Option<f64> {
+    let (date, rest) = time.split_once('T')?;
+    let clock = rest.strip_suffix('Z').or_else(|| rest.strip_suffix("+00:00"))?;
+    let mut date = date.splitn(3, '-').map(|part| part.parse::<i64>().ok());
+    let (year, month, day) = (date.next()??, date.next()??, date.next()??);
+    let mut clock = clock.splitn(3, ':').map(|part| part.parse::<f64>().ok());
+    let (hour, minute, second) = (clock.next()??, clock.next()??, clock.next()??);
+    let plausible = (1970..10_000).contains(&year) && (1..=12).contains(&month);
+    if !plausible || !(1..=31).contains(&day) {
+        return None;
+    }
+    // Days since 1970 of the Gregorian calendar, the year beginning in March.
+    let (y, m) = if month <= 2 { (year - 1, month + 9) } else { (year, month - 3) };
+    let days = 365 * y + y / 4 - y / 100 + y / 400 + (153 * m + 2) / 5 + day - 1 - 719_468;
+    Some(days as f64 * 86_400.0 + hour * 3600.0 + minute * 60.0 + second)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_seconds() {
+        assert_eq!(seconds("1970-01-01T00:00:00Z"), Some(0.0));
+        assert_eq!(seconds("2000-03-01T00:00:00Z"), Some(951_868_800.0));
+        assert_eq!(seconds("2026-11-22T14:11:00.5Z"), Some(1_795_356_660.5));
+        for nonsense in ["", "T", "2026-13-01T00:00:00Z", "yesterday", "2026-01-01T00:00"] {
+            assert_eq!(seconds(nonsense), None, "{nonsense}");
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! From a manifest to a model that is used, looked at and asked about, as a person types it.
+
+use moejob_plan::explain;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_moejob");
+
+const MANIFEST: &str = "apiVersion: moejob.dev/v1alpha1
+kind: MoeJob
+metadata: { name: small }
+spec:
+  nodes: { profile: cpu, min: 1, max: 1 }
+  model:
+    hiddenSize: 16
+    numHiddenLayers: 2
+    numAttentionHeads: 2
+    tieWordEmbeddings: true
+    initializerRange: 0.2
+    experts: { count: 4, perToken: 2, intermediateSize: 16 }
+  data:
+    train: { text: { paths: ['words/*.txt'] } }
+    validation: { fraction: 0.2, everySteps: 5 }
+    sequenceLength: 32
+  training:
+    steps: 10
+    globalBatchSize: 4
+    microBatchSize: 2
+    optimizer: { adamw: { learningRate: 1.0e-2 } }
+  checkpoint: { everySteps: 5, keep: 3 }
+";
+
+/// A folder with text and a manifest.
+struct Place(tempfile::TempDir);
+
+impl Place {
+    fn new() -> Place {
+        let place = Place(tempfile::tempdir().expect("a folder"));
+        std::fs::create_dir(place.path("words")).expect("a folder");
+        for file in 0..10 {
+            let words = ["expert", "router", "token", "the", "step", "gang"];
+            let text: String =
+                (0..300).map(|i| format!("{} ", words[(i * i + file) % words.len()])).collect();
+            let path = place.path(&format!("words/{file}.txt"));
+            std::fs::write(path, text).expect("a file");
+        }
+        std::fs::write(place.path("job.yaml"), MANIFEST).expect("a file");
+        place
+    }
+
+    /// One whose job has run.
+    fn trained() -> (Place, String) {
+        let place = Place::new();
+        let output = place.moejob(&["run", "job.yaml"]);
+        assert_eq!(output.status.code(), Some(0), "{output:?}");
+        (place, String::from_utf8_lossy(&output.stderr).into_owned())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn command(&self, program: &str, arguments: &[&str]) -> Output {
+        let command = Command::new(program)
+            .args(arguments)
+            .current_dir(self.0.path())
+            .stdin(Stdio::null())
+            .output();
+        command.expect("the program is there")
+    }
+
+    fn moejob(&self, arguments: &[&str]) -> Output {
+        self.command(PROGRAM, arguments)
+    }
+
+    /// Standard output of what succeeds.
+    fn said(&self, arguments: &[&str]) -> String {
+        let output = self.moejob(arguments);
+        assert_eq!(output.status.code(), Some(0), "{arguments:?}: {output:?}");
+        String::from_utf8(output.stdout).expect("text")
+    }
+
+    fn json(&self, arguments: &[&str]) -> Value {
+        serde_json::from_str(&self.said(arguments)).expect("JSON")
+    }
+
+    /// Exit code and standard error of what does not.
+    fn refused(&self, arguments: &[&str]) -> (i32, String) {
+        let output = self.moejob(arguments);
+        let code = output.status.code().expect("it ends by itself");
+        assert_ne!(code, 0, "{arguments:?}: {output:?}");
+        (code, String::from_utf8_lossy(&output.stderr).into_owned())
+    }
+}
+
+#[test]
+fn a_model_is_used_by_the_command_that_is_printed() {
+    let (place, told) = Place::trained();
+    let printed = told.lines().find_map(|line| line.strip_prefix("try it: "));
+    let printed = printed.unwrap_or_else(|| panic!("no command in {told}"));
+    assert!(printed.ends_with(" generate runs/small --prompt \"The \""), "{printed}");
+    let output = place.command("sh", &["-c", printed]);
+    assert!(output.status.success() && output.stdout.len() > 100, "{printed}: {output:?}");
+
+    // Whatever of its folders is named, it is the same model, and a seed repeats.
+    let spoken = |at: &str, more: &[&str]| {
+        let asked = ["generate", at, "--prompt", "the ", "--json", "--max-tokens", "40"];
+        place.json(&[&asked, more].concat())
+    };
+    let same = ["--seed", "5"];
+    let first = spoken("runs/small", &same);
+    assert_eq!(first["tokens"].as_array().map(Vec::len), Some(40), "{first}");
+    assert_eq!((&first["promptTokens"], &first["end"]), (&4.into(), &"maxTokens".into()));
+    for at in ["runs/small/checkpoints", "runs/small/checkpoints/step-00000010"] {
+        assert_eq!(spoken(at, &same)["tokens"], first["tokens"], "{at}");
+    }
+    assert_ne!(spoken("runs/small", &["--seed", "6"])["tokens"], first["tokens"]);
+    let greedy = spoken("runs/small", &["--temperature", "0"]);
+    assert_eq!(greedy["tokens"], spoken("runs/small", &["--top-k", "1"])["tokens"]);
+
+    // What is exported says the same, with its tokenizer and its length.
+    place.said(&["checkpoint", "export", "runs/small", "exported"]);
+    let config = std::fs::read_to_string(place.path("exported/config.json")).expect("a file");
+    let config: Value = serde_json::from_str(&config).expect("JSON");
+    assert_eq!(config["max_position_embeddings"], 32);
+    assert!(place.path("exported/tokenizer.json").is_file());
+    let exported = spoken("exported", &["--temperature", "0"]);
+    assert_eq!((&exported["tokens"], &exported["text"]), (&greedy["tokens"], &greedy["text"]));
+
+    // `eval` sees as many tokens at once as training did.
+    let measured = place.json(&["eval", "runs/small", "--data", "words", "--json"]);
+    assert_eq!(measured["sequenceLength"], 32);
+    let typed = ["eval", "runs/small", "--data", "words", "--json", "--sequence-length", "16"];
+    assert_eq!(place.json(&typed)["sequenceLength"], 16);
+
+    let (code, told) = place.refused(&["generate", "runs/small", "--prompt", ""]);
+    assert!(code == 2 && told.contains("the prompt is empty"), "{told}");
+    let (code, told) = place.refused(&["generate", "mistralai/Mixtral-8x7B-v0.1"]);
+    assert!(code == 3 && told.contains("nothing is downloaded"), "{told}");
+}
+
+#[test]
+fn a_run_is_looked_at_listed_and_continued_under_other_values() {
+    let (place, _) = Place::trained();
+    let told = place.said(&["report", "runs/small"]);
+    assert!(told.starts_with("report.html"), "{told}");
+    let html = std::fs::read_to_string(place.path("report.html")).expect("a file");
+    for expected in ["Held-out loss", "World size", "layer 1: 4 experts", "JobCompleted"] {
+        assert!(html.contains(expected), "{expected}");
+    }
+    assert_eq!(place.said(&["report", "runs/small", "-o", "-"]), html);
+    let (code, told) = place.refused(&["report", "words"]);
+    assert!(code == 2 && told.contains("metrics.jsonl"), "{told}");
+
+    // More steps, and another job beside it, without another file.
+    place.said(&["run", "job.yaml", "--set", "training.steps=12"]);
+    place.said(&["run", "job.yaml", "--set", "training.steps=3", "--name", "other"]);
+    let newest = |run: &str| {
+        let list = place.json(&["checkpoint", "ls", run, "-o", "json"]);
+        list.as_array().and_then(|all| all.last()).map(|last| last["step"].clone())
+    };
+    assert_eq!(newest("runs/small"), Some(12.into()));
+    assert_eq!(newest("runs/other"), Some(3.into()));
+    let three = ["run", "job.yaml", "--set", "training.steps=2", "--name", "three"];
+    let told = place.moejob(&[&three[..], &["--workers", "3"]].concat()).stderr;
+    let told = String::from_utf8_lossy(&told).into_owned();
+    assert!(told.contains("--workers 3: a step has 2 micro-batches"), "{told}");
+    let told = place.moejob(&[&three[..], &["--workers", "2"]].concat()).stderr;
+    assert!(!String::from_utf8_lossy(&told).contains("micro-batches"), "{told:?}");
+    let (code, told) = place.refused(&["run", "job.yaml", "--set", "training.stepz=3"]);
+    assert!(code == 2 && told.contains("did you mean `steps`"), "{told}");
+}
+
+/// A change that turns out wrong later leaves no trace: without it the job goes on.
+#[test]
+fn a_change_that_fails_can_be_undone() {
+    let (place, _) = Place::trained();
+    let job = || std::fs::read(place.path("runs/small/job.json")).expect("a file");
+    let before: Value = serde_json::from_slice(&job()).expect("JSON");
+    let more = place.path("words/more.txt");
+    std::fs::write(&more, "a document that was not there").expect("a file");
+    let (code, told) = place.refused(&["run", "job.yaml", "--set", "training.steps=20"]);
+    assert_eq!(code, 3, "{told}");
+    let after: Value = serde_json::from_slice(&job()).expect("JSON");
+    assert_eq!(after["spec"], before["spec"]);
+    std::fs::remove_file(more).expect("a file");
+    place.said(&["run", "job.yaml"]);
+    // What never trained a step binds nobody.
+    let wrong = ["run", "job.yaml", "--name", "new", "--set"];
+    place.refused(&[&wrong[..], &["data.train={text: {paths: ['none/*.txt']}}"]].concat());
+    place.said(&[&wrong[..], &["training.steps=2"]].concat());
+}
+
+#[test]
+fn a_first_manifest_is_made_and_fields_are_explained() {
+    let place = Place::new();
+    place.said(&["init", "mine"]);
+    place.said(&["validate", "mine.yaml"]);
+    let (code, told) = place.refused(&["init", "mine"]);
+    assert!(code == 2 && told.contains("is there already"), "{told}");
+    let (code, told) = place.refused(&["init", "other", "--preset", "tinny"]);
+    assert!(code == 2 && told.contains("tiny"), "{told}");
+    let text = place.said(&["explain", "spec.checkpoint.keep"]);
+    assert!(text.contains("default 3; may change while the job is there"), "{text}");
+    let (code, told) = place.refused(&["explain", "steps"]);
+    assert!(code == 2 && told.contains("spec.training.steps"), "{told}");
+}
+
+#[test]
+fn the_page_of_fields_in_the_tree_is_current() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/manifest.md");
+    let made = explain::markdown();
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        std::fs::write(&path, &made).expect("a file");
+    }
+    let found = std::fs::read_to_string(&path).unwrap_or_default();
+    let how = "UPDATE_GOLDEN=1 cargo test --workspace --test people";
+    assert!(found == made, "docs/manifest.md is old: {how}, and look at the difference");
+}
+
+#[test]
+fn a_reader_that_goes_away_and_a_full_disk_are_no_panics() {
+    let place = Place::new();
+    for command in ["explain --markdown", "crd", "completions bash", "doctor"] {
+        let shell = |line: String| place.command("sh", &["-c", &line]);
+        let gone = shell(format!("{PROGRAM} {command} | head -c 1"));
+        let told = String::from_utf8_lossy(&gone.stderr).into_owned();
+        assert!(!told.contains("panicked"), "{command}: {told}");
+        let closed = shell(format!("{PROGRAM} {command} 2>&- | head -c 1"));
+        assert_eq!(closed.status.code(), Some(0), "{command}");
+        let full = shell(format!("{PROGRAM} {command} > /dev/full"));
+        let told = String::from_utf8_lossy(&full.stderr).into_owned();
+        assert!(!told.contains("panicked"), "{command}: {told}");
+        if command != "crd" {
+            assert!(full.status.code() == Some(1) && told.contains("cannot be written"), "{told}");
+        }
+    }
+}
+
+#[test]
+fn what_is_no_checkpoint_is_told_by_what_it_is() {
+    let place = Place::new();
+    std::fs::create_dir(place.path("model")).expect("a folder");
+    std::fs::write(place.path("model/config.json"), "{}").expect("a file");
+    for (at, what) in [
+        ("nowhere", "there is no such folder"),
+        ("job.yaml", "it is a file"),
+        ("words", "a folder without a checkpoint"),
+        ("model", "`moejob checkpoint import`"),
+    ] {
+        for verb in ["ls", "show", "verify"] {
+            let (code, told) = place.refused(&["checkpoint", verb, at]);
+            assert!(code == 2 && told.contains(what), "{verb} {at}: {told}");
+        }
+    }
+}
