@@ -32,6 +32,8 @@ use tokio::sync::mpsc;
 pub const EVENTS_MAX: usize = 4096;
 /// Events that are taken in before the next decision.
 const TOGETHER_MAX: usize = 4096;
+/// For so long, at the most.
+const TOGETHER_FOR: Duration = Duration::from_millis(100);
 /// A decision is followed by a pause of so many times what it took, up to the second: of large
 /// gangs hundreds of workers come up one after the other, and are decided on together.
 const PAUSES: u32 = 3;
@@ -163,9 +165,14 @@ impl Controller {
         loop {
             let input = self.next().await;
             self.context.pulse.beat();
+            let began = Instant::now();
             self.on(input);
-            // What has arrived together is decided on together: two losses at once are one.
+            // What has arrived together is decided on together: two losses at once are one. Not so
+            // specs that take their time to be judged: other jobs have their turns in between.
             for _ in 0..TOGETHER_MAX {
+                if began.elapsed() > TOGETHER_FOR {
+                    break;
+                }
                 let Some(input) = self.arrived() else { break };
                 self.on(input);
             }
@@ -370,6 +377,7 @@ impl Controller {
         for seen in jobs {
             let owner = seen.owner();
             if !self.jobs.contains_key(&owner) {
+                self.context.pulse.beat();
                 let of = pods.remove(&owner).unwrap_or_default();
                 self.adopt_with(&seen, of, now);
             }
