@@ -261,8 +261,8 @@ async fn takeover(nodes: u32) -> Result<(), Failure> {
     let reviews = field.api.asked_for(REVIEWS);
     let same = field.attempt("gang").0 == attempt;
     println!(
-        "takeover of {nodes}: all linked and believed {linked:.1} s after the lease, {lost} lost, attempt {}, \
-         {reviews} TokenReviews of 1 s",
+        "takeover of {nodes}: all linked and believed {linked:.1} s after the lease, {lost} lost, \
+         attempt {}, {reviews} TokenReviews of 1 s",
         if same { "the same" } else { "another" }
     );
     let (now, most) = second.memory()?;
