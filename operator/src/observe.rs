@@ -15,9 +15,11 @@ pub use cluster::{Cluster, Taken};
 pub use moejob_plan::lead::{JobSeen, Owner, WorkerPod, owner};
 
 use crate::identity::Keyring;
-use futures::{Stream, TryStreamExt};
+use futures::{Stream, StreamExt, TryStreamExt};
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{Container, ContainerStatus, Node, Pod, Secret};
+use k8s_openapi::api::core::v1::{
+    ConfigMap, Container, ContainerStatus, Node, Pod, Secret,
+};
 use k8s_openapi::api::scheduling::v1::PriorityClass;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::api::{Api, ApiResource, DynamicObject};
@@ -41,6 +43,9 @@ use tokio::task::JoinSet;
 const PAGE: u32 = 250;
 /// A job may be as large as the API server takes, which is a hundred times what is kept of it.
 const PAGE_JOBS: u32 = 16;
+
+/// The ConfigMap of an admin's own profiles, in the operator's namespace.
+pub const PROFILES: &str = "moejob-profiles";
 
 /// `namespace/name`; of a node its name alone.
 pub type Key = Arc<str>;
@@ -118,6 +123,8 @@ pub enum Change {
     NodeGone(Key),
     Class(ClassSeen),
     ClassGone(Key),
+    /// The files of an admin's own kinds of machine, all of them.
+    Profiles(BTreeMap<String, String>),
     /// The first list of this kind is complete.
     Complete(Kind),
 }
@@ -128,6 +135,7 @@ pub enum Kind {
     Pods,
     Nodes,
     Classes,
+    Profiles,
 }
 
 pub fn key(namespace: &str, name: &str) -> Key {
@@ -140,6 +148,7 @@ pub fn key(namespace: &str, name: &str) -> Key {
 pub fn follow(
     client: &Client,
     keyring: &Arc<Keyring>,
+    namespace: &str,
     to: &mpsc::Sender<Change>,
 ) -> JoinSet<()> {
     let mut watches = JoinSet::new();
@@ -168,7 +177,38 @@ pub fn follow(
     watches.spawn(relay(Kind::Classes, classes, to.clone(), class_seen, |class| {
         (Arc::from(class.name.as_str()), Change::Class(class))
     }));
+    let maps: Api<ConfigMap> = Api::namespaced(client.clone(), namespace);
+    let maps = watcher(maps, config().fields(&format!("metadata.name={PROFILES}")));
+    let maps = allowed(maps);
+    watches.spawn(relay(Kind::Profiles, maps, to.clone(), files, |files| {
+        (Arc::from(PROFILES), Change::Profiles(files))
+    }));
     watches
+}
+
+/// Whoever gave the operator its rights before there were profiles has not given this one: then
+/// there are none but those shipped, and the watch goes on asking.
+fn allowed(
+    maps: impl Stream<Item = watcher::Result<watcher::Event<ConfigMap>>>,
+) -> impl Stream<Item = watcher::Result<watcher::Event<ConfigMap>>> {
+    let mut told = false;
+    maps.flat_map(move |event| {
+        let refused = match &event {
+            Err(watcher::Error::InitialListFailed(kube::Error::Api(status))) => {
+                matches!(status.code, 403 | 404)
+            }
+            _ => false,
+        };
+        let first = refused && !std::mem::replace(&mut told, told || refused);
+        let empty = [watcher::Event::Init, watcher::Event::InitDone].map(Ok);
+        let none = if first { Vec::from(empty) } else { Vec::new() };
+        futures::stream::iter(none.into_iter().chain([event]))
+    })
+}
+
+/// Its texts by their keys.
+fn files(map: ConfigMap) -> BTreeMap<String, String> {
+    map.data.unwrap_or_default()
 }
 
 fn gone(kind: Kind, key: Key) -> Change {
@@ -177,6 +217,7 @@ fn gone(kind: Kind, key: Key) -> Change {
         Kind::Pods => Change::PodGone(key),
         Kind::Nodes => Change::NodeGone(key),
         Kind::Classes => Change::ClassGone(key),
+        Kind::Profiles => Change::Profiles(BTreeMap::new()),
     }
 }
 

@@ -166,7 +166,7 @@ pub fn outlook(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Outloo
     let what_ifs = losses.into_iter().map(|lost| rehearsal.clone().lose(lost)).collect();
     Outlook {
         job: job.name.clone(),
-        profile: profile_name(job),
+        profile: job.profile.name.clone(),
         model: ModelFacts {
             parameters: job.model.numel(),
             active: job.model.active_numel(),
@@ -200,11 +200,6 @@ pub fn outlook(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Outloo
 
 fn usable() -> NodeInfo {
     NodeInfo { usable: true, ..NodeInfo::default() }
-}
-
-fn profile_name(job: &Job) -> String {
-    let name = serde_json::to_value(job.profile.name).unwrap_or_default();
-    name.as_str().unwrap_or_default().to_string()
 }
 
 fn tokens_of_step(job: &Job) -> u64 {

@@ -13,6 +13,7 @@ pub mod eval;
 mod machine;
 pub mod moe;
 pub mod plan;
+pub(crate) mod profiles;
 pub mod run;
 pub mod validate;
 

@@ -1,5 +1,6 @@
 //! `moejob plan FILE`: the plan, its reasons and what-ifs, offline.
 
+use super::profiles::OwnProfiles;
 use super::validate::{Output, read_job};
 use clap::Args;
 use moejob_plan::Job;
@@ -22,6 +23,8 @@ pub struct PlanArgs {
     #[arg(long)]
     pub nodes: Option<PathBuf>,
     #[command(flatten)]
+    pub profiles: OwnProfiles,
+    #[command(flatten)]
     pub how: How,
 }
 
@@ -38,7 +41,7 @@ pub struct How {
 
 pub fn run(args: &PlanArgs) -> ExitCode {
     // What cannot run yet stands in the plan, too.
-    let job = match read_job(&args.file) {
+    let job = match read_job(&args.file, &args.profiles) {
         Ok(read) => read.job,
         Err(code) => return code,
     };

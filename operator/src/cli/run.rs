@@ -1,6 +1,7 @@
 //! `moejob run FILE`.
 
 use super::{complain, machine};
+use super::profiles::OwnProfiles;
 use super::validate::ReadJob;
 use crate::local;
 use clap::Args;
@@ -24,13 +25,15 @@ pub struct RunArgs {
     /// Kernel threads of each worker; by default the cores are shared out evenly.
     #[arg(long, default_value_t = 0)]
     pub threads: u32,
+    #[command(flatten)]
+    pub profiles: OwnProfiles,
     /// Writes three steps of rank 0, the fourth to the sixth, as a Chrome trace: for Perfetto.
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
 }
 
 pub fn run(args: &RunArgs) -> ExitCode {
-    let read = match super::validate::read_job(&args.file) {
+    let read = match super::validate::read_job(&args.file, &args.profiles) {
         Ok(read) => read,
         Err(code) => return code,
     };
