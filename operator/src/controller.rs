@@ -290,13 +290,12 @@ impl Controller {
         if profiles == self.operator.profiles {
             return;
         }
-        let profiles = Operator { profiles, ..(*self.operator).clone() };
-        self.operator = Arc::new(profiles);
+        self.operator = Arc::new(Operator { profiles, ..(*self.operator).clone() });
+        (self.ground, self.stale) = (None, true);
         for seen in self.cluster.jobs.values() {
             let Some(job) = self.jobs.get_mut(&seen.owner()) else { continue };
             job.on(Event::Profiles(Arc::clone(&self.operator.profiles)), now);
             job.on(Event::Spec(Box::new(seen.clone())), now);
-            self.stale = true;
         }
     }
 
@@ -450,8 +449,9 @@ impl Controller {
         let (now, none) = (self.context.clock.now(), Granted::default());
         let look_again = self.allocation.requeue.is_some_and(|at| at <= now);
         if std::mem::take(&mut self.stale) || look_again {
+            let ground = (&mut self.ground, self.operator.profiles.fabric());
             self.allocation =
-                nodes::decide(&self.cluster, &mut self.ground, &self.jobs, &mut self.memory, now);
+                nodes::decide(&self.cluster, ground, &self.jobs, &mut self.memory, now);
             for (owner, job) in &mut self.jobs {
                 let granted = self.allocation.jobs.get(&**owner).unwrap_or(&none);
                 job.on(Event::Granted(granted.clone()), now);

@@ -28,6 +28,7 @@ use kube::runtime::WatchStreamExt;
 use kube::{Client, ResourceExt};
 use light::LightPod;
 use shared::Shared;
+use moejob_plan::allocate::is_pause;
 use moejob_plan::cost::TEXT_BYTES_MAX;
 use moejob_plan::crd;
 use moejob_plan::observed::Millis;
@@ -199,7 +200,8 @@ fn allowed(
             }
             _ => false,
         };
-        let first = refused && !std::mem::replace(&mut told, told || refused);
+        let first = refused && !told;
+        told |= refused;
         let empty = [watcher::Event::Init, watcher::Event::InitDone].map(Ok);
         let none = if first { Vec::from(empty) } else { Vec::new() };
         futures::stream::iter(none.into_iter().chain([event]))
@@ -457,7 +459,13 @@ pub(crate) fn node_seen(node: Node) -> NodeSeen {
         taints: taints
             .map(|taint| (taint.key, taint.value.unwrap_or_default(), taint.effect))
             .collect(),
-        conditions: conditions.map(|of| (of.type_, of.status)).collect(),
+        conditions: conditions
+            .filter(|of| {
+                let text = |of: &Option<String>| of.clone().unwrap_or_default();
+                !is_pause(&of.type_, &text(&of.reason), &text(&of.message))
+            })
+            .map(|of| (of.type_, of.status))
+            .collect(),
         cordoned: spec.unschedulable == Some(true),
         allocatable: amounts(status.allocatable.as_ref()),
     }

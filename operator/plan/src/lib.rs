@@ -7,7 +7,7 @@
 //! Observed --decide::plan--> Plan { actions, why, requeue }                  observed decide track
 //! Plan --check--> what must always hold                                      check
 //! Observed --status--> MoeJobStatus                                          status
-//! Cluster --allocate--> the nodes of each job                                 allocate resources
+//! Cluster --allocate--> the nodes of each job                     fabric topology allocate resources
 //! Job x birth --pod--> Pod, NetworkPolicy, PodDisruptionBudget               pods overlay pod
 //! ```
 
@@ -20,6 +20,7 @@ pub mod yaml;
 pub mod read;
 pub mod profile;
 pub mod preset;
+pub mod fabric;
 pub mod topology;
 pub mod placement;
 pub mod pod;

@@ -1,11 +1,13 @@
 //! The plan of a job before there is one: the same `plan()`, over a rehearsal in which every worker
 //! does as it is told. It shows what would happen, and what a loss would cost at its worst moment.
 
+use crate::allocate::nodes_of_group;
 use crate::decide::{Action, plan};
 use crate::job::{Job, Venue};
 use crate::launch::{self, Places};
 use crate::observed::{Gang, Millis, Node, Observed, Record, Stored, WorkerState};
 use crate::placement::{self, gib};
+use crate::fabric::{FabricFacts, Keys};
 use crate::topology::{self, NodeInfo};
 use crate::track::Tracker;
 use moejob_protocol::checkpoint::directory_name;
@@ -35,6 +37,8 @@ pub struct Outlook {
     pub skipped: Vec<SkippedFacts>,
     /// Why nodes are used in this order.
     pub order: String,
+    /// What that order costs the fabric; none where the nodes lie on one leaf, or nobody knows.
+    pub fabric: Option<FabricFacts>,
     pub why: Vec<String>,
     pub what_ifs: Vec<WhatIf>,
     /// What workers cannot do yet, one sentence each.
@@ -138,6 +142,16 @@ pub struct WhatIf {
 /// Rehearses the job on `nodes` (none: as many as it wants), and the loss of `lose` together, or of
 /// each node of the gang when it is empty.
 pub fn outlook(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Outlook {
+    outlook_on(job, nodes, &Keys::default(), lose)
+}
+
+/// The same, where labels `keys` tell where nodes lie.
+pub fn outlook_on(
+    job: &Job,
+    nodes: Option<&[NodeInfo]>,
+    keys: &Keys,
+    lose: &[String],
+) -> Outlook {
     let wanted = job.nodes.max + job.nodes.spares;
     let made: Vec<NodeInfo>;
     let nodes = match nodes {
@@ -148,8 +162,13 @@ pub fn outlook(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Outloo
             &made
         }
     };
-    let ordered = topology::order(nodes, job.nodes.topology, job.nodes.min, wanted);
+    let mut ordered = topology::order(nodes, keys, job.nodes.topology, job.nodes.min, wanted);
     let (sizes, skipped) = placement::sizes(job);
+    let size = sizes.iter().rfind(|size| size.nodes as usize <= ordered.nodes.len());
+    let fabric = size.and_then(|size| {
+        let (count, group) = (size.nodes as usize, nodes_of_group(size));
+        topology::arranged(nodes, keys, &mut ordered.nodes[..count], group)
+    });
     let mut rehearsal = Rehearsal::new(job, &ordered.nodes);
     rehearsal.settle();
     let why = std::mem::take(&mut rehearsal.why);
@@ -188,6 +207,7 @@ pub fn outlook(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Outloo
             .map(|skip| SkippedFacts { nodes: skip.nodes, why: skip.why })
             .collect(),
         order: ordered.why,
+        fabric,
         why,
         what_ifs,
         unsupported: job
@@ -551,6 +571,9 @@ fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
     }
     if let Some(more) = (gang.dp as usize).checked_sub(gang.ranks.len()).filter(|more| *more > 0) {
         lines.push(format!("  and {more} more"));
+    }
+    if let Some(fabric) = &outlook.fabric {
+        lines.push(format!("  {fabric}"));
     }
     if !gang.spares.is_empty() {
         lines.push(format!("  spares: {}", gang.spares.join(", ")));

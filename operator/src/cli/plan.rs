@@ -4,7 +4,7 @@ use super::profiles::OwnProfiles;
 use super::validate::{Output, read_job};
 use clap::Args;
 use moejob_plan::Job;
-use moejob_plan::offline::{self, Outlook, outlook};
+use moejob_plan::offline::{self, Outlook, outlook_on};
 use moejob_plan::problem::nearest;
 use moejob_plan::topology::{NodeInfo, nodes_from};
 use std::io::{Read, Write};
@@ -46,7 +46,7 @@ pub fn run(args: &PlanArgs) -> ExitCode {
         Err(code) => return code,
     };
     let nodes = args.nodes.as_deref().map(read_nodes).transpose();
-    let planned = nodes.and_then(|nodes| args.how.planned(&job, nodes.as_deref()));
+    let planned = nodes.and_then(|nodes| args.how.planned(&job, nodes.as_deref(), &args.profiles));
     let Planned { text, works } = match planned {
         Ok(planned) => planned,
         Err(message) => {
@@ -70,11 +70,16 @@ pub struct Planned {
 impl How {
     /// # Errors
     /// A node is to be lost that is not there.
-    pub fn planned(&self, job: &Job, nodes: Option<&[NodeInfo]>) -> Result<Planned, String> {
+    pub fn planned(
+        &self,
+        job: &Job,
+        nodes: Option<&[NodeInfo]>,
+        own: &OwnProfiles,
+    ) -> Result<Planned, String> {
         if let Some(refusal) = refused_node(job, nodes, &self.lose) {
             return Err(refusal);
         }
-        let outlook = outlook(job, nodes, &self.lose);
+        let outlook = outlook_on(job, nodes, own.read()?.fabric(), &self.lose);
         let text = written(&outlook, self.output)?;
         Ok(Planned { text, works: !outlook.sizes.is_empty() && outlook.unsupported.is_empty() })
     }

@@ -2,6 +2,7 @@
 
 use super::read::digest;
 use super::{Backend, CPU, CUSTOM, GPU, Profile, Rdma, Setting, read, takes_devices_per_node};
+use crate::fabric::{FILE, Keys};
 use crate::job::bytes_of;
 use crate::problem::{Code, Problem, nearest, printable, quoted};
 use crate::spec::{BackendName, NodesSpec};
@@ -58,7 +59,10 @@ pub const CUSTOM_ENV: &[&str] = &[
 
 /// By name; those that could not be read have their problems in place of a profile.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Profiles(BTreeMap<String, Result<Profile, Vec<Problem>>>);
+pub struct Profiles {
+    all: BTreeMap<String, Result<Profile, Vec<Problem>>>,
+    fabric: Keys,
+}
 
 /// A file of an admin's own: what it is called, and its text.
 pub type File = (String, Vec<u8>);
@@ -72,7 +76,7 @@ pub struct Broken {
 
 static OURS: LazyLock<Profiles> = LazyLock::new(|| {
     let read = |(name, text): &(&str, &str)| (name.to_string(), read(name, text.as_bytes()));
-    Profiles(SHIPPED.iter().map(read).collect())
+    Profiles { all: SHIPPED.iter().map(read).collect(), fabric: Keys::default() }
 });
 
 impl Default for Profiles {
@@ -92,6 +96,13 @@ impl Profiles {
     pub fn with(&self, files: impl IntoIterator<Item = File>) -> (Profiles, Vec<Broken>) {
         let (mut all, mut broken) = (self.clone(), Vec::new());
         for (index, (file, text)) in files.into_iter().enumerate() {
+            if file == FILE {
+                match Keys::read(&text) {
+                    Ok(keys) => all.fabric = keys,
+                    Err(problems) => broken.push(Broken { file, problems }),
+                }
+                continue;
+            }
             let name = file.strip_suffix(".yaml").or(file.strip_suffix(".yml")).unwrap_or(&file);
             let refused = refused_name(name, index);
             let profile = match refused {
@@ -102,20 +113,25 @@ impl Profiles {
                 broken.push(Broken { file: file.clone(), problems: problems.clone() });
             }
             if !takes_devices_per_node(name) && name != CUSTOM && index < FILES_MAX {
-                all.0.insert(name.to_string(), profile);
+                all.all.insert(name.to_string(), profile);
             }
         }
         (all, broken)
     }
 
+    /// The labels that tell where nodes lie; `fabric.yaml` among the files may name others.
+    pub fn fabric(&self) -> &Keys {
+        &self.fabric
+    }
+
     /// Those that can be used.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        let good = self.0.iter().filter(|(_, profile)| profile.is_ok());
+        let good = self.all.iter().filter(|(_, profile)| profile.is_ok());
         good.map(|(name, _)| name.as_str())
     }
 
     pub fn get(&self, name: &str) -> Option<&Profile> {
-        self.0.get(name)?.as_ref().ok()
+        self.all.get(name)?.as_ref().ok()
     }
 
     /// The machine of a job; `custom` is read for profile custom alone, `devicesPerNode` for cpu
@@ -128,7 +144,7 @@ impl Profiles {
         if name == CUSTOM {
             return Ok(custom(nodes));
         }
-        match self.0.get(name) {
+        match self.all.get(name) {
             Some(Ok(profile)) => {
                 let mut profile = profile.clone();
                 if profile.devices_are_the_jobs() {

@@ -158,13 +158,35 @@ pub struct TopologySpec {
     pub require: Option<Level>,
 }
 
-/// A level of the topology, from wide to narrow.
+/// A level of the topology, from wide to narrow. tier-0 is the switch next to the nodes; leaf and
+/// rack are other words for it.
 #[derive(
     JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash,
 )]
 #[serde(rename_all = "kebab-case")]
 pub enum Level {
     Zone,
+    #[serde(rename = "tier-9")]
+    Tier9,
+    #[serde(rename = "tier-8")]
+    Tier8,
+    #[serde(rename = "tier-7")]
+    Tier7,
+    #[serde(rename = "tier-6")]
+    Tier6,
+    #[serde(rename = "tier-5")]
+    Tier5,
+    #[serde(rename = "tier-4")]
+    Tier4,
+    #[serde(rename = "tier-3")]
+    Tier3,
+    #[serde(rename = "tier-2")]
+    Tier2,
+    #[serde(rename = "tier-1")]
+    Tier1,
+    #[serde(rename = "tier-0")]
+    Tier0,
+    Leaf,
     Rack,
     NvlinkDomain,
     Host,

@@ -35,7 +35,7 @@ pub async fn run(cluster: &Cluster, args: &PlanArgs) -> Result<(), MoeError> {
         None => free(cluster, &job, uid.as_deref()).await?,
     };
     let Planned { text, works } =
-        args.how.planned(&job, nodes.as_deref()).map_err(MoeError::Input)?;
+        args.how.planned(&job, nodes.as_deref(), &args.profiles).map_err(MoeError::Input)?;
     output::say(&format!("{text}\n"))?;
     match works {
         true => Ok(()),
