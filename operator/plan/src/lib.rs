@@ -47,6 +47,7 @@ pub mod lead;
 pub mod orphans;
 pub mod locations;
 pub mod offline;
+pub mod picture;
 
 pub use decide::{Action, Plan, plan};
 pub use job::Job;
