@@ -7,7 +7,7 @@
 //! Observed --decide::plan--> Plan { actions, why, requeue }                  observed decide track
 //! Plan --check--> what must always hold                                      check
 //! Observed --status--> MoeJobStatus                                          status
-//! Cluster --allocate--> the nodes of each job                     fabric topology allocate resources
+//! Cluster --allocate--> the nodes of each job                        fabric topology allocate
 //! Job x birth --pod--> Pod, NetworkPolicy, PodDisruptionBudget               pods overlay pod
 //! ```
 

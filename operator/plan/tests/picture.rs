@@ -12,7 +12,8 @@ fn job(nodes: &str, batch: u32) -> Job {
     let text = format!(
         "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  nodes: \
          {{ {nodes} }}\n  model: {{ preset: olmoe-1b-7b }}\n  data: {{ train: {{ text: {{ paths: \
-         [a] }} }}, sequenceLength: 4096 }}\n  training: {{ steps: 10, globalBatchSize: {batch} }}\n"
+         [a] }} }}, sequenceLength: 4096 }}\n  training: {{ steps: 10, globalBatchSize: {batch} \
+         }}\n"
     );
     Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"))
 }

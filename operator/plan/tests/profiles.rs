@@ -188,7 +188,8 @@ fn everything_that_is_wrong_is_told_at_once() {
         let field = edit.split(':').next().unwrap();
         let good = "version: 1\nbackend: cuda\ndevices: 8\nmemory: 80Gi\n";
         let lines = good.lines().filter(|line| line.split(':').next() != Some(field));
-        let text: String = lines.chain([edit, "about: x"]).map(|line| format!("{line}\n")).collect();
+        let lines = lines.chain([edit, "about: x"]);
+        let text: String = lines.map(|line| format!("{line}\n")).collect();
         let found = problems(read("bad", text.as_bytes()).unwrap_err());
         assert!(found.contains(expected), "{edit}: {found}");
     }

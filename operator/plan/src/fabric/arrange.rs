@@ -185,8 +185,8 @@ impl Scorer<'_> {
         let placed = |state: usize, kind: usize| state / weights[kind] % (kinds[kind].1 + 1);
         let mut follows: Vec<(Score, usize)> = vec![(0, usize::MAX); states];
         for state in (0..states.saturating_sub(1)).rev() {
-            let sizes = (0..kinds.len()).map(|kind| placed(state, kind) as u32 * kinds[kind].0.size);
-            let begins = first + sizes.sum::<u32>();
+            let size = |kind: usize| placed(state, kind) as u32 * kinds[kind].0.size;
+            let begins = first + (0..kinds.len()).map(size).sum::<u32>();
             let mut best: Option<(Score, usize)> = None;
             for (kind, (of, count)) in kinds.iter().enumerate() {
                 if placed(state, kind) < *count {
@@ -337,7 +337,8 @@ fn split_for_groups(order: Vec<usize>, paths: &[Vec<u32>], wish: &Wish) -> Vec<u
     let mut split = Vec::with_capacity(order.len());
     for (run, main) in leaves.iter().zip(&mains) {
         split.extend(&run[..*main]);
-        while let Some(next) = mixed.next_if(|of| of.len() == group && leaf(of[0]) == leaf(run[0])) {
+        let follows = |of: &&[usize]| of.len() == group && leaf(of[0]) == leaf(run[0]);
+        while let Some(next) = mixed.next_if(follows) {
             split.extend(next);
         }
     }

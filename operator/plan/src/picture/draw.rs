@@ -23,7 +23,8 @@ pub fn svg(picture: &Picture) -> String {
     format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
          viewBox=\"0 0 {width} {height}\" font-family=\"sans-serif\" font-size=\"9\">\n\
-         <style>{STYLE}</style>\n<rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n{body}</svg>\n"
+         <style>{STYLE}</style>\n<rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n\
+         {body}</svg>\n"
     )
 }
 
@@ -31,7 +32,10 @@ pub fn svg(picture: &Picture) -> String {
 pub fn html(picture: &Picture) -> String {
     let title = escaped(&format!("MoeJob {} on {}", picture.job, picture.profile.name));
     let switch = |name: &str, label: &str| {
-        format!("<input type=\"checkbox\" id=\"{name}\" checked><label for=\"{name}\">{label}</label>")
+        format!(
+            "<input type=\"checkbox\" id=\"{name}\" checked><label for=\"{name}\">{label}\
+             </label>"
+        )
     };
     format!(
         "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>{title}</title>\n\
@@ -192,8 +196,8 @@ fn node(out: &mut String, scene: &Scene, shape: &Shape, at: usize, (left, top): 
         let hue = rank.checked_div(scene.group).unwrap_or(0) * 137 % 360;
         let _ = writeln!(
             out,
-            "<rect x=\"{x}\" y=\"{}\" width=\"{CELL}\" height=\"{CELL}\" fill=\"hsl({hue},55%,70%)\">\
-             <title>rank {rank}, experts {first}-{last}</title></rect>",
+            "<rect x=\"{x}\" y=\"{}\" width=\"{CELL}\" height=\"{CELL}\" \
+             fill=\"hsl({hue},55%,70%)\"><title>rank {rank}, experts {first}-{last}</title></rect>",
             top + 17
         );
         if *has_card {
