@@ -77,7 +77,7 @@ pub fn read(args: &SubmitArgs) -> Result<Value, MoeError> {
     if args.hold {
         object["spec"]["suspend"] = json!(true);
     }
-    let refused = |why| MoeError::Input(format!("{}: {why}", file.display()));
+    let refused = |why: String| MoeError::Input(format!("{}: {why}", file.display()));
     never_run(&object, &profiles).map_err(refused)?;
     Ok(object)
 }
