@@ -23,6 +23,7 @@ use moejob_plan::allocate::{Allocation, Granted, Ground, Memory};
 use moejob_plan::lead::{self, Event, Operator, Origin};
 use moejob_plan::observed::Millis;
 use moejob_plan::orphans::Orphans;
+use moejob_plan::profile::{File, Profiles};
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -62,8 +63,12 @@ pub struct Context {
 ///
 /// # Errors
 /// In the words of its condition.
-pub fn plannable(name: &str, spec: &serde_json::Value) -> Result<(), String> {
-    lead::judge(name, spec).map(drop).map_err(|blocked| blocked.message)
+pub fn plannable(
+    name: &str,
+    spec: &serde_json::Value,
+    profiles: &Profiles,
+) -> Result<(), String> {
+    lead::judge(name, spec, profiles).map(drop).map_err(|blocked| blocked.message)
 }
 
 /// Milliseconds since 1970 that never go back: the next leader reads them in the record.
@@ -140,6 +145,7 @@ impl Controller {
             trusted: context.keyring.trusted(),
             keyring: context.keyring.id(),
             stand_in: context.stand_in,
+            profiles: Arc::default(),
         };
         Controller {
             context: Arc::new(context),
@@ -260,6 +266,9 @@ impl Controller {
     fn on_change(&mut self, change: Change, now: Millis) {
         let was_complete = self.cluster.is_complete();
         let taken = self.cluster.take(change);
+        if let Taken::Profiles = taken {
+            self.on_profiles(now);
+        }
         // Never taken back here: another change may wait for the same allocation.
         self.stale |= !was_complete || self.matters(&taken);
         if !was_complete && self.cluster.is_complete() {
@@ -270,9 +279,30 @@ impl Controller {
             return;
         }
         match taken {
-            Taken::Nothing | Taken::Node => {}
+            Taken::Nothing | Taken::Node | Taken::Profiles => {}
             Taken::Job(key, before) => self.on_job(&key, before.as_ref(), now),
             Taken::Pod(key, before) => self.on_pod(&key, before.as_ref(), now),
+        }
+    }
+
+    /// An admin's own kinds of machine are others than before.
+    fn on_profiles(&mut self, now: Millis) {
+        let file = |(name, text): (&String, &String)| (name.clone(), text.clone().into_bytes());
+        let files: Vec<File> = self.cluster.profiles.iter().map(file).collect();
+        let (profiles, broken) = Profiles::shipped().with(files);
+        for line in broken.iter().flat_map(crate::cli::profiles::lines) {
+            tracing::warn!("ConfigMap {}: {line}", crate::observe::PROFILES);
+        }
+        let profiles = Arc::new(profiles);
+        if profiles == self.operator.profiles {
+            return;
+        }
+        self.operator = Arc::new(Operator { profiles, ..(*self.operator).clone() });
+        (self.ground, self.stale) = (None, true);
+        for seen in self.cluster.jobs.values() {
+            let Some(job) = self.jobs.get_mut(&seen.owner()) else { continue };
+            job.on(Event::Profiles(Arc::clone(&self.operator.profiles)), now);
+            job.on(Event::Spec(Box::new(seen.clone())), now);
         }
     }
 
@@ -300,7 +330,8 @@ impl Controller {
     /// Whether allocation may come out otherwise for it.
     fn matters(&mut self, taken: &Taken) -> bool {
         match taken {
-            Taken::Nothing => false,
+            // A job that becomes another by it says so itself.
+            Taken::Nothing | Taken::Profiles => false,
             Taken::Node => {
                 self.ground = None;
                 true
@@ -426,8 +457,9 @@ impl Controller {
         let (now, none) = (self.context.clock.now(), Granted::default());
         let look_again = self.allocation.requeue.is_some_and(|at| at <= now);
         if std::mem::take(&mut self.stale) || look_again {
+            let ground = (&mut self.ground, self.operator.profiles.fabric());
             self.allocation =
-                nodes::decide(&self.cluster, &mut self.ground, &self.jobs, &mut self.memory, now);
+                nodes::decide(&self.cluster, ground, &self.jobs, &mut self.memory, now);
             for (owner, job) in &mut self.jobs {
                 let granted = self.allocation.jobs.get(&**owner).unwrap_or(&none);
                 job.on(Event::Granted(granted.clone()), now);

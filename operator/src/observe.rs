@@ -15,9 +15,11 @@ pub use cluster::{Cluster, Taken};
 pub use moejob_plan::lead::{JobSeen, Owner, WorkerPod, owner};
 
 use crate::identity::Keyring;
-use futures::{Stream, TryStreamExt};
+use futures::{Stream, StreamExt, TryStreamExt};
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{Container, ContainerStatus, Node, Pod, Secret};
+use k8s_openapi::api::core::v1::{
+    ConfigMap, Container, ContainerStatus, Node, Pod, Secret,
+};
 use k8s_openapi::api::scheduling::v1::PriorityClass;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::api::{Api, ApiResource, DynamicObject};
@@ -26,6 +28,7 @@ use kube::runtime::WatchStreamExt;
 use kube::{Client, ResourceExt};
 use light::LightPod;
 use shared::Shared;
+use moejob_plan::allocate::is_pause;
 use moejob_plan::cost::TEXT_BYTES_MAX;
 use moejob_plan::crd;
 use moejob_plan::observed::Millis;
@@ -41,6 +44,9 @@ use tokio::task::JoinSet;
 const PAGE: u32 = 250;
 /// A job may be as large as the API server takes, which is a hundred times what is kept of it.
 const PAGE_JOBS: u32 = 16;
+
+/// The ConfigMap of an admin's own profiles, in the operator's namespace.
+pub const PROFILES: &str = "moejob-profiles";
 
 /// `namespace/name`; of a node its name alone.
 pub type Key = Arc<str>;
@@ -118,6 +124,8 @@ pub enum Change {
     NodeGone(Key),
     Class(ClassSeen),
     ClassGone(Key),
+    /// The files of an admin's own kinds of machine, all of them.
+    Profiles(BTreeMap<String, String>),
     /// The first list of this kind is complete.
     Complete(Kind),
 }
@@ -128,6 +136,7 @@ pub enum Kind {
     Pods,
     Nodes,
     Classes,
+    Profiles,
 }
 
 pub fn key(namespace: &str, name: &str) -> Key {
@@ -140,6 +149,7 @@ pub fn key(namespace: &str, name: &str) -> Key {
 pub fn follow(
     client: &Client,
     keyring: &Arc<Keyring>,
+    namespace: &str,
     to: &mpsc::Sender<Change>,
 ) -> JoinSet<()> {
     let mut watches = JoinSet::new();
@@ -168,7 +178,39 @@ pub fn follow(
     watches.spawn(relay(Kind::Classes, classes, to.clone(), class_seen, |class| {
         (Arc::from(class.name.as_str()), Change::Class(class))
     }));
+    let maps: Api<ConfigMap> = Api::namespaced(client.clone(), namespace);
+    let maps = watcher(maps, config().fields(&format!("metadata.name={PROFILES}")));
+    let maps = allowed(maps);
+    watches.spawn(relay(Kind::Profiles, maps, to.clone(), files, |files| {
+        (Arc::from(PROFILES), Change::Profiles(files))
+    }));
     watches
+}
+
+/// Whoever gave the operator its rights before there were profiles has not given this one: then
+/// there are none but those shipped, and the watch goes on asking.
+fn allowed(
+    maps: impl Stream<Item = watcher::Result<watcher::Event<ConfigMap>>>,
+) -> impl Stream<Item = watcher::Result<watcher::Event<ConfigMap>>> {
+    let mut told = false;
+    maps.flat_map(move |event| {
+        let refused = match &event {
+            Err(watcher::Error::InitialListFailed(kube::Error::Api(status))) => {
+                matches!(status.code, 403 | 404)
+            }
+            _ => false,
+        };
+        let first = refused && !told;
+        told |= refused;
+        let empty = [watcher::Event::Init, watcher::Event::InitDone].map(Ok);
+        let none = if first { Vec::from(empty) } else { Vec::new() };
+        futures::stream::iter(none.into_iter().chain([event]))
+    })
+}
+
+/// Its texts by their keys.
+fn files(map: ConfigMap) -> BTreeMap<String, String> {
+    map.data.unwrap_or_default()
 }
 
 fn gone(kind: Kind, key: Key) -> Change {
@@ -177,6 +219,7 @@ fn gone(kind: Kind, key: Key) -> Change {
         Kind::Pods => Change::PodGone(key),
         Kind::Nodes => Change::NodeGone(key),
         Kind::Classes => Change::ClassGone(key),
+        Kind::Profiles => Change::Profiles(BTreeMap::new()),
     }
 }
 
@@ -416,7 +459,13 @@ pub(crate) fn node_seen(node: Node) -> NodeSeen {
         taints: taints
             .map(|taint| (taint.key, taint.value.unwrap_or_default(), taint.effect))
             .collect(),
-        conditions: conditions.map(|of| (of.type_, of.status)).collect(),
+        conditions: conditions
+            .filter(|of| {
+                let text = |of: &Option<String>| of.clone().unwrap_or_default();
+                !is_pause(&of.type_, &text(&of.reason), &text(&of.message))
+            })
+            .map(|of| (of.type_, of.status))
+            .collect(),
         cordoned: spec.unschedulable == Some(true),
         allocatable: amounts(status.allocatable.as_ref()),
     }

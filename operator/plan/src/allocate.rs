@@ -13,11 +13,14 @@
 mod eligible;
 mod memory;
 
-pub use eligible::{Against, Needs, Taint, Toleration, unhealthy};
+pub use eligible::{
+    Against, Needs, Taint, Toleration, is_pause, unhealthy, unhealthy_label,
+};
 pub use memory::{Memory, UNSEEN_TIMEOUT};
 
+use crate::fabric::Keys;
 use crate::job::{Closeness, Job};
-use crate::observed::{Millis, Node, Observed, Outcome, Worker};
+use crate::observed::{Millis, Node, Observed, Outcome, Size, Wanted, Worker};
 use crate::resources::Resources;
 use crate::spec::Level;
 use crate::topology::{NodeInfo, Places};
@@ -68,6 +71,8 @@ pub struct Demand {
     /// Nodes of the gangs that work, ascending; empty when it wants none.
     pub sizes: Vec<u32>,
     pub spares: u32,
+    /// Nodes of an expert group, by the nodes of the gang; one where nothing is said.
+    pub groups: BTreeMap<u32, u32>,
     pub topology: Option<(Level, Closeness)>,
     pub needs: Needs,
     /// Nodes on which pods of it are that have not ended.
@@ -135,6 +140,7 @@ impl Demand {
             created,
             sizes,
             spares,
+            groups: groups(wanted),
             topology: job.nodes.topology,
             needs,
             holds,
@@ -203,7 +209,7 @@ pub struct Ground {
 }
 
 impl Ground {
-    pub fn new(mut nodes: Vec<ClusterNode>) -> Ground {
+    pub fn new(mut nodes: Vec<ClusterNode>, keys: &Keys) -> Ground {
         nodes.sort_by(|a, b| a.name.cmp(&b.name));
         let place = |node: &ClusterNode| NodeInfo {
             name: node.name.clone(),
@@ -211,7 +217,7 @@ impl Ground {
             usable: true,
         };
         let places: Vec<NodeInfo> = nodes.iter().map(place).collect();
-        Ground { places: Places::new(&places), nodes }
+        Ground { places: Places::new(&places, keys), nodes }
     }
 
     /// What pods other than workers ask of the node now.
@@ -228,7 +234,8 @@ impl Ground {
 
 /// Decides. Equal inputs give equal allocations, whatever the order of nodes and jobs.
 pub fn allocate(cluster: &Cluster, memory: &Memory, now: Millis) -> Allocation {
-    allocate_on(&Ground::new(cluster.nodes.clone()), &cluster.jobs, memory, now)
+    let ground = Ground::new(cluster.nodes.clone(), &Keys::default());
+    allocate_on(&ground, &cluster.jobs, memory, now)
 }
 
 /// The same on nodes that are known already.
@@ -497,7 +504,8 @@ impl<'a> Allocator<'a> {
         // comes first, so that spares are what lies apart.
         let (level, _) = job.topology.unwrap_or(PACKED);
         let wish = Some((level, Closeness::Preferred));
-        let (ordered, _) = self.places.order(&all, wish, least, most);
+        let (mut ordered, _) = self.places.order(&all, wish, least, most);
+        let why = self.arrange(job, &new, &mut ordered, why);
         let node = |at: usize| Node {
             name: self.nodes[at].name.clone(),
             usable: new.contains(&at) || job.needs.keeps(&self.nodes[at]),
@@ -505,4 +513,41 @@ impl<'a> Allocator<'a> {
         };
         Granted { nodes: ordered.into_iter().map(node).collect(), why }
     }
+
+    /// Those that make the gang change places among each other, so that ranks in this order cost
+    /// the fabric least. What the order costs is added to why.
+    fn arrange(&self, job: &Demand, new: &[usize], ordered: &mut [usize], why: String) -> String {
+        let stays = |at: usize| {
+            new.contains(&at) || (job.needs.keeps(&self.nodes[at]) && !self.leaves(job, at))
+        };
+        let good: Vec<usize> = (0..ordered.len()).filter(|at| stays(ordered[*at])).collect();
+        let Some(size) = job.sizes.iter().rfind(|size| **size as usize <= good.len()) else {
+            return why;
+        };
+        let seats = &good[..*size as usize];
+        let gang: Vec<usize> = seats.iter().map(|seat| ordered[*seat]).collect();
+        let group = job.groups.get(size).copied().unwrap_or(1);
+        let gang = self.places.arranged(&gang, group);
+        for (seat, node) in seats.iter().zip(&gang) {
+            ordered[*seat] = *node;
+        }
+        match self.places.facts(&gang, group) {
+            Some(facts) => format!("{why}; {facts}"),
+            None => why,
+        }
+    }
+}
+
+/// Where an expert group takes whole nodes, how many.
+fn groups(wanted: &Wanted) -> BTreeMap<u32, u32> {
+    let group = |size: &Size| (size.nodes, nodes_of_group(size));
+    wanted.sizes.iter().map(group).filter(|(_, group)| *group > 1).collect()
+}
+
+/// Nodes of an expert group; 1 where it lies in a node or does not end with one.
+pub fn nodes_of_group(size: &Size) -> u32 {
+    let mesh = size.layout.mesh;
+    let ranks = mesh.world() / size.nodes.max(1);
+    let whole = ranks > 0 && mesh.ep.is_multiple_of(ranks);
+    if whole { mesh.ep / ranks } else { 1 }
 }

@@ -10,7 +10,7 @@ use crate::job::Job;
 use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::profile::Backend;
-use crate::spec::{AttentionName, GradientDtypeName, MoeJobSpec, MomentDtypeName, ProfileName};
+use crate::spec::{AttentionName, GradientDtypeName, MoeJobSpec, MomentDtypeName};
 use moejob_protocol::config::{
     GradientDtype, MomentDtype, Precision, TrainingConfig,
 };
@@ -218,7 +218,7 @@ fn of_router(router: &RouterConfig, sequences: u32) -> Option<Lack> {
 
 /// What only the machine of `moejob run` can mean.
 pub fn on_cluster(job: &Job) -> Option<Problem> {
-    (job.profile.name == ProfileName::Gpu).then(|| {
+    job.profile.is_this_machine().then(|| {
         Lack::new(
             "spec.nodes.profile",
             "`gpu` on a cluster",

@@ -4,7 +4,7 @@ use crate::canonical::canonical_hash;
 use crate::devices;
 use crate::preset;
 use crate::problem::{Code, Problem};
-use crate::profile::{Backend, Profile};
+use crate::profile::{Backend, Profile, Profiles};
 use crate::read::Manifest;
 use crate::router;
 use crate::rules;
@@ -170,21 +170,26 @@ pub enum Venue {
 }
 
 impl Job {
-    /// Reads a manifest. All problems carry their line and column.
+    /// Reads a manifest for one of the profiles that are shipped. All problems carry their line and
+    /// column.
     pub fn read(bytes: &[u8]) -> Result<Job, Vec<Problem>> {
-        Job::read_with(bytes, None)
+        Job::read_with(bytes, None, Profiles::shipped())
     }
 
     /// The same, where `weights` is the model of `spec.model.from.path`: it fills what is not
     /// typed.
-    pub fn read_with(bytes: &[u8], weights: Option<&Model>) -> Result<Job, Vec<Problem>> {
+    pub fn read_with(
+        bytes: &[u8],
+        weights: Option<&Model>,
+        profiles: &Profiles,
+    ) -> Result<Job, Vec<Problem>> {
         let manifest = Manifest::read(bytes);
         let judged = match manifest.broken.iter().any(String::is_empty) {
             // Without a tree there is nothing to judge.
             true => Err(Vec::new()),
             false => {
                 let name = manifest.name.as_deref().unwrap_or_default();
-                judge(name, &manifest.spec, &manifest.broken, weights)
+                judge(name, &manifest.spec, &manifest.broken, (weights, profiles))
             }
         };
         let mut problems = manifest.problems.clone();
@@ -202,8 +207,12 @@ impl Job {
     }
 
     /// A spec that the API server has accepted already.
-    pub fn from_spec(name: &str, spec: &MoeJobSpec) -> Result<Job, Vec<Problem>> {
-        judge(name, spec, &[], None)
+    pub fn from_spec(
+        name: &str,
+        spec: &MoeJobSpec,
+        profiles: &Profiles,
+    ) -> Result<Job, Vec<Problem>> {
+        judge(name, spec, &[], (None, profiles))
     }
 
     pub fn model(&self) -> &ModelConfig {
@@ -239,10 +248,20 @@ fn judge(
     name: &str,
     spec: &MoeJobSpec,
     broken: &[String],
-    weights: Option<&Model>,
+    (weights, profiles): (Option<&Model>, &Profiles),
 ) -> Result<Job, Vec<Problem>> {
-    let mut job = fill(name, spec, weights);
-    let (problems, warnings) = rules::judge(spec, &job, broken);
+    let mut broken = broken.to_vec();
+    let (profile, unknown) = match profiles.choose(&spec.nodes.clone().unwrap_or_default()) {
+        Ok(profile) => (profile, None),
+        Err(problem) => {
+            broken.push(problem.path.clone());
+            // What depends on the machine is not judged, whichever stands there.
+            (Profile::default(), Some(problem))
+        }
+    };
+    let mut job = fill(name, spec, weights, profile);
+    let (mut problems, warnings) = rules::judge(spec, &job, &broken);
+    problems.extend(unknown.map(|problem| *problem));
     job.warnings = warnings;
     if problems.is_empty() { Ok(job) } else { Err(sorted(problems)) }
 }
@@ -267,9 +286,8 @@ impl Job {
 }
 
 /// Every default. What is missing although it is needed becomes a zero, which `rules` refuses.
-fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&Model>) -> Job {
+fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&Model>, profile: Profile) -> Job {
     let nodes = spec.nodes.clone().unwrap_or_default();
-    let profile = Profile::of(&nodes);
     let min = nodes.min.unwrap_or(1);
     let topology = nodes.topology.as_ref().and_then(|topology| {
         let required = topology.require.map(|level| (level, Closeness::Required));

@@ -7,7 +7,7 @@
 //! Observed --decide::plan--> Plan { actions, why, requeue }                  observed decide track
 //! Plan --check--> what must always hold                                      check
 //! Observed --status--> MoeJobStatus                                          status engines
-//! Cluster --allocate--> the nodes of each job                                 allocate resources
+//! Cluster --allocate--> the nodes of each job                        fabric topology allocate
 //! Job x birth --pod--> Pod, NetworkPolicy, PodDisruptionBudget               pods overlay pod
 //! ```
 
@@ -20,6 +20,7 @@ pub mod yaml;
 pub mod read;
 pub mod profile;
 pub mod preset;
+pub mod fabric;
 pub mod topology;
 pub mod placement;
 pub mod pod;
@@ -49,6 +50,7 @@ pub mod lead;
 pub mod orphans;
 pub mod locations;
 pub mod offline;
+pub mod picture;
 
 pub use decide::{Action, Plan, plan};
 pub use job::Job;

@@ -67,7 +67,8 @@ mod tests {
             "volumes": [{"mountPath": "checkpoints", "claim": claim}],
         });
         let spec = serde_json::from_value(spec).expect("a spec");
-        Job::from_spec(name, &spec).unwrap_or_else(|problems| panic!("{problems:?}"))
+        let job = Job::from_spec(name, &spec, crate::profile::Profiles::shipped());
+        job.unwrap_or_else(|problems| panic!("{problems:?}"))
     }
 
     #[test]

@@ -1,23 +1,21 @@
 //! The plan of a job before there is one: the same `plan()`, over a rehearsal in which every worker
 //! does as it is told. It shows what would happen, and what a loss would cost at its worst moment.
 
-use crate::decide::{Action, plan};
-use crate::job::{Job, Venue};
-use crate::launch::{self, Places};
-use crate::observed::{Gang, Millis, Node, Observed, Record, Stored, WorkerState};
+mod rehearsal;
+
+pub(crate) use rehearsal::{Rehearsal, node_of_rank};
+
+use crate::allocate::nodes_of_group;
+use crate::job::Job;
+use crate::observed::{Gang, Size};
 use crate::placement::{self, gib};
-use crate::topology::{self, NodeInfo};
-use crate::track::Tracker;
-use moejob_protocol::checkpoint::directory_name;
-use moejob_protocol::config::{Backend, Resume};
+use crate::fabric::{FabricFacts, Keys};
+use crate::topology::{self, NodeInfo, Ordered};
+use moejob_protocol::config::Backend;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::RankMemory;
-use moejob_protocol::message::{Heartbeat, Held, Hello, LeftReason, Phase, Up};
-use moejob_protocol::report::StepReport;
 use serde::Serialize;
 
-/// Rounds of planning that a rehearsal takes at most; a good plan needs about five.
-const ROUNDS_MAX: u32 = 100;
 /// Ranks that are listed one by one.
 const RANKS_LISTED_MAX: u32 = 64;
 
@@ -35,6 +33,8 @@ pub struct Outlook {
     pub skipped: Vec<SkippedFacts>,
     /// Why nodes are used in this order.
     pub order: String,
+    /// What that order costs the fabric; none where the nodes lie on one leaf, or nobody knows.
+    pub fabric: Option<FabricFacts>,
     pub why: Vec<String>,
     pub what_ifs: Vec<WhatIf>,
     /// What workers cannot do yet, one sentence each.
@@ -138,18 +138,19 @@ pub struct WhatIf {
 /// Rehearses the job on `nodes` (none: as many as it wants), and the loss of `lose` together, or of
 /// each node of the gang when it is empty.
 pub fn outlook(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Outlook {
-    let wanted = job.nodes.max + job.nodes.spares;
-    let made: Vec<NodeInfo>;
-    let nodes = match nodes {
-        Some(nodes) => nodes,
-        None => {
-            let name = |index| NodeInfo { name: format!("node-{index}"), ..usable() };
-            made = (0..wanted).map(name).collect();
-            &made
-        }
-    };
-    let ordered = topology::order(nodes, job.nodes.topology, job.nodes.min, wanted);
+    outlook_on(job, nodes, &Keys::default(), lose)
+}
+
+/// The same, where labels `keys` tell where nodes lie.
+pub fn outlook_on(
+    job: &Job,
+    nodes: Option<&[NodeInfo]>,
+    keys: &Keys,
+    lose: &[String],
+) -> Outlook {
     let (sizes, skipped) = placement::sizes(job);
+    let nodes = nodes.map_or_else(|| as_wished(job), <[NodeInfo]>::to_vec);
+    let (ordered, fabric) = in_order(job, &nodes, keys, &sizes);
     let mut rehearsal = Rehearsal::new(job, &ordered.nodes);
     rehearsal.settle();
     let why = std::mem::take(&mut rehearsal.why);
@@ -166,7 +167,7 @@ pub fn outlook(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Outloo
     let what_ifs = losses.into_iter().map(|lost| rehearsal.clone().lose(lost)).collect();
     Outlook {
         job: job.name.clone(),
-        profile: profile_name(job),
+        profile: job.profile.name.clone(),
         model: ModelFacts {
             parameters: job.model.numel(),
             active: job.model.active_numel(),
@@ -188,6 +189,7 @@ pub fn outlook(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Outloo
             .map(|skip| SkippedFacts { nodes: skip.nodes, why: skip.why })
             .collect(),
         order: ordered.why,
+        fabric,
         why,
         what_ifs,
         unsupported: job
@@ -198,13 +200,28 @@ pub fn outlook(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Outloo
     }
 }
 
-fn usable() -> NodeInfo {
-    NodeInfo { usable: true, ..NodeInfo::default() }
+/// As many nodes as the job wants, where nobody says which there are.
+pub(crate) fn as_wished(job: &Job) -> Vec<NodeInfo> {
+    let name = |index| format!("node-{index}");
+    let node = |index| NodeInfo { name: name(index), usable: true, ..NodeInfo::default() };
+    (0..job.nodes.max + job.nodes.spares).map(node).collect()
 }
 
-fn profile_name(job: &Job) -> String {
-    let name = serde_json::to_value(job.profile.name).unwrap_or_default();
-    name.as_str().unwrap_or_default().to_string()
+/// The nodes as the job uses them, those of the gang as its ranks are given.
+pub(crate) fn in_order(
+    job: &Job,
+    nodes: &[NodeInfo],
+    keys: &Keys,
+    sizes: &[Size],
+) -> (Ordered, Option<FabricFacts>) {
+    let wanted = job.nodes.max + job.nodes.spares;
+    let mut ordered = topology::order(nodes, keys, job.nodes.topology, job.nodes.min, wanted);
+    let size = sizes.iter().rfind(|size| size.nodes as usize <= ordered.nodes.len());
+    let fabric = size.and_then(|size| {
+        let (count, group) = (size.nodes as usize, nodes_of_group(size));
+        topology::arranged(nodes, keys, &mut ordered.nodes[..count], group)
+    });
+    (ordered, fabric)
 }
 
 fn tokens_of_step(job: &Job) -> u64 {
@@ -269,206 +286,6 @@ fn gang_facts(job: &Job, gang: &Gang, rehearsal: &Rehearsal) -> GangFacts {
         ep: mesh.ep,
         ranks: ranks.map(rank_facts).collect(),
         spares: idle.map(|worker| worker.node.clone()).collect(),
-    }
-}
-
-/// The position of each rank's member, which stands for its node.
-fn node_of_rank(gang: &Gang, per_node: u32) -> Vec<u32> {
-    (0..gang.layout.mesh.world()).map(|rank| rank / per_node).collect()
-}
-
-/// A world in which everybody does at once what the plan says.
-#[derive(Clone)]
-struct Rehearsal {
-    tracker: Tracker,
-    now: Millis,
-    /// Ranks of a node.
-    per_node: u32,
-    why: Vec<String>,
-    /// What the newest attempt started from.
-    resume: Option<Resume>,
-}
-
-impl Rehearsal {
-    fn new(job: &Job, nodes: &[String]) -> Rehearsal {
-        let nothing = || String::new();
-        let places = Places {
-            root: nothing(),
-            checkpoints: nothing(),
-            records: nothing(),
-            exclude: Vec::new(),
-        };
-        let node = |name: &String| Node { name: name.clone(), usable: true, avoid_until: 0 };
-        let mut wanted = launch::wanted(job, Venue::Kubernetes);
-        wanted.suspend = false;
-        let observed = Observed {
-            wanted,
-            template: launch::template(job, Venue::Kubernetes, &job.name, &places),
-            nodes: nodes.iter().map(node).collect(),
-            workers: Vec::new(),
-            record: Record::default(),
-            stored: None,
-            interrupt: false,
-        };
-        let (tracker, why) = (Tracker::new(observed), Vec::new());
-        Rehearsal { tracker, now: 0, per_node: job.profile.ranks, why, resume: None }
-    }
-
-    fn gang(&self) -> Option<&Gang> {
-        self.tracker.observed.gang()
-    }
-
-    /// Plans and obeys until there is nothing left to do.
-    fn settle(&mut self) {
-        for _ in 0..ROUNDS_MAX {
-            self.tracker.prune();
-            let plan = plan(&self.tracker.observed, self.now);
-            for why in plan.why {
-                if !self.why.contains(&why) {
-                    self.why.push(why);
-                }
-            }
-            if plan.actions.is_empty() && !self.connect() {
-                return;
-            }
-            for action in &plan.actions {
-                self.tracker.done(action, self.now);
-                self.obey(action);
-            }
-        }
-    }
-
-    fn obey(&mut self, action: &Action) {
-        match action {
-            Action::StopWorker { name, .. } => {
-                self.tracker.exited(name, Some(0), "stopped", self.now);
-            }
-            Action::Configure { config, .. } => self.resume = Some(config.resume.clone()),
-            Action::LeaveAttempt { name, attempt, .. } => {
-                let worker = self.tracker.observed.worker(name);
-                let held = worker.map(|worker| worker.held.clone()).unwrap_or_default();
-                let left = Up::Left { reason: LeftReason::Asked, held };
-                self.tracker.heard(name, *attempt, &left, self.now);
-            }
-            _ => {}
-        }
-    }
-
-    /// Workers that were started connect. Whether there were any.
-    fn connect(&mut self) -> bool {
-        let starting = self.tracker.observed.workers.iter();
-        let names: Vec<String> = starting
-            .filter(|worker| matches!(worker.state, WorkerState::Starting { .. }))
-            .map(|worker| worker.name.clone())
-            .collect();
-        for name in &names {
-            let hello = Hello {
-                version: moejob_protocol::PROTOCOL_VERSION,
-                worker: name.clone(),
-                token: String::new(),
-                signing_request: String::new(),
-                attempt: 0,
-                digest: String::new(),
-                rank: None,
-                held: Vec::new(),
-            };
-            self.tracker.connected(name, &format!("{name}:1"), &hello);
-        }
-        !names.is_empty()
-    }
-
-    /// Trains to the moment at which a loss costs most: just before the next checkpoint and, if
-    /// that falls between two snapshots, just before the next of those.
-    fn train(&mut self) {
-        let Some(gang) = self.gang().cloned() else { return };
-        let template = self.tracker.observed.template.clone();
-        let every = template.checkpoint.every_steps;
-        let memory = template.recovery.memory_every_steps;
-        let steps = template.training.steps;
-        let step = (2 * every).min(steps).saturating_sub(1);
-        let stored = step / every * every;
-        if stored > 0 {
-            let name = directory_name(stored);
-            self.tracker.observed.stored = Some(Stored { step: stored, name });
-        }
-        let snapshot = step.checked_div(memory).map_or(0, |count| count * memory);
-        let nodes = node_of_rank(&gang, self.per_node);
-        for (index, member) in (0..).zip(&gang.members) {
-            let own = |rank: &u32| rank / self.per_node == index;
-            let kept = |rank: &u32| {
-                let buddy = gang.layout.buddy(*rank, &nodes);
-                buddy.is_some_and(|buddy| own(&buddy))
-            };
-            let ranks = 0..gang.layout.mesh.world();
-            let shards: Vec<u32> = ranks.filter(|rank| own(rank) || kept(rank)).collect();
-            let held = vec![Held { attempt: gang.attempt, step: snapshot, shards }];
-            let (phase, loading) = (Phase::Training, None);
-            let beat = Heartbeat { phase, step, collective: 1, held, loading };
-            self.tracker.heard(&member.worker, gang.attempt, &Up::Heartbeat(beat), self.now);
-        }
-        if let Some(member) = gang.members.first() {
-            let up = Up::Step(report(step, gang.attempt));
-            self.tracker.heard(&member.worker, gang.attempt, &up, self.now);
-        }
-        self.settle();
-        self.why.clear();
-    }
-
-    fn lose(mut self, lost: Vec<String>) -> WhatIf {
-        let before = self.gang().map_or(0, |gang| gang.attempt);
-        let observed = &mut self.tracker.observed;
-        for node in observed.nodes.iter_mut().filter(|node| lost.contains(&node.name)) {
-            node.usable = false;
-        }
-        let gone = observed.workers.iter().filter(|worker| lost.contains(&worker.node));
-        let gone: Vec<String> = gone.map(|worker| worker.name.clone()).collect();
-        for name in gone {
-            self.tracker.exited(&name, None, "its node was lost", self.now);
-        }
-        let done = self.tracker.observed.record.step;
-        self.settle();
-        let gang = self.gang().filter(|gang| gang.attempt > before || lost_nothing(gang, &lost));
-        let renewed = gang.is_some_and(|gang| gang.attempt > before);
-        let resume = self.resume.as_ref().filter(|_| renewed);
-        WhatIf {
-            nodes: gang.map(|gang| gang.members.len() as u32),
-            dp: gang.map(|gang| gang.layout.mesh.dp),
-            ep: gang.map(|gang| gang.layout.mesh.ep),
-            steps_lost: resume.map(|resume| done.saturating_sub(resume.step())),
-            resume: resume.map(|resume| match resume {
-                Resume::Fresh => "initial weights".to_string(),
-                Resume::Checkpoint { .. } => "checkpoint".to_string(),
-                Resume::Memory { .. } => "memory".to_string(),
-            }),
-            why: self.why,
-            lose: lost,
-        }
-    }
-}
-
-fn lost_nothing(gang: &Gang, lost: &[String]) -> bool {
-    gang.members.iter().all(|member| !lost.contains(&member.node))
-}
-
-fn report(step: u64, attempt: u32) -> StepReport {
-    StepReport {
-        step,
-        loss: 0.0,
-        aux_loss: 0.0,
-        z_loss: 0.0,
-        grad_norm: 0.0,
-        loss_scale: None,
-        learning_rate: 0.0,
-        tokens: 0,
-        tokens_per_second: 0.0,
-        timing: Default::default(),
-        world_size: 0,
-        attempt,
-        expert_imbalance: 0.0,
-        routing: Default::default(),
-        device: None,
-        validation_loss: None,
-        time: String::new(),
     }
 }
 
@@ -556,6 +373,9 @@ fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
     }
     if let Some(more) = (gang.dp as usize).checked_sub(gang.ranks.len()).filter(|more| *more > 0) {
         lines.push(format!("  and {more} more"));
+    }
+    if let Some(fabric) = &outlook.fabric {
+        lines.push(format!("  {fabric}"));
     }
     if !gang.spares.is_empty() {
         lines.push(format!("  spares: {}", gang.spares.join(", ")));

@@ -4,7 +4,6 @@ use crate::cost::Extent;
 use crate::job::Job;
 use crate::observed::Size;
 use crate::profile::Backend;
-use crate::spec::ProfileName;
 use moejob_protocol::Mesh;
 use moejob_protocol::config::{self, Precision, RecoveryConfig};
 use moejob_protocol::layout::Layout;
@@ -131,7 +130,7 @@ impl<'a> Placer<'a> {
     /// Of a cluster's GPUs an estimate: jobs of thousands are laid out here, again and again.
     fn memory(&self, layout: &Layout, rank: u32) -> RankMemory {
         let job = self.job;
-        let of_this_machine = job.profile.name == ProfileName::Gpu;
+        let of_this_machine = job.profile.is_this_machine();
         let on_gpus = job.training.compute.backend == config::Backend::Cuda;
         if on_gpus && layout.mesh.world() > 1 && !of_this_machine {
             return self.device_memory(layout, rank);

@@ -12,7 +12,7 @@ use crate::launch::Places;
 use crate::observed::Size;
 use crate::overlay::merge;
 use crate::placement;
-use crate::profile::Backend;
+use crate::profile::{Backend, TopologyFile};
 use moejob_protocol::pod::{
     ENV_ADDRESS, ENV_AUTHORITY, ENV_JOB_UID, ENV_WORKER, PORT, TOKEN_AUDIENCE, TOKEN_FOLDER,
 };
@@ -306,7 +306,11 @@ fn env(job: &Job, around: &Surroundings, birth: &Birth) -> Value {
         // The root of a pod's files cannot be written, and its user has no home.
         env.push(json!({ "name": ENV_CUBINS, "value": format!("{TMP}/cubins") }));
     }
-    env.extend(job.profile.env.iter().map(|(name, value)| json!({ "name": name, "value": value })));
+    let settings = job.profile.env.iter();
+    env.extend(settings.map(|of| json!({ "name": of.name, "value": of.value })));
+    if let Some(TopologyFile::Path(path)) = &job.profile.topology_file {
+        env.push(json!({ "name": "NCCL_TOPO_FILE", "value": path }));
+    }
     json!(env)
 }
 
@@ -322,7 +326,8 @@ fn resources(job: &Job, around: &Surroundings) -> Value {
         }
         Backend::Cuda => {
             requests.insert("cpu".into(), json!((profile.devices * CPUS_PER_DEVICE).to_string()));
-            for (name, count) in [("nvidia.com/gpu", profile.devices), ("rdma/ib", profile.nics)] {
+            let rdma = profile.rdma.as_ref().map(|rdma| (&*rdma.resource, rdma.count));
+            for (name, count) in [("nvidia.com/gpu", profile.devices)].into_iter().chain(rdma) {
                 if count > 0 {
                     requests.insert(name.into(), json!(count.to_string()));
                     limits.insert(name.into(), json!(count.to_string()));
@@ -335,13 +340,24 @@ fn resources(job: &Job, around: &Surroundings) -> Value {
     if let Some(limit) = memory.limit {
         limits.insert("memory".into(), json!(format!("{limit}Mi")));
     }
+    // What the profile says of the machine counts for more than what is usual.
+    if profile.requests.contains_key("memory") {
+        limits.remove("memory");
+    }
+    for (name, quantity) in &profile.requests {
+        requests.insert(name.clone(), json!(quantity));
+        // Of extended resources a pod may take no more and no less than it asks for.
+        if name.contains('/') {
+            limits.insert(name.clone(), json!(quantity));
+        }
+    }
     match limits.is_empty() {
         true => json!({ "requests": requests }),
         false => json!({ "requests": requests, "limits": limits }),
     }
 }
 
-/// Cores beside each GPU, of the 96 that the profiles' machines have for eight.
+/// Cores beside each GPU where the profile does not say.
 const CPUS_PER_DEVICE: u32 = 8;
 
 /// On processors a worker asks for what the plan commits, and may take what the worst routing

@@ -28,6 +28,40 @@ pub struct Manifest {
     tree: Option<Node>,
 }
 
+/// One document beside its schema, whatever it describes.
+pub(crate) struct Shaped {
+    /// All of it but what a problem stands for.
+    pub json: Option<Json>,
+    pub problems: Vec<Problem>,
+    tree: Option<Node>,
+}
+
+impl Shaped {
+    /// Never fails: what is wrong is in `problems`.
+    pub fn read(bytes: &[u8], schema: &Json) -> Shaped {
+        let tree = match yaml::parse(bytes) {
+            Ok(tree) => tree,
+            Err(problems) => return Shaped { json: None, problems, tree: None },
+        };
+        let mut walk = Walk::default();
+        let json = walk.value(&tree, schema, "");
+        Shaped { json, problems: walk.problems, tree: Some(tree) }
+    }
+
+    /// Gives each problem its position in the file.
+    pub fn locate(&self, problems: Vec<Problem>) -> Vec<Problem> {
+        located(self.tree.as_ref(), problems)
+    }
+}
+
+fn located(tree: Option<&Node>, mut problems: Vec<Problem>) -> Vec<Problem> {
+    let Some(tree) = tree else { return problems };
+    for problem in &mut problems {
+        problem.place = problem.place.or_else(|| Some(tree.place_of(&problem.path)));
+    }
+    problems
+}
+
 impl Manifest {
     /// Reads one document. Never fails: what is wrong is in `problems`.
     pub fn read(bytes: &[u8]) -> Manifest {
@@ -68,12 +102,8 @@ impl Manifest {
     }
 
     /// Gives each problem its position in the file.
-    pub fn locate(&self, mut problems: Vec<Problem>) -> Vec<Problem> {
-        let Some(tree) = &self.tree else { return problems };
-        for problem in &mut problems {
-            problem.place = problem.place.or_else(|| Some(tree.place_of(&problem.path)));
-        }
-        problems
+    pub fn locate(&self, problems: Vec<Problem>) -> Vec<Problem> {
+        located(self.tree.as_ref(), problems)
     }
 }
 

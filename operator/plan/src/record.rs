@@ -5,7 +5,7 @@
 
 mod more;
 
-pub use more::{Accepted, GangPods, More, NodeRest, RESTS_MAX, Refused, write_more};
+pub use more::{Accepted, GangPods, Machine, More, NodeRest, RESTS_MAX, Refused, write_more};
 
 use crate::cost;
 use crate::observed::{Gang, Millis, Outcome, Record};

@@ -10,7 +10,8 @@ use crate::pod;
 use crate::pods;
 use crate::problem::{Code, Problem, quoted};
 use crate::router;
-use crate::spec::{MoeJobSpec, ProfileName, RecomputeName, SourceSpec, VolumeSpec};
+use crate::profile::{self, CPU, CUSTOM};
+use crate::spec::{MoeJobSpec, RecomputeName, SourceSpec, VolumeSpec};
 use moejob_protocol::config::{Schedule, Tokenizer};
 
 /// Problems and warnings. Rules about a field in `broken` say nothing: it has its problem already.
@@ -94,7 +95,8 @@ impl Rules<'_> {
                 .advice("lower min or raise max");
             self.refuse(problem, &["spec.nodes.max"]);
         }
-        let custom = nodes.profile == Some(ProfileName::Custom);
+        let name = nodes.profile.as_deref().unwrap_or(CPU);
+        let custom = name == CUSTOM;
         if custom != nodes.custom.is_some() {
             let (found, advice) = match custom {
                 true => ("nothing", "describe the machine: custom: { devices, deviceMemory }"),
@@ -107,7 +109,7 @@ impl Rules<'_> {
             self.refuse(problem, &["spec.nodes.profile"]);
         }
         if let Some(devices) = nodes.devices_per_node
-            && !matches!(nodes.profile, None | Some(ProfileName::Cpu | ProfileName::Gpu))
+            && !profile::takes_devices_per_node(name)
         {
             let problem = Problem::new(Code::Nodes, "spec.nodes.devicesPerNode")
                 .found(format!("`{devices}`"))
@@ -124,10 +126,29 @@ impl Rules<'_> {
                 .advice("use one of the suffixes Ki Mi Gi Ti k M G T");
             self.refuse(problem, &[]);
         }
+        if let Some(rdma) = nodes.custom.as_ref().and_then(|custom| custom.rdma.as_ref()) {
+            self.rdma(rdma.resource.as_deref().unwrap_or_default());
+        }
         if let Some(topology) = &nodes.topology
             && topology.prefer.is_some() == topology.require.is_some()
         {
             self.one_of("spec.nodes.topology", "prefer or require", topology.prefer.is_some());
+        }
+    }
+
+    fn rdma(&mut self, resource: &str) {
+        let known = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+        let small = |c: char| known(c) && c != '_' && !c.is_ascii_uppercase();
+        let good = resource.split_once('/').is_some_and(|(domain, name)| {
+            let filled = !domain.is_empty() && !name.is_empty();
+            filled && domain.chars().all(small) && name.chars().all(known)
+        });
+        if !good {
+            let problem = Problem::new(Code::Pod, "spec.nodes.custom.rdma.resource")
+                .found(quoted(resource))
+                .allowed("an extended resource, as rdma/ib")
+                .advice("kubectl describe node lists them under Allocatable");
+            self.refuse(problem, &[]);
         }
     }
 

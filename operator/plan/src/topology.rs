@@ -1,6 +1,7 @@
-//! Nodes -> zone > rack > NVLink domain > host, from the labels that clouds and topology operators
-//! put on nodes; and the order in which a job uses them.
+//! Nodes -> zone > tier N > .. > leaf > NVLink domain > host, from the labels that clouds and
+//! topology operators put on nodes; and the order in which a job uses them.
 
+use crate::fabric::{FabricFacts, HOST, Keys, Wish, arrange, depth};
 use crate::job::Closeness;
 use crate::spec::Level;
 use serde::{Deserialize, Serialize};
@@ -22,43 +23,15 @@ fn yes() -> bool {
     true
 }
 
-/// Labels that name a node's part at each level; the first that is there counts.
-const LABELS: &[(Level, &[&str])] = &[
-    (Level::Zone, &["topology.kubernetes.io/zone", "failure-domain.beta.kubernetes.io/zone"]),
-    (
-        Level::Rack,
-        &[
-            "topology.kubernetes.io/rack",
-            "network.topology.nvidia.com/leaf",
-            "topology.k8s.aws/network-node-layer-3",
-            "cloud.google.com/gce-topology-block",
-        ],
-    ),
-    (
-        Level::NvlinkDomain,
-        &[
-            "network.topology.nvidia.com/accelerator",
-            "nvidia.com/gpu.clique",
-            "cloud.google.com/gce-topology-subblock",
-        ],
-    ),
-    (Level::Host, &["kubernetes.io/hostname"]),
-];
-
 impl NodeInfo {
-    /// The part of `level` that the node lies in, with the parts around it, so that rack 1 of one
-    /// zone is not rack 1 of another. A missing label is a part of its own name.
-    pub fn part(&self, level: Level) -> Vec<&str> {
-        let levels = LABELS.iter().filter(|(of, _)| *of <= level);
-        let label = |names: &[&str]| {
-            names.iter().find_map(|name| self.labels.get(*name)).map_or("", String::as_str)
-        };
-        let mut part: Vec<&str> = levels.map(|(_, names)| label(names)).collect();
-        if level == Level::Host && part.last().is_some_and(|host| host.is_empty()) {
-            part.pop();
-            part.push(&self.name);
+    /// The parts that the node lies in, from wide to narrow, by the labels `keys`. A missing label
+    /// is a part of its own name.
+    pub fn path<'n>(&'n self, keys: &Keys) -> Vec<&'n str> {
+        let mut path: Vec<&str> = keys.values(&self.labels).collect();
+        if path[HOST].is_empty() {
+            path[HOST] = &self.name;
         }
-        part
+        path
     }
 }
 
@@ -77,20 +50,20 @@ pub struct Ordered {
 /// equal orders.
 pub fn order(
     nodes: &[NodeInfo],
+    keys: &Keys,
     wish: Option<(Level, Closeness)>,
     min: u32,
     count: u32,
 ) -> Ordered {
-    let places = Places::new(nodes);
+    let places = Places::new(nodes, keys);
     let usable: Vec<usize> = (0..nodes.len()).filter(|at| nodes[*at].usable).collect();
     let (ordered, first) = places.order(&usable, wish, min, count);
     let why = match (wish, ordered.first()) {
         (None, _) => format!("{} usable nodes, neighbours beside each other", usable.len()),
         (Some(_), None) => "no node is usable".to_string(),
         (Some((level, closeness)), Some(at)) => {
-            let part = nodes[*at].part(level);
-            let label = part.last().copied().filter(|label| !label.is_empty());
-            let label = label.unwrap_or("without a label");
+            let label = nodes[*at].path(keys)[depth(level)];
+            let label = if label.is_empty() { "without a label" } else { label };
             let others = if closeness == Closeness::Required { ", no others" } else { "" };
             format!("{first} nodes of {level:?} {label} first, of {}{others}", usable.len())
         }
@@ -104,39 +77,54 @@ pub struct Places {
     /// The position of each node when neighbours stand beside each other.
     rank: Vec<u32>,
     /// For each level, zone first, the number of each node's part.
-    parts: [Vec<u32>; 4],
+    parts: Vec<Vec<u32>>,
 }
 
 impl Places {
-    pub fn new(nodes: &[NodeInfo]) -> Places {
+    pub fn new(nodes: &[NodeInfo], keys: &Keys) -> Places {
+        let paths: Vec<Vec<&str>> = nodes.iter().map(|node| node.path(keys)).collect();
         let mut sorted: Vec<usize> = (0..nodes.len()).collect();
-        sorted.sort_by_cached_key(|at| {
-            (nodes[*at].part(Level::NvlinkDomain), natural(&nodes[*at].name))
+        sorted.sort_by(|a, b| {
+            let key = |at: usize| (&paths[at][..HOST], natural(&nodes[at].name));
+            key(*a).cmp(&key(*b))
         });
         let mut rank = vec![0; nodes.len()];
         for (position, at) in (0..).zip(&sorted) {
             rank[*at] = position;
         }
-        let levels = [Level::Zone, Level::Rack, Level::NvlinkDomain, Level::Host];
-        let parts = levels.map(|level| {
-            let all: Vec<Vec<&str>> = nodes.iter().map(|node| node.part(level)).collect();
-            let mut names: Vec<&Vec<&str>> = all.iter().collect();
-            names.sort_unstable();
-            names.dedup();
-            all.iter().map(|part| names.binary_search(&part).unwrap_or_default() as u32).collect()
-        });
-        Places { rank, parts }
+        let numbers = |level: usize| {
+            let (mut numbers, mut number) = (vec![0; nodes.len()], 0);
+            for (before, at) in sorted.iter().zip(sorted.iter().skip(1)) {
+                number += u32::from(paths[*before][..=level] != paths[*at][..=level]);
+                numbers[*at] = number;
+            }
+            numbers
+        };
+        Places { rank, parts: (0..=HOST).map(numbers).collect() }
     }
 
     /// Nodes of one number lie in one part of the level.
     pub fn part(&self, level: Level, node: usize) -> u32 {
-        let row = match level {
-            Level::Zone => 0,
-            Level::Rack => 1,
-            Level::NvlinkDomain => 2,
-            Level::Host => 3,
-        };
-        self.parts[row][node]
+        self.parts[depth(level)][node]
+    }
+
+    /// These nodes in the order in which a gang of them is given its ranks, see `arrange`; `group`
+    /// of them make an expert group.
+    pub fn arranged(&self, nodes: &[usize], group: u32) -> Vec<usize> {
+        let path = |at: &usize| self.parts[..HOST].iter().map(|level| level[*at]).collect();
+        let paths: Vec<Vec<u32>> = nodes.iter().map(path).collect();
+        let wish = Wish { group, leaf: depth(Level::Leaf) };
+        arrange(&paths, &wish).into_iter().map(|index| nodes[index]).collect()
+    }
+
+    /// What ranks in the order of `nodes` cost; none where all lie on one leaf.
+    pub fn facts(&self, nodes: &[usize], group: u32) -> Option<FabricFacts> {
+        FabricFacts::of(&self.leaves(nodes), group)
+    }
+
+    /// The number of the leaf of each node.
+    pub fn leaves(&self, nodes: &[usize]) -> Vec<u32> {
+        nodes.iter().map(|at| self.part(Level::Leaf, *at)).collect()
     }
 
     /// `nodes` in the order that [`order`] describes, and how many of them lie in the first part.
@@ -175,6 +163,24 @@ impl Places {
         }
         (ranked.concat(), first)
     }
+}
+
+/// Puts the named nodes in the order in which a gang of them is given its ranks, and tells what
+/// that costs.
+pub fn arranged(
+    nodes: &[NodeInfo],
+    keys: &Keys,
+    gang: &mut [String],
+    group: u32,
+) -> Option<FabricFacts> {
+    let places = Places::new(nodes, keys);
+    let index = |name: &String| nodes.iter().position(|node| node.name == *name);
+    let seats: Vec<usize> = gang.iter().filter_map(index).collect();
+    let order = places.arranged(&seats, group);
+    for (seat, node) in gang.iter_mut().zip(&order) {
+        seat.clone_from(&nodes[*node].name);
+    }
+    places.facts(&order, group)
 }
 
 /// Nodes from a file: a list of names, a list of `NodeInfo`, or what `kubectl get nodes -o json`
@@ -242,7 +248,7 @@ mod tests {
     }
 
     fn names(wish: Option<(Level, Closeness)>, min: u32, count: u32) -> String {
-        order(&cluster(), wish, min, count).nodes.join(" ")
+        order(&cluster(), &Keys::default(), wish, min, count).nodes.join(" ")
     }
 
     #[test]
@@ -292,9 +298,9 @@ mod tests {
     fn nodes_that_accept_no_pods_are_left_out() {
         let mut nodes = cluster();
         nodes.iter_mut().for_each(|node| node.usable = node.name == "n-4");
-        assert_eq!(order(&nodes, None, 1, 6).nodes, ["n-4"]);
+        assert_eq!(order(&nodes, &Keys::default(), None, 1, 6).nodes, ["n-4"]);
         nodes[4].usable = false;
         let wish = Some((Level::Rack, Closeness::Preferred));
-        assert_eq!(order(&nodes, wish, 1, 6).nodes, Vec::<String>::new());
+        assert_eq!(order(&nodes, &Keys::default(), wish, 1, 6).nodes, Vec::<String>::new());
     }
 }

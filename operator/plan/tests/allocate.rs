@@ -9,7 +9,7 @@ mod texts;
 
 use moejob_plan::allocate::{
     Allocation, Cluster, ClusterNode, Demand, HOLD_TIMEOUT, Memory, Needs, Standing, Taint,
-    Toleration, allocate, unhealthy,
+    Toleration, allocate, is_pause, unhealthy, unhealthy_label,
 };
 use moejob_plan::job::Closeness;
 use moejob_plan::resources::Resources;
@@ -17,7 +17,7 @@ use moejob_plan::spec::Level;
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use serde_json::json;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 #[derive(Default)]
@@ -144,6 +144,14 @@ fn change(node: &mut ClusterNode, words: &[&str]) {
             }
             "zone" => drop(node.labels.insert("topology.kubernetes.io/zone".into(), value.into())),
             "rack" => drop(node.labels.insert("topology.kubernetes.io/rack".into(), value.into())),
+            "tier1" => {
+                drop(node.labels.insert("fabric.topograph.run/tier-1".into(), value.into()));
+            }
+            "health" => {
+                let (key, value) = value.split_once(':').expect("label:value");
+                node.labels.insert(key.into(), value.into());
+                node.unhealthy = unhealthy_label(&node.labels);
+            }
             "label" => drop(node.labels.insert(value.into(), "yes".into())),
             "used" => node.requested.put("cpu", value),
             "gpu" => node.allocatable.put("nvidia.com/gpu", value),
@@ -157,7 +165,7 @@ fn demand(uid: &str, words: &[&str]) -> Demand {
     let mut needs = Needs { requests: Resources::read(&requests), ..Needs::default() };
     let (mut min, mut max, mut spares, mut priority, mut created) = (1, 0, 0, 0, 0);
     let mut topology = None;
-    let mut sizes = None;
+    let (mut sizes, mut groups) = (None, BTreeMap::new());
     for (key, value) in pairs(words) {
         let number = || value.parse::<u32>().expect("a number");
         match key {
@@ -170,8 +178,9 @@ fn demand(uid: &str, words: &[&str]) -> Demand {
                 let all = value.split(',').map(|of| of.parse().expect("sizes"));
                 sizes = Some(all.collect());
             }
+            "group" => drop(groups.insert(max.max(min), number())),
             "prefer" | "require" => {
-                let level = if value == "zone" { Level::Zone } else { Level::Rack };
+                let level = serde_json::from_value(json!(value)).expect("a level");
                 let require = key == "require";
                 let how = if require { Closeness::Required } else { Closeness::Preferred };
                 topology = Some((level, how));
@@ -192,6 +201,7 @@ fn demand(uid: &str, words: &[&str]) -> Demand {
         created,
         sizes: sizes.unwrap_or_else(|| (min..=max).collect()),
         spares,
+        groups,
         topology,
         needs,
         holds: BTreeSet::new(),
@@ -277,6 +287,31 @@ fn show(world: &World) -> String {
         writeln!(out, "  look again in {} ms", at - world.now).expect("a string");
     }
     out
+}
+
+/// Conditions as AKS writes them.
+#[test]
+fn a_machine_that_will_stand_still_for_seconds_is_not_left() {
+    let event = "VMEventScheduled";
+    assert!(is_pause(event, "FreezeScheduled", "EventType: Freeze, DurationInSeconds: 9"));
+    assert!(is_pause(event, "VMEventScheduled", "freeze is scheduled"));
+    for word in ["Reboot", "Redeploy", "Terminate", "Preempt", "Something", ""] {
+        assert!(!is_pause(event, word, ""), "{word}");
+    }
+    assert!(!is_pause(event, "RebootScheduled", "Freeze, then Reboot"));
+    assert!(!is_pause("XIDErrors", "Freeze", ""));
+    for bad in [
+        "GPUMissing",
+        "NVLinkStatusInactive",
+        "XIDErrors",
+        "IBLinkFlapping",
+        "GPUClockThrottling",
+        "UnhealthyNvidiaDevicePlugin",
+        event,
+    ] {
+        assert_eq!(unhealthy([("Ready", "True"), (bad, "True")]), Some(format!("{bad}=True")));
+        assert_eq!(unhealthy([("Ready", "True"), (bad, "False")]), None);
+    }
 }
 
 #[test]

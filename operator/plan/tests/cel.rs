@@ -43,6 +43,12 @@ const CREATED: &[(&str, &str, &str)] = &[
         "profile: nd-h100-v5, devicesPerNode: 2",
         "nodes.devicesPerNode goes with the profiles cpu and gpu",
     ),
+    (
+        "profile: cpu",
+        "profile: custom, custom: { devices: 0, deviceMemory: 1Gi, rdma: { resource: ib0, \
+         count: 1 } }",
+        "an extended resource",
+    ),
     ("max: 4", "max: 4, topology: { prefer: rack, require: zone }", "prefer or require"),
     ("hiddenSize: 64", "tieWordEmbeddings: true", "without a preset"),
     ("numAttentionHeads: 2", "numAttentionHeads: 2\n    numKeyValueHeads: 3", "must divide"),

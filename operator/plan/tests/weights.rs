@@ -1,6 +1,7 @@
 //! A job that starts from weights: what is not typed stands in them.
 
 use moejob_plan::Job;
+use moejob_plan::profile::Profiles;
 use moejob_protocol::ModelConfig;
 
 const MANIFEST: &str = "\
@@ -19,7 +20,7 @@ MODEL  data:
 
 fn read(typed: &str, weights: Option<&ModelConfig>) -> Result<Job, String> {
     let text = MANIFEST.replace("MODEL", typed);
-    Job::read_with(text.as_bytes(), weights).map_err(|problems| {
+    Job::read_with(text.as_bytes(), weights, Profiles::shipped()).map_err(|problems| {
         problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")
     })
 }

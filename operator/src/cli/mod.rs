@@ -15,6 +15,7 @@ pub mod generate;
 mod machine;
 pub mod moe;
 pub mod plan;
+pub(crate) mod profiles;
 pub mod report;
 pub mod run;
 mod spoken;

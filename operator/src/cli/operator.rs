@@ -117,7 +117,7 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
     let (told_sender, told) = mpsc::channel(EVENTS_MAX);
     let (order_sender, orders) = mpsc::channel(8);
     let (unfit_sender, mut unfit) = mpsc::channel(1);
-    let mut watches = observe::follow(&client, &keyring, &change_sender);
+    let mut watches = observe::follow(&client, &keyring, &args.namespace, &change_sender);
     let pulse = Pulse::default();
     metrics.watch(pulse.clone());
     pulse.guard().map_err(OperatorError::Runtime)?;

@@ -1,9 +1,11 @@
 //! `moejob plan FILE`: the plan, its reasons and what-ifs, offline.
 
-use super::validate::{Output, read_job};
-use clap::Args;
+use super::profiles::OwnProfiles;
+use super::validate::read_job;
+use clap::{Args, ValueEnum};
 use moejob_plan::Job;
-use moejob_plan::offline::{self, Outlook, outlook};
+use moejob_plan::offline::{self, Outlook, outlook_on};
+use moejob_plan::picture::{Picture, html, picture, svg};
 use moejob_plan::problem::nearest;
 use moejob_plan::topology::{NodeInfo, nodes_from};
 use std::io::{Read, Write};
@@ -22,6 +24,8 @@ pub struct PlanArgs {
     #[arg(long)]
     pub nodes: Option<PathBuf>,
     #[command(flatten)]
+    pub profiles: OwnProfiles,
+    #[command(flatten)]
     pub how: How,
 }
 
@@ -32,18 +36,28 @@ pub struct How {
     #[arg(long)]
     pub lose: Vec<String>,
     /// How the plan is written.
-    #[arg(short, long, value_enum, default_value_t = Output::Text)]
-    pub output: Output,
+    #[arg(short, long, value_enum, default_value_t = Form::Text)]
+    pub output: Form,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Form {
+    Text,
+    Json,
+    /// A picture of nodes, devices, ranks, expert groups, ring and trees.
+    Svg,
+    /// The same as a page.
+    Html,
 }
 
 pub fn run(args: &PlanArgs) -> ExitCode {
     // What cannot run yet stands in the plan, too.
-    let job = match read_job(&args.file) {
+    let job = match read_job(&args.file, &args.profiles) {
         Ok(read) => read.job,
         Err(code) => return code,
     };
     let nodes = args.nodes.as_deref().map(read_nodes).transpose();
-    let planned = nodes.and_then(|nodes| args.how.planned(&job, nodes.as_deref()));
+    let planned = nodes.and_then(|nodes| args.how.planned(&job, nodes.as_deref(), &args.profiles));
     let Planned { text, works } = match planned {
         Ok(planned) => planned,
         Err(message) => {
@@ -67,11 +81,27 @@ pub struct Planned {
 impl How {
     /// # Errors
     /// A node is to be lost that is not there.
-    pub fn planned(&self, job: &Job, nodes: Option<&[NodeInfo]>) -> Result<Planned, String> {
+    pub fn planned(
+        &self,
+        job: &Job,
+        nodes: Option<&[NodeInfo]>,
+        own: &OwnProfiles,
+    ) -> Result<Planned, String> {
         if let Some(refusal) = refused_node(job, nodes, &self.lose) {
             return Err(refusal);
         }
-        let outlook = outlook(job, nodes, &self.lose);
+        let profiles = own.read()?;
+        let keys = profiles.fabric();
+        let draw = match self.output {
+            Form::Svg => Some(svg as fn(&Picture) -> String),
+            Form::Html => Some(html as fn(&Picture) -> String),
+            Form::Text | Form::Json => None,
+        };
+        if let Some(draw) = draw {
+            let text = draw(&picture(job, nodes, keys, &self.lose)?);
+            return Ok(Planned { text, works: job.unsupported().is_empty() });
+        }
+        let outlook = outlook_on(job, nodes, keys, &self.lose);
         let text = written(&outlook, self.output)?;
         Ok(Planned { text, works: !outlook.sizes.is_empty() && outlook.unsupported.is_empty() })
     }
@@ -90,11 +120,11 @@ fn refused_node(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Optio
     Some(format!("--lose {unknown}: there is no such node{near}"))
 }
 
-fn written(outlook: &Outlook, output: Output) -> Result<String, String> {
+fn written(outlook: &Outlook, output: Form) -> Result<String, String> {
     match output {
-        Output::Text => Ok(offline::text(outlook)),
-        Output::Json => serde_json::to_string_pretty(outlook)
+        Form::Json => serde_json::to_string_pretty(outlook)
             .map_err(|error| format!("the plan cannot be written as JSON: {error}")),
+        _ => Ok(offline::text(outlook)),
     }
 }
 

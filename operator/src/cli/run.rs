@@ -1,6 +1,7 @@
 //! `moejob run FILE`.
 
 use super::{complain, machine};
+use super::profiles::OwnProfiles;
 use super::validate::{Changed, ReadJob};
 use crate::local;
 use clap::Args;
@@ -30,6 +31,8 @@ pub struct RunArgs {
     /// Kernel threads of each worker; by default the cores are shared out evenly.
     #[arg(long, default_value_t = 0)]
     pub threads: u32,
+    #[command(flatten)]
+    pub profiles: OwnProfiles,
     /// Writes three steps of rank 0, the fourth to the sixth, as a Chrome trace: for Perfetto.
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
@@ -37,7 +40,7 @@ pub struct RunArgs {
 
 pub fn run(args: &RunArgs) -> ExitCode {
     let changed = Changed { sets: &args.set, name: args.name.as_deref() };
-    let read = match super::validate::read_changed_job(&args.file, &changed) {
+    let read = match super::validate::read_changed_job(&args.file, &args.profiles, &changed) {
         Ok(read) => read,
         Err(code) => return code,
     };

@@ -1,11 +1,13 @@
 //! `moejob validate FILE...`: every problem, with line and column.
 
+use super::profiles::OwnProfiles;
 use clap::{Args, ValueEnum};
 use moejob_plan::Job;
 use moejob_plan::devices;
 use moejob_plan::edit;
 use moejob_plan::job::same_output;
 use moejob_plan::problem::{Code, Problem};
+use moejob_plan::profile::Profiles;
 use moejob_plan::read::Manifest;
 use moejob_plan::yaml::BYTES_MAX;
 use moejob_protocol::ModelConfig;
@@ -22,6 +24,8 @@ pub struct ValidateArgs {
     /// MoeJob manifests; `-` is standard input.
     #[arg(required = true)]
     pub files: Vec<PathBuf>,
+    #[command(flatten)]
+    pub profiles: OwnProfiles,
     /// How the problems are written.
     #[arg(short, long, value_enum, default_value_t = Output::Text)]
     pub output: Output,
@@ -48,8 +52,12 @@ struct Finding {
 pub fn run(args: &ValidateArgs) -> ExitCode {
     let mut findings = Vec::new();
     let mut jobs: Vec<Job> = Vec::new();
+    let profiles = match args.profiles.read() {
+        Ok(profiles) => profiles,
+        Err(problems) => return refuse(&problems),
+    };
     for file in &args.files {
-        findings.push(examine(file, &mut jobs));
+        findings.push(examine(file, &mut jobs, &profiles));
     }
     match args.output {
         Output::Text => findings.iter().for_each(print_text),
@@ -78,8 +86,8 @@ impl ReadJob {
 
 /// The job in `file`; what of it the workers cannot do yet is for each command to judge. Problems
 /// and warnings are printed; the error is the exit code.
-pub fn read_job(file: &Path) -> Result<ReadJob, ExitCode> {
-    read_changed_job(file, &Changed::default())
+pub fn read_job(file: &Path, profiles: &OwnProfiles) -> Result<ReadJob, ExitCode> {
+    read_changed_job(file, profiles, &Changed::default())
 }
 
 /// What the command line says in place of the file.
@@ -91,18 +99,23 @@ pub struct Changed<'a> {
 }
 
 /// The job in `file` with what was changed of it. A file that was changed has no lines to name.
-pub fn read_changed_job(file: &Path, changed: &Changed) -> Result<ReadJob, ExitCode> {
+pub fn read_changed_job(
+    file: &Path,
+    profiles: &OwnProfiles,
+    changed: &Changed,
+) -> Result<ReadJob, ExitCode> {
     let mut jobs = Vec::new();
+    let profiles = profiles.read().map_err(|problems| refuse(&problems))?;
     let is_changed = !changed.sets.is_empty() || changed.name.is_some();
     let (mut finding, bytes) = match read(file) {
         Ok(bytes) if is_changed => match edit::with(&bytes, changed.sets, changed.name) {
-            Ok(bytes) => (judge(file, &bytes, &mut jobs), bytes),
+            Ok(bytes) => (judge(file, &bytes, &mut jobs, &profiles), bytes),
             Err(why) => {
                 eprintln!("moejob: {}", moejob_plan::problem::printable_lines(&why));
                 return Err(ExitCode::from(EXIT_INPUT));
             }
         },
-        Ok(bytes) => (judge(file, &bytes, &mut jobs), bytes),
+        Ok(bytes) => (judge(file, &bytes, &mut jobs, &profiles), bytes),
         Err(error) => (Finding::unreadable(file, &error), Vec::new()),
     };
     if is_changed {
@@ -119,10 +132,15 @@ pub fn read_changed_job(file: &Path, changed: &Changed) -> Result<ReadJob, ExitC
     Ok(ReadJob { job, file: file.to_path_buf(), manifest: Manifest::read(&bytes) })
 }
 
+fn refuse(problems: &str) -> ExitCode {
+    eprintln!("{problems}");
+    ExitCode::from(EXIT_INPUT)
+}
+
 /// Prints the problems and warnings of a manifest for a cluster; whether it can run there.
-pub fn report(file: &Path, bytes: &[u8]) -> bool {
+pub fn report(file: &Path, bytes: &[u8], profiles: &Profiles) -> bool {
     let mut jobs = Vec::new();
-    let mut finding = judge(file, bytes, &mut jobs);
+    let mut finding = judge(file, bytes, &mut jobs, profiles);
     let of_cluster = jobs.pop().and_then(|job| devices::on_cluster(&job));
     finding.unsupported.extend(Manifest::read(bytes).locate(of_cluster.into_iter().collect()));
     let good = finding.can_run();
@@ -136,9 +154,9 @@ pub fn report(file: &Path, bytes: &[u8]) -> bool {
     good
 }
 
-fn examine(file: &Path, jobs: &mut Vec<Job>) -> Finding {
+fn examine(file: &Path, jobs: &mut Vec<Job>, profiles: &Profiles) -> Finding {
     match read(file) {
-        Ok(bytes) => judge(file, &bytes, jobs),
+        Ok(bytes) => judge(file, &bytes, jobs, profiles),
         Err(error) => Finding::unreadable(file, &error),
     }
 }
@@ -159,7 +177,7 @@ impl Finding {
     }
 }
 
-fn judge(file: &Path, bytes: &[u8], jobs: &mut Vec<Job>) -> Finding {
+fn judge(file: &Path, bytes: &[u8], jobs: &mut Vec<Job>, profiles: &Profiles) -> Finding {
     let mut finding = Finding::of(file);
     let weights = match weights(bytes) {
         Ok(weights) => weights,
@@ -168,7 +186,7 @@ fn judge(file: &Path, bytes: &[u8], jobs: &mut Vec<Job>) -> Finding {
             return finding;
         }
     };
-    match Job::read_with(bytes, weights.as_ref()) {
+    match Job::read_with(bytes, weights.as_ref(), profiles) {
         Ok(job) => {
             let problems = jobs.iter().filter_map(|other| same_output(other, &job)).collect();
             finding.problems = Manifest::read(bytes).locate(problems);

@@ -4,7 +4,9 @@ use super::crew::Crew;
 use crate::observe::{self, NodeSeen, Owner};
 use moejob_plan::allocate::{
     Allocation, ClusterNode, Demand, Ground, Memory, Taint, allocate_on, unhealthy,
+    unhealthy_label,
 };
+use moejob_plan::fabric::Keys;
 use moejob_plan::locations::{self, Tenant};
 use moejob_plan::observed::{Millis, Outcome};
 use moejob_plan::resources::Resources;
@@ -14,7 +16,7 @@ use std::collections::{BTreeSet, HashMap};
 /// `ground` is what is known of the nodes, None after one of them has changed.
 pub fn decide(
     seen: &observe::Cluster,
-    ground: &mut Option<Ground>,
+    (ground, keys): (&mut Option<Ground>, &Keys),
     states: &HashMap<Owner, Crew>,
     memory: &mut Memory,
     now: Millis,
@@ -24,7 +26,7 @@ pub fn decide(
     let ground = ground.get_or_insert_with(|| {
         let nodes = seen.nodes.values();
         let nodes = nodes.map(|node| cluster_node(node, seen.requested(&node.name)));
-        Ground::new(nodes.collect())
+        Ground::new(nodes.collect(), keys)
     });
     let waiting = locations::waiting(&tenants(states));
     let jobs = states.iter().filter_map(|(owner, Crew { job: state, .. })| {
@@ -82,6 +84,7 @@ fn keep_apart(jobs: &mut Vec<Demand>, holds: HashMap<&str, BTreeSet<String>>) {
             created: 0,
             sizes: Vec::new(),
             spares: 0,
+            groups: Default::default(),
             topology: None,
             needs: Default::default(),
             holds,
@@ -104,7 +107,8 @@ pub(crate) fn cluster_node(node: &NodeSeen, requested: Resources) -> ClusterNode
         labels: node.labels.clone(),
         ready: node.is_ready(),
         cordoned: node.cordoned,
-        unhealthy: unhealthy(conditions.map(|(name, status)| (name.as_str(), status.as_str()))),
+        unhealthy: unhealthy(conditions.map(|(name, status)| (name.as_str(), status.as_str())))
+            .or_else(|| unhealthy_label(&node.labels)),
         taints: taints.collect(),
         allocatable: node.allocatable.clone(),
         requested,

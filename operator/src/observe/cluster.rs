@@ -12,6 +12,8 @@ pub struct Cluster {
     pub pods: HashMap<Key, PodSeen>,
     pub nodes: BTreeMap<String, NodeSeen>,
     classes: BTreeMap<String, ClassSeen>,
+    /// Files of an admin's own profiles, by name.
+    pub profiles: BTreeMap<String, String>,
     /// What pods that have not ended ask of each node, workers apart.
     requested: HashMap<Arc<str>, Resources>,
     /// On how many of a node's pods each job's workers are that have not ended.
@@ -22,7 +24,7 @@ pub struct Cluster {
 impl Cluster {
     /// Every kind was listed once.
     pub fn is_complete(&self) -> bool {
-        self.complete.len() == 4
+        self.complete.len() == 5
     }
 
     /// What the class of this name is worth; without a name that of the cluster's default class.
@@ -94,6 +96,10 @@ impl Cluster {
                 self.classes.remove(&*key);
                 Taken::Node
             }
+            Change::Profiles(profiles) => {
+                self.profiles = profiles;
+                Taken::Profiles
+            }
             Change::Complete(kind) => {
                 self.complete.insert(kind);
                 Taken::Node
@@ -138,6 +144,7 @@ pub enum Taken {
     Job(Key, Option<JobSeen>),
     Pod(Key, Option<PodSeen>),
     Node,
+    Profiles,
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 use crate::manifests::{BASE, TABLE, blocks};
 use moejob_plan::Job;
+use moejob_plan::profile::Profiles;
 use moejob_tests::cluster::{Said, get, kubectl, manifest};
 use moejob_tests::root;
 use serde_json::Value;
@@ -41,7 +42,7 @@ fn verdict(said: &Said) -> String {
         let object: Value = serde_json::from_str(&said.out).expect("an object");
         let spec = serde_json::from_value(object["spec"].clone()).expect("a spec");
         let name = object["metadata"]["name"].as_str().expect("a name");
-        for problem in Job::from_spec(name, &spec).err().unwrap_or_default() {
+        for problem in Job::from_spec(name, &spec, Profiles::shipped()).err().unwrap_or_default() {
             add(&format!("condition: {}", problem.sentence()));
         }
     }

@@ -150,3 +150,28 @@ pub fn unhealthy<'c>(conditions: impl IntoIterator<Item = (&'c str, &'c str)>) -
     let bad: Vec<(&str, &str)> = conditions.into_iter().filter(is_bad).collect();
     bad.iter().map(|(name, status)| format!("{name}={status}")).min()
 }
+
+/// An event of the virtual machine that is planned; True on AKS.
+const VM_EVENT: &str = "VMEventScheduled";
+
+/// Whether the condition tells of a freeze: the machine stands still for seconds and goes on, so
+/// nobody leaves it. Any other word, also one that is not known, may be a reboot.
+pub fn is_pause(condition: &str, reason: &str, message: &str) -> bool {
+    let words = format!("{reason} {message}").to_lowercase();
+    let ends = ["reboot", "redeploy", "terminate", "preempt"];
+    condition == VM_EVENT && words.contains("freeze") && !ends.iter().any(|end| words.contains(end))
+}
+
+/// What labels that health monitors set say against a node: IBM Autopilot's, and SageMaker
+/// HyperPod's.
+pub fn unhealthy_label(labels: &BTreeMap<String, String>) -> Option<String> {
+    const AUTOPILOT: &str = "autopilot.ibm.com/gpuhealth";
+    const HYPERPOD: &str = "sagemaker.amazonaws.com/node-health-status";
+    let of = |key: &str| labels.get(key).map(String::as_str);
+    let said = |key: &str| of(key).map(|value| format!("{key}={value}"));
+    match (of(AUTOPILOT), of(HYPERPOD)) {
+        (Some("EVICT"), _) => said(AUTOPILOT),
+        (_, Some(value)) if value.starts_with("Unschedulable") => said(HYPERPOD),
+        _ => None,
+    }
+}

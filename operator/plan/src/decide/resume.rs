@@ -59,6 +59,7 @@ pub(super) fn choose<'o>(
     let mut chosen: Vec<&Worker> =
         (holders.iter().copied().chain(others)).take(count).map(|index| preferred[index]).collect();
     chosen.sort_by_cached_key(|worker| place(worker));
+    let chosen = seated(observed, chosen);
     let (resume, source) = match (found, stored) {
         (Some((snapshot, layout, _)), _) => {
             let Snapshot { step, attempt } = snapshot;
@@ -75,6 +76,37 @@ pub(super) fn choose<'o>(
         (None, None) => (Resume::Fresh, "initial weights".to_string()),
     };
     Start { chosen, resume, source }
+}
+
+/// After a loss as few as possible change their ranks: members keep their seats, and others, in
+/// their order, take those that are free. A gang that grows is seated anew, by its places.
+fn seated<'o>(observed: &'o Observed, chosen: Vec<&'o Worker>) -> Vec<&'o Worker> {
+    let members = observed.record.gang.as_ref().map(|gang| &gang.members[..]).unwrap_or_default();
+    if members.len() < chosen.len() {
+        return chosen;
+    }
+    let mut seats: Vec<Option<&Worker>> = vec![None; members.len()];
+    let mut others = Vec::new();
+    for worker in chosen {
+        let own = members.iter().position(|member| member.worker == worker.name);
+        match own {
+            Some(seat) => seats[seat] = Some(worker),
+            None => others.push(worker),
+        }
+    }
+    // On a member's node its replacement is as near to the others as it was.
+    others.retain(|worker| {
+        let seat = members.iter().position(|member| member.node == worker.node);
+        let free = seat.filter(|seat| seats[*seat].is_none());
+        free.inspect(|seat| seats[*seat] = Some(worker)).is_none()
+    });
+    let mut others = others.into_iter();
+    for seat in &mut seats {
+        if seat.is_none() {
+            *seat = others.next();
+        }
+    }
+    seats.into_iter().flatten().collect()
 }
 
 /// Newest first.

@@ -13,6 +13,7 @@
 mod event_log;
 mod fence;
 mod gang_pods;
+mod machine;
 mod objects;
 mod outbox;
 mod place;
@@ -40,6 +41,7 @@ use crate::decide::Action;
 use crate::engines::Engines;
 use crate::observed::{Millis, Record};
 use crate::pods::{Birth, Surroundings};
+use crate::profile::Profiles;
 use crate::record::{GangPods, Rest};
 use crate::status::MoeJobStatus;
 use crate::track::{Recovery, Tracker};
@@ -119,7 +121,7 @@ pub struct WorkerPod {
 }
 
 /// What all jobs of an operator share.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Operator {
     /// Image and pull policy of its own container.
     pub image: (String, Option<String>),
@@ -131,6 +133,8 @@ pub struct Operator {
     pub keyring: String,
     /// Engines compute on processors in place of GPUs, see [`Job::stand_in`].
     pub stand_in: bool,
+    /// The kinds of machine that jobs may name.
+    pub profiles: Arc<Profiles>,
 }
 
 /// What a stream says of a worker.
@@ -171,6 +175,8 @@ pub enum Event {
     Done { aside: bool, results: Vec<(Origin, Written)> },
     /// When the API server last answered.
     Api { heard: Millis },
+    /// The kinds of machine have changed; the job's object follows.
+    Profiles(Arc<Profiles>),
     /// Somebody wants the whole job to end, with a checkpoint.
     Stop,
 }
@@ -383,7 +389,7 @@ impl JobLoop {
             effects: Vec::new(),
             dirty: true,
         };
-        job.spec.restore(saved.more.accepted);
+        job.spec.restore(saved.more.accepted, saved.more.machine);
         job.rest_again(now);
         match &job.fence {
             Some(fence) => {

@@ -255,6 +255,7 @@ impl JobLoop {
             more: record::More {
                 accepted: self.spec.accepted().cloned(),
                 keyring: self.operator.keyring.clone(),
+                machine: self.spec.machine.clone(),
                 pods: self.gang_pods(tracker),
                 refused: self.refusals.saved().clone(),
                 rests: self.rests.saved().clone(),

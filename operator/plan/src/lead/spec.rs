@@ -12,7 +12,8 @@ use crate::observed::{Millis, Observed, Record, Stored, Wanted};
 use crate::placement;
 use crate::pods;
 use crate::problem::Problem;
-use crate::record::{self, Accepted, Saved};
+use crate::profile::Profiles;
+use crate::record::{self, Accepted, Machine, Saved};
 use crate::spec::MoeJobSpec;
 use moejob_protocol::config::WorkerConfig;
 use serde_json::Value;
@@ -39,11 +40,15 @@ pub(super) struct Spec {
     generation: i64,
     accepted: Option<Accepted>,
     blocked: Option<Blocked>,
+    /// What the job's profile said when it was accepted.
+    pub machine: Option<Machine>,
+    /// The profiles have changed since it was read.
+    pub is_stale: bool,
 }
 
 impl Spec {
-    pub fn restore(&mut self, accepted: Option<Accepted>) {
-        self.accepted = accepted;
+    pub fn restore(&mut self, accepted: Option<Accepted>, machine: Option<Machine>) {
+        (self.accepted, self.machine) = (accepted, machine);
     }
 
     /// The job that is planned.
@@ -88,7 +93,7 @@ impl JobLoop {
                 reason: DELETED,
                 message: "the job is being deleted".to_string(),
             });
-        } else if seen.generation != self.spec.generation {
+        } else if seen.generation != self.spec.generation || self.spec.is_stale {
             self.read_spec(seen, now);
         }
         self.outbox.job_changed();
@@ -97,18 +102,25 @@ impl JobLoop {
 
     pub(super) fn read_spec(&mut self, seen: &JobSeen, now: Millis) {
         self.spec.generation = seen.generation;
+        self.spec.is_stale = false;
         self.dirty = true;
         let before = self.spec.accepted.as_ref();
+        let profiles = &*self.operator.profiles;
         let judged = match &self.place {
-            Place::Cluster(_) => judge_seen(seen),
+            Place::Cluster(_) => judge_seen(seen, profiles),
             Place::Machine(local) => Ok(local.job.clone()),
         };
+        let judged = judged.and_then(|job| self.on_its_machine(job, seen));
         let (job, generation) = match judged {
             Ok(job) => (job, seen.generation),
             Err(blocked) => {
                 // An edit that is refused changes nothing, also for a leader that comes after it.
                 let accepted = before.filter(|_| self.spec.job.is_none());
-                let was = accepted.and_then(|of| Some((of.judge(seen).ok()?, of.generation)));
+                let was = accepted.and_then(|of| {
+                    let was = of.judge(seen, profiles);
+                    let was = was.and_then(|job| self.on_its_machine(job, seen)).ok()?;
+                    Some((was, of.generation))
+                });
                 let (reason, message) = (blocked.reason, blocked.message.clone());
                 self.event(true, reason, message, now);
                 match was {
@@ -134,20 +146,21 @@ impl JobLoop {
         let timeout = Duration::from_millis(job.recovery.heartbeat_timeout);
         self.effects.push(Effect::Link(Link::HeartbeatTimeout(timeout)));
         self.spec.needs = Needs::of(&job);
+        self.keep_machine(&job, now);
         self.spec.job = Some(Box::new(job));
     }
 }
 
 impl Accepted {
     /// The job that was accepted: what cannot change is as it is, what can change as it was.
-    fn judge(&self, seen: &JobSeen) -> Result<Job, Blocked> {
+    fn judge(&self, seen: &JobSeen, profiles: &Profiles) -> Result<Job, Blocked> {
         let mut spec = seen.spec.clone();
         changes::put(&mut spec, &self.values);
-        judge(&seen.name, &spec)
+        judge(&seen.name, &spec, profiles)
     }
 }
 
-fn judge_seen(seen: &JobSeen) -> Result<Job, Blocked> {
+fn judge_seen(seen: &JobSeen, profiles: &Profiles) -> Result<Job, Blocked> {
     if seen.spec_bytes > cost::TEXT_BYTES_MAX {
         let message = format!(
             "spec: {} bytes as JSON, at most {}; keep data out of it",
@@ -156,7 +169,7 @@ fn judge_seen(seen: &JobSeen) -> Result<Job, Blocked> {
         );
         return Err(Blocked { invalid: true, reason: "InvalidSpec", message });
     }
-    judge(&seen.name, &seen.spec)
+    judge(&seen.name, &seen.spec, profiles)
 }
 
 /// The record of the leader before.
@@ -177,7 +190,7 @@ pub fn sealed_by(status: &Value) -> Option<String> {
 ///
 /// # Errors
 /// In the words of its condition.
-pub fn judge(name: &str, spec: &Value) -> Result<Job, Blocked> {
+pub fn judge(name: &str, spec: &Value, profiles: &Profiles) -> Result<Job, Blocked> {
     let blocked = |invalid: bool, reason: &'static str, message: String| {
         Err(Blocked { invalid, reason, message })
     };
@@ -185,7 +198,7 @@ pub fn judge(name: &str, spec: &Value) -> Result<Job, Blocked> {
         Ok(spec) => spec,
         Err(error) => return blocked(true, "InvalidSpec", format!("spec: {error}")),
     };
-    let job = match Job::from_spec(name, &spec) {
+    let job = match Job::from_spec(name, &spec, profiles) {
         Ok(job) => job,
         Err(problems) => return blocked(true, "InvalidSpec", sentences(&problems)),
     };
@@ -260,13 +273,13 @@ mod tests {
     fn blocked(change: impl Fn(&mut Value)) -> (String, String) {
         let mut spec = good();
         change(&mut spec);
-        let blocked = judge("job", &spec).expect_err("blocked");
+        let blocked = judge("job", &spec, Profiles::shipped()).expect_err("blocked");
         (format!("{} {}", blocked.reason, blocked.invalid), blocked.message)
     }
 
     #[test]
     fn what_keeps_a_job_from_being_planned_has_a_reason() {
-        assert!(judge("job", &good()).is_ok());
+        assert!(judge("job", &good(), Profiles::shipped()).is_ok());
         let (reason, message) = blocked(|spec| spec["training"]["globalBatchSize"] = json!(0));
         assert_eq!(reason, "InvalidSpec true");
         assert!(message.contains("globalBatchSize"), "{message}");

@@ -61,6 +61,7 @@ impl JobLoop {
                 self.dirty = true;
                 self.tracker.observed.interrupt = true;
             }
+            Event::Profiles(profiles) => self.on_profiles(profiles),
             Event::Api { .. } => {}
         }
     }

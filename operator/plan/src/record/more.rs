@@ -4,6 +4,7 @@
 use super::{Rest, VERSION};
 use crate::engines::EngineLoss;
 use crate::observed::{Gang, Millis};
+use crate::profile::Profile;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -22,6 +23,9 @@ pub struct More {
     /// Names the key by which the job's pods were sealed.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub keyring: String,
+    /// What the job's profile said when it was accepted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub machine: Option<Machine>,
     #[serde(skip_serializing_if = "is_first")]
     pub pods: GangPods,
     /// Of pods that the API server did not take.
@@ -50,6 +54,26 @@ pub struct Accepted {
     pub generation: i64,
     /// Of the fields that may change, by their paths.
     pub values: Map<String, Value>,
+}
+
+/// A profile as a job knows it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Machine {
+    pub name: String,
+    /// Of all that the profile says.
+    pub digest: String,
+    /// GPUs and ranks of a node: layouts of the job rest on them.
+    pub devices: u32,
+    pub ranks: u32,
+}
+
+impl Machine {
+    pub fn of(profile: &Profile) -> Machine {
+        let Profile { name, digest, devices, ranks, .. } = profile;
+        let (name, digest) = (name.clone(), digest.clone());
+        Machine { name, digest, devices: *devices, ranks: *ranks }
+    }
 }
 
 /// The pods of a gang.

@@ -36,9 +36,11 @@ use serde::{Deserialize, Serialize};
 pub struct NodesSpec {
     /// The kind of machine: it says how many devices a node has, what memory they have, how they
     /// are connected, and which settings the network wants. gpu is the GPUs that the machine of
-    /// `moejob run` shows. Default: cpu.
+    /// `moejob run` shows. Shipped are cpu, gpu, ndm-a100-v4, nd-a100-v4, nd-h100-v5 and
+    /// nd-h200-v5; the operator's admin may add others. Default: cpu.
+    #[schemars(length(min = 1, max = 63))]
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub profile: Option<ProfileName>,
+    pub profile: Option<String>,
     /// The job runs on no fewer nodes. Default: 1.
     #[schemars(range(min = 1, max = 4096))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -63,21 +65,6 @@ pub struct NodesSpec {
     /// The machine of profile custom.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub custom: Option<CustomProfileSpec>,
-}
-
-/// A kind of machine.
-#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[serde(rename_all = "kebab-case")]
-pub enum ProfileName {
-    Cpu,
-    Gpu,
-    #[serde(rename = "ndm-a100-v4")]
-    NdmA100V4,
-    #[serde(rename = "nd-h100-v5")]
-    NdH100V5,
-    #[serde(rename = "nd-h200-v5")]
-    NdH200V5,
-    Custom,
 }
 
 /// A machine that no profile describes.
@@ -105,6 +92,45 @@ pub struct CustomProfileSpec {
     #[schemars(extend("maxProperties" = 32))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub node_selector: Option<std::collections::BTreeMap<String, String>>,
+    /// What a pod asks for so that it may use the network cards. Default: nothing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rdma: Option<RdmaSpec>,
+    /// Settings of NCCL and UCX that the network wants.
+    #[schemars(length(max = 32))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub env: Option<Vec<SettingSpec>>,
+}
+
+/// An extended resource of Kubernetes.
+#[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(crates(kube_core = "::kube_core"))]
+pub struct RdmaSpec {
+    /// Its name, as rdma/ib or rdma/shared_ib.
+    #[schemars(required, length(min = 3, max = 253))]
+    #[x_kube(validation = Rule::new("self.matches('^[a-z0-9.-]+/[A-Za-z0-9._-]+$')")
+        .message("rdma.resource: an extended resource, as rdma/ib"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub resource: Option<String>,
+    /// How many of it a pod asks for.
+    #[schemars(required, range(min = 1, max = 64))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub count: Option<u32>,
+}
+
+/// A variable of the workers' environment.
+#[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(crates(kube_core = "::kube_core"))]
+pub struct SettingSpec {
+    /// One of those that say how links are used; none of them loads a program or writes a file.
+    #[schemars(required, extend("enum" = crate::profile::CUSTOM_ENV))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Its value, in quotes where it is a number.
+    #[schemars(required, length(min = 1, max = 256))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub value: Option<String>,
 }
 
 /// What a rank computes on.
@@ -132,13 +158,35 @@ pub struct TopologySpec {
     pub require: Option<Level>,
 }
 
-/// A level of the topology, from wide to narrow.
+/// A level of the topology, from wide to narrow. tier-0 is the switch next to the nodes; leaf and
+/// rack are other words for it.
 #[derive(
     JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash,
 )]
 #[serde(rename_all = "kebab-case")]
 pub enum Level {
     Zone,
+    #[serde(rename = "tier-9")]
+    Tier9,
+    #[serde(rename = "tier-8")]
+    Tier8,
+    #[serde(rename = "tier-7")]
+    Tier7,
+    #[serde(rename = "tier-6")]
+    Tier6,
+    #[serde(rename = "tier-5")]
+    Tier5,
+    #[serde(rename = "tier-4")]
+    Tier4,
+    #[serde(rename = "tier-3")]
+    Tier3,
+    #[serde(rename = "tier-2")]
+    Tier2,
+    #[serde(rename = "tier-1")]
+    Tier1,
+    #[serde(rename = "tier-0")]
+    Tier0,
+    Leaf,
     Rack,
     NvlinkDomain,
     Host,

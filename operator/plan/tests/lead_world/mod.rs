@@ -11,6 +11,7 @@ use moejob_plan::lead::{
     Write, WriteError, WriteErrorKind, judge, owner,
 };
 use moejob_plan::observed::{Millis, Node};
+use moejob_plan::profile::Profiles;
 use crate::said::{device_failed, hello, step_report, warning};
 use moejob_protocol::message::{Down, Heartbeat, LeftReason, Phase, Up};
 use serde_json::{Value, json};
@@ -31,6 +32,7 @@ pub struct World {
     keyring: String,
     /// Of the operator itself.
     own_image: String,
+    profiles: Arc<Profiles>,
     /// Its pods are processes of a machine.
     machine: Option<Box<Local>>,
     /// An answer was given to nothing.
@@ -64,6 +66,7 @@ impl Default for World {
             version: 1,
             keyring: "key".into(),
             own_image: "own:1".into(),
+            profiles: Arc::default(),
             machine: None,
             missed: false,
             effects: 0,
@@ -135,12 +138,18 @@ impl World {
             ["machine", settings @ ..] => {
                 *self = World::default();
                 settings.iter().for_each(|setting| self.set(setting));
-                let job = judge("a", &self.seen.spec).expect("a good job");
+                let job = judge("a", &self.seen.spec, Profiles::shipped()).expect("a good job");
                 let places = pods::places(&job);
                 self.machine = Some(Box::new(Local { job, places, threads: 1 }));
                 self.adopt(1);
             }
             ["stop"] => self.on(Event::Stop),
+            // An admin's own profile `box`: processors that some ranks share.
+            ["box", settings @ ..] => {
+                self.set_box(settings);
+                self.on(Event::Profiles(Arc::clone(&self.profiles)));
+                self.on(Event::Spec(Box::new(self.seen.clone())));
+            }
             ["leader", term, settings @ ..] => {
                 settings.iter().for_each(|setting| self.set(setting));
                 self.under_way.clear();
@@ -219,6 +228,11 @@ impl World {
         let spec = &mut self.seen.spec;
         match name {
             "min" | "max" => spec["nodes"][name] = number(),
+            "profile" => spec["nodes"]["profile"] = json!(value),
+            "box" => {
+                let said = value.replace(':', "=");
+                self.set_box(&said.split(',').collect::<Vec<_>>());
+            }
             "suspend" => spec["suspend"] = json!(value == "true"),
             "steps" => spec["training"]["steps"] = number(),
             "gangTimeout" => spec["recovery"]["gangTimeout"] = json!(value),
@@ -232,6 +246,13 @@ impl World {
         }
     }
 
+    fn set_box(&mut self, settings: &[&str]) {
+        let fields = settings.iter().map(|setting| setting.replace('=', ": ") + "\n");
+        let text = format!("version: 1\nbackend: cpu\n{}", fields.collect::<String>());
+        let own = settings.first().map(|_| ("box.yaml".to_string(), text.into_bytes()));
+        self.profiles = Arc::new(Profiles::shipped().with(own).0);
+    }
+
     fn adopt(&mut self, term: u64) {
         let operator = Operator {
             image: (self.own_image.clone(), None),
@@ -239,6 +260,7 @@ impl World {
             trusted: String::new(),
             keyring: self.keyring.clone(),
             stand_in: false,
+            profiles: Arc::clone(&self.profiles),
         };
         let place = match &self.machine {
             Some(local) => Place::Machine(local.clone()),

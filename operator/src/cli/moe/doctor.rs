@@ -9,10 +9,12 @@ use super::error::MoeError;
 use super::nodes::{judge, summary};
 use super::output::{self, Format};
 use super::now;
+use crate::cli::profiles::OwnProfiles;
 use clap::Args;
 use moejob_plan::Job;
 use moejob_plan::allocate::Needs;
 use moejob_plan::observed::Millis;
+use moejob_plan::profile::Profiles;
 use serde_json::{Value, json};
 
 #[derive(Args)]
@@ -21,9 +23,10 @@ pub struct DoctorArgs {
     #[arg(long, default_value = "moejob-system")]
     pub operator_namespace: String,
     /// The kind of machine that nodes are looked for.
-    #[arg(long, default_value = "cpu",
-        value_parser = ["cpu", "ndm-a100-v4", "nd-h100-v5", "nd-h200-v5"])]
+    #[arg(long, default_value = "cpu")]
     pub profile: String,
+    #[command(flatten)]
+    pub profiles: OwnProfiles,
     /// How it is written.
     #[arg(short, long, value_enum)]
     pub output: Option<Format>,
@@ -43,7 +46,7 @@ pub async fn run(cluster: &Cluster, args: &DoctorArgs) -> Result<(), MoeError> {
         Seen::Hidden => Check::unknown("namespace", "see role bindings here"),
     });
     checks.push(rights(cluster).await?);
-    checks.push(nodes(cluster, &args.profile).await?);
+    checks.push(nodes(cluster, args).await?);
     let classes = match listed(cluster, CLASSES, None).await? {
         Seen::There(classes) => Some(classes),
         _ => None,
@@ -162,7 +165,8 @@ async fn rights(cluster: &Cluster) -> Result<Check, MoeError> {
     Ok(checks::rights(&allowed, &cluster.namespace))
 }
 
-async fn nodes(cluster: &Cluster, profile: &str) -> Result<Check, MoeError> {
+async fn nodes(cluster: &Cluster, args: &DoctorArgs) -> Result<Check, MoeError> {
+    let profile = &args.profile;
     const NAME: &str = "nodes";
     let Seen::There(nodes) = listed(cluster, NODES, None).await? else {
         return Ok(Check::unknown(NAME, "list nodes"));
@@ -171,7 +175,7 @@ async fn nodes(cluster: &Cluster, profile: &str) -> Result<Check, MoeError> {
         Seen::There(pods) => pods,
         _ => return Ok(Check::unknown(NAME, "list the pods of all namespaces")),
     };
-    let needs = needs(profile)?;
+    let needs = needs(profile, &args.profiles.read().map_err(MoeError::Input)?)?;
     let judged = judge(&nodes, &pods, &needs, None);
     let text = format!("for profile {profile}: {}", summary(&judged));
     let free = judged.iter().any(|node| node.against.is_none());
@@ -185,7 +189,7 @@ async fn nodes(cluster: &Cluster, profile: &str) -> Result<Check, MoeError> {
 }
 
 /// What a small job of this profile asks of a node.
-fn needs(profile: &str) -> Result<Needs, MoeError> {
+fn needs(profile: &str, profiles: &Profiles) -> Result<Needs, MoeError> {
     let manifest = json!({
         "apiVersion": "moejob.dev/v1alpha1", "kind": "MoeJob", "metadata": {"name": "any"},
         "spec": {
@@ -195,7 +199,7 @@ fn needs(profile: &str) -> Result<Needs, MoeError> {
             "training": {"steps": 1, "globalBatchSize": 64},
         },
     });
-    match Job::read(manifest.to_string().as_bytes()) {
+    match Job::read_with(manifest.to_string().as_bytes(), None, profiles) {
         Ok(job) => Ok(Needs::of(&job)),
         Err(problems) => {
             let text: Vec<String> = problems.iter().map(|problem| problem.sentence()).collect();
@@ -216,9 +220,9 @@ mod tests {
 
     #[test]
     fn every_profile_can_be_asked_for() {
-        for profile in ["cpu", "ndm-a100-v4", "nd-h100-v5", "nd-h200-v5"] {
-            let needs = needs(profile).expect(profile);
-            assert_eq!(needs.selector.is_empty(), profile == "cpu");
+        for profile in Profiles::shipped().names() {
+            let needs = needs(profile, Profiles::shipped()).expect(profile);
+            assert_eq!(needs.selector.is_empty(), ["cpu", "gpu"].contains(&profile));
         }
     }
 

@@ -4,6 +4,7 @@ use super::table::{self, age, cut, span};
 use moejob_plan::Job;
 use moejob_plan::engines::{Engines, RankPlace};
 use moejob_plan::observed::{Gang, Millis};
+use moejob_plan::profile::Profiles;
 use moejob_plan::record::{self, Saved};
 use moejob_plan::spec::MoeJobSpec;
 use moejob_plan::status::{Condition, MoeJobStatus};
@@ -32,6 +33,11 @@ pub struct JobView {
 
 impl JobView {
     pub fn read(object: &Value) -> JobView {
+        JobView::read_with(object, Profiles::shipped())
+    }
+
+    /// The same, where machines are known that are not shipped.
+    pub fn read_with(object: &Value, profiles: &Profiles) -> JobView {
         let meta = &object["metadata"];
         let text = |field: &str| meta[field].as_str().unwrap_or_default().to_string();
         let name = text("name");
@@ -40,7 +46,7 @@ impl JobView {
         let spec: Option<MoeJobSpec> = serde_json::from_value(object["spec"].clone()).ok();
         let priority = object["spec"]["priorityClassName"].as_str().unwrap_or_default();
         JobView {
-            job: spec.and_then(|spec| Job::from_spec(&name, &spec).ok()).map(Box::new),
+            job: spec.and_then(|spec| Job::from_spec(&name, &spec, profiles).ok()).map(Box::new),
             saved: record::read(&status.record).ok(),
             namespace: text("namespace"),
             uid: text("uid"),

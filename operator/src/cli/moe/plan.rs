@@ -6,6 +6,7 @@ use super::job::JobView;
 use super::nodes::{infos, judge, summary};
 use super::output;
 use crate::cli::plan::{How, Planned};
+use crate::cli::profiles::OwnProfiles;
 use crate::cli::validate;
 use clap::Args;
 use moejob_plan::problem::printable_lines;
@@ -22,17 +23,19 @@ pub struct PlanArgs {
     #[arg(long)]
     pub nodes: Option<PathBuf>,
     #[command(flatten)]
+    pub profiles: OwnProfiles,
+    #[command(flatten)]
     pub how: How,
 }
 
 pub async fn run(cluster: &Cluster, args: &PlanArgs) -> Result<(), MoeError> {
-    let (job, uid) = job(cluster, &args.job).await?;
+    let (job, uid) = job(cluster, &args.job, &args.profiles).await?;
     let nodes = match &args.nodes {
         Some(file) => Some(crate::cli::plan::read_nodes(file).map_err(MoeError::Input)?),
         None => free(cluster, &job, uid.as_deref()).await?,
     };
     let Planned { text, works } =
-        args.how.planned(&job, nodes.as_deref()).map_err(MoeError::Input)?;
+        args.how.planned(&job, nodes.as_deref(), &args.profiles).map_err(MoeError::Input)?;
     output::say(&format!("{text}\n"))?;
     match works {
         true => Ok(()),
@@ -41,18 +44,23 @@ pub async fn run(cluster: &Cluster, args: &PlanArgs) -> Result<(), MoeError> {
 }
 
 /// A file where there is one, else a job of the cluster and its uid.
-async fn job(cluster: &Cluster, name: &str) -> Result<(Job, Option<String>), MoeError> {
+async fn job(
+    cluster: &Cluster,
+    name: &str,
+    profiles: &OwnProfiles,
+) -> Result<(Job, Option<String>), MoeError> {
     let path = Path::new(name);
     if name == "-" || path.exists() {
         let refused = |_| MoeError::Input(format!("{name}: not planned"));
-        return Ok((validate::read_job(path).map_err(refused)?.job, None));
+        return Ok((validate::read_job(path, profiles).map_err(refused)?.job, None));
     }
     let looks_like_a_file = name.contains('/') || name.ends_with(".yaml") || name.ends_with(".yml");
     if looks_like_a_file {
         return Err(MoeError::Input(format!("{name}: there is no such file")));
     }
     let object = cluster.get(JOBS, Some(&cluster.namespace), name).await?;
-    let view = JobView::read(&object);
+    let own = profiles.read().map_err(MoeError::Input)?;
+    let view = JobView::read_with(&object, &own);
     match view.job {
         Some(job) => Ok((*job, Some(view.uid))),
         None => Err(MoeError::Input(format!("{name} is not valid: {}", view.reason()))),

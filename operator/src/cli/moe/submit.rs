@@ -5,10 +5,12 @@ use super::error::MoeError;
 use super::job::JobView;
 use super::output::{self, Format, name_of};
 use super::wait::{Goal, wait};
+use crate::cli::profiles::OwnProfiles;
 use crate::cli::validate;
 use crate::controller::plannable;
 use clap::{Args, ValueEnum};
 use kube::api::{Patch, PatchParams};
+use moejob_plan::profile::Profiles;
 use moejob_plan::read::Manifest;
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -43,6 +45,8 @@ pub struct SubmitArgs {
     /// How long to wait, as 90s, 10m or 2h.
     #[arg(long, default_value = "24h", value_parser = super::duration)]
     pub timeout: Duration,
+    #[command(flatten)]
+    pub profiles: OwnProfiles,
     /// How the job is written.
     #[arg(short, long, value_enum)]
     pub output: Option<Format>,
@@ -60,7 +64,8 @@ pub fn read(args: &SubmitArgs) -> Result<Value, MoeError> {
     let Some(file) = file else { return Err(MoeError::Input("name a manifest".to_string())) };
     let bytes = validate::read(file)
         .map_err(|error| MoeError::Input(format!("{}: {error}", file.display())))?;
-    if !validate::report(file, &bytes) {
+    let profiles = args.profiles.read().map_err(MoeError::Input)?;
+    if !validate::report(file, &bytes, &profiles) {
         let text = format!("{}: not submitted; nothing was sent", file.display());
         return Err(MoeError::Input(text));
     }
@@ -72,14 +77,15 @@ pub fn read(args: &SubmitArgs) -> Result<Value, MoeError> {
     if args.hold {
         object["spec"]["suspend"] = json!(true);
     }
-    never_run(&object).map_err(|why| MoeError::Input(format!("{}: {why}", file.display())))?;
+    let refused = |why: String| MoeError::Input(format!("{}: {why}", file.display()));
+    never_run(&object, &profiles).map_err(refused)?;
     Ok(object)
 }
 
 /// Why a valid manifest would wait on a cluster for ever.
-fn never_run(object: &Value) -> Result<(), String> {
+fn never_run(object: &Value, profiles: &Profiles) -> Result<(), String> {
     let name = object["metadata"]["name"].as_str().unwrap_or_default();
-    plannable(name, &object["spec"])
+    plannable(name, &object["spec"], profiles)
 }
 
 pub async fn run(cluster: &Cluster, args: &SubmitArgs, object: Value) -> Result<(), MoeError> {
@@ -180,9 +186,9 @@ mod tests {
     fn what_would_never_run_is_not_sent() {
         let mut job = object("a", json!({}));
         job["spec"]["model"] = json!({"preset": "tiny"});
-        assert_eq!(never_run(&job), Ok(()));
+        assert_eq!(never_run(&job, &Profiles::default()), Ok(()));
         job["spec"]["volumes"] = json!([]);
-        let why = never_run(&job).expect_err("no durable checkpoints");
+        let why = never_run(&job, &Profiles::default()).expect_err("no durable checkpoints");
         assert!(why.contains("spec.checkpoint.location"), "{why}");
     }
 

@@ -1,0 +1,17 @@
+//! The fabric that a gang's nodes hang on: which labels tell it, and the order of ranks that costs
+//! it least.
+//!
+//! ```text
+//! labels of nodes x Keys -> path of each node: zone > tier 9 > .. > tier 0 > NVLink domain > host
+//! paths x expert group -> arrange: the order of ranks; crossings: what that order costs
+//! ```
+
+mod arrange;
+mod facts;
+mod keys;
+mod trees;
+
+pub use arrange::{Wish, arrange};
+pub use facts::FabricFacts;
+pub use keys::{FILE, HOST, Keys, LEVELS, depth};
+pub use trees::{Crossings, crossings, ring_optimum, tree_links};
