@@ -168,7 +168,7 @@ mod tests {
         };
         assert!(matches!(cluster.take(Change::Node(node.clone())), Taken::Node));
         assert!(matches!(cluster.take(Change::Node(node)), Taken::Nothing));
-        for kind in [Kind::Jobs, Kind::Pods, Kind::Nodes, Kind::Classes] {
+        for kind in [Kind::Jobs, Kind::Pods, Kind::Nodes, Kind::Classes, Kind::Profiles] {
             assert!(!cluster.is_complete());
             cluster.take(Change::Complete(kind));
         }
