@@ -192,9 +192,8 @@ pub fn blocked(reason: &str, message: String) -> MoeJobStatus {
     }
 }
 
-/// The status of a job, but for what only its workers tell (loss, tokens a second, engines that were
-/// lost) and for times.
-/// `why` is the newest plan's.
+/// The status of a job, but for what only its workers tell (loss, tokens a second, engines that
+/// were lost) and for times. `why` is the newest plan's.
 pub fn status(
     job: &Job,
     observed: &Observed,
