@@ -334,8 +334,8 @@ async fn a_members_broken_frames_end_the_attempt_and_nothing_else() {
         let client = || forge.valid(&worker(JOB, attempt, "w0"), ALPN_DATA);
         let mut stream = welcomed(address, client).await;
         let header = Header { attempt, number: 1, source: 0, kind: Kind::Gather, length: 16 };
-        stream.write_all(&frame(header)).await.expect("a member's bytes are taken");
         // The worker may have ended the stream as soon as it saw the header.
+        let _ = stream.write_all(&frame(header)).await;
         let _ = stream.shutdown().await;
         let (name, reason, _) = gang.until_left(attempt).await;
         assert_eq!((name.as_str(), reason), ("w1", LeftReason::PeerLost { rank: 0 }));

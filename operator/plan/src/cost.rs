@@ -140,6 +140,12 @@ pub fn problems(job: &Job) -> Vec<Problem> {
     problems
 }
 
+/// Whether the memory of a rank among `ranks` may be counted where other jobs wait.
+pub fn is_countable(job: &Job, ranks: u32) -> bool {
+    let tensors = Extent::of(&job.model).tensors();
+    tensors.saturating_mul(ROW + u64::from(ranks)) <= COUNTED_MAX
+}
+
 /// What `placement` looks up: the table for each number of nodes, and for each degree that divides
 /// it. Without a limit the smallest size's alone, for its pods' requests.
 fn counted(job: &Job, extent: Extent) -> u64 {

@@ -7,6 +7,7 @@
 //!   + the guarantees again (`assert_guarantees`), so that no overlay can take them away
 //! ```
 
+use crate::cost;
 use crate::job::Job;
 use crate::launch::Places;
 use crate::observed::Size;
@@ -377,11 +378,15 @@ fn memory_mib(job: &Job) -> MemoryMib {
     let mib = |bytes: u64| (ranks * bytes + processes * PROCESS_BYTES).div_ceil(1 << 20);
     // The fewer the ranks, the more each holds, so the smallest gang needs most; the more ranks
     // share the experts, the more rows the worst routing may send to one of them.
-    let widest = sizes.iter().max_by_key(|size| size.layout.mesh.ep);
+    let widest = sizes.iter().rev().max_by_key(|size| size.layout.mesh.ep);
     let of = |size: &Size| placement::memory(job, &size.layout, 0);
     let request = sizes.first().map_or(0, |size| of(size).committed);
-    let worst = sizes.first().into_iter().chain(widest).map(|size| of(size).worst).max();
-    MemoryMib { request: mib(request), limit: Some(mib(worst.unwrap_or(0)) + SHM_CPU_MIB) }
+    // Of thousands of ranks with thousands of experts it takes minutes to count, so their workers
+    // get no limit.
+    let limit = widest.is_none_or(|size| cost::is_countable(job, size.layout.mesh.world()));
+    let worst = || sizes.first().into_iter().chain(widest).map(|size| of(size).worst).max();
+    let limit = limit.then(|| mib(worst().unwrap_or(0)) + SHM_CPU_MIB);
+    MemoryMib { request: mib(request), limit }
 }
 
 /// The job's own volumes `v0`, `v1`, ... and those that every pod has.

@@ -119,6 +119,21 @@ fn our_objects_have_no_unknown_fields() {
     }
 }
 
+/// What it takes to count the memory of the widest gang of such a job would hold up all others.
+#[test]
+fn a_job_of_thousands_of_ranks_and_experts_gets_no_limit() {
+    let text = "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: { name: a }\nspec:\n  \
+                nodes: { min: 1, max: 4096 }\n  model: { hiddenSize: 32, numHiddenLayers: 256, \
+                numAttentionHeads: 2, experts: { count: 256, perToken: 2, intermediateSize: 32 } \
+                }\n  data: { train: { text: { paths: [a] } }, sequenceLength: 32 }\n  training: { \
+                steps: 1, globalBatchSize: 4096 }\n";
+    let job = Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"));
+    let pod = pods::pod(&job, &around(), &birth());
+    let resources = &pod["spec"]["containers"][0]["resources"];
+    assert!(resources["limits"]["memory"].is_null(), "{resources}");
+    assert!(resources["requests"]["memory"].is_string(), "{resources}");
+}
+
 /// What a worker may take covers every gang that the job may have, and never less than it asks for.
 #[test]
 fn the_limit_of_a_worker_covers_the_worst_routing_of_every_size() {
