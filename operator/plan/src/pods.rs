@@ -380,11 +380,12 @@ fn memory_mib(job: &Job) -> MemoryMib {
     // share the experts, the more rows the worst routing may send to one of them.
     let widest = sizes.iter().rev().max_by_key(|size| size.layout.mesh.ep);
     let of = |size: &Size| placement::memory(job, &size.layout, 0);
-    let request = sizes.first().map_or(0, |size| of(size).committed);
+    let smallest = sizes.first().map(of);
+    let request = smallest.as_ref().map_or(0, |memory| memory.committed);
     // Of thousands of ranks with thousands of experts it takes minutes to count, so their workers
     // get no limit.
     let limit = widest.is_none_or(|size| cost::is_countable(job, size.layout.mesh.world()));
-    let worst = || sizes.first().into_iter().chain(widest).map(|size| of(size).worst).max();
+    let worst = || smallest.into_iter().chain(widest.map(of)).map(|memory| memory.worst).max();
     let limit = limit.then(|| mib(worst().unwrap_or(0)) + SHM_CPU_MIB);
     MemoryMib { request: mib(request), limit }
 }
