@@ -51,5 +51,5 @@ fn a_loop_that_does_not_answer_ends_the_process_and_one_that_does_goes_on() {
     let status = victim("a_loop_that_does_not_answer_ends_the_process_and_one_that_does_goes_on");
     assert_eq!(status.signal(), Some(ABORTED));
     let took = begin.elapsed();
-    assert!(took > Duration::from_secs(22) && took < Duration::from_secs(50), "{took:?}");
+    assert!(took > Duration::from_secs(22) && took < Duration::from_secs(300), "{took:?}");
 }

@@ -188,20 +188,33 @@ async fn slow_strangers(address: SocketAddr, forge: &Forge) {
     tokio::join!(handshake, idle, header, body, truncated, silent);
 }
 
-/// Hundreds that connect and say nothing: all but the newest are put out at once.
+/// Hundreds that connect and say nothing: all but the newest are put out at once. A machine that is
+/// busy with other things may be slow once, and so there are several tries.
 async fn a_flood(address: SocketAddr) {
-    let mut streams = Vec::new();
-    for _ in 0..300 {
-        streams.push(TcpStream::connect(address).await.expect("it listens"));
+    let mut took = Vec::new();
+    while took.iter().all(|took| *took >= Duration::from_secs(4)) {
+        assert!(took.len() < 5, "nobody is put out before the time of a handshake: {took:?}");
+        let mut streams = Vec::new();
+        for _ in 0..300 {
+            streams.push(TcpStream::connect(address).await.expect("it listens"));
+        }
+        let began = Instant::now();
+        let old = streams.len() - HANDSHAKES_MAX;
+        for stream in &mut streams[..old] {
+            assert!(drained(stream).await.is_empty());
+        }
+        took.push(began.elapsed());
     }
-    let began = Instant::now();
-    let old = streams.len() - HANDSHAKES_MAX;
-    for stream in &mut streams[..old] {
-        assert!(drained(stream).await.is_empty());
-    }
-    assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
-    drop(streams);
     // Beyond the rate of one address even the newest are put out, before any handshake.
+    let mut closed = Vec::new();
+    while closed.iter().all(|closed| *closed <= HANDSHAKES_MAX / 2) {
+        assert!(closed.len() < 5, "of the newest {HANDSHAKES_MAX} {closed:?} are closed");
+        closed.push(beyond_the_rate(address).await);
+    }
+}
+
+/// How many of the newest of a burst are closed after a second.
+async fn beyond_the_rate(address: SocketAddr) -> usize {
     let mut streams = VecDeque::new();
     for _ in 0..2 * JOINS_BURST {
         streams.push_back(TcpStream::connect(address).await.expect("it listens"));
@@ -210,12 +223,11 @@ async fn a_flood(address: SocketAddr) {
         }
     }
     sleep(Duration::from_secs(1)).await;
-    let closed = |stream: &TcpStream| match stream.try_read(&mut [0; 1]) {
+    let closed = |stream: &&TcpStream| match stream.try_read(&mut [0; 1]) {
         Ok(read) => read == 0,
         Err(error) => error.kind() != io::ErrorKind::WouldBlock,
     };
-    let closed = streams.iter().filter(|stream| closed(stream)).count();
-    assert!(closed > HANDSHAKES_MAX / 2, "{closed} of the newest {HANDSHAKES_MAX} are closed");
+    streams.iter().filter(closed).count()
 }
 
 /// Of this process, in KiB.

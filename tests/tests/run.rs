@@ -181,7 +181,7 @@ fn workers_die_with_their_runner() {
     send(pids[0], Signal::STOP);
     send(run.pid(), Signal::KILL);
     assert_eq!(run.wait(LIMIT), None);
-    bench.wait_until("no worker left", Duration::from_secs(5), |b| b.worker_pids().is_empty());
+    bench.wait_until("no worker left", Duration::from_secs(30), |b| b.worker_pids().is_empty());
 }
 
 #[test]

@@ -228,7 +228,7 @@ fn what_takes_too_long_or_is_to_stop_is_left() {
     let began = Instant::now();
     let error = comm.all_reduce(whole, whole, Reduce::Sum, stream(1)).expect_err("never done");
     assert!(matches!(error, Error::Late { call: "ncclGroupEnd", .. }), "{error}");
-    assert!(began.elapsed() >= limit && began.elapsed() < Duration::from_secs(5));
+    assert!(began.elapsed() >= limit && began.elapsed() < Duration::from_secs(60));
     assert_eq!(comm.poll().expect("under way"), State::InProgress);
     stop.store(true, Ordering::Relaxed);
     let error = comm.all_reduce(whole, whole, Reduce::Sum, stream(1)).expect_err("stopped");
@@ -323,11 +323,11 @@ fn what_does_not_end_is_told_in_time() {
     let limit = Duration::from_millis(80);
     let error = abandon(comm(), || false, (), limit).expect_err("a stream that never ends");
     assert!(error.to_string().starts_with("a stream did not end within 80ms"), "{error}");
-    stub.set(ABORT_MS, 2_000);
+    stub.set(ABORT_MS, 60_000);
     let began = Instant::now();
     let error = abandon(comm(), || true, (), limit).expect_err("an abort that takes longer");
     assert!(error.to_string().starts_with("the abort of 1 communicators"), "{error}");
-    assert!(began.elapsed() < Duration::from_secs(1));
+    assert!(began.elapsed() < Duration::from_secs(30));
 }
 
 #[test]
@@ -341,7 +341,7 @@ fn a_communicator_that_is_dropped_is_aborted_and_nothing_hangs() {
     let comm = stub.comm(&Config::default()).expect("a communicator");
     let began = Instant::now();
     drop(comm);
-    assert!(began.elapsed() < Duration::from_secs(10));
+    assert!(began.elapsed() < Duration::from_secs(50));
 }
 
 /// Verbs take the communicator of the thread that drives the device, and of no other.

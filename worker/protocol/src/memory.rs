@@ -417,7 +417,7 @@ pub const EXCHANGE_BYTES_MAX: u64 = 16 << 20;
 /// Bytes that one direction of one peer's pipe may hold (`worker::comm`).
 pub const PIPE_BYTES: u64 = 512 << 10;
 /// Snapshots that are kept: of the attempt's start or the newest two, whatever their interval.
-const GENERATIONS: u64 = 2;
+pub const GENERATIONS: u64 = 2;
 /// The process itself: code that is paged in, thread stacks, packed operands, small tables.
 const PROCESS_BYTES: u64 = 8 << 20;
 

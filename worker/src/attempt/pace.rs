@@ -4,28 +4,53 @@
 //! percent of the time since the last, by what the last one cost. Until one was taken, by what a
 //! copy of so many bytes usually costs.
 
+use crate::gang::comm::{Comm, CommError};
+use moejob_protocol::config::Member;
+use moejob_protocol::memory::GENERATIONS;
 use std::time::{Duration, Instant};
 
 /// Time between snapshots over what one costs: 0.5%.
 const TIMES: u32 = 200;
 /// Bytes a second from a GPU to the memory of its host, before one was measured.
 const USUAL: f64 = 2e10;
-/// Two generations may take so much of a machine's memory.
+/// Snapshots may take so much of a machine's memory, which others use as well.
 const SHARE: f64 = 0.7;
+/// The same of a limit that was made for this worker: its pod asks for what it keeps.
+const SHARE_OF_LIMIT: f64 = 0.85;
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pace {
     since: Instant,
     cost: Duration,
-    /// Two generations fit into the machine's memory.
+    /// Memory has room for what every worker keeps.
     fits: bool,
 }
 
 impl Pace {
-    /// Of a state of `bytes` on a machine with `memory` bytes.
-    pub fn new(bytes: u64, memory: u64, now: Instant) -> Pace {
+    /// Of a rank that copies `bytes`, whose worker keeps `kept` bytes where `room` are.
+    pub fn new(bytes: u64, kept: u64, room: u64, now: Instant) -> Pace {
         let cost = Duration::from_secs_f64(bytes as f64 / USUAL);
-        Pace { since: now, cost, fits: 2.0 * bytes as f64 <= SHARE * memory as f64 }
+        Pace { since: now, cost, fits: kept <= room }
+    }
+
+    /// Of an attempt whose ranks' weights and moments are `state` bytes together, with the rank in
+    /// whose memory the snapshot of each lies beside its own. Ranks own alike, but for the last
+    /// blocks. One rank without room is enough: a resume from memory takes all of them.
+    ///
+    /// # Errors
+    /// See [`CommError`]: it is a collective of all ranks.
+    pub fn agreed(
+        members: &[Member],
+        buddies: &[Option<u32>],
+        state: u64,
+        comm: &mut Comm,
+    ) -> Result<Pace, CommError> {
+        let shard = state.div_ceil(buddies.len().max(1) as u64);
+        let kept = GENERATIONS * shard * kept_with(members, buddies, comm.rank());
+        let mut pace = Pace::new(shard, kept, room(), Instant::now());
+        let said = comm.gather_all(&[u8::from(pace.fits)], 1)?;
+        pace.fits = said.iter().all(|fits| fits == &[1]);
+        Ok(pace)
     }
 
     /// Memory has room for snapshots at all; else checkpoints alone protect the state.
@@ -43,11 +68,35 @@ impl Pace {
     }
 }
 
-/// Bytes of memory that this process may use: the machine's, or less by its control group.
-pub fn machine_memory() -> u64 {
+/// Shards that lie in the memory of the worker of `rank`: those of its ranks, and of those whose
+/// buddies they are.
+fn kept_with(members: &[Member], buddies: &[Option<u32>], rank: u32) -> u64 {
+    let worker = |rank: u32| members.get(rank as usize).map(|member| member.worker.as_str());
+    let beside = |other: u32| worker(other).is_some() && worker(other) == worker(rank);
+    let here = |other: u32| other == rank || beside(other);
+    let owned = (0..buddies.len() as u32).filter(|other| here(*other)).count();
+    let others = |(other, buddy): &(usize, &Option<u32>)| {
+        !here(*other as u32) && buddy.is_some_and(here)
+    };
+    (owned + buddies.iter().enumerate().filter(others).count()) as u64
+}
+
+/// Bytes of memory that snapshots may take here.
+fn room() -> u64 {
     let machine = kernel_bytes("/proc/meminfo", "MemTotal:").unwrap_or(0);
     let limit = std::fs::read_to_string("/sys/fs/cgroup/memory.max").unwrap_or_default();
-    limit.trim().parse().map_or(machine, |limit: u64| limit.min(machine))
+    room_of(machine, limit.trim().parse().ok())
+}
+
+/// Of a machine's memory, and of the limit of a control group where there is one.
+fn room_of(machine: u64, limit: Option<u64>) -> u64 {
+    let share = |bytes: u64, share: f64| (bytes as f64 * share) as u64;
+    let of_limit = limit.map_or(u64::MAX, |limit| share(limit, SHARE_OF_LIMIT));
+    if limit.is_some_and(|limit| limit < machine) {
+        of_limit.min(machine)
+    } else {
+        share(machine, SHARE)
+    }
 }
 
 /// What stands behind `field` in a file of the kernel's that counts in kB, such as /proc/meminfo.
@@ -67,16 +116,43 @@ mod tests {
         let start = Instant::now();
         let at = |seconds: f64| start + Duration::from_secs_f64(seconds);
         // 20 GB take a second, until one was measured.
-        let mut pace = Pace::new(20_000_000_000, 64_000_000_000, start);
+        let mut pace = Pace::new(20_000_000_000, 40_000_000_000, 44_000_000_000, start);
         assert!(!pace.is_due(at(199.0)) && pace.is_due(at(200.0)));
         pace.taken(at(200.0), at(200.5));
         assert!(!pace.is_due(at(300.0)) && pace.is_due(at(300.5)));
-        let large = Pace::new(83_000_000_000, 128_000_000_000, start);
+        let large = Pace::new(83_000_000_000, 166_000_000_000, 90_000_000_000, start);
         assert!(!large.fits() && !large.is_due(at(1e6)));
     }
 
     #[test]
-    fn this_machine_has_memory() {
-        assert!(machine_memory() > 1 << 20);
+    fn a_worker_keeps_its_own_shards_and_those_of_its_buddies() {
+        let kept = |workers: &str, buddies: &[Option<u32>]| -> Vec<u64> {
+            let member = |(rank, worker): (usize, char)| Member {
+                rank: rank as u32,
+                worker: worker.to_string(),
+                node: worker.to_string(),
+                address: String::new(),
+            };
+            let members: Vec<Member> = workers.chars().enumerate().map(member).collect();
+            (0..buddies.len() as u32).map(|rank| kept_with(&members, buddies, rank)).collect()
+        };
+        // Alone; two devices of one; two nodes of two, each with the other's.
+        assert_eq!(kept("a", &[None]), [1]);
+        assert_eq!(kept("aa", &[None, None]), [2, 2]);
+        assert_eq!(kept("aabb", &[Some(2), Some(3), Some(0), Some(1)]), [4; 4]);
+        // A buddy beside it keeps nothing more; three nodes, one of which keeps for nobody.
+        assert_eq!(kept("aab", &[Some(1), Some(2), Some(0)]), [3, 3, 2]);
+        assert_eq!(kept("abc", &[Some(1), Some(0), Some(1)]), [2, 3, 1]);
+        // Members that nobody names are each their own.
+        assert_eq!(kept("", &[Some(1), Some(0)]), [2, 2]);
+    }
+
+    #[test]
+    fn a_pod_keeps_what_it_asked_for() {
+        // A machine of 1,900 GB, as others use it too; and a pod that was given 1,000 of them.
+        assert_eq!(room_of(1_900, None), 1_330);
+        assert_eq!(room_of(1_900, Some(1_000)), 850);
+        assert_eq!(room_of(1_900, Some(u64::MAX)), 1_330);
+        assert!(room() > 1 << 20, "this machine has memory");
     }
 }

@@ -8,7 +8,7 @@
 //! Whatever takes effect on all ranks was agreed on in a step's end, so all take it alike.
 
 use crate::attempt::gauge::Gauge;
-use crate::attempt::pace::{Pace, machine_memory};
+use crate::attempt::pace::Pace;
 use crate::attempt::steps::{Clock, Run};
 use crate::checkpoint::fence::FenceError;
 use crate::checkpoint::writer::{Before, Flush};
@@ -220,7 +220,13 @@ impl Trainer {
         let identity = identity(config, &engine.model, corpus);
         let writer = self.writer(identity, &opened, records.as_ref())?;
         let gauge = if rank == 0 { gauge(config, &engine) } else { None };
-        let state = state_bytes(&engine.model);
+        let (state, buddies) = (state_bytes(&engine.model), buddies(config));
+        let pace = if config.recovery.memory_auto {
+            let comm = engine.links.comm();
+            Some(Pace::agreed(&config.members, &buddies, state, comm)?)
+        } else {
+            None
+        };
         let mut run = Run {
             config,
             control,
@@ -229,14 +235,12 @@ impl Trainer {
             saves: Saves::new(rank, writer, state, &self.patience),
             patience: self.patience,
             engine,
-            buddies: buddies(config),
+            buddies,
             step: config.resume.step(),
             asked: Request::default(),
             waits_until: None,
             snapshot_step: config.resume.step(),
-            pace: config.recovery.memory_auto.then(|| {
-                Pace::new(state, machine_memory(), Instant::now())
-            }),
+            pace,
             snapshot_agreed: false,
             clock: Clock::start(),
             gauge,

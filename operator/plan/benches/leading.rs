@@ -1,8 +1,14 @@
 //! What leading costs where there are thousands of pods: what a heartbeat takes, and what a turn
-//! takes, in time of this thread's processor. The time does not depend on what else runs beside.
+//! takes, in time of this thread's processor. Run it on a machine that does nothing else: who
+//! shares the caches makes each access dearer.
+//!
+//! ```sh
+//! cargo bench -p moejob-plan --bench leading
+//! ```
 
-#![allow(clippy::disallowed_methods, reason = "the test reads what the processor has done")]
+#![allow(clippy::disallowed_methods, reason = "the bench reads what the processor has done")]
 
+#[path = "../tests/said/mod.rs"]
 mod said;
 
 use moejob_plan::allocate::Granted;
@@ -200,27 +206,22 @@ fn measured(gangs: &mut [Gang], from: u64) -> (f64, f64, f64) {
     (beating as f64 / beats as f64 / 1e3, turning as f64 / turns as f64 / 1e6, share)
 }
 
-#[test]
-fn five_thousand_pods_are_led_with_a_fifth_of_a_core() {
+fn main() {
     for (gangs, nodes) in [(10, 512), (1, 4096)] {
         let mut all: Vec<Gang> = (0..gangs).map(|number| Gang::new(number, nodes)).collect();
         let (beat, turn, share) = measured(&mut all, 0);
-        eprintln!(
+        println!(
             "{gangs} x {nodes}: {beat:.2} us a heartbeat, {turn:.2} ms a turn, {:.1}% of a core",
             share * 100.0
         );
         assert!(share < SHARE_MAX, "{gangs} x {nodes}: {share}");
     }
-}
-
-/// A walk over the gang for each heartbeat would make it sixteen times as dear.
-#[test]
-fn a_heartbeat_costs_little_more_in_a_large_gang() {
     let [small, large] = [256, 4096].map(|nodes| {
         let mut gang = [Gang::new(0, nodes)];
         measured(&mut gang, 0);
         measured(&mut gang, BEATS).0
     });
-    eprintln!("a heartbeat: {small:.2} us in a gang of 256, {large:.2} us in one of 4,096");
+    println!("a heartbeat: {small:.2} us in a gang of 256, {large:.2} us in one of 4,096");
+    // A walk over the gang for each heartbeat would make it sixteen times as dear.
     assert!(large < small * 4.0, "{small:.2} us, {large:.2} us");
 }
