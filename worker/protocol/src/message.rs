@@ -2,7 +2,7 @@
 //!
 //! A frame is a 4-byte little-endian length and that many bytes of JSON: `{"v":1,"term":..,
 //! "attempt":..,"body":{..}}`. The leader dials; the worker's listener answers. See
-//! docs/ARCHITECTURE.md, "The control stream".
+//! docs/architecture/wire.md, "The control stream".
 
 use crate::config::WorkerConfig;
 use crate::report::{Event, StepReport};
