@@ -26,11 +26,15 @@ use moe::CalledAs;
 use moe_worker::failure::chain;
 use moejob_protocol::pod::ENV_WORKER;
 use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+
+/// The version, and the commit that a release was built from.
+pub const VERSION: &str = env!("MOEJOB_VERSION");
 
 /// Trains mixture-of-experts models from a manifest, on one machine or on a cluster.
 #[derive(Parser)]
-#[command(name = "moejob", version, max_term_width = 100)]
+#[command(name = "moejob", version = VERSION, max_term_width = 100)]
 pub struct Cli {
     /// Logs as JSON lines on standard error.
     #[arg(long, global = true)]
@@ -87,6 +91,11 @@ enum Command {
     Completions {
         shell: clap_complete::Shell,
     },
+    /// Write a manual page of each command into a folder, for `man`.
+    Man {
+        /// A folder, such as /usr/local/share/man/man1. It is made where it is missing.
+        folder: PathBuf,
+    },
 }
 
 /// The process: which program it is depends on the name that it was started by.
@@ -126,6 +135,21 @@ pub fn dispatch(cli: Cli) -> ExitCode {
             clap_complete::generate(shell, &mut command, "moejob", &mut script);
             print!("{}", String::from_utf8_lossy(&script));
             ExitCode::SUCCESS
+        }
+        Command::Man { folder } => man(&folder),
+    }
+}
+
+/// Pages of the program and of each command that is not hidden, `moejob-run.1` and the like.
+fn man(folder: &Path) -> ExitCode {
+    let made = std::fs::create_dir_all(folder)
+        .and_then(|()| clap_mangen::generate_to(Cli::command(), folder));
+    match made {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("moejob: {} cannot be written: {error}", folder.display());
+            eprintln!("  name a folder that you may write");
+            ExitCode::from(2)
         }
     }
 }
