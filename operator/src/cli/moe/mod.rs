@@ -43,7 +43,8 @@ const COMPLETION_MAX: Duration = Duration::from_secs(2);
 
 /// Mixture-of-experts training jobs on this cluster.
 #[derive(Parser)]
-#[command(name = "kubectl-moe", bin_name = "kubectl moe", version = super::VERSION, max_term_width = 100)]
+#[command(name = "kubectl-moe", bin_name = "kubectl moe", max_term_width = 100)]
+#[command(version = super::VERSION)]
 #[command(after_help = "Exit codes: 0 done, 1 failed, 2 the manifest or the arguments, 75 try \
     again, 130 interrupted.\ndocs/kubectl-moe.md tells more.")]
 pub struct Plugin {
