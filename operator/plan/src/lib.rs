@@ -39,6 +39,8 @@ pub mod launch;
 pub mod observed;
 pub mod decide;
 pub mod engines;
+pub mod repeat;
+pub mod recovery;
 pub mod track;
 pub mod check;
 pub mod status;
