@@ -18,6 +18,7 @@ pub mod spec;
 pub mod crd;
 pub mod yaml;
 pub mod read;
+pub mod several;
 pub mod profile;
 pub mod preset;
 pub mod fabric;
