@@ -11,6 +11,7 @@
 
 mod folder;
 mod process;
+mod words;
 
 use crate::authority::Authority;
 use crate::control::{Leader, LeaderEvent, Told, Verifier};
@@ -38,6 +39,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
+use words::Words;
 
 /// Happenings that wait for the loop; workers are slower than it by far.
 const EVENTS_MAX: usize = 1024;
@@ -86,6 +88,7 @@ struct Runner {
     processes: Processes,
     records: Records,
     progress: Progress,
+    words: Words,
     clock: Clock,
     told: mpsc::Receiver<Told>,
     changes: mpsc::Receiver<(String, ProcessEvent)>,
@@ -108,6 +111,8 @@ impl Runner {
             avoid_until: 0,
         });
         let granted = Granted { nodes: nodes.collect(), why: String::new() };
+        let done = stored.as_ref().map_or(0, |stored| stored.step);
+        let jump = launch::stretched(&folder.file().spec, &job.job.training, done);
         let clock = Clock::start();
         let seen = seen(&folder, &job.job.name, stored);
         let mut job = JobLoop::new(&seen, Place::Machine(Box::new(job)), 1, clock.now());
@@ -117,6 +122,7 @@ impl Runner {
         let (sender, told) = mpsc::channel(EVENTS_MAX);
         let leader = Leader::new(Arc::new(authority), (seen.owner(), &seen.uid), 1, sender);
         let (records, progress) = (folder.records()?, Progress::new(steps));
+        let words = Words::new(&folder.logs());
         let mut runner = Runner {
             folder,
             location,
@@ -125,11 +131,13 @@ impl Runner {
             processes,
             records,
             progress,
+            words,
             clock,
             told,
             changes,
         };
         runner.tell_refused(&newest.refused);
+        jump.into_iter().for_each(|jump| runner.progress.note(&jump));
         Ok(runner)
     }
 
@@ -224,6 +232,7 @@ impl Runner {
                 if let Err(error) = self.folder.begin() {
                     self.progress.note(&error.to_string());
                 }
+                self.words.stepped();
                 self.progress.step(report);
             }
             Up::Event(event) => {
@@ -243,7 +252,8 @@ impl Runner {
                     self.write(event);
                 }
             }
-            Up::Failed { message, .. } => self.progress.note(message),
+            // It is told with the worker's end, or with the job's.
+            Up::Failed { exit_code, message } => self.words.failed(name, *exit_code, message),
             _ => {}
         }
     }
@@ -352,7 +362,9 @@ impl Runner {
             ("node", Detail::Text(node)),
             ("pid", Detail::Number(self.processes.pid(name).into())),
         ];
-        self.progress.note(&format!("lost {name}: {cause}"));
+        if let Some(told) = self.words.lost(name, cause) {
+            self.progress.note(&told);
+        }
         self.event(EventKind::WorkerLost, "Lost", cause, &details);
     }
 
@@ -401,10 +413,14 @@ impl Runner {
                 self.progress.note(&format!("try it: {command}"));
                 0
             }
-            Outcome::Failed { exit_code, reason, message } => {
-                self.progress.note(&format!(
-                    "failed: {reason}: {message}\n  the workers' own words are in {folder}/logs"
-                ));
+            Outcome::Failed { exit_code, message, .. } => {
+                self.progress.note(&format!("failed: {message}"));
+                let logs = self.words.logs(&self.folder.logs());
+                if !logs.is_empty() {
+                    let names = logs.iter().map(|path| path.display().to_string());
+                    let names: Vec<String> = names.collect();
+                    self.progress.note(&format!("  workers wrote to {}", names.join(", ")));
+                }
                 *exit_code
             }
             Outcome::Suspended => 0,

@@ -43,6 +43,23 @@ fn good_manifests_are_named_and_bad_ones_exit_with_2() {
 }
 
 #[test]
+fn other_kinds_in_a_file_are_skipped_by_name() {
+    let service = "kind: Service\nmetadata: { name: web }\n---\n";
+    let file = format!("{service}{}", with("profile: cpu", ""));
+    let (code, out, err) = said(&moejob(&["validate", "-"], &file));
+    assert_eq!((code, out.as_str()), (0, "-: MoeJob sample is valid\n"));
+    assert_eq!(err, "-: skipped, as they are no MoeJobs: Service web\n");
+    let (code, out, err) = said(&moejob(&["plan", "-"], &file));
+    assert!(code == 0 && out.starts_with("MoeJob sample"), "{out}{err}");
+    // Lines are those of the file.
+    let file = format!("{service}kind: MoeJob\nspec: {{ node: 1 }}\n");
+    let (code, _, err) = said(&moejob(&["validate", "-"], &file));
+    assert!(code == 2 && err.contains("-:5:9: E0102 spec.node"), "{err}");
+    let (code, _, err) = said(&moejob(&["validate", "-"], &format!("{service}{service}")));
+    assert!(code == 2 && err.contains("-: it holds no MoeJob\n"), "{err}");
+}
+
+#[test]
 fn two_files_of_one_name_are_refused_together() {
     let file = "examples/02-elastic.yaml";
     let (code, out, err) = said(&moejob(&["validate", file, file], ""));
@@ -111,7 +128,10 @@ fn what_gpus_cannot_do_yet_is_refused_before_a_run() {
 #[test]
 fn one_gpu_is_valid_and_processors_refuse_its_formats_by_line() {
     let (code, out, err) = said(&moejob(&["validate", "-"], &with("profile: gpu", "")));
-    assert_eq!((code, out.as_str(), err.as_str()), (0, "-: MoeJob sample is valid\n", ""));
+    let (first, rest) = out.split_once('\n').unwrap();
+    assert_eq!((code, first, err.as_str()), (0, "-: MoeJob sample is valid", ""));
+    assert!(rest.starts_with("  not checked here: driver and libraries, the GPUs' "), "{rest}");
+    assert_eq!(rest.lines().count(), 1, "{rest}");
     let tf32 = with("profile: cpu", "\n    precision: tf32");
     for command in ["validate", "plan", "run"] {
         let (code, _, err) = said(&moejob(&[command, "-"], &tf32));

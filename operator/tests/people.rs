@@ -154,6 +154,12 @@ fn a_run_is_looked_at_listed_and_continued_under_other_values() {
     assert!(code == 2 && told.contains("metrics.jsonl"), "{told}");
 
     // More steps, and another job beside it, without another file.
+    let schedule = "training.schedule={linear: {minLearningRate: 1.0e-4}}";
+    let falling = ["run", "job.yaml", "--name", "falling", "--set", schedule, "--set"];
+    place.said(&[&falling[..], &["training.steps=5"]].concat());
+    let told = place.moejob(&[&falling[..], &["training.steps=9"]].concat()).stderr;
+    let told = String::from_utf8_lossy(&told).into_owned();
+    assert!(told.contains("the learning rate jumps from 1.00e-4 at step 5 to 3.81e-3 at step 6"), "{told}");
     place.said(&["run", "job.yaml", "--set", "training.steps=12"]);
     place.said(&["run", "job.yaml", "--set", "training.steps=3", "--name", "other"]);
     let newest = |run: &str| {
@@ -182,6 +188,10 @@ fn a_change_that_fails_can_be_undone() {
     std::fs::write(&more, "a document that was not there").expect("a file");
     let (code, told) = place.refused(&["run", "job.yaml", "--set", "training.steps=20"]);
     assert_eq!(code, 3, "{told}");
+    // The file is named, and all of it is told once.
+    assert_eq!(told.matches("words/more.txt").count(), 1, "{told}");
+    assert!(told.contains("of the data's files added: words/more.txt"), "{told}");
+    assert!(!told.contains("lost small") && !told.contains("/logs"), "{told}");
     let after: Value = serde_json::from_slice(&job()).expect("JSON");
     assert_eq!(after["spec"], before["spec"]);
     std::fs::remove_file(more).expect("a file");
@@ -217,6 +227,35 @@ fn the_page_of_fields_in_the_tree_is_current() {
     let found = std::fs::read_to_string(&path).unwrap_or_default();
     let how = "UPDATE_GOLDEN=1 cargo test --workspace --test people";
     assert!(found == made, "docs/manifest.md is old: {how}, and look at the difference");
+}
+
+#[test]
+fn what_is_for_tools_is_one_value_of_json() {
+    let place = Place::new();
+    let found = place.json(&["doctor", "-o", "json"]);
+    let names: Vec<&Value> = found.as_array().expect("a list").iter().map(|of| &of["name"]).collect();
+    assert!(names.contains(&&"memory".into()), "{names:?}");
+    let found = place.json(&["data", "inspect", "words/0.txt", "words/1.txt", "-o", "json"]);
+    assert_eq!(found.as_array().map(Vec::len), Some(2));
+    assert_eq!(found[1]["path"], "words/1.txt");
+    let bytes = ["data", "tokenize", "words/0.txt", "-o", "made", "--tokenizer", "bytes"];
+    let made = place.json(&[&bytes[..], &["--json"]].concat());
+    assert_eq!((&made["bin"], &made["documents"]), (&"made.bin".into(), &1.into()), "{made}");
+    // The plugin of kubectl by another name.
+    let [a, b] = ["moe", "kube"].map(|name| place.said(&[name, "queue", "--help"]));
+    assert_eq!(a.replace("moejob moe", "moejob kube"), b);
+}
+
+/// A job that is larger than any machine is refused before a worker or a folder is made.
+#[test]
+fn memory_that_no_machine_has_is_told_before_anything_starts() {
+    let place = Place::new();
+    let experts = "model.experts={count: 512, perToken: 2, intermediateSize: 65536}";
+    let sets = ["--set", experts, "--set", "model.hiddenSize=16384"];
+    let (code, told) = place.refused(&[&["run", "job.yaml"], &sets[..]].concat());
+    assert!(code == 2 && told.contains("the job wants "), "{told}");
+    assert!(told.contains("needs less"), "{told}");
+    assert!(!place.path("runs").exists(), "{told}");
 }
 
 #[test]

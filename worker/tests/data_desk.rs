@@ -93,6 +93,8 @@ fn what_an_engine_gets_is_what_the_worker_has_open() {
             assert_eq!(told, own);
         }
         assert_eq!(first.all_overlaps().expect("told"), here.all_overlaps().expect("own"));
+        assert!(here.listing().is_some_and(|listing| !listing.files.is_empty()));
+        assert_eq!(first.listing(), here.listing());
         assert_eq!(worker.times.load(Ordering::SeqCst), 1, "opened once for both");
     }
 }

@@ -138,6 +138,19 @@ impl<'o> Planner<'o> {
         })
         .or_else(|| self.never_starts())
         .or_else(|| self.device_fails())
+        .or_else(|| self.ends_alike())
+    }
+
+    /// Workers end again and again with the same words, and no step in between: another try on the
+    /// same machine would end so, too. In a cluster it would come to other nodes.
+    fn ends_alike(&self) -> Option<Outcome> {
+        let local = self.observed.wanted.venue == Venue::Local && self.observed.gang().is_none();
+        let (words, times) = self.observed.record.repeat.too_often().filter(|_| local)?;
+        Some(Outcome::Failed {
+            exit_code: 1,
+            reason: "EndsAlike",
+            message: format!("{times} tries ended alike, without a step in between: {words}"),
+        })
     }
 
     /// A broken device, and no other node to train on.

@@ -6,7 +6,7 @@ use crate::placement;
 use moejob_protocol::Mesh;
 use moejob_protocol::config::{
     CheckpointConfig, DataConfig, DataSource, MixturePart, RecoveryConfig, Resume, Tokenizer,
-    WorkerConfig,
+    TrainingConfig, WorkerConfig,
 };
 use moejob_protocol::layout::Layout;
 use serde_json::{Value, json};
@@ -149,6 +149,28 @@ pub fn identity(job: &Job) -> Value {
     identity
 }
 
+/// Relative change of the learning rate between two steps that is a jump.
+const JUMP: f64 = 0.1;
+
+/// What is said where a run of `was`, an `identity`, goes on behind `done` steps with more steps in
+/// all: its schedule is stretched to the new end, and the learning rate may jump there.
+pub fn stretched(was: &Value, training: &TrainingConfig, done: u64) -> Option<String> {
+    let before: TrainingConfig = serde_json::from_value(was["training"].clone()).ok()?;
+    let last = done.checked_sub(1).filter(|_| before.steps < training.steps)?;
+    // Step `done`, counted from 0, is the next one.
+    let (from, to) = (before.learning_rate(last), training.learning_rate(done));
+    ((to - from).abs() > JUMP * from).then(|| {
+        format!(
+            "training.steps: was {}, is {}. The schedule is stretched to the new end, so the \
+             learning rate jumps from {from:.2e} at step {done} to {to:.2e} at step {}. \
+             `--name OTHER` trains all steps under one schedule, from the beginning.",
+            before.steps,
+            training.steps,
+            done + 1
+        )
+    })
+}
+
 /// What of an `identity` two runs of one job must share. Formats and devices are left out: weights
 /// and moments are kept in fp32, so a run that began on a processor may go on on a GPU.
 pub fn shared(identity: &Value) -> Value {
@@ -157,4 +179,35 @@ pub fn shared(identity: &Value) -> Value {
         training.retain(|field, _| !["precision", "compute"].contains(&&field[..]));
     }
     shared
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn job(steps: u64, schedule: &str) -> Job {
+        let text = format!(
+            "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{name: a}}\nspec:\n  \
+             nodes: {{min: 1}}\n  model: {{preset: tiny}}\n  data: {{train: {{text: {{paths: \
+             [a]}}}}, sequenceLength: 8}}\n  training: {{steps: {steps}, globalBatchSize: 4, \
+             optimizer: {{adamw: {{learningRate: 1.0e-3}}}}, schedule: {schedule}}}\n"
+        );
+        Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"))
+    }
+
+    #[test]
+    fn a_learning_rate_that_jumps_is_told_before_it_happens() {
+        let cosine = "{cosine: {warmupSteps: 10, minLearningRate: 1.0e-5}}";
+        let was = identity(&job(100, cosine));
+        let told = stretched(&was, &job(200, cosine).training, 100).expect("a jump");
+        assert!(told.starts_with("training.steps: was 100, is 200."), "{told}");
+        assert!(told.contains("from 1.00e-5 at step 100 to 5."), "{told}");
+        // It has not begun, nothing is stretched, or the schedule knows no end.
+        assert_eq!(stretched(&was, &job(200, cosine).training, 0), None);
+        assert_eq!(stretched(&was, &job(100, cosine).training, 50), None);
+        let constant = "{constant: {warmupSteps: 10}}";
+        let was = identity(&job(100, constant));
+        assert_eq!(stretched(&was, &job(200, constant).training, 100), None);
+        assert_eq!(stretched(&Value::Null, &job(200, constant).training, 100), None);
+    }
 }

@@ -2,6 +2,7 @@
 
 use crate::job::Venue;
 use crate::record;
+use crate::repeat::Repeat;
 use moejob_protocol::config::{Member, WorkerConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::message::{Held, LeftReason};
@@ -142,6 +143,9 @@ pub struct Record {
     /// anew.
     #[serde(skip)]
     pub device_failures: Vec<DeviceFailure>,
+    /// Attempts that ended with the same words before their first step. Not in the status either.
+    #[serde(skip)]
+    pub repeat: Repeat,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -314,7 +314,7 @@ pub fn text(outlook: &Outlook) -> String {
     sizes_text(outlook, &mut lines);
     match &outlook.gang {
         Some(gang) => gang_text(outlook, gang, &mut lines),
-        None => lines.push("\nno gang can start".to_string()),
+        None => lines.push(nothing_starts(outlook)),
     }
     lines.push("\nwhat the plan does, and why".to_string());
     lines.extend(outlook.why.iter().map(|why| format!("  {why}")));
@@ -351,6 +351,40 @@ fn sizes_text(outlook: &Outlook, lines: &mut Vec<String>) {
     for skip in &outlook.skipped {
         lines.push(format!("{:>5} skipped: {}", skip.nodes, skip.why));
     }
+    if !outlook.sizes.is_empty() {
+        lines.extend(MEMORY_WORDS.map(str::to_string));
+    }
+}
+
+/// What the three columns of memory mean.
+const MEMORY_WORDS: [&str; 3] = [
+    "  memory  even: the router gives every expert the same number of tokens",
+    "          kept: routedHeadroom times as many reach this rank; it must have room for that",
+    "          worst: every token of its expert group chooses this rank's experts",
+];
+
+/// Why no worker gets a rank, and what would change that.
+fn nothing_starts(outlook: &Outlook) -> String {
+    let is = |words: &str| outlook.skipped.iter().all(|skip| skip.why.contains(words));
+    let why = match outlook.sizes.is_empty() {
+        true => "no number of nodes from nodes.min to nodes.max works; see above".to_string(),
+        false => outlook.why.last().cloned().unwrap_or_default(),
+    };
+    let change = match outlook.sizes.is_empty() {
+        false => "more usable nodes, or a smaller nodes.min",
+        true if is("of memory") => {
+            "a larger nodes.max, a smaller training.microBatchSize or data.sequenceLength, \
+             training.recompute, or nodes with more memory"
+        }
+        true if is("micro-batches") => {
+            "a smaller nodes.min, a larger training.globalBatchSize, or a smaller microBatchSize"
+        }
+        true if is("parallelism.expert") => {
+            "a parallelism.expert that divides the ranks, or none: then the plan chooses"
+        }
+        true => "other nodes.min and nodes.max, or a smaller training.microBatchSize",
+    };
+    format!("\nnothing starts: {why}\n  what would change it: {change}")
 }
 
 fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
@@ -411,12 +445,14 @@ fn what_if_text(what: &WhatIf) -> String {
     }
 }
 
-/// `6.9 G`, `1.2 M`, `950`.
-fn count(number: u64) -> String {
-    match number {
-        0..1_000 => number.to_string(),
-        1_000..1_000_000 => format!("{:.1} k", number as f64 / 1e3),
-        1_000_000..1_000_000_000 => format!("{:.1} M", number as f64 / 1e6),
-        _ => format!("{:.1} G", number as f64 / 1e9),
-    }
+/// `30.5 B`, `3.35 B`, `1.20 M`, `950`: in the units in which sizes of models are published.
+pub fn count(number: u64) -> String {
+    let (value, unit) = match number {
+        0..1_000 => return number.to_string(),
+        1_000..1_000_000 => (number as f64 / 1e3, "k"),
+        1_000_000..1_000_000_000 => (number as f64 / 1e6, "M"),
+        _ => (number as f64 / 1e9, "B"),
+    };
+    let decimals = if value < 9.995 { 2 } else { 1 };
+    format!("{value:.decimals$} {unit}")
 }

@@ -83,11 +83,14 @@ impl<'a> Placer<'a> {
         let dp = nodes * job.profile.ranks;
         let micro_batches = job.micro_batches();
         if dp > micro_batches {
-            return Err(format!("{dp} ranks for {micro_batches} micro-batches"));
+            return Err(format!(
+                "a step has {micro_batches} micro-batches (training.globalBatchSize / \
+                 microBatchSize) for {dp} ranks, and each needs one"
+            ));
         }
         if let Some(ep) = job.expert_parallel {
             if !divides(ep, dp) {
-                return Err(format!("expert: {ep} does not divide {dp} ranks"));
+                return Err(format!("parallelism.expert: {ep} does not divide {dp} ranks"));
             }
             return self.fit(dp, ep);
         }
@@ -122,7 +125,8 @@ impl<'a> Placer<'a> {
         // Rank 0 has the longest runs of experts and of micro-batches.
         let needed = self.memory(&layout, 0).committed;
         if needed > limit {
-            return Err(format!("a rank needs {} and has {}", gib(needed), gib(limit)));
+            let (needs, has, more) = (gib(needed), gib(limit), gib(needed - limit));
+            return Err(format!("a rank needs {needs} of memory, {more} more than the {has} it has"));
         }
         Ok(layout)
     }

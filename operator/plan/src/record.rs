@@ -215,8 +215,13 @@ impl From<Outcome> for OutcomeLine {
 }
 
 /// Reasons are stable words; one that this operator does not know was another version's.
-const REASONS: [&str; 4] =
-    ["InvalidSpec", "DataOrCheckpointRefused", "RestartBudgetUsedUp", "WorkersDoNotStart"];
+const REASONS: [&str; 5] = [
+    "InvalidSpec",
+    "DataOrCheckpointRefused",
+    "RestartBudgetUsedUp",
+    "WorkersDoNotStart",
+    "EndsAlike",
+];
 
 impl<'de> Deserialize<'de> for Outcome {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Outcome, D::Error> {
@@ -281,6 +286,7 @@ mod tests {
             start_failure: "job-4 ended".into(),
             partings: vec![("node-0".into(), "node-1".into(), 2)],
             device_failures: Vec::new(),
+            repeat: Default::default(),
         };
         let recovery = Recovery {
             cause: "lost".into(),

@@ -8,12 +8,11 @@ use crate::engines::{EngineLoss, Engines};
 use crate::observed::{
     DeviceFailure, Millis, Observed, Outcome, Record, StopCause, Stored, Worker, WorkerState,
 };
+pub use crate::recovery::Recovery;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{Hello, LeftReason, Phase, Up};
 use moejob_protocol::report::{Detail, Event, EventKind};
-use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
 
 /// Layouts of past attempts that are remembered though no worker has reported a snapshot of them.
 const LAYOUTS_KEPT: usize = 8;
@@ -27,35 +26,11 @@ const AT_ONCE: Millis = 1_000;
 /// Partings that are remembered.
 const PARTINGS_KEPT: usize = 64;
 const DEVICE_FAILURES_KEPT: usize = 256;
+/// The exit code of a program that found a mistake of its own.
+const PANICKED: i32 = 101;
+const FENCED: i32 = 75;
 /// Recoveries that stand in status.
 const RECOVERIES_KEPT: usize = 10;
-
-/// How long a loss took to mend.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Recovery {
-    pub cause: String,
-    /// The attempt that the loss ended.
-    pub attempt: u32,
-    pub detected_at: Millis,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub replanned_at: Option<Millis>,
-    /// All ranks of the next attempt have found each other.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub rejoined_at: Option<Millis>,
-    /// First completed step of the next attempt.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub first_step_at: Option<Millis>,
-    /// Steps that had been done and were done again.
-    pub steps_lost: u64,
-}
-
-impl Recovery {
-    /// From the loss to that phase of its mending.
-    pub fn took(&self, phase: Option<Millis>) -> Duration {
-        Duration::from_millis(phase.unwrap_or_default().saturating_sub(self.detected_at))
-    }
-}
 
 /// What happened, for events and logs.
 #[derive(Clone, Debug, PartialEq)]
@@ -300,6 +275,7 @@ impl Tracker {
             let surplus = partings.len().saturating_sub(PARTINGS_KEPT);
             partings.drain(..surplus);
             self.detect(cause, now);
+            self.note_repeat();
             let restarts = &mut self.observed.record.restarts;
             restarts.retain(|at| *at >= since);
             restarts.push(now);
@@ -311,6 +287,28 @@ impl Tracker {
             self.observed.record.layouts.push(layout);
             self.forget_layouts();
         }
+    }
+
+    /// What the worker said that ended the present attempt, unless a step was done in between.
+    fn note_repeat(&mut self) {
+        let gang = self.observed.gang().filter(|gang| !gang.stepped);
+        let members = gang.into_iter().flat_map(|gang| &gang.members);
+        let words = members.into_iter().find_map(|member| self.why_it_ended(&member.worker));
+        let repeat = &mut self.observed.record.repeat;
+        match words {
+            Some(words) => repeat.note(&words),
+            None => repeat.clear(),
+        }
+    }
+
+    /// The reason that a worker gave itself. One that was killed, or fenced, gives none.
+    fn why_it_ended(&self, name: &str) -> Option<String> {
+        let said = self.last_words.iter().find(|(of, code, _)| of == name && *code != FENCED);
+        let panicked = || match &self.observed.worker(name)?.state {
+            WorkerState::Dead { exit_code: Some(PANICKED), message } => Some(message.clone()),
+            _ => None,
+        };
+        said.map(|(.., message)| message.clone()).or_else(panicked)
     }
 
     fn forget_layouts(&mut self) {
@@ -550,6 +548,9 @@ impl Tracker {
             self.step_times.windows(2).map(|pair| pair[1] - pair[0]).collect();
         durations.sort_unstable();
         self.observed.record.step_median = durations.get(durations.len() / 2).copied().unwrap_or(0);
+        if first {
+            self.observed.record.repeat.clear();
+        }
         if first && let Some(recovery) = self.open_recovery().filter(|r| r.replanned_at.is_some()) {
             // It had joined before, and no heartbeat has told yet.
             recovery.rejoined_at.get_or_insert(now);

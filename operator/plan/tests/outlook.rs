@@ -3,7 +3,7 @@
 #![allow(clippy::disallowed_methods, reason = "the test reads the examples")]
 
 use moejob_plan::Job;
-use moejob_plan::offline::{Outlook, outlook, text};
+use moejob_plan::offline::{Outlook, SkippedFacts, count, outlook, text};
 use moejob_plan::topology::NodeInfo;
 use std::path::Path;
 
@@ -163,10 +163,40 @@ fn a_job_without_enough_nodes_waits_and_says_so() {
     let found = outlook(&two, Some(&nodes("a b c! d!")), &[]);
     assert!(found.gang.is_none());
     assert_eq!(found.why.last().unwrap(), "wait: 2 workers connected, 3 needed");
-    assert!(text(&found).contains("no gang can start"));
+    let told = text(&found);
+    assert!(told.contains("nothing starts: wait: 2 workers connected, 3 needed"), "{told}");
+    assert!(told.contains("what would change it: more usable nodes, or a smaller nodes.min"));
     // With three nodes it runs, and the loss of one is one too many.
     let found = outlook(&two, Some(&nodes("a b c d!")), &["b".to_string()]);
     assert_eq!(what_ifs(&found), ["b: rests"]);
+}
+
+#[test]
+fn a_job_that_no_number_of_nodes_fits_says_what_would_change_it() {
+    let mut nothing = outlook(&job(|base| base), None, &[]);
+    nothing.sizes.clear();
+    nothing.gang = None;
+    let skip = |why: &str| SkippedFacts { nodes: 1, why: why.to_string() };
+    for (why, change) in [
+        ("a rank needs 9 GiB of memory, 1 GiB more than the 8 GiB it has", "microBatchSize"),
+        ("a step has 4 micro-batches for 8 ranks", "training.globalBatchSize"),
+        ("parallelism.expert: 3 does not divide 8 ranks", "parallelism.expert that divides"),
+    ] {
+        nothing.skipped = vec![skip(why)];
+        let told = text(&nothing);
+        let changes = told.lines().find(|line| line.contains("what would change it"));
+        assert!(changes.is_some_and(|line| line.contains(change)), "{told}");
+    }
+}
+
+#[test]
+fn sizes_are_in_the_units_in_which_they_are_published() {
+    let numbers = [950, 1_199_000, 1_282_000_000, 6_919_000_000, 30_532_000_000];
+    assert_eq!(numbers.map(count), ["950", "1.20 M", "1.28 B", "6.92 B", "30.5 B"]);
+    let told = text(&outlook(&job(|base| base), None, &[]));
+    for word in ["  memory  even:", "kept: routedHeadroom times", "worst: every token"] {
+        assert!(told.contains(word), "{told}");
+    }
 }
 
 #[test]

@@ -8,7 +8,7 @@ use moejob_plan::decide::{Action, Plan};
 use moejob_plan::observed::WorkerState;
 use moejob_plan::track::Happening;
 use moejob_protocol::config::Resume;
-use moejob_protocol::message::LeftReason;
+use moejob_protocol::message::{LeftReason, Up};
 use std::fmt::Write;
 use world::{Setup, World};
 
@@ -88,6 +88,14 @@ fn happen(world: &mut World, words: &[&str], out: &mut String) -> Vec<Plan> {
         ["advance", _] => world.now += number(1),
         ["kill", names @ ..] => names.iter().for_each(|name| world.kill(name, None)),
         ["exit", name, code] => world.kill(name, Some(code.parse().expect("a code"))),
+        // It says why, and ends.
+        ["fail", name, code, said @ ..] => {
+            let code: i32 = code.parse().expect("a code");
+            let told = Up::Failed { exit_code: code, message: said.join(" ") };
+            let attempt = sim(world, name).attempt;
+            world.tracker.heard(name, attempt, &told, world.now);
+            world.kill(name, Some(code));
+        }
         ["freeze", name] => sim(world, name).frozen = true,
         ["deaf", name] => sim(world, name).deaf = true,
         ["heal", name] => world.heal(name),
@@ -165,7 +173,7 @@ fn observe(world: &mut World, words: &[&str]) {
 }
 
 fn sim<'w>(world: &'w mut World, name: &str) -> &'w mut world::sim::Sim {
-    world.sims.get_mut(name).expect("a worker of this scenario")
+    world.sims.get_mut(name).unwrap_or_else(|| panic!("{name} is no worker here"))
 }
 
 fn pairs<'a>(settings: &'a [&str]) -> impl Iterator<Item = (&'a str, u64)> {

@@ -1,11 +1,13 @@
 //! `moejob data inspect|tokenize`.
 
 use super::bar::{Bar, Unit};
+use super::validate::Output;
 use clap::{Args, Subcommand, ValueEnum};
 use moe_worker::data::inspect::{Inspection, Kind, detect, inspect};
 use moe_worker::data::prepare::{Done, Layout, Prepare, PrepareError, SAVE_EVERY};
 use moe_worker::data::{DataError, DataFile, Encoder, Format, Recipe, find, threads};
 use moejob_protocol::config::TokenType;
+use serde_json::Value;
 use std::io::ErrorKind::NotFound;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -37,8 +39,11 @@ pub struct InspectArgs {
     #[arg(long)]
     dtype: Option<Dtype>,
     /// One line of JSON a file.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "output")]
     json: bool,
+    /// How it is written; json is one list.
+    #[arg(short, long, value_enum, default_value_t = Output::Text)]
+    output: Output,
 }
 
 #[derive(Args)]
@@ -64,6 +69,9 @@ pub struct TokenizeArgs {
     /// Default: as many as there are processors.
     #[arg(long)]
     threads: Option<usize>,
+    /// What was made, as JSON.
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -104,7 +112,7 @@ fn inspect_all(args: &InspectArgs) -> ExitCode {
         Ok(encoder) => encoder,
         Err(error) => return refuse(&error),
     };
-    let mut code = ExitCode::SUCCESS;
+    let (mut code, mut list) = (ExitCode::SUCCESS, Vec::new());
     for path in &args.paths {
         let counting = encoder.clone().unwrap_or(Encoder::Bytes);
         match inspect(path, &args.field, dtype, &counting) {
@@ -117,7 +125,11 @@ fn inspect_all(args: &InspectArgs) -> ExitCode {
                     _ => None,
                 };
                 let shown = match args.json {
-                    true => as_json(path, &found, text),
+                    _ if args.output == Output::Json => {
+                        list.push(as_json(path, &found, text));
+                        continue;
+                    }
+                    true => as_json(path, &found, text).to_string(),
                     false => as_text(path, &found, text),
                 };
                 // A reader that has gone away (`| head`) is no failure.
@@ -125,10 +137,13 @@ fn inspect_all(args: &InspectArgs) -> ExitCode {
             }
         }
     }
+    if args.output == Output::Json {
+        println!("{}", Value::from(list));
+    }
     code
 }
 
-fn as_json(path: &Path, found: &Inspection, text: Option<String>) -> String {
+fn as_json(path: &Path, found: &Inspection, text: Option<String>) -> Value {
     serde_json::json!({
         "path": path.display().to_string(),
         "what": found.what,
@@ -139,7 +154,6 @@ fn as_json(path: &Path, found: &Inspection, text: Option<String>) -> String {
         "first": found.first,
         "text": text,
     })
-    .to_string()
 }
 
 fn as_text(path: &Path, found: &Inspection, text: Option<String>) -> String {
@@ -193,7 +207,10 @@ fn tokenize(args: &TokenizeArgs) -> Result<ExitCode, ExitCode> {
     drop(bar);
     match result {
         Ok(done) => {
-            println!("{}", say_result(&prepare, &done));
+            match args.json {
+                true => println!("{}", result_json(&prepare, &done)),
+                false => println!("{}", say_result(&prepare, &done)),
+            }
             Ok(ExitCode::SUCCESS)
         }
         Err(PrepareError::Data(error)) => Err(refuse(&error)),
@@ -231,6 +248,18 @@ fn say_result(prepare: &Prepare, done: &Done) -> String {
         Layout::Flat => format!("tokens: {{ paths: [{output}.bin], dtype: {dtype} }}"),
     };
     format!("{output}.bin: {}, {dtype}\ndata.train: {{ {source} }}", describe(done))
+}
+
+fn result_json(prepare: &Prepare, done: &Done) -> Value {
+    let path = |ending: &str| format!("{}.{ending}", prepare.output.display());
+    let index = matches!(prepare.layout, Layout::Megatron).then(|| path("idx"));
+    serde_json::json!({
+        "bin": path("bin"),
+        "idx": index,
+        "documents": done.documents,
+        "tokens": done.tokens,
+        "dtype": prepare.width().name(),
+    })
 }
 
 fn token_id(encoder: &Encoder, token: &str) -> Result<u32, ExitCode> {

@@ -1,10 +1,11 @@
 //! `moejob doctor`: what this machine has, what it lacks, and how to get it.
 
+use super::validate::Output;
 use clap::Args;
 use moe_worker::attempt::pace::kernel_bytes;
 use moe_worker::life::affinity::{self, Gpu, NumaNode};
 use moejob_kernels::{Isa, cuda};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -14,8 +15,11 @@ pub struct DoctorArgs {
     #[arg(long, default_value = "runs")]
     pub dir: PathBuf,
     /// As JSON lines.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "output")]
     pub json: bool,
+    /// How it is written; json is one list.
+    #[arg(short, long, value_enum, default_value_t = Output::Text)]
+    pub output: Output,
 }
 
 struct Line {
@@ -35,10 +39,15 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
         advice: inspection.advice,
         needed: false,
     }));
+    let sound = lines.iter().all(|line| line.found.is_some() || !line.needed);
+    let code = if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    if args.output == Output::Json {
+        println!("{}", Value::from(lines.iter().map(Line::json).collect::<Vec<_>>()));
+        return code;
+    }
     for line in &lines {
         if args.json {
-            let (found, advice) = (&line.found, &line.advice);
-            println!("{}", json!({ "name": line.name, "found": found, "advice": advice }));
+            println!("{}", line.json());
             continue;
         }
         let state = match (&line.found, line.needed) {
@@ -51,8 +60,13 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
             println!("{:<14}-> {advice}", "");
         }
     }
-    let sound = lines.iter().all(|line| line.found.is_some() || !line.needed);
-    if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    code
+}
+
+impl Line {
+    fn json(&self) -> Value {
+        json!({ "name": self.name, "found": self.found, "advice": self.advice })
+    }
 }
 
 fn processor() -> Line {
@@ -61,11 +75,20 @@ fn processor() -> Line {
     let slow = isa == Isa::Scalar;
     Line {
         name: "processor".to_string(),
-        found: Some(format!("{cores} cores, products in {isa:?}")),
+        found: Some(format!("{cores} cores, products in {}", instructions(isa))),
         advice: slow.then(|| {
             "neither AVX2 nor AVX-512: training gives the same bits, many times slower".to_string()
         }),
         needed: true,
+    }
+}
+
+/// As processors are described by.
+fn instructions(isa: Isa) -> &'static str {
+    match isa {
+        Isa::Avx512 => "AVX-512",
+        Isa::Avx2 => "AVX2",
+        Isa::Scalar => "plain instructions",
     }
 }
 

@@ -17,6 +17,7 @@ pub mod moe;
 pub mod plan;
 pub(crate) mod profiles;
 pub mod report;
+mod room;
 pub mod run;
 mod spoken;
 pub mod validate;
@@ -80,6 +81,7 @@ enum Command {
     /// Run MoeJobs on a Kubernetes cluster.
     Operator(operator::OperatorArgs),
     /// Work with jobs on a cluster; the same as `kubectl moe`.
+    #[command(visible_alias = "moe")]
     Kube(moe::MoeArgs),
     /// Run as a worker; started by `moejob run` and by the operator.
     #[command(hide = true)]

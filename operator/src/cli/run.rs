@@ -1,6 +1,6 @@
 //! `moejob run FILE`.
 
-use super::{complain, machine};
+use super::{complain, machine, room};
 use super::profiles::OwnProfiles;
 use super::validate::{Changed, ReadJob};
 use crate::local;
@@ -86,6 +86,11 @@ fn local_job(read: &ReadJob, args: &RunArgs) -> Result<Local, String> {
     }
     let needed = sizes.iter().map(|size| placement::memory(&job, &size.layout, 0).committed);
     machine::check(&job, needed.max().unwrap_or(0))?;
+    if let Some(size) = sizes.last()
+        && let Some(tight) = room::check(&job, size)?
+    {
+        eprintln!("moejob: {tight}");
+    }
     let places = places(&job, &args.dir).map_err(|error| format!("{}: {error}", job.name))?;
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
     let threads = if args.threads > 0 { args.threads } else { (cores / job.nodes.max).max(1) };

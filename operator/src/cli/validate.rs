@@ -7,8 +7,9 @@ use moejob_plan::devices;
 use moejob_plan::edit;
 use moejob_plan::job::same_output;
 use moejob_plan::problem::{Code, Problem};
-use moejob_plan::profile::Profiles;
+use moejob_plan::profile::{Backend, Profiles};
 use moejob_plan::read::Manifest;
+use moejob_plan::several::documents;
 use moejob_plan::yaml::BYTES_MAX;
 use moejob_protocol::ModelConfig;
 use serde_json::{Value, json};
@@ -47,6 +48,10 @@ struct Finding {
     unsupported: Vec<Problem>,
     warnings: Vec<Problem>,
     unreadable: Option<String>,
+    /// Documents of the file that are no MoeJobs, by kind and name.
+    skipped: Vec<String>,
+    /// What of a valid job only another machine, or a later moment, can say.
+    unchecked: Option<&'static str>,
 }
 
 pub fn run(args: &ValidateArgs) -> ExitCode {
@@ -57,7 +62,7 @@ pub fn run(args: &ValidateArgs) -> ExitCode {
         Err(problems) => return refuse(&problems),
     };
     for file in &args.files {
-        findings.push(examine(file, &mut jobs, &profiles));
+        findings.extend(examine(file, &mut jobs, &profiles));
     }
     match args.output {
         Output::Text => findings.iter().for_each(print_text),
@@ -107,7 +112,7 @@ pub fn read_changed_job(
     let mut jobs = Vec::new();
     let profiles = profiles.read().map_err(|problems| refuse(&problems))?;
     let is_changed = !changed.sets.is_empty() || changed.name.is_some();
-    let (mut finding, bytes) = match read(file) {
+    let (mut finding, bytes) = match read(file).map(only_job) {
         Ok(bytes) if is_changed => match edit::with(&bytes, changed.sets, changed.name) {
             Ok(bytes) => (judge(file, &bytes, &mut jobs, &profiles), bytes),
             Err(why) => {
@@ -154,22 +159,44 @@ pub fn report(file: &Path, bytes: &[u8], profiles: &Profiles) -> bool {
     good
 }
 
-fn examine(file: &Path, jobs: &mut Vec<Job>, profiles: &Profiles) -> Finding {
-    match read(file) {
-        Ok(bytes) => judge(file, &bytes, jobs, profiles),
-        Err(error) => Finding::unreadable(file, &error),
+/// A finding for each MoeJob of a file, and one for a file without.
+fn examine(file: &Path, jobs: &mut Vec<Job>, profiles: &Profiles) -> Vec<Finding> {
+    let bytes = match read(file) {
+        Ok(bytes) => bytes,
+        Err(error) => return vec![Finding::unreadable(file, &error)],
+    };
+    let (others, own): (Vec<_>, Vec<_>) =
+        documents(&bytes).into_iter().partition(|document| document.other.is_some());
+    let skipped: Vec<String> = others.into_iter().filter_map(|document| document.other).collect();
+    let mut findings: Vec<Finding> =
+        own.iter().map(|document| judge(file, &document.bytes, jobs, profiles)).collect();
+    if findings.is_empty() {
+        let none = "it holds no MoeJob".to_string();
+        findings.push(Finding { unreadable: Some(none), ..Finding::of(file) });
+    }
+    findings[0].skipped = skipped;
+    findings
+}
+
+/// The only MoeJob of a file; else all of it, which is judged as one.
+fn only_job(bytes: Vec<u8>) -> Vec<u8> {
+    let own = documents(&bytes).into_iter().filter(|document| document.other.is_none());
+    match &own.collect::<Vec<_>>()[..] {
+        [only] => only.bytes.clone(),
+        _ => bytes,
     }
 }
 
 impl Finding {
     fn unreadable(file: &Path, error: &std::io::Error) -> Finding {
-        Finding { unreadable: Some(error.to_string()), ..Finding::of(file) }
+        Finding { unreadable: Some(format!("cannot be read: {error}")), ..Finding::of(file) }
     }
 
     fn of(file: &Path) -> Finding {
         let [problems, unsupported, warnings] = [const { Vec::new() }; 3];
-        let (job, unreadable) = (None, None);
-        Finding { file: file.into(), job, problems, unsupported, warnings, unreadable }
+        let (job, unreadable, skipped, unchecked) = (None, None, Vec::new(), None);
+        let file = file.into();
+        Finding { file, job, problems, unsupported, warnings, unreadable, skipped, unchecked }
     }
 
     fn can_run(&self) -> bool {
@@ -192,12 +219,28 @@ fn judge(file: &Path, bytes: &[u8], jobs: &mut Vec<Job>, profiles: &Profiles) ->
             finding.problems = Manifest::read(bytes).locate(problems);
             finding.warnings = job.warnings.clone();
             finding.unsupported = Manifest::read(bytes).locate(job.unsupported());
+            finding.unchecked = unchecked(&job);
             finding.job = finding.problems.is_empty().then(|| job.name.clone());
             jobs.push(job);
         }
         Err(problems) => finding.problems = problems,
     }
     finding
+}
+
+/// What of a job on GPUs is seen where they are.
+fn unchecked(job: &Job) -> Option<&'static str> {
+    let on_gpus = job.profile.backend == Backend::Cuda;
+    on_gpus.then_some(match job.profile.is_this_machine() {
+        true => {
+            "driver and libraries, the GPUs' compute capability and their free memory: `moejob \
+             run` looks at them before it starts a worker, `moejob doctor` at any time"
+        }
+        false => {
+            "driver and libraries of the nodes, and what else uses their GPUs: each worker looks \
+             at its own before it joins"
+        }
+    })
 }
 
 /// The model of the weights that a manifest starts from, where they lie on this machine.
@@ -234,7 +277,7 @@ pub fn read(file: &Path) -> std::io::Result<Vec<u8>> {
 fn print_text(finding: &Finding) {
     let file = finding.file.display();
     if let Some(error) = &finding.unreadable {
-        eprintln!("{file}: cannot be read: {error}");
+        eprintln!("{file}: {error}");
     }
     for problem in finding.problems.iter().chain(&finding.unsupported) {
         eprintln!("{}", line(&finding.file, "", problem));
@@ -242,9 +285,15 @@ fn print_text(finding: &Finding) {
     for warning in &finding.warnings {
         eprintln!("{}", line(&finding.file, "warning: ", warning));
     }
+    if !finding.skipped.is_empty() {
+        eprintln!("{file}: skipped, as they are no MoeJobs: {}", finding.skipped.join(", "));
+    }
     match (&finding.job, finding.problems.len()) {
         (Some(name), _) if finding.unsupported.is_empty() => {
             println!("{file}: MoeJob {name} is valid");
+            if let Some(unchecked) = finding.unchecked {
+                println!("  not checked here: {unchecked}");
+            }
         }
         (Some(name), _) => eprintln!("{file}: MoeJob {name} is valid, but cannot run yet"),
         (None, 0) => {}
@@ -269,6 +318,8 @@ fn to_json(finding: &Finding) -> Value {
         "problems": list(&finding.problems),
         "unsupported": list(&finding.unsupported),
         "warnings": list(&finding.warnings),
+        "skipped": finding.skipped,
+        "unchecked": finding.unchecked,
     })
 }
 

@@ -110,6 +110,11 @@ impl Folder {
         &self.path
     }
 
+    /// Where workers' standard error goes, a file a node.
+    pub fn logs(&self) -> PathBuf {
+        self.path.join("logs")
+    }
+
     pub fn file(&self) -> &JobFile {
         &self.file
     }

@@ -61,7 +61,7 @@ impl Processes {
     ) -> Processes {
         Processes {
             known: HashMap::new(),
-            logs: folder.path().join("logs"),
+            logs: folder.logs(),
             authority: authority.certificate_pem().to_string(),
             job_uid: folder.file().uid.clone(),
             secret: authority.new_secret(),

@@ -14,7 +14,7 @@ use crate::checkpoint::fence::FenceError;
 use crate::checkpoint::writer::{Before, Flush};
 use crate::checkpoint::{Disk, Expected, Identity, Refusal, Writer, differences, load, show};
 use crate::gang::comm::{AbortHandle, Comm, CommError};
-use crate::data::{Corpus, DataError, Desk};
+use crate::data::{Corpus, DataError, Desk, Listing};
 use crate::hf::{self, Weights};
 use crate::engine::model::Model;
 use crate::attempt::recorder::Recorder;
@@ -217,6 +217,9 @@ impl Trainer {
             out(TrainerEvent::Held(self.memory.held()));
         }
         restored?;
+        if rank == 0 {
+            keep_listing(config, corpus);
+        }
         let identity = identity(config, &engine.model, corpus);
         let writer = self.writer(identity, &opened, records.as_ref())?;
         let gauge = if rank == 0 { gauge(config, &engine) } else { None };
@@ -400,10 +403,30 @@ fn of_this_job(
         float_bytes: model.shape.float_bytes,
     };
     let other = differences(manifest, &expected);
-    match other.is_empty() {
-        true => Ok(()),
-        false => Err(resume::refused(&Refusal::of(name, other))),
+    if other.is_empty() {
+        return Ok(());
     }
+    let refusal = Refusal::of(name, other);
+    match data_changes(manifest, config, corpus) {
+        Some(changes) => {
+            let message = format!("{refusal}; of the data's files {changes}");
+            let advice = "put the files back as they were, or give the job another name";
+            Err(fail(3, &message, advice))
+        }
+        None => Err(resume::refused(&refusal)),
+    }
+}
+
+/// Which files are others than those that a checkpoint was trained on, where that is known.
+fn data_changes(
+    manifest: &CheckpointManifest,
+    config: &WorkerConfig,
+    corpus: &Corpus,
+) -> Option<String> {
+    let kept = Listing::read(Path::new(&config.checkpoint.location))?;
+    let of_it = kept.fingerprint == manifest.data_fingerprint;
+    let differs = manifest.data_fingerprint != corpus.fingerprint();
+    kept.changes(&corpus.listing().filter(|_| of_it && differs)?)
 }
 
 /// Rank 0's records.
@@ -415,6 +438,14 @@ fn recorder(config: &WorkerConfig) -> Result<Recorder, Stop> {
     let directory = PathBuf::from(&config.checkpoint.records);
     Recorder::start(directory, config.attempt, in_pod)
         .map_err(|error| storage_failed(&format!("no thread for records: {error}")))
+}
+
+/// The files of the data, for whoever changes them. Training goes on without.
+fn keep_listing(config: &WorkerConfig, corpus: &Corpus) {
+    let location = Path::new(&config.checkpoint.location);
+    if let Some(Err(error)) = corpus.listing().map(|listing| listing.keep(location)) {
+        tracing::warn!("the names of the data's files are not kept: {error}");
+    }
 }
 
 /// Weights and moments of all ranks together, each element once.

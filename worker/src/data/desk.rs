@@ -11,7 +11,7 @@
 //! at a time, as the turn says. An engine that is killed at any instruction leaves a desk that
 //! nobody uses again.
 
-use super::{Batch, Corpus, DataError, DocumentOverlap};
+use super::{Batch, Corpus, DataError, DocumentOverlap, Listing};
 use crate::failure::Failure;
 use crate::gang::memory::Mapping;
 use moejob_protocol::config::TrainingConfig;
@@ -72,6 +72,7 @@ enum Question {
     Overlaps,
     MicroBatch { step: u64, index: u32 },
     HeldOut { first: u32 },
+    Listing,
 }
 
 /// Shared memory between one engine and its worker; a clone is the same desk.
@@ -187,6 +188,7 @@ impl Desk {
             Question::Overlaps => (1, 0, 0),
             Question::MicroBatch { step, index } => (2, step, index),
             Question::HeldOut { first } => (3, first.into(), 0),
+            Question::Listing => (4, 0, 0),
         };
         self.set(KIND, kind);
         self.set(INDEX, index);
@@ -250,6 +252,10 @@ impl Desk {
 
     pub(super) fn overlaps(&self) -> Result<Overlaps, DataError> {
         self.told(Question::Overlaps, &|| false)
+    }
+
+    pub(super) fn listing(&self) -> Result<Option<Listing>, DataError> {
+        self.told(Question::Listing, &|| false)
     }
 }
 
@@ -336,6 +342,10 @@ impl Desk {
             }
             2 => corpus.fill_micro_batch(first, self.get(INDEX), &mut batch)?,
             3 => corpus.fill_held_out(first as u32, &mut batch)?,
+            4 => {
+                self.put_text(&corpus.listing());
+                return Ok(TEXT);
+            }
             _ => return Err(not_understood()),
         }
         self.put_numbers(0, &batch.ids);

@@ -32,6 +32,7 @@ mod order;
 mod overlap;
 mod desk;
 mod feeder;
+mod listing;
 pub mod inspect;
 pub mod prepare;
 
@@ -40,6 +41,7 @@ pub use documents::{Format, LINE_BYTES_MAX, Position};
 pub use error::DataError;
 pub use feeder::{Batches, Feeder};
 pub use files::{DataFile, find};
+pub use listing::{Listed, Listing};
 pub use progress::Progress;
 pub use overlap::{DocumentOverlap, Doubled};
 pub use order::{MIX_BLOCK, Mix, permute};

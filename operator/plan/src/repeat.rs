@@ -1,0 +1,68 @@
+//! Ends that are alike: the same words again and again, and no step in between.
+//!
+//! A loss is worth another try, because the next attempt may do better. A worker that says why it
+//! cannot go on, and says the same at the next try, will say it at the twentieth, too.
+
+/// So many ends in a row that are alike, and a local job is over. The first may be chance, the
+/// second has seen it happen again, the third is sure.
+pub const ALIKE_MAX: u32 = 3;
+
+/// The newest end by words, and how often it came in a row.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Repeat {
+    words: String,
+    times: u32,
+}
+
+impl Repeat {
+    /// An attempt without a step, or a worker before its first attempt, ended with these words.
+    pub fn note(&mut self, words: &str) {
+        let again = self.times > 0 && are_alike(words, &self.words);
+        self.times = if again { self.times.saturating_add(1) } else { 1 };
+        self.words = words.to_string();
+    }
+
+    /// A step was done, or an end came that says nothing.
+    pub fn clear(&mut self) {
+        *self = Repeat::default();
+    }
+
+    /// The words that have come too often, and how often.
+    pub fn too_often(&self) -> Option<(&str, u32)> {
+        (self.times >= ALIKE_MAX).then_some((self.words.as_str(), self.times))
+    }
+}
+
+/// Whether two messages say the same. Ports, process ids and attempts differ from try to try, so
+/// digits do not count.
+pub fn are_alike(a: &str, b: &str) -> bool {
+    let letters = |text: &'_ str| text.chars().filter(|c| !c.is_ascii_digit()).collect::<String>();
+    letters(a) == letters(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_third_end_alike_is_one_too_often() {
+        let mut repeat = Repeat::default();
+        repeat.note("job-0 cannot open port 4001");
+        repeat.note("job-1 cannot open port 4002");
+        assert_eq!(repeat.too_often(), None);
+        repeat.note("job-2 cannot open port 4003");
+        assert_eq!(repeat.too_often(), Some(("job-2 cannot open port 4003", 3)));
+    }
+
+    #[test]
+    fn another_end_or_a_step_begins_the_count_anew() {
+        let mut repeat = Repeat::default();
+        for words in ["a", "a", "b", "a", "a"] {
+            repeat.note(words);
+            assert_eq!(repeat.too_often(), None, "{words}");
+        }
+        repeat.clear();
+        repeat.note("a");
+        assert_eq!(repeat.too_often(), None);
+    }
+}

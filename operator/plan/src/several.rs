@@ -1,0 +1,99 @@
+//! A file of several YAML documents -> each by itself, at its own lines.
+
+use crate::read::KIND;
+use crate::yaml::{self, Node, Value};
+
+/// Documents of a file that are told apart at most; more are one that is refused.
+const DOCUMENTS_MAX: usize = 256;
+
+/// One document, behind as many empty lines as there are before it in its file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Document {
+    pub bytes: Vec<u8>,
+    /// Of a document that is something else than a MoeJob: `Service web`.
+    pub other: Option<String>,
+}
+
+/// The documents of a file that are not empty. One that cannot be read, or that says no kind, may
+/// be a MoeJob with a mistake.
+pub fn documents(file: &[u8]) -> Vec<Document> {
+    let lines: Vec<&[u8]> = file.split_inclusive(|byte| *byte == b'\n').collect();
+    let mut found: Vec<Vec<u8>> = vec![Vec::new()];
+    for (number, line) in lines.iter().enumerate() {
+        if begins(line) || ends(line) {
+            if found.len() > DOCUMENTS_MAX {
+                return vec![whole(file)];
+            }
+            found.push(vec![b'\n'; number]);
+        }
+        // Behind an end nothing is left of its line.
+        let text: &[u8] = if ends(line) { b"\n" } else { line };
+        if let Some(last) = found.last_mut() {
+            last.extend_from_slice(text);
+        }
+    }
+    found.retain(|text| text.split(|byte| *byte == b'\n').any(says_something));
+    match found.len() {
+        0 | 1 => vec![whole(file)],
+        _ => found.into_iter().map(document).collect(),
+    }
+}
+
+fn whole(file: &[u8]) -> Document {
+    Document { bytes: file.to_vec(), other: None }
+}
+
+fn begins(line: &[u8]) -> bool {
+    line.strip_prefix(b"---").is_some_and(|rest| rest.first().is_none_or(u8::is_ascii_whitespace))
+}
+
+fn ends(line: &[u8]) -> bool {
+    line.strip_prefix(b"...").is_some_and(|rest| rest.trim_ascii().is_empty())
+}
+
+/// It is no comment, no mark and not empty.
+fn says_something(line: &[u8]) -> bool {
+    let text = if begins(line) { &line[3..] } else { line };
+    let text = text.trim_ascii();
+    !text.is_empty() && !text.starts_with(b"#")
+}
+
+fn document(bytes: Vec<u8>) -> Document {
+    let tree = yaml::parse(&bytes).ok();
+    let text = |node: Option<&Node>| match node.map(|node| &node.value) {
+        Some(Value::Scalar { text, .. }) => Some(text.clone()),
+        _ => None,
+    };
+    let field = |name: &str| tree.as_ref()?.get(name).map(|entry| &entry.value);
+    let kind = text(field("kind")).filter(|kind| kind != KIND);
+    let name = field("metadata").and_then(|of| of.get("name")).map(|entry| &entry.value);
+    let name = text(name).unwrap_or_else(|| "without a name".to_string());
+    Document { bytes, other: kind.map(|kind| format!("{kind} {name}")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn documents_keep_their_lines_and_other_kinds_are_named() {
+        let file = b"# two of them\n---\nkind: Service\nmetadata: {name: web}\n--- # the job\n\
+                     kind: MoeJob\nspec: {node: 1}\n...\n---\n# nothing\n";
+        let found = documents(file);
+        assert_eq!(found.len(), 2);
+        assert_eq!(found[0].other.as_deref(), Some("Service web"));
+        assert_eq!(found[1].other, None);
+        let text = String::from_utf8(found[1].bytes.clone()).expect("text");
+        assert_eq!(text, "\n\n\n\n--- # the job\nkind: MoeJob\nspec: {node: 1}\n");
+    }
+
+    #[test]
+    fn one_document_is_left_as_it_is() {
+        for file in [&b"---\nkind: Service\n"[..], b"", b"a: |\n  ---\n  b\n", b"\xff\n---\n"] {
+            assert_eq!(documents(file), [whole(file)]);
+        }
+        // What cannot be read is judged as a job.
+        let found = documents(b"a: [\n---\nkind: MoeJob\n");
+        assert!(found.len() == 2 && found.iter().all(|of| of.other.is_none()), "{found:?}");
+    }
+}

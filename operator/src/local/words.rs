@@ -1,0 +1,100 @@
+//! What workers say of their end: told once each, and whose logs hold more.
+
+use moejob_plan::repeat::are_alike;
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+
+/// Exit codes that end the job at once, with the worker's words: its end tells them.
+const ENDS_THE_JOB: [i32; 2] = [2, 3];
+
+#[derive(Debug, Default)]
+pub struct Words {
+    /// By worker: how it said that it would end, and why.
+    said: HashMap<String, (i32, String)>,
+    /// What was told since the newest step.
+    told: Vec<String>,
+    /// Sizes of the logs when the run began: they are appended to by one run after the other.
+    logs: BTreeMap<PathBuf, u64>,
+}
+
+impl Words {
+    /// Of a run whose workers write to `logs`.
+    pub fn new(logs: &Path) -> Words {
+        Words { logs: sizes(logs), ..Words::default() }
+    }
+
+    /// A worker says why it ends. What it says first is why.
+    pub fn failed(&mut self, worker: &str, exit_code: i32, message: &str) {
+        self.said.entry(worker.to_string()).or_insert((exit_code, message.to_string()));
+    }
+
+    /// What a person reads of a loss, if anything: the worker's own words before what was seen of
+    /// it from outside, and the same words once.
+    pub fn lost(&mut self, worker: &str, cause: &str) -> Option<String> {
+        let cause = match self.said.get(worker) {
+            Some((code, _)) if ENDS_THE_JOB.contains(code) => return None,
+            Some((_, message)) => message,
+            None => cause,
+        };
+        if self.told.iter().any(|told| are_alike(told, cause)) {
+            return Some(format!("lost {worker} in the same way"));
+        }
+        self.told.push(cause.to_string());
+        Some(format!("lost {worker}: {cause}"))
+    }
+
+    /// A step is done: what comes now is news.
+    pub fn stepped(&mut self) {
+        self.told.clear();
+    }
+
+    /// Logs that were written to in this run.
+    pub fn logs(&self, logs: &Path) -> Vec<PathBuf> {
+        let grown = |(path, bytes): &(PathBuf, u64)| {
+            *bytes > self.logs.get(path).copied().unwrap_or_default()
+        };
+        sizes(logs).into_iter().filter(grown).map(|(path, _)| path).collect()
+    }
+}
+
+fn sizes(logs: &Path) -> BTreeMap<PathBuf, u64> {
+    let files = std::fs::read_dir(logs).into_iter().flatten().flatten();
+    files.filter_map(|file| Some((file.path(), file.metadata().ok()?.len()))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_words_are_told_once_and_the_users_own_at_the_end() {
+        let mut words = Words::default();
+        words.failed("job-0", 1, "no room for 40 bytes");
+        words.failed("job-1", 1, "no room for 41 bytes");
+        words.failed("job-2", 3, "the data changed");
+        let told = |words: &mut Words, of: &str| words.lost(of, "its stream was closed");
+        let first = told(&mut words, "job-0");
+        assert_eq!(first.as_deref(), Some("lost job-0: no room for 40 bytes"));
+        let second = told(&mut words, "job-1");
+        assert_eq!(second.as_deref(), Some("lost job-1 in the same way"));
+        assert_eq!(told(&mut words, "job-2"), None);
+        let killed = words.lost("job-3", "killed by signal 9");
+        assert_eq!(killed.as_deref(), Some("lost job-3: killed by signal 9"));
+        words.stepped();
+        let again = words.lost("job-4", "killed by signal 9");
+        assert_eq!(again.as_deref(), Some("lost job-4: killed by signal 9"));
+    }
+
+    #[test]
+    fn only_logs_that_this_run_wrote_to_are_named() {
+        let home = tempfile::tempdir().expect("a folder");
+        let path = |name: &str| home.path().join(name);
+        std::fs::write(path("node-0.log"), "of the run before").expect("a file");
+        std::fs::write(path("node-1.log"), "").expect("a file");
+        let words = Words::new(home.path());
+        assert!(words.logs(home.path()).is_empty());
+        std::fs::write(path("node-1.log"), "a stack").expect("a file");
+        assert_eq!(words.logs(home.path()), [path("node-1.log")]);
+        assert!(Words::new(&path("nowhere")).logs(&path("nowhere")).is_empty());
+    }
+}

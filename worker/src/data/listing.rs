@@ -1,0 +1,162 @@
+//! The files that a run trains on, kept beside its checkpoints, and what has changed of them since.
+//!
+//! ```text
+//! corpus -> Listing --keep--> data.json beside `step-*`
+//!                             data.json --read--> Listing x corpus --changes--> added, removed, ..
+//! ```
+//! A fingerprint says that data are others; this says which files. Nothing depends on it.
+
+use super::Corpus;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+const FILE: &str = "data.json";
+/// Of data in more files no list is kept: it would be megabytes.
+const FILES_MAX: usize = 16_384;
+/// More is not read: names are 4,096 bytes at most, and most are far shorter.
+const BYTES_MAX: u64 = 32 << 20;
+/// Files that are named of each kind of change.
+const NAMED: usize = 5;
+
+/// Every file of the data, by what it is for and its name; see [`Corpus::listing`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Listing {
+    /// Of the data as a whole; as checkpoints have it.
+    pub fingerprint: String,
+    pub files: Vec<Listed>,
+}
+
+/// A file: `part` of the mixture (or 0), name relative to the job's folder, BLAKE3 of its content
+/// in hex. A part behind the last of the mixture is the held-out data's own source.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Listed {
+    pub part: usize,
+    pub name: String,
+    pub content: String,
+}
+
+impl Corpus {
+    /// Its files. None of data with too many.
+    pub fn listing(&self) -> Option<Listing> {
+        if let Some((desk, _)) = &self.elsewhere {
+            return desk.listing().ok().flatten();
+        }
+        let apart = if self.held_out_apart { self.training.len() } else { 0 };
+        let training = self.training.iter().enumerate();
+        let held_out = self.held_out.iter().enumerate().map(|(index, part)| (index + apart, part));
+        let mut files = Vec::new();
+        for (part, of) in training.chain(held_out) {
+            for origin in &of.origins {
+                files.push(Listed {
+                    part,
+                    name: String::from_utf8_lossy(&origin.name).into_owned(),
+                    content: blake3::Hash::from_bytes(origin.content).to_hex().to_string(),
+                });
+            }
+        }
+        // A file that is divided is in both.
+        files.sort();
+        files.dedup();
+        let listed = !files.is_empty() && files.len() <= FILES_MAX;
+        listed.then(|| Listing { fingerprint: self.fingerprint.clone(), files })
+    }
+}
+
+impl Listing {
+    /// Writes it beside the checkpoints in `location`. Whoever trains can do without it.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn keep(&self, location: &Path) -> std::io::Result<()> {
+        if Listing::read(location).is_some_and(|found| found == *self) {
+            return Ok(());
+        }
+        let staged = location.join(format!(".{FILE}.tmp"));
+        std::fs::write(&staged, serde_json::to_vec(self)?)?;
+        std::fs::rename(&staged, location.join(FILE))
+    }
+
+    /// What was kept there, if it can be read.
+    pub fn read(location: &Path) -> Option<Listing> {
+        let path = location.join(FILE);
+        let fits = std::fs::metadata(&path).is_ok_and(|of| of.len() <= BYTES_MAX);
+        let text = fits.then(|| std::fs::read(&path).ok()).flatten()?;
+        serde_json::from_slice(&text).ok()
+    }
+
+    /// What of the files is otherwise in `now`: `added: a.txt; changed: b.txt`. None where all are
+    /// the same, and the data differ in how they are read.
+    pub fn changes(&self, now: &Listing) -> Option<String> {
+        let by_name = |listing: &Listing| -> BTreeMap<(usize, String), String> {
+            let entry = |file: &Listed| ((file.part, file.name.clone()), file.content.clone());
+            listing.files.iter().map(entry).collect()
+        };
+        let (was, is) = (by_name(self), by_name(now));
+        let only = |of: &BTreeMap<_, _>, other: &BTreeMap<_, _>| -> Vec<String> {
+            let missing = of.keys().filter(|key| !other.contains_key(*key));
+            missing.map(|(_, name): &(usize, String)| name.clone()).collect()
+        };
+        let other = is.iter().filter(|(key, content)| {
+            was.get(*key).is_some_and(|before| before != *content)
+        });
+        let changed = other.map(|((_, name), _)| name.clone()).collect();
+        let kinds = [
+            ("added", only(&is, &was)),
+            ("removed", only(&was, &is)),
+            ("changed", changed),
+        ];
+        let texts: Vec<String> = (kinds.iter().filter(|(_, names)| !names.is_empty()))
+            .map(|(kind, names)| format!("{kind}: {}", named(names)))
+            .collect();
+        (!texts.is_empty()).then(|| texts.join("; "))
+    }
+}
+
+fn named(names: &[String]) -> String {
+    let first = names[..names.len().min(NAMED)].join(", ");
+    match names.len().saturating_sub(NAMED) {
+        0 => first,
+        more => format!("{first} and {more} more"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn listing(files: &[(usize, &str, &str)]) -> Listing {
+        let listed = |(part, name, content): &(usize, &str, &str)| Listed {
+            part: *part,
+            name: name.to_string(),
+            content: content.to_string(),
+        };
+        let files = files.iter().map(listed).collect();
+        Listing { fingerprint: "print".to_string(), files }
+    }
+
+    #[test]
+    fn what_has_changed_is_named_by_file() {
+        let was = listing(&[(0, "a", "1"), (0, "b", "1"), (1, "a", "1")]);
+        assert_eq!(was.changes(&was), None);
+        let is = listing(&[(0, "a", "2"), (0, "c", "1"), (1, "a", "1")]);
+        let told = was.changes(&is);
+        assert_eq!(told.as_deref(), Some("added: c; removed: b; changed: a"));
+        let names: Vec<String> = (0..7).map(|index| format!("f{index}")).collect();
+        let many: Vec<(usize, &str, &str)> = names.iter().map(|name| (0, &name[..], "1")).collect();
+        let told = listing(&[]).changes(&listing(&many));
+        assert_eq!(told.as_deref(), Some("added: f0, f1, f2, f3, f4 and 2 more"));
+    }
+
+    #[test]
+    fn it_is_kept_beside_checkpoints_and_what_is_no_list_is_none() {
+        let home = tempfile::tempdir().expect("a folder");
+        assert_eq!(Listing::read(home.path()), None);
+        let kept = listing(&[(0, "a", "1")]);
+        kept.keep(home.path()).expect("written");
+        assert_eq!(Listing::read(home.path()), Some(kept));
+        std::fs::write(home.path().join(FILE), "{").expect("a file");
+        assert_eq!(Listing::read(home.path()), None);
+    }
+}
