@@ -1,10 +1,15 @@
 //! `moejob doctor`: what this machine has, what it lacks, and how to get it.
 
+pub mod profile;
+
+use super::profiles::OwnProfiles;
 use super::validate::Output;
 use clap::Args;
 use moe_worker::attempt::pace::kernel_bytes;
-use moe_worker::life::affinity::{self, Gpu, NumaNode};
+use moe_worker::life::machine::{Machine, sys};
 use moejob_kernels::{Isa, cuda};
+use moejob_plan::problem::printable_lines;
+use profile::Odd;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -20,6 +25,14 @@ pub struct DoctorArgs {
     /// How it is written; json is one list.
     #[arg(short, long, value_enum, default_value_t = Output::Text)]
     pub output: Output,
+    /// Compare this node with a profile, and name which of the two is odd.
+    #[arg(long, value_name = "NAME")]
+    pub profile: Option<String>,
+    #[command(flatten)]
+    pub profiles: OwnProfiles,
+    /// Read the machine from a folder like /sys.
+    #[arg(long, hide = true, value_name = "ROOT")]
+    pub sys: Option<PathBuf>,
 }
 
 struct Line {
@@ -28,23 +41,40 @@ struct Line {
     advice: Option<String>,
     /// A job on processors cannot run without it.
     needed: bool,
+    /// Found, and not as it should be.
+    bad: bool,
+}
+
+impl Line {
+    fn of((name, found): (String, String)) -> Line {
+        Line { name, found: Some(found), advice: None, needed: false, bad: false }
+    }
 }
 
 pub fn run(args: &DoctorArgs) -> ExitCode {
     let mut lines = vec![processor(), memory(), storage(&args.dir)];
-    lines.extend(numa());
+    match machine(args) {
+        Ok(of_machine) => lines.extend(of_machine),
+        Err(error) => {
+            eprintln!("moejob: {}", printable_lines(&error));
+            return ExitCode::from(2);
+        }
+    }
     lines.extend(cuda::inspect().into_iter().map(|inspection| Line {
         name: inspection.name,
         found: inspection.found,
         advice: inspection.advice,
         needed: false,
+        bad: false,
     }));
-    let sound = lines.iter().all(|line| line.found.is_some() || !line.needed);
-    let code = if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    let sound = |line: &Line| (line.found.is_some() || !line.needed) && !line.bad;
+    let code = if lines.iter().all(sound) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     if args.output == Output::Json {
         println!("{}", Value::from(lines.iter().map(Line::json).collect::<Vec<_>>()));
         return code;
     }
+    let longest = lines.iter().map(|line| line.name.chars().count()).max().unwrap_or(0);
+    let width = longest + 2;
     for line in &lines {
         if args.json {
             println!("{}", line.json());
@@ -55,9 +85,9 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
             (None, true) => "missing".to_string(),
             (None, false) => "absent (GPU jobs need it)".to_string(),
         };
-        println!("{:<14}{state}", line.name);
+        println!("{:<width$}{state}", line.name);
         if let Some(advice) = &line.advice {
-            println!("{:<14}-> {advice}", "");
+            println!("{:<width$}-> {advice}", "");
         }
     }
     code
@@ -80,6 +110,7 @@ fn processor() -> Line {
             "neither AVX2 nor AVX-512: training gives the same bits, many times slower".to_string()
         }),
         needed: true,
+        bad: false,
     }
 }
 
@@ -99,28 +130,65 @@ fn memory() -> Line {
         _ => None,
     };
     let advice = found.is_none().then(|| "/proc/meminfo cannot be read".to_string());
-    Line { name: "memory".to_string(), found, advice, needed: true }
+    Line { name: "memory".to_string(), found, advice, needed: true, bad: false }
 }
 
-/// Where processors and GPUs lie: workers of one machine are kept apart by this.
-fn numa() -> Vec<Line> {
-    let line = |name: String, found| Line { name, found: Some(found), advice: None, needed: false };
-    let nodes = affinity::machine().unwrap_or_default().nodes;
-    let node = |node: &NumaNode| {
-        line(format!("NUMA node {}", node.id), format!("{} processors", node.cpus.len()))
+/// Where processors, GPUs and cards lie, what of it is odd, and how it compares with a profile.
+///
+/// # Errors
+/// There is no such profile.
+fn machine(args: &DoctorArgs) -> Result<Vec<Line>, String> {
+    let machine = match &args.sys {
+        Some(root) => sys::read(root, None),
+        None => Machine::here().unwrap_or_default(),
     };
-    let gpu = |gpu: Gpu| {
-        let node = gpu.numa_node.map_or("unknown".to_string(), |node| node.to_string());
-        let nic = gpu.nearest_nic.unwrap_or("none".to_string());
-        line(gpu.pci, format!("GPU on NUMA node {node}, nearest network adapter {nic}"))
+    let profiles = args.profiles.read()?;
+    let mut lines: Vec<Line> = machine.lines().into_iter().map(Line::of).collect();
+    let Some(name) = &args.profile else {
+        let odd = machine.odd.iter().map(|odd| Line {
+            advice: Some("the kernel's files contradict each other".to_string()),
+            ..Line::of(("odd".to_string(), format!("{}: {}", odd.at, odd.what)))
+        });
+        lines.extend(odd);
+        let fitting = profile::fitting(&machine, &profiles);
+        if !fitting.is_empty() {
+            let found = format!("its GPUs have the addresses of {}", fitting.join(" and of "));
+            let advice = Some(format!("compare with --profile {}", fitting[0]));
+            lines.push(Line { advice, ..Line::of(("profile".to_string(), found)) });
+        }
+        return Ok(lines);
     };
-    let gpus = affinity::gpus(Path::new("/sys")).into_iter().map(gpu);
-    nodes.iter().map(node).chain(gpus).collect()
+    let Some(chosen) = profiles.get(name) else {
+        let known: Vec<&str> = profiles.names().collect();
+        return Err(format!("--profile: there is no {name:?}; known: {}", known.join(", ")));
+    };
+    let differences = profile::compare(&machine, chosen);
+    let found = match differences.len() {
+        0 => format!("{name}: this machine is as it says"),
+        1 => format!("{name}: 1 difference"),
+        many => format!("{name}: {many} differences"),
+    };
+    lines.push(Line::of(("profile".to_string(), found)));
+    lines.extend(differences.into_iter().map(|difference| Line {
+        advice: Some(difference.next.to_string()),
+        bad: true,
+        ..Line::of((in_words(difference.odd).to_string(), difference.what))
+    }));
+    Ok(lines)
+}
+
+fn in_words(odd: Odd) -> &'static str {
+    match odd {
+        Odd::Machine => "odd: machine",
+        Odd::Profile => "odd: profile",
+        Odd::OneOfTheTwo => "odd: either",
+    }
 }
 
 /// Whether runs can be written where they are to lie, and how much room there is.
 fn storage(dir: &Path) -> Line {
-    let line = |found, advice| Line { name: "storage".to_string(), found, advice, needed: true };
+    let name = "storage".to_string();
+    let line = |found, advice| Line { name, found, advice, needed: true, bad: false };
     let existing = dir.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("."));
     let folder = if existing.as_os_str().is_empty() { Path::new(".") } else { existing };
     let writable = rustix::fs::access(folder, rustix::fs::Access::WRITE_OK);

@@ -5,4 +5,5 @@ pub mod listener;
 pub mod session;
 pub mod run;
 pub mod affinity;
+pub mod machine;
 pub mod process;

@@ -14,6 +14,7 @@ mod link;
 pub use engines::Attempt;
 
 use crate::life::affinity::{self, Share};
+use crate::life::machine::Machine;
 use crate::gang::comm::{DataPlane, Join, JoinError, Links};
 use crate::failure::chain;
 use crate::life::listener::{self, LeaderStream};
@@ -198,7 +199,7 @@ fn take_share(share: Share) {
     if share.of < 2 {
         return;
     }
-    let bound = affinity::machine().and_then(|machine| {
+    let bound = Machine::here().and_then(|machine| {
         let cpus = affinity::share(&machine, share);
         cpus.as_deref().map(affinity::bind).transpose().map(|_| cpus)
     });

@@ -1,0 +1,270 @@
+//! A node against its profile: what differs, and which of the two is odd.
+//!
+//! A kernel's own files can contradict each other, and then the machine is odd. Where they agree
+//! with each other and not with the profile, one node alone cannot tell: a second one can.
+
+use moe_worker::life::machine::list::cpu_text;
+use moe_worker::life::machine::pci::{Address, Distance};
+use moe_worker::life::machine::{Hca, LinkLayer, Machine, NumaNode, Place};
+use moejob_plan::profile::{Backend, Numa, Profile, Profiles};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Odd {
+    Machine,
+    Profile,
+    /// This node alone cannot tell.
+    OneOfTheTwo,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Difference {
+    pub odd: Odd,
+    pub what: String,
+    /// What to do about it.
+    pub next: &'static str,
+}
+
+const REPORT: &str = "keep jobs off this node, and report it to who runs the machines";
+const LOOK: &str = "look for it with lspci -D on the node, and in the kernel's log";
+const OTHER: &str = "look at another node of this type: where all say the same, the profile is \
+                     odd (put one of your own over it); otherwise this node is (report it)";
+const OWN: &str = "put a profile of your own over it (docs/ndm-a100.md)";
+const LINK: &str = "look at ibstat and at the switch's port; jobs on this node would use fewer cards";
+const DRIVER: &str = "on the node load the drivers mlx5_ib and ib_uverbs; a pod asks for the \
+                      profile's rdma resource";
+
+/// Everything that differs, what the machine is to blame for first.
+pub fn compare(machine: &Machine, profile: &Profile) -> Vec<Difference> {
+    let mut found = Found::default();
+    for odd in &machine.odd {
+        found.add(Odd::Machine, format!("{}: {}", odd.at, odd.what), REPORT);
+    }
+    if found.of_another_machine(machine, profile) {
+        return found.sorted();
+    }
+    found.count(machine, profile);
+    found.processors(machine, profile);
+    found.places(machine, profile);
+    found.cards(machine, profile);
+    found.sorted()
+}
+
+/// Shipped profiles and an admin's own whose GPUs have the addresses of this machine's.
+pub fn fitting<'a>(machine: &Machine, profiles: &'a Profiles) -> Vec<&'a str> {
+    let here: Vec<Address> = machine.gpus.iter().map(|gpu| gpu.place.address).collect();
+    let is_here = |name: &&str| {
+        let listed = profiles.get(name).map(|profile| addresses(&profile.numa, |of| &of.gpus));
+        listed.is_some_and(|mut listed| {
+            listed.sort();
+            !listed.is_empty() && listed == here
+        })
+    };
+    profiles.names().filter(is_here).collect()
+}
+
+fn addresses(numa: &[Numa], which: impl Fn(&Numa) -> &Vec<String>) -> Vec<Address> {
+    numa.iter().flat_map(which).filter_map(|text| Address::parse(text)).collect()
+}
+
+/// What a person calls a device of a profile, by where its kind is listed.
+type Kind = (&'static str, fn(&Numa) -> &Vec<String>);
+const KINDS: [Kind; 2] = [("GPU", |of| &of.gpus), ("HCA", |of| &of.hcas)];
+
+#[derive(Default)]
+struct Found {
+    all: Vec<Difference>,
+}
+
+impl Found {
+    fn add(&mut self, odd: Odd, what: String, next: &'static str) {
+        self.all.push(Difference { odd, what, next });
+    }
+
+    fn sorted(mut self) -> Vec<Difference> {
+        self.all.sort();
+        self.all.dedup();
+        self.all
+    }
+
+    /// None of the profile's addresses is here, though there are GPUs.
+    fn of_another_machine(&mut self, machine: &Machine, profile: &Profile) -> bool {
+        let listed = addresses(&profile.numa, |of| &of.gpus);
+        let here = |address: &Address| place_of(machine, *address).is_some();
+        if listed.is_empty() || machine.gpus.is_empty() || listed.iter().any(here) {
+            return false;
+        }
+        let what = format!(
+            "none of its {} GPU addresses is here, where the first of {} GPUs is {}",
+            listed.len(),
+            machine.gpus.len(),
+            machine.gpus[0].place.address
+        );
+        self.add(Odd::Profile, what, OWN);
+        true
+    }
+
+    fn count(&mut self, machine: &Machine, profile: &Profile) {
+        let (there, said) = (machine.gpus.len(), profile.devices as usize);
+        let listed = profile.numa.iter().any(|node| !node.gpus.is_empty());
+        let counts = profile.backend == Backend::Cuda && !profile.is_this_machine();
+        if counts && !listed && there != said {
+            self.add(Odd::Machine, format!("{there} GPUs are here, the profile has {said}"), LOOK);
+        }
+        if !listed {
+            return;
+        }
+        for address in addresses(&profile.numa, |of| &of.gpus) {
+            if place_of(machine, address).is_none() {
+                self.add(Odd::Machine, format!("GPU {address} is not here"), LOOK);
+            }
+        }
+        let known = addresses(&profile.numa, |of| &of.gpus);
+        for gpu in machine.gpus.iter().filter(|gpu| !known.contains(&gpu.place.address)) {
+            let what = format!("GPU {} is not in the profile", gpu.place.address);
+            self.add(Odd::Profile, what, OWN);
+        }
+    }
+
+    fn processors(&mut self, machine: &Machine, profile: &Profile) {
+        let (said, there) = (&profile.numa, &machine.nodes);
+        if said.is_empty() {
+            return;
+        }
+        let all: Vec<u32> = said.iter().flat_map(|node| node.cpus.iter().copied()).collect();
+        let off = all.iter().filter(|cpu| machine.online.binary_search(cpu).is_err());
+        let mut off: Vec<u32> = off.copied().collect();
+        off.sort_unstable();
+        if !off.is_empty() {
+            let what = format!("processors {} are off or not there", cpu_text(&off));
+            self.add(Odd::Machine, what, REPORT);
+            return;
+        }
+        if said.len() != there.len() {
+            let (there, said) = (there.len(), said.len());
+            let what = format!("the kernel has {there} NUMA nodes, the profile {said}");
+            self.add(Odd::OneOfTheTwo, what, OTHER);
+            return;
+        }
+        for node in there.iter().filter(|node| !said.iter().any(|of| of.cpus == node.cpus)) {
+            let (id, cpus) = (node.id, cpu_text(&node.cpus));
+            let what = format!("NUMA node {id} has processors {cpus}, no node of the profile does");
+            self.add(Odd::OneOfTheTwo, what, OTHER);
+        }
+    }
+
+    /// Devices that the machine has beside other processors than the profile. A device whose own
+    /// files contradict each other was told already.
+    fn places(&mut self, machine: &Machine, profile: &Profile) {
+        // By the processors of the profile, then those of the machine.
+        let mut moved: BTreeMap<(String, String), Vec<String>> = BTreeMap::new();
+        let same = |node: &NumaNode| profile.numa.iter().any(|of| of.cpus == node.cpus);
+        for numa in &profile.numa {
+            for (kind, listed) in KINDS {
+                for address in listed(numa).iter().filter_map(|text| Address::parse(text)) {
+                    let Some(place) = place_of(machine, address) else { continue };
+                    let Some(node) = machine.node_of(place) else { continue };
+                    let sound = place.local_cpus.as_ref().is_none_or(|near| *near == node.cpus);
+                    if node.cpus != numa.cpus && same(node) && sound {
+                        let at = (cpu_text(&numa.cpus), cpu_text(&node.cpus));
+                        moved.entry(at).or_default().push(format!("{kind} {address}"));
+                    }
+                }
+            }
+        }
+        for ((said, here), devices) in &moved {
+            let listed = devices.join(", ");
+            let what = match moved.get(&(here.clone(), said.clone())) {
+                Some(others) if said < here => format!(
+                    "the map of NUMA nodes is swapped: {listed} are near processors {here} here \
+                     and {said} in the profile, {} the other way round",
+                    others.join(", ")
+                ),
+                Some(_) => continue,
+                None => format!("near processors {here} here, {said} in the profile: {listed}"),
+            };
+            self.add(Odd::OneOfTheTwo, what, OTHER);
+        }
+        let pairs = profile.numa.iter().flat_map(|of| of.gpus.iter().zip(&of.hcas));
+        for (gpu, hca) in pairs {
+            self.nearer(machine, gpu, hca);
+        }
+    }
+
+    /// Bridges do not lie: a GPU whose own bridge has another card than the profile's is told.
+    fn nearer(&mut self, machine: &Machine, gpu: &str, hca: &str) {
+        let (Some(gpu), Some(said)) = (Address::parse(gpu), Address::parse(hca)) else { return };
+        let at = machine.gpus.iter().position(|of| of.place.address == gpu);
+        let paired = machine.hcas.iter().find(|of| of.place.address == said);
+        let (Some(at), Some(paired)) = (at, paired) else { return };
+        let nearest = machine.hcas.iter().min_by_key(|of| of.distances[at]).unwrap_or(paired);
+        let (near, far) = (nearest.distances[at], paired.distances[at]);
+        if matches!(near, Distance::Bridges(_)) && near < far {
+            let what = format!(
+                "GPU {gpu} is paired with HCA {said} ({far}), and {} is nearer ({near})",
+                nearest.place.address
+            );
+            self.add(Odd::Profile, what, OWN);
+        }
+    }
+
+    fn cards(&mut self, machine: &Machine, profile: &Profile) {
+        let listed = addresses(&profile.numa, |of| &of.hcas);
+        if profile.rdma.is_none() && listed.is_empty() {
+            return;
+        }
+        if machine.hcas.is_empty() {
+            let what = "no card is below /sys/class/infiniband".to_string();
+            return self.add(Odd::Machine, what, DRIVER);
+        }
+        let is_meant = |hca: &&Hca| listed.is_empty() || listed.contains(&hca.place.address);
+        let meant: Vec<&Hca> = machine.hcas.iter().filter(is_meant).collect();
+        for address in &listed {
+            if !meant.iter().any(|hca| hca.place.address == *address) {
+                self.add(Odd::Machine, format!("HCA {address} is not here"), LOOK);
+            }
+        }
+        let rates = meant.iter().flat_map(|hca| &hca.ports).filter_map(|port| port.rate);
+        let most = rates.fold(0.0_f64, f64::max);
+        for hca in meant {
+            self.card(hca, most);
+        }
+        let usable = |hca: &&Hca| hca.usable_port().is_some() && !is_meant(hca);
+        for hca in machine.hcas.iter().filter(usable) {
+            let (name, address) = (&hca.name, hca.place.address);
+            let what = format!("HCA {name} ({address}) is InfiniBand and not in the profile");
+            self.add(Odd::Profile, what, OWN);
+        }
+    }
+
+    fn card(&mut self, hca: &Hca, most: f64) {
+        let named = format!("HCA {} ({})", hca.name, hca.place.address);
+        if hca.ports.is_empty() {
+            return self.add(Odd::Machine, format!("{named} has no port"), DRIVER);
+        }
+        let Some(port) = hca.usable_port() else {
+            for port in &hca.ports {
+                let what = match port.link_layer {
+                    LinkLayer::InfiniBand => {
+                        format!("{named}: port {} is {}", port.number, port.state)
+                    }
+                    other => format!("{named}: port {} is {other:?}, not InfiniBand", port.number),
+                };
+                self.add(Odd::Machine, what, LINK);
+            }
+            return;
+        };
+        if let Some(rate) = port.rate.filter(|rate| *rate < most) {
+            let what = format!("{named} runs at {rate} Gb/s, others at {most}");
+            self.add(Odd::Machine, what, LINK);
+        }
+    }
+}
+
+fn place_of(machine: &Machine, address: Address) -> Option<&Place> {
+    let gpus = machine.gpus.iter().map(|gpu| &gpu.place);
+    let mut places = gpus.chain(machine.hcas.iter().map(|hca| &hca.place));
+    places.find(|place| place.address == address)
+}

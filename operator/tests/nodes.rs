@@ -1,0 +1,84 @@
+//! Nodes that are made of files, as a person looks at them: `moejob doctor`.
+//!
+//! Run with `UPDATE_GOLDEN=1` to write what is said now, and read the difference.
+
+#[path = "../../worker/tests/machines/mod.rs"]
+mod machines;
+
+use std::process::{Command, Output};
+
+fn moejob(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_moejob")).args(arguments).output().expect("moejob")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("text")
+}
+
+/// What is expected lies in `nodes/FILE`.
+fn golden(file: &str, found: &str) {
+    let path = format!("{}/tests/nodes/{file}", env!("CARGO_MANIFEST_DIR"));
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        std::fs::write(&path, found).expect("written");
+        return;
+    }
+    let expected = std::fs::read_to_string(&path).expect("the golden file");
+    let how = "UPDATE_GOLDEN=1 cargo test --workspace --test nodes";
+    assert!(expected == found, "{file} differs; write it with `{how}`\n{found}");
+}
+
+/// Profile, machine, and whether all is as the profile says.
+const COMPARED: &[(&str, &str, bool)] = &[
+    ("ndm-a100-v4", "ndm-a100-v4", true),
+    ("nd-h200-v5", "nd-h200-v5", true),
+    ("cpu", "laptop", true),
+    ("gpu", "laptop", true),
+    ("gpu", "server", true),
+    ("ndm-a100-v4", "ndm-swapped", false),
+    ("ndm-a100-v4", "ndm-masks", false),
+    ("ndm-a100-v4", "ndm-cards", false),
+    ("ndm-a100-v4", "laptop", false),
+    ("ndm-a100-v4", "bare", false),
+    ("nd-h100-v5", "ndm-a100-v4", false),
+    ("nd-h100-v5", "server", false),
+    ("cpu", "broken", false),
+];
+
+#[test]
+fn doctor_names_what_is_odd_the_machine_or_its_profile() {
+    let mut all = String::new();
+    for (profile, machine, sound) in COMPARED {
+        let made = machines::machine(machine);
+        let sys = made.path().join("sys");
+        let sys = sys.to_str().expect("a path");
+        let said = moejob(&["doctor", "--profile", profile, "--sys", sys, "--dir", sys]);
+        let out = text(&said.stdout);
+        // Lines of what this machine has begin otherwise; how wide columns are is no matter.
+        let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+        let told = out.lines().map(words).skip_while(|line| !line.starts_with("profile "));
+        let begins = ["profile ", "odd: ", "-> "];
+        let told = told.take_while(|line| begins.iter().any(|begin| line.starts_with(begin)));
+        let told: Vec<String> = told.collect();
+        assert_eq!(said.status.success(), *sound, "{profile} on {machine}\n{out}");
+        assert_eq!(told.len() == 1, *sound, "{profile} on {machine}\n{out}");
+        all += &format!("# {machine} as {profile}\n{}\n\n", told.join("\n"));
+    }
+    golden("doctor.txt", &all);
+}
+
+#[test]
+fn doctor_finds_the_profile_by_the_addresses_of_gpus() {
+    for (machine, found) in [
+        ("ndm-a100-v4", "its GPUs have the addresses of nd-a100-v4 and of ndm-a100-v4"),
+        ("nd-h200-v5", "its GPUs have the addresses of nd-h100-v5 and of nd-h200-v5"),
+    ] {
+        let made = machines::machine(machine);
+        let sys = made.path().join("sys");
+        let out = text(&moejob(&["doctor", "--sys", sys.to_str().expect("a path")]).stdout);
+        assert!(out.contains(found), "{machine}\n{out}");
+    }
+    let said = moejob(&["doctor", "--profile", "ndm"]);
+    assert_eq!(said.status.code(), Some(2));
+    let err = text(&said.stderr);
+    assert!(err.contains("there is no \"ndm\"; known: cpu, gpu, nd-a100-v4"), "{err}");
+}
