@@ -159,7 +159,8 @@ fn a_run_is_looked_at_listed_and_continued_under_other_values() {
     place.said(&[&falling[..], &["training.steps=5"]].concat());
     let told = place.moejob(&[&falling[..], &["training.steps=9"]].concat()).stderr;
     let told = String::from_utf8_lossy(&told).into_owned();
-    assert!(told.contains("the learning rate jumps from 1.00e-4 at step 5 to 3.81e-3 at step 6"), "{told}");
+    let jump = "the learning rate jumps from 1.00e-4 at step 5 to 3.81e-3 at step 6";
+    assert!(told.contains(jump), "{told}");
     place.said(&["run", "job.yaml", "--set", "training.steps=12"]);
     place.said(&["run", "job.yaml", "--set", "training.steps=3", "--name", "other"]);
     let newest = |run: &str| {
@@ -233,7 +234,8 @@ fn the_page_of_fields_in_the_tree_is_current() {
 fn what_is_for_tools_is_one_value_of_json() {
     let place = Place::new();
     let found = place.json(&["doctor", "-o", "json"]);
-    let names: Vec<&Value> = found.as_array().expect("a list").iter().map(|of| &of["name"]).collect();
+    let lines = found.as_array().expect("a list");
+    let names: Vec<&Value> = lines.iter().map(|of| &of["name"]).collect();
     assert!(names.contains(&&"memory".into()), "{names:?}");
     let found = place.json(&["data", "inspect", "words/0.txt", "words/1.txt", "-o", "json"]);
     assert_eq!(found.as_array().map(Vec::len), Some(2));

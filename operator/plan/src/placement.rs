@@ -126,7 +126,8 @@ impl<'a> Placer<'a> {
         let needed = self.memory(&layout, 0).committed;
         if needed > limit {
             let (needs, has, more) = (gib(needed), gib(limit), gib(needed - limit));
-            return Err(format!("a rank needs {needs} of memory, {more} more than the {has} it has"));
+            let why = format!("a rank needs {needs} of memory, {more} more than the {has} it has");
+            return Err(why);
         }
         Ok(layout)
     }

@@ -69,7 +69,8 @@ pub fn wish(job: &Job, size: &Size) -> Wish {
     let world = size.layout.mesh.world();
     if job.profile.backend == Backend::Cuda {
         let parts = placement::host_memory(job, &size.layout);
-        let each = |parts: &mut dyn Iterator<Item = &Part>| parts.map(|part| part.bytes).sum::<u64>();
+        let each =
+            |parts: &mut dyn Iterator<Item = &Part>| parts.map(|part| part.bytes).sum::<u64>();
         // A worker on a machine without room for snapshots takes none, and goes on.
         let least = || parts.iter().filter(|part| !part.name.starts_with("snapshots"));
         let most = least().max_by_key(|part| part.bytes);
@@ -259,8 +260,8 @@ mod tests {
         );
         let tight = judge(&wish(), &[limit(Of::All, 9 * GIB)]).expect("fits").expect("a word");
         assert!(tight.starts_with("the job wants 12.0 GiB of memory for 4 workers where"));
-        for (of, room, enough) in [(Of::EachData, GIB, 2 * GIB), (Of::EachAddresses, 4 * GIB, 5 * GIB)]
-        {
+        let bounds = [(Of::EachData, GIB, 2 * GIB), (Of::EachAddresses, 4 * GIB, 5 * GIB)];
+        for (of, room, enough) in bounds {
             let refused = judge(&wish(), &[limit(of, room)]).expect_err("refused");
             assert!(refused.starts_with("a worker wants "), "{refused}");
             assert_eq!(judge(&wish(), &[limit(of, enough)]), Ok(None));

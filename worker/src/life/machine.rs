@@ -167,8 +167,8 @@ impl Machine {
         all
     }
 
-    /// For each GPU the HCA that serves it best, as its place in `hcas`: the nearest, and of equally
-    /// near ones those that serve fewer GPUs, then the lower address. So the i-th GPU of a node has
+    /// For each GPU the HCA that serves it best, as its place in `hcas`: the nearest, and of
+    /// equally near ones those that serve fewer GPUs, then the lower address. So the i-th GPU of a node has
     /// the i-th HCA there. None without an HCA that is up.
     pub fn hca_of_gpus(&self) -> Vec<Option<usize>> {
         let mut served = vec![0_u32; self.hcas.len()];

@@ -32,7 +32,8 @@ const LOOK: &str = "look for it with lspci -D on the node, and in the kernel's l
 const OTHER: &str = "look at another node of this type: where all say the same, the profile is \
                      odd (put one of your own over it); otherwise this node is (report it)";
 const OWN: &str = "put a profile of your own over it (docs/ndm-a100.md)";
-const LINK: &str = "look at ibstat and at the switch's port; jobs on this node would use fewer cards";
+const LINK: &str = "look at ibstat and at the switch's port; jobs on this node would use fewer \
+                    cards";
 const DRIVER: &str = "on the node load the drivers mlx5_ib and ib_uverbs; a pod asks for the \
                       profile's rdma resource";
 
