@@ -16,9 +16,9 @@ use serde::Serialize;
 
 /// Ranks that are listed one by one.
 const RANKS_LISTED_MAX: usize = 64;
-/// Losses that are rehearsed one by one, times the members of the gang: each takes as long as the
+/// Losses that are rehearsed one by one, times the ranks of the gang: each takes as long as the
 /// gang is large.
-const LOSSES_MEMBERS: usize = 1 << 15;
+const LOSSES_RANKS: usize = 1 << 15;
 
 /// Everything that `moejob plan` shows.
 #[derive(Clone, Debug, Serialize)]
@@ -162,7 +162,8 @@ pub fn outlook_on(
         (_, None) => Vec::new(),
         (false, _) => vec![lose.to_vec()],
         (true, Some(gang)) => {
-            let most = (LOSSES_MEMBERS / gang.members.len().max(1)).clamp(4, RANKS_LISTED_MAX);
+            let ranks = gang.layout.mesh.world().max(1) as usize;
+            let most = (LOSSES_RANKS / ranks).clamp(2, RANKS_LISTED_MAX);
             let members = gang.members.iter().take(most);
             members.map(|member| vec![member.node.clone()]).collect()
         }
@@ -319,7 +320,10 @@ pub fn text(outlook: &Outlook) -> String {
     lines.push("\nwhat the plan does, and why".to_string());
     lines.extend(outlook.why.iter().map(|why| format!("  {why}")));
     if !outlook.what_ifs.is_empty() {
-        lines.push("\nwhat if, at the worst moment".to_string());
+        let (tried, nodes) = (outlook.what_ifs.len(), outlook.gang.as_ref().map(|of| of.nodes));
+        let some = nodes.filter(|nodes| tried > 1 && tried < *nodes as usize);
+        let some = some.map(|nodes| format!(": the first {tried} of {nodes} nodes one by one"));
+        lines.push(format!("\nwhat if, at the worst moment{}", some.unwrap_or_default()));
         lines.extend(outlook.what_ifs.iter().map(what_if_text));
     }
     lines.join("\n")
