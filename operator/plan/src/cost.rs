@@ -7,7 +7,9 @@
 use crate::job::Job;
 use crate::problem::{Code, Problem};
 use crate::profile::Backend;
-use moejob_protocol::model::ModelConfig;
+use moejob_protocol::Mesh;
+use moejob_protocol::config;
+use moejob_protocol::model::{MATRICES, ModelConfig, Role, numel};
 
 /// Of a manifest, and of a spec as JSON.
 pub const TEXT_BYTES_MAX: usize = 64 << 10;
@@ -19,12 +21,14 @@ pub const RANKS_MAX: u64 = 32_768;
 pub const TENSORS_MAX: u64 = 262_144;
 /// Micro-batches of a step.
 pub const MICRO_BATCHES_MAX: u64 = 1 << 20;
-/// What it takes to know the memory of a job's workers on processors, for its smallest gang, and
-/// for every size where the memory of a node is given: for each row of the table of parameters,
-/// each rank is asked once whether it holds it. Less than a second of one core.
+/// What it takes to lay a job out on processors whose memory is given: for each size that is tried
+/// the memory of a rank is counted. Less than half a second of one core.
 pub const COUNTED_MAX: u64 = 1 << 22;
-/// Reading a row takes as long as asking so many ranks.
-const ROW: u64 = 16;
+/// What a plan that is shown spends on the memory of its sizes: a second of one core at the most.
+/// Of more sizes than that some are counted.
+pub const SHOWN_MAX: u64 = 1 << 23;
+/// Sums in buckets are counted with the names of their tensors, which takes longer.
+const BUCKETS: u64 = 8;
 
 /// Rows of the table of parameters, and elements, without making the table: all layers with experts
 /// are alike, and so are all without.
@@ -62,16 +66,14 @@ impl Extent {
 
     fn counted(model: &ModelConfig) -> Extent {
         let mut extent = Extent::default();
-        for param in model.params() {
-            let (tensors, elements) = match param.role {
-                moejob_protocol::model::Role::Expert { .. } => {
-                    (&mut extent.expert_tensors, &mut extent.expert_elements)
-                }
+        model.each_param(|_, shape, role| {
+            let (tensors, elements) = match role {
+                Role::Expert { .. } => (&mut extent.expert_tensors, &mut extent.expert_elements),
                 _ => (&mut extent.other_tensors, &mut extent.other_elements),
             };
             *tensors += 1;
-            *elements = elements.saturating_add(param.numel());
-        }
+            *elements = elements.saturating_add(numel(shape));
+        });
         extent
     }
 
@@ -132,39 +134,45 @@ pub fn problems(job: &Job) -> Vec<Problem> {
     let path = "spec.model.numHiddenLayers";
     let advice = "have fewer layers or fewer experts";
     let small = bound(path, "tensors", extent.tensors(), TENSORS_MAX, advice);
-    if small && job.profile.backend == Backend::Cpu {
-        let what = "lookups for the memory of the sizes from nodes.min to nodes.max";
-        let advice = "have a smaller model, fewer nodes, or fewer sizes of a known memory";
+    if small && job.profile.backend == Backend::Cpu && job.profile.rank_memory.is_some() {
+        let what = "steps to count the memory of the sizes from nodes.min to nodes.max";
+        let advice = "have a smaller model, fewer nodes, or no deviceMemory";
         bound("spec.nodes.max", what, counted(job, extent), COUNTED_MAX, advice);
     }
     problems
 }
 
-/// Whether the memory of a rank among `ranks` may be counted where other jobs wait.
-pub fn is_countable(job: &Job, ranks: u32) -> bool {
-    let tensors = Extent::of(&job.model).tensors();
-    tensors.saturating_mul(ROW + u64::from(ranks)) <= COUNTED_MAX
+/// Steps that it takes to count the memory of a rank of `mesh`: one for each parameter that it
+/// holds, for each run of experts of a layer with the same holders, and for each rank.
+pub fn of_rank(job: &Job, extent: Extent, mesh: Mesh) -> u64 {
+    let experts = job.model.experts.count;
+    let held = u64::from(MATRICES * experts.div_ceil(mesh.ep));
+    let layers = u64::from(job.model.num_hidden_layers);
+    let steps = extent.other_tensors + layers * (u64::from(mesh.ep.min(experts)) + held);
+    match job.training.compute.backend {
+        config::Backend::Cpu => steps + u64::from(mesh.world()),
+        // What fits a GPU of a cluster is estimated.
+        config::Backend::Cuda if mesh.world() > 1 && !job.profile.is_this_machine() => 1,
+        config::Backend::Cuda => BUCKETS * (extent.tensors() + u64::from(mesh.world())),
+    }
 }
 
-/// What `placement` looks up: the table for each number of nodes, and for each degree that divides
-/// it. Without a limit the smallest size's alone, for its pods' requests.
+/// What `placement::sizes` counts where the memory of a node is given: of each number of nodes,
+/// each degree that divides it.
 fn counted(job: &Job, extent: Extent) -> u64 {
-    let ranks = |nodes: u32| u64::from(nodes).saturating_mul(u64::from(job.profile.ranks));
     let of = |dp: u64| {
         let root = (1..).take_while(|at| at * at <= dp);
         let tries = match job.expert_parallel {
-            _ if job.profile.rank_memory.is_none() => 1,
             Some(_) => 1,
             None => root.filter(|at| dp % at == 0).count() as u64 * 2,
         };
-        extent.tensors().saturating_mul(tries * (ROW + dp))
+        extent.tensors().saturating_add(dp).saturating_mul(tries)
     };
-    // Above the bound nobody asks how much.
     let mut sum = 0u64;
-    let smallest = job.profile.rank_memory.is_none();
-    let most = if smallest { job.nodes.min } else { job.nodes.max };
-    for nodes in job.nodes.min..=most {
-        sum = sum.saturating_add(of(ranks(nodes)));
+    for nodes in job.nodes.min..=job.nodes.max {
+        let ranks = u64::from(nodes).saturating_mul(job.profile.ranks.into());
+        sum = sum.saturating_add(of(ranks));
+        // Above the bound nobody asks how much.
         if sum > COUNTED_MAX {
             break;
         }
@@ -175,7 +183,6 @@ fn counted(job: &Job, extent: Extent) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use moejob_protocol::model::Role;
 
     fn model(edit: impl Fn(&mut ModelConfig)) -> ModelConfig {
         let text = "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {name: a}\nspec:\n  \

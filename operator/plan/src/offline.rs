@@ -8,16 +8,17 @@ pub(crate) use rehearsal::{Rehearsal, node_of_rank};
 use crate::allocate::nodes_of_group;
 use crate::job::Job;
 use crate::observed::{Gang, Size};
-use crate::placement::{self, gib};
+use crate::placement::{self, Need, gib};
 use crate::fabric::{FabricFacts, Keys};
 use crate::topology::{self, NodeInfo, Ordered};
-use moejob_protocol::config::Backend;
-use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::RankMemory;
 use serde::Serialize;
 
 /// Ranks that are listed one by one.
-const RANKS_LISTED_MAX: u32 = 64;
+const RANKS_LISTED_MAX: usize = 64;
+/// Losses that are rehearsed one by one, times the ranks of the gang: each takes as long as the
+/// gang is large.
+const LOSSES_RANKS: usize = 1 << 15;
 
 /// Everything that `moejob plan` shows.
 #[derive(Clone, Debug, Serialize)]
@@ -72,7 +73,9 @@ pub struct SizeFacts {
     /// Least and most, as they differ by at most one.
     pub experts_per_rank: [u32; 2],
     pub micro_batches_per_rank: [u32; 2],
-    pub memory: MemoryFacts,
+    /// Of large jobs of many sizes that of some of them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory: Option<MemoryFacts>,
     /// Beside GPUs: what a worker needs of its host's memory, in bytes, part by part.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub host_memory: Vec<(&'static str, u64)>,
@@ -159,11 +162,14 @@ pub fn outlook_on(
         (_, None) => Vec::new(),
         (false, _) => vec![lose.to_vec()],
         (true, Some(gang)) => {
-            let members = gang.members.iter().take(RANKS_LISTED_MAX as usize);
+            let ranks = gang.layout.mesh.world().max(1) as usize;
+            let most = (LOSSES_RANKS / ranks).clamp(2, RANKS_LISTED_MAX);
+            let members = gang.members.iter().take(most);
             members.map(|member| vec![member.node.clone()]).collect()
         }
     };
     rehearsal.train();
+    let needs = placement::needs(job, &sizes, gang.as_ref().map(|gang| gang.members.len() as u32));
     let what_ifs = losses.into_iter().map(|lost| rehearsal.clone().lose(lost)).collect();
     Outlook {
         job: job.name.clone(),
@@ -183,7 +189,7 @@ pub fn outlook_on(
             micro_batches: job.micro_batches(),
         },
         gang: gang.map(|gang| gang_facts(job, &gang, &rehearsal)),
-        sizes: sizes.iter().map(|size| size_facts(job, size.nodes, &size.layout)).collect(),
+        sizes: sizes.iter().map(|size| size_facts(job, size, needs.get(&size.nodes))).collect(),
         skipped: skipped
             .into_iter()
             .map(|skip| SkippedFacts { nodes: skip.nodes, why: skip.why })
@@ -228,24 +234,19 @@ fn tokens_of_step(job: &Job) -> u64 {
     u64::from(job.training.global_batch_size) * u64::from(job.training.sequence_length)
 }
 
-fn size_facts(job: &Job, nodes: u32, layout: &Layout) -> SizeFacts {
-    let mesh = layout.mesh;
+fn size_facts(job: &Job, size: &Size, need: Option<&Need>) -> SizeFacts {
+    let mesh = size.layout.mesh;
     let ends = |count: u32, parts: u32| [count / parts, count.div_ceil(parts)];
-    // The first rank has the longest runs.
-    let memory = placement::memory(job, layout, 0);
-    let host = match job.training.compute.backend {
-        Backend::Cuda => placement::host_memory(job, layout),
-        Backend::Cpu => Vec::new(),
-    };
+    let host = need.iter().flat_map(|need| &need.host);
     SizeFacts {
-        nodes,
+        nodes: size.nodes,
         ranks: mesh.world(),
         dp: mesh.dp,
         ep: mesh.ep,
         experts_per_rank: ends(job.model.experts.count, mesh.ep),
         micro_batches_per_rank: ends(job.micro_batches(), mesh.dp),
-        memory: memory_facts(&memory),
-        host_memory: host.into_iter().map(|part| (part.name, part.bytes)).collect(),
+        memory: need.map(|need| memory_facts(&need.rank)),
+        host_memory: host.map(|part| (part.name, part.bytes)).collect(),
     }
 }
 
@@ -263,7 +264,7 @@ fn gang_facts(job: &Job, gang: &Gang, rehearsal: &Rehearsal) -> GangFacts {
     let mesh = layout.mesh;
     let nodes = node_of_rank(gang, per_node);
     let moe_layer = (0..job.model.num_hidden_layers).find(|layer| job.model.is_moe_layer(*layer));
-    let ranks = 0..mesh.world().min(RANKS_LISTED_MAX);
+    let ranks = 0..mesh.world().min(RANKS_LISTED_MAX as u32);
     let rank_facts = |rank: u32| {
         let experts = layout.experts(&job.model, moe_layer.unwrap_or(0), rank);
         let micro_batches = mesh.micro_batches(rank, job.micro_batches());
@@ -319,7 +320,10 @@ pub fn text(outlook: &Outlook) -> String {
     lines.push("\nwhat the plan does, and why".to_string());
     lines.extend(outlook.why.iter().map(|why| format!("  {why}")));
     if !outlook.what_ifs.is_empty() {
-        lines.push("\nwhat if, at the worst moment".to_string());
+        let (tried, nodes) = (outlook.what_ifs.len(), outlook.gang.as_ref().map(|of| of.nodes));
+        let some = nodes.filter(|nodes| tried > 1 && tried < *nodes as usize);
+        let some = some.map(|nodes| format!(": the first {tried} of {nodes} nodes one by one"));
+        lines.push(format!("\nwhat if, at the worst moment{}", some.unwrap_or_default()));
         lines.extend(outlook.what_ifs.iter().map(what_if_text));
     }
     lines.join("\n")
@@ -335,17 +339,29 @@ fn sizes_text(outlook: &Outlook, lines: &mut Vec<String>) {
             true => ends[0].to_string(),
             false => format!("{}-{}", ends[0], ends[1]),
         };
+        let memory = match &size.memory {
+            Some(memory) => {
+                let of = [memory.balanced, memory.committed, memory.worst];
+                of.map(gib).join(", ")
+            }
+            None => "-".to_string(),
+        };
         lines.push(format!(
-            "{:>5} {:>5} {:>5} {:>5} {:>9} {:>13}   {}, {}, {}",
+            "{:>5} {:>5} {:>5} {:>5} {:>9} {:>13}   {memory}",
             size.nodes,
             size.ranks,
             size.dp,
             size.ep,
             span(size.experts_per_rank),
             span(size.micro_batches_per_rank),
-            gib(size.memory.balanced),
-            gib(size.memory.committed),
-            gib(size.memory.worst)
+        ));
+    }
+    let counted = outlook.sizes.iter().filter(|size| size.memory.is_some()).count();
+    if counted < outlook.sizes.len() {
+        lines.push(format!(
+            "memory was counted for {counted} of {} sizes, the smallest and the largest among \
+             them: for all of this model it takes long",
+            outlook.sizes.len()
         ));
     }
     for skip in &outlook.skipped {
@@ -415,9 +431,9 @@ fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
         lines.push(format!("  spares: {}", gang.spares.join(", ")));
     }
     let size = outlook.sizes.iter().find(|size| size.nodes == gang.nodes);
-    if let Some(size) = size {
+    if let Some((size, memory)) = size.and_then(|size| Some((size, size.memory.as_ref()?))) {
         lines.push("\nmemory of rank 0, even routing".to_string());
-        let parts = size.memory.parts.iter().filter(|(_, bytes)| *bytes > 0);
+        let parts = memory.parts.iter().filter(|(_, bytes)| *bytes > 0);
         let line = |(name, bytes): &(&str, u64)| format!("  {name:<24} {:>12}", gib(*bytes));
         lines.extend(parts.map(line));
         if !size.host_memory.is_empty() {

@@ -1,6 +1,6 @@
 //! Which gangs work: mesh x model -> sizes, with what each rank then needs; and why others do not.
 
-use crate::cost::Extent;
+use crate::cost::{self, Extent, SHOWN_MAX};
 use crate::job::Job;
 use crate::observed::Size;
 use crate::profile::Backend;
@@ -8,6 +8,7 @@ use moejob_protocol::Mesh;
 use moejob_protocol::config::{self, Precision, RecoveryConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{self, Part, RankMemory, rank_memory};
+use std::collections::BTreeMap;
 
 /// A number of nodes that the job cannot use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,15 +41,45 @@ pub fn layout(job: &Job, dp: u32, ep: u32) -> Layout {
 
 /// What a worker needs of its host's memory beside GPUs. Ranks own alike, but for the last blocks.
 pub fn host_memory(job: &Job, layout: &Layout) -> Vec<Part> {
-    // Of an element: its master and two moments, in fp32.
-    let shard = 12 * Placer::new(job).owned(layout, 0);
-    let ranks = u64::from(job.profile.ranks);
-    memory::host_memory(shard, ranks, u64::from(layout.mesh.world()) > ranks)
+    Placer::new(job).host_memory(layout)
 }
 
 /// What `rank` needs.
 pub fn memory(job: &Job, layout: &Layout, rank: u32) -> RankMemory {
     Placer::new(job).memory(layout, rank)
+}
+
+/// What rank 0 and its worker's host need of some sizes, by number of nodes. Of all of them where
+/// that takes no longer than `SHOWN_MAX` allows; else of the smallest, of the largest, of that with
+/// `also` nodes, and of as many between as there is time for, evenly.
+pub fn needs(job: &Job, sizes: &[Size], also: Option<u32>) -> BTreeMap<u32, Need> {
+    let placer = Placer::new(job);
+    let steps = sizes.iter().map(|size| cost::of_rank(job, placer.extent, size.layout.mesh));
+    let each = steps.sum::<u64>().div_ceil(sizes.len().max(1) as u64);
+    let most = (SHOWN_MAX / each.max(1)).max(2) as usize;
+    let chosen = |at: usize| match sizes.len() {
+        few if few <= most => true,
+        // The numbers of those that are counted, `0..most`, stand evenly over `0..sizes.len()`.
+        many => {
+            let number = |at: usize| at * (most - 1) / (many - 1);
+            at == 0 || number(at) > number(at - 1) || Some(sizes[at].nodes) == also
+        }
+    };
+    let of = |(_, size): (usize, &Size)| {
+        let host = match job.training.compute.backend {
+            config::Backend::Cuda => placer.host_memory(&size.layout),
+            config::Backend::Cpu => Vec::new(),
+        };
+        (size.nodes, Need { rank: placer.memory(&size.layout, 0), host })
+    };
+    sizes.iter().enumerate().filter(|(at, _)| chosen(*at)).map(of).collect()
+}
+
+/// Memory of the rank that needs most, and beside GPUs of the host of its worker.
+#[derive(Clone, Debug)]
+pub struct Need {
+    pub rank: RankMemory,
+    pub host: Vec<Part>,
 }
 
 pub fn divides(degree: u32, ranks: u32) -> bool {
@@ -64,6 +95,7 @@ pub fn gib(bytes: u64) -> String {
 /// Elements of the model by where they lie; counted once a job.
 struct Placer<'a> {
     job: &'a Job,
+    extent: Extent,
     /// Held by every rank.
     dense: u64,
     /// Of all experts together.
@@ -74,7 +106,7 @@ impl<'a> Placer<'a> {
     fn new(job: &'a Job) -> Placer<'a> {
         let extent = Extent::of(&job.model);
         let (dense, experts) = (extent.other_elements, extent.expert_elements);
-        Placer { job, dense, experts }
+        Placer { job, extent, dense, experts }
     }
 
     /// How `nodes` nodes are laid out, or why they cannot be.
@@ -155,6 +187,13 @@ impl<'a> Placer<'a> {
     fn owned(&self, layout: &Layout, rank: u32) -> u64 {
         let (mesh, (_, local)) = (layout.mesh, self.held(layout, rank));
         self.dense.div_ceil(mesh.dp.into()) + local.div_ceil(mesh.edp().into())
+    }
+
+    fn host_memory(&self, layout: &Layout) -> Vec<Part> {
+        // Of an element: its master and two moments, in fp32.
+        let shard = 12 * self.owned(layout, 0);
+        let ranks = u64::from(self.job.profile.ranks);
+        memory::host_memory(shard, ranks, u64::from(layout.mesh.world()) > ranks)
     }
 
     /// An estimate for a GPU: what must lie there by the design of the step, without workspaces.

@@ -7,7 +7,6 @@
 //!   + the guarantees again (`assert_guarantees`), so that no overlay can take them away
 //! ```
 
-use crate::cost;
 use crate::job::Job;
 use crate::launch::Places;
 use crate::observed::Size;
@@ -77,8 +76,7 @@ pub struct Surroundings {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryMib {
     pub request: u64,
-    /// None: as much as the node has.
-    pub limit: Option<u64>,
+    pub limit: u64,
 }
 
 /// One pod to be made.
@@ -338,9 +336,7 @@ fn resources(job: &Job, around: &Surroundings) -> Value {
     }
     let memory = around.memory.get_or_init(|| memory_mib(job));
     requests.insert("memory".into(), json!(format!("{}Mi", memory.request)));
-    if let Some(limit) = memory.limit {
-        limits.insert("memory".into(), json!(format!("{limit}Mi")));
-    }
+    limits.insert("memory".into(), json!(format!("{}Mi", memory.limit)));
     // What the profile says of the machine counts for more than what is usual.
     if profile.requests.contains_key("memory") {
         limits.remove("memory");
@@ -370,7 +366,7 @@ fn memory_mib(job: &Job) -> MemoryMib {
         let parts = sizes.first().map(|size| placement::host_memory(job, &size.layout));
         let bytes: u64 = parts.iter().flatten().map(|part| part.bytes).sum();
         let request = bytes.div_ceil(1 << 20);
-        return MemoryMib { request, limit: Some(request + SHM_CUDA_MIB) };
+        return MemoryMib { request, limit: request + SHM_CUDA_MIB };
     }
     let ranks = u64::from(job.profile.ranks);
     // Several ranks are processes beside the worker's own.
@@ -382,11 +378,8 @@ fn memory_mib(job: &Job) -> MemoryMib {
     let of = |size: &Size| placement::memory(job, &size.layout, 0);
     let smallest = sizes.first().map(of);
     let request = smallest.as_ref().map_or(0, |memory| memory.committed);
-    // Of thousands of ranks with thousands of experts it takes minutes to count, so their workers
-    // get no limit.
-    let limit = widest.is_none_or(|size| cost::is_countable(job, size.layout.mesh.world()));
-    let worst = || smallest.into_iter().chain(widest.map(of)).map(|memory| memory.worst).max();
-    let limit = limit.then(|| mib(worst().unwrap_or(0)) + SHM_CPU_MIB);
+    let worst = smallest.into_iter().chain(widest.map(of)).map(|memory| memory.worst).max();
+    let limit = mib(worst.unwrap_or(0)) + SHM_CPU_MIB;
     MemoryMib { request: mib(request), limit }
 }
 

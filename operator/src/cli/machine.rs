@@ -17,7 +17,7 @@ struct Machine {
 ///
 /// # Errors
 /// In words for a person, with what to do.
-pub fn check(job: &Job, needed: u64) -> Result<(), String> {
+pub fn check(job: &Job, needed: impl FnOnce() -> u64) -> Result<(), String> {
     if job.profile.backend != Backend::Cuda {
         return Ok(());
     }
@@ -27,7 +27,7 @@ pub fn check(job: &Job, needed: u64) -> Result<(), String> {
         false => Ok(Vec::new()),
     };
     let chosen = std::env::var("CUDA_VISIBLE_DEVICES").ok();
-    judge(&Machine { missing, gpus, chosen }, job.profile.ranks * job.nodes.max, needed)
+    judge(&Machine { missing, gpus, chosen }, job.profile.ranks * job.nodes.max, needed())
 }
 
 fn judge(machine: &Machine, ranks: u32, needed: u64) -> Result<(), String> {

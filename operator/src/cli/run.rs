@@ -84,8 +84,11 @@ fn local_job(read: &ReadJob, args: &RunArgs) -> Result<Local, String> {
         let lines = skipped.iter().map(|skip| format!("\n  {} nodes: {}", skip.nodes, skip.why));
         return Err(format!("no number of workers works:{}", lines.collect::<String>()));
     }
-    let needed = sizes.iter().map(|size| placement::memory(&job, &size.layout, 0).committed);
-    machine::check(&job, needed.max().unwrap_or(0))?;
+    let needed = || {
+        let needs = placement::needs(&job, &sizes, None);
+        needs.values().map(|need| need.rank.committed).max().unwrap_or(0)
+    };
+    machine::check(&job, needed)?;
     if let Some(size) = sizes.last()
         && let Some(tight) = room::check(&job, size)?
     {

@@ -15,6 +15,7 @@ use crate::layout::BLOCK;
 use crate::model::{ModelConfig, Param, Role};
 use crate::owners::Holders;
 use std::collections::BTreeMap;
+use std::fmt::Arguments;
 use std::ops::Range;
 
 /// What the tensors of a bucket are.
@@ -147,7 +148,8 @@ impl Buckets {
         let mut known: BTreeMap<(BucketKind, &[u32]), usize> = BTreeMap::new();
         let mut of = Vec::with_capacity(params.len());
         for (index, param) in params.iter().enumerate() {
-            let (kind, held) = (kind_of(model, param), holders.of(param));
+            let kind = BucketKind::of(model, format_args!("{}", param.name), param.role);
+            let held = holders.of(param);
             let at = *known.entry((kind, held)).or_insert_with(|| {
                 buckets.push(Bucket::new(kind, held));
                 buckets.len() - 1
@@ -180,21 +182,23 @@ impl Buckets {
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 
-fn kind_of(model: &ModelConfig, param: &Param) -> BucketKind {
-    if let Role::Expert { layer, .. } = param.role {
-        return BucketKind::Experts { layer };
-    }
-    if param.name == EMBEDDING {
-        return BucketKind::Embedding;
-    }
-    match param.role {
-        Role::Matrix | Role::Expert { .. } => {}
-        _ => return BucketKind::Vectors,
-    }
-    let rest = param.name.strip_prefix("model.layers.");
-    let layer = rest.and_then(|rest| rest.split('.').next()?.parse().ok());
-    match layer {
-        Some(layer) if layer < model.num_hidden_layers => BucketKind::Dense { layer },
-        _ => BucketKind::Head,
+impl BucketKind {
+    /// Of the parameter of that name and role.
+    pub(crate) fn of(model: &ModelConfig, name: Arguments<'_>, role: Role) -> BucketKind {
+        match role {
+            Role::Expert { layer, .. } => return BucketKind::Experts { layer },
+            Role::Matrix => {}
+            _ => return BucketKind::Vectors,
+        }
+        let name = name.to_string();
+        if name == EMBEDDING {
+            return BucketKind::Embedding;
+        }
+        let rest = name.strip_prefix("model.layers.");
+        let layer = rest.and_then(|rest| rest.split('.').next()?.parse().ok());
+        match layer {
+            Some(layer) if layer < model.num_hidden_layers => BucketKind::Dense { layer },
+            _ => BucketKind::Head,
+        }
     }
 }

@@ -6,6 +6,7 @@
 //! Mesh --coord()/rank()--> who is where; --micro_batches()--> whose rows  mesh
 //! Layout { Mesh, Placement } --owned()--> which blocks of which tensor    layout
 //! Layout --Holders, Owners, Buckets--> the same for a whole table, once      owners, buckets
+//! Holders --Shares--> what each rank owns of all of it                      shares
 //! micro-batch blocks --subtrees()--> the one reduction tree of a step     tree
 //! WorkerConfig (down), Up (up), Down (down)                               config, message
 //! CheckpointManifest                                                      checkpoint
@@ -25,6 +26,7 @@ pub mod layout;
 pub mod owners;
 pub mod buckets;
 pub mod reduction;
+pub mod shares;
 pub mod memory;
 pub mod workspace;
 pub mod buffers;

@@ -9,15 +9,18 @@
 //! Shapes: `T` tokens of a micro-batch, `D` model, `N` heads, `V` vocabulary, `E` experts, `K`
 //! top-k, `F` expert hidden, `R` routed rows, `U` distinct tokens that arrive.
 
-use crate::buckets::Buckets;
+use crate::buckets::BucketKind;
 use crate::config::{
     Backend, GradientDtype, MomentDtype, Precision, RecoveryConfig, Recompute, TrainingConfig,
 };
-use crate::layout::{Division, Layout, elements};
-use crate::model::{AuxLossScope, ModelConfig, Param};
+use crate::layout::{BLOCK, Division, Layout};
+use crate::mesh::Mesh;
+use crate::model::{AuxLossScope, ModelConfig, numel};
 use crate::owners::{Holders, Owners};
-use crate::reduction::{Flats, contribution};
+use crate::reduction::Flats;
+use crate::shares::{Own, Shares, Standing};
 use crate::tree::depth_max;
+use std::collections::BTreeMap;
 
 /// The memory of one rank in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -219,6 +222,8 @@ pub struct Shape {
     /// Ranks of an expert group.
     pub expert_parallel: u64,
     pub flats: Flats,
+    /// What every rank owns where tensors are divided.
+    pub shares: Shares,
     /// Most stack entries of this rank's dense gradients.
     pub dense_depth: usize,
     /// The same for the expert gradients of each source, in ep order.
@@ -288,22 +293,10 @@ impl Shape {
         let depth = |rank| depth_max(mesh.micro_batches(rank, micro_batches));
         let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
         let group = mesh.expert_group(rank);
-        let (mut inbox, mut blocks, mut blocks_max) = (0, 0, 0);
-        let params = model.params();
-        for (index, param) in params.iter().enumerate() {
-            let owned = layout.owned(model, index, param, rank);
-            let run = elements(&owned, param.numel());
-            if run.is_empty() {
-                continue;
-            }
-            blocks += owned.end - owned.start;
-            blocks_max = blocks_max.max(owned.end - owned.start);
-            let others = layout.holders(model, param).into_iter().filter(|other| *other != rank);
-            let nodes: u64 = others
-                .map(|other| contribution(model, layout, param, other, micro_batches).len() as u64)
-                .sum();
-            inbox += nodes * (run.end - run.start).next_multiple_of(64);
-        }
+        let holders = Holders::new(model, layout);
+        let shares = Shares::new(model, &holders);
+        let standing = Standing::new(&holders, *mesh, rank, micro_batches);
+        let Own { flats, inbox, blocks_max, .. } = Own::new(model, standing);
         let (balanced, worst) = row_counts(model, layout, rank, tokens);
         Shape {
             batch: training.micro_batch_size.into(),
@@ -312,18 +305,19 @@ impl Shape {
             float_bytes: types.stored_bytes(),
             micro_batches,
             expert_parallel: group.len() as u64,
-            flats: Flats::new(model, layout, rank),
+            flats,
             dense_depth: depth(rank),
             expert_depths: group.iter().map(|source| depth(*source)).collect(),
             inbox,
             blocks_max,
-            blocks,
-            numbers: NumberCounts::new(model, layout, &params, micro_batches),
+            blocks: shares.blocks[rank as usize],
+            numbers: NumberCounts::new(model, mesh, &shares, micro_batches),
             recompute: training.recompute,
             buckets: match types.sums {
                 Sums::Tree => Vec::new(),
-                Sums::Buckets => bucket_shapes(model, layout, &params, rank),
+                Sums::Buckets => bucket_shapes(model, &holders, rank),
             },
+            shares,
             segments: match model.router.aux_loss_scope {
                 AuxLossScope::Sequence => training.micro_batch_size.into(),
                 _ => 1,
@@ -348,40 +342,40 @@ impl Shape {
     }
 }
 
-fn bucket_shapes(
-    model: &ModelConfig,
-    layout: &Layout,
-    params: &[Param],
-    rank: u32,
-) -> Vec<BucketShape> {
-    let buckets = Buckets::new(model, params, &Holders::new(model, layout));
-    let shape = |bucket: &crate::buckets::Bucket| BucketShape {
-        len: bucket.len,
-        owned: bucket.chunk_len(),
-        vectors: bucket.kind.is_of_vectors(),
+/// Those that `rank` holds, as [`Buckets`](crate::buckets::Buckets) has them.
+fn bucket_shapes(model: &ModelConfig, holders: &Holders, rank: u32) -> Vec<BucketShape> {
+    let mut shapes: Vec<(BucketShape, u64)> = Vec::new();
+    let mut known: BTreeMap<(BucketKind, usize), usize> = BTreeMap::new();
+    let held: Vec<_> = holders.sets().iter().map(|set| set.binary_search(&rank).is_ok()).collect();
+    model.each_param(|name, shape, role| {
+        let set = holders.set(role);
+        if !held[set] {
+            return;
+        }
+        let kind = BucketKind::of(model, name, role);
+        let at = *known.entry((kind, set)).or_insert_with(|| {
+            let vectors = kind.is_of_vectors();
+            let count = holders.sets()[set].len() as u64;
+            shapes.push((BucketShape { len: 0, owned: 0, vectors }, count));
+            shapes.len() - 1
+        });
+        shapes[at].0.len += numel(shape).next_multiple_of(BLOCK);
+    });
+    let closed = |(shape, count): (BucketShape, u64)| {
+        let len = shape.len.next_multiple_of(BLOCK * count);
+        BucketShape { len, owned: len / count, ..shape }
     };
-    buckets.held(rank).map(shape).collect()
+    shapes.into_iter().map(closed).collect()
 }
 
 impl NumberCounts {
-    fn new(
-        model: &ModelConfig,
-        layout: &Layout,
-        params: &[Param],
-        micro_batches: u32,
-    ) -> NumberCounts {
-        let mesh = &layout.mesh;
+    fn new(model: &ModelConfig, mesh: &Mesh, shares: &Shares, micro_batches: u32) -> NumberCounts {
         let layers = (0..model.num_hidden_layers).filter(|layer| model.is_moe_layer(*layer));
         let loads = layers.count() as u64 * u64::from(model.experts.count);
         let records = |rank| RECORD_NUMBERS * mesh.micro_batches(rank, micro_batches).len() as u64;
-        let of_rank = |rank| records(rank) + TALLY_NUMBERS + 2 * loads;
-        let mut parts: Vec<u64> = (0..mesh.world()).map(of_rank).collect();
-        for (index, param) in params.iter().enumerate() {
-            for (rank, blocks) in layout.owners(model, index, param) {
-                parts[rank as usize] += blocks.end - blocks.start;
-            }
-        }
-        NumberCounts { loads, parts, reduced: SINGLE_NUMBERS + 2 * loads + params.len() as u64 }
+        let of_rank = |(rank, blocks)| records(rank) + TALLY_NUMBERS + 2 * loads + blocks;
+        let parts = (0..).zip(shares.blocks.iter().copied()).map(of_rank).collect();
+        NumberCounts { loads, parts, reduced: SINGLE_NUMBERS + 2 * loads + shares.params }
     }
 }
 
@@ -486,7 +480,12 @@ impl Count<'_> {
     fn host(&mut self, model: &ModelConfig, layout: &Layout, rank: u32, shares: bool) {
         let shape = self.shape;
         let world = u64::from(layout.mesh.world());
-        let mut shards = all_shard_bytes(model, layout, shape.float_bytes);
+        let mut shards = match layout.division {
+            Division::Tensors => shape.shares.elements.clone(),
+            Division::Buckets => elements_of_chunks(model, layout),
+        };
+        // Weight and two moments.
+        shards.iter_mut().for_each(|shard| *shard *= 3 * shape.float_bytes);
         let shard = shards.swap_remove(rank as usize);
         let buddy = shards.into_iter().max();
         self.add("snapshots", GENERATIONS * (shard + buddy.unwrap_or(0)));
@@ -557,19 +556,14 @@ pub fn host_memory(shard: u64, ranks: u64, others: bool) -> Vec<Part> {
     ]
 }
 
-/// Bytes of the shard of `rank`: weight and two moments of each owned run.
-pub fn shard_bytes(model: &ModelConfig, layout: &Layout, rank: u32, float_bytes: u64) -> u64 {
-    all_shard_bytes(model, layout, float_bytes)[rank as usize]
-}
-
-/// The same of every rank, in one walk over the table of parameters.
-fn all_shard_bytes(model: &ModelConfig, layout: &Layout, float_bytes: u64) -> Vec<u64> {
+/// What every rank owns where buckets are divided.
+fn elements_of_chunks(model: &ModelConfig, layout: &Layout) -> Vec<u64> {
     let owners = Owners::new(model, layout);
-    let mut bytes = vec![0; layout.mesh.world() as usize];
+    let mut elements = vec![0; layout.mesh.world() as usize];
     for (index, param) in model.params().iter().enumerate() {
         for (rank, run) in owners.runs(index, param) {
-            bytes[rank as usize] += (run.end - run.start) * 3 * float_bytes;
+            elements[rank as usize] += run.end - run.start;
         }
     }
-    bytes
+    elements
 }

@@ -7,6 +7,7 @@ pub use crate::router::{
     AuxLossScope, BalanceLoss, CosineConfig, RouterConfig, RouterKind, Scoring,
 };
 use serde::{Deserialize, Serialize};
+use std::fmt::Arguments;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -100,7 +101,7 @@ pub struct Param {
 
 impl Param {
     pub fn numel(&self) -> u64 {
-        self.shape.iter().map(|dim| u64::from(*dim)).product()
+        numel(&self.shape)
     }
 
     /// AdamW decays tensors of two or more dims.
@@ -126,30 +127,52 @@ impl ModelConfig {
 
     /// Every logical tensor, in table order: the order of reductions, updates and checkpoints.
     pub fn params(&self) -> Vec<Param> {
-        let d = self.hidden_size;
-        let mut table = Table::default();
-        table.add("model.embed_tokens.weight", &[self.vocab_size, d], Role::Matrix);
-        for layer in 0..self.num_hidden_layers {
-            self.attention_params(layer, &mut table);
-            self.feed_forward_params(layer, &mut table);
-        }
-        table.add("model.norm.weight", &[d], Role::Gain);
-        if !self.tie_word_embeddings {
-            table.add("lm_head.weight", &[self.vocab_size, d], Role::Matrix);
-        }
-        table.0
+        let mut table = Vec::new();
+        self.each_param(|name, shape, role| {
+            table.push(Param { name: name.to_string(), shape: shape.to_vec(), role });
+        });
+        table
     }
 
-    fn attention_params(&self, layer: u32, table: &mut Table) {
+    /// The same, one after the other: `add(name, shape, role)`. Names are not made unless they are
+    /// asked for, so a model of a million tensors takes no memory.
+    pub fn each_param(&self, add: impl FnMut(Arguments<'_>, &[u32], Role)) {
+        self.walk(&mut Each(add));
+    }
+
+    /// The same for a visitor that may take all experts of a layer at once.
+    pub fn walk(&self, visitor: &mut impl Visitor) {
+        let d = self.hidden_size;
+        let (embedding, role) = (format_args!("model.embed_tokens.weight"), Role::Matrix);
+        visitor.param(embedding, &[self.vocab_size, d], role);
+        for layer in 0..self.num_hidden_layers {
+            self.attention_params(layer, visitor);
+            self.feed_forward_params(layer, visitor);
+        }
+        visitor.param(format_args!("model.norm.weight"), &[d], Role::Gain);
+        if !self.tie_word_embeddings {
+            visitor.param(format_args!("lm_head.weight"), &[self.vocab_size, d], role);
+        }
+    }
+
+    /// The matrices of one expert.
+    pub fn expert_params(&self, layer: u32, expert: u32, visitor: &mut impl Visitor) {
+        let at = format_args!("model.layers.{layer}.mlp.experts.{expert}");
+        let role = Role::Expert { layer, expert };
+        self.gated_params(at, self.experts.intermediate_size, role, visitor);
+    }
+
+    fn attention_params(&self, layer: u32, visitor: &mut impl Visitor) {
         let (d, q, kv) = (self.hidden_size, self.q_size(), self.kv_size());
         let at = format!("model.layers.{layer}");
-        table.add(&format!("{at}.input_layernorm.weight"), &[d], Role::Gain);
+        visitor.param(format_args!("{at}.input_layernorm.weight"), &[d], Role::Gain);
         for (name, rows, columns) in
             [("q_proj", q, d), ("k_proj", kv, d), ("v_proj", kv, d), ("o_proj", d, q)]
         {
-            table.add(&format!("{at}.self_attn.{name}.weight"), &[rows, columns], Role::Matrix);
+            let shape = [rows, columns];
+            visitor.param(format_args!("{at}.self_attn.{name}.weight"), &shape, Role::Matrix);
             if self.attention_bias {
-                table.add(&format!("{at}.self_attn.{name}.bias"), &[rows], Role::Bias);
+                visitor.param(format_args!("{at}.self_attn.{name}.bias"), &[rows], Role::Bias);
             }
         }
         let norm = match self.qk_norm {
@@ -158,54 +181,69 @@ impl ModelConfig {
             QkNorm::Full => Some((q, kv)),
         };
         if let Some((q_norm, k_norm)) = norm {
-            table.add(&format!("{at}.self_attn.q_norm.weight"), &[q_norm], Role::Gain);
-            table.add(&format!("{at}.self_attn.k_norm.weight"), &[k_norm], Role::Gain);
+            visitor.param(format_args!("{at}.self_attn.q_norm.weight"), &[q_norm], Role::Gain);
+            visitor.param(format_args!("{at}.self_attn.k_norm.weight"), &[k_norm], Role::Gain);
         }
-        table.add(&format!("{at}.post_attention_layernorm.weight"), &[d], Role::Gain);
+        visitor.param(format_args!("{at}.post_attention_layernorm.weight"), &[d], Role::Gain);
     }
 
-    fn feed_forward_params(&self, layer: u32, table: &mut Table) {
+    fn feed_forward_params(&self, layer: u32, visitor: &mut impl Visitor) {
         let at = format!("model.layers.{layer}.mlp");
         if !self.is_moe_layer(layer) {
-            self.gated_params(&at, self.dense_intermediate_size, Role::Matrix, table);
+            let width = self.dense_intermediate_size;
+            self.gated_params(format_args!("{at}"), width, Role::Matrix, visitor);
             return;
         }
         let experts = &self.experts;
-        self.router_params(&at, layer, table);
+        self.router_params(&at, layer, visitor);
         if self.router.bias {
-            let name = format!("{at}.gate.e_score_correction_bias");
-            table.add(&name, &[experts.count], Role::Correction { layer });
+            let name = format_args!("{at}.gate.e_score_correction_bias");
+            visitor.param(name, &[experts.count], Role::Correction { layer });
         }
-        for expert in 0..experts.count {
-            let (at, role) = (format!("{at}.experts.{expert}"), Role::Expert { layer, expert });
-            self.gated_params(&at, experts.intermediate_size, role, table);
-        }
+        visitor.experts(self, layer);
         if experts.shared > 0 {
             let width = experts.shared * experts.intermediate_size;
-            self.gated_params(&format!("{at}.shared_experts"), width, Role::Matrix, table);
+            self.gated_params(format_args!("{at}.shared_experts"), width, Role::Matrix, visitor);
         }
     }
 
-    fn router_params(&self, at: &str, layer: u32, table: &mut Table) {
+    fn router_params(
+        &self,
+        at: &str,
+        layer: u32,
+        visitor: &mut impl Visitor,
+    ) {
         let (count, d) = (self.experts.count, self.hidden_size);
         let (role, zeros) = (Role::Router { layer }, Role::RouterZeros { layer });
-        let at = format!("{at}.gate");
         match &self.router.cosine {
             // Words are hashed, nothing is learned.
             _ if self.router.kind == RouterKind::Hash => {}
-            None => table.add(&format!("{at}.weight"), &[count, d], role),
+            None => visitor.param(format_args!("{at}.gate.weight"), &[count, d], role),
             Some(cosine) => {
                 let width = cosine.projection_size;
-                table.add(&format!("{at}.projector.weight"), &[width, d], role);
-                table.add(&format!("{at}.projector.bias"), &[width], zeros);
-                table.add(&format!("{at}.similarity.weight"), &[count, width], role);
+                visitor.param(format_args!("{at}.gate.projector.weight"), &[width, d], role);
+                visitor.param(format_args!("{at}.gate.projector.bias"), &[width], zeros);
+                visitor.param(format_args!("{at}.gate.similarity.weight"), &[count, width], role);
                 let temperature = Role::Temperature { layer };
-                table.add(&format!("{at}.temperature"), &[1], temperature);
+                visitor.param(format_args!("{at}.gate.temperature"), &[1], temperature);
             }
         }
         if self.router.kind == RouterKind::NoisyTopK {
-            table.add(&format!("{at}.noise.weight"), &[count, d], zeros);
+            visitor.param(format_args!("{at}.gate.noise.weight"), &[count, d], zeros);
         }
+    }
+
+    fn gated_params(
+        &self,
+        at: Arguments<'_>,
+        width: u32,
+        role: Role,
+        visitor: &mut impl Visitor,
+    ) {
+        let d = self.hidden_size;
+        visitor.param(format_args!("{at}.gate_proj.weight"), &[width, d], role);
+        visitor.param(format_args!("{at}.up_proj.weight"), &[width, d], role);
+        visitor.param(format_args!("{at}.down_proj.weight"), &[d, width], role);
     }
 
     /// Slots of a token: the most experts it can have.
@@ -216,33 +254,51 @@ impl ModelConfig {
         }
     }
 
-    fn gated_params(&self, at: &str, width: u32, role: Role, table: &mut Table) {
-        let d = self.hidden_size;
-        table.add(&format!("{at}.gate_proj.weight"), &[width, d], role);
-        table.add(&format!("{at}.up_proj.weight"), &[width, d], role);
-        table.add(&format!("{at}.down_proj.weight"), &[d, width], role);
-    }
-
     /// Parameters in all.
     pub fn numel(&self) -> u64 {
-        self.params().iter().map(Param::numel).sum()
+        let mut sum = 0;
+        self.each_param(|_, shape, _| sum += numel(shape));
+        sum
     }
 
     /// Parameters that take part in one token's forward pass.
     pub fn active_numel(&self) -> u64 {
-        let share = |param: &Param| match param.role {
-            Role::Expert { expert, .. } if expert >= self.experts.per_token => 0,
-            _ => param.numel(),
-        };
-        self.params().iter().map(share).sum()
+        let mut sum = 0;
+        self.each_param(|_, shape, role| match role {
+            Role::Expert { expert, .. } if expert >= self.experts.per_token => {}
+            _ => sum += numel(shape),
+        });
+        sum
     }
 }
 
-#[derive(Default)]
-struct Table(Vec<Param>);
+/// What looks at every logical tensor of a model, in table order.
+pub trait Visitor {
+    fn param(&mut self, name: Arguments<'_>, shape: &[u32], role: Role);
 
-impl Table {
-    fn add(&mut self, name: &str, shape: &[u32], role: Role) {
-        self.0.push(Param { name: name.to_string(), shape: shape.to_vec(), role });
+    /// All experts of a layer: [`MATRICES`] of the same size each, expert by expert.
+    fn experts(&mut self, model: &ModelConfig, layer: u32)
+    where
+        Self: Sized,
+    {
+        for expert in 0..model.experts.count {
+            model.expert_params(layer, expert, self);
+        }
     }
+}
+
+/// Matrices of an expert: gate, up and down.
+pub const MATRICES: u32 = 3;
+
+struct Each<F>(F);
+
+impl<F: FnMut(Arguments<'_>, &[u32], Role)> Visitor for Each<F> {
+    fn param(&mut self, name: Arguments<'_>, shape: &[u32], role: Role) {
+        self.0(name, shape, role);
+    }
+}
+
+/// Elements of a tensor of that shape.
+pub fn numel(shape: &[u32]) -> u64 {
+    shape.iter().map(|dim| u64::from(*dim)).product()
 }

@@ -4,47 +4,127 @@
 //! experts is asked for every rank, so its answers are kept here: by layer and expert.
 
 use crate::buckets::Buckets;
-use crate::layout::{Division, Layout, elements, owned_blocks};
+use crate::layout::{Division, Layout, Placement, elements, owned_blocks};
+use crate::mesh::split;
 use crate::model::{ModelConfig, Param, Role};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// The ranks that hold each parameter. They may change between steps, when experts move.
+///
+/// Thousands of experts have few different holders, so sets of ranks are kept once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holders {
-    all: Vec<u32>,
-    /// `[layer][expert] -> ranks`, ascending; empty for a layer without experts.
-    experts: Vec<Vec<Vec<u32>>>,
+    /// Different sets of ranks, ascending each; the first is all.
+    sets: Vec<Vec<u32>>,
+    /// `[expert] -> set`, different ones.
+    rows: Vec<Vec<usize>>,
+    /// By layer: its row; none where it has no experts.
+    layers: Vec<Option<usize>>,
 }
 
 impl Holders {
     pub fn new(model: &ModelConfig, layout: &Layout) -> Holders {
-        let world = layout.mesh.world();
-        let of_layer = |layer| {
+        let mut sets = Interned::new((0..layout.mesh.world()).collect());
+        let mut rows: Vec<Vec<usize>> = Vec::new();
+        let mut layers = Vec::new();
+        for layer in 0..model.num_hidden_layers {
             if !model.is_moe_layer(layer) {
-                return Vec::new();
+                layers.push(None);
+                continue;
             }
-            let mut holders = vec![Vec::new(); model.experts.count as usize];
-            for rank in 0..world {
-                for expert in layout.experts(model, layer, rank) {
-                    holders[expert as usize].push(rank);
-                }
+            // Contiguous runs are the same in all layers.
+            if layout.placement == Placement::Contiguous && !rows.is_empty() {
+                layers.push(Some(0));
+                continue;
             }
-            holders
-        };
-        let experts = (0..model.num_hidden_layers).map(of_layer).collect();
-        Holders { all: (0..world).collect(), experts }
+            let row = match layout.placement {
+                Placement::Contiguous => sets.contiguous(model, layout),
+                Placement::Explicit(_) => sets.explicit(model, layout, layer),
+            };
+            let known = rows.iter().position(|known| *known == row);
+            layers.push(Some(known.unwrap_or(rows.len())));
+            if known.is_none() {
+                rows.push(row);
+            }
+        }
+        Holders { sets: sets.sets, rows, layers }
+    }
+
+    /// Different sets of ranks that hold something, ascending each.
+    pub(crate) fn sets(&self) -> &[Vec<u32>] {
+        &self.sets
+    }
+
+    /// Which of `sets` holds what has that role.
+    pub(crate) fn set(&self, role: Role) -> usize {
+        match role {
+            Role::Expert { layer, expert } => self.row(layer)[expert as usize],
+            _ => 0,
+        }
+    }
+
+    /// The same of each expert of a layer that has some.
+    pub(crate) fn row(&self, layer: u32) -> &[usize] {
+        &self.rows[self.layers[layer as usize].expect("a layer with experts")]
     }
 
     /// Ascending.
     pub fn of(&self, param: &Param) -> &[u32] {
-        match param.role {
-            Role::Expert { layer, expert } => &self.experts[layer as usize][expert as usize],
-            _ => &self.all,
-        }
+        &self.sets[self.set(param.role)]
     }
 
     pub fn holds(&self, param: &Param, rank: u32) -> bool {
         self.of(param).binary_search(&rank).is_ok()
+    }
+}
+
+/// Sets of ranks as they are found.
+struct Interned {
+    sets: Vec<Vec<u32>>,
+    known: BTreeMap<Vec<u32>, usize>,
+}
+
+impl Interned {
+    fn new(all: Vec<u32>) -> Interned {
+        Interned { known: BTreeMap::from([(all.clone(), 0)]), sets: vec![all] }
+    }
+
+    fn intern(&mut self, set: Vec<u32>) -> usize {
+        if let Some(at) = self.known.get(&set) {
+            return *at;
+        }
+        self.sets.push(set.clone());
+        self.known.insert(set, self.sets.len() - 1);
+        self.sets.len() - 1
+    }
+
+    /// Each run of experts is held by the ranks of one place on the ep axis.
+    fn contiguous(&mut self, model: &ModelConfig, layout: &Layout) -> Vec<usize> {
+        let (mesh, count) = (layout.mesh, model.experts.count);
+        let mut places = vec![Vec::new(); mesh.ep as usize];
+        for rank in 0..mesh.world() {
+            places[mesh.coord(rank).ep as usize].push(rank);
+        }
+        let mut row = Vec::with_capacity(count as usize);
+        for (ep, place) in (0..).zip(places) {
+            let run = split(count, mesh.ep, ep);
+            if !run.is_empty() {
+                let set = self.intern(place);
+                row.extend(run.map(|_| set));
+            }
+        }
+        row
+    }
+
+    fn explicit(&mut self, model: &ModelConfig, layout: &Layout, layer: u32) -> Vec<usize> {
+        let mut holders = vec![Vec::new(); model.experts.count as usize];
+        for rank in 0..layout.mesh.world() {
+            for expert in layout.experts(model, layer, rank) {
+                holders[expert as usize].push(rank);
+            }
+        }
+        holders.into_iter().map(|set| self.intern(set)).collect()
     }
 }
 

@@ -3,7 +3,8 @@
 //! An expert's gradient is computed at its rank, one leaf for each micro-batch of each source (a
 //! rank whose tokens come here). A dense gradient is computed where the micro-batch is.
 
-use crate::layout::{Layout, elements};
+use crate::layout::Layout;
+use crate::mesh::Mesh;
 use crate::model::{ModelConfig, Param, Role};
 use crate::tree::{Node, subtrees};
 use std::ops::Range;
@@ -29,6 +30,11 @@ pub fn leaf_blocks(
             .collect(),
         _ => vec![rank],
     };
+    joined(mesh, sources, micro_batches)
+}
+
+/// The micro-batches of `sources`, neighbouring blocks as one.
+fn joined(mesh: &Mesh, sources: Vec<u32>, micro_batches: u32) -> Vec<Range<u32>> {
     let mut blocks: Vec<Range<u32>> = Vec::new();
     for source in sources {
         let block = mesh.micro_batches(source, micro_batches);
@@ -53,6 +59,26 @@ pub fn contribution(
     blocks.into_iter().flat_map(subtrees).collect()
 }
 
+/// How many nodes `rank`, one of the `holders` of a parameter, contributes to its tree: as many as
+/// [`contribution`] has. An expert's tokens of a group are computed by the first holder in it.
+pub(crate) fn subtrees_of(
+    mesh: &Mesh,
+    holders: &[u32],
+    of_expert: bool,
+    rank: u32,
+    micro_batches: u32,
+) -> u64 {
+    let sources = if of_expert {
+        let group = mesh.expert_group(rank);
+        let first = group.iter().find(|member| holders.binary_search(member).is_ok());
+        if first == Some(&rank) { group } else { Vec::new() }
+    } else {
+        vec![rank]
+    };
+    let blocks = joined(mesh, sources, micro_batches);
+    blocks.into_iter().map(|block| subtrees(block).len() as u64).sum()
+}
+
 /// Parameters side by side in one buffer, each from a multiple of [`ALIGNMENT_ELEMENTS`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Flat {
@@ -63,7 +89,7 @@ pub struct Flat {
 }
 
 impl Flat {
-    fn push(&mut self, index: usize, len: u64) {
+    pub(crate) fn push(&mut self, index: usize, len: u64) {
         if len > 0 {
             self.spans.push((index, self.len, len));
             self.len += len.next_multiple_of(ALIGNMENT_ELEMENTS);
@@ -78,7 +104,7 @@ impl Flat {
 }
 
 /// What lies where in the memory of a rank.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Flats {
     /// Parameters that every rank holds.
     pub dense: Flat,
@@ -86,25 +112,4 @@ pub struct Flats {
     pub experts: Flat,
     /// The owned run of each parameter.
     pub owned: Flat,
-}
-
-impl Flats {
-    pub fn new(model: &ModelConfig, layout: &Layout, rank: u32) -> Flats {
-        let (mut dense, mut experts) = (Flat::default(), Flat::default());
-        let mut owned = Flat::default();
-        for (index, param) in model.params().iter().enumerate() {
-            let run = elements(&layout.owned(model, index, param, rank), param.numel());
-            owned.push(index, run.end - run.start);
-            match param.role {
-                Role::Expert { layer, expert } => {
-                    let held = layout.experts(model, layer, rank);
-                    if held.binary_search(&expert).is_ok() {
-                        experts.push(index, param.numel());
-                    }
-                }
-                _ => dense.push(index, param.numel()),
-            }
-        }
-        Flats { dense, experts, owned }
-    }
 }

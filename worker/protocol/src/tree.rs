@@ -85,15 +85,26 @@ impl Counter {
     }
 }
 
-/// Largest number of entries that the stack of a block ever holds, the pushed leaf included.
+/// Largest number of entries that the stack of a block ever holds, the pushed leaf included: as
+/// many as `Counter` has, without counting through the block.
 pub fn depth_max(block: Range<u32>) -> usize {
-    let mut counter = Counter::default();
-    let mut depth = 0;
-    for leaf in block {
-        depth = depth.max(counter.nodes().len() + 1);
-        counter.push(leaf);
+    let (mut at, mut depth, mut nodes) = (block.start, 0, 0);
+    while at < block.end {
+        // The next node that is complete whatever comes before the block has `1 << level` leaves.
+        let level = if at == 0 { 31 } else { at.trailing_zeros() };
+        let leaves = 1 << level;
+        // Within it the entries are the ones in binary of the leaves so far. Of all numbers up to
+        // `most` that has most ones which is `most` or has one digit less, all ones.
+        let most: u32 = (block.end - 1 - at).min(leaves - 1);
+        let digits = u32::BITS - most.leading_zeros();
+        depth = depth.max(nodes + 1 + most.count_ones().max(digits.saturating_sub(1)));
+        nodes += 1;
+        match at.checked_add(leaves) {
+            Some(next) => at = next,
+            None => break,
+        }
     }
-    depth
+    depth as usize
 }
 
 /// The root of the tree over `count` leaves. Its right edge may be incomplete.
@@ -197,6 +208,27 @@ mod tests {
         assert_eq!(show(0..7), "0..4 4..6 6..7");
         assert_eq!(show(3..9), "3..4 4..8 8..9");
         assert_eq!(show(5..5), "");
+    }
+
+    #[test]
+    fn a_depth_is_that_of_counting_through_the_block() {
+        let counted = |block: Range<u32>| {
+            let (mut counter, mut depth) = (Counter::default(), 0);
+            for leaf in block {
+                depth = depth.max(counter.nodes().len() + 1);
+                counter.push(leaf);
+            }
+            depth
+        };
+        for start in 0..70 {
+            for end in 0..=140 {
+                assert_eq!(depth_max(start..end), counted(start..end), "{start}..{end}");
+            }
+        }
+        let far = u32::MAX - 1000;
+        for len in [0, 1, 2, 7, 64, 999] {
+            assert_eq!(depth_max(far..far + len), counted(far..far + len), "{len}");
+        }
     }
 
     #[test]

@@ -2,9 +2,13 @@
 
 use moejob_protocol::buckets::{BucketKind, Buckets};
 use moejob_protocol::layout::{BLOCK, Layout, Placement, elements};
+use moejob_protocol::config::TrainingConfig;
+use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm, RouterConfig};
 use moejob_protocol::owners::{Holders, Owners};
+use moejob_protocol::reduction::contribution;
+use moejob_protocol::shares::{Shares, Standing};
 
 /// Three layers, the first dense; D 48, so that matrices end within blocks.
 fn model(tied: bool) -> ModelConfig {
@@ -64,6 +68,94 @@ fn tables_say_what_layouts_say() {
                 all += run.end - run.start;
             }
             assert_eq!(all, param.numel(), "{}", param.name);
+        }
+    }
+}
+
+/// Experts of more layers and sizes than those above, so that tensors end anywhere in their blocks
+/// and places rotate by more than all holders.
+fn models() -> Vec<ModelConfig> {
+    let mut models = vec![model(true), model(false)];
+    for (layers, hidden, experts, dense) in
+        [(7, 80, 6, vec![2, 5]), (5, 160, 7, vec![]), (1, 336, 12, vec![0]), (9, 16, 1, vec![8])]
+    {
+        let mut model = model(layers % 2 == 0);
+        (model.num_hidden_layers, model.hidden_size) = (layers, hidden);
+        (model.experts.count, model.dense_layers) = (experts, dense);
+        model.router.bias = experts > 6;
+        models.push(model);
+    }
+    models
+}
+
+/// Sums by kinds of parameters are those of asking each rank for each parameter.
+#[test]
+fn shares_are_the_sums_of_what_layouts_say() {
+    let micro_batches = 37;
+    let even = [(1, 1), (2, 1), (3, 3), (5, 1), (12, 4), (14, 7), (24, 12), (30, 6), (36, 2)];
+    let even = even.map(|(dp, ep)| Layout::contiguous(Mesh::data_parallel(dp, ep)));
+    let uneven = layouts().pop().into_iter().map(|layout| (model(true), layout));
+    let even = models().into_iter().flat_map(|model| {
+        let layouts = even.clone().into_iter();
+        layouts.map(move |layout| (model.clone(), layout)).collect::<Vec<_>>()
+    });
+    for (model, layout) in even.chain(uneven) {
+        let holders = Holders::new(&model, &layout);
+        let params = model.params();
+        let world = layout.mesh.world();
+        let (mut blocks, mut sums) = (vec![0; world as usize], vec![0; world as usize]);
+        for (index, param) in params.iter().enumerate() {
+            for (rank, owned) in layout.owners(&model, index, param) {
+                let run = elements(&owned, param.numel());
+                blocks[rank as usize] += owned.end - owned.start;
+                sums[rank as usize] += run.end - run.start;
+            }
+        }
+        let shares = Shares::new(&model, &holders);
+        let params_count = params.len() as u64;
+        assert_eq!(shares, Shares { blocks, elements: sums, params: params_count }, "{layout:?}");
+        for rank in 0..world {
+            let mut standing = Standing::new(&holders, layout.mesh, rank, micro_batches);
+            for param in &params {
+                let held = layout.holders(&model, param);
+                let position = held.iter().position(|holder| *holder == rank);
+                let expected = position.map(|position| (position, held.len()));
+                assert_eq!(standing.position(param.role), expected, "{}", param.name);
+                if position.is_none() {
+                    continue;
+                }
+                let nodes = |other: &u32| {
+                    contribution(&model, &layout, param, *other, micro_batches).len() as u64
+                };
+                let others = held.iter().filter(|other| **other != rank);
+                let expected: u64 = others.map(nodes).sum();
+                assert_eq!(standing.sent(param.role), expected, "{} of {rank}", param.name);
+            }
+        }
+    }
+}
+
+/// The sizes of buckets that a rank's memory is counted by are those of the buckets.
+#[test]
+fn counted_buckets_are_the_buckets() {
+    let training: TrainingConfig = serde_json::from_value(serde_json::json!({
+        "steps": 1, "globalBatchSize": 64, "microBatchSize": 1, "sequenceLength": 8,
+        "precision": "fp32", "maxGradNorm": 1.0, "seed": 0,
+        "adamw": {
+            "learningRate": 1e-3, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weightDecay": 0.1,
+        },
+        "schedule": { "constant": { "warmup_steps": 0 } },
+    }))
+    .expect("a training");
+    let layouts: Vec<Layout> = layouts().into_iter().map(Layout::by_buckets).collect();
+    for (model, layout) in layouts.iter().map(|layout| (model(false), layout)) {
+        let buckets = Buckets::new(&model, &model.params(), &Holders::new(&model, layout));
+        for rank in 0..layout.mesh.world() {
+            let shape = Shape::new(&model, layout, rank, &training);
+            let counted = shape.buckets.iter().map(|of| (of.len, of.owned, of.vectors));
+            let held = buckets.held(rank);
+            let held = held.map(|of| (of.len, of.chunk_len(), of.kind.is_of_vectors()));
+            assert!(counted.eq(held), "{layout:?} {rank}");
         }
     }
 }

@@ -4,6 +4,7 @@ use super::index::Index;
 use crate::observed::{Observed, Worker};
 use moejob_protocol::config::{Resume, ShardSource};
 use moejob_protocol::layout::Layout;
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 pub(super) struct Start<'o> {
@@ -86,19 +87,23 @@ fn seated<'o>(observed: &'o Observed, chosen: Vec<&'o Worker>) -> Vec<&'o Worker
         return chosen;
     }
     let mut seats: Vec<Option<&Worker>> = vec![None; members.len()];
+    let (mut own, mut on_node) = (BTreeMap::new(), BTreeMap::new());
+    for (seat, member) in members.iter().enumerate() {
+        own.entry(member.worker.as_str()).or_insert(seat);
+        on_node.entry(member.node.as_str()).or_insert(seat);
+    }
     let mut others = Vec::new();
     for worker in chosen {
-        let own = members.iter().position(|member| member.worker == worker.name);
-        match own {
-            Some(seat) => seats[seat] = Some(worker),
+        match own.get(worker.name.as_str()) {
+            Some(seat) => seats[*seat] = Some(worker),
             None => others.push(worker),
         }
     }
     // On a member's node its replacement is as near to the others as it was.
     others.retain(|worker| {
-        let seat = members.iter().position(|member| member.node == worker.node);
-        let free = seat.filter(|seat| seats[*seat].is_none());
-        free.inspect(|seat| seats[*seat] = Some(worker)).is_none()
+        let seat = on_node.get(worker.node.as_str());
+        let free = seat.filter(|seat| seats[**seat].is_none());
+        free.inspect(|seat| seats[**seat] = Some(worker)).is_none()
     });
     let mut others = others.into_iter();
     for seat in &mut seats {
@@ -140,17 +145,23 @@ fn cover(
     for (index, of) in adds.iter().enumerate() {
         of.iter().for_each(|shard| holders.entry(*shard).or_default().push(index));
     }
+    // The last is the first of those that add the most.
+    let order = adds.iter().enumerate().map(|(index, of)| (of.len(), Reverse(index)));
+    let mut order: BTreeSet<(usize, Reverse<usize>)> = order.collect();
     let mut taken = Vec::new();
     while !missing.is_empty() {
-        // The first of those that add the most.
-        let best = (0..workers.len()).rev().max_by_key(|index| adds[*index].len())?;
-        if adds[best].is_empty() || taken.len() == count {
+        let (most, Reverse(best)) = order.pop_last()?;
+        if most == 0 || taken.len() == count {
             return None;
         }
         for shard in std::mem::take(&mut adds[best]) {
             missing.remove(&shard);
             for index in &holders[&shard] {
-                adds[*index].remove(&shard);
+                let before = adds[*index].len();
+                if adds[*index].remove(&shard) {
+                    order.remove(&(before, Reverse(*index)));
+                    order.insert((before - 1, Reverse(*index)));
+                }
             }
         }
         taken.push(best);

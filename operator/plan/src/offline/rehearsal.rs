@@ -130,14 +130,16 @@ impl Rehearsal {
         }
         let snapshot = step.checked_div(memory).map_or(0, |count| count * memory);
         let nodes = node_of_rank(&gang, self.per_node);
-        for (index, member) in (0..).zip(&gang.members) {
-            let own = |rank: &u32| rank / self.per_node == index;
-            let kept = |rank: &u32| {
-                let buddy = gang.layout.buddy(*rank, &nodes);
-                buddy.is_some_and(|buddy| own(&buddy))
-            };
-            let ranks = 0..gang.layout.mesh.world();
-            let shards: Vec<u32> = ranks.filter(|rank| own(rank) || kept(rank)).collect();
+        // What each member has: shards of its own ranks, and of those whose buddy is one of them.
+        let mut kept = vec![Vec::new(); gang.members.len()];
+        for rank in 0..gang.layout.mesh.world() {
+            let buddy = gang.layout.buddy(rank, &nodes).map(|buddy| buddy / self.per_node);
+            let own = rank / self.per_node;
+            for member in [Some(own), buddy.filter(|buddy| *buddy != own)].into_iter().flatten() {
+                kept[member as usize].push(rank);
+            }
+        }
+        for (shards, member) in kept.into_iter().zip(&gang.members) {
             let held = vec![Held { attempt: gang.attempt, step: snapshot, shards }];
             let (phase, loading) = (Phase::Training, None);
             let beat = Heartbeat { phase, step, collective: 1, held, loading };
