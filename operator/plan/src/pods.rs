@@ -14,7 +14,8 @@ use crate::overlay::merge;
 use crate::placement;
 use crate::profile::{Backend, TopologyFile};
 use moejob_protocol::pod::{
-    ENV_ADDRESS, ENV_AUTHORITY, ENV_JOB_UID, ENV_WORKER, PORT, TOKEN_AUDIENCE, TOKEN_FOLDER,
+    ENV_ADDRESS, ENV_AUTHORITY, ENV_HCAS, ENV_JOB_UID, ENV_WORKER, PORT, TOKEN_AUDIENCE,
+    TOKEN_FOLDER,
 };
 use serde_json::{Map, Value, json};
 use std::sync::OnceLock;
@@ -304,6 +305,11 @@ fn env(job: &Job, around: &Surroundings, birth: &Birth) -> Value {
     if job.profile.backend == Backend::Cuda {
         // The root of a pod's files cannot be written, and its user has no home.
         env.push(json!({ "name": ENV_CUBINS, "value": format!("{TMP}/cubins") }));
+    }
+    if job.profile.backend == Backend::Cuda && job.profile.rdma.is_some() {
+        let cards = job.profile.numa.iter().flat_map(|node| node.hcas.iter().map(String::as_str));
+        let cards: Vec<&str> = cards.collect();
+        env.push(json!({ "name": ENV_HCAS, "value": cards.join(",") }));
     }
     let settings = job.profile.env.iter();
     env.extend(settings.map(|of| json!({ "name": of.name, "value": of.value })));

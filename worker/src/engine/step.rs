@@ -47,6 +47,8 @@ pub enum OpenError {
 /// The GPU of a rank: the ranks of a worker follow each other, a device each, from the one that the
 /// worker names to its engine on; workers of one machine share its devices out so.
 pub const ENV_DEVICE: &str = "MOEJOB_DEVICE";
+/// The processors of an engine, where its worker has bound it: a list as the kernel writes it.
+pub const ENV_CPUS: &str = "MOEJOB_CPUS";
 
 /// The sets of ranks that share the experts out.
 fn expert_groups(mesh: &Mesh) -> Vec<Vec<u32>> {
@@ -87,12 +89,14 @@ impl Engine {
         let (training, ranks) = (&config.training, config.ranks.max(1));
         let device = match training.compute.backend {
             Backend::Cpu => {
-                let threads = match config.threads {
-                    0 => std::thread::available_parallelism().map_or(1, usize::from),
-                    threads => threads as usize,
+                let here = std::thread::available_parallelism().map_or(1, usize::from);
+                // The ranks of a worker share its processors, unless each has its own.
+                let threads = match config.threads as usize {
+                    0 if std::env::var_os(ENV_CPUS).is_some() => here,
+                    0 => here / ranks as usize,
+                    threads => threads / ranks as usize,
                 };
-                // The ranks of a worker share its processors.
-                Device::cpu((threads / ranks as usize).max(1), 0)?
+                Device::cpu(threads.max(1), 0)?
             }
             Backend::Cuda => Device::cuda(device_of(rank, ranks), 0)?,
         };

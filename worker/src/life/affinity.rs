@@ -26,6 +26,15 @@ impl Default for Share {
     }
 }
 
+/// The processors that a worker may use, ascending.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Allowed {
+    /// By its cpuset and by whoever started it.
+    pub all: Vec<u32>,
+    /// Of those, its share among the workers of its machine.
+    pub share: Vec<u32>,
+}
+
 /// The processors of one worker, or none where binding brings nothing: it has the machine for
 /// itself, or all memory is equally near.
 ///

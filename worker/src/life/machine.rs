@@ -24,6 +24,8 @@ use std::path::Path;
 
 /// Where the kernel shows the machine.
 pub const SYS: &str = "/sys";
+/// Names another folder, for tests.
+pub const ENV_SYS: &str = "MOEJOB_SYS";
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -137,7 +139,8 @@ impl Machine {
     /// # Errors
     /// The allowed processors cannot be read.
     pub fn here() -> io::Result<Machine> {
-        let machine = sys::read(Path::new(SYS), Some(&allowed()?));
+        let root = std::env::var_os(ENV_SYS).unwrap_or_else(|| SYS.into());
+        let machine = sys::read(Path::new(&root), Some(&allowed()?));
         #[cfg(feature = "hwloc")]
         let machine = match hwloc::see() {
             Ok(seen) => machine.beside(&seen),
@@ -168,8 +171,8 @@ impl Machine {
     }
 
     /// For each GPU the HCA that serves it best, as its place in `hcas`: the nearest, and of
-    /// equally near ones those that serve fewer GPUs, then the lower address. So the i-th GPU of a node has
-    /// the i-th HCA there. None without an HCA that is up.
+    /// equally near ones those that serve fewer GPUs, then the lower address. So the i-th GPU of a
+    /// node has the i-th HCA there. None without an HCA that is up.
     pub fn hca_of_gpus(&self) -> Vec<Option<usize>> {
         let mut served = vec![0_u32; self.hcas.len()];
         let nearest = |gpu: usize| {

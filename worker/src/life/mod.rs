@@ -4,6 +4,8 @@ pub mod control;
 pub mod listener;
 pub mod session;
 pub mod run;
+pub mod preflight;
+pub mod binding;
 pub mod affinity;
 pub mod machine;
 pub mod process;

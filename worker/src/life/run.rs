@@ -13,8 +13,8 @@ mod link;
 
 pub use engines::Attempt;
 
-use crate::life::affinity::{self, Share};
-use crate::life::machine::Machine;
+use crate::life::affinity::{self, Allowed, Share};
+use crate::life::machine::{Machine, allowed};
 use crate::gang::comm::{DataPlane, Join, JoinError, Links};
 use crate::failure::chain;
 use crate::life::listener::{self, LeaderStream};
@@ -127,13 +127,13 @@ pub fn run_with<A: Attempt + 'static>(
     make: impl Fn(Memory) -> A + Send + Sync + 'static,
 ) -> Result<i32, RunError> {
     let make: Make = Arc::new(move |memory| Box::new(make(memory)));
-    take_share(bootstrap.share);
+    let allowed = take_share(bootstrap.share);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let (happened, mut arrivals) = mpsc::channel(HAPPENED_MAX);
         let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let tcp = TcpListener::bind(bootstrap.listen.unwrap_or(loopback)).await?;
-        let mut shell = Shell::new(bootstrap, happened.clone(), make)?;
+        let mut shell = Shell::new(bootstrap, happened.clone(), make, allowed)?;
         let announcement = Announcement { port: tcp.local_addr()?.port() };
         serde_json::to_writer(&mut announce, &announcement)?;
         announce.write_all(b"\n")?;
@@ -195,9 +195,10 @@ fn conclude(result: Result<i32, RunError>) -> ExitCode {
 }
 
 /// Before any other thread exists. A worker that cannot be bound is slower, and right.
-fn take_share(share: Share) {
+fn take_share(share: Share) -> Allowed {
+    let all = allowed().unwrap_or_default();
     if share.of < 2 {
-        return;
+        return Allowed { share: all.clone(), all };
     }
     let bound = Machine::here().and_then(|machine| {
         let cpus = affinity::share(&machine, share);
@@ -208,6 +209,7 @@ fn take_share(share: Share) {
         Ok(None) => {}
         Err(error) => tracing::warn!(%error, ?share, "cannot be bound to processors"),
     }
+    Allowed { all, share: allowed().unwrap_or_default() }
 }
 
 /// All that can happen to the shell.
@@ -251,6 +253,7 @@ impl Shell {
         bootstrap: Bootstrap,
         happened: mpsc::Sender<Happened>,
         make: Make,
+        allowed: Allowed,
     ) -> Result<Shell, RunError> {
         let (key, trust) = (WorkerKey::generate()?, Trust::from_pem(&bootstrap.authority)?);
         Ok(Shell {
@@ -260,7 +263,7 @@ impl Shell {
             key,
             trust,
             data: DataPlane::start()?,
-            engines: Engines::new(make, bootstrap.share, happened.clone()),
+            engines: Engines::new(make, bootstrap.share, happened.clone(), allowed),
             bootstrap,
             happened,
             leader: None,
@@ -305,7 +308,7 @@ impl Shell {
             Happened::Signal => events.push_back(Event::Signal),
             Happened::OwnerGone => events.push_back(Event::OwnerGone),
             Happened::Tick => {
-                self.engines.tick();
+                events.extend(self.engines.tick().into_iter().map(Event::Trainer));
                 events.push_back(Event::Tick);
             }
         }

@@ -1,6 +1,7 @@
 //! The engines of a worker, one a rank: threads of it, or processes that it starts and, should one
 //! be lost, starts again. Snapshots lie in the worker's memory and outlive them.
 
+mod bound;
 pub(crate) mod child;
 mod ends;
 mod place;
@@ -12,12 +13,13 @@ mod wire;
 use super::Happened;
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use crate::gang::comm::{Comm, Links};
-use crate::life::affinity::Share;
+use crate::life::affinity::{Allowed, Share};
 use crate::state::slots::Memory;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, Resume};
 use moejob_protocol::message::{HEARTBEAT_MS, Request};
 use moejob_protocol::report::{DEVICE_FAILED, Detail, EventKind};
+use bound::{Bound, Of, Warning};
 use ends::{lost, weight};
 use place::Place;
 use process::Process;
@@ -86,6 +88,7 @@ pub(super) struct Engines {
     make: Make,
     /// Workers of one machine take its devices in turn.
     share: Share,
+    bound: Bound,
     ranks: u32,
     memory: Memory,
     shelf: Shelf,
@@ -136,6 +139,15 @@ impl Engine {
     }
 }
 
+impl Engine {
+    /// What a person is told of its threads or its cards.
+    fn warn(&self, uuid: &str, (reason, text): Warning) -> Option<TrainerEvent> {
+        let (place, kind) = (self.place.as_ref()?, EventKind::Warning);
+        let message = format!("{}: {text}", place.in_words(uuid, self.pid()));
+        Some(TrainerEvent::Event(place.told((uuid, self.pid()), kind, reason, &message, [])))
+    }
+}
+
 /// The attempt that runs.
 struct Running {
     config: Box<WorkerConfig>,
@@ -173,10 +185,17 @@ impl Running {
 }
 
 impl Engines {
-    pub fn new(make: Make, share: Share, happened: mpsc::Sender<Happened>) -> Engines {
+    /// Of a worker that may use these processors.
+    pub fn new(
+        make: Make,
+        share: Share,
+        happened: mpsc::Sender<Happened>,
+        allowed: Allowed,
+    ) -> Engines {
         Engines {
             make,
             share,
+            bound: Bound::new(allowed),
             ranks: 1,
             memory: Memory::default(),
             shelf: Shelf::default(),
@@ -204,6 +223,8 @@ impl Engines {
             Ok("thread") => false,
             _ => ranks > 1 || config.training.compute.backend == Backend::Cuda,
         };
+        let share = (self.share.index, self.share.of);
+        self.bound.prepare(Of::new(config, share), processes);
         self.engines.resize_with(ranks, || None);
         self.uuids.resize(ranks, String::new());
         for index in 0..ranks {
@@ -225,7 +246,8 @@ impl Engines {
         let body = match process {
             true => {
                 let device = self.share.index * self.ranks + index as u32;
-                Body::Process(Process::start(name, device, self.memory.clone(), happened)?)
+                let (environment, memory) = (self.bound.environment(index), self.memory.clone());
+                Body::Process(Process::start(name, device, environment, memory, happened)?)
             }
             false => {
                 let (make, memory) = (Arc::clone(&self.make), self.memory.clone());
@@ -258,6 +280,9 @@ impl Engines {
             if !gpu || !self.uuids[index].is_empty() {
                 outcome.tell.extend(engine.begin(&self.uuids[index]));
             }
+            let warnings = self.bound.take_warnings().into_iter();
+            let uuid = &self.uuids[index];
+            outcome.tell.extend(warnings.filter_map(|warning| engine.warn(uuid, warning)));
             match &mut engine.body {
                 Body::Thread(thread) => {
                     let comm = running.links.comm(rank);
@@ -413,8 +438,11 @@ impl Engines {
     /// Every heartbeat: an engine whose beats have stood still for `heartbeatTimeout` is stopped or
     /// hangs in the kernel, and is ended. Ticks are counted rather than time, so that a machine
     /// that was asleep ends nobody.
-    pub fn tick(&mut self) {
-        let Some(running) = &mut self.running else { return };
+    ///
+    /// Now and then it is also looked at where the engines' threads run; what differs from the plan
+    /// is given back.
+    pub fn tick(&mut self) -> Vec<TrainerEvent> {
+        let Some(running) = &mut self.running else { return Vec::new() };
         let timeout = running.config.recovery.heartbeat_timeout_ms;
         for (index, engine) in self.engines.iter().enumerate() {
             let Some(Engine { body: Body::Process(process), .. }) = engine else { continue };
@@ -431,6 +459,16 @@ impl Engines {
                 process.kill();
             }
         }
+        if !self.bound.is_due() {
+            return Vec::new();
+        }
+        let mut told = Vec::new();
+        for (index, engine) in self.engines.iter().enumerate() {
+            let Some(engine) = engine else { continue };
+            let found = self.bound.look(index, engine.life, engine.pid());
+            told.extend(found.and_then(|warning| engine.warn(&self.uuids[index], warning)));
+        }
+        told
     }
 
     /// Ends the attempt's collectives.

@@ -13,6 +13,7 @@ use crate::attempt::trainer::Trainer;
 use crate::data::Desk;
 use crate::engine::step::device_of;
 use crate::gang::comm::{Links, Shape};
+use crate::life::binding::apply::take_seat;
 use crate::state::slots::{Memory, Slot};
 use moejob_kernels::cuda::{uuid_of, uuid_text};
 use moejob_protocol::WorkerConfig;
@@ -63,6 +64,10 @@ fn serve(worker: &str) -> io::Result<u8> {
     let parent = getppid().map(|pid| pid.as_raw_nonzero().get().to_string());
     if parent.as_deref() != Some(worker) {
         return Ok(EXIT_ALONE);
+    }
+    // Before there is a second thread, and before memory is touched.
+    if let Err(error) = take_seat() {
+        eprintln!("moe-worker engine: {error}");
     }
     die_of_faults();
     let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);

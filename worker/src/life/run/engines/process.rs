@@ -43,14 +43,15 @@ pub(super) struct Process {
 }
 
 impl Process {
-    /// Starts `engine` of this program on `device` of this machine. The thread that calls it must
-    /// live as long as the worker: the engine ends with it.
+    /// Starts `engine` of this program on `device` of this machine, with more in its environment.
+    /// The thread that calls it must live as long as the worker: the engine ends with it.
     ///
     /// # Errors
     /// The system gives no process, thread or socket.
     pub fn start(
         name: Name,
         device: u32,
+        environment: Vec<(&'static str, String)>,
         memory: Memory,
         happened: mpsc::Sender<Happened>,
     ) -> io::Result<Process> {
@@ -61,6 +62,7 @@ impl Process {
             .arg("engine")
             .arg(std::process::id().to_string())
             .env(ENV_DEVICE, device.to_string())
+            .envs(environment)
             .stdin(OwnedFd::from(theirs))
             .stderr(Stdio::piped())
             .spawn()?;
