@@ -1,4 +1,4 @@
-//! Nodes that are made of files, as a person looks at them: `moejob doctor`.
+//! Nodes that are made of files, as a person looks at them: `moejob doctor` and `moejob preflight`.
 //!
 //! Run with `UPDATE_GOLDEN=1` to write what is said now, and read the difference.
 
@@ -64,6 +64,57 @@ fn doctor_names_what_is_odd_the_machine_or_its_profile() {
         all += &format!("# {machine} as {profile}\n{}\n\n", told.join("\n"));
     }
     golden("doctor.txt", &all);
+}
+
+/// Alone on this machine; what is fast here is not known, so no limit is set.
+#[test]
+fn preflight_checks_this_machine_and_a_made_one() {
+    let said = moejob(&["preflight"]);
+    let out = text(&said.stdout);
+    assert_eq!(said.status.code(), Some(0), "{out}{}", text(&said.stderr));
+    for part in ["CHECK ", "numa ", "lockedMemory ", "binding ", "hostCopyGBps "] {
+        assert!(out.lines().any(|line| line.starts_with(part)), "{part}\n{out}");
+    }
+    assert!(out.contains("threads run where they are bound"), "{out}");
+    let made = machines::machine("ndm-cards");
+    let sys = made.path().join("sys");
+    let sys = sys.to_str().expect("a path");
+    let said = moejob(&["preflight", "--profile", "ndm-a100-v4", "--sys", sys, "-o", "json"]);
+    assert_eq!(said.status.code(), Some(1));
+    let all: serde_json::Value = serde_json::from_slice(&said.stdout).expect("JSON");
+    assert_eq!((&all["grade"], &all["profile"]), (&"fail".into(), &"ndm-a100-v4".into()));
+    let found = |check: &str| -> Vec<(String, String)> {
+        let outcomes = all["outcomes"].as_array().expect("a list").iter();
+        let of = outcomes.filter(|outcome| outcome["check"] == check);
+        let word = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_string();
+        of.map(|outcome| (word(&outcome["grade"]), word(&outcome["code"]))).collect()
+    };
+    let one = |grade: &str, code: &str| (grade.to_string(), code.to_string());
+    assert_eq!(found("gpus"), [one("fail", "NHC2009")]);
+    assert_eq!(found("cards"), [one("fail", "NHC2002")]);
+    assert_eq!(found("links"), vec![one("fail", "NHC2004"); 2]);
+    assert_eq!(found("rates"), [one("fail", "NHC2003")]);
+    assert_eq!(found("numa"), [one("good", "")]);
+    assert_eq!(found("peerReadGBps"), [one("unknown", "")]);
+    assert_eq!(moejob(&["preflight", "--profile", "x"]).status.code(), Some(2));
+}
+
+/// A limit that nothing reaches, and one that everything does.
+#[test]
+fn preflight_holds_this_machine_against_limits() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("mine.yaml");
+    for (limit, code) in [("1.0e9", 1), ("1.0e-9", 0)] {
+        let profile = format!(
+            "version: 1\nbackend: cpu\ndevices: 1\nexpect: {{ hostCopyGBps: {{ fail: {limit} }} }}\n"
+        );
+        std::fs::write(&path, profile).expect("a profile");
+        let path = path.to_str().expect("a path");
+        let said = moejob(&["preflight", "--profiles", path, "--profile", "mine"]);
+        let out = text(&said.stdout);
+        assert_eq!(said.status.code(), Some(code), "{out}{}", text(&said.stderr));
+        assert_eq!(out.contains("FAILS") && out.contains("NHC2022"), code == 1, "{out}");
+    }
 }
 
 #[test]

@@ -8,6 +8,7 @@
 //! Plan --check--> what must always hold                                      check
 //! Observed --status--> MoeJobStatus                                          status engines
 //! Cluster --allocate--> the nodes of each job                        fabric topology allocate
+//! Measured x expect, pairs --preflight--> good and bad nodes                 preflight
 //! Job x birth --pod--> Pod, NetworkPolicy, PodDisruptionBudget               pods overlay pod
 //! ```
 
@@ -54,6 +55,7 @@ pub mod orphans;
 pub mod locations;
 pub mod offline;
 pub mod picture;
+pub mod preflight;
 
 pub use decide::{Action, Plan, plan};
 pub use job::Job;

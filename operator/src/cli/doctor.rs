@@ -9,7 +9,6 @@ use moe_worker::attempt::pace::kernel_bytes;
 use moe_worker::life::machine::{Machine, sys};
 use moejob_kernels::{Isa, cuda};
 use moejob_plan::problem::printable_lines;
-use profile::Odd;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -172,17 +171,9 @@ fn machine(args: &DoctorArgs) -> Result<Vec<Line>, String> {
     lines.extend(differences.into_iter().map(|difference| Line {
         advice: Some(difference.next.to_string()),
         bad: true,
-        ..Line::of((in_words(difference.odd).to_string(), difference.what))
+        ..Line::of((difference.odd.in_words().to_string(), difference.what))
     }));
     Ok(lines)
-}
-
-fn in_words(odd: Odd) -> &'static str {
-    match odd {
-        Odd::Machine => "odd: machine",
-        Odd::Profile => "odd: profile",
-        Odd::OneOfTheTwo => "odd: either",
-    }
 }
 
 /// Whether runs can be written where they are to lie, and how much room there is.

@@ -15,6 +15,7 @@ pub mod generate;
 mod machine;
 pub mod moe;
 pub mod plan;
+pub mod preflight;
 pub(crate) mod profiles;
 pub mod report;
 mod room;
@@ -76,6 +77,8 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Say what this machine has, what it lacks, and how to get it.
     Doctor(doctor::DoctorArgs),
+    /// Check whether this machine is as good as its profile says, before jobs train on it.
+    Preflight(preflight::PreflightArgs),
     /// Print the CustomResourceDefinition.
     Crd,
     /// Run MoeJobs on a Kubernetes cluster.
@@ -126,6 +129,7 @@ pub fn dispatch(cli: Cli) -> ExitCode {
         Command::Data(command) => data::run(&command),
         Command::Bench(args) => bench::run(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Preflight(args) => preflight::run(&args),
         Command::Crd => crd::run(),
         Command::Operator(args) => operator::run(&args),
         Command::Kube(args) => moe::run(args),

@@ -14,6 +14,7 @@ mod schema;
 
 pub use choose::{Broken, CUSTOM_ENV, File, Profiles};
 pub use read::read;
+pub use schema::CHECKS;
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;

@@ -11,6 +11,7 @@ pub const CHECKS: &[(&str, &str)] = &[
     ("ibLoopbackGBps", "The same where it goes by the InfiniBand cards"),
     ("gpuDirectWriteGbps", "Writes by an InfiniBand card from GPU memory, Gb/s"),
     ("pairAllReduceGBps", "Bus bandwidth of an all-reduce of two nodes, 8 GiB"),
+    ("hostCopyGBps", "Copies within the memory of one NUMA node, by its processors"),
 ];
 
 pub fn schema() -> Json {

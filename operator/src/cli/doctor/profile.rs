@@ -6,6 +6,7 @@
 use moe_worker::life::machine::list::cpu_text;
 use moe_worker::life::machine::pci::{Address, Distance};
 use moe_worker::life::machine::{Hca, LinkLayer, Machine, NumaNode, Place};
+use moejob_plan::preflight::Check;
 use moejob_plan::profile::{Backend, Numa, Profile, Profiles};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -19,9 +20,22 @@ pub enum Odd {
     OneOfTheTwo,
 }
 
+impl Odd {
+    pub fn in_words(self) -> &'static str {
+        match self {
+            Odd::Machine => "odd: machine",
+            Odd::Profile => "odd: profile",
+            Odd::OneOfTheTwo => "odd: either",
+        }
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Difference {
     pub odd: Odd,
+    /// Which check of a preflight it speaks against.
+    #[serde(skip)]
+    pub check: Check,
     pub what: String,
     /// What to do about it.
     pub next: &'static str,
@@ -41,7 +55,7 @@ const DRIVER: &str = "on the node load the drivers mlx5_ib and ib_uverbs; a pod 
 pub fn compare(machine: &Machine, profile: &Profile) -> Vec<Difference> {
     let mut found = Found::default();
     for odd in &machine.odd {
-        found.add(Odd::Machine, format!("{}: {}", odd.at, odd.what), REPORT);
+        found.add((Odd::Machine, Check::Numa), format!("{}: {}", odd.at, odd.what), REPORT);
     }
     if found.of_another_machine(machine, profile) {
         return found.sorted();
@@ -80,8 +94,8 @@ struct Found {
 }
 
 impl Found {
-    fn add(&mut self, odd: Odd, what: String, next: &'static str) {
-        self.all.push(Difference { odd, what, next });
+    fn add(&mut self, (odd, check): (Odd, Check), what: String, next: &'static str) {
+        self.all.push(Difference { odd, check, what, next });
     }
 
     fn sorted(mut self) -> Vec<Difference> {
@@ -103,7 +117,7 @@ impl Found {
             machine.gpus.len(),
             machine.gpus[0].place.address
         );
-        self.add(Odd::Profile, what, OWN);
+        self.add((Odd::Profile, Check::Gpus), what, OWN);
         true
     }
 
@@ -112,20 +126,21 @@ impl Found {
         let listed = profile.numa.iter().any(|node| !node.gpus.is_empty());
         let counts = profile.backend == Backend::Cuda && !profile.is_this_machine();
         if counts && !listed && there != said {
-            self.add(Odd::Machine, format!("{there} GPUs are here, the profile has {said}"), LOOK);
+            let what = format!("{there} GPUs are here, the profile has {said}");
+            self.add((Odd::Machine, Check::Gpus), what, LOOK);
         }
         if !listed {
             return;
         }
         for address in addresses(&profile.numa, |of| &of.gpus) {
             if place_of(machine, address).is_none() {
-                self.add(Odd::Machine, format!("GPU {address} is not here"), LOOK);
+                self.add((Odd::Machine, Check::Gpus), format!("GPU {address} is not here"), LOOK);
             }
         }
         let known = addresses(&profile.numa, |of| &of.gpus);
         for gpu in machine.gpus.iter().filter(|gpu| !known.contains(&gpu.place.address)) {
             let what = format!("GPU {} is not in the profile", gpu.place.address);
-            self.add(Odd::Profile, what, OWN);
+            self.add((Odd::Profile, Check::Gpus), what, OWN);
         }
     }
 
@@ -140,19 +155,19 @@ impl Found {
         off.sort_unstable();
         if !off.is_empty() {
             let what = format!("processors {} are off or not there", cpu_text(&off));
-            self.add(Odd::Machine, what, REPORT);
+            self.add((Odd::Machine, Check::Numa), what, REPORT);
             return;
         }
         if said.len() != there.len() {
             let (there, said) = (there.len(), said.len());
             let what = format!("the kernel has {there} NUMA nodes, the profile {said}");
-            self.add(Odd::OneOfTheTwo, what, OTHER);
+            self.add((Odd::OneOfTheTwo, Check::Numa), what, OTHER);
             return;
         }
         for node in there.iter().filter(|node| !said.iter().any(|of| of.cpus == node.cpus)) {
             let (id, cpus) = (node.id, cpu_text(&node.cpus));
             let what = format!("NUMA node {id} has processors {cpus}, no node of the profile does");
-            self.add(Odd::OneOfTheTwo, what, OTHER);
+            self.add((Odd::OneOfTheTwo, Check::Numa), what, OTHER);
         }
     }
 
@@ -186,7 +201,7 @@ impl Found {
                 Some(_) => continue,
                 None => format!("near processors {here} here, {said} in the profile: {listed}"),
             };
-            self.add(Odd::OneOfTheTwo, what, OTHER);
+            self.add((Odd::OneOfTheTwo, Check::Numa), what, OTHER);
         }
         let pairs = profile.numa.iter().flat_map(|of| of.gpus.iter().zip(&of.hcas));
         for (gpu, hca) in pairs {
@@ -207,7 +222,7 @@ impl Found {
                 "GPU {gpu} is paired with HCA {said} ({far}), and {} is nearer ({near})",
                 nearest.place.address
             );
-            self.add(Odd::Profile, what, OWN);
+            self.add((Odd::Profile, Check::Numa), what, OWN);
         }
     }
 
@@ -218,13 +233,13 @@ impl Found {
         }
         if machine.hcas.is_empty() {
             let what = "no card is below /sys/class/infiniband".to_string();
-            return self.add(Odd::Machine, what, DRIVER);
+            return self.add((Odd::Machine, Check::Cards), what, DRIVER);
         }
         let is_meant = |hca: &&Hca| listed.is_empty() || listed.contains(&hca.place.address);
         let meant: Vec<&Hca> = machine.hcas.iter().filter(is_meant).collect();
         for address in &listed {
             if !meant.iter().any(|hca| hca.place.address == *address) {
-                self.add(Odd::Machine, format!("HCA {address} is not here"), LOOK);
+                self.add((Odd::Machine, Check::Cards), format!("HCA {address} is not here"), LOOK);
             }
         }
         let rates = meant.iter().flat_map(|hca| &hca.ports).filter_map(|port| port.rate);
@@ -236,14 +251,14 @@ impl Found {
         for hca in machine.hcas.iter().filter(usable) {
             let (name, address) = (&hca.name, hca.place.address);
             let what = format!("HCA {name} ({address}) is InfiniBand and not in the profile");
-            self.add(Odd::Profile, what, OWN);
+            self.add((Odd::Profile, Check::Cards), what, OWN);
         }
     }
 
     fn card(&mut self, hca: &Hca, most: f64) {
         let named = format!("HCA {} ({})", hca.name, hca.place.address);
         if hca.ports.is_empty() {
-            return self.add(Odd::Machine, format!("{named} has no port"), DRIVER);
+            return self.add((Odd::Machine, Check::Links), format!("{named} has no port"), DRIVER);
         }
         let Some(port) = hca.usable_port() else {
             for port in &hca.ports {
@@ -253,13 +268,13 @@ impl Found {
                     }
                     other => format!("{named}: port {} is {other:?}, not InfiniBand", port.number),
                 };
-                self.add(Odd::Machine, what, LINK);
+                self.add((Odd::Machine, Check::Links), what, LINK);
             }
             return;
         };
         if let Some(rate) = port.rate.filter(|rate| *rate < most) {
             let what = format!("{named} runs at {rate} Gb/s, others at {most}");
-            self.add(Odd::Machine, what, LINK);
+            self.add((Odd::Machine, Check::Rates), what, LINK);
         }
     }
 }
