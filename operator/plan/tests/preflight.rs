@@ -49,6 +49,8 @@ fn names(words: &[&str]) -> Vec<String> {
 fn run(world: &mut World, words: &[&str]) -> String {
     match words {
         ["slow", names @ ..] => {
+            // Who was slow before is so no longer.
+            world.slow.clear();
             for name in names {
                 let (name, times) = name.split_once('=').unwrap_or((name, ""));
                 world.slow.insert(name.to_string(), times.parse().unwrap_or(u32::MAX));

@@ -37,7 +37,9 @@ pub(super) struct Bound {
     moved: bool,
     hcas: Option<String>,
     warnings: Vec<Warning>,
-    /// Lives of engines of which a difference was told, and of the worker as 0.
+    /// Lives of engines whose last look differed: NCCL moves a thread for a moment while it starts.
+    doubted: BTreeSet<u64>,
+    /// Lives of engines of which a difference was told.
     told: BTreeSet<u64>,
     ticks: u64,
 }
@@ -172,13 +174,17 @@ impl Bound {
         self.ticks.is_multiple_of(TICKS_A_LOOK)
     }
 
-    /// What differs from the plan of the engine at `index`, the `life`-th that was started; told
-    /// once. A process that has ended says so by itself.
+    /// What differs from the plan of the engine at `index`, the `life`-th that was started, for the
+    /// second look in a row; told once. A process that has ended says so by itself.
     pub fn look(&mut self, index: usize, life: u64, pid: u32) -> Option<Warning> {
         let seat = self.binding.engines.get(index)?.as_ref()?;
         let threads = apply::threads(pid).ok().filter(|threads| !threads.is_empty())?;
         let mut found = binding::differences(seat, pid, &threads);
-        if found.is_empty() || !self.told.insert(life) {
+        if found.is_empty() {
+            self.doubted.remove(&life);
+            return None;
+        }
+        if self.doubted.insert(life) || !self.told.insert(life) {
             return None;
         }
         let more = found.len().saturating_sub(TOLD_MAX);
