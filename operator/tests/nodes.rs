@@ -106,7 +106,8 @@ fn preflight_holds_this_machine_against_limits() {
     let path = folder.path().join("mine.yaml");
     for (limit, code) in [("1.0e9", 1), ("1.0e-9", 0)] {
         let profile = format!(
-            "version: 1\nbackend: cpu\ndevices: 1\nexpect: {{ hostCopyGBps: {{ fail: {limit} }} }}\n"
+            "version: 1\nbackend: cpu\ndevices: 1\n\
+             expect: {{ hostCopyGBps: {{ fail: {limit} }} }}\n"
         );
         std::fs::write(&path, profile).expect("a profile");
         let path = path.to_str().expect("a path");
