@@ -5,7 +5,8 @@ use super::affinity::bind;
 use super::machine::list::cpu_text;
 use super::machine::{Machine, NumaNode, allowed};
 use moejob_kernels::cuda::{Monitor, Nvml, uuid_of, uuid_text};
-use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::ScopedJoinHandle;
 use std::time::Instant;
 
 /// Threads that copy at once: enough to fill the memory of a NUMA node of the machines known.
@@ -33,33 +34,39 @@ pub fn host_copies(machine: &Machine) -> Vec<HostCopy> {
 }
 
 fn host_copy(node: &NumaNode) -> HostCopy {
-    let threads = node.allowed.len().min(THREADS_MAX);
-    let barrier = Barrier::new(threads);
+    let wanted = node.allowed.len().min(THREADS_MAX);
+    let all_are_there = AtomicBool::new(false);
     let copy = || {
         let bound = read_back(&node.allowed);
         // Memory is of the node whose thread touches it first.
         let (from, mut to) = (vec![1_u8; COPY_BYTES], vec![2_u8; COPY_BYTES]);
+        while !all_are_there.load(Ordering::Acquire) {
+            std::thread::yield_now();
+        }
         let mut fastest = f64::INFINITY;
         for _ in 0..COPIES {
-            barrier.wait();
             let begin = Instant::now();
             to.copy_from_slice(std::hint::black_box(&from));
             std::hint::black_box(&mut to);
-            // Of all threads the slowest.
-            barrier.wait();
             fastest = fastest.min(begin.elapsed().as_secs_f64());
         }
         (bound, fastest)
     };
     let results: Vec<(Result<(), String>, f64)> = std::thread::scope(|scope| {
-        let started: Vec<_> = (0..threads).map(|_| scope.spawn(copy)).collect();
-        let lost = || (Err("a thread that copies ended".to_string()), f64::INFINITY);
-        started.into_iter().map(|thread| thread.join().unwrap_or_else(|_| lost())).collect()
+        let start = || std::thread::Builder::new().spawn_scoped(scope, copy);
+        let started: Vec<_> = (0..wanted).map(|_| start()).collect();
+        all_are_there.store(true, Ordering::Release);
+        let end = |thread: std::io::Result<ScopedJoinHandle<'_, _>>| match thread {
+            Ok(thread) => thread.join().ok(),
+            Err(error) => Some((Err(format!("no thread: {error}")), f64::INFINITY)),
+        };
+        started.into_iter().filter_map(end).collect()
     });
-    let seconds = results.iter().map(|(_, seconds)| *seconds).fold(0.0, f64::max);
-    let bytes = (threads * COPY_BYTES) as f64;
+    // A thread that was not to be had has copied nothing: bytes / infinity.
+    let rates = results.iter().map(|(_, seconds)| COPY_BYTES as f64 / seconds.max(1e-9));
+    let gigabytes_per_second = rates.sum::<f64>() / 1e9;
     let bound = results.into_iter().map(|(bound, _)| bound).find(Result::is_err).unwrap_or(Ok(()));
-    HostCopy { node: node.id, gigabytes_per_second: bytes / seconds.max(1e-9) / 1e9, bound }
+    HostCopy { node: node.id, gigabytes_per_second, bound }
 }
 
 /// Binds this thread, and asks the kernel where it may run then.
