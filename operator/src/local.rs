@@ -11,15 +11,17 @@
 
 mod folder;
 mod process;
+mod tfevents;
 mod words;
 
 use crate::authority::Authority;
 use crate::control::{Leader, LeaderEvent, Told, Verifier};
 use crate::controller::Clock;
-use crate::progress::Progress;
+use crate::progress::{Progress, clock};
 use folder::{Folder, FolderError, JobFile};
 use moe_worker::attempt::records::{self, Records};
 use moe_worker::checkpoint::{self, Disk, Refusal};
+use moe_worker::data::Listing;
 use moe_worker::life::affinity::Share;
 use moejob_plan::allocate::Granted;
 use moejob_plan::decide::Action;
@@ -28,12 +30,14 @@ use moejob_plan::lead::{
     Batch, Effect, Event, JobLoop, JobSeen, Link, Local, Origin, Place, Write,
 };
 use moejob_plan::observed::{Millis, Node, Outcome, Record};
+use moejob_plan::offline::count;
 use moejob_plan::record::{self, Saved};
 use moejob_plan::status::{CheckpointStatus, MoeJobStatus};
 use moejob_plan::track::Recovery;
 use moejob_protocol::message::{Heartbeat, Up};
-use moejob_protocol::report::{Detail, Event as Line, EventKind};
+use moejob_protocol::report::{Detail, Event as Line, EventKind, StepReport};
 use process::{ProcessEvent, Processes};
+use tfevents::TfEvents;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -44,14 +48,23 @@ use words::Words;
 /// Happenings that wait for the loop; workers are slower than it by far.
 const EVENTS_MAX: usize = 1024;
 
+/// What a run writes beside its records.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// Where rank 0 writes a trace of a few steps.
+    pub trace: Option<PathBuf>,
+    /// What TensorBoard reads.
+    pub tfevents: bool,
+}
+
 /// Runs a job to its end, in `dir`. Returns the exit code.
 ///
 /// # Errors
 /// See `LocalError`.
-pub fn run(job: Local, dir: &Path, trace: Option<PathBuf>) -> Result<i32, LocalError> {
+pub fn run(job: Local, dir: &Path, options: Options) -> Result<i32, LocalError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     // Workers die with the thread that started them, so all of it stays on this one.
-    runtime.block_on(async { Runner::start(job, dir, trace)?.run().await })
+    runtime.block_on(async { Runner::start(job, dir, options)?.run().await })
 }
 
 /// What keeps a local run from starting or going on; workers' own failures are outcomes.
@@ -89,13 +102,14 @@ struct Runner {
     records: Records,
     progress: Progress,
     words: Words,
+    tfevents: Option<TfEvents>,
     clock: Clock,
     told: mpsc::Receiver<Told>,
     changes: mpsc::Receiver<(String, ProcessEvent)>,
 }
 
 impl Runner {
-    fn start(job: Local, dir: &Path, trace: Option<PathBuf>) -> Result<Runner, LocalError> {
+    fn start(job: Local, dir: &Path, options: Options) -> Result<Runner, LocalError> {
         let (identity, steps) = (launch::identity(&job.job), job.job.training.steps);
         let folder = Folder::open(&dir.join(&job.job.name), &identity, &launch::defaults())?;
         let authority =
@@ -118,11 +132,12 @@ impl Runner {
         let mut job = JobLoop::new(&seen, Place::Machine(Box::new(job)), 1, clock.now());
         job.on(Event::Granted(granted), clock.now());
         let (sender, changes) = mpsc::channel(EVENTS_MAX);
-        let processes = Processes::new(&folder, &authority, trace, sender);
+        let processes = Processes::new(&folder, &authority, options.trace, sender);
         let (sender, told) = mpsc::channel(EVENTS_MAX);
         let leader = Leader::new(Arc::new(authority), (seen.owner(), &seen.uid), 1, sender);
         let (records, progress) = (folder.records()?, Progress::new(steps));
         let words = Words::new(&folder.logs());
+        let tfevents = options.tfevents.then(|| TfEvents::create(folder.path())).transpose()?;
         let mut runner = Runner {
             folder,
             location,
@@ -132,6 +147,7 @@ impl Runner {
             records,
             progress,
             words,
+            tfevents,
             clock,
             told,
             changes,
@@ -234,6 +250,10 @@ impl Runner {
                 }
                 self.words.stepped();
                 self.progress.step(report);
+                self.draw(report);
+                if let Some(left) = self.progress.first_measure() {
+                    self.expect(left);
+                }
             }
             Up::Event(event) => {
                 let kinds = [
@@ -256,6 +276,29 @@ impl Runner {
             Up::Failed { exit_code, message } => self.words.failed(name, *exit_code, message),
             _ => {}
         }
+    }
+
+    /// For TensorBoard. Training goes on without it.
+    fn draw(&mut self, report: &StepReport) {
+        if let Some(Err(error)) = self.tfevents.as_mut().map(|events| events.step(report)) {
+            self.progress.note(&format!("no more is written for TensorBoard: {error}"));
+            self.tfevents = None;
+        }
+    }
+
+    /// How long it will take, and how often the data are read, once a few steps were measured.
+    fn expect(&mut self, left: Duration) {
+        let training = &self.job.tracker().observed.template.training;
+        let steps = training.steps;
+        let tokens = u64::from(training.global_batch_size) * u64::from(training.sequence_length);
+        let listing = Listing::read(&self.location).filter(|listing| listing.training_tokens > 0);
+        let epochs = listing.map(|listing| {
+            let times = (tokens * steps) as f64 / listing.training_tokens as f64;
+            let all = count(listing.training_tokens);
+            format!("; {steps} steps are {times:.2} epochs of {all} tokens")
+        });
+        let epochs = epochs.unwrap_or_default();
+        self.progress.note(&format!("about {} to go{epochs}", clock(left)));
     }
 
     /// Does what the loop says until it has nothing more to say. When it wants to be asked again.

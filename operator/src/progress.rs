@@ -23,12 +23,18 @@ pub struct Progress {
     drawn: Option<Instant>,
     line: String,
     rate: Rate,
+    /// The time that is left was told.
+    told: bool,
 }
+
+/// Steps after which the time that is left is told in a line of its own.
+const STEPS_MEASURED: usize = 4;
 
 impl Progress {
     pub fn new(steps: u64) -> Progress {
         let terminal = std::io::stdout().is_terminal();
-        Progress { terminal, steps, drawn: None, line: String::new(), rate: Rate::default() }
+        let (line, rate) = (String::new(), Rate::default());
+        Progress { terminal, steps, drawn: None, line, rate, told: false }
     }
 
     /// A step is done.
@@ -51,6 +57,15 @@ impl Progress {
             self.drawn = Some(Instant::now());
             say(&mut std::io::stdout(), &self.line);
         }
+    }
+
+    /// The time that is left, once: as soon as a few steps tell.
+    pub fn first_measure(&mut self) -> Option<Duration> {
+        if self.told || self.rate.seen.len() < STEPS_MEASURED {
+            return None;
+        }
+        self.told = true;
+        self.rate.left(self.steps)
     }
 
     /// A worker opens its data.
@@ -181,7 +196,7 @@ fn thousands(value: f64) -> String {
     }
 }
 
-fn clock(left: Duration) -> String {
+pub fn clock(left: Duration) -> String {
     let seconds = left.as_secs();
     match seconds / 3600 {
         0 => format!("{}:{:02}", seconds / 60, seconds % 60),

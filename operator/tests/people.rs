@@ -153,6 +153,21 @@ fn a_run_is_looked_at_listed_and_continued_under_other_values() {
     let (code, told) = place.refused(&["report", "words"]);
     assert!(code == 2 && told.contains("metrics.jsonl"), "{told}");
 
+    // By its files alone: where it stands, and what has happened.
+    let list = place.json(&["ls", "-o", "json"]);
+    let of = &list[0];
+    assert_eq!((&of["name"], &of["state"]), (&"small".into(), &"done".into()), "{list}");
+    assert_eq!((&of["steps"], &of["step"]["step"]), (&10.into(), &10.into()), "{list}");
+    assert!(place.said(&["ls"]).contains("small   done    10/10"));
+    let page = place.said(&["show", "runs/small"]);
+    assert!(page.starts_with("small: done\n") && page.contains("JobCompleted"), "{page}");
+    let lines = place.said(&["tail", "runs/small", "-n", "3", "--follow"]);
+    assert_eq!(lines.lines().count(), 3, "{lines}");
+    assert!(lines.lines().last().is_some_and(|line| line.starts_with("step 10  loss ")), "{lines}");
+    assert!(place.said(&["tail", "runs/small", "--events"]).contains("AttemptStarted"));
+    let (code, told) = place.refused(&["show", "words"]);
+    assert!(code == 2 && told.contains("no folder of a run"), "{told}");
+
     // More steps, and another job beside it, without another file.
     let schedule = "training.schedule={linear: {minLearningRate: 1.0e-4}}";
     let falling = ["run", "job.yaml", "--name", "falling", "--set", schedule, "--set"];
@@ -169,12 +184,39 @@ fn a_run_is_looked_at_listed_and_continued_under_other_values() {
     };
     assert_eq!(newest("runs/small"), Some(12.into()));
     assert_eq!(newest("runs/other"), Some(3.into()));
+    let drawn = ["run", "job.yaml", "--name", "drawn", "--set", "training.steps=6", "--tfevents"];
+    let told = String::from_utf8_lossy(&place.moejob(&drawn).stderr).into_owned();
+    assert!(told.starts_with("drawn: ") && told.contains(" parameters, "), "{told}");
+    assert!(told.contains("  memory ") && told.contains("; in runs/drawn"), "{told}");
+    assert!(told.contains(" to go; 6 steps are 0."), "{told}");
+    let files = std::fs::read_dir(place.path("runs/drawn")).expect("a folder").flatten();
+    let events = |name: &str| name.starts_with("events.out.tfevents.");
+    let names = files.map(|file| file.file_name().to_string_lossy().into_owned());
+    assert_eq!(names.filter(|name| events(name)).count(), 1);
     let three = ["run", "job.yaml", "--set", "training.steps=2", "--name", "three"];
     let told = place.moejob(&[&three[..], &["--workers", "3"]].concat()).stderr;
     let told = String::from_utf8_lossy(&told).into_owned();
     assert!(told.contains("--workers 3: a step has 2 micro-batches"), "{told}");
     let told = place.moejob(&[&three[..], &["--workers", "2"]].concat()).stderr;
     assert!(!String::from_utf8_lossy(&told).contains("micro-batches"), "{told:?}");
+    // The best checkpoint is kept beside the newest one. A learning rate that climbs to 1 ends in
+    // a held-out loss that is not the least.
+    let rate = "training.optimizer={adamw: {learningRate: 1.0}}";
+    let best = ["run", "job.yaml", "--name", "best", "--set", rate, "--set"];
+    let keep = "checkpoint={everySteps: 5, keep: 1, keepBest: true}";
+    let climb = "training.schedule={constant: {warmupSteps: 20}}";
+    let more = [keep, "--set", climb, "--set", "training.steps=20"];
+    place.said(&[&best[..], &more].concat());
+    let kept = place.json(&["checkpoint", "ls", "runs/best", "-o", "json"]);
+    let kept: Vec<&Value> = kept.as_array().expect("a list").iter().map(|of| &of["step"]).collect();
+    let metrics = std::fs::read_to_string(place.path("runs/best/metrics.jsonl")).expect("a file");
+    let losses = metrics.lines().filter_map(|line| {
+        let line: Value = serde_json::from_str(line).expect("JSON");
+        Some((line["validationLoss"].as_f64()?, line["step"].as_u64()?))
+    });
+    let (_, least) = losses.min_by(|a, b| a.0.total_cmp(&b.0)).expect("a held-out loss");
+    assert!(least < 20, "the test needs a run that gets worse: {metrics}");
+    assert_eq!(kept, [&Value::from(least), &Value::from(20)]);
     let (code, told) = place.refused(&["run", "job.yaml", "--set", "training.stepz=3"]);
     assert!(code == 2 && told.contains("did you mean `steps`"), "{told}");
 }

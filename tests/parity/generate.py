@@ -297,9 +297,8 @@ def train(model, tokens):
     return result | {f"after/{name}": value for name, value in after.items()}, smallest
 
 
-def family(name, shape, sizes, seed):
-    """All tensors of a model, or None where a choice of experts is too close."""
-    make, config, module = shape
+def begin(make, config, sizes, seed):
+    """Tokens [steps, B, S + 1], a model of random weights in f32, and its corrections by name."""
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     torch.manual_seed(seed)
@@ -314,6 +313,13 @@ def family(name, shape, sizes, seed):
         corrections = {n: b for n, b in first.named_buffers() if n.endswith(CORRECTION)}
         for correction in corrections.values():
             correction.copy_(0.2 * torch.randn_like(correction))
+    return tokens, first, corrections
+
+
+def family(name, shape, sizes, seed):
+    """All tensors of a model, or None where a choice of experts is too close."""
+    make, config, module = shape
+    tokens, first, corrections = begin(make, config, sizes, seed)
     state = {key: value.clone() for key, value in first.state_dict().items()}
     tensors = {"tokens": tokens.to(torch.uint32)}
     initial = logical(dict(first.named_parameters()) | corrections)

@@ -204,3 +204,29 @@ fn the_likeliest_tokens_are_those_of_a_pass_over_the_whole_text() {
         }
     }
 }
+
+/// What `tests/parity/greedy.py` wrote: 200 tokens of `transformers`, in f64 with its own cache.
+#[test]
+fn the_likeliest_tokens_are_those_of_transformers() {
+    let text = std::fs::read(Path::new(FOLDER).join("greedy.json")).expect("greedy.json");
+    let kept: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
+    let ids = |of: &serde_json::Value| -> Vec<u32> {
+        let ids = of.as_array().expect("a list").iter();
+        ids.map(|id| id.as_u64().expect("an id") as u32).collect()
+    };
+    for name in FAMILIES {
+        let reference = reference(name);
+        let fill = |model: &mut Model| given(&reference, model);
+        let of = &kept["families"][name];
+        let (prompt, expected) = (ids(&of["prompt"]), ids(&of["tokens"]));
+        assert_eq!(expected.len(), 200, "{name}");
+        let mut decoder = decoder(&reference.config, &fill, prompt.len() + 200, 1);
+        let (mut next, mut found) = (prompt, Vec::<u32>::new());
+        for at in 0..200 {
+            let logits = decoder.feed(&next).expect("a token");
+            next = vec![Sampling::GREEDY.choose(&logits, at)];
+            found.extend(&next);
+        }
+        assert_eq!(found, expected, "{name}");
+    }
+}

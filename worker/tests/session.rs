@@ -186,6 +186,7 @@ fn config(attempt: u32, seat: &str, edits: &[&str]) -> WorkerConfig {
         checkpoint: CheckpointConfig {
             every_steps: 10,
             keep: 1,
+            keep_best: false,
             location: String::new(),
             records: String::new(),
             spec_hash: String::new(),

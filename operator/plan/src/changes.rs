@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 
 /// Fields that may change.
-pub const CHANGEABLE: [&str; 10] = [
+pub const CHANGEABLE: [&str; 11] = [
     "suspend",
     "nodes.min",
     "nodes.max",
@@ -12,6 +12,7 @@ pub const CHANGEABLE: [&str; 10] = [
     "training.steps",
     "checkpoint.everySteps",
     "checkpoint.keep",
+    "checkpoint.keepBest",
     "recovery",
     "image",
     "podTemplate",

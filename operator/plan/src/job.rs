@@ -130,6 +130,8 @@ impl DataFormat {
 pub struct Checkpoint {
     pub every_steps: u64,
     pub keep: u32,
+    /// The one with the least held-out loss is kept, too.
+    pub keep_best: bool,
     /// None is `DIR/NAME/checkpoints`.
     pub location: Option<String>,
 }
@@ -326,6 +328,7 @@ fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&Model>, profile: Profile
         checkpoint: Checkpoint {
             every_steps: checkpoint.every_steps.unwrap_or(200),
             keep: checkpoint.keep.unwrap_or(3),
+            keep_best: checkpoint.keep_best.unwrap_or(false),
             location: checkpoint.location,
         },
         recovery: recovery(spec, backend),

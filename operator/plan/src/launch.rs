@@ -63,6 +63,7 @@ pub fn template(job: &Job, venue: Venue, job_uid: &str, places: &Places) -> Work
         checkpoint: CheckpointConfig {
             every_steps: job.checkpoint.every_steps,
             keep: job.checkpoint.keep,
+            keep_best: job.checkpoint.keep_best,
             location: places.checkpoints.clone(),
             records: places.records.clone(),
             spec_hash: job.spec_hash.clone(),

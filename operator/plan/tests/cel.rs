@@ -118,6 +118,7 @@ const CHANGED: &[(&str, &str, Option<&str>)] = &[
     ("steps: 100", "steps: 99", Some("training.steps only grows")),
     ("min: 1, max: 4", "min: 2, max: 3, spares: 1", None),
     ("keep: 3", "keep: 4", None),
+    ("keep: 3", "keep: 3, keepBest: true", None),
     ("everySteps: 20", "everySteps: 30", None),
     ("  checkpoint:", "  suspend: true\n  checkpoint:", None),
     ("  checkpoint:", "  recovery: { maxRestarts: 3 }\n  checkpoint:", None),

@@ -20,6 +20,7 @@ pub(crate) mod profiles;
 pub mod report;
 mod room;
 pub mod run;
+pub mod runs;
 mod spoken;
 pub mod validate;
 
@@ -68,6 +69,12 @@ enum Command {
     Explain(explain::ExplainArgs),
     /// Make a manifest to begin with.
     Init(explain::InitArgs),
+    /// List the runs of this machine, and how far each is.
+    Ls(runs::LsArgs),
+    /// Show one run: where it stands, and what has happened.
+    Show(runs::ShowArgs),
+    /// Print the newest steps or events of a run.
+    Tail(runs::TailArgs),
     /// Draw what runs have recorded, as one page of HTML.
     Report(report::ReportArgs),
     /// Inspect data, and tokenize it ahead of training.
@@ -125,6 +132,9 @@ pub fn dispatch(cli: Cli) -> ExitCode {
         Command::Generate(args) => generate::run(&args),
         Command::Explain(args) => explain::run(&args),
         Command::Init(args) => explain::init(&args),
+        Command::Ls(args) => runs::ls(&args),
+        Command::Show(args) => runs::show(&args),
+        Command::Tail(args) => runs::tail(&args),
         Command::Report(args) => report::run(&args),
         Command::Data(command) => data::run(&command),
         Command::Bench(args) => bench::run(&args),

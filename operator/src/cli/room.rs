@@ -56,12 +56,25 @@ struct Limit {
     raise: String,
 }
 
-/// Holds the memory of a local job against this machine's. What is said beside it, if it fits.
+/// A job that fits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fit {
+    pub wish: Wish,
+    /// Bytes that all processes together may have, where anything tells.
+    pub available: Option<u64>,
+    /// What is said of one that fits as long as all goes evenly.
+    pub tight: Option<String>,
+}
+
+/// Holds the memory of a local job against this machine's.
 ///
 /// # Errors
 /// It cannot fit: how much it wants, what there is, and what to change.
-pub fn check(job: &Job, size: &Size) -> Result<Option<String>, String> {
-    judge(&wish(job, size), &limits(Path::new("/")))
+pub fn check(job: &Job, size: &Size) -> Result<Fit, String> {
+    let (wish, limits) = (wish(job, size), limits(Path::new("/")));
+    let tight = judge(&wish, &limits)?;
+    let all = limits.iter().filter(|limit| limit.of == Of::All);
+    Ok(Fit { wish, available: all.map(|limit| limit.bytes).min(), tight })
 }
 
 /// What the workers of a gang of `size` want of the memory of their machine.

@@ -1,13 +1,15 @@
 //! `moejob run FILE`.
 
-use super::{complain, machine, room};
+use super::{complain, machine};
+use super::room::{self, Fit};
 use super::profiles::OwnProfiles;
 use super::validate::{Changed, ReadJob};
-use crate::local;
+use crate::local::{self, Options};
 use clap::Args;
 use moejob_plan::job::Job;
 use moejob_plan::launch::Places;
 use moejob_plan::lead::Local;
+use moejob_plan::offline::count;
 use moejob_plan::placement;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -36,6 +38,9 @@ pub struct RunArgs {
     /// Writes three steps of rank 0, the fourth to the sixth, as a Chrome trace: for Perfetto.
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
+    /// Also writes what TensorBoard reads, beside metrics.jsonl.
+    #[arg(long)]
+    pub tfevents: bool,
 }
 
 pub fn run(args: &RunArgs) -> ExitCode {
@@ -51,7 +56,9 @@ pub fn run(args: &RunArgs) -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let result = local_job(&read, args).map(|job| local::run(job, &args.dir, trace));
+    let result = local_job(&read, args).map(|job| {
+        local::run(job, &args.dir, Options { trace, tfevents: args.tfevents })
+    });
     match result {
         Ok(Ok(code)) => ExitCode::from(code as u8),
         Ok(Err(error)) => {
@@ -89,15 +96,45 @@ fn local_job(read: &ReadJob, args: &RunArgs) -> Result<Local, String> {
         needs.values().map(|need| need.rank.committed).max().unwrap_or(0)
     };
     machine::check(&job, needed)?;
-    if let Some(size) = sizes.last()
-        && let Some(tight) = room::check(&job, size)?
-    {
+    let fit = sizes.last().map(|size| room::check(&job, size)).transpose()?;
+    if let Some(tight) = fit.as_ref().and_then(|fit| fit.tight.as_ref()) {
         eprintln!("moejob: {tight}");
     }
     let places = places(&job, &args.dir).map_err(|error| format!("{}: {error}", job.name))?;
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
     let threads = if args.threads > 0 { args.threads } else { (cores / job.nodes.max).max(1) };
+    if let Some(fit) = fit {
+        banner(&job, &fit, threads, &args.dir).iter().for_each(|line| eprintln!("{line}"));
+    }
     Ok(Local { job, places, threads })
+}
+
+/// What is about to run, in two lines.
+fn banner(job: &Job, fit: &Fit, threads: u32, dir: &Path) -> [String; 2] {
+    let (model, training) = (&job.model, &job.training);
+    let tokens = u64::from(training.global_batch_size) * u64::from(training.sequence_length);
+    let plural = |number: u32| if number == 1 { "" } else { "s" };
+    let available = fit.available.map_or(String::new(), |bytes| {
+        format!(" of {} available", placement::gib(bytes))
+    });
+    let workers = fit.wish.workers;
+    [
+        format!(
+            "{}: {} parameters, {} of them for a token; {} steps of {tokens} tokens, {} in all",
+            job.name,
+            count(model.numel()),
+            count(model.active_numel()),
+            training.steps,
+            count(tokens.saturating_mul(training.steps))
+        ),
+        format!(
+            "  memory {}{available}; {workers} worker{} with {threads} thread{}; in {}",
+            placement::gib(fit.wish.even),
+            plural(workers),
+            plural(threads),
+            dir.join(&job.name).display()
+        ),
+    ]
 }
 
 /// What is said of more workers than a step has work for.

@@ -10,6 +10,11 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// `moejob ls` asks for a shared lock for a moment, to see whether a run goes on: that is no run.
+const LOCK_TRIES: u32 = 10;
+const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
 /// `job.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -71,8 +76,12 @@ impl Folder {
         let lock_path = path.join("lock");
         let lock = File::create(&lock_path)
             .map_err(|source| io(&lock_path, "cannot create the lock", source))?;
-        if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
-            return Err(FolderError::InUse { path: path.display().to_string() });
+        let mut tries = 0..LOCK_TRIES;
+        while flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+            if tries.next().is_none() {
+                return Err(FolderError::InUse { path: path.display().to_string() });
+            }
+            std::thread::sleep(LOCK_PAUSE);
         }
         let file = match read(path)? {
             // Never trained.

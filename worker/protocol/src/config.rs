@@ -369,6 +369,10 @@ pub struct ValidationConfig {
 pub struct CheckpointConfig {
     pub every_steps: u64,
     pub keep: u32,
+    /// The one with the least held-out loss is kept beside them. Workers of releases before do not
+    /// know the field, so it is told only where it is asked for.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub keep_best: bool,
     /// The directory that holds `step-*` and `attempts`.
     pub location: String,
     /// The directory of `metrics.jsonl` and `events.jsonl`.

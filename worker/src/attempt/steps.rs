@@ -1,5 +1,6 @@
 //! The steps of one attempt, and what is due between them.
 
+use crate::checkpoint::best::Best;
 use crate::attempt::gauge::Gauge;
 use crate::attempt::pace::Pace;
 use crate::attempt::recorder::Recorder;
@@ -53,6 +54,10 @@ pub(crate) struct Run<'a> {
     pub clock: Clock,
     /// Rank 0's, of a GPU.
     pub gauge: Option<Gauge>,
+    /// Rank 0's, where the best checkpoint is kept.
+    pub best: Option<Best>,
+    /// Measured behind this step.
+    pub held_out: Option<f64>,
 }
 
 /// What of the time since the last report was no step.
@@ -87,6 +92,13 @@ impl Clock {
         let told: f64 = phases.parts().iter().map(|(_, seconds)| seconds).sum();
         phases.other = (wall - told).max(0.0);
         Timing { wall_tokens_per_second: tokens as f64 / wall, stalls, phases }
+    }
+}
+
+/// The best checkpoint is a service: training goes on without it.
+fn warn_of(written: Option<std::io::Result<()>>) {
+    if let Some(Err(error)) = written {
+        tracing::warn!("the best checkpoint is not noted: {error}");
     }
 }
 
@@ -136,6 +148,7 @@ impl Run<'_> {
             let seconds = started.elapsed().as_secs_f64();
             self.clock.stalls.data += feeder.take_waited().as_secs_f64();
             let validation = self.validate(feeder)?;
+            self.held_out = validation.as_ref().map(|validation| validation.loss);
             self.report(&summary, validation, seconds)?;
             stopped = agreed.stop_after_this_step;
             self.keep(agreed, stopped)?;
@@ -260,6 +273,9 @@ impl Run<'_> {
                 Slot::private(len, loss_scale, |bytes| snapshot::cut_into(model, bytes))?
             }
         };
+        // Before the commit, which removes what is not spared.
+        let begins = self.best.as_mut().zip(self.held_out);
+        warn_of(begins.map(|(best, loss)| best.begins(self.step, loss)));
         self.saves.begin(self.step, bytes);
         self.clock.stalls.checkpoint += began.elapsed().as_secs_f64();
         Ok(())
@@ -471,6 +487,7 @@ impl Run<'_> {
         let step = self.step;
         match news {
             News::Committed(step) => {
+                warn_of(self.best.as_mut().map(|best| best.committed(step)));
                 let name = directory_name(step);
                 self.tell(EventKind::CheckpointCommitted, "Committed", name, step)?;
                 self.tell_removed()

@@ -10,6 +10,7 @@
 use crate::attempt::gauge::Gauge;
 use crate::attempt::pace::Pace;
 use crate::attempt::steps::{Clock, Run};
+use crate::checkpoint::best::Best;
 use crate::checkpoint::fence::FenceError;
 use crate::checkpoint::writer::{Before, Flush};
 use crate::checkpoint::{Disk, Expected, Identity, Refusal, Writer, differences, load, show};
@@ -247,6 +248,8 @@ impl Trainer {
             snapshot_agreed: false,
             clock: Clock::start(),
             gauge,
+            best: best(config, rank),
+            held_out: None,
             memory: &self.memory,
         };
         if let Some(trouble) = opened.and_then(|opened| opened.trouble)
@@ -438,6 +441,12 @@ fn recorder(config: &WorkerConfig) -> Result<Recorder, Stop> {
     let directory = PathBuf::from(&config.checkpoint.records);
     Recorder::start(directory, config.attempt, in_pod)
         .map_err(|error| storage_failed(&format!("no thread for records: {error}")))
+}
+
+/// What rank 0 keeps in mind of the best checkpoint, where it is to be kept.
+fn best(config: &WorkerConfig, rank: u32) -> Option<Best> {
+    let wanted = config.checkpoint.keep_best && rank == 0;
+    wanted.then(|| Best::open(Path::new(&config.checkpoint.location)))
 }
 
 /// The files of the data, for whoever changes them. Training goes on without.

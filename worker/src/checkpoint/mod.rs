@@ -7,6 +7,7 @@
 //! ```
 //! A checkpoint exists if and only if its manifest does and every piece's BLAKE3 matches.
 
+pub mod best;
 mod disk;
 pub mod fence;
 mod grow;

@@ -7,7 +7,7 @@ use super::manifest::{NOT_FINITE, PARTS};
 use super::values::{first_non_finite, name_of};
 use super::fence::{self, FenceError, aside_name, staging_name};
 use super::manifest::manifest_in;
-use super::{Disk, list, seal};
+use super::{Disk, best, list, seal};
 use crate::state::rank::place;
 use crate::state::slots::Slot;
 use crate::state::snapshot::{ShardRun, shard_runs};
@@ -370,7 +370,8 @@ fn assemble(disk: &Disk, identity: &Identity, step: u64) -> std::io::Result<Chec
     })
 }
 
-/// Removes all but the newest `keep` checkpoints that count; gives the steps of those removed.
+/// Removes all but the newest `keep` checkpoints that count, and the best one; gives the steps of
+/// those removed.
 ///
 /// # Errors
 /// `Fenced` under a higher claim, whose attempt may have resumed from what would go; or storage
@@ -388,6 +389,8 @@ pub fn prune(disk: &Disk, identity: &Identity) -> Result<Vec<u64>, FenceError> {
         })
         .collect();
     counted.truncate(counted.len().saturating_sub(identity.keep.max(1) as usize));
+    let spared = best::spared(location);
+    counted.retain(|found| !spared.contains(&found.step));
     let mut removed = Vec::new();
     for found in counted {
         // Out of sight first, so that a half-removed one is never taken for a checkpoint.

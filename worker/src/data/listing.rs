@@ -21,10 +21,12 @@ const NAMED: usize = 5;
 
 /// Every file of the data, by what it is for and its name; see [`Corpus::listing`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
+#[serde(rename_all = "camelCase", default)]
 pub struct Listing {
     /// Of the data as a whole; as checkpoints have it.
     pub fingerprint: String,
+    pub training_tokens: u64,
+    pub held_out_tokens: u64,
     pub files: Vec<Listed>,
 }
 
@@ -60,7 +62,9 @@ impl Corpus {
         files.sort();
         files.dedup();
         let listed = !files.is_empty() && files.len() <= FILES_MAX;
-        listed.then(|| Listing { fingerprint: self.fingerprint.clone(), files })
+        let [(_, training_tokens), (_, held_out_tokens)] = self.sizes();
+        let fingerprint = self.fingerprint.clone();
+        listed.then_some(Listing { fingerprint, training_tokens, held_out_tokens, files })
     }
 }
 
@@ -133,7 +137,7 @@ mod tests {
             content: content.to_string(),
         };
         let files = files.iter().map(listed).collect();
-        Listing { fingerprint: "print".to_string(), files }
+        Listing { fingerprint: "print".to_string(), files, ..Listing::default() }
     }
 
     #[test]

@@ -151,6 +151,7 @@ impl Job {
             checkpoint: CheckpointConfig {
                 every_steps: 4,
                 keep: 3,
+                keep_best: false,
                 location: folder.path().join("run/checkpoints").display().to_string(),
                 records: folder.path().join("run").display().to_string(),
                 spec_hash: "spec".to_string(),

@@ -227,6 +227,11 @@ pub struct CheckpointSpec {
     #[schemars(range(min = 1, max = 10000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub keep: Option<u32>,
+    /// The checkpoint with the least held-out loss is kept beside the newest ones, of those taken
+    /// at a step with a held-out loss: let everySteps be a multiple of data.validation.everySteps.
+    /// Default: false.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keep_best: Option<bool>,
     /// The directory of the checkpoints. Default on one machine: DIR/NAME/checkpoints. On
     /// Kubernetes it must lie on a claim that all nodes can write.
     #[schemars(length(min = 1, max = 1024))]

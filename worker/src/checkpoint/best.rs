@@ -1,0 +1,137 @@
+//! The checkpoint with the least held-out loss, which is kept beside the newest ones.
+//!
+//! ```text
+//! held-out loss of a step whose checkpoint begins --begins--> candidate --committed--> best
+//!                                     best.json beside `step-*`  <- spared by `prune`
+//! ```
+//! Rank 0 alone writes the file. Losing it loses no state: the next checkpoint is a candidate.
+
+use moejob_protocol::checkpoint::directory_name;
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::path::{Path, PathBuf};
+
+const FILE: &str = "best.json";
+
+/// A checkpoint and what was measured of it, nats a token.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Measured {
+    step: u64,
+    validation_loss: f64,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+struct Kept {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    best: Option<Measured>,
+    /// Each better than those before it, and not known to be committed: storage may be behind.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    candidates: Vec<Measured>,
+}
+
+/// What rank 0 knows of the best checkpoint in a location.
+#[derive(Debug)]
+pub struct Best {
+    location: PathBuf,
+    kept: Kept,
+}
+
+impl Best {
+    /// As the attempts before have left it. What counts is a checkpoint that is there.
+    pub fn open(location: &Path) -> Best {
+        let Kept { best, candidates } = read(location);
+        let is_there = |of: &&Measured| location.join(directory_name(of.step)).is_dir();
+        let best = best.iter().chain(&candidates).rfind(is_there).copied();
+        let kept = Kept { best, candidates: Vec::new() };
+        Best { location: location.to_path_buf(), kept }
+    }
+
+    /// A checkpoint of `step` is about to begin, and this is its held-out loss.
+    ///
+    /// # Errors
+    /// The file cannot be written; the checkpoint is then kept as any other.
+    pub fn begins(&mut self, step: u64, validation_loss: f64) -> io::Result<()> {
+        let mut known = self.kept.best.iter().chain(&self.kept.candidates);
+        let is_better = known.all(|of| validation_loss < of.validation_loss);
+        if !is_better || !validation_loss.is_finite() {
+            return Ok(());
+        }
+        self.kept.candidates.push(Measured { step, validation_loss });
+        self.write()
+    }
+
+    /// The checkpoint of `step` is committed.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn committed(&mut self, step: u64) -> io::Result<()> {
+        let Some(candidate) = self.kept.candidates.iter().find(|of| of.step == step).copied() else {
+            return Ok(());
+        };
+        self.kept.best = Some(candidate);
+        // Those before it are worse, or were never written.
+        self.kept.candidates.retain(|of| of.step > step);
+        self.write()
+    }
+
+    fn write(&self) -> io::Result<()> {
+        let staged = self.location.join(format!(".{FILE}.tmp"));
+        std::fs::write(&staged, serde_json::to_vec(&self.kept)?)?;
+        std::fs::rename(&staged, self.location.join(FILE))
+    }
+}
+
+/// Steps whose checkpoints `prune` leaves where they are.
+pub fn spared(location: &Path) -> Vec<u64> {
+    let Kept { best, candidates } = read(location);
+    best.iter().chain(&candidates).map(|of| of.step).collect()
+}
+
+fn read(location: &Path) -> Kept {
+    let text = std::fs::read(location.join(FILE)).unwrap_or_default();
+    serde_json::from_slice(&text).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_better_one_takes_its_place_once_it_is_committed() {
+        let home = tempfile::tempdir().expect("a folder");
+        let location = home.path();
+        let commit = |best: &mut Best, step: u64| {
+            std::fs::create_dir(location.join(directory_name(step))).expect("a folder");
+            best.committed(step).expect("written");
+        };
+        let mut best = Best::open(location);
+        best.begins(10, 2.0).expect("written");
+        commit(&mut best, 10);
+        assert_eq!(spared(location), [10]);
+        for (step, loss) in [(20, 2.5), (30, f64::NAN), (40, 2.0)] {
+            best.begins(step, loss).expect("nothing to write");
+            commit(&mut best, step);
+            assert_eq!(spared(location), [10], "{step}");
+        }
+        best.begins(50, 1.5).expect("written");
+        assert_eq!(spared(location), [10, 50], "both, until it is known which");
+        // It ended in between: the file tells whether the checkpoint came to be.
+        assert_eq!(Best::open(location).kept.best.map(|best| best.step), Some(10));
+        // Storage is behind: the next ones are measured before that one is committed.
+        for (step, loss) in [(60, 1.2), (70, 1.3)] {
+            best.begins(step, loss).expect("written");
+        }
+        assert_eq!(spared(location), [10, 50, 60]);
+        commit(&mut best, 50);
+        assert_eq!(spared(location), [50, 60]);
+        for step in [60, 70] {
+            commit(&mut best, step);
+            assert_eq!(spared(location), [60]);
+        }
+        std::fs::remove_dir(location.join(directory_name(60))).expect("removed by hand");
+        assert_eq!(Best::open(location).kept, Kept::default());
+        std::fs::write(location.join(FILE), "{").expect("a file");
+        assert_eq!(spared(location), [0; 0]);
+    }
+}
