@@ -383,6 +383,13 @@ mod tests {
         assert_eq!(past.more.refused.until, Some(1_200_007));
     }
 
+    #[test]
+    fn what_is_as_at_first_takes_no_room() {
+        assert_eq!(write_more(&More::default()), "{\"v\":1}");
+        let more = More { keyring: "k".into(), ..More::default() };
+        assert_eq!(write_more(&more), "{\"v\":1,\"keyring\":\"k\"}");
+    }
+
     /// Each bound at its end, and one beyond it.
     #[test]
     fn a_record_at_a_bound_is_read_and_one_beyond_it_is_not() {
@@ -520,6 +527,8 @@ mod tests {
     fn what_is_not_understood_is_refused_by_name() {
         let newer = write(&full()).replacen("\"v\":1", "\"v\":2", 1);
         assert_eq!(read(&newer), Err(RecordError::Version(2)));
+        let older = write(&full()).replacen("\"v\":1", "\"v\":0", 1);
+        assert_eq!(read(&older), Err(RecordError::Version(0)), "there was none");
         for text in ["", "{}", "[]", "{\"v\":1}"] {
             assert!(matches!(read(text), Err(RecordError::Text(_))), "{text}");
         }
