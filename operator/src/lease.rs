@@ -253,4 +253,69 @@ mod tests {
         assert_eq!(step(Some(&lease("other", 4)), 10), me(5));
         assert_eq!(step(Some(&lease("", 4)), 0), me(5), "released");
     }
+
+    /// The whole of what is written: a standby of any release judges by it.
+    #[test]
+    fn a_lease_says_who_leads_since_when_and_for_how_long() {
+        let at = |seconds: i64| Timestamp::from_second(seconds).expect("a time");
+        let put = |spec: Option<&LeaseSpec>, unchanged: Duration, now: i64| {
+            match judge(spec, "me", unchanged, at(now)) {
+                Step::Put(spec) => Some(*spec),
+                Step::Wait => None,
+            }
+        };
+        let of = |acquired: i64, renewed: i64, transitions: i32| LeaseSpec {
+            acquire_time: Some(MicroTime(at(acquired))),
+            renew_time: Some(MicroTime(at(renewed))),
+            ..lease("me", transitions)
+        };
+        let first = put(None, Duration::ZERO, 100).expect("nobody leads");
+        assert_eq!(first, of(100, 100, 1));
+        let second = put(Some(&first), Duration::ZERO, 102).expect("renewed");
+        assert_eq!(second, of(100, 102, 1), "it leads since it began to");
+        let theirs = LeaseSpec { holder_identity: Some("other".into()), ..second };
+        let just = Duration::from_secs(LEASE_S as u64);
+        assert_eq!(put(Some(&theirs), just - Duration::from_millis(1), 120), None);
+        assert_eq!(put(Some(&theirs), just, 120), Some(of(120, 120, 2)));
+        // What the holder says of its time counts, not what this release says.
+        let longer = LeaseSpec { lease_duration_seconds: Some(30), ..theirs.clone() };
+        assert_eq!(put(Some(&longer), Duration::from_secs(29), 120), None);
+        assert_eq!(put(Some(&longer), Duration::from_secs(30), 120), Some(of(120, 120, 2)));
+        let never = LeaseSpec { lease_duration_seconds: Some(-1), ..theirs.clone() };
+        assert!(put(Some(&never), Duration::ZERO, 120).is_some(), "a time below zero is over");
+        let silent = LeaseSpec { lease_duration_seconds: None, ..theirs.clone() };
+        assert_eq!(put(Some(&silent), just - Duration::from_millis(1), 120), None);
+        assert!(put(Some(&silent), just, 120).is_some());
+        // Somebody has made it by hand, or damaged it.
+        let nobody = LeaseSpec { holder_identity: None, ..theirs.clone() };
+        assert_eq!(put(Some(&nobody), Duration::ZERO, 120), Some(of(120, 120, 2)));
+        let last = LeaseSpec { lease_transitions: Some(i32::MAX), ..theirs.clone() };
+        assert_eq!(put(Some(&last), just, 120), Some(of(120, 120, i32::MAX)), "no overflow");
+        let below = LeaseSpec { lease_transitions: Some(-5), ..theirs };
+        assert_eq!(term(&below), 0);
+    }
+
+    /// A deadline counts from before the request, on a clock that goes on while the machine sleeps.
+    #[test]
+    fn a_deadline_is_shared_by_all_that_write() {
+        let clock = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+        let (deadline, before) = (Deadline::default(), boot_millis());
+        assert!(before / 1000 >= clock.tv_sec as u64, "whole seconds count, too");
+        let writer = deadline.clone();
+        assert!(!writer.holds());
+        deadline.renewed(before);
+        // It ends in 8 s, so a machine that stands still for that long sees its end here.
+        assert!(writer.holds() || boot_millis() >= before + 8_000);
+        assert!(writer.holds_at(before + 7_999) && !writer.holds_at(before + 8_000));
+        match before.checked_sub(8_000) {
+            Some(long_ago) => {
+                deadline.renewed(long_ago);
+                assert!(!writer.holds(), "a request that took so long renews nothing");
+            }
+            None => eprintln!("skipped: the machine runs for less than 8 s"),
+        }
+        deadline.renewed(before);
+        deadline.end();
+        assert!(!writer.holds());
+    }
 }

@@ -185,10 +185,7 @@ mod tests {
     use super::*;
 
     fn model(edit: impl Fn(&mut ModelConfig)) -> ModelConfig {
-        let text = "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {name: a}\nspec:\n  \
-                    nodes: {min: 1}\n  model: {preset: tiny}\n  data: {train: {text: {paths: [a]}}\
-                    , sequenceLength: 8}\n  training: {steps: 1, globalBatchSize: 1}\n";
-        let mut model = Job::read(text.as_bytes()).expect("a job").model;
+        let mut model = crate::launch::least().model;
         edit(&mut model);
         model
     }

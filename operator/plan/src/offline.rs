@@ -335,10 +335,6 @@ fn sizes_text(outlook: &Outlook, lines: &mut Vec<String>) {
         "NODES", "RANKS", "DP", "EP", "EXPERTS", "MICRO-BATCHES", "MEMORY A RANK: even, kept, worst"
     ));
     for size in &outlook.sizes {
-        let span = |ends: [u32; 2]| match ends[0] == ends[1] {
-            true => ends[0].to_string(),
-            false => format!("{}-{}", ends[0], ends[1]),
-        };
         let memory = match &size.memory {
             Some(memory) => {
                 let of = [memory.balanced, memory.committed, memory.worst];
@@ -407,10 +403,6 @@ fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
     lines.push(format!("\nplacement on {} nodes ({})", gang.nodes, outlook.order));
     lines.push("   RANK  EXPERTS  MICRO-BATCHES  BUDDY  NODE".to_string());
     for rank in &gang.ranks {
-        let span = |ends: [u32; 2]| match ends[0] == ends[1] {
-            true => ends[0].to_string(),
-            false => format!("{}-{}", ends[0], ends[1]),
-        };
         lines.push(format!(
             "  {:>5}  {:>7}  {:>13}  {:>5}  {}{}",
             rank.rank,
@@ -458,6 +450,14 @@ fn what_if_text(what: &WhatIf) -> String {
             let why = what.why.last().map_or("", String::as_str);
             format!("  lose {lost}: the job rests: {why}")
         }
+    }
+}
+
+/// `3`, or `3-4` where the ends differ.
+fn span(ends: [u32; 2]) -> String {
+    match ends[0] == ends[1] {
+        true => ends[0].to_string(),
+        false => format!("{}-{}", ends[0], ends[1]),
     }
 }
 

@@ -215,12 +215,13 @@ impl From<Outcome> for OutcomeLine {
 }
 
 /// Reasons are stable words; one that this operator does not know was another version's.
-const REASONS: [&str; 5] = [
+const REASONS: [&str; 6] = [
     "InvalidSpec",
     "DataOrCheckpointRefused",
     "RestartBudgetUsedUp",
     "WorkersDoNotStart",
     "EndsAlike",
+    "DeviceFails",
 ];
 
 impl<'de> Deserialize<'de> for Outcome {
@@ -358,6 +359,117 @@ mod tests {
         assert_eq!(saved.recoveries[0].rejoined_at, Some(now));
     }
 
+    #[test]
+    fn no_time_of_a_recovery_or_of_a_loss_is_later_than_now() {
+        let mut saved = full();
+        let at = |recovery: &Recovery| {
+            let Recovery { detected_at, replanned_at, rejoined_at, first_step_at, .. } = recovery;
+            (*detected_at, *replanned_at, *rejoined_at, *first_step_at)
+        };
+        saved.recoveries[0].first_step_at = Some(4);
+        saved.record.start_failures = vec![1, 900];
+        saved.more.refused.since = Some((900, 901));
+        saved.no_later_than(0);
+        assert_eq!(at(&saved.recoveries[0]), (0, Some(0), Some(0), Some(0)));
+        assert_eq!(saved.record.start_failures, [0, 0]);
+        assert_eq!(saved.record.partings[0].2, 0);
+        assert_eq!(saved.record.restarts, [0, 0]);
+        assert_eq!(saved.more.refused.since, Some((0, 0)));
+        let mut past = full();
+        past.more.refused.until = Some(1_200_007);
+        past.no_later_than(1_800_000_000_000);
+        let more = More { refused: past.more.refused.clone(), ..More::default() };
+        assert_eq!(past, Saved { more, ..full() }, "what is past stays");
+        assert_eq!(past.more.refused.until, Some(1_200_007));
+    }
+
+    #[test]
+    fn what_is_as_at_first_takes_no_room() {
+        assert_eq!(write_more(&More::default()), "{\"v\":1}");
+        let more = More { keyring: "k".into(), ..More::default() };
+        assert_eq!(write_more(&more), "{\"v\":1,\"keyring\":\"k\"}");
+    }
+
+    /// Each bound at its end, and one beyond it.
+    #[test]
+    fn a_record_at_a_bound_is_read_and_one_beyond_it_is_not() {
+        let text = write(&full());
+        let padded = |len: usize| format!("{text}{}", " ".repeat(len - text.len()));
+        assert!(read(&padded(RECORD_BYTES_MAX)) == Ok(full()));
+        let error = read(&padded(RECORD_BYTES_MAX + 1)).expect_err("too long").to_string();
+        assert!(error.contains("1048577 bytes"), "{error}");
+
+        let found = |change: &dyn Fn(&mut Record)| {
+            let mut saved = full();
+            change(&mut saved.record);
+            read(&write(&saved)).map(|_| ()).map_err(|error| error.to_string())
+        };
+        assert_eq!(found(&|record| record.attempt = COUNT_MAX), Ok(()));
+        assert_eq!(found(&|record| record.births = COUNT_MAX), Ok(()));
+        let beyond = |found: Result<(), String>| {
+            assert!(found.is_err_and(|error| error.contains("beyond all counting")));
+        };
+        beyond(found(&|record| record.attempt = COUNT_MAX + 1));
+        beyond(found(&|record| record.births = COUNT_MAX + 1));
+
+        let most = cost::RANKS_MAX as u32;
+        let wide = |dp: u32| Layout::contiguous(Mesh::data_parallel(dp, 1));
+        assert_eq!(found(&|record| record.layouts = vec![(1, wide(most))]), Ok(()));
+        let none = |found: Result<(), String>| {
+            assert!(found.is_err_and(|error| error.contains("layout of a gang is none")));
+        };
+        none(found(&|record| record.layouts = vec![(1, wide(most + 1))]));
+        none(found(&|record| record.layouts = vec![(2, wide(2)), (1, wide(0))]));
+        // One list of experts a rank, in each layer.
+        let explicit = |ranks: usize| {
+            let placement = Placement::Explicit(vec![vec![vec![0]; 2], vec![vec![0]; ranks]]);
+            Layout { placement, ..wide(2) }
+        };
+        assert_eq!(found(&|record| record.layouts = vec![(1, explicit(2))]), Ok(()));
+        none(found(&|record| record.layouts = vec![(1, explicit(3))]));
+
+        let sizes = |found: Result<(), String>| {
+            assert!(found.is_err_and(|error| error.contains("members of different sizes")));
+        };
+        let members = |record: &mut Record, count: usize| {
+            let gang = record.gang.as_mut().expect("a gang");
+            let one = gang.members[0].clone();
+            gang.members = vec![one; count];
+        };
+        sizes(found(&|record| members(record, 0)));
+        sizes(found(&|record| members(record, 4)));
+        assert_eq!(found(&|record| members(record, 1)), Ok(()), "two ranks on one node");
+    }
+
+    #[test]
+    fn ranks_follow_from_the_layout_and_the_members() {
+        let mut saved = full();
+        let gang = saved.record.gang.as_mut().expect("a gang");
+        gang.layout = Layout::contiguous(Mesh::data_parallel(8, 2));
+        let read = read(&write(&saved)).expect("readable").record.gang.expect("a gang");
+        let ranks: Vec<u32> = read.members.iter().map(|member| member.rank).collect();
+        assert_eq!(ranks, [0, 4]);
+    }
+
+    #[test]
+    fn each_outcome_is_told_by_the_next_leader_as_by_the_first() {
+        let failed = |reason| Outcome::Failed { exit_code: 1, reason, message: "m".into() };
+        let mut outcomes: Vec<Outcome> = REASONS.into_iter().map(failed).collect();
+        // A reason that a plan gives and this list lacks would be told as another.
+        outcomes.push(failed("DeviceFails"));
+        outcomes.extend([Outcome::Complete { step: 7 }, Outcome::Suspended, Outcome::Interrupted]);
+        for outcome in outcomes {
+            let mut saved = full();
+            saved.record.outcome = Some(outcome.clone());
+            let text = write(&saved);
+            assert_eq!(read(&text).expect("readable").record.outcome, Some(outcome));
+        }
+        let text = write(&full()).replace("DataOrCheckpointRefused", "OfALaterRelease");
+        let outcome = read(&text).expect("readable").record.outcome;
+        let Some(Outcome::Failed { reason, exit_code, .. }) = outcome else { panic!("{text}") };
+        assert_eq!((reason, exit_code), ("Failed", 3));
+    }
+
     /// With names as long as a pod's may be, and those of nodes as clouds make them.
     #[test]
     fn the_largest_gang_has_room_in_its_record() {
@@ -415,6 +527,8 @@ mod tests {
     fn what_is_not_understood_is_refused_by_name() {
         let newer = write(&full()).replacen("\"v\":1", "\"v\":2", 1);
         assert_eq!(read(&newer), Err(RecordError::Version(2)));
+        let older = write(&full()).replacen("\"v\":1", "\"v\":0", 1);
+        assert_eq!(read(&older), Err(RecordError::Version(0)), "there was none");
         for text in ["", "{}", "[]", "{\"v\":1}"] {
             assert!(matches!(read(text), Err(RecordError::Text(_))), "{text}");
         }

@@ -4,7 +4,7 @@
 use moejob_plan::problem::Code;
 use moejob_plan::read::Manifest;
 use moejob_plan::spec::MoeJobSpec;
-use moejob_plan::{Job, yaml};
+use moejob_plan::{Job, placement, yaml};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 
@@ -62,7 +62,16 @@ fn examine(bytes: &[u8]) -> Result<(), TestCaseError> {
     }
     let lines = bytes.iter().filter(|byte| **byte == b'\n').count() as u32 + 2;
     match Job::read(bytes) {
-        Ok(job) => prop_assert!(job.micro_batches() > 0 && job.training.steps > 0),
+        Ok(job) => {
+            prop_assert!(job.micro_batches() > 0 && job.training.steps > 0);
+            // What is valid can be planned.
+            let (sizes, skipped) = placement::sizes(&job);
+            let all = (job.nodes.max - job.nodes.min + 1) as usize;
+            prop_assert!(sizes.len() + skipped.len() == all, "{all}");
+            let needs = placement::needs(&job, &sizes, None);
+            prop_assert!(needs.values().all(|need| need.rank.committed > 0));
+            prop_assert!(needs.is_empty() == sizes.is_empty());
+        }
         Err(problems) => {
             prop_assert!(!problems.is_empty());
             for problem in problems {
@@ -85,8 +94,14 @@ fn seed() -> RngSeed {
     asked.unwrap_or(RngSeed::Fixed(2))
 }
 
+/// `MOEJOB_FUZZED` of each kind, with `PROPTEST_RNG_SEED` for others: a run of hours.
+fn cases() -> u32 {
+    let asked = std::env::var("MOEJOB_FUZZED").ok().and_then(|count| count.parse().ok());
+    asked.unwrap_or(1500)
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None,
+    #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None,
         rng_seed: seed(),
         ..ProptestConfig::default() })]
 

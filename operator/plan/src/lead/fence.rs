@@ -42,3 +42,38 @@ impl JobLoop {
         fenced && !matches!(event, Event::Done { .. })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn seen(status: Value) -> JobSeen {
+        JobSeen { status, ..JobSeen::default() }
+    }
+
+    #[test]
+    fn a_fence_stands_until_a_part_of_the_record_is_another() {
+        let error = RecordError::Version(7);
+        let status = json!({ "record": "a", "recordMore": "b", "phase": "Training" });
+        let fence = Fence::of(&error, &seen(status.clone()));
+        assert_eq!(fence.message, error.to_string());
+        assert!(!fence.is_lifted(&seen(status.clone())));
+        for (field, value, lifted) in [
+            ("record", json!("restored"), true),
+            ("record", Value::Null, true),
+            ("recordMore", json!("restored"), true),
+            ("recordMore", Value::Null, true),
+            ("phase", json!("Failed"), false),
+            ("conditions", json!([]), false),
+        ] {
+            let mut status = status.clone();
+            status[field] = value.clone();
+            assert_eq!(fence.is_lifted(&seen(status)), lifted, "{field}: {value}");
+        }
+        assert!(fence.is_lifted(&seen(json!({}))), "both were removed");
+        // A record of one part alone.
+        let half = seen(json!({ "record": "a" }));
+        assert!(!Fence::of(&error, &half).is_lifted(&half));
+    }
+}

@@ -246,10 +246,7 @@ pub(super) fn nothing_observed(job_uid: &str, record: Record, stored: Option<Sto
 
 /// A template for a job that has none yet; read once.
 static EMPTY_TEMPLATE: LazyLock<WorkerConfig> = LazyLock::new(|| {
-    let text = "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {name: none}\nspec:\n  \
-                nodes: {min: 1}\n  model: {preset: tiny}\n  data: {train: {text: {paths: [none]}}, \
-                sequenceLength: 8}\n  training: {steps: 1, globalBatchSize: 1}\n";
-    let job = Job::read(text.as_bytes()).expect("a valid manifest");
+    let job = launch::least();
     launch::template(&job, Venue::Kubernetes, "", &pods::places(&job))
 });
 
