@@ -157,6 +157,23 @@ fn a_disk_that_hangs_stops_no_step() {
     verify(&job.location().join("step-00000010")).expect("whole");
 }
 
+/// What people read beside the checkpoints is kept by threads of its own: here they never end.
+#[test]
+fn what_is_kept_beside_the_checkpoints_holds_up_no_step() {
+    let job = small();
+    std::fs::create_dir_all(job.location()).expect("a folder");
+    let fifo = |name: &str| {
+        let (path, kind) = (job.location().join(name), rustix::fs::FileType::Fifo);
+        rustix::fs::mknodat(rustix::fs::CWD, path, kind, 0o600.into(), 0).expect("a FIFO");
+    };
+    fifo("text.json");
+    fifo(".data.json.tmp");
+    let (end, reports) = run_one(&job, trainer(Disk::real()), None);
+    assert_eq!(end, AttemptEnd::Completed { step: 10 });
+    assert_eq!(reports.len(), 10);
+    verify(&job.location().join("step-00000010")).expect("whole");
+}
+
 #[test]
 fn a_full_disk_is_told_and_told_to_be_well_again() {
     let (hash, steps) = undisturbed();

@@ -8,6 +8,7 @@ use moejob_protocol::report::{Detail, Event, EventKind, StepReport};
 use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Lines that wait at most: at 20 steps a second, a storage that is away for ten minutes.
@@ -16,6 +17,7 @@ const LINES_MAX: usize = 12_000;
 const RETRY: Duration = Duration::from_millis(500);
 /// How long the end of an attempt waits for its last lines.
 const END_MAX: Duration = Duration::from_secs(2);
+const ASIDE_POLL: Duration = Duration::from_millis(5);
 
 #[derive(Clone, Debug)]
 enum Line {
@@ -28,6 +30,8 @@ enum Line {
 pub struct Recorder {
     shared: Arc<Shared>,
     echo: bool,
+    /// What is written beside the records, a thread each.
+    asides: Vec<JoinHandle<()>>,
 }
 
 #[derive(Debug, Default)]
@@ -75,7 +79,15 @@ impl Recorder {
         let theirs = Arc::clone(&shared);
         let work = move || append_all(&directory, attempt, &theirs);
         std::thread::Builder::new().name("records".to_string()).spawn(work)?;
-        Ok(Recorder { shared, echo })
+        Ok(Recorder { shared, echo, asides: Vec::new() })
+    }
+
+    /// Lets a thread of its own do what touches storage, and what no step needs: storage may hang.
+    pub fn aside(&mut self, work: impl FnOnce() + Send + 'static) {
+        match std::thread::Builder::new().name("keeps".to_string()).spawn(work) {
+            Ok(thread) => self.asides.push(thread),
+            Err(error) => tracing::warn!("nothing is written beside the records: {error}"),
+        }
     }
 
     pub fn step(&self, report: &StepReport) {
@@ -121,7 +133,12 @@ impl Drop for Recorder {
     fn drop(&mut self) {
         self.shared.lock().closing = true;
         self.shared.changed.notify_all();
+        let end = Instant::now() + END_MAX;
         self.shared.wait_until(END_MAX, |state| state.ended);
+        // What hangs is left behind.
+        while Instant::now() < end && !self.asides.iter().all(JoinHandle::is_finished) {
+            std::thread::sleep(ASIDE_POLL);
+        }
     }
 }
 

@@ -204,7 +204,7 @@ impl Trainer {
         agree_on_data(corpus, &mut comm)?;
         let opened =
             resume::open_storage(config, &self.disk, &self.patience, &mut comm, out)?;
-        let records = if comm.rank() == 0 { Some(recorder(config)?) } else { None };
+        let mut records = if comm.rank() == 0 { Some(recorder(config)?) } else { None };
         let rank = comm.rank();
         let mut engine = engine(config, comm)?;
         std::mem::take(&mut self.spoiled).into_iter().for_each(|step| engine.spoil(step));
@@ -218,8 +218,8 @@ impl Trainer {
             out(TrainerEvent::Held(self.memory.held()));
         }
         restored?;
-        if rank == 0 {
-            keep_listing(config, corpus);
+        if let Some(records) = &mut records {
+            keep_listing(config, corpus, records);
         }
         let identity = identity(config, &engine.model, corpus);
         let writer = self.writer(identity, &opened, records.as_ref())?;
@@ -434,13 +434,17 @@ fn data_changes(
 
 /// Rank 0's records.
 fn recorder(config: &WorkerConfig) -> Result<Recorder, Stop> {
-    if let Err(error) = hf::text::keep(config) {
-        tracing::warn!("the tokenizer is not kept beside the checkpoints: {error}");
-    }
     let in_pod = std::env::var_os(ENV_WORKER).is_some();
     let directory = PathBuf::from(&config.checkpoint.records);
-    Recorder::start(directory, config.attempt, in_pod)
-        .map_err(|error| storage_failed(&format!("no thread for records: {error}")))
+    let mut recorder = Recorder::start(directory, config.attempt, in_pod)
+        .map_err(|error| storage_failed(&format!("no thread for records: {error}")))?;
+    let config = config.clone();
+    recorder.aside(move || {
+        if let Err(error) = hf::text::keep(&config) {
+            tracing::warn!("the tokenizer is not kept beside the checkpoints: {error}");
+        }
+    });
+    Ok(recorder)
 }
 
 /// What rank 0 keeps in mind of the best checkpoint, where it is to be kept.
@@ -450,11 +454,14 @@ fn best(config: &WorkerConfig, rank: u32) -> Option<Best> {
 }
 
 /// The files of the data, for whoever changes them. Training goes on without.
-fn keep_listing(config: &WorkerConfig, corpus: &Corpus) {
-    let location = Path::new(&config.checkpoint.location);
-    if let Some(Err(error)) = corpus.listing().map(|listing| listing.keep(location)) {
-        tracing::warn!("the names of the data's files are not kept: {error}");
-    }
+fn keep_listing(config: &WorkerConfig, corpus: &Corpus, records: &mut Recorder) {
+    let Some(listing) = corpus.listing() else { return };
+    let location = PathBuf::from(&config.checkpoint.location);
+    records.aside(move || {
+        if let Err(error) = listing.keep(&location) {
+            tracing::warn!("the names of the data's files are not kept: {error}");
+        }
+    });
 }
 
 /// Weights and moments of all ranks together, each element once.

@@ -89,7 +89,12 @@ pub fn spared(location: &Path) -> Vec<u64> {
 }
 
 fn read(location: &Path) -> Kept {
-    let text = std::fs::read(location.join(FILE)).unwrap_or_default();
+    let path = location.join(FILE);
+    // Of a pipe nothing would ever come.
+    let text = match std::fs::metadata(&path) {
+        Ok(of) if of.is_file() => std::fs::read(&path).unwrap_or_default(),
+        _ => Vec::new(),
+    };
     serde_json::from_slice(&text).unwrap_or_default()
 }
 

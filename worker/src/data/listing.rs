@@ -85,7 +85,7 @@ impl Listing {
     /// What was kept there, if it can be read.
     pub fn read(location: &Path) -> Option<Listing> {
         let path = location.join(FILE);
-        let fits = std::fs::metadata(&path).is_ok_and(|of| of.len() <= BYTES_MAX);
+        let fits = std::fs::metadata(&path).is_ok_and(|of| of.is_file() && of.len() <= BYTES_MAX);
         let text = fits.then(|| std::fs::read(&path).ok()).flatten()?;
         serde_json::from_slice(&text).ok()
     }
