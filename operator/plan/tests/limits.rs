@@ -1,5 +1,5 @@
-//! What must not happen: each outcome just beyond the edge of its condition. Mutants of `decide` and
-//! `track` have shown that no other test holds these (docs/testing.md).
+//! What must not happen: each outcome just beyond the edge of its condition. Mutants of `decide`
+//! and `track` have shown that no other test holds these (docs/testing.md).
 
 mod said;
 mod world;
