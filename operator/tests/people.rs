@@ -160,13 +160,15 @@ fn a_run_is_looked_at_listed_and_continued_under_other_values() {
     assert_eq!((&of["steps"], &of["step"]["step"]), (&10.into(), &10.into()), "{list}");
     assert!(place.said(&["ls"]).contains("small   done    10/10"));
     let page = place.said(&["show", "runs/small"]);
+    let named = place.said(&["show", "small"]);
+    assert!(named.starts_with("small: done\n"), "by the name that `ls` gives: {named}");
     assert!(page.starts_with("small: done\n") && page.contains("JobCompleted"), "{page}");
     let lines = place.said(&["tail", "runs/small", "-n", "3", "--follow"]);
     assert_eq!(lines.lines().count(), 3, "{lines}");
     assert!(lines.lines().last().is_some_and(|line| line.starts_with("step 10  loss ")), "{lines}");
     assert!(place.said(&["tail", "runs/small", "--events"]).contains("AttemptStarted"));
     let (code, told) = place.refused(&["show", "words"]);
-    assert!(code == 2 && told.contains("no folder of a run"), "{told}");
+    assert!(code == 2 && told.contains("neither a run of"), "{told}");
 
     // More steps, and another job beside it, without another file.
     let schedule = "training.schedule={linear: {minLearningRate: 1.0e-4}}";

@@ -31,7 +31,7 @@ const RUNS_MAX: usize = 10_000;
 #[derive(Args)]
 pub struct LsArgs {
     /// Where runs lie.
-    #[arg(default_value = "runs")]
+    #[arg(default_value = RUNS)]
     pub dir: PathBuf,
     /// How they are written; json is one list.
     #[arg(short, long, value_enum, default_value_t = Output::Text)]
@@ -40,7 +40,7 @@ pub struct LsArgs {
 
 #[derive(Args)]
 pub struct ShowArgs {
-    /// The folder of a run, such as runs/NAME.
+    /// A name that `moejob ls` lists, or the folder of a run.
     pub run: PathBuf,
     /// How it is written.
     #[arg(short, long, value_enum, default_value_t = Output::Text)]
@@ -49,7 +49,7 @@ pub struct ShowArgs {
 
 #[derive(Args)]
 pub struct TailArgs {
-    /// The folder of a run, such as runs/NAME.
+    /// A name that `moejob ls` lists, or the folder of a run.
     pub run: PathBuf,
     /// Lines at the end.
     #[arg(short = 'n', long, default_value_t = 10)]
@@ -136,12 +136,20 @@ pub fn tail(args: &TailArgs) -> ExitCode {
     ExitCode::SUCCESS
 }
 
+/// Where runs lie unless something else is said.
+const RUNS: &str = "runs";
+
+/// The run of a folder, or of a name that `moejob ls` lists.
 fn found(path: &Path) -> Result<Seen, ExitCode> {
-    if is_run(path) {
-        return Ok(read(path));
+    let named = Path::new(RUNS).join(path);
+    for path in [path, &named] {
+        if is_run(path) {
+            return Ok(read(path));
+        }
     }
     let path = path.display();
-    eprintln!("moejob: {path} is no folder of a run: name one that `moejob ls` lists");
+    eprintln!("moejob: {path} is neither a run of {RUNS}/ nor the folder of one");
+    eprintln!("  `moejob ls` lists those of {RUNS}/, `moejob ls DIR` those of another folder");
     Err(ExitCode::from(2))
 }
 
