@@ -31,6 +31,23 @@ pub fn root() -> PathBuf {
     tests.parent().expect("tests lies in the checkout").to_path_buf()
 }
 
+/// The files of the checkout whose names end so, with their texts.
+pub fn tracked(endings: &[&str]) -> Vec<(PathBuf, String)> {
+    let output = Command::new("git").args(["ls-files"]).current_dir(root()).output().expect("git");
+    assert!(output.status.success(), "not a checkout");
+    String::from_utf8_lossy(&output.stdout)
+        .lines()
+        .filter(|name| endings.iter().any(|ending| name.ends_with(ending)))
+        .map(|name| root().join(name))
+        .filter_map(|path| Some((path.clone(), std::fs::read_to_string(path).ok()?)))
+        .collect()
+}
+
+/// Fails with every one of these, a line each.
+pub fn all_of(found: Vec<String>) {
+    assert!(found.is_empty(), "\n{}", found.join("\n"));
+}
+
 /// A folder with a manifest and a corpus of its own, removed at the end.
 pub struct Bench {
     pub folder: tempfile::TempDir,

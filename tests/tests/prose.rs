@@ -1,7 +1,7 @@
 //! The rules of documents that a machine can check: links that lead somewhere, short paragraphs,
 //! narrow lines, and commands that the program knows.
 
-use moejob_tests::{moejob, root};
+use moejob_tests::{all_of, moejob, root, tracked};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::Command;
@@ -14,20 +14,11 @@ const NOT_PROSE: [&str; 3] = ["docs/ROADMAP.md", "docs/ROADMAP-kernels.md", "doc
 
 /// Every document by its path from the root.
 fn documents() -> BTreeMap<String, String> {
-    let listed = Command::new("git").args(["ls-files", "*.md"]).current_dir(root()).output();
-    let listed = listed.expect("git");
-    assert!(listed.status.success(), "not a checkout");
-    let names = String::from_utf8_lossy(&listed.stdout).into_owned();
-    let text = |name: &str| {
-        Some((name.to_string(), std::fs::read_to_string(root().join(name)).ok()?))
-    };
-    let all: BTreeMap<String, String> = names.lines().filter_map(text).collect();
+    let name = |path: &Path| path.strip_prefix(root()).unwrap_or(path).display().to_string();
+    let all: BTreeMap<String, String> =
+        tracked(&[".md"]).into_iter().map(|(path, text)| (name(&path), text)).collect();
     assert!(all.len() > 30, "{} documents", all.len());
     all
-}
-
-fn all_of(found: Vec<String>) {
-    assert!(found.is_empty(), "\n{}", found.join("\n"));
 }
 
 /// The lines of a document outside of code, each with its number.

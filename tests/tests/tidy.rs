@@ -1,28 +1,12 @@
 //! The house rules that a machine can check.
 
-use moejob_tests::root;
-use std::path::PathBuf;
+use moejob_tests::{all_of, root, tracked};
 use std::process::Command;
 
 /// Longer files need a reason, which stands here.
 const LONG_FILES: [(&str, &str); 0] = [];
 const LINES_MAX: usize = 650;
 const COLUMNS_MAX: usize = 100;
-
-fn tracked(endings: &[&str]) -> Vec<(PathBuf, String)> {
-    let output = Command::new("git").args(["ls-files"]).current_dir(root()).output().expect("git");
-    assert!(output.status.success(), "not a checkout");
-    String::from_utf8_lossy(&output.stdout)
-        .lines()
-        .filter(|name| endings.iter().any(|ending| name.ends_with(ending)))
-        .map(|name| root().join(name))
-        .filter_map(|path| Some((path.clone(), std::fs::read_to_string(path).ok()?)))
-        .collect()
-}
-
-fn all_of(found: Vec<String>) {
-    assert!(found.is_empty(), "\n{}", found.join("\n"));
-}
 
 /// What `docs/operator-faults.md` names is there.
 #[test]

@@ -3,7 +3,7 @@
 use moe_worker::life::binding::{
     Binding, Seat, Thread, addresses, apply, bind, differences, hca_setting,
 };
-use moe_worker::life::machine::list::{cpu_list, cpu_text};
+use moejob_protocol::cpus::{cpu_list, cpu_text};
 use moe_worker::life::machine::pci::{Address, Distance};
 use moe_worker::life::machine::{Gpu, Hca, LinkLayer, Machine, NumaNode, Place, Port};
 

@@ -14,7 +14,7 @@ mod machines;
 mod readers {
     use super::machines;
     use moe_worker::life::machine::hwloc::see;
-    use moe_worker::life::machine::list::cpu_list;
+    use moejob_protocol::cpus::cpu_list;
     use moe_worker::life::machine::sys;
     use std::path::{Path, PathBuf};
     use std::process::Command;

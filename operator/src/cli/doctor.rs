@@ -48,6 +48,10 @@ impl Line {
     fn of((name, found): (String, String)) -> Line {
         Line { name, found: Some(found), advice: None, needed: false, bad: false }
     }
+
+    fn json(&self) -> Value {
+        json!({ "name": self.name, "found": self.found, "advice": self.advice })
+    }
 }
 
 pub fn run(args: &DoctorArgs) -> ExitCode {
@@ -90,12 +94,6 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
         }
     }
     code
-}
-
-impl Line {
-    fn json(&self) -> Value {
-        json!({ "name": self.name, "found": self.found, "advice": self.advice })
-    }
 }
 
 fn processor() -> Line {

@@ -32,6 +32,7 @@ pub mod workspace;
 pub mod buffers;
 pub mod config;
 pub mod message;
+pub mod cpus;
 pub mod pod;
 pub mod checkpoint;
 

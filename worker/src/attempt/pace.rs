@@ -90,13 +90,11 @@ fn room() -> u64 {
 
 /// Of a machine's memory, and of the limit of a control group where there is one.
 fn room_of(machine: u64, limit: Option<u64>) -> u64 {
-    let share = |bytes: u64, share: f64| (bytes as f64 * share) as u64;
-    let of_limit = limit.map_or(u64::MAX, |limit| share(limit, SHARE_OF_LIMIT));
-    if limit.is_some_and(|limit| limit < machine) {
-        of_limit.min(machine)
-    } else {
-        share(machine, SHARE)
-    }
+    let (bytes, share) = match limit.filter(|limit| *limit < machine) {
+        Some(limit) => (limit, SHARE_OF_LIMIT),
+        None => (machine, SHARE),
+    };
+    (bytes as f64 * share) as u64
 }
 
 /// What stands behind `field` in a file of the kernel's that counts in kB, such as /proc/meminfo.

@@ -8,7 +8,7 @@
 //! they allocate have their memory beside them.
 
 use super::machine::Machine;
-use rustix::thread::{CpuSet, sched_setaffinity};
+use rustix::thread::{CpuSet, Pid, sched_setaffinity};
 use std::io;
 
 /// A worker's place among those that share its machine.
@@ -55,16 +55,17 @@ pub fn share(machine: &Machine, share: Share) -> Option<Vec<u32>> {
     Some(cpus)
 }
 
-/// Binds the calling thread, and with it every thread that it starts from now on.
+/// Binds a thread of this process, or the one that calls, and with it every thread that it starts
+/// from now on.
 ///
 /// # Errors
 /// The system refused: a processor is not allowed or gone.
-pub fn bind(cpus: &[u32]) -> io::Result<()> {
+pub fn bind(thread: Option<Pid>, cpus: &[u32]) -> io::Result<()> {
     let mut set = CpuSet::new();
     for cpu in cpus.iter().filter(|cpu| (**cpu as usize) < CpuSet::MAX_CPU) {
         set.set(*cpu as usize);
     }
-    Ok(sched_setaffinity(None, &set)?)
+    Ok(sched_setaffinity(thread, &set)?)
 }
 
 #[cfg(test)]

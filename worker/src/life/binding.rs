@@ -11,7 +11,7 @@
 
 pub mod apply;
 
-use super::machine::list::cpu_text;
+use moejob_protocol::cpus::cpu_text;
 use super::machine::pci::{Address, Distance};
 use super::machine::{Gpu, Hca, Machine, NumaNode};
 use std::collections::BTreeMap;

@@ -9,13 +9,12 @@
 //! machines are read alike. Names and forms of files are those of the kernel's
 //! Documentation/ABI (sysfs-devices-node, sysfs-bus-pci, sysfs-class-infiniband).
 
-pub mod list;
 pub mod pci;
 pub mod sys;
 #[cfg(feature = "hwloc")]
 pub mod hwloc;
 
-use list::cpu_text;
+use moejob_protocol::cpus::cpu_text;
 use pci::{Address, Distance};
 use rustix::thread::{CpuSet, sched_getaffinity};
 use serde::Serialize;

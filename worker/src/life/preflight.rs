@@ -2,9 +2,9 @@
 //! decided elsewhere (`moejob_plan::preflight`).
 
 use super::affinity::bind;
-use super::machine::list::cpu_text;
 use super::machine::{Machine, NumaNode, allowed};
 use moejob_kernels::cuda::{Monitor, Nvml, uuid_of, uuid_text};
+use moejob_protocol::cpus::cpu_text;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::ScopedJoinHandle;
 use std::time::Instant;
@@ -71,7 +71,7 @@ fn host_copy(node: &NumaNode) -> HostCopy {
 
 /// Binds this thread, and asks the kernel where it may run then.
 fn read_back(cpus: &[u32]) -> Result<(), String> {
-    bind(cpus).map_err(|error| format!("not bound to {}: {error}", cpu_text(cpus)))?;
+    bind(None, cpus).map_err(|error| format!("not bound to {}: {error}", cpu_text(cpus)))?;
     let found = allowed().map_err(|error| error.to_string())?;
     let (found, planned) = (cpu_text(&found), cpu_text(cpus));
     if found == planned { Ok(()) } else { Err(format!("may use {found}, planned {planned}")) }

@@ -202,7 +202,7 @@ fn take_share(share: Share) -> Allowed {
     }
     let bound = Machine::here().and_then(|machine| {
         let cpus = affinity::share(&machine, share);
-        cpus.as_deref().map(affinity::bind).transpose().map(|_| cpus)
+        cpus.as_deref().map(|cpus| affinity::bind(None, cpus)).transpose().map(|_| cpus)
     });
     match bound {
         Ok(Some(cpus)) => tracing::info!(?cpus, "bound"),

@@ -7,12 +7,11 @@ use crate::job::bytes_of;
 use crate::problem::{Code, Problem, quoted};
 use crate::read::Shaped;
 use crate::resources::thousandths;
+use moejob_protocol::cpus::cpu_list;
 use serde::Deserialize;
 use serde_json::Value as Json;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Processors that Linux can be built for.
-const CPUS_MAX: u32 = 8192;
 /// Variables that the worker itself reads.
 const OURS: &[&str] = &["MOEJOB_", "MOE_"];
 /// Azure's own checks warn within 5% above their limit.
@@ -299,24 +298,6 @@ impl Judge<'_> {
         };
         typed.iter().map(|(name, typed)| (name.clone(), limit(typed))).collect()
     }
-}
-
-/// `0-3,8,10-11`, ascending and each once; none where it is no such list.
-pub(super) fn cpu_list(text: &str) -> Option<Vec<u32>> {
-    let number = |text: &str| {
-        let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-        digits.then(|| text.parse::<u32>().ok()).flatten().filter(|cpu| *cpu < CPUS_MAX)
-    };
-    let mut cpus = Vec::new();
-    for range in text.trim().split(',') {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let (first, last) = (number(first)?, number(last)?);
-        if first > last || cpus.last().is_some_and(|before| *before >= first) {
-            return None;
-        }
-        cpus.extend(first..=last);
-    }
-    Some(cpus)
 }
 
 /// `0001:00:00.0`

@@ -3,7 +3,7 @@
 //! A kernel's own files can contradict each other, and then the machine is odd. Where they agree
 //! with each other and not with the profile, one node alone cannot tell: a second one can.
 
-use moe_worker::life::machine::list::cpu_text;
+use moejob_protocol::cpus::cpu_text;
 use moe_worker::life::machine::pci::{Address, Distance};
 use moe_worker::life::machine::{Hca, LinkLayer, Machine, NumaNode, Place};
 use moejob_plan::preflight::Check;

@@ -42,7 +42,7 @@ fn nothing_is_bound_where_it_brings_nothing() {
 fn a_bound_thread_and_its_children_stay_on_their_processors() {
     let cpu = allowed().expect("Linux tells")[0];
     let seen = std::thread::spawn(move || {
-        bind(&[cpu]).expect("it is allowed");
+        bind(None, &[cpu]).expect("it is allowed");
         std::thread::spawn(allowed).join().expect("no panic").expect("Linux tells")
     });
     assert_eq!(seen.join().expect("no panic"), [cpu]);

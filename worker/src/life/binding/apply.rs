@@ -2,9 +2,10 @@
 
 use super::Thread;
 pub use crate::engine::step::ENV_CPUS;
-use crate::life::machine::list::cpu_list;
+use crate::life::affinity::bind;
+use moejob_protocol::cpus::cpu_list;
 use rustix::process::{Resource, getrlimit};
-use rustix::thread::{CpuSet, Pid, sched_setaffinity};
+use rustix::thread::Pid;
 use std::io;
 use std::path::Path;
 
@@ -22,7 +23,7 @@ pub fn take_seat() -> Result<(), String> {
     let Ok(text) = std::env::var(ENV_CPUS) else { return Ok(()) };
     let cpus = cpu_list(&text).filter(|cpus| !cpus.is_empty());
     let cpus = cpus.ok_or_else(|| format!("{ENV_CPUS}: {text:?} is no list of processors"))?;
-    bind_thread(None, &cpus).map_err(|error| format!("not bound to {text}: {error}"))
+    bind(None, &cpus).map_err(|error| format!("not bound to {text}: {error}"))
 }
 
 /// Binds every thread that this process has. One that begins meanwhile is bound with its maker.
@@ -30,23 +31,15 @@ pub fn take_seat() -> Result<(), String> {
 /// # Errors
 /// The kernel refused the first thread.
 pub fn bind_process(cpus: &[u32]) -> io::Result<()> {
-    bind_thread(None, cpus)?;
+    bind(None, cpus)?;
     for entry in std::fs::read_dir("/proc/self/task")?.take(THREADS_MAX) {
         let id = entry?.file_name().to_string_lossy().parse::<i32>().ok();
         // A thread that has ended meanwhile needs no seat.
         if let Some(id) = id.and_then(Pid::from_raw) {
-            let _ = bind_thread(Some(id), cpus);
+            let _ = bind(Some(id), cpus);
         }
     }
     Ok(())
-}
-
-fn bind_thread(thread: Option<Pid>, cpus: &[u32]) -> io::Result<()> {
-    let mut set = CpuSet::new();
-    for cpu in cpus.iter().filter(|cpu| (**cpu as usize) < CpuSet::MAX_CPU) {
-        set.set(*cpu as usize);
-    }
-    Ok(sched_setaffinity(thread, &set)?)
 }
 
 /// The threads of a process, by `/proc/PID/task/*/status`.

@@ -3,7 +3,7 @@
 //!
 //! What NUMA nodes there are is hwloc's word where the kernel lists none.
 
-use super::list::cpu_text;
+use moejob_protocol::cpus::cpu_text;
 use super::pci::Address;
 use super::{Machine, NumaNode, Odd};
 use hwlocality::Topology;

@@ -3,9 +3,9 @@
 //! A file that is missing or says nonsense is told as odd, and what hangs on it is left out. No
 //! text makes the reader fail: the tree may be of any machine.
 
-use super::list::{cpu_list, cpu_text};
 use super::pci::{Address, Distance};
 use super::{Gpu, Hca, LinkLayer, Machine, NumaNode, Odd, Place, Port};
+use moejob_protocol::cpus::{cpu_list, cpu_text};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};

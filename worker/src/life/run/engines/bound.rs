@@ -6,7 +6,7 @@
 use crate::life::affinity::Allowed;
 use crate::life::binding::{self, Binding, apply, hca_setting};
 use crate::life::machine::Machine;
-use crate::life::machine::list::cpu_text;
+use moejob_protocol::cpus::cpu_text;
 use crate::life::machine::pci::Address;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::Backend;
