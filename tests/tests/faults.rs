@@ -157,6 +157,52 @@ fn lost_engines_are_started_again_and_resume_from_their_workers_memory() {
     assert_eq!(bench.count("WorkerLost"), 0, "the worker itself stays");
 }
 
+/// What an engine has handed over is written by its worker, from the slot that the state lies in.
+#[test]
+fn a_lost_engine_costs_no_checkpoint_that_is_being_written() {
+    const EVERY: u64 = 400;
+    let bench = Bench::with_engines(1_000_000, EVERY, 17, 2);
+    let _run = bench.start(&[]);
+    let place = bench.run_folder().join("checkpoints");
+    let away = bench.path().join("away");
+    bench.wait_until("steps and two engines", LIMIT, |bench| {
+        bench.losses().len() >= 20 && bench.engine_pids().len() == 2
+    });
+    std::fs::rename(&place, &away).expect("storage goes away");
+    bench.wait_until("a checkpoint that cannot be written", LIMIT, |bench| {
+        bench.count("CheckpointDegraded") == 1
+    });
+    let newest = |bench: &Bench| bench.metrics().last().map_or((0, 0), |m| (m.attempt, m.step));
+    let (before, _) = newest(&bench);
+    send(bench.engine_pids()[0], Signal::KILL);
+    bench.wait_until("the next attempt's steps", LIMIT, |bench| newest(bench).0 > before);
+    let (_, step) = newest(&bench);
+    bench.wait_until("some of them", LIMIT, |bench| newest(bench).1 >= step + 20);
+    std::fs::rename(&away, &place).expect("storage comes back");
+    // The first commit that is told from here on is the lost attempt's.
+    let committed = |bench: &Bench| {
+        let events = bench.events();
+        let mut of = events.into_iter().skip_while(|event| event["event"] != "EngineLost");
+        let commit = of.find(|event| event["event"] == "CheckpointCommitted");
+        commit.and_then(|event| event["step"].as_u64())
+    };
+    bench.wait_until("the lost attempt's checkpoint", LIMIT, |b| committed(b).is_some());
+    let step = committed(&bench).unwrap_or_default();
+    let manifest = |step: u64| {
+        let path = place.join(format!("step-{step:08}")).join("manifest.json");
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        serde_json::from_str::<serde_json::Value>(text.lines().next().unwrap_or_default())
+            .map_or(0, |manifest| manifest["attempt"].as_u64().unwrap_or(0))
+    };
+    assert_eq!(manifest(step), u64::from(before), "step {step}\n{}", bench.output());
+    // And those of the attempt that trains follow.
+    bench.wait_until("a checkpoint of the next attempt", LIMIT, |bench| {
+        let newest = bench.checkpoints().pop().unwrap_or_default();
+        let step = newest.strip_prefix("step-").and_then(|step| step.parse().ok());
+        manifest(step.unwrap_or(0)) > u64::from(before)
+    });
+}
+
 #[test]
 fn killed_stopped_and_crashed_engines_and_workers_change_no_bit() {
     const STEPS: u64 = 800;

@@ -14,7 +14,7 @@ use moe_worker::engine::step::{Engine, StepSummary};
 use moe_worker::checkpoint::fence::{Claim, Claiming};
 use moe_worker::checkpoint::{Disk, Identity, commit, load, show, write_shard};
 use moe_worker::state::rank::RankState;
-use moe_worker::state::slots::Slot;
+use moe_worker::state::slots::Memory;
 use moe_worker::state::snapshot::{cut, cut_into, initialize};
 use moejob_kernels::{DType, Device, HeadDesc, HeadPlan};
 use moejob_protocol::checkpoint::ScaleEntry;
@@ -438,8 +438,11 @@ fn a_checkpoint_keeps_the_scale() {
     };
     let disk = Disk::real();
     let len = state(&mut from).len();
-    let fill = |bytes: &mut [u8]| cut_into(&mut from.model, bytes);
-    let slot = Slot::private(len, Some(kept), fill).expect("the device works");
+    let filling = Memory::default().fill(1, 5, 0, len).expect("memory");
+    let mut filling = filling.expect("a slot");
+    cut_into(&mut from.model, filling.bytes_mut()).expect("the device works");
+    filling.set_loss_scale(Some(kept));
+    let slot = filling.complete();
     let claim = Claim {
         attempt: 1,
         resume_step: 0,

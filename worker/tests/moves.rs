@@ -183,6 +183,8 @@ fn a_damaged_snapshot_is_not_resumed_from() {
     };
     assert!(memories.iter().all(|memory| holds(memory, &all)), "each has its buddy's, too");
 
+    let sound = memories[0].shard(1, 5, 0).is_some_and(|slot| slot.is_sound());
+    assert!(sound, "its checksum was made");
     let files = memories[0].files(1, 5, &[0]).expect("descriptors");
     let slot = std::fs::File::from(files.into_iter().next().expect("a slot"));
     let at = slot.metadata().expect("memory").len() - 100;

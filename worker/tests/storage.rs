@@ -270,6 +270,58 @@ fn a_commit_that_stalls_replaces_nothing_of_a_newer_attempt() {
     stalled_commit(".aside-a1-step-00000004", junk);
 }
 
+/// The writer outlives the attempt: what it was given is committed, by the attempt that follows.
+#[test]
+fn what_a_lost_attempt_gave_to_its_writer_is_committed_in_the_next_one() {
+    let (hash, steps) = undisturbed();
+    let mut job = small();
+    job.config.checkpoint.every_steps = 4;
+    let gate = Gate::default();
+    let held = gate.clone();
+    let disk = faulty(move |effect| {
+        let of_step = |path: &Path| path.to_string_lossy().contains(".a1-step-00000004");
+        if matches!(effect, Effect::Sync(path) if of_step(path)) {
+            held.pass();
+        }
+        Ok(())
+    });
+    let patience = Patience { pending_bytes: 0, ..patience() };
+    let mut trainer = [Trainer::with_disk(disk).with_patience(patience)];
+    let done = std::sync::atomic::AtomicU64::new(0);
+    let order = std::sync::atomic::Ordering::SeqCst;
+    let see = &mut |report: &StepReport| {
+        done.store(report.step, order);
+        if report.step >= 6 {
+            // So that it is lost on the way.
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    };
+    let is_lost = || done.load(order) >= 6;
+    let (ends, first) = common::run_until(&job, &mut trainer[0], see, &is_lost);
+    assert!(matches!(ends[0], AttemptEnd::Aborted(_)), "{ends:?}");
+    gate.wait_for_somebody();
+    let (attempt, step) = common::newest_held(&trainer, 1);
+    assert_eq!(attempt, 1);
+    let (layout, sources) = (job.config.layout.clone(), common::sources(&trainer, 1, step, 1));
+    job.config.attempt = 2;
+    job.config.resume = Resume::Memory { step, attempt, layout, sources };
+    let (ends, second) = common::run_and_see(&job, &mut trainer, &mut |report| {
+        if report.step == 8 {
+            gate.open();
+        }
+    });
+    assert_eq!(ends, [AttemptEnd::Completed { step: 10 }]);
+    for row in bits(&first).into_iter().chain(bits(&second)) {
+        assert!(steps.contains(&row), "other bits at step {}", row[0]);
+    }
+    let of = |step: u64| {
+        let directory = job.location().join(format!("step-{step:08}"));
+        verify(&directory).expect("whole").attempt
+    };
+    assert_eq!((of(4), of(10)), (1, 2));
+    assert_eq!(state_hash(&job.location().join("step-00000010")), hash);
+}
+
 #[test]
 fn what_only_has_a_manifests_name_is_neither_followed_nor_waited_for() {
     let job = small();

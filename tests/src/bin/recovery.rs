@@ -1,10 +1,11 @@
 //! How long a lost worker holds training up: from the signal to the first step of the next attempt.
 //!
-//!     cargo run --release -p moejob-tests --bin recovery -- [ROUNDS]
+//!     cargo run --release -p moejob-tests --bin recovery -- [ROUNDS] [large]
 //!
 //! Four workers of the second example's model; SIGKILL, then SIGSTOP (which only a missing
 //! heartbeat can tell), ROUNDS times each. Then the same model on one worker with two engines:
-//! SIGKILL of one, of both, SIGSTOP of one. Prints every time and the medians.
+//! SIGKILL of one, of both, SIGSTOP of one. Prints every time and the medians. With `large` alone
+//! SIGKILL of one of two engines whose state has 1.2 GB, and what its snapshots cost.
 
 use moejob_tests::{Bench, Random, root, send};
 use rustix::process::Signal;
@@ -12,8 +13,57 @@ use std::time::{Duration, Instant};
 
 const LIMIT: Duration = Duration::from_secs(120);
 
+/// 101 million parameters: 1.2 GB of weights and moments, 404 MB of weights.
+const LARGE: &str = r#"
+apiVersion: moejob.dev/v1alpha1
+kind: MoeJob
+metadata: { name: large }
+spec:
+  nodes: { profile: cpu, min: 1, max: 1, devicesPerNode: 2 }
+  model:
+    hiddenSize: 512
+    numHiddenLayers: 4
+    numAttentionHeads: 8
+    tieWordEmbeddings: true
+    experts: { count: 16, perToken: 2, intermediateSize: 1024 }
+    router: { auxLossCoef: 0.01 }
+  data:
+    train: { text: { paths: ["corpus/**/*.txt"] } }
+    validation: { fraction: 0.2, everySteps: 1000000 }
+    tokenizer: bytes
+    sequenceLength: 32
+  training:
+    steps: 1000000
+    globalBatchSize: 2
+    microBatchSize: 1
+    precision: fp32
+    optimizer: { adamw: { learningRate: 3.0e-4 } }
+    schedule: { cosine: { warmupSteps: 5, minLearningRate: 3.0e-5 } }
+    seed: 1
+  recovery: { memoryEverySteps: 10, maxRestarts: 1000 }
+  checkpoint: { everySteps: 1000000, keep: 2 }
+"#;
+
+/// SIGKILL of one of two engines with a large state, then the share of time that snapshots took.
+fn measure_large(rounds: usize) {
+    let bench = Bench::new("large", LARGE);
+    let run = bench.start(&["--workers", "1"]);
+    measure("a large engine, SIGKILL", rounds, &bench, 2, Bench::engine_pids, &[Signal::KILL]);
+    drop(run);
+    let (mut all, mut snapshots) = (0.0, 0.0);
+    for line in bench.metrics() {
+        let phases = line.timing.phases;
+        all += phases.parts().iter().map(|(_, seconds)| seconds).sum::<f64>();
+        snapshots += phases.snapshot;
+    }
+    println!("snapshots: {snapshots:.3} s of {all:.1} s of steps");
+}
+
 fn main() {
     let rounds = std::env::args().nth(1).and_then(|text| text.parse().ok()).unwrap_or(10);
+    if std::env::args().nth(2).as_deref() == Some("large") {
+        return measure_large(rounds);
+    }
     let manifest = root().join("examples/02-elastic.yaml");
     let manifest = std::fs::read_to_string(manifest).expect("the second example");
     // Long enough to last, on a corpus that lies beside it.

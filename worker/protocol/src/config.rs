@@ -250,6 +250,10 @@ pub enum Schedule {
 }
 
 impl TrainingConfig {
+    pub fn tokens_per_step(&self) -> u64 {
+        u64::from(self.global_batch_size) * u64::from(self.sequence_length)
+    }
+
     /// Learning rate of step `step`, counted from 0: a linear warmup that reaches the full rate at
     /// step `warmup_steps`, then the decay, which reaches its minimum at the last step.
     ///

@@ -9,111 +9,104 @@ use crate::attempt::recorder::Recorder;
 use crate::attempt::records::{event, now};
 use crate::attempt::saves::Patience;
 use crate::attempt::trainer::{Stop, fail, storage_failed};
-use crate::checkpoint::fence::{self, Claim, Claiming, FenceError, tidy};
-use crate::checkpoint::{Disk, Refusal, list_above, newest_under, newest_usable, verify};
+use crate::checkpoint::desk::Desk;
+use crate::checkpoint::fence::FenceError;
+use crate::checkpoint::look::{Looked, claim_of_another, others_claims};
+use crate::checkpoint::{Disk, Refusal, newest_under, newest_usable, verify};
 use crate::gang::comm::{AbortHandle, Comm, CommError};
 use crate::state::rank::RankState;
-use crate::state::slots::{Memory, Slot};
+use crate::state::slot::Slot;
+use crate::state::slots::Memory;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::checkpoint::ScaleEntry;
 use moejob_protocol::config::Resume;
 use moejob_protocol::report::{Detail, Event, EventKind};
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Instant;
 
-/// What rank 0 has of storage when its attempt begins.
-pub(crate) struct Opened {
-    pub claiming: Arc<Mutex<Claiming>>,
-    /// Why the claim is not made yet: the writer goes on trying.
-    pub trouble: Option<String>,
-}
-
-/// What storage says of an attempt before its first step.
-enum Looked {
-    Claimed,
-    /// There are newer checkpoints than the one that the attempt resumes from.
-    Newer,
-    /// Another job has claimed this attempt or a later one.
-    Taken(Box<Event>),
+/// How an attempt finds storage.
+enum Opened {
+    Ready,
+    /// It begins without its claim, and why; the writer goes on trying.
+    Without(String),
+    /// The storage has another state than the leader believes.
+    Elsewhere,
 }
 
 /// Before the first step: what is there already? Then the claim, which puts newer checkpoints
 /// aside. A job that is made again over the folder of an earlier one goes on from that, with higher
-/// attempts. An attempt that has its state in memory waits for no storage.
+/// attempts. An attempt that has its state in memory waits for no storage. On rank 0 it gives why
+/// storage fails, where it does.
 pub(crate) fn open_storage(
     config: &WorkerConfig,
     disk: &Disk,
+    desk: &Desk,
     patience: &Patience,
     comm: &mut Comm,
     out: &mut dyn FnMut(TrainerEvent),
-) -> Result<Option<Opened>, Stop> {
-    let mut opened = None;
+) -> Result<Option<String>, Stop> {
+    let mut opened = Opened::Ready;
     if comm.rank() == 0 {
-        opened = first_rank_opens(config, disk, patience, &comm.abort_handle(), out)?;
+        opened = first_rank_opens(config, disk, desk, patience, &comm.abort_handle(), out)?;
     }
-    let leave = comm.rank() == 0 && opened.is_none();
-    if first_rank_says(comm, leave)? { Err(Stop::Elsewhere) } else { Ok(opened) }
+    if first_rank_says(comm, matches!(opened, Opened::Elsewhere))? {
+        return Err(Stop::Elsewhere);
+    }
+    Ok(match opened {
+        Opened::Without(trouble) => Some(trouble),
+        Opened::Ready | Opened::Elsewhere => None,
+    })
 }
 
 fn first_rank_opens(
     config: &WorkerConfig,
     disk: &Disk,
+    desk: &Desk,
     patience: &Patience,
     abort: &AbortHandle,
     out: &mut dyn FnMut(TrainerEvent),
-) -> Result<Option<Opened>, Stop> {
-    let claiming = Arc::new(Mutex::new(Claiming::new(Claim {
-        attempt: config.attempt,
-        resume_step: config.resume.step(),
-        job_uid: config.job_uid.clone(),
-        time: now(),
-    })));
+) -> Result<Opened, Stop> {
     let until = Instant::now() + patience.start;
     let (mut told, mut looked_at_newer) = (false, false);
     loop {
-        let asked = (config.clone(), disk.clone(), Arc::clone(&claiming), looked_at_newer);
-        let answer = within(patience.answer, move || look_and_claim(&asked));
-        let why = match answer {
-            Some(Ok(Looked::Claimed)) => return Ok(Some(Opened { claiming, trouble: None })),
-            Some(Ok(Looked::Taken(taken))) => {
-                out(TrainerEvent::Event(*taken));
-                return Ok(None);
+        let (trouble, mistake) = match desk.look(looked_at_newer, now(), patience.answer) {
+            Some(Looked::Claimed | Looked::Later) => return Ok(Opened::Ready),
+            Some(Looked::Taken { attempt }) => {
+                out(TrainerEvent::Event(taken_event(config, attempt)));
+                return Ok(Opened::Elsewhere);
             }
-            Some(Ok(Looked::Newer)) => match newer(config, disk) {
+            Some(Looked::Fenced { claimed }) => return Err(Stop::Fenced(claimed)),
+            Some(Looked::Newer) => match newer(config, disk) {
                 Ok(Some(found)) => {
                     out(TrainerEvent::Event(found));
                     // An earlier job's: its attempts are told at once, so that the next attempt
                     // has a number above theirs.
-                    let location = Path::new(&config.checkpoint.location);
-                    if let Ok(Some(taken)) = claim_of_another(config, disk, location) {
-                        out(TrainerEvent::Event(taken));
+                    if let Ok(Some(attempt)) = claim_of_another(config, disk) {
+                        out(TrainerEvent::Event(taken_event(config, attempt)));
                     }
-                    return Ok(None);
+                    return Ok(Opened::Elsewhere);
                 }
                 Ok(None) => {
                     looked_at_newer = true;
                     continue;
                 }
-                Err(error) => error,
+                Err(FenceError::Fenced { claimed, .. }) => return Err(Stop::Fenced(claimed)),
+                Err(ref error @ FenceError::Io { ref source, .. }) => {
+                    (format!("{error}: {source}"), false)
+                }
             },
-            Some(Err(error)) => error,
-            None => {
-                let path = config.checkpoint.location.clone().into();
-                FenceError::Io { path, source: std::io::ErrorKind::TimedOut.into() }
-            }
+            Some(Looked::Failed { why, is_mistake }) => (why, is_mistake),
+            None => (format!("{} gives no answer", config.checkpoint.location), false),
         };
-        let FenceError::Io { source, .. } = &why else { return Err(why.into()) };
-        let trouble = format!("{why}: {source}");
         // What a user has mistyped is told at once.
         let first = config.attempt == 1 && matches!(config.resume, Resume::Fresh);
-        if first && is_mistake(source) || Instant::now() >= until {
+        if first && mistake || Instant::now() >= until {
             return Err(storage_failed(&trouble));
         }
         if matches!(config.resume, Resume::Memory { .. }) {
-            return Ok(Some(Opened { claiming, trouble: Some(trouble) }));
+            return Ok(Opened::Without(trouble));
         }
         if !std::mem::replace(&mut told, true) {
             let message = format!("the attempt waits for storage: {trouble}");
@@ -125,92 +118,11 @@ fn first_rank_opens(
     }
 }
 
-/// A place that no waiting makes good.
-fn is_mistake(error: &std::io::Error) -> bool {
-    use std::io::ErrorKind::{
-        AlreadyExists, NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem,
-    };
-    // A file where a folder is asked for exists already.
-    let kinds =
-        [AlreadyExists, NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem];
-    kinds.contains(&error.kind())
-}
-
-/// What a thread of its own answers, unless storage keeps it for longer than `at_most`.
-fn within<T: Send + 'static>(
-    at_most: Duration,
-    ask: impl FnOnce() -> T + Send + 'static,
-) -> Option<T> {
-    let (answer, answered) = channel();
-    let thread = std::thread::Builder::new().name("storage".to_string());
-    // Nobody may wait for the answer any longer when it comes.
-    let started = thread.spawn(move || drop(answer.send(ask())));
-    match started {
-        Ok(_) => match answered.recv_timeout(at_most) {
-            Ok(answer) => Some(answer),
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
-        },
-        Err(_) => None,
-    }
-}
-
-fn look_and_claim(
-    (config, disk, claiming, looked_at_newer): &(WorkerConfig, Disk, Arc<Mutex<Claiming>>, bool),
-) -> Result<Looked, FenceError> {
-    let location = Path::new(&config.checkpoint.location);
-    let io = |source| FenceError::Io { path: location.to_path_buf(), source };
-    match &config.resume {
-        Resume::Fresh => disk.create_directories(location).map_err(io)?,
-        _ if is_empty(disk, location).map_err(io)? => {
-            let why = "nothing of this job is there: is its volume mounted?";
-            return Err(io(std::io::Error::other(why)));
-        }
-        _ => {}
-    }
-    if !looked_at_newer && has_newer(config, disk)? {
-        return Ok(Looked::Newer);
-    }
-    if let Some(taken) = claim_of_another(config, disk, location)? {
-        return Ok(Looked::Taken(Box::new(taken)));
-    }
-    let mut claiming = claiming.lock().unwrap_or_else(PoisonError::into_inner);
-    claiming.go(disk, location)?;
-    // The attempt before may have committed between the look and the claim, and the claim would
-    // rule that out.
-    if !looked_at_newer && has_newer(config, disk)? {
-        claiming.give_back(disk, location);
-        return Ok(Looked::Newer);
-    }
-    // What earlier attempts left only takes room; the next claim tries it again.
-    let _ = tidy(disk, location, config.attempt);
-    Ok(Looked::Claimed)
-}
-
-/// Storage that is not mounted shows an empty folder, or none.
-pub(crate) fn is_empty(disk: &Disk, location: &Path) -> std::io::Result<bool> {
-    match disk.names(location) {
-        Ok(names) => Ok(names.is_empty()),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(true),
-        Err(error) => Err(error),
-    }
-}
-
-/// The claims of other attempts than this.
-fn others_claims(config: &WorkerConfig, disk: &Disk) -> Result<Vec<Claim>, FenceError> {
-    let mut claims = fence::claims(disk, Path::new(&config.checkpoint.location))?;
-    claims.retain(|claim| claim.attempt != config.attempt);
-    Ok(claims)
-}
-
-fn has_newer(config: &WorkerConfig, disk: &Disk) -> Result<bool, FenceError> {
-    let location = Path::new(&config.checkpoint.location);
-    let claims = others_claims(config, disk)?;
-    let io = |source| FenceError::Io { path: location.to_path_buf(), source };
-    let found = list_above(disk, location, Some(config.resume.step())).map_err(io)?;
-    Ok(found.iter().any(|found| {
-        let manifest = found.manifest.as_ref();
-        manifest.is_ok_and(|manifest| fence::counts(&claims, manifest.attempt, found.step))
-    }))
+fn taken_event(config: &WorkerConfig, attempt: u32) -> Event {
+    let path = &config.checkpoint.location;
+    let message = format!("an earlier job has made attempts up to {attempt} in {path}");
+    let details = [("claimed", Detail::Number(attempt.into()))];
+    event(config.attempt, EventKind::AttemptsClaimed, "EarlierJob", message, details)
 }
 
 /// The newest whole one of the checkpoints above what is resumed from. Every byte is read, which
@@ -220,23 +132,6 @@ fn newer(config: &WorkerConfig, disk: &Disk) -> Result<Option<Event>, FenceError
     let claims = others_claims(config, disk)?;
     let newest = newest_under(disk, location, Some(config.resume.step()), &claims)?;
     Ok(newest.usable.map(|found| found_event(config, found.step, found.name)))
-}
-
-/// This attempt or a later one is claimed, by another job than this.
-fn claim_of_another(
-    config: &WorkerConfig,
-    disk: &Disk,
-    location: &Path,
-) -> Result<Option<Event>, FenceError> {
-    let Some(newest) = fence::claims(disk, location)?.pop() else { return Ok(None) };
-    let own = newest.job_uid == config.job_uid || newest.job_uid.is_empty();
-    if own || newest.attempt < config.attempt {
-        return Ok(None);
-    }
-    let (attempt, path) = (newest.attempt, location.display());
-    let message = format!("an earlier job has made attempts up to {attempt} in {path}");
-    let details = [("claimed", Detail::Number(attempt.into()))];
-    Ok(Some(event(config.attempt, EventKind::AttemptsClaimed, "EarlierJob", message, details)))
 }
 
 /// After each rank has tried to load its part of the checkpoint at `step`: where it is damaged, the
@@ -297,9 +192,10 @@ fn first_rank_says(comm: &mut Comm, own: bool) -> Result<bool, Stop> {
     Ok(all.first().is_some_and(|first| first == &[1]))
 }
 
-/// The shards in memory that the plan wants of this rank. One that is damaged is given up and ends
-/// the attempt: the next one resumes from another copy, or from an older state.
-pub(crate) fn own_shards(
+/// The shards in the memory of this rank's worker that the plan wants of its ranks. This rank's own
+/// are compared with their checksums, as the others do with theirs. One that is damaged is given up
+/// and ends the attempt: the next one resumes from another copy, or from an older state.
+pub(crate) fn near_shards(
     config: &WorkerConfig,
     memory: &Memory,
     rank: u32,
@@ -308,13 +204,14 @@ pub(crate) fn own_shards(
     let Resume::Memory { step, attempt, sources, .. } = &config.resume else {
         return Ok(BTreeMap::new());
     };
-    let mut own = BTreeMap::new();
-    for shard in sources.iter().filter(|source| source.from == rank).map(|source| source.shard) {
+    let mut near = BTreeMap::new();
+    for source in sources.iter().filter(|source| is_near(config, rank, source.from)) {
+        let shard = source.shard;
         let name = format!("shard {shard} of step {step} of attempt {attempt}");
         let Some(slot) = memory.shard(*attempt, *step, shard) else {
             return Err(fail(75, &format!("{name} is not in memory here"), "start the job again"));
         };
-        if !slot.is_sound() {
+        if source.from == rank && !slot.is_sound() {
             drop(slot);
             memory.give_up(*attempt, *step, shard);
             let message = format!("{name} was damaged in memory and is not used");
@@ -323,9 +220,30 @@ pub(crate) fn own_shards(
             tell(event(config.attempt, kind, "SnapshotDamaged", message.clone(), details))?;
             return Err(Stop::Comm(CommError::Aborted { reason: message }));
         }
-        own.insert(shard, slot);
+        near.insert(shard, slot);
     }
-    Ok(own)
+    Ok(near)
+}
+
+/// Whether two ranks are of one worker, and so have one memory.
+pub(crate) fn is_near(config: &WorkerConfig, rank: u32, other: u32) -> bool {
+    let worker = |rank: u32| {
+        config.members.get(rank as usize).map(|member| member.worker.as_str())
+    };
+    rank == other || worker(rank).is_some() && worker(rank) == worker(other)
+}
+
+/// Every rank resumes from its own shard of the layout that it has, and none has a buddy: what is
+/// in memory is the state that the attempt begins with, in as many copies as there can be.
+pub(crate) fn resumes_in_place(config: &WorkerConfig, buddies: &[Option<u32>]) -> bool {
+    match &config.resume {
+        Resume::Memory { layout, sources, .. } => {
+            *layout == config.layout
+                && sources.iter().all(|source| source.from == source.shard)
+                && buddies.iter().all(Option::is_none)
+        }
+        Resume::Fresh | Resume::Checkpoint { .. } => false,
+    }
 }
 
 /// In fp16: goes on with the loss scale of the resumed shards, of which a rank may have none. They

@@ -2,16 +2,19 @@
 //! never waited for but at the end.
 //!
 //! ```text
-//! due -> room? -> begin (writer) -> every rank written -> commit ordered -> committed
+//! due -> room? -> begin (desk) -> every rank written -> commit ordered -> committed
 //!          `-> overdue: begun once storage has caught up
+//! attempt before, lost with its engines: every rank written -> its rest ordered -> committed
 //! ```
 //! Everything here follows from what all ranks said in a step's end, so all of them do it alike.
 
-use crate::checkpoint::{NOT_FINITE, Writer};
+use crate::checkpoint::NOT_FINITE;
+use crate::checkpoint::desk::{Ask, Desk};
+use crate::checkpoint::writer::Rest;
 use crate::gang::step_end::StepEnd;
-use crate::state::slots::Slot;
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::iter;
+use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 /// How long an attempt waits for storage, and for what.
@@ -75,10 +78,17 @@ pub(crate) enum Ends {
     NotFinite(String),
 }
 
-#[derive(Debug)]
+/// Waits for a bounded time until the records so far are durable.
+pub(crate) type Flush = Box<dyn Fn() + Send>;
+
 pub(crate) struct Saves {
     rank: u32,
-    writer: Writer,
+    attempt: u32,
+    desk: Desk,
+    /// Rank 0's way to order commits, each behind its records.
+    commits: Option<Sender<u64>>,
+    /// A worker still writes checkpoints of the attempt before.
+    earlier: bool,
     pending: VecDeque<Pending>,
     pending_max: usize,
     /// One was due and could not begin.
@@ -92,15 +102,30 @@ pub(crate) struct Saves {
     degraded: Option<&'static str>,
 }
 
+/// Checkpoints of a state of so many bytes, of all ranks together, that may be under way at once.
+pub(crate) fn pending_max(state_bytes: u64, patience: &Patience) -> usize {
+    let beside = (patience.pending_bytes / state_bytes.max(1)) as usize;
+    (1 + beside).min(PENDING_MAX)
+}
+
 impl Saves {
-    /// `state_bytes` of all ranks together.
-    pub fn new(rank: u32, writer: Writer, state_bytes: u64, patience: &Patience) -> Saves {
-        let beside = (patience.pending_bytes / state_bytes.max(1)) as usize;
+    /// `pending_max` checkpoints may be under way. `from_memory`: the attempt before may have some.
+    pub fn new(
+        (rank, attempt): (u32, u32),
+        desk: Desk,
+        flush: Option<Flush>,
+        pending_max: usize,
+        from_memory: bool,
+    ) -> Saves {
+        let commits = flush.and_then(|flush| committer(desk.clone(), attempt, flush));
         Saves {
             rank,
-            writer,
+            attempt,
+            desk,
+            commits,
+            earlier: from_memory,
             pending: VecDeque::new(),
-            pending_max: (1 + beside).min(PENDING_MAX),
+            pending_max,
             overdue: false,
             committed: 0,
             given_up: 0,
@@ -111,42 +136,57 @@ impl Saves {
 
     /// Whether a checkpoint that is due now can begin.
     pub fn has_room(&self) -> bool {
-        self.pending.len() < self.pending_max
+        !self.earlier && self.pending.len() < self.pending_max
+    }
+
+    /// The checkpoint of `step` is there already: the attempt before has got so far.
+    pub fn has_committed(&self, step: u64) -> bool {
+        self.committed >= step
     }
 
     pub fn is_waiting(&self) -> bool {
-        !self.pending.is_empty()
+        self.earlier || !self.pending.is_empty()
     }
 
     /// One that was due could not begin, and storage has caught up since.
     pub fn is_overdue(&self) -> bool {
-        self.overdue && self.pending.is_empty()
+        self.overdue && !self.is_waiting()
     }
 
     /// One is due and storage has not caught up: it will begin once it has.
     pub fn put_off(&mut self, step: u64) -> Option<News> {
         self.overdue = true;
-        let waiting = self.pending.front()?.step;
         if self.degraded.is_some() {
             return None;
         }
+        let waiting = match self.pending.front() {
+            Some(pending) => format!("the checkpoint of step {}", pending.step),
+            None => "a checkpoint of the attempt before".to_string(),
+        };
         self.degrade("StorageSlow", || {
             format!(
-                "the checkpoint of step {waiting} is still being written at step {step}: those \
-                 due meanwhile are left out, training goes on"
+                "{waiting} is still being written at step {step}: those due meanwhile are left \
+                 out, training goes on"
             )
         })
     }
 
-    pub fn begin(&mut self, step: u64, bytes: Arc<Slot>) {
+    /// One is due, and a rank has no memory for another copy of its state.
+    pub fn leave_out(&mut self) {
+        self.overdue = true;
+    }
+
+    /// The shard of `step` lies in a slot that was lent.
+    pub fn begin(&mut self, step: u64) {
         self.overdue = false;
-        self.writer.shard(step, bytes);
+        self.desk.ask(Ask::Shard { step });
         self.pending.push_back(Pending { step, ordered: false });
     }
 
     /// What this rank's storage has to say at the end of a step.
     pub fn fill(&self, end: &mut StepEnd) {
-        let progress = self.writer.progress();
+        let progress = self.desk.progress();
+        end.earlier = self.desk.rest() != Rest::Nothing;
         end.written = progress.written;
         end.committed = progress.committed;
         end.given_up = self.giving_up.max(progress.vanished);
@@ -172,20 +212,30 @@ impl Saves {
             let all_written = ends.iter().all(|end| end.written >= pending.step);
             if all_written && !pending.ordered {
                 pending.ordered = true;
-                if self.rank == 0 {
-                    self.writer.commit(pending.step);
+                let (attempt, step) = (self.attempt, pending.step);
+                let behind = self.commits.as_ref().filter(|commits| commits.send(step).is_ok());
+                if self.rank == 0 && behind.is_none() {
+                    self.desk.ask(Ask::Commit { attempt, step });
                 }
             }
+        }
+        self.earlier = ends.iter().any(|end| end.earlier);
+        let others = ends[1..].iter().any(|end| end.earlier);
+        if self.rank == 0 && !others && self.desk.rest() == Rest::Commits {
+            self.desk.ask(Ask::CommitRest);
         }
         let mut news = Vec::new();
         let (committed, given_up) = (ends[0].committed, ends[0].given_up);
         if committed > self.committed {
             self.committed = committed;
             news.push(News::Committed(committed));
+            if self.rank == 0 {
+                self.desk.ask(Ask::Heard { step: committed });
+            }
         }
         if given_up > self.given_up {
             self.given_up = given_up;
-            self.writer.give_up(given_up);
+            self.desk.ask(Ask::GiveUp { step: given_up });
             self.overdue |= self.pending.iter().any(|pending| pending.step <= given_up);
         }
         self.pending.retain(|pending| pending.step > committed.max(given_up));
@@ -194,7 +244,7 @@ impl Saves {
                 let why = &end.write_error;
                 format!("rank {rank} cannot write its checkpoint, training goes on: {why}")
             }));
-        } else if self.pending.is_empty() && !self.overdue && self.degraded.take().is_some() {
+        } else if !self.is_waiting() && !self.overdue && self.degraded.take().is_some() {
             news.push(News::Recovered);
         }
         Ok(news)
@@ -211,9 +261,13 @@ impl Saves {
         self.degrade("StorageFails", || format!("training goes on without storage: {why}"))
     }
 
-    /// On rank 0: from the next step's end on nothing that is under way is waited for.
+    /// Nothing of the attempt before is waited for, and on rank 0's word, from the next step's end
+    /// on, nothing of this one that is under way.
     pub fn lose_patience(&mut self) {
-        self.giving_up = self.pending.back().map_or(0, |pending| pending.step);
+        self.desk.ask(Ask::GiveUpEarlier);
+        if self.rank == 0 {
+            self.giving_up = self.pending.back().map_or(0, |pending| pending.step);
+        }
     }
 
     /// Whether the checkpoint of `step` was given up.
@@ -223,23 +277,42 @@ impl Saves {
 
     /// Commits that were not told yet, after the last collective.
     pub fn last_commit(&mut self) -> Option<u64> {
-        let committed = self.writer.progress().committed;
+        let committed = self.desk.progress().committed;
         let is_new = committed > self.committed;
         self.committed = self.committed.max(committed);
+        if is_new && self.rank == 0 {
+            self.desk.ask(Ask::Heard { step: committed });
+        }
         is_new.then_some(committed)
     }
 
     /// Checkpoints that made room for newer ones.
     pub fn take_removed(&self) -> Vec<u64> {
-        self.writer.take_removed()
+        self.desk.take_removed()
     }
 
     pub fn cancel(&self) {
-        self.writer.cancel();
+        self.desk.cancel();
     }
 
     /// Waits for what is left to do, such as removing old checkpoints.
     pub fn finish(&mut self, at_most: Duration) {
-        self.writer.finish(at_most);
+        self.desk.finish(at_most);
     }
+}
+
+/// A commit stands behind the records of the steps before it, which take their time. A thread waits
+/// for them, and orders commits as they came: of two the newer one is told last. None: there is no
+/// thread, and nothing waits for records.
+fn committer(desk: Desk, attempt: u32, flush: Flush) -> Option<Sender<u64>> {
+    let (commits, ordered) = channel();
+    let work = move || {
+        while let Ok(first) = ordered.recv() {
+            let steps: Vec<u64> = iter::once(first).chain(ordered.try_iter()).collect();
+            flush();
+            steps.into_iter().for_each(|step| desk.ask(Ask::Commit { attempt, step }));
+        }
+    };
+    let started = std::thread::Builder::new().name("commit".to_string()).spawn(work);
+    started.is_ok().then_some(commits)
 }

@@ -5,15 +5,17 @@ use crate::attempt::gauge::Gauge;
 use crate::attempt::pace::Pace;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::records::{event, now};
+use crate::attempt::resume::resumes_in_place;
 use crate::attempt::saves::{Ends, News, Patience, Saves};
 use crate::data::{Corpus, DocumentOverlap, Doubled, Feeder, Overlaps};
 use crate::state::rank::RankState;
-use crate::state::slots::{Memory, Slot};
+use crate::state::slot::Slot;
+use crate::state::slots::Memory;
 use crate::state::snapshot::{self, SnapshotError};
 use crate::engine::step::{Engine, StepSummary};
 use crate::engine::validate::Validation;
 use crate::gang::step_end::{StepEnd, agree};
-use crate::attempt::trainer::{Stop, fail, storage_failed, tokens_per_step};
+use crate::attempt::trainer::{Stop, fail, storage_failed};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moejob_kernels::StepPhase;
 use moejob_protocol::WorkerConfig;
@@ -51,6 +53,8 @@ pub(crate) struct Run<'a> {
     pub pace: Option<Pace>,
     /// All ranks take a snapshot after this step.
     pub snapshot_agreed: bool,
+    /// The last snapshot that was due was left out.
+    pub skips: bool,
     pub clock: Clock,
     /// Rank 0's, of a GPU.
     pub gauge: Option<Gauge>,
@@ -102,11 +106,24 @@ fn warn_of(written: Option<std::io::Result<()>>) {
     }
 }
 
+fn not_taken(error: SnapshotError) -> Stop {
+    match error {
+        SnapshotError::Comm(error) => Stop::Comm(error),
+        SnapshotError::Device(error) => Stop::from(error),
+        SnapshotError::Memory(source) => {
+            let advice = "give the worker more memory, or make the model smaller";
+            fail(1, &format!("no memory for a snapshot: {source}"), advice)
+        }
+    }
+}
+
 /// What to do about numbers that are not finite.
 const DIVERGED: &str = "lower the learning rate, warm up longer, or clip gradients";
 
 /// Between two empty steps that wait for storage: at first, and at most.
 const STORAGE_POLL: Duration = Duration::from_millis(2);
+/// Looks for a free slot, that long apart, before an attempt ends without its last checkpoint.
+const SLOT_TRIES: u32 = 30_000;
 const STORAGE_POLL_MAX: Duration = Duration::from_millis(100);
 
 impl Run<'_> {
@@ -131,11 +148,14 @@ impl Run<'_> {
         let from_memory = matches!(self.config.resume, Resume::Memory { .. });
         let resumed = match self.pace {
             Some(pace) if !(from_memory && pace.fits()) => None,
-            _ => Some(self.snapshot()?),
+            _ if resumes_in_place(self.config, &self.buddies) => None,
+            _ => self.snapshot()?,
         };
+        self.prepare();
         let steps = self.config.training.steps;
         // The attempt before was lost when all was trained and the last checkpoint was not written.
         if self.step >= steps && from_memory {
+            self.waits_until = Some(Instant::now() + self.patience.end);
             self.checkpoint(resumed)?;
         }
         let mut stopped = false;
@@ -245,7 +265,7 @@ impl Run<'_> {
             None => every(config.recovery.memory_every_steps),
         };
         let memory = due || stopped && self.pace.is_none_or(|pace| pace.fits());
-        let snapshot = if memory { Some(self.snapshot()?) } else { None };
+        let snapshot = if memory { self.snapshot()? } else { None };
         if last || stopped {
             let patience = if last { self.patience.end } else { self.patience.stop };
             self.waits_until = Some(Instant::now() + patience);
@@ -264,21 +284,42 @@ impl Run<'_> {
             }
             self.wait_for_storage()?;
         }
-        let bytes = match snapshot {
-            Some(bytes) => bytes,
+        if self.saves.has_committed(self.step) {
+            return Ok(());
+        }
+        match snapshot {
+            Some(snapshot) => snapshot.lend(),
+            None if self.cut_for_checkpoint()? => {}
             None => {
-                let model = &mut self.engine.model;
-                let len = snapshot::shard_bytes(&model.table(), model.rank);
-                let loss_scale = model.loss_scale();
-                Slot::private(len, loss_scale, |bytes| snapshot::cut_into(model, bytes))?
+                self.saves.leave_out();
+                return Ok(());
             }
-        };
+        }
         // Before the commit, which removes what is not spared.
         let begins = self.best.as_mut().zip(self.held_out);
         warn_of(begins.map(|(best, loss)| best.begins(self.step, loss)));
-        self.saves.begin(self.step, bytes);
+        self.saves.begin(self.step);
         self.clock.stalls.checkpoint += began.elapsed().as_secs_f64();
         Ok(())
+    }
+
+    /// Cuts the state for a checkpoint alone; false, on all ranks alike: a rank has no memory for
+    /// that. Where there is no step after this one, memory is waited for: all who read are done.
+    fn cut_for_checkpoint(&mut self) -> Result<bool, Stop> {
+        let attempt = self.config.attempt;
+        for _ in 0..SLOT_TRIES {
+            let (model, comm) = (&mut self.engine.model, self.engine.links.comm());
+            let taken = snapshot::take_for_checkpoint(self.memory, model, comm, attempt, self.step);
+            if taken.map_err(not_taken)?.is_some() {
+                return Ok(true);
+            }
+            if self.waits_until.is_none() {
+                return Ok(false);
+            }
+            std::thread::sleep(STORAGE_POLL);
+        }
+        let advice = "give the worker more memory, or make the model smaller";
+        Err(fail(1, "no memory for the last checkpoint", advice))
     }
 
     /// Goes on with empty steps until nothing waits for storage, or rank 0 has lost patience.
@@ -289,7 +330,7 @@ impl Run<'_> {
         while self.saves.is_waiting() {
             std::thread::sleep(pause);
             pause = (pause + pause / 8).min(STORAGE_POLL_MAX);
-            if self.engine.model.rank == 0 && Instant::now() >= until {
+            if Instant::now() >= until {
                 self.saves.lose_patience();
             }
             let mut end = StepEnd::default();
@@ -303,7 +344,23 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn snapshot(&mut self) -> Result<Arc<Slot>, Stop> {
+    /// What the next snapshot needs is made ready beside the first steps.
+    fn prepare(&self) {
+        if self.pace.is_some_and(|pace| !pace.fits()) {
+            return;
+        }
+        let (table, memory) = (self.engine.model.table(), self.memory.clone());
+        let wards = (0..).zip(&self.buddies).filter(|(_, buddy)| **buddy == Some(table.rank));
+        let shards = wards.map(|(ward, _)| ward).chain([table.rank]);
+        let shards: Vec<(u32, usize)> =
+            shards.map(|shard| (shard, snapshot::shard_bytes(&table, shard))).collect();
+        let thread = std::thread::Builder::new().name("prepare".to_string());
+        // Without the thread the next snapshot takes longer.
+        let _ = thread.spawn(move || memory.prepare(&shards));
+    }
+
+    /// None: a rank has no memory for another copy of its state, and training goes on without.
+    fn snapshot(&mut self) -> Result<Option<Arc<Slot>>, Stop> {
         let (attempt, began) = (self.config.attempt, Instant::now());
         let taken = snapshot::take(
             self.memory,
@@ -313,21 +370,26 @@ impl Run<'_> {
             attempt,
             self.step,
         );
-        self.snapshot_step = self.step;
+        let taken = taken.map_err(not_taken);
+        if !matches!(taken, Ok(None)) {
+            self.snapshot_step = self.step;
+        }
         let ended = Instant::now();
         self.clock.stalls.snapshot += (ended - began).as_secs_f64();
         if let Some(pace) = &mut self.pace {
             pace.taken(began, ended);
         }
         (self.out)(TrainerEvent::Held(self.memory.held()));
-        taken.map_err(|error| match error {
-            SnapshotError::Comm(error) => Stop::Comm(error),
-            SnapshotError::Device(error) => Stop::from(error),
-            SnapshotError::Memory(source) => {
-                let advice = "give the worker more memory, or make the model smaller";
-                fail(1, &format!("no memory for a snapshot: {source}"), advice)
-            }
-        })
+        let taken = taken?;
+        let told = std::mem::replace(&mut self.skips, taken.is_none());
+        if taken.is_none() && !told {
+            let message = "no memory for another copy of the state while a checkpoint is written \
+                           from the last one; training goes on, and an engine that is lost now \
+                           costs more steps"
+                .to_string();
+            self.tell(EventKind::Warning, "SnapshotSkipped", message, self.step)?;
+        }
+        Ok(taken)
     }
 
     fn validate(&mut self, feeder: &Feeder) -> Result<Option<Validation>, Stop> {
@@ -361,7 +423,7 @@ impl Run<'_> {
             self.tell(EventKind::Warning, "TraceFailed", message, self.step)?;
         }
         let routing = self.routing(summary, validation);
-        let tokens = tokens_per_step(&self.config.training);
+        let tokens = self.config.training.tokens_per_step();
         let tokens_per_second = tokens as f64 / seconds;
         let gauge = self.gauge.as_mut();
         let report = StepReport {
@@ -394,7 +456,7 @@ impl Run<'_> {
         let experts = (self.engine.model.config.experts.count as usize).max(1);
         let layers = summary.loads.len() / experts;
         let share = |part: u64, all: u64| if all == 0 { 0.0 } else { part as f64 / all as f64 };
-        let tokens = tokens_per_step(&self.config.training) * layers as u64;
+        let tokens = self.config.training.tokens_per_step() * layers as u64;
         let mut computed = summary.loads.clone();
         computed.iter_mut().zip(&summary.dropped).for_each(|(load, dropped)| *load -= dropped);
         let most = match validation {

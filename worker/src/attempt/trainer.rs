@@ -12,15 +12,16 @@ use crate::attempt::pace::Pace;
 use crate::attempt::steps::{Clock, Run};
 use crate::checkpoint::best::Best;
 use crate::checkpoint::fence::FenceError;
-use crate::checkpoint::writer::{Before, Flush};
-use crate::checkpoint::{Disk, Expected, Identity, Refusal, Writer, differences, load, show};
+use crate::checkpoint::desk::Ask;
+use crate::checkpoint::look;
+use crate::checkpoint::{self, Disk, Expected, Refusal, differences, load, show};
 use crate::gang::comm::{AbortHandle, Comm, CommError};
-use crate::data::{Corpus, DataError, Desk, Listing};
+use crate::data::{self, Corpus, DataError, Listing};
 use crate::hf::{self, Weights};
 use crate::engine::model::Model;
 use crate::attempt::recorder::Recorder;
-use crate::attempt::resume::{self, Opened};
-use crate::attempt::saves::{News, Patience, Saves};
+use crate::attempt::resume;
+use crate::attempt::saves::{Flush, News, Patience, Saves, pending_max};
 use crate::state::moves::scatter;
 use crate::state::rank::{DeviceFailed, RankState};
 use crate::state::slots::Memory;
@@ -45,19 +46,22 @@ use std::time::{Duration, Instant};
 #[derive(Debug)]
 pub struct Trainer {
     memory: Memory,
+    /// Where its checkpoints are written.
+    desk: checkpoint::Desk,
     corpus: Option<(DataConfig, TrainingConfig, Corpus)>,
     /// Where the next attempt asks for its data, which the worker has open.
-    desk: Option<Desk>,
+    batches: Option<data::Desk>,
     disk: Disk,
     patience: Patience,
     /// See [`Engine::spoil`].
     spoiled: Vec<u64>,
 }
 
-/// How long the end of an attempt waits for its writer: to remove old checkpoints, or to notice
-/// that the attempt is over, so that the next one finds nothing half done.
+/// How long the end of an attempt waits for its writer to remove old checkpoints.
 const WRITER_END_MAX: Duration = Duration::from_secs(10);
-const WRITER_CANCEL_MAX: Duration = Duration::from_secs(2);
+/// Snapshots that memory keeps beside those of checkpoints: the newest that is whole everywhere,
+/// and the next one.
+const GENERATIONS: usize = 2;
 /// How long a commit waits until the records before it are durable.
 const RECORDS_MAX: Duration = Duration::from_secs(5);
 
@@ -126,13 +130,24 @@ impl Trainer {
 
     /// One of the trainers of a worker, which share its memory.
     pub fn with_memory(memory: Memory) -> Trainer {
+        Trainer::with_memory_and_disk(memory, Disk::real())
+    }
+
+    fn with_memory_and_disk(memory: Memory, disk: Disk) -> Trainer {
+        let desk = checkpoint::Desk::with_scribe(disk.clone(), memory.clone());
+        Trainer { disk, ..Trainer::with_desk(memory, desk) }
+    }
+
+    /// An engine in a process of its own, whose worker writes its checkpoints.
+    pub fn with_desk(memory: Memory, desk: checkpoint::Desk) -> Trainer {
         let (disk, patience, spoiled) = (Disk::real(), Patience::default(), Vec::new());
-        Trainer { memory, corpus: None, desk: None, disk, patience, spoiled }
+        let (corpus, batches) = (None, None);
+        Trainer { memory, desk, corpus, batches, disk, patience, spoiled }
     }
 
     /// The next attempt does not open its data: it asks at `desk`.
-    pub(crate) fn ask_at(&mut self, desk: Desk) {
-        self.desk = Some(desk);
+    pub(crate) fn ask_at(&mut self, desk: data::Desk) {
+        self.batches = Some(desk);
     }
 
     /// Waits for storage as long as `patience` says.
@@ -142,7 +157,7 @@ impl Trainer {
 
     /// A trainer whose storage fails where `disk` says.
     pub fn with_disk(disk: Disk) -> Trainer {
-        Trainer { disk, ..Trainer::new() }
+        Trainer::with_memory_and_disk(Memory::default(), disk)
     }
 
     /// A trainer whose next runs of these steps, counted from 0, break a number.
@@ -186,6 +201,7 @@ impl Trainer {
         if let Some(failure) = unsupported(config) {
             return Err(Stop::Failed(failure));
         }
+        self.desk.attempt(config);
         let mut corpus = self.corpus(config, &mut comm, control)?;
         let ended = self.attempt_on(&mut corpus, config, comm, control, out);
         // However it ended, the next one need not open it again.
@@ -201,9 +217,11 @@ impl Trainer {
         control: &Control,
         out: &mut dyn FnMut(TrainerEvent),
     ) -> Result<AttemptEnd, Stop> {
+        // What earlier attempts wrote is out of the way on all ranks before the first one looks.
+        self.desk.settle();
         agree_on_data(corpus, &mut comm)?;
-        let opened =
-            resume::open_storage(config, &self.disk, &self.patience, &mut comm, out)?;
+        let (disk, desk, patience) = (&self.disk, &self.desk, &self.patience);
+        let trouble = resume::open_storage(config, disk, desk, patience, &mut comm, out)?;
         let mut records = if comm.rank() == 0 { Some(recorder(config)?) } else { None };
         let rank = comm.rank();
         let mut engine = engine(config, comm)?;
@@ -221,8 +239,9 @@ impl Trainer {
         if let Some(records) = &mut records {
             keep_listing(config, corpus, records);
         }
-        let identity = identity(config, &engine.model, corpus);
-        let writer = self.writer(identity, &opened, records.as_ref())?;
+        let retry_us = u64::try_from(self.patience.retry.as_micros()).unwrap_or(u64::MAX);
+        let fingerprint = corpus.fingerprint().to_string();
+        self.desk.ask(Ask::Begin { fingerprint, retry_us });
         let gauge = if rank == 0 { gauge(config, &engine) } else { None };
         let (state, buddies) = (state_bytes(&engine.model), buddies(config));
         let pace = if config.recovery.memory_auto {
@@ -231,12 +250,13 @@ impl Trainer {
         } else {
             None
         };
+        let saves = self.saves(config, rank, state, records.as_ref());
         let mut run = Run {
             config,
             control,
             out,
             records,
-            saves: Saves::new(rank, writer, state, &self.patience),
+            saves,
             patience: self.patience,
             engine,
             buddies,
@@ -246,27 +266,31 @@ impl Trainer {
             snapshot_step: config.resume.step(),
             pace,
             snapshot_agreed: false,
+            skips: false,
             clock: Clock::start(),
             gauge,
             best: best(config, rank),
             held_out: None,
             memory: &self.memory,
         };
-        if let Some(trouble) = opened.and_then(|opened| opened.trouble)
+        if let Some(trouble) = trouble
             && let Some(news) = run.saves.begin_degraded(&trouble)
         {
             run.tell_storage(news)?;
         }
         let ended = run.train(corpus);
-        if ended.is_err() {
-            // Whatever the next attempt resumes from is decided after this.
-            run.saves.cancel();
-            if let Some(committed) = run.saves.last_commit() {
-                run.tell_storage(News::Committed(committed))?;
-            }
+        match &ended {
+            Ok(_) => run.saves.finish(WRITER_END_MAX.min(self.patience.stop)),
+            // What was given to the writer is written all the same, and counts for the next
+            // attempt.
+            Err(Stop::Comm(_) | Stop::Device(_)) => {}
+            Err(_) => run.saves.cancel(),
         }
-        let patience = if ended.is_ok() { WRITER_END_MAX } else { WRITER_CANCEL_MAX };
-        run.saves.finish(patience.min(self.patience.stop));
+        if ended.is_err()
+            && let Some(committed) = run.saves.last_commit()
+        {
+            run.tell_storage(News::Committed(committed))?;
+        }
         run.tell_removed()?;
         match run.engine.leave() {
             Ok(()) => ended,
@@ -287,7 +311,7 @@ impl Trainer {
         control: &Control,
     ) -> Result<Corpus, Stop> {
         let abort = comm.abort_handle();
-        let opened = match (self.desk.take(), self.corpus.take()) {
+        let opened = match (self.batches.take(), self.corpus.take()) {
             (Some(desk), _) => {
                 Corpus::behind(desk, &config.training, &|| abort.is_aborted())
             }
@@ -312,18 +336,22 @@ impl Trainer {
         }
     }
 
-    fn writer(
+    fn saves(
         &self,
-        identity: Identity,
-        opened: &Option<Opened>,
+        config: &WorkerConfig,
+        rank: u32,
+        state_bytes: u64,
         records: Option<&Recorder>,
-    ) -> Result<Writer, Stop> {
-        let before = Before {
-            claiming: opened.as_ref().map(|opened| Arc::clone(&opened.claiming)),
-            records: records.map(|records| Flush(Box::new(records.flusher(RECORDS_MAX)))),
-        };
-        Writer::start(identity, self.disk.clone(), before, self.patience.retry)
-            .map_err(|error| storage_failed(&format!("no thread for checkpoints: {error}")))
+    ) -> Saves {
+        let flush = records.map(|records| Box::new(records.flusher(RECORDS_MAX)) as Flush);
+        let pending = pending_max(state_bytes, &self.patience);
+        let every = config.recovery.memory_every_steps.max(1);
+        let shared = config.checkpoint.every_steps.is_multiple_of(every);
+        let spare = usize::from(!shared && !config.recovery.memory_auto);
+        self.memory.set_bounds(GENERATIONS + pending, spare);
+        let from_memory = matches!(config.resume, Resume::Memory { .. });
+        let who = (rank, config.attempt);
+        Saves::new(who, self.desk.clone(), flush, pending, from_memory)
     }
 
     /// The state that the attempt begins with.
@@ -348,10 +376,15 @@ impl Trainer {
                 resume::agree_on_loaded(config, &self.disk, comm, *step, loaded, tell)?;
             }
             Resume::Memory { step, attempt, layout, sources } => {
-                let own = resume::own_shards(config, &self.memory, model.rank, tell)?;
-                scatter(model, comm, layout, sources, |shard| Arc::clone(&own[&shard]))?;
-                resume::take_loss_scale(&own, model, comm)?;
+                let rank = model.rank;
+                let near = resume::near_shards(config, &self.memory, rank, tell)?;
+                let is_near = |other| resume::is_near(config, rank, other);
+                let held = |shard| Arc::clone(&near[&shard]);
+                scatter(model, comm, layout, sources, is_near, held)?;
+                resume::take_loss_scale(&near, model, comm)?;
                 self.memory.confirm(*attempt, *step);
+                drop(near);
+                self.memory.give_borrowed_back();
             }
         }
         Ok(model.finish()?)
@@ -378,7 +411,7 @@ impl Trainer {
                 }
                 Err(problems) => Err(Refusal::of(name, problems)),
             };
-            let away = || resume::is_empty(&self.disk, location).unwrap_or(true);
+            let away = || look::is_empty(&self.disk, location).unwrap_or(true);
             match loaded {
                 Err(refusal) if Instant::now() < until && (refusal.may_heal() || away()) => {
                     abort.check()?;
@@ -504,30 +537,6 @@ fn gauge(config: &WorkerConfig, engine: &Engine) -> Option<Gauge> {
     let sequence = u64::from(config.training.sequence_length);
     let world = config.layout.mesh.world();
     Gauge::of(&engine.model.device, config.model.flops_per_token(sequence), world)
-}
-
-fn identity(config: &WorkerConfig, model: &Model, corpus: &Corpus) -> Identity {
-    let training = &config.training;
-    Identity {
-        job_uid: config.job_uid.clone(),
-        job_name: config.job_name.clone(),
-        attempt: config.attempt,
-        rank: model.rank,
-        model: config.model.clone(),
-        params: model.params.clone(),
-        layout: config.layout.clone(),
-        spec_hash: config.checkpoint.spec_hash.clone(),
-        data_fingerprint: corpus.fingerprint().to_string(),
-        seed: training.seed,
-        tokens_per_step: tokens_per_step(training),
-        float_bytes: model.shape.float_bytes as usize,
-        location: PathBuf::from(&config.checkpoint.location),
-        keep: config.checkpoint.keep,
-    }
-}
-
-pub(crate) fn tokens_per_step(training: &TrainingConfig) -> u64 {
-    u64::from(training.global_batch_size) * u64::from(training.sequence_length)
 }
 
 /// The rank that keeps each rank's second copy: the next on another node, else the next of another

@@ -1,24 +1,28 @@
 //! Checkpoints: shards by owner, a manifest last, a rename that commits.
 //!
 //! ```text
-//! snapshot -> .aN-step-X/aN-rR-0.safetensors + aN-rR.pieces    every rank, a thread of its own
+//! snapshot -> .aN-step-X/aN-rR-0.safetensors + aN-rR.pieces    every rank, by its worker's scribe
 //!          -> acknowledged in a step's end -> manifest.json -> step-X/          rank 0
 //! list -> which count -> verify -> the newest usable -> load into any layout
 //! ```
 //! A checkpoint exists if and only if its manifest does and every piece's BLAKE3 matches.
 
 pub mod best;
+pub mod desk;
 mod disk;
 pub mod fence;
 mod grow;
 mod load;
+pub mod look;
 mod manifest;
 pub(crate) mod safetensors;
+pub mod scribe;
 pub(crate) mod staging;
 pub(crate) mod values;
 mod write;
 pub mod writer;
 
+pub use desk::Desk;
 pub use disk::{Disk, Effect, EndsAfter, Faults, NewFile};
 pub use grow::{Growth, grow, grown};
 pub(crate) use load::Shards;

@@ -9,10 +9,11 @@ use super::fence::{self, FenceError, aside_name, staging_name};
 use super::manifest::manifest_in;
 use super::{Disk, best, list, seal};
 use crate::state::rank::place;
-use crate::state::slots::Slot;
+use crate::state::slot::Slot;
 use crate::state::snapshot::{ShardRun, shard_runs};
 use moejob_kernels::DType;
-use moejob_protocol::CheckpointManifest;
+use moejob_protocol::config::Precision;
+use moejob_protocol::{CheckpointManifest, WorkerConfig};
 use moejob_protocol::checkpoint::{
     CHECKPOINT_VERSION, FileEntry, Piece, ScaleEntry, TensorEntry, directory_name,
 };
@@ -55,6 +56,27 @@ struct Written {
 }
 
 impl Identity {
+    /// Of the rank that `config` names.
+    pub fn of(config: &WorkerConfig, data_fingerprint: &str) -> Identity {
+        let training = &config.training;
+        Identity {
+            job_uid: config.job_uid.clone(),
+            job_name: config.job_name.clone(),
+            attempt: config.attempt,
+            rank: config.rank.unwrap_or_default(),
+            model: config.model.clone(),
+            params: config.model.params(),
+            layout: config.layout.clone(),
+            spec_hash: config.checkpoint.spec_hash.clone(),
+            data_fingerprint: data_fingerprint.to_string(),
+            seed: training.seed,
+            tokens_per_step: training.tokens_per_step(),
+            float_bytes: if training.precision == Precision::Fp64 { 8 } else { 4 },
+            location: PathBuf::from(&config.checkpoint.location),
+            keep: config.checkpoint.keep,
+        }
+    }
+
     fn float(&self) -> DType {
         if self.float_bytes == 8 { DType::F64 } else { DType::F32 }
     }

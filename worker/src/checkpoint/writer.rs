@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! shard(step), commit(step) -> a queue -> tried until it is done, given up, or fenced
+//!                                `-> each change is told
 //! ```
 //! Nothing here waits for storage but the thread itself: `progress` and `cancel` take a lock that
 //! is never held over an effect.
@@ -9,14 +10,15 @@
 use super::fence::{Claiming, FenceError, tidy};
 use super::write::{Committed, Identity, WriteError, commit, prune, write_shard};
 use super::Disk;
-use crate::state::slots::Slot;
+use crate::state::slot::Reading;
+use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// What the writer has done so far.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
     /// Steps in the newest shard that is durable.
     pub written: u64,
@@ -24,36 +26,48 @@ pub struct Progress {
     pub committed: u64,
     /// Of the newest checkpoint whose shards have gone: it will never be.
     pub vanished: u64,
-    /// Steps of the checkpoints removed since, as more than `keep`.
+    /// Steps of the checkpoints removed, as more than `keep`, since the last telling.
     pub removed: Vec<u64>,
     /// What no other try can help.
     pub error: Option<String>,
     /// Why storage fails at present; another try is under way.
     pub trouble: Option<String>,
     pub fenced_by: Option<u32>,
+    /// Shards and commits that are not done.
+    pub jobs: usize,
+    /// On rank 0: shards that are durable here, of which no commit is known.
+    pub uncommitted: usize,
+    /// Nothing is under way, and nothing more will be.
+    pub ended: bool,
 }
 
-/// What goes before the first commit and before each one.
-#[derive(Debug, Default)]
-pub struct Before {
-    /// Rank 0's claim, where it is not there yet; whoever made it holds the lock while it tries.
-    pub claiming: Option<Arc<Mutex<Claiming>>>,
-    /// Makes the records so far durable.
-    pub records: Option<Flush>,
-}
-
-/// Waits for a bounded time until records are durable.
-pub struct Flush(pub Box<dyn Fn() + Send>);
-
-impl std::fmt::Debug for Flush {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Flush")
+impl Progress {
+    pub fn rest(&self) -> Rest {
+        match self {
+            _ if self.ended || self.fenced_by.is_some() => Rest::Nothing,
+            _ if self.jobs > 0 => Rest::Jobs,
+            _ if self.uncommitted > 0 => Rest::Commits,
+            _ => Rest::Nothing,
+        }
     }
 }
 
-#[derive(Clone)]
+/// What a writer has left to do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Rest {
+    #[default]
+    Nothing,
+    /// Shards to be written, or commits that were ordered.
+    Jobs,
+    /// Its shards are durable: checkpoints of which it was not said whether all ranks' are.
+    Commits,
+}
+
+/// Hears of each change, under the writer's lock: it must not call the writer, nor wait.
+pub type OnChange = Box<dyn Fn(&mut Progress) + Send>;
+
 enum Job {
-    Shard { step: u64, bytes: Arc<Slot> },
+    Shard { step: u64, bytes: Reading },
     Commit { step: u64 },
 }
 
@@ -75,16 +89,33 @@ pub struct Writer {
     thread: Option<JoinHandle<()>>,
 }
 
-#[derive(Debug, Default)]
+impl State {
+    /// After each change of anything that is told.
+    fn tell(&mut self) {
+        let over = self.progress.committed.max(self.progress.vanished).max(self.given_up);
+        self.uncommitted.retain(|step| *step > over);
+        self.progress.jobs = self.jobs.len() + usize::from(self.busy);
+        self.progress.uncommitted = self.uncommitted.len();
+        (self.on_change)(&mut self.progress);
+    }
+}
+
+#[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
 }
 
-#[derive(Default)]
 struct State {
     progress: Progress,
+    on_change: OnChange,
     jobs: VecDeque<Job>,
+    /// The thread has taken a job off the queue and has not done it yet.
+    busy: bool,
+    /// It commits what all ranks have written.
+    is_first: bool,
+    /// There: shards that were accepted, of which no commit is known.
+    uncommitted: Vec<u64>,
     /// Work on checkpoints of up to this step is dropped.
     given_up: u64,
     cancelled: bool,
@@ -116,25 +147,44 @@ impl Shared {
 
 impl Writer {
     /// Starts the thread. A try that failed is followed by another after `retry`, doubled each
-    /// time up to [`DOUBLINGS_MAX`] times.
+    /// time up to [`DOUBLINGS_MAX`] times. `claiming` is rank 0's claim, where it may not be there
+    /// yet; whoever made it holds the lock while it tries.
     ///
     /// # Errors
     /// No thread could be started.
     pub fn start(
         identity: Identity,
         disk: Disk,
-        before: Before,
+        claiming: Option<Arc<Mutex<Claiming>>>,
         retry: Duration,
+        on_change: OnChange,
     ) -> std::io::Result<Writer> {
-        let shared = Arc::<Shared>::default();
+        let state = State {
+            progress: Progress::default(),
+            on_change,
+            jobs: VecDeque::new(),
+            busy: false,
+            is_first: identity.rank == 0,
+            uncommitted: Vec::new(),
+            given_up: 0,
+            cancelled: false,
+            closing: false,
+            renaming: false,
+        };
+        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
         let theirs = Arc::clone(&shared);
-        let work = move || Work { identity, disk, before, retry, shared: theirs }.run();
+        let work = move || Work { identity, disk, claiming, retry, shared: theirs }.run();
         let thread = std::thread::Builder::new().name("checkpoint".to_string()).spawn(work)?;
         Ok(Writer { shared, thread: Some(thread) })
     }
 
     /// Writes this rank's shard of `step`.
-    pub fn shard(&self, step: u64, bytes: Arc<Slot>) {
+    pub fn shard(&self, step: u64, bytes: Reading) {
+        let mut state = self.shared.lock();
+        if state.is_first {
+            state.uncommitted.push(step);
+        }
+        drop(state);
         self.push(Job::Shard { step, bytes });
     }
 
@@ -143,8 +193,26 @@ impl Writer {
         self.push(Job::Commit { step });
     }
 
+    /// All ranks have written what they were given: commits what was not committed.
+    pub fn commit_rest(&self) {
+        let rest = self.shared.lock().uncommitted.clone();
+        let ordered = |state: &State, step| {
+            state.jobs.iter().any(|job| matches!(job, Job::Commit { step: of } if *of == step))
+        };
+        for step in rest {
+            if !ordered(&self.shared.lock(), step) {
+                self.commit(step);
+            }
+        }
+    }
+
     fn push(&self, job: Job) {
-        self.shared.lock().jobs.push_back(job);
+        let mut state = self.shared.lock();
+        if !state.cancelled {
+            state.jobs.push_back(job);
+            state.tell();
+        }
+        drop(state);
         self.shared.changed.notify_all();
     }
 
@@ -153,6 +221,7 @@ impl Writer {
         let mut state = self.shared.lock();
         state.given_up = state.given_up.max(step);
         state.jobs.retain(|job| job.step() > step);
+        state.tell();
         drop(state);
         self.shared.changed.notify_all();
     }
@@ -161,9 +230,23 @@ impl Writer {
         self.shared.lock().progress.clone()
     }
 
-    /// The checkpoints removed since this was last asked.
-    pub fn take_removed(&self) -> Vec<u64> {
-        std::mem::take(&mut self.shared.lock().progress.removed)
+    /// What is left of what it was given.
+    pub fn rest(&self) -> Rest {
+        let state = self.shared.lock();
+        if state.cancelled { Rest::Nothing } else { state.progress.rest() }
+    }
+
+    /// Another one hears of each change from now on, and first of how things stand.
+    pub fn tell_to(&self, on_change: OnChange) {
+        let mut state = self.shared.lock();
+        state.on_change = on_change;
+        state.tell();
+    }
+
+    /// From now on nothing is begun; a rename that is under way may still happen.
+    pub fn stop(&self) {
+        self.shared.lock().cancelled = true;
+        self.shared.changed.notify_all();
     }
 
     /// From now on nothing is committed; what is committed already is told by `progress`. Only a
@@ -171,12 +254,17 @@ impl Writer {
     /// attempt finds it, or its claim rules it out.
     pub fn cancel(&self) {
         let end = Instant::now() + RENAME_MAX;
+        self.stop();
         let mut state = self.shared.lock();
-        state.cancelled = true;
-        self.shared.changed.notify_all();
         while state.renaming && Instant::now() < end {
             state = self.shared.wait(state, end - Instant::now());
         }
+    }
+
+    /// What was asked for is done, once, and then the thread ends.
+    pub fn close(&self) {
+        self.shared.lock().closing = true;
+        self.shared.changed.notify_all();
     }
 
     /// Waits until everything asked for is done, or until `at_most` has passed: then the thread is
@@ -184,8 +272,7 @@ impl Writer {
     pub fn finish(&mut self, at_most: Duration) {
         const LOOK: Duration = Duration::from_millis(1);
         let end = Instant::now() + at_most;
-        self.shared.lock().closing = true;
-        self.shared.changed.notify_all();
+        self.close();
         let Some(thread) = self.thread.take() else { return };
         while !thread.is_finished() {
             if Instant::now() >= end {
@@ -215,9 +302,20 @@ const IDLE: Duration = Duration::from_secs(30);
 struct Work {
     identity: Identity,
     disk: Disk,
-    before: Before,
+    claiming: Option<Arc<Mutex<Claiming>>>,
     retry: Duration,
     shared: Arc<Shared>,
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        (state.busy, state.renaming, state.progress.ended) = (false, false, true);
+        state.jobs.clear();
+        state.tell();
+        drop(state);
+        self.shared.changed.notify_all();
+    }
 }
 
 impl Work {
@@ -236,6 +334,7 @@ impl Work {
                     }
                     Err(Failed::Storage(why)) => {
                         state.progress.trouble = Some(why);
+                        state.tell();
                         self.shared.changed.notify_all();
                         if self.rests(state, &job, pause) {
                             pause = (2 * pause).min(self.retry * (1 << DOUBLINGS_MAX));
@@ -244,9 +343,14 @@ impl Work {
                         break;
                     }
                 }
-                self.shared.changed.notify_all();
                 break;
             }
+            // Whoever waits for the slot finds it free when the job is told as done.
+            drop(job);
+            let mut state = self.shared.lock();
+            state.busy = false;
+            state.tell();
+            self.shared.changed.notify_all();
         }
     }
 
@@ -257,11 +361,14 @@ impl Work {
             if state.cancelled {
                 return None;
             }
-            match state.jobs.pop_front() {
-                Some(job) => return Some(job),
-                None if state.closing => return None,
-                None => state = self.shared.wait(state, IDLE),
+            if let Some(job) = state.jobs.pop_front() {
+                state.busy = true;
+                return Some(job);
             }
+            if state.closing {
+                return None;
+            }
+            state = self.shared.wait(state, IDLE);
         }
     }
 
@@ -302,18 +409,17 @@ impl Work {
 
     fn commit(&mut self, step: u64) -> Result<(), Failed> {
         let location = &self.identity.location;
-        if let Some(claiming) = &self.before.claiming {
+        if let Some(claiming) = &self.claiming {
             let mut claiming = claiming.lock().unwrap_or_else(PoisonError::into_inner);
             if !claiming.is_done() {
+                // What others have committed since this attempt began to train still counts.
+                claiming.be_late();
                 claiming.go(&self.disk, location)?;
                 // What earlier attempts left only takes room.
                 let _ = tidy(&self.disk, location, self.identity.attempt);
             }
         }
-        self.before.claiming = None;
-        if let Some(Flush(flush)) = &self.before.records {
-            flush();
-        }
+        self.claiming = None;
         let last_word = || {
             let mut state = self.shared.lock();
             state.renaming = !state.cancelled;
@@ -323,16 +429,23 @@ impl Work {
         let mut state = self.shared.lock();
         state.renaming = false;
         match committed {
-            Committed::Yes => state.progress.committed = step,
+            Committed::Yes => {
+                state.progress.committed = state.progress.committed.max(step);
+            }
             Committed::No => {}
             Committed::Vanished => state.progress.vanished = step,
         }
+        state.tell();
         drop(state);
         self.shared.changed.notify_all();
         if committed == Committed::Yes {
             // What could not be removed is looked at again after the next commit.
             match prune(&self.disk, &self.identity) {
-                Ok(removed) => self.shared.lock().progress.removed.extend(removed),
+                Ok(removed) => {
+                    let mut state = self.shared.lock();
+                    state.progress.removed.extend(removed);
+                    state.tell();
+                }
                 Err(FenceError::Fenced { claimed, .. }) => return Err(Failed::Fenced(claimed)),
                 Err(FenceError::Io { .. }) => {}
             }

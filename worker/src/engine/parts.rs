@@ -13,9 +13,10 @@ use crate::engine::buckets::{Places, master};
 use crate::engine::handles::slice;
 use crate::engine::model::Model;
 use crate::failure::chain;
+use crate::state::copy::copy;
 use crate::state::rank::{DeviceFailed, Normal, RankState, StateTable};
 use moejob_kernels::{
-    Buffer, Cast, DType, Fill, InitNormal, JoinMaster, LossScale, Master, SplitMaster,
+    Buffer, Cast, DType, Device, Fill, InitNormal, JoinMaster, LossScale, Master, SplitMaster,
 };
 use moejob_protocol::checkpoint::{Part, ScaleEntry};
 use std::ops::Range;
@@ -203,7 +204,10 @@ impl RankState for Model {
             }
             let from = Model::target(kept, stage).reinterpret(DType::U8);
             let into = &mut into[first * size..first * size + from.len()];
-            model.device.read(from, into);
+            match &model.device {
+                Device::Cpu(cpu) => copy(cpu.slice(from), into),
+                device => device.read(from, into),
+            }
         });
     }
 
@@ -211,7 +215,11 @@ impl RankState for Model {
         let (kept, size) = (self.kept(part, index, &elements), self.table().stored.size());
         self.staged(&kept, |model, first, kept, stage| {
             let to = Model::target(kept, stage).reinterpret(DType::U8);
-            model.device.write(to, &from[first * size..first * size + to.len()]);
+            let from = &from[first * size..first * size + to.len()];
+            match &mut model.device {
+                Device::Cpu(cpu) => copy(from, cpu.slice_mut(to)),
+                device => device.write(to, from),
+            }
             model.settle(kept, stage);
         });
     }

@@ -10,6 +10,8 @@ pub struct StepEnd {
     pub stop_after_this_step: bool,
     /// Rank 0's word that state is to be copied to memory.
     pub snapshot_now: bool,
+    /// This rank's worker still writes checkpoints of the attempt before.
+    pub earlier: bool,
     /// A higher attempt that rank 0 has seen in storage; 0: none.
     pub fenced_by: u32,
     /// Steps in the newest checkpoint whose shard this rank has made durable.
@@ -46,7 +48,8 @@ impl StepEnd {
         }
         let flags = u32::from(self.checkpoint_now)
             | u32::from(self.stop_after_this_step) << 1
-            | u32::from(self.snapshot_now) << 2;
+            | u32::from(self.snapshot_now) << 2
+            | u32::from(self.earlier) << 3;
         let mut out = Vec::with_capacity(HEAD_BYTES + error.len());
         out.extend_from_slice(&flags.to_le_bytes());
         out.extend_from_slice(&self.fenced_by.to_le_bytes());
@@ -74,13 +77,14 @@ impl StepEnd {
         let (committed, rest) = rest.split_first_chunk::<8>()?;
         let (given_up, error) = rest.split_first_chunk::<8>()?;
         let flags = u32::from_le_bytes(*flags);
-        if flags > 7 || error.len() > ERROR_BYTES_MAX {
+        if flags > 15 || error.len() > ERROR_BYTES_MAX {
             return None;
         }
         Some(StepEnd {
             checkpoint_now: flags & 1 != 0,
             stop_after_this_step: flags & 2 != 0,
             snapshot_now: flags & 4 != 0,
+            earlier: flags & 8 != 0,
             fenced_by: u32::from_le_bytes(*fenced_by),
             written: u64::from_le_bytes(*written),
             committed: u64::from_le_bytes(*committed),
@@ -100,6 +104,7 @@ mod tests {
             checkpoint_now: true,
             stop_after_this_step: false,
             snapshot_now: true,
+            earlier: true,
             fenced_by: 7,
             written: 40,
             committed: u64::MAX,

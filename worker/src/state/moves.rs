@@ -2,9 +2,12 @@
 //!
 //! ```text
 //! table x earlier owners x needs of this layout --Moves::plan--> pieces, by exchange and peer
-//! exchange: each peer's pieces one after the other -> into place
+//! of the own worker:  slot -> into place
+//! of others:          exchange: each peer's pieces one after the other -> into place
 //! ```
-//! The table is walked once. Both ends of a piece plan it alike, so nothing but bytes travels.
+//! The table is walked once. Both ends of a piece plan it alike, so nothing but bytes travels. What
+//! the memory of the own worker holds, be it from this rank or from another one of the worker, is
+//! read where it lies: it is copied once.
 
 use crate::gang::comm::{Comm, CommError};
 use crate::state::rank::{RankState, StateTable, intersect};
@@ -165,9 +168,9 @@ impl Run {
     }
 }
 
-/// Fills this rank's state from shards of an earlier layout that lie in the members' memory.
-/// `held` gives the bytes of the shards that `sources` asks of this rank. What came counts once the
-/// state was finished.
+/// Fills this rank's state from shards of an earlier layout that lie in the members' memory. `held`
+/// gives the bytes of the shards that `sources` asks of the ranks that `is_near`: those whose
+/// worker is this one's, and this rank itself. What came counts once the state was finished.
 ///
 /// # Errors
 /// A peer is lost.
@@ -176,15 +179,23 @@ pub fn scatter<B: Deref<Target = [u8]>>(
     comm: &mut Comm,
     earlier: &Layout,
     sources: &[ShardSource],
+    is_near: impl Fn(u32) -> bool,
     held: impl Fn(u32) -> Arc<B>,
 ) -> Result<(), CommError> {
-    let table = state.table();
-    let (moves, me) = (Moves::plan(&table, earlier, sources), table.rank);
-    let own = sources.iter().filter(|source| source.from == me);
+    let moves = Moves::plan(&state.table(), earlier, sources);
+    let near = sources.iter().filter(|source| is_near(source.from));
     let shards: BTreeMap<u32, Arc<B>> =
-        own.map(|source| (source.shard, held(source.shard))).collect();
+        near.map(|source| (source.shard, held(source.shard))).collect();
     for exchange in &moves.exchanges {
-        move_some(state, comm, exchange, &shards)?;
+        let near = exchange.incoming.iter().filter(|(from, _)| is_near(**from));
+        for piece in near.flat_map(|(_, pieces)| pieces) {
+            let bytes = &shards[&piece.shard][piece.bytes.clone()];
+            state.write(piece.part, piece.index, piece.elements.clone(), bytes);
+        }
+    }
+    // The same for all: whose layout and sources are the same plan the same exchanges.
+    for exchange in &moves.exchanges {
+        move_some(state, comm, exchange, &is_near, &shards)?;
     }
     Ok(())
 }
@@ -193,6 +204,7 @@ fn move_some<B: Deref<Target = [u8]>>(
     state: &mut impl RankState,
     comm: &mut Comm,
     exchange: &Exchange,
+    is_near: &impl Fn(u32) -> bool,
     shards: &BTreeMap<u32, Arc<B>>,
 ) -> Result<(), CommError> {
     let joined = |pieces: &Vec<Piece>| {
@@ -202,10 +214,15 @@ fn move_some<B: Deref<Target = [u8]>>(
         }
         bytes
     };
+    let far = |peers: &BTreeMap<u32, Vec<Piece>>| -> Vec<u32> {
+        peers.keys().copied().filter(|peer| !is_near(*peer)).collect()
+    };
+    let outgoing = far(&exchange.outgoing).into_iter();
     let outgoing: Vec<(u32, Vec<u8>)> =
-        exchange.outgoing.iter().map(|(to, pieces)| (*to, joined(pieces))).collect();
+        outgoing.map(|to| (to, joined(&exchange.outgoing[&to]))).collect();
+    let incoming = far(&exchange.incoming).into_iter();
     let mut incoming: Vec<(u32, Vec<u8>)> =
-        exchange.incoming.iter().map(|(from, pieces)| (*from, vec![0; len_of(pieces)])).collect();
+        incoming.map(|from| (from, vec![0; len_of(&exchange.incoming[&from])])).collect();
     let sends: Vec<(u32, &[u8])> =
         outgoing.iter().map(|(to, bytes)| (*to, bytes.as_slice())).collect();
     let mut receives: Vec<(u32, &mut [u8])> =

@@ -1,216 +1,74 @@
 //! The snapshots of one worker, in memory that outlives its engines.
 //!
 //! ```text
-//! a slot: u32 state | u32 confirmed | u32 attempt | u32 shard | u64 step | u64 use | 32: checksum
-//!         | f64 loss scale, 0: none | u32 steps with it | 4096: bytes
+//! fill -> complete -> lent to the checkpoint writer, summed, handed over to be resumed from
 //! ```
-//! A slot is a file in memory that worker and engine both map. What it holds stands in it, so the
-//! worker knows what could be resumed from without a word of an engine that has just died, and a
-//! shard that was half cut is none: its state says so until its last byte is there. A device that
-//! copies into it can also write there by mistake, at any later time. So a checksum is made when a
-//! shard is complete, and compared before anybody resumes from it.
+//! Slots are bounded in number. Without a free one a snapshot is left out, and nothing waits.
 
-use crate::gang::memory::Mapping;
-use moejob_protocol::checkpoint::ScaleEntry;
+use crate::state::slot::{Filling, FREE, GONE, Label, Reading, Slot, Sums};
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::Held;
-use rustix::fd::{BorrowedFd, OwnedFd};
+use rustix::fd::OwnedFd;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
-use std::ops::Deref;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-const STATE: usize = 0;
-const CONFIRMED: usize = 4;
-const ATTEMPT: usize = 8;
-const SHARD: usize = 12;
-const STEP: usize = 16;
-const USE: usize = 24;
-const CHECKSUM: usize = 32;
-const SCALE: usize = 64;
-const GOOD_STEPS: usize = 72;
-const BYTES: usize = 4096;
-
-/// Of nobody: it can be filled.
-const FREE: u32 = 0;
-const FILLING: u32 = 1;
-const COMPLETE: u32 = 2;
-/// Given up by its engine, so that the worker lets go of it, too.
-const GONE: u32 = 3;
-
-/// A shard in memory; its bytes stay as long as somebody holds it.
-#[derive(Debug)]
-pub struct Slot(Mapping);
-
-/// Which shard of which state a slot holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Label {
-    attempt: u32,
-    /// Steps done.
-    step: u64,
-    /// Rank of that attempt's layout.
-    shard: u32,
-}
-
-impl Slot {
-    /// A copy of the state that is no snapshot: nobody resumes from it.
-    ///
-    /// # Errors
-    /// Those of `fill`.
-    pub fn private<E>(
-        len: usize,
-        loss_scale: Option<ScaleEntry>,
-        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
-    ) -> Result<Arc<Slot>, E> {
-        let slot = Slot(Mapping::private(BYTES + len));
-        slot.set_loss_scale(loss_scale);
-        // SAFETY: nobody else knows of the mapping.
-        fill(unsafe { slot.0.bytes_mut(BYTES) })?;
-        Ok(Arc::new(slot))
-    }
-
-    pub fn file(&self) -> Option<BorrowedFd<'_>> {
-        self.0.file()
-    }
-
-    fn state(&self) -> &AtomicU32 {
-        self.0.word(STATE)
-    }
-
-    fn is(&self, state: u32) -> bool {
-        self.state().load(Ordering::SeqCst) == state
-    }
-
-    fn bytes_len(&self) -> usize {
-        self.0.len() - BYTES
-    }
-
-    fn is_confirmed(&self) -> bool {
-        self.0.word(CONFIRMED).load(Ordering::SeqCst) == 1
-    }
-
-    /// That of the state, where its job has one.
-    pub fn loss_scale(&self) -> Option<ScaleEntry> {
-        let scale = f64::from_bits(self.0.long(SCALE).load(Ordering::SeqCst));
-        let good_steps = self.0.word(GOOD_STEPS).load(Ordering::SeqCst);
-        (scale != 0.0).then_some(ScaleEntry { scale, good_steps })
-    }
-
-    fn set_loss_scale(&self, kept: Option<ScaleEntry>) {
-        let ScaleEntry { scale, good_steps } =
-            kept.unwrap_or(ScaleEntry { scale: 0.0, good_steps: 0 });
-        self.0.long(SCALE).store(scale.to_bits(), Ordering::SeqCst);
-        self.0.word(GOOD_STEPS).store(good_steps, Ordering::SeqCst);
-    }
-
-    /// Its bytes are those that were complete once.
-    pub fn is_sound(&self) -> bool {
-        let mut kept = [0; 32];
-        self.0.read(CHECKSUM, &mut kept);
-        self.label().is_some_and(|label| checksum(label, self.loss_scale(), self) == kept)
-    }
-
-    /// What it holds, when that is whole. It may be filled anew while we look.
-    fn label(&self) -> Option<Label> {
-        let used = || self.0.long(USE).load(Ordering::SeqCst);
-        let before = used();
-        let whole = self.is(COMPLETE);
-        let label = self.written();
-        (whole && self.is(COMPLETE) && used() == before).then_some(label)
-    }
-
-    fn written(&self) -> Label {
-        Label {
-            attempt: self.0.word(ATTEMPT).load(Ordering::SeqCst),
-            step: self.0.long(STEP).load(Ordering::SeqCst),
-            shard: self.0.word(SHARD).load(Ordering::SeqCst),
-        }
-    }
-}
-
-/// Bytes that one thread hashes at a time.
-const CHECKSUM_CHUNK: usize = 4 << 20;
-/// Threads that hash at once: together they read about as fast as memory gives.
-const CHECKSUM_THREADS_MAX: usize = 8;
-
-/// BLAKE3 of the label and of the hashes of all chunks, which several threads make.
-fn checksum(label: Label, loss_scale: Option<ScaleEntry>, bytes: &[u8]) -> [u8; 32] {
-    let chunks: Vec<&[u8]> = bytes.chunks(CHECKSUM_CHUNK).collect();
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = cores.min(CHECKSUM_THREADS_MAX).min(chunks.len()).max(1);
-    let hashed = |own: &[&[u8]]| -> Vec<blake3::Hash> {
-        own.iter().map(|chunk| blake3::hash(chunk)).collect()
-    };
-    let mut parts = chunks.chunks(chunks.len().div_ceil(threads).max(1));
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(&label.attempt.to_le_bytes());
-    hasher.update(&label.step.to_le_bytes());
-    hasher.update(&label.shard.to_le_bytes());
-    hasher.update(&(bytes.len() as u64).to_le_bytes());
-    if let Some(ScaleEntry { scale, good_steps }) = loss_scale {
-        hasher.update(&scale.to_le_bytes());
-        hasher.update(&good_steps.to_le_bytes());
-    }
-    std::thread::scope(|scope| {
-        let first = parts.next().unwrap_or_default();
-        let others: Vec<_> = parts.map(|own| scope.spawn(move || hashed(own))).collect();
-        let mut all = hashed(first);
-        for other in others {
-            all.extend(other.join().expect("hashing does not panic"));
-        }
-        for hash in all {
-            hasher.update(hash.as_bytes());
-        }
-    });
-    *hasher.finalize().as_bytes()
-}
-
-impl Deref for Slot {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        // SAFETY: whoever holds a slot beside its pool keeps it from being filled (`Memory::fill`
-        // looks at the count), and a slot is handed out only after it was filled.
-        unsafe { self.0.bytes(BYTES) }
-    }
-}
-
-/// A slot that is being filled by its only user.
-#[derive(Debug)]
-pub struct Filling(Arc<Slot>);
-
-impl Filling {
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: `Memory::fill` took it from a pool in which nobody else held it, and nobody reads
-        // a slot in this state.
-        unsafe { self.0.0.bytes_mut(BYTES) }
-    }
-
-    /// What goes with the bytes.
-    pub fn set_loss_scale(&mut self, kept: Option<ScaleEntry>) {
-        self.0.set_loss_scale(kept);
-    }
-
-    /// From now on it can be resumed from.
-    pub fn complete(self) -> Arc<Slot> {
-        let made = checksum(self.0.written(), self.0.loss_scale(), &self.0);
-        self.0.0.write(CHECKSUM, &made);
-        self.0.state().store(COMPLETE, Ordering::SeqCst);
-        self.0
-    }
-}
+/// Slots of one shard that may be in use at once, unless [`Memory::set_bounds`] says otherwise: the
+/// newest state that is whole everywhere, the next one, and one that a checkpoint is written from.
+const IN_USE_MAX: usize = 3;
 
 /// The slots of a worker, or those of them that one of its engines knows. A clone is the same.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct Memory(Arc<Inner>);
 
-#[derive(Default)]
+impl Default for Memory {
+    fn default() -> Memory {
+        let (sums, complete) = channel();
+        let thread = std::thread::Builder::new().name("sums".to_string());
+        // Without the thread no snapshot is resumed from: the job goes on from its checkpoints.
+        if let Err(error) = thread.spawn(move || sum_all(&complete)) {
+            tracing::error!(%error, "no thread for checksums of snapshots");
+        }
+        Memory(Arc::new(Inner::new(None, Some(Mutex::new(sums)))))
+    }
+}
+
+impl Inner {
+    fn new(announce: Option<Announce>, sums: Option<Mutex<Sums>>) -> Inner {
+        let (in_use_max, spare) = (AtomicUsize::new(IN_USE_MAX), AtomicUsize::new(0));
+        let (slots, borrowed) = (Mutex::default(), Mutex::default());
+        Inner { slots, borrowed, announce, sums, in_use_max, spare }
+    }
+
+    fn sums(&self) -> Option<Sums> {
+        let sums = self.sums.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(sums.clone())
+    }
+}
+
+fn sum_all(complete: &Receiver<Weak<Slot>>) {
+    while let Ok(slot) = complete.recv() {
+        // One that was given up meanwhile is of no interest.
+        if let Some(slot) = slot.upgrade().filter(|slot| !slot.is_summed()) {
+            slot.sum();
+        }
+    }
+}
+
 struct Inner {
     slots: Mutex<Vec<Arc<Slot>>>,
+    /// In an engine: slots of others of its worker, to be read until they are given back.
+    borrowed: Mutex<Vec<Arc<Slot>>>,
     /// Tells the worker of a slot that its engine has made.
     announce: Option<Announce>,
+    /// Where checksums are made; an engine in a process of its own leaves them to its worker.
+    sums: Option<Mutex<Sums>>,
+    in_use_max: AtomicUsize,
+    /// Free slots of a shard that are kept for the next checkpoint.
+    spare: AtomicUsize,
 }
 
 type Announce = Box<dyn Fn(&Slot) + Send + Sync>;
@@ -225,7 +83,7 @@ impl Memory {
     /// The view of an engine in a process of its own.
     pub fn of_engine(announce: impl Fn(&Slot) + Send + Sync + 'static) -> Memory {
         let announce: Announce = Box::new(announce);
-        Memory(Arc::new(Inner { slots: Mutex::default(), announce: Some(announce) }))
+        Memory(Arc::new(Inner::new(Some(announce), None)))
     }
 
     /// No code panics while it holds the lock.
@@ -238,12 +96,32 @@ impl Memory {
     /// # Errors
     /// It is none.
     pub fn adopt(&self, file: OwnedFd) -> io::Result<()> {
-        let slot = Slot(Mapping::attach(file)?);
-        if slot.0.len() < BYTES {
-            return Err(io::Error::other("memory that is no slot"));
-        }
-        self.slots().push(Arc::new(slot));
+        self.slots().push(Arc::new(Slot::attach(file)?));
         Ok(())
+    }
+
+    /// Reads a slot that another engine of the worker fills.
+    ///
+    /// # Errors
+    /// It is none.
+    pub fn borrow(&self, file: OwnedFd) -> io::Result<()> {
+        self.borrowed().push(Arc::new(Slot::attach(file)?));
+        Ok(())
+    }
+
+    fn borrowed(&self) -> MutexGuard<'_, Vec<Arc<Slot>>> {
+        self.0.borrowed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What others fill is not read any more.
+    pub fn give_borrowed_back(&self) {
+        retain(&mut self.borrowed(), |_| false);
+    }
+
+    /// How many slots of one shard may be in use at once, and how many free ones are kept.
+    pub fn set_bounds(&self, in_use_max: usize, spare: usize) {
+        self.0.in_use_max.store(in_use_max, Ordering::Relaxed);
+        self.0.spare.store(spare, Ordering::Relaxed);
     }
 
     /// What could be resumed from here, oldest first.
@@ -263,13 +141,15 @@ impl Memory {
 
     pub fn shard(&self, attempt: u32, step: u64, shard: u32) -> Option<Arc<Slot>> {
         let wanted = Some(Label { attempt, step, shard });
-        self.slots().iter().find(|slot| slot.label() == wanted).cloned()
+        let of_wanted = |slot: &&Arc<Slot>| slot.label() == wanted;
+        let own = self.slots().iter().find(of_wanted).cloned();
+        own.or_else(|| self.borrowed().iter().find(of_wanted).cloned())
     }
 
     /// Lets go of a shard whose bytes are not those that were complete; the worker does, too.
     pub fn give_up(&self, attempt: u32, step: u64, shard: u32) {
         let damaged = Some(Label { attempt, step, shard });
-        self.slots().retain(|slot| {
+        retain(&mut self.slots(), |slot| {
             let goes = slot.label() == damaged;
             if goes {
                 slot.state().store(GONE, Ordering::SeqCst);
@@ -280,7 +160,7 @@ impl Memory {
 
     /// An attempt begins. What it resumes from stays, and what the plan may have thought of using.
     pub fn begin(&self, resume: &Resume) {
-        self.slots().retain(|slot| match (slot.label(), resume) {
+        retain(&mut self.slots(), |slot| match (slot.label(), resume) {
             (None, _) => false,
             (Some(label), Resume::Memory { step, attempt, .. }) => {
                 (label.attempt, label.step) == (*attempt, *step)
@@ -291,7 +171,8 @@ impl Memory {
 
     /// Everything goes; what is needed again comes from the worker.
     pub fn clear(&self) {
-        self.slots().clear();
+        retain(&mut self.slots(), |_| false);
+        self.give_borrowed_back();
     }
 
     /// Every rank has finished its snapshot of `step` of `attempt`: a later collective succeeded,
@@ -299,7 +180,7 @@ impl Memory {
     pub fn confirm(&self, attempt: u32, step: u64) {
         for slot in self.slots().iter() {
             if slot.label().is_some_and(|of| (of.attempt, of.step) == (attempt, step)) {
-                slot.0.word(CONFIRMED).store(1, Ordering::SeqCst);
+                slot.confirmed().store(1, Ordering::SeqCst);
             }
         }
     }
@@ -318,42 +199,91 @@ impl Memory {
         }
     }
 
-    /// A slot of `len` bytes for a shard: one that is free, or a new one.
+    /// A slot of `len` bytes for a shard: one that is free, or a new one. None where as many of
+    /// that shard as may be are in use.
     ///
     /// # Errors
     /// The system has no memory for it.
-    pub fn fill(&self, attempt: u32, step: u64, shard: u32, len: usize) -> io::Result<Filling> {
+    pub fn fill(
+        &self,
+        attempt: u32,
+        step: u64,
+        shard: u32,
+        len: usize,
+    ) -> io::Result<Option<Filling>> {
         let mut slots = self.slots();
-        let usable = |slot: &&Arc<Slot>| {
-            // One that a checkpoint is still written from is held there, too.
-            slot.is(FREE) && slot.bytes_len() == len && Arc::strong_count(slot) == 1
-        };
-        let slot = match slots.iter().find(usable) {
-            Some(slot) => Arc::clone(slot),
-            None => {
-                let slot = Slot(Mapping::shared("moejob-snapshot", BYTES + len)?);
-                let slot = Arc::new(slot);
-                slots.push(Arc::clone(&slot));
-                if let Some(announce) = &self.0.announce {
-                    announce(&slot);
-                }
-                slot
+        let label = Label { attempt, step, shard };
+        let in_use = |slot: &&Arc<Slot>| slot.written().shard == shard && !is_unused(slot);
+        if slots.iter().filter(in_use).count() >= self.0.in_use_max.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let usable = |slot: &&Arc<Slot>| slot.bytes_len() == len && is_unused(slot);
+        let taken = slots.iter().filter(usable).find_map(|slot| {
+            Filling::take(slot, label, self.0.sums())
+        });
+        if taken.is_some() {
+            return Ok(taken);
+        }
+        let slot = Arc::new(Slot::new(len)?);
+        let filling = Filling::take(&slot, label, self.0.sums());
+        slots.push(Arc::clone(&slot));
+        if let Some(announce) = &self.0.announce {
+            announce(&slot);
+        }
+        Ok(filling)
+    }
+
+    /// Makes what a snapshot of `shards` (each with its bytes) will need and does not find, and
+    /// touches its pages, so that the snapshot need not. Takes its time: for a thread beside the
+    /// steps.
+    pub fn prepare(&self, shards: &[(u32, usize)]) {
+        for (shard, len) in shards {
+            let of_shard = |slot: &&Arc<Slot>| {
+                slot.written().shard == *shard && slot.bytes_len() == *len
+            };
+            if self.slots().iter().filter(of_shard).count() >= 2 {
+                continue;
             }
+            // Where there is no memory for it the snapshot will say so.
+            let Ok(slot) = Slot::fresh(*shard, *len) else { return };
+            let slot = Arc::new(slot);
+            self.slots().push(Arc::clone(&slot));
+            if let Some(announce) = &self.0.announce {
+                announce(&slot);
+            }
+        }
+    }
+
+    /// In the worker: takes over the reading of a slot that its engine has lent for a checkpoint.
+    pub fn lent(&self, attempt: u32, step: u64, shard: u32) -> Option<Reading> {
+        let wanted = Label { attempt, step, shard };
+        let slots = self.slots();
+        let slot = slots.iter().find(|slot| slot.is_read() && slot.written() == wanted);
+        slot.map(|slot| Reading::of_lent(Arc::clone(slot)))
+    }
+
+    /// In the worker, when the engine of rank `shard` is lost: what it has lent and nobody took
+    /// over is free again.
+    pub fn take_back(&self, shard: u32) {
+        let untaken = |slot: &&Arc<Slot>| {
+            slot.written().shard == shard && Arc::strong_count(slot) == 1
         };
-        slot.state().store(FILLING, Ordering::SeqCst);
-        slot.0.long(USE).fetch_add(1, Ordering::SeqCst);
-        slot.0.word(CONFIRMED).store(0, Ordering::SeqCst);
-        slot.0.word(ATTEMPT).store(attempt, Ordering::SeqCst);
-        slot.0.word(SHARD).store(shard, Ordering::SeqCst);
-        slot.0.long(STEP).store(step, Ordering::SeqCst);
-        slot.set_loss_scale(None);
-        Ok(Filling(slot))
+        for slot in self.slots().iter().filter(untaken) {
+            slot.readers().store(0, Ordering::SeqCst);
+        }
     }
 
     /// After a snapshot: slots that it had no use for are given back to the system.
     pub fn trim(&self) {
-        self.slots().retain(|slot| {
-            let surplus = slot.is(FREE) && Arc::strong_count(slot) == 1;
+        let spare = self.0.spare.load(Ordering::Relaxed);
+        let mut free: BTreeMap<(u32, usize), usize> = BTreeMap::new();
+        retain(&mut self.slots(), |slot| {
+            if !is_unused(slot) {
+                return true;
+            }
+            let of_shard = free.entry((slot.written().shard, slot.bytes_len())).or_default();
+            *of_shard += 1;
+            let surplus = *of_shard > spare;
             if surplus {
                 slot.state().store(GONE, Ordering::SeqCst);
             }
@@ -362,12 +292,17 @@ impl Memory {
     }
 
     /// In the worker, whenever an engine of `attempt` has changed something: lets go of what
-    /// engines gave up, and of earlier attempts' state once this one's is whole everywhere.
+    /// engines gave up, and of earlier attempts' state once this one's is whole everywhere. What
+    /// is complete gets its checksum.
     pub fn follow(&self, attempt: u32) {
         let mut slots = self.slots();
         let own = newest_confirmed(&slots).is_some_and(|(of, _)| of == attempt);
         let earlier = |slot: &Slot| slot.label().is_some_and(|label| label.attempt < attempt);
-        slots.retain(|slot| !slot.is(GONE) && !(own && earlier(slot)));
+        retain(&mut slots, |slot| !slot.is(GONE) && !(own && earlier(slot)));
+        let Some(sums) = self.0.sums() else { return };
+        for slot in slots.iter().filter(|slot| slot.label().is_some() && !slot.is_summed()) {
+            let _ = sums.send(Arc::downgrade(slot));
+        }
     }
 
     /// Shards of one state, as files to hand over.
@@ -380,18 +315,42 @@ impl Memory {
     }
 }
 
+/// Bytes from which on giving memory back takes long enough to be another thread's work.
+const LARGE: usize = 16 << 20;
+
+/// Keeps the slots that `stays` holds for. To give gigabytes back takes the kernel seconds, in
+/// which the worker would hear and say nothing, and an engine would do no step.
+fn retain(slots: &mut Vec<Arc<Slot>>, mut stays: impl FnMut(&Arc<Slot>) -> bool) {
+    let gone: Vec<Arc<Slot>> = slots.extract_if(.., |slot| !stays(slot)).collect();
+    if gone.iter().map(|slot| slot.bytes_len()).sum::<usize>() >= LARGE {
+        let thread = std::thread::Builder::new().name("give-back".to_string());
+        // Without the thread they are dropped with it, here.
+        let _ = thread.spawn(move || drop(gone));
+    }
+}
+
+/// It is free, and nobody reads it here or elsewhere.
+fn is_unused(slot: &Arc<Slot>) -> bool {
+    slot.is(FREE) && !slot.is_read() && Arc::strong_count(slot) == 1
+}
+
 fn newest_confirmed(slots: &[Arc<Slot>]) -> Option<(u32, u64)> {
-    let confirmed = slots.iter().filter(|slot| slot.is_confirmed());
+    let confirmed = slots.iter().filter(|slot| slot.confirmed().load(Ordering::SeqCst) == 1);
     confirmed.filter_map(|slot| slot.label()).map(|label| (label.attempt, label.step)).max()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::state::slot::{BYTES, CHECKSUM_CHUNK};
+
+    fn fill(memory: &Memory, attempt: u32, step: u64, shard: u32, len: usize) -> Filling {
+        memory.fill(attempt, step, shard, len).expect("memory").expect("a slot")
+    }
 
     fn take(memory: &Memory, attempt: u32, step: u64, shard: u32) -> Arc<Slot> {
         memory.make_room(attempt, step);
-        let mut filling = memory.fill(attempt, step, shard, 8).expect("memory");
+        let mut filling = fill(memory, attempt, step, shard, 8);
         filling.bytes_mut().fill(step as u8);
         let slot = filling.complete();
         memory.trim();
@@ -421,7 +380,7 @@ mod tests {
     #[test]
     fn a_shard_that_is_half_cut_is_none() {
         let memory = Memory::default();
-        let mut filling = memory.fill(1, 10, 0, 8).expect("memory");
+        let mut filling = fill(&memory, 1, 10, 0, 8);
         filling.bytes_mut().fill(1);
         assert_eq!(held(&memory), []);
         drop(filling);
@@ -448,15 +407,15 @@ mod tests {
     fn a_byte_that_changes_later_is_noticed() {
         for len in [0, 8, CHECKSUM_CHUNK, 3 * CHECKSUM_CHUNK + 5] {
             let memory = Memory::default();
-            let mut filling = memory.fill(1, 10, 0, len).expect("memory");
+            let mut filling = fill(&memory, 1, 10, 0, len);
             filling.bytes_mut().iter_mut().enumerate().for_each(|(at, byte)| *byte = at as u8);
             let slot = filling.complete();
             assert!(slot.is_sound(), "{len} bytes");
             for at in [0, len / 2, len.saturating_sub(1)] {
                 let flip = || {
                     let mut byte = [0];
-                    slot.0.read(BYTES + at, &mut byte);
-                    slot.0.write(BYTES + at, &[byte[0] ^ 16]);
+                    slot.memory().read(BYTES + at, &mut byte);
+                    slot.memory().write(BYTES + at, &[byte[0] ^ 16]);
                 };
                 if len > 0 {
                     flip();
@@ -465,7 +424,7 @@ mod tests {
                 }
             }
             assert!(slot.is_sound(), "{len} bytes");
-            slot.0.long(STEP).store(11, Ordering::SeqCst);
+            slot.set_step(11);
             assert!(!slot.is_sound(), "it would be of another step");
         }
     }
@@ -513,5 +472,35 @@ mod tests {
         assert_eq!(held(&worker), [(3, 10, vec![1])]);
         let files = worker.files(3, 10, &[0, 1]).expect("descriptors");
         assert_eq!(files.len(), 1);
+    }
+
+    #[test]
+    fn what_is_lent_is_read_to_its_end() {
+        let memory = Memory::default();
+        memory.set_bounds(3, 0);
+        drop(fill(&memory, 1, 10, 0, 8).complete_for_checkpoint());
+        assert_eq!(held(&memory), [], "nobody resumes from it");
+        let reading = memory.lent(1, 10, 0).expect("lent");
+        memory.trim();
+        let second = take(&memory, 1, 11, 0);
+        let third = take(&memory, 1, 12, 0);
+        assert!(memory.fill(1, 13, 0, 8).expect("memory").is_none(), "three are in use");
+        assert_eq!(reading.len(), 8);
+        drop(reading);
+        assert!(memory.lent(1, 10, 0).is_none(), "once");
+        drop(fill(&memory, 1, 13, 0, 8));
+        assert_eq!((second[0], third[0]), (11, 12));
+    }
+
+    #[test]
+    fn what_a_lost_engine_lent_is_free_again() {
+        let memory = Memory::default();
+        memory.set_bounds(1, 0);
+        drop(fill(&memory, 1, 10, 0, 8).complete_for_checkpoint());
+        assert!(memory.fill(1, 11, 0, 8).expect("memory").is_none());
+        memory.take_back(1);
+        assert!(memory.fill(1, 11, 0, 8).expect("memory").is_none(), "another engine's");
+        memory.take_back(0);
+        drop(fill(&memory, 1, 11, 0, 8));
     }
 }

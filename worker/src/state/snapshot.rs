@@ -7,7 +7,8 @@
 
 use crate::gang::comm::{Comm, CommError};
 use crate::state::rank::{DeviceFailed, Normal, RankState, StateTable, name_hash};
-use crate::state::slots::{Memory, Slot};
+use crate::state::slot::Slot;
+use crate::state::slots::Memory;
 use moejob_protocol::checkpoint::Part;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param, Role};
@@ -153,7 +154,8 @@ pub enum SnapshotError {
 }
 
 /// Cuts this rank's shard into `memory` and exchanges it with its buddies: `buddies[ward]` keeps
-/// the second copy of the shard of `ward`.
+/// the second copy of the shard of `ward`. None, on all ranks alike, where one of them has no free
+/// slot: then no snapshot is taken, and nothing waits.
 ///
 /// # Errors
 /// A peer is lost, there is no memory, or the device failed; what is complete stays.
@@ -164,23 +166,27 @@ pub fn take(
     buddies: &[Option<u32>],
     attempt: u32,
     step: u64,
-) -> Result<Arc<Slot>, SnapshotError> {
+) -> Result<Option<Arc<Slot>>, SnapshotError> {
     memory.make_room(attempt, step);
     let rank = state.table().rank;
-    let mut own = memory.fill(attempt, step, rank, shard_bytes(&state.table(), rank))?;
-    cut_into(state, own.bytes_mut())?;
+    let wards = (0..comm.world()).filter(|ward| buddies[*ward as usize] == Some(rank));
     // The same on every rank, so that a buddy knows its ward's.
     let loss_scale = state.loss_scale();
-    own.set_loss_scale(loss_scale);
-    let own = own.complete();
-    let wards = (0..comm.world()).filter(|ward| buddies[*ward as usize] == Some(rank));
-    let mut theirs = Vec::new();
-    for ward in wards {
-        let mut filling =
-            memory.fill(attempt, step, ward, shard_bytes(&state.table(), ward))?;
-        filling.set_loss_scale(loss_scale);
-        theirs.push((ward, filling));
+    let mut slots = Vec::new();
+    for shard in std::iter::once(rank).chain(wards) {
+        let len = shard_bytes(&state.table(), shard);
+        let filling = memory.fill(attempt, step, shard, len)?;
+        slots.extend(filling.map(|filling| (shard, filling)));
     }
+    let wanted = 1 + buddies.iter().filter(|buddy| **buddy == Some(rank)).count();
+    if !all_have_room(comm, slots.len() == wanted)? {
+        return Ok(None);
+    }
+    slots.iter_mut().for_each(|(_, filling)| filling.set_loss_scale(loss_scale));
+    let mut theirs = slots.split_off(1);
+    let (_, mut own) = slots.pop().expect("its own comes first");
+    cut_into(state, own.bytes_mut())?;
+    let own = own.complete();
     let buddy = buddies[rank as usize];
     let send = buddy.filter(|_| !own.is_empty()).map(|buddy| (buddy, &own[..]));
     let mut receives: Vec<(u32, &mut [u8])> = theirs
@@ -194,5 +200,38 @@ pub fn take(
     }
     theirs.into_iter().for_each(|(_, filling)| drop(filling.complete()));
     memory.trim();
-    Ok(own)
+    Ok(Some(own))
+}
+
+/// Cuts this rank's shard for a checkpoint alone: no other rank gets a copy, and nobody resumes
+/// from it. It is lent to the checkpoint's writer. None, on all ranks alike,
+/// where one of them has no free slot.
+///
+/// # Errors
+/// A peer is lost, there is no memory, or the device failed.
+pub fn take_for_checkpoint(
+    memory: &Memory,
+    state: &mut impl RankState,
+    comm: &mut Comm,
+    attempt: u32,
+    step: u64,
+) -> Result<Option<Arc<Slot>>, SnapshotError> {
+    let rank = state.table().rank;
+    let len = shard_bytes(&state.table(), rank);
+    let filling = memory.fill(attempt, step, rank, len)?;
+    if !all_have_room(comm, filling.is_some())? {
+        return Ok(None);
+    }
+    let Some(mut filling) = filling else { return Ok(None) };
+    filling.set_loss_scale(state.loss_scale());
+    cut_into(state, filling.bytes_mut())?;
+    Ok(Some(filling.complete_for_checkpoint()))
+}
+
+fn all_have_room(comm: &mut Comm, own: bool) -> Result<bool, CommError> {
+    if comm.world() == 1 {
+        return Ok(own);
+    }
+    let all = comm.gather_all(&[u8::from(own)], 1)?;
+    Ok(all.iter().all(|has| has == &[1]))
 }

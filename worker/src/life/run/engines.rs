@@ -1,5 +1,6 @@
 //! The engines of a worker, one a rank: threads of it, or processes that it starts and, should one
-//! be lost, starts again. Snapshots lie in the worker's memory and outlive them.
+//! be lost, starts again. Snapshots lie in the worker's memory and outlive them, and so do the
+//! scribes that write their checkpoints from there. (A thread has its scribe to itself.)
 
 mod bound;
 pub(crate) mod child;
@@ -12,6 +13,8 @@ mod wire;
 
 use super::Happened;
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
+use crate::checkpoint::Disk;
+use crate::checkpoint::scribe::Scribe;
 use crate::gang::comm::{Comm, Links};
 use crate::life::affinity::{Allowed, Share};
 use crate::state::slots::Memory;
@@ -23,6 +26,7 @@ use bound::{Bound, Of, Warning};
 use ends::{lost, weight};
 use place::Place;
 use process::Process;
+use rustix::fd::OwnedFd;
 use shelf::Shelf;
 use std::io;
 use std::sync::Arc;
@@ -92,6 +96,8 @@ pub(super) struct Engines {
     ranks: u32,
     memory: Memory,
     shelf: Shelf,
+    /// Of engines that are processes.
+    scribes: Vec<Arc<Scribe>>,
     happened: mpsc::Sender<Happened>,
     /// None where one is being given up.
     engines: Vec<Option<Engine>>,
@@ -199,6 +205,7 @@ impl Engines {
             ranks: 1,
             memory: Memory::default(),
             shelf: Shelf::default(),
+            scribes: Vec::new(),
             happened,
             engines: Vec::new(),
             uuids: Vec::new(),
@@ -227,6 +234,9 @@ impl Engines {
         self.bound.prepare(Of::new(config, share), processes);
         self.engines.resize_with(ranks, || None);
         self.uuids.resize(ranks, String::new());
+        let memory = self.memory.clone();
+        let scribe = || Arc::new(Scribe::new(Disk::real(), memory.clone()));
+        self.scribes.resize_with(ranks, scribe);
         for index in 0..ranks {
             let fits = self.engines[index].as_ref().is_some_and(|engine| {
                 matches!(engine.body, Body::Process(_)) == processes
@@ -247,7 +257,8 @@ impl Engines {
             true => {
                 let device = self.share.index * self.ranks + index as u32;
                 let (environment, memory) = (self.bound.environment(index), self.memory.clone());
-                Body::Process(Process::start(name, device, environment, memory, happened)?)
+                let scribe = Arc::clone(&self.scribes[index]);
+                Body::Process(Process::start(name, device, environment, memory, scribe, happened)?)
             }
             false => {
                 let (make, memory) = (Arc::clone(&self.make), self.memory.clone());
@@ -289,19 +300,13 @@ impl Engines {
                     thread.train(Box::new(of_rank), comm, running.control(index));
                 }
                 Body::Process(process) => {
-                    let sources = match &running.config.resume {
-                        Resume::Memory { step, attempt, sources, .. } => {
-                            let own = sources.iter().filter(|source| source.from == rank);
-                            let own: Vec<u32> = own.map(|source| source.shard).collect();
-                            self.memory.files(*attempt, *step, &own)
-                        }
-                        _ => Ok(Vec::new()),
-                    };
                     // What it does not get it misses by name.
+                    let sources = handed_over(&self.memory, running, rank);
                     let sources = sources.unwrap_or_else(|error| {
                         tracing::error!(%error, "a snapshot cannot be handed over");
                         Vec::new()
                     });
+                    self.scribes[index].attempt(&of_rank);
                     match self.shelf.serve(index) {
                         Ok(at) => process.train(Box::new(of_rank), &running.links, sources, at),
                         Err(error) => {
@@ -393,6 +398,9 @@ impl Engines {
         }
         let soon = engine.place.is_none() && engine.started.elapsed() < AT_ONCE;
         self.at_once = if soon { self.at_once + 1 } else { 0 };
+        if let Some(place) = &engine.place {
+            self.memory.take_back(place.rank);
+        }
         self.follow(outcome);
         let (pid, uuid) = (engine.pid(), &self.uuids[index]);
         outcome.tell.extend(engine.begin(uuid));
@@ -530,4 +538,23 @@ impl Engines {
             }
         }
     }
+}
+
+/// What the worker holds of the state that the attempt resumes from, for the engine of `rank`: to
+/// send, to read, and, where it is its own, to fill anew later.
+fn handed_over(
+    memory: &Memory,
+    running: &Running,
+    rank: u32,
+) -> io::Result<Vec<(bool, OwnedFd)>> {
+    let Resume::Memory { step, attempt, sources, .. } = &running.config.resume else {
+        return Ok(Vec::new());
+    };
+    let ranks = running.links.shape().ranks();
+    let mut all = Vec::new();
+    for source in sources.iter().filter(|source| ranks.contains(&source.from)) {
+        let files = memory.files(*attempt, *step, &[source.shard])?;
+        all.extend(files.into_iter().map(|file| (source.from != rank, file)));
+    }
+    Ok(all)
 }

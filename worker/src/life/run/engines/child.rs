@@ -10,11 +10,14 @@ use super::thread::run;
 use super::wire::{Order, Report, Wire};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use crate::attempt::trainer::Trainer;
-use crate::data::Desk;
+use crate::checkpoint;
+use crate::checkpoint::desk::Board;
+use crate::data;
 use crate::engine::step::device_of;
 use crate::gang::comm::{Links, Shape};
 use crate::life::binding::apply::take_seat;
-use crate::state::slots::{Memory, Slot};
+use crate::state::slot::Slot;
+use crate::state::slots::Memory;
 use moejob_kernels::cuda::{uuid_of, uuid_text};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::Backend;
@@ -79,12 +82,17 @@ fn serve(worker: &str) -> io::Result<u8> {
     let (trainings, ordered) = sync_channel(1);
     let beating = Arc::<Mutex<Option<Control>>>::default();
     let thread = |name: &str| std::thread::Builder::new().name(name.to_string());
+    let board = Board::default();
+    let asking = reports.clone();
+    // Without a worker the process ends by itself.
+    let ask = move |ask| drop(asking.send((Report::Asks(ask), None)));
+    let desk = checkpoint::Desk::of_engine(ask, board.clone());
     let known = memory.clone();
-    thread("orders").spawn(move || receive(wire, &known, &trainings))?;
+    thread("orders").spawn(move || receive(wire, &known, &board, &trainings))?;
     thread("reports").spawn(move || send(&out, &reported))?;
     let beats = Arc::clone(&beating);
     thread("beats").spawn(move || beat(&beats))?;
-    let mut trainer = Trainer::with_memory(memory);
+    let mut trainer = Trainer::with_desk(memory, desk);
     while let Ok(training) = ordered.recv() {
         let attempt = training.config.attempt;
         let end = train(&mut trainer, training, &beating, &reports)?;
@@ -117,7 +125,7 @@ fn train(
     reports: &Reports,
 ) -> io::Result<AttemptEnd> {
     let Training { config, shape, memory, bell, desk } = training;
-    trainer.ask_at(Desk::attach(desk)?);
+    trainer.ask_at(data::Desk::attach(desk)?);
     let links = Links::attach(shape, memory, bell)?;
     let rank = config.rank.ok_or_else(|| io::Error::other("an attempt without a rank"))?;
     let control = Control::new(Arc::clone(links.memory()), links.progress(rank));
@@ -149,12 +157,19 @@ fn announce(slot: &Slot, reports: &Reports) {
 }
 
 /// The end of the orders is the end of the engine, once its attempt is over.
-fn receive(mut wire: Wire, memory: &Memory, trainings: &SyncSender<Training>) {
+fn receive(
+    mut wire: Wire,
+    memory: &Memory,
+    board: &Board,
+    trainings: &SyncSender<Training>,
+) {
     let mut next = || -> io::Result<bool> {
         match wire.receive()? {
             None => return Ok(false),
             Some(Order::Forget) => memory.clear(),
-            Some(Order::Slot) => memory.adopt(wire.file()?)?,
+            Some(Order::Slot { borrowed: false }) => memory.adopt(wire.file()?)?,
+            Some(Order::Slot { borrowed: true }) => memory.borrow(wire.file()?)?,
+            Some(Order::Wrote(told)) => board.take_in(told),
             Some(Order::Train { config, shape }) => {
                 let (memory, bell, desk) = (wire.file()?, wire.file()?, wire.file()?);
                 let training = Training { config, shape, memory, bell, desk };

@@ -8,6 +8,7 @@
 use super::child::EXIT_DEVICE;
 use super::wire::{Order, Report, Wire};
 use super::{Name, Said};
+use crate::checkpoint::scribe::Scribe;
 use crate::data::{Closing, Desk};
 use crate::engine::step::ENV_DEVICE;
 use crate::gang::comm::Links;
@@ -21,6 +22,7 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
@@ -37,14 +39,24 @@ pub(super) struct Process {
     pid: u32,
     /// Names the process also when its number is another's.
     handle: OwnedFd,
-    orders: Option<SyncSender<Sent>>,
+    orders: Orders,
     /// Of the attempt that runs.
     desk: Option<Closing>,
 }
 
+/// None once no more are given.
+type Orders = Arc<Mutex<Option<SyncSender<Sent>>>>;
+
+/// Whether the engine takes the order: one that has ended says so by itself.
+fn give(orders: &Orders, order: Order, files: Vec<OwnedFd>) -> bool {
+    let orders = orders.lock().unwrap_or_else(PoisonError::into_inner);
+    orders.as_ref().is_none_or(|orders| orders.try_send((order, files)).is_ok())
+}
+
 impl Process {
     /// Starts `engine` of this program on `device` of this machine, with more in its environment.
-    /// The thread that calls it must live as long as the worker: the engine ends with it.
+    /// The thread that calls it must live as long as the worker: the engine ends with it. `scribe`
+    /// writes its checkpoints.
     ///
     /// # Errors
     /// The system gives no process, thread or socket.
@@ -53,6 +65,7 @@ impl Process {
         device: u32,
         environment: Vec<(&'static str, String)>,
         memory: Memory,
+        scribe: Arc<Scribe>,
         happened: mpsc::Sender<Happened>,
     ) -> io::Result<Process> {
         let (ours, theirs) = UnixStream::pair()?;
@@ -88,20 +101,28 @@ impl Process {
             thread("engine-err").spawn(move || drop(said.send(pass_on(errors))))?;
         }
         thread("engine-out").spawn(move || send(&out, &ordered))?;
-        thread("engine-in").spawn(move || receive(name, wire, child, &words, &memory, &happened))?;
-        Ok(Process { pid, handle, orders: Some(orders), desk: None })
+        let orders: Orders = Arc::new(Mutex::new(Some(orders)));
+        let telling = Arc::clone(&orders);
+        // What is not taken is told again, with the next change.
+        scribe.tell_to(Box::new(move |told| {
+            give(&telling, Order::Wrote(told), Vec::new());
+        }));
+        let keeps = Keeps { memory, scribe };
+        thread("engine-in").spawn(move || receive(name, wire, child, &words, &keeps, &happened))?;
+        Ok(Process { pid, handle, orders, desk: None })
     }
 
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// The data are asked for at `desk`, which `closing` closes when the attempt is over.
+    /// `sources`: what it resumes from, and whether that is another engine's. The data are asked
+    /// for at `desk`, which `closing` closes when the attempt is over.
     pub fn train(
         &mut self,
         config: Box<WorkerConfig>,
         links: &Links,
-        sources: Vec<OwnedFd>,
+        sources: Vec<(bool, OwnedFd)>,
         (desk, closing): (Desk, Closing),
     ) {
         self.desk = Some(closing);
@@ -113,19 +134,20 @@ impl Process {
             return self.kill();
         };
         let train = Order::Train { config, shape: links.shape() };
-        let slots = sources.into_iter().map(|source| (Order::Slot, vec![source]));
+        let slots = sources.into_iter();
+        let slots = slots.map(|(borrowed, source)| (Order::Slot { borrowed }, vec![source]));
         let all = std::iter::once((Order::Forget, Vec::new())).chain(slots);
-        for order in all.chain(std::iter::once((train, vec![memory, bell, desk]))) {
-            // One that has ended says so by itself; one that takes no orders is of no use.
-            if self.orders.as_ref().is_some_and(|orders| orders.try_send(order).is_err()) {
+        for (order, files) in all.chain(std::iter::once((train, vec![memory, bell, desk]))) {
+            // One that takes no orders is of no use.
+            if !give(&self.orders, order, files) {
                 return self.kill();
             }
         }
     }
 
     /// No more attempts: it ends after the one that runs.
-    pub fn end(&mut self) {
-        self.orders = None;
+    pub fn end(&self) {
+        *self.orders.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     pub fn kill(&self) {
@@ -150,18 +172,28 @@ fn send(wire: &Wire, orders: &Receiver<Sent>) {
     wire.close();
 }
 
+/// What of its worker's an engine uses without a word of the worker.
+struct Keeps {
+    memory: Memory,
+    scribe: Arc<Scribe>,
+}
+
 fn receive(
     name: Name,
     mut wire: Wire,
     mut child: Child,
     words: &Receiver<String>,
-    memory: &Memory,
+    keeps: &Keeps,
     happened: &mpsc::Sender<Happened>,
 ) {
     let said = |said| drop(happened.blocking_send(Happened::Engine(name, said)));
     loop {
         let next = match wire.receive() {
-            Ok(Some(Report::Slot)) => wire.file().and_then(|file| memory.adopt(file)),
+            Ok(Some(Report::Slot)) => wire.file().and_then(|file| keeps.memory.adopt(file)),
+            Ok(Some(Report::Asks(ask))) => {
+                keeps.scribe.on(ask);
+                Ok(())
+            }
             Ok(Some(Report::Changed)) => {
                 said(Said::Changed);
                 Ok(())

@@ -4,6 +4,7 @@
 //! its first byte. What is large, and what is told while a step runs, lies in those files.
 
 use crate::attempt::api::{AttemptEnd, TrainerEvent};
+use crate::checkpoint::desk;
 use crate::gang::comm::Shape;
 use moejob_protocol::WorkerConfig;
 use rustix::cmsg_space;
@@ -30,8 +31,10 @@ const FILES_MAX: usize = 4;
 pub(super) enum Order {
     /// Nothing of earlier attempts is needed.
     Forget,
-    /// A snapshot to resume from; with its file.
-    Slot,
+    /// A snapshot to resume from; with its file. One that is `borrowed` is another engine's.
+    Slot { borrowed: bool },
+    /// What became of the checkpoints that it asked for.
+    Wrote(desk::Told),
     /// With the memory of the links, the bell of the worker's data thread, and the desk where the
     /// data are asked for.
     Train { config: Box<WorkerConfig>, shape: Shape },
@@ -44,6 +47,8 @@ pub(super) enum Report {
     /// tell. Before anything else of its first attempt.
     Device { uuid: String },
     Told(TrainerEvent),
+    /// Of its checkpoints.
+    Asks(desk::Ask),
     /// A slot was made; with its file.
     Slot,
     /// What it holds has changed; the worker sees how.
