@@ -4,6 +4,7 @@ pub mod api;
 pub mod gauge;
 pub mod pace;
 pub mod trainer;
+mod start;
 mod steps;
 mod resume;
 pub mod records;

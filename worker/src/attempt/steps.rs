@@ -6,6 +6,7 @@ use crate::attempt::pace::Pace;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::records::{event, now};
 use crate::attempt::resume::resumes_in_place;
+use crate::attempt::start::Start;
 use crate::attempt::saves::{Ends, News, Patience, Saves};
 use crate::data::{Corpus, DocumentOverlap, Doubled, Feeder, Overlaps};
 use crate::state::rank::RankState;
@@ -37,6 +38,8 @@ pub(crate) struct Run<'a> {
     /// Rank 0's.
     pub records: Option<Recorder>,
     pub engine: Engine,
+    /// What came before the first step.
+    pub start: Start,
     pub saves: Saves,
     pub patience: Patience,
     pub memory: &'a Memory,
@@ -493,7 +496,12 @@ impl Run<'_> {
             Resume::Checkpoint { name, .. } => ("Checkpoint", name.clone()),
             Resume::Memory { attempt, .. } => ("Memory", format!("snapshots of attempt {attempt}")),
         };
-        self.tell(EventKind::Resumed, reason, message, self.step)
+        let Some(records) = &self.records else { return Ok(()) };
+        let details = [("step", Detail::Number(self.step))].into_iter().chain(self.start.details());
+        let told = event(self.config.attempt, EventKind::Resumed, reason, message, details);
+        records.event(&told);
+        (self.out)(TrainerEvent::Event(told));
+        Ok(())
     }
 
     /// On rank 0, once a job: held-out data that are trained on.

@@ -21,6 +21,7 @@ use crate::hf::{self, Weights};
 use crate::engine::model::Model;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::resume;
+use crate::attempt::start::{Passage, Start};
 use crate::attempt::saves::{Flush, News, Patience, Saves, pending_max};
 use crate::state::moves::scatter;
 use crate::state::rank::{DeviceFailed, RankState};
@@ -202,8 +203,10 @@ impl Trainer {
             return Err(Stop::Failed(failure));
         }
         self.desk.attempt(config);
+        let mut start = Start::default();
         let mut corpus = self.corpus(config, &mut comm, control)?;
-        let ended = self.attempt_on(&mut corpus, config, comm, control, out);
+        start.passed(Passage::Data);
+        let ended = self.attempt_on(&mut corpus, config, comm, control, start, out);
         // However it ended, the next one need not open it again.
         self.corpus = Some((config.data.clone(), config.training.clone(), corpus));
         ended
@@ -215,6 +218,7 @@ impl Trainer {
         config: &WorkerConfig,
         mut comm: Comm,
         control: &Control,
+        mut start: Start,
         out: &mut dyn FnMut(TrainerEvent),
     ) -> Result<AttemptEnd, Stop> {
         // What earlier attempts wrote is out of the way on all ranks before the first one looks.
@@ -224,7 +228,9 @@ impl Trainer {
         let trouble = resume::open_storage(config, disk, desk, patience, &mut comm, out)?;
         let mut records = if comm.rank() == 0 { Some(recorder(config)?) } else { None };
         let rank = comm.rank();
+        start.passed(Passage::Storage);
         let mut engine = engine(config, comm)?;
+        start.passed(Passage::Device);
         std::mem::take(&mut self.spoiled).into_iter().for_each(|step| engine.spoil(step));
         if let Some(file) = std::env::var_os(ENV_TRACE).filter(|_| rank == 0) {
             engine.trace(Trace::new(PathBuf::from(file), rank, STEPS_SKIPPED));
@@ -236,6 +242,7 @@ impl Trainer {
             out(TrainerEvent::Held(self.memory.held()));
         }
         restored?;
+        start.passed(Passage::State);
         if let Some(records) = &mut records {
             keep_listing(config, corpus, records);
         }
@@ -259,6 +266,7 @@ impl Trainer {
             saves,
             patience: self.patience,
             engine,
+            start,
             buddies,
             step: config.resume.step(),
             asked: Request::default(),
