@@ -9,7 +9,8 @@
 
 use crate::attempt::gauge::Gauge;
 use crate::attempt::pace::Pace;
-use crate::attempt::steps::{Clock, Run};
+use crate::attempt::steps::Run;
+use crate::attempt::telling::Clock;
 use crate::checkpoint::best::Best;
 use crate::checkpoint::fence::FenceError;
 use crate::checkpoint::desk::Ask;
