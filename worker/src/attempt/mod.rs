@@ -7,6 +7,7 @@ pub mod trainer;
 mod start;
 mod steps;
 mod telling;
+mod turns;
 mod resume;
 pub mod records;
 mod recorder;

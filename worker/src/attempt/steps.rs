@@ -15,7 +15,8 @@ use crate::state::slots::Memory;
 use crate::state::snapshot::{self, SnapshotError};
 use crate::engine::step::{Engine, StepSummary};
 use crate::engine::validate::Validation;
-use crate::gang::step_end::{StepEnd, agree};
+use crate::gang::step_end::{self, StepEnd};
+use crate::attempt::turns::{Due, Schedule, Turns, Wanted};
 use crate::attempt::trainer::{Stop, fail, storage_failed};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moejob_protocol::WorkerConfig;
@@ -49,8 +50,6 @@ pub(crate) struct Run<'a> {
     pub snapshot_step: u64,
     /// When state is copied to memory, where that is not every so many steps.
     pub pace: Option<Pace>,
-    /// All ranks take a snapshot after this step.
-    pub snapshot_agreed: bool,
     /// The last snapshot that was due was left out.
     pub skips: bool,
     pub clock: Clock,
@@ -114,20 +113,27 @@ impl Run<'_> {
             self.waits_until = Some(Instant::now() + self.patience.end);
             self.checkpoint(resumed)?;
         }
-        let mut stopped = false;
-        while self.step < steps && !stopped {
+        let mut turns = Turns::new(self.schedule(), self.step, false);
+        if !turns.are_over() {
+            self.say()?;
+        }
+        while !turns.are_over() {
             self.control.set_phase(Phase::Training);
             let started = Instant::now();
-            let (summary, agreed) = self.step_twice_at_most(feeder)?;
-            self.step += 1;
+            let step = turns.begin().expect("a step is left");
+            let summary = self.step_twice_at_most(step, feeder)?;
+            let due = turns.end(self.hear()?);
+            self.step = turns.done();
             self.control.set_step(self.step);
             let seconds = started.elapsed().as_secs_f64();
             self.clock.stalls.data += feeder.take_waited().as_secs_f64();
-            let validation = self.validate(feeder)?;
+            let validation = if due.validation { self.validate(feeder)? } else { None };
             self.held_out = validation.as_ref().map(|validation| validation.loss);
             self.report(&summary, validation, seconds)?;
-            stopped = agreed.stop_after_this_step;
-            self.keep(agreed, stopped)?;
+            self.keep(due)?;
+            if !turns.are_over() {
+                self.say()?;
+            }
         }
         self.control.set_phase(Phase::Stopping);
         self.wait_for_storage()?;
@@ -142,91 +148,89 @@ impl Run<'_> {
         Ok(AttemptEnd::Stopped { step: self.step })
     }
 
-    /// A step and what the ranks agree on after it. A number that is not finite may have come from
-    /// a fault of the machine; nothing was updated then, and the step is done once again.
-    fn step_twice_at_most(
-        &mut self,
-        feeder: &mut Feeder,
-    ) -> Result<(StepSummary, Request), Stop> {
-        let mut agreed = Request::default();
-        for attempt in 0..2 {
-            let summary = self.engine.step(self.step, feeder)?;
-            let mut end = StepEnd::default();
-            self.fill(&mut end);
-            let ends = agree(&end, self.engine.links.comm())?;
-            // Whoever is here has finished the snapshot that came before.
-            self.memory.confirm(self.config.attempt, self.snapshot_step);
-            let request = self.take_in(&ends)?;
-            agreed.checkpoint_now |= request.checkpoint_now;
-            agreed.stop_after_this_step |= request.stop_after_this_step;
-            match &summary.non_finite {
-                None => return Ok((summary, agreed)),
-                Some(what) if attempt == 1 => {
-                    let what = what.clone();
-                    let first = self.engine.diagnose(self.step, feeder)?;
-                    let first = first.map(|first| format!("; it began in {first}"));
-                    let message = format!(
-                        "{what} is not finite at step {}, twice: nothing was updated{}",
-                        self.step + 1,
-                        first.unwrap_or_default()
-                    );
-                    return Err(fail(1, &message, DIVERGED));
-                }
-                Some(_) => {}
-            }
+    /// When something is due whatever is asked.
+    fn schedule(&self) -> Schedule {
+        let config = self.config;
+        Schedule {
+            steps: config.training.steps,
+            validation: config.data.validation.every_steps,
+            snapshot: match self.pace {
+                Some(_) => 0,
+                None => config.recovery.memory_every_steps,
+            },
+            checkpoint: config.checkpoint.every_steps,
         }
-        unreachable!("the second time returns")
     }
 
-    /// What every step's end says beside its numbers.
-    fn fill(&mut self, end: &mut StepEnd) {
+    /// A step. A number that is not finite may have come from a fault of the machine; nothing was
+    /// updated then, and the step is done once again.
+    fn step_twice_at_most(
+        &mut self,
+        step: u64,
+        feeder: &mut Feeder,
+    ) -> Result<StepSummary, Stop> {
+        let first = self.engine.step(step, feeder)?;
+        if first.non_finite.is_none() {
+            return Ok(first);
+        }
+        let again = self.engine.step(step, feeder)?;
+        let Some(what) = &again.non_finite else { return Ok(again) };
+        let began = self.engine.diagnose(step, feeder)?;
+        let began = began.map(|place| format!("; it began in {place}")).unwrap_or_default();
+        let number = step + 1;
+        let message =
+            format!("{what} is not finite at step {number}, twice: nothing was updated{began}");
+        Err(fail(1, &message, DIVERGED))
+    }
+
+    /// Tells the others, with the step that is done next, what this rank was asked, and how far
+    /// its snapshots and its storage are.
+    fn say(&mut self) -> Result<(), Stop> {
         let asked = self.control.take_requests();
         self.asked.checkpoint_now |= asked.checkpoint_now;
         self.asked.stop_after_this_step |= asked.stop_after_this_step;
-        end.checkpoint_now = self.asked.checkpoint_now;
-        end.stop_after_this_step = self.asked.stop_after_this_step;
         let due = self.pace.is_some_and(|pace| pace.is_due(Instant::now()));
-        end.snapshot_now = due && self.engine.model.rank == 0;
-        self.saves.fill(end);
+        let mut end = StepEnd {
+            checkpoint_now: self.asked.checkpoint_now,
+            stop_after_this_step: self.asked.stop_after_this_step,
+            snapshot_now: due && self.engine.model.rank == 0,
+            held: self.snapshot_step,
+            ..StepEnd::default()
+        };
+        self.saves.fill(&mut end);
+        Ok(step_end::say(&end, self.engine.links.comm())?)
     }
 
-    /// Acts on what all ranks said, the same on each of them.
-    fn take_in(&mut self, ends: &[StepEnd]) -> Result<Request, Stop> {
+    /// Acts on what all ranks have said, the same on each of them.
+    fn hear(&mut self) -> Result<Wanted, Stop> {
+        let ends = step_end::hear(self.engine.links.comm())?;
         self.asked = Request::default();
-        let news = self.saves.take_in(ends).map_err(|end| match end {
+        let held = ends.iter().map(|end| end.held).min().unwrap_or_default();
+        self.memory.confirm(self.config.attempt, held);
+        let news = self.saves.take_in(&ends).map_err(|end| match end {
             Ends::Fenced(by) => Stop::Fenced(by),
             Ends::NotFinite(message) => fail(1, &message, DIVERGED),
         })?;
         for news in news {
             self.tell_storage(news)?;
         }
-        self.snapshot_agreed = ends.iter().any(|end| end.snapshot_now);
-        Ok(Request {
-            checkpoint_now: ends.iter().any(|end| end.checkpoint_now),
-            stop_after_this_step: ends.iter().any(|end| end.stop_after_this_step),
+        Ok(Wanted {
+            snapshot: ends.iter().any(|end| end.snapshot_now),
+            checkpoint: ends.iter().any(|end| end.checkpoint_now) || self.saves.is_overdue(),
+            stop: ends.iter().any(|end| end.stop_after_this_step),
         })
     }
 
     /// Snapshots and checkpoints that are due after this step.
-    fn keep(&mut self, agreed: Request, stopped: bool) -> Result<(), Stop> {
-        let config = self.config;
-        let last = self.step >= config.training.steps;
-        let every = |steps: u64| steps > 0 && self.step.is_multiple_of(steps);
-        let checkpoint = every(config.checkpoint.every_steps)
-            || last
-            || agreed.checkpoint_now
-            || self.saves.is_overdue();
-        let due = match self.pace {
-            Some(_) => self.snapshot_agreed,
-            None => every(config.recovery.memory_every_steps),
-        };
-        let memory = due || stopped && self.pace.is_none_or(|pace| pace.fits());
+    fn keep(&mut self, due: Due) -> Result<(), Stop> {
+        let last = self.step >= self.config.training.steps;
+        let memory = due.snapshot || due.stop && self.pace.is_none_or(|pace| pace.fits());
         let snapshot = if memory { self.snapshot()? } else { None };
-        if last || stopped {
+        if last || due.stop {
             let patience = if last { self.patience.end } else { self.patience.stop };
             self.waits_until = Some(Instant::now() + patience);
         }
-        if checkpoint { self.checkpoint(snapshot) } else { Ok(()) }
+        if due.checkpoint { self.checkpoint(snapshot) } else { Ok(()) }
     }
 
     /// Begins a checkpoint of this step, from its snapshot where there is one. Where storage has
@@ -289,13 +293,11 @@ impl Run<'_> {
             if Instant::now() >= until {
                 self.saves.lose_patience();
             }
-            let mut end = StepEnd::default();
-            self.fill(&mut end);
-            let ends = agree(&end, self.engine.links.comm())?;
-            let request = self.take_in(&ends)?;
+            self.say()?;
+            let asked = std::mem::take(&mut self.asked);
+            self.hear()?;
             // Asked for meanwhile: it takes effect with the next real step.
-            self.asked.checkpoint_now |= request.checkpoint_now;
-            self.asked.stop_after_this_step |= request.stop_after_this_step;
+            self.asked = asked;
         }
         Ok(())
     }
@@ -349,14 +351,8 @@ impl Run<'_> {
     }
 
     fn validate(&mut self, feeder: &Feeder) -> Result<Option<Validation>, Stop> {
-        let validation = &self.config.data.validation;
-        let last = self.step >= self.config.training.steps;
-        let every = validation.every_steps;
-        if every == 0 || !(last || self.step.is_multiple_of(every)) {
-            return Ok(None);
-        }
         self.control.set_phase(Phase::Validating);
-        let most = validation.max_sequences;
+        let most = self.config.data.validation.max_sequences;
         let began = Instant::now();
         let measured = self.engine.validate(&mut feeder.corpus(), most)?;
         self.clock.stalls.validation += began.elapsed().as_secs_f64();

@@ -2,10 +2,10 @@
 //!
 //! ```text
 //! open data -> look into storage, claim -> state (fresh | checkpoint | memory) -> snapshot
-//!   -> step -> agree -> update -> [validate] [snapshot] [checkpoint] -> step ...
+//!   -> say -> step -> hear -> [validate] [snapshot] [checkpoint] -> say -> step ...
 //!   -> empty steps until the last checkpoint is committed
 //! ```
-//! Whatever takes effect on all ranks was agreed on in a step's end, so all take it alike.
+//! Whatever takes effect on all ranks was said and heard by all with a step, so all take it alike.
 
 use crate::attempt::gauge::Gauge;
 use crate::attempt::pace::Pace;
@@ -274,7 +274,6 @@ impl Trainer {
             waits_until: None,
             snapshot_step: config.resume.step(),
             pace,
-            snapshot_agreed: false,
             skips: false,
             clock: Clock::start(),
             gauge,
