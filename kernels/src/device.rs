@@ -2,7 +2,7 @@
 
 use crate::buffer::{Buffer, Element};
 use crate::cpu::{CpuDevice, Isa};
-use crate::cuda::{CudaDevice, CudaError, LayerError};
+use crate::cuda::{CudaDevice, CudaError, LayerError, Post};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// How often the host has had to do with a device's memory since the device was made. Ops, and what
@@ -61,6 +61,20 @@ pub enum Device {
     Cpu(CpuDevice),
     /// Panics by name on the ops that it lacks
     Cuda(CudaDevice),
+}
+
+/// A copy on its way to the host.
+#[derive(Debug)]
+pub struct Posted {
+    dtype: crate::DType,
+    len: usize,
+    at: At,
+}
+
+#[derive(Debug)]
+enum At {
+    Host(Vec<u8>),
+    Gpu(Post),
 }
 
 impl Device {
@@ -172,6 +186,37 @@ impl Device {
             Device::Cpu(cpu) => into.copy_from_slice(cpu.slice(buffer)),
             Device::Cuda(cuda) => cuda.read(buffer, into),
         }
+    }
+
+    /// Enqueues a copy of `buffer` to the host, which [`Device::fetch`] gives. It is of what stands
+    /// there behind all that was enqueued so far, whatever is enqueued later.
+    pub fn post(&mut self, buffer: Buffer) -> Posted {
+        self.counts().reads.fetch_add(1, Ordering::Relaxed);
+        match self {
+            Device::Cpu(cpu) => {
+                let bytes = cpu.slice::<u8>(buffer.reinterpret(crate::DType::U8)).to_vec();
+                Posted { dtype: buffer.dtype(), len: buffer.len(), at: At::Host(bytes) }
+            }
+            Device::Cuda(cuda) => {
+                let at = At::Gpu(cuda.post(buffer));
+                Posted { dtype: buffer.dtype(), len: buffer.len(), at }
+            }
+        }
+    }
+
+    /// Waits for what was posted, and for no more. After a failure all is 0.
+    pub fn fetch<E: Element + Default>(&mut self, posted: Posted) -> Vec<E> {
+        assert_eq!(posted.dtype, E::DTYPE, "{posted:?}");
+        let bytes = match (posted.at, self) {
+            (At::Host(bytes), _) => bytes,
+            (At::Gpu(post), Device::Cuda(cuda)) => cuda.fetch(post),
+            (At::Gpu(_), Device::Cpu(_)) => panic!("posted by another device"),
+        };
+        let mut values = vec![E::default(); posted.len];
+        let len = bytes.len().min(size_of_val(&values[..]));
+        // SAFETY: every pattern of bytes is an `Element`, and no more are written than there are.
+        unsafe { values.as_mut_ptr().cast::<u8>().copy_from(bytes.as_ptr(), len) };
+        values
     }
 
     /// [`Device::read`] into a new vector.

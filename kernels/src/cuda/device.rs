@@ -1,6 +1,6 @@
 //! A GPU as a [`crate::Device`]: one arena, one stream, the kernels of its layers.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::attention::AttentionKernels;
@@ -14,6 +14,7 @@ use super::head::Head;
 use super::here::Here;
 use super::layer::{LayerError, MoeLayer};
 use super::shape::MoeDesc;
+use super::staging::{self, Post, Staging};
 use super::step_ops::StepOps;
 use super::transfer::{self, Transfer};
 use crate::attention::{Attention, AttentionBackward};
@@ -51,6 +52,7 @@ pub struct CudaDevice {
     attentions: Vec<AttentionKernels>,
     failure: OnceLock<LayerError>,
     transfer: OnceLock<Transfer>,
+    staging: Mutex<Staging>,
     pub(crate) traffic: TrafficCounts,
     pub(crate) marks: Option<Marks>,
     watch: Option<Arc<dyn Watch>>,
@@ -76,6 +78,7 @@ impl CudaDevice {
             attentions: Vec::new(),
             failure: OnceLock::new(),
             transfer: OnceLock::new(),
+            staging: Mutex::default(),
             traffic: TrafficCounts::default(),
             marks: None,
             watch: None,
@@ -125,9 +128,18 @@ impl CudaDevice {
 
     /// Waits for everything enqueued on the stream of all ops.
     fn settle(&self) -> Result<(), CudaError> {
+        self.look_after(|| self.stream.is_idle())?;
+        self.stream.synchronize()
+    }
+
+    /// Where somebody watches: waits until `is_over`, or until waiting has no sense.
+    fn look_after(
+        &self,
+        is_over: impl Fn() -> Result<bool, CudaError>,
+    ) -> Result<(), CudaError> {
         if let Some(watch) = &self.watch {
             let began = Instant::now();
-            while !self.stream.is_idle()? {
+            while !is_over()? {
                 if let Some(why) = watch.given_up() {
                     return Err(CudaError::GivenUp { why });
                 }
@@ -138,7 +150,7 @@ impl CudaDevice {
                 }
             }
         }
-        self.stream.synchronize()
+        Ok(())
     }
 
     /// Waits for everything enqueued; the first failure since the device was made.
@@ -188,17 +200,57 @@ impl CudaDevice {
 
     pub(crate) fn write<E: Element>(&self, buffer: Buffer, from: &[E]) {
         self.attempt(|| {
-            self.settle()?;
-            if size_of_val(from) < transfer::BYTES_MIN {
-                return Ok(self.arena.write(buffer, from)?);
-            }
             assert_eq!((buffer.dtype(), buffer.len()), (E::DTYPE, from.len()), "{buffer:?}");
             let bytes = size_of_val(from);
             // SAFETY: an `Element` has no padding; the bytes are borrowed as long as `from` is.
             let bytes = unsafe { std::slice::from_raw_parts(from.as_ptr().cast(), bytes) };
+            if bytes.len() <= staging::BYTES_MAX {
+                let address = self.arena.address(buffer);
+                // SAFETY: the address is that of a buffer of the arena, as long as `from`.
+                return Ok(unsafe {
+                    self.staging().write(self.gpu(), &self.stream, address, bytes)
+                }?);
+            }
+            self.settle()?;
+            if bytes.len() < transfer::BYTES_MIN {
+                return Ok(self.arena.write(buffer, from)?);
+            }
             // SAFETY: the address is that of a buffer of the arena, as long as `from`.
             Ok(unsafe { self.transfer()?.write(self.arena.address(buffer), bytes) }?)
         });
+    }
+
+    fn staging(&self) -> MutexGuard<'_, Staging> {
+        // A piece that was being filled when a thread panicked is nobody's.
+        self.staging.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Enqueues a copy of a small buffer to the host.
+    pub(crate) fn post(&self, buffer: Buffer) -> Post {
+        let mut posted = Post::none();
+        self.attempt(|| {
+            let address = self.arena.address(buffer);
+            // SAFETY: a buffer of the arena.
+            posted = unsafe {
+                self.staging().post(self.gpu(), &self.stream, address, buffer.bytes())
+            }?;
+            Ok(())
+        });
+        posted
+    }
+
+    /// What was posted, once the device has come so far; nothing after a failure.
+    pub(crate) fn fetch(&self, post: Post) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        self.attempt(|| {
+            let wait = |event: &Event| {
+                self.look_after(|| event.is_past())?;
+                event.synchronize()
+            };
+            bytes = self.staging().fetch(post, wait)?;
+            Ok(())
+        });
+        bytes
     }
 
     /// The lanes of large copies, made when the first is asked for.

@@ -18,7 +18,7 @@
 //! visible_gpus()                machine.rs   the same without a context, before a worker starts
 //! ```
 //! No CUDA is needed to build this: the driver and NVRTC are loaded when first used. Nothing here
-//! waits for the device except `synchronize` and the copies to host memory, and no launch depends
+//! waits for the device except `synchronize`, `fetch` and large copies, and no launch depends
 //! on a number that only the device knows, so a layer can be captured into a graph.
 //! Letters as in the crate: `T` tokens, `D` dim, `F` expert hidden, `E` experts, `K` top-k,
 //! `R = T K` routed rows, `W` = 2 F gated, else F.
@@ -50,6 +50,7 @@ mod optimizer;
 mod peer;
 mod route;
 mod shape;
+mod staging;
 mod step_ops;
 mod tensor_map;
 mod tiles;
@@ -77,4 +78,5 @@ pub use measure::Measure;
 pub use nvml::{Limits, Monitor, Nvml, NvmlError, Reading, Trouble, uuid_text};
 pub use peer::{Awaited, COUNTS_MAX, MoveRows, PEERS_MAX, PeerDesc, PeerFailure, PeerLinks};
 pub use shape::{MoeActivation, MoeDesc, Refusal};
+pub use staging::Post;
 pub use window::Window;

@@ -48,6 +48,8 @@ pub(crate) struct Run<'a> {
     pub waits_until: Option<Instant>,
     /// Steps in the newest snapshot.
     pub snapshot_step: u64,
+    /// One step is begun before the numbers of the one before it are known.
+    pub ahead: bool,
     /// When state is copied to memory, where that is not every so many steps.
     pub pace: Option<Pace>,
     /// The last snapshot that was due was left out.
@@ -113,24 +115,29 @@ impl Run<'_> {
             self.waits_until = Some(Instant::now() + self.patience.end);
             self.checkpoint(resumed)?;
         }
-        let mut turns = Turns::new(self.schedule(), self.step, false);
+        let mut turns = Turns::new(self.schedule(), self.step, self.ahead);
         if !turns.are_over() {
             self.say()?;
         }
+        let mut began = Instant::now();
         while !turns.are_over() {
             self.control.set_phase(Phase::Training);
-            let started = Instant::now();
-            let step = turns.begin().expect("a step is left");
-            let summary = self.step_twice_at_most(step, feeder)?;
+            while let Some(step) = turns.begin() {
+                self.engine.begin(step, feeder)?;
+            }
+            let summary = self.finish_step(feeder)?;
             let due = turns.end(self.hear()?);
             self.step = turns.done();
             self.control.set_step(self.step);
-            let seconds = started.elapsed().as_secs_f64();
+            let ended = Instant::now();
+            let seconds = ended.duration_since(began).as_secs_f64();
             self.clock.stalls.data += feeder.take_waited().as_secs_f64();
             let validation = if due.validation { self.validate(feeder)? } else { None };
             self.held_out = validation.as_ref().map(|validation| validation.loss);
             self.report(&summary, validation, seconds)?;
             self.keep(due)?;
+            // The device has gone on meanwhile, unless no step is under way.
+            began = if self.engine.is_settled() { Instant::now() } else { ended };
             if !turns.are_over() {
                 self.say()?;
             }
@@ -162,22 +169,14 @@ impl Run<'_> {
         }
     }
 
-    /// A step. A number that is not finite may have come from a fault of the machine; nothing was
-    /// updated then, and the step is done once again.
-    fn step_twice_at_most(
-        &mut self,
-        step: u64,
-        feeder: &mut Feeder,
-    ) -> Result<StepSummary, Stop> {
-        let first = self.engine.step(step, feeder)?;
-        if first.non_finite.is_none() {
-            return Ok(first);
-        }
-        let again = self.engine.step(step, feeder)?;
-        let Some(what) = &again.non_finite else { return Ok(again) };
-        let began = self.engine.diagnose(step, feeder)?;
+    /// The numbers of the oldest step that was begun. One that is not finite may have come from a
+    /// fault of the machine: the engine has done the step once again then.
+    fn finish_step(&mut self, feeder: &mut Feeder) -> Result<StepSummary, Stop> {
+        let summary = self.engine.end(feeder)?;
+        let Some(what) = &summary.non_finite else { return Ok(summary) };
+        let began = self.engine.diagnose(self.step, feeder)?;
         let began = began.map(|place| format!("; it began in {place}")).unwrap_or_default();
-        let number = step + 1;
+        let number = self.step + 1;
         let message =
             format!("{what} is not finite at step {number}, twice: nothing was updated{began}");
         Err(fail(1, &message, DIVERGED))
@@ -223,6 +222,10 @@ impl Run<'_> {
 
     /// Snapshots and checkpoints that are due after this step.
     fn keep(&mut self, due: Due) -> Result<(), Stop> {
+        if due == Due::default() {
+            return Ok(());
+        }
+        assert!(self.engine.is_settled(), "what is kept is the state of one step");
         let last = self.step >= self.config.training.steps;
         let memory = due.snapshot || due.stop && self.pace.is_none_or(|pace| pace.fits());
         let snapshot = if memory { self.snapshot()? } else { None };

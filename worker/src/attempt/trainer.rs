@@ -57,6 +57,8 @@ pub struct Trainer {
     patience: Patience,
     /// See [`Engine::spoil`].
     spoiled: Vec<u64>,
+    /// See [`Engine::runs_ahead`].
+    ahead: bool,
 }
 
 /// How long the end of an attempt waits for its writer to remove old checkpoints.
@@ -143,8 +145,8 @@ impl Trainer {
     /// An engine in a process of its own, whose worker writes its checkpoints.
     pub fn with_desk(memory: Memory, desk: checkpoint::Desk) -> Trainer {
         let (disk, patience, spoiled) = (Disk::real(), Patience::default(), Vec::new());
-        let (corpus, batches) = (None, None);
-        Trainer { memory, desk, corpus, batches, disk, patience, spoiled }
+        let (corpus, batches, ahead) = (None, None, false);
+        Trainer { memory, desk, corpus, batches, disk, patience, spoiled, ahead }
     }
 
     /// The next attempt does not open its data: it asks at `desk`.
@@ -165,6 +167,11 @@ impl Trainer {
     /// A trainer whose next runs of these steps, counted from 0, break a number.
     pub fn with_spoiled(steps: Vec<u64>) -> Trainer {
         Trainer { spoiled: steps, ..Trainer::new() }
+    }
+
+    /// A trainer whose steps are begun ahead on every device, on all ranks alike.
+    pub fn with_steps_ahead(self) -> Trainer {
+        Trainer { ahead: true, ..self }
     }
 
     /// What could be resumed from this worker's memory.
@@ -259,6 +266,7 @@ impl Trainer {
             None
         };
         let saves = self.saves(config, rank, state, records.as_ref());
+        let ahead = self.ahead || engine.runs_ahead();
         let mut run = Run {
             config,
             control,
@@ -273,6 +281,7 @@ impl Trainer {
             asked: Request::default(),
             waits_until: None,
             snapshot_step: config.resume.step(),
+            ahead,
             pace,
             skips: false,
             clock: Clock::start(),

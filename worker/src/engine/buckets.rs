@@ -18,7 +18,7 @@ use crate::engine::round::Round;
 use crate::state::rank::name_hash;
 use moejob_kernels::cuda::Stacked;
 use moejob_kernels::{
-    BucketAdamW, BucketBlock, Buffer, DecideUpdate, Fill, GradientNumbers, Master, MoveCorrections,
+    BucketAdamW, BucketBlock, Buffer, Fill, GradientNumbers, Master, MoveCorrections,
 };
 use moejob_protocol::buckets::{Bucket, BucketKind, Buckets};
 use moejob_protocol::buffers::Bucket as Memory;
@@ -268,11 +268,6 @@ impl BucketSums {
     /// Updates what is owned as the step's numbers say, or nothing.
     pub(crate) fn update(&self, model: &mut Model, config: &AdamWConfig) {
         let numbers = model.buffers.numbers.clone();
-        model.device.decide_update(&DecideUpdate {
-            params: numbers.params,
-            numbers: numbers.reduced,
-            control: numbers.control,
-        });
         let memory = model.buffers.buckets.clone();
         let weights = self.places.owned(&memory, |bucket| bucket.weight);
         let gradients = self.places.owned(&memory, |bucket| bucket.gradient);

@@ -1,6 +1,8 @@
-//! One optimizer step: forward, backward, reduce, update, spread. The engine that does it.
+//! One optimizer step: forward, backward, reduce, update, spread. The engine that does it. What is
+//! begun when, and done again, stands in `flight.rs`.
 
 use crate::data::{Batches, DataError};
+use crate::engine::flight::{Flight, Flights};
 use crate::engine::forward::Pass;
 use crate::engine::gate::Noise;
 use crate::engine::buckets::Places;
@@ -10,18 +12,14 @@ use crate::engine::round::{Aim, Schedule};
 use crate::engine::sums::Sums;
 use crate::engine::trace::Trace;
 use crate::engine::validate::Favourites;
-use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError};
-use moejob_kernels::{Device, KernelError, LossScaling, StepPhase, SumRows};
+use moejob_kernels::{Device, KernelError, StepPhase, SumRows};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, TrainingConfig};
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
 
 pub use crate::engine::numbers::StepSummary;
-
-/// How often a step in fp16 is done again with half the loss scale: from the largest to the least.
-const HALVINGS_MAX: u32 = 24;
 
 /// Why a step did not happen.
 #[derive(Debug, thiserror::Error)]
@@ -76,8 +74,9 @@ pub struct Engine {
     /// Steps in whose next run a number is broken.
     spoiled: Vec<u64>,
     /// Seconds of each phase since they were last asked for.
-    phases: [f64; StepPhase::COUNT],
-    trace: Option<Trace>,
+    pub(super) phases: [f64; StepPhase::COUNT],
+    pub(super) trace: Option<Trace>,
+    pub(super) flights: Flights,
 }
 
 impl Engine {
@@ -121,7 +120,8 @@ impl Engine {
         let favourites = Favourites::default();
         let (training, spoiled) = (training.clone(), Vec::new());
         let (phases, trace) = ([0.0; StepPhase::COUNT], None);
-        Engine { links, model, gradients, training, favourites, spoiled, phases, trace }
+        let flights = Flights::default();
+        Engine { links, model, gradients, training, favourites, spoiled, phases, trace, flights }
     }
 
     /// The attempt is over. See [`Links::leave`].
@@ -129,7 +129,12 @@ impl Engine {
     /// # Errors
     /// What runs on the device does not end: the process has to.
     pub fn leave(&mut self) -> Result<(), StepError> {
-        self.links.leave(&self.model.device).map_err(StepError::Device)
+        self.links.leave(&self.model.device).map_err(StepError::Device)?;
+        // A step may be under way that waits for nobody, and writes to memory of the host.
+        if !self.is_settled() {
+            let _ = self.model.device.finish();
+        }
+        Ok(())
     }
 
     /// Writes a trace of some of the steps to come, see [`Engine::take_traced`].
@@ -154,55 +159,13 @@ impl Engine {
         self.spoiled.push(step);
     }
 
-    /// One step, counted from 0, on all ranks. Where a number is not finite nothing is updated,
-    /// and the same step done again gives the same bits. Where routed rows find no room it is done
-    /// again at once, with more; where gradients found none in fp16, with half the loss scale. The
-    /// host reads once, at the end.
-    ///
-    /// # Errors
-    /// A peer is lost, or the data changed. The weights may be torn then.
-    pub fn step(
+    /// Enqueues one step: forward, backward, reduce, update, spread. Its numbers are on their way
+    /// to the host then.
+    pub(super) fn enqueue(
         &mut self,
         step: u64,
         batches: &mut impl Batches,
-    ) -> Result<StepSummary, StepError> {
-        if let Some(trace) = &mut self.trace {
-            trace.begin(&mut self.model.device);
-        }
-        let mut halvings = 0;
-        loop {
-            let summary = self.step_once(step, batches)?;
-            if summary.overflows {
-                if !self.model.group.grow() {
-                    let non_finite = Some("a count of routed rows".to_string());
-                    return Ok(StepSummary { non_finite, ..summary });
-                }
-            } else if halvings < HALVINGS_MAX && self.rescale(&summary) {
-                halvings += 1;
-            } else {
-                return Ok(summary);
-            }
-        }
-    }
-
-    /// Moves the loss scale after a step; whether the step is to be done again with a smaller one.
-    fn rescale(&mut self, summary: &StepSummary) -> bool {
-        let Some(scaling) = self.model.scaling else { return false };
-        // A loss that is no number is so under any scale.
-        if !summary.loss.is_finite() {
-            return false;
-        }
-        let overflow = summary.non_finite.is_some();
-        let next = scaling.after(&LossScaling::default(), overflow);
-        self.model.scaling = Some(next);
-        overflow && next.scale < scaling.scale
-    }
-
-    fn step_once(
-        &mut self,
-        step: u64,
-        batches: &mut impl Batches,
-    ) -> Result<StepSummary, StepError> {
+    ) -> Result<Flight, StepError> {
         self.model.device.phase(StepPhase::Other);
         self.model.device.mark("between steps", None);
         self.model.begin_step(&self.training, step);
@@ -219,7 +182,7 @@ impl Engine {
             pass.model.device.phase(StepPhase::Backward);
             engine.gradients.push(round, schedule.own, &schedule.leaves, model);
         })?;
-        let Engine { model, gradients, links, training, spoiled, phases, .. } = self;
+        let Engine { model, gradients, links, training, spoiled, .. } = self;
         gradients.reduce(model, links);
         model.device.phase(StepPhase::Communication);
         if let Some(at) = spoiled.iter().position(|spoiled| *spoiled == step) {
@@ -232,20 +195,14 @@ impl Engine {
         model.device.phase(StepPhase::Numbers);
         // What was not summed over all ranks must not move a weight.
         links.check()?;
+        model.decide_update();
         gradients.update(model, &training.adamw);
         model.device.phase(StepPhase::Update);
         gradients.spread(model, links);
         model.device.phase(StepPhase::Communication);
         model.device.mark("update", None);
         links.check()?;
-        let summary = model.read_numbers(training, step);
-        let taken = model.device.take_phases();
-        phases.iter_mut().zip(taken).for_each(|(sum, own)| *sum += own);
-        // What was read before a failure says nothing. A wait that was given up is the peers'
-        // fault.
-        links.check()?;
-        model.device.check().map_err(|error| StepError::Device(chain(error)))?;
-        Ok(summary)
+        Ok(Flight::new(model, step))
     }
 
     /// Calls `each` with every round of a step, its micro-batch loaded.
