@@ -115,9 +115,11 @@ def main():
     parser.add_argument("--fault", default="KILL")
     parser.add_argument("--whom", choices=["engine", "worker"], default="engine")
     parser.add_argument("--profile", default="gpu", help="cpu: to try this script")
+    parser.add_argument("--log", help="where the job's log goes; MOEJOB_LOG says how much")
     parser.add_argument("--seconds", type=float, default=200)
     args = parser.parse_args()
     began = time.monotonic()
+    kept = pathlib.Path(args.log).resolve() if args.log else None
     moejob = str(pathlib.Path(args.moejob).resolve())
     os.chdir(pathlib.Path(__file__).parent / "data")
     runs = pathlib.Path(tempfile.mkdtemp())
@@ -198,6 +200,8 @@ def main():
     finally:
         os.killpg(run.pid, signal.SIGKILL)
         run.wait()
+        if kept:
+            kept.write_bytes((runs / "log").read_bytes())
         subprocess.run(["rm", "-rf", str(runs)])
     return 0
 

@@ -72,7 +72,7 @@ pub use layer::{
     Gradients, LayerError, MoeLayer, MoeNumbers, MoeTensors, Observer, Saved, Stacked,
     Weights,
 };
-pub use machine::{VisibleGpu, missing_libraries, uuid_of, visible_gpus};
+pub use machine::{VisibleGpu, keep_open, missing_libraries, uuid_of, visible_gpus};
 pub use measure::Measure;
 pub use nvml::{Limits, Monitor, Nvml, NvmlError, Reading, Trouble, uuid_text};
 pub use peer::{Awaited, COUNTS_MAX, MoveRows, PEERS_MAX, PeerDesc, PeerFailure, PeerLinks};

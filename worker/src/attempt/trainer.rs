@@ -386,11 +386,13 @@ impl Trainer {
             }
             Resume::Memory { step, attempt, layout, sources } => {
                 let rank = model.rank;
-                let near = resume::near_shards(config, &self.memory, rank, tell)?;
+                let near = resume::near_shards(config, &self.memory, rank)?;
                 let is_near = |other| resume::is_near(config, rank, other);
                 let held = |shard| Arc::clone(&near[&shard]);
-                scatter(model, comm, layout, sources, is_near, held)?;
-                resume::take_loss_scale(&near, model, comm)?;
+                resume::beside_sums(config, &self.memory, rank, &near, tell, || {
+                    scatter(model, comm, layout, sources, is_near, held)?;
+                    resume::take_loss_scale(&near, model, comm)
+                })?;
                 self.memory.confirm(*attempt, *step);
                 drop(near);
                 self.memory.give_borrowed_back();

@@ -17,6 +17,7 @@ use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, TrainingConfig};
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
+use std::time::Instant;
 
 pub use crate::engine::numbers::StepSummary;
 
@@ -87,6 +88,8 @@ impl Engine {
     /// The device cannot be made, lacks a kernel, has too little memory, or is not connected.
     pub fn open(config: &WorkerConfig, rank: u32, comm: Comm) -> Result<Engine, OpenError> {
         let (training, ranks) = (&config.training, config.ranks.max(1));
+        let began = Instant::now();
+        let told = |what| tracing::debug!(seconds = began.elapsed().as_secs_f64(), what);
         let device = match training.compute.backend {
             Backend::Cpu => {
                 let here = std::thread::available_parallelism().map_or(1, usize::from);
@@ -100,9 +103,11 @@ impl Engine {
             }
             Backend::Cuda => Device::cuda(device_of(rank, ranks), 0)?,
         };
+        told("a device");
         let mut shape = Shape::new(&config.model, &config.layout, rank, training);
         shape.documents = config.data.reset_at_boundaries;
         let mut model = Model::on(device, shape, &config.model, &config.layout, rank, training)?;
+        told("its memory");
         let links = match training.compute.backend {
             Backend::Cpu => Links::new(comm),
             Backend::Cuda => {
@@ -113,6 +118,7 @@ impl Engine {
                 Links::between_gpus(comm, &mut model.device, &groups)?
             }
         };
+        told("its links");
         Ok(Engine::new(model, training, links))
     }
 
@@ -129,7 +135,10 @@ impl Engine {
     /// # Errors
     /// What runs on the device does not end: the process has to.
     pub fn leave(&mut self) -> Result<(), StepError> {
-        self.links.leave(&self.model.device).map_err(StepError::Device)
+        let began = Instant::now();
+        let left = self.links.leave(&self.model.device).map_err(StepError::Device);
+        tracing::debug!(seconds = began.elapsed().as_secs_f64(), "its links are left");
+        left
     }
 
     /// Writes a trace of some of the steps to come, see [`Engine::take_traced`].
