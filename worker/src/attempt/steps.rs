@@ -113,6 +113,9 @@ impl Run<'_> {
         if self.step >= steps && from_memory {
             self.waits_until = Some(Instant::now() + self.patience.end);
             self.checkpoint(resumed)?;
+        } else {
+            // Whoever holds a slot keeps it from being filled anew.
+            drop(resumed);
         }
         let mut stopped = false;
         while self.step < steps && !stopped {
