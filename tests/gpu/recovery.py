@@ -201,7 +201,8 @@ def main():
         os.killpg(run.pid, signal.SIGKILL)
         run.wait()
         if kept:
-            kept.write_bytes((runs / "log").read_bytes())
+            logs = [runs / "log", *sorted((runs / "lost/logs").iterdir())]
+            kept.write_bytes(b"".join(log.read_bytes() for log in logs))
         subprocess.run(["rm", "-rf", str(runs)])
     return 0
 

@@ -229,9 +229,16 @@ pub(crate) fn beside_sums(
     let own: Vec<(u32, &Arc<Slot>)> =
         own.filter_map(|source| Some((source.shard, near.get(&source.shard)?))).collect();
     let damaged = || own.iter().find(|(_, slot)| !slot.is_sound()).map(|(shard, _)| *shard);
+    let began = Instant::now();
+    let passed = |what| tracing::debug!(seconds = began.elapsed().as_secs_f64(), what);
     let (done, damaged) = std::thread::scope(|scope| {
-        let compared = scope.spawn(damaged);
+        let compared = scope.spawn(|| {
+            let damaged = damaged();
+            passed("what is resumed from is compared");
+            damaged
+        });
         let done = read();
+        passed("what is resumed from is there");
         (done, compared.join().expect("hashing does not panic"))
     });
     let Some(shard) = damaged else { return done };
