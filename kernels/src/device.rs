@@ -165,6 +165,18 @@ impl Device {
         }
     }
 
+    /// [`Device::write`] of bytes into each of some buffers, which do not overlap. On a GPU they go
+    /// together, which is faster than one by one.
+    pub fn write_all(&mut self, all: &[(Buffer, &[u8])]) {
+        match self {
+            Device::Cuda(cuda) => {
+                cuda.traffic.writes.fetch_add(all.len() as u64, Ordering::Relaxed);
+                cuda.write_all(all);
+            }
+            device => all.iter().for_each(|(buffer, from)| device.write(*buffer, from)),
+        }
+    }
+
     /// Waits for everything enqueued, then copies `buffer` into host elements, as many.
     pub fn read<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
         self.counts().reads.fetch_add(1, Ordering::Relaxed);

@@ -197,7 +197,21 @@ impl CudaDevice {
             // SAFETY: an `Element` has no padding; the bytes are borrowed as long as `from` is.
             let bytes = unsafe { std::slice::from_raw_parts(from.as_ptr().cast(), bytes) };
             // SAFETY: the address is that of a buffer of the arena, as long as `from`.
-            Ok(unsafe { self.transfer()?.write(self.arena.address(buffer), bytes) }?)
+            Ok(unsafe { self.transfer()?.write_all(&[(self.arena.address(buffer), bytes)]) }?)
+        });
+    }
+
+    /// Bytes into each of some buffers.
+    pub(crate) fn write_all(&self, all: &[(Buffer, &[u8])]) {
+        self.attempt(|| {
+            self.settle()?;
+            let address = |(buffer, from): &(Buffer, &'_ [u8])| {
+                assert_eq!((buffer.dtype(), buffer.len()), (crate::DType::U8, from.len()));
+                self.arena.address(*buffer)
+            };
+            let all: Vec<(u64, &[u8])> = all.iter().map(|of| (address(of), of.1)).collect();
+            // SAFETY: the addresses are those of buffers of the arena, as long as their bytes.
+            Ok(unsafe { self.transfer()?.write_all(&all) }?)
         });
     }
 
