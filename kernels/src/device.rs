@@ -2,8 +2,9 @@
 
 use crate::buffer::{Buffer, Element};
 use crate::cpu::{CpuDevice, Isa};
-use crate::cuda::{CudaDevice, CudaError, LayerError};
+use crate::cuda::{CudaDevice, CudaError, Fault, LayerError};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 /// How often the host has had to do with a device's memory since the device was made. Ops, and what
 /// links move between devices, are not among it.
@@ -48,6 +49,18 @@ pub enum KernelError {
     Layer(#[from] LayerError),
     #[error("this processor has no {isa:?}")]
     Isa { isa: Isa },
+}
+
+impl KernelError {
+    /// A GPU has no room for the arena.
+    pub fn is_memory(&self) -> bool {
+        match self {
+            KernelError::Cuda(error) | KernelError::Layer(LayerError::Cuda(error)) => {
+                matches!(error, CudaError::OutOfMemory { .. })
+            }
+            _ => false,
+        }
+    }
 }
 
 /// Where the ops run. Every op is a method that matches on the device once.
@@ -100,6 +113,30 @@ impl Device {
         match self {
             Device::Cpu(_) => Ok(()),
             Device::Cuda(cuda) => cuda.check(),
+        }
+    }
+
+    /// From now on a wait of the host for a GPU that takes longer than `longest` is given up, and
+    /// the device has failed.
+    pub fn limit_waits(&mut self, longest: Duration) {
+        if let Device::Cuda(cuda) = self {
+            cuda.limit_waits(longest);
+        }
+    }
+
+    /// Why a wait for a GPU was given up, if that is what failed: its own work may be right, and
+    /// wait for another device.
+    pub fn gave_up(&self) -> Option<&str> {
+        match self {
+            Device::Cpu(_) => None,
+            Device::Cuda(cuda) => cuda.gave_up(),
+        }
+    }
+
+    /// Breaks a GPU, for tests of what happens then.
+    pub fn inject(&mut self, fault: Fault) {
+        if let Device::Cuda(cuda) = self {
+            cuda.inject(fault);
         }
     }
 

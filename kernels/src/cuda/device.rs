@@ -9,6 +9,7 @@ use super::compile::{Compiler, default_cache_dir};
 use super::dense_device::DenseState;
 use super::driver::{Arena, Event, Gpu, Stream};
 use super::error::CudaError;
+use super::fault::Fault;
 use super::gate::GateKernels;
 use super::head::Head;
 use super::here::Here;
@@ -32,6 +33,9 @@ pub trait Watch: std::fmt::Debug + Send + Sync {
 /// Between two looks at a device that is waited for, once it takes longer than `SPIN`.
 const PAUSE: Duration = Duration::from_micros(50);
 const SPIN: Duration = Duration::from_micros(500);
+/// How long memory is asked for again: that of a process that was killed comes back after it.
+const MEMORY_MAX: Duration = Duration::from_secs(10);
+const MEMORY_AGAIN: Duration = Duration::from_millis(50);
 
 /// The memory and the kernels of one rank on a GPU.
 ///
@@ -54,6 +58,8 @@ pub struct CudaDevice {
     pub(crate) traffic: TrafficCounts,
     pub(crate) marks: Option<Marks>,
     watch: Option<Arc<dyn Watch>>,
+    /// The longest wait for the stream of all ops.
+    wait_max: Duration,
     pub(crate) phases: Phases,
 }
 
@@ -79,6 +85,7 @@ impl CudaDevice {
             traffic: TrafficCounts::default(),
             marks: None,
             watch: None,
+            wait_max: Duration::MAX,
             phases: Phases::default(),
         };
         device.reserve(arena_bytes)?;
@@ -91,7 +98,17 @@ impl CudaDevice {
         self.stream.synchronize()?;
         // The old one goes first: the two might not fit beside each other.
         self.arena = Arena::new(self.gpu(), 0)?;
-        self.arena = Arena::new(self.gpu(), arena_bytes)?;
+        let until = Instant::now() + MEMORY_MAX;
+        self.arena = loop {
+            match Arena::new(self.gpu(), arena_bytes) {
+                Err(CudaError::OutOfMemory { total, .. })
+                    if arena_bytes <= total && Instant::now() < until =>
+                {
+                    std::thread::sleep(MEMORY_AGAIN);
+                }
+                made => break made?,
+            }
+        };
         let mut all = ArenaPlan::new();
         let whole = all.alloc(crate::DType::U8, arena_bytes);
         self.arena.fill_bytes(&self.stream, whole, 0)?;
@@ -123,19 +140,40 @@ impl CudaDevice {
         self.watch = Some(watch);
     }
 
+    /// From now on a wait for the device that takes longer is given up.
+    pub(crate) fn limit_waits(&mut self, longest: Duration) {
+        self.wait_max = longest;
+    }
+
+    /// Why a wait for the device was given up, if that is what failed.
+    pub(crate) fn gave_up(&self) -> Option<&str> {
+        match self.failure.get() {
+            Some(LayerError::Cuda(CudaError::GivenUp { why })) => Some(why),
+            _ => None,
+        }
+    }
+
+    /// Enqueues what breaks the device.
+    pub(crate) fn inject(&mut self, fault: Fault) {
+        self.attempt(|| Ok(fault.enqueue(&self.compiler, &self.stream)?));
+    }
+
     /// Waits for everything enqueued on the stream of all ops.
     fn settle(&self) -> Result<(), CudaError> {
-        if let Some(watch) = &self.watch {
-            let began = Instant::now();
-            while !self.stream.is_idle()? {
-                if let Some(why) = watch.given_up() {
-                    return Err(CudaError::GivenUp { why });
-                }
-                if began.elapsed() < SPIN {
-                    std::hint::spin_loop();
-                } else {
-                    std::thread::sleep(PAUSE);
-                }
+        let began = Instant::now();
+        while !self.stream.is_idle()? {
+            let waited = began.elapsed();
+            if let Some(why) = self.watch.as_ref().and_then(|watch| watch.given_up()) {
+                return Err(CudaError::GivenUp { why });
+            }
+            if waited > self.wait_max {
+                let why = format!("it did not end in {:.1} s", waited.as_secs_f64());
+                return Err(CudaError::GivenUp { why });
+            }
+            if waited < SPIN {
+                std::hint::spin_loop();
+            } else {
+                std::thread::sleep(PAUSE);
             }
         }
         self.stream.synchronize()

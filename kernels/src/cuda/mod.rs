@@ -37,6 +37,7 @@ mod embed;
 mod doctor;
 mod driver;
 mod error;
+mod fault;
 mod gate;
 mod gemm;
 mod head;
@@ -66,6 +67,7 @@ pub use doctor::{Inspection, inspect};
 pub use driver::{Arena, Event, Function, Gpu, Graph, Launch, PinnedBuffer, Stream};
 pub use error::CudaError;
 pub(crate) use gate::unsupported;
+pub use fault::Fault;
 pub use head::Head;
 pub use gemm::{Arch, GemmConfig, Output, ProductOp};
 pub use layer::{

@@ -6,12 +6,14 @@ use crate::engine::gate::Noise;
 use crate::engine::buckets::Places;
 use crate::engine::links::{Links, NoLinks};
 use crate::engine::model::Model;
+use crate::engine::patience::{OTHERWISE, Patience};
 use crate::engine::round::{Aim, Schedule};
 use crate::engine::sums::Sums;
 use crate::engine::trace::Trace;
 use crate::engine::validate::Favourites;
 use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError};
+use moejob_kernels::cuda::Fault;
 use moejob_kernels::{Device, KernelError, LossScaling, StepPhase, SumRows};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, TrainingConfig};
@@ -76,6 +78,9 @@ pub struct Engine {
     pub(crate) favourites: Favourites,
     /// Steps in whose next run a number is broken.
     spoiled: Vec<u64>,
+    /// The step at which the device is broken, and how.
+    fault: Option<(u64, Fault)>,
+    patience: Patience,
     /// Seconds of each phase since they were last asked for.
     phases: [f64; StepPhase::COUNT],
     trace: Option<Trace>,
@@ -127,7 +132,19 @@ impl Engine {
         let favourites = Favourites::default();
         let (training, spoiled) = (training.clone(), Vec::new());
         let (phases, trace) = ([0.0; StepPhase::COUNT], None);
-        Engine { links, model, gradients, training, favourites, spoiled, phases, trace }
+        let (fault, patience) = (None, Patience::default());
+        Engine {
+            links,
+            model,
+            gradients,
+            training,
+            favourites,
+            spoiled,
+            fault,
+            patience,
+            phases,
+            trace,
+        }
     }
 
     /// The attempt is over. See [`Links::leave`].
@@ -163,6 +180,11 @@ impl Engine {
         self.spoiled.push(step);
     }
 
+    /// Breaks the device in `step`, as programs and hardware do.
+    pub fn inject(&mut self, step: u64, fault: Fault) {
+        self.fault = Some((step, fault));
+    }
+
     /// One step, counted from 0, on all ranks. Where a number is not finite nothing is updated,
     /// and the same step done again gives the same bits. Where routed rows find no room it is done
     /// again at once, with more; where gradients found none in fp16, with half the loss scale. The
@@ -178,6 +200,19 @@ impl Engine {
         if let Some(trace) = &mut self.trace {
             trace.begin(&mut self.model.device);
         }
+        let began = Instant::now();
+        self.model.device.limit_waits(self.patience.limit());
+        let done = self.step_until_right(step, batches);
+        self.model.device.limit_waits(OTHERWISE);
+        self.patience.took(began.elapsed());
+        done
+    }
+
+    fn step_until_right(
+        &mut self,
+        step: u64,
+        batches: &mut impl Batches,
+    ) -> Result<StepSummary, StepError> {
         let mut halvings = 0;
         loop {
             let summary = self.step_once(step, batches)?;
@@ -216,6 +251,9 @@ impl Engine {
         self.model.device.mark("between steps", None);
         self.model.begin_step(&self.training, step);
         self.gradients.clear();
+        if let Some((_, fault)) = self.fault.take_if(|(at, _)| *at == step) {
+            self.model.device.inject(fault);
+        }
         self.whole_step_balance(step, batches)?;
         self.rounds(step, batches, Aim::Record, |engine, schedule| {
             let (model, round) = (&mut engine.model, &schedule.round);
@@ -253,8 +291,15 @@ impl Engine {
         // What was read before a failure says nothing. A wait that was given up is the peers'
         // fault.
         links.check()?;
-        model.device.check().map_err(|error| StepError::Device(chain(error)))?;
-        Ok(summary)
+        match (model.device.check(), model.device.gave_up()) {
+            (Ok(()), _) => Ok(summary),
+            // Whoever hangs will not get free at the end of the attempt.
+            (Err(_), Some(why)) if links.world() > 1 => {
+                let reason = format!("rank {} or one that it waits for hangs: {why}", model.rank);
+                Err(StepError::Comm(CommError::Aborted { reason }))
+            }
+            (Err(error), _) => Err(StepError::Device(chain(error))),
+        }
     }
 
     /// Calls `each` with every round of a step, its micro-batch loaded.
