@@ -3,6 +3,7 @@
 use crate::buffer::{Buffer, Element};
 use crate::cpu::{CpuDevice, Isa};
 use crate::cuda::{CudaDevice, CudaError, Fault, LayerError};
+use crate::marks::StepPhase;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -100,6 +101,7 @@ impl Device {
     /// Waits for everything enqueued. On a GPU, where ops cannot fail at once, tells of the first
     /// failure since the device was made: what was read before this says nothing.
     pub fn finish(&self) -> Result<(), &LayerError> {
+        self.await_marks();
         self.counts().waits.fetch_add(1, Ordering::Relaxed);
         match self {
             Device::Cpu(_) => Ok(()),
@@ -137,6 +139,28 @@ impl Device {
     pub fn inject(&mut self, fault: Fault) {
         if let Device::Cuda(cuda) = self {
             cuda.inject(fault);
+        }
+    }
+
+    /// Ops that are enqueued from now on wait for mark `at` of what is under way beside them, see
+    /// [`CudaDevice::set_mark`]. They belong to `phase` until here; the wait is communication that
+    /// nothing hides. Processors do one thing after the other.
+    pub fn await_mark(&mut self, at: usize, phase: StepPhase) {
+        let set = self.as_cuda().is_some_and(|cuda| cuda.is_mark_set(at));
+        if !set {
+            return;
+        }
+        self.phase(phase);
+        if let Device::Cuda(cuda) = self {
+            cuda.await_mark(at);
+        }
+        self.phase(StepPhase::Communication);
+    }
+
+    /// The same with every mark.
+    pub fn await_marks(&self) {
+        if let Device::Cuda(cuda) = self {
+            cuda.await_marks();
         }
     }
 
@@ -216,6 +240,12 @@ impl Device {
 
     /// Waits for everything enqueued, then copies `buffer` into host elements, as many.
     pub fn read<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
+        self.await_marks();
+        self.read_ops(buffer, into);
+    }
+
+    /// The same of what ops alone have written: what is under way beside them is not waited for.
+    pub fn read_ops<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
         self.counts().reads.fetch_add(1, Ordering::Relaxed);
         match self {
             Device::Cpu(cpu) => into.copy_from_slice(cpu.slice(buffer)),

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::attention::AttentionKernels;
 use super::attention_shape::AttentionDesc;
+use super::comm_lane::CommLane;
 use super::compile::{Compiler, default_cache_dir};
 use super::dense_device::DenseState;
 use super::driver::{Arena, Event, Gpu, Stream};
@@ -60,6 +61,7 @@ pub struct CudaDevice {
     watch: Option<Arc<dyn Watch>>,
     /// The longest wait for the stream of all ops.
     wait_max: Duration,
+    pub(super) comm_lane: Option<CommLane>,
     pub(crate) phases: Phases,
 }
 
@@ -86,6 +88,7 @@ impl CudaDevice {
             marks: None,
             watch: None,
             wait_max: Duration::MAX,
+            comm_lane: None,
             phases: Phases::default(),
         };
         device.reserve(arena_bytes)?;
@@ -317,6 +320,8 @@ impl CudaDevice {
             Ok(at) => at,
             Err(error) => return self.attempt(|| Err(error)),
         };
+        let free = self.kept_free().products;
+        self.layers[at].leave_free(free);
         self.attempt(|| Ok(op(&self.layers[at], &self.stream, &self.arena)?));
     }
 
@@ -355,20 +360,28 @@ impl CudaDevice {
 
     pub(crate) fn attention(&mut self, op: &Attention) {
         match self.attention_kernels(&AttentionDesc::of(op)) {
-            Ok(at) => self.attempt(|| {
-                let kernels = &self.attentions[at];
-                Ok(kernels.forward(&self.stream, &self.arena, op, &mut |_| Ok(()))?)
-            }),
+            Ok(at) => {
+                let free = self.kept_free().attention;
+                self.attentions[at].leave_free(free);
+                self.attempt(|| {
+                    let kernels = &self.attentions[at];
+                    Ok(kernels.forward(&self.stream, &self.arena, op, &mut |_| Ok(()))?)
+                });
+            }
             Err(error) => self.attempt(|| Err(error)),
         }
     }
 
     pub(crate) fn attention_backward(&mut self, op: &AttentionBackward) {
         match self.attention_kernels(&AttentionDesc::of(&op.forward)) {
-            Ok(at) => self.attempt(|| {
-                let kernels = &self.attentions[at];
-                Ok(kernels.backward(&self.stream, &self.arena, op, &mut |_| Ok(()))?)
-            }),
+            Ok(at) => {
+                let free = self.kept_free().attention;
+                self.attentions[at].leave_free(free);
+                self.attempt(|| {
+                    let kernels = &self.attentions[at];
+                    Ok(kernels.backward(&self.stream, &self.arena, op, &mut |_| Ok(()))?)
+                });
+            }
             Err(error) => self.attempt(|| Err(error)),
         }
     }

@@ -10,6 +10,7 @@
 //! Products::new(gpu)            dense.rs     dense products, by cuBLASLt
 //! GateKernels::new(shape)       gate.rs      routers beyond dropless top-k
 //! Head::new(desc)               head.rs      the head with its loss: products, softmax between
+//! CommLane::new(gpu, how)        comm_lane.rs a stream for collectives beside the ops, and marks
 //! CudaDevice::new(ordinal)      device.rs    the layer and the ops of a step as those of `Device`
 //! Unit::source                  step_ops.rs  kernels of norms, optimizer ..., when needed
 //! PeerLinks::new(desc)          peer.rs      rows and counts to the other GPUs of the node
@@ -26,6 +27,7 @@
 mod attention;
 mod attention_shape;
 mod call;
+mod comm_lane;
 mod compile;
 mod dense;
 mod convert;
@@ -59,6 +61,7 @@ mod window;
 
 pub use attention::AttentionKernels;
 pub use attention_shape::AttentionDesc;
+pub use comm_lane::{Beside, KeptFree};
 pub use compile::{Compiler, Module, Source, default_cache_dir};
 pub use dense::{DenseShape, Products};
 pub use dense_record::{DenseRecord, NoRecord};

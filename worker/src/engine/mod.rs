@@ -10,6 +10,7 @@
 
 pub mod handles;
 pub mod group;
+pub(crate) mod beside;
 pub mod buckets;
 pub mod model;
 pub mod parts;

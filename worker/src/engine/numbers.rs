@@ -273,7 +273,9 @@ impl Model {
 
     /// The one read of a step: of StepNumbers, whatever summed them.
     pub fn read_numbers(&self, training: &TrainingConfig, step: u64) -> StepSummary {
-        let numbers: Vec<f64> = self.device.read_vec(self.buffers.numbers.reduced);
+        let mut numbers = vec![0.0_f64; self.buffers.numbers.reduced.len()];
+        // New weights may be under way to other ranks still.
+        self.device.read_ops(self.buffers.numbers.reduced, &mut numbers);
         let (layout, single) = (&self.numbers.layout, |at: usize| numbers[at]);
         let micro_batches = f64::from(self.shape.micro_batches);
         let targets = f64::from(training.global_batch_size) * f64::from(training.sequence_length);

@@ -126,6 +126,8 @@ impl Model {
     /// Calls `each` with pieces that fit into the stage: their first element, where they are kept,
     /// and as much of the stage.
     fn staged(&mut self, kept: &[Kept], mut each: impl FnMut(&mut Model, usize, Kept, Buffer)) {
+        // Weights of others may be on their way still.
+        self.device.await_marks();
         let stage = self.buffers.scratch.stage;
         let mut first = 0;
         for kept in kept.iter().copied() {

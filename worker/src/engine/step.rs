@@ -4,7 +4,8 @@ use crate::data::{Batches, DataError};
 use crate::engine::forward::Pass;
 use crate::engine::gate::Noise;
 use crate::engine::buckets::Places;
-use crate::engine::links::{Links, NoLinks};
+use crate::engine::beside::{ENV_OVERLAP, Overlap};
+use crate::engine::links::{Aside, Links, NoLinks};
 use crate::engine::model::Model;
 use crate::engine::patience::{OTHERWISE, Patience};
 use crate::engine::round::{Aim, Schedule};
@@ -59,6 +60,15 @@ fn expert_groups(mesh: &Mesh) -> Vec<Vec<u32>> {
         return Vec::new();
     }
     (0..mesh.world()).map(|rank| mesh.expert_group(rank)).collect()
+}
+
+/// How buckets travel beside the ops; none: they do not.
+fn aside(places: &Places) -> Option<Aside> {
+    let mut groups = places.groups();
+    groups.sort();
+    let said = std::env::var(ENV_OVERLAP).ok();
+    let overlap = Overlap::parse(said.as_deref(), places.mostly_shared())?;
+    Some(Aside { groups, marks: places.batch_count(), overlap })
 }
 
 /// Among those that this process sees.
@@ -116,11 +126,14 @@ impl Engine {
         let links = match training.compute.backend {
             Backend::Cpu => Links::new(comm),
             Backend::Cuda => {
-                let mut groups = model.places.as_ref().map(Places::groups).unwrap_or_default();
+                let aside = model.places.as_ref().and_then(aside);
+                // Where buckets travel beside the ops, they do so by communicators of their own.
+                let buckets = model.places.as_ref().filter(|_| aside.is_none());
+                let mut groups = buckets.map(Places::groups).unwrap_or_default();
                 groups.extend(expert_groups(&config.layout.mesh));
                 groups.sort();
                 groups.dedup();
-                Links::between_gpus(comm, &mut model.device, &groups)?
+                Links::between_gpus(comm, &mut model.device, &groups, aside.as_ref())?
             }
         };
         told("its links");
@@ -260,14 +273,19 @@ impl Engine {
             let mut pass = Pass::new(model, &mut engine.links, round);
             pass.forward();
             pass.model.device.phase(StepPhase::Forward);
-            let leaf = engine.gradients.leaf(round);
+            let leaf = match schedule.last && pass.links.work_beside() {
+                true => engine.gradients.last_leaf(round),
+                false => engine.gradients.leaf(round),
+            };
             pass.loss(Some(&leaf));
             pass.backward(&leaf);
             pass.model.device.phase(StepPhase::Backward);
             engine.gradients.push(round, schedule.own, &schedule.leaves, model);
         })?;
         let Engine { model, gradients, links, training, spoiled, phases, .. } = self;
-        gradients.reduce(model, links);
+        if !(links.work_beside() && matches!(gradients, Sums::Buckets(_))) {
+            gradients.reduce(model, links);
+        }
         model.device.phase(StepPhase::Communication);
         if let Some(at) = spoiled.iter().position(|spoiled| *spoiled == step) {
             spoiled.remove(at);
@@ -279,7 +297,7 @@ impl Engine {
         model.device.phase(StepPhase::Numbers);
         // What was not summed over all ranks must not move a weight.
         links.check()?;
-        gradients.update(model, &training.adamw);
+        gradients.update(model, links, &training.adamw);
         model.device.phase(StepPhase::Update);
         gradients.spread(model, links);
         model.device.phase(StepPhase::Communication);
