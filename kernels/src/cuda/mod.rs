@@ -11,6 +11,7 @@
 //! GateKernels::new(shape)       gate.rs      routers beyond dropless top-k
 //! Head::new(desc)               head.rs      the head with its loss: products, softmax between
 //! CudaDevice::new(ordinal)      device.rs    the layer and the ops of a step as those of `Device`
+//! CudaDevice::lane_begin        lane.rs      copies of state to the host beside the ops
 //! Unit::source                  step_ops.rs  kernels of norms, optimizer ..., when needed
 //! PeerLinks::new(desc)          peer.rs      rows and counts to the other GPUs of the node
 //! Window::new(bytes)            window.rs    memory that other processes map, too
@@ -41,6 +42,7 @@ mod gate;
 mod gemm;
 mod head;
 mod here;
+mod lane;
 mod layer;
 mod machine;
 mod measure;
@@ -68,6 +70,7 @@ pub use error::CudaError;
 pub(crate) use gate::unsupported;
 pub use head::Head;
 pub use gemm::{Arch, GemmConfig, Output, ProductOp};
+pub use lane::Registered;
 pub use layer::{
     Gradients, LayerError, MoeLayer, MoeNumbers, MoeTensors, Observer, Saved, Stacked,
     Weights,

@@ -13,6 +13,7 @@ pub mod group;
 pub mod buckets;
 pub mod model;
 pub mod parts;
+pub mod lane;
 pub mod round;
 pub mod links;
 pub mod forward;

@@ -241,6 +241,7 @@ impl Engine {
         model.device.phase(StepPhase::Numbers);
         // What was not summed over all ranks must not move a weight.
         links.check()?;
+        model.hold();
         gradients.update(model, &training.adamw);
         model.device.phase(StepPhase::Update);
         gradients.spread(model, links);
