@@ -14,6 +14,7 @@ use super::fault::Fault;
 use super::gate::GateKernels;
 use super::head::Head;
 use super::here::Here;
+use super::lane::Lane;
 use super::layer::{LayerError, MoeLayer};
 use super::shape::MoeDesc;
 use super::step_ops::StepOps;
@@ -56,6 +57,7 @@ pub struct CudaDevice {
     attentions: Vec<AttentionKernels>,
     failure: OnceLock<LayerError>,
     transfer: OnceLock<Transfer>,
+    pub(super) lane: Option<Lane>,
     pub(crate) traffic: TrafficCounts,
     pub(crate) marks: Option<Marks>,
     watch: Option<Arc<dyn Watch>>,
@@ -84,6 +86,7 @@ impl CudaDevice {
             attentions: Vec::new(),
             failure: OnceLock::new(),
             transfer: OnceLock::new(),
+            lane: None,
             traffic: TrafficCounts::default(),
             marks: None,
             watch: None,

@@ -12,6 +12,7 @@
 //! Head::new(desc)               head.rs      the head with its loss: products, softmax between
 //! CommLane::new(gpu, how)        comm_lane.rs a stream for collectives beside the ops, and marks
 //! CudaDevice::new(ordinal)      device.rs    the layer and the ops of a step as those of `Device`
+//! CudaDevice::lane_begin        lane.rs      copies of state to the host beside the ops
 //! Unit::source                  step_ops.rs  kernels of norms, optimizer ..., when needed
 //! PeerLinks::new(desc)          peer.rs      rows and counts to the other GPUs of the node
 //! Window::new(bytes)            window.rs    memory that other processes map, too
@@ -44,6 +45,7 @@ mod gate;
 mod gemm;
 mod head;
 mod here;
+mod lane;
 mod layer;
 mod machine;
 mod measure;
@@ -73,6 +75,7 @@ pub(crate) use gate::unsupported;
 pub use fault::Fault;
 pub use head::Head;
 pub use gemm::{Arch, GemmConfig, Output, ProductOp};
+pub use lane::Registered;
 pub use layer::{
     Gradients, LayerError, MoeLayer, MoeNumbers, MoeTensors, Observer, Saved, Stacked,
     Weights,

@@ -278,6 +278,7 @@ impl Trainer {
             waits_until: None,
             snapshot_step: config.resume.step(),
             pace,
+            leaving: None,
             snapshot_agreed: false,
             skips: false,
             clock: Clock::start(),

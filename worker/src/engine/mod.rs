@@ -14,6 +14,7 @@ pub(crate) mod beside;
 pub mod buckets;
 pub mod model;
 pub mod parts;
+pub mod lane;
 pub mod round;
 pub mod links;
 pub mod forward;

@@ -254,7 +254,7 @@ impl RankState for Model {
             let into = &mut into[first * size..first * size + from.len()];
             match &model.device {
                 Device::Cpu(cpu) => copy(cpu.slice(from), into),
-                device => device.read(from, into),
+                _ => model.read_bytes(from, into),
             }
         });
     }

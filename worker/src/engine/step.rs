@@ -297,6 +297,7 @@ impl Engine {
         model.device.phase(StepPhase::Numbers);
         // What was not summed over all ranks must not move a weight.
         links.check()?;
+        model.hold();
         gradients.update(model, links, &training.adamw);
         model.device.phase(StepPhase::Update);
         gradients.spread(model, links);
