@@ -140,6 +140,8 @@ impl CudaDevice {
         }
         let Some(mut lane) = self.lane.take() else { return };
         assert_eq!(lane.state, State::Idle, "one at a time");
+        // Whatever is under way between devices is waited for by the ops, not by the lane alone.
+        self.await_marks();
         self.attempt(|| {
             self.stream.record(&lane.begun)?;
             Ok(lane.stream.wait(&lane.begun)?)

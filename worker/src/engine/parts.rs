@@ -280,6 +280,7 @@ impl RankState for Model {
             }
             return;
         }
+        self.device.await_marks();
         let (size, stage) = (self.table().stored.size(), self.buffers.scratch.stage);
         let mut batch = Batch::default();
         for (part, index, elements, from) in pieces {
