@@ -2,8 +2,10 @@
 
 use crate::buffer::{Buffer, Element};
 use crate::cpu::{CpuDevice, Isa};
-use crate::cuda::{CudaDevice, CudaError, LayerError, Post};
+use crate::cuda::{CudaDevice, CudaError, Fault, LayerError, Post};
+use crate::marks::StepPhase;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 /// How often the host has had to do with a device's memory since the device was made. Ops, and what
 /// links move between devices, are not among it.
@@ -48,6 +50,18 @@ pub enum KernelError {
     Layer(#[from] LayerError),
     #[error("this processor has no {isa:?}")]
     Isa { isa: Isa },
+}
+
+impl KernelError {
+    /// A GPU has no room for the arena.
+    pub fn is_memory(&self) -> bool {
+        match self {
+            KernelError::Cuda(error) | KernelError::Layer(LayerError::Cuda(error)) => {
+                matches!(error, CudaError::OutOfMemory { .. })
+            }
+            _ => false,
+        }
+    }
 }
 
 /// Where the ops run. Every op is a method that matches on the device once.
@@ -101,6 +115,7 @@ impl Device {
     /// Waits for everything enqueued. On a GPU, where ops cannot fail at once, tells of the first
     /// failure since the device was made: what was read before this says nothing.
     pub fn finish(&self) -> Result<(), &LayerError> {
+        self.await_marks();
         self.counts().waits.fetch_add(1, Ordering::Relaxed);
         match self {
             Device::Cpu(_) => Ok(()),
@@ -114,6 +129,52 @@ impl Device {
         match self {
             Device::Cpu(_) => Ok(()),
             Device::Cuda(cuda) => cuda.check(),
+        }
+    }
+
+    /// From now on a wait of the host for a GPU that takes longer than `longest` is given up, and
+    /// the device has failed.
+    pub fn limit_waits(&mut self, longest: Duration) {
+        if let Device::Cuda(cuda) = self {
+            cuda.limit_waits(longest);
+        }
+    }
+
+    /// Why a wait for a GPU was given up, if that is what failed: its own work may be right, and
+    /// wait for another device.
+    pub fn gave_up(&self) -> Option<&str> {
+        match self {
+            Device::Cpu(_) => None,
+            Device::Cuda(cuda) => cuda.gave_up(),
+        }
+    }
+
+    /// Breaks a GPU, for tests of what happens then.
+    pub fn inject(&mut self, fault: Fault) {
+        if let Device::Cuda(cuda) = self {
+            cuda.inject(fault);
+        }
+    }
+
+    /// Ops that are enqueued from now on wait for mark `at` of what is under way beside them, see
+    /// [`CudaDevice::set_mark`]. They belong to `phase` until here; the wait is communication that
+    /// nothing hides. Processors do one thing after the other.
+    pub fn await_mark(&mut self, at: usize, phase: StepPhase) {
+        let set = self.as_cuda().is_some_and(|cuda| cuda.is_mark_set(at));
+        if !set {
+            return;
+        }
+        self.phase(phase);
+        if let Device::Cuda(cuda) = self {
+            cuda.await_mark(at);
+        }
+        self.phase(StepPhase::Communication);
+    }
+
+    /// The same with every mark.
+    pub fn await_marks(&self) {
+        if let Device::Cuda(cuda) = self {
+            cuda.await_marks();
         }
     }
 
@@ -179,8 +240,26 @@ impl Device {
         }
     }
 
+    /// [`Device::write`] of bytes into each of some buffers, which do not overlap. On a GPU they go
+    /// together, which is faster than one by one.
+    pub fn write_all(&mut self, all: &[(Buffer, &[u8])]) {
+        match self {
+            Device::Cuda(cuda) => {
+                cuda.traffic.writes.fetch_add(all.len() as u64, Ordering::Relaxed);
+                cuda.write_all(all);
+            }
+            device => all.iter().for_each(|(buffer, from)| device.write(*buffer, from)),
+        }
+    }
+
     /// Waits for everything enqueued, then copies `buffer` into host elements, as many.
     pub fn read<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
+        self.await_marks();
+        self.read_ops(buffer, into);
+    }
+
+    /// The same of what ops alone have written: what is under way beside them is not waited for.
+    pub fn read_ops<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
         self.counts().reads.fetch_add(1, Ordering::Relaxed);
         match self {
             Device::Cpu(cpu) => into.copy_from_slice(cpu.slice(buffer)),

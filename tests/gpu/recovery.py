@@ -1,12 +1,14 @@
 """How long a lost engine or worker holds up a job on two GPUs, and what its snapshots cost.
 
-    python3 recovery.py MOEJOB [--rounds 10] [--model large|small] [--workers 1|2] [--fault KILL]
+    python3 recovery.py MOEJOB [--rounds 10] [--model large|small] [--workers 1|2]
+        [--fault KILL|STOP|illegal|hang] [--whom engine|worker]
 
 The large model is OLMoE cut to 4 layers, experts over both GPUs (24 GB of weights and moments); it
 trains on the text files of ./data. From the signal to the first step of the next attempt; beside it
 what the events say of where the time went, and memory before and after.
 """
 import argparse
+import datetime
 import json
 import os
 import pathlib
@@ -115,9 +117,11 @@ def main():
     parser.add_argument("--fault", default="KILL")
     parser.add_argument("--whom", choices=["engine", "worker"], default="engine")
     parser.add_argument("--profile", default="gpu", help="cpu: to try this script")
+    parser.add_argument("--log", help="where the job's log goes; MOEJOB_LOG says how much")
     parser.add_argument("--seconds", type=float, default=200)
     args = parser.parse_args()
     began = time.monotonic()
+    kept = pathlib.Path(args.log).resolve() if args.log else None
     moejob = str(pathlib.Path(args.moejob).resolve())
     os.chdir(pathlib.Path(__file__).parent / "data")
     runs = pathlib.Path(tempfile.mkdtemp())
@@ -129,7 +133,10 @@ def main():
     (runs / "lost.yaml").write_text(text)
     log = open(runs / "log", "wb")
     command = [moejob, "run", str(runs / "lost.yaml"), "--dir", str(runs)]
-    run = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    where = dict(os.environ)
+    if args.fault in ("illegal", "hang"):
+        where["MOEJOB_FAULT"] = f"{args.fault}@60/1"
+    run = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=where)
     steps, events = Tail(runs / "lost/metrics.jsonl"), Tail(runs / "lost/events.jsonl")
 
     def wait(what, until, seconds=90):
@@ -153,9 +160,25 @@ def main():
         return sum(1 for row in rows[-60:] if row["attempt"] == rows[-1]["attempt"])
 
     times = []
+    broken = args.fault in ("illegal", "hang")
     try:
         if wait("the first step", lambda: newest()["step"] >= 1):
             print(f"first step after {time.monotonic() - began:.2f} s")
+        if broken:
+            if not wait("the next attempt", lambda: newest()["attempt"] > 1, 120):
+                return 1
+            rows = steps.read()
+            before = [row for row in rows if row["attempt"] == 1][-1]
+            after = next(row for row in rows if row["attempt"] > 1)
+            clock = lambda row: datetime.datetime.fromisoformat(row["time"]).timestamp()
+            print(f"{args.fault}: step {before['step']} -> {after['step']}, "
+                  f"{clock(after) - clock(before):.2f} s between the two")
+            for event in events.read():
+                if event["event"] not in ("WorkerStarted", "JobStarted"):
+                    print("    ", event["time"][14:23], event["event"], event["reason"],
+                          event["message"][:200])
+            wait("a whole gang", lambda: newest()["step"] > 120)
+            args.rounds = 0
         for round in range(args.rounds):
             world = lambda: newest().get("worldSize") == 2 and of_newest() >= (24 if large else 55)
             if not wait("a whole gang", world):
@@ -198,6 +221,9 @@ def main():
     finally:
         os.killpg(run.pid, signal.SIGKILL)
         run.wait()
+        if kept:
+            logs = [runs / "log", *sorted((runs / "lost/logs").iterdir())]
+            kept.write_bytes(b"".join(log.read_bytes() for log in logs))
         subprocess.run(["rm", "-rf", str(runs)])
     return 0
 

@@ -39,6 +39,8 @@ pub struct AttentionKernels {
     counters: Arena,
     counter_words: Buffer,
     multiprocessors: usize,
+    /// Of them, those that are left to kernels of other streams
+    free: usize,
 }
 
 /// A launch of the list.
@@ -139,7 +141,14 @@ impl AttentionKernels {
             counters,
             counter_words,
             multiprocessors: gpu.multiprocessors() as usize,
+            free: 0,
         })
+    }
+
+    /// From now on `free` multiprocessors are left to others, but one is taken. No bit depends on
+    /// it: tiles are taken off a counter, and added in one order.
+    pub(super) fn leave_free(&mut self, free: usize) {
+        self.free = free.min(self.multiprocessors - 1);
     }
 
     pub fn desc(&self) -> &AttentionDesc {
@@ -303,7 +312,7 @@ impl AttentionKernels {
         };
         let counter = self.counters.address(self.counter_words.slice(index, 2));
         let args = Args { counter, group: group as i32, ..*args };
-        let launch = Launch::new(self.multiprocessors, 128 * (groups as u32 + 1));
+        let launch = Launch::new(self.multiprocessors - self.free, 128 * (groups as u32 + 1));
         let launch = Launch { shared_bytes, ..launch };
         let maps = self.maps(&args, step)?;
         // SAFETY: the kernel takes `Maps` and `Args`, whose layouts are repeated here; every buffer

@@ -5,13 +5,16 @@ use std::time::{Duration, Instant};
 
 use super::attention::AttentionKernels;
 use super::attention_shape::AttentionDesc;
+use super::comm_lane::CommLane;
 use super::compile::{Compiler, default_cache_dir};
 use super::dense_device::DenseState;
 use super::driver::{Arena, Event, Gpu, Stream};
 use super::error::CudaError;
+use super::fault::Fault;
 use super::gate::GateKernels;
 use super::head::Head;
 use super::here::Here;
+use super::lane::Lane;
 use super::layer::{LayerError, MoeLayer};
 use super::shape::MoeDesc;
 use super::staging::{self, Post, Staging};
@@ -33,6 +36,9 @@ pub trait Watch: std::fmt::Debug + Send + Sync {
 /// Between two looks at a device that is waited for, once it takes longer than `SPIN`.
 const PAUSE: Duration = Duration::from_micros(50);
 const SPIN: Duration = Duration::from_micros(500);
+/// How long memory is asked for again: that of a process that was killed comes back after it.
+const MEMORY_MAX: Duration = Duration::from_secs(10);
+const MEMORY_AGAIN: Duration = Duration::from_millis(50);
 
 /// The memory and the kernels of one rank on a GPU.
 ///
@@ -53,9 +59,13 @@ pub struct CudaDevice {
     failure: OnceLock<LayerError>,
     transfer: OnceLock<Transfer>,
     staging: Mutex<Staging>,
+    pub(super) lane: Option<Lane>,
     pub(crate) traffic: TrafficCounts,
     pub(crate) marks: Option<Marks>,
     watch: Option<Arc<dyn Watch>>,
+    /// The longest wait for the stream of all ops.
+    wait_max: Duration,
+    pub(super) comm_lane: Option<CommLane>,
     pub(crate) phases: Phases,
 }
 
@@ -79,9 +89,12 @@ impl CudaDevice {
             failure: OnceLock::new(),
             transfer: OnceLock::new(),
             staging: Mutex::default(),
+            lane: None,
             traffic: TrafficCounts::default(),
             marks: None,
             watch: None,
+            wait_max: Duration::MAX,
+            comm_lane: None,
             phases: Phases::default(),
         };
         device.reserve(arena_bytes)?;
@@ -94,7 +107,17 @@ impl CudaDevice {
         self.stream.synchronize()?;
         // The old one goes first: the two might not fit beside each other.
         self.arena = Arena::new(self.gpu(), 0)?;
-        self.arena = Arena::new(self.gpu(), arena_bytes)?;
+        let until = Instant::now() + MEMORY_MAX;
+        self.arena = loop {
+            match Arena::new(self.gpu(), arena_bytes) {
+                Err(CudaError::OutOfMemory { total, .. })
+                    if arena_bytes <= total && Instant::now() < until =>
+                {
+                    std::thread::sleep(MEMORY_AGAIN);
+                }
+                made => break made?,
+            }
+        };
         let mut all = ArenaPlan::new();
         let whole = all.alloc(crate::DType::U8, arena_bytes);
         self.arena.fill_bytes(&self.stream, whole, 0)?;
@@ -126,28 +149,49 @@ impl CudaDevice {
         self.watch = Some(watch);
     }
 
+    /// From now on a wait for the device that takes longer is given up.
+    pub(crate) fn limit_waits(&mut self, longest: Duration) {
+        self.wait_max = longest;
+    }
+
+    /// Why a wait for the device was given up, if that is what failed.
+    pub(crate) fn gave_up(&self) -> Option<&str> {
+        match self.failure.get() {
+            Some(LayerError::Cuda(CudaError::GivenUp { why })) => Some(why),
+            _ => None,
+        }
+    }
+
+    /// Enqueues what breaks the device.
+    pub(crate) fn inject(&mut self, fault: Fault) {
+        self.attempt(|| Ok(fault.enqueue(&self.compiler, &self.stream)?));
+    }
+
     /// Waits for everything enqueued on the stream of all ops.
     fn settle(&self) -> Result<(), CudaError> {
         self.look_after(|| self.stream.is_idle())?;
         self.stream.synchronize()
     }
 
-    /// Where somebody watches: waits until `is_over`, or until waiting has no sense.
+    /// Waits until `is_over`, or until waiting has no sense.
     fn look_after(
         &self,
         is_over: impl Fn() -> Result<bool, CudaError>,
     ) -> Result<(), CudaError> {
-        if let Some(watch) = &self.watch {
-            let began = Instant::now();
-            while !is_over()? {
-                if let Some(why) = watch.given_up() {
-                    return Err(CudaError::GivenUp { why });
-                }
-                if began.elapsed() < SPIN {
-                    std::hint::spin_loop();
-                } else {
-                    std::thread::sleep(PAUSE);
-                }
+        let began = Instant::now();
+        while !is_over()? {
+            let waited = began.elapsed();
+            if let Some(why) = self.watch.as_ref().and_then(|watch| watch.given_up()) {
+                return Err(CudaError::GivenUp { why });
+            }
+            if waited > self.wait_max {
+                let why = format!("it did not end in {:.1} s", waited.as_secs_f64());
+                return Err(CudaError::GivenUp { why });
+            }
+            if waited < SPIN {
+                std::hint::spin_loop();
+            } else {
+                std::thread::sleep(PAUSE);
             }
         }
         Ok(())
@@ -208,7 +252,8 @@ impl CudaDevice {
                 let address = self.arena.address(buffer);
                 // SAFETY: the address is that of a buffer of the arena, as long as `from`.
                 return Ok(unsafe {
-                    self.staging().write(self.gpu(), &self.stream, address, bytes)
+                    let wait = |event: &Event| self.wait_for(event);
+                    self.staging().write(self.gpu(), &self.stream, address, bytes, wait)
                 }?);
             }
             self.settle()?;
@@ -216,13 +261,32 @@ impl CudaDevice {
                 return Ok(self.arena.write(buffer, from)?);
             }
             // SAFETY: the address is that of a buffer of the arena, as long as `from`.
-            Ok(unsafe { self.transfer()?.write(self.arena.address(buffer), bytes) }?)
+            Ok(unsafe { self.transfer()?.write_all(&[(self.arena.address(buffer), bytes)]) }?)
+        });
+    }
+
+    /// Bytes into each of some buffers.
+    pub(crate) fn write_all(&self, all: &[(Buffer, &[u8])]) {
+        self.attempt(|| {
+            self.settle()?;
+            let address = |(buffer, from): &(Buffer, &'_ [u8])| {
+                assert_eq!((buffer.dtype(), buffer.len()), (crate::DType::U8, from.len()));
+                self.arena.address(*buffer)
+            };
+            let all: Vec<(u64, &[u8])> = all.iter().map(|of| (address(of), of.1)).collect();
+            // SAFETY: the addresses are those of buffers of the arena, as long as their bytes.
+            Ok(unsafe { self.transfer()?.write_all(&all) }?)
         });
     }
 
     fn staging(&self) -> MutexGuard<'_, Staging> {
         // A piece that was being filled when a thread panicked is nobody's.
         self.staging.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait_for(&self, event: &Event) -> Result<(), CudaError> {
+        self.look_after(|| event.is_past())?;
+        event.synchronize()
     }
 
     /// Enqueues a copy of a small buffer to the host.
@@ -232,7 +296,8 @@ impl CudaDevice {
             let address = self.arena.address(buffer);
             // SAFETY: a buffer of the arena.
             posted = unsafe {
-                self.staging().post(self.gpu(), &self.stream, address, buffer.bytes())
+                let wait = |event: &Event| self.wait_for(event);
+                self.staging().post(self.gpu(), &self.stream, address, buffer.bytes(), wait)
             }?;
             Ok(())
         });
@@ -243,11 +308,7 @@ impl CudaDevice {
     pub(crate) fn fetch(&self, post: Post) -> Vec<u8> {
         let mut bytes = Vec::new();
         self.attempt(|| {
-            let wait = |event: &Event| {
-                self.look_after(|| event.is_past())?;
-                event.synchronize()
-            };
-            bytes = self.staging().fetch(post, wait)?;
+            bytes = self.staging().fetch(post, |event| self.wait_for(event))?;
             Ok(())
         });
         bytes
@@ -317,6 +378,8 @@ impl CudaDevice {
             Ok(at) => at,
             Err(error) => return self.attempt(|| Err(error)),
         };
+        let free = self.kept_free().products;
+        self.layers[at].leave_free(free);
         self.attempt(|| Ok(op(&self.layers[at], &self.stream, &self.arena)?));
     }
 
@@ -355,20 +418,28 @@ impl CudaDevice {
 
     pub(crate) fn attention(&mut self, op: &Attention) {
         match self.attention_kernels(&AttentionDesc::of(op)) {
-            Ok(at) => self.attempt(|| {
-                let kernels = &self.attentions[at];
-                Ok(kernels.forward(&self.stream, &self.arena, op, &mut |_| Ok(()))?)
-            }),
+            Ok(at) => {
+                let free = self.kept_free().attention;
+                self.attentions[at].leave_free(free);
+                self.attempt(|| {
+                    let kernels = &self.attentions[at];
+                    Ok(kernels.forward(&self.stream, &self.arena, op, &mut |_| Ok(()))?)
+                });
+            }
             Err(error) => self.attempt(|| Err(error)),
         }
     }
 
     pub(crate) fn attention_backward(&mut self, op: &AttentionBackward) {
         match self.attention_kernels(&AttentionDesc::of(&op.forward)) {
-            Ok(at) => self.attempt(|| {
-                let kernels = &self.attentions[at];
-                Ok(kernels.backward(&self.stream, &self.arena, op, &mut |_| Ok(()))?)
-            }),
+            Ok(at) => {
+                let free = self.kept_free().attention;
+                self.attentions[at].leave_free(free);
+                self.attempt(|| {
+                    let kernels = &self.attentions[at];
+                    Ok(kernels.backward(&self.stream, &self.arena, op, &mut |_| Ok(()))?)
+                });
+            }
             Err(error) => self.attempt(|| Err(error)),
         }
     }

@@ -149,6 +149,21 @@ impl Gpu {
             .doing(|| "creating a stream".to_owned())?;
         Ok(Stream { handle, gpu: self.clone() })
     }
+
+    /// A stream whose blocks start before those that wait in other streams. What runs is not
+    /// stopped for them.
+    pub fn urgent_stream(&self) -> Result<Stream, CudaError> {
+        let what = || "creating a stream".to_owned();
+        let (mut least, mut greatest) = (0, 0);
+        let mut handle = std::ptr::null_mut();
+        let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: the targets are valid for the calls; a context is current, as for every stream.
+        unsafe {
+            sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest).result().doing(what)?;
+            sys::cuStreamCreateWithPriority(&mut handle, flags, greatest).result().doing(what)?;
+        }
+        Ok(Stream { handle, gpu: self.clone() })
+    }
 }
 
 /// Work in order. Streams run beside each other.

@@ -263,6 +263,8 @@ pub(crate) struct Gemm {
     pub config: GemmConfig,
     function: Function,
     multiprocessors: u32,
+    /// Of them, those that are left to kernels of other streams
+    free: u32,
 }
 
 impl Gemm {
@@ -271,7 +273,14 @@ impl Gemm {
         if !matches!(config.arch, Arch::Plain(_)) {
             function.allow_shared(shared_bytes_max(config.arch) as u32)?;
         }
-        Ok(Gemm { config, function, multiprocessors: gpu.multiprocessors() })
+        Ok(Gemm { config, function, multiprocessors: gpu.multiprocessors(), free: 0 })
+    }
+
+    /// From now on `free` multiprocessors are left to others, but a cluster is taken. A tile is one
+    /// block's whoever takes it, so no bit depends on it.
+    pub(super) fn leave_free(&mut self, free: usize) {
+        let least = self.config.cluster as u32;
+        self.free = (free as u32).min(self.multiprocessors.saturating_sub(least));
     }
 
     /// Enqueues the product. `a` is A of ops that gather nothing; H of the hidden gradient; the
@@ -290,7 +299,7 @@ impl Gemm {
             return unsafe { self.function.launch(stream, launch, parameters![a, b, args]) };
         }
         let shared = self.config.shared_bytes(args.groups as usize);
-        let clusters = self.multiprocessors as usize / self.config.cluster;
+        let clusters = (self.multiprocessors - self.free) as usize / self.config.cluster;
         let mut launch = Launch::new(clusters * self.config.cluster, 384);
         launch.shared_bytes = shared as u32;
         let fits = shared <= shared_bytes_max(self.config.arch);

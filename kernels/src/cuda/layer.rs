@@ -299,6 +299,14 @@ impl MoeLayer {
         &self.desc
     }
 
+    /// From now on the experts' products leave `free` multiprocessors to kernels of other streams.
+    pub(super) fn leave_free(&mut self, free: usize) {
+        let MoeLayer { up, down, dh, dx, dw_up, dw_down, .. } = self;
+        for product in [up, down, dh, dx, dw_up, dw_down] {
+            product.leave_free(free);
+        }
+    }
+
     /// Bytes of the workspace that all layers of a device can share.
     pub fn workspace_bytes(&self) -> usize {
         self.plan.bytes

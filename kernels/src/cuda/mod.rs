@@ -10,7 +10,9 @@
 //! Products::new(gpu)            dense.rs     dense products, by cuBLASLt
 //! GateKernels::new(shape)       gate.rs      routers beyond dropless top-k
 //! Head::new(desc)               head.rs      the head with its loss: products, softmax between
+//! CommLane::new(gpu, how)        comm_lane.rs a stream for collectives beside the ops, and marks
 //! CudaDevice::new(ordinal)      device.rs    the layer and the ops of a step as those of `Device`
+//! CudaDevice::lane_begin        lane.rs      copies of state to the host beside the ops
 //! Unit::source                  step_ops.rs  kernels of norms, optimizer ..., when needed
 //! PeerLinks::new(desc)          peer.rs      rows and counts to the other GPUs of the node
 //! Window::new(bytes)            window.rs    memory that other processes map, too
@@ -26,6 +28,7 @@
 mod attention;
 mod attention_shape;
 mod call;
+mod comm_lane;
 mod compile;
 mod dense;
 mod convert;
@@ -37,10 +40,12 @@ mod embed;
 mod doctor;
 mod driver;
 mod error;
+mod fault;
 mod gate;
 mod gemm;
 mod head;
 mod here;
+mod lane;
 mod layer;
 mod machine;
 mod measure;
@@ -59,6 +64,7 @@ mod window;
 
 pub use attention::AttentionKernels;
 pub use attention_shape::AttentionDesc;
+pub use comm_lane::{Beside, KeptFree};
 pub use compile::{Compiler, Module, Source, default_cache_dir};
 pub use dense::{DenseShape, Products};
 pub use dense_record::{DenseRecord, NoRecord};
@@ -67,13 +73,15 @@ pub use doctor::{Inspection, inspect};
 pub use driver::{Arena, Event, Function, Gpu, Graph, Launch, PinnedBuffer, Stream};
 pub use error::CudaError;
 pub(crate) use gate::unsupported;
+pub use fault::Fault;
 pub use head::Head;
 pub use gemm::{Arch, GemmConfig, Output, ProductOp};
+pub use lane::Registered;
 pub use layer::{
     Gradients, LayerError, MoeLayer, MoeNumbers, MoeTensors, Observer, Saved, Stacked,
     Weights,
 };
-pub use machine::{VisibleGpu, missing_libraries, uuid_of, visible_gpus};
+pub use machine::{VisibleGpu, keep_open, missing_libraries, uuid_of, visible_gpus};
 pub use measure::Measure;
 pub use nvml::{Limits, Monitor, Nvml, NvmlError, Reading, Trouble, uuid_text};
 pub use peer::{Awaited, COUNTS_MAX, MoveRows, PEERS_MAX, PeerDesc, PeerFailure, PeerLinks};

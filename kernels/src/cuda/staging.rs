@@ -37,6 +37,7 @@ pub struct Post(Option<(Piece, usize)>);
 
 impl Staging {
     /// Copies `from`, at most [`BYTES_MAX`], to the device address `to` in the order of `stream`.
+    /// Where too many pieces are on their way, `wait` waits for the oldest.
     ///
     /// # Errors
     /// The device failed.
@@ -49,8 +50,9 @@ impl Staging {
         stream: &Stream,
         to: u64,
         from: &[u8],
+        wait: impl FnOnce(&Event) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
-        let mut pinned = self.piece(gpu, from.len())?;
+        let mut pinned = self.piece(gpu, from.len(), wait)?;
         pinned.as_mut_slice()[..from.len()].copy_from_slice(from);
         let event = Event::new(gpu)?;
         // SAFETY: the caller's range; the piece is kept until the event is past.
@@ -61,7 +63,7 @@ impl Staging {
         recorded
     }
 
-    /// Enqueues the copy of `len` bytes from the device address `from`.
+    /// Enqueues the copy of `len` bytes from the device address `from`; `wait` as for a write.
     ///
     /// # Errors
     /// The device failed.
@@ -74,8 +76,9 @@ impl Staging {
         stream: &Stream,
         from: u64,
         len: usize,
+        wait: impl FnOnce(&Event) -> Result<(), CudaError>,
     ) -> Result<Post, CudaError> {
-        let mut pinned = self.piece(gpu, len)?;
+        let mut pinned = self.piece(gpu, len, wait)?;
         let event = Event::new(gpu)?;
         // SAFETY: the caller's range; the piece is kept until the event is past.
         unsafe { pinned.enqueue_read(stream, from, len)? };
@@ -101,9 +104,14 @@ impl Staging {
     }
 
     /// A piece of at least `len` bytes that nobody uses.
-    fn piece(&mut self, gpu: &Gpu, len: usize) -> Result<PinnedBuffer<u8>, CudaError> {
+    fn piece(
+        &mut self,
+        gpu: &Gpu,
+        len: usize,
+        wait: impl FnOnce(&Event) -> Result<(), CudaError>,
+    ) -> Result<PinnedBuffer<u8>, CudaError> {
         if self.under_way.len() >= PIECES_MAX {
-            self.under_way[0].event.synchronize()?;
+            wait(&self.under_way[0].event)?;
         }
         let mut left = 0;
         while left < self.under_way.len() && self.under_way[left].event.is_past()? {

@@ -170,12 +170,25 @@ impl Comm {
     /// # Errors
     /// As those of `init`.
     pub fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Comm>, Error> {
+        self.split_as(color, key, &self.config)
+    }
+
+    /// [`Comm::split`], made as `config` says. All ranks say the same.
+    ///
+    /// # Errors
+    /// As those of `init`.
+    pub fn split_as(
+        &self,
+        color: Option<u32>,
+        key: u32,
+        config: &Config,
+    ) -> Result<Option<Comm>, Error> {
         let call = "ncclCommSplit";
         /// `NCCL_SPLIT_NOCOLOR`
         const NO_COLOR: c_int = -1;
         let color = color.map_or(NO_COLOR, |n| c_int::try_from(n).unwrap_or(c_int::MAX));
         let key = c_int::try_from(key).unwrap_or(c_int::MAX);
-        let mut raw = self.config.raw(self.library.version());
+        let mut raw = config.raw(self.library.version());
         // NCCL may write here until the call is done. If that is not waited for to its end, the
         // place is given up for good.
         let place: *mut Handle = Box::into_raw(Box::new(std::ptr::null_mut()));
@@ -189,7 +202,7 @@ impl Comm {
         if handle.is_null() {
             return Ok(None);
         }
-        let mut comm = Comm::owning(&self.library, handle, self.seat, &self.config);
+        let mut comm = Comm::owning(&self.library, handle, self.seat, config);
         comm.settle(call, self.config.meet_limit)?;
         let functions = self.library.functions();
         let (rank, world) = (comm.ask(functions.user_rank)?, comm.ask(functions.count)?);

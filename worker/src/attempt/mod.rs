@@ -6,6 +6,7 @@ pub mod pace;
 pub mod trainer;
 mod start;
 mod steps;
+mod snapshots;
 mod telling;
 mod turns;
 mod resume;

@@ -5,14 +5,12 @@ use crate::attempt::gauge::Gauge;
 use crate::attempt::pace::Pace;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::resume::resumes_in_place;
+use crate::attempt::snapshots::{Leaving, Taken};
 use crate::attempt::start::Start;
-use crate::attempt::telling::{Clock, warn_of};
+use crate::attempt::telling::Clock;
 use crate::attempt::saves::{Ends, Patience, Saves};
 use crate::data::{Corpus, Feeder};
-use crate::state::rank::RankState;
-use crate::state::slot::Slot;
 use crate::state::slots::Memory;
-use crate::state::snapshot::{self, SnapshotError};
 use crate::engine::step::{Engine, StepSummary};
 use crate::engine::validate::Validation;
 use crate::gang::step_end::{self, StepEnd};
@@ -22,8 +20,6 @@ use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::{Phase, Request};
-use moejob_protocol::report::EventKind;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// An attempt that trains.
@@ -52,6 +48,8 @@ pub(crate) struct Run<'a> {
     pub ahead: bool,
     /// When state is copied to memory, where that is not every so many steps.
     pub pace: Option<Pace>,
+    /// A copy of the state that is on its way.
+    pub leaving: Option<Leaving>,
     /// The last snapshot that was due was left out.
     pub skips: bool,
     pub clock: Clock,
@@ -63,24 +61,11 @@ pub(crate) struct Run<'a> {
     pub held_out: Option<f64>,
 }
 
-fn not_taken(error: SnapshotError) -> Stop {
-    match error {
-        SnapshotError::Comm(error) => Stop::Comm(error),
-        SnapshotError::Device(error) => Stop::from(error),
-        SnapshotError::Memory(source) => {
-            let advice = "give the worker more memory, or make the model smaller";
-            fail(1, &format!("no memory for a snapshot: {source}"), advice)
-        }
-    }
-}
-
 /// What to do about numbers that are not finite.
 const DIVERGED: &str = "lower the learning rate, warm up longer, or clip gradients";
 
 /// Between two empty steps that wait for storage: at first, and at most.
-const STORAGE_POLL: Duration = Duration::from_millis(2);
-/// Looks for a free slot, that long apart, before an attempt ends without its last checkpoint.
-const SLOT_TRIES: u32 = 30_000;
+pub(super) const STORAGE_POLL: Duration = Duration::from_millis(2);
 const STORAGE_POLL_MAX: Duration = Duration::from_millis(100);
 
 impl Run<'_> {
@@ -104,9 +89,9 @@ impl Run<'_> {
         // there at once, where a copy is dear.
         let from_memory = matches!(self.config.resume, Resume::Memory { .. });
         let resumed = match self.pace {
-            Some(pace) if !(from_memory && pace.fits()) => None,
-            _ if resumes_in_place(self.config, &self.buddies) => None,
-            _ => self.snapshot()?,
+            Some(pace) if !(from_memory && pace.fits()) => Taken::No,
+            _ if resumes_in_place(self.config, &self.buddies) => Taken::No,
+            _ => self.snapshot(false)?,
         };
         self.prepare();
         let steps = self.config.training.steps;
@@ -114,6 +99,9 @@ impl Run<'_> {
         if self.step >= steps && from_memory {
             self.waits_until = Some(Instant::now() + self.patience.end);
             self.checkpoint(resumed)?;
+        } else {
+            // Whoever holds a slot keeps it from being filled anew.
+            drop(resumed);
         }
         let mut turns = Turns::new(self.schedule(), self.step, self.ahead);
         if !turns.are_over() {
@@ -127,6 +115,7 @@ impl Run<'_> {
             }
             let summary = self.finish_step(feeder)?;
             let due = turns.end(self.hear()?);
+            self.arrive()?;
             self.step = turns.done();
             self.control.set_step(self.step);
             let ended = Instant::now();
@@ -189,6 +178,7 @@ impl Run<'_> {
         self.asked.checkpoint_now |= asked.checkpoint_now;
         self.asked.stop_after_this_step |= asked.stop_after_this_step;
         let due = self.pace.is_some_and(|pace| pace.is_due(Instant::now()));
+        let due = due && self.leaving.is_none();
         let mut end = StepEnd {
             checkpoint_now: self.asked.checkpoint_now,
             stop_after_this_step: self.asked.stop_after_this_step,
@@ -228,7 +218,8 @@ impl Run<'_> {
         assert!(self.engine.is_settled(), "what is kept is the state of one step");
         let last = self.step >= self.config.training.steps;
         let memory = due.snapshot || due.stop && self.pace.is_none_or(|pace| pace.fits());
-        let snapshot = if memory { self.snapshot()? } else { None };
+        let beside = !last && !due.stop;
+        let snapshot = if memory { self.snapshot(beside)? } else { Taken::No };
         if last || due.stop {
             let patience = if last { self.patience.end } else { self.patience.stop };
             self.waits_until = Some(Instant::now() + patience);
@@ -236,57 +227,8 @@ impl Run<'_> {
         if due.checkpoint { self.checkpoint(snapshot) } else { Ok(()) }
     }
 
-    /// Begins a checkpoint of this step, from its snapshot where there is one. Where storage has
-    /// not caught up it is put off, unless there is no step after this one.
-    fn checkpoint(&mut self, snapshot: Option<Arc<Slot>>) -> Result<(), Stop> {
-        let began = Instant::now();
-        if !self.saves.has_room() {
-            if self.waits_until.is_none() {
-                let news = self.saves.put_off(self.step);
-                return news.map_or(Ok(()), |news| self.tell_storage(news));
-            }
-            self.wait_for_storage()?;
-        }
-        if self.saves.has_committed(self.step) {
-            return Ok(());
-        }
-        match snapshot {
-            Some(snapshot) => snapshot.lend(),
-            None if self.cut_for_checkpoint()? => {}
-            None => {
-                self.saves.leave_out();
-                return Ok(());
-            }
-        }
-        // Before the commit, which removes what is not spared.
-        let begins = self.best.as_mut().zip(self.held_out);
-        warn_of(begins.map(|(best, loss)| best.begins(self.step, loss)));
-        self.saves.begin(self.step);
-        self.clock.stalls.checkpoint += began.elapsed().as_secs_f64();
-        Ok(())
-    }
-
-    /// Cuts the state for a checkpoint alone; false, on all ranks alike: a rank has no memory for
-    /// that. Where there is no step after this one, memory is waited for: all who read are done.
-    fn cut_for_checkpoint(&mut self) -> Result<bool, Stop> {
-        let attempt = self.config.attempt;
-        for _ in 0..SLOT_TRIES {
-            let (model, comm) = (&mut self.engine.model, self.engine.links.comm());
-            let taken = snapshot::take_for_checkpoint(self.memory, model, comm, attempt, self.step);
-            if taken.map_err(not_taken)?.is_some() {
-                return Ok(true);
-            }
-            if self.waits_until.is_none() {
-                return Ok(false);
-            }
-            std::thread::sleep(STORAGE_POLL);
-        }
-        let advice = "give the worker more memory, or make the model smaller";
-        Err(fail(1, "no memory for the last checkpoint", advice))
-    }
-
     /// Goes on with empty steps until nothing waits for storage, or rank 0 has lost patience.
-    fn wait_for_storage(&mut self) -> Result<(), Stop> {
+    pub(super) fn wait_for_storage(&mut self) -> Result<(), Stop> {
         let mut pause = STORAGE_POLL;
         let last = self.patience.end;
         let until = *self.waits_until.get_or_insert_with(|| Instant::now() + last);
@@ -303,54 +245,6 @@ impl Run<'_> {
             self.asked = asked;
         }
         Ok(())
-    }
-
-    /// What the next snapshot needs is made ready beside the first steps.
-    fn prepare(&self) {
-        if self.pace.is_some_and(|pace| !pace.fits()) {
-            return;
-        }
-        let (table, memory) = (self.engine.model.table(), self.memory.clone());
-        let wards = (0..).zip(&self.buddies).filter(|(_, buddy)| **buddy == Some(table.rank));
-        let shards = wards.map(|(ward, _)| ward).chain([table.rank]);
-        let shards: Vec<(u32, usize)> =
-            shards.map(|shard| (shard, snapshot::shard_bytes(&table, shard))).collect();
-        let thread = std::thread::Builder::new().name("prepare".to_string());
-        // Without the thread the next snapshot takes longer.
-        let _ = thread.spawn(move || memory.prepare(&shards));
-    }
-
-    /// None: a rank has no memory for another copy of its state, and training goes on without.
-    fn snapshot(&mut self) -> Result<Option<Arc<Slot>>, Stop> {
-        let (attempt, began) = (self.config.attempt, Instant::now());
-        let taken = snapshot::take(
-            self.memory,
-            &mut self.engine.model,
-            self.engine.links.comm(),
-            &self.buddies,
-            attempt,
-            self.step,
-        );
-        let taken = taken.map_err(not_taken);
-        if !matches!(taken, Ok(None)) {
-            self.snapshot_step = self.step;
-        }
-        let ended = Instant::now();
-        self.clock.stalls.snapshot += (ended - began).as_secs_f64();
-        if let Some(pace) = &mut self.pace {
-            pace.taken(began, ended);
-        }
-        (self.out)(TrainerEvent::Held(self.memory.held()));
-        let taken = taken?;
-        let told = std::mem::replace(&mut self.skips, taken.is_none());
-        if taken.is_none() && !told {
-            let message = "no memory for another copy of the state while a checkpoint is written \
-                           from the last one; training goes on, and an engine that is lost now \
-                           costs more steps"
-                .to_string();
-            self.tell(EventKind::Warning, "SnapshotSkipped", message, self.step)?;
-        }
-        Ok(taken)
     }
 
     fn validate(&mut self, feeder: &Feeder) -> Result<Option<Validation>, Stop> {

@@ -33,6 +33,7 @@ use crate::engine::step::{Engine, OpenError, StepError};
 use crate::engine::trace::{STEPS_SKIPPED, Trace};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use crate::failure::{Failure, chain};
+use moejob_kernels::cuda::Fault;
 use moejob_protocol::{CheckpointManifest, WorkerConfig};
 use moejob_protocol::config::{Backend, DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::message::{Held, Phase, Request};
@@ -240,6 +241,9 @@ impl Trainer {
         let mut engine = engine(config, comm)?;
         start.passed(Passage::Device);
         std::mem::take(&mut self.spoiled).into_iter().for_each(|step| engine.spoil(step));
+        if let Some((step, fault)) = fault_of(config.attempt, rank) {
+            engine.inject(step, fault);
+        }
         if let Some(file) = std::env::var_os(ENV_TRACE).filter(|_| rank == 0) {
             engine.trace(Trace::new(PathBuf::from(file), rank, STEPS_SKIPPED));
         }
@@ -283,6 +287,7 @@ impl Trainer {
             snapshot_step: config.resume.step(),
             ahead,
             pace,
+            leaving: None,
             skips: false,
             clock: Clock::start(),
             gauge,
@@ -394,11 +399,13 @@ impl Trainer {
             }
             Resume::Memory { step, attempt, layout, sources } => {
                 let rank = model.rank;
-                let near = resume::near_shards(config, &self.memory, rank, tell)?;
+                let near = resume::near_shards(config, &self.memory, rank)?;
                 let is_near = |other| resume::is_near(config, rank, other);
                 let held = |shard| Arc::clone(&near[&shard]);
-                scatter(model, comm, layout, sources, is_near, held)?;
-                resume::take_loss_scale(&near, model, comm)?;
+                resume::beside_sums(config, &self.memory, rank, &near, tell, || {
+                    scatter(model, comm, layout, sources, is_near, held)?;
+                    resume::take_loss_scale(&near, model, comm)
+                })?;
                 self.memory.confirm(*attempt, *step);
                 drop(near);
                 self.memory.give_borrowed_back();
@@ -543,11 +550,28 @@ fn engine(config: &WorkerConfig, comm: Comm) -> Result<Engine, Stop> {
     let failed = |error: &dyn std::error::Error, advice: &str| {
         fail(1, &format!("the device cannot be made: {}", chain(error)), advice)
     };
+    let again = config.attempt > 1;
     Engine::open(config, comm.rank(), comm).map_err(|error| match error {
+        // It had room before. Who took it may be gone when the next engine looks.
+        OpenError::Kernel(error) if again && error.is_memory() => Stop::Device(chain(&error)),
         OpenError::Kernel(error) => failed(&error, "free memory or use fewer threads"),
         OpenError::Links(NoLinks::Comm(error)) => Stop::Comm(error),
         OpenError::Links(error) => failed(&error, "`moejob doctor` tells what this machine has"),
     })
+}
+
+/// For tests of what happens then: `MOEJOB_FAULT=illegal@60/1` breaks the GPU of rank 1 in step 60
+/// of a job's first attempt, `hang@60/1` lets it hang.
+fn fault_of(attempt: u32, rank: u32) -> Option<(u64, Fault)> {
+    let wanted = std::env::var("MOEJOB_FAULT").ok().filter(|_| attempt == 1)?;
+    let (kind, place) = wanted.split_once('@')?;
+    let (step, of) = place.split_once('/')?;
+    let fault = match kind {
+        "illegal" => Fault::IllegalAddress,
+        "hang" => Fault::EndlessKernel,
+        _ => return None,
+    };
+    (of.parse() == Ok(rank)).then_some((step.parse().ok()?, fault))
 }
 
 fn gauge(config: &WorkerConfig, engine: &Engine) -> Option<Gauge> {

@@ -1,5 +1,7 @@
 //! A round through the model, backwards: the written-out gradient of `forward.rs`.
 
+use crate::engine::beside;
+use crate::engine::buckets::Last;
 use crate::engine::forward::{Pass, rows};
 use crate::engine::handles::{
     Dense, DenseLayer, ExpertStacks, Experts, GatedWeights, Linear,
@@ -23,6 +25,8 @@ pub struct Leaf<'a> {
     pub accumulate: bool,
     /// The same of experts, which in a rank's first round may be others' tokens alone.
     pub accumulate_experts: bool,
+    /// In a step's last round, where buckets travel as soon as they are complete.
+    pub last: Option<Last<'a>>,
 }
 
 impl Pass<'_> {
@@ -40,6 +44,7 @@ impl Pass<'_> {
             self.recompute(layer);
             self.mark("computed again", Some(layer));
             self.feed_forward_backward(layer, leaf);
+            self.reduce(beside::batch_at(layer), leaf);
             if let Some(gradients) = leaf.dense {
                 self.attention_backward(layer, t, &gradients.layers[layer], leaf.accumulate);
             }
@@ -47,6 +52,14 @@ impl Pass<'_> {
         if let Some(gradients) = leaf.dense {
             self.embed_backward(t, gradients, leaf.accumulate);
             self.mark("embedding'", None);
+        }
+        self.reduce(beside::FIRST, leaf);
+    }
+
+    /// Behind the last op that writes to gradients of `batch`.
+    fn reduce(&mut self, batch: usize, leaf: &Leaf) {
+        if let Some(last) = &leaf.last {
+            last.reduce(batch, self.model, self.links);
         }
     }
 

@@ -7,9 +7,11 @@
 //!   -> all-gather: each holder has all weights
 //! ```
 //! Everything is decided on the device: the host enqueues the same ops in every step, and every
-//! rank the same collectives in the same order, that of the buckets.
+//! rank the same collectives in the same order. Buckets travel in batches beside other ops
+//! (`beside.rs`), or all at once between the parts of a step where links do nothing beside.
 
 use crate::engine::backward::Leaf;
+use crate::engine::beside;
 use crate::engine::handles::{Dense, ExpertStacks, is_frozen};
 use crate::engine::links::{Links, Shared};
 use crate::engine::model::Model;
@@ -18,7 +20,7 @@ use crate::engine::round::Round;
 use crate::state::rank::name_hash;
 use moejob_kernels::cuda::Stacked;
 use moejob_kernels::{
-    BucketAdamW, BucketBlock, Buffer, Fill, GradientNumbers, Master, MoveCorrections,
+    BucketAdamW, BucketBlock, Buffer, Fill, GradientNumbers, Master, MoveCorrections, StepPhase,
 };
 use moejob_protocol::buckets::{Bucket, BucketKind, Buckets};
 use moejob_protocol::buffers::Bucket as Memory;
@@ -40,9 +42,21 @@ pub(crate) struct Places {
     chunks: Vec<Range<usize>>,
     /// By parameter: bucket, first element and how many; none: not held.
     spans: Vec<Option<(usize, usize, usize)>>,
-    /// Of all buckets that several ranks hold, in their order: who, and which of the held ones it
-    /// is.
-    shared: Vec<(Vec<u32>, Option<usize>)>,
+    /// By held bucket: its batch.
+    batches: Vec<usize>,
+    /// How many batches there are.
+    batch_count: usize,
+    /// All buckets that several ranks hold, in their order.
+    shared: Vec<SharedBucket>,
+}
+
+/// A bucket that several ranks hold, maybe others alone.
+#[derive(Clone, Debug)]
+struct SharedBucket {
+    holders: Vec<u32>,
+    /// Which of the held ones it is.
+    held: Option<usize>,
+    batch: usize,
 }
 
 impl Places {
@@ -61,29 +75,23 @@ impl Places {
         };
         let chunks = buckets.iter().map(own).collect();
         let mut next = 0..buckets.len();
+        let layers = model.num_hidden_layers;
         let of = |bucket: &Bucket| {
             let held = bucket.holders.binary_search(&rank).is_ok();
-            (bucket.holders.clone(), if held { next.next() } else { None })
+            let held = if held { next.next() } else { None };
+            let batch = beside::batch_of(bucket.kind, layers);
+            SharedBucket { holders: bucket.holders.clone(), held, batch }
         };
-        let shared = all.buckets.iter().map(of).filter(|(holders, _)| holders.len() > 1).collect();
-        Places { buckets, chunks, spans, shared }
+        let shared = all.buckets.iter().map(of);
+        let shared = shared.filter(|shared| shared.holders.len() > 1).collect();
+        let batches = buckets.iter().map(|bucket| beside::batch_of(bucket.kind, layers)).collect();
+        let batch_count = beside::count(layers);
+        Places { buckets, chunks, spans, batches, batch_count, shared }
     }
 
     /// The elements of the held bucket `at` that this rank owns.
     pub fn chunk(&self, at: usize) -> Range<usize> {
         self.chunks[at].clone()
-    }
-
-    /// The own chunks of what `part` names of each held bucket.
-    pub fn owned<'a>(
-        &'a self,
-        memory: &'a [Memory<Buffer>],
-        part: impl Fn(&Memory<Buffer>) -> Buffer + 'a,
-    ) -> impl Iterator<Item = Buffer> + 'a {
-        let own = move |(bucket, chunk): (&Memory<Buffer>, &Range<usize>)| {
-            part(bucket).slice(chunk.start, chunk.len())
-        };
-        memory.iter().zip(&self.chunks).map(own)
     }
 
     /// Where the parameter at `index` lies among the buffers that `part` names of each bucket.
@@ -126,21 +134,47 @@ impl Places {
         (0..layers).map(of_layer).collect()
     }
 
-    /// What `part` names of all buckets that several ranks hold.
+    /// What `part` names of all buckets that several ranks hold: of one batch, or of all.
     fn shared(
         &self,
+        batch: Option<usize>,
         memory: &[Memory<Buffer>],
         part: impl Fn(&Memory<Buffer>) -> Buffer,
     ) -> Vec<Shared<'_>> {
-        let of = |shared: &(Vec<u32>, Option<usize>)| shared.1.map(|at| part(&memory[at]));
+        let of = |shared: &SharedBucket| shared.held.map(|at| part(&memory[at]));
         let all = self.shared.iter();
-        all.map(|shared| Shared { holders: &shared.0, buffer: of(shared) }).collect()
+        let all = all.filter(|shared| batch.is_none_or(|batch| batch == shared.batch));
+        all.map(|shared| Shared { holders: &shared.holders, buffer: of(shared) }).collect()
+    }
+
+    /// The held buckets of a batch.
+    fn of_batch(&self, batch: usize) -> impl Iterator<Item = usize> + '_ {
+        (0..self.buckets.len()).filter(move |at| self.batches[*at] == batch)
+    }
+
+    /// See [`beside::count`].
+    pub fn batch_count(&self) -> usize {
+        self.batch_count
+    }
+
+    /// Whether most of what this rank holds is held by others, too.
+    pub fn mostly_shared(&self) -> bool {
+        let len = |at: usize| self.buckets[at].len;
+        let all: u64 = (0..self.buckets.len()).map(len).sum();
+        let shared: u64 = self.shared.iter().filter_map(|shared| shared.held).map(len).sum();
+        2 * shared > all
+    }
+
+    /// The own chunk of the held bucket `at` in a buffer of the whole bucket.
+    fn own_of(&self, at: usize, whole: Buffer) -> Buffer {
+        let chunk = self.chunk(at);
+        whole.slice(chunk.start, chunk.len())
     }
 
     /// The sets of ranks that share buckets.
     pub fn groups(&self) -> Vec<Vec<u32>> {
         let mut groups: Vec<Vec<u32>> = Vec::new();
-        for (holders, _) in &self.shared {
+        for SharedBucket { holders, .. } in &self.shared {
             if !groups.contains(holders) {
                 groups.push(holders.clone());
             }
@@ -216,7 +250,15 @@ impl BucketSums {
             stacks: &self.stacks,
             accumulate: self.begun,
             accumulate_experts: self.begun_experts,
+            last: None,
         }
+    }
+
+    /// The same in a step's last round, where buckets travel as soon as they are complete.
+    pub(crate) fn last_leaf(&self, round: &Round) -> Leaf<'_> {
+        let own = self.begun || round.tokens > 0;
+        let experts = self.begun_experts || !round.sources.is_empty();
+        Leaf { last: Some(Last { sums: self, own, experts }), ..self.leaf(round) }
     }
 
     pub(crate) fn clear(&mut self) {
@@ -231,15 +273,23 @@ impl BucketSums {
     /// The sum over its holders of each chunk that this rank owns. A rank that computed nothing
     /// gives zeros.
     pub(crate) fn reduce(&self, model: &mut Model, links: &mut Links) {
-        let memory = model.buffers.buckets.clone();
-        for (bucket, of) in memory.iter().zip(&self.places.buckets) {
-            let experts = matches!(of.kind, BucketKind::Experts { .. });
-            if !if experts { self.begun_experts } else { self.begun } {
-                model.device.fill_zero(bucket.gradient);
+        for batch in 0..self.places.batch_count() {
+            self.fill_unwritten(batch, self.begun, self.begun_experts, model);
+        }
+        let memory = &model.buffers.buckets;
+        let gradients = self.places.shared(None, memory, |bucket| bucket.gradient);
+        links.reduce_scatter(&mut model.device, &gradients);
+    }
+
+    /// Zeros in gradients of a batch in which this rank has written nothing: `own` says whether it
+    /// had a micro-batch, `experts` whether its experts had tokens of anybody.
+    fn fill_unwritten(&self, batch: usize, own: bool, experts: bool, model: &mut Model) {
+        for at in self.places.of_batch(batch) {
+            let of_experts = matches!(self.places.buckets[at].kind, BucketKind::Experts { .. });
+            if !if of_experts { experts } else { own } {
+                model.device.fill_zero(model.buffers.buckets[at].gradient);
             }
         }
-        let gradients = self.places.shared(&memory, |bucket| bucket.gradient);
-        links.reduce_scatter(&mut model.device, &gradients);
     }
 
     /// Makes a gradient no finite number.
@@ -251,48 +301,87 @@ impl BucketSums {
     /// Squared norm and counts of what is not finite, of what is owned, into the step's numbers.
     pub(crate) fn measure(&self, model: &mut Model) {
         let (numbers, layout) = (model.buffers.numbers.clone(), model.numbers.layout());
-        let memory = model.buffers.buckets.clone();
-        let gradients = self.places.owned(&memory, |bucket| bucket.gradient);
-        for (bucket, gradient) in memory.iter().zip(gradients) {
-            model.device.gradient_numbers(&GradientNumbers {
-                layout,
-                table: bucket.table,
-                params: numbers.params,
-                gradient,
-                sums: bucket.square_sums,
-                numbers: numbers.reduced,
-            });
+        // In the order in which they were reduced: the last ones travel meanwhile.
+        for batch in (0..self.places.batch_count()).rev() {
+            model.device.await_mark(batch, StepPhase::Numbers);
+            for at in self.places.of_batch(batch) {
+                let bucket = model.buffers.buckets[at].clone();
+                model.device.gradient_numbers(&GradientNumbers {
+                    layout,
+                    table: bucket.table,
+                    params: numbers.params,
+                    gradient: self.places.own_of(at, bucket.gradient),
+                    sums: bucket.square_sums,
+                    numbers: numbers.reduced,
+                });
+            }
         }
     }
 
-    /// Updates what is owned as the step's numbers say, or nothing.
-    pub(crate) fn update(&self, model: &mut Model, config: &AdamWConfig) {
-        let numbers = model.buffers.numbers.clone();
-        let memory = model.buffers.buckets.clone();
-        let weights = self.places.owned(&memory, |bucket| bucket.weight);
-        let gradients = self.places.owned(&memory, |bucket| bucket.gradient);
-        for (bucket, (weight, gradient)) in memory.iter().zip(weights.zip(gradients)) {
-            model.device.bucket_adamw(&BucketAdamW {
-                beta1: config.beta1,
-                beta2: config.beta2,
-                eps: config.epsilon,
-                table: bucket.table,
-                params: numbers.params,
-                control: numbers.control,
-                weight,
-                master: master(bucket),
-                moment1: bucket.moment1,
-                moment2: bucket.moment2,
-                gradient,
-            });
+    /// Updates what is owned as was decided, or nothing. Where links work beside, new
+    /// weights leave at once, a batch beside the update of the next.
+    pub(crate) fn update(&self, model: &mut Model, links: &mut Links, config: &AdamWConfig) {
+        // Nothing of the weights is under way from the last step.
+        model.device.await_marks();
+        for batch in 0..self.places.batch_count() {
+            for at in self.places.of_batch(batch) {
+                self.update_bucket(at, model, config);
+            }
+            if links.work_beside() {
+                let memory = &model.buffers.buckets;
+                let weights = self.places.shared(Some(batch), memory, |bucket| bucket.weight);
+                links.all_gather_beside(&mut model.device, &weights, batch);
+            }
         }
         move_corrections(model);
     }
 
-    /// All weights to all of their holders.
+    fn update_bucket(&self, at: usize, model: &mut Model, config: &AdamWConfig) {
+        let (numbers, bucket) = (&model.buffers.numbers, model.buffers.buckets[at].clone());
+        let (params, control) = (numbers.params, numbers.control);
+        model.device.bucket_adamw(&BucketAdamW {
+            beta1: config.beta1,
+            beta2: config.beta2,
+            eps: config.epsilon,
+            table: bucket.table,
+            params,
+            control,
+            weight: self.places.own_of(at, bucket.weight),
+            master: master(&bucket),
+            moment1: bucket.moment1,
+            moment2: bucket.moment2,
+            gradient: self.places.own_of(at, bucket.gradient),
+        });
+    }
+
+    /// All weights to all of their holders, where they have not left already.
     pub(crate) fn spread(&self, model: &mut Model, links: &mut Links) {
-        let weights = self.places.shared(&model.buffers.buckets, |bucket| bucket.weight);
-        links.all_gather(&mut model.device, &weights);
+        if !links.work_beside() {
+            let memory = &model.buffers.buckets;
+            let weights = self.places.shared(None, memory, |bucket| bucket.weight);
+            links.all_gather(&mut model.device, &weights);
+        }
+    }
+}
+
+/// The sums of a step in its last round: which of them this rank has written, `own` of what it
+/// computes for its own tokens, `experts` of its experts.
+#[derive(Clone, Copy, Debug)]
+pub struct Last<'a> {
+    sums: &'a BucketSums,
+    own: bool,
+    experts: bool,
+}
+
+impl Last<'_> {
+    /// Nothing writes to the gradients of `batch` any more in this step: their sums over ranks
+    /// begin beside what follows.
+    pub(crate) fn reduce(&self, batch: usize, model: &mut Model, links: &mut Links) {
+        let places = &self.sums.places;
+        self.sums.fill_unwritten(batch, self.own, self.experts, model);
+        let memory = &model.buffers.buckets;
+        let gradients = places.shared(Some(batch), memory, |bucket| bucket.gradient);
+        links.reduce_scatter_beside(&mut model.device, &gradients, batch);
     }
 }
 

@@ -12,10 +12,13 @@
 use crate::data::Batches;
 use crate::engine::model::Model;
 use crate::engine::numbers::StepSummary;
+use crate::engine::patience::OTHERWISE;
 use crate::engine::step::{Engine, StepError};
 use crate::failure::chain;
+use crate::gang::comm::CommError;
 use moejob_kernels::{LossScale, LossScaling, PhaseEnds, Posted};
 use std::collections::VecDeque;
+use std::time::Instant;
 
 /// How often a step in fp16 is done again with half the loss scale: from the largest to the least.
 const HALVINGS_MAX: u32 = 24;
@@ -41,6 +44,8 @@ pub(super) struct Flights {
     updates: u64,
     /// The device skips what it is given, until it is told to go on.
     halted: bool,
+    /// When the oldest step was begun, or the one before it ended.
+    since: Option<Instant>,
 }
 
 /// What a step's numbers lead to.
@@ -82,7 +87,10 @@ impl Engine {
         if let Some(trace) = &mut self.trace {
             trace.begin(&mut self.model.device);
         }
-        self.go(step, batches)
+        if self.is_settled() {
+            self.flights.since = Some(Instant::now());
+        }
+        self.limited(|engine| engine.go(step, batches))
     }
 
     /// Reads the numbers of the oldest step that was begun; does it again where they say so, and
@@ -95,7 +103,7 @@ impl Engine {
     /// # Errors
     /// A peer is lost, the data changed, or the device failed. The weights may be torn then.
     pub fn end(&mut self, batches: &mut impl Batches) -> Result<StepSummary, StepError> {
-        self.end_in(RUNS_MAX, batches)
+        self.end_by(RUNS_MAX, batches)
     }
 
     /// One step by itself. A number that is not finite is told the first time.
@@ -108,7 +116,26 @@ impl Engine {
         batches: &mut impl Batches,
     ) -> Result<StepSummary, StepError> {
         self.begin(step, batches)?;
-        self.end_in(1, batches)
+        self.end_by(1, batches)
+    }
+
+    fn end_by(
+        &mut self,
+        runs_max: u32,
+        batches: &mut impl Batches,
+    ) -> Result<StepSummary, StepError> {
+        let done = self.limited(|engine| engine.end_in(runs_max, batches));
+        let since = self.flights.since.replace(Instant::now());
+        self.patience.took(since.map(|since| since.elapsed()).unwrap_or_default());
+        done
+    }
+
+    /// Waits for a device that never answers no longer than steps take.
+    fn limited<T>(&mut self, work: impl FnOnce(&mut Engine) -> T) -> T {
+        self.model.device.limit_waits(self.patience.limit());
+        let done = work(self);
+        self.model.device.limit_waits(OTHERWISE);
+        done
     }
 
     fn end_in(
@@ -161,7 +188,15 @@ impl Engine {
         // What was read before a failure says nothing. A wait that was given up is the peers'
         // fault.
         links.check()?;
-        model.device.check().map_err(|error| StepError::Device(chain(error)))?;
+        match (model.device.check(), model.device.gave_up()) {
+            (Ok(()), _) => {}
+            // Whoever hangs will not get free at the end of the attempt.
+            (Err(_), Some(why)) if links.world() > 1 => {
+                let reason = format!("rank {} or one that it waits for hangs: {why}", model.rank);
+                return Err(StepError::Comm(CommError::Aborted { reason }));
+            }
+            (Err(error), _) => return Err(StepError::Device(chain(error))),
+        }
         let taken = model.device.phase_seconds(flight.phases);
         phases.iter_mut().zip(taken).for_each(|(sum, own)| *sum += own);
         let summary = model.summary(training, flight.step, flight.scaling, &numbers);

@@ -4,6 +4,7 @@
 //! rest of a round is left out, since nobody will look at it.
 
 use crate::engine::backward::Leaf;
+use crate::engine::beside;
 use crate::engine::handles::{DenseLayer, GatedWeights, Linear};
 use crate::engine::links::Links;
 use crate::engine::model::Model;
@@ -11,7 +12,7 @@ use crate::engine::moe::activation;
 use crate::engine::round::{Aim, Round};
 use moejob_kernels::{
     AddBias, Attention, Buffer, Clamp, Embed, GatedMul, HeadGradient, HeadLoss,
-    Layout as Order, Matmul, NormRope, RmsNorm, Rope,
+    Layout as Order, Matmul, NormRope, RmsNorm, Rope, StepPhase,
 };
 use moejob_protocol::buffers::Gated;
 use moejob_protocol::model::QkNorm;
@@ -36,6 +37,7 @@ impl<'a> Pass<'a> {
     /// for.
     pub fn forward(&mut self) {
         let (t, d) = (self.round.tokens, self.model.dim());
+        self.model.device.await_mark(beside::FIRST, StepPhase::Forward);
         if t > 0 {
             let x = self.model.layer_input(0).slice(0, t * d);
             self.model.device.embed(&Embed {
@@ -256,6 +258,7 @@ impl<'a> Pass<'a> {
     /// The next layer's input = mid + experts(norm2) (+ shared(norm2)), or mid + dense(norm2).
     fn feed_forward(&mut self, layer: usize) {
         let (t, d) = (self.round.tokens, self.model.dim());
+        self.model.device.await_mark(beside::batch_at(layer), StepPhase::Forward);
         let out = self.model.layer_input(layer + 1).slice(0, t * d);
         if self.model.config.is_moe_layer(layer as u32) {
             if !self.fused_forward(layer, out) {

@@ -246,6 +246,7 @@ impl TreeSums {
             stacks: &[],
             accumulate: false,
             accumulate_experts: false,
+            last: None,
         }
     }
 

@@ -8,6 +8,7 @@
 //!
 //! reduce_scatter: a bucket's sums -> the holder of each chunk; all_gather: chunks -> all holders
 //! all_reduce: the sum of a vector over all ranks
+//! .._beside:  the same beside the ops that follow, with a mark for who needs the result
 //! ```
 //! A verb is enqueued like an op and returns nothing: how many rows travel stands in device memory.
 //! The first failure is kept, later verbs do nothing, and [`Links::check`] tells it. What was
@@ -16,13 +17,14 @@
 mod host;
 mod nccl;
 
+use crate::engine::beside::Overlap;
 use crate::engine::group::ExpertGroup;
 use crate::engine::round::Round;
 use crate::gang::comm::{Comm, CommError};
 use host::Host;
 use moejob_kernels::{Buffer, CpuDevice, Device};
 use moejob_protocol::buffers::{Moe, MoeScratch, Routes, Travel};
-use nccl::Nccl;
+use nccl::{Lane, Nccl};
 
 pub use nccl::NoLinks;
 
@@ -33,6 +35,17 @@ pub struct Links {
     /// The gang, for what goes through the host.
     comm: Comm,
     failure: Option<CommError>,
+    beside: bool,
+}
+
+/// What travels beside the ops of a step.
+#[derive(Clone, Debug)]
+pub(crate) struct Aside {
+    /// The sets of ranks between which it does, the same on every rank in the same order.
+    pub groups: Vec<Vec<u32>>,
+    /// Marks, by number.
+    pub marks: usize,
+    pub overlap: Overlap,
 }
 
 /// How device buffers travel.
@@ -59,24 +72,37 @@ pub(crate) struct Travelling<'a> {
 
 impl Links {
     pub fn new(comm: Comm) -> Links {
-        Links { way: Way::Host(Host::default()), comm, failure: None }
+        Links { way: Way::Host(Host::default()), comm, failure: None, beside: true }
+    }
+
+    /// The same links, by which buckets travel between the parts of a step and not within them.
+    pub fn one_by_one(self) -> Links {
+        Links { beside: false, ..self }
+    }
+
+    /// Whether buckets leave as soon as they are complete. Between processors a verb is done when
+    /// it returns, but in the same order as between GPUs.
+    pub(crate) fn work_beside(&self) -> bool {
+        self.beside
     }
 
     /// Between the GPUs of all ranks, of which `device` is this one's. `groups` are the sets of
-    /// ranks that share buffers, the same on every rank in the same order. All ranks call it.
+    /// ranks that share buffers, the same on every rank in the same order; `aside` is what travels
+    /// beside the ops, or nothing does. All ranks call it alike.
     ///
     /// # Errors
     /// NCCL is missing, differs between ranks, or does not connect them; or a peer is lost.
-    pub fn between_gpus(
+    pub(crate) fn between_gpus(
         mut comm: Comm,
         device: &mut Device,
         groups: &[Vec<u32>],
+        aside: Option<&Aside>,
     ) -> Result<Links, NoLinks> {
         let way = match comm.world() {
             1 => Way::Host(Host::default()),
-            _ => Way::Nccl(Box::new(Nccl::connect(&mut comm, device, groups)?)),
+            _ => Way::Nccl(Box::new(Nccl::connect(&mut comm, device, groups, aside)?)),
         };
-        Ok(Links { way, comm, failure: None })
+        Ok(Links { way, comm, failure: None, beside: aside.is_some() })
     }
 
     /// The attempt is over: what is enqueued for peers ends, whether they still come or not.
@@ -219,7 +245,7 @@ impl Links {
                 let cpu = processor(device);
                 all.iter().try_for_each(|shared| host.reduce_scatter(cpu, comm, shared))
             }
-            Way::Nccl(nccl) => nccl.reduce_scatter(device, all),
+            Way::Nccl(nccl) => nccl.reduce_scatter(device, all, Lane::Ops),
         });
     }
 
@@ -230,7 +256,47 @@ impl Links {
                 let cpu = processor(device);
                 all.iter().try_for_each(|shared| host.all_gather(cpu, comm, shared))
             }
-            Way::Nccl(nccl) => nccl.all_gather(device, all),
+            Way::Nccl(nccl) => nccl.all_gather(device, all, Lane::Ops),
+        });
+    }
+
+    /// [`Links::reduce_scatter`] beside the ops that are enqueued later. Who reads the sums waits
+    /// for `mark` ([`Device::await_mark`]); until then nobody touches the buffers.
+    pub(crate) fn reduce_scatter_beside(
+        &mut self,
+        device: &mut Device,
+        all: &[Shared],
+        mark: usize,
+    ) {
+        match &self.way {
+            Way::Host(_) => self.reduce_scatter(device, all),
+            Way::Nccl(_) => self.beside(device, all, mark, Nccl::reduce_scatter),
+        }
+    }
+
+    /// [`Links::all_gather`] likewise.
+    pub(crate) fn all_gather_beside(&mut self, device: &mut Device, all: &[Shared], mark: usize) {
+        match &self.way {
+            Way::Host(_) => self.all_gather(device, all),
+            Way::Nccl(_) => self.beside(device, all, mark, Nccl::all_gather),
+        }
+    }
+
+    fn beside(
+        &mut self,
+        device: &Device,
+        all: &[Shared],
+        mark: usize,
+        verb: impl FnOnce(&Nccl, &Device, &[Shared], Lane) -> Result<(), CommError>,
+    ) {
+        self.attempt(|_, way| match (way, device.as_cuda()) {
+            (Way::Nccl(nccl), Some(cuda)) if all.iter().any(|shared| shared.buffer.is_some()) => {
+                cuda.hand_over();
+                verb(nccl, device, all, Lane::Aside)?;
+                cuda.set_mark(mark);
+                Ok(())
+            }
+            _ => Ok(()),
         });
     }
 

@@ -10,14 +10,17 @@
 
 pub mod handles;
 pub mod group;
+pub(crate) mod beside;
 pub mod buckets;
 pub mod model;
 pub mod parts;
+pub mod lane;
 pub mod round;
 pub mod links;
-pub mod flight;
-mod forward;
-pub mod recompute;
+mod flight;
+mod patience;
+pub mod forward;
+mod recompute;
 pub mod backward;
 pub mod moe;
 pub mod fused;

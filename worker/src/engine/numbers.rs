@@ -293,6 +293,7 @@ impl Model {
 
     /// The one read of a step: of StepNumbers, whatever summed them.
     pub(crate) fn post_numbers(&mut self) -> Posted {
+        // New weights may be under way to other ranks still.
         self.device.post(self.buffers.numbers.reduced)
     }
 

@@ -46,6 +46,8 @@ pub(crate) struct Schedule {
     pub own: Option<u32>,
     /// By source.
     pub leaves: Vec<u32>,
+    /// No other follows, on any rank.
+    pub last: bool,
 }
 
 impl Schedule {
@@ -58,7 +60,8 @@ impl Schedule {
         tokens: impl Fn(u32) -> usize,
     ) -> Schedule {
         let mesh = &model.layout.mesh;
-        let mut schedule = Schedule::default();
+        let last = round + 1 == mesh.rounds(count);
+        let mut schedule = Schedule { last, ..Schedule::default() };
         for (position, rank) in model.group.ranks.iter().enumerate() {
             let block = mesh.micro_batches(*rank, count);
             if round >= block.end - block.start {

@@ -6,18 +6,22 @@ use crate::engine::flight::{Flight, Flights};
 use crate::engine::forward::Pass;
 use crate::engine::gate::Noise;
 use crate::engine::buckets::Places;
-use crate::engine::links::{Links, NoLinks};
+use crate::engine::beside::{ENV_OVERLAP, Overlap};
+use crate::engine::links::{Aside, Links, NoLinks};
 use crate::engine::model::Model;
+use crate::engine::patience::Patience;
 use crate::engine::round::{Aim, Schedule};
 use crate::engine::sums::Sums;
 use crate::engine::trace::Trace;
 use crate::engine::validate::Favourites;
 use crate::gang::comm::{Comm, CommError};
+use moejob_kernels::cuda::Fault;
 use moejob_kernels::{Device, KernelError, StepPhase, SumRows};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, TrainingConfig};
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
+use std::time::Instant;
 
 pub use crate::engine::numbers::StepSummary;
 
@@ -56,6 +60,15 @@ fn expert_groups(mesh: &Mesh) -> Vec<Vec<u32>> {
     (0..mesh.world()).map(|rank| mesh.expert_group(rank)).collect()
 }
 
+/// How buckets travel beside the ops; none: they do not.
+fn aside(places: &Places) -> Option<Aside> {
+    let mut groups = places.groups();
+    groups.sort();
+    let said = std::env::var(ENV_OVERLAP).ok();
+    let overlap = Overlap::parse(said.as_deref(), places.mostly_shared())?;
+    Some(Aside { groups, marks: places.batch_count(), overlap })
+}
+
 /// Among those that this process sees.
 pub(crate) fn device_of(rank: u32, ranks: u32) -> usize {
     let named = std::env::var(ENV_DEVICE).ok().and_then(|named| named.parse().ok());
@@ -73,6 +86,9 @@ pub struct Engine {
     pub(crate) favourites: Favourites,
     /// Steps in whose next run a number is broken.
     spoiled: Vec<u64>,
+    /// The step at which the device is broken, and how.
+    fault: Option<(u64, Fault)>,
+    pub(super) patience: Patience,
     /// Seconds of each phase since they were last asked for.
     pub(super) phases: [f64; StepPhase::COUNT],
     pub(super) trace: Option<Trace>,
@@ -86,6 +102,8 @@ impl Engine {
     /// The device cannot be made, lacks a kernel, has too little memory, or is not connected.
     pub fn open(config: &WorkerConfig, rank: u32, comm: Comm) -> Result<Engine, OpenError> {
         let (training, ranks) = (&config.training, config.ranks.max(1));
+        let began = Instant::now();
+        let told = |what| tracing::debug!(seconds = began.elapsed().as_secs_f64(), what);
         let device = match training.compute.backend {
             Backend::Cpu => {
                 let here = std::thread::available_parallelism().map_or(1, usize::from);
@@ -99,19 +117,25 @@ impl Engine {
             }
             Backend::Cuda => Device::cuda(device_of(rank, ranks), 0)?,
         };
+        told("a device");
         let mut shape = Shape::new(&config.model, &config.layout, rank, training);
         shape.documents = config.data.reset_at_boundaries;
         let mut model = Model::on(device, shape, &config.model, &config.layout, rank, training)?;
+        told("its memory");
         let links = match training.compute.backend {
             Backend::Cpu => Links::new(comm),
             Backend::Cuda => {
-                let mut groups = model.places.as_ref().map(Places::groups).unwrap_or_default();
+                let aside = model.places.as_ref().and_then(aside);
+                // Where buckets travel beside the ops, they do so by communicators of their own.
+                let buckets = model.places.as_ref().filter(|_| aside.is_none());
+                let mut groups = buckets.map(Places::groups).unwrap_or_default();
                 groups.extend(expert_groups(&config.layout.mesh));
                 groups.sort();
                 groups.dedup();
-                Links::between_gpus(comm, &mut model.device, &groups)?
+                Links::between_gpus(comm, &mut model.device, &groups, aside.as_ref())?
             }
         };
+        told("its links");
         Ok(Engine::new(model, training, links))
     }
 
@@ -120,8 +144,21 @@ impl Engine {
         let favourites = Favourites::default();
         let (training, spoiled) = (training.clone(), Vec::new());
         let (phases, trace) = ([0.0; StepPhase::COUNT], None);
+        let (fault, patience) = (None, Patience::default());
         let flights = Flights::default();
-        Engine { links, model, gradients, training, favourites, spoiled, phases, trace, flights }
+        Engine {
+            links,
+            model,
+            gradients,
+            training,
+            favourites,
+            spoiled,
+            fault,
+            patience,
+            phases,
+            trace,
+            flights,
+        }
     }
 
     /// The attempt is over. See [`Links::leave`].
@@ -129,12 +166,14 @@ impl Engine {
     /// # Errors
     /// What runs on the device does not end: the process has to.
     pub fn leave(&mut self) -> Result<(), StepError> {
-        self.links.leave(&self.model.device).map_err(StepError::Device)?;
+        let began = Instant::now();
+        let left = self.links.leave(&self.model.device).map_err(StepError::Device);
+        tracing::debug!(seconds = began.elapsed().as_secs_f64(), "its links are left");
         // A step may be under way that waits for nobody, and writes to memory of the host.
-        if !self.is_settled() {
+        if left.is_ok() && !self.is_settled() {
             let _ = self.model.device.finish();
         }
-        Ok(())
+        left
     }
 
     /// Writes a trace of some of the steps to come, see [`Engine::take_traced`].
@@ -159,6 +198,11 @@ impl Engine {
         self.spoiled.push(step);
     }
 
+    /// Breaks the device in `step`, as programs and hardware do.
+    pub fn inject(&mut self, step: u64, fault: Fault) {
+        self.fault = Some((step, fault));
+    }
+
     /// Enqueues one step: forward, backward, reduce, update, spread. Its numbers are on their way
     /// to the host then.
     pub(super) fn enqueue(
@@ -170,20 +214,28 @@ impl Engine {
         self.model.device.mark("between steps", None);
         self.model.begin_step(&self.training, step);
         self.gradients.clear();
+        if let Some((_, fault)) = self.fault.take_if(|(at, _)| *at == step) {
+            self.model.device.inject(fault);
+        }
         self.whole_step_balance(step, batches)?;
         self.rounds(step, batches, Aim::Record, |engine, schedule| {
             let (model, round) = (&mut engine.model, &schedule.round);
             let mut pass = Pass::new(model, &mut engine.links, round);
             pass.forward();
             pass.model.device.phase(StepPhase::Forward);
-            let leaf = engine.gradients.leaf(round);
+            let leaf = match schedule.last && pass.links.work_beside() {
+                true => engine.gradients.last_leaf(round),
+                false => engine.gradients.leaf(round),
+            };
             pass.loss(Some(&leaf));
             pass.backward(&leaf);
             pass.model.device.phase(StepPhase::Backward);
             engine.gradients.push(round, schedule.own, &schedule.leaves, model);
         })?;
         let Engine { model, gradients, links, training, spoiled, .. } = self;
-        gradients.reduce(model, links);
+        if !(links.work_beside() && matches!(gradients, Sums::Buckets(_))) {
+            gradients.reduce(model, links);
+        }
         model.device.phase(StepPhase::Communication);
         if let Some(at) = spoiled.iter().position(|spoiled| *spoiled == step) {
             spoiled.remove(at);
@@ -195,8 +247,9 @@ impl Engine {
         model.device.phase(StepPhase::Numbers);
         // What was not summed over all ranks must not move a weight.
         links.check()?;
+        model.hold();
         model.decide_update();
-        gradients.update(model, &training.adamw);
+        gradients.update(model, links, &training.adamw);
         model.device.phase(StepPhase::Update);
         gradients.spread(model, links);
         model.device.phase(StepPhase::Communication);

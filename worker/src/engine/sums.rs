@@ -39,6 +39,15 @@ impl Sums {
         }
     }
 
+    /// The same in a step's last round: where links work beside, sums in buckets begin to travel
+    /// in it, and [`Sums::reduce`] is not called.
+    pub(crate) fn last_leaf(&self, round: &Round) -> Leaf<'_> {
+        match self {
+            Sums::Tree(tree) => tree.leaf(round),
+            Sums::Buckets(buckets) => buckets.last_leaf(round),
+        }
+    }
+
     /// Takes in the leaves of the round that was just computed; `leaves` are their micro-batches,
     /// by source.
     pub fn push(&mut self, round: &Round, own: Option<u32>, leaves: &[u32], model: &mut Model) {
@@ -73,10 +82,10 @@ impl Sums {
     }
 
     /// Updates what is owned, and the corrections of routers, as the step's numbers say.
-    pub fn update(&self, model: &mut Model, config: &AdamWConfig) {
+    pub fn update(&self, model: &mut Model, links: &mut Links, config: &AdamWConfig) {
         match self {
             Sums::Tree(tree) => tree.update(model, config),
-            Sums::Buckets(buckets) => buckets.update(model, config),
+            Sums::Buckets(buckets) => buckets.update(model, links, config),
         }
     }
 

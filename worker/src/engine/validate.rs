@@ -53,6 +53,7 @@ impl Engine {
         let of_batch = |leaf: u32| left(leaf).min(sequences_each) as usize * length;
         let mut own = Found::default();
         model.set_noise(None);
+        model.device.await_marks();
         for round in 0..model.layout.mesh.rounds(count) {
             let tokens = |leaf: u32| model.computed_together(of_batch(leaf));
             let schedule = Schedule::new(model, round, count, |_| Aim::Activations, tokens);

@@ -515,9 +515,11 @@ impl Measured {
     fn phases_text(&self) -> String {
         let of = |phase| self.phases[phase as usize] * 1e3;
         format!(
-            "forward {:.1}, backward {:.1}, numbers {:.1}, update {:.1} ms, data {:.1} (means)",
+            "forward {:.1}, backward {:.1}, communication {:.1}, numbers {:.1}, update {:.1} ms, \
+             data {:.1} (means)",
             of(StepPhase::Forward),
             of(StepPhase::Backward),
+            of(StepPhase::Communication),
             of(StepPhase::Numbers),
             of(StepPhase::Update),
             of(StepPhase::Data)

@@ -3,17 +3,21 @@
 //! ```text
 //! connect: versions, then an id of rank 0, through the gang -> one communicator of all ranks
 //!          -> a split for each other set of ranks that shares buffers
+//!          -> where buckets travel beside the ops: another split for each of their sets
 //! verb:    all buffers of a communicator as one group
 //! watch:   while the host waits for the device: abort flag, peers that left, asynchronous errors
 //! leave:   revoke, drain, abort
 //! ```
+//! A lane has communicators of its own, since NCCL does what is enqueued on one communicator in one
+//! order. Every rank enqueues all verbs, of both lanes, in the same order.
+//!
 //! Neither a kernel nor NCCL notices that a peer is dead. Its worker does, ends its pipes and
 //! aborts the others; the watch sees that, the wait is given up, and the attempt ends.
 
-use super::{Parcel, Shared};
+use super::{Aside, Parcel, Shared};
 use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError, Lookout};
-use moejob_kernels::cuda::{CudaDevice, Watch};
+use moejob_kernels::cuda::{Beside, CudaDevice, CudaError, Watch};
 use moejob_kernels::{Buffer, DType, Device};
 use moejob_nccl::{
     Config, Error, Group, Library, Reduce, Seat, Span, Stream, UniqueId, Version, abandon,
@@ -36,8 +40,26 @@ pub enum NoLinks {
     Comm(#[from] CommError),
     #[error("the GPUs of {world} ranks cannot be connected")]
     Nccl { world: u32, source: Error },
+    #[error("the GPU has no lane for what passes between GPUs")]
+    Device { source: CudaError },
     #[error("rank {rank} cannot be connected: {why}")]
     Elsewhere { rank: u32, why: String },
+}
+
+/// Where a verb is enqueued.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Lane {
+    /// Among the ops.
+    Ops,
+    /// Beside them.
+    Aside,
+}
+
+#[derive(Debug)]
+struct Joined {
+    lane: Lane,
+    ranks: Vec<u32>,
+    comm: moejob_nccl::Comm,
 }
 
 #[derive(Debug)]
@@ -52,8 +74,8 @@ struct Connections {
     lookout: Lookout,
     /// Raised to end waits inside of NCCL.
     stop: Arc<AtomicBool>,
-    /// By the ranks that are in it; all ranks first.
-    comms: Mutex<Vec<(Vec<u32>, moejob_nccl::Comm)>>,
+    /// That of all ranks among the ops first.
+    comms: Mutex<Vec<Joined>>,
 }
 
 impl Nccl {
@@ -61,6 +83,7 @@ impl Nccl {
         comm: &mut Comm,
         device: &mut Device,
         groups: &[Vec<u32>],
+        aside: Option<&Aside>,
     ) -> Result<Nccl, NoLinks> {
         let world = comm.world();
         let library = agree(comm, Library::load())?;
@@ -79,7 +102,7 @@ impl Nccl {
         // Without it a dead peer is noticed at the limits of NCCL's calls.
         let _ = std::thread::Builder::new().name("lookout".to_string()).spawn(look);
         let config = Config { stop: Arc::clone(&stop), ..Config::default() };
-        let made = join(comm, &library, &config, groups).map_err(|error| match error {
+        let made = join(comm, &library, &config, groups, aside).map_err(|error| match error {
             // A peer that is late or gone, or a network that failed: the next attempt may do
             // better.
             NoLinks::Nccl { source, .. } => {
@@ -91,6 +114,10 @@ impl Nccl {
         let (lookout, comms) = (comm.lookout(), Mutex::new(made?));
         let shared = Arc::new(Connections { lookout, stop, comms });
         if let Some(cuda) = device.as_cuda_mut() {
+            if let Some(Aside { marks, overlap, .. }) = aside {
+                let how = Beside { marks: *marks, free: overlap.free };
+                cuda.open_comm_lane(&how).map_err(|source| NoLinks::Device { source })?;
+            }
             cuda.watch(Arc::<Connections>::clone(&shared));
         }
         tracing::info!(world, version = %library.version(), "GPUs are connected");
@@ -101,28 +128,38 @@ impl Nccl {
         self.shared.lookout.look()
     }
 
-    pub fn reduce_scatter(&self, device: &Device, all: &[Shared]) -> Result<(), CommError> {
-        let (cuda, stream) = target(device);
-        self.by_group(all, |group, chunks| {
+    pub fn reduce_scatter(
+        &self,
+        device: &Device,
+        all: &[Shared],
+        lane: Lane,
+    ) -> Result<(), CommError> {
+        let (cuda, stream) = target(device, lane);
+        self.by_group(all, lane, |group, chunks| {
             let (from, to) = (span(cuda, chunks.all()), span(cuda, chunks.own()));
             group.reduce_scatter(from, to, Reduce::Sum, stream)
         })
     }
 
-    pub fn all_gather(&self, device: &Device, all: &[Shared]) -> Result<(), CommError> {
-        let (cuda, stream) = target(device);
-        self.by_group(all, |group, chunks| {
+    pub fn all_gather(
+        &self,
+        device: &Device,
+        all: &[Shared],
+        lane: Lane,
+    ) -> Result<(), CommError> {
+        let (cuda, stream) = target(device, lane);
+        self.by_group(all, lane, |group, chunks| {
             let (from, to) = (span(cuda, chunks.own()), span(cuda, chunks.all()));
             group.all_gather(from, to, stream)
         })
     }
 
     pub fn all_reduce(&self, device: &Device, buffer: Buffer) -> Result<(), CommError> {
-        let (cuda, stream) = target(device);
+        let (cuda, stream) = target(device, Lane::Ops);
         let whole = span(cuda, buffer);
         let comms = self.shared.comms();
         self.told(match comms.first() {
-            Some((_, comm)) => comm.all_reduce(whole, whole, Reduce::Sum, stream),
+            Some(all) => all.comm.all_reduce(whole, whole, Reduce::Sum, stream),
             None => Ok(()),
         })
     }
@@ -141,7 +178,7 @@ impl Nccl {
         for (from, to) in own(sends).into_iter().zip(own(receives)) {
             device.copy(from, to);
         }
-        let (cuda, stream) = target(device);
+        let (cuda, stream) = target(device, Lane::Ops);
         let others = |parcels: &[Parcel]| -> Vec<(u32, Span)> {
             let others = parcels.iter().filter(|(rank, _)| *rank != self.me);
             let parts = others.flat_map(|(rank, parts)| parts.iter().map(|part| (*rank, *part)));
@@ -149,7 +186,7 @@ impl Nccl {
         };
         let (sends, receives) = (others(sends), others(receives));
         let comms = self.shared.comms();
-        let Some((_, comm)) = comms.first() else { return Ok(()) };
+        let Some(Joined { comm, .. }) = comms.first() else { return Ok(()) };
         self.told(comm.group(|group| {
             sends.iter().try_for_each(|(to, part)| group.send(*part, *to, stream))?;
             receives.iter().try_for_each(|(from, part)| group.recv(*part, *from, stream))
@@ -160,9 +197,11 @@ impl Nccl {
     fn by_group(
         &self,
         all: &[Shared],
+        lane: Lane,
         mut verb: impl FnMut(&Group, &super::Chunks) -> Result<(), Error>,
     ) -> Result<(), CommError> {
-        for (ranks, comm) in self.shared.comms().iter() {
+        let comms = self.shared.comms();
+        for Joined { ranks, comm, .. } in comms.iter().filter(|joined| joined.lane == lane) {
             let theirs = all.iter().filter(|shared| shared.holders == ranks);
             let chunks: Vec<_> = theirs.filter_map(|shared| shared.chunks(self.me)).collect();
             if !chunks.is_empty() {
@@ -185,15 +224,14 @@ impl Nccl {
         self.shared.stop.store(true, Ordering::Relaxed);
         let comms = std::mem::take(&mut *self.shared.comms());
         // Those of fewer ranks first: an idle one does not end while its parent is busy.
-        let comms = comms.into_iter().rev().map(|(_, comm)| comm).collect();
-        let drained =
-            || device.as_cuda().is_none_or(|cuda| cuda.stream().is_idle().unwrap_or(true));
+        let comms = comms.into_iter().rev().map(|joined| joined.comm).collect();
+        let drained = || device.as_cuda().is_none_or(|cuda| cuda.is_idle().unwrap_or(true));
         abandon(comms, drained, (), LEAVE_MAX).map_err(|error| chain(&error))
     }
 }
 
 impl Connections {
-    fn comms(&self) -> MutexGuard<'_, Vec<(Vec<u32>, moejob_nccl::Comm)>> {
+    fn comms(&self) -> MutexGuard<'_, Vec<Joined>> {
         self.comms.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -203,7 +241,7 @@ impl Watch for Connections {
         if let Err(error) = self.lookout.look() {
             return Some(error.to_string());
         }
-        let failed = self.comms().iter().find_map(|(_, comm)| comm.poll().err());
+        let failed = self.comms().iter().find_map(|joined| joined.comm.poll().err());
         failed.map(|error| chain(&error))
     }
 }
@@ -231,14 +269,13 @@ fn agree(comm: &mut Comm, own: Result<Library, Error>) -> Result<Library, NoLink
     Ok(library)
 }
 
-type Joined = Vec<(Vec<u32>, moejob_nccl::Comm)>;
-
 fn join(
     comm: &mut Comm,
     library: &Library,
     config: &Config,
     groups: &[Vec<u32>],
-) -> Result<Joined, NoLinks> {
+    aside: Option<&Aside>,
+) -> Result<Vec<Joined>, NoLinks> {
     let seat = Seat { rank: comm.rank(), world: comm.world() };
     let world = seat.world;
     let refused = |source| NoLinks::Nccl { world, source };
@@ -259,20 +296,35 @@ fn join(
     let everyone = everyone.map_err(refused)?;
     tracing::debug!(seconds = began.elapsed().as_secs_f64(), "a communicator of all ranks");
     let mut joined = Vec::new();
+    let mut split = |lane, ranks: &Vec<u32>, config: &Config| {
+        let member = ranks.binary_search(&seat.rank).is_ok();
+        let comm = everyone.split_as(member.then_some(0), seat.rank, config).map_err(refused)?;
+        joined.extend(comm.map(|comm| Joined { lane, ranks: ranks.clone(), comm }));
+        Ok::<(), NoLinks>(())
+    };
     for group in groups.iter().filter(|group| group.len() != world as usize) {
-        let member = group.binary_search(&seat.rank).is_ok();
-        let split = everyone.split(member.then_some(0), seat.rank).map_err(refused)?;
-        joined.extend(split.map(|comm| (group.clone(), comm)));
+        split(Lane::Ops, group, config)?;
     }
-    joined.insert(0, ((0..world).collect(), everyone));
+    if let Some(Aside { groups, overlap, .. }) = aside {
+        let config = Config { ctas_max: Some(overlap.ctas), ..config.clone() };
+        for group in groups {
+            split(Lane::Aside, group, &config)?;
+        }
+    }
+    let all = Joined { lane: Lane::Ops, ranks: (0..world).collect(), comm: everyone };
+    joined.insert(0, all);
     Ok(joined)
 }
 
-fn target(device: &Device) -> (&CudaDevice, Stream) {
+fn target(device: &Device, lane: Lane) -> (&CudaDevice, Stream) {
     let cuda = device.as_cuda().expect("NCCL is between GPUs");
-    // SAFETY: the stream of the device on which the communicators were made. It is destroyed with
-    // the device, before which the links are left.
-    (cuda, unsafe { Stream::new(cuda.stream().raw()) })
+    let stream = match lane {
+        Lane::Ops => cuda.stream(),
+        Lane::Aside => cuda.comm_stream().expect("opened with its communicators"),
+    };
+    // SAFETY: a stream of the device on which the communicators were made. It is destroyed with the
+    // device, before which the links are left.
+    (cuda, unsafe { Stream::new(stream.raw()) })
 }
 
 fn span(cuda: &CudaDevice, buffer: Buffer) -> Span {
@@ -285,7 +337,9 @@ fn span(cuda: &CudaDevice, buffer: Buffer) -> Span {
         DType::U8 => moejob_nccl::DType::U8,
         DType::I16 => panic!("halves of masters do not travel"),
     };
-    // SAFETY: a buffer of the device's arena, used in the order of the device's one stream. The
-    // arena stays until the links are left.
+    // SAFETY: a buffer of the device's arena. Ops use it in the order of their stream, in which a
+    // verb among them stands; a verb beside them follows those that were enqueued before it
+    // (`hand_over`), and those behind it wait for its mark. The arena stays until the links are
+    // left.
     unsafe { Span::new(cuda.address(buffer), dtype, buffer.len()) }
 }

@@ -1,0 +1,152 @@
+//! Which buckets travel together beside the ops of a step, and when.
+//!
+//! ```text
+//! batch      0: embedding, vectors, dense 0     l + 1: experts l, dense l + 1     L: also the head
+//! backward   loss .. experts l' -> reduce batch l + 1 beside attention l' .. -> reduce batch 0
+//! update     batch 0 -> gather it beside the update of batch 1 -> ..
+//! forward    batch 0 before the embedding, batch l + 1 before the experts of l
+//! ```
+//! A batch is reduced when the last of its gradients is written in the last round of a step, behind
+//! the mixture of a layer: attention and dense products, which leave room for it, come next. Every
+//! rank goes through every layer of every round, with or without a micro-batch, so all enqueue the
+//! same collectives in the same order.
+
+use moejob_kernels::cuda::KeptFree;
+use moejob_protocol::buckets::BucketKind;
+
+/// How buckets travel, for measurements: `off`, one by one between the parts of a step; or how many
+/// multiprocessors collectives take, and how many attention and the experts' products leave free
+/// meanwhile, `16/16/0`. The same on every rank of a job.
+pub const ENV_OVERLAP: &str = "MOEJOB_OVERLAP";
+
+/// With 16 multiprocessors NCCL moves nine tenths of what it does with all.
+const CTAS: u32 = 16;
+
+/// What [`ENV_OVERLAP`] says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Overlap {
+    /// Multiprocessors of collectives at most.
+    pub ctas: u32,
+    pub free: KeptFree,
+}
+
+impl Overlap {
+    /// None: nothing travels beside anything. `mostly` says whether most of what a rank holds
+    /// travels: for less no kernel leaves room.
+    pub fn parse(said: Option<&str>, mostly: bool) -> Option<Overlap> {
+        let attention = if mostly { CTAS as usize } else { 0 };
+        let usual = Overlap { ctas: CTAS, free: KeptFree { attention, products: 0 } };
+        let said = said.map(str::trim).filter(|said| !said.is_empty());
+        match said {
+            None => Some(usual),
+            Some("off") => None,
+            Some(said) => {
+                let parts: Result<Vec<u32>, _> = said.split('/').map(str::parse).collect();
+                let read = parts.ok().and_then(|parts| match parts[..] {
+                    [ctas] => Some(Overlap { ctas, ..usual }),
+                    [ctas, attention, products] => {
+                        let [attention, products] = [attention, products].map(|n| n as usize);
+                        Some(Overlap { ctas, free: KeptFree { attention, products } })
+                    }
+                    _ => None,
+                });
+                if read.is_none_or(|read| read.ctas == 0) {
+                    tracing::warn!("{ENV_OVERLAP}={said} is not `off`, `16` or `16/16/0`: ignored");
+                    return Some(usual);
+                }
+                read
+            }
+        }
+    }
+}
+
+/// Batches of a model with `layers`.
+pub(crate) fn count(layers: u32) -> usize {
+    layers as usize + 1
+}
+
+/// The batch of a bucket.
+pub(crate) fn batch_of(kind: BucketKind, layers: u32) -> usize {
+    match kind {
+        BucketKind::Embedding | BucketKind::Vectors => 0,
+        BucketKind::Dense { layer } => layer as usize,
+        BucketKind::Experts { layer } => layer as usize + 1,
+        BucketKind::Head => layers as usize,
+    }
+}
+
+/// The batch that is complete, in the last round, behind the feed-forward part of `layer`; and that
+/// is needed by it, in forward.
+pub(crate) fn batch_at(layer: usize) -> usize {
+    layer + 1
+}
+
+/// The batch that is complete at the end of backward, and needed first in forward.
+pub(crate) const FIRST: usize = 0;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Moments of a round, in order: forward's, then backward's.
+    fn kinds(layers: u32) -> Vec<BucketKind> {
+        let of_layer = |layer| [BucketKind::Dense { layer }, BucketKind::Experts { layer }];
+        let ends = [BucketKind::Embedding, BucketKind::Vectors, BucketKind::Head];
+        (0..layers).flat_map(of_layer).chain(ends).collect()
+    }
+
+    /// (part of a pass, layer from its begin): attention before feed-forward.
+    const EMBEDDING: i64 = -1;
+    fn attention(layer: u32) -> i64 {
+        i64::from(layer) * 2
+    }
+    fn feed_forward(layer: u32) -> i64 {
+        i64::from(layer) * 2 + 1
+    }
+
+    /// Where of a forward pass a bucket is read first; backward writes it last at the same place,
+    /// and goes through the places in falling order.
+    fn place(kind: BucketKind, layers: u32) -> i64 {
+        match kind {
+            // Gains of the first layer's norm are read there first, its router's last.
+            BucketKind::Embedding | BucketKind::Vectors => EMBEDDING,
+            BucketKind::Dense { layer } => attention(layer),
+            BucketKind::Experts { layer } => feed_forward(layer),
+            BucketKind::Head => feed_forward(layers),
+        }
+    }
+
+    /// Where a batch is waited for in forward, and reduced in backward, behind what is there.
+    fn point(batch: usize) -> i64 {
+        if batch == FIRST { EMBEDDING } else { feed_forward(batch as u32 - 1) }
+    }
+
+    #[test]
+    fn a_batch_is_complete_before_it_is_reduced_and_there_before_it_is_read() {
+        for layers in 1..20 {
+            assert_eq!((0..layers).map(|at| batch_at(at as usize)).max(), Some(count(layers) - 1));
+            for kind in kinds(layers) {
+                let batch = batch_of(kind, layers);
+                assert!(batch < count(layers), "{kind:?} of {layers}");
+                // Forward comes to the point before it reads, backward after it wrote.
+                assert!(point(batch) <= place(kind, layers), "{kind:?} of {layers}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_said_is_read() {
+        let of = |ctas, attention, products| {
+            Some(Overlap { ctas, free: KeptFree { attention, products } })
+        };
+        assert_eq!(Overlap::parse(None, true), of(16, 16, 0));
+        assert_eq!(Overlap::parse(None, false), of(16, 0, 0));
+        assert_eq!(Overlap::parse(Some(" "), false), of(16, 0, 0));
+        assert_eq!(Overlap::parse(Some("off"), true), None);
+        assert_eq!(Overlap::parse(Some("8"), true), of(8, 16, 0));
+        assert_eq!(Overlap::parse(Some("24/8/4"), true), of(24, 8, 4));
+        for wrong in ["0", "on", "8/8", "-1", "1/2/3/4", "4294967296"] {
+            assert_eq!(Overlap::parse(Some(wrong), true), of(16, 16, 0), "{wrong}");
+        }
+    }
+}
