@@ -2,10 +2,10 @@
 
     python3 snapshots.py MOEJOB [--steps 400] [--every 40] [--checkpoint 100] [--accumulate 1]
 
-OLMoE cut to 4 layers (22.6 GB of weights and moments) on the text files of ./data, three times: with
-neither, with snapshots every so many steps, and at the automatic interval with checkpoints. Tells
-what each snapshot and checkpoint held up, and the share of the time. All three must have the same
-losses, bit for bit.
+OLMoE cut to 4 layers (22.6 GB of weights and moments) on the text files of ./data, three times:
+with neither, with snapshots every so many steps, and at the automatic interval with checkpoints.
+Tells what each snapshot and checkpoint held up, and the share of the time. All three must have the
+same losses, bit for bit.
 """
 import argparse
 import json
@@ -40,7 +40,7 @@ NEVER = 1000000
 
 
 def run(args, name, memory, checkpoint):
-    """The reports of so many steps; then the job is killed, so that it writes nothing at its end."""
+    """Losses of so many steps; then the job is killed, so that it writes nothing at its end."""
     moejob = pathlib.Path(args.moejob).resolve()
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = pathlib.Path(name_of_folder)
