@@ -27,7 +27,7 @@ fn late(world: u32) -> Vec<Trainer> {
 }
 
 /// Checkpoints of snapshots that left beside a step (every 2), of copies of their own that did
-/// (every 3), and of a snapshot each step.
+/// (every 3), and of a snapshot each step, which does not.
 #[test]
 fn what_left_beside_a_step_is_the_state_before_it() {
     for (world, memory_every) in [(1, 2), (1, 3), (2, 2), (2, 3), (2, 1)] {
