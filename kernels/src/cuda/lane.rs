@@ -34,6 +34,11 @@ fn pieces(start: usize, len: usize) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
+/// Whether a range lies in more than one of such pieces.
+pub(super) fn crosses_pieces(start: usize, len: usize) -> bool {
+    pieces(start, len).nth(1).is_some()
+}
+
 /// Host memory that devices copy to without a detour, as long as this is kept.
 #[derive(Debug)]
 pub struct Registered {
@@ -241,6 +246,7 @@ mod tests {
                 next = piece.end;
             }
             assert_eq!(next, start + len, "{len} bytes from {start}");
+            assert_eq!(crosses_pieces(start, len), pieces(start, len).count() > 1);
         }
     }
 }
