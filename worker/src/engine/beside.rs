@@ -2,13 +2,12 @@
 //!
 //! ```text
 //! batch      0: embedding, vectors, dense 0     l + 1: experts l, dense l + 1     L: also the head
-//! backward   loss .. experts l' -> reduce batch l + 1 beside attention l' .. -> reduce batch 0
+//! backward   loss .. experts l', o l' -> reduce batch l + 1 beside attention l' .. -> batch 0
 //! update     batch 0 -> gather it beside the update of batch 1 -> ..
 //! forward    batch 0 before the embedding, batch l + 1 before the experts of l
 //! ```
-//! A batch is reduced when the last of its gradients is written in the last round of a step, behind
-//! the mixture of a layer: attention and dense products, which leave room for it, come next. Every
-//! rank goes through every layer of every round, with or without a micro-batch, so all enqueue the
+//! A batch is reduced when the last of its gradients is written in the last round of a step, or
+//! soon behind: attention, which leaves room for it, comes next. Every rank goes through every layer of every round, with or without a micro-batch, so all enqueue the
 //! same collectives in the same order.
 
 use moejob_kernels::cuda::KeptFree;
@@ -75,8 +74,8 @@ pub(crate) fn batch_of(kind: BucketKind, layers: u32) -> usize {
     }
 }
 
-/// The batch that is complete, in the last round, behind the feed-forward part of `layer`; and that
-/// is needed by it, in forward.
+/// The batch that is complete, in the last round, behind the feed-forward part of `layer`, and that
+/// this part needs first in forward.
 pub(crate) fn batch_at(layer: usize) -> usize {
     layer + 1
 }

@@ -296,6 +296,7 @@ impl BucketSums {
     /// Makes a gradient no finite number.
     pub(crate) fn spoil(&self, model: &mut Model) {
         let value = f64::NAN;
+        model.device.await_marks();
         model.device.fill(&Fill { value, x: self.dense.norm.slice(0, 1) });
     }
 

@@ -137,6 +137,26 @@ impl Engine {
         Engine { links, model, gradients, training, favourites, spoiled, phases, trace }
     }
 
+    /// The attempt ends well: waits until what is under way beside the ops has arrived, here and on
+    /// all ranks. A rank that left before would take its part away from the others. A peer that is
+    /// lost now changes nothing.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn arrive(&mut self) -> Result<(), StepError> {
+        if self.model.device.as_cuda().is_none() || !self.links.work_beside() {
+            return Ok(());
+        }
+        let arrived = self.model.device.finish().map_err(|error| StepError::Device(chain(error)));
+        let told = self.links.comm().gather_all(&[], 0);
+        // A wait that was given up is the peers' fault.
+        if let Err(error) = told.and_then(|_| self.links.check()) {
+            tracing::info!("a rank left early: {error}");
+            return Ok(());
+        }
+        arrived
+    }
+
     /// The attempt is over. See [`Links::leave`].
     ///
     /// # Errors
