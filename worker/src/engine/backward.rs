@@ -48,7 +48,7 @@ impl Pass<'_> {
                 self.output_backward(layer, t, &gradients.layers[layer], leaf.accumulate);
             }
             // Attention leaves room for what travels meanwhile, products leave none.
-            self.reduce(beside::batch_at(layer), leaf);
+            self.reduce(beside::convoy_at(layer), leaf);
             if let Some(gradients) = leaf.dense {
                 self.attention_backward(layer, t, &gradients.layers[layer], leaf.accumulate);
             }
@@ -60,10 +60,10 @@ impl Pass<'_> {
         self.reduce(beside::FIRST, leaf);
     }
 
-    /// Behind the last op that writes to gradients of `batch`.
-    fn reduce(&mut self, batch: usize, leaf: &Leaf) {
+    /// Behind the last op that writes to gradients of `convoy`.
+    fn reduce(&mut self, convoy: usize, leaf: &Leaf) {
         if let Some(last) = &leaf.last {
-            last.reduce(batch, self.model, self.links);
+            last.reduce(convoy, self.model, self.links);
         }
     }
 
