@@ -7,8 +7,8 @@
 //! forward    convoy 0 before the embedding, convoy l + 1 before the experts of l
 //! ```
 //! A convoy is reduced when the last of its gradients is written in the last round of a step, or
-//! soon behind: attention, which leaves room for it, comes next. Every rank goes through every layer
-//! of every round, with or without a micro-batch, so all enqueue the same collectives in the same
+//! soon behind: attention, which leaves room for it, comes next. Every rank goes through each layer
+//! of each round, with or without a micro-batch, so all enqueue the same collectives in the same
 //! order.
 
 use moejob_kernels::cuda::KeptFree;
