@@ -143,7 +143,7 @@ impl Engine {
     ///
     /// # Errors
     /// The device failed.
-    pub fn arrive(&mut self) -> Result<(), StepError> {
+    pub fn all_arrived(&mut self) -> Result<(), StepError> {
         if self.model.device.as_cuda().is_none() || !self.links.work_beside() {
             return Ok(());
         }

@@ -318,7 +318,7 @@ fn train(
         Some(told) => told.name,
         None => format!("processor, {:?}", moejob_kernels::Isa::detect()),
     };
-    engine.arrive().and_then(|()| engine.leave()).map_err(|error| Refused(1, error.to_string()))?;
+    engine.all_arrived().and_then(|()| engine.leave()).map_err(|error| Refused(1, error.to_string()))?;
     Ok(Trained { device, imbalance, loss: last.loss, used, watts, phases, seconds })
 }
 
