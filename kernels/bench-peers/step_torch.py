@@ -1,17 +1,24 @@
 """A whole training step of OLMoE-1B-7B in PyTorch, to stand beside `moejob bench`.
 
     python3 step_torch.py [--layers 16] [--micro-batch 4] [--sequence 4096] [--accumulation 1]
-        [--steps 8] [--warm-up 4]
+        [--steps 8] [--warm-up 4] [--devices 1]
 
 Plain PyTorch, each block compiled: scaled_dot_product_attention, torch._grouped_mm over sorted
 rows, a gather to sum a token's experts, the auxiliary and z losses of the router. Weights and
 gradients are bf16, masters and moments fp32; AdamW is one compiled update a tensor, with the norm
 of all gradients clipped at 1. Tokens are random. Prints the median step and tokens/s.
+
+With `--devices 2` each GPU has the whole model and its own tokens, and a gradient is averaged over
+both by NCCL as soon as backward has made it, beside what comes before it (as
+DistributedDataParallel does, without its buckets, which would need copies of 14 GB).
 """
 import argparse
+import os
 import time
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 import torch.nn.functional as F
 
 VOCAB, DIM, HEADS, HEAD_DIM, EXPERTS, TOP_K, HIDDEN = 50304, 2048, 16, 128, 64, 8, 1024
@@ -81,9 +88,21 @@ def update(weight, master, m, v, gradient, scale, rate, correction):
 def main():
     parser = argparse.ArgumentParser()
     for name, default in [("layers", 16), ("micro-batch", 4), ("sequence", 4096),
-                          ("accumulation", 1), ("steps", 8), ("warm-up", 4)]:
+                          ("accumulation", 1), ("steps", 8), ("warm-up", 4), ("devices", 1)]:
         parser.add_argument("--" + name, type=int, default=default)
     args = parser.parse_args()
+    if args.devices == 1:
+        train(0, args)
+    else:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29511")
+        torch.multiprocessing.spawn(train, (args,), args.devices)
+
+
+def train(rank, args):
+    torch.cuda.set_device(rank)
+    if args.devices > 1:
+        dist.init_process_group("nccl", rank=rank, world_size=args.devices)
     torch.manual_seed(1)
     weight = lambda *shape: (
         torch.randn(*shape, device="cuda", dtype=torch.bfloat16).mul_(0.02).requires_grad_()
@@ -105,6 +124,17 @@ def main():
         (p, p.detach().float(), *(torch.zeros_like(p, dtype=torch.float32) for _ in range(2)))
         for p in params
     ]
+    sums, last_round = [], [True]
+
+    def average(p):
+        if last_round[0]:
+            sums.append(dist.all_reduce(p.grad, dist.ReduceOp.AVG, async_op=True))
+
+    if args.devices > 1:
+        for p in params:
+            p.register_post_accumulate_grad_hook(average)
+        # Weights are alike, tokens are not.
+        torch.manual_seed(2 + rank)
     turns = 10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     angles = torch.arange(args.sequence).outer(turns)
     angles = torch.cat([angles, angles], -1).cuda()
@@ -113,7 +143,8 @@ def main():
     one = lambda value: torch.tensor(value, device="cuda")
 
     def step(number):
-        for _ in range(args.accumulation):
+        for micro_batch in range(args.accumulation):
+            last_round[0] = micro_batch + 1 == args.accumulation
             shape = (args.micro_batch, args.sequence + 1)
             ids = torch.randint(VOCAB, shape, device="cuda")
             x, loss = F.embedding(ids[:, :-1], embed), 0.0
@@ -122,6 +153,9 @@ def main():
                 loss = loss + extra / len(layers)
             loss = loss + last(x, gain, table, ids[:, 1:])
             (loss / args.accumulation).backward()
+        for waits in sums:
+            waits.wait()
+        sums.clear()
         with torch.no_grad():
             squares = torch.stack(torch._foreach_norm([p.grad for p in params]))
             scale = (1.0 / squares.float().norm()).clamp(max=1.0)
@@ -141,11 +175,16 @@ def main():
         times.append(time.perf_counter() - began)
     measured = sorted(times[args.warm_up:])
     median = measured[len(measured) // 2]
-    tokens = args.accumulation * args.micro_batch * args.sequence
+    tokens = args.devices * args.accumulation * args.micro_batch * args.sequence
     peak = torch.cuda.max_memory_allocated() / 2**30
-    print(f"peer plain PyTorch, compiled | {median * 1e3:.2f} ms ({measured[0] * 1e3:.2f} to "
-          f"{measured[-1] * 1e3:.2f}) | {tokens / median:.0f} tokens/s | {peak:.1f} GiB | "
-          f"loss {loss:.4f}", flush=True)
+    if args.devices > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    if rank > 0:
+        return
+    print(f"peer plain PyTorch, compiled, {args.devices} GPUs | {median * 1e3:.2f} ms "
+          f"({measured[0] * 1e3:.2f} to {measured[-1] * 1e3:.2f}) | {tokens / median:.0f} tokens/s "
+          f"| {peak:.1f} GiB | loss {loss:.4f}", flush=True)
 
 
 if __name__ == "__main__":

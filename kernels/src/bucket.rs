@@ -104,12 +104,13 @@ pub struct GradientNumbers {
     pub numbers: Buffer,
 }
 
-/// control = what [`crate::StepControl::decide`] says; control[UPDATES] += 1 if weights change.
+/// control = what [`crate::StepControl::decide`] says; control[UPDATES] += 1 if weights change,
+/// else control[HALTED] = 1, and so it stays. Both are copied to where `numbers` has room for them.
 #[derive(Clone, Copy, Debug)]
 pub struct DecideUpdate {
     /// F64 [`StepParams::LEN`](crate::StepParams::LEN)
     pub params: Buffer,
-    /// F64, reduced over ranks
+    /// F64, reduced over ranks; HALTED and UPDATES are set
     pub numbers: Buffer,
     /// Output F64 [`StepControl::LEN`](crate::StepControl::LEN); UPDATES is added to
     pub control: Buffer,

@@ -2,9 +2,10 @@
 
 use crate::buffer::{Buffer, Element};
 use crate::cpu::{CpuDevice, Isa};
-use crate::cuda::{CudaDevice, CudaError, LayerError};
+use crate::cuda::{CudaDevice, CudaError, Fault, LayerError, Post};
 use crate::marks::StepPhase;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 /// How often the host has had to do with a device's memory since the device was made. Ops, and what
 /// links move between devices, are not among it.
@@ -51,6 +52,18 @@ pub enum KernelError {
     Isa { isa: Isa },
 }
 
+impl KernelError {
+    /// A GPU has no room for the arena.
+    pub fn is_memory(&self) -> bool {
+        match self {
+            KernelError::Cuda(error) | KernelError::Layer(LayerError::Cuda(error)) => {
+                matches!(error, CudaError::OutOfMemory { .. })
+            }
+            _ => false,
+        }
+    }
+}
+
 /// Where the ops run. Every op is a method that matches on the device once.
 ///
 /// Ops enqueue work and return nothing; the CPU does it at once. A wrong shape, kind or overlap of
@@ -62,6 +75,20 @@ pub enum Device {
     Cpu(CpuDevice),
     /// Panics by name on the ops that it lacks
     Cuda(CudaDevice),
+}
+
+/// A copy on its way to the host.
+#[derive(Debug)]
+pub struct Posted {
+    dtype: crate::DType,
+    len: usize,
+    at: At,
+}
+
+#[derive(Debug)]
+enum At {
+    Host(Vec<u8>),
+    Gpu(Post),
 }
 
 impl Device {
@@ -102,6 +129,30 @@ impl Device {
         match self {
             Device::Cpu(_) => Ok(()),
             Device::Cuda(cuda) => cuda.check(),
+        }
+    }
+
+    /// From now on a wait of the host for a GPU that takes longer than `longest` is given up, and
+    /// the device has failed.
+    pub fn limit_waits(&mut self, longest: Duration) {
+        if let Device::Cuda(cuda) = self {
+            cuda.limit_waits(longest);
+        }
+    }
+
+    /// Why a wait for a GPU was given up, if that is what failed: its own work may be right, and
+    /// wait for another device.
+    pub fn gave_up(&self) -> Option<&str> {
+        match self {
+            Device::Cpu(_) => None,
+            Device::Cuda(cuda) => cuda.gave_up(),
+        }
+    }
+
+    /// Breaks a GPU, for tests of what happens then.
+    pub fn inject(&mut self, fault: Fault) {
+        if let Device::Cuda(cuda) = self {
+            cuda.inject(fault);
         }
     }
 
@@ -189,6 +240,18 @@ impl Device {
         }
     }
 
+    /// [`Device::write`] of bytes into each of some buffers, which do not overlap. On a GPU they go
+    /// together, which is faster than one by one.
+    pub fn write_all(&mut self, all: &[(Buffer, &[u8])]) {
+        match self {
+            Device::Cuda(cuda) => {
+                cuda.traffic.writes.fetch_add(all.len() as u64, Ordering::Relaxed);
+                cuda.write_all(all);
+            }
+            device => all.iter().for_each(|(buffer, from)| device.write(*buffer, from)),
+        }
+    }
+
     /// Waits for everything enqueued, then copies `buffer` into host elements, as many.
     pub fn read<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
         self.await_marks();
@@ -202,6 +265,37 @@ impl Device {
             Device::Cpu(cpu) => into.copy_from_slice(cpu.slice(buffer)),
             Device::Cuda(cuda) => cuda.read(buffer, into),
         }
+    }
+
+    /// Enqueues a copy of `buffer` to the host, which [`Device::fetch`] gives. It is of what stands
+    /// there behind all that was enqueued so far, whatever is enqueued later.
+    pub fn post(&mut self, buffer: Buffer) -> Posted {
+        self.counts().reads.fetch_add(1, Ordering::Relaxed);
+        match self {
+            Device::Cpu(cpu) => {
+                let bytes = cpu.slice::<u8>(buffer.reinterpret(crate::DType::U8)).to_vec();
+                Posted { dtype: buffer.dtype(), len: buffer.len(), at: At::Host(bytes) }
+            }
+            Device::Cuda(cuda) => {
+                let at = At::Gpu(cuda.post(buffer));
+                Posted { dtype: buffer.dtype(), len: buffer.len(), at }
+            }
+        }
+    }
+
+    /// Waits for what was posted, and for no more. After a failure all is 0.
+    pub fn fetch<E: Element + Default>(&mut self, posted: Posted) -> Vec<E> {
+        assert_eq!(posted.dtype, E::DTYPE, "{posted:?}");
+        let bytes = match (posted.at, self) {
+            (At::Host(bytes), _) => bytes,
+            (At::Gpu(post), Device::Cuda(cuda)) => cuda.fetch(post),
+            (At::Gpu(_), Device::Cpu(_)) => panic!("posted by another device"),
+        };
+        let mut values = vec![E::default(); posted.len];
+        let len = bytes.len().min(size_of_val(&values[..]));
+        // SAFETY: every pattern of bytes is an `Element`, and no more are written than there are.
+        unsafe { values.as_mut_ptr().cast::<u8>().copy_from(bytes.as_ptr(), len) };
+        values
     }
 
     /// [`Device::read`] into a new vector.

@@ -54,7 +54,7 @@ pub use bucket::{BucketAdamW, BucketBlock, DecideUpdate, GradientNumbers, Master
 pub use buffer::{ArenaPlan, Buffer, DType, Element};
 pub use convert::{Cast, JoinMaster, SplitMaster};
 pub use cpu::{CpuDevice, Float, Isa};
-pub use device::{Device, KernelError, Traffic};
+pub use device::{Device, KernelError, Posted, Traffic};
 pub use elementwise::{
     Add, Clamp, ClampBackward, Fill, InitNormal, Scale, GatedMul, GatedMulBackward,
 };
@@ -70,7 +70,7 @@ pub use gate_input::{
 };
 pub use head::{HeadDesc, HeadGradient, HeadLoss, HeadPlan, head_numbers};
 pub use loss::{CrossEntropy, IGNORE, SumF64};
-pub use marks::{Span, StepPhase};
+pub use marks::{PhaseEnds, Span, StepPhase};
 pub use matmul::{AddBias, BiasBackward, Layout, Matmul};
 pub use moe::{MoeBackward, MoeForward, MoeHidden, MoePlan};
 pub use moe_here::{MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward};

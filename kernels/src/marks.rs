@@ -90,6 +90,10 @@ fn between(before: &At, after: &At) -> Result<f64, CudaError> {
     }
 }
 
+/// The phases of one step, see [`Device::cut_phases`].
+#[derive(Debug, Default)]
+pub struct PhaseEnds(Vec<(StepPhase, At)>);
+
 /// Ends of phases in order; the first begins the first phase.
 #[derive(Debug, Default)]
 pub(crate) struct Phases {
@@ -150,21 +154,24 @@ impl Device {
         }
     }
 
-    /// Seconds of each phase since the last call, by its number. Everything that was enqueued is
-    /// over; after a failure they are zero.
-    pub fn take_phases(&mut self) -> [f64; StepPhase::COUNT] {
-        let phases = self.phases();
+    /// The phases since the last call, whose times are known once the device has come so far.
+    pub fn cut_phases(&mut self) -> PhaseEnds {
+        PhaseEnds(std::mem::take(&mut self.phases().ends))
+    }
+
+    /// Seconds of each phase, by its number. What was enqueued before they were cut is over; after
+    /// a failure they are zero.
+    pub fn phase_seconds(&mut self, of: PhaseEnds) -> [f64; StepPhase::COUNT] {
         let mut seconds = [0.0; StepPhase::COUNT];
-        for pair in phases.ends.windows(2) {
+        for pair in of.0.windows(2) {
             let [(_, before), (phase, after)] = pair else { continue };
             seconds[*phase as usize] += between(before, after).unwrap_or(0.0) / 1e3;
         }
-        let ends = std::mem::take(&mut phases.ends);
-        let events = ends.into_iter().filter_map(|(_, at)| match at {
+        let events = of.0.into_iter().filter_map(|(_, at)| match at {
             At::Gpu(event) => Some(event),
             At::Host(_) => None,
         });
-        phases.spare.extend(events);
+        self.phases().spare.extend(events);
         seconds
     }
 
@@ -215,10 +222,13 @@ mod tests {
             sleep(Duration::from_millis(2));
             device.phase(phase);
         }
-        let seconds = device.take_phases();
+        let cut = device.cut_phases();
+        device.phase(StepPhase::Update);
+        let seconds = device.phase_seconds(cut);
         let of = |phase| seconds[phase as usize];
         assert!(of(StepPhase::Forward) >= 0.004 && of(StepPhase::Backward) >= 0.002, "{seconds:?}");
         assert_eq!(of(StepPhase::Forward) + of(StepPhase::Backward), seconds.iter().sum::<f64>());
-        assert_eq!(device.take_phases(), [0.0; StepPhase::COUNT]);
+        let cut = device.cut_phases();
+        assert_eq!(device.phase_seconds(cut), [0.0; StepPhase::COUNT], "one end is no phase");
     }
 }

@@ -140,6 +140,11 @@ impl StepNumbers {
     pub const SWITCHED: usize = 10;
     /// Layers and micro-batches whose entropy was measured: 0 where a device does not.
     pub const ENTROPIES: usize = 11;
+    /// Not summed: what `DecideUpdate` leaves here of [`StepControl`] for the host's one read. Not
+    /// 0: a step before this one was skipped, and this one is, too.
+    pub const HALTED: usize = 12;
+    /// Not summed: [`StepControl::UPDATES`] behind this step.
+    pub const UPDATES: usize = 13;
     /// Where the tables start. What lies before and has no name is reserved, and 0.
     pub const LOADS: usize = 16;
 
@@ -182,9 +187,12 @@ impl StepNumbers {
             && numbers[Self::LOSS].is_finite()
     }
 
-    /// Whether the step changes nothing: something is no number, or rows found no room.
+    /// Whether the step changes nothing: something is no number, rows found no room, or a step
+    /// before it was skipped.
     pub fn is_skipped(numbers: &[f64]) -> bool {
-        !Self::are_finite(numbers) || numbers[Self::ROUTED_OVERFLOWS] != 0.0
+        !Self::are_finite(numbers)
+            || numbers[Self::ROUTED_OVERFLOWS] != 0.0
+            || numbers[Self::HALTED] != 0.0
     }
 }
 
@@ -205,7 +213,10 @@ impl StepControl {
     pub const NORM: usize = 2;
     /// Updates that were applied since it was last written: the host holds it against its own.
     pub const UPDATES: usize = 3;
-    pub const LEN: usize = 4;
+    /// A step was skipped. Then those behind it are, since they were computed on weights that it
+    /// should have changed, until the host writes 0 here and does them again.
+    pub const HALTED: usize = 4;
+    pub const LEN: usize = 5;
 
     /// What a step's numbers and parameters say.
     pub fn decide(params: &[f64], numbers: &[f64]) -> StepControl {
@@ -340,6 +351,7 @@ mod tests {
             (StepNumbers::ROUTED_OVERFLOWS, f64::NAN),
             (StepNumbers::LOSS, f64::NAN),
             (StepNumbers::LOSS, f64::NEG_INFINITY),
+            (StepNumbers::HALTED, 1.0),
         ] {
             let mut numbers = numbers.clone();
             numbers[at] = bad;

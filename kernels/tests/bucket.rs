@@ -77,7 +77,7 @@ impl Bucket {
         let len = blocks.len() * BLOCK;
         let table = bed.words(&BucketBlock::table(&blocks));
         let params = bed.put(DType::F64, &params.encode());
-        let control = bed.put(DType::F64, &[9.0, 9.0, 9.0, 5.0]);
+        let control = bed.put(DType::F64, &[9.0, 9.0, 9.0, 5.0, 0.0]);
         let numbers = bed.put(DType::F64, &[0.0; LAYOUT.len()]);
         let w: Vec<f64> = bed.values(len).iter().map(|x| f64::from((x * 0.1) as f32)).collect();
         let weight = bed.output(kinds.weight, len);
@@ -306,7 +306,7 @@ fn updates_on_a_gpu_have_the_bits_of_the_cpu() {
                 let control = bed.get(bucket.op.control);
                 // Sums of squares differ in their order: the update is compared from equal ones.
                 let scale = rounded(DType::F32, control[1]);
-                let decided = [1.0, scale, control[2], control[3]];
+                let decided = [1.0, scale, control[2], control[3], control[4]];
                 step_bed::set(&mut bed.device, bucket.op.control, &decided);
                 bed.device.bucket_adamw(&bucket.op);
                 bed.device.finish().expect("the update");

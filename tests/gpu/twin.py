@@ -2,11 +2,14 @@
 
     python3 twin.py prepare TOKENS.bin FOLDER...   ids of all text below (needs tokenizers)
     python3 twin.py compare MOEJOB TOKENS.bin      both, from the same weights, in the same order
+    python3 twin.py noise MOEJOB TOKENS.bin        how far apart equally right runs are
 
 Both begin with the weights of one Hugging Face directory, read the windows of TOKENS.bin in the
 order of worker/src/data/order.rs, and use the same losses, rates and clipping. What is compared is
 the mean loss of the last hundred steps, which must agree within `--bound`. Their sums are taken in
-other orders and bf16 rounds them, so single steps part slowly.
+other orders and bf16 rounds them, so single steps part slowly. `noise` says how far two runs part
+that only round elsewhere: PyTorch compiled and not, ours with attention in order and in any order
+and with sums of gradients in fp32. All of them run at once, on all GPUs.
 """
 import argparse
 import json
@@ -180,10 +183,12 @@ spec:
     validation: {{ fraction: 0 }}
     sequenceLength: {args.sequence}
   training:
+    attention: {args.attention}
     steps: {args.steps}
     globalBatchSize: {args.rows}
     microBatchSize: {args.rows}
     precision: {args.precision}
+    gradientDtype: {args.gradients}
     optimizer:
       adamw:
         learningRate: {RATE}
@@ -248,7 +253,7 @@ def theirs(args, tensors):
         master.mul_(1 - rate * decay).sub_(rate * (m * first) / ((v * second).sqrt() + EPSILON))
         weight.copy_(master)
 
-    compiled = torch.compile if args.device == "cuda" else lambda function: function
+    compiled = torch.compile if args.compiled else lambda function: function
     each, last, change = compiled(peer.block), compiled(peer.head), compiled(update)
     one = lambda value: torch.tensor(value, device=args.device)
     batches, losses = Batches(args.tokens, args.rows, args.sequence), []
@@ -299,6 +304,72 @@ def compare(args):
         sys.exit("FAILED")
 
 
+def one(args):
+    """One run of a kind; writes its losses."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    folder = pathlib.Path(args.folder)
+    if args.kind == "ours":
+        (folder / args.name).mkdir()
+        losses, seconds = ours(args, folder / args.name, folder / "model")
+    else:
+        from safetensors.torch import load_file
+
+        losses, seconds = theirs(args, load_file(folder / "model" / "model.safetensors"))
+    told = {"losses": losses, "seconds": seconds}
+    (folder / f"{args.name}.json").write_text(json.dumps(told))
+
+
+KINDS = {
+    "PyTorch, compiled": ["peer", "--compiled"],
+    "PyTorch, not compiled": ["peer"],
+    "ours": ["ours"],
+    "ours, attention fastest": ["ours", "--attention", "fastest"],
+    "ours, gradients fp32": ["ours", "--gradients", "fp32"],
+}
+
+
+def noise(args):
+    import torch
+
+    gpus = max(torch.cuda.device_count(), 1)
+    with tempfile.TemporaryDirectory() as folder:
+        model = pathlib.Path(folder) / "model"
+        model.mkdir()
+        make_model(args, model)
+        under_way = []
+        for at, (name, options) in enumerate(KINDS.items()):
+            kind, *options = options
+            common = [f"--{key}={getattr(args, key)}"
+                      for key in ("steps", "layers", "rows", "sequence", "seed", "device",
+                                  "profile")]
+            if args.tiny:
+                common.append("--tiny")
+            if args.device == "cpu" and "--compiled" in options:
+                options.remove("--compiled")
+            command = [sys.executable, __file__, "one", str(args.moejob), str(args.tokens), *common,
+                       "--kind", kind, "--folder", folder, "--name", name, *options]
+            where = os.environ | {"CUDA_VISIBLE_DEVICES": str(at % gpus)}
+            under_way.append((name, subprocess.Popen(command, env=where)))
+        runs = {}
+        for name, process in under_way:
+            if process.wait() == 0:
+                runs[name] = json.loads((pathlib.Path(folder) / f"{name}.json").read_text())
+            else:
+                print(f"FAILED: {name}")
+    last = min(COUNTED, args.steps)
+    means = {name: sum(run["losses"][-last:]) / last for name, run in runs.items()}
+    first = next(iter(means.values()))
+    for name, run in runs.items():
+        losses = run["losses"]
+        steps = [f"{losses[step]:.5f}" for step in (0, 9, 99, 499, 999) if step < len(losses)]
+        print(f"{name:26} steps 1, 10, 100, 500, 1000: {' '.join(steps)}; the last {last}: "
+              f"{means[name]:.5f} ({means[name] / first - 1:+.2%}), {run['seconds']:.0f} s")
+    if len(runs) < len(KINDS):
+        sys.exit(1)
+
+
 def main():
     parser = argparse.ArgumentParser()
     verbs = parser.add_subparsers(required=True)
@@ -308,19 +379,27 @@ def main():
     verb.add_argument("folders", nargs="+")
     verb.add_argument("--megabytes", type=int, default=36)
     verb.add_argument("--vocabulary", type=int, default=50304)
-    verb = verbs.add_parser("compare")
-    verb.set_defaults(run=compare)
-    verb.add_argument("moejob", type=pathlib.Path)
-    verb.add_argument("tokens", type=pathlib.Path)
-    defaults = {"steps": 2000, "layers": 4, "rows": 4, "sequence": 1024, "seed": 1}
-    for name, default in defaults.items():
-        verb.add_argument("--" + name, type=int, default=default)
-    verb.add_argument("--profile", default="gpu")
-    verb.add_argument("--precision", default="bf16")
-    verb.add_argument("--device", default="cuda")
-    verb.add_argument("--tiny", action="store_true")
-    verb.add_argument("--bound", type=float, default=0.005)
+    for name, run in ("compare", compare), ("noise", noise), ("one", one):
+        verb = verbs.add_parser(name)
+        verb.set_defaults(run=run)
+        verb.add_argument("moejob", type=pathlib.Path)
+        verb.add_argument("tokens", type=pathlib.Path)
+        defaults = {"steps": 2000, "layers": 4, "rows": 4, "sequence": 1024, "seed": 1}
+        for option, default in defaults.items():
+            verb.add_argument("--" + option, type=int, default=default)
+        verb.add_argument("--profile", default="gpu")
+        verb.add_argument("--precision", default="bf16")
+        verb.add_argument("--attention", default="deterministic")
+        verb.add_argument("--gradients", default="auto")
+        verb.add_argument("--device", default="cuda")
+        verb.add_argument("--tiny", action="store_true")
+        verb.add_argument("--compiled", action="store_true")
+        verb.add_argument("--bound", type=float, default=0.005)
+        verb.add_argument("--kind")
+        verb.add_argument("--folder")
+        verb.add_argument("--name")
     args = parser.parse_args()
+    args.compiled = getattr(args, "compiled", False) or args.run is compare and args.device == "cuda"
     args.run(args)
 
 

@@ -205,6 +205,19 @@ fn the_newest_are_kept() {
     assert_eq!(names, ["step-00000008", "step-00000010"]);
 }
 
+/// The snapshot that the attempt began with takes no memory once there are newer ones. The state is
+/// large: one checkpoint at a time, in a slot beside two snapshots.
+#[test]
+fn the_last_checkpoint_of_a_large_state_finds_memory() {
+    let mut job = Job::new(layout(1, 1));
+    // Snapshots of 0, 3, 6 and 9; the last step, 10, is none's.
+    (job.config.recovery.memory_every_steps, job.config.checkpoint.every_steps) = (3, 1000);
+    let patience = Patience { pending_bytes: 0, ..Patience::default() };
+    let (ends, _) = job.run(&mut [Trainer::new().with_patience(patience)], None);
+    assert_eq!(ends, [AttemptEnd::Completed { step: 10 }]);
+    verify(&job.location().join("step-00000010")).expect("a whole checkpoint");
+}
+
 /// Changes the manifest of step 10, seals it again, and gives what is said of it.
 fn said_of(job: &Job, change: impl FnOnce(&mut CheckpointManifest)) -> String {
     let directory = job.location().join("step-00000010");

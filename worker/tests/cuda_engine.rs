@@ -388,6 +388,77 @@ fn an_overflow_halves_the_scale_and_does_the_step_again() {
     }
 }
 
+/// The same with a step begun behind each: both are done again in their order.
+#[test]
+fn steps_that_are_begun_ahead_are_done_again_with_the_one_before() {
+    for on in places() {
+        let (model, mut training) = (model(), training());
+        if on == Where::Gpu {
+            training.precision = Precision::Fp16;
+        }
+        training.steps = 8;
+        let run = |ahead: bool| {
+            let mut engine = engine_with(on, &model, &training, |types| types.scaled = true);
+            // A scale that falls, a number that is not finite once more than any scale explains,
+            // and a step behind a skipped one that is broken itself.
+            [1, 1, 1, 4, 5].into_iter().for_each(|step| engine.spoil(step));
+            let mut data = Made::new(&model, &training);
+            let mut summaries = Vec::new();
+            let mut next = 0;
+            for step in 0..training.steps {
+                while next < training.steps && next <= step + u64::from(ahead) {
+                    engine.begin(next, &mut data).unwrap_or_else(|error| panic!("{error}"));
+                    next += 1;
+                }
+                summaries.push(engine.end(&mut data).unwrap_or_else(|error| panic!("{error}")));
+            }
+            assert!(engine.is_settled());
+            (summaries, engine.model.loss_scale(), state(&mut engine))
+        };
+        let (expected, found) = (run(false), run(true));
+        // Step 5 was broken in a run that did not count, so its scale need not fall.
+        let scales = |run: &[StepSummary]| -> Vec<Option<f64>> {
+            run.iter().map(|step| step.loss_scale).collect()
+        };
+        let fell = |n: i32| Some(65536.0 / f64::from(1 << n));
+        let [a, b, c, d] = [0, 3, 4, 5].map(fell);
+        assert_eq!(scales(&expected.0), [a, b, b, b, c, d, d, d], "{on:?}");
+        assert_eq!(scales(&found.0), [a, b, b, b, c, c, c, c], "{on:?}");
+        assert!(found.0.iter().all(|step| step.non_finite.is_none()), "{on:?}");
+        if on == Where::Buckets {
+            // In fp32 a scale changes no bit.
+            let losses = |run: &[StepSummary]| -> Vec<u64> {
+                run.iter().map(|step| step.loss.to_bits()).collect()
+            };
+            assert_eq!(losses(&found.0), losses(&expected.0));
+            assert!(found.2 == expected.2, "weights or moments differ");
+        }
+    }
+}
+
+/// On one device: as many steps at once as a job begins give the bits of one after the other.
+#[test]
+fn a_device_that_is_given_two_steps_has_the_bits_of_one_after_the_other() {
+    for on in places() {
+        let (model, training) = (model(), training());
+        let mut alone = engine(on, &model, &training);
+        let expected = run(&mut alone, &training);
+        let mut engine = engine(on, &model, &training);
+        let mut data = Made::new(&model, &training);
+        engine.begin(0, &mut data).unwrap_or_else(|error| panic!("{error}"));
+        let found: Vec<StepSummary> = (1..=training.steps)
+            .map(|next| {
+                if next < training.steps {
+                    engine.begin(next, &mut data).unwrap_or_else(|error| panic!("{error}"));
+                }
+                engine.end(&mut data).unwrap_or_else(|error| panic!("{error}"))
+            })
+            .collect();
+        assert_eq!(found, expected, "{on:?}");
+        assert!(state(&mut engine) == state(&mut alone), "{on:?}: weights or moments differ");
+    }
+}
+
 /// Gradients of a loss times 2^24 are beyond fp16: the scale falls by itself.
 #[test]
 fn a_scale_that_is_too_large_falls() {

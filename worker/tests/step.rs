@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Job, bits, state_hash, trainers};
+use common::{Job, bits, sources, state_hash, trainers};
 use moe_worker::attempt::api::AttemptEnd;
 use moe_worker::attempt::trainer::Trainer;
 use moe_worker::data::Corpus;
@@ -13,6 +13,7 @@ use moe_worker::engine::step::{Engine, StepSummary};
 use moe_worker::gang::comm::Comm;
 use moe_worker::state::snapshot::{cut, initialize};
 use moejob_kernels::Traffic;
+use moejob_protocol::config::Resume;
 use moejob_protocol::layout::{Layout, Placement};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::report::RoutingReport;
@@ -202,6 +203,136 @@ fn rows_without_room_are_routed_again_with_more() {
         assert!(grown.iter().all(|rank| rank.2 == grown[0].2), "{layout:?}");
     }
     assert!(again > 0, "even routing by chance");
+}
+
+/// Ends `steps`, each begun before the one before it has ended.
+fn begun_ahead(
+    engine: &mut Engine,
+    corpus: &mut Corpus,
+    steps: std::ops::Range<u64>,
+) -> Vec<StepSummary> {
+    let mut next = steps.start;
+    let mut summaries = Vec::new();
+    for step in steps.clone() {
+        while next < steps.end && next <= step + 1 {
+            engine.begin(next, corpus).expect("peers");
+            next += 1;
+        }
+        summaries.push(engine.end(corpus).expect("peers"));
+    }
+    assert!(engine.is_settled());
+    summaries
+}
+
+#[test]
+fn steps_that_are_begun_ahead_give_the_same_bits() {
+    for layout in [layout(1, 1), layout(3, 3), layout(4, 2)] {
+        for scope in [AuxLossScope::MicroBatch, AuxLossScope::Global] {
+            let job = changed(
+                |job| {
+                    job.config.model.router.aux_loss_scope = scope;
+                    job.config.model.router.bias = true;
+                },
+                layout.clone(),
+            );
+            let expected = with_engines(&job, |engine, corpus| {
+                let steps = (0..5).map(|step| engine.step(step, corpus).expect("peers"));
+                (steps.collect::<Vec<_>>(), shard(engine))
+            });
+            // The first, one with another behind it, both of these, the last.
+            for spoiled in [vec![], vec![0], vec![1], vec![1, 2], vec![2, 3], vec![4]] {
+                let found = with_engines(&job, |engine, corpus| {
+                    if engine.model.rank == 0 {
+                        spoiled.iter().for_each(|step| engine.spoil(*step));
+                    }
+                    (begun_ahead(engine, corpus, 0..5), shard(engine))
+                });
+                assert!(found == expected, "{layout:?}, {scope:?}, {spoiled:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_without_room_are_routed_again_with_a_step_behind_them() {
+    let job = Job::new(layout(4, 2));
+    let run = |headroom: Option<f64>| {
+        with_engines(&job, |engine, corpus| {
+            if let Some(headroom) = headroom {
+                engine.model.group.commit(headroom);
+            }
+            let steps = begun_ahead(engine, corpus, 0..3);
+            (steps, shard(engine), engine.model.device.traffic().reads)
+        })
+    };
+    let (whole, grown) = (run(None), run(Some(1.0)));
+    for (whole, grown) in whole.iter().zip(&grown) {
+        assert!((&whole.0, &whole.1) == (&grown.0, &grown.1));
+        assert_eq!(whole.2, 3, "a read a step");
+        assert!(grown.2 > whole.2, "even routing by chance");
+    }
+}
+
+#[test]
+fn a_step_behind_one_that_cannot_be_done_leaves_nothing() {
+    for layout in [layout(1, 1), layout(4, 2)] {
+        let job = changed(|job| job.config.model.router.bias = true, layout);
+        with_engines(&job, |engine, corpus| {
+            engine.step(0, corpus).expect("peers");
+            let before = shard(engine);
+            if engine.model.rank == 0 {
+                [1, 1].into_iter().for_each(|step| engine.spoil(step));
+            }
+            engine.begin(1, corpus).expect("peers");
+            engine.begin(2, corpus).expect("peers");
+            let ended = engine.end(corpus).expect("peers");
+            assert!(ended.non_finite.is_some(), "{ended:?}");
+            assert!(engine.is_settled());
+            assert!(shard(engine) == before, "neither of the two counts");
+            let done = engine.step(1, corpus).expect("peers");
+            assert!(done.non_finite.is_none() && shard(engine) != before);
+        });
+    }
+}
+
+/// A whole job whose ranks begin steps ahead.
+#[test]
+fn a_job_whose_steps_are_begun_ahead_has_the_same_bits() {
+    let ahead = |count| -> Vec<Trainer> {
+        (0..count).map(|_| Trainer::new().with_steps_ahead()).collect()
+    };
+    let last = |job: &Job| state_hash(&job.location().join("step-00000010"));
+    let whole = Job::new(layout(2, 2));
+    let (_, reports) = whole.run(&mut trainers(2), None);
+    let (expected, state) = (bits(&reports), last(&whole));
+    for spoiled in [vec![], vec![0, 4, 9], vec![5, 6]] {
+        let job = Job::new(layout(2, 2));
+        let broken = Trainer::with_spoiled(spoiled.clone()).with_steps_ahead();
+        let mut group = ahead(1);
+        group.push(broken);
+        let (ends, reports) = job.run(&mut group, None);
+        assert!(ends.iter().all(|end| *end == AttemptEnd::Completed { step: 10 }), "{ends:?}");
+        assert!(bits(&reports) == expected && last(&job) == state, "{spoiled:?}");
+    }
+    for asked in 1..10 {
+        let mut job = Job::new(layout(2, 2));
+        let mut group = ahead(2);
+        let (ends, reports) = job.run(&mut group, Some(asked));
+        let step = reports.len() as u64;
+        // What is asked for before a step is heard with its numbers, when the next one may be
+        // under way.
+        assert!(asked <= step && step <= asked + 1, "{step} for {asked}");
+        assert!(ends.iter().all(|end| *end == AttemptEnd::Stopped { step }), "{ends:?}");
+        let mut found = bits(&reports);
+        let earlier = job.config.layout.clone();
+        let sources = sources(&group, 1, step, 2);
+        job.config.resume = Resume::Memory { step, attempt: 1, layout: earlier, sources };
+        job.config.attempt = 2;
+        let (ends, reports) = job.run(&mut group, None);
+        assert!(ends.iter().all(|end| *end == AttemptEnd::Completed { step: 10 }), "{ends:?}");
+        found.extend(bits(&reports));
+        assert!(found == expected && last(&job) == state, "stopped behind step {step}");
+    }
 }
 
 fn spoiled(spoiled: Option<Vec<u64>>) -> (Job, Vec<AttemptEnd>, Vec<[u64; 5]>) {

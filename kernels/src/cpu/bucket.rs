@@ -51,14 +51,18 @@ impl CpuDevice {
 
     pub(crate) fn decide_update(&mut self, op: &DecideUpdate) {
         let (mut views, _) = self.split();
-        let (params, numbers) = (views.read(op.params), views.read(op.numbers));
+        let params: &[f64] = views.read(op.params);
+        let numbers: &mut [f64] = views.write(op.numbers);
         let control: &mut [f64] = views.write(op.control);
+        numbers[StepNumbers::HALTED] = control[StepControl::HALTED];
         let StepControl { apply, gradient_scale, norm } = StepControl::decide(params, numbers);
         let apply = f64::from(u8::from(apply));
         control[StepControl::APPLY] = apply;
         control[StepControl::GRADIENT_SCALE] = gradient_scale;
         control[StepControl::NORM] = norm;
         control[StepControl::UPDATES] += apply;
+        control[StepControl::HALTED] = 1.0 - apply;
+        numbers[StepNumbers::UPDATES] = control[StepControl::UPDATES];
     }
 
     pub(crate) fn bucket_adamw<T: Float>(&mut self, op: &BucketAdamW) {

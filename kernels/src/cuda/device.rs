@@ -1,6 +1,6 @@
 //! A GPU as a [`crate::Device`]: one arena, one stream, the kernels of its layers.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::attention::AttentionKernels;
@@ -10,11 +10,14 @@ use super::compile::{Compiler, default_cache_dir};
 use super::dense_device::DenseState;
 use super::driver::{Arena, Event, Gpu, Stream};
 use super::error::CudaError;
+use super::fault::Fault;
 use super::gate::GateKernels;
 use super::head::Head;
 use super::here::Here;
+use super::lane::Lane;
 use super::layer::{LayerError, MoeLayer};
 use super::shape::MoeDesc;
+use super::staging::{self, Post, Staging};
 use super::step_ops::StepOps;
 use super::transfer::{self, Transfer};
 use crate::attention::{Attention, AttentionBackward};
@@ -33,6 +36,9 @@ pub trait Watch: std::fmt::Debug + Send + Sync {
 /// Between two looks at a device that is waited for, once it takes longer than `SPIN`.
 const PAUSE: Duration = Duration::from_micros(50);
 const SPIN: Duration = Duration::from_micros(500);
+/// How long memory is asked for again: that of a process that was killed comes back after it.
+const MEMORY_MAX: Duration = Duration::from_secs(10);
+const MEMORY_AGAIN: Duration = Duration::from_millis(50);
 
 /// The memory and the kernels of one rank on a GPU.
 ///
@@ -52,9 +58,13 @@ pub struct CudaDevice {
     attentions: Vec<AttentionKernels>,
     failure: OnceLock<LayerError>,
     transfer: OnceLock<Transfer>,
+    staging: Mutex<Staging>,
+    pub(super) lane: Option<Lane>,
     pub(crate) traffic: TrafficCounts,
     pub(crate) marks: Option<Marks>,
     watch: Option<Arc<dyn Watch>>,
+    /// The longest wait for the stream of all ops.
+    wait_max: Duration,
     pub(super) comm_lane: Option<CommLane>,
     pub(crate) phases: Phases,
 }
@@ -78,9 +88,12 @@ impl CudaDevice {
             attentions: Vec::new(),
             failure: OnceLock::new(),
             transfer: OnceLock::new(),
+            staging: Mutex::default(),
+            lane: None,
             traffic: TrafficCounts::default(),
             marks: None,
             watch: None,
+            wait_max: Duration::MAX,
             comm_lane: None,
             phases: Phases::default(),
         };
@@ -94,7 +107,17 @@ impl CudaDevice {
         self.stream.synchronize()?;
         // The old one goes first: the two might not fit beside each other.
         self.arena = Arena::new(self.gpu(), 0)?;
-        self.arena = Arena::new(self.gpu(), arena_bytes)?;
+        let until = Instant::now() + MEMORY_MAX;
+        self.arena = loop {
+            match Arena::new(self.gpu(), arena_bytes) {
+                Err(CudaError::OutOfMemory { total, .. })
+                    if arena_bytes <= total && Instant::now() < until =>
+                {
+                    std::thread::sleep(MEMORY_AGAIN);
+                }
+                made => break made?,
+            }
+        };
         let mut all = ArenaPlan::new();
         let whole = all.alloc(crate::DType::U8, arena_bytes);
         self.arena.fill_bytes(&self.stream, whole, 0)?;
@@ -126,22 +149,52 @@ impl CudaDevice {
         self.watch = Some(watch);
     }
 
+    /// From now on a wait for the device that takes longer is given up.
+    pub(crate) fn limit_waits(&mut self, longest: Duration) {
+        self.wait_max = longest;
+    }
+
+    /// Why a wait for the device was given up, if that is what failed.
+    pub(crate) fn gave_up(&self) -> Option<&str> {
+        match self.failure.get() {
+            Some(LayerError::Cuda(CudaError::GivenUp { why })) => Some(why),
+            _ => None,
+        }
+    }
+
+    /// Enqueues what breaks the device.
+    pub(crate) fn inject(&mut self, fault: Fault) {
+        self.attempt(|| Ok(fault.enqueue(&self.compiler, &self.stream)?));
+    }
+
     /// Waits for everything enqueued on the stream of all ops.
     fn settle(&self) -> Result<(), CudaError> {
-        if let Some(watch) = &self.watch {
-            let began = Instant::now();
-            while !self.stream.is_idle()? {
-                if let Some(why) = watch.given_up() {
-                    return Err(CudaError::GivenUp { why });
-                }
-                if began.elapsed() < SPIN {
-                    std::hint::spin_loop();
-                } else {
-                    std::thread::sleep(PAUSE);
-                }
+        self.look_after(|| self.stream.is_idle())?;
+        self.stream.synchronize()
+    }
+
+    /// Waits until `is_over`, or until waiting has no sense.
+    fn look_after(
+        &self,
+        is_over: impl Fn() -> Result<bool, CudaError>,
+    ) -> Result<(), CudaError> {
+        let began = Instant::now();
+        while !is_over()? {
+            let waited = began.elapsed();
+            if let Some(why) = self.watch.as_ref().and_then(|watch| watch.given_up()) {
+                return Err(CudaError::GivenUp { why });
+            }
+            if waited > self.wait_max {
+                let why = format!("it did not end in {:.1} s", waited.as_secs_f64());
+                return Err(CudaError::GivenUp { why });
+            }
+            if waited < SPIN {
+                std::hint::spin_loop();
+            } else {
+                std::thread::sleep(PAUSE);
             }
         }
-        self.stream.synchronize()
+        Ok(())
     }
 
     /// Waits for everything enqueued; the first failure since the device was made.
@@ -191,17 +244,74 @@ impl CudaDevice {
 
     pub(crate) fn write<E: Element>(&self, buffer: Buffer, from: &[E]) {
         self.attempt(|| {
-            self.settle()?;
-            if size_of_val(from) < transfer::BYTES_MIN {
-                return Ok(self.arena.write(buffer, from)?);
-            }
             assert_eq!((buffer.dtype(), buffer.len()), (E::DTYPE, from.len()), "{buffer:?}");
             let bytes = size_of_val(from);
             // SAFETY: an `Element` has no padding; the bytes are borrowed as long as `from` is.
             let bytes = unsafe { std::slice::from_raw_parts(from.as_ptr().cast(), bytes) };
+            if bytes.len() <= staging::BYTES_MAX {
+                let address = self.arena.address(buffer);
+                // SAFETY: the address is that of a buffer of the arena, as long as `from`.
+                return Ok(unsafe {
+                    let wait = |event: &Event| self.wait_for(event);
+                    self.staging().write(self.gpu(), &self.stream, address, bytes, wait)
+                }?);
+            }
+            self.settle()?;
+            if bytes.len() < transfer::BYTES_MIN {
+                return Ok(self.arena.write(buffer, from)?);
+            }
             // SAFETY: the address is that of a buffer of the arena, as long as `from`.
-            Ok(unsafe { self.transfer()?.write(self.arena.address(buffer), bytes) }?)
+            Ok(unsafe { self.transfer()?.write_all(&[(self.arena.address(buffer), bytes)]) }?)
         });
+    }
+
+    /// Bytes into each of some buffers.
+    pub(crate) fn write_all(&self, all: &[(Buffer, &[u8])]) {
+        self.attempt(|| {
+            self.settle()?;
+            let address = |(buffer, from): &(Buffer, &'_ [u8])| {
+                assert_eq!((buffer.dtype(), buffer.len()), (crate::DType::U8, from.len()));
+                self.arena.address(*buffer)
+            };
+            let all: Vec<(u64, &[u8])> = all.iter().map(|of| (address(of), of.1)).collect();
+            // SAFETY: the addresses are those of buffers of the arena, as long as their bytes.
+            Ok(unsafe { self.transfer()?.write_all(&all) }?)
+        });
+    }
+
+    fn staging(&self) -> MutexGuard<'_, Staging> {
+        // A piece that was being filled when a thread panicked is nobody's.
+        self.staging.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait_for(&self, event: &Event) -> Result<(), CudaError> {
+        self.look_after(|| event.is_past())?;
+        event.synchronize()
+    }
+
+    /// Enqueues a copy of a small buffer to the host.
+    pub(crate) fn post(&self, buffer: Buffer) -> Post {
+        let mut posted = Post::none();
+        self.attempt(|| {
+            let address = self.arena.address(buffer);
+            // SAFETY: a buffer of the arena.
+            posted = unsafe {
+                let wait = |event: &Event| self.wait_for(event);
+                self.staging().post(self.gpu(), &self.stream, address, buffer.bytes(), wait)
+            }?;
+            Ok(())
+        });
+        posted
+    }
+
+    /// What was posted, once the device has come so far; nothing after a failure.
+    pub(crate) fn fetch(&self, post: Post) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        self.attempt(|| {
+            bytes = self.staging().fetch(post, |event| self.wait_for(event))?;
+            Ok(())
+        });
+        bytes
     }
 
     /// The lanes of large copies, made when the first is asked for.

@@ -481,6 +481,11 @@ impl<E: Element> PinnedBuffer<E> {
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 
+    /// Elements.
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
     /// The first element, for what the device and the host look at by turns.
     pub(super) fn start(&self) -> *mut E {
         self.start
@@ -513,6 +518,38 @@ impl<E: Element> PinnedBuffer<E> {
         unsafe { cu::memcpy_dtoh_async(into, from, stream.handle()) }
             .doing(|| format!("copying {len} elements from {from:#x}"))?;
         stream.synchronize()
+    }
+
+    /// Enqueues a copy of the first `len` elements from the device address `from`.
+    ///
+    /// # Safety
+    /// As many are allocated there, and this is neither used nor dropped before the copy is done.
+    pub(super) unsafe fn enqueue_read(
+        &mut self,
+        stream: &Stream,
+        from: u64,
+        len: usize,
+    ) -> Result<(), CudaError> {
+        let into = &mut self.as_mut_slice()[..len];
+        // SAFETY: the caller's promise.
+        unsafe { cu::memcpy_dtoh_async(into, from, stream.handle()) }
+            .doing(|| format!("copying {len} elements from {from:#x}"))
+    }
+
+    /// Enqueues a copy of the first `len` elements to the device address `to`.
+    ///
+    /// # Safety
+    /// As many are allocated there, and this is not written to nor dropped before the copy is done.
+    pub(super) unsafe fn enqueue_write(
+        &self,
+        stream: &Stream,
+        to: u64,
+        len: usize,
+    ) -> Result<(), CudaError> {
+        let from = &self.as_slice()[..len];
+        // SAFETY: the caller's promise.
+        unsafe { cu::memcpy_htod_async(to, from, stream.handle()) }
+            .doing(|| format!("copying {len} elements to {to:#x}"))
     }
 
     /// Copies the first `len` elements to the device address `to`, and waits.

@@ -1,6 +1,8 @@
 //! The GPUs that this machine shows, asked without a context on any of them: whoever starts workers
 //! must take no memory of their devices.
 
+use std::sync::{Mutex, PoisonError};
+
 use cudarc::driver::{result as cu, sys};
 
 use super::doctor::{cublaslt, driver, nvrtc};
@@ -49,6 +51,18 @@ pub fn uuid_of(ordinal: usize) -> Result<[u8; 16], CudaError> {
     let what = || format!("asking GPU {ordinal} who it is");
     let device = cu::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX)).doing(what)?;
     Ok(cu::device::get_uuid(device).doing(what)?.bytes.map(|byte| byte as u8))
+}
+
+/// Opens GPU `ordinal` and keeps its context until the process ends. Whoever opens it later is
+/// faster: the driver takes some 0.3 s to begin and 0.15 s for a context.
+///
+/// # Errors
+/// There is no driver, no such GPU, or it gives no context.
+pub fn keep_open(ordinal: usize) -> Result<(), CudaError> {
+    static KEPT: Mutex<Vec<Gpu>> = Mutex::new(Vec::new());
+    let gpu = Gpu::open(ordinal)?;
+    KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(gpu);
+    Ok(())
 }
 
 fn describe(

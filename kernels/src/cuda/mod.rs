@@ -12,6 +12,7 @@
 //! Head::new(desc)               head.rs      the head with its loss: products, softmax between
 //! CommLane::new(gpu, how)        comm_lane.rs a stream for collectives beside the ops, and marks
 //! CudaDevice::new(ordinal)      device.rs    the layer and the ops of a step as those of `Device`
+//! CudaDevice::lane_begin        lane.rs      copies of state to the host beside the ops
 //! Unit::source                  step_ops.rs  kernels of norms, optimizer ..., when needed
 //! PeerLinks::new(desc)          peer.rs      rows and counts to the other GPUs of the node
 //! Window::new(bytes)            window.rs    memory that other processes map, too
@@ -19,7 +20,7 @@
 //! visible_gpus()                machine.rs   the same without a context, before a worker starts
 //! ```
 //! No CUDA is needed to build this: the driver and NVRTC are loaded when first used. Nothing here
-//! waits for the device except `synchronize` and the copies to host memory, and no launch depends
+//! waits for the device except `synchronize`, `fetch` and large copies, and no launch depends
 //! on a number that only the device knows, so a layer can be captured into a graph.
 //! Letters as in the crate: `T` tokens, `D` dim, `F` expert hidden, `E` experts, `K` top-k,
 //! `R = T K` routed rows, `W` = 2 F gated, else F.
@@ -39,10 +40,12 @@ mod embed;
 mod doctor;
 mod driver;
 mod error;
+mod fault;
 mod gate;
 mod gemm;
 mod head;
 mod here;
+mod lane;
 mod layer;
 mod machine;
 mod measure;
@@ -52,6 +55,7 @@ mod optimizer;
 mod peer;
 mod route;
 mod shape;
+mod staging;
 mod step_ops;
 mod tensor_map;
 mod tiles;
@@ -69,15 +73,18 @@ pub use doctor::{Inspection, inspect};
 pub use driver::{Arena, Event, Function, Gpu, Graph, Launch, PinnedBuffer, Stream};
 pub use error::CudaError;
 pub(crate) use gate::unsupported;
+pub use fault::Fault;
 pub use head::Head;
 pub use gemm::{Arch, GemmConfig, Output, ProductOp};
+pub use lane::Registered;
 pub use layer::{
     Gradients, LayerError, MoeLayer, MoeNumbers, MoeTensors, Observer, Saved, Stacked,
     Weights,
 };
-pub use machine::{VisibleGpu, missing_libraries, uuid_of, visible_gpus};
+pub use machine::{VisibleGpu, keep_open, missing_libraries, uuid_of, visible_gpus};
 pub use measure::Measure;
 pub use nvml::{Limits, Monitor, Nvml, NvmlError, Reading, Trouble, uuid_text};
 pub use peer::{Awaited, COUNTS_MAX, MoveRows, PEERS_MAX, PeerDesc, PeerFailure, PeerLinks};
 pub use shape::{MoeActivation, MoeDesc, Refusal};
+pub use staging::Post;
 pub use window::Window;

@@ -118,7 +118,8 @@ gradient_numbers(const Block* table, const double* params, const element* g, dou
 // src/step_numbers.rs `is_skipped`.
 __device__ __forceinline__ bool is_skipped(const double* numbers) {
   return numbers[NUMBER_NON_FINITE] != 0.0 || !isfinite(numbers[NUMBER_SQUARED_NORM]) ||
-         !isfinite(numbers[NUMBER_LOSS]) || numbers[NUMBER_ROUTED_OVERFLOWS] != 0.0;
+         !isfinite(numbers[NUMBER_LOSS]) || numbers[NUMBER_ROUTED_OVERFLOWS] != 0.0 ||
+         numbers[NUMBER_HALTED] != 0.0;
 }
 
 // src/step_numbers.rs `clip_factor`.
@@ -126,8 +127,10 @@ __device__ __forceinline__ double clip_factor(double norm, double most) {
   return most > 0.0 && norm > most ? __ddiv_rn(most, norm) : 1.0;
 }
 
-// Whether and how much the step changes weights: src/step_numbers.rs `decide`.
-extern "C" __global__ void decide(const double* params, const double* numbers, double* control) {
+// Whether and how much the step changes weights: src/step_numbers.rs `decide`. Behind a step that
+// was skipped all are, until the host clears CONTROL_HALTED.
+extern "C" __global__ void decide(const double* params, double* numbers, double* control) {
+  numbers[NUMBER_HALTED] = control[CONTROL_HALTED];
   const double norm = __dsqrt_rn(numbers[NUMBER_SQUARED_NORM]);
   const double clip = clip_factor(norm, params[PARAM_NORM_MAX]);
   const double apply = is_skipped(numbers) ? 0.0 : 1.0;
@@ -135,6 +138,8 @@ extern "C" __global__ void decide(const double* params, const double* numbers, d
   control[CONTROL_GRADIENT_SCALE] = __ddiv_rn(clip, params[PARAM_LOSS_SCALE]);
   control[CONTROL_NORM] = norm;
   control[CONTROL_UPDATES] += apply;
+  control[CONTROL_HALTED] = 1.0 - apply;
+  numbers[NUMBER_UPDATES] = control[CONTROL_UPDATES];
 }
 
 // bias += rate where an expert's load is below the mean of the layer's, which start at `loads`;

@@ -59,20 +59,23 @@ impl Transfer {
         })
     }
 
-    /// Copies `from` to the device address `to`. What used that memory has ended, and so has the
-    /// copy when this returns.
+    /// Copies bytes to device addresses. What used that memory has ended, and so have the copies
+    /// when this returns.
     ///
     /// # Errors
     /// The device failed.
     ///
     /// # Safety
-    /// The range is allocated on the device.
-    pub unsafe fn write(&self, to: u64, from: &[u8]) -> Result<(), CudaError> {
-        let pieces: Vec<&[u8]> = from.chunks(PIECE).collect();
+    /// The ranges are allocated on the device and do not overlap.
+    pub unsafe fn write_all(&self, all: &[(u64, &[u8])]) -> Result<(), CudaError> {
+        let mut pieces = Vec::new();
+        for (to, from) in all {
+            pieces.extend((*to..).step_by(PIECE).zip(from.chunks(PIECE)));
+        }
         self.each(pieces.len(), |lane, at| {
-            let (piece, address) = (pieces[at], to + (at * PIECE) as u64);
+            let (address, piece) = pieces[at];
             lane.pinned.as_mut_slice()[..piece.len()].copy_from_slice(piece);
-            // SAFETY: the caller's range.
+            // SAFETY: within one of the caller's ranges.
             unsafe { lane.pinned.write_at(&lane.stream, address, piece.len()) }
         })
     }

@@ -83,7 +83,7 @@ pub struct Numbers<B> {
     pub parts: B,
     /// What all parts come to.
     pub reduced: B,
-    /// What follows from both, on the device; empty where updates read both themselves.
+    /// What follows from both, on the device, and what stays from step to step.
     pub control: B,
     /// f32 [1]: what the loss is multiplied by, where it is.
     pub loss_scale: Option<B>,
@@ -332,7 +332,7 @@ pub struct Scratch<B> {
 }
 
 /// Numbers of what a step decided (`StepControl` of the kernels).
-pub const CONTROL_NUMBERS: u64 = 4;
+pub const CONTROL_NUMBERS: u64 = 5;
 /// Words that say whose a block is (`BucketBlock` of the kernels).
 pub const BLOCK_WORDS: u64 = 8;
 /// Elements of a stage.

@@ -59,7 +59,7 @@ pub enum Down {
     Shutdown,
 }
 
-/// Bits that take effect at the end of the step that first reduced them.
+/// Bits that take effect after the step with which a rank first said them to the others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Request {

@@ -192,14 +192,11 @@ fn first_rank_says(comm: &mut Comm, own: bool) -> Result<bool, Stop> {
     Ok(all.first().is_some_and(|first| first == &[1]))
 }
 
-/// The shards in the memory of this rank's worker that the plan wants of its ranks. This rank's own
-/// are compared with their checksums, as the others do with theirs. One that is damaged is given up
-/// and ends the attempt: the next one resumes from another copy, or from an older state.
+/// The shards in the memory of this rank's worker that the plan wants of its ranks.
 pub(crate) fn near_shards(
     config: &WorkerConfig,
     memory: &Memory,
     rank: u32,
-    tell: &mut dyn FnMut(Event) -> Result<(), Stop>,
 ) -> Result<BTreeMap<u32, Arc<Slot>>, Stop> {
     let Resume::Memory { step, attempt, sources, .. } = &config.resume else {
         return Ok(BTreeMap::new());
@@ -211,18 +208,48 @@ pub(crate) fn near_shards(
         let Some(slot) = memory.shard(*attempt, *step, shard) else {
             return Err(fail(75, &format!("{name} is not in memory here"), "start the job again"));
         };
-        if source.from == rank && !slot.is_sound() {
-            drop(slot);
-            memory.give_up(*attempt, *step, shard);
-            let message = format!("{name} was damaged in memory and is not used");
-            let details = [("step", Detail::Number(*step)), ("rank", Detail::Number(rank.into()))];
-            let kind = EventKind::Warning;
-            tell(event(config.attempt, kind, "SnapshotDamaged", message.clone(), details))?;
-            return Err(Stop::Comm(CommError::Aborted { reason: message }));
-        }
         near.insert(shard, slot);
     }
     Ok(near)
+}
+
+/// Does `read` with shards in memory, and meanwhile compares this rank's own with their checksums,
+/// as the others do with theirs. One that is damaged is given up and ends the attempt, whatever was
+/// made of it: the next one resumes from another copy, or from an older state.
+pub(crate) fn beside_sums(
+    config: &WorkerConfig,
+    memory: &Memory,
+    rank: u32,
+    near: &BTreeMap<u32, Arc<Slot>>,
+    tell: &mut dyn FnMut(Event) -> Result<(), Stop>,
+    read: impl FnOnce() -> Result<(), Stop>,
+) -> Result<(), Stop> {
+    let Resume::Memory { step, attempt, sources, .. } = &config.resume else { return read() };
+    let own = sources.iter().filter(|source| source.from == rank);
+    let own: Vec<(u32, &Arc<Slot>)> =
+        own.filter_map(|source| Some((source.shard, near.get(&source.shard)?))).collect();
+    let damaged = || own.iter().find(|(_, slot)| !slot.is_sound()).map(|(shard, _)| *shard);
+    let began = Instant::now();
+    let passed = |what| tracing::debug!(seconds = began.elapsed().as_secs_f64(), what);
+    let (done, damaged) = std::thread::scope(|scope| {
+        let compared = scope.spawn(|| {
+            let damaged = damaged();
+            passed("what is resumed from is compared");
+            damaged
+        });
+        let done = read();
+        passed("what is resumed from is there");
+        (done, compared.join().expect("hashing does not panic"))
+    });
+    let Some(shard) = damaged else { return done };
+    memory.give_up(*attempt, *step, shard);
+    let message = format!(
+        "shard {shard} of step {step} of attempt {attempt} was damaged in memory and is not used"
+    );
+    let details = [("step", Detail::Number(*step)), ("rank", Detail::Number(rank.into()))];
+    let kind = EventKind::Warning;
+    tell(event(config.attempt, kind, "SnapshotDamaged", message.clone(), details))?;
+    Err(Stop::Comm(CommError::Aborted { reason: message }))
 }
 
 /// Whether two ranks are of one worker, and so have one memory.

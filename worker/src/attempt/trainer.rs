@@ -2,14 +2,15 @@
 //!
 //! ```text
 //! open data -> look into storage, claim -> state (fresh | checkpoint | memory) -> snapshot
-//!   -> step -> agree -> update -> [validate] [snapshot] [checkpoint] -> step ...
+//!   -> say -> step -> hear -> [validate] [snapshot] [checkpoint] -> say -> step ...
 //!   -> empty steps until the last checkpoint is committed
 //! ```
-//! Whatever takes effect on all ranks was agreed on in a step's end, so all take it alike.
+//! Whatever takes effect on all ranks was said and heard by all with a step, so all take it alike.
 
 use crate::attempt::gauge::Gauge;
 use crate::attempt::pace::Pace;
-use crate::attempt::steps::{Clock, Run};
+use crate::attempt::steps::Run;
+use crate::attempt::telling::Clock;
 use crate::checkpoint::best::Best;
 use crate::checkpoint::fence::FenceError;
 use crate::checkpoint::desk::Ask;
@@ -21,6 +22,7 @@ use crate::hf::{self, Weights};
 use crate::engine::model::Model;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::resume;
+use crate::attempt::start::{Passage, Start};
 use crate::attempt::saves::{Flush, News, Patience, Saves, pending_max};
 use crate::state::moves::scatter;
 use crate::state::rank::{DeviceFailed, RankState};
@@ -31,6 +33,7 @@ use crate::engine::step::{Engine, OpenError, StepError};
 use crate::engine::trace::{STEPS_SKIPPED, Trace};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use crate::failure::{Failure, chain};
+use moejob_kernels::cuda::Fault;
 use moejob_protocol::{CheckpointManifest, WorkerConfig};
 use moejob_protocol::config::{Backend, DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::message::{Held, Phase, Request};
@@ -55,6 +58,8 @@ pub struct Trainer {
     patience: Patience,
     /// See [`Engine::spoil`].
     spoiled: Vec<u64>,
+    /// See [`Engine::runs_ahead`].
+    ahead: bool,
 }
 
 /// How long the end of an attempt waits for its writer to remove old checkpoints.
@@ -141,8 +146,8 @@ impl Trainer {
     /// An engine in a process of its own, whose worker writes its checkpoints.
     pub fn with_desk(memory: Memory, desk: checkpoint::Desk) -> Trainer {
         let (disk, patience, spoiled) = (Disk::real(), Patience::default(), Vec::new());
-        let (corpus, batches) = (None, None);
-        Trainer { memory, desk, corpus, batches, disk, patience, spoiled }
+        let (corpus, batches, ahead) = (None, None, false);
+        Trainer { memory, desk, corpus, batches, disk, patience, spoiled, ahead }
     }
 
     /// The next attempt does not open its data: it asks at `desk`.
@@ -163,6 +168,11 @@ impl Trainer {
     /// A trainer whose next runs of these steps, counted from 0, break a number.
     pub fn with_spoiled(steps: Vec<u64>) -> Trainer {
         Trainer { spoiled: steps, ..Trainer::new() }
+    }
+
+    /// A trainer whose steps are begun ahead on every device, on all ranks alike.
+    pub fn with_steps_ahead(self) -> Trainer {
+        Trainer { ahead: true, ..self }
     }
 
     /// What could be resumed from this worker's memory.
@@ -202,8 +212,10 @@ impl Trainer {
             return Err(Stop::Failed(failure));
         }
         self.desk.attempt(config);
+        let mut start = Start::default();
         let mut corpus = self.corpus(config, &mut comm, control)?;
-        let ended = self.attempt_on(&mut corpus, config, comm, control, out);
+        start.passed(Passage::Data);
+        let ended = self.attempt_on(&mut corpus, config, comm, control, start, out);
         // However it ended, the next one need not open it again.
         self.corpus = Some((config.data.clone(), config.training.clone(), corpus));
         ended
@@ -215,6 +227,7 @@ impl Trainer {
         config: &WorkerConfig,
         mut comm: Comm,
         control: &Control,
+        mut start: Start,
         out: &mut dyn FnMut(TrainerEvent),
     ) -> Result<AttemptEnd, Stop> {
         // What earlier attempts wrote is out of the way on all ranks before the first one looks.
@@ -224,8 +237,13 @@ impl Trainer {
         let trouble = resume::open_storage(config, disk, desk, patience, &mut comm, out)?;
         let mut records = if comm.rank() == 0 { Some(recorder(config)?) } else { None };
         let rank = comm.rank();
+        start.passed(Passage::Storage);
         let mut engine = engine(config, comm)?;
+        start.passed(Passage::Device);
         std::mem::take(&mut self.spoiled).into_iter().for_each(|step| engine.spoil(step));
+        if let Some((step, fault)) = fault_of(config.attempt, rank) {
+            engine.inject(step, fault);
+        }
         if let Some(file) = std::env::var_os(ENV_TRACE).filter(|_| rank == 0) {
             engine.trace(Trace::new(PathBuf::from(file), rank, STEPS_SKIPPED));
         }
@@ -236,6 +254,7 @@ impl Trainer {
             out(TrainerEvent::Held(self.memory.held()));
         }
         restored?;
+        start.passed(Passage::State);
         if let Some(records) = &mut records {
             keep_listing(config, corpus, records);
         }
@@ -251,6 +270,7 @@ impl Trainer {
             None
         };
         let saves = self.saves(config, rank, state, records.as_ref());
+        let ahead = self.ahead || engine.runs_ahead();
         let mut run = Run {
             config,
             control,
@@ -259,13 +279,15 @@ impl Trainer {
             saves,
             patience: self.patience,
             engine,
+            start,
             buddies,
             step: config.resume.step(),
             asked: Request::default(),
             waits_until: None,
             snapshot_step: config.resume.step(),
+            ahead,
             pace,
-            snapshot_agreed: false,
+            leaving: None,
             skips: false,
             clock: Clock::start(),
             gauge,
@@ -378,11 +400,13 @@ impl Trainer {
             }
             Resume::Memory { step, attempt, layout, sources } => {
                 let rank = model.rank;
-                let near = resume::near_shards(config, &self.memory, rank, tell)?;
+                let near = resume::near_shards(config, &self.memory, rank)?;
                 let is_near = |other| resume::is_near(config, rank, other);
                 let held = |shard| Arc::clone(&near[&shard]);
-                scatter(model, comm, layout, sources, is_near, held)?;
-                resume::take_loss_scale(&near, model, comm)?;
+                resume::beside_sums(config, &self.memory, rank, &near, tell, || {
+                    scatter(model, comm, layout, sources, is_near, held)?;
+                    resume::take_loss_scale(&near, model, comm)
+                })?;
                 self.memory.confirm(*attempt, *step);
                 drop(near);
                 self.memory.give_borrowed_back();
@@ -527,11 +551,28 @@ fn engine(config: &WorkerConfig, comm: Comm) -> Result<Engine, Stop> {
     let failed = |error: &dyn std::error::Error, advice: &str| {
         fail(1, &format!("the device cannot be made: {}", chain(error)), advice)
     };
+    let again = config.attempt > 1;
     Engine::open(config, comm.rank(), comm).map_err(|error| match error {
+        // It had room before. Who took it may be gone when the next engine looks.
+        OpenError::Kernel(error) if again && error.is_memory() => Stop::Device(chain(&error)),
         OpenError::Kernel(error) => failed(&error, "free memory or use fewer threads"),
         OpenError::Links(NoLinks::Comm(error)) => Stop::Comm(error),
         OpenError::Links(error) => failed(&error, "`moejob doctor` tells what this machine has"),
     })
+}
+
+/// For tests of what happens then: `MOEJOB_FAULT=illegal@60/1` breaks the GPU of rank 1 in step 60
+/// of a job's first attempt, `hang@60/1` lets it hang.
+fn fault_of(attempt: u32, rank: u32) -> Option<(u64, Fault)> {
+    let wanted = std::env::var("MOEJOB_FAULT").ok().filter(|_| attempt == 1)?;
+    let (kind, place) = wanted.split_once('@')?;
+    let (step, of) = place.split_once('/')?;
+    let fault = match kind {
+        "illegal" => Fault::IllegalAddress,
+        "hang" => Fault::EndlessKernel,
+        _ => return None,
+    };
+    (of.parse() == Ok(rank)).then_some((step.parse().ok()?, fault))
 }
 
 fn gauge(config: &WorkerConfig, engine: &Engine) -> Option<Gauge> {

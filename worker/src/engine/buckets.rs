@@ -20,8 +20,7 @@ use crate::engine::round::Round;
 use crate::state::rank::name_hash;
 use moejob_kernels::cuda::Stacked;
 use moejob_kernels::{
-    BucketAdamW, BucketBlock, Buffer, DecideUpdate, Fill, GradientNumbers, Master, MoveCorrections,
-    StepPhase,
+    BucketAdamW, BucketBlock, Buffer, Fill, GradientNumbers, Master, MoveCorrections, StepPhase,
 };
 use moejob_protocol::buckets::{Bucket, BucketKind, Buckets};
 use moejob_protocol::buffers::Bucket as Memory;
@@ -320,15 +319,9 @@ impl BucketSums {
         }
     }
 
-    /// Updates what is owned as the step's numbers say, or nothing. Where links work beside, new
-    /// weights leave at once, a convoy beside the update of the next.
+    /// Updates what is owned as was decided, or nothing. Where links work beside, new weights leave
+    /// at once, a convoy beside the update of the next.
     pub(crate) fn update(&self, model: &mut Model, links: &mut Links, config: &AdamWConfig) {
-        let numbers = model.buffers.numbers.clone();
-        model.device.decide_update(&DecideUpdate {
-            params: numbers.params,
-            numbers: numbers.reduced,
-            control: numbers.control,
-        });
         // Nothing of the weights is under way from the last step.
         model.device.await_marks();
         for convoy in 0..self.places.convoy_count() {

@@ -12,6 +12,7 @@ use crate::engine::buckets::Places;
 use crate::engine::fused;
 use crate::engine::gate::Noise;
 use crate::engine::group::ExpertGroup;
+use crate::engine::lane::Lane;
 use crate::engine::handles::{Dense, ExpertStacks, Experts, slice};
 use crate::engine::numbers::Numbers;
 use crate::engine::spread::Here;
@@ -67,6 +68,8 @@ pub struct Model {
     pub(crate) scaling: Option<LossScale>,
     /// 1 / (mixture layers * micro-batches): what a mean over them multiplies by.
     pub(crate) router_scale: f64,
+    /// Behind the device, which writes to memory that is kept here.
+    pub(crate) lane: Lane,
 }
 
 /// The device's arena, from the list that the plan counts.
@@ -194,6 +197,7 @@ impl Model {
             target_share: 1.0 / targets,
             scaling: scaled.then_some(LossScale::FIRST),
             router_scale,
+            lane: Lane::default(),
         };
         if let Some(places) = model.places.clone() {
             places.write_tables(&mut model);

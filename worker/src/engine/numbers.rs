@@ -10,7 +10,10 @@ use crate::engine::model::Model;
 use crate::state::rank::place;
 use moejob_kernels::numbers::{record, tally};
 use moejob_kernels::step_numbers::CLASSES_MAX;
-use moejob_kernels::{Buffer, ReduceNumbers, SquareRun, StepClass, StepNumbers, StepParams};
+use moejob_kernels::{
+    Buffer, DecideUpdate, LossScale, Posted, ReduceNumbers, SquareRun, StepClass, StepControl,
+    StepNumbers, StepParams,
+};
 use moejob_protocol::buffers::{BLOCK_WORDS, CONTROL_NUMBERS};
 use moejob_protocol::config::TrainingConfig;
 use moejob_protocol::layout::Layout;
@@ -27,7 +30,7 @@ const _: () = {
     assert!(StepParams::LEN as u64 == PARAM_NUMBERS);
     assert!(moejob_kernels::balance::row::COUNT as u64 == STATISTICS);
     assert!(moejob_kernels::BucketBlock::WORDS as u64 == BLOCK_WORDS);
-    assert!(moejob_kernels::StepControl::LEN as u64 == CONTROL_NUMBERS);
+    assert!(StepControl::LEN as u64 == CONTROL_NUMBERS);
 };
 
 /// The classes of StepParams: tensors that decay, tensors that do not, experts, all of which decay.
@@ -89,6 +92,10 @@ pub struct StepSummary {
     pub non_finite: Option<String>,
     /// Routed rows found no room; then nothing was updated either.
     pub(crate) overflows: bool,
+    /// Nothing was updated, since this step or one before it is to be done again.
+    pub(crate) skipped: bool,
+    /// That the device has applied since the engine was made.
+    pub(crate) updates: u64,
 }
 
 /// Where a rank's part stands among the parts of all.
@@ -271,11 +278,41 @@ impl Model {
         });
     }
 
+    /// Decides on the device whether the step changes weights, by the numbers of all ranks.
+    pub fn decide_update(&mut self) {
+        let numbers = &self.buffers.numbers;
+        let (params, control) = (numbers.params, numbers.control);
+        self.device.decide_update(&DecideUpdate { params, numbers: numbers.reduced, control });
+    }
+
+    /// Steps change weights again.
+    pub(crate) fn go_on(&mut self) {
+        let control = self.buffers.numbers.control;
+        self.device.write(control.slice(StepControl::HALTED, 1), &[0.0_f64]);
+    }
+
     /// The one read of a step: of StepNumbers, whatever summed them.
-    pub fn read_numbers(&self, training: &TrainingConfig, step: u64) -> StepSummary {
-        let mut numbers = vec![0.0_f64; self.buffers.numbers.reduced.len()];
+    pub(crate) fn post_numbers(&mut self) -> Posted {
         // New weights may be under way to other ranks still.
-        self.device.read_ops(self.buffers.numbers.reduced, &mut numbers);
+        self.device.post(self.buffers.numbers.reduced)
+    }
+
+    /// What the numbers say of a step whose loss was scaled as the next one's would be. For tests
+    /// and tools.
+    pub fn read_numbers(&mut self, training: &TrainingConfig, step: u64) -> StepSummary {
+        let posted = self.post_numbers();
+        let numbers: Vec<f64> = self.device.fetch(posted);
+        self.summary(training, step, self.scaling, &numbers)
+    }
+
+    /// What the numbers of a step say, whose loss was scaled so.
+    pub(crate) fn summary(
+        &self,
+        training: &TrainingConfig,
+        step: u64,
+        scaling: Option<LossScale>,
+        numbers: &[f64],
+    ) -> StepSummary {
         let (layout, single) = (&self.numbers.layout, |at: usize| numbers[at]);
         let micro_batches = f64::from(self.shape.micro_batches);
         let targets = f64::from(training.global_batch_size) * f64::from(training.sequence_length);
@@ -290,7 +327,7 @@ impl Model {
             aux_loss: single(StepNumbers::AUX_LOSS) / means,
             z_loss: single(StepNumbers::Z_LOSS) / means,
             grad_norm: single(StepNumbers::SQUARED_NORM).sqrt(),
-            loss_scale: self.scaling.map(|scaling| scaling.scale),
+            loss_scale: scaling.map(|scaling| scaling.scale),
             learning_rate: training.learning_rate(step),
             expert_imbalance: imbalance(layout.experts, &loads),
             router_entropy: (entropies > 0.0).then(|| single(StepNumbers::ENTROPY) / entropies),
@@ -299,9 +336,11 @@ impl Model {
             unrouted: single(StepNumbers::UNROUTED) as u64,
             followed: single(StepNumbers::FOLLOWED) as u64,
             switched: single(StepNumbers::SWITCHED) as u64,
-            non_finite: (!StepNumbers::are_finite(&numbers))
-                .then(|| self.what_is_not_finite(&numbers)),
+            non_finite: (!StepNumbers::are_finite(numbers))
+                .then(|| self.what_is_not_finite(numbers)),
             overflows: single(StepNumbers::ROUTED_OVERFLOWS) != 0.0,
+            skipped: StepNumbers::is_skipped(numbers),
+            updates: single(StepNumbers::UPDATES) as u64,
         }
     }
 

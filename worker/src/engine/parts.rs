@@ -180,6 +180,52 @@ impl Model {
     }
 }
 
+/// Pieces on their way to a GPU, and how much of the stage they take.
+#[derive(Default)]
+struct Batch<'a> {
+    writes: Vec<(Buffer, &'a [u8])>,
+    settles: Vec<(Kept, Buffer)>,
+    staged: usize,
+    bytes: usize,
+}
+
+/// Bytes of a batch: enough that a start of it costs nothing, and the next one is soon under way.
+const BATCH_BYTES: usize = 256 << 20;
+/// Elements: a piece of the stage begins where kernels read fastest.
+const STAGE_ALIGN: usize = 64;
+
+impl<'a> Batch<'a> {
+    /// Elements of `kept` that the batch still takes.
+    fn room(&self, kept: Kept, stage: usize) -> usize {
+        match kept {
+            _ if self.bytes >= BATCH_BYTES => 0,
+            Kept::Whole(_) | Kept::Separate { .. } => usize::MAX,
+            // The rest of the stage takes low halves that nobody keeps.
+            _ => (stage / 2).saturating_sub(self.staged),
+        }
+    }
+
+    fn add(&mut self, kept: Kept, stage: Buffer, bytes: &'a [u8]) {
+        let of_stage = match kept {
+            Kept::Whole(_) | Kept::Separate { .. } => stage.slice(0, 0),
+            _ => stage.slice(self.staged, kept.len()),
+        };
+        // Kernels read whole lines of the stage.
+        self.staged += of_stage.len().next_multiple_of(STAGE_ALIGN);
+        self.bytes += bytes.len();
+        self.writes.push((Model::target(kept, of_stage).reinterpret(DType::U8), bytes));
+        self.settles.push((kept, of_stage));
+    }
+
+    fn write(&mut self, model: &mut Model) {
+        model.device.write_all(&self.writes);
+        for (kept, of_stage) in std::mem::take(&mut self.settles) {
+            model.settle(kept, of_stage);
+        }
+        *self = Batch::default();
+    }
+}
+
 impl RankState for Model {
     fn table(&self) -> StateTable<'_> {
         StateTable {
@@ -208,7 +254,7 @@ impl RankState for Model {
             let into = &mut into[first * size..first * size + from.len()];
             match &model.device {
                 Device::Cpu(cpu) => copy(cpu.slice(from), into),
-                device => device.read(from, into),
+                _ => model.read_bytes(from, into),
             }
         });
     }
@@ -224,6 +270,40 @@ impl RankState for Model {
             }
             model.settle(kept, stage);
         });
+    }
+
+    /// A GPU gets as many together as the stage has room for.
+    fn write_all(&mut self, pieces: &[(Part, usize, Range<u64>, &[u8])]) {
+        if let Device::Cpu(_) = self.device {
+            for (part, index, elements, from) in pieces {
+                self.write(*part, *index, elements.clone(), from);
+            }
+            return;
+        }
+        self.device.await_marks();
+        let (size, stage) = (self.table().stored.size(), self.buffers.scratch.stage);
+        let mut batch = Batch::default();
+        for (part, index, elements, from) in pieces {
+            let mut rest = *from;
+            for kept in self.kept(*part, *index, elements) {
+                let mut kept = Some(kept);
+                while let Some(of) = kept.take() {
+                    let room = batch.room(of, stage.len());
+                    let len = of.len().min(room);
+                    if len > 0 {
+                        let bytes;
+                        (bytes, rest) = rest.split_at(len * size);
+                        batch.add(of.slice(0, len), stage, bytes);
+                    }
+                    if len < of.len() {
+                        assert!(!batch.writes.is_empty(), "a stage has room for some elements");
+                        batch.write(self);
+                        kept = Some(of.slice(len, of.len() - len));
+                    }
+                }
+            }
+        }
+        batch.write(self);
     }
 
     fn fill(&mut self, index: usize, value: f64) {

@@ -1,28 +1,30 @@
-//! One optimizer step: forward, backward, reduce, update, spread. The engine that does it.
+//! One optimizer step: forward, backward, reduce, update, spread. The engine that does it. What is
+//! begun when, and done again, stands in `flight.rs`.
 
 use crate::data::{Batches, DataError};
+use crate::engine::flight::{Flight, Flights};
 use crate::engine::forward::Pass;
 use crate::engine::gate::Noise;
 use crate::engine::buckets::Places;
 use crate::engine::beside::{ENV_OVERLAP, Overlap};
 use crate::engine::links::{Aside, Links, NoLinks};
 use crate::engine::model::Model;
+use crate::engine::patience::Patience;
 use crate::engine::round::{Aim, Schedule};
 use crate::engine::sums::Sums;
 use crate::engine::trace::Trace;
 use crate::engine::validate::Favourites;
 use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError};
-use moejob_kernels::{Device, KernelError, LossScaling, StepPhase, SumRows};
+use moejob_kernels::cuda::Fault;
+use moejob_kernels::{Device, KernelError, StepPhase, SumRows};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, TrainingConfig};
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
+use std::time::Instant;
 
 pub use crate::engine::numbers::StepSummary;
-
-/// How often a step in fp16 is done again with half the loss scale: from the largest to the least.
-const HALVINGS_MAX: u32 = 24;
 
 /// Why a step did not happen.
 #[derive(Debug, thiserror::Error)]
@@ -85,9 +87,13 @@ pub struct Engine {
     pub(crate) favourites: Favourites,
     /// Steps in whose next run a number is broken.
     spoiled: Vec<u64>,
+    /// The step at which the device is broken, and how.
+    fault: Option<(u64, Fault)>,
+    pub(super) patience: Patience,
     /// Seconds of each phase since they were last asked for.
-    phases: [f64; StepPhase::COUNT],
-    trace: Option<Trace>,
+    pub(super) phases: [f64; StepPhase::COUNT],
+    pub(super) trace: Option<Trace>,
+    pub(super) flights: Flights,
 }
 
 impl Engine {
@@ -97,6 +103,8 @@ impl Engine {
     /// The device cannot be made, lacks a kernel, has too little memory, or is not connected.
     pub fn open(config: &WorkerConfig, rank: u32, comm: Comm) -> Result<Engine, OpenError> {
         let (training, ranks) = (&config.training, config.ranks.max(1));
+        let began = Instant::now();
+        let told = |what| tracing::debug!(seconds = began.elapsed().as_secs_f64(), what);
         let device = match training.compute.backend {
             Backend::Cpu => {
                 let here = std::thread::available_parallelism().map_or(1, usize::from);
@@ -110,9 +118,11 @@ impl Engine {
             }
             Backend::Cuda => Device::cuda(device_of(rank, ranks), 0)?,
         };
+        told("a device");
         let mut shape = Shape::new(&config.model, &config.layout, rank, training);
         shape.documents = config.data.reset_at_boundaries;
         let mut model = Model::on(device, shape, &config.model, &config.layout, rank, training)?;
+        told("its memory");
         let links = match training.compute.backend {
             Backend::Cpu => Links::new(comm),
             Backend::Cuda => {
@@ -126,6 +136,7 @@ impl Engine {
                 Links::between_gpus(comm, &mut model.device, &groups, aside.as_ref())?
             }
         };
+        told("its links");
         Ok(Engine::new(model, training, links))
     }
 
@@ -134,7 +145,21 @@ impl Engine {
         let favourites = Favourites::default();
         let (training, spoiled) = (training.clone(), Vec::new());
         let (phases, trace) = ([0.0; StepPhase::COUNT], None);
-        Engine { links, model, gradients, training, favourites, spoiled, phases, trace }
+        let (fault, patience) = (None, Patience::default());
+        let flights = Flights::default();
+        Engine {
+            links,
+            model,
+            gradients,
+            training,
+            favourites,
+            spoiled,
+            fault,
+            patience,
+            phases,
+            trace,
+            flights,
+        }
     }
 
     /// The attempt ends well: waits until what is under way beside the ops has arrived, here and on
@@ -162,7 +187,14 @@ impl Engine {
     /// # Errors
     /// What runs on the device does not end: the process has to.
     pub fn leave(&mut self) -> Result<(), StepError> {
-        self.links.leave(&self.model.device).map_err(StepError::Device)
+        let began = Instant::now();
+        let left = self.links.leave(&self.model.device).map_err(StepError::Device);
+        tracing::debug!(seconds = began.elapsed().as_secs_f64(), "its links are left");
+        // A step may be under way that waits for nobody, and writes to memory of the host.
+        if left.is_ok() && !self.is_settled() {
+            let _ = self.model.device.finish();
+        }
+        left
     }
 
     /// Writes a trace of some of the steps to come, see [`Engine::take_traced`].
@@ -187,59 +219,25 @@ impl Engine {
         self.spoiled.push(step);
     }
 
-    /// One step, counted from 0, on all ranks. Where a number is not finite nothing is updated,
-    /// and the same step done again gives the same bits. Where routed rows find no room it is done
-    /// again at once, with more; where gradients found none in fp16, with half the loss scale. The
-    /// host reads once, at the end.
-    ///
-    /// # Errors
-    /// A peer is lost, or the data changed. The weights may be torn then.
-    pub fn step(
+    /// Breaks the device in `step`, as programs and hardware do.
+    pub fn inject(&mut self, step: u64, fault: Fault) {
+        self.fault = Some((step, fault));
+    }
+
+    /// Enqueues one step: forward, backward, reduce, update, spread. Its numbers are on their way
+    /// to the host then.
+    pub(super) fn enqueue(
         &mut self,
         step: u64,
         batches: &mut impl Batches,
-    ) -> Result<StepSummary, StepError> {
-        if let Some(trace) = &mut self.trace {
-            trace.begin(&mut self.model.device);
-        }
-        let mut halvings = 0;
-        loop {
-            let summary = self.step_once(step, batches)?;
-            if summary.overflows {
-                if !self.model.group.grow() {
-                    let non_finite = Some("a count of routed rows".to_string());
-                    return Ok(StepSummary { non_finite, ..summary });
-                }
-            } else if halvings < HALVINGS_MAX && self.rescale(&summary) {
-                halvings += 1;
-            } else {
-                return Ok(summary);
-            }
-        }
-    }
-
-    /// Moves the loss scale after a step; whether the step is to be done again with a smaller one.
-    fn rescale(&mut self, summary: &StepSummary) -> bool {
-        let Some(scaling) = self.model.scaling else { return false };
-        // A loss that is no number is so under any scale.
-        if !summary.loss.is_finite() {
-            return false;
-        }
-        let overflow = summary.non_finite.is_some();
-        let next = scaling.after(&LossScaling::default(), overflow);
-        self.model.scaling = Some(next);
-        overflow && next.scale < scaling.scale
-    }
-
-    fn step_once(
-        &mut self,
-        step: u64,
-        batches: &mut impl Batches,
-    ) -> Result<StepSummary, StepError> {
+    ) -> Result<Flight, StepError> {
         self.model.device.phase(StepPhase::Other);
         self.model.device.mark("between steps", None);
         self.model.begin_step(&self.training, step);
         self.gradients.clear();
+        if let Some((_, fault)) = self.fault.take_if(|(at, _)| *at == step) {
+            self.model.device.inject(fault);
+        }
         self.whole_step_balance(step, batches)?;
         self.rounds(step, batches, Aim::Record, |engine, schedule| {
             let (model, round) = (&mut engine.model, &schedule.round);
@@ -255,7 +253,7 @@ impl Engine {
             pass.model.device.phase(StepPhase::Backward);
             engine.gradients.push(round, schedule.own, &schedule.leaves, model);
         })?;
-        let Engine { model, gradients, links, training, spoiled, phases, .. } = self;
+        let Engine { model, gradients, links, training, spoiled, .. } = self;
         if !(links.work_beside() && matches!(gradients, Sums::Buckets(_))) {
             gradients.reduce(model, links);
         }
@@ -270,20 +268,15 @@ impl Engine {
         model.device.phase(StepPhase::Numbers);
         // What was not summed over all ranks must not move a weight.
         links.check()?;
+        model.hold();
+        model.decide_update();
         gradients.update(model, links, &training.adamw);
         model.device.phase(StepPhase::Update);
         gradients.spread(model, links);
         model.device.phase(StepPhase::Communication);
         model.device.mark("update", None);
         links.check()?;
-        let summary = model.read_numbers(training, step);
-        let taken = model.device.take_phases();
-        phases.iter_mut().zip(taken).for_each(|(sum, own)| *sum += own);
-        // What was read before a failure says nothing. A wait that was given up is the peers'
-        // fault.
-        links.check()?;
-        model.device.check().map_err(|error| StepError::Device(chain(error)))?;
-        Ok(summary)
+        Ok(Flight::new(model, step))
     }
 
     /// Calls `each` with every round of a step, its micro-batch loaded.

@@ -8,7 +8,8 @@
 //! A call blocks the engine's thread until its bytes are taken over and all that it waits for is
 //! here. Every call of a rank has a number, and every frame carries it with the attempt, so a
 //! stale or confused peer is refused before one of its bytes reaches a buffer. An [`AbortHandle`]
-//! ends a blocked call at once.
+//! ends a blocked call at once. One gather may be under way beside other calls: what
+//! [`Comm::say`] says is sent at once, and [`Comm::hear`] waits for what the others said.
 
 mod data;
 mod frame;
@@ -23,6 +24,7 @@ pub use pipe::{CHUNK_BYTES_MAX, PIPE_BYTES_MAX, PIPE_SPAN, Pipe, Read, Wake};
 
 use crate::gang::memory::{Mapping, Signal};
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -51,6 +53,8 @@ pub struct Comm {
     /// Where in it the number of the last collective that began is.
     number: usize,
     abort: AbortHandle,
+    /// A gather that was said and not heard.
+    said: Option<Said>,
 }
 
 /// Ends a blocked collective of one rank, from any thread or process that shares its memory; all
@@ -204,17 +208,72 @@ impl Comm {
         bytes_max: usize,
     ) -> Result<Vec<Vec<u8>>, CommError> {
         assert!(bytes.len() <= bytes_max, "{} bytes, at most {bytes_max}", bytes.len());
-        let mut blobs: Vec<Vec<u8>> = vec![Vec::new(); self.lanes.len()];
-        blobs[self.rank as usize] = bytes.to_vec();
         let peers = (0..self.world()).filter(|peer| *peer != self.rank);
-        let sends: Vec<(u32, &[u8])> = peers.map(|peer| (peer, bytes)).collect();
-        let mut receives: Vec<Receive> = (0..self.world())
-            .zip(&mut blobs)
-            .filter(|(peer, _)| *peer != self.rank)
-            .map(|(peer, into)| Receive::new(peer, Target::Bounded { into, bytes_max }))
-            .collect();
+        let sends: Vec<(u32, &[u8])> = peers.clone().map(|peer| (peer, bytes)).collect();
+        let mut receives: Vec<Receive> =
+            peers.map(|peer| Receive::bounded(peer, bytes_max)).collect();
         self.collect(Kind::Gather, &sends, &mut receives)?;
-        Ok(blobs)
+        let mut all: Vec<Vec<u8>> = receives.into_iter().map(Receive::into_bytes).collect();
+        all.insert(self.rank as usize, bytes.to_vec());
+        Ok(all)
+    }
+
+    /// The first half of a gather of all ranks' bytes, each at most `bytes_max`: sends, and waits
+    /// for nothing. Other calls may be made before [`Comm::hear`], the same on all ranks.
+    ///
+    /// # Errors
+    /// See [`CommError`].
+    pub fn say(&mut self, bytes: &[u8], bytes_max: usize) -> Result<(), CommError> {
+        assert!(bytes.len() <= bytes_max, "{} bytes, at most {bytes_max}", bytes.len());
+        assert!(self.said.is_none(), "what was said is heard first");
+        let number = self.count();
+        let header = self.header(Kind::Gather, number, bytes.len());
+        let world = self.world();
+        let out = |peer| match peer == self.rank {
+            true => Outbound::nothing(peer),
+            false => Outbound::new(peer, header, Cow::Owned(bytes.to_vec())),
+        };
+        let receive = |peer| match peer == self.rank {
+            true => Receive::done(peer, bytes.to_vec()),
+            false => Receive::bounded(peer, bytes_max),
+        };
+        let mut said = Said {
+            number,
+            out: (0..world).map(out).collect(),
+            receives: (0..world).map(receive).collect(),
+        };
+        let moved = self.abort.check().and_then(|()| self.step_said(&mut said));
+        self.said = Some(said);
+        self.ended(moved.map(|_| ()))
+    }
+
+    /// The second half of the gather that was said: every rank's bytes, in rank order.
+    ///
+    /// # Errors
+    /// See [`CommError`]; a longer one than said from a peer is `Protocol`.
+    pub fn hear(&mut self) -> Result<Vec<Vec<u8>>, CommError> {
+        let mut said = self.said.take().expect("something was said");
+        let heard = self.drive_said(&mut said);
+        self.ended(heard)?;
+        Ok(said.receives.into_iter().map(Receive::into_bytes).collect())
+    }
+
+    /// The number of a call that begins.
+    fn count(&self) -> u64 {
+        self.memory.long(self.number).fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    fn header(&self, kind: Kind, number: u64, length: usize) -> Header {
+        let (attempt, source) = (self.attempt, self.rank);
+        Header { attempt, number, source, kind, length: length as u64 }
+    }
+
+    /// After a failure of any call the group is unusable.
+    fn ended(&self, result: Result<(), CommError>) -> Result<(), CommError> {
+        if let Err(error) = &result {
+            self.abort.abort(&error.to_string());
+        }
+        result
     }
 
     fn collect(
@@ -225,50 +284,55 @@ impl Comm {
     ) -> Result<(), CommError> {
         assert_distinct(sends.iter().map(|(peer, _)| *peer), self.world());
         assert_distinct(receives.iter().map(|receive| receive.peer), self.world());
-        let count = self.memory.long(self.number);
-        let number = count.fetch_add(1, Ordering::Relaxed) + 1;
-        let header = |length: usize| Header {
-            attempt: self.attempt,
-            number,
-            source: self.rank,
-            kind,
-            length: length as u64,
-        };
+        let number = self.count();
         let mut out: Vec<Outbound> = sends
             .iter()
             .filter(|(peer, _)| *peer != self.rank)
-            .map(|(peer, bytes)| Outbound::new(*peer, header(bytes.len()), bytes))
+            .map(|(peer, bytes)| {
+                let header = self.header(kind, number, bytes.len());
+                Outbound::new(*peer, header, Cow::Borrowed(bytes))
+            })
             .collect();
-        let result = self.drive(number, kind, &mut out, receives);
-        if let Err(error) = &result {
-            self.abort.abort(&error.to_string());
-        }
-        result
+        let mut said = self.said.take();
+        let result = self.drive(number, kind, &mut out, receives, said.as_mut());
+        self.said = said;
+        self.ended(result)
     }
 
-    /// Moves what can be moved in either direction, and sleeps when nothing can.
+    /// Moves what can be moved in either direction, and sleeps when nothing can. What was said
+    /// before comes first in each pipe.
     fn drive(
-        &mut self,
+        &self,
         number: u64,
         kind: Kind,
         sends: &mut [Outbound],
         receives: &mut [Receive],
+        mut said: Option<&mut Said>,
     ) -> Result<(), CommError> {
         let signal = self.abort.signal.clone();
         loop {
             let seen = signal.generation();
             self.abort.check()?;
-            let mut moved = false;
-            let mut waiting = false;
+            let (mut moved, mut waiting) = (false, false);
+            if let Some(said) = &mut said {
+                moved |= self.step_said(said)?;
+            }
+            let sent = |peer: u32| {
+                said.as_ref().is_none_or(|said| said.out[peer as usize].is_done())
+            };
             for send in sends.iter_mut().filter(|send| !send.is_done()) {
-                moved |= send.step(self.lanes[send.peer as usize].as_ref().expect("a peer"))?;
+                if sent(send.peer) {
+                    moved |= send.step(self.lane(send.peer))?;
+                }
                 waiting |= !send.is_done();
             }
+            let heard = |peer: u32| {
+                said.as_ref().is_none_or(|said| said.receives[peer as usize].is_done())
+            };
             for receive in receives.iter_mut().filter(|receive| !receive.is_done()) {
-                let expected =
-                    Expected { attempt: self.attempt, number, source: receive.peer, kind };
-                let lane = self.lanes[receive.peer as usize].as_ref().expect("a peer");
-                moved |= receive.step(lane, &expected)?;
+                if heard(receive.peer) {
+                    moved |= self.receive(receive, number, kind)?;
+                }
                 waiting |= !receive.is_done();
             }
             if !waiting {
@@ -278,6 +342,48 @@ impl Comm {
                 signal.wait(seen);
             }
         }
+    }
+
+    /// Waits for all that was said.
+    fn drive_said(&self, said: &mut Said) -> Result<(), CommError> {
+        let signal = self.abort.signal.clone();
+        loop {
+            let seen = signal.generation();
+            self.abort.check()?;
+            let moved = self.step_said(said)?;
+            if said.is_done() {
+                return Ok(());
+            }
+            if !moved {
+                signal.wait(seen);
+            }
+        }
+    }
+
+    /// Moves what can be moved of a gather; says whether anything did.
+    fn step_said(&self, said: &mut Said) -> Result<bool, CommError> {
+        let mut moved = false;
+        for send in said.out.iter_mut().filter(|send| !send.is_done()) {
+            moved |= send.step(self.lane(send.peer))?;
+        }
+        for receive in said.receives.iter_mut().filter(|receive| !receive.is_done()) {
+            moved |= self.receive(receive, said.number, Kind::Gather)?;
+        }
+        Ok(moved)
+    }
+
+    fn receive(
+        &self,
+        receive: &mut Receive,
+        number: u64,
+        kind: Kind,
+    ) -> Result<bool, CommError> {
+        let expected = Expected { attempt: self.attempt, number, source: receive.peer, kind };
+        receive.step(self.lane(receive.peer), &expected)
+    }
+
+    fn lane(&self, peer: u32) -> &Lane {
+        self.lanes[peer as usize].as_ref().expect("a peer")
     }
 }
 
@@ -299,21 +405,42 @@ fn assert_distinct(peers: impl Iterator<Item = u32>, world: u32) {
     }
 }
 
+/// A gather that is under way: by rank, the own one done at once.
+#[derive(Debug)]
+struct Said {
+    number: u64,
+    out: Vec<Outbound<'static>>,
+    receives: Vec<Receive<'static>>,
+}
+
+impl Said {
+    fn is_done(&self) -> bool {
+        self.out.iter().all(Outbound::is_done) && self.receives.iter().all(Receive::is_done)
+    }
+}
+
 /// A frame on its way out.
+#[derive(Debug)]
 struct Outbound<'a> {
     peer: u32,
     /// Until it left with the first chunk.
     header: Option<Header>,
-    rest: &'a [u8],
+    bytes: Cow<'a, [u8]>,
+    /// Of the bytes.
+    sent: usize,
 }
 
 impl<'a> Outbound<'a> {
-    fn new(peer: u32, header: Header, bytes: &'a [u8]) -> Outbound<'a> {
-        Outbound { peer, header: Some(header), rest: bytes }
+    fn new(peer: u32, header: Header, bytes: Cow<'a, [u8]>) -> Outbound<'a> {
+        Outbound { peer, header: Some(header), bytes, sent: 0 }
+    }
+
+    fn nothing(peer: u32) -> Outbound<'a> {
+        Outbound { peer, header: None, bytes: Cow::Borrowed(&[]), sent: 0 }
     }
 
     fn is_done(&self) -> bool {
-        self.header.is_none() && self.rest.is_empty()
+        self.header.is_none() && self.sent == self.bytes.len()
     }
 
     /// Copies as much into the peer's pipe as fits; says whether anything moved.
@@ -324,26 +451,29 @@ impl<'a> Outbound<'a> {
             let space = space.map_err(|why| CommError::PeerLost { rank: self.peer, why })?;
             let head = self.header.map_or(0, |_| HEADER_BYTES);
             // A chunk goes out whole or waits: crumbs would cost a wake each.
-            let size = (head + self.rest.len()).min(CHUNK_BYTES_MAX);
+            let rest = &self.bytes[self.sent..];
+            let size = (head + rest.len()).min(CHUNK_BYTES_MAX);
             if size > space {
                 break;
             }
             let header = self.header.take().map(|header| header.encode());
-            let (now, later) = self.rest.split_at(size - head);
-            self.rest = later;
+            let now = &rest[..size - head];
             lane.outgoing.push(header.as_ref().map_or(&[], |header| &header[..]), now);
+            self.sent += size - head;
             moved = true;
         }
         Ok(moved)
     }
 }
 
+#[derive(Debug)]
 enum Target<'a> {
     Exact(&'a mut [u8]),
-    Bounded { into: &'a mut Vec<u8>, bytes_max: usize },
+    Bounded { into: Vec<u8>, bytes_max: usize },
 }
 
 /// A frame that is awaited.
+#[derive(Debug)]
 struct Receive<'a> {
     peer: u32,
     target: Target<'a>,
@@ -364,6 +494,23 @@ struct Expected {
 impl<'a> Receive<'a> {
     fn new(peer: u32, target: Target<'a>) -> Receive<'a> {
         Receive { peer, target, header: [0; HEADER_BYTES], headed: 0, missing: None }
+    }
+
+    fn bounded(peer: u32, bytes_max: usize) -> Receive<'a> {
+        Receive::new(peer, Target::Bounded { into: Vec::new(), bytes_max })
+    }
+
+    /// The own bytes, which nobody sends.
+    fn done(peer: u32, bytes: Vec<u8>) -> Receive<'a> {
+        let target = Target::Bounded { bytes_max: bytes.len(), into: bytes };
+        Receive { missing: Some(0), ..Receive::new(peer, target) }
+    }
+
+    fn into_bytes(self) -> Vec<u8> {
+        match self.target {
+            Target::Exact(into) => into.to_vec(),
+            Target::Bounded { into, .. } => into,
+        }
     }
 
     fn is_done(&self) -> bool {

@@ -1,4 +1,9 @@
-//! What the ranks tell each other after a step, beside its numbers, in one collective.
+//! What the ranks tell each other with every step, beside its numbers.
+//!
+//! ```text
+//! say(n) -> step n computes, on every rank -> hear(n): the same words on all, so all act alike
+//! ```
+//! Nobody waits for the round between them: it travels while the step computes.
 
 use crate::gang::comm::{Comm, CommError};
 
@@ -10,6 +15,8 @@ pub struct StepEnd {
     pub stop_after_this_step: bool,
     /// Rank 0's word that state is to be copied to memory.
     pub snapshot_now: bool,
+    /// Steps in the newest snapshot that this rank has finished, with its ward's.
+    pub held: u64,
     /// This rank's worker still writes checkpoints of the attempt before.
     pub earlier: bool,
     /// A higher attempt that rank 0 has seen in storage; 0: none.
@@ -28,14 +35,22 @@ pub struct StepEnd {
 const ERROR_BYTES_MAX: usize = 1024;
 
 /// What comes before it.
-const HEAD_BYTES: usize = 32;
+const HEAD_BYTES: usize = 40;
 
-/// Every rank's part, in rank order.
+/// Tells the others, and waits for nothing.
+///
+/// # Errors
+/// A peer is lost.
+pub fn say(end: &StepEnd, comm: &mut Comm) -> Result<(), CommError> {
+    comm.say(&end.encode(), HEAD_BYTES + ERROR_BYTES_MAX)
+}
+
+/// What each rank has said, in rank order.
 ///
 /// # Errors
 /// A peer is lost or speaks nonsense.
-pub fn agree(end: &StepEnd, comm: &mut Comm) -> Result<Vec<StepEnd>, CommError> {
-    let all = comm.gather_all(&end.encode(), HEAD_BYTES + ERROR_BYTES_MAX)?;
+pub fn hear(comm: &mut Comm) -> Result<Vec<StepEnd>, CommError> {
+    let all = comm.hear()?;
     all.iter().zip(0..).map(|(bytes, rank)| StepEnd::decode(rank, bytes)).collect()
 }
 
@@ -56,6 +71,7 @@ impl StepEnd {
         out.extend_from_slice(&self.written.to_le_bytes());
         out.extend_from_slice(&self.committed.to_le_bytes());
         out.extend_from_slice(&self.given_up.to_le_bytes());
+        out.extend_from_slice(&self.held.to_le_bytes());
         out.extend_from_slice(error.as_bytes());
         out
     }
@@ -75,7 +91,8 @@ impl StepEnd {
         let (fenced_by, rest) = rest.split_first_chunk::<4>()?;
         let (written, rest) = rest.split_first_chunk::<8>()?;
         let (committed, rest) = rest.split_first_chunk::<8>()?;
-        let (given_up, error) = rest.split_first_chunk::<8>()?;
+        let (given_up, rest) = rest.split_first_chunk::<8>()?;
+        let (held, error) = rest.split_first_chunk::<8>()?;
         let flags = u32::from_le_bytes(*flags);
         if flags > 15 || error.len() > ERROR_BYTES_MAX {
             return None;
@@ -89,6 +106,7 @@ impl StepEnd {
             written: u64::from_le_bytes(*written),
             committed: u64::from_le_bytes(*committed),
             given_up: u64::from_le_bytes(*given_up),
+            held: u64::from_le_bytes(*held),
             write_error: std::str::from_utf8(error).ok()?.to_string(),
         })
     }
@@ -104,6 +122,7 @@ mod tests {
             checkpoint_now: true,
             stop_after_this_step: false,
             snapshot_now: true,
+            held: 30,
             earlier: true,
             fenced_by: 7,
             written: 40,

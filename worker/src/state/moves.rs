@@ -188,10 +188,11 @@ pub fn scatter<B: Deref<Target = [u8]>>(
         near.map(|source| (source.shard, held(source.shard))).collect();
     for exchange in &moves.exchanges {
         let near = exchange.incoming.iter().filter(|(from, _)| is_near(**from));
-        for piece in near.flat_map(|(_, pieces)| pieces) {
+        let pieces = near.flat_map(|(_, pieces)| pieces).map(|piece| {
             let bytes = &shards[&piece.shard][piece.bytes.clone()];
-            state.write(piece.part, piece.index, piece.elements.clone(), bytes);
-        }
+            (piece.part, piece.index, piece.elements.clone(), bytes)
+        });
+        state.write_all(&pieces.collect::<Vec<_>>());
     }
     // The same for all: whose layout and sources are the same plan the same exchanges.
     for exchange in &moves.exchanges {

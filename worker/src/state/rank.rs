@@ -70,6 +70,13 @@ pub trait RankState {
     /// where a rank holds and does not own, it may keep the weight alone.
     fn write(&mut self, part: Part, index: usize, elements: Range<u64>, from: &[u8]);
 
+    /// [`RankState::write`] of all `pieces`, which do not overlap.
+    fn write_all(&mut self, pieces: &[(Part, usize, Range<u64>, &[u8])]) {
+        for (part, index, elements, from) in pieces {
+            self.write(*part, *index, elements.clone(), from);
+        }
+    }
+
     /// Sets the whole master of a parameter that is held, and its weight.
     fn fill(&mut self, index: usize, value: f64);
 

@@ -15,6 +15,7 @@
 
 use crate::gang::memory::Mapping;
 use crate::state::copy::threads_for;
+use moejob_kernels::cuda::{CudaError, Gpu, Registered};
 use moejob_protocol::checkpoint::ScaleEntry;
 use rustix::fd::{BorrowedFd, OwnedFd};
 use std::io;
@@ -89,6 +90,21 @@ impl Slot {
             return Err(io::Error::other("memory that is no slot"));
         }
         Ok(slot)
+    }
+
+    /// Has the driver of `gpu` copy here without a detour, for as long as there is the slot.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    pub(super) fn pin(&self, gpu: &Gpu) -> Result<(), CudaError> {
+        // Mapped anew its pages are there, and not in the table of this process.
+        let _ = self.0.populate(threads_for(self.0.len()));
+        // SAFETY: the mapping ends its guard before it unmaps the range.
+        self.0.guard(|start, len| unsafe { Registered::new(gpu, start, len) })
+    }
+
+    pub(super) fn is_pinned(&self) -> bool {
+        self.0.is_guarded()
     }
 
     pub fn file(&self) -> Option<BorrowedFd<'_>> {
@@ -330,6 +346,11 @@ impl Filling {
         slot.0.long(STEP).store(label.step, Ordering::SeqCst);
         slot.set_loss_scale(None);
         Some(Filling { slot: Arc::clone(slot), sums })
+    }
+
+    /// A device can copy into it by itself.
+    pub fn is_pinned(&self) -> bool {
+        self.slot.is_pinned()
     }
 
     pub fn bytes_mut(&mut self) -> &mut [u8] {

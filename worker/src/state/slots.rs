@@ -5,7 +5,9 @@
 //! ```
 //! Slots are bounded in number. Without a free one a snapshot is left out, and nothing waits.
 
+use crate::failure::chain;
 use crate::state::slot::{Filling, FREE, GONE, Label, Reading, Slot, Sums};
+use moejob_kernels::cuda::Gpu;
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::Held;
 use rustix::fd::OwnedFd;
@@ -19,6 +21,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 /// Slots of one shard that may be in use at once, unless [`Memory::set_bounds`] says otherwise: the
 /// newest state that is whole everywhere, the next one, and one that a checkpoint is written from.
 const IN_USE_MAX: usize = 3;
+/// Of them those that take turns.
+const GENERATIONS: usize = 2;
 
 /// The slots of a worker, or those of them that one of its engines knows. A clone is the same.
 #[derive(Clone)]
@@ -199,6 +203,18 @@ impl Memory {
         }
     }
 
+    /// Before a checkpoint is cut: what is older than the newest state that is known to be whole
+    /// everywhere can be overwritten, since nobody resumes from it.
+    pub fn free_older(&self) {
+        let slots = self.slots();
+        let stays = newest_confirmed(&slots);
+        for slot in slots.iter() {
+            if slot.label().is_some_and(|label| Some((label.attempt, label.step)) < stays) {
+                slot.state().store(FREE, Ordering::SeqCst);
+            }
+        }
+    }
+
     /// A slot of `len` bytes for a shard: one that is free, or a new one. None where as many of
     /// that shard as may be are in use.
     ///
@@ -238,10 +254,7 @@ impl Memory {
     /// steps.
     pub fn prepare(&self, shards: &[(u32, usize)]) {
         for (shard, len) in shards {
-            let of_shard = |slot: &&Arc<Slot>| {
-                slot.written().shard == *shard && slot.bytes_len() == *len
-            };
-            if self.slots().iter().filter(of_shard).count() >= 2 {
+            if self.of_shard(*shard, *len).len() >= GENERATIONS {
                 continue;
             }
             // Where there is no memory for it the snapshot will say so.
@@ -250,6 +263,31 @@ impl Memory {
             self.slots().push(Arc::clone(&slot));
             if let Some(announce) = &self.0.announce {
                 announce(&slot);
+            }
+        }
+    }
+
+    /// The slots of a shard of `len` bytes that no checkpoint is written from.
+    fn of_shard(&self, shard: u32, len: usize) -> Vec<Arc<Slot>> {
+        let of_shard = |slot: &&Arc<Slot>| {
+            slot.written().shard == shard && slot.bytes_len() == len && !slot.is_read()
+        };
+        self.slots().iter().filter(of_shard).cloned().collect()
+    }
+
+    /// The same of one shard, of which a GPU copies into two slots by itself, and into a third one
+    /// while a checkpoint is written from another. They stay as long as the attempt does, since to
+    /// give one back would stop its steps.
+    pub fn prepare_pinned(&self, gpu: &Gpu, shard: u32, len: usize) {
+        self.prepare(&[(shard, len)]);
+        self.prepare(&[(shard, len)]);
+        // One after the other: a slot that somebody holds is not filled.
+        let next = || self.of_shard(shard, len).into_iter().find(|slot| !slot.is_pinned());
+        while let Some(slot) = next() {
+            if let Err(error) = slot.pin(gpu) {
+                let why = chain(&error);
+                tracing::warn!(why, "snapshots leave by a detour: their memory is not pinned");
+                return;
             }
         }
     }
@@ -278,7 +316,7 @@ impl Memory {
         let spare = self.0.spare.load(Ordering::Relaxed);
         let mut free: BTreeMap<(u32, usize), usize> = BTreeMap::new();
         retain(&mut self.slots(), |slot| {
-            if !is_unused(slot) {
+            if !is_unused(slot) || slot.is_pinned() {
                 return true;
             }
             let of_shard = free.entry((slot.written().shard, slot.bytes_len())).or_default();

@@ -7,9 +7,9 @@
 
 use crate::gang::comm::{Comm, CommError};
 use crate::state::rank::{DeviceFailed, Normal, RankState, StateTable, name_hash};
-use crate::state::slot::Slot;
+use crate::state::slot::{Filling, Slot};
 use crate::state::slots::Memory;
-use moejob_protocol::checkpoint::Part;
+use moejob_protocol::checkpoint::{Part, ScaleEntry};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param, Role};
 use moejob_protocol::owners::Owners;
@@ -127,6 +127,12 @@ pub fn cut(state: &mut impl RankState, bytes: &mut Vec<u8>) -> Result<(), Device
 /// # Errors
 /// The device failed: the bytes say nothing.
 pub fn cut_into(state: &mut impl RankState, bytes: &mut [u8]) -> Result<(), DeviceFailed> {
+    begin_cut_into(state, bytes);
+    state.finish()
+}
+
+/// The same of a device that may put the copying off: the bytes count once it was waited for.
+pub fn begin_cut_into(state: &mut impl RankState, bytes: &mut [u8]) {
     let table = state.table();
     let float_bytes = table.stored.size();
     let (runs, len) =
@@ -139,7 +145,6 @@ pub fn cut_into(state: &mut impl RankState, bytes: &mut [u8]) -> Result<(), Devi
             state.read(part, run.index, run.elements.clone(), into);
         }
     }
-    state.finish()
 }
 
 /// Why a snapshot was not taken.
@@ -153,41 +158,102 @@ pub enum SnapshotError {
     Device(#[from] DeviceFailed),
 }
 
-/// Cuts this rank's shard into `memory` and exchanges it with its buddies: `buddies[ward]` keeps
-/// the second copy of the shard of `ward`. None, on all ranks alike, where one of them has no free
-/// slot: then no snapshot is taken, and nothing waits.
+/// The slots of a snapshot that is being taken.
+#[derive(Debug)]
+pub struct Opened {
+    /// For this rank's shard.
+    pub own: Filling,
+    /// For the shards of those whose buddy this rank is.
+    pub theirs: Vec<(u32, Filling)>,
+    /// Every rank can copy beside its next step.
+    pub beside: bool,
+}
+
+/// Finds the slots for this rank's shard and for those of its wards: `buddies[ward]` keeps the
+/// second copy of the shard of `ward`. None, on all ranks alike, where one of them has no free
+/// slot: then no snapshot is taken, and nothing waits. `can_leave` says whether this rank could
+/// copy into the slot beside its next step.
 ///
 /// # Errors
-/// A peer is lost, there is no memory, or the device failed; what is complete stays.
-pub fn take(
+/// A peer is lost, or there is no memory.
+pub fn open(
     memory: &Memory,
-    state: &mut impl RankState,
+    state: &impl RankState,
     comm: &mut Comm,
     buddies: &[Option<u32>],
-    attempt: u32,
-    step: u64,
-) -> Result<Option<Arc<Slot>>, SnapshotError> {
+    (attempt, step): (u32, u64),
+    can_leave: impl Fn(&Filling) -> bool,
+) -> Result<Option<Opened>, SnapshotError> {
     memory.make_room(attempt, step);
     let rank = state.table().rank;
     let wards = (0..comm.world()).filter(|ward| buddies[*ward as usize] == Some(rank));
-    // The same on every rank, so that a buddy knows its ward's.
-    let loss_scale = state.loss_scale();
+    let wards: Vec<u32> = wards.collect();
     let mut slots = Vec::new();
-    for shard in std::iter::once(rank).chain(wards) {
+    for shard in std::iter::once(rank).chain(wards.iter().copied()) {
         let len = shard_bytes(&state.table(), shard);
         let filling = memory.fill(attempt, step, shard, len)?;
         slots.extend(filling.map(|filling| (shard, filling)));
     }
-    let wanted = 1 + buddies.iter().filter(|buddy| **buddy == Some(rank)).count();
-    if !all_have_room(comm, slots.len() == wanted)? {
+    opened(comm, slots, 1 + wards.len(), state.loss_scale(), can_leave)
+}
+
+/// The same for a checkpoint alone: no other rank gets a copy, and nobody resumes from it.
+///
+/// # Errors
+/// See [`open`].
+pub fn open_for_checkpoint(
+    memory: &Memory,
+    state: &impl RankState,
+    comm: &mut Comm,
+    (attempt, step): (u32, u64),
+    can_leave: impl Fn(&Filling) -> bool,
+) -> Result<Option<Opened>, SnapshotError> {
+    let rank = state.table().rank;
+    let filling = memory.fill(attempt, step, rank, shard_bytes(&state.table(), rank))?;
+    let slots = filling.map(|filling| (rank, filling)).into_iter().collect();
+    opened(comm, slots, 1, state.loss_scale(), can_leave)
+}
+
+/// What every rank has: slots, and a way to copy beside its next step. The scale is the same on
+/// every rank, so that a buddy knows its ward's.
+fn opened(
+    comm: &mut Comm,
+    mut slots: Vec<(u32, Filling)>,
+    wanted: usize,
+    loss_scale: Option<ScaleEntry>,
+    can_leave: impl Fn(&Filling) -> bool,
+) -> Result<Option<Opened>, SnapshotError> {
+    let beside = slots.first().is_some_and(|(_, own)| can_leave(own));
+    let said = [u8::from(slots.len() == wanted) | u8::from(beside) << 1];
+    let all = match comm.world() {
+        1 => said[0],
+        _ => comm.gather_all(&said, 1)?.iter().fold(3, |all, said| all & byte(said)),
+    };
+    if all & 1 == 0 {
         return Ok(None);
     }
     slots.iter_mut().for_each(|(_, filling)| filling.set_loss_scale(loss_scale));
-    let mut theirs = slots.split_off(1);
-    let (_, mut own) = slots.pop().expect("its own comes first");
-    cut_into(state, own.bytes_mut())?;
+    let theirs = slots.split_off(1);
+    let (_, own) = slots.pop().expect("its own comes first");
+    Ok(Some(Opened { own, theirs, beside: all & 2 != 0 }))
+}
+
+fn byte(said: &[u8]) -> u8 {
+    said.first().copied().unwrap_or(0)
+}
+
+/// The own shard is whole: exchanges it with the buddies.
+///
+/// # Errors
+/// A peer is lost; what is complete stays.
+pub fn complete(
+    memory: &Memory,
+    comm: &mut Comm,
+    buddies: &[Option<u32>],
+    Opened { own, mut theirs, .. }: Opened,
+) -> Result<Arc<Slot>, SnapshotError> {
     let own = own.complete();
-    let buddy = buddies[rank as usize];
+    let buddy = buddies[comm.rank() as usize];
     let send = buddy.filter(|_| !own.is_empty()).map(|buddy| (buddy, &own[..]));
     let mut receives: Vec<(u32, &mut [u8])> = theirs
         .iter_mut()
@@ -200,38 +266,5 @@ pub fn take(
     }
     theirs.into_iter().for_each(|(_, filling)| drop(filling.complete()));
     memory.trim();
-    Ok(Some(own))
-}
-
-/// Cuts this rank's shard for a checkpoint alone: no other rank gets a copy, and nobody resumes
-/// from it. It is lent to the checkpoint's writer. None, on all ranks alike,
-/// where one of them has no free slot.
-///
-/// # Errors
-/// A peer is lost, there is no memory, or the device failed.
-pub fn take_for_checkpoint(
-    memory: &Memory,
-    state: &mut impl RankState,
-    comm: &mut Comm,
-    attempt: u32,
-    step: u64,
-) -> Result<Option<Arc<Slot>>, SnapshotError> {
-    let rank = state.table().rank;
-    let len = shard_bytes(&state.table(), rank);
-    let filling = memory.fill(attempt, step, rank, len)?;
-    if !all_have_room(comm, filling.is_some())? {
-        return Ok(None);
-    }
-    let Some(mut filling) = filling else { return Ok(None) };
-    filling.set_loss_scale(state.loss_scale());
-    cut_into(state, filling.bytes_mut())?;
-    Ok(Some(filling.complete_for_checkpoint()))
-}
-
-fn all_have_room(comm: &mut Comm, own: bool) -> Result<bool, CommError> {
-    if comm.world() == 1 {
-        return Ok(own);
-    }
-    let all = comm.gather_all(&[u8::from(own)], 1)?;
-    Ok(all.iter().all(|has| has == &[1]))
+    Ok(own)
 }

@@ -11,7 +11,7 @@ use super::complain;
 use clap::{Args, ValueEnum};
 use moe_worker::attempt::gauge::Gauge;
 use moe_worker::attempt::pace::kernel_bytes;
-use moe_worker::engine::step::{Engine, StepSummary};
+use moe_worker::engine::step::{Engine, StepError, StepSummary};
 use moe_worker::engine::trace::{STEPS_TRACED, Trace};
 use moe_worker::gang::comm::Comm;
 use moe_worker::state::rank::{DeviceFailed, RankState};
@@ -285,17 +285,28 @@ fn train(
     let mut seconds = Vec::new();
     let mut last = StepSummary::default();
     let mut imbalance = 0.0;
-    for step in 0..u64::from(args.warm_up + args.steps) {
-        let began = Instant::now();
-        let summary = engine.step(step, &mut batches).map_err(|error| {
+    let steps = u64::from(args.warm_up + args.steps);
+    // As a job does, a GPU begins a step before the numbers of the one before it are read.
+    let ahead = u64::from(engine.runs_ahead());
+    let mut began = Instant::now();
+    let mut next = 0;
+    for step in 0..steps {
+        let failed = |error: StepError| {
             complain(&error);
             Refused(1, format!("step {} failed", step + 1))
-        })?;
+        };
+        while next < steps && next <= step + ahead {
+            engine.begin(next, &mut batches).map_err(failed)?;
+            next += 1;
+        }
+        let summary = engine.end(&mut batches).map_err(failed)?;
+        let took = began.elapsed().as_secs_f64();
+        began = Instant::now();
         if let Some(what) = &summary.non_finite {
             return Err(Refused(1, format!("{what} is not finite at step {}", step + 1)));
         }
         if step >= u64::from(args.warm_up) {
-            seconds.push(began.elapsed().as_secs_f64());
+            seconds.push(took);
             imbalance += summary.expert_imbalance / f64::from(args.steps);
         }
         last = summary;
@@ -318,7 +329,8 @@ fn train(
         Some(told) => told.name,
         None => format!("processor, {:?}", moejob_kernels::Isa::detect()),
     };
-    engine.all_arrived().and_then(|()| engine.leave()).map_err(|error| Refused(1, error.to_string()))?;
+    let left = engine.all_arrived().and_then(|()| engine.leave());
+    left.map_err(|error| Refused(1, error.to_string()))?;
     Ok(Trained { device, imbalance, loss: last.loss, used, watts, phases, seconds })
 }
 

@@ -114,7 +114,7 @@ impl<B: Copy> Numbers<B> {
         let (params, reduced) = (doubles(PARAM_NUMBERS), doubles(numbers.reduced));
         let tree = shape.types.sums == Sums::Tree;
         let parts = doubles(if tree { numbers.parts.iter().sum() } else { 0 });
-        let control = doubles(if tree { 0 } else { CONTROL_NUMBERS });
+        let control = doubles(CONTROL_NUMBERS);
         let loss_scale =
             shape.types.scaled.then(|| planner.alloc(Kind::F32, Rows::Fixed(1), 1));
         let mut doubles = |len| planner.alloc(Kind::F64, Rows::Fixed(len), 1);

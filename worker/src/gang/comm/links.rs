@@ -176,6 +176,7 @@ impl Links {
             memory: Arc::clone(&self.memory),
             number: self.collective(rank),
             abort: self.abort_handle(rank),
+            said: None,
         }
     }
 

@@ -56,6 +56,86 @@ fn gather_gives_every_rank_the_same_blobs() {
 }
 
 #[test]
+fn what_is_said_is_heard_behind_other_calls() {
+    let rounds = 20_u8;
+    let all = on_ranks(3, |comm| {
+        let me = comm.rank();
+        let mut heard = Vec::new();
+        for round in 0..rounds {
+            comm.say(&[round, me as u8], 16).expect("said");
+            // Rank 2 exchanges nothing, and the others more than a pipe holds.
+            let length = 3 * PIPE_BYTES_MAX / 2;
+            let (peer, mut into) = (1 - me.min(1), vec![0; length]);
+            let mine = pattern(me, peer, u32::from(round), length);
+            let of_two = me < 2;
+            let sends: Vec<(u32, &[u8])> =
+                of_two.then_some((peer, mine.as_slice())).into_iter().collect();
+            let mut recvs: Vec<(u32, &mut [u8])> =
+                of_two.then_some((peer, into.as_mut_slice())).into_iter().collect();
+            comm.exchange(&sends, &mut recvs).expect("an exchange");
+            assert!(!of_two || into == pattern(peer, me, u32::from(round), length));
+            let between = comm.gather_all(&[me as u8; 3], 3).expect("a gather");
+            assert_eq!(between, (0..3).map(|rank| vec![rank; 3]).collect::<Vec<_>>());
+            heard.push(comm.hear().expect("heard"));
+        }
+        assert_eq!(comm.collective(), 3 * u64::from(rounds));
+        heard
+    });
+    for heard in all {
+        for (round, said) in (0..rounds).zip(heard) {
+            assert_eq!(said, (0..3).map(|rank| vec![round, rank]).collect::<Vec<_>>());
+        }
+    }
+}
+
+/// A pipe that is full takes what is said later, and nothing else goes before it.
+#[test]
+fn what_is_said_into_a_full_pipe_leaves_first() {
+    let all = on_ranks(2, |comm| {
+        if comm.rank() == 0 {
+            // Taken over by the pipe, which is then full but for less than what is said.
+            let first = vec![1; PIPE_BYTES_MAX - HEADER_BYTES - 8];
+            comm.exchange(&[(1, &first)], &mut []).expect("an exchange");
+            comm.say(b"0 is here", 16).expect("said");
+            comm.exchange(&[(1, &[2; 5])], &mut []).expect("an exchange");
+        } else {
+            // Rank 0 cannot have got further: nothing was read yet.
+            let mut first = vec![0; PIPE_BYTES_MAX - HEADER_BYTES - 8];
+            comm.exchange(&[], &mut [(0, &mut first)]).expect("an exchange");
+            comm.say(b"1 is here", 16).expect("said");
+            let mut second = [0; 5];
+            comm.exchange(&[], &mut [(0, &mut second)]).expect("an exchange");
+            assert_eq!((first[0], second), (1, [2; 5]));
+        }
+        comm.hear().expect("heard")
+    });
+    assert_eq!(all, vec![vec![b"0 is here".to_vec(), b"1 is here".to_vec()]; 2]);
+}
+
+#[test]
+fn a_rank_that_leaves_before_it_spoke_is_lost() {
+    let mut comms = Comm::in_process(2);
+    let gone = comms.pop().expect("two");
+    let mut comm = comms.pop().expect("two");
+    comm.say(b"here", 8).expect("said");
+    drop(gone);
+    let error = comm.hear().expect_err("it never spoke");
+    assert!(matches!(error, CommError::PeerLost { rank: 1, .. }), "{error}");
+    assert!(matches!(comm.say(b"x", 8), Err(CommError::Aborted { .. })), "and it stays so");
+}
+
+#[test]
+fn who_says_more_than_allowed_is_refused() {
+    let mut comms = Comm::in_process(2);
+    let mut loud = comms.pop().expect("two");
+    let mut comm = comms.pop().expect("two");
+    loud.say(&[0; 9], 9).expect("said");
+    comm.say(b"here", 8).expect("said");
+    let error = comm.hear().expect_err("nine bytes");
+    assert!(matches!(error, CommError::Protocol { rank: 1, .. }), "{error}");
+}
+
+#[test]
 fn a_world_of_one_copies_to_itself() {
     let mut comm = Comm::solo(3);
     let mut into = [0; 4];

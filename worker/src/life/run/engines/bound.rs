@@ -8,6 +8,7 @@ use crate::life::binding::{self, Binding, apply, hca_setting};
 use crate::life::machine::Machine;
 use moejob_protocol::cpus::cpu_text;
 use crate::life::machine::pci::Address;
+use crate::life::run::engines::child::ENV_OPENS_GPU;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::Backend;
 use moejob_protocol::pod::ENV_HCAS;
@@ -161,7 +162,9 @@ impl Bound {
         let seat = self.binding.engines.get(index).and_then(Option::as_ref);
         let cpus = seat.map(|seat| (apply::ENV_CPUS, cpu_text(&seat.cpus)));
         let hcas = self.hcas.as_ref().map(|list| (ENV_HCA, list.clone()));
-        cpus.into_iter().chain(hcas).collect()
+        let gpu = self.of.is_some_and(|of| of.gpu);
+        let opens = gpu.then(|| (ENV_OPENS_GPU, "1".to_string()));
+        cpus.into_iter().chain(hcas).chain(opens).collect()
     }
 
     pub fn take_warnings(&mut self) -> Vec<Warning> {

@@ -18,7 +18,7 @@ use crate::gang::comm::{Links, Shape};
 use crate::life::binding::apply::take_seat;
 use crate::state::slot::Slot;
 use crate::state::slots::Memory;
-use moejob_kernels::cuda::{uuid_of, uuid_text};
+use moejob_kernels::cuda::{keep_open, uuid_of, uuid_text};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::Backend;
 use rustix::fd::{AsFd, OwnedFd};
@@ -47,6 +47,9 @@ struct Training {
     desk: OwnedFd,
 }
 
+/// Set for an engine that will train on a GPU: it opens that one while workers still connect.
+pub(super) const ENV_OPENS_GPU: &str = "MOEJOB_OPENS_GPU";
+
 type Reports = SyncSender<(Report, Option<OwnedFd>)>;
 
 /// Runs an engine of the worker with the process id `worker` on the socket that is its standard
@@ -73,6 +76,7 @@ fn serve(worker: &str) -> io::Result<u8> {
         eprintln!("moe-worker engine: {error}");
     }
     die_of_faults();
+    open_gpu();
     let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
     let wire = Wire::new(socket);
     let out = wire.try_clone()?;
@@ -107,6 +111,15 @@ fn serve(worker: &str) -> io::Result<u8> {
         reports.send((report, None)).map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
     }
     Ok(0)
+}
+
+/// On a thread of its own. An attempt that finds the GPU not open yet opens it, and says what
+/// fails.
+fn open_gpu() {
+    if std::env::var_os(ENV_OPENS_GPU).is_some() {
+        let thread = std::thread::Builder::new().name("open-gpu".to_string());
+        let _ = thread.spawn(|| drop(keep_open(device_of(0, 1))));
+    }
 }
 
 /// The runtime's handler, which tells a stack that overflowed, returns from any other of these

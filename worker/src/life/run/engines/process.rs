@@ -15,14 +15,16 @@ use crate::gang::comm::Links;
 use crate::life::run::Happened;
 use crate::state::slots::Memory;
 use moejob_protocol::WorkerConfig;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
@@ -93,12 +95,13 @@ impl Process {
         let (orders, ordered) = sync_channel(ORDERS_MAX);
         let wire = Wire::new(ours);
         let out = wire.try_clone()?;
-        let (said, words) = sync_channel(1);
+        let words = Words::default();
         let thread = |what: &str| {
             std::thread::Builder::new().name(format!("{what}-{}", name.index))
         };
         if let Some(errors) = child.stderr.take() {
-            thread("engine-err").spawn(move || drop(said.send(pass_on(errors))))?;
+            let words = words.clone();
+            thread("engine-err").spawn(move || pass_on(errors, &words))?;
         }
         thread("engine-out").spawn(move || send(&out, &ordered))?;
         let orders: Orders = Arc::new(Mutex::new(Some(orders)));
@@ -182,12 +185,18 @@ fn receive(
     name: Name,
     mut wire: Wire,
     mut child: Child,
-    words: &Receiver<String>,
+    words: &Words,
     keeps: &Keeps,
     happened: &mpsc::Sender<Happened>,
 ) {
     let said = |said| drop(happened.blocking_send(Happened::Engine(name, said)));
     loop {
+        if let Some(status) = ends_before_it_speaks(&wire, child.id()) {
+            said(gone(&Ok(status), words));
+            // Its number is its own until it was waited for.
+            let _ = child.wait();
+            return;
+        }
         let next = match wire.receive() {
             Ok(Some(Report::Slot)) => wire.file().and_then(|file| keeps.memory.adopt(file)),
             Ok(Some(Report::Asks(ask))) => {
@@ -224,9 +233,47 @@ fn receive(
         Some(status) => Ok(status),
         None => wait_or_kill(&mut child),
     };
-    let last_words = words.recv_timeout(LAST_WORDS_WAIT).unwrap_or_default();
-    let by_device = is_by_device(&status);
-    said(Said::Gone { how: describe(status), last_words, by_device });
+    said(gone(&status, words));
+}
+
+fn gone(status: &io::Result<ExitStatus>, words: &Words) -> Said {
+    let (how, last_words) = (describe(status), words.last());
+    Said::Gone { how, last_words, by_device: is_by_device(status) }
+}
+
+/// Between two looks at an engine that says nothing.
+const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+
+/// Waits for the next report. A process that was killed gives its memory back before its files are
+/// closed, which takes the kernel seconds where it maps much: it is seen before. None: there is
+/// something to read, if only the end.
+fn ends_before_it_speaks(wire: &Wire, pid: u32) -> Option<ExitStatus> {
+    let socket = wire.socket();
+    loop {
+        let mut all = [PollFd::new(&socket, PollFlags::IN)];
+        match poll(&mut all, Some(&LOOK_EVERY)) {
+            Ok(0) => {}
+            Err(Errno::INTR) => continue,
+            Ok(_) | Err(_) => return None,
+        }
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let status = ends_by(&stat);
+        if status.is_some() {
+            return status;
+        }
+    }
+}
+
+/// How the process ends whose `/proc/PID/stat` this is (proc(5): field 9 are its flags, 52 is its
+/// status), where it is on its way. One that ends as it should closes its socket in its own time.
+fn ends_by(stat: &str) -> Option<ExitStatus> {
+    const EXITING: u64 = 4;
+    // The name may have any characters.
+    let (_, fields) = stat.rsplit_once(") ")?;
+    let mut fields = fields.split_ascii_whitespace();
+    let flags: u64 = fields.nth(9 - 3)?.parse().ok()?;
+    let status: i32 = fields.nth(52 - 9 - 1)?.parse().ok()?;
+    (flags & EXITING != 0 && status != 0).then(|| ExitStatus::from_raw(status))
 }
 
 /// The socket closes a moment before the process can be waited for.
@@ -242,7 +289,7 @@ fn wait_or_kill(child: &mut Child) -> io::Result<ExitStatus> {
     child.wait()
 }
 
-fn describe(status: io::Result<ExitStatus>) -> String {
+fn describe(status: &io::Result<ExitStatus>) -> String {
     match status {
         Ok(status) => match (status.code(), status.signal()) {
             (Some(code), _) => format!("exit code {code}"),
@@ -256,9 +303,34 @@ fn is_by_device(status: &io::Result<ExitStatus>) -> bool {
     status.as_ref().is_ok_and(|status| status.code() == Some(EXIT_DEVICE))
 }
 
-/// What an engine writes goes where the worker writes; gives the last of it.
-fn pass_on(errors: impl Read) -> String {
-    let mut last = Vec::new();
+/// The last that an engine wrote, and whether it can write no more.
+#[derive(Clone, Default)]
+struct Words(Arc<(Mutex<(Vec<u8>, bool)>, Condvar)>);
+
+impl Words {
+    fn add(&self, line: &[u8]) {
+        let (words, _) = &mut *self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
+        words.extend_from_slice(line);
+        words.drain(..words.len().saturating_sub(LAST_WORDS_MAX));
+    }
+
+    fn end(&self) {
+        self.0.0.lock().unwrap_or_else(PoisonError::into_inner).1 = true;
+        self.0.1.notify_all();
+    }
+
+    /// Of an engine that ends: what it wrote may still be on its way.
+    fn last(&self) -> String {
+        let words = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let more = |(_, ended): &mut (Vec<u8>, bool)| !*ended;
+        let waited = self.0.1.wait_timeout_while(words, LAST_WORDS_WAIT, more);
+        let (words, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        String::from_utf8_lossy(&words.0).trim().to_string()
+    }
+}
+
+/// What an engine writes goes where the worker writes.
+fn pass_on(errors: impl Read, words: &Words) {
     let mut errors = BufReader::new(errors);
     loop {
         let mut line = Vec::new();
@@ -268,16 +340,40 @@ fn pass_on(errors: impl Read) -> String {
             Ok(_) => {}
         }
         let _ = io::stderr().write_all(&line);
-        last.extend_from_slice(&line);
-        let surplus = last.len().saturating_sub(LAST_WORDS_MAX);
-        last.drain(..surplus);
+        words.add(&line);
     }
-    String::from_utf8_lossy(&last).trim().to_string()
+    words.end();
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_process_that_is_being_ended_says_by_what() {
+        let of = |flags: u64, status: i32| {
+            let zeros = |count| vec!["0"; count].join(" ");
+            format!("42 (a ) b) D {} {flags} {} {status}\n", zeros(5), zeros(42))
+        };
+        let signal = |text: &str| ends_by(text).and_then(|status| status.signal());
+        assert_eq!(signal(&of(0x40_0104, 9)), Some(9));
+        assert_eq!(signal(&of(0x40_0104, 0x80 | 11)), Some(11), "with a core");
+        assert_eq!(signal(&of(0x40_0100, 9)), None, "it runs");
+        assert_eq!(ends_by(&of(0x40_0104, 0)), None, "as it should");
+        assert_eq!(ends_by(&of(0x40_0104, 70 << 8)).and_then(|status| status.code()), Some(70));
+        for broken in ["", "42 (a", "42 (a) D", "42 (a) D 1 2 3"] {
+            assert_eq!(signal(broken), None, "{broken}");
+        }
+        // As the kernel writes it.
+        let mut child = Command::new("sleep").arg("60").spawn().expect("a process");
+        let own = || std::fs::read_to_string(format!("/proc/{}/stat", child.id()));
+        assert_eq!(signal(&own().expect("it runs")), None);
+        child.kill().expect("killed");
+        let own = || std::fs::read_to_string(format!("/proc/{}/stat", child.id()));
+        let tries = std::iter::repeat_with(|| signal(&own().unwrap_or_default())).take(100_000);
+        assert_eq!(tries.flatten().next(), Some(9));
+        child.wait().expect("it has ended");
+    }
 
     #[test]
     fn only_an_engine_that_says_so_was_ended_by_its_device() {

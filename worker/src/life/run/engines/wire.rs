@@ -157,6 +157,11 @@ impl Wire {
         Ok(true)
     }
 
+    /// What can be waited for: a frame may have come.
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
     pub fn try_clone(&self) -> io::Result<Wire> {
         Ok(Wire::new(self.socket.try_clone()?))
     }

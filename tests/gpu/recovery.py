@@ -1,0 +1,236 @@
+"""How long a lost engine or worker holds up a job on two GPUs, and what its snapshots cost.
+
+    python3 recovery.py MOEJOB [--rounds 10] [--model large|small] [--workers 1|2]
+        [--fault KILL|STOP|illegal|hang] [--whom engine|worker]
+
+The large model is OLMoE cut to 4 layers, experts over both GPUs (24 GB of weights and moments); it
+trains on the text files of ./data. From the signal to the first step of the next attempt; beside it
+what the events say of where the time went, and memory before and after.
+"""
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+
+LARGE = "{ preset: olmoe-1b-7b, numHiddenLayers: 4 }"
+SMALL = """
+    hiddenSize: 256
+    numHiddenLayers: 4
+    numAttentionHeads: 4
+    experts: { count: 16, perToken: 4, intermediateSize: 128 }
+    router: { auxLossCoef: 0.01 }"""
+MANIFEST = """
+apiVersion: moejob.dev/v1alpha1
+kind: MoeJob
+metadata: {{ name: lost }}
+spec:
+  nodes: {{ profile: {profile}, min: 1, max: {workers}, devicesPerNode: {devices} }}
+  parallelism: {{ expert: 2 }}
+  model: {model}
+  data:
+    train: {{ text: {{ paths: ["**/*.txt"] }} }}
+    validation: {{ fraction: 0.1, everySteps: 1000000 }}
+    tokenizer: bytes
+    sequenceLength: {sequence}
+  training:
+    steps: 1000000
+    globalBatchSize: 8
+    microBatchSize: 4
+    precision: {precision}
+    optimizer: {{ adamw: {{ learningRate: 4.0e-4 }} }}
+  checkpoint: {{ everySteps: 1000000, keep: 2 }}
+  recovery: {{ memoryEverySteps: {every}, maxRestarts: 1000 }}
+"""
+
+
+class Tail:
+    """Lines of a growing file of JSON, each read once."""
+
+    def __init__(self, path):
+        self.path, self.at, self.all = path, 0, []
+
+    def read(self):
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.at)
+                text = file.read()
+        except FileNotFoundError:
+            return self.all
+        whole = text[: text.rfind(b"\n") + 1]
+        self.at += len(whole)
+        self.all += [json.loads(line) for line in whole.splitlines()]
+        return self.all
+
+
+def processes(word, of):
+    """Pids below `of` whose command line has the word, by age."""
+    parents, named = {}, set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            command = open(f"/proc/{entry}/cmdline").read().split("\0")
+            parent = int(open(f"/proc/{entry}/stat").read().rsplit(")", 1)[1].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue
+        parents[int(entry)] = parent
+        if word in command[:4]:
+            named.add(int(entry))
+    below, grew = {of}, True
+    while grew:
+        more = {pid for pid, parent in parents.items() if parent in below} - below
+        below |= more
+        grew = bool(more)
+    return sorted(named & below)
+
+
+def resident(pid):
+    try:
+        for line in open(f"/proc/{pid}/status"):
+            if line.startswith("VmRSS"):
+                return int(line.split()[1]) / 2**20
+    except OSError:
+        pass
+    return 0.0
+
+
+def memory_of_gpus():
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True).stdout.split()
+    except FileNotFoundError:
+        return []
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("moejob")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--model", choices=["large", "small"], default="large")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--fault", default="KILL")
+    parser.add_argument("--whom", choices=["engine", "worker"], default="engine")
+    parser.add_argument("--profile", default="gpu", help="cpu: to try this script")
+    parser.add_argument("--log", help="where the job's log goes; MOEJOB_LOG says how much")
+    parser.add_argument("--seconds", type=float, default=200)
+    args = parser.parse_args()
+    began = time.monotonic()
+    kept = pathlib.Path(args.log).resolve() if args.log else None
+    moejob = str(pathlib.Path(args.moejob).resolve())
+    os.chdir(pathlib.Path(__file__).parent / "data")
+    runs = pathlib.Path(tempfile.mkdtemp())
+    large = args.model == "large"
+    text = MANIFEST.format(
+        profile=args.profile, precision="bf16" if args.profile == "gpu" else "fp32",
+        workers=args.workers, devices=2 // args.workers, model=LARGE if large else SMALL,
+        sequence=4096 if large else 256 if args.profile == "gpu" else 16, every=20 if large else 50)
+    (runs / "lost.yaml").write_text(text)
+    log = open(runs / "log", "wb")
+    command = [moejob, "run", str(runs / "lost.yaml"), "--dir", str(runs)]
+    where = dict(os.environ)
+    if args.fault in ("illegal", "hang"):
+        where["MOEJOB_FAULT"] = f"{args.fault}@60/1"
+    run = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=where)
+    steps, events = Tail(runs / "lost/metrics.jsonl"), Tail(runs / "lost/events.jsonl")
+
+    def wait(what, until, seconds=90):
+        end = time.monotonic() + seconds
+        while not until():
+            if time.monotonic() > end or run.poll() is not None:
+                print(f"FAILED: {what} did not come; the log ends so:")
+                print((runs / "log").read_text()[-3000:])
+                for event in events.read()[-12:]:
+                    print("  ", json.dumps(event)[:300])
+                return False
+            time.sleep(0.002)
+        return True
+
+    def newest():
+        rows = steps.read()
+        return rows[-1] if rows else {"attempt": 0, "step": 0}
+
+    def of_newest():
+        rows = steps.read()
+        return sum(1 for row in rows[-60:] if row["attempt"] == rows[-1]["attempt"])
+
+    times = []
+    broken = args.fault in ("illegal", "hang")
+    try:
+        if wait("the first step", lambda: newest()["step"] >= 1):
+            print(f"first step after {time.monotonic() - began:.2f} s")
+        if broken:
+            if not wait("the next attempt", lambda: newest()["attempt"] > 1, 120):
+                return 1
+            rows = steps.read()
+            before = [row for row in rows if row["attempt"] == 1][-1]
+            after = next(row for row in rows if row["attempt"] > 1)
+            clock = lambda row: datetime.datetime.fromisoformat(row["time"]).timestamp()
+            print(f"{args.fault}: step {before['step']} -> {after['step']}, "
+                  f"{clock(after) - clock(before):.2f} s between the two")
+            for event in events.read():
+                if event["event"] not in ("WorkerStarted", "JobStarted"):
+                    print("    ", event["time"][14:23], event["event"], event["reason"],
+                          event["message"][:200])
+            wait("a whole gang", lambda: newest()["step"] > 120)
+            args.rounds = 0
+        for round in range(args.rounds):
+            world = lambda: newest().get("worldSize") == 2 and of_newest() >= (24 if large else 55)
+            if not wait("a whole gang", world):
+                return 1
+            engines = processes("engine", run.pid)
+            workers = processes("worker", run.pid)
+            targets = engines if args.whom == "engine" else workers
+            attempt, seen = newest()["attempt"], len(events.read())
+            last = newest()["step"]
+            start, clock = time.monotonic(), time.time()
+            os.kill(targets[round % len(targets)], getattr(signal, f"SIG{args.fault}"))
+            if not wait("the next step", lambda: newest()["attempt"] > attempt):
+                return 1
+            took = time.monotonic() - start
+            times.append(took)
+            first = next(row for row in steps.read() if row["attempt"] > attempt)
+            resumed = [e for e in events.read()[seen:] if e["event"] == "Resumed"]
+            parts = {k: v for k, v in (resumed[-1] if resumed else {}).items() if k.endswith("Ms")}
+            used = memory_of_gpus()
+            hosts = [f"{resident(pid):.2f}" for pid in [run.pid, *processes("worker", run.pid),
+                                                         *processes("engine", run.pid)]]
+            stalls = first.get("stalls") or {}
+            told = [f"{e['time'][14:23]} {e['event']}" for e in events.read()[seen:]]
+            print(f"{args.fault} {args.whom} {round}: {took:.2f} s, step {last} -> {first['step']}, "
+                  f"of ranks {first['worldSize']}, {parts}, first step's stalls "
+                  f"{ {k: round_(v) for k, v in stalls.items() if v} }, GPUs {used} MiB, hosts "
+                  f"{hosts} GiB", flush=True)
+            print(f"     at {time.strftime('%M:%S', time.gmtime(clock))}.{int(clock % 1 * 1000):03d}: "
+                  f"{told}", flush=True)
+            if time.monotonic() - began > args.seconds:
+                break
+        if times:
+            print(f"{args.model}, {args.workers} worker(s), {args.whom}, {args.fault}: median "
+                  f"{statistics.median(times):.2f} s of {len(times)}, worst {max(times):.2f}")
+        rows = steps.read()
+        whole = [row for row in rows if row.get("stalls", {}).get("snapshot")]
+        print("snapshots:", [round_(row["stalls"]["snapshot"]) for row in whole[:12]], "s")
+        tokens = [row["tokensPerSecond"] for row in rows if "tokensPerSecond" in row]
+        print(f"tokens/s, median {statistics.median(tokens):.0f}" if tokens else "")
+    finally:
+        os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+        if kept:
+            logs = [runs / "log", *sorted((runs / "lost/logs").iterdir())]
+            kept.write_bytes(b"".join(log.read_bytes() for log in logs))
+        subprocess.run(["rm", "-rf", str(runs)])
+    return 0
+
+
+def round_(seconds):
+    return round(seconds, 3)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

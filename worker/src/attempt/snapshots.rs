@@ -1,0 +1,245 @@
+//! Copies of the state: when a snapshot or a checkpoint takes one, and those on their way.
+//!
+//! ```text
+//! due -> slots on all ranks -> copied at once -> complete, exchanged with buddies -> held
+//!                `-> begun, beside the next step -> that step's end --^   `-> checkpoint begins
+//! ```
+//! A copy that is on its way is nobody's: it is resumed from, acknowledged and written to storage
+//! once all of it is there. Whoever dies meanwhile leaves the snapshot before it.
+
+use crate::attempt::api::TrainerEvent;
+use crate::attempt::steps::{Run, STORAGE_POLL};
+use crate::attempt::telling::warn_of;
+use crate::attempt::trainer::{Stop, fail};
+use crate::state::rank::RankState;
+use crate::state::slot::{Filling, Slot};
+use crate::state::snapshot::{self, Opened, SnapshotError};
+use moejob_protocol::report::EventKind;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// What became of a snapshot.
+pub(crate) enum Taken {
+    /// There is none of this step.
+    No,
+    Now(Arc<Slot>),
+    /// It leaves beside the next step.
+    Later,
+}
+
+/// A copy of the state after `step` that leaves beside the step after it.
+pub(crate) struct Leaving {
+    step: u64,
+    /// Slots for the shards of others; the own one is the model's.
+    theirs: Vec<(u32, Filling)>,
+    /// Nobody resumes from it.
+    for_checkpoint: bool,
+    /// A checkpoint is written from it, with what was measured behind its step.
+    checkpoint: Option<Option<f64>>,
+    /// What it has cost so far.
+    cost: Duration,
+}
+
+/// Looks for a free slot, [`STORAGE_POLL`] apart, before an attempt ends without its last
+/// checkpoint.
+const SLOT_TRIES: u32 = 30_000;
+
+fn not_taken(error: SnapshotError) -> Stop {
+    match error {
+        SnapshotError::Comm(error) => Stop::Comm(error),
+        SnapshotError::Device(error) => Stop::from(error),
+        SnapshotError::Memory(source) => {
+            let advice = "give the worker more memory, or make the model smaller";
+            fail(1, &format!("no memory for a snapshot: {source}"), advice)
+        }
+    }
+}
+
+impl Run<'_> {
+    /// What the next snapshot needs is made ready beside the first steps.
+    pub(super) fn prepare(&self) {
+        if self.pace.is_some_and(|pace| !pace.fits()) {
+            return;
+        }
+        let (table, memory) = (self.engine.model.table(), self.memory.clone());
+        let wards = (0..).zip(&self.buddies).filter(|(_, buddy)| **buddy == Some(table.rank));
+        let shards = wards.map(|(ward, _)| ward).chain([table.rank]);
+        let shards: Vec<(u32, usize)> =
+            shards.map(|shard| (shard, snapshot::shard_bytes(&table, shard))).collect();
+        let gpu = self.engine.model.device.as_cuda().map(|cuda| cuda.gpu().clone());
+        let own = shards.last().copied();
+        let thread = std::thread::Builder::new().name("prepare".to_string());
+        let work = move || {
+            memory.prepare(&shards);
+            if let Some((gpu, (shard, len))) = gpu.zip(own) {
+                memory.prepare_pinned(&gpu, shard, len);
+            }
+        };
+        // Without the thread the next snapshot takes longer.
+        let _ = thread.spawn(work);
+    }
+
+    /// No: a rank has no memory for another copy of its state, and training goes on without.
+    /// `beside`: there is a next step, which it may leave beside.
+    pub(super) fn snapshot(&mut self, beside: bool) -> Result<Taken, Stop> {
+        let began = Instant::now();
+        let taken = self.take(beside);
+        if matches!(taken, Ok(Taken::Later)) {
+            let cost = began.elapsed();
+            self.clock.stalls.snapshot += cost.as_secs_f64();
+            if let Some(leaving) = &mut self.leaving {
+                leaving.cost = cost;
+            }
+            return taken;
+        }
+        if !matches!(taken, Ok(Taken::No)) {
+            self.snapshot_step = self.step;
+        }
+        self.is_held(began, began.elapsed());
+        let taken = taken?;
+        let none = matches!(taken, Taken::No);
+        let told = std::mem::replace(&mut self.skips, none);
+        if none && !told {
+            let message = "no memory for another copy of the state while a checkpoint is written \
+                           from the last one; training goes on, and an engine that is lost now \
+                           costs more steps"
+                .to_string();
+            self.tell(EventKind::Warning, "SnapshotSkipped", message, self.step)?;
+        }
+        Ok(taken)
+    }
+
+    /// What is there now is told; of what it has cost this much has passed since `began`.
+    fn is_held(&mut self, began: Instant, cost: Duration) {
+        let ended = Instant::now();
+        self.clock.stalls.snapshot += (ended - began).as_secs_f64();
+        if let Some(pace) = &mut self.pace {
+            pace.taken(ended.checked_sub(cost).unwrap_or(began), ended);
+        }
+        (self.out)(TrainerEvent::Held(self.memory.held()));
+    }
+
+    fn take(&mut self, beside: bool) -> Result<Taken, Stop> {
+        let of = (self.config.attempt, self.step);
+        let (model, comm) = (&self.engine.model, self.engine.links.comm());
+        let can_leave = |slot: &Filling| beside && model.can_leave(slot);
+        let opened = snapshot::open(self.memory, model, comm, &self.buddies, of, can_leave);
+        let Some(mut opened) = opened.map_err(not_taken)? else { return Ok(Taken::No) };
+        if opened.beside {
+            self.leave(opened, false);
+            return Ok(Taken::Later);
+        }
+        let Run { engine, memory, buddies, .. } = self;
+        snapshot::cut_into(&mut engine.model, opened.own.bytes_mut())?;
+        let slot = snapshot::complete(memory, engine.links.comm(), buddies, opened);
+        Ok(Taken::Now(slot.map_err(not_taken)?))
+    }
+
+    fn leave(&mut self, opened: Opened, for_checkpoint: bool) {
+        let Opened { own, theirs, .. } = opened;
+        self.engine.model.begin_cut(own);
+        let (step, cost) = (self.step, Duration::ZERO);
+        self.leaving = Some(Leaving { step, theirs, for_checkpoint, checkpoint: None, cost });
+    }
+
+    /// Behind a step: what left beside it is there.
+    pub(super) fn arrive(&mut self) -> Result<(), Stop> {
+        let Some(leaving) = self.leaving.take() else { return Ok(()) };
+        let Leaving { step, theirs, for_checkpoint, checkpoint, cost } = leaving;
+        let began = Instant::now();
+        let Some((own, waited)) = self.engine.model.end_cut()? else { return Ok(()) };
+        let waited = Duration::try_from_secs_f64(waited).unwrap_or_default();
+        if for_checkpoint {
+            // Lent to its writer.
+            drop(own.complete_for_checkpoint());
+            self.clock.stalls.checkpoint += (waited + began.elapsed()).as_secs_f64();
+        } else {
+            let Run { engine, memory, buddies, .. } = self;
+            let opened = Opened { own, theirs, beside: true };
+            let slot = snapshot::complete(memory, engine.links.comm(), buddies, opened);
+            let slot = slot.map_err(not_taken)?;
+            self.snapshot_step = step;
+            self.skips = false;
+            self.clock.stalls.snapshot += waited.as_secs_f64();
+            self.is_held(began, cost + waited + began.elapsed());
+            if checkpoint.is_some() {
+                slot.lend();
+            }
+        }
+        if let Some(held_out) = checkpoint {
+            self.begin_checkpoint(step, held_out);
+        }
+        Ok(())
+    }
+
+    /// Begins a checkpoint of this step, from its snapshot where there is one. Where storage has
+    /// not caught up it is put off, unless there is no step after this one.
+    pub(super) fn checkpoint(&mut self, snapshot: Taken) -> Result<(), Stop> {
+        let began = Instant::now();
+        if !self.saves.has_room() {
+            if self.waits_until.is_none() {
+                let news = self.saves.put_off(self.step);
+                return news.map_or(Ok(()), |news| self.tell_storage(news));
+            }
+            self.wait_for_storage()?;
+        }
+        if self.saves.has_committed(self.step) {
+            return Ok(());
+        }
+        let snapshot = match snapshot {
+            Taken::No => self.cut_for_checkpoint()?,
+            Taken::Now(slot) => {
+                slot.lend();
+                Taken::Now(slot)
+            }
+            Taken::Later => Taken::Later,
+        };
+        match (snapshot, &mut self.leaving) {
+            (Taken::No, _) => self.saves.leave_out(),
+            (Taken::Later, Some(leaving)) => leaving.checkpoint = Some(self.held_out),
+            _ => self.begin_checkpoint(self.step, self.held_out),
+        }
+        self.clock.stalls.checkpoint += began.elapsed().as_secs_f64();
+        Ok(())
+    }
+
+    /// The shard of `step` lies in a slot that was lent.
+    fn begin_checkpoint(&mut self, step: u64, held_out: Option<f64>) {
+        // Before the commit, which removes what is not spared.
+        let begins = self.best.as_mut().zip(held_out);
+        warn_of(begins.map(|(best, loss)| best.begins(step, loss)));
+        self.saves.begin(step);
+        if self.engine.model.device.as_cuda().is_some() {
+            // The next snapshot finds another slot than the one that is written from.
+            self.prepare();
+        }
+    }
+
+    /// Cuts the state for a checkpoint alone, and lends it; no, on all ranks alike: a rank has no
+    /// memory for that. Where there is no step after this one, memory is waited for: all who read
+    /// are done.
+    fn cut_for_checkpoint(&mut self) -> Result<Taken, Stop> {
+        let of = (self.config.attempt, self.step);
+        let beside = self.waits_until.is_none();
+        for _ in 0..SLOT_TRIES {
+            self.memory.free_older();
+            let (model, comm) = (&self.engine.model, self.engine.links.comm());
+            let can_leave = |slot: &Filling| beside && model.can_leave(slot);
+            let opened = snapshot::open_for_checkpoint(self.memory, model, comm, of, can_leave);
+            match opened.map_err(not_taken)? {
+                Some(opened) if opened.beside => {
+                    self.leave(opened, true);
+                    return Ok(Taken::Later);
+                }
+                Some(Opened { mut own, .. }) => {
+                    snapshot::cut_into(&mut self.engine.model, own.bytes_mut())?;
+                    return Ok(Taken::Now(own.complete_for_checkpoint()));
+                }
+                None if beside => return Ok(Taken::No),
+                None => std::thread::sleep(STORAGE_POLL),
+            }
+        }
+        let advice = "give the worker more memory, or make the model smaller";
+        Err(fail(1, "no memory for the last checkpoint", advice))
+    }
+}

@@ -1,0 +1,54 @@
+//! What an attempt does before its first step, and how long each part of that took.
+
+use moejob_protocol::report::Detail;
+use std::time::Instant;
+
+/// The parts, in their order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Passage {
+    /// Data is opened and compared.
+    Data,
+    /// The storage is looked into and claimed.
+    Storage,
+    /// A device is made, with its memory, and connected to the other ranks'.
+    Device,
+    /// Weights and moments are there.
+    State,
+}
+
+impl Passage {
+    const ALL: [(Passage, &'static str); 4] = [
+        (Passage::Data, "dataMs"),
+        (Passage::Storage, "storageMs"),
+        (Passage::Device, "deviceMs"),
+        (Passage::State, "stateMs"),
+    ];
+}
+
+/// Milliseconds of the parts that were passed.
+#[derive(Clone, Debug)]
+pub(crate) struct Start {
+    since: Instant,
+    took: [u64; Passage::ALL.len()],
+}
+
+impl Default for Start {
+    fn default() -> Start {
+        Start { since: Instant::now(), took: Default::default() }
+    }
+}
+
+impl Start {
+    /// All since the last one was `passage`.
+    pub fn passed(&mut self, passage: Passage) {
+        let now = Instant::now();
+        let took = now.duration_since(std::mem::replace(&mut self.since, now));
+        self.took[passage as usize] += u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+    }
+
+    /// For the event that tells of the start.
+    pub fn details(&self) -> impl Iterator<Item = (&'static str, Detail)> + '_ {
+        let of = |passage| Detail::Number(self.took[passage as usize]);
+        Passage::ALL.iter().map(move |(passage, name)| (*name, of(*passage)))
+    }
+}
