@@ -2,7 +2,7 @@
 
 use crate::buffer::{Buffer, Element};
 use crate::cpu::{CpuDevice, Isa};
-use crate::cuda::{CudaDevice, CudaError, Fault, LayerError, Post};
+use crate::cuda::{CudaDevice, CudaError, Event, Fault, LayerError, Post};
 use crate::marks::StepPhase;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -264,6 +264,19 @@ impl Device {
         match self {
             Device::Cpu(cpu) => into.copy_from_slice(cpu.slice(buffer)),
             Device::Cuda(cuda) => cuda.read(buffer, into),
+        }
+    }
+
+    /// A point behind all ops so far; of a processor, which is always there, there is none.
+    pub fn point(&self) -> Option<Event> {
+        self.as_cuda().and_then(CudaDevice::event)
+    }
+
+    /// Waits until the device has come to a point.
+    pub fn reach(&self, point: &Event) {
+        self.counts().waits.fetch_add(1, Ordering::Relaxed);
+        if let Device::Cuda(cuda) = self {
+            cuda.reach(point);
         }
     }
 

@@ -289,6 +289,11 @@ impl CudaDevice {
         event.synchronize()
     }
 
+    /// Waits until the device has come to an event.
+    pub(crate) fn reach(&self, event: &Event) {
+        self.attempt(|| Ok(self.wait_for(event)?));
+    }
+
     /// Enqueues a copy of a small buffer to the host.
     pub(crate) fn post(&self, buffer: Buffer) -> Post {
         let mut posted = Post::none();

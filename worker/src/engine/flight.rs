@@ -16,6 +16,7 @@ use crate::engine::patience::OTHERWISE;
 use crate::engine::step::{Engine, StepError};
 use crate::failure::chain;
 use crate::gang::comm::CommError;
+use moejob_kernels::cuda::Event;
 use moejob_kernels::{LossScale, LossScaling, PhaseEnds, Posted};
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -34,6 +35,8 @@ pub(super) struct Flight {
     phases: PhaseEnds,
     /// What its loss is multiplied by.
     scaling: Option<LossScale>,
+    /// Where its sums over ranks are done.
+    summed: Option<Event>,
 }
 
 /// Those that are, oldest first.
@@ -59,11 +62,11 @@ enum Outcome {
 impl Flight {
     /// Of the step that was enqueued last. The scale of the next one is what it will be if this one
     /// has no overflow; else the next one is skipped, too.
-    pub fn new(model: &mut Model, step: u64) -> Flight {
+    pub fn new(model: &mut Model, step: u64, summed: Option<Event>) -> Flight {
         let scaling = model.scaling;
         model.scaling = scaling.map(|scale| scale.after(&LossScaling::default(), false));
         let numbers = model.post_numbers();
-        Flight { step, numbers, phases: model.device.cut_phases(), scaling }
+        Flight { step, numbers, phases: model.device.cut_phases(), scaling, summed }
     }
 }
 
@@ -175,6 +178,12 @@ impl Engine {
         if std::mem::take(&mut self.flights.halted) {
             assert!(self.is_settled(), "all that was skipped was read");
             self.model.go_on();
+        }
+        // A device takes a bounded number of launches, and the host would wait in the next one for a
+        // peer that may be dead. So nothing is enqueued behind a sum of the step before.
+        if let Some(summed) = self.flights.begun.back().and_then(|last| last.summed.as_ref()) {
+            self.model.device.reach(summed);
+            self.links.check()?;
         }
         let flight = self.enqueue(step, batches)?;
         self.flights.begun.push_back(flight);

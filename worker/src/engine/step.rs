@@ -268,6 +268,7 @@ impl Engine {
         model.device.phase(StepPhase::Numbers);
         // What was not summed over all ranks must not move a weight.
         links.check()?;
+        let summed = model.device.point();
         model.hold();
         model.decide_update();
         gradients.update(model, links, &training.adamw);
@@ -276,7 +277,7 @@ impl Engine {
         model.device.phase(StepPhase::Communication);
         model.device.mark("update", None);
         links.check()?;
-        Ok(Flight::new(model, step))
+        Ok(Flight::new(model, step, summed))
     }
 
     /// Calls `each` with every round of a step, its micro-batch loaded.
