@@ -419,6 +419,8 @@ const PROCESS_BYTES: u64 = 8 << 20;
 const CONTEXT_BYTES: u64 = 576 << 20;
 /// A first communicator of NCCL, with what it adds to the context.
 const LINKS_BYTES: u64 = 880 << 20;
+/// A further one, by which buckets travel beside the ops.
+const NEXT_LINKS_BYTES: u64 = 500 << 20;
 /// CuBLASLt's 32 MiB, 20 of partial sums, and angles of 32,768 positions.
 const TABLES_BYTES: u64 = 80 << 20;
 
@@ -472,7 +474,7 @@ impl Count<'_> {
         self.add("context", CONTEXT_BYTES);
         self.add("tables", TABLES_BYTES);
         if with_others {
-            self.add("links", LINKS_BYTES);
+            self.add("links", LINKS_BYTES + NEXT_LINKS_BYTES);
         }
     }
 

@@ -325,6 +325,7 @@ impl Trainer {
             run.tell_storage(News::Committed(committed))?;
         }
         run.tell_removed()?;
+        let ended = ended.and_then(|end| Ok(run.engine.all_arrived().map(|()| end)?));
         match run.engine.leave() {
             Ok(()) => ended,
             // Whatever ended the attempt, its device would be waited for without an end.

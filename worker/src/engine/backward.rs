@@ -44,7 +44,11 @@ impl Pass<'_> {
             self.recompute(layer);
             self.mark("computed again", Some(layer));
             self.feed_forward_backward(layer, leaf);
-            self.reduce(beside::batch_at(layer), leaf);
+            if let Some(gradients) = leaf.dense {
+                self.output_backward(layer, t, &gradients.layers[layer], leaf.accumulate);
+            }
+            // Attention leaves room for what travels meanwhile, products leave none.
+            self.reduce(beside::convoy_at(layer), leaf);
             if let Some(gradients) = leaf.dense {
                 self.attention_backward(layer, t, &gradients.layers[layer], leaf.accumulate);
             }
@@ -56,10 +60,10 @@ impl Pass<'_> {
         self.reduce(beside::FIRST, leaf);
     }
 
-    /// Behind the last op that writes to gradients of `batch`.
-    fn reduce(&mut self, batch: usize, leaf: &Leaf) {
+    /// Behind the last op that writes to gradients of `convoy`.
+    fn reduce(&mut self, convoy: usize, leaf: &Leaf) {
         if let Some(last) = &leaf.last {
-            last.reduce(batch, self.model, self.links);
+            last.reduce(convoy, self.model, self.links);
         }
     }
 
@@ -146,7 +150,26 @@ impl Pass<'_> {
         self.linear_backward(t, [x, dup, dnorm], [up, d_up], [true, accumulate_dw]);
     }
 
-    /// From the gradient of `mid` to that of the layer's input, both in `scratch.dx`.
+    /// From the gradient of `mid`, in `scratch.dx`, to that of what attention gives.
+    fn output_backward(
+        &mut self,
+        layer: usize,
+        t: usize,
+        gradients: &DenseLayer,
+        accumulate: bool,
+    ) {
+        let (d, (q_size, _)) = (self.model.dim(), self.attention_sizes());
+        let weight = self.model.dense.layers[layer].o;
+        let attended = self.model.buffers.layers[layer].attended.slice(0, t * q_size);
+        let scratch = &self.model.buffers.scratch;
+        let (dx, d_attended) = (scratch.dx.slice(0, t * d), scratch.d_attended);
+        let buffers = [attended, dx, d_attended.slice(0, t * q_size)];
+        self.linear_backward(t, buffers, [weight, gradients.o], [false, accumulate]);
+        self.mark("o'", Some(layer));
+    }
+
+    /// From there to the gradient of the layer's input, in `scratch.dx`, to which that of `mid` is
+    /// added.
     fn attention_backward(
         &mut self,
         layer: usize,
@@ -160,11 +183,7 @@ impl Pass<'_> {
         let b = self.model.buffers.layers[layer].clone();
         let scratch = self.model.buffers.scratch.clone();
         let (dx, dnorm) = (scratch.dx.slice(0, t * d), scratch.dnorm.slice(0, t * d));
-        let attended = b.attended.slice(0, t * q_size);
         let d_attended = scratch.d_attended.slice(0, t * q_size);
-        let buffers = [attended, dx, d_attended];
-        self.linear_backward(t, buffers, [weights.o, gradients.o], [false, accumulate]);
-        self.mark("o'", Some(layer));
         let (dq, dk) = (scratch.dq.slice(0, t * q_size), scratch.dk.slice(0, t * kv_size));
         let dv = scratch.dv.slice(0, t * kv_size);
         let forward = self.attention_op(layer, t);

@@ -1,15 +1,15 @@
 //! Which buckets travel together beside the ops of a step, and when.
 //!
 //! ```text
-//! batch      0: embedding, vectors, dense 0     l + 1: experts l, dense l + 1     L: also the head
-//! backward   loss .. experts l' -> reduce batch l + 1 beside attention l' .. -> reduce batch 0
-//! update     batch 0 -> gather it beside the update of batch 1 -> ..
-//! forward    batch 0 before the embedding, batch l + 1 before the experts of l
+//! convoy     0: embedding, vectors, dense 0    l + 1: experts l, dense l + 1    L: also the head
+//! backward   loss .. experts l', o l' -> reduce convoy l + 1 beside attention l' .. -> convoy 0
+//! update     convoy 0 -> gather it beside the update of convoy 1 -> ..
+//! forward    convoy 0 before the embedding, convoy l + 1 before the experts of l
 //! ```
-//! A batch is reduced when the last of its gradients is written in the last round of a step, behind
-//! the mixture of a layer: attention and dense products, which leave room for it, come next. Every
-//! rank goes through every layer of every round, with or without a micro-batch, so all enqueue the
-//! same collectives in the same order.
+//! A convoy is reduced when the last of its gradients is written in the last round of a step, or
+//! soon behind: attention, which leaves room for it, comes next. Every rank goes through each layer
+//! of each round, with or without a micro-batch, so all enqueue the same collectives in the same
+//! order.
 
 use moejob_kernels::cuda::KeptFree;
 use moejob_protocol::buckets::BucketKind;
@@ -60,13 +60,13 @@ impl Overlap {
     }
 }
 
-/// Batches of a model with `layers`.
+/// Convoys of a model with `layers`.
 pub(crate) fn count(layers: u32) -> usize {
     layers as usize + 1
 }
 
-/// The batch of a bucket.
-pub(crate) fn batch_of(kind: BucketKind, layers: u32) -> usize {
+/// The convoy of a bucket.
+pub(crate) fn convoy_of(kind: BucketKind, layers: u32) -> usize {
     match kind {
         BucketKind::Embedding | BucketKind::Vectors => 0,
         BucketKind::Dense { layer } => layer as usize,
@@ -75,13 +75,13 @@ pub(crate) fn batch_of(kind: BucketKind, layers: u32) -> usize {
     }
 }
 
-/// The batch that is complete, in the last round, behind the feed-forward part of `layer`; and that
-/// is needed by it, in forward.
-pub(crate) fn batch_at(layer: usize) -> usize {
+/// The convoy that is complete, in the last round, behind the feed-forward part of `layer`. In
+/// forward this part is the first to need it.
+pub(crate) fn convoy_at(layer: usize) -> usize {
     layer + 1
 }
 
-/// The batch that is complete at the end of backward, and needed first in forward.
+/// The convoy that is complete at the end of backward, and needed first in forward.
 pub(crate) const FIRST: usize = 0;
 
 #[cfg(test)]
@@ -116,20 +116,20 @@ mod tests {
         }
     }
 
-    /// Where a batch is waited for in forward, and reduced in backward, behind what is there.
-    fn point(batch: usize) -> i64 {
-        if batch == FIRST { EMBEDDING } else { feed_forward(batch as u32 - 1) }
+    /// Where a convoy is waited for in forward, and reduced in backward, behind what is there.
+    fn point(convoy: usize) -> i64 {
+        if convoy == FIRST { EMBEDDING } else { feed_forward(convoy as u32 - 1) }
     }
 
     #[test]
     fn a_batch_is_complete_before_it_is_reduced_and_there_before_it_is_read() {
         for layers in 1..20 {
-            assert_eq!((0..layers).map(|at| batch_at(at as usize)).max(), Some(count(layers) - 1));
+            assert_eq!((0..layers).map(|at| convoy_at(at as usize)).max(), Some(count(layers) - 1));
             for kind in kinds(layers) {
-                let batch = batch_of(kind, layers);
-                assert!(batch < count(layers), "{kind:?} of {layers}");
+                let convoy = convoy_of(kind, layers);
+                assert!(convoy < count(layers), "{kind:?} of {layers}");
                 // Forward comes to the point before it reads, backward after it wrote.
-                assert!(point(batch) <= place(kind, layers), "{kind:?} of {layers}");
+                assert!(point(convoy) <= place(kind, layers), "{kind:?} of {layers}");
             }
         }
     }

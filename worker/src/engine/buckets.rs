@@ -7,7 +7,7 @@
 //!   -> all-gather: each holder has all weights
 //! ```
 //! Everything is decided on the device: the host enqueues the same ops in every step, and every
-//! rank the same collectives in the same order. Buckets travel in batches beside other ops
+//! rank the same collectives in the same order. Buckets travel in convoys beside other ops
 //! (`beside.rs`), or all at once between the parts of a step where links do nothing beside.
 
 use crate::engine::backward::Leaf;
@@ -42,10 +42,10 @@ pub(crate) struct Places {
     chunks: Vec<Range<usize>>,
     /// By parameter: bucket, first element and how many; none: not held.
     spans: Vec<Option<(usize, usize, usize)>>,
-    /// By held bucket: its batch.
-    batches: Vec<usize>,
-    /// How many batches there are.
-    batch_count: usize,
+    /// By held bucket: its convoy.
+    convoys: Vec<usize>,
+    /// How many convoys there are.
+    convoy_count: usize,
     /// All buckets that several ranks hold, in their order.
     shared: Vec<SharedBucket>,
 }
@@ -56,7 +56,7 @@ struct SharedBucket {
     holders: Vec<u32>,
     /// Which of the held ones it is.
     held: Option<usize>,
-    batch: usize,
+    convoy: usize,
 }
 
 impl Places {
@@ -79,14 +79,14 @@ impl Places {
         let of = |bucket: &Bucket| {
             let held = bucket.holders.binary_search(&rank).is_ok();
             let held = if held { next.next() } else { None };
-            let batch = beside::batch_of(bucket.kind, layers);
-            SharedBucket { holders: bucket.holders.clone(), held, batch }
+            let convoy = beside::convoy_of(bucket.kind, layers);
+            SharedBucket { holders: bucket.holders.clone(), held, convoy }
         };
         let shared = all.buckets.iter().map(of);
         let shared = shared.filter(|shared| shared.holders.len() > 1).collect();
-        let batches = buckets.iter().map(|bucket| beside::batch_of(bucket.kind, layers)).collect();
-        let batch_count = beside::count(layers);
-        Places { buckets, chunks, spans, batches, batch_count, shared }
+        let convoys = buckets.iter().map(|bucket| beside::convoy_of(bucket.kind, layers)).collect();
+        let convoy_count = beside::count(layers);
+        Places { buckets, chunks, spans, convoys, convoy_count, shared }
     }
 
     /// The elements of the held bucket `at` that this rank owns.
@@ -134,27 +134,27 @@ impl Places {
         (0..layers).map(of_layer).collect()
     }
 
-    /// What `part` names of all buckets that several ranks hold: of one batch, or of all.
+    /// What `part` names of all buckets that several ranks hold: of one convoy, or of all.
     fn shared(
         &self,
-        batch: Option<usize>,
+        convoy: Option<usize>,
         memory: &[Memory<Buffer>],
         part: impl Fn(&Memory<Buffer>) -> Buffer,
     ) -> Vec<Shared<'_>> {
         let of = |shared: &SharedBucket| shared.held.map(|at| part(&memory[at]));
         let all = self.shared.iter();
-        let all = all.filter(|shared| batch.is_none_or(|batch| batch == shared.batch));
+        let all = all.filter(|shared| convoy.is_none_or(|convoy| convoy == shared.convoy));
         all.map(|shared| Shared { holders: &shared.holders, buffer: of(shared) }).collect()
     }
 
-    /// The held buckets of a batch.
-    fn of_batch(&self, batch: usize) -> impl Iterator<Item = usize> + '_ {
-        (0..self.buckets.len()).filter(move |at| self.batches[*at] == batch)
+    /// The held buckets of a convoy.
+    fn of_convoy(&self, convoy: usize) -> impl Iterator<Item = usize> + '_ {
+        (0..self.buckets.len()).filter(move |at| self.convoys[*at] == convoy)
     }
 
     /// See [`beside::count`].
-    pub fn batch_count(&self) -> usize {
-        self.batch_count
+    pub fn convoy_count(&self) -> usize {
+        self.convoy_count
     }
 
     /// Whether most of what this rank holds is held by others, too.
@@ -273,18 +273,18 @@ impl BucketSums {
     /// The sum over its holders of each chunk that this rank owns. A rank that computed nothing
     /// gives zeros.
     pub(crate) fn reduce(&self, model: &mut Model, links: &mut Links) {
-        for batch in 0..self.places.batch_count() {
-            self.fill_unwritten(batch, self.begun, self.begun_experts, model);
+        for convoy in 0..self.places.convoy_count() {
+            self.fill_unwritten(convoy, self.begun, self.begun_experts, model);
         }
         let memory = &model.buffers.buckets;
         let gradients = self.places.shared(None, memory, |bucket| bucket.gradient);
         links.reduce_scatter(&mut model.device, &gradients);
     }
 
-    /// Zeros in gradients of a batch in which this rank has written nothing: `own` says whether it
+    /// Zeros in gradients of a convoy in which this rank has written nothing: `own` says whether it
     /// had a micro-batch, `experts` whether its experts had tokens of anybody.
-    fn fill_unwritten(&self, batch: usize, own: bool, experts: bool, model: &mut Model) {
-        for at in self.places.of_batch(batch) {
+    fn fill_unwritten(&self, convoy: usize, own: bool, experts: bool, model: &mut Model) {
+        for at in self.places.of_convoy(convoy) {
             let of_experts = matches!(self.places.buckets[at].kind, BucketKind::Experts { .. });
             if !if of_experts { experts } else { own } {
                 model.device.fill_zero(model.buffers.buckets[at].gradient);
@@ -295,6 +295,7 @@ impl BucketSums {
     /// Makes a gradient no finite number.
     pub(crate) fn spoil(&self, model: &mut Model) {
         let value = f64::NAN;
+        model.device.await_marks();
         model.device.fill(&Fill { value, x: self.dense.norm.slice(0, 1) });
     }
 
@@ -302,9 +303,9 @@ impl BucketSums {
     pub(crate) fn measure(&self, model: &mut Model) {
         let (numbers, layout) = (model.buffers.numbers.clone(), model.numbers.layout());
         // In the order in which they were reduced: the last ones travel meanwhile.
-        for batch in (0..self.places.batch_count()).rev() {
-            model.device.await_mark(batch, StepPhase::Numbers);
-            for at in self.places.of_batch(batch) {
+        for convoy in (0..self.places.convoy_count()).rev() {
+            model.device.await_mark(convoy, StepPhase::Numbers);
+            for at in self.places.of_convoy(convoy) {
                 let bucket = model.buffers.buckets[at].clone();
                 model.device.gradient_numbers(&GradientNumbers {
                     layout,
@@ -318,19 +319,19 @@ impl BucketSums {
         }
     }
 
-    /// Updates what is owned as was decided, or nothing. Where links work beside, new
-    /// weights leave at once, a batch beside the update of the next.
+    /// Updates what is owned as was decided, or nothing. Where links work beside, new weights leave
+    /// at once, a convoy beside the update of the next.
     pub(crate) fn update(&self, model: &mut Model, links: &mut Links, config: &AdamWConfig) {
         // Nothing of the weights is under way from the last step.
         model.device.await_marks();
-        for batch in 0..self.places.batch_count() {
-            for at in self.places.of_batch(batch) {
+        for convoy in 0..self.places.convoy_count() {
+            for at in self.places.of_convoy(convoy) {
                 self.update_bucket(at, model, config);
             }
             if links.work_beside() {
                 let memory = &model.buffers.buckets;
-                let weights = self.places.shared(Some(batch), memory, |bucket| bucket.weight);
-                links.all_gather_beside(&mut model.device, &weights, batch);
+                let weights = self.places.shared(Some(convoy), memory, |bucket| bucket.weight);
+                links.all_gather_beside(&mut model.device, &weights, convoy);
             }
         }
         move_corrections(model);
@@ -374,14 +375,14 @@ pub struct Last<'a> {
 }
 
 impl Last<'_> {
-    /// Nothing writes to the gradients of `batch` any more in this step: their sums over ranks
+    /// Nothing writes to the gradients of `convoy` any more in this step: their sums over ranks
     /// begin beside what follows.
-    pub(crate) fn reduce(&self, batch: usize, model: &mut Model, links: &mut Links) {
+    pub(crate) fn reduce(&self, convoy: usize, model: &mut Model, links: &mut Links) {
         let places = &self.sums.places;
-        self.sums.fill_unwritten(batch, self.own, self.experts, model);
+        self.sums.fill_unwritten(convoy, self.own, self.experts, model);
         let memory = &model.buffers.buckets;
-        let gradients = places.shared(Some(batch), memory, |bucket| bucket.gradient);
-        links.reduce_scatter_beside(&mut model.device, &gradients, batch);
+        let gradients = places.shared(Some(convoy), memory, |bucket| bucket.gradient);
+        links.reduce_scatter_beside(&mut model.device, &gradients, convoy);
     }
 }
 

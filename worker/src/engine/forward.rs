@@ -258,7 +258,7 @@ impl<'a> Pass<'a> {
     /// The next layer's input = mid + experts(norm2) (+ shared(norm2)), or mid + dense(norm2).
     fn feed_forward(&mut self, layer: usize) {
         let (t, d) = (self.round.tokens, self.model.dim());
-        self.model.device.await_mark(beside::batch_at(layer), StepPhase::Forward);
+        self.model.device.await_mark(beside::convoy_at(layer), StepPhase::Forward);
         let out = self.model.layer_input(layer + 1).slice(0, t * d);
         if self.model.config.is_moe_layer(layer as u32) {
             if !self.fused_forward(layer, out) {

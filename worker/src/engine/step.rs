@@ -14,6 +14,7 @@ use crate::engine::round::{Aim, Schedule};
 use crate::engine::sums::Sums;
 use crate::engine::trace::Trace;
 use crate::engine::validate::Favourites;
+use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError};
 use moejob_kernels::cuda::Fault;
 use moejob_kernels::{Device, KernelError, StepPhase, SumRows};
@@ -66,7 +67,7 @@ fn aside(places: &Places) -> Option<Aside> {
     groups.sort();
     let said = std::env::var(ENV_OVERLAP).ok();
     let overlap = Overlap::parse(said.as_deref(), places.mostly_shared())?;
-    Some(Aside { groups, marks: places.batch_count(), overlap })
+    Some(Aside { groups, marks: places.convoy_count(), overlap })
 }
 
 /// Among those that this process sees.
@@ -159,6 +160,26 @@ impl Engine {
             trace,
             flights,
         }
+    }
+
+    /// The attempt ends well: waits until what is under way beside the ops has arrived, here and on
+    /// all ranks. A rank that left before would take its part away from the others. A peer that is
+    /// lost now changes nothing.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn all_arrived(&mut self) -> Result<(), StepError> {
+        if self.model.device.as_cuda().is_none() || !self.links.work_beside() {
+            return Ok(());
+        }
+        let arrived = self.model.device.finish().map_err(|error| StepError::Device(chain(error)));
+        let told = self.links.comm().gather_all(&[], 0);
+        // A wait that was given up is the peers' fault.
+        if let Err(error) = told.and_then(|_| self.links.check()) {
+            tracing::info!("a rank left early: {error}");
+            return Ok(());
+        }
+        arrived
     }
 
     /// The attempt is over. See [`Links::leave`].

@@ -329,7 +329,8 @@ fn train(
         Some(told) => told.name,
         None => format!("processor, {:?}", moejob_kernels::Isa::detect()),
     };
-    engine.leave().map_err(|error| Refused(1, error.to_string()))?;
+    let left = engine.all_arrived().and_then(|()| engine.leave());
+    left.map_err(|error| Refused(1, error.to_string()))?;
     Ok(Trained { device, imbalance, loss: last.loss, used, watts, phases, seconds })
 }
 
@@ -514,12 +515,16 @@ impl Measured {
     /// Milliseconds, on the device's clock.
     fn phases_text(&self) -> String {
         let of = |phase| self.phases[phase as usize] * 1e3;
+        // What several devices wait for each other, beside what is part of another phase.
+        let waits = match self.devices {
+            1 => String::new(),
+            _ => format!("communication {:.1}, ", of(StepPhase::Communication)),
+        };
         format!(
-            "forward {:.1}, backward {:.1}, communication {:.1}, numbers {:.1}, update {:.1} ms, \
+            "forward {:.1}, backward {:.1}, {waits}numbers {:.1}, update {:.1} ms, \
              data {:.1} (means)",
             of(StepPhase::Forward),
             of(StepPhase::Backward),
-            of(StepPhase::Communication),
             of(StepPhase::Numbers),
             of(StepPhase::Update),
             of(StepPhase::Data)
