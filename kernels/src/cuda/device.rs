@@ -257,7 +257,9 @@ impl CudaDevice {
                 }?);
             }
             self.settle()?;
-            if bytes.len() < transfer::BYTES_MIN {
+            // As in `read`.
+            let crosses = lane::crosses_pieces(bytes.as_ptr().addr(), bytes.len());
+            if bytes.len() < transfer::BYTES_MIN && !crosses {
                 return Ok(self.arena.write(buffer, from)?);
             }
             // SAFETY: the address is that of a buffer of the arena, as long as `from`.
