@@ -174,9 +174,8 @@ def main():
             print(f"{args.fault}: step {before['step']} -> {after['step']}, "
                   f"{clock(after) - clock(before):.2f} s between the two")
             for event in events.read():
-                if event["event"] not in ("WorkerStarted", "JobStarted"):
-                    print("    ", event["time"][14:23], event["event"], event["reason"],
-                          event["message"][:200])
+                said = event.get("message", "")[:250]
+                print("    ", event["time"][14:23], event["event"], event.get("reason", ""), said)
             wait("a whole gang", lambda: newest()["step"] > 120)
             args.rounds = 0
         for round in range(args.rounds):

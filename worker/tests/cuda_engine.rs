@@ -536,6 +536,41 @@ fn a_checkpoint_keeps_the_scale() {
     assert_eq!(into.model.loss_scale(), Some(ScaleEntry { scale: 65536.0, good_steps: 0 }));
 }
 
+/// A shard leaves beside a step, into memory that the driver has pinned: it is that of before.
+#[test]
+fn what_leaves_beside_a_step_is_the_state_before_it() {
+    let (model, training) = (model(), training());
+    for on in places() {
+        let mut training = training.clone();
+        if on == Where::Gpu {
+            training.precision = Precision::Bf16;
+        }
+        let mut other = engine(on, &model, &training);
+        let mut batches = Made::new(&model, &training);
+        let memory = Memory::default();
+        let len = state(&mut other).len();
+        match other.model.device.as_cuda().map(|cuda| cuda.gpu().clone()) {
+            Some(gpu) => memory.prepare_pinned(&gpu, 0, len),
+            None => other.model.cut_late(),
+        }
+        for step in 0..3 {
+            let before = state(&mut other);
+            let slot = memory.fill(1, step, 0, len).expect("memory").expect("a slot");
+            assert!(other.model.can_leave(&slot), "{on:?}: it is pinned");
+            other.model.begin_cut(slot);
+            other.step(step, &mut batches).expect("a step");
+            let (slot, waited) = other.model.end_cut().expect("a device").expect("on its way");
+            let slot = slot.complete();
+            println!("{on:?}, step {step}: {len} bytes, the update waited for {waited} s");
+            assert!(slot[..] == before[..], "{on:?}, step {step}");
+            assert!(state(&mut other) != before, "{on:?}, step {step}: it was updated");
+            drop(slot);
+            memory.confirm(1, step);
+            memory.make_room(1, step + 1);
+        }
+    }
+}
+
 /// What backward computes again has the bits of what forward had.
 #[test]
 fn recomputed_activations_change_no_bit() {

@@ -14,7 +14,7 @@ use super::fault::Fault;
 use super::gate::GateKernels;
 use super::head::Head;
 use super::here::Here;
-use super::lane::Lane;
+use super::lane::{self, Lane};
 use super::layer::{LayerError, MoeLayer};
 use super::shape::MoeDesc;
 use super::staging::{self, Post, Staging};
@@ -332,11 +332,13 @@ impl CudaDevice {
     pub(crate) fn read<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
         self.attempt(|| {
             self.settle()?;
-            if size_of_val(into) < transfer::BYTES_MIN {
+            let bytes = size_of_val(into);
+            // Memory that is registered in two pieces is none to the driver's own copies.
+            let crosses = lane::crosses_pieces(into.as_ptr().addr(), bytes);
+            if bytes < transfer::BYTES_MIN && !crosses {
                 return Ok(self.arena.read_into(buffer, into)?);
             }
             assert_eq!((buffer.dtype(), buffer.len()), (E::DTYPE, into.len()), "{buffer:?}");
-            let bytes = size_of_val(into);
             // SAFETY: every pattern of bytes is an `Element`, and the borrow is exclusive.
             let bytes = unsafe { std::slice::from_raw_parts_mut(into.as_mut_ptr().cast(), bytes) };
             // SAFETY: the address is that of a buffer of the arena, as long as `into`.

@@ -218,7 +218,9 @@ impl Run<'_> {
         assert!(self.engine.is_settled(), "what is kept is the state of one step");
         let last = self.step >= self.config.training.steps;
         let memory = due.snapshot || due.stop && self.pace.is_none_or(|pace| pace.fits());
-        let beside = !last && !due.stop;
+        // What arrives at a step's end is known to be whole everywhere at the end of the next one:
+        // a snapshot of each step would be overwritten before.
+        let beside = !last && !due.stop && self.config.recovery.memory_every_steps > 1;
         let snapshot = if memory { self.snapshot(beside)? } else { Taken::No };
         if last || due.stop {
             let patience = if last { self.patience.end } else { self.patience.stop };

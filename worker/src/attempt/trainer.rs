@@ -60,6 +60,8 @@ pub struct Trainer {
     spoiled: Vec<u64>,
     /// See [`Engine::runs_ahead`].
     ahead: bool,
+    /// See [`Model::cut_late`].
+    late: bool,
 }
 
 /// How long the end of an attempt waits for its writer to remove old checkpoints.
@@ -146,8 +148,9 @@ impl Trainer {
     /// An engine in a process of its own, whose worker writes its checkpoints.
     pub fn with_desk(memory: Memory, desk: checkpoint::Desk) -> Trainer {
         let (disk, patience, spoiled) = (Disk::real(), Patience::default(), Vec::new());
-        let (corpus, batches, ahead) = (None, None, false);
-        Trainer { memory, desk, corpus, batches, disk, patience, spoiled, ahead }
+        let (corpus, batches) = (None, None);
+        let (ahead, late) = (false, false);
+        Trainer { memory, desk, corpus, batches, disk, patience, spoiled, ahead, late }
     }
 
     /// The next attempt does not open its data: it asks at `desk`.
@@ -163,6 +166,11 @@ impl Trainer {
     /// A trainer whose storage fails where `disk` says.
     pub fn with_disk(disk: Disk) -> Trainer {
         Trainer::with_memory_and_disk(Memory::default(), disk)
+    }
+
+    /// A trainer whose snapshots leave beside the next step, see [`Model::cut_late`].
+    pub fn with_late_cuts(self) -> Trainer {
+        Trainer { late: true, ..self }
     }
 
     /// A trainer whose next runs of these steps, counted from 0, break a number.
@@ -240,6 +248,9 @@ impl Trainer {
         start.passed(Passage::Storage);
         let mut engine = engine(config, comm)?;
         start.passed(Passage::Device);
+        if self.late {
+            engine.model.cut_late();
+        }
         std::mem::take(&mut self.spoiled).into_iter().for_each(|step| engine.spoil(step));
         if let Some((step, fault)) = fault_of(config.attempt, rank) {
             engine.inject(step, fault);

@@ -31,7 +31,7 @@ impl Model {
     /// From now on processors copy a shard when the next update would change it, which is as late
     /// as a GPU may: for tests of what happens meanwhile.
     pub fn cut_late(&mut self) {
-        self.lane.late = true;
+        self.lane.late = self.device.as_cuda().is_none();
     }
 
     /// Whether a shard could be copied into this slot beside the next step.

@@ -20,8 +20,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 const SEALS: SealFlags = SealFlags::SHRINK;
 
 /// Bytes from which on huge pages are asked for. To touch 430 MB for the first time cost 1.4 s of a
-/// processor's time in pages of 4 KiB, and 0.2 to 0.7 s in pages of 2 MiB; to map them once more, as
-/// a worker does with its engines' slots, another 0.14 s.
+/// processor's time in pages of 4 KiB, and 0.2 to 0.7 s in pages of 2 MiB. To map them once more,
+/// as a worker does with its engines' slots, another 0.14 s.
 const LARGE: usize = 16 << 20;
 
 /// A piece of memory, zero at first.
