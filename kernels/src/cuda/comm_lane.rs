@@ -13,8 +13,9 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::device::CudaDevice;
-use super::driver::{Event, Gpu, Stream};
+use super::driver::{Gpu, Stream};
 use super::error::CudaError;
+use super::event::Event;
 
 /// How a lane shares the device with the ops.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

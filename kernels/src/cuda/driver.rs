@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cudarc::driver::{result as cu, sys};
 
 use super::error::{CudaError, Doing};
+use super::event::{Event, Graph};
 use super::window::Joined;
 use crate::buffer::{Buffer, Element};
 
@@ -134,7 +135,7 @@ impl Gpu {
         self.inner.waits.load(Ordering::Relaxed)
     }
 
-    fn waited(&self) {
+    pub(super) fn waited(&self) {
         self.inner.waits.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -279,72 +280,6 @@ impl Drop for Stream {
     fn drop(&mut self) {
         // SAFETY: created by us; the driver finishes its work before freeing it.
         let _ = unsafe { cu::stream::destroy(self.handle) };
-    }
-}
-
-/// A list of launches that starts as one.
-#[derive(Debug)]
-pub struct Graph {
-    executable: sys::CUgraphExec,
-    launches: usize,
-    _gpu: Gpu,
-}
-
-impl Graph {
-    /// Kernels and copies in it.
-    pub fn launches(&self) -> usize {
-        self.launches
-    }
-}
-
-impl Drop for Graph {
-    fn drop(&mut self) {
-        // SAFETY: instantiated by us, destroyed once.
-        let _ = unsafe { cu::graph::exec_destroy(self.executable) };
-    }
-}
-
-/// A point in a stream that can be waited for and timed.
-#[derive(Debug)]
-pub struct Event {
-    handle: sys::CUevent,
-    gpu: Gpu,
-}
-
-impl Event {
-    pub fn new(gpu: &Gpu) -> Result<Event, CudaError> {
-        let handle = cu::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)
-            .doing(|| "creating an event".to_owned())?;
-        Ok(Event { handle, gpu: gpu.clone() })
-    }
-
-    /// Whether everything before it is done. Does not wait.
-    pub fn is_past(&self) -> Result<bool, CudaError> {
-        // SAFETY: the event lives as long as `self`.
-        match unsafe { sys::cuEventQuery(self.handle) } {
-            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            status => status.result().map(|()| true).doing(|| "asking an event".to_owned()),
-        }
-    }
-
-    pub fn synchronize(&self) -> Result<(), CudaError> {
-        self.gpu.waited();
-        // SAFETY: the event lives as long as `self`.
-        unsafe { cu::event::synchronize(self.handle) }.doing(|| "waiting for an event".to_owned())
-    }
-
-    /// Milliseconds from `self` to `later`, both past.
-    pub fn milliseconds_to(&self, later: &Event) -> Result<f32, CudaError> {
-        // SAFETY: both events are valid.
-        unsafe { cu::event::elapsed(self.handle, later.handle) }
-            .doing(|| "timing between two events".to_owned())
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        // SAFETY: created by us, destroyed once.
-        let _ = unsafe { cu::event::destroy(self.handle) };
     }
 }
 

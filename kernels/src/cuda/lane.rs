@@ -13,8 +13,9 @@ use std::ops::Range;
 use cudarc::driver::{result as cu, sys};
 
 use super::device::CudaDevice;
-use super::driver::{Event, Gpu, Stream};
+use super::driver::{Gpu, Stream};
 use super::error::{CudaError, Doing};
+use super::event::Event;
 use crate::buffer::{Buffer, DType};
 
 /// Bytes of an address range that are registered at once: that holds up the launches of the whole

@@ -6,8 +6,9 @@
 //! ```
 //! They are in the order of the stream of all ops, so the host may run ahead of the device.
 
-use super::driver::{Event, Gpu, PinnedBuffer, Stream};
+use super::driver::{Gpu, PinnedBuffer, Stream};
 use super::error::CudaError;
+use super::event::Event;
 
 /// Longer copies wait for the device.
 pub(super) const BYTES_MAX: usize = 256 << 10;

@@ -14,9 +14,9 @@
 use moejob_kernels::cuda::KeptFree;
 use moejob_protocol::buckets::BucketKind;
 
-/// How buckets travel, for measurements: `off`, one by one between the parts of a step; or how many
-/// multiprocessors collectives take, and how many attention and the experts' products leave free
-/// meanwhile, `16/16/0`. The same on every rank of a job.
+/// How buckets travel, for measurements: `off`, all at once between the parts of a step; or how
+/// many multiprocessors collectives take, `16`, and how many attention and the experts' products
+/// leave free meanwhile, `16/16/0`. The same on every rank of a job.
 pub const ENV_OVERLAP: &str = "MOEJOB_OVERLAP";
 
 /// With 16 multiprocessors NCCL moves nine tenths of what it does with all.
@@ -31,19 +31,23 @@ pub(crate) struct Overlap {
 }
 
 impl Overlap {
-    /// None: nothing travels beside anything. `mostly` says whether most of what a rank holds
-    /// travels: for less no kernel leaves room.
+    /// None: nothing travels beside anything. `mostly` says whether most of the model travels: for
+    /// less, two communicators cost more than they gain, and no kernel leaves room.
     pub fn parse(said: Option<&str>, mostly: bool) -> Option<Overlap> {
         let attention = if mostly { CTAS as usize } else { 0 };
         let usual = Overlap { ctas: CTAS, free: KeptFree { attention, products: 0 } };
+        let unless_said = mostly.then_some(usual);
         let said = said.map(str::trim).filter(|said| !said.is_empty());
         match said {
-            None => Some(usual),
+            None => unless_said,
             Some("off") => None,
             Some(said) => {
                 let parts: Result<Vec<u32>, _> = said.split('/').map(str::parse).collect();
                 let read = parts.ok().and_then(|parts| match parts[..] {
-                    [ctas] => Some(Overlap { ctas, ..usual }),
+                    [ctas] => {
+                        let attention = if mostly { ctas as usize } else { 0 };
+                        Some(Overlap { ctas, free: KeptFree { attention, products: 0 } })
+                    }
                     [ctas, attention, products] => {
                         let [attention, products] = [attention, products].map(|n| n as usize);
                         Some(Overlap { ctas, free: KeptFree { attention, products } })
@@ -52,7 +56,7 @@ impl Overlap {
                 });
                 if read.is_none_or(|read| read.ctas == 0) {
                     tracing::warn!("{ENV_OVERLAP}={said} is not `off`, `16` or `16/16/0`: ignored");
-                    return Some(usual);
+                    return unless_said;
                 }
                 read
             }
@@ -139,14 +143,16 @@ mod tests {
         let of = |ctas, attention, products| {
             Some(Overlap { ctas, free: KeptFree { attention, products } })
         };
-        assert_eq!(Overlap::parse(None, true), of(16, 16, 0));
-        assert_eq!(Overlap::parse(None, false), of(16, 0, 0));
-        assert_eq!(Overlap::parse(Some(" "), false), of(16, 0, 0));
+        let usual = of(CTAS, CTAS as usize, 0);
+        assert_eq!(Overlap::parse(None, true), usual);
+        assert_eq!(Overlap::parse(None, false), None);
+        assert_eq!(Overlap::parse(Some(" "), true), usual);
         assert_eq!(Overlap::parse(Some("off"), true), None);
-        assert_eq!(Overlap::parse(Some("8"), true), of(8, 16, 0));
+        assert_eq!(Overlap::parse(Some("8"), true), of(8, 8, 0));
+        assert_eq!(Overlap::parse(Some("8"), false), of(8, 0, 0));
         assert_eq!(Overlap::parse(Some("24/8/4"), true), of(24, 8, 4));
         for wrong in ["0", "on", "8/8", "-1", "1/2/3/4", "4294967296"] {
-            assert_eq!(Overlap::parse(Some(wrong), true), of(16, 16, 0), "{wrong}");
+            assert_eq!(Overlap::parse(Some(wrong), true), usual, "{wrong}");
         }
     }
 }

@@ -48,6 +48,7 @@ pub(crate) struct Places {
     convoy_count: usize,
     /// All buckets that several ranks hold, in their order.
     shared: Vec<SharedBucket>,
+    mostly_shared: bool,
 }
 
 /// A bucket that several ranks hold, maybe others alone.
@@ -86,7 +87,12 @@ impl Places {
         let shared = shared.filter(|shared| shared.holders.len() > 1).collect();
         let convoys = buckets.iter().map(|bucket| beside::convoy_of(bucket.kind, layers)).collect();
         let convoy_count = beside::count(layers);
-        Places { buckets, chunks, spans, convoys, convoy_count, shared }
+        let len = |shared: bool| -> u64 {
+            let of = all.buckets.iter().filter(|bucket| (bucket.holders.len() > 1) == shared);
+            of.map(|bucket| bucket.len).sum()
+        };
+        let mostly_shared = len(true) > len(false);
+        Places { buckets, chunks, spans, convoys, convoy_count, shared, mostly_shared }
     }
 
     /// The elements of the held bucket `at` that this rank owns.
@@ -157,12 +163,9 @@ impl Places {
         self.convoy_count
     }
 
-    /// Whether most of what this rank holds is held by others, too.
+    /// Whether several ranks hold most of the model: the same answer on all.
     pub fn mostly_shared(&self) -> bool {
-        let len = |at: usize| self.buckets[at].len;
-        let all: u64 = (0..self.buckets.len()).map(len).sum();
-        let shared: u64 = self.shared.iter().filter_map(|shared| shared.held).map(len).sum();
-        2 * shared > all
+        self.mostly_shared
     }
 
     /// The own chunk of the held bucket `at` in a buffer of the whole bucket.

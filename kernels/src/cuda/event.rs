@@ -1,0 +1,72 @@
+//! What is made of a stream: points that are waited for and timed, and lists of launches.
+
+use cudarc::driver::{result as cu, sys};
+
+use super::driver::Gpu;
+use super::error::{CudaError, Doing};
+
+/// A list of launches that starts as one.
+#[derive(Debug)]
+pub struct Graph {
+    pub(super) executable: sys::CUgraphExec,
+    pub(super) launches: usize,
+    pub(super) _gpu: Gpu,
+}
+
+impl Graph {
+    /// Kernels and copies in it.
+    pub fn launches(&self) -> usize {
+        self.launches
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: instantiated by us, destroyed once.
+        let _ = unsafe { cu::graph::exec_destroy(self.executable) };
+    }
+}
+
+/// A point in a stream that can be waited for and timed.
+#[derive(Debug)]
+pub struct Event {
+    pub(super) handle: sys::CUevent,
+    gpu: Gpu,
+}
+
+impl Event {
+    pub fn new(gpu: &Gpu) -> Result<Event, CudaError> {
+        let handle = cu::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)
+            .doing(|| "creating an event".to_owned())?;
+        Ok(Event { handle, gpu: gpu.clone() })
+    }
+
+    /// Whether everything before it is done. Does not wait.
+    pub fn is_past(&self) -> Result<bool, CudaError> {
+        // SAFETY: the event lives as long as `self`.
+        match unsafe { sys::cuEventQuery(self.handle) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            status => status.result().map(|()| true).doing(|| "asking an event".to_owned()),
+        }
+    }
+
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        self.gpu.waited();
+        // SAFETY: the event lives as long as `self`.
+        unsafe { cu::event::synchronize(self.handle) }.doing(|| "waiting for an event".to_owned())
+    }
+
+    /// Milliseconds from `self` to `later`, both past.
+    pub fn milliseconds_to(&self, later: &Event) -> Result<f32, CudaError> {
+        // SAFETY: both events are valid.
+        unsafe { cu::event::elapsed(self.handle, later.handle) }
+            .doing(|| "timing between two events".to_owned())
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: created by us, destroyed once.
+        let _ = unsafe { cu::event::destroy(self.handle) };
+    }
+}
