@@ -34,6 +34,7 @@ mod desk;
 mod feeder;
 mod listing;
 pub mod inspect;
+pub mod learn;
 pub mod prepare;
 
 pub use desk::{Closing, Desk, Overlaps, answer};
