@@ -10,6 +10,8 @@
 //! beside them. Nothing is decided here.
 
 mod folder;
+mod mlflow;
+mod post;
 mod process;
 mod tfevents;
 mod words;
@@ -19,6 +21,8 @@ use crate::control::{Leader, LeaderEvent, Told, Verifier};
 use crate::controller::Clock;
 use crate::progress::{Progress, clock};
 use folder::{Folder, FolderError, JobFile};
+pub use mlflow::Tracking;
+use mlflow::{About, MlFlow};
 use moe_worker::attempt::records::{self, Records};
 use moe_worker::checkpoint::{self, Disk, Refusal};
 use moe_worker::data::Listing;
@@ -55,6 +59,8 @@ pub struct Options {
     pub trace: Option<PathBuf>,
     /// What TensorBoard reads.
     pub tfevents: bool,
+    /// The MLflow server that is told of the run.
+    pub mlflow: Option<Tracking>,
 }
 
 /// Runs a job to its end, in `dir`. Returns the exit code.
@@ -103,6 +109,7 @@ struct Runner {
     progress: Progress,
     words: Words,
     tfevents: Option<TfEvents>,
+    mlflow: Option<MlFlow>,
     clock: Clock,
     told: mpsc::Receiver<Told>,
     changes: mpsc::Receiver<(String, ProcessEvent)>,
@@ -111,6 +118,11 @@ struct Runner {
 impl Runner {
     fn start(job: Local, dir: &Path, options: Options) -> Result<Runner, LocalError> {
         let (identity, steps) = (launch::identity(&job.job), job.job.training.steps);
+        let about = About {
+            job: job.job.name.clone(),
+            spec: identity.clone(),
+            folder: dir.join(&job.job.name),
+        };
         let folder = Folder::open(&dir.join(&job.job.name), &identity, &launch::defaults())?;
         let authority =
             Authority::new().map_err(|error| LocalError::Authority(Box::new(error)))?;
@@ -138,6 +150,7 @@ impl Runner {
         let (records, progress) = (folder.records()?, Progress::new(steps));
         let words = Words::new(&folder.logs());
         let tfevents = options.tfevents.then(|| TfEvents::create(folder.path())).transpose()?;
+        let mlflow = options.mlflow.map(|tracking| tracking.start(about)).transpose()?;
         let mut runner = Runner {
             folder,
             location,
@@ -148,6 +161,7 @@ impl Runner {
             progress,
             words,
             tfevents,
+            mlflow,
             clock,
             told,
             changes,
@@ -278,8 +292,12 @@ impl Runner {
         }
     }
 
-    /// For TensorBoard. Training goes on without it.
+    /// For TensorBoard and MLflow. Training goes on without them.
     fn draw(&mut self, report: &StepReport) {
+        if let Some(mlflow) = &mut self.mlflow {
+            mlflow.step(report);
+            mlflow.notes().iter().for_each(|note| self.progress.note(note));
+        }
         if let Some(Err(error)) = self.tfevents.as_mut().map(|events| events.step(report)) {
             self.progress.note(&format!("no more is written for TensorBoard: {error}"));
             self.tfevents = None;
@@ -441,6 +459,14 @@ impl Runner {
     /// Says how it ended, and what to do next.
     fn conclude(&mut self, outcome: &Outcome) -> i32 {
         self.progress.finish();
+        if let Some(mlflow) = self.mlflow.take() {
+            let status = match outcome {
+                Outcome::Complete { .. } => "FINISHED",
+                Outcome::Failed { .. } => "FAILED",
+                Outcome::Suspended | Outcome::Interrupted => "KILLED",
+            };
+            mlflow.end(status).iter().for_each(|note| self.progress.note(note));
+        }
         let folder = self.folder.path().display().to_string();
         match outcome {
             Outcome::Complete { step } => {

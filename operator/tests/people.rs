@@ -340,3 +340,39 @@ fn what_is_no_checkpoint_is_told_by_what_it_is() {
         }
     }
 }
+
+/// The same documents give the same tokenizer, and what is refused leaves no file.
+#[test]
+fn a_tokenizer_is_made_of_own_documents() {
+    let place = Place::new();
+    let make = |to: &'static str| ["data", "tokenizer", "words/*.txt", "--tokens", "270", "-o", to];
+    let told = place.said(&make("one.json"));
+    place.said(&make("two.json"));
+    let read = |name: &str| std::fs::read(place.path(name)).expect("a file");
+    assert_eq!(read("one.json"), read("two.json"));
+    assert!(told.starts_with("one.json: 270 tokens, learned from "), "{told}");
+    assert!(told.contains("vocabSize: 270") && told.contains("endOfDocument: 0"), "{told}");
+    // It writes what it was made from, and what it never saw, and reads both again.
+    let unseen = "Ωμέγα <|no|> \u{1f980} 12\n";
+    std::fs::write(place.path("unseen.txt"), unseen).expect("a file");
+    for name in ["words/3.txt", "unseen.txt"] {
+        let found = place.json(&["data", "inspect", name, "--tokenizer", "one.json", "--json"]);
+        let text = found["text"].as_str().expect("text");
+        let whole = String::from_utf8(read(name)).expect("text");
+        assert!(!text.is_empty() && whole.starts_with(text), "{text:?}");
+        let bytes = found["bytes"].as_u64().expect("a number");
+        assert!(found["tokens"].as_u64() <= Some(bytes), "{found}");
+    }
+
+    let (code, told) = place.refused(&make("one.json"));
+    assert!(code == 2 && told.contains("delete it"), "{told}");
+    let (code, told) = place.refused(&make("none/one.json"));
+    assert!(code == 2 && told.contains("make the folder first"), "{told}");
+    let lines = "{\"text\": \"good\"}\n{\"words\": 1}\n";
+    std::fs::write(place.path("bad.jsonl"), lines).expect("a file");
+    let (code, told) = place.refused(&["data", "tokenizer", "bad.jsonl", "-o", "bad.json"]);
+    assert!(code == 3 && told.contains("line 2") && told.contains("no key `text`"), "{told}");
+    assert!(!place.path("bad.json").exists());
+    let (code, told) = place.refused(&["data", "tokenizer", "unseen.txt", "--tokens", "100"]);
+    assert!(code == 2 && told.contains("--tokens"), "{told}");
+}

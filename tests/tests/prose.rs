@@ -192,17 +192,30 @@ fn ask<'a>(path: &[&'a str], helps: &mut BTreeMap<Vec<&'a str>, String>) -> Stri
     helps.entry(path.to_vec()).or_insert_with(make).clone()
 }
 
-/// A command in a document names a command of the program, with options that it has.
+/// The lines of an example's header, whose commands are explained behind two spaces.
+fn header(text: &str) -> Vec<(usize, &str)> {
+    let lines = text.lines().map_while(|line| line.strip_prefix('#')).enumerate();
+    let inside = lines.filter_map(|(number, line)| Some((number + 1, line.strip_prefix("   ")?)));
+    inside.map(|(number, line)| (number, line.split("  ").next().unwrap_or_default())).collect()
+}
+
+/// A command in a document or an example names a command of the program, with options that it has.
 #[test]
 fn commands_in_documents_are_known() {
     let documents = documents();
+    let examples = tracked(&[".yaml", ".sh"]).into_iter().filter_map(|(path, text)| {
+        let name = path.strip_prefix(root()).ok()?;
+        name.starts_with("examples").then(|| (name.display().to_string(), text))
+    });
+    let examples: Vec<(String, String)> = examples.collect();
+    let of = |name: &str, text| if name.ends_with(".md") { shell(text) } else { header(text) };
     let (mut found, mut helps, mut count) = (Vec::new(), BTreeMap::new(), 0);
-    for (name, text) in &documents {
+    for (name, text) in documents.iter().chain(examples.iter().map(|(name, text)| (name, text))) {
         if name.starts_with("docs/benchmarks/") {
             continue;
         }
         for (line, words) in
-            shell(text).into_iter().filter_map(|(line, text)| Some((line, command(text)?)))
+            of(name, text).into_iter().filter_map(|(line, text)| Some((line, command(text)?)))
         {
             if words.first().is_none_or(|word| word.starts_with("ARG") || word.starts_with('<')) {
                 continue;

@@ -1,14 +1,16 @@
-//! `moejob data inspect|tokenize`.
+//! `moejob data inspect|tokenizer|tokenize`.
 
 use super::bar::{Bar, Unit};
 use super::validate::Output;
 use clap::{Args, Subcommand, ValueEnum};
 use moe_worker::data::inspect::{Inspection, Kind, detect, inspect};
+use moe_worker::data::learn;
 use moe_worker::data::prepare::{Done, Layout, Prepare, PrepareError, SAVE_EVERY};
 use moe_worker::data::{DataError, DataFile, Encoder, Format, Recipe, find, threads};
 use moejob_protocol::config::TokenType;
 use serde_json::Value;
-use std::io::ErrorKind::NotFound;
+use std::fs::File;
+use std::io::ErrorKind::{AlreadyExists, NotFound};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -20,6 +22,8 @@ const TEXT_CHARS_MAX: usize = 300;
 pub enum DataCommand {
     /// Say what files are, how many documents and tokens they hold, and how they begin.
     Inspect(InspectArgs),
+    /// Make a tokenizer of your own from documents: byte pairs, as GPT-2 has them.
+    Tokenizer(TokenizerArgs),
     /// Turn documents into files of tokens, once, instead of at the start of every worker.
     Tokenize(TokenizeArgs),
 }
@@ -44,6 +48,23 @@ pub struct InspectArgs {
     /// How it is written; json is one list.
     #[arg(short, long, value_enum, default_value_t = Output::Text)]
     output: Output,
+}
+
+#[derive(Args)]
+pub struct TokenizerArgs {
+    /// Files or patterns, all of one format: text, .jsonl (.gz, .zst) or .parquet.
+    #[arg(required = true)]
+    inputs: Vec<String>,
+    /// The file to make.
+    #[arg(long, short, default_value = "tokenizer.json")]
+    output: PathBuf,
+    /// Size of the vocabulary, with every byte and the token that ends a document.
+    #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32)
+        .range(i64::from(learn::TOKENS_MIN)..=i64::from(learn::TOKENS_MAX)))]
+    tokens: u32,
+    /// The key or column of a document's text.
+    #[arg(long, default_value = "text")]
+    field: String,
 }
 
 #[derive(Args)]
@@ -89,6 +110,7 @@ enum LayoutName {
 pub fn run(command: &DataCommand) -> ExitCode {
     match command {
         DataCommand::Inspect(args) => inspect_all(args),
+        DataCommand::Tokenizer(args) => tokenizer(args).unwrap_or_else(|refused| refused),
         DataCommand::Tokenize(args) => tokenize(args).unwrap_or_else(|refused| refused),
     }
 }
@@ -175,6 +197,47 @@ fn as_text(path: &Path, found: &Inspection, text: Option<String>) -> String {
     lines
 }
 
+/// The files that match, and how they are all read.
+fn documents(inputs: &[String], field: &str) -> Result<(Vec<DataFile>, Format), ExitCode> {
+    let current = std::env::current_dir().map_err(|error| {
+        eprintln!("moejob: there is no current directory: {error}");
+        ExitCode::FAILURE
+    })?;
+    let files = find(&current, inputs, &[], &[]).map_err(|error| refuse(&error))?;
+    let format = one_format(&files, field)?;
+    Ok((files, format))
+}
+
+fn tokenizer(args: &TokenizerArgs) -> Result<ExitCode, ExitCode> {
+    let unwritten = |error: std::io::Error| {
+        let advice = match error.kind() {
+            AlreadyExists => "choose another --output, or delete it",
+            NotFound => "make the folder first",
+            _ => "choose another --output",
+        };
+        eprintln!("moejob: {} cannot be made: {error}; {advice}", args.output.display());
+        ExitCode::from(2)
+    };
+    let (files, format) = documents(&args.inputs, &args.field)?;
+    let bytes: u64 = files.iter().map(|file| file.bytes).sum();
+    // Made before the work, so that a path that cannot be written is told at once.
+    let mut file = File::create_new(&args.output).map_err(unwritten)?;
+    let made = learn::learn(files, &format, args.tokens).map_err(|error| refuse(&error));
+    let written = made.and_then(|(text, tokens)| {
+        file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(unwritten)?;
+        Ok(tokens)
+    });
+    let tokens = written.inspect_err(|_| {
+        let _ = std::fs::remove_file(&args.output);
+    })?;
+    let output = args.output.display();
+    let end = learn::END_OF_DOCUMENT;
+    println!("{output}: {tokens} tokens, learned from {bytes} bytes; token 0 is {end}");
+    println!("model: {{ vocabSize: {tokens} }}");
+    println!("data: {{ tokenizer: {output}, endOfDocument: 0 }}");
+    Ok(ExitCode::SUCCESS)
+}
+
 fn tokenize(args: &TokenizeArgs) -> Result<ExitCode, ExitCode> {
     let refused = |error: DataError| refuse(&error);
     let encoder = encoder(&args.tokenizer).map_err(refused)?;
@@ -182,12 +245,7 @@ fn tokenize(args: &TokenizeArgs) -> Result<ExitCode, ExitCode> {
         None => None,
         Some(token) => Some(token_id(&encoder, token)?),
     };
-    let current = std::env::current_dir().map_err(|error| {
-        eprintln!("moejob: there is no current directory: {error}");
-        ExitCode::FAILURE
-    })?;
-    let files = find(&current, &args.inputs, &[], &[]).map_err(refused)?;
-    let format = one_format(&files, &args.field)?;
+    let (files, format) = documents(&args.inputs, &args.field)?;
     let total = files.iter().map(|file| file.bytes).sum();
     let layout = match args.layout {
         LayoutName::Megatron => Layout::Megatron,

@@ -4,7 +4,7 @@ use super::{complain, machine};
 use super::room::{self, Fit};
 use super::profiles::OwnProfiles;
 use super::validate::{Changed, ReadJob};
-use crate::local::{self, Options};
+use crate::local::{self, Options, Tracking};
 use clap::Args;
 use moejob_plan::job::Job;
 use moejob_plan::launch::Places;
@@ -41,6 +41,9 @@ pub struct RunArgs {
     /// Also writes what TensorBoard reads, beside metrics.jsonl.
     #[arg(long)]
     pub tfevents: bool,
+    /// Also logs the run at an MLflow server, http://HOST:PORT. Default: MLFLOW_TRACKING_URI.
+    #[arg(long, value_name = "URI")]
+    pub mlflow: Option<String>,
 }
 
 pub fn run(args: &RunArgs) -> ExitCode {
@@ -56,8 +59,12 @@ pub fn run(args: &RunArgs) -> ExitCode {
             return ExitCode::from(2);
         }
     };
+    let mlflow = match tracking(args.mlflow.as_deref()) {
+        Ok(mlflow) => mlflow,
+        Err(code) => return code,
+    };
     let result = local_job(&read, args).map(|job| {
-        local::run(job, &args.dir, Options { trace, tfevents: args.tfevents })
+        local::run(job, &args.dir, Options { trace, tfevents: args.tfevents, mlflow })
     });
     match result {
         Ok(Ok(code)) => ExitCode::from(code as u8),
@@ -68,6 +75,25 @@ pub fn run(args: &RunArgs) -> ExitCode {
         Err(message) => {
             eprintln!("moejob: {message}");
             ExitCode::from(2)
+        }
+    }
+}
+
+/// Where the run is logged. What was typed is refused; a variable that is meant for others, as a
+/// folder or a database, is told and left alone.
+fn tracking(typed: Option<&str>) -> Result<Option<Tracking>, ExitCode> {
+    let variable = |name: &str| std::env::var(name).ok();
+    let set = variable("MLFLOW_TRACKING_URI").filter(|uri| !uri.is_empty());
+    let Some(uri) = typed.map(str::to_string).or(set) else { return Ok(None) };
+    match (Tracking::read(&uri, variable), typed) {
+        (Ok(tracking), _) => Ok(Some(tracking)),
+        (Err(why), Some(_)) => {
+            eprintln!("moejob: --mlflow: {why}");
+            Err(ExitCode::from(2))
+        }
+        (Err(why), None) => {
+            eprintln!("moejob: nothing is logged at MLFLOW_TRACKING_URI: {why}");
+            Ok(None)
         }
     }
 }

@@ -59,7 +59,7 @@ impl TfEvents {
 }
 
 /// What is drawn of a step; tags before a `/` are groups.
-fn values(report: &StepReport) -> Vec<(&'static str, f64)> {
+pub(super) fn values(report: &StepReport) -> Vec<(&'static str, f64)> {
     let routing = &report.routing;
     let mut values = vec![
         ("loss/train", report.loss),

@@ -67,10 +67,18 @@ fn main() {
     let manifest = root().join("examples/02-elastic.yaml");
     let manifest = std::fs::read_to_string(manifest).expect("the second example");
     // Long enough to last, on a corpus that lies beside it.
-    let manifest = manifest
-        .replace("steps: 400", "steps: 1000000")
-        .replace("memoryEverySteps: 10", "memoryEverySteps: 10, maxRestarts: 1000")
-        .replace("\"**/*.rs\", \"**/*.md\"", "\"corpus/*.txt\"");
+    let paths = manifest.lines().find(|line| line.contains("paths: [")).expect("its data");
+    let replaced = |manifest: String, (from, to): (&str, &str)| {
+        assert!(manifest.contains(from), "the example says {from}");
+        manifest.replace(from, to)
+    };
+    let manifest = [
+        ("steps: 2000", "steps: 1000000"),
+        ("memoryEverySteps: 10", "memoryEverySteps: 10, maxRestarts: 1000"),
+        (paths.trim_start(), "paths: [\"corpus/*.txt\"]"),
+    ]
+    .into_iter()
+    .fold(manifest.clone(), replaced);
     let bench = Bench::new("elastic", &manifest);
     let run = bench.start(&[]);
     for (name, signal) in [("SIGKILL", Signal::KILL), ("SIGSTOP", Signal::STOP)] {

@@ -35,6 +35,8 @@ pub enum DataError {
     Tokenizer { path: PathBuf, why: String },
     #[error("the tokenizer {path} has ids up to {largest}, the model's vocabulary is {vocabulary}")]
     TokenizerSize { path: PathBuf, largest: u32, vocabulary: u32 },
+    #[error("no tokenizer could be made of these documents: {why}")]
+    Learn { why: String },
     #[error("bytes need a vocabulary of 256, the model has {found}")]
     Vocabulary { found: u32 },
     #[error("data.endOfDocument is {id}, the model's vocabulary is {vocabulary}")]
@@ -70,6 +72,7 @@ impl DataError {
                 (2, "raise model.vocabSize, or name the tokenizer that the model was made with")
             }
             DataError::Tokenizer { .. } => (3, "name a tokenizer.json of the tokenizers library"),
+            DataError::Learn { .. } => (1, "name other documents, or ask for fewer tokens"),
             DataError::Unusable { .. } | DataError::Read { .. } => {
                 (3, "make it a readable file, or exclude it")
             }

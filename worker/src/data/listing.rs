@@ -77,9 +77,8 @@ impl Listing {
         if Listing::read(location).is_some_and(|found| found == *self) {
             return Ok(());
         }
-        let staged = location.join(format!(".{FILE}.tmp"));
-        std::fs::write(&staged, serde_json::to_vec(self)?)?;
-        std::fs::rename(&staged, location.join(FILE))
+        let text = serde_json::to_vec(self)?;
+        super::replace(location, FILE, |to| std::fs::write(to, &text))
     }
 
     /// What was kept there, if it can be read.

@@ -9,6 +9,7 @@
 //! first goes to a temporary file that the workers of a node share; nothing of it is kept in
 //! memory. Engines that are processes ask their worker, which has it open for all of them.
 
+mod durable;
 mod error;
 mod progress;
 mod files;
@@ -34,9 +35,11 @@ mod desk;
 mod feeder;
 mod listing;
 pub mod inspect;
+pub mod learn;
 pub mod prepare;
 
 pub use desk::{Closing, Desk, Overlaps, answer};
+pub(crate) use durable::replace;
 pub use documents::{Format, LINE_BYTES_MAX, Position};
 pub use error::DataError;
 pub use feeder::{Batches, Feeder};

@@ -112,6 +112,26 @@ fn encode(chunk: &Chunk, path: &Path, recipe: &Recipe) -> Result<Tokens, DataErr
     let mut tokens =
         Tokens { file: chunk.file, end: chunk.end, raw: chunk.raw, ..Tokens::default() };
     match &chunk.body {
+        Body::Piece { bytes, at, last } => tokens.piece(path, recipe, bytes, *at, *last)?,
+        _ => each_text(chunk, path, &recipe.field, &mut |number, text| {
+            tokens.push(recipe, text, number)
+        })?,
+    }
+    Ok(tokens)
+}
+
+/// Gives `take` the texts of a chunk, each with the number of its line or row; a piece of a text
+/// counts as one.
+///
+/// # Errors
+/// Names the place of what is no text, or of what `take` refuses.
+pub(crate) fn each_text(
+    chunk: &Chunk,
+    path: &Path,
+    field: &str,
+    take: &mut dyn FnMut(u64, &str) -> Result<(), String>,
+) -> Result<(), DataError> {
+    match &chunk.body {
         Body::Lines(bytes) => {
             let bytes = bytes.strip_suffix(b"\n").unwrap_or(bytes);
             for (number, line) in (chunk.first..).zip(bytes.split(|byte| *byte == b'\n')) {
@@ -119,20 +139,31 @@ fn encode(chunk: &Chunk, path: &Path, recipe: &Recipe) -> Result<Tokens, DataErr
                     let at = format!("line {}, column {column}", number + 1);
                     DataError::bad(path, at, why)
                 };
-                let text = line::text(line, &recipe.field, number == 0).map_err(bad)?;
+                let text = line::text(line, field, number == 0).map_err(bad)?;
                 let Some(text) = text else { continue };
-                tokens.push(recipe, &text, number).map_err(|why| bad((1, why)))?;
+                take(number, &text).map_err(|why| bad((1, why)))?;
             }
         }
         Body::Texts(texts) => {
             for (number, text) in (chunk.first..).zip(texts) {
                 let bad = |why| DataError::bad(path, format!("row {}", number + 1), why);
-                tokens.push(recipe, text, number).map_err(bad)?;
+                take(number, text).map_err(bad)?;
             }
         }
-        Body::Piece { bytes, at, last } => tokens.piece(path, recipe, bytes, *at, *last)?,
+        Body::Piece { bytes, at, .. } => {
+            let text = utf8(bytes, path, *at)?;
+            take(0, text).map_err(|why| DataError::bad(path, format!("byte {at}"), why))?;
+        }
     }
-    Ok(tokens)
+    Ok(())
+}
+
+/// The text of a piece that begins at byte `at` of its file.
+fn utf8<'a>(bytes: &'a [u8], path: &Path, at: u64) -> Result<&'a str, DataError> {
+    std::str::from_utf8(bytes).map_err(|error| {
+        let at = format!("byte {}", at + error.valid_up_to() as u64);
+        DataError::bad(path, at, "bytes that are no UTF-8")
+    })
 }
 
 impl Tokens {
@@ -158,10 +189,7 @@ impl Tokens {
             // Bytes need not be text.
             Encoder::Bytes => self.ids.extend(bytes.iter().map(|byte| u32::from(*byte))),
             encoder => {
-                let text = std::str::from_utf8(bytes).map_err(|error| {
-                    let at = format!("byte {}", at + error.valid_up_to() as u64);
-                    DataError::bad(path, at, "bytes that are no UTF-8")
-                })?;
+                let text = utf8(bytes, path, at)?;
                 encoder
                     .encode(text, &mut self.ids)
                     .map_err(|why| DataError::bad(path, format!("byte {at}"), why))?;

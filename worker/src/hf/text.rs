@@ -8,7 +8,7 @@
 use super::directory::small_file;
 use super::weights::Weights;
 use crate::checkpoint::{Problem, Refusal};
-use crate::data::Encoder;
+use crate::data::{Encoder, replace};
 use moejob_protocol::config::{DataConfig, DataSource, Tokenizer, WorkerConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -90,18 +90,6 @@ fn kept_tokenizer(location: &Path, data: &DataConfig) -> std::io::Result<Option<
         replace(location, TOKENIZER, |to| std::fs::copy(&path, to).map(|_| ()))?;
     }
     Ok(Some(TOKENIZER.to_string()))
-}
-
-/// All of a file or nothing of it.
-fn replace(
-    folder: &Path,
-    name: &str,
-    write: impl FnOnce(&Path) -> std::io::Result<()>,
-) -> std::io::Result<()> {
-    let staged = folder.join(format!(".{name}.tmp"));
-    write(&staged)?;
-    std::fs::File::open(&staged)?.sync_all()?;
-    std::fs::rename(&staged, folder.join(name))
 }
 
 /// What is known of the text of `weights`.
