@@ -179,8 +179,8 @@ impl Engine {
             assert!(self.is_settled(), "all that was skipped was read");
             self.model.go_on();
         }
-        // A device takes a bounded number of launches, and the host would wait in the next one for a
-        // peer that may be dead. So nothing is enqueued behind a sum of the step before.
+        // A device takes a bounded number of launches, and the host would wait in the next one for
+        // a peer that may be dead. So nothing is enqueued behind sums that are not done.
         if let Some(summed) = self.flights.begun.back().and_then(|last| last.summed.as_ref()) {
             self.model.device.reach(summed);
             self.links.check()?;
