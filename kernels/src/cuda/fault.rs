@@ -3,7 +3,8 @@
 use super::compile::{Compiler, Source};
 use super::driver::{Launch, Stream, parameters};
 use super::error::CudaError;
-use super::gemm::Arch;
+use super::gemm::{Arch, element_macro};
+use crate::buffer::DType;
 
 /// How a GPU fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,7 +18,9 @@ pub enum Fault {
 impl Fault {
     pub(super) fn enqueue(self, compiler: &Compiler, stream: &Stream) -> Result<(), CudaError> {
         let target = Arch::of(compiler.gpu())?.target();
-        let source = Source::new("faults".into(), target, &[], &[include_str!("fault.cu")]);
+        // What kernels share asks for one.
+        let half = ("ELEMENT", element_macro(DType::Bf16));
+        let source = Source::new("faults".into(), target, &[half], &[include_str!("fault.cu")]);
         let modules = compiler.load(&[source], &|_, _| ())?;
         let (name, parameter) = match self {
             Fault::IllegalAddress => ("touch_nowhere", 16_u64),

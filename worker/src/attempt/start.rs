@@ -1,5 +1,6 @@
 //! What an attempt does before its first step, and how long each part of that took.
 
+use moejob_kernels::cuda::Fault;
 use moejob_protocol::report::Detail;
 use std::time::Instant;
 
@@ -51,4 +52,18 @@ impl Start {
         let of = |passage| Detail::Number(self.took[passage as usize]);
         Passage::ALL.iter().map(move |(passage, name)| (*name, of(*passage)))
     }
+}
+
+/// For tests of what happens then: `MOEJOB_FAULT=illegal@60/1` breaks the GPU of rank 1 in step 60
+/// of a job's first attempt, `hang@60/1` lets it hang.
+pub(crate) fn fault_of(attempt: u32, rank: u32) -> Option<(u64, Fault)> {
+    let wanted = std::env::var("MOEJOB_FAULT").ok().filter(|_| attempt == 1)?;
+    let (kind, place) = wanted.split_once('@')?;
+    let (step, of) = place.split_once('/')?;
+    let fault = match kind {
+        "illegal" => Fault::IllegalAddress,
+        "hang" => Fault::EndlessKernel,
+        _ => return None,
+    };
+    (of.parse() == Ok(rank)).then_some((step.parse().ok()?, fault))
 }

@@ -22,7 +22,7 @@ use crate::hf::{self, Weights};
 use crate::engine::model::Model;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::resume;
-use crate::attempt::start::{Passage, Start};
+use crate::attempt::start::{Passage, Start, fault_of};
 use crate::attempt::saves::{Flush, News, Patience, Saves, pending_max};
 use crate::state::moves::scatter;
 use crate::state::rank::{DeviceFailed, RankState};
@@ -33,7 +33,6 @@ use crate::engine::step::{Engine, OpenError, StepError};
 use crate::engine::trace::{STEPS_SKIPPED, Trace};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use crate::failure::{Failure, chain};
-use moejob_kernels::cuda::Fault;
 use moejob_protocol::{CheckpointManifest, WorkerConfig};
 use moejob_protocol::config::{Backend, DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::message::{Held, Phase, Request};
@@ -570,20 +569,6 @@ fn engine(config: &WorkerConfig, comm: Comm) -> Result<Engine, Stop> {
         OpenError::Links(NoLinks::Comm(error)) => Stop::Comm(error),
         OpenError::Links(error) => failed(&error, "`moejob doctor` tells what this machine has"),
     })
-}
-
-/// For tests of what happens then: `MOEJOB_FAULT=illegal@60/1` breaks the GPU of rank 1 in step 60
-/// of a job's first attempt, `hang@60/1` lets it hang.
-fn fault_of(attempt: u32, rank: u32) -> Option<(u64, Fault)> {
-    let wanted = std::env::var("MOEJOB_FAULT").ok().filter(|_| attempt == 1)?;
-    let (kind, place) = wanted.split_once('@')?;
-    let (step, of) = place.split_once('/')?;
-    let fault = match kind {
-        "illegal" => Fault::IllegalAddress,
-        "hang" => Fault::EndlessKernel,
-        _ => return None,
-    };
-    (of.parse() == Ok(rank)).then_some((step.parse().ok()?, fault))
 }
 
 fn gauge(config: &WorkerConfig, engine: &Engine) -> Option<Gauge> {
