@@ -201,12 +201,12 @@ def main():
                                                          *processes("engine", run.pid)]]
             stalls = first.get("stalls") or {}
             told = [f"{e['time'][14:23]} {e['event']}" for e in events.read()[seen:]]
-            print(f"{args.fault} {args.whom} {round}: {took:.2f} s, step {last} -> {first['step']}, "
-                  f"of ranks {first['worldSize']}, {parts}, first step's stalls "
+            print(f"{args.fault} {args.whom} {round}: {took:.2f} s, step {last} -> "
+                  f"{first['step']}, of ranks {first['worldSize']}, {parts}, first step's stalls "
                   f"{ {k: round_(v) for k, v in stalls.items() if v} }, GPUs {used} MiB, hosts "
                   f"{hosts} GiB", flush=True)
-            print(f"     at {time.strftime('%M:%S', time.gmtime(clock))}.{int(clock % 1 * 1000):03d}: "
-                  f"{told}", flush=True)
+            at = time.strftime("%M:%S", time.gmtime(clock))
+            print(f"     at {at}.{int(clock % 1 * 1000):03d}: {told}", flush=True)
             if time.monotonic() - began > args.seconds:
                 break
         if times:

@@ -399,7 +399,8 @@ def main():
         verb.add_argument("--folder")
         verb.add_argument("--name")
     args = parser.parse_args()
-    args.compiled = getattr(args, "compiled", False) or args.run is compare and args.device == "cuda"
+    if args.run is compare:
+        args.compiled = args.device == "cuda"
     args.run(args)
 
 
