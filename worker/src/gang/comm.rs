@@ -243,8 +243,9 @@ impl Comm {
             receives: (0..world).map(receive).collect(),
         };
         let moved = self.abort.check().and_then(|()| self.step_said(&mut said));
+        self.ended(moved.map(|_| ()))?;
         self.said = Some(said);
-        self.ended(moved.map(|_| ()))
+        Ok(())
     }
 
     /// The second half of the gather that was said: every rank's bytes, in rank order.
