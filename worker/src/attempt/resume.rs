@@ -273,6 +273,25 @@ pub(crate) fn resumes_in_place(config: &WorkerConfig, buddies: &[Option<u32>]) -
     }
 }
 
+/// The rank that keeps each rank's second copy: the next on another node, else the next of another
+/// worker. The ranks of one worker are lost together.
+pub(crate) fn buddies(config: &WorkerConfig) -> Vec<Option<u32>> {
+    let members = &config.members;
+    let node = |rank: u32| {
+        let of = |rank: u32| members.get(rank as usize).map(|member| member.node.as_str());
+        let first = members.iter().position(|other| Some(other.node.as_str()) == of(rank));
+        first.map_or(rank, |at| at as u32)
+    };
+    let world = config.layout.mesh.world();
+    let nodes: Vec<u32> = (0..world).map(node).collect();
+    let worker = |rank: u32| members.get(rank as usize).map(|member| member.worker.as_str());
+    let next = |rank: u32| {
+        let others = (1..world).map(|more| (rank + more) % world);
+        others.into_iter().find(|other| worker(*other) != worker(rank))
+    };
+    (0..world).map(|rank| config.layout.buddy(rank, &nodes).or_else(|| next(rank))).collect()
+}
+
 /// In fp16: goes on with the loss scale of the resumed shards, of which a rank may have none. They
 /// all have the same.
 pub(crate) fn take_loss_scale(

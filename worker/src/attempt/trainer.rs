@@ -113,6 +113,15 @@ impl From<FenceError> for Stop {
     }
 }
 
+/// What an attempt says whose device could not be left. The next one could not use it, whatever
+/// ended this one; but where none will come, why is what counts.
+fn not_left(ended: Result<AttemptEnd, Stop>, device: Stop) -> Stop {
+    match ended {
+        Err(stop @ (Stop::Failed(_) | Stop::Fenced(_))) => stop,
+        Err(Stop::Comm(_) | Stop::Device(_) | Stop::Elsewhere) | Ok(_) => device,
+    }
+}
+
 pub(crate) fn storage_failed(message: &str) -> Stop {
     let advice = "make the checkpoint location writable, with room for one more checkpoint";
     fail(1, message, advice)
@@ -272,10 +281,9 @@ impl Trainer {
         let fingerprint = corpus.fingerprint().to_string();
         self.desk.ask(Ask::Begin { fingerprint, retry_us });
         let gauge = if rank == 0 { gauge(config, &engine) } else { None };
-        let (state, buddies) = (state_bytes(&engine.model), buddies(config));
+        let (state, buddies) = (state_bytes(&engine.model), resume::buddies(config));
         let pace = if config.recovery.memory_auto {
-            let comm = engine.links.comm();
-            Some(Pace::agreed(&config.members, &buddies, state, comm)?)
+            Some(Pace::agreed(&config.members, &buddies, state, engine.links.comm())?)
         } else {
             None
         };
@@ -326,11 +334,17 @@ impl Trainer {
         run.tell_removed()?;
         let ended = ended.and_then(|end| Ok(run.engine.all_arrived().map(|()| end)?));
         match run.engine.leave() {
-            Ok(()) => ended,
+            Ok(()) => {
+                // Of a device that failed nothing is given back: that could wait for a kernel.
+                if let Err(Stop::Device(_)) = &ended {
+                    std::mem::forget(run.engine);
+                }
+                ended
+            }
             // Whatever ended the attempt, its device would be waited for without an end.
             Err(error) => {
                 std::mem::forget(run.engine);
-                ended.and(Err(error.into()))
+                Err(not_left(ended, error.into()))
             }
         }
     }
@@ -577,25 +591,6 @@ fn gauge(config: &WorkerConfig, engine: &Engine) -> Option<Gauge> {
     Gauge::of(&engine.model.device, config.model.flops_per_token(sequence), world)
 }
 
-/// The rank that keeps each rank's second copy: the next on another node, else the next of another
-/// worker. The ranks of one worker are lost together.
-fn buddies(config: &WorkerConfig) -> Vec<Option<u32>> {
-    let members = &config.members;
-    let node = |rank: u32| {
-        let of = |rank: u32| members.get(rank as usize).map(|member| member.node.as_str());
-        let first = members.iter().position(|other| Some(other.node.as_str()) == of(rank));
-        first.map_or(rank, |at| at as u32)
-    };
-    let world = config.layout.mesh.world();
-    let nodes: Vec<u32> = (0..world).map(node).collect();
-    let worker = |rank: u32| members.get(rank as usize).map(|member| member.worker.as_str());
-    let next = |rank: u32| {
-        let others = (1..world).map(|more| (rank + more) % world);
-        others.into_iter().find(|other| worker(*other) != worker(rank))
-    };
-    (0..world).map(|rank| config.layout.buddy(rank, &nodes).or_else(|| next(rank))).collect()
-}
-
 /// All ranks read the same text.
 fn agree_on_data(corpus: &Corpus, comm: &mut Comm) -> Result<(), Stop> {
     let own = corpus.fingerprint().as_bytes();
@@ -636,4 +631,20 @@ pub fn unsupported(config: &WorkerConfig) -> Option<Failure> {
     let found = wrong.into_iter().find(|(wrong, _)| *wrong)?;
     let (message, advice) = (found.1.to_string(), "change the manifest".to_string());
     Some(Failure { exit_code: 2, message, advice })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_that_cannot_be_left_ends_its_process_unless_the_job_ends() {
+        let left = |ended| not_left(ended, Stop::Device("it hangs".to_string()));
+        let aborted = || CommError::Aborted { reason: "a peer hangs".to_string() };
+        assert!(matches!(left(Ok(AttemptEnd::Completed { step: 9 })), Stop::Device(_)));
+        assert!(matches!(left(Err(Stop::Comm(aborted()))), Stop::Device(_)));
+        assert!(matches!(left(Err(Stop::Elsewhere)), Stop::Device(_)));
+        assert!(matches!(left(Err(Stop::Fenced(3))), Stop::Fenced(3)));
+        assert!(matches!(left(Err(fail(3, "no data", "put it back"))), Stop::Failed(_)));
+    }
 }

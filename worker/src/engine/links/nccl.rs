@@ -226,7 +226,10 @@ impl Nccl {
         // Those of fewer ranks first: an idle one does not end while its parent is busy.
         let comms = comms.into_iter().rev().map(|joined| joined.comm).collect();
         let drained = || device.as_cuda().is_none_or(|cuda| cuda.is_idle().unwrap_or(true));
-        abandon(comms, drained, (), LEAVE_MAX).map_err(|error| chain(&error))
+        abandon(comms, drained, (), LEAVE_MAX).map_err(|error| chain(&error))?;
+        // NCCL may have been the first to see that the context is broken.
+        let idle = device.as_cuda().map_or(Ok(true), CudaDevice::is_idle);
+        idle.map(|_| ()).map_err(|error| chain(&error))
     }
 }
 
