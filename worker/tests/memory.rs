@@ -1,4 +1,5 @@
-//! What a worker takes against what is announced: within 15% or 16 MiB.
+//! What a worker takes against what is announced: within 15% or 16 MiB, or less by the slot that a
+//! slow checkpoint takes.
 //!
 //! Each measurement has a process of its own: what an earlier one freed would count as free memory
 //! of the next.
@@ -51,8 +52,10 @@ fn check(dim: u32, layers: u32, sequence: u32, world: u32, ep: u32) {
     let taken = status("VmHWM").saturating_sub(before);
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let slack = (announced * 15 / 100).max(16 << 20);
+    // A slot more is taken where a checkpoint is still being written when the next snapshot comes.
+    let least = announced * 3 / 4;
     assert!(
-        announced.abs_diff(taken) <= slack,
+        taken <= announced + slack && taken + slack >= least,
         "D {dim}, {world} ranks: {:.1} MiB taken, {:.1} announced",
         mib(taken),
         mib(announced)
