@@ -54,6 +54,15 @@ fn changed(change: impl Fn(&mut Job), layout: Layout) -> Job {
     job
 }
 
+/// Its routers are corrected, and balanced in this scope.
+fn corrected(scope: AuxLossScope, layout: Layout) -> Job {
+    let change = |job: &mut Job| {
+        job.config.model.router.aux_loss_scope = scope;
+        job.config.model.router.bias = true;
+    };
+    changed(change, layout)
+}
+
 /// The host's copies of the third step of each rank, and its micro-batches.
 fn traffic(job: &Job) -> Vec<(Traffic, u64)> {
     with_engines(job, |engine, corpus| {
@@ -162,13 +171,7 @@ fn what_was_not_measured_is_absent() {
 fn a_skipped_step_changes_nothing_and_is_done_again_with_the_same_bits() {
     for layout in [layout(1, 1), layout(3, 3), layout(4, 2)] {
         for scope in [AuxLossScope::MicroBatch, AuxLossScope::Global] {
-            let job = changed(
-                |job| {
-                    job.config.model.router.aux_loss_scope = scope;
-                    job.config.model.router.bias = true;
-                },
-                layout.clone(),
-            );
+            let job = corrected(scope, layout.clone());
             let (undisturbed, disturbed) = (steps(&job, false), steps(&job, true));
             assert!(disturbed == undisturbed, "{layout:?}, {scope:?}");
         }
@@ -228,13 +231,7 @@ fn begun_ahead(
 fn steps_that_are_begun_ahead_give_the_same_bits() {
     for layout in [layout(1, 1), layout(3, 3), layout(4, 2)] {
         for scope in [AuxLossScope::MicroBatch, AuxLossScope::Global] {
-            let job = changed(
-                |job| {
-                    job.config.model.router.aux_loss_scope = scope;
-                    job.config.model.router.bias = true;
-                },
-                layout.clone(),
-            );
+            let job = corrected(scope, layout.clone());
             let expected = with_engines(&job, |engine, corpus| {
                 let steps = (0..5).map(|step| engine.step(step, corpus).expect("peers"));
                 (steps.collect::<Vec<_>>(), shard(engine))

@@ -448,10 +448,8 @@ impl<E: Element> PinnedBuffer<E> {
         from: u64,
         len: usize,
     ) -> Result<(), CudaError> {
-        let into = &mut self.as_mut_slice()[..len];
         // SAFETY: the caller's range, and the stream is waited for before the borrow ends.
-        unsafe { cu::memcpy_dtoh_async(into, from, stream.handle()) }
-            .doing(|| format!("copying {len} elements from {from:#x}"))?;
+        unsafe { self.enqueue_read(stream, from, len)? };
         stream.synchronize()
     }
 
@@ -497,10 +495,8 @@ impl<E: Element> PinnedBuffer<E> {
         to: u64,
         len: usize,
     ) -> Result<(), CudaError> {
-        let from = &self.as_slice()[..len];
         // SAFETY: the caller's range, and the stream is waited for before the borrow ends.
-        unsafe { cu::memcpy_htod_async(to, from, stream.handle()) }
-            .doing(|| format!("copying {len} elements to {to:#x}"))?;
+        unsafe { self.enqueue_write(stream, to, len)? };
         stream.synchronize()
     }
 }

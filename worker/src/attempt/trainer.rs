@@ -35,6 +35,7 @@ use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use crate::failure::{Failure, chain};
 use moejob_protocol::{CheckpointManifest, WorkerConfig};
 use moejob_protocol::config::{Backend, DataConfig, Precision, Resume, TrainingConfig};
+use moejob_protocol::memory::GENERATIONS;
 use moejob_protocol::message::{Held, Phase, Request};
 use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig};
 use moejob_protocol::pod::{ENV_TRACE, ENV_WORKER};
@@ -65,9 +66,6 @@ pub struct Trainer {
 
 /// How long the end of an attempt waits for its writer to remove old checkpoints.
 const WRITER_END_MAX: Duration = Duration::from_secs(10);
-/// Snapshots that memory keeps beside those of checkpoints: the newest that is whole everywhere,
-/// and the next one.
-const GENERATIONS: usize = 2;
 /// How long a commit waits until the records before it are durable.
 const RECORDS_MAX: Duration = Duration::from_secs(5);
 
@@ -395,7 +393,8 @@ impl Trainer {
         let every = config.recovery.memory_every_steps.max(1);
         let shared = config.checkpoint.every_steps.is_multiple_of(every);
         let spare = usize::from(!shared && !config.recovery.memory_auto);
-        self.memory.set_bounds(GENERATIONS + pending, spare);
+        // Those of checkpoints come beside what takes turns.
+        self.memory.set_bounds(GENERATIONS as usize + pending, spare);
         let from_memory = matches!(config.resume, Resume::Memory { .. });
         let who = (rank, config.attempt);
         Saves::new(who, self.desk.clone(), flush, pending, from_memory)

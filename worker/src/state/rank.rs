@@ -71,11 +71,7 @@ pub trait RankState {
     fn write(&mut self, part: Part, index: usize, elements: Range<u64>, from: &[u8]);
 
     /// [`RankState::write`] of all `pieces`, which do not overlap.
-    fn write_all(&mut self, pieces: &[(Part, usize, Range<u64>, &[u8])]) {
-        for (part, index, elements, from) in pieces {
-            self.write(*part, *index, elements.clone(), from);
-        }
-    }
+    fn write_all(&mut self, pieces: &[(Part, usize, Range<u64>, &[u8])]);
 
     /// Sets the whole master of a parameter that is held, and its weight.
     fn fill(&mut self, index: usize, value: f64);

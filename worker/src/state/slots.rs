@@ -9,6 +9,7 @@ use crate::failure::chain;
 use crate::state::slot::{Filling, FREE, GONE, Label, Reading, Slot, Sums};
 use moejob_kernels::cuda::Gpu;
 use moejob_protocol::config::Resume;
+use moejob_protocol::memory::GENERATIONS;
 use moejob_protocol::message::Held;
 use rustix::fd::OwnedFd;
 use std::collections::BTreeMap;
@@ -21,8 +22,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 /// Slots of one shard that may be in use at once, unless [`Memory::set_bounds`] says otherwise: the
 /// newest state that is whole everywhere, the next one, and one that a checkpoint is written from.
 const IN_USE_MAX: usize = 3;
-/// Of them those that take turns.
-const GENERATIONS: usize = 2;
 
 /// The slots of a worker, or those of them that one of its engines knows. A clone is the same.
 #[derive(Clone)]
@@ -254,7 +253,7 @@ impl Memory {
     /// steps.
     pub fn prepare(&self, shards: &[(u32, usize)]) {
         for (shard, len) in shards {
-            if self.of_shard(*shard, *len).len() >= GENERATIONS {
+            if self.of_shard(*shard, *len).len() as u64 >= GENERATIONS {
                 continue;
             }
             // Where there is no memory for it the snapshot will say so.
