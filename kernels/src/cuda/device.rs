@@ -426,32 +426,30 @@ impl CudaDevice {
         Ok(self.attentions[at].workspace_bytes())
     }
 
+    fn on_attention(
+        &mut self,
+        desc: &AttentionDesc,
+        op: impl FnOnce(&AttentionKernels, &Stream, &Arena) -> Result<(), CudaError>,
+    ) {
+        let at = match self.attention_kernels(desc) {
+            Ok(at) => at,
+            Err(error) => return self.attempt(|| Err(error)),
+        };
+        let free = self.kept_free().attention;
+        self.attentions[at].leave_free(free);
+        self.attempt(|| Ok(op(&self.attentions[at], &self.stream, &self.arena)?));
+    }
+
     pub(crate) fn attention(&mut self, op: &Attention) {
-        match self.attention_kernels(&AttentionDesc::of(op)) {
-            Ok(at) => {
-                let free = self.kept_free().attention;
-                self.attentions[at].leave_free(free);
-                self.attempt(|| {
-                    let kernels = &self.attentions[at];
-                    Ok(kernels.forward(&self.stream, &self.arena, op, &mut |_| Ok(()))?)
-                });
-            }
-            Err(error) => self.attempt(|| Err(error)),
-        }
+        self.on_attention(&AttentionDesc::of(op), |kernels, stream, arena| {
+            kernels.forward(stream, arena, op, &mut |_| Ok(()))
+        });
     }
 
     pub(crate) fn attention_backward(&mut self, op: &AttentionBackward) {
-        match self.attention_kernels(&AttentionDesc::of(&op.forward)) {
-            Ok(at) => {
-                let free = self.kept_free().attention;
-                self.attentions[at].leave_free(free);
-                self.attempt(|| {
-                    let kernels = &self.attentions[at];
-                    Ok(kernels.backward(&self.stream, &self.arena, op, &mut |_| Ok(()))?)
-                });
-            }
-            Err(error) => self.attempt(|| Err(error)),
-        }
+        self.on_attention(&AttentionDesc::of(&op.forward), |kernels, stream, arena| {
+            kernels.backward(stream, arena, op, &mut |_| Ok(()))
+        });
     }
 
     /// An op of the rest of a transformer's step, which the GPU does not have yet.

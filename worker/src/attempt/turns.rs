@@ -26,6 +26,14 @@ pub(crate) struct Wanted {
     pub stop: bool,
 }
 
+impl Wanted {
+    fn add(&mut self, more: Wanted) {
+        self.snapshot |= more.snapshot;
+        self.checkpoint |= more.checkpoint;
+        self.stop |= more.stop;
+    }
+}
+
 /// What is due after a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Due {
@@ -85,10 +93,7 @@ impl Turns {
     pub fn end(&mut self, heard: Wanted) -> Due {
         assert!(self.begun > self.done, "a step was begun");
         self.done += 1;
-        let Wanted { snapshot, checkpoint, stop } = &mut self.wanted;
-        *snapshot |= heard.snapshot;
-        *checkpoint |= heard.checkpoint;
-        *stop |= heard.stop;
+        self.wanted.add(heard);
         let mut due = self.due_by_schedule(self.done);
         if self.begun > self.done {
             assert_eq!(due, Due::default(), "nothing is begun behind a step with something due");
@@ -151,11 +156,8 @@ mod tests {
             }
             let now = turns.done() + 1;
             let mut all = Wanted::default();
-            for (_, wanted) in heard.iter().filter(|(with, _)| *with == now) {
-                all.snapshot |= wanted.snapshot;
-                all.checkpoint |= wanted.checkpoint;
-                all.stop |= wanted.stop;
-            }
+            let with = heard.iter().filter(|(with, _)| *with == now);
+            with.for_each(|(_, wanted)| all.add(*wanted));
             let due = turns.end(all);
             out += &format!(" {}", turns.done());
             let words = [
