@@ -1,10 +1,10 @@
 """How long a lost engine or worker holds up a job on two GPUs, and what its snapshots cost.
 
-    python3 recovery.py MOEJOB [--rounds 10] [--model large|small] [--workers 1|2]
+    python3 recovery.py MOEJOB [--rounds 10] [--model large|small|whole] [--workers 1|2]
         [--fault KILL|STOP|illegal|hang] [--whom engine|worker]
 
-The large model is OLMoE cut to 4 layers, experts over both GPUs (24 GB of weights and moments); it
-trains on the text files of ./data. From the signal to the first step of the next attempt; beside it
+The large model is OLMoE cut to 4 layers, experts over both GPUs (24 GB of weights and moments), the
+whole one all of it (83 GB); it trains on the text files of ./data. From the signal to the first step of the next attempt; beside it
 what the events say of where the time went, and memory before and after.
 """
 import argparse
@@ -19,6 +19,7 @@ import tempfile
 import time
 
 LARGE = "{ preset: olmoe-1b-7b, numHiddenLayers: 4 }"
+WHOLE = "{ preset: olmoe-1b-7b }"
 SMALL = """
     hiddenSize: 256
     numHiddenLayers: 4
@@ -112,7 +113,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("moejob")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--model", choices=["large", "small"], default="large")
+    parser.add_argument("--model", choices=["large", "small", "whole"], default="large")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--fault", default="KILL")
     parser.add_argument("--whom", choices=["engine", "worker"], default="engine")
@@ -125,10 +126,11 @@ def main():
     moejob = str(pathlib.Path(args.moejob).resolve())
     os.chdir(pathlib.Path(__file__).parent / "data")
     runs = pathlib.Path(tempfile.mkdtemp())
-    large = args.model == "large"
+    large = args.model != "small"
+    model = {"large": LARGE, "small": SMALL, "whole": WHOLE}[args.model]
     text = MANIFEST.format(
         profile=args.profile, precision="bf16" if args.profile == "gpu" else "fp32",
-        workers=args.workers, devices=2 // args.workers, model=LARGE if large else SMALL,
+        workers=args.workers, devices=2 // args.workers, model=model,
         sequence=4096 if large else 256 if args.profile == "gpu" else 16, every=20 if large else 50)
     (runs / "lost.yaml").write_text(text)
     log = open(runs / "log", "wb")
@@ -165,7 +167,7 @@ def main():
         if wait("the first step", lambda: newest()["step"] >= 1):
             print(f"first step after {time.monotonic() - began:.2f} s")
         if broken:
-            if not wait("the next attempt", lambda: newest()["attempt"] > 1, 120):
+            if not wait("the next attempt", lambda: newest()["attempt"] > 1, 60):
                 return 1
             rows = steps.read()
             before = [row for row in rows if row["attempt"] == 1][-1]

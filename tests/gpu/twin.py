@@ -16,6 +16,7 @@ import json
 import math
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -324,7 +325,7 @@ def one(args):
 KINDS = {
     "PyTorch, compiled": ["peer", "--compiled"],
     "PyTorch, not compiled": ["peer"],
-    "ours": ["ours"],
+    "ours, attention in order": ["ours"],
     "ours, attention fastest": ["ours", "--attention", "fastest"],
     "ours, gradients fp32": ["ours", "--gradients", "fp32"],
 }
@@ -339,7 +340,9 @@ def noise(args):
         model.mkdir()
         make_model(args, model)
         under_way = []
-        for at, (name, options) in enumerate(KINDS.items()):
+        wanted = [kind for kind in KINDS.items() if any(
+            part in kind[0] for part in args.only.split(";"))]
+        for at, (name, options) in enumerate(wanted):
             kind, *options = options
             common = [f"--{key}={getattr(args, key)}"
                       for key in ("steps", "layers", "rows", "sequence", "seed", "device",
@@ -351,13 +354,22 @@ def noise(args):
             command = [sys.executable, __file__, "one", str(args.moejob), str(args.tokens), *common,
                        "--kind", kind, "--folder", folder, "--name", name, *options]
             where = os.environ | {"CUDA_VISIBLE_DEVICES": str(at % gpus)}
-            under_way.append((name, subprocess.Popen(command, env=where)))
-        runs = {}
+            process = subprocess.Popen(command, env=where, start_new_session=True)
+            under_way.append((name, process))
+        runs, end = {}, time.monotonic() + args.seconds
         for name, process in under_way:
-            if process.wait() == 0:
-                runs[name] = json.loads((pathlib.Path(folder) / f"{name}.json").read_text())
+            try:
+                failed = process.wait(max(end - time.monotonic(), 0)) != 0
+            except subprocess.TimeoutExpired:
+                # With its job, which is not this script's child.
+                os.killpg(process.pid, signal.SIGKILL)
+                failed = True
+            if failed:
+                print(f"FAILED or too slow: {name}")
             else:
-                print(f"FAILED: {name}")
+                runs[name] = json.loads((pathlib.Path(folder) / f"{name}.json").read_text())
+        if not runs:
+            sys.exit(1)
     last = min(COUNTED, args.steps)
     means = {name: sum(run["losses"][-last:]) / last for name, run in runs.items()}
     first = next(iter(means.values()))
@@ -366,7 +378,7 @@ def noise(args):
         steps = [f"{losses[step]:.5f}" for step in (0, 9, 99, 499, 999) if step < len(losses)]
         print(f"{name:26} steps 1, 10, 100, 500, 1000: {' '.join(steps)}; the last {last}: "
               f"{means[name]:.5f} ({means[name] / first - 1:+.2%}), {run['seconds']:.0f} s")
-    if len(runs) < len(KINDS):
+    if len(runs) < len(wanted):
         sys.exit(1)
 
 
@@ -395,6 +407,8 @@ def main():
         verb.add_argument("--tiny", action="store_true")
         verb.add_argument("--compiled", action="store_true")
         verb.add_argument("--bound", type=float, default=0.005)
+        verb.add_argument("--seconds", type=float, default=1000, help="for all runs of `noise`")
+        verb.add_argument("--only", default="", help="kinds of `noise`, by a part of their names")
         verb.add_argument("--kind")
         verb.add_argument("--folder")
         verb.add_argument("--name")
