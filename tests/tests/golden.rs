@@ -7,12 +7,9 @@
 
 mod cases;
 
-use cases::{Case, all};
+use cases::{Case, all, parts};
 use moejob_tests::{Bench, root};
-use serde_json::Value;
-use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::path::Path;
 use std::time::Duration;
 
 const LIMIT: Duration = Duration::from_secs(300);
@@ -43,17 +40,7 @@ fn losses_and_weights_are_those_of_097657f() {
 /// What a run of the case leaves behind, as text.
 fn bits(case: &Case, workers: u32) -> String {
     let bench = Bench::new("golden", &case.manifest);
-    for (name, bytes) in &case.files {
-        std::fs::write(bench.path().join(name), bytes).expect("an input file");
-    }
-    for command in &case.before {
-        let mut words = command.split(' ');
-        let word = words.next().expect("a command");
-        let words: Vec<&str> = [word].into_iter().chain(words).collect();
-        let output = bench.command(&words).output().expect("moejob starts");
-        let told = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.success(), "{}: {command}: {told}", case.name);
-    }
+    case.prepare(&bench);
     let workers = workers.to_string();
     let code = bench.run(&["--workers", &workers], LIMIT);
     assert_eq!(code, Some(0), "{}: {}", case.name, bench.output());
@@ -72,43 +59,4 @@ fn bits(case: &Case, workers: u32) -> String {
         writeln!(text, "{what} {hash}").expect("a string");
     }
     text
-}
-
-/// By part, a hash over the values of all tensors in the order of their names. The master weight
-/// counts as the weight, whatever precision it was computed in.
-fn parts(folder: &Path) -> BTreeMap<String, String> {
-    let text = std::fs::read_to_string(folder.join("manifest.json")).expect("a manifest");
-    let manifest: Value = serde_json::from_str(&text).expect("JSON");
-    let files: Vec<Vec<u8>> = (list(&manifest["files"]).iter())
-        .map(|file| std::fs::read(folder.join(file["name"].as_str().expect("a name"))))
-        .map(|file| file.expect("a shard"))
-        .collect();
-    let mut tensors = BTreeMap::new();
-    for tensor in list(&manifest["tensors"]) {
-        let part = match tensor["part"].as_str().expect("a part") {
-            "master" => "weight",
-            part => part,
-        };
-        let number = |piece: &Value, field: &str| piece[field].as_u64().expect("a number");
-        let mut pieces: Vec<&Value> = list(&tensor["pieces"]).iter().collect();
-        pieces.sort_by_key(|piece| number(piece, "start"));
-        let mut bytes = Vec::new();
-        for piece in pieces {
-            let file = &files[number(piece, "file") as usize];
-            let range = number(piece, "begin") as usize..number(piece, "end") as usize;
-            bytes.extend_from_slice(&file[range]);
-        }
-        let name = tensor["name"].as_str().expect("a name").to_string();
-        tensors.insert((part.to_string(), name), blake3::hash(&bytes));
-    }
-    let mut hashers: BTreeMap<String, blake3::Hasher> = BTreeMap::new();
-    for ((part, name), hash) in tensors {
-        let hasher = hashers.entry(part).or_default();
-        hasher.update(name.as_bytes()).update(hash.as_bytes());
-    }
-    hashers.into_iter().map(|(part, hasher)| (part, hasher.finalize().to_string())).collect()
-}
-
-fn list(value: &Value) -> &Vec<Value> {
-    value.as_array().expect("a list")
 }

@@ -170,6 +170,41 @@ fn busy(comm: &mut Comm) -> u64 {
     hash
 }
 
+/// A copy that its receiver does not take holds no collective up, and arrives once it does.
+#[tokio::test]
+async fn copies_travel_beside_collectives() {
+    const LENGTH: usize = 9 << 20;
+    let authority = Authority::new();
+    let nodes = nodes(2, &authority).await;
+    let mut comms = group(&authority, 1, &nodes).await;
+    let pattern = |rank: usize| -> Vec<u8> {
+        (0..LENGTH).map(|at| (at * 31 + at / 4096 + rank) as u8).collect()
+    };
+    let mut ferries = comms.iter_mut().map(|comm| comm.take_ferry().expect("the first to ask"));
+    let (mut first, mut second) = (ferries.next().expect("rank 0's"), ferries.next());
+    drop(ferries);
+    let sent = std::thread::spawn(move || {
+        let mut into = vec![0; LENGTH];
+        let carried = first.carry(7, &[(1, &pattern(0))], &mut [(1, &mut into)]);
+        (first, carried.map(|()| into))
+    });
+    let hashes = on_ranks(comms, busy).await;
+    assert_eq!(hashes, on_ranks(Comm::in_process(2), busy).await);
+    assert!(!sent.is_finished(), "nobody has taken it");
+    let taken = tokio::task::spawn_blocking(move || {
+        let (mut ferry, mut into) = (second.take().expect("rank 1's"), vec![0; LENGTH]);
+        let carried = ferry.carry(7, &[(0, &pattern(1))], &mut [(0, &mut into)]);
+        // What is stopped says so at once, whatever it waits for.
+        ferry.stopper().stop();
+        assert!(ferry.carry(8, &[], &mut [(0, &mut [0])]).is_err());
+        (ferry, carried.map(|()| into))
+    });
+    let (_second, taken) = taken.await.expect("no panic");
+    let (_first, sent) = sent.join().expect("no panic");
+    assert!(taken.expect("it arrives") == pattern(0));
+    assert!(sent.expect("it arrives") == pattern(1));
+}
+
 #[tokio::test]
 async fn over_tls_the_same_bytes_arrive_as_in_process() {
     let authority = Authority::new();

@@ -3,7 +3,7 @@
 mod common;
 
 use moe_worker::engine::gate::Noise;
-use moe_worker::engine::grads::TreeSums;
+use moe_worker::engine::tree::TreeSums;
 use moe_worker::engine::model::Model;
 use moe_worker::engine::forward::Pass;
 use moe_worker::engine::links::Links;

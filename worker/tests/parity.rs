@@ -6,7 +6,7 @@ mod common;
 
 use common::reference::{Reference, distance, relative};
 use moe_worker::engine::forward::Pass;
-use moe_worker::engine::grads::TreeSums;
+use moe_worker::engine::tree::TreeSums;
 use moe_worker::engine::handles::slice;
 use moe_worker::engine::model::Model;
 use moe_worker::engine::links::Links;

@@ -8,7 +8,7 @@ use moe_worker::engine::eval::evaluate;
 use moe_worker::engine::handles::slice;
 use moe_worker::engine::forward::Pass;
 use moe_worker::engine::gate::Noise;
-use moe_worker::engine::grads::TreeSums;
+use moe_worker::engine::tree::TreeSums;
 use moe_worker::engine::links::Links;
 use moe_worker::engine::model::Model;
 use moe_worker::engine::round::Round;

@@ -1,7 +1,10 @@
 //! The manifests whose bits are kept: the lessons on a small corpus, kinds of routers, families of
 //! models, formats of data, and models that begin from others.
 
-use moejob_tests::{Random, root};
+use moejob_tests::{Bench, Random, root};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::Path;
 
 /// A manifest, the files that it reads beside `corpus/`, and what is done before it runs.
 pub struct Case {
@@ -14,11 +17,27 @@ pub struct Case {
     pub before: Vec<&'static str>,
 }
 
+impl Case {
+    /// Writes its files, and does what comes before it.
+    pub fn prepare(&self, bench: &Bench) {
+        for (name, bytes) in &self.files {
+            std::fs::write(bench.path().join(name), bytes).expect("an input file");
+        }
+        for command in &self.before {
+            let words: Vec<&str> = command.split(' ').collect();
+            let output = bench.command(&words).output().expect("moejob starts");
+            let told = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(output.status.success(), "{}: {command}: {told}", self.name);
+        }
+    }
+}
+
 const MODEL: &str = "{ hiddenSize: 32, numHiddenLayers: 2, numAttentionHeads: 2, \
                      experts: { count: 8, perToken: 2, intermediateSize: 32 } }";
 const TEXT: &str = "{ train: { text: { paths: [\"corpus/**/*.txt\"] } }, \
                     validation: { fraction: 0.2, everySteps: 5 }, sequenceLength: 32 }";
-const TRAINING: &str = "{ steps: 10, globalBatchSize: 7, seed: 3, \
+/// How each of them trains, unless it is a lesson.
+pub const TRAINING: &str = "{ steps: 10, globalBatchSize: 7, seed: 3, \
                         optimizer: { adamw: { learningRate: 3.0e-3 } }, \
                         schedule: { cosine: { warmupSteps: 3 } } }";
 
@@ -141,4 +160,43 @@ fn tokens(count: usize, seed: u64) -> Vec<u8> {
         (last as u16).to_le_bytes()
     };
     (0..count).flat_map(|_| next()).collect()
+}
+
+/// By part, a hash over the values of all tensors in the order of their names. The master weight
+/// counts as the weight, whatever precision it was computed in.
+pub fn parts(folder: &Path) -> BTreeMap<String, String> {
+    let text = std::fs::read_to_string(folder.join("manifest.json")).expect("a manifest");
+    let manifest: Value = serde_json::from_str(&text).expect("JSON");
+    let files: Vec<Vec<u8>> = (list(&manifest["files"]).iter())
+        .map(|file| std::fs::read(folder.join(file["name"].as_str().expect("a name"))))
+        .map(|file| file.expect("a shard"))
+        .collect();
+    let mut tensors = BTreeMap::new();
+    for tensor in list(&manifest["tensors"]) {
+        let part = match tensor["part"].as_str().expect("a part") {
+            "master" => "weight",
+            part => part,
+        };
+        let number = |piece: &Value, field: &str| piece[field].as_u64().expect("a number");
+        let mut pieces: Vec<&Value> = list(&tensor["pieces"]).iter().collect();
+        pieces.sort_by_key(|piece| number(piece, "start"));
+        let mut bytes = Vec::new();
+        for piece in pieces {
+            let file = &files[number(piece, "file") as usize];
+            let range = number(piece, "begin") as usize..number(piece, "end") as usize;
+            bytes.extend_from_slice(&file[range]);
+        }
+        let name = tensor["name"].as_str().expect("a name").to_string();
+        tensors.insert((part.to_string(), name), blake3::hash(&bytes));
+    }
+    let mut hashers: BTreeMap<String, blake3::Hasher> = BTreeMap::new();
+    for ((part, name), hash) in tensors {
+        let hasher = hashers.entry(part).or_default();
+        hasher.update(name.as_bytes()).update(hash.as_bytes());
+    }
+    hashers.into_iter().map(|(part, hasher)| (part, hasher.finalize().to_string())).collect()
+}
+
+fn list(value: &Value) -> &Vec<Value> {
+    value.as_array().expect("a list")
 }

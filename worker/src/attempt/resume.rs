@@ -8,7 +8,7 @@ use crate::attempt::api::TrainerEvent;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::records::{event, now};
 use crate::attempt::saves::Patience;
-use crate::attempt::trainer::{Stop, fail, storage_failed};
+use crate::attempt::stop::{Stop, fail, storage_failed};
 use crate::checkpoint::desk::Desk;
 use crate::checkpoint::fence::FenceError;
 use crate::checkpoint::look::{Looked, claim_of_another, others_claims};

@@ -1,7 +1,7 @@
 //! Copies of the state: when a snapshot or a checkpoint takes one, and those on their way.
 //!
 //! ```text
-//! due -> slots on all ranks -> copied at once -> complete, exchanged with buddies -> held
+//! due -> slots on all ranks -> copied at once -> complete -> held -> to buddies, beside the steps
 //!                `-> begun, beside the next step -> that step's end --^   `-> checkpoint begins
 //! ```
 //! A copy that is on its way is nobody's: it is resumed from, acknowledged and written to storage
@@ -10,10 +10,10 @@
 use crate::attempt::api::TrainerEvent;
 use crate::attempt::steps::{Run, STORAGE_POLL};
 use crate::attempt::telling::warn_of;
-use crate::attempt::trainer::{Stop, fail};
+use crate::attempt::stop::{Stop, fail};
 use crate::state::rank::RankState;
 use crate::state::slot::{Filling, Slot};
-use crate::state::snapshot::{self, Opened, SnapshotError};
+use crate::state::snapshot::{self, Cargo, Opened, SnapshotError};
 use moejob_protocol::report::EventKind;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -32,12 +32,23 @@ pub(crate) struct Leaving {
     step: u64,
     /// Slots for the shards of others; the own one is the model's.
     theirs: Vec<(u32, Filling)>,
+    /// See [`Opened::large`].
+    large: bool,
     /// Nobody resumes from it.
     for_checkpoint: bool,
     /// A checkpoint is written from it, with what was measured behind its step.
     checkpoint: Option<Option<f64>>,
     /// What it has cost so far.
     cost: Duration,
+}
+
+/// What a snapshot is followed by.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Goes {
+    /// Steps, beside which copies may travel to buddies.
+    pub on: bool,
+    /// A step, beside which the copy itself may leave.
+    pub beside: bool,
 }
 
 /// Looks for a free slot, [`STORAGE_POLL`] apart, before an attempt ends without its last
@@ -86,10 +97,12 @@ impl Run<'_> {
     }
 
     /// No: a rank has no memory for another copy of its state, and training goes on without.
-    /// `beside`: there is a next step, which it may leave beside.
-    pub(super) fn snapshot(&mut self, beside: bool) -> Result<Taken, Stop> {
+    pub(super) fn snapshot(&mut self, goes: Goes) -> Result<Taken, Stop> {
+        if self.travels.is_some() && !self.settle_copies(goes)? {
+            return Ok(Taken::No);
+        }
         let began = Instant::now();
-        let taken = self.take(beside);
+        let taken = self.take(goes);
         if matches!(taken, Ok(Taken::Later)) {
             let cost = began.elapsed();
             self.clock.stalls.snapshot += cost.as_secs_f64();
@@ -97,9 +110,6 @@ impl Run<'_> {
                 leaving.cost = cost;
             }
             return taken;
-        }
-        if !matches!(taken, Ok(Taken::No)) {
-            self.snapshot_step = self.step;
         }
         self.is_held(began, began.elapsed());
         let taken = taken?;
@@ -125,7 +135,62 @@ impl Run<'_> {
         (self.out)(TrainerEvent::Held(self.memory.held()));
     }
 
-    fn take(&mut self, beside: bool) -> Result<Taken, Stop> {
+    /// The copies of the last snapshot are still on their way: whether another one can be taken.
+    /// Not while steps go on, and not behind the last one, whose state goes to storage. An attempt
+    /// that is asked to stop waits, since the next one needs its state.
+    fn settle_copies(&mut self, goes: Goes) -> Result<bool, Stop> {
+        if goes.on {
+            if !std::mem::replace(&mut self.slow_told, true) {
+                let message = "the last snapshot is still on its way to other nodes: this one is \
+                               left out, and a worker that is lost now costs more steps";
+                self.tell(EventKind::Warning, "SnapshotSkipped", message.to_string(), self.step)?;
+            }
+            return Ok(false);
+        }
+        if self.step >= self.config.training.steps {
+            return Ok(false);
+        }
+        let began = Instant::now();
+        self.held = self.courier.wait()?.or(self.held);
+        self.travels = None;
+        self.clock.stalls.snapshot += began.elapsed().as_secs_f64();
+        Ok(true)
+    }
+
+    /// Behind a step: whether the copies that travel beside the steps are there.
+    pub(super) fn copies_arrive(&mut self) -> Result<(), Stop> {
+        let Some(step) = self.courier.arrived()? else { return Ok(()) };
+        self.held = Some(step);
+        self.memory.trim();
+        (self.out)(TrainerEvent::Held(self.memory.held()));
+        Ok(())
+    }
+
+    /// The own shard of `step` is whole. Copies go to the buddies: at once where they are small or
+    /// nothing follows, else beside the steps.
+    fn give_copies(
+        &mut self,
+        step: u64,
+        opened: Opened,
+        goes_on: bool,
+    ) -> Result<Arc<Slot>, Stop> {
+        let Run { engine, memory, buddies, courier, .. } = self;
+        let rank = engine.model.rank;
+        if !(goes_on && opened.large && buddies.iter().any(Option::is_some)) {
+            let slot = snapshot::complete(memory, engine.links.comm(), buddies, opened);
+            self.held = Some(step);
+            return slot.map_err(not_taken);
+        }
+        let (slot, cargo) = Cargo::of(rank, step, buddies, opened);
+        courier.begin(cargo).map_err(|error| {
+            let message = format!("no thread for copies of snapshots: {error}");
+            fail(1, &message, "let the worker have more threads")
+        })?;
+        self.travels = Some(step);
+        Ok(slot)
+    }
+
+    fn take(&mut self, Goes { on, beside }: Goes) -> Result<Taken, Stop> {
         let of = (self.config.attempt, self.step);
         let (model, comm) = (&self.engine.model, self.engine.links.comm());
         let can_leave = |slot: &Filling| beside && model.can_leave(slot);
@@ -135,23 +200,22 @@ impl Run<'_> {
             self.leave(opened, false);
             return Ok(Taken::Later);
         }
-        let Run { engine, memory, buddies, .. } = self;
-        snapshot::cut_into(&mut engine.model, opened.own.bytes_mut())?;
-        let slot = snapshot::complete(memory, engine.links.comm(), buddies, opened);
-        Ok(Taken::Now(slot.map_err(not_taken)?))
+        snapshot::cut_into(&mut self.engine.model, opened.own.bytes_mut())?;
+        Ok(Taken::Now(self.give_copies(self.step, opened, on)?))
     }
 
     fn leave(&mut self, opened: Opened, for_checkpoint: bool) {
-        let Opened { own, theirs, .. } = opened;
+        let Opened { own, theirs, large, .. } = opened;
         self.engine.model.begin_cut(own);
         let (step, cost) = (self.step, Duration::ZERO);
-        self.leaving = Some(Leaving { step, theirs, for_checkpoint, checkpoint: None, cost });
+        let checkpoint = None;
+        self.leaving = Some(Leaving { step, theirs, large, for_checkpoint, checkpoint, cost });
     }
 
-    /// Behind a step: what left beside it is there.
-    pub(super) fn arrive(&mut self) -> Result<(), Stop> {
+    /// Behind a step: what left beside it is there. `goes_on`: other steps follow.
+    pub(super) fn arrive(&mut self, goes_on: bool) -> Result<(), Stop> {
         let Some(leaving) = self.leaving.take() else { return Ok(()) };
-        let Leaving { step, theirs, for_checkpoint, checkpoint, cost } = leaving;
+        let Leaving { step, theirs, large, for_checkpoint, checkpoint, cost } = leaving;
         let began = Instant::now();
         let Some((own, waited)) = self.engine.model.end_cut()? else { return Ok(()) };
         let waited = Duration::try_from_secs_f64(waited).unwrap_or_default();
@@ -160,11 +224,8 @@ impl Run<'_> {
             drop(own.complete_for_checkpoint());
             self.clock.stalls.checkpoint += (waited + began.elapsed()).as_secs_f64();
         } else {
-            let Run { engine, memory, buddies, .. } = self;
-            let opened = Opened { own, theirs, beside: true };
-            let slot = snapshot::complete(memory, engine.links.comm(), buddies, opened);
-            let slot = slot.map_err(not_taken)?;
-            self.snapshot_step = step;
+            let opened = Opened { own, theirs, beside: true, large };
+            let slot = self.give_copies(step, opened, goes_on)?;
             self.skips = false;
             self.clock.stalls.snapshot += waited.as_secs_f64();
             self.is_held(began, cost + waited + began.elapsed());

@@ -1,11 +1,12 @@
 //! The steps of one attempt, and what is due between them.
 
 use crate::checkpoint::best::Best;
+use crate::attempt::courier::Courier;
 use crate::attempt::gauge::Gauge;
 use crate::attempt::pace::Pace;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::resume::resumes_in_place;
-use crate::attempt::snapshots::{Leaving, Taken};
+use crate::attempt::snapshots::{Goes, Leaving, Taken};
 use crate::attempt::start::Start;
 use crate::attempt::telling::Clock;
 use crate::attempt::saves::{Ends, Patience, Saves};
@@ -15,7 +16,7 @@ use crate::engine::step::{Engine, StepSummary};
 use crate::engine::validate::Validation;
 use crate::gang::step_end::{self, StepEnd};
 use crate::attempt::turns::{Due, Schedule, Turns, Wanted};
-use crate::attempt::trainer::{Stop, fail, storage_failed};
+use crate::attempt::stop::{Stop, fail, storage_failed};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::Resume;
@@ -42,8 +43,13 @@ pub(crate) struct Run<'a> {
     pub asked: Request,
     /// When waiting for storage ends, since this attempt does.
     pub waits_until: Option<Instant>,
-    /// Steps in the newest snapshot.
-    pub snapshot_step: u64,
+    /// Steps in the newest snapshot that is whole here, with those of the wards; none yet.
+    pub held: Option<u64>,
+    /// Steps in a snapshot whose copies left beside the steps, until all have said that theirs are
+    /// there. The same on all ranks.
+    pub travels: Option<u64>,
+    /// What carries them.
+    pub courier: Courier,
     /// One step is begun before the numbers of the one before it are known.
     pub ahead: bool,
     /// When state is copied to memory, where that is not every so many steps.
@@ -52,6 +58,8 @@ pub(crate) struct Run<'a> {
     pub leaving: Option<Leaving>,
     /// The last snapshot that was due was left out.
     pub skips: bool,
+    /// It was told that copies take longer than the time between two snapshots.
+    pub slow_told: bool,
     pub clock: Clock,
     /// Rank 0's, of a GPU.
     pub gauge: Option<Gauge>,
@@ -91,7 +99,7 @@ impl Run<'_> {
         let resumed = match self.pace {
             Some(pace) if !(from_memory && pace.fits()) => Taken::No,
             _ if resumes_in_place(self.config, &self.buddies) => Taken::No,
-            _ => self.snapshot(false)?,
+            _ => self.snapshot(Goes { on: self.step < self.config.training.steps, beside: false })?,
         };
         self.prepare();
         let steps = self.config.training.steps;
@@ -115,7 +123,12 @@ impl Run<'_> {
             }
             let summary = self.finish_step(feeder)?;
             let due = turns.end(self.hear()?);
-            self.arrive()?;
+            // Behind the last step a peer may have left already, and nobody needs its copy.
+            let goes_on = !turns.are_over();
+            if goes_on {
+                self.copies_arrive()?;
+            }
+            self.arrive(goes_on)?;
             self.step = turns.done();
             self.control.set_step(self.step);
             let ended = Instant::now();
@@ -178,12 +191,12 @@ impl Run<'_> {
         self.asked.checkpoint_now |= asked.checkpoint_now;
         self.asked.stop_after_this_step |= asked.stop_after_this_step;
         let due = self.pace.is_some_and(|pace| pace.is_due(Instant::now()));
-        let due = due && self.leaving.is_none();
+        let due = due && self.leaving.is_none() && self.travels.is_none();
         let mut end = StepEnd {
             checkpoint_now: self.asked.checkpoint_now,
             stop_after_this_step: self.asked.stop_after_this_step,
             snapshot_now: due && self.engine.model.rank == 0,
-            held: self.snapshot_step,
+            held: self.held,
             ..StepEnd::default()
         };
         self.saves.fill(&mut end);
@@ -194,8 +207,11 @@ impl Run<'_> {
     fn hear(&mut self) -> Result<Wanted, Stop> {
         let ends = step_end::hear(self.engine.links.comm())?;
         self.asked = Request::default();
-        let held = ends.iter().map(|end| end.held).min().unwrap_or_default();
-        self.memory.confirm(self.config.attempt, held);
+        let held = ends.iter().map(|end| end.held).min().flatten();
+        if let Some(held) = held {
+            self.memory.confirm(self.config.attempt, held);
+        }
+        self.travels.take_if(|step| held >= Some(*step));
         let news = self.saves.take_in(&ends).map_err(|end| match end {
             Ends::Fenced(by) => Stop::Fenced(by),
             Ends::NotFinite(message) => fail(1, &message, DIVERGED),
@@ -221,7 +237,8 @@ impl Run<'_> {
         // What arrives at a step's end is known to be whole everywhere at the end of the next one:
         // a snapshot of each step would be overwritten before.
         let beside = !last && !due.stop && self.config.recovery.memory_every_steps > 1;
-        let snapshot = if memory { self.snapshot(beside)? } else { Taken::No };
+        let goes = Goes { on: !last && !due.stop, beside };
+        let snapshot = if memory { self.snapshot(goes)? } else { Taken::No };
         if last || due.stop {
             let patience = if last { self.patience.end } else { self.patience.stop };
             self.waits_until = Some(Instant::now() + patience);

@@ -5,7 +5,7 @@ use crate::attempt::gauge::Gauge;
 use crate::attempt::records::{event, now};
 use crate::attempt::saves::News;
 use crate::attempt::steps::Run;
-use crate::attempt::trainer::Stop;
+use crate::attempt::stop::Stop;
 use crate::data::{DocumentOverlap, Doubled, Feeder, Overlaps};
 use crate::engine::step::StepSummary;
 use crate::engine::validate::Validation;

@@ -7,33 +7,30 @@
 //! ```
 //! Whatever takes effect on all ranks was said and heard by all with a step, so all take it alike.
 
+use crate::attempt::courier::Courier;
 use crate::attempt::gauge::Gauge;
 use crate::attempt::pace::Pace;
 use crate::attempt::steps::Run;
 use crate::attempt::telling::Clock;
 use crate::checkpoint::best::Best;
-use crate::checkpoint::fence::FenceError;
 use crate::checkpoint::desk::Ask;
-use crate::checkpoint::look;
-use crate::checkpoint::{self, Disk, Expected, Refusal, differences, load, show};
-use crate::gang::comm::{AbortHandle, Comm, CommError};
-use crate::data::{self, Corpus, DataError, Listing};
+use crate::checkpoint::{self, Disk};
+use crate::gang::comm::Comm;
+use crate::data::{self, Corpus, DataError};
 use crate::hf::{self, Weights};
 use crate::engine::model::Model;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::resume;
 use crate::attempt::start::{Passage, Start, fault_of};
+use crate::attempt::stop::{Stop, fail, not_left, storage_failed};
 use crate::attempt::saves::{Flush, News, Patience, Saves, pending_max};
-use crate::state::moves::scatter;
-use crate::state::rank::{DeviceFailed, RankState};
 use crate::state::slots::Memory;
-use crate::state::snapshot::initialize;
 use crate::engine::links::NoLinks;
-use crate::engine::step::{Engine, OpenError, StepError};
+use crate::engine::step::{Engine, OpenError};
 use crate::engine::trace::{STEPS_SKIPPED, Trace};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use crate::failure::{Failure, chain};
-use moejob_protocol::{CheckpointManifest, WorkerConfig};
+use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::memory::GENERATIONS;
 use moejob_protocol::message::{Held, Phase, Request};
@@ -41,21 +38,20 @@ use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig};
 use moejob_protocol::pod::{ENV_TRACE, ENV_WORKER};
 use moejob_protocol::report::Event;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Trains attempts, one after the other; keeps data between them. Snapshots stay in the memory of
 /// the worker, which outlives it.
 #[derive(Debug)]
 pub struct Trainer {
-    memory: Memory,
+    pub(super) memory: Memory,
     /// Where its checkpoints are written.
     desk: checkpoint::Desk,
     corpus: Option<(DataConfig, TrainingConfig, Corpus)>,
     /// Where the next attempt asks for its data, which the worker has open.
     batches: Option<data::Desk>,
-    disk: Disk,
-    patience: Patience,
+    pub(super) disk: Disk,
+    pub(super) patience: Patience,
     /// See [`Engine::spoil`].
     spoiled: Vec<u64>,
     /// See [`Engine::runs_ahead`].
@@ -68,67 +64,6 @@ pub struct Trainer {
 const WRITER_END_MAX: Duration = Duration::from_secs(10);
 /// How long a commit waits until the records before it are durable.
 const RECORDS_MAX: Duration = Duration::from_secs(5);
-
-/// Why an attempt ended before its last step.
-pub(crate) enum Stop {
-    Comm(CommError),
-    Fenced(u32),
-    Failed(Failure),
-    /// See [`AttemptEnd::DeviceFailed`].
-    Device(String),
-    /// The storage has another state than the leader believes, and the leader has been told.
-    Elsewhere,
-}
-
-impl From<CommError> for Stop {
-    fn from(error: CommError) -> Stop {
-        Stop::Comm(error)
-    }
-}
-
-impl From<StepError> for Stop {
-    fn from(error: StepError) -> Stop {
-        match error {
-            StepError::Comm(error) => Stop::Comm(error),
-            StepError::Data(error) => Stop::Failed(error.failure()),
-            StepError::Device(_) => Stop::Device(error.to_string()),
-        }
-    }
-}
-
-impl From<DeviceFailed> for Stop {
-    fn from(error: DeviceFailed) -> Stop {
-        Stop::Device(error.to_string())
-    }
-}
-
-impl From<FenceError> for Stop {
-    fn from(error: FenceError) -> Stop {
-        match error {
-            FenceError::Fenced { claimed, .. } => Stop::Fenced(claimed),
-            FenceError::Io { ref source, .. } => storage_failed(&format!("{error}: {source}")),
-        }
-    }
-}
-
-/// What an attempt says whose device could not be left. The next one could not use it, whatever
-/// ended this one; but where none will come, why is what counts.
-fn not_left(ended: Result<AttemptEnd, Stop>, device: Stop) -> Stop {
-    match ended {
-        Err(stop @ (Stop::Failed(_) | Stop::Fenced(_))) => stop,
-        Err(Stop::Comm(_) | Stop::Device(_) | Stop::Elsewhere) | Ok(_) => device,
-    }
-}
-
-pub(crate) fn storage_failed(message: &str) -> Stop {
-    let advice = "make the checkpoint location writable, with room for one more checkpoint";
-    fail(1, message, advice)
-}
-
-pub(crate) fn fail(exit_code: i32, message: &str, advice: &str) -> Stop {
-    let (message, advice) = (message.to_string(), advice.to_string());
-    Stop::Failed(Failure { exit_code, message, advice })
-}
 
 impl Default for Trainer {
     fn default() -> Trainer {
@@ -287,6 +222,7 @@ impl Trainer {
         };
         let saves = self.saves(config, rank, state, records.as_ref());
         let ahead = self.ahead || engine.runs_ahead();
+        let ferry = engine.links.comm().take_ferry().expect("nobody else takes it");
         let mut run = Run {
             config,
             control,
@@ -300,7 +236,10 @@ impl Trainer {
             step: config.resume.step(),
             asked: Request::default(),
             waits_until: None,
-            snapshot_step: config.resume.step(),
+            held: None,
+            travels: None,
+            courier: Courier::new(ferry),
+            slow_told: false,
             ahead,
             pace,
             leaving: None,
@@ -399,118 +338,6 @@ impl Trainer {
         let who = (rank, config.attempt);
         Saves::new(who, self.desk.clone(), flush, pending, from_memory)
     }
-
-    /// The state that the attempt begins with.
-    fn restore(
-        &mut self,
-        config: &WorkerConfig,
-        corpus: &Corpus,
-        model: &mut Model,
-        comm: &mut Comm,
-        tell: &mut dyn FnMut(Event) -> Result<(), Stop>,
-    ) -> Result<(), Stop> {
-        match &config.resume {
-            Resume::Fresh => match &config.model_from {
-                None => initialize(model, config.training.seed),
-                Some(path) => start_from(Path::new(path), model, comm)?,
-            },
-            Resume::Checkpoint { step, name } => {
-                let directory = PathBuf::from(&config.checkpoint.location).join(name);
-                let abort = comm.abort_handle();
-                let loaded =
-                    self.restore_checkpoint(&directory, config, corpus, model, &abort)?;
-                resume::agree_on_loaded(config, &self.disk, comm, *step, loaded, tell)?;
-            }
-            Resume::Memory { step, attempt, layout, sources } => {
-                let rank = model.rank;
-                let near = resume::near_shards(config, &self.memory, rank)?;
-                let is_near = |other| resume::is_near(config, rank, other);
-                let held = |shard| Arc::clone(&near[&shard]);
-                resume::beside_sums(config, &self.memory, rank, &near, tell, || {
-                    scatter(model, comm, layout, sources, is_near, held)?;
-                    resume::take_loss_scale(&near, model, comm)
-                })?;
-                self.memory.confirm(*attempt, *step);
-                drop(near);
-                self.memory.give_borrowed_back();
-            }
-        }
-        Ok(model.finish()?)
-    }
-
-    /// A checkpoint that is whole but of another job, model or data ends the job; one that is
-    /// damaged is the inner error. Storage that fails is waited for.
-    fn restore_checkpoint(
-        &self,
-        directory: &Path,
-        config: &WorkerConfig,
-        corpus: &Corpus,
-        model: &mut Model,
-        abort: &AbortHandle,
-    ) -> Result<Result<(), Refusal>, Stop> {
-        let name = directory.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        let until = Instant::now() + self.patience.start;
-        let location = Path::new(&config.checkpoint.location);
-        loop {
-            let loaded = match show(&self.disk, directory) {
-                Ok(manifest) => {
-                    of_this_job(&manifest, name, config, corpus, model)?;
-                    load(&self.disk, directory, &manifest, model)
-                }
-                Err(problems) => Err(Refusal::of(name, problems)),
-            };
-            let away = || look::is_empty(&self.disk, location).unwrap_or(true);
-            match loaded {
-                Err(refusal) if Instant::now() < until && (refusal.may_heal() || away()) => {
-                    abort.check()?;
-                    std::thread::sleep(self.patience.retry);
-                }
-                loaded => return Ok(loaded),
-            }
-        }
-    }
-}
-
-/// Refuses a checkpoint of another job, model or data.
-fn of_this_job(
-    manifest: &CheckpointManifest,
-    name: &str,
-    config: &WorkerConfig,
-    corpus: &Corpus,
-    model: &Model,
-) -> Result<(), Stop> {
-    let expected = Expected {
-        model: &config.model,
-        data_fingerprint: corpus.fingerprint(),
-        seed: config.training.seed,
-        spec_hash: &config.checkpoint.spec_hash,
-        float_bytes: model.shape.float_bytes,
-    };
-    let other = differences(manifest, &expected);
-    if other.is_empty() {
-        return Ok(());
-    }
-    let refusal = Refusal::of(name, other);
-    match data_changes(manifest, config, corpus) {
-        Some(changes) => {
-            let message = format!("{refusal}; of the data's files {changes}");
-            let advice = "put the files back as they were, or give the job another name";
-            Err(fail(3, &message, advice))
-        }
-        None => Err(resume::refused(&refusal)),
-    }
-}
-
-/// Which files are others than those that a checkpoint was trained on, where that is known.
-fn data_changes(
-    manifest: &CheckpointManifest,
-    config: &WorkerConfig,
-    corpus: &Corpus,
-) -> Option<String> {
-    let kept = Listing::read(Path::new(&config.checkpoint.location))?;
-    let of_it = kept.fingerprint == manifest.data_fingerprint;
-    let differs = manifest.data_fingerprint != corpus.fingerprint();
-    kept.changes(&corpus.listing().filter(|_| of_it && differs)?)
 }
 
 /// Rank 0's records.
@@ -552,7 +379,7 @@ fn state_bytes(model: &Model) -> u64 {
 }
 
 /// Weights that others trained, the same on every rank.
-fn start_from(path: &Path, model: &mut Model, comm: &mut Comm) -> Result<(), Stop> {
+pub(super) fn start_from(path: &Path, model: &mut Model, comm: &mut Comm) -> Result<(), Stop> {
     let refused = |refusal: crate::checkpoint::Refusal| {
         let advice = "leave out of spec.model what the weights say; `moejob checkpoint import` of \
                       the directory lists what else is wrong";
@@ -630,20 +457,4 @@ pub fn unsupported(config: &WorkerConfig) -> Option<Failure> {
     let found = wrong.into_iter().find(|(wrong, _)| *wrong)?;
     let (message, advice) = (found.1.to_string(), "change the manifest".to_string());
     Some(Failure { exit_code: 2, message, advice })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_device_that_cannot_be_left_ends_its_process_unless_the_job_ends() {
-        let left = |ended| not_left(ended, Stop::Device("it hangs".to_string()));
-        let aborted = || CommError::Aborted { reason: "a peer hangs".to_string() };
-        assert!(matches!(left(Ok(AttemptEnd::Completed { step: 9 })), Stop::Device(_)));
-        assert!(matches!(left(Err(Stop::Comm(aborted()))), Stop::Device(_)));
-        assert!(matches!(left(Err(Stop::Elsewhere)), Stop::Device(_)));
-        assert!(matches!(left(Err(Stop::Fenced(3))), Stop::Fenced(3)));
-        assert!(matches!(left(Err(fail(3, "no data", "put it back"))), Stop::Failed(_)));
-    }
 }

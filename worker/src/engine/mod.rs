@@ -1,7 +1,7 @@
 //! How a rank computes: the model forward and backward, sums of gradients, one optimizer step.
 //!
 //! ```text
-//! micro-batch -> Pass: forward, loss, backward -> leaves -> Gradients: tree of sums
+//! micro-batch -> Pass: forward, loss, backward -> leaves -> Sums: a tree, or buckets
 //!             -> records, counts               -> Numbers: gathered, reduced on the device
 //! StepParams, StepNumbers -> update -> weights to their holders -> the host reads numbers once
 //! ```
@@ -28,10 +28,11 @@ pub mod spread;
 pub mod gate;
 pub mod cosine;
 pub mod recording;
-pub mod grads;
+pub mod tree;
 pub mod sums;
 pub mod numbers;
 pub mod trace;
+mod machine;
 pub mod step;
 pub mod validate;
 pub mod diagnosis;

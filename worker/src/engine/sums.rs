@@ -3,7 +3,7 @@
 
 use crate::engine::backward::Leaf;
 use crate::engine::buckets::BucketSums;
-use crate::engine::grads::TreeSums;
+use crate::engine::tree::TreeSums;
 use crate::engine::links::Links;
 use crate::engine::model::Model;
 use crate::engine::round::Round;

@@ -12,14 +12,17 @@
 //! [`Comm::say`] says is sent at once, and [`Comm::hear`] waits for what the others said.
 
 mod data;
+mod ferry;
 mod frame;
 mod links;
 mod mover;
+mod parcel;
 mod pipe;
 
 pub use data::{DataOffers, DataPlane, JOIN_MS_MAX, Join, JoinError};
+pub use ferry::{Ferry, Stopper};
 pub use frame::{HEADER_BYTES, Header, Kind};
-pub use links::{Links, PeerPipes, Shape};
+pub use links::{Links, PeerPipes, Shape, Way};
 pub use pipe::{CHUNK_BYTES_MAX, PIPE_BYTES_MAX, PIPE_SPAN, Pipe, Read, Wake};
 
 use crate::gang::memory::{Mapping, Signal};
@@ -27,6 +30,7 @@ use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
+use parcel::{Expected, Outbound, Receive, Target};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -55,6 +59,8 @@ pub struct Comm {
     abort: AbortHandle,
     /// A gather that was said and not heard.
     said: Option<Said>,
+    /// Until a thread takes it.
+    ferry: Option<Ferry>,
 }
 
 /// Ends a blocked collective of one rank, from any thread or process that shares its memory; all
@@ -62,6 +68,8 @@ pub struct Comm {
 #[derive(Clone, Debug)]
 pub struct AbortHandle {
     signal: Signal,
+    /// Wakes what travels beside collectives.
+    beside: Signal,
     memory: Arc<Mapping>,
     /// 0 none, 1 being told, 2 told.
     state: usize,
@@ -78,6 +86,7 @@ impl AbortHandle {
             state.store(2, Ordering::SeqCst);
         }
         self.signal.notify();
+        self.beside.notify();
     }
 
     pub fn is_aborted(&self) -> bool {
@@ -170,6 +179,11 @@ impl Comm {
             incoming: incoming.collect(),
             left: Mutex::default(),
         }
+    }
+
+    /// What carries copies beside the collectives, for a thread of its own; once.
+    pub fn take_ferry(&mut self) -> Option<Ferry> {
+        self.ferry.take()
     }
 
     /// One collective: sends each slice to its rank and fills each buffer from its rank.
@@ -391,10 +405,14 @@ impl Comm {
 impl Drop for Comm {
     /// What was sent still goes out; whatever comes in now has no reader.
     fn drop(&mut self) {
-        for lane in self.lanes.iter().flatten() {
-            lane.outgoing.end("the rank left the group");
-            lane.incoming.refuse("the rank left the group");
-        }
+        leave(&self.lanes);
+    }
+}
+
+fn leave(lanes: &[Option<Lane>]) {
+    for lane in lanes.iter().flatten() {
+        lane.outgoing.end("the rank left the group");
+        lane.incoming.refuse("the rank left the group");
     }
 }
 
@@ -417,169 +435,6 @@ struct Said {
 impl Said {
     fn is_done(&self) -> bool {
         self.out.iter().all(Outbound::is_done) && self.receives.iter().all(Receive::is_done)
-    }
-}
-
-/// A frame on its way out.
-#[derive(Debug)]
-struct Outbound<'a> {
-    peer: u32,
-    /// Until it left with the first chunk.
-    header: Option<Header>,
-    bytes: Cow<'a, [u8]>,
-    /// Of the bytes.
-    sent: usize,
-}
-
-impl<'a> Outbound<'a> {
-    fn new(peer: u32, header: Header, bytes: Cow<'a, [u8]>) -> Outbound<'a> {
-        Outbound { peer, header: Some(header), bytes, sent: 0 }
-    }
-
-    fn nothing(peer: u32) -> Outbound<'a> {
-        Outbound { peer, header: None, bytes: Cow::Borrowed(&[]), sent: 0 }
-    }
-
-    fn is_done(&self) -> bool {
-        self.header.is_none() && self.sent == self.bytes.len()
-    }
-
-    /// Copies as much into the peer's pipe as fits; says whether anything moved.
-    fn step(&mut self, lane: &Lane) -> Result<bool, CommError> {
-        let mut moved = false;
-        while !self.is_done() {
-            let space = lane.outgoing.space();
-            let space = space.map_err(|why| CommError::PeerLost { rank: self.peer, why })?;
-            let head = self.header.map_or(0, |_| HEADER_BYTES);
-            // A chunk goes out whole or waits: crumbs would cost a wake each.
-            let rest = &self.bytes[self.sent..];
-            let size = (head + rest.len()).min(CHUNK_BYTES_MAX);
-            if size > space {
-                break;
-            }
-            let header = self.header.take().map(|header| header.encode());
-            let now = &rest[..size - head];
-            lane.outgoing.push(header.as_ref().map_or(&[], |header| &header[..]), now);
-            self.sent += size - head;
-            moved = true;
-        }
-        Ok(moved)
-    }
-}
-
-#[derive(Debug)]
-enum Target<'a> {
-    Exact(&'a mut [u8]),
-    Bounded { into: Vec<u8>, bytes_max: usize },
-}
-
-/// A frame that is awaited.
-#[derive(Debug)]
-struct Receive<'a> {
-    peer: u32,
-    target: Target<'a>,
-    header: [u8; HEADER_BYTES],
-    /// Bytes of the header that are here.
-    headed: usize,
-    /// Bytes of the body that are still to come; none before the header is checked.
-    missing: Option<usize>,
-}
-
-struct Expected {
-    attempt: u32,
-    number: u64,
-    source: u32,
-    kind: Kind,
-}
-
-impl<'a> Receive<'a> {
-    fn new(peer: u32, target: Target<'a>) -> Receive<'a> {
-        Receive { peer, target, header: [0; HEADER_BYTES], headed: 0, missing: None }
-    }
-
-    fn bounded(peer: u32, bytes_max: usize) -> Receive<'a> {
-        Receive::new(peer, Target::Bounded { into: Vec::new(), bytes_max })
-    }
-
-    /// The own bytes, which nobody sends.
-    fn done(peer: u32, bytes: Vec<u8>) -> Receive<'a> {
-        let target = Target::Bounded { bytes_max: bytes.len(), into: bytes };
-        Receive { missing: Some(0), ..Receive::new(peer, target) }
-    }
-
-    fn into_bytes(self) -> Vec<u8> {
-        match self.target {
-            Target::Exact(into) => into.to_vec(),
-            Target::Bounded { into, .. } => into,
-        }
-    }
-
-    fn is_done(&self) -> bool {
-        self.missing == Some(0)
-    }
-
-    /// Takes as much from the peer's pipe as is there; says whether anything moved.
-    fn step(&mut self, lane: &Lane, expected: &Expected) -> Result<bool, CommError> {
-        let mut moved = false;
-        while !self.is_done() {
-            let into = match (self.missing, &mut self.target) {
-                (None, _) => &mut self.header[self.headed..],
-                (Some(missing), Target::Exact(into)) => {
-                    let at = into.len() - missing;
-                    &mut into[at..]
-                }
-                (Some(missing), Target::Bounded { into, .. }) => {
-                    let at = into.len() - missing;
-                    &mut into[at..]
-                }
-            };
-            let count = match lane.incoming.read(into) {
-                Read::Some(count) => count,
-                Read::Empty => return Ok(moved),
-                Read::Ended { why } => return Err(CommError::PeerLost { rank: self.peer, why }),
-            };
-            moved = true;
-            match &mut self.missing {
-                Some(missing) => *missing -= count,
-                None => {
-                    self.headed += count;
-                    if self.headed == HEADER_BYTES {
-                        self.missing = Some(self.open(expected)?);
-                    }
-                }
-            }
-        }
-        Ok(moved)
-    }
-
-    /// Compares the header with what is expected; gives the body's length.
-    fn open(&mut self, expected: &Expected) -> Result<usize, CommError> {
-        let refuse = |found: String, expected: String| CommError::Protocol {
-            rank: self.peer,
-            found,
-            expected,
-        };
-        let header = Header::decode(&self.header)
-            .map_err(|found| refuse(found, "a frame header".to_string()))?;
-        let Expected { attempt, number, source, kind } = *expected;
-        let want = Header { attempt, number, source, kind, length: header.length };
-        if header != want {
-            return Err(refuse(header.to_string(), want.to_string()));
-        }
-        let length = usize::try_from(header.length).unwrap_or(usize::MAX);
-        match &mut self.target {
-            Target::Exact(into) if into.len() == length => {}
-            Target::Exact(into) => {
-                return Err(refuse(header.to_string(), format!("{} bytes", into.len())));
-            }
-            Target::Bounded { into, bytes_max } if length <= *bytes_max => {
-                into.resize(length, 0);
-            }
-            Target::Bounded { bytes_max, .. } => {
-                return Err(refuse(header.to_string(), format!("at most {bytes_max} bytes")));
-            }
-        }
-        Ok(length)
     }
 }
 

@@ -15,8 +15,8 @@ pub struct StepEnd {
     pub stop_after_this_step: bool,
     /// Rank 0's word that state is to be copied to memory.
     pub snapshot_now: bool,
-    /// Steps in the newest snapshot that this rank has finished, with its ward's.
-    pub held: u64,
+    /// Steps in the newest snapshot that this rank has finished, with its ward's; none yet.
+    pub held: Option<u64>,
     /// This rank's worker still writes checkpoints of the attempt before.
     pub earlier: bool,
     /// A higher attempt that rank 0 has seen in storage; 0: none.
@@ -71,7 +71,8 @@ impl StepEnd {
         out.extend_from_slice(&self.written.to_le_bytes());
         out.extend_from_slice(&self.committed.to_le_bytes());
         out.extend_from_slice(&self.given_up.to_le_bytes());
-        out.extend_from_slice(&self.held.to_le_bytes());
+        let held = self.held.map_or(0, |step| step.saturating_add(1));
+        out.extend_from_slice(&held.to_le_bytes());
         out.extend_from_slice(error.as_bytes());
         out
     }
@@ -106,7 +107,7 @@ impl StepEnd {
             written: u64::from_le_bytes(*written),
             committed: u64::from_le_bytes(*committed),
             given_up: u64::from_le_bytes(*given_up),
-            held: u64::from_le_bytes(*held),
+            held: u64::from_le_bytes(*held).checked_sub(1),
             write_error: std::str::from_utf8(error).ok()?.to_string(),
         })
     }
@@ -122,7 +123,7 @@ mod tests {
             checkpoint_now: true,
             stop_after_this_step: false,
             snapshot_now: true,
-            held: 30,
+            held: Some(30),
             earlier: true,
             fenced_by: 7,
             written: 40,
@@ -132,6 +133,10 @@ mod tests {
         };
         let bytes = end.encode();
         assert_eq!(StepEnd::decode(1, &bytes), Ok(end));
+        for held in [None, Some(0)] {
+            let end = StepEnd { held, ..StepEnd::default() };
+            assert_eq!(StepEnd::decode(0, &end.encode()).expect("its own").held, held);
+        }
         for len in 0..HEAD_BYTES {
             assert!(StepEnd::decode(1, &bytes[..len]).is_err(), "{len} bytes were taken");
         }

@@ -8,13 +8,15 @@
 //! owner thread:  blocks on stdin, whose end means that the owner is gone
 //! ```
 
+mod bootstrap;
 pub(crate) mod engines;
 mod link;
+mod signals;
 
+pub use bootstrap::{Announcement, Bootstrap, read_bootstrap};
 pub use engines::Attempt;
 
-use crate::life::affinity::{self, Allowed, Share};
-use crate::life::machine::{Machine, allowed};
+use crate::life::affinity::Allowed;
 use crate::gang::comm::{DataPlane, Join, JoinError, Links};
 use crate::failure::chain;
 use crate::life::listener::{self, LeaderStream};
@@ -23,20 +25,19 @@ use crate::gang::tls::{AttemptTls, TlsError, Trust, WorkerKey};
 use crate::state::slots::Memory;
 use engines::{Engines, Make};
 use link::Link;
+use bootstrap::take_share;
+use signals::Signals;
 use moejob_protocol::message::{HEARTBEAT_MS, Heartbeat, Phase, Request};
 use moejob_protocol::{Up, WorkerConfig};
 use rustix::process::set_parent_process_death_signal;
 use rustls::ServerConfig;
-use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
-use std::io::{self, BufRead, Read, Write};
+use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::net::TcpListener;
-use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
@@ -47,46 +48,6 @@ const HAPPENED_MAX: usize = 64;
 const ENGINES_END_MS_MAX: u64 = 10_000;
 /// For the last report to reach the leader.
 const REPORT_MS_MAX: u64 = 500;
-/// The owner's line is short: a name, a token and a certificate or two.
-const BOOTSTRAP_BYTES_MAX: u64 = 64 << 10;
-
-/// What a worker is started with: one line of JSON on its standard input.
-#[derive(Clone, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct Bootstrap {
-    pub worker: String,
-    pub job_uid: String,
-    /// PEM of the operator's authority.
-    pub authority: String,
-    /// Shown to the operator alone.
-    pub token: String,
-    /// In a pod: where the kubelet keeps a fresh token; read again for each leader.
-    #[serde(skip)]
-    pub token_file: Option<PathBuf>,
-    /// In a pod: its own address. Without it a free port of the loopback is taken.
-    #[serde(skip)]
-    pub listen: Option<SocketAddr>,
-    /// Among the workers of this machine.
-    #[serde(default)]
-    pub share: Share,
-}
-
-impl Bootstrap {
-    fn token(&self) -> io::Result<String> {
-        match &self.token_file {
-            None => Ok(self.token.clone()),
-            Some(file) => Ok(std::fs::read_to_string(file)?.trim_end().to_string()),
-        }
-    }
-}
-
-/// The worker's answer: one line of JSON on its standard output.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Announcement {
-    pub port: u16,
-}
-
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
     #[error("cannot read the bootstrap line")]
@@ -97,21 +58,6 @@ pub enum RunError {
     Tls(#[from] TlsError),
     #[error("the system refused a thread, a socket or a signal")]
     Io(#[from] io::Error),
-}
-
-/// The bootstrap line, up to its end.
-///
-/// # Errors
-/// `Bootstrap`, `Parse`.
-pub fn read_bootstrap(from: &mut impl BufRead) -> Result<Bootstrap, RunError> {
-    let mut line = Vec::new();
-    let read = from.take(BOOTSTRAP_BYTES_MAX).read_until(b'\n', &mut line);
-    read.map_err(RunError::Bootstrap)?;
-    if line.ends_with(b"\n") {
-        return Ok(serde_json::from_slice(&line)?);
-    }
-    let found = format!("no end of line in {} bytes", line.len());
-    Err(RunError::Bootstrap(io::Error::new(io::ErrorKind::UnexpectedEof, found)))
 }
 
 /// Runs a worker to its end and gives its exit code. `owner` ends when whoever started the worker
@@ -192,24 +138,6 @@ fn conclude(result: Result<i32, RunError>) -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-/// Before any other thread exists. A worker that cannot be bound is slower, and right.
-fn take_share(share: Share) -> Allowed {
-    let all = allowed().unwrap_or_default();
-    if share.of < 2 {
-        return Allowed { share: all.clone(), all };
-    }
-    let bound = Machine::here().and_then(|machine| {
-        let cpus = affinity::share(&machine, share);
-        cpus.as_deref().map(|cpus| affinity::bind(None, cpus)).transpose().map(|_| cpus)
-    });
-    match bound {
-        Ok(Some(cpus)) => tracing::info!(?cpus, "bound"),
-        Ok(None) => {}
-        Err(error) => tracing::warn!(%error, ?share, "cannot be bound to processors"),
-    }
-    Allowed { all, share: allowed().unwrap_or_default() }
 }
 
 /// All that can happen to the shell.
@@ -541,38 +469,6 @@ async fn wait_for(
     }
 }
 
-struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-    hang_up: Signal,
-    /// One of them came.
-    any: bool,
-}
-
-impl Signals {
-    fn new() -> io::Result<Signals> {
-        Ok(Signals {
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
-            hang_up: signal(SignalKind::hangup())?,
-            any: false,
-        })
-    }
-
-    /// The terminal is gone for good: a hang-up is the first signal, or none. The second of the
-    /// others ends the process at once.
-    async fn next(&mut self) {
-        loop {
-            tokio::select! {
-                _ = self.terminate.recv() => break,
-                _ = self.interrupt.recv() => break,
-                _ = self.hang_up.recv() => if !self.any { break },
-            }
-        }
-        self.any = true;
-    }
-}
-
 /// A thread that blocks on the owner's end of a pipe; it ends with the process.
 fn watch_owner(
     mut owner: impl Read + Send + 'static,
@@ -594,34 +490,3 @@ fn watch_owner(
     Ok(())
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn read(text: &str) -> String {
-        match read_bootstrap(&mut text.as_bytes()) {
-            Ok(bootstrap) => format!("{} of {}", bootstrap.worker, bootstrap.job_uid),
-            Err(error) => error.to_string(),
-        }
-    }
-
-    #[test]
-    fn the_bootstrap_is_one_line_of_known_fields() {
-        let good = r#"{"worker":"w","jobUid":"j","authority":"PEM","token":"t"}"#;
-        let cut = "cannot read the bootstrap line";
-        let not = "the bootstrap line is not understood";
-        for (text, expected) in [
-            (format!("{good}\n"), "w of j"),
-            (format!("{good}\nmore"), "w of j"),
-            (good.to_string(), cut),
-            (String::new(), cut),
-            ("x".repeat(1 << 20), cut),
-            ("\n".to_string(), not),
-            ("{}\n".to_string(), not),
-            (format!("{}\n", good.replace("token", "tokens")), not),
-            (format!("{}\n", good.replace("token", "listen")), not),
-        ] {
-            assert_eq!(read(&text), expected, "{text:.80}");
-        }
-    }
-}

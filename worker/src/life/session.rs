@@ -10,7 +10,10 @@
 //! and whether it drains. It enters an attempt only as told, and leaves one as told, when a
 //! collective failed, or when it must end. What is older than its term or attempt is refused.
 
+mod ends;
+
 use crate::gang::comm::CommError;
+use ends::DRAIN;
 use crate::attempt::api::{AttemptEnd, TrainerEvent};
 use crate::failure::Failure;
 use moejob_protocol::message::{Frame, Held, Hello, LeftReason, Request};
@@ -442,84 +445,6 @@ impl Session {
         }
     }
 
-    fn on_signal(&mut self, now: Duration, out: &mut Vec<Effect>) {
-        if self.drain_until.is_some() {
-            out.push(Effect::Log("a second signal: ending at once".to_string()));
-            self.done(EXIT_INTERRUPTED, out);
-            return;
-        }
-        self.drain_until = Some(now + Duration::from_millis(DRAIN_MS_MAX));
-        match self.state {
-            State::Joining | State::Running => out.push(Effect::Request(DRAIN)),
-            State::Idle { .. } if self.is_orphan() => self.done(EXIT_INTERRUPTED, out),
-            // The leader knows what is left to do with what this worker holds.
-            State::Idle { .. } | State::Leaving { .. } | State::Done => {}
-        }
-    }
-
-    fn on_tick(&mut self, now: Duration, out: &mut Vec<Effect>) {
-        if !self.is_orphan() {
-            out.push(Effect::Heartbeat);
-        }
-        if self.drain_until.is_some_and(|until| now >= until) {
-            out.push(Effect::Log(format!("still here {DRAIN_MS_MAX} ms after the signal")));
-            return self.done(EXIT_INTERRUPTED, out);
-        }
-        if let State::Leaving { then: Then::Exit { code, until } } = self.state
-            && now >= until
-        {
-            out.push(Effect::Log(format!("the step goes on {LEAVE_MS_MAX} ms after its abort")));
-            return self.done(code, out);
-        }
-        self.check_orphan(now, out);
-    }
-
-    /// An orphan without an attempt waits no longer than `orphanTimeout`, and not at all when it
-    /// drains. One whose gang is undisturbed trains on.
-    fn check_orphan(&mut self, now: Duration, out: &mut Vec<Effect>) {
-        let (State::Idle { since: idle }, Leader::Gone { since: alone }) =
-            (&self.state, &self.leader)
-        else {
-            return;
-        };
-        if self.drain_until.is_some() {
-            self.done(EXIT_INTERRUPTED, out);
-        } else if now.saturating_sub(*idle.max(alone)) >= self.orphan_timeout {
-            out.push(Effect::Log("no leader came back".to_string()));
-            self.done(EXIT_TRY_AGAIN, out);
-        }
-    }
-
-    /// Ends the process once the attempt has been left.
-    fn exit(&mut self, code: i32, now: Duration, out: &mut Vec<Effect>) {
-        let until = now + Duration::from_millis(LEAVE_MS_MAX);
-        match &mut self.state {
-            State::Idle { .. } => self.done(code, out),
-            State::Joining => {
-                out.push(Effect::CancelJoin);
-                self.done(code, out);
-            }
-            State::Running => {
-                out.push(Effect::Abort { reason: "this worker ends".to_string() });
-                self.state = State::Leaving { then: Then::Exit { code, until } };
-            }
-            State::Leaving { then: Then::Exit { .. } } | State::Done => {}
-            State::Leaving { then } => *then = Then::Exit { code, until },
-        }
-    }
-
-    fn done(&mut self, code: i32, out: &mut Vec<Effect>) {
-        self.state = State::Done;
-        out.push(Effect::Exit(code));
-    }
-
-    fn fail(&mut self, failure: Failure, out: &mut Vec<Effect>) {
-        let message = failure.to_string();
-        let exit_code = failure.exit_code;
-        self.send(Up::Failed { exit_code, message }, out);
-        self.done(exit_code, out);
-    }
-
     fn left_up(&self, reason: LeftReason) -> Up {
         Up::Left { reason, held: self.held.clone() }
     }
@@ -541,9 +466,6 @@ impl Session {
         self.leader != Leader::Connected
     }
 }
-
-/// A worker that is to end saves what it has first.
-const DRAIN: Request = Request { checkpoint_now: true, stop_after_this_step: true };
 
 fn reason_of(error: CommError, asked: bool) -> LeftReason {
     match error {

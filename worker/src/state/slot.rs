@@ -353,6 +353,14 @@ impl Filling {
         self.slot.is_pinned()
     }
 
+    pub fn len(&self) -> usize {
+        self.slot.bytes_len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: it was taken from a pool in which nobody else held it, and nobody reads a slot in
         // this state.

@@ -5,7 +5,7 @@
 //! cut() -> bytes -> buddy, checkpoint      bytes -> moves::scatter() -> any other layout
 //! ```
 
-use crate::gang::comm::{Comm, CommError};
+use crate::gang::comm::{Comm, CommError, Ferry};
 use crate::state::rank::{DeviceFailed, Normal, RankState, StateTable, name_hash};
 use crate::state::slot::{Filling, Slot};
 use crate::state::slots::Memory;
@@ -167,7 +167,13 @@ pub struct Opened {
     pub theirs: Vec<(u32, Filling)>,
     /// Every rank can copy beside its next step.
     pub beside: bool,
+    /// Some rank's copies are large enough to travel beside the steps.
+    pub large: bool,
 }
+
+/// Bytes of what a rank sends and takes in from which on a copy travels beside the steps. A
+/// smaller one is there before a thread for it would be.
+const LARGE: usize = 4 << 20;
 
 /// Finds the slots for this rank's shard and for those of its wards: `buddies[ward]` keeps the
 /// second copy of the shard of `ward`. None, on all ranks alike, where one of them has no free
@@ -224,10 +230,13 @@ fn opened(
     can_leave: impl Fn(&Filling) -> bool,
 ) -> Result<Option<Opened>, SnapshotError> {
     let beside = slots.first().is_some_and(|(_, own)| can_leave(own));
-    let said = [u8::from(slots.len() == wanted) | u8::from(beside) << 1];
+    let bytes: usize = slots.iter().map(|(_, filling)| filling.len()).sum();
+    let small = bytes < LARGE;
+    let said =
+        [u8::from(slots.len() == wanted) | u8::from(beside) << 1 | u8::from(small) << 2];
     let all = match comm.world() {
         1 => said[0],
-        _ => comm.gather_all(&said, 1)?.iter().fold(3, |all, said| all & byte(said)),
+        _ => comm.gather_all(&said, 1)?.iter().fold(7, |all, said| all & byte(said)),
     };
     if all & 1 == 0 {
         return Ok(None);
@@ -235,11 +244,53 @@ fn opened(
     slots.iter_mut().for_each(|(_, filling)| filling.set_loss_scale(loss_scale));
     let theirs = slots.split_off(1);
     let (_, own) = slots.pop().expect("its own comes first");
-    Ok(Some(Opened { own, theirs, beside: all & 2 != 0 }))
+    Ok(Some(Opened { own, theirs, beside: all & 2 != 0, large: all & 4 == 0 }))
 }
 
 fn byte(said: &[u8]) -> u8 {
     said.first().copied().unwrap_or(0)
+}
+
+/// Copies that are still to be carried: the own shard to its buddy, those of wards to here.
+#[derive(Debug)]
+pub struct Cargo {
+    /// Steps done.
+    pub step: u64,
+    own: Arc<Slot>,
+    buddy: Option<u32>,
+    theirs: Vec<(u32, Filling)>,
+}
+
+impl Cargo {
+    /// The own shard is whole, and can be resumed from. Gives it, and what is to be carried.
+    pub fn of(
+        rank: u32,
+        step: u64,
+        buddies: &[Option<u32>],
+        Opened { own, theirs, .. }: Opened,
+    ) -> (Arc<Slot>, Cargo) {
+        let own = own.complete();
+        let cargo = Cargo { step, own: Arc::clone(&own), buddy: buddies[rank as usize], theirs };
+        (own, cargo)
+    }
+
+    /// Carries it, beside the steps. Each shard that has come can be resumed from.
+    ///
+    /// # Errors
+    /// A peer is lost, or the attempt is over.
+    pub fn carry(self, ferry: &mut Ferry) -> Result<(), CommError> {
+        let Cargo { step, own, buddy, mut theirs } = self;
+        let send = buddy.filter(|_| !own.is_empty()).map(|buddy| (buddy, &own[..]));
+        ferry.carry(step, &send.into_iter().collect::<Vec<_>>(), &mut into(&mut theirs))?;
+        theirs.into_iter().for_each(|(_, filling)| drop(filling.complete()));
+        Ok(())
+    }
+}
+
+/// Where the shards of wards go.
+fn into(theirs: &mut [(u32, Filling)]) -> Vec<(u32, &mut [u8])> {
+    let all = theirs.iter_mut().map(|(ward, filling)| (*ward, filling.bytes_mut()));
+    all.filter(|(_, memory)| !memory.is_empty()).collect()
 }
 
 /// The own shard is whole: exchanges it with the buddies.
@@ -255,14 +306,9 @@ pub fn complete(
     let own = own.complete();
     let buddy = buddies[comm.rank() as usize];
     let send = buddy.filter(|_| !own.is_empty()).map(|buddy| (buddy, &own[..]));
-    let mut receives: Vec<(u32, &mut [u8])> = theirs
-        .iter_mut()
-        .map(|(ward, filling)| (*ward, filling.bytes_mut()))
-        .filter(|(_, memory)| !memory.is_empty())
-        .collect();
     // All take part, so that the call has the same number everywhere.
     if buddies.iter().any(Option::is_some) {
-        comm.exchange(&send.into_iter().collect::<Vec<_>>(), &mut receives)?;
+        comm.exchange(&send.into_iter().collect::<Vec<_>>(), &mut into(&mut theirs))?;
     }
     theirs.into_iter().for_each(|(_, filling)| drop(filling.complete()));
     memory.trim();

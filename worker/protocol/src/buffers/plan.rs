@@ -1,9 +1,11 @@
 //! How large each buffer is, and in what order they are laid out.
 
+mod fused;
+
 use super::{
-    BLOCK_WORDS, Batch, Bucket, Buffers, CONTROL_NUMBERS, Cache, Cosine, Fused, Gate, GateScratch,
+    BLOCK_WORDS, Batch, Bucket, Buffers, CONTROL_NUMBERS, Cache, Cosine, Gate, GateScratch,
     Gated, Gradients, Head, Layer, LayerCache, Moe, MoeScratch, Numbers, QkNormBuffers, Routes,
-    STAGE_ELEMENTS, Scratch, Spread, SpreadScratch, State, StepBalance, Travel,
+    STAGE_ELEMENTS, Scratch, State, StepBalance, Travel,
 };
 use crate::layout::BLOCK;
 use crate::memory::{
@@ -267,74 +269,6 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             moe: (moe && !self.is_fused()).then(|| self.moe(shared)),
             fused: (moe && self.is_fused()).then(|| self.fused(shared_fused)),
             dense: width.map(|width| self.gated(width)),
-        }
-    }
-
-    /// The mixture layers are one op each.
-    fn is_fused(&self) -> bool {
-        self.shape.types.sums == Sums::Buckets
-    }
-
-    /// Where a CPU computes what a GPU does, its op keeps scores and A, too. `shared`: hidden rows
-    /// that are computed again.
-    fn fused(&mut self, shared: Option<[B; 2]>) -> Fused<B> {
-        let (t, experts, types) = (self.shape.tokens, &self.model.experts, self.shape.types);
-        let (e, k) = (u64::from(experts.count), u64::from(experts.per_token));
-        let (f, d) = (u64::from(experts.intermediate_size), u64::from(self.model.hidden_size));
-        let cpu = self.shape.on_cpu;
-        let halves = if types.element == types.statistic { 0 } else { 2 };
-        let only_cpu = |len: u64| if cpu { len } else { 0 };
-        let segments = self.shape.segments;
-        let [h, a] = shared.unwrap_or_else(|| {
-            [self.routed(2 * f), if cpu { self.routed(f) } else { self.floats(0, f) }]
-        });
-        Fused {
-            h,
-            a,
-            logits: self.statistics(t, e),
-            probs: self.statistics(only_cpu(t), e),
-            lse: self.statistics(t, 1),
-            ids: self.words(t, k),
-            weights: self.statistics(t, k),
-            counts: self.words(e, 1),
-            offsets: self.words(e + 1, 1),
-            order: self.words(if cpu { 0 } else { e }, 1),
-            rows: self.words(t, k),
-            pos: self.words(t, k),
-            row_weights: self.statistics(t, k),
-            segment_counts: self.words(segments, e),
-            prob_sums: self.doubles(segments * e),
-            losses: self.doubles(2),
-            router_halves: self.floats(halves * e, d),
-            spread: (self.shape.expert_parallel > 1).then(|| self.spread()),
-        }
-    }
-
-    fn spread(&mut self) -> Spread<B> {
-        let experts = &self.model.experts;
-        let (e, k) = (u64::from(experts.count), u64::from(experts.per_token));
-        let all = self.shape.tokens * self.shape.expert_parallel;
-        let here = e.div_ceil(self.shape.expert_parallel);
-        Spread {
-            x: self.floats(all, self.model.hidden_size.into()),
-            ids: self.words(all, k),
-            weights: self.statistics(all, k),
-            offsets: self.words(here + 1, 1),
-            order: self.words(if self.shape.on_cpu { 0 } else { here }, 1),
-            rows: self.planner.alloc(Kind::U32, Rows::Routed, 1),
-            pos: self.words(all, k),
-            row_weights: self.planner.alloc(self.shape.types.statistic, Rows::Routed, 1),
-        }
-    }
-
-    fn spread_scratch(&mut self) -> SpreadScratch<B> {
-        let (t, k) = (self.shape.tokens, u64::from(self.model.experts.per_token));
-        let (all, d) = (t * self.shape.expert_parallel, u64::from(self.model.hidden_size));
-        SpreadScratch {
-            dout: self.floats(all, d),
-            partial: self.floats(all, d),
-            ds: self.statistics(all, k),
-            slots: self.words(t, k),
         }
     }
 

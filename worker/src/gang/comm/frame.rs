@@ -26,6 +26,8 @@ pub struct Header {
 pub enum Kind {
     Exchange = 1,
     Gather = 2,
+    /// Of a [`super::Ferry`].
+    Copy = 3,
 }
 
 impl Header {
@@ -57,6 +59,7 @@ impl Header {
         let kind = match u32_at(16) {
             1 => Kind::Exchange,
             2 => Kind::Gather,
+            3 => Kind::Copy,
             other => return Err(format!("the unknown kind {other}")),
         };
         Ok(Header {
@@ -75,6 +78,7 @@ impl fmt::Display for Header {
         let kind = match kind {
             Kind::Exchange => "an exchange",
             Kind::Gather => "a gather",
+            Kind::Copy => "a copy",
         };
         write!(f, "{kind} of attempt {attempt}, number {number}, rank {source}, {length} bytes")
     }

@@ -2,13 +2,16 @@
 //!
 //! ```text
 //! page 0: the data thread's bell
-//! page 1 + i, of local rank i:  0 signal | 8 abort | 16 collective | 32 progress words | 1024 why
-//! then of each local rank i, for each rank p of the world: pipe i -> p, pipe p -> i
+//! page 1 + i, of local rank i:  0 signal | 8 abort | 16 collective | 32 progress words
+//!                               | 512 signal of what travels beside | 1024 why
+//! then of each local rank i, for each rank p of the world: pipe i -> p, pipe p -> i, and the same
+//! for what travels beside
 //! ```
 //! Between two local ranks the sender's pipe is the one that is used. Nothing is touched, so
 //! nothing costs memory, before it is needed.
 
 use super::pipe::{PIPE_SPAN, Pipe, Wake};
+use super::ferry::{Ferry, Stopper};
 use super::{AbortHandle, Comm, Lane};
 use crate::gang::memory::{Bell, Mapping, Signal};
 use rustix::fd::OwnedFd;
@@ -22,8 +25,22 @@ const ABORT: usize = 8;
 const COLLECTIVE: usize = 16;
 /// Of the words that the worker reads while its engine computes (`Control`).
 const PROGRESS: usize = 32;
+const BESIDE: usize = 512;
 const WHY: usize = 1024;
 const WHY_ROOM: usize = 1024;
+
+/// Which pipe between two ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Collectives: somebody waits for what is in it.
+    Step = 0,
+    /// Copies that travel beside them, see [`Ferry`].
+    Beside = 1,
+}
+
+impl Way {
+    pub const ALL: [Way; 2] = [Way::Step, Way::Beside];
+}
 
 /// Which ranks a `Links` is of; both sides of an engine's socket derive the same places from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,13 +70,15 @@ impl Shape {
     }
 
     fn bytes(&self) -> usize {
-        PAGE * (1 + self.count as usize) + 2 * self.count as usize * self.world as usize * PIPE_SPAN
+        let pairs = self.count as usize * self.world as usize;
+        PAGE * (1 + self.count as usize) + 2 * Way::ALL.len() * pairs * PIPE_SPAN
     }
 
     /// Of the pipe between a local rank and another, 0 outgoing, 1 incoming.
-    fn pipe(&self, local: u32, other: u32, direction: usize) -> usize {
+    fn pipe(&self, local: u32, other: u32, way: Way, direction: usize) -> usize {
         let row = (local - self.first) as usize * self.world as usize + other as usize;
-        PAGE * (1 + self.count as usize) + (2 * row + direction) * PIPE_SPAN
+        let pipe = 2 * (Way::ALL.len() * row + way as usize) + direction;
+        PAGE * (1 + self.count as usize) + pipe * PIPE_SPAN
     }
 }
 
@@ -75,6 +94,7 @@ pub struct Links {
 /// The pipes between a local rank and one elsewhere.
 #[derive(Clone, Debug)]
 pub struct PeerPipes {
+    pub way: Way,
     pub local: u32,
     pub remote: u32,
     pub outgoing: Pipe,
@@ -122,14 +142,19 @@ impl Links {
         self.bell.as_ref()
     }
 
-    fn signal(&self, rank: u32) -> Signal {
-        Signal::new(Arc::clone(&self.memory), self.shape.page(rank))
+    fn signal(&self, rank: u32, way: Way) -> Signal {
+        let at = match way {
+            Way::Step => 0,
+            Way::Beside => BESIDE,
+        };
+        Signal::new(Arc::clone(&self.memory), self.shape.page(rank) + at)
     }
 
     pub fn abort_handle(&self, rank: u32) -> AbortHandle {
         let page = self.shape.page(rank);
         AbortHandle {
-            signal: self.signal(rank),
+            signal: self.signal(rank, Way::Step),
+            beside: self.signal(rank, Way::Beside),
             memory: Arc::clone(&self.memory),
             state: page + ABORT,
             why: page + WHY,
@@ -147,56 +172,74 @@ impl Links {
         self.shape.page(rank) + PROGRESS
     }
 
-    fn wake(&self, rank: u32) -> Wake {
+    fn wake(&self, rank: u32, way: Way) -> Wake {
         match &self.bell {
             Some(bell) if !self.shape.is_local(rank) => Wake::Mover(bell.clone()),
-            _ => Wake::Rank(self.signal(rank)),
+            _ => Wake::Rank(self.signal(rank, way)),
         }
     }
 
-    fn pipe(&self, from: u32, to: u32) -> Pipe {
+    fn pipe(&self, from: u32, to: u32, way: Way) -> Pipe {
         let at = match self.shape.is_local(from) {
-            true => self.shape.pipe(from, to, 0),
-            false => self.shape.pipe(to, from, 1),
+            true => self.shape.pipe(from, to, way, 0),
+            false => self.shape.pipe(to, from, way, 1),
         };
-        Pipe::new(Arc::clone(&self.memory), at, self.wake(from), self.wake(to))
+        Pipe::new(Arc::clone(&self.memory), at, self.wake(from, way), self.wake(to, way))
+    }
+
+    /// Of `rank`, by peer.
+    fn lanes(&self, rank: u32, way: Way) -> Vec<Option<Lane>> {
+        let lane = |peer: u32| Lane {
+            outgoing: self.pipe(rank, peer, way),
+            incoming: self.pipe(peer, rank, way),
+        };
+        (0..self.shape.world).map(|peer| (peer != rank).then(|| lane(peer))).collect()
     }
 
     /// The group as `rank` sees it; made once a rank.
     pub fn comm(&self, rank: u32) -> Comm {
-        let lane = |peer: u32| {
-            let (outgoing, incoming) = (self.pipe(rank, peer), self.pipe(peer, rank));
-            Lane { outgoing, incoming }
+        let attempt = self.shape.attempt;
+        let ferry = Ferry {
+            rank,
+            attempt,
+            lanes: self.lanes(rank, Way::Beside),
+            abort: self.abort_handle(rank),
+            stop: Stopper::new(self.signal(rank, Way::Beside)),
         };
-        let lanes = (0..self.shape.world).map(|peer| (peer != rank).then(|| lane(peer)));
         Comm {
             rank,
-            attempt: self.shape.attempt,
-            lanes: lanes.collect(),
+            attempt,
+            lanes: self.lanes(rank, Way::Step),
             memory: Arc::clone(&self.memory),
             number: self.collective(rank),
             abort: self.abort_handle(rank),
             said: None,
+            ferry: Some(ferry),
         }
     }
 
-    /// The pairs of a rank here and one of `others`, which are elsewhere.
+    /// The pairs of a rank here and one of `others`, which are elsewhere: first all of one way,
+    /// then all of the other.
     pub fn pairs(&self, others: Range<u32>) -> Vec<PeerPipes> {
-        let pair = |local: u32, remote: u32| PeerPipes {
+        let pair = |way: Way, local: u32, remote: u32| PeerPipes {
+            way,
             local,
             remote,
-            outgoing: self.pipe(local, remote),
-            incoming: self.pipe(remote, local),
+            outgoing: self.pipe(local, remote, way),
+            incoming: self.pipe(remote, local, way),
         };
-        let of = |local: u32| others.clone().map(move |remote| pair(local, remote));
-        self.shape.ranks().flat_map(of).collect()
+        let of = |way, local| others.clone().map(move |remote| pair(way, local, remote));
+        let all = |way| self.shape.ranks().flat_map(move |local| of(way, local));
+        Way::ALL.into_iter().flat_map(all).collect()
     }
 
     /// The rank has gone without a word: what it would have said when it left the group.
     pub fn lose(&self, rank: u32, why: &str) {
         for peer in (0..self.shape.world).filter(|peer| *peer != rank) {
-            self.pipe(rank, peer).end(why);
-            self.pipe(peer, rank).refuse(why);
+            for way in Way::ALL {
+                self.pipe(rank, peer, way).end(why);
+                self.pipe(peer, rank, way).refuse(why);
+            }
         }
     }
 }

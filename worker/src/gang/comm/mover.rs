@@ -1,13 +1,15 @@
 //! Moves the bytes of all pairs of ranks between two workers over their one stream.
 //!
 //! ```text
-//! u32 kind | u32 from | u32 to | u32 length, little-endian; data and ends carry that many bytes
+//! u16 kind | u16 way | u32 from | u32 to | u32 length, little-endian; data and ends carry that
+//! many bytes
 //! ```
 //! A pair's sender has `PIPE_BYTES_MAX` on its way at most, until the receiver's mover says that
 //! the engine has taken some. So the reader always has room for what comes, and a pair whose engine
 //! is slow holds no other pair up: two ranks of a worker wait for each other through their peers.
+//! What travels beside the steps goes where no pair has anything for a step, a chunk at a time.
 
-use super::links::PeerPipes;
+use super::links::{PeerPipes, Way};
 use super::pipe::{CHUNK_BYTES_MAX, CREDIT_BYTES, PIPE_BYTES_MAX, Read};
 use crate::failure::chain;
 use std::io;
@@ -19,6 +21,8 @@ use tokio::sync::Notify;
 
 /// Frames that go out in one write.
 const BATCH_BYTES_MAX: usize = 256 << 10;
+/// Where so much waits for a step, nothing that travels beside goes with it.
+const BESIDE_BYTES_MAX: usize = 4 << 10;
 const HEAD_BYTES: usize = 16;
 /// The longest reason that a peer gives for its end.
 const WHY_BYTES_MAX: usize = 252;
@@ -57,7 +61,7 @@ pub(super) struct Pairs {
 
 impl Pairs {
     pub fn new(pipes: Vec<PeerPipes>, locals: Range<u32>, remotes: Range<u32>) -> Arc<Pairs> {
-        assert_eq!(pipes.len(), locals.len() * remotes.len());
+        assert_eq!(pipes.len(), Way::ALL.len() * locals.len() * remotes.len());
         let pair = |pipes| Pair {
             pipes,
             credit: AtomicU64::new(PIPE_BYTES_MAX as u64),
@@ -73,11 +77,15 @@ impl Pairs {
         self.remotes.start
     }
 
-    fn find(&self, remote: u32, local: u32) -> io::Result<&Pair> {
+    fn find(&self, way: u32, remote: u32, local: u32) -> io::Result<&Pair> {
+        let Some(way) = Way::ALL.into_iter().find(|known| *known as u32 == way) else {
+            return Err(refuse(format!("a frame of the way {way}")));
+        };
         if !self.remotes.contains(&remote) || !self.locals.contains(&local) {
             return Err(refuse(format!("a frame from rank {remote} to rank {local}")));
         }
-        let row = (local - self.locals.start) as usize * self.remotes.len();
+        let row = (local - self.locals.start) as usize * self.remotes.len()
+            + way as usize * self.pairs.len() / Way::ALL.len();
         Ok(&self.pairs[row + (remote - self.remotes.start) as usize])
     }
 
@@ -94,9 +102,9 @@ fn refuse(found: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("the peer sent {found}"))
 }
 
-fn head(kind: Kind, from: u32, to: u32, length: usize) -> [u8; HEAD_BYTES] {
+fn head(kind: Kind, way: Way, from: u32, to: u32, length: usize) -> [u8; HEAD_BYTES] {
     let mut bytes = [0; HEAD_BYTES];
-    let words = [kind as u32, from, to, length as u32];
+    let words = [kind as u32 | (way as u32) << 16, from, to, length as u32];
     for (at, word) in bytes.chunks_exact_mut(4).zip(words) {
         at.copy_from_slice(&word.to_le_bytes());
     }
@@ -129,8 +137,9 @@ async fn read_frame(
     }
     stream.read_exact(&mut bytes[1..]).await?;
     let word = |at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|i| bytes[4 * at + i]));
-    let (kind, from, to, length) = (word(0), word(1), word(2), word(3) as usize);
-    let pair = pairs.find(from, to)?;
+    let (kind, way) = (word(0) & 0xffff, word(0) >> 16);
+    let (from, to, length) = (word(1), word(2), word(3) as usize);
+    let pair = pairs.find(way, from, to)?;
     if kind == Kind::Credit as u32 {
         let credit = pair.credit.load(Ordering::Relaxed) + length as u64;
         if credit > PIPE_BYTES_MAX as u64 {
@@ -178,8 +187,14 @@ pub(super) async fn write(
     let moved: io::Result<()> = async {
         loop {
             arm();
-            for pair in &pairs.pairs {
+            let (steps, beside) = pairs.pairs.split_at(pairs.pairs.len() / Way::ALL.len());
+            for pair in steps {
                 if batch.len() < BATCH_BYTES_MAX {
+                    fill(pair, &mut batch, &mut chunk);
+                }
+            }
+            for pair in beside {
+                if batch.len() < BESIDE_BYTES_MAX {
                     fill(pair, &mut batch, &mut chunk);
                 }
             }
@@ -206,13 +221,13 @@ pub(super) async fn write(
 
 /// Appends what a pair has to say.
 fn fill(pair: &Pair, batch: &mut Vec<u8>, chunk: &mut [u8]) {
-    let PeerPipes { local, remote, outgoing, incoming } = &pair.pipes;
+    let PeerPipes { way, local, remote, outgoing, incoming } = &pair.pipes;
     let credited = pair.credited.load(Ordering::Relaxed);
     let taken = incoming.taken().saturating_sub(credited) as usize;
     // More than the pipe holds was never taken, whatever an engine's memory says.
     if (CREDIT_BYTES..=PIPE_BYTES_MAX).contains(&taken) {
         pair.credited.store(credited + taken as u64, Ordering::Relaxed);
-        batch.extend_from_slice(&head(Kind::Credit, *local, *remote, taken));
+        batch.extend_from_slice(&head(Kind::Credit, *way, *local, *remote, taken));
     }
     if pair.told_end.load(Ordering::Relaxed) || outgoing.is_refused() {
         return;
@@ -225,14 +240,14 @@ fn fill(pair: &Pair, batch: &mut Vec<u8>, chunk: &mut [u8]) {
     match outgoing.read(&mut chunk[..most]) {
         Read::Some(length) => {
             pair.credit.store(credit - length as u64, Ordering::Relaxed);
-            batch.extend_from_slice(&head(Kind::Data, *local, *remote, length));
+            batch.extend_from_slice(&head(Kind::Data, *way, *local, *remote, length));
             batch.extend_from_slice(&chunk[..length]);
         }
         Read::Empty => {}
         Read::Ended { why } => {
             pair.told_end.store(true, Ordering::Relaxed);
             let why = &why.as_bytes()[..why.len().min(WHY_BYTES_MAX)];
-            batch.extend_from_slice(&head(Kind::End, *local, *remote, why.len()));
+            batch.extend_from_slice(&head(Kind::End, *way, *local, *remote, why.len()));
             batch.extend_from_slice(why);
         }
     }
@@ -264,26 +279,29 @@ mod tests {
     #[tokio::test]
     async fn strange_frames_end_the_stream() {
         for (bytes, expected) in [
-            (head(Kind::Data, 2, 0, 0), "the peer sent a frame from rank 2 to rank 0"),
-            (head(Kind::Data, 1, 1, 0), "the peer sent a frame from rank 1 to rank 1"),
-            (head(Kind::Data, 1, 0, 65_537), "the peer sent a frame of 65537 bytes, at most 65536"),
-            (head(Kind::End, 1, 0, 300), "the peer sent a frame of 300 bytes, at most 252"),
-            (head(Kind::Credit, 1, 0, 1), "the peer sent room for 1 bytes that were not sent"),
-            ([9; HEAD_BYTES], "the peer sent a frame from rank 151587081 to rank 151587081"),
+            (head(Kind::Data, Way::Step, 2, 0, 0), "the peer sent a frame from rank 2 to rank 0"),
+            (head(Kind::Data, Way::Step, 1, 1, 0), "the peer sent a frame from rank 1 to rank 1"),
+            (head(Kind::Data, Way::Step, 1, 0, 65_537), "the peer sent a frame of 65537 bytes, at most 65536"),
+            (head(Kind::End, Way::Step, 1, 0, 300), "the peer sent a frame of 300 bytes, at most 252"),
+            (head(Kind::Credit, Way::Step, 1, 0, 1), "the peer sent room for 1 bytes that were not sent"),
+            ([9; HEAD_BYTES], "the peer sent a frame of the way 2313"),
         ] {
             assert_eq!(after(&bytes).await, expected);
         }
-        let mut unknown = head(Kind::Data, 1, 0, 0);
+        let mut elsewhere = head(Kind::Data, Way::Beside, 1, 0, 0);
+        elsewhere[2] = 2;
+        assert_eq!(after(&elsewhere).await, "the peer sent a frame of the way 2");
+        let mut unknown = head(Kind::Data, Way::Step, 1, 0, 0);
         unknown[0] = 7;
         assert_eq!(after(&unknown).await, "the peer sent a frame of kind 7");
         assert_eq!(after(&[]).await, "its stream ended");
-        let left = [&head(Kind::End, 1, 0, 4)[..], b"left"].concat();
+        let left = [&head(Kind::End, Way::Step, 1, 0, 4)[..], b"left"].concat();
         assert_eq!(after(&left).await, "left");
     }
 
     #[tokio::test]
     async fn more_than_the_credit_ends_the_stream() {
-        let frame = [&head(Kind::Data, 1, 0, CHUNK_BYTES_MAX)[..], &[7; CHUNK_BYTES_MAX]].concat();
+        let frame = [&head(Kind::Data, Way::Step, 1, 0, CHUNK_BYTES_MAX)[..], &[7; CHUNK_BYTES_MAX]].concat();
         let fits = PIPE_BYTES_MAX / CHUNK_BYTES_MAX;
         assert_eq!(after(&frame.repeat(fits)).await, "its stream ended");
         let expected = "the peer sent 65536 bytes, with room for 0";

@@ -1,0 +1,131 @@
+//! Random manifests under random faults. Losses, masters and moments are those of a run of one rank
+//! that nothing disturbs, bit for bit.
+//!
+//! A trial takes one of the manifests of `golden.rs`, with other numbers. `$MOEJOB_TRIALS` says how
+//! many there are; the seed is printed, and `$MOEJOB_SEED` repeats a run of them.
+
+mod cases;
+
+use cases::{Case, TRAINING, all, parts};
+use moejob_tests::{Bench, Random, send};
+use rustix::process::Signal;
+use std::time::{Duration, Instant};
+
+const LIMIT: Duration = Duration::from_secs(300);
+/// An engine more may be lost than there are faults: peers notice in their own time.
+const FAULTS_MAX: u64 = 4;
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok().and_then(|text| text.parse().ok())
+}
+
+#[test]
+fn random_jobs_under_random_faults_keep_their_bits() {
+    let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let clock = clock.map(|time| time.as_nanos() as u64).unwrap_or(1);
+    let seed = number("MOEJOB_SEED").unwrap_or(clock);
+    for trial in 0..number("MOEJOB_TRIALS").unwrap_or(1) {
+        println!("trial {trial}: MOEJOB_SEED={}", seed.wrapping_add(trial));
+        try_one(&mut Random(seed.wrapping_add(trial)));
+    }
+}
+
+fn one_of<T: Copy>(random: &mut Random, of: &[T]) -> T {
+    of[random.below(of.len() as u64) as usize]
+}
+
+fn try_one(random: &mut Random) {
+    let cases: Vec<Case> =
+        all().into_iter().filter(|case| case.manifest.contains(TRAINING)).collect();
+    let at = random.below(cases.len() as u64) as usize;
+    let mut case = cases.into_iter().nth(at).expect("one of them");
+    let batch = 3 + random.below(6);
+    let (steps, engines) = (60 + random.below(240), one_of(random, &[1, 1, 2, 2, 4]));
+    let workers = 1 + random.below((batch / engines).clamp(1, 4));
+    vary(&mut case, random, steps, batch);
+    let whole = Bench::new("golden", &case.manifest);
+    case.prepare(&whole);
+    assert_eq!(whole.run(&["--workers", "1"], LIMIT), Some(0), "{}", whole.output());
+
+    let nodes = format!("profile: cpu, devicesPerNode: {engines},");
+    let manifest = case.manifest.replace("profile: cpu,", &nodes);
+    let bench = Bench::new("golden", &manifest);
+    case.prepare(&bench);
+    println!("{} on {workers} workers of {engines} engines:\n{manifest}", case.name);
+    let environment: &[(&str, &str)] = match random.below(2) {
+        0 => &[("MOEJOB_ENGINE", "process")],
+        _ => &[],
+    };
+    let mut run = bench.start_with(&["--workers", &workers.to_string()], environment);
+    disturb(&bench, &mut run, random);
+    assert_eq!(run.wait(LIMIT), Some(0), "{}", bench.output());
+    assert_same(&bench, &whole);
+}
+
+/// Other numbers in the same manifest.
+fn vary(case: &mut Case, random: &mut Random, steps: u64, batch: u64) {
+    let micro_batch = if batch.is_multiple_of(2) && random.below(3) == 0 { 2 } else { 1 };
+    let batch = if micro_batch == 2 { batch * 2 } else { batch };
+    let precision = one_of(random, &["fp32", "fp32", "fp64"]);
+    let recompute = one_of(random, &["none", "selective", "full"]);
+    let training = format!(
+        "{{ steps: {steps}, globalBatchSize: {batch}, microBatchSize: {micro_batch}, \
+         seed: {}, precision: {precision}, recompute: {recompute}, \
+         optimizer: {{ adamw: {{ learningRate: 3.0e-3 }} }}, \
+         schedule: {{ cosine: {{ warmupSteps: 3 }} }} }}",
+        random.below(1000)
+    );
+    case.manifest = case.manifest.replace(TRAINING, &training);
+    let kept = format!(
+        "checkpoint: {{ everySteps: {}, keep: 2 }}\n  recovery: {{ heartbeatTimeout: 2s, \
+         memoryEverySteps: {}, maxRestarts: 1000 }}",
+        5 + random.below(steps),
+        1 + random.below(12)
+    );
+    let before = "checkpoint: { everySteps: 5, keep: 2 }";
+    assert!(case.manifest.contains(before), "{}", case.manifest);
+    case.manifest = case.manifest.replace(before, &kept);
+}
+
+/// Kills, stops and crashes engines and workers.
+fn disturb(bench: &Bench, run: &mut moejob_tests::Running, random: &mut Random) {
+    let mut faults = 1 + random.below(FAULTS_MAX);
+    let begin = Instant::now();
+    while faults > 0 && !run.has_ended() && begin.elapsed() < LIMIT {
+        std::thread::sleep(Duration::from_millis(20 + random.below(900)));
+        let of_workers = random.below(3) == 0;
+        let pids = if of_workers { bench.worker_pids() } else { bench.engine_pids() };
+        let pids = if pids.is_empty() { bench.worker_pids() } else { pids };
+        if pids.is_empty() {
+            continue;
+        }
+        // Now and then two at once.
+        for _ in 0..1 + u64::from(random.below(4) == 0) {
+            let pid = one_of(random, &pids);
+            let signal = one_of(random, &[Signal::KILL, Signal::STOP, Signal::SEGV]);
+            println!("{:?}: {signal:?} to {pid}", begin.elapsed());
+            send(pid, signal);
+        }
+        faults -= 1;
+    }
+}
+
+/// Every number of every step, and all weights and moments of the last checkpoint.
+fn assert_same(bench: &Bench, whole: &Bench) {
+    let numbers = |bench: &Bench| -> std::collections::BTreeMap<u64, Vec<u64>> {
+        let of = |line: &moejob_protocol::report::StepReport| {
+            let all = [line.loss, line.aux_loss, line.z_loss, line.grad_norm, line.learning_rate];
+            all.into_iter().chain(line.validation_loss).map(f64::to_bits).collect()
+        };
+        bench.metrics().iter().map(|line| (line.step, of(line))).collect()
+    };
+    let (found, expected) = (numbers(bench), numbers(whole));
+    let differs = expected.iter().find(|(step, of)| found.get(step) != Some(of));
+    assert_eq!(differs, None, "{}", bench.output());
+    assert_eq!(found.len(), expected.len());
+    let last = |bench: &Bench| {
+        let name = bench.checkpoints().pop().expect("a checkpoint at the end");
+        (name.clone(), parts(&bench.run_folder().join("checkpoints").join(name)))
+    };
+    assert_eq!(last(bench), last(whole));
+}

@@ -1,0 +1,149 @@
+//! What a rank needs, counted part by part.
+
+use super::*;
+
+/// The memory of `rank`, part by part: of its device where that is a GPU, else of the host. A
+/// checkpoint every `checkpoint_steps` is a snapshot of its
+/// own only where none is taken for memory's sake at the same step.
+pub fn rank_memory(
+    model: &ModelConfig,
+    layout: &Layout,
+    rank: u32,
+    training: &TrainingConfig,
+    recovery: &RecoveryConfig,
+    checkpoint_steps: u64,
+) -> RankMemory {
+    let shape = Shape::new(model, layout, rank, training);
+    let headroom = model.experts.routed_headroom.max(1.0);
+    let mut count = Count { shape: &shape, parts: Vec::new(), headroom, committed: 0, worst: 0 };
+    let _ = crate::buffers::Buffers::plan(model, &shape, &mut count);
+    if training.compute.backend == Backend::Cuda {
+        count.device(layout.mesh.world() > 1);
+    } else {
+        let shares = checkpoint_steps.is_multiple_of(recovery.memory_every_steps.max(1));
+        count.host(model, layout, rank, shares);
+    }
+    let Count { parts, committed, worst, .. } = count;
+    let balanced = parts.iter().map(|part| part.bytes).sum();
+    RankMemory { parts, balanced, committed: balanced + committed, worst: balanced + worst }
+}
+
+/// A planner that only counts.
+struct Count<'a> {
+    shape: &'a Shape,
+    parts: Vec<Part>,
+    headroom: f64,
+    /// Beyond the balanced bytes.
+    committed: u64,
+    worst: u64,
+}
+
+impl Count<'_> {
+    fn add(&mut self, name: &'static str, bytes: u64) {
+        match self.parts.iter_mut().find(|part| part.name == name) {
+            Some(part) => part.bytes += bytes,
+            None => self.parts.push(Part { name, bytes }),
+        }
+    }
+
+    /// What a GPU takes beside the arena: its context and modules, cuBLASLt's workspace, tables,
+    /// and with others NCCL's buffers.
+    fn device(&mut self, with_others: bool) {
+        self.add("context", CONTEXT_BYTES);
+        self.add("tables", TABLES_BYTES);
+        if with_others {
+            self.add("links", LINKS_BYTES + NEXT_LINKS_BYTES);
+        }
+    }
+
+    /// What lies outside of the arena.
+    fn host(&mut self, model: &ModelConfig, layout: &Layout, rank: u32, shares: bool) {
+        let shape = self.shape;
+        let world = u64::from(layout.mesh.world());
+        let mut shards = match layout.division {
+            Division::Tensors => shape.shares.elements.clone(),
+            Division::Buckets => elements_of_chunks(model, layout),
+        };
+        // Weight and two moments.
+        shards.iter_mut().for_each(|shard| *shard *= 3 * shape.float_bytes);
+        let shard = shards.swap_remove(rank as usize);
+        let buddy = shards.into_iter().max();
+        self.add("snapshots", GENERATIONS * (shard + buddy.unwrap_or(0)));
+        if shares {
+            // A slow disk holds it longer than two snapshots live.
+            self.worst += shard;
+        } else {
+            self.add("checkpoint", shard);
+        }
+        let float = shape.float_bytes;
+        let weights = (shape.flats.dense.len + shape.flats.experts.len) * float;
+        let exchange = weights.min(EXCHANGE_BYTES_MAX) * 2;
+        let rows = (shape.balanced.arrived + shape.balanced.routed)
+            * u64::from(model.hidden_size)
+            * float;
+        let staging = if world > 1 { exchange.max(rows) } else { 0 };
+        self.add("exchange", staging + (world - 1) * 2 * PIPE_BYTES);
+        self.add("process", PROCESS_BYTES);
+    }
+}
+
+impl Planner for Count<'_> {
+    type Buffer = ();
+
+    fn part(&mut self, name: &'static str) {
+        self.add(name, 0);
+        // The part that was named last is the one that is filled.
+        let at = self.parts.iter().position(|part| part.name == name);
+        let last = self.parts.len() - 1;
+        self.parts.swap(at.unwrap_or(last), last);
+    }
+
+    fn alloc(&mut self, kind: Kind, rows: Rows, width: u64) {
+        let bytes = |rows: u64| (rows * width * kind.bytes()) as f64;
+        let (balanced, worst) = match rows {
+            Rows::Fixed(rows) => (rows, rows),
+            Rows::Routed => (self.shape.balanced.routed, self.shape.worst.routed),
+            Rows::Arrived => (self.shape.balanced.arrived, self.shape.worst.arrived),
+        };
+        let even = bytes(balanced);
+        let worst = bytes(worst.max(balanced));
+        let headroom = if matches!(rows, Rows::Fixed(_)) { 1.0 } else { self.headroom };
+        self.worst += (worst - even) as u64;
+        self.committed += ((even * headroom).min(worst) - even) as u64;
+        let last = self.parts.last_mut().expect("`part` comes before `alloc`");
+        last.bytes += even as u64;
+    }
+}
+
+/// The memory of the host of a process that drives a GPU, as it grows to over hours: the driver's,
+/// NCCL's 0.8 GiB, code of kernels, pinned pieces for copies of state.
+const ENGINE_BYTES: u64 = 1536 << 20;
+/// The worker beside its engines: streams, feeder, writer of checkpoints.
+const WORKER_BYTES: u64 = 512 << 20;
+
+/// The memory of the host that a worker needs beside GPUs, part by part: `ranks` ranks, each with
+/// a shard of so many bytes, and `others` if some of the state lies with other workers. Snapshots
+/// are counted whole: a worker on a machine with less memory takes none, and goes on from
+/// checkpoints alone.
+pub fn host_memory(shard: u64, ranks: u64, others: bool) -> Vec<Part> {
+    let own = ranks * shard;
+    vec![
+        Part { name: "snapshots", bytes: GENERATIONS * own },
+        Part { name: "snapshots of others", bytes: if others { GENERATIONS * own } else { 0 } },
+        Part { name: "checkpoint", bytes: own },
+        Part { name: "engines", bytes: ranks * ENGINE_BYTES },
+        Part { name: "worker", bytes: WORKER_BYTES },
+    ]
+}
+
+/// What every rank owns where buckets are divided.
+fn elements_of_chunks(model: &ModelConfig, layout: &Layout) -> Vec<u64> {
+    let owners = Owners::new(model, layout);
+    let mut elements = vec![0; layout.mesh.world() as usize];
+    for (index, param) in model.params().iter().enumerate() {
+        for (rank, run) in owners.runs(index, param) {
+            elements[rank as usize] += run.end - run.start;
+        }
+    }
+    elements
+}

@@ -1,0 +1,220 @@
+//! A device and all that one rank computes with it: how it is opened and left.
+
+use crate::data::DataError;
+use crate::engine::beside::{ENV_OVERLAP, Overlap};
+use crate::engine::buckets::Places;
+use crate::engine::flight::Flights;
+use crate::engine::links::{Aside, Links, NoLinks};
+use crate::engine::model::Model;
+use crate::engine::patience::Patience;
+use crate::engine::sums::Sums;
+use crate::engine::trace::Trace;
+use crate::engine::validate::Favourites;
+use crate::failure::chain;
+use crate::gang::comm::{Comm, CommError};
+use moejob_kernels::cuda::Fault;
+use moejob_kernels::{Device, KernelError, StepPhase};
+use moejob_protocol::WorkerConfig;
+use moejob_protocol::config::{Backend, TrainingConfig};
+use moejob_protocol::memory::Shape;
+use moejob_protocol::mesh::Mesh;
+use std::time::Instant;
+
+/// Why a step did not happen.
+#[derive(Debug, thiserror::Error)]
+pub enum StepError {
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// Nothing of the step counts; only a new process can use the device again.
+    #[error("the device failed: {0}")]
+    Device(String),
+}
+
+/// Why a rank has no engine.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    #[error(transparent)]
+    Links(#[from] NoLinks),
+}
+
+/// The GPU of a rank: the ranks of a worker follow each other, a device each, from the one that the
+/// worker names to its engine on; workers of one machine share its devices out so.
+pub const ENV_DEVICE: &str = "MOEJOB_DEVICE";
+/// The processors of an engine, where its worker has bound it: a list as the kernel writes it.
+pub const ENV_CPUS: &str = "MOEJOB_CPUS";
+
+/// The sets of ranks that share the experts out.
+fn expert_groups(mesh: &Mesh) -> Vec<Vec<u32>> {
+    if mesh.ep == 1 {
+        return Vec::new();
+    }
+    (0..mesh.world()).map(|rank| mesh.expert_group(rank)).collect()
+}
+
+/// How buckets travel beside the ops; none: they do not.
+fn aside(places: &Places) -> Option<Aside> {
+    let mut groups = places.groups();
+    groups.sort();
+    let said = std::env::var(ENV_OVERLAP).ok();
+    let overlap = Overlap::parse(said.as_deref(), places.mostly_shared())?;
+    Some(Aside { groups, marks: places.convoy_count(), overlap })
+}
+
+/// Among those that this process sees.
+pub(crate) fn device_of(rank: u32, ranks: u32) -> usize {
+    let named = std::env::var(ENV_DEVICE).ok().and_then(|named| named.parse().ok());
+    named.unwrap_or((rank % ranks) as usize)
+}
+
+/// A device and all that one rank computes with it. It knows the other ranks by its links alone.
+#[derive(Debug)]
+pub struct Engine {
+    // Dropped first: a device ends when nothing on it waits for peers any more.
+    pub links: Links,
+    pub model: Model,
+    pub gradients: Sums,
+    pub(crate) training: TrainingConfig,
+    pub(crate) favourites: Favourites,
+    /// Steps in whose next run a number is broken.
+    pub(super) spoiled: Vec<u64>,
+    /// The step at which the device is broken, and how.
+    pub(super) fault: Option<(u64, Fault)>,
+    pub(super) patience: Patience,
+    /// Seconds of each phase since they were last asked for.
+    pub(super) phases: [f64; StepPhase::COUNT],
+    pub(super) trace: Option<Trace>,
+    pub(super) flights: Flights,
+}
+
+impl Engine {
+    /// Plans and reserves the memory of `rank`; there is no state yet.
+    ///
+    /// # Errors
+    /// The device cannot be made, lacks a kernel, has too little memory, or is not connected.
+    pub fn open(config: &WorkerConfig, rank: u32, comm: Comm) -> Result<Engine, OpenError> {
+        let (training, ranks) = (&config.training, config.ranks.max(1));
+        let began = Instant::now();
+        let told = |what| tracing::debug!(seconds = began.elapsed().as_secs_f64(), what);
+        let device = match training.compute.backend {
+            Backend::Cpu => {
+                let here = std::thread::available_parallelism().map_or(1, usize::from);
+                // The ranks of a worker share its processors, unless each has its own.
+                let threads = match config.threads as usize {
+                    0 if std::env::var_os(ENV_CPUS).is_some() => here,
+                    0 => here / ranks as usize,
+                    threads => threads / ranks as usize,
+                };
+                Device::cpu(threads.max(1), 0)?
+            }
+            Backend::Cuda => Device::cuda(device_of(rank, ranks), 0)?,
+        };
+        told("a device");
+        let mut shape = Shape::new(&config.model, &config.layout, rank, training);
+        shape.documents = config.data.reset_at_boundaries;
+        let mut model = Model::on(device, shape, &config.model, &config.layout, rank, training)?;
+        told("its memory");
+        let links = match training.compute.backend {
+            Backend::Cpu => Links::new(comm),
+            Backend::Cuda => {
+                let aside = model.places.as_ref().and_then(aside);
+                // Where buckets travel beside the ops, they do so by communicators of their own.
+                let buckets = model.places.as_ref().filter(|_| aside.is_none());
+                let mut groups = buckets.map(Places::groups).unwrap_or_default();
+                groups.extend(expert_groups(&config.layout.mesh));
+                groups.sort();
+                groups.dedup();
+                Links::between_gpus(comm, &mut model.device, &groups, aside.as_ref())?
+            }
+        };
+        told("its links");
+        Ok(Engine::new(model, training, links))
+    }
+
+    pub fn new(model: Model, training: &TrainingConfig, links: Links) -> Engine {
+        let gradients = Sums::new(&model);
+        let favourites = Favourites::default();
+        let (training, spoiled) = (training.clone(), Vec::new());
+        let (phases, trace) = ([0.0; StepPhase::COUNT], None);
+        let (fault, patience) = (None, Patience::default());
+        let flights = Flights::default();
+        Engine {
+            links,
+            model,
+            gradients,
+            training,
+            favourites,
+            spoiled,
+            fault,
+            patience,
+            phases,
+            trace,
+            flights,
+        }
+    }
+
+    /// The attempt ends well: waits until what is under way beside the ops has arrived, here and on
+    /// all ranks. A rank that left before would take its part away from the others. A peer that is
+    /// lost now changes nothing.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn all_arrived(&mut self) -> Result<(), StepError> {
+        if self.model.device.as_cuda().is_none() || !self.links.work_beside() {
+            return Ok(());
+        }
+        let arrived = self.model.device.finish().map_err(|error| StepError::Device(chain(error)));
+        let told = self.links.comm().gather_all(&[], 0);
+        // A wait that was given up is the peers' fault.
+        if let Err(error) = told.and_then(|_| self.links.check()) {
+            tracing::info!("a rank left early: {error}");
+            return Ok(());
+        }
+        arrived
+    }
+
+    /// The attempt is over. See [`Links::leave`].
+    ///
+    /// # Errors
+    /// What runs on the device does not end: the process has to.
+    pub fn leave(&mut self) -> Result<(), StepError> {
+        let began = Instant::now();
+        let left = self.links.leave(&self.model.device).map_err(StepError::Device);
+        tracing::debug!(seconds = began.elapsed().as_secs_f64(), "its links are left");
+        // A step may be under way that waits for nobody, and writes to memory of the host.
+        if left.is_ok() && !self.is_settled() {
+            let _ = self.model.device.finish();
+        }
+        left
+    }
+
+    /// Writes a trace of some of the steps to come, see [`Engine::take_traced`].
+    pub fn trace(&mut self, trace: Trace) {
+        self.trace = Some(trace);
+    }
+
+    /// Seconds of each phase since the last call, by its number.
+    pub fn take_phases(&mut self) -> [f64; StepPhase::COUNT] {
+        std::mem::take(&mut self.phases)
+    }
+
+    /// Once all traced steps are done: whether their file could be written.
+    pub fn take_traced(&mut self) -> Option<std::io::Result<()>> {
+        let trace = self.trace.take_if(|trace| trace.is_over())?;
+        Some(trace.write(&mut self.model.device))
+    }
+
+    /// Breaks a gradient of the next run of `step`, as a fault of the machine would: for tests of
+    /// what happens then.
+    pub fn spoil(&mut self, step: u64) {
+        self.spoiled.push(step);
+    }
+
+    /// Breaks the device in `step`, as programs and hardware do.
+    pub fn inject(&mut self, step: u64, fault: Fault) {
+        self.fault = Some((step, fault));
+    }
+}

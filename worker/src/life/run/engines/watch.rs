@@ -1,0 +1,108 @@
+//! What a worker does with its engines between the beginnings and ends of attempts.
+
+use super::{Body, Engine, Engines, Watch};
+use crate::attempt::api::{Control, TrainerEvent};
+use moejob_protocol::message::{HEARTBEAT_MS, Request};
+use moejob_protocol::report::EventKind;
+
+/// An engine that has not yet said that it runs is given longer: the machine may be busy with
+/// starting many.
+const FIRST_BEAT_MS: u64 = 10_000;
+
+impl Engines {
+    /// Every heartbeat: an engine whose beats have stood still for `heartbeatTimeout` is stopped or
+    /// hangs in the kernel, and is ended. Ticks are counted rather than time, so that a machine
+    /// that was asleep ends nobody.
+    ///
+    /// Now and then it is also looked at where the engines' threads run; what differs from the plan
+    /// is given back.
+    pub fn tick(&mut self) -> Vec<TrainerEvent> {
+        let Some(running) = &mut self.running else { return Vec::new() };
+        let timeout = running.config.recovery.heartbeat_timeout_ms;
+        for (index, engine) in self.engines.iter().enumerate() {
+            let Some(Engine { body: Body::Process(process), .. }) = engine else { continue };
+            let beats = running.control(index).beats();
+            let watch = &mut running.watches[index];
+            let limit = if beats == 0 { timeout.max(FIRST_BEAT_MS) } else { timeout };
+            if beats != watch.beats || running.ends[index].is_some() {
+                *watch = Watch { beats, ticks: 0 };
+                continue;
+            }
+            watch.ticks += 1;
+            if watch.ticks * HEARTBEAT_MS >= limit {
+                tracing::warn!(pid = process.pid(), "an engine does not run; ending it");
+                process.kill();
+            }
+        }
+        if !self.bound.is_due() {
+            return Vec::new();
+        }
+        let mut told = Vec::new();
+        for (index, engine) in self.engines.iter().enumerate() {
+            let Some(engine) = engine else { continue };
+            let found = self.bound.look(index, engine.life, engine.pid());
+            told.extend(found.and_then(|warning| engine.warn(&self.uuids[index], warning)));
+        }
+        told
+    }
+
+    /// Ends the attempt's collectives.
+    pub fn abort(&self, reason: &str) {
+        if let Some(running) = &self.running {
+            running.abort(reason);
+        }
+    }
+
+    /// A new leader hears of the engines that the one before was told of.
+    pub fn started(&self) -> impl Iterator<Item = TrainerEvent> {
+        let told = self.engines.iter().zip(&self.uuids).filter_map(|(engine, uuid)| {
+            let engine = engine.as_ref().filter(|engine| engine.told)?;
+            let (place, kind) = (engine.place.as_ref()?, EventKind::EngineStarted);
+            Some(place.told((uuid, engine.pid()), kind, "Running", "", []))
+        });
+        told.map(TrainerEvent::Event)
+    }
+
+    /// Said by one rank, it holds for all.
+    pub fn request(&self, request: Request) {
+        if let Some(running) = &self.running {
+            running.control(0).request(request);
+        }
+    }
+
+    /// Phase and step of the first rank, and the collective of the one that is least far.
+    pub fn progress(&self) -> Option<(Control, u64)> {
+        let running = self.running.as_ref()?;
+        let links = &running.links;
+        let number = |rank: u32| {
+            let at = links.memory().long(links.collective(rank));
+            at.load(std::sync::atomic::Ordering::Relaxed)
+        };
+        let least = links.shape().ranks().map(number).min().unwrap_or(0);
+        Some((running.control(0), least))
+    }
+
+    /// No more attempts: each engine ends after the one that runs.
+    pub fn end(&mut self) {
+        self.ending = true;
+        for engine in self.engines.iter_mut().flatten() {
+            match &mut engine.body {
+                Body::Thread(thread) => thread.end(),
+                Body::Process(process) => process.end(),
+            }
+        }
+    }
+
+    pub fn have_ended(&self) -> bool {
+        self.engines.iter().all(Option::is_none)
+    }
+
+    /// Those that have not ended.
+    pub fn kill(&mut self) {
+        for engine in self.engines.iter().flatten() {
+            if let Body::Process(process) = &engine.body {
+                process.kill();
+            }
+        }
+    }
+}

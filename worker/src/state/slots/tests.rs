@@ -1,0 +1,162 @@
+use super::*;
+use crate::state::slot::{BYTES, CHECKSUM_CHUNK};
+
+fn fill(memory: &Memory, attempt: u32, step: u64, shard: u32, len: usize) -> Filling {
+    memory.fill(attempt, step, shard, len).expect("memory").expect("a slot")
+}
+
+fn take(memory: &Memory, attempt: u32, step: u64, shard: u32) -> Arc<Slot> {
+    memory.make_room(attempt, step);
+    let mut filling = fill(memory, attempt, step, shard, 8);
+    filling.bytes_mut().fill(step as u8);
+    let slot = filling.complete();
+    memory.trim();
+    slot
+}
+
+fn held(memory: &Memory) -> Vec<(u32, u64, Vec<u32>)> {
+    memory.held().into_iter().map(|held| (held.attempt, held.step, held.shards)).collect()
+}
+
+#[test]
+fn the_newest_whole_state_stays_until_the_next_is_whole() {
+    let memory = Memory::default();
+    take(&memory, 1, 10, 0);
+    take(&memory, 1, 10, 1);
+    memory.confirm(1, 10);
+    // The first of two ranks is ahead: neither state of the other is lost.
+    take(&memory, 1, 20, 1);
+    assert_eq!(held(&memory), [(1, 10, vec![0, 1]), (1, 20, vec![1])]);
+    take(&memory, 1, 20, 0);
+    memory.confirm(1, 20);
+    let slot = take(&memory, 1, 30, 0);
+    assert_eq!(held(&memory), [(1, 20, vec![0, 1]), (1, 30, vec![0])]);
+    assert_eq!(slot[..], [30; 8]);
+}
+
+#[test]
+fn a_shard_that_is_half_cut_is_none() {
+    let memory = Memory::default();
+    let mut filling = fill(&memory, 1, 10, 0, 8);
+    filling.bytes_mut().fill(1);
+    assert_eq!(held(&memory), []);
+    drop(filling);
+    assert_eq!(held(&memory), [], "its engine died");
+    memory.begin(&Resume::Fresh);
+    assert!(memory.slots().is_empty());
+}
+
+#[test]
+fn what_a_checkpoint_is_written_from_is_not_overwritten() {
+    let memory = Memory::default();
+    let written = take(&memory, 1, 1, 0);
+    for step in 2..6 {
+        take(&memory, 1, step, 0);
+        memory.confirm(1, step);
+    }
+    assert_eq!(written[..], [1; 8]);
+    drop(written);
+    take(&memory, 1, 6, 0);
+    assert_eq!(memory.slots().len(), 2, "and then it is used again or given back");
+}
+
+#[test]
+fn a_byte_that_changes_later_is_noticed() {
+    for len in [0, 8, CHECKSUM_CHUNK, 3 * CHECKSUM_CHUNK + 5] {
+        let memory = Memory::default();
+        let mut filling = fill(&memory, 1, 10, 0, len);
+        filling.bytes_mut().iter_mut().enumerate().for_each(|(at, byte)| *byte = at as u8);
+        let slot = filling.complete();
+        assert!(slot.is_sound(), "{len} bytes");
+        for at in [0, len / 2, len.saturating_sub(1)] {
+            let flip = || {
+                let mut byte = [0];
+                slot.memory().read(BYTES + at, &mut byte);
+                slot.memory().write(BYTES + at, &[byte[0] ^ 16]);
+            };
+            if len > 0 {
+                flip();
+                assert!(!slot.is_sound(), "byte {at} of {len}");
+                flip();
+            }
+        }
+        assert!(slot.is_sound(), "{len} bytes");
+        slot.set_step(11);
+        assert!(!slot.is_sound(), "it would be of another step");
+    }
+}
+
+#[test]
+fn what_an_engine_gives_up_its_worker_lets_go_of() {
+    let worker = Memory::default();
+    take(&worker, 1, 10, 0);
+    take(&worker, 1, 10, 1);
+    worker.confirm(1, 10);
+    let engine = Memory::default();
+    for file in worker.files(1, 10, &[0]).expect("descriptors") {
+        engine.adopt(file).expect("a slot");
+    }
+    engine.give_up(1, 10, 0);
+    worker.follow(2);
+    assert_eq!(held(&worker), [(1, 10, vec![1])]);
+    assert_eq!(worker.slots().len(), 1);
+}
+
+#[test]
+fn a_worker_sees_what_its_engine_holds_and_keeps_it() {
+    let worker = Memory::default();
+    let to = worker.clone();
+    let engine = Memory::of_engine(move |slot| {
+        let file = slot.file().expect("a file").try_clone_to_owned().expect("a descriptor");
+        to.adopt(file).expect("a slot");
+    });
+    take(&engine, 3, 10, 1);
+    engine.confirm(3, 10);
+    take(&engine, 3, 20, 1);
+    drop(engine);
+    worker.follow(3);
+    assert_eq!(held(&worker), [(3, 10, vec![1]), (3, 20, vec![1])]);
+    assert_eq!(worker.shard(3, 20, 1).expect("held")[..], [20; 8]);
+    let resume = Resume::Memory {
+        step: 10,
+        attempt: 3,
+        layout: moejob_protocol::layout::Layout::contiguous(
+            moejob_protocol::mesh::Mesh::data_parallel(2, 1),
+        ),
+        sources: Vec::new(),
+    };
+    worker.begin(&resume);
+    assert_eq!(held(&worker), [(3, 10, vec![1])]);
+    let files = worker.files(3, 10, &[0, 1]).expect("descriptors");
+    assert_eq!(files.len(), 1);
+}
+
+#[test]
+fn what_is_lent_is_read_to_its_end() {
+    let memory = Memory::default();
+    memory.set_bounds(3, 0);
+    drop(fill(&memory, 1, 10, 0, 8).complete_for_checkpoint());
+    assert_eq!(held(&memory), [], "nobody resumes from it");
+    let reading = memory.lent(1, 10, 0).expect("lent");
+    memory.trim();
+    let second = take(&memory, 1, 11, 0);
+    let third = take(&memory, 1, 12, 0);
+    assert!(memory.fill(1, 13, 0, 8).expect("memory").is_none(), "three are in use");
+    assert_eq!(reading.len(), 8);
+    drop(reading);
+    assert!(memory.lent(1, 10, 0).is_none(), "once");
+    drop(fill(&memory, 1, 13, 0, 8));
+    assert_eq!((second[0], third[0]), (11, 12));
+}
+
+#[test]
+fn what_a_lost_engine_lent_is_free_again() {
+    let memory = Memory::default();
+    memory.set_bounds(1, 0);
+    drop(fill(&memory, 1, 10, 0, 8).complete_for_checkpoint());
+    assert!(memory.fill(1, 11, 0, 8).expect("memory").is_none());
+    memory.take_back(1);
+    assert!(memory.fill(1, 11, 0, 8).expect("memory").is_none(), "another engine's");
+    memory.take_back(0);
+    drop(fill(&memory, 1, 11, 0, 8));
+}
