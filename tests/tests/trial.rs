@@ -41,7 +41,8 @@ fn try_one(random: &mut Random) {
     let mut case = cases.into_iter().nth(at).expect("one of them");
     let batch = 3 + random.below(6);
     let (steps, engines) = (60 + random.below(240), one_of(random, &[1, 1, 2, 2, 4]));
-    let workers = 1 + random.below((batch / engines).clamp(1, 4));
+    let most = u64::from(case.workers).max(4).min(batch / engines);
+    let workers = 1 + random.below(most.max(1));
     vary(&mut case, random, steps, batch);
     let whole = Bench::new("golden", &case.manifest);
     case.prepare(&whole);
@@ -66,11 +67,10 @@ fn try_one(random: &mut Random) {
 fn vary(case: &mut Case, random: &mut Random, steps: u64, batch: u64) {
     let micro_batch = if batch.is_multiple_of(2) && random.below(3) == 0 { 2 } else { 1 };
     let batch = if micro_batch == 2 { batch * 2 } else { batch };
-    let precision = one_of(random, &["fp32", "fp32", "fp64"]);
     let recompute = one_of(random, &["none", "selective", "full"]);
     let training = format!(
         "{{ steps: {steps}, globalBatchSize: {batch}, microBatchSize: {micro_batch}, \
-         seed: {}, precision: {precision}, recompute: {recompute}, \
+         seed: {}, recompute: {recompute}, \
          optimizer: {{ adamw: {{ learningRate: 3.0e-3 }} }}, \
          schedule: {{ cosine: {{ warmupSteps: 3 }} }} }}",
         random.below(1000)

@@ -12,10 +12,22 @@ use moejob_protocol::mesh::Mesh;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-fn samples() -> Vec<PathBuf> {
+/// One or more of each version that was ever written, with what it calls a weight.
+fn samples() -> Vec<(u32, &'static str, PathBuf)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/checkpoints");
     let of = |name: &str| folder.join(name).join("step-00000004");
-    vec![of("v1-fp32"), of("v1-bias")]
+    let (first, second) = ("weight", "master");
+    vec![
+        (1, first, of("v1-fp32")),
+        (1, first, of("v1-bias")),
+        (2, second, of("v2-fp32")),
+    ]
+}
+
+#[test]
+fn there_is_a_sample_of_each_version() {
+    let versions: Vec<u32> = samples().iter().map(|(version, ..)| *version).collect();
+    assert!((1..=CHECKPOINT_VERSION).all(|version| versions.contains(&version)), "{versions:?}");
 }
 
 /// The values of a tensor's part by the manifest's own words, without any of our types.
@@ -33,10 +45,10 @@ fn values(directory: &Path, manifest: &Value, name: &str, part: &str) -> Vec<u8>
 }
 
 #[test]
-fn what_version_1_wrote_is_loaded() {
-    for directory in samples() {
+fn what_each_version_wrote_is_loaded() {
+    for (version, weight, directory) in samples() {
         let manifest = checkpoint::verify(&Disk::real(), &directory).expect("whole");
-        assert_eq!(manifest.version, 1);
+        assert_eq!(manifest.version, version);
         let text = std::fs::read(directory.join("manifest.json")).expect("a manifest");
         let raw: Value = serde_json::from_slice(&text).expect("JSON");
         let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
@@ -50,7 +62,7 @@ fn what_version_1_wrote_is_loaded() {
         assert_eq!(runs.len(), params.len());
         for run in runs {
             let (name, len) = (&params[run.index].name, params[run.index].numel() as usize * 4);
-            for (at, part) in ["weight", "moment1", "moment2"].into_iter().enumerate() {
+            for (at, part) in [weight, "moment1", "moment2"].into_iter().enumerate() {
                 let start = run.offset + at * len;
                 let written = values(&directory, &raw, name, part);
                 assert!(state[start..start + len] == written, "{part} of {name}");
@@ -73,7 +85,7 @@ fn differs(manifest: &CheckpointManifest) -> usize {
 
 #[test]
 fn the_hash_of_version_1_is_not_compared() {
-    let mut manifest = checkpoint::show(&Disk::real(), &samples()[0]).expect("whole");
+    let mut manifest = checkpoint::show(&Disk::real(), &samples()[0].2).expect("whole");
     assert!(!manifest.spec_hash.is_empty());
     assert_eq!(differs(&manifest), 0);
     manifest.version = CHECKPOINT_VERSION;
@@ -90,7 +102,7 @@ fn sealed(value: &Value) -> Vec<u8> {
 
 #[test]
 fn unknown_fields_are_kept_and_missing_ones_have_defaults() {
-    let manifest = checkpoint::show(&Disk::real(), &samples()[1]).expect("whole");
+    let manifest = checkpoint::show(&Disk::real(), &samples()[1].2).expect("whole");
     let mut value = serde_json::to_value(&manifest).expect("JSON");
     let object = value.as_object_mut().expect("an object");
     for name in ["jobName", "tokens", "specHash", "dataFingerprint"] {

@@ -276,32 +276,37 @@ mod tests {
         }
     }
 
+    /// Of a step.
+    fn head(kind: Kind, from: u32, to: u32, length: usize) -> [u8; HEAD_BYTES] {
+        super::head(kind, Way::Step, from, to, length)
+    }
+
     #[tokio::test]
     async fn strange_frames_end_the_stream() {
         for (bytes, expected) in [
-            (head(Kind::Data, Way::Step, 2, 0, 0), "the peer sent a frame from rank 2 to rank 0"),
-            (head(Kind::Data, Way::Step, 1, 1, 0), "the peer sent a frame from rank 1 to rank 1"),
-            (head(Kind::Data, Way::Step, 1, 0, 65_537), "the peer sent a frame of 65537 bytes, at most 65536"),
-            (head(Kind::End, Way::Step, 1, 0, 300), "the peer sent a frame of 300 bytes, at most 252"),
-            (head(Kind::Credit, Way::Step, 1, 0, 1), "the peer sent room for 1 bytes that were not sent"),
+            (head(Kind::Data, 2, 0, 0), "the peer sent a frame from rank 2 to rank 0"),
+            (head(Kind::Data, 1, 1, 0), "the peer sent a frame from rank 1 to rank 1"),
+            (head(Kind::Data, 1, 0, 65_537), "the peer sent a frame of 65537 bytes, at most 65536"),
+            (head(Kind::End, 1, 0, 300), "the peer sent a frame of 300 bytes, at most 252"),
+            (head(Kind::Credit, 1, 0, 1), "the peer sent room for 1 bytes that were not sent"),
             ([9; HEAD_BYTES], "the peer sent a frame of the way 2313"),
         ] {
             assert_eq!(after(&bytes).await, expected);
         }
-        let mut elsewhere = head(Kind::Data, Way::Beside, 1, 0, 0);
+        let mut elsewhere = super::head(Kind::Data, Way::Beside, 1, 0, 0);
         elsewhere[2] = 2;
         assert_eq!(after(&elsewhere).await, "the peer sent a frame of the way 2");
-        let mut unknown = head(Kind::Data, Way::Step, 1, 0, 0);
+        let mut unknown = head(Kind::Data, 1, 0, 0);
         unknown[0] = 7;
         assert_eq!(after(&unknown).await, "the peer sent a frame of kind 7");
         assert_eq!(after(&[]).await, "its stream ended");
-        let left = [&head(Kind::End, Way::Step, 1, 0, 4)[..], b"left"].concat();
+        let left = [&head(Kind::End, 1, 0, 4)[..], b"left"].concat();
         assert_eq!(after(&left).await, "left");
     }
 
     #[tokio::test]
     async fn more_than_the_credit_ends_the_stream() {
-        let frame = [&head(Kind::Data, Way::Step, 1, 0, CHUNK_BYTES_MAX)[..], &[7; CHUNK_BYTES_MAX]].concat();
+        let frame = [&head(Kind::Data, 1, 0, CHUNK_BYTES_MAX)[..], &[7; CHUNK_BYTES_MAX]].concat();
         let fits = PIPE_BYTES_MAX / CHUNK_BYTES_MAX;
         assert_eq!(after(&frame.repeat(fits)).await, "its stream ended");
         let expected = "the peer sent 65536 bytes, with room for 0";
