@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 const LIMIT: Duration = Duration::from_secs(300);
 /// An engine more may be lost than there are faults: peers notice in their own time.
 const FAULTS_MAX: u64 = 4;
+const ONE_NODE: &str = "min: 1, max: 1";
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().and_then(|text| text.parse().ok())
@@ -48,8 +49,8 @@ fn try_one(random: &mut Random) {
     case.prepare(&whole);
     assert_eq!(whole.run(&["--workers", "1"], LIMIT), Some(0), "{}", whole.output());
 
-    let nodes = format!("profile: cpu, devicesPerNode: {engines},");
-    let manifest = case.manifest.replace("profile: cpu,", &nodes);
+    let nodes = format!("devicesPerNode: {engines}, min: 1, max: {workers}");
+    let manifest = case.manifest.replace(ONE_NODE, &nodes);
     let bench = Bench::new("golden", &manifest);
     case.prepare(&bench);
     println!("{} on {workers} workers of {engines} engines:\n{manifest}", case.name);
@@ -82,6 +83,8 @@ fn vary(case: &mut Case, random: &mut Random, steps: u64, batch: u64) {
         5 + random.below(steps),
         1 + random.below(12)
     );
+    assert!(case.manifest.contains("min: 1, max: 4"), "{}", case.manifest);
+    case.manifest = case.manifest.replace("min: 1, max: 4", ONE_NODE);
     let before = "checkpoint: { everySteps: 5, keep: 2 }";
     assert!(case.manifest.contains(before), "{}", case.manifest);
     case.manifest = case.manifest.replace(before, &kept);
