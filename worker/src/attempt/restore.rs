@@ -1,6 +1,6 @@
 //! The state that an attempt begins with.
 
-use crate::attempt::resume;
+use crate::attempt::resume::{self, Sums};
 use crate::attempt::stop::{Stop, fail};
 use crate::attempt::trainer::{Trainer, start_from};
 use crate::checkpoint::{Expected, Refusal, differences, load, look, show};
@@ -26,7 +26,8 @@ impl Trainer {
         model: &mut Model,
         comm: &mut Comm,
         tell: &mut dyn FnMut(Event) -> Result<(), Stop>,
-    ) -> Result<(), Stop> {
+    ) -> Result<Option<Sums>, Stop> {
+        let mut comparing = None;
         match &config.resume {
             Resume::Fresh => match &config.model_from {
                 None => initialize(model, config.training.seed),
@@ -39,21 +40,34 @@ impl Trainer {
                     self.restore_checkpoint(&directory, config, corpus, model, &abort)?;
                 resume::agree_on_loaded(config, &self.disk, comm, *step, loaded, tell)?;
             }
-            Resume::Memory { step, attempt, layout, sources } => {
+            Resume::Memory { layout, sources, .. } => {
                 let rank = model.rank;
                 let near = resume::near_shards(config, &self.memory, rank)?;
                 let is_near = |other| resume::is_near(config, rank, other);
                 let held = |shard| Arc::clone(&near[&shard]);
-                resume::beside_sums(config, &self.memory, rank, &near, tell, || {
-                    scatter(model, comm, layout, sources, is_near, held)?;
-                    resume::take_loss_scale(&near, model, comm)
-                })?;
-                self.memory.confirm(*attempt, *step);
+                let began = Instant::now();
+                let mut sums = Sums::begin(config, rank, &near)?;
+                let there = scatter(model, comm, layout, sources, is_near, held)
+                    .map_err(Stop::from)
+                    .and_then(|()| resume::take_loss_scale(&near, model, comm));
+                let seconds = began.elapsed().as_secs_f64();
+                tracing::debug!(seconds, "what is resumed from is there");
+                // Where steps are begun ahead, the first ones may be done before it is known that
+                // what they began with was whole. What failed may have failed for that.
+                let beside = self.ahead || model.device.as_cuda().is_some();
+                if (!beside || there.is_err())
+                    && let Some(sums) = sums.take()
+                {
+                    sums.end(config, &self.memory, rank, tell)?;
+                }
+                there?;
+                comparing = sums;
                 drop(near);
                 self.memory.give_borrowed_back();
             }
         }
-        Ok(model.finish()?)
+        model.finish()?;
+        Ok(comparing)
     }
 
     /// A checkpoint that is whole but of another job, model or data ends the job; one that is

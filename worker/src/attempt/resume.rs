@@ -24,6 +24,7 @@ use moejob_protocol::report::{Detail, Event, EventKind};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::Instant;
 
 /// How an attempt finds storage.
@@ -213,43 +214,68 @@ pub(crate) fn near_shards(
     Ok(near)
 }
 
-/// Does `read` with shards in memory, and meanwhile compares this rank's own with their checksums,
-/// as the others do with theirs. One that is damaged is given up and ends the attempt, whatever was
-/// made of it: the next one resumes from another copy, or from an older state.
-pub(crate) fn beside_sums(
-    config: &WorkerConfig,
-    memory: &Memory,
-    rank: u32,
-    near: &BTreeMap<u32, Arc<Slot>>,
-    tell: &mut dyn FnMut(Event) -> Result<(), Stop>,
-    read: impl FnOnce() -> Result<(), Stop>,
-) -> Result<(), Stop> {
-    let Resume::Memory { step, attempt, sources, .. } = &config.resume else { return read() };
-    let own = sources.iter().filter(|source| source.from == rank);
-    let own: Vec<(u32, &Arc<Slot>)> =
-        own.filter_map(|source| Some((source.shard, near.get(&source.shard)?))).collect();
-    let damaged = || own.iter().find(|(_, slot)| !slot.is_sound()).map(|(shard, _)| *shard);
-    let began = Instant::now();
-    let passed = |what| tracing::debug!(seconds = began.elapsed().as_secs_f64(), what);
-    let (done, damaged) = std::thread::scope(|scope| {
-        let compared = scope.spawn(|| {
-            let damaged = damaged();
-            passed("what is resumed from is compared");
+/// This rank's shards that are compared with their checksums, as the others do with theirs, beside
+/// what is done with them. One that is damaged is given up and ends the attempt, whatever was made
+/// of it: the next one resumes from another copy, or from an older state.
+pub(crate) struct Sums {
+    /// The first damaged one.
+    compared: JoinHandle<Option<u32>>,
+    step: u64,
+    attempt: u32,
+}
+
+impl Sums {
+    /// None where nothing is resumed from memory.
+    pub fn begin(
+        config: &WorkerConfig,
+        rank: u32,
+        near: &BTreeMap<u32, Arc<Slot>>,
+    ) -> Result<Option<Sums>, Stop> {
+        let Resume::Memory { step, attempt, sources, .. } = &config.resume else { return Ok(None) };
+        let own = sources.iter().filter(|source| source.from == rank);
+        let slot = |shard| near.get(&shard).map(|slot| (shard, Arc::clone(slot)));
+        let own: Vec<(u32, Arc<Slot>)> = own.filter_map(|source| slot(source.shard)).collect();
+        let began = Instant::now();
+        let work = move || {
+            let damaged = own.iter().find(|(_, slot)| !slot.is_sound()).map(|(shard, _)| *shard);
+            let seconds = began.elapsed().as_secs_f64();
+            tracing::debug!(seconds, "what is resumed from is compared");
             damaged
-        });
-        let done = read();
-        passed("what is resumed from is there");
-        (done, compared.join().expect("hashing does not panic"))
-    });
-    let Some(shard) = damaged else { return done };
-    memory.give_up(*attempt, *step, shard);
-    let message = format!(
-        "shard {shard} of step {step} of attempt {attempt} was damaged in memory and is not used"
-    );
-    let details = [("step", Detail::Number(*step)), ("rank", Detail::Number(rank.into()))];
-    let kind = EventKind::Warning;
-    tell(event(config.attempt, kind, "SnapshotDamaged", message.clone(), details))?;
-    Err(Stop::Comm(CommError::Aborted { reason: message }))
+        };
+        let compared = std::thread::Builder::new().name("sums".to_string()).spawn(work);
+        let compared = compared.map_err(|error| {
+            fail(1, &format!("no thread to compare checksums: {error}"), "end other programs")
+        })?;
+        Ok(Some(Sums { compared, step: *step, attempt: *attempt }))
+    }
+
+    pub fn are_made(&self) -> bool {
+        self.compared.is_finished()
+    }
+
+    /// Waits for them. What was resumed from is known to be whole then.
+    pub fn end(
+        self,
+        config: &WorkerConfig,
+        memory: &Memory,
+        rank: u32,
+        tell: &mut dyn FnMut(Event) -> Result<(), Stop>,
+    ) -> Result<(), Stop> {
+        let Sums { compared, step, attempt } = self;
+        let Some(shard) = compared.join().expect("hashing does not panic") else {
+            memory.confirm(attempt, step);
+            return Ok(());
+        };
+        memory.give_up(attempt, step, shard);
+        let message = format!(
+            "shard {shard} of step {step} of attempt {attempt} was damaged in memory and is not \
+             used"
+        );
+        let details = [("step", Detail::Number(step)), ("rank", Detail::Number(rank.into()))];
+        let kind = EventKind::Warning;
+        tell(event(config.attempt, kind, "SnapshotDamaged", message.clone(), details))?;
+        Err(Stop::Comm(CommError::Aborted { reason: message }))
+    }
 }
 
 /// Whether two ranks are of one worker, and so have one memory.

@@ -5,7 +5,7 @@ use crate::attempt::courier::Courier;
 use crate::attempt::gauge::Gauge;
 use crate::attempt::pace::Pace;
 use crate::attempt::recorder::Recorder;
-use crate::attempt::resume::resumes_in_place;
+use crate::attempt::resume::{self, Sums, resumes_in_place};
 use crate::attempt::snapshots::{Goes, Leaving, Taken};
 use crate::attempt::start::Start;
 use crate::attempt::telling::Clock;
@@ -33,6 +33,8 @@ pub(crate) struct Run<'a> {
     pub engine: Engine,
     /// What came before the first step.
     pub start: Start,
+    /// Of what was resumed from: no other copy of the state is made before they are right.
+    pub sums: Option<Sums>,
     pub saves: Saves,
     pub patience: Patience,
     pub memory: &'a Memory,
@@ -99,13 +101,18 @@ impl Run<'_> {
         let resumed = match self.pace {
             Some(pace) if !(from_memory && pace.fits()) => Taken::No,
             _ if resumes_in_place(self.config, &self.buddies) => Taken::No,
-            _ => self.snapshot(Goes { on: self.step < self.config.training.steps, beside: false })?,
+            _ => {
+                self.compare()?;
+                let on = self.step < self.config.training.steps;
+                self.snapshot(Goes { on, beside: false })?
+            }
         };
         self.prepare();
         let steps = self.config.training.steps;
         // The attempt before was lost when all was trained and the last checkpoint was not written.
         if self.step >= steps && from_memory {
             self.waits_until = Some(Instant::now() + self.patience.end);
+            self.compare()?;
             self.checkpoint(resumed)?;
         } else {
             // Whoever holds a slot keeps it from being filled anew.
@@ -122,6 +129,9 @@ impl Run<'_> {
                 self.engine.begin(step, feeder)?;
             }
             let summary = self.finish_step(feeder)?;
+            if self.sums.as_ref().is_some_and(Sums::are_made) {
+                self.compare()?;
+            }
             let due = turns.end(self.hear()?);
             // Behind the last step a peer may have left already, and nobody needs its copy.
             let goes_on = !turns.are_over();
@@ -145,6 +155,7 @@ impl Run<'_> {
             }
         }
         self.control.set_phase(Phase::Stopping);
+        self.compare()?;
         self.wait_for_storage()?;
         if self.step >= steps && self.saves.has_given_up(self.step) {
             let waited = self.patience.end.as_secs();
@@ -155,6 +166,14 @@ impl Run<'_> {
             return Ok(AttemptEnd::Completed { step: self.step });
         }
         Ok(AttemptEnd::Stopped { step: self.step })
+    }
+
+    /// Waits until it is known that what was resumed from was whole.
+    fn compare(&mut self) -> Result<(), Stop> {
+        let Some(sums) = self.sums.take() else { return Ok(()) };
+        let (records, out) = (self.records.as_ref(), &mut *self.out);
+        let mut tell = |event| resume::tell(event, records, out);
+        sums.end(self.config, self.memory, self.engine.model.rank, &mut tell)
     }
 
     /// When something is due whatever is asked.
@@ -232,6 +251,7 @@ impl Run<'_> {
             return Ok(());
         }
         assert!(self.engine.is_settled(), "what is kept is the state of one step");
+        self.compare()?;
         let last = self.step >= self.config.training.steps;
         let memory = due.snapshot || due.stop && self.pace.is_none_or(|pace| pace.fits());
         // What arrives at a step's end is known to be whole everywhere at the end of the next one:

@@ -38,7 +38,7 @@ use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig};
 use moejob_protocol::pod::{ENV_TRACE, ENV_WORKER};
 use moejob_protocol::report::Event;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Trains attempts, one after the other; keeps data between them. Snapshots stay in the memory of
 /// the worker, which outlives it.
@@ -55,7 +55,7 @@ pub struct Trainer {
     /// See [`Engine::spoil`].
     spoiled: Vec<u64>,
     /// See [`Engine::runs_ahead`].
-    ahead: bool,
+    pub(super) ahead: bool,
     /// See [`Model::cut_late`].
     late: bool,
 }
@@ -205,7 +205,8 @@ impl Trainer {
         if restored.is_err() {
             out(TrainerEvent::Held(self.memory.held()));
         }
-        restored?;
+        let sums = restored?;
+        engine.links.meet().map_err(|error| not_opened(config, error.into()))?;
         start.passed(Passage::State);
         if let Some(records) = &mut records {
             keep_listing(config, corpus, records);
@@ -232,6 +233,7 @@ impl Trainer {
             patience: self.patience,
             engine,
             start,
+            sums,
             buddies,
             step: config.resume.step(),
             asked: Request::default(),
@@ -256,6 +258,7 @@ impl Trainer {
             run.tell_storage(news)?;
         }
         let ended = run.train(corpus);
+        tracing::debug!("steps are over");
         match &ended {
             Ok(_) => run.saves.finish(WRITER_END_MAX.min(self.patience.stop)),
             // What was given to the writer is written all the same, and counts for the next
@@ -273,9 +276,13 @@ impl Trainer {
         match run.engine.leave() {
             Ok(()) => {
                 // Of a device that failed nothing is given back: that could wait for a kernel.
-                if let Err(Stop::Device(_)) = &ended {
-                    std::mem::forget(run.engine);
+                let began = Instant::now();
+                match &ended {
+                    Err(Stop::Device(_)) => std::mem::forget(run.engine),
+                    _ => drop(run.engine),
                 }
+                let seconds = began.elapsed().as_secs_f64();
+                tracing::debug!(seconds, "its device is given back");
                 ended
             }
             // Whatever ended the attempt, its device would be waited for without an end.
@@ -398,17 +405,21 @@ pub(super) fn start_from(path: &Path, model: &mut Model, comm: &mut Comm) -> Res
 }
 
 fn engine(config: &WorkerConfig, comm: Comm) -> Result<Engine, Stop> {
+    Engine::open(config, comm.rank(), comm).map_err(|error| not_opened(config, error))
+}
+
+fn not_opened(config: &WorkerConfig, error: OpenError) -> Stop {
     let failed = |error: &dyn std::error::Error, advice: &str| {
         fail(1, &format!("the device cannot be made: {}", chain(error)), advice)
     };
     let again = config.attempt > 1;
-    Engine::open(config, comm.rank(), comm).map_err(|error| match error {
+    match error {
         // It had room before. Who took it may be gone when the next engine looks.
         OpenError::Kernel(error) if again && error.is_memory() => Stop::Device(chain(&error)),
         OpenError::Kernel(error) => failed(&error, "free memory or use fewer threads"),
         OpenError::Links(NoLinks::Comm(error)) => Stop::Comm(error),
         OpenError::Links(error) => failed(&error, "`moejob doctor` tells what this machine has"),
-    })
+    }
 }
 
 fn gauge(config: &WorkerConfig, engine: &Engine) -> Option<Gauge> {

@@ -135,8 +135,11 @@ impl Engine {
 
     /// Waits for a device that never answers no longer than steps take.
     fn limited<T>(&mut self, work: impl FnOnce(&mut Engine) -> T) -> T {
-        self.model.device.limit_waits(self.patience.limit());
+        let limit = self.patience.limit();
+        self.model.device.limit_waits(limit);
+        self.deadline.set(limit);
         let done = work(self);
+        self.deadline.clear();
         self.model.device.limit_waits(OTHERWISE);
         done
     }

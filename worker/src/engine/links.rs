@@ -15,6 +15,7 @@
 //! computed since then says nothing.
 
 mod host;
+mod meet;
 mod nccl;
 
 use crate::engine::beside::Overlap;
@@ -46,6 +47,15 @@ pub(crate) struct Aside {
     /// Marks, by number.
     pub marks: usize,
     pub overlap: Overlap,
+}
+
+/// Which ranks have what in common, the same on every rank but for `parcels`.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Groups {
+    /// The sets of ranks that share buffers, in one order.
+    pub shared: Vec<Vec<u32>>,
+    /// Those with which this rank exchanges parcels in a step.
+    pub parcels: Vec<u32>,
 }
 
 /// How device buffers travel.
@@ -86,23 +96,33 @@ impl Links {
         self.beside
     }
 
-    /// Between the GPUs of all ranks, of which `device` is this one's. `groups` are the sets of
-    /// ranks that share buffers, the same on every rank in the same order; `aside` is what travels
-    /// beside the ops, or nothing does. All ranks call it alike.
+    /// Between the GPUs of all ranks, of which `device` is this one's; `aside` is what travels
+    /// beside the ops, or nothing does. All ranks call it alike, and then [`Links::meet`].
     ///
     /// # Errors
-    /// NCCL is missing, differs between ranks, or does not connect them; or a peer is lost.
+    /// NCCL is missing or differs between ranks, or a peer is lost.
     pub(crate) fn between_gpus(
         mut comm: Comm,
         device: &mut Device,
-        groups: &[Vec<u32>],
+        groups: &Groups,
         aside: Option<&Aside>,
     ) -> Result<Links, NoLinks> {
         let way = match comm.world() {
             1 => Way::Host(Host::default()),
-            _ => Way::Nccl(Box::new(Nccl::connect(&mut comm, device, groups, aside)?)),
+            _ => Way::Nccl(Box::new(Nccl::begin(&mut comm, device, groups, aside)?)),
         };
         Ok(Links { way, comm, failure: None, beside: aside.is_some() })
+    }
+
+    /// Waits until the GPUs are connected, before the first verb.
+    ///
+    /// # Errors
+    /// NCCL does not connect them, or a peer is lost.
+    pub fn meet(&mut self) -> Result<(), NoLinks> {
+        match &mut self.way {
+            Way::Host(_) => Ok(()),
+            Way::Nccl(nccl) => nccl.meet(),
+        }
     }
 
     /// The attempt is over: what is enqueued for peers ends, whether they still come or not.

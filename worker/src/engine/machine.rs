@@ -4,9 +4,9 @@ use crate::data::DataError;
 use crate::engine::beside::{ENV_OVERLAP, Overlap};
 use crate::engine::buckets::Places;
 use crate::engine::flight::Flights;
-use crate::engine::links::{Aside, Links, NoLinks};
+use crate::engine::links::{Aside, Groups, Links, NoLinks};
 use crate::engine::model::Model;
-use crate::engine::patience::Patience;
+use crate::engine::patience::{Deadline, Patience, guard};
 use crate::engine::sums::Sums;
 use crate::engine::trace::Trace;
 use crate::engine::validate::Favourites;
@@ -18,6 +18,7 @@ use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, TrainingConfig};
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Why a step did not happen.
@@ -84,6 +85,7 @@ pub struct Engine {
     /// The step at which the device is broken, and how.
     pub(super) fault: Option<(u64, Fault)>,
     pub(super) patience: Patience,
+    pub(super) deadline: Arc<Deadline>,
     /// Seconds of each phase since they were last asked for.
     pub(super) phases: [f64; StepPhase::COUNT],
     pub(super) trace: Option<Trace>,
@@ -91,10 +93,11 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Plans and reserves the memory of `rank`; there is no state yet.
+    /// Plans and reserves the memory of `rank`; there is no state yet. Its GPU begins to meet
+    /// others, for which `links.meet()` waits before the first step.
     ///
     /// # Errors
-    /// The device cannot be made, lacks a kernel, has too little memory, or is not connected.
+    /// The device cannot be made, lacks a kernel, has too little memory, or cannot be connected.
     pub fn open(config: &WorkerConfig, rank: u32, comm: Comm) -> Result<Engine, OpenError> {
         let (training, ranks) = (&config.training, config.ranks.max(1));
         let began = Instant::now();
@@ -127,14 +130,23 @@ impl Engine {
                 groups.extend(expert_groups(&config.layout.mesh));
                 groups.sort();
                 groups.dedup();
+                let parcels = match config.layout.mesh.ep {
+                    1 => Vec::new(),
+                    _ => config.layout.mesh.expert_group(rank),
+                };
+                let groups = Groups { shared: groups, parcels };
                 Links::between_gpus(comm, &mut model.device, &groups, aside.as_ref())?
             }
         };
-        told("its links");
+        told("the way to its links");
         Ok(Engine::new(model, training, links))
     }
 
-    pub fn new(model: Model, training: &TrainingConfig, links: Links) -> Engine {
+    pub fn new(model: Model, training: &TrainingConfig, mut links: Links) -> Engine {
+        let deadline = Deadline::new();
+        if model.device.as_cuda().is_some() {
+            guard(&deadline, model.rank, links.comm().abort_handle());
+        }
         let gradients = Sums::new(&model);
         let favourites = Favourites::default();
         let (training, spoiled) = (training.clone(), Vec::new());
@@ -150,6 +162,7 @@ impl Engine {
             spoiled,
             fault,
             patience,
+            deadline,
             phases,
             trace,
             flights,

@@ -1,8 +1,11 @@
 //! How long the host waits for a device that may never answer: a kernel that does not end, on this
 //! GPU or on one that it waits for, gives no error.
 
+use crate::gang::comm::AbortHandle;
 use std::collections::VecDeque;
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 /// A step may take so many times the median of those before it,
 const TIMES: u32 = 20;
@@ -35,9 +38,78 @@ impl Patience {
     }
 }
 
+/// When a step has to be over, for another thread than its own: a device takes a bounded number of
+/// launches, and the next one waits for a kernel that does not end, without a limit of its own.
+#[derive(Debug)]
+pub(crate) struct Deadline {
+    began: Instant,
+    /// Milliseconds since `began`.
+    at: AtomicU64,
+}
+
+/// No step is under way.
+const NEVER: u64 = u64::MAX;
+/// Who drives the device may notice by itself, and then knows more.
+const GRACE: Duration = Duration::from_millis(500);
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+impl Deadline {
+    pub fn new() -> Arc<Deadline> {
+        Arc::new(Deadline { began: Instant::now(), at: AtomicU64::new(NEVER) })
+    }
+
+    pub fn set(&self, limit: Duration) {
+        let until = (self.began.elapsed() + limit).as_millis();
+        self.at.store(u64::try_from(until).unwrap_or(NEVER), Ordering::Relaxed);
+    }
+
+    pub fn clear(&self) {
+        self.at.store(NEVER, Ordering::Relaxed);
+    }
+
+    /// By how much it is missed.
+    fn missed(&self, now: Instant) -> Option<Duration> {
+        let at = Duration::from_millis(self.at.load(Ordering::Relaxed));
+        now.duration_since(self.began).checked_sub(at)
+    }
+}
+
+/// From now on the attempt of `rank` is aborted when `deadline` is missed, until its engine is
+/// dropped. The worker ends an engine that does not leave then.
+pub(crate) fn guard(deadline: &Arc<Deadline>, rank: u32, abort: AbortHandle) {
+    let deadline: Weak<Deadline> = Arc::downgrade(deadline);
+    let watch = move || {
+        while let Some(deadline) = deadline.upgrade() {
+            if deadline.missed(Instant::now()).is_some_and(|missed| missed > GRACE) {
+                abort.abort(&format!(
+                    "rank {rank} or one that it waits for hangs: its GPU takes no more work"
+                ));
+                return;
+            }
+            drop(deadline);
+            std::thread::sleep(LOOK_EVERY);
+        }
+    };
+    // Without it the worker waits for the engine's own words.
+    let _ = std::thread::Builder::new().name("deadline".to_string()).spawn(watch);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_deadline_is_missed_only_while_a_step_is_under_way() {
+        let deadline = Deadline::new();
+        let after = |seconds| deadline.missed(Instant::now() + Duration::from_secs(seconds));
+        assert_eq!(after(1_000), None, "no step");
+        deadline.set(Duration::from_secs(10));
+        assert_eq!(after(9), None);
+        let missed = after(100).expect("it is");
+        assert!(missed > Duration::from_secs(89) && missed < Duration::from_secs(95), "{missed:?}");
+        deadline.clear();
+        assert_eq!(after(1_000), None, "it was over in time");
+    }
 
     #[test]
     fn a_step_may_take_some_times_what_steps_took() {

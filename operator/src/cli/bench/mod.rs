@@ -281,6 +281,10 @@ fn train(
         }
     };
     engine.model.finish().map_err(failed)?;
+    engine.links.meet().map_err(|error| {
+        complain(&error);
+        Refused(1, "the GPUs cannot be connected".to_string())
+    })?;
     let mut gauge = Gauge::of(&engine.model.device, 0, 1);
     let mut seconds = Vec::new();
     let mut last = StepSummary::default();

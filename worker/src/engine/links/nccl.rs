@@ -1,9 +1,12 @@
 //! Verbs between GPUs, by NCCL: enqueued on the device's stream, and nobody waits.
 //!
 //! ```text
-//! connect: versions, then an id of rank 0, through the gang -> one communicator of all ranks
+//! begin:   versions, then an id of rank 0, through the gang
+//! meet:    on a thread of its own, while the state comes back:
+//!          one communicator of all ranks
 //!          -> a split for each other set of ranks that shares buffers
 //!          -> where buckets travel beside the ops: another split for each of their sets
+//!          -> a word by each way that steps take, because NCCL opens a way with its first use
 //! verb:    all buffers of a communicator as one group
 //! watch:   while the host waits for the device: abort flag, peers that left, asynchronous errors
 //! leave:   revoke, drain, abort
@@ -14,24 +17,26 @@
 //! Neither a kernel nor NCCL notices that a peer is dead. Its worker does, ends its pipes and
 //! aborts the others; the watch sees that, the wait is given up, and the attempt ends.
 
-use super::{Aside, Parcel, Shared};
+use super::meet::{Party, agree, name_of_all};
+use super::{Aside, Groups, Parcel, Shared};
 use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError, Lookout};
 use moejob_kernels::cuda::{Beside, CudaDevice, CudaError, Watch};
 use moejob_kernels::{Buffer, DType, Device};
 use moejob_nccl::{
-    Config, Error, Group, Library, Reduce, Seat, Span, Stream, UniqueId, Version, abandon,
+    Config, Error, Group, Library, Reduce, Seat, Span, Stream, abandon,
 };
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// What an attempt's end may take before the process is given up.
 const LEAVE_MAX: Duration = Duration::from_secs(5);
+/// After the end of an attempt whoever drives the device leaves within.
+const LEAVE_BY_ITSELF: Duration = Duration::from_millis(300);
 /// Between two looks at the group while NCCL works on the host.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// What a rank tells of its library.
-const WORDS_MAX: usize = 256;
 
 /// Why GPUs were not connected.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +45,8 @@ pub enum NoLinks {
     Comm(#[from] CommError),
     #[error("the GPUs of {world} ranks cannot be connected")]
     Nccl { world: u32, source: Error },
+    #[error("there is no thread to meet the other ranks on")]
+    Thread { source: std::io::Error },
     #[error("the GPU has no lane for what passes between GPUs")]
     Device { source: CudaError },
     #[error("rank {rank} cannot be connected: {why}")]
@@ -56,16 +63,19 @@ pub(super) enum Lane {
 }
 
 #[derive(Debug)]
-struct Joined {
-    lane: Lane,
-    ranks: Vec<u32>,
-    comm: moejob_nccl::Comm,
+pub(super) struct Joined {
+    pub lane: Lane,
+    pub ranks: Vec<u32>,
+    pub comm: moejob_nccl::Comm,
 }
 
 #[derive(Debug)]
 pub(super) struct Nccl {
     shared: Arc<Connections>,
     me: u32,
+    world: u32,
+    /// Until [`Nccl::meet`].
+    meeting: Option<JoinHandle<Result<Vec<Joined>, Error>>>,
 }
 
 /// What the verbs use and the watch looks at.
@@ -79,49 +89,56 @@ struct Connections {
 }
 
 impl Nccl {
-    pub fn connect(
+    /// Agrees with the other ranks on how they meet, and lets them meet on another thread.
+    pub fn begin(
         comm: &mut Comm,
         device: &mut Device,
-        groups: &[Vec<u32>],
+        groups: &Groups,
         aside: Option<&Aside>,
     ) -> Result<Nccl, NoLinks> {
-        let world = comm.world();
+        let (me, world) = (comm.rank(), comm.world());
         let library = agree(comm, Library::load())?;
         let stop = Arc::<AtomicBool>::default();
-        let watching = Arc::downgrade(&stop);
-        let lookout = comm.lookout();
-        let look = move || {
-            while let Some(stop) = watching.upgrade() {
-                if lookout.look().is_err() {
-                    stop.store(true, Ordering::Relaxed);
-                }
-                drop(stop);
-                std::thread::sleep(LOOK_EVERY);
-            }
+        let id = name_of_all(comm, &library)?;
+        let cuda = device.as_cuda_mut().expect("NCCL is between GPUs");
+        if let Some(Aside { marks, overlap, .. }) = aside {
+            let how = Beside { marks: *marks, free: overlap.free };
+            cuda.open_comm_lane(&how).map_err(|source| NoLinks::Device { source })?;
+        }
+        let party = Party {
+            gpu: cuda.gpu().clone(),
+            seat: Seat { rank: me, world },
+            config: Config { stop: Arc::clone(&stop), ..Config::default() },
+            groups: groups.clone(),
+            aside: aside.cloned(),
+            library,
+            id,
         };
+        let thread = std::thread::Builder::new().name("meet".to_string());
+        let meeting = thread.spawn(move || party.meet()).map_err(|source| NoLinks::Thread { source })?;
+        let (lookout, comms) = (comm.lookout(), Mutex::default());
+        let shared = Arc::new(Connections { lookout, stop, comms });
+        let watched = Arc::downgrade(&shared);
         // Without it a dead peer is noticed at the limits of NCCL's calls.
-        let _ = std::thread::Builder::new().name("lookout".to_string()).spawn(look);
-        let config = Config { stop: Arc::clone(&stop), ..Config::default() };
-        let made = join(comm, &library, &config, groups, aside).map_err(|error| match error {
+        let thread = std::thread::Builder::new().name("lookout".to_string());
+        let _ = thread.spawn(move || watch_over(&watched));
+        cuda.watch(Arc::<Connections>::clone(&shared));
+        Ok(Nccl { shared, me, world, meeting: Some(meeting) })
+    }
+
+    /// Waits until all ranks are connected. Before that there are no verbs.
+    pub fn meet(&mut self) -> Result<(), NoLinks> {
+        let Some(meeting) = self.meeting.take() else { return Ok(()) };
+        let met = meeting.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        let comms = met.map_err(|source| {
             // A peer that is late or gone, or a network that failed: the next attempt may do
             // better.
-            NoLinks::Nccl { source, .. } => {
-                let aborted = CommError::Aborted { reason: chain(&source) };
-                NoLinks::Comm(comm.lookout().look().err().unwrap_or(aborted))
-            }
-            error => error,
-        });
-        let (lookout, comms) = (comm.lookout(), Mutex::new(made?));
-        let shared = Arc::new(Connections { lookout, stop, comms });
-        if let Some(cuda) = device.as_cuda_mut() {
-            if let Some(Aside { marks, overlap, .. }) = aside {
-                let how = Beside { marks: *marks, free: overlap.free };
-                cuda.open_comm_lane(&how).map_err(|source| NoLinks::Device { source })?;
-            }
-            cuda.watch(Arc::<Connections>::clone(&shared));
-        }
-        tracing::info!(world, version = %library.version(), "GPUs are connected");
-        Ok(Nccl { shared, me: comm.rank() })
+            let aborted = CommError::Aborted { reason: chain(&source) };
+            NoLinks::Comm(self.shared.lookout.look().err().unwrap_or(aborted))
+        })?;
+        tracing::info!(world = self.world, "GPUs are connected");
+        *self.shared.comms() = comms;
+        Ok(())
     }
 
     pub fn check(&self) -> Result<(), CommError> {
@@ -222,14 +239,49 @@ impl Nccl {
 
     pub fn leave(&mut self, device: &Device) -> Result<(), String> {
         self.shared.stop.store(true, Ordering::Relaxed);
+        let _ = self.meet();
+        // Of a context that is broken nothing ends any more but with the process.
+        let idle = || device.as_cuda().map_or(Ok(true), CudaDevice::is_idle);
+        idle().map_err(|error| chain(&error))?;
         let comms = std::mem::take(&mut *self.shared.comms());
         // Those of fewer ranks first: an idle one does not end while its parent is busy.
         let comms = comms.into_iter().rev().map(|joined| joined.comm).collect();
         let drained = || device.as_cuda().is_none_or(|cuda| cuda.is_idle().unwrap_or(true));
         abandon(comms, drained, (), LEAVE_MAX).map_err(|error| chain(&error))?;
         // NCCL may have been the first to see that the context is broken.
-        let idle = device.as_cuda().map_or(Ok(true), CudaDevice::is_idle);
-        idle.map(|_| ()).map_err(|error| chain(&error))
+        idle().map(|_| ()).map_err(|error| chain(&error))
+    }
+}
+
+/// Looks after the attempt on a thread of its own, as long as there are connections. When it is
+/// over, waits inside of NCCL end. Where whoever drives the device does not leave then, a full
+/// queue of launches may hold it: what fills the queue waits for a peer, and ends when its
+/// communicator is revoked.
+fn watch_over(connections: &Weak<Connections>) {
+    let mut over = None;
+    let mut revoked = false;
+    while let Some(here) = connections.upgrade() {
+        if here.lookout.look().is_err() {
+            here.stop.store(true, Ordering::Relaxed);
+            let since = *over.get_or_insert_with(Instant::now);
+            if since.elapsed() > LEAVE_BY_ITSELF && !revoked {
+                // Those that are being left are not here any more.
+                here.comms().iter().for_each(|joined| drop(joined.comm.revoke()));
+                revoked = true;
+            }
+        }
+        drop(here);
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+impl Drop for Nccl {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        // It uses the device, which ends after its links.
+        if let Some(meeting) = self.meeting.take() {
+            drop(meeting.join());
+        }
     }
 }
 
@@ -247,76 +299,6 @@ impl Watch for Connections {
         let failed = self.comms().iter().find_map(|joined| joined.comm.poll().err());
         failed.map(|error| chain(&error))
     }
-}
-
-/// One library on all ranks, or the first rank that has none or another.
-fn agree(comm: &mut Comm, own: Result<Library, Error>) -> Result<Library, NoLinks> {
-    let words = match &own {
-        Ok(library) => library.version().code().to_string(),
-        Err(error) => format!("{error}"),
-    };
-    let words: String = words.chars().filter(char::is_ascii).take(WORDS_MAX).collect();
-    let all = comm.gather_all(words.as_bytes(), WORDS_MAX)?;
-    let world = comm.world();
-    let library = own.map_err(|source| NoLinks::Nccl { world, source })?;
-    let mut versions = Vec::with_capacity(all.len());
-    for (rank, words) in (0..).zip(&all) {
-        let words = String::from_utf8_lossy(words);
-        match words.parse() {
-            Ok(code) => versions.push(Version::of_code(code)),
-            Err(_) => return Err(NoLinks::Elsewhere { rank, why: words.into_owned() }),
-        }
-    }
-    let agreed = library.version().agree(&versions);
-    agreed.map_err(|source| NoLinks::Nccl { world, source })?;
-    Ok(library)
-}
-
-fn join(
-    comm: &mut Comm,
-    library: &Library,
-    config: &Config,
-    groups: &[Vec<u32>],
-    aside: Option<&Aside>,
-) -> Result<Vec<Joined>, NoLinks> {
-    let seat = Seat { rank: comm.rank(), world: comm.world() };
-    let world = seat.world;
-    let refused = |source| NoLinks::Nccl { world, source };
-    let id = if seat.rank == 0 { Some(UniqueId::new(library)) } else { None };
-    let id = id.transpose();
-    // Also without one: the others must not wait for it.
-    let bytes = match &id {
-        Ok(Some(id)) => &id.bytes()[..],
-        _ => &[],
-    };
-    let all = comm.gather_all(bytes, UniqueId::BYTES)?;
-    id.map_err(refused)?;
-    let Ok(bytes) = <[u8; UniqueId::BYTES]>::try_from(all[0].as_slice()) else {
-        return Err(NoLinks::Elsewhere { rank: 0, why: "it has no id to meet by".to_string() });
-    };
-    let began = Instant::now();
-    let everyone = moejob_nccl::Comm::init(library, seat, &UniqueId::from_bytes(bytes), config);
-    let everyone = everyone.map_err(refused)?;
-    tracing::debug!(seconds = began.elapsed().as_secs_f64(), "a communicator of all ranks");
-    let mut joined = Vec::new();
-    let mut split = |lane, ranks: &Vec<u32>, config: &Config| {
-        let member = ranks.binary_search(&seat.rank).is_ok();
-        let comm = everyone.split_as(member.then_some(0), seat.rank, config).map_err(refused)?;
-        joined.extend(comm.map(|comm| Joined { lane, ranks: ranks.clone(), comm }));
-        Ok::<(), NoLinks>(())
-    };
-    for group in groups.iter().filter(|group| group.len() != world as usize) {
-        split(Lane::Ops, group, config)?;
-    }
-    if let Some(Aside { groups, overlap, .. }) = aside {
-        let config = Config { ctas_max: Some(overlap.ctas), ..config.clone() };
-        for group in groups {
-            split(Lane::Aside, group, &config)?;
-        }
-    }
-    let all = Joined { lane: Lane::Ops, ranks: (0..world).collect(), comm: everyone };
-    joined.insert(0, all);
-    Ok(joined)
 }
 
 fn target(device: &Device, lane: Lane) -> (&CudaDevice, Stream) {

@@ -160,11 +160,13 @@ struct Running {
     watches: Vec<Watch>,
 }
 
-/// An engine's beats, as they were seen last, and for how many ticks they have not changed.
+/// An engine's beats, as they were seen last, for how many ticks they have not changed, and for how
+/// many ticks it has not left an attempt that is over.
 #[derive(Clone, Copy, Default)]
 struct Watch {
     beats: u32,
     ticks: u64,
+    stays: u64,
 }
 
 impl Running {

@@ -28,7 +28,7 @@ use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Reports that wait for the worker; a trainer that has more to say waits.
 const REPORTS_MAX: usize = 256;
@@ -118,7 +118,13 @@ fn serve(worker: &str) -> io::Result<u8> {
 fn open_gpu() {
     if std::env::var_os(ENV_OPENS_GPU).is_some() {
         let thread = std::thread::Builder::new().name("open-gpu".to_string());
-        let _ = thread.spawn(|| drop(keep_open(device_of(0, 1))));
+        let began = Instant::now();
+        let work = move || {
+            let opened = keep_open(device_of(0, 1)).is_ok();
+            let seconds = began.elapsed().as_secs_f64();
+            tracing::debug!(seconds, opened, "a GPU is opened early");
+        };
+        let _ = thread.spawn(work);
     }
 }
 

@@ -2,12 +2,15 @@
 
 use super::{Body, Engine, Engines, Watch};
 use crate::attempt::api::{Control, TrainerEvent};
+use moejob_protocol::config::Backend;
 use moejob_protocol::message::{HEARTBEAT_MS, Request};
 use moejob_protocol::report::EventKind;
 
 /// An engine that has not yet said that it runs is given longer: the machine may be busy with
 /// starting many.
 const FIRST_BEAT_MS: u64 = 10_000;
+/// What an engine on a GPU has to leave an attempt that is over: it takes 0.3 to 1.3 s.
+const LEAVE_MS: u64 = 2_000;
 
 impl Engines {
     /// Every heartbeat: an engine whose beats have stood still for `heartbeatTimeout` is stopped or
@@ -22,10 +25,22 @@ impl Engines {
         for (index, engine) in self.engines.iter().enumerate() {
             let Some(Engine { body: Body::Process(process), .. }) = engine else { continue };
             let beats = running.control(index).beats();
+            let over = running.links.abort_handle(running.rank(index)).is_aborted();
+            // A processor is left at once; its storage may hang, which no kill ends.
+            let gpu = running.config.training.compute.backend == Backend::Cuda;
             let watch = &mut running.watches[index];
             let limit = if beats == 0 { timeout.max(FIRST_BEAT_MS) } else { timeout };
-            if beats != watch.beats || running.ends[index].is_some() {
-                *watch = Watch { beats, ticks: 0 };
+            if running.ends[index].is_some() {
+                *watch = Watch { beats, ..Watch::default() };
+                continue;
+            }
+            watch.stays += u64::from(over && gpu);
+            if watch.stays * HEARTBEAT_MS >= LEAVE_MS {
+                tracing::warn!(pid = process.pid(), "an engine does not leave its GPU; ending it");
+                process.kill();
+            }
+            if beats != watch.beats {
+                *watch = Watch { beats, ticks: 0, ..*watch };
                 continue;
             }
             watch.ticks += 1;

@@ -1,0 +1,185 @@
+//! How the GPUs of a gang find each other: on a thread of its own, while the state comes back.
+
+use super::nccl::{Joined, Lane, NoLinks};
+use super::{Aside, Groups};
+use crate::gang::comm::Comm;
+use moejob_kernels::cuda::{Arena, CudaError, Gpu, Stream as Lines};
+use moejob_kernels::{ArenaPlan, Buffer, DType};
+use moejob_nccl::{
+    Config, Error, Library, Reduce, Seat, Span, Stream, UniqueId, Version,
+};
+use std::mem::ManuallyDrop;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// What a rank tells of its library.
+const WORDS_MAX: usize = 256;
+/// Between two looks at the first words.
+const PAUSE: Duration = Duration::from_micros(500);
+
+/// One library on all ranks, or the first rank that has none or another.
+pub(super) fn agree(comm: &mut Comm, own: Result<Library, Error>) -> Result<Library, NoLinks> {
+    let words = match &own {
+        Ok(library) => library.version().code().to_string(),
+        Err(error) => format!("{error}"),
+    };
+    let words: String = words.chars().filter(char::is_ascii).take(WORDS_MAX).collect();
+    let all = comm.gather_all(words.as_bytes(), WORDS_MAX)?;
+    let world = comm.world();
+    let library = own.map_err(|source| NoLinks::Nccl { world, source })?;
+    let mut versions = Vec::with_capacity(all.len());
+    for (rank, words) in (0..).zip(&all) {
+        let words = String::from_utf8_lossy(words);
+        match words.parse() {
+            Ok(code) => versions.push(Version::of_code(code)),
+            Err(_) => return Err(NoLinks::Elsewhere { rank, why: words.into_owned() }),
+        }
+    }
+    let agreed = library.version().agree(&versions);
+    agreed.map_err(|source| NoLinks::Nccl { world, source })?;
+    Ok(library)
+}
+
+/// What all ranks meet by: rank 0 makes it.
+pub(super) fn name_of_all(comm: &mut Comm, library: &Library) -> Result<UniqueId, NoLinks> {
+    let id = (comm.rank() == 0).then(|| UniqueId::new(library)).transpose();
+    // Also without one: the others must not wait for it.
+    let bytes = match &id {
+        Ok(Some(id)) => &id.bytes()[..],
+        _ => &[],
+    };
+    let all = comm.gather_all(bytes, UniqueId::BYTES)?;
+    id.map_err(|source| NoLinks::Nccl { world: comm.world(), source })?;
+    match <[u8; UniqueId::BYTES]>::try_from(all[0].as_slice()) {
+        Ok(bytes) => Ok(UniqueId::from_bytes(bytes)),
+        Err(_) => {
+            Err(NoLinks::Elsewhere { rank: 0, why: "it has no id to meet by".to_string() })
+        }
+    }
+}
+
+/// One rank that meets the others.
+pub(super) struct Party {
+    pub gpu: Gpu,
+    pub seat: Seat,
+    pub library: Library,
+    pub id: UniqueId,
+    pub config: Config,
+    pub groups: Groups,
+    pub aside: Option<Aside>,
+}
+
+impl Party {
+    /// # Errors
+    /// Not all came, or this one is to stop.
+    pub fn meet(self) -> Result<Vec<Joined>, Error> {
+        let Party { gpu, seat, library, id, config, groups, aside } = self;
+        // A device that cannot be entered says so to its next op, too.
+        let _ = gpu.make_current();
+        let began = Instant::now();
+        let told = |what| tracing::debug!(seconds = began.elapsed().as_secs_f64(), what);
+        let everyone = moejob_nccl::Comm::init(&library, seat, &id, &config)?;
+        told("a communicator of all ranks");
+        let mut joined = Vec::new();
+        let mut split = |lane, ranks: &Vec<u32>, config: &Config| {
+            let member = ranks.binary_search(&seat.rank).is_ok();
+            let comm = everyone.split_as(member.then_some(0), seat.rank, config)?;
+            joined.extend(comm.map(|comm| Joined { lane, ranks: ranks.clone(), comm }));
+            Ok::<(), Error>(())
+        };
+        for group in groups.shared.iter().filter(|group| group.len() != seat.world as usize) {
+            split(Lane::Ops, group, &config)?;
+        }
+        if let Some(Aside { groups, overlap, .. }) = &aside {
+            let config = Config { ctas_max: Some(overlap.ctas), ..config.clone() };
+            for group in groups {
+                split(Lane::Aside, group, &config)?;
+            }
+        }
+        let all = Joined { lane: Lane::Ops, ranks: (0..seat.world).collect(), comm: everyone };
+        joined.insert(0, all);
+        told("all communicators");
+        greet(&gpu, seat.rank, &joined, &groups.parcels, &config)?;
+        told("a word to each");
+        Ok(joined)
+    }
+}
+
+/// A word by each way that the verbs of a step take: NCCL opens a way when it is first used, which
+/// takes longer than a step.
+fn greet(
+    gpu: &Gpu,
+    me: u32,
+    joined: &[Joined],
+    peers: &[u32],
+    config: &Config,
+) -> Result<(), Error> {
+    let world = joined.iter().map(|joined| joined.comm.world()).max().unwrap_or(1) as usize;
+    // Without room for it the first step opens the ways, and says what is wrong with the device.
+    let Ok(room) = Room::new(gpu, world) else { return Ok(()) };
+    let (stream, word, other) = (room.stream(), room.span(room.word), room.span(room.other));
+    for Joined { comm, .. } in joined {
+        let all = room.span(room.all.slice(0, comm.world() as usize));
+        comm.all_reduce(word, word, Reduce::Sum, stream)?;
+        comm.reduce_scatter(all, word, Reduce::Sum, stream)?;
+        comm.all_gather(word, all, stream)?;
+    }
+    if let Some(Joined { comm, .. }) = joined.first() {
+        let others = || peers.iter().filter(|peer| **peer != me);
+        comm.group(|group| {
+            others().try_for_each(|to| group.send(word, *to, stream))?;
+            others().try_for_each(|from| group.recv(other, *from, stream))
+        })?;
+    }
+    room.settle(config)
+}
+
+/// Some words of device memory and a stream. They are given back only when nothing on them can
+/// wait for a peer any more: to give them back earlier would wait for it, too.
+struct Room {
+    held: ManuallyDrop<(Lines, Arena)>,
+    word: Buffer,
+    /// What peers say, one after the other.
+    other: Buffer,
+    all: Buffer,
+}
+
+impl Room {
+    fn new(gpu: &Gpu, world: usize) -> Result<Room, CudaError> {
+        let mut plan = ArenaPlan::new();
+        let mut words = |len| plan.alloc(DType::F32, len);
+        let (word, other, all) = (words(1), words(1), words(world));
+        let (lines, arena) = (gpu.stream()?, Arena::new(gpu, plan.bytes())?);
+        Ok(Room { held: ManuallyDrop::new((lines, arena)), word, other, all })
+    }
+
+    fn stream(&self) -> Stream {
+        // SAFETY: of the GPU that is current here, as it was for the communicators; it is ended
+        // only when all verbs on it are done.
+        unsafe { Stream::new(self.held.0.raw()) }
+    }
+
+    fn span(&self, buffer: Buffer) -> Span {
+        // SAFETY: buffers of the arena, which outlives the verbs; nobody reads what they hold.
+        unsafe { Span::new(self.held.1.address(buffer), moejob_nccl::DType::F32, buffer.len()) }
+    }
+
+    /// Waits for all words.
+    fn settle(mut self, config: &Config) -> Result<(), Error> {
+        let call = "the first words between GPUs";
+        let until = Instant::now() + config.meet_limit;
+        // A device that failed says so to its next op.
+        while !self.held.0.is_idle().unwrap_or(true) {
+            if config.stop.load(Ordering::Relaxed) {
+                return Err(Error::Stopped { call });
+            }
+            if Instant::now() > until {
+                return Err(Error::Late { call, limit: config.meet_limit });
+            }
+            std::thread::sleep(PAUSE);
+        }
+        // SAFETY: `self` ends here, and nothing uses them after it.
+        unsafe { ManuallyDrop::drop(&mut self.held) };
+        Ok(())
+    }
+}
