@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Job, bits, model, route_like_deepseek, trainers};
+use common::{Job, bits, member, model, route_like_deepseek, trainers};
 use moe_worker::attempt::api::AttemptEnd;
 use moe_worker::attempt::trainer::Trainer;
 use moe_worker::gang::comm::CommError;
@@ -13,7 +13,7 @@ use moe_worker::state::snapshot::shard_runs;
 use moejob_kernels::DType;
 use moejob_protocol::ModelConfig;
 use moejob_protocol::checkpoint::Part;
-use moejob_protocol::config::{Resume, ShardSource};
+use moejob_protocol::config::{Member, Resume, ShardSource};
 use moejob_protocol::layout::{Layout, Placement};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{QkNorm, Role};
@@ -166,6 +166,46 @@ fn a_large_table_is_walked_once() {
     assert!(moves.looks <= most as u64, "{} looks, at most {most}", moves.looks);
 }
 
+/// Of shard 0 after step 5.
+fn damage(memory: &Memory) {
+    let sound = memory.shard(1, 5, 0).is_some_and(|slot| slot.is_sound());
+    assert!(sound, "its checksum was made");
+    let files = memory.files(1, 5, &[0]).expect("descriptors");
+    let slot = std::fs::File::from(files.into_iter().next().expect("a slot"));
+    let at = slot.metadata().expect("memory").len() - 100;
+    let mut byte = [0];
+    slot.read_exact_at(&mut byte, at).expect("memory");
+    slot.write_all_at(&[byte[0] ^ 1], at).expect("memory");
+}
+
+/// Where steps are begun ahead, the first ones may be done before it is known; but nothing that
+/// outlives the attempt is made of them.
+#[test]
+fn a_damaged_snapshot_ends_an_attempt_whose_first_steps_did_not_wait() {
+    let mut job = Job::new(even(2, 2));
+    // Of one worker: no rank keeps a copy for another, and each goes on with its own.
+    let seat = |rank| Member { rank, ..member(0) };
+    job.config.members = (0..2).map(seat).collect();
+    let memory = Memory::default();
+    let trainer = || Trainer::with_memory(memory.clone());
+    let (ends, _) = job.run(&mut [trainer(), trainer()], Some(5));
+    assert_eq!(ends, [AttemptEnd::Stopped { step: 5 }, AttemptEnd::Stopped { step: 5 }]);
+    damage(&memory);
+    let mut group = [trainer().with_steps_ahead(), trainer().with_steps_ahead()];
+
+    let sources = (0..2).map(|shard| ShardSource { shard, from: shard }).collect();
+    let resume = Resume::Memory { step: 5, attempt: 1, layout: even(2, 2), sources };
+    (job.config.attempt, job.config.resume) = (2, resume);
+    let (ends, reports) = job.run(&mut group, None);
+    let why = "shard 0 of step 5 of attempt 1 was damaged in memory and is not used";
+    assert_eq!(ends[0], AttemptEnd::Aborted(CommError::Aborted { reason: why.to_string() }));
+    assert!(matches!(ends[1], AttemptEnd::Aborted(_)), "{ends:?}");
+    assert!(reports.len() < 5, "{} steps of an attempt that was to do five", reports.len());
+    let held = memory.held();
+    assert!(held.iter().all(|held| held.attempt == 1 && held.shards == [1]), "{held:?}");
+    assert!(!job.location().join("step-00000010").exists(), "it wrote no checkpoint");
+}
+
 /// A byte of a snapshot changes in memory, as a device that writes where it should not does it.
 #[test]
 fn a_damaged_snapshot_is_not_resumed_from() {
@@ -183,14 +223,7 @@ fn a_damaged_snapshot_is_not_resumed_from() {
     };
     assert!(memories.iter().all(|memory| holds(memory, &all)), "each has its buddy's, too");
 
-    let sound = memories[0].shard(1, 5, 0).is_some_and(|slot| slot.is_sound());
-    assert!(sound, "its checksum was made");
-    let files = memories[0].files(1, 5, &[0]).expect("descriptors");
-    let slot = std::fs::File::from(files.into_iter().next().expect("a slot"));
-    let at = slot.metadata().expect("memory").len() - 100;
-    let mut byte = [0];
-    slot.read_exact_at(&mut byte, at).expect("memory");
-    slot.write_all_at(&[byte[0] ^ 1], at).expect("memory");
+    damage(&memories[0]);
 
     let resume = |from: [u32; 2]| {
         let source = |shard: u32| ShardSource { shard, from: from[shard as usize] };

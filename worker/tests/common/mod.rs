@@ -190,7 +190,9 @@ impl Job {
             for ((comm, trainer), rank) in comms.into_iter().zip(trainers.iter_mut()).zip(0..) {
                 let mut config = self.config.clone();
                 config.rank = Some(rank);
-                config.members = (0..world).map(member).collect();
+                if config.members.is_empty() {
+                    config.members = (0..world).map(member).collect();
+                }
                 threads.push(scope.spawn(move || attempt(trainer, &config, comm, stop_at)));
             }
             let mut ends = Vec::new();
@@ -229,7 +231,7 @@ fn attempt(
     (end, reports)
 }
 
-fn member(rank: u32) -> Member {
+pub fn member(rank: u32) -> Member {
     Member {
         rank,
         worker: format!("worker-{rank}"),
