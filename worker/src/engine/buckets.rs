@@ -327,6 +327,8 @@ impl BucketSums {
     pub(crate) fn update(&self, model: &mut Model, links: &mut Links, config: &AdamWConfig) {
         // Nothing of the weights is under way from the last step.
         model.device.await_marks();
+        // Before they leave: what arrives from its owner must not undo the own move, nor miss his.
+        move_corrections(model);
         for convoy in 0..self.places.convoy_count() {
             for at in self.places.of_convoy(convoy) {
                 self.update_bucket(at, model, config);
@@ -337,7 +339,6 @@ impl BucketSums {
                 links.all_gather_beside(&mut model.device, &weights, convoy);
             }
         }
-        move_corrections(model);
     }
 
     fn update_bucket(&self, at: usize, model: &mut Model, config: &AdamWConfig) {
