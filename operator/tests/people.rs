@@ -154,6 +154,15 @@ fn a_model_is_used_by_the_command_that_is_printed() {
 
     let (code, told) = place.refused(&["generate", "runs/small", "--prompt", ""]);
     assert!(code == 2 && told.contains("the prompt is empty"), "{told}");
+    for (asked, expected) in [
+        (&["words", "--prompt", "a"][..], "a folder without weights"),
+        (&["runs/smal", "--prompt", "a"], "`moejob ls` lists the runs"),
+        (&["runs/small", "--temperature", "-1"], "temperature"),
+    ] {
+        let (code, told) = place.refused(&[&["generate"], asked].concat());
+        assert!(code != 0 && told.contains(expected), "{told}");
+        assert!(!told.contains("unexpected argument"), "{told}");
+    }
     let (code, told) = place.refused(&["generate", "mistralai/Mixtral-8x7B-v0.1"]);
     assert!(code == 3 && told.contains("nothing is downloaded"), "{told}");
 }
