@@ -134,8 +134,35 @@ fn a_model_is_used_by_the_command_that_is_printed() {
     let typed = ["eval", "runs/small", "--data", "words", "--json", "--sequence-length", "16"];
     assert_eq!(place.json(&typed)["sequenceLength"], 16);
 
+    // And keeps documents apart where training did.
+    let lines: String = (0..60).map(|i| format!("{{\"text\": \"step {i} gang\"}}\n")).collect();
+    std::fs::write(place.path("lines.jsonl"), lines).expect("a file");
+    let job = ["run", "job.yaml", "--name", "apart", "--set", "training.steps=5", "--set"];
+    let held_out = "data.validation={from: {jsonl: {paths: [lines.jsonl]}}, everySteps: 5}";
+    let data = ["data.resetAtBoundaries=true", "--set", held_out];
+    place.said(&[&job[..], &data].concat());
+    let metrics = std::fs::read_to_string(place.path("runs/apart/metrics.jsonl")).expect("a file");
+    let last: Value = serde_json::from_str(metrics.lines().last().expect("a line")).expect("JSON");
+    let trained = last["validationLoss"].as_f64().expect("a held-out loss");
+    let measured = |more: &[&str]| {
+        let asked = ["eval", "runs/apart", "--data", "lines.jsonl", "--json"];
+        place.json(&[&asked, more].concat())["loss"].as_f64().expect("a loss")
+    };
+    assert!((measured(&[]) - trained).abs() < 1e-6, "{} {trained}", measured(&[]));
+    let together = measured(&["--reset-at-boundaries", "false"]);
+    assert!((together - trained).abs() > 1e-6, "{together} {trained}");
+
     let (code, told) = place.refused(&["generate", "runs/small", "--prompt", ""]);
     assert!(code == 2 && told.contains("the prompt is empty"), "{told}");
+    for (asked, expected) in [
+        (&["words", "--prompt", "a"][..], "a folder without weights"),
+        (&["runs/smal", "--prompt", "a"], "`moejob ls` lists the runs"),
+        (&["runs/small", "--temperature", "-1"], "temperature"),
+    ] {
+        let (code, told) = place.refused(&[&["generate"], asked].concat());
+        assert!(code != 0 && told.contains(expected), "{told}");
+        assert!(!told.contains("unexpected argument"), "{told}");
+    }
     let (code, told) = place.refused(&["generate", "mistralai/Mixtral-8x7B-v0.1"]);
     assert!(code == 3 && told.contains("nothing is downloaded"), "{told}");
 }

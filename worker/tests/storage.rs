@@ -157,6 +157,40 @@ fn a_disk_that_hangs_stops_no_step() {
     verify(&job.location().join("step-00000010")).expect("whole");
 }
 
+/// The note of the best checkpoint waits for storage as its writer does, and no step waits for it.
+#[test]
+fn the_note_of_the_best_checkpoint_holds_up_no_step() {
+    let mut job = small();
+    let config = &mut job.config;
+    config.data.validation.every_steps = 2;
+    config.checkpoint.keep_best = true;
+    let gate = Gate::default();
+    let held = gate.clone();
+    let disk = faulty(move |effect| {
+        if matches!(effect, Effect::Sync(path) if path.ends_with(".best.json.tmp")) {
+            held.pass();
+        }
+        Ok(())
+    });
+    // Opened only once the last step was reported: had any step waited, this would never end.
+    let opened = gate.clone();
+    let (ends, reports) = common::run_and_see(&job, &mut [trainer(disk)], &mut |report| {
+        if report.step == 10 {
+            gate.wait_for_somebody();
+            opened.open();
+        }
+    });
+    assert_eq!(ends, [AttemptEnd::Completed { step: 10 }]);
+    assert_eq!(reports.len(), 10);
+    let measured = |report: &StepReport| Some((report.validation_loss?, report.step));
+    let measured = reports.iter().filter_map(measured);
+    let (_, least) = measured.min_by(|a, b| a.0.total_cmp(&b.0)).expect("a held-out loss");
+    verify(&job.location().join(format!("step-{least:08}"))).expect("whole");
+    let note = std::fs::read_to_string(job.location().join("best.json")).expect("a note");
+    let note: serde_json::Value = serde_json::from_str(&note).expect("JSON");
+    assert_eq!(note["best"]["step"], least, "{note}");
+}
+
 /// What people read beside the checkpoints is kept by threads of its own: here they never end.
 #[test]
 fn what_is_kept_beside_the_checkpoints_holds_up_no_step() {

@@ -11,6 +11,7 @@ use crate::attention::CachedAttention;
 
 /// Sums that are kept in registers at once.
 const WIDE: usize = 4 * lanes::LANES;
+const PAIR: usize = 2 * lanes::LANES;
 
 thread_local! {
     /// The weights of one query.
@@ -87,6 +88,11 @@ fn combine<T: Float>(factors: &[T], rows: &[T], stride: usize, out: &mut [T]) {
     while out.len() - first >= WIDE {
         combine_few::<T, WIDE>(factors, &rows[first..], stride, &mut out[first..]);
         first += WIDE;
+    }
+    // The width of many heads: in one pass there are two sums to add to while one waits.
+    while out.len() - first >= PAIR {
+        combine_few::<T, PAIR>(factors, &rows[first..], stride, &mut out[first..]);
+        first += PAIR;
     }
     while out.len() - first >= lanes::LANES {
         combine_few::<T, { lanes::LANES }>(factors, &rows[first..], stride, &mut out[first..]);

@@ -27,7 +27,7 @@ pub fn with(manifest: &[u8], sets: &[String], name: Option<&str>) -> Result<Vec<
         let mut done = "spec".to_string();
         for (depth, name) in names.iter().enumerate() {
             if name.is_empty() {
-                return Err(format!("--set {set}: {path} is no path of a field"));
+                return Err(format!("--set {set}: `{path}` is no path of a field"));
             }
             let Some(inner) = field(at, name) else {
                 return Err(format!("--set {set}: {done} is no group of fields"));

@@ -31,6 +31,10 @@ pub struct EvalArgs {
     /// `bytes`, or a tokenizer.json. Default: the one that the model was trained with, else bytes.
     #[arg(long)]
     pub tokenizer: Option<String>,
+    /// Whether a document sees nothing of those before it in its sequence, as
+    /// `data.resetAtBoundaries` says in a manifest. Default: as in training, else false.
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub reset_at_boundaries: Option<bool>,
     /// Field of JSON lines that holds the text.
     #[arg(long, default_value = "text")]
     pub field: String,
@@ -81,7 +85,7 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
         held_out: None,
         tokenizer: tokenizer(args, &weights, &known),
         end_of_document: known.trained.and(known.ends.first().copied()),
-        reset_at_boundaries: false,
+        reset_at_boundaries: args.reset_at_boundaries.unwrap_or(known.apart),
         validation: ValidationConfig { fraction: 0.0, every_steps: 0, max_sequences: 0 },
         exclude: Vec::new(),
     };

@@ -39,13 +39,13 @@ pub struct GenerateArgs {
     #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub max_tokens: u32,
     /// 0 takes the likeliest token every time; the higher, the more is left to chance.
-    #[arg(long, default_value_t = 0.8, value_parser = not_negative)]
+    #[arg(long, default_value_t = 0.8, value_parser = not_negative, allow_negative_numbers = true)]
     pub temperature: f64,
     /// Only the likeliest tokens, so many; 0 is all.
     #[arg(long, default_value_t = 0)]
     pub top_k: u32,
     /// Only the likeliest tokens whose probabilities sum to this.
-    #[arg(long, default_value_t = 0.95, value_parser = share)]
+    #[arg(long, default_value_t = 0.95, value_parser = share, allow_negative_numbers = true)]
     pub top_p: f64,
     /// The same seed gives the same text.
     #[arg(long, default_value_t = 1)]

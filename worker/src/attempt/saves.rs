@@ -176,10 +176,11 @@ impl Saves {
         self.overdue = true;
     }
 
-    /// The shard of `step` lies in a slot that was lent.
-    pub fn begin(&mut self, step: u64) {
+    /// The shard of `step` lies in a slot that was lent; `held_out` is its loss, where the best
+    /// checkpoint is kept.
+    pub fn begin(&mut self, step: u64, held_out: Option<f64>) {
         self.overdue = false;
-        self.desk.ask(Ask::Shard { step });
+        self.desk.ask(Ask::Shard { step, held_out });
         self.pending.push_back(Pending { step, ordered: false });
     }
 

@@ -9,7 +9,6 @@
 
 use crate::attempt::api::TrainerEvent;
 use crate::attempt::steps::{Run, STORAGE_POLL};
-use crate::attempt::telling::warn_of;
 use crate::attempt::stop::{Stop, fail};
 use crate::state::rank::RankState;
 use crate::state::slot::{Filling, Slot};
@@ -272,10 +271,7 @@ impl Run<'_> {
 
     /// The shard of `step` lies in a slot that was lent.
     fn begin_checkpoint(&mut self, step: u64, held_out: Option<f64>) {
-        // Before the commit, which removes what is not spared.
-        let begins = self.best.as_mut().zip(held_out);
-        warn_of(begins.map(|(best, loss)| best.begins(step, loss)));
-        self.saves.begin(step);
+        self.saves.begin(step, held_out.filter(|_| self.keeps_best));
         if self.engine.model.device.as_cuda().is_some() {
             // The next snapshot finds another slot than the one that is written from.
             self.prepare();

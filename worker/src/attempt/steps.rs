@@ -1,6 +1,5 @@
 //! The steps of one attempt, and what is due between them.
 
-use crate::checkpoint::best::Best;
 use crate::attempt::courier::Courier;
 use crate::attempt::gauge::Gauge;
 use crate::attempt::pace::Pace;
@@ -66,7 +65,7 @@ pub(crate) struct Run<'a> {
     /// Rank 0's, of a GPU.
     pub gauge: Option<Gauge>,
     /// Rank 0's, where the best checkpoint is kept.
-    pub best: Option<Best>,
+    pub keeps_best: bool,
     /// Measured behind this step.
     pub held_out: Option<f64>,
 }

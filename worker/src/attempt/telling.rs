@@ -52,12 +52,6 @@ impl Clock {
         Timing { wall_tokens_per_second: tokens as f64 / wall, stalls, phases }
     }
 }
-/// The best checkpoint is a service: training goes on without it.
-pub(super) fn warn_of(written: Option<std::io::Result<()>>) {
-    if let Some(Err(error)) = written {
-        tracing::warn!("the best checkpoint is not noted: {error}");
-    }
-}
 
 impl Run<'_> {
     pub(super) fn report(
@@ -207,7 +201,6 @@ impl Run<'_> {
         let step = self.step;
         match news {
             News::Committed(step) => {
-                warn_of(self.best.as_mut().map(|best| best.committed(step)));
                 let name = directory_name(step);
                 self.tell(EventKind::CheckpointCommitted, "Committed", name, step)?;
                 self.tell_removed()

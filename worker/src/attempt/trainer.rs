@@ -12,7 +12,6 @@ use crate::attempt::gauge::Gauge;
 use crate::attempt::pace::Pace;
 use crate::attempt::steps::Run;
 use crate::attempt::telling::Clock;
-use crate::checkpoint::best::Best;
 use crate::checkpoint::desk::Ask;
 use crate::checkpoint::{self, Disk};
 use crate::gang::comm::Comm;
@@ -248,7 +247,7 @@ impl Trainer {
             skips: false,
             clock: Clock::start(),
             gauge,
-            best: best(config, rank),
+            keeps_best: config.checkpoint.keep_best && rank == 0,
             held_out: None,
             memory: &self.memory,
         };
@@ -360,12 +359,6 @@ fn recorder(config: &WorkerConfig) -> Result<Recorder, Stop> {
         }
     });
     Ok(recorder)
-}
-
-/// What rank 0 keeps in mind of the best checkpoint, where it is to be kept.
-fn best(config: &WorkerConfig, rank: u32) -> Option<Best> {
-    let wanted = config.checkpoint.keep_best && rank == 0;
-    wanted.then(|| Best::open(Path::new(&config.checkpoint.location)))
 }
 
 /// The files of the data, for whoever changes them. Training goes on without.

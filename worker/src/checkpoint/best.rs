@@ -4,8 +4,10 @@
 //! held-out loss of a step whose checkpoint begins --begins--> candidate --committed--> best
 //!                                     best.json beside `step-*`  <- spared by `prune`
 //! ```
-//! Rank 0 alone writes the file. Losing it loses no state: the next checkpoint is a candidate.
+//! The writer of rank 0 alone writes the file, on its thread: storage that hangs holds up no step.
+//! Losing it loses no state: the next checkpoint is a candidate.
 
+use super::Disk;
 use moejob_protocol::checkpoint::directory_name;
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -34,17 +36,18 @@ struct Kept {
 #[derive(Debug)]
 pub struct Best {
     location: PathBuf,
+    disk: Disk,
     kept: Kept,
 }
 
 impl Best {
     /// As the attempts before have left it. What counts is a checkpoint that is there.
-    pub fn open(location: &Path) -> Best {
+    pub fn open(location: &Path, disk: &Disk) -> Best {
         let Kept { best, candidates } = read(location);
         let is_there = |of: &&Measured| location.join(directory_name(of.step)).is_dir();
         let best = best.iter().chain(&candidates).rfind(is_there).copied();
         let kept = Kept { best, candidates: Vec::new() };
-        Best { location: location.to_path_buf(), kept }
+        Best { location: location.to_path_buf(), disk: disk.clone(), kept }
     }
 
     /// A checkpoint of `step` is about to begin, and this is its held-out loss.
@@ -77,8 +80,11 @@ impl Best {
 
     fn write(&self) -> io::Result<()> {
         let staged = self.location.join(format!(".{FILE}.tmp"));
-        std::fs::write(&staged, serde_json::to_vec(&self.kept)?)?;
-        std::fs::rename(&staged, self.location.join(FILE))
+        let mut file = self.disk.create_anew(&staged)?;
+        self.disk.write(&mut file, &serde_json::to_vec(&self.kept)?)?;
+        self.disk.sync(&file)?;
+        self.disk.rename(&staged, &self.location.join(FILE))?;
+        self.disk.sync_directory(&self.location)
     }
 }
 
@@ -110,7 +116,7 @@ mod tests {
             std::fs::create_dir(location.join(directory_name(step))).expect("a folder");
             best.committed(step).expect("written");
         };
-        let mut best = Best::open(location);
+        let mut best = Best::open(location, &Disk::real());
         best.begins(10, 2.0).expect("written");
         commit(&mut best, 10);
         assert_eq!(spared(location), [10]);
@@ -122,7 +128,7 @@ mod tests {
         best.begins(50, 1.5).expect("written");
         assert_eq!(spared(location), [10, 50], "both, until it is known which");
         // It ended in between: the file tells whether the checkpoint came to be.
-        assert_eq!(Best::open(location).kept.best.map(|best| best.step), Some(10));
+        assert_eq!(Best::open(location, &Disk::real()).kept.best.map(|best| best.step), Some(10));
         // Storage is behind: the next ones are measured before that one is committed.
         for (step, loss) in [(60, 1.2), (70, 1.3)] {
             best.begins(step, loss).expect("written");
@@ -135,7 +141,7 @@ mod tests {
             assert_eq!(spared(location), [60]);
         }
         std::fs::remove_dir(location.join(directory_name(60))).expect("removed by hand");
-        assert_eq!(Best::open(location).kept, Kept::default());
+        assert_eq!(Best::open(location, &Disk::real()).kept, Kept::default());
         std::fs::write(location.join(FILE), "{").expect("a file");
         assert_eq!(spared(location), [0; 0]);
     }

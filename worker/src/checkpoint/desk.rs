@@ -18,7 +18,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// What an engine asks of its scribe, in this attempt.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Ask {
     /// Rank 0, before the first step: look into storage and claim. `time` goes into the claim.
     Look { looked_at_newer: bool, time: String },
@@ -26,7 +26,11 @@ pub enum Ask {
     /// followed by another after `retry_us` microseconds.
     Begin { fingerprint: String, retry_us: u64 },
     /// The shard of `step` lies in a slot, which was lent.
-    Shard { step: u64 },
+    Shard {
+        step: u64,
+        /// The held-out loss of `step`, where the best checkpoint is kept: rank 0's alone.
+        held_out: Option<f64>,
+    },
     /// All ranks of `attempt` have written `step`.
     Commit { attempt: u32, step: u64 },
     /// All ranks have written what they were given in the attempt before.

@@ -112,7 +112,7 @@ impl Scribe {
             Ask::Begin { fingerprint, retry_us } => {
                 self.begin(&fingerprint, Duration::from_micros(retry_us));
             }
-            Ask::Shard { step } => self.shard(step),
+            Ask::Shard { step, held_out } => self.shard(step, held_out),
             Ask::Commit { attempt, step } => {
                 let state = self.lock();
                 let current = state.config.as_ref().map(|config| config.attempt);
@@ -192,14 +192,14 @@ impl Scribe {
         }
     }
 
-    fn shard(&self, step: u64) {
+    fn shard(&self, step: u64, held_out: Option<f64>) {
         let state = self.lock();
         let Some((config, writer)) = state.config.as_ref().zip(state.writer.as_ref()) else {
             return;
         };
         let rank = config.rank.unwrap_or_default();
         match self.memory.lent(config.attempt, step, rank) {
-            Some(bytes) => writer.shard(step, bytes),
+            Some(bytes) => writer.shard(step, bytes, held_out),
             None => tracing::error!(step, rank, "no slot holds the shard of a checkpoint"),
         }
     }

@@ -7,6 +7,7 @@
 //! Nothing here waits for storage but the thread itself: `progress` and `cancel` take a lock that
 //! is never held over an effect.
 
+use super::best::Best;
 use super::fence::{Claiming, FenceError, tidy};
 use super::write::{Committed, Identity, WriteError, commit, prune, write_shard};
 use super::Disk;
@@ -67,7 +68,7 @@ pub enum Rest {
 pub type OnChange = Box<dyn Fn(&mut Progress) + Send>;
 
 enum Job {
-    Shard { step: u64, bytes: Reading },
+    Shard { step: u64, bytes: Reading, held_out: Option<f64> },
     Commit { step: u64 },
 }
 
@@ -173,19 +174,21 @@ impl Writer {
         };
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
         let theirs = Arc::clone(&shared);
-        let work = move || Work { identity, disk, claiming, retry, shared: theirs }.run();
+        let best = None;
+        let work = move || Work { identity, disk, claiming, best, retry, shared: theirs }.run();
         let thread = std::thread::Builder::new().name("checkpoint".to_string()).spawn(work)?;
         Ok(Writer { shared, thread: Some(thread) })
     }
 
-    /// Writes this rank's shard of `step`.
-    pub fn shard(&self, step: u64, bytes: Reading) {
+    /// Writes this rank's shard of `step`. Of rank 0, and where the best checkpoint is kept,
+    /// `held_out` is the loss that was measured behind the step.
+    pub fn shard(&self, step: u64, bytes: Reading, held_out: Option<f64>) {
         let mut state = self.shared.lock();
         if state.is_first {
             state.uncommitted.push(step);
         }
         drop(state);
-        self.push(Job::Shard { step, bytes });
+        self.push(Job::Shard { step, bytes, held_out });
     }
 
     /// All ranks have acknowledged `step`: commit it.
@@ -303,6 +306,8 @@ struct Work {
     identity: Identity,
     disk: Disk,
     claiming: Option<Arc<Mutex<Claiming>>>,
+    /// From the first shard on that a held-out loss was measured of.
+    best: Option<Best>,
     retry: Duration,
     shared: Arc<Shared>,
 }
@@ -392,7 +397,9 @@ impl Work {
 
     fn try_once(&mut self, job: &Job) -> Result<(), Failed> {
         match job {
-            Job::Shard { step, bytes } => {
+            Job::Shard { step, bytes, held_out } => {
+                // Before the commit, which removes what is not spared.
+                held_out.iter().for_each(|loss| self.note(*step, *loss));
                 match write_shard(&self.disk, &self.identity, *step, bytes) {
                     Ok(()) => self.shared.lock().progress.written = *step,
                     Err(WriteError::NotFinite(why)) => return Err(Failed::NotFinite(why)),
@@ -405,6 +412,13 @@ impl Work {
             Job::Commit { step } => self.commit(*step)?,
         }
         Ok(())
+    }
+
+    /// The checkpoint of `step` is about to be written, and this is its held-out loss.
+    fn note(&mut self, step: u64, loss: f64) {
+        let location = &self.identity.location;
+        let best = self.best.get_or_insert_with(|| Best::open(location, &self.disk));
+        warn_of(best.begins(step, loss));
     }
 
     fn commit(&mut self, step: u64) -> Result<(), Failed> {
@@ -439,6 +453,7 @@ impl Work {
         drop(state);
         self.shared.changed.notify_all();
         if committed == Committed::Yes {
+            self.best.iter_mut().for_each(|best| warn_of(best.committed(step)));
             // What could not be removed is looked at again after the next commit.
             match prune(&self.disk, &self.identity) {
                 Ok(removed) => {
@@ -451,6 +466,13 @@ impl Work {
             }
         }
         Ok(())
+    }
+}
+
+/// The best checkpoint is a service: training goes on without it.
+fn warn_of(noted: std::io::Result<()>) {
+    if let Err(error) = noted {
+        tracing::warn!("the best checkpoint is not noted: {error}");
     }
 }
 

@@ -8,12 +8,13 @@ use crate::engine::round::{Aim, Round};
 use crate::hf::{Weights, load};
 use crate::engine::model::Model;
 use crate::state::rank::{DeviceFailed, RankState};
-use moejob_kernels::KernelError;
+use moejob_kernels::{Device, KernelError};
 use moejob_protocol::config::{
     AdamW, Compute, DataConfig, DataSource, Precision, Recompute, Schedule, TokenType,
     TrainingConfig,
 };
 use moejob_protocol::layout::Layout;
+use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
 use std::path::Path;
 
@@ -129,7 +130,9 @@ pub fn evaluate(
         opened => opened?,
     };
     let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
-    let mut model = Model::new(config, &layout, 0, &training, threads)?;
+    let mut shape = Shape::new(config, &layout, 0, &training);
+    shape.documents = data.reset_at_boundaries;
+    let mut model = Model::on(Device::cpu(threads, 0)?, shape, config, &layout, 0, &training)?;
     load(weights, &mut model)?;
     model.finish()?;
     let mut links = Links::solo();

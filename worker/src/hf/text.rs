@@ -33,6 +33,8 @@ pub struct Text {
     pub positions: Option<u32>,
     /// Tokens that end a text.
     pub ends: Vec<u32>,
+    /// In training a text sees nothing of the texts before it in its sequence.
+    pub apart: bool,
     /// Where a tokenizer was looked for in vain.
     pub missing: Option<PathBuf>,
 }
@@ -45,6 +47,8 @@ struct File {
     tokenizer: Option<String>,
     sequence_length: u32,
     end_of_document: Option<u32>,
+    #[serde(default)]
+    reset_at_boundaries: bool,
 }
 
 /// Whether text becomes tokens in the job itself.
@@ -67,6 +71,7 @@ pub fn keep(config: &WorkerConfig) -> std::io::Result<()> {
         tokenizer,
         sequence_length: config.training.sequence_length,
         end_of_document: data.end_of_document,
+        reset_at_boundaries: data.reset_at_boundaries,
     };
     let text = serde_json::to_vec_pretty(&file)?;
     if std::fs::read(location.join(FILE)).is_ok_and(|found| found == text) {
@@ -140,6 +145,7 @@ fn of_checkpoint(path: &Path) -> Result<Text, Vec<Problem>> {
             tokenizer,
             trained: Some(file.sequence_length),
             ends: file.end_of_document.into_iter().collect(),
+            apart: file.reset_at_boundaries,
             ..Text::default()
         });
     }
@@ -159,6 +165,7 @@ fn of_checkpoint(path: &Path) -> Result<Text, Vec<Problem>> {
         tokenizer: beside.or(named),
         trained: id(&training["sequenceLength"]),
         ends: id(&data["endOfDocument"]).into_iter().collect(),
+        apart: data["resetAtBoundaries"].as_bool().unwrap_or(false),
         missing,
         ..Text::default()
     })

@@ -49,6 +49,11 @@ impl Weights {
                        `checkpoint.everySteps` steps, and at the end of a run";
             return Err(Refusal::of(&name, vec![Problem::new(".", why)]));
         }
+        if !is_location && path.is_dir() && !has_weights(path) {
+            let why = "it is a folder without weights: no run (runs/NAME), no checkpoint (step-*) \
+                       and no Hugging Face directory (config.json, *.safetensors)";
+            return Err(Refusal::of(&name, vec![Problem::new(".", why)]));
+        }
         if !is_location {
             return Directory::open(path).map(Weights::HuggingFace);
         }
@@ -197,7 +202,17 @@ fn no_such_place(path: &Path) -> String {
                 downloaded here. Fetch its files first, and name the folder that they lie in"
             .to_string();
     }
-    "No such file or directory".to_string()
+    "No such file or directory. `moejob ls` lists the runs of this folder".to_string()
+}
+
+/// Whether a folder has anything that a Hugging Face directory has.
+fn has_weights(path: &Path) -> bool {
+    let is_weights = |name: &std::ffi::OsStr| {
+        name == "config.json" || name.to_string_lossy().contains(".safetensors")
+    };
+    // What cannot be listed is told by whoever reads it.
+    let Ok(mut entries) = std::fs::read_dir(path) else { return true };
+    entries.any(|entry| entry.map_or(true, |entry| is_weights(&entry.file_name())))
 }
 
 fn stream_place(
