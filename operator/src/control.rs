@@ -81,7 +81,7 @@ enum StreamError {
         CONTROL_VERSIONS.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
     )]
     Protocol,
-    #[error("it speaks protocol version {found}, this operator {PROTOCOL_VERSION}")]
+    #[error("it speaks version {found} of the control protocol, which this operator does not")]
     Version { found: u32 },
     #[error("it is {found:?}, not who was dialled")]
     Name { found: String },
@@ -417,7 +417,7 @@ impl Attendant {
     }
 
     fn check(&self, hello: &Hello, key: Option<Vec<u8>>) -> Result<(), StreamError> {
-        if hello.version != PROTOCOL_VERSION {
+        if !CONTROL_VERSIONS.contains(&hello.version) {
             return Err(StreamError::Version { found: hello.version });
         }
         if hello.worker != self.name {

@@ -366,7 +366,11 @@ impl Runner {
                     }
                 }
                 (Origin::Recorded(action), Write::Status { .. }) => self.record(action)?,
-                // A status without an action, objects and events are an API server's.
+                // Other events a person here is told of in other words.
+                (_, Write::Event { reason, note, .. }) if reason.starts_with("Preflight") => {
+                    self.progress.note(&note);
+                }
+                // A status without an action and objects are an API server's.
                 _ => {}
             }
             results.push((origin, Ok(None)));

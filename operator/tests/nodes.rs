@@ -118,6 +118,43 @@ fn preflight_holds_this_machine_against_limits() {
     }
 }
 
+/// A worker measures before it gets a rank, and the leader judges. With limits that no machine
+/// reaches nothing is trained, unless the manifest says so.
+#[test]
+fn a_run_on_nodes_below_their_limits_ends_and_says_so() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).expect("written");
+        path.to_str().expect("a path").to_string()
+    };
+    let profile = file(
+        "mine.yaml",
+        "version: 1\nbackend: cpu\ndevices: 1\nmemory: 1Gi\n\
+         expect: { hostCopyGBps: { fail: 1.0e9 } }\n",
+    );
+    let corpus = file("corpus.txt", &"All is well that ends well. ".repeat(200));
+    let job = |preflight: &str| {
+        let text = format!(
+            "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{name: a}}\nspec:\n\
+             \x20 nodes: {{profile: mine, min: 1{preflight}}}\n\
+             \x20 model: {{preset: tiny}}\n\
+             \x20 data: {{train: {{text: {{paths: [{corpus}]}}}}, sequenceLength: 16}}\n\
+             \x20 training: {{steps: 1, globalBatchSize: 2}}\n"
+        );
+        file("job.yaml", &text)
+    };
+    for (preflight, code) in [("", 1), (", preflight: never", 0)] {
+        let runs = folder.path().join(format!("runs{code}"));
+        let runs = runs.to_str().expect("a path");
+        let said = moejob(&["run", &job(preflight), "--profiles", &profile, "--dir", runs]);
+        let all = format!("{}{}", text(&said.stdout), text(&said.stderr));
+        assert_eq!(said.status.code(), Some(code), "{all}");
+        assert_eq!(all.contains("node-0 is not good enough"), code == 1, "{all}");
+        assert_eq!(all.contains("hostCopyGBps"), code == 1, "{all}");
+    }
+}
+
 #[test]
 fn doctor_finds_the_profile_by_the_addresses_of_gpus() {
     for (machine, found) in [

@@ -13,6 +13,7 @@ use moejob_protocol::config::{
     ValidationConfig,
 };
 use moejob_protocol::message::{Frame, Held, LeftReason, Request};
+use moejob_protocol::preflight::{Answer, Order};
 use moejob_protocol::{Down, Layout, Mesh, PROTOCOL_VERSION, Up, WorkerConfig};
 use moejob_protocol::report::{Detail, Event as Line, EventKind};
 use std::collections::BTreeMap;
@@ -120,6 +121,12 @@ fn parse(text: &str, term: u64) -> Event {
         ["signal"] => Event::Signal,
         ["owner-gone"] => Event::OwnerGone,
         ["tick"] => Event::Tick,
+        ["preflight", of] => frame("0", Down::Preflight(Box::new(order(number(of))))),
+        ["measured", of] => Event::Measured(Answer {
+            number: number(of),
+            boot_id: "boot".to_string(),
+            measured: Some(Vec::new()),
+        }),
         _ => panic!("an unknown event: {text}"),
     }
 }
@@ -237,9 +244,15 @@ fn show(effect: &Effect) -> String {
             let stop = if request.stop_after_this_step { " stop" } else { "" };
             format!("request{checkpoint}{stop}")
         }
+        Effect::Measure(order) => format!("measure {}", order.number),
+        Effect::StopMeasuring => "stop measuring".to_string(),
         Effect::Exit(code) => format!("EXIT {code}"),
         Effect::Log(text) => format!("\"{text}\""),
     }
+}
+
+fn order(number: u64) -> Order {
+    Order { number, expected: Default::default(), passed_at_boot: None }
 }
 
 fn show_up(up: &Up) -> String {
@@ -255,6 +268,7 @@ fn show_up(up: &Up) -> String {
             };
             format!("left {reason}{}", held.join(""))
         }
+        Up::Preflight(answer) => format!("preflight {}", answer.number),
         Up::Completed { step } => format!("completed {step}"),
         Up::Event(line) => format!("{:?} {:?}", line.event, line.details["step"]),
         Up::Failed { exit_code, message } => {

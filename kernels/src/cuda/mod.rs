@@ -15,6 +15,7 @@
 //! CudaDevice::lane_begin        lane.rs      copies of state to the host beside the ops
 //! Unit::source                  step_ops.rs  kernels of norms, optimizer ..., when needed
 //! PeerLinks::new(desc)          peer.rs      rows and counts to the other GPUs of the node
+//! Copies::new(gpu)               rates.rs     how fast bytes travel
 //! Window::new(bytes)            window.rs    memory that other processes map, too
 //! inspect()                     doctor.rs    what this machine has and lacks
 //! visible_gpus()                machine.rs   the same without a context, before a worker starts
@@ -54,6 +55,7 @@ mod nvml;
 mod norm;
 mod optimizer;
 mod peer;
+mod rates;
 mod route;
 mod shape;
 mod staging;
@@ -87,6 +89,7 @@ pub use machine::{VisibleGpu, keep_open, missing_libraries, uuid_of, visible_gpu
 pub use measure::Measure;
 pub use nvml::{Limits, Monitor, Nvml, NvmlError, Reading, Trouble, uuid_text};
 pub use peer::{Awaited, COUNTS_MAX, MoveRows, PEERS_MAX, PeerDesc, PeerFailure, PeerLinks};
+pub use rates::{Copies, CopyRates, peer_read_rate};
 pub use shape::{MoeActivation, MoeDesc, Refusal};
 pub use staging::Post;
 pub use window::Window;

@@ -4,11 +4,12 @@ use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 
 /// Fields that may change.
-pub const CHANGEABLE: [&str; 11] = [
+pub const CHANGEABLE: [&str; 12] = [
     "suspend",
     "nodes.min",
     "nodes.max",
     "nodes.spares",
+    "nodes.preflight",
     "training.steps",
     "checkpoint.everySteps",
     "checkpoint.keep",

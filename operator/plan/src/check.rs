@@ -6,6 +6,7 @@
 
 use crate::decide::{Action, Plan, each_rank};
 use crate::observed::{Gang, Observed, Outcome, Worker, WorkerState};
+use crate::preflight::Checked;
 use moejob_protocol::config::{Resume, WorkerConfig};
 use std::collections::BTreeSet;
 
@@ -20,6 +21,7 @@ pub fn check(observed: &Observed, plan: &Plan) -> Vec<String> {
     checker.leaves_are_new();
     checker.requests_fit();
     checker.starts_fit();
+    checker.measured_are_idle();
     checker.attempts_are_whole();
     checker.problems
 }
@@ -194,6 +196,25 @@ impl<'a> Checker<'a> {
         });
     }
 
+    /// Nothing is measured beside training, nor twice at once.
+    fn measured_are_idle(&mut self) {
+        let mut seen = BTreeSet::new();
+        for action in &self.plan.actions {
+            if let Action::Preflight { name } = action {
+                let idle = self.observed.worker(name).is_some_and(|worker| {
+                    worker.state == WorkerState::Idle
+                        && worker.checked == Checked::No
+                        && !worker.stopping
+                });
+                let wanted = self.observed.wanted.preflight.is_some();
+                let ends = self.stops(name);
+                self.demand(idle && wanted && !ends && seen.insert(name), || {
+                    format!("the node of {name} is measured without need")
+                });
+            }
+        }
+    }
+
     fn attempts_are_whole(&mut self) {
         for action in &self.plan.actions {
             if let Action::RecordAttempt(gang) = action {
@@ -234,6 +255,14 @@ impl<'a> Checker<'a> {
             });
             self.demand(reached && !self.stops(&member.worker), || {
                 of(&format!("{} cannot be given a rank", member.worker))
+            });
+            let halting = observed.halting().is_some() || wanted.preflight.is_none();
+            let bad = worker.is_some_and(|worker| {
+                matches!(worker.checked, Checked::Asked { .. } | Checked::Failed | Checked::Silent)
+                    && worker.state == WorkerState::Idle
+            });
+            self.demand(halting || !bad, || {
+                of(&format!("the node of {} has not passed", member.worker))
             });
         }
     }

@@ -1,6 +1,7 @@
 //! `plan(&Observed, now) -> Plan`: everything that is to be done for one job, and why.
 //!
-//! Read top to bottom: is the job over; is its gang healthy (`health`); can it grow; can a new
+//! Read top to bottom: is the job over; are its nodes good (`preflight`); is its gang healthy
+//! (`health`); can it grow; can a new
 //! attempt start, and from which state (`begin`, `resume`); are there enough workers (`begin`).
 //! Nothing here reads a clock or the world, so equal inputs give equal plans, and a plan for a
 //! converged job has no actions.
@@ -8,9 +9,11 @@
 mod begin;
 mod health;
 mod index;
+mod preflight;
 mod resume;
 
 pub(crate) use begin::each_rank;
+pub use preflight::{ANSWER_TIMEOUT, FAILED_AVOID};
 
 use crate::job::Venue;
 use crate::observed::{
@@ -68,6 +71,10 @@ pub enum Action {
     EndAttempt { attempt: u32, unplanned: bool, cause: String },
     /// Make the attempt durable. Before any `Configure` of it.
     RecordAttempt(Box<Gang>),
+    /// Measure the node of a worker that has no rank.
+    Preflight { name: String },
+    /// A worker that was asked to measure has said nothing: its node counts as failed.
+    NoteUnmeasured { name: String },
     /// The attempt's configuration, which all members share but for the rank.
     Configure { name: String, rank: u32, config: Arc<WorkerConfig> },
     LeaveAttempt { name: String, attempt: u32, reason: String },
@@ -113,6 +120,7 @@ impl<'o> Planner<'o> {
         self.note_stop();
         self.kill_the_silent();
         self.release_strays();
+        self.preflight();
         match self.observed.gang() {
             Some(gang) => self.tend(gang),
             None => self.begin(),
@@ -139,6 +147,7 @@ impl<'o> Planner<'o> {
         .or_else(|| self.never_starts())
         .or_else(|| self.device_fails())
         .or_else(|| self.ends_alike())
+        .or_else(|| self.preflight_fails())
     }
 
     /// Workers end again and again with the same words, and no step in between: another try on the

@@ -9,6 +9,7 @@ use crate::read::Manifest;
 use crate::router;
 use crate::rules;
 use crate::spec::{
+    PreflightWhen,
     ActivationName, AttentionName, FieldFilesSpec, GradientDtypeName, Level, MixturePartSpec,
     MoeJobSpec, ModelSpec, MomentDtypeName, NumberOrAuto, PrecisionName, Preset, QkNormName,
     RecomputeName, SourceSpec, TokenTypeName, VolumeSpec,
@@ -54,6 +55,7 @@ pub struct Nodes {
     pub min: u32,
     pub max: u32,
     pub spares: u32,
+    pub preflight: PreflightWhen,
     /// A level that all nodes shall lie in, and whether they must.
     pub topology: Option<(Level, Closeness)>,
 }
@@ -269,11 +271,22 @@ fn judge(
 }
 
 impl Job {
+    /// Its nodes are measured before they get a rank.
+    pub fn is_measured(&self) -> bool {
+        match self.nodes.preflight {
+            PreflightWhen::Auto => !self.profile.expect.is_empty(),
+            PreflightWhen::Always => true,
+            PreflightWhen::Never => false,
+        }
+    }
+
     /// The same job with engines on processors in place of GPUs, for tests of clusters that have
     /// none: its pods, nodes and ranks are those of the GPUs. Processors compute in fp32.
     #[must_use]
     pub fn stand_in(mut self) -> Job {
         if self.profile.backend == Backend::Cuda {
+            // What is to be measured is not there.
+            self.nodes.preflight = PreflightWhen::Never;
             self.training.precision = Precision::Fp32;
             self.training.compute = Compute {
                 backend: moejob_protocol::config::Backend::Cpu,
@@ -314,6 +327,7 @@ fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&Model>, profile: Profile
             min,
             max: nodes.max.unwrap_or(min),
             spares: nodes.spares.unwrap_or(0),
+            preflight: nodes.preflight.unwrap_or_default(),
             topology,
         },
         profile,

@@ -3,6 +3,7 @@
 use crate::job::{DataFormat, Job, Source, TrainPart, Venue};
 use crate::observed::Wanted;
 use crate::placement;
+use crate::preflight::Standard;
 use moejob_protocol::Mesh;
 use moejob_protocol::config::{
     CheckpointConfig, DataConfig, DataSource, MixturePart, RecoveryConfig, Resume, Tokenizer,
@@ -38,6 +39,7 @@ pub fn wanted(job: &Job, venue: Venue) -> Wanted {
         gang_timeout: job.recovery.gang_timeout,
         step_timeout: job.recovery.step_timeout.unwrap_or(0),
         suspend: job.suspend,
+        preflight: job.is_measured().then(|| Box::new(Standard::of(&job.profile))),
         venue,
     }
 }
@@ -122,7 +124,7 @@ fn data(job: &Job, places: &Places) -> DataConfig {
 }
 
 /// A job that says as little as it can.
-pub(crate) fn least() -> Job {
+pub fn least() -> Job {
     let text = "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {name: none}\nspec:\n  \
                 nodes: {min: 1}\n  model: {preset: tiny}\n  data: {train: {text: {paths: [none]}}, \
                 sequenceLength: 8}\n  training: {steps: 1, globalBatchSize: 1}\n";

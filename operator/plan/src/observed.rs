@@ -1,6 +1,7 @@
 //! What the plan sees: one value, put together by whoever observes (processes or pods).
 
 use crate::job::Venue;
+use crate::preflight::{Checked, Results, Standard};
 use crate::record;
 use crate::repeat::Repeat;
 use moejob_protocol::config::{Member, WorkerConfig};
@@ -25,6 +26,8 @@ pub struct Observed {
     pub record: Record,
     /// The newest usable checkpoint.
     pub stored: Option<Stored>,
+    /// What nodes were found to be like.
+    pub preflight: Results,
     /// Somebody asked the whole job to end now (Ctrl-C, deletion).
     pub interrupt: bool,
 }
@@ -44,6 +47,8 @@ pub struct Wanted {
     /// 0: 20 times the median step, at least 60 s.
     pub step_timeout: Millis,
     pub suspend: bool,
+    /// What nodes are measured against before they get a rank; none: they are not.
+    pub preflight: Option<Box<Standard>>,
     /// Says how workers are named: `JOB-3` here, `JOB-a2-3` for pods.
     pub venue: Venue,
 }
@@ -79,6 +84,9 @@ pub struct Worker {
     pub collective: u64,
     /// It has been told to stop (or killed); its end is near.
     pub stopping: bool,
+    /// The version of the control stream that it has agreed to; 0 before it was heard.
+    pub speaks: u32,
+    pub checked: Checked,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -255,6 +263,8 @@ impl Worker {
             held: Vec::new(),
             collective: 0,
             stopping: false,
+            speaks: 0,
+            checked: Checked::No,
         }
     }
 

@@ -215,12 +215,13 @@ impl From<Outcome> for OutcomeLine {
 }
 
 /// Reasons are stable words; one that this operator does not know was another version's.
-const REASONS: [&str; 6] = [
+const REASONS: [&str; 7] = [
     "InvalidSpec",
     "DataOrCheckpointRefused",
     "RestartBudgetUsedUp",
     "WorkersDoNotStart",
     "EndsAlike",
+    "PreflightFailed",
     "DeviceFails",
 ];
 

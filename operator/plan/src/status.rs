@@ -1,10 +1,12 @@
 //! What the job says about itself: conditions with stable reasons, progress, recoveries.
 
 use crate::job::Job;
-use crate::observed::{Gang, Millis, Observed, Outcome, StopCause};
+use crate::observed::{Gang, Millis, Observed, Outcome, StopCause, Worker};
+use crate::preflight::Checked;
 use crate::problem::Problem;
 use crate::track::Recovery as Tracked;
 use moejob_protocol::Mesh;
+use moejob_protocol::message::CONTROL_PREFLIGHT;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -18,7 +20,8 @@ pub struct MoeJobStatus {
     /// One word: Invalid, Pending, Starting, Running, Recovering, Stopping, Suspended, Complete or
     /// Failed.
     pub phase: String,
-    /// Planned, Running, Degraded, Complete, Failed and Suspended, each with a reason.
+    /// Planned, Running, Degraded, Complete, Failed and Suspended, each with a reason; where nodes
+    /// are measured also PreflightPassed.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
     /// The newest incarnation of the gang; 0 before the first.
@@ -279,8 +282,47 @@ fn conditions(observed: &Observed, why: &[String]) -> (&'static str, Vec<Conditi
         _ => condition("Degraded", false, "AllNodes", String::new()),
     };
     let mut all = vec![planned, is_running, degraded];
+    all.extend(preflight(observed, gang.is_some()));
     all.extend(ends(record.outcome.as_ref(), stopping.map(|(cause, _)| cause)));
     (phase, all)
+}
+
+/// Whether the nodes are good, where they are measured. A gang has good nodes alone.
+fn preflight(observed: &Observed, has_gang: bool) -> Option<Condition> {
+    observed.wanted.preflight.as_ref()?;
+    let type_ = "PreflightPassed";
+    let (count, worst) = observed.preflight.failed();
+    let listed = match count {
+        0 => String::new(),
+        count if count > worst.len() => {
+            format!("{count} nodes failed, the worst of them:\n{}", worst.join("\n"))
+        }
+        _ => worst.join("\n"),
+    };
+    let asked = |worker: &&Worker| matches!(worker.checked, Checked::Asked { .. });
+    let measuring = observed.workers.iter().filter(asked).count();
+    let mute = |worker: &&Worker| (1..CONTROL_PREFLIGHT).contains(&worker.speaks);
+    let unknown = |reason: &str, message: String| {
+        let open = condition(type_, false, reason, message);
+        Condition { status: "Unknown".to_string(), ..open }
+    };
+    let mute = observed.workers.iter().filter(mute).count();
+    Some(match (has_gang, count) {
+        (true, 0) if mute > 0 => {
+            let message = format!("workers of a release that does not measure nodes: {mute}");
+            unknown("NotMeasured", message)
+        }
+        (true, 0) => condition(type_, true, "Passed", String::new()),
+        (true, _) => condition(type_, true, "NodesLeftOut", listed),
+        (false, 0) => {
+            let message = match measuring {
+                0 => String::new(),
+                count => format!("being measured: {count}"),
+            };
+            unknown("NotYet", message)
+        }
+        (false, _) => condition(type_, false, "NodesFailed", listed),
+    })
 }
 
 fn ends(outcome: Option<&Outcome>, stopping: Option<StopCause>) -> Vec<Condition> {

@@ -3,11 +3,15 @@
 //! Pure as well: the shell calls one method a happening, with the time, and gets back what a person
 //! should be told.
 
+mod measured;
+mod lost_engines;
+
 use crate::decide::Action;
 use crate::engines::{EngineLoss, Engines};
 use crate::observed::{
-    DeviceFailure, Millis, Observed, Outcome, Record, StopCause, Stored, Worker, WorkerState,
+    Millis, Observed, Outcome, Record, StopCause, Stored, Worker, WorkerState,
 };
+use crate::preflight::{Checked, Grade};
 pub use crate::recovery::Recovery;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{Hello, LeftReason, Phase, Up};
@@ -37,6 +41,8 @@ const RECOVERIES_KEPT: usize = 10;
 pub enum Happening {
     WorkerLost { name: String, cause: String },
     EngineLost(EngineLoss),
+    /// A node was measured, and it is not good: what was found.
+    Measured { node: String, grade: Grade, text: String },
     Recovered(Recovery),
 }
 
@@ -133,6 +139,8 @@ impl Tracker {
                     (recovery.replanned_at, recovery.rejoined_at) = (Some(now), None);
                 }
             }
+            Action::Preflight { name } => self.measures(name, now),
+            Action::NoteUnmeasured { name } => self.unmeasured(name, now),
             Action::Configure { name, rank, config } => {
                 let (attempt, rank) = (config.attempt, *rank);
                 // One that was lost while the attempt was recorded stays lost.
@@ -365,6 +373,11 @@ impl Tracker {
         }
         worker.address = Some(address.to_string());
         worker.held = hello.held.clone();
+        worker.speaks = hello.version;
+        // What it was asked on a stream before it may not have heard, nor its answer have come.
+        if matches!(worker.checked, Checked::Asked { .. }) {
+            worker.checked = Checked::No;
+        }
     }
 
     /// Something that a worker said about `attempt`.
@@ -392,6 +405,7 @@ impl Tracker {
                     self.waits(name, attempt, heartbeat.collective, now);
                 }
             }
+            Up::Preflight(answer) => return self.measured(name, answer, now),
             Up::Step(report) => return self.stepped(attempt, report.step, now),
             Up::Left { reason, held } => {
                 self.note_parted(attempt, name, reason);
@@ -480,24 +494,6 @@ impl Tracker {
         if let (Some(from), LeftReason::PeerLost { rank }) = (rank, reason) {
             self.parted = Some((from, *rank));
         }
-    }
-
-    fn note_engine(&mut self, name: &str, event: &Event, now: Millis) -> Vec<Happening> {
-        let Some(node) = self.observed.worker(name).map(|worker| worker.node.clone()) else {
-            return Vec::new();
-        };
-        let gang = self.observed.gang();
-        let Some(loss) = self.engines.heard((name, &node), gang, event, now).cloned() else {
-            return Vec::new();
-        };
-        if loss.by_device {
-            let (device, name, words) = (loss.device, loss.place(), loss.cause.clone());
-            let failures = &mut self.observed.record.device_failures;
-            failures.push(DeviceFailure { node, device, name, words, at: now });
-            let surplus = failures.len().saturating_sub(DEVICE_FAILURES_KEPT);
-            failures.drain(..surplus);
-        }
-        vec![Happening::EngineLost(loss)]
     }
 
     /// What a worker has done to the storage or found there. A checkpoint of an attempt that was

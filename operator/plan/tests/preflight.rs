@@ -215,7 +215,7 @@ fn the_bad_ones_are_found_and_no_other() {
 fn checks_have_names_of_their_own() {
     let all = [
         Check::Gpus, Check::Numa, Check::Cards, Check::Links, Check::Rates, Check::Binding,
-        Check::LockedMemory, Check::Clocks, Check::Ecc, Check::Transport,
+        Check::LockedMemory, Check::Clocks, Check::Ecc, Check::Even, Check::Transport,
     ];
     let names: BTreeSet<&str> = all.iter().map(|check| check.name()).collect();
     assert_eq!(names.len(), all.len());

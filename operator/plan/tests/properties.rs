@@ -78,6 +78,9 @@ fn setups() -> impl Strategy<Value = Setup> {
             checkpoint_every: memory * often,
             // Losses are what is tried here, not the budget.
             restarts_max: 100_000,
+            // A worker that is told to measure may die, be silent, or be overtaken by a leader.
+            preflight: often % 2 == 0,
+            ..Setup::default()
         }
     })
 }

@@ -5,11 +5,15 @@ mod texts;
 mod world;
 
 use moejob_plan::decide::{Action, Plan};
+use moejob_plan::job::Venue;
 use moejob_plan::observed::WorkerState;
+use moejob_plan::status::status;
 use moejob_plan::track::Happening;
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::{LeftReason, Up};
+use moejob_protocol::preflight::Measured;
 use std::fmt::Write;
+use world::quality::Quality;
 use world::{Setup, World};
 
 #[test]
@@ -37,6 +41,7 @@ fn run(world: &mut World, words: &[&str]) -> String {
             Happening::EngineLost(loss) => {
                 format!("lost the engine of rank {} on {}: {}", loss.rank, loss.place(), loss.cause)
             }
+            Happening::Measured { node, grade, text } => format!("{grade:?} {node}: {text}"),
             Happening::Recovered(recovery) => format!(
                 "recovered, {} ms after it was noticed that {}; {} steps to do again",
                 recovery.first_step_at.unwrap_or_default() - recovery.detected_at,
@@ -134,9 +139,26 @@ fn happen(world: &mut World, words: &[&str], out: &mut String) -> Vec<Plan> {
             world.beat();
         }
         ["show"] => show(world, out),
+        ["nodes"] => nodes(world, out),
         _ => observe(world, words),
     }
     world.settle()
+}
+
+/// How often each was measured, and the condition.
+fn nodes(world: &World, out: &mut String) {
+    for (node, quality) in &world.qualities {
+        let Quality { boot, times, .. } = quality;
+        writeln!(out, "  {node}: boot {boot}, measured {times} times").expect("a string");
+    }
+    let job = moejob_plan::launch::least();
+    let status = status(&job, world.observed(), &[], &[], world.now);
+    let of = status.conditions.iter().find(|of| of.type_ == "PreflightPassed");
+    let Some(of) = of else { return };
+    writeln!(out, "  {} {} {}", of.type_, of.status, of.reason).expect("a string");
+    for line in of.message.lines() {
+        writeln!(out, "    {line}").expect("a string");
+    }
 }
 
 fn show(world: &World, out: &mut String) {
@@ -168,6 +190,17 @@ fn observe(world: &mut World, words: &[&str]) {
             workers.iter_mut().find(|of| of.name == *name).expect("a worker").stopping = true;
         }
         ["takeover"] => world.take_over(),
+        ["measure", "never"] => world.tracker.observed.wanted.preflight = None,
+        ["quality", node, checks @ ..] => {
+            let measured = checks.iter().map(|check| {
+                let (check, value) = check.split_once('=').expect("check=value");
+                Measured::number(check, value.parse().expect("a number"))
+            });
+            let measured = measured.collect();
+            world.qualities.entry(node.to_string()).or_default().measured = measured;
+        }
+        ["mute", node] => world.qualities.entry(node.to_string()).or_default().mute = true,
+        ["reboot", node] => world.qualities.entry(node.to_string()).or_default().boot += 1,
         _ => panic!("no such command: {words:?}"),
     }
 }
@@ -197,6 +230,9 @@ fn setup(settings: &[&str]) -> Setup {
             "memory" => setup.memory_every = value,
             "checkpoint" => setup.checkpoint_every = value,
             "restarts" => setup.restarts_max = value as u32,
+            "preflight" => setup.preflight = value > 0,
+            "speaks" => setup.speaks = value as u32,
+            "pods" => setup.venue = Venue::Kubernetes,
             _ => panic!("no such setting: {key}"),
         }
     }
@@ -233,6 +269,8 @@ fn actions(plan: &Plan) -> String {
                 let mesh = format!("dp {} ep {}", mesh.dp, mesh.ep);
                 format!("record attempt {}: {} as {mesh}", gang.attempt, names.join(" "))
             }
+            Action::Preflight { name } => format!("measure the node of {name}"),
+            Action::NoteUnmeasured { name } => format!("{name} counts as failed"),
             Action::Configure { name, config, .. } => {
                 configured.push(name.as_str());
                 if configured.len() * (config.ranks as usize) < config.members.len() {

@@ -7,6 +7,7 @@ use super::validate::Output;
 use clap::Args;
 use moe_worker::attempt::pace::kernel_bytes;
 use moe_worker::life::machine::{Machine, sys};
+use moe_worker::life::preflight::places;
 use moejob_kernels::{Isa, cuda};
 use moejob_plan::problem::printable_lines;
 use serde_json::{Value, json};
@@ -159,7 +160,7 @@ fn machine(args: &DoctorArgs) -> Result<Vec<Line>, String> {
         let known: Vec<&str> = profiles.names().collect();
         return Err(format!("--profile: there is no {name:?}; known: {}", known.join(", ")));
     };
-    let differences = profile::compare(&machine, chosen);
+    let differences = places::compare(&machine, &chosen.expected());
     let found = match differences.len() {
         0 => format!("{name}: this machine is as it says"),
         1 => format!("{name}: 1 difference"),

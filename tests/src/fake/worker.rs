@@ -242,6 +242,8 @@ impl Worker {
                     eprintln!("{}: {text}", self.birth.worker);
                 }
             }
+            // Of one that speaks the first version nobody asks it.
+            Effect::Measure(_) | Effect::StopMeasuring => {}
             Effect::Exit(code) => self.exit = Some(code),
         }
         None
@@ -274,8 +276,9 @@ impl Worker {
         self.links += 1;
         let gauge = Arc::clone(&self.gauge);
         self.link = Some(Link::start(self.links, stream, gauge, self.happened.clone()));
-        let worker = &self.birth.worker;
-        let hello = self.session.hello(worker, self.birth.token.clone(), &self.key.signing_request);
+        // By the first version: it cannot measure anything.
+        let worker = (&*self.birth.worker, self.birth.token.clone());
+        let hello = self.session.hello(1, worker, &self.key.signing_request);
         // The queue of a new stream is empty.
         let _ = self.send(self.session.attempt(), Up::Hello(hello));
     }

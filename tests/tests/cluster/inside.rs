@@ -146,7 +146,7 @@ impl Impostor {
         let (key, server) = (papers.key.serialize_pem(), papers.server());
         let uid = pod.text("/metadata/labels/moejob.dev~1job-uid").to_string();
         let session = Session::new(uid, Duration::ZERO);
-        let hello = session.hello(pod.text("/metadata/name"), pod.token(), &papers.request);
+        let hello = session.hello(1, (pod.text("/metadata/name"), pod.token()), &papers.request);
         let (network, address) = (pod.network(), pod.listener());
         let (leaves, leaf) = mpsc::channel();
         let (stop, stopped) = oneshot::channel();

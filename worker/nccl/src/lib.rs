@@ -7,6 +7,7 @@
 //! comm.all_reduce(from, to, op, on)    verbs.rs    enqueued on a stream, in one global order
 //! comm.group(|group| group.send(..))   verbs.rs    several calls as one
 //! abandon(comms, drained, graphs, ..)  end.rs      the way out when a peer is dead
+//! log::read(lines)                     log.rs      which rings and trees it says it has built
 //! ```
 //! Nothing is linked: a machine without NCCL is told so by [`Library::load`]. A communicator is
 //! made on the GPU whose primary context is current on the calling thread.
@@ -29,6 +30,7 @@ mod memory;
 mod comm;
 mod verbs;
 mod end;
+pub mod log;
 
 pub use comm::{Comm, Config, Seat, State, UniqueId};
 pub use end::abandon;

@@ -5,16 +5,27 @@
 //! docs/architecture/wire.md, "The control stream".
 
 use crate::config::WorkerConfig;
+use crate::preflight::{Answer, Order};
 use crate::report::{Event, StepReport};
 use serde::{Deserialize, Serialize};
 
 /// Versions of the control stream that this build speaks, the newest first. Both sides name them
 /// when they connect (`alpn`), and speak the newest that both have. A version comes with a release
 /// that still writes the one before.
-pub const CONTROL_VERSIONS: &[u32] = &[1];
+pub const CONTROL_VERSIONS: &[u32] = &[2, 1];
+
+/// From this version on a worker knows [`Down::Preflight`]. One that speaks an older one is not
+/// asked, because it would take the frame for nonsense and close the stream.
+pub const CONTROL_PREFLIGHT: u32 = 2;
 
 /// What every control stream's name begins with.
 pub const ALPN_CONTROL_PREFIX: &str = "moejob-control/";
+
+/// The version that a name of TLS (ALPN) stands for.
+pub fn version_of(alpn: &[u8]) -> Option<u32> {
+    let text = std::str::from_utf8(alpn).ok()?;
+    text.strip_prefix(ALPN_CONTROL_PREFIX)?.parse().ok()
+}
 
 /// The names of these versions for TLS (ALPN).
 pub fn alpn(versions: &[u32]) -> Vec<Vec<u8>> {
@@ -54,6 +65,8 @@ pub enum Down {
     Leave { reason: String },
     /// Set bits of the control word.
     Request(Request),
+    /// Measure the node, and answer with `Up::Preflight`. For a worker without a rank.
+    Preflight(Box<Order>),
     Heartbeat,
     /// End with exit code 0 once nothing is left to write.
     Shutdown,
@@ -77,6 +90,8 @@ pub enum Up {
     Event(Event),
     /// This worker no longer takes part in the frame's attempt.
     Left { reason: LeftReason, held: Vec<Held> },
+    /// What was asked for by `Down::Preflight`.
+    Preflight(Answer),
     /// The job's last step is done and its last checkpoint committed.
     Completed { step: u64 },
     /// Before the worker exits by itself.
@@ -87,6 +102,7 @@ pub enum Up {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Hello {
+    /// Of the control stream, as the two sides have agreed on it.
     pub version: u32,
     /// Pod uid, locally the worker's id.
     pub worker: String,

@@ -264,6 +264,7 @@ impl Sums {
         let Sums { compared, step, attempt } = self;
         let Some(shard) = compared.join().expect("hashing does not panic") else {
             memory.confirm(attempt, step);
+            memory.rest();
             return Ok(());
         };
         memory.give_up(attempt, step, shard);

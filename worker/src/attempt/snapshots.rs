@@ -161,6 +161,7 @@ impl Run<'_> {
         let Some(step) = self.courier.arrived()? else { return Ok(()) };
         self.held = Some(step);
         self.memory.trim();
+        self.memory.rest();
         (self.out)(TrainerEvent::Held(self.memory.held()));
         Ok(())
     }

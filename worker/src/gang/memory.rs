@@ -105,25 +105,40 @@ impl Mapping {
     /// # Errors
     /// The system has no memory for all of it, or is older than Linux 5.14.
     pub fn populate(&self, threads: usize) -> io::Result<()> {
+        self.advise(threads, Advice::LinuxPopulateWrite)
+    }
+
+    fn advise(&self, threads: usize, advice: Advice) -> io::Result<()> {
         let next = AtomicUsize::new(0);
-        let populate = || loop {
+        let work = || loop {
             let start = next.fetch_add(PIECE, Ordering::Relaxed);
             let Some(left) = self.len.checked_sub(start).filter(|left| *left > 0) else {
                 return Ok(());
             };
-            // SAFETY: the range lies within the mapping, which outlives the call, and the advice
-            // changes no byte of it.
+            // SAFETY: the range lies within the mapping, which outlives the call. The advice changes
+            // no byte of it: what of shared memory is not needed here stays in its file.
             unsafe {
                 let base = self.base.add(start).as_ptr().cast();
-                madvise(base, left.min(PIECE), Advice::LinuxPopulateWrite)
+                madvise(base, left.min(PIECE), advice)
             }?;
         };
         std::thread::scope(|scope| {
-            let others: Vec<_> = (1..threads).map(|_| scope.spawn(populate)).collect();
-            let first = populate();
+            let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+            let first = work();
             let all = others.into_iter().map(|other| other.join().expect("no panic"));
             all.fold(first, |before, this| before.and(this))
         })
+    }
+
+    /// Forgets in which pages the bytes lie, and changes none of them: they are found again when
+    /// they are touched. A process that ends does this first of all, before it closes what it has
+    /// open, and 42 GB in small pages take it seconds, in which its GPU's memory is not free.
+    ///
+    /// # Errors
+    /// Something has pinned the pages.
+    pub fn rest(&self, threads: usize) -> io::Result<()> {
+        assert!(self.file.is_some(), "memory without a file would lose its bytes");
+        self.advise(threads, Advice::LinuxDontNeed)
     }
 
     /// Keeps what `make` gives for the range until just before it is unmapped; once.
@@ -351,6 +366,9 @@ mod tests {
             let mut last = [0];
             memory.read(len - 1, &mut last);
             assert_eq!(last, [7], "{len} bytes");
+            memory.rest(2).expect("shared memory");
+            memory.read(len - 1, &mut last);
+            assert_eq!(last, [7], "{len} bytes that rested");
         }
     }
 }

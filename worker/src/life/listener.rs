@@ -14,7 +14,9 @@ use crate::gang::strangers::{HANDSHAKE_MS_MAX, Strangers};
 use crate::life::control::{self, FrameError};
 use crate::gang::tls::{ALPN_DATA, Identity, TlsError};
 use moejob_protocol::Down;
-use moejob_protocol::message::{ALPN_CONTROL_PREFIX, CONTROL_VERSIONS, Frame, alpn};
+use moejob_protocol::message::{
+    ALPN_CONTROL_PREFIX, CONTROL_VERSIONS, Frame, alpn, version_of,
+};
 use rustls::ServerConfig;
 use rustls::server::Acceptor;
 use std::collections::HashMap;
@@ -44,6 +46,8 @@ pub struct LeaderStream {
     pub stream: TlsStream<TcpStream>,
     /// The leader speaks first, so that its term is known.
     pub first: Frame<Down>,
+    /// Of the control stream, that both sides speak.
+    pub version: u32,
 }
 
 /// Why a connection got nothing.
@@ -146,7 +150,10 @@ async fn open(
         return Err(Refusal::NotOperator { found });
     }
     let first = control::read_frame(&mut stream, Duration::from_millis(HANDSHAKE_MS_MAX)).await?;
-    Ok(Some(LeaderStream { stream, first }))
+    let agreed = stream.get_ref().1.alpn_protocol().and_then(version_of);
+    // TLS agrees on one of ours, or on none at all.
+    let version = agreed.unwrap_or(1);
+    Ok(Some(LeaderStream { stream, first, version }))
 }
 
 /// Whether it was told already that a leader speaks another protocol.

@@ -1,6 +1,7 @@
 //! The process of a worker: `moe-worker`, and the same code as `moejob worker`.
 
 use crate::life::affinity::Share;
+use crate::life::preflight;
 use crate::gang::comm::Comm;
 use crate::life::run::engines::child;
 use crate::life::run::{Attempt, Bootstrap, from_stdin, in_pod};
@@ -24,8 +25,12 @@ impl Attempt for Trainer {
     }
 }
 
-/// Runs an engine of the worker with this process id, which has started it.
+/// Runs an engine of the worker with this process id, which has started it; or what measures a GPU
+/// for it.
 pub fn engine(worker: &str) -> ExitCode {
+    if let Some(gpu) = preflight::child::part() {
+        return preflight::child::main(worker, gpu);
+    }
     child::main(worker)
 }
 

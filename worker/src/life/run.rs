@@ -11,6 +11,7 @@
 mod bootstrap;
 pub(crate) mod engines;
 mod link;
+mod measuring;
 mod signals;
 
 pub use bootstrap::{Announcement, Bootstrap, read_bootstrap};
@@ -25,9 +26,11 @@ use crate::gang::tls::{AttemptTls, TlsError, Trust, WorkerKey};
 use crate::state::slots::Memory;
 use engines::{Engines, Make};
 use link::Link;
+use measuring::Measuring;
 use bootstrap::take_share;
 use signals::Signals;
 use moejob_protocol::message::{HEARTBEAT_MS, Heartbeat, Phase, Request};
+use moejob_protocol::preflight::Answer;
 use moejob_protocol::{Up, WorkerConfig};
 use rustix::process::set_parent_process_death_signal;
 use rustls::ServerConfig;
@@ -147,6 +150,7 @@ enum Happened {
     Link { number: u64, event: Event },
     Joined(Result<Links, JoinError>),
     Engine(engines::Name, engines::Said),
+    Measured(Answer),
     Signal,
     OwnerGone,
     Tick,
@@ -174,6 +178,7 @@ struct Shell {
     joined: Option<Links>,
     /// Asked for before the attempt runs.
     asked: Option<Request>,
+    measuring: Measuring,
 }
 
 impl Shell {
@@ -202,6 +207,7 @@ impl Shell {
             config: None,
             joined: None,
             asked: None,
+            measuring: Measuring::default(),
         })
     }
 
@@ -233,6 +239,7 @@ impl Shell {
                     events.push_back(Event::AttemptEnded { attempt, end });
                 }
             }
+            Happened::Measured(answer) => events.push_back(Event::Measured(answer)),
             Happened::Signal => events.push_back(Event::Signal),
             Happened::OwnerGone => events.push_back(Event::OwnerGone),
             Happened::Tick => {
@@ -307,6 +314,10 @@ impl Shell {
                 asked.stop_after_this_step |= request.stop_after_this_step;
             }
             Effect::Request(request) => self.engines.request(request),
+            Effect::Measure(order) => {
+                self.measuring.start(order, self.bootstrap.share, self.happened.clone());
+            }
+            Effect::StopMeasuring => self.measuring.stop(),
             Effect::Log(text) => tracing::info!(attempt = self.session.attempt(), "{text}"),
             Effect::Exit(code) => return Outcome::Exit(code),
         }
@@ -321,11 +332,13 @@ impl Shell {
             String::new()
         });
         self.links += 1;
-        let link = Link::start(self.links, leader.stream, self.happened.clone());
+        let LeaderStream { stream, version, .. } = *leader;
+        let link = Link::start(self.links, stream, self.happened.clone());
         // The stream before, if any, closes here.
         self.link = Some(link);
         let worker = &self.bootstrap.worker;
-        let hello = self.session.hello(worker, token, &self.key.signing_request);
+        let request = &self.key.signing_request;
+        let hello = self.session.hello(version, (worker, token), request);
         // The queue of a new stream is empty.
         let _ = self.send(self.session.attempt(), Up::Hello(hello));
     }

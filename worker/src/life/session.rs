@@ -17,8 +17,9 @@ use ends::DRAIN;
 use crate::attempt::api::{AttemptEnd, TrainerEvent};
 use crate::failure::Failure;
 use moejob_protocol::message::{Frame, Held, Hello, LeftReason, Request};
+use moejob_protocol::preflight::{Answer, Order};
 use moejob_protocol::report::EventKind;
-use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};
+use moejob_protocol::{Down, Up, WorkerConfig};
 use std::time::Duration;
 
 /// A worker that was never configured waits this long for a leader.
@@ -47,6 +48,8 @@ pub enum Event {
     JoinFailed { attempt: u32, rank: Option<u32>, why: String },
     Trainer(TrainerEvent),
     AttemptEnded { attempt: u32, end: AttemptEnd },
+    /// What was to be measured is.
+    Measured(Answer),
     /// SIGTERM or SIGINT, or the first of all was SIGHUP.
     Signal,
     /// Whoever started this worker is gone.
@@ -79,6 +82,10 @@ pub enum Effect {
     /// Abort the collectives.
     Abort { reason: String },
     Request(Request),
+    /// Measure the node, in place of what is measured by now.
+    Measure(Box<Order>),
+    /// What is measured is not asked for any more.
+    StopMeasuring,
     Exit(i32),
     Log(String),
 }
@@ -101,6 +108,8 @@ pub struct Session {
     state: State,
     leader: Leader,
     drain_until: Option<Duration>,
+    /// The order that is measured.
+    measuring: Option<u64>,
 }
 
 #[derive(Debug, PartialEq)]
@@ -142,6 +151,7 @@ impl Session {
             state: State::Idle { since: now },
             leader: Leader::Gone { since: now },
             drain_until: None,
+            measuring: None,
         }
     }
 
@@ -157,10 +167,15 @@ impl Session {
         &self.held
     }
 
-    /// How a stream of the leader's is answered first.
-    pub fn hello(&self, worker: &str, token: String, signing_request: &str) -> Hello {
+    /// How a stream of the leader's is answered first, by the version that both speak.
+    pub fn hello(
+        &self,
+        version: u32,
+        (worker, token): (&str, String),
+        signing_request: &str,
+    ) -> Hello {
         Hello {
-            version: PROTOCOL_VERSION,
+            version,
             worker: worker.to_string(),
             token,
             signing_request: signing_request.to_string(),
@@ -209,6 +224,11 @@ impl Session {
             }
             Event::Trainer(event) => self.on_trainer(event, &mut out),
             Event::AttemptEnded { attempt, end } => self.on_end(attempt, end, now, &mut out),
+            Event::Measured(answer) => {
+                if self.measuring.take_if(|number| *number == answer.number).is_some() {
+                    self.send(Up::Preflight(answer), &mut out);
+                }
+            }
             Event::Signal => self.on_signal(now, &mut out),
             Event::OwnerGone => {
                 out.push(Effect::Log("the owner of this worker is gone".to_string()));
@@ -254,7 +274,8 @@ impl Session {
             self.on_leader_lost(now, out);
             return;
         }
-        let of_attempt = !matches!(body, Down::Heartbeat | Down::Shutdown);
+        let free = matches!(body, Down::Heartbeat | Down::Shutdown | Down::Preflight(_));
+        let of_attempt = !free;
         if of_attempt && attempt < self.attempt {
             let found = format!("refused: a frame of attempt {attempt}, this is {}", self.attempt);
             out.push(Effect::Log(found));
@@ -272,6 +293,14 @@ impl Session {
                     out.push(Effect::Request(request));
                 }
                 _ => out.push(Effect::Log(format!("nothing to ask of attempt {attempt}"))),
+            },
+            Down::Preflight(order) => match self.state {
+                State::Idle { .. } => {
+                    self.measuring = Some(order.number);
+                    out.push(Effect::Measure(order));
+                }
+                // What else runs on a node would be measured with it.
+                _ => out.push(Effect::Log("not measured: it has a rank".to_string())),
             },
             Down::Shutdown => self.exit(EXIT_DONE, now, out),
         }
@@ -359,6 +388,9 @@ impl Session {
             self.state = State::Idle { since: now };
             out.push(Effect::Log(format!("spare in attempt {}", config.attempt)));
             return;
+        }
+        if self.measuring.take().is_some() {
+            out.push(Effect::StopMeasuring);
         }
         self.state = State::Joining;
         out.push(Effect::Join(config));

@@ -92,6 +92,17 @@ impl Slot {
         Ok(slot)
     }
 
+    /// Its pages are there, for who is about to fill it.
+    pub(super) fn touch(&self) {
+        // Without it they come one by one.
+        let _ = self.0.populate(threads_for(self.0.len()));
+    }
+
+    /// Nobody here is about to read or fill it.
+    pub(super) fn rest(&self) {
+        let _ = self.0.rest(threads_for(self.0.len()));
+    }
+
     /// Has the driver of `gpu` copy here without a detour, for as long as there is the slot.
     ///
     /// # Errors

@@ -234,10 +234,14 @@ impl Memory {
         }
         let usable = |slot: &&Arc<Slot>| slot.bytes_len() == len && is_unused(slot);
         let taken = slots.iter().filter(usable).find_map(|slot| {
-            Filling::take(slot, label, self.0.sums())
+            Some((Filling::take(slot, label, self.0.sums())?, Arc::clone(slot)))
         });
-        if taken.is_some() {
-            return Ok(taken);
+        if let Some((filling, slot)) = taken {
+            drop(slots);
+            if self.rests(&slot) {
+                slot.touch();
+            }
+            return Ok(Some(filling));
         }
         let slot = Arc::new(Slot::new(len)?);
         let filling = Filling::take(&slot, label, self.0.sums());
@@ -259,10 +263,30 @@ impl Memory {
             // Where there is no memory for it the snapshot will say so.
             let Ok(slot) = Slot::fresh(*shard, *len) else { return };
             let slot = Arc::new(slot);
+            if self.rests(&slot) {
+                slot.rest();
+            }
             self.slots().push(Arc::clone(&slot));
             if let Some(announce) = &self.0.announce {
                 announce(&slot);
             }
+        }
+    }
+
+    /// An engine maps no page of a large slot while it does nothing with it.
+    fn rests(&self, slot: &Slot) -> bool {
+        self.0.announce.is_some() && slot.bytes_len() >= RESTS && !slot.is_pinned()
+    }
+
+    /// Once what was read or filled is done with, on a thread beside the steps. A process whose
+    /// slots rest ends at once, and its GPU is free for the next one.
+    pub fn rest(&self) {
+        let large: Vec<Arc<Slot>> =
+            self.slots().iter().filter(|slot| self.rests(slot)).cloned().collect();
+        if !large.is_empty() {
+            let thread = std::thread::Builder::new().name("rest".to_string());
+            // Without the thread its end takes longer.
+            let _ = thread.spawn(move || large.iter().for_each(|slot| slot.rest()));
         }
     }
 
@@ -352,6 +376,8 @@ impl Memory {
     }
 }
 
+/// Bytes from which on the pages of a slot hold up the end of a process.
+const RESTS: usize = 1 << 30;
 /// Bytes from which on giving memory back takes long enough to be another thread's work.
 const LARGE: usize = 16 << 20;
 

@@ -312,5 +312,6 @@ pub fn complete(
     }
     theirs.into_iter().for_each(|(_, filling)| drop(filling.complete()));
     memory.trim();
+    memory.rest();
     Ok(own)
 }

@@ -20,13 +20,22 @@ impl<'o> Planner<'o> {
         let candidates: Vec<&'o Worker> = self.candidates().collect();
         let Some(size) = self.size_for(candidates.len() as u32) else {
             let (have, need) = (candidates.len(), self.least_size());
-            return self.why(format!("wait: {have} workers connected, {need} needed"));
+            let measuring = match self.measuring() {
+                0 => String::new(),
+                count => format!(", {count} being measured"),
+            };
+            return self.why(format!("wait: {have} workers connected{measuring}, {need} needed"));
         };
         // A first attempt waits for everybody; survivors of a loss do not.
-        let starting = self.starting();
+        let (starting, measuring) = (self.starting(), self.measuring());
         let survivors = candidates.iter().any(|w| matches!(w.state, WorkerState::Left { .. }));
-        if size.nodes < self.observed.wanted.nodes_max && starting > 0 && !survivors {
-            return self.why(format!("wait for {starting} workers that are starting"));
+        if size.nodes < self.observed.wanted.nodes_max && !survivors {
+            if starting > 0 {
+                return self.why(format!("wait for {starting} workers that are starting"));
+            }
+            if measuring > 0 {
+                return self.why(format!("wait for nodes that are being measured: {measuring}"));
+            }
         }
         self.start_attempt(size, &candidates);
     }
@@ -93,7 +102,7 @@ impl<'o> Planner<'o> {
         self.size_for((others + free) as u32).is_some()
     }
 
-    fn avoid(&mut self, node: &str, time: Millis, why: &str) {
+    pub(super) fn avoid(&mut self, node: &str, time: Millis, why: &str) {
         let until = self.now + time;
         self.why(format!("avoid {node}: {why}"));
         self.act(Action::AvoidNode { node: node.to_string(), until });
@@ -159,7 +168,9 @@ impl<'o> Planner<'o> {
         let had_rank =
             |worker: &Worker| index.is_member(&worker.name) && index.is_listed(&worker.node);
         (self.observed.workers.iter()).filter(move |worker| {
-            worker.is_available() && (index.is_usable(&worker.node) || had_rank(worker))
+            worker.is_available()
+                && (index.is_usable(&worker.node) || had_rank(worker))
+                && self.is_cleared(worker)
         })
     }
 

@@ -11,6 +11,7 @@ use crate::launch;
 use crate::observed::{Millis, Observed, Record, Stored, Wanted};
 use crate::placement;
 use crate::pods;
+use crate::preflight::Results;
 use crate::problem::Problem;
 use crate::profile::Profiles;
 use crate::record::{self, Accepted, Machine, Saved};
@@ -142,6 +143,11 @@ impl JobLoop {
         self.report.generation = generation;
         let observed = &mut self.tracker.observed;
         observed.wanted = launch::wanted(&job, self.place.venue());
+        if let Some(standard) = &mut observed.wanted.preflight {
+            standard.namespace = self.id.namespace.clone();
+            let image = job.kubernetes.image.as_ref();
+            standard.image = image.unwrap_or(&self.operator.image.0).clone();
+        }
         observed.template = self.place.template(&job, &self.id.uid);
         let timeout = Duration::from_millis(job.recovery.heartbeat_timeout);
         self.effects.push(Effect::Link(Link::HeartbeatTimeout(timeout)));
@@ -237,11 +243,13 @@ pub(super) fn nothing_observed(job_uid: &str, record: Record, stored: Option<Sto
         gang_timeout: 30_000,
         step_timeout: 0,
         suspend: false,
+        preflight: None,
         venue: Venue::Kubernetes,
     };
     let template = WorkerConfig { job_uid: job_uid.to_string(), ..EMPTY_TEMPLATE.clone() };
     let (nodes, workers, interrupt) = (Vec::new(), Vec::new(), false);
-    Observed { wanted, template, nodes, workers, record, stored, interrupt }
+    let preflight = Results::default();
+    Observed { wanted, template, nodes, workers, record, stored, preflight, interrupt }
 }
 
 /// A template for a job that has none yet; read once.

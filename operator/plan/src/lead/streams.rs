@@ -8,8 +8,10 @@ use super::event_log::plain;
 use super::outbox::Waiting;
 use super::{Effect, Ending, Event, JobLoop, Link, Said};
 use crate::observed::{Millis, WorkerState};
+use crate::preflight::Grade;
 use crate::track::Happening;
 use moejob_protocol::message::{LeftReason, Up};
+use moejob_protocol::preflight::MEASURED_MAX;
 use moejob_protocol::report::{Detail, EventKind};
 
 /// Of frames that wait.
@@ -225,6 +227,13 @@ impl JobLoop {
                     let note = format!("the engine of rank {rank} on {place}: {}", loss.cause);
                     self.event(true, "EngineLost", note, now);
                 }
+                Happening::Measured { node, grade, text } => {
+                    let reason = match grade {
+                        Grade::Fail => "PreflightFailed",
+                        _ => "PreflightWarned",
+                    };
+                    self.event(true, reason, format!("{node}: {text}"), now);
+                }
                 Happening::Recovered(recovery) => self.recovered(recovery, now),
             }
         }
@@ -257,6 +266,14 @@ fn words(said: &mut Said) -> Vec<&mut String> {
                 _ => None,
             });
             details.chain([&mut event.message]).collect()
+        }
+        Said::Up { up: Up::Preflight(answer), .. } => {
+            let mut texts = vec![&mut answer.boot_id];
+            if let Some(measured) = &mut answer.measured {
+                measured.truncate(MEASURED_MAX);
+                texts.extend(measured.iter_mut().flat_map(|one| one.texts()));
+            }
+            texts
         }
         Said::Opened(_) | Said::Silent | Said::Up { .. } => Vec::new(),
     }

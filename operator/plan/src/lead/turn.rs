@@ -118,6 +118,11 @@ impl JobLoop {
                     self.effects.push(Effect::Link(Link::Configure { name, rank: *rank, config }));
                     self.tracker.done(&action, now);
                 }
+                Action::Preflight { name } => {
+                    let name = name.clone();
+                    self.measure(&name, now);
+                    self.tracker.done(&action, now);
+                }
                 Action::LeaveAttempt { name, attempt, reason } => {
                     self.send(name, *attempt, Down::Leave { reason: reason.clone() });
                     self.tracker.done(&action, now);
@@ -135,11 +140,22 @@ impl JobLoop {
                     self.avoid(node, *until, now);
                     self.tracker.done(&action, now);
                 }
-                Action::EndAttempt { .. } | Action::NoteStop | Action::WithdrawStop => {
+                Action::EndAttempt { .. }
+                | Action::NoteUnmeasured { .. }
+                | Action::NoteStop
+                | Action::WithdrawStop => {
                     self.tracker.done(&action, now);
                 }
             }
         }
+    }
+
+    fn measure(&mut self, name: &str, now: Millis) {
+        let observed = &self.tracker.observed;
+        let worker = observed.worker(name).zip(observed.wanted.preflight.as_ref());
+        let Some((worker, standard)) = worker else { return };
+        let order = observed.preflight.order(standard, &worker.node, now);
+        self.send(name, 0, Down::Preflight(Box::new(order)));
     }
 
     /// All that are to start now, in one batch; before them what shuts strangers out.

@@ -37,7 +37,8 @@ impl Rehearsal {
         };
         let node = |name: &String| Node { name: name.clone(), usable: true, avoid_until: 0 };
         let mut wanted = launch::wanted(job, Venue::Kubernetes);
-        wanted.suspend = false;
+        // Nodes that are only thought of are good.
+        (wanted.suspend, wanted.preflight) = (false, None);
         let observed = Observed {
             wanted,
             template: launch::template(job, Venue::Kubernetes, &job.name, &places),
@@ -45,6 +46,7 @@ impl Rehearsal {
             workers: Vec::new(),
             record: Record::default(),
             stored: None,
+            preflight: Default::default(),
             interrupt: false,
         };
         let (tracker, why) = (Tracker::new(observed), Vec::new());

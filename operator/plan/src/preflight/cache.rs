@@ -10,7 +10,7 @@ const KEPT_MAX: usize = 16_384;
 
 /// What a pass is of. Whatever here changes, the node is measured again: another tenant's trust,
 /// another machine, a reboot, another set of limits, another driver or NCCL in the image.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
     pub namespace: String,
     pub node: String,
@@ -31,6 +31,21 @@ impl Cache {
     /// have it, does not count.
     pub fn is_fresh(&self, key: &Key, now: Millis) -> bool {
         self.passed.get(key).is_some_and(|at| *at <= now && now - at < CACHED_MS)
+    }
+
+    /// The newest boot of the node of `of` at which it passed within the hour, whatever boot `of`
+    /// says.
+    pub fn boot_of(&self, of: &Key, now: Millis) -> Option<String> {
+        let first = Key {
+            namespace: of.namespace.clone(),
+            node: of.node.clone(),
+            ..Key::default()
+        };
+        let here = |key: &Key| (&key.namespace, &key.node) == (&of.namespace, &of.node);
+        let same = |key: &Key| (&key.profile, &key.image) == (&of.profile, &of.image);
+        let all = self.passed.range(first..).take_while(|(key, _)| here(key));
+        let fresh = all.filter(|(key, _)| same(key) && self.is_fresh(key, now));
+        fresh.max_by_key(|(_, at)| **at).map(|(key, _)| key.boot_id.clone())
     }
 
     pub fn passed(&mut self, key: Key, now: Millis) {

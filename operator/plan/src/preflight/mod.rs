@@ -5,16 +5,20 @@
 //! nodes that passed --Rounds--> pairs at once, suspects with good partners --> Standings    rounds
 //! Outcomes, Standings --worst--> the nodes to look at, at most eight
 //! a node that passed is not measured again for an hour                                      cache
+//! what was found of which node                                                            results
 //! ```
 //! Whoever measures is told what, and gives numbers; all that follows from them is decided here.
 
 mod cache;
+mod results;
 mod rounds;
 mod verdict;
 
 pub use cache::{CACHED_MS, Cache, Key};
+pub use results::{Checked, Found, Results, Standard, line};
 pub use rounds::{PairResult, Rounds, Standing};
-pub use verdict::{Check, Grade, Measured, Outcome, Value, judge, nhc};
+pub use moejob_protocol::preflight::{Check, Grade, Measured, Value};
+pub use verdict::{Outcome, judge, nhc};
 
 /// Nodes that are listed as the worst.
 pub const WORST_MAX: usize = 8;

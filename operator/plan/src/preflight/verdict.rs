@@ -1,92 +1,9 @@
 //! What was measured against what the profile expects.
 
 use crate::profile::Limit;
+use moejob_protocol::preflight::{Grade, Measured, Value};
 use serde::Serialize;
 use std::collections::BTreeMap;
-
-/// From good to bad.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "camelCase")]
-pub enum Grade {
-    Good,
-    /// It was not measured, or there is no limit to hold it against.
-    Unknown,
-    /// A person is told; the node is used.
-    Warn,
-    /// The node is not used.
-    Fail,
-}
-
-/// A check that gives no number, beside those of `expect`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "camelCase")]
-pub enum Check {
-    /// GPUs of the profile that are not there.
-    Gpus,
-    /// Processors and NUMA nodes are as the profile has them.
-    Numa,
-    /// Cards of the profile that are not there.
-    Cards,
-    /// A port is not up, or not InfiniBand.
-    Links,
-    /// A port runs below the rate of the others.
-    Rates,
-    /// Threads run where they are bound.
-    Binding,
-    /// Memory that may be locked.
-    LockedMemory,
-    /// Why a GPU's clock is low.
-    Clocks,
-    /// Errors of a GPU's memory that could not be corrected.
-    Ecc,
-    /// NCCL took TCP (`NET/Socket`) on a profile with RDMA.
-    Transport,
-}
-
-impl Check {
-    pub fn name(self) -> &'static str {
-        match self {
-            Check::Gpus => "gpus",
-            Check::Numa => "numa",
-            Check::Cards => "cards",
-            Check::Links => "links",
-            Check::Rates => "rates",
-            Check::Binding => "binding",
-            Check::LockedMemory => "lockedMemory",
-            Check::Clocks => "clocks",
-            Check::Ecc => "ecc",
-            Check::Transport => "transport",
-        }
-    }
-}
-
-/// What a node says of one check.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Measured {
-    /// Of `expect`, or a [`Check`]'s name.
-    pub check: String,
-    /// Which of the node's devices, for a person; empty: the node.
-    pub of: String,
-    pub value: Value,
-}
-
-#[derive(Clone, Debug, PartialEq)]
-pub enum Value {
-    /// In the unit that the check's name ends with; more is better.
-    Number(f64),
-    /// Found in order, and what.
-    Fine(String),
-    /// What is wrong, and whether the node can be used all the same.
-    Wrong { grade: Grade, what: String },
-    /// Why it could not be measured.
-    Unmeasured(String),
-}
-
-impl Measured {
-    pub fn of_check(check: Check, value: Value) -> Measured {
-        Measured { check: check.name().to_string(), of: String::new(), value }
-    }
-}
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Outcome {
@@ -190,8 +107,8 @@ pub fn nhc(check: &str) -> Option<&'static str> {
         "gpus" => "NHC2009",
         // Double bit errors, NVLink, heat.
         "ecc" => "NHC2014",
-        "peerReadGBps" | "allReduceGBps" => "NHC2016",
-        "clocks" => "NHC2017",
+        "peerReadGBps" | "allReduceGBps" | "plainAllReduceGBps" => "NHC2016",
+        "clocks" | "even" | "deviceCopyGBps" => "NHC2017",
         "hostCopyGBps" => "NHC2022",
         _ => return None,
     })

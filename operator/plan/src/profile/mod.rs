@@ -16,6 +16,7 @@ pub use choose::{Broken, CUSTOM_ENV, File, Profiles};
 pub use read::read;
 pub use schema::CHECKS;
 
+use moejob_protocol::{config, preflight};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -134,6 +135,23 @@ impl Default for Profile {
 }
 
 impl Profile {
+    /// What a machine of this profile can be compared with.
+    pub fn expected(&self) -> preflight::Expected {
+        let numa = |of: &Numa| preflight::Numa {
+            cpus: of.cpus.clone(),
+            gpus: of.gpus.clone(),
+            hcas: of.hcas.clone(),
+        };
+        let cuda = self.backend == Backend::Cuda;
+        preflight::Expected {
+            backend: if cuda { config::Backend::Cuda } else { config::Backend::Cpu },
+            devices: self.devices,
+            counts: cuda && !self.is_this_machine(),
+            numa: self.numa.iter().map(numa).collect(),
+            rdma: self.rdma.is_some(),
+        }
+    }
+
     /// Of whatever machine `moejob run` finds; a cluster refuses it.
     pub fn is_this_machine(&self) -> bool {
         self.name == GPU

@@ -8,9 +8,11 @@ pub const CHECKS: &[(&str, &str)] = &[
     ("deviceToHostGBps", "Copies from a GPU to host memory"),
     ("peerReadGBps", "Reads of one GPU's memory by another of the node"),
     ("allReduceGBps", "Bus bandwidth of an all-reduce of all GPUs of the node, 16 GiB"),
+    ("plainAllReduceGBps", "The same without NVLink multicast, which is how jobs run on Hopper"),
     ("ibLoopbackGBps", "The same where it goes by the InfiniBand cards"),
     ("gpuDirectWriteGbps", "Writes by an InfiniBand card from GPU memory, Gb/s"),
     ("pairAllReduceGBps", "Bus bandwidth of an all-reduce of two nodes, 8 GiB"),
+    ("deviceCopyGBps", "Copies within the memory of one GPU"),
     ("hostCopyGBps", "Copies within the memory of one NUMA node, by its processors"),
 ];
 

@@ -59,12 +59,29 @@ pub struct NodesSpec {
     #[schemars(range(min = 1, max = 64))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub devices_per_node: Option<u32>,
+    /// Whether a node is measured before it gets a rank: copies, links between its GPUs, clocks and
+    /// errors, against the limits of its profile. One that fails is avoided and replaced. auto:
+    /// where the profile has limits. Default: auto.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub preflight: Option<PreflightWhen>,
     /// How close to each other the nodes shall be.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub topology: Option<TopologySpec>,
     /// The machine of profile custom.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub custom: Option<CustomProfileSpec>,
+}
+
+/// When nodes are measured.
+#[derive(
+    JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, Hash,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum PreflightWhen {
+    #[default]
+    Auto,
+    Always,
+    Never,
 }
 
 /// A machine that no profile describes.

@@ -13,7 +13,8 @@ use moejob_plan::lead::{
 use moejob_plan::observed::{Millis, Node};
 use moejob_plan::profile::Profiles;
 use crate::said::{device_failed, hello, step_report, warning};
-use moejob_protocol::message::{Down, Heartbeat, LeftReason, Phase, Up};
+use moejob_protocol::message::{Down, Heartbeat, Hello, LeftReason, Phase, Up};
+use moejob_protocol::preflight::{Answer, Measured};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -228,7 +229,7 @@ impl World {
         let spec = &mut self.seen.spec;
         match name {
             "min" | "max" => spec["nodes"][name] = number(),
-            "profile" => spec["nodes"]["profile"] = json!(value),
+            "profile" | "preflight" => spec["nodes"][name] = json!(value),
             "box" => {
                 let said = value.replace(':', "=");
                 self.set_box(&said.split(',').collect::<Vec<_>>());
@@ -312,10 +313,19 @@ impl World {
         let up = |up: Up| Said::Up { attempt, up };
         let ended = |why| Said::Ended { why, reason: format!("{why:?}") };
         let said = match (what, rest) {
-            ("open", _) => {
+            ("open", version) => {
                 let rank = (attempt > 0).then_some(rank);
-                Said::Opened(hello(name, (attempt, &digest, rank), &[]))
+                let version = version.first().map_or(1, |of| of.parse().expect("a version"));
+                Said::Opened(Hello {
+                    version,
+                    ..hello(name, (attempt, &digest, rank), &[])
+                })
             }
+            ("measured", [number, boot, checks @ ..]) => up(Up::Preflight(Answer {
+                number: number.parse().expect("a number"),
+                boot_id: boot.to_string(),
+                measured: (*checks != ["same"]).then(|| checks.iter().map(measured).collect()),
+            })),
             ("heartbeat", _) => up(Up::Heartbeat(Heartbeat {
                 phase: Phase::Training,
                 step: 1,
@@ -431,11 +441,21 @@ fn kind_of(word: &str) -> WriteErrorKind {
     }
 }
 
+/// `check=number`
+fn measured(text: &&str) -> Measured {
+    let (check, number) = text.split_once('=').expect("check=number");
+    Measured::number(check, number.parse().expect("a number"))
+}
+
 fn order(body: &Down) -> String {
     match body {
         Down::Leave { reason } => format!("leave ({reason})"),
         Down::Request(request) => format!("{request:?}"),
         Down::Shutdown => "end".to_string(),
+        Down::Preflight(order) => {
+            let passed = order.passed_at_boot.iter().map(|boot| format!(", passed at {boot}"));
+            format!("measure {}{}", order.number, passed.collect::<String>())
+        }
         other => format!("{other:?}"),
     }
 }

@@ -3,6 +3,8 @@
 use super::Setup;
 use moejob_plan::job::{Job, Venue};
 use moejob_plan::launch::{self, Places};
+use moejob_plan::preflight::Standard;
+use moejob_plan::profile::Profiles;
 use moejob_protocol::config::WorkerConfig;
 
 /// A real job's configuration, from a manifest.
@@ -28,4 +30,9 @@ pub fn template(setup: &Setup) -> WorkerConfig {
         exclude: Vec::new(),
     };
     launch::template(&job, Venue::Local, "uid", &places)
+}
+
+/// What nodes are measured against where they are.
+pub fn standard() -> Box<Standard> {
+    Box::new(Standard::of(Profiles::shipped().get("ndm-a100-v4").expect("a profile")))
 }

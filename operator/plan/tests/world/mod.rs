@@ -7,6 +7,7 @@
 #![allow(dead_code)]
 
 pub mod job;
+pub mod quality;
 pub mod sim;
 
 use moejob_plan::check::check;
@@ -15,13 +16,15 @@ use moejob_plan::decide::{Action, Plan, plan};
 use moejob_plan::observed::{
     Millis, Node, Observed, Outcome, Record, Size, Stored, Wanted, Worker, WorkerState,
 };
+use moejob_plan::preflight::Checked;
 use moejob_plan::record::{self, Saved};
 use moejob_plan::track::{Happening, Tracker};
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::{Resume, WorkerConfig};
-use moejob_protocol::message::{Heartbeat, LeftReason, Phase, Up};
+use moejob_protocol::message::{Heartbeat, Hello, LeftReason, Phase, Up};
 use moejob_protocol::{Layout, Mesh};
 use crate::said::{committed, hello, step_report};
+use quality::Quality;
 use sim::{Message, Run, Sim};
 use std::collections::BTreeMap;
 
@@ -43,6 +46,11 @@ pub struct Setup {
     pub memory_every: u64,
     pub checkpoint_every: u64,
     pub restarts_max: u32,
+    /// Nodes are measured before they get a rank.
+    pub preflight: bool,
+    /// Which version of the control stream workers speak.
+    pub speaks: u32,
+    pub venue: Venue,
 }
 
 impl Default for Setup {
@@ -58,6 +66,9 @@ impl Default for Setup {
             memory_every: 10,
             checkpoint_every: 50,
             restarts_max: 20,
+            preflight: false,
+            speaks: moejob_protocol::message::CONTROL_VERSIONS[0],
+            venue: Venue::Local,
         }
     }
 }
@@ -87,6 +98,7 @@ pub struct World {
     pub committed: Vec<u64>,
     pub restarts_of_leader: u32,
     pub happenings: Vec<Happening>,
+    pub qualities: BTreeMap<String, Quality>,
 }
 
 impl Default for World {
@@ -122,13 +134,15 @@ impl World {
                 gang_timeout: 30_000,
                 step_timeout: 0,
                 suspend: false,
-                venue: Venue::Local,
+                preflight: setup.preflight.then(job::standard),
+                venue: setup.venue,
             },
             template: WorkerConfig { ranks: setup.devices, ..job::template(&setup) },
             nodes: (0..setup.nodes).map(node).collect(),
             workers: Vec::new(),
             record: Record::default(),
             stored: None,
+            preflight: Default::default(),
             interrupt: false,
         };
         World {
@@ -142,6 +156,7 @@ impl World {
             committed: Vec::new(),
             restarts_of_leader: 0,
             happenings: Vec::new(),
+            qualities: BTreeMap::new(),
         }
     }
 
@@ -210,6 +225,7 @@ impl World {
             }
             Action::EndAttempt { .. }
             | Action::AvoidNode { .. }
+            | Action::NoteUnmeasured { .. }
             | Action::NoteStop
             | Action::WithdrawStop
             | Action::Finish(_) => {}
@@ -225,6 +241,13 @@ impl World {
                 });
                 let config = WorkerConfig { rank: Some(*rank), ..(**config).clone() };
                 self.send(name, Message::Configure(Box::new(config)));
+            }
+            Action::Preflight { name } => {
+                let observed = self.observed();
+                let standard = observed.wanted.preflight.as_ref().expect("it is wanted");
+                let node = &observed.worker(name).expect("it is there").node;
+                let order = observed.preflight.order(standard, node, self.now);
+                self.send(name, Message::Preflight(order));
             }
             Action::LeaveAttempt { name, attempt, .. } => {
                 self.send(name, Message::Leave { attempt: *attempt });
@@ -306,7 +329,10 @@ impl World {
             return false;
         }
         sim.connected = true;
-        let hello = hello(name, (sim.attempt, &sim.digest, sim.rank), &sim.held);
+        let hello = Hello {
+            version: self.setup.speaks,
+            ..hello(name, (sim.attempt, &sim.digest, sim.rank), &sim.held)
+        };
         let report = sim.report.clone();
         sim.up.push_back((sim.attempt, Up::Hello(hello)));
         sim.up.extend(report);
@@ -353,6 +379,10 @@ impl World {
         let Some(message) = sim.down.pop_front() else {
             return false;
         };
+        if let Message::Preflight(order) = message {
+            self.measure(name, order);
+            return true;
+        }
         if let Some((attempt, request)) = sim.obey(message)
             && let Some(gang) = self.gangs.get_mut(&attempt)
         {
@@ -491,6 +521,7 @@ impl World {
         let now = self.now;
         let mut observed = before.clone();
         observed.workers.clear();
+        observed.preflight = Default::default();
         for sim in self.sims.values_mut() {
             sim.connected = false;
             sim.up.clear();
@@ -504,6 +535,8 @@ impl World {
                     held: Vec::new(),
                     collective: 0,
                     address: None,
+                    speaks: 0,
+                    checked: Checked::No,
                     ..worker
                 });
             }

@@ -2,10 +2,12 @@
 
 use moejob_protocol::config::WorkerConfig;
 use moejob_protocol::message::{Held, LeftReason, Request, Up};
+use moejob_protocol::preflight::Order;
 use std::collections::VecDeque;
 
 #[derive(Clone, Debug)]
 pub enum Message {
+    Preflight(Order),
     Configure(Box<WorkerConfig>),
     Leave { attempt: u32 },
     Request { attempt: u32, request: Request },
@@ -122,7 +124,10 @@ impl Sim {
                 Some((attempt, request))
             }
             // Of an attempt that is over for this worker.
-            Message::Configure(_) | Message::Leave { .. } | Message::Request { .. } => None,
+            Message::Configure(_)
+            | Message::Leave { .. }
+            | Message::Request { .. }
+            | Message::Preflight(_) => None,
         }
     }
 

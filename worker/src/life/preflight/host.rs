@@ -1,10 +1,10 @@
-//! What a worker can measure of its machine without computing on a GPU. What follows from it is
-//! decided elsewhere (`moejob_plan::preflight`).
+//! What a worker measures of its machine by itself: memory of the host, and what the kernel allows.
 
-use super::affinity::bind;
-use super::machine::{Machine, NumaNode, allowed};
-use moejob_kernels::cuda::{Monitor, Nvml, uuid_of, uuid_text};
+use crate::life::affinity::bind;
+use crate::life::binding::apply::{locked_bytes_max, too_little_lockable};
+use crate::life::machine::{Machine, NumaNode, allowed};
 use moejob_protocol::cpus::cpu_text;
+use moejob_protocol::preflight::{Check, Grade, Measured, Value};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::ScopedJoinHandle;
 use std::time::Instant;
@@ -15,8 +15,6 @@ const THREADS_MAX: usize = 16;
 const COPY_BYTES: usize = 32 << 20;
 /// The fastest counts: what else runs on the machine makes copies slower and never faster.
 const COPIES: usize = 5;
-/// GPUs of a node.
-const GPUS_MAX: usize = 64;
 
 /// Copies within the memory of one NUMA node.
 #[derive(Clone, Debug, PartialEq)]
@@ -77,34 +75,30 @@ fn read_back(cpus: &[u32]) -> Result<(), String> {
     if found == planned { Ok(()) } else { Err(format!("may use {found}, planned {planned}")) }
 }
 
-/// What the driver tells of a GPU that does nothing.
-#[derive(Clone, Debug, PartialEq)]
-pub struct GpuState {
-    /// `GPU 0 (GPU-8-4-4-4-12)`
-    pub name: String,
-    /// Why its clock is low, without what an idle GPU does by itself; empty: it is not.
-    pub slowed_by: Vec<&'static str>,
-    pub ecc_uncorrected: Option<u64>,
+/// Copies within each NUMA node, and whether threads stay where they are bound.
+pub fn measured(machine: &Machine) -> Vec<Measured> {
+    let mut measured = Vec::new();
+    for copy in host_copies(machine) {
+        let of = format!("NUMA node {}", copy.node);
+        let bound = match copy.bound {
+            Ok(()) => Value::Fine("threads run where they are bound".to_string()),
+            Err(what) => Value::Wrong { grade: Grade::Warn, what },
+        };
+        measured.push(Measured::of_check(Check::Binding, bound).on(of.clone()));
+        measured.push(Measured::number("hostCopyGBps", copy.gigabytes_per_second).on(of));
+    }
+    measured
 }
 
-/// The GPUs that this process may use, by NVML.
-///
-/// # Errors
-/// There is no driver, or no NVML.
-pub fn gpu_states() -> Result<Vec<GpuState>, String> {
-    let nvml = Nvml::load().map_err(|error| error.to_string())?;
-    let mut states = Vec::new();
-    for ordinal in 0..GPUS_MAX {
-        let uuid = match uuid_of(ordinal) {
-            Ok(uuid) => uuid,
-            Err(error) if ordinal == 0 => return Err(error.to_string()),
-            Err(_) => break,
-        };
-        let name = format!("GPU {ordinal} ({})", uuid_text(uuid));
-        let monitor = Monitor::open(&nvml, uuid).map_err(|error| format!("{name}: {error}"))?;
-        let reading = monitor.read();
-        let (slowed_by, ecc_uncorrected) = (reading.slowed_by, reading.ecc_uncorrected);
-        states.push(GpuState { name, slowed_by, ecc_uncorrected });
-    }
-    Ok(states)
+/// Memory that may be locked, which cards of InfiniBand need.
+pub fn locked_memory(rdma: bool) -> Measured {
+    let limit = locked_bytes_max();
+    let value = match too_little_lockable(limit) {
+        Some(what) if rdma => Value::Wrong { grade: Grade::Fail, what },
+        _ => Value::Fine(match limit {
+            Some(bytes) => format!("{} KiB", bytes >> 10),
+            None => "without a limit".to_string(),
+        }),
+    };
+    Measured::of_check(Check::LockedMemory, value)
 }

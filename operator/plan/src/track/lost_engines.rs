@@ -1,0 +1,25 @@
+//! Engines that were lost, and devices that gave them up.
+
+use super::{DEVICE_FAILURES_KEPT, Happening, Tracker};
+use crate::observed::{DeviceFailure, Millis};
+use moejob_protocol::report::Event;
+
+impl Tracker {
+    pub(super) fn note_engine(&mut self, name: &str, event: &Event, now: Millis) -> Vec<Happening> {
+        let Some(node) = self.observed.worker(name).map(|worker| worker.node.clone()) else {
+            return Vec::new();
+        };
+        let gang = self.observed.gang();
+        let Some(loss) = self.engines.heard((name, &node), gang, event, now).cloned() else {
+            return Vec::new();
+        };
+        if loss.by_device {
+            let (device, name, words) = (loss.device, loss.place(), loss.cause.clone());
+            let failures = &mut self.observed.record.device_failures;
+            failures.push(DeviceFailure { node, device, name, words, at: now });
+            let surplus = failures.len().saturating_sub(DEVICE_FAILURES_KEPT);
+            failures.drain(..surplus);
+        }
+        vec![Happening::EngineLost(loss)]
+    }
+}

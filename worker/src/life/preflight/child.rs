@@ -1,0 +1,267 @@
+//! The process that measures one GPU. It obeys its parent's lines until they end.
+
+use moejob_kernels::cuda::{
+    Arena, Copies, CudaError, Gpu, Monitor, Nvml, peer_read_rate, uuid_text,
+};
+use moejob_kernels::{ArenaPlan, DType};
+use moejob_nccl::{Comm, Config, Library, Reduce, Seat, Span, Stream, UniqueId};
+use moejob_protocol::preflight::{Check, Grade, Measured, Value};
+use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+use serde::{Deserialize, Serialize};
+use std::io::{self, BufRead, Write};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+/// Makes an engine's process one that measures; says which GPU.
+pub(super) const ENV_PART: &str = "MOEJOB_PREFLIGHT_GPU";
+
+/// The fastest counts, after one that is not counted.
+const REDUCTIONS: usize = 3;
+const MEET_LIMIT: Duration = Duration::from_secs(15);
+/// For one all-reduce: a hundred times what a slow node takes.
+const REDUCE_LIMIT: Duration = Duration::from_secs(15);
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Ask {
+    /// With the host and within the GPU, and what the driver tells of it.
+    Copies,
+    /// Reads of another GPU's memory.
+    Peer { ordinal: usize },
+    /// A place to meet.
+    Id,
+    /// An all-reduce of so many bytes.
+    Meet { id: String, rank: u32, world: u32, bytes: usize },
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Reply {
+    /// The GPU is open.
+    Ready { name: String, free: usize },
+    Measured(Vec<Measured>),
+    Id(String),
+    /// Bus bandwidth of an all-reduce, GB/s.
+    Bus { check: String, rate: f64 },
+    /// There is no driver here: nothing can be said of any GPU.
+    Absent { why: String },
+    /// A check that could not be made.
+    Failed { what: String, why: String },
+}
+
+/// The GPU that this process is to measure, if it is one that measures.
+pub(crate) fn part() -> Option<usize> {
+    std::env::var(ENV_PART).ok()?.parse().ok()
+}
+
+/// Ends with its parent, whose process id this is.
+pub(crate) fn main(parent: &str, ordinal: usize) -> ExitCode {
+    let bound = set_parent_process_death_signal(Some(Signal::KILL));
+    let found = getppid().map(|pid| pid.as_raw_nonzero().get().to_string());
+    if bound.is_err() || found.as_deref() != Some(parent) {
+        return ExitCode::from(75);
+    }
+    let measuring = match Measuring::open(ordinal) {
+        Ok(measuring) => measuring,
+        Err(error @ CudaError::Missing { .. }) => {
+            say(&Reply::Absent { why: error.to_string() });
+            return ExitCode::FAILURE;
+        }
+        Err(error) => {
+            // Its parent names the GPU by how this ends; the words go to its log.
+            eprintln!("preflight of GPU {ordinal}: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    match measuring.obey() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) => ExitCode::FAILURE,
+    }
+}
+
+struct Measuring {
+    gpu: Gpu,
+    monitor: Result<Monitor, String>,
+    copies: Option<Copies>,
+}
+
+impl Measuring {
+    fn open(ordinal: usize) -> Result<Measuring, CudaError> {
+        let gpu = Gpu::open(ordinal)?;
+        let monitor = Nvml::load().and_then(|nvml| Monitor::open(&nvml, gpu.uuid()));
+        let monitor = monitor.map_err(|error| error.to_string());
+        let name = format!("GPU {ordinal} ({})", uuid_text(gpu.uuid()));
+        let (free, _) = gpu.memory()?;
+        // Before it is its turn.
+        let copies = Copies::new(&gpu);
+        say(&Reply::Ready { name, free });
+        let copies = match copies {
+            Ok(copies) => Some(copies),
+            Err(error) => {
+                eprintln!("preflight: {error}");
+                None
+            }
+        };
+        Ok(Measuring { gpu, monitor, copies })
+    }
+
+    fn obey(mut self) -> io::Result<()> {
+        for line in io::stdin().lock().lines() {
+            match serde_json::from_str(&line?)? {
+                Ask::Copies => say(&Reply::Measured(self.copies())),
+                Ask::Peer { ordinal } => say(&Reply::Measured(vec![
+                    match peer_read_rate(&self.gpu, ordinal) {
+                        Ok(rate) => Measured::number("peerReadGBps", rate),
+                        Err(error) => unmeasured("peerReadGBps", &error.to_string()),
+                    },
+                ])),
+                Ask::Id => say(&match id() {
+                    Ok(id) => Reply::Id(id),
+                    Err(why) => Reply::Failed { what: "allReduceGBps".to_string(), why },
+                }),
+                Ask::Meet { id, rank, world, bytes } => {
+                    say(&match all_reduce(&self.gpu, &id, Seat { rank, world }, bytes) {
+                        Ok(rate) => Reply::Bus { check: check_of(&self.gpu, world), rate },
+                        Err(why) => Reply::Failed { what: "allReduceGBps".to_string(), why },
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The clock is read while it works, errors when it has.
+    fn copies(&mut self) -> Vec<Measured> {
+        // What it has allocated is free for what comes next.
+        let rates = self.copies.take().map(|mut copies| copies.rates());
+        let mut all = match rates {
+            Some(Ok(rates)) => vec![
+                Measured::number("hostToDeviceGBps", rates.host_to_device),
+                Measured::number("deviceToHostGBps", rates.device_to_host),
+                Measured::number("deviceCopyGBps", rates.within_device),
+            ],
+            Some(Err(error)) => {
+                let what = format!("copies fail: {error}");
+                let value = Value::Wrong { grade: Grade::Fail, what };
+                vec![Measured::of_check(Check::Gpus, value)]
+            }
+            None => {
+                let why = "there is no memory for it";
+                vec![unmeasured("hostToDeviceGBps", why), unmeasured("deviceToHostGBps", why)]
+            }
+        };
+        all.extend(self.state());
+        all
+    }
+
+    fn state(&self) -> [Measured; 2] {
+        let monitor = match &self.monitor {
+            Ok(monitor) => monitor,
+            Err(why) => {
+                let unknown = |check| Measured::of_check(check, Value::Unmeasured(why.clone()));
+                return [unknown(Check::Clocks), unknown(Check::Ecc)];
+            }
+        };
+        let reading = monitor.read();
+        let clocks = match reading.slowed_by.is_empty() {
+            true => Value::Fine("nothing slows it".to_string()),
+            false => {
+                let what = format!("slowed by {}", reading.slowed_by.join(", "));
+                Value::Wrong { grade: Grade::Warn, what }
+            }
+        };
+        let errors = match reading.ecc_uncorrected {
+            None => Value::Unmeasured("the driver does not tell".to_string()),
+            Some(0) => Value::Fine("no errors".to_string()),
+            Some(count) => {
+                let what = format!("{count} errors since the driver was loaded");
+                Value::Wrong { grade: Grade::Fail, what }
+            }
+        };
+        [Measured::of_check(Check::Clocks, clocks), Measured::of_check(Check::Ecc, errors)]
+    }
+}
+
+fn unmeasured(check: &str, why: &str) -> Measured {
+    let value = Value::Unmeasured(why.to_string());
+    Measured { check: check.to_string(), of: String::new(), value }
+}
+
+fn say(reply: &Reply) {
+    let line = serde_json::to_string(reply).unwrap_or_default();
+    let mut out = io::stdout().lock();
+    // Without a parent the process ends by itself.
+    let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+}
+
+fn id() -> Result<String, String> {
+    let library = Library::load().map_err(|error| error.to_string())?;
+    let id = UniqueId::new(&library).map_err(|error| error.to_string())?;
+    Ok(id.bytes().iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+fn of_hex(text: &str) -> Option<UniqueId> {
+    let digits: Option<Vec<u8>> =
+        text.chars().map(|c| c.to_digit(16).and_then(|digit| u8::try_from(digit).ok())).collect();
+    let bytes: Vec<u8> = digits?.chunks_exact(2).map(|two| two[0] << 4 | two[1]).collect();
+    Some(UniqueId::from_bytes(bytes.try_into().ok()?))
+}
+
+/// Limits of machines with Hopper GPUs are those of NCCL with multicast of NVLink, which engines
+/// leave off: without it the number is of another check.
+fn check_of(gpu: &Gpu, world: u32) -> String {
+    let off = std::env::var("NCCL_NVLS_ENABLE").is_ok_and(|value| value == "0");
+    let plain = off && gpu.capability().0 >= 9 && world > 2;
+    if plain { "plainAllReduceGBps" } else { "allReduceGBps" }.to_string()
+}
+
+/// Bus bandwidth as nccl-tests counts it: twice (n - 1) / n of the bytes over the time.
+fn all_reduce(gpu: &Gpu, id: &str, seat: Seat, bytes: usize) -> Result<f64, String> {
+    let text = |error: CudaError| error.to_string();
+    let library = Library::load().map_err(|error| error.to_string())?;
+    let id = of_hex(id).ok_or("no place to meet")?;
+    let config = Config { meet_limit: MEET_LIMIT, ..Config::default() };
+    let elements = bytes / 2;
+    let arena = Arena::new(gpu, 2 * elements).map_err(text)?;
+    let buffer = ArenaPlan::new().alloc(DType::Bf16, elements);
+    let stream = gpu.stream().map_err(text)?;
+    arena.fill_bytes(&stream, buffer, 0).map_err(text)?;
+    // Dropped before what it reads and writes.
+    let comm = Comm::init(&library, seat, &id, &config).map_err(|error| error.to_string())?;
+    // SAFETY: the arena and the stream are this GPU's, and dropped after the communicator.
+    let (span, on) = unsafe {
+        let span = Span::new(arena.address(buffer), moejob_nccl::DType::Bf16, elements);
+        (span, Stream::new(stream.raw()))
+    };
+    let mut seconds = f64::INFINITY;
+    for reading in 0..=REDUCTIONS {
+        let began = Instant::now();
+        comm.all_reduce(span, span, Reduce::Sum, on).map_err(|error| error.to_string())?;
+        while !stream.is_idle().map_err(text)? {
+            if began.elapsed() > REDUCE_LIMIT {
+                // A kernel that spins for a peer ends with the process alone.
+                return Err(format!("an all-reduce is not done in {} s", REDUCE_LIMIT.as_secs()));
+            }
+            std::hint::spin_loop();
+        }
+        if reading > 0 {
+            seconds = seconds.min(began.elapsed().as_secs_f64());
+        }
+    }
+    comm.finalize().map_err(|error| error.to_string())?;
+    let world = f64::from(seat.world);
+    Ok(bytes as f64 * 2.0 * (world - 1.0) / world / seconds / 1e9)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_to_meet_goes_through_text() {
+        let text: String = (0..128).map(|byte| format!("{byte:02x}")).collect();
+        let id = of_hex(&text).expect("an id");
+        assert_eq!(id.bytes()[127], 127);
+        for wrong in ["", "0", &text[2..], &text.replace('0', "x")] {
+            assert!(of_hex(wrong).is_none(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! What a worker measures of its node before it gets a rank.
+//!
+//! ```text
+//! Order -> places (/sys against the profile), host (memory), gpus (a process each) -> Answer
+//! gpus: Ask --standard input--> child --standard output--> Reply
+//! ```
+//! The worker itself never calls CUDA: for each GPU it starts a process of the same program, which
+//! ends when all is measured. Nothing of it stays on the device, and one that hangs is killed. What
+//! follows from the numbers is decided elsewhere (`moejob_plan::preflight`).
+
+pub(crate) mod child;
+mod gpus;
+pub mod host;
+pub mod places;
+
+use crate::life::affinity::Share;
+use crate::life::machine::Machine;
+use moejob_protocol::config::Backend;
+use moejob_protocol::preflight::{Answer, Expected, MEASURED_MAX, Measured, Order};
+use std::sync::atomic::AtomicBool;
+
+/// What the kernel calls this boot.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// What the order asks for; `stop` ends it early.
+pub fn answer(order: &Order, share: Share, stop: &AtomicBool) -> Answer {
+    let boot_id = std::fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_string();
+    let number = order.number;
+    let passed = order.passed_at_boot.as_ref();
+    if passed.is_some_and(|passed| !passed.is_empty() && *passed == boot_id) {
+        return Answer { number, boot_id, measured: None };
+    }
+    let machine = Machine::here().unwrap_or_default();
+    let first = (share.index * order.expected.devices) as usize;
+    let mut measured = measure(&machine, &machine, &order.expected, first, stop);
+    measured.truncate(MEASURED_MAX);
+    Answer { number, boot_id, measured: Some(measured) }
+}
+
+/// Compares `seen` with the profile, and measures this machine, `here`: its GPUs from `first` on.
+pub fn measure(
+    seen: &Machine,
+    here: &Machine,
+    expected: &Expected,
+    first: usize,
+    stop: &AtomicBool,
+) -> Vec<Measured> {
+    let mut measured = places::measured(seen, expected);
+    measured.push(host::locked_memory(expected.rdma));
+    if expected.backend == Backend::Cuda {
+        let ordinals = first..first + expected.devices.max(1) as usize;
+        measured.extend(gpus::measured(ordinals, stop));
+    }
+    // After the copies of the GPUs, which it would slow.
+    measured.extend(host::measured(here));
+    measured
+}

@@ -1,0 +1,36 @@
+//! The node is measured beside the shell.
+
+use super::Happened;
+use crate::life::affinity::Share;
+use crate::life::preflight;
+use moejob_protocol::preflight::Order;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use tokio::sync::mpsc;
+
+/// What is measured by now, if anything is.
+#[derive(Default)]
+pub(super) struct Measuring {
+    stop: Arc<AtomicBool>,
+}
+
+impl Measuring {
+    /// On a thread of its own, whose processes end with it. What was measured before is given up.
+    pub fn start(&mut self, order: Box<Order>, share: Share, happened: mpsc::Sender<Happened>) {
+        self.stop();
+        let stop = Arc::clone(&self.stop);
+        let measure = move || {
+            let answer = preflight::answer(&order, share, &stop);
+            let _ = happened.blocking_send(Happened::Measured(answer));
+        };
+        let thread = std::thread::Builder::new().name("preflight".to_string());
+        if let Err(error) = thread.spawn(measure) {
+            // The leader waits for a minute, and takes another node.
+            tracing::error!(%error, "no thread to measure the node");
+        }
+    }
+
+    pub fn stop(&mut self) {
+        std::mem::take(&mut self.stop).store(true, Ordering::Relaxed);
+    }
+}
