@@ -205,10 +205,14 @@ fn no_such_place(path: &Path) -> String {
     "No such file or directory. `moejob ls` lists the runs of this folder".to_string()
 }
 
-/// Whether a folder has anything that a Hugging Face directory has.
+/// Whether a folder has anything that a Hugging Face directory has, in whatever format: who reads
+/// it says what is wrong with that.
 fn has_weights(path: &Path) -> bool {
+    const ENDINGS: [&str; 8] = ["bin", "ckpt", "gguf", "h5", "json", "msgpack", "pt", "pth"];
     let is_weights = |name: &std::ffi::OsStr| {
-        name == "config.json" || name.to_string_lossy().contains(".safetensors")
+        let ending = Path::new(name).extension().and_then(|ending| ending.to_str());
+        name.to_string_lossy().contains(".safetensors")
+            || ending.is_some_and(|ending| ENDINGS.contains(&ending))
     };
     // What cannot be listed is told by whoever reads it.
     let Ok(mut entries) = std::fs::read_dir(path) else { return true };
