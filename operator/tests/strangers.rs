@@ -108,7 +108,7 @@ async fn wrong_certificates(address: SocketAddr, forge: &Forge) {
     for name in [&member, "moejob://operators", "moejob://Operator", "https://operator"] {
         refused(name, address, forge.valid(name, ALPN_CONTROL), &framed(HELLO)).await;
     }
-    for alpn in [&b""[..], b"h2", b"moejob-control/2"] {
+    for alpn in [&b""[..], b"h2", b"moejob-control/9"] {
         refused("the operator", address, forge.valid(&operator, alpn), &framed(HELLO)).await;
     }
     refused("no name", address, forge.client(&[], -DAY, DAY, ALPN_CONTROL), &framed(HELLO)).await;

@@ -31,7 +31,7 @@ fn running(setup: Setup) -> World {
 fn hello(world: &World, name: &str) -> Hello {
     let sim = &world.sims[name];
     Hello {
-        version: 1,
+        version: world.setup.speaks,
         worker: name.to_string(),
         token: String::new(),
         signing_request: String::new(),
