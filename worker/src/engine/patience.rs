@@ -67,6 +67,16 @@ impl Deadline {
         self.at.store(NEVER, Ordering::Relaxed);
     }
 
+    /// Does what is no work of the device, and does not count: to wait for data, for example.
+    pub fn outside<T>(&self, work: impl FnOnce() -> T) -> T {
+        let at = self.at.swap(NEVER, Ordering::Relaxed);
+        let began = Instant::now();
+        let done = work();
+        let took = u64::try_from(began.elapsed().as_millis()).unwrap_or(NEVER);
+        self.at.store(at.saturating_add(took), Ordering::Relaxed);
+        done
+    }
+
     /// By how much it is missed.
     fn missed(&self, now: Instant) -> Option<Duration> {
         let at = Duration::from_millis(self.at.load(Ordering::Relaxed));
@@ -107,8 +117,17 @@ mod tests {
         assert_eq!(after(9), None);
         let missed = after(100).expect("it is");
         assert!(missed > Duration::from_secs(89) && missed < Duration::from_secs(95), "{missed:?}");
+        let waited = Duration::from_millis(30);
+        deadline.outside(|| {
+            assert_eq!(after(1_000), None, "this does not count");
+            std::thread::sleep(waited);
+        });
+        let moved = deadline.at.load(Ordering::Relaxed);
+        assert!(moved >= 10_000 + 30, "{moved} ms");
         deadline.clear();
         assert_eq!(after(1_000), None, "it was over in time");
+        deadline.outside(|| {});
+        assert_eq!(after(1_000), None, "no step is begun by it");
     }
 
     #[test]

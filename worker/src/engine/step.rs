@@ -83,7 +83,8 @@ impl Engine {
         for round in 0..self.model.layout.mesh.rounds(count) {
             let schedule = Schedule::new(&self.model, round, count, &aim, |_| tokens);
             if let Some(micro_batch) = schedule.own {
-                let batch = batches.micro_batch(step, micro_batch)?;
+                // Storage may be slow, which is no fault of the device.
+                let batch = self.deadline.outside(|| batches.micro_batch(step, micro_batch))?;
                 self.model.load_documents(&batch.ids, &batch.targets, batch.starts.as_deref());
                 let seed = self.training.seed;
                 self.model.set_noise(Some(Noise { seed, step, micro_batch }));
