@@ -4,8 +4,9 @@
         [--fault KILL|STOP|illegal|hang] [--whom engine|worker]
 
 The large model is OLMoE cut to 4 layers, experts over both GPUs (24 GB of weights and moments), the
-whole one all of it (83 GB); it trains on the text files of ./data. From the signal to the first step of the next attempt; beside it
-what the events say of where the time went, and memory before and after.
+whole one all of it (83 GB); it trains on the text files of ./data. From the signal to the first
+step of the next attempt; beside it what the events say of where the time went, and memory before
+and after.
 """
 import argparse
 import datetime

@@ -115,8 +115,8 @@ impl Mapping {
             let Some(left) = self.len.checked_sub(start).filter(|left| *left > 0) else {
                 return Ok(());
             };
-            // SAFETY: the range lies within the mapping, which outlives the call. The advice changes
-            // no byte of it: what of shared memory is not needed here stays in its file.
+            // SAFETY: the range lies within the mapping, which outlives the call. The advice
+            // changes no byte of it: what of shared memory is not needed here stays in its file.
             unsafe {
                 let base = self.base.add(start).as_ptr().cast();
                 madvise(base, left.min(PIECE), advice)

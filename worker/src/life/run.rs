@@ -28,7 +28,7 @@ use engines::{Engines, Make};
 use link::Link;
 use measuring::Measuring;
 use bootstrap::take_share;
-use signals::Signals;
+use signals::{Signals, watch_owner};
 use moejob_protocol::message::{HEARTBEAT_MS, Heartbeat, Phase, Request};
 use moejob_protocol::preflight::Answer;
 use moejob_protocol::{Up, WorkerConfig};
@@ -481,25 +481,3 @@ async fn wait_for(
         None => std::future::pending().await,
     }
 }
-
-/// A thread that blocks on the owner's end of a pipe; it ends with the process.
-fn watch_owner(
-    mut owner: impl Read + Send + 'static,
-    happened: mpsc::Sender<Happened>,
-) -> io::Result<()> {
-    let watch = move || {
-        let mut ignored = [0; 256];
-        loop {
-            match owner.read(&mut ignored) {
-                Ok(0) => break,
-                Ok(_) => {}
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => break,
-            }
-        }
-        let _ = happened.blocking_send(Happened::OwnerGone);
-    };
-    std::thread::Builder::new().name("owner".to_string()).spawn(watch)?;
-    Ok(())
-}
-

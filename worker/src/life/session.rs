@@ -12,8 +12,7 @@
 
 mod ends;
 
-use crate::gang::comm::CommError;
-use ends::DRAIN;
+use ends::{DRAIN, reason_of};
 use crate::attempt::api::{AttemptEnd, TrainerEvent};
 use crate::failure::Failure;
 use moejob_protocol::message::{Frame, Held, Hello, LeftReason, Request};
@@ -496,15 +495,5 @@ impl Session {
 
     fn is_orphan(&self) -> bool {
         self.leader != Leader::Connected
-    }
-}
-
-fn reason_of(error: CommError, asked: bool) -> LeftReason {
-    match error {
-        _ if asked => LeftReason::Asked,
-        CommError::PeerLost { rank, .. } | CommError::Protocol { rank, .. } => {
-            LeftReason::PeerLost { rank }
-        }
-        CommError::Aborted { reason } => LeftReason::Error { message: reason },
     }
 }

@@ -115,7 +115,8 @@ impl Nccl {
             id,
         };
         let thread = std::thread::Builder::new().name("meet".to_string());
-        let meeting = thread.spawn(move || party.meet()).map_err(|source| NoLinks::Thread { source })?;
+        let meeting = thread.spawn(move || party.meet());
+        let meeting = meeting.map_err(|source| NoLinks::Thread { source })?;
         let (lookout, comms) = (comm.lookout(), Mutex::default());
         let shared = Arc::new(Connections { lookout, stop, comms });
         let watched = Arc::downgrade(&shared);

@@ -1,6 +1,8 @@
-//! The signals that end a worker.
+//! What ends a worker from outside: signals, and the end of its owner.
 
-use std::io;
+use super::Happened;
+use std::io::{self, Read};
+use tokio::sync::mpsc;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 pub(super) struct Signals {
@@ -33,4 +35,25 @@ impl Signals {
         }
         self.any = true;
     }
+}
+
+/// A thread that blocks on the owner's end of a pipe; it ends with the process.
+pub(super) fn watch_owner(
+    mut owner: impl Read + Send + 'static,
+    happened: mpsc::Sender<Happened>,
+) -> io::Result<()> {
+    let watch = move || {
+        let mut ignored = [0; 256];
+        loop {
+            match owner.read(&mut ignored) {
+                Ok(0) => break,
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => break,
+            }
+        }
+        let _ = happened.blocking_send(Happened::OwnerGone);
+    };
+    std::thread::Builder::new().name("owner".to_string()).spawn(watch)?;
+    Ok(())
 }

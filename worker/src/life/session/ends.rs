@@ -5,8 +5,9 @@ use super::{
     Then,
 };
 use crate::failure::Failure;
+use crate::gang::comm::CommError;
 use moejob_protocol::Up;
-use moejob_protocol::message::Request;
+use moejob_protocol::message::{LeftReason, Request};
 use std::time::Duration;
 
 /// A worker that is to end saves what it has first.
@@ -89,5 +90,15 @@ impl Session {
         let exit_code = failure.exit_code;
         self.send(Up::Failed { exit_code, message }, out);
         self.done(exit_code, out);
+    }
+}
+
+pub(super) fn reason_of(error: CommError, asked: bool) -> LeftReason {
+    match error {
+        _ if asked => LeftReason::Asked,
+        CommError::PeerLost { rank, .. } | CommError::Protocol { rank, .. } => {
+            LeftReason::PeerLost { rank }
+        }
+        CommError::Aborted { reason } => LeftReason::Error { message: reason },
     }
 }
