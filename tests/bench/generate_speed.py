@@ -2,8 +2,8 @@
 token costs late in a text.
 
 Both take the likeliest token each time, in fp32, from one directory that `moejob checkpoint export`
-has made. Rounds alternate; both must find the same tokens. What a token costs is processor time in
-user mode of one thread, the least of a few runs, which a neighbour's load disturbs least.
+has made. Rounds alternate; both must find the same tokens. What a token costs is processor time of
+one thread, the least of a few runs, which a neighbour's load disturbs least.
 
     moejob checkpoint export runs/first-run exported
     python3 tests/bench/generate_speed.py target/release/moejob exported [--threads 2] [--rounds 5]
@@ -32,10 +32,16 @@ SPAN, EARLY, LATE = 64, 8, 512
 def ask(program, model, tokens, threads):
     command = [program, "generate", model, "--prompt", PROMPT, "--temperature", "0", "--json"]
     command += ["--max-tokens", str(tokens), "--threads", str(threads)]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    before = processor()
     out = subprocess.run(command, check=True, capture_output=True).stdout
-    user = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
-    return json.loads(out), user
+    return json.loads(out), processor() - before
+
+
+def processor():
+    """Seconds of processors for all that was started and has ended. Only the sum of user and system
+    mode is counted exactly; how it is shared is sampled some 250 times a second."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def costs(program, model, rounds):
