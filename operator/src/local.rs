@@ -278,8 +278,14 @@ impl Runner {
                     EventKind::Warning,
                     EventKind::EngineLost,
                 ];
-                if kinds.contains(&event.event) {
-                    self.progress.note(&event.message);
+                let words = match event.event {
+                    EventKind::Resumed => words::goes_on_from(&event.message),
+                    _ => event.message.clone(),
+                };
+                // Each attempt says of its data what the one before has said.
+                let is_news = event.event != EventKind::Warning || self.words.is_news(&words);
+                if kinds.contains(&event.event) && is_news {
+                    self.progress.note(&words);
                 }
                 // The ranks' own records lie with rank 0; of its engines a worker tells us.
                 if [EventKind::EngineStarted, EventKind::EngineLost].contains(&event.event) {
@@ -316,7 +322,11 @@ impl Runner {
             format!("; {steps} steps are {times:.2} epochs of {all} tokens")
         });
         let epochs = epochs.unwrap_or_default();
-        self.progress.note(&format!("about {} to go{epochs}", clock(left)));
+        let span = match left.as_secs() {
+            0 => "less than a second".to_string(),
+            _ => format!("about {}", clock(left)),
+        };
+        self.progress.note(&format!("{span} to go{epochs}"));
     }
 
     /// Does what the loop says until it has nothing more to say. When it wants to be asked again.
@@ -496,7 +506,11 @@ impl Runner {
                 }
                 *exit_code
             }
-            Outcome::Suspended => 0,
+            Outcome::Suspended => {
+                let words = "spec.suspend is true: nothing is trained. --set suspend=false trains";
+                self.progress.note(words);
+                0
+            }
             Outcome::Interrupted => {
                 let stored = self.job.tracker().observed.stored.as_ref();
                 let from = stored.map_or("the beginning", |stored| stored.name.as_str());

@@ -59,6 +59,7 @@ pub fn order(
     let usable: Vec<usize> = (0..nodes.len()).filter(|at| nodes[*at].usable).collect();
     let (ordered, first) = places.order(&usable, wish, min, count);
     let why = match (wish, ordered.first()) {
+        (None, _) if usable.len() == 1 => "1 usable node".to_string(),
         (None, _) => format!("{} usable nodes, neighbours beside each other", usable.len()),
         (Some(_), None) => "no node is usable".to_string(),
         (Some((level, closeness)), Some(at)) => {

@@ -78,13 +78,17 @@ pub fn run(args: &ValidateArgs) -> ExitCode {
 pub struct ReadJob {
     pub job: Job,
     file: PathBuf,
-    manifest: Manifest,
+    /// None of a file that was changed by the command line: it has no lines to name.
+    manifest: Option<Manifest>,
 }
 
 impl ReadJob {
     /// Each problem as a line that says where it stands.
     pub fn lines(&self, problems: Vec<Problem>) -> Vec<String> {
-        let problems = self.manifest.locate(problems);
+        let problems = match &self.manifest {
+            Some(manifest) => manifest.locate(problems),
+            None => problems,
+        };
         problems.iter().map(|problem| line(&self.file, "", problem)).collect()
     }
 }
@@ -124,7 +128,8 @@ pub fn read_changed_job(
         Err(error) => (Finding::unreadable(file, &error), Vec::new()),
     };
     if is_changed {
-        let all = finding.problems.iter_mut().chain(&mut finding.warnings);
+        let lists = [&mut finding.problems, &mut finding.warnings, &mut finding.unsupported];
+        let all = lists.into_iter().flatten();
         all.for_each(|problem| problem.place = None);
     }
     if finding.job.is_none() {
@@ -134,7 +139,8 @@ pub fn read_changed_job(
         warnings.for_each(|warning| eprintln!("{}", line(file, "warning: ", warning)));
     }
     let job = jobs.pop().ok_or(ExitCode::from(EXIT_INPUT))?;
-    Ok(ReadJob { job, file: file.to_path_buf(), manifest: Manifest::read(&bytes) })
+    let manifest = (!is_changed).then(|| Manifest::read(&bytes));
+    Ok(ReadJob { job, file: file.to_path_buf(), manifest })
 }
 
 fn refuse(problems: &str) -> ExitCode {
@@ -189,7 +195,8 @@ fn only_job(bytes: Vec<u8>) -> Vec<u8> {
 
 impl Finding {
     fn unreadable(file: &Path, error: &std::io::Error) -> Finding {
-        Finding { unreadable: Some(format!("cannot be read: {error}")), ..Finding::of(file) }
+        let words = format!("cannot be read: {}", crate::out::io(error));
+        Finding { unreadable: Some(words), ..Finding::of(file) }
     }
 
     fn of(file: &Path) -> Finding {
