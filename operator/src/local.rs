@@ -17,6 +17,7 @@ mod tfevents;
 mod words;
 
 use crate::authority::Authority;
+use crate::cli::generate::{command_for, command_to_look};
 use crate::control::{Leader, LeaderEvent, Told, Verifier};
 use crate::controller::Clock;
 use crate::progress::{Progress, clock};
@@ -39,6 +40,7 @@ use moejob_plan::record::{self, Saved};
 use moejob_plan::status::{CheckpointStatus, MoeJobStatus};
 use moejob_plan::track::Recovery;
 use moejob_protocol::message::{Heartbeat, Up};
+use moejob_protocol::model::RouterKind;
 use moejob_protocol::report::{Detail, Event as Line, EventKind, StepReport};
 use process::{ProcessEvent, Processes};
 use tfevents::TfEvents;
@@ -492,7 +494,12 @@ impl Runner {
                 let inside = own.is_ok_and(|own| self.location.starts_with(own));
                 let of = if inside { self.folder.path() } else { &self.location };
                 let program = std::env::args().next().unwrap_or_else(|| "moejob".to_string());
-                let command = crate::cli::generate::command_for(&program, of);
+                let router = &self.job.tracker().observed.template.model.router;
+                let command = match router.kind {
+                    // Its experts choose among all tokens of a text: it cannot be asked to go on.
+                    RouterKind::ExpertChoice => command_to_look(&program, self.folder.path()),
+                    _ => command_for(&program, of),
+                };
                 self.progress.note(&format!("try it: {command}"));
                 0
             }

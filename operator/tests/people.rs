@@ -152,6 +152,15 @@ fn a_model_is_used_by_the_command_that_is_printed() {
     let together = measured(&["--reset-at-boundaries", "false"]);
     assert!((together - trained).abs() > 1e-6, "{together} {trained}");
 
+    // What cannot be asked is looked at.
+    let choice = ["run", "job.yaml", "--name", "choice", "--set"];
+    let output = place.moejob(&[&choice[..], &["model.router={kind: expertChoice}"]].concat());
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    let printed = told.lines().find_map(|line| line.strip_prefix("try it: "));
+    let printed = printed.unwrap_or_else(|| panic!("no command in {told}"));
+    let output = place.command("sh", &["-c", printed]);
+    assert!(output.status.success(), "{printed}: {output:?}");
+
     let (code, told) = place.refused(&["generate", "runs/small", "--prompt", ""]);
     assert!(code == 2 && told.contains("the prompt is empty"), "{told}");
     for (asked, expected) in [

@@ -2,6 +2,7 @@
 
 use crate::Job;
 use crate::problem::{Problem, printable};
+use crate::yaml::first_words;
 use serde_json::{Map, Value};
 
 /// A manifest with other values: `sets` are `FIELD=VALUE`, the field's path with or without `spec.`
@@ -95,12 +96,11 @@ fn beside_spec(path: &str) -> Option<&'static str> {
     }
 }
 
-/// The first sentence of the YAML reader, without a place: it would be one in what was typed.
+/// The same without a place: it would be one in what was typed.
 fn words(error: &str) -> String {
-    let line = error.lines().next().unwrap_or_default();
-    let line = line.strip_prefix("error: ").unwrap_or(line);
+    let line = first_words(error);
     let placed = line.strip_prefix("line ").and_then(|rest| rest.split_once(": "));
-    placed.map_or(line, |(_, words)| words).to_string()
+    placed.map_or(line.as_str(), |(_, words)| words).to_string()
 }
 
 /// The place of a field, made where it is missing; none in what has no fields.

@@ -420,6 +420,11 @@ pub fn command_for(program: &str, place: &Path) -> String {
     format!("{program} generate {place} --prompt \"The \"")
 }
 
+/// The command that draws a run, of a model that cannot be asked.
+pub fn command_to_look(program: &str, run: &Path) -> String {
+    format!("{} report {}", args::word(Path::new(program)), args::word(run))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
