@@ -480,7 +480,7 @@ fn what_is_not_there_is_told_before_anything_starts() {
         (&["--dir", "/dev/null"][..], "choose another --dir"),
         (&["--set", "checkpoint.location=/dev/null/x"], "choose another spec.checkpoint.location"),
         (&["--trace", "none/trace.json"], "--trace none/trace.json: No such file"),
-        (&["--mlflow", "banana"], "--mlflow banana: "),
+        (&["--mlflow", "banana"], "--mlflow: it is no http"),
     ] {
         let (code, told) = place.refused(&[&["run", "job.yaml"], asked].concat());
         assert!(code == 2 && told.contains(expected), "{asked:?}: {told}");
@@ -538,7 +538,7 @@ fn on_terminal(
 #[test]
 fn a_terminal_is_written_no_wider_than_it_is() {
     let place = Place::new();
-    let run = |columns, term, name| {
+    let run = |columns: u16, term: &str, name: &str| {
         let asked = ["run", "job.yaml", "--name", name, "--set", "training.steps=60"];
         on_terminal(&place, columns, term, &asked, b"")
     };

@@ -188,7 +188,7 @@ pub fn arranged(
 /// (or `-o yaml`) prints.
 pub fn nodes_from(text: &str) -> Result<Vec<NodeInfo>, String> {
     let value: serde_json::Value =
-        serde_saphyr::from_str(text).map_err(|error| first_words(&error.to_string()))?;
+        serde_saphyr::from_str(text).map_err(|error| crate::yaml::first_words(&error.to_string()))?;
     let items = match (&value, &value["items"]) {
         (_, serde_json::Value::Array(items)) | (serde_json::Value::Array(items), _) => items,
         _ => return Err("found no list; write node names, or give `kubectl get nodes`".into()),

@@ -67,7 +67,7 @@ fn line(
     };
     let rate = amount(done as f64 / seconds.max(1e-3));
     let facts = format!("{:>3.0}%  {}  {rate}/s ", share * 100.0, amount(total as f64));
-    let width = columns.saturating_sub(format!("{what} []  {facts}").len()).min(WIDTH);
+    let width = columns.saturating_sub(format!("{what} [] {facts}").len()).min(WIDTH);
     let filled = ((share * width as f64) as usize).min(width);
     let bar = "=".repeat(filled) + &" ".repeat(width - filled);
     let text = match width {
@@ -87,7 +87,7 @@ mod tests {
         let bar = "=".repeat(15) + &" ".repeat(15);
         assert_eq!(found, format!("export [{bar}]  50%  10.0 MB  2.5 MB/s "));
         let narrow = |columns| line("export", Unit::Bytes, 5_000_000, 10_000_000, 2.0, columns);
-        assert_eq!(narrow(45), "export [====    ]  50%  10.0 MB  2.5 MB/s ");
+        assert_eq!(narrow(45), "export [=====      ]  50%  10.0 MB  2.5 MB/s ");
         assert_eq!((narrow(30).as_str(), narrow(0).len()), ("export  50%  10.0 MB  2.5 MB/s", 0));
         assert!(line("x", Unit::Tokens, 0, 0, 0.0, 100).contains("100%"));
     }

@@ -107,7 +107,7 @@ fn tracking(typed: Option<&str>) -> Result<Option<Tracking>, ExitCode> {
     match (Tracking::read(&uri, variable), typed) {
         (Ok(tracking), _) => Ok(Some(tracking)),
         (Err(why), Some(_)) => {
-            eprintln!("moejob: --mlflow {uri}: {why}");
+            eprintln!("moejob: --mlflow: {why}");
             Err(ExitCode::from(2))
         }
         (Err(why), None) => {
