@@ -58,11 +58,12 @@ fn other_kinds_in_a_file_are_skipped_by_name() {
     let (code, _, err) = said(&moejob(&["validate", "-"], &format!("{service}{service}")));
     assert!(code == 2 && err.contains("-: it holds no MoeJob\n"), "{err}");
     // A file of one other kind is no job with many mistakes.
-    let (code, out, err) = said(&moejob(&["validate", "examples/03-on-kubernetes/corpus.yaml"], ""));
+    let other = "examples/03-on-kubernetes/corpus.yaml";
+    let (code, out, err) = said(&moejob(&["validate", other], ""));
     assert!(code == 2 && out.is_empty(), "{out}");
     assert!(err.contains("corpus.yaml: it holds no MoeJob\n"), "{err}");
     assert!(err.contains("skipped, as they are no MoeJobs: ConfigMap ") && !err.contains("E0"));
-    let (code, _, err) = said(&moejob(&["run", "examples/03-on-kubernetes/corpus.yaml"], ""));
+    let (code, _, err) = said(&moejob(&["run", other], ""));
     assert!(code == 2 && err.contains("it holds no MoeJob, but ConfigMap "), "{err}");
     // A mistake in the kind itself is one.
     let (code, _, err) = said(&moejob(&["validate", "-"], &file.replace("MoeJob", "MoEJob")));

@@ -39,7 +39,7 @@ pub fn documents(file: &[u8]) -> Vec<Document> {
     }
 }
 
-/// The only one of its file is probably meant: it is something else only where it says of which API.
+/// The only one of its file is probably meant: it is something else only where it names an API.
 fn alone(file: &[u8]) -> Document {
     let of = document(file.to_vec());
     let is_typed = yaml::parse(file).is_ok_and(|tree| tree.get("apiVersion").is_some());
