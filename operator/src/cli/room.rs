@@ -170,6 +170,10 @@ fn judge(wish: &Wish, limits: &[Limit]) -> Result<Option<String>, String> {
 /// What to change, after what takes most.
 fn advice(wish: &Wish, raise: &str) -> String {
     let Some((name, bytes)) = wish.most else { return raise.to_string() };
+    // Of the smallest models: no other model needs less.
+    if name == "process" {
+        return raise.to_string();
+    }
     let lower = match name {
         "activations" | "scratch" | "logits" | "routed rows" | "exchange" => {
             "a smaller training.microBatchSize or data.sequenceLength needs less"

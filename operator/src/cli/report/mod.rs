@@ -250,7 +250,7 @@ mod tests {
         assert!(refused.contains("no step"), "{refused}");
         std::fs::write(home.path().join("metrics.jsonl"), "abc\n{}{\n").expect("a file");
         let refused = read::read(home.path()).expect_err("is damaged").to_string();
-        assert!(refused.contains("2 lines, and none of them can be read"), "{refused}");
+        assert!(refused.contains("of 2 lines none can be read"), "{refused}");
         // A folder of runs: one of them is meant.
         let inner = home.path().join("all/mine");
         std::fs::create_dir_all(&inner).expect("a folder");

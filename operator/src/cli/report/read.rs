@@ -78,7 +78,7 @@ pub enum ReadError {
     Metrics { path: PathBuf, why: String },
     #[error("{path}: {what}")]
     Several { path: PathBuf, what: String },
-    #[error("{path} has {unreadable} lines, and none of them can be read: it is damaged")]
+    #[error("{path} is damaged: of {unreadable} lines none can be read")]
     Damaged { path: PathBuf, unreadable: u64 },
     #[error("{path} has no step yet: the run has not begun to train")]
     Empty { path: PathBuf },
