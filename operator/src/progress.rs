@@ -117,8 +117,8 @@ impl Progress {
     fn redraw(&mut self) {
         self.drawn = Some(Instant::now());
         // It may have been made wider or narrower meanwhile.
-        let columns = columns(std::io::stdout()).unwrap_or(usize::MAX);
-        show(&format!("\r\x1b[K{}", self.line.within(columns.saturating_sub(1))));
+        let columns = columns(std::io::stdout()).unwrap_or(usize::MAX).saturating_sub(1);
+        show(&format!("\r\x1b[K{}", self.line.within(columns.max(self.line.stays()))));
     }
 
     fn keep(&mut self) {
@@ -179,6 +179,20 @@ impl Line {
 
     fn text(&self) -> String {
         self.0.iter().map(|(_, text)| text.as_str()).collect::<Vec<_>>().join("  ")
+    }
+
+    /// Characters of a line with a held-out loss that are not left out: it is not drawn anew, so it
+    /// may be wider than the terminal.
+    fn stays(&self) -> usize {
+        let is_held_out = |(weight, _): &&(Weight, String)| *weight == Weight::HeldOut;
+        let needed = |(weight, _): &&(Weight, String)| *weight <= Weight::HeldOut;
+        match self.0.iter().find(is_held_out) {
+            None => 0,
+            Some(_) => {
+                let parts = self.0.iter().filter(needed).map(|(_, text)| text.as_str());
+                parts.collect::<Vec<_>>().join("  ").chars().count()
+            }
+        }
     }
 
     /// As many parts as fit: a line that is longer than the terminal is wide cannot be drawn anew.
@@ -338,6 +352,8 @@ mod tests {
         line.push(Weight::Left, "1:10 left".to_string());
         line.push(Weight::Ranks, "1 rank".to_string());
         assert_eq!(line.within(200), line.text());
+        assert_eq!(line.within(line.stays()), "step 50/600  loss 2.6480  held-out 2.8248");
+        assert_eq!(Line::of("step 1/2".to_string()).stays(), 0);
         for (columns, expected) in [
             (79, "step 50/600  loss 2.6480  16.1k tok/s  held-out 2.8248  1:10 left  1 rank"),
             (50, "step 50/600  loss 2.6480  held-out 2.8248"),
