@@ -17,6 +17,7 @@ mod tfevents;
 mod words;
 
 use crate::authority::Authority;
+use crate::cli::generate::{command_for, command_to_look};
 use crate::control::{Leader, LeaderEvent, Told, Verifier};
 use crate::controller::Clock;
 use crate::progress::{Progress, clock};
@@ -39,6 +40,7 @@ use moejob_plan::record::{self, Saved};
 use moejob_plan::status::{CheckpointStatus, MoeJobStatus};
 use moejob_plan::track::Recovery;
 use moejob_protocol::message::{Heartbeat, Up};
+use moejob_protocol::model::RouterKind;
 use moejob_protocol::report::{Detail, Event as Line, EventKind, StepReport};
 use process::{ProcessEvent, Processes};
 use tfevents::TfEvents;
@@ -278,8 +280,14 @@ impl Runner {
                     EventKind::Warning,
                     EventKind::EngineLost,
                 ];
-                if kinds.contains(&event.event) {
-                    self.progress.note(&event.message);
+                let words = match event.event {
+                    EventKind::Resumed => words::goes_on_from(&event.message),
+                    _ => event.message.clone(),
+                };
+                // Each attempt says of its data what the one before has said.
+                let is_news = event.event != EventKind::Warning || self.words.is_news(&words);
+                if kinds.contains(&event.event) && is_news {
+                    self.progress.note(&words);
                 }
                 // The ranks' own records lie with rank 0; of its engines a worker tells us.
                 if [EventKind::EngineStarted, EventKind::EngineLost].contains(&event.event) {
@@ -316,7 +324,11 @@ impl Runner {
             format!("; {steps} steps are {times:.2} epochs of {all} tokens")
         });
         let epochs = epochs.unwrap_or_default();
-        self.progress.note(&format!("about {} to go{epochs}", clock(left)));
+        let span = match left.as_secs() {
+            0 => "less than a second".to_string(),
+            _ => format!("about {}", clock(left)),
+        };
+        self.progress.note(&format!("{span} to go{epochs}"));
     }
 
     /// Does what the loop says until it has nothing more to say. When it wants to be asked again.
@@ -482,7 +494,12 @@ impl Runner {
                 let inside = own.is_ok_and(|own| self.location.starts_with(own));
                 let of = if inside { self.folder.path() } else { &self.location };
                 let program = std::env::args().next().unwrap_or_else(|| "moejob".to_string());
-                let command = crate::cli::generate::command_for(&program, of);
+                let router = &self.job.tracker().observed.template.model.router;
+                let command = match router.kind {
+                    // Its experts choose among all tokens of a text: it cannot be asked to go on.
+                    RouterKind::ExpertChoice => command_to_look(&program, self.folder.path()),
+                    _ => command_for(&program, of),
+                };
                 self.progress.note(&format!("try it: {command}"));
                 0
             }
@@ -496,7 +513,11 @@ impl Runner {
                 }
                 *exit_code
             }
-            Outcome::Suspended => 0,
+            Outcome::Suspended => {
+                let words = "spec.suspend is true: nothing is trained. --set suspend=false trains";
+                self.progress.note(words);
+                0
+            }
             Outcome::Interrupted => {
                 let stored = self.job.tracker().observed.stored.as_ref();
                 let from = stored.map_or("the beginning", |stored| stored.name.as_str());

@@ -3,7 +3,8 @@
 use moejob_protocol::message::Loading;
 use moejob_plan::placement::gib;
 use moejob_protocol::report::{DeviceReport, Phases, StepReport};
-use std::io::{IsTerminal, Write};
+use crate::out::columns;
+use std::io::Write;
 use std::time::{Duration, Instant};
 
 /// In a pipe, at most one line in this time; a line with a held-out loss always appears.
@@ -21,7 +22,7 @@ pub struct Progress {
     terminal: bool,
     steps: u64,
     drawn: Option<Instant>,
-    line: String,
+    line: Line,
     rate: Rate,
     /// The time that is left was told.
     told: bool,
@@ -32,8 +33,8 @@ const STEPS_MEASURED: usize = 4;
 
 impl Progress {
     pub fn new(steps: u64) -> Progress {
-        let terminal = std::io::stdout().is_terminal();
-        let (line, rate) = (String::new(), Rate::default());
+        let terminal = columns(std::io::stdout()).is_some();
+        let (line, rate) = (Line::default(), Rate::default());
         Progress { terminal, steps, drawn: None, line, rate, told: false }
     }
 
@@ -44,10 +45,12 @@ impl Progress {
         let last = report.step >= self.steps;
         let waited = self.drawn.map(|at| at.elapsed());
         if self.terminal {
-            if last || waited.is_none_or(|waited| waited >= REDRAW_EVERY) {
+            // What stays on the screen is drawn, however soon after the line before.
+            let stays = report.validation_loss.is_some();
+            if last || stays || waited.is_none_or(|waited| waited >= REDRAW_EVERY) {
                 self.redraw();
             }
-            if report.validation_loss.is_some() {
+            if stays {
                 self.keep();
             }
         } else if last
@@ -55,7 +58,7 @@ impl Progress {
             || waited.is_none_or(|waited| waited >= PLAIN_LINE_EVERY)
         {
             self.drawn = Some(Instant::now());
-            say(&mut std::io::stdout(), &self.line);
+            say(&mut std::io::stdout(), &self.line.text());
         }
     }
 
@@ -72,6 +75,7 @@ impl Progress {
     pub fn loading(&mut self, worker: &str, loading: &Loading) {
         let Loading { bytes_done, bytes, .. } = *loading;
         let line = format!("{worker} reads the data: {} of {}", size(bytes_done), size(bytes));
+        let line = Line::of(line);
         let waited = self.drawn.map(|at| at.elapsed());
         if line == self.line || bytes_done == bytes {
             return;
@@ -81,13 +85,16 @@ impl Progress {
             self.redraw();
         } else if waited.is_none_or(|waited| waited >= PLAIN_LOADING_EVERY) {
             self.drawn = Some(Instant::now());
-            say(&mut std::io::stdout(), &line);
+            say(&mut std::io::stdout(), &line.text());
             self.line = line;
         }
     }
 
     /// A happening that a person should read, in a line of its own.
     pub fn note(&mut self, text: &str) {
+        if text.is_empty() {
+            return;
+        }
         // Workers' words stand in it.
         let text = &moejob_plan::problem::printable_lines(text);
         if self.terminal {
@@ -109,12 +116,14 @@ impl Progress {
 
     fn redraw(&mut self) {
         self.drawn = Some(Instant::now());
-        show(&format!("\r\x1b[K{}", self.line));
+        // It may have been made wider or narrower meanwhile.
+        let columns = columns(std::io::stdout()).unwrap_or(usize::MAX).saturating_sub(1);
+        show(&format!("\r\x1b[K{}", self.line.within(columns.max(self.line.stays()))));
     }
 
     fn keep(&mut self) {
         show("\n");
-        self.line.clear();
+        self.line = Line::default();
     }
 }
 
@@ -137,28 +146,89 @@ fn size(bytes: u64) -> String {
     }
 }
 
-fn describe(report: &StepReport, steps: u64, left: Option<Duration>) -> String {
-    let mut line = format!(
-        "step {}/{steps}  loss {:.4}  {} tok/s",
-        report.step,
-        report.loss,
-        thousands(report.tokens_per_second)
-    );
-    if let Some(device) = &report.device {
-        line += &of_device(device);
-    }
-    line += &of_phases(&report.timing.phases);
-    if let Some(loss) = report.validation_loss {
-        line += &format!("  held-out {loss:.4}");
-    }
-    if let Some(left) = left.filter(|_| report.step < steps) {
-        line += &format!("  {} left", clock(left));
-    }
-    let ranks = if report.world_size == 1 { "rank" } else { "ranks" };
-    line + &format!("  {} {ranks}", report.world_size)
+/// A line in parts: what tells least goes first where there is no room for all.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Line(Vec<(Weight, String)>);
+
+/// How much a part tells; the first is never left out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Weight {
+    Needed,
+    HeldOut,
+    Left,
+    Speed,
+    Ranks,
+    Device,
+    Phases,
 }
 
-/// `  backward 57%, forward 25%, update 16%`: what took most of the time since the line before.
+impl Line {
+    fn of(text: String) -> Line {
+        Line(vec![(Weight::Needed, text)])
+    }
+
+    fn push(&mut self, weight: Weight, text: String) {
+        if !text.is_empty() {
+            self.0.push((weight, text));
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn text(&self) -> String {
+        self.0.iter().map(|(_, text)| text.as_str()).collect::<Vec<_>>().join("  ")
+    }
+
+    /// Characters of a line with a held-out loss that are not left out: it is not drawn anew, so it
+    /// may be wider than the terminal.
+    fn stays(&self) -> usize {
+        let is_held_out = |(weight, _): &&(Weight, String)| *weight == Weight::HeldOut;
+        let needed = |(weight, _): &&(Weight, String)| *weight <= Weight::HeldOut;
+        match self.0.iter().find(is_held_out) {
+            None => 0,
+            Some(_) => {
+                let parts = self.0.iter().filter(needed).map(|(_, text)| text.as_str());
+                parts.collect::<Vec<_>>().join("  ").chars().count()
+            }
+        }
+    }
+
+    /// As many parts as fit: a line that is longer than the terminal is wide cannot be drawn anew.
+    fn within(&self, columns: usize) -> String {
+        let mut kept = self.clone();
+        while kept.text().chars().count() > columns {
+            let least = kept.0.iter().map(|(weight, _)| *weight).max();
+            match least.filter(|weight| *weight != Weight::Needed) {
+                Some(least) => kept.0.retain(|(weight, _)| *weight != least),
+                None => break,
+            }
+        }
+        kept.text().chars().take(columns).collect()
+    }
+}
+
+fn describe(report: &StepReport, steps: u64, left: Option<Duration>) -> Line {
+    let mut line =
+        Line::of(format!("step {}/{steps}  loss {:.4}", report.step, report.loss));
+    line.push(Weight::Speed, format!("{} tok/s", thousands(report.tokens_per_second)));
+    if let Some(device) = &report.device {
+        line.push(Weight::Device, of_device(device));
+    }
+    line.push(Weight::Phases, of_phases(&report.timing.phases));
+    if let Some(loss) = report.validation_loss {
+        line.push(Weight::HeldOut, format!("held-out {loss:.4}"));
+    }
+    if let Some(left) = left.filter(|_| report.step < steps) {
+        line.push(Weight::Left, format!("{} left", clock(left)));
+    }
+    let ranks = if report.world_size == 1 { "rank" } else { "ranks" };
+    line.push(Weight::Ranks, format!("{} {ranks}", report.world_size));
+    line
+}
+
+/// `backward 57%, forward 25%, update 16%`: what took most of the time since the line before.
 fn of_phases(phases: &Phases) -> String {
     let mut parts = phases.parts();
     let all: f64 = parts.iter().map(|(_, seconds)| seconds).sum();
@@ -168,12 +238,12 @@ fn of_phases(phases: &Phases) -> String {
         .filter(|(_, seconds)| *seconds > 0.0)
         .map(|(name, seconds)| format!("{name} {:.0}%", 100.0 * seconds / all))
         .collect();
-    if shown.is_empty() { String::new() } else { format!("  {}", shown.join(", ")) }
+    shown.join(", ")
 }
 
-/// `  535 TFLOP/s (54.1%)  112.0 GiB  650 W`, as far as the device tells.
+/// `535 TFLOP/s (54.1%)  112.0 GiB  650 W`, as far as the device tells.
 fn of_device(device: &DeviceReport) -> String {
-    let mut text = format!("  {:.0} TFLOP/s", device.model_flops_per_second / 1e12);
+    let mut text = format!("{:.0} TFLOP/s", device.model_flops_per_second / 1e12);
     if let Some(share) = device.ceiling_share {
         text += &format!(" ({:.1}%)", share * 100.0);
     }
@@ -255,7 +325,7 @@ mod tests {
             other: 0.02,
             ..Phases::default()
         };
-        assert_eq!(of_phases(&phases), "  backward 55%, forward 25%, update 16%");
+        assert_eq!(of_phases(&phases), "backward 55%, forward 25%, update 16%");
         assert_eq!(of_phases(&Phases::default()), "");
     }
 
@@ -268,9 +338,31 @@ mod tests {
             watts: Some(650.4),
             ..DeviceReport::default()
         };
-        assert_eq!(of_device(&device), "  535 TFLOP/s (54.1%)  112.0 GiB  650 W");
+        assert_eq!(of_device(&device), "535 TFLOP/s (54.1%)  112.0 GiB  650 W");
         let unknown = DeviceReport { model_flops_per_second: 2e12, ..DeviceReport::default() };
-        assert_eq!(of_device(&unknown), "  2 TFLOP/s");
+        assert_eq!(of_device(&unknown), "2 TFLOP/s");
+    }
+
+    #[test]
+    fn a_line_is_never_wider_than_its_terminal() {
+        let mut line = Line::of("step 50/600  loss 2.6480".to_string());
+        line.push(Weight::Speed, "16.1k tok/s".to_string());
+        line.push(Weight::Phases, "validation 69%, backward 19%, forward 11%".to_string());
+        line.push(Weight::HeldOut, "held-out 2.8248".to_string());
+        line.push(Weight::Left, "1:10 left".to_string());
+        line.push(Weight::Ranks, "1 rank".to_string());
+        assert_eq!(line.within(200), line.text());
+        assert_eq!(line.within(line.stays()), "step 50/600  loss 2.6480  held-out 2.8248");
+        assert_eq!(Line::of("step 1/2".to_string()).stays(), 0);
+        for (columns, expected) in [
+            (79, "step 50/600  loss 2.6480  16.1k tok/s  held-out 2.8248  1:10 left  1 rank"),
+            (50, "step 50/600  loss 2.6480  held-out 2.8248"),
+            (30, "step 50/600  loss 2.6480"),
+            (8, "step 50/"),
+            (0, ""),
+        ] {
+            assert_eq!(line.within(columns), expected, "{columns}");
+        }
     }
 
     #[test]

@@ -87,7 +87,7 @@ fn what_cannot_be_measured_is_refused_by_name() {
     for (arguments, expected) in [
         ("--preset tiny --precision bf16", "spec.training.precision: found `bf16` on processors"),
         ("--preset deepseek-v3 --layers 4", "which has latent attention"),
-        ("--preset huge", "unknown variant `huge`"),
+        ("--preset huge", "one of tiny, tiny-qwen3, "),
         ("--preset tiny --accumulation 99999", "4096"),
     ] {
         let output = bench(arguments);

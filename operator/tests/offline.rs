@@ -57,6 +57,29 @@ fn other_kinds_in_a_file_are_skipped_by_name() {
     assert!(code == 2 && err.contains("-:5:9: E0102 spec.node"), "{err}");
     let (code, _, err) = said(&moejob(&["validate", "-"], &format!("{service}{service}")));
     assert!(code == 2 && err.contains("-: it holds no MoeJob\n"), "{err}");
+    // A file of one other kind is no job with many mistakes.
+    let other = "examples/03-on-kubernetes/corpus.yaml";
+    let (code, out, err) = said(&moejob(&["validate", other], ""));
+    assert!(code == 2 && out.is_empty(), "{out}");
+    assert!(err.contains("corpus.yaml: it holds no MoeJob\n"), "{err}");
+    assert!(err.contains("skipped, as they are no MoeJobs: ConfigMap ") && !err.contains("E0"));
+    let (code, _, err) = said(&moejob(&["run", other], ""));
+    assert!(code == 2 && err.contains("it holds no MoeJob, but ConfigMap "), "{err}");
+    // A mistake in the kind itself is one.
+    let (code, _, err) = said(&moejob(&["validate", "-"], &file.replace("MoeJob", "MoEJob")));
+    assert!(code == 2 && err.contains("did you mean `MoeJob`?"), "{err}");
+}
+
+/// A model that stands with weights which are not here is one problem, and none of each dimension.
+#[test]
+fn weights_that_are_not_here_are_the_one_problem() {
+    let file = with("profile: cpu", "");
+    let (before, after) = file.split_once("  model:\n").expect("a model");
+    let (_, after) = after.split_once("  data:\n").expect("data");
+    let file = format!("{before}  model: {{ from: {{ path: none/hf }} }}\n  data:\n{after}");
+    let (code, _, err) = said(&moejob(&["validate", "-"], &file));
+    assert!(code == 2 && err.contains("E0209 spec.model.from.path: found `none/hf`"), "{err}");
+    assert!(err.contains("nothing is downloaded here") && err.ends_with("-: 1 problem\n"), "{err}");
 }
 
 #[test]

@@ -152,6 +152,15 @@ fn a_model_is_used_by_the_command_that_is_printed() {
     let together = measured(&["--reset-at-boundaries", "false"]);
     assert!((together - trained).abs() > 1e-6, "{together} {trained}");
 
+    // What cannot be asked is looked at.
+    let choice = ["run", "job.yaml", "--name", "choice", "--set"];
+    let output = place.moejob(&[&choice[..], &["model.router={kind: expertChoice}"]].concat());
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    let printed = told.lines().find_map(|line| line.strip_prefix("try it: "));
+    let printed = printed.unwrap_or_else(|| panic!("no command in {told}"));
+    let output = place.command("sh", &["-c", printed]);
+    assert!(output.status.success(), "{printed}: {output:?}");
+
     let (code, told) = place.refused(&["generate", "runs/small", "--prompt", ""]);
     assert!(code == 2 && told.contains("the prompt is empty"), "{told}");
     for (asked, expected) in [
@@ -178,7 +187,10 @@ fn a_run_is_looked_at_listed_and_continued_under_other_values() {
     }
     assert_eq!(place.said(&["report", "runs/small", "-o", "-"]), html);
     let (code, told) = place.refused(&["report", "words"]);
-    assert!(code == 2 && told.contains("metrics.jsonl"), "{told}");
+    assert!(code == 2 && told.contains("metrics.jsonl") && !told.contains("os error"), "{told}");
+    let (code, told) = place.refused(&["report", "runs"]);
+    assert!(code == 2 && told.contains("name one of them, such as runs/small"), "{told}");
+    assert_eq!(place.said(&["report", "small", "-o", "-"]), html, "by the name that `ls` gives");
 
     // By its files alone: where it stands, and what has happened.
     let list = place.json(&["ls", "-o", "json"]);
@@ -194,6 +206,8 @@ fn a_run_is_looked_at_listed_and_continued_under_other_values() {
     assert_eq!(lines.lines().count(), 3, "{lines}");
     assert!(lines.lines().last().is_some_and(|line| line.starts_with("step 10  loss ")), "{lines}");
     assert!(place.said(&["tail", "runs/small", "--events"]).contains("AttemptStarted"));
+    let json = place.json(&["tail", "small", "-n", "2", "-o", "json"]);
+    assert_eq!((json[0]["step"].as_u64(), json[1]["step"].as_u64()), (Some(9), Some(10)));
     let (code, told) = place.refused(&["show", "words"]);
     assert!(code == 2 && told.contains("neither a run of"), "{told}");
 
@@ -205,7 +219,9 @@ fn a_run_is_looked_at_listed_and_continued_under_other_values() {
     let told = String::from_utf8_lossy(&told).into_owned();
     let jump = "the learning rate jumps from 1.00e-4 at step 5 to 3.81e-3 at step 6";
     assert!(told.contains(jump), "{told}");
-    place.said(&["run", "job.yaml", "--set", "training.steps=12"]);
+    let told = place.moejob(&["run", "job.yaml", "--set", "training.steps=12"]).stderr;
+    let told = String::from_utf8_lossy(&told).into_owned();
+    assert!(told.contains("\ngoes on from step-00000010\n"), "{told}");
     place.said(&["run", "job.yaml", "--set", "training.steps=3", "--name", "other"]);
     let newest = |run: &str| {
         let list = place.json(&["checkpoint", "ls", run, "-o", "json"]);
@@ -281,6 +297,16 @@ fn a_first_manifest_is_made_and_fields_are_explained() {
     place.said(&["validate", "mine.yaml"]);
     let (code, told) = place.refused(&["init", "mine"]);
     assert!(code == 2 && told.contains("is there already"), "{told}");
+    // Its own words name the file that it is.
+    let told = place.said(&["init", "mine", "--out", "my own.yaml"]);
+    assert!(told.ends_with("moejob run 'my own.yaml'\n"), "{told}");
+    let text = std::fs::read_to_string(place.path("my own.yaml")).expect("a file");
+    assert!(text.contains("# moejob run 'my own.yaml' "), "{text}");
+    // A model whose kind the workers do not compute yet.
+    let later = place.moejob(&["init", "later", "--preset", "deepseek-v3"]);
+    let told = String::from_utf8_lossy(&later.stderr).into_owned();
+    assert!(later.status.success() && told.contains("latent attention"), "{told}");
+    assert!(String::from_utf8_lossy(&later.stdout).contains("it cannot run yet"), "{later:?}");
     let (code, told) = place.refused(&["init", "other", "--preset", "tinny"]);
     assert!(code == 2 && told.contains("tiny"), "{told}");
     let text = place.said(&["explain", "spec.checkpoint.keep"]);
@@ -314,6 +340,26 @@ fn what_is_for_tools_is_one_value_of_json() {
     let bytes = ["data", "tokenize", "words/0.txt", "-o", "made", "--tokenizer", "bytes"];
     let made = place.json(&[&bytes[..], &["--json"]].concat());
     assert_eq!((&made["bin"], &made["documents"]), (&"made.bin".into(), &1.into()), "{made}");
+    let made = ["data", "tokenizer", "words/*.txt", "--tokens", "270", "-o", "t.json", "--json"];
+    assert_eq!(place.json(&made)["tokens"], 270);
+    let found = place.json(&["explain", "data.train.mixture", "-o", "json"]);
+    assert_eq!(found[0]["path"], "spec.data.train.mixture", "{found}");
+    place.said(&["run", "job.yaml"]);
+    for how in [&["-o", "json"][..], &["--json"]] {
+        let json = |asked: &[&str]| place.json(&[asked, how].concat());
+        let few = ["generate", "small", "--prompt", "the ", "--max-tokens", "2"];
+        assert_eq!(json(&few)["tokens"].as_array().map(Vec::len), Some(2));
+        assert!(json(&["eval", "small", "--data", "words"])["loss"].is_number());
+        let out = format!("out{}", how.len());
+        assert_eq!(json(&["checkpoint", "export", "small", &out])["path"], out.as_str());
+        let grown = json(&["checkpoint", "grow", "small", &format!("{out}-grown")]);
+        assert!(grown["path"].as_str().is_some_and(|path| path.ends_with("step-00000010")));
+    }
+    let asked = ["checkpoint", "verify", "small", "runs/small/checkpoints/step-00000010"];
+    let verified = place.moejob(&[&asked[..], &["-o", "json"]].concat());
+    let found: Value = serde_json::from_slice(&verified.stdout).expect("JSON");
+    assert_eq!((&found[0]["good"], &found[1]["good"]), (&false.into(), &true.into()), "{found}");
+    assert_eq!(verified.status.code(), Some(2));
     // The plugin of kubectl by another name.
     let [a, b] = ["moe", "kube"].map(|name| place.said(&[name, "queue", "--help"]));
     assert_eq!(a.replace("moejob moe", "moejob kube"), b);
@@ -334,7 +380,14 @@ fn memory_that_no_machine_has_is_told_before_anything_starts() {
 #[test]
 fn a_reader_that_goes_away_and_a_full_disk_are_no_panics() {
     let place = Place::new();
-    for command in ["explain --markdown", "crd", "completions bash", "doctor"] {
+    for command in [
+        "explain --markdown",
+        "crd",
+        "completions bash",
+        "doctor",
+        "plan job.yaml",
+        "data inspect words/0.txt",
+    ] {
         let shell = |line: String| place.command("sh", &["-c", &line]);
         let gone = shell(format!("{PROGRAM} {command} | head -c 1"));
         let told = String::from_utf8_lossy(&gone.stderr).into_owned();
@@ -344,9 +397,7 @@ fn a_reader_that_goes_away_and_a_full_disk_are_no_panics() {
         let full = shell(format!("{PROGRAM} {command} > /dev/full"));
         let told = String::from_utf8_lossy(&full.stderr).into_owned();
         assert!(!told.contains("panicked"), "{command}: {told}");
-        if command != "crd" {
-            assert!(full.status.code() == Some(1) && told.contains("cannot be written"), "{told}");
-        }
+        assert!(full.status.code() == Some(1) && told.contains("cannot be written"), "{told}");
     }
 }
 
@@ -365,6 +416,158 @@ fn what_is_no_checkpoint_is_told_by_what_it_is() {
             let (code, told) = place.refused(&["checkpoint", verb, at]);
             assert!(code == 2 && told.contains(what), "{verb} {at}: {told}");
         }
+    }
+}
+
+/// A value that is none is told in words, and never by the program's own types.
+#[test]
+fn numbers_that_are_none_are_refused_in_words() {
+    let place = Place::new();
+    for (command, option, most) in [
+        ("generate x", "--threads", "1024"),
+        ("generate x", "--top-k", "4294967295"),
+        ("generate x", "--seed", "18446744073709551615"),
+        ("generate x", "--max-tokens", "1048576"),
+        ("eval x --data y", "--threads", "1024"),
+        ("eval x --data y", "--sequence-length", "1048576"),
+        ("run job.yaml", "--workers", "1024"),
+        ("run job.yaml", "--threads", "1024"),
+        ("tail x", "--lines", "4294967295"),
+        ("data tokenizer x", "--tokens", "1048576"),
+        ("bench --preset tiny", "--steps", "100000"),
+        ("preflight", "--gpus", "64"),
+    ] {
+        for value in ["x", "-1", "1.5", "99999999999999999999"] {
+            let typed: Vec<&str> = command.split(' ').chain([option, value]).collect();
+            let (code, told) = place.refused(&typed);
+            let expected = format!(" to {most}");
+            assert!(code == 2 && told.contains("a whole number from "), "{typed:?}: {told}");
+            assert!(told.contains(&expected), "{typed:?}: {told}");
+            for rust in ["digit", "..", "unexpected argument", "parse"] {
+                assert!(!told.contains(rust), "{typed:?}: {told}");
+            }
+        }
+    }
+    let (code, told) = place.refused(&["bench", "--preset", "nope"]);
+    assert!(code == 2 && told.contains("one of tiny, ") && !told.contains("variant"), "{told}");
+}
+
+/// What a job lacks is told by name before a worker or a folder is made.
+#[test]
+fn what_is_not_there_is_told_before_anything_starts() {
+    let place = Place::new();
+    for (set, expected) in [
+        (&["model.from.path=some/model"][..], "spec.model.from.path: `some/model` is not there"),
+        (&["model.from.path=some/model"], "nothing is downloaded here"),
+        (&["data.tokenizer=gpt2", "model.vocabSize=300"], "spec.data.tokenizer: `gpt2` is not"),
+        (&["training.steps=1e3"], "found `1e3`"),
+        (&["training.seed=yes"], "found `yes`"),
+        (&["model.experts=["], "unclosed bracket"),
+        (&["data.train.text.paths.0=x"], "set a list as a whole"),
+        (&["metadata.name=x"], "--name"),
+    ] {
+        let sets = set.iter().flat_map(|set| ["--set", set]);
+        let asked: Vec<&str> = ["run", "job.yaml"].into_iter().chain(sets).collect();
+        let (code, told) = place.refused(&asked);
+        assert!(code == 2 && told.contains(expected), "{set:?}: {told}");
+        assert!(!told.contains("<input>") && !told.contains("os error"), "{told}");
+    }
+    // A file that was changed has no lines to name.
+    let (_, told) = place.refused(&["run", "job.yaml", "--set", "nodes.profile=gpu"]);
+    assert!(told.contains("job.yaml: E0301") && !told.contains("job.yaml:1"), "{told}");
+    assert!(!place.path("runs").exists());
+    for (asked, expected) in [
+        (&["--dir", "/dev/null"][..], "choose another --dir"),
+        (&["--set", "checkpoint.location=/dev/null/x"], "choose another spec.checkpoint.location"),
+        (&["--trace", "none/trace.json"], "--trace none/trace.json: No such file"),
+        (&["--mlflow", "banana"], "--mlflow: it is no http"),
+    ] {
+        let (code, told) = place.refused(&[&["run", "job.yaml"], asked].concat());
+        assert!(code == 2 && told.contains(expected), "{asked:?}: {told}");
+    }
+    let output = place.moejob(&["run", "job.yaml", "--set", "suspend=true"]);
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success() && told.contains("spec.suspend is true"), "{told}");
+    // A run that has not begun says so.
+    let output = place.moejob(&["tail", "small"]);
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(told.contains("no step is done yet; it is suspended"), "{told}");
+}
+
+/// Runs it on a terminal of so many columns, with `typed` at its keyboard: what the terminal saw.
+fn on_terminal(
+    place: &Place,
+    columns: u16,
+    term: &str,
+    arguments: &[&str],
+    typed: &[u8],
+) -> String {
+    use std::io::{Read, Write};
+    let flags = rustix::pty::OpenptFlags::RDWR | rustix::pty::OpenptFlags::NOCTTY;
+    let master = rustix::pty::openpt(flags).expect("a terminal");
+    rustix::pty::unlockpt(&master).expect("unlocked");
+    let name = rustix::pty::ptsname(&master, Vec::new()).expect("a name");
+    let name = name.to_str().expect("text");
+    let slave = std::fs::File::options().read(true).write(true).open(name).expect("opens");
+    let size =
+        rustix::termios::Winsize { ws_row: 40, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+    rustix::termios::tcsetwinsize(&slave, size).expect("a size");
+    let end = || Stdio::from(slave.try_clone().expect("a terminal"));
+    let mut child = Command::new(PROGRAM)
+        .args(arguments)
+        .current_dir(place.0.path())
+        .env("TERM", term)
+        .stdin(end())
+        .stdout(end())
+        .stderr(end())
+        .spawn()
+        .expect("the program is there");
+    drop(slave);
+    let mut master = std::fs::File::from(master);
+    master.write_all(typed).expect("typed");
+    let (mut seen, mut buffer) = (Vec::new(), [0; 4096]);
+    // The end of it is an error of Linux's.
+    while let Ok(count @ 1..) = master.read(&mut buffer) {
+        seen.extend_from_slice(&buffer[..count]);
+    }
+    assert!(child.wait().expect("ends").success(), "{}", String::from_utf8_lossy(&seen));
+    String::from_utf8_lossy(&seen).into_owned()
+}
+
+/// A line that changes stays one line, and each held-out loss stays on the screen.
+#[test]
+fn a_terminal_is_written_no_wider_than_it_is() {
+    let place = Place::new();
+    let run = |columns: u16, term: &str, name: &str| {
+        let asked = ["run", "job.yaml", "--name", name, "--set", "training.steps=60"];
+        on_terminal(&place, columns, term, &asked, b"")
+    };
+    for columns in [30, 60, 200] {
+        let seen = run(columns, "xterm", &format!("wide-{columns}"));
+        let drawn: Vec<&str> = seen.split("\r\x1b[K").skip(1).collect();
+        assert!(drawn.len() > 12, "{seen:?}");
+        for line in drawn.iter().filter_map(|line| line.split(['\r', '\n']).next()) {
+            let step = line.starts_with("step ") && !line.contains("held-out");
+            assert!(!step || line.chars().count() < columns.into(), "{columns}: {line:?}");
+        }
+        // Steps 5, 10, ..., 60 are measured, whatever the time between them.
+        let kept = drawn.iter().filter(|line| line.starts_with("step ") && line.contains('\n'));
+        assert!(kept.count() >= 12, "{columns}: {seen:?}");
+        assert!(seen.matches("  held-out ").count() >= 12, "{columns}: {seen:?}");
+        assert!(!seen.contains("\r\n\r\n"), "no empty lines: {seen:?}");
+    }
+    let seen = run(80, "dumb", "dumb");
+    assert!(!seen.contains('\x1b'), "{seen:?}");
+    let steps = seen.lines().filter(|line| line.starts_with("step "));
+    assert_eq!(steps.filter(|line| line.contains("  held-out ")).count(), 12, "{seen:?}");
+    let exported = on_terminal(&place, 40, "xterm", &["checkpoint", "export", "dumb", "o"], b"");
+    let wide = exported.split(['\r', '\n']).find(|line| line.chars().count() >= 40);
+    assert_eq!(wide, None, "{exported:?}");
+    // A conversation goes on after what is no text, and ends when it is told to.
+    let asked = ["generate", "dumb", "--max-tokens", "4"];
+    let seen = on_terminal(&place, 80, "xterm", &asked, b"the\n\xff\xfe\n/help\n/new\n\n/quit\n");
+    for expected in ["9.42 k of them for a token", "/new begins a new text, /quit", "is empty"] {
+        assert!(seen.contains(expected), "{expected}: {seen}");
     }
 }
 

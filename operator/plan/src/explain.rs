@@ -4,8 +4,9 @@
 use crate::changes::CHANGEABLE;
 use crate::problem::nearest;
 use crate::spec::Preset;
-use crate::{crd, launch, preset};
-use serde_json::Value;
+use crate::{crd, launch, preset, read};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// One field of `spec`, by what the definition says of it.
@@ -105,7 +106,9 @@ fn walk(
         found.push(Field {
             text: field["description"].as_str().unwrap_or_default().to_string(),
             kind: kind(field),
-            default: (!default.is_null()).then(|| shown(&default)),
+            default: (!default.is_null())
+                .then(|| shown(&default))
+                .or_else(|| told_default(field["description"].as_str().unwrap_or_default())),
             required: required.contains(&name.as_str()),
             presets: of_model.map_or_else(Vec::new, |of_model| {
                 let of = |(name, fields): &(String, Value)| {
@@ -120,6 +123,17 @@ fn walk(
         });
         walk(&at, inner, identity, presets, found);
     }
+}
+
+/// The default that a text tells, where it is no value that a manifest would have.
+fn told_default(text: &str) -> Option<String> {
+    let at = text.find("Default: ").map(|at| at + "Default: ".len()).or_else(|| {
+        text.find("Default on one machine: ").map(|at| at + "Default ".len())
+    })?;
+    let words = text[at..].split_whitespace().collect::<Vec<_>>().join(" ");
+    // A point ends it where a sentence ends: not the one of 0.5.
+    let end = words.find(". ").unwrap_or(words.len());
+    Some(words[..end].trim_end_matches('.').to_string())
 }
 
 fn value_at(value: &Value, path: &str) -> Value {
@@ -191,8 +205,10 @@ fn change(path: &str, has_fields: bool) -> Change {
 /// # Errors
 /// There is none; what was probably meant.
 pub fn find<'a>(fields: &'a [Field], typed: &str) -> Result<Vec<&'a Field>, String> {
-    let plain = typed.trim().trim_start_matches("spec").trim_start_matches('.');
-    let plain = plain.replace("[]", "");
+    let plain = plain(typed);
+    if let Some(told) = beside_spec(&plain) {
+        return Err(told);
+    }
     let level = plain.split('.').count() + usize::from(!plain.is_empty());
     let inside = |path: &str| {
         plain.is_empty() && !path.contains('.')
@@ -223,7 +239,7 @@ pub fn find<'a>(fields: &'a [Field], typed: &str) -> Result<Vec<&'a Field>, Stri
 pub fn explain(typed: &str) -> Result<String, String> {
     let fields = fields();
     let found = find(&fields, typed)?;
-    let plain = typed.trim().trim_start_matches("spec").trim_start_matches('.').replace("[]", "");
+    let plain = plain(typed);
     let (own, inner): (Vec<&Field>, Vec<&Field>) =
         found.into_iter().partition(|field| field.path == plain);
     let mut text = String::new();
@@ -244,6 +260,50 @@ pub fn explain(typed: &str) -> Result<String, String> {
     Ok(text)
 }
 
+/// The same for tools: the field itself, then those in it.
+///
+/// # Errors
+/// See [`find`].
+pub fn json(typed: &str) -> Result<Value, String> {
+    let fields = fields();
+    let of = |field: &&Field| {
+        let presets: BTreeMap<&String, &String> =
+            field.presets.iter().map(|(preset, value)| (preset, value)).collect();
+        json!({
+            "path": format!("spec.{}", field.path),
+            "type": field.kind,
+            "text": field.text,
+            "required": field.required,
+            "default": field.default,
+            "presets": presets,
+            "change": field.change.words(),
+        })
+    };
+    Ok(find(&fields, typed)?.iter().map(of).collect())
+}
+
+/// The path that is meant: without `spec.`, the marks of lists, and dots around it.
+fn plain(typed: &str) -> String {
+    let plain = typed.trim().replace("[]", "");
+    let plain = plain.trim_matches('.');
+    let inner = plain.strip_prefix("spec.").or((plain == "spec").then_some(""));
+    inner.unwrap_or(plain).to_string()
+}
+
+/// What stands beside `spec` in a manifest.
+fn beside_spec(plain: &str) -> Option<String> {
+    let told = match plain.split('.').next().unwrap_or_default() {
+        "apiVersion" => format!("it is always {}", read::API_VERSION),
+        "kind" => format!("it is always {}", read::KIND),
+        "metadata" => "metadata.name is the name of the job, and of its folder: up to 45 of a-z, \
+                       0-9 and '-', beginning with a letter. On a cluster metadata.namespace, \
+                       labels and annotations are those of any object"
+            .to_string(),
+        _ => return None,
+    };
+    Some(format!("{plain} stands beside spec: {told}"))
+}
+
 fn name(field: &Field) -> &str {
     field.path.rsplit('.').next().unwrap_or(&field.path)
 }
@@ -255,8 +315,14 @@ impl Field {
         if self.required {
             facts.push_str("; must be given");
         }
-        if let Some(default) = &self.default {
-            let _ = write!(facts, "; default {default}");
+        match &self.default {
+            Some(default) => {
+                let _ = write!(facts, "; default {default}");
+            }
+            None if self.required || self.has_fields => {}
+            // What a preset brings along has no other default.
+            None if !self.presets.is_empty() => facts.push_str("; must be given without a preset"),
+            None => facts.push_str("; default none"),
         }
         if self.change != Change::ByField {
             let _ = write!(facts, "; {}", self.change.words());
@@ -335,15 +401,11 @@ mod tests {
         let mut lacking = Vec::new();
         for field in &fields {
             let told = !field.text.is_empty() && !field.kind.is_empty();
-            // What a job has that does not type it: a value, or the text says it.
-            let text = field.text.to_lowercase();
-            let says = ["default", "without", "none", "absent", "where", "only", "if "];
-            let known = field.required
-                || field.has_fields
-                || field.default.is_some()
-                || !field.presets.is_empty()
-                || says.iter().any(|word| text.contains(word));
-            if !told || !known {
+            // What a job has that does not type it.
+            let facts = field.facts();
+            let known = ["; default ", "; must be given"].iter().any(|of| facts.contains(of));
+            let untold = field.text.contains("Default") && !facts.contains("default ");
+            if !told || !(known || field.has_fields) || untold {
                 lacking.push(format!("{}: {}; {:?}", field.path, field.kind, field.text));
             }
         }
@@ -363,6 +425,19 @@ mod tests {
         assert!(keep.contains("default 3; may change while the job is there"), "{keep}");
         let precision = explain("training.precision").expect("a field");
         assert!(precision.contains("between two runs on one machine"), "{precision}");
+        for (path, facts) in [
+            ("data.train.jsonl.field", "text; default text; is fixed"),
+            ("data.train.mixture[].jsonl.field", "text; default text; is fixed"),
+            ("model.router.topP", "; default 0.4; "),
+            ("training.schedule.cosine.minLearningRate", "; default a tenth of the peak; "),
+            ("recovery.growthInterval", "; default 60s, on one machine 2s; "),
+            ("checkpoint.location", "; default on one machine: DIR/NAME/checkpoints; "),
+            ("image", "; default none; "),
+            ("model.hiddenSize", "; must be given without a preset; "),
+        ] {
+            let told = explain(path).expect("a field");
+            assert!(told.contains(facts), "{path}: {told}");
+        }
         let whole = explain("training").expect("fields");
         assert!(whole.contains("\nfields:\n") && whole.contains("  maxGradNorm "), "{whole}");
         assert!(explain("").expect("fields").contains("\n  training"), "the first ones");
@@ -375,6 +450,16 @@ mod tests {
         assert!(refused("traning.steps").contains("spec.training.steps"));
         assert!(refused("checkpoint.everyStep").contains("checkpoint.everySteps"));
         assert!(refused("banana").contains("`moejob explain`"));
+        assert!(refused("spectrum").starts_with("no field spec.spectrum"), "no letter is lost");
+        assert!(refused("metadata.name").contains("the name of the job"));
+        assert!(refused("kind").contains("it is always MoeJob"));
+        for typed in ["training.steps.", ".training.steps", " spec.training.steps "] {
+            assert!(explain(typed).is_ok(), "{typed}");
+        }
+        let found = json("data.train.mixture").expect("fields");
+        let list = found.as_array().expect("a list");
+        assert_eq!(list[0]["path"], "spec.data.train.mixture");
+        assert!(list.iter().any(|of| of["path"] == "spec.data.train.mixture.weight"), "{found}");
     }
 
     #[test]

@@ -400,7 +400,7 @@ fn nothing_starts(outlook: &Outlook) -> String {
 }
 
 fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
-    lines.push(format!("\nplacement on {} nodes ({})", gang.nodes, outlook.order));
+    lines.push(format!("\nplacement on {} ({})", several(gang.nodes, "node"), outlook.order));
     lines.push("   RANK  EXPERTS  MICRO-BATCHES  BUDDY  NODE".to_string());
     for rank in &gang.ranks {
         lines.push(format!(
@@ -440,16 +440,31 @@ fn what_if_text(what: &WhatIf) -> String {
     let lost = what.lose.join(", ");
     match (what.nodes, what.steps_lost, &what.resume) {
         (Some(nodes), Some(steps), Some(resume)) => format!(
-            "  lose {lost}: {nodes} nodes go on (dp {}, ep {}) from {resume}; {steps} steps are \
-             done again",
+            "  lose {lost}: {} {} on (dp {}, ep {}) from {resume}; {} {} done again",
+            several(nodes, "node"),
+            if nodes == 1 { "goes" } else { "go" },
             what.dp.unwrap_or(0),
-            what.ep.unwrap_or(0)
+            what.ep.unwrap_or(0),
+            several(steps, "step"),
+            if steps == 1 { "is" } else { "are" },
         ),
-        (Some(nodes), ..) => format!("  lose {lost}: {nodes} nodes go on undisturbed"),
+        (Some(nodes), ..) => {
+            let go = if nodes == 1 { "goes" } else { "go" };
+            format!("  lose {lost}: {} {go} on undisturbed", several(nodes, "node"))
+        }
         _ => {
             let why = what.why.last().map_or("", String::as_str);
+            let why = why.strip_prefix("wait: ").unwrap_or(why);
             format!("  lose {lost}: the job rests: {why}")
         }
+    }
+}
+
+/// `1 node`, `3 nodes`.
+fn several(count: impl Into<u64>, what: &str) -> String {
+    match count.into() {
+        1 => format!("1 {what}"),
+        count => format!("{count} {what}s"),
     }
 }
 

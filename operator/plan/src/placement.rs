@@ -89,7 +89,11 @@ pub fn divides(degree: u32, ranks: u32) -> bool {
 /// `1.5 GiB`, `12.3 MiB`.
 pub fn gib(bytes: u64) -> String {
     let mib = bytes as f64 / (1 << 20) as f64;
-    if mib >= 1024.0 { format!("{:.1} GiB", mib / 1024.0) } else { format!("{mib:.1} MiB") }
+    match mib {
+        small if small < 0.1 => format!("{} KiB", bytes.div_ceil(1 << 10)),
+        mib if mib < 1024.0 => format!("{mib:.1} MiB"),
+        mib => format!("{:.1} GiB", mib / 1024.0),
+    }
 }
 
 /// Elements of the model by where they lie; counted once a job.

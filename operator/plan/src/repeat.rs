@@ -40,6 +40,18 @@ pub fn are_alike(a: &str, b: &str) -> bool {
     letters(a) == letters(b)
 }
 
+/// Signals that a process brings about by what it does: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV.
+/// All others come from outside, and the next try need not meet them.
+const OWN_SIGNALS: [u32; 5] = [4, 6, 7, 8, 11];
+
+/// Whether a process ended by its own fault, as its runner describes the end of it:
+/// `killed by signal 6 (SIGABRT)`.
+pub fn is_own_fault(how: &str) -> bool {
+    let number = how.strip_prefix("killed by signal ").unwrap_or_default();
+    let number = number.split(' ').next().and_then(|number| number.parse().ok());
+    number.is_some_and(|number: u32| OWN_SIGNALS.contains(&number))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -52,6 +64,16 @@ mod tests {
         assert_eq!(repeat.too_often(), None);
         repeat.note("job-2 cannot open port 4003");
         assert_eq!(repeat.too_often(), Some(("job-2 cannot open port 4003", 3)));
+    }
+
+    #[test]
+    fn who_gives_up_itself_is_told_from_who_is_killed() {
+        for how in ["killed by signal 6", "killed by signal 11 (SIGSEGV)"] {
+            assert!(is_own_fault(how), "{how}");
+        }
+        for how in ["killed by signal 9", "killed by signal 15 (SIGTERM)", "exit code 6", ""] {
+            assert!(!is_own_fault(how), "{how}");
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! A file of several YAML documents -> each by itself, at its own lines.
 
-use crate::read::KIND;
+use crate::read::{API_VERSION, KIND};
 use crate::yaml::{self, Node, Value};
 
 /// Documents of a file that are told apart at most; more are one that is refused.
@@ -34,9 +34,16 @@ pub fn documents(file: &[u8]) -> Vec<Document> {
     }
     found.retain(|text| text.split(|byte| *byte == b'\n').any(says_something));
     match found.len() {
-        0 | 1 => vec![whole(file)],
+        0 | 1 => vec![alone(file)],
         _ => found.into_iter().map(document).collect(),
     }
+}
+
+/// The only one of its file is probably meant: it is something else only where it names an API.
+fn alone(file: &[u8]) -> Document {
+    let of = document(file.to_vec());
+    let is_typed = yaml::parse(file).is_ok_and(|tree| tree.get("apiVersion").is_some());
+    if is_typed { of } else { whole(file) }
 }
 
 fn whole(file: &[u8]) -> Document {
@@ -65,7 +72,12 @@ fn document(bytes: Vec<u8>) -> Document {
         _ => None,
     };
     let field = |name: &str| tree.as_ref()?.get(name).map(|entry| &entry.value);
-    let kind = text(field("kind")).filter(|kind| kind != KIND);
+    // Another kind of our own group is a mistake, and so is our kind written otherwise.
+    let group = API_VERSION.split('/').next();
+    let is_ours = text(field("apiVersion")).is_some_and(|of| of.split('/').next() == group);
+    let kind = text(field("kind")).filter(|kind| {
+        !kind.eq_ignore_ascii_case(KIND) && !is_ours
+    });
     let name = field("metadata").and_then(|of| of.get("name")).map(|entry| &entry.value);
     let name = text(name).unwrap_or_else(|| "without a name".to_string());
     Document { bytes, other: kind.map(|kind| format!("{kind} {name}")) }
@@ -91,6 +103,13 @@ mod tests {
     fn one_document_is_left_as_it_is() {
         for file in [&b"---\nkind: Service\n"[..], b"", b"a: |\n  ---\n  b\n", b"\xff\n---\n"] {
             assert_eq!(documents(file), [whole(file)]);
+        }
+        let other = documents(b"apiVersion: v1\nkind: ConfigMap\nmetadata: {name: corpus}\n");
+        assert_eq!(other[0].other.as_deref(), Some("ConfigMap corpus"));
+        // A mistake in the kind of a job is none of another kind.
+        let job = "apiVersion: moejob.dev/v1\nkind: MoEJob\n";
+        for file in [job.to_string(), format!("{job}---\nkind: Service\n")] {
+            assert_eq!(documents(file.as_bytes())[0].other, None, "{file}");
         }
         // What cannot be read is judged as a job.
         let found = documents(b"a: [\n---\nkind: MoeJob\n");

@@ -59,6 +59,7 @@ pub fn order(
     let usable: Vec<usize> = (0..nodes.len()).filter(|at| nodes[*at].usable).collect();
     let (ordered, first) = places.order(&usable, wish, min, count);
     let why = match (wish, ordered.first()) {
+        (None, _) if usable.len() == 1 => "1 usable node".to_string(),
         (None, _) => format!("{} usable nodes, neighbours beside each other", usable.len()),
         (Some(_), None) => "no node is usable".to_string(),
         (Some((level, closeness)), Some(at)) => {
@@ -187,7 +188,7 @@ pub fn arranged(
 /// (or `-o yaml`) prints.
 pub fn nodes_from(text: &str) -> Result<Vec<NodeInfo>, String> {
     let value: serde_json::Value =
-        serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
+        serde_saphyr::from_str(text).map_err(|error| crate::yaml::first_words(&error.to_string()))?;
     let items = match (&value, &value["items"]) {
         (_, serde_json::Value::Array(items)) | (serde_json::Value::Array(items), _) => items,
         _ => return Err("found no list; write node names, or give `kubectl get nodes`".into()),

@@ -12,6 +12,7 @@ use crate::observed::{
     Millis, Observed, Outcome, Record, StopCause, Stored, Worker, WorkerState,
 };
 use crate::preflight::{Checked, Grade};
+use crate::repeat::is_own_fault;
 pub use crate::recovery::Recovery;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{Hello, LeftReason, Phase, Up};
@@ -314,6 +315,9 @@ impl Tracker {
         let said = self.last_words.iter().find(|(of, code, _)| of == name && *code != FENCED);
         let panicked = || match &self.observed.worker(name)?.state {
             WorkerState::Dead { exit_code: Some(PANICKED), message } => Some(message.clone()),
+            WorkerState::Dead { exit_code: None, message } => {
+                is_own_fault(message).then(|| message.clone())
+            }
             _ => None,
         };
         said.map(|(.., message)| message.clone()).or_else(panicked)

@@ -92,6 +92,10 @@ fn happen(world: &mut World, words: &[&str], out: &mut String) -> Vec<Plan> {
         }
         ["advance", _] => world.now += number(1),
         ["kill", names @ ..] => names.iter().for_each(|name| world.kill(name, None)),
+        ["crash", name] => {
+            sim(world, name).how = "killed by signal 6 (SIGABRT)";
+            world.kill(name, None);
+        }
         ["exit", name, code] => world.kill(name, Some(code.parse().expect("a code"))),
         // It says why, and ends.
         ["fail", name, code, said @ ..] => {

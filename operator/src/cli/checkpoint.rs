@@ -1,5 +1,6 @@
 //! `moejob checkpoint ls|show|verify|import|export|grow`.
 
+use super::args::{Written, or_its_runs, place, whole};
 use super::bar::{Bar, Unit};
 use super::validate::Output;
 use clap::{Subcommand, ValueEnum};
@@ -20,7 +21,7 @@ const EXIT_REFUSED: u8 = 3;
 pub enum CheckpointCommand {
     /// List the checkpoints of a location, oldest first.
     Ls {
-        /// The folder of `step-*` folders, such as runs/NAME/checkpoints, or a run's.
+        /// The folder of `step-*` folders, such as runs/NAME/checkpoints, or a run.
         location: PathBuf,
         /// How the list is written.
         #[arg(short, long, value_enum, default_value_t = Output::Text)]
@@ -52,10 +53,13 @@ pub enum CheckpointCommand {
         directory: PathBuf,
         /// Where `step-00000000` is made.
         out: PathBuf,
+        #[command(flatten)]
+        written: Written,
     },
     /// Turn a checkpoint into a directory that `transformers` loads.
     Export {
-        /// A `step-*` folder, a folder of them (the newest counts), or a Hugging Face directory.
+        /// A run, a `step-*` folder, a folder of them (the newest counts), or a Hugging Face
+        /// directory.
         checkpoint: PathBuf,
         /// The folder to make.
         out: PathBuf,
@@ -65,10 +69,12 @@ pub enum CheckpointCommand {
         /// A Hugging Face directory whose tokenizer and further fields of config.json are taken.
         #[arg(long)]
         like: Option<PathBuf>,
+        #[command(flatten)]
+        written: Written,
     },
     /// Split each expert in two, with its optimizer state: the same function of twice the experts.
     Grow {
-        /// A `step-*` folder, or a folder of them (the newest counts).
+        /// A run, a `step-*` folder, or a folder of them (the newest counts).
         checkpoint: PathBuf,
         /// Where a folder of the same step is made, such as runs/NEW/checkpoints.
         out: PathBuf,
@@ -76,11 +82,13 @@ pub enum CheckpointCommand {
         #[arg(long, default_value_t = 0.01, value_parser = share)]
         noise: f64,
         /// Of the noise.
-        #[arg(long, default_value_t = 1)]
+        #[arg(long, default_value_t = 1, value_parser = super::args::seed)]
         seed: u64,
         /// Experts a token. Default: twice as many as before, which keeps the function.
-        #[arg(long)]
+        #[arg(long, value_parser = whole(1, 1 << 16))]
         per_token: Option<u32>,
+        #[command(flatten)]
+        written: Written,
     },
 }
 
@@ -103,18 +111,21 @@ pub fn run(command: &CheckpointCommand) -> ExitCode {
             show(checkpoint, *tensors, *output)
         }
         CheckpointCommand::Verify { checkpoints, output } => verify(checkpoints, *output),
-        CheckpointCommand::Import { directory, out } => import(directory, out),
-        CheckpointCommand::Export { checkpoint, out, dtype, like } => {
+        CheckpointCommand::Import { directory, out, written } => {
+            import(&place(directory), out, *written)
+        }
+        CheckpointCommand::Export { checkpoint, out, dtype, like, written } => {
             let dtype = dtype.map(|float| match float {
                 Float::Fp32 => DType::F32,
                 Float::Bf16 => DType::Bf16,
                 Float::Fp16 => DType::F16,
             });
-            export(checkpoint, out, Options { dtype, like: like.as_deref() })
+            let options = Options { dtype, like: like.as_deref() };
+            export(&place(checkpoint), out, options, *written)
         }
-        CheckpointCommand::Grow { checkpoint, out, noise, seed, per_token } => {
+        CheckpointCommand::Grow { checkpoint, out, noise, seed, per_token, written } => {
             let growth = Growth { noise: *noise, seed: *seed, per_token: *per_token };
-            grow(checkpoint, out, &growth)
+            grow(&place(checkpoint), out, &growth, *written)
         }
     };
     result.unwrap_or_else(|error| {
@@ -126,16 +137,19 @@ pub fn run(command: &CheckpointCommand) -> ExitCode {
 type Outcome = Result<ExitCode, Box<dyn std::error::Error>>;
 
 fn list(location: &Path, output: Output) -> Outcome {
+    let location = place(location);
+    let location = location.as_path();
     let inside = location.join("checkpoints");
     let is_run = location.join("job.json").is_file() && inside.is_dir();
     let location = if is_run { inside.as_path() } else { location };
     let none = checkpoint::list(&Disk::real(), location).is_ok_and(|found| found.is_empty());
     if !location.is_dir() || none && !is_run && !is_location(location) {
         let what = what_it_is(location);
-        eprintln!(
-            "moejob: {}: {what}; name the folder of step-* folders, such as runs/NAME/checkpoints",
-            location.display()
-        );
+        let advice = "name the folder of step-* folders, such as runs/NAME/checkpoints";
+        match or_its_runs(location) {
+            Some(runs) => eprintln!("moejob: {}: {runs}", location.display()),
+            None => eprintln!("moejob: {}: {what}; {advice}", location.display()),
+        }
         return Ok(ExitCode::from(2));
     }
     if let Output::Json = output {
@@ -214,7 +228,10 @@ fn what_it_is(path: &Path) -> &'static str {
 }
 
 /// A folder of checkpoints is none itself: which of them is meant?
-fn is_one(path: &Path) -> Result<(), ExitCode> {
+///
+/// # Errors
+/// What it is, and what to name.
+fn is_one(path: &Path) -> Result<(), String> {
     let inside = path.join("checkpoints");
     if path.join("job.json").is_file() && inside.is_dir() {
         return is_one(&inside);
@@ -224,26 +241,27 @@ fn is_one(path: &Path) -> Result<(), ExitCode> {
         Err(_) => checkpoint::list(&Disk::real(), path).unwrap_or_default(),
     };
     let Some(newest) = found.last() else {
-        eprintln!(
-            "moejob: {}: {}; name a step-* folder, such as \
-             runs/NAME/checkpoints/step-00000100",
-            path.display(),
-            what_it_is(path)
-        );
-        return Err(ExitCode::from(2));
+        let advice = "name a step-* folder, such as runs/NAME/checkpoints/step-00000100";
+        let what = match or_its_runs(path) {
+            Some(runs) => runs,
+            None => format!("{}; {advice}", what_it_is(path)),
+        };
+        return Err(format!("{}: {what}", path.display()));
     };
-    eprintln!(
-        "moejob: {} is a folder of {} checkpoints: name one of them, such as {}",
-        path.display(),
-        found.len(),
-        newest.path.display()
-    );
-    Err(ExitCode::from(2))
+    let count = match found.len() {
+        1 => "1 checkpoint".to_string(),
+        count => format!("{count} checkpoints"),
+    };
+    let (path, newest) = (path.display(), newest.path.display());
+    Err(format!("{path} is a folder of {count}: name one of them, such as {newest}"))
 }
 
 fn show(path: &Path, tensors: bool, output: Output) -> Outcome {
-    if let Err(code) = is_one(path) {
-        return Ok(code);
+    let path = place(path);
+    let path = path.as_path();
+    if let Err(why) = is_one(path) {
+        eprintln!("moejob: {why}");
+        return Ok(ExitCode::from(2));
     }
     let manifest = match checkpoint::show(&Disk::real(), path) {
         Ok(manifest) => manifest,
@@ -283,8 +301,11 @@ fn show(path: &Path, tensors: bool, output: Output) -> Outcome {
 fn verify(paths: &[PathBuf], output: Output) -> Outcome {
     let (mut code, mut all) = (ExitCode::SUCCESS, Vec::new());
     for path in paths {
-        if let Err(refused) = is_one(path) {
-            code = refused;
+        let path = &place(path);
+        if let Err(why) = is_one(path) {
+            eprintln!("moejob: {why}");
+            all.push(json!({ "path": path, "good": false, "problems": [why] }));
+            code = ExitCode::from(2);
             continue;
         }
         match checkpoint::verify(&Disk::real(), path) {
@@ -318,20 +339,20 @@ fn refuse(path: &Path, problems: &[Problem]) -> ExitCode {
     ExitCode::from(EXIT_REFUSED)
 }
 
-fn import(directory: &Path, out: &Path) -> Outcome {
-    convert(directory, "import", |weights, progress| hf::import(weights, out, progress))
+fn import(directory: &Path, out: &Path, how: Written) -> Outcome {
+    convert(directory, "import", how, |weights, progress| hf::import(weights, out, progress))
 }
 
-fn export(checkpoint: &Path, out: &Path, options: Options) -> Outcome {
-    convert(checkpoint, "export", |weights, progress| {
+fn export(checkpoint: &Path, out: &Path, options: Options, how: Written) -> Outcome {
+    convert(checkpoint, "export", how, |weights, progress| {
         hf::export(weights, out, options, progress)
     })
 }
 
-fn grow(checkpoint: &Path, out: &Path, growth: &Growth) -> Outcome {
-    let before = match hf::read_model(checkpoint) {
-        Ok(model) => model,
-        Err(problems) => return Ok(refuse(checkpoint, &problems)),
+fn grow(checkpoint: &Path, out: &Path, growth: &Growth, how: Written) -> Outcome {
+    let before = match Weights::open(checkpoint) {
+        Ok(weights) => weights.model().clone(),
+        Err(refusal) => return Ok(refuse(checkpoint, &refusal.problems)),
     };
     let model = checkpoint::grown(&before, growth);
     let (experts, router) = (&model.experts, &model.router);
@@ -339,17 +360,18 @@ fn grow(checkpoint: &Path, out: &Path, growth: &Growth) -> Outcome {
         eprintln!("moejob: --per-token {}: 1 to {}", experts.per_token, experts.count);
         return Ok(ExitCode::from(2));
     }
-    let code = convert(checkpoint, "grow", |weights, progress| match weights {
+    let code = convert(checkpoint, "grow", how, |weights, progress| match weights {
         Weights::Ours { path, manifest, .. } => {
             checkpoint::grow(path, manifest, growth, out, progress)
         }
         Weights::HuggingFace(_) => {
-            let why = "a Hugging Face directory: `moejob checkpoint import` makes a checkpoint";
-            let what = "grow".to_string();
+            let why = "it is a Hugging Face directory: `moejob checkpoint import` makes a \
+                       checkpoint of it, which can grow";
+            let what = ".".to_string();
             Err(Failed::Refused(Problem { what, why: why.to_string(), may_heal: false }))
         }
     })?;
-    if code == ExitCode::SUCCESS {
+    if code == ExitCode::SUCCESS && !how.is_json() {
         let mut changed = vec![format!("experts.perToken: {}", experts.per_token)];
         if router.groups != before.router.groups {
             changed.push(format!("router.groups: {}", router.groups));
@@ -381,6 +403,7 @@ fn grow(checkpoint: &Path, out: &Path, growth: &Growth) -> Outcome {
 fn convert(
     from: &Path,
     what: &'static str,
+    how: Written,
     write: impl FnOnce(&Weights, &mut dyn FnMut(u64, u64)) -> Result<PathBuf, Failed>,
 ) -> Outcome {
     let weights = match Weights::open(from) {
@@ -392,7 +415,10 @@ fn convert(
     drop(bar);
     match written {
         Ok(path) => {
-            println!("{}", path.display());
+            match how.is_json() {
+                true => println!("{}", json!({ "path": path })),
+                false => println!("{}", path.display()),
+            }
             Ok(ExitCode::SUCCESS)
         }
         Err(Failed::Refused(problem)) => Ok(refuse(from, &[problem])),

@@ -1,5 +1,6 @@
 //! `moejob data inspect|tokenizer|tokenize`.
 
+use super::args::{THREADS_MAX, whole};
 use super::bar::{Bar, Unit};
 use super::validate::Output;
 use clap::{Args, Subcommand, ValueEnum};
@@ -59,12 +60,18 @@ pub struct TokenizerArgs {
     #[arg(long, short, default_value = "tokenizer.json")]
     output: PathBuf,
     /// Size of the vocabulary, with every byte and the token that ends a document.
-    #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32)
-        .range(i64::from(learn::TOKENS_MIN)..=i64::from(learn::TOKENS_MAX)))]
+    #[arg(
+        long,
+        default_value_t = 8192,
+        value_parser = whole(learn::TOKENS_MIN, learn::TOKENS_MAX)
+    )]
     tokens: u32,
     /// The key or column of a document's text.
     #[arg(long, default_value = "text")]
     field: String,
+    /// What was made, as JSON.
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Args)]
@@ -88,8 +95,8 @@ pub struct TokenizeArgs {
     #[arg(long, value_enum, default_value_t = LayoutName::Megatron)]
     layout: LayoutName,
     /// Default: as many as there are processors.
-    #[arg(long)]
-    threads: Option<usize>,
+    #[arg(long, value_parser = whole(1, THREADS_MAX))]
+    threads: Option<u32>,
     /// What was made, as JSON.
     #[arg(long)]
     json: bool,
@@ -154,8 +161,7 @@ fn inspect_all(args: &InspectArgs) -> ExitCode {
                     true => as_json(path, &found, text).to_string(),
                     false => as_text(path, &found, text),
                 };
-                // A reader that has gone away (`| head`) is no failure.
-                let _ = writeln!(std::io::stdout(), "{shown}");
+                println!("{shown}");
             }
         }
     }
@@ -231,6 +237,16 @@ fn tokenizer(args: &TokenizerArgs) -> Result<ExitCode, ExitCode> {
         let _ = std::fs::remove_file(&args.output);
     })?;
     let output = args.output.display();
+    if args.json {
+        let made = serde_json::json!({
+            "path": output.to_string(),
+            "tokens": tokens,
+            "learnedFromBytes": bytes,
+            "endOfDocument": 0,
+        });
+        println!("{made}");
+        return Ok(ExitCode::SUCCESS);
+    }
     let end = learn::END_OF_DOCUMENT;
     println!("{output}: {tokens} tokens, learned from {bytes} bytes; token 0 is {end}");
     println!("model: {{ vocabSize: {tokens} }}");
@@ -257,7 +273,7 @@ fn tokenize(args: &TokenizeArgs) -> Result<ExitCode, ExitCode> {
         recipe: Recipe { encoder, field: args.field.clone(), end_of_document },
         output: args.output.clone(),
         layout,
-        threads: args.threads.unwrap_or_else(threads),
+        threads: args.threads.map_or_else(threads, |threads| threads as usize),
         save_every: SAVE_EVERY,
     };
     let mut bar = Bar::new("tokenize", Unit::Bytes);

@@ -1,5 +1,6 @@
 //! `moejob eval DIR --data PATH`: the loss of weights on data.
 
+use super::args::{self, THREADS_MAX, Written, whole};
 use super::bar::{Bar, Unit};
 use clap::{Args, ValueEnum};
 use moe_worker::engine::eval::{EvalError, evaluate, source_of};
@@ -19,14 +20,14 @@ const BYTES: u32 = 256;
 
 #[derive(Args)]
 pub struct EvalArgs {
-    /// A run (runs/NAME), a `step-*` folder, a folder of them (the newest counts), or a Hugging
-    /// Face directory.
+    /// A run (NAME, runs/NAME), a `step-*` folder, a folder of them (the newest counts), or a
+    /// Hugging Face directory.
     pub weights: PathBuf,
     /// Text, a folder of text, .jsonl (also .gz and .zst), .bin or .idx of tokens, .parquet.
     #[arg(long)]
     pub data: PathBuf,
     /// Tokens that the model sees at once. Default: as many as in training, else 512.
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    #[arg(long, value_parser = whole(1, 1 << 20))]
     pub sequence_length: Option<u32>,
     /// `bytes`, or a tokenizer.json. Default: the one that the model was trained with, else bytes.
     #[arg(long)]
@@ -42,11 +43,10 @@ pub struct EvalArgs {
     #[arg(long, value_enum)]
     pub dtype: Option<TokenName>,
     /// Threads that compute; 0 is all processors.
-    #[arg(long, default_value_t = 0)]
-    pub threads: usize,
-    /// One line of JSON.
-    #[arg(long)]
-    pub json: bool,
+    #[arg(long, default_value_t = 0, value_parser = whole(0, THREADS_MAX))]
+    pub threads: u32,
+    #[command(flatten)]
+    pub written: Written,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -77,7 +77,7 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
         TokenName::Uint32 => TokenType::Uint32,
     });
     let source = source_of(&args.data, &args.field, dtype)?;
-    let weights = Weights::open(&args.weights)?;
+    let weights = Weights::open(&args::place(&args.weights))?;
     let known = text::find(&weights)?;
     let length = args.sequence_length.or(known.trained).unwrap_or(UNKNOWN_LENGTH);
     let data = DataConfig {
@@ -91,13 +91,13 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
     };
     let threads = match args.threads {
         0 => std::thread::available_parallelism().map_or(1, usize::from),
-        threads => threads,
+        threads => threads as usize,
     };
     let mut bar = Bar::new("eval", Unit::Tokens);
     let mut progress = |done, total| bar.set(done, total);
     let found = evaluate(&weights, &data, length, threads, &mut progress)?;
     drop(bar);
-    if args.json {
+    if args.written.is_json() {
         let line = json!({
             "loss": found.loss,
             "perplexity": found.perplexity(),

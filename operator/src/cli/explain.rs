@@ -1,10 +1,13 @@
 //! `moejob explain FIELD` and `moejob init`.
 
+use super::args::word;
+use super::validate::Output;
+use crate::out::io;
 use clap::Args;
 use moejob_plan::{edit, explain};
 use std::fs::OpenOptions;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 #[derive(Args)]
@@ -13,8 +16,11 @@ pub struct ExplainArgs {
     #[arg(default_value = "")]
     pub field: String,
     /// Every field, as docs/manifest.md has them.
-    #[arg(long, conflicts_with = "field")]
+    #[arg(long, conflicts_with_all = ["field", "output"])]
     pub markdown: bool,
+    /// How it is written; json is a list: the field itself, then those in it.
+    #[arg(short, long, value_enum, default_value_t = Output::Text)]
+    pub output: Output,
 }
 
 pub fn run(args: &ExplainArgs) -> ExitCode {
@@ -22,7 +28,11 @@ pub fn run(args: &ExplainArgs) -> ExitCode {
         print!("{}", explain::markdown());
         return ExitCode::SUCCESS;
     }
-    match explain::explain(&args.field) {
+    let explained = match args.output {
+        Output::Text => explain::explain(&args.field),
+        Output::Json => explain::json(&args.field).map(|value| format!("{value}\n")),
+    };
+    match explained {
         Ok(text) => {
             print!("{text}");
             ExitCode::SUCCESS
@@ -49,23 +59,33 @@ pub struct InitArgs {
 
 /// Writes a manifest to begin with; one that is there stays.
 pub fn init(args: &InitArgs) -> ExitCode {
-    let text = match edit::first(&args.name, args.preset.as_deref()) {
-        Ok(text) => text,
+    let out = args.out.clone().unwrap_or_else(|| PathBuf::from(format!("{}.yaml", args.name)));
+    let called = match out.as_os_str() == "-" {
+        true => word(Path::new(&format!("{}.yaml", args.name))),
+        false => word(&out),
+    };
+    let first = match edit::first(&args.name, args.preset.as_deref(), &called) {
+        Ok(first) => first,
         Err(why) => {
             eprintln!("moejob: {}", moejob_plan::problem::printable_lines(&why));
             return ExitCode::from(2);
         }
     };
-    let out = args.out.clone().unwrap_or_else(|| PathBuf::from(format!("{}.yaml", args.name)));
     if out.as_os_str() == "-" {
-        print!("{text}");
+        print!("{}", first.text);
         return ExitCode::SUCCESS;
     }
     let made = OpenOptions::new().write(true).create_new(true).open(&out);
-    match made.and_then(|mut file| file.write_all(text.as_bytes())) {
+    match made.and_then(|mut file| file.write_all(first.text.as_bytes())) {
         Ok(()) => {
-            let out = out.display();
-            println!("{out}: put your text where it says, then: moejob run {out}");
+            let (out, typed) = (out.display(), word(&out));
+            for why in &first.unsupported {
+                eprintln!("{out}: {why}");
+            }
+            match first.unsupported.is_empty() {
+                true => println!("{out}: put your text where it says, then: moejob run {typed}"),
+                false => println!("{out}: `moejob plan {typed}` shows it; it cannot run yet"),
+            }
             ExitCode::SUCCESS
         }
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
@@ -73,8 +93,9 @@ pub fn init(args: &InitArgs) -> ExitCode {
             ExitCode::from(2)
         }
         Err(error) => {
-            eprintln!("moejob: {} cannot be written: {error}", out.display());
-            ExitCode::FAILURE
+            eprintln!("moejob: {} cannot be written: {}", out.display(), io(&error));
+            eprintln!("  name a file in a folder that is there");
+            ExitCode::from(2)
         }
     }
 }

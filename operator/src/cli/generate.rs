@@ -6,7 +6,9 @@
 //!                        ^------------------------------------------'
 //! ```
 
+use super::args::{self, THREADS_MAX, Written, whole};
 use super::spoken::{Screen, TextStream};
+use crate::out::io;
 use clap::{Args, ValueEnum};
 use moe_worker::data::{DataError, Encoder};
 use moe_worker::engine::decode::{DecodeError, Decoder};
@@ -14,9 +16,10 @@ use moe_worker::engine::sample::Sampling;
 use moe_worker::hf::Weights;
 use moe_worker::hf::text::{self, Text};
 use moejob_kernels::DType;
+use moejob_plan::offline::count;
 use moejob_protocol::config::{Precision, Tokenizer};
 use serde_json::json;
-use std::io::{IsTerminal, Read, Write};
+use std::io::{BufRead, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -28,27 +31,27 @@ const PROMPT_BYTES_MAX: u64 = 64 << 20;
 
 #[derive(Args)]
 pub struct GenerateArgs {
-    /// A run (runs/NAME), a `step-*` folder, a folder of them (the newest counts), or a Hugging
-    /// Face directory.
+    /// A run (NAME, runs/NAME), a `step-*` folder, a folder of them (the newest counts), or a
+    /// Hugging Face directory.
     pub weights: PathBuf,
     /// The text to go on with. Without it standard input is; at a terminal you are asked for one
     /// text after the other.
     #[arg(long)]
     pub prompt: Option<String>,
     /// Tokens to generate at most.
-    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    #[arg(long, default_value_t = 200, value_parser = whole(1, 1 << 20))]
     pub max_tokens: u32,
     /// 0 takes the likeliest token every time; the higher, the more is left to chance.
-    #[arg(long, default_value_t = 0.8, value_parser = not_negative, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 0.8, value_parser = not_negative)]
     pub temperature: f64,
     /// Only the likeliest tokens, so many; 0 is all.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = whole(0, u32::MAX))]
     pub top_k: u32,
     /// Only the likeliest tokens whose probabilities sum to this.
-    #[arg(long, default_value_t = 0.95, value_parser = share, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 0.95, value_parser = share)]
     pub top_p: f64,
     /// The same seed gives the same text.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = args::seed)]
     pub seed: u64,
     /// `bytes`, or a tokenizer.json. Default: the one that the model was trained with.
     #[arg(long)]
@@ -57,11 +60,10 @@ pub struct GenerateArgs {
     #[arg(long, value_enum)]
     pub precision: Option<Numbers>,
     /// Threads that compute; 0 is all processors.
-    #[arg(long, default_value_t = 0)]
-    pub threads: usize,
-    /// One line of JSON in place of the text.
-    #[arg(long)]
-    pub json: bool,
+    #[arg(long, default_value_t = 0, value_parser = whole(0, THREADS_MAX))]
+    pub threads: u32,
+    #[command(flatten)]
+    pub written: Written,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -151,11 +153,11 @@ struct Speaker {
 }
 
 fn generate(args: &GenerateArgs) -> Result<(), GenerateError> {
-    let weights = Weights::open(&args.weights).map_err(DecodeError::Weights)?;
+    let weights = Weights::open(&args::place(&args.weights)).map_err(DecodeError::Weights)?;
     let text = text::find(&weights).map_err(DecodeError::Weights)?;
     let encoder = Encoder::open(&tokenizer(args, &text)?)?;
     encoder.check(weights.model().vocab_size)?;
-    let asks = std::io::stdin().is_terminal() && args.prompt.is_none() && !args.json;
+    let asks = std::io::stdin().is_terminal() && args.prompt.is_none() && !args.written.is_json();
     let prompt = match (&args.prompt, asks) {
         (Some(prompt), _) => Some(prompt.clone()),
         (None, false) => Some(piped()?),
@@ -209,7 +211,7 @@ fn tokenizer(args: &GenerateArgs, text: &Text) -> Result<Tokenizer, GenerateErro
 fn threads(args: &GenerateArgs) -> usize {
     match args.threads {
         0 => std::thread::available_parallelism().map_or(1, usize::from),
-        threads => threads,
+        threads => threads as usize,
     }
 }
 
@@ -226,7 +228,11 @@ fn piped() -> Result<String, GenerateError> {
     let mut text = String::new();
     let read = std::io::stdin().lock().take(PROMPT_BYTES_MAX).read_to_string(&mut text);
     read.map_err(|error| {
-        GenerateError::Input(format!("no prompt can be read from standard input: {error}"))
+        let why = match error.kind() {
+            std::io::ErrorKind::InvalidData => "it is no UTF-8".to_string(),
+            _ => io(&error),
+        };
+        GenerateError::Input(format!("no prompt can be read from standard input: {why}"))
     })?;
     Ok(text)
 }
@@ -261,9 +267,9 @@ fn ids_of(
 impl Speaker {
     fn once(&mut self, args: &GenerateArgs, prompt: &str) -> Result<(), GenerateError> {
         let ids = ids_of(&self.encoder, &self.text, self.of_hugging_face, prompt, true)?;
-        let (prompt_tokens, mut out) = (ids.len(), Screen::new(args.json));
+        let (prompt_tokens, mut out) = (ids.len(), Screen::new(args.written.is_json()));
         let answer = self.answer(ids, args.max_tokens, &mut out)?;
-        if args.json {
+        if args.written.is_json() {
             let line = json!({
                 "prompt": prompt,
                 "text": answer.text,
@@ -273,7 +279,8 @@ impl Speaker {
                 "promptSeconds": answer.took[0].as_secs_f64(),
                 "seconds": answer.took[1].as_secs_f64(),
             });
-            return writeln!(std::io::stdout(), "{line}").map_err(GenerateError::Write);
+            println!("{line}");
+            return Ok(());
         }
         out.line().map_err(GenerateError::Write)?;
         if std::io::stderr().is_terminal() {
@@ -286,8 +293,8 @@ impl Speaker {
     fn converse(&mut self, args: &GenerateArgs, weights: &Weights) -> Result<(), GenerateError> {
         let model = weights.model();
         eprintln!(
-            "{}: {} parameters, {} active. Type a text and the model goes on with it; what comes \
-             next is added to it. /new begins a new text, Ctrl-D ends.",
+            "{}: {} parameters, {} of them for a token. Type a text and the model goes on with it; \
+             what comes next is added to it. /new begins a new text, /quit or Ctrl-D ends.",
             args.weights.display(),
             count(model.numel()),
             count(model.active_numel()),
@@ -295,16 +302,29 @@ impl Speaker {
         loop {
             let mut prompt = std::io::stderr();
             let _ = write!(prompt, "> ").and_then(|()| prompt.flush());
-            let mut typed = String::new();
-            match std::io::stdin().read_line(&mut typed) {
+            let mut typed = Vec::new();
+            let line = std::io::stdin().lock().take(PROMPT_BYTES_MAX).read_until(b'\n', &mut typed);
+            match line {
                 Ok(0) => return Ok(()),
                 Ok(_) => {}
-                Err(error) => return Err(GenerateError::Input(format!("standard input: {error}"))),
+                Err(error) => {
+                    return Err(GenerateError::Input(format!("standard input: {}", io(&error))));
+                }
             }
+            // What is typed in another encoding ends no conversation.
+            let typed = String::from_utf8_lossy(&typed);
             let typed = typed.trim_end_matches(['\r', '\n']);
-            if typed == "/new" {
-                self.forget();
-                continue;
+            match typed {
+                "/new" => {
+                    self.forget();
+                    continue;
+                }
+                "/quit" | "/exit" => return Ok(()),
+                "/help" | "/?" => {
+                    eprintln!("/new begins a new text, /quit or Ctrl-D ends; all else is text");
+                    continue;
+                }
+                _ => {}
             }
             let begins = self.decoder.is_empty() && self.pending.is_empty();
             let asked =
@@ -394,25 +414,15 @@ impl Speaker {
     }
 }
 
-/// 1234567 as `1.2M`.
-fn count(parameters: u64) -> String {
-    match parameters as f64 {
-        few if few < 1e4 => format!("{few}"),
-        some if some < 1e6 => format!("{:.0}K", some / 1e3),
-        many if many < 1e9 => format!("{:.1}M", many / 1e6),
-        most => format!("{:.1}B", most / 1e9),
-    }
-}
-
 /// The command that tries a model: as typed at this place.
 pub fn command_for(program: &str, place: &Path) -> String {
-    let plain = |c: char| c.is_alphanumeric() || "/._-".contains(c);
-    let word = |text: String| match text.chars().all(plain) {
-        true if !text.is_empty() => text,
-        _ => format!("'{}'", text.replace('\'', r"'\''")),
-    };
-    let (program, place) = (word(program.to_string()), word(place.display().to_string()));
+    let (program, place) = (args::word(Path::new(program)), args::word(place));
     format!("{program} generate {place} --prompt \"The \"")
+}
+
+/// The command that draws a run, of a model that cannot be asked.
+pub fn command_to_look(program: &str, run: &Path) -> String {
+    format!("{} report {}", args::word(Path::new(program)), args::word(run))
 }
 
 #[cfg(test)]
@@ -426,6 +436,5 @@ mod tests {
         assert_eq!(of("runs/first-run"), plain);
         let quoted = r#"target/release/moejob generate 'my runs/it'\''s' --prompt "The ""#;
         assert_eq!(of("my runs/it's"), quoted);
-        assert_eq!([count(999), count(45_678), count(1_234_567)], ["999", "46K", "1.2M"]);
     }
 }

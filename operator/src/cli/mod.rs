@@ -2,6 +2,7 @@
 //! 0 done, 1 failed, 2 the user's input, 3 data or checkpoint refused, 75 try again,
 //! 130 interrupted.
 
+mod args;
 pub mod bar;
 pub mod bench;
 pub mod checkpoint;
@@ -24,11 +25,10 @@ pub mod runs;
 mod spoken;
 pub mod validate;
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use moe::CalledAs;
 use moe_worker::failure::chain;
 use moejob_protocol::pod::ENV_WORKER;
-use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -114,10 +114,25 @@ enum Command {
 pub fn main() -> ExitCode {
     let name = std::env::args().next().unwrap_or_default();
     match CalledAs::of(&name) {
-        CalledAs::Moejob => dispatch(Cli::parse()),
+        CalledAs::Moejob => dispatch(typed()),
         CalledAs::Plugin => moe::main(),
         CalledAs::Completer => moe::complete_words(),
     }
+}
+
+/// What was typed; help and what is refused end the process.
+fn typed() -> Cli {
+    let command = with_negative_numbers(Cli::command());
+    let matches = command.clone().get_matches();
+    Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.with_cmd(&command).exit())
+}
+
+/// A number below 0 is a value that is refused by its bounds, and no option that nobody knows.
+fn with_negative_numbers(command: clap::Command) -> clap::Command {
+    let takes = |arg: &clap::Arg| arg.get_action().takes_values() && !arg.is_positional();
+    command
+        .mut_args(|arg| if takes(&arg) { arg.allow_negative_numbers(true) } else { arg })
+        .mut_subcommands(with_negative_numbers)
 }
 
 /// Runs one command.
@@ -176,7 +191,7 @@ fn start_logs(cli: &Cli) {
     let in_pod = works && std::env::var_os(ENV_WORKER).is_some();
     let filter = cli.log.as_deref().unwrap_or(if in_pod { "info" } else { "warn" });
     let filter = tracing_subscriber::EnvFilter::new(filter);
-    let colours = std::io::stderr().is_terminal();
+    let colours = crate::out::colours();
     let logs = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours);
     let logs = logs.with_writer(std::io::stderr);
     if cli.json_logs {
@@ -191,7 +206,7 @@ fn start_plain_logs(default: &str) {
     let filter = std::env::var("MOEJOB_LOG").unwrap_or_else(|_| default.to_string());
     let filter = tracing_subscriber::EnvFilter::new(filter);
     let logs = tracing_subscriber::fmt().with_env_filter(filter).with_target(false);
-    logs.with_ansi(std::io::stderr().is_terminal()).with_writer(std::io::stderr).init();
+    logs.with_ansi(crate::out::colours()).with_writer(std::io::stderr).init();
 }
 
 /// Prints an error with its causes.

@@ -8,7 +8,7 @@ use moejob_plan::offline::{self, Outlook, outlook_on};
 use moejob_plan::picture::{Picture, html, picture, svg};
 use moejob_plan::problem::nearest;
 use moejob_plan::topology::{NodeInfo, nodes_from};
-use std::io::{Read, Write};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -65,8 +65,7 @@ pub fn run(args: &PlanArgs) -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    // A reader that has gone away (`| head`) is no failure of ours.
-    let _ = writeln!(std::io::stdout(), "{text}");
+    println!("{text}");
     // The job cannot run as it stands, though the file is valid.
     if works { ExitCode::SUCCESS } else { ExitCode::from(2) }
 }
@@ -133,6 +132,6 @@ pub fn read_nodes(file: &Path) -> Result<Vec<NodeInfo>, String> {
     let mut text = String::new();
     let read = std::fs::File::open(file)
         .and_then(|file| file.take(NODES_BYTES_MAX).read_to_string(&mut text));
-    read.map_err(|error| named(error.to_string()))?;
+    read.map_err(|error| named(crate::out::io(&error)))?;
     nodes_from(&text).map_err(named)
 }

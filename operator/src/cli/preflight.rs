@@ -1,5 +1,6 @@
 //! `moejob preflight`: checks of this machine that need nobody else, against its profile.
 
+use super::args::whole;
 use super::profiles::OwnProfiles;
 use clap::{Args, ValueEnum};
 use moe_worker::life::machine::{Machine, sys};
@@ -20,7 +21,7 @@ pub struct PreflightArgs {
     #[command(flatten)]
     pub profiles: OwnProfiles,
     /// So many GPUs, in place of the profile's; profile gpu has 1.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    #[arg(long, value_name = "N", value_parser = whole(1, 64))]
     pub gpus: Option<u32>,
     #[arg(short, long, value_enum, default_value_t = Output::Text)]
     pub output: Output,

@@ -18,6 +18,14 @@ const RANKS_COUNTED_MAX: u32 = 64;
 /// The control groups of processes that are nested in each other at most.
 const DEPTH_MAX: usize = 64;
 
+/// What a worker's process writes to beside its state: the allocator's own, stacks, certificates. A
+/// worker of the smallest preset ended under `ulimit -d 30000`, and ran under 32000; its state is
+/// 25.5 MiB.
+const PROCESS_DATA: u64 = 4 << 20;
+/// Addresses that it reserves beside its state: the program, libraries, stacks. The same worker,
+/// whose state reserves 28.3 MiB, ended under `ulimit -v 72000` and ran under 80000.
+const PROCESS_ADDRESSES: u64 = 45 << 20;
+
 /// Bytes that a job wants.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wish {
@@ -131,8 +139,14 @@ fn judge(wish: &Wish, limits: &[Limit]) -> Result<Option<String>, String> {
     for limit in limits {
         let (needed, sentence) = match limit.of {
             Of::All => (wish.even, wants(wish.even)),
-            Of::EachData => (wish.even_each, each(wish.even_each)),
-            Of::EachAddresses => (wish.reserved_each, each(wish.reserved_each)),
+            Of::EachData => {
+                let bytes = wish.even_each + PROCESS_DATA;
+                (bytes, each(bytes))
+            }
+            Of::EachAddresses => {
+                let bytes = wish.reserved_each + PROCESS_ADDRESSES;
+                (bytes, each(bytes))
+            }
         };
         if needed > limit.bytes {
             let (bytes, what) = (gib(limit.bytes), &limit.what);
@@ -156,6 +170,10 @@ fn judge(wish: &Wish, limits: &[Limit]) -> Result<Option<String>, String> {
 /// What to change, after what takes most.
 fn advice(wish: &Wish, raise: &str) -> String {
     let Some((name, bytes)) = wish.most else { return raise.to_string() };
+    // Of the smallest models: no other model needs less.
+    if name == "process" {
+        return raise.to_string();
+    }
     let lower = match name {
         "activations" | "scratch" | "logits" | "routed rows" | "exchange" => {
             "a smaller training.microBatchSize or data.sequenceLength needs less"
@@ -273,7 +291,8 @@ mod tests {
         );
         let tight = judge(&wish(), &[limit(Of::All, 9 * GIB)]).expect("fits").expect("a word");
         assert!(tight.starts_with("the job wants 12.0 GiB of memory for 4 workers where"));
-        let bounds = [(Of::EachData, GIB, 2 * GIB), (Of::EachAddresses, 4 * GIB, 5 * GIB)];
+        let (data, addresses) = (2 * GIB + PROCESS_DATA, 5 * GIB + PROCESS_ADDRESSES);
+        let bounds = [(Of::EachData, 2 * GIB, data), (Of::EachAddresses, 5 * GIB, addresses)];
         for (of, room, enough) in bounds {
             let refused = judge(&wish(), &[limit(of, room)]).expect_err("refused");
             assert!(refused.starts_with("a worker wants "), "{refused}");

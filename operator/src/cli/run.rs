@@ -1,16 +1,20 @@
 //! `moejob run FILE`.
 
+use super::args::{THREADS_MAX, whole};
 use super::{complain, machine};
 use super::room::{self, Fit};
 use super::profiles::OwnProfiles;
 use super::validate::{Changed, ReadJob};
 use crate::local::{self, Options, Tracking};
+use crate::out::io;
 use clap::Args;
 use moejob_plan::job::Job;
 use moejob_plan::launch::Places;
 use moejob_plan::lead::Local;
 use moejob_plan::offline::count;
+use moe_worker::checkpoint::{self, Disk};
 use moejob_plan::placement;
+use moejob_protocol::config::Tokenizer;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -28,10 +32,10 @@ pub struct RunArgs {
     #[arg(long, default_value = "runs")]
     pub dir: PathBuf,
     /// Worker processes, in place of nodes.max (and of nodes.min, if that is larger).
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_parser = whole(1, 1024))]
     pub workers: Option<u32>,
     /// Kernel threads of each worker; by default the cores are shared out evenly.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = whole(0, THREADS_MAX))]
     pub threads: u32,
     #[command(flatten)]
     pub profiles: OwnProfiles,
@@ -52,10 +56,10 @@ pub fn run(args: &RunArgs) -> ExitCode {
         Ok(read) => read,
         Err(code) => return code,
     };
-    let trace = match args.trace.as_ref().map(std::path::absolute).transpose() {
+    let trace = match args.trace.as_deref().map(trace_file).transpose() {
         Ok(trace) => trace,
-        Err(error) => {
-            eprintln!("moejob: --trace: {error}");
+        Err(why) => {
+            eprintln!("moejob: {why}");
             return ExitCode::from(2);
         }
     };
@@ -77,6 +81,21 @@ pub fn run(args: &RunArgs) -> ExitCode {
             ExitCode::from(2)
         }
     }
+}
+
+/// Where the trace goes. It is written in the middle of the training: a place that takes no file is
+/// told before.
+fn trace_file(file: &Path) -> Result<PathBuf, String> {
+    let refused = |error: std::io::Error| {
+        format!("--trace {}: {}; name a file in a folder that is there", file.display(), io(&error))
+    };
+    let path = std::path::absolute(file).map_err(refused)?;
+    let is_new = !path.exists();
+    std::fs::File::options().create(true).append(true).open(&path).map_err(refused)?;
+    if is_new {
+        std::fs::remove_file(&path).map_err(refused)?;
+    }
+    Ok(path)
 }
 
 /// Where the run is logged. What was typed is refused; a variable that is meant for others, as a
@@ -122,11 +141,12 @@ fn local_job(read: &ReadJob, args: &RunArgs) -> Result<Local, String> {
         needs.values().map(|need| need.rank.committed).max().unwrap_or(0)
     };
     machine::check(&job, needed)?;
+    absent(&job, &args.dir)?;
     let fit = sizes.last().map(|size| room::check(&job, size)).transpose()?;
     if let Some(tight) = fit.as_ref().and_then(|fit| fit.tight.as_ref()) {
         eprintln!("moejob: {tight}");
     }
-    let places = places(&job, &args.dir).map_err(|error| format!("{}: {error}", job.name))?;
+    let places = places(&job, &args.dir)?;
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
     let threads = if args.threads > 0 { args.threads } else { (cores / job.nodes.max).max(1) };
     if let Some(fit) = fit {
@@ -177,17 +197,56 @@ fn idle(job: &Job, workers: u32) -> Option<String> {
     })
 }
 
-fn places(job: &Job, dir: &Path) -> std::io::Result<Places> {
-    let text = |path: PathBuf| path.to_string_lossy().into_owned();
-    let dir = std::path::absolute(dir)?;
-    let records = dir.join(&job.name);
-    let checkpoints = match &job.checkpoint.location {
-        Some(location) => std::path::absolute(location)?,
-        None => records.join("checkpoints"),
+/// What a manifest names and this machine has not: told before a worker looks for it. A run that
+/// has checkpoints goes on from them, and does not need what it began with.
+fn absent(job: &Job, dir: &Path) -> Result<(), String> {
+    const HUB: &str = "if this is the name of a model on a hub: nothing is downloaded here. Fetch \
+                       its files first, and name the folder that they lie in";
+    const TOKENIZER: &str = "name a tokenizer.json, or `bytes`; `moejob data tokenizer` makes one \
+                             of your documents, and nothing is downloaded here";
+    let here = std::env::current_dir().unwrap_or_default();
+    let is_there = |path: &str| Path::new(path).exists();
+    let of = |field: &str, path: &str, advice: &str| {
+        format!("{field}: `{path}` is not there, seen from {}\n  {advice}", here.display())
     };
-    std::fs::create_dir_all(&checkpoints)?;
+    let own = dir.join(&job.name).join("checkpoints");
+    let location = job.checkpoint.location.as_deref().map_or(own.as_path(), Path::new);
+    let begun = checkpoint::list(&Disk::real(), location).is_ok_and(|found| !found.is_empty());
+    let from = job.model_from.as_deref().filter(|path| !begun && !is_there(path));
+    let tokenizer = match &job.data.tokenizer {
+        Tokenizer::Path(path) if !is_there(path) => Some(path),
+        _ => None,
+    };
+    let lines: Vec<String> = [
+        from.map(|path| of("spec.model.from.path", path, HUB)),
+        tokenizer.map(|path| of("spec.data.tokenizer", path, TOKENIZER)),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    if lines.is_empty() { Ok(()) } else { Err(lines.join("\n")) }
+}
+
+/// # Errors
+/// A folder that the job is to lie in cannot be made: which, and why.
+fn places(job: &Job, dir: &Path) -> Result<Places, String> {
+    let text = |path: PathBuf| path.to_string_lossy().into_owned();
+    let absolute = |path: &Path| {
+        std::path::absolute(path).map_err(|error| format!("{}: {}", path.display(), io(&error)))
+    };
+    let (dir, records) = (absolute(dir)?, absolute(dir)?.join(&job.name));
+    let (checkpoints, asked) = match &job.checkpoint.location {
+        Some(location) => (absolute(Path::new(location))?, "spec.checkpoint.location"),
+        None => (records.join("checkpoints"), "--dir"),
+    };
+    std::fs::create_dir_all(&checkpoints).map_err(|error| {
+        let folder = checkpoints.display();
+        format!("the folder {folder} cannot be made: {}; choose another {asked}", io(&error))
+    })?;
+    let here = std::env::current_dir()
+        .map_err(|error| format!("there is no current directory: {}", io(&error)))?;
     Ok(Places {
-        root: text(std::env::current_dir()?),
+        root: text(here),
         exclude: vec![text(dir), text(checkpoints.clone())],
         checkpoints: text(checkpoints),
         records: text(records),

@@ -5,6 +5,7 @@
 //! DIR/NAME: job.json, lock, metrics.jsonl, events.jsonl --read--> Seen --> rows, pages, lines
 //! ```
 
+use super::args::{RUNS, is_run, or_its_runs, whole};
 use super::moe::table::{Table, age, millis, short};
 use super::validate::Output;
 use clap::Args;
@@ -52,14 +53,17 @@ pub struct TailArgs {
     /// A name that `moejob ls` lists, or the folder of a run.
     pub run: PathBuf,
     /// Lines at the end.
-    #[arg(short = 'n', long, default_value_t = 10)]
-    pub lines: usize,
+    #[arg(short = 'n', long, default_value_t = 10, value_parser = whole(0, u32::MAX))]
+    pub lines: u32,
     /// Go on until the run is over.
     #[arg(short, long)]
     pub follow: bool,
     /// What has happened, in place of the steps.
     #[arg(long)]
     pub events: bool,
+    /// How they are written; json is one list, and with --follow a value a line.
+    #[arg(short, long, value_enum, default_value_t = Output::Text)]
+    pub output: Output,
 }
 
 /// What the files of a run say.
@@ -81,7 +85,8 @@ pub fn ls(args: &LsArgs) -> ExitCode {
     let entries = match std::fs::read_dir(&args.dir) {
         Ok(entries) => entries,
         Err(error) => {
-            eprintln!("moejob: {}: {error}; name the folder of runs", args.dir.display());
+            let (dir, why) = (args.dir.display(), crate::out::io(&error));
+            eprintln!("moejob: {dir}: {why}; name the folder of runs, such as {RUNS}");
             return ExitCode::from(2);
         }
     };
@@ -120,7 +125,19 @@ pub fn tail(args: &TailArgs) -> ExitCode {
         false => ("metrics.jsonl", step_line),
     };
     let path = run.path.join(file);
-    let (last, mut at) = last_lines(&path, args.lines);
+    let (last, mut at) = last_lines(&path, args.lines as usize);
+    let line = |value: &Value| match args.output {
+        Output::Text => line(value),
+        Output::Json => value.to_string(),
+    };
+    if args.output == Output::Json && !args.follow {
+        println!("{}", Value::from(last));
+        return ExitCode::SUCCESS;
+    }
+    if last.is_empty() && at == 0 && !args.follow {
+        let what = if args.events { "nothing has happened" } else { "no step is done" };
+        eprintln!("{}: {what} yet; it is {}", run.path.display(), run.state);
+    }
     last.iter().for_each(|value| println!("{}", line(value)));
     while args.follow {
         // It is looked at before the file: what a run writes last is not missed.
@@ -136,9 +153,6 @@ pub fn tail(args: &TailArgs) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Where runs lie unless something else is said.
-const RUNS: &str = "runs";
-
 /// The run of a folder, or of a name that `moejob ls` lists.
 fn found(path: &Path) -> Result<Seen, ExitCode> {
     let named = Path::new(RUNS).join(path);
@@ -147,14 +161,16 @@ fn found(path: &Path) -> Result<Seen, ExitCode> {
             return Ok(read(path));
         }
     }
+    let folder = or_its_runs(path);
     let path = path.display();
     eprintln!("moejob: {path} is neither a run of {RUNS}/ nor the folder of one");
-    eprintln!("  `moejob ls` lists those of {RUNS}/, `moejob ls DIR` those of another folder");
+    match folder {
+        Some(words) => eprintln!("  {words}"),
+        None => eprintln!(
+            "  `moejob ls` lists those of {RUNS}/, `moejob ls DIR` those of another folder"
+        ),
+    }
     Err(ExitCode::from(2))
-}
-
-fn is_run(path: &Path) -> bool {
-    path.join("job.json").is_file() || path.join("metrics.jsonl").is_file()
 }
 
 fn read(path: &Path) -> Seen {
@@ -313,7 +329,8 @@ fn page(run: &Seen, now: u64) -> Vec<String> {
         put("learning rate", format!("{rate:.2e}"));
     }
     if let (Some(speed), Some(ranks)) = (run.number("tokensPerSecond"), run.number("worldSize")) {
-        put("speed", format!("{} tokens/s on {ranks:.0} ranks", short(speed)));
+        let all = if ranks == 1.0 { "rank" } else { "ranks" };
+        put("speed", format!("{} tokens/s on {ranks:.0} {all}", short(speed)));
     }
     if let Some(span) = run.idle(now) {
         put("last step", format!("{} ago", age(span)));

@@ -78,13 +78,17 @@ pub fn run(args: &ValidateArgs) -> ExitCode {
 pub struct ReadJob {
     pub job: Job,
     file: PathBuf,
-    manifest: Manifest,
+    /// None of a file that was changed by the command line: it has no lines to name.
+    manifest: Option<Manifest>,
 }
 
 impl ReadJob {
     /// Each problem as a line that says where it stands.
     pub fn lines(&self, problems: Vec<Problem>) -> Vec<String> {
-        let problems = self.manifest.locate(problems);
+        let problems = match &self.manifest {
+            Some(manifest) => manifest.locate(problems),
+            None => problems,
+        };
         problems.iter().map(|problem| line(&self.file, "", problem)).collect()
     }
 }
@@ -112,7 +116,11 @@ pub fn read_changed_job(
     let mut jobs = Vec::new();
     let profiles = profiles.read().map_err(|problems| refuse(&problems))?;
     let is_changed = !changed.sets.is_empty() || changed.name.is_some();
-    let (mut finding, bytes) = match read(file).map(only_job) {
+    let read = match read(file) {
+        Ok(bytes) => only_job(bytes),
+        Err(error) => Err(unread(&error)),
+    };
+    let (mut finding, bytes) = match read {
         Ok(bytes) if is_changed => match edit::with(&bytes, changed.sets, changed.name) {
             Ok(bytes) => (judge(file, &bytes, &mut jobs, &profiles), bytes),
             Err(why) => {
@@ -121,10 +129,11 @@ pub fn read_changed_job(
             }
         },
         Ok(bytes) => (judge(file, &bytes, &mut jobs, &profiles), bytes),
-        Err(error) => (Finding::unreadable(file, &error), Vec::new()),
+        Err(why) => (Finding::unreadable(file, why), Vec::new()),
     };
     if is_changed {
-        let all = finding.problems.iter_mut().chain(&mut finding.warnings);
+        let lists = [&mut finding.problems, &mut finding.warnings, &mut finding.unsupported];
+        let all = lists.into_iter().flatten();
         all.for_each(|problem| problem.place = None);
     }
     if finding.job.is_none() {
@@ -134,7 +143,8 @@ pub fn read_changed_job(
         warnings.for_each(|warning| eprintln!("{}", line(file, "warning: ", warning)));
     }
     let job = jobs.pop().ok_or(ExitCode::from(EXIT_INPUT))?;
-    Ok(ReadJob { job, file: file.to_path_buf(), manifest: Manifest::read(&bytes) })
+    let manifest = (!is_changed).then(|| Manifest::read(&bytes));
+    Ok(ReadJob { job, file: file.to_path_buf(), manifest })
 }
 
 fn refuse(problems: &str) -> ExitCode {
@@ -163,7 +173,7 @@ pub fn report(file: &Path, bytes: &[u8], profiles: &Profiles) -> bool {
 fn examine(file: &Path, jobs: &mut Vec<Job>, profiles: &Profiles) -> Vec<Finding> {
     let bytes = match read(file) {
         Ok(bytes) => bytes,
-        Err(error) => return vec![Finding::unreadable(file, &error)],
+        Err(error) => return vec![Finding::unreadable(file, unread(&error))],
     };
     let (others, own): (Vec<_>, Vec<_>) =
         documents(&bytes).into_iter().partition(|document| document.other.is_some());
@@ -171,25 +181,38 @@ fn examine(file: &Path, jobs: &mut Vec<Job>, profiles: &Profiles) -> Vec<Finding
     let mut findings: Vec<Finding> =
         own.iter().map(|document| judge(file, &document.bytes, jobs, profiles)).collect();
     if findings.is_empty() {
-        let none = "it holds no MoeJob".to_string();
-        findings.push(Finding { unreadable: Some(none), ..Finding::of(file) });
+        findings.push(Finding::unreadable(file, NO_JOB.to_string()));
     }
     findings[0].skipped = skipped;
     findings
 }
 
-/// The only MoeJob of a file; else all of it, which is judged as one.
-fn only_job(bytes: Vec<u8>) -> Vec<u8> {
-    let own = documents(&bytes).into_iter().filter(|document| document.other.is_none());
-    match &own.collect::<Vec<_>>()[..] {
-        [only] => only.bytes.clone(),
-        _ => bytes,
+/// The only MoeJob of a file; of several all of it, which is judged as one.
+///
+/// # Errors
+/// All that it holds is of other kinds: which.
+fn only_job(bytes: Vec<u8>) -> Result<Vec<u8>, String> {
+    let (others, own): (Vec<_>, Vec<_>) =
+        documents(&bytes).into_iter().partition(|document| document.other.is_some());
+    match (&own[..], others.is_empty()) {
+        ([only], _) => Ok(only.bytes.clone()),
+        ([], false) => {
+            let others: Vec<String> = others.into_iter().filter_map(|of| of.other).collect();
+            Err(format!("{NO_JOB}, but {}", others.join(", ")))
+        }
+        _ => Ok(bytes),
     }
 }
 
+const NO_JOB: &str = "it holds no MoeJob";
+
+fn unread(error: &std::io::Error) -> String {
+    format!("cannot be read: {}", crate::out::io(error))
+}
+
 impl Finding {
-    fn unreadable(file: &Path, error: &std::io::Error) -> Finding {
-        Finding { unreadable: Some(format!("cannot be read: {error}")), ..Finding::of(file) }
+    fn unreadable(file: &Path, why: String) -> Finding {
+        Finding { unreadable: Some(why), ..Finding::of(file) }
     }
 
     fn of(file: &Path) -> Finding {
@@ -223,10 +246,36 @@ fn judge(file: &Path, bytes: &[u8], jobs: &mut Vec<Job>, profiles: &Profiles) ->
             finding.job = finding.problems.is_empty().then(|| job.name.clone());
             jobs.push(job);
         }
-        Err(problems) => finding.problems = problems,
+        Err(problems) => finding.problems = unknown_model(bytes, problems),
     }
     finding
 }
+
+/// A model whose dimensions stand with weights that are not here: that is the one problem of it.
+fn unknown_model(bytes: &[u8], problems: Vec<Problem>) -> Vec<Problem> {
+    let manifest = Manifest::read(bytes);
+    let from = manifest.spec.model.as_ref().and_then(|model| model.from.as_ref()?.path.clone());
+    let Some(path) = from.filter(|path| !Path::new(path).exists()) else { return problems };
+    let count = problems.len();
+    let is_dimension = |problem: &Problem| {
+        problem.code == Code::Missing && problem.path.starts_with("spec.model.")
+    };
+    let mut rest: Vec<Problem> =
+        problems.into_iter().filter(|problem| !is_dimension(problem)).collect();
+    if rest.len() < count {
+        let missing = Problem::new(Code::Path, FROM_PATH)
+            .found(format!("`{path}`, which is not there"))
+            .allowed("weights that can be read here, or the model's dimensions beside it")
+            .advice(
+                "make or fetch them first, or start where they are; nothing is downloaded here",
+            );
+        rest.extend(manifest.locate(vec![missing]));
+    }
+    rest
+}
+
+/// Where a manifest names weights to begin with.
+const FROM_PATH: &str = "spec.model.from.path";
 
 /// What of a job on GPUs is seen where they are.
 fn unchecked(job: &Job) -> Option<&'static str> {
@@ -245,7 +294,6 @@ fn unchecked(job: &Job) -> Option<&'static str> {
 
 /// The model of the weights that a manifest starts from, where they lie on this machine.
 fn weights(manifest: &[u8]) -> Result<Option<ModelConfig>, Problem> {
-    const FIELD: &str = "spec.model.from.path";
     let from = Manifest::read(manifest).spec.model.and_then(|model| model.from?.path);
     let Some(path) = from.filter(|path| Path::new(path).exists()) else { return Ok(None) };
     match moe_worker::hf::read_model(Path::new(&path)) {
@@ -253,7 +301,7 @@ fn weights(manifest: &[u8]) -> Result<Option<ModelConfig>, Problem> {
         Err(problems) => {
             let found = problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
             let allowed = "a Hugging Face directory or a checkpoint of ours";
-            Err(Problem::new(Code::Path, FIELD).found(found).allowed(allowed))
+            Err(Problem::new(Code::Path, FROM_PATH).found(found).allowed(allowed))
         }
     }
 }

@@ -35,7 +35,7 @@ pub enum FolderError {
     Io { path: String, what: &'static str, source: std::io::Error },
     #[error("{path} is in use by another `moejob run`; wait for it, or choose another --dir")]
     InUse { path: String },
-    #[error("{path} is damaged: {source}; remove the run's folder, or restore the file")]
+    #[error("{path} is damaged; remove the run's folder, or restore the file")]
     Damaged { path: String, source: serde_json::Error },
     #[error(
         "{path} belongs to another version of this job; these fields cannot change once it has \

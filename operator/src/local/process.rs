@@ -6,6 +6,7 @@ use crate::authority::Authority;
 use moe_worker::life::affinity::Share;
 use moe_worker::life::run::Bootstrap;
 use moejob_plan::lead::WorkerPod;
+use rustix::process::{Resource, getrlimit};
 use std::collections::HashMap;
 use std::future::Future;
 use std::path::PathBuf;
@@ -95,6 +96,7 @@ impl Processes {
         let mut child = Command::new(std::env::current_exe()?)
             .arg("worker")
             .envs(self.trace.iter().map(|file| (ENV_TRACE, file)))
+            .envs(arenas(getrlimit(Resource::As).current))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(log)
@@ -172,6 +174,12 @@ impl Processes {
     }
 }
 
+/// The allocator reserves 64 MiB of addresses for each thread. Where `ulimit -v` counts them, a
+/// worker would fail long before its memory is used up: one pool serves all of its threads then.
+fn arenas(addresses_max: Option<u64>) -> Option<(&'static str, &'static str)> {
+    addresses_max.map(|_| ("MALLOC_ARENA_MAX", "1"))
+}
+
 /// Hands over the bootstrap, reads the port, and waits for the end. Its standard input stays open
 /// meanwhile: when that ends, a worker knows that its runner is gone.
 async fn attend<Told: Future>(
@@ -209,13 +217,50 @@ async fn attend<Told: Future>(
     }
 }
 
+/// `killed by signal 9 (SIGKILL)`
+fn killed_by(signal: i32) -> String {
+    // As Linux numbers them.
+    let name = match signal {
+        4 => " (SIGILL)",
+        6 => " (SIGABRT: it gave up; often for want of memory)",
+        7 => " (SIGBUS: a file or memory that it used is gone)",
+        8 => " (SIGFPE)",
+        9 => " (SIGKILL: from outside, or the system had no memory left)",
+        11 => " (SIGSEGV: a mistake of the program)",
+        15 => " (SIGTERM)",
+        24 => " (SIGXCPU: `ulimit -t`)",
+        25 => " (SIGXFSZ: `ulimit -f`)",
+        _ => "",
+    };
+    format!("killed by signal {signal}{name}")
+}
+
 fn describe(status: std::io::Result<ExitStatus>) -> (Option<i32>, String) {
     use std::os::unix::process::ExitStatusExt;
     match status {
         Ok(status) => match (status.code(), status.signal()) {
             (Some(code), _) => (Some(code), format!("exit code {code}")),
-            (None, signal) => (None, format!("killed by signal {}", signal.unwrap_or_default())),
+            (None, signal) => (None, killed_by(signal.unwrap_or_default())),
         },
         Err(error) => (None, format!("cannot be waited for: {error}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_that_are_counted_are_not_reserved_by_thread() {
+        assert_eq!(arenas(None), None);
+        assert_eq!(arenas(Some(400 << 20)), Some(("MALLOC_ARENA_MAX", "1")));
+    }
+
+    #[test]
+    fn a_signal_has_a_name() {
+        assert_eq!(killed_by(15), "killed by signal 15 (SIGTERM)");
+        assert_eq!(killed_by(40), "killed by signal 40");
+        assert!(moejob_plan::repeat::is_own_fault(&killed_by(6)));
+        assert!(!moejob_plan::repeat::is_own_fault(&killed_by(9)));
     }
 }

@@ -36,11 +36,20 @@ impl Words {
             Some((_, message)) => message,
             None => cause,
         };
-        if self.told.iter().any(|told| are_alike(told, cause)) {
-            return Some(format!("lost {worker} in the same way"));
+        let (cause, worker) = (cause.to_string(), worker.to_string());
+        match self.is_news(&cause) {
+            true => Some(format!("lost {worker}: {cause}")),
+            false => Some(format!("lost {worker} in the same way")),
         }
-        self.told.push(cause.to_string());
-        Some(format!("lost {worker}: {cause}"))
+    }
+
+    /// Whether it was not told since the newest step, in these or like words. It counts as told.
+    pub fn is_news(&mut self, words: &str) -> bool {
+        let is_news = !self.told.iter().any(|told| are_alike(told, words));
+        if is_news {
+            self.told.push(words.to_string());
+        }
+        is_news
     }
 
     /// A step is done: what comes now is news.
@@ -55,6 +64,11 @@ impl Words {
         };
         sizes(logs).into_iter().filter(grown).map(|(path, _)| path).collect()
     }
+}
+
+/// What a person reads of an attempt that begins; nothing of the first one.
+pub fn goes_on_from(what: &str) -> String {
+    if what.is_empty() { String::new() } else { format!("goes on from {what}") }
 }
 
 fn sizes(logs: &Path) -> BTreeMap<PathBuf, u64> {
@@ -83,6 +97,18 @@ mod tests {
         words.stepped();
         let again = words.lost("job-4", "killed by signal 9");
         assert_eq!(again.as_deref(), Some("lost job-4: killed by signal 9"));
+    }
+
+    #[test]
+    fn what_each_attempt_says_is_told_once_until_a_step_is_done() {
+        let mut words = Words::default();
+        assert!(words.is_news("held-out data are trained on: a.txt"));
+        assert!(!words.is_news("held-out data are trained on: a.txt"));
+        assert!(words.is_news("no memory for a snapshot"));
+        words.stepped();
+        assert!(words.is_news("no memory for a snapshot"));
+        assert_eq!(goes_on_from("step-00000010"), "goes on from step-00000010");
+        assert_eq!(goes_on_from(""), "");
     }
 
     #[test]

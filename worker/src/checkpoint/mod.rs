@@ -60,7 +60,11 @@ pub struct Problem {
 
 impl std::fmt::Display for Problem {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}: {}", self.what, self.why)
+        // Of the place itself, whose name whoever shows this has told.
+        match self.what.as_str() {
+            "." => f.write_str(&self.why),
+            what => write!(f, "{what}: {}", self.why),
+        }
     }
 }
 

@@ -198,11 +198,11 @@ fn no_such_place(path: &Path) -> String {
     let known = ["runs", "checkpoints", "examples", "target", "models", "data", "tmp"];
     let in_folder = known.iter().any(|known| path.starts_with(known));
     if plain(first) && plain(second) && third.is_none() && !in_folder {
-        return "No such file or directory. If this is the name of a model on a hub: nothing is \
+        return "there is no such folder. If this is the name of a model on a hub: nothing is \
                 downloaded here. Fetch its files first, and name the folder that they lie in"
             .to_string();
     }
-    "No such file or directory. `moejob ls` lists the runs of this folder".to_string()
+    "there is no such folder. `moejob ls` lists the runs of this one".to_string()
 }
 
 /// Whether a folder has anything that a Hugging Face directory has, in whatever format: who reads

@@ -359,9 +359,9 @@ impl World {
             return false;
         }
         sim.reaped = true;
-        let code = sim.exit_code;
+        let (code, how) = (sim.exit_code, sim.how);
         let node = sim.node.clone();
-        self.happenings.extend(self.tracker.exited(name, code, "ended", self.now));
+        self.happenings.extend(self.tracker.exited(name, code, how, self.now));
         for of in &mut self.tracker.observed.nodes {
             if of.name == node {
                 of.avoid_until = of.avoid_until.max(self.now + 100);

@@ -44,6 +44,8 @@ pub struct Sim {
     /// The last step is done, and storage is away.
     pub waits: bool,
     pub exit_code: Option<i32>,
+    /// How its runner describes the end.
+    pub how: &'static str,
     /// The leader knows that it has ended.
     pub reaped: bool,
 }
@@ -68,6 +70,7 @@ impl Sim {
             collective: 0,
             waits: false,
             exit_code: None,
+            how: "ended",
             reaped: false,
         }
     }

@@ -7,6 +7,7 @@
 
 mod synthetic;
 
+use super::args::{THREADS_MAX, Written, whole};
 use super::complain;
 use clap::{Args, ValueEnum};
 use moe_worker::attempt::gauge::Gauge;
@@ -20,6 +21,7 @@ use moejob_kernels::StepPhase;
 use moejob_kernels::cuda::Gpu;
 use moejob_plan::Job;
 use moejob_plan::devices::precision_name;
+use moejob_plan::explain;
 use moejob_plan::job::Venue;
 use moejob_plan::launch::{self, Places};
 use moejob_plan::placement::{self, gib};
@@ -35,26 +37,26 @@ use synthetic::Synthetic;
 
 #[derive(Args)]
 pub struct BenchArgs {
-    /// The model, such as olmoe-1b-7b or tiny; `moejob crd` lists them.
+    /// The model, such as olmoe-1b-7b or tiny; `moejob explain model.preset` lists them.
     #[arg(long, value_parser = preset_of)]
     pub preset: Preset,
     /// Only so many of its layers.
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=512))]
+    #[arg(long, value_parser = whole(1, 512))]
     pub layers: Option<u32>,
     /// Tokens of a sequence.
-    #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    #[arg(long, default_value_t = 4096, value_parser = whole(1, 1 << 20))]
     pub sequence: u32,
     /// Sequences that are computed at once.
-    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    #[arg(long, default_value_t = 4, value_parser = whole(1, 65536))]
     pub micro_batch: u32,
     /// Micro-batches of a step, of each device.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(long, default_value_t = 1, value_parser = whole(1, 4096))]
     pub accumulation: u32,
     /// Steps that are measured.
-    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    #[arg(long, default_value_t = 10, value_parser = whole(1, 100_000))]
     pub steps: u32,
     /// Steps before those.
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(0..=100_000))]
+    #[arg(long, default_value_t = 3, value_parser = whole(0, 100_000))]
     pub warm_up: u32,
     /// natural: the router chooses; balanced: it is made to choose all experts equally often.
     #[arg(long, value_enum, default_value_t = Routing::Natural)]
@@ -63,10 +65,10 @@ pub struct BenchArgs {
     #[arg(long, value_enum)]
     pub device: Option<DeviceName>,
     /// GPUs of this machine, or ranks that share its processors; each has its own micro-batches.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    #[arg(long, default_value_t = 1, value_parser = whole(1, 64))]
     pub devices: u32,
     /// parallelism.expert: devices that share the experts out. Default: each has all.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    #[arg(long, default_value_t = 1, value_parser = whole(1, 64))]
     pub expert_parallel: u32,
     /// training.precision. Default: bf16 on a GPU, fp32 on processors.
     #[arg(long, value_parser = ["fp32", "tf32", "bf16", "fp16"])]
@@ -84,14 +86,14 @@ pub struct BenchArgs {
     #[arg(long, value_parser = ["none", "selective", "experts", "full"])]
     pub recompute: Option<String>,
     /// Threads that compute, on processors; 0 is all of them.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = whole(0, THREADS_MAX))]
     pub threads: u32,
     /// Writes three more steps as a Chrome trace, for Perfetto.
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
-    /// One line of JSON, with the time of every step.
-    #[arg(long)]
-    pub json: bool,
+    /// JSON has the time of every step.
+    #[command(flatten)]
+    pub written: Written,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -110,13 +112,15 @@ pub enum DeviceName {
 struct Refused(u8, String);
 
 fn preset_of(name: &str) -> Result<Preset, String> {
-    serde_json::from_value(json!(name)).map_err(|error| error.to_string())
+    let known = explain::fields().into_iter().find(|field| field.path == "model.preset");
+    let known = known.map(|field| field.kind).unwrap_or_default();
+    serde_json::from_value(json!(name)).map_err(|_| known)
 }
 
 pub fn run(args: &BenchArgs) -> ExitCode {
     match measure(args) {
         Ok(measured) => {
-            match args.json {
+            match args.written.is_json() {
                 true => println!("{}", measured.json()),
                 false => print!("{}", measured.text()),
             }

@@ -84,7 +84,8 @@ fn words(error: &kube::Error) -> (String, u8) {
 
 /// An error and its causes, each once: some of the client's repeat theirs.
 fn once(error: &dyn std::error::Error) -> String {
-    below(error, vec![error.to_string()])
+    // A path stands in it within quotes of Rust's, and quotes around those.
+    below(error, vec![error.to_string()]).replace("'\"", "'").replace("\"'", "'")
 }
 
 /// The causes below the client's own words, each once.

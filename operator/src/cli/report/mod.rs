@@ -10,14 +10,16 @@ mod heat;
 mod page;
 mod read;
 
+use crate::out::io;
 use clap::Args;
+use read::Run;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 #[derive(Args)]
 pub struct ReportArgs {
-    /// Folders of runs, such as runs/NAME. Several are drawn over each other.
+    /// Folders of runs, such as runs/NAME, or their names. Several are drawn over each other.
     #[arg(required = true)]
     pub runs: Vec<PathBuf>,
     /// The page to write; `-` is standard output.
@@ -36,7 +38,7 @@ pub fn run(args: &ReportArgs) -> ExitCode {
     }
     let mut runs = Vec::new();
     for path in &args.runs {
-        match read::read(path) {
+        match read::read(&super::args::place(path)) {
             Ok(run) => runs.push(run),
             Err(error) => {
                 super::complain(&error);
@@ -44,8 +46,10 @@ pub fn run(args: &ReportArgs) -> ExitCode {
             }
         }
     }
+    name_apart(&mut runs, &args.runs);
     for run in runs.iter().filter(|run| run.unreadable > 0) {
-        eprintln!("moejob: {}: {} lines could not be read", run.name, run.unreadable);
+        let lines = if run.unreadable == 1 { "line" } else { "lines" };
+        eprintln!("moejob: {}: {} {lines} could not be read", run.name, run.unreadable);
     }
     let html = page::page(&runs);
     if args.out == Path::new("-") {
@@ -58,8 +62,19 @@ pub fn run(args: &ReportArgs) -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(error) => {
-            eprintln!("moejob: {} cannot be written: {error}", args.out.display());
-            ExitCode::FAILURE
+            eprintln!("moejob: {} cannot be written: {}", args.out.display(), io(&error));
+            eprintln!("  name a file in a folder that is there: --out report.html");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Runs of one name are called by what was typed.
+fn name_apart(runs: &mut [Run], typed: &[PathBuf]) {
+    let names: Vec<String> = runs.iter().map(|run| run.name.clone()).collect();
+    for (run, typed) in runs.iter_mut().zip(typed) {
+        if names.iter().filter(|name| **name == run.name).count() > 1 {
+            run.name = typed.display().to_string();
         }
     }
 }
@@ -233,6 +248,23 @@ mod tests {
         std::fs::write(home.path().join("metrics.jsonl"), "").expect("a file");
         let refused = read::read(home.path()).expect_err("has no steps").to_string();
         assert!(refused.contains("no step"), "{refused}");
+        std::fs::write(home.path().join("metrics.jsonl"), "abc\n{}{\n").expect("a file");
+        let refused = read::read(home.path()).expect_err("is damaged").to_string();
+        assert!(refused.contains("of 2 lines none can be read"), "{refused}");
+        // A folder of runs: one of them is meant.
+        let inner = home.path().join("all/mine");
+        std::fs::create_dir_all(&inner).expect("a folder");
+        std::fs::write(inner.join("metrics.jsonl"), "").expect("a file");
+        let refused = read::read(&home.path().join("all")).expect_err("is none").to_string();
+        assert!(refused.contains("a folder of 1 run: name one"), "{refused}");
+    }
+
+    #[test]
+    fn runs_of_one_name_are_told_apart() {
+        let named = |name: &str| Run { name: name.to_string(), ..Run::default() };
+        let mut runs = [named("a"), named("b"), named("a")];
+        name_apart(&mut runs, &["old/a", "runs/b", "runs/a"].map(PathBuf::from));
+        assert_eq!(runs.map(|run| run.name), ["old/a", "b", "runs/a"]);
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! A run's folder -> what of it is drawn.
 
+use crate::cli::args::or_its_runs;
+use crate::out::io;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -72,8 +74,12 @@ pub struct Event {
 
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
-    #[error("{path} cannot be read: name the folder of a run, such as runs/NAME")]
-    Metrics { path: PathBuf, source: std::io::Error },
+    #[error("{path} cannot be read: {why}; name a run, or its folder, such as runs/NAME")]
+    Metrics { path: PathBuf, why: String },
+    #[error("{path}: {what}")]
+    Several { path: PathBuf, what: String },
+    #[error("{path} is damaged: of {unreadable} lines none can be read")]
+    Damaged { path: PathBuf, unreadable: u64 },
     #[error("{path} has no step yet: the run has not begun to train")]
     Empty { path: PathBuf },
 }
@@ -82,7 +88,10 @@ pub enum ReadError {
 /// There is no `metrics.jsonl`, or nothing in it.
 pub fn read(path: &Path) -> Result<Run, ReadError> {
     let metrics = path.join("metrics.jsonl");
-    let failed = |source| ReadError::Metrics { path: metrics.clone(), source };
+    let failed = |error: std::io::Error| match or_its_runs(path) {
+        Some(what) => ReadError::Several { path: path.to_path_buf(), what },
+        None => ReadError::Metrics { path: metrics.clone(), why: io(&error) },
+    };
     let name = path.canonicalize().ok().and_then(|path| {
         path.file_name().map(|name| name.to_string_lossy().into_owned())
     });
@@ -112,6 +121,9 @@ pub fn read(path: &Path) -> Result<Run, ReadError> {
         steps.insert(step.step, step);
     })
     .map_err(failed)?;
+    if steps.is_empty() && unreadable > 0 {
+        return Err(ReadError::Damaged { path: metrics, unreadable });
+    }
     if steps.is_empty() {
         return Err(ReadError::Empty { path: metrics });
     }
