@@ -18,7 +18,7 @@ use crate::identity::Keyring;
 use futures::{Stream, StreamExt, TryStreamExt};
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{
-    ConfigMap, Container, ContainerStatus, Node, Pod, Secret,
+    self, ConfigMap, Container, ContainerStatus, Node, Pod, Secret,
 };
 use k8s_openapi::api::scheduling::v1::PriorityClass;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
@@ -28,7 +28,7 @@ use kube::runtime::WatchStreamExt;
 use kube::{Client, ResourceExt};
 use light::LightPod;
 use shared::Shared;
-use moejob_plan::allocate::is_pause;
+use moejob_plan::allocate::{ClusterNode, Taint, is_pause, unhealthy, unhealthy_label};
 use moejob_plan::cost::TEXT_BYTES_MAX;
 use moejob_plan::crd;
 use moejob_plan::observed::Millis;
@@ -63,24 +63,6 @@ pub struct PodSeen {
     pub worker: Option<Box<WorkerPod>>,
     /// Whose it says it is, without a seal that proves it.
     pub claims: Option<Owner>,
-}
-
-#[derive(Clone, Debug, PartialEq)]
-pub struct NodeSeen {
-    pub name: String,
-    pub labels: BTreeMap<String, String>,
-    /// Key, value and effect.
-    pub taints: Vec<(String, String, String)>,
-    /// Types and states of its conditions.
-    pub conditions: BTreeMap<String, String>,
-    pub cordoned: bool,
-    pub allocatable: Resources,
-}
-
-impl NodeSeen {
-    pub fn is_ready(&self) -> bool {
-        self.conditions.get("Ready").is_some_and(|status| status == "True")
-    }
 }
 
 impl PodSeen {
@@ -120,7 +102,7 @@ pub enum Change {
     JobGone(Key),
     Pod(PodSeen),
     PodGone(Key),
-    Node(NodeSeen),
+    Node(ClusterNode),
     NodeGone(Key),
     Class(ClassSeen),
     ClassGone(Key),
@@ -448,26 +430,30 @@ fn amounts(quantities: Option<&BTreeMap<String, Quantity>>) -> Resources {
     all
 }
 
-pub(crate) fn node_seen(node: Node) -> NodeSeen {
-    let spec = node.spec.clone().unwrap_or_default();
-    let status = node.status.clone().unwrap_or_default();
-    let taints = spec.taints.unwrap_or_default().into_iter();
-    let conditions = status.conditions.unwrap_or_default().into_iter();
-    NodeSeen {
-        name: node.name_any(),
-        labels: node.metadata.labels.unwrap_or_default(),
-        taints: taints
-            .map(|taint| (taint.key, taint.value.unwrap_or_default(), taint.effect))
-            .collect(),
-        conditions: conditions
-            .filter(|of| {
-                let text = |of: &Option<String>| of.clone().unwrap_or_default();
-                !is_pause(&of.type_, &text(&of.reason), &text(&of.message))
-            })
-            .map(|of| (of.type_, of.status))
-            .collect(),
+/// As allocation judges it, but for what pods ask of it.
+pub(crate) fn node_seen(node: Node) -> ClusterNode {
+    let name = node.name_any();
+    let labels = node.metadata.labels.unwrap_or_default();
+    let spec = node.spec.unwrap_or_default();
+    let status = node.status.unwrap_or_default();
+    let text = |of: &Option<String>| of.clone().unwrap_or_default();
+    let mut conditions = status.conditions.unwrap_or_default();
+    conditions.retain(|of| !is_pause(&of.type_, &text(&of.reason), &text(&of.message)));
+    let said = || conditions.iter().map(|of| (of.type_.as_str(), of.status.as_str()));
+    let taint = |taint: v1::Taint| Taint {
+        key: taint.key,
+        value: taint.value.unwrap_or_default(),
+        effect: taint.effect,
+    };
+    ClusterNode {
+        ready: said().any(|of| of == ("Ready", "True")),
         cordoned: spec.unschedulable == Some(true),
+        unhealthy: unhealthy(said()).or_else(|| unhealthy_label(&labels)),
+        taints: spec.taints.unwrap_or_default().into_iter().map(taint).collect(),
         allocatable: amounts(status.allocatable.as_ref()),
+        requested: Resources::default(),
+        name,
+        labels,
     }
 }
 
@@ -529,7 +515,7 @@ mod tests {
         use watcher::Event::{Init, InitApply, InitDone};
         let said = [Init, InitApply(node("a")), InitDone, Init, InitDone].map(Ok);
         let (to, mut changes) = mpsc::channel(8);
-        let told = |node: NodeSeen| (Arc::from(node.name.as_str()), Change::Node(node));
+        let told = |node: ClusterNode| (Arc::from(node.name.as_str()), Change::Node(node));
         relay(Kind::Nodes, futures::stream::iter(said), to, node_seen, told).await;
         let mut heard = Vec::new();
         while let Some(change) = changes.recv().await {

@@ -61,7 +61,7 @@ pub struct ClusterNode {
 }
 
 /// What one job wants and has.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Demand {
     pub uid: String,
     /// Of its PriorityClass; 0 without one.
@@ -80,12 +80,23 @@ pub struct Demand {
     /// Those of them whose worker is on its way out; others take their place as soon as they can.
     pub leaving: BTreeSet<String>,
     pub standing: Standing,
+    /// What keeps it from getting nodes, whatever is free.
+    pub barred: Option<Barred>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Barred {
+    /// The API server refuses its pods: without a gang it gives back what it has.
+    Refused,
+    /// The job of this name, which is not over, has the same `checkpoint.location`.
+    Location(String),
 }
 
 /// What a job would lose with its nodes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Standing {
     /// Nothing that the storage has not.
+    #[default]
     Waiting,
     /// Between two attempts, with newer state in memory than in storage.
     Holding { since: Millis },
@@ -146,7 +157,18 @@ impl Demand {
             holds,
             leaving,
             standing,
+            barred: None,
         }
+    }
+
+    /// Of a job that is not planned, and of which there are pods.
+    pub fn unplanned(uid: &str, holds: BTreeSet<String>) -> Demand {
+        Demand { uid: uid.to_string(), holds, ..Demand::default() }
+    }
+
+    /// It wants nothing for as long as that keeps it from its nodes.
+    pub fn barred_by(self, why: Barred) -> Demand {
+        Demand { sizes: Vec::new(), spares: 0, barred: Some(why), ..self }
     }
 }
 
@@ -325,6 +347,16 @@ impl<'a> Allocator<'a> {
             own.iter().copied().filter(|at| job.needs.keeps(&self.nodes[*at])).collect();
         let (new, rest, why) = (Vec::new(), Vec::new(), String::new());
         let mut given = Given { fits: false, keeps: true, own, new, rest, why };
+        match &job.barred {
+            None => {}
+            Some(Barred::Refused) => given.keeps = job.standing == Standing::Running,
+            Some(Barred::Location(earlier)) => {
+                given.keeps = false;
+                given.why = format!(
+                    "its checkpoint.location is that of the job {earlier}, which is not over"
+                );
+            }
+        }
         let (Some(least), Some(most)) = (job.sizes.first(), job.sizes.last()) else {
             return given;
         };

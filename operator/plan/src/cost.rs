@@ -8,7 +8,6 @@ use crate::job::Job;
 use crate::problem::{Code, Problem};
 use crate::profile::Backend;
 use moejob_protocol::Mesh;
-use moejob_protocol::config;
 use moejob_protocol::model::{MATRICES, ModelConfig, Role, numel};
 
 /// Of a manifest, and of a spec as JSON.
@@ -150,10 +149,10 @@ pub fn of_rank(job: &Job, extent: Extent, mesh: Mesh) -> u64 {
     let layers = u64::from(job.model.num_hidden_layers);
     let steps = extent.other_tensors + layers * (u64::from(mesh.ep.min(experts)) + held);
     match job.training.compute.backend {
-        config::Backend::Cpu => steps + u64::from(mesh.world()),
+        Backend::Cpu => steps + u64::from(mesh.world()),
         // What fits a GPU of a cluster is estimated.
-        config::Backend::Cuda if mesh.world() > 1 && !job.profile.is_this_machine() => 1,
-        config::Backend::Cuda => BUCKETS * (extent.tensors() + u64::from(mesh.world())),
+        Backend::Cuda if mesh.world() > 1 && !job.profile.is_this_machine() => 1,
+        Backend::Cuda => BUCKETS * (extent.tensors() + u64::from(mesh.world())),
     }
 }
 

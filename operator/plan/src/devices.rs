@@ -10,7 +10,7 @@ use crate::job::Job;
 use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::profile::Backend;
-use crate::spec::{AttentionName, GradientDtypeName, MoeJobSpec, MomentDtypeName};
+use crate::spec::{AttentionName, MoeJobSpec, Word};
 use moejob_protocol::config::{
     GradientDtype, MomentDtype, Precision, TrainingConfig,
 };
@@ -69,11 +69,11 @@ fn of_processors(spec: &MoeJobSpec, job: &Job) -> Vec<Lack> {
         let given = format!("`{}` on processors", precision_name(job.training.precision));
         found.push(Lack::new("spec.training.precision", given, "fp32", ADVICE));
     }
-    if typed.moment_dtype == Some(MomentDtypeName::Bf16) {
+    if typed.moment_dtype == Some(Word(MomentDtype::Bf16)) {
         let path = "spec.training.momentDtype";
         found.push(Lack::new(path, "`bf16` on processors", "fp32", ADVICE));
     }
-    if typed.gradient_dtype == Some(GradientDtypeName::Bf16) {
+    if typed.gradient_dtype == Some(Word(GradientDtype::Bf16)) {
         let path = "spec.training.gradientDtype";
         found.push(Lack::new(path, "`bf16` on processors", "auto or fp32", ADVICE));
     }

@@ -9,10 +9,8 @@ use crate::read::Manifest;
 use crate::router;
 use crate::rules;
 use crate::spec::{
-    PreflightWhen,
-    ActivationName, AttentionName, FieldFilesSpec, GradientDtypeName, Level, MixturePartSpec,
-    MoeJobSpec, ModelSpec, MomentDtypeName, NumberOrAuto, PrecisionName, Preset, QkNormName,
-    RecomputeName, SourceSpec, TokenTypeName, VolumeSpec,
+    AttentionName, FieldFilesSpec, Level, MixturePartSpec, MoeJobSpec, ModelSpec, NumberOrAuto,
+    PrecisionName, PreflightWhen, Preset, RecomputeName, SourceSpec, VolumeSpec,
 };
 use moejob_protocol::config::{
     AdamW, Compute, GradientDtype, MomentDtype, Precision, Recompute, Schedule, TokenType,
@@ -289,7 +287,7 @@ impl Job {
             self.nodes.preflight = PreflightWhen::Never;
             self.training.precision = Precision::Fp32;
             self.training.compute = Compute {
-                backend: moejob_protocol::config::Backend::Cpu,
+                backend: Backend::Cpu,
                 moment_dtype: MomentDtype::Fp32,
                 gradient_dtype: GradientDtype::Auto,
                 fast_attention: false,
@@ -376,11 +374,7 @@ fn model(typed: &ModelSpec, tokenizer: &Tokenizer) -> ModelConfig {
         rms_norm_eps: typed.rms_norm_eps.unwrap_or(1e-5),
         rope_theta: typed.rope_theta.unwrap_or(1e4),
         tie_word_embeddings: typed.tie_word_embeddings.unwrap_or(false),
-        qk_norm: match typed.qk_norm {
-            None | Some(QkNormName::None) => QkNorm::None,
-            Some(QkNormName::PerHead) => QkNorm::PerHead,
-            Some(QkNormName::Full) => QkNorm::Full,
-        },
+        qk_norm: typed.qk_norm.map_or(QkNorm::None, |of| of.0),
         clip_qkv: typed.clip_qkv.unwrap_or(0.0),
         attention_bias: typed.attention_bias.unwrap_or(false),
         initializer_range: typed.initializer_range.unwrap_or(0.02),
@@ -390,11 +384,7 @@ fn model(typed: &ModelSpec, tokenizer: &Tokenizer) -> ModelConfig {
             count: experts.count.unwrap_or(0),
             per_token: experts.per_token.unwrap_or(0),
             intermediate_size: experts.intermediate_size.unwrap_or(0),
-            activation: match experts.activation {
-                None | Some(ActivationName::Silu) => Activation::Silu,
-                Some(ActivationName::Gelu) => Activation::Gelu,
-                Some(ActivationName::Relu) => Activation::Relu,
-            },
+            activation: experts.activation.map_or(Activation::Silu, |of| of.0),
             shared: experts.shared.unwrap_or(0),
             routed_headroom: experts.routed_headroom.unwrap_or(1.5),
         },
@@ -452,10 +442,7 @@ fn source(typed: SourceSpec) -> Source {
     } else if let Some(files) = parquet {
         with_field(DataFormat::Parquet, files)
     } else if let Some(files) = tokens {
-        let dtype = files.dtype.map(|dtype| match dtype {
-            TokenTypeName::Uint16 => TokenType::Uint16,
-            TokenTypeName::Uint32 => TokenType::Uint32,
-        });
+        let dtype = files.dtype.map(|of| of.0);
         Source { dtype, ..make(DataFormat::Tokens, files.paths, files.exclude) }
     } else if let Some(files) = megatron {
         make(DataFormat::Megatron, files.paths, files.exclude)
@@ -517,20 +504,12 @@ fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
             (Some(RecomputeName::Full), Some(layers)) => Recompute::Every(layers),
         },
         compute: Compute {
-            backend: match backend {
-                Backend::Cpu => moejob_protocol::config::Backend::Cpu,
-                Backend::Cuda => moejob_protocol::config::Backend::Cuda,
-            },
-            moment_dtype: match training.moment_dtype {
-                None | Some(MomentDtypeName::Fp32) => MomentDtype::Fp32,
-                Some(MomentDtypeName::Bf16) => MomentDtype::Bf16,
-            },
-            gradient_dtype: match training.gradient_dtype {
+            backend,
+            moment_dtype: training.moment_dtype.map_or(MomentDtype::Fp32, |of| of.0),
+            gradient_dtype: match backend {
                 // On processors fp32 is what there is: typed or not, it is the same job.
-                _ if backend == Backend::Cpu => GradientDtype::Auto,
-                None | Some(GradientDtypeName::Auto) => GradientDtype::Auto,
-                Some(GradientDtypeName::Bf16) => GradientDtype::Bf16,
-                Some(GradientDtypeName::Fp32) => GradientDtype::Fp32,
+                Backend::Cpu => GradientDtype::Auto,
+                Backend::Cuda => training.gradient_dtype.map_or(GradientDtype::Auto, |of| of.0),
             },
             fast_attention: training.attention == Some(AttentionName::Fastest),
         },

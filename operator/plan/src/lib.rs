@@ -33,7 +33,6 @@ pub mod allocate;
 mod canonical;
 mod router;
 pub mod devices;
-pub mod exchange;
 pub mod cost;
 mod rules;
 pub mod job;

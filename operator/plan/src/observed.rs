@@ -236,11 +236,19 @@ impl StopCause {
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[serde(into = "record::OutcomeLine")]
+/// A stable word in CamelCase.
+pub type Reason = &'static str;
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub enum Outcome {
     Complete { step: u64 },
-    Failed { exit_code: i32, reason: &'static str, message: String },
+    Failed {
+        exit_code: i32,
+        #[serde(deserialize_with = "record::reason")]
+        reason: Reason,
+        message: String,
+    },
     Suspended,
     Interrupted,
 }

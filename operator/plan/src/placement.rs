@@ -5,7 +5,7 @@ use crate::job::Job;
 use crate::observed::Size;
 use crate::profile::Backend;
 use moejob_protocol::Mesh;
-use moejob_protocol::config::{self, Precision, RecoveryConfig};
+use moejob_protocol::config::{Precision, RecoveryConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{self, Part, RankMemory, rank_memory};
 use std::collections::BTreeMap;
@@ -34,8 +34,8 @@ pub fn sizes(job: &Job) -> (Vec<Size>, Vec<Skipped>) {
 pub fn layout(job: &Job, dp: u32, ep: u32) -> Layout {
     let layout = Layout::contiguous(Mesh::data_parallel(dp, ep));
     match job.training.compute.backend {
-        config::Backend::Cuda => layout.by_buckets(),
-        config::Backend::Cpu => layout,
+        Backend::Cuda => layout.by_buckets(),
+        Backend::Cpu => layout,
     }
 }
 
@@ -67,8 +67,8 @@ pub fn needs(job: &Job, sizes: &[Size], also: Option<u32>) -> BTreeMap<u32, Need
     };
     let of = |(_, size): (usize, &Size)| {
         let host = match job.training.compute.backend {
-            config::Backend::Cuda => placer.host_memory(&size.layout),
-            config::Backend::Cpu => Vec::new(),
+            Backend::Cuda => placer.host_memory(&size.layout),
+            Backend::Cpu => Vec::new(),
         };
         (size.nodes, Need { rank: placer.memory(&size.layout, 0), host })
     };
@@ -172,7 +172,7 @@ impl<'a> Placer<'a> {
     fn memory(&self, layout: &Layout, rank: u32) -> RankMemory {
         let job = self.job;
         let of_this_machine = job.profile.is_this_machine();
-        let on_gpus = job.training.compute.backend == config::Backend::Cuda;
+        let on_gpus = job.training.compute.backend == Backend::Cuda;
         if on_gpus && layout.mesh.world() > 1 && !of_this_machine {
             return self.device_memory(layout, rank);
         }

@@ -368,7 +368,7 @@ const CPUS_PER_DEVICE: u32 = 8;
 /// nothing depends on the routing: it asks for what it may take, and shares memory beyond that.
 fn memory_mib(job: &Job) -> MemoryMib {
     let (sizes, _) = placement::sizes(job);
-    if job.training.compute.backend == moejob_protocol::config::Backend::Cuda {
+    if job.training.compute.backend == Backend::Cuda {
         let parts = sizes.first().map(|size| placement::host_memory(job, &size.layout));
         let bytes: u64 = parts.iter().flatten().map(|part| part.bytes).sum();
         let request = bytes.div_ceil(1 << 20);

@@ -1,11 +1,9 @@
 //! Dimensions of well-known models, from their published configurations.
 
-use crate::spec::{
-    AuxLossScopeName, ExpertsSpec, ModelSpec, Preset, QkNormName, RouterKindName, RouterSpec,
-    ScoringName,
-};
+use crate::spec::{ExpertsSpec, ModelSpec, Preset, RouterSpec, Word};
 use moejob_protocol::ModelConfig;
-use serde_json::{Map, Value};
+use moejob_protocol::model::{AuxLossScope, QkNorm, RouterKind, Scoring};
+use serde_json::Value;
 
 /// The preset's fields.
 pub fn fields(preset: Preset) -> ModelSpec {
@@ -15,19 +13,19 @@ pub fn fields(preset: Preset) -> ModelSpec {
             num_attention_heads: Some(4),
             num_key_value_heads: Some(2),
             head_dim: Some(16),
-            qk_norm: Some(QkNormName::PerHead),
+            qk_norm: Some(Word(QkNorm::PerHead)),
             tie_word_embeddings: Some(false),
             rms_norm_eps: Some(1e-6),
             ..tiny()
         },
         Preset::TinyOlmoe => ModelSpec {
-            qk_norm: Some(QkNormName::Full),
+            qk_norm: Some(Word(QkNorm::Full)),
             tie_word_embeddings: Some(false),
             router: router(|router| router.norm_topk_prob = Some(false)),
             ..tiny()
         },
         Preset::Olmoe1b7b => ModelSpec {
-            qk_norm: Some(QkNormName::Full),
+            qk_norm: Some(Word(QkNorm::Full)),
             rms_norm_eps: Some(1e-5),
             rope_theta: Some(1e4),
             router: router(|router| {
@@ -47,7 +45,7 @@ pub fn fields(preset: Preset) -> ModelSpec {
             ..dims(32000, 4096, 32, (32, 8, 128), (8, 2, 14336))
         },
         Preset::Qwen330bA3b => ModelSpec {
-            qk_norm: Some(QkNormName::PerHead),
+            qk_norm: Some(Word(QkNorm::PerHead)),
             rms_norm_eps: Some(1e-6),
             rope_theta: Some(1e6),
             router: router(|router| {
@@ -95,7 +93,7 @@ fn gpt_moe() -> ModelSpec {
         dense_layers: Some((0..32).step_by(2).collect()),
         dense_intermediate_size: Some(WIDTH),
         router: router(|router| {
-            router.kind = Some(RouterKindName::Gshard);
+            router.kind = Some(Word(RouterKind::Gshard));
             router.aux_loss_coef = Some(0.01);
         }),
         ..dims(51_200, 4096, 32, (32, 32, 128), (512, 2, WIDTH))
@@ -114,7 +112,7 @@ fn deepseek_v2_lite() -> ModelSpec {
         experts: base.experts.clone().map(|experts| ExpertsSpec { shared: Some(2), ..experts }),
         router: router(|router| {
             router.norm_topk_prob = Some(false);
-            router.aux_loss_scope = Some(AuxLossScopeName::Sequence);
+            router.aux_loss_scope = Some(Word(AuxLossScope::Sequence));
             router.aux_loss_coef = Some(0.001);
             router.z_loss_coef = Some(0.0);
         }),
@@ -131,10 +129,10 @@ fn moonlight() -> ModelSpec {
         rope_theta: Some(5e4),
         dense_intermediate_size: Some(11_264),
         router: router(|router| {
-            router.scoring = Some(ScoringName::Sigmoid);
+            router.scoring = Some(Word(Scoring::Sigmoid));
             router.bias = Some(true);
             router.scale = Some(2.446);
-            router.aux_loss_scope = Some(AuxLossScopeName::Sequence);
+            router.aux_loss_scope = Some(Word(AuxLossScope::Sequence));
             router.aux_loss_coef = Some(0.001);
             router.z_loss_coef = Some(0.0);
         }),
@@ -152,12 +150,12 @@ fn deepseek_v3() -> ModelSpec {
         dense_intermediate_size: Some(18432),
         experts: base.experts.clone().map(|experts| ExpertsSpec { shared: Some(1), ..experts }),
         router: router(|router| {
-            router.scoring = Some(ScoringName::Sigmoid);
+            router.scoring = Some(Word(Scoring::Sigmoid));
             router.bias = Some(true);
             router.groups = Some(8);
             router.topk_groups = Some(4);
             router.scale = Some(2.5);
-            router.aux_loss_scope = Some(AuxLossScopeName::Sequence);
+            router.aux_loss_scope = Some(Word(AuxLossScope::Sequence));
             router.aux_loss_coef = Some(0.0001);
             router.z_loss_coef = Some(0.0);
         }),
@@ -222,20 +220,15 @@ pub fn overlay(typed: &ModelSpec, weights: Option<&ModelConfig>) -> ModelSpec {
     serde_json::from_value(base).unwrap_or_else(|_| typed.clone())
 }
 
+/// What is not typed is null, and leaves the base as it is.
 fn merge(base: &mut Value, over: Value) {
     match (base, over) {
-        (Value::Object(base), Value::Object(over)) => over.into_iter().for_each(|(key, value)| {
-            merge_field(base, key, value);
-        }),
-        (base, over) => *base = over,
-    }
-}
-
-fn merge_field(base: &mut Map<String, Value>, key: String, value: Value) {
-    match base.get_mut(&key) {
-        Some(field) => merge(field, value),
-        None => {
-            base.insert(key, value);
+        (_, Value::Null) => {}
+        (Value::Object(base), Value::Object(over)) => {
+            for (name, value) in over {
+                merge(base.entry(name).or_insert(Value::Null), value);
+            }
         }
+        (base, over) => *base = over,
     }
 }

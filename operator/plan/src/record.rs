@@ -8,7 +8,7 @@ mod more;
 pub use more::{Accepted, GangPods, Machine, More, NodeRest, RESTS_MAX, Refused, write_more};
 
 use crate::cost;
-use crate::observed::{Gang, Millis, Outcome, Record};
+use crate::observed::{Gang, Millis, Reason, Record};
 use crate::track::Recovery;
 use moejob_protocol::layout::{Layout, Placement};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -192,28 +192,6 @@ pub(crate) mod members {
     }
 }
 
-#[derive(Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub(crate) enum OutcomeLine {
-    Complete { step: u64 },
-    Failed { exit_code: i32, reason: String, message: String },
-    Suspended,
-    Interrupted,
-}
-
-impl From<Outcome> for OutcomeLine {
-    fn from(outcome: Outcome) -> OutcomeLine {
-        match outcome {
-            Outcome::Complete { step } => OutcomeLine::Complete { step },
-            Outcome::Failed { exit_code, reason, message } => {
-                OutcomeLine::Failed { exit_code, reason: reason.to_string(), message }
-            }
-            Outcome::Suspended => OutcomeLine::Suspended,
-            Outcome::Interrupted => OutcomeLine::Interrupted,
-        }
-    }
-}
-
 /// Reasons are stable words; one that this operator does not know was another version's.
 const REASONS: [&str; 7] = [
     "InvalidSpec",
@@ -225,25 +203,17 @@ const REASONS: [&str; 7] = [
     "DeviceFails",
 ];
 
-impl<'de> Deserialize<'de> for Outcome {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Outcome, D::Error> {
-        Ok(match OutcomeLine::deserialize(from)? {
-            OutcomeLine::Complete { step } => Outcome::Complete { step },
-            OutcomeLine::Failed { exit_code, reason, message } => {
-                let known = REASONS.iter().find(|known| **known == reason);
-                Outcome::Failed { exit_code, reason: known.copied().unwrap_or("Failed"), message }
-            }
-            OutcomeLine::Suspended => Outcome::Suspended,
-            OutcomeLine::Interrupted => Outcome::Interrupted,
-        })
-    }
+pub(crate) fn reason<'de, D: Deserializer<'de>>(from: D) -> Result<Reason, D::Error> {
+    let found = String::deserialize(from)?;
+    let known = REASONS.iter().find(|known| **known == found);
+    Ok(known.copied().unwrap_or("Failed"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::engines::EngineLoss;
-    use crate::observed::StopCause;
+    use crate::observed::{Outcome, StopCause};
     use moejob_protocol::Mesh;
     use moejob_protocol::config::Member;
 

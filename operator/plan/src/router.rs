@@ -1,9 +1,7 @@
 //! The router: the defaults of its kind, and what does not go together.
 
 use crate::problem::{Code, Problem};
-use crate::spec::{
-    AuxLossScopeName, BalanceLossName, ModelSpec, RouterKindName, RouterSpec, ScoringName,
-};
+use crate::spec::{ModelSpec, RouterSpec, as_typed};
 use moejob_protocol::ModelConfig;
 use moejob_protocol::model::{
     AuxLossScope, BalanceLoss, CosineConfig, RouterConfig, RouterKind, Scoring,
@@ -13,14 +11,14 @@ use moejob_protocol::model::{
 pub fn fill(typed: &ModelSpec) -> RouterConfig {
     let router = typed.router.clone().unwrap_or_default();
     let top_k = typed.experts.as_ref().and_then(|experts| experts.per_token).unwrap_or(0);
-    let base = of_kind(kind(router.kind), top_k);
+    let base = of_kind(router.kind.map_or(RouterKind::TopK, |of| of.0), top_k);
     let capacity_factor = router.capacity_factor.unwrap_or(base.capacity_factor);
     let eval = match router.capacity_factor {
         // Who sets the one means the other.
         Some(factor) => factor,
         None => base.eval_capacity_factor,
     };
-    let balance_loss = router.balance_loss.map_or(base.balance_loss, balance);
+    let balance_loss = router.balance_loss.map_or(base.balance_loss, |of| of.0);
     RouterConfig {
         aux_loss_coef: router.aux_loss_coef.unwrap_or(match balance_loss {
             BalanceLoss::None => 0.0,
@@ -30,14 +28,11 @@ pub fn fill(typed: &ModelSpec) -> RouterConfig {
         entropy_loss_coef: router.entropy_loss_coef.unwrap_or(base.entropy_loss_coef),
         balance_loss,
         initializer_range: router.initializer_range,
-        aux_loss_scope: router.aux_loss_scope.map_or(base.aux_loss_scope, scope),
+        aux_loss_scope: router.aux_loss_scope.map_or(base.aux_loss_scope, |of| of.0),
         capacity_factor,
         eval_capacity_factor: router.eval_capacity_factor.unwrap_or(eval),
         batch_prioritized: router.batch_prioritized.unwrap_or(base.batch_prioritized),
-        scoring: match router.scoring {
-            None | Some(ScoringName::Softmax) => Scoring::Softmax,
-            Some(ScoringName::Sigmoid) => Scoring::Sigmoid,
-        },
+        scoring: router.scoring.map_or(Scoring::Softmax, |of| of.0),
         norm_topk_prob: router.norm_topk_prob.unwrap_or(base.norm_topk_prob),
         bias: router.bias.unwrap_or(base.bias),
         bias_update_rate: router.bias_update_rate.unwrap_or(base.bias_update_rate),
@@ -105,40 +100,6 @@ fn of_kind(kind: RouterKind, top_k: u32) -> RouterConfig {
     }
 }
 
-fn kind(name: Option<RouterKindName>) -> RouterKind {
-    match name {
-        None | Some(RouterKindName::TopK) => RouterKind::TopK,
-        Some(RouterKindName::Switch) => RouterKind::Switch,
-        Some(RouterKindName::Gshard) => RouterKind::Gshard,
-        Some(RouterKindName::Tutel) => RouterKind::Tutel,
-        Some(RouterKindName::NoisyTopK) => RouterKind::NoisyTopK,
-        Some(RouterKindName::TopP) => RouterKind::TopP,
-        Some(RouterKindName::ExpertChoice) => RouterKind::ExpertChoice,
-        Some(RouterKindName::Hash) => RouterKind::Hash,
-    }
-}
-
-fn scope(name: AuxLossScopeName) -> AuxLossScope {
-    match name {
-        AuxLossScopeName::MicroBatch => AuxLossScope::MicroBatch,
-        AuxLossScopeName::Sequence => AuxLossScope::Sequence,
-        AuxLossScopeName::Global => AuxLossScope::Global,
-        AuxLossScopeName::Hf => AuxLossScope::Hf,
-    }
-}
-
-fn balance(name: BalanceLossName) -> BalanceLoss {
-    match name {
-        BalanceLossName::Switch => BalanceLoss::Switch,
-        BalanceLossName::Gshard => BalanceLoss::Gshard,
-        BalanceLossName::FirstChoice => BalanceLoss::FirstChoice,
-        BalanceLossName::LoadImportance => BalanceLoss::LoadImportance,
-        BalanceLossName::CvSquared => BalanceLoss::CvSquared,
-        BalanceLossName::Kl => BalanceLoss::Kl,
-        BalanceLossName::None => BalanceLoss::None,
-    }
-}
-
 /// A rule that is broken: the field, what stands there, what may, what to do, and the fields whose
 /// own problems make it idle.
 struct Broken {
@@ -175,7 +136,7 @@ fn of_the_kind(model: &ModelConfig, typed: &RouterSpec) -> Vec<Broken> {
         broken.push(Broken {
             field: "experts.perToken",
             found: format!("`{}`", experts.per_token),
-            allowed: format!("{count} with router.kind {}", name(router.kind)),
+            allowed: format!("{count} with router.kind {}", as_typed(router.kind)),
             advice,
         });
     }
@@ -183,8 +144,8 @@ fn of_the_kind(model: &ModelConfig, typed: &RouterSpec) -> Vec<Broken> {
         if applies && router.kind != kind {
             broken.push(Broken {
                 field,
-                found: format!("a value with router.kind {}", name(router.kind)),
-                allowed: format!("nothing but with router.kind {}", name(kind)),
+                found: format!("a value with router.kind {}", as_typed(router.kind)),
+                allowed: format!("nothing but with router.kind {}", as_typed(kind)),
                 advice: "delete it, or choose that kind",
             });
         }
@@ -218,7 +179,7 @@ fn of_the_kind(model: &ModelConfig, typed: &RouterSpec) -> Vec<Broken> {
     broken.extend(refused.into_iter().filter(|(_, applies, _)| *applies).map(
         |(field, _, allowed)| Broken {
             field,
-            found: format!("a value that router.kind {} does not have", name(router.kind)),
+            found: format!("a value that router.kind {} does not have", as_typed(router.kind)),
             allowed: allowed.to_string(),
             advice: "delete it, or choose another kind; docs/routers.md lists their options",
         },
@@ -293,20 +254,6 @@ fn of_options(router: &RouterConfig) -> Vec<Broken> {
         });
     }
     broken
-}
-
-/// As it is typed.
-fn name(kind: RouterKind) -> &'static str {
-    match kind {
-        RouterKind::TopK => "topK",
-        RouterKind::Switch => "switch",
-        RouterKind::Gshard => "gshard",
-        RouterKind::Tutel => "tutel",
-        RouterKind::NoisyTopK => "noisyTopK",
-        RouterKind::TopP => "topP",
-        RouterKind::ExpertChoice => "expertChoice",
-        RouterKind::Hash => "hash",
-    }
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@
 mod texts;
 
 use moejob_plan::allocate::{
-    Allocation, Cluster, ClusterNode, Demand, HOLD_TIMEOUT, Memory, Needs, Standing, Taint,
+    Allocation, Barred, Cluster, ClusterNode, Demand, HOLD_TIMEOUT, Memory, Needs, Standing, Taint,
     Toleration, allocate, is_pause, unhealthy, unhealthy_label,
 };
 use moejob_plan::job::Closeness;
@@ -204,9 +204,7 @@ fn demand(uid: &str, words: &[&str]) -> Demand {
         groups,
         topology,
         needs,
-        holds: BTreeSet::new(),
-        leaving: BTreeSet::new(),
-        standing: Standing::Waiting,
+        ..Demand::default()
     }
 }
 
@@ -240,6 +238,14 @@ fn happen(world: &mut World, words: &[&str]) {
             world.job(uid).standing = Standing::Holding { since };
         }
         ["waiting", uid] => world.job(uid).standing = Standing::Waiting,
+        ["bar", uid, why @ ..] => {
+            let why = match why {
+                ["location", earlier] => Barred::Location(earlier.to_string()),
+                _ => Barred::Refused,
+            };
+            let job = world.job(uid);
+            *job = job.clone().barred_by(why);
+        }
         ["leaves", uid, node] => drop(world.job(uid).leaving.insert(node.to_string())),
         ["lose", uid, node] => {
             world.job(uid).holds.remove(*node);

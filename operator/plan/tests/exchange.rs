@@ -1,6 +1,8 @@
 //! The estimate of exchanges: held to readings on two GPUs, and its page to what it computes.
 
-use moejob_plan::exchange::Machines;
+mod estimate;
+
+use estimate::Machines;
 use std::fmt::Write;
 
 const MIB: f64 = 1048576.0;

@@ -1,6 +1,7 @@
 //! One job's loop and what executes its effects: the streams to its workers, and the writer.
 
 use super::Context;
+use crate::apply::Writer;
 use crate::control::{Leader, Told, Verifier};
 use crate::observe::{JobSeen, Owner};
 use moejob_plan::allocate::{Claim, Memory};
@@ -16,6 +17,17 @@ pub struct Done {
     pub owner: Owner,
     pub aside: bool,
     pub results: Vec<(Origin, &'static str, Written)>,
+}
+
+impl Done {
+    /// Writes all of the batch.
+    pub async fn of(owner: Owner, batch: Batch, writer: &Writer) -> Done {
+        let (origins, writes): (Vec<_>, Vec<_>) = batch.writes.into_iter().unzip();
+        let written = writer.write_all(&owner, writes).await;
+        let results = origins.into_iter().zip(written);
+        let results = results.map(|(origin, (label, written))| (origin, label, written));
+        Done { owner, aside: batch.aside, results: results.collect() }
+    }
 }
 
 pub struct Crew {

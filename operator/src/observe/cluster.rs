@@ -1,6 +1,7 @@
 //! All that was seen last, and the sums over pods that allocation asks for.
 
-use super::{Change, ClassSeen, JobSeen, Key, Kind, NodeSeen, Owner, PodSeen, key};
+use super::{Change, ClassSeen, JobSeen, Key, Kind, Owner, PodSeen, key};
+use moejob_plan::allocate::ClusterNode;
 use moejob_plan::resources::Resources;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -10,7 +11,7 @@ use std::sync::Arc;
 pub struct Cluster {
     pub jobs: BTreeMap<Key, JobSeen>,
     pub pods: HashMap<Key, PodSeen>,
-    pub nodes: BTreeMap<String, NodeSeen>,
+    nodes: BTreeMap<String, ClusterNode>,
     classes: BTreeMap<String, ClassSeen>,
     /// Files of an admin's own profiles, by name.
     pub profiles: BTreeMap<String, String>,
@@ -34,6 +35,15 @@ impl Cluster {
             name => self.classes.get(name),
         };
         found.map_or(0, |class| class.value)
+    }
+
+    /// The nodes, with what pods ask of them.
+    pub fn nodes(&self) -> Vec<ClusterNode> {
+        let node = |node: &ClusterNode| ClusterNode {
+            requested: self.requested(&node.name),
+            ..node.clone()
+        };
+        self.nodes.values().map(node).collect()
     }
 
     /// What pods on this node ask for, workers of MoeJobs apart.
@@ -158,14 +168,7 @@ mod tests {
     #[test]
     fn changes_build_the_cluster() {
         let mut cluster = Cluster::default();
-        let node = NodeSeen {
-            name: "a".into(),
-            labels: BTreeMap::new(),
-            taints: Vec::new(),
-            conditions: BTreeMap::new(),
-            cordoned: false,
-            allocatable: Resources::default(),
-        };
+        let node = ClusterNode { name: "a".into(), ..ClusterNode::default() };
         assert!(matches!(cluster.take(Change::Node(node.clone())), Taken::Node));
         assert!(matches!(cluster.take(Change::Node(node)), Taken::Nothing));
         for kind in [Kind::Jobs, Kind::Pods, Kind::Nodes, Kind::Classes, Kind::Profiles] {

@@ -18,3 +18,4 @@ mod manifests;
 mod queue;
 mod recovery;
 mod refused;
+mod rolling;

@@ -4,8 +4,9 @@
 //! dialled, deleted or wrote would destroy what only a newer operator, or a person with a backup,
 //! can read.
 
-use super::{Event, JobLoop, JobSeen};
-use crate::observed::Millis;
+use super::spec::sealed_by;
+use super::{Event, JobLoop, JobSeen, Owner};
+use crate::pods::LABEL_JOB_UID;
 use crate::record::RecordError;
 use serde_json::Value;
 
@@ -34,9 +35,28 @@ fn record_of(seen: &JobSeen) -> [Value; 2] {
     ["record", "recordMore"].map(|field| seen.status[field].clone())
 }
 
+/// Why whoever has this keyring must not lead: jobs train whose pods another one has sealed. `pods`
+/// are, of each pod that has not ended, the job that it says it is of.
+pub fn unfit<'s>(
+    jobs: impl Iterator<Item = &'s JobSeen>,
+    pods: impl Iterator<Item = &'s Owner>,
+    keyring: &str,
+) -> Option<String> {
+    let by_others = |seen: &&JobSeen| sealed_by(&seen.status).is_some_and(|by| by != keyring);
+    let owners: Vec<Owner> = jobs.filter(by_others).map(JobSeen::owner).collect();
+    let pods = pods.filter(|owner| owners.contains(owner)).count();
+    (pods > 0).then(|| {
+        format!(
+            "the authority's Secret is not the one by which {pods} pods of {} jobs were made: \
+             restore it from a copy, or delete those pods (label {LABEL_JOB_UID})",
+            owners.len()
+        )
+    })
+}
+
 impl JobLoop {
     /// What happens to a fenced job changes nothing; whether it was that.
-    pub(super) fn is_held_off(&mut self, event: &Event, _now: Millis) -> bool {
+    pub(super) fn is_held_off(&self, event: &Event) -> bool {
         let fenced = self.fence.is_some();
         // Results of its own event are the only ones that it can have.
         fenced && !matches!(event, Event::Done { .. })

@@ -10,6 +10,7 @@
 //! While a batch with actions is under way nothing else happens to the job: what arrives waits, so
 //! that the tracker sees the same order of things as in a local run.
 
+mod demands;
 mod event_log;
 mod fence;
 mod gang_pods;
@@ -26,17 +27,18 @@ mod spec;
 mod streams;
 mod turn;
 
+pub use demands::demands;
 pub use event_log::{EVENTS_BURST, EVENT_EVERY};
-pub use fence::{FENCED_BY_RECORD, Fence};
+pub use fence::{FENCED_BY_RECORD, Fence, unfit};
 pub use outbox::FRAMES_WAITING_MAX;
 pub use place::{Local, Place};
 pub use pods::{ENDED_MAX, FORCE_AFTER, REDIAL, SILENT_AVOID};
 pub use refusals::PATIENCE;
 pub use report::Figures;
-pub use spec::{Blocked, judge, sealed_by};
+pub use spec::{Blocked, judge};
 
 use crate::Job;
-use crate::allocate::{Claim, Granted, Needs};
+use crate::allocate::{Claim, Granted};
 use crate::decide::Action;
 use crate::engines::Engines;
 use crate::observed::{Millis, Record};
@@ -405,10 +407,6 @@ impl JobLoop {
         &self.id
     }
 
-    pub fn created_at(&self) -> Millis {
-        self.created_at
-    }
-
     /// Above all terms of leaders before.
     pub fn term(&self) -> u64 {
         self.term
@@ -428,19 +426,9 @@ impl JobLoop {
         self.spec.plannable().filter(|_| self.fence.is_none())
     }
 
-    /// What its pods ask of nodes.
-    pub fn needs(&self) -> &Needs {
-        self.spec.needs()
-    }
-
     /// What it asks of the allocation, beside its spec and its pods.
     pub fn claim(&self) -> Claim {
         Claim::of(&self.tracker.observed, |name| self.pods.ends_soon(name))
-    }
-
-    /// Its pods were refused: it asks for nothing for a while, and holds nothing without a gang.
-    pub fn stands_back(&self) -> bool {
-        self.refusals.standing_back().is_some()
     }
 
     /// Something has come that the next turn must look at.

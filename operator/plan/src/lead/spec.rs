@@ -186,7 +186,7 @@ pub(super) fn restored(status: &Value) -> Result<Saved, record::RecordError> {
 
 /// The name of the key by which the pods of a job were sealed whose gang is under way, as its
 /// status tells. A status that is not understood tells nothing.
-pub fn sealed_by(status: &Value) -> Option<String> {
+pub(super) fn sealed_by(status: &Value) -> Option<String> {
     let Saved { record, more, .. } = restored(status).ok()?;
     let gang = record.gang.filter(|gang| gang.ended.is_none() && record.outcome.is_none());
     gang.map(|_| more.keyring).filter(|keyring| !keyring.is_empty())

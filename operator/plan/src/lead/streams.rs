@@ -35,7 +35,7 @@ impl JobLoop {
             self.heard_of_api = self.heard_of_api.max(heard);
             return;
         }
-        if self.is_held_off(&event, now) {
+        if self.is_held_off(&event) {
             return;
         }
         match event {

@@ -5,7 +5,7 @@ use super::{Backend, CPU, CUSTOM, GPU, Profile, Rdma, Setting, read, takes_devic
 use crate::fabric::{FILE, Keys};
 use crate::job::bytes_of;
 use crate::problem::{Code, Problem, nearest, printable, quoted};
-use crate::spec::{BackendName, NodesSpec};
+use crate::spec::NodesSpec;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
@@ -207,10 +207,9 @@ fn refused_name(name: &str, index: usize) -> Option<Problem> {
 fn custom(nodes: &NodesSpec) -> Profile {
     let typed = nodes.custom.clone().unwrap_or_default();
     let devices = typed.devices.unwrap_or(0);
-    let backend = match typed.backend {
-        Some(BackendName::Cpu) => Backend::Cpu,
-        _ if devices == 0 => Backend::Cpu,
-        Some(BackendName::Cuda) | None => Backend::Cuda,
+    let backend = match devices {
+        0 => Backend::Cpu,
+        _ => typed.backend.map_or(Backend::Cuda, |of| of.0),
     };
     let said = json!(typed);
     let rdma = typed.rdma.map(|rdma| Rdma {

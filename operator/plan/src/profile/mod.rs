@@ -16,7 +16,8 @@ pub use choose::{Broken, CUSTOM_ENV, File, Profiles};
 pub use read::read;
 pub use schema::CHECKS;
 
-use moejob_protocol::{config, preflight};
+pub use moejob_protocol::config::Backend;
+use moejob_protocol::preflight;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -26,14 +27,6 @@ pub const CPU: &str = "cpu";
 pub const GPU: &str = "gpu";
 /// The machine that the job itself describes.
 pub const CUSTOM: &str = "custom";
-
-/// What a rank computes on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Backend {
-    Cpu,
-    Cuda,
-}
 
 /// A kind of machine, as one job uses it.
 #[derive(Clone, Debug, PartialEq)]
@@ -144,7 +137,7 @@ impl Profile {
         };
         let cuda = self.backend == Backend::Cuda;
         preflight::Expected {
-            backend: if cuda { config::Backend::Cuda } else { config::Backend::Cpu },
+            backend: self.backend,
             devices: self.devices,
             counts: cuda && !self.is_this_machine(),
             numa: self.numa.iter().map(numa).collect(),

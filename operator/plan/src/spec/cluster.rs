@@ -1,7 +1,8 @@
 //! Nodes, parallelism, checkpoints, recovery and volumes as typed.
 
-use super::NumberOrAuto;
+use super::{NumberOrAuto, Word};
 use kube_derive::KubeSchema;
+use moejob_protocol::config::Backend;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -39,36 +40,28 @@ pub struct NodesSpec {
     /// `moejob run` shows. Shipped are cpu, gpu, ndm-a100-v4, nd-a100-v4, nd-h100-v5 and
     /// nd-h200-v5; the operator's admin may add others. Default: cpu.
     #[schemars(length(min = 1, max = 63))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
     /// The job runs on no fewer nodes. Default: 1.
     #[schemars(range(min = 1, max = 4096))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub min: Option<u32>,
     /// The job runs on no more nodes, spares aside. Default: min.
     #[schemars(range(min = 1, max = 4096))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub max: Option<u32>,
     /// Nodes beyond max that are kept connected and warm, to take the place of a lost one.
     /// Default: 0.
     #[schemars(range(max = 256))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub spares: Option<u32>,
     /// Ranks of a node with the profile cpu, a process each, which share its processors; GPUs of a
     /// node with the profile gpu. Other profiles have one for each of their devices. Default: 1.
     #[schemars(range(min = 1, max = 64))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub devices_per_node: Option<u32>,
     /// Whether a node is measured before it gets a rank: copies, links between its GPUs, clocks and
     /// errors, against the limits of its profile. One that fails is avoided and replaced. auto:
     /// where the profile has limits. Default: auto.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub preflight: Option<PreflightWhen>,
     /// How close to each other the nodes shall be.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub topology: Option<TopologySpec>,
     /// The machine of profile custom.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub custom: Option<CustomProfileSpec>,
 }
 
@@ -92,29 +85,22 @@ pub struct CustomProfileSpec {
     /// Devices of a node: GPUs, or with backend cpu ranks that share its processors. 0 is a
     /// machine that trains on its processors with one rank.
     #[schemars(required, range(max = 64))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub devices: Option<u32>,
     /// What the devices are. Default: cuda where there are devices, else cpu.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub backend: Option<BackendName>,
+    pub backend: Option<Word<Backend>>,
     /// Memory of a device (of the node, when it has none) that a rank may use, as 80Gi.
     #[schemars(required, length(max = 32))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub device_memory: Option<String>,
     /// Devices that reach each other by NVLink. Default: devices.
     #[schemars(range(min = 1, max = 1024))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub nvlink_domain: Option<u32>,
     /// Labels of the nodes that are meant. Default: all nodes.
     #[schemars(extend("maxProperties" = 32))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub node_selector: Option<std::collections::BTreeMap<String, String>>,
     /// What a pod asks for so that it may use the network cards. Default: nothing.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub rdma: Option<RdmaSpec>,
     /// Settings of NCCL and UCX that the network wants.
     #[schemars(length(max = 32))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub env: Option<Vec<SettingSpec>>,
 }
 
@@ -127,11 +113,9 @@ pub struct RdmaSpec {
     #[schemars(required, length(min = 3, max = 253))]
     #[x_kube(validation = Rule::new("self.matches('^[a-z0-9.-]+/[A-Za-z0-9._-]+$')")
         .message("rdma.resource: an extended resource, as rdma/ib"))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub resource: Option<String>,
     /// How many of it a pod asks for.
     #[schemars(required, range(min = 1, max = 64))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub count: Option<u32>,
 }
 
@@ -142,20 +126,10 @@ pub struct RdmaSpec {
 pub struct SettingSpec {
     /// One of those that say how links are used; none of them loads a program or writes a file.
     #[schemars(required, extend("enum" = crate::profile::CUSTOM_ENV))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// Its value, in quotes where it is a number.
     #[schemars(required, length(min = 1, max = 256))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub value: Option<String>,
-}
-
-/// What a rank computes on.
-#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[serde(rename_all = "kebab-case")]
-pub enum BackendName {
-    Cpu,
-    Cuda,
 }
 
 /// A level of the topology that holds all nodes, wished for or required.
@@ -168,10 +142,8 @@ pub enum BackendName {
 )]
 pub struct TopologySpec {
     /// Nodes of one such part are taken where possible.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub prefer: Option<Level>,
     /// The job waits rather than reach beyond one such part. Default: it may reach anywhere.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub require: Option<Level>,
 }
 
@@ -215,15 +187,12 @@ pub enum Level {
 #[x_kube(crates(kube_core = "::kube_core"))]
 pub struct ParallelismSpec {
     /// Ranks that share the experts among them (ep), or auto. Default: auto.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub expert: Option<NumberOrAuto>,
     /// Ranks that share each matrix (tp). Only 1 yet. Default: 1.
     #[schemars(range(min = 1, max = 1024))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub tensor: Option<u32>,
     /// Ranks that share the layers (pp). Only 1 yet. Default: 1.
     #[schemars(range(min = 1, max = 1024))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub pipeline: Option<u32>,
 }
 
@@ -238,22 +207,18 @@ pub struct ParallelismSpec {
 pub struct CheckpointSpec {
     /// A checkpoint is written after every so many steps, and after the last. Default: 200.
     #[schemars(range(min = 1, max = 1000000000))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub every_steps: Option<u64>,
     /// So many of the newest checkpoints are kept. Default: 3.
     #[schemars(range(min = 1, max = 10000))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub keep: Option<u32>,
     /// The checkpoint with the least held-out loss is kept beside the newest ones, of those taken
     /// at a step with a held-out loss: let everySteps be a multiple of data.validation.everySteps.
     /// Default: false.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub keep_best: Option<bool>,
     /// The directory of the checkpoints. Default on one machine: DIR/NAME/checkpoints. On
     /// Kubernetes it must lie on a claim that all nodes can write.
     #[schemars(length(min = 1, max = 1024))]
     #[x_kube(validation = Rule::new("self == oldSelf").message("checkpoint.location is immutable"))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub location: Option<String>,
 }
 
@@ -264,38 +229,30 @@ pub struct CheckpointSpec {
 pub struct RecoverySpec {
     /// A worker that is silent for this long is lost. Default: 3s.
     #[schemars(length(max = 32))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub heartbeat_timeout: Option<String>,
     /// A gang that finishes no step for this long is restarted; auto is 20 times the median step,
     /// at least 60s. Default: auto.
     #[schemars(length(max = 32))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub step_timeout: Option<String>,
     /// Unplanned losses within the window after which the job fails; simultaneous ones count once.
     /// Default: 20.
     #[schemars(range(max = 100000))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub max_restarts: Option<u32>,
     /// The window in which restarts are counted. Default: 1h.
     #[schemars(length(max = 32))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub window: Option<String>,
     /// Each rank keeps a snapshot in memory after every so many steps. Default: 10; on GPUs as
     /// often as it costs half a percent of the time.
     #[schemars(range(min = 1, max = 1000000))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_every_steps: Option<u64>,
     /// The job grows at most once in this time. Default: 60s, on one machine 2s.
     #[schemars(length(max = 32))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub growth_interval: Option<String>,
     /// A disturbed gang waits this long for an absent operator. Default: 10m, on one machine 0s.
     #[schemars(length(max = 32))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub orphan_timeout: Option<String>,
     /// A gang that has not come together in this time gives its nodes back. Default: 30s.
     #[schemars(length(max = 32))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub gang_timeout: Option<String>,
 }
 
@@ -310,17 +267,13 @@ pub struct RecoverySpec {
 pub struct VolumeSpec {
     /// Where it appears; a relative path lies in /workspace.
     #[schemars(required, length(min = 1, max = 1024))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub mount_path: Option<String>,
     /// A PersistentVolumeClaim of the job's own namespace, if that is what is mounted.
     #[schemars(length(min = 1, max = 253))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub claim: Option<String>,
     /// A ConfigMap of the job's own namespace, if that is what is mounted.
     #[schemars(length(min = 1, max = 253))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub config_map: Option<String>,
     /// Nothing is written there. Default: false.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub read_only: Option<bool>,
 }

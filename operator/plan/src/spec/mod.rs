@@ -1,18 +1,21 @@
 //! The MoeJob exactly as its user typed it. Doc comments here become `kubectl explain`.
 //!
-//! Every field is an `Option`: what is missing is filled in once, by `job.rs`. Fields marked
-//! `required` are so in the schema. Rules that need one object alone stand beside it as CEL, and
-//! `job.rs` checks the same offline (a test holds the two together).
+//! Every field is an `Option`: what is missing is filled in once, by `job.rs`. Nobody writes a
+//! spec, so none of them says how it is left out. Fields marked `required` are so in the schema.
+//! Rules that need one object alone stand beside it as CEL, and `job.rs` checks the same offline (a
+//! test holds the two together).
 
 mod cluster;
 mod model;
 mod router;
 mod training;
+mod word;
 
 pub use cluster::*;
 pub use model::*;
 pub use router::*;
 pub use training::*;
+pub use word::{Word, as_typed};
 
 use crate::status::MoeJobStatus;
 use kube_derive::{CustomResource, KubeSchema};
@@ -77,77 +80,65 @@ use serde::{Deserialize, Serialize};
 pub struct MoeJobSpec {
     /// Stops the job after a checkpoint and gives its nodes back; false goes on where it stopped.
     /// Queues such as Kueue start and stop a job by this.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub suspend: Option<bool>,
 
     /// The container image of the workers, with a tag or, better, a digest. Used on Kubernetes
     /// only.
     #[schemars(length(max = 512))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
 
     /// What the job runs on: a kind of machine, and how many of it.
     #[schemars(required)]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub nodes: Option<NodesSpec>,
 
     /// The model: a preset, or its dimensions, or a preset of which some fields are overridden.
     #[schemars(required)]
-    #[serde(skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("self == oldSelf").message("model is immutable"))]
     pub model: Option<ModelSpec>,
 
     /// What the model is trained on.
     #[schemars(required)]
-    #[serde(skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("self == oldSelf").message("data is immutable"))]
     pub data: Option<DataSpec>,
 
     /// How it is trained: steps, batch, optimizer, schedule.
     #[schemars(required)]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub training: Option<TrainingSpec>,
 
     /// How ranks divide the work. `moejob plan` shows what `auto` chooses.
-    #[serde(skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("self == oldSelf").message("parallelism is immutable"))]
     pub parallelism: Option<ParallelismSpec>,
 
     /// When state is saved, how many of the saved are kept, and where.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub checkpoint: Option<CheckpointSpec>,
 
     /// When a worker counts as lost, and how often the job may be restarted.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub recovery: Option<RecoverySpec>,
 
     /// What is mounted into the pods. Used on Kubernetes only.
     #[schemars(length(max = 16))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("self == oldSelf").message("volumes are immutable"))]
     pub volumes: Option<Vec<VolumeSpec>>,
 
     /// An overlay on the workers' pods: tolerations, affinity, env, pull secrets, resources. What
     /// would widen a pod's rights is refused. Used on Kubernetes only.
     #[schemars(schema_with = "any_object")]
+    // Else the schema, which knows no `Option` here, would ask for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod_template: Option<serde_json::Value>,
 
     /// The PriorityClass of the pods; also orders jobs that wait for nodes. Default: the cluster's.
     #[schemars(length(max = 253))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("self == oldSelf").message("priorityClassName is immutable"))]
     pub priority_class_name: Option<String>,
 
     /// The scheduler of the pods; empty is the cluster's default.
     #[schemars(length(max = 253))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("self == oldSelf").message("schedulerName is immutable"))]
     pub scheduler_name: Option<String>,
 
     /// Seconds after which a finished job is deleted; absent keeps it.
     #[schemars(range(max = 2147483647))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub ttl_seconds_after_finished: Option<u32>,
 }
 

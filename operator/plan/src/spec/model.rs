@@ -1,7 +1,8 @@
 //! The model as typed. Names follow the Hugging Face configs, camelCased.
 
-use super::RouterSpec;
+use super::{RouterSpec, Word, as_typed};
 use kube_derive::KubeSchema;
+use moejob_protocol::model::{Activation, QkNorm};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -24,73 +25,54 @@ use serde::{Deserialize, Serialize};
 )]
 pub struct ModelSpec {
     /// A well-known model whose dimensions are taken. Default: none, and they are given here.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub preset: Option<Preset>,
     /// Size of the vocabulary. Default: 256 with the tokenizer bytes.
     #[schemars(range(min = 2, max = 2097152))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub vocab_size: Option<u32>,
     /// Width of the residual stream, D.
     #[schemars(range(min = 8, max = 65536))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub hidden_size: Option<u32>,
     /// Number of layers.
     #[schemars(range(min = 1, max = 512))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub num_hidden_layers: Option<u32>,
     /// Query heads of a layer.
     #[schemars(range(min = 1, max = 1024))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub num_attention_heads: Option<u32>,
     /// Key and value heads of a layer; each serves several query heads. Default: numAttentionHeads.
     #[schemars(range(min = 1, max = 1024))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub num_key_value_heads: Option<u32>,
     /// Width of a head, an even number. Default: hiddenSize / numAttentionHeads.
     #[schemars(range(min = 2, max = 1024))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub head_dim: Option<u32>,
     /// Added to the mean square in RMSNorm. Default: 1e-5.
     #[schemars(range(min = 0.0, max = 1.0))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub rms_norm_eps: Option<f64>,
     /// Base of the rotary positions. Default: 10000.
     #[schemars(range(min = 1.0, max = 1e12))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub rope_theta: Option<f64>,
     /// The output uses the input's embedding. Default: false.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub tie_word_embeddings: Option<bool>,
     /// Norm of queries and keys: none, perHead (Qwen3) or full (OLMoE). Default: none.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub qk_norm: Option<QkNormName>,
+    pub qk_norm: Option<Word<QkNorm>>,
     /// Queries, keys and values are clamped to plus and minus this; 0 is off. Default: 0.
     #[schemars(range(min = 0.0, max = 1e6))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub clip_qkv: Option<f64>,
     /// Projections of the attention have a bias. Default: false.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub attention_bias: Option<bool>,
     /// Standard deviation of the initial weights. Default: 0.02.
     #[schemars(range(min = 0.0, max = 10.0))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub initializer_range: Option<f64>,
     /// Layers, counted from 0, with one dense feed-forward part in place of experts. Default: none.
     #[schemars(length(max = 512))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub dense_layers: Option<Vec<u32>>,
     /// Width of that dense part; needed with denseLayers.
     #[schemars(range(max = 1048576))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub dense_intermediate_size: Option<u32>,
     /// The experts of a layer.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub experts: Option<ExpertsSpec>,
     /// The router of a layer.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub router: Option<RouterSpec>,
     /// Existing weights to start from.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub from: Option<FromSpec>,
 }
 
@@ -124,18 +106,8 @@ pub enum Preset {
 impl Preset {
     /// As it is typed.
     pub fn name(self) -> String {
-        let name = serde_json::to_value(self).ok();
-        name.as_ref().and_then(|name| name.as_str()).unwrap_or_default().to_string()
+        as_typed(self)
     }
-}
-
-/// Norm of queries and keys.
-#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[serde(rename_all = "camelCase")]
-pub enum QkNormName {
-    None,
-    PerHead,
-    Full,
 }
 
 /// The experts of a layer.
@@ -149,37 +121,22 @@ pub enum QkNormName {
 pub struct ExpertsSpec {
     /// Experts of a layer, E.
     #[schemars(range(min = 1, max = 4096))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub count: Option<u32>,
     /// Experts that each token goes to, K.
     #[schemars(range(min = 1, max = 64))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub per_token: Option<u32>,
     /// Width of an expert, F.
     #[schemars(range(min = 1, max = 1048576))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub intermediate_size: Option<u32>,
     /// silu, gelu or relu of the gate, times up. Default: silu.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub activation: Option<ActivationName>,
+    pub activation: Option<Word<Activation>>,
     /// Experts that every token goes to, as one dense part. Default: 0.
     #[schemars(range(max = 64))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub shared: Option<u32>,
     /// Memory kept for routed rows, as a multiple of what even routing needs. More is taken when it
     /// is needed; no token is ever dropped. Default: 1.5.
     #[schemars(range(min = 1.0, max = 64.0))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub routed_headroom: Option<f64>,
-}
-
-/// The function at an expert's gate.
-#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[serde(rename_all = "camelCase")]
-pub enum ActivationName {
-    Silu,
-    Gelu,
-    Relu,
 }
 
 /// Existing weights to start from.
@@ -189,6 +146,5 @@ pub enum ActivationName {
 pub struct FromSpec {
     /// A folder of Hugging Face weights (config.json and *.safetensors), or a checkpoint of ours.
     #[schemars(required, length(min = 1, max = 1024))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
 }

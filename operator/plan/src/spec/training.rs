@@ -1,6 +1,8 @@
 //! Data and training as typed.
 
+use super::Word;
 use kube_derive::KubeSchema;
+use moejob_protocol::config::{GradientDtype, MomentDtype, TokenType};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -11,26 +13,20 @@ use serde::{Deserialize, Serialize};
 pub struct DataSpec {
     /// Where the tokens come from: one of text, jsonl, tokens, megatron, parquet, mixture.
     #[schemars(required)]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub train: Option<TrainDataSpec>,
     /// The part that is held out, and how often it is measured.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub validation: Option<ValidationSpec>,
     /// `bytes`, or the path of a tokenizer.json. Default: bytes.
     #[schemars(length(min = 1, max = 1024))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
     /// Id of the token that ends a document: put behind each document that is tokenised here, and
     /// looked for in files of tokens. Default: none.
     #[schemars(range(max = 2147483647))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub end_of_document: Option<u32>,
     /// Attention and positions begin anew with each document of a sequence. Default: false.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub reset_at_boundaries: Option<bool>,
     /// Tokens of a sequence, S.
     #[schemars(required, range(min = 2, max = 1048576))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub sequence_length: Option<u32>,
 }
 
@@ -45,23 +41,17 @@ pub struct DataSpec {
 )]
 pub struct TrainDataSpec {
     /// Text files, each one document.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub text: Option<FilesSpec>,
     /// Lines of JSON, each one document; plain, .gz or .zst.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub jsonl: Option<FieldFilesSpec>,
     /// Files of token ids: flat ones of `dtype`, or with the header of llm.c.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub tokens: Option<TokenFilesSpec>,
     /// Megatron's indexed datasets: .idx files, each beside its .bin.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub megatron: Option<FilesSpec>,
     /// Parquet files, each row one document. Needs a build with the feature parquet.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub parquet: Option<FieldFilesSpec>,
     /// Several sources; samples are drawn from them by weight.
     #[schemars(length(min = 1, max = 64))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub mixture: Option<Vec<MixturePartSpec>>,
 }
 
@@ -77,22 +67,16 @@ pub struct TrainDataSpec {
 pub struct MixturePartSpec {
     /// Share of the samples, over the sum of all weights.
     #[schemars(required, range(max = 1e9), extend("minimum" = 0.0, "exclusiveMinimum" = true))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub weight: Option<f64>,
     /// Text files, each one document.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub text: Option<FilesSpec>,
     /// Lines of JSON, each one document; plain, .gz or .zst.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub jsonl: Option<FieldFilesSpec>,
     /// Files of token ids: flat ones of `dtype`, or with the header of llm.c.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub tokens: Option<TokenFilesSpec>,
     /// Megatron's indexed datasets: .idx files, each beside its .bin.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub megatron: Option<FilesSpec>,
     /// Parquet files, each row one document. Needs a build with the feature parquet.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub parquet: Option<FieldFilesSpec>,
 }
 
@@ -107,19 +91,14 @@ pub struct MixturePartSpec {
 )]
 pub struct ValidationDataSpec {
     /// Text files, each one document.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub text: Option<FilesSpec>,
     /// Lines of JSON, each one document; plain, .gz or .zst.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub jsonl: Option<FieldFilesSpec>,
     /// Files of token ids: flat ones of `dtype`, or with the header of llm.c.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub tokens: Option<TokenFilesSpec>,
     /// Megatron's indexed datasets: .idx files, each beside its .bin.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub megatron: Option<FilesSpec>,
     /// Parquet files, each row one document. Needs a build with the feature parquet.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub parquet: Option<FieldFilesSpec>,
 }
 
@@ -178,11 +157,9 @@ pub struct FilesSpec {
     /// Patterns such as corpus/**/*.txt, relative to the current directory (to /workspace in a
     /// pod).
     #[schemars(required, length(min = 1, max = 256), inner(length(min = 1, max = 1024)))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub paths: Option<Vec<String>>,
     /// Files that match one of these are left out. Default: none.
     #[schemars(length(max = 256), inner(length(min = 1, max = 1024)))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub exclude: Option<Vec<String>>,
 }
 
@@ -194,15 +171,12 @@ pub struct FieldFilesSpec {
     /// Patterns such as corpus/**/*.jsonl, relative to the current directory (to /workspace in a
     /// pod).
     #[schemars(required, length(min = 1, max = 256), inner(length(min = 1, max = 1024)))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub paths: Option<Vec<String>>,
     /// Files that match one of these are left out. Default: none.
     #[schemars(length(max = 256), inner(length(min = 1, max = 1024)))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub exclude: Option<Vec<String>>,
     /// The key or column of a document's text. Default: text.
     #[schemars(length(min = 1, max = 256))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub field: Option<String>,
 }
 
@@ -213,23 +187,12 @@ pub struct FieldFilesSpec {
 pub struct TokenFilesSpec {
     /// Patterns such as corpus/*.bin, relative to the current directory (to /workspace in a pod).
     #[schemars(required, length(min = 1, max = 256), inner(length(min = 1, max = 1024)))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub paths: Option<Vec<String>>,
     /// Files that match one of these are left out. Default: none.
     #[schemars(length(max = 256), inner(length(min = 1, max = 1024)))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub exclude: Option<Vec<String>>,
     /// uint16 or uint32, little-endian. Needed for files without a header.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub dtype: Option<TokenTypeName>,
-}
-
-/// How token ids are written.
-#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[serde(rename_all = "camelCase")]
-pub enum TokenTypeName {
-    Uint16,
-    Uint32,
+    pub dtype: Option<Word<TokenType>>,
 }
 
 /// The part that is held out.
@@ -238,20 +201,16 @@ pub enum TokenTypeName {
 #[x_kube(crates(kube_core = "::kube_core"))]
 pub struct ValidationSpec {
     /// Held out are these data, rather than a part of the training data.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub from: Option<ValidationDataSpec>,
     /// Share of the files (text and tokens) or of the documents, chosen by the hash of their place.
     /// Default: 0.01.
     #[schemars(range(min = 0.0, max = 0.9))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub fraction: Option<f64>,
     /// Measured after every so many steps and after the last; 0 is never. Default: 50.
     #[schemars(range(max = 1000000000))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub every_steps: Option<u64>,
     /// Sequences of one measurement at most. Default: 64.
     #[schemars(range(min = 1, max = 1000000))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub max_sequences: Option<u32>,
 }
 
@@ -301,54 +260,41 @@ pub struct ValidationSpec {
 pub struct TrainingSpec {
     /// Optimizer steps in all.
     #[schemars(required, range(min = 1, max = 1000000000))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub steps: Option<u64>,
     /// Sequences of a step. Never depends on the number of nodes. Default: microBatchSize times 8.
     #[schemars(range(min = 1, max = 1048576))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub global_batch_size: Option<u32>,
     /// Sequences that a rank computes at once; divides globalBatchSize. Default: 1.
     #[schemars(range(min = 1, max = 65536))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub micro_batch_size: Option<u32>,
     /// fp32, tf32, bf16 or fp16; processors compute in fp32 alone. tf32 keeps fp32 and rounds what
     /// is multiplied. Default: fp32 on processors, else bf16.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub precision: Option<PrecisionName>,
     /// How a GPU keeps the optimizer's moments: fp32, or bf16 (rounded by chance, without bias) for
     /// 4 bytes a parameter less. Default: fp32.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub moment_dtype: Option<MomentDtypeName>,
+    pub moment_dtype: Option<Word<MomentDtype>>,
     /// How a GPU sums gradients: fp32, bf16, or auto, which is bf16 where precision is bf16 and a
     /// rank has one micro-batch a step. Default: auto.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub gradient_dtype: Option<GradientDtypeName>,
+    pub gradient_dtype: Option<Word<GradientDtype>>,
     /// How attention on a GPU sums its gradients: deterministic, in a fixed order, or fastest, in
     /// any order, so that two runs differ in last bits. Default: deterministic.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub attention: Option<AttentionName>,
     /// The optimizer: adamw. Default: adamw with its defaults.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub optimizer: Option<OptimizerSpec>,
     /// The learning rate's way: constant, linear or cosine. Default: constant.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub schedule: Option<ScheduleSpec>,
     /// The gradient is scaled down to this norm; 0 is off. Default: 1.
     #[schemars(range(min = 0.0, max = 1e9))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub max_grad_norm: Option<f64>,
     /// What backward computes again rather than keeping it, to need less memory: none, selective
     /// (norms, roped queries and keys), experts (their hidden rows, too) or full (whole layers). No
     /// loss depends on it. Default: none.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub recompute: Option<RecomputeName>,
     /// Layers that are computed again together, with recompute full. Default: 1.
     #[schemars(range(min = 1, max = 65536))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub recompute_layers: Option<u32>,
     /// Of the initial weights and of the order of the data. Default: 1.
     #[schemars(range(max = 9007199254740991u64))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub seed: Option<u64>,
 }
 
@@ -360,23 +306,6 @@ pub enum PrecisionName {
     Tf32,
     Bf16,
     Fp16,
-}
-
-/// Number format of the optimizer's moments.
-#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[serde(rename_all = "camelCase")]
-pub enum MomentDtypeName {
-    Fp32,
-    Bf16,
-}
-
-/// Number format of sums of gradients.
-#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[serde(rename_all = "camelCase")]
-pub enum GradientDtypeName {
-    Auto,
-    Bf16,
-    Fp32,
 }
 
 /// The order in which attention sums its gradients.
@@ -403,7 +332,6 @@ pub enum RecomputeName {
 #[x_kube(crates(kube_core = "::kube_core"))]
 pub struct OptimizerSpec {
     /// Adam with decoupled weight decay.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub adamw: Option<AdamWSpec>,
 }
 
@@ -414,23 +342,18 @@ pub struct OptimizerSpec {
 pub struct AdamWSpec {
     /// The peak of the learning rate. Default: 4e-4.
     #[schemars(range(max = 10.0), extend("minimum" = 0.0, "exclusiveMinimum" = true))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub learning_rate: Option<f64>,
     /// Decay of the mean of the gradient. Default: 0.9.
     #[schemars(range(min = 0.0), extend("maximum" = 1.0, "exclusiveMaximum" = true))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub beta1: Option<f64>,
     /// Decay of the mean of its square. Default: 0.95.
     #[schemars(range(min = 0.0), extend("maximum" = 1.0, "exclusiveMaximum" = true))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub beta2: Option<f64>,
     /// Added outside the root. Default: 1e-8.
     #[schemars(range(max = 1.0), extend("minimum" = 0.0, "exclusiveMinimum" = true))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub epsilon: Option<f64>,
     /// Decay of tensors of two or more dims. Default: 0.1.
     #[schemars(range(min = 0.0, max = 10.0))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub weight_decay: Option<f64>,
 }
 
@@ -445,13 +368,10 @@ pub struct AdamWSpec {
 )]
 pub struct ScheduleSpec {
     /// The peak, after the warmup.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub constant: Option<ConstantSpec>,
     /// A straight line from the peak to the minimum.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub linear: Option<DecaySpec>,
     /// Half a cosine from the peak to the minimum.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub cosine: Option<DecaySpec>,
 }
 
@@ -462,7 +382,6 @@ pub struct ScheduleSpec {
 pub struct ConstantSpec {
     /// Steps in which the rate rises to its peak. Default: 0.
     #[schemars(range(max = 1000000000))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub warmup_steps: Option<u64>,
 }
 
@@ -473,10 +392,8 @@ pub struct ConstantSpec {
 pub struct DecaySpec {
     /// Steps in which the rate rises to its peak. Default: 0.
     #[schemars(range(max = 1000000000))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub warmup_steps: Option<u64>,
     /// The rate at the last step. Default: a tenth of the peak.
     #[schemars(range(min = 0.0, max = 10.0))]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub min_learning_rate: Option<f64>,
 }

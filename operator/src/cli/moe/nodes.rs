@@ -1,6 +1,5 @@
 //! Nodes and pods of the API -> which nodes a job could have now, by the operator's own rules.
 
-use crate::controller::nodes::cluster_node;
 use crate::observe::{node_seen, requests};
 use k8s_openapi::api::core::v1::{Node, Pod};
 use moejob_plan::allocate::Needs;
@@ -43,13 +42,13 @@ pub fn judge(nodes: &[Value], pods: &[Value], needs: &Needs, own: Option<&str>) 
     }
     let mut judged: Vec<Judged> = Vec::new();
     for node in nodes.iter().filter_map(|node| Node::deserialize(node).ok()) {
-        let seen = node_seen(node);
-        let read = cluster_node(&seen, requested.remove(&*seen.name).unwrap_or_default());
-        let against = match workers.get(read.name.as_str()) {
+        let mut node = node_seen(node);
+        node.requested = requested.remove(&*node.name).unwrap_or_default();
+        let against = match workers.get(node.name.as_str()) {
             Some(job) => Some(format!("in use by {job}")),
-            None => needs.refuses(&read).map(|against| against.to_string()),
+            None => needs.refuses(&node).map(|against| against.to_string()),
         };
-        judged.push(Judged { name: seen.name, against, labels: read.labels });
+        judged.push(Judged { name: node.name, against, labels: node.labels });
     }
     judged
 }

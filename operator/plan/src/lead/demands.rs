@@ -1,0 +1,45 @@
+//! What the jobs of a leader ask of the allocation, and which of them something keeps from asking.
+
+use super::JobLoop;
+use crate::allocate::{Barred, Demand};
+use crate::locations::{self, Tenant};
+use crate::observed::Outcome;
+use std::collections::{BTreeSet, HashMap};
+
+/// Of all jobs by their owners. `holds` are the nodes of each job's pods that have not ended;
+/// `priority` says what a PriorityClass is worth.
+pub fn demands<'j>(
+    jobs: impl Iterator<Item = (&'j str, &'j JobLoop)> + Clone,
+    mut holds: HashMap<&str, BTreeSet<String>>,
+    priority: impl Fn(&str) -> i32,
+) -> Vec<Demand> {
+    let tenants: Vec<Tenant> = jobs.clone().filter_map(tenant).collect();
+    let waiting = locations::waiting(&tenants);
+    let demand = |(owner, state): (&'j str, &'j JobLoop)| {
+        let job = state.job()?;
+        let who = (owner, priority(&job.kubernetes.priority_class_name), state.created_at);
+        let (observed, needs) = (&state.tracker.observed, state.spec.needs().clone());
+        let holds = holds.remove(owner).unwrap_or_default();
+        let demand = Demand::of(job, observed, state.claim(), needs, who, holds);
+        let earlier = waiting.get(owner).cloned().map(Barred::Location);
+        let refused = state.refusals.standing_back().map(|_| Barred::Refused);
+        Some(match earlier.or(refused) {
+            Some(why) => demand.barred_by(why),
+            None => demand,
+        })
+    };
+    let mut demands: Vec<Demand> = jobs.filter_map(demand).collect();
+    // Pods of jobs that are not planned (being deleted, or not known yet) hold their nodes all the
+    // same: nobody else's worker comes there before they have ended.
+    demands.extend(holds.into_iter().map(|(owner, holds)| Demand::unplanned(owner, holds)));
+    demands
+}
+
+/// It is not over.
+fn tenant<'j>((owner, state): (&'j str, &'j JobLoop)) -> Option<Tenant<'j>> {
+    let record = &state.tracker.observed.record;
+    let over = record.outcome.as_ref().is_some_and(|of| *of != Outcome::Suspended);
+    let (namespace, created) = (&*state.id.namespace, state.created_at);
+    let (job, runs) = (state.job()?, record.attempt > 0 && record.outcome.is_none());
+    (!over).then_some(Tenant { owner, namespace, job, created, runs })
+}
