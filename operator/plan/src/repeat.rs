@@ -40,9 +40,9 @@ pub fn are_alike(a: &str, b: &str) -> bool {
     letters(a) == letters(b)
 }
 
-/// Signals by which a process gives itself up: SIGILL, SIGABRT, SIGBUS, SIGFPE. All others come from
-/// outside, and the next try need not meet them. SIGSEGV is left out: bad memory of one node or a
-/// race brings it about, too, and then the job has to train on.
+/// Signals by which a process gives itself up: SIGILL, SIGABRT, SIGBUS, SIGFPE. All others come
+/// from outside, and the next try need not meet them. SIGSEGV is left out: bad memory of one node
+/// or a race brings it about, too, and then the job has to train on.
 const OWN_SIGNALS: [u32; 4] = [4, 6, 7, 8];
 
 /// Whether a process ended by its own fault, as its runner describes the end of it:
