@@ -411,6 +411,7 @@ fn not_opened(config: &WorkerConfig, error: OpenError) -> Stop {
         OpenError::Kernel(error) if again && error.is_memory() => Stop::Device(chain(&error)),
         OpenError::Kernel(error) => failed(&error, "free memory or use fewer threads"),
         OpenError::Links(NoLinks::Comm(error)) => Stop::Comm(error),
+        OpenError::Links(error) if again && error.is_memory() => Stop::Device(chain(&error)),
         OpenError::Links(error) => failed(&error, "`moejob doctor` tells what this machine has"),
     }
 }

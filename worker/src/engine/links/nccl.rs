@@ -17,7 +17,7 @@
 //! Neither a kernel nor NCCL notices that a peer is dead. Its worker does, ends its pipes and
 //! aborts the others; the watch sees that, the wait is given up, and the attempt ends.
 
-use super::meet::{Party, agree, name_of_all};
+use super::meet::{Party, Room, agree, name_of_all};
 use super::{Aside, Groups, Parcel, Shared};
 use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError, Lookout};
@@ -47,10 +47,17 @@ pub enum NoLinks {
     Nccl { world: u32, source: Error },
     #[error("there is no thread to meet the other ranks on")]
     Thread { source: std::io::Error },
-    #[error("the GPU has no lane for what passes between GPUs")]
-    Device { source: CudaError },
+    #[error("the GPU has no {what}")]
+    Device { what: &'static str, source: CudaError },
     #[error("rank {rank} cannot be connected: {why}")]
     Elsewhere { rank: u32, why: String },
+}
+
+impl NoLinks {
+    /// The GPU's memory is full. Who has it may be gone when another engine looks.
+    pub fn is_memory(&self) -> bool {
+        matches!(self, NoLinks::Device { source: CudaError::OutOfMemory { .. }, .. })
+    }
 }
 
 /// Where a verb is enqueued.
@@ -103,10 +110,15 @@ impl Nccl {
         let cuda = device.as_cuda_mut().expect("NCCL is between GPUs");
         if let Some(Aside { marks, overlap, .. }) = aside {
             let how = Beside { marks: *marks, free: overlap.free };
-            cuda.open_comm_lane(&how).map_err(|source| NoLinks::Device { source })?;
+            let what = "lane for what passes between GPUs";
+            cuda.open_comm_lane(&how).map_err(|source| NoLinks::Device { what, source })?;
         }
+        let what = "memory for the first words between GPUs";
+        let room = Room::new(cuda.gpu(), world);
+        let room = room.map_err(|source| NoLinks::Device { what, source })?;
         let party = Party {
             gpu: cuda.gpu().clone(),
+            room,
             seat: Seat { rank: me, world },
             config: Config { stop: Arc::clone(&stop), ..Config::default() },
             groups: groups.clone(),
