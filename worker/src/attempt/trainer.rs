@@ -206,6 +206,9 @@ impl Trainer {
         }
         let sums = restored?;
         engine.links.meet().map_err(|error| not_opened(config, error.into()))?;
+        if let Some(built) = engine.links.take_built() {
+            out(TrainerEvent::Built(built));
+        }
         start.passed(Passage::State);
         if let Some(records) = &mut records {
             keep_listing(config, corpus, records);

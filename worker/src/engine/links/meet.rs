@@ -2,12 +2,14 @@
 
 use super::nccl::{Joined, Lane, NoLinks};
 use super::{Aside, Groups};
+use crate::engine::notes;
 use crate::gang::comm::Comm;
 use moejob_kernels::cuda::{Arena, CudaError, Gpu, Stream as Lines};
 use moejob_kernels::{ArenaPlan, Buffer, DType};
 use moejob_nccl::{
     Config, Error, Library, Reduce, Seat, Span, Stream, UniqueId, Version,
 };
+use moejob_protocol::links::Built;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -70,10 +72,17 @@ pub(super) struct Party {
     pub aside: Option<Aside>,
 }
 
+/// How it has met them.
+pub(super) struct Met {
+    pub joined: Vec<Joined>,
+    /// What NCCL says it has built.
+    pub built: Built,
+}
+
 impl Party {
     /// # Errors
     /// Not all came, or this one is to stop.
-    pub fn meet(self) -> Result<Vec<Joined>, Error> {
+    pub fn meet(self) -> Result<Met, Error> {
         let Party { gpu, room, seat, library, id, config, groups, aside } = self;
         // A device that cannot be entered says so to its next op, too.
         let _ = gpu.make_current();
@@ -102,7 +111,10 @@ impl Party {
         told("all communicators");
         greet(room, seat.rank, &joined, &groups.parcels, &config)?;
         told("a word to each");
-        Ok(joined)
+        let version = library.version().to_string();
+        let built = notes::built(seat.rank, seat.world, version);
+        told("what is built");
+        Ok(Met { joined, built })
     }
 }
 
