@@ -379,7 +379,9 @@ impl Runner {
                 }
                 (Origin::Recorded(action), Write::Status { .. }) => self.record(action)?,
                 // Other events a person here is told of in other words.
-                (_, Write::Event { reason, note, .. }) if reason.starts_with("Preflight") => {
+                (_, Write::Event { reason, note, .. })
+                    if reason.starts_with("Preflight") || reason == "RingsDiffer" =>
+                {
                     self.progress.note(&note);
                 }
                 // A status without an action and objects are an API server's.

@@ -13,6 +13,8 @@ use moejob_protocol::config::{
     ValidationConfig,
 };
 use moejob_protocol::message::{Frame, Held, LeftReason, Request};
+use moejob_protocol::links::Built;
+use moejob_protocol::pair::{Meeting, PairAnswer, PairOrder, PairSaid};
 use moejob_protocol::preflight::{Answer, Order};
 use moejob_protocol::{Down, Layout, Mesh, PROTOCOL_VERSION, Up, WorkerConfig};
 use moejob_protocol::report::{Detail, Event as Line, EventKind};
@@ -85,7 +87,10 @@ fn parse(text: &str, term: u64) -> Event {
     };
     let attempt = |word: &str| number(word) as u32;
     match words {
-        ["leader", term] => Event::LeaderConnected { term: number(term) },
+        ["leader", term] => Event::LeaderConnected { term: number(term), version: 2 },
+        ["leader", term, "speaks", version] => {
+            Event::LeaderConnected { term: number(term), version: attempt(version) }
+        }
         ["lost"] => Event::LeaderLost { why: "its stream ended".to_string() },
         ["silent"] => Event::LeaderSilent,
         ["heartbeat"] => frame("0", Down::Heartbeat),
@@ -127,6 +132,13 @@ fn parse(text: &str, term: u64) -> Event {
             boot_id: "boot".to_string(),
             measured: Some(Vec::new()),
         }),
+        ["pair", of, side] => frame("0", Down::Pair(Box::new(pair(number(of), attempt(side))))),
+        ["meets", of] => paired(number(of), PairSaid::Meets(place())),
+        ["paired", of] => paired(number(of), PairSaid::Measured(Vec::new())),
+        ["built", rank] => {
+            let built = Built { rank: attempt(rank), ..Built::default() };
+            Event::Trainer(TrainerEvent::Built(built))
+        }
         _ => panic!("an unknown event: {text}"),
     }
 }
@@ -245,6 +257,7 @@ fn show(effect: &Effect) -> String {
             format!("request{checkpoint}{stop}")
         }
         Effect::Measure(order) => format!("measure {}", order.number),
+        Effect::MeasurePair(order) => format!("measure {} as side {}", order.number, order.side),
         Effect::StopMeasuring => "stop measuring".to_string(),
         Effect::Exit(code) => format!("EXIT {code}"),
         Effect::Log(text) => format!("\"{text}\""),
@@ -253,6 +266,19 @@ fn show(effect: &Effect) -> String {
 
 fn order(number: u64) -> Order {
     Order { number, expected: Default::default(), passed_at_boot: None }
+}
+
+fn place() -> Meeting {
+    Meeting { id: "0f".repeat(128), bytes: 1 << 33 }
+}
+
+fn pair(number: u64, side: u32) -> PairOrder {
+    let meeting = (side == 1).then(place);
+    PairOrder { number, side, devices: 8, rdma: true, meeting }
+}
+
+fn paired(number: u64, said: PairSaid) -> Event {
+    Event::Paired(PairAnswer { number, said })
 }
 
 fn show_up(up: &Up) -> String {
@@ -269,6 +295,9 @@ fn show_up(up: &Up) -> String {
             format!("left {reason}{}", held.join(""))
         }
         Up::Preflight(answer) => format!("preflight {}", answer.number),
+        Up::Pair(PairAnswer { number, said: PairSaid::Meets(_) }) => format!("meets {number}"),
+        Up::Pair(PairAnswer { number, .. }) => format!("paired {number}"),
+        Up::Built(built) => format!("built {}", built.rank),
         Up::Completed { step } => format!("completed {step}"),
         Up::Event(line) => format!("{:?} {:?}", line.event, line.details["step"]),
         Up::Failed { exit_code, message } => {

@@ -22,6 +22,7 @@ pub fn check(observed: &Observed, plan: &Plan) -> Vec<String> {
     checker.requests_fit();
     checker.starts_fit();
     checker.measured_are_idle();
+    checker.pairs_are_idle();
     checker.attempts_are_whole();
     checker.problems
 }
@@ -212,6 +213,27 @@ impl<'a> Checker<'a> {
                     format!("the node of {name} is measured without need")
                 });
             }
+        }
+    }
+
+    /// Whoever measures with another one is good by itself, and in one pair.
+    fn pairs_are_idle(&mut self) {
+        let mut seen: BTreeSet<&str> =
+            self.observed.preflight.pairs.open().iter().flat_map(|open| open.workers()).collect();
+        let rounds = self.plan.actions.iter().filter_map(|action| match action {
+            Action::MeasurePairs(round) => Some(&round.pairs),
+            _ => None,
+        });
+        for (name, _) in rounds.flatten().flat_map(|pair| &pair.sides) {
+            let idle = self.observed.worker(name).is_some_and(|worker| {
+                worker.state == WorkerState::Idle
+                    && worker.checked == Checked::Passed
+                    && !worker.stopping
+            });
+            let (new, ends) = (seen.insert(name), self.stops(name));
+            self.demand(idle && new && !ends, || {
+                format!("{name} cannot measure with another one")
+            });
         }
     }
 

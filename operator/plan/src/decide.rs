@@ -9,6 +9,7 @@
 mod begin;
 mod health;
 mod index;
+mod pairs;
 mod preflight;
 mod resume;
 
@@ -16,6 +17,7 @@ pub(crate) use begin::each_rank;
 pub use preflight::{ANSWER_TIMEOUT, FAILED_AVOID};
 
 use crate::job::Venue;
+use crate::preflight::Round;
 use crate::observed::{
     Gang, Millis, Observed, Outcome, Size, StopCause, Worker, WorkerState,
 };
@@ -75,6 +77,12 @@ pub enum Action {
     Preflight { name: String },
     /// A worker that was asked to measure has said nothing: its node counts as failed.
     NoteUnmeasured { name: String },
+    /// Measure nodes in pairs; where there are none, all that can be known is.
+    MeasurePairs(Box<Round>),
+    /// Tell the other worker of a pair where to meet.
+    RelayPair { number: u64, name: String },
+    /// A pair cannot go on. `late`: whoever has told nothing of it counts as failed.
+    EndPair { number: u64, late: bool },
     /// The attempt's configuration, which all members share but for the rank.
     Configure { name: String, rank: u32, config: Arc<WorkerConfig> },
     LeaveAttempt { name: String, attempt: u32, reason: String },
@@ -121,6 +129,7 @@ impl<'o> Planner<'o> {
         self.kill_the_silent();
         self.release_strays();
         self.preflight();
+        self.pairs();
         match self.observed.gang() {
             Some(gang) => self.tend(gang),
             None => self.begin(),

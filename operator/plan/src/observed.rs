@@ -1,5 +1,6 @@
 //! What the plan sees: one value, put together by whoever observes (processes or pods).
 
+use crate::fabric::Rings;
 use crate::job::Venue;
 use crate::preflight::{Checked, Results, Standard};
 use crate::record;
@@ -28,6 +29,8 @@ pub struct Observed {
     pub stored: Option<Stored>,
     /// What nodes were found to be like.
     pub preflight: Results,
+    /// What NCCL has built for the gang.
+    pub rings: Rings,
     /// Somebody asked the whole job to end now (Ctrl-C, deletion).
     pub interrupt: bool,
 }
@@ -87,6 +90,10 @@ pub struct Worker {
     /// The version of the control stream that it has agreed to; 0 before it was heard.
     pub speaks: u32,
     pub checked: Checked,
+    /// Its node need not measure with others any more.
+    pub paired: bool,
+    /// The boot of its node, as it was measured; empty before.
+    pub boot: String,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -273,6 +280,8 @@ impl Worker {
             stopping: false,
             speaks: 0,
             checked: Checked::No,
+            paired: false,
+            boot: String::new(),
         }
     }
 

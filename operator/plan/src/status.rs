@@ -1,5 +1,7 @@
 //! What the job says about itself: conditions with stable reasons, progress, recoveries.
 
+mod rings;
+
 use crate::job::Job;
 use crate::observed::{Gang, Millis, Observed, Outcome, StopCause, Worker};
 use crate::preflight::Checked;
@@ -21,7 +23,7 @@ pub struct MoeJobStatus {
     /// Failed.
     pub phase: String,
     /// Planned, Running, Degraded, Complete, Failed and Suspended, each with a reason; where nodes
-    /// are measured also PreflightPassed.
+    /// are measured also PreflightPassed, and where several GPUs train RingsVerified.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
     /// The newest incarnation of the gang; 0 before the first.
@@ -206,7 +208,8 @@ pub fn status(
 ) -> MoeJobStatus {
     let record = &observed.record;
     let gang = present(observed);
-    let (phase, conditions) = conditions(observed, why);
+    let (phase, mut conditions) = conditions(observed, why);
+    conditions.extend(rings::rings(job, observed, gang));
     let available = observed.workers.iter().filter(|worker| worker.is_available()).count() as u32;
     let ready = gang.map_or(0, |gang| gang.members.len() as u32);
     let desired = observed.wanted.nodes_max;
@@ -300,17 +303,14 @@ fn preflight(observed: &Observed, has_gang: bool) -> Option<Condition> {
         _ => worst.join("\n"),
     };
     let asked = |worker: &&Worker| matches!(worker.checked, Checked::Asked { .. });
-    let measuring = observed.workers.iter().filter(asked).count();
+    let alone = observed.workers.iter().filter(asked).count();
+    let measuring = alone + observed.preflight.pairs.measuring();
     let mute = |worker: &&Worker| (1..CONTROL_PREFLIGHT).contains(&worker.speaks);
-    let unknown = |reason: &str, message: String| {
-        let open = condition(type_, false, reason, message);
-        Condition { status: "Unknown".to_string(), ..open }
-    };
     let mute = observed.workers.iter().filter(mute).count();
     Some(match (has_gang, count) {
         (true, 0) if mute > 0 => {
             let message = format!("workers of a release that does not measure nodes: {mute}");
-            unknown("NotMeasured", message)
+            unknown(type_, "NotMeasured", message)
         }
         (true, 0) => condition(type_, true, "Passed", String::new()),
         (true, _) => condition(type_, true, "NodesLeftOut", listed),
@@ -319,7 +319,7 @@ fn preflight(observed: &Observed, has_gang: bool) -> Option<Condition> {
                 0 => String::new(),
                 count => format!("being measured: {count}"),
             };
-            unknown("NotYet", message)
+            unknown(type_, "NotYet", message)
         }
         (false, _) => condition(type_, false, "NodesFailed", listed),
     })
@@ -354,6 +354,11 @@ fn condition(type_: &str, holds: bool, reason: &str, message: String) -> Conditi
         message,
         last_transition_time: None,
     }
+}
+
+fn unknown(type_: &str, reason: &str, message: String) -> Condition {
+    let open = condition(type_, false, reason, message);
+    Condition { status: "Unknown".to_string(), ..open }
 }
 
 /// Keeps the time of conditions whose status is the same, and gives the others `now`.

@@ -3,19 +3,23 @@
 //! Pure as well: the shell calls one method a happening, with the time, and gets back what a person
 //! should be told.
 
+mod connected;
 mod measured;
+mod paired;
+mod rings;
 mod lost_engines;
 
 use crate::decide::Action;
 use crate::engines::{EngineLoss, Engines};
+use crate::fabric::Found;
 use crate::observed::{
     Millis, Observed, Outcome, Record, StopCause, Stored, Worker, WorkerState,
 };
-use crate::preflight::{Checked, Grade};
+use crate::preflight::Grade;
 use crate::repeat::is_own_fault;
 pub use crate::recovery::Recovery;
 use moejob_protocol::checkpoint::directory_name;
-use moejob_protocol::message::{Hello, LeftReason, Phase, Up};
+use moejob_protocol::message::{LeftReason, Phase, Up};
 use moejob_protocol::report::{Detail, Event, EventKind};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -44,6 +48,8 @@ pub enum Happening {
     EngineLost(EngineLoss),
     /// A node was measured, and it is not good: what was found.
     Measured { node: String, grade: Grade, text: String },
+    /// All ranks have told what NCCL has built.
+    Rings(Found),
     Recovered(Recovery),
 }
 
@@ -68,6 +74,8 @@ pub struct Tracker {
     /// The rank that was the first to leave the present gang because it had lost another, and that
     /// other's.
     parted: Option<(u32, u32)>,
+    /// What actions have shown, until somebody takes it.
+    news: Vec<Happening>,
 }
 
 impl Tracker {
@@ -94,6 +102,7 @@ impl Tracker {
             waiting: BTreeMap::new(),
             taken: 0,
             parted: None,
+            news: Vec::new(),
         }
     }
 
@@ -142,6 +151,9 @@ impl Tracker {
             }
             Action::Preflight { name } => self.measures(name, now),
             Action::NoteUnmeasured { name } => self.unmeasured(name, now),
+            Action::MeasurePairs(round) => self.measures_pairs(round, now),
+            Action::RelayPair { number, .. } => self.pair_relayed(*number),
+            Action::EndPair { number, late } => self.pair_ended(*number, *late, now),
             Action::Configure { name, rank, config } => {
                 let (attempt, rank) = (config.attempt, *rank);
                 // One that was lost while the attempt was recorded stays lost.
@@ -362,28 +374,6 @@ impl Tracker {
         self.recoveries.last_mut().filter(|recovery| recovery.first_step_at.is_none())
     }
 
-    /// A worker's stream is up. What it says of itself is true, except that it may repeat an
-    /// attempt that it is already known to have left.
-    pub fn connected(&mut self, name: &str, address: &str, hello: &Hello) {
-        let stop = self.observed.gang().filter(|gang| gang.attempt == hello.attempt);
-        let asked_to_stop = stop.is_some_and(|gang| gang.stop_requested.is_some());
-        let Some(worker) = self.worker(name) else {
-            return;
-        };
-        match worker.state {
-            WorkerState::Dead { .. } | WorkerState::Completed { .. } => return,
-            WorkerState::Left { attempt, .. } if attempt == hello.attempt => {}
-            _ => worker.state = state_of(hello, asked_to_stop),
-        }
-        worker.address = Some(address.to_string());
-        worker.held = hello.held.clone();
-        worker.speaks = hello.version;
-        // What it was asked on a stream before it may not have heard, nor its answer have come.
-        if matches!(worker.checked, Checked::Asked { .. }) {
-            worker.checked = Checked::No;
-        }
-    }
-
     /// Something that a worker said about `attempt`.
     pub fn heard(&mut self, name: &str, attempt: u32, up: &Up, now: Millis) -> Vec<Happening> {
         match up {
@@ -410,6 +400,8 @@ impl Tracker {
                 }
             }
             Up::Preflight(answer) => return self.measured(name, answer, now),
+            Up::Pair(answer) => return self.paired(name, answer, now),
+            Up::Built(built) => return self.built(name, attempt, built),
             Up::Step(report) => return self.stepped(attempt, report.step, now),
             Up::Left { reason, held } => {
                 self.note_parted(attempt, name, reason);
@@ -623,24 +615,5 @@ impl Tracker {
         self.last_words.retain(|(name, ..)| workers.iter().any(|worker| worker.name == *name));
         let observed = &self.observed;
         self.engines.prune(|name| observed.worker(name).is_some());
-    }
-}
-
-/// What a worker is that says this of itself.
-fn state_of(hello: &Hello, asked_to_stop: bool) -> WorkerState {
-    let attempt = hello.attempt;
-    match hello.rank {
-        _ if attempt == 0 => WorkerState::Idle,
-        Some(rank) => {
-            WorkerState::Member { attempt, digest: hello.digest.clone(), rank, leaving: None }
-        }
-        None => {
-            let newest = hello.held.iter().map(|held| held.step).max();
-            let reason = match newest.filter(|_| asked_to_stop) {
-                Some(step) => LeftReason::Stopped { step },
-                None => LeftReason::Asked,
-            };
-            WorkerState::Left { attempt, reason }
-        }
     }
 }

@@ -86,6 +86,7 @@ fn run(world: &mut World, words: &[&str]) -> String {
                 boot_id: boot.to_string(),
                 profile: "p".to_string(),
                 image: "i".to_string(),
+                paired: false,
             };
             match *what {
                 "passed" => world.cache.passed(key, now),

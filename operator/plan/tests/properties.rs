@@ -80,6 +80,7 @@ fn setups() -> impl Strategy<Value = Setup> {
             restarts_max: 100_000,
             // A worker that is told to measure may die, be silent, or be overtaken by a leader.
             preflight: often % 2 == 0,
+            pairs: often % 4 == 0,
             ..Setup::default()
         }
     })

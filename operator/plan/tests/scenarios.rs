@@ -9,9 +9,12 @@ use moejob_plan::job::Venue;
 use moejob_plan::observed::WorkerState;
 use moejob_plan::status::status;
 use moejob_plan::track::Happening;
-use moejob_protocol::config::Resume;
+use moejob_plan::preflight::Pair;
+use moejob_protocol::config::{Backend, Resume};
+use moejob_protocol::links::Built;
 use moejob_protocol::message::{LeftReason, Up};
 use moejob_protocol::preflight::Measured;
+use std::collections::BTreeSet;
 use std::fmt::Write;
 use world::quality::Quality;
 use world::{Setup, World};
@@ -42,6 +45,7 @@ fn run(world: &mut World, words: &[&str]) -> String {
                 format!("lost the engine of rank {} on {}: {}", loss.rank, loss.place(), loss.cause)
             }
             Happening::Measured { node, grade, text } => format!("{grade:?} {node}: {text}"),
+            Happening::Rings(found) => format!("rings: {}", found.in_words().replace('\n', "; ")),
             Happening::Recovered(recovery) => format!(
                 "recovered, {} ms after it was noticed that {}; {} steps to do again",
                 recovery.first_step_at.unwrap_or_default() - recovery.detected_at,
@@ -157,11 +161,12 @@ fn nodes(world: &World, out: &mut String) {
     }
     let job = moejob_plan::launch::least();
     let status = status(&job, world.observed(), &[], &[], world.now);
-    let of = status.conditions.iter().find(|of| of.type_ == "PreflightPassed");
-    let Some(of) = of else { return };
-    writeln!(out, "  {} {} {}", of.type_, of.status, of.reason).expect("a string");
-    for line in of.message.lines() {
-        writeln!(out, "    {line}").expect("a string");
+    let told = ["PreflightPassed", "RingsVerified"];
+    for of in status.conditions.iter().filter(|of| told.contains(&of.type_.as_str())) {
+        writeln!(out, "  {} {} {}", of.type_, of.status, of.reason).expect("a string");
+        for line in of.message.lines() {
+            writeln!(out, "    {line}").expect("a string");
+        }
     }
 }
 
@@ -204,9 +209,41 @@ fn observe(world: &mut World, words: &[&str]) {
             world.qualities.entry(node.to_string()).or_default().measured = measured;
         }
         ["mute", node] => world.qualities.entry(node.to_string()).or_default().mute = true,
+        ["link", node, _, times @ ..] => {
+            let quality = world.qualities.entry(node.to_string()).or_default();
+            quality.link = Some(number(2) as f64);
+            quality.slow_times = times.first().map(|times| times.parse().expect("a number"));
+        }
+        ["tcp", node] => world.qualities.entry(node.to_string()).or_default().tcp = true,
+        ["holds", node] => world.qualities.entry(node.to_string()).or_default().holds = true,
+        ["tells", node] => world.qualities.entry(node.to_string()).or_default().holds = false,
+        ["gpus"] => {
+            world.tracker.observed.template.training.compute.backend = Backend::Cuda;
+        }
+        ["built", name, rank, before, behind, parents @ ..] => {
+            let of = |word: &str| word.parse().expect("a rank");
+            let built = Built {
+                rank: of(rank),
+                version: "2.28.9".to_string(),
+                rings: BTreeSet::from([(of(before), of(behind))]),
+                parents: parents.iter().map(|word| of(word)).collect(),
+                ..Built::default()
+            };
+            tell_built(world, name, built);
+        }
+        ["unread", name, rank, why @ ..] => {
+            let rank = rank.parse().expect("a rank");
+            tell_built(world, name, Built { rank, unknown: why.join(" "), ..Built::default() });
+        }
         ["reboot", node] => world.qualities.entry(node.to_string()).or_default().boot += 1,
         _ => panic!("no such command: {words:?}"),
     }
+}
+
+fn tell_built(world: &mut World, name: &str, built: Built) {
+    let sim = sim(world, name);
+    let attempt = sim.attempt;
+    sim.up.push_back((attempt, Up::Built(built)));
 }
 
 fn sim<'w>(world: &'w mut World, name: &str) -> &'w mut world::sim::Sim {
@@ -235,6 +272,7 @@ fn setup(settings: &[&str]) -> Setup {
             "checkpoint" => setup.checkpoint_every = value,
             "restarts" => setup.restarts_max = value as u32,
             "preflight" => setup.preflight = value > 0,
+            "pairs" => setup.pairs = value > 0,
             "speaks" => setup.speaks = value as u32,
             "pods" => setup.venue = Venue::Kubernetes,
             _ => panic!("no such setting: {key}"),
@@ -275,6 +313,19 @@ fn actions(plan: &Plan) -> String {
             }
             Action::Preflight { name } => format!("measure the node of {name}"),
             Action::NoteUnmeasured { name } => format!("{name} counts as failed"),
+            Action::MeasurePairs(round) => {
+                let pair = |pair: &Pair| {
+                    let [(left, _), (right, _)] = &pair.sides;
+                    format!("{}: {left} with {right}", pair.number)
+                };
+                let pairs: Vec<String> = round.pairs.iter().map(pair).collect();
+                let none = if pairs.is_empty() { "none" } else { "" };
+                format!("measure pairs: {}{none}", pairs.join(", "))
+            }
+            Action::RelayPair { number, name } => format!("pair {number}: {name} is to come"),
+            Action::EndPair { number, late } => {
+                format!("pair {number} is over{}", if *late { ", too late" } else { "" })
+            }
             Action::Configure { name, config, .. } => {
                 configured.push(name.as_str());
                 if configured.len() * (config.ranks as usize) < config.members.len() {

@@ -38,6 +38,8 @@ pub struct Crew {
     context: Arc<Context>,
     /// What it asked of the allocation when it was last asked.
     claimed: Option<Claim>,
+    /// Nodes that passed are known to it up to this revision.
+    passes: u64,
 }
 
 impl Crew {
@@ -52,7 +54,7 @@ impl Crew {
         context.metrics.fenced(&seen.uid, job.fence().is_some());
         let (authority, told) = (Arc::clone(&context.authority), context.told.clone());
         let leader = Leader::new(authority, (seen.owner(), &seen.uid), job.term(), told);
-        Crew { job, due: None, leader, context, claimed: None }
+        Crew { job, due: None, leader, context, claimed: None, passes: 0 }
     }
 
     /// Its record was not understood, and is another one.
@@ -82,6 +84,12 @@ impl Crew {
         owner: &Owner,
         now: Millis,
     ) -> bool {
+        let revision = memory.passes.revision();
+        if self.passes != revision {
+            self.passes = revision;
+            let passes = memory.passes.of(&self.job.id().namespace);
+            self.job.on(Event::Passes(passes), now);
+        }
         let began = Instant::now();
         let Turn { effects, due, turned } = self.job.turn(now);
         self.context.metrics.reconciled(began.elapsed());
@@ -99,6 +107,9 @@ impl Crew {
                 Effect::Memory(Memo::Avoid { node, until }) => {
                     memory.avoid(owner, &node, until);
                     matters = true;
+                }
+                Effect::Memory(Memo::Passed(news)) => {
+                    news.into_iter().for_each(|(key, at)| memory.passes.note(key, at));
                 }
                 Effect::Note { warning, text } => {
                     let job = &self.job.id().name;

@@ -128,7 +128,7 @@ pub async fn run(
                 }));
             }
             Some((stream, first)) = dialled.recv() => {
-                let connected = Event::LeaderConnected { term: first.term };
+                let connected = Event::LeaderConnected { term: first.term, version: 1 };
                 let events = [connected, Event::Frame(first.clone())];
                 worker.leader = Some((stream, first));
                 worker.on(events);
@@ -243,7 +243,7 @@ impl Worker {
                 }
             }
             // Of one that speaks the first version nobody asks it.
-            Effect::Measure(_) | Effect::StopMeasuring => {}
+            Effect::Measure(_) | Effect::MeasurePair(_) | Effect::StopMeasuring => {}
             Effect::Exit(code) => self.exit = Some(code),
         }
         None

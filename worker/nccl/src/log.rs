@@ -66,6 +66,15 @@ impl Log {
     pub fn uses_sockets(&self) -> bool {
         self.routes.iter().any(|route| route.by == "NET/Socket")
     }
+
+    /// The communicator of all ranks, as `rank` of `world` has it: the first that it completed,
+    /// since all others are split from it.
+    pub fn of_all(&self, rank: u32, world: u32) -> Option<&Links> {
+        let is_it = |links: &&Links| {
+            links.complete && links.rank == Some(rank) && links.world == Some(world)
+        };
+        self.comms.iter().find(is_it)
+    }
 }
 
 /// Reads lines of one log or of several behind each other.

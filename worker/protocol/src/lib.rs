@@ -8,7 +8,8 @@
 //! Layout --Holders, Owners, Buckets--> the same for a whole table, once      owners, buckets
 //! Holders --Shares--> what each rank owns of all of it                      shares
 //! micro-batch blocks --subtrees()--> the one reduction tree of a step     tree
-//! WorkerConfig (down), Up (up), Down (down)                       config, message, preflight
+//! WorkerConfig (down), Up (up), Down (down)                       config, message, preflight,
+//!                                                                         pair, links
 //! CheckpointManifest                                                      checkpoint
 //! model x layout --> contributions, flat memory, buffers, bytes  reduction, buffers, memory,
 //!                                                                         workspace
@@ -32,6 +33,8 @@ pub mod workspace;
 pub mod buffers;
 pub mod config;
 pub mod preflight;
+pub mod pair;
+pub mod links;
 pub mod message;
 pub mod cpus;
 pub mod pod;

@@ -5,6 +5,8 @@
 //! docs/architecture/wire.md, "The control stream".
 
 use crate::config::WorkerConfig;
+use crate::links::Built;
+use crate::pair::{PairAnswer, PairOrder};
 use crate::preflight::{Answer, Order};
 use crate::report::{Event, StepReport};
 use serde::{Deserialize, Serialize};
@@ -14,8 +16,9 @@ use serde::{Deserialize, Serialize};
 /// that still writes the one before.
 pub const CONTROL_VERSIONS: &[u32] = &[2, 1];
 
-/// From this version on a worker knows [`Down::Preflight`]. One that speaks an older one is not
-/// asked, because it would take the frame for nonsense and close the stream.
+/// From this version on a worker knows [`Down::Preflight`] and [`Down::Pair`], and a leader their
+/// answers and [`Up::Built`]. Nobody sends them to a side that speaks an older one, which would
+/// take the frame for nonsense and close the stream.
 pub const CONTROL_PREFLIGHT: u32 = 2;
 
 /// What every control stream's name begins with.
@@ -67,6 +70,8 @@ pub enum Down {
     Request(Request),
     /// Measure the node, and answer with `Up::Preflight`. For a worker without a rank.
     Preflight(Box<Order>),
+    /// Measure with another worker, and answer with `Up::Pair`. For a worker without a rank.
+    Pair(Box<PairOrder>),
     Heartbeat,
     /// End with exit code 0 once nothing is left to write.
     Shutdown,
@@ -92,10 +97,30 @@ pub enum Up {
     Left { reason: LeftReason, held: Vec<Held> },
     /// What was asked for by `Down::Preflight`.
     Preflight(Answer),
+    /// What was asked for by `Down::Pair`.
+    Pair(PairAnswer),
+    /// What a rank's NCCL has built for the frame's attempt.
+    Built(Built),
     /// The job's last step is done and its last checkpoint committed.
     Completed { step: u64 },
     /// Before the worker exits by itself.
     Failed { exit_code: i32, message: String },
+}
+
+impl Up {
+    /// The version of the control stream from which on a leader knows it.
+    pub fn since(&self) -> u32 {
+        match self {
+            Up::Preflight(_) | Up::Pair(_) | Up::Built(_) => CONTROL_PREFLIGHT,
+            Up::Hello(_)
+            | Up::Heartbeat(_)
+            | Up::Step(_)
+            | Up::Event(_)
+            | Up::Left { .. }
+            | Up::Completed { .. }
+            | Up::Failed { .. } => 1,
+        }
+    }
 }
 
 /// First frame of a connection: who this is and what it has.

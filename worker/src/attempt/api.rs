@@ -5,6 +5,7 @@ use crate::data::Progress;
 use crate::failure::Failure;
 use crate::gang::comm::CommError;
 use crate::gang::memory::Mapping;
+use moejob_protocol::links::Built;
 use moejob_protocol::message::{Held, Loading, Phase, Request};
 use moejob_protocol::report::{Event, StepReport};
 use std::sync::Arc;
@@ -132,6 +133,8 @@ pub enum TrainerEvent {
     Event(Event),
     /// The snapshots in memory, whenever they change.
     Held(Vec<Held>),
+    /// What NCCL has built for this rank, before the first step.
+    Built(Built),
 }
 
 /// How an attempt ended for this rank.

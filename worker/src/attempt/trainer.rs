@@ -206,6 +206,9 @@ impl Trainer {
         }
         let sums = restored?;
         engine.links.meet().map_err(|error| not_opened(config, error.into()))?;
+        if let Some(built) = engine.links.take_built() {
+            out(TrainerEvent::Built(built));
+        }
         start.passed(Passage::State);
         if let Some(records) = &mut records {
             keep_listing(config, corpus, records);
@@ -411,6 +414,7 @@ fn not_opened(config: &WorkerConfig, error: OpenError) -> Stop {
         OpenError::Kernel(error) if again && error.is_memory() => Stop::Device(chain(&error)),
         OpenError::Kernel(error) => failed(&error, "free memory or use fewer threads"),
         OpenError::Links(NoLinks::Comm(error)) => Stop::Comm(error),
+        OpenError::Links(error) if again && error.is_memory() => Stop::Device(chain(&error)),
         OpenError::Links(error) => failed(&error, "`moejob doctor` tells what this machine has"),
     }
 }

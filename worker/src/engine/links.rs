@@ -25,6 +25,7 @@ use crate::gang::comm::{Comm, CommError};
 use host::Host;
 use moejob_kernels::{Buffer, CpuDevice, Device};
 use moejob_protocol::buffers::{Moe, MoeScratch, Routes, Travel};
+use moejob_protocol::links::Built;
 use nccl::{Lane, Nccl};
 
 pub use nccl::NoLinks;
@@ -122,6 +123,14 @@ impl Links {
         match &mut self.way {
             Way::Host(_) => Ok(()),
             Way::Nccl(nccl) => nccl.meet(),
+        }
+    }
+
+    /// What NCCL says it has built for this rank, once it has; told once.
+    pub fn take_built(&mut self) -> Option<Built> {
+        match &mut self.way {
+            Way::Host(_) => None,
+            Way::Nccl(nccl) => nccl.take_built(),
         }
     }
 

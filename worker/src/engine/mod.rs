@@ -19,6 +19,7 @@ pub mod round;
 pub mod links;
 mod flight;
 mod patience;
+pub(crate) mod notes;
 pub mod forward;
 mod recompute;
 pub mod backward;

@@ -30,6 +30,7 @@ use measuring::Measuring;
 use bootstrap::take_share;
 use signals::{Signals, watch_owner};
 use moejob_protocol::message::{HEARTBEAT_MS, Heartbeat, Phase, Request};
+use moejob_protocol::pair::PairAnswer;
 use moejob_protocol::preflight::Answer;
 use moejob_protocol::{Up, WorkerConfig};
 use rustix::process::set_parent_process_death_signal;
@@ -151,6 +152,7 @@ enum Happened {
     Joined(Result<Links, JoinError>),
     Engine(engines::Name, engines::Said),
     Measured(Answer),
+    Paired(PairAnswer),
     Signal,
     OwnerGone,
     Tick,
@@ -216,7 +218,8 @@ impl Shell {
         let mut events = VecDeque::new();
         match happened {
             Happened::Leader(leader) => {
-                events.push_back(Event::LeaderConnected { term: leader.first.term });
+                let (term, version) = (leader.first.term, leader.version);
+                events.push_back(Event::LeaderConnected { term, version });
                 events.push_back(Event::Frame(leader.first.clone()));
                 events.extend(self.engines.started().map(Event::Trainer));
                 self.leader = Some(leader);
@@ -240,6 +243,7 @@ impl Shell {
                 }
             }
             Happened::Measured(answer) => events.push_back(Event::Measured(answer)),
+            Happened::Paired(answer) => events.push_back(Event::Paired(answer)),
             Happened::Signal => events.push_back(Event::Signal),
             Happened::OwnerGone => events.push_back(Event::OwnerGone),
             Happened::Tick => {
@@ -316,6 +320,9 @@ impl Shell {
             Effect::Request(request) => self.engines.request(request),
             Effect::Measure(order) => {
                 self.measuring.start(order, self.bootstrap.share, self.happened.clone());
+            }
+            Effect::MeasurePair(order) => {
+                self.measuring.start_pair(order, self.bootstrap.share, self.happened.clone());
             }
             Effect::StopMeasuring => self.measuring.stop(),
             Effect::Log(text) => tracing::info!(attempt = self.session.attempt(), "{text}"),

@@ -11,11 +11,14 @@
 //! collective failed, or when it must end. What is older than its term or attempt is refused.
 
 mod ends;
+mod measuring;
+mod refusals;
 
 use ends::{DRAIN, reason_of};
 use crate::attempt::api::{AttemptEnd, TrainerEvent};
 use crate::failure::Failure;
 use moejob_protocol::message::{Frame, Held, Hello, LeftReason, Request};
+use moejob_protocol::pair::{PairAnswer, PairOrder};
 use moejob_protocol::preflight::{Answer, Order};
 use moejob_protocol::report::EventKind;
 use moejob_protocol::{Down, Up, WorkerConfig};
@@ -37,7 +40,7 @@ pub const EXIT_INTERRUPTED: i32 = 130;
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// The operator's certificate has verified and its first frame is here.
-    LeaderConnected { term: u64 },
+    LeaderConnected { term: u64, version: u32 },
     LeaderLost { why: String },
     /// The stream lives, but nothing came for the heartbeat timeout.
     LeaderSilent,
@@ -49,6 +52,8 @@ pub enum Event {
     AttemptEnded { attempt: u32, end: AttemptEnd },
     /// What was to be measured is.
     Measured(Answer),
+    /// A place to meet another worker's GPUs is made, or what was to be measured with them is.
+    Paired(PairAnswer),
     /// SIGTERM or SIGINT, or the first of all was SIGHUP.
     Signal,
     /// Whoever started this worker is gone.
@@ -83,6 +88,8 @@ pub enum Effect {
     Request(Request),
     /// Measure the node, in place of what is measured by now.
     Measure(Box<Order>),
+    /// Likewise, with another worker.
+    MeasurePair(Box<PairOrder>),
     /// What is measured is not asked for any more.
     StopMeasuring,
     Exit(i32),
@@ -104,8 +111,12 @@ pub struct Session {
     /// The newest checkpoint that was committed in this attempt; said again likewise, as a leader
     /// on Kubernetes does not read the storage.
     committed: Option<Up>,
+    /// What NCCL has built for the ranks of this attempt; said again likewise.
+    built: Vec<Up>,
     state: State,
     leader: Leader,
+    /// The version of the control stream that the leader speaks.
+    speaks: u32,
     drain_until: Option<Duration>,
     /// The order that is measured.
     measuring: Option<u64>,
@@ -147,8 +158,10 @@ impl Session {
             held: Vec::new(),
             report: None,
             committed: None,
+            built: Vec::new(),
             state: State::Idle { since: now },
             leader: Leader::Gone { since: now },
+            speaks: 1,
             drain_until: None,
             measuring: None,
         }
@@ -192,7 +205,7 @@ impl Session {
             return out;
         }
         match event {
-            Event::LeaderConnected { term } => self.on_leader(term, &mut out),
+            Event::LeaderConnected { term, version } => self.on_leader(term, version, &mut out),
             Event::LeaderLost { why } => {
                 out.push(Effect::Log(format!("leader lost: {why}")));
                 self.on_leader_lost(now, &mut out);
@@ -223,11 +236,8 @@ impl Session {
             }
             Event::Trainer(event) => self.on_trainer(event, &mut out),
             Event::AttemptEnded { attempt, end } => self.on_end(attempt, end, now, &mut out),
-            Event::Measured(answer) => {
-                if self.measuring.take_if(|number| *number == answer.number).is_some() {
-                    self.send(Up::Preflight(answer), &mut out);
-                }
-            }
+            Event::Measured(answer) => self.on_measured(answer, &mut out),
+            Event::Paired(answer) => self.on_paired(answer, &mut out),
             Event::Signal => self.on_signal(now, &mut out),
             Event::OwnerGone => {
                 out.push(Effect::Log("the owner of this worker is gone".to_string()));
@@ -238,17 +248,18 @@ impl Session {
         out
     }
 
-    fn on_leader(&mut self, term: u64, out: &mut Vec<Effect>) {
+    fn on_leader(&mut self, term: u64, version: u32, out: &mut Vec<Effect>) {
         if term < self.term {
             let why = format!("term {term} is over, this worker obeys term {}", self.term);
             out.push(Effect::RefuseLeader { why });
             return;
         }
-        self.term = term;
+        (self.term, self.speaks) = (term, version);
         self.leader = Leader::Connected;
         out.push(Effect::Adopt);
         // The leader before may not have heard it.
-        for up in [self.committed.clone(), self.report.clone()].into_iter().flatten() {
+        let said = self.built.iter().chain(&self.committed).chain(&self.report).cloned();
+        for up in said.collect::<Vec<Up>>() {
             self.send(up, out);
         }
     }
@@ -273,9 +284,11 @@ impl Session {
             self.on_leader_lost(now, out);
             return;
         }
-        let free = matches!(body, Down::Heartbeat | Down::Shutdown | Down::Preflight(_));
-        let of_attempt = !free;
-        if of_attempt && attempt < self.attempt {
+        let free = matches!(
+            body,
+            Down::Heartbeat | Down::Shutdown | Down::Preflight(_) | Down::Pair(_)
+        );
+        if !free && attempt < self.attempt {
             let found = format!("refused: a frame of attempt {attempt}, this is {}", self.attempt);
             out.push(Effect::Log(found));
             return;
@@ -293,14 +306,8 @@ impl Session {
                 }
                 _ => out.push(Effect::Log(format!("nothing to ask of attempt {attempt}"))),
             },
-            Down::Preflight(order) => match self.state {
-                State::Idle { .. } => {
-                    self.measuring = Some(order.number);
-                    out.push(Effect::Measure(order));
-                }
-                // What else runs on a node would be measured with it.
-                _ => out.push(Effect::Log("not measured: it has a rank".to_string())),
-            },
+            Down::Preflight(order) => self.on_preflight(order, out),
+            Down::Pair(order) => self.on_pair(order, out),
             Down::Shutdown => self.exit(EXIT_DONE, now, out),
         }
     }
@@ -343,46 +350,13 @@ impl Session {
         }
     }
 
-    /// Why a configuration cannot be meant for this worker.
-    fn problem(&self, attempt: u32, config: &WorkerConfig) -> Option<String> {
-        let world = config.members.len();
-        if config.job_uid != self.job_uid {
-            return Some(format!("job {}, this worker is of job {}", config.job_uid, self.job_uid));
-        }
-        if config.attempt != attempt {
-            return Some(format!("attempt {} in a frame of attempt {attempt}", config.attempt));
-        }
-        if attempt == self.attempt && config.digest != self.digest {
-            return Some(format!("another configuration of attempt {attempt}"));
-        }
-        if !config.layout.mesh.is_valid() || config.layout.mesh.world() as usize != world {
-            return Some(format!("{world} members for the mesh {:?}", config.layout.mesh));
-        }
-        if config.rank.is_some_and(|rank| rank as usize >= world) {
-            return Some(format!("rank {:?} of {world}", config.rank));
-        }
-        let ranks = config.ranks.max(1);
-        let one_workers = |rank: u32| {
-            let first = rank as usize;
-            let own = config.members.get(first..first.saturating_add(ranks as usize));
-            own.is_some_and(|own| own.iter().all(|member| member.worker == own[0].worker))
-        };
-        if let Some(rank) = config.rank.filter(|rank| !one_workers(*rank)) {
-            return Some(format!("{ranks} ranks from {rank} on that are not one worker's"));
-        }
-        let mut members = config.members.iter().zip(0..);
-        if members.any(|(member, rank)| member.rank != rank) {
-            return Some("members that are not in rank order".to_string());
-        }
-        None
-    }
-
     fn start(&mut self, config: Box<WorkerConfig>, now: Duration, out: &mut Vec<Effect>) {
         self.attempt = config.attempt;
         self.digest = config.digest.clone();
         self.rank = config.rank;
         self.orphan_timeout = Duration::from_millis(config.recovery.orphan_timeout_ms);
         (self.report, self.committed) = (None, None);
+        self.built.clear();
         if config.rank.is_none() {
             self.state = State::Idle { since: now };
             out.push(Effect::Log(format!("spare in attempt {}", config.attempt)));
@@ -430,6 +404,11 @@ impl Session {
                 self.send(up, out);
             }
             TrainerEvent::Held(held) => self.held = held,
+            TrainerEvent::Built(built) => {
+                let up = Up::Built(built);
+                self.built.push(up.clone());
+                self.send(up, out);
+            }
         }
     }
 
@@ -488,7 +467,7 @@ impl Session {
     }
 
     fn send(&self, up: Up, out: &mut Vec<Effect>) {
-        if !self.is_orphan() {
+        if !self.is_orphan() && up.since() <= self.speaks {
             out.push(Effect::Send { attempt: self.attempt, up });
         }
     }

@@ -1,6 +1,7 @@
 //! What allocation remembers between two looks at the cluster.
 
 use crate::observed::Millis;
+use crate::preflight::Cache;
 use std::collections::BTreeMap;
 
 /// A pod that was decided but is not seen yet counts as there for this long.
@@ -13,6 +14,8 @@ pub struct Memory {
     unseen: BTreeMap<String, BTreeMap<String, Millis>>,
     /// Until when the job wants no worker there.
     avoided: BTreeMap<String, BTreeMap<String, Millis>>,
+    /// Nodes that passed a preflight of any job. The allocation does not look at them.
+    pub passes: Cache,
 }
 
 impl Memory {

@@ -46,7 +46,7 @@ impl<'o> Planner<'o> {
     pub(super) fn waits_for_check(&self, worker: &Worker) -> bool {
         let open = matches!(worker.checked, Checked::No | Checked::Asked { .. });
         self.observed.wanted.preflight.is_some()
-            && open
+            && (open || self.waits_for_pair(worker))
             && worker.state == WorkerState::Idle
             && worker.speaks >= CONTROL_PREFLIGHT
     }

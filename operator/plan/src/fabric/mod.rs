@@ -5,16 +5,19 @@
 //! labels of nodes x Keys -> path of each node: zone > tier 9 > .. > tier 0 > NVLink domain > host
 //! paths x expert group -> arrange: the order of ranks; crossings: what that order costs
 //! nodes of ranks x what NCCL has built -> verify: whether the links are those that were counted
+//! what each rank tells of it -> Rings: once all have, what is found
 //! ```
 
 mod arrange;
 mod facts;
 mod keys;
+mod rings;
 mod trees;
 mod verify;
 
 pub use arrange::{Wish, arrange};
 pub use facts::FabricFacts;
 pub use keys::{FILE, HOST, Keys, LEVELS, depth};
+pub use rings::{Found, Rings};
 pub use trees::{Crossings, crossings, ring_optimum, tree_links};
 pub use verify::{Beside, Verdict, verify};

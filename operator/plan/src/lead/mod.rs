@@ -18,6 +18,7 @@ mod machine;
 mod objects;
 mod outbox;
 mod place;
+mod pairs;
 mod pods;
 mod refusals;
 mod report;
@@ -43,6 +44,7 @@ use crate::decide::Action;
 use crate::engines::Engines;
 use crate::observed::{Millis, Record};
 use crate::pods::{Birth, Surroundings};
+use crate::preflight::{News, Passes};
 use crate::profile::Profiles;
 use crate::record::{GangPods, Rest};
 use crate::status::MoeJobStatus;
@@ -179,6 +181,8 @@ pub enum Event {
     Api { heard: Millis },
     /// The kinds of machine have changed; the job's object follows.
     Profiles(Arc<Profiles>),
+    /// Which nodes have passed a preflight of any job of its namespace.
+    Passes(Passes),
     /// Somebody wants the whole job to end, with a checkpoint.
     Stop,
 }
@@ -217,6 +221,8 @@ pub enum Memo {
     /// A pod is being made there.
     Decided(String),
     Avoid { node: String, until: Millis },
+    /// Nodes have passed a preflight, or pass no more.
+    Passed(Vec<News>),
 }
 
 /// The pod that is dialled.

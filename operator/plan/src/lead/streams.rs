@@ -11,6 +11,7 @@ use crate::observed::{Millis, WorkerState};
 use crate::preflight::Grade;
 use crate::track::Happening;
 use moejob_protocol::message::{LeftReason, Up};
+use moejob_protocol::pair::{PairAnswer, PairSaid};
 use moejob_protocol::preflight::MEASURED_MAX;
 use moejob_protocol::report::{Detail, EventKind};
 
@@ -64,6 +65,10 @@ impl JobLoop {
                 self.tracker.observed.interrupt = true;
             }
             Event::Profiles(profiles) => self.on_profiles(profiles),
+            Event::Passes(passes) => {
+                let namespace = self.id.namespace.clone();
+                self.tracker.observed.preflight.take_over(&namespace, passes);
+            }
             Event::Api { .. } => {}
         }
     }
@@ -120,7 +125,8 @@ impl JobLoop {
     }
 
     fn stream(&mut self, name: &str, said: Said, now: Millis) {
-        let quiet = matches!(said, Said::Up { up: Up::Heartbeat(_), .. });
+        // What NCCL has built says something once all ranks have told.
+        let quiet = matches!(said, Said::Up { up: Up::Heartbeat(_) | Up::Built(_), .. });
         self.dirty |= !quiet;
         let happenings = match said {
             Said::Opened(hello) => {
@@ -142,6 +148,7 @@ impl JobLoop {
             }
             Said::Ended { why, reason } => self.stream_ended(name, why, &reason, now),
         };
+        self.dirty |= !happenings.is_empty();
         self.tell(happenings, now);
     }
 
@@ -234,6 +241,13 @@ impl JobLoop {
                     };
                     self.event(true, reason, format!("{node}: {text}"), now);
                 }
+                Happening::Rings(found) => {
+                    let differs = found.differences();
+                    match differs.is_empty() {
+                        true => self.note(false, found.in_words()),
+                        false => self.event(true, "RingsDiffer", differs.join("; "), now),
+                    }
+                }
                 Happening::Recovered(recovery) => self.recovered(recovery, now),
             }
         }
@@ -275,6 +289,15 @@ fn words(said: &mut Said) -> Vec<&mut String> {
             }
             texts
         }
+        Said::Up { up: Up::Pair(PairAnswer { said, .. }), .. } => match said {
+            // It is passed on only where it is nothing but digits.
+            PairSaid::Meets(_) => Vec::new(),
+            PairSaid::Measured(measured) => {
+                measured.truncate(MEASURED_MAX);
+                measured.iter_mut().flat_map(|one| one.texts()).collect()
+            }
+        },
+        Said::Up { up: Up::Built(built), .. } => vec![&mut built.version, &mut built.unknown],
         Said::Opened(_) | Said::Silent | Said::Up { .. } => Vec::new(),
     }
 }

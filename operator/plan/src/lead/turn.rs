@@ -36,6 +36,7 @@ impl JobLoop {
             }
             self.ensure_objects(now);
             self.report_status(now);
+            self.tell_passes();
         }
         let turned = self.refusals.take_turned(now);
         Turn { effects: std::mem::take(&mut self.effects), due: self.due(now), turned }
@@ -122,6 +123,9 @@ impl JobLoop {
                     let name = name.clone();
                     self.measure(&name, now);
                     self.tracker.done(&action, now);
+                }
+                Action::MeasurePairs(_) | Action::RelayPair { .. } | Action::EndPair { .. } => {
+                    self.measure_pairs(&action, now);
                 }
                 Action::LeaveAttempt { name, attempt, reason } => {
                     self.send(name, *attempt, Down::Leave { reason: reason.clone() });

@@ -47,6 +47,7 @@ impl Rehearsal {
             record: Record::default(),
             stored: None,
             preflight: Default::default(),
+            rings: Default::default(),
             interrupt: false,
         };
         let (tracker, why) = (Tracker::new(observed), Vec::new());

@@ -3,6 +3,7 @@
 //! ```text
 //! each node by itself: Measured --judge--> Outcomes        against the profile's `expect`  verdict
 //! nodes that passed --Rounds--> pairs at once, suspects with good partners --> Standings    rounds
+//! answers of two workers --Pairs--> a place to meet, results of a round; what is known       pairs
 //! Outcomes, Standings --worst--> the nodes to look at, at most eight
 //! a node that passed is not measured again for an hour                                      cache
 //! what was found of which node                                                            results
@@ -10,11 +11,13 @@
 //! Whoever measures is told what, and gives numbers; all that follows from them is decided here.
 
 mod cache;
+mod pairs;
 mod results;
 mod rounds;
 mod verdict;
 
-pub use cache::{CACHED_MS, Cache, Key};
+pub use cache::{CACHED_MS, Cache, Key, News, Passes};
+pub use pairs::{Known, Open, Pair, Pairs, Round};
 pub use results::{Checked, Found, Results, Standard, line};
 pub use rounds::{PairResult, Rounds, Standing};
 pub use moejob_protocol::preflight::{Check, Grade, Measured, Value};

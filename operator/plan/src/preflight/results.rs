@@ -1,8 +1,12 @@
 //! What the leader knows of nodes that were measured.
 
-use super::{Cache, Grade, Key, Outcome, WORST_MAX, judge, worst};
+use super::{
+    Cache, Grade, Key, Known, News, Outcome, Pairs, Passes, WORST_MAX, judge, worst,
+};
 use crate::observed::Millis;
 use crate::profile::{Limit, Profile};
+use moejob_protocol::config::Backend;
+use moejob_protocol::pair::{Meeting, PAIR_CHECK, PairOrder};
 use moejob_protocol::preflight::{Answer, Expected, Order};
 use std::collections::BTreeMap;
 
@@ -33,8 +37,15 @@ impl Standard {
         }
     }
 
-    fn key(&self, node: &str, boot_id: &str) -> Key {
+    /// What a pair of nodes must reach; none: they do not measure together.
+    pub fn pair_limit(&self) -> Option<Limit> {
+        let gpus = self.expected.backend == Backend::Cuda && self.expected.devices > 0;
+        self.expect.get(PAIR_CHECK).copied().filter(|_| gpus)
+    }
+
+    fn key(&self, node: &str, boot_id: &str, paired: bool) -> Key {
         Key {
+            paired,
             namespace: self.namespace.clone(),
             node: node.to_string(),
             boot_id: boot_id.to_string(),
@@ -70,7 +81,8 @@ impl Found {
     }
 }
 
-/// In the leader's memory alone: the next one measures nodes of idle workers anew.
+/// In the leader's memory alone: the next one measures nodes of idle workers anew. Passes are told
+/// to the other jobs of the namespace.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Results {
     cache: Cache,
@@ -78,6 +90,8 @@ pub struct Results {
     nodes: BTreeMap<String, Found>,
     /// Orders so far.
     pub asked: u64,
+    /// Nodes that measure with each other.
+    pub pairs: Pairs,
 }
 
 impl Results {
@@ -86,8 +100,61 @@ impl Results {
         Order {
             number: self.asked + 1,
             expected: standard.expected.clone(),
-            passed_at_boot: self.cache.boot_of(&standard.key(node, ""), now),
+            passed_at_boot: self.cache.boot_of(&standard.key(node, "", false), now),
         }
+    }
+
+    /// What the workers of a pair are asked, by their side.
+    pub fn pair_order(
+        &self,
+        standard: &Standard,
+        number: u64,
+        meeting: Option<Meeting>,
+    ) -> PairOrder {
+        let Expected { devices, rdma, .. } = standard.expected;
+        PairOrder { number, side: u32::from(meeting.is_some()), devices, rdma, meeting }
+    }
+
+    /// Whether the node was fast with another one not long ago.
+    pub fn is_paired(&self, standard: &Standard, node: &str, boot: &str, now: Millis) -> bool {
+        !boot.is_empty() && self.cache.is_fresh(&standard.key(node, boot, true), now)
+    }
+
+    /// What is known of a node by what it measured with others, and what is to be told of it.
+    pub fn known(
+        &mut self,
+        standard: &Standard,
+        known: Known,
+        boot: &str,
+        now: Millis,
+    ) -> (Grade, String) {
+        let grade = known.grade();
+        let Known { node, mut outcomes, passed, .. } = known;
+        let keys = [true, false].map(|paired| standard.key(&node, boot, paired));
+        match grade {
+            Grade::Fail => keys.iter().for_each(|key| self.cache.failed(key)),
+            _ if passed && !boot.is_empty() => {
+                let [paired, _] = keys;
+                self.cache.passed(paired, now);
+            }
+            _ => {}
+        }
+        outcomes.iter_mut().for_each(|outcome| outcome.text = short(&outcome.text));
+        let text: Vec<String> = outcomes.iter().map(line).collect();
+        if grade > Grade::Unknown {
+            self.keep(&node, Found { outcomes, at: now });
+        }
+        (grade, text.join("; "))
+    }
+
+    /// What was found of nodes since the last call, for other jobs.
+    pub fn take_news(&mut self) -> Vec<News> {
+        self.cache.take_news()
+    }
+
+    /// What all jobs of the namespace have found.
+    pub fn take_over(&mut self, namespace: &str, passes: Passes) {
+        self.cache.take_over(namespace, passes);
     }
 
     /// What a worker on `node` has answered; how good the node is, and what is to be told of it.
@@ -98,7 +165,7 @@ impl Results {
         answer: &Answer,
         now: Millis,
     ) -> (Grade, String) {
-        let key = standard.key(node, &answer.boot_id);
+        let key = standard.key(node, &answer.boot_id, false);
         let Some(measured) = &answer.measured else {
             // It was told so only where it had passed.
             return (Grade::Good, String::new());

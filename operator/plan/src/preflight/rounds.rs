@@ -76,6 +76,19 @@ impl Rounds {
         &self.standings
     }
 
+    /// Measures no more with anybody: its worker is gone, or it is bad for another reason.
+    pub fn lose(&mut self, node: &str) {
+        self.standings.remove(node);
+        self.order.retain(|of| of != node);
+    }
+
+    /// Where nothing was heard of anybody, the first round comes again.
+    pub fn restart(&mut self) {
+        if self.standings.values().all(|standing| *standing == Standing::New) {
+            self.round = 0;
+        }
+    }
+
     pub fn round(&self) -> u32 {
         self.round
     }

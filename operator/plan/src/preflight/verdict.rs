@@ -102,7 +102,8 @@ pub fn nhc(check: &str) -> Option<&'static str> {
         "hostToDeviceGBps" | "deviceToHostGBps" => "NHC2001",
         // Cards are missing; they are slow; a port is down.
         "cards" => "NHC2002",
-        "ibLoopbackGBps" | "gpuDirectWriteGbps" | "pairAllReduceGBps" | "rates" => "NHC2003",
+        "ibLoopbackGBps" | "gpuDirectWriteGbps" | "pairAllReduceGBps" | "rates"
+        | "transport" => "NHC2003",
         "links" => "NHC2004",
         "gpus" => "NHC2009",
         // Double bit errors, NVLink, heat.

@@ -31,6 +31,8 @@ impl Tracker {
         };
         let (grade, text) = preflight.heard(standard, &worker.node, answer, now);
         worker.checked = if grade == Grade::Fail { Checked::Failed } else { Checked::Passed };
+        worker.boot.clone_from(&answer.boot_id);
+        worker.paired = preflight.is_paired(standard, &worker.node, &worker.boot, now);
         let node = worker.node.clone();
         let news = grade > Grade::Unknown;
         news.then_some(Happening::Measured { node, grade, text }).into_iter().collect()

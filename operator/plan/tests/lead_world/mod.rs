@@ -11,12 +11,15 @@ use moejob_plan::lead::{
     Write, WriteError, WriteErrorKind, judge, owner,
 };
 use moejob_plan::observed::{Millis, Node};
+use moejob_plan::preflight::{Cache, News};
 use moejob_plan::profile::Profiles;
 use crate::said::{device_failed, hello, step_report, warning};
 use moejob_protocol::message::{Down, Heartbeat, Hello, LeftReason, Phase, Up};
+use moejob_protocol::links::Built;
+use moejob_protocol::pair::{Meeting, PairAnswer, PairOrder, PairSaid};
 use moejob_protocol::preflight::{Answer, Measured};
 use serde_json::{Value, json};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 const START: Millis = 1_700_000_000_000;
@@ -42,6 +45,8 @@ pub struct World {
     effects: usize,
     /// What happens now the loop is not told of.
     unseen: bool,
+    /// What jobs have told of nodes that passed.
+    passes: Vec<News>,
 }
 
 impl Default for World {
@@ -72,6 +77,7 @@ impl Default for World {
             missed: false,
             effects: 0,
             unseen: false,
+            passes: Vec::new(),
         }
     }
 }
@@ -143,6 +149,17 @@ impl World {
                 let places = pods::places(&job);
                 self.machine = Some(Box::new(Local { job, places, threads: 1 }));
                 self.adopt(1);
+            }
+            // Another job of the same namespace, led by the same operator.
+            ["another", settings @ ..] => {
+                let passes = std::mem::take(&mut self.passes);
+                *self = World { now: self.now, ..World::default() };
+                settings.iter().for_each(|setting| self.set(setting));
+                self.adopt(1);
+                let mut shared = Cache::default();
+                passes.into_iter().for_each(|(key, at)| shared.note(key, at));
+                let namespace = self.seen.namespace.clone();
+                self.on(Event::Passes(shared.of(&namespace)));
             }
             ["stop"] => self.on(Event::Stop),
             // An admin's own profile `box`: processors that some ranks share.
@@ -234,6 +251,7 @@ impl World {
                 let said = value.replace(':', "=");
                 self.set_box(&said.split(',').collect::<Vec<_>>());
             }
+            "batch" => spec["training"]["globalBatchSize"] = number(),
             "suspend" => spec["suspend"] = json!(value == "true"),
             "steps" => spec["training"]["steps"] = number(),
             "gangTimeout" => spec["recovery"]["gangTimeout"] = json!(value),
@@ -311,6 +329,10 @@ impl World {
     fn say(&mut self, what: &str, name: &str, rest: &[&str]) {
         let (attempt, digest, rank) = self.members.get(name).cloned().unwrap_or_default();
         let up = |up: Up| Said::Up { attempt, up };
+        let pair = |number: &str, said: PairSaid| {
+            let number = number.parse().expect("a number");
+            Said::Up { attempt, up: Up::Pair(PairAnswer { number, said }) }
+        };
         let ended = |why| Said::Ended { why, reason: format!("{why:?}") };
         let said = match (what, rest) {
             ("open", version) => {
@@ -326,6 +348,25 @@ impl World {
                 boot_id: boot.to_string(),
                 measured: (*checks != ["same"]).then(|| checks.iter().map(measured).collect()),
             })),
+            ("meets", [number, place]) => {
+                let meeting = Meeting { id: format!("{place:0>256}"), bytes: 1 << 33 };
+                pair(number, PairSaid::Meets(meeting))
+            }
+            ("paired", [number, checks @ ..]) => {
+                pair(number, PairSaid::Measured(checks.iter().map(measured).collect()))
+            }
+            // Its ranks are `of`, from the first on; rings go so many ranks on.
+            ("built", [first, of, on, world]) => {
+                let [first, of, on, world] =
+                    [first, of, on, world].map(|word| word.parse::<u32>().expect("a number"));
+                for rank in first..first + of {
+                    let ring = ((rank + world - on) % world, (rank + on) % world);
+                    let (rings, version) = (BTreeSet::from([ring]), "2.28.9".to_string());
+                    let built = Built { rank, version, rings, ..Built::default() };
+                    self.hear(name, attempt, Up::Built(built));
+                }
+                return;
+            }
             ("heartbeat", _) => up(Up::Heartbeat(Heartbeat {
                 phase: Phase::Training,
                 step: 1,
@@ -412,6 +453,17 @@ impl World {
                 Memo::Avoid { node, until } => {
                     format!("memory: avoid {node} for {} ms", until.saturating_sub(self.now))
                 }
+                Memo::Passed(news) => {
+                    let one = |(key, at): &News| {
+                        let how = if key.paired { " with others" } else { "" };
+                        let passed = if at.is_some() { "passed" } else { "passed no more" };
+                        format!("{} {passed}{how}", key.node)
+                    };
+                    let all: Vec<String> = news.iter().map(one).collect();
+                    let line = format!("memory: {}", all.join(", "));
+                    self.passes.extend(news);
+                    line
+                }
             },
             Effect::Write(batch) => {
                 let waits = if batch.aside { "" } else { ", and wait" };
@@ -455,6 +507,13 @@ fn order(body: &Down) -> String {
         Down::Preflight(order) => {
             let passed = order.passed_at_boot.iter().map(|boot| format!(", passed at {boot}"));
             format!("measure {}{}", order.number, passed.collect::<String>())
+        }
+        Down::Pair(order) => {
+            let PairOrder { number, side, devices, rdma, meeting } = &**order;
+            let way = if *rdma { " by RDMA" } else { "" };
+            let place = meeting.as_ref().map(|of| format!(" at ..{}", &of.id[252..]));
+            let place = place.unwrap_or_default();
+            format!("measure pair {number} as side {side} with {devices} GPUs{way}{place}")
         }
         other => format!("{other:?}"),
     }

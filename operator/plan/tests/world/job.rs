@@ -6,6 +6,7 @@ use moejob_plan::launch::{self, Places};
 use moejob_plan::preflight::Standard;
 use moejob_plan::profile::Profiles;
 use moejob_protocol::config::WorkerConfig;
+use moejob_protocol::pair::PAIR_CHECK;
 
 /// A real job's configuration, from a manifest.
 pub fn template(setup: &Setup) -> WorkerConfig {
@@ -32,7 +33,12 @@ pub fn template(setup: &Setup) -> WorkerConfig {
     launch::template(&job, Venue::Local, "uid", &places)
 }
 
-/// What nodes are measured against where they are.
-pub fn standard() -> Box<Standard> {
-    Box::new(Standard::of(Profiles::shipped().get("ndm-a100-v4").expect("a profile")))
+/// What nodes are measured against where they are; `pairs`: also beside each other.
+pub fn standard(pairs: bool) -> Box<Standard> {
+    let profile = Profiles::shipped().get("ndm-a100-v4").expect("a profile");
+    let mut standard = Standard::of(profile);
+    if !pairs {
+        standard.expect.remove(PAIR_CHECK);
+    }
+    Box::new(standard)
 }

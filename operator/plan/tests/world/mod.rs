@@ -48,6 +48,8 @@ pub struct Setup {
     pub restarts_max: u32,
     /// Nodes are measured before they get a rank.
     pub preflight: bool,
+    /// Such nodes measure with each other, too.
+    pub pairs: bool,
     /// Which version of the control stream workers speak.
     pub speaks: u32,
     pub venue: Venue,
@@ -67,6 +69,7 @@ impl Default for Setup {
             checkpoint_every: 50,
             restarts_max: 20,
             preflight: false,
+            pairs: false,
             speaks: moejob_protocol::message::CONTROL_VERSIONS[0],
             venue: Venue::Local,
         }
@@ -99,6 +102,8 @@ pub struct World {
     pub restarts_of_leader: u32,
     pub happenings: Vec<Happening>,
     pub qualities: BTreeMap<String, Quality>,
+    /// Who waits at which place to meet, and for which order.
+    pub places: BTreeMap<String, (String, u64)>,
 }
 
 impl Default for World {
@@ -134,7 +139,7 @@ impl World {
                 gang_timeout: 30_000,
                 step_timeout: 0,
                 suspend: false,
-                preflight: setup.preflight.then(job::standard),
+                preflight: setup.preflight.then(|| job::standard(setup.pairs)),
                 venue: setup.venue,
             },
             template: WorkerConfig { ranks: setup.devices, ..job::template(&setup) },
@@ -143,6 +148,7 @@ impl World {
             record: Record::default(),
             stored: None,
             preflight: Default::default(),
+            rings: Default::default(),
             interrupt: false,
         };
         World {
@@ -157,6 +163,7 @@ impl World {
             restarts_of_leader: 0,
             happenings: Vec::new(),
             qualities: BTreeMap::new(),
+            places: BTreeMap::new(),
         }
     }
 
@@ -184,6 +191,7 @@ impl World {
                 self.assert_fenced(action);
                 self.apply(action);
                 self.tracker.done(action, self.now);
+                self.happenings.extend(self.tracker.take_news());
             }
             plans.push(made);
             if converged {
@@ -248,6 +256,9 @@ impl World {
                 let node = &observed.worker(name).expect("it is there").node;
                 let order = observed.preflight.order(standard, node, self.now);
                 self.send(name, Message::Preflight(order));
+            }
+            Action::MeasurePairs(_) | Action::RelayPair { .. } | Action::EndPair { .. } => {
+                self.order_pairs(action);
             }
             Action::LeaveAttempt { name, attempt, .. } => {
                 self.send(name, Message::Leave { attempt: *attempt });
@@ -381,6 +392,10 @@ impl World {
         };
         if let Message::Preflight(order) = message {
             self.measure(name, order);
+            return true;
+        }
+        if let Message::Pair(order) = message {
+            self.measure_pair(name, order);
             return true;
         }
         if let Some((attempt, request)) = sim.obey(message)
@@ -522,6 +537,7 @@ impl World {
         let mut observed = before.clone();
         observed.workers.clear();
         observed.preflight = Default::default();
+        observed.rings = Default::default();
         for sim in self.sims.values_mut() {
             sim.connected = false;
             sim.up.clear();
@@ -537,6 +553,8 @@ impl World {
                     address: None,
                     speaks: 0,
                     checked: Checked::No,
+                    paired: false,
+                    boot: String::new(),
                     ..worker
                 });
             }

@@ -2,12 +2,14 @@
 
 use moejob_protocol::config::WorkerConfig;
 use moejob_protocol::message::{Held, LeftReason, Request, Up};
+use moejob_protocol::pair::PairOrder;
 use moejob_protocol::preflight::Order;
 use std::collections::VecDeque;
 
 #[derive(Clone, Debug)]
 pub enum Message {
     Preflight(Order),
+    Pair(PairOrder),
     Configure(Box<WorkerConfig>),
     Leave { attempt: u32 },
     Request { attempt: u32, request: Request },
@@ -130,7 +132,8 @@ impl Sim {
             Message::Configure(_)
             | Message::Leave { .. }
             | Message::Request { .. }
-            | Message::Preflight(_) => None,
+            | Message::Preflight(_)
+            | Message::Pair(_) => None,
         }
     }
 

@@ -196,6 +196,15 @@ fn facts(job: &JobView, now: Millis) -> Vec<(&'static str, String)> {
             ),
         ));
     }
+    if let Some(rings) = job.condition("RingsVerified") {
+        let verdict = match rings.status.as_str() {
+            "True" => "",
+            "False" => "not as planned: ",
+            _ => "not known: ",
+        };
+        let why = rings.message.replace('\n', "\n              ");
+        facts.push(("Rings", format!("{verdict}{why}")));
+    }
     if status.steps > 0 {
         let share = status.step as f64 * 100.0 / status.steps as f64;
         let mut progress = format!("step {} of {} ({share:.0}%)", status.step, status.steps);
@@ -333,6 +342,7 @@ mod tests {
             "conditions": [
                 condition("Running", "True", "Training", ""),
                 condition("Degraded", "True", "FewerNodes", "1 of 2 nodes"),
+                condition("RingsVerified", "False", "Differs", "a ring goes\nelsewhere"),
             ],
         });
         let object = object("a", status);
@@ -354,6 +364,8 @@ Phase:        Running for 60s
 Reason:       1 of 2 nodes
 Nodes:        1/2 (worker-1), 1 spare
 Mesh:         world 1: dp 1, ep 1, tp 1, pp 1; experts 8 over 1 ranks
+Rings:        not as planned: a ring goes
+              elsewhere
 Progress:     step 150 of 300 (50%), loss 2.3123, 512 tokens/s, about 2m30s left
 Checkpoint:   step 100 (step-00000100)
 Attempt:      1, restarts 0 of 20 within 60m

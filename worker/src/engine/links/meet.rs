@@ -2,12 +2,14 @@
 
 use super::nccl::{Joined, Lane, NoLinks};
 use super::{Aside, Groups};
+use crate::engine::notes;
 use crate::gang::comm::Comm;
 use moejob_kernels::cuda::{Arena, CudaError, Gpu, Stream as Lines};
 use moejob_kernels::{ArenaPlan, Buffer, DType};
 use moejob_nccl::{
     Config, Error, Library, Reduce, Seat, Span, Stream, UniqueId, Version,
 };
+use moejob_protocol::links::Built;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -61,6 +63,7 @@ pub(super) fn name_of_all(comm: &mut Comm, library: &Library) -> Result<UniqueId
 /// One rank that meets the others.
 pub(super) struct Party {
     pub gpu: Gpu,
+    pub room: Room,
     pub seat: Seat,
     pub library: Library,
     pub id: UniqueId,
@@ -69,11 +72,18 @@ pub(super) struct Party {
     pub aside: Option<Aside>,
 }
 
+/// How it has met them.
+pub(super) struct Met {
+    pub joined: Vec<Joined>,
+    /// What NCCL says it has built.
+    pub built: Built,
+}
+
 impl Party {
     /// # Errors
     /// Not all came, or this one is to stop.
-    pub fn meet(self) -> Result<Vec<Joined>, Error> {
-        let Party { gpu, seat, library, id, config, groups, aside } = self;
+    pub fn meet(self) -> Result<Met, Error> {
+        let Party { gpu, room, seat, library, id, config, groups, aside } = self;
         // A device that cannot be entered says so to its next op, too.
         let _ = gpu.make_current();
         let began = Instant::now();
@@ -99,24 +109,27 @@ impl Party {
         let all = Joined { lane: Lane::Ops, ranks: (0..seat.world).collect(), comm: everyone };
         joined.insert(0, all);
         told("all communicators");
-        greet(&gpu, seat.rank, &joined, &groups.parcels, &config)?;
+        greet(room, seat.rank, &joined, &groups.parcels, &config)?;
         told("a word to each");
-        Ok(joined)
+        let version = library.version().to_string();
+        let built = notes::built(seat.rank, seat.world, version);
+        told("what is built");
+        Ok(Met { joined, built })
     }
 }
 
 /// A word by each way that the verbs of a step take: NCCL opens a way when it is first used, which
-/// takes longer than a step.
+/// takes longer than a step. No rank leaves a word out: the others' words would then meet its step.
 fn greet(
-    gpu: &Gpu,
+    room: Room,
     me: u32,
     joined: &[Joined],
     peers: &[u32],
     config: &Config,
 ) -> Result<(), Error> {
-    let world = joined.iter().map(|joined| joined.comm.world()).max().unwrap_or(1) as usize;
-    // Without room for it the first step opens the ways, and says what is wrong with the device.
-    let Ok(room) = Room::new(gpu, world) else { return Ok(()) };
+    // From the first word on something in it may wait for a peer. It is given back only when
+    // nothing does any more: to give it back earlier would wait for that peer, too.
+    let room = ManuallyDrop::new(room);
     let (stream, word, other) = (room.stream(), room.span(room.word), room.span(room.other));
     for Joined { comm, .. } in joined {
         let all = room.span(room.all.slice(0, comm.world() as usize));
@@ -131,13 +144,16 @@ fn greet(
             others().try_for_each(|from| group.recv(other, *from, stream))
         })?;
     }
-    room.settle(config)
+    room.settle(config)?;
+    drop(ManuallyDrop::into_inner(room));
+    Ok(())
 }
 
-/// Some words of device memory and a stream. They are given back only when nothing on them can
-/// wait for a peer any more: to give them back earlier would wait for it, too.
-struct Room {
-    held: ManuallyDrop<(Lines, Arena)>,
+/// Some words of device memory, and a stream. It is made before anybody meets, so that a rank that
+/// has no memory for it ends the attempt in place of missing among the words.
+pub(super) struct Room {
+    lines: Lines,
+    arena: Arena,
     word: Buffer,
     /// What peers say, one after the other.
     other: Buffer,
@@ -145,31 +161,30 @@ struct Room {
 }
 
 impl Room {
-    fn new(gpu: &Gpu, world: usize) -> Result<Room, CudaError> {
+    pub fn new(gpu: &Gpu, world: u32) -> Result<Room, CudaError> {
         let mut plan = ArenaPlan::new();
         let mut words = |len| plan.alloc(DType::F32, len);
-        let (word, other, all) = (words(1), words(1), words(world));
-        let (lines, arena) = (gpu.stream()?, Arena::new(gpu, plan.bytes())?);
-        Ok(Room { held: ManuallyDrop::new((lines, arena)), word, other, all })
+        let (word, other, all) = (words(1), words(1), words(world as usize));
+        Ok(Room { lines: gpu.stream()?, arena: Arena::new(gpu, plan.bytes())?, word, other, all })
     }
 
     fn stream(&self) -> Stream {
         // SAFETY: of the GPU that is current here, as it was for the communicators; it is ended
         // only when all verbs on it are done.
-        unsafe { Stream::new(self.held.0.raw()) }
+        unsafe { Stream::new(self.lines.raw()) }
     }
 
     fn span(&self, buffer: Buffer) -> Span {
         // SAFETY: buffers of the arena, which outlives the verbs; nobody reads what they hold.
-        unsafe { Span::new(self.held.1.address(buffer), moejob_nccl::DType::F32, buffer.len()) }
+        unsafe { Span::new(self.arena.address(buffer), moejob_nccl::DType::F32, buffer.len()) }
     }
 
     /// Waits for all words.
-    fn settle(mut self, config: &Config) -> Result<(), Error> {
+    fn settle(&self, config: &Config) -> Result<(), Error> {
         let call = "the first words between GPUs";
         let until = Instant::now() + config.meet_limit;
         // A device that failed says so to its next op.
-        while !self.held.0.is_idle().unwrap_or(true) {
+        while !self.lines.is_idle().unwrap_or(true) {
             if config.stop.load(Ordering::Relaxed) {
                 return Err(Error::Stopped { call });
             }
@@ -178,8 +193,6 @@ impl Room {
             }
             std::thread::sleep(PAUSE);
         }
-        // SAFETY: `self` ends here, and nothing uses them after it.
-        unsafe { ManuallyDrop::drop(&mut self.held) };
         Ok(())
     }
 }

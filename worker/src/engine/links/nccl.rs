@@ -7,6 +7,7 @@
 //!          -> a split for each other set of ranks that shares buffers
 //!          -> where buckets travel beside the ops: another split for each of their sets
 //!          -> a word by each way that steps take, because NCCL opens a way with its first use
+//!          -> its log is read: what it says it has built
 //! verb:    all buffers of a communicator as one group
 //! watch:   while the host waits for the device: abort flag, peers that left, asynchronous errors
 //! leave:   revoke, drain, abort
@@ -17,7 +18,7 @@
 //! Neither a kernel nor NCCL notices that a peer is dead. Its worker does, ends its pipes and
 //! aborts the others; the watch sees that, the wait is given up, and the attempt ends.
 
-use super::meet::{Party, agree, name_of_all};
+use super::meet::{Met, Party, Room, agree, name_of_all};
 use super::{Aside, Groups, Parcel, Shared};
 use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError, Lookout};
@@ -26,6 +27,7 @@ use moejob_kernels::{Buffer, DType, Device};
 use moejob_nccl::{
     Config, Error, Group, Library, Reduce, Seat, Span, Stream, abandon,
 };
+use moejob_protocol::links::Built;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
@@ -47,10 +49,17 @@ pub enum NoLinks {
     Nccl { world: u32, source: Error },
     #[error("there is no thread to meet the other ranks on")]
     Thread { source: std::io::Error },
-    #[error("the GPU has no lane for what passes between GPUs")]
-    Device { source: CudaError },
+    #[error("the GPU has no {what}")]
+    Device { what: &'static str, source: CudaError },
     #[error("rank {rank} cannot be connected: {why}")]
     Elsewhere { rank: u32, why: String },
+}
+
+impl NoLinks {
+    /// The GPU's memory is full. Who has it may be gone when another engine looks.
+    pub fn is_memory(&self) -> bool {
+        matches!(self, NoLinks::Device { source: CudaError::OutOfMemory { .. }, .. })
+    }
 }
 
 /// Where a verb is enqueued.
@@ -75,7 +84,9 @@ pub(super) struct Nccl {
     me: u32,
     world: u32,
     /// Until [`Nccl::meet`].
-    meeting: Option<JoinHandle<Result<Vec<Joined>, Error>>>,
+    meeting: Option<JoinHandle<Result<Met, Error>>>,
+    /// From then on, until somebody takes it.
+    built: Option<Built>,
 }
 
 /// What the verbs use and the watch looks at.
@@ -103,10 +114,15 @@ impl Nccl {
         let cuda = device.as_cuda_mut().expect("NCCL is between GPUs");
         if let Some(Aside { marks, overlap, .. }) = aside {
             let how = Beside { marks: *marks, free: overlap.free };
-            cuda.open_comm_lane(&how).map_err(|source| NoLinks::Device { source })?;
+            let what = "lane for what passes between GPUs";
+            cuda.open_comm_lane(&how).map_err(|source| NoLinks::Device { what, source })?;
         }
+        let what = "memory for the first words between GPUs";
+        let room = Room::new(cuda.gpu(), world);
+        let room = room.map_err(|source| NoLinks::Device { what, source })?;
         let party = Party {
             gpu: cuda.gpu().clone(),
+            room,
             seat: Seat { rank: me, world },
             config: Config { stop: Arc::clone(&stop), ..Config::default() },
             groups: groups.clone(),
@@ -124,22 +140,28 @@ impl Nccl {
         let thread = std::thread::Builder::new().name("lookout".to_string());
         let _ = thread.spawn(move || watch_over(&watched));
         cuda.watch(Arc::<Connections>::clone(&shared));
-        Ok(Nccl { shared, me, world, meeting: Some(meeting) })
+        Ok(Nccl { shared, me, world, meeting: Some(meeting), built: None })
     }
 
     /// Waits until all ranks are connected. Before that there are no verbs.
     pub fn meet(&mut self) -> Result<(), NoLinks> {
         let Some(meeting) = self.meeting.take() else { return Ok(()) };
         let met = meeting.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        let comms = met.map_err(|source| {
+        let Met { joined, built } = met.map_err(|source| {
             // A peer that is late or gone, or a network that failed: the next attempt may do
             // better.
             let aborted = CommError::Aborted { reason: chain(&source) };
             NoLinks::Comm(self.shared.lookout.look().err().unwrap_or(aborted))
         })?;
         tracing::info!(world = self.world, "GPUs are connected");
-        *self.shared.comms() = comms;
+        *self.shared.comms() = joined;
+        self.built = Some(built);
         Ok(())
+    }
+
+    /// What NCCL says it has built, once.
+    pub fn take_built(&mut self) -> Option<Built> {
+        self.built.take()
     }
 
     pub fn check(&self) -> Result<(), CommError> {

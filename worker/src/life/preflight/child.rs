@@ -1,10 +1,12 @@
 //! The process that measures one GPU. It obeys its parent's lines until they end.
 
+use crate::engine::notes;
 use moejob_kernels::cuda::{
     Arena, Copies, CudaError, Gpu, Monitor, Nvml, peer_read_rate, uuid_text,
 };
 use moejob_kernels::{ArenaPlan, DType};
 use moejob_nccl::{Comm, Config, Library, Reduce, Seat, Span, Stream, UniqueId};
+use moejob_protocol::pair::PAIR_CHECK;
 use moejob_protocol::preflight::{Check, Grade, Measured, Value};
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use serde::{Deserialize, Serialize};
@@ -18,8 +20,15 @@ pub(super) const ENV_PART: &str = "MOEJOB_PREFLIGHT_GPU";
 /// The fastest counts, after one that is not counted.
 const REDUCTIONS: usize = 3;
 const MEET_LIMIT: Duration = Duration::from_secs(15);
+/// The other node's GPUs are opened only when it is known where to meet.
+const MEET_ACROSS_LIMIT: Duration = Duration::from_secs(18);
 /// For one all-reduce: a hundred times what a slow node takes.
 const REDUCE_LIMIT: Duration = Duration::from_secs(15);
+/// With [`MEET_ACROSS_LIMIT`] less than a whole preflight: this process tells why by itself.
+const REDUCE_ACROSS_LIMIT: Duration = Duration::from_secs(10);
+/// What the GPUs of two nodes reduce, as Azure's limit is; such with less have a quarter of what is
+/// free.
+pub(super) const PAIR_BYTES: usize = 8 << 30;
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Ask {
@@ -29,8 +38,8 @@ pub(super) enum Ask {
     Peer { ordinal: usize },
     /// A place to meet.
     Id,
-    /// An all-reduce of so many bytes.
-    Meet { id: String, rank: u32, world: u32, bytes: usize },
+    /// An all-reduce of so many bytes; `across`: with the GPUs of another node.
+    Meet { id: String, rank: u32, world: u32, bytes: usize, across: bool },
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -39,12 +48,22 @@ pub(super) enum Reply {
     Ready { name: String, free: usize },
     Measured(Vec<Measured>),
     Id(String),
-    /// Bus bandwidth of an all-reduce, GB/s.
-    Bus { check: String, rate: f64 },
+    Bus(Bus),
     /// There is no driver here: nothing can be said of any GPU.
     Absent { why: String },
     /// A check that could not be made.
     Failed { what: String, why: String },
+}
+
+/// What an all-reduce gave.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Bus {
+    /// What it is of.
+    pub check: String,
+    /// Bus bandwidth, GB/s.
+    pub rate: f64,
+    /// Whether bytes went by TCP, where NCCL's log tells.
+    pub sockets: Option<bool>,
 }
 
 /// The GPU that this process is to measure, if it is one that measures.
@@ -59,6 +78,8 @@ pub(crate) fn main(parent: &str, ordinal: usize) -> ExitCode {
     if bound.is_err() || found.as_deref() != Some(parent) {
         return ExitCode::from(75);
     }
+    // SAFETY: there is no second thread yet.
+    unsafe { notes::begin() };
     let measuring = match Measuring::open(ordinal) {
         Ok(measuring) => measuring,
         Err(error @ CudaError::Missing { .. }) => {
@@ -117,10 +138,19 @@ impl Measuring {
                     Ok(id) => Reply::Id(id),
                     Err(why) => Reply::Failed { what: "allReduceGBps".to_string(), why },
                 }),
-                Ask::Meet { id, rank, world, bytes } => {
-                    say(&match all_reduce(&self.gpu, &id, Seat { rank, world }, bytes) {
-                        Ok(rate) => Reply::Bus { check: check_of(&self.gpu, world), rate },
-                        Err(why) => Reply::Failed { what: "allReduceGBps".to_string(), why },
+                Ask::Meet { id, rank, world, bytes, across } => {
+                    let seat = Seat { rank, world };
+                    say(&match all_reduce(&self.gpu, &id, seat, bytes, across) {
+                        Ok(rate) => {
+                            let check = check_of(&self.gpu, world, across);
+                            let log = notes::news().ok().filter(|log| !log.routes.is_empty());
+                            let sockets = log.map(|log| log.uses_sockets());
+                            Reply::Bus(Bus { check, rate, sockets })
+                        }
+                        Err(why) => {
+                            let what = if across { PAIR_CHECK } else { "allReduceGBps" };
+                            Reply::Failed { what: what.to_string(), why }
+                        }
                     });
                 }
             }
@@ -207,18 +237,31 @@ fn of_hex(text: &str) -> Option<UniqueId> {
 
 /// Limits of machines with Hopper GPUs are those of NCCL with multicast of NVLink, which engines
 /// leave off: without it the number is of another check.
-fn check_of(gpu: &Gpu, world: u32) -> String {
+fn check_of(gpu: &Gpu, world: u32, across: bool) -> String {
+    if across {
+        return PAIR_CHECK.to_string();
+    }
     let off = std::env::var("NCCL_NVLS_ENABLE").is_ok_and(|value| value == "0");
     let plain = off && gpu.capability().0 >= 9 && world > 2;
     if plain { "plainAllReduceGBps" } else { "allReduceGBps" }.to_string()
 }
 
 /// Bus bandwidth as nccl-tests counts it: twice (n - 1) / n of the bytes over the time.
-fn all_reduce(gpu: &Gpu, id: &str, seat: Seat, bytes: usize) -> Result<f64, String> {
+fn all_reduce(
+    gpu: &Gpu,
+    id: &str,
+    seat: Seat,
+    bytes: usize,
+    across: bool,
+) -> Result<f64, String> {
+    let (meet_limit, limit) = match across {
+        true => (MEET_ACROSS_LIMIT, REDUCE_ACROSS_LIMIT),
+        false => (MEET_LIMIT, REDUCE_LIMIT),
+    };
     let text = |error: CudaError| error.to_string();
     let library = Library::load().map_err(|error| error.to_string())?;
     let id = of_hex(id).ok_or("no place to meet")?;
-    let config = Config { meet_limit: MEET_LIMIT, ..Config::default() };
+    let config = Config { meet_limit, ..Config::default() };
     let elements = bytes / 2;
     let arena = Arena::new(gpu, 2 * elements).map_err(text)?;
     let buffer = ArenaPlan::new().alloc(DType::Bf16, elements);
@@ -236,9 +279,9 @@ fn all_reduce(gpu: &Gpu, id: &str, seat: Seat, bytes: usize) -> Result<f64, Stri
         let began = Instant::now();
         comm.all_reduce(span, span, Reduce::Sum, on).map_err(|error| error.to_string())?;
         while !stream.is_idle().map_err(text)? {
-            if began.elapsed() > REDUCE_LIMIT {
+            if began.elapsed() > limit {
                 // A kernel that spins for a peer ends with the process alone.
-                return Err(format!("an all-reduce is not done in {} s", REDUCE_LIMIT.as_secs()));
+                return Err(format!("an all-reduce is not done in {} s", limit.as_secs()));
             }
             std::hint::spin_loop();
         }

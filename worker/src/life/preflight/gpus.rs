@@ -3,7 +3,7 @@
 //! Copies with the host take turns, because GPUs share the way to it. Reads of peers and the
 //! collective are done by all at once.
 
-use super::child::{Ask, ENV_PART, Reply};
+use super::child::{Ask, Bus, ENV_PART, Reply};
 use moejob_protocol::preflight::{Check, Grade, Measured, Value};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::ops::Range;
@@ -14,7 +14,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 /// For all of it; two good GPUs take some two seconds. The leader waits for a minute.
-const LIMIT: Duration = Duration::from_secs(30);
+pub(super) const LIMIT: Duration = Duration::from_secs(30);
 /// Between two looks at whether it is to stop.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// A line of a child's is a few hundred bytes.
@@ -29,7 +29,7 @@ const REDUCED_BYTES: usize = 16 << 30;
 pub fn measured(ordinals: Range<usize>, stop: &AtomicBool) -> Vec<Measured> {
     let until = Instant::now() + LIMIT;
     let world = ordinals.len();
-    let mut gpus: Vec<Gpu> = ordinals.map(Gpu::start).collect();
+    let mut gpus: Vec<Gpu> = ordinals.map(|ordinal| Gpu::start(ordinal, &[])).collect();
     let mut turn = Turn { gpus: &mut gpus, until, stop };
     turn.hear_all();
     turn.one_by_one(&Ask::Copies);
@@ -116,14 +116,14 @@ impl Turn<'_> {
         let free = self.gpus.iter().map(|gpu| gpu.free).min().unwrap_or(0);
         let bytes = REDUCED_BYTES.min(free / 4);
         for (rank, gpu) in (0..).zip(self.gpus.iter_mut()) {
-            gpu.ask(&Ask::Meet { id: id.clone(), rank, world, bytes });
+            gpu.ask(&Ask::Meet { id: id.clone(), rank, world, bytes, across: false });
         }
         self.hear_all();
         // All see the same; the slowest is as slow as it was for any of them.
         let told = self.gpus.iter_mut().filter_map(|gpu| gpu.bus.take());
-        let bus = told.min_by(|(_, a), (_, b)| a.total_cmp(b));
-        if let Some((check, bus)) = bus {
-            self.gpus[0].all.push(Measured::number(&check, bus));
+        let bus = told.min_by(|a, b| a.rate.total_cmp(&b.rate));
+        if let Some(Bus { check, rate, .. }) = bus {
+            self.gpus[0].all.push(Measured::number(&check, rate));
         }
     }
 
@@ -135,31 +135,48 @@ impl Turn<'_> {
 }
 
 /// One GPU as its process tells of it.
-struct Gpu {
+pub(super) struct Gpu {
     ordinal: usize,
     name: String,
     /// None: it could not be started, or it is over with it.
     child: Option<(Child, ChildStdin, Receiver<Reply>)>,
     all: Vec<Measured>,
     id: Option<String>,
-    /// Which check it is of, and GB/s.
-    bus: Option<(String, f64)>,
+    bus: Option<Bus>,
     /// Bytes of its memory.
     free: usize,
 }
 
 impl Gpu {
-    fn start(ordinal: usize) -> Gpu {
+    /// Its process gets more in its environment.
+    pub fn start(ordinal: usize, environment: &[(&'static str, String)]) -> Gpu {
         let (name, all) = (format!("GPU {ordinal}"), Vec::new());
         let mut gpu = Gpu { ordinal, name, child: None, all, id: None, bus: None, free: 0 };
-        match spawn(ordinal) {
+        match spawn(ordinal, environment) {
             Ok(child) => gpu.child = Some(child),
             Err(error) => gpu.unmeasured(&format!("its process does not start: {error}")),
         }
         gpu
     }
 
-    fn ask(&mut self, ask: &Ask) {
+    pub fn is_there(&self) -> bool {
+        self.child.is_some()
+    }
+
+    /// Bytes of its memory.
+    pub fn free(&self) -> usize {
+        self.free
+    }
+
+    pub fn take_id(&mut self) -> Option<String> {
+        self.id.take()
+    }
+
+    pub fn take_bus(&mut self) -> Option<Bus> {
+        self.bus.take()
+    }
+
+    pub fn ask(&mut self, ask: &Ask) {
         let Some((_, input, _)) = &mut self.child else { return };
         let line = serde_json::to_string(ask).unwrap_or_default();
         // One that has ended says so where its answer is awaited.
@@ -167,7 +184,7 @@ impl Gpu {
     }
 
     /// The answer to what was asked last.
-    fn hear(&mut self, until: Instant, stop: &AtomicBool) {
+    pub fn hear(&mut self, until: Instant, stop: &AtomicBool) {
         let Some((child, _, replies)) = &mut self.child else { return };
         let reply = loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -195,7 +212,7 @@ impl Gpu {
                 self.all.extend(more.into_iter().map(|one| one.on(name.clone())));
             }
             Ok(Reply::Id(id)) => self.id = Some(id),
-            Ok(Reply::Bus { check, rate }) => self.bus = Some((check, rate)),
+            Ok(Reply::Bus(bus)) => self.bus = Some(bus),
             Ok(Reply::Absent { why }) => {
                 self.kill();
                 self.failed("hostToDeviceGBps", &why);
@@ -228,14 +245,14 @@ impl Gpu {
     }
 
     /// It has left the collective, so nobody misses it.
-    fn end(&mut self) {
+    pub fn end(&mut self) {
         if let Some((child, ..)) = &mut self.child {
             let _ = child.kill();
         }
     }
 
     /// Once its memory has come back.
-    fn into_all(mut self) -> Vec<Measured> {
+    pub fn into_all(mut self) -> Vec<Measured> {
         self.kill();
         std::mem::take(&mut self.all)
     }
@@ -247,13 +264,17 @@ impl Drop for Gpu {
     }
 }
 
-fn spawn(ordinal: usize) -> std::io::Result<(Child, ChildStdin, Receiver<Reply>)> {
+fn spawn(
+    ordinal: usize,
+    environment: &[(&'static str, String)],
+) -> std::io::Result<(Child, ChildStdin, Receiver<Reply>)> {
     // The link names the program that runs, whatever lies at its path by now.
     let mut child = Command::new("/proc/self/exe")
         .arg0(std::env::args_os().next().unwrap_or_else(|| "moejob".into()))
         .arg("engine")
         .arg(std::process::id().to_string())
         .env(ENV_PART, ordinal.to_string())
+        .envs(environment.iter().map(|(name, value)| (name, value)))
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()?;

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! Order -> places (/sys against the profile), host (memory), gpus (a process each) -> Answer
+//! PairOrder -> pair (a process for each GPU, too) -> PairSaid
 //! gpus: Ask --standard input--> child --standard output--> Reply
 //! ```
 //! The worker itself never calls CUDA: for each GPU it starts a process of the same program, which
@@ -11,11 +12,13 @@
 pub(crate) mod child;
 mod gpus;
 pub mod host;
+mod pair;
 pub mod places;
 
 use crate::life::affinity::Share;
 use crate::life::machine::Machine;
 use moejob_protocol::config::Backend;
+use moejob_protocol::pair::{PairAnswer, PairOrder};
 use moejob_protocol::preflight::{Answer, Expected, MEASURED_MAX, Measured, Order};
 use std::sync::atomic::AtomicBool;
 
@@ -35,6 +38,19 @@ pub fn answer(order: &Order, share: Share, stop: &AtomicBool) -> Answer {
     let mut measured = measure(&machine, &machine, &order.expected, first, stop);
     measured.truncate(MEASURED_MAX);
     Answer { number, boot_id, measured: Some(measured) }
+}
+
+/// What the order of a pair asks for: `say` is given a place to meet, on side 0, and at last what
+/// was measured. `stop` ends it early.
+pub fn answer_pair(
+    order: &PairOrder,
+    share: Share,
+    stop: &AtomicBool,
+    mut say: impl FnMut(PairAnswer),
+) {
+    let number = order.number;
+    let first = (share.index * order.devices) as usize;
+    pair::measured(order, first, stop, |said| say(PairAnswer { number, said }));
 }
 
 /// Compares `seen` with the profile, and measures this machine, `here`: its GPUs from `first` on.

@@ -13,6 +13,7 @@ use crate::attempt::trainer::Trainer;
 use crate::checkpoint;
 use crate::checkpoint::desk::Board;
 use crate::data;
+use crate::engine::notes;
 use crate::engine::step::device_of;
 use crate::gang::comm::{Links, Shape};
 use crate::life::binding::apply::take_seat;
@@ -76,6 +77,10 @@ fn serve(worker: &str) -> io::Result<u8> {
         eprintln!("moe-worker engine: {error}");
     }
     die_of_faults();
+    if std::env::var_os(ENV_OPENS_GPU).is_some() {
+        // SAFETY: there is no second thread yet.
+        unsafe { notes::begin() };
+    }
     open_gpu();
     let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
     let wire = Wire::new(socket);
