@@ -347,9 +347,12 @@ fn a_lost_attempts_writer_has_ended_before_the_next_attempt_tidies() {
         assert!(aborted, "a checkpoint is under way: {ends:?}");
         gate.wait_for_somebody();
         let newest = checkpoint::newest_usable(&Disk::real(), &job.location());
-        let found = newest.expect("a location").usable.expect("a checkpoint");
         job.config.attempt = 2;
-        job.config.resume = Resume::Checkpoint { step: found.step, name: found.name };
+        // The queue of its writer says how many were committed before the one that it is at.
+        job.config.resume = match newest.expect("a location").usable {
+            Some(found) => Resume::Checkpoint { step: found.step, name: found.name },
+            None => Resume::Fresh,
+        };
         let opened = gate.clone();
         let opener = std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(300));
