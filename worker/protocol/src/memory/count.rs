@@ -121,9 +121,9 @@ const ENGINE_BYTES: u64 = 1536 << 20;
 /// The worker beside its engines: streams, feeder, writer of checkpoints.
 const WORKER_BYTES: u64 = 512 << 20;
 
-/// The pipes of one rank in a world of so many: two to each other rank for what steps exchange, and
-/// beside them one to its buddy and one from the rank whose buddy it is, for copies. All are touched
-/// in time, since each is a ring.
+/// The pipes of one rank in a world of so many. For what steps exchange there are two to each other
+/// rank. For copies there is one to its buddy, and one from the rank whose buddy it is. All are
+/// touched in time, since each is a ring.
 fn pipe_bytes(world: u64) -> u64 {
     let peers = world - 1;
     2 * (peers + peers.min(1)) * PIPE_BYTES

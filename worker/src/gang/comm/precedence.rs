@@ -26,7 +26,8 @@ pub(super) struct Precedence {
 
 impl Precedence {
     /// How many bytes of copies join a write with `of_steps` bytes of steps. `waiting`: a copy has
-    /// some; `alone`: where steps have fewer, a copy goes with them; `chunk`: what it sends at once.
+    /// some; `alone`: where steps have fewer, a copy goes with them; `chunk`: what it sends at
+    /// once.
     pub fn beside(
         &mut self,
         now: Instant,
