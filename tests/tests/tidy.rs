@@ -15,16 +15,18 @@ const SHORT_FILES: [(&str, usize); 4] = [
     ("worker/nccl/src/", 500),
 ];
 
-/// What `docs/operator-faults.md` names is there.
+/// What the pages of faults name is there.
 #[test]
 fn every_test_that_a_fault_names_is_there() {
-    let page = std::fs::read_to_string(root().join("docs/operator-faults.md")).expect("the page");
     let sources: String = tracked(&[".rs"]).into_iter().map(|(_, text)| text).collect();
-    let words = page.split('`').skip(1).step_by(2);
-    let tests: Vec<&str> = words.filter(|word| word.matches('_').count() > 2).collect();
-    assert!(tests.len() > 40, "{tests:?}");
-    for test in tests {
-        assert!(sources.contains(&format!("fn {test}(")), "{test} is not there");
+    for page in ["docs/operator-faults.md", "docs/engine-faults.md"] {
+        let page = std::fs::read_to_string(root().join(page)).expect("the page");
+        let words = page.split('`').skip(1).step_by(2);
+        let tests: Vec<&str> = words.filter(|word| word.matches('_').count() > 2).collect();
+        assert!(tests.len() > 40, "{tests:?}");
+        for test in tests {
+            assert!(sources.contains(&format!("fn {test}(")), "{test} is not there");
+        }
     }
 }
 

@@ -6,7 +6,7 @@
 
 mod cases;
 
-use cases::{Case, TRAINING, all, parts};
+use cases::{Case, NODES, TRAINING, all, parts};
 use moejob_tests::{Bench, Random, send};
 use rustix::process::Signal;
 use std::time::{Duration, Instant};
@@ -14,7 +14,9 @@ use std::time::{Duration, Instant};
 const LIMIT: Duration = Duration::from_secs(300);
 /// An engine more may be lost than there are faults: peers notice in their own time.
 const FAULTS_MAX: u64 = 4;
-const ONE_NODE: &str = "min: 1, max: 1";
+const ONE_NODE: &str = "profile: cpu, min: 1, max: 1";
+/// Nodes of a trial at most.
+const WORKERS_MAX: u64 = 4;
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().and_then(|text| text.parse().ok())
@@ -40,16 +42,22 @@ fn try_one(random: &mut Random) {
         all().into_iter().filter(|case| case.manifest.contains(TRAINING)).collect();
     let at = random.below(cases.len() as u64) as usize;
     let mut case = cases.into_iter().nth(at).expect("one of them");
-    let batch = 3 + random.below(6);
-    let (steps, engines) = (60 + random.below(240), one_of(random, &[1, 1, 2, 2, 4]));
-    let most = u64::from(case.workers).max(4).min(batch / engines);
-    let workers = 1 + random.below(most.max(1));
+    // Now and then enough work for four workers of four engines.
+    let wide = random.below(4) == 0;
+    let batch = if wide { 16 + random.below(3) } else { 3 + random.below(6) };
+    let large = random.below(3) == 0;
+    let steps = if wide || large { 40 + random.below(80) } else { 60 + random.below(240) };
+    let engines = one_of(random, &[1, 1, 2, 2, 4]);
+    let workers = 1 + random.below(WORKERS_MAX.min(batch / engines).max(1));
     vary(&mut case, random, steps, batch);
+    if large {
+        enlarge(&mut case);
+    }
     let whole = Bench::new("golden", &case.manifest);
     case.prepare(&whole);
     assert_eq!(whole.run(&["--workers", "1"], LIMIT), Some(0), "{}", whole.output());
 
-    let nodes = format!("devicesPerNode: {engines}, min: 1, max: {workers}");
+    let nodes = format!("profile: cpu, devicesPerNode: {engines}, min: 1, max: {workers}");
     let manifest = case.manifest.replace(ONE_NODE, &nodes);
     let bench = Bench::new("golden", &manifest);
     case.prepare(&bench);
@@ -83,11 +91,26 @@ fn vary(case: &mut Case, random: &mut Random, steps: u64, batch: u64) {
         5 + random.below(steps),
         1 + random.below(12)
     );
-    assert!(case.manifest.contains("min: 1, max: 4"), "{}", case.manifest);
-    case.manifest = case.manifest.replace("min: 1, max: 4", ONE_NODE);
+    assert!(case.manifest.contains(NODES), "{}", case.manifest);
+    case.manifest = case.manifest.replace(NODES, ONE_NODE);
     let before = "checkpoint: { everySteps: 5, keep: 2 }";
     assert!(case.manifest.contains(before), "{}", case.manifest);
     case.manifest = case.manifest.replace(before, &kept);
+}
+
+/// A state whose copies for buddies travel beside the steps: 12 MB and more, by a vocabulary of
+/// which the data have a part. Models that it begins from have it, too.
+fn enlarge(case: &mut Case) {
+    const SIZE: &str = "hiddenSize:";
+    let larger = |text: &str| {
+        assert!(text.matches(SIZE).count() == 1, "{text}");
+        text.replace(SIZE, "vocabSize: 16384, hiddenSize:")
+    };
+    case.manifest = larger(&case.manifest);
+    for (_, bytes) in case.files.iter_mut().filter(|(name, _)| name.ends_with(".yaml")) {
+        let text = std::str::from_utf8(bytes).expect("a manifest");
+        *bytes = larger(text).into_bytes();
+    }
 }
 
 /// Kills, stops and crashes engines and workers.

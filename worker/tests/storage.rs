@@ -2,6 +2,7 @@
 
 mod common;
 
+use common::disk::{Gate, faulty};
 use common::{Job, bits, state_hash};
 use moe_worker::attempt::api::AttemptEnd;
 use moe_worker::attempt::saves::Patience;
@@ -15,57 +16,14 @@ use moejob_protocol::mesh::Mesh;
 use moejob_protocol::report::StepReport;
 use std::io::{Error, Result};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 const ENOENT: i32 = 2;
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
-
-/// Answers by a rule.
-struct By<F>(F);
-
-impl<F> std::fmt::Debug for By<F> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("By")
-    }
-}
-
-impl<F: Fn(Effect) -> Result<()> + Send + Sync> Faults for By<F> {
-    fn before(&self, effect: Effect) -> Result<()> {
-        self.0(effect)
-    }
-}
-
-fn faulty(rule: impl Fn(Effect) -> Result<()> + Send + Sync + 'static) -> Disk {
-    Disk::with_faults(Arc::new(By(rule)))
-}
-
-/// Opened by one thread, waited for by others.
-#[derive(Clone, Default)]
-struct Gate(Arc<(Mutex<(u32, bool)>, Condvar)>);
-
-impl Gate {
-    /// Waits here until the gate is open.
-    fn pass(&self) {
-        let (state, changed) = &*self.0;
-        let mut state = state.lock().expect("no panic");
-        state.0 += 1;
-        changed.notify_all();
-        drop(changed.wait_while(state, |state| !state.1).expect("no panic"));
-    }
-
-    fn wait_for_somebody(&self) {
-        let (state, changed) = &*self.0;
-        let state = state.lock().expect("no panic");
-        drop(changed.wait_while(state, |state| state.0 == 0).expect("no panic"));
-    }
-
-    fn open(&self) {
-        self.0.0.lock().expect("no panic").1 = true;
-        self.0.1.notify_all();
-    }
-}
+const ENOTEMPTY: i32 = 39;
 
 fn small() -> Job {
     let mut job = Job::new(Layout::contiguous(Mesh::data_parallel(1, 1)));
@@ -354,6 +312,62 @@ fn what_a_lost_attempt_gave_to_its_writer_is_committed_in_the_next_one() {
     };
     assert_eq!((of(4), of(10)), (1, 2));
     assert_eq!(state_hash(&job.location().join("step-00000010")), hash);
+}
+
+/// Over NFS a folder is not empty as long as somebody writes into it, and a file that is removed
+/// meanwhile comes back under another name. So whoever tidies waits for the writers that are left.
+#[test]
+fn a_lost_attempts_writer_has_ended_before_the_next_attempt_tidies() {
+    for (world, slow) in [(1, 0), (2, 0), (2, 1)] {
+        let mut job = small();
+        job.config.layout = Layout::contiguous(Mesh::data_parallel(world, world));
+        let (gate, clashes) = (Gate::default(), Arc::new(AtomicBool::new(false)));
+        let writes = Arc::new(AtomicBool::new(false));
+        let (held, clash, busy) = (gate.clone(), Arc::clone(&clashes), Arc::clone(&writes));
+        let file = format!(".a1-step-00000006/a1-r{slow}-");
+        let disk = faulty(move |effect| match effect {
+            Effect::Sync(path) if path.to_string_lossy().contains(&file) => {
+                busy.store(true, Ordering::SeqCst);
+                held.pass();
+                busy.store(false, Ordering::SeqCst);
+                Ok(())
+            }
+            Effect::RemoveDirectory(path)
+                if path.ends_with(".a1-step-00000006") && busy.load(Ordering::SeqCst) =>
+            {
+                clash.store(true, Ordering::SeqCst);
+                Err(Error::from_raw_os_error(ENOTEMPTY))
+            }
+            _ => Ok(()),
+        });
+        let mut group: Vec<Trainer> = (0..world).map(|_| trainer(disk.clone())).collect();
+        let delay = Duration::from_millis(20);
+        let (ends, _) = common::run_and_cut_off(&job, &mut group, 0, 6, delay);
+        let aborted = ends.iter().all(|end| matches!(end, AttemptEnd::Aborted(_)));
+        assert!(aborted, "a checkpoint is under way: {ends:?}");
+        gate.wait_for_somebody();
+        let newest = checkpoint::newest_usable(&Disk::real(), &job.location());
+        job.config.attempt = 2;
+        // The queue of its writer says how many were committed before the one that it is at.
+        job.config.resume = match newest.expect("a location").usable {
+            Some(found) => Resume::Checkpoint { step: found.step, name: found.name },
+            None => Resume::Fresh,
+        };
+        let opened = gate.clone();
+        let opener = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(300));
+            opened.open();
+        });
+        assert!(writes.load(Ordering::SeqCst), "attempt 1 writes when attempt 2 begins");
+        let (ends, _) = job.run(&mut group, None);
+        opener.join().expect("no panic");
+        let completed = ends.iter().all(|end| *end == AttemptEnd::Completed { step: 10 });
+        assert!(completed, "{world} ranks: {ends:?}");
+        let clashed = clashes.load(Ordering::SeqCst);
+        assert!(!clashed, "{world} ranks: tidied while rank {slow} wrote");
+        assert!(!job.location().join(".a1-step-00000006").exists(), "{world} ranks: not tidied");
+        verify(&job.location().join("step-00000010")).expect("whole");
+    }
 }
 
 #[test]

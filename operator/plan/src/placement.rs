@@ -197,7 +197,7 @@ impl<'a> Placer<'a> {
         // Of an element: its master and two moments, in fp32.
         let shard = 12 * self.owned(layout, 0);
         let ranks = u64::from(self.job.profile.ranks);
-        memory::host_memory(shard, ranks, u64::from(layout.mesh.world()) > ranks)
+        memory::host_memory(shard, ranks, layout.mesh.world().into())
     }
 
     /// An estimate for a GPU: what must lie there by the design of the step, without workspaces.

@@ -369,9 +369,10 @@ const CPUS_PER_DEVICE: u32 = 8;
 fn memory_mib(job: &Job) -> MemoryMib {
     let (sizes, _) = placement::sizes(job);
     if job.training.compute.backend == Backend::Cuda {
-        let parts = sizes.first().map(|size| placement::host_memory(job, &size.layout));
-        let bytes: u64 = parts.iter().flatten().map(|part| part.bytes).sum();
-        let request = bytes.div_ceil(1 << 20);
+        // The smallest gang has the largest shards, the largest most ranks to speak to.
+        let of = |size: &Size| placement::host_memory(job, &size.layout);
+        let bytes = sizes.iter().map(|size| of(size).iter().map(|part| part.bytes).sum::<u64>());
+        let request = bytes.max().unwrap_or(0).div_ceil(1 << 20);
         return MemoryMib { request, limit: request + SHM_CUDA_MIB };
     }
     let ranks = u64::from(job.profile.ranks);

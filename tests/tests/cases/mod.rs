@@ -10,8 +10,9 @@ use std::path::Path;
 pub struct Case {
     pub name: &'static str,
     pub manifest: String,
-    /// More than one worker, of which the bits are the same.
-    pub workers: u32,
+    /// Micro-batches of a step: it has no more ranks. Trials have numbers of their own.
+    #[allow(dead_code)]
+    pub ranks_max: u32,
     pub files: Vec<(&'static str, Vec<u8>)>,
     /// Arguments of `moejob`.
     pub before: Vec<&'static str>,
@@ -32,6 +33,9 @@ impl Case {
     }
 }
 
+/// How each of them says on what it runs.
+pub const NODES: &str = "profile: cpu, min: 1, max: 4";
+
 const MODEL: &str = "{ hiddenSize: 32, numHiddenLayers: 2, numAttentionHeads: 2, \
                      experts: { count: 8, perToken: 2, intermediateSize: 32 } }";
 const TEXT: &str = "{ train: { text: { paths: [\"corpus/**/*.txt\"] } }, \
@@ -40,25 +44,27 @@ const TEXT: &str = "{ train: { text: { paths: [\"corpus/**/*.txt\"] } }, \
 pub const TRAINING: &str = "{ steps: 10, globalBatchSize: 7, seed: 3, \
                         optimizer: { adamw: { learningRate: 3.0e-3 } }, \
                         schedule: { cosine: { warmupSteps: 3 } } }";
+/// As many micro-batches as four workers of four engines have ranks, and one.
+const WIDE: u32 = 17;
 
 fn manifest(model: &str, data: &str, training: &str) -> String {
     format!(
         "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: golden }}\nspec:\n  \
-         nodes: {{ profile: cpu, min: 1, max: 4 }}\n  model: {model}\n  data: {data}\n  \
-         training: {training}\n  checkpoint: {{ everySteps: 5, keep: 2 }}\n"
+         nodes: {{ {NODES} }}\n  model: {model}\n  data: {data}\n  training: {training}\n  \
+         checkpoint: {{ everySteps: 5, keep: 2 }}\n"
     )
 }
 
 /// A lesson as it was at that commit, on the corpus of the bench and with few steps.
-fn lesson(name: &'static str) -> Case {
+fn lesson(name: &'static str, ranks_max: u32) -> Case {
     let file = root().join("tests/golden").join(format!("{name}.yaml"));
     let manifest = std::fs::read_to_string(file).expect("a manifest");
-    Case { name, manifest, workers: 3, files: Vec::new(), before: Vec::new() }
+    Case { name, manifest, ranks_max, files: Vec::new(), before: Vec::new() }
 }
 
 fn model(name: &'static str, model: &str) -> Case {
     let manifest = manifest(model, TEXT, TRAINING);
-    Case { name, manifest, workers: 3, files: Vec::new(), before: Vec::new() }
+    Case { name, manifest, ranks_max: 7, files: Vec::new(), before: Vec::new() }
 }
 
 fn router(name: &'static str, router: &str) -> Case {
@@ -68,14 +74,14 @@ fn router(name: &'static str, router: &str) -> Case {
 
 fn data(name: &'static str, data: &str, files: Vec<(&'static str, Vec<u8>)>) -> Case {
     let manifest = manifest(MODEL, data, TRAINING);
-    Case { name, manifest, workers: 4, files, before: Vec::new() }
+    Case { name, manifest, ranks_max: 7, files, before: Vec::new() }
 }
 
 pub fn all() -> Vec<Case> {
     let mut cases = vec![
-        lesson("first-run"),
-        lesson("elastic"),
-        lesson("lesson-routers"),
+        lesson("first-run", 4),
+        lesson("elastic", 8),
+        lesson("lesson-routers", 4),
         model(
             "qwen3",
             "{ hiddenSize: 48, numHiddenLayers: 3, numAttentionHeads: 6, numKeyValueHeads: 2, \
@@ -128,7 +134,36 @@ pub fn all() -> Vec<Case> {
         ],
         ..from_files("import")
     });
+    cases.push(wide("wide", MODEL));
+    cases.push(grown("growth"));
     cases
+}
+
+/// One that may have more ranks.
+fn wide(name: &'static str, of: &str) -> Case {
+    let seven = "globalBatchSize: 7";
+    assert!(TRAINING.contains(seven));
+    let training = TRAINING.replace(seven, &format!("globalBatchSize: {WIDE}"));
+    Case { manifest: manifest(of, TEXT, &training), ranks_max: WIDE, ..model(name, of) }
+}
+
+/// Trains, splits the experts after half of its steps, and goes on from there.
+fn grown(name: &'static str) -> Case {
+    let of = |count: u32, per_token: u32, coefficient: &str| {
+        let experts = format!("count: {count}, perToken: {per_token}");
+        let open = MODEL.replace("count: 8, perToken: 2", &experts);
+        let open = open.strip_suffix(" }").expect("a closing brace").to_string();
+        format!("{open}, router: {{ auxLossCoef: {coefficient}, zLossCoef: 0.01 }} }}")
+    };
+    let first = wide(name, &of(8, 2, "0.02")).manifest.into_bytes();
+    Case {
+        files: vec![("first.yaml", first)],
+        before: vec![
+            "run first.yaml --dir first",
+            "checkpoint grow first/golden/checkpoints/step-00000005 runs/golden/checkpoints",
+        ],
+        ..wide(name, &of(16, 4, "0.01"))
+    }
 }
 
 /// Trains once, exports, and begins again from what was exported.

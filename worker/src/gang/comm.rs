@@ -18,6 +18,7 @@ mod links;
 mod mover;
 mod parcel;
 mod pipe;
+mod precedence;
 
 pub use data::{DataOffers, DataPlane, JOIN_MS_MAX, Join, JoinError};
 pub use ferry::{Ferry, Stopper};

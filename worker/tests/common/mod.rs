@@ -1,6 +1,7 @@
 //! Small models and the text they train on.
 #![allow(dead_code)]
 
+pub mod disk;
 pub mod reference;
 
 use moe_worker::checkpoint::Disk;

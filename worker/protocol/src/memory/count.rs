@@ -82,7 +82,7 @@ impl Count<'_> {
             * u64::from(model.hidden_size)
             * float;
         let staging = if world > 1 { exchange.max(rows) } else { 0 };
-        self.add("exchange", staging + (world - 1) * 2 * PIPE_BYTES);
+        self.add("exchange", staging + pipe_bytes(world));
         self.add("process", PROCESS_BYTES);
     }
 }
@@ -121,18 +121,27 @@ const ENGINE_BYTES: u64 = 1536 << 20;
 /// The worker beside its engines: streams, feeder, writer of checkpoints.
 const WORKER_BYTES: u64 = 512 << 20;
 
-/// The memory of the host that a worker needs beside GPUs, part by part: `ranks` ranks, each with
-/// a shard of so many bytes, and `others` if some of the state lies with other workers. Snapshots
-/// are counted whole: a worker on a machine with less memory takes none, and goes on from
-/// checkpoints alone.
-pub fn host_memory(shard: u64, ranks: u64, others: bool) -> Vec<Part> {
+/// The pipes of one rank in a world of so many. For what steps exchange there are two to each other
+/// rank. For copies there is one to its buddy, and one from the rank whose buddy it is. All are
+/// touched in time, since each is a ring.
+fn pipe_bytes(world: u64) -> u64 {
+    let peers = world - 1;
+    2 * (peers + peers.min(1)) * PIPE_BYTES
+}
+
+/// The memory of the host that a worker needs beside GPUs, part by part: `ranks` ranks of `world`,
+/// each with a shard of so many bytes. Snapshots are counted whole: a worker on a machine with less
+/// memory takes none, and goes on from checkpoints alone.
+pub fn host_memory(shard: u64, ranks: u64, world: u64) -> Vec<Part> {
     let own = ranks * shard;
+    let others = world > ranks;
     vec![
         Part { name: "snapshots", bytes: GENERATIONS * own },
         Part { name: "snapshots of others", bytes: if others { GENERATIONS * own } else { 0 } },
         Part { name: "checkpoint", bytes: own },
         Part { name: "engines", bytes: ranks * ENGINE_BYTES },
         Part { name: "worker", bytes: WORKER_BYTES },
+        Part { name: "pipes between ranks", bytes: ranks * pipe_bytes(world) },
     ]
 }
 
@@ -146,4 +155,23 @@ fn elements_of_chunks(model: &ModelConfig, layout: &Layout) -> Vec<u64> {
         }
     }
     elements
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A ring is touched whole after some thousands of steps of a few words each.
+    #[test]
+    fn the_pipes_of_a_large_gang_are_counted() {
+        let pipes = |ranks, world| {
+            let parts = host_memory(1 << 30, ranks, world);
+            let found = parts.into_iter().find(|part| part.name == "pipes between ranks");
+            found.map(|part| part.bytes)
+        };
+        // To and from 511 others, and for copies to a buddy and from a ward.
+        assert_eq!(pipes(8, 512), Some(8 * (2 * 511 + 2) * PIPE_BYTES));
+        assert_eq!(pipes(1, 2), Some((2 + 2) * PIPE_BYTES));
+        assert_eq!(pipes(1, 1), Some(0));
+    }
 }

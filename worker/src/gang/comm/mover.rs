@@ -7,10 +7,12 @@
 //! A pair's sender has `PIPE_BYTES_MAX` on its way at most, until the receiver's mover says that
 //! the engine has taken some. So the reader always has room for what comes, and a pair whose engine
 //! is slow holds no other pair up: two ranks of a worker wait for each other through their peers.
-//! What travels beside the steps goes where no pair has anything for a step, a chunk at a time.
+//! What travels beside the steps goes where no pair has anything for a step, a chunk at a time, but
+//! is not held up for ever ([`precedence`](super::precedence)).
 
 use super::links::{PeerPipes, Way};
 use super::pipe::{CHUNK_BYTES_MAX, CREDIT_BYTES, PIPE_BYTES_MAX, Read};
+use super::precedence::Precedence;
 use crate::failure::chain;
 use std::io;
 use std::ops::Range;
@@ -18,10 +20,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::Notify;
+use tokio::time::Instant;
 
 /// Frames that go out in one write.
 const BATCH_BYTES_MAX: usize = 256 << 10;
-/// Where so much waits for a step, nothing that travels beside goes with it.
+/// Where so much waits for a step, what travels beside yields to it.
 const BESIDE_BYTES_MAX: usize = 4 << 10;
 const HEAD_BYTES: usize = 16;
 /// The longest reason that a peer gives for its end.
@@ -47,6 +50,17 @@ struct Pair {
     credited: AtomicU64,
     /// The end of the own rank was told.
     told_end: AtomicBool,
+}
+
+impl Pair {
+    /// Whether [`fill`] would append something.
+    fn has_bytes(&self) -> bool {
+        let Pair { pipes, credit, told_end, .. } = self;
+        !told_end.load(Ordering::Relaxed)
+            && !pipes.outgoing.is_refused()
+            && credit.load(Ordering::Relaxed) > 0
+            && pipes.outgoing.has_more()
+    }
 }
 
 /// One stream's pairs, for its reader and its writer. Both run on the data thread.
@@ -184,18 +198,30 @@ pub(super) async fn write(
 ) {
     let mut batch = first.unwrap_or_default();
     let mut chunk = vec![0; CHUNK_BYTES_MAX];
+    let mut precedence = Precedence::default();
     let moved: io::Result<()> = async {
         loop {
             arm();
             let (steps, beside) = pairs.pairs.split_at(pairs.pairs.len() / Way::ALL.len());
             for pair in steps {
                 if batch.len() < BATCH_BYTES_MAX {
+                    give_credit(pair, &mut batch);
                     fill(pair, &mut batch, &mut chunk);
                 }
             }
-            for pair in beside {
-                if batch.len() < BESIDE_BYTES_MAX {
-                    fill(pair, &mut batch, &mut chunk);
+            let waiting = beside.iter().any(Pair::has_bytes);
+            let sizes = (BESIDE_BYTES_MAX, CHUNK_BYTES_MAX);
+            let now = Instant::now().into_std();
+            let most = batch.len() + precedence.beside(now, batch.len(), waiting, sizes);
+            // A few bytes, without which the peer's copies would wait for our steps.
+            beside.iter().for_each(|pair| give_credit(pair, &mut batch));
+            let mut before = usize::MAX;
+            while batch.len() < most && batch.len() != before {
+                before = batch.len();
+                for pair in beside {
+                    if batch.len() < most {
+                        fill(pair, &mut batch, &mut chunk);
+                    }
                 }
             }
             if !batch.is_empty() {
@@ -219,9 +245,9 @@ pub(super) async fn write(
     }
 }
 
-/// Appends what a pair has to say.
-fn fill(pair: &Pair, batch: &mut Vec<u8>, chunk: &mut [u8]) {
-    let PeerPipes { way, local, remote, outgoing, incoming } = &pair.pipes;
+/// Appends how much the own rank has taken, where that is worth a word.
+fn give_credit(pair: &Pair, batch: &mut Vec<u8>) {
+    let PeerPipes { way, local, remote, incoming, .. } = &pair.pipes;
     let credited = pair.credited.load(Ordering::Relaxed);
     let taken = incoming.taken().saturating_sub(credited) as usize;
     // More than the pipe holds was never taken, whatever an engine's memory says.
@@ -229,6 +255,11 @@ fn fill(pair: &Pair, batch: &mut Vec<u8>, chunk: &mut [u8]) {
         pair.credited.store(credited + taken as u64, Ordering::Relaxed);
         batch.extend_from_slice(&head(Kind::Credit, *way, *local, *remote, taken));
     }
+}
+
+/// Appends a chunk of what a pair has to say.
+fn fill(pair: &Pair, batch: &mut Vec<u8>, chunk: &mut [u8]) {
+    let PeerPipes { way, local, remote, outgoing, .. } = &pair.pipes;
     if pair.told_end.load(Ordering::Relaxed) || outgoing.is_refused() {
         return;
     }
@@ -302,6 +333,47 @@ mod tests {
         assert_eq!(after(&[]).await, "its stream ended");
         let left = [&head(Kind::End, 1, 0, 4)[..], b"left"].concat();
         assert_eq!(after(&left).await, "left");
+    }
+
+    /// Bytes of one way that came out of a stream in so many seconds of a line that always has
+    /// room, where a step has bytes at any time and a copy has, too.
+    async fn of_a_copy_after(seconds: u64) -> usize {
+        let (links, pairs) = pairs();
+        let (out, mut far) = tokio::io::duplex(CHUNK_BYTES_MAX);
+        let writer = tokio::spawn(write(out, Arc::clone(&pairs), None, || ()));
+        let (step, copy) = (&pairs.pairs[0], &pairs.pairs[1]);
+        let until = Instant::now() + std::time::Duration::from_secs(seconds);
+        let (mut of_copies, mut before) = (0, false);
+        while Instant::now() < until {
+            for pair in [step, copy] {
+                let space = pair.pipes.outgoing.space().expect("nobody refuses");
+                pair.pipes.outgoing.push(&vec![0; space], &[]);
+                pair.credit.store(PIPE_BYTES_MAX as u64, Ordering::Relaxed);
+            }
+            pairs.wake.notify_one();
+            let mut head = [0; HEAD_BYTES];
+            far.read_exact(&mut head).await.expect("a frame");
+            let word = |at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|i| head[4 * at + i]));
+            let length = word(3) as usize;
+            far.read_exact(&mut vec![0; length]).await.expect("its bytes");
+            let beside = word(0) >> 16 == Way::Beside as u32;
+            of_copies += usize::from(beside) * length;
+            // One after the other, as soon as the copy's turn has come.
+            assert!(!(beside && before), "two chunks of a copy in a row");
+            before = beside;
+            tokio::time::advance(std::time::Duration::from_millis(5)).await;
+        }
+        writer.abort();
+        drop(links);
+        of_copies
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_copy_yields_to_a_step_for_a_bounded_time() {
+        assert_eq!(of_a_copy_after(9).await, 0);
+        // Half of the frames of two seconds.
+        let after = of_a_copy_after(12).await / CHUNK_BYTES_MAX;
+        assert!((180..=200).contains(&after), "{after} chunks");
     }
 
     #[tokio::test]

@@ -151,6 +151,11 @@ impl Pipe {
         Read::Some(len)
     }
 
+    /// Whether `read` would find bytes or an end.
+    pub fn has_more(&self) -> bool {
+        self.waiting() > 0 || self.flag(ENDED)
+    }
+
     /// Why the producer ended, whatever is still to be taken.
     pub fn ended(&self) -> Option<String> {
         self.flag(ENDED).then(|| self.memory.read_text(self.at + ENDED_WHY, WHY_ROOM))
