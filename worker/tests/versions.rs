@@ -4,6 +4,7 @@ mod common;
 
 use moe_worker::checkpoint::{self, Disk, Expected, differences, load, seal, unseal};
 use moe_worker::engine::model::Model;
+use moe_worker::hf::Weights;
 use moe_worker::state::snapshot::{cut, shard_runs};
 use moejob_protocol::CheckpointManifest;
 use moejob_protocol::checkpoint::CHECKPOINT_VERSION;
@@ -120,4 +121,26 @@ fn unknown_fields_are_kept_and_missing_ones_have_defaults() {
     assert_eq!(again, read);
     assert_eq!(again.others.get("future"), Some(&future));
     assert_eq!(again.others.len(), 1, "{:?}", again.others.keys());
+}
+
+/// `generate`, `eval`, `export` and `model.from` name a checkpoint; nobody chose it among others.
+#[test]
+fn weights_of_a_damaged_checkpoint_are_refused_where_they_are_named() {
+    for (.., directory) in samples() {
+        let copy = tempfile::tempdir().expect("a folder");
+        for entry in std::fs::read_dir(&directory).expect("a checkpoint") {
+            let entry = entry.expect("a file");
+            std::fs::copy(entry.path(), copy.path().join(entry.file_name())).expect("copied");
+        }
+        assert!(Weights::open(copy.path()).is_ok(), "{directory:?}");
+        let text = std::fs::read(directory.join("manifest.json")).expect("a manifest");
+        let manifest: Value = serde_json::from_slice(&text).expect("JSON");
+        let name = manifest["files"][0]["name"].as_str().expect("a name");
+        let mut shard = std::fs::read(copy.path().join(name)).expect("a shard");
+        let middle = shard.len() / 2;
+        shard[middle] ^= 1;
+        std::fs::write(copy.path().join(name), shard).expect("written");
+        let refused = Weights::open(copy.path()).expect_err("a byte is another");
+        assert!(refused.to_string().contains(name), "{refused}");
+    }
 }

@@ -3,7 +3,7 @@
 use super::directory::{Directory, Place};
 use crate::checkpoint::values::{convert, first_non_finite, float_named};
 use crate::checkpoint::{
-    Disk, PARTS, Problem, Refusal, Shards, newest_usable, show, value_differences,
+    Disk, PARTS, Problem, Refusal, Shards, newest_usable, show, value_differences, verify,
 };
 use crate::state::rank::RankState;
 use moejob_kernels::DType;
@@ -31,6 +31,9 @@ impl Weights {
     /// Everything that is wrong with it.
     pub fn open(path: &Path) -> Result<Weights, Refusal> {
         if path.join("manifest.json").symlink_metadata().is_ok() {
+            // Of a location only what was read whole is usable; one that is named is held to the same.
+            verify(&Disk::real(), path)
+                .map_err(|problems| Refusal::of(&path.display().to_string(), problems))?;
             return Weights::ours(path);
         }
         let inside = path.join("checkpoints");
