@@ -228,7 +228,7 @@ fn formats_that_are_not_read() {
     let file = folder.path().join("model.bin");
     fs::write(&file, b"\x80\x02").expect("a file");
     assert!(refusal(&file).contains("pickle is refused"), "{}", refusal(&file));
-    assert!(refusal(&folder.path().join("absent")).contains("No such file"));
+    assert!(refusal(&folder.path().join("absent")).contains("there is no such folder"));
     check("empty", &["a folder without weights", "config.json"], |_| {});
     check("no weights", &["no *.safetensors"], |at| {
         good().write(at, 1);

@@ -31,7 +31,8 @@ impl Weights {
     /// Everything that is wrong with it.
     pub fn open(path: &Path) -> Result<Weights, Refusal> {
         if path.join("manifest.json").symlink_metadata().is_ok() {
-            // Of a location only what was read whole is usable; one that is named is held to the same.
+            // Of a location only what was read whole is usable. One that is named is held to
+            // the same.
             verify(&Disk::real(), path)
                 .map_err(|problems| Refusal::of(&path.display().to_string(), problems))?;
             return Weights::ours(path);
