@@ -134,7 +134,11 @@ fn weights_of_a_damaged_checkpoint_are_refused_where_they_are_named() {
             let entry = entry.expect("a file");
             std::fs::copy(entry.path(), copy.join(entry.file_name())).expect("copied");
         }
-        Weights::open(&copy).expect("whole");
+        let link = folder.path().join("latest");
+        std::os::unix::fs::symlink(&copy, &link).expect("a link");
+        for named in [&copy, &link] {
+            Weights::open(named).expect("whole");
+        }
         let text = std::fs::read(directory.join("manifest.json")).expect("a manifest");
         let manifest: Value = serde_json::from_slice(&text).expect("JSON");
         let name = manifest["files"][0]["name"].as_str().expect("a name");

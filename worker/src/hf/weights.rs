@@ -3,7 +3,7 @@
 use super::directory::{Directory, Place};
 use crate::checkpoint::values::{convert, first_non_finite, float_named};
 use crate::checkpoint::{
-    Disk, PARTS, Problem, Refusal, Shards, newest_usable, show, value_differences, verify,
+    Disk, PARTS, Problem, Refusal, Shards, newest_usable, value_differences, verify,
 };
 use crate::state::rank::RankState;
 use moejob_kernels::DType;
@@ -32,10 +32,9 @@ impl Weights {
     pub fn open(path: &Path) -> Result<Weights, Refusal> {
         if path.join("manifest.json").symlink_metadata().is_ok() {
             // Of a location only what was read whole is usable. One that is named is held to
-            // the same.
-            verify(&Disk::real(), path)
-                .map_err(|problems| Refusal::of(&path.display().to_string(), problems))?;
-            return Weights::ours(path);
+            // the same, by its own name: `.` and a link to it are ways to say it.
+            let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+            return Weights::ours(&path, verify(&Disk::real(), &path));
         }
         let inside = path.join("checkpoints");
         if path.join("job.json").is_file() && inside.is_dir() {
@@ -64,7 +63,7 @@ impl Weights {
         let newest = newest_usable(&Disk::real(), path)
             .map_err(|error| Refusal::of(&name, vec![Problem::new(".", &error.to_string())]))?;
         match newest.usable {
-            Some(found) => Weights::ours(&found.path),
+            Some(found) => Weights::ours(&found.path, found.manifest),
             None => {
                 let why = vec![Problem::new(".", "no checkpoint in it can be used")];
                 Err(newest.refused.into_iter().next().unwrap_or_else(|| Refusal::of(&name, why)))
@@ -72,10 +71,13 @@ impl Weights {
         }
     }
 
-    fn ours(path: &Path) -> Result<Weights, Refusal> {
+    fn ours(
+        path: &Path,
+        manifest: Result<CheckpointManifest, Vec<Problem>>,
+    ) -> Result<Weights, Refusal> {
+        let manifest =
+            manifest.map_err(|problems| Refusal::of(&path.display().to_string(), problems))?;
         let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-        let manifest = show(&Disk::real(), &path)
-            .map_err(|problems| Refusal::of(&path.display().to_string(), problems))?;
         let params = manifest.model.params();
         Ok(Weights::Ours { path, manifest: Box::new(manifest), params })
     }
