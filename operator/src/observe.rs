@@ -9,13 +9,13 @@
 
 mod cluster;
 mod light;
+mod relay;
 mod shared;
 
 pub use cluster::{Cluster, Taken};
 pub use moejob_plan::lead::{JobSeen, Owner, WorkerPod, owner};
 
 use crate::identity::Keyring;
-use futures::{Stream, StreamExt, TryStreamExt};
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{
     self, ConfigMap, Container, ContainerStatus, Node, Pod, Secret,
@@ -24,9 +24,9 @@ use k8s_openapi::api::scheduling::v1::PriorityClass;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::api::{Api, ApiResource, DynamicObject};
 use kube::runtime::watcher::{self, watcher};
-use kube::runtime::WatchStreamExt;
 use kube::{Client, ResourceExt};
 use light::LightPod;
+use relay::{Lists, allowed, relay};
 use shared::Shared;
 use moejob_plan::allocate::{ClusterNode, Taint, is_pause, unhealthy, unhealthy_label};
 use moejob_plan::cost::TEXT_BYTES_MAX;
@@ -35,8 +35,9 @@ use moejob_plan::observed::Millis;
 use moejob_plan::pods::{ANNOTATION_SEAL, CONTAINER, LABEL_JOB_UID};
 use moejob_plan::resources::Resources;
 use moejob_plan::spec::MoeJob;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
@@ -121,6 +122,9 @@ pub enum Kind {
     Profiles,
 }
 
+/// How many there are.
+const KINDS: u32 = Kind::Profiles as u32 + 1;
+
 pub fn key(namespace: &str, name: &str) -> Key {
     Arc::from(format!("{namespace}/{name}"))
 }
@@ -128,134 +132,56 @@ pub fn key(namespace: &str, name: &str) -> Key {
 /// Follows everything for as long as the receiver is there. Errors of the API are logged, and the
 /// watches begin again with growing pauses. One that ends all the same leaves the operator blind:
 /// whoever called looks after them.
+///
+/// A watch that has lost an event does not know it, and its object may never change again. So each
+/// kind is listed anew every so often (`lists`), one kind after the other.
 pub fn follow(
     client: &Client,
     keyring: &Arc<Keyring>,
     namespace: &str,
+    lists: Duration,
     to: &mpsc::Sender<Change>,
 ) -> JoinSet<()> {
     let mut watches = JoinSet::new();
     let config = || watcher::Config::default().page_size(PAGE);
+    let times = |kind: Kind| Lists { first: lists * (kind as u32 + 1) / KINDS, every: lists };
     let resource = ApiResource::erase::<MoeJob>(&());
     let jobs: Api<DynamicObject> = Api::all_with(client.clone(), &resource);
-    let jobs = watcher(jobs, config().page_size(PAGE_JOBS));
-    watches.spawn(relay(Kind::Jobs, jobs, to.clone(), job_seen, |job| {
+    let jobs = move || watcher(jobs.clone(), config().page_size(PAGE_JOBS));
+    watches.spawn(relay(Kind::Jobs, jobs, times(Kind::Jobs), to.clone(), job_seen, |job| {
         (key(&job.namespace, &job.name), Change::Job(Box::new(job)))
     }));
     let pods: Api<LightPod> = Api::all(client.clone());
     let keyring = Arc::clone(keyring);
-    let pods = watcher(pods, config());
+    let pods = move || watcher(pods.clone(), config());
     let mut shared = Shared::default();
     let reduce = move |pod: LightPod| pod_seen(pod.pod(), &keyring, &mut shared);
-    watches.spawn(relay(Kind::Pods, pods, to.clone(), reduce, |pod| {
+    watches.spawn(relay(Kind::Pods, pods, times(Kind::Pods), to.clone(), reduce, |pod| {
         (Arc::clone(&pod.key), Change::Pod(pod))
     }));
     let nodes: Api<Node> = Api::all(client.clone());
-    let nodes = watcher(nodes, config());
-    watches.spawn(relay(Kind::Nodes, nodes, to.clone(), node_seen, |node| {
+    let nodes = move || watcher(nodes.clone(), config());
+    watches.spawn(relay(Kind::Nodes, nodes, times(Kind::Nodes), to.clone(), node_seen, |node| {
         (Arc::from(node.name.as_str()), Change::Node(node))
     }));
     let classes: Api<PriorityClass> = Api::all(client.clone());
-    let classes = watcher(classes, config());
-    watches.spawn(relay(Kind::Classes, classes, to.clone(), class_seen, |class| {
+    let classes = move || watcher(classes.clone(), config());
+    let seen = class_seen;
+    watches.spawn(relay(Kind::Classes, classes, times(Kind::Classes), to.clone(), seen, |class| {
         (Arc::from(class.name.as_str()), Change::Class(class))
     }));
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), namespace);
-    let maps = watcher(maps, config().fields(&format!("metadata.name={PROFILES}")));
-    let maps = allowed(maps);
-    watches.spawn(relay(Kind::Profiles, maps, to.clone(), files, |files| {
+    let named = format!("metadata.name={PROFILES}");
+    let maps = move || allowed(watcher(maps.clone(), config().fields(&named)));
+    watches.spawn(relay(Kind::Profiles, maps, times(Kind::Profiles), to.clone(), files, |files| {
         (Arc::from(PROFILES), Change::Profiles(files))
     }));
     watches
 }
 
-/// Whoever gave the operator its rights before there were profiles has not given this one: then
-/// there are none but those shipped, and the watch goes on asking.
-fn allowed(
-    maps: impl Stream<Item = watcher::Result<watcher::Event<ConfigMap>>>,
-) -> impl Stream<Item = watcher::Result<watcher::Event<ConfigMap>>> {
-    let mut told = false;
-    maps.flat_map(move |event| {
-        let refused = match &event {
-            Err(watcher::Error::InitialListFailed(kube::Error::Api(status))) => {
-                matches!(status.code, 403 | 404)
-            }
-            _ => false,
-        };
-        let first = refused && !told;
-        told |= refused;
-        let empty = [watcher::Event::Init, watcher::Event::InitDone].map(Ok);
-        let none = if first { Vec::from(empty) } else { Vec::new() };
-        futures::stream::iter(none.into_iter().chain([event]))
-    })
-}
-
 /// Its texts by their keys.
 fn files(map: ConfigMap) -> BTreeMap<String, String> {
     map.data.unwrap_or_default()
-}
-
-fn gone(kind: Kind, key: Key) -> Change {
-    match kind {
-        Kind::Jobs => Change::JobGone(key),
-        Kind::Pods => Change::PodGone(key),
-        Kind::Nodes => Change::NodeGone(key),
-        Kind::Classes => Change::ClassGone(key),
-        Kind::Profiles => Change::Profiles(BTreeMap::new()),
-    }
-}
-
-/// One watch: what a new list no longer has is told as gone.
-async fn relay<K, Seen>(
-    kind: Kind,
-    stream: impl Stream<Item = watcher::Result<watcher::Event<K>>> + Send,
-    to: mpsc::Sender<Change>,
-    mut reduce: impl FnMut(K) -> Seen + Send,
-    told: impl Fn(Seen) -> (Key, Change) + Send,
-) where
-    K: Send + 'static,
-{
-    let mut stream = std::pin::pin!(stream.default_backoff());
-    let (mut known, mut listed) = (HashSet::new(), None::<HashSet<Key>>);
-    loop {
-        let event = match stream.try_next().await {
-            Ok(Some(event)) => event,
-            Ok(None) => return,
-            Err(error) => {
-                tracing::warn!(?kind, %error, "watching goes on after a pause");
-                continue;
-            }
-        };
-        let mut changes = Vec::new();
-        match event {
-            watcher::Event::Init => listed = Some(HashSet::new()),
-            watcher::Event::InitApply(object) | watcher::Event::Apply(object) => {
-                let (key, change) = told(reduce(object));
-                if let Some(listed) = &mut listed {
-                    listed.insert(Arc::clone(&key));
-                }
-                known.insert(key);
-                changes.push(change);
-            }
-            watcher::Event::Delete(object) => {
-                let (key, _) = told(reduce(object));
-                known.remove(&key);
-                changes.push(gone(kind, key));
-            }
-            watcher::Event::InitDone => {
-                let listed = listed.take().unwrap_or_default();
-                let lost: Vec<Key> = known.difference(&listed).cloned().collect();
-                changes.extend(lost.into_iter().map(|key| gone(kind, key)));
-                known = listed;
-                changes.push(Change::Complete(kind));
-            }
-        }
-        for change in changes {
-            if to.send(change).await.is_err() {
-                return;
-            }
-        }
-    }
 }
 
 fn millis(time: Option<&k8s_openapi::apimachinery::pkg::apis::meta::v1::Time>) -> Option<Millis> {
@@ -504,30 +430,6 @@ pub async fn own_image(
 mod tests {
     use super::*;
     use serde_json::json;
-
-    /// The process is then to end: `cli/operator.rs` waits for just that.
-    #[tokio::test]
-    async fn a_watch_that_ends_for_good_ends_its_task() {
-        let node = |name: &str| {
-            let node = json!({"metadata": {"name": name}});
-            serde_json::from_value::<Node>(node).expect("a node")
-        };
-        use watcher::Event::{Init, InitApply, InitDone};
-        let said = [Init, InitApply(node("a")), InitDone, Init, InitDone].map(Ok);
-        let (to, mut changes) = mpsc::channel(8);
-        let told = |node: ClusterNode| (Arc::from(node.name.as_str()), Change::Node(node));
-        relay(Kind::Nodes, futures::stream::iter(said), to, node_seen, told).await;
-        let mut heard = Vec::new();
-        while let Some(change) = changes.recv().await {
-            heard.push(match change {
-                Change::Node(node) => format!("node {}", node.name),
-                Change::NodeGone(name) => format!("no node {name}"),
-                other => format!("{other:?}"),
-            });
-        }
-        // What the second list does not have is gone, though nothing told its end.
-        assert_eq!(heard, ["node a", "Complete(Nodes)", "no node a", "Complete(Nodes)"]);
-    }
 
     pub(super) fn reduced(pod: serde_json::Value, keyring: &Keyring) -> PodSeen {
         let pod: LightPod = serde_json::from_value(pod).expect("a pod");

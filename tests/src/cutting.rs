@@ -1,6 +1,6 @@
 //! A proxy between an operator and the API server that counts the operator's writes, and at one of
 //! them ends the operator: before the API server has heard of it, or before the operator hears
-//! that it was done.
+//! that it was done. It may also spoil what the operator sees (`View`).
 //!
 //! ```text
 //! operator --plain HTTP--> proxy --TLS--> API server
@@ -9,15 +9,22 @@
 //!
 //! Renewals of the lease and token reviews change nothing that is compared; they do not count.
 
-use std::collections::HashMap;
+mod told;
+
+pub use told::View;
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+use told::Events;
+use tokio::time::{Instant, sleep_until};
 
 /// More than any request of an operator.
 const REQUEST_BYTES_MAX: usize = 4 << 20;
@@ -51,6 +58,20 @@ struct Book {
     operator: Option<i32>,
     /// Connections of an operator that was ended are of no use to anybody.
     era: u32,
+    view: View,
+    /// How many events its watches have told, by resource.
+    events: BTreeMap<String, usize>,
+    /// The event that was never seen.
+    unseen: Option<String>,
+}
+
+/// An answer that is awaited or under way on a connection.
+enum Answer {
+    /// Of the write with this index, if it counts.
+    Write(Option<usize>),
+    /// Of a list of this resource, or of a watch.
+    List(String),
+    Watch(String, Events),
 }
 
 #[derive(Clone)]
@@ -93,10 +114,26 @@ impl Proxy {
         self.book.lock().expect("no panic holds it")
     }
 
-    /// Begins anew: no writes so far.
+    /// Begins anew: no writes so far, and a view as it should be.
     pub fn begin(&self, cut: Option<Cut>) {
         let mut book = self.book();
         (book.writes, book.cut, book.cuts) = (Vec::new(), cut, 0);
+        (book.view, book.events, book.unseen) = (View::default(), BTreeMap::new(), None);
+    }
+
+    /// The operator's view is spoilt from now on.
+    pub fn spoil(&self, view: View) {
+        self.book().view = view;
+    }
+
+    /// How many events the watches have told since the beginning, by resource.
+    pub fn events(&self) -> BTreeMap<String, usize> {
+        self.book().events.clone()
+    }
+
+    /// The event that was never seen, where there was one.
+    pub fn unseen(&self) -> Option<String> {
+        self.book().unseen.clone()
     }
 
     /// Who is ended.
@@ -123,9 +160,12 @@ impl Proxy {
         let name = ServerName::try_from(self.server.0.clone()).map_err(io::Error::other)?;
         let mut server = self.connector.connect(name, server).await?;
         let (mut asked, mut chunk) = (Vec::new(), vec![0; 64 << 10]);
-        // The write whose answer comes next: a connection asks one thing at a time.
-        let mut waiting = None;
+        // The request whose answer comes next: a connection asks one thing at a time.
+        let mut waiting = Answer::Write(None);
+        // What comes late, in order.
+        let mut late: VecDeque<(Instant, Vec<u8>)> = VecDeque::new();
         loop {
+            let due = late.front().map(|(due, _)| *due);
             tokio::select! {
                 read = operator.read_buf(&mut asked) => {
                     if read? == 0 || asked.len() > REQUEST_BYTES_MAX {
@@ -133,7 +173,7 @@ impl Proxy {
                     }
                     while let Some((request, length)) = request(&asked)? {
                         match self.ask(era, request, &asked[..length]) {
-                            Some(number) => waiting = number,
+                            Some(answer) => waiting = answer,
                             None => return Ok(()),
                         }
                         server.write_all(&asked[..length]).await?;
@@ -143,25 +183,43 @@ impl Proxy {
                 }
                 read = server.read(&mut chunk) => {
                     let read = read?;
-                    if read == 0 || !self.answer(era, waiting.take(), &chunk[..read]) {
+                    if read == 0 {
+                        for (due, bytes) in late {
+                            sleep_until(due).await;
+                            operator.write_all(&bytes).await?;
+                        }
                         return Ok(());
                     }
-                    operator.write_all(&chunk[..read]).await?;
+                    match self.answer(era, &mut waiting, &chunk[..read]) {
+                        Some((bytes, delay)) => late.push_back((Instant::now() + delay, bytes)),
+                        None => return Ok(()),
+                    }
+                }
+                () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
+                    if let Some((_, bytes)) = late.pop_front() {
+                        operator.write_all(&bytes).await?;
+                    }
                 }
             }
         }
     }
 
-    /// The write's index if it counts; outside None: it does not go on.
-    fn ask(&self, era: u32, request: (String, String), text: &[u8]) -> Option<Option<usize>> {
+    /// What is to be answered. None: it does not go on.
+    fn ask(&self, era: u32, request: (String, String), text: &[u8]) -> Option<Answer> {
         let (verb, path) = request;
         let mut book = self.book();
         if era != book.era {
             return None;
         }
         let reads = matches!(verb.as_str(), "GET" | "HEAD" | "OPTIONS");
+        if let Some(resource) = of_all(&path).filter(|_| verb == "GET").map(str::to_string) {
+            return Some(match path.contains("watch=") {
+                true => Answer::Watch(resource, Events::default()),
+                false => Answer::List(resource),
+            });
+        }
         if reads || path.contains("/leases") || path.contains("/tokenreviews") {
-            return Some(None);
+            return Some(Answer::Write(None));
         }
         let what = format!("{verb} {}", resource(&path));
         book.writes.push(Write { what, name: named(text), answer: None });
@@ -170,19 +228,31 @@ impl Proxy {
             end(&mut book);
             return None;
         }
-        Some(Some(number - 1))
+        Some(Answer::Write(Some(number - 1)))
     }
 
-    /// Whether the operator is to hear it.
-    fn answer(&self, era: u32, to: Option<usize>, text: &[u8]) -> bool {
+    /// What the operator is to hear of it, and how late. None: nothing any more.
+    fn answer(&self, era: u32, to: &mut Answer, text: &[u8]) -> Option<(Vec<u8>, Duration)> {
         let mut book = self.book();
-        let Some(index) = to else { return era == book.era };
+        let at_once = Duration::ZERO;
+        let index = match to {
+            Answer::Write(index) => index.take(),
+            _ if era != book.era => return None,
+            Answer::List(resource) => return Some((text.to_vec(), book.delay(resource))),
+            Answer::Watch(resource, events) => {
+                let on = events.pass(text, |line| book.sees(resource, line));
+                return Some((on, book.delay(resource)));
+            }
+        };
+        let Some(index) = index else {
+            return (era == book.era).then(|| (text.to_vec(), at_once));
+        };
         let code = text.get(9..12).and_then(|code| std::str::from_utf8(code).ok()?.parse().ok());
         if let Some(write) = book.writes.get_mut(index) {
             write.answer = code;
         }
         if era != book.era {
-            return false;
+            return None;
         }
         let done = code.is_some_and(|code| code < 300);
         let cut = match book.cut {
@@ -192,8 +262,35 @@ impl Proxy {
         };
         if cut {
             end(&mut book);
+            return None;
         }
-        !cut
+        Some((text.to_vec(), at_once))
+    }
+}
+
+impl Book {
+    fn delay(&self, resource: &str) -> Duration {
+        let counts = !self.view.after_a_cut || self.cuts > 0;
+        let late = self.view.late.iter().filter(|(of, _)| counts && of == resource);
+        Duration::from_millis(late.map(|(_, millis)| *millis).sum())
+    }
+
+    /// Whether this event of a watch goes on; counts it.
+    fn sees(&mut self, resource: &str, line: &[u8]) -> bool {
+        let event: serde_json::Value = serde_json::from_slice(line).unwrap_or_default();
+        let kind = event["type"].as_str().unwrap_or_default();
+        if !matches!(kind, "ADDED" | "MODIFIED" | "DELETED") {
+            return true;
+        }
+        let count = self.events.entry(resource.to_string()).or_default();
+        let number = std::mem::replace(count, *count + 1);
+        let of = self.view.unseen.as_ref();
+        let sees = !of.is_some_and(|(of, unseen)| of == resource && *unseen == number);
+        if !sees {
+            let name = event["object"]["metadata"]["name"].as_str().unwrap_or_default();
+            self.unseen = Some(format!("{resource} {number}: {kind} {name}"));
+        }
+        sees
     }
 }
 
@@ -224,6 +321,14 @@ fn request(bytes: &[u8]) -> io::Result<Option<((String, String), usize)>> {
     let body = headers.get("content-length").map_or(Ok(0), |length| length.parse::<usize>());
     let length = head + 4 + body.map_err(io::Error::other)?;
     Ok((bytes.len() >= length).then_some(((verb, path), length)))
+}
+
+/// The resource of a list or of a watch of all namespaces: what an operator sees the cluster by.
+fn of_all(path: &str) -> Option<&str> {
+    let path = path.split('?').next()?;
+    let resource = path.rsplit('/').next()?;
+    let seen = ["pods", "moejobs", "nodes", "priorityclasses"].contains(&resource);
+    (seen && !path.contains("/namespaces/")).then_some(resource)
 }
 
 /// `pods` of `/api/v1/namespaces/default/pods/x`, `moejobs/status` with its subresource.
@@ -261,5 +366,7 @@ mod tests {
         assert_eq!(resource("/api/v1/namespaces/n/pods"), "pods");
         assert_eq!(resource("/api/v1/namespaces/n/secrets/s"), "secrets");
         assert!(request(b"x\r\n\r\n").is_err());
+        assert_eq!(of_all("/apis/moejob.dev/v1alpha1/moejobs?watch=true"), Some("moejobs"));
+        assert_eq!(of_all("/api/v1/namespaces/n/pods"), None);
     }
 }

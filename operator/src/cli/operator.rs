@@ -47,6 +47,9 @@ pub struct OperatorArgs {
     /// Where /metrics is answered, with TLS, to who may read it.
     #[arg(long, default_value = "0.0.0.0:8443")]
     pub metrics: SocketAddr,
+    /// How often all jobs, pods and nodes are listed anew, in seconds: it finds what a watch has lost.
+    #[arg(long, default_value = "600", value_parser = clap::value_parser!(u32).range(1..))]
+    pub list_every: u32,
     /// For tests on clusters without GPUs: engines of GPU jobs compute on processors, in pods that
     /// ask for the GPUs all the same (docs/testing.md).
     #[arg(long, env = "MOEJOB_STAND_IN", hide = true)]
@@ -117,7 +120,8 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
     let (told_sender, told) = mpsc::channel(EVENTS_MAX);
     let (order_sender, orders) = mpsc::channel(8);
     let (unfit_sender, mut unfit) = mpsc::channel(1);
-    let mut watches = observe::follow(&client, &keyring, &args.namespace, &change_sender);
+    let lists = Duration::from_secs(args.list_every.into());
+    let mut watches = observe::follow(&client, &keyring, &args.namespace, lists, &change_sender);
     let pulse = Pulse::default();
     metrics.watch(pulse.clone());
     pulse.guard().map_err(OperatorError::Runtime)?;

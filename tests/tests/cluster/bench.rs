@@ -79,6 +79,8 @@ pub struct Bench {
     pub proxy: Proxy,
     pub orders: PathBuf,
     pub folder: tempfile::TempDir,
+    /// How often the operator lists everything anew, in seconds.
+    pub lists: u32,
 }
 
 impl Bench {
@@ -94,6 +96,7 @@ impl Bench {
             proxy: Proxy::start((host, 443), &root).await.expect("a proxy"),
             orders: state.join("fake"),
             folder: tempfile::tempdir().expect("a folder"),
+            lists: 600,
         }
     }
 
@@ -138,6 +141,7 @@ impl Bench {
         let child = Command::new(moejob())
             .args(["operator", "--image", "localhost/moejob:test"])
             .args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"])
+            .args(["--list-every", &self.lists.to_string()])
             .env("KUBECONFIG", self.folder.path().join("config"))
             .env("MOEJOB_LOG", "info")
             .stdin(Stdio::null())

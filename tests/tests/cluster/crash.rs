@@ -7,6 +7,7 @@
 //! said at `Ended`.
 
 use crate::bench::{Bench, NAMESPACE, POLL, inside, install, shown};
+use crate::lag;
 use futures::StreamExt;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::networking::v1::NetworkPolicy;
@@ -15,7 +16,7 @@ use kube::ResourceExt;
 use kube::api::{DeleteParams, ListParams, PostParams};
 use kube::runtime::watcher;
 use moejob_tests::cluster::{Own, small_job};
-use moejob_tests::cutting::{Cut, Write};
+use moejob_tests::cutting::{Cut, View, Write};
 use moejob_tests::moejob;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -37,15 +38,15 @@ const STATUS_AGAIN_MAX: usize = 6;
 
 /// What an operator's work has come to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Ended {
+pub struct Ended {
     /// Phase, step, checkpoint, nodes, restarts and conditions of the complete job.
-    status: String,
+    pub status: String,
     /// NetworkPolicies, budgets, and pods that have not ended.
-    objects: Vec<String>,
+    pub objects: Vec<String>,
     /// Names of all pods that there were.
-    pods: BTreeSet<String>,
+    pub pods: BTreeSet<String>,
     /// Kinds that are still there after the job's deletion.
-    left: Vec<String>,
+    pub left: Vec<String>,
 }
 
 impl Bench {
@@ -139,10 +140,11 @@ impl Bench {
         }
     }
 
-    /// One life under an operator that is ended at `cut`.
-    async fn life(&self, name: &str, cut: Option<Cut>) -> (Ended, Vec<Write>) {
+    /// One life under an operator that is ended at `cut` and sees the cluster by `view`.
+    pub async fn life(&self, name: &str, cut: Option<Cut>, view: View) -> (Ended, Vec<Write>) {
         self.forget().await;
         self.proxy.begin(cut);
+        self.proxy.spoil(view);
         let seen = Mutex::new(BTreeSet::new());
         let mut ended = tokio::select! {
             ended = self.live(name) => ended,
@@ -202,14 +204,14 @@ fn count(writes: &[Write]) -> BTreeMap<&str, usize> {
 }
 
 /// One line of the table that the test prints.
-fn line(what: &str, ended: &Ended, writes: &[Write]) {
+pub fn line(what: &str, ended: &Ended, writes: &[Write]) {
     let counts: Vec<String> =
         count(writes).iter().map(|(what, count)| format!("{count} {what}")).collect();
     println!("{what}: {} writes ({}), pods {}", writes.len(), counts.join(", "), ended.pods.len());
 }
 
 #[test]
-fn an_operator_that_dies_at_any_write_comes_to_the_same_end() {
+fn an_operator_that_dies_or_does_not_see_comes_to_the_same_end() {
     let environment = [("MOEJOB_FAKE_STEP_MS", "5")];
     let program = moejob().display().to_string();
     let up = ["--nodes", "0", "--fake", "4", "--program", &program];
@@ -217,32 +219,35 @@ fn an_operator_that_dies_at_any_write_comes_to_the_same_end() {
     install(&cluster);
     let state = cluster.state.clone();
     inside(&cluster, async move {
-        let bench = Bench::new(state).await;
+        let mut bench = Bench::new(state).await;
         bench.kubeconfig().await;
-        every_write(&bench).await;
+        // The garbage collector learns of a new kind within half a minute; this life waits for it.
+        bench.life("first", None, View::default()).await;
+        let whole = bench.life("whole", None, View::default()).await;
+        line("undisturbed", &whole.0, &whole.1);
+        println!("{}{:#?}", shown(&whole.1), whole.0);
+        let events = bench.proxy.events();
+        every_write(&bench, &whole).await;
+        lag::runs(&mut bench, &whole, &events).await;
     });
 }
 
-async fn every_write(bench: &Bench) {
-    // The garbage collector learns of a new kind within half a minute; this life waits for it.
-    bench.life("first", None).await;
+async fn every_write(bench: &Bench, (expected, undisturbed): &(Ended, Vec<Write>)) {
     let start = Instant::now();
-    let (expected, undisturbed) = bench.life("whole", None).await;
-    line("undisturbed", &expected, &undisturbed);
-    println!("{}{expected:#?}", shown(&undisturbed));
-    let (first, apart) = chosen();
+    let Some((first, apart)) = chosen() else { return };
     println!("killed at write {first} and every {apart} after it; MOEJOB_CRASH=all: at each");
     let (mut number, mut failures) = (first, Vec::new());
     'all: loop {
         for (letter, cut) in [("b", Cut::Before(number)), ("a", Cut::After(number))] {
-            let (ended, writes) = bench.life(&format!("cut{number}{letter}"), Some(cut)).await;
+            let name = format!("cut{number}{letter}");
+            let (ended, writes) = bench.life(&name, Some(cut), View::default()).await;
             // A life of fewer writes than that is over: so were all before it.
             if bench.proxy.cuts() == 0 {
                 break 'all;
             }
             let at = writes.get(number - 1).map(|write| write.what.clone()).unwrap_or_default();
             line(&format!("{cut:?} {at}"), &ended, &writes);
-            if let Some(difference) = differs(&expected, &ended, &undisturbed, &writes) {
+            if let Some(difference) = differs(expected, &ended, undisturbed, &writes) {
                 println!("DIFFERS {cut:?} {at}: {difference}\n{}", shown(&writes));
                 failures.push(format!("{cut:?} {at}: {difference}"));
             }
@@ -256,15 +261,16 @@ async fn every_write(bench: &Bench) {
 }
 
 /// The first write, and how far apart the others are: from 1 to 6 by the clock, so that runs
-/// together see them all, unless `MOEJOB_CRASH` says `all`, or from which number on all.
-fn chosen() -> (usize, usize) {
+/// together see them all, unless `MOEJOB_CRASH` says `all`, `none`, or from which number on all.
+fn chosen() -> Option<(usize, usize)> {
     match std::env::var("MOEJOB_CRASH").as_deref() {
         Err(_) => {
             let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
-            (1 + now.as_secs() as usize % APART, APART)
+            Some((1 + now.as_secs() as usize % APART, APART))
         }
-        Ok("all") => (1, 1),
-        Ok(text) => (text.parse().expect("MOEJOB_CRASH is `all` or a number"), 1),
+        Ok("none") => None,
+        Ok("all") => Some((1, 1)),
+        Ok(text) => Some((text.parse().expect("MOEJOB_CRASH is `all`, `none` or a number"), 1)),
     }
 }
 

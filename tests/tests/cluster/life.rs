@@ -50,6 +50,7 @@ fn whatever_happens_the_losses_stay() {
     a_cut_link_costs_seconds(&job);
     the_leaders_link_costs_nothing(&job);
     nobody_leads_and_it_trains(&job);
+    nothing_is_stored_and_it_trains(&job);
     suspended_it_holds_nothing_and_goes_on(&job);
     job.assert_losses_of_one_machine();
     job.delete(true);
@@ -132,25 +133,44 @@ fn the_leaders_link_costs_nothing(job: &Job) {
 }
 
 fn nobody_leads_and_it_trains(job: &Job) {
-    let (attempt, pods) = (job.attempt(), job.running());
     let scale = ["scale", "-n", "moejob-system", "deployment/moejob-operator"];
-    kubectl(&[&scale[..], &["--replicas=0"]].concat()).expect("scaled");
-    let end = Instant::now() + AWAY;
+    let replicas = |count: &str| {
+        kubectl(&[&scale[..], &[&format!("--replicas={count}")]].concat()).expect("scaled");
+    };
+    trains_while(job, "no operator for 60 s", || replicas("0"), || replicas("2"));
+}
+
+/// The API server answers nothing, and whoever leads loses the lease.
+fn nothing_is_stored_and_it_trains(job: &Job) {
+    let etcd = |what: &str| node("control", &["etcd", what]);
+    trains_while(job, "etcd stopped for 60 s", || etcd("stopped"), || {
+        etcd("continued");
+        until("the API server answers", PATIENCE, String::new, || {
+            kubectl(&["get", "nodes"]).good.then_some(())
+        });
+    });
+}
+
+/// No worker is told to leave between `begin` and `end`, a minute later, and none is replaced.
+fn trains_while(job: &Job, what: &str, begin: impl Fn(), end: impl Fn()) {
+    let (attempt, pods) = (job.attempt(), job.running());
+    begin();
+    let until = Instant::now() + AWAY;
     let mut longest = Duration::ZERO;
-    while Instant::now() < end {
+    while Instant::now() < until {
         let start = Instant::now();
         job.go_on(10);
         longest = longest.max(start.elapsed());
     }
-    println!("no operator for 60 s: at most {:.1} s for ten steps", longest.as_secs_f64());
-    kubectl(&[&scale[..], &["--replicas=2"]].concat()).expect("scaled");
+    println!("{what}: at most {:.1} s for ten steps", longest.as_secs_f64());
+    end();
     install();
     job.until("the new leader tells how far it is", || {
         let told = job.status()["step"].as_u64()?;
         (told + 1000 >= job.step()).then_some(())
     });
-    assert_eq!(job.attempt(), attempt, "{}", job.state());
-    assert_eq!(job.running(), pods);
+    assert_eq!(job.attempt(), attempt, "{what}\n{}", job.state());
+    assert_eq!(job.running(), pods, "{what}");
 }
 
 fn suspended_it_holds_nothing_and_goes_on(job: &Job) {

@@ -11,6 +11,7 @@ mod install;
 mod jobs;
 #[path = "../../../operator/tests/knock/mod.rs"]
 mod knock;
+mod lag;
 mod life;
 mod moe;
 #[path = "../../../operator/plan/tests/manifests/mod.rs"]
