@@ -96,3 +96,33 @@ fn what_cannot_be_measured_is_refused_by_name() {
         assert!(err.contains(expected), "{arguments}: {err}");
     }
 }
+
+/// The page of estimates shows what the command prints.
+#[test]
+fn links_are_simulated_by_what_profiles_say() {
+    let links = |words: &str| {
+        let words = ["bench", "--links"].into_iter().chain(words.split(' '));
+        Command::new(env!("CARGO_BIN_EXE_moejob")).args(words).output().unwrap()
+    };
+    let output = links("--simulate --profile nd-h200-v5 --profile ndm-a100-v4");
+    let said = String::from_utf8(output.stdout).unwrap();
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/exchange.md");
+    assert!(output.status.success() && std::fs::read_to_string(page).unwrap().contains(&said));
+    let output = links("--simulate --gpus 64,2048 --mib 16 --json");
+    let rows: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let rows = rows.as_array().unwrap();
+    assert_eq!(rows.len(), 8, "four profiles have figures: {rows:?}");
+    let two = |row: &serde_json::Value| row["estimates"][0]["hierarchicalSeconds"].as_f64();
+    assert!(rows.iter().all(|row| two(row).unwrap() > 0.0));
+    for (words, expected) in [
+        ("--simulate --profile huge", "there is no \"huge\"; known: cpu, "),
+        ("--simulate --profile cpu", "profile cpu says nothing of its links"),
+        ("--simulate --gpus 12", "a multiple of it"),
+        ("--simulate --gpus 0", "a whole number from 1 to 32768"),
+        ("--gpus 8", "--simulate"),
+    ] {
+        let output = links(words);
+        let err = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(2) && err.contains(expected), "{words}: {err}");
+    }
+}

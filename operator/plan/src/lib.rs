@@ -8,6 +8,7 @@
 //! Plan --check--> what must always hold                                      check
 //! Observed --status--> MoeJobStatus                                          status engines
 //! Cluster --allocate--> the nodes of each job                        fabric topology allocate
+//! Profile x GPUs x bytes --travel--> seconds of an exchange between GPUs     travel
 //! Measured x expect, pairs --preflight--> good and bad nodes                 preflight
 //! Job x birth --pod--> Pod, NetworkPolicy, PodDisruptionBudget               pods overlay pod
 //! ```
@@ -21,6 +22,7 @@ pub mod yaml;
 pub mod read;
 pub mod several;
 pub mod profile;
+pub mod travel;
 pub mod preset;
 pub mod fabric;
 pub mod topology;

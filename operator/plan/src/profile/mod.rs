@@ -54,7 +54,9 @@ pub struct Profile {
     pub topology_file: Option<TopologyFile>,
     /// By the name of the check.
     pub expect: BTreeMap<String, Limit>,
-    /// Of all that the profile says, 16 hex digits: what the record compares.
+    /// What estimates of the time between GPUs rest on; none where the profile does not say.
+    pub links: Option<LinkFigures>,
+    /// Of all that the profile says but `links`, 16 hex digits: what the record compares.
     pub digest: String,
 }
 
@@ -105,6 +107,28 @@ pub struct Limit {
     pub warn: f64,
 }
 
+/// How fast links between GPUs are expected to be: `crate::travel` makes times of them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LinkFigures {
+    /// All-to-all between the GPUs of a node, by the bytes that one sends to all others.
+    pub all_to_all: Vec<Line>,
+    /// Reduce-scatter or all-gather between them, by the bytes that pass each GPU.
+    pub ring: Vec<Line>,
+    /// From a GPU's adapter to one on another node.
+    pub network: Line,
+    /// Of a sender, for each message over the network.
+    pub message_seconds: f64,
+    /// At which a GPU copies within its memory, bytes read and bytes written, a second.
+    pub copy_rate: f64,
+}
+
+/// The time of a protocol: the seconds of nothing, and bytes a second.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Line {
+    pub seconds: f64,
+    pub rate: f64,
+}
+
 impl Default for Profile {
     /// Processors that one rank uses.
     fn default() -> Profile {
@@ -122,6 +146,7 @@ impl Default for Profile {
             numa: Vec::new(),
             topology_file: None,
             expect: BTreeMap::new(),
+            links: None,
             digest: String::new(),
         }
     }

@@ -1,7 +1,10 @@
 //! The text of a profile -> what it says, or every problem at once with its place.
 
 use super::schema::schema;
-use super::{Backend, Limit, Numa, Profile, Rdma, Setting, TopologyFile, takes_devices_per_node};
+use super::{
+    Backend, Limit, Line, LinkFigures, Numa, Profile, Rdma, Setting, TopologyFile,
+    takes_devices_per_node,
+};
 use crate::canonical::canonical_hash;
 use crate::job::bytes_of;
 use crate::problem::{Code, Problem, quoted};
@@ -38,6 +41,25 @@ struct Typed {
     topology_file: Option<String>,
     #[serde(default)]
     expect: BTreeMap<String, TypedLimit>,
+    links: Option<TypedLinks>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct TypedLinks {
+    all_to_all: Vec<TypedLine>,
+    ring: Vec<TypedLine>,
+    network: TypedLine,
+    message_us: f64,
+    #[serde(rename = "copyGBps")]
+    copy_gbps: f64,
+}
+
+#[derive(Deserialize)]
+struct TypedLine {
+    us: f64,
+    #[serde(rename = "GBps")]
+    gbps: f64,
 }
 
 #[derive(Deserialize)]
@@ -82,9 +104,10 @@ pub fn read(name: &str, bytes: &[u8]) -> Result<Profile, Vec<Problem>> {
     Err(problems)
 }
 
-/// Of all that is said, whatever its order and its comments.
+/// Of all that is said, whatever its order and its comments. What is expected of links is none of
+/// it: no pod and no rank depends on an estimate.
 pub(super) fn digest(said: &Json) -> String {
-    canonical_hash(said, &["about", "why"])[..16].to_string()
+    canonical_hash(said, &["about", "why", "links"])[..16].to_string()
 }
 
 /// The reader's own words are of manifests.
@@ -130,6 +153,7 @@ impl Judge<'_> {
         self.quantities(&typed);
         let topology_file = self.topology_file(typed.topology_file.as_deref(), &numa);
         let expect = self.expect(&typed.expect);
+        let links = typed.links.map(|links| self.links(links));
         let cuda = typed.backend == Backend::Cuda;
         Profile {
             name: self.name.to_string(),
@@ -145,6 +169,7 @@ impl Judge<'_> {
             numa,
             topology_file,
             expect,
+            links,
             digest,
         }
     }
@@ -281,6 +306,23 @@ impl Judge<'_> {
                 self.refuse(Code::Path, "topologyFile", said);
                 None
             }
+        }
+    }
+
+    fn links(&mut self, typed: TypedLinks) -> LinkFigures {
+        for (name, lines) in [("allToAll", &typed.all_to_all), ("ring", &typed.ring)] {
+            if lines.is_empty() {
+                let said = ("no line".to_string(), "1 or more", "write { us: 6, GBps: 95 }");
+                self.refuse(Code::Missing, &format!("links.{name}"), said);
+            }
+        }
+        let line = |typed: &TypedLine| Line { seconds: typed.us * 1e-6, rate: typed.gbps * 1e9 };
+        LinkFigures {
+            all_to_all: typed.all_to_all.iter().map(line).collect(),
+            ring: typed.ring.iter().map(line).collect(),
+            network: line(&typed.network),
+            message_seconds: typed.message_us * 1e-6,
+            copy_rate: typed.copy_gbps * 1e9,
         }
     }
 

@@ -37,6 +37,28 @@ pub fn schema() -> Json {
             "properties": { "fail": number, "warn": number },
         })
     };
+    let above = |about: &str| {
+        json!({
+            "description": about,
+            "type": "number",
+            "minimum": 0,
+            "exclusiveMinimum": true,
+            "maximum": 1e9,
+        })
+    };
+    let line = |about: &str| {
+        let properties = json!({
+            "us": above("Microseconds before the first byte arrives"),
+            "GBps": above("GB/s from then on"),
+        });
+        json!({
+            "description": about,
+            "type": "object",
+            "required": ["us", "GBps"],
+            "properties": properties,
+        })
+    };
+    let lines = || list(line("A protocol; the one that is fastest for a size carries it"), 8);
     let checks = CHECKS.iter().map(|(name, about)| (name.to_string(), limit(about)));
     let pci = text(12, "A PCI address, as 0001:00:00.0");
     json!({
@@ -87,6 +109,17 @@ pub fn schema() -> Json {
                 },
             }), 64),
             "topologyFile": text(1024, "generated, or a path in the worker's image"),
+            "links": {
+                "type": "object",
+                "required": ["allToAll", "ring", "network", "messageUs", "copyGBps"],
+                "properties": {
+                    "allToAll": lines(),
+                    "ring": lines(),
+                    "network": line("From a GPU's adapter to another node"),
+                    "messageUs": above("Microseconds of a sender for each message to a node"),
+                    "copyGBps": above("Copies within a GPU's memory, read and written"),
+                },
+            },
             "expect": { "type": "object", "properties": checks.collect::<serde_json::Map<_, _>>() },
         },
     })

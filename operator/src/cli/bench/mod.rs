@@ -4,7 +4,9 @@
 //! arguments -> a manifest as a job has it -> Job -> Engine -> steps on tokens made up in memory
 //!                                         `-> memory that `plan` expects, beside what was used
 //! ```
+//! `moejob bench --links --simulate` tells what profiles expect of links instead (`links`).
 
+mod links;
 mod synthetic;
 
 use super::args::{THREADS_MAX, Written, whole};
@@ -25,7 +27,7 @@ use moejob_plan::explain;
 use moejob_plan::job::Venue;
 use moejob_plan::launch::{self, Places};
 use moejob_plan::placement::{self, gib};
-use moejob_plan::preset;
+use moejob_plan::preset::fields;
 use moejob_plan::spec::Preset;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, GradientDtype, MomentDtype, Recompute};
@@ -38,8 +40,10 @@ use synthetic::Synthetic;
 #[derive(Args)]
 pub struct BenchArgs {
     /// The model, such as olmoe-1b-7b or tiny; `moejob explain model.preset` lists them.
-    #[arg(long, value_parser = preset_of)]
-    pub preset: Preset,
+    #[arg(long, value_parser = preset_of, required_unless_present = "links")]
+    pub preset: Option<Preset>,
+    #[command(flatten)]
+    pub links: links::LinksArgs,
     /// Only so many of its layers.
     #[arg(long, value_parser = whole(1, 512))]
     pub layers: Option<u32>,
@@ -118,7 +122,12 @@ fn preset_of(name: &str) -> Result<Preset, String> {
 }
 
 pub fn run(args: &BenchArgs) -> ExitCode {
-    match measure(args) {
+    if args.links.links {
+        return links::run(&args.links, args.written);
+    }
+    // The parser lets nobody pass who names neither.
+    let Some(preset) = args.preset else { return ExitCode::from(2) };
+    match measure(args, preset) {
         Ok(measured) => {
             match args.written.is_json() {
                 true => println!("{}", measured.json()),
@@ -134,12 +143,12 @@ pub fn run(args: &BenchArgs) -> ExitCode {
 }
 
 /// The job that a manifest with these choices would make.
-fn job(args: &BenchArgs, device: DeviceName) -> Result<Job, Refused> {
-    let mut model = json!({ "preset": args.preset.name() });
+fn job(args: &BenchArgs, preset: Preset, device: DeviceName) -> Result<Job, Refused> {
+    let mut model = json!({ "preset": preset.name() });
     if let Some(layers) = args.layers {
         model["numHiddenLayers"] = json!(layers);
         // Of the dense ones only those that are left.
-        if let Some(dense) = preset::fields(args.preset).dense_layers {
+        if let Some(dense) = fields(preset).dense_layers {
             let dense: Vec<u32> = dense.into_iter().filter(|layer| *layer < layers).collect();
             model["denseLayers"] = json!(dense);
         }
@@ -197,8 +206,8 @@ fn device_of(args: &BenchArgs) -> DeviceName {
     args.device.unwrap_or_else(|| if shown() { DeviceName::Gpu } else { DeviceName::Cpu })
 }
 
-fn measure(args: &BenchArgs) -> Result<Measured, Refused> {
-    let job = job(args, device_of(args))?;
+fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
+    let job = job(args, preset, device_of(args))?;
     let (devices, ep) = (args.devices, args.expert_parallel);
     if !placement::divides(ep, devices) {
         return Err(Refused(2, format!("--expert-parallel {ep} does not divide {devices} devices")));
@@ -241,7 +250,7 @@ fn measure(args: &BenchArgs) -> Result<Measured, Refused> {
         expert_parallel: ep,
         on_gpu: config.training.compute.backend == Backend::Cuda,
         routing: args.routing,
-        preset: args.preset.name(),
+        preset: preset.name(),
         imbalance,
         loss,
         planned,
