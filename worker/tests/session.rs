@@ -218,6 +218,7 @@ fn config(attempt: u32, seat: &str, edits: &[&str]) -> WorkerConfig {
             memory_auto: false,
         },
         ranks: 1,
+        exchange: Default::default(),
         threads: 1,
     };
     for edit in edits {

@@ -6,8 +6,8 @@ use crate::placement;
 use crate::preflight::Standard;
 use moejob_protocol::Mesh;
 use moejob_protocol::config::{
-    CheckpointConfig, DataConfig, DataSource, MixturePart, RecoveryConfig, Resume, Tokenizer,
-    TrainingConfig, WorkerConfig,
+    CheckpointConfig, DataConfig, DataSource, Exchange, MixturePart, RecoveryConfig, Resume,
+    Tokenizer, TrainingConfig, WorkerConfig,
 };
 use moejob_protocol::layout::Layout;
 use serde_json::{Value, json};
@@ -78,6 +78,7 @@ pub fn template(job: &Job, venue: Venue, job_uid: &str, places: &Places) -> Work
             memory_auto: job.recovery.memory_auto,
         },
         ranks: job.profile.ranks,
+        exchange: Exchange::Flat,
         threads: 0,
     }
 }

@@ -31,6 +31,8 @@ pub struct WorkerConfig {
     /// Ranks of each worker, one a device: `rank` and those that follow it.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub ranks: u32,
+    #[serde(default, skip_serializing_if = "Exchange::is_flat")]
+    pub exchange: Exchange,
     /// Kernel threads of this worker; 0 lets it choose.
     pub threads: u32,
 }
@@ -49,6 +51,23 @@ impl WorkerConfig {
     /// Micro-batches of a step.
     pub fn micro_batches(&self) -> u32 {
         self.training.global_batch_size / self.training.micro_batch_size
+    }
+}
+
+/// How rows travel between the ranks of an expert group. No bit depends on it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Exchange {
+    /// Each rank sends a message to each other one.
+    #[default]
+    Flat,
+    /// First within the workers, then between them ([`crate::stages`]).
+    Hierarchical,
+}
+
+impl Exchange {
+    pub fn is_flat(&self) -> bool {
+        *self == Exchange::Flat
     }
 }
 

@@ -6,6 +6,7 @@
 //! Mesh --coord()/rank()--> who is where; --micro_batches()--> whose rows  mesh
 //! Layout { Mesh, Placement } --owned()--> which blocks of which tensor    layout
 //! Layout --Holders, Owners, Buckets--> the same for a whole table, once      owners, buckets
+//! Stages { nodes of a group } --within(), between()--> who sends what to whom       stages
 //! Holders --Shares--> what each rank owns of all of it                      shares
 //! micro-batch blocks --subtrees()--> the one reduction tree of a step     tree
 //! WorkerConfig (down), Up (up), Down (down)                       config, message, preflight,
@@ -28,6 +29,7 @@ pub mod owners;
 pub mod buckets;
 pub mod reduction;
 pub mod shares;
+pub mod stages;
 pub mod memory;
 pub mod workspace;
 pub mod buffers;

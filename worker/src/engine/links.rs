@@ -17,6 +17,7 @@
 mod host;
 mod meet;
 mod nccl;
+mod staged;
 
 use crate::engine::beside::Overlap;
 use crate::engine::group::ExpertGroup;
@@ -26,7 +27,9 @@ use host::Host;
 use moejob_kernels::{Buffer, CpuDevice, Device};
 use moejob_protocol::buffers::{Moe, MoeScratch, Routes, Travel};
 use moejob_protocol::links::Built;
+use moejob_protocol::stages::{Flows, Piece};
 use nccl::{Lane, Nccl};
+use staged::Staging;
 
 pub use nccl::NoLinks;
 
@@ -38,6 +41,8 @@ pub struct Links {
     comm: Comm,
     failure: Option<CommError>,
     beside: bool,
+    /// Expert groups exchange in stages; none: each with each.
+    staging: Option<Staging>,
 }
 
 /// What travels beside the ops of a step.
@@ -73,6 +78,7 @@ pub type Parcel = (u32, Vec<Buffer>);
 
 /// What one layer of one round moves, and where it lies.
 pub(crate) struct Travelling<'a> {
+    pub layer: usize,
     pub group: &'a ExpertGroup,
     pub round: &'a Round,
     /// `D`
@@ -83,7 +89,15 @@ pub(crate) struct Travelling<'a> {
 
 impl Links {
     pub fn new(comm: Comm) -> Links {
-        Links { way: Way::Host(Host::default()), comm, failure: None, beside: true }
+        let way = Way::Host(Host::default());
+        Links { way, comm, failure: None, beside: true, staging: None }
+    }
+
+    /// The same links, between processors, by which an expert group exchanges first within each
+    /// worker, which has so many ranks, then between workers. All ranks do so.
+    #[must_use]
+    pub fn in_stages(self, ranks: u32) -> Links {
+        Links { staging: Some(Staging::new(ranks)), ..self }
     }
 
     /// The same links, by which buckets travel between the parts of a step and not within them.
@@ -112,7 +126,7 @@ impl Links {
             1 => Way::Host(Host::default()),
             _ => Way::Nccl(Box::new(Nccl::begin(&mut comm, device, groups, aside)?)),
         };
-        Ok(Links { way, comm, failure: None, beside: aside.is_some() })
+        Ok(Links { way, comm, failure: None, beside: aside.is_some(), staging: None })
     }
 
     /// Waits until the GPUs are connected, before the first verb.
@@ -197,7 +211,21 @@ impl Links {
             receives.push((ranks[source.position], parts));
             at += len;
         }
-        self.exchange(device, &sends, &receives);
+        let slot = all_ids.dtype().size() + all_weights.dtype().size();
+        let tokens_of = |position: usize| {
+            let sources = way.round.sources.iter();
+            sources.filter(|source| source.position == position).map(|source| source.tokens).sum()
+        };
+        let bytes = |_: &Flows, piece: Piece| {
+            let tokens: usize = tokens_of(piece.from);
+            tokens * top_k * slot
+        };
+        self.in_group(device, way, [&sends, &receives], bytes);
+        if let (Some(staging), Some(cpu), None) =
+            (&mut self.staging, device.as_cpu(), &self.failure)
+        {
+            staging.count(cpu, way, top_k);
+        }
     }
 
     /// Rows of `travel.leaving` to the ranks that they are for; what arrives goes to `into` [U, D].
@@ -215,7 +243,9 @@ impl Links {
         let sources = way.round.sources.iter().enumerate();
         let receives: Vec<Parcel> =
             sources.map(|(s, source)| (ranks[source.position], part(into, &arrived, s))).collect();
-        self.exchange(device, &sends, &receives);
+        let row = way.dim * leaving.dtype().size();
+        let bytes = |flows: &Flows, piece| flows.tokens(piece) * row;
+        self.in_group(device, way, [&sends, &receives], bytes);
     }
 
     /// A row of `scratch.y` per (token, expert), with `with_ds` its `ds`, back to where the token
@@ -252,7 +282,28 @@ impl Links {
             }
             receives.push((*rank, parts));
         }
-        self.exchange(device, &sends, &receives);
+        let ds = if with_ds { way.travel.ds.dtype().size() } else { 0 };
+        let row = way.dim * way.travel.returned.dtype().size() + ds;
+        let bytes = |flows: &Flows, piece| flows.rows_back(piece) * row;
+        self.in_group(device, way, [&sends, &receives], bytes);
+    }
+
+    /// Sends and receives of one rank of an expert group: at once, or in stages. `bytes` are those
+    /// of each piece of the group.
+    fn in_group(
+        &mut self,
+        device: &mut Device,
+        way: &Travelling,
+        [sends, receives]: [&[Parcel]; 2],
+        bytes: impl Fn(&Flows, Piece) -> usize,
+    ) {
+        let Some(staging) = self.staging.take() else {
+            return self.exchange(device, sends, receives);
+        };
+        self.attempt(|comm, _| {
+            staging.exchange(processor(device), comm, way, [sends, receives], bytes)
+        });
+        self.staging = Some(staging);
     }
 
     /// Every rank's part of a vector to all: `parts` by rank, the own one among them.

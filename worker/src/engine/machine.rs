@@ -15,7 +15,7 @@ use crate::gang::comm::{Comm, CommError};
 use moejob_kernels::cuda::Fault;
 use moejob_kernels::{Device, KernelError, StepPhase};
 use moejob_protocol::WorkerConfig;
-use moejob_protocol::config::{Backend, TrainingConfig};
+use moejob_protocol::config::{Backend, Exchange, TrainingConfig};
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
 use std::sync::Arc;
@@ -121,7 +121,10 @@ impl Engine {
         let mut model = Model::on(device, shape, &config.model, &config.layout, rank, training)?;
         told("its memory");
         let links = match training.compute.backend {
-            Backend::Cpu => Links::new(comm),
+            Backend::Cpu => match config.exchange {
+                Exchange::Flat => Links::new(comm),
+                Exchange::Hierarchical => Links::new(comm).in_stages(ranks),
+            },
             Backend::Cuda => {
                 let aside = model.places.as_ref().and_then(aside);
                 // Where buckets travel beside the ops, they do so by communicators of their own.

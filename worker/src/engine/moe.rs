@@ -256,7 +256,7 @@ impl Pass<'_> {
         let (routes, travel) = self.model.routes(layer);
         let group = self.model.group.clone();
         let (round, dim) = (self.round, self.model.dim());
-        let way = Travelling { group: &group, round, dim, routes: &routes, travel: &travel };
+        let way = Travelling { layer, group: &group, round, dim, routes: &routes, travel: &travel };
         verb(self.links, self.model, &way);
     }
 

@@ -165,6 +165,7 @@ impl Job {
                 memory_auto: false,
             },
             ranks: 1,
+            exchange: Default::default(),
             threads: 1,
         };
         Job { folder, config }

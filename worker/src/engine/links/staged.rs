@@ -1,0 +1,152 @@
+//! Exchanges of an expert group in two stages, between processors: within each worker, then between
+//! workers. Who sends what to whom is [`Stages`]; here it is done.
+//!
+//! ```text
+//! own parcels -> pieces --within--> pieces of mates, some to be passed on --between--> parcels
+//! ```
+//! Bytes are moved and never added, so no bit depends on it.
+
+use super::{Parcel, Travelling};
+use crate::gang::comm::{Comm, CommError};
+use moejob_kernels::{Buffer, CpuDevice, DType};
+use moejob_protocol::stages::{Flows, Message, Piece, Stage, Stages};
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// That a group exchanges in stages, and what it knows for that.
+#[derive(Debug)]
+pub(super) struct Staging {
+    /// Of a worker.
+    ranks: u32,
+    /// By layer: counted in forward, and read again in backward, when the choices are gone.
+    flows: Vec<Flows>,
+}
+
+impl Staging {
+    pub fn new(ranks: u32) -> Staging {
+        Staging { ranks: ranks.max(1), flows: Vec::new() }
+    }
+
+    /// Everybody's choices are here.
+    pub fn count(&mut self, cpu: &CpuDevice, way: &Travelling, top_k: usize) {
+        let group = way.group;
+        let positions = group.ranks.len();
+        let sources: Vec<(usize, usize)> =
+            way.round.sources.iter().map(|source| (source.position, source.tokens)).collect();
+        let slots = sources.iter().map(|(_, tokens)| tokens * top_k).sum();
+        let owner = cpu.slice::<u32>(way.routes.owner);
+        let all_ids = cpu.slice::<u32>(way.travel.all_ids.slice(0, slots));
+        let mut flows = Flows::new(positions, top_k, &sources, owner, all_ids);
+        let rooms = group.rooms().into_iter().map(|room| (room.rows, room.tokens));
+        // As `RoutePlan` decides it: the step is done again with more room.
+        if flows.overflow(rooms) {
+            flows = Flows::none(positions);
+        }
+        if self.flows.len() <= way.layer {
+            self.flows.resize_with(way.layer + 1, Flows::default);
+        }
+        self.flows[way.layer] = flows;
+    }
+
+    /// One exchange of a group; `bytes` of each piece, which its flows tell. Two collectives, on
+    /// every rank.
+    pub fn exchange(
+        &self,
+        cpu: &mut CpuDevice,
+        comm: &mut Comm,
+        way: &Travelling,
+        [sends, receives]: [&[Parcel]; 2],
+        bytes: impl Fn(&Flows, Piece) -> usize,
+    ) -> Result<(), CommError> {
+        let (ranks, me) = (&way.group.ranks, way.group.me);
+        let position = |rank: u32| ranks.iter().position(|known| *known == rank).expect("a member");
+        let nodes: Vec<u32> = ranks.iter().map(|rank| rank / self.ranks).collect();
+        let (stages, nothing) = (Stages::new(&nodes), Flows::default());
+        let flows = self.flows.get(way.layer).unwrap_or(&nothing);
+        let bytes = |piece: &Piece| bytes(flows, *piece);
+        let mut held = Held::default();
+        for (rank, parts) in sends {
+            let piece = Piece { from: me, to: position(*rank) };
+            for part in full(parts) {
+                held.bytes.extend_from_slice(cpu.slice::<u8>(part.reinterpret(DType::U8)));
+            }
+            let len = held.added(piece);
+            assert_eq!(len, bytes(&piece), "{piece:?} as everybody's choices say");
+        }
+        for stage in [stages.within(me), stages.between(me)] {
+            held.pass(comm, ranks, &stage, &bytes)?;
+        }
+        for (rank, parts) in receives {
+            let mut from = held.get(&Piece { from: position(*rank), to: me });
+            for part in full(parts) {
+                let (mine, rest) = from.split_at(part.bytes());
+                cpu.slice_mut::<u8>(part.reinterpret(DType::U8)).copy_from_slice(mine);
+                from = rest;
+            }
+            assert!(from.is_empty(), "rank {rank}: {} bytes too many", from.len());
+        }
+        Ok(())
+    }
+}
+
+fn full(parts: &[Buffer]) -> impl Iterator<Item = &Buffer> {
+    parts.iter().filter(|part| !part.is_empty())
+}
+
+/// The pieces that this rank has: its own, those for it, and those that it passes on.
+#[derive(Default)]
+struct Held {
+    bytes: Vec<u8>,
+    at: BTreeMap<Piece, Range<usize>>,
+    end: usize,
+}
+
+impl Held {
+    /// What stands at the end is `piece`; its length.
+    fn added(&mut self, piece: Piece) -> usize {
+        let range = self.end..self.bytes.len();
+        self.end = range.end;
+        self.at.insert(piece, range.clone());
+        range.len()
+    }
+
+    /// Nothing of a piece that has no bytes.
+    fn get(&self, piece: &Piece) -> &[u8] {
+        self.at.get(piece).map_or(&[], |range| &self.bytes[range.clone()])
+    }
+
+    /// One collective: messages without bytes are left out on both sides.
+    fn pass(
+        &mut self,
+        comm: &mut Comm,
+        ranks: &[u32],
+        stage: &Stage,
+        bytes: &impl Fn(&Piece) -> usize,
+    ) -> Result<(), CommError> {
+        let length = |message: &Message| message.pieces.iter().map(bytes).sum::<usize>();
+        let joined = |message: &Message| -> Vec<u8> {
+            message.pieces.iter().flat_map(|piece| self.get(piece)).copied().collect()
+        };
+        let sends = stage.sends.iter().filter(|message| length(message) > 0);
+        let sends: Vec<(u32, Vec<u8>)> =
+            sends.map(|message| (ranks[message.peer], joined(message))).collect();
+        let receives: Vec<&Message> =
+            stage.receives.iter().filter(|message| length(message) > 0).collect();
+        let came = receives.iter().map(|message| length(message)).sum::<usize>();
+        self.bytes.resize(self.end + came, 0);
+        let mut room = &mut self.bytes[self.end..];
+        let mut incoming: Vec<(u32, &mut [u8])> = Vec::with_capacity(receives.len());
+        for message in &receives {
+            let mine = room.split_off_mut(..length(message)).expect("room for all");
+            incoming.push((ranks[message.peer], mine));
+        }
+        let outgoing: Vec<(u32, &[u8])> = sends.iter().map(|(to, of)| (*to, &of[..])).collect();
+        comm.exchange(&outgoing, &mut incoming)?;
+        for piece in receives.iter().flat_map(|message| &message.pieces) {
+            let range = self.end..self.end + bytes(piece);
+            self.end = range.end;
+            self.at.insert(*piece, range);
+        }
+        Ok(())
+    }
+}
