@@ -12,7 +12,7 @@ use crate::problem::{Code, Problem};
 use crate::profile::Backend;
 use crate::spec::{AttentionName, MoeJobSpec, Word};
 use moejob_protocol::config::{
-    GradientDtype, MomentDtype, Precision, TrainingConfig,
+    Exchange, GradientDtype, MomentDtype, Precision, TrainingConfig,
 };
 use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig};
 
@@ -125,10 +125,20 @@ pub fn unsupported(job: &Job) -> Vec<Problem> {
         found.push(Lack::new("spec.model.preset", given, "others", not_yet));
     }
     if job.profile.backend == Backend::Cuda {
+        found.extend(staged(job));
         found.extend(several_gpus(job));
         found.extend(on_one_gpu(&job.model, &job.training));
     }
     found.into_iter().map(|lack| lack.problem(Code::Unsupported)).collect()
+}
+
+/// GPUs gather the tokens of their group and choose from them, so there is nothing to pass on.
+fn staged(job: &Job) -> Option<Lack> {
+    (job.exchange == Some(Exchange::Hierarchical)).then(|| {
+        let allowed = "flat or auto; hierarchical on processors";
+        let advice = "the workers cannot do this on GPUs yet: delete it";
+        Lack::new("spec.parallelism.exchange", "`hierarchical` on GPUs", allowed, advice)
+    })
 }
 
 /// Ranks that share experts: a bit each in what the kernels are told.

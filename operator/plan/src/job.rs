@@ -9,12 +9,12 @@ use crate::read::Manifest;
 use crate::router;
 use crate::rules;
 use crate::spec::{
-    AttentionName, FieldFilesSpec, Level, MixturePartSpec, MoeJobSpec, ModelSpec, NumberOrAuto,
-    PrecisionName, PreflightWhen, Preset, RecomputeName, SourceSpec, VolumeSpec,
+    AttentionName, ExchangeName, FieldFilesSpec, Level, MixturePartSpec, MoeJobSpec, ModelSpec,
+    NumberOrAuto, PrecisionName, PreflightWhen, Preset, RecomputeName, SourceSpec, VolumeSpec,
 };
 use moejob_protocol::config::{
-    AdamW, Compute, GradientDtype, MomentDtype, Precision, Recompute, Schedule, TokenType,
-    Tokenizer, ValidationConfig,
+    AdamW, Compute, Exchange, GradientDtype, MomentDtype, Precision, Recompute, Schedule,
+    TokenType, Tokenizer, ValidationConfig,
 };
 use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm};
 use moejob_protocol::config::TrainingConfig;
@@ -37,6 +37,8 @@ pub struct Job {
     pub training: TrainingConfig,
     /// Ranks of an expert group; none lets the plan choose.
     pub expert_parallel: Option<u32>,
+    /// How an expert group exchanges; none lets the plan choose.
+    pub exchange: Option<Exchange>,
     pub tensor_parallel: u32,
     pub pipeline_parallel: u32,
     pub checkpoint: Checkpoint,
@@ -335,6 +337,11 @@ fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&Model>, profile: Profile
         data,
         training,
         expert_parallel,
+        exchange: match parallelism.exchange {
+            None | Some(ExchangeName::Auto) => None,
+            Some(ExchangeName::Flat) => Some(Exchange::Flat),
+            Some(ExchangeName::Hierarchical) => Some(Exchange::Hierarchical),
+        },
         tensor_parallel: parallelism.tensor.unwrap_or(1),
         pipeline_parallel: parallelism.pipeline.unwrap_or(1),
         checkpoint: Checkpoint {

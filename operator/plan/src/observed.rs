@@ -5,7 +5,7 @@ use crate::job::Venue;
 use crate::preflight::{Checked, Results, Standard};
 use crate::record;
 use crate::repeat::Repeat;
-use moejob_protocol::config::{Member, WorkerConfig};
+use moejob_protocol::config::{Exchange, Member, WorkerConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::message::{Held, LeftReason};
 use serde::{Deserialize, Serialize};
@@ -61,6 +61,7 @@ pub struct Wanted {
 pub struct Size {
     pub nodes: u32,
     pub layout: Layout,
+    pub exchange: Exchange,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

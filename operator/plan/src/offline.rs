@@ -11,6 +11,8 @@ use crate::observed::{Gang, Size};
 use crate::placement::{self, Need, gib};
 use crate::fabric::{FabricFacts, Keys};
 use crate::topology::{self, NodeInfo, Ordered};
+use crate::travel;
+use moejob_protocol::config::Exchange;
 use moejob_protocol::memory::RankMemory;
 use serde::Serialize;
 
@@ -79,6 +81,11 @@ pub struct SizeFacts {
     /// Beside GPUs: what a worker needs of its host's memory, in bytes, part by part.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub host_memory: Vec<(&'static str, u64)>,
+    #[serde(skip_serializing_if = "Exchange::is_flat")]
+    pub exchange: Exchange,
+    /// Why they exchange so, where they are on several nodes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub exchange_why: Option<String>,
 }
 
 /// Bytes of the rank that needs most.
@@ -247,6 +254,8 @@ fn size_facts(job: &Job, size: &Size, need: Option<&Need>) -> SizeFacts {
         micro_batches_per_rank: ends(job.micro_batches(), mesh.dp),
         memory: need.map(|need| memory_facts(&need.rank)),
         host_memory: host.map(|part| (part.name, part.bytes)).collect(),
+        exchange: size.exchange,
+        exchange_why: travel::choice(job, &size.layout).1,
     }
 }
 
@@ -423,6 +432,13 @@ fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
         lines.push(format!("  spares: {}", gang.spares.join(", ")));
     }
     let size = outlook.sizes.iter().find(|size| size.nodes == gang.nodes);
+    if let Some((size, why)) = size.and_then(|size| Some((size, size.exchange_why.as_ref()?))) {
+        let how = match size.exchange {
+            Exchange::Flat => "at once",
+            Exchange::Hierarchical => "first within nodes, then between them",
+        };
+        lines.push(format!("  tokens travel {how}: {why}"));
+    }
     if let Some((size, memory)) = size.and_then(|size| Some((size, size.memory.as_ref()?))) {
         lines.push("\nmemory of rank 0, even routing".to_string());
         let parts = memory.parts.iter().filter(|(_, bytes)| *bytes > 0);

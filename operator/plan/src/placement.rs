@@ -4,6 +4,7 @@ use crate::cost::{self, Extent, SHOWN_MAX};
 use crate::job::Job;
 use crate::observed::Size;
 use crate::profile::Backend;
+use crate::travel;
 use moejob_protocol::Mesh;
 use moejob_protocol::config::{Precision, RecoveryConfig};
 use moejob_protocol::layout::Layout;
@@ -23,7 +24,10 @@ pub fn sizes(job: &Job) -> (Vec<Size>, Vec<Skipped>) {
     let (mut sizes, mut skipped) = (Vec::new(), Vec::new());
     for nodes in job.nodes.min..=job.nodes.max {
         match placer.layout(nodes) {
-            Ok(layout) => sizes.push(Size { nodes, layout }),
+            Ok(layout) => {
+                let exchange = travel::choice(job, &layout).0;
+                sizes.push(Size { nodes, layout, exchange });
+            }
             Err(why) => skipped.push(Skipped { nodes, why }),
         }
     }

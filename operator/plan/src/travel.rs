@@ -13,7 +13,10 @@
 //! the node. Nothing is modelled of contention between switches, or of tokens that are bound for
 //! several GPUs of a node. `docs/exchange.md` has the figures with what they assume.
 
-use crate::profile::{Line, LinkFigures, Profile};
+use crate::job::Job;
+use crate::profile::{Backend, Line, LinkFigures, Profile};
+use moejob_protocol::config::{Exchange, Precision};
+use moejob_protocol::layout::Layout;
 use serde::Serialize;
 
 const MIB: f64 = 1048576.0;
@@ -70,7 +73,7 @@ impl<'a> Machines<'a> {
     /// The same, first within each node, then between GPUs of one place.
     pub fn hierarchical(&self, gpus: u32, bytes: f64) -> f64 {
         let (all, near) = self.counts(gpus);
-        let others = all / near - 1.0;
+        let others = (all / near).ceil() - 1.0;
         let within = self.stage(Load { near: bytes * (near - 1.0) / near, ..Load::default() });
         if others <= 0.0 {
             return within;
@@ -93,7 +96,7 @@ impl<'a> Machines<'a> {
         let LinkFigures { ring, network, message_seconds, .. } = self.figures;
         let travels = bytes * (all - 1.0) / all;
         let within = if near > 1.0 { fastest(ring, travels) } else { 0.0 };
-        let hops = all / near - 1.0;
+        let hops = (all / near).ceil() - 1.0;
         if hops <= 0.0 {
             return within;
         }
@@ -101,9 +104,53 @@ impl<'a> Machines<'a> {
         within.max(hops * (network.seconds + message_seconds) + travels / rate)
     }
 
-    /// GPUs in all, and those of a node.
+    /// Ranks in all, and those of a node.
     fn counts(&self, gpus: u32) -> (f64, f64) {
         (f64::from(gpus), f64::from(self.gpus_per_node.min(gpus)))
+    }
+}
+
+/// How the expert groups of `layout` exchange, and where there is something to choose, why. The job
+/// may say it. Else it is what is expected to be faster for a layer with even routing, and flat
+/// where the profile has no figures. No bit depends on it, so a wrong guess costs time alone.
+pub fn choice(job: &Job, layout: &Layout) -> (Exchange, Option<String>) {
+    let (ranks, ep) = (job.profile.ranks.max(1), layout.mesh.ep);
+    // GPUs gather all tokens of their group. A group of one node has nothing to send to others.
+    if job.profile.backend == Backend::Cuda || ranks.is_multiple_of(ep) {
+        return (Exchange::Flat, None);
+    }
+    let said = "parallelism.exchange says so".to_string();
+    if let Some(exchange) = job.exchange {
+        return (exchange, Some(said));
+    }
+    let Some(machines) = Machines::of(&job.profile) else {
+        return (Exchange::Flat, None);
+    };
+    let training = &job.training;
+    let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
+    let (experts, top_k) = (f64::from(job.model.experts.count), job.model.experts.per_token);
+    // Of the experts of one rank a token misses all with this chance, its choices being distinct.
+    let elsewhere = experts - experts / f64::from(ep);
+    let missed: f64 = (0..top_k)
+        .map(|k| (elsewhere - f64::from(k)).max(0.0) / (experts - f64::from(k)).max(1.0))
+        .product();
+    let element: u32 = match training.precision {
+        Precision::Fp64 => 8,
+        Precision::Fp32 | Precision::Tf32 => 4,
+        Precision::Bf16 | Precision::Fp16 => 2,
+    };
+    let rows = tokens as f64 * f64::from(job.model.hidden_size) * f64::from(element);
+    // A token once to each rank that computes one of its experts, and a row of each expert back. In
+    // backward the same.
+    let bytes = [rows * f64::from(ep) * (1.0 - missed), rows * f64::from(top_k)];
+    let flat: f64 = bytes.iter().map(|bytes| 2.0 * machines.flat(ep, *bytes)).sum();
+    let two: f64 = bytes.iter().map(|bytes| 2.0 * machines.hierarchical(ep, *bytes)).sum();
+    let why = |ours: f64, other: f64| {
+        Some(format!("{:.2} ms a layer expected, else {:.2}", ours * 1e3, other * 1e3))
+    };
+    match two < flat {
+        true => (Exchange::Hierarchical, why(two, flat)),
+        false => (Exchange::Flat, why(flat, two)),
     }
 }
 

@@ -2,8 +2,12 @@
 
 #![allow(clippy::disallowed_methods, reason = "the test reads the page")]
 
+use moejob_plan::Job;
+use moejob_plan::offline::{outlook, text as outlook_text};
+use moejob_plan::placement::sizes;
 use moejob_plan::profile::{Line, LinkFigures, Profile, Profiles, read};
-use moejob_plan::travel::{Load, Machines, fastest, rows, text};
+use moejob_plan::travel::{Load, Machines, choice, fastest, rows, text};
+use moejob_protocol::config::Exchange;
 
 const MIB: f64 = 1048576.0;
 
@@ -171,4 +175,64 @@ fn a_profile_without_figures_or_with_bad_ones_is_told() {
         let said: String = problems.iter().map(|problem| format!("{problem}\n")).collect();
         assert!(said.contains(expected), "{links}: {said}");
     }
+}
+
+/// A job of nine experts on so many machines of four ranks, whose profile says `links`.
+fn job(more: &str, links: &str) -> Result<Job, String> {
+    let profile = format!("version: 1\nbackend: cpu\ndevices: 4\n{links}");
+    let file = ("box.yaml".to_string(), profile.into_bytes());
+    let (profiles, broken) = Profiles::shipped().with([file]);
+    assert_eq!(broken, []);
+    let text = format!(
+        "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  nodes: \
+         {{ profile: box, min: 1, max: 32 }}\n  model: {{ preset: tiny, experts: {{ count: 128, \
+         perToken: 2 }} }}\n  data: {{ train: {{ text: {{ paths: [a] }} }}, sequenceLength: 64 \
+         }}\n  training: {{ steps: 10, globalBatchSize: 128 }}\n{more}"
+    );
+    Job::read_with(text.as_bytes(), None, &profiles)
+        .map_err(|problems| problems.iter().map(|problem| format!("{problem}\n")).collect())
+}
+
+const LINKS: &str = "links: { allToAll: [{ us: 1, GBps: 50 }], ring: [{ us: 1, GBps: 50 }], \
+                     network: { us: 20, GBps: 10 }, messageUs: 5, copyGBps: 20 }\n";
+
+/// What is expected to be faster: one message for each rank costs much where ranks are many.
+#[test]
+fn the_plan_chooses_by_what_is_expected() {
+    let exchanges = |job: &Job| -> Vec<(u32, Exchange)> {
+        let (sizes, _) = sizes(job);
+        sizes.iter().map(|size| (size.layout.mesh.ep, size.exchange)).collect()
+    };
+    let auto = job("", LINKS).expect("a job");
+    let staged = |(_, exchange): &(u32, Exchange)| *exchange == Exchange::Hierarchical;
+    let found = exchanges(&auto);
+    assert_eq!(found[0], (4, Exchange::Flat), "one node");
+    assert_eq!(found[31], (128, Exchange::Hierarchical), "{found:?}");
+    for size in sizes(&auto).0 {
+        let (exchange, why) = choice(&auto, &size.layout);
+        assert_eq!((exchange, why.is_some()), (size.exchange, size.nodes > 1));
+    }
+    let outlook = outlook(&auto, None, &[]);
+    let said = outlook_text(&outlook);
+    let line = "tokens travel first within nodes, then between them: ";
+    assert!(said.contains(line) && said.contains(" ms a layer expected, else "), "{said}");
+    // Without figures, and where the job says so.
+    assert!(!exchanges(&job("", "").expect("a job")).iter().any(staged));
+    let flat = job("  parallelism: { exchange: flat }\n", LINKS).expect("a job");
+    assert!(!exchanges(&flat).iter().any(staged));
+    let forced = job("  parallelism: { exchange: hierarchical }\n", "").expect("a job");
+    assert_eq!(exchanges(&forced).iter().filter(|of| staged(of)).count(), 31);
+    let wrong = job("  parallelism: { exchange: tree }\n", "").expect_err("no such way");
+    assert!(wrong.contains("spec.parallelism.exchange: found `tree`"), "{wrong}");
+}
+
+#[test]
+fn stages_between_gpus_are_refused_by_name() {
+    let text = "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: { name: a }\nspec:\n  \
+                nodes: { profile: nd-h200-v5, min: 2 }\n  model: { preset: olmoe-1b-7b }\n  data: \
+                { train: { text: { paths: [a] } }, sequenceLength: 64 }\n  training: { steps: 10, \
+                globalBatchSize: 64 }\n  parallelism: { exchange: hierarchical }\n";
+    let job = Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"));
+    let lacks: Vec<String> = job.unsupported().iter().map(ToString::to_string).collect();
+    assert!(lacks.iter().any(|lack| lack.contains("parallelism.exchange: found")), "{lacks:?}");
 }

@@ -132,6 +132,7 @@ impl<'o> Planner<'o> {
             attempt,
             rank: None,
             layout: size.layout.clone(),
+            exchange: size.exchange,
             members: each_rank(&members, ranks),
             resume,
             ..observed.template.clone()

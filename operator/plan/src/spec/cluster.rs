@@ -188,12 +188,24 @@ pub enum Level {
 pub struct ParallelismSpec {
     /// Ranks that share the experts among them (ep), or auto. Default: auto.
     pub expert: Option<NumberOrAuto>,
+    /// How tokens travel to their experts: flat, hierarchical (first within nodes, then between
+    /// them), or auto, which estimates what is faster. No bit depends on it. Default: auto.
+    pub exchange: Option<ExchangeName>,
     /// Ranks that share each matrix (tp). Only 1 yet. Default: 1.
     #[schemars(range(min = 1, max = 1024))]
     pub tensor: Option<u32>,
     /// Ranks that share the layers (pp). Only 1 yet. Default: 1.
     #[schemars(range(min = 1, max = 1024))]
     pub pipeline: Option<u32>,
+}
+
+/// How the ranks that share experts exchange tokens.
+#[derive(JsonSchema, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[serde(rename_all = "camelCase")]
+pub enum ExchangeName {
+    Auto,
+    Flat,
+    Hierarchical,
 }
 
 /// When state is saved.

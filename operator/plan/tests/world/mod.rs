@@ -20,7 +20,7 @@ use moejob_plan::preflight::Checked;
 use moejob_plan::record::{self, Saved};
 use moejob_plan::track::{Happening, Tracker};
 use moejob_protocol::checkpoint::directory_name;
-use moejob_protocol::config::{Resume, WorkerConfig};
+use moejob_protocol::config::{Exchange, Resume, WorkerConfig};
 use moejob_protocol::message::{Heartbeat, Hello, LeftReason, Phase, Up};
 use moejob_protocol::{Layout, Mesh};
 use crate::said::{committed, hello, step_report};
@@ -77,7 +77,7 @@ impl World {
                     let ranks = nodes * setup.devices;
                     let ep = (1..=setup.experts.min(ranks)).rfind(|ep| ranks % ep == 0);
                     let mesh = Mesh::data_parallel(ranks, ep.unwrap_or(1));
-                    Size { nodes, layout: Layout::contiguous(mesh) }
+                    Size { nodes, layout: Layout::contiguous(mesh), exchange: Exchange::Flat }
                 })
                 .collect()
         };
