@@ -133,12 +133,10 @@ impl Runner {
             .map_err(|error| LocalError::Checkpoints(Box::new(error)))?;
         let stored = newest.usable;
         let stored = stored.map(|of| CheckpointStatus { step: of.step, name: of.name });
-        let nodes = (0..job.job.nodes.max + job.job.nodes.spares).map(|index| Node {
-            name: format!("node-{index}"),
-            usable: true,
-            avoid_until: 0,
+        let nodes = (0..job.job.nodes.max + job.job.nodes.spares).map(|index| {
+            Node::good(&format!("node-{index}"))
         });
-        let granted = Granted { nodes: nodes.collect(), why: String::new() };
+        let granted = Granted { nodes: nodes.collect(), why: String::new(), fabric: None };
         let done = stored.as_ref().map_or(0, |stored| stored.step);
         let jump = launch::stretched(&folder.file().spec, &job.job.training, done);
         let clock = Clock::start();
@@ -219,7 +217,7 @@ impl Runner {
         let steps = observed.template.training.steps;
         let stored = observed.stored.as_ref().filter(|stored| stored.step >= steps)?;
         self.progress.note(&format!(
-            "{folder} is complete: {} has all {steps} steps. Raise training.steps to go on, or \
+            "{folder} is complete: {} has done all of its steps ({steps}). Raise training.steps to go on, or \
              remove {folder} to start anew.",
             stored.name,
             folder = self.folder.path().display(),

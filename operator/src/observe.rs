@@ -364,7 +364,11 @@ pub(crate) fn node_seen(node: Node) -> ClusterNode {
     let status = node.status.unwrap_or_default();
     let text = |of: &Option<String>| of.clone().unwrap_or_default();
     let mut conditions = status.conditions.unwrap_or_default();
-    conditions.retain(|of| !is_pause(&of.type_, &text(&of.reason), &text(&of.message)));
+    let is_pause = |of: &v1::NodeCondition| {
+        is_pause(&of.type_, &text(&of.reason), &text(&of.message))
+    };
+    let freezes = conditions.iter().any(|of| is_pause(of) && of.status == "True");
+    conditions.retain(|of| !is_pause(of));
     let said = || conditions.iter().map(|of| (of.type_.as_str(), of.status.as_str()));
     let taint = |taint: v1::Taint| Taint {
         key: taint.key,
@@ -375,6 +379,7 @@ pub(crate) fn node_seen(node: Node) -> ClusterNode {
         ready: said().any(|of| of == ("Ready", "True")),
         cordoned: spec.unschedulable == Some(true),
         unhealthy: unhealthy(said()).or_else(|| unhealthy_label(&labels)),
+        freezes,
         taints: spec.taints.unwrap_or_default().into_iter().map(taint).collect(),
         allocatable: amounts(status.allocatable.as_ref()),
         requested: Resources::default(),

@@ -64,8 +64,8 @@ impl Gang {
         let place = Place::Cluster(Arc::new(Operator::default()));
         let job = JobLoop::new(&seen, place, 1, START);
         let mut gang = Gang { job, names: Vec::new(), version: 1, step: 0, due: None };
-        let node = |at| Node { name: format!("n{at}"), usable: true, avoid_until: 0 };
-        let granted = Granted { nodes: (0..nodes).map(node).collect(), why: String::new() };
+        let node = |at| Node::good(&format!("n{at}"));
+        let granted = Granted { nodes: (0..nodes).map(node).collect(), why: String::new(), fabric: None };
         gang.job.on(Event::Granted(granted), START);
         gang.come_up(seen.uid, START);
         gang

@@ -18,7 +18,8 @@ pub use eligible::{
 };
 pub use memory::{Memory, UNSEEN_TIMEOUT};
 
-use crate::fabric::Keys;
+use crate::words::{one_or_more, several};
+use crate::fabric::{FabricFacts, Keys};
 use crate::job::{Closeness, Job};
 use crate::observed::{Millis, Node, Observed, Outcome, Size, Wanted, Worker};
 use crate::resources::Resources;
@@ -54,6 +55,8 @@ pub struct ClusterNode {
     pub cordoned: bool,
     /// What a health monitor says against it, see `unhealthy`.
     pub unhealthy: Option<String>,
+    /// It is to stand still for seconds, see `is_pause`.
+    pub freezes: bool,
     pub taints: Vec<Taint>,
     pub allocatable: Resources,
     /// Sum over all pods on it that have not ended, workers of MoeJobs apart; `pods` counts them.
@@ -120,6 +123,8 @@ pub struct Granted {
     pub nodes: Vec<Node>,
     /// One sentence for a person.
     pub why: String,
+    /// What ranks in this order cost; none where all is on one leaf.
+    pub fabric: Option<FabricFacts>,
 }
 
 impl Demand {
@@ -377,7 +382,11 @@ impl<'a> Allocator<'a> {
                 given.new = ordered[..missing].to_vec();
                 given.rest = ordered[missing..].to_vec();
                 given.new.iter().for_each(|node| self.free[*node] = false);
-                given.why = format!("a gang of {size}: {} nodes are its own", stay.len());
+                given.why = format!(
+                    "a gang of {size}: {} {} its own",
+                    several(stay.len(), "node"),
+                    one_or_more(stay.len(), "is", "are")
+                );
             }
             None => {
                 let own = given.own.len();
@@ -527,7 +536,7 @@ impl<'a> Allocator<'a> {
     fn grant(&self, job: &Demand, given: Given) -> Granted {
         let Given { own, new, keeps, why, .. } = given;
         if !keeps {
-            return Granted { nodes: Vec::new(), why };
+            return Granted { why, ..Granted::default() };
         }
         let all: Vec<usize> = own.iter().chain(&new).copied().collect();
         let most = job.sizes.last().copied().unwrap_or(0);
@@ -537,25 +546,34 @@ impl<'a> Allocator<'a> {
         let (level, _) = job.topology.unwrap_or(PACKED);
         let wish = Some((level, Closeness::Preferred));
         let (mut ordered, _) = self.places.order(&all, wish, least, most);
-        let why = self.arrange(job, &new, &mut ordered, why);
+        let fabric = self.arrange(job, &new, &mut ordered);
+        let why = match &fabric {
+            Some(facts) => format!("{why}; {facts}"),
+            None => why,
+        };
         let node = |at: usize| Node {
             name: self.nodes[at].name.clone(),
             usable: new.contains(&at) || job.needs.keeps(&self.nodes[at]),
             avoid_until: self.memory.avoided_until(&job.uid, &self.nodes[at].name),
+            freezes: self.nodes[at].freezes,
+            leaf: self.places.part(Level::Leaf, at),
         };
-        Granted { nodes: ordered.into_iter().map(node).collect(), why }
+        Granted { nodes: ordered.into_iter().map(node).collect(), why, fabric }
     }
 
     /// Those that make the gang change places among each other, so that ranks in this order cost
-    /// the fabric least. What the order costs is added to why.
-    fn arrange(&self, job: &Demand, new: &[usize], ordered: &mut [usize], why: String) -> String {
+    /// the fabric least: what the order costs.
+    fn arrange(
+        &self,
+        job: &Demand,
+        new: &[usize],
+        ordered: &mut [usize],
+    ) -> Option<FabricFacts> {
         let stays = |at: usize| {
             new.contains(&at) || (job.needs.keeps(&self.nodes[at]) && !self.leaves(job, at))
         };
         let good: Vec<usize> = (0..ordered.len()).filter(|at| stays(ordered[*at])).collect();
-        let Some(size) = job.sizes.iter().rfind(|size| **size as usize <= good.len()) else {
-            return why;
-        };
+        let size = job.sizes.iter().rfind(|size| **size as usize <= good.len())?;
         let seats = &good[..*size as usize];
         let gang: Vec<usize> = seats.iter().map(|seat| ordered[*seat]).collect();
         let group = job.groups.get(size).copied().unwrap_or(1);
@@ -563,10 +581,7 @@ impl<'a> Allocator<'a> {
         for (seat, node) in seats.iter().zip(&gang) {
             ordered[*seat] = *node;
         }
-        match self.places.facts(&gang, group) {
-            Some(facts) => format!("{why}; {facts}"),
-            None => why,
-        }
+        self.places.facts(&gang, group)
     }
 }
 

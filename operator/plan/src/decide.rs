@@ -7,6 +7,7 @@
 //! converged job has no actions.
 
 mod begin;
+mod frozen;
 mod health;
 mod index;
 mod pairs;
@@ -15,7 +16,9 @@ mod resume;
 
 pub(crate) use begin::each_rank;
 pub use preflight::{ANSWER_TIMEOUT, FAILED_AVOID};
+pub use frozen::FREEZE_PATIENCE;
 
+use crate::words::{counted, several};
 use crate::job::Venue;
 use crate::preflight::Round;
 use crate::observed::{
@@ -73,6 +76,8 @@ pub enum Action {
     EndAttempt { attempt: u32, unplanned: bool, cause: String },
     /// Make the attempt durable. Before any `Configure` of it.
     RecordAttempt(Box<Gang>),
+    /// Nothing was heard of a worker for longer than its node may freeze: it counts as silent.
+    GiveUp { name: String },
     /// Measure the node of a worker that has no rank.
     Preflight { name: String },
     /// A worker that was asked to measure has said nothing: its node counts as failed.
@@ -124,6 +129,9 @@ impl<'o> Planner<'o> {
             self.why(format!("finish: {}", describe(&outcome)));
             self.act(Action::Finish(outcome));
             return self.stop_everything();
+        }
+        if self.give_up_the_frozen() {
+            return;
         }
         self.note_stop();
         self.kill_the_silent();
@@ -200,8 +208,9 @@ impl<'o> Planner<'o> {
             exit_code: 1,
             reason: "WorkersDoNotStart",
             message: format!(
-                "workers ended {count} times within {} s before an attempt began, more often than \
+                "workers ended {} within {} s before an attempt began, more often than \
                  recovery.maxRestarts = {}; the last: {}",
+                several(count, "time"),
                 wanted.restart_window / 1000,
                 wanted.restarts_max,
                 record.start_failure
@@ -283,9 +292,9 @@ impl<'o> Planner<'o> {
             exit_code: 1,
             reason: "RestartBudgetUsedUp",
             message: format!(
-                "{} unplanned losses within {} s, more than recovery.maxRestarts = {}; \
+                "{} within {} s, more than recovery.maxRestarts = {}; \
                  look at the newest WorkerLost events for the cause",
-                self.restarts_in_window(),
+                counted(self.restarts_in_window(), "unplanned loss", "unplanned losses"),
                 wanted.restart_window / 1000,
                 wanted.restarts_max
             ),
@@ -406,7 +415,8 @@ impl<'o> Planner<'o> {
         if present > self.observed.wanted.nodes_max
             && let Some(size) = self.size_for(present)
         {
-            let why = format!("shrink from {present} to {} nodes after this step", size.nodes);
+            let why = several(size.nodes, "node");
+            let why = format!("shrink from {present} to {why} after this step");
             return Some((StopCause::Shrink, why));
         }
         let leaves = |worker: &Worker| worker.stopping || !self.index.is_usable(&worker.node);
@@ -521,9 +531,17 @@ impl<'o> Planner<'o> {
 
 fn describe(outcome: &Outcome) -> String {
     match outcome {
-        Outcome::Complete { step } => format!("all {step} steps are done"),
+        Outcome::Complete { step } => all_done(*step),
         Outcome::Failed { reason, message, .. } => format!("{reason}: {message}"),
         Outcome::Suspended => "suspended".to_string(),
         Outcome::Interrupted => "interrupted".to_string(),
+    }
+}
+
+/// `all 20 steps are done`.
+pub(crate) fn all_done(steps: u64) -> String {
+    match steps {
+        1 => "its only step is done".to_string(),
+        steps => format!("all {steps} steps are done"),
     }
 }

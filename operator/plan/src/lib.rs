@@ -17,6 +17,7 @@
 
 pub mod problem;
 pub mod spec;
+pub mod words;
 pub mod crd;
 pub mod yaml;
 pub mod read;
@@ -25,6 +26,7 @@ pub mod profile;
 pub mod travel;
 pub mod preset;
 pub mod fabric;
+pub mod seats;
 pub mod topology;
 pub mod placement;
 pub mod pod;

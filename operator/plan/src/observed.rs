@@ -1,10 +1,11 @@
 //! What the plan sees: one value, put together by whoever observes (processes or pods).
 
-use crate::fabric::Rings;
+use crate::fabric::{FabricFacts, Rings};
 use crate::job::Venue;
 use crate::preflight::{Checked, Results, Standard};
 use crate::record;
 use crate::repeat::Repeat;
+use crate::seats::Seats;
 use moejob_protocol::config::{Exchange, Member, WorkerConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::message::{Held, LeftReason};
@@ -22,6 +23,8 @@ pub struct Observed {
     /// In the order in which they are to be used. Between two attempts a worker on a node that is
     /// not here gives it back.
     pub nodes: Vec<Node>,
+    /// What the best order of the gang that these make costs the network.
+    pub fabric: Option<FabricFacts>,
     /// In order of birth.
     pub workers: Vec<Worker>,
     pub record: Record,
@@ -31,6 +34,8 @@ pub struct Observed {
     pub preflight: Results,
     /// What NCCL has built for the gang.
     pub rings: Rings,
+    /// Where the gang's engines run.
+    pub seats: Seats,
     /// Somebody asked the whole job to end now (Ctrl-C, deletion).
     pub interrupt: bool,
 }
@@ -72,6 +77,10 @@ pub struct Node {
     pub usable: bool,
     /// No new worker before this time: a worker has just failed there.
     pub avoid_until: Millis,
+    /// Its machine is to stand still for seconds and to go on.
+    pub freezes: bool,
+    /// The number of its leaf switch among those of the cluster; all are on one where nobody knows.
+    pub leaf: u32,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -95,6 +104,8 @@ pub struct Worker {
     pub paired: bool,
     /// The boot of its node, as it was measured; empty before.
     pub boot: String,
+    /// Since when nothing is heard of it, where its node freezes.
+    pub quiet_since: Option<Millis>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -268,6 +279,13 @@ pub struct Stored {
     pub name: String,
 }
 
+impl Node {
+    /// Nothing is against it.
+    pub fn good(name: &str) -> Node {
+        Node { name: name.to_string(), usable: true, avoid_until: 0, freezes: false, leaf: 0 }
+    }
+}
+
 impl Worker {
     /// Nothing has been heard of it yet.
     pub fn starting(name: &str, node: &str, since: Millis) -> Worker {
@@ -283,6 +301,7 @@ impl Worker {
             checked: Checked::No,
             paired: false,
             boot: String::new(),
+            quiet_since: None,
         }
     }
 
@@ -292,7 +311,9 @@ impl Worker {
 
     /// Connected, not on its way out, and in no attempt: it can be given a rank.
     pub fn is_available(&self) -> bool {
-        !self.stopping && matches!(self.state, WorkerState::Idle | WorkerState::Left { .. })
+        !self.stopping
+            && self.quiet_since.is_none()
+            && matches!(self.state, WorkerState::Idle | WorkerState::Left { .. })
     }
 }
 

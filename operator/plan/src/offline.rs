@@ -1,10 +1,13 @@
 //! The plan of a job before there is one: the same `plan()`, over a rehearsal in which every worker
 //! does as it is told. It shows what would happen, and what a loss would cost at its worst moment.
 
+mod fits;
 mod rehearsal;
 
+pub use fits::{Change, changes};
 pub(crate) use rehearsal::{Rehearsal, node_of_rank};
 
+use crate::words::{counted, several};
 use crate::allocate::nodes_of_group;
 use crate::job::Job;
 use crate::observed::{Gang, Size};
@@ -34,6 +37,9 @@ pub struct Outlook {
     pub gang: Option<GangFacts>,
     pub sizes: Vec<SizeFacts>,
     pub skipped: Vec<SkippedFacts>,
+    /// Where no size works: what would make one work, each by itself.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub changes: Vec<Change>,
     /// Why nodes are used in this order.
     pub order: String,
     /// What that order costs the fabric; none where the nodes lie on one leaf, or nobody knows.
@@ -197,6 +203,7 @@ pub fn outlook_on(
         },
         gang: gang.map(|gang| gang_facts(job, &gang, &rehearsal)),
         sizes: sizes.iter().map(|size| size_facts(job, size, needs.get(&size.nodes))).collect(),
+        changes: if sizes.is_empty() { changes(job) } else { Vec::new() },
         skipped: skipped
             .into_iter()
             .map(|skip| SkippedFacts { nodes: skip.nodes, why: skip.why })
@@ -304,20 +311,20 @@ pub fn text(outlook: &Outlook) -> String {
     let mut lines = vec![format!("MoeJob {} on nodes of profile {}", outlook.job, outlook.profile)];
     let (model, step) = (&outlook.model, &outlook.step);
     lines.push(format!(
-        "model  {} parameters, {} of them for a token; {} layers, {} experts each, {} a token",
+        "model  {} parameters, {} of them for a token; {}, {} each, {} a token",
         count(model.parameters),
         count(model.active),
-        model.layers,
-        model.experts,
+        several(model.layers, "layer"),
+        several(model.experts, "expert"),
         model.per_token
     ));
     lines.push(format!(
-        "step   {} sequences of {} tokens, {} tokens in {} micro-batches; {} steps",
-        step.sequences,
-        step.sequence_length,
+        "step   {} of {}, {} tokens in {}; {}",
+        several(step.sequences, "sequence"),
+        several(step.sequence_length, "token"),
         count(step.tokens),
-        step.micro_batches,
-        step.steps
+        counted(step.micro_batches, "micro-batch", "micro-batches"),
+        several(step.steps, "step")
     ));
     outlook.unsupported.iter().for_each(|line| lines.push(format!("NOT YET  {line}")));
     lines.push(String::new());
@@ -386,26 +393,23 @@ const MEMORY_WORDS: [&str; 3] = [
 
 /// Why no worker gets a rank, and what would change that.
 fn nothing_starts(outlook: &Outlook) -> String {
-    let is = |words: &str| outlook.skipped.iter().all(|skip| skip.why.contains(words));
     let why = match outlook.sizes.is_empty() {
         true => "no number of nodes from nodes.min to nodes.max works; see above".to_string(),
         false => outlook.why.last().cloned().unwrap_or_default(),
     };
-    let change = match outlook.sizes.is_empty() {
-        false => "more usable nodes, or a smaller nodes.min",
-        true if is("of memory") => {
-            "a larger nodes.max, a smaller training.microBatchSize or data.sequenceLength, \
-             training.recompute, or nodes with more memory"
+    let changes: Vec<String> = match (outlook.sizes.first(), outlook.changes.is_empty()) {
+        (Some(least), _) => {
+            vec![format!("usable nodes: {}, which is the fewest that work", least.nodes)]
         }
-        true if is("micro-batches") => {
-            "a smaller nodes.min, a larger training.globalBatchSize, or a smaller microBatchSize"
-        }
-        true if is("parallelism.expert") => {
-            "a parallelism.expert that divides the ranks, or none: then the plan chooses"
-        }
-        true => "other nodes.min and nodes.max, or a smaller training.microBatchSize",
+        (None, true) => vec![
+            "nothing that was tried: more nodes, a smaller microBatchSize, recompute, other \
+             profiles; a smaller model or data.sequenceLength might"
+                .to_string(),
+        ],
+        (None, false) => outlook.changes.iter().map(Change::sentence).collect(),
     };
-    format!("\nnothing starts: {why}\n  what would change it: {change}")
+    let each = if changes.len() > 1 { ", each by itself" } else { "" };
+    format!("\nnothing starts: {why}\n  what would change it{each}:\n    {}", changes.join("\n    "))
 }
 
 fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
@@ -473,14 +477,6 @@ fn what_if_text(what: &WhatIf) -> String {
             let why = why.strip_prefix("wait: ").unwrap_or(why);
             format!("  lose {lost}: the job rests: {why}")
         }
-    }
-}
-
-/// `1 node`, `3 nodes`.
-fn several(count: impl Into<u64>, what: &str) -> String {
-    match count.into() {
-        1 => format!("1 {what}"),
-        count => format!("{count} {what}s"),
     }
 }
 

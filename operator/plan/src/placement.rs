@@ -1,5 +1,6 @@
 //! Which gangs work: mesh x model -> sizes, with what each rank then needs; and why others do not.
 
+use crate::words::{counted, several};
 use crate::cost::{self, Extent, SHOWN_MAX};
 use crate::job::Job;
 use crate::observed::Size;
@@ -16,6 +17,13 @@ use std::collections::BTreeMap;
 pub struct Skipped {
     pub nodes: u32,
     pub why: String,
+}
+
+impl Skipped {
+    /// `3 nodes: a rank needs ..`.
+    pub fn sentence(&self) -> String {
+        format!("{}: {}", several(self.nodes, "node"), self.why)
+    }
 }
 
 /// The sizes between min and max that work, ascending, and the others.
@@ -124,13 +132,15 @@ impl<'a> Placer<'a> {
         let micro_batches = job.micro_batches();
         if dp > micro_batches {
             return Err(format!(
-                "a step has {micro_batches} micro-batches (training.globalBatchSize / \
-                 microBatchSize) for {dp} ranks, and each needs one"
+                "a step has {} (training.globalBatchSize / microBatchSize) for {}, and each needs \
+                 one",
+                counted(micro_batches, "micro-batch", "micro-batches"),
+                several(dp, "rank")
             ));
         }
         if let Some(ep) = job.expert_parallel {
             if !divides(ep, dp) {
-                return Err(format!("parallelism.expert: {ep} does not divide {dp} ranks"));
+                return Err(format!("parallelism.expert: {ep} does not divide {}", several(dp, "rank")));
             }
             return self.fit(dp, ep);
         }
@@ -207,7 +217,7 @@ impl<'a> Placer<'a> {
     /// An estimate for a GPU: what must lie there by the design of the step, without workspaces.
     /// Per token of a layer: the residual stream and its norms 4 D, queries and their output
     /// 2 N H, keys and values 2 KV H; per routed row gate, up and their product 3 F and in and
-    /// out 2 D.
+    /// out 2 D. Without recomputation all of it lies there for each layer.
     fn device_memory(&self, layout: &Layout, rank: u32) -> RankMemory {
         let (job, model, mesh) = (self.job, &self.job.model, layout.mesh);
         let wire = if job.training.precision == Precision::Fp32 { 4 } else { 2 };
@@ -218,8 +228,16 @@ impl<'a> Placer<'a> {
         let layers = u64::from(model.num_hidden_layers);
         let dim = u64::from(model.hidden_size);
         let attention = 2 * u64::from(model.q_size()) + 2 * u64::from(model.kv_size());
-        let row = 3 * u64::from(model.experts.intermediate_size) + 2 * dim;
-        let row_bytes = layers * row * wire;
+        // What is computed again lies there once, or as often as layers are together.
+        let recompute = training.recompute;
+        let together = u64::from(recompute.span(model.num_hidden_layers));
+        let kept = |dropped: bool| if dropped { 1 } else { together };
+        let norms = kept(recompute.drops_norms());
+        let hidden = kept(recompute.drops_hidden());
+        let inputs = if together < layers { layers.div_ceil(together) } else { 0 };
+        let of_token = together * (2 * dim + attention) + (2 * norms + inputs) * dim;
+        let inner = 3 * u64::from(model.experts.intermediate_size);
+        let row_bytes = (hidden * inner + together * 2 * dim) * wire;
         let top_k = u64::from(model.experts.per_token);
         let routed = tokens * top_k * u64::from(mesh.ep) * held / u64::from(model.experts.count);
         let worst = tokens * u64::from(mesh.ep) * top_k.min(held);
@@ -227,7 +245,7 @@ impl<'a> Placer<'a> {
             Part { name: "weights", bytes: (self.dense + local) * wire },
             Part { name: "gradients", bytes: (self.dense + local) * 4 },
             Part { name: "masters and moments", bytes: owned * 12 },
-            Part { name: "activations", bytes: tokens * layers * (4 * dim + attention) * wire },
+            Part { name: "activations", bytes: tokens * of_token * wire },
             Part { name: "logits", bytes: tokens * u64::from(model.vocab_size) * (4 + wire) },
             Part { name: "routed rows", bytes: routed * row_bytes },
         ];

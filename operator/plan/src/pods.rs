@@ -17,6 +17,7 @@ use moejob_protocol::pod::{
     ENV_ADDRESS, ENV_AUTHORITY, ENV_HCAS, ENV_JOB_UID, ENV_WORKER, PORT, TOKEN_AUDIENCE,
     TOKEN_FOLDER,
 };
+use moejob_protocol::topology::ENV_TOPOLOGY;
 use serde_json::{Map, Value, json};
 use std::sync::OnceLock;
 
@@ -313,8 +314,15 @@ fn env(job: &Job, around: &Surroundings, birth: &Birth) -> Value {
     }
     let settings = job.profile.env.iter();
     env.extend(settings.map(|of| json!({ "name": of.name, "value": of.value })));
-    if let Some(TopologyFile::Path(path)) = &job.profile.topology_file {
-        env.push(json!({ "name": "NCCL_TOPO_FILE", "value": path }));
+    match &job.profile.topology_file {
+        Some(TopologyFile::Path(path)) => {
+            env.push(json!({ "name": "NCCL_TOPO_FILE", "value": path }));
+        }
+        Some(TopologyFile::Generated) => {
+            let of = json!(job.profile.topology()).to_string();
+            env.push(json!({ "name": ENV_TOPOLOGY, "value": of }));
+        }
+        None => {}
     }
     json!(env)
 }

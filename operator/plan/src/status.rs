@@ -1,7 +1,11 @@
 //! What the job says about itself: conditions with stable reasons, progress, recoveries.
 
+mod fabric;
 mod rings;
+mod seats;
 
+pub use fabric::FabricStatus;
+use crate::words::{one_or_more, several};
 use crate::job::Job;
 use crate::observed::{Gang, Millis, Observed, Outcome, StopCause, Worker};
 use crate::preflight::Checked;
@@ -132,6 +136,9 @@ pub struct PlacementStatus {
     pub summary: String,
     /// The node of each worker in the order of their ranks; runs are written as node-0..7.
     pub ranks: Vec<String>,
+    /// What that order of ranks costs the network; absent where all nodes hang on one leaf.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fabric: Option<FabricStatus>,
 }
 
 /// How long a loss took to mend; milliseconds since it was noticed.
@@ -210,6 +217,7 @@ pub fn status(
     let gang = present(observed);
     let (phase, mut conditions) = conditions(observed, why);
     conditions.extend(rings::rings(job, observed, gang));
+    conditions.extend(seats::seats(observed, gang));
     let available = observed.workers.iter().filter(|worker| worker.is_available()).count() as u32;
     let ready = gang.map_or(0, |gang| gang.members.len() as u32);
     let desired = observed.wanted.nodes_max;
@@ -237,6 +245,7 @@ pub fn status(
         placement: gang.map(|gang| PlacementStatus {
             summary: placement(job.model.experts.count, gang.layout.mesh),
             ranks: runs(gang.members.iter().map(|member| member.node.as_str())),
+            fabric: fabric::fabric(observed, gang),
         }),
         restarts: record.restarts.iter().filter(|at| **at >= since).count() as u32,
         recoveries: recoveries.iter().map(recovery).collect(),
@@ -268,7 +277,11 @@ fn conditions(observed: &Observed, why: &[String]) -> (&'static str, Vec<Conditi
         (None, _) => "Recovering",
     };
     let planned = match gang {
-        Some(_) => condition("Planned", true, "GangFormed", format!("{size} nodes have ranks")),
+        Some(_) => {
+            let have = one_or_more(size, "has", "have");
+            let message = format!("{} {have} ranks", several(size, "node"));
+            condition("Planned", true, "GangFormed", message)
+        }
         None if record.outcome.is_some() => condition("Planned", true, "Over", String::new()),
         None => condition("Planned", false, "WaitingForNodes", why.join("; ")),
     };
@@ -328,7 +341,7 @@ fn preflight(observed: &Observed, has_gang: bool) -> Option<Condition> {
 fn ends(outcome: Option<&Outcome>, stopping: Option<StopCause>) -> Vec<Condition> {
     let complete = match outcome {
         Some(Outcome::Complete { step }) => {
-            condition("Complete", true, "AllStepsDone", format!("{step} steps"))
+            condition("Complete", true, "AllStepsDone", several(*step, "step"))
         }
         _ => condition("Complete", false, "NotYet", String::new()),
     };
@@ -382,7 +395,7 @@ pub fn placement(experts: u32, mesh: Mesh) -> String {
         1 => String::new(),
         count => format!(", {count} replicas"),
     };
-    format!("{experts} over {} ranks{replicas}", mesh.ep)
+    format!("{experts} over {}{replicas}", several(mesh.ep, "rank"))
 }
 
 /// Names in order, neighbours in number as one: `node-0..7`. The status of 512 nodes stays small.

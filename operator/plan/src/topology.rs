@@ -1,6 +1,7 @@
 //! Nodes -> zone > tier N > .. > leaf > NVLink domain > host, from the labels that clouds and
 //! topology operators put on nodes; and the order in which a job uses them.
 
+use crate::words::several;
 use crate::fabric::{FabricFacts, HOST, Keys, Wish, arrange, depth};
 use crate::job::Closeness;
 use crate::spec::Level;
@@ -66,7 +67,8 @@ pub fn order(
             let label = nodes[*at].path(keys)[depth(level)];
             let label = if label.is_empty() { "without a label" } else { label };
             let others = if closeness == Closeness::Required { ", no others" } else { "" };
-            format!("{first} nodes of {level:?} {label} first, of {}{others}", usable.len())
+            let first = several(first, "node");
+            format!("{first} of {level:?} {label} first, of {}{others}", usable.len())
         }
     };
     Ordered { nodes: ordered.iter().map(|at| nodes[*at].name.clone()).collect(), why }

@@ -4,9 +4,11 @@
 //! should be told.
 
 mod connected;
+mod frozen;
 mod measured;
 mod paired;
 mod rings;
+mod seats;
 mod lost_engines;
 
 use crate::decide::Action;
@@ -45,6 +47,8 @@ const RECOVERIES_KEPT: usize = 10;
 #[derive(Clone, Debug, PartialEq)]
 pub enum Happening {
     WorkerLost { name: String, cause: String },
+    /// Nothing is heard of it, and its node is to freeze.
+    Freezes { name: String, node: String },
     EngineLost(EngineLoss),
     /// A node was measured, and it is not good: what was found.
     Measured { node: String, grade: Grade, text: String },
@@ -149,6 +153,7 @@ impl Tracker {
                     (recovery.replanned_at, recovery.rejoined_at) = (Some(now), None);
                 }
             }
+            Action::GiveUp { name } => self.gave_up(name),
             Action::Preflight { name } => self.measures(name, now),
             Action::NoteUnmeasured { name } => self.unmeasured(name, now),
             Action::MeasurePairs(round) => self.measures_pairs(round, now),
@@ -376,6 +381,7 @@ impl Tracker {
 
     /// Something that a worker said about `attempt`.
     pub fn heard(&mut self, name: &str, attempt: u32, up: &Up, now: Millis) -> Vec<Happening> {
+        self.thawed(name, now);
         match up {
             Up::Hello(_) => {}
             Up::Event(event) => {
@@ -402,6 +408,7 @@ impl Tracker {
             Up::Preflight(answer) => return self.measured(name, answer, now),
             Up::Pair(answer) => return self.paired(name, answer, now),
             Up::Built(built) => return self.built(name, attempt, built),
+            Up::Seated(seated) => self.seated(name, attempt, seated),
             Up::Step(report) => return self.stepped(attempt, report.step, now),
             Up::Left { reason, held } => {
                 self.note_parted(attempt, name, reason);

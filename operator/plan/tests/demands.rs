@@ -154,7 +154,7 @@ fn who_has_not_the_keys_of_pods_that_live_does_not_lead() {
     let pods = jobs.each_ref().map(JobSeen::owner);
     let why = |jobs: &[JobSeen], pods: &[_]| unfit(jobs.iter(), pods.iter(), "new");
     let told = why(&jobs, &[&pods[..], &pods[..1]].concat()).expect("not fit");
-    assert!(told.contains("2 pods of 1 jobs"), "{told}");
+    assert!(told.contains("2 pods of 1 job were made"), "{told}");
     assert_eq!(why(&jobs, &pods[1..]), None, "no pod of it lives");
     assert_eq!(why(&[seen("a", "x", &complete)], &pods), None, "its gang is over");
     let nothing = JobSeen { status: Value::Null, ..jobs[0].clone() };

@@ -3,7 +3,8 @@
 #![allow(clippy::disallowed_methods, reason = "the test reads the examples")]
 
 use moejob_plan::Job;
-use moejob_plan::offline::{Outlook, SkippedFacts, count, outlook, text};
+use moejob_plan::offline::{Outlook, count, outlook, text};
+use moejob_plan::profile::Profiles;
 use moejob_plan::topology::NodeInfo;
 use std::path::Path;
 
@@ -165,28 +166,97 @@ fn a_job_without_enough_nodes_waits_and_says_so() {
     assert_eq!(found.why.last().unwrap(), "wait: 2 workers connected, 3 needed");
     let told = text(&found);
     assert!(told.contains("nothing starts: wait: 2 workers connected, 3 needed"), "{told}");
-    assert!(told.contains("what would change it: more usable nodes, or a smaller nodes.min"));
+    let least = "what would change it:\n    usable nodes: 3, which is the fewest that work";
+    assert!(told.contains(least), "{told}");
     // With three nodes it runs, and the loss of one is one too many.
     let found = outlook(&two, Some(&nodes("a b c d!")), &["b".to_string()]);
     assert_eq!(what_ifs(&found), ["b: rests"]);
 }
 
+/// Qwen3-30B-A3B on machines of `nodes`, with `more` in its training.
+fn large(nodes: &str, more: &str) -> Job {
+    let text = format!(
+        "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  nodes: \
+         {{ {nodes} }}\n  model: {{ preset: qwen3-30b-a3b }}\n  data: {{ train: {{ text: {{ paths: \
+         [a] }} }}, sequenceLength: 4096 }}\n  training: {{ steps: 10, globalBatchSize: 512{more} \
+         }}\n"
+    );
+    Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"))
+}
+
 #[test]
-fn a_job_that_no_number_of_nodes_fits_says_what_would_change_it() {
-    let mut nothing = outlook(&job(|base| base), None, &[]);
-    nothing.sizes.clear();
-    nothing.gang = None;
-    let skip = |why: &str| SkippedFacts { nodes: 1, why: why.to_string() };
-    for (why, change) in [
-        ("a rank needs 9 GiB of memory, 1 GiB more than the 8 GiB it has", "microBatchSize"),
-        ("a step has 4 micro-batches for 8 ranks", "training.globalBatchSize"),
-        ("parallelism.expert: 3 does not divide 8 ranks", "parallelism.expert that divides"),
-    ] {
-        nothing.skipped = vec![skip(why)];
-        let told = text(&nothing);
-        let changes = told.lines().find(|line| line.contains("what would change it"));
-        assert!(changes.is_some_and(|line| line.contains(change)), "{told}");
+fn a_job_that_no_number_of_nodes_fits_says_what_would_make_it_fit() {
+    let sentences = |job: &Job| -> Vec<String> {
+        let found = outlook(job, None, &[]);
+        assert!(found.sizes.is_empty() && found.gang.is_none());
+        let told = text(&found);
+        let changes: Vec<String> = found.changes.iter().map(|of| of.sentence()).collect();
+        changes.iter().for_each(|change| assert!(told.contains(change), "{change} in {told}"));
+        changes
+    };
+    let few = large("profile: nd-h100-v5, min: 1, max: 3", "");
+    assert_eq!(
+        sentences(&few),
+        [
+            "spec.nodes.max: 4 (4 nodes work then)",
+            "spec.training.recompute: selective (3 nodes work then)",
+            "spec.nodes.profile: nd-h200-v5 (1 node works then)",
+        ]
+    );
+    // Activations are most of it.
+    let wide = large("profile: nd-h200-v5, min: 1, max: 1", ", microBatchSize: 16");
+    let found = sentences(&wide);
+    for field in ["spec.training.microBatchSize: ", "spec.training.recompute: "] {
+        assert!(found.iter().any(|change| change.starts_with(field)), "{field} in {found:?}");
     }
+    let small = "profile: custom, min: 1, max: 1, custom: { devices: 8, deviceMemory: 8Gi }";
+    assert!(sentences(&large(small, "")).iter().all(|change| !change.contains("recompute: none")));
+    let tiny = "profile: custom, min: 1, max: 1, custom: { devices: 1, deviceMemory: 1Gi }";
+    let told = text(&outlook(&large(tiny, ""), None, &[]));
+    assert!(told.contains("what would change it"), "{told}");
+}
+
+/// What is suggested works when it is done.
+#[test]
+fn a_job_that_is_changed_as_suggested_fits() {
+    let mut seen = 0;
+    for nodes in [
+        "profile: nd-h100-v5, min: 1, max: 3",
+        "profile: ndm-a100-v4, min: 1, max: 2",
+        "profile: nd-a100-v4, min: 1, max: 2",
+        "profile: nd-h200-v5, min: 1, max: 1",
+    ] {
+        for size in [1, 2, 4, 8, 16] {
+            let job = large(nodes, &format!(", microBatchSize: {size}"));
+            let found = outlook(&job, None, &[]);
+            for change in &found.changes {
+                let mut changed = job.clone();
+                for set in &change.set {
+                    let (field, value) = set.split_once(": ").unwrap();
+                    let number = || value.parse::<u32>().unwrap();
+                    match field {
+                        "spec.nodes.max" => changed.nodes.max = number(),
+                        "spec.nodes.min" => changed.nodes.min = number(),
+                        "spec.training.microBatchSize" => {
+                            changed.training.micro_batch_size = number();
+                        }
+                        "spec.training.recompute" => {
+                            let value = serde_json::json!(value);
+                            changed.training.recompute = serde_json::from_value(value).unwrap();
+                        }
+                        "spec.nodes.profile" => {
+                            changed.profile = Profiles::shipped().get(value).unwrap().clone();
+                        }
+                        other => panic!("{other}"),
+                    }
+                }
+                let sizes = moejob_plan::placement::sizes(&changed).0;
+                assert!(sizes.iter().any(|size| size.nodes == change.nodes), "{change:?}");
+                seen += 1;
+            }
+        }
+    }
+    assert!(seen > 10, "only {seen} changes were tried");
 }
 
 #[test]

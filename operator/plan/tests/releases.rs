@@ -216,13 +216,13 @@ impl Field {
         let image = ("new:2".to_string(), None);
         let operator = Operator { image, keyring: "key".into(), ..Operator::default() };
         let mut job = JobLoop::new(&seen, Place::Cluster(Arc::new(operator)), 4, NOW);
-        let node = |name: &str| Node { name: name.into(), usable: true, avoid_until: 0 };
+        let node = |name: &str| Node::good(name);
         for member in &gang.members {
             let pod = pod(&member.worker, &member.node, "old:1");
             job.on(Event::Pod(Box::new(pod)), NOW);
         }
         let nodes = ["n0", "n1", "n2"].map(node).to_vec();
-        job.on(Event::Granted(Granted { nodes, why: String::new() }), NOW);
+        job.on(Event::Granted(Granted { nodes, why: String::new(), fabric: None }), NOW);
         let (writes, configured) = Default::default();
         Field { job, now: NOW, gang, step: 40, writes, configured }
     }

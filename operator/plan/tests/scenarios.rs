@@ -14,6 +14,7 @@ use moejob_protocol::config::{Backend, Resume};
 use moejob_protocol::links::Built;
 use moejob_protocol::message::{LeftReason, Up};
 use moejob_protocol::preflight::Measured;
+use moejob_protocol::seat::Seated;
 use std::collections::BTreeSet;
 use std::fmt::Write;
 use world::quality::Quality;
@@ -44,6 +45,7 @@ fn run(world: &mut World, words: &[&str]) -> String {
             Happening::EngineLost(loss) => {
                 format!("lost the engine of rank {} on {}: {}", loss.rank, loss.place(), loss.cause)
             }
+            Happening::Freezes { name, node } => format!("{name} is silent, and {node} freezes"),
             Happening::Measured { node, grade, text } => format!("{grade:?} {node}: {text}"),
             Happening::Rings(found) => format!("rings: {}", found.in_words().replace('\n', "; ")),
             Happening::Recovered(recovery) => format!(
@@ -161,7 +163,7 @@ fn nodes(world: &World, out: &mut String) {
     }
     let job = moejob_plan::launch::least();
     let status = status(&job, world.observed(), &[], &[], world.now);
-    let told = ["PreflightPassed", "RingsVerified"];
+    let told = ["PreflightPassed", "RingsVerified", "BindingVerified"];
     for of in status.conditions.iter().filter(|of| told.contains(&of.type_.as_str())) {
         writeln!(out, "  {} {} {}", of.type_, of.status, of.reason).expect("a string");
         for line in of.message.lines() {
@@ -192,6 +194,8 @@ fn observe(world: &mut World, words: &[&str]) {
         ["suspend"] => world.tracker.observed.wanted.suspend = true,
         ["resume"] => world.tracker.observed.wanted.suspend = false,
         ["cordon", node] => world.node(node).usable = false,
+        ["freezes", node] => world.node(node).freezes = true,
+        ["thaws", node] => world.node(node).freezes = false,
         ["uncordon", node] => world.node(node).usable = true,
         ["avoid", node, _] => world.node(node).avoid_until = world.now + number(2),
         ["drain", name] => {
@@ -230,6 +234,15 @@ fn observe(world: &mut World, words: &[&str]) {
                 ..Built::default()
             };
             tell_built(world, name, built);
+        }
+        ["seated", name, rank, found @ ..] => {
+            let (rank, words) = (rank.parse().expect("a rank"), found.join(" "));
+            let differences = Some(words.clone()).filter(|of| !of.is_empty() && !of.contains("not "));
+            let unknown = Some(words).filter(|of| of.contains("not ")).unwrap_or_default();
+            let differences = differences.into_iter().collect();
+            let sim = sim(world, name);
+            let attempt = sim.attempt;
+            sim.up.push_back((attempt, Up::Seated(Seated { rank, differences, unknown })));
         }
         ["unread", name, rank, why @ ..] => {
             let rank = rank.parse().expect("a rank");
@@ -312,6 +325,7 @@ fn actions(plan: &Plan) -> String {
                 format!("record attempt {}: {} as {mesh}", gang.attempt, names.join(" "))
             }
             Action::Preflight { name } => format!("measure the node of {name}"),
+            Action::GiveUp { name } => format!("give up {name}"),
             Action::NoteUnmeasured { name } => format!("{name} counts as failed"),
             Action::MeasurePairs(round) => {
                 let pair = |pair: &Pair| {

@@ -4,6 +4,7 @@ mod said;
 mod world;
 
 use moejob_plan::Job;
+use moejob_plan::fabric::FabricFacts;
 use moejob_plan::job::{Job as Whole, Venue};
 use moejob_plan::observed::Outcome;
 use moejob_plan::problem::{Code, Problem};
@@ -172,4 +173,37 @@ fn names_of_nodes_are_written_as_runs() {
         18446744073709551615 18446744073709551616");
     let many: Vec<String> = (0..512).map(|node| format!("aks-gpu-{node}")).collect();
     assert_eq!(status::runs(many.iter().map(String::as_str)), ["aks-gpu-0..511"]);
+}
+
+/// Nodes 0 to 3 hang on leaves 0 and 1 by turns: the ring crosses each time. What the allocation
+/// would give is known, or not.
+#[test]
+fn a_gang_under_way_tells_what_its_order_costs() {
+    let mut world = World::new(Setup::default());
+    world.settle();
+    connect_all(&mut world);
+    let fabric = |world: &World| status(world).placement.expect("a gang").fabric;
+    assert_eq!(fabric(&world), None, "one leaf");
+    let nodes = &mut world.tracker.observed.nodes;
+    nodes.iter_mut().zip([0, 1, 0, 1]).for_each(|(node, leaf)| node.leaf = leaf);
+    let alone = fabric(&world).expect("two leaves");
+    assert_eq!((alone.leaves, alone.ring_crossings, alone.price), (2, 4, None));
+    let present: u32 = alone.ring_crossings + alone.tree_crossings.iter().sum::<u32>();
+    world.tracker.observed.fabric = FabricFacts::of(&[0, 0, 1, 1], 1);
+    let told = fabric(&world).expect("two leaves");
+    let least = told.least_crossings.expect("it is known");
+    assert_eq!(told.price, Some(present - least));
+    assert!(least < present, "{told:?}");
+    let words = format!("; {} links more than in the best order", present - least);
+    assert!(told.summary.ends_with(&words), "{}", told.summary);
+    // The best order itself has no price, and that of another number of nodes says nothing.
+    world.tracker.observed.fabric = FabricFacts::of(&[0, 1, 0, 1], 1);
+    let told = fabric(&world).expect("two leaves");
+    assert_eq!(told.price, Some(0));
+    assert!(!told.summary.contains("more than"), "{}", told.summary);
+    world.tracker.observed.fabric = FabricFacts::of(&[0, 0, 1], 1);
+    assert_eq!(fabric(&world).expect("two leaves").price, None);
+    // A node that is not the job's any more.
+    world.tracker.observed.nodes.pop();
+    assert_eq!(fabric(&world), None);
 }

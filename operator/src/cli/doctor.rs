@@ -6,10 +6,13 @@ use super::profiles::OwnProfiles;
 use super::validate::Output;
 use clap::Args;
 use moe_worker::attempt::pace::kernel_bytes;
+use moe_worker::life::machine::pci::Address;
+use moe_worker::life::machine::topology::xml;
 use moe_worker::life::machine::{Machine, sys};
 use moe_worker::life::preflight::places;
 use moejob_kernels::{Isa, cuda};
 use moejob_plan::problem::printable_lines;
+use moejob_plan::profile::{Profile, Profiles};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -28,6 +31,9 @@ pub struct DoctorArgs {
     /// Compare this node with a profile, and name which of the two is odd.
     #[arg(long, value_name = "NAME")]
     pub profile: Option<String>,
+    /// Print NCCL's file of this node's topology (NCCL_TOPO_FILE) for the profile, and nothing else.
+    #[arg(long, requires = "profile", conflicts_with_all = ["json", "output"])]
+    pub topology: bool,
     #[command(flatten)]
     pub profiles: OwnProfiles,
     /// Read the machine from a folder like /sys.
@@ -56,6 +62,9 @@ impl Line {
 }
 
 pub fn run(args: &DoctorArgs) -> ExitCode {
+    if args.topology {
+        return topology(args);
+    }
     let mut lines = vec![processor(), memory(), storage(&args.dir)];
     match machine(args) {
         Ok(of_machine) => lines.extend(of_machine),
@@ -131,15 +140,48 @@ fn memory() -> Line {
     Line { name: "memory".to_string(), found, advice, needed: true, bad: false }
 }
 
+fn seen(args: &DoctorArgs) -> Machine {
+    match &args.sys {
+        Some(root) => sys::read(root, None),
+        None => Machine::here().unwrap_or_default(),
+    }
+}
+
+fn chosen<'p>(profiles: &'p Profiles, name: &str) -> Result<&'p Profile, String> {
+    profiles.get(name).ok_or_else(|| {
+        let known: Vec<&str> = profiles.names().collect();
+        format!("--profile: there is no {name:?}; known: {}", known.join(", "))
+    })
+}
+
+/// What a worker of the profile would tell NCCL of this machine.
+fn topology(args: &DoctorArgs) -> ExitCode {
+    let profiles = args.profiles.read();
+    let name = args.profile.as_deref().unwrap_or_default();
+    let text = profiles.and_then(|profiles| {
+        let profile = chosen(&profiles, name)?;
+        let listed = profile.numa.iter().flat_map(|node| &node.hcas);
+        let listed: Vec<Address> = listed.filter_map(|hca| Address::parse(hca)).collect();
+        Ok(xml(&seen(args), &profile.topology(), &listed))
+    });
+    match text {
+        Ok(text) => {
+            print!("{text}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("moejob: {}", printable_lines(&error));
+            ExitCode::from(2)
+        }
+    }
+}
+
 /// Where processors, GPUs and cards lie, what of it is odd, and how it compares with a profile.
 ///
 /// # Errors
 /// There is no such profile.
 fn machine(args: &DoctorArgs) -> Result<Vec<Line>, String> {
-    let machine = match &args.sys {
-        Some(root) => sys::read(root, None),
-        None => Machine::here().unwrap_or_default(),
-    };
+    let machine = seen(args);
     let profiles = args.profiles.read()?;
     let mut lines: Vec<Line> = machine.lines().into_iter().map(Line::of).collect();
     let Some(name) = &args.profile else {
@@ -156,10 +198,7 @@ fn machine(args: &DoctorArgs) -> Result<Vec<Line>, String> {
         }
         return Ok(lines);
     };
-    let Some(chosen) = profiles.get(name) else {
-        let known: Vec<&str> = profiles.names().collect();
-        return Err(format!("--profile: there is no {name:?}; known: {}", known.join(", ")));
-    };
+    let chosen = chosen(&profiles, name)?;
     let differences = places::compare(&machine, &chosen.expected());
     let found = match differences.len() {
         0 => format!("{name}: this machine is as it says"),

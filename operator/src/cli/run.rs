@@ -133,7 +133,7 @@ fn local_job(read: &ReadJob, args: &RunArgs) -> Result<Local, String> {
     }
     let (sizes, skipped) = placement::sizes(&job);
     if sizes.is_empty() {
-        let lines = skipped.iter().map(|skip| format!("\n  {} nodes: {}", skip.nodes, skip.why));
+        let lines = skipped.iter().map(|skip| format!("\n  {}", skip.sentence()));
         return Err(format!("no number of workers works:{}", lines.collect::<String>()));
     }
     let needed = || {

@@ -37,9 +37,11 @@ pub mod config;
 pub mod preflight;
 pub mod pair;
 pub mod links;
+pub mod seat;
 pub mod message;
 pub mod cpus;
 pub mod pod;
+pub mod topology;
 pub mod checkpoint;
 
 pub mod report;

@@ -8,6 +8,7 @@ use crate::config::WorkerConfig;
 use crate::links::Built;
 use crate::pair::{PairAnswer, PairOrder};
 use crate::preflight::{Answer, Order};
+use crate::seat::Seated;
 use crate::report::{Event, StepReport};
 use serde::{Deserialize, Serialize};
 
@@ -17,7 +18,7 @@ use serde::{Deserialize, Serialize};
 pub const CONTROL_VERSIONS: &[u32] = &[2, 1];
 
 /// From this version on a worker knows [`Down::Preflight`] and [`Down::Pair`], and a leader their
-/// answers and [`Up::Built`]. Nobody sends them to a side that speaks an older one, which would
+/// answers, [`Up::Built`] and [`Up::Seated`]. Nobody sends them to a side that speaks an older one, which would
 /// take the frame for nonsense and close the stream.
 pub const CONTROL_PREFLIGHT: u32 = 2;
 
@@ -101,6 +102,8 @@ pub enum Up {
     Pair(PairAnswer),
     /// What a rank's NCCL has built for the frame's attempt.
     Built(Built),
+    /// Where an engine of the frame's attempt runs.
+    Seated(Seated),
     /// The job's last step is done and its last checkpoint committed.
     Completed { step: u64 },
     /// Before the worker exits by itself.
@@ -111,7 +114,9 @@ impl Up {
     /// The version of the control stream from which on a leader knows it.
     pub fn since(&self) -> u32 {
         match self {
-            Up::Preflight(_) | Up::Pair(_) | Up::Built(_) => CONTROL_PREFLIGHT,
+            Up::Preflight(_) | Up::Pair(_) | Up::Built(_) | Up::Seated(_) => {
+                CONTROL_PREFLIGHT
+            }
             Up::Hello(_)
             | Up::Heartbeat(_)
             | Up::Step(_)

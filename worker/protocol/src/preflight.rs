@@ -8,6 +8,8 @@
 use crate::config::Backend;
 use serde::{Deserialize, Serialize};
 
+/// Bus bandwidth of an all-reduce of a node's GPUs that goes by its InfiniBand cards.
+pub const LOOPBACK_CHECK: &str = "ibLoopbackGBps";
 /// Things that are measured of one node, at most: 64 GPUs have some checks each.
 pub const MEASURED_MAX: usize = 1_024;
 
@@ -37,6 +39,9 @@ pub struct Expected {
     pub numa: Vec<Numa>,
     /// The profile has network cards that do RDMA.
     pub rdma: bool,
+    /// The GPUs of the node are also to reduce by those cards.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub loopback: bool,
 }
 
 /// A NUMA node and what hangs on it.

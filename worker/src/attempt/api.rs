@@ -6,6 +6,7 @@ use crate::failure::Failure;
 use crate::gang::comm::CommError;
 use crate::gang::memory::Mapping;
 use moejob_protocol::links::Built;
+use moejob_protocol::seat::Seated;
 use moejob_protocol::message::{Held, Loading, Phase, Request};
 use moejob_protocol::report::{Event, StepReport};
 use std::sync::Arc;
@@ -135,6 +136,8 @@ pub enum TrainerEvent {
     Held(Vec<Held>),
     /// What NCCL has built for this rank, before the first step.
     Built(Built),
+    /// Where the engine of a rank runs, when that is first read and when it changes.
+    Seated(Seated),
 }
 
 /// How an attempt ended for this rank.

@@ -10,6 +10,7 @@
 //! which read data and move bytes between machines, get the processors that no engine has.
 
 pub mod apply;
+pub mod memory;
 
 use moejob_protocol::cpus::cpu_text;
 use super::machine::pci::{Address, Distance};

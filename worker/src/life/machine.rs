@@ -11,6 +11,7 @@
 
 pub mod pci;
 pub mod sys;
+pub mod topology;
 #[cfg(feature = "hwloc")]
 pub mod hwloc;
 

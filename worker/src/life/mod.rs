@@ -8,4 +8,5 @@ pub mod preflight;
 pub mod binding;
 pub mod affinity;
 pub mod machine;
+pub mod topology;
 pub mod process;

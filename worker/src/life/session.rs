@@ -111,7 +111,8 @@ pub struct Session {
     /// The newest checkpoint that was committed in this attempt; said again likewise, as a leader
     /// on Kubernetes does not read the storage.
     committed: Option<Up>,
-    /// What NCCL has built for the ranks of this attempt; said again likewise.
+    /// What NCCL has built for the ranks of this attempt, and where they run; said again
+    /// likewise.
     built: Vec<Up>,
     state: State,
     leader: Leader,
@@ -406,6 +407,13 @@ impl Session {
             TrainerEvent::Held(held) => self.held = held,
             TrainerEvent::Built(built) => {
                 let up = Up::Built(built);
+                self.built.push(up.clone());
+                self.send(up, out);
+            }
+            TrainerEvent::Seated(seated) => {
+                let same = |up: &Up| matches!(up, Up::Seated(of) if of.rank == seated.rank);
+                self.built.retain(|up| !same(up));
+                let up = Up::Seated(seated);
                 self.built.push(up.clone());
                 self.send(up, out);
             }

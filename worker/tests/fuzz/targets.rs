@@ -245,9 +245,9 @@ pub fn record(input: &[u8]) -> String {
     assert_eq!(again.as_ref(), Ok(&saved), "what was read is written and read again");
     let seen = super::seeds::seen(record, more);
     let mut job = JobLoop::new(&seen, Place::Cluster(Arc::default()), 1, NOW);
-    let node = |name: &str| Node { name: name.to_string(), usable: true, avoid_until: 0 };
+    let node = |name: &str| Node::good(name);
     let nodes = ["n0", "n1"].map(node).to_vec();
-    job.on(Event::Granted(Granted { nodes, why: String::new() }), NOW);
+    job.on(Event::Granted(Granted { nodes, why: String::new(), fabric: None }), NOW);
     let members = saved.record.gang.iter().flat_map(|gang| &gang.members);
     for member in members.take(2) {
         let pod = WorkerPod {

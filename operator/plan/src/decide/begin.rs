@@ -1,5 +1,6 @@
 //! Workers for a gang, and the next attempt of it.
 
+use crate::words::{one_or_more, several};
 use super::resume::{Start, choose};
 use super::{
     Action, DEVICE_FAILURES_MAX, DEVICE_WINDOW, END_GRACE, PARTED_AVOID, PARTINGS_MIN, Planner,
@@ -24,14 +25,17 @@ impl<'o> Planner<'o> {
                 0 => String::new(),
                 count => format!(", {count} being measured"),
             };
-            return self.why(format!("wait: {have} workers connected{measuring}, {need} needed"));
+            let have = several(have, "worker");
+            return self.why(format!("wait: {have} connected{measuring}, {need} needed"));
         };
         // A first attempt waits for everybody; survivors of a loss do not.
         let (starting, measuring) = (self.starting(), self.measuring());
         let survivors = candidates.iter().any(|w| matches!(w.state, WorkerState::Left { .. }));
         if size.nodes < self.observed.wanted.nodes_max && !survivors {
             if starting > 0 {
-                return self.why(format!("wait for {starting} workers that are starting"));
+                let workers = several(starting, "worker");
+                let are = one_or_more(starting, "is", "are");
+                return self.why(format!("wait for {workers} that {are} starting"));
             }
             if measuring > 0 {
                 return self.why(format!("wait for nodes that are being measured: {measuring}"));
@@ -139,8 +143,8 @@ impl<'o> Planner<'o> {
         };
         config.digest = config.digest_of(|config| format!("{config:?}").into_bytes());
         self.why(format!(
-            "start attempt {attempt} on {} nodes at step {} from {source}",
-            size.nodes,
+            "start attempt {attempt} on {} at step {} from {source}",
+            several(size.nodes, "node"),
             config.resume.step()
         ));
         self.act(Action::RecordAttempt(Box::new(Gang {

@@ -141,6 +141,10 @@ impl<'o> Planner<'o> {
 
     /// The second clock: members are alive, but does the job go on?
     fn progress(&mut self, gang: &'o Gang) -> Health {
+        if let Some(until) = self.thaws_by(gang) {
+            self.look_again_at(until);
+            return Health::Well;
+        }
         let record = &self.observed.record;
         let limit = match (gang.stepped, self.observed.wanted.step_timeout) {
             (false, _) => FIRST_STEP_TIMEOUT,

@@ -1,13 +1,13 @@
 //! Who and what is where by name, looked up many times in one decision: a gang of hundreds asks for
 //! each of its members, and each of them for its node.
 
-use crate::observed::{Observed, Worker};
+use crate::observed::{Node, Observed, Worker};
 use std::collections::{BTreeMap, BTreeSet};
 
 pub(super) struct Index<'o> {
     workers: BTreeMap<&'o str, &'o Worker>,
-    /// Position in the order of use, and whether ranks may be put there.
-    nodes: BTreeMap<&'o str, (usize, bool)>,
+    /// With the position in the order of use.
+    nodes: BTreeMap<&'o str, (usize, &'o Node)>,
     /// Members of the gang that is under way or ended last.
     members: BTreeSet<&'o str>,
     /// Nodes with a worker that is not known to have ended.
@@ -18,7 +18,7 @@ impl<'o> Index<'o> {
     pub fn of(observed: &'o Observed) -> Index<'o> {
         let mut nodes = BTreeMap::new();
         for (at, node) in observed.nodes.iter().enumerate() {
-            nodes.entry(node.name.as_str()).or_insert((at, node.usable));
+            nodes.entry(node.name.as_str()).or_insert((at, node));
         }
         let gang = observed.record.gang.iter();
         let busy = observed.workers.iter().filter(|worker| !worker.is_dead());
@@ -36,7 +36,12 @@ impl<'o> Index<'o> {
 
     /// Whether ranks may be put on this node.
     pub fn is_usable(&self, node: &str) -> bool {
-        self.nodes.get(node).is_some_and(|(_, usable)| *usable)
+        self.nodes.get(node).is_some_and(|(_, node)| node.usable)
+    }
+
+    /// Whether its machine is to stand still for seconds.
+    pub fn freezes(&self, node: &str) -> bool {
+        self.nodes.get(node).is_some_and(|(_, node)| node.freezes)
     }
 
     /// Whether the node is the job's at all.

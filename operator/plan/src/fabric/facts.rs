@@ -1,5 +1,6 @@
 //! What an order of ranks costs the fabric, for people.
 
+use crate::words::several;
 use super::trees::{Crossings, crossings, ring_optimum};
 use serde::Serialize;
 use std::fmt;
@@ -8,6 +9,7 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct FabricFacts {
+    pub nodes: u32,
     pub leaves: u32,
     /// Links of the ring between leaves, and the fewest that there can be.
     pub ring_crossings: u32,
@@ -30,6 +32,7 @@ impl FabricFacts {
         let within = leaves.chunks_exact(group.max(1) as usize);
         let is_within = |of: &&[u32]| of.iter().all(|leaf| *leaf == of[0]);
         (optimum > 0).then(|| FabricFacts {
+            nodes: leaves.len() as u32,
             leaves: optimum,
             ring_crossings: ring,
             ring_optimum: optimum,
@@ -38,6 +41,13 @@ impl FabricFacts {
             groups: within.len() as u32,
             groups_within: within.filter(is_within).count() as u32,
         })
+    }
+}
+
+impl FabricFacts {
+    /// Of the ring and of both trees.
+    pub fn all_crossings(&self) -> u32 {
+        self.ring_crossings + self.tree_crossings.iter().sum::<u32>()
     }
 }
 
@@ -52,7 +62,10 @@ impl fmt::Display for FabricFacts {
         )?;
         match self.group_nodes {
             0 | 1 => Ok(()),
-            _ => write!(f, "; {} of {} expert groups on one leaf", self.groups_within, self.groups),
+            _ => {
+                let groups = several(self.groups, "expert group");
+                write!(f, "; {} of {groups} on one leaf", self.groups_within)
+            }
         }
     }
 }

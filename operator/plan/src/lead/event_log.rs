@@ -1,6 +1,7 @@
 //! What people are told of a job is bounded: the same words once in a while, and so many events in
 //! a minute. A worker that cries wolf, or an image made to do so, fills no event log.
 
+use crate::words::several;
 use crate::observed::Millis;
 use std::collections::VecDeque;
 
@@ -40,7 +41,10 @@ impl EventLog {
             if !self.take(now) {
                 return None;
             }
-            return Some(if times > 0 { format!("{note} ({times} times more)") } else { note });
+            return Some(match times {
+                0 => note,
+                times => format!("{note} ({} more)", several(times, "time")),
+            });
         }
         if !self.take(now) {
             return None;

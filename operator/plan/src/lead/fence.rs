@@ -4,6 +4,7 @@
 //! dialled, deleted or wrote would destroy what only a newer operator, or a person with a backup,
 //! can read.
 
+use crate::words::{one_or_more, several};
 use super::spec::sealed_by;
 use super::{Event, JobLoop, JobSeen, Owner};
 use crate::pods::LABEL_JOB_UID;
@@ -47,9 +48,11 @@ pub fn unfit<'s>(
     let pods = pods.filter(|owner| owners.contains(owner)).count();
     (pods > 0).then(|| {
         format!(
-            "the authority's Secret is not the one by which {pods} pods of {} jobs were made: \
+            "the authority's Secret is not the one by which {} of {} {} made: \
              restore it from a copy, or delete those pods (label {LABEL_JOB_UID})",
-            owners.len()
+            several(pods, "pod"),
+            several(owners.len(), "job"),
+            one_or_more(pods, "was", "were")
         )
     })
 }

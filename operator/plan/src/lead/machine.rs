@@ -4,6 +4,7 @@
 //! matter: layouts, snapshots and ranks of a job under way rest on them, so such a change is
 //! refused for that job, and it goes on as it was.
 
+use crate::words::several;
 use super::{Blocked, JobLoop, JobSeen, Place};
 use crate::Job;
 use crate::observed::Millis;
@@ -38,7 +39,10 @@ impl JobLoop {
         if (began.devices, began.ranks) == (now.devices, now.ranks) {
             return Ok(job);
         }
-        let ranks = |of: &Machine| format!("{} GPUs and {} ranks a node", of.devices, of.ranks);
+        let ranks = |of: &Machine| {
+            let (gpus, ranks) = (several(of.devices, "GPU"), several(of.ranks, "rank"));
+            format!("{gpus} and {ranks} a node")
+        };
         let message = format!(
             "spec.nodes.profile: {} has {}, and {} had {} when it began; restore the profile, or \
              make a new job of another profile that resumes from its checkpoints",

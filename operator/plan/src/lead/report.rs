@@ -1,5 +1,6 @@
 //! What a job says of itself: status, metrics, and when they are written.
 
+use crate::words::{one_or_more, several};
 use super::{Blocked, Effect, JobLoop, JobName, JobSeen, Origin, Write, Written};
 use crate::engines::{EngineLoss, RankPlace};
 use crate::observed::{Millis, Stored};
@@ -345,10 +346,11 @@ impl JobLoop {
 
     pub(super) fn recovered(&mut self, recovery: Recovery, now: Millis) {
         let note = format!(
-            "training again {} ms after the loss was noticed: {}; {} steps were done again",
+            "training again {} ms after the loss was noticed: {}; {} {} done again",
             recovery.took(recovery.first_step_at).as_millis(),
             recovery.cause,
-            recovery.steps_lost
+            several(recovery.steps_lost, "step"),
+            one_or_more(recovery.steps_lost, "was", "were")
         );
         self.event(false, "Recovered", note, now);
         self.effects.push(Effect::Recovered(recovery));

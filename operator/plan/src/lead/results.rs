@@ -1,5 +1,7 @@
 //! What has become of a job's writes.
 
+use crate::decide::all_done;
+use crate::words::several;
 use super::{Effect, JobLoop, Origin, WriteError, WriteErrorKind, Written};
 use crate::decide::Action;
 use crate::observed::{Millis, Outcome};
@@ -116,12 +118,13 @@ impl JobLoop {
             Action::RecordAttempt(gang) if gang.attempt == 1 => self.refusals.taken(),
             Action::RecordAttempt(gang) => {
                 let (attempt, nodes, step) = (gang.attempt, gang.members.len(), gang.resumed_at);
-                let note = format!("attempt {attempt} on {nodes} nodes from step {step}");
+                let nodes = several(nodes, "node");
+                let note = format!("attempt {attempt} on {nodes} from step {step}");
                 self.refusals.taken();
                 self.event(false, "AttemptStarted", note, now);
             }
             Action::Finish(Outcome::Complete { step }) => {
-                self.event(false, "Complete", format!("all {step} steps are done"), now);
+                self.event(false, "Complete", all_done(*step), now);
             }
             Action::Finish(Outcome::Failed { reason, message, .. }) => {
                 self.event(true, reason, message.clone(), now);

@@ -8,11 +8,10 @@ use crate::cost;
 use crate::devices;
 use crate::job::Venue;
 use crate::launch;
+use crate::offline::{Change, changes};
 use crate::observed::{Millis, Observed, Record, Stored, Wanted};
 use crate::placement;
 use crate::pods;
-use crate::fabric::Rings;
-use crate::preflight::Results;
 use crate::problem::Problem;
 use crate::profile::Profiles;
 use crate::record::{self, Accepted, Machine, Saved};
@@ -219,8 +218,13 @@ pub fn judge(name: &str, spec: &Value, profiles: &Profiles) -> Result<Job, Block
     }
     let (sizes, skipped) = placement::sizes(&job);
     if sizes.is_empty() {
-        let lines = skipped.iter().map(|skip| format!("{} nodes: {}", skip.nodes, skip.why));
-        let message = lines.collect::<Vec<_>>().join("\n");
+        let lines = skipped.iter().map(placement::Skipped::sentence);
+        let ways: Vec<String> = changes(&job).iter().map(Change::sentence).collect();
+        let ways = match ways.is_empty() {
+            true => String::new(),
+            false => format!("\nwhat would change it: {}", ways.join("; or ")),
+        };
+        let message = lines.collect::<Vec<_>>().join("\n") + &ways;
         return blocked(false, "NoSizeFits", message);
     }
     Ok(job)
@@ -249,8 +253,20 @@ pub(super) fn nothing_observed(job_uid: &str, record: Record, stored: Option<Sto
     };
     let template = WorkerConfig { job_uid: job_uid.to_string(), ..EMPTY_TEMPLATE.clone() };
     let (nodes, workers, interrupt) = (Vec::new(), Vec::new(), false);
-    let (preflight, rings) = (Results::default(), Rings::default());
-    Observed { wanted, template, nodes, workers, record, stored, preflight, rings, interrupt }
+    let (preflight, rings, seats) = Default::default();
+    Observed {
+        wanted,
+        template,
+        nodes,
+        fabric: None,
+        workers,
+        record,
+        stored,
+        preflight,
+        rings,
+        seats,
+        interrupt,
+    }
 }
 
 /// A template for a job that has none yet; read once.

@@ -7,6 +7,7 @@
 use super::event_log::plain;
 use super::outbox::Waiting;
 use super::{Effect, Ending, Event, JobLoop, Link, Said};
+use crate::decide::FREEZE_PATIENCE;
 use crate::observed::{Millis, WorkerState};
 use crate::preflight::Grade;
 use crate::track::Happening;
@@ -126,11 +127,15 @@ impl JobLoop {
 
     fn stream(&mut self, name: &str, said: Said, now: Millis) {
         // What NCCL has built says something once all ranks have told.
-        let quiet = matches!(said, Said::Up { up: Up::Heartbeat(_) | Up::Built(_), .. });
+        let quiet = matches!(
+            said,
+            Said::Up { up: Up::Heartbeat(_) | Up::Built(_) | Up::Seated(_), .. }
+        );
         self.dirty |= !quiet;
         let happenings = match said {
             Said::Opened(hello) => {
                 self.pods.opened(name, hello.version);
+                self.tracker.thawed(name, now);
                 let address = self.pods.address(name).unwrap_or_default();
                 self.tracker.connected(name, &address, &hello);
                 if let Some(worker) = self.tracker.observed.worker(name) {
@@ -142,10 +147,10 @@ impl JobLoop {
                 self.hear(&up, now);
                 self.tracker.heard(name, attempt, &up, now)
             }
-            Said::Silent => {
+            Said::Silent => self.tracker.waits_out(name, now).unwrap_or_else(|| {
                 self.pods.silent(name, now);
                 self.tracker.silent(name, "nothing heard of it")
-            }
+            }),
             Said::Ended { why, reason } => self.stream_ended(name, why, &reason, now),
         };
         self.dirty |= !happenings.is_empty();
@@ -206,7 +211,10 @@ impl JobLoop {
         if why == Ending::Unspoken {
             self.event(true, "ProtocolMismatch", format!("{name}: {reason}"), now);
         }
-        if ends {
+        // A machine that stands still answers to nobody. One that refuses does answer.
+        let waited = ends && why != Ending::Refused;
+        let frozen = waited.then(|| self.tracker.waits_out(name, now)).flatten();
+        if ends && frozen.is_none() {
             if !starting {
                 self.pods.closed(name);
             }
@@ -215,7 +223,7 @@ impl JobLoop {
         }
         self.note(false, format!("{name} is not reached: {reason}"));
         self.pods.redial(name, starting, now);
-        Vec::new()
+        frozen.unwrap_or_default()
     }
 
     /// What people and metrics hear of it.
@@ -228,6 +236,14 @@ impl JobLoop {
                     let text = format!("{name} on {node}: {cause}");
                     self.effects.push(Effect::Lost { name, node, cause });
                     self.event(true, "WorkerLost", text, now);
+                }
+                Happening::Freezes { name, node } => {
+                    let seconds = FREEZE_PATIENCE / 1000;
+                    let note = format!(
+                        "nothing is heard of {name}, and its node {node} is to freeze: it is \
+                         waited for, {seconds} s at most"
+                    );
+                    self.event(false, "NodeFreezes", note, now);
                 }
                 Happening::EngineLost(loss) => {
                     let (rank, place) = (loss.rank, loss.place());
@@ -297,6 +313,10 @@ fn words(said: &mut Said) -> Vec<&mut String> {
                 measured.iter_mut().flat_map(|one| one.texts()).collect()
             }
         },
+        Said::Up { up: Up::Seated(seated), .. } => {
+            seated.bound();
+            seated.differences.iter_mut().chain([&mut seated.unknown]).collect()
+        }
         Said::Up { up: Up::Built(built), .. } => vec![&mut built.version, &mut built.unknown],
         Said::Opened(_) | Said::Silent | Said::Up { .. } => Vec::new(),
     }

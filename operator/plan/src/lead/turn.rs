@@ -70,6 +70,7 @@ impl JobLoop {
             }
             self.tracker.prune();
             self.tracker.observed.nodes.clone_from(&self.granted.nodes);
+            self.tracker.observed.fabric = self.granted.fabric;
             if self.place.has_api()
                 && self.pods.is_alone(&self.tracker.observed, self.heard_of_api, now)
             {
@@ -118,6 +119,12 @@ impl JobLoop {
                     self.pods.trained(&name);
                     self.effects.push(Effect::Link(Link::Configure { name, rank: *rank, config }));
                     self.tracker.done(&action, now);
+                }
+                Action::GiveUp { name } => {
+                    self.pods.silent(name, now);
+                    self.tracker.done(&action, now);
+                    let news = self.tracker.take_news();
+                    self.tell(news, now);
                 }
                 Action::Preflight { name } => {
                     let name = name.clone();

@@ -35,7 +35,7 @@ impl Rehearsal {
             records: nothing(),
             exclude: Vec::new(),
         };
-        let node = |name: &String| Node { name: name.clone(), usable: true, avoid_until: 0 };
+        let node = |name: &String| Node::good(name);
         let mut wanted = launch::wanted(job, Venue::Kubernetes);
         // Nodes that are only thought of are good.
         (wanted.suspend, wanted.preflight) = (false, None);
@@ -43,11 +43,13 @@ impl Rehearsal {
             wanted,
             template: launch::template(job, Venue::Kubernetes, &job.name, &places),
             nodes: nodes.iter().map(node).collect(),
+            fabric: None,
             workers: Vec::new(),
             record: Record::default(),
             stored: None,
             preflight: Default::default(),
             rings: Default::default(),
+            seats: Default::default(),
             interrupt: false,
         };
         let (tracker, why) = (Tracker::new(observed), Vec::new());

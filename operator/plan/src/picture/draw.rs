@@ -1,5 +1,6 @@
 //! Facts -> SVG, and a page around it. Lengths are in pixels.
 
+use crate::words::{counted, several};
 use super::scene::{Picture, Scene, Seat};
 use crate::placement::gib;
 use crate::problem::printable;
@@ -104,8 +105,11 @@ fn body(picture: &Picture) -> (String, u32, u32) {
     let mut top = MARGIN;
     let profile = &picture.profile;
     let title = format!(
-        "MoeJob {} on {}: {} ranks a node, {} micro-batches a step",
-        picture.job, profile.name, profile.ranks, picture.micro_batches
+        "MoeJob {} on {}: {} a node, {} a step",
+        picture.job,
+        profile.name,
+        several(profile.ranks, "rank"),
+        counted(picture.micro_batches, "micro-batch", "micro-batches")
     );
     text(&mut out, MARGIN, top, 14, &title);
     top += 14;

@@ -17,7 +17,9 @@ pub use read::read;
 pub use schema::CHECKS;
 
 pub use moejob_protocol::config::Backend;
-use moejob_protocol::preflight;
+use moejob_protocol::cpus::cpu_text;
+use moejob_protocol::preflight::{self, LOOPBACK_CHECK};
+use moejob_protocol::topology::{Near, Pci, Topology};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -51,6 +53,8 @@ pub struct Profile {
     pub env: Vec<Setting>,
     /// Ascending by processor; empty where the profile does not say.
     pub numa: Vec<Numa>,
+    /// PCI as the machine's kernel does not show it.
+    pub pci: Option<Pci>,
     pub topology_file: Option<TopologyFile>,
     /// By the name of the check.
     pub expect: BTreeMap<String, Limit>,
@@ -92,7 +96,7 @@ pub struct Numa {
 /// Where NCCL reads the machine's topology, which virtual machines hide.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TopologyFile {
-    /// Made of `numa`.
+    /// The worker writes it, of what its kernel tells, `numa` and `pci`.
     Generated,
     /// A file of the worker's image.
     Path(String),
@@ -144,6 +148,7 @@ impl Default for Profile {
             requests: BTreeMap::new(),
             env: Vec::new(),
             numa: Vec::new(),
+            pci: None,
             topology_file: None,
             expect: BTreeMap::new(),
             links: None,
@@ -167,7 +172,18 @@ impl Profile {
             counts: cuda && !self.is_this_machine(),
             numa: self.numa.iter().map(numa).collect(),
             rdma: self.rdma.is_some(),
+            loopback: cuda && self.expect.contains_key(LOOPBACK_CHECK),
         }
+    }
+
+    /// What a worker makes NCCL's file of.
+    pub fn topology(&self) -> Topology {
+        let near = |of: &Numa| Near {
+            cpus: cpu_text(&of.cpus),
+            gpus: of.gpus.clone(),
+            hcas: of.hcas.clone(),
+        };
+        Topology { numa: self.numa.iter().map(near).collect(), pci: self.pci.clone() }
     }
 
     /// Of whatever machine `moejob run` finds; a cluster refuses it.

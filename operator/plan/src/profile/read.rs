@@ -1,5 +1,6 @@
 //! The text of a profile -> what it says, or every problem at once with its place.
 
+use crate::words::several;
 use super::schema::schema;
 use super::{
     Backend, Limit, Line, LinkFigures, Numa, Profile, Rdma, Setting, TopologyFile,
@@ -11,6 +12,7 @@ use crate::problem::{Code, Problem, quoted};
 use crate::read::Shaped;
 use crate::resources::thousandths;
 use moejob_protocol::cpus::cpu_list;
+use moejob_protocol::topology::Pci;
 use serde::Deserialize;
 use serde_json::Value as Json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -38,6 +40,7 @@ struct Typed {
     resources: BTreeMap<String, String>,
     #[serde(default)]
     env: Vec<Setting>,
+    pci: Option<Pci>,
     topology_file: Option<String>,
     #[serde(default)]
     expect: BTreeMap<String, TypedLimit>,
@@ -167,6 +170,7 @@ impl Judge<'_> {
             requests: typed.resources,
             env: typed.env,
             numa,
+            pci: typed.pci,
             topology_file,
             expect,
             links,
@@ -236,7 +240,7 @@ impl Judge<'_> {
         if gpus > 0 && gpus != devices as usize {
             let allowed = format!("as many as devices, which is {devices}");
             let advice = "name each GPU once, or none";
-            self.refuse(Code::Nodes, "numa", (format!("{gpus} GPUs"), &allowed, advice));
+            self.refuse(Code::Nodes, "numa", (several(gpus, "GPU"), &allowed, advice));
         }
         nodes.sort_by(|a, b| a.cpus.cmp(&b.cpus));
         nodes

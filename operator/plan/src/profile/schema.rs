@@ -1,5 +1,6 @@
 //! What may stand in a profile, in the words of the definition of MoeJobs: one reader for both.
 
+use moejob_protocol::topology::SPEEDS;
 use serde_json::{Value as Json, json};
 
 /// The checks of a node that a profile may set limits for. The unit ends the name.
@@ -108,6 +109,20 @@ pub fn schema() -> Json {
                     "why": text(200, "Why the machine wants it"),
                 },
             }), 64),
+            "pci": {
+                "description": "PCI as the machine's kernel does not show it",
+                "type": "object",
+                "required": ["switches", "speed", "width"],
+                "properties": {
+                    "switches": whole(1, 16, "Switches of a NUMA node"),
+                    "speed": {
+                        "description": "Of a lane, as 16 GT/s",
+                        "type": "string",
+                        "enum": SPEEDS,
+                    },
+                    "width": whole(1, 32, "Lanes of a link"),
+                },
+            },
             "topologyFile": text(1024, "generated, or a path in the worker's image"),
             "links": {
                 "type": "object",

@@ -1,5 +1,6 @@
 //! Whether NCCL has built what the order of ranks was chosen for.
 
+use crate::words::several;
 use super::{Condition, condition, unknown};
 use crate::fabric::Verdict;
 use crate::job::Job;
@@ -38,9 +39,9 @@ pub(super) fn rings(job: &Job, observed: &Observed, gang: Option<&Gang>) -> Opti
         let named = sockets.iter().take(NAMED_MAX).map(u32::to_string);
         let named = named.collect::<Vec<_>>().join(", ");
         let text = format!(
-            "the profile has RDMA, and NCCL goes by TCP (NET/Socket) between nodes; {} ranks, such \
-             as {named}",
-            sockets.len()
+            "the profile has RDMA, and NCCL goes by TCP (NET/Socket) between nodes; {}, such as \
+             {named}",
+            several(sockets.len(), "rank")
         );
         return Some(condition(TYPE, false, "Sockets", text));
     }

@@ -22,6 +22,7 @@ impl Tracker {
         worker.address = Some(address.to_string());
         worker.held = hello.held.clone();
         worker.speaks = hello.version;
+        worker.quiet_since = None;
         // What it was asked on a stream before it may not have heard, nor its answer have come.
         if matches!(worker.checked, Checked::Asked { .. }) {
             worker.checked = Checked::No;

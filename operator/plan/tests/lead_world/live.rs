@@ -125,10 +125,10 @@ impl World {
     /// # Errors
     /// What it does in place of that.
     pub fn live(&mut self, seconds: u64) -> Result<(), String> {
-        let node = |at| Node { name: format!("n{at}"), usable: true, avoid_until: 0 };
+        let node = |at| Node::good(&format!("n{at}"));
         let nodes: Vec<Node> = (0..NODES).map(node).collect();
         self.list();
-        self.on(Event::Granted(Granted { nodes, why: String::new() }));
+        self.on(Event::Granted(Granted { nodes, why: String::new(), fabric: None }));
         let (mut away, mut step, mut writes) = (BTreeSet::new(), 1_000, 0);
         let began = self.now;
         let (mut since, mut last) = (None, 0);

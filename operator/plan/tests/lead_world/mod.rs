@@ -189,10 +189,18 @@ impl World {
                 self.see();
             }
             ["grant", nodes @ ..] => {
-                let node =
-                    |name: &&str| Node { name: name.to_string(), usable: true, avoid_until: 0 };
+                // `n1!` is to freeze, `n1@2` hangs on leaf 2.
+                // `n1!` is to freeze, `n1@2` hangs on leaf 2.
+                let node = |word: &&str| {
+                    let (name, leaf) = word.split_once('@').unwrap_or((*word, "0"));
+                    Node {
+                        freezes: name.ends_with('!'),
+                        leaf: leaf.parse().expect("a number"),
+                        ..Node::good(name.trim_end_matches('!'))
+                    }
+                };
                 let nodes = nodes.iter().map(node).collect();
-                self.on(Event::Granted(Granted { nodes, why: String::new() }));
+                self.on(Event::Granted(Granted { nodes, why: String::new(), fabric: None }));
             }
             ["pod", name, node, what @ ..] => self.see_pod(name, node, what),
             ["gone", name] => {

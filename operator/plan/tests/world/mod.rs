@@ -81,8 +81,7 @@ impl World {
                 })
                 .collect()
         };
-        let node =
-            |index| Node { name: format!("n{index}"), usable: true, avoid_until: 0 };
+        let node = |index| Node::good(&format!("n{index}"));
         let observed = Observed {
             wanted: Wanted {
                 nodes_min: setup.min,
@@ -100,11 +99,13 @@ impl World {
             },
             template: WorkerConfig { ranks: setup.devices, ..job::template(&setup) },
             nodes: (0..setup.nodes).map(node).collect(),
+            fabric: None,
             workers: Vec::new(),
             record: Record::default(),
             stored: None,
             preflight: Default::default(),
             rings: Default::default(),
+            seats: Default::default(),
             interrupt: false,
         };
         World {
@@ -190,6 +191,7 @@ impl World {
             Action::EndAttempt { .. }
             | Action::AvoidNode { .. }
             | Action::NoteUnmeasured { .. }
+            | Action::GiveUp { .. }
             | Action::NoteStop
             | Action::WithdrawStop
             | Action::Finish(_) => {}
@@ -379,6 +381,10 @@ impl World {
 
     /// The leader has heard nothing of it for the heartbeat timeout.
     pub fn silence(&mut self, name: &str) {
+        if let Some(told) = self.tracker.waits_out(name, self.now) {
+            self.happenings.extend(told);
+            return;
+        }
         if let Some(sim) = self.sims.get_mut(name)
             && sim.connected
         {
@@ -494,6 +500,7 @@ impl World {
         observed.workers.clear();
         observed.preflight = Default::default();
         observed.rings = Default::default();
+        observed.seats = Default::default();
         for sim in self.sims.values_mut() {
             sim.connected = false;
             sim.up.clear();
@@ -511,6 +518,7 @@ impl World {
                     checked: Checked::No,
                     paired: false,
                     boot: String::new(),
+                    quiet_since: None,
                     ..worker
                 });
             }

@@ -1,5 +1,6 @@
 //! What `kubectl moe doctor` concludes from what it has found. Pure.
 
+use moejob_plan::words::several;
 use super::table::{millis, span};
 use moejob_plan::crd;
 use moejob_plan::observed::Millis;
@@ -165,7 +166,7 @@ pub fn operator(deployment: Option<&Value>, namespace: &str) -> Check {
     let (ready, wanted) = (number("status", "readyReplicas"), number("spec", "replicas"));
     let image = &deployment["spec"]["template"]["spec"]["containers"][0]["image"];
     let image = image.as_str().unwrap_or_default();
-    let found = format!("{ready} of {wanted} replicas are ready, {image}");
+    let found = format!("{ready} of {} ready, {image}", several(wanted, "replica"));
     let tag = image.rsplit('/').next().and_then(|name| name.split_once(':'));
     let tag = tag.map(|(_, tag)| tag.split('@').next().unwrap_or(tag));
     let scale = format!("kubectl scale -n {namespace} deployment/moejob-operator --replicas 2");

@@ -1,5 +1,6 @@
 //! Nodes and pods of the API -> which nodes a job could have now, by the operator's own rules.
 
+use moejob_plan::words::several;
 use crate::observe::{node_seen, requests};
 use k8s_openapi::api::core::v1::{Node, Pod};
 use moejob_plan::allocate::Needs;
@@ -74,7 +75,7 @@ pub fn summary(judged: &[Judged]) -> String {
         against.iter().map(|(why, count)| format!("{count} {why}")).collect();
     let rest = if against.is_empty() { String::new() } else { format!("; {}", against.join(", ")) };
     let verb = if free == 1 { "is" } else { "are" };
-    format!("{free} of {} nodes {verb} free{rest}", judged.len())
+    format!("{free} of {} {verb} free{rest}", several(judged.len(), "node"))
 }
 
 #[cfg(test)]

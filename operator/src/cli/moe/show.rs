@@ -196,14 +196,19 @@ fn facts(job: &JobView, now: Millis) -> Vec<(&'static str, String)> {
             ),
         ));
     }
-    if let Some(rings) = job.condition("RingsVerified") {
-        let verdict = match rings.status.as_str() {
-            "True" => "",
-            "False" => "not as planned: ",
+    if let Some(fabric) = status.placement.as_ref().and_then(|of| of.fabric.as_ref()) {
+        facts.push(("Fabric", fabric.summary.clone()));
+    }
+    for (name, type_) in [("Rings", "RingsVerified"), ("Binding", "BindingVerified")] {
+        let Some(found) = job.condition(type_) else { continue };
+        let verdict = match (found.status.as_str(), found.message.is_empty()) {
+            ("True", false) => "",
+            ("True", true) => "as planned",
+            ("False", _) => "not as planned: ",
             _ => "not known: ",
         };
-        let why = rings.message.replace('\n', "\n              ");
-        facts.push(("Rings", format!("{verdict}{why}")));
+        let why = found.message.replace('\n', "\n              ");
+        facts.push((name, format!("{verdict}{why}")));
     }
     if status.steps > 0 {
         let share = status.step as f64 * 100.0 / status.steps as f64;
@@ -343,6 +348,7 @@ mod tests {
                 condition("Running", "True", "Training", ""),
                 condition("Degraded", "True", "FewerNodes", "1 of 2 nodes"),
                 condition("RingsVerified", "False", "Differs", "a ring goes\nelsewhere"),
+                condition("BindingVerified", "True", "AsPlanned", ""),
             ],
         });
         let object = object("a", status);
@@ -366,6 +372,7 @@ Nodes:        1/2 (worker-1), 1 spare
 Mesh:         world 1: dp 1, ep 1, tp 1, pp 1; experts 8 over 1 ranks
 Rings:        not as planned: a ring goes
               elsewhere
+Binding:      as planned
 Progress:     step 150 of 300 (50%), loss 2.3123, 512 tokens/s, about 2m30s left
 Checkpoint:   step 100 (step-00000100)
 Attempt:      1, restarts 0 of 20 within 60m

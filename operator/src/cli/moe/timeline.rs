@@ -6,6 +6,7 @@
 //!
 //! Events live for an hour on most clusters; the record in status keeps the last recoveries.
 
+use moejob_plan::words::several;
 use super::job::JobView;
 use super::table::{age, millis, span, stamp};
 use moejob_plan::observed::Millis;
@@ -151,7 +152,8 @@ fn fill(job: &JobView, entries: &mut Vec<Entry>) {
     let knows = |entries: &[Entry], event: &str| entries.iter().any(|of| of.event == event);
     let gang = job.saved.as_ref().and_then(|saved| saved.record.gang.as_ref());
     if let Some(gang) = gang {
-        let words = format!("began attempt {} on {} nodes", gang.attempt, gang.members.len());
+        let nodes = several(gang.members.len(), "node");
+        let words = format!("began attempt {} on {nodes}", gang.attempt);
         let told = entries.iter().any(|of| of.words.starts_with(&words));
         if !told && gang.started_at > 0 {
             let words = format!("{words} from step {}", gang.resumed_at);

@@ -3,6 +3,7 @@
 //! scribes that write their checkpoints from there. (A thread has its scribe to itself.)
 
 mod bound;
+mod seats;
 pub(crate) mod child;
 mod ends;
 mod place;
@@ -271,6 +272,7 @@ impl Engines {
     /// after the one before has ended. What is told is that they have begun.
     pub fn train(&mut self, config: Box<WorkerConfig>, links: Links) -> Outcome {
         self.memory.begin(&config.resume);
+        self.bound.begin();
         let shape = links.shape();
         let count = shape.count as usize;
         let node = config.members[shape.first as usize].node.clone();

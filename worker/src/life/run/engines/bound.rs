@@ -5,19 +5,18 @@
 
 use crate::life::affinity::Allowed;
 use crate::life::binding::{self, Binding, apply, hca_setting};
-use crate::life::machine::Machine;
+use super::seats::{Look, Seats};
+use crate::life::machine::{ENV_SYS, Machine};
+use crate::life::topology;
 use moejob_protocol::cpus::cpu_text;
 use crate::life::machine::pci::Address;
 use crate::life::run::engines::child::ENV_OPENS_GPU;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::Backend;
 use moejob_protocol::pod::ENV_HCAS;
-use std::collections::BTreeSet;
 
 /// Between two looks at the threads of all engines: 10 s of heartbeats.
 const TICKS_A_LOOK: u64 = 20;
-/// Differences of an engine that are told.
-const TOLD_MAX: usize = 3;
 /// Threads that compute or copy for an engine on a GPU: what moves state through pinned memory.
 const GPU_THREADS: usize = 8;
 const ENV_HCA: &str = "NCCL_IB_HCA";
@@ -37,11 +36,10 @@ pub(super) struct Bound {
     /// The worker's own threads are bound.
     moved: bool,
     hcas: Option<String>,
+    /// The variable that names NCCL's file of this machine.
+    topology: Option<(&'static str, String)>,
     warnings: Vec<Warning>,
-    /// Lives of engines whose last look differed: NCCL moves a thread for a moment while it starts.
-    doubted: BTreeSet<u64>,
-    /// Lives of engines of which a difference was told.
-    told: BTreeSet<u64>,
+    seats: Seats,
     ticks: u64,
 }
 
@@ -89,8 +87,13 @@ impl Bound {
             let own = addresses.iter().flatten().skip(of.first as usize);
             let own: Vec<Address> = own.take(of.ranks as usize).copied().collect();
             self.cards(&machine, &own);
+            match topology::write(&machine) {
+                Ok(file) => self.topology = file,
+                Err(error) => self.warnings.push(("NoTopologyFile", error)),
+            }
         }
         self.machine = Some(machine);
+        self.seats.made = std::env::var_os(ENV_SYS).is_some();
         let Binding { worker, why, .. } = &self.binding;
         if !why.is_empty() {
             tracing::info!(why, "not all threads are bound to processors");
@@ -164,7 +167,7 @@ impl Bound {
         let hcas = self.hcas.as_ref().map(|list| (ENV_HCA, list.clone()));
         let gpu = self.of.is_some_and(|of| of.gpu);
         let opens = gpu.then(|| (ENV_OPENS_GPU, "1".to_string()));
-        cpus.into_iter().chain(hcas).chain(opens).collect()
+        cpus.into_iter().chain(hcas).chain(opens).chain(self.topology.clone()).collect()
     }
 
     pub fn take_warnings(&mut self) -> Vec<Warning> {
@@ -177,24 +180,16 @@ impl Bound {
         self.ticks.is_multiple_of(TICKS_A_LOOK)
     }
 
-    /// What differs from the plan of the engine at `index`, the `life`-th that was started, for the
-    /// second look in a row; told once. A process that has ended says so by itself.
-    pub fn look(&mut self, index: usize, life: u64, pid: u32) -> Option<Warning> {
-        let seat = self.binding.engines.get(index)?.as_ref()?;
-        let threads = apply::threads(pid).ok().filter(|threads| !threads.is_empty())?;
-        let mut found = binding::differences(seat, pid, &threads);
-        if found.is_empty() {
-            self.doubted.remove(&life);
-            return None;
-        }
-        if self.doubted.insert(life) || !self.told.insert(life) {
-            return None;
-        }
-        let more = found.len().saturating_sub(TOLD_MAX);
-        found.truncate(TOLD_MAX);
-        if more > 0 {
-            found.push(format!("{more} more"));
-        }
-        Some(("BindingDiffers", found.join("; ")))
+    /// How the engine at `index` is seated, the `life`-th that was started; none where engines of
+    /// this kind are not bound.
+    pub fn look(&mut self, index: usize, (life, pid): (u64, u32), rank: u32) -> Look {
+        let Some(planned) = self.binding.engines.get(index) else { return Look::default() };
+        let seat = planned.as_ref().ok_or(self.binding.why.as_str());
+        self.seats.look(seat, (life, pid), rank)
+    }
+
+    /// An attempt begins.
+    pub fn begin(&mut self) {
+        self.seats.begin();
     }
 }

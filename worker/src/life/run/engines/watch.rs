@@ -55,8 +55,10 @@ impl Engines {
         let mut told = Vec::new();
         for (index, engine) in self.engines.iter().enumerate() {
             let Some(engine) = engine else { continue };
-            let found = self.bound.look(index, engine.life, engine.pid());
-            told.extend(found.and_then(|warning| engine.warn(&self.uuids[index], warning)));
+            let rank = running.rank(index);
+            let look = self.bound.look(index, (engine.life, engine.pid()), rank);
+            told.extend(look.warning.and_then(|warning| engine.warn(&self.uuids[index], warning)));
+            told.extend(look.seated.map(TrainerEvent::Seated));
         }
         told
     }

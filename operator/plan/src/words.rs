@@ -1,0 +1,32 @@
+//! Counted things as a person says them.
+
+/// `1 node`, `3 nodes`.
+pub fn several(count: impl TryInto<u64>, what: &str) -> String {
+    counted(count, what, &format!("{what}s"))
+}
+
+/// `1 leaf`, `3 leaves`: of words that get more than an s.
+pub fn counted(count: impl TryInto<u64>, one: &str, many: &str) -> String {
+    match count.try_into().unwrap_or(u64::MAX) {
+        1 => format!("1 {one}"),
+        count => format!("{count} {many}"),
+    }
+}
+
+/// Behind `several`: `1 node is`, `3 nodes are`.
+pub fn one_or_more<'w>(count: impl TryInto<u64>, one: &'w str, more: &'w str) -> &'w str {
+    if count.try_into().is_ok_and(|count| count == 1) { one } else { more }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_is_no_plural() {
+        assert_eq!([several(0u32, "node"), several(1u64, "node")], ["0 nodes", "1 node"]);
+        assert_eq!([several(2usize, "rank"), counted(1, "leaf", "leaves")], ["2 ranks", "1 leaf"]);
+        assert_eq!(counted(3, "leaf", "leaves"), "3 leaves");
+        assert_eq!([one_or_more(1u32, "is", "are"), one_or_more(0u32, "is", "are")], ["is", "are"]);
+    }
+}
