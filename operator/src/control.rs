@@ -531,7 +531,7 @@ async fn write_configure(
 }
 
 /// Compares secrets in a time that does not tell how much of them is equal.
-fn equal(a: &str, b: &str) -> bool {
+pub(crate) fn equal(a: &str, b: &str) -> bool {
     a.len() == b.len() && a.bytes().zip(b.bytes()).fold(0, |diff, (a, b)| diff | (a ^ b)) == 0
 }
 

@@ -44,6 +44,29 @@ pub fn measured(ordinals: Range<usize>, stop: &AtomicBool) -> Vec<Measured> {
     all
 }
 
+/// An all-reduce of at most so many bytes by processes of their own, which get more in their
+/// environment: what each GPU tells of it, or why there is nothing.
+pub fn reduced(
+    ordinals: Range<usize>,
+    environment: &[(&'static str, String)],
+    bytes: usize,
+    (until, stop): (Instant, &AtomicBool),
+) -> (Vec<Bus>, Option<String>) {
+    let mut gpus: Vec<Gpu> =
+        ordinals.map(|ordinal| Gpu::start(ordinal, environment)).collect();
+    let mut turn = Turn { gpus: &mut gpus, until, stop };
+    turn.hear_all();
+    let why = turn.meet(bytes).err().map(str::to_string);
+    gpus.iter_mut().for_each(Gpu::end);
+    let buses = gpus.iter_mut().filter_map(Gpu::take_bus).collect();
+    let mut said = gpus.drain(..).flat_map(Gpu::into_all).filter_map(|one| match one.value {
+        Value::Wrong { what: why, .. } | Value::Unmeasured(why) => Some(why),
+        Value::Number(_) | Value::Fine(_) => None,
+    });
+    let first = said.next();
+    (buses, first.or(why))
+}
+
 /// GPUs whose memory is slower than that of the fastest of them.
 fn uneven(all: &[Measured]) -> Vec<Measured> {
     let rates = || {
@@ -102,29 +125,34 @@ impl Turn<'_> {
         self.hear_all();
     }
 
-    /// Only where all are there: the others would wait for one that is not.
     fn collective(&mut self) {
-        if self.gpus.iter().any(|gpu| gpu.child.is_none()) {
-            return self.without("a GPU of the node does not answer");
+        if let Err(why) = self.meet(REDUCED_BYTES) {
+            return self.without(why);
         }
-        self.gpus[0].ask(&Ask::Id);
-        self.gpus[0].hear(self.until, self.stop);
-        let Some(id) = self.gpus[0].id.take() else {
-            return self.without("NCCL has no place to meet");
-        };
-        let world = self.gpus.len() as u32;
-        let free = self.gpus.iter().map(|gpu| gpu.free).min().unwrap_or(0);
-        let bytes = REDUCED_BYTES.min(free / 4);
-        for (rank, gpu) in (0..).zip(self.gpus.iter_mut()) {
-            gpu.ask(&Ask::Meet { id: id.clone(), rank, world, bytes, across: false });
-        }
-        self.hear_all();
         // All see the same; the slowest is as slow as it was for any of them.
         let told = self.gpus.iter_mut().filter_map(|gpu| gpu.bus.take());
         let bus = told.min_by(|a, b| a.rate.total_cmp(&b.rate));
         if let Some(Bus { check, rate, .. }) = bus {
             self.gpus[0].all.push(Measured::number(&check, rate));
         }
+    }
+
+    /// Only where all are there: the others would wait for one that is not.
+    fn meet(&mut self, most: usize) -> Result<(), &'static str> {
+        if self.gpus.iter().any(|gpu| gpu.child.is_none()) {
+            return Err("a GPU of the node does not answer");
+        }
+        self.gpus[0].ask(&Ask::Id);
+        self.gpus[0].hear(self.until, self.stop);
+        let Some(id) = self.gpus[0].id.take() else { return Err("NCCL has no place to meet") };
+        let world = self.gpus.len() as u32;
+        let free = self.gpus.iter().map(|gpu| gpu.free).min().unwrap_or(0);
+        let bytes = most.min(free / 4);
+        for (rank, gpu) in (0..).zip(self.gpus.iter_mut()) {
+            gpu.ask(&Ask::Meet { id: id.clone(), rank, world, bytes, across: false });
+        }
+        self.hear_all();
+        Ok(())
     }
 
     fn without(&mut self, why: &str) {

@@ -12,8 +12,10 @@
 pub(crate) mod child;
 mod gpus;
 pub mod host;
+mod loopback;
 mod pair;
 pub mod places;
+mod settings;
 
 use crate::life::affinity::Share;
 use crate::life::machine::Machine;
@@ -21,6 +23,7 @@ use moejob_protocol::config::Backend;
 use moejob_protocol::pair::{PairAnswer, PairOrder};
 use moejob_protocol::preflight::{Answer, Expected, MEASURED_MAX, Measured, Order};
 use std::sync::atomic::AtomicBool;
+use std::time::Instant;
 
 /// What the kernel calls this boot.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
@@ -65,7 +68,12 @@ pub fn measure(
     measured.push(host::locked_memory(expected.rdma));
     if expected.backend == Backend::Cuda {
         let ordinals = first..first + expected.devices.max(1) as usize;
-        measured.extend(gpus::measured(ordinals, stop));
+        // The leader waits for all of it.
+        let until = Instant::now() + gpus::LIMIT;
+        measured.extend(gpus::measured(ordinals.clone(), stop));
+        if expected.loopback {
+            measured.extend(loopback::measured(here, expected, ordinals, (until, stop)));
+        }
     }
     // After the copies of the GPUs, which it would slow.
     measured.extend(host::measured(here));

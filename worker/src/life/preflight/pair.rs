@@ -9,16 +9,12 @@
 
 use super::child::{Ask, PAIR_BYTES};
 use super::gpus::{Gpu, LIMIT};
-use crate::life::binding::hca_setting;
+use super::settings;
 use crate::life::machine::Machine;
-use crate::life::machine::pci::Address;
 use moejob_protocol::pair::{Meeting, PAIR_CHECK, PairOrder, PairSaid};
-use moejob_protocol::pod::ENV_HCAS;
 use moejob_protocol::preflight::{Check, Grade, Measured, Value};
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
-
-const ENV_HCA: &str = "NCCL_IB_HCA";
 
 /// Measures as one side, with this machine's GPUs from `first` on, and tells what it says on the
 /// way: a place to meet, and always at last what was measured.
@@ -29,9 +25,9 @@ pub fn measured(
     mut say: impl FnMut(PairSaid),
 ) {
     let until = Instant::now() + LIMIT;
-    let cards = cards();
+    let settings = settings::here(&Machine::here().unwrap_or_default());
     let ordinals = first..first + order.devices.max(1) as usize;
-    let mut gpus: Vec<Gpu> = ordinals.map(|ordinal| Gpu::start(ordinal, &cards)).collect();
+    let mut gpus: Vec<Gpu> = ordinals.map(|ordinal| Gpu::start(ordinal, &settings)).collect();
     for gpu in &mut gpus {
         gpu.hear(until, stop);
     }
@@ -98,7 +94,7 @@ fn answer(
 }
 
 /// By which way bytes leave this node: of each GPU, whether by TCP, where its log tells.
-fn transport(rdma: bool, ways: &[Option<bool>]) -> Measured {
+pub(super) fn transport(rdma: bool, ways: &[Option<bool>]) -> Measured {
     let by_tcp = ways.contains(&Some(true));
     let value = if by_tcp && rdma {
         let what = "NCCL goes by TCP (NET/Socket) to other nodes, and the profile has RDMA: look \
@@ -112,19 +108,6 @@ fn transport(rdma: bool, ways: &[Option<bool>]) -> Measured {
         Value::Unmeasured("NCCL's log does not tell".to_string())
     };
     Measured::of_check(Check::Transport, value)
-}
-
-/// The exact cards for NCCL, as engines get them, where the profile has some.
-fn cards() -> Vec<(&'static str, String)> {
-    let named = std::env::var(ENV_HCA).is_ok_and(|of| !of.starts_with('^'));
-    let Ok(listed) = std::env::var(ENV_HCAS) else { return Vec::new() };
-    if named {
-        return Vec::new();
-    }
-    let listed: Vec<Address> = listed.split(',').filter_map(Address::parse).collect();
-    let machine = Machine::here().unwrap_or_default();
-    // A pair is of whole nodes: all GPUs count.
-    hca_setting(&machine, &[], &listed).map(|list| (ENV_HCA, list)).into_iter().collect()
 }
 
 #[cfg(test)]
