@@ -124,7 +124,7 @@ fn a_tree_that_the_kernel_shows_is_kept() {
     assert!(found.contains(&"0000:1b:00.0 below 0000:18:00.0 on 0".to_string()), "{found:?}");
     assert!(found.contains(&"0000:1d:00.0 below 0000:18:00.0 on 0".to_string()), "{found:?}");
     let beside = found.iter().find(|of| of.starts_with("0000:a1")).expect("a card of its own");
-    assert_eq!(beside, "0000:a1:00.0 below ffff:ff:01.0 on 1", "its root port is no switch");
+    assert_eq!(beside, "0000:a1:00.0 below  on 1", "its root port is no switch");
 }
 
 #[test]

@@ -242,6 +242,7 @@ impl Ground {
             name: node.name.clone(),
             labels: node.labels.clone(),
             usable: true,
+            ..NodeInfo::default()
         };
         let places: Vec<NodeInfo> = nodes.iter().map(place).collect();
         Ground { places: Places::new(&places, keys), nodes }

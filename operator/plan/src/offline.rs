@@ -2,9 +2,11 @@
 //! does as it is told. It shows what would happen, and what a loss would cost at its worst moment.
 
 mod fits;
+mod time;
 mod rehearsal;
 
 pub use fits::{Change, changes};
+pub use time::{StepTime, step_time};
 pub(crate) use rehearsal::{Rehearsal, node_of_rank};
 
 use crate::words::{counted, several};
@@ -19,8 +21,10 @@ use moejob_protocol::config::Exchange;
 use moejob_protocol::memory::RankMemory;
 use serde::Serialize;
 
-/// Ranks that are listed one by one.
-const RANKS_LISTED_MAX: usize = 64;
+/// Nodes whose ranks are listed.
+const LISTED_MAX: usize = 64;
+/// Nodes that are not used, as far as they are named.
+const LEFT_OUT_MAX: usize = 8;
 /// Losses that are rehearsed one by one, times the ranks of the gang: each takes as long as the
 /// gang is large.
 const LOSSES_RANKS: usize = 1 << 15;
@@ -35,11 +39,17 @@ pub struct Outlook {
     pub step: StepFacts,
     /// What runs first, on the nodes that were given.
     pub gang: Option<GangFacts>,
+    /// How long a step of that gang may take; none where its profile does not say how fast it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub expected: Option<StepTime>,
     pub sizes: Vec<SizeFacts>,
     pub skipped: Vec<SkippedFacts>,
     /// Where no size works: what would make one work, each by itself.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub changes: Vec<Change>,
+    /// Nodes that are there and are not used: why.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<String>,
     /// Why nodes are used in this order.
     pub order: String,
     /// What that order costs the fabric; none where the nodes lie on one leaf, or nobody knows.
@@ -176,7 +186,7 @@ pub fn outlook_on(
         (false, _) => vec![lose.to_vec()],
         (true, Some(gang)) => {
             let ranks = gang.layout.mesh.world().max(1) as usize;
-            let most = (LOSSES_RANKS / ranks).clamp(2, RANKS_LISTED_MAX);
+            let most = (LOSSES_RANKS / ranks).clamp(2, LISTED_MAX);
             let members = gang.members.iter().take(most);
             members.map(|member| vec![member.node.clone()]).collect()
         }
@@ -201,6 +211,7 @@ pub fn outlook_on(
             tokens: tokens_of_step(job),
             micro_batches: job.micro_batches(),
         },
+        expected: gang.as_ref().and_then(|gang| step_time(job, &gang.layout)),
         gang: gang.map(|gang| gang_facts(job, &gang, &rehearsal)),
         sizes: sizes.iter().map(|size| size_facts(job, size, needs.get(&size.nodes))).collect(),
         changes: if sizes.is_empty() { changes(job) } else { Vec::new() },
@@ -208,6 +219,7 @@ pub fn outlook_on(
             .into_iter()
             .map(|skip| SkippedFacts { nodes: skip.nodes, why: skip.why })
             .collect(),
+        left_out: left_out(&nodes),
         order: ordered.why,
         fabric,
         why,
@@ -218,6 +230,12 @@ pub fn outlook_on(
             .map(|problem| problem.sentence())
             .collect(),
     }
+}
+
+/// `n3: cordoned`, of each node of which a cluster tells why it is not used.
+fn left_out(nodes: &[NodeInfo]) -> Vec<String> {
+    let why = |node: &NodeInfo| Some(format!("{}: {}", node.name, node.against.as_ref()?));
+    nodes.iter().filter_map(why).collect()
 }
 
 /// As many nodes as the job wants, where nobody says which there are.
@@ -280,7 +298,7 @@ fn gang_facts(job: &Job, gang: &Gang, rehearsal: &Rehearsal) -> GangFacts {
     let mesh = layout.mesh;
     let nodes = node_of_rank(gang, per_node);
     let moe_layer = (0..job.model.num_hidden_layers).find(|layer| job.model.is_moe_layer(*layer));
-    let ranks = 0..mesh.world().min(RANKS_LISTED_MAX as u32);
+    let ranks = 0..mesh.world().min(LISTED_MAX as u32 * per_node.max(1));
     let rank_facts = |rank: u32| {
         let experts = layout.experts(&job.model, moe_layer.unwrap_or(0), rank);
         let micro_batches = mesh.micro_batches(rank, job.micro_batches());
@@ -329,9 +347,18 @@ pub fn text(outlook: &Outlook) -> String {
     outlook.unsupported.iter().for_each(|line| lines.push(format!("NOT YET  {line}")));
     lines.push(String::new());
     sizes_text(outlook, &mut lines);
+    let named = outlook.left_out.iter().take(LEFT_OUT_MAX);
+    lines.extend(named.map(|node| format!("not used: {node}")));
+    if let Some(more) = outlook.left_out.len().checked_sub(LEFT_OUT_MAX).filter(|more| *more > 0) {
+        lines.push(format!("not used: {more} more"));
+    }
     match &outlook.gang {
         Some(gang) => gang_text(outlook, gang, &mut lines),
         None => lines.push(nothing_starts(outlook)),
+    }
+    if let Some(expected) = &outlook.expected {
+        lines.push(String::new());
+        lines.extend(expected.lines());
     }
     lines.push("\nwhat the plan does, and why".to_string());
     lines.extend(outlook.why.iter().map(|why| format!("  {why}")));
@@ -414,18 +441,8 @@ fn nothing_starts(outlook: &Outlook) -> String {
 
 fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
     lines.push(format!("\nplacement on {} ({})", several(gang.nodes, "node"), outlook.order));
-    lines.push("   RANK  EXPERTS  MICRO-BATCHES  BUDDY  NODE".to_string());
-    for rank in &gang.ranks {
-        lines.push(format!(
-            "  {:>5}  {:>7}  {:>13}  {:>5}  {}{}",
-            rank.rank,
-            span(rank.experts),
-            span(rank.micro_batches),
-            rank.buddy.map_or("-".to_string(), |buddy| buddy.to_string()),
-            rank.node,
-            if rank.device > 0 { format!(" device {}", rank.device) } else { String::new() }
-        ));
-    }
+    lines.push("      RANKS  EXPERTS  MICRO-BATCHES    BUDDIES  NODE".to_string());
+    lines.extend(gang.ranks.chunk_by(|a, b| a.node == b.node).map(ranks_of_node));
     if let Some(more) = (gang.dp as usize).checked_sub(gang.ranks.len()).filter(|more| *more > 0) {
         lines.push(format!("  and {more} more"));
     }
@@ -454,6 +471,28 @@ fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
             lines.extend(size.host_memory.iter().filter(|(_, bytes)| *bytes > 0).map(line));
         }
     }
+}
+
+/// A node's ranks in one line; each of them takes its part of what the line says.
+fn ranks_of_node(ranks: &[RankFacts]) -> String {
+    let (first, last) = (&ranks[0], &ranks[ranks.len() - 1]);
+    // Two expert groups of one node have the same experts.
+    let experts = ranks.iter().map(|rank| rank.experts);
+    let experts = experts.reduce(|all, of| [all[0].min(of[0]), all[1].max(of[1])]);
+    let buddies: Vec<u32> = ranks.iter().filter_map(|rank| rank.buddy).collect();
+    let buddies = match (buddies.iter().min(), buddies.iter().max()) {
+        (Some(first), Some(last)) => span([*first, *last]),
+        _ => "-".to_string(),
+    };
+    let of = if ranks.len() > 1 { format!(" devices 0-{}", last.device) } else { String::new() };
+    format!(
+        "  {:>9}  {:>7}  {:>13}  {:>9}  {}{of}",
+        span([first.rank, last.rank]),
+        span(experts.unwrap_or_default()),
+        span([first.micro_batches[0], last.micro_batches[1]]),
+        buddies,
+        first.node
+    )
 }
 
 fn what_if_text(what: &WhatIf) -> String {

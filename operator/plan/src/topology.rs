@@ -2,6 +2,7 @@
 //! topology operators put on nodes; and the order in which a job uses them.
 
 use crate::words::several;
+use crate::allocate::{is_pause, unhealthy, unhealthy_label};
 use crate::fabric::{FabricFacts, HOST, Keys, Wish, arrange, depth};
 use crate::job::Closeness;
 use crate::spec::Level;
@@ -15,9 +16,15 @@ pub struct NodeInfo {
     pub name: String,
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
-    /// It accepts pods: ready and not cordoned.
+    /// It accepts pods: ready, not cordoned, and well.
     #[serde(default = "yes")]
     pub usable: bool,
+    /// Why it is not, where a cluster tells.
+    #[serde(skip)]
+    pub against: Option<String>,
+    /// It is a cluster's own object, with all of its labels.
+    #[serde(skip)]
+    pub is_whole: bool,
 }
 
 fn yes() -> bool {
@@ -213,11 +220,37 @@ fn node_from(item: &serde_json::Value) -> Result<NodeInfo, String> {
     };
     let labels = item["metadata"]["labels"].as_object().into_iter().flatten();
     let labels = labels.filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_string())));
-    let ready = item["status"]["conditions"].as_array().into_iter().flatten();
-    let ready = ready.filter(|condition| condition["type"] == "Ready");
-    let ready = ready.into_iter().all(|condition| condition["status"] == "True");
-    let cordoned = item["spec"]["unschedulable"] == true;
-    Ok(NodeInfo { name: name.to_string(), labels: labels.collect(), usable: ready && !cordoned })
+    let labels = labels.collect();
+    let listed = item["status"]["conditions"].as_array();
+    let text = |of: &serde_json::Value, field: &str| of[field].as_str().unwrap_or_default().to_string();
+    let of = |one: &serde_json::Value| {
+        ["type", "status", "reason", "message"].map(|field| text(one, field))
+    };
+    let mut conditions: Vec<[String; 4]> = listed.into_iter().flatten().map(of).collect();
+    // The machine goes on after seconds.
+    conditions.retain(|[name, _, reason, message]| !is_pause(name, reason, message));
+    let ready = conditions.iter().all(|[name, status, ..]| name != "Ready" || status == "True");
+    let said = conditions.iter().map(|[name, status, ..]| (name.as_str(), status.as_str()));
+    let unhealthy = unhealthy(said).or_else(|| unhealthy_label(&labels));
+    let against = match (ready, item["spec"]["unschedulable"] == true) {
+        (false, _) => Some("not ready".to_string()),
+        (_, true) => Some("cordoned".to_string()),
+        _ => unhealthy.map(|condition| format!("with the condition {condition}")),
+    };
+    let usable = against.is_none();
+    Ok(NodeInfo { name: name.to_string(), labels, usable, against, is_whole: true })
+}
+
+/// Those that lack a label which the job's nodes must have are not usable. Of nodes that a person
+/// has listed nobody knows all labels.
+pub fn select(nodes: &mut [NodeInfo], selector: &BTreeMap<String, String>) {
+    for node in nodes.iter_mut().filter(|node| node.is_whole && node.against.is_none()) {
+        let lacks = selector.iter().find(|(key, value)| node.labels.get(*key) != Some(value));
+        if let Some((key, value)) = lacks {
+            node.against = Some(format!("without the label {key}={value}"));
+            node.usable = false;
+        }
+    }
 }
 
 /// `node-10` after `node-9`: the digits at the end count as a number.
@@ -236,7 +269,8 @@ mod tests {
             ("network.topology.nvidia.com/leaf", rack),
         ];
         let labels = labels.iter().map(|(key, value)| (key.to_string(), value.to_string()));
-        NodeInfo { name: name.to_string(), labels: labels.collect(), usable: true }
+        let labels = labels.collect();
+        NodeInfo { name: name.to_string(), labels, usable: true, ..NodeInfo::default() }
     }
 
     fn cluster() -> Vec<NodeInfo> {

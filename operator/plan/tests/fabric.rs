@@ -206,7 +206,8 @@ fn expert_groups_come_before_rings() {
 
 fn node(name: &str, labels: &[(&str, &str)]) -> NodeInfo {
     let labels = labels.iter().map(|(key, value)| (key.to_string(), value.to_string()));
-    NodeInfo { name: name.to_string(), labels: labels.collect(), usable: true }
+    let labels = labels.collect();
+    NodeInfo { name: name.to_string(), labels, usable: true, ..NodeInfo::default() }
 }
 
 #[test]

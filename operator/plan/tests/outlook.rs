@@ -3,9 +3,10 @@
 #![allow(clippy::disallowed_methods, reason = "the test reads the examples")]
 
 use moejob_plan::Job;
-use moejob_plan::offline::{Outlook, count, outlook, text};
+use moejob_plan::offline::{Outlook, count, outlook, step_time, text};
 use moejob_plan::profile::Profiles;
-use moejob_plan::topology::NodeInfo;
+use moejob_plan::allocate::Needs;
+use moejob_plan::topology::{NodeInfo, nodes_from, select};
 use std::path::Path;
 
 fn root() -> &'static Path {
@@ -206,9 +207,7 @@ fn a_job_that_no_number_of_nodes_fits_says_what_would_make_it_fit() {
     // Activations are most of it.
     let wide = large("profile: nd-h200-v5, min: 1, max: 1", ", microBatchSize: 16");
     let found = sentences(&wide);
-    for field in ["spec.training.microBatchSize: ", "spec.training.recompute: "] {
-        assert!(found.iter().any(|change| change.starts_with(field)), "{field} in {found:?}");
-    }
+    assert_eq!(found, ["spec.training.microBatchSize: 1 (1 node works then)"]);
     let small = "profile: custom, min: 1, max: 1, custom: { devices: 8, deviceMemory: 8Gi }";
     assert!(sentences(&large(small, "")).iter().all(|change| !change.contains("recompute: none")));
     let tiny = "profile: custom, min: 1, max: 1, custom: { devices: 1, deviceMemory: 1Gi }";
@@ -288,4 +287,122 @@ fn the_json_has_what_the_text_has() {
     assert!(json["sizes"][0]["memory"]["balanced"].as_u64().unwrap() > 1 << 20);
     assert_eq!(json["whatIfs"][0]["stepsLost"], 9);
     assert_eq!(json["gang"]["ranks"][3]["buddy"], 0);
+}
+
+/// Two GPUs of an ND H200 v5, and what a step took (`docs/benchmarks/two_gpus_h200_2026-11-22.md`;
+/// one GPU: `step_h200_2026-11-22.md`).
+#[test]
+fn steps_of_two_gpus_are_estimated_within_a_fifth() {
+    let of = |model: &str, gpus: u32, ep: u32, micro_batch: u32, rounds: u32| {
+        let text = format!(
+            "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  \
+             nodes: {{ profile: nd-h200-v5 }}\n  model: {{ {model} }}\n  data: {{ train: {{ text: \
+             {{ paths: [a] }} }}, sequenceLength: 4096 }}\n  training: {{ steps: 10, \
+             globalBatchSize: {}, microBatchSize: {micro_batch} }}\n",
+            8 * micro_batch * rounds
+        );
+        let mut job = Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"));
+        (job.profile.ranks, job.profile.devices) = (gpus, gpus);
+        job.training.global_batch_size = gpus * micro_batch * rounds;
+        let layout = moejob_plan::placement::layout(&job, gpus, ep);
+        step_time(&job, &layout).expect("the profile says how fast it is").seconds * 1e3
+    };
+    let olmoe = "preset: olmoe-1b-7b";
+    let qwen = "preset: qwen3-30b-a3b, numHiddenLayers: 16";
+    for (estimate, measured) in [
+        (of(olmoe, 1, 1, 4, 1), 280.2),
+        (of(olmoe, 2, 1, 4, 1), 297.8),
+        (of(olmoe, 2, 2, 4, 1), 289.7),
+        (of(olmoe, 2, 1, 4, 4), 1067.2),
+        (of(olmoe, 2, 2, 4, 4), 1108.2),
+        (of(qwen, 2, 2, 2, 1), 198.7),
+    ] {
+        let ratio = estimate / measured;
+        assert!((0.8..=1.2).contains(&ratio), "{estimate:.0} ms, measured {measured}");
+    }
+}
+
+#[test]
+fn an_estimate_says_what_it_is_of() {
+    let job = large("profile: nd-h200-v5, min: 2, max: 2", "");
+    let found = outlook(&job, None, &[]);
+    let told = text(&found);
+    for words in [
+        "expected, an estimate: ",
+        " tokens/s\n  ",
+        " products, ",
+        "assumes products at 46% of 989 TFLOP/s, as profile nd-h200-v5 says",
+        "assumes even routing; each GPU sends ",
+        "assumes gradients travel beside backward; no contention between switches",
+    ] {
+        assert!(told.contains(words), "{words} in {told}");
+    }
+    let expected = found.expected.expect("an estimate");
+    let parts = expected.products_seconds + expected.tokens_seconds + expected.exposed_seconds;
+    assert!((parts - expected.seconds).abs() < 1e-9);
+    // More nodes share the same tokens; what is computed again takes longer.
+    let time = |nodes: &str, more: &str| {
+        outlook(&large(nodes, more), None, &[]).expected.expect("an estimate").seconds
+    };
+    let two = "profile: nd-h200-v5, min: 2, max: 2";
+    assert!(time("profile: nd-h200-v5, min: 4, max: 4", "") < time(two, ""));
+    assert!(time(two, ", recompute: full") > 1.2 * time(two, ""));
+    // Nothing is known of processors.
+    let cpu = outlook(&job_of_processors(), None, &[]);
+    assert!(cpu.expected.is_none() && !text(&cpu).contains("expected"));
+}
+
+fn job_of_processors() -> Job {
+    job(|base| base)
+}
+
+/// Nodes as AKS describes them: what a monitor or a label says against one leaves it out.
+#[test]
+fn nodes_of_a_cluster_that_are_not_well_or_not_meant_are_left_out() {
+    let node = |name: &str, kind: &str, more: &str, conditions: &str| {
+        format!(
+            "{{ \"metadata\": {{ \"name\": \"{name}\", \"labels\": {{ \
+             \"node.kubernetes.io/instance-type\": \"{kind}\"{more} }} }}, \"spec\": {{}}, \
+             \"status\": {{ \"conditions\": [{{ \"type\": \"Ready\", \"status\": \"True\" }}{conditions}] \
+             }} }}"
+        )
+    };
+    let condition = |name: &str, status: &str, reason: &str| {
+        format!(
+            ", {{ \"type\": \"{name}\", \"status\": \"{status}\", \"reason\": \"{reason}\" }}"
+        )
+    };
+    let h200 = "Standard_ND96isr_H200_v5";
+    let items = [
+        node("a", h200, "", ""),
+        node("b", h200, "", &condition("GPUMissing", "True", "x")),
+        node("c", h200, "", &condition("VMEventScheduled", "True", "RebootScheduled")),
+        node("d", h200, "", &condition("VMEventScheduled", "True", "FreezeScheduled")),
+        node("e", h200, ", \"autopilot.ibm.com/gpuhealth\": \"EVICT\"", ""),
+        node("f", "Standard_D4", "", ""),
+        node("g", h200, "", &condition("XIDErrors", "False", "")),
+    ];
+    let text = format!("{{ \"kind\": \"List\", \"items\": [{}] }}", items.join(", "));
+    let job = large("profile: nd-h200-v5, min: 1, max: 8", "");
+    let mut nodes = nodes_from(&text).unwrap();
+    select(&mut nodes, &Needs::of(&job).selector);
+    let found = outlook(&job, Some(&nodes), &[]);
+    assert_eq!(
+        found.left_out,
+        [
+            "b: with the condition GPUMissing=True",
+            "c: with the condition VMEventScheduled=True",
+            "e: with the condition autopilot.ibm.com/gpuhealth=EVICT",
+            "f: without the label node.kubernetes.io/instance-type=Standard_ND96isr_H200_v5",
+        ]
+    );
+    let told = moejob_plan::offline::text(&found);
+    assert!(told.contains("placement on 3 nodes (3 usable nodes"), "{told}");
+    assert!(told.contains("not used: c: with the condition"), "{told}");
+    let is_grouped = |line: &str| line.trim().starts_with("0-7    0-127") && line.ends_with("0-7");
+    assert!(told.lines().any(is_grouped), "a node is a line: {told}");
+    // Names alone tell nothing against a node.
+    let mut names = nodes_from("[a, b]").unwrap();
+    select(&mut names, &Needs::of(&job).selector);
+    assert!(names.iter().all(|node| node.usable));
 }

@@ -23,6 +23,7 @@ fn nodes(count: usize, leaf: usize, name: impl Fn(usize) -> String) -> Vec<NodeI
         name: name(at),
         labels: [("ib/torset".to_string(), format!("torset-{}", at / leaf))].into(),
         usable: true,
+        ..NodeInfo::default()
     };
     (0..count).map(node).collect()
 }

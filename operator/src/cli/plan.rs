@@ -7,7 +7,8 @@ use moejob_plan::Job;
 use moejob_plan::offline::{self, Outlook, outlook_on};
 use moejob_plan::picture::{Picture, html, picture, svg};
 use moejob_plan::problem::nearest;
-use moejob_plan::topology::{NodeInfo, nodes_from};
+use moejob_plan::allocate::Needs;
+use moejob_plan::topology::{NodeInfo, nodes_from, select};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -56,7 +57,12 @@ pub fn run(args: &PlanArgs) -> ExitCode {
         Ok(read) => read.job,
         Err(code) => return code,
     };
-    let nodes = args.nodes.as_deref().map(read_nodes).transpose();
+    let read = |file: &Path| {
+        let mut nodes = read_nodes(file)?;
+        select(&mut nodes, &Needs::of(&job).selector);
+        Ok::<_, String>(nodes)
+    };
+    let nodes = args.nodes.as_deref().map(read).transpose();
     let planned = nodes.and_then(|nodes| args.how.planned(&job, nodes.as_deref(), &args.profiles));
     let Planned { text, works } = match planned {
         Ok(planned) => planned,

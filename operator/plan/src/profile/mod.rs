@@ -60,7 +60,9 @@ pub struct Profile {
     pub expect: BTreeMap<String, Limit>,
     /// What estimates of the time between GPUs rest on; none where the profile does not say.
     pub links: Option<LinkFigures>,
-    /// Of all that the profile says but `links`, 16 hex digits: what the record compares.
+    /// What estimates of computing rest on; likewise.
+    pub flops: Option<Flops>,
+    /// Of all that the profile says but `links` and `flops`, 16 hex digits: what the record compares.
     pub digest: String,
 }
 
@@ -111,6 +113,16 @@ pub struct Limit {
     pub warn: f64,
 }
 
+/// What a GPU computes.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Flops {
+    /// Dense bf16 rate by its data sheet, TFLOP/s.
+    pub bf16_tflops: f64,
+    /// The part of it that training reaches.
+    pub reached: f64,
+}
+
 /// How fast links between GPUs are expected to be: `crate::travel` makes times of them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LinkFigures {
@@ -152,6 +164,7 @@ impl Default for Profile {
             topology_file: None,
             expect: BTreeMap::new(),
             links: None,
+            flops: None,
             digest: String::new(),
         }
     }

@@ -3,7 +3,7 @@
 use crate::words::several;
 use super::schema::schema;
 use super::{
-    Backend, Limit, Line, LinkFigures, Numa, Profile, Rdma, Setting, TopologyFile,
+    Backend, Flops, Limit, Line, LinkFigures, Numa, Profile, Rdma, Setting, TopologyFile,
     takes_devices_per_node,
 };
 use crate::canonical::canonical_hash;
@@ -45,6 +45,7 @@ struct Typed {
     #[serde(default)]
     expect: BTreeMap<String, TypedLimit>,
     links: Option<TypedLinks>,
+    flops: Option<Flops>,
 }
 
 #[derive(Deserialize)]
@@ -107,10 +108,10 @@ pub fn read(name: &str, bytes: &[u8]) -> Result<Profile, Vec<Problem>> {
     Err(problems)
 }
 
-/// Of all that is said, whatever its order and its comments. What is expected of links is none of
+/// Of all that is said, whatever its order and its comments. What estimates rest on is none of
 /// it: no pod and no rank depends on an estimate.
 pub(super) fn digest(said: &Json) -> String {
-    canonical_hash(said, &["about", "why", "links"])[..16].to_string()
+    canonical_hash(said, &["about", "why", "links", "flops"])[..16].to_string()
 }
 
 /// The reader's own words are of manifests.
@@ -174,6 +175,7 @@ impl Judge<'_> {
             topology_file,
             expect,
             links,
+            flops: typed.flops,
             digest,
         }
     }

@@ -124,6 +124,21 @@ pub fn schema() -> Json {
                 },
             },
             "topologyFile": text(1024, "generated, or a path in the worker's image"),
+            "flops": {
+                "description": "What a GPU computes: estimates of a step's time rest on it",
+                "type": "object",
+                "required": ["bf16Tflops", "reached"],
+                "properties": {
+                    "bf16Tflops": above("Dense bf16 rate of a GPU by its data sheet, TFLOP/s"),
+                    "reached": {
+                        "description": "The part of it that training reaches",
+                        "type": "number",
+                        "minimum": 0,
+                        "exclusiveMinimum": true,
+                        "maximum": 1,
+                    },
+                },
+            },
             "links": {
                 "type": "object",
                 "required": ["allToAll", "ring", "network", "messageUs", "copyGBps"],

@@ -60,6 +60,8 @@ pub fn infos(judged: &[Judged]) -> Vec<NodeInfo> {
         name: node.name.clone(),
         labels: node.labels.clone(),
         usable: node.against.is_none(),
+        against: node.against.clone(),
+        is_whole: false,
     };
     judged.iter().map(info).collect()
 }

@@ -61,7 +61,10 @@ pub fn xml(machine: &Machine, profile: &Topology, listed: &[Address]) -> String 
         let Some(node) = home(&hca.place) else { continue };
         of_nodes.entry(node).or_default().1.push(&hca.place);
     }
-    let pci = profile.pci.as_ref().filter(|pci| SPEEDS.contains(&&*pci.speed));
+    // A kernel that shows switches shows all that there are.
+    let mut places = of_nodes.values().flat_map(|(gpus, cards)| gpus.iter().chain(cards));
+    let hides = places.all(|place| shown(place).is_empty());
+    let pci = profile.pci.as_ref().filter(|pci| hides && SPEEDS.contains(&&*pci.speed));
     let mut text = "<system version=\"1\">\n".to_string();
     let mut switches = 0;
     for (node, (gpus, cards)) in of_nodes {
