@@ -7,6 +7,7 @@ use crate::fabric::{FabricFacts, HOST, Keys, Wish, arrange, depth};
 use crate::job::Closeness;
 use crate::spec::Level;
 use serde::{Deserialize, Serialize};
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 /// A node as a cluster describes it.
@@ -168,6 +169,14 @@ impl Places {
         let mut ranked: Vec<Vec<usize>> = parts.into_values().collect();
         ranked.sort_by_key(|nodes| worth(nodes));
         let first = ranked.first().map_or(0, Vec::len);
+        // What the first part does not have comes from parts near it: of the same wider ones.
+        if let Some(home) = ranked.first().and_then(|nodes| nodes.first()).copied() {
+            let shared = |nodes: &[usize]| {
+                let same = |of: &&Vec<u32>| of[nodes[0]] == of[home];
+                self.parts[..depth(level)].iter().take_while(same).count()
+            };
+            ranked[1..].sort_by_key(|nodes| Reverse(shared(nodes)));
+        }
         if closeness == Closeness::Required {
             ranked.truncate(1);
         }
@@ -297,9 +306,37 @@ mod tests {
     fn the_part_that_fits_best_comes_first() {
         let rack = Some((Level::Rack, Closeness::Preferred));
         assert_eq!(names(rack, 1, 1), "n-1 n-2 n-10 n-3 n-4 n-5");
-        assert_eq!(names(rack, 1, 2), "n-2 n-10 n-3 n-4 n-5 n-1");
+        assert_eq!(names(rack, 1, 2), "n-2 n-10 n-1 n-3 n-4 n-5");
         assert_eq!(names(rack, 1, 3), "n-3 n-4 n-5 n-2 n-10 n-1");
         assert_eq!(names(rack, 1, 6), "n-3 n-4 n-5 n-2 n-10 n-1");
+    }
+
+    /// Three tiers: a gang that fills no leaf stays below one core where that has enough nodes.
+    #[test]
+    fn what_a_leaf_lacks_comes_from_leaves_beside_it() {
+        let tiers = ["fabric.topograph.run/tier-2", "fabric.topograph.run/tier-1"];
+        let mut nodes = Vec::new();
+        for core in 0..2 {
+            for (leaf, size) in [1, 3, 2, 2].into_iter().enumerate() {
+                let spine = format!("{core}-{}", leaf / 2);
+                for at in 0..size {
+                    let mut one = node(&format!("n-{core}{leaf}{at}"), "", "");
+                    one.labels = [
+                        (tiers[0].to_string(), format!("core-{core}")),
+                        (tiers[1].to_string(), format!("spine-{spine}")),
+                        ("fabric.topograph.run/tier-0".to_string(), format!("{core}/{leaf}")),
+                    ]
+                    .into();
+                    nodes.push(one);
+                }
+            }
+        }
+        let leaf = Some((Level::Leaf, Closeness::Preferred));
+        let found = order(&nodes, &Keys::default(), leaf, 2, 8).nodes;
+        let first: Vec<&str> = found[..8].iter().map(String::as_str).collect();
+        // Its own leaf, the other one of its spine, then the core's other spine.
+        assert_eq!(first[..4], ["n-010", "n-011", "n-012", "n-000"]);
+        assert!(first.iter().all(|name| name.starts_with("n-0")), "{found:?}");
     }
 
     #[test]

@@ -98,12 +98,12 @@ impl Found {
         if listed.is_empty() || machine.gpus.is_empty() || listed.iter().any(here) {
             return false;
         }
-        let what = format!(
-            "none of its {} GPU addresses is here, where the first of {} GPUs is {}",
-            listed.len(),
-            machine.gpus.len(),
-            machine.gpus[0].place.address
-        );
+        let (count, first) = (machine.gpus.len(), machine.gpus[0].place.address);
+        let here = match count {
+            1 => format!("the only GPU is {first}"),
+            count => format!("the first of {count} GPUs is {first}"),
+        };
+        let what = format!("none of its {} GPU addresses is here, where {here}", listed.len());
         self.add((Odd::Profile, Check::Gpus), what, OWN);
         true
     }
