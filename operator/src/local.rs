@@ -217,8 +217,8 @@ impl Runner {
         let steps = observed.template.training.steps;
         let stored = observed.stored.as_ref().filter(|stored| stored.step >= steps)?;
         self.progress.note(&format!(
-            "{folder} is complete: {} has done all of its steps ({steps}). Raise training.steps to go on, or \
-             remove {folder} to start anew.",
+            "{folder} is complete: {} has done all of its steps ({steps}). Raise training.steps to \
+             go on, or remove {folder} to start anew.",
             stored.name,
             folder = self.folder.path().display(),
         ));

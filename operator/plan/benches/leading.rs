@@ -65,7 +65,8 @@ impl Gang {
         let job = JobLoop::new(&seen, place, 1, START);
         let mut gang = Gang { job, names: Vec::new(), version: 1, step: 0, due: None };
         let node = |at| Node::good(&format!("n{at}"));
-        let granted = Granted { nodes: (0..nodes).map(node).collect(), why: String::new(), fabric: None };
+        let nodes = (0..nodes).map(node).collect();
+        let granted = Granted { nodes, ..Granted::default() };
         gang.job.on(Event::Granted(granted), START);
         gang.come_up(seen.uid, START);
         gang

@@ -436,7 +436,8 @@ fn nothing_starts(outlook: &Outlook) -> String {
         (None, false) => outlook.changes.iter().map(Change::sentence).collect(),
     };
     let each = if changes.len() > 1 { ", each by itself" } else { "" };
-    format!("\nnothing starts: {why}\n  what would change it{each}:\n    {}", changes.join("\n    "))
+    let changes = changes.join("\n    ");
+    format!("\nnothing starts: {why}\n  what would change it{each}:\n    {changes}")
 }
 
 fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {

@@ -140,7 +140,8 @@ impl<'a> Placer<'a> {
         }
         if let Some(ep) = job.expert_parallel {
             if !divides(ep, dp) {
-                return Err(format!("parallelism.expert: {ep} does not divide {}", several(dp, "rank")));
+                let ranks = several(dp, "rank");
+                return Err(format!("parallelism.expert: {ep} does not divide {ranks}"));
             }
             return self.fit(dp, ep);
         }

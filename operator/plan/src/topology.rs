@@ -231,9 +231,9 @@ fn node_from(item: &serde_json::Value) -> Result<NodeInfo, String> {
     let labels = labels.filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_string())));
     let labels = labels.collect();
     let listed = item["status"]["conditions"].as_array();
-    let text = |of: &serde_json::Value, field: &str| of[field].as_str().unwrap_or_default().to_string();
     let of = |one: &serde_json::Value| {
-        ["type", "status", "reason", "message"].map(|field| text(one, field))
+        let text = |field: &str| one[field].as_str().unwrap_or_default().to_string();
+        ["type", "status", "reason", "message"].map(text)
     };
     let mut conditions: Vec<[String; 4]> = listed.into_iter().flatten().map(of).collect();
     // The machine goes on after seconds.

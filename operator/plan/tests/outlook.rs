@@ -363,8 +363,8 @@ fn nodes_of_a_cluster_that_are_not_well_or_not_meant_are_left_out() {
         format!(
             "{{ \"metadata\": {{ \"name\": \"{name}\", \"labels\": {{ \
              \"node.kubernetes.io/instance-type\": \"{kind}\"{more} }} }}, \"spec\": {{}}, \
-             \"status\": {{ \"conditions\": [{{ \"type\": \"Ready\", \"status\": \"True\" }}{conditions}] \
-             }} }}"
+             \"status\": {{ \"conditions\": [{{ \"type\": \"Ready\", \"status\": \"True\" }}\
+             {conditions}] }} }}"
         )
     };
     let condition = |name: &str, status: &str, reason: &str| {

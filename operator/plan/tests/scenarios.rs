@@ -237,7 +237,8 @@ fn observe(world: &mut World, words: &[&str]) {
         }
         ["seated", name, rank, found @ ..] => {
             let (rank, words) = (rank.parse().expect("a rank"), found.join(" "));
-            let differences = Some(words.clone()).filter(|of| !of.is_empty() && !of.contains("not "));
+            let differs = !words.is_empty() && !words.contains("not ");
+            let differences = Some(words.clone()).filter(|_| differs);
             let unknown = Some(words).filter(|of| of.contains("not ")).unwrap_or_default();
             let differences = differences.into_iter().collect();
             let sim = sim(world, name);

@@ -31,7 +31,7 @@ pub struct DoctorArgs {
     /// Compare this node with a profile, and name which of the two is odd.
     #[arg(long, value_name = "NAME")]
     pub profile: Option<String>,
-    /// Print NCCL's file of this node's topology (NCCL_TOPO_FILE) for the profile, and nothing else.
+    /// Print NCCL's file of this node's topology for the profile (NCCL_TOPO_FILE), alone.
     #[arg(long, requires = "profile", conflicts_with_all = ["json", "output"])]
     pub topology: bool,
     #[command(flatten)]

@@ -131,8 +131,8 @@ fn waited(
     let listener = TcpListener::bind(address).map_err(named)?;
     let at = listener.local_addr().map_err(named)?;
     eprintln!(
-        "waiting for the other machine, {} s at most; there:\n  moejob preflight --profile {} --join \
-         {at} --secret {secret}",
+        "waiting for the other machine, {} s at most; there:\n  moejob preflight --profile {} \
+         --join {at} --secret {secret}",
         WAITS.as_secs(),
         profile.name
     );

@@ -18,8 +18,8 @@ use serde::{Deserialize, Serialize};
 pub const CONTROL_VERSIONS: &[u32] = &[2, 1];
 
 /// From this version on a worker knows [`Down::Preflight`] and [`Down::Pair`], and a leader their
-/// answers, [`Up::Built`] and [`Up::Seated`]. Nobody sends them to a side that speaks an older one, which would
-/// take the frame for nonsense and close the stream.
+/// answers, [`Up::Built`] and [`Up::Seated`]. Nobody sends them to a side that speaks an older one,
+/// which would take the frame for nonsense and close the stream.
 pub const CONTROL_PREFLIGHT: u32 = 2;
 
 /// What every control stream's name begins with.

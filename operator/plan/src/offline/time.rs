@@ -89,13 +89,14 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
     )];
     if mesh.ep > 1 {
         assumes.push(format!(
-            "even routing; each GPU sends {} a layer and micro-batch forward, by a model of latencies \
-             and rates (docs/exchange.md)",
+            "even routing; each GPU sends {} a layer and micro-batch forward, by a model of \
+             latencies and rates (docs/exchange.md)",
             gib((out + back) as u64)
         ));
     }
     if mesh.world() > 1 {
-        assumes.push("gradients travel beside backward; no contention between switches".to_string());
+        let beside = "gradients travel beside backward; no contention between switches";
+        assumes.push(beside.to_string());
     }
     if again {
         assumes.push("what is computed again is a forward pass".to_string());

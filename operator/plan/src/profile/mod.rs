@@ -62,7 +62,8 @@ pub struct Profile {
     pub links: Option<LinkFigures>,
     /// What estimates of computing rest on; likewise.
     pub flops: Option<Flops>,
-    /// Of all that the profile says but `links` and `flops`, 16 hex digits: what the record compares.
+    /// Of all that the profile says but `links` and `flops`, 16 hex digits: what the record
+    /// compares.
     pub digest: String,
 }
 

@@ -1,5 +1,5 @@
-//! `moejob bench --links --simulate`: how long tokens travel between many GPUs, by what profiles say
-//! of their links.
+//! `moejob bench --links --simulate`: how long tokens travel between many GPUs, by what profiles
+//! say of their links.
 
 use super::super::args::{Written, whole};
 use super::super::profiles::OwnProfiles;

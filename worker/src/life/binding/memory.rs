@@ -114,7 +114,8 @@ not a line N7=
         let three = OfNodes::from([(1, 1 << 20), (2, 1 << 20)]);
         let told = misplaced(&seat(0), &three).expect("all of it");
         assert!(told.ends_with("NUMA node 1 and 2, planned 0"), "{told}");
-        assert_eq!(misplaced(&seat(0), &OfNodes::from([(3, u64::MAX), (0, 9)])).map(|_| ()), Some(()));
+        let nonsense = OfNodes::from([(3, u64::MAX), (0, 9)]);
+        assert!(misplaced(&seat(0), &nonsense).is_some());
     }
 
     #[test]

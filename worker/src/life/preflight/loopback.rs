@@ -15,7 +15,8 @@ use std::time::Instant;
 /// Enough for the rate of the cards, which is a tenth of NVLink's.
 const BYTES: usize = 2 << 30;
 
-/// Of the GPUs with these numbers, until then or until it is to stop. Where no card is up, or a GPU is alone, that is said.
+/// Of the GPUs with these numbers, until then or until it is to stop. Where no card is up, or a GPU
+/// is alone, that is said.
 pub fn measured(
     machine: &Machine,
     expected: &Expected,
