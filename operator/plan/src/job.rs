@@ -14,11 +14,9 @@ use crate::spec::{
 };
 use moejob_protocol::config::{
     AdamW, Compute, GradientDtype, MomentDtype, Precision, Recompute, Schedule, TokenType,
-    Tokenizer, ValidationConfig,
+    Tokenizer, TrainingConfig, ValidationConfig,
 };
 use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm};
-use moejob_protocol::config::TrainingConfig;
-use moejob_protocol::ModelConfig as Model;
 use serde::Serialize;
 use serde_json::json;
 
@@ -182,7 +180,7 @@ impl Job {
     /// typed.
     pub fn read_with(
         bytes: &[u8],
-        weights: Option<&Model>,
+        weights: Option<&ModelConfig>,
         profiles: &Profiles,
     ) -> Result<Job, Vec<Problem>> {
         let manifest = Manifest::read(bytes);
@@ -217,10 +215,6 @@ impl Job {
         judge(name, spec, &[], (None, profiles))
     }
 
-    pub fn model(&self) -> &ModelConfig {
-        &self.model
-    }
-
     pub fn micro_batches(&self) -> u32 {
         self.training.global_batch_size / self.training.micro_batch_size
     }
@@ -250,7 +244,7 @@ fn judge(
     name: &str,
     spec: &MoeJobSpec,
     broken: &[String],
-    (weights, profiles): (Option<&Model>, &Profiles),
+    (weights, profiles): (Option<&ModelConfig>, &Profiles),
 ) -> Result<Job, Vec<Problem>> {
     let mut broken = broken.to_vec();
     let (profile, unknown) = match profiles.choose(&spec.nodes.clone().unwrap_or_default()) {
@@ -299,7 +293,7 @@ impl Job {
 }
 
 /// Every default. What is missing although it is needed becomes a zero, which `rules` refuses.
-fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&Model>, profile: Profile) -> Job {
+fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&ModelConfig>, profile: Profile) -> Job {
     let nodes = spec.nodes.clone().unwrap_or_default();
     let min = nodes.min.unwrap_or(1);
     let topology = nodes.topology.as_ref().and_then(|topology| {
@@ -544,7 +538,7 @@ const MUTABLE: [&str; 6] = [
 ];
 
 /// Model, data and training: what a checkpoint belongs to.
-fn spec_hash(model: &Model, data: &Data, training: &TrainingConfig) -> String {
+fn spec_hash(model: &ModelConfig, data: &Data, training: &TrainingConfig) -> String {
     let fields = json!({
         "model": model,
         "data": {

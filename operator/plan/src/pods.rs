@@ -90,13 +90,6 @@ pub struct Birth {
     pub seal: String,
 }
 
-impl Birth {
-    /// Attempt and slot of a name `JOB-aATTEMPT-SLOT`.
-    pub fn attempt_and_slot(&self) -> Option<(u32, u32)> {
-        attempt_and_slot(&self.name)
-    }
-}
-
 /// Attempt and slot of a pod's name, `JOB-aATTEMPT-SLOT`.
 pub fn attempt_and_slot(name: &str) -> Option<(u32, u32)> {
     let (rest, slot) = name.rsplit_once('-')?;
@@ -258,7 +251,7 @@ fn metadata(job: &Job, around: &Surroundings, birth: Option<&Birth>) -> Value {
         }],
     });
     if let Some(birth) = birth {
-        let (attempt, slot) = birth.attempt_and_slot().unwrap_or_default();
+        let (attempt, slot) = attempt_and_slot(&birth.name).unwrap_or_default();
         metadata["name"] = json!(birth.name);
         metadata["labels"][LABEL_ATTEMPT] = json!(attempt.to_string());
         metadata["labels"][LABEL_SLOT] = json!(slot.to_string());

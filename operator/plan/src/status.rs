@@ -5,7 +5,6 @@ mod rings;
 use crate::job::Job;
 use crate::observed::{Gang, Millis, Observed, Outcome, StopCause, Worker};
 use crate::preflight::Checked;
-use crate::problem::Problem;
 use crate::track::Recovery as Tracked;
 use moejob_protocol::Mesh;
 use moejob_protocol::message::CONTROL_PREFLIGHT;
@@ -174,17 +173,6 @@ pub struct EngineLossStatus {
     pub cause: String,
     /// When that was told, RFC 3339.
     pub time: String,
-}
-
-/// The status of a job whose spec is wrong: a condition that lists every problem.
-pub fn invalid(problems: &[Problem]) -> MoeJobStatus {
-    let message: Vec<String> = problems.iter().map(Problem::sentence).collect();
-    let planned = condition("Planned", false, "InvalidSpec", message.join("\n"));
-    MoeJobStatus {
-        phase: "Invalid".to_string(),
-        conditions: vec![planned],
-        ..MoeJobStatus::default()
-    }
 }
 
 /// The status of a job whose spec is right and which cannot run as things are: its checkpoints are

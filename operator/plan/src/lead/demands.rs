@@ -18,7 +18,7 @@ pub fn demands<'j>(
     let demand = |(owner, state): (&'j str, &'j JobLoop)| {
         let job = state.job()?;
         let who = (owner, priority(&job.kubernetes.priority_class_name), state.created_at);
-        let (observed, needs) = (&state.tracker.observed, state.spec.needs().clone());
+        let (observed, needs) = (&state.tracker.observed, state.spec.needs.clone());
         let holds = holds.remove(owner).unwrap_or_default();
         let demand = Demand::of(job, observed, state.claim(), needs, who, holds);
         let earlier = waiting.get(owner).cloned().map(Barred::Location);

@@ -2,6 +2,7 @@
 //! a minute. A worker that cries wolf, or an image made to do so, fills no event log.
 
 use crate::observed::Millis;
+use crate::problem::{printable, printable_lines};
 use std::collections::VecDeque;
 
 /// So many events at once, and then one in so long.
@@ -67,15 +68,10 @@ impl EventLog {
     }
 }
 
-/// Words of others, without what would disturb a terminal.
-pub fn printable(text: &str) -> String {
-    crate::problem::printable(text)
-}
-
 /// Of a worker's words: they stand in the record, in conditions and in causes.
 pub fn plain(text: &mut String) {
     shorten(text);
-    *text = crate::problem::printable_lines(text);
+    *text = printable_lines(text);
     shorten(text);
 }
 

@@ -5,7 +5,7 @@
 //! can read.
 
 use super::spec::sealed_by;
-use super::{Event, JobLoop, JobSeen, Owner};
+use super::{JobSeen, Owner};
 use crate::pods::LABEL_JOB_UID;
 use crate::record::RecordError;
 use serde_json::Value;
@@ -52,15 +52,6 @@ pub fn unfit<'s>(
             owners.len()
         )
     })
-}
-
-impl JobLoop {
-    /// What happens to a fenced job changes nothing; whether it was that.
-    pub(super) fn is_held_off(&self, event: &Event) -> bool {
-        let fenced = self.fence.is_some();
-        // Results of its own event are the only ones that it can have.
-        fenced && !matches!(event, Event::Done { .. })
-    }
 }
 
 #[cfg(test)]

@@ -380,7 +380,7 @@ impl JobLoop {
             outbox: outbox::Outbox::default(),
             report,
             refusals: refusals::Refusals::restore(saved.more.refused),
-            rests: rests::Rests::restore(saved.more.rests),
+            rests: rests::Rests(saved.more.rests),
             objects: objects::Objects::default(),
             events: event_log::EventLog::default(),
             granted: Granted::default(),
@@ -397,7 +397,7 @@ impl JobLoop {
             effects: Vec::new(),
             dirty: true,
         };
-        job.spec.restore(saved.more.accepted, saved.more.machine);
+        (job.spec.accepted, job.spec.machine) = (saved.more.accepted, saved.more.machine);
         job.rest_again(now);
         match &job.fence {
             Some(fence) => {

@@ -37,11 +37,11 @@ pub struct Blocked {
 #[derive(Default)]
 pub(super) struct Spec {
     job: Option<Box<Job>>,
-    needs: Needs,
+    pub needs: Needs,
     /// The newest that was seen, whether accepted or not.
     generation: i64,
-    accepted: Option<Accepted>,
-    blocked: Option<Blocked>,
+    pub accepted: Option<Accepted>,
+    pub blocked: Option<Blocked>,
     /// What the job's profile said when it was accepted.
     pub machine: Option<Machine>,
     /// The profiles have changed since it was read.
@@ -49,30 +49,14 @@ pub(super) struct Spec {
 }
 
 impl Spec {
-    pub fn restore(&mut self, accepted: Option<Accepted>, machine: Option<Machine>) {
-        (self.accepted, self.machine) = (accepted, machine);
-    }
-
     /// The job that is planned.
     pub fn plannable(&self) -> Option<&Job> {
         self.job.as_deref().filter(|_| self.blocked.is_none())
     }
 
-    pub fn needs(&self) -> &Needs {
-        &self.needs
-    }
-
     /// Of the spec that is in force.
     pub fn generation(&self) -> i64 {
         self.accepted.as_ref().map_or(self.generation, |accepted| accepted.generation)
-    }
-
-    pub fn accepted(&self) -> Option<&Accepted> {
-        self.accepted.as_ref()
-    }
-
-    pub fn blocked(&self) -> Option<&Blocked> {
-        self.blocked.as_ref()
     }
 
     pub fn is_deleted(&self) -> bool {

@@ -9,6 +9,7 @@ use super::outbox::Waiting;
 use super::{Effect, Ending, Event, JobLoop, Link, Said};
 use crate::observed::{Millis, WorkerState};
 use crate::preflight::Grade;
+use crate::problem::printable;
 use crate::track::Happening;
 use moejob_protocol::message::{LeftReason, Up};
 use moejob_protocol::pair::{PairAnswer, PairSaid};
@@ -36,7 +37,8 @@ impl JobLoop {
             self.heard_of_api = self.heard_of_api.max(heard);
             return;
         }
-        if self.is_held_off(&event) {
+        // What happens to a fenced job changes nothing, but for the results of its own event.
+        if self.fence.is_some() && !matches!(event, Event::Done { .. }) {
             return;
         }
         match event {
@@ -154,7 +156,7 @@ impl JobLoop {
 
     fn hear(&mut self, up: &Up, now: Millis) {
         match up {
-            Up::Step(report) => self.report.step(report),
+            Up::Step(report) => self.report.newest = Some(report.clone()),
             Up::Event(event) if event.event == EventKind::CheckpointRefused => {
                 self.event(true, "CheckpointRefused", event.message.clone(), now);
             }
@@ -175,7 +177,7 @@ impl JobLoop {
                 self.event(true, &reason(&event.reason), event.message.clone(), now);
             }
             Up::Event(event) if event.event == EventKind::Resumed => {
-                let text = super::event_log::printable(&event.message);
+                let text = printable(&event.message);
                 self.note(false, format!("attempt {}: {text}", event.attempt));
             }
             _ => {}
