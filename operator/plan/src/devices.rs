@@ -25,72 +25,48 @@ const TOP_K_MAX: u32 = 16;
 /// Sequences of a micro-batch whose balance is kept apart.
 const SEGMENTS_MAX: u32 = 512;
 
-/// A choice that cannot be had: the field, what stands there, what may, and what to do.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Lack {
-    pub path: &'static str,
-    pub found: String,
-    pub allowed: String,
-    pub advice: &'static str,
-}
-
-impl Lack {
-    fn new(
-        path: &'static str,
-        found: impl Into<String>,
-        allowed: impl Into<String>,
-        advice: &'static str,
-    ) -> Lack {
-        Lack { path, found: found.into(), allowed: allowed.into(), advice }
-    }
-
-    fn problem(self, code: Code) -> Problem {
-        let Lack { path, found, allowed, advice } = self;
-        Problem::new(code, path).found(found).allowed(allowed).advice(advice)
-    }
-}
-
 /// What of the numbers' formats does not go with the job's devices or with each other.
 pub fn problems(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
-    let found = match job.profile.backend {
+    match job.profile.backend {
         Backend::Cpu => of_processors(spec, job),
         Backend::Cuda => of_dtypes(&job.training),
-    };
-    found.into_iter().map(|lack| lack.problem(Code::Device)).collect()
+    }
 }
 
 /// Processors compute in fp32, always in the same order; what asks for that is no problem.
-fn of_processors(spec: &MoeJobSpec, job: &Job) -> Vec<Lack> {
+fn of_processors(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
     const ADVICE: &str = "processors compute in fp32: delete it, or choose a nodes.profile with \
                           GPUs, such as gpu";
     let typed = spec.training.clone().unwrap_or_default();
     let mut found = Vec::new();
     if job.training.precision != Precision::Fp32 {
         let given = format!("`{}` on processors", precision_name(job.training.precision));
-        found.push(Lack::new("spec.training.precision", given, "fp32", ADVICE));
+        found.push(Problem::of(Code::Device, "spec.training.precision", given, "fp32", ADVICE));
     }
     if typed.moment_dtype == Some(Word(MomentDtype::Bf16)) {
         let path = "spec.training.momentDtype";
-        found.push(Lack::new(path, "`bf16` on processors", "fp32", ADVICE));
+        found.push(Problem::of(Code::Device, path, "`bf16` on processors", "fp32", ADVICE));
     }
     if typed.gradient_dtype == Some(Word(GradientDtype::Bf16)) {
         let path = "spec.training.gradientDtype";
-        found.push(Lack::new(path, "`bf16` on processors", "auto or fp32", ADVICE));
+        found.push(Problem::of(Code::Device, path, "`bf16` on processors", "auto or fp32", ADVICE));
     }
     if typed.attention == Some(AttentionName::Fastest) {
         let advice = "processors sum in one order alone: delete it";
         let path = "spec.training.attention";
-        found.push(Lack::new(path, "`fastest` on processors", "deterministic", advice));
+        let given = "`fastest` on processors";
+        found.push(Problem::of(Code::Device, path, given, "deterministic", advice));
     }
     found
 }
 
-fn of_dtypes(training: &TrainingConfig) -> Vec<Lack> {
+fn of_dtypes(training: &TrainingConfig) -> Vec<Problem> {
     let mut found = Vec::new();
     let name = precision_name(training.precision);
     let halves = matches!(training.precision, Precision::Bf16 | Precision::Fp16);
     if training.compute.moment_dtype == MomentDtype::Bf16 && !halves {
-        found.push(Lack::new(
+        found.push(Problem::of(
+            Code::Device,
             "spec.training.momentDtype",
             format!("`bf16` with precision {name}"),
             "bf16 with precision bf16 or fp16",
@@ -99,7 +75,8 @@ fn of_dtypes(training: &TrainingConfig) -> Vec<Lack> {
     }
     let bf16 = training.precision == Precision::Bf16;
     if training.compute.gradient_dtype == GradientDtype::Bf16 && !bf16 {
-        found.push(Lack::new(
+        found.push(Problem::of(
+            Code::Device,
             "spec.training.gradientDtype",
             format!("`bf16` with precision {name}"),
             "bf16 with precision bf16",
@@ -111,24 +88,24 @@ fn of_dtypes(training: &TrainingConfig) -> Vec<Lack> {
 
 /// What the workers cannot do yet, by name: refused before a run starts, never ignored.
 pub fn unsupported(job: &Job) -> Vec<Problem> {
+    const ADVICE: &str = "the workers cannot do this yet";
     let mut found = Vec::new();
-    let not_yet = "the workers cannot do this yet";
     let degrees = [
         ("spec.parallelism.tensor", job.tensor_parallel),
         ("spec.parallelism.pipeline", job.pipeline_parallel),
     ];
     for (path, degree) in degrees.into_iter().filter(|(_, degree)| *degree != 1) {
-        found.push(Lack::new(path, degree.to_string(), "1", not_yet));
+        found.push(Problem::of(Code::Unsupported, path, degree.to_string(), "1", ADVICE));
     }
     if let Some((preset, lacks)) = job.preset.and_then(|of| Some((of, preset::lacks(of)?))) {
         let given = format!("{}, {lacks}", preset.name());
-        found.push(Lack::new("spec.model.preset", given, "others", not_yet));
+        found.push(Problem::of(Code::Unsupported, "spec.model.preset", given, "others", ADVICE));
     }
     if job.profile.backend == Backend::Cuda {
         found.extend(several_gpus(job));
         found.extend(on_one_gpu(&job.model, &job.training));
     }
-    found.into_iter().map(|lack| lack.problem(Code::Unsupported)).collect()
+    found
 }
 
 /// Ranks that share experts: a bit each in what the kernels are told.
@@ -142,10 +119,11 @@ pub fn fits_expert_parallel(model: &ModelConfig, ep: u32) -> bool {
 }
 
 /// What does not go with experts that are shared by several GPUs.
-fn several_gpus(job: &Job) -> Option<Lack> {
+fn several_gpus(job: &Job) -> Option<Problem> {
     let ep = job.expert_parallel.filter(|ep| !fits_expert_parallel(&job.model, *ep))?;
     let most = job.model.experts.count / job.model.experts.per_token.max(1);
-    Some(Lack::new(
+    Some(Problem::of(
+        Code::Unsupported,
         "spec.parallelism.expert",
         format!("`{ep}` on GPUs"),
         format!("at most {}", most.clamp(1, EXPERT_PARALLEL_MAX)),
@@ -154,14 +132,14 @@ fn several_gpus(job: &Job) -> Option<Lack> {
 }
 
 /// What of a model and its training a GPU does not compute yet.
-pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Lack> {
+pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Problem> {
     const KERNELS: &str = "the kernels for GPUs are not made for it; processors (profile cpu) are";
     let mut found = Vec::new();
     if !HEAD_DIMS.contains(&model.head_dim) {
         let given = format!("`{}` on GPUs", model.head_dim);
         let names: Vec<String> = HEAD_DIMS.iter().map(u32::to_string).collect();
         let allowed = format!("one of {}", names.join(", "));
-        found.push(Lack::new("spec.model.headDim", given, allowed, KERNELS));
+        found.push(Problem::of(Code::Unsupported, "spec.model.headDim", given, allowed, KERNELS));
     }
     let experts = &model.experts;
     let widths = [
@@ -172,7 +150,8 @@ pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Lack> {
     for (path, width) in widths {
         if !width.is_multiple_of(ALIGNMENT) {
             let given = format!("`{width}` on GPUs");
-            found.push(Lack::new(path, given, format!("a multiple of {ALIGNMENT}"), KERNELS));
+            let allowed = format!("a multiple of {ALIGNMENT}");
+            found.push(Problem::of(Code::Unsupported, path, given, allowed, KERNELS));
         }
     }
     let most = [
@@ -182,7 +161,8 @@ pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Lack> {
     for (path, count, most) in most {
         if count > most {
             let given = format!("`{count}` on GPUs");
-            found.push(Lack::new(path, given, format!("at most {most}"), KERNELS));
+            let allowed = format!("at most {most}");
+            found.push(Problem::of(Code::Unsupported, path, given, allowed, KERNELS));
         }
     }
     found.extend(of_router(&model.router, training.micro_batch_size));
@@ -190,7 +170,7 @@ pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Lack> {
 }
 
 /// Dropless top-k with Switch's loss, over a micro-batch or each sequence, is what one GPU has.
-fn of_router(router: &RouterConfig, sequences: u32) -> Option<Lack> {
+fn of_router(router: &RouterConfig, sequences: u32) -> Option<Problem> {
     const ALLOWED: &str =
         "dropless top-k with balanceLoss switch, auxLossScope microBatch or sequence";
     const ADVICE: &str = "GPUs have no other router yet; processors (profile cpu) have it";
@@ -204,10 +184,13 @@ fn of_router(router: &RouterConfig, sequences: u32) -> Option<Lack> {
         }
     };
     if let Some(field) = field {
-        return Some(Lack::new("spec.model.router", format!("{field} on GPUs"), ALLOWED, ADVICE));
+        let given = format!("{field} on GPUs");
+        let path = "spec.model.router";
+        return Some(Problem::of(Code::Unsupported, path, given, ALLOWED, ADVICE));
     }
     (scope == AuxLossScope::Sequence && sequences > SEGMENTS_MAX).then(|| {
-        Lack::new(
+        Problem::of(
+            Code::Unsupported,
             "spec.training.microBatchSize",
             format!("`{sequences}` with auxLossScope sequence on GPUs"),
             format!("at most {SEGMENTS_MAX}"),
@@ -219,7 +202,8 @@ fn of_router(router: &RouterConfig, sequences: u32) -> Option<Lack> {
 /// What only the machine of `moejob run` can mean.
 pub fn on_cluster(job: &Job) -> Option<Problem> {
     job.profile.is_this_machine().then(|| {
-        Lack::new(
+        Problem::of(
+            Code::Unsupported,
             "spec.nodes.profile",
             "`gpu` on a cluster",
             "the kind of the cluster's machines",
@@ -227,7 +211,6 @@ pub fn on_cluster(job: &Job) -> Option<Problem> {
              describe the machine: profile: custom, custom: { devices: 1, deviceMemory: 80Gi, \
              nodeSelector: { .. } }",
         )
-        .problem(Code::Unsupported)
     })
 }
 

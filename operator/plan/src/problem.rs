@@ -86,6 +86,17 @@ impl Problem {
         }
     }
 
+    /// One that says all: what was found at `path`, what may stand there, and what to do.
+    pub fn of(
+        code: Code,
+        path: impl Into<String>,
+        found: impl Into<String>,
+        allowed: impl Into<String>,
+        advice: impl Into<String>,
+    ) -> Problem {
+        Problem::new(code, path).found(found).allowed(allowed).advice(advice)
+    }
+
     pub fn at(mut self, place: Place) -> Problem {
         self.place = Some(place);
         self
@@ -163,6 +174,12 @@ pub fn printable(text: &str) -> String {
 pub fn printable_lines(text: &str) -> String {
     let line = |line: &str| line.split('\t').map(printable).collect::<Vec<_>>().join("\t");
     text.split('\n').map(line).collect::<Vec<_>>().join("\n")
+}
+
+/// As many of its bytes as are whole characters, at most `bytes_max`.
+pub fn shorten(text: &mut String, bytes_max: usize) {
+    let end = (0..=bytes_max.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
+    text.truncate(end.unwrap_or(0));
 }
 
 /// Characters that make text read otherwise than it is.
