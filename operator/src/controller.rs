@@ -22,7 +22,7 @@ use crate::metrics::Metrics;
 use crate::observe::{Change, Cluster, JobSeen, Owner};
 use crate::pulse::{ASK_EVERY, Pulse};
 use crew::{Crew, Done};
-use moejob_plan::allocate::{Allocation, Ground, Memory, allocate_on};
+use moejob_plan::allocate::{Allocation, Ground, Memory, allocate};
 use moejob_plan::lead::{self, Event, Operator, Origin};
 use moejob_plan::observed::Millis;
 use moejob_plan::orphans::Orphans;
@@ -283,7 +283,7 @@ impl Controller {
         let jobs = self.jobs.iter().map(|(owner, job)| (&**owner, &job.job));
         let held = self.cluster.held().collect();
         let demands = lead::demands(jobs, held, |class| self.cluster.priority(class));
-        self.allocation = allocate_on(ground, &demands, &self.memory, now);
+        self.allocation = allocate(ground, &demands, &self.memory, now);
         for (owner, job) in &mut self.jobs {
             let granted = self.allocation.jobs.get(&**owner).cloned().unwrap_or_default();
             job.on(Event::Granted(granted), now);

@@ -1,7 +1,7 @@
 //! Which job gets which nodes: one look at the whole cluster, whole nodes, gangs or nothing.
 //!
 //! ```text
-//! Cluster { nodes, jobs } x Memory x now -> Allocation: for each job its nodes in order
+//! Ground (nodes) x Demand of each job x Memory x now -> Allocation: each job's nodes in order
 //! ```
 //!
 //! Jobs are served by priority, age and uid. What a job has it keeps. A job that fits (its least
@@ -36,13 +36,6 @@ pub const RESERVED_MAX: Millis = 60_000;
 
 /// How nodes are chosen where the job does not say: beside each other.
 const PACKED: (Level, Closeness) = (Level::Rack, Closeness::Preferred);
-
-/// Everything that an allocation depends on, beside its memory and the time.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Cluster {
-    pub nodes: Vec<ClusterNode>,
-    pub jobs: Vec<Demand>,
-}
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ClusterNode {
@@ -255,13 +248,7 @@ impl Ground {
 }
 
 /// Decides. Equal inputs give equal allocations, whatever the order of nodes and jobs.
-pub fn allocate(cluster: &Cluster, memory: &Memory, now: Millis) -> Allocation {
-    let ground = Ground::new(cluster.nodes.clone(), &Keys::default());
-    allocate_on(&ground, &cluster.jobs, memory, now)
-}
-
-/// The same on nodes that are known already.
-pub fn allocate_on(ground: &Ground, jobs: &[Demand], memory: &Memory, now: Millis) -> Allocation {
+pub fn allocate(ground: &Ground, jobs: &[Demand], memory: &Memory, now: Millis) -> Allocation {
     let mut jobs: Vec<&Demand> = jobs.iter().collect();
     jobs.sort_by(|a, b| {
         (b.priority, a.created, &a.uid).cmp(&(a.priority, b.created, &b.uid))

@@ -62,7 +62,8 @@ pub enum Closeness {
     Required,
 }
 
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
 pub struct Data {
     /// One source, or the parts of a mixture.
     pub train: Vec<TrainPart>,
@@ -402,7 +403,7 @@ fn data(spec: &MoeJobSpec) -> Data {
         Some(parts) => parts.into_iter().map(part).collect(),
         None => vec![TrainPart { weight: None, source: source(train.source()) }],
     };
-    let held_out = validation.from.map(|from| source(from.source()));
+    let held_out = validation.from.map(source);
     Data {
         train,
         held_out,
@@ -539,18 +540,8 @@ const MUTABLE: [&str; 6] = [
 
 /// Model, data and training: what a checkpoint belongs to.
 fn spec_hash(model: &ModelConfig, data: &Data, training: &TrainingConfig) -> String {
-    let fields = json!({
-        "model": model,
-        "data": {
-            "train": data.train,
-            "heldOut": data.held_out,
-            "tokenizer": data.tokenizer,
-            "endOfDocument": data.end_of_document,
-            "resetAtBoundaries": data.reset_at_boundaries,
-            "validation": { "fraction": data.validation.fraction },
-        },
-        "training": training,
-    });
+    let mut fields = json!({ "model": model, "data": data, "training": training });
+    fields["data"]["validation"] = json!({ "fraction": data.validation.fraction });
     canonical_hash(&fields, &MUTABLE)
 }
 

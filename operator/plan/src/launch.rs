@@ -13,7 +13,7 @@ use moejob_protocol::layout::Layout;
 use serde_json::{Value, json};
 
 /// Where a job's files lie.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Places {
     /// What relative data paths mean.
     pub root: String,
@@ -70,15 +70,20 @@ pub fn template(job: &Job, venue: Venue, job_uid: &str, places: &Places) -> Work
             records: places.records.clone(),
             spec_hash: job.spec_hash.clone(),
         },
-        recovery: RecoveryConfig {
-            heartbeat_timeout_ms: job.recovery.heartbeat_timeout,
-            step_timeout_ms: job.recovery.step_timeout.unwrap_or(0),
-            orphan_timeout_ms: job.orphan_timeout(venue),
-            memory_every_steps: job.recovery.memory_every_steps,
-            memory_auto: job.recovery.memory_auto,
-        },
+        recovery: recovery(job, venue),
         ranks: job.profile.ranks,
         threads: 0,
+    }
+}
+
+/// How its workers keep their state, and how long they wait.
+pub fn recovery(job: &Job, venue: Venue) -> RecoveryConfig {
+    RecoveryConfig {
+        heartbeat_timeout_ms: job.recovery.heartbeat_timeout,
+        step_timeout_ms: job.recovery.step_timeout.unwrap_or(0),
+        orphan_timeout_ms: job.orphan_timeout(venue),
+        memory_every_steps: job.recovery.memory_every_steps,
+        memory_auto: job.recovery.memory_auto,
     }
 }
 
@@ -141,14 +146,7 @@ pub fn defaults() -> Value {
 pub fn identity(job: &Job) -> Value {
     let mut identity = json!({
         "model": job.model,
-        "data": {
-            "train": job.data.train,
-            "heldOut": job.data.held_out,
-            "tokenizer": job.data.tokenizer,
-            "endOfDocument": job.data.end_of_document,
-            "resetAtBoundaries": job.data.reset_at_boundaries,
-            "validation": job.data.validation,
-        },
+        "data": job.data,
         "training": job.training,
     });
     if let Some(from) = &job.model_from {

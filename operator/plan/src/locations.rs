@@ -3,7 +3,7 @@
 
 use crate::job::Job;
 use crate::observed::Millis;
-use crate::pods::{in_workspace, places};
+use crate::pods::{places, volume_of};
 use std::collections::BTreeMap;
 
 /// A job that has begun or may begin.
@@ -21,14 +21,8 @@ pub struct Tenant<'a> {
 /// Where a job's checkpoints lie: namespace, claim, and the path on it.
 fn place(tenant: &Tenant) -> Option<(String, String, String)> {
     let location = places(tenant.job).checkpoints;
-    let volumes = tenant.job.kubernetes.volumes.iter();
-    let mounts = volumes.filter_map(|volume| {
-        let mount = in_workspace(volume.mount_path.as_deref()?);
-        let rest = location.strip_prefix(&mount)?;
-        (rest.is_empty() || rest.starts_with('/')).then(|| (mount.len(), volume, rest.to_string()))
-    });
-    let (_, volume, rest) = mounts.max_by_key(|(length, ..)| *length)?;
-    Some((tenant.namespace.to_string(), volume.claim.clone()?, rest))
+    let (volume, rest) = volume_of(tenant.job, &location)?;
+    Some((tenant.namespace.to_string(), volume.claim.clone()?, rest.to_string()))
 }
 
 /// The jobs that wait, by their owners, and the name of the job that each waits for. Jobs that are

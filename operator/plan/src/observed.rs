@@ -10,6 +10,9 @@ use moejob_protocol::layout::Layout;
 use moejob_protocol::message::{Held, LeftReason};
 use serde::{Deserialize, Serialize};
 
+/// A committed checkpoint.
+pub use crate::status::CheckpointStatus as Stored;
+
 /// Milliseconds on the leader's clock.
 pub type Millis = u64;
 
@@ -260,11 +263,10 @@ pub enum Outcome {
     Interrupted,
 }
 
-/// A committed checkpoint.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Stored {
-    pub step: u64,
-    pub name: String,
+/// Of a list whose oldest entries come first, the newest alone.
+pub fn keep_newest<T>(list: &mut Vec<T>, most: usize) {
+    let surplus = list.len().saturating_sub(most);
+    list.drain(..surplus);
 }
 
 impl Worker {
@@ -296,6 +298,21 @@ impl Worker {
 }
 
 impl Observed {
+    /// Nothing has been seen yet.
+    pub fn new(wanted: Wanted, template: WorkerConfig) -> Observed {
+        Observed {
+            wanted,
+            template,
+            nodes: Vec::new(),
+            workers: Vec::new(),
+            record: Record::default(),
+            stored: None,
+            preflight: Results::default(),
+            rings: Rings::default(),
+            interrupt: false,
+        }
+    }
+
     pub fn worker(&self, name: &str) -> Option<&Worker> {
         self.position(name).map(|at| &self.workers[at])
     }

@@ -8,7 +8,8 @@ pub(crate) use rehearsal::{Rehearsal, node_of_rank};
 use crate::allocate::nodes_of_group;
 use crate::job::Job;
 use crate::observed::{Gang, Size};
-use crate::placement::{self, Need, gib};
+use crate::placement::{self, Need, Skipped, gib};
+use crate::problem::Problem;
 use crate::fabric::{FabricFacts, Keys};
 use crate::topology::{self, NodeInfo, Ordered};
 use moejob_protocol::memory::RankMemory;
@@ -31,7 +32,7 @@ pub struct Outlook {
     /// What runs first, on the nodes that were given.
     pub gang: Option<GangFacts>,
     pub sizes: Vec<SizeFacts>,
-    pub skipped: Vec<SkippedFacts>,
+    pub skipped: Vec<Skipped>,
     /// Why nodes are used in this order.
     pub order: String,
     /// What that order costs the fabric; none where the nodes lie on one leaf, or nobody knows.
@@ -93,13 +94,6 @@ pub struct MemoryFacts {
 
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct SkippedFacts {
-    pub nodes: u32,
-    pub why: String,
-}
-
-#[derive(Clone, Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
 pub struct GangFacts {
     pub nodes: u32,
     pub dp: u32,
@@ -138,14 +132,9 @@ pub struct WhatIf {
     pub why: Vec<String>,
 }
 
-/// Rehearses the job on `nodes` (none: as many as it wants), and the loss of `lose` together, or of
-/// each node of the gang when it is empty.
-pub fn outlook(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Outlook {
-    outlook_on(job, nodes, &Keys::default(), lose)
-}
-
-/// The same, where labels `keys` tell where nodes lie.
-pub fn outlook_on(
+/// Rehearses the job on `nodes` (none: as many as it wants), which lie where their labels `keys`
+/// say, and the loss of `lose` together, or of each node of the gang when it is empty.
+pub fn outlook(
     job: &Job,
     nodes: Option<&[NodeInfo]>,
     keys: &Keys,
@@ -190,19 +179,12 @@ pub fn outlook_on(
         },
         gang: gang.map(|gang| gang_facts(job, &gang, &rehearsal)),
         sizes: sizes.iter().map(|size| size_facts(job, size, needs.get(&size.nodes))).collect(),
-        skipped: skipped
-            .into_iter()
-            .map(|skip| SkippedFacts { nodes: skip.nodes, why: skip.why })
-            .collect(),
+        skipped,
         order: ordered.why,
         fabric,
         why,
         what_ifs,
-        unsupported: job
-            .unsupported()
-            .iter()
-            .map(|problem| problem.sentence())
-            .collect(),
+        unsupported: job.unsupported().iter().map(Problem::sentence).collect(),
     }
 }
 

@@ -1,17 +1,19 @@
 //! Which gangs work: mesh x model -> sizes, with what each rank then needs; and why others do not.
 
 use crate::cost::{self, Extent, SHOWN_MAX};
-use crate::job::Job;
+use crate::job::{Job, Venue};
+use crate::launch;
 use crate::observed::Size;
 use crate::profile::Backend;
 use moejob_protocol::Mesh;
-use moejob_protocol::config::{Precision, RecoveryConfig};
+use moejob_protocol::config::Precision;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{self, Part, RankMemory, rank_memory};
+use serde::Serialize;
 use std::collections::BTreeMap;
 
 /// A number of nodes that the job cannot use.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Skipped {
     pub nodes: u32,
     pub why: String,
@@ -177,7 +179,7 @@ impl<'a> Placer<'a> {
             return self.device_memory(layout, rank);
         }
         let (model, training, every) = (&job.model, &job.training, job.checkpoint.every_steps);
-        rank_memory(model, layout, rank, training, &recovery(job), every)
+        rank_memory(model, layout, rank, training, &launch::recovery(job, Venue::Local), every)
     }
 
     /// Experts of a layer that lie with `rank`, and elements of all its experts.
@@ -236,16 +238,6 @@ impl<'a> Placer<'a> {
             committed: balanced + extra * row_bytes,
             worst: balanced + most * row_bytes,
         }
-    }
-}
-
-fn recovery(job: &Job) -> RecoveryConfig {
-    RecoveryConfig {
-        heartbeat_timeout_ms: job.recovery.heartbeat_timeout,
-        step_timeout_ms: job.recovery.step_timeout.unwrap_or(0),
-        orphan_timeout_ms: job.recovery.orphan_timeout.unwrap_or(0),
-        memory_every_steps: job.recovery.memory_every_steps,
-        memory_auto: job.recovery.memory_auto,
     }
 }
 

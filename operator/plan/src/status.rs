@@ -218,10 +218,7 @@ pub fn status(
         steps: job.training.steps,
         loss: None,
         tokens_per_second: None,
-        checkpoint: observed.stored.as_ref().map(|stored| CheckpointStatus {
-            step: stored.step,
-            name: stored.name.clone(),
-        }),
+        checkpoint: observed.stored.clone(),
         placement: gang.map(|gang| PlacementStatus {
             summary: placement(job.model.experts.count, gang.layout.mesh),
             ranks: runs(gang.members.iter().map(|member| member.node.as_str())),

@@ -13,7 +13,7 @@ use crate::decide::Action;
 use crate::engines::{EngineLoss, Engines};
 use crate::fabric::Found;
 use crate::observed::{
-    Millis, Observed, Outcome, Record, StopCause, Stored, Worker, WorkerState,
+    Millis, Observed, Outcome, Record, StopCause, Stored, Worker, WorkerState, keep_newest,
 };
 use crate::preflight::Grade;
 use crate::repeat::is_own_fault;
@@ -293,8 +293,7 @@ impl Tracker {
             let partings = &mut self.observed.record.partings;
             partings.retain(|(.., at)| *at >= since);
             partings.extend(parting.map(|(a, b)| (a, b, now)));
-            let surplus = partings.len().saturating_sub(PARTINGS_KEPT);
-            partings.drain(..surplus);
+            keep_newest(partings, PARTINGS_KEPT);
             self.detect(cause, now);
             self.note_repeat();
             let restarts = &mut self.observed.record.restarts;
@@ -346,8 +345,7 @@ impl Tracker {
             index += 1;
             index > oldest_kept || held(*attempt)
         });
-        let surplus = record.layouts.len().saturating_sub(LAYOUTS_MAX);
-        record.layouts.drain(..surplus);
+        keep_newest(&mut record.layouts, LAYOUTS_MAX);
     }
 
     /// A loss was noticed: the clock of its recovery starts. A second loss before the first step
@@ -366,8 +364,7 @@ impl Tracker {
             first_step_at: None,
             steps_lost: 0,
         });
-        let surplus = self.recoveries.len().saturating_sub(RECOVERIES_KEPT);
-        self.recoveries.drain(..surplus);
+        keep_newest(&mut self.recoveries, RECOVERIES_KEPT);
     }
 
     fn open_recovery(&mut self) -> Option<&mut Recovery> {
@@ -534,8 +531,7 @@ impl Tracker {
         record.step = record.step.max(step);
         record.progressed_at = now;
         self.step_times.push(now);
-        let surplus = self.step_times.len().saturating_sub(STEP_DURATIONS_KEPT + 1);
-        self.step_times.drain(..surplus);
+        keep_newest(&mut self.step_times, STEP_DURATIONS_KEPT + 1);
         let mut durations: Vec<Millis> =
             self.step_times.windows(2).map(|pair| pair[1] - pair[0]).collect();
         durations.sort_unstable();

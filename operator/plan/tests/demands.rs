@@ -1,6 +1,6 @@
 //! What several jobs ask of the allocation together, and what comes of it on three nodes.
 
-use moejob_plan::allocate::{ClusterNode, Ground, Memory, allocate_on};
+use moejob_plan::allocate::{ClusterNode, Ground, Memory, allocate};
 use moejob_plan::fabric::Keys;
 use moejob_plan::lead::{JobLoop, JobSeen, Operator, Place, demands, unfit};
 use moejob_plan::observed::{Gang, Outcome, Record};
@@ -58,7 +58,7 @@ fn granted(jobs: &[JobSeen], holds: &[(&str, &str)]) -> Vec<String> {
     let ground = Ground::new(["n1", "n2", "n3"].map(node).into(), &Keys::default());
     let led = loops.iter().map(|(uid, job)| (uid.as_str(), job));
     let asked = demands(led, held, |_| 0);
-    let made = allocate_on(&ground, &asked, &Memory::default(), NOW);
+    let made = allocate(&ground, &asked, &Memory::default(), NOW);
     let line = |(uid, granted): (&String, &moejob_plan::allocate::Granted)| {
         let names: Vec<&str> = granted.nodes.iter().map(|node| node.name.as_str()).collect();
         format!("{uid}: {} ({})", names.join(" "), granted.why)

@@ -3,7 +3,9 @@
 #![allow(clippy::disallowed_methods, reason = "the test reads the examples")]
 
 use moejob_plan::Job;
-use moejob_plan::offline::{Outlook, SkippedFacts, count, outlook, text};
+use moejob_plan::fabric::Keys;
+use moejob_plan::offline::{self, Outlook, count, text};
+use moejob_plan::placement::Skipped;
 use moejob_plan::topology::NodeInfo;
 use std::path::Path;
 
@@ -14,6 +16,10 @@ fn root() -> &'static Path {
 fn job(edit: impl Fn(String) -> String) -> Job {
     let base = include_str!("manifests/base.yaml").to_string();
     Job::read(edit(base).as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"))
+}
+
+fn outlook(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Outlook {
+    offline::outlook(job, nodes, &Keys::default(), lose)
 }
 
 fn nodes(names: &str) -> Vec<NodeInfo> {
@@ -176,7 +182,7 @@ fn a_job_that_no_number_of_nodes_fits_says_what_would_change_it() {
     let mut nothing = outlook(&job(|base| base), None, &[]);
     nothing.sizes.clear();
     nothing.gang = None;
-    let skip = |why: &str| SkippedFacts { nodes: 1, why: why.to_string() };
+    let skip = |why: &str| Skipped { nodes: 1, why: why.to_string() };
     for (why, change) in [
         ("a rank needs 9 GiB of memory, 1 GiB more than the 8 GiB it has", "microBatchSize"),
         ("a step has 4 micro-batches for 8 ranks", "training.globalBatchSize"),

@@ -301,7 +301,26 @@ pub enum WriteErrorKind {
     Refused,
     /// This process may no longer lead: nothing was sent.
     Deposed,
+    /// An object of this name is not the job's.
+    NotOurs,
     Other,
+}
+
+impl WriteErrorKind {
+    /// As `result` of the metrics.
+    pub fn label(self) -> &'static str {
+        match self {
+            WriteErrorKind::Slow => "slow",
+            WriteErrorKind::Conflict => "conflict",
+            WriteErrorKind::Exists => "exists",
+            WriteErrorKind::Gone => "gone",
+            WriteErrorKind::Forbidden => "forbidden",
+            WriteErrorKind::Refused => "refused",
+            WriteErrorKind::Deposed => "deposed",
+            WriteErrorKind::NotOurs => "not_ours",
+            WriteErrorKind::Other => "error",
+        }
+    }
 }
 
 /// What is to be done now, and when to ask again even if nothing happens.

@@ -85,8 +85,7 @@ impl Report {
 
     /// The newest checkpoint that the status knows.
     pub fn stored(&self) -> Option<Stored> {
-        let stored = self.written.checkpoint.as_ref()?;
-        Some(Stored { step: stored.step, name: stored.name.clone() })
+        self.written.checkpoint.clone()
     }
 
     /// Versions rise; what a watch tells may be older than the last answer to a write.

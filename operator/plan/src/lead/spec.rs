@@ -11,8 +11,6 @@ use crate::launch;
 use crate::observed::{Millis, Observed, Record, Stored, Wanted};
 use crate::placement;
 use crate::pods;
-use crate::fabric::Rings;
-use crate::preflight::Results;
 use crate::problem::Problem;
 use crate::profile::Profiles;
 use crate::record::{self, Accepted, Machine, Saved};
@@ -232,9 +230,7 @@ pub(super) fn nothing_observed(job_uid: &str, record: Record, stored: Option<Sto
         venue: Venue::Kubernetes,
     };
     let template = WorkerConfig { job_uid: job_uid.to_string(), ..EMPTY_TEMPLATE.clone() };
-    let (nodes, workers, interrupt) = (Vec::new(), Vec::new(), false);
-    let (preflight, rings) = (Results::default(), Rings::default());
-    Observed { wanted, template, nodes, workers, record, stored, preflight, rings, interrupt }
+    Observed { record, stored, ..Observed::new(wanted, template) }
 }
 
 /// A template for a job that has none yet; read once.

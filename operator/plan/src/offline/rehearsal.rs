@@ -4,7 +4,7 @@ use super::WhatIf;
 use crate::decide::{Action, plan};
 use crate::job::{Job, Venue};
 use crate::launch::{self, Places};
-use crate::observed::{Gang, Millis, Node, Observed, Record, Stored, WorkerState};
+use crate::observed::{Gang, Millis, Node, Observed, Stored, WorkerState};
 use crate::track::Tracker;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::Resume;
@@ -28,28 +28,13 @@ pub struct Rehearsal {
 
 impl Rehearsal {
     pub fn new(job: &Job, nodes: &[String]) -> Rehearsal {
-        let nothing = || String::new();
-        let places = Places {
-            root: nothing(),
-            checkpoints: nothing(),
-            records: nothing(),
-            exclude: Vec::new(),
-        };
         let node = |name: &String| Node { name: name.clone(), usable: true, avoid_until: 0 };
         let mut wanted = launch::wanted(job, Venue::Kubernetes);
         // Nodes that are only thought of are good.
         (wanted.suspend, wanted.preflight) = (false, None);
-        let observed = Observed {
-            wanted,
-            template: launch::template(job, Venue::Kubernetes, &job.name, &places),
-            nodes: nodes.iter().map(node).collect(),
-            workers: Vec::new(),
-            record: Record::default(),
-            stored: None,
-            preflight: Default::default(),
-            rings: Default::default(),
-            interrupt: false,
-        };
+        let template = launch::template(job, Venue::Kubernetes, &job.name, &Places::default());
+        let nodes = nodes.iter().map(node).collect();
+        let observed = Observed { nodes, ..Observed::new(wanted, template) };
         let (tracker, why) = (Tracker::new(observed), Vec::new());
         Rehearsal { tracker, now: 0, per_node: job.profile.ranks, why, resume: None }
     }
