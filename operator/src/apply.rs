@@ -17,7 +17,7 @@ use crate::lease::Deadline;
 use crate::turnstile::Turnstile;
 use moe_worker::failure::chain;
 use moejob_plan::lead::{
-    JobName, Owner, Template, Write, WriteError, WriteErrorKind, Written,
+    JobName, Origin, Owner, Template, Write, WriteError, WriteErrorKind, Written,
 };
 use moejob_plan::pods;
 use moejob_plan::spec::MoeJob;
@@ -61,21 +61,6 @@ pub enum ApplyError {
 }
 
 impl ApplyError {
-    /// As `result` of the metrics.
-    pub fn label(&self) -> &'static str {
-        match self {
-            ApplyError::Slow => "slow",
-            ApplyError::Conflict => "conflict",
-            ApplyError::Exists => "exists",
-            ApplyError::Gone => "gone",
-            ApplyError::Forbidden(_) => "forbidden",
-            ApplyError::Refused(_) => "refused",
-            ApplyError::NotOurs(_) => "not_ours",
-            ApplyError::Deposed => "deposed",
-            ApplyError::Api(_) => "error",
-        }
-    }
-
     fn kind(&self) -> WriteErrorKind {
         match self {
             ApplyError::Slow => WriteErrorKind::Slow,
@@ -85,7 +70,8 @@ impl ApplyError {
             ApplyError::Forbidden(_) => WriteErrorKind::Forbidden,
             ApplyError::Refused(_) => WriteErrorKind::Refused,
             ApplyError::Deposed => WriteErrorKind::Deposed,
-            ApplyError::NotOurs(_) | ApplyError::Api(_) => WriteErrorKind::Other,
+            ApplyError::NotOurs(_) => WriteErrorKind::NotOurs,
+            ApplyError::Api(_) => WriteErrorKind::Other,
         }
     }
 }
@@ -134,24 +120,22 @@ impl Writer {
         Writer { client, running, running_minor, deadline, instance }
     }
 
-    /// Does all of them, some at a time; the results are in the order of the writes, each with its
-    /// label for the metrics.
+    /// Does all of them, some at a time; the results are in the order of the writes.
     pub async fn write_all(
         &self,
         owner: &Owner,
-        writes: Vec<Write>,
-    ) -> Vec<(&'static str, Written)> {
+        writes: Vec<(Origin, Write)>,
+    ) -> Vec<(Origin, Written)> {
         let each = writes.into_iter().enumerate();
-        let each = each.map(|(index, write)| async move {
-            let applied = self.write(owner, write).await;
-            let label = applied.as_ref().map_or_else(ApplyError::label, |_| "ok");
-            (index, label, applied.map_err(WriteError::from))
+        let each = each.map(|(index, (origin, write))| async move {
+            let written = self.write(owner, write).await.map_err(WriteError::from);
+            (index, (origin, written))
         });
         // A slow one holds up no other.
         let done = futures::stream::iter(each).buffer_unordered(WRITES_MAX);
-        let mut done: Vec<(usize, &'static str, Written)> = done.collect().await;
-        done.sort_unstable_by_key(|(index, ..)| *index);
-        done.into_iter().map(|(_, label, written)| (label, written)).collect()
+        let mut done: Vec<(usize, (Origin, Written))> = done.collect().await;
+        done.sort_unstable_by_key(|(index, _)| *index);
+        done.into_iter().map(|(_, result)| result).collect()
     }
 
     async fn write(&self, owner: &Owner, write: Write) -> Applied {
