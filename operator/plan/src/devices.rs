@@ -10,7 +10,7 @@ use crate::job::Job;
 use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::profile::Backend;
-use crate::spec::{AttentionName, MoeJobSpec, Word};
+use crate::spec::{AttentionName, MoeJobSpec, Word, as_typed};
 use moejob_protocol::config::{
     GradientDtype, MomentDtype, Precision, TrainingConfig,
 };
@@ -40,7 +40,7 @@ fn of_processors(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
     let typed = spec.training.clone().unwrap_or_default();
     let mut found = Vec::new();
     if job.training.precision != Precision::Fp32 {
-        let given = format!("`{}` on processors", precision_name(job.training.precision));
+        let given = format!("`{}` on processors", as_typed(job.training.precision));
         found.push(Problem::of(Code::Device, "spec.training.precision", given, "fp32", ADVICE));
     }
     if typed.moment_dtype == Some(Word(MomentDtype::Bf16)) {
@@ -62,7 +62,7 @@ fn of_processors(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
 
 fn of_dtypes(training: &TrainingConfig) -> Vec<Problem> {
     let mut found = Vec::new();
-    let name = precision_name(training.precision);
+    let name = as_typed(training.precision);
     let halves = matches!(training.precision, Precision::Bf16 | Precision::Fp16);
     if training.compute.moment_dtype == MomentDtype::Bf16 && !halves {
         found.push(Problem::of(
@@ -212,15 +212,4 @@ pub fn on_cluster(job: &Job) -> Option<Problem> {
              nodeSelector: { .. } }",
         )
     })
-}
-
-/// As it is typed.
-pub fn precision_name(precision: Precision) -> &'static str {
-    match precision {
-        Precision::Fp32 => "fp32",
-        Precision::Tf32 => "tf32",
-        Precision::Bf16 => "bf16",
-        Precision::Fp16 => "fp16",
-        Precision::Fp64 => "fp64",
-    }
 }

@@ -3,6 +3,7 @@
 mod changes;
 mod cost;
 mod devices;
+mod judged;
 mod launch;
 mod locations;
 mod orphans;
