@@ -159,8 +159,7 @@ impl Writer {
             }
             Write::DeletePod { namespace, name, uid, grace_s } => {
                 let api = self.dynamic(&namespace, &ApiResource::erase::<Pod>(&()));
-                let params = deletion(uid).grace_period(grace_s);
-                gone_is_done(api.delete(&name, &params).await.map(|_| ()))
+                delete(&api, &name, &deletion(uid).grace_period(grace_s)).await
             }
             Write::Status { job, resource_version, status } => {
                 self.write_status(&job, &resource_version, &status).await
@@ -173,7 +172,7 @@ impl Writer {
             }
             Write::DeleteJob(job) => {
                 let api = self.dynamic(&job.namespace, &ApiResource::erase::<MoeJob>(&()));
-                gone_is_done(api.delete(&job.name, &deletion(job.uid)).await.map(|_| ()))
+                delete(&api, &job.name, &deletion(job.uid)).await
             }
             Write::Event { job, namespace, warning, reason, note } => {
                 self.write_event(&job, &namespace, warning, (&reason, &note)).await
@@ -248,7 +247,7 @@ impl Writer {
         let Some(uid) = present.metadata.uid.clone().filter(|_| is_of(&present, job)) else {
             return Ok(None);
         };
-        gone_is_done(api.delete(name, &deletion(uid)).await.map(|_| ()))
+        delete(&api, name, &deletion(uid)).await
     }
 
     fn object(&self, value: &Value) -> (Api<DynamicObject>, String) {
@@ -380,9 +379,9 @@ fn deletion(uid: String) -> DeleteParams {
 }
 
 /// Another one of the same name is as good as gone.
-fn gone_is_done(result: kube::Result<()>) -> Applied {
-    match result.map_err(ApplyError::from) {
-        Ok(()) | Err(ApplyError::Gone | ApplyError::Conflict) => Ok(None),
+async fn delete(api: &Api<DynamicObject>, name: &str, params: &DeleteParams) -> Applied {
+    match api.delete(name, params).await.map_err(ApplyError::from) {
+        Ok(_) | Err(ApplyError::Gone | ApplyError::Conflict) => Ok(None),
         Err(error) => Err(error),
     }
 }
