@@ -155,7 +155,7 @@ impl Engines {
     }
 }
 
-fn number(event: &Event, name: &str) -> Option<u64> {
+pub(crate) fn number(event: &Event, name: &str) -> Option<u64> {
     match event.details.get(name) {
         Some(Detail::Number(number)) => Some(*number),
         _ => None,

@@ -6,6 +6,7 @@ use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::profile::{Backend, Profile, Profiles};
 use crate::read::Manifest;
+use crate::resources;
 use crate::router;
 use crate::rules;
 use crate::spec::{
@@ -561,23 +562,11 @@ pub fn millis_of(text: &str) -> Option<u64> {
     (millis <= MILLIS_MAX).then_some(millis)
 }
 
-/// `80Gi` in bytes.
+/// `80Gi` in bytes; no machine has more than terabytes.
 pub fn bytes_of(text: &str) -> Option<u64> {
-    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (digits, unit) = text.split_at(end);
-    let factor: u64 = match unit {
-        "" => 1,
-        "Ki" => 1 << 10,
-        "Mi" => 1 << 20,
-        "Gi" => 1 << 30,
-        "Ti" => 1 << 40,
-        "k" => 1_000,
-        "M" => 1_000_000,
-        "G" => 1_000_000_000,
-        "T" => 1_000_000_000_000,
-        _ => return None,
-    };
-    digits.parse::<u64>().ok()?.checked_mul(factor).filter(|bytes| *bytes > 0)
+    let (digits, suffix) = resources::split(text);
+    let factor = resources::unit(suffix).filter(|of| (1.0..=2f64.powi(40)).contains(of))?;
+    digits.parse::<u64>().ok()?.checked_mul(factor as u64).filter(|bytes| *bytes > 0)
 }
 
 /// What two manifests may not share: a second job would write over the first's checkpoints.

@@ -10,7 +10,7 @@ mod rings;
 mod lost_engines;
 
 use crate::decide::Action;
-use crate::engines::{EngineLoss, Engines};
+use crate::engines::{EngineLoss, Engines, number};
 use crate::fabric::Found;
 use crate::observed::{
     Gang, Millis, Observed, Outcome, Record, StopCause, Stored, Worker, WorkerState, keep_newest,
@@ -20,7 +20,7 @@ use crate::repeat::is_own_fault;
 pub use crate::recovery::Recovery;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{LeftReason, Phase, Up};
-use moejob_protocol::report::{Detail, Event, EventKind};
+use moejob_protocol::report::{Event, EventKind};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Layouts of past attempts that are remembered though no worker has reported a snapshot of them.
@@ -486,26 +486,23 @@ impl Tracker {
     /// What a worker has done to the storage or found there. A checkpoint of an attempt that was
     /// given up does not count: a later claim is behind it.
     fn stored(&mut self, attempt: u32, event: &Event) {
-        if let (EventKind::AttemptsClaimed, Some(Detail::Number(taken))) =
-            (event.event, event.details.get("claimed"))
-        {
+        if event.event == EventKind::AttemptsClaimed {
+            let taken = number(event, "claimed").and_then(|taken| u32::try_from(taken).ok());
             // An attempt is far from 2^32, unless the claim is nonsense.
-            let taken = u32::try_from(*taken).ok().filter(|taken| *taken < u32::MAX / 2);
+            let taken = taken.filter(|taken| *taken < u32::MAX / 2);
             self.taken = self.taken.max(taken.unwrap_or(0));
         }
-        let Some(Detail::Number(step)) = event.details.get("step") else {
-            return;
-        };
+        let Some(step) = number(event, "step") else { return };
         let stored = &mut self.observed.stored;
         match event.event {
             _ if attempt != self.observed.record.attempt => {}
             EventKind::CheckpointCommitted => {
-                if stored.as_ref().is_none_or(|stored| stored.step < *step) {
-                    *stored = Some(Stored { step: *step, name: directory_name(*step) });
+                if stored.as_ref().is_none_or(|stored| stored.step < step) {
+                    *stored = Some(Stored { step, name: directory_name(step) });
                 }
             }
             // It is damaged; what can be used instead is told next.
-            EventKind::CheckpointRefused => drop(stored.take_if(|of| of.step == *step)),
+            EventKind::CheckpointRefused => drop(stored.take_if(|of| of.step == step)),
             _ => {}
         }
     }

@@ -6,6 +6,7 @@ use crate::job::{Job, Venue};
 use crate::launch::{self, Places};
 use crate::observed::{Gang, Millis, Node, Observed, Stored, WorkerState};
 use crate::track::Tracker;
+use moejob_protocol::PROTOCOL_VERSION;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::{Heartbeat, Held, Hello, LeftReason, Phase, Up};
@@ -87,16 +88,8 @@ impl Rehearsal {
             .map(|worker| worker.name.clone())
             .collect();
         for name in &names {
-            let hello = Hello {
-                version: moejob_protocol::PROTOCOL_VERSION,
-                worker: name.clone(),
-                token: String::new(),
-                signing_request: String::new(),
-                attempt: 0,
-                digest: String::new(),
-                rank: None,
-                held: Vec::new(),
-            };
+            let (version, worker) = (PROTOCOL_VERSION, name.clone());
+            let hello = Hello { version, worker, ..Hello::default() };
             self.tracker.connected(name, &format!("{name}:1"), &hello);
         }
         !names.is_empty()
@@ -134,7 +127,7 @@ impl Rehearsal {
             self.tracker.heard(&member.worker, gang.attempt, &Up::Heartbeat(beat), self.now);
         }
         if let Some(member) = gang.members.first() {
-            let up = Up::Step(report(step, gang.attempt));
+            let up = Up::Step(StepReport { step, attempt: gang.attempt, ..StepReport::default() });
             self.tracker.heard(&member.worker, gang.attempt, &up, self.now);
         }
         self.settle();
@@ -181,28 +174,6 @@ impl Rehearsal {
 
 fn lost_nothing(gang: &Gang, lost: &[String]) -> bool {
     gang.members.iter().all(|member| !lost.contains(&member.node))
-}
-
-fn report(step: u64, attempt: u32) -> StepReport {
-    StepReport {
-        step,
-        loss: 0.0,
-        aux_loss: 0.0,
-        z_loss: 0.0,
-        grad_norm: 0.0,
-        loss_scale: None,
-        learning_rate: 0.0,
-        tokens: 0,
-        tokens_per_second: 0.0,
-        timing: Default::default(),
-        world_size: 0,
-        attempt,
-        expert_imbalance: 0.0,
-        routing: Default::default(),
-        device: None,
-        validation_loss: None,
-        time: String::new(),
-    }
 }
 
 /// The position of each rank's member, which stands for its node.
