@@ -83,9 +83,7 @@ impl Authority {
         let operator = leaf(&Identity::Operator, AUTHORITY_LIFETIME)?;
         let operator = operator.signed_by(&key, &issuer)?.pem();
         let client = leader_client(&operator, &key.serialize_pem())?;
-        let mut seed = [0; 32];
-        let mut random = std::fs::File::open("/dev/urandom").map_err(AuthorityError::Random)?;
-        random.read_exact(&mut seed).map_err(AuthorityError::Random)?;
+        let seed = random().map_err(AuthorityError::Random)?;
         let (trust, secrets) = (Trust::from_pem(&certificate)?, AtomicU64::new(0));
         let with_successor = None;
         Ok(Authority { issuer, certificate, with_successor, trust, client, seed, secrets })
@@ -154,6 +152,16 @@ impl Authority {
         let params = leaf(&identity, LEAF_LIFETIME)?;
         Ok(params.signed_by(&key, &self.issuer)?.pem())
     }
+}
+
+/// Bytes that nobody can guess.
+///
+/// # Errors
+/// When the system gives no randomness.
+pub fn random<const N: usize>() -> std::io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// The certificate and key of a new authority; PEM.
