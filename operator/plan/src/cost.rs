@@ -163,7 +163,7 @@ fn counted(job: &Job, extent: Extent) -> u64 {
         let root = (1..).take_while(|at| at * at <= dp);
         let tries = match job.expert_parallel {
             Some(_) => 1,
-            None => root.filter(|at| dp % at == 0).count() as u64 * 2,
+            None => root.filter(|at| dp.is_multiple_of(*at)).count() as u64 * 2,
         };
         extent.tensors().saturating_add(dp).saturating_mul(tries)
     };

@@ -496,10 +496,10 @@ impl Tracker {
         let stored = &mut self.observed.stored;
         match event.event {
             _ if attempt != self.observed.record.attempt => {}
-            EventKind::CheckpointCommitted => {
-                if stored.as_ref().is_none_or(|stored| stored.step < step) {
-                    *stored = Some(Stored { step, name: directory_name(step) });
-                }
+            EventKind::CheckpointCommitted
+                if stored.as_ref().is_none_or(|stored| stored.step < step) =>
+            {
+                *stored = Some(Stored { step, name: directory_name(step) });
             }
             // It is damaged; what can be used instead is told next.
             EventKind::CheckpointRefused => drop(stored.take_if(|of| of.step == step)),

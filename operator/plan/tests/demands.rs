@@ -10,7 +10,7 @@ use moejob_protocol::config::Member;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
 use serde_json::{Value, json};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 const NOW: u64 = 1_700_000_000_000;
@@ -46,7 +46,7 @@ fn lead(seen: &JobSeen) -> JobLoop {
 fn granted(jobs: &[JobSeen], holds: &[(&str, &str)]) -> Vec<String> {
     let loops: Vec<(String, JobLoop)> =
         jobs.iter().map(|seen| (seen.uid.clone(), lead(seen))).collect();
-    let held: HashMap<&str, BTreeSet<String>> =
+    let held: BTreeMap<&str, BTreeSet<String>> =
         holds.iter().map(|(uid, node)| (*uid, [node.to_string()].into())).collect();
     let allocatable = Resources::read(&json!({"cpu": "64", "memory": "256Gi", "pods": "110"}));
     let node = |name: &str| ClusterNode {

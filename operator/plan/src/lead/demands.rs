@@ -4,13 +4,13 @@ use super::JobLoop;
 use crate::allocate::{Barred, Demand};
 use crate::locations::{self, Tenant};
 use crate::observed::Outcome;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Of all jobs by their owners. `holds` are the nodes of each job's pods that have not ended;
 /// `priority` says what a PriorityClass is worth.
 pub fn demands<'j>(
     jobs: impl Iterator<Item = (&'j str, &'j JobLoop)> + Clone,
-    mut holds: HashMap<&str, BTreeSet<String>>,
+    mut holds: BTreeMap<&str, BTreeSet<String>>,
     priority: impl Fn(&str) -> i32,
 ) -> Vec<Demand> {
     let tenants: Vec<Tenant> = jobs.clone().filter_map(tenant).collect();
