@@ -193,7 +193,7 @@ pub(crate) mod members {
 }
 
 /// Reasons are stable words; one that this operator does not know was another version's.
-const REASONS: [&str; 7] = [
+pub const REASONS: [&str; 7] = [
     "InvalidSpec",
     "DataOrCheckpointRefused",
     "RestartBudgetUsedUp",

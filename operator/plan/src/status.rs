@@ -203,7 +203,6 @@ pub fn status(
     let desired = observed.wanted.nodes_max;
     let since = now.saturating_sub(observed.wanted.restart_window);
     MoeJobStatus {
-        observed_generation: None,
         phase: phase.to_string(),
         conditions,
         attempt: record.attempt,
@@ -216,8 +215,6 @@ pub fn status(
         mesh: gang.map(|gang| mesh(gang.layout.mesh)),
         step: record.step,
         steps: job.training.steps,
-        loss: None,
-        tokens_per_second: None,
         checkpoint: observed.stored.clone(),
         placement: gang.map(|gang| PlacementStatus {
             summary: placement(job.model.experts.count, gang.layout.mesh),
@@ -225,9 +222,7 @@ pub fn status(
         }),
         restarts: record.restarts.iter().filter(|at| **at >= since).count() as u32,
         recoveries: recoveries.iter().map(recovery).collect(),
-        engines_lost: Vec::new(),
-        record: String::new(),
-        record_more: String::new(),
+        ..MoeJobStatus::default()
     }
 }
 

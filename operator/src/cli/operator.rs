@@ -48,7 +48,8 @@ pub struct OperatorArgs {
     /// Where /metrics is answered, with TLS, to who may read it.
     #[arg(long, default_value = "0.0.0.0:8443")]
     pub metrics: SocketAddr,
-    /// How often all jobs, pods and nodes are listed anew, in seconds: it finds what a watch has lost.
+    /// How often all jobs, pods and nodes are listed anew, in seconds: it finds what a watch has
+    /// lost.
     #[arg(long, default_value = "600", value_parser = clap::value_parser!(u32).range(1..))]
     pub list_every: u32,
     /// For tests on clusters without GPUs: engines of GPU jobs compute on processors, in pods that

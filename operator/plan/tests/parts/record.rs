@@ -3,8 +3,8 @@ use moejob_plan::crd::NAME_LEN_MAX;
 use moejob_plan::engines::EngineLoss;
 use moejob_plan::observed::{Gang, Outcome, Record, StopCause};
 use moejob_plan::record::{
-    GangPods, More, RECORD_BYTES_MAX, RESTS_MAX, RecordError, Refused, Saved, read, restore, write,
-    write_more,
+    GangPods, More, REASONS, RECORD_BYTES_MAX, RESTS_MAX, RecordError, Refused, Saved, read,
+    restore, write, write_more,
 };
 use moejob_plan::track::Recovery;
 use moejob_protocol::Mesh;
@@ -15,17 +15,6 @@ use std::collections::BTreeMap;
 
 /// Attempts and workers of a job that are believed.
 const COUNT_MAX: u32 = 1 << 31;
-
-/// Reasons of a failure that a plan gives.
-const REASONS: [&str; 7] = [
-    "InvalidSpec",
-    "DataOrCheckpointRefused",
-    "RestartBudgetUsedUp",
-    "WorkersDoNotStart",
-    "EndsAlike",
-    "PreflightFailed",
-    "DeviceFails",
-];
 
 fn full() -> Saved {
     let layout = Layout::contiguous(Mesh::data_parallel(2, 2));
