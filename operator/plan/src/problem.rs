@@ -116,9 +116,7 @@ impl Problem {
         self.advice = advice.into();
         self
     }
-}
 
-impl Problem {
     /// The problem without its place: code, path, found, allowed, what to do.
     pub fn sentence(&self) -> String {
         let separator = if self.path.is_empty() { "" } else { " " };

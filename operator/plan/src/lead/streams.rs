@@ -16,18 +16,13 @@ use moejob_protocol::pair::{PairAnswer, PairSaid};
 use moejob_protocol::preflight::MEASURED_MAX;
 use moejob_protocol::report::{Detail, Event as Line, EventKind};
 
-/// Of frames that wait.
-pub(super) struct Frames;
-
-impl Frames {
-    /// The newer one says all that the older one said.
-    pub fn replaces(newer: &Said, older: &Said) -> bool {
-        matches!(
-            (newer, older),
-            (Said::Up { attempt: a, up: Up::Step(_) }, Said::Up { attempt: b, up: Up::Step(_) })
-                if a == b
-        )
-    }
+/// Of frames that wait: the newer one says all that the older one said.
+pub(super) fn replaces(newer: &Said, older: &Said) -> bool {
+    matches!(
+        (newer, older),
+        (Said::Up { attempt: a, up: Up::Step(_) }, Said::Up { attempt: b, up: Up::Step(_) })
+            if a == b
+    )
 }
 
 impl JobLoop {
