@@ -17,7 +17,7 @@ use crate::lease::Deadline;
 use crate::turnstile::Turnstile;
 use moe_worker::failure::chain;
 use moejob_plan::lead::{
-    JobName, Owner, Template, Write, WriteError, WriteErrorKind, Written,
+    JobName, Origin, Owner, Template, Write, WriteError, WriteErrorKind, Written,
 };
 use moejob_plan::pods;
 use moejob_plan::spec::MoeJob;
@@ -61,21 +61,6 @@ pub enum ApplyError {
 }
 
 impl ApplyError {
-    /// As `result` of the metrics.
-    pub fn label(&self) -> &'static str {
-        match self {
-            ApplyError::Slow => "slow",
-            ApplyError::Conflict => "conflict",
-            ApplyError::Exists => "exists",
-            ApplyError::Gone => "gone",
-            ApplyError::Forbidden(_) => "forbidden",
-            ApplyError::Refused(_) => "refused",
-            ApplyError::NotOurs(_) => "not_ours",
-            ApplyError::Deposed => "deposed",
-            ApplyError::Api(_) => "error",
-        }
-    }
-
     fn kind(&self) -> WriteErrorKind {
         match self {
             ApplyError::Slow => WriteErrorKind::Slow,
@@ -85,7 +70,8 @@ impl ApplyError {
             ApplyError::Forbidden(_) => WriteErrorKind::Forbidden,
             ApplyError::Refused(_) => WriteErrorKind::Refused,
             ApplyError::Deposed => WriteErrorKind::Deposed,
-            ApplyError::NotOurs(_) | ApplyError::Api(_) => WriteErrorKind::Other,
+            ApplyError::NotOurs(_) => WriteErrorKind::NotOurs,
+            ApplyError::Api(_) => WriteErrorKind::Other,
         }
     }
 }
@@ -134,24 +120,22 @@ impl Writer {
         Writer { client, running, running_minor, deadline, instance }
     }
 
-    /// Does all of them, some at a time; the results are in the order of the writes, each with its
-    /// label for the metrics.
+    /// Does all of them, some at a time; the results are in the order of the writes.
     pub async fn write_all(
         &self,
         owner: &Owner,
-        writes: Vec<Write>,
-    ) -> Vec<(&'static str, Written)> {
+        writes: Vec<(Origin, Write)>,
+    ) -> Vec<(Origin, Written)> {
         let each = writes.into_iter().enumerate();
-        let each = each.map(|(index, write)| async move {
-            let applied = self.write(owner, write).await;
-            let label = applied.as_ref().map_or_else(ApplyError::label, |_| "ok");
-            (index, label, applied.map_err(WriteError::from))
+        let each = each.map(|(index, (origin, write))| async move {
+            let written = self.write(owner, write).await.map_err(WriteError::from);
+            (index, (origin, written))
         });
         // A slow one holds up no other.
         let done = futures::stream::iter(each).buffer_unordered(WRITES_MAX);
-        let mut done: Vec<(usize, &'static str, Written)> = done.collect().await;
-        done.sort_unstable_by_key(|(index, ..)| *index);
-        done.into_iter().map(|(_, label, written)| (label, written)).collect()
+        let mut done: Vec<(usize, (Origin, Written))> = done.collect().await;
+        done.sort_unstable_by_key(|(index, _)| *index);
+        done.into_iter().map(|(_, result)| result).collect()
     }
 
     async fn write(&self, owner: &Owner, write: Write) -> Applied {
@@ -175,8 +159,7 @@ impl Writer {
             }
             Write::DeletePod { namespace, name, uid, grace_s } => {
                 let api = self.dynamic(&namespace, &ApiResource::erase::<Pod>(&()));
-                let params = deletion(uid).grace_period(grace_s);
-                gone_is_done(api.delete(&name, &params).await.map(|_| ()))
+                delete(&api, &name, &deletion(uid).grace_period(grace_s)).await
             }
             Write::Status { job, resource_version, status } => {
                 self.write_status(&job, &resource_version, &status).await
@@ -189,7 +172,7 @@ impl Writer {
             }
             Write::DeleteJob(job) => {
                 let api = self.dynamic(&job.namespace, &ApiResource::erase::<MoeJob>(&()));
-                gone_is_done(api.delete(&job.name, &deletion(job.uid)).await.map(|_| ()))
+                delete(&api, &job.name, &deletion(job.uid)).await
             }
             Write::Event { job, namespace, warning, reason, note } => {
                 self.write_event(&job, &namespace, warning, (&reason, &note)).await
@@ -264,7 +247,7 @@ impl Writer {
         let Some(uid) = present.metadata.uid.clone().filter(|_| is_of(&present, job)) else {
             return Ok(None);
         };
-        gone_is_done(api.delete(name, &deletion(uid)).await.map(|_| ()))
+        delete(&api, name, &deletion(uid)).await
     }
 
     fn object(&self, value: &Value) -> (Api<DynamicObject>, String) {
@@ -396,9 +379,9 @@ fn deletion(uid: String) -> DeleteParams {
 }
 
 /// Another one of the same name is as good as gone.
-fn gone_is_done(result: kube::Result<()>) -> Applied {
-    match result.map_err(ApplyError::from) {
-        Ok(()) | Err(ApplyError::Gone | ApplyError::Conflict) => Ok(None),
+async fn delete(api: &Api<DynamicObject>, name: &str, params: &DeleteParams) -> Applied {
+    match api.delete(name, params).await.map_err(ApplyError::from) {
+        Ok(_) | Err(ApplyError::Gone | ApplyError::Conflict) => Ok(None),
         Err(error) => Err(error),
     }
 }

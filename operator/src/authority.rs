@@ -83,9 +83,7 @@ impl Authority {
         let operator = leaf(&Identity::Operator, AUTHORITY_LIFETIME)?;
         let operator = operator.signed_by(&key, &issuer)?.pem();
         let client = leader_client(&operator, &key.serialize_pem())?;
-        let mut seed = [0; 32];
-        let mut random = std::fs::File::open("/dev/urandom").map_err(AuthorityError::Random)?;
-        random.read_exact(&mut seed).map_err(AuthorityError::Random)?;
+        let seed = random().map_err(AuthorityError::Random)?;
         let (trust, secrets) = (Trust::from_pem(&certificate)?, AtomicU64::new(0));
         let with_successor = None;
         Ok(Authority { issuer, certificate, with_successor, trust, client, seed, secrets })
@@ -156,6 +154,16 @@ impl Authority {
     }
 }
 
+/// Bytes that nobody can guess.
+///
+/// # Errors
+/// When the system gives no randomness.
+pub fn random<const N: usize>() -> std::io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
 /// The certificate and key of a new authority; PEM.
 ///
 /// # Errors
@@ -218,60 +226,4 @@ fn named(name: &str, lifetime: Duration) -> CertificateParams {
     params.not_before = (now - BACKDATED).into();
     params.not_after = (now + lifetime).into();
     params
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use moe_worker::gang::tls::{Trust, WorkerKey};
-
-    #[test]
-    fn a_leaf_is_for_the_requests_key_and_the_callers_names() {
-        let authority = Authority::new().expect("an authority");
-        let trust = Trust::from_pem(authority.certificate_pem()).expect("a certificate");
-        let key = WorkerKey::generate().expect("a key");
-        let leaf = authority.sign(&key.signing_request, "job", 7, "node-0.1").expect("a leaf");
-        let attempt = key.attempt(&trust, &leaf).expect("ours");
-        assert_eq!((attempt.job_uid.as_str(), attempt.attempt), ("job", 7));
-        assert_eq!(attempt.worker, "node-0.1");
-        let other = Authority::new().expect("an authority");
-        let other = Trust::from_pem(other.certificate_pem()).expect("a certificate");
-        assert!(trust.has_signed(&leaf) && !other.has_signed(&leaf) && !trust.has_signed("x"));
-        let other = WorkerKey::generate().expect("a key");
-        let error = other.attempt(&trust, &leaf).expect_err("another's key");
-        assert!(matches!(error, TlsError::OtherKey), "{error}");
-    }
-
-    #[test]
-    fn names_that_could_be_read_differently_are_refused() {
-        let authority = Authority::new().expect("an authority");
-        let key = WorkerKey::generate().expect("a key");
-        for (job, worker) in [("", "w"), ("j", ""), ("j/2", "w"), ("j", "w/x"), ("j\u{e9}", "w")] {
-            let result = authority.sign(&key.signing_request, job, 1, worker);
-            assert!(matches!(result, Err(AuthorityError::Name { .. })), "{job:?} {worker:?}");
-        }
-    }
-
-    #[test]
-    fn what_is_no_request_is_refused() {
-        let authority = Authority::new().expect("an authority");
-        let mut request = WorkerKey::generate().expect("a key").signing_request;
-        let long = request.clone() + &"\n".repeat(REQUEST_BYTES_MAX);
-        // One changed letter of the body breaks the signature or the form.
-        let middle = request.len() / 2;
-        let changed = if &request[middle..=middle] == "A" { "B" } else { "A" };
-        request.replace_range(middle..=middle, changed);
-        for text in ["", "x", authority.certificate_pem(), &request, &long] {
-            assert!(authority.sign(text, "j", 1, "w").is_err(), "{text:?}");
-        }
-    }
-
-    #[test]
-    fn secrets_differ() {
-        let authority = Authority::new().expect("an authority");
-        let other = Authority::new().expect("an authority");
-        let secrets = [authority.new_secret(), authority.new_secret(), other.new_secret()];
-        assert!(secrets.iter().all(|secret| secret.len() == 64));
-        assert!(secrets[0] != secrets[1] && secrets[0] != secrets[2]);
-    }
 }

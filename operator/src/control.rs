@@ -11,7 +11,7 @@
 mod pace;
 
 use crate::authority::{Authority, AuthorityError, requested_key};
-use crate::identity::{ReviewError, Reviewer};
+use crate::identity::{ReviewError, Reviewer, is_same};
 use moe_worker::gang::tls::{public_key, server_name};
 use moe_worker::life::control::{FrameError, read_frame, write_frame};
 use moe_worker::failure::chain;
@@ -408,7 +408,7 @@ impl Attendant {
 
     async fn verify(&self, hello: &Hello) -> Result<(), StreamError> {
         match &self.verifier {
-            Verifier::Local { secret } if equal(secret, &hello.token) => Ok(()),
+            Verifier::Local { secret } if is_same(secret, &hello.token) => Ok(()),
             Verifier::Local { .. } => Err(StreamError::Token),
             Verifier::TokenReview { reviewer, pod } => {
                 Ok(reviewer.review(&hello.token, pod).await?)
@@ -528,11 +528,6 @@ async fn write_configure(
     }
     to.write_all(b"}}").await?;
     Ok(to.flush().await?)
-}
-
-/// Compares secrets in a time that does not tell how much of them is equal.
-pub(crate) fn equal(a: &str, b: &str) -> bool {
-    a.len() == b.len() && a.bytes().zip(b.bytes()).fold(0, |diff, (a, b)| diff | (a ^ b)) == 0
 }
 
 #[cfg(test)]

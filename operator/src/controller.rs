@@ -21,12 +21,11 @@ use crate::identity::{Keyring, Reviewer};
 use crate::metrics::Metrics;
 use crate::observe::{Change, Cluster, JobSeen, Owner};
 use crate::pulse::{ASK_EVERY, Pulse};
-use crew::{Crew, Done};
-use moejob_plan::allocate::{Allocation, Ground, Memory, allocate_on};
+use crew::Crew;
+use moejob_plan::allocate::{Allocation, Ground, Memory, allocate};
 use moejob_plan::lead::{self, Event, Operator, Origin};
 use moejob_plan::observed::Millis;
 use moejob_plan::orphans::Orphans;
-use moejob_plan::profile::Profiles;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -50,28 +49,10 @@ pub struct Context {
     pub reviewer: Reviewer,
     pub writer: Writer,
     pub metrics: Metrics,
-    /// Image and pull policy of the operator's own container.
-    pub own_image: (String, Option<String>),
-    /// The operator's own.
-    pub namespace: String,
     pub told: mpsc::Sender<Told>,
-    /// See [`Operator::stand_in`].
-    pub stand_in: bool,
     pub clock: Clock,
     /// The loop's answers.
     pub pulse: Pulse,
-}
-
-/// Why a job of this name and spec would not be planned; what `kubectl moe submit` asks beforehand.
-///
-/// # Errors
-/// In the words of its condition.
-pub fn plannable(
-    name: &str,
-    spec: &serde_json::Value,
-    profiles: &Profiles,
-) -> Result<(), String> {
-    lead::judge(name, spec, profiles).map(drop).map_err(|blocked| blocked.message)
 }
 
 /// What the process tells the loop.
@@ -91,6 +72,9 @@ pub struct Inputs {
     /// Told why this process must not lead.
     pub unfit: mpsc::Sender<String>,
 }
+
+/// A batch of a job's writes is done, or is not.
+type Done = (Owner, Event);
 
 enum Input {
     Change(Change),
@@ -123,15 +107,7 @@ pub struct Controller {
 }
 
 impl Controller {
-    pub fn new(context: Context, inputs: Inputs) -> Controller {
-        let operator = Operator {
-            image: context.own_image.clone(),
-            namespace: context.namespace.clone(),
-            trusted: context.keyring.trusted(),
-            keyring: context.keyring.id(),
-            stand_in: context.stand_in,
-            profiles: Arc::default(),
-        };
+    pub fn new(context: Context, operator: Operator, inputs: Inputs) -> Controller {
         Controller {
             context: Arc::new(context),
             operator: Arc::new(operator),
@@ -233,18 +209,18 @@ impl Controller {
         }
     }
 
-    fn on_done(&mut self, done: Done, now: Millis) {
-        let Done { owner, aside, results } = done;
-        let mut said = Vec::with_capacity(results.len());
-        for (origin, label, written) in results {
-            self.context.metrics.result(label);
-            if written.is_ok() {
-                self.heard_of_api = now;
+    fn on_done(&mut self, (owner, done): Done, now: Millis) {
+        if let Event::Done { results, .. } = &done {
+            for (_, written) in results {
+                let label = written.as_ref().map_or_else(|error| error.kind.label(), |_| "ok");
+                self.context.metrics.result(label);
+                if written.is_ok() {
+                    self.heard_of_api = now;
+                }
             }
-            said.push((origin, written));
         }
         if let Some(job) = self.jobs.get_mut(&owner) {
-            job.on(Event::Done { aside, results: said }, now);
+            job.job.on(done, now);
         }
     }
 
@@ -259,7 +235,7 @@ impl Controller {
             if !job.is_to_turn(now) {
                 continue;
             }
-            job.on(Event::Api { heard: self.heard_of_api }, now);
+            job.job.on(Event::Api { heard: self.heard_of_api }, now);
             self.stale |= job.turn(&mut self.memory, &mut sent, owner, now);
         }
         if self.orphans.due().is_none_or(|at| at <= now) {
@@ -283,16 +259,19 @@ impl Controller {
         let jobs = self.jobs.iter().map(|(owner, job)| (&**owner, &job.job));
         let held = self.cluster.held().collect();
         let demands = lead::demands(jobs, held, |class| self.cluster.priority(class));
-        self.allocation = allocate_on(ground, &demands, &self.memory, now);
+        self.allocation = allocate(ground, &demands, &self.memory, now);
         for (owner, job) in &mut self.jobs {
             let granted = self.allocation.jobs.get(&**owner).cloned().unwrap_or_default();
-            job.on(Event::Granted(granted), now);
+            job.job.on(Event::Granted(granted), now);
         }
     }
 
     fn send(&self, owner: Owner, batch: lead::Batch) {
         let (writer, done) = (self.context.writer.clone(), self.done.0.clone());
-        // Without a receiver the process ends.
-        tokio::spawn(async move { done.send(Done::of(owner, batch, &writer).await).await });
+        tokio::spawn(async move {
+            let results = writer.write_all(&owner, batch.writes).await;
+            // Without a receiver the process ends.
+            done.send((owner, Event::Done { aside: batch.aside, results })).await
+        });
     }
 }

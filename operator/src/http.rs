@@ -112,36 +112,3 @@ impl Request {
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn a_head_is_a_method_a_path_and_a_token() {
-        let read = async |text: &[u8]| {
-            let mut stream = text;
-            read(&mut stream).await.expect("no error")
-        };
-        let request = |path: &str, token: Option<&str>| {
-            let (path, token) = (path.to_string(), token.map(str::to_string));
-            Some(Request { method: "GET".to_string(), path, token })
-        };
-        assert_eq!(read(b"GET /a?b HTTP/1.1\r\n\r\n").await, request("/a", None));
-        let with = b"GET /a HTTP/1.1\r\nHost: x\r\nauthorization:  bearer abc \r\n\r\n";
-        assert_eq!(read(with).await, request("/a", Some("abc")));
-        let basic = b"GET / HTTP/1.1\r\nAuthorization: Basic abc\r\n\r\n";
-        assert_eq!(read(basic).await, request("/", None));
-        let empty = b"GET / HTTP/1.1\r\nAuthorization: Bearer \r\n\r\n";
-        assert_eq!(read(empty).await, request("/", None));
-        assert_eq!(read(b"GET / HTTP/1.1\r\n").await, None, "it ends before its end");
-        // A head of all that may be is read; one byte more is not waited for.
-        let padded = |bytes: usize| {
-            let (first, last) = ("GET / HTTP/1.1\r\nX: ", "\r\n\r\n");
-            format!("{first}{}{last}", "x".repeat(bytes - first.len() - last.len()))
-        };
-        let most = REQUEST_BYTES_MAX as usize;
-        assert_eq!(read(padded(most).as_bytes()).await, request("/", None));
-        assert_eq!(read(padded(most + 1).as_bytes()).await, None);
-    }
-}

@@ -73,14 +73,6 @@ struct Seen {
     since: Instant,
 }
 
-/// What to do about the lease.
-#[derive(Debug, PartialEq)]
-enum Step {
-    /// Write this: it makes or keeps this process the leader.
-    Put(Box<LeaseSpec>),
-    Wait,
-}
-
 impl Election {
     /// Waits to be the leader. Returns the term: it rises with each leader.
     pub async fn acquire(&self) -> u64 {
@@ -149,11 +141,11 @@ impl Election {
             Some(before) if Some(&before.spec) == spec.as_ref() => before.since,
             _ => Instant::now(),
         };
-        let step = judge(spec.as_ref(), &self.identity, since.elapsed(), Timestamp::now());
+        let mine = judge(spec.as_ref(), &self.identity, since.elapsed(), Timestamp::now());
         if let Some(spec) = spec {
             *seen = Some(Seen { spec, since });
         }
-        let Step::Put(spec) = step else { return Ok(None) };
+        let Some(mine) = mine else { return Ok(None) };
         let metadata = match lease {
             Some(lease) => lease.metadata,
             None => ObjectMeta {
@@ -162,10 +154,10 @@ impl Election {
                 ..ObjectMeta::default()
             },
         };
-        let lease = Lease { metadata, spec: Some(*spec.clone()) };
+        let lease = Lease { metadata, spec: Some(mine.clone()) };
         let put = timeout(REQUEST_MAX, self.writer.put_lease(&lease)).await;
         match put.map_err(|_| ApplyError::Slow)? {
-            Ok(_) => Ok(Some(*spec)),
+            Ok(_) => Ok(Some(mine)),
             // Somebody else was quicker.
             Err(ApplyError::Conflict | ApplyError::Exists) => Ok(None),
             Err(error) => Err(error),
@@ -173,7 +165,13 @@ impl Election {
     }
 }
 
-fn judge(spec: Option<&LeaseSpec>, me: &str, unchanged: Duration, now: Timestamp) -> Step {
+/// What to write, so that it makes or keeps this process the leader; none while another one leads.
+fn judge(
+    spec: Option<&LeaseSpec>,
+    me: &str,
+    unchanged: Duration,
+    now: Timestamp,
+) -> Option<LeaseSpec> {
     let holder = spec.and_then(|spec| spec.holder_identity.as_deref()).unwrap_or_default();
     let seconds = spec.and_then(|spec| spec.lease_duration_seconds).unwrap_or(LEASE_S);
     let transitions = spec.and_then(|spec| spec.lease_transitions).unwrap_or(0);
@@ -187,17 +185,14 @@ fn judge(spec: Option<&LeaseSpec>, me: &str, unchanged: Duration, now: Timestamp
         ..LeaseSpec::default()
     };
     if holder == me {
-        return Step::Put(Box::new(mine));
+        return Some(mine);
     }
     let expired = unchanged >= Duration::from_secs(seconds.max(0) as u64);
     if !holder.is_empty() && !expired {
-        return Step::Wait;
+        return None;
     }
-    Step::Put(Box::new(LeaseSpec {
-        acquire_time: Some(now),
-        lease_transitions: Some(transitions.saturating_add(1)),
-        ..mine
-    }))
+    let lease_transitions = Some(transitions.saturating_add(1));
+    Some(LeaseSpec { acquire_time: Some(now), lease_transitions, ..mine })
 }
 
 fn term(spec: &LeaseSpec) -> u64 {
@@ -219,12 +214,8 @@ mod tests {
 
     fn step(spec: Option<&LeaseSpec>, unchanged_s: u64) -> Option<(String, u64)> {
         let unchanged = Duration::from_secs(unchanged_s);
-        match judge(spec, "me", unchanged, Timestamp::UNIX_EPOCH) {
-            Step::Put(spec) => {
-                Some((spec.holder_identity.clone().unwrap_or_default(), term(&spec)))
-            }
-            Step::Wait => None,
-        }
+        let spec = judge(spec, "me", unchanged, Timestamp::UNIX_EPOCH)?;
+        Some((spec.holder_identity.clone().unwrap_or_default(), term(&spec)))
     }
 
     #[test]
@@ -259,10 +250,7 @@ mod tests {
     fn a_lease_says_who_leads_since_when_and_for_how_long() {
         let at = |seconds: i64| Timestamp::from_second(seconds).expect("a time");
         let put = |spec: Option<&LeaseSpec>, unchanged: Duration, now: i64| {
-            match judge(spec, "me", unchanged, at(now)) {
-                Step::Put(spec) => Some(*spec),
-                Step::Wait => None,
-            }
+            judge(spec, "me", unchanged, at(now))
         };
         let of = |acquired: i64, renewed: i64, transitions: i32| LeaseSpec {
             acquire_time: Some(MicroTime(at(acquired))),

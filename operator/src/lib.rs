@@ -9,7 +9,6 @@
 //! ```
 
 #[macro_use]
-mod out;
 pub mod cli;
 pub mod local;
 pub mod control;
@@ -24,4 +23,3 @@ pub mod http;
 pub mod metrics;
 pub mod scrape;
 pub mod controller;
-pub mod progress;

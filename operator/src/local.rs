@@ -10,20 +10,17 @@
 //! beside them. Nothing is decided here.
 
 mod folder;
-mod mlflow;
-mod post;
 mod process;
-mod tfevents;
 mod words;
 
 use crate::authority::Authority;
 use crate::cli::generate::{command_for, command_to_look};
 use crate::control::{Leader, LeaderEvent, Told, Verifier};
 use crate::controller::Clock;
-use crate::progress::{Progress, clock};
+use crate::cli::progress::{Progress, clock};
+use crate::cli::run::mlflow::{About, MlFlow, Tracking};
+use crate::cli::run::tfevents::TfEvents;
 use folder::{Folder, FolderError, JobFile};
-pub use mlflow::Tracking;
-use mlflow::{About, MlFlow};
 use moe_worker::attempt::records::{self, Records};
 use moe_worker::checkpoint::{self, Disk, Refusal};
 use moe_worker::data::Listing;
@@ -39,11 +36,11 @@ use moejob_plan::offline::count;
 use moejob_plan::record::{self, Saved};
 use moejob_plan::status::{CheckpointStatus, MoeJobStatus};
 use moejob_plan::track::Recovery;
+use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{Heartbeat, Up};
 use moejob_protocol::model::RouterKind;
 use moejob_protocol::report::{Detail, Event as Line, EventKind, StepReport};
 use process::{ProcessEvent, Processes};
-use tfevents::TfEvents;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -486,7 +483,7 @@ impl Runner {
         let folder = self.folder.path().display().to_string();
         match outcome {
             Outcome::Complete { step } => {
-                let name = checkpoint_name(*step);
+                let name = directory_name(*step);
                 let place = self.location.join(name).display().to_string();
                 self.progress.note(&format!("done: the model lies in {place}"));
                 // What lies elsewhere is found by its own folder.
@@ -540,10 +537,6 @@ impl Runner {
             self.progress.note(&format!("cannot write to events.jsonl: {error}"));
         }
     }
-}
-
-fn checkpoint_name(step: u64) -> String {
-    moejob_protocol::checkpoint::directory_name(step)
 }
 
 fn line(

@@ -105,9 +105,9 @@ impl Metrics {
         let mut out = String::new();
         head(&mut out, "moejob_leader", "gauge", "1 in the operator that leads.");
         let _ = writeln!(out, "moejob_leader {}", u8::from(inner.leader));
-        let help = "Time to plan one job.";
-        histogram(&mut out, "moejob_reconcile_duration_seconds", help);
-        inner.reconcile.write(&mut out, "moejob_reconcile_duration_seconds", "", &RECONCILE_S);
+        let name = "moejob_reconcile_duration_seconds";
+        head(&mut out, name, "histogram", "Time to plan one job.");
+        inner.reconcile.write(&mut out, name, "", &RECONCILE_S);
         head(&mut out, "moejob_reconcile_total", "counter", "Plans and writes by result.");
         for (result, count) in &inner.results {
             let _ = writeln!(out, "moejob_reconcile_total{{result=\"{result}\"}} {count}");
@@ -117,7 +117,7 @@ impl Metrics {
             let _ = writeln!(out, "moejob_recoveries_total{{cause={}}} {count}", quoted(cause));
         }
         let name = "moejob_recovery_seconds";
-        histogram(&mut out, name, "From the notice of a loss to the end of a phase.");
+        head(&mut out, name, "histogram", "From the notice of a loss to the end of a phase.");
         inner.replanned.write(&mut out, name, "phase=\"replanned\"", &RECOVERY_S);
         inner.first_step.write(&mut out, name, "phase=\"first_step\"", &RECOVERY_S);
         let name = "moejob_records_not_understood";
@@ -196,10 +196,6 @@ impl<const N: usize> Histogram<N> {
 
 fn head(out: &mut String, name: &str, kind: &str, help: &str) {
     let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
-}
-
-fn histogram(out: &mut String, name: &str, help: &str) {
-    head(out, name, "histogram", help);
 }
 
 fn quoted(text: &str) -> String {
@@ -299,67 +295,6 @@ fn cause_word(cause: &str) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use moejob_plan::engines::{EngineLoss, RankPlace};
-
-    #[test]
-    fn figures_are_written_as_prometheus_reads_them() {
-        let metrics = Metrics::default();
-        metrics.reconciled(Duration::from_millis(2));
-        metrics.result("ok");
-        metrics.recovered(&Recovery {
-            cause: "rank 1 (a-a1-0) went silent".into(),
-            attempt: 1,
-            detected_at: 1_000,
-            replanned_at: Some(1_060),
-            rejoined_at: None,
-            first_step_at: Some(1_300),
-            steps_lost: 0,
-        });
-        let lost = EngineLoss { rank: 3, node: "n0".into(), device: 3, ..EngineLoss::default() };
-        let figures = JobFigures {
-            namespace: "n".into(),
-            name: "j".into(),
-            phase: "Running".into(),
-            step: 7,
-            loss: Some(2.5),
-            ranks: Arc::new(vec![RankPlace {
-                rank: 9,
-                worker: "j-a1-1".into(),
-                node: "n1".into(),
-                device: 1,
-                uuid: "GPU-a".into(),
-            }]),
-            engines_lost: [1_500, 2_500].map(|at| EngineLoss { at, ..lost.clone() }).into(),
-            ..JobFigures::default()
-        };
-        metrics.job("u", figures);
-        let text = metrics.text();
-        for line in [
-            "moejob_reconcile_duration_seconds_bucket{le=\"0.001\"} 0",
-            "moejob_reconcile_duration_seconds_bucket{le=\"0.005\"} 1",
-            "moejob_reconcile_duration_seconds_count 1",
-            "moejob_reconcile_total{result=\"ok\"} 1",
-            "moejob_recoveries_total{cause=\"silent\"} 1",
-            "moejob_recovery_seconds_bucket{phase=\"replanned\",le=\"0.1\"} 1",
-            "moejob_recovery_seconds_bucket{phase=\"first_step\",le=\"0.25\"} 0",
-            "moejob_recovery_seconds_count{phase=\"first_step\"} 1",
-            "moejob_step{namespace=\"n\",job=\"j\"} 7",
-            "moejob_loss{namespace=\"n\",job=\"j\"} 2.5",
-            "moejob_job_phase{namespace=\"n\",job=\"j\",phase=\"Running\"} 1",
-            "moejob_job_phase{namespace=\"n\",job=\"j\",phase=\"Failed\"} 0",
-            "moejob_rank_info{namespace=\"n\",job=\"j\",rank=\"9\",node=\"n1\",device=\"1\",\
-             uuid=\"GPU-a\",pod=\"j-a1-1\"} 1",
-            "moejob_engine_lost_timestamp_seconds{namespace=\"n\",job=\"j\",rank=\"3\",\
-             node=\"n0\",device=\"3\",uuid=\"\",by_device=\"false\"} 2.5",
-        ] {
-            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
-        }
-        let losses = text.matches("moejob_engine_lost_timestamp_seconds{").count();
-        assert_eq!(losses, 1, "of one device the newest\n{text}");
-        assert!(!text.contains("moejob_tokens_per_second{"), "unknown figures are left out");
-        metrics.forget_job("u");
-        assert!(!metrics.text().contains("moejob_step{"));
-    }
 
     #[test]
     fn the_kubelet_is_answered() {

@@ -77,15 +77,10 @@ impl Scrape {
     }
 
     async fn page(&self, request: &Request) -> Page {
-        let plain = |status: &'static str, text: &str| (status, format!("{text}\n"));
         match (request.method.as_str(), request.path.as_str(), &request.token) {
-            ("GET", PATH, Some(token)) => match self.may(token).await {
-                Ok(Verdict::Yes) => ("200 OK", self.metrics.text()),
-                Ok(Verdict::Stranger) => plain("401 Unauthorized", "the token is refused"),
-                Ok(Verdict::No { user }) => {
-                    let text = format!("{user} may not get the nonResourceURL {PATH}");
-                    plain("403 Forbidden", &text)
-                }
+            ("GET", PATH, Some(token)) => match self.refusal(token).await {
+                Ok(None) => ("200 OK", self.metrics.text()),
+                Ok(Some(refusal)) => refusal,
                 Err(error) => {
                     tracing::debug!(error = chain(&error), "a scraper cannot be judged");
                     plain("503 Service Unavailable", "the API server does not say who this is")
@@ -97,7 +92,8 @@ impl Scrape {
         }
     }
 
-    async fn may(&self, token: &str) -> kube::Result<Verdict> {
+    /// Why whoever has this token is told nothing, if that is so.
+    async fn refusal(&self, token: &str) -> kube::Result<Option<Page>> {
         let _place = self.reviews.acquire().await;
         let params = PostParams::default();
         let review = TokenReview {
@@ -107,22 +103,19 @@ impl Scrape {
         let judged = Api::all(self.client.clone()).create(&params, &review).await?;
         let status = judged.status.unwrap_or_default();
         let Some(user) = status.user.filter(|_| status.authenticated == Some(true)) else {
-            return Ok(Verdict::Stranger);
+            return Ok(Some(plain("401 Unauthorized", "the token is refused")));
         };
         let review = SubjectAccessReview { spec: question(&user), ..Default::default() };
         let judged = Api::all(self.client.clone()).create(&params, &review).await?;
-        Ok(match judged.status.is_some_and(|status| status.allowed) {
-            true => Verdict::Yes,
-            false => Verdict::No { user: user.username.unwrap_or_default() },
-        })
+        let may = judged.status.is_some_and(|status| status.allowed);
+        let user = user.username.unwrap_or_default();
+        let text = format!("{user} may not get the nonResourceURL {PATH}");
+        Ok((!may).then(|| plain("403 Forbidden", &text)))
     }
 }
 
-enum Verdict {
-    Yes,
-    /// Nobody whom the API server knows.
-    Stranger,
-    No { user: String },
+fn plain(status: &'static str, text: &str) -> Page {
+    (status, format!("{text}\n"))
 }
 
 fn question(user: &UserInfo) -> SubjectAccessReviewSpec {

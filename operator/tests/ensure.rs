@@ -3,7 +3,7 @@
 use kube::{Client, Config};
 use moejob::apply::Writer;
 use moejob::lease::Deadline;
-use moejob_plan::lead::{JobName, Write, WriteErrorKind, Written, owner};
+use moejob_plan::lead::{JobName, Origin, Write, WriteErrorKind, Written, owner};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -142,25 +142,25 @@ fn asked_for() -> Value {
     object
 }
 
-async fn ensure(writer: &Writer, before: Option<&str>) -> (&'static str, Written) {
+async fn ensure(writer: &Writer, before: Option<&str>) -> Written {
     let job = JobName { namespace: "team".into(), name: "a".into(), uid: "uid".into() };
     let before = before.map(str::to_string);
-    let writes = vec![Write::Ensure { job, object: asked_for(), before }];
-    writer.write_all(&owner("team", "uid"), writes).await.pop().expect("one result")
+    let writes = vec![(Origin::Event, Write::Ensure { job, object: asked_for(), before })];
+    writer.write_all(&owner("team", "uid"), writes).await.pop().expect("one result").1
 }
 
 #[tokio::test]
 async fn what_is_missing_is_made_and_what_is_right_is_left_alone() {
     let (server, writer) = Server::start(&[]).await;
-    assert_eq!(ensure(&writer, None).await, ("ok", Ok(None)));
+    assert_eq!(ensure(&writer, None).await, Ok(None));
     assert_eq!(server.asked(), ["GET moejob-a", "POST moejob-a"]);
     assert_eq!(server.object("moejob-a").expect("made")["spec"], asked_for()["spec"]);
-    assert_eq!(ensure(&writer, None).await, ("ok", Ok(None)));
+    assert_eq!(ensure(&writer, None).await, Ok(None));
     assert_eq!(server.asked(), ["GET moejob-a"]);
     // The API server has filled in defaults.
     let more = json!({ "podSelector": {}, "ingress": [{ "x": 1 }], "policyTypes": ["Ingress"] });
     let (server, writer) = Server::start(&[policy("moejob-a", "uid", more)]).await;
-    assert_eq!(ensure(&writer, None).await, ("ok", Ok(None)));
+    assert_eq!(ensure(&writer, None).await, Ok(None));
     assert_eq!(server.asked(), ["GET moejob-a"]);
 }
 
@@ -168,7 +168,7 @@ async fn what_is_missing_is_made_and_what_is_right_is_left_alone() {
 async fn the_jobs_own_is_replaced_on_the_version_that_was_seen() {
     let other = policy("moejob-a", "uid", json!({ "podSelector": {}, "ingress": [] }));
     let (server, writer) = Server::start(&[other]).await;
-    assert_eq!(ensure(&writer, None).await, ("ok", Ok(None)));
+    assert_eq!(ensure(&writer, None).await, Ok(None));
     assert_eq!(server.asked(), ["GET moejob-a", "PUT moejob-a"]);
     let now = server.object("moejob-a").expect("there");
     assert_eq!(now["spec"], asked_for()["spec"]);
@@ -179,16 +179,15 @@ async fn the_jobs_own_is_replaced_on_the_version_that_was_seen() {
 async fn what_is_not_the_jobs_is_neither_changed_nor_removed() {
     let admins = policy("moejob-a", "another", json!({ "podSelector": {}, "ingress": [] }));
     let (server, writer) = Server::start(std::slice::from_ref(&admins)).await;
-    let (label, written) = ensure(&writer, None).await;
-    let error = written.expect_err("not ours");
-    assert_eq!((label, error.kind), ("not_ours", WriteErrorKind::Other));
+    let error = ensure(&writer, None).await.expect_err("not ours");
+    assert_eq!(error.kind, WriteErrorKind::NotOurs);
     assert!(error.message.contains("moejob-a"), "{}", error.message);
     assert_eq!(server.asked(), ["GET moejob-a"]);
     assert_eq!(server.object("moejob-a"), Some(admins));
     // The same under the name of releases before, which was the job's own.
     let admins = policy("a", "another", json!({ "podSelector": {} }));
     let (server, writer) = Server::start(std::slice::from_ref(&admins)).await;
-    assert_eq!(ensure(&writer, Some("a")).await, ("ok", Ok(None)));
+    assert_eq!(ensure(&writer, Some("a")).await, Ok(None));
     assert_eq!(server.asked(), ["GET a", "GET moejob-a", "POST moejob-a"]);
     assert_eq!(server.object("a"), Some(admins));
 }
@@ -196,7 +195,7 @@ async fn what_is_not_the_jobs_is_neither_changed_nor_removed() {
 #[tokio::test]
 async fn an_object_of_releases_before_goes_first() {
     let (server, writer) = Server::start(&[policy("a", "uid", json!({}))]).await;
-    assert_eq!(ensure(&writer, Some("a")).await, ("ok", Ok(None)));
+    assert_eq!(ensure(&writer, Some("a")).await, Ok(None));
     assert_eq!(server.asked(), ["GET a", "DELETE a", "GET moejob-a", "POST moejob-a"]);
     assert_eq!(server.object("a"), None);
 }

@@ -1,7 +1,7 @@
 //! Which job gets which nodes: one look at the whole cluster, whole nodes, gangs or nothing.
 //!
 //! ```text
-//! Cluster { nodes, jobs } x Memory x now -> Allocation: for each job its nodes in order
+//! Ground (nodes) x Demand of each job x Memory x now -> Allocation: each job's nodes in order
 //! ```
 //!
 //! Jobs are served by priority, age and uid. What a job has it keeps. A job that fits (its least
@@ -25,6 +25,7 @@ use crate::observed::{Millis, Node, Observed, Outcome, Size, Wanted, Worker};
 use crate::resources::Resources;
 use crate::spec::Level;
 use crate::topology::{NodeInfo, Places};
+use moejob_protocol::layout::Layout;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -37,13 +38,6 @@ pub const RESERVED_MAX: Millis = 60_000;
 
 /// How nodes are chosen where the job does not say: beside each other.
 const PACKED: (Level, Closeness) = (Level::Rack, Closeness::Preferred);
-
-/// Everything that an allocation depends on, beside its memory and the time.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Cluster {
-    pub nodes: Vec<ClusterNode>,
-    pub jobs: Vec<Demand>,
-}
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ClusterNode {
@@ -261,13 +255,7 @@ impl Ground {
 }
 
 /// Decides. Equal inputs give equal allocations, whatever the order of nodes and jobs.
-pub fn allocate(cluster: &Cluster, memory: &Memory, now: Millis) -> Allocation {
-    let ground = Ground::new(cluster.nodes.clone(), &Keys::default());
-    allocate_on(&ground, &cluster.jobs, memory, now)
-}
-
-/// The same on nodes that are known already.
-pub fn allocate_on(ground: &Ground, jobs: &[Demand], memory: &Memory, now: Millis) -> Allocation {
+pub fn allocate(ground: &Ground, jobs: &[Demand], memory: &Memory, now: Millis) -> Allocation {
     let mut jobs: Vec<&Demand> = jobs.iter().collect();
     jobs.sort_by(|a, b| {
         (b.priority, a.created, &a.uid).cmp(&(a.priority, b.created, &b.uid))
@@ -588,14 +576,14 @@ impl<'a> Allocator<'a> {
 
 /// Where an expert group takes whole nodes, how many.
 fn groups(wanted: &Wanted) -> BTreeMap<u32, u32> {
-    let group = |size: &Size| (size.nodes, nodes_of_group(size));
+    let group = |size: &Size| (size.nodes, nodes_of_group(size.nodes, &size.layout));
     wanted.sizes.iter().map(group).filter(|(_, group)| *group > 1).collect()
 }
 
 /// Nodes of an expert group; 1 where it lies in a node or does not end with one.
-pub fn nodes_of_group(size: &Size) -> u32 {
-    let mesh = size.layout.mesh;
-    let ranks = mesh.world() / size.nodes.max(1);
+pub fn nodes_of_group(nodes: u32, layout: &Layout) -> u32 {
+    let mesh = layout.mesh;
+    let ranks = mesh.world() / nodes.max(1);
     let whole = ranks > 0 && mesh.ep.is_multiple_of(ranks);
     if whole { mesh.ep / ranks } else { 1 }
 }

@@ -10,7 +10,7 @@ use crate::job::Job;
 use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::profile::Backend;
-use crate::spec::{AttentionName, MoeJobSpec, Word};
+use crate::spec::{AttentionName, MoeJobSpec, Word, as_typed};
 use moejob_protocol::config::{
     Exchange, GradientDtype, MomentDtype, Precision, TrainingConfig,
 };
@@ -25,72 +25,48 @@ const TOP_K_MAX: u32 = 16;
 /// Sequences of a micro-batch whose balance is kept apart.
 const SEGMENTS_MAX: u32 = 512;
 
-/// A choice that cannot be had: the field, what stands there, what may, and what to do.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Lack {
-    pub path: &'static str,
-    pub found: String,
-    pub allowed: String,
-    pub advice: &'static str,
-}
-
-impl Lack {
-    fn new(
-        path: &'static str,
-        found: impl Into<String>,
-        allowed: impl Into<String>,
-        advice: &'static str,
-    ) -> Lack {
-        Lack { path, found: found.into(), allowed: allowed.into(), advice }
-    }
-
-    fn problem(self, code: Code) -> Problem {
-        let Lack { path, found, allowed, advice } = self;
-        Problem::new(code, path).found(found).allowed(allowed).advice(advice)
-    }
-}
-
 /// What of the numbers' formats does not go with the job's devices or with each other.
 pub fn problems(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
-    let found = match job.profile.backend {
+    match job.profile.backend {
         Backend::Cpu => of_processors(spec, job),
         Backend::Cuda => of_dtypes(&job.training),
-    };
-    found.into_iter().map(|lack| lack.problem(Code::Device)).collect()
+    }
 }
 
 /// Processors compute in fp32, always in the same order; what asks for that is no problem.
-fn of_processors(spec: &MoeJobSpec, job: &Job) -> Vec<Lack> {
+fn of_processors(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
     const ADVICE: &str = "processors compute in fp32: delete it, or choose a nodes.profile with \
                           GPUs, such as gpu";
     let typed = spec.training.clone().unwrap_or_default();
     let mut found = Vec::new();
     if job.training.precision != Precision::Fp32 {
-        let given = format!("`{}` on processors", precision_name(job.training.precision));
-        found.push(Lack::new("spec.training.precision", given, "fp32", ADVICE));
+        let given = format!("`{}` on processors", as_typed(job.training.precision));
+        found.push(Problem::of(Code::Device, "spec.training.precision", given, "fp32", ADVICE));
     }
     if typed.moment_dtype == Some(Word(MomentDtype::Bf16)) {
         let path = "spec.training.momentDtype";
-        found.push(Lack::new(path, "`bf16` on processors", "fp32", ADVICE));
+        found.push(Problem::of(Code::Device, path, "`bf16` on processors", "fp32", ADVICE));
     }
     if typed.gradient_dtype == Some(Word(GradientDtype::Bf16)) {
         let path = "spec.training.gradientDtype";
-        found.push(Lack::new(path, "`bf16` on processors", "auto or fp32", ADVICE));
+        found.push(Problem::of(Code::Device, path, "`bf16` on processors", "auto or fp32", ADVICE));
     }
     if typed.attention == Some(AttentionName::Fastest) {
         let advice = "processors sum in one order alone: delete it";
         let path = "spec.training.attention";
-        found.push(Lack::new(path, "`fastest` on processors", "deterministic", advice));
+        let given = "`fastest` on processors";
+        found.push(Problem::of(Code::Device, path, given, "deterministic", advice));
     }
     found
 }
 
-fn of_dtypes(training: &TrainingConfig) -> Vec<Lack> {
+fn of_dtypes(training: &TrainingConfig) -> Vec<Problem> {
     let mut found = Vec::new();
-    let name = precision_name(training.precision);
+    let name = as_typed(training.precision);
     let halves = matches!(training.precision, Precision::Bf16 | Precision::Fp16);
     if training.compute.moment_dtype == MomentDtype::Bf16 && !halves {
-        found.push(Lack::new(
+        found.push(Problem::of(
+            Code::Device,
             "spec.training.momentDtype",
             format!("`bf16` with precision {name}"),
             "bf16 with precision bf16 or fp16",
@@ -99,7 +75,8 @@ fn of_dtypes(training: &TrainingConfig) -> Vec<Lack> {
     }
     let bf16 = training.precision == Precision::Bf16;
     if training.compute.gradient_dtype == GradientDtype::Bf16 && !bf16 {
-        found.push(Lack::new(
+        found.push(Problem::of(
+            Code::Device,
             "spec.training.gradientDtype",
             format!("`bf16` with precision {name}"),
             "bf16 with precision bf16",
@@ -111,33 +88,34 @@ fn of_dtypes(training: &TrainingConfig) -> Vec<Lack> {
 
 /// What the workers cannot do yet, by name: refused before a run starts, never ignored.
 pub fn unsupported(job: &Job) -> Vec<Problem> {
+    const ADVICE: &str = "the workers cannot do this yet";
     let mut found = Vec::new();
-    let not_yet = "the workers cannot do this yet";
     let degrees = [
         ("spec.parallelism.tensor", job.tensor_parallel),
         ("spec.parallelism.pipeline", job.pipeline_parallel),
     ];
     for (path, degree) in degrees.into_iter().filter(|(_, degree)| *degree != 1) {
-        found.push(Lack::new(path, degree.to_string(), "1", not_yet));
+        found.push(Problem::of(Code::Unsupported, path, degree.to_string(), "1", ADVICE));
     }
     if let Some((preset, lacks)) = job.preset.and_then(|of| Some((of, preset::lacks(of)?))) {
         let given = format!("{}, {lacks}", preset.name());
-        found.push(Lack::new("spec.model.preset", given, "others", not_yet));
+        found.push(Problem::of(Code::Unsupported, "spec.model.preset", given, "others", ADVICE));
     }
     if job.profile.backend == Backend::Cuda {
         found.extend(staged(job));
         found.extend(several_gpus(job));
         found.extend(on_one_gpu(&job.model, &job.training));
     }
-    found.into_iter().map(|lack| lack.problem(Code::Unsupported)).collect()
+    found
 }
 
 /// GPUs gather the tokens of their group and choose from them, so there is nothing to pass on.
-fn staged(job: &Job) -> Option<Lack> {
+fn staged(job: &Job) -> Option<Problem> {
     (job.exchange == Some(Exchange::Hierarchical)).then(|| {
         let allowed = "flat or auto; hierarchical on processors";
         let advice = "the workers cannot do this on GPUs yet: delete it";
-        Lack::new("spec.parallelism.exchange", "`hierarchical` on GPUs", allowed, advice)
+        let (path, found) = ("spec.parallelism.exchange", "`hierarchical` on GPUs");
+        Problem::of(Code::Unsupported, path, found, allowed, advice)
     })
 }
 
@@ -152,10 +130,11 @@ pub fn fits_expert_parallel(model: &ModelConfig, ep: u32) -> bool {
 }
 
 /// What does not go with experts that are shared by several GPUs.
-fn several_gpus(job: &Job) -> Option<Lack> {
+fn several_gpus(job: &Job) -> Option<Problem> {
     let ep = job.expert_parallel.filter(|ep| !fits_expert_parallel(&job.model, *ep))?;
     let most = job.model.experts.count / job.model.experts.per_token.max(1);
-    Some(Lack::new(
+    Some(Problem::of(
+        Code::Unsupported,
         "spec.parallelism.expert",
         format!("`{ep}` on GPUs"),
         format!("at most {}", most.clamp(1, EXPERT_PARALLEL_MAX)),
@@ -164,14 +143,14 @@ fn several_gpus(job: &Job) -> Option<Lack> {
 }
 
 /// What of a model and its training a GPU does not compute yet.
-pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Lack> {
+pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Problem> {
     const KERNELS: &str = "the kernels for GPUs are not made for it; processors (profile cpu) are";
     let mut found = Vec::new();
     if !HEAD_DIMS.contains(&model.head_dim) {
         let given = format!("`{}` on GPUs", model.head_dim);
         let names: Vec<String> = HEAD_DIMS.iter().map(u32::to_string).collect();
         let allowed = format!("one of {}", names.join(", "));
-        found.push(Lack::new("spec.model.headDim", given, allowed, KERNELS));
+        found.push(Problem::of(Code::Unsupported, "spec.model.headDim", given, allowed, KERNELS));
     }
     let experts = &model.experts;
     let widths = [
@@ -182,7 +161,8 @@ pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Lack> {
     for (path, width) in widths {
         if !width.is_multiple_of(ALIGNMENT) {
             let given = format!("`{width}` on GPUs");
-            found.push(Lack::new(path, given, format!("a multiple of {ALIGNMENT}"), KERNELS));
+            let allowed = format!("a multiple of {ALIGNMENT}");
+            found.push(Problem::of(Code::Unsupported, path, given, allowed, KERNELS));
         }
     }
     let most = [
@@ -192,7 +172,8 @@ pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Lack> {
     for (path, count, most) in most {
         if count > most {
             let given = format!("`{count}` on GPUs");
-            found.push(Lack::new(path, given, format!("at most {most}"), KERNELS));
+            let allowed = format!("at most {most}");
+            found.push(Problem::of(Code::Unsupported, path, given, allowed, KERNELS));
         }
     }
     found.extend(of_router(&model.router, training.micro_batch_size));
@@ -200,7 +181,7 @@ pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Lack> {
 }
 
 /// Dropless top-k with Switch's loss, over a micro-batch or each sequence, is what one GPU has.
-fn of_router(router: &RouterConfig, sequences: u32) -> Option<Lack> {
+fn of_router(router: &RouterConfig, sequences: u32) -> Option<Problem> {
     const ALLOWED: &str =
         "dropless top-k with balanceLoss switch, auxLossScope microBatch or sequence";
     const ADVICE: &str = "GPUs have no other router yet; processors (profile cpu) have it";
@@ -214,10 +195,13 @@ fn of_router(router: &RouterConfig, sequences: u32) -> Option<Lack> {
         }
     };
     if let Some(field) = field {
-        return Some(Lack::new("spec.model.router", format!("{field} on GPUs"), ALLOWED, ADVICE));
+        let given = format!("{field} on GPUs");
+        let path = "spec.model.router";
+        return Some(Problem::of(Code::Unsupported, path, given, ALLOWED, ADVICE));
     }
     (scope == AuxLossScope::Sequence && sequences > SEGMENTS_MAX).then(|| {
-        Lack::new(
+        Problem::of(
+            Code::Unsupported,
             "spec.training.microBatchSize",
             format!("`{sequences}` with auxLossScope sequence on GPUs"),
             format!("at most {SEGMENTS_MAX}"),
@@ -229,7 +213,8 @@ fn of_router(router: &RouterConfig, sequences: u32) -> Option<Lack> {
 /// What only the machine of `moejob run` can mean.
 pub fn on_cluster(job: &Job) -> Option<Problem> {
     job.profile.is_this_machine().then(|| {
-        Lack::new(
+        Problem::of(
+            Code::Unsupported,
             "spec.nodes.profile",
             "`gpu` on a cluster",
             "the kind of the cluster's machines",
@@ -237,129 +222,5 @@ pub fn on_cluster(job: &Job) -> Option<Problem> {
              describe the machine: profile: custom, custom: { devices: 1, deviceMemory: 80Gi, \
              nodeSelector: { .. } }",
         )
-        .problem(Code::Unsupported)
     })
-}
-
-/// As it is typed.
-pub fn precision_name(precision: Precision) -> &'static str {
-    match precision {
-        Precision::Fp32 => "fp32",
-        Precision::Tf32 => "tf32",
-        Precision::Bf16 => "bf16",
-        Precision::Fp16 => "fp16",
-        Precision::Fp64 => "fp64",
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::placement;
-    use moejob_protocol::layout::Layout;
-    use moejob_protocol::mesh::Mesh;
-
-    /// A job of the profile `nodes`, with more of the model and of training.
-    fn job(nodes: &str, model: &str, training: &str) -> Job {
-        let text = format!(
-            "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  \
-             nodes: {{ {nodes} }}\n  model: {{ preset: olmoe-1b-7b{model} }}\n  data: {{ train: \
-             {{ text: {{ paths: [a] }} }}, tokenizer: b.json, sequenceLength: 8 }}\n  training: \
-             {{ steps: 1, globalBatchSize: 1024{training} }}\n"
-        );
-        Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"))
-    }
-
-    fn refused(nodes: &str, model: &str, training: &str) -> Vec<String> {
-        let found = unsupported(&job(nodes, model, training));
-        found.into_iter().map(|problem| format!("{}: {}", problem.path, problem.found)).collect()
-    }
-
-    #[test]
-    fn one_gpu_trains_what_its_kernels_have() {
-        for training in [
-            "",
-            ", precision: tf32",
-            ", precision: fp32",
-            ", precision: fp16",
-            ", precision: fp16, momentDtype: bf16",
-            ", momentDtype: bf16",
-            ", recompute: experts",
-        ] {
-            assert_eq!(refused("profile: gpu", "", training), [""; 0], "{training}");
-        }
-        for nodes in [
-            "profile: gpu, devicesPerNode: 2",
-            "profile: gpu, max: 4",
-            "profile: nd-h200-v5, max: 4",
-            "profile: ndm-a100-v4",
-            "profile: custom, max: 2, custom: { devices: 4, deviceMemory: 80Gi }",
-        ] {
-            assert_eq!(refused(nodes, "", ""), [""; 0], "{nodes}");
-        }
-        let mut sixteen = job("profile: gpu, devicesPerNode: 16", "", "");
-        for (ep, refused) in [(1, 0), (8, 0), (16, 1)] {
-            sixteen.expert_parallel = Some(ep);
-            assert_eq!(unsupported(&sixteen).len(), refused, "{ep}");
-        }
-        let custom = "profile: custom, custom: { devices: 1, deviceMemory: 80Gi }";
-        let sigmoid = ", router: { scoring: sigmoid, groups: 2, auxLossScope: sequence }";
-        assert_eq!(refused(custom, sigmoid, ", attention: fastest"), [""; 0]);
-    }
-
-    #[test]
-    fn a_plan_counts_what_recompute_spares() {
-        let activations = |training: &str| {
-            let job = job("profile: gpu", "", training);
-            let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
-            let memory = placement::memory(&job, &layout, 0);
-            let part = memory.parts.iter().find(|part| part.name == "activations");
-            part.expect("a part").bytes as f64
-        };
-        let none = activations(", microBatchSize: 1024");
-        for (recompute, most) in [("selective", 0.8), ("experts", 0.55), ("full", 0.15)] {
-            let part = activations(&format!(", microBatchSize: 1024, recompute: {recompute}"));
-            assert!(part <= most * none, "{recompute}: {part} of {none}");
-        }
-    }
-
-    #[test]
-    fn what_one_gpu_lacks_is_refused_by_name() {
-        let gpu = "profile: gpu";
-        for (nodes, model, training, expected) in [
-            (gpu, ", headDim: 80", "", "spec.model.headDim: `80` on GPUs"),
-            (gpu, ", hiddenSize: 2080", "", "spec.model.hiddenSize: `2080` on GPUs"),
-            (
-                gpu,
-                ", experts: { intermediateSize: 1000 }",
-                "",
-                "spec.model.experts.intermediateSize: `1000` on GPUs",
-            ),
-            (gpu, ", experts: { count: 640 }", "", "spec.model.experts.count: `640` on GPUs"),
-            (gpu, ", experts: { perToken: 17 }", "", "spec.model.experts.perToken: `17` on GPUs"),
-            (gpu, ", router: { jitter: 0.1 }", "", "spec.model.router: jitter on GPUs"),
-            (
-                gpu,
-                ", router: { auxLossScope: global }",
-                "",
-                "spec.model.router: auxLossScope on GPUs",
-            ),
-            (gpu, ", router: { auxLossScope: hf }", "", "spec.model.router: auxLossScope on GPUs"),
-            (
-                gpu,
-                ", router: { auxLossScope: sequence }",
-                ", microBatchSize: 1024",
-                "spec.training.microBatchSize: `1024` with auxLossScope sequence on GPUs",
-            ),
-        ] {
-            assert_eq!(refused(nodes, model, training), [expected]);
-        }
-        assert_eq!(refused("profile: cpu", ", headDim: 80", ""), [""; 0]);
-    }
-
-    #[test]
-    fn a_cluster_has_no_machine_of_its_own_to_show() {
-        assert!(on_cluster(&job("profile: gpu", "", "")).is_some());
-        assert_eq!(on_cluster(&job("profile: nd-h200-v5", "", "")), None);
-    }
 }

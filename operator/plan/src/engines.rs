@@ -4,7 +4,8 @@
 //! A gang may have 4,096 ranks, so their table stands in no status: it follows from the gang, and
 //! metrics have it with the uuids (`Figures::ranks`). A status lists what is odd: the last losses.
 
-use crate::observed::{Gang, Millis};
+use crate::observed::{Gang, Millis, keep_newest};
+use crate::problem::{printable, shorten};
 use moejob_protocol::report::{DEVICE_FAILED, Detail, Event, EventKind};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -70,8 +71,7 @@ pub struct Engines {
 impl Engines {
     /// With the losses that a leader before has noted.
     pub fn restored(mut lost: Vec<EngineLoss>) -> Engines {
-        let surplus = lost.len().saturating_sub(LOST_KEPT);
-        lost.drain(..surplus);
+        keep_newest(&mut lost, LOST_KEPT);
         Engines { lost, ..Engines::default() }
     }
 
@@ -114,8 +114,7 @@ impl Engines {
             cause: cause(event),
             at: now,
         });
-        let surplus = self.lost.len().saturating_sub(LOST_KEPT);
-        self.lost.drain(..surplus);
+        keep_newest(&mut self.lost, LOST_KEPT);
         self.lost.last()
     }
 
@@ -156,7 +155,7 @@ impl Engines {
     }
 }
 
-fn number(event: &Event, name: &str) -> Option<u64> {
+pub(crate) fn number(event: &Event, name: &str) -> Option<u64> {
     match event.details.get(name) {
         Some(Detail::Number(number)) => Some(*number),
         _ => None,
@@ -181,8 +180,7 @@ fn uuid(event: &Event) -> &str {
 fn cause(event: &Event) -> String {
     let parts = [text(event, "exit"), text(event, "lastWords")];
     let parts: Vec<&str> = parts.into_iter().filter(|part| !part.is_empty()).collect();
-    let mut cause = crate::problem::printable(&parts.join(": "));
-    let end = (0..=CAUSE_BYTES_MAX.min(cause.len())).rev().find(|at| cause.is_char_boundary(*at));
-    cause.truncate(end.unwrap_or(0));
+    let mut cause = printable(&parts.join(": "));
+    shorten(&mut cause, CAUSE_BYTES_MAX);
     cause
 }

@@ -6,6 +6,7 @@ use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::profile::{Backend, Profile, Profiles};
 use crate::read::Manifest;
+use crate::resources;
 use crate::router;
 use crate::rules;
 use crate::spec::{
@@ -14,11 +15,9 @@ use crate::spec::{
 };
 use moejob_protocol::config::{
     AdamW, Compute, Exchange, GradientDtype, MomentDtype, Precision, Recompute, Schedule,
-    TokenType, Tokenizer, ValidationConfig,
+    TokenType, Tokenizer, TrainingConfig, ValidationConfig,
 };
 use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm};
-use moejob_protocol::config::TrainingConfig;
-use moejob_protocol::ModelConfig as Model;
 use serde::Serialize;
 use serde_json::json;
 
@@ -66,7 +65,8 @@ pub enum Closeness {
     Required,
 }
 
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
 pub struct Data {
     /// One source, or the parts of a mixture.
     pub train: Vec<TrainPart>,
@@ -184,7 +184,7 @@ impl Job {
     /// typed.
     pub fn read_with(
         bytes: &[u8],
-        weights: Option<&Model>,
+        weights: Option<&ModelConfig>,
         profiles: &Profiles,
     ) -> Result<Job, Vec<Problem>> {
         let manifest = Manifest::read(bytes);
@@ -219,10 +219,6 @@ impl Job {
         judge(name, spec, &[], (None, profiles))
     }
 
-    pub fn model(&self) -> &ModelConfig {
-        &self.model
-    }
-
     pub fn micro_batches(&self) -> u32 {
         self.training.global_batch_size / self.training.micro_batch_size
     }
@@ -252,7 +248,7 @@ fn judge(
     name: &str,
     spec: &MoeJobSpec,
     broken: &[String],
-    (weights, profiles): (Option<&Model>, &Profiles),
+    (weights, profiles): (Option<&ModelConfig>, &Profiles),
 ) -> Result<Job, Vec<Problem>> {
     let mut broken = broken.to_vec();
     let (profile, unknown) = match profiles.choose(&spec.nodes.clone().unwrap_or_default()) {
@@ -301,7 +297,7 @@ impl Job {
 }
 
 /// Every default. What is missing although it is needed becomes a zero, which `rules` refuses.
-fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&Model>, profile: Profile) -> Job {
+fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&ModelConfig>, profile: Profile) -> Job {
     let nodes = spec.nodes.clone().unwrap_or_default();
     let min = nodes.min.unwrap_or(1);
     let topology = nodes.topology.as_ref().and_then(|topology| {
@@ -415,7 +411,7 @@ fn data(spec: &MoeJobSpec) -> Data {
         Some(parts) => parts.into_iter().map(part).collect(),
         None => vec![TrainPart { weight: None, source: source(train.source()) }],
     };
-    let held_out = validation.from.map(|from| source(from.source()));
+    let held_out = validation.from.map(source);
     Data {
         train,
         held_out,
@@ -551,19 +547,9 @@ const MUTABLE: [&str; 6] = [
 ];
 
 /// Model, data and training: what a checkpoint belongs to.
-fn spec_hash(model: &Model, data: &Data, training: &TrainingConfig) -> String {
-    let fields = json!({
-        "model": model,
-        "data": {
-            "train": data.train,
-            "heldOut": data.held_out,
-            "tokenizer": data.tokenizer,
-            "endOfDocument": data.end_of_document,
-            "resetAtBoundaries": data.reset_at_boundaries,
-            "validation": { "fraction": data.validation.fraction },
-        },
-        "training": training,
-    });
+fn spec_hash(model: &ModelConfig, data: &Data, training: &TrainingConfig) -> String {
+    let mut fields = json!({ "model": model, "data": data, "training": training });
+    fields["data"]["validation"] = json!({ "fraction": data.validation.fraction });
     canonical_hash(&fields, &MUTABLE)
 }
 
@@ -583,23 +569,11 @@ pub fn millis_of(text: &str) -> Option<u64> {
     (millis <= MILLIS_MAX).then_some(millis)
 }
 
-/// `80Gi` in bytes.
+/// `80Gi` in bytes; no machine has more than terabytes.
 pub fn bytes_of(text: &str) -> Option<u64> {
-    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (digits, unit) = text.split_at(end);
-    let factor: u64 = match unit {
-        "" => 1,
-        "Ki" => 1 << 10,
-        "Mi" => 1 << 20,
-        "Gi" => 1 << 30,
-        "Ti" => 1 << 40,
-        "k" => 1_000,
-        "M" => 1_000_000,
-        "G" => 1_000_000_000,
-        "T" => 1_000_000_000_000,
-        _ => return None,
-    };
-    digits.parse::<u64>().ok()?.checked_mul(factor).filter(|bytes| *bytes > 0)
+    let (digits, suffix) = resources::split(text);
+    let factor = resources::unit(suffix).filter(|of| (1.0..=2f64.powi(40)).contains(of))?;
+    digits.parse::<u64>().ok()?.checked_mul(factor as u64).filter(|bytes| *bytes > 0)
 }
 
 /// What two manifests may not share: a second job would write over the first's checkpoints.

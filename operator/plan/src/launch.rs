@@ -13,7 +13,7 @@ use moejob_protocol::layout::Layout;
 use serde_json::{Value, json};
 
 /// Where a job's files lie.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Places {
     /// What relative data paths mean.
     pub root: String,
@@ -70,16 +70,21 @@ pub fn template(job: &Job, venue: Venue, job_uid: &str, places: &Places) -> Work
             records: places.records.clone(),
             spec_hash: job.spec_hash.clone(),
         },
-        recovery: RecoveryConfig {
-            heartbeat_timeout_ms: job.recovery.heartbeat_timeout,
-            step_timeout_ms: job.recovery.step_timeout.unwrap_or(0),
-            orphan_timeout_ms: job.orphan_timeout(venue),
-            memory_every_steps: job.recovery.memory_every_steps,
-            memory_auto: job.recovery.memory_auto,
-        },
+        recovery: recovery(job, venue),
         ranks: job.profile.ranks,
         exchange: Exchange::Flat,
         threads: 0,
+    }
+}
+
+/// How its workers keep their state, and how long they wait.
+pub fn recovery(job: &Job, venue: Venue) -> RecoveryConfig {
+    RecoveryConfig {
+        heartbeat_timeout_ms: job.recovery.heartbeat_timeout,
+        step_timeout_ms: job.recovery.step_timeout.unwrap_or(0),
+        orphan_timeout_ms: job.orphan_timeout(venue),
+        memory_every_steps: job.recovery.memory_every_steps,
+        memory_auto: job.recovery.memory_auto,
     }
 }
 
@@ -142,14 +147,7 @@ pub fn defaults() -> Value {
 pub fn identity(job: &Job) -> Value {
     let mut identity = json!({
         "model": job.model,
-        "data": {
-            "train": job.data.train,
-            "heldOut": job.data.held_out,
-            "tokenizer": job.data.tokenizer,
-            "endOfDocument": job.data.end_of_document,
-            "resetAtBoundaries": job.data.reset_at_boundaries,
-            "validation": job.data.validation,
-        },
+        "data": job.data,
         "training": job.training,
     });
     if let Some(from) = &job.model_from {
@@ -188,35 +186,4 @@ pub fn shared(identity: &Value) -> Value {
         training.retain(|field, _| !["precision", "compute"].contains(&&field[..]));
     }
     shared
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn job(steps: u64, schedule: &str) -> Job {
-        let text = format!(
-            "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{name: a}}\nspec:\n  \
-             nodes: {{min: 1}}\n  model: {{preset: tiny}}\n  data: {{train: {{text: {{paths: \
-             [a]}}}}, sequenceLength: 8}}\n  training: {{steps: {steps}, globalBatchSize: 4, \
-             optimizer: {{adamw: {{learningRate: 1.0e-3}}}}, schedule: {schedule}}}\n"
-        );
-        Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"))
-    }
-
-    #[test]
-    fn a_learning_rate_that_jumps_is_told_before_it_happens() {
-        let cosine = "{cosine: {warmupSteps: 10, minLearningRate: 1.0e-5}}";
-        let was = identity(&job(100, cosine));
-        let told = stretched(&was, &job(200, cosine).training, 100).expect("a jump");
-        assert!(told.starts_with("training.steps: was 100, is 200."), "{told}");
-        assert!(told.contains("from 1.00e-5 at step 100 to 5."), "{told}");
-        // It has not begun, nothing is stretched, or the schedule knows no end.
-        assert_eq!(stretched(&was, &job(200, cosine).training, 0), None);
-        assert_eq!(stretched(&was, &job(100, cosine).training, 50), None);
-        let constant = "{constant: {warmupSteps: 10}}";
-        let was = identity(&job(100, constant));
-        assert_eq!(stretched(&was, &job(200, constant).training, 100), None);
-        assert_eq!(stretched(&Value::Null, &job(200, constant).training, 100), None);
-    }
 }

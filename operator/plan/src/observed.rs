@@ -11,6 +11,9 @@ use moejob_protocol::layout::Layout;
 use moejob_protocol::message::{Held, LeftReason};
 use serde::{Deserialize, Serialize};
 
+/// A committed checkpoint.
+pub use crate::status::CheckpointStatus as Stored;
+
 /// Milliseconds on the leader's clock.
 pub type Millis = u64;
 
@@ -272,11 +275,10 @@ pub enum Outcome {
     Interrupted,
 }
 
-/// A committed checkpoint.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Stored {
-    pub step: u64,
-    pub name: String,
+/// Of a list whose oldest entries come first, the newest alone.
+pub fn keep_newest<T>(list: &mut Vec<T>, most: usize) {
+    let surplus = list.len().saturating_sub(most);
+    list.drain(..surplus);
 }
 
 impl Node {
@@ -318,6 +320,23 @@ impl Worker {
 }
 
 impl Observed {
+    /// Nothing has been seen yet.
+    pub fn new(wanted: Wanted, template: WorkerConfig) -> Observed {
+        Observed {
+            wanted,
+            template,
+            nodes: Vec::new(),
+            fabric: None,
+            workers: Vec::new(),
+            record: Record::default(),
+            stored: None,
+            preflight: Results::default(),
+            rings: Rings::default(),
+            seats: Seats::default(),
+            interrupt: false,
+        }
+    }
+
     pub fn worker(&self, name: &str) -> Option<&Worker> {
         self.position(name).map(|at| &self.workers[at])
     }

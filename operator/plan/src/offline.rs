@@ -13,7 +13,8 @@ use crate::words::{counted, several};
 use crate::allocate::nodes_of_group;
 use crate::job::Job;
 use crate::observed::{Gang, Size};
-use crate::placement::{self, Need, gib};
+use crate::placement::{self, Need, Skipped, gib};
+use crate::problem::Problem;
 use crate::fabric::{FabricFacts, Keys};
 use crate::topology::{self, NodeInfo, Ordered};
 use crate::travel;
@@ -43,7 +44,7 @@ pub struct Outlook {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expected: Option<StepTime>,
     pub sizes: Vec<SizeFacts>,
-    pub skipped: Vec<SkippedFacts>,
+    pub skipped: Vec<Skipped>,
     /// Where no size works: what would make one work, each by itself.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub changes: Vec<Change>,
@@ -116,13 +117,6 @@ pub struct MemoryFacts {
 
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct SkippedFacts {
-    pub nodes: u32,
-    pub why: String,
-}
-
-#[derive(Clone, Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
 pub struct GangFacts {
     pub nodes: u32,
     pub dp: u32,
@@ -161,14 +155,9 @@ pub struct WhatIf {
     pub why: Vec<String>,
 }
 
-/// Rehearses the job on `nodes` (none: as many as it wants), and the loss of `lose` together, or of
-/// each node of the gang when it is empty.
-pub fn outlook(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Outlook {
-    outlook_on(job, nodes, &Keys::default(), lose)
-}
-
-/// The same, where labels `keys` tell where nodes lie.
-pub fn outlook_on(
+/// Rehearses the job on `nodes` (none: as many as it wants), which lie where their labels `keys`
+/// say, and the loss of `lose` together, or of each node of the gang when it is empty.
+pub fn outlook(
     job: &Job,
     nodes: Option<&[NodeInfo]>,
     keys: &Keys,
@@ -215,20 +204,13 @@ pub fn outlook_on(
         gang: gang.map(|gang| gang_facts(job, &gang, &rehearsal)),
         sizes: sizes.iter().map(|size| size_facts(job, size, needs.get(&size.nodes))).collect(),
         changes: if sizes.is_empty() { changes(job) } else { Vec::new() },
-        skipped: skipped
-            .into_iter()
-            .map(|skip| SkippedFacts { nodes: skip.nodes, why: skip.why })
-            .collect(),
+        skipped,
         left_out: left_out(&nodes),
         order: ordered.why,
         fabric,
         why,
         what_ifs,
-        unsupported: job
-            .unsupported()
-            .iter()
-            .map(|problem| problem.sentence())
-            .collect(),
+        unsupported: job.unsupported().iter().map(Problem::sentence).collect(),
     }
 }
 
@@ -256,7 +238,7 @@ pub(crate) fn in_order(
     let mut ordered = topology::order(nodes, keys, job.nodes.topology, job.nodes.min, wanted);
     let size = sizes.iter().rfind(|size| size.nodes as usize <= ordered.nodes.len());
     let fabric = size.and_then(|size| {
-        let (count, group) = (size.nodes as usize, nodes_of_group(size));
+        let (count, group) = (size.nodes as usize, nodes_of_group(size.nodes, &size.layout));
         topology::arranged(nodes, keys, &mut ordered.nodes[..count], group)
     });
     (ordered, fabric)

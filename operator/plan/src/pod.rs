@@ -81,7 +81,7 @@ pub fn problems(template: &Value) -> Vec<Problem> {
 }
 
 fn refused(at: String, found: String, allowed: &str, advice: &str) -> Problem {
-    Problem::new(Code::Pod, at).found(found).allowed(allowed).advice(advice)
+    Problem::of(Code::Pod, at, found, allowed, advice)
 }
 
 /// What no list of refused names can say: which containers, volumes and mounts there may be.
@@ -180,14 +180,9 @@ fn walk(value: &Value, path: &str, problems: &mut Vec<Problem>) {
             for (name, value) in fields {
                 let at = format!("{path}.{name}");
                 if let Some((_, why)) = REFUSED.iter().find(|(refused, _)| refused == name) {
-                    problems.push(
-                        Problem::new(Code::Pod, at)
-                            .found(format!("the field {}", quoted(name)))
-                            .allowed(
-                                "scheduling, env, pull secrets, resources, labels, annotations",
-                            )
-                            .advice(format!("delete it: {why}")),
-                    );
+                    let found = format!("the field {}", quoted(name));
+                    let allowed = "scheduling, env, pull secrets, resources, labels, annotations";
+                    problems.push(refused(at, found, allowed, &format!("delete it: {why}")));
                     continue;
                 }
                 // `$patch: delete` and its like would take away what is ours.
@@ -199,8 +194,10 @@ fn walk(value: &Value, path: &str, problems: &mut Vec<Problem>) {
                 match name.as_str() {
                     "env" => env(value, &at, problems),
                     "limits" | "requests" => quantities(value, &at, problems),
-                    "runAsUser" | "runAsGroup" => not_root(value, &at, problems),
-                    "runAsNonRoot" => non_root(value, &at, problems),
+                    "runAsUser" | "runAsGroup" if value.as_u64().is_none_or(|id| id == 0) => {
+                        problems.push(root(value, at, "a number above 0"));
+                    }
+                    "runAsNonRoot" if *value != true => problems.push(root(value, at, "true")),
                     "labels" => labels(value, &at, problems),
                     _ => walk(value, &at, problems),
                 }
@@ -220,12 +217,10 @@ fn env(value: &Value, path: &str, problems: &mut Vec<Problem>) {
         walk(entry, &format!("{path}[{index}]"), problems);
         let name = entry["name"].as_str().unwrap_or_default();
         if ENV_REFUSED.iter().any(|refused| name.starts_with(refused)) {
-            problems.push(
-                Problem::new(Code::Pod, format!("{path}[{index}].name"))
-                    .found(quoted(name))
-                    .allowed("variables that do not begin with NCCL_, MOE_, MOEJOB_ or LD_")
-                    .advice("delete it: the node's profile sets what the network wants"),
-            );
+            let at = format!("{path}[{index}].name");
+            let allowed = "variables that do not begin with NCCL_, MOE_, MOEJOB_ or LD_";
+            let advice = "delete it: the node's profile sets what the network wants";
+            problems.push(refused(at, quoted(name), allowed, advice));
         }
     }
 }
@@ -258,37 +253,16 @@ pub fn is_quantity(text: &str) -> bool {
     resources::unit(suffix).is_some_and(bounded)
 }
 
-fn not_root(value: &Value, path: &str, problems: &mut Vec<Problem>) {
-    if value.as_u64().is_none_or(|id| id == 0) {
-        problems.push(
-            Problem::new(Code::Pod, path)
-                .found(quoted(&value.to_string()))
-                .allowed("a number above 0")
-                .advice("pods do not run as root"),
-        );
-    }
-}
-
-fn non_root(value: &Value, path: &str, problems: &mut Vec<Problem>) {
-    if value.as_bool() != Some(true) {
-        problems.push(
-            Problem::new(Code::Pod, path)
-                .found(quoted(&value.to_string()))
-                .allowed("true")
-                .advice("pods do not run as root"),
-        );
-    }
+fn root(value: &Value, at: String, allowed: &str) -> Problem {
+    refused(at, quoted(&value.to_string()), allowed, "pods do not run as root")
 }
 
 fn labels(value: &Value, path: &str, problems: &mut Vec<Problem>) {
     for (name, label) in value.as_object().into_iter().flatten() {
         if name.starts_with("moejob.dev/") {
-            problems.push(
-                Problem::new(Code::Pod, format!("{path}.{name}"))
-                    .found(quoted(name))
-                    .allowed("labels of others")
-                    .advice("delete it: the operator sets its own labels"),
-            );
+            let advice = "delete it: the operator sets its own labels";
+            let at = format!("{path}.{name}");
+            problems.push(refused(at, quoted(name), "labels of others", advice));
         }
         if label.as_str().is_none_or(|label| label.len() > 63) {
             problems.push(

@@ -13,6 +13,7 @@ use crate::observed::Size;
 use crate::overlay::merge;
 use crate::placement;
 use crate::profile::{Backend, TopologyFile};
+use crate::spec::VolumeSpec;
 use moejob_protocol::pod::{
     ENV_ADDRESS, ENV_AUTHORITY, ENV_HCAS, ENV_JOB_UID, ENV_WORKER, PORT, TOKEN_AUDIENCE,
     TOKEN_FOLDER,
@@ -89,13 +90,6 @@ pub struct Birth {
     pub node: String,
     /// HMAC over namespace, job uid and pod name, as text.
     pub seal: String,
-}
-
-impl Birth {
-    /// Attempt and slot of a name `JOB-aATTEMPT-SLOT`.
-    pub fn attempt_and_slot(&self) -> Option<(u32, u32)> {
-        attempt_and_slot(&self.name)
-    }
 }
 
 /// Attempt and slot of a pod's name, `JOB-aATTEMPT-SLOT`.
@@ -259,7 +253,7 @@ fn metadata(job: &Job, around: &Surroundings, birth: Option<&Birth>) -> Value {
         }],
     });
     if let Some(birth) = birth {
-        let (attempt, slot) = birth.attempt_and_slot().unwrap_or_default();
+        let (attempt, slot) = attempt_and_slot(&birth.name).unwrap_or_default();
         metadata["name"] = json!(birth.name);
         metadata["labels"][LABEL_ATTEMPT] = json!(attempt.to_string());
         metadata["labels"][LABEL_SLOT] = json!(slot.to_string());
@@ -564,6 +558,16 @@ pub fn places(job: &Job) -> Places {
     }
 }
 
+/// The job's volume on which a path of `in_workspace` lies, and the rest of the path there.
+pub fn volume_of<'a>(job: &'a Job, path: &'a str) -> Option<(&'a VolumeSpec, &'a str)> {
+    let mounts = job.kubernetes.volumes.iter().filter_map(|volume| {
+        let mount = in_workspace(volume.mount_path.as_deref()?);
+        let rest = path.strip_prefix(mount.trim_end_matches('/'))?;
+        (rest.is_empty() || rest.starts_with('/')).then_some((mount.len(), volume, rest))
+    });
+    mounts.max_by_key(|(length, ..)| *length).map(|(_, volume, rest)| (volume, rest))
+}
+
 /// Why checkpoints would not outlive the pods: they must lie on a claim that all nodes can write.
 /// The condition is `Planned=False, NoDurableCheckpoint`.
 pub fn not_durable(job: &Job) -> Option<String> {
@@ -575,16 +579,9 @@ pub fn not_durable(job: &Job) -> Option<String> {
         );
     };
     let location = in_workspace(location);
-    let mounts = job.kubernetes.volumes.iter().map(|volume| {
-        (in_workspace(volume.mount_path.as_deref().unwrap_or_default()), volume)
-    });
-    let lies_in = |mount: &str| {
-        location == mount || location.starts_with(&format!("{}/", mount.trim_end_matches('/')))
-    };
-    let around = mounts.filter(|(mount, _)| lies_in(mount)).max_by_key(|(mount, _)| mount.len());
-    let what = match around {
-        Some((_, volume)) if volume.claim.is_none() => "on a configMap",
-        Some((_, volume)) if volume.read_only == Some(true) => "on a volume that is readOnly",
+    let what = match volume_of(job, &location) {
+        Some((volume, _)) if volume.claim.is_none() => "on a configMap",
+        Some((volume, _)) if volume.read_only == Some(true) => "on a volume that is readOnly",
         Some(_) => return None,
         None => "on no volume of spec.volumes",
     };

@@ -3,6 +3,8 @@
 use crate::spec::{ExpertsSpec, ModelSpec, Preset, RouterSpec, Word};
 use moejob_protocol::ModelConfig;
 use moejob_protocol::model::{AuxLossScope, QkNorm, RouterKind, Scoring};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 /// The preset's fields.
@@ -213,19 +215,21 @@ pub fn overlay(typed: &ModelSpec, weights: Option<&ModelConfig>) -> ModelSpec {
         // Another kind brings defaults of its own.
         base.router = None;
     }
-    let (Ok(mut base), Ok(over)) = (serde_json::to_value(base), serde_json::to_value(typed)) else {
-        return typed.clone();
-    };
-    merge(&mut base, over);
-    serde_json::from_value(base).unwrap_or_else(|_| typed.clone())
+    over(&base, typed).unwrap_or_else(|| typed.clone())
+}
+
+/// What is typed, over `base`; none where that gives no value of its kind.
+pub fn over<T: Serialize + DeserializeOwned>(base: &T, typed: &impl Serialize) -> Option<T> {
+    let mut value = serde_json::to_value(base).ok()?;
+    merge(&mut value, serde_json::to_value(typed).ok()?);
+    serde_json::from_value(value).ok()
 }
 
 /// What is not typed is null, and leaves the base as it is.
 fn merge(base: &mut Value, over: Value) {
     match (base, over) {
-        (_, Value::Null) => {}
         (Value::Object(base), Value::Object(over)) => {
-            for (name, value) in over {
+            for (name, value) in over.into_iter().filter(|(_, value)| !value.is_null()) {
                 merge(base.entry(name).or_insert(Value::Null), value);
             }
         }

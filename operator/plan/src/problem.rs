@@ -86,6 +86,17 @@ impl Problem {
         }
     }
 
+    /// One that says all: what was found at `path`, what may stand there, and what to do.
+    pub fn of(
+        code: Code,
+        path: impl Into<String>,
+        found: impl Into<String>,
+        allowed: impl Into<String>,
+        advice: impl Into<String>,
+    ) -> Problem {
+        Problem::new(code, path).found(found).allowed(allowed).advice(advice)
+    }
+
     pub fn at(mut self, place: Place) -> Problem {
         self.place = Some(place);
         self
@@ -105,9 +116,7 @@ impl Problem {
         self.advice = advice.into();
         self
     }
-}
 
-impl Problem {
     /// The problem without its place: code, path, found, allowed, what to do.
     pub fn sentence(&self) -> String {
         let separator = if self.path.is_empty() { "" } else { " " };
@@ -165,6 +174,12 @@ pub fn printable_lines(text: &str) -> String {
     text.split('\n').map(line).collect::<Vec<_>>().join("\n")
 }
 
+/// As many of its bytes as are whole characters, at most `bytes_max`.
+pub fn shorten(text: &mut String, bytes_max: usize) {
+    let end = (0..=bytes_max.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
+    text.truncate(end.unwrap_or(0));
+}
+
 /// Characters that make text read otherwise than it is.
 pub fn is_bidi(c: char) -> bool {
     matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
@@ -198,32 +213,4 @@ fn distance(a: &str, b: &str) -> usize {
         }
     }
     row[b.len()]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_nearest_name_is_suggested() {
-        let names = ["experts", "hiddenSize", "steps", "expert"];
-        let near = |typed| nearest(typed, names.into_iter());
-        assert_eq!(near("hidden_size"), Some("hiddenSize"));
-        assert_eq!(near("step"), Some("steps"));
-        assert_eq!(near("expertz"), Some("expert"));
-        assert_eq!(near("colour"), None);
-    }
-
-    #[test]
-    fn words_of_others_cannot_disturb_a_terminal() {
-        assert_eq!(printable("a\u{1b}[2J\nb\u{9b}\u{202e}"), "a\\u{1b}[2J b\\u{9b}\\u{202e}");
-        assert_eq!(printable_lines("a\tb\r\nc\u{7}"), "a\tb \nc\\u{7}");
-        assert_eq!(printable("ümläut 漢字"), "ümläut 漢字");
-    }
-
-    #[test]
-    fn typed_text_cannot_disturb_a_terminal() {
-        assert_eq!(quoted("a\u{1b}[2J\u{202e}b"), "`a\\u{1b}[2J\\u{202e}b`");
-        assert_eq!(quoted(&"x".repeat(70)), format!("`{}...` (70 bytes)", "x".repeat(60)));
-    }
 }

@@ -9,6 +9,7 @@ use crate::problem::{Code, Problem, nearest, quoted};
 use crate::spec::MoeJobSpec;
 use crate::yaml::{self, Entry, Node, Value};
 use serde_json::{Map, Value as Json, json};
+use std::sync::LazyLock;
 
 pub const API_VERSION: &str = "moejob.dev/v1alpha1";
 pub const KIND: &str = "MoeJob";
@@ -21,7 +22,7 @@ pub struct Manifest {
     pub spec: MoeJobSpec,
     /// Of the shape alone.
     pub problems: Vec<Problem>,
-    /// Paths that a problem stands for.
+    /// Paths that a problem stands for; the empty one where the text is no document.
     pub broken: Vec<String>,
     /// All of it but what a problem stands for, as the API server takes it.
     pub json: Json,
@@ -33,6 +34,8 @@ pub(crate) struct Shaped {
     /// All of it but what a problem stands for.
     pub json: Option<Json>,
     pub problems: Vec<Problem>,
+    /// Paths that a problem stands for; the empty one where the text is no document.
+    broken: Vec<String>,
     tree: Option<Node>,
 }
 
@@ -41,11 +44,14 @@ impl Shaped {
     pub fn read(bytes: &[u8], schema: &Json) -> Shaped {
         let tree = match yaml::parse(bytes) {
             Ok(tree) => tree,
-            Err(problems) => return Shaped { json: None, problems, tree: None },
+            Err(problems) => {
+                return Shaped { json: None, problems, broken: vec![String::new()], tree: None };
+            }
         };
         let mut walk = Walk::default();
         let json = walk.value(&tree, schema, "");
-        Shaped { json, problems: walk.problems, tree: Some(tree) }
+        let Walk { problems, broken } = walk;
+        Shaped { json, problems, broken, tree: Some(tree) }
     }
 
     /// Gives each problem its position in the file.
@@ -65,18 +71,11 @@ fn located(tree: Option<&Node>, mut problems: Vec<Problem>) -> Vec<Problem> {
 impl Manifest {
     /// Reads one document. Never fails: what is wrong is in `problems`.
     pub fn read(bytes: &[u8]) -> Manifest {
-        let tree = match yaml::parse(bytes) {
-            Ok(tree) => tree,
-            Err(problems) => {
-                return Manifest { problems, broken: vec![String::new()], ..Manifest::default() };
-            }
-        };
-        let mut walk = Walk::default();
         // Made once: it is the same for every file.
-        static SCHEMA: std::sync::OnceLock<Json> = std::sync::OnceLock::new();
-        let json = walk.value(&tree, SCHEMA.get_or_init(root_schema), "");
-        let mut manifest = Manifest { problems: walk.problems, ..Manifest::default() };
-        manifest.broken = walk.broken;
+        static SCHEMA: LazyLock<Json> = LazyLock::new(root_schema);
+        let Shaped { json, problems, broken, tree } = Shaped::read(bytes, &SCHEMA);
+        let place = tree.as_ref().map(|tree| tree.place);
+        let mut manifest = Manifest { problems, broken, tree, ..Manifest::default() };
         if let Some(mut json) = json {
             manifest.json = json.clone();
             let text = |json: &Json| json.as_str().map(str::to_string);
@@ -88,16 +87,15 @@ impl Manifest {
             };
             match serde_json::from_value(spec) {
                 Ok(spec) => manifest.spec = spec,
-                Err(error) => manifest.problems.push(
-                    // The walk lets nothing pass that the types refuse; a test tries.
-                    Problem::new(Code::WrongKind, "spec")
-                        .at(tree.place)
+                // The walk lets nothing pass that the types refuse; a test tries.
+                Err(error) => manifest.problems.push(Problem {
+                    place,
+                    ..Problem::new(Code::WrongKind, "spec")
                         .found(quoted(&error.to_string()))
-                        .allowed("the fields of a MoeJob"),
-                ),
+                        .allowed("the fields of a MoeJob")
+                }),
             }
         }
-        manifest.tree = Some(tree);
         manifest
     }
 
@@ -152,6 +150,9 @@ fn free() -> Json {
     json!({ "type": "object", "x-kubernetes-preserve-unknown-fields": true })
 }
 
+/// What to do about a number that is out of its range.
+const IN_RANGE: &str = "choose a value in that range";
+
 #[derive(Default)]
 struct Walk {
     problems: Vec<Problem>,
@@ -159,9 +160,11 @@ struct Walk {
 }
 
 impl Walk {
-    fn refuse(&mut self, problem: Problem) {
+    /// Nothing can be made of what the problem stands for.
+    fn refuse<T>(&mut self, problem: Problem) -> Option<T> {
         self.broken.push(problem.path.clone());
         self.problems.push(problem);
+        None
     }
 
     /// The node as JSON; none when it (not a part of it) has a problem.
@@ -180,7 +183,7 @@ impl Walk {
         }
     }
 
-    fn wrong_kind(&mut self, node: &Node, allowed: &str, path: &str) -> Option<Json> {
+    fn wrong_kind<T>(&mut self, node: &Node, allowed: &str, path: &str) -> Option<T> {
         let (found, advice) = match &node.value {
             Value::Scalar { text, plain: true } if is_null(text) => {
                 ("nothing".to_string(), "give it a value or delete the line")
@@ -193,8 +196,7 @@ impl Walk {
             Value::Map(_) => ("fields".to_string(), "write what is allowed there"),
         };
         let problem = Problem::new(Code::WrongKind, path).at(node.place).found(found);
-        self.refuse(problem.allowed(allowed).advice(advice));
-        None
+        self.refuse(problem.allowed(allowed).advice(advice))
     }
 
     fn object(&mut self, node: &Node, schema: &Json, path: &str) -> Option<Json> {
@@ -210,13 +212,11 @@ impl Walk {
         for (index, entry) in entries.iter().enumerate() {
             let at = join(path, &entry.key);
             if let Some(first) = entries[..index].iter().find(|other| other.key == entry.key) {
-                self.refuse(
-                    Problem::new(Code::Duplicate, at)
-                        .at(entry.place)
-                        .found(format!("{} again", quoted(&entry.key)))
-                        .allowed("each field once")
-                        .advice(format!("it stands in line {} already", first.place.line)),
-                );
+                let found = format!("{} again", quoted(&entry.key));
+                let advice = format!("it stands in line {} already", first.place.line);
+                let problem =
+                    Problem::of(Code::Duplicate, at, found, "each field once", advice);
+                self.refuse::<()>(problem.at(entry.place));
                 continue;
             }
             if let Some(value) = self.field(entry, schema, path, &at) {
@@ -226,13 +226,9 @@ impl Walk {
         self.missing(node, entries, schema, path);
         let most = schema["maxProperties"].as_u64().unwrap_or(u64::MAX);
         if entries.len() as u64 > most {
-            self.refuse(
-                Problem::new(Code::Length, path)
-                    .at(node.place)
-                    .found(format!("{} fields", entries.len()))
-                    .allowed(format!("at most {most}"))
-                    .advice("delete some"),
-            );
+            let (found, most) = (format!("{} fields", entries.len()), format!("at most {most}"));
+            let problem = Problem::of(Code::Length, path, found, most, "delete some");
+            self.refuse::<()>(problem.at(node.place));
         }
         Some(Json::Object(fields))
     }
@@ -240,14 +236,13 @@ impl Walk {
     fn field(&mut self, entry: &Entry, schema: &Json, parent: &str, at: &str) -> Option<Json> {
         let known = &schema["properties"][&entry.key];
         if known["x-refused"] == json!(true) {
-            self.refuse(
+            return self.refuse(
                 Problem::new(Code::Status, at)
                     .at(entry.place)
                     .found(quoted(&entry.key))
                     .allowed("apiVersion, kind, metadata, spec")
                     .advice("delete it: the operator alone writes the status"),
             );
-            return None;
         }
         if !known.is_null() {
             return self.value(&entry.value, known, at);
@@ -274,8 +269,7 @@ impl Walk {
                 .found(format!("the unknown field {}", quoted(&entry.key)))
                 .allowed(names.join(", "))
                 .advice(advice),
-        );
-        None
+        )
     }
 
     fn missing(&mut self, node: &Node, entries: &[Entry], schema: &Json, path: &str) {
@@ -294,7 +288,7 @@ impl Walk {
                 (None, true) => ("a value".to_string(), format!("add `{name}`")),
             };
             let problem = Problem::new(Code::Missing, at).at(node.place).found("nothing");
-            self.refuse(problem.allowed(about).advice(advice));
+            self.refuse::<()>(problem.allowed(about).advice(advice));
         }
     }
 
@@ -305,14 +299,13 @@ impl Walk {
         let least = schema["minItems"].as_u64().unwrap_or(0);
         let most = schema["maxItems"].as_u64().unwrap_or(u64::MAX);
         if !(least..=most).contains(&(items.len() as u64)) {
-            self.refuse(
+            return self.refuse(
                 Problem::new(Code::Length, path)
                     .at(node.place)
                     .found(format!("{} items", items.len()))
                     .allowed(format!("{least} to {most} items"))
                     .advice("add or delete some"),
             );
-            return None;
         }
         let values = items.iter().enumerate();
         let read = values
@@ -330,16 +323,7 @@ impl Walk {
         match number {
             Some(number) if (1..=99_999).contains(&number) => Some(json!(number)),
             None if text == "auto" => Some(json!(text)),
-            _ => {
-                self.refuse(
-                    Problem::new(Code::OutOfRange, path)
-                        .at(node.place)
-                        .found(quoted(text))
-                        .allowed(allowed)
-                        .advice("auto is a good choice"),
-                );
-                None
-            }
+            _ => self.typed(Code::OutOfRange, node, text, &allowed, "auto is a good choice", path),
         }
     }
 
@@ -347,17 +331,11 @@ impl Walk {
     fn digits<'n>(&mut self, node: &'n Node, allowed: &str, path: &str) -> Option<&'n str> {
         let text = match &node.value {
             Value::Scalar { text, plain: true } if !is_null(text) => text,
-            _ => {
-                self.wrong_kind(node, allowed, path);
-                return None;
-            }
+            _ => return self.wrong_kind(node, allowed, path),
         };
         match odd_number(text) {
             None => Some(text),
-            Some(advice) => {
-                self.ambiguous(node, text, allowed, &advice, path);
-                None
-            }
+            Some(advice) => self.typed(Code::Ambiguous, node, text, allowed, &advice, path),
         }
     }
 
@@ -372,7 +350,7 @@ impl Walk {
         let least = schema["minimum"].as_f64().unwrap_or(0.0) as i128;
         let most = schema["maximum"].as_f64().unwrap_or(i64::MAX as f64) as i128;
         if !(least..=most).contains(&number) {
-            return self.out_of_range(node, text, &allowed, path);
+            return self.typed(Code::OutOfRange, node, text, &allowed, IN_RANGE, path);
         }
         Some(json!(number as i64))
     }
@@ -390,38 +368,23 @@ impl Walk {
         let above = if exclusive(schema, "Minimum") { number > least } else { number >= least };
         let below = if exclusive(schema, "Maximum") { number < most } else { number <= most };
         if !(number.is_finite() && above && below) {
-            return self.out_of_range(node, text, &allowed, path);
+            return self.typed(Code::OutOfRange, node, text, &allowed, IN_RANGE, path);
         }
         Some(json!(number))
     }
 
-    fn out_of_range(&mut self, node: &Node, text: &str, allowed: &str, path: &str) -> Option<Json> {
-        self.refuse(
-            Problem::new(Code::OutOfRange, path)
-                .at(node.place)
-                .found(quoted(text))
-                .allowed(allowed)
-                .advice("choose a value in that range"),
-        );
-        None
-    }
-
-    fn ambiguous(
+    /// A scalar that is not allowed as it was typed.
+    fn typed<T>(
         &mut self,
+        code: Code,
         node: &Node,
         text: &str,
         allowed: &str,
         advice: &str,
         path: &str,
-    ) -> Option<Json> {
-        self.refuse(
-            Problem::new(Code::Ambiguous, path)
-                .at(node.place)
-                .found(quoted(text))
-                .allowed(allowed)
-                .advice(advice),
-        );
-        None
+    ) -> Option<T> {
+        let problem = Problem::of(code, path, quoted(text), allowed, advice);
+        self.refuse(problem.at(node.place))
     }
 
     fn boolean(&mut self, node: &Node, path: &str) -> Option<Json> {
@@ -431,7 +394,7 @@ impl Walk {
             Value::Scalar { text, plain: true } if text == "false" => Some(json!(false)),
             Value::Scalar { text, plain: true } if old_boolean(text) => {
                 let advice = "write true or false: other words differ between YAML readers";
-                self.ambiguous(node, text, allowed, advice, path)
+                self.typed(Code::Ambiguous, node, text, allowed, advice, path)
             }
             _ => self.wrong_kind(node, allowed, path),
         }
@@ -455,20 +418,15 @@ impl Walk {
         }
         if *plain && !is_text(text) {
             let advice = format!("YAML readers differ over it: quote it, \"{text}\"");
-            return self.ambiguous(node, text, "text", &advice, path);
+            return self.typed(Code::Ambiguous, node, text, "text", &advice, path);
         }
         let least = schema["minLength"].as_u64().unwrap_or(0);
         let most = schema["maxLength"].as_u64().unwrap_or(u64::MAX);
         let length = text.chars().count() as u64;
         if !(least..=most).contains(&length) {
-            self.refuse(
-                Problem::new(Code::Length, path)
-                    .at(node.place)
-                    .found(quoted(text))
-                    .allowed(format!("{least} to {most} characters"))
-                    .advice("choose a text of that length"),
-            );
-            return None;
+            let allowed = format!("{least} to {most} characters");
+            let advice = "choose a text of that length";
+            return self.typed(Code::Length, node, text, &allowed, advice, path);
         }
         Some(json!(text))
     }
@@ -485,14 +443,7 @@ impl Walk {
             Some(word) => format!("did you mean `{word}`?"),
             None => "choose one of them".to_string(),
         };
-        self.refuse(
-            Problem::new(code, path)
-                .at(node.place)
-                .found(quoted(text))
-                .allowed(words.join(", "))
-                .advice(advice),
-        );
-        None
+        self.typed(code, node, text, &words.join(", "), &advice, path)
     }
 
     /// A part without a schema: kept as it is, but for what readers of YAML differ over.
@@ -512,7 +463,8 @@ impl Walk {
                 (None, Ok(number)) => Some(json!(number)),
                 _ => {
                     let advice = format!("YAML readers differ over it: quote it, \"{text}\"");
-                    self.ambiguous(node, text, "an unambiguous value", &advice, path)
+                    let allowed = "an unambiguous value";
+                    self.typed(Code::Ambiguous, node, text, allowed, &advice, path)
                 }
             },
         }

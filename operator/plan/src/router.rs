@@ -1,58 +1,27 @@
 //! The router: the defaults of its kind, and what does not go together.
 
+use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::spec::{ModelSpec, RouterSpec, as_typed};
 use moejob_protocol::ModelConfig;
-use moejob_protocol::model::{
-    AuxLossScope, BalanceLoss, CosineConfig, RouterConfig, RouterKind, Scoring,
-};
+use moejob_protocol::model::{AuxLossScope, BalanceLoss, RouterConfig, RouterKind, Scoring};
 
-/// Every default.
+/// What is typed, over what the kind's source has.
 pub fn fill(typed: &ModelSpec) -> RouterConfig {
-    let router = typed.router.clone().unwrap_or_default();
+    let mut router = typed.router.clone().unwrap_or_default();
     let top_k = typed.experts.as_ref().and_then(|experts| experts.per_token).unwrap_or(0);
     let base = of_kind(router.kind.map_or(RouterKind::TopK, |of| of.0), top_k);
-    let capacity_factor = router.capacity_factor.unwrap_or(base.capacity_factor);
-    let eval = match router.capacity_factor {
-        // Who sets the one means the other.
-        Some(factor) => factor,
-        None => base.eval_capacity_factor,
-    };
-    let balance_loss = router.balance_loss.map_or(base.balance_loss, |of| of.0);
-    RouterConfig {
-        aux_loss_coef: router.aux_loss_coef.unwrap_or(match balance_loss {
-            BalanceLoss::None => 0.0,
-            _ => base.aux_loss_coef,
-        }),
-        z_loss_coef: router.z_loss_coef.unwrap_or(base.z_loss_coef),
-        entropy_loss_coef: router.entropy_loss_coef.unwrap_or(base.entropy_loss_coef),
-        balance_loss,
-        initializer_range: router.initializer_range,
-        aux_loss_scope: router.aux_loss_scope.map_or(base.aux_loss_scope, |of| of.0),
-        capacity_factor,
-        eval_capacity_factor: router.eval_capacity_factor.unwrap_or(eval),
-        batch_prioritized: router.batch_prioritized.unwrap_or(base.batch_prioritized),
-        scoring: router.scoring.map_or(Scoring::Softmax, |of| of.0),
-        norm_topk_prob: router.norm_topk_prob.unwrap_or(base.norm_topk_prob),
-        bias: router.bias.unwrap_or(base.bias),
-        bias_update_rate: router.bias_update_rate.unwrap_or(base.bias_update_rate),
-        groups: router.groups.unwrap_or(base.groups),
-        topk_groups: router.topk_groups.unwrap_or(base.topk_groups),
-        scale: router.scale.unwrap_or(base.scale),
-        jitter: router.jitter.unwrap_or(base.jitter),
-        input_dropout: router.input_dropout.unwrap_or(base.input_dropout),
-        gate_noise: router.gate_noise.unwrap_or(base.gate_noise),
-        top_p: router.top_p.unwrap_or(base.top_p),
-        hash_seed: router.hash_seed.unwrap_or(base.hash_seed),
-        cosine: router.cosine.map(|cosine| CosineConfig {
-            projection_size: cosine.projection_size.unwrap_or(256),
-            initial_temperature: cosine.initial_temperature.unwrap_or(0.5),
-        }),
-        hysteresis: router.hysteresis.unwrap_or(base.hysteresis),
-        frozen: router.frozen.unwrap_or(false),
-        warmup_steps: router.warmup_steps.unwrap_or(0),
-        ..base
+    // Who sets the capacity means that of evaluation, too.
+    router.eval_capacity_factor = router.eval_capacity_factor.or(router.capacity_factor);
+    if router.balance_loss.map_or(base.balance_loss, |of| of.0) == BalanceLoss::None {
+        router.aux_loss_coef = router.aux_loss_coef.or(Some(0.0));
     }
+    if let Some(cosine) = &mut router.cosine {
+        cosine.projection_size.get_or_insert(256);
+        cosine.initial_temperature.get_or_insert(0.5);
+    }
+    // Both have the same fields, and what is typed is in their bounds.
+    preset::over(&base, &router).unwrap_or(base)
 }
 
 /// What a kind's source has.
@@ -100,58 +69,50 @@ fn of_kind(kind: RouterKind, top_k: u32) -> RouterConfig {
     }
 }
 
-/// A rule that is broken: the field, what stands there, what may, what to do, and the fields whose
-/// own problems make it idle.
-struct Broken {
-    field: &'static str,
-    found: String,
-    allowed: String,
-    advice: &'static str,
-}
-
 /// Everything about the router that does not go together.
 pub fn problems(model: &ModelConfig, typed: Option<&RouterSpec>) -> Vec<Problem> {
     let typed = typed.cloned().unwrap_or_default();
     let mut broken = of_the_kind(model, &typed);
     broken.extend(of_losses(&model.router));
     broken.extend(of_options(&model.router));
-    let problem = |broken: Broken| {
-        Problem::new(Code::Router, format!("spec.model.{}", broken.field))
-            .found(broken.found)
-            .allowed(broken.allowed)
-            .advice(broken.advice)
-    };
-    broken.into_iter().map(problem).collect()
+    broken
 }
 
-fn of_the_kind(model: &ModelConfig, typed: &RouterSpec) -> Vec<Broken> {
+/// The field of the model, what stands there, what may, and what to do.
+fn broken(
+    field: &str,
+    found: impl Into<String>,
+    allowed: impl Into<String>,
+    advice: &str,
+) -> Problem {
+    Problem::of(Code::Router, format!("spec.model.{field}"), found, allowed, advice)
+}
+
+fn of_the_kind(model: &ModelConfig, typed: &RouterSpec) -> Vec<Problem> {
     let (router, experts) = (&model.router, &model.experts);
     let needed = match router.kind {
         RouterKind::Switch => Some((1, "switch sends a token to one expert: set perToken: 1")),
         RouterKind::Gshard => Some((2, "gshard sends a token to two experts: set perToken: 2")),
         _ => None,
     };
-    let mut broken = Vec::new();
+    let kind = as_typed(router.kind);
+    let mut found = Vec::new();
     if let Some((count, advice)) = needed.filter(|(count, _)| *count != experts.per_token) {
-        broken.push(Broken {
-            field: "experts.perToken",
-            found: format!("`{}`", experts.per_token),
-            allowed: format!("{count} with router.kind {}", as_typed(router.kind)),
-            advice,
-        });
+        let allowed = format!("{count} with router.kind {kind}");
+        let given = format!("`{}`", experts.per_token);
+        found.push(broken("experts.perToken", given, allowed, advice));
     }
-    let mut only = |field, applies: bool, kind| {
-        if applies && router.kind != kind {
-            broken.push(Broken {
-                field,
-                found: format!("a value with router.kind {}", as_typed(router.kind)),
-                allowed: format!("nothing but with router.kind {}", as_typed(kind)),
-                advice: "delete it, or choose that kind",
-            });
+    for (field, typed, its_kind) in [
+        ("router.topP", typed.top_p.is_some(), RouterKind::TopP),
+        ("router.hashSeed", typed.hash_seed.is_some(), RouterKind::Hash),
+    ] {
+        if typed && router.kind != its_kind {
+            let allowed = format!("nothing but with router.kind {}", as_typed(its_kind));
+            let advice = "delete it, or choose that kind";
+            let given = format!("a value with router.kind {kind}");
+            found.push(broken(field, given, allowed, advice));
         }
-    };
-    only("router.topP", typed.top_p.is_some(), RouterKind::TopP);
-    only("router.hashSeed", typed.hash_seed.is_some(), RouterKind::Hash);
+    }
     let ranked = matches!(router.kind, RouterKind::TopK | RouterKind::Tutel);
     let best = ranked || router.kind == RouterKind::Switch;
     let softmax = !matches!(router.kind, RouterKind::TopK | RouterKind::ExpertChoice);
@@ -176,134 +137,77 @@ fn of_the_kind(model: &ModelConfig, typed: &RouterSpec) -> Vec<Broken> {
         ("router.batchPrioritized", no_room && router.batch_prioritized, "false"),
         ("router.hysteresis", !best && router.hysteresis > 0.0, "0"),
     ];
-    broken.extend(refused.into_iter().filter(|(_, applies, _)| *applies).map(
-        |(field, _, allowed)| Broken {
-            field,
-            found: format!("a value that router.kind {} does not have", as_typed(router.kind)),
-            allowed: allowed.to_string(),
-            advice: "delete it, or choose another kind; docs/routers.md lists their options",
-        },
-    ));
-    broken
+    for (field, _, allowed) in refused.into_iter().filter(|(_, applies, _)| *applies) {
+        let given = format!("a value that router.kind {kind} does not have");
+        let advice = "delete it, or choose another kind; docs/routers.md lists their options";
+        found.push(broken(field, given, allowed, advice));
+    }
+    found
 }
 
 fn noisy(router: &RouterConfig) -> bool {
     router.kind == RouterKind::NoisyTopK
 }
 
-fn of_losses(router: &RouterConfig) -> Vec<Broken> {
-    let mut broken = Vec::new();
+fn of_losses(router: &RouterConfig) -> Vec<Problem> {
+    let mut found = Vec::new();
     let loss = router.balance_loss;
     if loss == BalanceLoss::CvSquared && !noisy(router) {
-        broken.push(Broken {
-            field: "router.balanceLoss",
-            found: "`cvSquared`".to_string(),
-            allowed: "cvSquared with router.kind noisyTopK, whose noise it is about".to_string(),
-            advice: "choose switch, kl or another loss, or that kind",
-        });
+        found.push(broken(
+            "router.balanceLoss",
+            "`cvSquared`",
+            "cvSquared with router.kind noisyTopK, whose noise it is about",
+            "choose switch, kl or another loss, or that kind",
+        ));
     }
     let top_k = matches!(router.kind, RouterKind::TopK | RouterKind::Switch | RouterKind::Tutel);
     let noise = router.gate_noise > 0.0 && router.scoring == Scoring::Softmax;
     if loss == BalanceLoss::LoadImportance && !(top_k && noise) {
-        broken.push(Broken {
-            field: "router.balanceLoss",
-            found: "`loadImportance`".to_string(),
-            allowed: "loadImportance with gateNoise above 0, softmax, and kind topK or tutel"
-                .to_string(),
-            advice: "set gateNoise: 1.0, or choose another loss",
-        });
+        found.push(broken(
+            "router.balanceLoss",
+            "`loadImportance`",
+            "loadImportance with gateNoise above 0, softmax, and kind topK or tutel",
+            "set gateNoise: 1.0, or choose another loss",
+        ));
     }
     if loss == BalanceLoss::LoadImportance && router.hysteresis > 0.0 {
-        broken.push(Broken {
-            field: "router.hysteresis",
-            found: format!("`{}` with balanceLoss loadImportance", router.hysteresis),
-            allowed: "0, since its load is the chance to be among the K largest logits".to_string(),
-            advice: "choose switch, kl or another loss, or delete hysteresis",
-        });
+        found.push(broken(
+            "router.hysteresis",
+            format!("`{}` with balanceLoss loadImportance", router.hysteresis),
+            "0, since its load is the chance to be among the K largest logits",
+            "choose switch, kl or another loss, or delete hysteresis",
+        ));
     }
     if loss == BalanceLoss::None && router.aux_loss_coef > 0.0 {
-        broken.push(Broken {
-            field: "router.auxLossCoef",
-            found: format!("`{}`", router.aux_loss_coef),
-            allowed: "0 without a balanceLoss".to_string(),
-            advice: "delete it, or choose a balanceLoss",
-        });
+        found.push(broken(
+            "router.auxLossCoef",
+            format!("`{}`", router.aux_loss_coef),
+            "0 without a balanceLoss",
+            "delete it, or choose a balanceLoss",
+        ));
     }
     let micro_batch =
         RouterConfig { aux_loss_scope: AuxLossScope::MicroBatch, ..router.clone() };
     if let (AuxLossScope::Hf, Some(field)) = (router.aux_loss_scope, micro_batch.beyond_plain()) {
-        broken.push(Broken {
-            field: "router.auxLossScope",
-            found: format!("`hf` with router.{field}"),
-            allowed: "hf with dropless top-k and balanceLoss switch alone".to_string(),
-            advice: "choose microBatch, sequence or global",
-        });
+        found.push(broken(
+            "router.auxLossScope",
+            format!("`hf` with router.{field}"),
+            "hf with dropless top-k and balanceLoss switch alone",
+            "choose microBatch, sequence or global",
+        ));
     }
-    broken
+    found
 }
 
-fn of_options(router: &RouterConfig) -> Vec<Broken> {
-    let mut broken = Vec::new();
+fn of_options(router: &RouterConfig) -> Option<Problem> {
     let no_room = matches!(router.kind, RouterKind::Hash | RouterKind::ExpertChoice);
-    if router.batch_prioritized && router.capacity_factor == 0.0 && !no_room {
-        broken.push(Broken {
-            field: "router.batchPrioritized",
-            found: "`true` where every token has room".to_string(),
-            allowed: "true with a capacityFactor other than 0".to_string(),
-            advice: "set capacityFactor: 1.0, or delete it",
-        });
-    }
-    broken
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::Job;
-    use crate::devices;
-
-    fn job(per_token: u32, router: &str) -> Job {
-        let text = include_str!("../tests/manifests/base.yaml");
-        let text = text.replace("perToken: 2", &format!("perToken: {per_token}"));
-        let text = text.replace("hiddenSize: 64", &format!("hiddenSize: 64\n    router: {router}"));
-        Job::read(text.as_bytes()).expect("a good manifest")
-    }
-
-    #[test]
-    fn a_kind_brings_the_defaults_of_its_source() {
-        let router = |per_token, text| job(per_token, text).model.router;
-        assert!(router(2, "{}").is_plain() && router(2, "{ kind: topK }").is_plain());
-        let switch = router(1, "{ kind: switch }");
-        assert_eq!((switch.capacity_factor, switch.eval_capacity_factor), (1.25, 2.0));
-        assert_eq!((switch.jitter, switch.norm_topk_prob, switch.z_loss_coef), (0.01, false, 0.0));
-        // Who sets the capacity sets that of evaluation, unless that is set, too.
-        let typed = router(1, "{ kind: switch, capacityFactor: 1.5 }");
-        assert_eq!(typed.eval_capacity_factor, 1.5);
-        let both = router(1, "{ kind: switch, capacityFactor: 1.5, evalCapacityFactor: 0 }");
-        assert_eq!(both.eval_capacity_factor, 0.0);
-        assert_eq!(router(2, "{ kind: gshard }").balance_loss, BalanceLoss::Gshard);
-        let [one, two] = [1, 2].map(|k| router(k, "{ kind: tutel }").norm_topk_prob);
-        assert_eq!((one, two), (false, true), "Tutel norms the weights of several experts");
-        let hash = router(2, "{ kind: hash }");
-        assert_eq!((hash.balance_loss, hash.aux_loss_coef), (BalanceLoss::None, 0.0));
-        let cosine = router(2, "{ cosine: {} }").cosine.expect("a cosine gate");
-        assert_eq!((cosine.projection_size, cosine.initial_temperature), (256, 0.5));
-    }
-
-    #[test]
-    fn gpus_refuse_by_name_what_they_lack() {
-        let refused = |router: &str| -> Vec<String> {
-            let job = job(2, router);
-            let lacks = devices::on_one_gpu(&job.model, &job.training).into_iter();
-            lacks.filter(|lack| lack.path == "spec.model.router").map(|lack| lack.found).collect()
-        };
-        assert_eq!(refused("{ scoring: sigmoid, bias: true, groups: 2 }"), [""; 0]);
-        assert_eq!(refused("{ auxLossScope: sequence }"), [""; 0]);
-        assert_eq!(refused("{ kind: gshard }"), ["kind on GPUs"]);
-        assert_eq!(refused("{ jitter: 0.1 }"), ["jitter on GPUs"]);
-        assert_eq!(refused("{ hysteresis: 0.1 }"), ["hysteresis on GPUs"]);
-        assert_eq!(refused("{ auxLossScope: global }"), ["auxLossScope on GPUs"]);
-        let on_cpu = job(2, "{ kind: gshard }").unsupported();
-        assert!(on_cpu.is_empty(), "{on_cpu:?}");
-    }
+    let idle = router.batch_prioritized && router.capacity_factor == 0.0 && !no_room;
+    idle.then(|| {
+        broken(
+            "router.batchPrioritized",
+            "`true` where every token has room",
+            "true with a capacityFactor other than 0",
+            "set capacityFactor: 1.0, or delete it",
+        )
+    })
 }

@@ -319,7 +319,7 @@ impl Rules<'_> {
             }
         }
         if let Some(from) = data.validation.as_ref().and_then(|of| of.from.as_ref()) {
-            self.exactly_one("spec.data.validation.from", names, from.source().count());
+            self.exactly_one("spec.data.validation.from", names, from.count());
         }
         self.vocabulary();
     }

@@ -9,7 +9,6 @@ use crate::words::{one_or_more, several};
 use crate::job::Job;
 use crate::observed::{Gang, Millis, Observed, Outcome, StopCause, Worker};
 use crate::preflight::Checked;
-use crate::problem::Problem;
 use crate::track::Recovery as Tracked;
 use moejob_protocol::Mesh;
 use moejob_protocol::message::CONTROL_PREFLIGHT;
@@ -183,17 +182,6 @@ pub struct EngineLossStatus {
     pub time: String,
 }
 
-/// The status of a job whose spec is wrong: a condition that lists every problem.
-pub fn invalid(problems: &[Problem]) -> MoeJobStatus {
-    let message: Vec<String> = problems.iter().map(Problem::sentence).collect();
-    let planned = condition("Planned", false, "InvalidSpec", message.join("\n"));
-    MoeJobStatus {
-        phase: "Invalid".to_string(),
-        conditions: vec![planned],
-        ..MoeJobStatus::default()
-    }
-}
-
 /// The status of a job whose spec is right and which cannot run as things are: its checkpoints are
 /// not durable, a claim or ConfigMap that it names is missing. `message` says what to do.
 pub fn blocked(reason: &str, message: String) -> MoeJobStatus {
@@ -223,7 +211,6 @@ pub fn status(
     let desired = observed.wanted.nodes_max;
     let since = now.saturating_sub(observed.wanted.restart_window);
     MoeJobStatus {
-        observed_generation: None,
         phase: phase.to_string(),
         conditions,
         attempt: record.attempt,
@@ -236,12 +223,7 @@ pub fn status(
         mesh: gang.map(|gang| mesh(gang.layout.mesh)),
         step: record.step,
         steps: job.training.steps,
-        loss: None,
-        tokens_per_second: None,
-        checkpoint: observed.stored.as_ref().map(|stored| CheckpointStatus {
-            step: stored.step,
-            name: stored.name.clone(),
-        }),
+        checkpoint: observed.stored.clone(),
         placement: gang.map(|gang| PlacementStatus {
             summary: placement(job.model.experts.count, gang.layout.mesh),
             ranks: runs(gang.members.iter().map(|member| member.node.as_str())),
@@ -249,9 +231,7 @@ pub fn status(
         }),
         restarts: record.restarts.iter().filter(|at| **at >= since).count() as u32,
         recoveries: recoveries.iter().map(recovery).collect(),
-        engines_lost: Vec::new(),
-        record: String::new(),
-        record_more: String::new(),
+        ..MoeJobStatus::default()
     }
 }
 

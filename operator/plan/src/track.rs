@@ -12,17 +12,17 @@ mod seats;
 mod lost_engines;
 
 use crate::decide::Action;
-use crate::engines::{EngineLoss, Engines};
+use crate::engines::{EngineLoss, Engines, number};
 use crate::fabric::Found;
 use crate::observed::{
-    Millis, Observed, Outcome, Record, StopCause, Stored, Worker, WorkerState,
+    Gang, Millis, Observed, Outcome, Record, StopCause, Stored, Worker, WorkerState, keep_newest,
 };
 use crate::preflight::Grade;
 use crate::repeat::is_own_fault;
 pub use crate::recovery::Recovery;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{LeftReason, Phase, Up};
-use moejob_protocol::report::{Detail, Event, EventKind};
+use moejob_protocol::report::{Event, EventKind};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Layouts of past attempts that are remembered though no worker has reported a snapshot of them.
@@ -63,23 +63,28 @@ pub struct Tracker {
     pub observed: Observed,
     pub recoveries: Vec<Recovery>,
     pub engines: Engines,
-    /// When the newest steps of this attempt were done, and the last of them.
+    last_words: Vec<(String, i32, String)>,
+    present: Present,
+    /// Attempts up to this one are an earlier job's, which had the same folder.
+    taken: u32,
+    /// What actions have shown, until somebody takes it.
+    news: Vec<Happening>,
+}
+
+/// What is known of the present gang, and begins anew with the next.
+#[derive(Clone, Debug, Default)]
+struct Present {
+    /// When its newest steps were done, and the last of them.
     step_times: Vec<Millis>,
     last_step: u64,
-    last_words: Vec<(String, i32, String)>,
-    /// Members of the present gang that have found the others.
+    /// Members that have found the others.
     joined: BTreeSet<String>,
     /// Of members that open their data: how much life they have shown.
     loading: BTreeMap<String, u64>,
     /// Of members that have done their last step: the collective that they have reached.
     waiting: BTreeMap<String, u64>,
-    /// Attempts up to this one are an earlier job's, which had the same folder.
-    taken: u32,
-    /// The rank that was the first to leave the present gang because it had lost another, and that
-    /// other's.
+    /// The rank that was the first to leave because it had lost another, and that other's.
     parted: Option<(u32, u32)>,
-    /// What actions have shown, until somebody takes it.
-    news: Vec<Happening>,
 }
 
 impl Tracker {
@@ -98,14 +103,9 @@ impl Tracker {
             observed,
             recoveries: Vec::new(),
             engines: Engines::default(),
-            step_times: Vec::new(),
-            last_step: 0,
             last_words: Vec::new(),
-            joined: BTreeSet::new(),
-            loading: BTreeMap::new(),
-            waiting: BTreeMap::new(),
+            present: Present::default(),
             taken: 0,
-            parted: None,
             news: Vec::new(),
         }
     }
@@ -143,12 +143,7 @@ impl Tracker {
                 record.gang = Some((**gang).clone());
                 record.start_failures.clear();
                 record.start_failure.clear();
-                self.parted = None;
-                self.joined.clear();
-                self.loading.clear();
-                self.waiting.clear();
-                self.step_times.clear();
-                self.last_step = gang.resumed_at;
+                self.present = Present { last_step: gang.resumed_at, ..Present::default() };
                 if let Some(recovery) = self.open_recovery() {
                     (recovery.replanned_at, recovery.rejoined_at) = (Some(now), None);
                 }
@@ -262,7 +257,7 @@ impl Tracker {
     /// The two nodes that have lost each other, if that is why the present gang is over: both their
     /// workers live, as do all others.
     fn parting(&self) -> Option<(String, String)> {
-        let (mut from, mut lost) = self.parted?;
+        let (mut from, mut lost) = self.present.parted?;
         let gang = self.observed.gang()?;
         let member = |rank: u32| gang.member_of(rank);
         let same = |a: u32, b: u32| member(a).map(|of| of.rank) == member(b).map(|of| of.rank);
@@ -298,8 +293,7 @@ impl Tracker {
             let partings = &mut self.observed.record.partings;
             partings.retain(|(.., at)| *at >= since);
             partings.extend(parting.map(|(a, b)| (a, b, now)));
-            let surplus = partings.len().saturating_sub(PARTINGS_KEPT);
-            partings.drain(..surplus);
+            keep_newest(partings, PARTINGS_KEPT);
             self.detect(cause, now);
             self.note_repeat();
             let restarts = &mut self.observed.record.restarts;
@@ -351,8 +345,7 @@ impl Tracker {
             index += 1;
             index > oldest_kept || held(*attempt)
         });
-        let surplus = record.layouts.len().saturating_sub(LAYOUTS_MAX);
-        record.layouts.drain(..surplus);
+        keep_newest(&mut record.layouts, LAYOUTS_MAX);
     }
 
     /// A loss was noticed: the clock of its recovery starts. A second loss before the first step
@@ -371,8 +364,7 @@ impl Tracker {
             first_step_at: None,
             steps_lost: 0,
         });
-        let surplus = self.recoveries.len().saturating_sub(RECOVERIES_KEPT);
-        self.recoveries.drain(..surplus);
+        keep_newest(&mut self.recoveries, RECOVERIES_KEPT);
     }
 
     fn open_recovery(&mut self) -> Option<&mut Recovery> {
@@ -445,10 +437,10 @@ impl Tracker {
     /// count of life is bounded by what there is to read, so this cannot go on for ever.
     fn loaded(&mut self, name: &str, attempt: u32, life: u64, now: Millis) {
         let gang = self.observed.gang().filter(|gang| gang.attempt == attempt && !gang.stepped);
-        if !gang.is_some_and(|gang| self.loading.contains_key(name) || gang.has(name)) {
+        if !gang.is_some_and(|gang| self.present.loading.contains_key(name) || gang.has(name)) {
             return;
         }
-        let seen = self.loading.entry(name.to_string()).or_default();
+        let seen = self.present.loading.entry(name.to_string()).or_default();
         if life > *seen {
             *seen = life;
             self.observed.record.progressed_at = now;
@@ -460,10 +452,10 @@ impl Tracker {
     /// give up by themselves after an hour.
     fn waits(&mut self, name: &str, attempt: u32, collective: u64, now: Millis) {
         let gang = self.observed.gang().filter(|gang| gang.attempt == attempt);
-        if !gang.is_some_and(|gang| self.waiting.contains_key(name) || gang.has(name)) {
+        if !gang.is_some_and(|gang| self.present.waiting.contains_key(name) || gang.has(name)) {
             return;
         }
-        let seen = self.waiting.insert(name.to_string(), collective);
+        let seen = self.present.waiting.insert(name.to_string(), collective);
         if seen.is_some_and(|seen| collective > seen) {
             self.observed.record.progressed_at = now;
         }
@@ -475,13 +467,13 @@ impl Tracker {
         };
         let members = gang.members.len();
         // Each heartbeat comes here: who has joined is found without a walk over the gang.
-        if !self.joined.contains(name) {
+        if !self.present.joined.contains(name) {
             if !gang.has(name) {
                 return;
             }
-            self.joined.insert(name.to_string());
+            self.present.joined.insert(name.to_string());
         }
-        let all = self.joined.len() == members;
+        let all = self.present.joined.len() == members;
         if let Some(recovery) = self.open_recovery().filter(|of| all && of.replanned_at.is_some()) {
             recovery.rejoined_at.get_or_insert(now);
         }
@@ -489,39 +481,35 @@ impl Tracker {
 
     /// The first to leave tells most: what follows may be its doing, or the leader's.
     fn note_parted(&mut self, attempt: u32, name: &str, reason: &LeftReason) {
+        let first = |gang: &&Gang| gang.broken.is_none() && self.present.parted.is_none();
         let gang = self.observed.gang().filter(|gang| gang.attempt == attempt);
-        let Some(gang) = gang.filter(|gang| gang.broken.is_none() && self.parted.is_none()) else {
-            return;
-        };
+        let Some(gang) = gang.filter(first) else { return };
         let rank = gang.members.iter().find(|of| of.worker == name).map(|member| member.rank);
         if let (Some(from), LeftReason::PeerLost { rank }) = (rank, reason) {
-            self.parted = Some((from, *rank));
+            self.present.parted = Some((from, *rank));
         }
     }
 
     /// What a worker has done to the storage or found there. A checkpoint of an attempt that was
     /// given up does not count: a later claim is behind it.
     fn stored(&mut self, attempt: u32, event: &Event) {
-        if let (EventKind::AttemptsClaimed, Some(Detail::Number(taken))) =
-            (event.event, event.details.get("claimed"))
-        {
+        if event.event == EventKind::AttemptsClaimed {
+            let taken = number(event, "claimed").and_then(|taken| u32::try_from(taken).ok());
             // An attempt is far from 2^32, unless the claim is nonsense.
-            let taken = u32::try_from(*taken).ok().filter(|taken| *taken < u32::MAX / 2);
+            let taken = taken.filter(|taken| *taken < u32::MAX / 2);
             self.taken = self.taken.max(taken.unwrap_or(0));
         }
-        let Some(Detail::Number(step)) = event.details.get("step") else {
-            return;
-        };
+        let Some(step) = number(event, "step") else { return };
         let stored = &mut self.observed.stored;
         match event.event {
             _ if attempt != self.observed.record.attempt => {}
-            EventKind::CheckpointCommitted => {
-                if stored.as_ref().is_none_or(|stored| stored.step < *step) {
-                    *stored = Some(Stored { step: *step, name: directory_name(*step) });
-                }
+            EventKind::CheckpointCommitted
+                if stored.as_ref().is_none_or(|stored| stored.step < step) =>
+            {
+                *stored = Some(Stored { step, name: directory_name(step) });
             }
             // It is damaged; what can be used instead is told next.
-            EventKind::CheckpointRefused => drop(stored.take_if(|of| of.step == *step)),
+            EventKind::CheckpointRefused => drop(stored.take_if(|of| of.step == step)),
             _ => {}
         }
     }
@@ -532,19 +520,18 @@ impl Tracker {
             return Vec::new();
         };
         // Each step counts once, whoever reports it.
-        if step <= self.last_step {
+        if step <= self.present.last_step {
             return Vec::new();
         }
-        self.last_step = step;
+        self.present.last_step = step;
         let first = !std::mem::replace(&mut gang.stepped, true);
         let lost = record.step.saturating_sub(gang.resumed_at);
         record.step = record.step.max(step);
         record.progressed_at = now;
-        self.step_times.push(now);
-        let surplus = self.step_times.len().saturating_sub(STEP_DURATIONS_KEPT + 1);
-        self.step_times.drain(..surplus);
+        self.present.step_times.push(now);
+        keep_newest(&mut self.present.step_times, STEP_DURATIONS_KEPT + 1);
         let mut durations: Vec<Millis> =
-            self.step_times.windows(2).map(|pair| pair[1] - pair[0]).collect();
+            self.present.step_times.windows(2).map(|pair| pair[1] - pair[0]).collect();
         durations.sort_unstable();
         self.observed.record.step_median = durations.get(durations.len() / 2).copied().unwrap_or(0);
         if first {

@@ -101,41 +101,42 @@ pub fn parse(bytes: &[u8]) -> Result<Node, Vec<Problem>> {
 
 type Refused = Box<Problem>;
 
+/// Why a text is no document.
+fn refused(
+    code: Code,
+    place: Place,
+    found: impl Into<String>,
+    allowed: impl Into<String>,
+    advice: &str,
+) -> Refused {
+    Box::new(Problem::of(code, "", found, allowed, advice).at(place))
+}
+
 fn decode(bytes: &[u8]) -> Result<&str, Refused> {
     let first = Place { line: 1, column: 1 };
     if bytes.len() > BYTES_MAX {
-        return Err(Box::new(
-            Problem::new(Code::TooLarge, "")
-                .found(format!("{} bytes", bytes.len()))
-                .allowed(format!("at most {BYTES_MAX}"))
-                .advice("give the file of the MoeJob, not of its data"),
-        ));
+        let (found, allowed) = (format!("{} bytes", bytes.len()), format!("at most {BYTES_MAX}"));
+        let advice = "give the file of the MoeJob, not of its data";
+        return Err(Problem::of(Code::TooLarge, "", found, allowed, advice).into());
     }
-    let encoding = |found: &str| {
-        Box::new(
-            Problem::new(Code::Encoding, "")
-                .at(first)
-                .found(found)
-                .allowed("UTF-8 without a byte-order mark")
-                .advice("save the file as UTF-8"),
-        )
+    let encoding = |place: Place, found: &str| {
+        let advice = "save the file as UTF-8";
+        refused(Code::Encoding, place, found, "UTF-8 without a byte-order mark", advice)
     };
     let wide = bytes.starts_with(&[0xff, 0xfe])
         || bytes.starts_with(&[0xfe, 0xff])
         || (bytes.len() >= 2 && (bytes[0] == 0) != (bytes[1] == 0));
     if wide {
-        return Err(encoding("UTF-16 or UTF-32"));
+        return Err(encoding(first, "UTF-16 or UTF-32"));
     }
     if bytes.starts_with(&[0xef, 0xbb, 0xbf]) {
-        return Err(encoding("a byte-order mark"));
+        return Err(encoding(first, "a byte-order mark"));
     }
     std::str::from_utf8(bytes).map_err(|error| {
         let before = &bytes[..error.valid_up_to()];
         let line = 1 + before.iter().filter(|byte| **byte == b'\n').count() as u32;
         let column = 1 + before.iter().rev().take_while(|byte| **byte != b'\n').count() as u32;
-        let mut problem = encoding("bytes that are not UTF-8");
-        problem.place = Some(Place { line, column });
-        problem
+        encoding(Place { line, column }, "bytes that are not UTF-8")
     })
 }
 
@@ -147,24 +148,20 @@ fn characters(text: &str) -> Vec<Problem> {
         let at = |column: usize| Place { line: index as u32 + 1, column: column as u32 + 1 };
         let indent = line.len() - line.trim_start_matches([' ', '\t']).len();
         if let Some(column) = line[..indent].find('\t').filter(|_| !line.trim().is_empty()) {
-            problems.push(
-                Problem::new(Code::Tab, "")
-                    .at(at(column))
-                    .found("a tab in the indentation")
-                    .allowed("spaces")
-                    .advice("replace it by spaces"),
-            );
+            let (found, advice) = ("a tab in the indentation", "replace it by spaces");
+            problems.push(*refused(Code::Tab, at(column), found, "spaces", advice));
         }
         let line = line.strip_suffix('\r').unwrap_or(line);
         let bad = |c: &(usize, char)| (c.1.is_control() && c.1 != '\t') || is_bidi(c.1);
         if let Some((column, c)) = line.chars().enumerate().find(bad) {
-            problems.push(
-                Problem::new(Code::Character, "")
-                    .at(at(column))
-                    .found(format!("the character {}", c.escape_unicode()))
-                    .allowed("printable text")
-                    .advice("delete it"),
-            );
+            let found = format!("the character {}", c.escape_unicode());
+            problems.push(*refused(
+                Code::Character,
+                at(column),
+                found,
+                "printable text",
+                "delete it",
+            ));
         }
         if problems.len() >= PROBLEMS_MAX {
             break;
@@ -197,25 +194,15 @@ impl Builder {
             if let Event::DocumentStart(..) = event {
                 documents += 1;
                 if documents > 1 {
-                    return Err(Box::new(
-                        Problem::new(Code::Documents, "")
-                            .at(place(&span))
-                            .found("a second document")
-                            .allowed("one")
-                            .advice("write one MoeJob a file"),
-                    ));
+                    let (at, advice) = (place(&span), "write one MoeJob a file");
+                    return Err(refused(Code::Documents, at, "a second document", "one", advice));
                 }
             }
             self.event(event, place(&span))?;
         }
         self.root.ok_or_else(|| {
-            Box::new(
-                Problem::new(Code::Documents, "")
-                    .at(Place { line: 1, column: 1 })
-                    .found("nothing")
-                    .allowed("one MoeJob")
-                    .advice("start from one of examples/"),
-            )
+            let (first, advice) = (Place { line: 1, column: 1 }, "start from one of examples/");
+            refused(Code::Documents, first, "nothing", "one MoeJob", advice)
         })
     }
 
@@ -280,13 +267,8 @@ impl Builder {
     ) -> Result<(), Refused> {
         if let Some(Open::Map { key: key @ None, .. }) = self.open.last_mut() {
             if text == "<<" && plain {
-                return Err(Box::new(
-                    Problem::new(Code::Tag, "")
-                        .at(place)
-                        .found("a merge key `<<`")
-                        .allowed("fields")
-                        .advice("write the fields out; YAML 1.2 has no merge keys"),
-                ));
+                let advice = "write the fields out; YAML 1.2 has no merge keys";
+                return Err(refused(Code::Tag, place, "a merge key `<<`", "fields", advice));
             }
             *key = Some((text, place));
             self.nodes += 1;
@@ -310,13 +292,9 @@ impl Builder {
             Some(Open::Map { entries, key, .. }) => match key.take() {
                 Some((key, place)) => entries.push(Entry { key, place, value: node }),
                 None => {
-                    return Err(Box::new(
-                        Problem::new(Code::WrongKind, "")
-                            .at(place)
-                            .found("a list or map as the name of a field")
-                            .allowed("text")
-                            .advice("write `name: value`"),
-                    ));
+                    let (found, advice) =
+                        ("a list or map as the name of a field", "write `name: value`");
+                    return Err(refused(Code::WrongKind, place, found, "text", advice));
                 }
             },
         }
@@ -329,36 +307,21 @@ fn place(span: &Span) -> Place {
 }
 
 fn untagged(tagged: bool, place: Place) -> Result<(), Refused> {
+    let (allowed, advice) = ("values without tags", "delete the tag; quote what shall be text");
     match tagged {
         false => Ok(()),
-        true => Err(Box::new(
-            Problem::new(Code::Tag, "")
-                .at(place)
-                .found("a tag (`!...`)")
-                .allowed("values without tags")
-                .advice("delete the tag; quote what shall be text"),
-        )),
+        true => Err(refused(Code::Tag, place, "a tag (`!...`)", allowed, advice)),
     }
 }
 
 fn nesting(place: Place) -> Refused {
-    Box::new(
-        Problem::new(Code::Nesting, "")
-            .at(place)
-            .found(format!("more than {DEPTH_MAX} levels of nesting"))
-            .allowed(format!("at most {DEPTH_MAX}"))
-            .advice("flatten it"),
-    )
+    let found = format!("more than {DEPTH_MAX} levels of nesting");
+    refused(Code::Nesting, place, found, format!("at most {DEPTH_MAX}"), "flatten it")
 }
 
 fn aliases(place: Place, found: &str) -> Refused {
-    Box::new(
-        Problem::new(Code::Aliases, "")
-            .at(place)
-            .found(found)
-            .allowed(format!("at most {NODES_MAX} values, aliases followed"))
-            .advice("write the values out"),
-    )
+    let allowed = format!("at most {NODES_MAX} values, aliases followed");
+    refused(Code::Aliases, place, found, allowed, "write the values out")
 }
 
 /// What a reader of YAML says first; the picture of the text that it draws below is left out.
@@ -376,11 +339,7 @@ fn syntax(error: &serde_saphyr::granit_parser::ScanError) -> Refused {
     if deep {
         return nesting(place);
     }
-    Box::new(
-        Problem::new(Code::Syntax, "")
-            .at(place)
-            .found(what.chars().filter(|c| !c.is_control()).take(160).collect::<String>())
-            .allowed("YAML 1.2")
-            .advice("look at the quotes, colons and indentation there and just above"),
-    )
+    let found: String = what.chars().filter(|c| !c.is_control()).take(160).collect();
+    let advice = "look at the quotes, colons and indentation there and just above";
+    refused(Code::Syntax, place, found, "YAML 1.2", advice)
 }

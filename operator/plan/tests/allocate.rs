@@ -8,9 +8,10 @@
 mod texts;
 
 use moejob_plan::allocate::{
-    Allocation, Barred, Cluster, ClusterNode, Demand, HOLD_TIMEOUT, Memory, Needs, Standing, Taint,
-    Toleration, allocate, is_pause, unhealthy, unhealthy_label,
+    self, Allocation, Barred, ClusterNode, Demand, Ground, HOLD_TIMEOUT, Memory, Needs, Standing,
+    Taint, Toleration, is_pause, unhealthy, unhealthy_label,
 };
+use moejob_plan::fabric::Keys;
 use moejob_plan::job::Closeness;
 use moejob_plan::resources::Resources;
 use moejob_plan::spec::Level;
@@ -19,6 +20,17 @@ use proptest::test_runner::RngSeed;
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
+
+#[derive(Clone, Debug, Default)]
+struct Cluster {
+    nodes: Vec<ClusterNode>,
+    jobs: Vec<Demand>,
+}
+
+fn allocate(cluster: &Cluster, memory: &Memory, now: u64) -> Allocation {
+    let ground = Ground::new(cluster.nodes.clone(), &Keys::default());
+    allocate::allocate(&ground, &cluster.jobs, memory, now)
+}
 
 #[derive(Default)]
 struct World {

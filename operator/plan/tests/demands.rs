@@ -1,6 +1,6 @@
 //! What several jobs ask of the allocation together, and what comes of it on three nodes.
 
-use moejob_plan::allocate::{ClusterNode, Ground, Memory, allocate_on};
+use moejob_plan::allocate::{ClusterNode, Ground, Memory, allocate};
 use moejob_plan::fabric::Keys;
 use moejob_plan::lead::{JobLoop, JobSeen, Operator, Place, demands, unfit};
 use moejob_plan::observed::{Gang, Outcome, Record};
@@ -10,7 +10,7 @@ use moejob_protocol::config::Member;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
 use serde_json::{Value, json};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 const NOW: u64 = 1_700_000_000_000;
@@ -46,7 +46,7 @@ fn lead(seen: &JobSeen) -> JobLoop {
 fn granted(jobs: &[JobSeen], holds: &[(&str, &str)]) -> Vec<String> {
     let loops: Vec<(String, JobLoop)> =
         jobs.iter().map(|seen| (seen.uid.clone(), lead(seen))).collect();
-    let held: HashMap<&str, BTreeSet<String>> =
+    let held: BTreeMap<&str, BTreeSet<String>> =
         holds.iter().map(|(uid, node)| (*uid, [node.to_string()].into())).collect();
     let allocatable = Resources::read(&json!({"cpu": "64", "memory": "256Gi", "pods": "110"}));
     let node = |name: &str| ClusterNode {
@@ -58,7 +58,7 @@ fn granted(jobs: &[JobSeen], holds: &[(&str, &str)]) -> Vec<String> {
     let ground = Ground::new(["n1", "n2", "n3"].map(node).into(), &Keys::default());
     let led = loops.iter().map(|(uid, job)| (uid.as_str(), job));
     let asked = demands(led, held, |_| 0);
-    let made = allocate_on(&ground, &asked, &Memory::default(), NOW);
+    let made = allocate(&ground, &asked, &Memory::default(), NOW);
     let line = |(uid, granted): (&String, &moejob_plan::allocate::Granted)| {
         let names: Vec<&str> = granted.nodes.iter().map(|node| node.name.as_str()).collect();
         format!("{uid}: {} ({})", names.join(" "), granted.why)

@@ -212,7 +212,7 @@ fn the_plan_chooses_by_what_is_expected() {
         let (exchange, why) = choice(&auto, &size.layout);
         assert_eq!((exchange, why.is_some()), (size.exchange, size.nodes > 1));
     }
-    let outlook = outlook(&auto, None, &[]);
+    let outlook = outlook(&auto, None, &moejob_plan::fabric::Keys::default(), &[]);
     let said = outlook_text(&outlook);
     let line = "tokens travel first within nodes, then between them: ";
     assert!(said.contains(line) && said.contains(" ms a layer expected, else "), "{said}");

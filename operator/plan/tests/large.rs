@@ -3,6 +3,7 @@
 mod said;
 mod world;
 
+use moejob_plan::fabric::Keys;
 use moejob_plan::decide::Action;
 use std::sync::Arc;
 use world::{Setup, World};
@@ -102,7 +103,7 @@ fn the_largest_jobs_are_shown_with_the_memory_of_some_of_their_sizes() {
         );
         let began = std::time::Instant::now();
         let job = Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"));
-        let outlook = offline::outlook(&job, None, &[]);
+        let outlook = offline::outlook(&job, None, &Keys::default(), &[]);
         let took = began.elapsed();
         eprintln!("{nodes}, {layers} layers of {experts}: {took:?}");
         assert!(took.as_secs_f64() < 60.0, "{nodes}: {took:?}");

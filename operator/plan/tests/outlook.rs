@@ -3,7 +3,8 @@
 #![allow(clippy::disallowed_methods, reason = "the test reads the examples")]
 
 use moejob_plan::Job;
-use moejob_plan::offline::{Outlook, count, outlook, step_time, text};
+use moejob_plan::fabric::Keys;
+use moejob_plan::offline::{self, Outlook, count, step_time, text};
 use moejob_plan::profile::Profiles;
 use moejob_plan::allocate::Needs;
 use moejob_plan::topology::{NodeInfo, nodes_from, select};
@@ -16,6 +17,10 @@ fn root() -> &'static Path {
 fn job(edit: impl Fn(String) -> String) -> Job {
     let base = include_str!("manifests/base.yaml").to_string();
     Job::read(edit(base).as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"))
+}
+
+fn outlook(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Outlook {
+    offline::outlook(job, nodes, &Keys::default(), lose)
 }
 
 fn nodes(names: &str) -> Vec<NodeInfo> {

@@ -7,7 +7,6 @@ use moejob_plan::Job;
 use moejob_plan::fabric::FabricFacts;
 use moejob_plan::job::{Job as Whole, Venue};
 use moejob_plan::observed::Outcome;
-use moejob_plan::problem::{Code, Problem};
 use moejob_plan::status::{self, Condition, MoeJobStatus, stamp};
 use moejob_plan::{decide, launch, pods};
 use world::{Setup, World};
@@ -109,20 +108,6 @@ fn a_suspended_job_says_when_it_has_stopped() {
     assert_eq!(status(&world).phase, "Stopping");
     steps(&mut world, 1);
     assert_eq!(line(&status(&world)), "Suspended 0/2 Planned=Over Suspended=Asked");
-}
-
-#[test]
-fn a_wrong_spec_lists_every_problem() {
-    let problem = |path: &str| {
-        Problem::new(Code::Batch, path).found("`3`").allowed("a divisor").advice("choose another")
-    };
-    let status = status::invalid(&[problem("spec.a"), problem("spec.b")]);
-    assert_eq!(status.phase, "Invalid");
-    let [planned] = &status.conditions[..] else { panic!("{status:?}") };
-    assert_eq!((planned.status.as_str(), planned.reason.as_str()), ("False", "InvalidSpec"));
-    let expected = "E0204 spec.a: found `3`; allowed: a divisor; choose another\n\
-                    E0204 spec.b: found `3`; allowed: a divisor; choose another";
-    assert_eq!(planned.message, expected);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! A bar on standard error for work on bytes; silent where that is no terminal.
 
-use crate::out::columns;
+use crate::cli::out::columns;
 use std::io::Write;
 use std::time::{Duration, Instant};
 

@@ -2,7 +2,7 @@
 
 use super::args::word;
 use super::validate::Output;
-use crate::out::io;
+use crate::cli::out::io;
 use clap::Args;
 use moejob_plan::{edit, explain};
 use std::fs::OpenOptions;

@@ -8,7 +8,7 @@
 
 use super::args::{self, THREADS_MAX, Written, whole};
 use super::spoken::{Screen, TextStream};
-use crate::out::io;
+use crate::cli::out::io;
 use clap::{Args, ValueEnum};
 use moe_worker::data::{DataError, Encoder};
 use moe_worker::engine::decode::{DecodeError, Decoder};

@@ -2,6 +2,8 @@
 //! 0 done, 1 failed, 2 the user's input, 3 data or checkpoint refused, 75 try again,
 //! 130 interrupted.
 
+#[macro_use]
+pub(crate) mod out;
 mod args;
 pub mod bar;
 pub mod bench;
@@ -18,6 +20,7 @@ pub mod moe;
 pub mod plan;
 pub mod preflight;
 pub(crate) mod profiles;
+pub(crate) mod progress;
 pub mod report;
 mod room;
 pub mod run;
@@ -191,7 +194,7 @@ fn start_logs(cli: &Cli) {
     let in_pod = works && std::env::var_os(ENV_WORKER).is_some();
     let filter = cli.log.as_deref().unwrap_or(if in_pod { "info" } else { "warn" });
     let filter = tracing_subscriber::EnvFilter::new(filter);
-    let colours = crate::out::colours();
+    let colours = crate::cli::out::colours();
     let logs = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours);
     let logs = logs.with_writer(std::io::stderr);
     if cli.json_logs {
@@ -206,7 +209,7 @@ fn start_plain_logs(default: &str) {
     let filter = std::env::var("MOEJOB_LOG").unwrap_or_else(|_| default.to_string());
     let filter = tracing_subscriber::EnvFilter::new(filter);
     let logs = tracing_subscriber::fmt().with_env_filter(filter).with_target(false);
-    logs.with_ansi(crate::out::colours()).with_writer(std::io::stderr).init();
+    logs.with_ansi(crate::cli::out::colours()).with_writer(std::io::stderr).init();
 }
 
 /// Prints an error with its causes.

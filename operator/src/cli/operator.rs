@@ -12,6 +12,7 @@ use crate::scrape::Scrape;
 use clap::Args;
 use kube::{Client, Config};
 use moejob_plan::crd;
+use moejob_plan::lead::Operator;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -47,7 +48,8 @@ pub struct OperatorArgs {
     /// Where /metrics is answered, with TLS, to who may read it.
     #[arg(long, default_value = "0.0.0.0:8443")]
     pub metrics: SocketAddr,
-    /// How often all jobs, pods and nodes are listed anew, in seconds: it finds what a watch has lost.
+    /// How often all jobs, pods and nodes are listed anew, in seconds: it finds what a watch has
+    /// lost.
     #[arg(long, default_value = "600", value_parser = clap::value_parser!(u32).range(1..))]
     pub list_every: u32,
     /// For tests on clusters without GPUs: engines of GPU jobs compute on processors, in pods that
@@ -110,7 +112,14 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
     let deadline = Deadline::default();
     let writer = Writer::new(client.clone(), identity.clone(), deadline.clone());
     let keyring = Arc::new(keyring(&client, &writer, args).await?);
-    let own_image = own_image(&client, args).await?;
+    let operator = Operator {
+        image: own_image(&client, args).await?,
+        namespace: args.namespace.clone(),
+        trusted: keyring.trusted(),
+        keyring: keyring.id(),
+        stand_in: args.stand_in,
+        profiles: Arc::default(),
+    };
     let secret = |source| OperatorError::Secret {
         namespace: args.namespace.clone(),
         name: args.secret.clone(),
@@ -131,15 +140,12 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
         reviewer: Reviewer::new(client.clone()),
         writer: writer.clone(),
         metrics: metrics.clone(),
-        own_image,
-        namespace: args.namespace.clone(),
         told: told_sender,
-        stand_in: args.stand_in,
         clock: Clock::start(),
         pulse,
     };
     let inputs = Inputs { changes, told, orders, unfit: unfit_sender };
-    tokio::spawn(Controller::new(context, inputs).run());
+    tokio::spawn(Controller::new(context, operator, inputs).run());
     let (namespace, name) = (args.namespace.clone(), args.lease.clone());
     let election = Election { client: client.clone(), writer, namespace, name, identity, deadline };
     let leadership = async {

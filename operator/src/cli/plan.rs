@@ -4,7 +4,7 @@ use super::profiles::OwnProfiles;
 use super::validate::read_job;
 use clap::{Args, ValueEnum};
 use moejob_plan::Job;
-use moejob_plan::offline::{self, Outlook, outlook_on};
+use moejob_plan::offline::{self, Outlook, outlook};
 use moejob_plan::picture::{Picture, html, picture, svg};
 use moejob_plan::problem::nearest;
 use moejob_plan::allocate::Needs;
@@ -106,7 +106,7 @@ impl How {
             let text = draw(&picture(job, nodes, keys, &self.lose)?);
             return Ok(Planned { text, works: job.unsupported().is_empty() });
         }
-        let outlook = outlook_on(job, nodes, keys, &self.lose);
+        let outlook = outlook(job, nodes, keys, &self.lose);
         let text = written(&outlook, self.output)?;
         Ok(Planned { text, works: !outlook.sizes.is_empty() && outlook.unsupported.is_empty() })
     }
@@ -138,6 +138,6 @@ pub fn read_nodes(file: &Path) -> Result<Vec<NodeInfo>, String> {
     let mut text = String::new();
     let read = std::fs::File::open(file)
         .and_then(|file| file.take(NODES_BYTES_MAX).read_to_string(&mut text));
-    read.map_err(|error| named(crate::out::io(&error)))?;
+    read.map_err(|error| named(crate::cli::out::io(&error)))?;
     nodes_from(&text).map_err(named)
 }

@@ -1,13 +1,18 @@
 //! `moejob run FILE`.
 
+pub mod mlflow;
+mod post;
+pub mod tfevents;
+
 use super::args::{THREADS_MAX, whole};
 use super::{complain, machine};
 use super::room::{self, Fit};
 use super::profiles::OwnProfiles;
 use super::validate::{Changed, ReadJob};
-use crate::local::{self, Options, Tracking};
-use crate::out::io;
+use crate::local::{self, Options};
+use crate::cli::out::io;
 use clap::Args;
+use mlflow::Tracking;
 use moejob_plan::job::Job;
 use moejob_plan::launch::Places;
 use moejob_plan::lead::Local;

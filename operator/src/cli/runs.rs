@@ -85,7 +85,7 @@ pub fn ls(args: &LsArgs) -> ExitCode {
     let entries = match std::fs::read_dir(&args.dir) {
         Ok(entries) => entries,
         Err(error) => {
-            let (dir, why) = (args.dir.display(), crate::out::io(&error));
+            let (dir, why) = (args.dir.display(), crate::cli::out::io(&error));
             eprintln!("moejob: {dir}: {why}; name the folder of runs, such as {RUNS}");
             return ExitCode::from(2);
         }

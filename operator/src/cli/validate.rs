@@ -207,7 +207,7 @@ fn only_job(bytes: Vec<u8>) -> Result<Vec<u8>, String> {
 const NO_JOB: &str = "it holds no MoeJob";
 
 fn unread(error: &std::io::Error) -> String {
-    format!("cannot be read: {}", crate::out::io(error))
+    format!("cannot be read: {}", crate::cli::out::io(error))
 }
 
 impl Finding {

@@ -43,7 +43,7 @@ impl Controller {
         let Some(after) = after.cloned() else { return };
         match self.jobs.get_mut(&after.owner()) {
             Some(job) if job.is_to_be_taken_anew(&after) => self.adopt(&after, now),
-            Some(job) => job.on(Event::Spec(Box::new(after)), now),
+            Some(job) => job.job.on(Event::Spec(Box::new(after)), now),
             None => self.adopt(&after, now),
         }
     }
@@ -61,11 +61,11 @@ impl Controller {
         if let Some(job) = owner.and_then(|owner| self.jobs.get_mut(owner))
             && let Some(worker) = worker
         {
-            return job.on(Event::Pod(Box::new(worker.clone())), now);
+            return job.job.on(Event::Pod(Box::new(worker.clone())), now);
         }
         let was = before.and_then(|pod| pod.worker.as_ref()).map(|worker| &worker.owner);
         if let Some(job) = was.and_then(|owner| self.jobs.get_mut(owner)) {
-            job.on(Event::PodGone(name.to_string()), now);
+            job.job.on(Event::PodGone(name.to_string()), now);
         }
     }
 
@@ -85,8 +85,8 @@ impl Controller {
         (self.ground, self.stale) = (None, true);
         for seen in self.cluster.jobs.values() {
             let Some(job) = self.jobs.get_mut(&seen.owner()) else { continue };
-            job.on(Event::Profiles(Arc::clone(&self.operator.profiles)), now);
-            job.on(Event::Spec(Box::new(seen.clone())), now);
+            job.job.on(Event::Profiles(Arc::clone(&self.operator.profiles)), now);
+            job.job.on(Event::Spec(Box::new(seen.clone())), now);
         }
     }
 
@@ -179,7 +179,7 @@ impl Controller {
         let mut job = Crew::new(seen, Arc::clone(&self.context), operator, term, now);
         for key in pods {
             let worker = self.cluster.pods.get(&key).and_then(|pod| pod.worker.clone());
-            worker.into_iter().for_each(|worker| job.on(Event::Pod(worker), now));
+            worker.into_iter().for_each(|worker| job.job.on(Event::Pod(worker), now));
         }
         self.jobs.insert(seen.owner(), job);
         self.stale = true;

@@ -1,34 +1,13 @@
 //! One job's loop and what executes its effects: the streams to its workers, and the writer.
 
 use super::Context;
-use crate::apply::Writer;
 use crate::control::{Leader, Told, Verifier};
 use crate::observe::{JobSeen, Owner};
 use moejob_plan::allocate::{Claim, Memory};
-use moejob_plan::lead::{
-    Batch, Effect, Event, JobLoop, Memo, Operator, Origin, Place, Turn, Write, Written,
-};
+use moejob_plan::lead::{Batch, Effect, Event, JobLoop, Memo, Operator, Place, Turn, Write};
 use moejob_plan::observed::Millis;
 use std::sync::Arc;
 use std::time::Instant;
-
-/// The end of a batch: each write's label for the metrics, and what became of it.
-pub struct Done {
-    pub owner: Owner,
-    pub aside: bool,
-    pub results: Vec<(Origin, &'static str, Written)>,
-}
-
-impl Done {
-    /// Writes all of the batch.
-    pub async fn of(owner: Owner, batch: Batch, writer: &Writer) -> Done {
-        let (origins, writes): (Vec<_>, Vec<_>) = batch.writes.into_iter().unzip();
-        let written = writer.write_all(&owner, writes).await;
-        let results = origins.into_iter().zip(written);
-        let results = results.map(|(origin, (label, written))| (origin, label, written));
-        Done { owner, aside: batch.aside, results: results.collect() }
-    }
-}
 
 pub struct Crew {
     pub job: JobLoop,
@@ -60,10 +39,6 @@ impl Crew {
     /// Its record was not understood, and is another one.
     pub fn is_to_be_taken_anew(&self, seen: &JobSeen) -> bool {
         self.job.fence().is_some_and(|fence| fence.is_lifted(seen))
-    }
-
-    pub fn on(&mut self, event: Event, now: Millis) {
-        self.job.on(event, now);
     }
 
     pub fn on_told(&mut self, told: Told, now: Millis) {

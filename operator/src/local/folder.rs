@@ -1,6 +1,8 @@
 //! `DIR/NAME`: who may write there, whose it is, and what the next start must know.
 
+use crate::authority::random;
 use moe_worker::attempt::records::{Records, RecordsError};
+use moe_worker::data::durable;
 use moejob_plan::changes::changes;
 use moejob_plan::launch::shared;
 use rustix::fs::{FlockOperation, flock};
@@ -8,13 +10,14 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// `moejob ls` asks for a shared lock for a moment, to see whether a run goes on: that is no run.
 const LOCK_TRIES: u32 = 10;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
+
+const FILE: &str = "job.json";
 
 /// `job.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -128,16 +131,13 @@ impl Folder {
         &self.file
     }
 
-    /// Makes `file` durable: tmp, fsync, rename, fsync of the folder.
+    /// Makes `file` durable.
     pub fn record(&mut self, file: JobFile) -> Result<(), FolderError> {
-        let (target, staged) = (self.path.join("job.json"), self.path.join("job.json.tmp"));
-        let failed = |source| io(&target, "cannot be written", source);
+        let target = self.path.join(FILE);
         let text = serde_json::to_vec_pretty(&file)
             .map_err(|source| FolderError::Damaged { path: target.display().to_string(), source })?;
-        let mut to = File::create(&staged).map_err(failed)?;
-        to.write_all(&text).and_then(|()| to.sync_all()).map_err(failed)?;
-        std::fs::rename(&staged, &target).map_err(failed)?;
-        File::open(&self.path).and_then(|folder| folder.sync_all()).map_err(failed)?;
+        durable::replace(&self.path, FILE, |to| std::fs::write(to, &text))
+            .map_err(|source| io(&target, "cannot be written", source))?;
         self.file = file;
         Ok(())
     }
@@ -153,7 +153,7 @@ fn io(path: &Path, what: &'static str, source: std::io::Error) -> FolderError {
 }
 
 fn read(path: &Path) -> Result<Option<JobFile>, FolderError> {
-    let path = path.join("job.json");
+    let path = path.join(FILE);
     let text = match std::fs::read(&path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
@@ -165,11 +165,9 @@ fn read(path: &Path) -> Result<Option<JobFile>, FolderError> {
 
 /// 128 random bits, as Kubernetes gives to its objects.
 fn new_uid(path: &Path) -> Result<String, FolderError> {
-    let mut bytes = [0u8; 16];
-    File::open("/dev/urandom")
-        .and_then(|mut source| std::io::Read::read_exact(&mut source, &mut bytes))
+    let bytes = random()
         .map_err(|source| io(path, "no random numbers for the job's uid", source))?;
-    let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    let hex = format!("{:032x}", u128::from_be_bytes(bytes));
     let part = |from: usize, to: usize| &hex[from..to];
     Ok([part(0, 8), part(8, 12), part(12, 16), part(16, 20), part(20, 32)].join("-"))
 }

@@ -71,25 +71,8 @@ impl Attempt for Counting {
 }
 
 fn report(step: u64, loss: f64, comm: &Comm) -> StepReport {
-    StepReport {
-        step,
-        loss,
-        aux_loss: 0.0,
-        z_loss: 0.0,
-        grad_norm: 0.0,
-        loss_scale: None,
-        learning_rate: 0.0,
-        tokens: 0,
-        tokens_per_second: 0.0,
-        timing: Default::default(),
-        world_size: comm.world(),
-        attempt: comm.attempt(),
-        expert_imbalance: 0.0,
-        routing: Default::default(),
-        device: None,
-        validation_loss: None,
-        time: String::new(),
-    }
+    let (world_size, attempt) = (comm.world(), comm.attempt());
+    StepReport { step, loss, world_size, attempt, ..StepReport::default() }
 }
 
 /// A worker on a thread of this process, and the pipe whose end it takes for its owner's.

@@ -129,7 +129,7 @@ impl Up {
 }
 
 /// First frame of a connection: who this is and what it has.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Hello {
     /// Of the control stream, as the two sides have agreed on it.

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 /// One line of `metrics.jsonl`; a replayed step is a new line with a higher attempt.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct StepReport {
     /// Steps done, so the first is 1.

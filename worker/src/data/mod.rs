@@ -9,7 +9,7 @@
 //! first goes to a temporary file that the workers of a node share; nothing of it is kept in
 //! memory. Engines that are processes ask their worker, which has it open for all of them.
 
-mod durable;
+pub mod durable;
 mod error;
 mod progress;
 mod files;

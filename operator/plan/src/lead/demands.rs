@@ -4,13 +4,13 @@ use super::JobLoop;
 use crate::allocate::{Barred, Demand};
 use crate::locations::{self, Tenant};
 use crate::observed::Outcome;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Of all jobs by their owners. `holds` are the nodes of each job's pods that have not ended;
 /// `priority` says what a PriorityClass is worth.
 pub fn demands<'j>(
     jobs: impl Iterator<Item = (&'j str, &'j JobLoop)> + Clone,
-    mut holds: HashMap<&str, BTreeSet<String>>,
+    mut holds: BTreeMap<&str, BTreeSet<String>>,
     priority: impl Fn(&str) -> i32,
 ) -> Vec<Demand> {
     let tenants: Vec<Tenant> = jobs.clone().filter_map(tenant).collect();
@@ -18,7 +18,7 @@ pub fn demands<'j>(
     let demand = |(owner, state): (&'j str, &'j JobLoop)| {
         let job = state.job()?;
         let who = (owner, priority(&job.kubernetes.priority_class_name), state.created_at);
-        let (observed, needs) = (&state.tracker.observed, state.spec.needs().clone());
+        let (observed, needs) = (&state.tracker.observed, state.spec.needs.clone());
         let holds = holds.remove(owner).unwrap_or_default();
         let demand = Demand::of(job, observed, state.claim(), needs, who, holds);
         let earlier = waiting.get(owner).cloned().map(Barred::Location);

@@ -3,6 +3,7 @@
 
 use crate::words::several;
 use crate::observed::Millis;
+use crate::problem::{printable, printable_lines, shorten};
 use std::collections::VecDeque;
 
 /// So many events at once, and then one in so long.
@@ -29,7 +30,7 @@ impl EventLog {
     /// The words to tell, if they are to be told.
     pub fn admit(&mut self, reason: &str, note: String, now: Millis) -> Option<String> {
         let mut note = printable(&note);
-        shorten(&mut note);
+        shorten(&mut note, NOTE_BYTES_MAX);
         let known = |of: &&mut (String, String, Millis, u32)| of.0 == reason && of.1 == note;
         if let Some((.., at, times)) = self.told.iter_mut().find(known) {
             if now < *at + AGAIN_AFTER {
@@ -71,23 +72,11 @@ impl EventLog {
     }
 }
 
-/// Words of others, without what would disturb a terminal.
-pub fn printable(text: &str) -> String {
-    crate::problem::printable(text)
-}
-
 /// Of a worker's words: they stand in the record, in conditions and in causes.
 pub fn plain(text: &mut String) {
-    shorten(text);
-    *text = crate::problem::printable_lines(text);
-    shorten(text);
-}
-
-fn shorten(note: &mut String) {
-    if note.len() > NOTE_BYTES_MAX {
-        let end = (0..=NOTE_BYTES_MAX).rev().find(|at| note.is_char_boundary(*at));
-        note.truncate(end.unwrap_or(0));
-    }
+    shorten(text, NOTE_BYTES_MAX);
+    *text = printable_lines(text);
+    shorten(text, NOTE_BYTES_MAX);
 }
 
 #[cfg(test)]

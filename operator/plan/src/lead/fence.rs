@@ -6,7 +6,7 @@
 
 use crate::words::{one_or_more, several};
 use super::spec::sealed_by;
-use super::{Event, JobLoop, JobSeen, Owner};
+use super::{JobSeen, Owner};
 use crate::pods::LABEL_JOB_UID;
 use crate::record::RecordError;
 use serde_json::Value;
@@ -55,15 +55,6 @@ pub fn unfit<'s>(
             one_or_more(pods, "was", "were")
         )
     })
-}
-
-impl JobLoop {
-    /// What happens to a fenced job changes nothing; whether it was that.
-    pub(super) fn is_held_off(&self, event: &Event) -> bool {
-        let fenced = self.fence.is_some();
-        // Results of its own event are the only ones that it can have.
-        fenced && !matches!(event, Event::Done { .. })
-    }
 }
 
 #[cfg(test)]

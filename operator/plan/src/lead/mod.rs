@@ -301,7 +301,26 @@ pub enum WriteErrorKind {
     Refused,
     /// This process may no longer lead: nothing was sent.
     Deposed,
+    /// An object of this name is not the job's.
+    NotOurs,
     Other,
+}
+
+impl WriteErrorKind {
+    /// As `result` of the metrics.
+    pub fn label(self) -> &'static str {
+        match self {
+            WriteErrorKind::Slow => "slow",
+            WriteErrorKind::Conflict => "conflict",
+            WriteErrorKind::Exists => "exists",
+            WriteErrorKind::Gone => "gone",
+            WriteErrorKind::Forbidden => "forbidden",
+            WriteErrorKind::Refused => "refused",
+            WriteErrorKind::Deposed => "deposed",
+            WriteErrorKind::NotOurs => "not_ours",
+            WriteErrorKind::Other => "error",
+        }
+    }
 }
 
 /// What is to be done now, and when to ask again even if nothing happens.
@@ -380,7 +399,7 @@ impl JobLoop {
             outbox: outbox::Outbox::default(),
             report,
             refusals: refusals::Refusals::restore(saved.more.refused),
-            rests: rests::Rests::restore(saved.more.rests),
+            rests: rests::Rests(saved.more.rests),
             objects: objects::Objects::default(),
             events: event_log::EventLog::default(),
             granted: Granted::default(),
@@ -397,7 +416,7 @@ impl JobLoop {
             effects: Vec::new(),
             dirty: true,
         };
-        job.spec.restore(saved.more.accepted, saved.more.machine);
+        (job.spec.accepted, job.spec.machine) = (saved.more.accepted, saved.more.machine);
         job.rest_again(now);
         match &job.fence {
             Some(fence) => {

@@ -12,14 +12,14 @@ const RETRY: Millis = 5_000;
 
 #[derive(Debug, Default)]
 pub struct Objects {
-    policy: Ensured,
-    budget: Ensured,
+    pub policy: Ensured,
+    pub budget: Ensured,
     /// There are pods, and there is a gang: only then is either looked after.
     wanted: (bool, bool),
 }
 
 #[derive(Debug, Default)]
-struct Ensured {
+pub struct Ensured {
     /// The API server has acknowledged it for this generation.
     generation: Option<i64>,
     /// When it is looked at again.
@@ -28,7 +28,7 @@ struct Ensured {
 }
 
 impl Ensured {
-    fn written(&mut self, generation: i64, ok: bool, now: Millis) {
+    pub fn written(&mut self, generation: i64, ok: bool, now: Millis) {
         self.under_way = false;
         if ok {
             self.generation = Some(generation);
@@ -46,14 +46,6 @@ impl Objects {
     /// No pod is made before strangers are shut out.
     pub fn has_policy(&self) -> bool {
         self.policy.generation.is_some()
-    }
-
-    pub fn policy_written(&mut self, generation: i64, ok: bool, now: Millis) {
-        self.policy.written(generation, ok, now);
-    }
-
-    pub fn budget_written(&mut self, generation: i64, ok: bool, now: Millis) {
-        self.budget.written(generation, ok, now);
     }
 
     pub fn due(&self) -> Option<Millis> {

@@ -1,7 +1,7 @@
 //! Actions on their way out: the queue of what is planned, the batch that is under way, and what
 //! waits for its end.
 
-use super::streams::Frames;
+use super::streams::replaces;
 use super::{Said, WriteError, WriteErrorKind};
 use crate::decide::Action;
 use crate::observed::Millis;
@@ -91,7 +91,7 @@ impl Outbox {
         if let (Waiting::Stream(name, said), Some(Waiting::Stream(of, last))) =
             (&waiting, self.waiting.back())
             && name == of
-            && Frames::replaces(said, last)
+            && replaces(said, last)
         {
             self.waiting.pop_back();
         }

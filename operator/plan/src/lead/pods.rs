@@ -4,6 +4,7 @@
 use super::{ByName, Effect, JobLoop, Link, Origin, PodIdentity, Said, WorkerPod, Write};
 use crate::observed::{Millis, Observed, Outcome, Worker, WorkerState};
 use crate::pods::{TERMINATION_GRACE_S, attempt_and_slot};
+use crate::problem::printable;
 use moejob_protocol::message::Down;
 use moejob_protocol::pod::PORT;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -266,7 +267,7 @@ impl Pods {
     }
 
     pub fn trouble(&mut self, node: &str, message: &str) {
-        let message = super::event_log::printable(message);
+        let message = printable(message);
         self.troubles.insert(node.to_string(), message);
     }
 

@@ -24,7 +24,8 @@ const APART: Millis = 150_000;
 
 #[derive(Debug, Default)]
 pub struct Refusals {
-    of: Refused,
+    /// What the next leader goes on from.
+    pub of: Refused,
     /// The allocation of nodes has not heard of the latest change.
     turned: bool,
 }
@@ -33,10 +34,6 @@ impl Refusals {
     /// As the leader before has left it.
     pub fn restore(of: Refused) -> Refusals {
         Refusals { turned: of.until.is_some(), of }
-    }
-
-    pub fn saved(&self) -> &Refused {
-        &self.of
     }
 
     /// Pods were refused, and none that were taken is of use without them. Whether the job now
@@ -103,7 +100,7 @@ impl JobLoop {
                 self.refusals.stand_back(now + PROBE_EVERY);
             }
             self.refusals.of.why = self.outbox.failure.clone().unwrap_or_default();
-            self.report.unsaved();
+            self.report.unsaved = true;
             // It is planned at once, without any node: what it has goes.
             self.outbox.retry_now(now);
             self.granted.nodes.clear();

@@ -43,6 +43,7 @@ pub struct Figures {
 }
 
 /// The status as it was last written, and what is newer.
+#[derive(Default)]
 pub(super) struct Report {
     pub generation: i64,
     /// A write is under way; there is one at a time.
@@ -58,8 +59,9 @@ pub(super) struct Report {
     not_before: Millis,
     failures: u32,
     /// What only the next leader reads has changed.
-    unsaved: bool,
-    newest: Option<StepReport>,
+    pub unsaved: bool,
+    /// What was last told of a step.
+    pub newest: Option<StepReport>,
     /// What was told of it last.
     figures: Figures,
     /// The attempt and the changes of engines of which `figures.ranks` speaks.
@@ -72,31 +74,19 @@ impl Report {
     pub fn new(seen: &JobSeen) -> Report {
         Report {
             generation: seen.generation,
-            in_flight: false,
-            due: None,
             version: seen.resource_version.clone(),
             written: MoeJobStatus {
                 record: String::new(),
                 record_more: String::new(),
                 ..serde_json::from_value(seen.status.clone()).unwrap_or_default()
             },
-            pending: None,
-            last_write: 0,
-            changed_at: None,
-            not_before: 0,
-            failures: 0,
-            unsaved: false,
-            newest: None,
-            figures: Figures::default(),
-            ranks_of: None,
-            ranks_at: 0,
+            ..Report::default()
         }
     }
 
     /// The newest checkpoint that the status knows.
     pub fn stored(&self) -> Option<Stored> {
-        let stored = self.written.checkpoint.as_ref()?;
-        Some(Stored { step: stored.step, name: stored.name.clone() })
+        self.written.checkpoint.clone()
     }
 
     /// Versions rise; what a watch tells may be older than the last answer to a write.
@@ -106,15 +96,6 @@ impl Report {
             self.version = version.to_string();
             self.not_before = 0;
         }
-    }
-
-    /// The next leader is to know something that the status does not show.
-    pub fn unsaved(&mut self) {
-        self.unsaved = true;
-    }
-
-    pub fn step(&mut self, report: &StepReport) {
-        self.newest = Some(report.clone());
     }
 
     /// When the job was over, if it is.
@@ -254,12 +235,12 @@ impl JobLoop {
             record: tracker.observed.record.clone(),
             recoveries: tracker.recoveries.clone(),
             more: record::More {
-                accepted: self.spec.accepted().cloned(),
+                accepted: self.spec.accepted.clone(),
                 keyring: self.operator.keyring.clone(),
                 machine: self.spec.machine.clone(),
                 pods: self.gang_pods(tracker),
-                refused: self.refusals.saved().clone(),
-                rests: self.rests.saved().clone(),
+                refused: self.refusals.of.clone(),
+                rests: self.rests.0.clone(),
                 engines_lost: tracker.engines.lost.clone(),
                 rest: self.rest.1.clone(),
             },
@@ -276,7 +257,7 @@ impl JobLoop {
                 let why = &self.why;
                 status::status(job, &tracker.observed, &tracker.recoveries, why, now)
             }
-            None => blocked_status(self.spec.blocked()),
+            None => blocked_status(self.spec.blocked.as_ref()),
         };
         status.observed_generation = Some(self.report.generation);
         if let Some(report) = &self.report.newest {
@@ -386,35 +367,13 @@ fn places(value: f64, count: i32) -> f64 {
 }
 
 #[cfg(test)]
-mod places_tests {
-    #[test]
-    fn numbers_are_as_people_read_them() {
-        let shown = |value, count| super::places(value, count).to_string();
-        assert_eq!(shown(0.091_229_461_277_745_74, 4), "0.0912");
-        assert_eq!(shown(105_062.235_010_266_13, 0), "105062");
-        assert_eq!(shown(f64::NAN, 4), "NaN");
-        assert_eq!(shown(1e300, 4), super::places(1e300, 4).to_string());
-    }
-}
-
-#[cfg(test)]
 mod tests {
     use super::super::{WriteError, WriteErrorKind};
     use super::*;
 
     fn report() -> Report {
-        Report::new(&JobSeen {
-            namespace: "n".into(),
-            name: "j".into(),
-            uid: "u".into(),
-            generation: 1,
-            resource_version: "10".into(),
-            created_at: 0,
-            deleted: false,
-            spec: serde_json::Value::Null,
-            spec_bytes: 4,
-            status: serde_json::Value::Null,
-        })
+        let (generation, resource_version) = (1, "10".into());
+        Report::new(&JobSeen { generation, resource_version, ..JobSeen::default() })
     }
 
     fn status(phase: &str, step: u64) -> MoeJobStatus {
@@ -427,6 +386,15 @@ mod tests {
             Write::Status { resource_version, .. } => resource_version,
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn numbers_are_as_people_read_them() {
+        let shown = |value, count| places(value, count).to_string();
+        assert_eq!(shown(0.091_229_461_277_745_74, 4), "0.0912");
+        assert_eq!(shown(105_062.235_010_266_13, 0), "105062");
+        assert_eq!(shown(f64::NAN, 4), "NaN");
+        assert_eq!(shown(f64::MAX, 4), f64::MAX.to_string());
     }
 
     #[test]

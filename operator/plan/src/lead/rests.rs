@@ -10,18 +10,9 @@ const FORGOTTEN: Millis = 3_600_000;
 
 /// By node: failures in a row, when the last of them was, and until when it rests.
 #[derive(Debug, Default)]
-pub(super) struct Rests(BTreeMap<String, NodeRest>);
+pub(super) struct Rests(pub BTreeMap<String, NodeRest>);
 
 impl Rests {
-    /// As the leader before has left it.
-    pub fn restore(rests: BTreeMap<String, NodeRest>) -> Rests {
-        Rests(rests)
-    }
-
-    pub fn saved(&self) -> &BTreeMap<String, NodeRest> {
-        &self.0
-    }
-
     /// A worker failed there, or did not come up in time: until when the node rests.
     fn failed(&mut self, node: &str, patience: &Patience, now: Millis) -> Millis {
         let (failures, last, _) = self.of(node, now);
@@ -106,10 +97,10 @@ mod tests {
         }
         rests.until("n0", 2 * FORGOTTEN, 2_000);
         rests.failed("one more", &patience, 2_000);
-        assert_eq!(rests.saved().len(), RESTS_MAX);
-        assert!(rests.saved().contains_key("n0") && !rests.saved().contains_key("n1"));
+        assert_eq!(rests.0.len(), RESTS_MAX);
+        assert!(rests.0.contains_key("n0") && !rests.0.contains_key("n1"));
         // What is over is forgotten with the next one.
         rests.until("late", 9 * FORGOTTEN, 8 * FORGOTTEN);
-        assert_eq!(rests.saved().keys().collect::<Vec<_>>(), ["late"]);
+        assert_eq!(rests.0.keys().collect::<Vec<_>>(), ["late"]);
     }
 }

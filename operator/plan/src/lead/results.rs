@@ -71,13 +71,13 @@ impl JobLoop {
             }
             (Origin::Recorded(_), Err(error)) => return self.failed("Status", &error, now),
             (Origin::Policy(generation), written) => {
-                self.objects.policy_written(generation, written.is_ok(), now);
+                self.objects.policy.written(generation, written.is_ok(), now);
                 if let Err(error) = written {
                     return self.failed("ObjectNotApplied", &error, now);
                 }
             }
             (Origin::Budget(generation), written) => {
-                self.objects.budget_written(generation, written.is_ok(), now);
+                self.objects.budget.written(generation, written.is_ok(), now);
                 if let Err(error) = written {
                     let note = format!("no PodDisruptionBudget: {}", error.message);
                     self.event(true, "ObjectNotApplied", note, now);

@@ -36,11 +36,11 @@ pub struct Blocked {
 #[derive(Default)]
 pub(super) struct Spec {
     job: Option<Box<Job>>,
-    needs: Needs,
+    pub needs: Needs,
     /// The newest that was seen, whether accepted or not.
     generation: i64,
-    accepted: Option<Accepted>,
-    blocked: Option<Blocked>,
+    pub accepted: Option<Accepted>,
+    pub blocked: Option<Blocked>,
     /// What the job's profile said when it was accepted.
     pub machine: Option<Machine>,
     /// The profiles have changed since it was read.
@@ -48,30 +48,14 @@ pub(super) struct Spec {
 }
 
 impl Spec {
-    pub fn restore(&mut self, accepted: Option<Accepted>, machine: Option<Machine>) {
-        (self.accepted, self.machine) = (accepted, machine);
-    }
-
     /// The job that is planned.
     pub fn plannable(&self) -> Option<&Job> {
         self.job.as_deref().filter(|_| self.blocked.is_none())
     }
 
-    pub fn needs(&self) -> &Needs {
-        &self.needs
-    }
-
     /// Of the spec that is in force.
     pub fn generation(&self) -> i64 {
         self.accepted.as_ref().map_or(self.generation, |accepted| accepted.generation)
-    }
-
-    pub fn accepted(&self) -> Option<&Accepted> {
-        self.accepted.as_ref()
-    }
-
-    pub fn blocked(&self) -> Option<&Blocked> {
-        self.blocked.as_ref()
     }
 
     pub fn is_deleted(&self) -> bool {
@@ -252,21 +236,7 @@ pub(super) fn nothing_observed(job_uid: &str, record: Record, stored: Option<Sto
         venue: Venue::Kubernetes,
     };
     let template = WorkerConfig { job_uid: job_uid.to_string(), ..EMPTY_TEMPLATE.clone() };
-    let (nodes, workers, interrupt) = (Vec::new(), Vec::new(), false);
-    let (preflight, rings, seats) = Default::default();
-    Observed {
-        wanted,
-        template,
-        nodes,
-        fabric: None,
-        workers,
-        record,
-        stored,
-        preflight,
-        rings,
-        seats,
-        interrupt,
-    }
+    Observed { record, stored, ..Observed::new(wanted, template) }
 }
 
 /// A template for a job that has none yet; read once.
@@ -274,52 +244,3 @@ static EMPTY_TEMPLATE: LazyLock<WorkerConfig> = LazyLock::new(|| {
     let job = launch::least();
     launch::template(&job, Venue::Kubernetes, "", &pods::places(&job))
 });
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::record::RECORD_BYTES_MAX;
-    use serde_json::json;
-
-    fn good() -> Value {
-        json!({
-            "nodes": {"min": 1, "max": 2},
-            "model": {"preset": "tiny"},
-            "data": {"train": {"text": {"paths": ["corpus/*"]}}, "sequenceLength": 8},
-            "training": {"steps": 1, "globalBatchSize": 4},
-            "checkpoint": {"location": "checkpoints/a"},
-            "volumes": [{"mountPath": "checkpoints", "claim": "c"}],
-        })
-    }
-
-    fn blocked(change: impl Fn(&mut Value)) -> (String, String) {
-        let mut spec = good();
-        change(&mut spec);
-        let blocked = judge("job", &spec, Profiles::shipped()).expect_err("blocked");
-        (format!("{} {}", blocked.reason, blocked.invalid), blocked.message)
-    }
-
-    #[test]
-    fn what_keeps_a_job_from_being_planned_has_a_reason() {
-        assert!(judge("job", &good(), Profiles::shipped()).is_ok());
-        let (reason, message) = blocked(|spec| spec["training"]["globalBatchSize"] = json!(0));
-        assert_eq!(reason, "InvalidSpec true");
-        assert!(message.contains("globalBatchSize"), "{message}");
-        let (reason, message) = blocked(|spec| spec["newer"] = json!(1));
-        assert_eq!(reason, "InvalidSpec true");
-        assert!(message.contains("newer"), "{message}");
-        let (reason, _) = blocked(|spec| spec["volumes"] = json!([]));
-        assert_eq!(reason, "NoDurableCheckpoint false");
-    }
-
-    #[test]
-    fn the_record_of_the_leader_before_is_read_or_named() {
-        assert_eq!(restored(&Value::Null), Ok(Saved::default()));
-        assert_eq!(restored(&json!({"record": ""})), Ok(Saved::default()));
-        let saved = Saved { term: 4, ..Saved::default() };
-        assert_eq!(restored(&json!({"record": record::write(&saved)})), Ok(saved));
-        let long = " ".repeat(RECORD_BYTES_MAX + 1);
-        assert!(restored(&json!({"record": long})).is_err());
-        assert!(restored(&json!({"record": "x"})).is_err());
-    }
-}

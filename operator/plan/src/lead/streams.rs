@@ -10,24 +10,20 @@ use super::{Effect, Ending, Event, JobLoop, Link, Said};
 use crate::decide::FREEZE_PATIENCE;
 use crate::observed::{Millis, WorkerState};
 use crate::preflight::Grade;
+use crate::problem::printable;
 use crate::track::Happening;
 use moejob_protocol::message::{LeftReason, Up};
 use moejob_protocol::pair::{PairAnswer, PairSaid};
 use moejob_protocol::preflight::MEASURED_MAX;
-use moejob_protocol::report::{Detail, EventKind};
+use moejob_protocol::report::{Detail, Event as Line, EventKind};
 
-/// Of frames that wait.
-pub(super) struct Frames;
-
-impl Frames {
-    /// The newer one says all that the older one said.
-    pub fn replaces(newer: &Said, older: &Said) -> bool {
-        matches!(
-            (newer, older),
-            (Said::Up { attempt: a, up: Up::Step(_) }, Said::Up { attempt: b, up: Up::Step(_) })
-                if a == b
-        )
-    }
+/// Of frames that wait: the newer one says all that the older one said.
+pub(super) fn replaces(newer: &Said, older: &Said) -> bool {
+    matches!(
+        (newer, older),
+        (Said::Up { attempt: a, up: Up::Step(_) }, Said::Up { attempt: b, up: Up::Step(_) })
+            if a == b
+    )
 }
 
 impl JobLoop {
@@ -37,7 +33,8 @@ impl JobLoop {
             self.heard_of_api = self.heard_of_api.max(heard);
             return;
         }
-        if self.is_held_off(&event) {
+        // What happens to a fenced job changes nothing, but for the results of its own event.
+        if self.fence.is_some() && !matches!(event, Event::Done { .. }) {
             return;
         }
         match event {
@@ -159,28 +156,28 @@ impl JobLoop {
 
     fn hear(&mut self, up: &Up, now: Millis) {
         match up {
-            Up::Step(report) => self.report.step(report),
-            Up::Event(event) if event.event == EventKind::CheckpointRefused => {
-                self.event(true, "CheckpointRefused", event.message.clone(), now);
+            Up::Step(report) => self.report.newest = Some(report.clone()),
+            Up::Event(event) => self.hear_event(event, now),
+            _ => {}
+        }
+    }
+
+    fn hear_event(&mut self, event: &Line, now: Millis) {
+        let message = event.message.clone();
+        match event.event {
+            EventKind::CheckpointRefused => self.event(true, "CheckpointRefused", message, now),
+            EventKind::CheckpointDegraded => self.event(true, "CheckpointDegraded", message, now),
+            EventKind::CheckpointRecovered => {
+                self.event(false, "CheckpointRecovered", message, now);
             }
-            Up::Event(event) if event.event == EventKind::CheckpointDegraded => {
-                self.event(true, "CheckpointDegraded", event.message.clone(), now);
-            }
-            Up::Event(event) if event.event == EventKind::CheckpointRecovered => {
-                self.event(false, "CheckpointRecovered", event.message.clone(), now);
-            }
-            Up::Event(event) if event.event == EventKind::AttemptsClaimed => {
-                self.event(false, "EarlierJob", event.message.clone(), now);
-            }
-            Up::Event(event) if event.reason == "Found" => {
-                let note = format!("the storage has {}: it is resumed from", event.message);
+            EventKind::AttemptsClaimed => self.event(false, "EarlierJob", message, now),
+            _ if event.reason == "Found" => {
+                let note = format!("the storage has {message}: it is resumed from");
                 self.event(false, "CheckpointFound", note, now);
             }
-            Up::Event(event) if event.event == EventKind::Warning => {
-                self.event(true, &reason(&event.reason), event.message.clone(), now);
-            }
-            Up::Event(event) if event.event == EventKind::Resumed => {
-                let text = super::event_log::printable(&event.message);
+            EventKind::Warning => self.event(true, &reason(&event.reason), message, now),
+            EventKind::Resumed => {
+                let text = printable(&message);
                 self.note(false, format!("attempt {}: {text}", event.attempt));
             }
             _ => {}

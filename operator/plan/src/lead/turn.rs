@@ -102,8 +102,8 @@ impl JobLoop {
             match &action {
                 Action::StartWorker { .. } => return self.start_workers(action),
                 Action::StopWorker { name, grace } => {
-                    let (name, grace) = (name.clone(), *grace);
-                    self.stop_worker(&name, grace, &action, now);
+                    self.stop_worker(name, *grace, &action, now);
+                    continue;
                 }
                 Action::RecordAttempt(_) | Action::Finish(_) => {
                     // Status has one writer at a time, and this one must see its result.
@@ -118,25 +118,21 @@ impl JobLoop {
                     let (name, config) = (name.clone(), Arc::clone(config));
                     self.pods.trained(&name);
                     self.effects.push(Effect::Link(Link::Configure { name, rank: *rank, config }));
-                    self.tracker.done(&action, now);
                 }
                 Action::GiveUp { name } => {
                     self.pods.silent(name, now);
                     self.tracker.done(&action, now);
                     let news = self.tracker.take_news();
                     self.tell(news, now);
+                    continue;
                 }
-                Action::Preflight { name } => {
-                    let name = name.clone();
-                    self.measure(&name, now);
-                    self.tracker.done(&action, now);
-                }
+                Action::Preflight { name } => self.measure(name, now),
                 Action::MeasurePairs(_) | Action::RelayPair { .. } | Action::EndPair { .. } => {
                     self.measure_pairs(&action, now);
+                    continue;
                 }
                 Action::LeaveAttempt { name, attempt, reason } => {
                     self.send(name, *attempt, Down::Leave { reason: reason.clone() });
-                    self.tracker.done(&action, now);
                 }
                 Action::Request { attempt, request, .. } => {
                     let gang = self.tracker.observed.record.gang.as_ref();
@@ -145,19 +141,14 @@ impl JobLoop {
                     for name in names.collect::<Vec<_>>() {
                         self.send(&name, *attempt, Down::Request(*request));
                     }
-                    self.tracker.done(&action, now);
                 }
-                Action::AvoidNode { node, until } => {
-                    self.avoid(node, *until, now);
-                    self.tracker.done(&action, now);
-                }
+                Action::AvoidNode { node, until } => self.avoid(node, *until, now),
                 Action::EndAttempt { .. }
                 | Action::NoteUnmeasured { .. }
                 | Action::NoteStop
-                | Action::WithdrawStop => {
-                    self.tracker.done(&action, now);
-                }
+                | Action::WithdrawStop => {}
             }
+            self.tracker.done(&action, now);
         }
     }
 

@@ -4,8 +4,9 @@ use super::WhatIf;
 use crate::decide::{Action, plan};
 use crate::job::{Job, Venue};
 use crate::launch::{self, Places};
-use crate::observed::{Gang, Millis, Node, Observed, Record, Stored, WorkerState};
+use crate::observed::{Gang, Millis, Node, Observed, Stored, WorkerState};
 use crate::track::Tracker;
+use moejob_protocol::PROTOCOL_VERSION;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::{Heartbeat, Held, Hello, LeftReason, Phase, Up};
@@ -28,30 +29,13 @@ pub struct Rehearsal {
 
 impl Rehearsal {
     pub fn new(job: &Job, nodes: &[String]) -> Rehearsal {
-        let nothing = || String::new();
-        let places = Places {
-            root: nothing(),
-            checkpoints: nothing(),
-            records: nothing(),
-            exclude: Vec::new(),
-        };
         let node = |name: &String| Node::good(name);
         let mut wanted = launch::wanted(job, Venue::Kubernetes);
         // Nodes that are only thought of are good.
         (wanted.suspend, wanted.preflight) = (false, None);
-        let observed = Observed {
-            wanted,
-            template: launch::template(job, Venue::Kubernetes, &job.name, &places),
-            nodes: nodes.iter().map(node).collect(),
-            fabric: None,
-            workers: Vec::new(),
-            record: Record::default(),
-            stored: None,
-            preflight: Default::default(),
-            rings: Default::default(),
-            seats: Default::default(),
-            interrupt: false,
-        };
+        let template = launch::template(job, Venue::Kubernetes, &job.name, &Places::default());
+        let nodes = nodes.iter().map(node).collect();
+        let observed = Observed { nodes, ..Observed::new(wanted, template) };
         let (tracker, why) = (Tracker::new(observed), Vec::new());
         Rehearsal { tracker, now: 0, per_node: job.profile.ranks, why, resume: None }
     }
@@ -104,16 +88,8 @@ impl Rehearsal {
             .map(|worker| worker.name.clone())
             .collect();
         for name in &names {
-            let hello = Hello {
-                version: moejob_protocol::PROTOCOL_VERSION,
-                worker: name.clone(),
-                token: String::new(),
-                signing_request: String::new(),
-                attempt: 0,
-                digest: String::new(),
-                rank: None,
-                held: Vec::new(),
-            };
+            let (version, worker) = (PROTOCOL_VERSION, name.clone());
+            let hello = Hello { version, worker, ..Hello::default() };
             self.tracker.connected(name, &format!("{name}:1"), &hello);
         }
         !names.is_empty()
@@ -151,7 +127,7 @@ impl Rehearsal {
             self.tracker.heard(&member.worker, gang.attempt, &Up::Heartbeat(beat), self.now);
         }
         if let Some(member) = gang.members.first() {
-            let up = Up::Step(report(step, gang.attempt));
+            let up = Up::Step(StepReport { step, attempt: gang.attempt, ..StepReport::default() });
             self.tracker.heard(&member.worker, gang.attempt, &up, self.now);
         }
         self.settle();
@@ -198,28 +174,6 @@ impl Rehearsal {
 
 fn lost_nothing(gang: &Gang, lost: &[String]) -> bool {
     gang.members.iter().all(|member| !lost.contains(&member.node))
-}
-
-fn report(step: u64, attempt: u32) -> StepReport {
-    StepReport {
-        step,
-        loss: 0.0,
-        aux_loss: 0.0,
-        z_loss: 0.0,
-        grad_norm: 0.0,
-        loss_scale: None,
-        learning_rate: 0.0,
-        tokens: 0,
-        tokens_per_second: 0.0,
-        timing: Default::default(),
-        world_size: 0,
-        attempt,
-        expert_imbalance: 0.0,
-        routing: Default::default(),
-        device: None,
-        validation_loss: None,
-        time: String::new(),
-    }
 }
 
 /// The position of each rank's member, which stands for its node.

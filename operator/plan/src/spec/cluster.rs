@@ -24,11 +24,9 @@ use serde::{Deserialize, Serialize};
     validation = Rule::new("!has(self.custom) || !has(self.custom.devices) || \
         (has(self.max) ? self.max : (has(self.min) ? self.min : 1)) * self.custom.devices <= 32768")
         .message("nodes.max times custom.devices must be at most 32768"),
-    validation = Rule::new("has(self.profile) == has(oldSelf.profile) && \
-        (!has(self.profile) || self.profile == oldSelf.profile)")
+    validation = Rule::new(unchanged!("profile"))
         .message("nodes.profile is immutable"),
-    validation = Rule::new("has(self.topology) == has(oldSelf.topology) && \
-        (!has(self.topology) || self.topology == oldSelf.topology)")
+    validation = Rule::new(unchanged!("topology"))
         .message("nodes.topology is immutable"),
     validation = Rule::new("!has(self.custom) || !has(oldSelf.custom) || \
         self.custom == oldSelf.custom")

@@ -5,6 +5,30 @@
 //! Rules that need one object alone stand beside it as CEL, and `job.rs` checks the same offline (a
 //! test holds the two together).
 
+/// In CEL: these fields are there or not as they were, and have the same values.
+macro_rules! unchanged {
+    ($field:literal) => {
+        concat!(
+            "has(self.", $field, ") == has(oldSelf.", $field, ") && (!has(self.", $field,
+            ") || self.", $field, " == oldSelf.", $field, ")"
+        )
+    };
+    ($field:literal, $($more:literal),+) => {
+        concat!(unchanged!($field), " && ", unchanged!($($more),+))
+    };
+}
+
+/// In CEL: the same, while the job is not suspended.
+macro_rules! unless_suspended {
+    ($field:literal) => {
+        concat!(
+            "(has(oldSelf.suspend) && oldSelf.suspend) || (has(self.suspend) && self.suspend) || (",
+            unchanged!($field),
+            ")"
+        )
+    };
+}
+
 mod cluster;
 mod model;
 mod router;
@@ -66,15 +90,9 @@ use serde::{Deserialize, Serialize};
         has(self.priorityClassName) == has(oldSelf.priorityClassName) && \
         has(self.schedulerName) == has(oldSelf.schedulerName)")
         .message("parallelism, volumes, priorityClassName and schedulerName are immutable"),
-    validation = Rule::new("(has(oldSelf.suspend) && oldSelf.suspend) || \
-        (has(self.suspend) && self.suspend) || \
-        (has(self.image) == has(oldSelf.image) && \
-        (!has(self.image) || self.image == oldSelf.image))")
+    validation = Rule::new(unless_suspended!("image"))
         .message("image changes only while the job is suspended"),
-    validation = Rule::new("(has(oldSelf.suspend) && oldSelf.suspend) || \
-        (has(self.suspend) && self.suspend) || \
-        (has(self.podTemplate) == has(oldSelf.podTemplate) && \
-        (!has(self.podTemplate) || self.podTemplate == oldSelf.podTemplate))")
+    validation = Rule::new(unless_suspended!("podTemplate"))
         .message("podTemplate changes only while the job is suspended")
 )]
 pub struct MoeJobSpec {

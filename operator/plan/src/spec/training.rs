@@ -80,7 +80,7 @@ pub struct MixturePartSpec {
     pub parquet: Option<FieldFilesSpec>,
 }
 
-/// Data of its own for validation; one of the fields.
+/// Data of its own for validation, and what of any source is given; one of the fields.
 #[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 #[x_kube(
@@ -89,7 +89,7 @@ pub struct MixturePartSpec {
         has(self.megatron), has(self.parquet)].filter(x, x).size() == 1")
         .message("data.validation.from: one of text, jsonl, tokens, megatron, parquet")
 )]
-pub struct ValidationDataSpec {
+pub struct SourceSpec {
     /// Text files, each one document.
     pub text: Option<FilesSpec>,
     /// Lines of JSON, each one document; plain, .gz or .zst.
@@ -99,16 +99,6 @@ pub struct ValidationDataSpec {
     /// Megatron's indexed datasets: .idx files, each beside its .bin.
     pub megatron: Option<FilesSpec>,
     /// Parquet files, each row one document. Needs a build with the feature parquet.
-    pub parquet: Option<FieldFilesSpec>,
-}
-
-/// What of a source is given, whichever of the three it stands in.
-#[derive(Clone, Debug, Default)]
-pub struct SourceSpec {
-    pub text: Option<FilesSpec>,
-    pub jsonl: Option<FieldFilesSpec>,
-    pub tokens: Option<TokenFilesSpec>,
-    pub megatron: Option<FilesSpec>,
     pub parquet: Option<FieldFilesSpec>,
 }
 
@@ -130,7 +120,7 @@ impl SourceSpec {
     }
 }
 
-/// The schema knows no fields in common, so each of the three lists them.
+/// The schema knows no fields in common, so each lists them.
 macro_rules! source_of {
     ($($spec:ident)*) => {
         $(impl $spec {
@@ -147,7 +137,7 @@ macro_rules! source_of {
     };
 }
 
-source_of!(TrainDataSpec MixturePartSpec ValidationDataSpec);
+source_of!(TrainDataSpec MixturePartSpec);
 
 /// Files by pattern.
 #[derive(KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
@@ -201,7 +191,7 @@ pub struct TokenFilesSpec {
 #[x_kube(crates(kube_core = "::kube_core"))]
 pub struct ValidationSpec {
     /// Held out are these data, rather than a part of the training data.
-    pub from: Option<ValidationDataSpec>,
+    pub from: Option<SourceSpec>,
     /// Share of the files (text and tokens) or of the documents, chosen by the hash of their place.
     /// Default: 0.01.
     #[schemars(range(min = 0.0, max = 0.9))]
@@ -232,29 +222,10 @@ pub struct ValidationSpec {
         !has(self.precision) || self.precision == 'bf16'")
         .message("training: gradientDtype bf16 goes with precision bf16"),
     validation = Rule::new("self.steps >= oldSelf.steps").message("training.steps only grows"),
-    validation = Rule::new("has(self.globalBatchSize) == has(oldSelf.globalBatchSize) && \
-        (!has(self.globalBatchSize) || self.globalBatchSize == oldSelf.globalBatchSize) && \
-        has(self.microBatchSize) == has(oldSelf.microBatchSize) && \
-        (!has(self.microBatchSize) || self.microBatchSize == oldSelf.microBatchSize) && \
-        has(self.precision) == has(oldSelf.precision) && \
-        (!has(self.precision) || self.precision == oldSelf.precision) && \
-        has(self.momentDtype) == has(oldSelf.momentDtype) && \
-        (!has(self.momentDtype) || self.momentDtype == oldSelf.momentDtype) && \
-        has(self.gradientDtype) == has(oldSelf.gradientDtype) && \
-        (!has(self.gradientDtype) || self.gradientDtype == oldSelf.gradientDtype) && \
-        has(self.attention) == has(oldSelf.attention) && \
-        (!has(self.attention) || self.attention == oldSelf.attention) && \
-        has(self.optimizer) == has(oldSelf.optimizer) && \
-        (!has(self.optimizer) || self.optimizer == oldSelf.optimizer) && \
-        has(self.schedule) == has(oldSelf.schedule) && \
-        (!has(self.schedule) || self.schedule == oldSelf.schedule) && \
-        has(self.maxGradNorm) == has(oldSelf.maxGradNorm) && \
-        (!has(self.maxGradNorm) || self.maxGradNorm == oldSelf.maxGradNorm) && \
-        has(self.recompute) == has(oldSelf.recompute) && \
-        (!has(self.recompute) || self.recompute == oldSelf.recompute) && \
-        has(self.recomputeLayers) == has(oldSelf.recomputeLayers) && \
-        (!has(self.recomputeLayers) || self.recomputeLayers == oldSelf.recomputeLayers) && \
-        has(self.seed) == has(oldSelf.seed) && (!has(self.seed) || self.seed == oldSelf.seed)")
+    validation = Rule::new(unchanged!(
+        "globalBatchSize", "microBatchSize", "precision", "momentDtype", "gradientDtype",
+        "attention", "optimizer", "schedule", "maxGradNorm", "recompute", "recomputeLayers", "seed"
+    ))
         .message("training is immutable, but for steps")
 )]
 pub struct TrainingSpec {

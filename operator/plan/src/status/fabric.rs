@@ -2,7 +2,7 @@
 
 use crate::allocate::nodes_of_group;
 use crate::fabric::FabricFacts;
-use crate::observed::{Gang, Observed, Size};
+use crate::observed::{Gang, Observed};
 use crate::words::several;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -37,7 +37,7 @@ pub(super) fn fabric(observed: &Observed, gang: &Gang) -> Option<FabricStatus> {
     // A node that is not the job's any more: nobody knows where it lies.
     let of_members = gang.members.iter().map(|member| of(&member.node)).collect::<Option<Vec<_>>>();
     let nodes = gang.members.len() as u32;
-    let group = nodes_of_group(&Size { nodes, layout: gang.layout.clone() });
+    let group = nodes_of_group(nodes, &gang.layout);
     let present = FabricFacts::of(&of_members?, group)?;
     let best = observed.fabric.filter(|best| best.nodes == present.nodes);
     let least = best.map(|best| best.all_crossings());

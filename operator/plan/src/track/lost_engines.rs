@@ -1,7 +1,7 @@
 //! Engines that were lost, and devices that gave them up.
 
 use super::{DEVICE_FAILURES_KEPT, Happening, Tracker};
-use crate::observed::{DeviceFailure, Millis};
+use crate::observed::{DeviceFailure, Millis, keep_newest};
 use moejob_protocol::report::Event;
 
 impl Tracker {
@@ -17,8 +17,7 @@ impl Tracker {
             let (device, name, words) = (loss.device, loss.place(), loss.cause.clone());
             let failures = &mut self.observed.record.device_failures;
             failures.push(DeviceFailure { node, device, name, words, at: now });
-            let surplus = failures.len().saturating_sub(DEVICE_FAILURES_KEPT);
-            failures.drain(..surplus);
+            keep_newest(failures, DEVICE_FAILURES_KEPT);
         }
         vec![Happening::EngineLost(loss)]
     }

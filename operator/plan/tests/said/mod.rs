@@ -29,20 +29,11 @@ pub fn step_report(step: u64, attempt: u32) -> Up {
         step,
         loss: 1.0,
         aux_loss: 1.0,
-        z_loss: 0.0,
         grad_norm: 1.0,
-        loss_scale: None,
         learning_rate: 1e-3,
-        tokens: 0,
-        tokens_per_second: 0.0,
-        timing: Default::default(),
-        world_size: 0,
         attempt,
         expert_imbalance: 1.0,
-        routing: Default::default(),
-        device: None,
-        validation_loss: None,
-        time: String::new(),
+        ..StepReport::default()
     })
 }
 

@@ -14,7 +14,7 @@ pub mod sim;
 use moejob_plan::check::check;
 use moejob_plan::decide::{Action, Plan, plan};
 use moejob_plan::observed::{
-    Millis, Node, Observed, Outcome, Record, Size, Stored, Wanted, Worker, WorkerState,
+    Millis, Node, Observed, Outcome, Size, Stored, Wanted, Worker, WorkerState,
 };
 use moejob_plan::preflight::Checked;
 use moejob_plan::record::{self, Saved};
@@ -82,32 +82,23 @@ impl World {
                 .collect()
         };
         let node = |index| Node::good(&format!("n{index}"));
-        let observed = Observed {
-            wanted: Wanted {
-                nodes_min: setup.min,
-                nodes_max: setup.max,
-                spares: setup.spares,
-                sizes: sizes(setup.nodes.max(setup.max)),
-                restarts_max: setup.restarts_max,
-                restart_window: 3_600_000,
-                growth_interval: 2_000,
-                gang_timeout: 30_000,
-                step_timeout: 0,
-                suspend: false,
-                preflight: setup.preflight.then(|| job::standard(setup.pairs)),
-                venue: setup.venue,
-            },
-            template: WorkerConfig { ranks: setup.devices, ..job::template(&setup) },
-            nodes: (0..setup.nodes).map(node).collect(),
-            fabric: None,
-            workers: Vec::new(),
-            record: Record::default(),
-            stored: None,
-            preflight: Default::default(),
-            rings: Default::default(),
-            seats: Default::default(),
-            interrupt: false,
+        let wanted = Wanted {
+            nodes_min: setup.min,
+            nodes_max: setup.max,
+            spares: setup.spares,
+            sizes: sizes(setup.nodes.max(setup.max)),
+            restarts_max: setup.restarts_max,
+            restart_window: 3_600_000,
+            growth_interval: 2_000,
+            gang_timeout: 30_000,
+            step_timeout: 0,
+            suspend: false,
+            preflight: setup.preflight.then(|| job::standard(setup.pairs)),
+            venue: setup.venue,
         };
+        let template = WorkerConfig { ranks: setup.devices, ..job::template(&setup) };
+        let nodes = (0..setup.nodes).map(node).collect();
+        let observed = Observed { nodes, ..Observed::new(wanted, template) };
         World {
             setup,
             tracker: Tracker::new(observed),

@@ -22,7 +22,7 @@ use moe_worker::state::snapshot::initialize;
 use moejob_kernels::StepPhase;
 use moejob_kernels::cuda::Gpu;
 use moejob_plan::Job;
-use moejob_plan::devices::precision_name;
+use moejob_plan::spec::as_typed;
 use moejob_plan::explain;
 use moejob_plan::job::Venue;
 use moejob_plan::launch::{self, Places};
@@ -478,7 +478,7 @@ impl Measured {
                 "numbers",
                 format!(
                     "{}, moments {}, gradients {}, attention {}, recompute {}",
-                    precision_name(training.precision),
+                    as_typed(training.precision),
                     moments(compute.moment_dtype),
                     gradients(compute.gradient_dtype),
                     if compute.fast_attention { "fastest" } else { "deterministic" },
@@ -561,7 +561,7 @@ impl Measured {
             "sequenceLength": training.sequence_length,
             "microBatchSize": training.micro_batch_size,
             "accumulation": training.global_batch_size / training.micro_batch_size,
-            "precision": precision_name(training.precision),
+            "precision": as_typed(training.precision),
             "compute": training.compute,
             "recompute": recompute(training.recompute),
             "routing": self.routing_name(),

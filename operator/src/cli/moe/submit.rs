@@ -7,9 +7,9 @@ use super::output::{self, Format, name_of};
 use super::wait::{Goal, wait};
 use crate::cli::profiles::OwnProfiles;
 use crate::cli::validate;
-use crate::controller::plannable;
 use clap::{Args, ValueEnum};
 use kube::api::{Patch, PatchParams};
+use moejob_plan::lead;
 use moejob_plan::profile::Profiles;
 use moejob_plan::read::Manifest;
 use serde_json::{Value, json};
@@ -85,7 +85,8 @@ pub fn read(args: &SubmitArgs) -> Result<Value, MoeError> {
 /// Why a valid manifest would wait on a cluster for ever.
 fn never_run(object: &Value, profiles: &Profiles) -> Result<(), String> {
     let name = object["metadata"]["name"].as_str().unwrap_or_default();
-    plannable(name, &object["spec"], profiles)
+    let judged = lead::judge(name, &object["spec"], profiles);
+    judged.map(drop).map_err(|blocked| blocked.message)
 }
 
 pub async fn run(cluster: &Cluster, args: &SubmitArgs, object: Value) -> Result<(), MoeError> {

@@ -10,7 +10,7 @@ mod heat;
 mod page;
 mod read;
 
-use crate::out::io;
+use crate::cli::out::io;
 use clap::Args;
 use read::Run;
 use std::io::Write;

@@ -1,7 +1,7 @@
 //! A run's folder -> what of it is drawn.
 
 use crate::cli::args::or_its_runs;
-use crate::out::io;
+use crate::cli::out::io;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fs::File;

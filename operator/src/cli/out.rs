@@ -6,24 +6,24 @@ use std::os::fd::AsFd;
 
 /// A line on standard output.
 macro_rules! println {
-    () => { $crate::out::print(format_args!("\n")) };
-    ($($words:tt)*) => { $crate::out::print(format_args!("{}\n", format_args!($($words)*))) };
+    () => { $crate::cli::out::print(format_args!("\n")) };
+    ($($words:tt)*) => { $crate::cli::out::print(format_args!("{}\n", format_args!($($words)*))) };
 }
 
 /// Words on standard output.
 macro_rules! print {
-    ($($words:tt)*) => { $crate::out::print(format_args!($($words)*)) };
+    ($($words:tt)*) => { $crate::cli::out::print(format_args!($($words)*)) };
 }
 
 /// A line on standard error, which may be gone: there is nobody left to tell.
 macro_rules! eprintln {
-    () => { $crate::out::tell(format_args!("\n")) };
-    ($($words:tt)*) => { $crate::out::tell(format_args!("{}\n", format_args!($($words)*))) };
+    () => { $crate::cli::out::tell(format_args!("\n")) };
+    ($($words:tt)*) => { $crate::cli::out::tell(format_args!("{}\n", format_args!($($words)*))) };
 }
 
 /// Words on standard error.
 macro_rules! eprint {
-    ($($words:tt)*) => { $crate::out::tell(format_args!($($words)*)) };
+    ($($words:tt)*) => { $crate::cli::out::tell(format_args!($($words)*)) };
 }
 
 /// Columns of a terminal that does not say how many it has.

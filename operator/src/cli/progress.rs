@@ -3,7 +3,7 @@
 use moejob_protocol::message::Loading;
 use moejob_plan::placement::gib;
 use moejob_protocol::report::{DeviceReport, Phases, StepReport};
-use crate::out::columns;
+use crate::cli::out::columns;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
