@@ -223,7 +223,7 @@ async fn without_the_authority_that_sealed_the_pods_nobody_leads() {
         let code = operator.until_end(30).await;
         let log = operator.log();
         assert_ne!(code, Some(0), "{what}: {log}");
-        let why = "the authority's Secret is not the one by which 1 pods of 1 jobs were made";
+        let why = "the authority's Secret is not the one by which 1 pod of 1 job was made";
         assert!(log.contains(why) && log.contains("restore it"), "{what}: {log}");
         assert_eq!(holder(&api), "", "{what}: another one may try");
         let touched = |of: &api::Asked| {
