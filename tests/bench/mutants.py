@@ -241,7 +241,7 @@ class Source:
         assert not self.root.has_error, path
         self.mutants, self.sites = [], collections.defaultdict(list)
         self.first, self.functions, self.spaces = first, [], []
-        self.consts, self.untried = set(), set()
+        self.consts, self.untried, self.unviable = set(), set(), set()
         self.visit_all(self.root.children)
 
     def add(self, site, node, genre, change, about):
@@ -348,11 +348,15 @@ class Source:
         patterns = [arm.child_by_field_name("pattern") for arm in arms]
         guards = [pattern.child_by_field_name("condition") for pattern in patterns]
         bare = [text(p).split(" if ")[0].strip() if g else text(p) for p, g in zip(patterns, guards)]
+        total = any(words == "_" and guard is None for words, guard in zip(bare, guards))
         if "_" in bare:
             for pattern, guard, words in zip(patterns, guards, bare):
                 if words != "_" and guard is None:
                     about = f"delete match arm {' '.join(words.split())}"
                     self.add(pattern, pattern, "MatchArm", "", about)
+                    if not total:
+                        # The match is no longer exhaustive.
+                        self.unviable.add(self.mutants[-1].number)
         for guard in filter(None, guards):
             for value in ("true", "false"):
                 about = f"replace match guard {' '.join(text(guard).split())} with {value}"
@@ -377,11 +381,18 @@ class Source:
     def write(self, dropped):
         self.dropped = dropped
         whole = self.emit(self.root)
-        for name in self.consts:
+        names = list(self.consts)
+        for name in names:
             uses = rf"(?<![\w{{])(?<!fn ){name}\b(?!\()"
-            lines = whole.split("\n")
             whole = "\n".join(l if re.match(r"\s*(pub )?use ", l) else re.sub(uses, f"{name}()", l)
-                              for l in lines)
+                              for l in whole.split("\n"))
+            # One that is written in a text by its name.
+            whole = re.sub(rf'(\{{{name}\}}[^"\n]*")', rf"\1, {name} = {name}()", whole)
+            # Constants that are made of it.
+            for made in re.findall(rf"\bconst (\w+): \w+ = [^;]*\b{name}\(\)", whole):
+                whole = re.sub(rf"\bconst {made}: (\w+) = ([^;]*);", rf"fn {made}() -> \1 {{ \2 }}",
+                               whole)
+                names.append(made)
         out, places, stack, size = [], [], [], 0
         for piece in re.split(f"({OPEN}[^{NAMED}]*{NAMED}|{CLOSE})", whole):
             if piece.startswith(OPEN):
@@ -441,7 +452,8 @@ class Source:
                 either = f"{self.switch}::Either"
                 inside = (f"{{ if {self.none([mutant])} {{ {either}::One({inside}) }} else {{ "
                           f"{either}::Other({self.mark([mutant], mutant.change)}) }} }}")
-            return inside
+            # An error of another type of items lies in the whole of it.
+            return self.mark(mutants[-1:], inside)
         returns = [self.mark([m], f"if {self.switch}::is({m.number}) {{ return {m.change}; }} ")
                    for m in mutants]
         return "{ " + "".join(returns) + inside[1:]
@@ -557,7 +569,7 @@ def blamed(found, messages):
 def build(_):
     copy()
     found = sources()
-    dropped = set()
+    dropped = set().union(*(source.unviable for source in found))
     for attempt in range(40):
         write(found, dropped)
         code, messages, errors = cargo("build", "--lib", *[f"-p{p}" for p in PACKAGES])
