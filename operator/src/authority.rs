@@ -227,3 +227,43 @@ fn named(name: &str, lifetime: Duration) -> CertificateParams {
     params.not_after = (now + lifetime).into();
     params
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use moe_worker::gang::tls::WorkerKey;
+
+    /// Its request is bounded before it is parsed, and the last byte of the bound is still good.
+    #[test]
+    fn a_request_of_the_largest_size_is_read_and_a_larger_one_is_not() {
+        let authority = Authority::new().expect("an authority");
+        let request = WorkerKey::generate().expect("a key").signing_request;
+        let padded = |length: usize| request.clone() + &"\n".repeat(length - request.len());
+        let largest = padded(REQUEST_BYTES_MAX);
+        assert!(authority.sign(&largest, "j", 1, "w").is_ok());
+        assert_eq!(requested_key(&largest).ok(), requested_key(&request).ok());
+        let larger = padded(REQUEST_BYTES_MAX + 1);
+        let is_size = |error: AuthorityError| {
+            matches!(error, AuthorityError::RequestSize { found } if found == larger.len())
+        };
+        assert!(authority.sign(&larger, "j", 1, "w").is_err_and(is_size));
+        assert!(requested_key(&larger).is_err_and(is_size));
+    }
+
+    /// Clocks of nodes differ by less than two hours, and a stolen leaf is worth a day.
+    #[test]
+    fn a_leaf_is_valid_for_a_day_and_for_clocks_that_are_late() {
+        let authority = Authority::new().expect("an authority");
+        let request = WorkerKey::generate().expect("a key").signing_request;
+        let leaf = authority.sign(&request, "job", 1, "w").expect("a leaf");
+        for (pem, days) in [(leaf.as_str(), 1), (authority.certificate_pem(), 365)] {
+            let der = CertificateDer::from_pem_slice(pem.as_bytes()).expect("a certificate");
+            let (_, parsed) = X509Certificate::from_der(&der).expect("a certificate");
+            let validity = parsed.validity();
+            let [first, last] =
+                [validity.not_before, validity.not_after].map(|time| time.timestamp());
+            let span = last - first;
+            assert_eq!(span, days * 24 * 3600 + 2 * 3600, "{days} days");
+        }
+    }
+}

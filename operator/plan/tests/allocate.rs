@@ -8,13 +8,15 @@
 mod texts;
 
 use moejob_plan::allocate::{
-    self, Allocation, Barred, ClusterNode, Demand, Ground, HOLD_TIMEOUT, Memory, Needs, Standing,
-    Taint, Toleration, is_pause, unhealthy, unhealthy_label,
+    self, Allocation, Barred, ClusterNode, Demand, Ground, HOLD_TIMEOUT, Memory, Needs,
+    Standing, Taint, Toleration, UNSEEN_TIMEOUT, is_pause, nodes_of_group, unhealthy,
+    unhealthy_label,
 };
 use moejob_plan::fabric::Keys;
 use moejob_plan::job::Closeness;
 use moejob_plan::resources::Resources;
 use moejob_plan::spec::Level;
+use moejob_protocol::{Layout, Mesh};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use serde_json::json;
@@ -535,4 +537,109 @@ fn a_large_cluster_is_allocated_at_once() {
             .collect();
         assert_eq!(racks.len(), 1, "{granted:?}");
     }
+}
+
+/// An expert group that takes whole nodes wants them beside each other, so it is counted in nodes.
+#[test]
+fn an_expert_group_is_counted_in_nodes_where_it_takes_whole_ones() {
+    let group = |nodes: u32, dp: u32, ep: u32| {
+        nodes_of_group(nodes, &Layout::contiguous(Mesh::data_parallel(dp, ep)))
+    };
+    assert_eq!(group(4, 32, 16), 2, "sixteen ranks on nodes of eight");
+    assert_eq!(group(4, 32, 32), 4);
+    assert_eq!(group(4, 32, 8), 1, "a node each");
+    assert_eq!(group(4, 32, 4), 1, "two in a node");
+    assert_eq!(group(3, 36, 18), 1, "it ends within a node");
+    assert_eq!(group(4, 4, 4), 4, "a rank each");
+    // Nothing runs there, and nothing is divided by it.
+    assert_eq!((group(8, 4, 4), group(0, 4, 4)), (1, 1));
+}
+
+#[test]
+fn labels_and_tolerations_are_read_as_kubernetes_means_them() {
+    let label = |key: &str, value: &str| {
+        unhealthy_label(&BTreeMap::from([(key.to_string(), value.to_string())]))
+    };
+    let hyperpod = "sagemaker.amazonaws.com/node-health-status";
+    assert_eq!(label(hyperpod, "Schedulable"), None);
+    let bad = "UnschedulablePendingReplacement";
+    assert_eq!(label(hyperpod, bad), Some(format!("{hyperpod}={bad}")));
+    assert_eq!(label("autopilot.ibm.com/gpuhealth", "PASS"), None);
+    let read = |value| Toleration::read(&value);
+    let key = || Some("k".to_string());
+    let any = read(json!({ "key": "k", "operator": "Exists" }));
+    assert_eq!(any, Toleration { key: key(), value: None, effect: None });
+    let equal = read(json!({ "key": "k", "value": "v", "effect": "NoSchedule" }));
+    let (value, effect) = (Some("v".to_string()), Some("NoSchedule".to_string()));
+    assert_eq!(equal, Toleration { key: key(), value, effect });
+    let empty = read(json!({ "key": "k", "operator": "Equal", "effect": "" }));
+    assert_eq!(empty, Toleration { key: key(), value: Some(String::new()), effect: None });
+}
+
+/// Each of its three parts must fit, if it is said.
+#[test]
+fn a_taint_is_tolerated_by_key_value_and_effect_together() {
+    let taint = |effect: &str| Taint { key: "k".into(), value: "v".into(), effect: effect.into() };
+    let node = |effect: &str| ClusterNode {
+        ready: true,
+        taints: vec![taint(effect)],
+        ..ClusterNode::default()
+    };
+    let of = |key: &str, value: &str, effect: &str| {
+        let said = |word: &str| (!word.is_empty()).then(|| word.to_string());
+        let one = Toleration { key: said(key), value: said(value), effect: said(effect) };
+        let needs = Needs { tolerations: vec![one], ..Needs::default() };
+        (needs.refuses(&node("NoSchedule")).is_none(), needs.keeps(&node("NoExecute")))
+    };
+    assert_eq!(of("", "", ""), (true, true));
+    assert_eq!(of("k", "v", ""), (true, true));
+    assert_eq!(of("k", "v", "NoSchedule"), (true, false));
+    assert_eq!(of("k", "other", ""), (false, false));
+    assert_eq!(of("other", "v", ""), (false, false));
+    let nobody = Needs::default();
+    assert!(nobody.keeps(&node("NoSchedule")), "it drains nobody");
+    assert!(nobody.refuses(&node("PreferNoSchedule")).is_none());
+    let cordoned = ClusterNode { cordoned: true, ..node("PreferNoSchedule") };
+    assert!(!nobody.keeps(&cordoned));
+}
+
+#[test]
+fn memory_ends_at_its_very_millisecond() {
+    let mut memory = Memory::default();
+    memory.decided("a", "n1", 1_000);
+    memory.avoid("a", "n2", 50_000);
+    assert!(memory.is_unseen("a", "n1") && !memory.is_unseen("a", "n2"));
+    assert!(!memory.is_unseen("b", "n1"));
+    let end = 1_000 + UNSEEN_TIMEOUT;
+    memory.expire(end - 1);
+    assert!(memory.is_unseen("a", "n1"));
+    memory.expire(end);
+    assert!(!memory.is_unseen("a", "n1"));
+    memory.expire(49_999);
+    assert_eq!(memory.avoided_until("a", "n2"), 50_000);
+    memory.expire(50_000);
+    assert_eq!((memory.avoided_until("a", "n2"), &memory), (0, &Memory::default()));
+}
+
+/// A gang that lies still loses nothing to a pod of somebody else that has come since.
+#[test]
+fn what_other_pods_ask_of_a_node_counts_from_when_it_is_known() {
+    let node = |name: &str| ClusterNode {
+        name: name.into(),
+        ready: true,
+        allocatable: Resources::read(&json!({ "cpu": "4", "pods": "10" })),
+        ..ClusterNode::default()
+    };
+    let mut ground = Ground::new(vec![node("n2"), node("n1")], &Keys::default());
+    let job = demand("a", &["cpu=2"]);
+    let granted = |ground: &Ground| {
+        let made = allocate::allocate(ground, std::slice::from_ref(&job), &Memory::default(), 0);
+        made.jobs["a"].nodes.iter().map(|node| node.name.clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(granted(&ground), ["n1"]);
+    ground.set_requested("n1", Resources::read(&json!({ "cpu": "3" })));
+    assert_eq!(granted(&ground), ["n2"]);
+    ground.set_requested("nobody", Resources::read(&json!({ "cpu": "3" })));
+    ground.set_requested("n1", Resources::default());
+    assert_eq!(granted(&ground), ["n1"]);
 }

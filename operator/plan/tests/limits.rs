@@ -4,11 +4,12 @@
 mod said;
 mod world;
 
+use moejob_plan::allocate::{Claim, Standing};
 use moejob_plan::decide::{Action, STOP_TIMEOUT, plan};
 use moejob_plan::job::Venue;
 use moejob_plan::observed::{DeviceFailure, Millis, Outcome, StopCause, Stored, WorkerState};
 use moejob_plan::track::Tracker;
-use moejob_protocol::message::{Heartbeat, Phase, Up};
+use moejob_protocol::message::{Heartbeat, Held, LeftReason, Phase, Up};
 use moejob_protocol::report::{Detail, Event, EventKind};
 use std::collections::BTreeMap;
 use world::{Setup, World};
@@ -281,4 +282,84 @@ fn a_users_error_is_kept_when_its_worker_is_forgotten() {
     let outcome = finished(&world);
     let Some(Outcome::Failed { exit_code: 3, reason, .. }) = outcome else { panic!("{outcome:?}") };
     assert_eq!(reason, "DataOrCheckpointRefused");
+}
+
+/// A job holds its nodes between two attempts only for state that the storage does not have.
+#[test]
+fn nodes_are_held_for_newer_state_in_memory_alone() {
+    let mut world = running();
+    let standing = |world: &mut World, step: u64, stored: Option<u64>, ended: Option<Millis>| {
+        let observed = &mut world.tracker.observed;
+        let held = |step| vec![Held { attempt: 1, step, shards: vec![0] }];
+        observed.workers.iter_mut().for_each(|worker| worker.held = held(step));
+        observed.stored = stored.map(|step| Stored { step, name: String::new() });
+        observed.record.gang.as_mut().expect("a gang").ended = ended;
+        Standing::of(observed)
+    };
+    assert_eq!(standing(&mut world, 5, None, None), Standing::Running);
+    assert_eq!(standing(&mut world, 5, Some(4), Some(9)), Standing::Holding { since: 9 });
+    assert_eq!(standing(&mut world, 5, Some(5), Some(9)), Standing::Waiting, "it is stored");
+    assert_eq!(standing(&mut world, 0, None, Some(9)), Standing::Waiting, "there is nothing yet");
+}
+
+/// Nobody waits for a node whose worker is on its way out, unless how it ends is about to be known.
+#[test]
+fn a_node_is_leaving_while_its_worker_is() {
+    let mut world = running();
+    let leaving = |world: &World, soon: bool| Claim::of(world.observed(), |_| soon).leaving;
+    assert!(leaving(&world, false).is_empty());
+    let node = world.observed().workers[0].node.clone();
+    world.tracker.observed.workers[0].stopping = true;
+    assert_eq!(leaving(&world, false), [node].into());
+    assert!(leaving(&world, true).is_empty());
+    let dead = WorkerState::Dead { exit_code: None, message: String::new() };
+    world.tracker.observed.workers[0].state = dead;
+    assert!(leaving(&world, false).is_empty());
+}
+
+/// Members that have stopped wait for the others within a bound, counted from the last step or
+/// from the request, whichever came later.
+#[test]
+fn one_that_does_not_stop_is_waited_for_within_a_bound() {
+    let mut world = running();
+    let asked = world.now + 7_000;
+    let gang = world.tracker.observed.record.gang.as_mut().expect("a gang");
+    gang.stop_requested = Some((StopCause::Growth, asked));
+    world.tracker.observed.record.progressed_at = asked - 1_000;
+    let reason = LeftReason::Stopped { step: 20 };
+    world.tracker.observed.workers[0].state = WorkerState::Left { attempt: 1, reason };
+    let ends = |world: &World, at: Millis| {
+        let found = plan(world.observed(), at);
+        (found.why.iter().any(|why| why.contains("not all members stopped")), found.requeue)
+    };
+    let end = asked + STOP_TIMEOUT;
+    assert_eq!(ends(&world, asked), (false, Some(end)));
+    assert_eq!(ends(&world, end - 1), (false, Some(end)));
+    assert!(ends(&world, end).0);
+    world.tracker.observed.record.progressed_at = asked + 2_000;
+    assert_eq!(ends(&world, end), (false, Some(end + 2_000)), "it goes on");
+}
+
+/// What a member says of an attempt that is not under way puts it outside of the one that is.
+#[test]
+fn a_member_of_another_attempt_takes_no_part_in_this_one() {
+    let broken = |change: &dyn Fn(&mut World)| {
+        let mut world = running();
+        change(&mut world);
+        plan(world.observed(), world.now).why.join("; ")
+    };
+    assert_eq!(broken(&|_| {}), "");
+    let digest = |world: &World| world.observed().gang().expect("a gang").digest.clone();
+    let outside = "rank 1 (j-1) was never told of this attempt";
+    let found = broken(&|world| {
+        let (attempt, digest, rank, leaving) = (7, digest(world), 1, None);
+        let state = WorkerState::Member { attempt, digest, rank, leaving };
+        world.tracker.observed.workers[1].state = state;
+    });
+    assert!(found.contains(outside), "{found}");
+    let found = broken(&|world| {
+        let reason = LeftReason::Stopped { step: 20 };
+        world.tracker.observed.workers[1].state = WorkerState::Left { attempt: 7, reason };
+    });
+    assert!(found.contains(outside), "{found}");
 }

@@ -1,12 +1,23 @@
 //! The reader against inputs that nobody thought of: it never panics, it always says where, and
 //! what it lets pass the types take.
+//!
+//! ```sh
+//! MOEJOB_FUZZED=1000000 PROPTEST_RNG_SEED=3 cargo test --release -p moejob-plan --test reader -- \
+//!     --nocapture
+//! ```
 
+#![allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "it measures itself")]
+
+mod measured;
+
+use measured::{Most, asked};
 use moejob_plan::problem::Code;
 use moejob_plan::read::Manifest;
 use moejob_plan::spec::MoeJobSpec;
 use moejob_plan::{Job, placement, yaml};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
+use std::sync::Mutex;
 
 const BASE: &str = include_str!("manifests/base.yaml");
 
@@ -53,7 +64,15 @@ fn revalued() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
+/// Of all kinds together.
+static MOST: Mutex<Most> = Mutex::new(Most::NOTHING);
+
+/// Examined, in little time and little memory.
 fn examine(bytes: &[u8]) -> Result<(), TestCaseError> {
+    measured::within(&MOST, "MOEJOB_FUZZED", bytes, || read_or_refused(bytes))
+}
+
+fn read_or_refused(bytes: &[u8]) -> Result<(), TestCaseError> {
     let manifest = Manifest::read(bytes);
     for problem in &manifest.problems {
         // The walk and the types agree; the one place where they could not is this problem.
@@ -96,8 +115,7 @@ fn seed() -> RngSeed {
 
 /// `MOEJOB_FUZZED` of each kind, with `PROPTEST_RNG_SEED` for others: a run of hours.
 fn cases() -> u32 {
-    let asked = std::env::var("MOEJOB_FUZZED").ok().and_then(|count| count.parse().ok());
-    asked.unwrap_or(1500)
+    asked("MOEJOB_FUZZED", 1500) as u32
 }
 
 proptest! {
@@ -123,9 +141,10 @@ proptest! {
 
     #[test]
     fn any_text_makes_a_tree_or_problems(text in "[ -~\n]{0,120}") {
-        if let Err(problems) = yaml::parse(text.as_bytes()) {
-            prop_assert!(!problems.is_empty());
-        }
+        measured::within(&MOST, "MOEJOB_FUZZED", text.as_bytes(), || {
+            yaml::parse(text.as_bytes()).map_or_else(
+                |problems| Ok(prop_assert!(!problems.is_empty())), |_| Ok(()))
+        })?;
     }
 }
 

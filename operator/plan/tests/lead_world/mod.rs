@@ -2,6 +2,7 @@
 //! told to, and pods and workers that are and say what a scenario wants.
 
 pub mod live;
+mod show;
 
 use moejob_plan::allocate::Granted;
 use moejob_plan::pods;
@@ -13,7 +14,7 @@ use moejob_plan::lead::{
 use moejob_plan::observed::{Millis, Node};
 use moejob_plan::preflight::{Cache, News};
 use moejob_plan::profile::Profiles;
-use crate::said::{device_failed, hello, step_report, warning};
+use crate::said::{device_failed, hello, of_kind, step_report, warning};
 use moejob_protocol::message::{Down, Heartbeat, Hello, LeftReason, Phase, Up};
 use moejob_protocol::links::Built;
 use moejob_protocol::pair::{Meeting, PairAnswer, PairOrder, PairSaid};
@@ -47,6 +48,11 @@ pub struct World {
     unseen: bool,
     /// What jobs have told of nodes that passed.
     passes: Vec<News>,
+    /// Notes, decisions and figures since they were shown last.
+    told: Vec<String>,
+    /// The status as it was shown last.
+    shown: Vec<String>,
+    granted: Vec<Node>,
 }
 
 impl Default for World {
@@ -78,6 +84,9 @@ impl Default for World {
             effects: 0,
             unseen: false,
             passes: Vec::new(),
+            told: Vec::new(),
+            shown: Vec::new(),
+            granted: Vec::new(),
         }
     }
 }
@@ -110,6 +119,9 @@ impl World {
 
     /// Lets it happen, and asks the loop for its turn.
     pub fn run(&mut self, words: &[&str]) -> String {
+        if *words == ["show"] {
+            return self.show().iter().map(|line| format!("  {line}\n")).collect();
+        }
         self.happen(words);
         self.turn()
     }
@@ -190,7 +202,6 @@ impl World {
             }
             ["grant", nodes @ ..] => {
                 // `n1!` is to freeze, `n1@2` hangs on leaf 2.
-                // `n1!` is to freeze, `n1@2` hangs on leaf 2.
                 let node = |word: &&str| {
                     let (name, leaf) = word.split_once('@').unwrap_or((*word, "0"));
                     Node {
@@ -199,8 +210,14 @@ impl World {
                         ..Node::good(name.trim_end_matches('!'))
                     }
                 };
-                let nodes = nodes.iter().map(node).collect();
-                self.on(Event::Granted(Granted { nodes, why: String::new(), fabric: None }));
+                self.granted = nodes.iter().map(node).collect();
+                let (nodes, why) = (self.granted.clone(), String::new());
+                self.on(Event::Granted(Granted { nodes, why, fabric: None }));
+            }
+            // The same nodes, for another reason.
+            ["why", why @ ..] => {
+                let (nodes, why) = (self.granted.clone(), why.join(" "));
+                self.on(Event::Granted(Granted { nodes, why, fabric: None }));
             }
             ["pod", name, node, what @ ..] => self.see_pod(name, node, what),
             ["gone", name] => {
@@ -261,6 +278,8 @@ impl World {
             }
             "batch" => spec["training"]["globalBatchSize"] = number(),
             "suspend" => spec["suspend"] = json!(value == "true"),
+            "spares" => spec["nodes"]["spares"] = number(),
+            "ttl" => spec["ttlSecondsAfterFinished"] = number(),
             "steps" => spec["training"]["steps"] = number(),
             "gangTimeout" => spec["recovery"]["gangTimeout"] = json!(value),
             "record" => self.seen.status["record"] = json!(value),
@@ -390,6 +409,14 @@ impl World {
             ("engine", [device]) => {
                 up(device_failed(attempt, device.parse().expect("a device")))
             }
+            ("says", [kind, reason, words @ ..]) => {
+                let kind = serde_json::from_value(json!(kind)).expect("a kind of event");
+                up(of_kind(kind, attempt, reason, &words.join(" ")))
+            }
+            ("exited", [code]) => up(Up::Failed {
+                exit_code: code.parse().expect("a code"),
+                message: "it gave\u{1b} up".to_string(),
+            }),
             ("warns", words) => up(warning(&words.join(" "), attempt)),
             ("silent", _) => Said::Silent,
             ("broken", _) => ended(Ending::Broken),
@@ -452,12 +479,16 @@ impl World {
                 self.members.insert(name.clone(), member);
                 format!("configure {name} as rank {rank} of attempt {}", config.attempt)
             }
-            Effect::Link(Link::HeartbeatTimeout(_)) | Effect::Figures(_) => return,
+            Effect::Link(Link::HeartbeatTimeout(_)) => return,
+            Effect::Figures(figures) => return self.told.push(show::figures(&figures)),
             Effect::Recovered(recovery) => format!("recovered: {}", recovery.cause),
             Effect::Lost { name, node, cause } => format!("lost {name} on {node}: {cause}"),
-            Effect::Note { .. } => return,
+            Effect::Note { warning, text } => {
+                let what = if warning { "warning" } else { "note" };
+                return self.told.push(format!("{what}: {}", text.replace('\n', " / ")));
+            }
             Effect::Memory(memo) => match memo {
-                Memo::Decided(_) => return,
+                Memo::Decided(node) => return self.told.push(format!("decided: {node}")),
                 Memo::Avoid { node, until } => {
                     format!("memory: avoid {node} for {} ms", until.saturating_sub(self.now))
                 }

@@ -58,6 +58,10 @@ pub fn warning(message: &str, attempt: u32) -> Up {
     event(EventKind::Warning, attempt, "Worker\u{1b}Says", message, BTreeMap::new())
 }
 
+pub fn of_kind(kind: EventKind, attempt: u32, reason: &str, message: &str) -> Up {
+    event(kind, attempt, reason, message, BTreeMap::new())
+}
+
 fn event(
     event: EventKind,
     attempt: u32,

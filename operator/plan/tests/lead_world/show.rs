@@ -1,0 +1,56 @@
+//! What a job has told, as text.
+
+use super::World;
+use moejob_plan::lead::Figures;
+use serde_json::Value;
+
+impl World {
+    /// What was told since this was asked before. Then what people and the next leader know by
+    /// the status as it was written last, without the lines that are as they were.
+    pub(super) fn show(&mut self) -> Vec<String> {
+        let told = std::mem::take(&mut self.told);
+        let mut lines = Vec::new();
+        let mut status = self.seen.status.clone();
+        for condition in status["conditions"].as_array_mut().into_iter().flatten() {
+            let text = |field: &str| condition[field].as_str().unwrap_or_default().to_string();
+            let [kind, is, reason, message] = ["type", "status", "reason", "message"].map(text);
+            let message = message.replace('\n', " / ");
+            lines.push(format!("{kind} is {is}, {reason}: {message}"));
+        }
+        let mut shown = |title: &str, text: &str, left_out: &[&str]| {
+            let mut value: Value = serde_json::from_str(text).unwrap_or_default();
+            if let Some(fields) = value.as_object_mut() {
+                fields.retain(|name, _| !left_out.contains(&name.as_str()));
+            }
+            lines.push(format!("{title} {value}"));
+        };
+        for (title, field) in [("record", "record"), ("more", "recordMore")] {
+            let text = status[field].take();
+            shown(title, text.as_str().unwrap_or_default(), &["accepted", "gang", "pods"]);
+        }
+        shown("status", &status.to_string(), &["conditions", "record", "recordMore"]);
+        let job = self.job.as_ref().expect("there is a job");
+        let fence = job.fence().map(|fence| format!("{fence:?}"));
+        lines.push(format!("leader {}, fence {}", job.term(), fence.unwrap_or_default()));
+        let before = std::mem::replace(&mut self.shown, lines.clone());
+        told.into_iter().chain(lines.into_iter().filter(|line| !before.contains(line))).collect()
+    }
+}
+
+pub(super) fn figures(figures: &Figures) -> String {
+    let Figures { phase, step, nodes_ready, nodes_desired, .. } = figures;
+    let numbers = [
+        ("loss", figures.loss),
+        ("tokens/s", figures.tokens_per_second),
+        ("imbalance", figures.expert_imbalance),
+        ("dropped", figures.dropped_tokens),
+    ];
+    let known = numbers.iter().filter_map(|(name, of)| Some(format!(", {name} {}", (*of)?)));
+    let known: String = known.collect();
+    let places = figures.ranks.iter().map(|place| format!("; {place:?}")).collect::<String>();
+    let lost = figures.engines_lost.len();
+    format!(
+        "figures: {phase} at step {step}, {nodes_ready} of {nodes_desired} nodes, {lost} engines \
+         lost{known}{places}"
+    )
+}

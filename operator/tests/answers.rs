@@ -1,0 +1,181 @@
+//! What the API server's answers decide about leases and tokens.
+
+use kube::{Client, Config};
+use moejob::apply::Writer;
+use moejob::identity::{ReviewError, Reviewer};
+use moejob::lease::{Deadline, Election};
+use moejob_plan::lead::PodIdentity;
+use serde_json::{Value, json};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::timeout;
+
+/// Method and body of a request to a status and an answer.
+type Answer = dyn Fn(&str, Value) -> (u16, Value) + Send + Sync;
+
+async fn server(answer: Arc<Answer>) -> Client {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let url = format!("http://{}", listener.local_addr().expect("an address"));
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            serve(stream, &*answer).await;
+        }
+    });
+    Client::try_from(Config::new(url.parse().expect("a URL"))).expect("a client")
+}
+
+/// One request a connection.
+async fn serve(stream: TcpStream, answer: &Answer) -> Option<()> {
+    let mut stream = BufReader::new(stream);
+    let (mut first, mut length) = (String::new(), 0);
+    stream.read_line(&mut first).await.ok()?;
+    loop {
+        let mut line = String::new();
+        stream.read_line(&mut line).await.ok()?;
+        let line = line.trim().to_lowercase();
+        if line.is_empty() {
+            break;
+        }
+        if let Some(value) = line.strip_prefix("content-length:") {
+            length = value.trim().parse().ok()?;
+        }
+    }
+    let mut body = vec![0; length];
+    stream.read_exact(&mut body).await.ok()?;
+    let method = first.split_whitespace().next()?;
+    let (status, value) = answer(method, serde_json::from_slice(&body).unwrap_or_default());
+    let text = value.to_string();
+    let head = format!(
+        "HTTP/1.1 {status} -\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\
+         connection: close\r\n\r\n{text}",
+        text.len()
+    );
+    stream.write_all(head.as_bytes()).await.ok()
+}
+
+fn failure(code: u16) -> (u16, Value) {
+    let status = json!({ "kind": "Status", "apiVersion": "v1", "status": "Failure",
+        "message": "a bad day", "reason": "InternalError", "code": code });
+    (code, status)
+}
+
+/// The token is sent with its audience, and what the answer says decides. One that is too long to
+/// be a kubelet's is not sent at all.
+#[tokio::test]
+async fn a_token_is_worth_what_the_api_server_says_of_it() {
+    let asked: Arc<Mutex<Vec<Value>>> = Arc::default();
+    let seen = Arc::clone(&asked);
+    let client = server(Arc::new(move |_, review: Value| {
+        let good = review["spec"]["token"].as_str().is_some_and(|token| token.starts_with("good"));
+        seen.lock().expect("no panic").push(review["spec"].clone());
+        let bound = |name: &str| format!("authentication.kubernetes.io/{name}");
+        (201, json!({
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenReview",
+            "spec": review["spec"],
+            "status": {
+                "authenticated": good,
+                "audiences": review["spec"]["audiences"],
+                "user": {
+                    "username": "system:serviceaccount:team:default",
+                    "extra": { bound("pod-name"): ["job-0"], bound("pod-uid"): ["u0"] },
+                },
+            },
+        }))
+    }))
+    .await;
+    let reviewer = Reviewer::new(client);
+    let pod = |uid: &str| PodIdentity {
+        namespace: "team".into(),
+        name: "job-0".into(),
+        uid: uid.into(),
+        node: "n0".into(),
+    };
+    assert!(reviewer.review("good", &pod("u0")).await.is_ok());
+    let spec = asked.lock().expect("no panic")[0].clone();
+    assert_eq!(spec["token"], "good");
+    assert_eq!(spec["audiences"], json!([moejob_protocol::pod::TOKEN_AUDIENCE]));
+    let other = reviewer.review("good", &pod("u1")).await;
+    assert!(matches!(other, Err(ReviewError::Other { .. })), "{other:?}");
+    let bad = reviewer.review("bad", &pod("u0")).await;
+    assert!(matches!(bad, Err(ReviewError::Refused { .. })), "{bad:?}");
+    let longest = format!("good{}", "x".repeat((16 << 10) - 4));
+    assert!(reviewer.review(&longest, &pod("u0")).await.is_ok());
+    let before = asked.lock().expect("no panic").len();
+    let long = reviewer.review(&(longest + "x"), &pod("u0")).await;
+    assert!(matches!(long, Err(ReviewError::Size { found }) if found == (16 << 10) + 1));
+    assert_eq!(asked.lock().expect("no panic").len(), before, "it was not sent");
+}
+
+fn lease(holder: &str, renewed: usize, seconds: u32) -> Value {
+    json!({
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": { "name": "moejob", "namespace": "ns", "resourceVersion": "1" },
+        "spec": {
+            "holderIdentity": holder,
+            "leaseDurationSeconds": seconds,
+            "leaseTransitions": 3,
+            "renewTime": format!("2026-01-01T00:00:{renewed:02}.000000Z"),
+        },
+    })
+}
+
+fn election(client: Client) -> Election {
+    let deadline = Deadline::default();
+    Election {
+        writer: Writer::new(client.clone(), "me".to_string(), deadline.clone()),
+        client,
+        namespace: "ns".to_string(),
+        name: "moejob".to_string(),
+        identity: "me".to_string(),
+        deadline,
+    }
+}
+
+/// A lease that is renewed again and again is not taken, however short its time is.
+#[tokio::test]
+async fn a_standby_counts_from_the_last_renewal_that_it_saw() {
+    let looks = Arc::new(AtomicUsize::new(0));
+    let (of, puts) = (Arc::clone(&looks), Arc::new(AtomicUsize::new(0)));
+    let written = Arc::clone(&puts);
+    let client = server(Arc::new(move |method, body| match method {
+        "GET" => (200, lease("other", of.fetch_add(1, Ordering::SeqCst), 3)),
+        _ => {
+            written.fetch_add(1, Ordering::SeqCst);
+            (200, body)
+        }
+    }))
+    .await;
+    let election = election(client);
+    assert!(timeout(Duration::from_secs(9), election.acquire()).await.is_err());
+    assert!(looks.load(Ordering::SeqCst) >= 3 && puts.load(Ordering::SeqCst) == 0);
+}
+
+/// One renewal that fails is tried again, as there is time: the leader goes on.
+#[tokio::test]
+async fn a_renewal_that_fails_once_ends_no_leadership() {
+    let fails = Arc::new(AtomicUsize::new(0));
+    let failing = Arc::clone(&fails);
+    let client = server(Arc::new(move |method, body| match method {
+        "GET" => {
+            let fail = failing.load(Ordering::SeqCst) > 0;
+            failing.store(0, Ordering::SeqCst);
+            if fail { failure(500) } else { (200, lease("me", 0, 10)) }
+        }
+        _ => (200, body),
+    }))
+    .await;
+    let election = election(client);
+    assert_eq!(election.acquire().await, 3);
+    fails.store(1, Ordering::SeqCst);
+    let heard = AtomicUsize::new(0);
+    let hold = election.hold(|| drop(heard.fetch_add(1, Ordering::SeqCst)));
+    let over = timeout(Duration::from_millis(6_500), hold).await;
+    assert!(over.is_err(), "it leads as before");
+    assert_eq!(fails.load(Ordering::SeqCst), 0);
+    assert!(heard.load(Ordering::SeqCst) >= 1 && election.deadline.holds());
+}
