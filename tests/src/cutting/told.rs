@@ -49,9 +49,12 @@ impl Events {
         }
         while let Some((start, length)) = chunk(&self.raw) {
             if length == 0 {
-                // The end of this answer; another one may follow on the connection.
-                on.append(&mut self.raw);
+                // The end of this answer, an empty line after what may follow the last chunk;
+                // another answer may follow on the connection.
+                let Some(at) = find(&self.raw[start - 2..], b"\r\n\r\n") else { return on };
+                on.extend(self.raw.drain(..start + 2 + at));
                 self.state = State::Head;
+                on.extend(self.pass(&[], keep));
                 return on;
             }
             if self.raw.len() < start + length + 2 {
@@ -99,6 +102,20 @@ mod tests {
                 on.extend(events.pass(part, |line| line != b"bb\n"));
             }
             assert_eq!(String::from_utf8_lossy(&on), expected, "{size}");
+        }
+    }
+
+    #[test]
+    fn two_answers_on_one_connection_are_told_apart() {
+        let one = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\na\n\r\n0\r\n\r\n";
+        let two = one.repeat(2);
+        for size in 1..=two.len() {
+            let mut events = Events::default();
+            let mut on = Vec::new();
+            for part in two.as_bytes().chunks(size) {
+                on.extend(events.pass(part, |_| true));
+            }
+            assert_eq!(String::from_utf8_lossy(&on), two, "{size}");
         }
     }
 
