@@ -23,9 +23,9 @@ pub const MICRO_BATCHES_MAX: u64 = 1 << 20;
 /// What it takes to lay a job out on processors whose memory is given: for each size that is tried
 /// the memory of a rank is counted. Less than half a second of one core.
 pub const COUNTED_MAX: u64 = 1 << 22;
-/// What a plan that is shown spends on the memory of its sizes: a second of one core at the most.
-/// Of more sizes than that some are counted.
-pub const SHOWN_MAX: u64 = 1 << 23;
+/// What a plan that is shown spends on the memory of its sizes: a quarter of a second of one
+/// core. Of more sizes than that some are counted.
+pub const SHOWN_MAX: u64 = 1 << 21;
 /// Sums in buckets are counted with the names of their tensors, which takes longer.
 const BUCKETS: u64 = 8;
 

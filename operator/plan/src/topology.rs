@@ -95,18 +95,24 @@ impl Places {
     pub fn new(nodes: &[NodeInfo], keys: &Keys) -> Places {
         let paths: Vec<Vec<&str>> = nodes.iter().map(|node| node.path(keys)).collect();
         let mut sorted: Vec<usize> = (0..nodes.len()).collect();
-        sorted.sort_by(|a, b| {
-            let key = |at: usize| (&paths[at][..HOST], natural(&nodes[at].name));
-            key(*a).cmp(&key(*b))
-        });
+        sorted.sort_by_cached_key(|at| (&paths[*at][..HOST], natural(&nodes[*at].name)));
         let mut rank = vec![0; nodes.len()];
         for (position, at) in (0..).zip(&sorted) {
             rank[*at] = position;
         }
+        // For each node the first level at which it is in another part than the one before it.
+        let others: Vec<usize> = sorted
+            .iter()
+            .zip(sorted.iter().skip(1))
+            .map(|(before, at)| {
+                let pairs = paths[*before].iter().zip(&paths[*at]);
+                pairs.take_while(|(before, at)| before == at).count()
+            })
+            .collect();
         let numbers = |level: usize| {
             let (mut numbers, mut number) = (vec![0; nodes.len()], 0);
-            for (before, at) in sorted.iter().zip(sorted.iter().skip(1)) {
-                number += u32::from(paths[*before][..=level] != paths[*at][..=level]);
+            for (other, at) in others.iter().zip(sorted.iter().skip(1)) {
+                number += u32::from(*other <= level);
                 numbers[*at] = number;
             }
             numbers
@@ -193,8 +199,8 @@ pub fn arranged(
     group: u32,
 ) -> Option<FabricFacts> {
     let places = Places::new(nodes, keys);
-    let index = |name: &String| nodes.iter().position(|node| node.name == *name);
-    let seats: Vec<usize> = gang.iter().filter_map(index).collect();
+    let known: BTreeMap<&str, usize> = nodes.iter().map(|node| &*node.name).zip(0..).collect();
+    let seats: Vec<usize> = gang.iter().filter_map(|name| known.get(&**name).copied()).collect();
     let order = places.arranged(&seats, group);
     for (seat, node) in gang.iter_mut().zip(&order) {
         seat.clone_from(&nodes[*node].name);

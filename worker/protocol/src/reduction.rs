@@ -6,7 +6,7 @@
 use crate::layout::Layout;
 use crate::mesh::Mesh;
 use crate::model::{ModelConfig, Param, Role};
-use crate::tree::{Node, subtrees};
+use crate::tree::{Node, each_subtree, subtrees};
 use std::ops::Range;
 
 /// Elements at whose multiples a parameter starts in flat memory: 256 bytes of f32.
@@ -68,15 +68,16 @@ pub(crate) fn subtrees_of(
     rank: u32,
     micro_batches: u32,
 ) -> u64 {
-    let sources = if of_expert {
-        let group = mesh.expert_group(rank);
-        let first = group.iter().find(|member| holders.binary_search(member).is_ok());
-        if first == Some(&rank) { group } else { Vec::new() }
-    } else {
-        vec![rank]
-    };
-    let blocks = joined(mesh, sources, micro_batches);
-    blocks.into_iter().map(|block| subtrees(block).len() as u64).sum()
+    let count = |block: Range<u32>| each_subtree(block).count() as u64;
+    if !of_expert {
+        return count(mesh.micro_batches(rank, micro_batches));
+    }
+    let group = mesh.expert_group(rank);
+    let first = group.iter().find(|member| holders.binary_search(member).is_ok());
+    if first != Some(&rank) {
+        return 0;
+    }
+    joined(mesh, group, micro_batches).into_iter().map(count).sum()
 }
 
 /// Parameters side by side in one buffer, each from a multiple of [`ALIGNMENT_ELEMENTS`].

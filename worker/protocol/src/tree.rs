@@ -37,17 +37,24 @@ impl Node {
 /// The maximal complete nodes of a block of leaves, in ascending order of their leaves.
 /// At most `2 * log2(len) + 1` of them.
 pub fn subtrees(block: Range<u32>) -> Vec<Node> {
-    let mut nodes = Vec::new();
+    each_subtree(block).collect()
+}
+
+/// The same, one after the other.
+pub(crate) fn each_subtree(block: Range<u32>) -> impl Iterator<Item = Node> {
     let mut at = block.start;
-    while at < block.end {
+    std::iter::from_fn(move || {
+        if at >= block.end {
+            return None;
+        }
         let mut level = if at == 0 { 31 } else { at.trailing_zeros() };
         while (block.end - at) >> level == 0 {
             level -= 1;
         }
-        nodes.push(Node { level, index: at >> level });
+        let node = Node { level, index: at >> level };
         at += 1 << level;
-    }
-    nodes
+        Some(node)
+    })
 }
 
 /// A binary counter over one block: which stack entries to merge after each pushed leaf.
