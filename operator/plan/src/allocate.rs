@@ -487,18 +487,12 @@ impl<'a> Allocator<'a> {
         // Beside its own nodes there is no choice of a part.
         let (mut nodes, _) = self.places.order(candidates, None, least, most);
         let (level, closeness) = wish;
-        let mut parts: BTreeMap<u32, usize> = BTreeMap::new();
-        for at in own {
-            *parts.entry(self.places.part(level, *at)).or_default() += 1;
+        let beside = self.places.beside(own, level);
+        if closeness == Closeness::Required {
+            nodes.retain(|at| beside(*at)[0] > 0);
         }
-        let beside = |at: &usize| {
-            parts.get(&self.places.part(level, *at)).copied().unwrap_or_default()
-        };
-        match closeness {
-            Closeness::Required => nodes.retain(|at| beside(at) > 0),
-            // Beside most of them first.
-            Closeness::Preferred => nodes.sort_by_key(|at| Reverse(beside(at))),
-        }
+        // Beside most of them first.
+        nodes.sort_by_cached_key(|at| Reverse(beside(*at)));
         nodes
     }
 

@@ -125,6 +125,26 @@ impl Places {
         self.parts[depth(level)][node]
     }
 
+    /// How many of `own` lie in one part with a node: of `level` first, then of each wider level
+    /// from there on, then of each narrower one. So what compares greater lies nearer to them.
+    pub fn beside(&self, own: &[usize], level: Level) -> impl Fn(usize) -> Vec<u32> + '_ {
+        let levels = (0..=depth(level)).rev().chain(depth(level) + 1..HOST);
+        let counted = |level: usize| {
+            let mut counts: BTreeMap<u32, u32> = BTreeMap::new();
+            for at in own {
+                *counts.entry(self.parts[level][*at]).or_default() += 1;
+            }
+            (level, counts)
+        };
+        let counts: Vec<_> = levels.map(counted).collect();
+        move |node| {
+            let of = |(level, counts): &(usize, BTreeMap<u32, u32>)| {
+                counts.get(&self.parts[*level][node]).copied().unwrap_or_default()
+            };
+            counts.iter().map(of).collect()
+        }
+    }
+
     /// These nodes in the order in which a gang of them is given its ranks, see `arrange`; `group`
     /// of them make an expert group.
     pub fn arranged(&self, nodes: &[usize], group: u32) -> Vec<usize> {
