@@ -8,7 +8,6 @@ use crate::observed::Size;
 use crate::profile::Backend;
 use crate::travel;
 use moejob_protocol::Mesh;
-use moejob_protocol::config::Precision;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{self, Part, RankMemory, rank_memory};
 use serde::Serialize;
@@ -223,7 +222,7 @@ impl<'a> Placer<'a> {
     /// out 2 D. Without recomputation all of it lies there for each layer.
     fn device_memory(&self, layout: &Layout, rank: u32) -> RankMemory {
         let (job, model, mesh) = (self.job, &self.job.model, layout.mesh);
-        let wire = if job.training.precision == Precision::Fp32 { 4 } else { 2 };
+        let wire = job.training.precision.element().bytes();
         let (held, local) = self.held(layout, rank);
         let owned = self.owned(layout, rank);
         let training = &job.training;
