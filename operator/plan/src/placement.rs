@@ -1,7 +1,7 @@
 //! Which gangs work: mesh x model -> sizes, with what each rank then needs; and why others do not.
 
 use crate::words::{counted, several};
-use crate::cost::{self, Extent, SHOWN_MAX};
+use crate::cost::{self, Budget, Extent, SHOWN_MAX};
 use crate::job::{Job, Venue};
 use crate::launch;
 use crate::observed::Size;
@@ -41,6 +41,15 @@ pub fn sizes(job: &Job) -> (Vec<Size>, Vec<Skipped>) {
         }
     }
     (sizes, skipped)
+}
+
+/// The fewest nodes between min and max that work, as far as the budget reaches. `extent` is that
+/// of the job's model.
+pub fn least(job: &Job, extent: Extent, budget: &Budget) -> Option<u32> {
+    let placer = Placer::of(job, extent);
+    (job.nodes.min..=job.nodes.max)
+        .take_while(|nodes| budget.take(cost::of_size(job, extent, *nodes)))
+        .find(|nodes| placer.layout(*nodes).is_ok())
 }
 
 /// `dp` ranks, `ep` of which share the experts: on GPUs gradients are summed in buckets.
@@ -121,7 +130,10 @@ struct Placer<'a> {
 
 impl<'a> Placer<'a> {
     fn new(job: &'a Job) -> Placer<'a> {
-        let extent = Extent::of(&job.model);
+        Placer::of(job, Extent::of(&job.model))
+    }
+
+    fn of(job: &'a Job, extent: Extent) -> Placer<'a> {
         let (dense, experts) = (extent.other_elements, extent.expert_elements);
         Placer { job, extent, dense, experts }
     }
