@@ -1,66 +1,18 @@
 //! What the API server's answers decide about leases and tokens.
 
-use kube::{Client, Config};
+mod server;
+
+use kube::Client;
 use moejob::apply::Writer;
 use moejob::identity::{ReviewError, Reviewer};
 use moejob::lease::{Deadline, Election};
 use moejob_plan::lead::PodIdentity;
 use serde_json::{Value, json};
+use server::{client, failure};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
-use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
-
-/// Method and body of a request to a status and an answer.
-type Answer = dyn Fn(&str, Value) -> (u16, Value) + Send + Sync;
-
-async fn server(answer: Arc<Answer>) -> Client {
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-    let url = format!("http://{}", listener.local_addr().expect("an address"));
-    tokio::spawn(async move {
-        while let Ok((stream, _)) = listener.accept().await {
-            serve(stream, &*answer).await;
-        }
-    });
-    Client::try_from(Config::new(url.parse().expect("a URL"))).expect("a client")
-}
-
-/// One request a connection.
-async fn serve(stream: TcpStream, answer: &Answer) -> Option<()> {
-    let mut stream = BufReader::new(stream);
-    let (mut first, mut length) = (String::new(), 0);
-    stream.read_line(&mut first).await.ok()?;
-    loop {
-        let mut line = String::new();
-        stream.read_line(&mut line).await.ok()?;
-        let line = line.trim().to_lowercase();
-        if line.is_empty() {
-            break;
-        }
-        if let Some(value) = line.strip_prefix("content-length:") {
-            length = value.trim().parse().ok()?;
-        }
-    }
-    let mut body = vec![0; length];
-    stream.read_exact(&mut body).await.ok()?;
-    let method = first.split_whitespace().next()?;
-    let (status, value) = answer(method, serde_json::from_slice(&body).unwrap_or_default());
-    let text = value.to_string();
-    let head = format!(
-        "HTTP/1.1 {status} -\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\
-         connection: close\r\n\r\n{text}",
-        text.len()
-    );
-    stream.write_all(head.as_bytes()).await.ok()
-}
-
-fn failure(code: u16) -> (u16, Value) {
-    let status = json!({ "kind": "Status", "apiVersion": "v1", "status": "Failure",
-        "message": "a bad day", "reason": "InternalError", "code": code });
-    (code, status)
-}
 
 /// The token is sent with its audience, and what the answer says decides. One that is too long to
 /// be a kubelet's is not sent at all.
@@ -68,7 +20,8 @@ fn failure(code: u16) -> (u16, Value) {
 async fn a_token_is_worth_what_the_api_server_says_of_it() {
     let asked: Arc<Mutex<Vec<Value>>> = Arc::default();
     let seen = Arc::clone(&asked);
-    let client = server(Arc::new(move |_, review: Value| {
+    let client = client(move |request| {
+        let review = request.body;
         let good = review["spec"]["token"].as_str().is_some_and(|token| token.starts_with("good"));
         seen.lock().expect("no panic").push(review["spec"].clone());
         let bound = |name: &str| format!("authentication.kubernetes.io/{name}");
@@ -85,7 +38,7 @@ async fn a_token_is_worth_what_the_api_server_says_of_it() {
                 },
             },
         }))
-    }))
+    })
     .await;
     let reviewer = Reviewer::new(client);
     let pod = |uid: &str| PodIdentity {
@@ -142,13 +95,13 @@ async fn a_standby_counts_from_the_last_renewal_that_it_saw() {
     let looks = Arc::new(AtomicUsize::new(0));
     let (of, puts) = (Arc::clone(&looks), Arc::new(AtomicUsize::new(0)));
     let written = Arc::clone(&puts);
-    let client = server(Arc::new(move |method, body| match method {
+    let client = client(move |request| match request.method.as_str() {
         "GET" => (200, lease("other", of.fetch_add(1, Ordering::SeqCst), 3)),
         _ => {
             written.fetch_add(1, Ordering::SeqCst);
-            (200, body)
+            (200, request.body)
         }
-    }))
+    })
     .await;
     let election = election(client);
     assert!(timeout(Duration::from_secs(9), election.acquire()).await.is_err());
@@ -160,20 +113,25 @@ async fn a_standby_counts_from_the_last_renewal_that_it_saw() {
 async fn a_renewal_that_fails_once_ends_no_leadership() {
     let fails = Arc::new(AtomicUsize::new(0));
     let failing = Arc::clone(&fails);
-    let client = server(Arc::new(move |method, body| match method {
+    let client = client(move |request| match request.method.as_str() {
         "GET" => {
             let fail = failing.load(Ordering::SeqCst) > 0;
             failing.store(0, Ordering::SeqCst);
-            if fail { failure(500) } else { (200, lease("me", 0, 10)) }
+            match fail {
+                true => failure(500, "InternalError", "a bad day"),
+                false => (200, lease("me", 0, 10)),
+            }
         }
-        _ => (200, body),
-    }))
+        _ => (200, request.body),
+    })
     .await;
     let election = election(client);
     assert_eq!(election.acquire().await, 3);
     fails.store(1, Ordering::SeqCst);
     let heard = AtomicUsize::new(0);
-    let hold = election.hold(|| drop(heard.fetch_add(1, Ordering::SeqCst)));
+    let hold = election.hold(|| {
+        heard.fetch_add(1, Ordering::SeqCst);
+    });
     let over = timeout(Duration::from_millis(6_500), hold).await;
     assert!(over.is_err(), "it leads as before");
     assert_eq!(fails.load(Ordering::SeqCst), 0);

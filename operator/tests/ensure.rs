@@ -1,14 +1,14 @@
 //! What the writer does to an API server for an object that a job shall have.
 
-use kube::{Client, Config};
+mod server;
+
 use moejob::apply::Writer;
 use moejob::lease::Deadline;
 use moejob_plan::lead::{JobName, Origin, Write, WriteErrorKind, Written, owner};
 use serde_json::{Value, json};
+use server::{Answer, Request, client, failure};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
-use tokio::net::{TcpListener, TcpStream};
 
 const POLICIES: &str = "/apis/networking.k8s.io/v1/namespaces/team/networkpolicies";
 
@@ -25,78 +25,37 @@ impl Server {
         for object in objects {
             server.objects.lock().unwrap().insert(name_of(object), object.clone());
         }
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let url = format!("http://{}", listener.local_addr().expect("an address"));
         let of = server.clone();
-        tokio::spawn(async move {
-            while let Ok((stream, _)) = listener.accept().await {
-                of.serve(stream).await;
-            }
-        });
-        let client = Client::try_from(Config::new(url.parse().expect("a URL"))).expect("a client");
+        let client = client(move |request| of.answer(&request)).await;
         (server, Writer::new(client, "pod_1".to_string(), Deadline::never()))
     }
 
-    /// One request a connection.
-    async fn serve(&self, stream: TcpStream) -> Option<()> {
-        let mut stream = BufReader::new(stream);
-        let (mut first, mut length) = (String::new(), 0);
-        stream.read_line(&mut first).await.ok()?;
-        loop {
-            let mut line = String::new();
-            stream.read_line(&mut line).await.ok()?;
-            let line = line.trim().to_lowercase();
-            if line.is_empty() {
-                break;
-            }
-            if let Some(value) = line.strip_prefix("content-length:") {
-                length = value.trim().parse().ok()?;
-            }
-        }
-        let mut body = vec![0; length];
-        stream.read_exact(&mut body).await.ok()?;
-        let words: Vec<&str> = first.split_whitespace().collect();
-        let path = words[1].split('?').next().unwrap_or_default();
-        let (status, answer) = self.answer(words[0], path, &body);
-        let text = answer.to_string();
-        let head = format!(
-            "HTTP/1.1 {status} -\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\
-             connection: close\r\n\r\n{text}",
-            text.len()
-        );
-        stream.write_all(head.as_bytes()).await.ok()
-    }
-
-    fn answer(&self, method: &str, path: &str, body: &[u8]) -> (u16, Value) {
-        let body: Value = serde_json::from_slice(body).unwrap_or_default();
+    fn answer(&self, request: &Request) -> Answer {
+        let (method, path, body) = (request.method.as_str(), &request.path, &request.body);
         let rest = path.strip_prefix(POLICIES).unwrap_or_else(|| panic!("{path}"));
-        let name = rest.strip_prefix('/').map_or_else(|| name_of(&body), str::to_string);
+        let name = rest.strip_prefix('/').map_or_else(|| name_of(body), str::to_string);
         self.asked.lock().unwrap().push(format!("{method} {name}"));
-        let failure = |code: u16, reason: &str| {
-            let kind = json!({ "kind": "Status", "apiVersion": "v1", "status": "Failure",
-                "message": reason, "reason": reason, "code": code });
-            (code, kind)
-        };
+        let refused = |code: u16, reason: &str| failure(code, reason, reason);
         let mut objects = self.objects.lock().unwrap();
         let Some(present) = objects.get(&name).cloned() else {
             if method == "POST" {
                 objects.insert(name, body.clone());
-                return (201, body);
+                return (201, body.clone());
             }
-            return failure(404, "NotFound");
+            return refused(404, "NotFound");
         };
         match method {
             "GET" => (200, present),
-            "POST" => failure(409, "AlreadyExists"),
-            "PUT" if version_of(&body) == version_of(&present) => {
+            "POST" => refused(409, "AlreadyExists"),
+            "PUT" if version_of(body) == version_of(&present) => {
                 objects.insert(name, body.clone());
-                (200, body)
+                (200, body.clone())
             }
             "DELETE" if body["preconditions"]["uid"] == present["metadata"]["uid"] => {
                 objects.remove(&name);
                 (200, present)
             }
-            _ => failure(409, "Conflict"),
+            _ => refused(409, "Conflict"),
         }
     }
 

@@ -1,5 +1,7 @@
 """What mutants.py puts into the copy of the sources: the switch, and values of a type."""
 
+import re
+
 # What `mutant::is` and its kin are, in the copy.
 SWITCH = r'''
 //! Chooses a mutant, or writes down which were come by.

@@ -23,7 +23,7 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
-use told::Events;
+use told::{Events, find};
 use tokio::time::{Instant, sleep_until};
 
 /// More than any request of an operator.
@@ -304,7 +304,7 @@ fn end(book: &mut Book) {
 
 /// Verb and path of the first whole request, and its length in bytes.
 fn request(bytes: &[u8]) -> io::Result<Option<((String, String), usize)>> {
-    let Some(head) = bytes.windows(4).position(|four| four == b"\r\n\r\n") else { return Ok(None) };
+    let Some(head) = find(bytes, b"\r\n\r\n") else { return Ok(None) };
     let text = String::from_utf8_lossy(&bytes[..head]);
     let mut lines = text.split("\r\n");
     let mut words = lines.next().unwrap_or_default().split(' ').map(str::to_string);
@@ -345,7 +345,7 @@ fn resource(path: &str) -> String {
 
 /// The name in the object that a request carries.
 fn named(request: &[u8]) -> String {
-    let head = request.windows(4).position(|four| four == b"\r\n\r\n").unwrap_or(0);
+    let head = find(request, b"\r\n\r\n").unwrap_or(0);
     let body = request.get(head + 4..).unwrap_or_default();
     let object: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
     object["metadata"]["name"].as_str().unwrap_or_default().to_string()

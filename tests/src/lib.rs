@@ -12,7 +12,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// The binary under test: beside the test's own, as cargo lays them out, or `$MOEJOB_BIN`.
 pub fn moejob() -> PathBuf {
@@ -317,6 +317,20 @@ fn corpus_texts() -> Vec<(String, String)> {
         text
     };
     (0..12).map(|file| (format!("part-{file:02}.txt"), text(&mut random))).collect()
+}
+
+/// The number that an environment variable of this name has.
+pub fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok()?.parse().ok()
+}
+
+/// `$MOEJOB_SEED`, which repeats what was tried, or one that differs each time. Printed.
+pub fn seed() -> u64 {
+    let clock = SystemTime::now().duration_since(UNIX_EPOCH);
+    let clock = clock.map_or(1, |time| time.as_nanos() as u64);
+    let seed = number("MOEJOB_SEED").unwrap_or(clock);
+    println!("seed: MOEJOB_SEED={seed}");
+    seed
 }
 
 /// SplitMix64: enough for test inputs, the same on every machine.

@@ -3,22 +3,11 @@
 //! Counts are small here and set by `$MOEJOB_FAULT_RUNS` and `$MOEJOB_KILLS`; the seed of every run
 //! is printed, and `$MOEJOB_SEED` repeats one.
 
-use moejob_tests::{Bench, Random, is_engine, send};
+use moejob_tests::{Bench, Random, is_engine, number, seed, send};
 use rustix::process::Signal;
 use std::time::{Duration, Instant};
 
 const LIMIT: Duration = Duration::from_secs(180);
-
-fn count(name: &str, default: u64) -> u64 {
-    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
-}
-
-fn seed() -> u64 {
-    let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    let seed = count("MOEJOB_SEED", clock.map(|time| time.as_nanos() as u64).unwrap_or(1));
-    println!("seed: MOEJOB_SEED={seed}");
-    seed
-}
 
 #[test]
 fn killed_and_frozen_workers_change_no_bit() {
@@ -26,7 +15,7 @@ fn killed_and_frozen_workers_change_no_bit() {
     let whole = Bench::small(STEPS, 100, 11);
     assert_eq!(whole.run(&[], LIMIT), Some(0), "{}", whole.output());
     let mut random = Random(seed());
-    for round in 0..count("MOEJOB_FAULT_RUNS", 3) {
+    for round in 0..number("MOEJOB_FAULT_RUNS").unwrap_or(3) {
         let workers = 2 + random.below(3);
         let bench = Bench::small(STEPS, 100, 11);
         let mut run = bench.start(&["--workers", &workers.to_string()]);
@@ -56,7 +45,7 @@ fn killed_and_frozen_workers_change_no_bit() {
 
 #[test]
 fn a_killed_run_resumes_from_a_complete_checkpoint() {
-    let kills = count("MOEJOB_KILLS", 10);
+    let kills = number("MOEJOB_KILLS").unwrap_or(10);
     let steps = 200 + 60 * kills;
     let limit = LIMIT + Duration::from_secs(5 * kills);
     let whole = Bench::small(steps, 3, 12);
@@ -209,7 +198,7 @@ fn killed_stopped_and_crashed_engines_and_workers_change_no_bit() {
     let whole = Bench::small(STEPS, 100, 15);
     assert_eq!(whole.run(&[], LIMIT), Some(0), "{}", whole.output());
     let mut random = Random(seed());
-    for round in 0..count("MOEJOB_FAULT_RUNS", 2) {
+    for round in 0..number("MOEJOB_FAULT_RUNS").unwrap_or(2) {
         let (workers, engines) = (1 + random.below(3), 2 + random.below(2) as u32);
         let bench = Bench::with_engines(STEPS, 100, 15, engines.min(7 / workers as u32));
         let mut run = bench.start(&["--workers", &workers.to_string()]);

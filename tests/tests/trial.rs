@@ -7,7 +7,7 @@
 mod cases;
 
 use cases::{Case, NODES, TRAINING, all, parts};
-use moejob_tests::{Bench, Random, send};
+use moejob_tests::{Bench, Random, number, seed, send};
 use rustix::process::Signal;
 use std::time::{Duration, Instant};
 
@@ -18,15 +18,9 @@ const ONE_NODE: &str = "profile: cpu, min: 1, max: 1";
 /// Nodes of a trial at most.
 const WORKERS_MAX: u64 = 4;
 
-fn number(name: &str) -> Option<u64> {
-    std::env::var(name).ok().and_then(|text| text.parse().ok())
-}
-
 #[test]
 fn random_jobs_under_random_faults_keep_their_bits() {
-    let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    let clock = clock.map(|time| time.as_nanos() as u64).unwrap_or(1);
-    let seed = number("MOEJOB_SEED").unwrap_or(clock);
+    let seed = seed();
     for trial in 0..number("MOEJOB_TRIALS").unwrap_or(1) {
         println!("trial {trial}: MOEJOB_SEED={}", seed.wrapping_add(trial));
         try_one(&mut Random(seed.wrapping_add(trial)));

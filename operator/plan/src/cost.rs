@@ -9,6 +9,7 @@ use crate::problem::{Code, Problem};
 use crate::profile::Backend;
 use moejob_protocol::Mesh;
 use moejob_protocol::model::{MATRICES, ModelConfig, Role, numel};
+use std::cell::Cell;
 
 /// Of a manifest, and of a spec as JSON.
 pub const TEXT_BYTES_MAX: usize = 64 << 10;
@@ -26,6 +27,11 @@ pub const COUNTED_MAX: u64 = 1 << 22;
 /// What a plan that is shown spends on the memory of its sizes: a quarter of a second of one
 /// core. Of more sizes than that some are counted.
 pub const SHOWN_MAX: u64 = 1 << 21;
+/// What is spent on each kind of change that might make a job fit which no number of nodes fits:
+/// a quarter of a second for all eight kinds where a person waits for it, and a sixteenth of that in
+/// the leader, which decides for other jobs meanwhile.
+pub const CHANGES_SHOWN_MAX: u64 = SHOWN_MAX / 8;
+pub const CHANGES_LED_MAX: u64 = CHANGES_SHOWN_MAX / 16;
 /// Sums in buckets are counted with the names of their tensors, which takes longer.
 const BUCKETS: u64 = 8;
 
@@ -156,17 +162,66 @@ pub fn of_rank(job: &Job, extent: Extent, mesh: Mesh) -> u64 {
     }
 }
 
+/// Steps that may still be taken.
+pub struct Budget {
+    left: Cell<u64>,
+    short: Cell<bool>,
+}
+
+impl Budget {
+    pub fn new(steps: u64) -> Budget {
+        Budget { left: Cell::new(steps), short: Cell::new(false) }
+    }
+
+    /// Whether there are as many left; from the first time that there are not, never.
+    pub fn take(&self, steps: u64) -> bool {
+        match self.left.get().checked_sub(steps).filter(|_| !self.short.get()) {
+            Some(left) => self.left.set(left),
+            None => self.short.set(true),
+        }
+        !self.is_short()
+    }
+
+    pub fn is_short(&self) -> bool {
+        self.short.get()
+    }
+}
+
+/// Steps that it takes at most to find out whether `nodes` nodes work.
+pub fn of_size(job: &Job, extent: Extent, nodes: u32) -> u64 {
+    // A copy of the job.
+    const ONE: u64 = 16;
+    // An estimate, and words why it does not fit.
+    const ESTIMATE: u64 = 4;
+    // Numbers of which one divides another are found in a loop that does nothing else.
+    const DIVISIONS: u64 = 32;
+    let ranks = u64::from(nodes).saturating_mul(job.profile.ranks.into());
+    if ranks > job.micro_batches().into() {
+        return ONE;
+    }
+    let each = match (job.profile.rank_memory, job.training.compute.backend) {
+        (None, _) => 0,
+        (Some(_), Backend::Cuda) if ranks > 1 && !job.profile.is_this_machine() => ESTIMATE,
+        (Some(_), Backend::Cuda) => BUCKETS * extent.tensors().saturating_add(ranks),
+        (Some(_), Backend::Cpu) => extent.tensors().saturating_add(ranks),
+    };
+    let divisions = ranks.min(job.model.experts.count.into()).div_ceil(DIVISIONS);
+    each.saturating_mul(tries(job, ranks)).saturating_add(ONE + divisions)
+}
+
+/// At most so many degrees of expert parallelism are tried for `ranks` ranks.
+fn tries(job: &Job, ranks: u64) -> u64 {
+    let root = (1..).take_while(|at| at * at <= ranks);
+    match job.expert_parallel {
+        Some(_) => 1,
+        None => root.filter(|at| ranks.is_multiple_of(*at)).count() as u64 * 2,
+    }
+}
+
 /// What `placement::sizes` counts where the memory of a node is given: of each number of nodes,
 /// each degree that divides it.
 fn counted(job: &Job, extent: Extent) -> u64 {
-    let of = |dp: u64| {
-        let root = (1..).take_while(|at| at * at <= dp);
-        let tries = match job.expert_parallel {
-            Some(_) => 1,
-            None => root.filter(|at| dp.is_multiple_of(*at)).count() as u64 * 2,
-        };
-        extent.tensors().saturating_add(dp).saturating_mul(tries)
-    };
+    let of = |ranks: u64| extent.tensors().saturating_add(ranks).saturating_mul(tries(job, ranks));
     let mut sum = 0u64;
     for nodes in job.nodes.min..=job.nodes.max {
         let ranks = u64::from(nodes).saturating_mul(job.profile.ranks.into());

@@ -5,12 +5,13 @@ mod fits;
 mod time;
 mod rehearsal;
 
-pub use fits::{Change, changes};
+pub use fits::{CUT, Change, Search, changes};
 pub use time::{StepTime, step_time};
 pub(crate) use rehearsal::{Rehearsal, node_of_rank};
 
 use crate::words::{counted, several};
 use crate::allocate::nodes_of_group;
+use crate::cost::CHANGES_SHOWN_MAX;
 use crate::job::Job;
 use crate::observed::{Gang, Size};
 use crate::placement::{self, Need, Skipped, gib};
@@ -48,6 +49,9 @@ pub struct Outlook {
     /// Where no size works: what would make one work, each by itself.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub changes: Vec<Change>,
+    /// There was more to try.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub changes_cut: bool,
     /// Nodes that are there and are not used: why.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<String>,
@@ -183,6 +187,8 @@ pub fn outlook(
     rehearsal.train();
     let needs = placement::needs(job, &sizes, gang.as_ref().map(|gang| gang.members.len() as u32));
     let what_ifs = losses.into_iter().map(|lost| rehearsal.clone().lose(lost)).collect();
+    let found = sizes.is_empty().then(|| changes(job, CHANGES_SHOWN_MAX));
+    let Search { changes, cut: changes_cut } = found.unwrap_or_default();
     Outlook {
         job: job.name.clone(),
         profile: job.profile.name.clone(),
@@ -203,7 +209,8 @@ pub fn outlook(
         expected: gang.as_ref().and_then(|gang| step_time(job, &gang.layout)),
         gang: gang.map(|gang| gang_facts(job, &gang, &rehearsal)),
         sizes: sizes.iter().map(|size| size_facts(job, size, needs.get(&size.nodes))).collect(),
-        changes: if sizes.is_empty() { changes(job) } else { Vec::new() },
+        changes,
+        changes_cut,
         skipped,
         left_out: left_out(&nodes),
         order: ordered.why,
@@ -418,8 +425,9 @@ fn nothing_starts(outlook: &Outlook) -> String {
         (None, false) => outlook.changes.iter().map(Change::sentence).collect(),
     };
     let each = if changes.len() > 1 { ", each by itself" } else { "" };
+    let cut = if outlook.changes_cut { CUT } else { "" };
     let changes = changes.join("\n    ");
-    format!("\nnothing starts: {why}\n  what would change it{each}:\n    {changes}")
+    format!("\nnothing starts: {why}\n  what would change it{each}{cut}:\n    {changes}")
 }
 
 fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {

@@ -1,14 +1,13 @@
 //! Which gangs work: mesh x model -> sizes, with what each rank then needs; and why others do not.
 
 use crate::words::{counted, several};
-use crate::cost::{self, Extent, SHOWN_MAX};
+use crate::cost::{self, Budget, Extent, SHOWN_MAX};
 use crate::job::{Job, Venue};
 use crate::launch;
 use crate::observed::Size;
 use crate::profile::Backend;
 use crate::travel;
 use moejob_protocol::Mesh;
-use moejob_protocol::config::Precision;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{self, Part, RankMemory, rank_memory};
 use serde::Serialize;
@@ -42,6 +41,15 @@ pub fn sizes(job: &Job) -> (Vec<Size>, Vec<Skipped>) {
         }
     }
     (sizes, skipped)
+}
+
+/// The fewest nodes between min and max that work, as far as the budget reaches. `extent` is that
+/// of the job's model.
+pub fn least(job: &Job, extent: Extent, budget: &Budget) -> Option<u32> {
+    let placer = Placer::of(job, extent);
+    (job.nodes.min..=job.nodes.max)
+        .take_while(|nodes| budget.take(cost::of_size(job, extent, *nodes)))
+        .find(|nodes| placer.layout(*nodes).is_ok())
 }
 
 /// `dp` ranks, `ep` of which share the experts: on GPUs gradients are summed in buckets.
@@ -122,7 +130,10 @@ struct Placer<'a> {
 
 impl<'a> Placer<'a> {
     fn new(job: &'a Job) -> Placer<'a> {
-        let extent = Extent::of(&job.model);
+        Placer::of(job, Extent::of(&job.model))
+    }
+
+    fn of(job: &'a Job, extent: Extent) -> Placer<'a> {
         let (dense, experts) = (extent.other_elements, extent.expert_elements);
         Placer { job, extent, dense, experts }
     }
@@ -223,7 +234,7 @@ impl<'a> Placer<'a> {
     /// out 2 D. Without recomputation all of it lies there for each layer.
     fn device_memory(&self, layout: &Layout, rank: u32) -> RankMemory {
         let (job, model, mesh) = (self.job, &self.job.model, layout.mesh);
-        let wire = if job.training.precision == Precision::Fp32 { 4 } else { 2 };
+        let wire = job.training.precision.element().bytes();
         let (held, local) = self.held(layout, rank);
         let owned = self.owned(layout, rank);
         let training = &job.training;

@@ -15,8 +15,9 @@
 
 use crate::job::Job;
 use crate::profile::{Backend, Line, LinkFigures, Profile};
-use moejob_protocol::config::{Exchange, Precision};
+use moejob_protocol::config::Exchange;
 use moejob_protocol::layout::Layout;
+use moejob_protocol::model::ModelConfig;
 use serde::Serialize;
 
 const MIB: f64 = 1048576.0;
@@ -128,21 +129,11 @@ pub fn choice(job: &Job, layout: &Layout) -> (Exchange, Option<String>) {
     };
     let training = &job.training;
     let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
-    let (experts, top_k) = (f64::from(job.model.experts.count), job.model.experts.per_token);
-    // Of the experts of one rank a token misses all with this chance, its choices being distinct.
-    let elsewhere = experts - experts / f64::from(ep);
-    let missed: f64 = (0..top_k)
-        .map(|k| (elsewhere - f64::from(k)).max(0.0) / (experts - f64::from(k)).max(1.0))
-        .product();
-    let element: u32 = match training.precision {
-        Precision::Fp64 => 8,
-        Precision::Fp32 | Precision::Tf32 => 4,
-        Precision::Bf16 | Precision::Fp16 => 2,
-    };
-    let rows = tokens as f64 * f64::from(job.model.hidden_size) * f64::from(element);
+    let element = training.precision.element().bytes();
+    let rows = (tokens * u64::from(job.model.hidden_size) * element) as f64;
     // A token once to each rank that computes one of its experts, and a row of each expert back. In
     // backward the same.
-    let bytes = [rows * f64::from(ep) * (1.0 - missed), rows * f64::from(top_k)];
+    let bytes = [rows * reached(&job.model, ep), rows * f64::from(job.model.experts.per_token)];
     let flat: f64 = bytes.iter().map(|bytes| 2.0 * machines.flat(ep, *bytes)).sum();
     let two: f64 = bytes.iter().map(|bytes| 2.0 * machines.hierarchical(ep, *bytes)).sum();
     let why = |ours: f64, other: f64| {
@@ -152,6 +143,18 @@ pub fn choice(job: &Job, layout: &Layout) -> (Exchange, Option<String>) {
         true => (Exchange::Hierarchical, why(two, flat)),
         false => (Exchange::Flat, why(flat, two)),
     }
+}
+
+/// To how many of the `ep` ranks that share the experts a token travels, where all experts are
+/// chosen alike often.
+pub fn reached(model: &ModelConfig, ep: u32) -> f64 {
+    let (experts, top_k) = (f64::from(model.experts.count), model.experts.per_token);
+    // Of the experts of one rank a token misses all with this chance, its choices being distinct.
+    let elsewhere = experts - experts / f64::from(ep);
+    let missed: f64 = (0..top_k)
+        .map(|k| (elsewhere - f64::from(k)).max(0.0) / (experts - f64::from(k)).max(1.0))
+        .product();
+    f64::from(ep) * (1.0 - missed)
 }
 
 /// Two ways to exchange, in seconds.

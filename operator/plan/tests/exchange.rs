@@ -6,7 +6,7 @@ use moejob_plan::Job;
 use moejob_plan::offline::{outlook, text as outlook_text};
 use moejob_plan::placement::sizes;
 use moejob_plan::profile::{Line, LinkFigures, Profile, Profiles, read};
-use moejob_plan::travel::{Load, Machines, choice, fastest, rows, text};
+use moejob_plan::travel::{Load, Machines, choice, fastest, reached, rows, text};
 use moejob_protocol::config::Exchange;
 
 const MIB: f64 = 1048576.0;
@@ -191,6 +191,24 @@ fn job(more: &str, links: &str) -> Result<Job, String> {
     );
     Job::read_with(text.as_bytes(), None, &profiles)
         .map_err(|problems| problems.iter().map(|problem| format!("{problem}\n")).collect())
+}
+
+/// A token's choices are distinct, so it reaches more ranks than as many throws of dice would.
+#[test]
+fn a_token_reaches_as_many_ranks_as_its_choices_make_it() {
+    let mut model = job("", "").expect("a job").model;
+    for (experts, chosen, ep, expected) in [
+        (4, 2, 2, 5.0 / 3.0),
+        (8, 1, 4, 1.0),
+        // One expert each: as many as there are choices.
+        (8, 3, 8, 3.0),
+        (8, 8, 4, 4.0),
+        (8, 2, 1, 1.0),
+    ] {
+        (model.experts.count, model.experts.per_token) = (experts, chosen);
+        let found = reached(&model, ep);
+        assert!((found - expected).abs() < 1e-12, "{chosen} of {experts} on {ep}: {found}");
+    }
 }
 
 const LINKS: &str = "links: { allToAll: [{ us: 1, GBps: 50 }], ring: [{ us: 1, GBps: 50 }], \

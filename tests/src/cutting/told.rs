@@ -82,7 +82,8 @@ fn chunk(raw: &[u8]) -> Option<(usize, usize)> {
     Some((end + 2, usize::from_str_radix(text.trim(), 16).ok()?))
 }
 
-fn find(bytes: &[u8], of: &[u8]) -> Option<usize> {
+/// Where `of` begins for the first time; it is not empty.
+pub(super) fn find(bytes: &[u8], of: &[u8]) -> Option<usize> {
     bytes.windows(of.len()).position(|window| window == of)
 }
 

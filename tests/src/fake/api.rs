@@ -8,9 +8,12 @@
 //! It schedules and garbage-collects as it goes: a pod is bound to the node that its affinity
 //! names, and what a deleted job owns goes with it. It admits all that it is not told to refuse.
 
+#[path = "http.rs"]
+mod http;
 #[path = "wire.rs"]
 mod wire;
 
+use http::{Answer, Request, failure, read, write};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -20,7 +23,7 @@ use std::time::Duration;
 use tokio::io::{AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
-use wire::{Answer, Request, Target, failure, key_of, merge, read, version_of, with};
+use wire::{Target, key_of, merge, version_of, with};
 
 /// Changes that a watch may be behind.
 const BEHIND_MAX: usize = 1 << 16;
@@ -234,19 +237,12 @@ impl Api {
             if request.path.ends_with("/tokenreviews") {
                 tokio::time::sleep(review).await;
             }
-            let (status, answer) = match cut {
+            let answer = match cut {
                 Cut::Broken => failure(500, "InternalError", "etcdserver: no leader"),
                 _ => self.state().answer(&request),
             };
             self.until_heard(&request.who, Cut::Unheard).await?;
-            let text = answer.to_string();
-            let head = format!(
-                "HTTP/1.1 {status} -\r\ncontent-type: application/json\r\n\
-                 content-length: {}\r\n\r\n",
-                text.len()
-            );
-            stream.write_all(head.as_bytes()).await.ok()?;
-            stream.write_all(text.as_bytes()).await.ok()?;
+            write(&mut stream, &answer).await?;
         }
     }
 

@@ -1,12 +1,6 @@
-//! What comes over the wire: requests, what they are for, and objects as JSON.
+//! What requests are for, and objects as JSON.
 
 use serde_json::{Value, json};
-use std::collections::HashMap;
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
-use tokio::net::TcpStream;
-
-/// More than any request of an operator.
-const REQUEST_BYTES_MAX: usize = 4 << 20;
 
 /// What is asked for, as its path says.
 #[derive(Clone, Debug, Default)]
@@ -16,16 +10,6 @@ pub struct Target {
     pub name: String,
     pub subresource: String,
 }
-
-pub struct Request {
-    pub method: String,
-    pub path: String,
-    pub query: HashMap<String, String>,
-    pub who: String,
-    pub body: Value,
-}
-
-pub type Answer = (u16, Value);
 
 impl Target {
     /// `/api/v1/...` or `/apis/GROUP/VERSION/...`.
@@ -73,44 +57,4 @@ pub fn merge(target: &mut Value, patch: &Value) {
             value => merge(&mut target[name], value),
         }
     }
-}
-
-pub fn failure(code: u16, reason: &str, message: &str) -> Answer {
-    (code, json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-        "message": message, "reason": reason, "code": code }))
-}
-
-pub async fn read(stream: &mut BufReader<TcpStream>) -> Option<Request> {
-    let mut first = String::new();
-    if stream.read_line(&mut first).await.ok()? == 0 {
-        return None;
-    }
-    let (mut length, mut who) = (0, String::new());
-    loop {
-        let mut line = String::new();
-        stream.read_line(&mut line).await.ok()?;
-        let line = line.trim_end();
-        if line.is_empty() {
-            break;
-        }
-        let (name, value) = line.split_once(':')?;
-        match name.to_lowercase().as_str() {
-            "content-length" => length = value.trim().parse().ok()?,
-            "authorization" => who = value.trim().trim_start_matches("Bearer ").to_string(),
-            _ => {}
-        }
-    }
-    let mut body = vec![0; Some(length).filter(|of| *of <= REQUEST_BYTES_MAX)?];
-    stream.read_exact(&mut body).await.ok()?;
-    let mut words = first.split_whitespace();
-    let (method, target) = (words.next()?.to_string(), words.next()?);
-    let (path, query) = target.split_once('?').unwrap_or((target, ""));
-    let pairs = query.split('&').filter_map(|pair| pair.split_once('='));
-    Some(Request {
-        method,
-        path: path.to_string(),
-        query: pairs.map(|(name, value)| (name.to_string(), value.to_string())).collect(),
-        who,
-        body: serde_json::from_slice(&body).unwrap_or_default(),
-    })
 }

@@ -8,10 +8,10 @@
 
 use crate::bench::{Bench, shown};
 use crate::crash::{Ended, line};
-use moejob_tests::Random;
 use moejob_tests::cutting::{Cut, View, Write};
+use moejob_tests::{Random, number, seed};
 use std::collections::BTreeMap;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::Instant;
 
 const RUNS: u64 = 12;
 /// What comes late, comes up to so many milliseconds late.
@@ -27,9 +27,7 @@ pub async fn runs(
 ) {
     bench.lists = LISTS;
     println!("events of watches: {events:?}");
-    let clock = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_secs();
-    let number = |name: &str| std::env::var(name).ok()?.parse::<u64>().ok();
-    let first = number("MOEJOB_SEED").unwrap_or(clock);
+    let first = seed();
     let (start, mut failures, mut spoilt) = (Instant::now(), Vec::new(), 0);
     let runs = number("MOEJOB_LAGS").unwrap_or(RUNS);
     for run in 0..runs {

@@ -107,6 +107,18 @@ pub struct Types {
     pub scaled: bool,
 }
 
+impl Precision {
+    /// Of weights and activations on a GPU.
+    pub const fn element(self) -> Kind {
+        match self {
+            Precision::Fp32 | Precision::Tf32 => Kind::F32,
+            Precision::Fp64 => Kind::F64,
+            Precision::Bf16 => Kind::Bf16,
+            Precision::Fp16 => Kind::F16,
+        }
+    }
+}
+
 impl Types {
     /// `micro_batches` of one rank in a step.
     pub fn of(training: &TrainingConfig, micro_batches: u32) -> Types {
@@ -139,11 +151,12 @@ impl Types {
     /// Of a job whose gradients are summed in buckets.
     pub fn buckets(training: &TrainingConfig, micro_batches: u32) -> Types {
         let whole = Types::whole(Kind::F32, Sums::Buckets);
-        let (element, masters) = match training.precision {
-            Precision::Fp32 | Precision::Tf32 => (Kind::F32, Masters::Weights),
-            Precision::Fp64 => return Types::whole(Kind::F64, Sums::Buckets),
-            Precision::Bf16 => (Kind::Bf16, Masters::LowBits),
-            Precision::Fp16 => (Kind::F16, Masters::Separate),
+        let element = training.precision.element();
+        let masters = match training.precision {
+            Precision::Fp32 | Precision::Tf32 => Masters::Weights,
+            Precision::Fp64 => return Types::whole(element, Sums::Buckets),
+            Precision::Bf16 => Masters::LowBits,
+            Precision::Fp16 => Masters::Separate,
         };
         let gradient = match training.compute.gradient_dtype {
             GradientDtype::Auto if micro_batches <= 1 => element,

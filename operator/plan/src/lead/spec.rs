@@ -4,11 +4,11 @@ use super::{Effect, JobLoop, JobSeen, Link, Place};
 use crate::Job;
 use crate::allocate::Needs;
 use crate::changes;
-use crate::cost;
+use crate::cost::{self, CHANGES_LED_MAX};
 use crate::devices;
 use crate::job::Venue;
 use crate::launch;
-use crate::offline::{Change, changes};
+use crate::offline::{CUT, Change, changes};
 use crate::observed::{Millis, Observed, Record, Stored, Wanted};
 use crate::placement;
 use crate::pods;
@@ -23,6 +23,10 @@ use std::time::Duration;
 
 /// Why a job is blocked that is on its way out.
 const DELETED: &str = "Deleted";
+
+/// Numbers of nodes that do not work, of which a condition tells why. There may be 4,096 of them,
+/// and it is written into the job's status.
+const SKIPPED_TOLD: usize = 8;
 
 /// Why a job is not planned at all.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -202,13 +206,22 @@ pub fn judge(name: &str, spec: &Value, profiles: &Profiles) -> Result<Job, Block
     }
     let (sizes, skipped) = placement::sizes(&job);
     if sizes.is_empty() {
-        let lines = skipped.iter().map(placement::Skipped::sentence);
-        let ways: Vec<String> = changes(&job).iter().map(Change::sentence).collect();
-        let ways = match ways.is_empty() {
-            true => String::new(),
-            false => format!("\nwhat would change it: {}", ways.join("; or ")),
+        let mut lines: Vec<String> =
+            skipped.iter().take(SKIPPED_TOLD).map(placement::Skipped::sentence).collect();
+        if let Some(more) = skipped.len().checked_sub(SKIPPED_TOLD).filter(|more| *more > 0) {
+            lines.push(format!("and {more} more numbers of nodes"));
+        }
+        let found = changes(&job, CHANGES_LED_MAX);
+        let ways: Vec<String> = found.changes.iter().map(Change::sentence).collect();
+        let ways = match (ways.is_empty(), found.cut) {
+            (false, cut) => {
+                let cut = if cut { CUT } else { "" };
+                format!("\nwhat would change it{cut}: {}", ways.join("; or "))
+            }
+            (true, true) => "\n`moejob plan` tries more of what would change it".to_string(),
+            (true, false) => String::new(),
         };
-        let message = lines.collect::<Vec<_>>().join("\n") + &ways;
+        let message = lines.join("\n") + &ways;
         return blocked(false, "NoSizeFits", message);
     }
     Ok(job)

@@ -1,11 +1,13 @@
 //! What would make a job fit that does not: of each thing that a person can change, the least.
 
+use crate::cost::{Budget, Extent};
 use crate::job::Job;
 use crate::placement;
 use crate::profile::{Profile, Profiles};
 use crate::words::several;
 use moejob_protocol::config::Recompute;
 use serde::Serialize;
+use std::cell::Cell;
 
 /// Numbers of nodes beyond `nodes.max` that are tried.
 const NODES_TRIED: u32 = 1024;
@@ -30,43 +32,59 @@ impl Change {
     }
 }
 
+/// How a search is told that was cut.
+pub const CUT: &str = ", as far as it was tried";
+
+/// What was found, and whether there was more to try.
+#[derive(Default)]
+pub struct Search {
+    pub changes: Vec<Change>,
+    pub cut: bool,
+}
+
+/// The fewest nodes by which a job works.
+type Fits<'a> = &'a dyn Fn(&Job) -> Option<u32>;
+
+/// One thing that a person can change.
+type Kind = fn(&Job, Fits) -> Option<Change>;
+
 /// Of a job of which no number of nodes works. Changes of one thing; where none helps by itself,
-/// all that spares memory together and then the nodes.
-pub fn changes(job: &Job) -> Vec<Change> {
-    let lacks = job.unsupported().len();
-    // What the workers cannot do is no way out.
-    let fits = |job: &Job| {
-        let least = placement::sizes(job).0.first().map(|size| size.nodes)?;
-        (job.unsupported().len() <= lacks).then_some(least)
+/// all that spares memory together and then the nodes. Each kind of change is tried for as many
+/// `steps` (`cost`), so that one that takes long hides no other.
+pub fn changes(job: &Job, steps: u64) -> Search {
+    let (lacks, extent) = (job.unsupported().len(), Extent::of(&job.model));
+    let cut = Cell::new(false);
+    let tried = |kind: Kind, job: &Job| {
+        let budget = Budget::new(steps);
+        let fits = |job: &Job| {
+            // What the workers cannot do is no way out.
+            let tries = !budget.is_short() && job.unsupported().len() <= lacks;
+            tries.then(|| placement::least(job, extent, &budget)).flatten()
+        };
+        let found = kind(job, &fits);
+        cut.set(cut.get() || budget.is_short());
+        found
     };
-    let tried = [
-        nodes(job, &fits),
-        micro_batch(job, &fits),
-        recompute(job, &fits),
-        devices(job, &fits),
-        profile(job, &fits),
-        experts(job, &fits),
-    ];
-    let alone: Vec<Change> = tried.into_iter().flatten().collect();
-    if !alone.is_empty() {
-        return alone;
+    let kinds: [Kind; 6] = [nodes, micro_batch, recompute, devices, profile, experts];
+    let mut changes: Vec<Change> = kinds.iter().filter_map(|kind| tried(*kind, job)).collect();
+    if changes.is_empty() {
+        let mut least = job.clone();
+        least.training.micro_batch_size = 1;
+        let mut set = vec!["spec.training.microBatchSize: 1".to_string()];
+        if spares(job) {
+            least.training.recompute = Recompute::Full;
+            set.push("spec.training.recompute: full".to_string());
+        }
+        let as_it_is: Kind = |job, fits| Some(Change { set: Vec::new(), nodes: fits(job)? });
+        let found = tried(as_it_is, &least).or_else(|| tried(nodes, &least));
+        let together = |of: Change| Change { set: [&set[..], &of.set].concat(), ..of };
+        changes.extend(found.map(together));
     }
-    let mut least = job.clone();
-    least.training.micro_batch_size = 1;
-    let mut set = vec!["spec.training.microBatchSize: 1".to_string()];
-    if spares(job) {
-        least.training.recompute = Recompute::Full;
-        set.push("spec.training.recompute: full".to_string());
-    }
-    let together = |change: Change| Change { set: [&set[..], &change.set].concat(), ..change };
-    match fits(&least) {
-        Some(nodes) => vec![Change { set, nodes }],
-        None => nodes(&least, &fits).map(together).into_iter().collect(),
-    }
+    Search { changes, cut: cut.get() }
 }
 
 /// More nodes than `max`, or fewer than `min`, whichever is nearer.
-fn nodes(job: &Job, fits: &impl Fn(&Job) -> Option<u32>) -> Option<Change> {
+fn nodes(job: &Job, fits: Fits) -> Option<Change> {
     let with = |nodes: u32| {
         let mut changed = job.clone();
         (changed.nodes.min, changed.nodes.max) = (nodes, nodes);
@@ -89,7 +107,7 @@ fn nodes(job: &Job, fits: &impl Fn(&Job) -> Option<u32>) -> Option<Change> {
 }
 
 /// The largest smaller one.
-fn micro_batch(job: &Job, fits: &impl Fn(&Job) -> Option<u32>) -> Option<Change> {
+fn micro_batch(job: &Job, fits: Fits) -> Option<Change> {
     let all = job.training.global_batch_size;
     let smaller = (1..job.training.micro_batch_size).rev();
     let mut divisors = smaller.filter(|size| all.is_multiple_of(*size));
@@ -107,7 +125,7 @@ fn spares(job: &Job) -> bool {
 }
 
 /// That which computes least again.
-fn recompute(job: &Job, fits: &impl Fn(&Job) -> Option<u32>) -> Option<Change> {
+fn recompute(job: &Job, fits: Fits) -> Option<Change> {
     let all = [
         (Recompute::Selective, "selective"),
         (Recompute::Experts, "experts"),
@@ -128,7 +146,7 @@ fn recompute(job: &Job, fits: &impl Fn(&Job) -> Option<u32>) -> Option<Change> {
 }
 
 /// Where the job says how many devices a node has, the nearest other number.
-fn devices(job: &Job, fits: &impl Fn(&Job) -> Option<u32>) -> Option<Change> {
+fn devices(job: &Job, fits: Fits) -> Option<Change> {
     if !job.profile.devices_are_the_jobs() {
         return None;
     }
@@ -149,7 +167,7 @@ fn devices(job: &Job, fits: &impl Fn(&Job) -> Option<u32>) -> Option<Change> {
 }
 
 /// A shipped machine whose devices have more memory: the one with the least of it.
-fn profile(job: &Job, fits: &impl Fn(&Job) -> Option<u32>) -> Option<Change> {
+fn profile(job: &Job, fits: Fits) -> Option<Change> {
     let has = job.profile.rank_memory?;
     let shipped = Profiles::shipped();
     let all = shipped.names().filter_map(|name| shipped.get(name));
@@ -166,7 +184,7 @@ fn profile(job: &Job, fits: &impl Fn(&Job) -> Option<u32>) -> Option<Change> {
 }
 
 /// A degree of expert parallelism that the job gives itself.
-fn experts(job: &Job, fits: &impl Fn(&Job) -> Option<u32>) -> Option<Change> {
+fn experts(job: &Job, fits: Fits) -> Option<Change> {
     job.expert_parallel?;
     let changed = Job { expert_parallel: None, ..job.clone() };
     let nodes = fits(&changed)?;

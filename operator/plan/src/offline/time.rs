@@ -11,8 +11,8 @@
 
 use crate::job::Job;
 use crate::placement::gib;
-use crate::travel::Machines;
-use moejob_protocol::config::{Backend, Precision, Recompute};
+use crate::travel::{self, Machines};
+use moejob_protocol::config::{Backend, Recompute};
 use moejob_protocol::layout::Layout;
 use serde::Serialize;
 
@@ -56,14 +56,13 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
     let rate = flops.bf16_tflops * 1e12 * flops.reached;
     let products = rounds * tokens * operations / rate;
 
-    let wire = if training.precision == Precision::Fp32 { 4.0 } else { 2.0 };
+    let wire = training.precision.element().bytes() as f64;
     let ranks = f64::from(mesh.ep);
-    let chosen = f64::from(model.experts.per_token);
     let row = f64::from(model.hidden_size) * wire;
     // A token travels once to each rank that has one of its experts, and comes back as often as it
     // chose one.
-    let reached = ranks * (1.0 - (1.0 - 1.0 / ranks).powf(chosen));
-    let (out, back) = (tokens * reached * row, tokens * chosen * row);
+    let out = tokens * travel::reached(model, mesh.ep) * row;
+    let back = tokens * f64::from(model.experts.per_token) * row;
     let layers = (0..model.num_hidden_layers).filter(|layer| model.is_moe_layer(*layer)).count();
     let exchange = links.filter(|_| mesh.ep > 1).map_or(0.0, |links| {
         let both = links.flat(mesh.ep, out) + links.flat(mesh.ep, back);
