@@ -102,6 +102,9 @@ fn parse(text: &str, term: u64) -> Event {
             let stop_after_this_step = bits.contains(&"stop");
             frame(of, Down::Request(Request { checkpoint_now, stop_after_this_step }))
         }
+        ["patience", of, seconds] => {
+            frame(of, Down::Patience { seconds: seconds.parse().expect("seconds") })
+        }
         ["configure", of, seat, edits @ ..] => {
             frame(of, Down::Configure(Box::new(config(attempt(of), seat, edits))))
         }
@@ -257,6 +260,7 @@ fn show(effect: &Effect) -> String {
             let stop = if request.stop_after_this_step { " stop" } else { "" };
             format!("request{checkpoint}{stop}")
         }
+        Effect::Patience(seconds) => format!("steps may take {seconds} s longer"),
         Effect::Measure(order) => format!("measure {}", order.number),
         Effect::MeasurePair(order) => format!("measure {} as side {}", order.number, order.side),
         Effect::StopMeasuring => "stop measuring".to_string(),

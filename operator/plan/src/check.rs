@@ -19,6 +19,7 @@ pub fn check(observed: &Observed, plan: &Plan) -> Vec<String> {
     checker.ends_are_due();
     checker.stops_are_new();
     checker.leaves_are_new();
+    checker.patience_fits();
     checker.requests_fit();
     checker.starts_fit();
     checker.measured_are_idle();
@@ -144,6 +145,20 @@ impl<'a> Checker<'a> {
                 let ends = self.stops(name);
                 self.demand(needed && !ends, || {
                     format!("{name} is asked to leave attempt {attempt} without need")
+                });
+            }
+        }
+    }
+
+    fn patience_fits(&mut self) {
+        for action in &self.plan.actions {
+            if let Action::BePatient { name, attempt } = action {
+                let gang = self.observed.gang().filter(|gang| gang.attempt == *attempt);
+                let member = gang.filter(|gang| gang.has(name)).is_some();
+                let worker = self.observed.worker(name);
+                let untold = worker.is_some_and(|worker| worker.patient_in != Some(*attempt));
+                self.demand(member && untold, || {
+                    format!("{name} is told to be patient in attempt {attempt} without need")
                 });
             }
         }

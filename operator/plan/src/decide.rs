@@ -91,6 +91,8 @@ pub enum Action {
     /// The attempt's configuration, which all members share but for the rank.
     Configure { name: String, rank: u32, config: Arc<WorkerConfig> },
     LeaveAttempt { name: String, attempt: u32, reason: String },
+    /// A machine of the attempt may freeze: steps that take longer by that are not given up.
+    BePatient { name: String, attempt: u32 },
     /// To every member of the attempt; `cause` is recorded with it.
     Request { attempt: u32, request: Request, cause: StopCause },
     /// No new worker there before that time, whoever else says so.
@@ -369,6 +371,7 @@ impl<'o> Planner<'o> {
     fn tend(&mut self, gang: &'o Gang) {
         match self.health(gang) {
             Health::Well => {
+                self.be_patient(gang);
                 self.improve(gang);
                 self.trim(gang);
             }

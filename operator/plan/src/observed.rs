@@ -109,6 +109,8 @@ pub struct Worker {
     pub boot: String,
     /// Since when nothing is heard of it, where its node freezes.
     pub quiet_since: Option<Millis>,
+    /// The attempt in which it knows that steps may take as long as a machine may freeze.
+    pub patient_in: Option<u32>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -304,6 +306,7 @@ impl Worker {
             paired: false,
             boot: String::new(),
             quiet_since: None,
+            patient_in: None,
         }
     }
 

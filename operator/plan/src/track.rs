@@ -180,6 +180,11 @@ impl Tracker {
                     *leaving = Some(now);
                 }
             }
+            Action::BePatient { name, attempt } => {
+                if let Some(worker) = self.worker(name) {
+                    worker.patient_in = Some(*attempt);
+                }
+            }
             Action::Request { cause, .. } => {
                 let record = &mut self.observed.record;
                 if let Some(gang) = &mut record.gang {

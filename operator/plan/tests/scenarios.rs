@@ -351,6 +351,9 @@ fn actions(plan: &Plan) -> String {
             Action::LeaveAttempt { name, attempt, reason } => {
                 format!("tell {name} to leave attempt {attempt}: {reason}")
             }
+            Action::BePatient { name, attempt } => {
+                format!("tell {name} that steps of attempt {attempt} may take longer")
+            }
             Action::Request { attempt, request, cause } => {
                 let save = if request.checkpoint_now { ", with a checkpoint" } else { "" };
                 format!("ask attempt {attempt} to stop for {cause:?}{save}")

@@ -15,12 +15,15 @@ use serde::{Deserialize, Serialize};
 /// Versions of the control stream that this build speaks, the newest first. Both sides name them
 /// when they connect (`alpn`), and speak the newest that both have. A version comes with a release
 /// that still writes the one before.
-pub const CONTROL_VERSIONS: &[u32] = &[2, 1];
+pub const CONTROL_VERSIONS: &[u32] = &[3, 2, 1];
 
 /// From this version on a worker knows [`Down::Preflight`] and [`Down::Pair`], and a leader their
 /// answers, [`Up::Built`] and [`Up::Seated`]. Nobody sends them to a side that speaks an older one,
 /// which would take the frame for nonsense and close the stream.
 pub const CONTROL_PREFLIGHT: u32 = 2;
+
+/// From this version on a worker knows [`Down::Patience`].
+pub const CONTROL_PATIENCE: u32 = 3;
 
 /// What every control stream's name begins with.
 pub const ALPN_CONTROL_PREFIX: &str = "moejob-control/";
@@ -69,6 +72,9 @@ pub enum Down {
     Leave { reason: String },
     /// Set bits of the control word.
     Request(Request),
+    /// A machine of this attempt may stand still for so long: a step that takes longer by that is
+    /// not given up.
+    Patience { seconds: u32 },
     /// Measure the node, and answer with `Up::Preflight`. For a worker without a rank.
     Preflight(Box<Order>),
     /// Measure with another worker, and answer with `Up::Pair`. For a worker without a rank.

@@ -12,11 +12,12 @@ use moejob_protocol::report::{Event, StepReport};
 use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 /// What a worker and one of its engines share while the engine computes; a clone is the same one.
 ///
 /// ```text
-/// u32 requests | u32 phase | u64 step | u32 beats | 4 bytes | u64 loaded, to load, life
+/// u32 requests | u32 phase | u64 step | u32 beats | u32 patience | u64 loaded, to load, life
 /// ```
 #[derive(Clone, Debug)]
 pub struct Control {
@@ -28,6 +29,7 @@ const REQUESTS: usize = 0;
 const PHASE: usize = 4;
 const STEP: usize = 8;
 const BEATS: usize = 16;
+const PATIENCE: usize = 20;
 const LOADED: usize = 24;
 const TO_LOAD: usize = 32;
 const LIFE: usize = 40;
@@ -75,6 +77,15 @@ impl Control {
             checkpoint_now: bits & CHECKPOINT_NOW != 0,
             stop_after_this_step: bits & STOP_AFTER_THIS_STEP != 0,
         }
+    }
+
+    /// Machines of the attempt may stand still for so long: steps may take longer by that.
+    pub fn be_patient(&self, seconds: u32) {
+        self.word(PATIENCE).store(seconds, Ordering::Relaxed);
+    }
+
+    pub fn patience(&self) -> Duration {
+        Duration::from_secs(self.word(PATIENCE).load(Ordering::Relaxed).into())
     }
 
     pub fn set_phase(&self, phase: Phase) {
@@ -168,6 +179,17 @@ mod tests {
         let both = Request { checkpoint_now: true, stop_after_this_step: true };
         assert_eq!(control.take_requests(), both);
         assert_eq!(control.take_requests(), Request::default());
+    }
+
+    #[test]
+    fn steps_may_take_as_long_as_was_said_last() {
+        let control = Control::default();
+        assert_eq!(control.patience(), Duration::ZERO);
+        control.be_patient(30);
+        control.set_loaded((1, 2), 3);
+        control.beat();
+        assert_eq!(control.patience(), Duration::from_secs(30));
+        assert_eq!(control.beats(), 1);
     }
 
     #[test]

@@ -205,6 +205,7 @@ impl Run<'_> {
     /// Tells the others, with the step that is done next, what this rank was asked, and how far
     /// its snapshots and its storage are.
     fn say(&mut self) -> Result<(), Stop> {
+        self.engine.be_patient(self.control.patience());
         let asked = self.control.take_requests();
         self.asked.checkpoint_now |= asked.checkpoint_now;
         self.asked.stop_after_this_step |= asked.stop_after_this_step;

@@ -19,7 +19,7 @@ use crate::gang::comm::CommError;
 use moejob_kernels::cuda::Event;
 use moejob_kernels::{LossScale, LossScaling, PhaseEnds, Posted};
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// How often a step in fp16 is done again with half the loss scale: from the largest to the least.
 const HALVINGS_MAX: u32 = 24;
@@ -131,6 +131,11 @@ impl Engine {
         let since = self.flights.since.replace(Instant::now());
         self.patience.took(since.map(|since| since.elapsed()).unwrap_or_default());
         done
+    }
+
+    /// From the next step on one may take longer by `more`: a machine may stand still for so long.
+    pub fn be_patient(&mut self, more: Duration) {
+        self.patience.wait_out(more);
     }
 
     /// Waits for a device that never answers no longer than steps take.

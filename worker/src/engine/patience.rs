@@ -19,22 +19,31 @@ const COUNTED_MIN: usize = 3;
 
 /// Durations of the steps of an attempt.
 #[derive(Debug, Default)]
-pub(crate) struct Patience(VecDeque<Duration>);
+pub(crate) struct Patience {
+    took: VecDeque<Duration>,
+    /// What a machine of the attempt may stand still for.
+    more: Duration,
+}
 
 impl Patience {
     pub fn took(&mut self, step: Duration) {
-        self.0.truncate(COUNTED - 1);
-        self.0.push_front(step);
+        self.took.truncate(COUNTED - 1);
+        self.took.push_front(step);
+    }
+
+    /// Each step from the next one on may take longer by this.
+    pub fn wait_out(&mut self, more: Duration) {
+        self.more = more;
     }
 
     /// For the next step.
     pub fn limit(&self) -> Duration {
-        if self.0.len() < COUNTED_MIN {
+        if self.took.len() < COUNTED_MIN {
             return OTHERWISE;
         }
-        let mut all: Vec<Duration> = self.0.iter().copied().collect();
+        let mut all: Vec<Duration> = self.took.iter().copied().collect();
         all.sort_unstable();
-        (all[all.len() / 2] * TIMES).clamp(LEAST, OTHERWISE)
+        ((all[all.len() / 2] * TIMES).max(LEAST) + self.more).min(OTHERWISE)
     }
 }
 
@@ -142,5 +151,9 @@ mod tests {
         assert_eq!(limit_after(&[10; 16]), 5_000, "at least");
         assert_eq!(limit_after(&[400_000; 40]), 600_000, "at most");
         assert_eq!(limit_after(&[1_000; 40]), 20_000, "what was long ago is forgotten");
+        patience.wait_out(Duration::from_secs(30));
+        assert_eq!(patience.limit().as_millis(), 50_000, "a machine may stand still");
+        patience.wait_out(Duration::from_secs(900));
+        assert_eq!(patience.limit(), OTHERWISE, "at most");
     }
 }

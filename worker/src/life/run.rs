@@ -180,6 +180,8 @@ struct Shell {
     joined: Option<Links>,
     /// Asked for before the attempt runs.
     asked: Option<Request>,
+    /// The same of how much longer its steps may take.
+    patience: Option<u32>,
     measuring: Measuring,
 }
 
@@ -209,6 +211,7 @@ impl Shell {
             config: None,
             joined: None,
             asked: None,
+            patience: None,
             measuring: Measuring::default(),
         })
     }
@@ -309,6 +312,9 @@ impl Shell {
                 if let Some(asked) = self.asked.take() {
                     self.engines.request(asked);
                 }
+                if let Some(seconds) = self.patience.take() {
+                    self.engines.be_patient(seconds);
+                }
                 return Outcome::Events(outcome.tell.into_iter().map(Event::Trainer).collect());
             }
             Effect::Abort { reason } => self.engines.abort(&reason),
@@ -318,6 +324,10 @@ impl Shell {
                 asked.stop_after_this_step |= request.stop_after_this_step;
             }
             Effect::Request(request) => self.engines.request(request),
+            Effect::Patience(seconds) if self.joining.is_some() || self.joined.is_some() => {
+                self.patience = Some(seconds);
+            }
+            Effect::Patience(seconds) => self.engines.be_patient(seconds),
             Effect::Measure(order) => {
                 self.measuring.start(order, self.bootstrap.share, self.happened.clone());
             }
@@ -408,7 +418,7 @@ impl Shell {
         }
         let (ranks, members) = (config.ranks.max(1), config.members.clone());
         self.joined = None;
-        self.asked = None;
+        (self.asked, self.patience) = (None, None);
         self.joining = Some(self.data.join(Join { rank, ranks, members, tls }).await);
         self.config = Some(config);
         Outcome::Done

@@ -86,6 +86,8 @@ pub enum Effect {
     /// Abort the collectives.
     Abort { reason: String },
     Request(Request),
+    /// Steps of the attempt may take so many seconds longer.
+    Patience(u32),
     /// Measure the node, in place of what is measured by now.
     Measure(Box<Order>),
     /// Likewise, with another worker.
@@ -306,6 +308,12 @@ impl Session {
                     out.push(Effect::Request(request));
                 }
                 _ => out.push(Effect::Log(format!("nothing to ask of attempt {attempt}"))),
+            },
+            Down::Patience { seconds } => match self.state {
+                State::Joining | State::Running if attempt == self.attempt => {
+                    out.push(Effect::Patience(seconds));
+                }
+                _ => out.push(Effect::Log(format!("no steps to wait for in attempt {attempt}"))),
             },
             Down::Preflight(order) => self.on_preflight(order, out),
             Down::Pair(order) => self.on_pair(order, out),

@@ -5,7 +5,8 @@
 //! to wait.
 
 use super::{Action, Planner};
-use crate::observed::{Gang, Millis, Worker};
+use crate::observed::{Gang, Millis, Worker, WorkerState};
+use moejob_protocol::message::CONTROL_PATIENCE;
 
 /// Silence of a worker is waited out for so long while its node freezes.
 pub const FREEZE_PATIENCE: Millis = 30_000;
@@ -32,6 +33,34 @@ impl<'o> Planner<'o> {
             self.act(Action::GiveUp { name: name.clone() });
         }
         !self.plan.actions.is_empty()
+    }
+
+    /// Whoever waits for a GPU gives a step up that takes many times what others took. Members are
+    /// told that this one may, before the machine stands still. That holds for the whole attempt:
+    /// a freeze that is over may not be the last one.
+    pub(super) fn be_patient(&mut self, gang: &'o Gang) {
+        let freezes = |worker: &&Worker| self.index.freezes(&worker.node);
+        let Some(node) = self.members(gang).flatten().find(freezes).map(|worker| &worker.node)
+        else {
+            return;
+        };
+        let untold = |worker: &&Worker| {
+            let member = matches!(
+                worker.state,
+                WorkerState::Member { attempt, leaving: None, .. } if attempt == gang.attempt
+            );
+            let known = worker.patient_in == Some(gang.attempt);
+            member && !known && !worker.stopping && worker.speaks >= CONTROL_PATIENCE
+        };
+        let untold: Vec<&Worker> = self.members(gang).flatten().filter(untold).collect();
+        if !untold.is_empty() {
+            let seconds = FREEZE_PATIENCE / 1000;
+            self.why(format!("{node} may freeze: a step may take {seconds} s longer"));
+        }
+        for worker in untold {
+            let (name, attempt) = (worker.name.clone(), gang.attempt);
+            self.act(Action::BePatient { name, attempt });
+        }
     }
 
     /// Until when a member is waited for that may be frozen.

@@ -5,7 +5,7 @@ use super::{
     Batch, Effect, JobLoop, Link, Memo, Origin, Template, Turn, Write, WriteError, WriteErrorKind,
 };
 use crate::Job;
-use crate::decide::{Action, plan};
+use crate::decide::{Action, FREEZE_PATIENCE, plan};
 use crate::observed::{Millis, Outcome};
 use crate::pods::{Birth, Surroundings};
 use crate::record::RECORD_BYTES_MAX;
@@ -133,6 +133,10 @@ impl JobLoop {
                 }
                 Action::LeaveAttempt { name, attempt, reason } => {
                     self.send(name, *attempt, Down::Leave { reason: reason.clone() });
+                }
+                Action::BePatient { name, attempt } => {
+                    let seconds = (FREEZE_PATIENCE / 1000) as u32;
+                    self.send(name, *attempt, Down::Patience { seconds });
                 }
                 Action::Request { attempt, request, .. } => {
                     let gang = self.tracker.observed.record.gang.as_ref();

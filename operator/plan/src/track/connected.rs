@@ -22,7 +22,8 @@ impl Tracker {
         worker.address = Some(address.to_string());
         worker.held = hello.held.clone();
         worker.speaks = hello.version;
-        worker.quiet_since = None;
+        // What it was told on a stream before it may not have heard.
+        (worker.quiet_since, worker.patient_in) = (None, None);
         // What it was asked on a stream before it may not have heard, nor its answer have come.
         if matches!(worker.checked, Checked::Asked { .. }) {
             worker.checked = Checked::No;

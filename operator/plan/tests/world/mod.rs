@@ -183,6 +183,7 @@ impl World {
             | Action::AvoidNode { .. }
             | Action::NoteUnmeasured { .. }
             | Action::GiveUp { .. }
+            | Action::BePatient { .. }
             | Action::NoteStop
             | Action::WithdrawStop
             | Action::Finish(_) => {}
@@ -510,6 +511,7 @@ impl World {
                     paired: false,
                     boot: String::new(),
                     quiet_since: None,
+                    patient_in: None,
                     ..worker
                 });
             }

@@ -87,6 +87,13 @@ impl Engines {
         }
     }
 
+    /// Steps of the attempt that runs may take so many seconds longer.
+    pub fn be_patient(&self, seconds: u32) {
+        if let Some(running) = &self.running {
+            (0..running.ends.len()).for_each(|index| running.control(index).be_patient(seconds));
+        }
+    }
+
     /// Phase and step of the first rank, and the collective of the one that is least far.
     pub fn progress(&self) -> Option<(Control, u64)> {
         let running = self.running.as_ref()?;
