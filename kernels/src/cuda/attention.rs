@@ -12,11 +12,11 @@
 
 use cudarc::driver::sys;
 
+use super::arch::Arch;
 use super::attention_shape::{AttentionDesc, Tiles, Workspace};
 use super::compile::Compiler;
 use super::driver::{Arena, Function, Launch, Stream, parameters};
 use super::error::CudaError;
-use super::gemm::Arch;
 use super::layer::{LayerError, Observer};
 use super::tensor_map::HeadMatrix;
 use crate::attention::{Attention, AttentionBackward};

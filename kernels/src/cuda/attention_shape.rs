@@ -1,7 +1,8 @@
 //! An attention's shape: which kernels it takes, their text, and how its tiles are spread.
 
+use super::arch::Arch;
 use super::compile::Source;
-use super::gemm::{Arch, element_macro};
+use super::gemm::element_macro;
 use super::shape::{Refusal, counted, range};
 use crate::attention::Attention;
 use crate::buffer::{ArenaPlan, Buffer, DType};

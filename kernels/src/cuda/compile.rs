@@ -8,8 +8,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cudarc::nvrtc::{result as rtc, sys};
 
+use super::arch::Arch;
 use super::driver::{Function, Gpu, LoadedModule};
 use super::error::CudaError;
+use super::libraries::{Cuda, NVRTC};
 
 /// A compilation unit: its macros are part of its text.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -64,7 +66,7 @@ pub fn default_cache_dir() -> Option<PathBuf> {
 pub struct Compiler {
     gpu: Gpu,
     cache: Option<PathBuf>,
-    nvrtc: (i32, i32),
+    nvrtc: (u32, u32),
 }
 
 /// More threads than this only wait for each other inside NVRTC.
@@ -73,11 +75,12 @@ const COMPILE_THREADS_MAX: usize = 16;
 impl Compiler {
     /// With `cache`, cubins are kept there; several processes may share it.
     pub fn new(gpu: &Gpu, cache: Option<PathBuf>) -> Result<Compiler, CudaError> {
-        Ok(Compiler { gpu: gpu.clone(), cache, nvrtc: nvrtc_version()? })
+        let Cuda(major, minor) = compiles_for(Arch::of(gpu)?, gpu.name())?;
+        Ok(Compiler { gpu: gpu.clone(), cache, nvrtc: (major, minor) })
     }
 
     /// NVRTC's version: major, minor.
-    pub fn nvrtc_version(&self) -> (i32, i32) {
+    pub fn nvrtc_version(&self) -> (u32, u32) {
         self.nvrtc
     }
 
@@ -129,7 +132,7 @@ impl Compiler {
 fn cached(
     source: &Source,
     folder: Option<&Path>,
-    nvrtc: (i32, i32),
+    nvrtc: (u32, u32),
 ) -> Result<Vec<u8>, CudaError> {
     let Some(folder) = folder else { return compile(source) };
     let entry = Entry::new(folder, source, nvrtc);
@@ -146,17 +149,17 @@ fn cached(
 
 const OPTIONS: [&str; 1] = ["--std=c++17"];
 
-fn nvrtc_version() -> Result<(i32, i32), CudaError> {
-    // SAFETY: opens and closes the library, which has no preconditions.
-    if !unsafe { sys::is_culib_present() } {
-        let advice = "install NVRTC of CUDA 12 or 13 (package cuda-nvrtc, or the wheel \
-                      nvidia-cuda-nvrtc) and add its folder to LD_LIBRARY_PATH";
-        return Err(CudaError::Missing { library: "libnvrtc", advice });
+/// NVRTC's version.
+///
+/// # Errors
+/// It is missing or lacks functions, or the driver or the GPU ask for another one.
+pub(super) fn compiles_for(arch: Arch, device: &str) -> Result<Cuda, CudaError> {
+    let (version, least) = (NVRTC.suits()?, arch.least_nvrtc());
+    if version >= least {
+        return Ok(version);
     }
-    let (mut major, mut minor) = (0, 0);
-    // SAFETY: both targets are valid for the call. It cannot fail with valid targets.
-    let _ = unsafe { sys::nvrtcVersion(&mut major, &mut minor) };
-    Ok((major, minor))
+    let (library, device) = (NVRTC.described(Some(version)), device.to_owned());
+    Err(CudaError::Compiler { library, device, least })
 }
 
 fn compile(source: &Source) -> Result<Vec<u8>, CudaError> {
@@ -213,7 +216,7 @@ struct Entry {
 const MAGIC: &[u8; 8] = b"MOEJCUB1";
 
 impl Entry {
-    fn new(folder: &Path, source: &Source, nvrtc: (i32, i32)) -> Entry {
+    fn new(folder: &Path, source: &Source, nvrtc: (u32, u32)) -> Entry {
         let options = OPTIONS.join(" ");
         let head = format!("{} {options} nvrtc {}.{}\n", source.arch, nvrtc.0, nvrtc.1);
         let key = [head.as_bytes(), source.text.as_bytes()].concat();
@@ -274,7 +277,7 @@ mod tests {
     use std::collections::HashSet;
 
     use super::super::attention_shape::AttentionDesc;
-    use super::super::gemm::{Arch, GemmConfig, Output};
+    use super::super::gemm::{GemmConfig, Output};
     use super::super::layer::MoeLayer;
     use super::super::shape::{MoeActivation, MoeDesc};
     use super::*;
@@ -289,8 +292,8 @@ mod tests {
     /// Compiles them, wherever NVRTC is; into the folder MOEJOB_CUBIN_CACHE where that is set, so
     /// that a machine without a device fills the cache of one that has it.
     fn check_that_all_compile(test: &str, sources: HashSet<Source>) {
-        let version = match nvrtc_version() {
-            Ok(version) => version,
+        let version = match NVRTC.require() {
+            Ok(Cuda(major, minor)) => (major, minor),
             Err(error) => return eprintln!("skipped: {test}: {error}"),
         };
         let folder = std::env::var_os("MOEJOB_CUBIN_CACHE").map(PathBuf::from);

@@ -13,6 +13,7 @@ use cudarc::cublaslt::{result as lt, sys};
 use super::dense_record::{self, DenseRecord};
 use super::driver::{Arena, Gpu, Stream};
 use super::error::CudaError;
+use super::libraries::CUBLASLT;
 use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::matmul::Layout;
 
@@ -101,43 +102,6 @@ impl Key {
 /// What cuBLAS recommends for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// What we call; all of it is in the libraries of CUDA 11 to 13.
-const SYMBOLS: [&str; 14] = [
-    "cublasLtCreate",
-    "cublasLtDestroy",
-    "cublasLtGetVersion",
-    "cublasLtMatmul",
-    "cublasLtMatmulAlgoGetHeuristic",
-    "cublasLtMatmulDescCreate",
-    "cublasLtMatmulDescDestroy",
-    "cublasLtMatmulDescSetAttribute",
-    "cublasLtMatmulPreferenceCreate",
-    "cublasLtMatmulPreferenceDestroy",
-    "cublasLtMatmulPreferenceSetAttribute",
-    "cublasLtMatrixLayoutCreate",
-    "cublasLtMatrixLayoutDestroy",
-    "cublasLtMatrixLayoutSetAttribute",
-];
-
-const ADVICE: &str = "install cuBLAS of CUDA 12 or 13 (package libcublas, or the wheel \
-                      nvidia-cublas) and add its folder to LD_LIBRARY_PATH";
-
-fn require_library() -> Result<(), CudaError> {
-    // SAFETY: opens and closes the library, which has no preconditions.
-    if !unsafe { sys::is_culib_present() } {
-        return Err(CudaError::Missing { library: "libcublasLt", advice: ADVICE });
-    }
-    for symbol in SYMBOLS {
-        // SAFETY: the library is present; the symbol is looked up and not called.
-        let found = unsafe { sys::culib().get::<unsafe extern "C" fn()>(symbol.as_bytes()) };
-        if found.is_err() {
-            let library = "libcublasLt";
-            return Err(CudaError::MissingSymbol { library, symbol, advice: ADVICE });
-        }
-    }
-    Ok(())
-}
-
 /// The dense products of a device. They share a workspace, so they run on one stream.
 #[derive(Debug)]
 pub struct Products {
@@ -157,7 +121,7 @@ unsafe impl Sync for Products {}
 impl Products {
     /// Loads cuBLASLt; an error names the library or the symbol that is absent.
     pub fn new(gpu: &Gpu) -> Result<Products, CudaError> {
-        require_library()?;
+        CUBLASLT.suits()?;
         let workspace = Arena::new(gpu, WORKSPACE_BYTES)?;
         let handle = lt::create_handle().map_err(|source| CudaError::Cublas {
             doing: "making a handle".to_owned(),

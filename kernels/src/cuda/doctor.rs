@@ -2,9 +2,11 @@
 
 use cudarc::driver::{result as cu, sys};
 
-use super::compile::default_cache_dir;
+use super::arch::Arch;
+use super::compile::{compiles_for, default_cache_dir};
 use super::driver::{Gpu, require_driver};
 use super::error::CudaError;
+use super::libraries::{CUBLASLT, Cuda, DRIVER, NVRTC, Needed};
 use super::nvml::{Monitor, Nvml};
 
 /// One line of a diagnosis.
@@ -16,6 +18,8 @@ pub struct Inspection {
     pub found: Option<String>,
     /// How to get what is missing.
     pub advice: Option<String>,
+    /// No job trains with it, or without it.
+    pub refused: bool,
 }
 
 /// Driver, libraries, GPUs and links between them, in that order. Never fails: what cannot be
@@ -31,7 +35,9 @@ pub fn inspect() -> Vec<Inspection> {
                 lines.push(missing("gpu", "no GPU is visible: see CUDA_VISIBLE_DEVICES"));
             }
         }
-        Err(error) => lines.push(missing("gpu", &error.to_string())),
+        // The driver's own line says why.
+        Err(_) if lines[0].refused => {}
+        Err(error) => lines.push(missing("gpu", &error.in_full())),
     }
     lines.push(match default_cache_dir() {
         Some(folder) => present("kernel cache", folder.display().to_string()),
@@ -41,27 +47,25 @@ pub fn inspect() -> Vec<Inspection> {
 }
 
 fn present(name: &str, found: String) -> Inspection {
-    Inspection { name: name.to_owned(), found: Some(found), advice: None }
+    Inspection { name: name.to_owned(), found: Some(found), advice: None, refused: false }
 }
 
 fn missing(name: &str, advice: &str) -> Inspection {
-    Inspection { name: name.to_owned(), found: None, advice: Some(advice.to_owned()) }
+    let (name, advice) = (name.to_owned(), Some(advice.to_owned()));
+    Inspection { name, found: None, advice, refused: false }
 }
 
 pub(super) fn driver() -> Inspection {
-    if let Err(error) = require_driver() {
-        return missing("driver", &error.to_string());
-    }
-    let mut version = 0;
-    // SAFETY: the library is loaded; the target is valid.
-    match unsafe { sys::cuDriverGetVersion(&mut version) }.result() {
-        Ok(()) => {
-            let own = Nvml::load().ok().and_then(|nvml| nvml.driver_version());
-            let own = own.map_or(String::new(), |own| format!("{own}, "));
-            let (major, minor) = (version / 1000, version % 1000 / 10);
-            present("driver", format!("{own}up to CUDA {major}.{minor}"))
-        }
-        Err(error) => missing("driver", &format!("its version cannot be read: {error:?}")),
+    let version = match require_driver().and_then(|()| DRIVER.require()) {
+        Ok(version) => version,
+        Err(error) => return refused("driver", &DRIVER, &error),
+    };
+    let own = Nvml::load().ok().and_then(|nvml| nvml.driver_version());
+    let own = own.map_or(String::new(), |own| format!("{own}, "));
+    let advice = "older than what is tried: install driver 550 or newer if a job fails";
+    Inspection {
+        advice: (version < Cuda::TRIED).then(|| advice.to_owned()),
+        ..present("driver", format!("{own}up to CUDA {version}{}", place(&DRIVER)))
     }
 }
 
@@ -74,35 +78,37 @@ fn nvml() -> Inspection {
 }
 
 pub(super) fn nvrtc() -> Inspection {
-    use cudarc::nvrtc::sys as nvrtc;
-    // SAFETY: opens and closes the library.
-    if !unsafe { nvrtc::is_culib_present() } {
-        let advice = "install NVRTC of CUDA 12 or 13 (package cuda-nvrtc-12-8 or \
-                      nvidia-cuda-nvrtc-cu12) and add its folder to LD_LIBRARY_PATH";
-        return missing("nvrtc", advice);
-    }
-    let (mut major, mut minor) = (0, 0);
-    // SAFETY: the library is present; both targets are valid.
-    let _ = unsafe { nvrtc::nvrtcVersion(&mut major, &mut minor) };
-    present("nvrtc", format!("{major}.{minor}"))
+    library("nvrtc", &NVRTC)
 }
 
 pub(super) fn cublaslt() -> Inspection {
-    use cudarc::cublaslt::sys as cublaslt;
-    // SAFETY: opens and closes the library.
-    if !unsafe { cublaslt::is_culib_present() } {
-        let advice = "install cuBLAS of CUDA 12 or 13 (package libcublas-12-8 or \
-                      nvidia-cublas-cu12) and add its folder to LD_LIBRARY_PATH";
-        return missing("cublasLt", advice);
-    }
-    // SAFETY: the library is present; it asks for nothing.
-    let version = unsafe { cublaslt::cublasLtGetVersion() };
-    // 120804 is 12.8.4; from 13 on a thousand more lies between.
-    let (major, rest) = match version {
-        0..1_000_000 => (version / 10_000, version % 10_000),
-        _ => (version / 100_000, version % 100_000),
+    library("cublasLt", &CUBLASLT)
+}
+
+/// A library of CUDA; without a driver it may be good for any.
+fn library(name: &str, needed: &Needed) -> Inspection {
+    let version = match DRIVER.require() {
+        Ok(_) => needed.suits(),
+        Err(_) => needed.require(),
     };
-    present("cublasLt", format!("{major}.{}", rest / 100))
+    match version {
+        Ok(version) => present(name, format!("{version}{}", place(needed))),
+        Err(error) => refused(name, needed, &error),
+    }
+}
+
+/// What is not there, or is there and of no use.
+fn refused(name: &str, needed: &Needed, error: &CudaError) -> Inspection {
+    let found = match error {
+        CudaError::Missing { .. } => None,
+        _ => needed.file(),
+    };
+    Inspection { found, refused: true, ..missing(name, &error.in_full()) }
+}
+
+/// `, /usr/lib/libnvrtc.so.12`
+fn place(needed: &Needed) -> String {
+    needed.file().map_or(String::new(), |file| format!(", {file}"))
 }
 
 fn gpu(ordinal: usize) -> Inspection {
@@ -117,14 +123,18 @@ fn gpu(ordinal: usize) -> Inspection {
         let found = format!(
             "{model}, sm_{major}{minor}, {count} SMs, {free} of {total} MiB free{clocks}"
         );
-        let advice = match major {
-            ..8 => Some("too old to train: compute capability 8.0 or newer is needed"),
-            8 | 9 => None,
-            _ => Some("newer than sm_90: it takes the kernels of sm_80, which are slower"),
+        let fit = Arch::of(&gpu).and_then(|arch| compiles_for(arch, model));
+        let advice = match &fit {
+            // Told of the library itself.
+            Err(CudaError::Missing { .. } | CudaError::MissingSymbols { .. }) | Ok(_) => {
+                Arch::remark(gpu.capability()).map(str::to_owned)
+            }
+            Err(error) => Some(error.in_full()),
         };
-        Ok(Inspection { advice: advice.map(str::to_owned), ..present(&name, found) })
+        let refused = matches!(fit, Err(CudaError::Unfit { .. } | CudaError::Compiler { .. }));
+        Ok(Inspection { advice, refused, ..present(&name, found) })
     };
-    describe().unwrap_or_else(|error| missing(&name, &error.to_string()))
+    describe().unwrap_or_else(|error| missing(&name, &error.in_full()))
 }
 
 /// `, 345 of 1980 MHz, 71 of 700 W, slowed by power cap`, as far as NVML tells.

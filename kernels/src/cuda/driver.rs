@@ -9,6 +9,7 @@ use cudarc::driver::{result as cu, sys};
 
 use super::error::{CudaError, Doing};
 use super::event::{Event, Graph};
+use super::libraries::DRIVER;
 use super::window::Joined;
 use crate::buffer::{Buffer, Element};
 
@@ -44,11 +45,7 @@ impl Drop for GpuInner {
 }
 
 pub(crate) fn require_driver() -> Result<(), CudaError> {
-    // SAFETY: opens and closes libcuda, which has no preconditions.
-    if !unsafe { sys::is_culib_present() } {
-        let advice = "install the NVIDIA driver (libcuda.so.1)";
-        return Err(CudaError::Missing { library: "libcuda", advice });
-    }
+    DRIVER.require()?;
     cu::init().doing(|| "initializing the CUDA driver".to_owned())
 }
 

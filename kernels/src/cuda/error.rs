@@ -1,15 +1,32 @@
 //! Why a CUDA call failed, with what was being done.
 
+use std::error::Error;
 use std::path::PathBuf;
 
 use cudarc::driver::DriverError;
 
+use super::arch::Unfit;
+use super::libraries::Cuda;
+
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
-    #[error("the library {library} cannot be loaded; {advice}")]
-    Missing { library: &'static str, advice: &'static str },
-    #[error("the library {library} has no {symbol}; {advice}")]
-    MissingSymbol { library: &'static str, symbol: &'static str, advice: &'static str },
+    /// `why` is what the loader says of a file that is there, in brackets.
+    #[error("the library {library} cannot be loaded{why}; {advice}")]
+    Missing { library: &'static str, why: String, advice: &'static str },
+    #[error("{library} has no {symbols}; {advice}")]
+    MissingSymbols { library: String, symbols: String, advice: &'static str },
+    #[error("{library} is too old: CUDA {least} or newer is needed; {advice}")]
+    TooOld { library: String, least: Cuda, advice: &'static str },
+    #[error(
+        "{library} is newer than the driver, which knows CUDA up to {known}; install a newer \
+         driver, or give the library of CUDA {major} alone in LD_LIBRARY_PATH"
+    )]
+    TooNew { library: String, known: Cuda, major: u32 },
+    #[error(
+        "{library} cannot compile for {device}, which CUDA {least} can first; install NVRTC of \
+         CUDA {least} or newer and add its folder to LD_LIBRARY_PATH"
+    )]
+    Compiler { library: String, device: String, least: Cuda },
     #[error("{doing}")]
     Driver { doing: String, source: DriverError },
     #[error(
@@ -28,12 +45,24 @@ pub enum CudaError {
     Cublas { doing: String, source: cudarc::cublaslt::result::CublasError },
     #[error("kernel cache at {path}")]
     Cache { path: PathBuf, source: std::io::Error },
-    #[error("{kernel} needs compute capability {needed}; {device} has {major}.{minor}")]
-    Capability { kernel: String, needed: &'static str, device: String, major: i32, minor: i32 },
+    #[error("{device} cannot train")]
+    Unfit { device: String, source: Unfit },
     #[error("waiting for the device was given up: {why}")]
     GivenUp { why: String },
     #[error("an arena of {bytes} bytes: {free} of {total} bytes are free on {device}")]
     OutOfMemory { bytes: usize, free: usize, total: usize, device: String, source: DriverError },
+}
+
+impl CudaError {
+    /// With what lies beneath it.
+    pub(super) fn in_full(&self) -> String {
+        let (mut text, mut below) = (self.to_string(), self.source());
+        while let Some(error) = below {
+            text += &format!(": {error}");
+            below = error.source();
+        }
+        text
+    }
 }
 
 /// Says what was being done when the driver refused.

@@ -1,8 +1,11 @@
 //! What is made of a stream: points that are waited for and timed, and lists of launches.
 
+use std::sync::OnceLock;
+
 use cudarc::driver::{result as cu, sys};
 
 use super::driver::Gpu;
+use super::libraries::DRIVER;
 use super::error::{CudaError, Doing};
 
 /// A list of launches that starts as one.
@@ -58,10 +61,31 @@ impl Event {
 
     /// Milliseconds from `self` to `later`, both past.
     pub fn milliseconds_to(&self, later: &Event) -> Result<f32, CudaError> {
-        // SAFETY: both events are valid.
-        unsafe { cu::event::elapsed(self.handle, later.handle) }
-            .doing(|| "timing between two events".to_owned())
+        let mut milliseconds = 0.0;
+        // SAFETY: both events are valid, and so is the target.
+        let status = unsafe { elapsed()?(&mut milliseconds, self.handle, later.handle) };
+        status.result().doing(|| "timing between two events".to_owned())?;
+        Ok(milliseconds)
     }
+}
+
+type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult;
+
+/// cudarc calls cuEventElapsedTime_v2, which no driver before CUDA 12.8 has. This one is in all.
+fn elapsed() -> Result<Elapsed, CudaError> {
+    static FOUND: OnceLock<Elapsed> = OnceLock::new();
+    if let Some(found) = FOUND.get() {
+        return Ok(*found);
+    }
+    DRIVER.require()?;
+    // SAFETY: the library is there and has the function, which is of this type in every version.
+    let found = unsafe { sys::culib().get::<Elapsed>(b"cuEventElapsedTime") };
+    let found = found.map(|found| *found).map_err(|error| CudaError::Missing {
+        library: "libcuda",
+        why: format!(" ({error})"),
+        advice: "install the NVIDIA driver anew",
+    })?;
+    Ok(*FOUND.get_or_init(|| found))
 }
 
 impl Drop for Event {

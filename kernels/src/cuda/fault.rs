@@ -1,9 +1,10 @@
 //! Kernels that break a GPU as programs and hardware do, for tests of what happens then.
 
+use super::arch::Arch;
 use super::compile::{Compiler, Source};
 use super::driver::{Launch, Stream, parameters};
 use super::error::CudaError;
-use super::gemm::{Arch, element_macro};
+use super::gemm::element_macro;
 use crate::buffer::DType;
 
 /// How a GPU fails.

@@ -1,10 +1,11 @@
 //! The routers beyond dropless top-k: see [`crate::Gate`].
 
+use super::arch::Arch;
 use super::compile::{Compiler, Source};
 use super::device::CudaDevice;
 use super::driver::{Arena, Function, Launch, Stream, parameters};
 use super::error::CudaError;
-use super::gemm::{Arch, element_macro};
+use super::gemm::element_macro;
 use super::layer::LayerError;
 use super::shape::MoeDesc;
 use crate::buffer::{ArenaPlan, Buffer, DType};

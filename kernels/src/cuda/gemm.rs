@@ -2,57 +2,12 @@
 
 use cudarc::driver::sys;
 
+use super::arch::Arch;
 use super::compile::{Module, Source};
 use super::driver::{Function, Gpu, Launch, Stream, parameters};
 use super::error::CudaError;
 use super::tensor_map::Matrix;
 use crate::buffer::DType;
-
-/// The instructions a kernel is written for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Arch {
-    /// TMA and wgmma: H100, H200.
-    Hopper,
-    /// cp.async and mma.sync: A100, H100, B200; compiled for the target named.
-    Ampere(&'static str),
-    /// Plain fp32 code, for layers in fp32; compiled for the target named.
-    Plain(&'static str),
-}
-
-impl Arch {
-    /// What `gpu` runs best; `MOEJOB_CUDA_ARCH=sm_80` asks for the path of the A100 anywhere.
-    pub fn of(gpu: &Gpu) -> Result<Arch, CudaError> {
-        let ampere = std::env::var_os("MOEJOB_CUDA_ARCH").is_some_and(|arch| arch == "sm_80");
-        match gpu.capability() {
-            (9, 0) if !ampere => Ok(Arch::Hopper),
-            // Machine code runs within one major version only.
-            (8, 0) => Ok(Arch::Ampere("sm_80")),
-            (9, _) => Ok(Arch::Ampere("sm_90")),
-            (10, _) => Ok(Arch::Ampere("sm_100")),
-            (major, minor) => Err(CudaError::Capability {
-                kernel: "the mixture-of-experts layer".to_owned(),
-                needed: "8.0 (A100), 9.0 (H100, H200) or 10.0 (B200)",
-                device: gpu.name().to_owned(),
-                major,
-                minor,
-            }),
-        }
-    }
-
-    /// [`Arch::of`] for a layer whose elements are of `element`.
-    pub fn for_elements(gpu: &Gpu, element: DType) -> Result<Arch, CudaError> {
-        let arch = Arch::of(gpu)?;
-        Ok(if element == DType::F32 { Arch::Plain(arch.target()) } else { arch })
-    }
-
-    /// What kernels are compiled for.
-    pub(crate) fn target(self) -> &'static str {
-        match self {
-            Arch::Hopper => "sm_90a",
-            Arch::Ampere(target) | Arch::Plain(target) => target,
-        }
-    }
-}
 
 /// Which product, see `grouped_gemm.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

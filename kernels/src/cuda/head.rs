@@ -6,12 +6,13 @@
 //! The products are cuBLASLt's. What lies between them reads and writes the logits once: a block
 //! keeps its token's row in shared memory while it looks for the sum.
 
+use super::arch::Arch;
 use super::compile::{Compiler, Source};
 use super::dense::{DenseShape, Products};
 use super::device::CudaDevice;
 use super::driver::{Arena, Function, Launch, Stream, parameters};
 use super::error::CudaError;
-use super::gemm::{Arch, element_macro};
+use super::gemm::element_macro;
 use super::layer::LayerError;
 use crate::buffer::DType;
 use crate::head::{HeadDesc, HeadGradient, HeadLoss, HeadPlan, Scratch};

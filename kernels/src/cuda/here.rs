@@ -1,12 +1,13 @@
 //! A mixture layer in parts, see [`crate::MoePlace`]: launches of the layer's own kernels, and of
 //! those that place rows of the experts here alone.
 
+use super::arch::Arch;
 use super::call::Call;
 use super::compile::{Module, Source};
 use super::device::CudaDevice;
 use super::driver::{Arena, Function, Launch, Stream, parameters};
 use super::error::CudaError;
-use super::gemm::{Arch, element_macro};
+use super::gemm::element_macro;
 use super::layer::{LayerError, MoeLayer, MoeTensors};
 use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::moe::MoeForward;

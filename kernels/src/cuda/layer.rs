@@ -7,11 +7,12 @@
 //! Between the two lie x, H and the router's small tables; dH takes the place of H. What else is
 //! needed for a moment lies in one workspace that all layers share.
 
+use super::arch::Arch;
 use super::call::Call;
 use super::compile::Compiler;
 use super::driver::{Arena, Stream};
 use super::error::CudaError;
-use super::gemm::{Arch, Gemm, GemmConfig, Output, ProductOp};
+use super::gemm::{Gemm, GemmConfig, Output, ProductOp};
 use super::route::Router;
 use super::shape::{MoeDesc, Refusal};
 use crate::buffer::{ArenaPlan, Buffer, DType};

@@ -5,6 +5,8 @@ use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::{result as cu, sys};
 
+use super::arch::Arch;
+use super::compile::compiles_for;
 use super::doctor::{cublaslt, driver, nvrtc};
 use super::driver::{Gpu, require_driver};
 use super::error::{CudaError, Doing};
@@ -24,11 +26,26 @@ pub struct VisibleGpu {
     pub free_bytes: Option<u64>,
 }
 
-/// What is missing before any GPU can train, each with how to get it: driver and libraries.
+/// What is missing before any GPU can train, or of no use: driver and libraries, each with why and
+/// how to get it.
 pub fn missing_libraries() -> Vec<(String, String)> {
     let lines = [driver(), nvrtc(), cublaslt()];
-    let missing = lines.into_iter().filter(|line| line.found.is_none());
+    let missing = lines.into_iter().filter(|line| line.refused);
     missing.map(|line| (line.name, line.advice.unwrap_or_default())).collect()
+}
+
+impl VisibleGpu {
+    /// What a person should know of how it trains, if anything.
+    ///
+    /// # Errors
+    /// There are no kernels for it, or NVRTC cannot compile them.
+    pub fn fit(&self) -> Result<Option<&'static str>, CudaError> {
+        let device = || format!("GPU {} ({})", self.ordinal, self.name);
+        let arch = Arch::of_capability(self.capability, false)
+            .map_err(|source| CudaError::Unfit { device: device(), source })?;
+        compiles_for(arch, &device())?;
+        Ok(Arch::remark(self.capability))
+    }
 }
 
 /// All that are visible, in the driver's order.

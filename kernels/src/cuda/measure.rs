@@ -1,9 +1,10 @@
 //! Inputs and ceilings for benchmarks and tests on the device.
 
+use super::arch::Arch;
 use super::compile::{Compiler, Source};
 use super::driver::{Arena, Function, Launch, Stream, parameters};
 use super::error::CudaError;
-use super::gemm::{Arch, element_macro};
+use super::gemm::element_macro;
 use crate::buffer::{Buffer, DType};
 
 /// Blocks of the strided loops: eight for each multiprocessor of an H200.

@@ -3,6 +3,8 @@
 //! ```text
 //! Gpu::open(ordinal)            driver.rs    context, streams, events, graphs, memory
 //! Compiler::load(sources)       compile.rs   .cu text -> cubin (NVRTC, cached on disk) -> module
+//! DRIVER.require()              libraries.rs every function that is called is there
+//! Arch::of(gpu)                 arch.rs      which kernels a GPU takes
 //! GemmConfig::choose(shape)     tiles.rs     which tiles a product takes
 //! Gemm::new(config)             gemm.rs      one grouped product
 //! MoeLayer::new(desc)           layer.rs     forward, backward: a fixed list of launches (call.rs)
@@ -26,6 +28,7 @@
 //! Letters as in the crate: `T` tokens, `D` dim, `F` expert hidden, `E` experts, `K` top-k,
 //! `R = T K` routed rows, `W` = 2 F gated, else F.
 
+mod arch;
 mod attention;
 mod attention_shape;
 mod call;
@@ -49,6 +52,7 @@ mod head;
 mod here;
 mod lane;
 mod layer;
+mod libraries;
 mod machine;
 mod measure;
 mod nvml;
@@ -79,12 +83,14 @@ pub use event::{Event, Graph};
 pub(crate) use gate::unsupported;
 pub use fault::Fault;
 pub use head::Head;
-pub use gemm::{Arch, GemmConfig, Output, ProductOp};
+pub use arch::{Arch, Unfit};
+pub use gemm::{GemmConfig, Output, ProductOp};
 pub use lane::Registered;
 pub use layer::{
     Gradients, LayerError, MoeLayer, MoeNumbers, MoeTensors, Observer, Saved, Stacked,
     Weights,
 };
+pub use libraries::{Called, Cuda, called};
 pub use machine::{VisibleGpu, keep_open, missing_libraries, uuid_of, visible_gpus};
 pub use measure::Measure;
 pub use nvml::{Limits, Monitor, Nvml, NvmlError, Reading, Trouble, uuid_text};

@@ -13,10 +13,10 @@
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
+use super::arch::Arch;
 use super::compile::{Compiler, Source};
 use super::driver::{Arena, Function, Launch, PinnedBuffer, Stream, parameters};
 use super::error::CudaError;
-use super::gemm::Arch;
 use super::window::Window;
 use crate::buffer::{ArenaPlan, Buffer, DType};
 

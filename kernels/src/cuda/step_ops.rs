@@ -10,11 +10,12 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 
+use super::arch::Arch;
 use super::compile::{Compiler, Module, Source};
 use super::device::CudaDevice;
 use super::driver::{Arena, Function, Launch, Stream, parameters};
 use super::error::CudaError;
-use super::gemm::{Arch, element_macro};
+use super::gemm::element_macro;
 use crate::bucket::BucketBlock;
 use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::step_numbers::{StepControl, StepNumbers, StepParams};

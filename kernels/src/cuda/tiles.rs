@@ -1,6 +1,7 @@
 //! Which tiles a product takes: a function of its shape, by rule or from a searched table.
 
-use super::gemm::{Arch, GemmConfig, Output, ProductOp};
+use super::arch::Arch;
+use super::gemm::{GemmConfig, Output, ProductOp};
 use crate::buffer::DType;
 
 /// Lines of `PRODUCT COLS DEPTH gated|plain TILE`, written by `cuda_layer --search FILE`.

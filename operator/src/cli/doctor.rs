@@ -9,7 +9,7 @@ use moe_worker::attempt::pace::kernel_bytes;
 use moe_worker::life::machine::pci::Address;
 use moe_worker::life::machine::topology::xml;
 use moe_worker::life::machine::{Machine, sys};
-use moe_worker::life::preflight::places;
+use moe_worker::life::preflight::{self, places};
 use moejob_kernels::{Isa, cuda};
 use moejob_plan::problem::printable_lines;
 use moejob_plan::profile::{Profile, Profiles};
@@ -80,6 +80,7 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
         needed: false,
         bad: false,
     }));
+    lines.push(nccl());
     let sound = |line: &Line| (line.found.is_some() || !line.needed) && !line.bad;
     let code = if lines.iter().all(sound) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     if args.output == Output::Json {
@@ -104,6 +105,15 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
         }
     }
     code
+}
+
+/// Several GPUs need it.
+fn nccl() -> Line {
+    let (found, advice) = match preflight::nccl() {
+        Ok((version, file)) => (Some(format!("{version}, {file}")), None),
+        Err(why) => (None, Some(why)),
+    };
+    Line { name: "nccl".to_string(), found, advice, needed: false, bad: false }
 }
 
 fn processor() -> Line {

@@ -1,5 +1,7 @@
 //! Whether the GPUs of this machine can train a job: asked before a worker is started.
 
+use moe_worker::failure::chain;
+use moe_worker::life::preflight::nccl;
 use moejob_kernels::cuda::{VisibleGpu, missing_libraries, visible_gpus};
 use moejob_plan::Job;
 use moejob_plan::placement::gib;
@@ -8,36 +10,48 @@ use moejob_plan::profile::Backend;
 /// What the machine has: what is missing of driver and libraries, and its GPUs.
 struct Machine {
     missing: Vec<(String, String)>,
-    gpus: Result<Vec<VisibleGpu>, String>,
+    gpus: Result<Vec<Shown>, String>,
     /// `CUDA_VISIBLE_DEVICES`
     chosen: Option<String>,
 }
 
-/// Why the GPUs here cannot train `job`, a rank of which needs so many bytes of its device.
-///
-/// # Errors
-/// In words for a person, with what to do.
-pub fn check(job: &Job, needed: impl FnOnce() -> u64) -> Result<(), String> {
-    if job.profile.backend != Backend::Cuda {
-        return Ok(());
-    }
-    let missing = missing_libraries();
-    let gpus = match missing.is_empty() {
-        true => visible_gpus().map_err(|error| moe_worker::failure::chain(&error)),
-        false => Ok(Vec::new()),
-    };
-    let chosen = std::env::var("CUDA_VISIBLE_DEVICES").ok();
-    judge(&Machine { missing, gpus, chosen }, job.profile.ranks * job.nodes.max, needed())
+struct Shown {
+    gpu: VisibleGpu,
+    /// What there is to know of how it trains, or why it cannot.
+    fit: Result<Option<&'static str>, String>,
 }
 
-fn judge(machine: &Machine, ranks: u32, needed: u64) -> Result<(), String> {
+/// What a person should know of how the GPUs here train `job`, a rank of which needs so many bytes
+/// of its device.
+///
+/// # Errors
+/// Why they cannot, in words for a person, with what to do.
+pub fn check(job: &Job, needed: impl FnOnce() -> u64) -> Result<Vec<String>, String> {
+    if job.profile.backend != Backend::Cuda {
+        return Ok(Vec::new());
+    }
+    let ranks = job.profile.ranks * job.nodes.max;
+    let mut missing = missing_libraries();
+    if ranks > 1 && let Err(why) = nccl() {
+        missing.push(("nccl".to_string(), why));
+    }
+    let gpus = match missing.is_empty() {
+        true => visible_gpus().map_err(|error| chain(&error)),
+        false => Ok(Vec::new()),
+    };
+    let shown = |gpu: VisibleGpu| Shown { fit: gpu.fit().map_err(|error| chain(&error)), gpu };
+    let gpus = gpus.map(|gpus| gpus.into_iter().map(shown).collect());
+    let chosen = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    judge(&Machine { missing, gpus, chosen }, ranks, needed())
+}
+
+fn judge(machine: &Machine, ranks: u32, needed: u64) -> Result<Vec<String>, String> {
     const DOCTOR: &str = "`moejob doctor` tells what this machine has; nodes: { profile: cpu } \
                           trains without a GPU";
     let refuse = |what: String| Err(format!("spec.nodes.profile: {what}\n  {DOCTOR}"));
     if !machine.missing.is_empty() {
         let lines = machine.missing.iter();
-        let lines: Vec<String> =
-            lines.map(|(name, advice)| format!("{name} is missing: {advice}")).collect();
+        let lines: Vec<String> = lines.map(|(name, why)| format!("{name}: {why}")).collect();
         return refuse(lines.join("; "));
     }
     let gpus = match &machine.gpus {
@@ -54,13 +68,14 @@ fn judge(machine: &Machine, ranks: u32, needed: u64) -> Result<(), String> {
             gpus.len()
         ));
     }
-    for gpu in &gpus[..ranks as usize] {
-        let (major, minor) = gpu.capability;
-        if major < 8 {
-            return refuse(format!(
-                "GPU {} ({}) has compute capability {major}.{minor}; 8.0 or newer is needed",
-                gpu.ordinal, gpu.name
-            ));
+    let mut remarks = Vec::new();
+    for Shown { gpu, fit } in &gpus[..ranks as usize] {
+        match fit {
+            Ok(None) => {}
+            Ok(Some(remark)) => {
+                remarks.push(format!("GPU {} ({}) is {remark}", gpu.ordinal, gpu.name));
+            }
+            Err(error) => return refuse(error.clone()),
         }
         let (free, whose) = match gpu.free_bytes {
             Some(free) => (free, "are free"),
@@ -77,7 +92,7 @@ fn judge(machine: &Machine, ranks: u32, needed: u64) -> Result<(), String> {
             ));
         }
     }
-    Ok(())
+    Ok(remarks)
 }
 
 #[cfg(test)]
@@ -95,22 +110,32 @@ mod tests {
         }
     }
 
-    fn judged(gpus: Vec<VisibleGpu>, needed: u64) -> Result<(), String> {
-        let machine =
-            Machine { missing: Vec::new(), gpus: Ok(gpus), chosen: Some("3".to_string()) };
+    const OLDER: &str = "newer than sm_90: it takes the kernels of sm_80";
+
+    fn judged(gpus: Vec<(VisibleGpu, bool)>, needed: u64) -> Result<Vec<String>, String> {
+        let shown = |(gpu, fits): (VisibleGpu, bool)| {
+            let remark = (gpu.capability.0 > 9).then_some(OLDER);
+            let fit = if fits { Ok(remark) } else { Err("GPU 0 cannot train".to_string()) };
+            Shown { gpu, fit }
+        };
+        let gpus = Ok(gpus.into_iter().map(shown).collect());
+        let machine = Machine { missing: Vec::new(), gpus, chosen: Some("3".to_string()) };
         judge(&machine, 1, needed)
     }
 
     #[test]
     fn a_machine_that_cannot_train_is_refused_by_name() {
-        assert_eq!(judged(vec![gpu((9, 0), Some(70 << 30))], 60 << 30), Ok(()));
-        assert_eq!(judged(vec![gpu((9, 0), None)], 60 << 30), Ok(()));
+        for free in [Some(70 << 30), None] {
+            assert_eq!(judged(vec![(gpu((9, 0), free), true)], 60 << 30), Ok(Vec::new()));
+        }
+        let told = judged(vec![(gpu((10, 0), None), true)], 60 << 30);
+        assert_eq!(told, Ok(vec![format!("GPU 0 (NVIDIA H100) is {OLDER}")]));
         for (gpus, expected) in [
             (Vec::new(), "takes 1 of this machine's GPUs, and it shows 0 with \
                           CUDA_VISIBLE_DEVICES=3"),
-            (vec![gpu((7, 5), None)], "has compute capability 7.5; 8.0 or newer is needed"),
-            (vec![gpu((9, 0), Some(50 << 30))], "needs 60.0 GiB of GPU 0 (NVIDIA H100), where \
-                                                 50.0 GiB are free"),
+            (vec![(gpu((7, 5), None), false)], "spec.nodes.profile: GPU 0 cannot train"),
+            (vec![(gpu((9, 0), Some(50 << 30)), true)], "needs 60.0 GiB of GPU 0 (NVIDIA H100), \
+                                                         where 50.0 GiB are free"),
         ] {
             let refused = judged(gpus, 60 << 30).expect_err("refused");
             assert!(refused.contains(expected), "{refused}");
@@ -118,6 +143,6 @@ mod tests {
         let missing = vec![("nvrtc".to_string(), "install NVRTC".to_string())];
         let bare = Machine { missing, gpus: Ok(Vec::new()), chosen: None };
         let refused = judge(&bare, 1, 0).expect_err("refused");
-        assert!(refused.starts_with("spec.nodes.profile: nvrtc is missing: install NVRTC"));
+        assert!(refused.starts_with("spec.nodes.profile: nvrtc: install NVRTC"));
     }
 }

@@ -145,7 +145,9 @@ fn local_job(read: &ReadJob, args: &RunArgs) -> Result<Local, String> {
         let needs = placement::needs(&job, &sizes, None);
         needs.values().map(|need| need.rank.committed).max().unwrap_or(0)
     };
-    machine::check(&job, needed)?;
+    for remark in machine::check(&job, needed)? {
+        eprintln!("moejob: {remark}");
+    }
     absent(&job, &args.dir)?;
     let fit = sizes.last().map(|size| room::check(&job, size)).transpose()?;
     if let Some(tight) = fit.as_ref().and_then(|fit| fit.tight.as_ref()) {

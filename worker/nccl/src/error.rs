@@ -1,5 +1,6 @@
 //! Why a call failed, with what was being done and what to do about it.
 
+use std::error::Error as _;
 use std::time::Duration;
 
 use crate::library::Version;
@@ -7,14 +8,13 @@ use crate::library::Version;
 /// After any error of a communicator it is good for [`crate::abandon`] alone.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error(
-        "NCCL cannot be loaded as {name}; install it (package libnccl2, or the wheel \
-         nvidia-nccl-cu13) and add its folder to LD_LIBRARY_PATH, or name the file in MOEJOB_NCCL"
-    )]
+    #[error("NCCL cannot be loaded as {name}{}; install it {HOW}", broken(.name, .source))]
     Missing { name: String, source: libloading::Error },
-    #[error("{name} has no {symbol}, so it is no NCCL of {least} or newer")]
+    #[error(
+        "{name} has no {symbol}, which NCCL has from {least} on; install a newer one {HOW}"
+    )]
     Symbol { name: String, symbol: &'static str, least: Version, source: libloading::Error },
-    #[error("{name} is NCCL {found}; {least} or newer is needed, but below 3")]
+    #[error("{name} is NCCL {found}; {least} or newer is needed, but below 3; install it {HOW}")]
     Version { name: String, found: Version, least: Version },
     #[error("rank {rank} has NCCL {theirs}, this rank has {ours}; give both the same")]
     Mixed { rank: u32, theirs: Version, ours: Version },
@@ -30,6 +30,18 @@ pub enum Error {
     Unended { what: String, limit: Duration },
     #[error("starting a thread to end a communicator")]
     Thread { source: std::io::Error },
+}
+
+/// For every way in which it can be absent.
+const HOW: &str = "(package libnccl2, or the wheel nvidia-nccl-cu13, nvidia-nccl-cu12 for drivers \
+                   of CUDA 12) and add its folder to LD_LIBRARY_PATH, or name the file in \
+                   MOEJOB_NCCL";
+
+/// What the loader says of a file that is there.
+fn broken(name: &str, source: &libloading::Error) -> String {
+    let said = source.source().map_or_else(|| source.to_string(), ToString::to_string);
+    let absent = said.starts_with(name) && said.contains("No such file");
+    if absent { String::new() } else { format!(" ({said})") }
 }
 
 /// What the library said last, where it said anything.

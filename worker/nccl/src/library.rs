@@ -1,6 +1,6 @@
 //! The loaded library: which version it is and the functions that are used of it.
 
-use std::ffi::{CStr, OsString, c_char, c_int, c_void};
+use std::ffi::{CStr, OsStr, OsString, c_char, c_int, c_void};
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -233,8 +233,7 @@ impl Library {
     /// # Errors
     /// The library is missing, lacks a function, or is too old or too new.
     pub fn load() -> Result<Library, Error> {
-        let named = std::env::var_os("MOEJOB_NCCL").filter(|name| !name.is_empty());
-        Library::open(named.unwrap_or_else(|| OsString::from(NAME)))
+        Library::open(wanted())
     }
 
     /// [`Library::load`] of this file.
@@ -252,17 +251,19 @@ impl Library {
                 unsafe { std::env::set_var(variable, value) };
             }
         }
-        // SAFETY: NCCL's constructors have no preconditions.
-        let loaded = match unsafe { libloading::Library::new(&file) } {
-            Ok(loaded) => ManuallyDrop::new(loaded),
-            Err(source) => return Err(Error::Missing { name, source }),
-        };
-        let version = version_of(&loaded, &name)?;
-        if version < Version::LEAST || version >= Version::new(3, 0, 0) {
-            return Err(Error::Version { name, found: version, least: Version::LEAST });
-        }
-        let functions = Functions::of(&loaded, &name)?;
+        let (loaded, version, functions) = load(&file)?;
         Ok(Library { inner: Arc::new(Inner { name, version, functions, _loaded: loaded }) })
+    }
+
+    /// What [`Library::load`] would find, for who only tells of it: sets no variable and calls
+    /// nothing but for the version. With it the name that was asked for.
+    ///
+    /// # Errors
+    /// As those of `load`.
+    pub fn look() -> Result<(Version, String), Error> {
+        let file = wanted();
+        let (_, version, _) = load(&file)?;
+        Ok((version, file.to_string_lossy().into_owned()))
     }
 
     pub fn version(&self) -> Version {
@@ -294,6 +295,28 @@ impl Library {
         let last = unsafe { text_at((self.functions().last_error)(of)) };
         Err(Error::Refused { call, code, text, last })
     }
+}
+
+fn wanted() -> OsString {
+    let named = std::env::var_os("MOEJOB_NCCL").filter(|name| !name.is_empty());
+    named.unwrap_or_else(|| OsString::from(NAME))
+}
+
+type Loaded = (ManuallyDrop<libloading::Library>, Version, Functions);
+
+fn load(file: &OsStr) -> Result<Loaded, Error> {
+    let name = file.to_string_lossy().into_owned();
+    // SAFETY: NCCL's constructors have no preconditions.
+    let loaded = match unsafe { libloading::Library::new(file) } {
+        Ok(loaded) => ManuallyDrop::new(loaded),
+        Err(source) => return Err(Error::Missing { name, source }),
+    };
+    let version = version_of(&loaded, &name)?;
+    if version < Version::LEAST || version >= Version::new(3, 0, 0) {
+        return Err(Error::Version { name, found: version, least: Version::LEAST });
+    }
+    let functions = Functions::of(&loaded, &name)?;
+    Ok((loaded, version, functions))
 }
 
 /// The version, before any other function is looked for: a library that is too old is told as such.

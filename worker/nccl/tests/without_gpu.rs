@@ -14,10 +14,10 @@ use moejob_nccl::{
 };
 
 /// The stub as a library. Each kind is compiled once.
-fn compiled(version: &str, options: &[&str]) -> Vec<u8> {
+fn compiled(options: &[&str]) -> Vec<u8> {
     static MADE: Mutex<BTreeMap<String, Vec<u8>>> = Mutex::new(BTreeMap::new());
     let mut made = MADE.lock().unwrap_or_else(PoisonError::into_inner);
-    let kind = format!("{version} {options:?}");
+    let kind = format!("{options:?}");
     let make = || {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("stub.so");
@@ -28,7 +28,6 @@ fn compiled(version: &str, options: &[&str]) -> Vec<u8> {
             .arg("-o")
             .arg(&file)
             .arg(&source)
-            .env("STUB_VERSION", version)
             .output()
             .expect("rustc, which built this test");
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
@@ -48,16 +47,33 @@ const POLLS: c_int = 0;
 const TROUBLE: c_int = 1;
 const REFUSAL: c_int = 2;
 const ABORT_MS: c_int = 3;
+const VERSION: c_int = 6;
 const FOR_EVER: i64 = -1;
 
 impl Stub {
-    fn new(version: &str, options: &[&str]) -> Stub {
+    fn new(version: u32, options: &[&str]) -> Stub {
+        Stub::lacking(version, options, None)
+    }
+
+    /// Without a function: who looks for it finds another name.
+    fn lacking(version: u32, options: &[&str], function: Option<&str>) -> Stub {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("libnccl.so.2");
-        std::fs::write(&file, compiled(version, options)).expect("writable");
+        let mut library = compiled(options);
+        if let Some(function) = function {
+            let name = [b"\0", function.as_bytes(), b"\0"].concat();
+            let at: Vec<usize> = library.windows(name.len()).enumerate()
+                .filter_map(|(at, bytes)| (bytes == name).then_some(at + 1))
+                .collect();
+            assert!(!at.is_empty(), "the stub has no {function}");
+            at.into_iter().for_each(|at| library[at] = b'_');
+        }
+        std::fs::write(&file, library).expect("writable");
         // SAFETY: made above; it has no constructors.
         let loaded = unsafe { libloading::Library::new(&file) }.expect("just made");
-        Stub { file, loaded, _folder: folder }
+        let stub = Stub { file, loaded, _folder: folder };
+        stub.set(VERSION, version.into());
+        stub
     }
 
     fn library(&self) -> Library {
@@ -97,7 +113,7 @@ impl Stub {
 }
 
 fn revoking() -> Stub {
-    Stub::new("22809", &["revoke"])
+    Stub::new(22809, &["revoke"])
 }
 
 fn span(address: u64, dtype: DType, len: usize) -> Span {
@@ -122,25 +138,56 @@ fn a_library_that_is_missing_is_told_with_what_to_install() {
 fn a_library_that_is_no_nccl_or_of_another_age_is_refused() {
     let error = Library::open("libc.so.6").expect_err("no NCCL").to_string();
     assert!(error.contains("libc.so.6 has no ncclGetVersion"), "{error}");
-    for (version, told) in [("21704", "2.17.4"), ("2708", "2.7.8"), ("30000", "3.0.0")] {
+    for (version, told) in [(21704, "2.17.4"), (2708, "2.7.8"), (30000, "3.0.0")] {
         let stub = Stub::new(version, &["old"]);
         let error = Library::open(&stub.file).expect_err("too old or new").to_string();
         assert!(error.contains(&format!("is NCCL {told}; 2.18.0 or newer")), "{error}");
     }
-    let stub = Stub::new("22809", &["old"]);
+    let stub = Stub::new(22809, &["old"]);
     let error = Library::open(&stub.file).expect_err("no functions").to_string();
     assert!(error.contains("has no ncclGetErrorString"), "{error}");
+}
+
+/// Each function that is looked for, by the list in the source.
+#[test]
+fn a_function_that_is_absent_is_told_with_what_to_install() {
+    let source = include_str!("../src/library.rs");
+    let (_, lists) = source.split_once("\nfunctions! {\n").expect("the lists");
+    let (always, optional) = lists.split_once("optional {").expect("two lists");
+    let (optional, _) = optional.split_once("}\n}").expect("an end");
+    let names = |list: &'static str| {
+        list.split('"').filter(|part| part.starts_with("nccl")).collect::<Vec<&str>>()
+    };
+    let (always, optional) = (names(always), names(optional));
+    assert!(always.len() > 15 && optional == ["ncclCommRevoke"], "{always:?} {optional:?}");
+    for function in ["ncclGetVersion"].into_iter().chain(always) {
+        let stub = Stub::lacking(22005, &["revoke"], Some(function));
+        let error = Library::open(&stub.file).expect_err("lacks a function").to_string();
+        let expected = format!("has no {function}, which NCCL has from 2.18.0 on; install ");
+        assert!(error.contains("libnccl.so.2 has no") && error.contains(&expected), "{error}");
+        assert!(error.contains("nvidia-nccl-cu12"), "{error}");
+    }
+    let stub = Stub::lacking(22705, &["revoke"], Some("ncclCommRevoke"));
+    assert!(!stub.library().can_revoke());
+    // A file that is there is no missing one.
+    let copy = stub.file.with_file_name("broken.so");
+    std::fs::write(&copy, [b'x'; 4096]).expect("writable");
+    let error = Library::open(&copy).expect_err("no library").to_string();
+    assert!(error.contains("broken.so (") && error.contains("invalid ELF header"), "{error}");
 }
 
 /// The beginning of the configuration that each version knows, and nothing set in the rest.
 #[test]
 fn the_configuration_is_of_the_version_that_is_loaded() {
     for (code, version, expected) in [
-        ("21805", "2.18.5", "size 48 version 21805"),
-        ("22602", "2.26.2", "size 48 version 22602"),
-        ("22705", "2.27.5", "size 72 version 22705"),
-        ("22809", "2.28.9", "size 80 version 22809"),
-        ("23001", "2.30.1", "size 80 version 22809"),
+        (21805, "2.18.5", "size 48 version 21805"),
+        (22005, "2.20.5", "size 48 version 22005"),
+        (22203, "2.22.3", "size 48 version 22203"),
+        (22403, "2.24.3", "size 48 version 22403"),
+        (22602, "2.26.2", "size 48 version 22602"),
+        (22705, "2.27.5", "size 72 version 22705"),
+        (22809, "2.28.9", "size 80 version 22809"),
+        (23001, "2.30.1", "size 80 version 22809"),
     ] {
         let stub = Stub::new(code, &[]);
         assert_eq!(stub.library().version().to_string(), version);
@@ -298,7 +345,7 @@ fn ends_come_in_their_order() {
     }
     for (stub, expected) in [
         (revoking(), "revoke 0; revoke 0; abort"),
-        (Stub::new("22705", &[]), "abort"),
+        (Stub::new(22705, &[]), "abort"),
     ] {
         stub.set(ABORT_MS, 150);
         let comms = [0; 2].map(|_| stub.comm(&Config::default()).expect("a communicator"));

@@ -19,6 +19,7 @@ mod settings;
 
 use crate::life::affinity::Share;
 use crate::life::machine::Machine;
+use moejob_nccl::Library;
 use moejob_protocol::config::Backend;
 use moejob_protocol::pair::{PairAnswer, PairOrder};
 use moejob_protocol::preflight::{Answer, Expected, MEASURED_MAX, Measured, Order};
@@ -54,6 +55,17 @@ pub fn answer_pair(
     let number = order.number;
     let first = (share.index * order.devices) as usize;
     pair::measured(order, first, stop, |said| say(PairAnswer { number, said }));
+}
+
+/// The NCCL that is here: its version and the name of its file.
+///
+/// # Errors
+/// There is none that several GPUs could use: why, and what to install.
+pub fn nccl() -> Result<(String, String), String> {
+    match Library::look() {
+        Ok((version, file)) => Ok((version.to_string(), file)),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 /// Compares `seen` with the profile, and measures this machine, `here`: its GPUs from `first` on.
