@@ -27,9 +27,9 @@ pub const COUNTED_MAX: u64 = 1 << 22;
 /// What a plan that is shown spends on the memory of its sizes: a quarter of a second of one
 /// core. Of more sizes than that some are counted.
 pub const SHOWN_MAX: u64 = 1 << 21;
-/// What is spent on each kind of change that might make a job fit which no number of nodes fits:
-/// a quarter of a second for all eight kinds where a person waits for it, and a sixteenth of that in
-/// the leader, which decides for other jobs meanwhile.
+/// What is spent on each kind of change that might make a job fit which no number of nodes fits.
+/// All eight take a quarter of a second where a person waits for it. In the leader, which decides
+/// for other jobs meanwhile, they take a sixteenth of that.
 pub const CHANGES_SHOWN_MAX: u64 = SHOWN_MAX / 8;
 pub const CHANGES_LED_MAX: u64 = CHANGES_SHOWN_MAX / 16;
 /// Sums in buckets are counted with the names of their tensors, which takes longer.
