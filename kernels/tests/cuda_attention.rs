@@ -301,6 +301,7 @@ fn masked(head_dim: usize) -> Vec<Case> {
         Case { documents: Some(2), ..base(1, 300, 2, 1) },
         Case { documents: Some(900), ..base(1, 2048, 8, 1) },
         Case { documents: Some(70), ..base(6, 300, 48, 24) },
+        Case { documents: Some(700), ..base(3, 1200, 16, 8) },
         Case { window: Some(1), ..base(1, 200, 2, 1) },
         Case { window: Some(100), ..base(2, 777, 4, 2) },
         Case { window: Some(512), ..base(1, 1500, 4, 1) },

@@ -13,10 +13,12 @@
 // the producer's keep the turns, one waits for them and one hands them on; consumers only arrive at
 // barriers. Tiles of a head go down the queries in step, each a bit behind the one before, and the
 // longest tiles, which are first in turn, also start first: hardly anyone waits.
+// Without DETERMINISTIC the tiles between the first and the last add as they come, and are counted.
+// With COPIES_SUMS what the last goes on from comes into shared memory ahead of its use.
 //
-// Host macros: ORDERED; BM, 64 or 128; HELD: K and V as fragments (heads of 64); DESCENDING:
-// queries from the last block down, heads inside, so that tiles go in step and share what L2
-// holds, else head by head from the diagonal up. ORDERED takes DESCENDING.
+// Host macros: ORDERED; DETERMINISTIC; COPIES_SUMS; BM, 64 or 128; HELD: K and V as fragments
+// (heads of 64); DESCENDING: queries from the last block down, heads inside, so that tiles go in
+// step and share what L2 holds, else head by head from the diagonal up. ORDERED takes DESCENDING.
 constexpr int CONSUMERS = 2, BN = CONSUMERS * 64, STAGES = 2, PARTS = BM / 64;
 constexpr u32 KV_BYTES = SLABS * BN * 128, Q_BYTES = SLABS * BM * 128;
 constexpr u32 ROW_BYTES = BM * 8;  // lse2 and delta of a stage
@@ -25,6 +27,9 @@ constexpr u32 DS_BYTES = BN * BM * 2;
 constexpr u32 Q_AT = 2 * KV_BYTES, STAGED_AT = Q_AT + STAGES * 2 * Q_BYTES;
 constexpr u32 DS_AT = STAGED_AT + KV_BYTES, ROWS_AT = DS_AT + 2 * DS_BYTES;
 constexpr u32 BARRIERS_AT = ROWS_AT + STAGES * ROW_BYTES;
+constexpr u32 SUMS_BYTES = 64 * HEAD_DIM * 4;
+// Whether sums that the last tile goes on from come through `staged`, ahead of their use.
+constexpr bool COPIES = COPIES_SUMS && ORDERED && PARTS == 1;
 constexpr int DQ_CHUNKS = HEAD_DIM / 8;  // of 8 columns, 128 threads by 4 registers each
 
 struct Shared {
@@ -43,6 +48,9 @@ struct Shared {
   __device__ __forceinline__ u32 handed(int s) const { return barriers + 192 + s * 8; }
   // 0: nothing was added to the sums of this stage before; and the number of its turn
   __device__ __forceinline__ u32 position(int s) const { return barriers + 208 + s * 8; }
+  // `staged` may take sums; they are there
+  __device__ __forceinline__ u32 sums_empty() const { return barriers + 224; }
+  __device__ __forceinline__ u32 sums_full() const { return barriers + 232; }
 };
 
 __device__ __forceinline__ Shared share(u8* memory) {
@@ -59,6 +67,8 @@ __device__ __forceinline__ Shared share(u8* memory) {
       barrier_init(shared.o_empty(s), CONSUMERS * 128);
       barrier_init(shared.rows_full(s), 32);
     }
+    barrier_init(shared.sums_empty(), CONSUMERS);
+    barrier_init(shared.sums_full(), 1);
     barrier_init(shared.kv_full(), 1);
     barrier_init(shared.kv_empty(), CONSUMERS * 4);
     for (int s = 0; s < 2; s++) {
@@ -166,9 +176,22 @@ __device__ __forceinline__ int load_turn(const int* from) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
   return x;
 }
-__device__ __forceinline__ void store_turn(int* to, int x) {
-  asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x)
-               : "memory");
+__device__ __forceinline__ void end_turn(int* turn, int position) {
+#if DETERMINISTIC
+  asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.s32 [%0], %1;"
+               ::"l"(turn), "r"(position + 1) : "memory");
+#else
+  asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.s32 [%0], %1;"
+               ::"l"(turn), "r"(1) : "memory");
+#endif
+}
+
+// Sums of 64 queries into shared memory, once others' additions to them can be seen.
+__device__ __forceinline__ void copy_sums(u32 to, const float* from, u32 bar) {
+  barrier_expect(bar, SUMS_BYTES);
+  asm volatile("fence.proxy.async;\n"
+               "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2,"
+               " [%3];" ::"r"(to), "l"(from), "n"(SUMS_BYTES), "r"(bar) : "memory");
 }
 
 // Waits for the turns, of all tiles of keys that a block of queries sees, in ascending order.
@@ -177,6 +200,7 @@ __device__ __forceinline__ void await_turns(const Args& args, Shared& shared) {
   const int lane = threadIdx.x & 31;
   const int blocks = (args.seq + BN - 1) / BN, total = blocks * args.batch * args.kv_heads;
   Ring ring = {0, 0};
+  u32 sums_parity = 0;
   const auto give = [&](u32 turn, int position) {
     barrier_wait(shared.handed(ring.at), ring.parity ^ 1);
     store_shared(shared.position(ring.at), position);
@@ -193,7 +217,16 @@ __device__ __forceinline__ void await_turns(const Args& args, Shared& shared) {
       for (int i = 0; i < walk.steps; i++, walk.next()) {
         const u32 turn = head + walk.head * query_blocks + walk.block;
         const int position = at.block - first_key(args, at.sequence, walk.block * BM) / BN;
-        while (load_turn(args.turns + turn) != position) {
+        const bool last = walk.block < walk.low + BN / BM;
+        while (true) {
+          const int ended = load_turn(args.turns + turn);
+          if (ended == position || (!DETERMINISTIC && !last && ended > 0)) break;
+        }
+        if (COPIES && last) {
+          barrier_wait(shared.sums_empty(), sums_parity);
+          sums_parity ^= 1;
+          if (position > 0)
+            copy_sums(shared.staged, args.sums + (u64)turn * (64 * HEAD_DIM), shared.sums_full());
         }
         give(turn, position);
       }
@@ -211,7 +244,7 @@ __device__ __forceinline__ void hand_on_turns(const Args& args, Shared& shared) 
     int* const turn = args.turns + load_shared(shared.position(ring.at) + 4);
     if (position < 0) break;
     barrier_wait(shared.added(ring.at), ring.parity);
-    store_turn(turn, position + 1);
+    end_turn(turn, position);
     barrier_arrive(shared.handed(ring.at));
     ring.next(2);
   }
@@ -282,6 +315,17 @@ __device__ __forceinline__ void load_dq(float (&d)[32], const float* sums, int g
                    : "=f"(d[4 * j]), "=f"(d[4 * j + 1]), "=f"(d[4 * j + 2]), "=f"(d[4 * j + 3])
                    : "l"(sums + j * 512) : "memory");
 }
+// The same from shared memory.
+__device__ __forceinline__ void load_copied_dq(float (&d)[32], u32 sums, int group) {
+  constexpr int BOTH = PARTS == 2 ? 8 : DQ_CHUNKS - 8;
+  const u32 from = sums + group * 16384 + (threadIdx.x & 127) * 16;
+#pragma unroll
+  for (int j = 0; j < 8; j++)
+    if (j < BOTH || group == 0)
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(d[4 * j]), "=f"(d[4 * j + 1]), "=f"(d[4 * j + 2]), "=f"(d[4 * j + 3])
+                   : "r"(from + j * 2048) : "memory");
+}
 // dq, rounded: rows `s` and s + 8 of the thread, columns from `column` on of head h.
 __device__ __forceinline__ void finish_dq(const Args& args, const float (&dq)[32], int group,
                                           int b, int s, int h, int column, int quad) {
@@ -316,6 +360,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
   const int query_blocks = (args.seq + BM - 1) / BM * PARTS;  // of 64
   int buffer = 0;  // of dS
   Ring turns = {0, 0};
+  u32 sums_parity = 0;
   float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2], s[32], dp[32];
   u32 p[16], ds[16], k_held[HELD ? HEAD_DIM / 4 : 1], v_held[HELD ? HEAD_DIM / 4 : 1];
   // dP is dead when dq is computed; with registers of its own ptxas would serialize.
@@ -359,6 +404,11 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
         multiply_keys(s, k, k_held, q + k_rows);
         if (part == 0) barrier_wait(shared.o_full(st), ring.parity);
         multiply_keys(dp, v, v_held, d_o + k_rows);
+        // dk of the tile before has left `staged`.
+        if (COPIES && i == 0 && leader) {
+          stores_read<0>();
+          barrier_arrive(shared.sums_empty());
+        }
         wgmma_wait<1>();  // S
         mask<64>(s, keys, q0);
         exponentiate(s, rows, args.scale_log2);
@@ -371,7 +421,13 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
         if (ORDERED && part == PARTS - 1 && last) {
           barrier_wait(shared.turn(turns.at), turns.parity);
           goes_on = load_shared(shared.position(turns.at)) != 0;
-          if (goes_on) load_dq(dq, to, group);
+          if (goes_on && COPIES) {
+            barrier_wait(shared.sums_full(), sums_parity);
+            sums_parity ^= 1;
+            load_copied_dq(dq, shared.staged, group);
+          } else if (goes_on) {
+            load_dq(dq, to, group);
+          }
         }
         const u32 slab = shared.ds + buffer * DS_BYTES + part * (BN * 128);
         const int row = group * 64 + warp * 16 + (lane & 15), chunk = lane >> 4;
@@ -383,7 +439,8 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
         if (part == PARTS - 1) {
           barrier_arrive(shared.o_empty(st));
           fence_async_proxy();
-          named_sync<256>(3);  // dS of both warpgroups is there
+          named_sync<256>(3);  // dS of both warpgroups is there, and sums were taken
+          if (COPIES && last && i + 1 < walk.steps && leader) barrier_arrive(shared.sums_empty());
           const u64 ds_mn = operand_mn<BN>(shared.ds + buffer * DS_BYTES +
                                            (PARTS == 2 ? group * (BN * 128) : 0));
           wgmma_fence();

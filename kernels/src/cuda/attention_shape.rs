@@ -129,8 +129,14 @@ impl AttentionDesc {
     /// documents (on an H200 by 1 to 8%) and for short sequences whose heads share keys (by 2%).
     /// Elsewhere it loses some percent.
     pub(super) fn orders_dq(&self, arch: Arch) -> bool {
+        arch == Arch::Hopper && (self.in_order() || variant("BACKWARD") == "any")
+    }
+
+    /// Whether all tiles add in ascending order, not the first first and the last last alone.
+    fn in_order(&self) -> bool {
         let shares = self.kv_heads < self.heads && self.seq <= ORDERED_SEQ_MAX;
-        arch == Arch::Hopper && (self.deterministic || self.masked() || shares)
+        let always = variant("BACKWARD") != "any" && (self.masked() || shares);
+        self.deterministic || always
     }
 
     /// Consumer warpgroups of the forward, 64 queries each.
@@ -157,7 +163,8 @@ impl AttentionDesc {
         let tiles =
             if self.masked() { MASKED_TILES_A_MULTIPROCESSOR } else { TILES_A_MULTIPROCESSOR };
         let busy = tiles * multiprocessors / self.seq.div_ceil(128);
-        even(shared.max(busy).max(1), self.batch * self.kv_heads)
+        let wanted = variant("GROUP").parse().unwrap_or(shared.max(busy).max(1));
+        even(wanted, self.batch * self.kv_heads)
     }
 
     /// Lanes that read a row of o and do: one for 16 bytes, at most a warp.
@@ -218,16 +225,24 @@ impl AttentionDesc {
         }
         let wgmma = attention_wgmma(self.element);
         let hopper = |text| [wgmma.as_str(), include_str!("attention_hopper.cu"), text];
-        let forward = [("CONSUMERS", self.forward_groups())];
-        let descending = orders_dq || self.heads > self.kv_heads;
+        let halves = usize::from(self.flow() == Flow::Halves);
+        let forward = [("CONSUMERS", self.forward_groups()), ("HALVES", halves)];
+        let forward_text = match self.flow() {
+            Flow::No => include_str!("attention_forward.cu"),
+            _ => include_str!("attention_flow.cu"),
+        };
+        let descending =
+            orders_dq || self.heads > self.kv_heads || variant("BACKWARD") == "descending";
         let backward = [
             ("ORDERED", usize::from(orders_dq)),
+            ("DETERMINISTIC", usize::from(self.in_order())),
+            ("COPIES_SUMS", usize::from(variant("COPIES") == "1")),
             ("BM", self.query_block()),
             ("HELD", usize::from(self.head_dim == 64)),
             ("DESCENDING", usize::from(descending)),
         ];
         vec![
-            source("forward", &forward, &hopper(include_str!("attention_forward.cu"))),
+            source("forward", &forward, &hopper(forward_text)),
             source("backward", &backward, &hopper(include_str!("attention_backward.cu"))),
             rows,
         ]
@@ -246,6 +261,31 @@ impl AttentionDesc {
         };
         let padded = self.head_dim.next_multiple_of(step * split);
         Tiles { padded, moving, split, pitch: padded * size + 16 }
+    }
+}
+
+/// A variant under trial: MOEJOB_ATTENTION_FORWARD (flow, halves), _BACKWARD (any, descending),
+/// _COPIES (1), _GROUP (key heads whose tiles run together).
+fn variant(of: &str) -> String {
+    std::env::var(format!("MOEJOB_ATTENTION_{of}")).unwrap_or_default()
+}
+
+/// Whether steps of the forward flow from block to block, and tell halves of tiles apart.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Flow {
+    No,
+    Whole,
+    Halves,
+}
+
+impl AttentionDesc {
+    fn flow(&self) -> Flow {
+        match variant("FORWARD").as_str() {
+            // Elsewhere ptxas has no registers for it.
+            "halves" if self.head_dim == 128 => Flow::Halves,
+            "halves" | "flow" => Flow::Whole,
+            _ => Flow::No,
+        }
     }
 }
 
@@ -294,7 +334,10 @@ impl AttentionDesc {
     }
 
     pub(super) fn forward_shared(&self) -> usize {
-        2 * self.tile_bytes(64 * self.forward_groups()) + 4 * self.tile_bytes(128) + BARRIERS
+        let queries = if self.flow() == Flow::No { 2 } else { 3 };
+        queries * self.tile_bytes(64 * self.forward_groups())
+            + 4 * self.tile_bytes(128)
+            + BARRIERS
     }
 
     pub(super) fn backward_shared(&self) -> usize {
@@ -338,6 +381,13 @@ fn wgmma_of(n: usize, kind: &str) -> String {
          asm volatile(\"{op} {{{registers}}}, \"\n\
          \"{{%{a}, %{b}, %{c}, %{d}}}, %{e}, %{f}, 1, 1, %{g};\\n\" : {outputs}\n\
          : \"r\"(a0), \"r\"(a1), \"r\"(a2), \"r\"(a3), \"l\"(b), \"n\"(ADD), \"n\"(TB));\n\
+         }}\n\
+         template <int TB> __device__ __forceinline__ void\n\
+         wgmma_rs_if(float (&d)[{count}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) {{\n\
+         asm volatile(\"{{.reg .pred p; setp.ne.b32 p, %{f}, 0;\\n\"\n\
+         \"{op} {{{registers}}}, \"\n\
+         \"{{%{a}, %{b}, %{c}, %{d}}}, %{e}, p, 1, 1, %{g};}}\\n\" : {outputs}\n\
+         : \"r\"(a0), \"r\"(a1), \"r\"(a2), \"r\"(a3), \"l\"(b), \"r\"((int)add), \"n\"(TB));\n\
          }}\n"
     )
 }
