@@ -276,6 +276,17 @@ pub fn send(pid: i32, signal: Signal) {
     }
 }
 
+/// Seconds of a core that a process has had; None where there is no such process.
+pub fn spent(pid: u32) -> Option<f64> {
+    /// Of /proc/PID/stat, everywhere.
+    const JIFFIES_A_SECOND: f64 = 100.0;
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name of a program, in brackets, may have spaces.
+    let mut words = text.rsplit(") ").next()?.split(' ').skip(11);
+    let mut jiffies = || words.next()?.parse::<f64>().ok();
+    Some((jiffies()? + jiffies()?) / JIFFIES_A_SECOND)
+}
+
 /// Whether `pid` is a living worker of ours (a pid can be somebody else's by now).
 pub fn is_worker(pid: i32) -> bool {
     runs_as(pid, "worker")

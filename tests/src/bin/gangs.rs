@@ -17,8 +17,9 @@ use kube::{Client, ResourceExt};
 use moejob_plan::Job;
 use moejob_plan::pods::{self, Birth, Surroundings};
 use moejob_tests::cluster::{script, small_job};
+use moejob_tests::spent;
 use serde_json::{Value, json};
-use std::collections::HashSet;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::io::{Seek, SeekFrom, Write};
 use std::time::{Duration, Instant};
 use tokio::time::{sleep, timeout};
@@ -90,12 +91,17 @@ async fn compare(
         ranks => format!("{}x{}x{ranks}", shape.jobs, shape.nodes),
     };
     let [mut floors, mut ours, mut writes, mut memories] = [const { Vec::new() }; 4];
+    let mut cores = [const { Cores::new() }; 2];
     for round in 0..rounds {
-        floors.push(floor(client, shape).await?);
+        let took = floor(client, shape).await?;
+        floors.push(took.seconds);
+        add(&mut cores[0], took.cores);
         print!("{name}: floor {:.2} s", floors[floors.len() - 1]);
         if !floor_alone {
             let mut audit = Audit::from_now()?;
-            ours.push(gangs(client, shape, round).await?);
+            let took = gangs(client, shape, round).await?;
+            ours.push(took.seconds);
+            add(&mut cores[1], took.cores);
             sleep(SETTLE).await;
             writes.push(audit.more()?.len() as f64 / shape.pods() as f64);
             memories.push(memory()?);
@@ -115,7 +121,61 @@ async fn compare(
         print!(", {:.1} MB", median(&mut memories));
     }
     println!();
+    let [floor, ours] = cores;
+    println!("{name}: seconds of a core a round until all run, by process; floor, then ours");
+    let each = |of: Option<&f64>| of.map_or(0.0, |sum| sum / f64::from(rounds));
+    let all: BTreeSet<&String> = floor.keys().chain(ours.keys()).collect();
+    for of in all {
+        println!("  {of}: {:.2}  {:.2}", each(floor.get(of)), each(ours.get(of)));
+    }
     Ok(())
+}
+
+/// Seconds of a core by process.
+type Cores = BTreeMap<String, f64>;
+
+/// What it took until all pods ran.
+struct Took {
+    seconds: f64,
+    cores: Cores,
+}
+
+fn add(sum: &mut Cores, more: Cores) {
+    for (name, seconds) in more {
+        *sum.entry(name).or_default() += seconds;
+    }
+}
+
+/// What the processes of the cluster have had so far, the operator and this one among them.
+fn cores() -> Result<Cores, Failure> {
+    let mut cores = Cores::from([("gangs".to_string(), spent(std::process::id()).unwrap_or(0.0))]);
+    for entry in std::fs::read_dir(format!("{}/pids", state()))? {
+        let entry = entry?;
+        let text = std::fs::read_to_string(entry.path())?;
+        let pid = text.split_whitespace().next().and_then(|pid| pid.parse().ok());
+        if let Some(seconds) = pid.and_then(spent) {
+            cores.insert(entry.file_name().to_string_lossy().into_owned(), seconds);
+        }
+    }
+    for entry in std::fs::read_dir("/proc")? {
+        let Ok(pid) = entry?.file_name().to_string_lossy().parse() else { continue };
+        let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let mut words = command.split(|byte| *byte == 0);
+        let program = words.next().is_some_and(|word| word.ends_with(b"moejob"));
+        if program && words.next() == Some(b"operator") {
+            add(&mut cores, Cores::from([("operator".to_string(), spent(pid).unwrap_or(0.0))]));
+        }
+    }
+    Ok(cores)
+}
+
+/// Since `start`, at which the processes had had `before`.
+fn took(start: Instant, end: Instant, before: &Cores) -> Result<Took, Failure> {
+    let mut cores = cores()?;
+    for (name, seconds) in &mut cores {
+        *seconds -= before.get(name).unwrap_or(&0.0);
+    }
+    Ok(Took { seconds: end.duration_since(start).as_secs_f64(), cores })
 }
 
 /// One pod of a large gang fails; one node of it goes silent.
@@ -296,16 +356,16 @@ async fn claim(client: &Client) -> Result<(), Failure> {
 }
 
 /// Seconds from the first POST to the last pod Running.
-async fn floor(client: &Client, shape: Shape) -> Result<f64, Failure> {
+async fn floor(client: &Client, shape: Shape) -> Result<Took, Failure> {
     let all = floor_pods(client, shape).await?;
     let api = Api::<Pod>::namespaced(client.clone(), NAMESPACE);
     let watching = tokio::spawn(until_running(api.clone(), shape.pods()));
     sleep(Duration::from_millis(200)).await;
-    let start = Instant::now();
+    let (before, start) = (cores()?, Instant::now());
     let how = PostParams::default();
     let posts = all.iter().map(|pod| api.create(&how, pod));
     futures::stream::iter(posts).buffer_unordered(WRITERS).try_collect::<Vec<_>>().await?;
-    let took = watching.await??.duration_since(start).as_secs_f64();
+    let took = took(start, watching.await??, &before)?;
     let now = DeleteParams { grace_period_seconds: Some(0), ..DeleteParams::default() };
     api.delete_collection(&now, &ListParams::default().labels(LABEL)).await?;
     until_gone(&api).await?;
@@ -341,12 +401,12 @@ async fn floor_pods(client: &Client, shape: Shape) -> Result<Vec<Pod>, Failure> 
 }
 
 /// Seconds from the first apply to the last pod Running.
-async fn gangs(client: &Client, shape: Shape, round: u32) -> Result<f64, Failure> {
+async fn gangs(client: &Client, shape: Shape, round: u32) -> Result<Took, Failure> {
     let jobs = jobs(client);
     let api = Api::<Pod>::namespaced(client.clone(), NAMESPACE);
     let watching = tokio::spawn(until_running(api, shape.pods()));
     sleep(Duration::from_millis(200)).await;
-    let start = Instant::now();
+    let (before, start) = (cores()?, Instant::now());
     // By as many writers as the floor has: one alone would wait longer than all gangs take.
     let how = PostParams::default();
     let name = |job| format!("g{round}-{job}");
@@ -355,7 +415,7 @@ async fn gangs(client: &Client, shape: Shape, round: u32) -> Result<f64, Failure
     let objects = objects.collect::<Result<Vec<DynamicObject>, _>>()?;
     let posts = objects.iter().map(|object| jobs.create(&how, object));
     futures::stream::iter(posts).buffer_unordered(WRITERS).try_collect::<Vec<_>>().await?;
-    Ok(watching.await??.duration_since(start).as_secs_f64())
+    took(start, watching.await??, &before)
 }
 
 fn jobs(client: &Client) -> Api<DynamicObject> {

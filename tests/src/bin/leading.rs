@@ -1,6 +1,7 @@
 //! What leading costs, without a cluster: an API server in memory, fake nodes and workers of this
 //! process, and `moejob operator` as a process beside it.
 //!
+//!   leading gang [N]       a gang comes up: when, and what the operator spends on it
 //!   leading takeover [N]   a leader is killed; TokenReviews take 1 s
 //!   leading reset [N]      all streams are reset at once
 //!   leading streams [N]    memory and time of a leader of N streams (gangs of 512)
@@ -34,10 +35,10 @@ const PATIENCE: Duration = Duration::from_secs(300);
 /// How far a gang is that comes up.
 const TOLD_EVERY: Duration = Duration::from_secs(5);
 const REVIEWS: &str = "tokenreviews";
+/// What a write takes of an API server that starts a gang: pods come one after the other.
+const BUSY: Duration = Duration::from_millis(100);
 /// While this is measured nothing happens.
 const QUIET: Duration = Duration::from_secs(30);
-/// A jiffy of /proc/PID/stat.
-const JIFFIES: f64 = 100.0;
 /// A cut from the API server lasts so long; one that flaps is there and gone for so long each.
 const CUT: Duration = Duration::from_secs(60);
 const FLAP: [Duration; 2] = [Duration::from_millis(2_500), Duration::from_millis(1_500)];
@@ -53,12 +54,13 @@ fn main() -> Result<(), Failure> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let count = |default: u32| words.get(1).map_or(Ok(default), |word| word.parse());
     match words.first().copied() {
+        Some("gang") => runtime.block_on(gang(count(512)?)),
         Some("takeover") => runtime.block_on(takeover(count(512)?)),
         Some("reset") => runtime.block_on(reset(count(512)?)),
         Some("streams") => runtime.block_on(streams(count(2048)?)),
         Some("hostile") => runtime.block_on(hostile(count(200)?)),
         Some("cuts") => runtime.block_on(cuts(count(16)?)),
-        _ => Err("usage: leading takeover|reset|streams|hostile|cuts [N]".into()),
+        _ => Err("usage: leading gang|takeover|reset|streams|hostile|cuts [N]".into()),
     }
 }
 
@@ -202,10 +204,7 @@ impl Operator {
 
     /// Seconds of a core that it has had.
     fn spent(&self) -> Result<f64, Failure> {
-        let text = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()))?;
-        let rest = text.rsplit(") ").next().unwrap_or_default();
-        let words = rest.split(' ').skip(11).take(2).map(str::parse::<f64>);
-        Ok(words.sum::<Result<f64, _>>()? / JIFFIES)
+        moejob_tests::spent(self.child.id()).ok_or_else(|| "no operator".into())
     }
 
     /// The share of a core that it takes.
@@ -230,6 +229,44 @@ async fn until(what: &str, mut reached: impl FnMut() -> bool) -> Result<(), Fail
         }
         sleep(Duration::from_millis(10)).await;
     }
+    Ok(())
+}
+
+async fn gang(nodes: u32) -> Result<(), Failure> {
+    let mut field = Field::new(nodes + 8, Duration::from_millis(100)).await?;
+    let operator = field.operator()?;
+    until("it leads", || field.leads(&operator)).await?;
+    sleep(Duration::from_secs(1)).await;
+    field.api.mood(|mood| mood.write_takes = BUSY);
+    let (spent, start) = (operator.spent()?, Instant::now());
+    field.api.asked();
+    field.api.put("moejobs", job("gang", nodes));
+    let told = |what: &str| -> Result<(), Failure> {
+        let (seconds, spent) = (start.elapsed().as_secs_f64(), operator.spent()? - spent);
+        let reviews = field.api.asked_for(REVIEWS);
+        println!(
+            "{what} after {seconds:.2} s: {spent:.2} s of the operator, {} workers linked, \
+             {reviews} TokenReviews",
+            field.linked()
+        );
+        Ok(())
+    };
+    let all = nodes as usize;
+    until("all pods are there", || field.api.count("pods") == all).await?;
+    told("pods are there")?;
+    let runs = |pod: &Value| pod["status"]["phase"] == "Running";
+    until("all pods run", || {
+        field.api.map("pods", runs).into_iter().filter(|runs| *runs).count() == all
+    })
+    .await?;
+    told("pods run")?;
+    until("it trains", || field.attempt("gang").1).await?;
+    told("the gang trains")?;
+    let mut counts = BTreeMap::new();
+    for asked in field.api.asked().into_iter().filter(|asked| asked.who == operator.name) {
+        *counts.entry(format!("{} {}", asked.verb, asked.what)).or_insert(0) += 1;
+    }
+    println!("asked of the API server: {counts:?}");
     Ok(())
 }
 

@@ -64,6 +64,8 @@ pub struct Mood {
     pub cut: Cut,
     /// Before a TokenReview is answered.
     pub review_takes: Duration,
+    /// Before any other write is done.
+    pub write_takes: Duration,
     /// Pods of jobs whose name begins so are refused, as by a quota.
     pub refused_prefix: Option<String>,
     /// `VERB RESOURCE` that fail with 500.
@@ -219,9 +221,14 @@ impl Api {
         let mut stream = BufReader::new(stream);
         loop {
             let request = read(&mut stream).await?;
-            let (mute, review) = {
+            let (mute, takes) = {
                 let mood = &self.state().mood;
-                (mood.mute.contains(&request.who), mood.review_takes)
+                let takes = match request.method.as_str() {
+                    "GET" => Duration::ZERO,
+                    _ if request.path.ends_with("/tokenreviews") => mood.review_takes,
+                    _ => mood.write_takes,
+                };
+                (mood.mute.contains(&request.who), takes)
             };
             if mute {
                 std::future::pending::<()>().await;
@@ -234,8 +241,8 @@ impl Api {
             if is_watch && cut != Cut::Broken {
                 return self.watch(stream, &request).await;
             }
-            if request.path.ends_with("/tokenreviews") {
-                tokio::time::sleep(review).await;
+            if !takes.is_zero() {
+                tokio::time::sleep(takes).await;
             }
             let answer = match cut {
                 Cut::Broken => failure(500, "InternalError", "etcdserver: no leader"),
