@@ -232,6 +232,8 @@ impl Worker {
                     seat.abort(&reason);
                 }
             }
+            // A fake gang gives no step up, however long it takes.
+            Effect::Patience(_) => {}
             Effect::Request(request) => {
                 if let Some(seat) = &self.seat {
                     seat.request(request);
