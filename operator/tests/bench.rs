@@ -1,5 +1,7 @@
 //! `moejob bench` on processors: what it prints, and that its routing is what it says.
 
+mod traces;
+
 use std::process::{Command, Output};
 
 fn bench(arguments: &str) -> Output {
@@ -68,17 +70,14 @@ fn a_trace_shows_host_and_device() {
     let file = folder.path().join("trace.json");
     let output = bench(&format!("--preset tiny --trace {}", file.display()));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let read: serde_json::Value =
-        serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
-    let events = read["traceEvents"].as_array().unwrap();
-    let count = |name: &str, row: u64| {
-        let same = |event: &&serde_json::Value| event["name"] == name && event["tid"] == row;
-        events.iter().filter(same).count()
-    };
-    for row in [0, 1] {
+    let rows = traces::rows(&file);
+    let places: Vec<(u64, u64)> = rows.keys().copied().collect();
+    assert_eq!(places, [(0, 0), (0, 1)], "a row of the host, and one of the device");
+    for spans in rows.values() {
+        let count = |name: &str| spans.iter().filter(|(.., of)| of == name).count();
         // Three steps of one micro-batch.
-        assert_eq!((count("update", row), count("head", row), count("data", row)), (3, 3, 3));
-        assert!(count("mixture", row) >= 3, "{read}");
+        assert_eq!((count("update"), count("head"), count("data")), (3, 3, 3));
+        assert!(count("mixture") >= 3, "{spans:?}");
     }
 }
 
