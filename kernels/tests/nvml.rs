@@ -1,6 +1,6 @@
 //! The monitor of a GPU on a library made here, which answers as NVML does or lacks functions.
 
-use moejob_kernels::cuda::{Limits, Monitor, Nvml, Reading, Trouble, uuid_text};
+use moejob_kernels::cuda::{Limits, Monitor, Nvml, Reading, Remapped, Trouble, uuid_text};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -16,6 +16,9 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
 "#;
 
 const MODERN: &str = r#"
+#ifndef KINDS
+#define KINDS 0xa
+#endif
 int nvmlDeviceGetPowerUsage(void *d, unsigned *mw) { *mw = 698500; return 0; }
 int nvmlDeviceGetTemperature(void *d, unsigned kind, unsigned *c) { *c = kind + 61; return 0; }
 int nvmlDeviceGetClockInfo(void *d, unsigned kind, unsigned *mhz) { *mhz = 1400 + kind; return 0; }
@@ -45,8 +48,17 @@ int nvmlDeviceGetMaxClockInfo(void *d, unsigned kind, unsigned *mhz) {
 struct data { void *d; unsigned long long kind, data; unsigned gi, ci; };
 int nvmlEventSetCreate(void **set) { *set = (void *)9; return 0; }
 int nvmlEventSetFree(void *set) { return 0; }
+int nvmlDeviceGetSupportedEventTypes(void *d, unsigned long long *kinds) {
+    *kinds = KINDS | 0x14;
+    return 0;
+}
 int nvmlDeviceRegisterEvents(void *d, unsigned long long kinds, void *set) {
-    return kinds == 0xa ? 0 : 2;
+    return kinds == KINDS ? 0 : 3;
+}
+int nvmlDeviceGetRemappedRows(void *d, unsigned *ours, unsigned *theirs, unsigned *pending,
+                              unsigned *failed) {
+    *ours = 1; *theirs = 2; *pending = 1; *failed = 0;
+    return 0;
 }
 int nvmlEventSetWait_v2(void *set, struct data *out, unsigned ms) {
     static int calls;
@@ -103,6 +115,7 @@ fn a_gpu_is_told_of_as_far_as_the_driver_does() {
         megahertz: Some(1401),
         slowed_by: vec!["hardware thermal", "power cap"],
         ecc_uncorrected: Some(3),
+        remapped: Some(Remapped { pending: true, failed: false }),
     };
     assert_eq!(gpu.read(), expected);
     assert_eq!(gpu.memory(), Some((70, 80)));
@@ -111,6 +124,12 @@ fn a_gpu_is_told_of_as_far_as_the_driver_does() {
     let told: Vec<Option<Trouble>> = (0..4).map(|_| gpu.wait(1)).collect();
     let expected = [Some(Trouble::Xid(79)), Some(Trouble::DoubleBitEcc), Some(Trouble::Lost), None];
     assert_eq!(told, expected);
+
+    // A GPU that reports Xid errors alone.
+    let few = format!("#define KINDS 0x8\n{MODERN}");
+    let nvml = load(&library(&folder, "few", &few)).expect("it loads");
+    let gpu = Monitor::open(&nvml, UUID).expect("the GPU");
+    assert_eq!(gpu.wait(1), Some(Trouble::Xid(79)));
 
     let nvml = load(&library(&folder, "old", OLD)).expect("it loads");
     let gpu = Monitor::open(&nvml, UUID).expect("the GPU");

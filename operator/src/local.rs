@@ -284,8 +284,11 @@ impl Runner {
                 if kinds.contains(&event.event) && is_news {
                     self.progress.note(&words);
                 }
-                // The ranks' own records lie with rank 0; of its engines a worker tells us.
-                if [EventKind::EngineStarted, EventKind::EngineLost].contains(&event.event) {
+                // Rank 0 records what it tells. Of its engines a worker tells us, and the other
+                // ranks of their devices.
+                let of_engines = [EventKind::EngineStarted, EventKind::EngineLost];
+                let other = matches!(event.details.get("rank"), Some(Detail::Number(1..)));
+                if of_engines.contains(&event.event) || event.event == EventKind::Warning && other {
                     self.write(event);
                 }
             }

@@ -2,14 +2,18 @@
 
 #[path = "../../kernels/tests/stubs/mod.rs"]
 mod stubs;
+mod traces;
 
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::time::{Duration, Instant};
 use stubs::cudarc::Cudarc;
 use stubs::{Stubs, compile};
 
 const NVML: &str = r#"
 #include <string.h>
+#include <unistd.h>
 int nvmlSystemGetDriverVersion(char *text, unsigned length) { strcpy(text, "550.54.15"); return 0; }
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) { *device = (void *)7; return 0; }
 struct memory { unsigned long long total, available, used; };
@@ -17,6 +21,60 @@ int nvmlDeviceGetMemoryInfo(void *d, struct memory *m) {
     m->total = 64ull << 30; m->available = 60ull << 30; m->used = 4ull << 30;
     return 0;
 }
+/* An Xid, and an error of memory between two readings. */
+int nvmlDeviceGetTotalEccErrors(void *d, unsigned kind, unsigned since, unsigned long long *n) {
+    static int calls;
+    *n = calls++ ? 2 : 0;
+    return 0;
+}
+struct data { void *d; unsigned long long kind, data; unsigned gi, ci; };
+int nvmlEventSetCreate(void **set) { *set = (void *)9; return 0; }
+int nvmlEventSetWait_v2(void *set, struct data *out, unsigned ms) {
+    static int calls;
+    if (calls++) {
+        usleep(ms * 1000);
+        return 10;
+    }
+    out->kind = 0x8;
+    out->data = 79;
+    return 0;
+}
+"#;
+
+/// A gang whose messages go nowhere: sums of nothing are right.
+const NCCL: &str = r#"
+#include <stdlib.h>
+int ncclGetVersion(int *code) { *code = VERSION; return 0; }
+const char *ncclGetErrorString(int code) { return "an error"; }
+const char *ncclGetLastError(void *comm) { return ""; }
+int ncclCommInitRankConfig(void **comm, int world, ...) { *comm = malloc(1); return 0; }
+int ncclCommSplit(void *of, int color, int key, void **comm, void *config) {
+    *comm = malloc(1);
+    return 0;
+}
+int ncclCommGetAsyncError(void *comm, int *state) { *state = 0; return 0; }
+int ncclCommCount(void *comm, int *count) { *count = 2; return 0; }
+int ncclCommUserRank(void *comm, int *rank) { *rank = 0; return 0; }
+"#;
+
+/// A job of two GPUs that goes on until somebody ends it.
+const LONG: &str = r#"
+apiVersion: moejob.dev/v1alpha1
+kind: MoeJob
+metadata: { name: long }
+spec:
+  nodes: { profile: gpu, devicesPerNode: 2 }
+  model:
+    hiddenSize: 64
+    numHiddenLayers: 2
+    numAttentionHeads: 2
+    experts: { count: 8, perToken: 2, intermediateSize: 64 }
+  data:
+    train: { text: { paths: ["words/*.txt"] } }
+    tokenizer: bytes
+    sequenceLength: 64
+  training: { steps: 100000000, globalBatchSize: 4, microBatchSize: 2 }
+  checkpoint: { everySteps: 100000000 }
 "#;
 
 /// A machine: its libraries, and a folder to run in.
@@ -39,33 +97,35 @@ impl Place {
     }
 
     fn with_nvml(&self, folder: PathBuf) -> PathBuf {
-        let library = compile(NVML, &["nvmlInit_v2"], 0, &folder);
+        let names = ["nvmlInit_v2", "nvmlDeviceRegisterEvents", "nvmlEventSetFree"];
+        let library = compile(NVML, &names, 0, &folder);
         std::fs::write(folder.join("libnvidia-ml.so.1"), library).unwrap();
         folder
     }
 
     /// Another NCCL beside them.
     fn add_nccl(&self, libraries: &Path, code: u32) {
-        let source = "int ncclGetVersion(int *code) { *code = VERSION; return 0; }";
         let list = include_str!("../../worker/nccl/src/library.rs");
         let names: Vec<&str> = list.split('"').filter(|part| part.starts_with("nccl")).collect();
-        let library = compile(source, &names, code, libraries);
+        let library = compile(NCCL, &names, code, libraries);
         std::fs::write(libraries.join("libnccl.so.2"), library).unwrap();
     }
 
-    fn command(&self, libraries: &Path, words: &[&str]) -> Output {
-        let output = Command::new(env!("CARGO_BIN_EXE_moejob"))
+    fn command(&self, libraries: &Path, words: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_moejob"));
+        command
             .args(words)
             .current_dir(self.folder.path())
             .env("LD_LIBRARY_PATH", libraries)
-            .env("MOEJOB_CUBIN_CACHE", self.folder.path().join("cubins"))
-            .env_remove("CUDA_VISIBLE_DEVICES")
-            .env_remove("MOEJOB_CUDA_ARCH")
-            .env_remove("MOEJOB_NCCL")
-            .env_remove("MOEJOB_NVML")
-            .env_remove("STUB_GPUS")
-            .output()
-            .unwrap();
+            .env("MOEJOB_CUBIN_CACHE", self.folder.path().join("cubins"));
+        for other in ["CUDA_VISIBLE_DEVICES", "MOEJOB_CUDA_ARCH", "MOEJOB_NCCL", "MOEJOB_NVML"] {
+            command.env_remove(other);
+        }
+        command
+    }
+
+    fn output(&self, libraries: &Path, words: &[&str]) -> Output {
+        let output = self.command(libraries, words).output().unwrap();
         let told = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!told.contains("panicked"), "{words:?}: {told}");
         output
@@ -82,10 +142,14 @@ impl Place {
             })
             .collect();
         std::fs::write(self.folder.path().join("job.yaml"), text).unwrap();
+        self.words();
+        "job.yaml"
+    }
+
+    fn words(&self) {
         let words = self.folder.path().join("words");
         std::fs::create_dir_all(&words).unwrap();
         std::fs::write(words.join("0.txt"), "the same words ".repeat(20_000)).unwrap();
-        "job.yaml"
     }
 }
 
@@ -102,7 +166,7 @@ fn each_version_is_told_and_computes() {
         let libraries = place.version(version);
         place.add_nccl(&libraries, 22005);
         let cuda = format!("{}.{}", version / 1000, version % 1000 / 10);
-        let told = text(&place.command(&libraries, &["doctor"]).stdout);
+        let told = text(&place.output(&libraries, &["doctor"]).stdout);
         let line = |name: &str| {
             let found = told.lines().find(|line| line.split("  ").next() == Some(name));
             found.unwrap_or_else(|| panic!("no {name}: {told}")).to_string()
@@ -118,9 +182,9 @@ fn each_version_is_told_and_computes() {
         let bench = "bench --preset tiny --device gpu --sequence 64 --micro-batch 2 --steps 2 \
                      --warm-up 1 --threads 1 --trace trace.json --json";
         let words: Vec<&str> = bench.split(' ').collect();
-        let benched = place.command(&libraries, &words);
+        let benched = place.output(&libraries, &words);
         assert!(benched.status.success(), "{cuda}: {}", text(&benched.stderr));
-        assert!(place.folder.path().join("trace.json").exists());
+        assert_eq!(traces::rows(&place.folder.path().join("trace.json")).len(), 2);
     }
 }
 
@@ -130,7 +194,7 @@ fn a_job_on_a_machine_that_lacks_something_is_refused_before_it_starts() {
     let place = Place::new(&[VERSION, 13_000]);
     let job = place.job("nodes: { profile: gpu }");
     let refused = |libraries: &Path, expected: &[&str]| {
-        let output = place.command(libraries, &["run", job]);
+        let output = place.output(libraries, &["run", job]);
         let told = text(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{told}");
         for part in expected.iter().chain(&["`moejob doctor` tells"]) {
@@ -152,11 +216,62 @@ fn a_job_on_a_machine_that_lacks_something_is_refused_before_it_starts() {
 
     let whole = place.version(VERSION);
     place.job("nodes: { profile: gpu, devicesPerNode: 2 }");
-    let alone = place.command(&whole, &["run", job]);
+    let alone = place.output(&whole, &["run", job]);
     let told = text(&alone.stderr);
     let has_nccl = told.contains("it shows 1");
     assert!(alone.status.code() == Some(2), "{told}");
     assert!(has_nccl || told.contains("nccl: NCCL cannot be loaded as libnccl.so.2; "), "{told}");
     place.add_nccl(&whole, 21_600);
     refused(&whole, &["nccl: libnccl.so.2 is NCCL 2.16.0; 2.18.0 or newer is needed"]);
+}
+
+/// Two ranks train on stubs. What NVML reports of a GPU is an event that names its rank and node.
+#[test]
+fn what_the_driver_reports_of_any_gpu_is_an_event_of_the_job() {
+    let place = Place::new(&[13_000]);
+    let libraries = place.version(13_000);
+    place.add_nccl(&libraries, 22809);
+    place.words();
+    std::fs::write(place.folder.path().join("long.yaml"), LONG).unwrap();
+    let log = std::fs::File::create(place.folder.path().join("log")).unwrap();
+    let mut running = place
+        .command(&libraries, &["run", "long.yaml"])
+        .env("STUB_GPUS", "2")
+        .env("STUB_STEP_MICROSECONDS", "20000")
+        .stdout(log.try_clone().unwrap())
+        .stderr(log)
+        .spawn()
+        .unwrap();
+    let told = |rank: u64, part: &str| {
+        let path = place.folder.path().join("runs/long/events.jsonl");
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        text.lines().filter_map(|line| serde_json::from_str(line).ok()).any(|event: Value| {
+            let message = event["message"].as_str().unwrap_or_default();
+            event["event"] == "Warning"
+                && event["reason"] == "DeviceTrouble"
+                && event["rank"] == rank
+                && event["node"].is_string()
+                && message.starts_with("NVIDIA Stub (GPU-")
+                && message.contains(&format!("rank {rank} on "))
+                && message.contains(part)
+        })
+    };
+    let expected = [
+        (0, "error Xid 79: it has fallen off the bus"),
+        (1, "error Xid 79: it has fallen off the bus"),
+        (0, "2 errors of its memory could not be corrected"),
+        (1, "2 errors of its memory could not be corrected"),
+    ];
+    let until = Instant::now() + Duration::from_secs(120);
+    let missing = loop {
+        let missing: Vec<_> = expected.iter().filter(|(rank, part)| !told(*rank, part)).collect();
+        if missing.is_empty() || Instant::now() > until || running.try_wait().unwrap().is_some() {
+            break missing;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    };
+    let _ = running.kill();
+    let _ = running.wait();
+    let log = std::fs::read_to_string(place.folder.path().join("log")).unwrap_or_default();
+    assert!(missing.is_empty(), "not told: {missing:?}\n{log}");
 }

@@ -93,7 +93,7 @@ pub use layer::{
 pub use libraries::{Called, Cuda, called};
 pub use machine::{VisibleGpu, keep_open, missing_libraries, uuid_of, visible_gpus};
 pub use measure::Measure;
-pub use nvml::{Limits, Monitor, Nvml, NvmlError, Reading, Trouble, uuid_text};
+pub use nvml::{Limits, Monitor, Nvml, NvmlError, Reading, Remapped, Trouble, uuid_text};
 pub use peer::{Awaited, COUNTS_MAX, MoveRows, PEERS_MAX, PeerDesc, PeerFailure, PeerLinks};
 pub use rates::{Copies, CopyRates, peer_read_rate};
 pub use shape::{MoeActivation, MoeDesc, Refusal};

@@ -71,6 +71,16 @@ pub struct Reading {
     pub slowed_by: Vec<&'static str>,
     /// Errors of memory that could not be corrected, since the driver was loaded.
     pub ecc_uncorrected: Option<u64>,
+    pub remapped: Option<Remapped>,
+}
+
+/// Rows of memory that failed and are to be replaced by spare ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Remapped {
+    /// Some wait for a reset of the GPU.
+    pub pending: bool,
+    /// Some could not be replaced.
+    pub failed: bool,
 }
 
 /// What a GPU may do at most; none: the driver does not tell.
@@ -215,6 +225,7 @@ impl Monitor {
             megahertz,
             slowed_by: self.slowed_by(),
             ecc_uncorrected: self.ecc_uncorrected(),
+            remapped: self.remapped(),
         }
     }
 
@@ -298,6 +309,22 @@ impl Monitor {
         asked.ok().map(|()| count)
     }
 
+    fn remapped(&self) -> Option<Remapped> {
+        let (mut corrected, mut uncorrected, mut pending, mut failed): (c_uint, c_uint, _, _) =
+            (0, 0, 0 as c_uint, 0 as c_uint);
+        let asked = call!(
+            self.nvml,
+            "nvmlDeviceGetRemappedRows",
+            (Device, *mut c_uint, *mut c_uint, *mut c_uint, *mut c_uint),
+            self.device,
+            &mut corrected,
+            &mut uncorrected,
+            &mut pending,
+            &mut failed
+        );
+        asked.ok().map(|()| Remapped { pending: pending != 0, failed: failed != 0 })
+    }
+
     /// Waits at most so long for the next trouble; none came, or the driver reports none.
     pub fn wait(&self, milliseconds: u32) -> Option<Trouble> {
         let events = self.events?;
@@ -334,6 +361,19 @@ impl Drop for Monitor {
 }
 
 fn watch(nvml: &Nvml, device: Device) -> Result<EventSet, NvmlError> {
+    let mut kinds = XID | DOUBLE_BIT_ECC;
+    // One that is not supported would be refused with the other.
+    let mut supported: c_ulonglong = 0;
+    let asked = call!(
+        nvml,
+        "nvmlDeviceGetSupportedEventTypes",
+        (Device, *mut c_ulonglong),
+        device,
+        &mut supported
+    );
+    if asked.is_ok() {
+        kinds &= supported;
+    }
     let mut events: EventSet = std::ptr::null_mut();
     call!(nvml, "nvmlEventSetCreate", (*mut EventSet), &mut events)?;
     let registered = call!(
@@ -341,7 +381,7 @@ fn watch(nvml: &Nvml, device: Device) -> Result<EventSet, NvmlError> {
         "nvmlDeviceRegisterEvents",
         (Device, c_ulonglong, EventSet),
         device,
-        XID | DOUBLE_BIT_ECC,
+        kinds,
         events
     );
     if let Err(error) = registered {

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 typedef unsigned long long address;
 
@@ -77,6 +78,7 @@ int cuLaunchKernel(const char *function, unsigned gx, unsigned gy, unsigned gz, 
     if (!strcmp(function, "decide")) {
         double *numbers = *(double **)given[1], *control = *(double **)given[2];
         numbers[13] = ++control[3];
+        usleep(number("STUB_STEP_MICROSECONDS", 0));
     }
     return 0;
 }

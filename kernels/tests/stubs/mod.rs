@@ -90,7 +90,7 @@ pub fn rename(bytes: &mut [u8], symbol: &str) {
 /// A library of `source` and of functions that answer 0.
 pub fn compile(source: &str, names: &[&str], version: u32, folder: &Path) -> Vec<u8> {
     let mut text = source.to_owned();
-    for name in names.iter().filter(|name| !source.contains(&format!(" {name}("))) {
+    for name in names.iter().filter(|name| !source.contains(&format!("{name}("))) {
         text += &format!("int {name}(void) {{ return 0; }}\n");
     }
     let (c, so) = (folder.join("stub.c"), folder.join("stub.so"));

@@ -1,15 +1,19 @@
-//! What rank 0's GPU tells of itself while it trains. A processor tells nothing.
+//! What a rank's GPU tells of itself while it trains. A processor tells nothing.
 //!
 //! ```text
-//! thread: NVML, once a second -> the newest reading, troubles      (power, clocks, Xid)
+//! thread: NVML, once a second -> the newest reading                (power, clocks, errors)
+//!         NVML's events ------`-> story.rs: what is news -> news()
 //! Gauge::report(device, tokens/s) -> DeviceReport of a step        never waits for NVML
 //! ```
 //! Between two steps the GPU waits for the host, so the host must not wait for a slow driver call.
 
+mod story;
+
 use moejob_kernels::Device;
-use moejob_kernels::cuda::{Gpu, Monitor, Nvml, Reading, Trouble, uuid_text};
+use moejob_kernels::cuda::{Arch, Gpu, Monitor, Nvml, Reading, Trouble, uuid_text};
 use moejob_protocol::flops::bf16_ceiling;
 use moejob_protocol::report::DeviceReport;
+pub use story::{Story, Told};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -18,8 +22,10 @@ use std::time::{Duration, Instant};
 const EVERY: Duration = Duration::from_secs(1);
 /// The thread looks so often whether it is still wanted.
 const WAIT_MILLISECONDS: u32 = 250;
-/// Troubles that nobody asked for yet; a broken GPU reports many, and the first ones tell most.
-const TROUBLES_MAX: usize = 16;
+/// News that nobody asked for yet; a broken GPU has many, and the first ones tell most.
+const NEWS_MAX: usize = 16;
+/// The kernels are not those of this kind of GPU.
+const OLDER_KERNELS: &str = "OlderKernels";
 
 /// A GPU that is watched until this is dropped.
 #[derive(Debug)]
@@ -37,7 +43,7 @@ pub struct Gauge {
 #[derive(Debug, Default)]
 struct Shared {
     newest: Mutex<Option<Reading>>,
-    troubles: Mutex<Vec<Trouble>>,
+    news: Mutex<Vec<Told>>,
     ended: AtomicBool,
 }
 
@@ -47,12 +53,17 @@ impl Gauge {
         let Device::Cuda(cuda) = device else { return None };
         let gpu = cuda.gpu();
         let shared = Arc::<Shared>::default();
-        // Without NVML there are no watts; without a thread neither.
-        if let Ok(monitor) = Nvml::load().and_then(|nvml| Monitor::open(&nvml, gpu.uuid())) {
-            let watched = Arc::clone(&shared);
-            let thread = std::thread::Builder::new().name("gauge".to_string());
-            let _ = thread.spawn(move || watch(&monitor, &watched));
+        if let Some(remark) = Arch::remark(gpu.capability()) {
+            shared.push(Told { reason: OLDER_KERNELS, message: format!("it is {remark}") });
         }
+        let (watched, uuid) = (Arc::clone(&shared), gpu.uuid());
+        let work = move || {
+            // Without NVML there are no watts; without a thread neither. It takes a while to load.
+            if let Ok(monitor) = Nvml::load().and_then(|nvml| Monitor::open(&nvml, uuid)) {
+                watch(&monitor, &watched);
+            }
+        };
+        let _ = std::thread::Builder::new().name("gauge".to_string()).spawn(work);
         Some(Gauge {
             name: gpu.name().to_string(),
             uuid: uuid_text(gpu.uuid()),
@@ -90,12 +101,28 @@ impl Gauge {
         }
     }
 
-    /// What the driver has reported since the last call, in words.
-    pub fn troubles(&mut self) -> Vec<String> {
-        let mut troubles = self.shared.troubles.lock().unwrap_or_else(PoisonError::into_inner);
-        let Gauge { name, uuid, .. } = self;
-        let said = troubles.drain(..).map(|of| format!("{name} ({uuid}): {}", words(of)));
-        said.collect()
+    /// What there is to tell since the last call.
+    pub fn news(&mut self) -> Vec<Told> {
+        let mut news = self.shared.news.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut *news)
+    }
+
+    /// `NVIDIA H200 (GPU-7c)`
+    pub fn named(&self) -> String {
+        format!("{} ({})", self.name, self.uuid)
+    }
+
+    pub fn uuid(&self) -> &str {
+        &self.uuid
+    }
+}
+
+impl Shared {
+    fn push(&self, told: Told) {
+        let mut news = self.news.lock().unwrap_or_else(PoisonError::into_inner);
+        if news.len() < NEWS_MAX {
+            news.push(told);
+        }
     }
 }
 
@@ -113,34 +140,24 @@ fn used(gpu: &Gpu) -> Option<u64> {
 }
 
 fn watch(monitor: &Monitor, shared: &Shared) {
-    let mut read: Option<Instant> = None;
+    let (began, mut read, mut story) = (Instant::now(), None::<Instant>, Story::default());
     while !shared.ended.load(Ordering::Relaxed) {
         if read.is_none_or(|read| read.elapsed() >= EVERY) {
             read = Some(Instant::now());
             let reading = monitor.read();
+            story.reading(&reading, began.elapsed()).into_iter().for_each(|told| shared.push(told));
             *shared.newest.lock().unwrap_or_else(PoisonError::into_inner) = Some(reading);
         }
-        let began = Instant::now();
+        let waits = Instant::now();
         if let Some(trouble) = monitor.wait(WAIT_MILLISECONDS) {
-            let mut troubles = shared.troubles.lock().unwrap_or_else(PoisonError::into_inner);
-            if troubles.len() < TROUBLES_MAX {
-                troubles.push(trouble);
-            }
+            story.trouble(trouble, began.elapsed()).into_iter().for_each(|told| shared.push(told));
             if trouble == Trouble::Lost {
                 return;
             }
         }
         // A driver without events answers at once.
         let wait = Duration::from_millis(WAIT_MILLISECONDS.into());
-        std::thread::sleep(wait.saturating_sub(began.elapsed()));
-    }
-}
-
-fn words(trouble: Trouble) -> String {
-    match trouble {
-        Trouble::Xid(number) => format!("the driver reports the error Xid {number}"),
-        Trouble::DoubleBitEcc => "its memory has an error that cannot be corrected".to_string(),
-        Trouble::Lost => "it has fallen off the bus; the machine must be restarted".to_string(),
+        std::thread::sleep(wait.saturating_sub(waits.elapsed()));
     }
 }
 
@@ -172,9 +189,9 @@ mod tests {
         let reading = Reading { watts: Some(650.0), ..Reading::default() };
         *gauge.shared.newest.lock().expect("a reading") = Some(reading);
         assert_eq!(gauge.report(&device, 1.0).watts, Some(650.0));
-        let told = "NVIDIA H200 (GPU-7c): the driver reports the error Xid 79";
-        gauge.shared.troubles.lock().expect("troubles").push(Trouble::Xid(79));
-        assert_eq!(gauge.troubles(), [told]);
-        assert_eq!(gauge.troubles(), [""; 0]);
+        let told = |number: u64| Told { reason: "DeviceTrouble", message: number.to_string() };
+        (0..20).for_each(|number| gauge.shared.push(told(number)));
+        assert_eq!(gauge.news(), (0..16).map(told).collect::<Vec<_>>());
+        assert_eq!((gauge.news(), gauge.named().as_str()), (Vec::new(), "NVIDIA H200 (GPU-7c)"));
     }
 }

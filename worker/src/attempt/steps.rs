@@ -62,7 +62,7 @@ pub(crate) struct Run<'a> {
     /// It was told that copies take longer than the time between two snapshots.
     pub slow_told: bool,
     pub clock: Clock,
-    /// Rank 0's, of a GPU.
+    /// Of a GPU.
     pub gauge: Option<Gauge>,
     /// Rank 0's, where the best checkpoint is kept.
     pub keeps_best: bool,

@@ -1,7 +1,6 @@
 //! What one attempt tells of itself: on rank 0 a report of each step, and what happened between.
 
 use crate::attempt::api::TrainerEvent;
-use crate::attempt::gauge::Gauge;
 use crate::attempt::records::{event, now};
 use crate::attempt::saves::News;
 use crate::attempt::steps::Run;
@@ -61,10 +60,10 @@ impl Run<'_> {
         seconds: f64,
     ) -> Result<(), Stop> {
         let phases = self.engine.take_phases();
+        self.tell_of_device();
         if self.records.is_none() {
             return Ok(());
         }
-        self.tell_troubles()?;
         if let Some(Err(error)) = self.engine.take_traced() {
             let message = format!("the trace could not be written: {error}");
             self.tell(EventKind::Warning, "TraceFailed", message, self.step)?;
@@ -125,13 +124,32 @@ impl Run<'_> {
         }
     }
 
-    /// On rank 0: what the driver reports of its GPU.
-    fn tell_troubles(&mut self) -> Result<(), Stop> {
-        let troubles = self.gauge.as_mut().map(Gauge::troubles).unwrap_or_default();
-        for trouble in troubles {
-            self.tell(EventKind::Warning, "DeviceTrouble", trouble, self.step)?;
+    /// What there is to tell of this rank's GPU, by its node.
+    fn tell_of_device(&mut self) {
+        let Some(gauge) = &mut self.gauge else { return };
+        let news = gauge.news();
+        if news.is_empty() {
+            return;
         }
-        Ok(())
+        let (named, uuid) = (gauge.named(), gauge.uuid().to_string());
+        let rank = self.engine.model.rank;
+        let node = self.config.members.get(rank as usize);
+        let node = node.map_or(String::new(), |member| member.node.clone());
+        for told in news {
+            let message = format!("{named}, rank {rank} on {node}: {}", told.message);
+            let details = [
+                ("step", Detail::Number(self.step)),
+                ("rank", Detail::Number(rank.into())),
+                ("node", Detail::Text(node.clone())),
+                ("uuid", Detail::Text(uuid.clone())),
+            ];
+            let attempt = self.config.attempt;
+            let told = event(attempt, EventKind::Warning, told.reason, message, details);
+            if let Some(records) = &self.records {
+                records.event(&told);
+            }
+            (self.out)(TrainerEvent::Event(told));
+        }
     }
 
     pub(super) fn tell_resumed(&mut self) -> Result<(), Stop> {

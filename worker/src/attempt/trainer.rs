@@ -216,7 +216,7 @@ impl Trainer {
         let retry_us = u64::try_from(self.patience.retry.as_micros()).unwrap_or(u64::MAX);
         let fingerprint = corpus.fingerprint().to_string();
         self.desk.ask(Ask::Begin { fingerprint, retry_us });
-        let gauge = if rank == 0 { gauge(config, &engine) } else { None };
+        let gauge = gauge(config, &engine);
         let (state, buddies) = (state_bytes(&engine.model), resume::buddies(config));
         let pace = if config.recovery.memory_auto {
             Some(Pace::agreed(&config.members, &buddies, state, engine.links.comm())?)
