@@ -4,7 +4,8 @@
 
 mod common;
 
-use moe_worker::data::{Batch, Batches, DataError};
+use common::made::Made;
+use moe_worker::data::Batches;
 use moe_worker::engine::forward::Pass;
 use moe_worker::engine::handles::slice;
 use moe_worker::engine::links::Links;
@@ -19,49 +20,13 @@ use moe_worker::state::snapshot::{cut, cut_into, initialize};
 use moejob_kernels::{DType, Device, HeadDesc, HeadPlan};
 use moejob_protocol::checkpoint::ScaleEntry;
 use moejob_protocol::config::{
-    Backend, GradientDtype, MomentDtype, Precision, Recompute, TrainingConfig,
+    Backend, GradientDtype, MomentDtype, Offload, Precision, Recompute, TrainingConfig,
 };
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{Shape, Types};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{ModelConfig, QkNorm, Scoring};
 use moejob_protocol::workspace::head_bytes;
-
-/// Tokens that follow from each other, so that there is something to learn.
-struct Made {
-    batch: Batch,
-    vocabulary: u32,
-    sequence: usize,
-}
-
-impl Made {
-    fn new(model: &ModelConfig, training: &TrainingConfig) -> Made {
-        let sequence = training.sequence_length as usize;
-        let tokens = training.micro_batch_size as usize * sequence;
-        Made { batch: Batch::new(tokens), vocabulary: model.vocab_size, sequence }
-    }
-}
-
-impl Batches for Made {
-    fn micro_batch(&mut self, step: u64, index: u32) -> Result<&Batch, DataError> {
-        let mut state = (step * 1009 + u64::from(index) * 31 + 7) as u32;
-        let mut next = |before: u32| {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            let jump = if state >> 28 == 0 { state >> 8 } else { 1 };
-            (before.wrapping_mul(5).wrapping_add(jump)) % self.vocabulary
-        };
-        let rows = self.batch.ids.len() / self.sequence;
-        for row in 0..rows {
-            let mut token = next(row as u32);
-            for at in row * self.sequence..(row + 1) * self.sequence {
-                self.batch.ids[at] = token;
-                token = next(token);
-                self.batch.targets[at] = token;
-            }
-        }
-        Ok(&self.batch)
-    }
-}
 
 /// Widths are multiples of 64, which the kernels of GPUs want.
 fn model() -> ModelConfig {
@@ -540,8 +505,11 @@ fn a_checkpoint_keeps_the_scale() {
 #[test]
 fn what_leaves_beside_a_step_is_the_state_before_it() {
     let (model, training) = (model(), training());
-    for on in places() {
+    let offloads = [Offload::None, Offload::Host];
+    for (on, offload) in places().into_iter().flat_map(|on| offloads.map(|of| (on, of))) {
+        let what = format!("{on:?} {offload:?}");
         let mut training = training.clone();
+        training.compute.offload = offload;
         if on == Where::Gpu {
             training.precision = Precision::Bf16;
         }
@@ -561,9 +529,9 @@ fn what_leaves_beside_a_step_is_the_state_before_it() {
             other.step(step, &mut batches).expect("a step");
             let (slot, waited) = other.model.end_cut().expect("a device").expect("on its way");
             let slot = slot.complete();
-            println!("{on:?}, step {step}: {len} bytes, the update waited for {waited} s");
-            assert!(slot[..] == before[..], "{on:?}, step {step}");
-            assert!(state(&mut other) != before, "{on:?}, step {step}: it was updated");
+            println!("{what}, step {step}: {len} bytes, the update waited for {waited} s");
+            assert!(slot[..] == before[..], "{what}, step {step}");
+            assert!(state(&mut other) != before, "{what}, step {step}: it was updated");
             drop(slot);
             memory.confirm(1, step);
             memory.make_room(1, step + 1);
