@@ -367,3 +367,21 @@ fn state_on_the_host_comes_back_as_it_went() {
     place.runs(&libraries, place.small("gpu", "steps: 4, precision: fp32, offload: host"));
     assert_eq!(place.state(4), trained);
 }
+
+/// Weights of a run on processors are measured on a GPU, whose kernels do nothing here.
+#[test]
+fn weights_are_measured_on_a_gpu() {
+    let place = Place::new(&[12_080]);
+    let libraries = place.version(12_080);
+    place.runs(&libraries, place.small("cpu", "steps: 2"));
+    for precision in ["fp32", "bf16", "fp16", "tf32"] {
+        let words = format!(
+            "eval runs/small --data words --device gpu --precision {precision} -o json"
+        );
+        let output = place.output(&libraries, &words.split(' ').collect::<Vec<_>>());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let told: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(told["sequenceLength"], 32, "{told}");
+        assert!(told["tokens"].as_u64().unwrap() > 100_000, "{told}");
+    }
+}
