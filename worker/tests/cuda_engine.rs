@@ -184,6 +184,36 @@ fn first_example() -> (ModelConfig, TrainingConfig) {
     (model, training)
 }
 
+/// Every token has all experts, so that no last bit makes a choice: nothing but rounding is between
+/// a GPU and a processor.
+#[test]
+fn where_no_token_chooses_losses_stay_alike() {
+    let all_experts = |(mut model, training): (ModelConfig, TrainingConfig)| {
+        model.experts.per_token = model.experts.count;
+        (model, training)
+    };
+    let (model, mut training) = all_experts((model(), training()));
+    training.steps = 20;
+    let expected = steps(Where::Tree, &model, &training);
+    for on in places() {
+        let (losses, _) = distances(&steps(on, &model, &training), &expected);
+        println!("all experts, {on:?}: losses {losses:.1e} apart in 20 steps");
+        assert!(losses < 1e-5, "{on:?}: {losses:e}");
+    }
+    // A hundred steps of the first example are minutes of a processor without optimisations, and
+    // experts for all tokens more of them: so of a quarter of its tokens.
+    if has_gpu() {
+        let (model, mut training) = all_experts(first_example());
+        (training.global_batch_size, training.sequence_length) = (4, 128);
+        let expected = steps(Where::Tree, &model, &training);
+        let found = steps(Where::Gpu, &model, &training);
+        let (first, _) = distances(&found[..20], &expected[..20]);
+        let (all, _) = distances(&found, &expected);
+        println!("first example, all experts: {first:.1e} apart in 20 steps, then {all:.1e}");
+        assert!(first < 1e-5 && all < 1e-3, "{first:e} {all:e}");
+    }
+}
+
 /// Gradients of the first micro-batch, in table order.
 fn gradients(on: Where, model: &ModelConfig, training: &TrainingConfig) -> Vec<Vec<f32>> {
     let mut training = training.clone();
