@@ -45,6 +45,10 @@ macro_rules! element {
 element!(f32 => F32, f64 => F64, half::bf16 => Bf16, half::f16 => F16, i16 => I16, u32 => U32,
     u8 => U8);
 
+/// Offsets from here on are of the memory of the host that belongs to a device's arena. No device
+/// has as much memory of its own.
+const ON_HOST: usize = 1 << 62;
+
 /// `len` elements of `dtype` that start `offset` bytes into the arena of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Buffer {
@@ -61,6 +65,11 @@ impl Buffer {
     /// Bytes from the start of the arena.
     pub const fn offset(&self) -> usize {
         self.offset
+    }
+
+    /// Where it starts in the host's part of the arena; none: it lies in the device's own memory.
+    pub const fn offset_on_host(&self) -> Option<usize> {
+        self.offset.checked_sub(ON_HOST)
     }
 
     /// Elements.
@@ -101,6 +110,7 @@ impl Buffer {
 #[derive(Clone, Debug, Default)]
 pub struct ArenaPlan {
     bytes: usize,
+    host_bytes: usize,
 }
 
 impl ArenaPlan {
@@ -114,15 +124,33 @@ impl ArenaPlan {
     /// Reserves `len` elements of `dtype`; they are zero until first written.
     pub fn alloc(&mut self, dtype: DType, len: usize) -> Buffer {
         let buffer = Buffer { dtype, offset: self.bytes, len };
-        let bytes = len.checked_mul(dtype.size()).expect("a buffer's size fits in a usize");
-        let end = self.bytes.checked_add(bytes).expect("an arena's size fits in a usize");
-        self.bytes = end.next_multiple_of(Self::ALIGNMENT);
+        self.bytes = Self::behind(self.bytes, buffer);
         buffer
     }
 
-    /// Bytes of the arena that holds everything allocated so far.
+    /// The same in memory of the host that a GPU reads and writes over its bus.
+    pub fn alloc_on_host(&mut self, dtype: DType, len: usize) -> Buffer {
+        let buffer = Buffer { dtype, offset: ON_HOST + self.host_bytes, len };
+        self.host_bytes = Self::behind(self.host_bytes, buffer);
+        buffer
+    }
+
+    /// Where the next buffer starts behind `buffer`, which starts at `start` of its part.
+    fn behind(start: usize, buffer: Buffer) -> usize {
+        let bytes = buffer.len.checked_mul(buffer.dtype.size());
+        let bytes = bytes.expect("a buffer's size fits in a usize");
+        let end = start.checked_add(bytes).expect("an arena's size fits in a usize");
+        end.next_multiple_of(Self::ALIGNMENT)
+    }
+
+    /// Bytes of the arena that holds everything allocated so far, on the device itself.
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// Bytes of what was allocated on the host.
+    pub fn host_bytes(&self) -> usize {
+        self.host_bytes
     }
 }
 
@@ -138,6 +166,17 @@ mod tests {
         let c = plan.alloc(DType::F64, 1);
         assert_eq!((a.offset(), b.offset(), c.offset(), plan.bytes()), (0, 256, 768, 1024));
         assert!(!a.overlaps(&b) && !b.overlaps(&c) && a.overlaps(&a.slice(2, 1)));
+    }
+
+    #[test]
+    fn what_lies_on_the_host_has_a_place_of_its_own() {
+        let mut plan = ArenaPlan::new();
+        let (near, a) = (plan.alloc(DType::F32, 3), plan.alloc_on_host(DType::F32, 65));
+        let b = plan.alloc_on_host(DType::Bf16, 1);
+        assert_eq!((plan.bytes(), plan.host_bytes()), (256, 768));
+        assert_eq!([near, a, b].map(|of| of.offset_on_host()), [None, Some(0), Some(512)]);
+        assert!(!near.overlaps(&a) && !a.overlaps(&b) && a.overlaps(&a.slice(64, 1)));
+        assert_eq!(a.slice(64, 1).reinterpret(DType::U8).offset_on_host(), Some(256));
     }
 
     #[test]

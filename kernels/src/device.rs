@@ -1,6 +1,6 @@
 //! The device a rank computes on, and moving bytes to and from it.
 
-use crate::buffer::{Buffer, Element};
+use crate::buffer::{ArenaPlan, Buffer, DType, Element};
 use crate::cpu::{CpuDevice, Isa};
 use crate::cuda::{CudaDevice, CudaError, Event, Fault, LayerError, Post};
 use crate::marks::StepPhase;
@@ -52,15 +52,31 @@ pub enum KernelError {
     Isa { isa: Isa },
 }
 
+/// What memory there is too little of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lack {
+    /// The GPU's.
+    Device,
+    /// The host's, for what is offloaded.
+    Host,
+}
+
 impl KernelError {
-    /// A GPU has no room for the arena.
-    pub fn is_memory(&self) -> bool {
+    /// What has no room, if that is it.
+    pub fn lack(&self) -> Option<Lack> {
         match self {
-            KernelError::Cuda(error) | KernelError::Layer(LayerError::Cuda(error)) => {
-                matches!(error, CudaError::OutOfMemory { .. })
-            }
-            _ => false,
+            KernelError::Cuda(error) | KernelError::Layer(LayerError::Cuda(error)) => match error {
+                CudaError::OutOfMemory { .. } | CudaError::NoRoom { .. } => Some(Lack::Device),
+                CudaError::HostMemory { .. } => Some(Lack::Host),
+                _ => None,
+            },
+            _ => None,
         }
+    }
+
+    /// Something has no room.
+    pub fn is_memory(&self) -> bool {
+        self.lack().is_some()
     }
 }
 
@@ -106,9 +122,25 @@ impl Device {
     /// Gives the device an arena of `arena_bytes`, zero, in place of the one that it has: what a
     /// plan needs is known once the device was asked for its workspaces.
     pub fn reserve(&mut self, arena_bytes: usize) -> Result<(), KernelError> {
+        let mut plan = ArenaPlan::new();
+        plan.alloc(DType::U8, arena_bytes);
+        self.reserve_planned(&plan, 0)
+    }
+
+    /// [`Device::reserve`] of all that `plan` has, also of what lies on the host: kernels of a GPU
+    /// work on that over the bus, and a processor's memory is there in any case. A GPU must have
+    /// room for `beside` bytes more, which follow.
+    ///
+    /// # Errors
+    /// There is too little memory of either kind, or the system does not let it be pinned.
+    pub fn reserve_planned(
+        &mut self,
+        plan: &ArenaPlan,
+        beside: usize,
+    ) -> Result<(), KernelError> {
         match self {
-            Device::Cpu(cpu) => cpu.reserve(arena_bytes),
-            Device::Cuda(cuda) => Ok(cuda.reserve(arena_bytes)?),
+            Device::Cpu(cpu) => cpu.reserve(plan.bytes(), plan.host_bytes()),
+            Device::Cuda(cuda) => Ok(cuda.reserve_planned(plan, beside)?),
         }
     }
 

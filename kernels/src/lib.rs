@@ -54,7 +54,7 @@ pub use bucket::{BucketAdamW, BucketBlock, DecideUpdate, GradientNumbers, Master
 pub use buffer::{ArenaPlan, Buffer, DType, Element};
 pub use convert::{Cast, JoinMaster, SplitMaster};
 pub use cpu::{CpuDevice, Float, Isa};
-pub use device::{Device, KernelError, Posted, Traffic};
+pub use device::{Device, KernelError, Lack, Posted, Traffic};
 pub use elementwise::{
     Add, Clamp, ClampBackward, Fill, InitNormal, Scale, GatedMul, GatedMulBackward,
 };

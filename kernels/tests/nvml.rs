@@ -1,6 +1,8 @@
 //! The monitor of a GPU on a library made here, which answers as NVML does or lacks functions.
 
-use moejob_kernels::cuda::{Limits, Monitor, Nvml, Reading, Remapped, Trouble, uuid_text};
+use moejob_kernels::cuda::{
+    GpuProcess, Limits, Monitor, Nvml, Reading, Remapped, Trouble, uuid_text,
+};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -41,6 +43,14 @@ int nvmlDeviceGetMemoryInfo(void *d, struct memory *m) {
     return 0;
 }
 int nvmlDeviceGetEnforcedPowerLimit(void *d, unsigned *mw) { *mw = 700000; return 0; }
+struct process { unsigned pid; unsigned long long used; unsigned gi, ci; };
+int nvmlDeviceGetComputeRunningProcesses_v3(void *d, unsigned *count, struct process *all) {
+    if (*count < 2) return 7;
+    all[0] = (struct process){4711, 5ull << 30, 0, 0};
+    all[1] = (struct process){4712, ~0ull, 0, 0};
+    *count = 2;
+    return 0;
+}
 int nvmlDeviceGetMaxClockInfo(void *d, unsigned kind, unsigned *mhz) {
     *mhz = kind == 1 ? 1980 : 0;
     return 0;
@@ -119,6 +129,9 @@ fn a_gpu_is_told_of_as_far_as_the_driver_does() {
     };
     assert_eq!(gpu.read(), expected);
     assert_eq!(gpu.memory(), Some((70, 80)));
+    let processes = [(4711, Some(5 << 30)), (4712, None)];
+    let processes = processes.map(|(pid, bytes)| GpuProcess { pid, bytes });
+    assert_eq!(gpu.processes().as_deref(), Some(&processes[..]));
     assert_eq!(gpu.limits(), Limits { megahertz: Some(1980), watts: Some(700.0) });
     assert_eq!(nvml.driver_version().as_deref(), Some("550.54.15"));
     let told: Vec<Option<Trouble>> = (0..4).map(|_| gpu.wait(1)).collect();

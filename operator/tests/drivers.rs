@@ -125,7 +125,12 @@ impl Place {
     }
 
     fn output(&self, libraries: &Path, words: &[&str]) -> Output {
-        let output = self.command(libraries, words).output().unwrap();
+        self.output_with(libraries, words, &[])
+    }
+
+    /// The same with variables that tell the stubs how to be.
+    fn output_with(&self, libraries: &Path, words: &[&str], set: &[(&str, &str)]) -> Output {
+        let output = self.command(libraries, words).envs(set.iter().copied()).output().unwrap();
         let told = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!told.contains("panicked"), "{words:?}: {told}");
         output
@@ -274,4 +279,109 @@ fn what_the_driver_reports_of_any_gpu_is_an_event_of_the_job() {
     let _ = running.wait();
     let log = std::fs::read_to_string(place.folder.path().join("log")).unwrap_or_default();
     assert!(missing.is_empty(), "not told: {missing:?}\n{log}");
+}
+
+const BENCH: &str = "bench --preset tiny --device gpu --precision bf16 --sequence 64 \
+                     --micro-batch 2 --steps 2 --warm-up 1 --threads 1 --json";
+
+/// Optimizer state on the host: a step goes through on it, and the device has that much more room.
+#[test]
+fn a_bench_computes_with_its_state_on_the_host() {
+    let place = Place::new(&[12_080]);
+    let libraries = place.version(12_080);
+    let planned = |more: &str| {
+        let words = format!("{BENCH}{more}");
+        let benched = place.output(&libraries, &words.split(' ').collect::<Vec<_>>());
+        assert!(benched.status.success(), "{}", text(&benched.stderr));
+        let told: Value = serde_json::from_slice(&benched.stdout).unwrap();
+        assert_eq!(told["compute"]["offload"] == "host", !more.is_empty(), "{told}");
+        told["memoryPlannedBytes"].as_u64().unwrap()
+    };
+    let (whole, less) = (planned(""), planned(" --offload host"));
+    // Two moments and 16 bits of about a quarter of a million parameters.
+    assert!((2_000_000..4_000_000).contains(&(whole - less)), "{whole} {less}");
+}
+
+/// Before anything is taken: how much is planned, how much is there, and of whom.
+#[test]
+fn an_engine_without_room_is_refused_with_what_there_is() {
+    let place = Place::new(&[12_080]);
+    let libraries = place.version(12_080);
+    let refused = |more: &str, set: (&str, &str), expected: &[&str]| {
+        let words = format!("{BENCH}{more}");
+        let words: Vec<&str> = words.split(' ').collect();
+        let output = place.output_with(&libraries, &words, &[set]);
+        let told = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{told}");
+        expected.iter().for_each(|part| assert!(told.contains(part), "{part}: {told}"));
+    };
+    let small = ["of GPU 0 (NVIDIA Stub) are planned, and 0.1 GiB of its 0.1 GiB are free"];
+    refused("", ("STUB_MIB", "64"), &small);
+    let pinned = ["bytes of this machine's memory for what is offloaded: the driver may not pin"];
+    refused(" --offload host", ("STUB_REGISTER", "1"), &pinned);
+}
+
+impl Place {
+    /// A manifest of a small model, with more of nodes and of training.
+    fn small(&self, nodes: &str, training: &str) -> &'static str {
+        self.words();
+        let text = format!(
+            "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: small }}\nspec:\n  \
+             nodes: {{ profile: {nodes} }}\n  model: {{ preset: tiny }}\n  data:\n    train: {{ \
+             text: {{ paths: [\"words/*.txt\"] }} }}\n    sequenceLength: 32\n    validation: {{ \
+             fraction: 0 }}\n  training: {{ {training} }}\n"
+        );
+        std::fs::write(self.folder.path().join("small.yaml"), text).unwrap();
+        "small.yaml"
+    }
+
+    fn runs(&self, libraries: &Path, manifest: &str) {
+        let ran = self.output(libraries, &["run", manifest]);
+        assert!(ran.status.success(), "{}{}", text(&ran.stdout), text(&ran.stderr));
+    }
+
+    /// Names and hashes of all tensors of a checkpoint of that model.
+    fn state(&self, step: u64) -> Vec<(String, String)> {
+        let file = format!("runs/small/checkpoints/step-{step:08}/manifest.json");
+        let told = std::fs::read_to_string(self.folder.path().join(&file)).unwrap();
+        let mut values = serde_json::Deserializer::from_str(&told).into_iter();
+        let manifest: Value = values.next().unwrap().unwrap();
+        let hashes = |tensor: &Value| {
+            let pieces = tensor["pieces"].as_array().unwrap().iter();
+            let hashes: Vec<&str> = pieces.map(|piece| piece["blake3"].as_str().unwrap()).collect();
+            (format!("{} {}", tensor["name"], tensor["part"]), hashes.join(" "))
+        };
+        manifest["tensors"].as_array().unwrap().iter().map(hashes).collect()
+    }
+}
+
+/// What processors have trained goes to the GPU and its host and comes back: nothing is lost on the
+/// way, and kernels that do nothing change nothing.
+#[test]
+fn state_on_the_host_comes_back_as_it_went() {
+    let place = Place::new(&[12_080]);
+    let libraries = place.version(12_080);
+    place.runs(&libraries, place.small("cpu", "steps: 2"));
+    let trained = place.state(2);
+    assert!(trained.len() > 30);
+    place.runs(&libraries, place.small("gpu", "steps: 4, precision: fp32, offload: host"));
+    assert_eq!(place.state(4), trained);
+}
+
+/// Weights of a run on processors are measured on a GPU, whose kernels do nothing here.
+#[test]
+fn weights_are_measured_on_a_gpu() {
+    let place = Place::new(&[12_080]);
+    let libraries = place.version(12_080);
+    place.runs(&libraries, place.small("cpu", "steps: 2"));
+    for precision in ["fp32", "bf16", "fp16", "tf32"] {
+        let words = format!(
+            "eval runs/small --data words --device gpu --precision {precision} -o json"
+        );
+        let output = place.output(&libraries, &words.split(' ').collect::<Vec<_>>());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let told: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(told["sequenceLength"], 32, "{told}");
+        assert!(told["tokens"].as_u64().unwrap() > 100_000, "{told}");
+    }
 }

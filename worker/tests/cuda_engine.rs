@@ -4,7 +4,8 @@
 
 mod common;
 
-use moe_worker::data::{Batch, Batches, DataError};
+use common::made::Made;
+use moe_worker::data::Batches;
 use moe_worker::engine::forward::Pass;
 use moe_worker::engine::handles::slice;
 use moe_worker::engine::links::Links;
@@ -19,49 +20,13 @@ use moe_worker::state::snapshot::{cut, cut_into, initialize};
 use moejob_kernels::{DType, Device, HeadDesc, HeadPlan};
 use moejob_protocol::checkpoint::ScaleEntry;
 use moejob_protocol::config::{
-    Backend, GradientDtype, MomentDtype, Precision, Recompute, TrainingConfig,
+    Backend, GradientDtype, MomentDtype, Offload, Precision, Recompute, TrainingConfig,
 };
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{Shape, Types};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{ModelConfig, QkNorm, Scoring};
 use moejob_protocol::workspace::head_bytes;
-
-/// Tokens that follow from each other, so that there is something to learn.
-struct Made {
-    batch: Batch,
-    vocabulary: u32,
-    sequence: usize,
-}
-
-impl Made {
-    fn new(model: &ModelConfig, training: &TrainingConfig) -> Made {
-        let sequence = training.sequence_length as usize;
-        let tokens = training.micro_batch_size as usize * sequence;
-        Made { batch: Batch::new(tokens), vocabulary: model.vocab_size, sequence }
-    }
-}
-
-impl Batches for Made {
-    fn micro_batch(&mut self, step: u64, index: u32) -> Result<&Batch, DataError> {
-        let mut state = (step * 1009 + u64::from(index) * 31 + 7) as u32;
-        let mut next = |before: u32| {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            let jump = if state >> 28 == 0 { state >> 8 } else { 1 };
-            (before.wrapping_mul(5).wrapping_add(jump)) % self.vocabulary
-        };
-        let rows = self.batch.ids.len() / self.sequence;
-        for row in 0..rows {
-            let mut token = next(row as u32);
-            for at in row * self.sequence..(row + 1) * self.sequence {
-                self.batch.ids[at] = token;
-                token = next(token);
-                self.batch.targets[at] = token;
-            }
-        }
-        Ok(&self.batch)
-    }
-}
 
 /// Widths are multiples of 64, which the kernels of GPUs want.
 fn model() -> ModelConfig {
@@ -217,6 +182,36 @@ fn first_example() -> (ModelConfig, TrainingConfig) {
     (training.global_batch_size, training.micro_batch_size) = (8, 2);
     (training.sequence_length, training.steps, training.adamw.learning_rate) = (256, 100, 3e-3);
     (model, training)
+}
+
+/// Every token has all experts, so that no last bit makes a choice: nothing but rounding is between
+/// a GPU and a processor.
+#[test]
+fn where_no_token_chooses_losses_stay_alike() {
+    let all_experts = |(mut model, training): (ModelConfig, TrainingConfig)| {
+        model.experts.per_token = model.experts.count;
+        (model, training)
+    };
+    let (model, mut training) = all_experts((model(), training()));
+    training.steps = 20;
+    let expected = steps(Where::Tree, &model, &training);
+    for on in places() {
+        let (losses, _) = distances(&steps(on, &model, &training), &expected);
+        println!("all experts, {on:?}: losses {losses:.1e} apart in 20 steps");
+        assert!(losses < 1e-5, "{on:?}: {losses:e}");
+    }
+    // A hundred steps of the first example are minutes of a processor without optimisations, and
+    // experts for all tokens more of them: so of a quarter of its tokens.
+    if has_gpu() {
+        let (model, mut training) = all_experts(first_example());
+        (training.global_batch_size, training.sequence_length) = (4, 128);
+        let expected = steps(Where::Tree, &model, &training);
+        let found = steps(Where::Gpu, &model, &training);
+        let (first, _) = distances(&found[..20], &expected[..20]);
+        let (all, _) = distances(&found, &expected);
+        println!("first example, all experts: {first:.1e} apart in 20 steps, then {all:.1e}");
+        assert!(first < 1e-5 && all < 1e-3, "{first:e} {all:e}");
+    }
 }
 
 /// Gradients of the first micro-batch, in table order.
@@ -540,8 +535,11 @@ fn a_checkpoint_keeps_the_scale() {
 #[test]
 fn what_leaves_beside_a_step_is_the_state_before_it() {
     let (model, training) = (model(), training());
-    for on in places() {
+    let offloads = [Offload::None, Offload::Host];
+    for (on, offload) in places().into_iter().flat_map(|on| offloads.map(|of| (on, of))) {
+        let what = format!("{on:?} {offload:?}");
         let mut training = training.clone();
+        training.compute.offload = offload;
         if on == Where::Gpu {
             training.precision = Precision::Bf16;
         }
@@ -561,9 +559,9 @@ fn what_leaves_beside_a_step_is_the_state_before_it() {
             other.step(step, &mut batches).expect("a step");
             let (slot, waited) = other.model.end_cut().expect("a device").expect("on its way");
             let slot = slot.complete();
-            println!("{on:?}, step {step}: {len} bytes, the update waited for {waited} s");
-            assert!(slot[..] == before[..], "{on:?}, step {step}");
-            assert!(state(&mut other) != before, "{on:?}, step {step}: it was updated");
+            println!("{what}, step {step}: {len} bytes, the update waited for {waited} s");
+            assert!(slot[..] == before[..], "{what}, step {step}");
+            assert!(state(&mut other) != before, "{what}, step {step}: it was updated");
             drop(slot);
             memory.confirm(1, step);
             memory.make_room(1, step + 1);

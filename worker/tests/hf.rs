@@ -7,7 +7,7 @@ mod fixture;
 
 use common::{Job, bits, state_hash, trainers};
 use fixture::{Fixture, Layout, tensors, values};
-use moe_worker::engine::eval::{evaluate, source_of};
+use moe_worker::engine::eval::{Measurer, evaluate, source_of};
 use moe_worker::hf::{Options, Weights, export, import};
 use moe_worker::attempt::api::AttemptEnd;
 use moejob_kernels::DType;
@@ -194,6 +194,10 @@ fn a_job_of_another_model_is_refused_with_the_difference() {
     assert!(failure.message.contains(said), "{failure}");
 }
 
+fn threads(threads: usize) -> Measurer {
+    Measurer::Processors { threads }
+}
+
 #[test]
 fn the_measured_loss_is_that_of_training() {
     let mut job = Job::new(Mapping::contiguous(Mesh::data_parallel(1, 1)));
@@ -211,13 +215,15 @@ fn the_measured_loss_is_that_of_training() {
     let (_, reports) = job.run(&mut trainers(1), None);
     let weights = open(&job.location());
     let mut told = 0;
-    let found = evaluate(&weights, &data, length, 2, &mut |done, _| told = done).expect("good");
+    let found = evaluate(&weights, &data, length, threads(2), &mut |done, _| told = done);
+    let found = found.expect("good");
     assert_eq!((found.sequences, found.tokens), (windows, windows * u64::from(length)));
     assert_eq!(told, found.tokens);
     assert!((found.loss - reports[0].loss).abs() < 1e-12, "{} {}", found.loss, reports[0].loss);
     let exported = job.folder.path().join("exported");
     export(&weights, &exported, Options::default(), &mut |_, _| {}).expect("Mixtral");
-    let again = evaluate(&open(&exported), &data, length, 1, &mut |_, _| {}).expect("good");
+    let again = evaluate(&open(&exported), &data, length, threads(1), &mut |_, _| {});
+    let again = again.expect("good");
     assert_eq!(again, found, "the exported weights are the same");
 }
 

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Job, bits, sources, state_hash, trainers};
-use moe_worker::engine::eval::evaluate;
+use moe_worker::engine::eval::{Measurer, evaluate};
 use moe_worker::engine::handles::slice;
 use moe_worker::engine::forward::Pass;
 use moe_worker::engine::gate::Noise;
@@ -193,7 +193,8 @@ fn checkpoints_of_every_router_are_evaluated() {
         let weights = moe_worker::hf::Weights::open(&directory).expect("a checkpoint");
         let length = job.config.training.sequence_length;
         let measure = || {
-            evaluate(&weights, &job.config.data, length, 1, &mut |_, _| {})
+            let one = Measurer::Processors { threads: 1 };
+            evaluate(&weights, &job.config.data, length, one, &mut |_, _| {})
                 .expect("a loss")
         };
         let (first, second) = (measure(), measure());

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
-use crate::buffer::{Buffer, Element};
+use crate::buffer::{ArenaPlan, Buffer, Element};
 use crate::device::KernelError;
 
 /// Address space reserved at once; the system commits a page when it is first touched, as zeros.
@@ -12,6 +12,8 @@ use crate::device::KernelError;
 pub(crate) struct Arena {
     base: *mut u8,
     bytes: usize,
+    /// Where the part begins that on a GPU lies on the host.
+    host_part: usize,
 }
 
 // SAFETY: the mapping belongs to this value alone, and memory has no tie to a thread.
@@ -21,6 +23,13 @@ unsafe impl Sync for Arena {}
 
 impl Arena {
     pub(crate) fn new(bytes: usize) -> Result<Arena, KernelError> {
+        Arena::with_host(bytes, 0)
+    }
+
+    /// The same with `host_bytes` of what on a GPU lies on the host.
+    pub(crate) fn with_host(bytes: usize, host_bytes: usize) -> Result<Arena, KernelError> {
+        let host_part = bytes.next_multiple_of(ArenaPlan::ALIGNMENT);
+        let bytes = if host_bytes == 0 { bytes } else { host_part + host_bytes };
         let mapped = bytes.max(1);
         // SAFETY: a fresh anonymous mapping touches no memory that exists already.
         let base = unsafe {
@@ -32,7 +41,7 @@ impl Arena {
             )
         };
         let base = base.map_err(|source| KernelError::Arena { bytes, source })?;
-        Ok(Arena { base: base.cast(), bytes })
+        Ok(Arena { base: base.cast(), bytes, host_part })
     }
 
     pub(crate) fn slice<E: Element>(&self, buffer: Buffer) -> &[E] {
@@ -53,12 +62,16 @@ impl Arena {
 
     fn at<E: Element>(&self, buffer: Buffer) -> *mut E {
         assert_eq!(buffer.dtype(), E::DTYPE, "a buffer is seen as what it was planned as");
-        let end = buffer.offset().checked_add(buffer.bytes());
+        let start = match buffer.offset_on_host() {
+            Some(offset) => self.host_part + offset,
+            None => buffer.offset(),
+        };
+        let end = start.checked_add(buffer.bytes());
         let inside = end.is_some_and(|end| end <= self.bytes);
         assert!(inside, "{buffer:?} lies outside of an arena of {} bytes", self.bytes);
-        assert!(buffer.offset().is_multiple_of(size_of::<E>()), "{buffer:?} is not aligned");
+        assert!(start.is_multiple_of(size_of::<E>()), "{buffer:?} is not aligned");
         // SAFETY: the offset was just checked to lie inside the mapping.
-        unsafe { self.base.add(buffer.offset()).cast() }
+        unsafe { self.base.add(start).cast() }
     }
 }
 
@@ -100,7 +113,7 @@ impl<'a> Views<'a> {
 
 #[cfg(test)]
 mod tests {
-    use crate::{ArenaPlan, DType};
+    use crate::DType;
 
     use super::*;
 
@@ -113,6 +126,17 @@ mod tests {
         let mut views = arena.views();
         views.write::<f32>(buffer.slice(0, 4));
         views.read::<f32>(buffer.slice(3, 2));
+    }
+
+    #[test]
+    fn what_a_gpu_has_on_its_host_lies_behind_the_rest() {
+        let mut plan = ArenaPlan::new();
+        let (near, far) = (plan.alloc(DType::F32, 3), plan.alloc_on_host(DType::F32, 3));
+        let arena = Arena::with_host(plan.bytes(), plan.host_bytes());
+        let mut arena = arena.expect("a page of memory");
+        arena.slice_mut::<f32>(far).fill(2.0);
+        arena.slice_mut::<f32>(near).fill(1.0);
+        assert_eq!([near, far].map(|of| arena.slice::<f32>(of)[2]), [1.0, 2.0]);
     }
 
     #[test]

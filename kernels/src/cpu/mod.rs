@@ -80,8 +80,12 @@ impl CpuDevice {
         Ok(CpuDevice { arena, exec, rope, traffic, marks: None, phases })
     }
 
-    pub(crate) fn reserve(&mut self, arena_bytes: usize) -> Result<(), KernelError> {
-        self.arena = Arena::new(arena_bytes)?;
+    pub(crate) fn reserve(
+        &mut self,
+        arena_bytes: usize,
+        host_bytes: usize,
+    ) -> Result<(), KernelError> {
+        self.arena = Arena::with_host(arena_bytes, host_bytes)?;
         Ok(())
     }
 

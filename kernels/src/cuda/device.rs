@@ -17,6 +17,7 @@ use super::head::Head;
 use super::here::Here;
 use super::lane::{self, Lane};
 use super::layer::{LayerError, MoeLayer};
+use super::room::{self, Wanted};
 use super::shape::MoeDesc;
 use super::staging::{self, Post, Staging};
 use super::step_ops::StepOps;
@@ -98,31 +99,47 @@ impl CudaDevice {
             comm_lane: None,
             phases: Phases::default(),
         };
-        device.reserve(arena_bytes)?;
+        device.reserve(Wanted { arena: arena_bytes, ..Wanted::default() })?;
         Ok(device)
     }
 
-    /// An arena of `arena_bytes` in place of the one that is there, all bits zero.
-    pub(crate) fn reserve(&mut self, arena_bytes: usize) -> Result<(), CudaError> {
+    /// An arena in place of the one that is there, all bits zero, also what of it lies on the host;
+    /// what is planned beside it must have room, too.
+    pub(super) fn reserve(&mut self, wanted: Wanted) -> Result<(), CudaError> {
         self.gpu().make_current()?;
         self.stream.synchronize()?;
         // The old one goes first: the two might not fit beside each other.
         self.arena = Arena::new(self.gpu(), 0)?;
         let until = Instant::now() + MEMORY_MAX;
+        while let Some(lack) = room::lack(self.gpu(), wanted)? {
+            if lack.is_for_ever() || Instant::now() >= until {
+                return Err(lack.refusal(self.gpu()));
+            }
+            std::thread::sleep(MEMORY_AGAIN);
+        }
         self.arena = loop {
-            match Arena::new(self.gpu(), arena_bytes) {
-                Err(CudaError::OutOfMemory { total, .. })
-                    if arena_bytes <= total && Instant::now() < until =>
-                {
+            match Arena::with_host(self.gpu(), wanted.arena, wanted.host) {
+                // Between the two somebody else was faster.
+                Err(CudaError::OutOfMemory { .. }) if Instant::now() < until => {
                     std::thread::sleep(MEMORY_AGAIN);
                 }
                 made => break made?,
             }
         };
         let mut all = ArenaPlan::new();
-        let whole = all.alloc(crate::DType::U8, arena_bytes);
+        let whole = all.alloc(crate::DType::U8, wanted.arena);
         self.arena.fill_bytes(&self.stream, whole, 0)?;
         self.stream.synchronize()
+    }
+
+    /// [`CudaDevice::reserve`] of all that `plan` has, where `beside` bytes of the GPU's memory are
+    /// planned for what follows.
+    pub(crate) fn reserve_planned(
+        &mut self,
+        plan: &ArenaPlan,
+        beside: usize,
+    ) -> Result<(), CudaError> {
+        self.reserve(Wanted { arena: plan.bytes(), beside, host: plan.host_bytes() })
     }
 
     pub fn gpu(&self) -> &Gpu {

@@ -9,6 +9,7 @@ use cudarc::driver::{result as cu, sys};
 
 use super::error::{CudaError, Doing};
 use super::event::{Event, Graph};
+use super::host_memory::HostMemory;
 use super::libraries::DRIVER;
 use super::window::Joined;
 use crate::buffer::{Buffer, Element};
@@ -288,6 +289,8 @@ pub struct Arena {
     pub(super) gpu: Gpu,
     /// None: allocated in one piece.
     pub(super) joined: Option<Joined>,
+    /// What of the plan lies on the host.
+    pub(super) host: Option<HostMemory>,
 }
 
 impl Arena {
@@ -302,7 +305,14 @@ impl Arena {
                 return Err(CudaError::OutOfMemory { bytes, free, total, device, source });
             }
         };
-        Ok(Arena { base, bytes, gpu: gpu.clone(), joined: None })
+        Ok(Arena { base, bytes, gpu: gpu.clone(), joined: None, host: None })
+    }
+
+    /// The same with `host_bytes` of the host's memory beside it, all bits zero.
+    pub fn with_host(gpu: &Gpu, bytes: usize, host_bytes: usize) -> Result<Arena, CudaError> {
+        let mut arena = Arena::new(gpu, bytes)?;
+        arena.host = (host_bytes > 0).then(|| HostMemory::new(gpu, host_bytes)).transpose()?;
+        Ok(arena)
     }
 
     pub fn gpu(&self) -> &Gpu {
@@ -313,8 +323,12 @@ impl Arena {
         self.bytes
     }
 
-    /// The device address of `buffer`.
+    /// The address of `buffer` as the device knows it.
     pub fn address(&self, buffer: Buffer) -> u64 {
+        if let Some(offset) = buffer.offset_on_host() {
+            let host = self.host.as_ref().expect("an arena with memory of the host");
+            return host.address(offset, buffer.bytes());
+        }
         let end = buffer.offset() + buffer.bytes();
         assert!(end <= self.bytes, "{buffer:?} ends outside an arena of {} bytes", self.bytes);
         self.base + buffer.offset() as u64
@@ -355,9 +369,16 @@ impl Arena {
     pub fn copy(&self, stream: &Stream, from: Buffer, to: Buffer) -> Result<(), CudaError> {
         assert!(from.bytes() == to.bytes() && !from.overlaps(&to), "{from:?} {to:?}");
         let (source, target) = (self.address(from), self.address(to));
+        let what = || format!("copying {from:?} to {to:?}");
+        if from.offset_on_host().or(to.offset_on_host()).is_some() {
+            // SAFETY: both ranges were checked, and share no byte; the driver finds out by the
+            // addresses which of them is the host's.
+            return unsafe { sys::cuMemcpyAsync(target, source, from.bytes(), stream.handle()) }
+                .result()
+                .doing(what);
+        }
         // SAFETY: both ranges were checked, and share no byte.
-        unsafe { cu::memcpy_dtod_async(target, source, from.bytes(), stream.handle()) }
-            .doing(|| format!("copying {from:?} to {to:?}"))
+        unsafe { cu::memcpy_dtod_async(target, source, from.bytes(), stream.handle()) }.doing(what)
     }
 
     /// Sets every byte of `buffer`, in the order of `stream`.

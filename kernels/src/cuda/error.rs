@@ -49,6 +49,10 @@ pub enum CudaError {
     Unfit { device: String, source: Unfit },
     #[error("waiting for the device was given up: {why}")]
     GivenUp { why: String },
+    #[error("{why}")]
+    NoRoom { why: String },
+    #[error("{bytes} bytes of this machine's memory for what is offloaded: {why}")]
+    HostMemory { bytes: usize, why: String },
     #[error("an arena of {bytes} bytes: {free} of {total} bytes are free on {device}")]
     OutOfMemory { bytes: usize, free: usize, total: usize, device: String, source: DriverError },
 }

@@ -238,7 +238,7 @@ impl Needed {
     }
 }
 
-const DRIVER_SYMBOLS: [&str; 63] = [
+const DRIVER_SYMBOLS: [&str; 65] = [
     "cuCtxGetStreamPriorityRange",
     "cuCtxSetCurrent",
     "cuCtxSynchronize",
@@ -277,6 +277,7 @@ const DRIVER_SYMBOLS: [&str; 63] = [
     "cuMemGetAllocationGranularity",
     "cuMemGetInfo_v2",
     "cuMemHostAlloc",
+    "cuMemHostGetDevicePointer_v2",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
     "cuMemImportFromShareableHandle",
@@ -284,6 +285,7 @@ const DRIVER_SYMBOLS: [&str; 63] = [
     "cuMemRelease",
     "cuMemSetAccess",
     "cuMemUnmap",
+    "cuMemcpyAsync",
     "cuMemcpyDtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyDtoH_v2",

@@ -19,6 +19,8 @@
 //! PeerLinks::new(desc)          peer.rs      rows and counts to the other GPUs of the node
 //! Copies::new(gpu)               rates.rs     how fast bytes travel
 //! Window::new(bytes)            window.rs    memory that other processes map, too
+//! Arena::with_host(..)          host_memory.rs memory of the host that kernels work on
+//! GPU and host before an arena   room.rs      whether both have as much as is planned
 //! inspect()                     doctor.rs    what this machine has and lacks
 //! visible_gpus()                machine.rs   the same without a context, before a worker starts
 //! ```
@@ -50,6 +52,7 @@ mod gate;
 mod gemm;
 mod head;
 mod here;
+mod host_memory;
 mod lane;
 mod layer;
 mod libraries;
@@ -60,6 +63,7 @@ mod norm;
 mod optimizer;
 mod peer;
 mod rates;
+mod room;
 mod route;
 mod shape;
 mod staging;
@@ -93,7 +97,9 @@ pub use layer::{
 pub use libraries::{Called, Cuda, called};
 pub use machine::{VisibleGpu, keep_open, missing_libraries, uuid_of, visible_gpus};
 pub use measure::Measure;
-pub use nvml::{Limits, Monitor, Nvml, NvmlError, Reading, Remapped, Trouble, uuid_text};
+pub use nvml::{
+    GpuProcess, Limits, Monitor, Nvml, NvmlError, Reading, Remapped, Trouble, uuid_text,
+};
 pub use peer::{Awaited, COUNTS_MAX, MoveRows, PEERS_MAX, PeerDesc, PeerFailure, PeerLinks};
 pub use rates::{Copies, CopyRates, peer_read_rate};
 pub use shape::{MoeActivation, MoeDesc, Refusal};

@@ -90,6 +90,28 @@ pub struct Limits {
     pub watts: Option<f64>,
 }
 
+/// A process that computes on a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuProcess {
+    /// Its number where the driver runs, which in a container may be that of nobody.
+    pub pid: u32,
+    /// Of the GPU's memory; none: the driver does not tell.
+    pub bytes: Option<u64>,
+}
+
+/// nvmlProcessInfo_t
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct ProcessData {
+    pid: c_uint,
+    bytes: c_ulonglong,
+    gpu_instance: c_uint,
+    compute_instance: c_uint,
+}
+
+/// Processes of one GPU that are asked for.
+const PROCESSES_MAX: usize = 64;
+
 /// nvmlMemory_t
 #[repr(C)]
 #[derive(Default)]
@@ -240,6 +262,27 @@ impl Monitor {
             &mut data
         );
         asked.ok().map(|()| (data.free, data.total))
+    }
+
+    /// Processes that have a context on it, this one among them.
+    pub fn processes(&self) -> Option<Vec<GpuProcess>> {
+        let mut all = [ProcessData::default(); PROCESSES_MAX];
+        let mut count = PROCESSES_MAX as c_uint;
+        let asked = call!(
+            self.nvml,
+            "nvmlDeviceGetComputeRunningProcesses_v3",
+            (Device, *mut c_uint, *mut ProcessData),
+            self.device,
+            &mut count,
+            all.as_mut_ptr()
+        );
+        asked.ok()?;
+        // All bits set: not available.
+        let process = |of: &ProcessData| GpuProcess {
+            pid: of.pid,
+            bytes: (of.bytes != c_ulonglong::MAX).then_some(of.bytes),
+        };
+        Some(all.iter().take(count as usize).map(process).collect())
     }
 
     pub fn limits(&self) -> Limits {

@@ -182,7 +182,7 @@ impl Arena {
         }
         joined.append(window.handle, window.bytes)?;
         allow(gpu, base, whole)?;
-        Ok(Arena { base, bytes: whole, gpu: gpu.clone(), joined: Some(joined) })
+        Ok(Arena { base, bytes: whole, gpu: gpu.clone(), joined: Some(joined), host: None })
     }
 }
 

@@ -48,8 +48,8 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
 int cuDeviceGetP2PAttribute(int *value, int attribute, int a, int b) { *value = 1; return 0; }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = 64ull << 30; return 0; }
 int cuMemGetInfo_v2(size_t *available, size_t *total) {
-    *available = 60ull << 30;
-    *total = 64ull << 30;
+    *total = (size_t)number("STUB_MIB", 64 << 10) << 20;
+    *available = *total / 16 * 15;
     return 0;
 }
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = handle(); return 0; }
@@ -89,6 +89,17 @@ int cuMemAlloc_v2(address *at, size_t bytes) {
 int cuMemHostAlloc(void **at, size_t bytes, unsigned flags) {
     *at = memory(bytes);
     return *at ? 0 : 2;
+}
+int cuMemHostRegister_v2(void *at, size_t bytes, unsigned flags) {
+    return number("STUB_REGISTER", 0);
+}
+int cuMemHostGetDevicePointer_v2(address *at, void *host, unsigned flags) {
+    *at = (address)host;
+    return 0;
+}
+int cuMemcpyAsync(address to, address from, size_t n, void *s) {
+    memmove((void *)to, (void *)from, n);
+    return 0;
 }
 int cuMemcpyHtoD_v2(address to, const void *from, size_t n) {
     memcpy((void *)to, from, n);

@@ -14,7 +14,7 @@ use crate::spec::{
     NumberOrAuto, PrecisionName, PreflightWhen, Preset, RecomputeName, SourceSpec, VolumeSpec,
 };
 use moejob_protocol::config::{
-    AdamW, Compute, Exchange, GradientDtype, MomentDtype, Precision, Recompute, Schedule,
+    AdamW, Compute, Exchange, GradientDtype, MomentDtype, Offload, Precision, Recompute, Schedule,
     TokenType, Tokenizer, TrainingConfig, ValidationConfig,
 };
 use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm};
@@ -289,6 +289,7 @@ impl Job {
                 moment_dtype: MomentDtype::Fp32,
                 gradient_dtype: GradientDtype::Auto,
                 fast_attention: false,
+                offload: Offload::None,
             };
             self.recovery.memory_auto = false;
         }
@@ -515,6 +516,11 @@ fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
                 Backend::Cuda => training.gradient_dtype.map_or(GradientDtype::Auto, |of| of.0),
             },
             fast_attention: training.attention == Some(AttentionName::Fastest),
+            offload: match backend {
+                // There it lies on the host already: typed or not, it is the same job.
+                Backend::Cpu => Offload::None,
+                Backend::Cuda => training.offload.map_or(Offload::None, |of| of.0),
+            },
         },
     }
 }

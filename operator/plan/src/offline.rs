@@ -2,10 +2,12 @@
 //! does as it is told. It shows what would happen, and what a loss would cost at its worst moment.
 
 mod fits;
+mod offload;
 mod time;
 mod rehearsal;
 
 pub use fits::{CUT, Change, Search, changes};
+pub use offload::OffloadPrice;
 pub use time::{StepTime, step_time};
 pub(crate) use rehearsal::{Rehearsal, node_of_rank};
 
@@ -102,6 +104,9 @@ pub struct SizeFacts {
     /// Beside GPUs: what a worker needs of its host's memory, in bytes, part by part.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub host_memory: Vec<(&'static str, u64)>,
+    /// Where optimizer state lies in it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub offload: Option<OffloadPrice>,
     #[serde(skip_serializing_if = "Exchange::is_flat")]
     pub exchange: Exchange,
     /// Why they exchange so, where they are on several nodes.
@@ -268,6 +273,7 @@ fn size_facts(job: &Job, size: &Size, need: Option<&Need>) -> SizeFacts {
         micro_batches_per_rank: ends(job.micro_batches(), mesh.dp),
         memory: need.map(|need| memory_facts(&need.rank)),
         host_memory: host.map(|part| (part.name, part.bytes)).collect(),
+        offload: need.and_then(|need| OffloadPrice::of(job, &need.rank)),
         exchange: size.exchange,
         exchange_why: travel::choice(job, &size.layout).1,
     }
@@ -461,6 +467,7 @@ fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
             lines.push(format!("\nmemory of the host of the first worker, {}", gib(all)));
             lines.extend(size.host_memory.iter().filter(|(_, bytes)| *bytes > 0).map(line));
         }
+        lines.extend(size.offload.iter().flat_map(OffloadPrice::lines));
     }
 }
 

@@ -8,8 +8,11 @@ use crate::observed::Size;
 use crate::profile::Backend;
 use crate::travel;
 use moejob_protocol::Mesh;
+use moejob_protocol::config::Offload;
 use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::{self, Part, RankMemory, rank_memory};
+use moejob_protocol::memory::{
+    self, Kind, Masters, OFFLOADED_MASTERS, OFFLOADED_MOMENTS, Part, RankMemory, Types, rank_memory,
+};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -225,7 +228,25 @@ impl<'a> Placer<'a> {
         // Of an element: its master and two moments, in fp32.
         let shard = 12 * self.owned(layout, 0);
         let ranks = u64::from(self.job.profile.ranks);
-        memory::host_memory(shard, ranks, layout.mesh.world().into())
+        let offloaded = match self.job.training.compute.offload {
+            Offload::None => Vec::new(),
+            Offload::Host => self.memory(layout, 0).offloaded,
+        };
+        memory::host_memory(shard, ranks, layout.mesh.world().into(), &offloaded)
+    }
+
+    /// Moments, and what masters have beyond the weights, of so many elements on the host.
+    fn offloaded(&self, owned: u64, micro_batches: u32) -> Vec<Part> {
+        let types = Types::buckets(&self.job.training, micro_batches);
+        let masters = match types.masters {
+            Masters::Weights => 0,
+            Masters::LowBits => Kind::I16.bytes(),
+            Masters::Separate => Kind::F32.bytes(),
+        };
+        vec![
+            Part { name: OFFLOADED_MASTERS, bytes: owned * masters },
+            Part { name: OFFLOADED_MOMENTS, bytes: owned * 2 * types.moment.bytes() },
+        ]
     }
 
     /// An estimate for a GPU: what must lie there by the design of the step, without workspaces.
@@ -255,10 +276,14 @@ impl<'a> Placer<'a> {
         let top_k = u64::from(model.experts.per_token);
         let routed = tokens * top_k * u64::from(mesh.ep) * held / u64::from(model.experts.count);
         let worst = tokens * u64::from(mesh.ep) * top_k.min(held);
+        let (state, offloaded) = match training.compute.offload {
+            Offload::None => (owned * 12, Vec::new()),
+            Offload::Host => (0, self.offloaded(owned, mesh.rounds(job.micro_batches()))),
+        };
         let parts = vec![
             Part { name: "weights", bytes: (self.dense + local) * wire },
             Part { name: "gradients", bytes: (self.dense + local) * 4 },
-            Part { name: "masters and moments", bytes: owned * 12 },
+            Part { name: "masters and moments", bytes: state },
             Part { name: "activations", bytes: tokens * of_token * wire },
             Part { name: "logits", bytes: tokens * u64::from(model.vocab_size) * (4 + wire) },
             Part { name: "routed rows", bytes: routed * row_bytes },
@@ -271,6 +296,7 @@ impl<'a> Placer<'a> {
             balanced,
             committed: balanced + extra * row_bytes,
             worst: balanced + most * row_bytes,
+            offloaded,
         }
     }
 }

@@ -207,7 +207,7 @@ fn good_manifests_pass() {
     assert_eq!(refused(&base, Some(&base)), Vec::<String>::new());
     let gpu = edited("profile: cpu, min: 1, max: 4", "profile: gpu, devicesPerNode: 1");
     let options = "precision: bf16\n    momentDtype: bf16\n    gradientDtype: bf16\n    \
-                   attention: fastest";
+                   attention: fastest\n    offload: host";
     let gpu = gpu.replace("steps: 100", &format!("steps: 100\n    {options}"));
     assert_eq!(refused(&read(&gpu), None), Vec::<String>::new());
     for custom in ["devices: 1", "devices: 1, backend: cuda"] {

@@ -206,6 +206,7 @@ fn a_job_that_no_number_of_nodes_fits_says_what_would_make_it_fit() {
         [
             "spec.nodes.max: 4 (4 nodes work then)",
             "spec.training.recompute: selective (3 nodes work then)",
+            "spec.training.offload: host (1 node works then)",
             "spec.nodes.profile: nd-h200-v5 (1 node works then)",
         ]
     );
@@ -247,6 +248,11 @@ fn a_job_that_is_changed_as_suggested_fits() {
                         "spec.training.recompute" => {
                             let value = serde_json::json!(value);
                             changed.training.recompute = serde_json::from_value(value).unwrap();
+                        }
+                        "spec.training.offload" => {
+                            let value = serde_json::json!(value);
+                            let compute = &mut changed.training.compute;
+                            compute.offload = serde_json::from_value(value).unwrap();
                         }
                         "spec.nodes.profile" => {
                             changed.profile = Profiles::shipped().get(value).unwrap().clone();
@@ -365,6 +371,37 @@ fn an_estimate_says_what_it_is_of() {
     // Nothing is known of processors.
     let cpu = outlook(&job_of_processors(), None, &[]);
     assert!(cpu.expected.is_none() && !text(&cpu).contains("expected"));
+}
+
+/// Where optimizer state lies on the host: its parts there, and what each step pays for it.
+#[test]
+fn a_plan_shows_what_offloading_costs() {
+    let nodes = "profile: nd-h200-v5, min: 2, max: 2";
+    let [plain, offloaded] =
+        ["", ", offload: host"].map(|more| outlook(&large(nodes, more), None, &[]));
+    let price = offloaded.sizes[0].offload.clone().expect("a price");
+    assert_eq!(plain.sizes[0].offload, None);
+    let seconds = price.seconds.expect("the profile knows its bus");
+    assert!((seconds - price.bytes as f64 / 48e9).abs() < 1e-9, "{price:?}");
+    let time = |of: &Outlook| of.expected.clone().expect("an estimate").seconds;
+    assert!((time(&offloaded) - time(&plain) - seconds).abs() < 1e-9);
+    let told = text(&offloaded);
+    for words in [
+        "\n  offloaded masters ",
+        "\n  offloaded moments ",
+        "\n  each step's update reads ",
+        "of it over the bus, and writes as much:\n  about ",
+        " at 48 GB/s each way, which the profile expects at least",
+        "optimizer state to the host and back",
+        "assumes optimizer state at 48 GB/s each way between GPU and host",
+    ] {
+        assert!(told.contains(words), "{words} in {told}");
+    }
+    assert!(!text(&plain).contains("offloaded"));
+    // A machine of which nobody knows how fast its bus is.
+    let custom = "profile: custom, min: 1, max: 1, custom: { devices: 8, deviceMemory: 141Gi }";
+    let told = text(&outlook(&large(custom, ", offload: host"), None, &[]));
+    assert!(told.contains("the profile does not say how fast that is"), "{told}");
 }
 
 fn job_of_processors() -> Job {

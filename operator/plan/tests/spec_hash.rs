@@ -24,6 +24,7 @@ fn what_only_says_how_to_compute_does_not_count() {
         ("microBatchSize: 2", "microBatchSize: 1"),
         ("    steps: 100", "    precision: fp32\n    steps: 100"),
         ("    steps: 100", "    gradientDtype: fp32\n    steps: 100"),
+        ("    steps: 100", "    offload: host\n    steps: 100"),
         ("profile: cpu, min: 1, max: 4", "profile: gpu"),
         ("max: 4", "max: 2"),
         ("everySteps: 20", "everySteps: 10"),
@@ -38,7 +39,7 @@ fn what_only_says_how_to_compute_does_not_count() {
 #[test]
 fn what_a_gpu_computes_in_does_not_count() {
     let all = "    precision: bf16\n    momentDtype: bf16\n    gradientDtype: fp32\n    \
-               attention: fastest\n    steps: 100";
+               attention: fastest\n    offload: host\n    steps: 100";
     let on_a_gpu = hash(|text| {
         text.replace("profile: cpu, min: 1, max: 4", "profile: gpu").replace("    steps: 100", all)
     });

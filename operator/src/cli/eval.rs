@@ -2,11 +2,14 @@
 
 use super::args::{self, THREADS_MAX, Written, whole};
 use super::bar::{Bar, Unit};
+use super::bench::DeviceName;
 use clap::{Args, ValueEnum};
-use moe_worker::engine::eval::{EvalError, evaluate, source_of};
+use moe_worker::engine::eval::{EvalError, Measurer, evaluate, source_of};
 use moe_worker::hf::Weights;
 use moe_worker::hf::text::{self, Text};
-use moejob_protocol::config::{DataConfig, TokenType, Tokenizer, ValidationConfig};
+use moejob_plan::devices::on_one_gpu;
+use moejob_protocol::config::{DataConfig, Precision, TokenType, Tokenizer, ValidationConfig};
+use moejob_protocol::model::ModelConfig;
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -42,7 +45,13 @@ pub struct EvalArgs {
     /// Type of tokens in a .bin without header.
     #[arg(long, value_enum)]
     pub dtype: Option<TokenName>,
-    /// Threads that compute; 0 is all processors.
+    /// What computes: processors, or the first GPU that the driver shows.
+    #[arg(long, value_enum, default_value_t = DeviceName::Cpu)]
+    pub device: DeviceName,
+    /// Numbers to compute in, on a GPU. Default: fp32, which is what processors compute in.
+    #[arg(long, value_enum)]
+    pub precision: Option<Numbers>,
+    /// Threads that compute, on processors; 0 is all of them.
     #[arg(long, default_value_t = 0, value_parser = whole(0, THREADS_MAX))]
     pub threads: u32,
     #[command(flatten)]
@@ -55,6 +64,15 @@ pub enum TokenName {
     Uint32,
 }
 
+/// What a GPU measures in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Numbers {
+    Fp32,
+    Tf32,
+    Bf16,
+    Fp16,
+}
+
 pub fn run(args: &EvalArgs) -> ExitCode {
     match measure(args) {
         Ok(()) => ExitCode::SUCCESS,
@@ -64,7 +82,7 @@ pub fn run(args: &EvalArgs) -> ExitCode {
                 EvalError::Weights(_) | EvalError::Data(_) | EvalError::TooSmall { .. } => {
                     EXIT_REFUSED
                 }
-                EvalError::Kind { .. } => 2,
+                EvalError::Kind { .. } | EvalError::Unsupported { .. } => 2,
                 _ => 1,
             })
         }
@@ -89,13 +107,10 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
         validation: ValidationConfig { fraction: 0.0, every_steps: 0, max_sequences: 0 },
         exclude: Vec::new(),
     };
-    let threads = match args.threads {
-        0 => std::thread::available_parallelism().map_or(1, usize::from),
-        threads => threads as usize,
-    };
+    let measurer = measurer(args, weights.model(), length)?;
     let mut bar = Bar::new("eval", Unit::Tokens);
     let mut progress = |done, total| bar.set(done, total);
-    let found = evaluate(&weights, &data, length, threads, &mut progress)?;
+    let found = evaluate(&weights, &data, length, measurer, &mut progress)?;
     drop(bar);
     if args.written.is_json() {
         let line = json!({
@@ -114,6 +129,46 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
     Ok(())
 }
 
+/// What computes, where it has what the model needs.
+fn measurer(args: &EvalArgs, model: &ModelConfig, length: u32) -> Result<Measurer, EvalError> {
+    if args.device == DeviceName::Cpu {
+        if args.precision.is_some_and(|numbers| numbers != Numbers::Fp32) {
+            let what = "--precision: processors measure in fp32; --device gpu has others";
+            return Err(EvalError::Unsupported { what: what.to_string() });
+        }
+        let threads = match args.threads {
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            threads => threads as usize,
+        };
+        return Ok(Measurer::Processors { threads });
+    }
+    let precision = match args.precision {
+        None | Some(Numbers::Fp32) => Precision::Fp32,
+        Some(Numbers::Tf32) => Precision::Tf32,
+        Some(Numbers::Bf16) => Precision::Bf16,
+        Some(Numbers::Fp16) => Precision::Fp16,
+    };
+    let measurer = Measurer::Gpu { precision };
+    let lacks = on_one_gpu(model, &measurer.training(model, length));
+    if lacks.is_empty() {
+        return Ok(measurer);
+    }
+    // No manifest has been read whose fields could be named.
+    let lacks: Vec<String> = lacks
+        .iter()
+        .map(|of| {
+            let field = of.path.trim_start_matches("spec.");
+            format!("{field}: {}, allowed: {}", of.found, of.allowed)
+        })
+        .collect();
+    let what = format!(
+        "--device gpu: the kernels for GPUs are not made for this model; --device cpu measures \
+         it:\n  {}",
+        lacks.join("\n  ")
+    );
+    Err(EvalError::Unsupported { what })
+}
+
 /// What is typed; else what the model was trained with; else bytes.
 fn tokenizer(args: &EvalArgs, weights: &Weights, known: &Text) -> Tokenizer {
     match (args.tokenizer.as_deref(), &known.tokenizer) {
@@ -123,5 +178,62 @@ fn tokenizer(args: &EvalArgs, weights: &Weights, known: &Text) -> Tokenizer {
         (None, _) if weights.model().vocab_size == BYTES => Tokenizer::Bytes,
         (None, Some(own)) => own.clone(),
         (None, None) => Tokenizer::Bytes,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+    use moejob_plan::Job;
+
+    #[derive(Parser)]
+    struct Typed {
+        #[command(flatten)]
+        eval: EvalArgs,
+    }
+
+    fn model(more: &str) -> ModelConfig {
+        let text = format!(
+            "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  \
+             nodes: {{ profile: cpu }}\n  model: {{ preset: olmoe-1b-7b{more} }}\n  data: {{ \
+             train: {{ text: {{ paths: [a] }} }}, sequenceLength: 8 }}\n  training: {{ steps: 1 \
+             }}\n"
+        );
+        Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}")).model
+    }
+
+    fn measured(typed: &str, model: &ModelConfig) -> Result<Measurer, String> {
+        let words = "eval a --data b".split(' ').chain(typed.split_whitespace());
+        let typed = Typed::try_parse_from(words).unwrap_or_else(|error| panic!("{error}"));
+        measurer(&typed.eval, model, 512).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_gpu_measures_where_one_is_asked_for() {
+        let model = model("");
+        let processors = |threads| Ok(Measurer::Processors { threads });
+        assert_eq!(measured("--threads 3", &model), processors(3));
+        assert_eq!(measured("--threads 3 --precision fp32", &model), processors(3));
+        for (typed, precision) in [
+            ("", Precision::Fp32),
+            ("--precision bf16", Precision::Bf16),
+            ("--precision tf32", Precision::Tf32),
+            ("--precision fp16", Precision::Fp16),
+        ] {
+            let found = measured(&format!("--device gpu {typed}"), &model);
+            assert_eq!(found, Ok(Measurer::Gpu { precision }));
+        }
+    }
+
+    #[test]
+    fn what_a_device_does_not_compute_is_refused_by_name() {
+        let refused = measured("--precision bf16", &model("")).expect_err("refused");
+        assert!(refused.starts_with("--precision: processors measure in fp32"), "{refused}");
+        let other = model(", headDim: 80, router: { kind: expertChoice }");
+        let refused = measured("--device gpu", &other).expect_err("refused");
+        for words in ["--device cpu measures it", "model.headDim: `80` on GPUs", "model.router: "] {
+            assert!(refused.contains(words), "{words} in {refused}");
+        }
     }
 }

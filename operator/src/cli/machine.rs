@@ -84,7 +84,8 @@ fn judge(machine: &Machine, ranks: u32, needed: u64) -> Result<Vec<String>, Stri
         if needed > free {
             return Err(format!(
                 "spec.nodes.profile: a rank needs {} of GPU {} ({}), where {} {whose}\n  end what \
-                 else uses it, lower microBatchSize, or set recompute, or momentDtype: bf16",
+                 else uses it, lower microBatchSize, or set recompute, offload: host, or \
+                 momentDtype: bf16",
                 gib(needed),
                 gpu.ordinal,
                 gpu.name,

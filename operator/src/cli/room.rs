@@ -9,7 +9,7 @@ use moejob_plan::Job;
 use moejob_plan::observed::Size;
 use moejob_plan::placement::{self, gib};
 use moejob_plan::profile::Backend;
-use moejob_protocol::memory::Part;
+use moejob_protocol::memory::{OFFLOADED_MASTERS, OFFLOADED_MOMENTS, Part};
 use rustix::process::{Resource, getrlimit};
 use std::path::Path;
 
@@ -177,6 +177,9 @@ fn advice(wish: &Wish, raise: &str) -> String {
     let lower = match name {
         "activations" | "scratch" | "logits" | "routed rows" | "exchange" => {
             "a smaller training.microBatchSize or data.sequenceLength needs less"
+        }
+        OFFLOADED_MASTERS | OFFLOADED_MOMENTS => {
+            "training.momentDtype: bf16 needs less, training.offload: none nothing of it"
         }
         _ => "a smaller model needs less: fewer layers, experts, or a smaller hiddenSize",
     };

@@ -164,6 +164,23 @@ pub enum GradientDtype {
     Fp32,
 }
 
+/// Where a GPU's optimizer state lies: both moments, and what masters have beyond the weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Offload {
+    /// In its own memory.
+    #[default]
+    None,
+    /// In the memory of its host, which each update reads and writes over the bus.
+    Host,
+}
+
+impl Offload {
+    pub fn is_none(&self) -> bool {
+        *self == Offload::None
+    }
+}
+
 /// The devices of a job and the choices that only they have. No checkpoint depends on them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -177,6 +194,10 @@ pub struct Compute {
     /// Attention's backward adds in whatever order is fastest: two runs differ in last bits.
     #[serde(default)]
     pub fast_attention: bool,
+    /// No bit depends on it. Workers of releases before do not know the field, so it is told only
+    /// where it is asked for.
+    #[serde(default, skip_serializing_if = "Offload::is_none")]
+    pub offload: Offload,
 }
 
 impl Compute {

@@ -4,18 +4,21 @@
 //! Buffers::plan(planner) -> every buffer that a rank computes in, in order
 //!   planner = the device's   the worker's arena
 //!   planner = a counter      what `moejob plan` prints
-//! + host memory: snapshots, the checkpoint's copy, staging of exchanges
+//! + host memory: snapshots, the checkpoint's copy, staging of exchanges, what is offloaded
 //! ```
 //! Shapes: `T` tokens of a micro-batch, `D` model, `N` heads, `V` vocabulary, `E` experts, `K`
 //! top-k, `F` expert hidden, `R` routed rows, `U` distinct tokens that arrive.
 
 mod count;
 
-pub use count::{host_memory, rank_memory};
+pub use count::{
+    OFFLOADED_MASTERS, OFFLOADED_MOMENTS, beside_arena, host_memory, rank_memory,
+};
 
 use crate::buckets::BucketKind;
 use crate::config::{
-    Backend, GradientDtype, MomentDtype, Precision, RecoveryConfig, Recompute, TrainingConfig,
+    Backend, GradientDtype, MomentDtype, Offload, Precision, RecoveryConfig, Recompute,
+    TrainingConfig,
 };
 use crate::layout::{BLOCK, Division, Layout};
 use crate::mesh::Mesh;
@@ -37,6 +40,16 @@ pub struct RankMemory {
     pub committed: u64,
     /// Every token of the expert group chooses experts of this rank.
     pub worst: u64,
+    /// What of a GPU's state lies in the memory of its host; none of it is in the numbers above.
+    pub offloaded: Vec<Part>,
+}
+
+impl RankMemory {
+    /// Bytes of the host's memory that a GPU's state takes. Each update reads all of them and
+    /// writes all of them.
+    pub fn offloaded_bytes(&self) -> u64 {
+        self.offloaded.iter().map(|part| part.bytes).sum()
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -193,6 +206,8 @@ pub trait Planner {
     /// Starts the part of memory that the next buffers belong to.
     fn part(&mut self, name: &'static str);
     fn alloc(&mut self, kind: Kind, rows: Rows, width: u64) -> Self::Buffer;
+    /// `len` elements of the part `name` in the memory of a GPU's host.
+    fn alloc_on_host(&mut self, name: &'static str, kind: Kind, len: u64) -> Self::Buffer;
 }
 
 /// Rows that a rank computes at most, and with even routing.
@@ -257,8 +272,12 @@ pub struct Shape {
     pub buckets: Vec<BucketShape>,
     /// Parts of a micro-batch whose balance is a loss of its own.
     pub segments: u64,
+    /// There are gradients and optimizer state.
+    pub trains: bool,
     /// A processor computes.
     pub on_cpu: bool,
+    /// Moments and masters of buckets lie in the memory of a GPU's host.
+    pub offloads: bool,
     /// Positions whose keys and values are kept, where text is generated; none while training.
     pub cached: u64,
     /// Documents of a sequence may be kept apart, which takes kernels of their own.
@@ -339,7 +358,11 @@ impl Shape {
                 AuxLossScope::Sequence => training.micro_batch_size.into(),
                 _ => 1,
             },
+            trains: true,
             on_cpu: training.compute.backend == Backend::Cpu,
+            offloads: training.compute.offload == Offload::Host
+                && training.compute.backend == Backend::Cuda
+                && types.sums == Sums::Buckets,
             cached: 0,
             documents: true,
             workspace: crate::workspace::bytes(model, tokens, mesh.ep.into(), training, &types),
@@ -350,12 +373,18 @@ impl Shape {
 }
 
 impl Shape {
-    /// What is needed to generate text of up to `positions` tokens: no gradients, no moments.
-    pub fn generating(mut self, positions: u64) -> Shape {
-        self.cached = positions;
+    /// What is needed to compute with weights alone: no gradients, no moments, no masters.
+    pub fn measuring(mut self) -> Shape {
+        (self.trains, self.offloads) = (false, false);
         self.flats.owned.len = 0;
+        self.buckets.iter_mut().for_each(|bucket| bucket.owned = 0);
         (self.dense_depth, self.expert_depths, self.inbox) = (0, vec![0], 0);
         self
+    }
+
+    /// The same to generate text of up to `positions` tokens.
+    pub fn generating(self, positions: u64) -> Shape {
+        Shape { cached: positions, ..self.measuring() }
     }
 }
 

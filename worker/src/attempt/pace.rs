@@ -26,6 +26,15 @@ pub struct Pace {
     fits: bool,
 }
 
+/// Bytes of what is trained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InMemory {
+    /// Weights and moments of all ranks together, as snapshots have them.
+    pub state: u64,
+    /// What of them the ranks of this worker compute with in its memory, beside snapshots.
+    pub offloaded: u64,
+}
+
 impl Pace {
     /// Of a rank that copies `bytes`, whose worker keeps `kept` bytes where `room` are.
     pub fn new(bytes: u64, kept: u64, room: u64, now: Instant) -> Pace {
@@ -33,20 +42,21 @@ impl Pace {
         Pace { since: now, cost, fits: kept <= room }
     }
 
-    /// Of an attempt whose ranks' weights and moments are `state` bytes together, with the rank in
-    /// whose memory the snapshot of each lies beside its own. Ranks own alike, but for the last
-    /// blocks. One rank without room is enough: a resume from memory takes all of them.
+    /// Of an attempt with the rank in whose memory the snapshot of each lies beside its own. Ranks
+    /// own alike, but for the last blocks. One rank without room is enough: a resume from memory
+    /// takes all of them.
     ///
     /// # Errors
     /// See [`CommError`]: it is a collective of all ranks.
     pub fn agreed(
         members: &[Member],
         buddies: &[Option<u32>],
-        state: u64,
+        held: InMemory,
         comm: &mut Comm,
     ) -> Result<Pace, CommError> {
-        let shard = state.div_ceil(buddies.len().max(1) as u64);
-        let kept = GENERATIONS * shard * kept_with(members, buddies, comm.rank());
+        let shard = held.state.div_ceil(buddies.len().max(1) as u64);
+        let snapshots = GENERATIONS * shard * kept_with(members, buddies, comm.rank());
+        let kept = snapshots + held.offloaded;
         let mut pace = Pace::new(shard, kept, room(), Instant::now());
         let said = comm.gather_all(&[u8::from(pace.fits)], 1)?;
         pace.fits = said.iter().all(|fits| fits == &[1]);

@@ -9,7 +9,7 @@
 
 use crate::attempt::courier::Courier;
 use crate::attempt::gauge::Gauge;
-use crate::attempt::pace::Pace;
+use crate::attempt::pace::{InMemory, Pace};
 use crate::attempt::steps::Run;
 use crate::attempt::telling::Clock;
 use crate::checkpoint::desk::Ask;
@@ -29,6 +29,7 @@ use crate::engine::step::{Engine, OpenError};
 use crate::engine::trace::{STEPS_SKIPPED, Trace};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use crate::failure::{Failure, chain};
+use moejob_kernels::{KernelError, Lack};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::memory::GENERATIONS;
@@ -218,8 +219,10 @@ impl Trainer {
         self.desk.ask(Ask::Begin { fingerprint, retry_us });
         let gauge = gauge(config, &engine);
         let (state, buddies) = (state_bytes(&engine.model), resume::buddies(config));
+        let offloaded = engine.model.offloaded_bytes() * u64::from(config.ranks.max(1));
+        let held = InMemory { state, offloaded };
         let pace = if config.recovery.memory_auto {
-            Some(Pace::agreed(&config.members, &buddies, state, engine.links.comm())?)
+            Some(Pace::agreed(&config.members, &buddies, held, engine.links.comm())?)
         } else {
             None
         };
@@ -412,10 +415,24 @@ fn not_opened(config: &WorkerConfig, error: OpenError) -> Stop {
     match error {
         // It had room before. Who took it may be gone when the next engine looks.
         OpenError::Kernel(error) if again && error.is_memory() => Stop::Device(chain(&error)),
-        OpenError::Kernel(error) => failed(&error, "free memory or use fewer threads"),
+        OpenError::Kernel(error) => failed(&error, advice_on(&error)),
         OpenError::Links(NoLinks::Comm(error)) => Stop::Comm(error),
         OpenError::Links(error) if again && error.is_memory() => Stop::Device(chain(&error)),
         OpenError::Links(error) => failed(&error, "`moejob doctor` tells what this machine has"),
+    }
+}
+
+fn advice_on(error: &KernelError) -> &'static str {
+    match error.lack() {
+        Some(Lack::Device) => {
+            "end what else uses the GPU, lower training.microBatchSize, or set recompute, offload: \
+             host, or momentDtype: bf16"
+        }
+        Some(Lack::Host) => {
+            "free memory of the machine, give the container more of it or let it lock more \
+             (`ulimit -l unlimited`), or set training.offload: none"
+        }
+        None => "free memory or use fewer threads",
     }
 }
 

@@ -7,21 +7,34 @@ use crate::engine::links::Links;
 use crate::engine::round::{Aim, Round};
 use crate::hf::{Weights, load};
 use crate::engine::model::Model;
+use crate::failure::chain;
 use crate::state::rank::{DeviceFailed, RankState};
 use moejob_kernels::{Device, KernelError};
 use moejob_protocol::config::{
-    AdamW, Compute, DataConfig, DataSource, Precision, Recompute, Schedule, TokenType,
+    AdamW, Backend, Compute, DataConfig, DataSource, Precision, Recompute, Schedule, TokenType,
     TrainingConfig,
 };
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
+use moejob_protocol::model::ModelConfig;
 use std::path::Path;
 
-/// Tokens that are computed together at most, unless one sequence has more.
+/// Tokens that processors compute together at most, unless one sequence has more.
 const TOKENS_TOGETHER: u64 = 2048;
-/// Logits that are kept at once.
+/// The same of a GPU, which is idle with fewer.
+const TOKENS_OF_A_GPU: u64 = 16384;
+/// Logits that processors keep at once.
 const LOGITS_MAX: u64 = 1 << 26;
+
+/// What measures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Measurer {
+    /// So many threads, in fp32.
+    Processors { threads: usize },
+    /// The first GPU that the driver shows.
+    Gpu { precision: Precision },
+}
 
 /// What was measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -54,6 +67,9 @@ pub enum EvalError {
     Failed(#[from] DeviceFailed),
     #[error("the loss of sequence {sequence} is not finite")]
     NotFinite { sequence: u64 },
+    /// By name: what of the model or of the numbers the device does not have.
+    #[error("{what}")]
+    Unsupported { what: String },
     #[error("{path} is of no kind that is read: text, .jsonl, .idx, .bin or .parquet")]
     Kind { path: String },
 }
@@ -107,21 +123,57 @@ fn escaped(name: &str) -> String {
     name.chars().map(each).collect()
 }
 
+impl Measurer {
+    /// What a model of `config` is planned from where sequences have so many tokens.
+    pub fn training(self, config: &ModelConfig, sequence_length: u32) -> TrainingConfig {
+        let (together, precision) = match self {
+            Measurer::Processors { .. } => {
+                let logits = LOGITS_MAX / u64::from(config.vocab_size);
+                (TOKENS_TOGETHER.min(logits), Precision::Fp32)
+            }
+            Measurer::Gpu { precision } => (TOKENS_OF_A_GPU, precision),
+        };
+        let batch = (together / u64::from(sequence_length)).max(1) as u32;
+        let mut training = training(sequence_length, batch, precision);
+        if let Measurer::Gpu { .. } = self {
+            training.compute.backend = Backend::Cuda;
+            // Layers share the memory of one. On processors what nobody touches takes none.
+            training.recompute = Recompute::Full;
+        }
+        training
+    }
+
+    /// A model without weights yet.
+    fn model(
+        self,
+        config: &ModelConfig,
+        training: &TrainingConfig,
+        documents: bool,
+    ) -> Result<Model, KernelError> {
+        let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
+        let (device, layout) = match self {
+            Measurer::Processors { threads } => (Device::cpu(threads, 0)?, layout),
+            Measurer::Gpu { .. } => (Device::cuda(0, 0)?, layout.by_buckets()),
+        };
+        let shape = Shape::new(config, &layout, 0, training).measuring();
+        let shape = Shape { documents, ..shape };
+        Model::on(device, shape, config, &layout, 0, training)
+    }
+}
+
 /// Measures. `progress` hears targets done and in all.
 ///
 /// # Errors
-/// Weights or data are refused.
+/// Weights or data are refused, or the device has no room or fails.
 pub fn evaluate(
     weights: &Weights,
     data: &DataConfig,
     sequence_length: u32,
-    threads: usize,
+    measurer: Measurer,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Evaluation, EvalError> {
     let config = weights.model();
-    let together = TOKENS_TOGETHER.min(LOGITS_MAX / u64::from(config.vocab_size));
-    let batch = (together / u64::from(sequence_length)).max(1) as u32;
-    let training = training(sequence_length, batch, Precision::Fp32);
+    let training = measurer.training(config, sequence_length);
     let one = TrainingConfig { global_batch_size: 1, micro_batch_size: 1, ..training.clone() };
     let mut corpus = match Corpus::open(data, &one, config.vocab_size) {
         Err(DataError::TooSmall { found, .. }) => {
@@ -129,26 +181,38 @@ pub fn evaluate(
         }
         opened => opened?,
     };
-    let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
-    let mut shape = Shape::new(config, &layout, 0, &training);
-    shape.documents = data.reset_at_boundaries;
-    let mut model = Model::on(Device::cpu(threads, 0)?, shape, config, &layout, 0, &training)?;
+    let mut model = measurer.model(config, &training, data.reset_at_boundaries)?;
     load(weights, &mut model)?;
     model.finish()?;
+    measure(&mut model, &mut corpus, progress)
+}
+
+/// The same of a model that has its weights, on sequences as long as it was planned for.
+///
+/// # Errors
+/// The data changed, the device failed, or a loss is no number.
+pub fn measure(
+    model: &mut Model,
+    corpus: &mut Corpus,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Evaluation, EvalError> {
     let mut links = Links::solo();
-    let (windows, length) = (corpus.windows(), sequence_length as usize);
+    let (batch, length) = (model.shape.batch, model.sequence());
+    let windows = corpus.windows();
     let (mut sum, mut done) = (0.0, 0);
     while done < windows {
-        let count = u64::from(batch).min(windows - done);
+        let count = batch.min(windows - done);
         let tokens = count as usize * length;
         let mut rows = Batch::new(tokens);
         corpus.fill_in_order(done, &mut rows)?;
         model.load_documents(&rows.ids, &rows.targets, rows.starts.as_deref());
-        let round = Round { aim: Aim::Activations, ..Round::alone(tokens) };
-        let mut pass = Pass::new(&mut model, &mut links, &round);
+        let computed = model.computed_together(tokens);
+        let round = Round { aim: Aim::Activations, ..Round::alone(computed) };
+        let mut pass = Pass::new(model, &mut links, &round);
         pass.forward();
         pass.loss(None);
         let loss = model.read_loss();
+        model.device.check().map_err(|error| DeviceFailed(chain(error)))?;
         if !loss.is_finite() {
             return Err(EvalError::NotFinite { sequence: done });
         }

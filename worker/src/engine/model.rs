@@ -23,7 +23,7 @@ use moejob_kernels::{
 use moejob_protocol::buffers::{Buffers, Moe, MoeScratch};
 use moejob_protocol::config::{Precision, TrainingConfig};
 use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::{Kind, Planner, Rows, Shape, Sums};
+use moejob_protocol::memory::{Kind, Planner, Rows, Shape, Sums, beside_arena};
 use moejob_protocol::model::{ModelConfig, Param};
 use moejob_protocol::owners::Owners;
 
@@ -91,6 +91,10 @@ impl Planner for ArenaPlanner<'_> {
         };
         self.plan.alloc(dtype(kind), (rows * width) as usize)
     }
+
+    fn alloc_on_host(&mut self, _name: &'static str, kind: Kind, len: u64) -> Buffer {
+        self.plan.alloc_on_host(dtype(kind), len as usize)
+    }
 }
 
 pub(crate) fn dtype(kind: Kind) -> DType {
@@ -148,7 +152,8 @@ impl Model {
         prepare(&mut device, config, &mut shape, training, &descs)?;
         let mut planner = ArenaPlanner { shape: &shape, plan: ArenaPlan::new() };
         let buffers = Buffers::plan(config, &shape, &mut planner);
-        device.reserve(planner.plan.bytes())?;
+        let with_others = layout.mesh.world() > 1;
+        device.reserve_planned(&planner.plan, beside_arena(with_others) as usize)?;
         let params = config.params();
         let places = (shape.types.sums == Sums::Buckets)
             .then(|| Places::new(config, &params, layout, rank));
@@ -199,7 +204,7 @@ impl Model {
             router_scale,
             lane: Lane::default(),
         };
-        if let Some(places) = model.places.clone() {
+        if let Some(places) = model.places.clone().filter(|_| model.shape.trains) {
             places.write_tables(&mut model);
         }
         if let Some(spread) = &model.buffers.scratch.spread {
@@ -291,6 +296,15 @@ impl Model {
     /// Where the gradient of the parameter at `index` is summed, of a model in buckets.
     pub fn bucket_gradient(&self, index: usize) -> Option<Buffer> {
         self.places.as_ref()?.find(&self.buffers.buckets, |bucket| bucket.gradient, index)
+    }
+
+    /// Bytes of state that lie in the memory of a GPU's host.
+    pub fn offloaded_bytes(&self) -> u64 {
+        let parts = self.buffers.buckets.iter().flat_map(|bucket| {
+            bucket.master.into_iter().chain([bucket.moment1, bucket.moment2])
+        });
+        let far = parts.filter(|part| part.offset_on_host().is_some());
+        far.map(|part| part.bytes() as u64).sum()
     }
 
     /// The head of `tokens`.

@@ -4,6 +4,7 @@
 //! kept as it is stored          device <-> host
 //! bf16 weight + low half        join, split  <-> stage in device memory <-> host
 //! bf16 moments                  cast         <-> stage                  <-> host
+//! offloaded, as it is stored    copy         <-> stage                  <-> host
 //! weight of another's master    rounded      <-  stage                  <-  host
 //! ```
 //! A stage holds 16 Mi elements; what is longer passes in pieces. In a bucket a rank has masters
@@ -26,13 +27,18 @@ use std::ops::Range;
 enum Kept {
     /// As they are stored.
     Whole(Buffer),
+    /// The same in the memory of a GPU's host. They pass through the stage: the driver makes the
+    /// host wait for a copy from there to there.
+    Far(Buffer),
     /// A bf16 weight and the low half of its master.
     Halves { weight: Buffer, low: Buffer },
     /// A master of its own beside the weight.
     Separate { weight: Buffer, master: Buffer },
+    /// The same, the master in the memory of a GPU's host.
+    FarSeparate { weight: Buffer, master: Buffer },
     /// Rounded.
     Rounded(Buffer),
-    /// A weight whose master another rank keeps as halves: it rounds as that one does.
+    /// A weight whose master another rank keeps as halves, or nobody: it rounds as that one does.
     Half(Buffer),
 }
 
@@ -41,9 +47,13 @@ impl Kept {
         let cut = |buffer: Buffer| buffer.slice(start, len);
         match self {
             Kept::Whole(buffer) => Kept::Whole(cut(buffer)),
+            Kept::Far(buffer) => Kept::Far(cut(buffer)),
             Kept::Halves { weight, low } => Kept::Halves { weight: cut(weight), low: cut(low) },
             Kept::Separate { weight, master } => {
                 Kept::Separate { weight: cut(weight), master: cut(master) }
+            }
+            Kept::FarSeparate { weight, master } => {
+                Kept::FarSeparate { weight: cut(weight), master: cut(master) }
             }
             Kept::Rounded(buffer) => Kept::Rounded(cut(buffer)),
             Kept::Half(buffer) => Kept::Half(cut(buffer)),
@@ -52,8 +62,13 @@ impl Kept {
 
     fn len(self) -> usize {
         match self {
-            Kept::Whole(buffer) | Kept::Rounded(buffer) | Kept::Half(buffer) => buffer.len(),
-            Kept::Halves { weight, .. } | Kept::Separate { weight, .. } => weight.len(),
+            Kept::Whole(buffer)
+            | Kept::Far(buffer)
+            | Kept::Rounded(buffer)
+            | Kept::Half(buffer) => buffer.len(),
+            Kept::Halves { weight, .. }
+            | Kept::Separate { weight, .. }
+            | Kept::FarSeparate { weight, .. } => weight.len(),
         }
     }
 }
@@ -107,15 +122,30 @@ impl Model {
                     if part == Part::Moment1 { bucket.moment1 } else { bucket.moment2 };
                 let moment = in_chunk(moment, run);
                 let whole = moment.dtype() == self.table().stored;
-                return if whole { Kept::Whole(moment) } else { Kept::Rounded(moment) };
+                return match (whole, moment.offset_on_host()) {
+                    (false, _) => Kept::Rounded(moment),
+                    (true, None) => Kept::Whole(moment),
+                    (true, Some(_)) => Kept::Far(moment),
+                };
             }
             let weight = cut(bucket.weight, run);
+            if !self.shape.trains {
+                return match weight.dtype() {
+                    dtype if dtype == self.table().stored => Kept::Whole(weight),
+                    DType::Bf16 => Kept::Half(weight),
+                    _ => Kept::Rounded(weight),
+                };
+            }
             match (master(bucket), owned) {
                 (Master::Weight, _) => Kept::Whole(weight),
                 (Master::LowBits(low), true) => Kept::Halves { weight, low: in_chunk(low, run) },
                 (Master::LowBits(_), false) => Kept::Half(weight),
                 (Master::Separate(master), true) => {
-                    Kept::Separate { weight, master: in_chunk(master, run) }
+                    let master = in_chunk(master, run);
+                    match master.offset_on_host() {
+                        None => Kept::Separate { weight, master },
+                        Some(_) => Kept::FarSeparate { weight, master },
+                    }
                 }
                 (Master::Separate(_), false) => Kept::Rounded(weight),
             }
@@ -151,7 +181,11 @@ impl Model {
         match kept {
             Kept::Whole(buffer) => buffer,
             Kept::Separate { master, .. } => master,
-            Kept::Halves { .. } | Kept::Rounded(_) | Kept::Half(_) => stage,
+            Kept::Far(_)
+            | Kept::FarSeparate { .. }
+            | Kept::Halves { .. }
+            | Kept::Rounded(_)
+            | Kept::Half(_) => stage,
         }
     }
 
@@ -169,6 +203,11 @@ impl Model {
             }
             Kept::Separate { weight, master } => {
                 self.device.cast(&Cast { from: master, to: weight });
+            }
+            Kept::Far(to) => self.device.copy(stage, to),
+            Kept::FarSeparate { weight, master } => {
+                self.device.copy(stage, master);
+                self.device.cast(&Cast { from: stage, to: weight });
             }
             Kept::Rounded(to) => self.device.cast(&Cast { from: stage, to }),
         }
@@ -247,6 +286,9 @@ impl RankState for Model {
                 }
                 Kept::Rounded(from) | Kept::Half(from) => {
                     model.device.cast(&Cast { from, to: stage });
+                }
+                Kept::Far(from) | Kept::FarSeparate { master: from, .. } => {
+                    model.device.copy(from, stage);
                 }
                 Kept::Whole(_) | Kept::Separate { .. } => {}
             }

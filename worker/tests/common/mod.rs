@@ -2,6 +2,7 @@
 #![allow(dead_code)]
 
 pub mod disk;
+pub mod made;
 pub mod reference;
 
 use moe_worker::checkpoint::Disk;
@@ -82,6 +83,14 @@ pub fn training() -> TrainingConfig {
         recompute: Recompute::None,
         compute: Compute::default(),
     }
+}
+
+/// Widths that the kernels of GPUs want, behind a dense layer.
+pub fn fit_gpus(model: &mut ModelConfig) {
+    (model.hidden_size, model.head_dim, model.experts.intermediate_size) = (64, 32, 64);
+    (model.experts.count, model.dense_intermediate_size) = (6, 128);
+    (model.dense_layers, model.num_hidden_layers) = (vec![0], 3);
+    model.router.bias_update_rate = 0.0;
 }
 
 /// Writes eight files of made-up words below `root`.

@@ -5,7 +5,7 @@ use crate::job::Job;
 use crate::placement;
 use crate::profile::{Profile, Profiles};
 use crate::words::several;
-use moejob_protocol::config::Recompute;
+use moejob_protocol::config::{Backend, Offload, Recompute};
 use serde::Serialize;
 use std::cell::Cell;
 
@@ -65,7 +65,8 @@ pub fn changes(job: &Job, steps: u64) -> Search {
         cut.set(cut.get() || budget.is_short());
         found
     };
-    let kinds: [Kind; 6] = [nodes, micro_batch, recompute, devices, profile, experts];
+    let kinds: [Kind; 7] =
+        [nodes, micro_batch, recompute, offload, devices, profile, experts];
     let mut changes: Vec<Change> = kinds.iter().filter_map(|kind| tried(*kind, job)).collect();
     if changes.is_empty() {
         let mut least = job.clone();
@@ -143,6 +144,18 @@ fn recompute(job: &Job, fits: Fits) -> Option<Change> {
         let nodes = fits(&changed)?;
         Some(Change { set: vec![format!("spec.training.recompute: {name}")], nodes })
     })
+}
+
+/// Optimizer state of GPUs on their hosts.
+fn offload(job: &Job, fits: Fits) -> Option<Change> {
+    let compute = &job.training.compute;
+    if compute.backend == Backend::Cpu || compute.offload == Offload::Host {
+        return None;
+    }
+    let mut changed = job.clone();
+    changed.training.compute.offload = Offload::Host;
+    let nodes = fits(&changed)?;
+    Some(Change { set: vec!["spec.training.offload: host".to_string()], nodes })
 }
 
 /// Where the job says how many devices a node has, the nearest other number.

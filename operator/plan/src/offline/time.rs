@@ -5,12 +5,14 @@
 //! products    operations of a rank's tokens / (data sheet's rate x the part that is reached)
 //! tokens      of each layer and micro-batch: out to experts and back, forward and backward
 //! gradients   of dense weights over all ranks, of experts over their replicas, and weights back
+//! offload     optimizer state over the bus to the host and back, in the update
 //! ```
 //! Products and tokens follow each other. Gradients travel beside backward, so that only what takes
 //! longer than it counts.
 
 use crate::job::Job;
-use crate::placement::gib;
+use super::offload::OffloadPrice;
+use crate::placement::{self, gib};
 use crate::travel::{self, Machines};
 use moejob_protocol::config::{Backend, Recompute};
 use moejob_protocol::layout::Layout;
@@ -33,6 +35,9 @@ pub struct StepTime {
     /// Gradients and weights between GPUs, of which `exposed` counts.
     pub gradients_seconds: f64,
     pub exposed_seconds: f64,
+    /// Of the update, where optimizer state lies on the host.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub offload_seconds: Option<f64>,
     /// What all of it rests on, a sentence each.
     pub assumes: Vec<String>,
 }
@@ -78,7 +83,11 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
         2.0 * (links.ring(mesh.dp, dense) + links.ring(mesh.edp(), experts))
     });
     let exposed = (gradients - BACKWARD * products / rounds).max(0.0);
-    let seconds = products + exchange + exposed;
+    let price = (!training.compute.offload.is_none())
+        .then(|| OffloadPrice::of(job, &placement::memory(job, layout, 0)))
+        .flatten();
+    let offload = price.as_ref().and_then(|price| price.seconds);
+    let seconds = products + exchange + exposed + offload.unwrap_or(0.0);
     let all = f64::from(training.global_batch_size) * f64::from(training.sequence_length);
     let mut assumes = vec![format!(
         "products at {:.0}% of {} TFLOP/s, as profile {} says",
@@ -100,6 +109,9 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
     if again {
         assumes.push("what is computed again is a forward pass".to_string());
     }
+    if let Some(rate) = price.and_then(|price| price.rate) {
+        assumes.push(format!("optimizer state at {rate} GB/s each way between GPU and host"));
+    }
     Some(StepTime {
         seconds,
         tokens_per_second: all / seconds,
@@ -107,6 +119,7 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
         tokens_seconds: exchange,
         gradients_seconds: gradients,
         exposed_seconds: exposed,
+        offload_seconds: offload,
         assumes,
     })
 }
@@ -128,13 +141,16 @@ impl StepTime {
                 duration(self.gradients_seconds)
             ),
         ];
+        if let Some(seconds) = self.offload_seconds {
+            lines.push(format!("  {} optimizer state to the host and back", duration(seconds)));
+        }
         lines.extend(self.assumes.iter().map(|of| format!("  assumes {of}")));
         lines
     }
 }
 
 /// `290 ms`, `1.9 s`, `0`.
-fn duration(seconds: f64) -> String {
+pub(super) fn duration(seconds: f64) -> String {
     match seconds * 1e3 {
         ms if ms < 0.05 => "0 ms".to_string(),
         ms if ms < 10.0 => format!("{ms:.1} ms"),

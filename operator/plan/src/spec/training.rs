@@ -2,7 +2,7 @@
 
 use super::Word;
 use kube_derive::KubeSchema;
-use moejob_protocol::config::{GradientDtype, MomentDtype, TokenType};
+use moejob_protocol::config::{GradientDtype, MomentDtype, Offload, TokenType};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -224,7 +224,8 @@ pub struct ValidationSpec {
     validation = Rule::new("self.steps >= oldSelf.steps").message("training.steps only grows"),
     validation = Rule::new(unchanged!(
         "globalBatchSize", "microBatchSize", "precision", "momentDtype", "gradientDtype",
-        "attention", "optimizer", "schedule", "maxGradNorm", "recompute", "recomputeLayers", "seed"
+        "attention", "optimizer", "schedule", "maxGradNorm", "recompute", "recomputeLayers",
+        "offload", "seed"
     ))
         .message("training is immutable, but for steps")
 )]
@@ -264,6 +265,11 @@ pub struct TrainingSpec {
     /// Layers that are computed again together, with recompute full. Default: 1.
     #[schemars(range(min = 1, max = 65536))]
     pub recompute_layers: Option<u32>,
+    /// Where a GPU's optimizer state lies: none, in its own memory, or host, in that of its
+    /// machine, which each step's update reads and writes over the bus. `moejob plan` tells what
+    /// that spares and costs; no loss depends on it, and processors have it there anyway. Default:
+    /// none.
+    pub offload: Option<Word<Offload>>,
     /// Of the initial weights and of the order of the data. Default: 1.
     #[schemars(range(max = 9007199254740991u64))]
     pub seed: Option<u64>,

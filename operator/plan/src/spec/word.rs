@@ -1,6 +1,6 @@
 //! Words of a manifest that are those of the protocol: one list, for the schema and as typed.
 
-use moejob_protocol::config::{Backend, GradientDtype, MomentDtype, TokenType};
+use moejob_protocol::config::{Backend, GradientDtype, MomentDtype, Offload, TokenType};
 use moejob_protocol::model::{Activation, AuxLossScope, BalanceLoss, QkNorm, RouterKind, Scoring};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
@@ -44,6 +44,7 @@ words! {
     BalanceLoss: "switch" "gshard" "firstChoice" "loadImportance" "cvSquared" "kl" "none";
     GradientDtype: "auto" "bf16" "fp32";
     MomentDtype: "fp32" "bf16";
+    Offload: "none" "host";
     QkNorm: "none" "perHead" "full";
     RouterKind: "topK" "switch" "gshard" "tutel" "noisyTopK" "topP" "expertChoice" "hash";
     Scoring: "softmax" "sigmoid";

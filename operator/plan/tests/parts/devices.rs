@@ -30,6 +30,7 @@ fn one_gpu_trains_what_its_kernels_have() {
         ", precision: fp16, momentDtype: bf16",
         ", momentDtype: bf16",
         ", recompute: experts",
+        ", offload: host",
     ] {
         assert_eq!(refused("profile: gpu", "", training), [""; 0], "{training}");
     }
@@ -66,6 +67,27 @@ fn a_plan_counts_what_recompute_spares() {
         let part = activations(&format!(", microBatchSize: 1024, recompute: {recompute}"));
         assert!(part <= most * none, "{recompute}: {part} of {none}");
     }
+}
+
+/// On processors, where it lies on the host anyway, it is the same job.
+#[test]
+fn state_on_the_host_is_room_on_the_device() {
+    let layout = Layout::contiguous(Mesh::data_parallel(1, 1)).by_buckets();
+    let of = |nodes: &str, training: &str| {
+        let job = job(nodes, "", training);
+        let host = placement::host_memory(&job, &layout);
+        (placement::memory(&job, &layout, 0), host.iter().map(|part| part.bytes).sum::<u64>())
+    };
+    // Of OLMoE's 6.9 G parameters: fp32 moments, and 16 bits of the masters of matrices.
+    for (more, least, most) in [("", 69.0e9, 69.4e9), (", momentDtype: bf16", 41.4e9, 41.7e9)] {
+        let (plain, plain_host) = of("profile: gpu", more);
+        let (less, host) = of("profile: gpu", &format!("{more}, offload: host"));
+        let bytes = less.offloaded_bytes();
+        assert!((least..most).contains(&(bytes as f64)), "{bytes}");
+        assert_eq!((less.committed + bytes, host), (plain.committed, plain_host + bytes));
+    }
+    let manifest = |more: &str| job("profile: cpu", "", more);
+    assert_eq!(manifest(", offload: host"), manifest(""));
 }
 
 #[test]

@@ -89,6 +89,9 @@ pub struct BenchArgs {
     /// training.recompute.
     #[arg(long, value_parser = ["none", "selective", "experts", "full"])]
     pub recompute: Option<String>,
+    /// training.offload.
+    #[arg(long, value_parser = ["none", "host"])]
+    pub offload: Option<String>,
     /// Threads that compute, on processors; 0 is all of them.
     #[arg(long, default_value_t = 0, value_parser = whole(0, THREADS_MAX))]
     pub threads: u32,
@@ -169,6 +172,7 @@ fn job(args: &BenchArgs, preset: Preset, device: DeviceName) -> Result<Job, Refu
         ("gradientDtype", &args.gradients),
         ("attention", &args.attention),
         ("recompute", &args.recompute),
+        ("offload", &args.offload),
     ];
     for (field, choice) in choices {
         if let Some(choice) = choice {
@@ -477,12 +481,13 @@ impl Measured {
             (
                 "numbers",
                 format!(
-                    "{}, moments {}, gradients {}, attention {}, recompute {}",
+                    "{}, moments {}, gradients {}, attention {}, recompute {}{}",
                     as_typed(training.precision),
                     moments(compute.moment_dtype),
                     gradients(compute.gradient_dtype),
                     if compute.fast_attention { "fastest" } else { "deterministic" },
                     recompute(training.recompute),
+                    if compute.offload.is_none() { "" } else { ", state offloaded to the host" },
                 ),
             ),
             (

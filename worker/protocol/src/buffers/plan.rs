@@ -9,7 +9,8 @@ use super::{
 };
 use crate::layout::BLOCK;
 use crate::memory::{
-    BucketShape, Kind, Masters, Planner, Rows, PARAM_NUMBERS, STATISTICS, Shape, Sums,
+    BucketShape, Kind, Masters, OFFLOADED_MASTERS, OFFLOADED_MOMENTS, PARAM_NUMBERS, Planner, Rows,
+    STATISTICS, Shape, Sums,
 };
 use crate::model::{AuxLossScope, ModelConfig, QkNorm, RouterKind};
 
@@ -88,16 +89,24 @@ impl<B: Copy> Bucket<B> {
             (_, Masters::Separate) => (types.element, Some(Kind::F32), types.gradient),
         };
         let blocks = of.owned / BLOCK;
-        let mut part = |name, kind, len| {
-            planner.part(name);
-            planner.alloc(kind, Rows::Fixed(len), 1)
+        let mut part = |name, kind, len| match name {
+            OFFLOADED_MASTERS | OFFLOADED_MOMENTS => planner.alloc_on_host(name, kind, len),
+            name => {
+                planner.part(name);
+                planner.alloc(kind, Rows::Fixed(len), 1)
+            }
+        };
+        // What nothing but the update of a step reads and writes.
+        let (masters, moments) = match shape.offloads {
+            true => (OFFLOADED_MASTERS, OFFLOADED_MOMENTS),
+            false => ("masters", "moments"),
         };
         Bucket {
             weight: part("weights", weight, of.len),
-            master: master.map(|kind| part("masters", kind, of.owned)),
-            moment1: part("moments", types.moment, of.owned),
-            moment2: part("moments", types.moment, of.owned),
-            gradient: part("gradients", gradient, of.len),
+            master: master.filter(|_| shape.trains).map(|kind| part(masters, kind, of.owned)),
+            moment1: part(moments, types.moment, of.owned),
+            moment2: part(moments, types.moment, of.owned),
+            gradient: part("gradients", gradient, if shape.trains { of.len } else { 0 }),
             table: part("numbers", Kind::U32, blocks * BLOCK_WORDS),
             square_sums: part("numbers", Kind::F64, blocks),
         }

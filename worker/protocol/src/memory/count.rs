@@ -15,7 +15,14 @@ pub fn rank_memory(
 ) -> RankMemory {
     let shape = Shape::new(model, layout, rank, training);
     let headroom = model.experts.routed_headroom.max(1.0);
-    let mut count = Count { shape: &shape, parts: Vec::new(), headroom, committed: 0, worst: 0 };
+    let mut count = Count {
+        shape: &shape,
+        parts: Vec::new(),
+        offloaded: Vec::new(),
+        headroom,
+        committed: 0,
+        worst: 0,
+    };
     let _ = crate::buffers::Buffers::plan(model, &shape, &mut count);
     if training.compute.backend == Backend::Cuda {
         count.device(layout.mesh.world() > 1);
@@ -23,15 +30,23 @@ pub fn rank_memory(
         let shares = checkpoint_steps.is_multiple_of(recovery.memory_every_steps.max(1));
         count.host(model, layout, rank, shares);
     }
-    let Count { parts, committed, worst, .. } = count;
+    let Count { parts, offloaded, committed, worst, .. } = count;
     let balanced = parts.iter().map(|part| part.bytes).sum();
-    RankMemory { parts, balanced, committed: balanced + committed, worst: balanced + worst }
+    let (committed, worst) = (balanced + committed, balanced + worst);
+    RankMemory { parts, balanced, committed, worst, offloaded }
+}
+
+/// What a GPU takes beside its context and its arena: cuBLASLt's workspace, tables, and with others
+/// NCCL's buffers.
+pub fn beside_arena(with_others: bool) -> u64 {
+    TABLES_BYTES + if with_others { LINKS_BYTES + NEXT_LINKS_BYTES } else { 0 }
 }
 
 /// A planner that only counts.
 struct Count<'a> {
     shape: &'a Shape,
     parts: Vec<Part>,
+    offloaded: Vec<Part>,
     headroom: f64,
     /// Beyond the balanced bytes.
     committed: u64,
@@ -40,10 +55,7 @@ struct Count<'a> {
 
 impl Count<'_> {
     fn add(&mut self, name: &'static str, bytes: u64) {
-        match self.parts.iter_mut().find(|part| part.name == name) {
-            Some(part) => part.bytes += bytes,
-            None => self.parts.push(Part { name, bytes }),
-        }
+        add_to(&mut self.parts, name, bytes);
     }
 
     /// What a GPU takes beside the arena: its context and modules, cuBLASLt's workspace, tables,
@@ -87,6 +99,13 @@ impl Count<'_> {
     }
 }
 
+fn add_to(parts: &mut Vec<Part>, name: &'static str, bytes: u64) {
+    match parts.iter_mut().find(|part| part.name == name) {
+        Some(part) => part.bytes += bytes,
+        None => parts.push(Part { name, bytes }),
+    }
+}
+
 impl Planner for Count<'_> {
     type Buffer = ();
 
@@ -113,7 +132,15 @@ impl Planner for Count<'_> {
         let last = self.parts.last_mut().expect("`part` comes before `alloc`");
         last.bytes += even as u64;
     }
+
+    fn alloc_on_host(&mut self, name: &'static str, kind: Kind, len: u64) {
+        add_to(&mut self.offloaded, name, len * kind.bytes());
+    }
 }
+
+/// Parts of a GPU's state that may lie on its host.
+pub const OFFLOADED_MASTERS: &str = "offloaded masters";
+pub const OFFLOADED_MOMENTS: &str = "offloaded moments";
 
 /// The memory of the host of a process that drives a GPU, as it grows to over hours: the driver's,
 /// NCCL's 0.8 GiB, code of kernels, pinned pieces for copies of state.
@@ -130,19 +157,23 @@ fn pipe_bytes(world: u64) -> u64 {
 }
 
 /// The memory of the host that a worker needs beside GPUs, part by part: `ranks` ranks of `world`,
-/// each with a shard of so many bytes. Snapshots are counted whole: a worker on a machine with less
-/// memory takes none, and goes on from checkpoints alone.
-pub fn host_memory(shard: u64, ranks: u64, world: u64) -> Vec<Part> {
+/// each with a shard of so many bytes, and with `offloaded` parts of its state on the host.
+/// Snapshots are counted whole: a worker on a machine with less memory takes none, and goes on from
+/// checkpoints alone.
+pub fn host_memory(shard: u64, ranks: u64, world: u64, offloaded: &[Part]) -> Vec<Part> {
     let own = ranks * shard;
     let others = world > ranks;
-    vec![
+    let mut parts = vec![
         Part { name: "snapshots", bytes: GENERATIONS * own },
         Part { name: "snapshots of others", bytes: if others { GENERATIONS * own } else { 0 } },
         Part { name: "checkpoint", bytes: own },
         Part { name: "engines", bytes: ranks * ENGINE_BYTES },
         Part { name: "worker", bytes: WORKER_BYTES },
         Part { name: "pipes between ranks", bytes: ranks * pipe_bytes(world) },
-    ]
+    ];
+    let of_all = |part: &Part| Part { bytes: ranks * part.bytes, ..part.clone() };
+    parts.extend(offloaded.iter().map(of_all));
+    parts
 }
 
 /// What every rank owns where buckets are divided.
@@ -165,7 +196,7 @@ mod tests {
     #[test]
     fn the_pipes_of_a_large_gang_are_counted() {
         let pipes = |ranks, world| {
-            let parts = host_memory(1 << 30, ranks, world);
+            let parts = host_memory(1 << 30, ranks, world, &[]);
             let found = parts.into_iter().find(|part| part.name == "pipes between ranks");
             found.map(|part| part.bytes)
         };
@@ -173,5 +204,16 @@ mod tests {
         assert_eq!(pipes(8, 512), Some(8 * (2 * 511 + 2) * PIPE_BYTES));
         assert_eq!(pipes(1, 2), Some((2 + 2) * PIPE_BYTES));
         assert_eq!(pipes(1, 1), Some(0));
+    }
+
+    #[test]
+    fn what_all_ranks_offload_is_memory_of_their_host() {
+        let offloaded = [Part { name: OFFLOADED_MOMENTS, bytes: 5 }];
+        let all = |offloaded| -> u64 {
+            host_memory(1 << 30, 8, 16, offloaded).iter().map(|part| part.bytes).sum()
+        };
+        assert_eq!(all(&offloaded), all(&[]) + 40);
+        let parts = host_memory(1 << 30, 8, 16, &offloaded);
+        assert_eq!(parts.last(), Some(&Part { name: "offloaded moments", bytes: 40 }));
     }
 }

@@ -1,0 +1,211 @@
+//! Whether a GPU, and its host, have the memory that is planned: asked before any of it is taken.
+//!
+//! ```text
+//! Wanted, what driver and system tell --lack--> none: there is room; else what is missing, of what
+//! ```
+//! What is missing may come: a process that was killed gives its memory back some time later.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use super::driver::Gpu;
+use super::error::CudaError;
+use super::nvml::{GpuProcess, Monitor, Nvml};
+
+/// Bytes that are planned.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Wanted {
+    /// Of the GPU: what is taken next, and what follows it.
+    pub arena: usize,
+    pub beside: usize,
+    pub host: usize,
+}
+
+/// What there is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct There {
+    free: usize,
+    total: usize,
+    /// Of the host, the least that anything tells.
+    host: Option<usize>,
+}
+
+/// What is missing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Lack {
+    Device { wanted: usize, free: usize, total: usize },
+    Host { wanted: usize, available: usize },
+}
+
+impl Lack {
+    /// Waiting for others cannot help.
+    pub fn is_for_ever(self) -> bool {
+        matches!(self, Lack::Device { wanted, total, .. } if wanted > total)
+    }
+
+    /// In words, with who may have what is missing.
+    pub fn refusal(self, gpu: &Gpu) -> CudaError {
+        match self {
+            Lack::Device { wanted, free, total } => {
+                let device = format!("GPU {} ({})", gpu.ordinal(), gpu.name());
+                let why = words(&device, [wanted, free, total], others(gpu).as_deref());
+                CudaError::NoRoom { why }
+            }
+            Lack::Host { wanted, available } => {
+                let why = format!("{} are available", gib(available));
+                CudaError::HostMemory { bytes: wanted, why }
+            }
+        }
+    }
+}
+
+/// What of `wanted` is not there at the moment.
+pub(super) fn lack(gpu: &Gpu, wanted: Wanted) -> Result<Option<Lack>, CudaError> {
+    let (free, total) = gpu.memory()?;
+    let host = if wanted.host > 0 { available(Path::new("/")) } else { None };
+    Ok(judge(wanted, There { free, total, host }))
+}
+
+fn judge(wanted: Wanted, there: There) -> Option<Lack> {
+    let There { free, total, host } = there;
+    let of_device = wanted.arena.saturating_add(wanted.beside);
+    if of_device > free {
+        return Some(Lack::Device { wanted: of_device, free, total });
+    }
+    let available = host.filter(|available| wanted.host > *available)?;
+    Some(Lack::Host { wanted: wanted.host, available })
+}
+
+/// Processes of others on the GPU, and their names; none where the driver does not tell.
+fn others(gpu: &Gpu) -> Option<Vec<(GpuProcess, String)>> {
+    let monitor = Nvml::load().and_then(|nvml| Monitor::open(&nvml, gpu.uuid())).ok()?;
+    let mut others = monitor.processes()?;
+    others.retain(|process| process.pid != std::process::id());
+    let named = |process: GpuProcess| {
+        let name = std::fs::read_to_string(format!("/proc/{}/comm", process.pid));
+        (process, name.unwrap_or_default().trim().to_owned())
+    };
+    Some(others.into_iter().map(named).collect())
+}
+
+/// `[wanted, free, total]` bytes of `device`, and who else computes on it.
+fn words(
+    device: &str,
+    bytes: [usize; 3],
+    others: Option<&[(GpuProcess, String)]>,
+) -> String {
+    let [wanted, free, total] = bytes.map(gib);
+    let mut words = format!(
+        "{wanted} of {device} are planned, and {free} of its {total} are free"
+    );
+    match others {
+        None => words.push_str("; the driver does not tell who else uses it"),
+        Some([]) => words.push_str(
+            "; no other process is seen from here, so it may be one of another container, or one \
+             that has just ended",
+        ),
+        Some(others) => {
+            for (at, (process, name)) in others.iter().enumerate() {
+                let sign = if at == 0 { ":" } else { "," };
+                let _ = write!(words, "{sign} process {}", process.pid);
+                if !name.is_empty() {
+                    let _ = write!(words, " ({name})");
+                }
+                match process.bytes {
+                    Some(bytes) => {
+                        let _ = write!(words, " has {}", gib(bytes as usize));
+                    }
+                    None => words.push_str(" uses it, too"),
+                }
+            }
+        }
+    }
+    words
+}
+
+fn gib(bytes: usize) -> String {
+    format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
+}
+
+/// Bytes that a process may still take of the machine whose `/proc` and `/sys` lie under `root`,
+/// by the machine and by the control group that a container shows it.
+fn available(root: &Path) -> Option<usize> {
+    let read = |path: &str| std::fs::read_to_string(root.join(path)).ok();
+    let number = |text: &str| text.trim().parse::<usize>().ok();
+    let field = |text: &str, name: &str| {
+        let rest = text.lines().find_map(|line| line.strip_prefix(name))?;
+        number(rest.split_whitespace().next()?)
+    };
+    let machine = read("proc/meminfo").and_then(|text| field(&text, "MemAvailable:"));
+    let machine = machine.map(|kib| kib << 10);
+    let of_group = |name: &str| read(&format!("sys/fs/cgroup/memory.{name}"));
+    let left = of_group("max").as_deref().and_then(number).zip(
+        of_group("current").as_deref().and_then(number),
+    );
+    // What files have in the page cache is given back when it is needed.
+    let cached = of_group("stat").and_then(|text| field(&text, "inactive_file ")).unwrap_or(0);
+    let left = left.map(|(most, used)| most.saturating_sub(used.saturating_sub(cached)));
+    machine.into_iter().chain(left).min()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: usize = 1 << 30;
+
+    #[test]
+    fn there_is_room_or_something_is_missing() {
+        let there = There { free: 50 * GIB, total: 80 * GIB, host: Some(9 * GIB) };
+        let of = |arena, beside, host| {
+            let wanted = Wanted { arena: arena * GIB, beside: beside * GIB, host: host * GIB };
+            judge(wanted, there)
+        };
+        assert_eq!(of(48, 2, 9), None);
+        let device = |wanted: usize| {
+            Some(Lack::Device { wanted: wanted * GIB, free: 50 * GIB, total: 80 * GIB })
+        };
+        assert_eq!((of(49, 2, 0), of(81, 0, 10)), (device(51), device(81)));
+        assert_eq!(of(1, 1, 10), Some(Lack::Host { wanted: 10 * GIB, available: 9 * GIB }));
+        let lasts = [of(49, 2, 0), of(81, 0, 0), of(1, 1, 10)];
+        assert_eq!(lasts.map(|lack| lack.expect("one").is_for_ever()), [false, true, false]);
+        let unknown = There { host: None, ..there };
+        assert_eq!(judge(Wanted { arena: GIB, beside: 0, host: usize::MAX }, unknown), None);
+    }
+
+    #[test]
+    fn who_else_may_have_it_is_named() {
+        let said = |others: Option<&[(GpuProcess, String)]>| {
+            words("GPU 0 (NVIDIA H100)", [60 * GIB, 50 * GIB, 80 * GIB], others)
+        };
+        let begin = "60.0 GiB of GPU 0 (NVIDIA H100) are planned, and 50.0 GiB of its 80.0 GiB \
+                     are free";
+        let of = |pid, bytes: Option<u64>, name: &str| (GpuProcess { pid, bytes }, name.to_owned());
+        let others = [of(4711, Some(5 << 30), "python"), of(12, None, "")];
+        let named = "process 4711 (python) has 5.0 GiB, process 12 uses it, too";
+        assert_eq!(said(Some(&others)), format!("{begin}: {named}"));
+        assert!(said(Some(&[])).starts_with(&format!("{begin}; no other process is seen")));
+        assert_eq!(said(None), format!("{begin}; the driver does not tell who else uses it"));
+    }
+
+    #[test]
+    fn the_least_of_machine_and_control_group_is_available() {
+        let home = std::env::temp_dir().join(format!("moejob-room-{}", std::process::id()));
+        let put = |name: &str, text: &str| {
+            let path = home.join(name);
+            std::fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+            std::fs::write(path, text).expect("a file");
+        };
+        assert_eq!(available(&home), None);
+        put("proc/meminfo", "MemTotal: 9 kB\nMemAvailable: 5 kB\n");
+        assert_eq!(available(&home), Some(5 << 10));
+        put("sys/fs/cgroup/memory.max", "max\n");
+        put("sys/fs/cgroup/memory.current", "3000\n");
+        assert_eq!(available(&home), Some(5 << 10));
+        put("sys/fs/cgroup/memory.max", "4000\n");
+        assert_eq!(available(&home), Some(1000));
+        put("sys/fs/cgroup/memory.stat", "anon 1\ninactive_file 500\n");
+        assert_eq!(available(&home), Some(1500));
+        std::fs::remove_dir_all(&home).expect("a folder");
+    }
+}
