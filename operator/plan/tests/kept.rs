@@ -7,10 +7,12 @@ use moejob_plan::decide::{Action, FREEZE_PATIENCE};
 use moejob_plan::observed::{
     DeviceFailure, Millis, Outcome, Record, StopCause, Stored, WorkerState,
 };
+use moejob_plan::preflight::{Checked, Grade, Pair, Round, Rounds, Value};
 use moejob_plan::track::{Happening, Tracker};
 use moejob_protocol::message::{Held, Hello, LeftReason, Request, Up};
+use moejob_protocol::pair::{ID_DIGITS, Meeting, PAIR_CHECK, PairAnswer, PairSaid};
 use moejob_protocol::report::{Detail, Event, EventKind};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use world::{Setup, World};
 
 const NAMES: [&str; 4] = ["j-0", "j-1", "j-2", "j-3"];
@@ -333,4 +335,106 @@ fn a_freeze_is_waited_out_for_its_time_and_not_for_the_dead() {
     let mut world = freezing();
     world.tracker.silent("j-1", "nothing heard");
     assert_eq!(world.tracker.waits_out("j-1", 7_000), None);
+}
+
+/// Two workers without ranks, whose nodes are to measure together. `paired`: that of the second
+/// one has passed with another node before.
+fn measuring(paired: bool) -> (World, Vec<String>) {
+    let of = Setup { preflight: true, pairs: true, ..Setup::default() };
+    let mut world = World::new(Setup { min: 2, max: 2, nodes: 2, ..of });
+    world.settle();
+    let names = ["j-0", "j-1"];
+    for name in names {
+        let hello = said::hello(name, (0, "", None), &[]);
+        world.tracker.connected(name, "10.0.0.1:1", &hello);
+    }
+    let node = |name: &str| world.observed().worker(name).expect("a worker").node.clone();
+    let nodes = names.map(node);
+    let mut rounds = Rounds::new(nodes.iter().map(String::as_str), &BTreeSet::new());
+    assert_eq!(rounds.next_round(), [(nodes[0].clone(), nodes[1].clone())]);
+    let sides = [0, 1].map(|at| (names[at].to_string(), nodes[at].clone()));
+    for worker in &mut world.tracker.observed.workers {
+        assert_eq!(worker.state, WorkerState::Idle);
+        worker.checked = Checked::Passed;
+        worker.paired = paired && worker.name == "j-1";
+    }
+    let pairs = vec![Pair { number: 1, sides }];
+    world.tracker.done(&Action::MeasurePairs(Box::new(Round { rounds, pairs })), 1);
+    (world, nodes.to_vec())
+}
+
+fn answers(world: &mut World, name: &str, check: &str, value: Value) -> Vec<Happening> {
+    let measured = |check: &str, value: Value| {
+        let (check, of) = (check.to_string(), String::new());
+        moejob_plan::preflight::Measured { check, of, value }
+    };
+    let mut all = vec![measured(check, value)];
+    if check != PAIR_CHECK {
+        all.push(measured(PAIR_CHECK, Value::Number(1.0)));
+    }
+    let answer = PairAnswer { number: 1, said: PairSaid::Measured(all) };
+    world.tracker.heard(name, 0, &Up::Pair(answer), 2)
+}
+
+fn meets(world: &mut World) {
+    let meeting = Meeting { id: "0".repeat(ID_DIGITS), bytes: 1 << 20 };
+    let answer = PairAnswer { number: 1, said: PairSaid::Meets(meeting) };
+    assert_eq!(world.tracker.heard("j-0", 0, &Up::Pair(answer), 2), []);
+    world.tracker.done(&Action::RelayPair { number: 1, name: "j-1".to_string() }, 2);
+}
+
+fn checked(world: &World) -> Vec<(Checked, bool)> {
+    world.observed().workers.iter().map(|of| (of.checked, of.paired)).collect()
+}
+
+/// Two that are slow with each other, and nobody else: nobody knows which it is. One that served
+/// as a partner, since it had passed before, is as it was.
+#[test]
+fn a_partner_that_had_passed_is_as_it_was_unless_it_fails() {
+    let (mut world, nodes) = measuring(true);
+    meets(&mut world);
+    assert_eq!(answers(&mut world, "j-0", PAIR_CHECK, Value::Number(1.0)), []);
+    let news = answers(&mut world, "j-1", PAIR_CHECK, Value::Number(1.0));
+    let [Happening::Measured { node, grade: Grade::Warn, .. }] = &news[..] else {
+        panic!("{news:?}")
+    };
+    assert_eq!(*node, nodes[0]);
+    assert_eq!(checked(&world), [(Checked::Passed, true), (Checked::Passed, true)]);
+    // What speaks against it alone does count, and it is not asked again.
+    let (mut world, nodes) = measuring(true);
+    meets(&mut world);
+    assert_eq!(answers(&mut world, "j-0", PAIR_CHECK, Value::Number(1.0)), []);
+    let wrong = Value::Wrong { grade: Grade::Fail, what: "it went by sockets".to_string() };
+    let news = answers(&mut world, "j-1", "transport", wrong);
+    let told: Vec<(&String, Grade)> = news
+        .iter()
+        .map(|of| match of {
+            Happening::Measured { node, grade, .. } => (node, *grade),
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(told, [(&nodes[1], Grade::Fail)]);
+    assert_eq!(checked(&world), [(Checked::Passed, true), (Checked::Failed, true)]);
+}
+
+/// One that says nothing in time is asked again later; the others are not.
+#[test]
+fn who_says_nothing_of_its_pair_is_silent_and_has_not_failed() {
+    let (mut world, nodes) = measuring(false);
+    world.tracker.done(&Action::EndPair { number: 1, late: true }, 3);
+    let news = world.tracker.take_news();
+    let [Happening::Measured { node, grade: Grade::Fail, .. }] = &news[..] else {
+        panic!("{news:?}")
+    };
+    assert_eq!(*node, nodes[0]);
+    assert_eq!(checked(&world), [(Checked::Silent, false), (Checked::Passed, true)]);
+}
+
+/// A worker that is told to stop measures with nobody any more, though it is still there.
+#[test]
+fn a_pair_of_which_one_is_told_to_stop_leaves_the_other_alone() {
+    let (mut world, _) = measuring(false);
+    world.tracker.done(&Action::StopWorker { name: "j-0".to_string(), grace: 0 }, 2);
+    world.tracker.done(&Action::EndPair { number: 1, late: false }, 3);
+    assert_eq!(checked(&world), [(Checked::Passed, false), (Checked::Passed, true)]);
 }
