@@ -4,11 +4,13 @@ mod said;
 mod world;
 
 use moejob_plan::decide::{Action, FREEZE_PATIENCE};
+use moejob_plan::job::Venue;
 use moejob_plan::observed::{
     DeviceFailure, Millis, Outcome, Record, StopCause, Stored, WorkerState,
 };
 use moejob_plan::preflight::{Checked, Grade, Pair, Round, Rounds, Value};
 use moejob_plan::track::{Happening, Tracker};
+use moejob_protocol::links::Built;
 use moejob_protocol::message::{Held, Hello, LeftReason, Request, Up};
 use moejob_protocol::pair::{ID_DIGITS, Meeting, PAIR_CHECK, PairAnswer, PairSaid};
 use moejob_protocol::report::{Detail, Event, EventKind};
@@ -437,4 +439,33 @@ fn a_pair_of_which_one_is_told_to_stop_leaves_the_other_alone() {
     world.tracker.done(&Action::StopWorker { name: "j-0".to_string(), grace: 0 }, 2);
     world.tracker.done(&Action::EndPair { number: 1, late: false }, 3);
     assert_eq!(checked(&world), [(Checked::Passed, false), (Checked::Passed, true)]);
+}
+
+/// Workers of one machine are one node to NCCL: between them its rings may go as they like.
+#[test]
+fn rings_within_one_machine_are_as_planned() {
+    let found = |venue: Venue| {
+        let mut world = World::new(Setup { venue, ..Setup::default() });
+        world.settle();
+        for name in world.sims.keys().cloned().collect::<Vec<_>>() {
+            assert!(world.connect(&name));
+        }
+        world.settle();
+        let gang = world.observed().gang().expect("a gang");
+        let names = gang.members.iter().map(|member| member.worker.clone());
+        let names: Vec<String> = names.collect();
+        let mut told = Vec::new();
+        // 0 - 2 - 1 - 3 - 0, where the plan has them in order.
+        for (rank, before, behind) in [(0, 3, 2), (1, 2, 3), (2, 0, 1), (3, 1, 0)] {
+            let rings = BTreeSet::from([(before, behind)]);
+            let version = "2.28.9".to_string();
+            let built = Built { rank, version, rings, ..Built::default() };
+            told.extend(world.tracker.heard(&names[rank as usize], 1, &Up::Built(built), 2));
+        }
+        let [Happening::Rings(found)] = &told[..] else { panic!("{told:?}") };
+        found.clone()
+    };
+    let (machine, cluster) = (found(Venue::Local), found(Venue::Kubernetes));
+    assert_eq!(machine.differences(), Vec::<String>::new());
+    assert_ne!(cluster.differences(), Vec::<String>::new());
 }
