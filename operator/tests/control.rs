@@ -266,7 +266,7 @@ async fn sides_without_a_protocol_in_common_say_so() {
     match timeout(PATIENCE, leader.next()).await.expect("an answer") {
         (_, LeaderEvent::Ended { why: Ending::Unspoken, reason }) => {
             assert!(reason.starts_with("it speaks none of the control protocols"), "{reason}");
-            assert!(reason.contains("(2, 1)"), "what the leader speaks: {reason}");
+            assert!(reason.contains("(3, 2, 1)"), "what the leader speaks: {reason}");
         }
         other => panic!("{other:?}"),
     }
