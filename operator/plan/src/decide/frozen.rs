@@ -39,6 +39,10 @@ impl<'o> Planner<'o> {
     /// told that this one may, before the machine stands still. That holds for the whole attempt:
     /// a freeze that is over may not be the last one.
     pub(super) fn be_patient(&mut self, gang: &'o Gang) {
+        // Nearly always there is none, and no member is looked up.
+        if !self.observed.nodes.iter().any(|node| node.freezes) {
+            return;
+        }
         let freezes = |worker: &&Worker| self.index.freezes(&worker.node);
         let Some(node) = self.members(gang).flatten().find(freezes).map(|worker| &worker.node)
         else {

@@ -36,8 +36,8 @@ pub struct Link {
     writer: Option<JoinHandle<()>>,
 }
 
-/// The step that is told when nothing else waits. Whoever puts a report into the queue or takes one
-/// from it holds this lock, so that the order of all stays.
+/// The step that is told when nothing else waits. Whoever puts a report into the queue, or takes
+/// this one because the queue is empty, holds the lock, so that the order of all stays.
 type Newest = Arc<Mutex<Option<Frame<Up>>>>;
 
 fn lock(newest: &Newest) -> MutexGuard<'_, Option<Frame<Up>>> {
