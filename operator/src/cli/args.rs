@@ -10,6 +10,14 @@ pub const RUNS: &str = "runs";
 /// Threads that one process may compute with.
 pub const THREADS_MAX: u32 = 1024;
 
+/// How many threads compute where so many are typed: 0 is all processors.
+pub fn threads(typed: u32) -> usize {
+    match typed {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        threads => threads as usize,
+    }
+}
+
 /// A whole number of an argument.
 pub fn whole(least: u32, most: u32) -> impl Fn(&str) -> Result<u32, String> + Clone {
     move |text| {

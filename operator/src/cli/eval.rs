@@ -136,11 +136,7 @@ fn measurer(args: &EvalArgs, model: &ModelConfig, length: u32) -> Result<Measure
             let what = "--precision: processors measure in fp32; --device gpu has others";
             return Err(EvalError::Unsupported { what: what.to_string() });
         }
-        let threads = match args.threads {
-            0 => std::thread::available_parallelism().map_or(1, usize::from),
-            threads => threads as usize,
-        };
-        return Ok(Measurer::Processors { threads });
+        return Ok(Measurer::Processors { threads: args::threads(args.threads) });
     }
     let precision = match args.precision {
         None | Some(Numbers::Fp32) => Precision::Fp32,

@@ -169,7 +169,8 @@ fn generate(args: &GenerateArgs) -> Result<(), GenerateError> {
         None => text.trained.or(text.positions).unwrap_or(0).clamp(CONVERSATION, 1 << 17),
     };
     let capacity = first.saturating_add(args.max_tokens);
-    let decoder = Decoder::open(&weights, capacity, precision(args, &weights), threads(args))?;
+    let (numbers, threads) = (precision(args, &weights), args::threads(args.threads));
+    let decoder = Decoder::open(&weights, capacity, numbers, threads)?;
     let sampling = Sampling {
         temperature: args.temperature,
         top_k: args.top_k,
@@ -206,13 +207,6 @@ fn tokenizer(args: &GenerateArgs, text: &Text) -> Result<Tokenizer, GenerateErro
             ),
         })
     })
-}
-
-fn threads(args: &GenerateArgs) -> usize {
-    match args.threads {
-        0 => std::thread::available_parallelism().map_or(1, usize::from),
-        threads => threads as usize,
-    }
 }
 
 fn precision(args: &GenerateArgs, weights: &Weights) -> Precision {
