@@ -205,6 +205,24 @@ fn the_newest_are_kept() {
     assert_eq!(names, ["step-00000008", "step-00000010"]);
 }
 
+/// As in a GPU's job whose manifest does not say how often.
+#[test]
+fn where_nobody_said_how_often_checkpoints_are_written_from_snapshots() {
+    for world in [1, 2] {
+        let mut job = Job::new(layout(world, 1));
+        job.config.training.steps = 60;
+        job.config.recovery.memory_auto = true;
+        let checkpoint = &mut job.config.checkpoint;
+        (checkpoint.auto, checkpoint.every_steps, checkpoint.keep) = (true, 1, 100);
+        let (ends, _) = job.run(&mut trainers(world), None);
+        assert!(ends.iter().all(|end| *end == AttemptEnd::Completed { step: 60 }), "{ends:?}");
+        let found = checkpoint::list(&Disk::real(), &job.location()).expect("a location");
+        let steps: Vec<u64> = found.iter().map(|found| found.step).collect();
+        // The first snapshot costs nothing yet; how many follow is the clock's.
+        assert!(steps.len() > 1 && steps[0] < 4 && steps.last() == Some(&60), "{steps:?}");
+    }
+}
+
 /// The snapshot that the attempt began with takes no memory once there are newer ones. The state is
 /// large: one checkpoint at a time, in a slot beside two snapshots.
 #[test]

@@ -225,10 +225,12 @@ fn every_way_of_going_on_gives_the_bits_of_a_state_on_the_device() {
         for (first, then) in [(Offload::Host, Offload::None), (Offload::None, Offload::Host)] {
             let mut parts = made(first);
             let (ends, reports) = parts.run(&mut trainers(1), Some(7));
-            assert_eq!(ends, [AttemptEnd::Stopped { step: 7 }], "{what}");
+            // A GPU has begun a step more when it hears of a stop.
+            let [AttemptEnd::Stopped { step }] = ends[..] else { panic!("{what}: {ends:?}") };
+            assert!((7..=8).contains(&step), "{what}: stopped behind {step}");
             let mut rows = bits(&reports);
             parts.config.attempt = 2;
-            parts.config.resume = Resume::Checkpoint { step: 7, name: directory_name(7) };
+            parts.config.resume = Resume::Checkpoint { step, name: directory_name(step) };
             parts.config.training.compute.offload = then;
             rows.extend(complete(&parts));
             assert_eq!(rows, expected, "{what}: {first:?}, then {then:?}");

@@ -207,6 +207,7 @@ fn config(attempt: u32, seat: &str, edits: &[&str]) -> WorkerConfig {
         },
         checkpoint: CheckpointConfig {
             every_steps: 10,
+            auto: false,
             keep: 1,
             keep_best: false,
             location: String::new(),

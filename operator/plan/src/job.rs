@@ -131,6 +131,8 @@ impl DataFormat {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Checkpoint {
     pub every_steps: u64,
+    /// At least so many steps apart, and no more often than costs half a percent of the time.
+    pub auto: bool,
     pub keep: u32,
     /// The one with the least held-out loss is kept, too.
     pub keep_best: bool,
@@ -292,6 +294,7 @@ impl Job {
                 offload: Offload::None,
             };
             self.recovery.memory_auto = false;
+            self.checkpoint.auto = false;
         }
         self
     }
@@ -343,6 +346,10 @@ fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&ModelConfig>, profile: P
         pipeline_parallel: parallelism.pipeline.unwrap_or(1),
         checkpoint: Checkpoint {
             every_steps: checkpoint.every_steps.unwrap_or(200),
+            // The best one is of those at steps with a held-out loss, which come by number.
+            auto: checkpoint.every_steps.is_none()
+                && checkpoint.keep_best != Some(true)
+                && backend == Backend::Cuda,
             keep: checkpoint.keep.unwrap_or(3),
             keep_best: checkpoint.keep_best.unwrap_or(false),
             location: checkpoint.location,

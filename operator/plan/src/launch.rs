@@ -64,6 +64,7 @@ pub fn template(job: &Job, venue: Venue, job_uid: &str, places: &Places) -> Work
         data: data(job, places),
         checkpoint: CheckpointConfig {
             every_steps: job.checkpoint.every_steps,
+            auto: job.checkpoint.auto,
             keep: job.checkpoint.keep,
             keep_best: job.checkpoint.keep_best,
             location: places.checkpoints.clone(),

@@ -152,6 +152,32 @@ fn a_job_names_a_profile_that_there_is() {
     assert_eq!(profiles.names().count(), Profiles::shipped().names().count());
 }
 
+/// Copies of a GPU's state hold steps up, so their number follows from what they cost.
+#[test]
+fn how_often_a_gpu_saves_its_state_is_automatic_unless_it_is_said() {
+    let when = |profile: &str, said: &str| {
+        let text = format!(
+            "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  \
+             nodes: {{ profile: {profile} }}\n  model: {{ preset: tiny }}\n  data: {{ train: {{ \
+             text: {{ paths: [a] }} }}, sequenceLength: 64 }}\n  training: {{ steps: 10, \
+             globalBatchSize: 64 }}\n{said}"
+        );
+        let job = Job::read_with(text.as_bytes(), None, Profiles::shipped()).map_err(problems);
+        let job = job.unwrap_or_else(|said| panic!("{said}"));
+        let (checkpoint, memory) = (&job.checkpoint, &job.recovery);
+        let told = (checkpoint.every_steps, checkpoint.auto, memory.memory_auto);
+        let stand_in = job.clone().stand_in();
+        assert!(!stand_in.checkpoint.auto && !stand_in.recovery.memory_auto);
+        told
+    };
+    assert_eq!(when("cpu", ""), (200, false, false));
+    assert_eq!(when("gpu", ""), (200, true, true));
+    assert_eq!(when("ndm-a100-v4", "  checkpoint: { keep: 2 }\n"), (200, true, true));
+    assert_eq!(when("gpu", "  checkpoint: { everySteps: 50 }\n"), (50, false, true));
+    assert_eq!(when("gpu", "  checkpoint: { keepBest: true }\n"), (200, false, true));
+    assert_eq!(when("gpu", "  recovery: { memoryEverySteps: 5 }\n"), (200, true, false));
+}
+
 #[test]
 fn the_digest_is_of_what_is_said_and_not_of_how() {
     let digest = |text: &str| read("box", text.as_bytes()).unwrap().digest;

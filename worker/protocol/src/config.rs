@@ -412,6 +412,10 @@ pub struct ValidationConfig {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct CheckpointConfig {
     pub every_steps: u64,
+    /// Nobody said how often: so many steps lie between two at least, and copies for them cost no
+    /// more than half a percent of the time. On GPUs alone, whose copies are dear.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub auto: bool,
     pub keep: u32,
     /// The one with the least held-out loss is kept beside them. Workers of releases before do not
     /// know the field, so it is told only where it is asked for.

@@ -26,6 +26,16 @@ pub struct Pace {
     fits: bool,
 }
 
+/// When a checkpoint is due, where nobody said how often.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Saving {
+    /// Steps between two, at least, and those done when the last one began.
+    every: u64,
+    last: u64,
+    /// Of copies that are made for a checkpoint alone.
+    alone: Pace,
+}
+
 /// Bytes of what is trained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InMemory {
@@ -75,6 +85,30 @@ impl Pace {
     /// A snapshot was taken between the two.
     pub fn taken(&mut self, began: Instant, ended: Instant) {
         (self.since, self.cost) = (ended, ended.duration_since(began));
+    }
+}
+
+impl Saving {
+    /// Of a rank that copies `bytes`, behind `step`.
+    pub fn new(every: u64, step: u64, bytes: u64, now: Instant) -> Saving {
+        Saving { every, last: step, alone: Pace::new(bytes, 0, 0, now) }
+    }
+
+    /// Behind `step`, the next one. A checkpoint is written from a snapshot, and its copy costs nothing then:
+    /// `snapshot` says whether one is due; None: there is no room for any, or they come by number.
+    pub fn is_due(&self, step: u64, snapshot: Option<bool>, now: Instant) -> bool {
+        step.saturating_sub(self.last) >= self.every
+            && snapshot.unwrap_or_else(|| self.alone.is_due(now))
+    }
+
+    /// A checkpoint of the state behind `step` has begun.
+    pub fn began(&mut self, step: u64) {
+        self.last = step;
+    }
+
+    /// A copy was made for a checkpoint alone, between the two.
+    pub fn copied(&mut self, began: Instant, ended: Instant) {
+        self.alone.taken(began, ended);
     }
 }
 
@@ -130,6 +164,24 @@ mod tests {
         assert!(!pace.is_due(at(300.0)) && pace.is_due(at(300.5)));
         let large = Pace::new(83_000_000_000, 166_000_000_000, 90_000_000_000, start);
         assert!(!large.fits() && !large.is_due(at(1e6)));
+    }
+
+    #[test]
+    fn checkpoints_are_written_from_snapshots_that_are_taken_anyway() {
+        let start = Instant::now();
+        let at = |seconds: f64| start + Duration::from_secs_f64(seconds);
+        let mut saving = Saving::new(200, 1000, 20_000_000_000, start);
+        let with = |saving: &Saving, step| saving.is_due(step, Some(true), at(1.0));
+        assert!(!with(&saving, 1199) && with(&saving, 1200));
+        assert!(!saving.is_due(1200, Some(false), at(1e6)), "no copy for it alone");
+        saving.began(1201);
+        assert!(!with(&saving, 1400) && with(&saving, 1401));
+        // Without room for snapshots as often as its own copy may cost: 1 s until one was measured.
+        assert!(!saving.is_due(1500, None, at(199.0)) && saving.is_due(1500, None, at(200.0)));
+        saving.copied(at(200.0), at(202.0));
+        saving.began(1500);
+        assert!(!saving.is_due(9999, None, at(601.0)) && saving.is_due(1700, None, at(602.0)));
+        assert!(!saving.is_due(1699, None, at(602.0)));
     }
 
     #[test]

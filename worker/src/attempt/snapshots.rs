@@ -222,7 +222,11 @@ impl Run<'_> {
         if for_checkpoint {
             // Lent to its writer.
             drop(own.complete_for_checkpoint());
-            self.clock.stalls.checkpoint += (waited + began.elapsed()).as_secs_f64();
+            let ended = Instant::now();
+            self.clock.stalls.checkpoint += (waited + (ended - began)).as_secs_f64();
+            if let Some(saving) = &mut self.saving {
+                saving.copied(began.checked_sub(cost + waited).unwrap_or(began), ended);
+            }
         } else {
             let opened = Opened { own, theirs, beside: true, large };
             let slot = self.give_copies(step, opened, goes_on)?;
@@ -272,6 +276,7 @@ impl Run<'_> {
 
     /// The shard of `step` lies in a slot that was lent.
     fn begin_checkpoint(&mut self, step: u64, held_out: Option<f64>) {
+        self.saving.iter_mut().for_each(|saving| saving.began(step));
         self.saves.begin(step, held_out.filter(|_| self.keeps_best));
         if self.engine.model.device.as_cuda().is_some() {
             // The next snapshot finds another slot than the one that is written from.
@@ -296,7 +301,9 @@ impl Run<'_> {
                     return Ok(Taken::Later);
                 }
                 Some(Opened { mut own, .. }) => {
+                    let began = Instant::now();
                     snapshot::cut_into(&mut self.engine.model, own.bytes_mut())?;
+                    self.saving.iter_mut().for_each(|saving| saving.copied(began, Instant::now()));
                     return Ok(Taken::Now(own.complete_for_checkpoint()));
                 }
                 None if beside => return Ok(Taken::No),

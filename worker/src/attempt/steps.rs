@@ -2,7 +2,7 @@
 
 use crate::attempt::courier::Courier;
 use crate::attempt::gauge::Gauge;
-use crate::attempt::pace::Pace;
+use crate::attempt::pace::{Pace, Saving};
 use crate::attempt::recorder::Recorder;
 use crate::attempt::resume::{self, Sums, resumes_in_place};
 use crate::attempt::snapshots::{Goes, Leaving, Taken};
@@ -55,6 +55,8 @@ pub(crate) struct Run<'a> {
     pub ahead: bool,
     /// When state is copied to memory, where that is not every so many steps.
     pub pace: Option<Pace>,
+    /// The same of checkpoints.
+    pub saving: Option<Saving>,
     /// A copy of the state that is on its way.
     pub leaving: Option<Leaving>,
     /// The last snapshot that was due was left out.
@@ -185,7 +187,10 @@ impl Run<'_> {
                 Some(_) => 0,
                 None => config.recovery.memory_every_steps,
             },
-            checkpoint: config.checkpoint.every_steps,
+            checkpoint: match self.saving {
+                Some(_) => 0,
+                None => config.checkpoint.every_steps,
+            },
         }
     }
 
@@ -209,12 +214,16 @@ impl Run<'_> {
         let asked = self.control.take_requests();
         self.asked.checkpoint_now |= asked.checkpoint_now;
         self.asked.stop_after_this_step |= asked.stop_after_this_step;
-        let due = self.pace.is_some_and(|pace| pace.is_due(Instant::now()));
-        let due = due && self.leaving.is_none() && self.travels.is_none();
+        let (now, free) = (Instant::now(), self.leaving.is_none() && self.travels.is_none());
+        let due = free && self.pace.is_some_and(|pace| pace.is_due(now));
+        let with = self.pace.filter(Pace::fits).map(|_| due);
+        let saving = self.saving.filter(|_| free && self.saves.has_room());
+        let saves = saving.is_some_and(|saving| saving.is_due(self.step + 1, with, now));
+        let first = self.engine.model.rank == 0;
         let mut end = StepEnd {
-            checkpoint_now: self.asked.checkpoint_now,
+            checkpoint_now: self.asked.checkpoint_now || first && saves,
             stop_after_this_step: self.asked.stop_after_this_step,
-            snapshot_now: due && self.engine.model.rank == 0,
+            snapshot_now: first && due,
             held: self.held,
             ..StepEnd::default()
         };

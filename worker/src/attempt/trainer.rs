@@ -9,7 +9,7 @@
 
 use crate::attempt::courier::Courier;
 use crate::attempt::gauge::Gauge;
-use crate::attempt::pace::{InMemory, Pace};
+use crate::attempt::pace::{InMemory, Pace, Saving};
 use crate::attempt::steps::Run;
 use crate::attempt::telling::Clock;
 use crate::checkpoint::desk::Ask;
@@ -226,6 +226,11 @@ impl Trainer {
         } else {
             None
         };
+        let saving = config.checkpoint.auto.then(|| {
+            let bytes = state.div_ceil(buddies.len().max(1) as u64);
+            let every = config.checkpoint.every_steps;
+            Saving::new(every, config.resume.step(), bytes, Instant::now())
+        });
         let saves = self.saves(config, rank, state, records.as_ref());
         let ahead = self.ahead || engine.runs_ahead();
         let ferry = engine.links.comm().take_ferry().expect("nobody else takes it");
@@ -249,6 +254,7 @@ impl Trainer {
             slow_told: false,
             ahead,
             pace,
+            saving,
             leaving: None,
             skips: false,
             clock: Clock::start(),

@@ -160,6 +160,7 @@ impl Job {
             data: data(&text),
             checkpoint: CheckpointConfig {
                 every_steps: 4,
+                auto: false,
                 keep: 3,
                 keep_best: false,
                 location: folder.path().join("run/checkpoints").display().to_string(),
