@@ -3,30 +3,24 @@
 //! and on the GPU where there is one.
 
 mod common;
+#[path = "common/places.rs"]
+mod places;
 
 use common::made::Made;
-use moe_worker::data::Batches;
-use moe_worker::engine::forward::Pass;
-use moe_worker::engine::handles::slice;
-use moe_worker::engine::links::Links;
-use moe_worker::engine::model::Model;
-use moe_worker::engine::round::Round;
 use moe_worker::engine::step::{Engine, StepSummary};
 use moe_worker::checkpoint::fence::{Claim, Claiming};
 use moe_worker::checkpoint::{Disk, Identity, commit, load, show, write_shard};
 use moe_worker::state::rank::RankState;
 use moe_worker::state::slots::Memory;
-use moe_worker::state::snapshot::{cut, cut_into, initialize};
+use moe_worker::state::snapshot::{cut, cut_into};
 use moejob_kernels::{DType, Device, HeadDesc, HeadPlan};
 use moejob_protocol::checkpoint::ScaleEntry;
 use moejob_protocol::config::{
-    Backend, GradientDtype, MomentDtype, Offload, Precision, Recompute, TrainingConfig,
+    GradientDtype, MomentDtype, Offload, Precision, Recompute, TrainingConfig,
 };
-use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::{Shape, Types};
-use moejob_protocol::mesh::Mesh;
-use moejob_protocol::model::{ModelConfig, QkNorm, Scoring};
+use moejob_protocol::model::{AuxLossScope, ModelConfig, QkNorm, Scoring};
 use moejob_protocol::workspace::head_bytes;
+use places::{Where, apart, distances, engine, engine_with, has_gpu, places, run, steps};
 
 /// Widths are multiples of 64, which the kernels of GPUs want.
 fn model() -> ModelConfig {
@@ -47,87 +41,11 @@ fn training() -> TrainingConfig {
     training
 }
 
-/// Which code computes, and on what.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Where {
-    Tree,
-    Buckets,
-    Gpu,
-}
-
-fn engine(on: Where, model: &ModelConfig, training: &TrainingConfig) -> Engine {
-    engine_with(on, model, training, |_| {})
-}
-
-/// The same with other kinds of numbers.
-fn engine_with(
-    on: Where,
-    model: &ModelConfig,
-    training: &TrainingConfig,
-    change: impl Fn(&mut Types),
-) -> Engine {
-    let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
-    let mut training = training.clone();
-    let (device, backend) = match on {
-        Where::Gpu => (Device::cuda(0, 0).expect("a GPU"), Backend::Cuda),
-        _ => (Device::cpu(2, 0).expect("threads"), Backend::Cpu),
-    };
-    training.compute.backend = backend;
-    let micro_batches = training.global_batch_size / training.micro_batch_size;
-    let mut types = match on {
-        Where::Tree => Types::of(&training, micro_batches),
-        _ => Types::buckets(&training, micro_batches),
-    };
-    change(&mut types);
-    let shape = Shape::with_types(model, &layout, 0, &training, types);
-    let model = Model::on(device, shape, model, &layout, 0, &training).expect("its kernels");
-    let mut engine = Engine::new(model, &training, Links::solo());
-    initialize(&mut engine.model, training.seed);
-    engine
-}
-
-fn steps(on: Where, model: &ModelConfig, training: &TrainingConfig) -> Vec<StepSummary> {
-    run(&mut engine(on, model, training), training)
-}
-
-fn run(engine: &mut Engine, training: &TrainingConfig) -> Vec<StepSummary> {
-    let mut data = Made::new(&engine.model.config.clone(), training);
-    let step = |step| engine.step(step, &mut data).unwrap_or_else(|error| panic!("{error}"));
-    (0..training.steps).map(step).collect()
-}
-
 /// Masters and moments, as they are stored.
 fn state(engine: &mut Engine) -> Vec<u8> {
     let mut bytes = Vec::new();
     cut(&mut engine.model, &mut bytes).expect("the device works");
     bytes
-}
-
-fn has_gpu() -> bool {
-    let found = moejob_kernels::cuda::Gpu::open(0).is_ok();
-    if !found {
-        println!("no GPU: this processor alone");
-    }
-    found
-}
-
-/// The places that are compared with the tree.
-fn places() -> Vec<Where> {
-    let gpu = has_gpu().then_some(Where::Gpu);
-    [Where::Buckets].into_iter().chain(gpu).collect()
-}
-
-fn apart(a: f64, b: f64) -> f64 {
-    (a - b).abs() / b.abs().max(1e-30)
-}
-
-/// The largest relative distances of losses and of norms.
-fn distances(found: &[StepSummary], expected: &[StepSummary]) -> (f64, f64) {
-    let most = |of: fn(&StepSummary) -> f64| {
-        let pairs = found.iter().zip(expected);
-        pairs.map(|(a, b)| apart(of(a), of(b))).fold(0.0, f64::max)
-    };
-    (most(|step| step.loss), most(|step| step.grad_norm))
 }
 
 /// How long two runs must stay alike.
@@ -172,103 +90,6 @@ fn the_same_losses_as_by_the_tree() {
     check("plain", &model(), &training(), ALIKE);
 }
 
-/// The model of `examples/01-first-run.yaml`.
-fn first_example() -> (ModelConfig, TrainingConfig) {
-    let (mut model, mut training) = (common::model(), training());
-    (model.hidden_size, model.num_hidden_layers, model.initializer_range) = (128, 4, 0.08);
-    (model.num_attention_heads, model.num_key_value_heads, model.head_dim) = (4, 4, 32);
-    (model.experts.count, model.experts.intermediate_size) = (8, 128);
-    (model.router.z_loss_coef, model.router.bias_update_rate) = (0.0, 0.0);
-    (training.global_batch_size, training.micro_batch_size) = (8, 2);
-    (training.sequence_length, training.steps, training.adamw.learning_rate) = (256, 100, 3e-3);
-    (model, training)
-}
-
-/// Every token has all experts, so that no last bit makes a choice: nothing but rounding is between
-/// a GPU and a processor.
-#[test]
-fn where_no_token_chooses_losses_stay_alike() {
-    let all_experts = |(mut model, training): (ModelConfig, TrainingConfig)| {
-        model.experts.per_token = model.experts.count;
-        (model, training)
-    };
-    let (model, mut training) = all_experts((model(), training()));
-    training.steps = 20;
-    let expected = steps(Where::Tree, &model, &training);
-    for on in places() {
-        let (losses, _) = distances(&steps(on, &model, &training), &expected);
-        println!("all experts, {on:?}: losses {losses:.1e} apart in 20 steps");
-        assert!(losses < 1e-5, "{on:?}: {losses:e}");
-    }
-    // A hundred steps of the first example are minutes of a processor without optimisations, and
-    // experts for all tokens more of them: so of a quarter of its tokens.
-    if has_gpu() {
-        let (model, mut training) = all_experts(first_example());
-        (training.global_batch_size, training.sequence_length) = (4, 128);
-        let expected = steps(Where::Tree, &model, &training);
-        let found = steps(Where::Gpu, &model, &training);
-        let (first, _) = distances(&found[..20], &expected[..20]);
-        let (all, _) = distances(&found, &expected);
-        println!("first example, all experts: {first:.1e} apart in 20 steps, then {all:.1e}");
-        assert!(first < 1e-5 && all < 1e-3, "{first:e} {all:e}");
-    }
-}
-
-/// Gradients of the first micro-batch, in table order.
-fn gradients(on: Where, model: &ModelConfig, training: &TrainingConfig) -> Vec<Vec<f32>> {
-    let mut training = training.clone();
-    training.global_batch_size = training.micro_batch_size;
-    let mut engine = engine(on, model, &training);
-    let mut data = Made::new(model, &training);
-    let batch = data.micro_batch(0, 0).expect("a batch");
-    let Engine { model, gradients, links, .. } = &mut engine;
-    model.load(&batch.ids, &batch.targets);
-    model.begin_step(&training, 0);
-    gradients.clear();
-    let round = Round::alone(batch.ids.len());
-    let mut pass = Pass::new(model, links, &round);
-    pass.forward();
-    let leaf = gradients.leaf(&round);
-    pass.loss(Some(&leaf));
-    pass.backward(&leaf);
-    let (stacks, flats) = (&model.buffers.gradients, &model.shape.flats);
-    let of = |index| match on {
-        Where::Tree => slice(stacks.dense[0], &flats.dense, index)
-            .or_else(|| slice(stacks.experts[0][0], &flats.experts, index)),
-        Where::Buckets | Where::Gpu => model.bucket_gradient(index),
-    };
-    let read = |index| model.device.read_vec(of(index).expect("one rank holds everything"));
-    let all = (0..model.params.len()).map(read).collect();
-    model.device.check().expect("a device that works");
-    all
-}
-
-#[test]
-fn the_first_example() {
-    let (model, training) = first_example();
-    let expected = gradients(Where::Tree, &model, &training);
-    for on in places() {
-        let found = gradients(on, &model, &training);
-        let names = model.params();
-        let mut worst = 0.0_f64;
-        for ((found, expected), param) in found.iter().zip(&expected).zip(&names) {
-            let most = expected.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
-            let pairs = found.iter().zip(expected);
-            let apart = pairs.fold(0.0_f32, |most, (a, b)| most.max((a - b).abs()));
-            let apart = f64::from(apart / most.max(1e-30));
-            assert!(apart < 1e-5, "{on:?}: the gradient of {} is {apart:.1e} apart", param.name);
-            worst = worst.max(apart);
-        }
-        println!("first example {on:?}: gradients at most {worst:.1e} apart");
-    }
-    // A hundred steps are minutes of a processor without optimisations. Its rate is so high that
-    // the first update already moves a token near the border of two experts, and a hundred steps
-    // carry that far: 1.6e-2 on an H200.
-    if has_gpu() {
-        check("first example", &model, &training, Alike { steps: 1, then: 5e-2 });
-    }
-}
-
 #[test]
 fn other_models() {
     let mut other = model();
@@ -285,6 +106,10 @@ fn other_models() {
     (router.scoring, router.bias, router.bias_update_rate) = (Scoring::Sigmoid, true, 0.01);
     (router.groups, router.topk_groups, router.scale) = (4, 2, 2.5);
     check("sigmoid, corrections, groups", &other, &training(), ALIKE);
+    let mut other = model();
+    other.router.aux_loss_scope = AuxLossScope::Sequence;
+    other.router.aux_loss_coef = 0.1;
+    check("the balance of each sequence", &other, &training(), ALIKE);
 }
 
 #[test]

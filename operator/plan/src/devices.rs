@@ -14,7 +14,8 @@ use crate::spec::{AttentionName, MoeJobSpec, Word, as_typed};
 use moejob_protocol::config::{
     Exchange, GradientDtype, MomentDtype, Precision, TrainingConfig,
 };
-use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig};
+use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig, RouterKind};
+use serde_json::Value;
 
 /// Widths of a head that attention on a GPU is tried for.
 const HEAD_DIMS: [u32; 4] = [32, 64, 96, 128];
@@ -22,6 +23,7 @@ const HEAD_DIMS: [u32; 4] = [32, 64, 96, 128];
 const ALIGNMENT: u32 = 64;
 const EXPERTS_MAX: u32 = 512;
 const TOP_K_MAX: u32 = 16;
+const GROUPS_MAX: u32 = 32;
 /// Sequences of a micro-batch whose balance is kept apart.
 const SEGMENTS_MAX: u32 = 512;
 
@@ -168,6 +170,7 @@ pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Problem
     let most = [
         ("spec.model.experts.count", experts.count, EXPERTS_MAX),
         ("spec.model.experts.perToken", experts.per_token, TOP_K_MAX),
+        ("spec.model.router.groups", model.router.groups, GROUPS_MAX),
     ];
     for (path, count, most) in most {
         if count > most {
@@ -180,34 +183,48 @@ pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Problem
     found
 }
 
-/// Dropless top-k with Switch's loss, over a micro-batch or each sequence, is what one GPU has.
-fn of_router(router: &RouterConfig, sequences: u32) -> Option<Problem> {
+/// Dropless top-k with Switch's loss, over a micro-batch or each sequence, is what one GPU has. All
+/// else is named field by field.
+fn of_router(router: &RouterConfig, sequences: u32) -> Vec<Problem> {
     const ALLOWED: &str =
         "dropless top-k with balanceLoss switch, auxLossScope microBatch or sequence";
     const ADVICE: &str = "GPUs have no other router yet; processors (profile cpu) have it";
-    let scope = router.aux_loss_scope;
-    let plain = RouterConfig { aux_loss_scope: AuxLossScope::MicroBatch, ..router.clone() };
-    let field = match plain.beyond_plain() {
-        Some(field) => Some(field),
-        None => {
-            let known = matches!(scope, AuxLossScope::MicroBatch | AuxLossScope::Sequence);
-            (!known).then_some("auxLossScope")
-        }
+    let has_scope = |scope| matches!(scope, AuxLossScope::MicroBatch | AuxLossScope::Sequence);
+    let scope = match has_scope(router.aux_loss_scope) {
+        true => AuxLossScope::MicroBatch,
+        false => AuxLossScope::Global,
     };
-    if let Some(field) = field {
-        let given = format!("{field} on GPUs");
-        let path = "spec.model.router";
-        return Some(Problem::of(Code::Unsupported, path, given, ALLOWED, ADVICE));
+    let mut fields =
+        RouterConfig { aux_loss_scope: scope, ..router.clone() }.all_beyond_plain();
+    // With a kind comes what its source has. Evaluation has the capacity of training, unless it is
+    // given one of its own.
+    if router.kind != RouterKind::TopK {
+        fields = vec!["kind"];
     }
-    (scope == AuxLossScope::Sequence && sequences > SEGMENTS_MAX).then(|| {
-        Problem::of(
+    if router.eval_capacity_factor == router.capacity_factor {
+        fields.retain(|field| *field != "evalCapacityFactor");
+    }
+    let values = serde_json::to_value(router).unwrap_or_default();
+    let told = |field| {
+        let given = match &values[field] {
+            Value::String(word) => format!("`{word}` on GPUs"),
+            Value::Number(number) => format!("`{number}` on GPUs"),
+            _ => format!("{field} on GPUs"),
+        };
+        let path = format!("spec.model.router.{field}");
+        Problem::of(Code::Unsupported, path, given, ALLOWED, ADVICE)
+    };
+    let mut found: Vec<Problem> = fields.into_iter().map(told).collect();
+    if router.aux_loss_scope == AuxLossScope::Sequence && sequences > SEGMENTS_MAX {
+        found.push(Problem::of(
             Code::Unsupported,
             "spec.training.microBatchSize",
             format!("`{sequences}` with auxLossScope sequence on GPUs"),
             format!("at most {SEGMENTS_MAX}"),
             "lower it, or choose auxLossScope: microBatch",
-        )
-    })
+        ));
+    }
+    found
 }
 
 /// What only the machine of `moejob run` can mean.

@@ -189,23 +189,57 @@ impl RouterConfig {
 
     /// The first field that asks for more than that, for a backend that lacks it.
     pub fn beyond_plain(&self) -> Option<&'static str> {
-        let scope = self.aux_loss_scope;
-        let micro_batch = matches!(scope, AuxLossScope::MicroBatch | AuxLossScope::Hf);
-        let switch = self.balance_loss == BalanceLoss::Switch;
+        self.all_beyond_plain().first().copied()
+    }
+
+    /// All such fields.
+    pub fn all_beyond_plain(&self) -> Vec<&'static str> {
+        // Each field is named here, so that nobody adds one without a thought of the backends.
+        let RouterConfig {
+            kind,
+            capacity_factor,
+            eval_capacity_factor,
+            jitter,
+            input_dropout,
+            gate_noise,
+            cosine,
+            hysteresis,
+            balance_loss,
+            entropy_loss_coef,
+            aux_loss_scope,
+            // These are parts of the fused op, or of the step around it.
+            scoring: _,
+            norm_topk_prob: _,
+            bias: _,
+            bias_update_rate: _,
+            groups: _,
+            topk_groups: _,
+            scale: _,
+            aux_loss_coef: _,
+            z_loss_coef: _,
+            initializer_range: _,
+            frozen: _,
+            warmup_steps: _,
+            // These say nothing without a capacity, kind topP, kind hash.
+            batch_prioritized: _,
+            top_p: _,
+            hash_seed: _,
+        } = self;
+        let micro_batch = matches!(aux_loss_scope, AuxLossScope::MicroBatch | AuxLossScope::Hf);
         let fields = [
-            (self.kind != RouterKind::TopK, "kind"),
-            (self.capacity_factor != 0.0, "capacityFactor"),
-            (self.eval_capacity_factor != 0.0, "evalCapacityFactor"),
-            (self.jitter != 0.0, "jitter"),
-            (self.input_dropout != 0.0, "inputDropout"),
-            (self.gate_noise != 0.0, "gateNoise"),
-            (self.cosine.is_some(), "cosine"),
-            (self.hysteresis != 0.0, "hysteresis"),
-            (!switch, "balanceLoss"),
-            (self.entropy_loss_coef != 0.0, "entropyLossCoef"),
+            (*kind != RouterKind::TopK, "kind"),
+            (*capacity_factor != 0.0, "capacityFactor"),
+            (*eval_capacity_factor != 0.0, "evalCapacityFactor"),
+            (*jitter != 0.0, "jitter"),
+            (*input_dropout != 0.0, "inputDropout"),
+            (*gate_noise != 0.0, "gateNoise"),
+            (cosine.is_some(), "cosine"),
+            (*hysteresis != 0.0, "hysteresis"),
+            (*balance_loss != BalanceLoss::Switch, "balanceLoss"),
+            (*entropy_loss_coef != 0.0, "entropyLossCoef"),
             (!micro_batch, "auxLossScope"),
         ];
-        fields.into_iter().find(|(beyond, _)| *beyond).map(|(_, field)| field)
+        fields.into_iter().filter(|(beyond, _)| *beyond).map(|(_, field)| field).collect()
     }
 
     /// Whether the experts keep their weights in `step`, counted from 0.

@@ -104,14 +104,25 @@ fn what_one_gpu_lacks_is_refused_by_name() {
         ),
         (gpu, ", experts: { count: 640 }", "", "spec.model.experts.count: `640` on GPUs"),
         (gpu, ", experts: { perToken: 17 }", "", "spec.model.experts.perToken: `17` on GPUs"),
-        (gpu, ", router: { jitter: 0.1 }", "", "spec.model.router: jitter on GPUs"),
+        (gpu, ", router: { jitter: 0.5 }", "", "spec.model.router.jitter: `0.5` on GPUs"),
+        (
+            gpu,
+            ", router: { groups: 64, topkGroups: 16 }",
+            "",
+            "spec.model.router.groups: `64` on GPUs",
+        ),
         (
             gpu,
             ", router: { auxLossScope: global }",
             "",
-            "spec.model.router: auxLossScope on GPUs",
+            "spec.model.router.auxLossScope: `global` on GPUs",
         ),
-        (gpu, ", router: { auxLossScope: hf }", "", "spec.model.router: auxLossScope on GPUs"),
+        (
+            gpu,
+            ", router: { auxLossScope: hf }",
+            "",
+            "spec.model.router.auxLossScope: `hf` on GPUs",
+        ),
         (
             gpu,
             ", router: { auxLossScope: sequence }",

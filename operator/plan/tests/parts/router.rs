@@ -35,14 +35,31 @@ fn gpus_refuse_by_name_what_they_lack() {
     let refused = |router: &str| -> Vec<String> {
         let job = job(2, router);
         let lacks = devices::on_one_gpu(&job.model, &job.training).into_iter();
-        lacks.filter(|of| of.path == "spec.model.router").map(|of| of.found).collect()
+        let of_router = lacks.filter_map(|of| {
+            Some(format!("{}: {}", of.path.strip_prefix("spec.model.router.")?, of.found))
+        });
+        of_router.collect()
     };
     assert_eq!(refused("{ scoring: sigmoid, bias: true, groups: 2 }"), [""; 0]);
     assert_eq!(refused("{ auxLossScope: sequence }"), [""; 0]);
-    assert_eq!(refused("{ kind: gshard }"), ["kind on GPUs"]);
-    assert_eq!(refused("{ jitter: 0.1 }"), ["jitter on GPUs"]);
-    assert_eq!(refused("{ hysteresis: 0.1 }"), ["hysteresis on GPUs"]);
-    assert_eq!(refused("{ auxLossScope: global }"), ["auxLossScope on GPUs"]);
+    assert_eq!(refused("{ kind: gshard }"), ["kind: `gshard` on GPUs"]);
+    assert_eq!(refused("{ jitter: 0.1 }"), ["jitter: `0.1` on GPUs"]);
+    assert_eq!(refused("{ hysteresis: 0.5 }"), ["hysteresis: `0.5` on GPUs"]);
+    assert_eq!(refused("{ auxLossScope: global }"), ["auxLossScope: `global` on GPUs"]);
+    assert_eq!(refused("{ cosine: {} }"), ["cosine: cosine on GPUs"]);
+    // All of them at once; evaluation has the capacity of training.
+    assert_eq!(
+        refused("{ capacityFactor: 1.5, jitter: 0.1, auxLossScope: global }"),
+        [
+            "capacityFactor: `1.5` on GPUs",
+            "jitter: `0.1` on GPUs",
+            "auxLossScope: `global` on GPUs"
+        ]
+    );
+    assert_eq!(
+        refused("{ evalCapacityFactor: 2 }"),
+        ["evalCapacityFactor: `2.0` on GPUs"]
+    );
     let on_cpu = job(2, "{ kind: gshard }").unsupported();
     assert!(on_cpu.is_empty(), "{on_cpu:?}");
 }
