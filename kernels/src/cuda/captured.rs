@@ -104,8 +104,8 @@ impl Stream {
     }
 }
 
-/// A graph of a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A graph of a device, of no device by default.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Captured {
     at: usize,
     era: u64,
@@ -123,7 +123,8 @@ impl Captured {
 #[derive(Debug, Default)]
 pub(super) struct Graphs {
     graphs: Vec<Graph>,
-    /// How often all of them were given up.
+    /// How often all of them were given up. One that no device has made is of the first, which a
+    /// device leaves when it is given its arena.
     era: u64,
     /// Ops are recorded.
     pub(super) open: bool,

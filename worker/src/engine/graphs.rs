@@ -314,3 +314,112 @@ impl Engine {
         Part::Backward { tokens, sums: Sums { begun, leave } }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(count: usize) -> Part {
+        Part::Forward(Tokens { count, documents: false })
+    }
+
+    /// How parts of a step are enqueued; no graph is made.
+    fn how(graphs: &mut Graphs, parts: &[Part]) -> Vec<How> {
+        graphs.begin(true);
+        parts.iter().map(|part| graphs.how(*part)).collect()
+    }
+
+    #[test]
+    fn a_part_is_recorded_when_it_comes_the_second_time() {
+        let mut graphs = Graphs::new(Use::On);
+        let (a, b) = (part(1), part(2));
+        assert_eq!(how(&mut graphs, &[a, b, a]), [How::OneByOne, How::OneByOne, How::Capture]);
+        // A step that is none for graphs changes nothing.
+        graphs.begin(false);
+        assert_eq!([a, part(3)].map(|part| graphs.how(part)), [How::OneByOne; 2]);
+        assert_eq!(how(&mut graphs, &[b, part(3)]), [How::Capture, How::OneByOne]);
+        graphs.give_up();
+        assert_eq!([a, b].map(|part| graphs.how(part)), [How::OneByOne; 2], "at once");
+        assert_eq!(how(&mut graphs, &[a, b, a, b]), [How::OneByOne; 4], "for good");
+        assert_eq!(how(&mut Graphs::new(Use::Off), &[a, a, a]), [How::OneByOne; 3]);
+    }
+
+    #[test]
+    fn only_so_many_graphs_are_made() {
+        let mut graphs = Graphs::new(Use::On);
+        let parts: Vec<Part> = (0..GRAPHS_MAX + 3).map(part).collect();
+        how(&mut graphs, &parts);
+        graphs.begin(true);
+        let mut made = 0;
+        for part in &parts {
+            let expected = if made < GRAPHS_MAX { How::Capture } else { How::OneByOne };
+            assert_eq!(graphs.how(*part), expected, "behind {made}");
+            made += 1;
+            graphs.parts.insert(*part, Some(Captured::default()));
+        }
+        assert_eq!(graphs.captures().graphs, made);
+        assert_eq!(graphs.how(parts[0]), How::Repeat(Captured::default()), "what there is, is used");
+        graphs.forget();
+        assert_eq!(how(&mut graphs, &parts[..2]), [How::Capture; 2], "nothing has to be made");
+    }
+
+    /// The decision for one and the same pace, in milliseconds.
+    fn decided(host: f64, device: f64) -> bool {
+        let pace = Pace { host: host / 1e3, device: device / 1e3 };
+        host_shows(&[pace; STEPS_SEEN]).0
+    }
+
+    #[test]
+    fn the_hosts_time_shows_where_the_device_is_no_slower() {
+        // A device that waits for each launch, and one that had some waiting.
+        assert!(decided(3.0, 3.0) && decided(3.0, 3.2) && decided(3.0, 1.2));
+        // One that is behind; OLMoE, whose micro-batch takes 550 ms.
+        assert!(!decided(3.0, 3.4) && !decided(3.0, 6.0) && !decided(5.0, 550.0));
+        // A launch of the host that took long now and then.
+        let steady = Pace { host: 1e-3, device: 5e-3 };
+        let held = Pace { host: 9e-3, device: 5e-3 };
+        assert!(!host_shows(&[steady, held, steady, held, steady]).0);
+        assert!(host_shows(&[held, steady, held, steady, held]).0);
+    }
+
+    #[test]
+    fn it_is_decided_once_and_not_by_the_first_steps() {
+        let [shows, hidden] = [1e-3, 9e-3].map(|device| Pace { host: 1e-3, device });
+        for (first, then, expected) in [(hidden, shows, State::On), (shows, hidden, State::Off)] {
+            let mut graphs = Graphs::new(Use::Auto);
+            for step in 1..STEPS_SKIPPED + STEPS_SEEN {
+                let pace = if step <= STEPS_SKIPPED { first } else { then };
+                assert_eq!(graphs.saw(pace), None);
+                assert!(graphs.is_looking());
+                assert_eq!(how(&mut graphs, &[part(1), part(1)]), [How::OneByOne; 2]);
+            }
+            let why = graphs.saw(then).expect("it is decided");
+            assert_eq!(graphs.state, expected, "{why}");
+            let words = match expected {
+                State::On => "captured graphs: the host enqueues a micro-batch in 1.00 ms, the \
+                              device computes it in 1.00",
+                _ => "no captured graphs: the host enqueues a micro-batch in 1.00 ms, the device \
+                      computes it in 9.00",
+            };
+            assert_eq!(why, words);
+            // What was seen before is recorded at once.
+            let next = if expected == State::On { How::Capture } else { How::OneByOne };
+            assert_eq!(how(&mut graphs, &[part(1)]), [next]);
+            assert!((0..20).all(|_| graphs.saw(first).is_none()) && graphs.state == expected);
+        }
+    }
+
+    #[test]
+    fn what_is_said_is_read() {
+        for (said, expected) in [
+            (None, Use::Auto),
+            (Some(""), Use::Auto),
+            (Some("auto"), Use::Auto),
+            (Some(" on "), Use::On),
+            (Some("off"), Use::Off),
+            (Some("1"), Use::Auto),
+        ] {
+            assert_eq!(Use::parse(said), expected, "{said:?}");
+        }
+    }
+}

@@ -574,8 +574,8 @@ impl Measured {
         let [host, device] = self.pace.map_or([0.0; 2], |Pace { host, device }| [host, device]);
         let Captures { graphs, launches, .. } = self.captures;
         let (host, device) = (host * 1e3, device * 1e3);
-        format!("enqueues a step in {host:.2} ms, the device's {device:.2} (means); {graphs} captured \
-                 graphs of {launches} launches")
+        format!("enqueues a step in {host:.2} ms, the device computes it in {device:.2} (means); \
+                 {graphs} captured graphs of {launches} launches")
     }
 
     fn json(&self) -> Value {
