@@ -70,7 +70,7 @@ pub use gate_input::{
 };
 pub use head::{HeadDesc, HeadGradient, HeadLoss, HeadPlan, head_numbers};
 pub use loss::{CrossEntropy, IGNORE, SumF64};
-pub use marks::{PhaseEnds, Span, StepPhase};
+pub use marks::{Pace, PhaseEnds, Span, StepPhase};
 pub use matmul::{AddBias, BiasBackward, Layout, Matmul};
 pub use moe::{MoeBackward, MoeForward, MoeHidden, MoePlan};
 pub use moe_here::{MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward};

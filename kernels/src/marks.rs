@@ -9,6 +9,7 @@
 
 use crate::cuda::{CudaError, Event};
 use crate::device::Device;
+use std::ops::RangeInclusive;
 use std::time::Instant;
 
 /// A part of a step.
@@ -92,14 +93,59 @@ fn between(before: &At, after: &At) -> Result<f64, CudaError> {
 
 /// The phases of one step, see [`Device::cut_phases`].
 #[derive(Debug, Default)]
-pub struct PhaseEnds(Vec<(StepPhase, At)>);
+pub struct PhaseEnds(Vec<PhaseEnd>);
+
+#[derive(Debug)]
+struct PhaseEnd {
+    phase: StepPhase,
+    at: At,
+    /// When the host had enqueued it.
+    host: Instant,
+}
 
 /// Ends of phases in order; the first begins the first phase.
 #[derive(Debug, Default)]
 pub(crate) struct Phases {
-    ends: Vec<(StepPhase, At)>,
+    ends: Vec<PhaseEnd>,
     /// Events that can be recorded again.
     spare: Vec<Event>,
+}
+
+/// How long the host took to enqueue something, and the device to do it. In seconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Pace {
+    pub host: f64,
+    pub device: f64,
+}
+
+impl PhaseEnds {
+    /// Of the first micro-batch, from the end of its data to that of its backward. None: there was
+    /// none, or the device failed.
+    ///
+    /// The device has then come to the end of it.
+    pub fn first_round(&self) -> Option<Pace> {
+        let first = self.0.iter().position(|end| end.phase == StepPhase::Data)?;
+        let of = &self.0[first..];
+        let last = of.iter().position(|end| end.phase == StepPhase::Backward)?;
+        self.pace(first..=first + last)
+    }
+
+    /// Of the whole step but its data, for which the host may wait.
+    pub fn step(&self) -> Option<Pace> {
+        let pieces = self.0.windows(2).enumerate();
+        let pieces = pieces.filter(|(_, pair)| pair[1].phase != StepPhase::Data);
+        let paces = pieces.map(|(at, _)| self.pace(at..=at + 1));
+        paces.reduce(|sum, pace| {
+            let (sum, pace) = (sum?, pace?);
+            Some(Pace { host: sum.host + pace.host, device: sum.device + pace.device })
+        })?
+    }
+
+    fn pace(&self, of: RangeInclusive<usize>) -> Option<Pace> {
+        let (first, last) = (&self.0[*of.start()], &self.0[*of.end()]);
+        let device = between(&first.at, &last.at).ok()? / 1e3;
+        Some(Pace { host: last.host.duration_since(first.host).as_secs_f64(), device })
+    }
 }
 
 impl Device {
@@ -128,6 +174,14 @@ impl Device {
         }
     }
 
+    /// Whether marks are kept.
+    pub fn keeps_marks(&self) -> bool {
+        match self {
+            Device::Cpu(cpu) => cpu.marks.is_some(),
+            Device::Cuda(cuda) => cuda.marks.is_some(),
+        }
+    }
+
     /// Waits, and tells what lies between the marks; none are kept any more.
     ///
     /// # Errors
@@ -150,7 +204,7 @@ impl Device {
             }
         };
         if let Some(at) = at {
-            self.phases().ends.push((phase, at));
+            self.phases().ends.push(PhaseEnd { phase, at, host: Instant::now() });
         }
     }
 
@@ -164,10 +218,10 @@ impl Device {
     pub fn phase_seconds(&mut self, of: PhaseEnds) -> [f64; StepPhase::COUNT] {
         let mut seconds = [0.0; StepPhase::COUNT];
         for pair in of.0.windows(2) {
-            let [(_, before), (phase, after)] = pair else { continue };
-            seconds[*phase as usize] += between(before, after).unwrap_or(0.0) / 1e3;
+            let [before, after] = pair else { continue };
+            seconds[after.phase as usize] += between(&before.at, &after.at).unwrap_or(0.0) / 1e3;
         }
-        let events = of.0.into_iter().filter_map(|(_, at)| match at {
+        let events = of.0.into_iter().filter_map(|end| match end.at {
             At::Gpu(event) => Some(event),
             At::Host(_) => None,
         });
@@ -230,5 +284,35 @@ mod tests {
         assert_eq!(of(StepPhase::Forward) + of(StepPhase::Backward), seconds.iter().sum::<f64>());
         let cut = device.cut_phases();
         assert_eq!(device.phase_seconds(cut), [0.0; StepPhase::COUNT], "one end is no phase");
+    }
+
+    #[test]
+    fn the_pace_of_a_step_is_without_its_data() {
+        let at = Instant::now();
+        let ends = |of: &[(StepPhase, u64, u64)]| {
+            let end = |(phase, host, device): &(StepPhase, u64, u64)| PhaseEnd {
+                phase: *phase,
+                at: At::Host(at + Duration::from_secs(*device)),
+                host: at + Duration::from_secs(*host),
+            };
+            PhaseEnds(of.iter().map(end).collect())
+        };
+        use StepPhase::{Backward, Data, Forward, Other, Update};
+        let of = ends(&[
+            (Other, 0, 5),
+            (Data, 10, 11),
+            (Forward, 12, 14),
+            (Backward, 16, 21),
+            (Data, 40, 41),
+            (Forward, 42, 43),
+            (Backward, 43, 49),
+            (Update, 44, 60),
+        ]);
+        assert_eq!(of.first_round(), Some(Pace { host: 6.0, device: 10.0 }));
+        assert_eq!(of.step(), Some(Pace { host: 10.0, device: 29.0 }));
+        for none in [&[][..], &[(Data, 0, 0)], &[(Backward, 0, 0), (Data, 1, 1)]] {
+            assert_eq!(ends(none).first_round(), None, "{none:?}");
+        }
+        assert_eq!(ends(&[(Other, 0, 0)]).step(), None);
     }
 }

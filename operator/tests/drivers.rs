@@ -323,6 +323,122 @@ fn an_engine_without_room_is_refused_with_what_there_is() {
     refused(" --offload host", ("STUB_REGISTER", "1"), &pinned);
 }
 
+/// Nine steps of three micro-batches: eight parts each, of which five differ.
+const CAPTURED: &str = "bench --preset tiny --device gpu --sequence 64 --micro-batch 2 \
+                        --accumulation 3 --steps 7 --warm-up 2 --threads 1 --json";
+
+impl Place {
+    /// The kernels that a process has launched, the graphs that it has made, and their launches.
+    fn counts(&self) -> [u64; 3] {
+        let file = self.folder.path().join("counts");
+        let told = std::fs::read_to_string(&file).unwrap();
+        std::fs::remove_file(file).unwrap();
+        let mut numbers = told.split_whitespace().map(|number| number.parse().unwrap());
+        let found = [(); 3].map(|()| numbers.next().unwrap());
+        assert_eq!(numbers.next(), None, "{told}");
+        found
+    }
+
+    /// A bench with so many captured graphs, on stubs that are so.
+    fn captured(&self, libraries: &Path, words: &str, set: &[(&str, &str)]) -> (Output, [u64; 3]) {
+        let file = self.folder.path().join("counts");
+        let always = [("STUB_COUNTS", file.to_str().unwrap()), ("RUST_LOG", "info")];
+        let set = [set, &always].concat();
+        let output = self.output_with(libraries, &words.split(' ').collect::<Vec<_>>(), &set);
+        (output, self.counts())
+    }
+}
+
+/// By graphs a step launches the kernels that it launches op by op, and counts one update.
+#[test]
+fn captured_graphs_launch_what_single_ops_do() {
+    let place = Place::new(&stubs::VERSIONS);
+    for version in stubs::VERSIONS {
+        let libraries = place.version(version);
+        let run = |set: &[(&str, &str)], graphs: u64, launches: u64| {
+            let (output, counts) = place.captured(&libraries, CAPTURED, set);
+            assert!(output.status.success(), "{set:?}: {}", text(&output.stderr));
+            let told: Value = serde_json::from_slice(&output.stdout).unwrap();
+            let [kernels, made, launched] = counts;
+            assert_eq!([made, launched], [graphs, launches], "{version} {set:?}");
+            assert_eq!(told["capturedGraphs"], graphs, "{told}");
+            assert_eq!(told["graphLaunches"], launches, "{told}");
+            (kernels, told["capturedLaunches"].as_u64().unwrap(), text(&output.stderr))
+        };
+        let (kernels, none, _) = run(&[("MOEJOB_GRAPHS", "off")], 0, 0);
+        let (captured, launches, _) = run(&[("MOEJOB_GRAPHS", "on")], 5, 9 * 8 - 5);
+        assert_eq!(captured, kernels, "{version}");
+        assert!(none == 0 && launches > 100, "{none} {launches}");
+        // Seven steps are looked at, and one more is begun before the last of them is over.
+        let fast = [("STUB_EVENT_MICROSECONDS", "0")];
+        let (decided, _, told) = run(&fast, 5, 8);
+        assert_eq!(decided, kernels, "{version}");
+        assert!(told.contains(" captured graphs: the host enqueues a micro-batch in "), "{told}");
+        let slow = [("STUB_EVENT_MICROSECONDS", "10000000")];
+        let (decided, _, told) = run(&slow, 0, 0);
+        assert_eq!(decided, kernels, "{version}");
+        assert!(told.contains("no captured graphs: the host enqueues a micro-batch in "), "{told}");
+    }
+}
+
+/// A driver that cannot capture, and one that can make no graph of it: told once, and the job goes
+/// on. A graph that fails ends it, as an op that fails does.
+#[test]
+fn a_capture_that_fails_leaves_a_job_training() {
+    let place = Place::new(&[12_080]);
+    let libraries = place.version(12_080);
+    let on = ("MOEJOB_GRAPHS", "on");
+    let (_, [kernels, ..]) = place.captured(&libraries, CAPTURED, &[("MOEJOB_GRAPHS", "off")]);
+    for (refused, why) in [
+        ("begin", "beginning to capture a graph: "),
+        ("end", "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"),
+        ("instantiate", "making a graph of what was captured: "),
+    ] {
+        let set = [on, ("STUB_GRAPHS", refused)];
+        let (output, counts) = place.captured(&libraries, CAPTURED, &set);
+        let told = text(&output.stderr);
+        assert!(output.status.success(), "{refused}: {told}");
+        assert_eq!(counts, [kernels, 0, 0], "{refused}: {told}");
+        let lines: Vec<&str> = told.lines().filter(|line| line.contains("graph")).collect();
+        let [line] = lines[..] else { panic!("{refused}: {told}") };
+        assert!(line.contains("no captured graphs in this attempt: ") && line.contains(why), "{told}");
+    }
+    let (output, _) = place.captured(&libraries, CAPTURED, &[on, ("STUB_GRAPHS", "launch")]);
+    let told = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{told}");
+    assert!(told.contains("the device failed: launching a graph: "), "{told}");
+}
+
+/// Links between ranks are in no graph.
+#[test]
+fn several_devices_capture_nothing() {
+    let place = Place::new(&[12_080]);
+    let libraries = place.version(12_080);
+    place.add_nccl(&libraries, 22_809);
+    let set = [("MOEJOB_GRAPHS", "on"), ("STUB_GPUS", "2")];
+    let (output, counts) =
+        place.captured(&libraries, &format!("{CAPTURED} --devices 2"), &set);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert_eq!(counts[1..], [0, 0]);
+}
+
+/// The engine of a job hears of the variable, and captures in each attempt anew.
+#[test]
+fn a_job_that_is_resumed_captures_again() {
+    let place = Place::new(&[12_080]);
+    let libraries = place.version(12_080);
+    let file = place.folder.path().join("counts");
+    let set = [("MOEJOB_GRAPHS", "on"), ("STUB_COUNTS", file.to_str().unwrap())];
+    for steps in [5, 10] {
+        let job = place.small("gpu", &format!("steps: {steps}"));
+        let ran = place.output_with(&libraries, &["run", job], &set);
+        assert!(ran.status.success(), "{}{}", text(&ran.stdout), text(&ran.stderr));
+        let [kernels, made, launched] = place.counts();
+        // One micro-batch a step: four parts, each op by op in the first.
+        assert_eq!([made, launched], [4, 4 * 4], "{kernels} kernels");
+    }
+}
+
 impl Place {
     /// A manifest of a small model, with more of nodes and of training.
     fn small(&self, nodes: &str, training: &str) -> &'static str {

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::attention::AttentionKernels;
 use super::attention_shape::AttentionDesc;
+use super::captured::Graphs;
 use super::comm_lane::CommLane;
 use super::compile::{Compiler, default_cache_dir};
 use super::dense_device::DenseState;
@@ -48,6 +49,8 @@ const MEMORY_AGAIN: Duration = Duration::from_millis(50);
 /// [`CudaDevice::finish`] tells: results that were read before it say nothing.
 #[derive(Debug)]
 pub struct CudaDevice {
+    /// Dropped before all that they name.
+    pub(super) graphs: Graphs,
     pub(super) compiler: Compiler,
     pub(super) stream: Stream,
     pub(super) arena: Arena,
@@ -78,6 +81,7 @@ impl CudaDevice {
         let compiler = Compiler::new(&gpu, default_cache_dir())?;
         let (stream, arena) = (gpu.stream()?, Arena::new(&gpu, 0)?);
         let mut device = CudaDevice {
+            graphs: Graphs::default(),
             compiler,
             stream,
             arena,
@@ -108,6 +112,7 @@ impl CudaDevice {
     pub(super) fn reserve(&mut self, wanted: Wanted) -> Result<(), CudaError> {
         self.gpu().make_current()?;
         self.stream.synchronize()?;
+        self.forget_captured();
         // The old one goes first: the two might not fit beside each other.
         self.arena = Arena::new(self.gpu(), 0)?;
         let until = Instant::now() + MEMORY_MAX;
@@ -182,7 +187,7 @@ impl CudaDevice {
 
     /// Enqueues what breaks the device.
     pub(crate) fn inject(&mut self, fault: Fault) {
-        self.attempt(|| Ok(fault.enqueue(&self.compiler, &self.stream)?));
+        self.attempt_outside("a fault", || Ok(fault.enqueue(&self.compiler, &self.stream)?));
     }
 
     /// Waits for everything enqueued on the stream of all ops.
@@ -217,7 +222,7 @@ impl CudaDevice {
 
     /// Waits for everything enqueued; the first failure since the device was made.
     pub fn finish(&self) -> Result<(), &LayerError> {
-        self.attempt(|| Ok(self.settle()?));
+        self.attempt_outside("a wait", || Ok(self.settle()?));
         self.check()
     }
 
@@ -228,13 +233,13 @@ impl CudaDevice {
 
     /// Waits for all that was enqueued.
     pub(crate) fn wait(&self) {
-        self.attempt(|| Ok(self.stream.synchronize()?));
+        self.attempt_outside("a wait", || Ok(self.stream.synchronize()?));
     }
 
     /// The same with an event that nobody needs any more, if there is one.
     pub(crate) fn event_again(&self, spare: Option<Event>) -> Option<Event> {
         let mut made = None;
-        self.attempt(|| {
+        self.attempt_outside("a time", || {
             let event = spare.map_or_else(|| Event::new(self.gpu()), Ok)?;
             self.stream.record(&event)?;
             made = Some(event);
@@ -249,19 +254,22 @@ impl CudaDevice {
     }
 
     /// Does nothing after a failure; keeps one. Threads that never saw this GPU enter it here.
+    ///
+    /// What fails while a graph is captured spoils the capture alone: nothing was to be done yet.
     pub(super) fn attempt(&self, enqueue: impl FnOnce() -> Result<(), LayerError>) {
-        if self.failure.get().is_some() {
+        let kept = if self.graphs.open { &self.graphs.spoiled } else { &self.failure };
+        if kept.get().is_some() {
             return;
         }
         let entered = self.gpu().make_current().map_err(LayerError::from);
         if let Err(error) = entered.and_then(|()| enqueue()) {
             // Another thread may have been first; one failure is enough.
-            let _ = self.failure.set(error);
+            let _ = kept.set(error);
         }
     }
 
     pub(crate) fn write<E: Element>(&self, buffer: Buffer, from: &[E]) {
-        self.attempt(|| {
+        self.attempt_outside("bytes of the host", || {
             assert_eq!((buffer.dtype(), buffer.len()), (E::DTYPE, from.len()), "{buffer:?}");
             let bytes = size_of_val(from);
             // SAFETY: an `Element` has no padding; the bytes are borrowed as long as `from` is.
@@ -287,7 +295,7 @@ impl CudaDevice {
 
     /// Bytes into each of some buffers.
     pub(crate) fn write_all(&self, all: &[(Buffer, &[u8])]) {
-        self.attempt(|| {
+        self.attempt_outside("bytes of the host", || {
             self.settle()?;
             let address = |(buffer, from): &(Buffer, &'_ [u8])| {
                 assert_eq!((buffer.dtype(), buffer.len()), (crate::DType::U8, from.len()));
@@ -311,13 +319,13 @@ impl CudaDevice {
 
     /// Waits until the device has come to an event.
     pub(crate) fn reach(&self, event: &Event) {
-        self.attempt(|| Ok(self.wait_for(event)?));
+        self.attempt_outside("a wait", || Ok(self.wait_for(event)?));
     }
 
     /// Enqueues a copy of a small buffer to the host.
     pub(crate) fn post(&self, buffer: Buffer) -> Post {
         let mut posted = Post::none();
-        self.attempt(|| {
+        self.attempt_outside("a copy to the host", || {
             let address = self.arena.address(buffer);
             // SAFETY: a buffer of the arena.
             posted = unsafe {
@@ -332,7 +340,7 @@ impl CudaDevice {
     /// What was posted, once the device has come so far; nothing after a failure.
     pub(crate) fn fetch(&self, post: Post) -> Vec<u8> {
         let mut bytes = Vec::new();
-        self.attempt(|| {
+        self.attempt_outside("a wait", || {
             bytes = self.staging().fetch(post, |event| self.wait_for(event))?;
             Ok(())
         });
@@ -350,7 +358,7 @@ impl CudaDevice {
 
     /// After a failure `into` stays as it is.
     pub(crate) fn read<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
-        self.attempt(|| {
+        self.attempt_outside("a copy to the host", || {
             self.settle()?;
             let bytes = size_of_val(into);
             // Memory that is registered in two pieces is none to the driver's own copies.

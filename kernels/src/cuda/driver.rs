@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cudarc::driver::{result as cu, sys};
 
 use super::error::{CudaError, Doing};
-use super::event::{Event, Graph};
+use super::event::Event;
 use super::host_memory::HostMemory;
 use super::libraries::DRIVER;
 use super::window::Joined;
@@ -224,39 +224,6 @@ impl Stream {
         self.gpu.waited();
         // SAFETY: the stream lives as long as `self`.
         unsafe { cu::stream::synchronize(self.handle) }.doing(|| "waiting for a stream".to_owned())
-    }
-
-    /// Records what `enqueue` enqueues on this stream, to be launched as one.
-    pub fn capture<E: From<CudaError>>(
-        &self,
-        enqueue: impl FnOnce() -> Result<(), E>,
-    ) -> Result<Graph, E> {
-        let what = || "capturing a graph".to_owned();
-        let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the stream is valid; the capture is ended below on every path.
-        unsafe { cu::stream::begin_capture(self.handle, mode) }.doing(what)?;
-        let enqueued = enqueue();
-        // SAFETY: the capture was begun above on the same stream and thread.
-        let graph = unsafe { cu::stream::end_capture(self.handle) }.doing(what);
-        enqueued?;
-        let graph = graph?;
-        let mut launches = 0;
-        // SAFETY: `graph` is valid; without an array the call only counts.
-        unsafe { sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &mut launches) }
-            .result()
-            .doing(what)?;
-        let flags = sys::CUgraphInstantiate_flags(0);
-        // SAFETY: `graph` is the valid graph just captured, and is destroyed once.
-        let executable = unsafe { cu::graph::instantiate(graph, flags) }.doing(what);
-        // SAFETY: as above; an instantiated graph does not need its template.
-        let _ = unsafe { cu::graph::destroy(graph) };
-        Ok(Graph { executable: executable?, launches, _gpu: self.gpu.clone() })
-    }
-
-    pub fn launch_graph(&self, graph: &Graph) -> Result<(), CudaError> {
-        // SAFETY: both handles are valid.
-        unsafe { cu::graph::launch(graph.executable, self.handle) }
-            .doing(|| "launching a graph".to_owned())
     }
 
     pub fn record(&self, event: &Event) -> Result<(), CudaError> {

@@ -47,6 +47,8 @@ pub enum CudaError {
     Cache { path: PathBuf, source: std::io::Error },
     #[error("{device} cannot train")]
     Unfit { device: String, source: Unfit },
+    #[error("no graph was captured: {why}")]
+    NotCaptured { why: String },
     #[error("waiting for the device was given up: {why}")]
     GivenUp { why: String },
     #[error("{why}")]

@@ -1,4 +1,4 @@
-//! What is made of a stream: points that are waited for and timed, and lists of launches.
+//! Points of a stream, which are waited for and timed.
 
 use std::sync::OnceLock;
 
@@ -7,28 +7,6 @@ use cudarc::driver::{result as cu, sys};
 use super::driver::Gpu;
 use super::libraries::DRIVER;
 use super::error::{CudaError, Doing};
-
-/// A list of launches that starts as one.
-#[derive(Debug)]
-pub struct Graph {
-    pub(super) executable: sys::CUgraphExec,
-    pub(super) launches: usize,
-    pub(super) _gpu: Gpu,
-}
-
-impl Graph {
-    /// Kernels and copies in it.
-    pub fn launches(&self) -> usize {
-        self.launches
-    }
-}
-
-impl Drop for Graph {
-    fn drop(&mut self) {
-        // SAFETY: instantiated by us, destroyed once.
-        let _ = unsafe { cu::graph::exec_destroy(self.executable) };
-    }
-}
 
 /// A point in a stream that can be waited for and timed.
 #[derive(Debug)]

@@ -1,7 +1,7 @@
 //! The CUDA device: driver, compiler and the mixture-of-experts layer on NVIDIA GPUs.
 //!
 //! ```text
-//! Gpu::open(ordinal)            driver.rs    context, streams, events, graphs, memory
+//! Gpu::open(ordinal)            driver.rs    context, streams, events, memory
 //! Compiler::load(sources)       compile.rs   .cu text -> cubin (NVRTC, cached on disk) -> module
 //! DRIVER.require()              libraries.rs every function that is called is there
 //! Arch::of(gpu)                 arch.rs      which kernels a GPU takes
@@ -14,6 +14,7 @@
 //! Head::new(desc)               head.rs      the head with its loss: products, softmax between
 //! CommLane::new(gpu, how)        comm_lane.rs a stream for collectives beside the ops, and marks
 //! CudaDevice::new(ordinal)      device.rs    the layer and the ops of a step as those of `Device`
+//! CudaDevice::begin_capture     captured.rs  ops that are recorded once and repeated as one
 //! CudaDevice::lane_begin        lane.rs      copies of state to the host beside the ops
 //! Unit::source                  step_ops.rs  kernels of norms, optimizer ..., when needed
 //! PeerLinks::new(desc)          peer.rs      rows and counts to the other GPUs of the node
@@ -34,6 +35,7 @@ mod arch;
 mod attention;
 mod attention_shape;
 mod call;
+mod captured;
 mod comm_lane;
 mod compile;
 mod dense;
@@ -75,6 +77,7 @@ mod window;
 
 pub use attention::AttentionKernels;
 pub use attention_shape::AttentionDesc;
+pub use captured::{Captured, Graph};
 pub use comm_lane::{Beside, KeptFree};
 pub use compile::{Compiler, Module, Source, default_cache_dir};
 pub use dense::{DenseShape, Products};
@@ -83,7 +86,7 @@ pub use device::{CudaDevice, Watch};
 pub use doctor::{Inspection, inspect};
 pub use driver::{Arena, Function, Gpu, Launch, PinnedBuffer, Stream};
 pub use error::CudaError;
-pub use event::{Event, Graph};
+pub use event::Event;
 pub(crate) use gate::unsupported;
 pub use fault::Fault;
 pub use head::Head;

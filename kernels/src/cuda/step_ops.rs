@@ -189,6 +189,8 @@ pub(crate) struct StepOps {
     modules: HashMap<Unit, Module>,
     functions: HashMap<(Unit, &'static str), Function>,
     scratch: Option<Arena>,
+    /// How often the scratch has moved: graphs name it.
+    moves: u64,
     ticket: Option<Arena>,
     turns: Vec<Turns>,
 }
@@ -199,16 +201,22 @@ pub(super) struct Enqueue<'a> {
     compiler: &'a Compiler,
     pub stream: &'a Stream,
     arena: &'a Arena,
+    /// Ops are recorded: nothing may be made for them.
+    captured: bool,
 }
 
 impl CudaDevice {
     /// Does `op`, unless one failed before it.
     pub(super) fn enqueue(&mut self, op: impl FnOnce(&mut Enqueue<'_>) -> Result<(), CudaError>) {
         let mut ops = std::mem::take(&mut *self.step_ops);
+        let (moves, captured) = (ops.moves, self.graphs.open);
         self.attempt(|| {
             let (compiler, stream, arena) = (&self.compiler, &self.stream, &self.arena);
-            Ok(op(&mut Enqueue { ops: &mut ops, compiler, stream, arena })?)
+            Ok(op(&mut Enqueue { ops: &mut ops, compiler, stream, arena, captured })?)
         });
+        if ops.moves != moves {
+            self.forget_captured();
+        }
         *self.step_ops = ops;
     }
 }
@@ -232,8 +240,17 @@ impl Enqueue<'_> {
         (self.at(buffer), i32::from(dtype == DType::F32))
     }
 
+    /// What is made for an op waits for the device, or its bytes come from the host.
+    fn makes(&self, what: &str) -> Result<(), CudaError> {
+        match self.captured {
+            true => Err(CudaError::NotCaptured { why: format!("{what} would have to be made") }),
+            false => Ok(()),
+        }
+    }
+
     fn function(&mut self, unit: Unit, name: &'static str) -> Result<&Function, CudaError> {
         if !self.ops.functions.contains_key(&(unit, name)) {
+            self.makes(name)?;
             if !self.ops.modules.contains_key(&unit) {
                 let arch = Arch::of(self.compiler.gpu())?.target();
                 let loaded = self.compiler.load(&[unit.source(arch)], &|_, _| ())?;
@@ -263,6 +280,8 @@ impl Enqueue<'_> {
     pub(super) fn scratch(&mut self, plan: &ArenaPlan) -> Result<Scratch, CudaError> {
         let held = self.ops.scratch.as_ref().map_or(0, Arena::bytes);
         if held < plan.bytes() {
+            self.makes("more scratch")?;
+            self.ops.moves += u64::from(held > 0);
             self.ops.scratch = None;
             let bytes = plan.bytes().max(SCRATCH_BYTES);
             self.ops.scratch = Some(Arena::new(self.compiler.gpu(), bytes)?);
@@ -285,6 +304,7 @@ impl Enqueue<'_> {
         let mut plan = ArenaPlan::new();
         let word = plan.alloc(DType::U32, 1);
         if self.ops.ticket.is_none() {
+            self.makes("a ticket")?;
             let arena = Arena::new(self.compiler.gpu(), plan.bytes())?;
             arena.fill_bytes(self.stream, word, 0)?;
             self.ops.ticket = Some(arena);
@@ -317,6 +337,7 @@ impl Enqueue<'_> {
     }
 
     fn make_turns(&mut self, unit: Unit, theta: f64, half: usize) -> Result<Turns, CudaError> {
+        self.makes("a table of turns")?;
         let mut plan = ArenaPlan::new();
         let frequencies = plan.alloc(DType::F64, half);
         let table = plan.alloc(DType::F32, 2 * half * TURN_POSITIONS);

@@ -1,6 +1,8 @@
 /* A driver whose device is this process's memory. Kernels do nothing,
-   but for one. VERSION is its CUDA. */
+   but for one. VERSION is its CUDA.
+   Between the begin and the end of a capture nothing is done, and a launch of the graph does it. */
 #define _GNU_SOURCE
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -17,6 +19,75 @@ static void *memory(size_t bytes) {
     void *at = mmap(0, bytes ? bytes : 1, PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return at == MAP_FAILED ? 0 : at;
+}
+
+
+/* What a stream does, now or with a graph: bytes that move or are set, or a kernel. */
+struct work {
+    int kernel;
+    address to, from;
+    size_t bytes;
+    unsigned char byte;
+    double *numbers, *control;
+};
+/* Of a graph that was made anew only the executable is launched. */
+struct graph { struct work *works; size_t count; int alive; };
+
+/* Of this thread: what it records, on which stream, and whether that was spoiled. */
+static __thread struct graph *open_graph;
+static __thread void *open_stream;
+static __thread int spoiled;
+/* Kernels that were launched, those of graphs with them; graphs that were made, and launched. */
+static long kernels, made, launched;
+
+/* A run tells at its end what it has launched. */
+__attribute__((destructor)) static void tell(void) {
+    const char *path = getenv("STUB_COUNTS");
+    FILE *file = path && kernels ? fopen(path, "a") : 0;
+    if (!file) return;
+    fprintf(file, "%ld %ld %ld\n", kernels, made, launched);
+    fclose(file);
+}
+static int refuses(const char *what) {
+    const char *text = getenv("STUB_GRAPHS");
+    return text && !strcmp(text, what);
+}
+/* What may not be called while this thread records. 900: not permitted in a capture. */
+static int outside(void) {
+    if (!open_graph) return 0;
+    spoiled = 1;
+    return 900;
+}
+static int do_work(struct work *work) {
+    if (work->control) {
+        work->numbers[13] = ++work->control[3];
+        usleep(number("STUB_STEP_MICROSECONDS", 0));
+    }
+    if (work->kernel) {
+        __sync_fetch_and_add(&kernels, 1);
+    } else if (work->from) {
+        memmove((void *)work->to, (void *)work->from, work->bytes);
+    } else {
+        /* Whole pages of zeros are given back: an arena is larger than this machine's memory. */
+        address to = work->to, n = work->bytes, page = 4096;
+        address first = (to + page - 1) & ~(page - 1), end = (to + n) & ~(page - 1);
+        if (work->byte || first >= end) {
+            memset((void *)to, work->byte, n);
+            return 0;
+        }
+        memset((void *)to, 0, first - to);
+        madvise((void *)first, end - first, MADV_DONTNEED);
+        memset((void *)end, 0, to + n - end);
+    }
+    return 0;
+}
+static int enqueue(void *stream, struct work work) {
+    struct graph *graph = open_graph;
+    if (!graph || stream != open_stream) return do_work(&work);
+    if (spoiled) return 901;
+    graph->works = realloc(graph->works, (graph->count + 1) * sizeof work);
+    graph->works[graph->count++] = work;
+    return 0;
 }
 
 int cuInit(unsigned flags) { return number("STUB_INIT", 0); }
@@ -59,15 +130,49 @@ int cuStreamCreateWithPriority(void **stream, unsigned flags, int p) {
     *stream = handle();
     return 0;
 }
-int cuStreamEndCapture(void *stream, void **graph) { *graph = handle(); return 0; }
-int cuGraphGetNodes(void *graph, void **nodes, size_t *count) { *count = 0; return 0; }
-int cuGraphInstantiateWithFlags(void **made, void *graph, address flags) {
-    *made = handle();
+int cuStreamBeginCapture_v2(void *stream, int mode) {
+    if (open_graph || refuses("begin")) return 900;
+    open_graph = calloc(1, sizeof *open_graph);
+    open_stream = stream;
+    spoiled = refuses("end");
     return 0;
 }
+int cuStreamEndCapture(void *stream, void **graph) {
+    *graph = spoiled ? 0 : open_graph;
+    open_graph = open_stream = 0;
+    return *graph ? 0 : 901;
+}
+int cuGraphGetNodes(void *graph, void **nodes, size_t *count) {
+    *count = ((struct graph *)graph)->count;
+    return 0;
+}
+int cuGraphInstantiateWithFlags(void **executable, struct graph *graph, address flags) {
+    if (refuses("instantiate")) return 2;
+    struct graph *copy = malloc(sizeof *copy);
+    *copy = *graph;
+    copy->alive = 1;
+    *executable = copy;
+    made++;
+    return 0;
+}
+int cuGraphExecDestroy(struct graph *graph) { graph->alive = 0; return 0; }
+int cuGraphLaunch(struct graph *graph, void *stream) {
+    if (outside() || !graph->alive) return 400;
+    if (refuses("launch")) return 700;
+    launched++;
+    for (size_t at = 0; at < graph->count; at++) do_work(graph->works + at);
+    return 0;
+}
+int cuStreamSynchronize(void *stream) { return outside(); }
+int cuStreamQuery(void *stream) { return outside(); }
+int cuCtxSynchronize(void) { return outside(); }
+int cuMemFree_v2(address at) { return outside(); }
 int cuEventCreate(void **event, unsigned flags) { *event = handle(); return 0; }
-int cuEventElapsedTime(float *milliseconds, void *a, void *b) { *milliseconds = 0.25; return 0; }
-int cuModuleLoadData(void **module, const void *image) { *module = handle(); return 0; }
+int cuEventElapsedTime(float *milliseconds, void *a, void *b) {
+    *milliseconds = number("STUB_EVENT_MICROSECONDS", 250) / 1e3;
+    return 0;
+}
+int cuModuleLoadData(void **module, const void *image) { *module = handle(); return outside(); }
 int cuModuleGetFunction(void **function, void *module, const char *name) {
     *function = strdup(name);
     return 0;
@@ -75,14 +180,15 @@ int cuModuleGetFunction(void **function, void *module, const char *name) {
 /* One of our kernels does something, because a step is not over without it: `decide` counts. */
 int cuLaunchKernel(const char *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
                    unsigned by, unsigned bz, unsigned shared, void *s, void **given, void **extra) {
+    struct work work = {.kernel = 1};
     if (!strcmp(function, "decide")) {
-        double *numbers = *(double **)given[1], *control = *(double **)given[2];
-        numbers[13] = ++control[3];
-        usleep(number("STUB_STEP_MICROSECONDS", 0));
+        work.numbers = *(double **)given[1];
+        work.control = *(double **)given[2];
     }
-    return 0;
+    return enqueue(s, work);
 }
 int cuMemAlloc_v2(address *at, size_t bytes) {
+    if (outside()) return 900;
     *at = (address)memory(bytes);
     return *at ? 0 : 2;
 }
@@ -97,41 +203,28 @@ int cuMemHostGetDevicePointer_v2(address *at, void *host, unsigned flags) {
     *at = (address)host;
     return 0;
 }
-int cuMemcpyAsync(address to, address from, size_t n, void *s) {
-    memmove((void *)to, (void *)from, n);
-    return 0;
-}
 int cuMemcpyHtoD_v2(address to, const void *from, size_t n) {
     memcpy((void *)to, from, n);
-    return 0;
+    return outside();
 }
 int cuMemcpyDtoH_v2(void *to, address from, size_t n) {
     memcpy(to, (void *)from, n);
-    return 0;
+    return outside();
+}
+int cuMemcpyAsync(address to, address from, size_t n, void *s) {
+    return enqueue(s, (struct work){.to = to, .from = from, .bytes = n});
 }
 int cuMemcpyHtoDAsync_v2(address to, const void *from, size_t n, void *s) {
-    memcpy((void *)to, from, n);
-    return 0;
+    return enqueue(s, (struct work){.to = to, .from = (address)from, .bytes = n});
 }
 int cuMemcpyDtoHAsync_v2(void *to, address from, size_t n, void *s) {
-    memcpy(to, (void *)from, n);
-    return 0;
+    return enqueue(s, (struct work){.to = (address)to, .from = from, .bytes = n});
 }
 int cuMemcpyDtoDAsync_v2(address to, address from, size_t n, void *s) {
-    memmove((void *)to, (void *)from, n);
-    return 0;
+    return enqueue(s, (struct work){.to = to, .from = from, .bytes = n});
 }
 int cuMemsetD8Async(address to, unsigned char byte, size_t n, void *s) {
-    /* Whole pages of zeros are given back: an arena is larger than this machine's memory. */
-    address page = 4096, first = (to + page - 1) & ~(page - 1), end = (to + n) & ~(page - 1);
-    if (byte || first >= end) {
-        memset((void *)to, byte, n);
-        return 0;
-    }
-    memset((void *)to, 0, first - to);
-    madvise((void *)first, end - first, MADV_DONTNEED);
-    memset((void *)end, 0, to + n - end);
-    return 0;
+    return enqueue(s, (struct work){.to = to, .byte = byte, .bytes = n});
 }
 int cuMemGetAllocationGranularity(size_t *bytes, const void *p, int kind) {
     *bytes = 2 << 20;

@@ -17,7 +17,7 @@ use crate::engine::step::{Engine, StepError};
 use crate::failure::chain;
 use crate::gang::comm::CommError;
 use moejob_kernels::cuda::Event;
-use moejob_kernels::{LossScale, LossScaling, PhaseEnds, Posted};
+use moejob_kernels::{LossScale, LossScaling, Pace, PhaseEnds, Posted};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
@@ -37,6 +37,8 @@ pub(super) struct Flight {
     scaling: Option<LossScale>,
     /// Where its sums over ranks are done.
     summed: Option<Event>,
+    /// Its ops were enqueued as graphs would be.
+    plain: bool,
 }
 
 /// Those that are, oldest first.
@@ -62,11 +64,12 @@ enum Outcome {
 impl Flight {
     /// Of the step that was enqueued last. The scale of the next one is what it will be if this one
     /// has no overflow; else the next one is skipped, too.
-    pub fn new(model: &mut Model, step: u64, summed: Option<Event>) -> Flight {
+    pub fn new(model: &mut Model, step: u64, summed: Option<Event>, plain: bool) -> Flight {
         let scaling = model.scaling;
         model.scaling = scaling.map(|scale| scale.after(&LossScaling::default(), false));
         let numbers = model.post_numbers();
-        Flight { step, numbers, phases: model.device.cut_phases(), scaling, summed }
+        let phases = model.device.cut_phases();
+        Flight { step, numbers, phases, scaling, summed, plain }
     }
 }
 
@@ -200,7 +203,7 @@ impl Engine {
 
     /// Waits for the numbers of a step.
     fn land(&mut self, flight: Flight) -> Result<StepSummary, StepError> {
-        let Engine { model, links, training, flights, phases, .. } = self;
+        let Engine { model, links, training, flights, phases, paces, graphs, .. } = self;
         let numbers = model.device.fetch(flight.numbers);
         // What was read before a failure says nothing. A wait that was given up is the peers'
         // fault.
@@ -213,6 +216,17 @@ impl Engine {
                 return Err(StepError::Comm(CommError::Aborted { reason }));
             }
             (Err(error), _) => return Err(StepError::Device(chain(error))),
+        }
+        if let Some(pace) = flight.phases.step() {
+            let (sum, steps) = *paces;
+            let (host, device) = (sum.host + pace.host, sum.device + pace.device);
+            *paces = (Pace { host, device }, steps + 1);
+        }
+        if graphs.is_looking()
+            && flight.plain
+            && let Some(decided) = flight.phases.first_round().and_then(|pace| graphs.saw(pace))
+        {
+            tracing::info!("{decided}");
         }
         let taken = model.device.phase_seconds(flight.phases);
         phases.iter_mut().zip(taken).for_each(|(sum, own)| *sum += own);
@@ -243,6 +257,8 @@ impl Engine {
         }
         self.model.scaling = scaling;
         if summary.overflows {
+            // Whatever reads the rooms is given other ones.
+            self.forget_graphs();
             return match self.model.group.grow() {
                 true => Outcome::Again,
                 false => Outcome::Broken(Some("a count of routed rows".to_string())),

@@ -4,6 +4,7 @@ use crate::data::DataError;
 use crate::engine::beside::{ENV_OVERLAP, Overlap};
 use crate::engine::buckets::Places;
 use crate::engine::flight::Flights;
+use crate::engine::graphs::{ENV_GRAPHS, Graphs, Use};
 use crate::engine::links::{Aside, Groups, Links, NoLinks};
 use crate::engine::model::Model;
 use crate::engine::patience::{Deadline, Patience, guard};
@@ -13,7 +14,7 @@ use crate::engine::validate::Favourites;
 use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError};
 use moejob_kernels::cuda::Fault;
-use moejob_kernels::{Device, KernelError, StepPhase};
+use moejob_kernels::{Device, KernelError, Pace, StepPhase};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, Exchange, TrainingConfig};
 use moejob_protocol::memory::Shape;
@@ -88,8 +89,11 @@ pub struct Engine {
     pub(super) deadline: Arc<Deadline>,
     /// Seconds of each phase since they were last asked for.
     pub(super) phases: [f64; StepPhase::COUNT],
+    /// Of those steps, each without its data: sums, and how many steps they are of.
+    pub(super) paces: (Pace, u32),
     pub(super) trace: Option<Trace>,
     pub(super) flights: Flights,
+    pub(super) graphs: Graphs,
 }
 
 impl Engine {
@@ -155,7 +159,8 @@ impl Engine {
         let (training, spoiled) = (training.clone(), Vec::new());
         let (phases, trace) = ([0.0; StepPhase::COUNT], None);
         let (fault, patience) = (None, Patience::default());
-        let flights = Flights::default();
+        let (flights, paces) = (Flights::default(), Default::default());
+        let graphs = Graphs::new(Use::parse(std::env::var(ENV_GRAPHS).ok().as_deref()));
         Engine {
             links,
             model,
@@ -167,8 +172,10 @@ impl Engine {
             patience,
             deadline,
             phases,
+            paces,
             trace,
             flights,
+            graphs,
         }
     }
 
@@ -204,6 +211,10 @@ impl Engine {
         if left.is_ok() && !self.is_settled() {
             let _ = self.model.device.finish();
         }
+        // Nothing of a device that has failed is given back: that could wait for a kernel.
+        if left.is_ok() && self.model.device.check().is_ok() {
+            self.forget_graphs();
+        }
         left
     }
 
@@ -215,6 +226,14 @@ impl Engine {
     /// Seconds of each phase since the last call, by its number.
     pub fn take_phases(&mut self) -> [f64; StepPhase::COUNT] {
         std::mem::take(&mut self.phases)
+    }
+
+    /// How long the host took to enqueue a step, and the device to do it, without its data: means
+    /// since the last call. None: no step was done.
+    pub fn take_pace(&mut self) -> Option<Pace> {
+        let (sum, steps) = std::mem::take(&mut self.paces);
+        let mean = |seconds: f64| seconds / f64::from(steps);
+        (steps > 0).then(|| Pace { host: mean(sum.host), device: mean(sum.device) })
     }
 
     /// Once all traced steps are done: whether their file could be written.

@@ -34,6 +34,7 @@ pub mod sums;
 pub mod numbers;
 pub mod trace;
 mod machine;
+pub mod graphs;
 pub mod step;
 pub mod validate;
 pub mod diagnosis;

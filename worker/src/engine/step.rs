@@ -5,6 +5,7 @@ use crate::data::Batches;
 use crate::engine::flight::Flight;
 use crate::engine::forward::Pass;
 use crate::engine::gate::Noise;
+use crate::engine::graphs::Part;
 use crate::engine::round::{Aim, Schedule};
 use crate::engine::sums::Sums;
 use moejob_kernels::{StepPhase, SumRows};
@@ -29,22 +30,28 @@ impl Engine {
         if let Some((_, fault)) = self.fault.take_if(|(at, _)| *at == step) {
             self.model.device.inject(fault);
         }
+        let plain = self.begin_graphs();
         self.whole_step_balance(step, batches)?;
         self.rounds(step, batches, Aim::Record, |engine, schedule| {
-            let (model, round) = (&mut engine.model, &schedule.round);
-            let mut pass = Pass::new(model, &mut engine.links, round);
-            pass.forward();
-            pass.model.device.phase(StepPhase::Forward);
-            let leaf = match schedule.last && pass.links.work_beside() {
-                true => engine.gradients.last_leaf(round),
-                false => engine.gradients.leaf(round),
-            };
-            pass.loss(Some(&leaf));
-            pass.backward(&leaf);
-            pass.model.device.phase(StepPhase::Backward);
-            engine.gradients.push(round, schedule.own, &schedule.leaves, model);
+            let round = &schedule.round;
+            engine.part(engine.forward_part(schedule), |engine| {
+                Pass::new(&mut engine.model, &mut engine.links, round).forward();
+            });
+            engine.model.device.phase(StepPhase::Forward);
+            let leave = schedule.last && engine.links.work_beside();
+            engine.part(engine.backward_part(schedule, leave), |engine| {
+                let mut pass = Pass::new(&mut engine.model, &mut engine.links, round);
+                let leaf = match leave {
+                    true => engine.gradients.last_leaf(round),
+                    false => engine.gradients.leaf(round),
+                };
+                pass.loss(Some(&leaf));
+                pass.backward(&leaf);
+            });
+            engine.model.device.phase(StepPhase::Backward);
+            engine.gradients.push(round, schedule.own, &schedule.leaves, &mut engine.model);
         })?;
-        let Engine { model, gradients, links, training, spoiled, .. } = self;
+        let Engine { model, gradients, links, spoiled, .. } = self;
         if !(links.work_beside() && matches!(gradients, Sums::Buckets(_))) {
             gradients.reduce(model, links);
         }
@@ -53,22 +60,27 @@ impl Engine {
             spoiled.remove(at);
             gradients.spoil(model);
         }
-        gradients.measure(model);
-        model.device.mark("numbers", None);
-        model.reduce_numbers(links);
-        model.device.phase(StepPhase::Numbers);
+        self.part(Part::Numbers, |engine| {
+            engine.gradients.measure(&mut engine.model);
+            engine.model.device.mark("numbers", None);
+            engine.model.reduce_numbers(&mut engine.links);
+        });
+        self.model.device.phase(StepPhase::Numbers);
         // What was not summed over all ranks must not move a weight.
-        links.check()?;
-        let summed = model.device.point();
-        model.hold();
-        model.decide_update();
-        gradients.update(model, links, &training.adamw);
+        self.links.check()?;
+        let summed = self.model.device.point();
+        self.model.hold();
+        self.part(Part::Update, |Engine { model, gradients, links, training, .. }| {
+            model.decide_update();
+            gradients.update(model, links, &training.adamw);
+        });
+        let Engine { model, gradients, links, .. } = self;
         model.device.phase(StepPhase::Update);
         gradients.spread(model, links);
         model.device.phase(StepPhase::Communication);
         model.device.mark("update", None);
         links.check()?;
-        Ok(Flight::new(model, step, summed))
+        Ok(Flight::new(model, step, summed, plain))
     }
 
     /// Calls `each` with every round of a step, its micro-batch loaded.

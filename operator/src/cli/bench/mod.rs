@@ -14,12 +14,13 @@ use super::complain;
 use clap::{Args, ValueEnum};
 use moe_worker::attempt::gauge::Gauge;
 use moe_worker::attempt::pace::kernel_bytes;
+use moe_worker::engine::graphs::Captures;
 use moe_worker::engine::step::{Engine, StepError, StepSummary};
 use moe_worker::engine::trace::{STEPS_TRACED, Trace};
 use moe_worker::gang::comm::Comm;
 use moe_worker::state::rank::{DeviceFailed, RankState};
 use moe_worker::state::snapshot::initialize;
-use moejob_kernels::StepPhase;
+use moejob_kernels::{Pace, StepPhase};
 use moejob_kernels::cuda::Gpu;
 use moejob_plan::Job;
 use moejob_plan::spec::as_typed;
@@ -246,7 +247,8 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
     for end in ends {
         all.push(end?);
     }
-    let Trained { device, imbalance, loss, watts, used, phases, seconds } = all.swap_remove(0);
+    let Trained { device, imbalance, loss, watts, used, phases, pace, captures, seconds } =
+        all.swap_remove(0);
     let watts = all.iter().map(|other| other.watts).fold(watts, |sum, of| Some(sum? + of?));
     Ok(Measured {
         device,
@@ -261,6 +263,8 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
         used,
         watts,
         phases,
+        pace,
+        captures,
         seconds,
         job,
     })
@@ -274,6 +278,8 @@ struct Trained {
     used: Option<u64>,
     watts: Option<f64>,
     phases: [f64; StepPhase::COUNT],
+    pace: Option<Pace>,
+    captures: Captures,
     seconds: Vec<f64>,
 }
 
@@ -326,13 +332,16 @@ fn train(
         if let Some(what) = &summary.non_finite {
             return Err(Refused(1, format!("{what} is not finite at step {}", step + 1)));
         }
-        if step >= u64::from(args.warm_up) {
+        if step < u64::from(args.warm_up) {
+            engine.take_pace();
+        } else {
             seconds.push(took);
             imbalance += summary.expert_imbalance / f64::from(args.steps);
         }
         last = summary;
     }
     let phases = engine.take_phases().map(|seconds| seconds / f64::from(args.warm_up + args.steps));
+    let (pace, captures) = (engine.take_pace(), engine.captures());
     if let Some(file) = &args.trace {
         // All take part, one writes.
         let file = (rank == 0).then_some(file.as_path());
@@ -352,7 +361,8 @@ fn train(
     };
     let left = engine.all_arrived().and_then(|()| engine.leave());
     left.map_err(|error| Refused(1, error.to_string()))?;
-    Ok(Trained { device, imbalance, loss: last.loss, used, watts, phases, seconds })
+    let loss = last.loss;
+    Ok(Trained { device, imbalance, loss, used, watts, phases, pace, captures, seconds })
 }
 
 /// Steps that are traced and not measured: marks take time.
@@ -394,6 +404,9 @@ struct Measured {
     watts: Option<f64>,
     /// Seconds of each phase, mean over all steps.
     phases: [f64; StepPhase::COUNT],
+    /// Of the measured steps, mean.
+    pace: Option<Pace>,
+    captures: Captures,
     /// Of each measured step.
     seconds: Vec<f64>,
 }
@@ -528,6 +541,9 @@ impl Measured {
         for (name, value) in lines {
             text += &format!("{name:<12}{value}\n");
         }
+        if self.on_gpu {
+            text += &format!("{:<12}{}\n", "host", self.host_text());
+        }
         if let Some(watts) = self.watts {
             text += &format!("{:<12}{watts:.0} W at the end\n", "power");
         }
@@ -553,6 +569,15 @@ impl Measured {
         )
     }
 
+    /// How long the host takes to give the device a step, and by which graphs.
+    fn host_text(&self) -> String {
+        let [host, device] = self.pace.map_or([0.0; 2], |Pace { host, device }| [host, device]);
+        let Captures { graphs, launches, .. } = self.captures;
+        let (host, device) = (host * 1e3, device * 1e3);
+        format!("enqueues a step in {host:.2} ms, the device computes it in {device:.2} (means); \
+                 {graphs} captured graphs of {launches} launches")
+    }
+
     fn json(&self) -> Value {
         let training = &self.job.training;
         json!({
@@ -573,6 +598,11 @@ impl Measured {
             "expertImbalance": self.imbalance,
             "secondsPerStep": self.seconds,
             "medianSeconds": self.median(),
+            "hostSeconds": self.pace.map(|pace| pace.host),
+            "deviceSeconds": self.pace.map(|pace| pace.device),
+            "capturedGraphs": self.captures.graphs,
+            "capturedLaunches": self.captures.launches,
+            "graphLaunches": self.captures.repeats,
             "tokensPerSecond": self.tokens_per_second(),
             "modelFlopsPerSecond": self.model_flops(),
             "ceilingFlopsPerSecond": self.ceiling(),
