@@ -329,6 +329,11 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
   const auto release = [&](u32 barrier) {
     if (lane == 0) barrier_arrive(barrier);
   };
+  // Lane 0 loads for its warp, as in `TileQueue::take`.
+  const auto position_of = [&](int turn) {
+    const u32 position = lane == 0 ? load_shared(shared.position(turn)) : 0;
+    return __shfl_sync(~0u, position, 0);
+  };
   for (int t = shared.tiles.take(lane); t < total; t = shared.tiles.take(lane)) {
     const Place at = place_of(t, blocks, args.kv_heads, args.batch, args.group, false);
     const Keys keys = keys_of<64>(args, at.sequence, at.block * BN + group * 64, 16 * warp, lane);
@@ -370,7 +375,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
         round_pairs(ds, dp);
         if (ORDERED && part == PARTS - 1 && last) {
           barrier_wait(shared.turn(turns.at), turns.parity);
-          goes_on = load_shared(shared.position(turns.at)) != 0;
+          goes_on = position_of(turns.at) != 0;
           if (goes_on) load_dq(dq, to, group);
         }
         const u32 slab = shared.ds + buffer * DS_BYTES + part * (BN * 128);
@@ -405,7 +410,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args, Shar
             bool first = false;
             if (ORDERED) {
               barrier_wait(shared.turn(turns.at), turns.parity);
-              first = load_shared(shared.position(turns.at)) == 0;
+              first = position_of(turns.at) == 0;
             }
             add_dq(to, dq, group, first);
           }

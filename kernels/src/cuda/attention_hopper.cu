@@ -80,13 +80,17 @@ struct TileQueue {
     barrier_arrive(full + ring.at * 8);
     ring.next(2);
   }
+  // Lane 0 loads for its warp, since it arrives for it: ptxas leaves no instruction of a
+  // __syncwarp between the loads of all lanes and that, and racecheck reported them.
   __device__ __forceinline__ int take(int lane) {
-    barrier_wait(full + ring.at * 8, ring.parity);
-    const int tile = slots[ring.at];
-    __syncwarp();
-    if (lane == 0) barrier_arrive(empty + ring.at * 8);
+    int tile = 0;
+    if (lane == 0) {
+      barrier_wait(full + ring.at * 8, ring.parity);
+      tile = slots[ring.at];
+      barrier_arrive(empty + ring.at * 8);
+    }
     ring.next(2);
-    return tile;
+    return __shfl_sync(~0u, tile, 0);
   }
 };
 // The next tile of a launch. Whoever meets the end last sets the counter back for the next launch.
