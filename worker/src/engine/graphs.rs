@@ -15,8 +15,8 @@
 use crate::engine::round::Schedule;
 use crate::engine::step::Engine;
 use crate::failure::chain;
-use moejob_kernels::Pace;
 use moejob_kernels::cuda::{Captured, CudaDevice, LayerError};
+use moejob_kernels::{Pace, StepPhase};
 use std::collections::HashMap;
 
 /// For tests and measurements: `on`, `off`, or where the host's time shows (`auto`).
@@ -188,6 +188,30 @@ impl Graphs {
 
     pub fn is_looking(&self) -> bool {
         matches!(self.state, State::Looking(_))
+    }
+}
+
+/// Paces of steps without their data, for which the host may wait.
+#[derive(Debug, Default)]
+pub(super) struct Paces {
+    sum: Pace,
+    steps: u32,
+}
+
+impl Paces {
+    pub fn add(&mut self, step: &[Pace; StepPhase::COUNT]) {
+        let data = StepPhase::Data as usize;
+        for (_, pace) in step.iter().enumerate().filter(|(phase, _)| *phase != data) {
+            self.sum.host += pace.host;
+            self.sum.device += pace.device;
+        }
+        self.steps += 1;
+    }
+
+    pub fn mean(&self) -> Option<Pace> {
+        let of = |seconds: f64| seconds / f64::from(self.steps);
+        let Pace { host, device } = self.sum;
+        (self.steps > 0).then(|| Pace { host: of(host), device: of(device) })
     }
 }
 
@@ -407,6 +431,19 @@ mod tests {
             assert_eq!(how(&mut graphs, &[part(1)]), [next]);
             assert!((0..20).all(|_| graphs.saw(first).is_none()) && graphs.state == expected);
         }
+    }
+
+    #[test]
+    fn the_pace_of_steps_is_their_mean_without_data() {
+        assert_eq!(Paces::default().mean(), None);
+        let mut paces = Paces::default();
+        for (host, device) in [(1.0, 4.0), (2.0, 6.0)] {
+            let mut step = [Pace { host, device }; StepPhase::COUNT];
+            step[StepPhase::Data as usize] = Pace { host: 100.0, device: 100.0 };
+            paces.add(&step);
+        }
+        let others = (StepPhase::COUNT - 1) as f64;
+        assert_eq!(paces.mean(), Some(Pace { host: 1.5 * others, device: 5.0 * others }));
     }
 
     #[test]
