@@ -401,7 +401,8 @@ fn a_capture_that_fails_leaves_a_job_training() {
         assert_eq!(counts, [kernels, 0, 0], "{refused}: {told}");
         let lines: Vec<&str> = told.lines().filter(|line| line.contains("graph")).collect();
         let [line] = lines[..] else { panic!("{refused}: {told}") };
-        assert!(line.contains("no captured graphs in this attempt: ") && line.contains(why), "{told}");
+        let begins = line.contains("no captured graphs in this attempt: ");
+        assert!(begins && line.contains(why), "{told}");
     }
     let (output, _) = place.captured(&libraries, CAPTURED, &[on, ("STUB_GRAPHS", "launch")]);
     let told = text(&output.stderr);

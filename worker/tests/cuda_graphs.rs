@@ -356,8 +356,8 @@ fn times_of_a_small_model() {
         let phases = engine.take_phases().map(|seconds| seconds * 1e3 / 200.0);
         let of = |phase: StepPhase| phases[phase as usize];
         println!(
-            "{wanted:?}: {each:.3} ms a step, {:.1} steps/s; the host enqueues it in {host:.3}, the \
-             device computes it in {device:.3} (forward {:.3}, backward {:.3}, numbers {:.3}, \
+            "{wanted:?}: {each:.3} ms a step, {:.1} steps/s; the host enqueues it in {host:.3}, \
+             the device computes it in {device:.3} (forward {:.3}, backward {:.3}, numbers {:.3}, \
              update {:.3}, data {:.3}); {:?}",
             1e3 / each,
             of(StepPhase::Forward),

@@ -253,9 +253,9 @@ impl Engine {
 
     /// A step begins; whether its parts could be graphs.
     ///
-    /// Marks lie between ops and are times. Between ranks links have epochs of their own, and a lane
-    /// beside the ops has marks that are waited for once. Of models in buckets no op draws noise,
-    /// which would be another in each step, and none is told which micro-batch it computes.
+    /// Marks lie between ops and are times. Between ranks links have epochs of their own, and a
+    /// lane beside the ops has marks that are waited for once. Of models in buckets no op draws
+    /// noise, which would be another in each step, and none is told which micro-batch it computes.
     pub(super) fn begin_graphs(&mut self) -> bool {
         let (model, links) = (&self.model, &self.links);
         let alone = |device: &CudaDevice| device.comm_stream().is_none();
@@ -382,7 +382,8 @@ mod tests {
             graphs.parts.insert(*part, Some(Captured::default()));
         }
         assert_eq!(graphs.captures().graphs, made);
-        assert_eq!(graphs.how(parts[0]), How::Repeat(Captured::default()), "what there is, is used");
+        let there = How::Repeat(Captured::default());
+        assert_eq!(graphs.how(parts[0]), there, "what there is, is used");
         graphs.forget();
         assert_eq!(how(&mut graphs, &parts[..2]), [How::Capture; 2], "nothing has to be made");
     }
