@@ -9,7 +9,6 @@
 
 use crate::cuda::{CudaError, Event};
 use crate::device::Device;
-use std::ops::RangeInclusive;
 use std::time::Instant;
 
 /// A part of a step.
@@ -125,26 +124,10 @@ impl PhaseEnds {
     /// The device has then come to the end of it.
     pub fn first_round(&self) -> Option<Pace> {
         let first = self.0.iter().position(|end| end.phase == StepPhase::Data)?;
-        let of = &self.0[first..];
-        let last = of.iter().position(|end| end.phase == StepPhase::Backward)?;
-        self.pace(first..=first + last)
-    }
-
-    /// Of the whole step but its data, for which the host may wait.
-    pub fn step(&self) -> Option<Pace> {
-        let pieces = self.0.windows(2).enumerate();
-        let pieces = pieces.filter(|(_, pair)| pair[1].phase != StepPhase::Data);
-        let paces = pieces.map(|(at, _)| self.pace(at..=at + 1));
-        paces.reduce(|sum, pace| {
-            let (sum, pace) = (sum?, pace?);
-            Some(Pace { host: sum.host + pace.host, device: sum.device + pace.device })
-        })?
-    }
-
-    fn pace(&self, of: RangeInclusive<usize>) -> Option<Pace> {
-        let (first, last) = (&self.0[*of.start()], &self.0[*of.end()]);
-        let device = between(&first.at, &last.at).ok()? / 1e3;
-        Some(Pace { host: last.host.duration_since(first.host).as_secs_f64(), device })
+        let first = &self.0[first..];
+        let last = &first[first.iter().position(|end| end.phase == StepPhase::Backward)?];
+        let device = between(&first[0].at, &last.at).ok()? / 1e3;
+        Some(Pace { host: last.host.duration_since(first[0].host).as_secs_f64(), device })
     }
 }
 
@@ -213,20 +196,22 @@ impl Device {
         PhaseEnds(std::mem::take(&mut self.phases().ends))
     }
 
-    /// Seconds of each phase, by its number. What was enqueued before they were cut is over; after
-    /// a failure they are zero.
-    pub fn phase_seconds(&mut self, of: PhaseEnds) -> [f64; StepPhase::COUNT] {
-        let mut seconds = [0.0; StepPhase::COUNT];
+    /// How long each phase took, by its number. What was enqueued before they were cut is over;
+    /// after a failure the device's seconds are zero.
+    pub fn phase_paces(&mut self, of: PhaseEnds) -> [Pace; StepPhase::COUNT] {
+        let mut paces = [Pace::default(); StepPhase::COUNT];
         for pair in of.0.windows(2) {
             let [before, after] = pair else { continue };
-            seconds[after.phase as usize] += between(&before.at, &after.at).unwrap_or(0.0) / 1e3;
+            let sum = &mut paces[after.phase as usize];
+            sum.device += between(&before.at, &after.at).unwrap_or(0.0) / 1e3;
+            sum.host += after.host.duration_since(before.host).as_secs_f64();
         }
         let events = of.0.into_iter().filter_map(|end| match end.at {
             At::Gpu(event) => Some(event),
             At::Host(_) => None,
         });
         self.phases().spare.extend(events);
-        seconds
+        paces
     }
 
     fn marks(&mut self) -> &mut Option<Marks> {
@@ -278,16 +263,18 @@ mod tests {
         }
         let cut = device.cut_phases();
         device.phase(StepPhase::Update);
-        let seconds = device.phase_seconds(cut);
-        let of = |phase| seconds[phase as usize];
-        assert!(of(StepPhase::Forward) >= 0.004 && of(StepPhase::Backward) >= 0.002, "{seconds:?}");
-        assert_eq!(of(StepPhase::Forward) + of(StepPhase::Backward), seconds.iter().sum::<f64>());
+        let paces = device.phase_paces(cut);
+        let of = |phase| paces[phase as usize].device;
+        assert!(of(StepPhase::Forward) >= 0.004 && of(StepPhase::Backward) >= 0.002, "{paces:?}");
+        let all: f64 = paces.iter().map(|pace| pace.device).sum();
+        assert_eq!(of(StepPhase::Forward) + of(StepPhase::Backward), all);
         let cut = device.cut_phases();
-        assert_eq!(device.phase_seconds(cut), [0.0; StepPhase::COUNT], "one end is no phase");
+        let none = [Pace::default(); StepPhase::COUNT];
+        assert_eq!(device.phase_paces(cut), none, "one end is no phase");
     }
 
     #[test]
-    fn the_pace_of_a_step_is_without_its_data() {
+    fn host_and_device_are_timed_apart() {
         let at = Instant::now();
         let ends = |of: &[(StepPhase, u64, u64)]| {
             let end = |(phase, host, device): &(StepPhase, u64, u64)| PhaseEnd {
@@ -309,10 +296,14 @@ mod tests {
             (Update, 44, 60),
         ]);
         assert_eq!(of.first_round(), Some(Pace { host: 6.0, device: 10.0 }));
-        assert_eq!(of.step(), Some(Pace { host: 10.0, device: 29.0 }));
+        let paces = Device::cpu(1, 0).expect("a thread").phase_paces(of);
+        let of = |phase| paces[phase as usize];
+        assert_eq!(of(Data), Pace { host: 34.0, device: 26.0 });
+        assert_eq!(of(Forward), Pace { host: 4.0, device: 5.0 });
+        assert_eq!(of(Backward), Pace { host: 5.0, device: 13.0 });
+        assert_eq!(of(Update), Pace { host: 1.0, device: 11.0 });
         for none in [&[][..], &[(Data, 0, 0)], &[(Backward, 0, 0), (Data, 1, 1)]] {
             assert_eq!(ends(none).first_round(), None, "{none:?}");
         }
-        assert_eq!(ends(&[(Other, 0, 0)]).step(), None);
     }
 }

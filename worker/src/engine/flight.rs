@@ -17,7 +17,7 @@ use crate::engine::step::{Engine, StepError};
 use crate::failure::chain;
 use crate::gang::comm::CommError;
 use moejob_kernels::cuda::Event;
-use moejob_kernels::{LossScale, LossScaling, Pace, PhaseEnds, Posted};
+use moejob_kernels::{LossScale, LossScaling, PhaseEnds, Posted};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
@@ -217,19 +217,15 @@ impl Engine {
             }
             (Err(error), _) => return Err(StepError::Device(chain(error))),
         }
-        if let Some(pace) = flight.phases.step() {
-            let (sum, steps) = *paces;
-            let (host, device) = (sum.host + pace.host, sum.device + pace.device);
-            *paces = (Pace { host, device }, steps + 1);
-        }
         if graphs.is_looking()
             && flight.plain
             && let Some(decided) = flight.phases.first_round().and_then(|pace| graphs.saw(pace))
         {
             tracing::info!("{decided}");
         }
-        let taken = model.device.phase_seconds(flight.phases);
-        phases.iter_mut().zip(taken).for_each(|(sum, own)| *sum += own);
+        let taken = model.device.phase_paces(flight.phases);
+        phases.iter_mut().zip(taken).for_each(|(sum, own)| *sum += own.device);
+        paces.add(&taken);
         let summary = model.summary(training, flight.step, flight.scaling, &numbers);
         flights.halted |= summary.skipped;
         flights.updates += u64::from(!summary.skipped);

@@ -15,8 +15,8 @@
 use crate::engine::round::Schedule;
 use crate::engine::step::Engine;
 use crate::failure::chain;
-use moejob_kernels::Pace;
 use moejob_kernels::cuda::{Captured, CudaDevice, LayerError};
+use moejob_kernels::{Pace, StepPhase};
 use std::collections::HashMap;
 
 /// For tests and measurements: `on`, `off`, or where the host's time shows (`auto`).
@@ -191,6 +191,30 @@ impl Graphs {
     }
 }
 
+/// Paces of steps without their data, for which the host may wait.
+#[derive(Debug, Default)]
+pub(super) struct Paces {
+    sum: Pace,
+    steps: u32,
+}
+
+impl Paces {
+    pub fn add(&mut self, step: &[Pace; StepPhase::COUNT]) {
+        let data = StepPhase::Data as usize;
+        for (_, pace) in step.iter().enumerate().filter(|(phase, _)| *phase != data) {
+            self.sum.host += pace.host;
+            self.sum.device += pace.device;
+        }
+        self.steps += 1;
+    }
+
+    pub fn mean(&self) -> Option<Pace> {
+        let of = |seconds: f64| seconds / f64::from(self.steps);
+        let Pace { host, device } = self.sum;
+        (self.steps > 0).then(|| Pace { host: of(host), device: of(device) })
+    }
+}
+
 /// Whether the device waits for the host, by paces of single ops, and why it is thought so.
 ///
 /// Of a device that keeps up with the host the two times are alike, since it can compute nothing
@@ -229,9 +253,9 @@ impl Engine {
 
     /// A step begins; whether its parts could be graphs.
     ///
-    /// Marks lie between ops and are times. Between ranks links have epochs of their own, and a lane
-    /// beside the ops has marks that are waited for once. Of models in buckets no op draws noise,
-    /// which would be another in each step, and none is told which micro-batch it computes.
+    /// Marks lie between ops and are times. Between ranks links have epochs of their own, and a
+    /// lane beside the ops has marks that are waited for once. Of models in buckets no op draws
+    /// noise, which would be another in each step, and none is told which micro-batch it computes.
     pub(super) fn begin_graphs(&mut self) -> bool {
         let (model, links) = (&self.model, &self.links);
         let alone = |device: &CudaDevice| device.comm_stream().is_none();
@@ -358,7 +382,8 @@ mod tests {
             graphs.parts.insert(*part, Some(Captured::default()));
         }
         assert_eq!(graphs.captures().graphs, made);
-        assert_eq!(graphs.how(parts[0]), How::Repeat(Captured::default()), "what there is, is used");
+        let there = How::Repeat(Captured::default());
+        assert_eq!(graphs.how(parts[0]), there, "what there is, is used");
         graphs.forget();
         assert_eq!(how(&mut graphs, &parts[..2]), [How::Capture; 2], "nothing has to be made");
     }
@@ -407,6 +432,19 @@ mod tests {
             assert_eq!(how(&mut graphs, &[part(1)]), [next]);
             assert!((0..20).all(|_| graphs.saw(first).is_none()) && graphs.state == expected);
         }
+    }
+
+    #[test]
+    fn the_pace_of_steps_is_their_mean_without_data() {
+        assert_eq!(Paces::default().mean(), None);
+        let mut paces = Paces::default();
+        for (host, device) in [(1.0, 4.0), (2.0, 6.0)] {
+            let mut step = [Pace { host, device }; StepPhase::COUNT];
+            step[StepPhase::Data as usize] = Pace { host: 100.0, device: 100.0 };
+            paces.add(&step);
+        }
+        let others = (StepPhase::COUNT - 1) as f64;
+        assert_eq!(paces.mean(), Some(Pace { host: 1.5 * others, device: 5.0 * others }));
     }
 
     #[test]

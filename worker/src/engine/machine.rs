@@ -4,7 +4,7 @@ use crate::data::DataError;
 use crate::engine::beside::{ENV_OVERLAP, Overlap};
 use crate::engine::buckets::Places;
 use crate::engine::flight::Flights;
-use crate::engine::graphs::{ENV_GRAPHS, Graphs, Use};
+use crate::engine::graphs::{ENV_GRAPHS, Graphs, Paces, Use};
 use crate::engine::links::{Aside, Groups, Links, NoLinks};
 use crate::engine::model::Model;
 use crate::engine::patience::{Deadline, Patience, guard};
@@ -89,8 +89,8 @@ pub struct Engine {
     pub(super) deadline: Arc<Deadline>,
     /// Seconds of each phase since they were last asked for.
     pub(super) phases: [f64; StepPhase::COUNT],
-    /// Of those steps, each without its data: sums, and how many steps they are of.
-    pub(super) paces: (Pace, u32),
+    /// How the host kept pace in them.
+    pub(super) paces: Paces,
     pub(super) trace: Option<Trace>,
     pub(super) flights: Flights,
     pub(super) graphs: Graphs,
@@ -159,7 +159,7 @@ impl Engine {
         let (training, spoiled) = (training.clone(), Vec::new());
         let (phases, trace) = ([0.0; StepPhase::COUNT], None);
         let (fault, patience) = (None, Patience::default());
-        let (flights, paces) = (Flights::default(), Default::default());
+        let (flights, paces) = (Flights::default(), Paces::default());
         let graphs = Graphs::new(Use::parse(std::env::var(ENV_GRAPHS).ok().as_deref()));
         Engine {
             links,
@@ -231,9 +231,7 @@ impl Engine {
     /// How long the host took to enqueue a step, and the device to do it, without its data: means
     /// since the last call. None: no step was done.
     pub fn take_pace(&mut self) -> Option<Pace> {
-        let (sum, steps) = std::mem::take(&mut self.paces);
-        let mean = |seconds: f64| seconds / f64::from(steps);
-        (steps > 0).then(|| Pace { host: mean(sum.host), device: mean(sum.device) })
+        std::mem::take(&mut self.paces).mean()
     }
 
     /// Once all traced steps are done: whether their file could be written.
