@@ -33,8 +33,10 @@ const LAUNCHES_MAX: usize = 16_384;
 const STEPS_SKIPPED: usize = 2;
 /// Steps that are looked at then.
 const STEPS_SEEN: usize = 5;
-/// A device that waits for the host takes as long as the host does, and its last kernel longer.
-const ALIKE: f64 = 1.1;
+/// A device that waits for the host takes longer than the host does, by its last kernel and by what
+/// lies between one kernel and the next. On an H200 a small model had 1.13 to 1.25 times the host's
+/// time, and a fifth of it was gone with graphs. Larger ones have 50 times and more.
+const ALIKE: f64 = 1.5;
 
 /// Which jobs take graphs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -397,9 +399,9 @@ mod tests {
     #[test]
     fn the_hosts_time_shows_where_the_device_is_no_slower() {
         // A device that waits for each launch, and one that had some waiting.
-        assert!(decided(3.0, 3.0) && decided(3.0, 3.2) && decided(3.0, 1.2));
+        assert!(decided(3.0, 3.0) && decided(3.0, 4.4) && decided(3.0, 1.2));
         // One that is behind; OLMoE, whose micro-batch takes 550 ms.
-        assert!(!decided(3.0, 3.4) && !decided(3.0, 6.0) && !decided(5.0, 550.0));
+        assert!(!decided(3.0, 4.6) && !decided(3.0, 6.0) && !decided(5.0, 550.0));
         // A launch of the host that took long now and then.
         let steady = Pace { host: 1e-3, device: 5e-3 };
         let held = Pace { host: 9e-3, device: 5e-3 };
