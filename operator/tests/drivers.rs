@@ -2,8 +2,10 @@
 
 #[path = "../../kernels/tests/stubs/mod.rs"]
 mod stubs;
+mod models;
 mod traces;
 
+use models::{MODELS, On, ROUTERS, named, of_model};
 use moejob_plan::crd::spec_schema;
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -487,6 +489,58 @@ fn state_on_the_host_comes_back_as_it_went() {
     assert_eq!(place.state(4), trained);
 }
 
+/// A run that goes on takes the algorithms that it has begun with, on the same library and device.
+/// Elsewhere, and where they are not known, it chooses anew and says so.
+#[test]
+fn products_keep_their_algorithms_through_a_resume() {
+    let place = Place::new(&[12_060, 12_080]);
+    let [other, libraries] = [12_060, 12_080].map(|version| place.version(version));
+    let runs = place.folder.path().join("runs/small");
+    let file = |step: u64| runs.join(format!("checkpoints/step-{step:08}/cublaslt.txt"));
+    // Trains so far with that heuristic; first words of the algorithms, and what is told.
+    let train = |libraries: &Path, step: u64, algorithm: &str| {
+        let manifest = place.small("gpu", &format!("steps: {step}"));
+        let set = [("STUB_ALGORITHM", algorithm)];
+        let ran = place.output_with(libraries, &["run", manifest], &set);
+        assert!(ran.status.success(), "{}{}", text(&ran.stdout), text(&ran.stderr));
+        let kept = std::fs::read_to_string(file(step)).unwrap();
+        let products = kept.lines().filter_map(|line| line.split(" | ").nth(2));
+        let words: BTreeSet<String> =
+            products.map(|words| words.split(' ').next().unwrap().to_string()).collect();
+        let events = std::fs::read_to_string(runs.join("events.jsonl")).unwrap();
+        let told = events.lines().filter(|line| line.contains("ProductsChosenAnew")).count();
+        let last = events.lines().rfind(|line| line.contains("ProductsChosenAnew"));
+        (words.into_iter().collect::<Vec<_>>().join(" "), told, last.unwrap_or("").to_string())
+    };
+    let (words, told, _) = train(&libraries, 2, "7");
+    assert_eq!((words.as_str(), told), ("7", 0), "a fresh run has nothing to tell");
+    let head = std::fs::read_to_string(file(2)).unwrap();
+    let begins = "moejob products 1\ndevice NVIDIA Stub, sm_90, ";
+    assert!(head.starts_with(begins) && head.contains("\ncublasLt 120802\n"), "{head}");
+    let (words, told, _) = train(&libraries, 4, "9");
+    assert_eq!((words.as_str(), told), ("7", 0), "those of before");
+    // `verify` and whoever reads the checkpoint pass it over.
+    let at = "runs/small/checkpoints/step-00000004";
+    let verified = place.output(&libraries, &["checkpoint", "verify", at]);
+    assert!(verified.status.success(), "{}", text(&verified.stderr));
+    let (words, told, why) = train(&other, 6, "9");
+    assert_eq!((words.as_str(), told), ("9", 1), "{why}");
+    assert!(why.contains("chosen by cuBLASLt 12.8.2 on NVIDIA Stub"), "{why}");
+    assert!(why.contains("and this is cuBLASLt 12.6.2 on NVIDIA Stub"), "{why}");
+    let (words, told, _) = train(&other, 8, "5");
+    assert_eq!((words.as_str(), told), ("9", 1), "from there on those");
+    let mut damaged = std::fs::read(file(8)).unwrap();
+    damaged[40] ^= 1;
+    std::fs::write(file(8), damaged).unwrap();
+    let (words, told, why) = train(&other, 10, "5");
+    assert_eq!((words.as_str(), told), ("5", 2), "{why}");
+    assert!(why.contains("cublaslt.txt of step-00000008: it is damaged"), "{why}");
+    std::fs::remove_file(file(10)).unwrap();
+    let (words, told, why) = train(&other, 12, "6");
+    assert_eq!((words.as_str(), told), ("6", 3), "{why}");
+    assert!(why.contains("step-00000010 has no cublaslt.txt"), "{why}");
+}
+
 /// Weights of a run on processors are measured on a GPU, whose kernels do nothing here.
 #[test]
 fn weights_are_measured_on_a_gpu() {
@@ -505,111 +559,7 @@ fn weights_are_measured_on_a_gpu() {
     }
 }
 
-/// What becomes of a router, or of another part of a model, on a GPU.
-#[derive(Clone, Copy, Debug)]
-enum On {
-    Trains,
-    /// By this field of the model.
-    Refused(&'static str),
-}
-
-/// Lines of `spec.model`, and what becomes of a job with them on a GPU. A field or a word that is
-/// in none of them fails the test: write it here once it is known what GPUs do with it.
-const ROUTERS: [(&str, On); 33] = [
-    // All that the fused op and the step around it have, in as few jobs as there can be.
-    (
-        "router: { kind: topK, scoring: sigmoid, bias: true, biasUpdateRate: 0.01, groups: 4, \
-         topkGroups: 2, scale: 2.5, normTopkProb: false, auxLossScope: sequence, balanceLoss: \
-         switch, auxLossCoef: 0.1, zLossCoef: 0.01, initializerRange: 0.1 }",
-        On::Trains,
-    ),
-    ("router: { scoring: softmax, auxLossScope: microBatch, frozen: true }", On::Trains),
-    ("router: { warmupSteps: 1, zLossCoef: 0, auxLossCoef: 0, capacityFactor: 0 }", On::Trains),
-    ("router: { scoring: sigmoid, bias: true, groups: 8, topkGroups: 8 }", On::Trains),
-    // Fields that say nothing with the kind or capacity of the job are no reason to refuse it.
-    ("router: { jitter: 0, inputDropout: 0, gateNoise: 0, hysteresis: 0 }", On::Trains),
-    ("router: { entropyLossCoef: 0, evalCapacityFactor: 0 }", On::Trains),
-    ("router: { batchPrioritized: false }", On::Trains),
-    ("router: { kind: switch }", On::Refused("router.kind")),
-    ("router: { kind: gshard }", On::Refused("router.kind")),
-    ("router: { kind: tutel }", On::Refused("router.kind")),
-    ("router: { kind: tutel, capacityFactor: 0, balanceLoss: switch }", On::Refused("router.kind")),
-    ("router: { kind: noisyTopK }", On::Refused("router.kind")),
-    ("router: { kind: topP, topP: 0.5 }", On::Refused("router.kind")),
-    ("router: { kind: expertChoice }", On::Refused("router.kind")),
-    ("router: { kind: hash, hashSeed: 3 }", On::Refused("router.kind")),
-    ("router: { capacityFactor: 1.5 }", On::Refused("router.capacityFactor")),
-    ("router: { capacityFactor: -1.5 }", On::Refused("router.capacityFactor")),
-    (
-        "router: { capacityFactor: 1.5, batchPrioritized: true }",
-        On::Refused("router.capacityFactor"),
-    ),
-    ("router: { evalCapacityFactor: 2 }", On::Refused("router.evalCapacityFactor")),
-    ("router: { jitter: 0.01 }", On::Refused("router.jitter")),
-    ("router: { inputDropout: 0.1 }", On::Refused("router.inputDropout")),
-    ("router: { gateNoise: 1 }", On::Refused("router.gateNoise")),
-    ("router: { cosine: {} }", On::Refused("router.cosine")),
-    ("router: { hysteresis: 0.1 }", On::Refused("router.hysteresis")),
-    ("router: { balanceLoss: gshard }", On::Refused("router.balanceLoss")),
-    ("router: { balanceLoss: firstChoice }", On::Refused("router.balanceLoss")),
-    (
-        "router: { balanceLoss: loadImportance, gateNoise: 1 }",
-        On::Refused("router.balanceLoss"),
-    ),
-    (
-        "router: { kind: noisyTopK, balanceLoss: cvSquared }",
-        On::Refused("router.kind"),
-    ),
-    ("router: { balanceLoss: kl }", On::Refused("router.balanceLoss")),
-    ("router: { balanceLoss: none }", On::Refused("router.balanceLoss")),
-    ("router: { entropyLossCoef: 0.1 }", On::Refused("router.entropyLossCoef")),
-    ("router: { auxLossScope: global }", On::Refused("router.auxLossScope")),
-    ("router: { auxLossScope: hf }", On::Refused("router.auxLossScope")),
-];
-
-/// What else of a model meets kernels: heads, norms, biases, activations, widths, counts.
-const MODELS: [(&str, On); 17] = [
-    ("headDim: 32, attentionBias: true, qkNorm: perHead, clipQkv: 8", On::Trains),
-    ("headDim: 64, numKeyValueHeads: 1, qkNorm: full, tieWordEmbeddings: true", On::Trains),
-    ("headDim: 96, qkNorm: none, ropeTheta: 50000, rmsNormEps: 1.0e-6", On::Trains),
-    ("headDim: 128, vocabSize: 300, initializerRange: 0.1", On::Trains),
-    ("denseLayers: [0], denseIntermediateSize: 128", On::Trains),
-    ("denseLayers: [1], denseIntermediateSize: 64", On::Trains),
-    ("experts: { activation: gelu, shared: 1, count: 9, perToken: 3 }", On::Trains),
-    ("experts: { activation: relu, count: 1, perToken: 1 }", On::Trains),
-    ("experts: { activation: silu, count: 512, perToken: 16, routedHeadroom: 2 }", On::Trains),
-    ("headDim: 16", On::Refused("headDim")),
-    ("headDim: 80", On::Refused("headDim")),
-    ("hiddenSize: 96", On::Refused("hiddenSize")),
-    ("denseLayers: [0], denseIntermediateSize: 100", On::Refused("denseIntermediateSize")),
-    ("experts: { intermediateSize: 72 }", On::Refused("experts.intermediateSize")),
-    ("experts: { count: 513 }", On::Refused("experts.count")),
-    ("experts: { count: 32, perToken: 17 }", On::Refused("experts.perToken")),
-    (
-        "experts: { count: 64 }, router: { groups: 64, topkGroups: 8 }",
-        On::Refused("router.groups"),
-    ),
-];
-
-/// Fields that stand in `lines` by name, and words that stand behind `field:`.
-fn named(lines: &[&str], field: &str, word: Option<&str>) -> bool {
-    let wanted = match word {
-        Some(word) => format!("{field}: {word}"),
-        None => format!("{field}: "),
-    };
-    let ends = |at: usize, line: &str| {
-        word.is_none() || !line[at..].starts_with(|next: char| next.is_alphanumeric())
-    };
-    lines.iter().any(|line| {
-        let mut places = line.match_indices(&wanted);
-        places.any(|(at, _)| {
-            let whole = !line[..at].ends_with(|before: char| before.is_alphanumeric());
-            whole && ends(at + wanted.len(), line)
-        })
-    })
-}
-
-/// Nobody adds a router, a loss or a field of a model without a line above.
+/// Nobody adds a router, a loss or a field of a model without a line of `models`.
 #[test]
 fn every_field_of_a_model_is_known_of_gpus() {
     let lines: Vec<&str> = ROUTERS.iter().chain(&MODELS).map(|(line, _)| *line).collect();
@@ -669,43 +619,4 @@ fn every_router_trains_on_a_gpu_or_is_refused_by_its_field() {
             }
         }
     }
-}
-
-/// A job of two steps on a GPU whose model has these fields, beside what they do not say.
-fn of_model(line: &str) -> String {
-    let per_token = match line {
-        line if line.contains("kind: switch") => 1,
-        _ => 2,
-    };
-    let defaults = [
-        ("hiddenSize", "64".to_string()),
-        ("numHiddenLayers", "2".to_string()),
-        ("numAttentionHeads", "2".to_string()),
-        ("headDim", "32".to_string()),
-        ("experts", format!("{{ count: 8, perToken: {per_token}, intermediateSize: 64 }}")),
-    ];
-    // What a line says of experts is over the defaults.
-    let experts = line.split_once("experts: { ").map(|(_, rest)| rest);
-    let own = experts.and_then(|rest| rest.split_once(" }")).map_or("", |(own, _)| own);
-    let merged: Vec<String> = [("count", 8), ("perToken", per_token), ("intermediateSize", 64)]
-        .iter()
-        .filter(|(field, _)| !named(&[own], field, None))
-        .map(|(field, value)| format!("{field}: {value}"))
-        .chain((!own.is_empty()).then(|| own.to_string()))
-        .collect();
-    let line = match own.is_empty() {
-        true => line.to_string(),
-        false => line.replacen(own, &merged.join(", "), 1),
-    };
-    let mut fields = vec![line.clone()];
-    let missing = defaults.iter().filter(|(field, _)| !named(&[&line], field, None));
-    fields.extend(missing.map(|(field, value)| format!("{field}: {value}")));
-    format!(
-        "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: small }}\nspec:\n  \
-         nodes: {{ profile: gpu }}\n  model: {{ {} }}\n  data:\n    train: {{ text: {{ paths: \
-         [\"words/*.txt\"] }} }}\n    tokenizer: bytes\n    sequenceLength: 32\n    \
-         validation: {{ fraction: 0 }}\n  training: {{ steps: 2, globalBatchSize: 4, \
-         microBatchSize: 2 }}\n",
-        fields.join(", ")
-    )
 }

@@ -1,12 +1,21 @@
 //! [`crate::Matmul`] on a GPU.
 
 use super::dense::{DenseShape, Products};
-use super::dense_record::DenseRecord;
+use super::dense_record::{DenseChoices, DenseRecord, OtherDevice};
 use super::device::CudaDevice;
 use super::driver::{Arena, Stream};
 use super::error::CudaError;
 use super::layer::LayerError;
 use crate::matmul::Matmul;
+
+/// Why algorithms are chosen anew.
+#[derive(Debug, thiserror::Error)]
+pub enum NotTaken {
+    #[error(transparent)]
+    Other(#[from] OtherDevice),
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+}
 
 /// The products of a device, made when the first is asked for: a job without them needs no
 /// cuBLASLt.
@@ -37,6 +46,35 @@ impl CudaDevice {
     /// Which algorithm each dense product took so far: a part of the record of a job.
     pub fn dense_record(&self) -> Vec<DenseRecord> {
         self.dense.products.as_ref().map(Products::record).unwrap_or_default()
+    }
+
+    /// The same, with the device and library that it depends on; none before the first product.
+    pub fn dense_choices(&self) -> Option<DenseChoices> {
+        let records = self.dense_record();
+        (!records.is_empty()).then(|| self.choices(records))
+    }
+
+    fn choices(&self, records: Vec<DenseRecord>) -> DenseChoices {
+        let (gpu, (major, minor)) = (self.gpu(), self.gpu().capability());
+        let count = gpu.multiprocessors();
+        DenseChoices {
+            device: format!("{}, sm_{major}{minor}, {count} multiprocessors", gpu.name()),
+            version: Products::version(),
+            workspace: Products::workspace_bytes(),
+            records,
+        }
+    }
+
+    /// Takes what an earlier run has chosen on such a device, for shapes not yet computed; how many
+    /// shapes those are.
+    ///
+    /// # Errors
+    /// It was another device or library; or cuBLASLt cannot be loaded.
+    pub fn take_dense_choices(&mut self, chosen: &DenseChoices) -> Result<usize, NotTaken> {
+        self.load_products()?;
+        chosen.suit(&self.choices(Vec::new()))?;
+        self.fix_dense(&chosen.records);
+        Ok(chosen.records.len())
     }
 
     /// Takes the algorithms that an earlier run recorded, for shapes not yet computed.

@@ -13,6 +13,7 @@ mod courier;
 mod telling;
 mod turns;
 mod resume;
+mod products;
 pub mod records;
 mod recorder;
 pub mod saves;

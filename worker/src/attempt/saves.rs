@@ -177,10 +177,10 @@ impl Saves {
     }
 
     /// The shard of `step` lies in a slot that was lent; `held_out` is its loss, where the best
-    /// checkpoint is kept.
-    pub fn begin(&mut self, step: u64, held_out: Option<f64>) {
+    /// checkpoint is kept, and `products` what rank 0's GPU has chosen.
+    pub fn begin(&mut self, step: u64, held_out: Option<f64>, products: Option<String>) {
         self.overdue = false;
-        self.desk.ask(Ask::Shard { step, held_out });
+        self.desk.ask(Ask::Shard { step, held_out, products });
         self.pending.push_back(Pending { step, ordered: false });
     }
 

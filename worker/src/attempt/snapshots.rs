@@ -8,6 +8,7 @@
 //! once all of it is there. Whoever dies meanwhile leaves the snapshot before it.
 
 use crate::attempt::api::TrainerEvent;
+use crate::attempt::products;
 use crate::attempt::steps::{Run, STORAGE_POLL};
 use crate::attempt::stop::{Stop, fail};
 use crate::state::rank::RankState;
@@ -277,7 +278,9 @@ impl Run<'_> {
     /// The shard of `step` lies in a slot that was lent.
     fn begin_checkpoint(&mut self, step: u64, held_out: Option<f64>) {
         self.saving.iter_mut().for_each(|saving| saving.began(step));
-        self.saves.begin(step, held_out.filter(|_| self.keeps_best));
+        let model = &self.engine.model;
+        let products = if model.rank == 0 { products::of(model) } else { None };
+        self.saves.begin(step, held_out.filter(|_| self.keeps_best), products);
         if self.engine.model.device.as_cuda().is_some() {
             // The next snapshot finds another slot than the one that is written from.
             self.prepare();

@@ -10,6 +10,7 @@
 use crate::attempt::courier::Courier;
 use crate::attempt::gauge::Gauge;
 use crate::attempt::pace::{InMemory, Pace, Saving};
+use crate::attempt::products;
 use crate::attempt::steps::Run;
 use crate::attempt::telling::Clock;
 use crate::checkpoint::desk::Ask;
@@ -50,6 +51,8 @@ pub struct Trainer {
     corpus: Option<(DataConfig, TrainingConfig, Corpus)>,
     /// Where the next attempt asks for its data, which the worker has open.
     batches: Option<data::Desk>,
+    /// What its GPU chose in the attempt before, for the next one.
+    products: Option<String>,
     pub(super) disk: Disk,
     pub(super) patience: Patience,
     /// See [`Engine::spoil`].
@@ -89,9 +92,9 @@ impl Trainer {
     /// An engine in a process of its own, whose worker writes its checkpoints.
     pub fn with_desk(memory: Memory, desk: checkpoint::Desk) -> Trainer {
         let (disk, patience, spoiled) = (Disk::real(), Patience::default(), Vec::new());
-        let (corpus, batches) = (None, None);
+        let (corpus, batches, products) = (None, None, None);
         let (ahead, late) = (false, false);
-        Trainer { memory, desk, corpus, batches, disk, patience, spoiled, ahead, late }
+        Trainer { memory, desk, corpus, batches, products, disk, patience, spoiled, ahead, late }
     }
 
     /// The next attempt does not open its data: it asks at `desk`.
@@ -206,6 +209,9 @@ impl Trainer {
             out(TrainerEvent::Held(self.memory.held()));
         }
         let sums = restored?;
+        let kept = self.products.clone();
+        let mut tell = |event: Event| resume::tell(event, records.as_ref(), out);
+        products::agree(config, &self.disk, kept, model, links.comm(), &mut tell)?;
         engine.links.meet().map_err(|error| not_opened(config, error.into()))?;
         if let Some(built) = engine.links.take_built() {
             out(TrainerEvent::Built(built));
@@ -270,6 +276,7 @@ impl Trainer {
         }
         let ended = run.train(corpus);
         tracing::debug!("steps are over");
+        self.products = products::of(&run.engine.model);
         match &ended {
             Ok(_) => run.saves.finish(WRITER_END_MAX.min(self.patience.stop)),
             // What was given to the writer is written all the same, and counts for the next

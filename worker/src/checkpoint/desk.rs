@@ -30,6 +30,8 @@ pub enum Ask {
         step: u64,
         /// The held-out loss of `step`, where the best checkpoint is kept: rank 0's alone.
         held_out: Option<f64>,
+        /// What rank 0's GPU has chosen for its products, see [`super::products`].
+        products: Option<String>,
     },
     /// All ranks of `attempt` have written `step`.
     Commit { attempt: u32, step: u64 },

@@ -15,6 +15,7 @@ mod grow;
 mod load;
 pub mod look;
 mod manifest;
+pub mod products;
 pub(crate) mod safetensors;
 pub mod scribe;
 pub(crate) mod staging;

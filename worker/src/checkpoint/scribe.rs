@@ -13,6 +13,7 @@
 use super::desk::{Ask, News, Told};
 use super::fence::{Claim, Claiming};
 use super::look::{Looked, look_and_claim};
+use super::write::Beside;
 use super::writer::{Progress, Rest};
 use super::{Disk, Identity, Writer};
 use crate::state::slots::Memory;
@@ -112,7 +113,7 @@ impl Scribe {
             Ask::Begin { fingerprint, retry_us } => {
                 self.begin(&fingerprint, Duration::from_micros(retry_us));
             }
-            Ask::Shard { step, held_out } => self.shard(step, held_out),
+            Ask::Shard { step, held_out, products } => self.shard(step, held_out, products),
             Ask::Commit { attempt, step } => {
                 let state = self.lock();
                 let current = state.config.as_ref().map(|config| config.attempt);
@@ -192,14 +193,14 @@ impl Scribe {
         }
     }
 
-    fn shard(&self, step: u64, held_out: Option<f64>) {
+    fn shard(&self, step: u64, held_out: Option<f64>, products: Option<String>) {
         let state = self.lock();
         let Some((config, writer)) = state.config.as_ref().zip(state.writer.as_ref()) else {
             return;
         };
         let rank = config.rank.unwrap_or_default();
         match self.memory.lent(config.attempt, step, rank) {
-            Some(bytes) => writer.shard(step, bytes, held_out),
+            Some(bytes) => writer.shard(step, bytes, Beside { held_out, products }),
             None => tracing::error!(step, rank, "no slot holds the shard of a checkpoint"),
         }
     }

@@ -42,6 +42,15 @@ pub struct Identity {
     pub keep: u32,
 }
 
+/// What rank 0 says beside its shard.
+#[derive(Clone, Debug, Default)]
+pub struct Beside {
+    /// The loss that was measured behind the step, where the best checkpoint is kept.
+    pub held_out: Option<f64>,
+    /// What its GPU has chosen, sealed; see [`super::products`].
+    pub products: Option<String>,
+}
+
 /// `aN-rR.pieces`: what a rank tells rank 0's writer about its shard, beside it in staging.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]

@@ -9,8 +9,8 @@
 
 use super::best::Best;
 use super::fence::{Claiming, FenceError, tidy};
-use super::write::{Committed, Identity, WriteError, commit, prune, write_shard};
-use super::Disk;
+use super::write::{Beside, Committed, Identity, WriteError, commit, prune, write_shard};
+use super::{Disk, products};
 use crate::state::slot::Reading;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -68,7 +68,7 @@ pub enum Rest {
 pub type OnChange = Box<dyn Fn(&mut Progress) + Send>;
 
 enum Job {
-    Shard { step: u64, bytes: Reading, held_out: Option<f64> },
+    Shard { step: u64, bytes: Reading, beside: Beside },
     Commit { step: u64 },
 }
 
@@ -180,15 +180,14 @@ impl Writer {
         Ok(Writer { shared, thread: Some(thread) })
     }
 
-    /// Writes this rank's shard of `step`. Of rank 0, and where the best checkpoint is kept,
-    /// `held_out` is the loss that was measured behind the step.
-    pub fn shard(&self, step: u64, bytes: Reading, held_out: Option<f64>) {
+    /// Writes this rank's shard of `step`.
+    pub fn shard(&self, step: u64, bytes: Reading, beside: Beside) {
         let mut state = self.shared.lock();
         if state.is_first {
             state.uncommitted.push(step);
         }
         drop(state);
-        self.push(Job::Shard { step, bytes, held_out });
+        self.push(Job::Shard { step, bytes, beside });
     }
 
     /// All ranks have acknowledged `step`: commit it.
@@ -397,11 +396,14 @@ impl Work {
 
     fn try_once(&mut self, job: &Job) -> Result<(), Failed> {
         match job {
-            Job::Shard { step, bytes, held_out } => {
+            Job::Shard { step, bytes, beside } => {
                 // Before the commit, which removes what is not spared.
-                held_out.iter().for_each(|loss| self.note(*step, *loss));
+                beside.held_out.iter().for_each(|loss| self.note(*step, *loss));
                 match write_shard(&self.disk, &self.identity, *step, bytes) {
-                    Ok(()) => self.shared.lock().progress.written = *step,
+                    Ok(()) => {
+                        products::keep(&self.disk, &self.identity, *step, beside);
+                        self.shared.lock().progress.written = *step;
+                    }
                     Err(WriteError::NotFinite(why)) => return Err(Failed::NotFinite(why)),
                     Err(WriteError::Io(source)) => {
                         let path = self.identity.staging(*step);
