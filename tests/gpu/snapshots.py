@@ -1,7 +1,7 @@
 """What snapshots and checkpoints of a large state cost on one GPU.
 
     python3 snapshots.py MOEJOB [--only automatic] [--seconds 500] [--layers 4] [--steps 400]
-        [--every 40] [--checkpoint 200] [--accumulate 1]
+        [--every 40] [--checkpoint N] [--accumulate 1]
 
 OLMoE cut to 4 layers (22.6 GB of weights and moments) on the text files of ./data, in up to three
 runs: `neither`, `every` so many steps a snapshot, and `automatic`, which takes snapshots at the
@@ -17,8 +17,9 @@ layers (12.6 GB: 126 s, then some 180 s each):
 
     python3 snapshots.py MOEJOB --only automatic --layers 2 --seconds 520
 
-Checkpoints have no such interval: a manifest that says nothing has one every 200 steps. Each is cut
-anew, unless a snapshot of its step is there, so it stalls steps for as long.
+A checkpoint is written from the first snapshot that comes 200 steps or more after the one before.
+With `--checkpoint N` the manifest says every N steps: then each is cut anew, unless a snapshot of
+its step is there, and stalls steps for as long.
 """
 import argparse
 import datetime
@@ -53,7 +54,7 @@ spec:
     microBatchSize: 4
     precision: {precision}
     optimizer: {{ adamw: {{ learningRate: 4.0e-4 }} }}
-  checkpoint: {{ everySteps: {checkpoint}, keep: 1 }}
+  checkpoint: {{ {checkpoint}keep: 1 }}
   recovery: {{ {recovery} }}
 """
 NEVER = 1000000
@@ -77,6 +78,7 @@ def arguments(about):
 
 
 def manifest(args, recovery, checkpoint=NEVER):
+    """Of a job with a checkpoint every so many steps; None: as often as it has them by itself."""
     gpu = args.profile == "gpu"
     return MANIFEST.format(
         profile=args.profile,
@@ -84,7 +86,7 @@ def manifest(args, recovery, checkpoint=NEVER):
         sequence=4096 if gpu else 128,
         precision="bf16" if gpu else "fp32",
         batch=4 * args.accumulate,
-        checkpoint=checkpoint,
+        checkpoint=f"everySteps: {checkpoint}, " if checkpoint else "",
         recovery=recovery,
     )
 
@@ -186,7 +188,7 @@ def main():
                         help="one of the runs; may be given twice")
     parser.add_argument("--steps", type=int, help="of a run (400 without --seconds)")
     parser.add_argument("--every", type=int, default=40, help="steps between snapshots")
-    parser.add_argument("--checkpoint", type=int, default=200, help="steps between checkpoints")
+    parser.add_argument("--checkpoint", type=int, help="steps between checkpoints")
     parser.add_argument("--seconds", type=float, help="of a run (120 without)")
     args = parser.parse_args()
     never, every = (f"memoryEverySteps: {steps}" for steps in (NEVER, args.every))

@@ -25,8 +25,6 @@ import snapshots
 OFF = (f"memoryEverySteps: {snapshots.NEVER}, maxRestarts: 0, heartbeatTimeout: 10m, "
        "stepTimeout: 1h")
 ON = "maxRestarts: 20"
-# What a job has by itself; a run is shorter.
-CHECKPOINT = 200
 
 
 def steps_between(reports, warm_up):
@@ -65,7 +63,7 @@ def main():
     args = parser.parse_args()
     texts = {
         "off": snapshots.manifest(args, OFF),
-        "on": snapshots.manifest(args, ON, CHECKPOINT),
+        "on": snapshots.manifest(args, ON, None),
     }
     times, medians, losses = {"off": [], "on": []}, {"off": [], "on": []}, []
     for pair in range(args.pairs):
