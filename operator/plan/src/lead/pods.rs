@@ -49,6 +49,8 @@ pub(super) struct Pods {
 struct Pod {
     /// As the API server has it; None before it is seen, and when it is gone.
     facts: Option<WorkerPod>,
+    /// The one that was known has gone: what `facts` has is another of its name.
+    replaced: bool,
     /// When it was first seen by this leader.
     since: Millis,
     /// There is a stream, or one is being opened.
@@ -128,12 +130,14 @@ impl Pods {
             if pod.since == 0 {
                 pod.since = now;
             }
-            pod.facts = Some(facts);
+            let before = pod.facts.replace(facts);
+            let uid = pod.facts.as_ref().map(|facts| facts.uid.as_str());
+            pod.replaced |= before.is_some_and(|before| Some(before.uid.as_str()) != uid);
         });
     }
 
     pub fn lose(&mut self, name: &str) {
-        self.known(name, |pod| pod.facts = None);
+        self.known(name, |pod| (pod.facts, pod.replaced) = (None, true));
     }
 
     pub fn facts(&self, name: &str) -> Option<&WorkerPod> {
@@ -199,6 +203,11 @@ impl Pods {
 
     pub fn trained(&mut self, name: &str) {
         self.with(name, |pod| pod.trained = true);
+    }
+
+    /// It is told that nobody needs what it holds. Whether it was before.
+    pub fn dismiss(&mut self, name: &str) -> bool {
+        self.with(name, |pod| std::mem::replace(&mut pod.dismissed, true))
     }
 
     pub fn delete_at(&mut self, name: &str, at: Millis, grace_s: u32) {
@@ -298,6 +307,12 @@ fn address(pod: &WorkerPod) -> Option<String> {
 impl JobLoop {
     /// A pod of this job is otherwise than before, or gone.
     pub(super) fn pod(&mut self, name: &str, now: Millis) {
+        if self.pods.known.get(name).is_some_and(|known| known.replaced)
+            && let Some(other) = self.pods.facts(name).cloned()
+        {
+            self.pod_gone(name, now);
+            self.pods.see(other, now);
+        }
         match self.pods.facts(name).cloned() {
             None => self.pod_gone(name, now),
             Some(pod) => self.pod_seen(&pod, now),
@@ -332,6 +347,12 @@ impl JobLoop {
         if self.tracker.observed.worker(&pod.name).is_none() && !self.adopt(pod, now) {
             return;
         }
+        // This leader may have chosen another node for a name that a pod had already.
+        if let Some(worker) = self.tracker.observed.worker_mut(&pod.name)
+            && let Some(node) = pod.node.as_deref().filter(|node| *node != worker.node)
+        {
+            worker.node = node.to_string();
+        }
         if pod.deletion.is_some() {
             self.pods.with(&pod.name, |known| {
                 known.deleted_at = known.deleted_at.or(Some(now));
@@ -351,10 +372,25 @@ impl JobLoop {
             self.back_off(&pod.name, how, now);
             self.pods.remove(&pod.name);
             self.pods.see(pod.clone(), now);
+        } else if self.tracker.observed.worker(&pod.name).is_some_and(Worker::is_dead) {
+            self.end_unseen(pod, now);
         } else if let Some(trouble) = &pod.trouble {
             self.cannot_start(pod, trouble, now);
         } else if pod.started && !self.pods.is_linked(&pod.name) {
             self.dial(pod, false);
+        }
+    }
+
+    /// Its worker was given up before this pod was seen, or the pod took the name of one that had
+    /// gone: nobody else will end it.
+    fn end_unseen(&mut self, pod: &WorkerPod, now: Millis) {
+        let asked = self.pods.known(&pod.name, |known| {
+            let asked = known.deleted_at.is_some() || pod.deletion.is_some();
+            known.deleted_at.get_or_insert(now);
+            asked
+        });
+        if asked != Some(true) {
+            self.send_deletion(pod, self.place.patience().kill_grace_s);
         }
     }
 
@@ -488,7 +524,7 @@ impl JobLoop {
         let attempt = gang.attempt;
         let leaving = observed.workers.iter().filter(leaves).map(|worker| worker.name.clone());
         for name in leaving.collect::<Vec<_>>() {
-            if !self.pods.with(&name, |known| std::mem::replace(&mut known.dismissed, true)) {
+            if !self.pods.dismiss(&name) {
                 self.send(&name, attempt, Down::Shutdown);
             }
         }

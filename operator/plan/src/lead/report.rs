@@ -58,6 +58,8 @@ pub(super) struct Report {
     changed_at: Option<Millis>,
     not_before: Millis,
     failures: u32,
+    /// A status of this leader has been written.
+    pub has_written: bool,
     /// What only the next leader reads has changed.
     pub unsaved: bool,
     /// What was last told of a step.
@@ -135,7 +137,7 @@ impl Report {
                     self.on_version(version);
                 }
                 self.written = pending.unwrap_or_default();
-                (self.failures, self.not_before) = (0, 0);
+                (self.failures, self.not_before, self.has_written) = (0, 0, true);
             }
             Err(_) => {
                 self.unsaved = true;

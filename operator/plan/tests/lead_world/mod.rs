@@ -3,6 +3,7 @@
 
 pub mod live;
 mod show;
+pub mod wild;
 
 use moejob_plan::allocate::Granted;
 use moejob_plan::pods;
