@@ -504,5 +504,10 @@ impl JobLoop {
     }
 }
 
+/// The first pause, doubled as many times, up to the longest.
+fn doubled(first: Millis, times: u32, most: Millis) -> Millis {
+    (first << times.min(20)).min(most)
+}
+
 /// Pods by name; a name is never used twice.
 type ByName<T> = BTreeMap<String, T>;

@@ -1,7 +1,7 @@
 //! The pods of one job: which are dialled, which cannot start, which are to be deleted, and when
 //! each of them is to be looked at again.
 
-use super::{ByName, Effect, JobLoop, Link, Origin, PodIdentity, Said, WorkerPod, Write};
+use super::{ByName, Effect, JobLoop, Link, Origin, PodIdentity, Said, WorkerPod, Write, doubled};
 use crate::observed::{Millis, Observed, Outcome, Worker, WorkerState};
 use crate::pods::{TERMINATION_GRACE_S, attempt_and_slot};
 use crate::problem::printable;
@@ -28,7 +28,8 @@ pub const FORCE_AFTER: Millis = 20_000;
 pub const SILENT_AVOID: Millis = 40_000;
 /// A pod is gone so long after its deletion began, by any clock: what a pod asks for is ours.
 const DELETION_MAX: Millis = TERMINATION_GRACE_S * 1000 + 5_000;
-/// After a DELETE that failed: 1 s, 2 s, 4 s, ... up to this.
+/// After a DELETE that failed, doubled with each failure up to the second.
+const DELETE_RETRY_FIRST: Millis = 1_000;
 const DELETE_RETRY_MAX: Millis = 30_000;
 
 /// What the tracker does not know of workers.
@@ -230,7 +231,7 @@ impl Pods {
     /// A DELETE has not succeeded: it is sent again.
     pub fn delete_failed(&mut self, name: &str, now: Millis) {
         self.known(name, |pod| {
-            let wait = (1000u64 << pod.delete_failures.min(10)).min(DELETE_RETRY_MAX);
+            let wait = doubled(DELETE_RETRY_FIRST, pod.delete_failures, DELETE_RETRY_MAX);
             pod.delete_failures += 1;
             pod.delete = Some((now + wait, if pod.forced { 0 } else { 1 }));
         });
