@@ -336,14 +336,21 @@ impl Wild {
         self.told += 1;
         match next {
             // The job's own watch loses none here: a list finds what it has lost.
-            Told::Spec(seen) if self.world.job().is_to_be_taken_anew(&seen) => {
-                let term = self.world.job().term();
-                self.begin(*seen, term);
-            }
-            Told::Spec(seen) => self.on(Event::Spec(seen)),
+            Told::Spec(seen) => self.see(seen),
             _ if lost => {}
             Told::Pod(pod) => self.on(Event::Pod(Box::new(pod))),
             Told::Gone(name) => self.on(Event::PodGone(name)),
+        }
+    }
+
+    /// As the controller does.
+    fn see(&mut self, seen: Box<JobSeen>) {
+        match self.world.job().is_to_be_taken_anew(&seen) {
+            true => {
+                let term = self.world.job().term();
+                self.begin(*seen, term);
+            }
+            false => self.on(Event::Spec(seen)),
         }
     }
 

@@ -17,7 +17,7 @@ impl Wild {
     /// A list of all that there is.
     fn list(&mut self) {
         self.told = self.log.len();
-        self.on(Event::Spec(Box::new(self.world.seen.clone())));
+        self.see(Box::new(self.world.seen.clone()));
         for worker in self.world.job().tracker().observed.workers.clone() {
             if !self.world.pods.contains_key(&worker.name) {
                 self.on(Event::PodGone(worker.name));
