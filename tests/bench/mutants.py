@@ -45,7 +45,7 @@ GROUPS = {
     "allocate": [f"{PLAN}/allocate.rs", f"{PLAN}/allocate/*.rs"],
 }
 WHOLE = ["lease", "identity", "fence", "record"]
-# `MUTANTS_PACKAGES=moejob-plan` builds and tries the plan alone, which takes a fraction of the time.
+# `MUTANTS_PACKAGES=moejob-plan` builds and tries the plan alone, in a fraction of the time.
 PACKAGES = os.environ.get("MUTANTS_PACKAGES", "moejob-plan moejob").split()
 
 OPERATORS = {
