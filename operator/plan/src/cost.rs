@@ -24,8 +24,8 @@ pub const MICRO_BATCHES_MAX: u64 = 1 << 20;
 /// What it takes to lay a job out on processors whose memory is given: for each size that is tried
 /// the memory of a rank is counted. Less than half a second of one core.
 pub const COUNTED_MAX: u64 = 1 << 22;
-/// What a plan that is shown spends on the memory of its sizes: a third of a second of one core at
-/// most, also where other programs share its caches. Of more sizes than that some are counted.
+/// What a plan that is shown spends on the memory of its sizes. With twice of it whole plans took
+/// up to 1.2 s of a core that other programs shared. Of more sizes than that some are counted.
 pub const SHOWN_MAX: u64 = 1 << 20;
 /// What is spent on each kind of change that might make a job fit which no number of nodes fits.
 /// All eight take a quarter of a second where a person waits for it. In the leader, which decides
