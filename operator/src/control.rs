@@ -23,6 +23,7 @@ use pace::Pace;
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::io::{AsyncWrite, AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio::net::TcpStream;
@@ -121,8 +122,6 @@ pub struct Leader {
     links: HashMap<String, Stream>,
     /// Of the configuration that was sent last.
     text: Option<Text>,
-    /// Streams so far: events of an older stream of a worker are dropped.
-    streams: u64,
     sender: mpsc::Sender<Told>,
     /// Of all its streams.
     pace: Pace,
@@ -172,7 +171,6 @@ impl Leader {
             heartbeat_timeout: HEARTBEAT_TIMEOUT,
             links: HashMap::new(),
             text: None,
-            streams: 0,
             sender,
             pace: Pace::default(),
         }
@@ -194,12 +192,14 @@ impl Leader {
     /// Opens a stream to a worker's listener, in place of an older one. `again`: it was reached
     /// there before, so that a listener which refuses is gone.
     pub fn dial(&mut self, name: &str, address: &str, verifier: Verifier, again: bool) {
-        self.streams += 1;
+        // Events of an older stream of a worker are dropped, also of another leader's of the job.
+        static STREAMS: AtomicU64 = AtomicU64::new(0);
+        let stream = STREAMS.fetch_add(1, Ordering::Relaxed);
         let (orders, queue) = mpsc::channel(ORDERS_MAX);
         let attendant = Attendant {
             owner: Arc::clone(&self.owner),
             name: name.to_string(),
-            stream: self.streams,
+            stream,
             term: self.term,
             address: address.to_string(),
             verifier,
@@ -211,7 +211,7 @@ impl Leader {
             events: self.sender.clone(),
         };
         let task = tokio::spawn(attendant.run(queue));
-        let link = Stream { stream: self.streams, orders, task, signing_request: None };
+        let link = Stream { stream, orders, task, signing_request: None };
         self.links.insert(name.to_string(), link);
     }
 

@@ -73,8 +73,8 @@ pub struct Inputs {
     pub unfit: mpsc::Sender<String>,
 }
 
-/// A batch of a job's writes is done, or is not.
-type Done = (Owner, Event);
+/// A batch of a job's writes is done, or is not; and the number of the crew that it was for.
+type Done = (Owner, u64, Event);
 
 enum Input {
     Change(Change),
@@ -91,6 +91,8 @@ pub struct Controller {
     done: (mpsc::Sender<Done>, mpsc::Receiver<Done>),
     cluster: Cluster,
     jobs: HashMap<Owner, Crew>,
+    /// How many there have been.
+    crews: u64,
     term: Option<u64>,
     /// Pods, nodes or jobs have changed since nodes were allocated.
     stale: bool,
@@ -115,6 +117,7 @@ impl Controller {
             done: mpsc::channel(EVENTS_MAX),
             cluster: Cluster::default(),
             jobs: HashMap::new(),
+            crews: 0,
             term: None,
             stale: true,
             ground: None,
@@ -209,7 +212,7 @@ impl Controller {
         }
     }
 
-    fn on_done(&mut self, (owner, done): Done, now: Millis) {
+    fn on_done(&mut self, (owner, number, done): Done, now: Millis) {
         if let Event::Done { results, .. } = &done {
             for (_, written) in results {
                 let label = written.as_ref().map_or_else(|error| error.kind.label(), |_| "ok");
@@ -219,7 +222,8 @@ impl Controller {
                 }
             }
         }
-        if let Some(job) = self.jobs.get_mut(&owner) {
+        // A job that was taken anew sees by its watches what became of what was sent before.
+        if let Some(job) = self.jobs.get_mut(&owner).filter(|job| job.number == number) {
             job.job.on(done, now);
         }
     }
@@ -243,11 +247,11 @@ impl Controller {
             let pods = self.cluster.pods.values().filter_map(|pod| pod.worker.as_deref());
             for (owner, write) in self.orphans.look(pods, |of| owners.contains(of), now) {
                 let batch = lead::Batch { aside: true, writes: vec![(Origin::Expiry, write)] };
-                sent.push((owner, batch));
+                sent.push((owner, 0, batch));
             }
         }
-        for (owner, batch) in sent {
-            self.send(owner, batch);
+        for (owner, number, batch) in sent {
+            self.send(owner, number, batch);
         }
     }
 
@@ -266,12 +270,12 @@ impl Controller {
         }
     }
 
-    fn send(&self, owner: Owner, batch: lead::Batch) {
+    fn send(&self, owner: Owner, number: u64, batch: lead::Batch) {
         let (writer, done) = (self.context.writer.clone(), self.done.0.clone());
         tokio::spawn(async move {
             let results = writer.write_all(&owner, batch.writes).await;
             // Without a receiver the process ends.
-            done.send((owner, Event::Done { aside: batch.aside, results })).await
+            done.send((owner, number, Event::Done { aside: batch.aside, results })).await
         });
     }
 }

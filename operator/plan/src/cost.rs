@@ -24,13 +24,13 @@ pub const MICRO_BATCHES_MAX: u64 = 1 << 20;
 /// What it takes to lay a job out on processors whose memory is given: for each size that is tried
 /// the memory of a rank is counted. Less than half a second of one core.
 pub const COUNTED_MAX: u64 = 1 << 22;
-/// What a plan that is shown spends on the memory of its sizes: a quarter of a second of one
-/// core. Of more sizes than that some are counted.
-pub const SHOWN_MAX: u64 = 1 << 21;
+/// What a plan that is shown spends on the memory of its sizes. With twice of it whole plans took
+/// up to 1.2 s of a core that other programs shared. Of more sizes than that some are counted.
+pub const SHOWN_MAX: u64 = 1 << 20;
 /// What is spent on each kind of change that might make a job fit which no number of nodes fits.
 /// All eight take a quarter of a second where a person waits for it. In the leader, which decides
 /// for other jobs meanwhile, they take a sixteenth of that.
-pub const CHANGES_SHOWN_MAX: u64 = SHOWN_MAX / 8;
+pub const CHANGES_SHOWN_MAX: u64 = SHOWN_MAX / 4;
 pub const CHANGES_LED_MAX: u64 = CHANGES_SHOWN_MAX / 16;
 /// Sums in buckets are counted with the names of their tensors, which takes longer.
 const BUCKETS: u64 = 8;

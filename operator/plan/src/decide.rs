@@ -21,6 +21,7 @@ pub use frozen::FREEZE_PATIENCE;
 use crate::words::{counted, several};
 use crate::job::Venue;
 use crate::preflight::Round;
+use crate::reasons;
 use crate::observed::{
     Gang, Millis, Observed, Outcome, Size, StopCause, Worker, WorkerState,
 };
@@ -176,7 +177,7 @@ impl<'o> Planner<'o> {
         let (words, times) = self.observed.record.repeat.too_often().filter(|_| local)?;
         Some(Outcome::Failed {
             exit_code: 1,
-            reason: "EndsAlike",
+            reason: reasons::ENDS_ALIKE,
             message: format!("{times} tries ended alike, without a step in between: {words}"),
         })
     }
@@ -188,7 +189,7 @@ impl<'o> Planner<'o> {
         let elsewhere = self.observed.wanted.venue == Venue::Kubernetes;
         (!elsewhere && !self.can_spare(&failure.node)).then(|| Outcome::Failed {
             exit_code: 1,
-            reason: "DeviceFails",
+            reason: reasons::DEVICE_FAILS,
             message: format!(
                 "{} failed {DEVICE_FAILURES_MAX} times within {} s, and there is no other node to \
                  train on; the last: {}",
@@ -208,7 +209,7 @@ impl<'o> Planner<'o> {
         let over = count > wanted.restarts_max as usize && self.observed.gang().is_none();
         over.then(|| Outcome::Failed {
             exit_code: 1,
-            reason: "WorkersDoNotStart",
+            reason: reasons::WORKERS_DO_NOT_START,
             message: format!(
                 "workers ended {} within {} s before an attempt began, more often than \
                  recovery.maxRestarts = {}; the last: {}",
@@ -240,7 +241,7 @@ impl<'o> Planner<'o> {
     fn refused(&self) -> Option<Outcome> {
         self.observed.workers.iter().find_map(|worker| match &worker.state {
             WorkerState::Dead { exit_code: Some(code @ (2 | 3)), message } => {
-                let reason = if *code == 2 { "InvalidSpec" } else { "DataOrCheckpointRefused" };
+                let reason = if *code == 2 { reasons::INVALID_SPEC } else { reasons::REFUSED };
                 Some(Outcome::Failed { exit_code: *code, reason, message: message.clone() })
             }
             _ => None,
@@ -292,7 +293,7 @@ impl<'o> Planner<'o> {
         let wanted = &self.observed.wanted;
         Outcome::Failed {
             exit_code: 1,
-            reason: "RestartBudgetUsedUp",
+            reason: reasons::RESTART_BUDGET_USED_UP,
             message: format!(
                 "{} within {} s, more than recovery.maxRestarts = {}; \
                  look at the newest WorkerLost events for the cause",

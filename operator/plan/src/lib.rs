@@ -42,6 +42,7 @@ mod rules;
 pub mod job;
 pub mod launch;
 pub mod observed;
+pub mod reasons;
 pub mod decide;
 pub mod engines;
 pub mod repeat;

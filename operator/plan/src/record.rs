@@ -9,6 +9,7 @@ pub use more::{Accepted, GangPods, Machine, More, NodeRest, RESTS_MAX, Refused, 
 
 use crate::cost;
 use crate::observed::{Gang, Millis, Reason, Record};
+use crate::reasons;
 use crate::track::Recovery;
 use moejob_protocol::layout::{Layout, Placement};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -192,19 +193,8 @@ pub(crate) mod members {
     }
 }
 
-/// Reasons are stable words; one that this operator does not know was another version's.
-pub const REASONS: [&str; 7] = [
-    "InvalidSpec",
-    "DataOrCheckpointRefused",
-    "RestartBudgetUsedUp",
-    "WorkersDoNotStart",
-    "EndsAlike",
-    "PreflightFailed",
-    "DeviceFails",
-];
-
 pub(crate) fn reason<'de, D: Deserializer<'de>>(from: D) -> Result<Reason, D::Error> {
     let found = String::deserialize(from)?;
-    let known = REASONS.iter().find(|known| **known == found);
+    let known = reasons::ALL.iter().find(|known| **known == found);
     Ok(known.copied().unwrap_or("Failed"))
 }

@@ -218,9 +218,16 @@ impl Tracker {
         observed.record.outcome = Some(outcome.clone());
     }
 
+    /// Of several that were to start together an earlier one may not have: its number is left out,
+    /// or the next one would get this one's name.
     fn started(&mut self, name: &str, node: &str, now: Millis) {
-        self.observed.record.births += 1;
-        self.observed.workers.push(Worker::starting(name, node, now));
+        let births = &mut self.observed.record.births;
+        let slot = name.rsplit('-').next().and_then(|slot| slot.parse::<u32>().ok());
+        *births = slot.map_or(*births, |slot| slot.max(*births)).saturating_add(1);
+        // A leader before this one may have made it.
+        if self.worker(name).is_none() {
+            self.observed.workers.push(Worker::starting(name, node, now));
+        }
     }
 
     /// A member that is ended, unless the whole job is over, breaks its gang.

@@ -42,7 +42,7 @@ impl Controller {
         }
         let Some(after) = after.cloned() else { return };
         match self.jobs.get_mut(&after.owner()) {
-            Some(job) if job.is_to_be_taken_anew(&after) => self.adopt(&after, now),
+            Some(job) if job.job.is_to_be_taken_anew(&after) => self.adopt(&after, now),
             Some(job) => job.job.on(Event::Spec(Box::new(after)), now),
             None => self.adopt(&after, now),
         }
@@ -176,7 +176,9 @@ impl Controller {
     fn adopt_with(&mut self, seen: &JobSeen, pods: Vec<Key>, now: Millis) {
         let Some(term) = self.term.filter(|_| !seen.deleted) else { return };
         let operator = Arc::clone(&self.operator);
-        let mut job = Crew::new(seen, Arc::clone(&self.context), operator, term, now);
+        self.crews += 1;
+        let terms = (self.crews, term);
+        let mut job = Crew::new(seen, Arc::clone(&self.context), operator, terms, now);
         for key in pods {
             let worker = self.cluster.pods.get(&key).and_then(|pod| pod.worker.clone());
             worker.into_iter().for_each(|worker| job.job.on(Event::Pod(worker), now));

@@ -11,6 +11,8 @@ use std::time::Instant;
 
 pub struct Crew {
     pub job: JobLoop,
+    /// No other crew of this process has it, of the same job neither.
+    pub number: u64,
     /// When its loop wants to be asked again.
     pub due: Option<Millis>,
     leader: Leader,
@@ -26,19 +28,14 @@ impl Crew {
         seen: &JobSeen,
         context: Arc<Context>,
         operator: Arc<Operator>,
-        lease_term: u64,
+        (number, lease_term): (u64, u64),
         now: Millis,
     ) -> Crew {
         let job = JobLoop::new(seen, Place::Cluster(operator), lease_term, now);
         context.metrics.fenced(&seen.uid, job.fence().is_some());
         let (authority, told) = (Arc::clone(&context.authority), context.told.clone());
         let leader = Leader::new(authority, (seen.owner(), &seen.uid), job.term(), told);
-        Crew { job, due: None, leader, context, claimed: None, passes: 0 }
-    }
-
-    /// Its record was not understood, and is another one.
-    pub fn is_to_be_taken_anew(&self, seen: &JobSeen) -> bool {
-        self.job.fence().is_some_and(|fence| fence.is_lifted(seen))
+        Crew { job, number, due: None, leader, context, claimed: None, passes: 0 }
     }
 
     pub fn on_told(&mut self, told: Told, now: Millis) {
@@ -55,7 +52,7 @@ impl Crew {
     pub fn turn(
         &mut self,
         memory: &mut Memory,
-        sent: &mut Vec<(Owner, Batch)>,
+        sent: &mut Vec<(Owner, u64, Batch)>,
         owner: &Owner,
         now: Millis,
     ) -> bool {
@@ -77,7 +74,9 @@ impl Crew {
                     let verifier = |pod| Verifier::TokenReview { reviewer: reviewer.clone(), pod };
                     self.leader.execute(link, verifier);
                 }
-                Effect::Write(batch) => sent.push((Arc::clone(owner), self.sealed(batch))),
+                Effect::Write(batch) => {
+                    sent.push((Arc::clone(owner), self.number, self.sealed(batch)));
+                },
                 Effect::Memory(Memo::Decided(node)) => memory.decided(owner, &node, now),
                 Effect::Memory(Memo::Avoid { node, until }) => {
                     memory.avoid(owner, &node, until);

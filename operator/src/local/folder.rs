@@ -18,11 +18,16 @@ const LOCK_TRIES: u32 = 10;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
 const FILE: &str = "job.json";
+/// Of this file. It rises once a release has read both and written the old one.
+const VERSION: u32 = 1;
 
 /// `job.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct JobFile {
+    /// Files of releases before 0.2 do not say it.
+    #[serde(default = "first_version")]
+    pub v: u32,
     pub uid: String,
     /// The newest attempt that was ever recorded.
     pub attempt: u32,
@@ -30,6 +35,10 @@ pub struct JobFile {
     /// Fields of a newer release, written back as they are.
     #[serde(flatten)]
     pub rest: BTreeMap<String, Value>,
+}
+
+fn first_version() -> u32 {
+    VERSION
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +49,8 @@ pub enum FolderError {
     InUse { path: String },
     #[error("{path} is damaged; remove the run's folder, or restore the file")]
     Damaged { path: String, source: serde_json::Error },
+    #[error("{path} is of version {v}, this program knows {VERSION}; use a newer one")]
+    Newer { path: String, v: u32 },
     #[error(
         "{path} belongs to another version of this job; these fields cannot change once it has \
          begun:{changes}\n  undo the change, give the job another name, or remove the folder"
@@ -53,7 +64,7 @@ impl FolderError {
     pub fn exit_code(&self) -> i32 {
         match self {
             FolderError::Changed { .. } | FolderError::InUse { .. } => 2,
-            FolderError::Damaged { .. } => 3,
+            FolderError::Damaged { .. } | FolderError::Newer { .. } => 3,
             FolderError::Io { .. } | FolderError::Records(_) => 1,
         }
     }
@@ -101,7 +112,7 @@ impl Folder {
             }
             None => {
                 let (uid, rest) = (new_uid(path)?, BTreeMap::new());
-                JobFile { uid, attempt: 0, spec: Value::Null, rest }
+                JobFile { v: VERSION, uid, attempt: 0, spec: Value::Null, rest }
             }
         };
         let (path, spec) = (path.to_path_buf(), spec.clone());
@@ -160,6 +171,16 @@ fn read(path: &Path) -> Result<Option<JobFile>, FolderError> {
         Err(source) => return Err(io(&path, "cannot be read", source)),
     };
     let damaged = |source| FolderError::Damaged { path: path.display().to_string(), source };
+    /// A newer release may mean something else by all other fields.
+    #[derive(Deserialize)]
+    struct Versioned {
+        #[serde(default = "first_version")]
+        v: u32,
+    }
+    let Versioned { v } = serde_json::from_slice(&text).map_err(damaged)?;
+    if v != VERSION {
+        return Err(FolderError::Newer { path: path.display().to_string(), v });
+    }
     serde_json::from_slice(&text).map(Some).map_err(damaged)
 }
 
@@ -199,6 +220,35 @@ mod tests {
         folder.begin().expect("records");
         drop(folder);
         assert!(matches!(open(spec(10, 2)), Err(FolderError::Changed { .. })));
+    }
+
+    #[test]
+    fn a_file_of_a_newer_release_is_refused_and_one_without_a_version_is_read() {
+        let home = tempfile::tempdir().expect("a folder");
+        let path = home.path().join("job");
+        let open = || Folder::open(&path, &Value::Null, &Value::Null);
+        drop(open().expect("opens"));
+        let text = std::fs::read_to_string(path.join(FILE)).expect("a file");
+        let mut value: Value = serde_json::from_str(&text).expect("JSON");
+        assert_eq!(value["v"], json!(VERSION));
+        let mut put = |v: Option<u32>| {
+            let fields = value.as_object_mut().expect("fields");
+            fields.insert("added".to_string(), json!([1]));
+            match v {
+                Some(v) => fields.insert("v".to_string(), json!(v)),
+                None => fields.remove("v"),
+            };
+            std::fs::write(path.join(FILE), value.to_string()).expect("written");
+        };
+        put(None);
+        let opened = open().expect("as releases before 0.2 wrote it");
+        assert_eq!(opened.file().rest["added"], json!([1]), "it is kept");
+        assert_eq!(opened.file().rest.len(), 1, "the version is none of others' fields");
+        drop(opened);
+        put(Some(2));
+        let refused = open().err().expect("it may mean anything");
+        assert_eq!(refused.exit_code(), 3);
+        assert!(refused.to_string().contains("is of version 2, this program knows 1"), "{refused}");
     }
 
     #[test]

@@ -4,6 +4,7 @@ use super::{Action, Planner};
 use crate::job::Venue;
 use crate::observed::{Millis, Outcome, Worker, WorkerState};
 use crate::preflight::{Checked, line};
+use crate::reasons;
 use moejob_protocol::message::CONTROL_PREFLIGHT;
 
 /// A worker that was asked and lives measures for some seconds, and gives up by itself after 30.
@@ -110,7 +111,7 @@ impl<'o> Planner<'o> {
         let failed = left.find(|worker| worker.checked == Checked::Failed)?;
         (!self.can_spare(&failed.node)).then(|| Outcome::Failed {
             exit_code: 1,
-            reason: "PreflightFailed",
+            reason: reasons::PREFLIGHT_FAILED,
             message: format!(
                 "{} is not good enough, and there is no other node to train on: {}; `moejob \
                  preflight` measures it alone, and nodes.preflight: never trains all the same",

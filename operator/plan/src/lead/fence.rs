@@ -5,11 +5,11 @@
 //! can read.
 
 use crate::words::{one_or_more, several};
-use super::spec::sealed_by;
-use super::{JobSeen, Owner};
+use super::spec::{restored, sealed_by};
+use super::{JobLoop, JobSeen, Owner};
 use crate::pods::LABEL_JOB_UID;
 use crate::record::RecordError;
-use serde_json::Value;
+use serde_json::json;
 
 /// The reason of the event that tells of it.
 pub const FENCED_BY_RECORD: &str = "BadRecord";
@@ -17,23 +17,46 @@ pub const FENCED_BY_RECORD: &str = "BadRecord";
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fence {
     pub message: String,
-    /// Both parts of the record, as they are not understood.
-    record: [Value; 2],
 }
 
 impl Fence {
-    pub(super) fn of(error: &RecordError, seen: &JobSeen) -> Fence {
-        Fence { message: error.to_string(), record: record_of(seen) }
-    }
-
-    /// Somebody has restored or removed the record: the job is to be taken anew.
-    pub fn is_lifted(&self, seen: &JobSeen) -> bool {
-        record_of(seen) != self.record
+    pub(super) fn of(error: &RecordError) -> Fence {
+        Fence { message: error.to_string() }
     }
 }
 
-fn record_of(seen: &JobSeen) -> [Value; 2] {
-    ["record", "recordMore"].map(|field| seen.status[field].clone())
+/// Both parts of a record, known again without being kept.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Found(blake3::Hash);
+
+impl Found {
+    pub fn of(seen: &JobSeen) -> Found {
+        let parts = ["record", "recordMore"].map(|field| &seen.status[field]);
+        Found(blake3::hash(json!(parts).to_string().as_bytes()))
+    }
+}
+
+impl JobLoop {
+    /// It is to be taken anew as it stands now, by a loop that knows nothing of it yet: somebody
+    /// has restored or removed a record that was not understood, or a leader before this one has
+    /// written another record after this one had looked. What this one knows is then older.
+    pub fn is_to_be_taken_anew(&self, seen: &JobSeen) -> bool {
+        // What it writes itself it writes on the newest version: nobody's word comes after it.
+        if seen.deleted || self.report.has_written || !self.place.has_api() {
+            return false;
+        }
+        if Found::of(seen) == self.found {
+            return false;
+        }
+        let removed = seen.status["record"].as_str().is_none_or(str::is_empty);
+        match restored(&seen.status) {
+            _ if self.fence.is_some() => true,
+            // Nothing is known by it, and attempts have to count on.
+            Ok(_) if removed => false,
+            Ok(saved) => saved.term < self.term,
+            Err(_) => true,
+        }
+    }
 }
 
 /// Why whoever has this keyring must not lead: jobs train whose pods another one has sealed. `pods`
@@ -55,39 +78,4 @@ pub fn unfit<'s>(
             one_or_more(pods, "was", "were")
         )
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    fn seen(status: Value) -> JobSeen {
-        JobSeen { status, ..JobSeen::default() }
-    }
-
-    #[test]
-    fn a_fence_stands_until_a_part_of_the_record_is_another() {
-        let error = RecordError::Version(7);
-        let status = json!({ "record": "a", "recordMore": "b", "phase": "Training" });
-        let fence = Fence::of(&error, &seen(status.clone()));
-        assert_eq!(fence.message, error.to_string());
-        assert!(!fence.is_lifted(&seen(status.clone())));
-        for (field, value, lifted) in [
-            ("record", json!("restored"), true),
-            ("record", Value::Null, true),
-            ("recordMore", json!("restored"), true),
-            ("recordMore", Value::Null, true),
-            ("phase", json!("Failed"), false),
-            ("conditions", json!([]), false),
-        ] {
-            let mut status = status.clone();
-            status[field] = value.clone();
-            assert_eq!(fence.is_lifted(&seen(status)), lifted, "{field}: {value}");
-        }
-        assert!(fence.is_lifted(&seen(json!({}))), "both were removed");
-        // A record of one part alone.
-        let half = seen(json!({ "record": "a" }));
-        assert!(!Fence::of(&error, &half).is_lifted(&half));
-    }
 }

@@ -350,6 +350,8 @@ pub struct JobLoop {
     granted: Granted,
     /// Why nothing is done for this job, if nothing may be.
     fence: Option<Fence>,
+    /// The record that it began with.
+    found: fence::Found,
     /// Fields of a newer operator's record, written back as they are.
     rest: (Rest, Rest),
     /// The gang's pods as the leader before knew them.
@@ -376,7 +378,7 @@ impl JobLoop {
         };
         let (mut saved, fence) = match spec::restored(&seen.status) {
             Ok(saved) => (saved, None),
-            Err(error) => (Default::default(), Some(Fence::of(&error, seen))),
+            Err(error) => (Default::default(), Some(Fence::of(&error))),
         };
         saved.no_later_than(now);
         let report = report::Report::new(seen);
@@ -404,11 +406,15 @@ impl JobLoop {
             events: event_log::EventLog::default(),
             granted: Granted::default(),
             fence,
+            found: fence::Found::of(seen),
             rest: (saved.rest, saved.more.rest),
             image: saved.more.pods.image.clone(),
             inherited: saved.more.pods,
             // Should the lease have been deleted, the workers still know the term before.
-            term: lease_term.max(saved.term),
+            term: match saved.term > lease_term {
+                true => saved.term.saturating_add(1),
+                false => lease_term,
+            },
             heard_of_api: now,
             expires: None,
             requeue: None,
@@ -496,6 +502,11 @@ impl JobLoop {
         let write = Write::Event { job, namespace, warning, reason, note };
         self.send_aside(Origin::Event, write);
     }
+}
+
+/// The first pause, doubled as many times, up to the longest.
+fn doubled(first: Millis, times: u32, most: Millis) -> Millis {
+    (first << times.min(20)).min(most)
 }
 
 /// Pods by name; a name is never used twice.

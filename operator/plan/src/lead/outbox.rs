@@ -2,7 +2,7 @@
 //! waits for its end.
 
 use super::streams::replaces;
-use super::{Said, WriteError, WriteErrorKind};
+use super::{Said, WriteError, WriteErrorKind, doubled};
 use crate::decide::Action;
 use crate::observed::Millis;
 use std::collections::VecDeque;
@@ -10,7 +10,8 @@ use std::collections::VecDeque;
 /// Frames of all workers of a job that wait for the end of a batch. A gang of 512 tells some
 /// thousand things when it breaks.
 pub const FRAMES_WAITING_MAX: usize = 8_192;
-/// After a write that failed: 1 s, 2 s, 4 s, ... up to this.
+/// After a write that failed, doubled with each failure up to the second.
+const RETRY_FIRST: Millis = 500;
 pub(super) const RETRY_MAX: Millis = 60_000;
 
 #[derive(Debug, Default)]
@@ -66,7 +67,7 @@ impl Outbox {
     pub fn failed(&mut self, now: Millis) {
         self.queue.clear();
         self.failures += 1;
-        self.retry_at = now + (500u64 << self.failures.min(10)).min(RETRY_MAX);
+        self.retry_at = now + doubled(RETRY_FIRST, self.failures, RETRY_MAX);
     }
 
     /// Remembers why; whether that is news.

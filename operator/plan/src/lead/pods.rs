@@ -1,7 +1,7 @@
 //! The pods of one job: which are dialled, which cannot start, which are to be deleted, and when
 //! each of them is to be looked at again.
 
-use super::{ByName, Effect, JobLoop, Link, Origin, PodIdentity, Said, WorkerPod, Write};
+use super::{ByName, Effect, JobLoop, Link, Origin, PodIdentity, Said, WorkerPod, Write, doubled};
 use crate::observed::{Millis, Observed, Outcome, Worker, WorkerState};
 use crate::pods::{TERMINATION_GRACE_S, attempt_and_slot};
 use crate::problem::printable;
@@ -28,7 +28,8 @@ pub const FORCE_AFTER: Millis = 20_000;
 pub const SILENT_AVOID: Millis = 40_000;
 /// A pod is gone so long after its deletion began, by any clock: what a pod asks for is ours.
 const DELETION_MAX: Millis = TERMINATION_GRACE_S * 1000 + 5_000;
-/// After a DELETE that failed: 1 s, 2 s, 4 s, ... up to this.
+/// After a DELETE that failed, doubled with each failure up to the second.
+const DELETE_RETRY_FIRST: Millis = 1_000;
 const DELETE_RETRY_MAX: Millis = 30_000;
 
 /// What the tracker does not know of workers.
@@ -49,6 +50,8 @@ pub(super) struct Pods {
 struct Pod {
     /// As the API server has it; None before it is seen, and when it is gone.
     facts: Option<WorkerPod>,
+    /// The one that was known has gone: what `facts` has is another of its name.
+    replaced: bool,
     /// When it was first seen by this leader.
     since: Millis,
     /// There is a stream, or one is being opened.
@@ -128,12 +131,14 @@ impl Pods {
             if pod.since == 0 {
                 pod.since = now;
             }
-            pod.facts = Some(facts);
+            let before = pod.facts.replace(facts);
+            let uid = pod.facts.as_ref().map(|facts| facts.uid.as_str());
+            pod.replaced |= before.is_some_and(|before| Some(before.uid.as_str()) != uid);
         });
     }
 
     pub fn lose(&mut self, name: &str) {
-        self.known(name, |pod| pod.facts = None);
+        self.known(name, |pod| (pod.facts, pod.replaced) = (None, true));
     }
 
     pub fn facts(&self, name: &str) -> Option<&WorkerPod> {
@@ -201,6 +206,11 @@ impl Pods {
         self.with(name, |pod| pod.trained = true);
     }
 
+    /// It is told that nobody needs what it holds. Whether it was before.
+    pub fn dismiss(&mut self, name: &str) -> bool {
+        self.with(name, |pod| std::mem::replace(&mut pod.dismissed, true))
+    }
+
     pub fn delete_at(&mut self, name: &str, at: Millis, grace_s: u32) {
         self.with(name, |pod| pod.delete = Some((at, grace_s)));
     }
@@ -221,7 +231,7 @@ impl Pods {
     /// A DELETE has not succeeded: it is sent again.
     pub fn delete_failed(&mut self, name: &str, now: Millis) {
         self.known(name, |pod| {
-            let wait = (1000u64 << pod.delete_failures.min(10)).min(DELETE_RETRY_MAX);
+            let wait = doubled(DELETE_RETRY_FIRST, pod.delete_failures, DELETE_RETRY_MAX);
             pod.delete_failures += 1;
             pod.delete = Some((now + wait, if pod.forced { 0 } else { 1 }));
         });
@@ -298,6 +308,12 @@ fn address(pod: &WorkerPod) -> Option<String> {
 impl JobLoop {
     /// A pod of this job is otherwise than before, or gone.
     pub(super) fn pod(&mut self, name: &str, now: Millis) {
+        if self.pods.known.get(name).is_some_and(|known| known.replaced)
+            && let Some(other) = self.pods.facts(name).cloned()
+        {
+            self.pod_gone(name, now);
+            self.pods.see(other, now);
+        }
         match self.pods.facts(name).cloned() {
             None => self.pod_gone(name, now),
             Some(pod) => self.pod_seen(&pod, now),
@@ -332,6 +348,12 @@ impl JobLoop {
         if self.tracker.observed.worker(&pod.name).is_none() && !self.adopt(pod, now) {
             return;
         }
+        // This leader may have chosen another node for a name that a pod had already.
+        if let Some(worker) = self.tracker.observed.worker_mut(&pod.name)
+            && let Some(node) = pod.node.as_deref().filter(|node| *node != worker.node)
+        {
+            worker.node = node.to_string();
+        }
         if pod.deletion.is_some() {
             self.pods.with(&pod.name, |known| {
                 known.deleted_at = known.deleted_at.or(Some(now));
@@ -351,10 +373,25 @@ impl JobLoop {
             self.back_off(&pod.name, how, now);
             self.pods.remove(&pod.name);
             self.pods.see(pod.clone(), now);
+        } else if self.tracker.observed.worker(&pod.name).is_some_and(Worker::is_dead) {
+            self.end_unseen(pod, now);
         } else if let Some(trouble) = &pod.trouble {
             self.cannot_start(pod, trouble, now);
         } else if pod.started && !self.pods.is_linked(&pod.name) {
             self.dial(pod, false);
+        }
+    }
+
+    /// Its worker was given up before this pod was seen, or the pod took the name of one that had
+    /// gone: nobody else will end it.
+    fn end_unseen(&mut self, pod: &WorkerPod, now: Millis) {
+        let asked = self.pods.known(&pod.name, |known| {
+            let asked = known.deleted_at.is_some() || pod.deletion.is_some();
+            known.deleted_at.get_or_insert(now);
+            asked
+        });
+        if asked != Some(true) {
+            self.send_deletion(pod, self.place.patience().kill_grace_s);
         }
     }
 
@@ -488,7 +525,7 @@ impl JobLoop {
         let attempt = gang.attempt;
         let leaving = observed.workers.iter().filter(leaves).map(|worker| worker.name.clone());
         for name in leaving.collect::<Vec<_>>() {
-            if !self.pods.with(&name, |known| std::mem::replace(&mut known.dismissed, true)) {
+            if !self.pods.dismiss(&name) {
                 self.send(&name, attempt, Down::Shutdown);
             }
         }

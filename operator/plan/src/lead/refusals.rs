@@ -5,7 +5,7 @@
 //! gives all of them back, stands back, and tries again: so two jobs that fit a quota one at a time
 //! do not hold half of it each.
 
-use super::{JobLoop, WriteErrorKind};
+use super::{JobLoop, WriteErrorKind, doubled};
 use crate::allocate::{HOLD_TIMEOUT, Standing};
 use crate::observed::Millis;
 use crate::record::Refused;
@@ -46,7 +46,7 @@ impl Refusals {
         if now < since + patience {
             return false;
         }
-        let pause = (PAUSE_FIRST << self.of.times.min(10)).min(PAUSE_MAX);
+        let pause = doubled(PAUSE_FIRST, self.of.times, PAUSE_MAX);
         self.stand_back(now + pause + seed % pause);
         self.of.times = self.of.times.saturating_add(1);
         true

@@ -1,9 +1,11 @@
 //! What a job says of itself: status, metrics, and when they are written.
 
 use crate::words::{one_or_more, several};
-use super::{Blocked, Effect, JobLoop, JobName, JobSeen, Origin, Write, Written};
+use super::outbox::RETRY_MAX;
+use super::{Blocked, Effect, JobLoop, JobName, JobSeen, Origin, Write, Written, doubled};
 use crate::engines::{EngineLoss, RankPlace};
 use crate::observed::{Millis, Stored};
+use crate::reasons;
 use crate::record::{self, Saved};
 use crate::status::{self, Condition, EngineLossStatus, MoeJobStatus};
 use crate::track::{Recovery, Tracker};
@@ -16,8 +18,8 @@ const PROGRESS_EVERY: Millis = 10_000;
 const SETTLE: Millis = 400;
 /// While its workers start, the record of the attempt is what follows: it tells all at once.
 const SETTLE_STARTING: Millis = 5_000;
-/// After a write that failed: 1 s, 2 s, 4 s, ... up to this.
-const RETRY_MAX: Millis = 60_000;
+/// After a write that failed, doubled with each up to `RETRY_MAX`.
+const RETRY_FIRST: Millis = 1_000;
 
 /// While a large gang starts, each of its engines tells its GPU: their table is made anew so often.
 const RANKS_EVERY: Millis = 5_000;
@@ -58,6 +60,8 @@ pub(super) struct Report {
     changed_at: Option<Millis>,
     not_before: Millis,
     failures: u32,
+    /// A status of this leader has been written.
+    pub has_written: bool,
     /// What only the next leader reads has changed.
     pub unsaved: bool,
     /// What was last told of a step.
@@ -135,11 +139,11 @@ impl Report {
                     self.on_version(version);
                 }
                 self.written = pending.unwrap_or_default();
-                (self.failures, self.not_before) = (0, 0);
+                (self.failures, self.not_before, self.has_written) = (0, 0, true);
             }
             Err(_) => {
                 self.unsaved = true;
-                self.not_before = now + (1000u64 << self.failures.min(10)).min(RETRY_MAX);
+                self.not_before = now + doubled(RETRY_FIRST, self.failures, RETRY_MAX);
                 self.failures += 1;
             }
         }
@@ -299,7 +303,7 @@ impl JobLoop {
             planned.reason.clone_from(reason);
             planned.message.clone_from(message);
         } else if !troubles.is_empty() {
-            planned.reason = "WorkersDoNotStart".to_string();
+            planned.reason = reasons::WORKERS_DO_NOT_START.to_string();
             planned.message = troubles.join("\n");
         } else if !self.granted.why.is_empty() {
             planned.message = format!("{}; {}", self.granted.why, planned.message);

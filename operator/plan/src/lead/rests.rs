@@ -1,6 +1,6 @@
 //! Nodes on which this job's workers fail rest from it, longer and longer.
 
-use super::{JobLoop, Memo, place::Patience};
+use super::{JobLoop, Memo, doubled, place::Patience};
 use crate::observed::Millis;
 use crate::record::{NodeRest, RESTS_MAX};
 use std::collections::BTreeMap;
@@ -16,9 +16,9 @@ impl Rests {
     /// A worker failed there, or did not come up in time: until when the node rests.
     fn failed(&mut self, node: &str, patience: &Patience, now: Millis) -> Millis {
         let (failures, last, _) = self.of(node, now);
-        let wait = patience.rest << (*failures).min(20);
+        let wait = doubled(patience.rest, *failures, patience.rest_max);
         (*failures, *last) = (failures.saturating_add(1), now);
-        now + wait.min(patience.rest_max)
+        now + wait
     }
 
     /// The node rests for another reason, too.

@@ -6,6 +6,11 @@ use super::{Effect, JobLoop, Origin, WriteError, WriteErrorKind, Written};
 use crate::decide::Action;
 use crate::observed::{Millis, Outcome};
 
+/// The API server has judged it, and says no.
+fn is_refusal(kind: WriteErrorKind) -> bool {
+    matches!(kind, WriteErrorKind::Refused | WriteErrorKind::Forbidden)
+}
+
 impl JobLoop {
     /// The batch is written, or not.
     pub(super) fn on_written(
@@ -23,13 +28,15 @@ impl JobLoop {
         }
         let is_birth = |of: &Origin| matches!(of, Origin::Action(Action::StartWorker { .. }));
         let births = results.iter().any(|(origin, _)| is_birth(origin));
-        let refused = results.iter().filter(|(origin, _)| is_birth(origin)).find_map(|(_, it)| {
-            let refusals = [WriteErrorKind::Refused, WriteErrorKind::Forbidden];
-            it.as_ref().err().map(|error| error.kind).filter(|kind| refusals.contains(kind))
-        });
-        let forbidden = results.iter().any(|(origin, written)| {
-            let kind = written.as_ref().err().map(|error| error.kind);
-            matches!(origin, Origin::Policy(_)) && kind == Some(WriteErrorKind::Forbidden)
+        let refused = results.iter().find_map(|(origin, written)| {
+            let kind = written.as_ref().err()?.kind;
+            let refusal = match origin {
+                // Without it there are no pods: what keeps it away keeps them away.
+                Origin::Policy(_) if kind == WriteErrorKind::NotOurs => true,
+                Origin::Policy(_) => is_refusal(kind),
+                origin => is_birth(origin) && is_refusal(kind),
+            };
+            refusal.then_some(kind)
         });
         let mut failed = false;
         for (origin, written) in results {
@@ -42,7 +49,7 @@ impl JobLoop {
             true => self.outbox.failed(now),
             false => self.outbox.succeeded(),
         }
-        match refused.or(forbidden.then_some(WriteErrorKind::Forbidden)) {
+        match refused {
             Some(kind) => self.pods_refused(kind, now),
             None if births && !failed => self.refusals.taken(),
             None => {}

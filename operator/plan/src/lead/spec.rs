@@ -14,6 +14,7 @@ use crate::placement;
 use crate::pods;
 use crate::problem::Problem;
 use crate::profile::Profiles;
+use crate::reasons;
 use crate::record::{self, Accepted, Machine, Saved};
 use crate::spec::MoeJobSpec;
 use moejob_protocol::config::WorkerConfig;
@@ -161,7 +162,7 @@ fn judge_seen(seen: &JobSeen, profiles: &Profiles) -> Result<Job, Blocked> {
             seen.spec_bytes,
             cost::TEXT_BYTES_MAX
         );
-        return Err(Blocked { invalid: true, reason: "InvalidSpec", message });
+        return Err(Blocked { invalid: true, reason: reasons::INVALID_SPEC, message });
     }
     judge(&seen.name, &seen.spec, profiles)
 }
@@ -190,11 +191,11 @@ pub fn judge(name: &str, spec: &Value, profiles: &Profiles) -> Result<Job, Block
     };
     let spec: MoeJobSpec = match serde_json::from_value(spec.clone()) {
         Ok(spec) => spec,
-        Err(error) => return blocked(true, "InvalidSpec", format!("spec: {error}")),
+        Err(error) => return blocked(true, reasons::INVALID_SPEC, format!("spec: {error}")),
     };
     let job = match Job::from_spec(name, &spec, profiles) {
         Ok(job) => job,
-        Err(problems) => return blocked(true, "InvalidSpec", sentences(&problems)),
+        Err(problems) => return blocked(true, reasons::INVALID_SPEC, sentences(&problems)),
     };
     let mut unsupported = job.unsupported();
     unsupported.extend(devices::on_cluster(&job));

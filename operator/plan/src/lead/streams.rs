@@ -11,6 +11,7 @@ use crate::decide::FREEZE_PATIENCE;
 use crate::observed::{Millis, WorkerState};
 use crate::preflight::Grade;
 use crate::problem::printable;
+use crate::reasons;
 use crate::track::Happening;
 use moejob_protocol::message::{LeftReason, Up};
 use moejob_protocol::pair::{PairAnswer, PairSaid};
@@ -249,7 +250,7 @@ impl JobLoop {
                 }
                 Happening::Measured { node, grade, text } => {
                     let reason = match grade {
-                        Grade::Fail => "PreflightFailed",
+                        Grade::Fail => reasons::PREFLIGHT_FAILED,
                         _ => "PreflightWarned",
                     };
                     self.event(true, reason, format!("{node}: {text}"), now);

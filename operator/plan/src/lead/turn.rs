@@ -100,7 +100,13 @@ impl JobLoop {
     fn advance(&mut self, now: Millis) {
         while let Some(action) = self.outbox.queue.pop_front() {
             match &action {
-                Action::StartWorker { .. } => return self.start_workers(action),
+                Action::StartWorker { .. } => {
+                    self.start_workers(action);
+                    if self.outbox.busy {
+                        return;
+                    }
+                    continue;
+                }
                 Action::StopWorker { name, grace } => {
                     self.stop_worker(name, *grace, &action, now);
                     continue;
@@ -183,6 +189,12 @@ impl JobLoop {
                 break;
             };
             let (name, node) = (name.clone(), node.clone());
+            // A leader before this one has made it, and it was seen since this was planned: other
+            // pods may be needed now.
+            if self.tracker.observed.worker(&name).is_some() {
+                self.outbox.queue.clear();
+                break;
+            }
             // Workers that were decided on take their nodes before their pods are seen.
             self.memo(Memo::Decided(node.clone()));
             // Whoever writes it has the key of the seals.
@@ -190,6 +202,9 @@ impl JobLoop {
             let template = Arc::clone(&template);
             writes.push((Origin::Action(action), Write::CreatePod { template, birth }));
             next = self.outbox.queue.pop_front();
+        }
+        if writes.is_empty() {
+            return;
         }
         self.outbox.busy = true;
         self.effects.push(Effect::Write(Batch { aside: false, writes }));
@@ -219,6 +234,7 @@ impl JobLoop {
             let happenings = self.tracker.exited(name, None, "it has no pod", now);
             return self.tell(happenings, now);
         };
+        self.pods.dismiss(name);
         self.gave_up(&pod, now);
         self.tracker.done(action, now);
         let Patience { kill_grace_s, ending, .. } = *self.place.patience();

@@ -3,6 +3,7 @@
 
 pub mod live;
 mod show;
+pub mod wild;
 
 use moejob_plan::allocate::Granted;
 use moejob_plan::pods;
@@ -182,11 +183,7 @@ impl World {
             }
             ["leader", term, settings @ ..] => {
                 settings.iter().for_each(|setting| self.set(setting));
-                self.under_way.clear();
-                self.adopt(term.parse().expect("a term"));
-                for pod in self.pods.values().cloned().collect::<Vec<_>>() {
-                    self.on(Event::Pod(Box::new(pod)));
-                }
+                self.take(term.parse().expect("a term"));
             }
             ["clock", "back", millis] => {
                 self.now -= millis.parse::<Millis>().expect("milliseconds");
@@ -318,7 +315,21 @@ impl World {
     fn see(&mut self) {
         self.version += 1;
         self.seen.resource_version = self.version.to_string();
-        self.on(Event::Spec(Box::new(self.seen.clone())));
+        let seen = self.seen.clone();
+        if !self.unseen && self.job().is_to_be_taken_anew(&seen) {
+            let term = self.job().term();
+            return self.take(term);
+        }
+        self.on(Event::Spec(Box::new(seen)));
+    }
+
+    /// A loop that knows nothing yet, and hears nothing of what was sent before it.
+    fn take(&mut self, term: u64) {
+        self.under_way.clear();
+        self.adopt(term);
+        for pod in self.pods.values().cloned().collect::<Vec<_>>() {
+            self.on(Event::Pod(Box::new(pod)));
+        }
     }
 
     fn see_pod(&mut self, name: &str, node: &str, what: &[&str]) {
@@ -528,6 +539,7 @@ fn kind_of(word: &str) -> WriteErrorKind {
         "forbidden" => WriteErrorKind::Forbidden,
         "refused" => WriteErrorKind::Refused,
         "deposed" => WriteErrorKind::Deposed,
+        "not-ours" => WriteErrorKind::NotOurs,
         _ => WriteErrorKind::Other,
     }
 }

@@ -1,9 +1,9 @@
-use moejob_plan::cost;
+use moejob_plan::{cost, reasons};
 use moejob_plan::crd::NAME_LEN_MAX;
 use moejob_plan::engines::EngineLoss;
 use moejob_plan::observed::{Gang, Outcome, Record, StopCause};
 use moejob_plan::record::{
-    GangPods, More, REASONS, RECORD_BYTES_MAX, RESTS_MAX, RecordError, Refused, Saved, read,
+    GangPods, More, RECORD_BYTES_MAX, RESTS_MAX, RecordError, Refused, Saved, read,
     restore, write, write_more,
 };
 use moejob_plan::track::Recovery;
@@ -224,7 +224,7 @@ fn ranks_follow_from_the_layout_and_the_members() {
 #[test]
 fn each_outcome_is_told_by_the_next_leader_as_by_the_first() {
     let failed = |reason| Outcome::Failed { exit_code: 1, reason, message: "m".into() };
-    let mut outcomes: Vec<Outcome> = REASONS.into_iter().map(failed).collect();
+    let mut outcomes: Vec<Outcome> = reasons::ALL.into_iter().map(failed).collect();
     outcomes.extend([Outcome::Complete { step: 7 }, Outcome::Suspended, Outcome::Interrupted]);
     for outcome in outcomes {
         let mut saved = full();
