@@ -278,6 +278,11 @@ fn an_attempt_that_is_resumed_captures_anew() {
 #[test]
 fn on_a_stub_the_same_is_recorded_and_launched() {
     const VERSION: u32 = 12_080;
+    // Stubs are made from the sources of the bindings.
+    if !std::path::Path::new(env!("CARGO_MANIFEST_DIR")).exists() {
+        println!("skipped: this test was built on another machine");
+        return;
+    }
     let folder = tempfile::tempdir().expect("a folder");
     let stubs = stubs::Stubs::make(&stubs::cudarc::Cudarc::find(), &[VERSION], folder.path());
     let libraries = stubs.folder("libraries", [VERSION; 3]);
