@@ -515,7 +515,7 @@ fn products_keep_their_algorithms_through_a_resume() {
     let (words, told, _) = train(&libraries, 2, "7");
     assert_eq!((words.as_str(), told), ("7", 0), "a fresh run has nothing to tell");
     let head = std::fs::read_to_string(file(2)).unwrap();
-    let begins = "moejob products 1\ndevice NVIDIA Stub, sm_90, ";
+    let begins = "dense products 1\ndevice NVIDIA Stub, sm_90, ";
     assert!(head.starts_with(begins) && head.contains("\ncublasLt 120802\n"), "{head}");
     let (words, told, _) = train(&libraries, 4, "9");
     assert_eq!((words.as_str(), told), ("7", 0), "those of before");

@@ -94,8 +94,9 @@ impl Saving {
         Saving { every, last: step, alone: Pace::new(bytes, 0, 0, now) }
     }
 
-    /// Behind `step`, the next one. A checkpoint is written from a snapshot, and its copy costs nothing then:
-    /// `snapshot` says whether one is due; None: there is no room for any, or they come by number.
+    /// Behind `step`, the next one. A checkpoint is written from a snapshot, and its copy costs
+    /// nothing then: `snapshot` says whether one is due; None: there is no room for any, or they
+    /// come by number.
     pub fn is_due(&self, step: u64, snapshot: Option<bool>, now: Instant) -> bool {
         step.saturating_sub(self.last) >= self.every
             && snapshot.unwrap_or_else(|| self.alone.is_due(now))

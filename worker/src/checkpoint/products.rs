@@ -1,7 +1,7 @@
 //! `cublaslt.txt` beside a manifest: which algorithm each dense product of a GPU took.
 //!
 //! ```text
-//! moejob products 1
+//! dense products 1
 //! device NVIDIA H200, sm_90, 132 multiprocessors
 //! cublasLt 130201
 //! workspace 33554432
@@ -20,7 +20,7 @@ use std::path::Path;
 pub const NAME: &str = "cublaslt.txt";
 /// A model has some dozens of products of 150 bytes each.
 pub const BYTES_MAX: usize = 256 << 10;
-const FIRST: &str = "moejob products 1\n";
+const FIRST: &str = "dense products 1\n";
 const HASH: &str = "blake3 ";
 
 /// `choices`, whole lines, as the file has them; none: they are too many.
@@ -97,7 +97,7 @@ mod tests {
             assert!(unseal(&other).is_err(), "byte {at}");
             assert!(unseal(&sealed[..at]).is_err(), "{at} bytes");
         }
-        let newer = "moejob products 2\n";
+        let newer = "dense products 2\n";
         let hash = blake3::hash(newer.as_bytes()).to_hex();
         let why = unseal(&format!("{newer}{HASH}{hash}\n")).expect_err("another format");
         assert!(why.contains("newer release"), "{why}");
