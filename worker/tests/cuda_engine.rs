@@ -12,7 +12,7 @@ use moe_worker::checkpoint::fence::{Claim, Claiming};
 use moe_worker::checkpoint::{Disk, Identity, commit, load, show, write_shard};
 use moe_worker::state::rank::RankState;
 use moe_worker::state::slots::Memory;
-use moe_worker::state::snapshot::{cut, cut_into};
+use moe_worker::state::snapshot::cut_into;
 use moejob_kernels::{DType, Device, HeadDesc, HeadPlan};
 use moejob_protocol::checkpoint::ScaleEntry;
 use moejob_protocol::config::{
@@ -20,18 +20,9 @@ use moejob_protocol::config::{
 };
 use moejob_protocol::model::{AuxLossScope, ModelConfig, QkNorm, Scoring};
 use moejob_protocol::workspace::head_bytes;
-use places::{Where, apart, distances, engine, engine_with, has_gpu, places, run, steps};
-
-/// Widths are multiples of 64, which the kernels of GPUs want.
-fn model() -> ModelConfig {
-    let mut model = common::model();
-    (model.hidden_size, model.head_dim, model.num_attention_heads) = (128, 64, 4);
-    model.num_key_value_heads = 2;
-    (model.experts.count, model.experts.intermediate_size) = (8, 64);
-    model.qk_norm = QkNorm::PerHead;
-    model.router.bias_update_rate = 0.0;
-    model
-}
+use places::{
+    Where, apart, distances, engine, engine_with, has_gpu, model, places, run, state, steps,
+};
 
 fn training() -> TrainingConfig {
     let mut training = common::training();
@@ -39,13 +30,6 @@ fn training() -> TrainingConfig {
     training.sequence_length = 64;
     (training.steps, training.adamw.learning_rate) = (20, 2e-3);
     training
-}
-
-/// Masters and moments, as they are stored.
-fn state(engine: &mut Engine) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    cut(&mut engine.model, &mut bytes).expect("the device works");
-    bytes
 }
 
 /// How long two runs must stay alike.

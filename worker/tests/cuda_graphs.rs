@@ -4,6 +4,8 @@
 //! there, but what is recorded, launched and counted is.
 
 mod common;
+#[path = "common/places.rs"]
+mod places;
 #[path = "../../kernels/tests/stubs/mod.rs"]
 mod stubs;
 
@@ -16,7 +18,7 @@ use moe_worker::engine::step::{Engine, StepSummary};
 use moe_worker::engine::trace::Trace;
 use moe_worker::state::rank::RankState;
 use moe_worker::state::slots::Memory;
-use moe_worker::state::snapshot::{cut, initialize};
+use moe_worker::state::snapshot::initialize;
 use moejob_kernels::{Device, StepPhase};
 use moejob_protocol::checkpoint::Part;
 use moejob_protocol::config::{Backend, Precision, Recompute, TrainingConfig};
@@ -24,18 +26,8 @@ use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{Shape, Types};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{ModelConfig, QkNorm, Scoring};
+use places::{model, state};
 use std::time::Instant;
-
-/// Widths are multiples of 64, which the kernels of GPUs want.
-fn model() -> ModelConfig {
-    let mut model = common::model();
-    (model.hidden_size, model.head_dim, model.num_attention_heads) = (128, 64, 4);
-    model.num_key_value_heads = 2;
-    (model.experts.count, model.experts.intermediate_size) = (8, 64);
-    model.qk_norm = QkNorm::PerHead;
-    model.router.bias_update_rate = 0.0;
-    model
-}
 
 fn training(micro_batches: u32) -> TrainingConfig {
     let mut training = common::training();
@@ -63,13 +55,6 @@ fn engine(model: &ModelConfig, training: &TrainingConfig, wanted: Use) -> Option
     engine.use_graphs(wanted);
     initialize(&mut engine.model, training.seed);
     Some(engine)
-}
-
-/// Masters and moments, as they are stored.
-fn state(engine: &mut Engine) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    cut(&mut engine.model, &mut bytes).expect("the device works");
-    bytes
 }
 
 /// As a job does: a step is begun before the numbers of the one before it are read. `between` is

@@ -6,13 +6,13 @@ use super::common::made::Made;
 use moe_worker::engine::links::Links;
 use moe_worker::engine::model::Model;
 use moe_worker::engine::step::{Engine, StepSummary};
-use moe_worker::state::snapshot::initialize;
+use moe_worker::state::snapshot::{cut, initialize};
 use moejob_kernels::Device;
 use moejob_protocol::config::{Backend, TrainingConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{Shape, Types};
 use moejob_protocol::mesh::Mesh;
-use moejob_protocol::model::ModelConfig;
+use moejob_protocol::model::{ModelConfig, QkNorm};
 
 /// Which code computes, and on what.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -20,6 +20,17 @@ pub enum Where {
     Tree,
     Buckets,
     Gpu,
+}
+
+/// Widths are multiples of 64, which the kernels of GPUs want.
+pub fn model() -> ModelConfig {
+    let mut model = super::common::model();
+    (model.hidden_size, model.head_dim, model.num_attention_heads) = (128, 64, 4);
+    model.num_key_value_heads = 2;
+    (model.experts.count, model.experts.intermediate_size) = (8, 64);
+    model.qk_norm = QkNorm::PerHead;
+    model.router.bias_update_rate = 0.0;
+    model
 }
 
 pub fn engine(on: Where, model: &ModelConfig, training: &TrainingConfig) -> Engine {
@@ -63,6 +74,13 @@ pub fn run(engine: &mut Engine, training: &TrainingConfig) -> Vec<StepSummary> {
     let mut data = Made::new(&engine.model.config.clone(), training);
     let step = |step| engine.step(step, &mut data).unwrap_or_else(|error| panic!("{error}"));
     (0..training.steps).map(step).collect()
+}
+
+/// Masters and moments, as they are stored.
+pub fn state(engine: &mut Engine) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    cut(&mut engine.model, &mut bytes).expect("the device works");
+    bytes
 }
 
 pub fn has_gpu() -> bool {
