@@ -298,6 +298,13 @@ struct Worst {
     name: String,
 }
 
+impl Worst {
+    fn or(self, name: String, apart: f64) -> Worst {
+        // Written so that a distance which is no number is the worst.
+        if apart <= self.apart { self } else { Worst { apart, name } }
+    }
+}
+
 fn worst(
     model: &ModelConfig,
     found: &[Vec<f64>],
@@ -308,9 +315,28 @@ fn worst(
     let params = model.params();
     let each = params.into_iter().zip(found.iter().zip(expected)).filter(|(param, _)| of(param));
     each.fold(Worst::default(), |worst, (param, (found, expected))| {
-        let apart = distance(found, expected);
-        // Written so that a distance which is no number is the worst.
-        if apart <= worst.apart { worst } else { Worst { apart, name: param.name } }
+        worst.or(param.name, distance(found, expected))
+    })
+}
+
+/// The same of routers, and of all experts of a layer as one tensor. A token that chooses otherwise
+/// takes its gradient from one expert to another one. How far that moves one expert hangs on how
+/// few tokens it has, and how far it moves all of them on the number of such tokens alone.
+fn worst_of_choices(model: &ModelConfig, found: &[Vec<f64>], expected: &[Vec<f64>]) -> Worst {
+    let mut together: BTreeMap<String, [Vec<f64>; 2]> = BTreeMap::new();
+    let params = model.params().into_iter().zip(found.iter().zip(expected));
+    for (param, (found, expected)) in params.filter(|(param, _)| is_chosen(param)) {
+        let is_number = |part: &&str| part.bytes().all(|byte| byte.is_ascii_digit());
+        let name = param.name.split_once(".experts.").map_or(param.name.clone(), |(layer, own)| {
+            let tensor: Vec<&str> = own.split('.').filter(|part| !is_number(part)).collect();
+            format!("{layer}.experts.{}", tensor.join("."))
+        });
+        let [all_found, all_expected] = together.entry(name).or_default();
+        all_found.extend(found);
+        all_expected.extend(expected);
+    }
+    together.into_iter().fold(Worst::default(), |worst, (name, [found, expected])| {
+        worst.or(name, in_norm(&found, &expected))
     })
 }
 
@@ -362,7 +388,7 @@ struct Bound {
 impl Bound {
     fn of(fraction_bits: u32) -> Bound {
         let u = rounding(fraction_bits);
-        Bound { shared: 100.0 * u, chosen: 12.0 * u.sqrt(), losses: 8.0 * u }
+        Bound { shared: 100.0 * u, chosen: 4.0 * u.sqrt(), losses: 8.0 * u }
     }
 }
 
@@ -398,7 +424,7 @@ fn gradients_apart(
     (expected, loads): &(Vec<Vec<f64>>, Vec<u64>),
 ) -> (f64, f64) {
     let shared = worst(model, found, expected, in_norm, is_shared);
-    let chosen = worst(model, found, expected, in_norm, is_chosen);
+    let chosen = worst_of_choices(model, found, expected);
     let (u, bound) = (rounding(bits), Bound::of(bits));
     let pairs = own.iter().zip(loads).map(|(a, b)| a.abs_diff(*b));
     println!(

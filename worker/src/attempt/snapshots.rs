@@ -77,11 +77,7 @@ impl Run<'_> {
         if self.pace.is_some_and(|pace| !pace.fits()) {
             return;
         }
-        let (table, memory) = (self.engine.model.table(), self.memory.clone());
-        let wards = (0..).zip(&self.buddies).filter(|(_, buddy)| **buddy == Some(table.rank));
-        let shards = wards.map(|(ward, _)| ward).chain([table.rank]);
-        let shards: Vec<(u32, usize)> =
-            shards.map(|shard| (shard, snapshot::shard_bytes(&table, shard))).collect();
+        let (shards, memory) = (self.shards(), self.memory.clone());
         let gpu = self.engine.model.device.as_cuda().map(|cuda| cuda.gpu().clone());
         let gpu = gpu.filter(|_| std::env::var_os(ENV_LANE).is_some_and(|word| word == "on"));
         let own = shards.last().copied();
@@ -94,6 +90,33 @@ impl Run<'_> {
         };
         // Without the thread the next snapshot takes longer.
         let _ = thread.spawn(work);
+    }
+
+    /// Those that a snapshot leaves here, with their bytes: of wards, and the own one last.
+    fn shards(&self) -> Vec<(u32, usize)> {
+        let table = self.engine.model.table();
+        let wards = (0..).zip(&self.buddies).filter(|(_, buddy)| **buddy == Some(table.rank));
+        let shards = wards.map(|(ward, _)| ward).chain([table.rank]);
+        shards.map(|shard| (shard, snapshot::shard_bytes(&table, shard))).collect()
+    }
+
+    /// Where a snapshot is about to be due, what it fills is touched beside the steps.
+    pub(super) fn wake(&mut self, now: Instant) {
+        if self.waking.is_some() || !self.pace.is_some_and(|pace| pace.is_near(now)) {
+            return;
+        }
+        let (shards, memory) = (self.shards(), self.memory.clone());
+        let thread = std::thread::Builder::new().name("wake".to_string());
+        // Without the thread the snapshot takes longer.
+        self.waking = thread.spawn(move || memory.wake(&shards)).ok();
+    }
+
+    /// What is still being touched could not be filled.
+    fn end_waking(&mut self) {
+        if let Some(waking) = self.waking.take() {
+            // Touching does not panic.
+            let _ = waking.join();
+        }
     }
 
     /// No: a rank has no memory for another copy of its state, and training goes on without.
@@ -192,6 +215,7 @@ impl Run<'_> {
     }
 
     fn take(&mut self, Goes { on, beside }: Goes) -> Result<Taken, Stop> {
+        self.end_waking();
         let of = (self.config.attempt, self.step);
         let (model, comm) = (&self.engine.model, self.engine.links.comm());
         let can_leave = |slot: &Filling| beside && model.can_leave(slot);
@@ -293,6 +317,7 @@ impl Run<'_> {
     fn cut_for_checkpoint(&mut self) -> Result<Taken, Stop> {
         let of = (self.config.attempt, self.step);
         let beside = self.waits_until.is_none();
+        self.end_waking();
         for _ in 0..SLOT_TRIES {
             self.memory.free_older();
             let (model, comm) = (&self.engine.model, self.engine.links.comm());

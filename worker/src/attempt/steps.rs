@@ -20,6 +20,7 @@ use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::{Phase, Request};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// An attempt that trains.
@@ -55,6 +56,8 @@ pub(crate) struct Run<'a> {
     pub ahead: bool,
     /// When state is copied to memory, where that is not every so many steps.
     pub pace: Option<Pace>,
+    /// Touches the slots of the next snapshot.
+    pub waking: Option<JoinHandle<()>>,
     /// The same of checkpoints.
     pub saving: Option<Saving>,
     /// A copy of the state that is on its way.
@@ -216,6 +219,7 @@ impl Run<'_> {
         self.asked.stop_after_this_step |= asked.stop_after_this_step;
         let (now, free) = (Instant::now(), self.leaving.is_none() && self.travels.is_none());
         let due = free && self.pace.is_some_and(|pace| pace.is_due(now));
+        self.wake(now);
         let with = self.pace.filter(Pace::fits).map(|_| due);
         let saving = self.saving.filter(|_| free && self.saves.has_room());
         let saves = saving.is_some_and(|saving| saving.is_due(self.step + 1, with, now));

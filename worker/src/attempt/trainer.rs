@@ -260,6 +260,7 @@ impl Trainer {
             slow_told: false,
             ahead,
             pace,
+            waking: None,
             saving,
             leaving: None,
             skips: false,

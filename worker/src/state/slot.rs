@@ -45,6 +45,9 @@ const COMPLETE: u32 = 2;
 /// Given up by its engine, so that the worker lets go of it, too.
 pub(super) const GONE: u32 = 3;
 
+/// Threads that touch pages beside the steps.
+const TOUCH_THREADS_BESIDE: usize = 2;
+
 /// How long a checksum that is still being made is waited for.
 const SUM_MAX: Duration = Duration::from_secs(60);
 
@@ -96,6 +99,11 @@ impl Slot {
     pub(super) fn touch(&self) {
         // Without it they come one by one.
         let _ = self.0.populate(threads_for(self.0.len()));
+    }
+
+    /// The same beside steps, which need the processors: more slowly.
+    pub(super) fn touch_beside(&self) {
+        let _ = self.0.populate(TOUCH_THREADS_BESIDE);
     }
 
     /// Nobody here is about to read or fill it.

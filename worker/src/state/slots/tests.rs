@@ -160,3 +160,31 @@ fn what_a_lost_engine_lent_is_free_again() {
     memory.take_back(0);
     drop(fill(&memory, 1, 11, 0, 8));
 }
+
+/// Bytes of pages that this process maps of the slot.
+fn mapped(slot: &Slot) -> usize {
+    let start = format!("{:x}-", slot.as_ptr().addr() - BYTES);
+    let maps = std::fs::read_to_string("/proc/self/smaps").expect("the maps of a process");
+    let own = maps.lines().skip_while(|line| !line.starts_with(&start));
+    let rss = own.skip(1).find_map(|line| line.strip_prefix("Rss:")).expect("its mapping");
+    1024 * rss.trim().trim_end_matches(" kB").parse::<usize>().expect("a number")
+}
+
+#[test]
+fn what_the_next_snapshot_fills_is_touched_before() {
+    const LEN: usize = 4 << 20;
+    // What is read of a label brings a few pages beside it.
+    const FEW: usize = LEN / 2;
+    let memory = Memory::of_engine(|_| ());
+    memory.prepare(&[(0, LEN)]);
+    let prepared = Arc::downgrade(&memory.slots()[0]);
+    let mapped = || mapped(&prepared.upgrade().expect("a slot"));
+    assert!(mapped() < FEW, "large slots rest");
+    memory.wake(&[(0, LEN)]);
+    assert!(mapped() >= LEN);
+    let filled = fill(&memory, 1, 10, 0, LEN).complete();
+    assert!(Weak::ptr_eq(&Arc::downgrade(&filled), &prepared), "that one is filled");
+    filled.rest();
+    memory.wake(&[(0, LEN)]);
+    assert!(mapped() < FEW, "nobody is about to fill what is held");
+}
