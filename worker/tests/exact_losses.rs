@@ -2,13 +2,16 @@
 
 mod common;
 
-use common::{Job, bits, newest_held, run_and_cut_off, sources, state_hash, trainers};
+use common::{
+    Job, bits, newest_held, run_and_cut_off, run_and_tell, sources, state_hash, trainers,
+};
 use moe_worker::attempt::trainer::Trainer;
-use moe_worker::attempt::api::AttemptEnd;
+use moe_worker::attempt::api::{AttemptEnd, TrainerEvent};
 use moejob_kernels::philox::philox4x32_10;
 use moejob_protocol::config::Resume;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
+use std::sync::Mutex;
 use std::time::Duration;
 
 fn layout(dp: u32, ep: u32) -> Layout {
@@ -71,20 +74,57 @@ fn survivors_go_on_from_the_newest_snapshot_in_memory() {
 /// All is trained, and whoever wrote the last checkpoint is gone before it was there.
 #[test]
 fn an_attempt_with_nothing_left_to_train_writes_the_last_checkpoint() {
+    for memory_auto in [false, true] {
+        let mut job = job();
+        let mut group = trainers(4);
+        let (ends, _) = job.run(&mut group, None);
+        assert!(ends.iter().all(|end| *end == AttemptEnd::Completed { step: 12 }), "{ends:?}");
+        let last = job.location().join("step-00000012");
+        let whole = state_hash(&last);
+        std::fs::remove_dir_all(&last).expect("removed");
+        group.remove(2);
+        go_on(&mut job, &group, layout(3, 3));
+        assert_eq!(job.config.resume.step(), 12);
+        job.config.recovery.memory_auto = memory_auto;
+        let (ends, reports) = job.run(&mut group, None);
+        assert!(ends.iter().all(|end| *end == AttemptEnd::Completed { step: 12 }), "{ends:?}");
+        assert!(reports.is_empty());
+        assert_eq!(state_hash(&last), whole);
+    }
+}
+
+/// As on GPUs, where a copy holds steps up for seconds: what the attempt came from stays until then.
+#[test]
+fn where_copies_are_dear_the_first_one_comes_behind_a_step() {
+    let whole = job();
+    let (_, reports) = whole.run(&mut trainers(4), None);
+    let one = (bits(&reports), state_hash(&whole.location().join("step-00000012")));
     let mut job = job();
     let mut group = trainers(4);
-    let (ends, _) = job.run(&mut group, None);
-    assert!(ends.iter().all(|end| *end == AttemptEnd::Completed { step: 12 }), "{ends:?}");
-    let last = job.location().join("step-00000012");
-    let whole = state_hash(&last);
-    std::fs::remove_dir_all(&last).expect("removed");
-    group.remove(2);
+    let (_, reports) = run_and_cut_off(&job, &mut group, 3, 6, Duration::ZERO);
+    group.remove(3);
     go_on(&mut job, &group, layout(3, 3));
-    assert_eq!(job.config.resume.step(), 12);
-    let (ends, reports) = job.run(&mut group, None);
+    job.config.recovery.memory_auto = true;
+    let (first, attempt) = (job.config.resume.step(), job.config.attempt);
+    let mut rows = bits(&reports);
+    rows.truncate(first as usize);
+    let told = Mutex::new(Vec::new());
+    let (ends, reports) = run_and_tell(&job, &mut group, &|rank, event| match event {
+        TrainerEvent::Step(report) => told.lock().expect("told").push((rank, report.step, false)),
+        TrainerEvent::Held(held) => {
+            let newest = held.iter().filter(|held| held.attempt == attempt).map(|held| held.step);
+            told.lock().expect("told").extend(newest.max().map(|step| (rank, step, true)));
+        }
+        _ => {}
+    });
     assert!(ends.iter().all(|end| *end == AttemptEnd::Completed { step: 12 }), "{ends:?}");
-    assert!(reports.is_empty());
-    assert_eq!(state_hash(&last), whole);
+    rows.extend(bits(&reports));
+    assert_eq!((rows, state_hash(&job.location().join("step-00000012"))), one);
+    for rank in 0..3 {
+        let told = told.lock().expect("told");
+        let copied = told.iter().find(|(of, _, is_copy)| *of == rank && *is_copy);
+        assert!(copied.is_some_and(|(_, step, _)| *step > first), "rank {rank}: {told:?}");
+    }
 }
 
 /// Attempts that die while they take their first snapshot must not use up the one they came from.

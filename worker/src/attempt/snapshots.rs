@@ -8,6 +8,7 @@
 //! once all of it is there. Whoever dies meanwhile leaves the snapshot before it.
 
 use crate::attempt::api::TrainerEvent;
+use crate::attempt::pace::Pace;
 use crate::attempt::products;
 use crate::attempt::steps::{Run, STORAGE_POLL};
 use crate::attempt::stop::{Stop, fail};
@@ -16,6 +17,7 @@ use crate::state::slot::{Filling, Slot};
 use crate::state::snapshot::{self, Cargo, Opened, SnapshotError};
 use moejob_protocol::report::EventKind;
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// What became of a snapshot.
@@ -72,10 +74,11 @@ fn not_taken(error: SnapshotError) -> Stop {
 }
 
 impl Run<'_> {
-    /// What the next snapshot needs is made ready beside the first steps.
-    pub(super) fn prepare(&self) {
+    /// What the next snapshot needs is made ready beside the first steps, by a thread, if any.
+    /// `soon`: that snapshot comes as soon as it can.
+    pub(super) fn prepare(&self, soon: bool) -> Option<JoinHandle<()>> {
         if self.pace.is_some_and(|pace| !pace.fits()) {
-            return;
+            return None;
         }
         let (shards, memory) = (self.shards(), self.memory.clone());
         let gpu = self.engine.model.device.as_cuda().map(|cuda| cuda.gpu().clone());
@@ -84,12 +87,15 @@ impl Run<'_> {
         let thread = std::thread::Builder::new().name("prepare".to_string());
         let work = move || {
             memory.prepare(&shards);
+            if soon {
+                memory.wake(&shards);
+            }
             if let Some((gpu, (shard, len))) = gpu.zip(own) {
                 memory.prepare_pinned(&gpu, shard, len);
             }
         };
         // Without the thread the next snapshot takes longer.
-        let _ = thread.spawn(work);
+        thread.spawn(work).ok()
     }
 
     /// Those that a snapshot leaves here, with their bytes: of wards, and the own one last.
@@ -98,6 +104,11 @@ impl Run<'_> {
         let wards = (0..).zip(&self.buddies).filter(|(_, buddy)| **buddy == Some(table.rank));
         let shards = wards.map(|(ward, _)| ward).chain([table.rank]);
         shards.map(|shard| (shard, snapshot::shard_bytes(&table, shard))).collect()
+    }
+
+    /// The first snapshot of an attempt that needs one is due once its slots are made.
+    pub(super) fn is_anew(&self, pace: &Pace) -> bool {
+        self.anew && pace.fits() && self.waking.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
     /// Where a snapshot is about to be due, what it fills is touched beside the steps.
@@ -216,6 +227,7 @@ impl Run<'_> {
 
     fn take(&mut self, Goes { on, beside }: Goes) -> Result<Taken, Stop> {
         self.end_waking();
+        self.anew = false;
         let of = (self.config.attempt, self.step);
         let (model, comm) = (&self.engine.model, self.engine.links.comm());
         let can_leave = |slot: &Filling| beside && model.can_leave(slot);
@@ -307,7 +319,7 @@ impl Run<'_> {
         self.saves.begin(step, held_out.filter(|_| self.keeps_best), products);
         if self.engine.model.device.as_cuda().is_some() {
             // The next snapshot finds another slot than the one that is written from.
-            self.prepare();
+            let _ = self.prepare(false);
         }
     }
 

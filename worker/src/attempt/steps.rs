@@ -56,8 +56,10 @@ pub(crate) struct Run<'a> {
     pub ahead: bool,
     /// When state is copied to memory, where that is not every so many steps.
     pub pace: Option<Pace>,
-    /// Touches the slots of the next snapshot.
+    /// Makes or touches the slots of the next snapshot.
     pub waking: Option<JoinHandle<()>>,
+    /// What was resumed from is of other ranks or another layout, and no snapshot of these is there.
+    pub anew: bool,
     /// The same of checkpoints.
     pub saving: Option<Saving>,
     /// A copy of the state that is on its way.
@@ -99,19 +101,21 @@ impl Run<'_> {
         self.tell_resumed()?;
         self.tell_overlaps(feeder)?;
         self.control.set_step(self.step);
-        // What was loaded or made from a seed can be so again: only what came from memory goes back
-        // there at once, where a copy is dear.
         let from_memory = matches!(self.config.resume, Resume::Memory { .. });
-        let resumed = match self.pace {
-            Some(pace) if !(from_memory && pace.fits()) => Taken::No,
-            _ if resumes_in_place(self.config, &self.buddies) => Taken::No,
-            _ => {
-                self.compare()?;
-                let on = self.step < self.config.training.steps;
-                self.snapshot(Goes { on, beside: false })?
-            }
+        let in_place = resumes_in_place(self.config, &self.buddies);
+        let resumed = if self.pace.is_none() && !in_place {
+            self.compare()?;
+            let on = self.step < self.config.training.steps;
+            self.snapshot(Goes { on, beside: false })?
+        } else {
+            Taken::No
         };
-        self.prepare();
+        // Where a copy is dear, what was loaded or made from a seed can be so again. What came from
+        // memory goes back there as soon as its slots are made, beside the first steps: until
+        // then what it came from stays.
+        self.anew = self.pace.is_some() && from_memory && !in_place;
+        let ready = self.prepare(self.anew);
+        self.waking = ready.filter(|_| self.anew);
         let steps = self.config.training.steps;
         // The attempt before was lost when all was trained and the last checkpoint was not written.
         if self.step >= steps && from_memory {
@@ -218,7 +222,7 @@ impl Run<'_> {
         self.asked.checkpoint_now |= asked.checkpoint_now;
         self.asked.stop_after_this_step |= asked.stop_after_this_step;
         let (now, free) = (Instant::now(), self.leaving.is_none() && self.travels.is_none());
-        let due = free && self.pace.is_some_and(|pace| pace.is_due(now));
+        let due = free && self.pace.is_some_and(|pace| pace.is_due(now) || self.is_anew(&pace));
         self.wake(now);
         let with = self.pace.filter(Pace::fits).map(|_| due);
         let saving = self.saving.filter(|_| free && self.saves.has_room());

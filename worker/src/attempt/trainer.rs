@@ -261,6 +261,7 @@ impl Trainer {
             ahead,
             pace,
             waking: None,
+            anew: false,
             saving,
             leaving: None,
             skips: false,

@@ -123,7 +123,7 @@ pub fn data(root: &Path) -> DataConfig {
     }
 }
 
-use moe_worker::gang::comm::Comm;
+use moe_worker::gang::comm::{AbortHandle, Comm};
 use moe_worker::attempt::trainer::Trainer;
 use moe_worker::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moejob_protocol::config::{
@@ -312,6 +312,35 @@ pub fn run_and_cut_off(
     after: u64,
     delay: std::time::Duration,
 ) -> (Vec<AttemptEnd>, Vec<StepReport>) {
+    let cut = |rank: u32, event: &TrainerEvent, handle: &AbortHandle| match event {
+        TrainerEvent::Held(held)
+            if rank == victim && held.iter().any(|held| held.step == after) =>
+        {
+            let handle = handle.clone();
+            std::thread::spawn(move || {
+                std::thread::sleep(delay);
+                handle.abort("cut off by the test");
+            });
+        }
+        _ => {}
+    };
+    run_each(job, trainers, &cut)
+}
+
+/// The same of an attempt that is left alone; `tell` has each rank's events, on its thread.
+pub fn run_and_tell(
+    job: &Job,
+    trainers: &mut [Trainer],
+    tell: &(dyn Fn(u32, &TrainerEvent) + Sync),
+) -> (Vec<AttemptEnd>, Vec<StepReport>) {
+    run_each(job, trainers, &|rank, event, _| tell(rank, event))
+}
+
+fn run_each(
+    job: &Job,
+    trainers: &mut [Trainer],
+    see: &(dyn Fn(u32, &TrainerEvent, &AbortHandle) + Sync),
+) -> (Vec<AttemptEnd>, Vec<StepReport>) {
     let world = job.config.layout.mesh.world();
     let mut reports = Vec::new();
     let ends = std::thread::scope(|scope| {
@@ -326,18 +355,9 @@ pub fn run_and_cut_off(
                 let handle = comm.abort_handle();
                 let mut reports = Vec::new();
                 let end = trainer.run_attempt(&config, comm, &Control::default(), &mut |event| {
-                    match event {
-                        TrainerEvent::Step(report) => reports.push(report),
-                        TrainerEvent::Held(held)
-                            if rank == victim && held.iter().any(|held| held.step == after) =>
-                        {
-                            let handle = handle.clone();
-                            std::thread::spawn(move || {
-                                std::thread::sleep(delay);
-                                handle.abort("cut off by the test");
-                            });
-                        }
-                        _ => {}
+                    see(rank, &event, &handle);
+                    if let TrainerEvent::Step(report) = event {
+                        reports.push(report);
                     }
                 });
                 (end, reports)
