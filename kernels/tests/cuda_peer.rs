@@ -1,83 +1,13 @@
 //! Links between ranks, all of them on one GPU: each has a window, an arena and a stream of its
 //! own. Skipped where there is no GPU. Between two GPUs: worker/nccl/tests/windows.rs.
 
-use std::sync::Once;
+mod peer_common;
+
 use std::time::{Duration, Instant};
 
-use moejob_kernels::cuda::{
-    Arena, Awaited, Compiler, Gpu, MoveRows, PeerDesc, PeerLinks, Stream, default_cache_dir,
-};
+use moejob_kernels::cuda::{Awaited, MoveRows};
 use moejob_kernels::{ArenaPlan, Buffer, DType};
-
-const ROOMS: usize = 8 << 20;
-const ARENA: usize = 32 << 20;
-
-struct Rank {
-    links: PeerLinks,
-    arena: Arena,
-    stream: Stream,
-    plan: ArenaPlan,
-}
-
-impl Rank {
-    fn words(&mut self, values: &[u32]) -> Buffer {
-        let buffer = self.plan.alloc(DType::U32, values.len());
-        self.arena.write(buffer, values).expect("written");
-        buffer
-    }
-
-    fn room(&self, plan: &mut ArenaPlan, bytes: usize) -> Vec<u8> {
-        let copy = plan.alloc(DType::U8, bytes);
-        self.links.copy_room((&self.stream, &self.arena), 0, copy).expect("enqueued");
-        self.stream.synchronize().expect("done");
-        let mut out = vec![0_u8; bytes];
-        self.arena.read_into(copy, &mut out).expect("read");
-        out
-    }
-}
-
-/// `count` ranks on GPU 0, connected; none without a GPU.
-fn node(count: usize, patience: Duration) -> Option<Vec<Rank>> {
-    // Ranks wait for each other, so that no two may share a queue of the GPU.
-    static QUEUES: Once = Once::new();
-    // SAFETY: before the driver is opened, and other threads of this test wait here.
-    QUEUES.call_once(|| unsafe { std::env::set_var("CUDA_DEVICE_MAX_CONNECTIONS", "32") });
-    let gpu = match Gpu::open(0) {
-        Ok(gpu) => gpu,
-        Err(error) => {
-            println!("skipped: {error}");
-            return None;
-        }
-    };
-    let compiler = Compiler::new(&gpu, default_cache_dir()).expect("NVRTC");
-    let rank = |me| {
-        let desc = PeerDesc { positions: count, me, rooms: ROOMS, patience };
-        let links = PeerLinks::new(&compiler, desc).expect("a window");
-        let (arena, stream) = (Arena::new(&gpu, ARENA), gpu.stream());
-        let (arena, stream) = (arena.expect("memory"), stream.expect("a stream"));
-        Rank { links, arena, stream, plan: ArenaPlan::new() }
-    };
-    let mut ranks: Vec<Rank> = (0..count).map(rank).collect();
-    for to in 0..count {
-        for from in (0..count).filter(|from| *from != to) {
-            let file = ranks[from].links.export().expect("a file");
-            ranks[to].links.connect(from, file).expect("opened");
-        }
-    }
-    Some(ranks)
-}
-
-const LONG: Duration = Duration::from_secs(20);
-
-/// Reproducible numbers below `below`.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, below: usize) -> usize {
-        self.0 = self.0.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
-        ((self.0 >> 33) as usize) % below.max(1)
-    }
-}
+use peer_common::{LONG, ROOMS, Random, Rank, node};
 
 /// What a rank of the reference has: its rows, whom they are for, and where others' go.
 struct Case {

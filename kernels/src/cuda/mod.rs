@@ -18,6 +18,7 @@
 //! CudaDevice::lane_begin        lane.rs      copies of state to the host beside the ops
 //! Unit::source                  step_ops.rs  kernels of norms, optimizer ..., when needed
 //! PeerLinks::new(desc)          peer.rs      rows and counts to the other GPUs of the node
+//! PeerLinks::gather_rows(op)    peer_group.rs tokens of an expert group, by need, and sums of them
 //! Copies::new(gpu)               rates.rs     how fast bytes travel
 //! Window::new(bytes)            window.rs    memory that other processes map, too
 //! Arena::with_host(..)          host_memory.rs memory of the host that kernels work on
@@ -64,6 +65,7 @@ mod nvml;
 mod norm;
 mod optimizer;
 mod peer;
+mod peer_group;
 mod rates;
 mod room;
 mod route;
@@ -105,6 +107,7 @@ pub use nvml::{
     GpuProcess, Limits, Monitor, Nvml, NvmlError, Reading, Remapped, Trouble, uuid_text,
 };
 pub use peer::{Awaited, COUNTS_MAX, MoveRows, PEERS_MAX, PeerDesc, PeerFailure, PeerLinks};
+pub use peer_group::{GatherRows, Need, ScatterRows, rooms_of_group};
 pub use rates::{Copies, CopyRates, peer_read_rate};
 pub use shape::{MoeActivation, MoeDesc, Refusal};
 pub use staging::Post;

@@ -4,6 +4,7 @@
 //! PeerLinks::new(compiler, desc)      own window: mail, then rooms for rows that arrive
 //! export() -> files to the others;    connect(position, file) for each of theirs
 //! exchange_counts(..), move_rows(..)  one launch each, in one order on all ranks
+//! gather_rows(..), scatter_rows(..)   likewise: tokens of an expert group (peer_group.rs)
 //! check() -> PeerFailure              what a kernel waited for in vain, and whom for
 //! ```
 //! A kernel that waits has a deadline and looks at a flag of the host's (`stop`), so none hangs
@@ -17,13 +18,14 @@ use super::arch::Arch;
 use super::compile::{Compiler, Source};
 use super::driver::{Arena, Function, Launch, PinnedBuffer, Stream, parameters};
 use super::error::CudaError;
+use super::peer_group::GROUP_THREADS;
 use super::window::Window;
 use crate::buffer::{ArenaPlan, Buffer, DType};
 
 /// GPUs of a node at most; `P` below is how many there are.
 pub const PEERS_MAX: usize = 16;
 /// Blocks of a launch at most.
-const BLOCKS_MAX: usize = 256;
+pub(super) const BLOCKS_MAX: usize = 256;
 /// Words that a rank tells each other one at most.
 pub const COUNTS_MAX: usize = 1024;
 /// Where the rooms begin in a window: its mail takes less.
@@ -108,7 +110,7 @@ impl std::error::Error for PeerFailure {}
 /// `Links` of peer.cu
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct LinksData {
+pub(super) struct LinksData {
     windows: [u64; PEERS_MAX],
     state: u64,
     control: u64,
@@ -147,11 +149,20 @@ pub struct PeerLinks {
     move_rows: Function,
     exchange_counts: Function,
     return_order: Function,
+    pub(super) group: GroupKernels,
     own: Window,
     theirs: Vec<Option<Window>>,
     state: Arena,
     state_at: Buffer,
     control: PinnedBuffer<u32>,
+}
+
+/// Those of peer_group.cu
+#[derive(Debug)]
+pub(super) struct GroupKernels {
+    pub gather: Function,
+    /// By kind of rows: f32, bf16, f16.
+    pub scatter: [Function; 3],
 }
 
 impl PeerLinks {
@@ -175,6 +186,14 @@ impl PeerLinks {
             move_rows: function("move_rows")?,
             exchange_counts: function("exchange_counts")?,
             return_order: function("return_order")?,
+            group: GroupKernels {
+                gather: function("gather_rows")?,
+                scatter: [
+                    function("scatter_f32")?,
+                    function("scatter_bf16")?,
+                    function("scatter_f16")?,
+                ],
+            },
             own,
             theirs: (0..positions).map(|_| None).collect(),
             state,
@@ -195,9 +214,7 @@ impl PeerLinks {
             unsafe { stream.fill_at(mail, 0, ROOMS) }
         };
         clear()?;
-        let mut windows = [0; PEERS_MAX];
-        windows[0] = mail;
-        let links = LinksData { windows, positions: 1, me: 0, ..self.data_of(windows) };
+        let links = self.alone();
         // Words of the mail that are 0 are as good as any.
         let zeros = mail + (ROOMS / 2) as u64;
         let [room, none] = [0_u64; 2];
@@ -223,6 +240,7 @@ impl PeerLinks {
             let parameters = parameters![zeros, len, sources, len, spare, spare];
             self.return_order.launch(&stream, once, parameters)?;
         }
+        self.warm_up_group(&stream)?;
         clear()?;
         stream.synchronize()
     }
@@ -281,7 +299,14 @@ impl PeerLinks {
         unsafe { self.control.start().write_volatile(1) };
     }
 
-    fn data(&self) -> LinksData {
+    /// Links of one position, which knows nobody.
+    pub(super) fn alone(&self) -> LinksData {
+        let mut windows = [0; PEERS_MAX];
+        windows[0] = self.own.address();
+        LinksData { positions: 1, me: 0, ..self.data_of(windows) }
+    }
+
+    pub(super) fn data(&self) -> LinksData {
         let mut windows = [0; PEERS_MAX];
         for (position, (to, theirs)) in windows.iter_mut().zip(&self.theirs).enumerate() {
             *to = match theirs {
@@ -411,7 +436,7 @@ impl PeerLinks {
 }
 
 /// Threads that share a row: eight chunks of 16 bytes a thread keep a link busy.
-fn lanes(row_bytes: usize) -> u32 {
+pub(super) fn lanes(row_bytes: usize) -> u32 {
     (row_bytes / 128).next_power_of_two().clamp(4, 32) as u32
 }
 
@@ -423,6 +448,8 @@ pub(super) fn source(target: &'static str) -> Source {
         ("BLOCKS_MAX", BLOCKS_MAX),
         ("COUNTS_MAX", COUNTS_MAX),
         ("ROOMS", ROOMS),
+        ("GROUP_THREADS", GROUP_THREADS as usize),
     ];
-    Source::new("peer links".to_owned(), target, &macros, &[include_str!("peer.cu")])
+    let parts = [include_str!("peer.cu"), include_str!("peer_group.cu")];
+    Source::new("peer links".to_owned(), target, &macros, &parts)
 }

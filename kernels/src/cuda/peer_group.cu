@@ -1,0 +1,267 @@
+// Tokens of an expert group to the ranks that have one of their experts, and what these make of
+// them back, summed. Behind peer.cu. P positions have T tokens each; rows of all lie by (position,
+// token). A block has a slice of every position's tokens, the same on each rank, so it waits for
+// the blocks of its own number alone.
+
+// Who needs which token.
+struct Need {
+  const u32* ids;             // [P T, K]: experts of each token
+  u64 present;                // a bit for each position that has tokens
+  u32 first[PEERS_MAX];       // experts of each position: first .. first + count
+  u32 count[PEERS_MAX];
+  u32 tokens, top_k;          // T, K
+};
+
+// Whether `position` has an expert of a token; an empty choice is nobody's.
+__device__ __forceinline__ bool needs(const Need& need, u32 token, u32 position) {
+  const u32 first = need.first[position], count = need.count[position];
+  const u32* ids = need.ids + (u64)token * need.top_k;
+  bool found = false;
+  for (u32 k = 0; k < need.top_k; k++) found |= ids[k] - first < count;
+  return found;
+}
+__device__ __forceinline__ bool is_present(const Need& need, u32 position) {
+  return need.present >> position & 1;
+}
+
+struct Slice { u32 begin, end; };
+__device__ __forceinline__ Slice slice_of(u32 tokens) {
+  const u64 b = blockIdx.x, n = gridDim.x;
+  return {(u32)(tokens * b / n), (u32)(tokens * (b + 1) / n)};
+}
+
+// Tells all that what this rank had in its window was read, and that its room may be written; waits
+// until all have told so. False: in vain.
+__device__ __forceinline__ bool enter(const Links& links, u32 epoch, u32 step) {
+  const u32 t = threadIdx.x;
+  bool late = has_failed(links);
+  if (t < links.positions && !late) {
+    if (blockIdx.x == 0) store_word(mail_of(links, t)->places + links.me, (u64)epoch << 32);
+    const u64* at = mail_of(links, links.me)->places + t;
+    late = !await(links, NO_PLACE, t, epoch, step,
+                  [&] { return (u32)(load_word(at) >> 32) == epoch; });
+  }
+  return !__syncthreads_or(late);
+}
+
+// Tells all that this block's part is there; waits for theirs. False: in vain.
+__device__ __forceinline__ bool meet(const Links& links, u32 epoch, u32 step) {
+  const u32 t = threadIdx.x;
+  bool late = false;
+  __syncthreads();
+  if (t < links.positions) {
+    store_release(&mail_of(links, t)->flags[links.me][blockIdx.x], epoch);
+    const u32* at = &mail_of(links, links.me)->flags[t][blockIdx.x];
+    late = !await(links, NO_ROWS, t, epoch, step, [&] { return load_acquire(at) == epoch; });
+  }
+  return !__syncthreads_or(late);
+}
+
+// The next kernel's epoch begins when no block of this one reads it any more.
+__device__ __forceinline__ void leave(const Links& links, u32 epoch) {
+  if (threadIdx.x == 0 && atomicAdd(links.state + DONE, 1u) == gridDim.x - 1) {
+    links.state[DONE] = 0;
+    links.state[EPOCH] = epoch;
+  }
+}
+
+// `count` words of 16 bytes by `width` threads, of which this one is number `lane`.
+__device__ __forceinline__ void copy_words(const char* from, char* to, u64 count, u32 lane,
+                                           u32 width) {
+  const uint4* source = (const uint4*)from;
+  uint4* target = (uint4*)to;
+  for (u64 first = lane; first < count; first += 8 * width) {
+    uint4 v[8];
+#pragma unroll
+    for (u32 k = 0; k < 8; k++)
+      if (first + k * width < count) v[k] = load_once(source + first + k * width);
+#pragma unroll
+    for (u32 k = 0; k < 8; k++)
+      if (first + k * width < count) store_far(target + first + k * width, v[k]);
+  }
+}
+
+struct Gather {
+  Need need;
+  char* rows;      // [P T, bytes]: the own ones are there
+  u32* words[2];   // [P T, K]: the ids of `need` and another word of each; null: all are there
+  u64 room;        // bytes from the begin of the rooms: [T, bytes], then [T, K] twice
+  u32 bytes;       // of a row, a multiple of 16
+  u32 lanes;       // threads that share a row, a power of two up to 32
+  u32 step;        // for the record of a failure
+};
+
+// rows[p, t] = position p's row, where this rank has an expert of its token; others stay as they
+// are. Each rank lays its own into its window, and takes from the others' what it needs.
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 1)
+gather_rows(const __grid_constant__ Links links, const __grid_constant__ Gather op) {
+  const u32 count = links.positions, me = links.me, t = threadIdx.x, step = op.step;
+  const u32 epoch = *(volatile u32*)(links.state + EPOCH) + 1;
+  const u32 tokens = op.need.tokens, top_k = op.need.top_k;
+  const Slice own = slice_of(tokens);
+  const u32 len = own.end - own.begin;
+  const u64 words_at = (u64)tokens * op.bytes, slots = (u64)tokens * top_k;
+  if (!enter(links, epoch, step)) return;
+
+  if (is_present(op.need, me)) {
+    char* const room = (char*)links.windows[me] + ROOMS + op.room;
+    const u64 at = (u64)own.begin * op.bytes;
+    copy_words(op.rows + me * words_at + at, room + at, (u64)len * op.bytes / 16, t, blockDim.x);
+    for (u32 part = 0; part < 2 && op.words[part]; part++) {
+      u32* const to = (u32*)(room + words_at) + part * slots + (u64)own.begin * top_k;
+      const u32* from = op.words[part] + me * slots + (u64)own.begin * top_k;
+      for (u32 i = t; i < len * top_k; i += blockDim.x) to[i] = from[i];
+    }
+  }
+  if (!meet(links, epoch, step)) return;
+
+  for (u32 part = 0; part < 2 && op.words[part]; part++)
+    for (u32 p = 0; p < count; p++) {
+      if (p == me || !is_present(op.need, p)) continue;
+      const u32* from = (const u32*)(links.windows[p] + ROOMS + op.room + words_at);
+      from += part * slots + (u64)own.begin * top_k;
+      u32* const to = op.words[part] + p * slots + (u64)own.begin * top_k;
+      for (u32 i = t; i < len * top_k; i += blockDim.x) to[i] = from[i];
+    }
+  // The ids by which each thread decides were written by others of its block.
+  __syncthreads();
+
+  const u32 groups = blockDim.x / op.lanes, lane = t % op.lanes;
+  for (u32 j = t / op.lanes; j < len * count; j += groups) {
+    const u32 token = own.begin + j / count, p = (j + me) % count;
+    if (p == me || !is_present(op.need, p)) continue;
+    const u32 row = p * tokens + token;
+    if (!needs(op.need, row, me)) continue;
+    const char* from = (const char*)links.windows[p] + ROOMS + op.room + (u64)token * op.bytes;
+    copy_words(from, op.rows + (u64)row * op.bytes, op.bytes / 16, lane, op.lanes);
+  }
+  leave(links, epoch);
+}
+
+// Sums are in fp32 and rounded once. KIND: 0 f32, 1 bf16, 2 f16.
+template <int KIND> __device__ __forceinline__ float low_of(u32 pair) {
+  if constexpr (KIND == 1) return __uint_as_float(pair << 16);
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((u16)pair));
+  return y;
+}
+template <int KIND> __device__ __forceinline__ float high_of(u32 pair) {
+  if constexpr (KIND == 1) return __uint_as_float(pair & 0xffff0000u);
+  return low_of<KIND>(pair >> 16);
+}
+template <int KIND> __device__ __forceinline__ u32 pair_of(float low, float high) {
+  u32 pair;
+  if constexpr (KIND == 1)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// The numbers in a word of 16 bytes.
+template <int KIND> struct Sum {
+  float x[KIND ? 8 : 4] = {};
+  __device__ __forceinline__ void add(uint4 v) {
+    const u32 part[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if constexpr (KIND == 0) {
+        x[i] += __uint_as_float(part[i]);
+      } else {
+        x[2 * i] += low_of<KIND>(part[i]);
+        x[2 * i + 1] += high_of<KIND>(part[i]);
+      }
+    }
+  }
+  __device__ __forceinline__ uint4 word() const {
+    u32 part[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if constexpr (KIND == 0)
+        part[i] = __float_as_uint(x[i]);
+      else
+        part[i] = pair_of<KIND>(x[2 * i], x[2 * i + 1]);
+    }
+    return {part[0], part[1], part[2], part[3]};
+  }
+};
+
+struct Scatter {
+  Need need;
+  char* rows;      // [P T, bytes]: what this rank adds to each token; the own ones become sums
+  float* slots;    // [P T, K] likewise, or null
+  u64 room;        // bytes from the begin of the rooms: [P - 1][T, bytes], then [P - 1][T, K]
+  u32 bytes, lanes, step;
+};
+
+// rows[me, t] = the sum, in the order of positions, of what those have there that have an expert of
+// the token. Each rank stores what it adds into the window of the token's, which sums it.
+template <int KIND>
+__device__ __forceinline__ void scatter(const Links& links, const Scatter& op) {
+  const u32 count = links.positions, me = links.me, t = threadIdx.x, step = op.step;
+  const u32 epoch = *(volatile u32*)(links.state + EPOCH) + 1;
+  const u32 tokens = op.need.tokens, top_k = op.need.top_k;
+  const Slice own = slice_of(tokens);
+  const u32 len = own.end - own.begin, groups = blockDim.x / op.lanes, lane = t % op.lanes;
+  const u64 slots_at = op.room + (u64)(count - 1) * tokens * op.bytes;
+  if (!enter(links, epoch, step)) return;
+
+  for (u32 j = t / op.lanes; j < len * count; j += groups) {
+    const u32 token = own.begin + j / count, p = (j + me) % count;
+    if (p == me || !is_present(op.need, p)) continue;
+    const u64 row = (u64)p * tokens + token;
+    if (!needs(op.need, row, me)) continue;
+    const u64 place = (u64)(me - (me > p)) * tokens + token;
+    char* const room = (char*)links.windows[p] + ROOMS;
+    copy_words(op.rows + row * op.bytes, room + op.room + place * op.bytes, op.bytes / 16, lane,
+               op.lanes);
+    if (op.slots)
+      for (u32 k = lane; k < top_k; k += op.lanes)
+        ((float*)(room + slots_at))[place * top_k + k] = op.slots[row * top_k + k];
+  }
+  if (!meet(links, epoch, step)) return;
+
+  if (is_present(op.need, me)) {
+    const char* const room = (const char*)links.windows[me] + ROOMS;
+    for (u32 j = t / op.lanes; j < len; j += groups) {
+      const u32 token = own.begin + j;
+      const u64 row = (u64)me * tokens + token;
+      u32 from = 0;
+      for (u32 q = 0; q < count; q++) from |= (u32)needs(op.need, row, q) << q;
+      auto place = [&](u32 q) { return (u64)(q - (q > me)) * tokens + token; };
+      for (u32 w = lane; w < op.bytes / 16; w += op.lanes) {
+        uint4* const mine = (uint4*)(op.rows + row * op.bytes) + w;
+        Sum<KIND> sum;
+        for (u32 q = 0; q < count; q++) {
+          if (!(from >> q & 1)) continue;
+          const char* theirs = room + op.room + place(q) * op.bytes;
+          sum.add(q == me ? *mine : load_once((const uint4*)theirs + w));
+        }
+        *mine = sum.word();
+      }
+      if (op.slots)
+        for (u32 k = lane; k < top_k; k += op.lanes) {
+          float sum = 0.f;
+          for (u32 q = 0; q < count; q++)
+            if (from >> q & 1)
+              sum += q == me ? op.slots[row * top_k + k]
+                             : ((const float*)(room + slots_at))[place(q) * top_k + k];
+          op.slots[row * top_k + k] = sum;
+        }
+    }
+  }
+  leave(links, epoch);
+}
+
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 1)
+scatter_f32(const __grid_constant__ Links links, const __grid_constant__ Scatter op) {
+  scatter<0>(links, op);
+}
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 1)
+scatter_bf16(const __grid_constant__ Links links, const __grid_constant__ Scatter op) {
+  scatter<1>(links, op);
+}
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 1)
+scatter_f16(const __grid_constant__ Links links, const __grid_constant__ Scatter op) {
+  scatter<2>(links, op);
+}

@@ -1,0 +1,254 @@
+//! Tokens of an expert group through windows: each to the ranks that have one of its experts, and
+//! what these make of it back, summed.
+//!
+//! ```text
+//! gather_rows:  rows [P T, D], own ones there -> those whose tokens chose an expert here
+//! scatter_rows: rows [P T, D], what is added here to each token -> own ones: sums over all ranks
+//! ```
+//! `P` positions have `T` tokens each, `K` choices a token. Who needs what follows from the ids of
+//! all tokens, which `gather_rows` brings along in forward. No size depends on them, so the rooms
+//! hold the worst case ([`rooms_of_group`]).
+
+use super::device::CudaDevice;
+use super::driver::{Arena, Launch, Stream, parameters};
+use super::error::CudaError;
+use super::layer::LayerError;
+use super::peer::{BLOCKS_MAX, PEERS_MAX, PeerDesc, PeerLinks, lanes};
+use crate::buffer::{Buffer, DType};
+
+/// Threads of a block; with twice as many a thread would have too few registers for its row.
+pub(super) const GROUP_THREADS: u32 = 512;
+
+/// Who needs which token, the same on all ranks.
+#[derive(Clone, Debug)]
+pub struct Need {
+    /// `T`
+    pub tokens: usize,
+    /// `K`
+    pub top_k: usize,
+    /// u32 [P T, K]
+    pub ids: Buffer,
+    /// A bit for each position that has tokens.
+    pub present: u64,
+    /// Experts of each position: first, and how many.
+    pub experts: Vec<(u32, u32)>,
+}
+
+/// `rows` [P T, D]: each rank's own are there; those of tokens that need this rank come.
+#[derive(Clone, Debug)]
+pub struct GatherRows<'a> {
+    pub need: &'a Need,
+    pub rows: Buffer,
+    /// f32 [P T, K]: they come, and the ids, as far as they are not the own; none: both are here
+    pub weights: Option<Buffer>,
+    /// The same on every rank.
+    pub blocks: usize,
+    /// For the record of a failure.
+    pub step: u32,
+}
+
+/// `rows` [P T, D] and `slots` f32 [P T, K]: what this rank adds to each token. The own ones become
+/// sums, in fp32 and in the order of positions; the others keep what they were.
+#[derive(Clone, Debug)]
+pub struct ScatterRows<'a> {
+    pub need: &'a Need,
+    pub rows: Buffer,
+    pub slots: Option<Buffer>,
+    /// The same on every rank.
+    pub blocks: usize,
+    /// For the record of a failure.
+    pub step: u32,
+}
+
+/// `Need` of peer_group.cu
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct NeedData {
+    ids: u64,
+    present: u64,
+    first: [u32; PEERS_MAX],
+    count: [u32; PEERS_MAX],
+    tokens: u32,
+    top_k: u32,
+}
+
+/// `Gather` of peer_group.cu
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct GatherData {
+    need: NeedData,
+    rows: u64,
+    words: [u64; 2],
+    room: u64,
+    bytes: u32,
+    lanes: u32,
+    step: u32,
+}
+
+/// `Scatter` of peer_group.cu
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ScatterData {
+    need: NeedData,
+    rows: u64,
+    slots: u64,
+    room: u64,
+    bytes: u32,
+    lanes: u32,
+    step: u32,
+}
+
+/// Bytes of rooms for the tokens of a group: `tokens` of each of `positions`, with rows of so many
+/// bytes and `top_k` choices.
+pub fn rooms_of_group(positions: usize, tokens: usize, row_bytes: usize, top_k: usize) -> usize {
+    let gathered = tokens * (row_bytes + 2 * 4 * top_k);
+    let scattered = (positions - 1) * tokens * (row_bytes + 4 * top_k);
+    gathered.max(scattered)
+}
+
+impl Need {
+    fn data(&self, desc: &PeerDesc, arena: &Arena) -> NeedData {
+        let positions = desc.positions;
+        let slots = positions * self.tokens * self.top_k;
+        assert_eq!((self.ids.dtype(), self.ids.len()), (DType::U32, slots), "{self:?}");
+        assert!(self.experts.len() == positions && self.present >> positions == 0, "{self:?}");
+        let (mut first, mut count) = ([0; PEERS_MAX], [0; PEERS_MAX]);
+        for (at, (begin, len)) in self.experts.iter().enumerate() {
+            (first[at], count[at]) = (*begin, *len);
+        }
+        let number = |n: usize| u32::try_from(n).expect("tokens and choices fit in 32 bits");
+        assert!(u32::try_from(positions * self.tokens).is_ok(), "{self:?}");
+        let (tokens, top_k) = (number(self.tokens), number(self.top_k));
+        NeedData {
+            ids: arena.address(self.ids),
+            present: self.present,
+            first,
+            count,
+            tokens,
+            top_k,
+        }
+    }
+
+    /// Bytes of a row of `rows`, with all lengths checked.
+    fn row_bytes(&self, desc: &PeerDesc, rows: Buffer, slots: Option<Buffer>) -> usize {
+        let all = desc.positions * self.tokens;
+        assert!(all > 0 && rows.len().is_multiple_of(all), "{rows:?} of {self:?}");
+        let bytes = rows.bytes() / all;
+        let rooms = rooms_of_group(desc.positions, self.tokens, bytes, self.top_k);
+        let aligned = [bytes, rows.offset()].iter().all(|at| at.is_multiple_of(16));
+        assert!(bytes > 0 && aligned && rooms <= desc.rooms, "{rows:?} in {desc:?}");
+        if let Some(slots) = slots {
+            let expected = (DType::F32, all * self.top_k);
+            assert_eq!((slots.dtype(), slots.len()), expected, "{slots:?}");
+        }
+        bytes
+    }
+}
+
+impl PeerLinks {
+    /// See [`GatherRows`].
+    ///
+    /// # Errors
+    /// It cannot be enqueued.
+    ///
+    /// # Panics
+    /// Lengths do not fit.
+    pub fn gather_rows(
+        &self,
+        (stream, arena): (&Stream, &Arena),
+        op: &GatherRows,
+    ) -> Result<(), CudaError> {
+        let desc = self.desc();
+        let bytes = op.need.row_bytes(desc, op.rows, op.weights);
+        let need = op.need.data(desc, arena);
+        let words = op.weights.map_or([0; 2], |weights| [need.ids, arena.address(weights)]);
+        let data = GatherData {
+            need,
+            rows: arena.address(op.rows),
+            words,
+            room: 0,
+            bytes: bytes as u32,
+            lanes: lanes(bytes),
+            step: op.step,
+        };
+        assert!((1..=BLOCKS_MAX).contains(&op.blocks), "{op:?}");
+        let (links, launch) = (self.data(), Launch::new(op.blocks, GROUP_THREADS));
+        // SAFETY: the parameters are those of `gather_rows`; buffers and rooms were checked.
+        unsafe { self.group.gather.launch(stream, launch, parameters![links, data]) }
+    }
+
+    /// See [`ScatterRows`].
+    ///
+    /// # Errors
+    /// It cannot be enqueued.
+    ///
+    /// # Panics
+    /// Lengths do not fit, or rows are of a kind that has no sum here.
+    pub fn scatter_rows(
+        &self,
+        (stream, arena): (&Stream, &Arena),
+        op: &ScatterRows,
+    ) -> Result<(), CudaError> {
+        let desc = self.desc();
+        let bytes = op.need.row_bytes(desc, op.rows, op.slots);
+        let kind = match op.rows.dtype() {
+            DType::F32 => 0,
+            DType::Bf16 => 1,
+            DType::F16 => 2,
+            other => panic!("rows of {other:?} are not summed"),
+        };
+        let data = ScatterData {
+            need: op.need.data(desc, arena),
+            rows: arena.address(op.rows),
+            slots: op.slots.map_or(0, |slots| arena.address(slots)),
+            room: 0,
+            bytes: bytes as u32,
+            lanes: lanes(bytes),
+            step: op.step,
+        };
+        assert!((1..=BLOCKS_MAX).contains(&op.blocks), "{op:?}");
+        let (links, launch) = (self.data(), Launch::new(op.blocks, GROUP_THREADS));
+        // SAFETY: the parameters are those of `scatter_..`; buffers and rooms were checked.
+        unsafe { self.group.scatter[kind].launch(stream, launch, parameters![links, data]) }
+    }
+
+    /// Launches each once, as the other kernels' `warm_up` does: of nobody's tokens.
+    pub(super) fn warm_up_group(&self, stream: &Stream) -> Result<(), CudaError> {
+        let links = self.alone();
+        let (first, count) = ([0; PEERS_MAX], [0; PEERS_MAX]);
+        let need = NeedData { ids: 0, present: 0, first, count, tokens: 0, top_k: 0 };
+        let [rows, slots, room] = [0; 3];
+        let (bytes, lanes, step) = (16, 4, 0);
+        let gather = GatherData { need, rows, words: [0; 2], room, bytes, lanes, step };
+        let scatter = ScatterData { need, rows, slots, room, bytes, lanes, step };
+        let once = Launch::new(1, 32);
+        // SAFETY: the parameters are those of the kernels; without tokens they touch mail alone.
+        unsafe {
+            self.group.gather.launch(stream, once, parameters![links, gather])?;
+            self.group.scatter.iter().try_for_each(|kernel| {
+                kernel.launch(stream, once, parameters![links, scatter])
+            })
+        }
+    }
+}
+
+impl CudaDevice {
+    /// Links of this GPU to others of the node, connected to nobody yet.
+    ///
+    /// # Errors
+    /// It has no memory for them, or none that other processes can map.
+    pub fn peer_links(&self, desc: PeerDesc) -> Result<PeerLinks, CudaError> {
+        self.gpu().make_current()?;
+        PeerLinks::new(&self.compiler, desc)
+    }
+
+    /// Enqueues [`PeerLinks::gather_rows`] among the ops.
+    pub fn gather_rows(&self, links: &PeerLinks, op: &GatherRows) {
+        self.attempt(|| Ok::<(), LayerError>(links.gather_rows((&self.stream, &self.arena), op)?));
+    }
+
+    /// Enqueues [`PeerLinks::scatter_rows`] among the ops.
+    pub fn scatter_rows(&self, links: &PeerLinks, op: &ScatterRows) {
+        self.attempt(|| Ok::<(), LayerError>(links.scatter_rows((&self.stream, &self.arena), op)?));
+    }
+}

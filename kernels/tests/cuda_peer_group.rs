@@ -1,0 +1,357 @@
+//! Tokens of an expert group by need, all ranks on one GPU, against a processor. Skipped where
+//! there is no GPU.
+
+mod peer_common;
+
+use std::time::{Duration, Instant};
+
+use half::{bf16, f16};
+use moejob_kernels::cuda::{Awaited, GatherRows, Need, ScatterRows, rooms_of_group};
+use moejob_kernels::{ArenaPlan, Buffer, DType, NO_EXPERT};
+use peer_common::{LONG, ROOMS, Random, Rank, node};
+
+/// A layer whose experts are shared out over `positions`.
+#[derive(Clone, Debug)]
+struct Case {
+    positions: usize,
+    tokens: usize,
+    top_k: usize,
+    dim: usize,
+    dtype: DType,
+    present: u64,
+    /// By position: first, and how many; one may have none.
+    experts: Vec<(u32, u32)>,
+    ids: Vec<u32>,
+    /// All ranks' find room on one GPU.
+    blocks: usize,
+}
+
+impl Case {
+    fn new(random: &mut Random, positions: usize, dtype: DType, turn: usize) -> Case {
+        let top_k = [1, 2, 4, 8][turn % 4];
+        let each = [9_u32, 5, 16][turn % 3];
+        let mut experts: Vec<(u32, u32)> =
+            (0..positions as u32).map(|p| (p * each, each)).collect();
+        if turn % 4 == 3 {
+            experts[positions - 1].1 = 0;
+        }
+        let tokens = [1, 7, 64, 200][turn % 4];
+        let count: u32 = experts.iter().map(|of| of.1).sum();
+        let mut ids = Vec::new();
+        for _ in 0..positions * tokens {
+            // Most of a token's experts lie at few ranks; some choices are empty.
+            let mut chosen: Vec<u32> = Vec::new();
+            while chosen.len() < top_k {
+                let id = random.below(count as usize) as u32;
+                if random.below(12) == 0 {
+                    chosen.push(NO_EXPERT);
+                } else if !chosen.contains(&id) {
+                    chosen.push(id);
+                }
+            }
+            ids.extend(chosen);
+        }
+        let all = (1_u64 << positions) - 1;
+        let present = if turn % 5 == 4 { all & !1 } else { all };
+        let dim = [64, 8, 2048, 520][turn % 4];
+        let blocks = [1, 3, 8, 12][(turn + positions) % 4];
+        Case { positions, tokens, top_k, dim, dtype, present, experts, ids, blocks }
+    }
+
+    fn rows(&self) -> usize {
+        self.positions * self.tokens
+    }
+
+    fn is_present(&self, position: usize) -> bool {
+        self.present >> position & 1 == 1
+    }
+
+    fn needs(&self, row: usize, position: usize) -> bool {
+        let (first, count) = self.experts[position];
+        let ids = &self.ids[row * self.top_k..][..self.top_k];
+        ids.iter().any(|id| (first..first + count).contains(id))
+    }
+
+    fn need(&self, ids: Buffer) -> Need {
+        Need {
+            tokens: self.tokens,
+            top_k: self.top_k,
+            ids,
+            present: self.present,
+            experts: self.experts.clone(),
+        }
+    }
+
+    /// What this rank has of a buffer of all, with `filler` at the others' places.
+    fn own<E: Copy>(&self, me: usize, all: &[E], filler: E) -> Vec<E> {
+        let each = all.len() / self.positions;
+        let mut own = vec![filler; all.len()];
+        own[me * each..][..each].copy_from_slice(&all[me * each..][..each]);
+        own
+    }
+}
+
+/// What numbers of a kind look like in memory, and back.
+fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
+    let bytes = |x: &f32| match dtype {
+        DType::F32 => x.to_le_bytes().to_vec(),
+        DType::Bf16 => bf16::from_f32(*x).to_le_bytes().to_vec(),
+        _ => f16::from_f32(*x).to_le_bytes().to_vec(),
+    };
+    values.iter().flat_map(bytes).collect()
+}
+
+fn decode(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+    match dtype {
+        DType::F32 => bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect(),
+        DType::Bf16 => {
+            bytes.as_chunks().0.iter().map(|x| bf16::from_le_bytes(*x).to_f32()).collect()
+        }
+        _ => bytes.as_chunks().0.iter().map(|x| f16::from_le_bytes(*x).to_f32()).collect(),
+    }
+}
+
+fn place<E: moejob_kernels::Element>(rank: &mut Rank, dtype: DType, values: &[E]) -> Buffer {
+    let buffer = rank.plan.alloc(dtype, values.len());
+    rank.arena.write(buffer, values).expect("written");
+    buffer
+}
+
+/// Rows of `dtype` from their bytes.
+fn place_rows(rank: &mut Rank, case: &Case, bytes: &[u8]) -> Buffer {
+    let buffer = rank.plan.alloc(case.dtype, case.rows() * case.dim);
+    rank.arena.write(buffer.reinterpret(DType::U8), bytes).expect("written");
+    buffer
+}
+
+fn bytes_of(rank: &Rank, buffer: Buffer) -> Vec<u8> {
+    rank.stream.synchronize().expect("done");
+    assert_eq!(rank.links.check(), Ok(()));
+    let mut found = vec![0_u8; buffer.bytes()];
+    rank.arena.read_into(buffer.reinterpret(DType::U8), &mut found).expect("read");
+    found
+}
+
+const FILLER: u8 = 0xa5;
+
+fn gather(ranks: &mut [Rank], case: &Case, random: &mut Random) {
+    let values: Vec<f32> =
+        (0..case.rows() * case.dim).map(|_| random.below(2000) as f32 / 64.0 - 15.0).collect();
+    let all = encode(case.dtype, &values);
+    let weights: Vec<f32> =
+        (0..case.ids.len()).map(|_| random.below(1000) as f32 / 1000.0).collect();
+    // With the ids first, as in forward; then rows alone, as in backward.
+    for brings in [true, false] {
+        let made: Vec<(Need, Buffer, Buffer)> = ranks
+            .iter_mut()
+            .enumerate()
+            .map(|(me, rank)| {
+                rank.plan = ArenaPlan::new();
+                let ids = if brings { case.own(me, &case.ids, 7) } else { case.ids.clone() };
+                let ids = place(rank, DType::U32, &ids);
+                let rows = place_rows(rank, case, &case.own(me, &all, FILLER));
+                let weights = place(rank, DType::F32, &case.own(me, &weights, -1.0));
+                (case.need(ids), rows, weights)
+            })
+            .collect();
+        for (rank, (need, rows, weights)) in ranks.iter().zip(&made) {
+            let weights = brings.then_some(*weights);
+            let op = GatherRows { need, rows: *rows, weights, blocks: case.blocks, step: 3 };
+            rank.links.gather_rows((&rank.stream, &rank.arena), &op).expect("enqueued");
+        }
+        for (me, (rank, (need, rows, buffer))) in ranks.iter().zip(&made).enumerate() {
+            let found = bytes_of(rank, *rows);
+            let width = all.len() / case.rows();
+            let from = |row: usize| row / case.tokens;
+            for row in 0..case.rows() {
+                let comes = case.is_present(from(row)) && case.needs(row, me);
+                let found = &found[row * width..][..width];
+                if from(row) == me || comes {
+                    assert!(*found == all[row * width..][..width], "rank {me} row {row} {case:?}");
+                } else {
+                    assert!(found.iter().all(|byte| *byte == FILLER), "rank {me} row {row}");
+                }
+            }
+            let told = |slot: usize| {
+                let position = from(slot / case.top_k);
+                position == me || case.is_present(position)
+            };
+            if brings {
+                let mut words = vec![0_u32; case.ids.len()];
+                rank.arena.read_into(need.ids, &mut words).expect("read");
+                let mut numbers = vec![0_f32; words.len()];
+                rank.arena.read_into(*buffer, &mut numbers).expect("read");
+                for slot in 0..words.len() {
+                    let expected = match told(slot) {
+                        true => (case.ids[slot], weights[slot]),
+                        false => (7, -1.0),
+                    };
+                    assert_eq!((words[slot], numbers[slot]), expected, "rank {me} slot {slot}");
+                }
+            }
+        }
+    }
+}
+
+fn scatter(ranks: &mut [Rank], case: &Case, random: &mut Random) {
+    let count = case.positions;
+    // What a rank adds to a token that needs it not is never read.
+    let parts: Vec<Vec<f32>> = (0..count)
+        .map(|_| {
+            let values = (0..case.rows() * case.dim).map(|_| random.below(4001) as f32);
+            let values: Vec<f32> = values.map(|x| (x - 2000.0) / 97.0).collect();
+            decode(case.dtype, &encode(case.dtype, &values))
+        })
+        .collect();
+    let slots: Vec<Vec<f32>> = (0..count)
+        .map(|_| (0..case.ids.len()).map(|_| random.below(4001) as f32 / 31.0).collect())
+        .collect();
+    for with_slots in [true, false] {
+        let made: Vec<(Need, Buffer, Buffer)> = ranks
+            .iter_mut()
+            .zip(parts.iter().zip(&slots))
+            .map(|(rank, (part, slots))| {
+                rank.plan = ArenaPlan::new();
+                let ids = place(rank, DType::U32, &case.ids);
+                let rows = place_rows(rank, case, &encode(case.dtype, part));
+                let slots = place(rank, DType::F32, slots);
+                (case.need(ids), rows, slots)
+            })
+            .collect();
+        for (rank, (need, rows, slots)) in ranks.iter().zip(&made) {
+            let slots = with_slots.then_some(*slots);
+            let op = ScatterRows { need, rows: *rows, slots, blocks: case.blocks, step: 4 };
+            rank.links.scatter_rows((&rank.stream, &rank.arena), &op).expect("enqueued");
+        }
+        for (me, (rank, (_, rows, buffer))) in ranks.iter().zip(&made).enumerate() {
+            let found = bytes_of(rank, *rows);
+            let width = found.len() / case.rows();
+            let mut numbers = vec![0_f32; case.ids.len()];
+            rank.arena.read_into(*buffer, &mut numbers).expect("read");
+            for row in 0..case.rows() {
+                let found = &found[row * width..][..width];
+                let own = row / case.tokens == me && case.is_present(me);
+                let range = |of: &[f32], width: usize| of[row * width..][..width].to_vec();
+                if !own {
+                    let expected = encode(case.dtype, &range(&parts[me], case.dim));
+                    assert!(found == expected, "rank {me} row {row}: not its own");
+                    assert_eq!(range(&numbers, case.top_k), range(&slots[me], case.top_k));
+                    continue;
+                }
+                let adds = || (0..count).filter(|q| case.needs(row, *q));
+                let sum = |of: &[Vec<f32>], width: usize| -> (Vec<f32>, Vec<f64>) {
+                    let at = |i: usize| adds().map(move |q| of[q][row * width + i]);
+                    let small = (0..width).map(|i| at(i).fold(0.0, |sum, x| sum + x)).collect();
+                    (small, (0..width).map(|i| at(i).map(f64::from).sum()).collect())
+                };
+                let (expected, exact) = sum(&parts, case.dim);
+                assert!(found == encode(case.dtype, &expected), "rank {me} row {row} {case:?}");
+                let unit = match case.dtype {
+                    DType::F32 => 2.0_f64.powi(-24),
+                    DType::Bf16 => 2.0_f64.powi(-9),
+                    _ => 2.0_f64.powi(-11),
+                };
+                let most: f64 = 1.01 * unit * 21.0 * count as f64 + 1e-12;
+                for (found, exact) in decode(case.dtype, found).iter().zip(exact) {
+                    assert!((f64::from(*found) - exact).abs() <= most, "{found} for {exact}");
+                }
+                let expected = match with_slots {
+                    true => sum(&slots, case.top_k).0,
+                    false => range(&slots[me], case.top_k),
+                };
+                assert_eq!(range(&numbers, case.top_k), expected, "rank {me} row {row}");
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_travel_by_need_and_come_back_summed() {
+    for count in [1, 2, 3, 4, 8] {
+        let Some(mut ranks) = node(count, LONG) else { return };
+        let mut random = Random(count as u64);
+        for turn in 0..10 {
+            let dtype = [DType::F32, DType::Bf16, DType::F16][turn % 3];
+            let case = Case::new(&mut random, count, dtype, turn);
+            let row = case.dim * dtype.size();
+            assert!(rooms_of_group(count, case.tokens, row, case.top_k) <= ROOMS);
+            gather(&mut ranks, &case, &mut random);
+            scatter(&mut ranks, &case, &mut random);
+        }
+    }
+}
+
+/// Epoch after epoch without the host: each round's rows are those of the round before, summed.
+#[test]
+fn rounds_follow_each_other() {
+    let (count, tokens, dim) = (3, 96, 64);
+    let Some(mut ranks) = node(count, LONG) else { return };
+    // Token t of each rank is needed by ranks t % 3 and (t + 1) % 3.
+    let ids: Vec<u32> = (0..count * tokens)
+        .flat_map(|row| [(row % tokens % 3) as u32, ((row % tokens + 1) % 3) as u32])
+        .collect();
+    let made: Vec<(Need, Buffer)> = ranks
+        .iter_mut()
+        .map(|rank| {
+            let ids = place(rank, DType::U32, &ids);
+            let experts = (0..count as u32).map(|p| (p, 1)).collect();
+            let need = Need { tokens, top_k: 2, ids, present: 7, experts };
+            let rows = place(rank, DType::F32, &vec![1.0_f32; count * tokens * dim]);
+            (need, rows)
+        })
+        .collect();
+    const ROUNDS: usize = 40;
+    for round in 0..ROUNDS {
+        for (rank, (need, rows)) in ranks.iter().zip(&made) {
+            let on = (&rank.stream, &rank.arena);
+            let (rows, step) = (*rows, round as u32);
+            let op = GatherRows { need, rows, weights: None, blocks: 5, step };
+            rank.links.gather_rows(on, &op).expect("enqueued");
+            let op = ScatterRows { need, rows, slots: None, blocks: 5, step };
+            rank.links.scatter_rows(on, &op).expect("enqueued");
+        }
+    }
+    for (me, (rank, (_, rows))) in ranks.iter().zip(&made).enumerate() {
+        let found = decode(DType::F32, &bytes_of(rank, *rows));
+        // Two ranks have a row that was gathered: each round doubles it.
+        let expected = 2.0_f32.powi(ROUNDS as i32);
+        let own = &found[me * tokens * dim..][..tokens * dim];
+        assert!(own.iter().all(|x| *x == expected), "rank {me}: {} for {expected}", own[0]);
+    }
+}
+
+#[test]
+fn who_never_comes_is_named_and_a_stop_ends_the_wait() {
+    let patience = Duration::from_millis(200);
+    let op = |rank: &mut Rank| {
+        let ids = place(rank, DType::U32, &[0_u32, 1, 0, 1]);
+        let need = Need { tokens: 2, top_k: 1, ids, present: 3, experts: vec![(0, 1), (1, 1)] };
+        (need, place(rank, DType::F32, &[0_f32; 16]))
+    };
+    let Some(mut ranks) = node(2, patience) else { return };
+    let (need, rows) = op(&mut ranks[1]);
+    let rank = &ranks[1];
+    let on = (&rank.stream, &rank.arena);
+    let began = Instant::now();
+    for _ in 0..20 {
+        let gather = GatherRows { need: &need, rows, weights: None, blocks: 2, step: 9 };
+        rank.links.gather_rows(on, &gather).expect("enqueued");
+        let scatter = ScatterRows { need: &need, rows, slots: None, blocks: 2, step: 9 };
+        rank.links.scatter_rows(on, &scatter).expect("enqueued");
+    }
+    rank.stream.synchronize().expect("ended");
+    let failure = rank.links.check().expect_err("position 0 did nothing");
+    assert_eq!((failure.what, failure.position, failure.step), (Awaited::Place, 0, 9));
+    assert!(began.elapsed() < 10 * patience, "{:?}", began.elapsed());
+
+    let Some(mut ranks) = node(2, Duration::from_secs(60)) else { return };
+    let (need, rows) = op(&mut ranks[0]);
+    let rank = &ranks[0];
+    let scatter = ScatterRows { need: &need, rows, slots: None, blocks: 2, step: 9 };
+    rank.links.scatter_rows((&rank.stream, &rank.arena), &scatter).expect("enqueued");
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(!rank.stream.is_idle().expect("asked"), "it waits");
+    rank.links.stop();
+    rank.stream.synchronize().expect("ended");
+    assert_eq!(rank.links.check(), Ok(()), "nobody failed");
+}
