@@ -116,6 +116,11 @@ impl Homes {
         Homes { owner, order, first, local, locals: held.len() }
     }
 
+    /// By position: its first expert, and how many it has, of experts in the order of their owners.
+    pub fn ranges(&self) -> Vec<(u32, u32)> {
+        self.first.windows(2).map(|of| (of[0], of[1] - of[0])).collect()
+    }
+
     /// Experts do not lie in the order of their owners.
     pub fn is_shuffled(&self) -> bool {
         self.order.iter().enumerate().any(|(expert, at)| expert as u32 != *at)

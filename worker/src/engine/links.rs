@@ -8,30 +8,43 @@
 //!
 //! reduce_scatter: a bucket's sums -> the holder of each chunk; all_gather: chunks -> all holders
 //! all_reduce: the sum of a vector over all ranks
+//! gather_tokens, scatter_tokens: of an expert group on GPUs, through windows where it has some
 //! .._beside:  the same beside the ops that follow, with a mark for who needs the result
 //! ```
 //! A verb is enqueued like an op and returns nothing: how many rows travel stands in device memory.
 //! The first failure is kept, later verbs do nothing, and [`Links::check`] tells it. What was
 //! computed since then says nothing.
 
+mod carried;
+mod files;
 mod host;
 mod meet;
 mod nccl;
+mod peer;
+mod shared;
 mod staged;
 
 use crate::engine::beside::Overlap;
 use crate::engine::group::ExpertGroup;
 use crate::engine::round::Round;
+use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError};
+use carried::Carried;
 use host::Host;
 use moejob_kernels::{Buffer, CpuDevice, Device};
 use moejob_protocol::buffers::{Moe, MoeScratch, Routes, Travel};
 use moejob_protocol::links::Built;
 use moejob_protocol::stages::{Flows, Piece};
 use nccl::{Lane, Nccl};
+use peer::Windows;
+use shared::Chunks;
 use staged::Staging;
+use std::sync::Arc;
 
 pub use nccl::NoLinks;
+pub(crate) use peer::Near;
+pub(crate) use shared::Shared;
+pub use peer::{ENV_PEER, Use as PeerUse};
 
 /// The own rank's way to all others.
 #[derive(Debug)]
@@ -43,6 +56,10 @@ pub struct Links {
     beside: bool,
     /// Expert groups exchange in stages; none: each with each.
     staging: Option<Staging>,
+    /// By which tokens of the own expert group travel; none: as everything else.
+    windows: Option<Arc<Windows>>,
+    /// The step that is enqueued, for the record of a failure.
+    step: u32,
 }
 
 /// What travels beside the ops of a step.
@@ -71,6 +88,8 @@ enum Way {
     Host(Host),
     /// Between GPUs: enqueued on the device.
     Nccl(Box<Nccl>),
+    /// Between GPUs: through the gang, at once.
+    Carried(Carried),
 }
 
 /// Buffers that go to, or come from, one rank, in order.
@@ -89,8 +108,17 @@ pub(crate) struct Travelling<'a> {
 
 impl Links {
     pub fn new(comm: Comm) -> Links {
-        let way = Way::Host(Host::default());
-        Links { way, comm, failure: None, beside: true, staging: None }
+        Links::by(Way::Host(Host::default()), comm, true)
+    }
+
+    fn by(way: Way, comm: Comm, beside: bool) -> Links {
+        Links { way, comm, failure: None, beside, staging: None, windows: None, step: 0 }
+    }
+
+    /// Between GPUs through the hosts' memory, which is slow and needs no NCCL: for tests of
+    /// several ranks on one GPU.
+    pub fn carried(comm: Comm) -> Links {
+        Links::by(Way::Carried(Carried::default()), comm, false)
     }
 
     /// The same links, between processors, by which an expert group exchanges first within each
@@ -112,7 +140,8 @@ impl Links {
     }
 
     /// Between the GPUs of all ranks, of which `device` is this one's; `aside` is what travels
-    /// beside the ops, or nothing does. All ranks call it alike, and then [`Links::meet`].
+    /// beside the ops, or nothing does; `near` is the own expert group, if it has several ranks.
+    /// All ranks call it alike, and then [`Links::meet`].
     ///
     /// # Errors
     /// NCCL is missing or differs between ranks, or a peer is lost.
@@ -121,12 +150,16 @@ impl Links {
         device: &mut Device,
         groups: &Groups,
         aside: Option<&Aside>,
+        near: Option<&Near>,
     ) -> Result<Links, NoLinks> {
-        let way = match comm.world() {
-            1 => Way::Host(Host::default()),
-            _ => Way::Nccl(Box::new(Nccl::begin(&mut comm, device, groups, aside)?)),
-        };
-        Ok(Links { way, comm, failure: None, beside: aside.is_some(), staging: None })
+        if comm.world() == 1 {
+            return Ok(Links::by(Way::Host(Host::default()), comm, aside.is_some()));
+        }
+        // Before NCCL has kernels that loading others would wait for.
+        let windows = near.map(|near| Windows::open(&mut comm, device, near)).transpose()?;
+        let nccl = Nccl::begin(&mut comm, device, groups, aside)?;
+        let links = Links::by(Way::Nccl(Box::new(nccl)), comm, aside.is_some());
+        Ok(Links { windows: windows.flatten(), ..links })
     }
 
     /// Waits until the GPUs are connected, before the first verb.
@@ -135,7 +168,7 @@ impl Links {
     /// NCCL does not connect them, or a peer is lost.
     pub fn meet(&mut self) -> Result<(), NoLinks> {
         match &mut self.way {
-            Way::Host(_) => Ok(()),
+            Way::Host(_) | Way::Carried(_) => Ok(()),
             Way::Nccl(nccl) => nccl.meet(),
         }
     }
@@ -143,7 +176,7 @@ impl Links {
     /// What NCCL says it has built for this rank, once it has; told once.
     pub fn take_built(&mut self) -> Option<Built> {
         match &mut self.way {
-            Way::Host(_) => None,
+            Way::Host(_) | Way::Carried(_) => None,
             Way::Nccl(nccl) => nccl.take_built(),
         }
     }
@@ -153,10 +186,19 @@ impl Links {
     /// # Errors
     /// It does not end: only the end of this process frees the device.
     pub fn leave(&mut self, device: &Device) -> Result<(), String> {
+        self.windows.iter().for_each(|windows| windows.stop());
         match &mut self.way {
-            Way::Host(_) => Ok(()),
-            Way::Nccl(nccl) => nccl.leave(device),
+            Way::Host(_) => {}
+            Way::Nccl(nccl) => nccl.leave(device)?,
+            // What waited for windows ends; there is nothing else that waits.
+            Way::Carried(_) => device.finish().map_err(|error| chain(&error))?,
         }
+        // Those that a kernel may still use stay until the process ends.
+        let is_idle = device.as_cuda().is_some_and(|cuda| cuda.is_idle().unwrap_or(false));
+        if let Some(windows) = self.windows.take().filter(|_| is_idle) {
+            windows.release();
+        }
+        Ok(())
     }
 
     /// No other rank.
@@ -185,9 +227,11 @@ impl Links {
             return Err(failure.clone());
         }
         match &self.way {
-            Way::Host(_) => Ok(()),
-            Way::Nccl(nccl) => nccl.check(),
+            Way::Host(_) | Way::Carried(_) => {}
+            Way::Nccl(nccl) => nccl.check()?,
         }
+        // What the gang says of a failure says more.
+        self.windows.as_ref().map_or(Ok(()), |windows| windows.check())
     }
 
     /// Everybody's choices to everybody: those of the own tokens are read from `moe`.
@@ -326,6 +370,7 @@ impl Links {
                 all.iter().try_for_each(|shared| host.reduce_scatter(cpu, comm, shared))
             }
             Way::Nccl(nccl) => nccl.reduce_scatter(device, all, Lane::Ops),
+            Way::Carried(carried) => carried.reduce_scatter(device, comm, all),
         });
     }
 
@@ -337,6 +382,7 @@ impl Links {
                 all.iter().try_for_each(|shared| host.all_gather(cpu, comm, shared))
             }
             Way::Nccl(nccl) => nccl.all_gather(device, all, Lane::Ops),
+            Way::Carried(carried) => carried.all_gather(device, comm, all),
         });
     }
 
@@ -349,7 +395,7 @@ impl Links {
         mark: usize,
     ) {
         match &self.way {
-            Way::Host(_) => self.reduce_scatter(device, all),
+            Way::Host(_) | Way::Carried(_) => self.reduce_scatter(device, all),
             Way::Nccl(_) => self.beside(device, all, mark, Nccl::reduce_scatter),
         }
     }
@@ -357,7 +403,7 @@ impl Links {
     /// [`Links::all_gather`] likewise.
     pub(crate) fn all_gather_beside(&mut self, device: &mut Device, all: &[Shared], mark: usize) {
         match &self.way {
-            Way::Host(_) => self.all_gather(device, all),
+            Way::Host(_) | Way::Carried(_) => self.all_gather(device, all),
             Way::Nccl(_) => self.beside(device, all, mark, Nccl::all_gather),
         }
     }
@@ -385,6 +431,7 @@ impl Links {
         self.attempt(|comm, way| match way {
             Way::Host(host) => host.all_reduce(processor(device), comm, buffer),
             Way::Nccl(nccl) => nccl.all_reduce(device, buffer),
+            Way::Carried(carried) => carried.all_reduce(device, comm, buffer),
         });
     }
 
@@ -394,6 +441,7 @@ impl Links {
         self.attempt(|comm, way| match way {
             Way::Host(host) => host.exchange(processor(device), comm, sends, receives),
             Way::Nccl(nccl) => nccl.exchange(device, sends, receives),
+            Way::Carried(carried) => carried.exchange(device, comm, sends, receives),
         });
     }
 
@@ -407,51 +455,6 @@ impl Links {
 
 fn processor(device: &mut Device) -> &mut CpuDevice {
     device.as_cpu_mut().expect("the host's links are between processors")
-}
-
-/// A buffer that several ranks have, in equal chunks, one for each of them.
-pub(crate) struct Shared<'a> {
-    /// Ascending; the r-th of them owns the r-th chunk.
-    pub holders: &'a [u32],
-    /// None on a rank that is none of them.
-    pub buffer: Option<Buffer>,
-}
-
-/// The same on a holder.
-pub(super) struct Chunks<'a> {
-    holders: &'a [u32],
-    all: Buffer,
-    own: usize,
-}
-
-impl Shared<'_> {
-    pub(super) fn chunks(&self, me: u32) -> Option<Chunks<'_>> {
-        let (all, own) = (self.buffer?, self.holders.binary_search(&me).ok()?);
-        let count = self.holders.len();
-        assert!(all.len().is_multiple_of(count), "{all:?} in {count} equal chunks");
-        Some(Chunks { holders: self.holders, all, own })
-    }
-}
-
-impl Chunks<'_> {
-    fn at(&self, at: usize) -> Buffer {
-        let len = self.all.len() / self.holders.len();
-        self.all.slice(at * len, len)
-    }
-
-    pub(super) fn all(&self) -> Buffer {
-        self.all
-    }
-
-    pub(super) fn own(&self) -> Buffer {
-        self.at(self.own)
-    }
-
-    /// The others and their chunks.
-    pub(super) fn others(&self, me: u32) -> impl Iterator<Item = (u32, Buffer)> + '_ {
-        let all = self.holders.iter().copied().enumerate();
-        all.filter(move |(_, rank)| *rank != me).map(|(at, rank)| (rank, self.at(at)))
-    }
 }
 
 fn words(cpu: &CpuDevice, buffer: Buffer) -> Vec<usize> {

@@ -5,7 +5,7 @@ use crate::engine::beside::{ENV_OVERLAP, Overlap};
 use crate::engine::buckets::Places;
 use crate::engine::flight::Flights;
 use crate::engine::graphs::{ENV_GRAPHS, Graphs, Paces, Use};
-use crate::engine::links::{Aside, Groups, Links, NoLinks};
+use crate::engine::links::{Aside, Groups, Links, NoLinks, PeerUse};
 use crate::engine::model::Model;
 use crate::engine::patience::{Deadline, Patience, guard};
 use crate::engine::sums::Sums;
@@ -142,7 +142,8 @@ impl Engine {
                     _ => config.layout.mesh.expert_group(rank),
                 };
                 let groups = Groups { shared: groups, parcels };
-                Links::between_gpus(comm, &mut model.device, &groups, aside.as_ref())?
+                let (aside, near) = (aside.as_ref(), model.near(PeerUse::said()));
+                Links::between_gpus(comm, &mut model.device, &groups, aside, near.as_ref())?
             }
         };
         told("the way to its links");
@@ -176,6 +177,19 @@ impl Engine {
             trace,
             flights,
             graphs,
+        }
+    }
+
+    /// Tokens of its expert group travel through windows from now on, if the group can have some:
+    /// as [`ENV_PEER`](crate::engine::links::ENV_PEER) does from the begin of an attempt. All ranks
+    /// call it alike, between steps.
+    ///
+    /// # Errors
+    /// A peer is lost.
+    pub fn open_windows(&mut self, wanted: PeerUse) -> Result<bool, CommError> {
+        match self.model.near(wanted) {
+            Some(near) => self.links.open_windows(&self.model.device, &near),
+            None => Ok(false),
         }
     }
 

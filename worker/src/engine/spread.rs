@@ -10,12 +10,18 @@
 //! and comes back as one row. So no size depends on a router and the host never waits. With K of E
 //! experts a token, and P ranks, few stay away that need not come: of OLMoE's 8 of 64 on 2 ranks 2
 //! in a thousand.
+//!
+//! Where the group has windows, a token travels to the ranks alone that have one of its experts
+//! (`links/peer.rs`). The rows of all others then say nothing, and nothing here reads them.
 
 use crate::engine::backward::Leaf;
 use crate::engine::forward::Pass;
-use crate::engine::links::Shared;
+use crate::engine::links::{Near, PeerUse};
 use crate::engine::model::Model;
-use moejob_kernels::cuda::{Gradients, MoeDesc, MoeTensors, Saved, Weights};
+use crate::engine::round::Round;
+use moejob_kernels::cuda::{
+    Gradients, MoeDesc, MoeTensors, Need, Saved, Weights, rooms_of_group,
+};
 use moejob_kernels::{
     Add, Buffer, MoeExpertsBackward, MoeForward, MoeHidden, MoePlace, MoeRoute, MoeRouterBackward,
 };
@@ -55,6 +61,28 @@ impl Model {
     fn own_of(&self, all: Buffer) -> Buffer {
         let len = all.len() / self.group.ranks.len();
         all.slice(self.group.me * len, len)
+    }
+
+    /// The own group, if its tokens travel.
+    pub(crate) fn near(&self, wanted: PeerUse) -> Option<Near> {
+        let (here, scratch) = self.here.zip(self.buffers.scratch.spread.as_ref())?;
+        let ranks = self.group.ranks.clone();
+        let row = scratch.partial.bytes() / here.desc.tokens;
+        let tokens = here.desc.tokens / ranks.len();
+        let rooms = rooms_of_group(ranks.len(), tokens, row, here.desc.top_k);
+        Some(Near { ranks, rooms, wanted })
+    }
+
+    /// Which rank of the group needs which token of a round.
+    fn need(&self, layer: usize, round: &Round) -> Need {
+        let (here, spread, _) = self.spread(layer);
+        Need {
+            tokens: here.desc.tokens / self.group.ranks.len(),
+            top_k: here.desc.top_k,
+            ids: spread.ids,
+            present: round.sources.iter().map(|source| 1 << source.position).sum(),
+            experts: self.group.layers[layer].ranges(),
+        }
     }
 
     fn spread(&self, layer: usize) -> (Here, Spread<Buffer>, SpreadScratch<Buffer>) {
@@ -119,14 +147,14 @@ impl Pass<'_> {
             }
         }
         self.mark("router", Some(layer));
-        self.gather(&[spread.x, spread.ids, spread.weights]);
+        let need = self.model.need(layer, self.round);
+        self.gather(&need, spread.x, Some(spread.weights));
         self.mark("tokens travel", Some(layer));
         let tensors = self.model.tensors_here(layer);
-        let present = self.round.sources.iter().map(|source| 1 << source.position);
         self.model.device.moe_place(&MoePlace {
             top_k: here.desc.top_k,
-            tokens: here.desc.tokens / self.model.group.ranks.len(),
-            present: present.sum(),
+            tokens: need.tokens,
+            present: need.present,
             ranks: self.model.group.ranks.len(),
             first: here.first,
             locals: here.desc.experts,
@@ -135,7 +163,7 @@ impl Pass<'_> {
         let partial = scratch.partial;
         self.model.device.moe_experts(&MoeForward { desc: here.desc, tensors, out: partial });
         self.mark("experts", Some(layer));
-        self.scatter(&[partial]);
+        self.scatter(&need, partial, None);
         if own.is_some() {
             let (mid, b) = (self.model.buffers.layers[layer].mid, self.model.own_of(partial));
             self.model.device.copy(mid, out);
@@ -152,7 +180,8 @@ impl Pass<'_> {
             let to = self.model.own_of(scratch.dout);
             self.model.device.copy(dx, to);
         }
-        self.gather(&[scratch.dout]);
+        let need = self.model.need(layer, self.round);
+        self.gather(&need, scratch.dout, None);
         self.mark("gradients travel", Some(layer));
         let stacks = leaf.stacks[layer].expect("a mixture layer has experts");
         let (up, down) = (stacks.up, stacks.down);
@@ -176,7 +205,7 @@ impl Pass<'_> {
             },
         });
         self.mark("experts'", Some(layer));
-        self.scatter(&[scratch.partial, scratch.ds]);
+        self.scatter(&need, scratch.partial, Some(scratch.ds));
         self.mark("gradients travel back", Some(layer));
         let (Some(tensors), Some(desc), Some(dense)) = (own, self.model.fused, leaf.dense) else {
             return;
@@ -196,18 +225,13 @@ impl Pass<'_> {
         self.mark("router'", Some(layer));
     }
 
-    fn gather(&mut self, all: &[Buffer]) {
-        let all = shared(&self.model.group.ranks, all);
-        self.links.all_gather(&mut self.model.device, &all);
+    fn gather(&mut self, need: &Need, rows: Buffer, weights: Option<Buffer>) {
+        let Pass { model, links, .. } = self;
+        links.gather_tokens(&mut model.device, (&model.group.ranks, need), rows, weights);
     }
 
-    fn scatter(&mut self, all: &[Buffer]) {
-        let all = shared(&self.model.group.ranks, all);
-        self.links.reduce_scatter(&mut self.model.device, &all);
+    fn scatter(&mut self, need: &Need, rows: Buffer, slots: Option<Buffer>) {
+        let Pass { model, links, .. } = self;
+        links.scatter_tokens(&mut model.device, (&model.group.ranks, need), rows, slots);
     }
-}
-
-/// Buffers that all ranks of the group have.
-fn shared<'a>(holders: &'a [u32], all: &[Buffer]) -> Vec<Shared<'a>> {
-    all.iter().map(|buffer| Shared { holders, buffer: Some(*buffer) }).collect()
 }

@@ -26,6 +26,7 @@ impl Engine {
         self.model.device.phase(StepPhase::Other);
         self.model.device.mark("between steps", None);
         self.model.begin_step(&self.training, step);
+        self.links.at_step(step);
         self.gradients.clear();
         if let Some((_, fault)) = self.fault.take_if(|(at, _)| *at == step) {
             self.model.device.inject(fault);

@@ -1,0 +1,415 @@
+//! Tokens of an expert group through windows, where all of its ranks lie on one node.
+//!
+//! ```text
+//! open:    own window -> who is where, through the gang -> files to each other (files.rs)
+//!          -> windows of the others -> who has them all, through the gang
+//! gather:  tokens to the ranks that have one of their experts
+//! scatter: sums of what became of them back
+//! watch:   a thread ends the kernels' waits when the attempt is over
+//! leave:   ends them, too; the windows go when the streams are empty
+//! ```
+//! Either all ranks of a group have windows or none has. Then their tokens travel as before.
+
+use super::Links;
+use super::files::{Desk, Seat};
+use super::shared::of_all;
+use crate::failure::chain;
+use crate::gang::comm::{Comm, CommError, Lookout};
+use moejob_kernels::cuda::{
+    CudaDevice, GatherRows, Need, PEERS_MAX, PeerDesc, PeerLinks, ScatterRows,
+};
+use moejob_kernels::{Buffer, Device};
+use serde::{Deserialize, Serialize};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+/// How tokens of an expert group on one node travel, for measurements: `on` through windows, `off`
+/// by NCCL; or how many blocks move them through windows, `16`. Without it, or with `auto`, by
+/// NCCL: how a step with windows does on two GPUs is not measured yet.
+pub const ENV_PEER: &str = "MOEJOB_PEER";
+
+/// 8 blocks fill a link; more copy faster within the GPU, and leave less for what runs beside.
+const BLOCKS: usize = 32;
+/// With what travels beside the ops, fewer than any GPU has multiprocessors.
+const BLOCKS_MAX: usize = 64;
+/// A block has at least so many bytes of a rank's rows.
+const BYTES_A_BLOCK: usize = 64 << 10;
+/// How long a kernel waits for a peer. A peer that is dead or stopped is noticed by its worker
+/// before; this is for what nobody notices.
+const PATIENCE: Duration = Duration::from_secs(600);
+/// Between two looks at the group.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// What a rank says of its window.
+const WORDS_MAX: usize = 1024;
+
+/// What [`ENV_PEER`] says.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Use {
+    #[default]
+    Auto,
+    Off,
+    On {
+        /// At most.
+        blocks: usize,
+    },
+}
+
+impl Use {
+    pub fn parse(said: Option<&str>) -> Use {
+        match said.map(str::trim) {
+            None | Some("" | "auto") => Use::Auto,
+            Some("off") => Use::Off,
+            Some("on") => Use::On { blocks: BLOCKS },
+            Some(said) => match said.parse() {
+                Ok(blocks @ 1..=BLOCKS_MAX) => Use::On { blocks },
+                _ => {
+                    tracing::warn!(
+                        "{ENV_PEER}={said} is not `on`, `off`, `auto` or 1 to {BLOCKS_MAX}: ignored"
+                    );
+                    Use::Auto
+                }
+            },
+        }
+    }
+
+    /// What the environment says.
+    pub fn said() -> Use {
+        Use::parse(std::env::var(ENV_PEER).ok().as_deref())
+    }
+
+    /// Windows are wanted, with so many blocks at most.
+    pub fn blocks(self) -> Option<usize> {
+        match self {
+            Use::On { blocks } => Some(blocks),
+            // Nobody has measured from which size on a step is faster with windows.
+            Use::Auto | Use::Off => None,
+        }
+    }
+}
+
+/// An expert group that may have windows.
+#[derive(Clone, Debug)]
+pub(crate) struct Near {
+    /// In ep order, which is that of positions.
+    pub ranks: Vec<u32>,
+    /// Bytes of the rooms.
+    pub rooms: usize,
+    pub wanted: Use,
+}
+
+/// The windows of an expert group.
+#[derive(Debug)]
+pub(super) struct Windows {
+    /// None once they were left.
+    links: Mutex<Option<PeerLinks>>,
+    blocks: usize,
+}
+
+/// What a rank says before windows are opened.
+#[derive(Serialize, Deserialize)]
+enum Word {
+    NotWanted,
+    /// None can be had, and why.
+    None(String),
+    At(Seat),
+}
+
+impl Windows {
+    /// Windows of the own group; none where its tokens travel as before. All ranks of the attempt
+    /// call it alike.
+    ///
+    /// # Errors
+    /// A peer is lost.
+    pub fn open(
+        comm: &mut Comm,
+        device: &Device,
+        near: &Near,
+    ) -> Result<Option<Arc<Windows>>, CommError> {
+        let own = near.wanted.blocks().map(|blocks| Own::new(device, near, comm, blocks));
+        let word = match &own {
+            None => Word::NotWanted,
+            Some(Err(why)) => Word::None(why.clone()),
+            Some(Ok(own)) => Word::At(own.desk.seat().clone()),
+        };
+        let words = tell(comm, &word)?;
+        let at = |rank: u32| words.get(rank as usize).and_then(Option::as_ref);
+        let is_first = near.ranks.first() == Some(&comm.rank());
+        let tells = own.is_some() && is_first;
+        let goes_without = |why: &str| {
+            if tells {
+                tracing::warn!("tokens travel by NCCL, for there are no windows: {why}");
+            }
+            Ok(None)
+        };
+        let seats: Result<Vec<Seat>, String> = near
+            .ranks
+            .iter()
+            .map(|rank| match at(*rank) {
+                Some(Word::At(seat)) => Ok(seat.clone()),
+                Some(Word::None(why)) => Err(format!("rank {rank}: {why}")),
+                _ => Err(format!("rank {rank} wants none")),
+            })
+            .collect();
+        let seats = seats.and_then(|seats| match seats.iter().all(|seat| seat.is_near(&seats[0])) {
+            true => Ok(seats),
+            false => Err("the group lies on several machines, or in several pods".to_string()),
+        });
+        if !words.iter().flatten().any(|word| matches!(word, Word::At(_))) {
+            return goes_without(&seats.err().unwrap_or_default());
+        }
+        // Some group tries it: all ranks hear each other once more.
+        let lookout = comm.lookout();
+        let opened = match (own, seats) {
+            (Some(Ok(own)), Ok(seats)) => own.connect(&seats, &lookout),
+            (Some(Err(why)), _) | (_, Err(why)) => Err(why),
+            (None, Ok(_)) => Err("they are not wanted here".to_string()),
+        };
+        let word = opened.as_ref().err().cloned();
+        let words: Vec<Option<Option<String>>> = tell(comm, &word)?;
+        let failed = near.ranks.iter().find_map(|rank| match words.get(*rank as usize) {
+            Some(Some(None)) => None,
+            Some(Some(Some(why))) => Some(format!("rank {rank}: {why}")),
+            _ => Some(format!("rank {rank} said nothing of it")),
+        });
+        match (opened, failed) {
+            (Ok(windows), None) => {
+                let watched = (Arc::downgrade(&windows), lookout);
+                // Without it only the kernels' own deadlines end their waits.
+                let thread = std::thread::Builder::new().name("windows".to_string());
+                let _ = thread.spawn(move || watch_over(&watched.0, &watched.1));
+                tracing::info!(ranks = ?near.ranks, "tokens travel through windows");
+                Ok(Some(windows))
+            }
+            (opened, Some(why)) => {
+                // Nothing was enqueued.
+                opened.iter().for_each(|windows| windows.release());
+                goes_without(&why)
+            }
+            (Err(why), None) => goes_without(&why),
+        }
+    }
+
+    /// What the kernels failed at first.
+    pub fn check(&self) -> Result<(), CommError> {
+        let links = self.links();
+        let checked = links.as_ref().map_or(Ok(()), PeerLinks::check);
+        checked.map_err(|failure| CommError::Aborted { reason: failure.to_string() })
+    }
+
+    /// Ends all waits of the kernels.
+    pub fn stop(&self) {
+        self.links().iter().for_each(PeerLinks::stop);
+    }
+
+    /// Gives the windows back, behind the last kernel that uses them.
+    pub fn release(&self) {
+        drop(self.links().take());
+    }
+
+    /// `rows`, with `weights` the ids of `need`, of the ranks whose tokens have an expert here.
+    pub fn gather(
+        &self,
+        cuda: &CudaDevice,
+        need: &Need,
+        rows: Buffer,
+        weights: Option<Buffer>,
+        step: u32,
+    ) {
+        if let Some(links) = &*self.links() {
+            let blocks = self.blocks_of(need, rows);
+            cuda.gather_rows(links, &GatherRows { need, rows, weights, blocks, step });
+        }
+    }
+
+    /// The own ones of `rows` and `slots` become sums over the group.
+    pub fn scatter(
+        &self,
+        cuda: &CudaDevice,
+        need: &Need,
+        rows: Buffer,
+        slots: Option<Buffer>,
+        step: u32,
+    ) {
+        if let Some(links) = &*self.links() {
+            let blocks = self.blocks_of(need, rows);
+            cuda.scatter_rows(links, &ScatterRows { need, rows, slots, blocks, step });
+        }
+    }
+
+    /// The same on every rank.
+    fn blocks_of(&self, need: &Need, rows: Buffer) -> usize {
+        let own = rows.bytes() / need.experts.len();
+        own.div_ceil(BYTES_A_BLOCK).clamp(1, self.blocks)
+    }
+
+    fn links(&self) -> MutexGuard<'_, Option<PeerLinks>> {
+        self.links.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Windows {
+    /// A kernel may still use windows that were not left, and would fault without them. They go
+    /// with the process.
+    fn drop(&mut self) {
+        self.stop();
+        std::mem::forget(self.links().take());
+    }
+}
+
+impl Links {
+    /// Tokens of the own expert group travel through windows from now on, if it can have some.
+    /// All ranks call it alike.
+    ///
+    /// # Errors
+    /// A peer is lost.
+    pub(crate) fn open_windows(&mut self, device: &Device, near: &Near) -> Result<bool, CommError> {
+        self.windows = Windows::open(&mut self.comm, device, near)?;
+        Ok(self.windows.is_some())
+    }
+
+    /// What is enqueued from now on belongs to `step`.
+    pub(crate) fn at_step(&mut self, step: u64) {
+        self.step = u32::try_from(step).unwrap_or(u32::MAX);
+    }
+
+    /// Tokens of the own expert group, which has a buffer of `rows` [P T, D] on each rank, to the
+    /// ranks that have one of their experts, or to all; with `weights` [P T, K] also these and the
+    /// ids of `need`, of all tokens to all. Other rows say nothing.
+    pub(crate) fn gather_tokens(
+        &mut self,
+        device: &mut Device,
+        (ranks, need): (&[u32], &Need),
+        rows: Buffer,
+        weights: Option<Buffer>,
+    ) {
+        match (&self.windows, device.as_cuda()) {
+            (Some(windows), Some(cuda)) if self.failure.is_none() => {
+                windows.gather(cuda, need, rows, weights, self.step);
+            }
+            _ => {
+                let words = weights.iter().flat_map(|weights| [need.ids, *weights]);
+                let all: Vec<Buffer> = std::iter::once(rows).chain(words).collect();
+                self.all_gather(device, &of_all(ranks, &all));
+            }
+        }
+    }
+
+    /// What each rank of the own expert group adds to all tokens, `rows` [P T, D] and `slots`
+    /// [P T, K]: each rank's own part becomes the sum.
+    pub(crate) fn scatter_tokens(
+        &mut self,
+        device: &mut Device,
+        (ranks, need): (&[u32], &Need),
+        rows: Buffer,
+        slots: Option<Buffer>,
+    ) {
+        match (&self.windows, device.as_cuda()) {
+            (Some(windows), Some(cuda)) if self.failure.is_none() => {
+                windows.scatter(cuda, need, rows, slots, self.step);
+            }
+            _ => {
+                let all: Vec<Buffer> = std::iter::once(rows).chain(slots).collect();
+                self.reduce_scatter(device, &of_all(ranks, &all));
+            }
+        }
+    }
+}
+
+/// The own window, while others are opened.
+struct Own {
+    links: PeerLinks,
+    desk: Desk,
+    position: usize,
+    blocks: usize,
+}
+
+impl Own {
+    fn new(device: &Device, near: &Near, comm: &Comm, blocks: usize) -> Result<Own, String> {
+        let cuda = device.as_cuda().ok_or("its device is a processor")?;
+        let positions = near.ranks.len();
+        if positions > PEERS_MAX {
+            return Err(format!("there are windows for {PEERS_MAX} ranks at most"));
+        }
+        let me = near.ranks.iter().position(|rank| *rank == comm.rank());
+        let position = me.ok_or("it is none of the group")?;
+        let rooms = near.rooms;
+        let desc = PeerDesc { positions, me: position, rooms, patience: PATIENCE };
+        let links = cuda.peer_links(desc).map_err(|error| chain(&error))?;
+        let desk = Desk::open().map_err(|error| format!("no socket for windows: {error}"))?;
+        Ok(Own { links, desk, position, blocks })
+    }
+
+    /// Opens the others' windows.
+    fn connect(self, seats: &[Seat], lookout: &Lookout) -> Result<Arc<Windows>, String> {
+        let Own { mut links, desk, position, blocks } = self;
+        let file = links.export().map_err(|error| chain(&error))?;
+        let over = || lookout.look().is_err();
+        let files = desk.exchange(position, seats, &file, &over);
+        let files = files.map_err(|error| format!("windows were not handed over: {error}"))?;
+        for (from, file) in files {
+            links.connect(from, file).map_err(|error| chain(&error))?;
+        }
+        Ok(Arc::new(Windows { links: Mutex::new(Some(links)), blocks }))
+    }
+}
+
+/// What every rank says, by rank; none for what is not understood.
+fn tell<W: Serialize + for<'a> Deserialize<'a>>(
+    comm: &mut Comm,
+    word: &W,
+) -> Result<Vec<Option<W>>, CommError> {
+    let bytes = serde_json::to_vec(word).unwrap_or_default();
+    // What is too long to be told is not understood anywhere.
+    let bytes = if bytes.len() > WORDS_MAX { &[] } else { &bytes[..] };
+    let all = comm.gather_all(bytes, WORDS_MAX)?;
+    Ok(all.iter().map(|bytes| serde_json::from_slice(bytes).ok()).collect())
+}
+
+/// Nothing on a GPU notices that a peer is gone.
+fn watch_over(windows: &Weak<Windows>, lookout: &Lookout) {
+    while let Some(here) = windows.upgrade() {
+        if lookout.look().is_err() {
+            here.stop();
+            return;
+        }
+        drop(here);
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_are_for_who_asks() {
+        for said in [None, Some(""), Some("auto"), Some("yes"), Some("0"), Some("65")] {
+            assert_eq!(Use::parse(said), Use::Auto, "{said:?}");
+            assert_eq!(Use::parse(said).blocks(), None, "not measured on two GPUs yet");
+        }
+        assert_eq!(Use::parse(Some("off")).blocks(), None);
+        assert_eq!(Use::parse(Some("on")).blocks(), Some(BLOCKS));
+        assert_eq!(Use::parse(Some(" 16 ")).blocks(), Some(16));
+    }
+
+    /// Processors have none: all ranks hear it, and go on.
+    #[test]
+    fn a_group_without_windows_goes_on() {
+        for wanted in [Use::Auto, Use::Off, Use::On { blocks: 8 }] {
+            std::thread::scope(|scope| {
+                for mut comm in Comm::in_process(4) {
+                    scope.spawn(move || {
+                        let device = Device::cpu(1, 0).expect("a processor");
+                        let first = comm.rank() / 2 * 2;
+                        // One of the ranks wants none in any case.
+                        let wanted = if comm.rank() == 3 { Use::Off } else { wanted };
+                        let near = Near { ranks: vec![first, first + 1], rooms: 1 << 20, wanted };
+                        let opened = Windows::open(&mut comm, &device, &near);
+                        assert!(opened.expect("all are here").is_none());
+                        assert_eq!(comm.collective(), 1);
+                    });
+                }
+            });
+        }
+    }
+}
