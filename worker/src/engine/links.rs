@@ -42,7 +42,7 @@ use staged::Staging;
 use std::sync::Arc;
 
 pub use nccl::NoLinks;
-pub(crate) use peer::Near;
+pub(crate) use peer::{Near, PATIENCE};
 pub(crate) use shared::Shared;
 pub use peer::{ENV_PEER, Use as PeerUse};
 
@@ -60,6 +60,7 @@ pub struct Links {
     windows: Option<Arc<Windows>>,
     /// The step that is enqueued, for the record of a failure.
     step: u32,
+    by_need: bool,
 }
 
 /// What travels beside the ops of a step.
@@ -112,7 +113,8 @@ impl Links {
     }
 
     fn by(way: Way, comm: Comm, beside: bool) -> Links {
-        Links { way, comm, failure: None, beside, staging: None, windows: None, step: 0 }
+        let (failure, staging, windows) = (None, None, None);
+        Links { way, comm, failure, beside, staging, windows, step: 0, by_need: false }
     }
 
     /// Between GPUs through the hosts' memory, which is slow and needs no NCCL: for tests of
@@ -126,6 +128,13 @@ impl Links {
     #[must_use]
     pub fn in_stages(self, ranks: u32) -> Links {
         Links { staging: Some(Staging::new(ranks)), ..self }
+    }
+
+    /// The same links, between processors, with what reaches an expert group's ranks through
+    /// windows alone: tokens that a rank does not need are no numbers there. For tests.
+    #[must_use]
+    pub fn by_need(self) -> Links {
+        Links { by_need: true, ..self }
     }
 
     /// The same links, by which buckets travel between the parts of a step and not within them.

@@ -5,7 +5,7 @@ use crate::engine::beside::{ENV_OVERLAP, Overlap};
 use crate::engine::buckets::Places;
 use crate::engine::flight::Flights;
 use crate::engine::graphs::{ENV_GRAPHS, Graphs, Paces, Use};
-use crate::engine::links::{Aside, Groups, Links, NoLinks, PeerUse};
+use crate::engine::links::{Aside, Groups, Links, NoLinks, PATIENCE, PeerUse};
 use crate::engine::model::Model;
 use crate::engine::patience::{Deadline, Patience, guard};
 use crate::engine::sums::Sums;
@@ -20,7 +20,7 @@ use moejob_protocol::config::{Backend, Exchange, TrainingConfig};
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Why a step did not happen.
 #[derive(Debug, thiserror::Error)]
@@ -142,7 +142,7 @@ impl Engine {
                     _ => config.layout.mesh.expert_group(rank),
                 };
                 let groups = Groups { shared: groups, parcels };
-                let (aside, near) = (aside.as_ref(), model.near(PeerUse::said()));
+                let (aside, near) = (aside.as_ref(), model.near(PeerUse::said(), PATIENCE));
                 Links::between_gpus(comm, &mut model.device, &groups, aside, near.as_ref())?
             }
         };
@@ -182,12 +182,16 @@ impl Engine {
 
     /// Tokens of its expert group travel through windows from now on, if the group can have some:
     /// as [`ENV_PEER`](crate::engine::links::ENV_PEER) does from the begin of an attempt. All ranks
-    /// call it alike, between steps.
+    /// call it alike, between steps. A kernel waits so long for a peer at most.
     ///
     /// # Errors
     /// A peer is lost.
-    pub fn open_windows(&mut self, wanted: PeerUse) -> Result<bool, CommError> {
-        match self.model.near(wanted) {
+    pub fn open_windows(
+        &mut self,
+        wanted: PeerUse,
+        patience: Duration,
+    ) -> Result<bool, CommError> {
+        match self.model.near(wanted, patience) {
             Some(near) => self.links.open_windows(&self.model.device, &near),
             None => Ok(false),
         }

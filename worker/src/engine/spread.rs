@@ -28,6 +28,7 @@ use moejob_kernels::{
 use moejob_protocol::buffers::{Spread, SpreadScratch};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::ModelConfig;
+use std::time::Duration;
 
 /// The experts of one rank: `first ..`, as many as the layer of all tokens of the group has.
 #[derive(Clone, Copy, Debug)]
@@ -64,13 +65,13 @@ impl Model {
     }
 
     /// The own group, if its tokens travel.
-    pub(crate) fn near(&self, wanted: PeerUse) -> Option<Near> {
+    pub(crate) fn near(&self, wanted: PeerUse, patience: Duration) -> Option<Near> {
         let (here, scratch) = self.here.zip(self.buffers.scratch.spread.as_ref())?;
         let ranks = self.group.ranks.clone();
         let row = scratch.partial.bytes() / here.desc.tokens;
         let tokens = here.desc.tokens / ranks.len();
         let rooms = rooms_of_group(ranks.len(), tokens, row, here.desc.top_k);
-        Some(Near { ranks, rooms, wanted })
+        Some(Near { ranks, rooms, wanted, patience })
     }
 
     /// Which rank of the group needs which token of a round.

@@ -2,7 +2,8 @@
 
 use crate::gang::comm::{Comm, CommError};
 use super::{Parcel, Shared};
-use moejob_kernels::{Buffer, CpuDevice, DType};
+use half::{bf16, f16};
+use moejob_kernels::{Buffer, CpuDevice, DType, Element};
 
 /// Memory for what does not lie in one piece, kept from call to call.
 #[derive(Debug, Default)]
@@ -148,7 +149,10 @@ fn add_in_order(cpu: &mut CpuDevice, own: Buffer, me: u32, came: &[(u32, Vec<u8>
     match own.dtype() {
         DType::F64 => add_all::<f64, 8>(cpu.slice_mut(own), me, came, f64::from_ne_bytes),
         DType::F32 => add_all::<f32, 4>(cpu.slice_mut(own), me, came, f32::from_ne_bytes),
-        other => panic!("processors sum F32 and F64, not {other:?}"),
+        // Between GPUs alone. Summed in fp32, and rounded once.
+        DType::Bf16 => add_halves::<bf16>(cpu.slice_mut(own), me, came, bf16::from_f32),
+        DType::F16 => add_halves::<f16>(cpu.slice_mut(own), me, came, f16::from_f32),
+        other => panic!("{other:?} is not summed"),
     }
 }
 
@@ -167,6 +171,26 @@ fn add_all<T: Copy + std::ops::Add<Output = T>, const N: usize>(
         let ahead = before.iter().map(|(_, bytes)| of(bytes)).reduce(|sum, x| sum + x);
         let sum = ahead.map_or(*own, |sum| sum + *own);
         *own = behind.iter().fold(sum, |sum, (_, bytes)| sum + of(bytes));
+    }
+}
+
+fn add_halves<T: Element + Into<f32>>(
+    own: &mut [T],
+    me: u32,
+    came: &[(u32, Vec<u8>)],
+    round: fn(f32) -> T,
+) {
+    let (before, behind) = came.split_at(came.partition_point(|(from, _)| *from < me));
+    let of = |bytes: &[u8], at: usize| -> f32 {
+        let bytes = [bytes[2 * at], bytes[2 * at + 1]];
+        match T::DTYPE {
+            DType::Bf16 => bf16::from_ne_bytes(bytes).to_f32(),
+            _ => f16::from_ne_bytes(bytes).to_f32(),
+        }
+    };
+    for (at, own) in own.iter_mut().enumerate() {
+        let sum = before.iter().fold(0.0, |sum, (_, bytes)| sum + of(bytes, at)) + (*own).into();
+        *own = round(behind.iter().fold(sum, |sum, (_, bytes)| sum + of(bytes, at)));
     }
 }
 

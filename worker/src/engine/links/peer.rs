@@ -18,7 +18,7 @@ use crate::gang::comm::{Comm, CommError, Lookout};
 use moejob_kernels::cuda::{
     CudaDevice, GatherRows, Need, PEERS_MAX, PeerDesc, PeerLinks, ScatterRows,
 };
-use moejob_kernels::{Buffer, Device};
+use moejob_kernels::{Buffer, CpuDevice, DType, Device};
 use serde::{Deserialize, Serialize};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -36,7 +36,7 @@ const BLOCKS_MAX: usize = 64;
 const BYTES_A_BLOCK: usize = 64 << 10;
 /// How long a kernel waits for a peer. A peer that is dead or stopped is noticed by its worker
 /// before; this is for what nobody notices.
-const PATIENCE: Duration = Duration::from_secs(600);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(600);
 /// Between two looks at the group.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// What a rank says of its window.
@@ -95,6 +95,8 @@ pub(crate) struct Near {
     /// Bytes of the rooms.
     pub rooms: usize,
     pub wanted: Use,
+    /// How long a kernel waits for a peer.
+    pub patience: Duration,
 }
 
 /// The windows of an expert group.
@@ -290,6 +292,9 @@ impl Links {
                 let words = weights.iter().flat_map(|weights| [need.ids, *weights]);
                 let all: Vec<Buffer> = std::iter::once(rows).chain(words).collect();
                 self.all_gather(device, &of_all(ranks, &all));
+                if let (true, Some(cpu)) = (self.by_need, device.as_cpu_mut()) {
+                    keep_needed(cpu, position(ranks, self.comm.rank()), need, rows);
+                }
             }
         }
     }
@@ -309,6 +314,10 @@ impl Links {
             }
             _ => {
                 let all: Vec<Buffer> = std::iter::once(rows).chain(slots).collect();
+                if let (true, Some(cpu)) = (self.by_need, device.as_cpu_mut()) {
+                    let me = position(ranks, self.comm.rank());
+                    all.iter().for_each(|part| check_nothing_else(cpu, me, need, *part));
+                }
                 self.reduce_scatter(device, &of_all(ranks, &all));
             }
         }
@@ -332,8 +341,8 @@ impl Own {
         }
         let me = near.ranks.iter().position(|rank| *rank == comm.rank());
         let position = me.ok_or("it is none of the group")?;
-        let rooms = near.rooms;
-        let desc = PeerDesc { positions, me: position, rooms, patience: PATIENCE };
+        let Near { rooms, patience, .. } = *near;
+        let desc = PeerDesc { positions, me: position, rooms, patience };
         let links = cuda.peer_links(desc).map_err(|error| chain(&error))?;
         let desk = Desk::open().map_err(|error| format!("no socket for windows: {error}"))?;
         Ok(Own { links, desk, position, blocks })
@@ -350,6 +359,48 @@ impl Own {
             links.connect(from, file).map_err(|error| chain(&error))?;
         }
         Ok(Arc::new(Windows { links: Mutex::new(Some(links)), blocks }))
+    }
+}
+
+fn position(ranks: &[u32], rank: u32) -> usize {
+    ranks.iter().position(|member| *member == rank).expect("a member of the group")
+}
+
+/// Whether the rank at `me` has an expert of the token of a row.
+fn is_needed(cpu: &CpuDevice, me: usize, need: &Need, row: usize) -> bool {
+    let (first, count) = need.experts[me];
+    let ids = cpu.slice::<u32>(need.ids.slice(row * need.top_k, need.top_k));
+    let present = need.present >> (row / need.tokens) & 1 == 1;
+    present && ids.iter().any(|id| (first..first + count).contains(id))
+}
+
+/// What windows would not bring is no number afterwards.
+fn keep_needed(cpu: &mut CpuDevice, me: usize, need: &Need, rows: Buffer) {
+    let all = need.experts.len() * need.tokens;
+    let width = rows.len() / all;
+    for row in (0..all).filter(|row| row / need.tokens != me) {
+        if !is_needed(cpu, me, need, row) {
+            match rows.dtype() {
+                DType::F64 => cpu.slice_mut::<f64>(rows.slice(row * width, width)).fill(f64::NAN),
+                _ => cpu.slice_mut::<f32>(rows.slice(row * width, width)).fill(f32::NAN),
+            }
+        }
+    }
+}
+
+/// What windows would not take adds nothing.
+///
+/// # Panics
+/// It does.
+fn check_nothing_else(cpu: &CpuDevice, me: usize, need: &Need, part: Buffer) {
+    let all = need.experts.len() * need.tokens;
+    let width = part.len() / all;
+    for row in 0..all {
+        let present = need.present >> (row / need.tokens) & 1 == 1;
+        if present && !is_needed(cpu, me, need, row) {
+            let bytes = part.slice(row * width, width).reinterpret(DType::U8);
+            assert!(cpu.slice::<u8>(bytes).iter().all(|byte| *byte == 0), "row {row} adds to it");
+        }
     }
 }
 
@@ -403,7 +454,8 @@ mod tests {
                         let first = comm.rank() / 2 * 2;
                         // One of the ranks wants none in any case.
                         let wanted = if comm.rank() == 3 { Use::Off } else { wanted };
-                        let near = Near { ranks: vec![first, first + 1], rooms: 1 << 20, wanted };
+                        let ranks = vec![first, first + 1];
+                        let near = Near { ranks, rooms: 1 << 20, wanted, patience: PATIENCE };
                         let opened = Windows::open(&mut comm, &device, &near);
                         assert!(opened.expect("all are here").is_none());
                         assert_eq!(comm.collective(), 1);

@@ -1,0 +1,214 @@
+//! Expert groups whose tokens travel through windows. All ranks are on one GPU, where NCCL has no
+//! communicator: what else they exchange goes through the host's memory. Skipped where there is no
+//! GPU. What of it is no GPU's runs on processors. On two GPUs: `MOEJOB_PEER=on` before the tests of
+//! cuda_ranks.rs.
+
+mod common;
+
+use common::Job;
+use moe_worker::data::Corpus;
+use moe_worker::engine::links::{Links, PeerUse};
+use moe_worker::engine::model::Model;
+use moe_worker::engine::step::{Engine, StepError, StepSummary};
+use moe_worker::gang::comm::Comm;
+use moe_worker::state::snapshot::{cut, initialize};
+use moejob_kernels::cuda::Gpu;
+use moejob_kernels::{DType, Device};
+use moejob_protocol::config::{Backend, Precision};
+use moejob_protocol::layout::Layout;
+use moejob_protocol::memory::Shape;
+use moejob_protocol::mesh::Mesh;
+use std::sync::Once;
+use std::time::{Duration, Instant};
+
+/// All ranks find room on one GPU.
+const BLOCKS: usize = 6;
+/// Nobody waits so long but for a mistake.
+const PATIENCE: Duration = Duration::from_secs(15);
+
+/// Five micro-batches: uneven for all, so that a rank has none in the last round.
+fn job((dp, ep): (u32, u32), precision: Precision) -> Job {
+    let mut job = Job::new(Layout::contiguous(Mesh::data_parallel(dp, ep)).by_buckets());
+    let model = &mut job.config.model;
+    (model.hidden_size, model.head_dim, model.experts.intermediate_size) = (64, 32, 64);
+    (model.experts.count, model.dense_intermediate_size) = (6, 128);
+    model.router.bias_update_rate = 0.0;
+    let training = &mut job.config.training;
+    (training.precision, training.adamw.learning_rate) = (precision, 0.001);
+    training.sequence_length = 32;
+    job
+}
+
+/// How tokens of a group travel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Way {
+    /// As everything else.
+    Host,
+    Windows,
+    /// What would come through windows.
+    ByNeed,
+}
+
+fn is_there() -> bool {
+    // SAFETY: before the driver is opened, and other threads of this test wait here.
+    static QUEUES: Once = Once::new();
+    // Ranks wait for each other, so that no two may share a queue of the GPU.
+    QUEUES.call_once(|| unsafe { std::env::set_var("CUDA_DEVICE_MAX_CONNECTIONS", "32") });
+    match Gpu::open(0) {
+        Ok(_) => true,
+        Err(error) => {
+            println!("skipped: {error}");
+            false
+        }
+    }
+}
+
+/// A rank of `job`, on GPU 0 or on a processor.
+fn engine(job: &Job, comm: Comm, on_gpu: bool, way: Way) -> Engine {
+    let (config, rank) = (&job.config, comm.rank());
+    let mut training = config.training.clone();
+    if on_gpu {
+        training.compute.backend = Backend::Cuda;
+    }
+    let shape = Shape::new(&config.model, &config.layout, rank, &training);
+    let device = if on_gpu { Device::cuda(0, 0).expect("a GPU") } else { Device::cpu(1, 0).unwrap() };
+    let model = Model::on(device, shape, &config.model, &config.layout, rank, &training);
+    let links = match (on_gpu, way) {
+        (true, _) => Links::carried(comm),
+        (false, Way::ByNeed) => Links::new(comm).by_need(),
+        (false, _) => Links::new(comm),
+    };
+    Engine::new(model.expect("memory"), &training, links)
+}
+
+/// Summaries of some steps of each rank, and its state and weights after them. The first step is
+/// without windows: it loads kernels, which would wait for those that wait for other ranks.
+fn steps(job: &Job, on_gpu: bool, way: Way) -> Vec<(Vec<StepSummary>, Vec<u8>)> {
+    let train = |comm: Comm| {
+        let mut engine = engine(job, comm, on_gpu, way);
+        let training = &job.config.training;
+        initialize(&mut engine.model, training.seed);
+        let corpus = Corpus::open(&job.config.data, training, job.config.model.vocab_size);
+        let mut corpus = corpus.expect("text");
+        let mut summaries = Vec::new();
+        for step in 0..5 {
+            if step == 1 && way == Way::Windows {
+                let wanted = PeerUse::On { blocks: BLOCKS };
+                let opened = engine.open_windows(wanted, PATIENCE).expect("all are here");
+                assert!(opened, "no windows");
+            }
+            summaries.push(engine.step(step, &mut corpus).expect("peers"));
+        }
+        let mut state = Vec::new();
+        cut(&mut engine.model, &mut state).expect("the device works");
+        for index in 0..engine.model.params.len() {
+            if let Some(weight) = engine.model.weight(index) {
+                state.extend(engine.model.device.read_vec::<u8>(weight.reinterpret(DType::U8)));
+            }
+        }
+        engine.all_arrived().expect("the device works");
+        engine.leave().expect("nothing waits any more");
+        (summaries, state)
+    };
+    std::thread::scope(|scope| {
+        let comms = Comm::in_process(job.config.layout.mesh.world());
+        let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(|| train(comm))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+    })
+}
+
+fn same(job: &Job, on_gpu: bool, ways: [Way; 2], what: &str) {
+    let [first, second] = ways.map(|way| steps(job, on_gpu, way));
+    for (rank, (first, second)) in first.iter().zip(&second).enumerate() {
+        assert!(first.0.iter().all(|step| step.loss.is_finite()), "{:?}", first.0);
+        assert_eq!(first.0, second.0, "{what}: rank {rank}, {ways:?}");
+        assert!(first.1 == second.1, "{what}: rank {rank}: other weights or moments, {ways:?}");
+    }
+}
+
+/// Sums of three and more are in the order of ranks either way.
+#[test]
+fn windows_give_the_bits_of_the_hosts_links() {
+    if !is_there() {
+        return;
+    }
+    for mesh in [(2, 2), (3, 3)] {
+        for precision in [Precision::Fp32, Precision::Bf16] {
+            let job = job(mesh, precision);
+            let what = format!("{mesh:?} {precision:?}");
+            same(&job, true, [Way::Host, Way::Windows], &what);
+            same(&job, true, [Way::Windows, Way::Windows], &what);
+        }
+    }
+}
+
+/// Two groups, each with windows of its own; experts that are computed again in backward.
+#[test]
+fn groups_have_their_own_windows() {
+    if !is_there() {
+        return;
+    }
+    let mut job = job((4, 2), Precision::Fp32);
+    job.config.model.dense_layers = vec![0];
+    job.config.model.num_hidden_layers = 3;
+    job.config.training.recompute = moejob_protocol::config::Recompute::Full;
+    same(&job, true, [Way::Host, Way::Windows], "two groups");
+}
+
+/// A rank goes in the middle of a run: the others end, and give all of their windows back.
+#[test]
+fn whose_peer_is_lost_ends_and_gives_its_windows_back() {
+    if !is_there() {
+        return;
+    }
+    let gpu = Gpu::open(0).expect("a GPU");
+    let job = job((2, 2), Precision::Fp32);
+    let survive = |comm: Comm, victim: bool| {
+        let mut engine = engine(&job, comm, true, Way::Windows);
+        let training = &job.config.training;
+        initialize(&mut engine.model, training.seed);
+        let corpus = Corpus::open(&job.config.data, training, job.config.model.vocab_size);
+        let mut corpus = corpus.expect("text");
+        engine.step(0, &mut corpus).expect("peers");
+        let wanted = PeerUse::On { blocks: BLOCKS };
+        assert!(engine.open_windows(wanted, 40 * PATIENCE).expect("all are here"));
+        engine.step(1, &mut corpus).expect("peers");
+        let began = Instant::now();
+        if !victim {
+            // It is enqueued before anybody knows.
+            let ended = engine.step(2, &mut corpus).expect_err("a peer is lost");
+            assert!(matches!(ended, StepError::Comm(_)), "{ended}");
+        } else {
+            std::thread::sleep(Duration::from_millis(300));
+            engine.links.comm().abort_handle().abort("the test ends it");
+        }
+        engine.leave().expect("nothing waits any more");
+        drop(engine);
+        assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
+    };
+    let mut free = Vec::new();
+    for _ in 0..4 {
+        std::thread::scope(|scope| {
+            for comm in Comm::in_process(2) {
+                let victim = comm.rank() == 1;
+                scope.spawn(move || survive(comm, victim));
+            }
+        });
+        gpu.make_current().expect("a GPU");
+        free.push(gpu.memory().expect("a GPU").0);
+    }
+    let (early, late) = (free[1], free[3]);
+    // Other programs may use the GPU, too; the windows of one round are some MiB.
+    assert!(late + (1 << 20) >= early, "{free:?}: memory creeps");
+}
+
+/// Ops read no row that windows would not bring, and add nothing that they would not take.
+#[test]
+fn processors_train_alike_by_need() {
+    for mesh in [(2, 2), (3, 3), (4, 2), (6, 3)] {
+        let mut job = job(mesh, Precision::Fp32);
+        // Of one choice a token most tokens are needed by few ranks.
+        job.config.model.experts.per_token = if mesh.1 == 3 { 1 } else { 2 };
+        same(&job, false, [Way::Host, Way::ByNeed], &format!("{mesh:?}"));
+    }
+}
