@@ -425,6 +425,34 @@ fn several_devices_capture_nothing() {
     assert_eq!(counts[1..], [0, 0]);
 }
 
+/// Tokens of an expert group on one node travel through windows where they are wanted and can be
+/// had. A driver that exports nothing is told of once, and the job goes on with NCCL.
+#[test]
+fn windows_that_cannot_be_had_leave_a_job_training() {
+    let place = Place::new(&[12_080]);
+    let libraries = place.version(12_080);
+    place.add_nccl(&libraries, 22_809);
+    let words = format!("{CAPTURED} --devices 2 --expert-parallel 2");
+    let run = |set: &[(&str, &str)]| {
+        let set = [&[("STUB_GPUS", "2")], set].concat();
+        let (output, [kernels, ..]) = place.captured(&libraries, &words, &set);
+        let told = text(&output.stderr);
+        assert!(output.status.success(), "{told}");
+        let lines: Vec<&str> = told.lines().filter(|line| line.contains("tokens travel")).collect();
+        (kernels, lines.join("\n"))
+    };
+    let (usual, told) = run(&[]);
+    assert_eq!(told, "", "nobody asked");
+    let (refused, told) = run(&[("MOEJOB_PEER", "on"), ("STUB_EXPORT", "801")]);
+    assert_eq!(told.lines().count(), 1, "{told}");
+    assert!(told.contains("by NCCL, for there are no windows: rank 0: exporting a window"), "{told}");
+    assert!(refused > usual, "{refused} kernels, {usual} without a try");
+    let (taken, told) = run(&[("MOEJOB_PEER", "on")]);
+    assert!(told.contains("tokens travel through windows"), "{told}");
+    // A gather and a scatter of each layer, forward and backward.
+    assert!(taken > refused + 100, "{taken} kernels, {refused} without windows");
+}
+
 /// The engine of a job hears of the variable, and captures in each attempt anew.
 #[test]
 fn a_job_that_is_resumed_captures_again() {

@@ -81,6 +81,11 @@ impl Window {
         unsafe { sys::cuMemExportToShareableHandle(target, self.handle, POSIX_FILE, 0) }
             .result()
             .doing(|| format!("exporting a window of {} bytes", self.bytes))?;
+        if file < 0 {
+            let source = cudarc::driver::DriverError(sys::CUresult::CUDA_ERROR_UNKNOWN);
+            let doing = "exporting a window: the driver gave no file".to_owned();
+            return Err(CudaError::Driver { doing, source });
+        }
         // SAFETY: the driver has opened it for us, and nobody else owns it.
         Ok(unsafe { OwnedFd::from_raw_fd(file) })
     }

@@ -12,7 +12,8 @@
 mod count;
 
 pub use count::{
-    OFFLOADED_MASTERS, OFFLOADED_MOMENTS, beside_arena, host_memory, rank_memory,
+    OFFLOADED_MASTERS, OFFLOADED_MOMENTS, beside_arena, host_memory, rank_memory, window_bytes,
+    window_rooms,
 };
 
 use crate::buckets::BucketKind;
@@ -467,5 +468,8 @@ const CONTEXT_BYTES: u64 = 576 << 20;
 const LINKS_BYTES: u64 = 880 << 20;
 /// A further one, by which buckets travel beside the ops.
 const NEXT_LINKS_BYTES: u64 = 500 << 20;
+/// What a window has beside its rooms, and what its memory is a multiple of.
+const WINDOW_MAIL: u64 = 512 << 10;
+const WINDOW_PAGE: u64 = 2 << 20;
 /// CuBLASLt's 32 MiB, 20 of partial sums, and angles of 32,768 positions.
 const TABLES_BYTES: u64 = 80 << 20;

@@ -19,14 +19,13 @@ use crate::engine::forward::Pass;
 use crate::engine::links::{Near, PeerUse};
 use crate::engine::model::Model;
 use crate::engine::round::Round;
-use moejob_kernels::cuda::{
-    Gradients, MoeDesc, MoeTensors, Need, Saved, Weights, rooms_of_group,
-};
+use moejob_kernels::cuda::{Gradients, MoeDesc, MoeTensors, Need, Saved, Weights};
 use moejob_kernels::{
     Add, Buffer, MoeExpertsBackward, MoeForward, MoeHidden, MoePlace, MoeRoute, MoeRouterBackward,
 };
 use moejob_protocol::buffers::{Spread, SpreadScratch};
 use moejob_protocol::layout::Layout;
+use moejob_protocol::memory::window_rooms;
 use moejob_protocol::model::ModelConfig;
 use std::time::Duration;
 
@@ -70,7 +69,9 @@ impl Model {
         let ranks = self.group.ranks.clone();
         let row = scratch.partial.bytes() / here.desc.tokens;
         let tokens = here.desc.tokens / ranks.len();
-        let rooms = rooms_of_group(ranks.len(), tokens, row, here.desc.top_k);
+        let [positions, tokens, row, top_k] =
+            [ranks.len(), tokens, row, here.desc.top_k].map(|count| count as u64);
+        let rooms = window_rooms(positions, tokens, row, top_k) as usize;
         Some(Near { ranks, rooms, wanted, patience })
     }
 

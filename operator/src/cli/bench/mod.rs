@@ -15,6 +15,7 @@ use clap::{Args, ValueEnum};
 use moe_worker::attempt::gauge::Gauge;
 use moe_worker::attempt::pace::kernel_bytes;
 use moe_worker::engine::graphs::Captures;
+use moe_worker::engine::links::PeerUse;
 use moe_worker::engine::step::{Engine, StepError, StepSummary};
 use moe_worker::engine::trace::{STEPS_TRACED, Trace};
 use moe_worker::gang::comm::Comm;
@@ -32,6 +33,7 @@ use moejob_plan::preset::fields;
 use moejob_plan::spec::Preset;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, GradientDtype, MomentDtype, Recompute};
+use moejob_protocol::memory::window_bytes;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -218,7 +220,10 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
         return Err(Refused(2, format!("--expert-parallel {ep} does not divide {devices} devices")));
     }
     let layout = placement::layout(&job, devices, ep);
-    let planned = placement::memory(&job, &layout, 0);
+    let mut planned = placement::memory(&job, &layout, 0);
+    if PeerUse::said().blocks().is_some() {
+        planned.add_window(window_bytes(&job.model, &layout, &job.training));
+    }
     // A bench keeps no state beside the device's.
     let kept = planned.parts.iter().filter(|part| ["snapshots", "checkpoint"].contains(&part.name));
     let planned = planned.committed - kept.map(|part| part.bytes).sum::<u64>();

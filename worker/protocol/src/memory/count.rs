@@ -42,6 +42,40 @@ pub fn beside_arena(with_others: bool) -> u64 {
     TABLES_BYTES + if with_others { LINKS_BYTES + NEXT_LINKS_BYTES } else { 0 }
 }
 
+/// Rooms of a window by which `positions` ranks with `tokens` each exchange the tokens of an expert
+/// group, with rows of so many bytes and `top_k` choices: rows, ids and weights that others take;
+/// or, in turn, rows and gradients of weights that the others bring.
+pub fn window_rooms(positions: u64, tokens: u64, row_bytes: u64, top_k: u64) -> u64 {
+    let taken = tokens * (row_bytes + 2 * 4 * top_k);
+    let brought = positions.saturating_sub(1) * tokens * (row_bytes + 4 * top_k);
+    taken.max(brought)
+}
+
+/// What a GPU takes for a window, where tokens of expert groups travel through windows; none where
+/// none travel.
+pub fn window_bytes(model: &ModelConfig, layout: &Layout, training: &TrainingConfig) -> u64 {
+    let positions = u64::from(layout.mesh.ep);
+    if positions == 1 || training.compute.backend != Backend::Cuda {
+        return 0;
+    }
+    let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
+    let row = u64::from(model.hidden_size) * training.precision.element().bytes();
+    let rooms = window_rooms(positions, tokens, row, model.experts.per_token.into());
+    (rooms + WINDOW_MAIL).next_multiple_of(WINDOW_PAGE)
+}
+
+impl RankMemory {
+    /// Counts a window, see [`window_bytes`].
+    pub fn add_window(&mut self, bytes: u64) {
+        if bytes > 0 {
+            add_to(&mut self.parts, "windows", bytes);
+            self.balanced += bytes;
+            self.committed += bytes;
+            self.worst += bytes;
+        }
+    }
+}
+
 /// A planner that only counts.
 struct Count<'a> {
     shape: &'a Shape,
@@ -204,6 +238,24 @@ mod tests {
         assert_eq!(pipes(8, 512), Some(8 * (2 * 511 + 2) * PIPE_BYTES));
         assert_eq!(pipes(1, 2), Some((2 + 2) * PIPE_BYTES));
         assert_eq!(pipes(1, 1), Some(0));
+    }
+
+    /// Who brings most: one other, or many.
+    #[test]
+    fn rooms_hold_what_is_taken_or_brought() {
+        assert_eq!(window_rooms(2, 16_384, 4096, 8), 16_384 * (4096 + 64));
+        assert_eq!(window_rooms(8, 16_384, 4096, 8), 7 * 16_384 * (4096 + 32));
+        assert_eq!(window_rooms(1, 10, 64, 2), 10 * 80);
+        let part = Part { name: "weights", bytes: 5 };
+        let (balanced, committed, worst, offloaded) = (5, 6, 7, Vec::new());
+        let mut memory =
+            RankMemory { parts: vec![part.clone()], balanced, committed, worst, offloaded };
+        let before = memory.clone();
+        memory.add_window(0);
+        assert_eq!(memory, before);
+        memory.add_window(10);
+        assert_eq!(memory.parts, [part, Part { name: "windows", bytes: 10 }]);
+        assert_eq!([memory.balanced, memory.committed, memory.worst], [15, 16, 17]);
     }
 
     #[test]

@@ -431,6 +431,8 @@ fn watch_over(windows: &Weak<Windows>, lookout: &Lookout) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use moejob_kernels::cuda::rooms_of_group;
+    use moejob_protocol::memory::window_rooms;
 
     #[test]
     fn windows_are_for_who_asks() {
@@ -441,6 +443,17 @@ mod tests {
         assert_eq!(Use::parse(Some("off")).blocks(), None);
         assert_eq!(Use::parse(Some("on")).blocks(), Some(BLOCKS));
         assert_eq!(Use::parse(Some(" 16 ")).blocks(), Some(16));
+    }
+
+    /// What a plan counts is what kernels want.
+    #[test]
+    fn rooms_are_those_of_the_plan() {
+        for (positions, tokens, row, top_k) in [(2, 32, 256, 2), (8, 4096, 4096, 8), (3, 7, 64, 1)] {
+            let planned = window_rooms(positions, tokens, row, top_k);
+            let [positions, tokens, row, top_k] =
+                [positions, tokens, row, top_k].map(|count| count as usize);
+            assert_eq!(rooms_of_group(positions, tokens, row, top_k) as u64, planned);
+        }
     }
 
     /// Processors have none: all ranks hear it, and go on.
