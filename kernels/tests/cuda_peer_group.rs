@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use half::{bf16, f16};
 use moejob_kernels::cuda::{Awaited, GatherRows, Need, ScatterRows, rooms_of_group};
 use moejob_kernels::{ArenaPlan, Buffer, DType, NO_EXPERT};
-use peer_common::{LONG, ROOMS, Random, Rank, node};
+use peer_common::{LONG, ROOMS, Random, Rank, alone, node};
 
 /// A layer whose experts are shared out over `positions`.
 #[derive(Clone, Debug)]
@@ -267,6 +267,7 @@ fn scatter(ranks: &mut [Rank], case: &Case, random: &mut Random) {
 
 #[test]
 fn tokens_travel_by_need_and_come_back_summed() {
+    let _alone = alone();
     for count in [1, 2, 3, 4, 8] {
         let Some(mut ranks) = node(count, LONG) else { return };
         let mut random = Random(count as u64);
@@ -284,6 +285,7 @@ fn tokens_travel_by_need_and_come_back_summed() {
 /// Epoch after epoch without the host: each round's rows are those of the round before, summed.
 #[test]
 fn rounds_follow_each_other() {
+    let _alone = alone();
     let (count, tokens, dim) = (3, 96, 64);
     let Some(mut ranks) = node(count, LONG) else { return };
     // Token t of each rank is needed by ranks t % 3 and (t + 1) % 3.
@@ -322,6 +324,7 @@ fn rounds_follow_each_other() {
 
 #[test]
 fn who_never_comes_is_named_and_a_stop_ends_the_wait() {
+    let _alone = alone();
     let patience = Duration::from_millis(200);
     let op = |rank: &mut Rank| {
         let ids = place(rank, DType::U32, &[0_u32, 1, 0, 1]);
@@ -354,4 +357,16 @@ fn who_never_comes_is_named_and_a_stop_ends_the_wait() {
     rank.links.stop();
     rank.stream.synchronize().expect("ended");
     assert_eq!(rank.links.check(), Ok(()), "nobody failed");
+    // What is enqueued behind it does nothing, also where the other comes now.
+    let gather = GatherRows { need: &need, rows, weights: None, blocks: 2, step: 9 };
+    rank.links.gather_rows((&rank.stream, &rank.arena), &gather).expect("enqueued");
+    rank.stream.synchronize().expect("ended");
+    let other = op(&mut ranks[1]);
+    let late = &ranks[1];
+    let gather = GatherRows { need: &other.0, rows: other.1, weights: None, blocks: 2, step: 9 };
+    late.links.gather_rows((&late.stream, &late.arena), &gather).expect("enqueued");
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(!late.stream.is_idle().expect("asked"), "nobody tells it of rows");
+    late.links.stop();
+    late.stream.synchronize().expect("ended");
 }

@@ -445,7 +445,8 @@ fn windows_that_cannot_be_had_leave_a_job_training() {
     assert_eq!(told, "", "nobody asked");
     let (refused, told) = run(&[("MOEJOB_PEER", "on"), ("STUB_EXPORT", "801")]);
     assert_eq!(told.lines().count(), 1, "{told}");
-    assert!(told.contains("by NCCL, for there are no windows: rank 0: exporting a window"), "{told}");
+    let why = "by NCCL, for there are no windows: rank 0: exporting a window";
+    assert!(told.contains(why), "{told}");
     assert!(refused > usual, "{refused} kernels, {usual} without a try");
     let (taken, told) = run(&[("MOEJOB_PEER", "on")]);
     assert!(told.contains("tokens travel through windows"), "{told}");

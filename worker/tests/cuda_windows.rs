@@ -1,7 +1,7 @@
 //! Expert groups whose tokens travel through windows. All ranks are on one GPU, where NCCL has no
 //! communicator: what else they exchange goes through the host's memory. Skipped where there is no
-//! GPU. What of it is no GPU's runs on processors. On two GPUs: `MOEJOB_PEER=on` before the tests of
-//! cuda_ranks.rs.
+//! GPU. What of it is no GPU's runs on processors. On two GPUs: `MOEJOB_PEER=on` before the tests
+//! of cuda_ranks.rs.
 
 mod common;
 
@@ -18,7 +18,7 @@ use moejob_protocol::config::{Backend, Precision};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
-use std::sync::Once;
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 /// All ranks find room on one GPU.
@@ -49,16 +49,20 @@ enum Way {
     ByNeed,
 }
 
-fn is_there() -> bool {
-    // SAFETY: before the driver is opened, and other threads of this test wait here.
+/// The GPU, for one test at a time: while a kernel waits for a peer, the driver may hold up whoever
+/// loads others.
+fn gpu() -> Option<(Gpu, MutexGuard<'static, ()>)> {
+    static ALONE: Mutex<()> = Mutex::new(());
     static QUEUES: Once = Once::new();
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     // Ranks wait for each other, so that no two may share a queue of the GPU.
+    // SAFETY: before the driver is opened, and other threads of this test wait here.
     QUEUES.call_once(|| unsafe { std::env::set_var("CUDA_DEVICE_MAX_CONNECTIONS", "32") });
     match Gpu::open(0) {
-        Ok(_) => true,
+        Ok(gpu) => Some((gpu, alone)),
         Err(error) => {
             println!("skipped: {error}");
-            false
+            None
         }
     }
 }
@@ -71,7 +75,10 @@ fn engine(job: &Job, comm: Comm, on_gpu: bool, way: Way) -> Engine {
         training.compute.backend = Backend::Cuda;
     }
     let shape = Shape::new(&config.model, &config.layout, rank, &training);
-    let device = if on_gpu { Device::cuda(0, 0).expect("a GPU") } else { Device::cpu(1, 0).unwrap() };
+    let device = match on_gpu {
+        true => Device::cuda(0, 0).expect("a GPU"),
+        false => Device::cpu(1, 0).expect("a processor"),
+    };
     let model = Model::on(device, shape, &config.model, &config.layout, rank, &training);
     let links = match (on_gpu, way) {
         (true, _) => Links::carried(comm),
@@ -129,9 +136,7 @@ fn same(job: &Job, on_gpu: bool, ways: [Way; 2], what: &str) {
 /// Sums of three and more are in the order of ranks either way.
 #[test]
 fn windows_give_the_bits_of_the_hosts_links() {
-    if !is_there() {
-        return;
-    }
+    let Some(_alone) = gpu() else { return };
     for mesh in [(2, 2), (3, 3)] {
         for precision in [Precision::Fp32, Precision::Bf16] {
             let job = job(mesh, precision);
@@ -145,9 +150,7 @@ fn windows_give_the_bits_of_the_hosts_links() {
 /// Two groups, each with windows of its own; experts that are computed again in backward.
 #[test]
 fn groups_have_their_own_windows() {
-    if !is_there() {
-        return;
-    }
+    let Some(_alone) = gpu() else { return };
     let mut job = job((4, 2), Precision::Fp32);
     job.config.model.dense_layers = vec![0];
     job.config.model.num_hidden_layers = 3;
@@ -158,10 +161,7 @@ fn groups_have_their_own_windows() {
 /// A rank goes in the middle of a run: the others end, and give all of their windows back.
 #[test]
 fn whose_peer_is_lost_ends_and_gives_its_windows_back() {
-    if !is_there() {
-        return;
-    }
-    let gpu = Gpu::open(0).expect("a GPU");
+    let Some((gpu, _alone)) = gpu() else { return };
     let job = job((2, 2), Precision::Fp32);
     let survive = |comm: Comm, victim: bool| {
         let mut engine = engine(&job, comm, true, Way::Windows);

@@ -23,6 +23,9 @@ enum { EPOCH, DONE, COUNTS_EPOCH, FAILED };
 enum { STOP, WHAT, POSITION, AT_EPOCH, AT_STEP };
 // What is recorded of a failure; 0 is none.
 enum { NO_PLACE = 1, NO_ROWS, NO_COUNTS, NO_ROOM };
+// In the state alone: the host has said so. What is enqueued behind it would go on with the epoch
+// that was not ended, and tell others of rows that are not there.
+enum { STOPPED = 99 };
 
 __device__ __forceinline__ u64 clock_ns() {
   u64 t;
@@ -91,7 +94,11 @@ __device__ __forceinline__ bool await(const Links& links, u32 what, u32 position
     if (polls % 64) continue;
     const u64 t = clock_ns();
     if (!until) until = t + links.patience;
-    if (has_failed(links) || load_host(links.control + STOP)) return false;
+    if (has_failed(links)) return false;
+    if (load_host(links.control + STOP)) {
+      atomicCAS(links.state + FAILED, 0u, STOPPED);
+      return false;
+    }
     if (t > until) {
       fail(links, what, position, epoch, step);
       return false;

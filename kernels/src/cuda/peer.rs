@@ -435,6 +435,13 @@ impl PeerLinks {
     }
 }
 
+impl Drop for PeerLinks {
+    /// Whichever thread drops them: their memory is given back in its context.
+    fn drop(&mut self) {
+        let _ = self.own.gpu().make_current();
+    }
+}
+
 /// Threads that share a row: eight chunks of 16 bytes a thread keep a link busy.
 pub(super) fn lanes(row_bytes: usize) -> u32 {
     (row_bytes / 128).next_power_of_two().clamp(4, 32) as u32

@@ -1,7 +1,7 @@
 //! Ranks whose links are windows, all on one GPU.
 #![allow(dead_code)]
 
-use std::sync::Once;
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 
 use moejob_kernels::cuda::{
@@ -65,6 +65,12 @@ pub fn node(count: usize, patience: Duration) -> Option<Vec<Rank>> {
         }
     }
     Some(ranks)
+}
+
+/// One test at a time: while a kernel waits for a peer, the driver may hold up whoever loads others.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 pub const LONG: Duration = Duration::from_secs(20);

@@ -1,7 +1,7 @@
 //! Open files between the engines of one machine, each to each.
 //!
 //! ```text
-//! Desk::open() -> Seat, which all are told -> exchange(seats, file) -> a file of each of the others
+//! Desk::open() -> Seat, which all are told -> exchange(seats, file) -> a file of each other one
 //! ```
 //! A desk is a socket of datagrams with an abstract name: it exists in a network namespace, and
 //! needs no folder and no right. Anybody there could write to it, so what counts has the secret of

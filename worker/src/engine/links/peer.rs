@@ -20,6 +20,7 @@ use moejob_kernels::cuda::{
 };
 use moejob_kernels::{Buffer, CpuDevice, DType, Device};
 use serde::{Deserialize, Serialize};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -104,6 +105,8 @@ pub(crate) struct Near {
 pub(super) struct Windows {
     /// None once they were left.
     links: Mutex<Option<PeerLinks>>,
+    /// A kernel was enqueued.
+    used: AtomicBool,
     blocks: usize,
 }
 
@@ -218,6 +221,7 @@ impl Windows {
         step: u32,
     ) {
         if let Some(links) = &*self.links() {
+            self.used.store(true, Ordering::Relaxed);
             let blocks = self.blocks_of(need, rows);
             cuda.gather_rows(links, &GatherRows { need, rows, weights, blocks, step });
         }
@@ -233,6 +237,7 @@ impl Windows {
         step: u32,
     ) {
         if let Some(links) = &*self.links() {
+            self.used.store(true, Ordering::Relaxed);
             let blocks = self.blocks_of(need, rows);
             cuda.scatter_rows(links, &ScatterRows { need, rows, slots, blocks, step });
         }
@@ -254,7 +259,10 @@ impl Drop for Windows {
     /// with the process.
     fn drop(&mut self) {
         self.stop();
-        std::mem::forget(self.links().take());
+        match self.used.load(Ordering::Relaxed) {
+            true => std::mem::forget(self.links().take()),
+            false => self.release(),
+        }
     }
 }
 
@@ -358,7 +366,8 @@ impl Own {
         for (from, file) in files {
             links.connect(from, file).map_err(|error| chain(&error))?;
         }
-        Ok(Arc::new(Windows { links: Mutex::new(Some(links)), blocks }))
+        let links = Mutex::new(Some(links));
+        Ok(Arc::new(Windows { links, used: AtomicBool::new(false), blocks }))
     }
 }
 
@@ -448,7 +457,8 @@ mod tests {
     /// What a plan counts is what kernels want.
     #[test]
     fn rooms_are_those_of_the_plan() {
-        for (positions, tokens, row, top_k) in [(2, 32, 256, 2), (8, 4096, 4096, 8), (3, 7, 64, 1)] {
+        let sizes = [(2, 32, 256, 2), (8, 4096, 4096, 8), (3, 7, 64, 1)];
+        for (positions, tokens, row, top_k) in sizes {
             let planned = window_rooms(positions, tokens, row, top_k);
             let [positions, tokens, row, top_k] =
                 [positions, tokens, row, top_k].map(|count| count as usize);
