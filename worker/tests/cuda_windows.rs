@@ -187,7 +187,7 @@ fn whose_peer_is_lost_ends_and_gives_its_windows_back() {
         assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
     };
     let mut free = Vec::new();
-    for _ in 0..4 {
+    for _ in 0..6 {
         std::thread::scope(|scope| {
             for comm in Comm::in_process(2) {
                 let victim = comm.rank() == 1;
@@ -197,9 +197,10 @@ fn whose_peer_is_lost_ends_and_gives_its_windows_back() {
         gpu.make_current().expect("a GPU");
         free.push(gpu.memory().expect("a GPU").0);
     }
-    let (early, late) = (free[1], free[3]);
-    // Other programs may use the GPU, too; the windows of one round are some MiB.
-    assert!(late + (1 << 20) >= early, "{free:?}: memory creeps");
+    // The windows of a round are 4 MiB.
+    let (early, late) = (free[1], free[5]);
+    println!("free: {free:?}");
+    assert!(late + (8 << 20) >= early, "{free:?}: memory creeps");
 }
 
 /// Ops read no row that windows would not bring, and add nothing that they would not take.
