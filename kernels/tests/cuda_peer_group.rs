@@ -252,8 +252,8 @@ fn scatter(ranks: &mut [Rank], case: &Case, random: &mut Random) {
                     _ => 2.0_f64.powi(-11),
                 };
                 // The last rounding, and those of sums in fp32 before.
-                let sum = 21.0 * count as f64;
-                let most: f64 = 1.01 * sum * (unit + count as f64 * 2.0_f64.powi(-24)) + 1e-12;
+                let largest = 21.0 * count as f64;
+                let most: f64 = 1.01 * largest * (unit + count as f64 * 2.0_f64.powi(-24));
                 for (found, exact) in decode(case.dtype, found).iter().zip(exact) {
                     assert!((f64::from(*found) - exact).abs() <= most, "{found} for {exact}");
                 }
