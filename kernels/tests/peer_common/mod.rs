@@ -67,7 +67,7 @@ pub fn node(count: usize, patience: Duration) -> Option<Vec<Rank>> {
     Some(ranks)
 }
 
-/// One test at a time: while a kernel waits for a peer, the driver may hold up whoever loads others.
+/// One test at a time: while a kernel waits for a peer, the driver may hold up who loads others.
 pub fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)

@@ -44,7 +44,7 @@ use std::sync::Arc;
 pub use nccl::NoLinks;
 pub(crate) use peer::{Near, PATIENCE};
 pub(crate) use shared::Shared;
-pub use peer::{ENV_PEER, Use as PeerUse};
+pub use peer::{ENV_PEER, Use as PeerUse, window_wanted};
 
 /// The own rank's way to all others.
 #[derive(Debug)]

@@ -13,7 +13,7 @@ use crate::engine::fused;
 use crate::engine::gate::Noise;
 use crate::engine::group::ExpertGroup;
 use crate::engine::lane::Lane;
-use crate::engine::links::PeerUse;
+use crate::engine::links::window_wanted;
 use crate::engine::handles::{Dense, ExpertStacks, Experts, slice};
 use crate::engine::numbers::Numbers;
 use crate::engine::spread::Here;
@@ -24,7 +24,7 @@ use moejob_kernels::{
 use moejob_protocol::buffers::{Buffers, Moe, MoeScratch};
 use moejob_protocol::config::{Precision, TrainingConfig};
 use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::{Kind, Planner, Rows, Shape, Sums, beside_arena, window_bytes};
+use moejob_protocol::memory::{Kind, Planner, Rows, Shape, Sums, beside_arena};
 use moejob_protocol::model::{ModelConfig, Param};
 use moejob_protocol::owners::Owners;
 
@@ -154,10 +154,7 @@ impl Model {
         let mut planner = ArenaPlanner { shape: &shape, plan: ArenaPlan::new() };
         let buffers = Buffers::plan(config, &shape, &mut planner);
         let with_others = layout.mesh.world() > 1;
-        let mut beside = beside_arena(with_others);
-        if PeerUse::said().blocks().is_some() {
-            beside += window_bytes(config, layout, training);
-        }
+        let beside = beside_arena(with_others) + window_wanted(config, layout, training);
         device.reserve_planned(&planner.plan, beside as usize)?;
         let params = config.params();
         let places = (shape.types.sums == Sums::Buckets)

@@ -15,7 +15,7 @@ use clap::{Args, ValueEnum};
 use moe_worker::attempt::gauge::Gauge;
 use moe_worker::attempt::pace::kernel_bytes;
 use moe_worker::engine::graphs::Captures;
-use moe_worker::engine::links::PeerUse;
+use moe_worker::engine::links::window_wanted;
 use moe_worker::engine::step::{Engine, StepError, StepSummary};
 use moe_worker::engine::trace::{STEPS_TRACED, Trace};
 use moe_worker::gang::comm::Comm;
@@ -23,17 +23,14 @@ use moe_worker::state::rank::{DeviceFailed, RankState};
 use moe_worker::state::snapshot::initialize;
 use moejob_kernels::{Pace, StepPhase};
 use moejob_kernels::cuda::Gpu;
-use moejob_plan::Job;
-use moejob_plan::spec::as_typed;
-use moejob_plan::explain;
+use moejob_plan::{Job, explain};
 use moejob_plan::job::Venue;
 use moejob_plan::launch::{self, Places};
 use moejob_plan::placement::{self, gib};
 use moejob_plan::preset::fields;
-use moejob_plan::spec::Preset;
+use moejob_plan::spec::{Preset, as_typed};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, GradientDtype, MomentDtype, Recompute};
-use moejob_protocol::memory::window_bytes;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -221,9 +218,7 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
     }
     let layout = placement::layout(&job, devices, ep);
     let mut planned = placement::memory(&job, &layout, 0);
-    if PeerUse::said().blocks().is_some() {
-        planned.add_window(window_bytes(&job.model, &layout, &job.training));
-    }
+    planned.add_window(window_wanted(&job.model, &layout, &job.training));
     // A bench keeps no state beside the device's.
     let kept = planned.parts.iter().filter(|part| ["snapshots", "checkpoint"].contains(&part.name));
     let planned = planned.committed - kept.map(|part| part.bytes).sum::<u64>();

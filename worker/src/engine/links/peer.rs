@@ -19,6 +19,10 @@ use moejob_kernels::cuda::{
     CudaDevice, GatherRows, Need, PEERS_MAX, PeerDesc, PeerLinks, ScatterRows,
 };
 use moejob_kernels::{Buffer, CpuDevice, DType, Device};
+use moejob_protocol::config::TrainingConfig;
+use moejob_protocol::layout::Layout;
+use moejob_protocol::memory::window_bytes;
+use moejob_protocol::model::ModelConfig;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -86,6 +90,12 @@ impl Use {
             Use::Auto | Use::Off => None,
         }
     }
+}
+
+/// What a GPU takes for the window that the environment asks for.
+pub fn window_wanted(model: &ModelConfig, layout: &Layout, training: &TrainingConfig) -> u64 {
+    let wanted = Use::said().blocks();
+    wanted.map_or(0, |_| window_bytes(model, layout, training))
 }
 
 /// An expert group that may have windows.
