@@ -248,7 +248,7 @@ fn scatter(ranks: &mut [Rank], case: &Case, random: &mut Random) {
                 assert!(found == encode(case.dtype, &expected), "rank {me} row {row} {case:?}");
                 let unit = match case.dtype {
                     DType::F32 => 2.0_f64.powi(-24),
-                    DType::Bf16 => 2.0_f64.powi(-9),
+                    DType::Bf16 => 2.0_f64.powi(-8),
                     _ => 2.0_f64.powi(-11),
                 };
                 // The last rounding, and those of sums in fp32 before.

@@ -10,7 +10,7 @@ use moe_worker::data::Corpus;
 use moe_worker::engine::links::{Links, PeerUse};
 use moe_worker::engine::model::Model;
 use moe_worker::engine::step::{Engine, StepError, StepSummary};
-use moe_worker::gang::comm::Comm;
+use moe_worker::gang::comm::{AbortHandle, Comm};
 use moe_worker::state::snapshot::{cut, initialize};
 use moejob_kernels::cuda::Gpu;
 use moejob_kernels::{DType, Device};
@@ -18,7 +18,7 @@ use moejob_protocol::config::{Backend, Precision};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
-use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Arc, Barrier, Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 /// All ranks find room on one GPU.
@@ -158,12 +158,14 @@ fn groups_have_their_own_windows() {
     same(&job, true, [Way::Host, Way::Windows], "two groups");
 }
 
-/// A rank goes in the middle of a run: the others end, and give all of their windows back.
+/// A rank goes in the middle of a run: the others end, and give all of their windows back. What is
+/// lost is its own process in a job. Here it is a thread, and memory that it gave back would wait
+/// for the others' kernels: so it stays until they have ended.
 #[test]
 fn whose_peer_is_lost_ends_and_gives_its_windows_back() {
     let Some((gpu, _alone)) = gpu() else { return };
     let job = job((2, 2), Precision::Fp32);
-    let survive = |comm: Comm, victim: bool| {
+    let survive = |comm: Comm, victim: bool, (told, ended): (&AbortHandle, &Barrier)| {
         let mut engine = engine(&job, comm, true, Way::Windows);
         let training = &job.config.training;
         initialize(&mut engine.model, training.seed);
@@ -176,22 +178,29 @@ fn whose_peer_is_lost_ends_and_gives_its_windows_back() {
         let began = Instant::now();
         if !victim {
             // It is enqueued before anybody knows.
-            let ended = engine.step(2, &mut corpus).expect_err("a peer is lost");
-            assert!(matches!(ended, StepError::Comm(_)), "{ended}");
+            let error = engine.step(2, &mut corpus).expect_err("a peer is lost");
+            assert!(matches!(error, StepError::Comm(_)), "{error}");
+            engine.leave().expect("nothing waits any more");
         } else {
             std::thread::sleep(Duration::from_millis(300));
-            engine.links.comm().abort_handle().abort("the test ends it");
+            // As its worker does to a rank whose peer is lost.
+            told.abort("the test ends it");
         }
-        engine.leave().expect("nothing waits any more");
+        ended.wait();
+        if victim {
+            engine.leave().expect("nothing waits any more");
+        }
         drop(engine);
         assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
     };
     let mut free = Vec::new();
     for _ in 0..6 {
         std::thread::scope(|scope| {
-            for comm in Comm::in_process(2) {
-                let victim = comm.rank() == 1;
-                scope.spawn(move || survive(comm, victim));
+            let comms = Comm::in_process(2);
+            let told = Arc::new((comms[0].abort_handle(), Barrier::new(2)));
+            for comm in comms {
+                let (victim, told) = (comm.rank() == 1, Arc::clone(&told));
+                scope.spawn(move || survive(comm, victim, (&told.0, &told.1)));
             }
         });
         gpu.make_current().expect("a GPU");
