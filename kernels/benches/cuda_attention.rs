@@ -3,13 +3,14 @@
 //!
 //! ```text
 //! cargo bench --bench cuda_attention -- [--cases olmoe,gqa] [--shapes B,S,N,KV,D[,doc];...]
-//!     [--fp16] [--fp32] [--stages] [--load MS] [--time MS] [--dump FOLDER]
+//!     [--fp16] [--fp32] [--stages] [--forward] [--load MS] [--time MS] [--dump FOLDER]
 //! ```
 //! Prints `ours CASE | forward | fastest backward | deterministic backward`, each in ms and
 //! TFLOP/s (4 D a pair of query and key forward, 2.5 times that backward), with `--stages` each
-//! launch. `doc` is the mean length of documents at random cuts; rates then count the pairs that
-//! see each other. The peer is `bench-peers/attention_torch.py`, before and after this in the same
-//! sitting. --dump: inputs and results of a small case for the peer to hold against float64.
+//! launch, with `--forward` that alone. `doc` is the mean length of documents at random cuts; rates
+//! then count the pairs that see each other. The peer is `bench-peers/attention_torch.py`, before
+//! and after this in the same sitting. --dump: inputs and results of a small case for the peer to
+//! hold against float64.
 
 #[path = "cuda_common/table.rs"]
 #[allow(dead_code, reason = "a part is used")]
@@ -40,6 +41,7 @@ const CASES: [(&str, [usize; 5], Option<usize>); 7] = [
 struct Options {
     element: DType,
     stages: bool,
+    forward: bool,
     load: Duration,
     timed: Duration,
 }
@@ -66,6 +68,7 @@ fn main() -> Result<(), Failure> {
     let options = Options {
         element,
         stages: flag("--stages"),
+        forward: flag("--forward"),
         load: millis("--load", 500)?,
         timed: millis("--time", 1000)?,
     };
@@ -210,6 +213,9 @@ fn case(
         if !deterministic {
             let ms = time(&bed, options, &|| bed.forward())?;
             add("forward", ms, flops);
+        }
+        if options.forward {
+            break;
         }
         let what = if deterministic { "deterministic" } else { "fastest" };
         add(what, time(&bed, options, &|| bed.backward())?, 2.5 * flops);

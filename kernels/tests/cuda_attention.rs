@@ -23,14 +23,21 @@ fn device(test: &str) -> Option<Device> {
 }
 
 #[derive(Clone, Copy, Debug)]
+enum Documents {
+    /// Of this mean length, at random cuts
+    Mean(usize),
+    /// Of these lengths, over and over; sequence n begins with the nth
+    Lengths(&'static [usize]),
+}
+
+#[derive(Clone, Copy, Debug)]
 struct Case {
     batch: usize,
     seq: usize,
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
-    /// Documents of this mean length, at random cuts
-    documents: Option<usize>,
+    documents: Option<Documents>,
     window: Option<usize>,
 }
 
@@ -49,7 +56,23 @@ impl Case {
     }
 
     fn starts(&self) -> Option<Vec<u32>> {
-        let mean = self.documents?;
+        match self.documents? {
+            Documents::Mean(mean) => Some(self.random_starts(mean)),
+            Documents::Lengths(lengths) => {
+                let sequence = |first: usize| {
+                    let repeated = lengths.iter().cycle().skip(first % lengths.len());
+                    let starts = repeated.scan(0, |end, length| {
+                        *end += length;
+                        Some(vec![(*end - length) as u32; *length])
+                    });
+                    starts.flatten().take(self.seq)
+                };
+                Some((0..self.batch).flat_map(sequence).collect())
+            }
+        }
+    }
+
+    fn random_starts(&self, mean: usize) -> Vec<u32> {
         let mut starts = Vec::new();
         for t in 0..self.tokens() {
             let at = (t % self.seq) as u32;
@@ -58,7 +81,7 @@ impl Case {
             let before = starts.last().copied().unwrap_or(0);
             starts.push(if at == 0 || cut { at } else { before });
         }
-        Some(starts)
+        starts
     }
 
     /// The op with its buffers; outputs have guards behind them.
@@ -296,17 +319,47 @@ fn shapes(head_dim: usize) -> Vec<Case> {
 fn masked(head_dim: usize) -> Vec<Case> {
     let base = |batch, seq, heads, kv_heads| case(batch, seq, heads, kv_heads, head_dim);
     vec![
-        Case { documents: Some(200), ..base(2, 1000, 4, 2) },
-        Case { documents: Some(40), ..base(2, 333, 4, 4) },
-        Case { documents: Some(2), ..base(1, 300, 2, 1) },
-        Case { documents: Some(900), ..base(1, 2048, 8, 1) },
-        Case { documents: Some(70), ..base(6, 300, 48, 24) },
+        Case { documents: Some(Documents::Mean(200)), ..base(2, 1000, 4, 2) },
+        Case { documents: Some(Documents::Mean(40)), ..base(2, 333, 4, 4) },
+        Case { documents: Some(Documents::Mean(2)), ..base(1, 300, 2, 1) },
+        Case { documents: Some(Documents::Mean(900)), ..base(1, 2048, 8, 1) },
+        Case { documents: Some(Documents::Mean(70)), ..base(6, 300, 48, 24) },
         Case { window: Some(1), ..base(1, 200, 2, 1) },
         Case { window: Some(100), ..base(2, 777, 4, 2) },
         Case { window: Some(512), ..base(1, 1500, 4, 1) },
         Case { window: Some(5000), ..base(1, 400, 2, 2) },
-        Case { documents: Some(300), window: Some(128), ..base(2, 1000, 4, 2) },
+        Case { documents: Some(Documents::Mean(300)), window: Some(128), ..base(2, 1000, 4, 2) },
     ]
+}
+
+/// Documents whose ends fall at, before and behind the bounds of tiles and blocks; long ones amid
+/// short ones; the shortest, thousands of them; one.
+fn packed(head_dim: usize) -> Vec<Case> {
+    let base = |batch, seq, heads, kv_heads| case(batch, seq, heads, kv_heads, head_dim);
+    let of = |lengths| Some(Documents::Lengths(lengths));
+    let bounds = &[384, 128, 127, 129, 383, 385, 256, 255, 257, 64, 65, 63, 500];
+    let wide_bounds = &[576, 575, 192, 577, 191, 193, 768, 769];
+    let mixed = &[1, 2, 700, 3, 1, 450, 5, 1200, 90, 1, 1];
+    vec![
+        Case { documents: of(&[1]), ..base(2, 300, 2, 1) },
+        Case { documents: of(&[1, 2, 3]), ..base(1, 4500, 2, 2) },
+        Case { documents: of(&[1000]), ..base(1, 1000, 4, 2) },
+        Case { documents: of(&[1, 999]), ..base(2, 1000, 2, 2) },
+        Case { documents: of(bounds), ..base(3, 1500, 2, 1) },
+        Case { documents: of(wide_bounds), ..base(2, 1600, 2, 2) },
+        Case { documents: of(mixed), ..base(4, 1300, 4, 4) },
+        Case { documents: of(mixed), window: Some(300), ..base(3, 1300, 2, 1) },
+        Case { documents: of(bounds), window: Some(1), ..base(1, 1000, 2, 2) },
+        Case { documents: of(&[700, 129]), window: Some(129), ..base(2, 1024, 2, 1) },
+    ]
+}
+
+#[test]
+fn packed_documents() {
+    check("packed_documents", &packed(128), &HALVES);
+    for head_dim in [64, 96] {
+        check("packed_documents", &packed(head_dim), &[DType::Bf16]);
+    }
 }
 
 #[test]
@@ -353,7 +406,15 @@ fn other_head_dims() {
             case(1, 1, 2, 1, head_dim),
             case(2, 333, 4, 2, head_dim),
             case(3, 130, 6, 6, head_dim),
-            Case { documents: Some(60), window: Some(100), ..case(2, 500, 4, 1, head_dim) },
+            Case {
+                documents: Some(Documents::Mean(60)),
+                window: Some(100),
+                ..case(2, 500, 4, 1, head_dim)
+            },
+            Case {
+                documents: Some(Documents::Lengths(&[1, 400, 63])),
+                ..case(2, 500, 2, 1, head_dim)
+            },
         ];
         check("other_head_dims", &cases, &[element]);
     }
@@ -365,7 +426,11 @@ fn in_fp32() {
         let cases = [
             case(1, 1, 2, 1, head_dim),
             case(2, 333, 4, 2, head_dim),
-            Case { documents: Some(60), window: Some(100), ..case(2, 300, 4, 1, head_dim) },
+            Case {
+                documents: Some(Documents::Mean(60)),
+                window: Some(100),
+                ..case(2, 300, 4, 1, head_dim)
+            },
         ];
         check("in_fp32", &cases, &[DType::F32]);
     }
@@ -385,8 +450,12 @@ fn long_sequences_of_heads_that_share_keys() {
 fn sanitized() {
     for head_dim in [64, 96, 128] {
         let (alone, shared) = (case(2, 200, 2, 2, head_dim), case(2, 200, 4, 2, head_dim));
-        let masked = Case { documents: Some(50), window: Some(100), ..shared };
-        check("sanitized", &[alone, shared, masked], &[DType::Bf16]);
+        let masked = Case { documents: Some(Documents::Mean(50)), window: Some(100), ..shared };
+        let long = Case {
+            documents: Some(Documents::Lengths(&[10, 600])),
+            ..case(1, 700, 2, 2, head_dim)
+        };
+        check("sanitized", &[alone, shared, masked, long], &[DType::Bf16]);
     }
 }
 

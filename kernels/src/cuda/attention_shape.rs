@@ -217,7 +217,9 @@ impl AttentionDesc {
             return vec![source("tiles", &macros, &parts), rows];
         }
         let wgmma = attention_wgmma(self.element);
-        let hopper = |text| [wgmma.as_str(), include_str!("attention_hopper.cu"), text];
+        let hopper = |parts: &[&'static str]| {
+            [&[wgmma.as_str(), include_str!("attention_hopper.cu")], parts].concat()
+        };
         let forward = [("CONSUMERS", self.forward_groups())];
         let descending = orders_dq || self.heads > self.kv_heads;
         let backward = [
@@ -226,9 +228,12 @@ impl AttentionDesc {
             ("HELD", usize::from(self.head_dim == 64)),
             ("DESCENDING", usize::from(descending)),
         ];
+        let forward_parts =
+            [include_str!("attention_blocks.cu"), include_str!("attention_forward.cu")];
+        let backward_parts = [include_str!("attention_backward.cu")];
         vec![
-            source("forward", &forward, &hopper(include_str!("attention_forward.cu"))),
-            source("backward", &backward, &hopper(include_str!("attention_backward.cu"))),
+            source("forward", &forward, &hopper(&forward_parts)),
+            source("backward", &backward, &hopper(&backward_parts)),
             rows,
         ]
     }
@@ -294,7 +299,7 @@ impl AttentionDesc {
     }
 
     pub(super) fn forward_shared(&self) -> usize {
-        2 * self.tile_bytes(64 * self.forward_groups()) + 4 * self.tile_bytes(128) + BARRIERS
+        3 * self.tile_bytes(64 * self.forward_groups()) + 4 * self.tile_bytes(128) + BARRIERS
     }
 
     pub(super) fn backward_shared(&self) -> usize {

@@ -13,6 +13,7 @@ __device__ __forceinline__ int first_key(const Args& args, int sequence, int s) 
 struct Rows {
   int start, row, column;
   int first[2], first_last;  // keys its rows and the last row of all see first
+  int first_own;             // and the first row of all, where they are of a Block
   float maximum[2], sum[2], rescale[2];
 };
 
@@ -81,9 +82,9 @@ __device__ __forceinline__ void softmax(float (&s)[N], Rows& rows, float scale_l
   }
 }
 
-// Writes lse, and 1 / sum of each row into `inverse`.
+// Writes lse of rows before `end`, and 1 / sum of each row into `inverse`.
 __device__ __forceinline__ void finish_rows(const Args& args, int sequence, int head,
-                                            const Rows& rows, float (&inverse)[2]) {
+                                            const Rows& rows, int end, float (&inverse)[2]) {
 #pragma unroll
   for (int e = 0; e < 2; e++) {
     float sum = rows.sum[e];
@@ -91,7 +92,7 @@ __device__ __forceinline__ void finish_rows(const Args& args, int sequence, int 
     sum += __shfl_xor_sync(~0u, sum, 2);
     inverse[e] = 1.f / sum;
     const int r = rows.start + rows.row + 8 * e;
-    if (rows.column == 0 && r < args.seq)
+    if (rows.column == 0 && r < end)
       args.lse[((u64)sequence * args.seq + r) * args.heads + head] =
           (rows.maximum[e] * args.scale_log2 + log_of_two(sum)) * LN_2;
   }

@@ -91,7 +91,7 @@ attention_forward(const __grid_constant__ Args args) {
     multiply_weights<PADDED>(o, Weights<MOVING>(s), v, lane);
   }
   float inverse[2];
-  finish_rows(args, b, h, rows, inverse);
+  finish_rows(args, b, h, rows, args.seq, inverse);
   store_rows<PADDED>(rows_at(args.o, args, b, h, args.heads), o, inverse[0], inverse[1],
                      start + 16 * warp, 0, args.seq, lane);
 }
