@@ -9,7 +9,7 @@
 // Flow: a block's last P V has no S of its own to run beside. So a warpgroup goes straight on to
 // the next block, and issues its first S together with that P V. Q has two places, since the next
 // one must be there while other warpgroups still read the last. This gains 1.5% among documents. Of
-// causal attention heads of 128 gain 0.3 to 1.5%, but heads of 64 and 96 lose 2%.
+// causal attention heads of 128 gain 0.3 to 1.5%, and heads of 64 and 96 lose 2%.
 //
 // Without a mask all warpgroups have equally many steps and take turns in issuing products, so that
 // one's softmax runs beside another's products. With one, each passes over the tiles that it does
@@ -35,7 +35,6 @@
 // part in `block_empty`.
 //
 // Host macro: CONSUMERS, 2, or 3 for heads of 64.
-constexpr bool FLOW = MASKED || HEAD_DIM == 128;
 constexpr bool TAKE_TURNS = !MASKED;
 static_assert(BM - 64 <= BN, "a warpgroup passes over one K at most before the first that it sees");
 constexpr int TURN = 4;  // the first of CONSUMERS named barriers; those before are for epilogues
@@ -288,7 +287,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args,
       const bool passes = MASKED && part.low > 0;
       if (!passes) next = take();
       q.next(2);
-      if (!FLOW || passes || !sees(next, group)) break;
+      if (passes || !sees(next, group)) break;
       Rows before = rows;
       rows = rows_of_block(args, next, group * 64, 16 * warp, lane);
       part = part_of(next, rows);
@@ -328,7 +327,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& args,
       }
     if (MASKED && part.low > 0) next = take();
     block = next;
-    if (FLOW && !MASKED) break;  // every block but the last flows on
+    if (!MASKED) break;  // every block but the last flows on
   }
   if (leader) stores_done();
 }
