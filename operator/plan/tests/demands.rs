@@ -107,6 +107,13 @@ fn a_job_waits_for_an_earlier_one_of_its_location_and_for_none_that_is_over() {
     assert_eq!(granted(&two(Saved::default()), &[("b", "n1")]), [fits("a", "n2"), waits.clone()]);
     let complete = over(Outcome::Complete { step: 100 });
     assert_eq!(granted(&two(complete), &[]), ["a:  ()".to_string(), fits("b", "n1")]);
+    // One that trains already goes on, though it is the later one.
+    let later = [
+        seen("a", "x", &Saved::default()),
+        seen("b", "x", &training(More::default())),
+    ];
+    let waits_for_b = waits.replace("b:", "a:").replace("the job a", "the job b");
+    assert_eq!(granted(&later, &[("b", "n1")])[0], waits_for_b);
     // Who is suspended goes on some day.
     assert_eq!(granted(&two(over(Outcome::Suspended)), &[])[1], waits);
 }
@@ -157,6 +164,13 @@ fn who_has_not_the_keys_of_pods_that_live_does_not_lead() {
     assert!(told.contains("2 pods of 1 job were made"), "{told}");
     assert_eq!(why(&jobs, &pods[1..]), None, "no pod of it lives");
     assert_eq!(why(&[seen("a", "x", &complete)], &pods), None, "its gang is over");
+    // Nor of one whose attempt has ended, or that has failed with an attempt under way.
+    let mut between = sealed("old");
+    between.record.gang.as_mut().expect("a gang").ended = Some(NOW);
+    assert_eq!(why(&[seen("a", "x", &between)], &pods), None);
+    let mut failed = sealed("old");
+    failed.record.outcome = Some(Outcome::Interrupted);
+    assert_eq!(why(&[seen("a", "x", &failed)], &pods), None);
     let nothing = JobSeen { status: Value::Null, ..jobs[0].clone() };
     assert_eq!(why(&[nothing], &pods), None);
 }

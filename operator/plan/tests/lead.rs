@@ -7,6 +7,12 @@ mod said;
 mod texts;
 
 use lead_world::World;
+use moejob_plan::allocate::Granted;
+use moejob_plan::lead::{Event, WriteErrorKind};
+use moejob_plan::observed::Node;
+use moejob_protocol::message::{Heartbeat, Phase, Up};
+use moejob_protocol::report::{Detail, Event as Line};
+use serde_json::{Value, json};
 
 #[test]
 fn every_arm_of_the_loop_does_what_its_scenario_says() {
@@ -32,4 +38,138 @@ fn a_turn_is_complete_and_what_is_due_lies_ahead() {
             assert!(turn.due.is_none_or(|at| at > world.now), "{command}: {:?}", turn.due);
         }
     }
+}
+
+/// What happens there, a command a line.
+fn world(script: &str) -> World {
+    let mut world = World::default();
+    run(&mut world, script);
+    world
+}
+
+fn run(world: &mut World, script: &str) {
+    for command in script.split('|') {
+        world.run(&command.split_whitespace().collect::<Vec<_>>());
+    }
+}
+
+/// Two workers train; the second one speaks a newer protocol.
+const TWO_TRAIN: &str = "job min=2 max=2|grant n0 n1|written|written|pod a-a1-0 n0 running|\
+    pod a-a1-1 n1 running|open a-a1-0|open a-a1-1 3|written all|step a-a1-0 1|written all";
+
+/// A shell asks for a turn where something has come, else a thousand jobs would be planned with
+/// each heartbeat, and a loss would be noticed when something else is due.
+#[test]
+fn a_turn_is_wanted_where_something_has_come_and_not_for_what_changes_nothing() {
+    let mut world = world(TWO_TRAIN);
+    let now = world.now;
+    let granted = |names: &[&str], why: &str| {
+        let nodes = names.iter().map(|name| Node::good(name)).collect();
+        Event::Granted(Granted { nodes, why: why.to_string(), fabric: None })
+    };
+    let heartbeat = || {
+        Up::Heartbeat(Heartbeat {
+            phase: Phase::Training,
+            step: 1,
+            collective: 1,
+            held: Vec::new(),
+            loading: None,
+        })
+    };
+    assert!(!world.job().is_dirty(), "all is said");
+    world.hear("a-a1-0", 1, heartbeat());
+    world.job().on(granted(&["n0", "n1"], ""), now);
+    world.job().on(Event::Api { heard: now }, now);
+    assert!(!world.job().is_dirty());
+    world.hear("a-a1-0", 1, said::step_report(2, 1));
+    assert!(world.job().is_dirty(), "a step");
+    world.job().turn(now);
+    for (names, why) in [(&["n0"][..], ""), (&["n0"][..], "another reason")] {
+        world.job().on(granted(names, why), now);
+        assert!(world.job().is_dirty(), "{names:?} {why}");
+        world.job().turn(now);
+        assert!(!world.job().is_dirty());
+    }
+    // What a leader has to say at first, it says in its first turn.
+    world.run(&["leader", "2"]);
+    world.job().on(Event::Stop, now);
+    assert!(world.job().is_dirty());
+}
+
+#[test]
+fn members_are_told_where_the_others_are() {
+    let mut world = world(TWO_TRAIN);
+    let gang = world.job().tracker().observed.gang().expect("a gang");
+    let addresses: Vec<&str> = gang.members.iter().map(|of| of.address.as_str()).collect();
+    assert_eq!(addresses, ["10.0.0.0:7777", "10.0.0.1:7777"]);
+}
+
+/// So the next leader knows them, also while it has heard none of them, and its record the one
+/// after it.
+#[test]
+fn a_record_tells_of_each_member_which_pod_it_is_and_what_it_speaks() {
+    let known = |world: &World| {
+        let text = world.status()["recordMore"].as_str().expect("a record");
+        let more: Value = serde_json::from_str(text).expect("JSON");
+        more["pods"]["members"].clone()
+    };
+    let mut world = world(TWO_TRAIN);
+    let pods = json!([["uid-a-a1-0", 1], ["uid-a-a1-1", 3]]);
+    assert_eq!(known(&world), pods);
+    run(&mut world, "leader 2|grant n0 n1|open a-a1-0|edit max=3|written all|advance 10000");
+    run(&mut world, "written all");
+    let record = world.status()["record"].as_str().expect("a record");
+    assert!(record.contains("\"term\":2"), "{record}");
+    assert_eq!(known(&world), pods);
+}
+
+/// While the exit code of a process is about to be told nobody takes its place: that may be the
+/// end of the whole job. A worker that is on its way out otherwise leaves its node.
+#[test]
+fn a_node_is_left_once_it_is_not_waited_for_an_exit_code() {
+    let leaving = |world: &mut World| {
+        world.job().claim().leaving.into_iter().collect::<Vec<_>>().join(" ")
+    };
+    let mut lost = world(TWO_TRAIN);
+    run(&mut lost, "refused a-a1-1");
+    assert_eq!(leaving(&mut lost), "", "it is about to be told");
+    run(&mut lost, "advance 5000|written all|pod a-a1-1 n1 deleting");
+    assert_eq!(leaving(&mut lost), "n1", "its pod is being deleted");
+    // Nobody waits for the exit code of one whose stream is there.
+    let mut over = world(TWO_TRAIN);
+    run(&mut over, "completed a-a1-0 100|written all");
+    assert_eq!(leaving(&mut over), "n0 n1");
+}
+
+#[test]
+fn workers_of_a_machine_get_the_threads_that_it_has_for_each() {
+    let mut world = world("machine min=1 max=2");
+    assert_eq!(world.job().tracker().observed.template.threads, 1);
+}
+
+/// The record, conditions and causes have it.
+#[test]
+fn what_a_worker_says_of_an_engine_is_plain_before_it_is_kept() {
+    let mut world = world(TWO_TRAIN);
+    let Up::Event(event) = said::device_failed(1, 0) else { panic!("no event") };
+    let mut details = event.details;
+    details.insert("lastWords".to_string(), Detail::Text("\u{1b}[2Jit burns".to_string()));
+    world.hear("a-a1-1", 1, Up::Event(Line { details, ..event }));
+    let lost = &world.job().tracker().engines.lost;
+    assert!(lost[0].cause.contains("it burns"), "{lost:?}");
+    assert!(!lost[0].cause.contains('\u{1b}'), "{lost:?}");
+}
+
+/// A metric counts each kind by itself.
+#[test]
+fn each_kind_of_failure_to_write_has_a_label_of_its_own() {
+    use WriteErrorKind::{
+        Conflict, Deposed, Exists, Forbidden, Gone, NotOurs, Other, Refused, Slow,
+    };
+    let kinds = [Slow, Conflict, Exists, Gone, Forbidden, Refused, Deposed, NotOurs, Other];
+    let mut labels = kinds.map(WriteErrorKind::label);
+    let plain = |label: &&str| label.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_');
+    assert!(labels.iter().all(|label| !label.is_empty() && plain(&label)), "{labels:?}");
+    labels.sort_unstable();
+    assert!(labels.windows(2).all(|two| two[0] != two[1]), "{labels:?}");
 }

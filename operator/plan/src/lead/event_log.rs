@@ -96,6 +96,23 @@ mod tests {
     }
 
     #[test]
+    fn of_words_the_oldest_are_forgotten_and_no_more_than_must_be() {
+        let admitted = |others: usize| {
+            let mut log = EventLog::default();
+            log.admit("A", "x".into(), 0);
+            log.admit("A", "x".into(), 1);
+            let mut now = 1;
+            for other in 0..others {
+                now += EVENT_EVERY;
+                log.admit("A", other.to_string(), now).expect("told");
+            }
+            log.admit("A", "x".into(), now + EVENT_EVERY).expect("told again")
+        };
+        assert_eq!(admitted(WORDS_MAX - 1), "x (1 time more)");
+        assert_eq!(admitted(WORDS_MAX), "x");
+    }
+
+    #[test]
     fn a_flood_of_different_words_is_cut() {
         let mut log = EventLog::default();
         let told = (0..10_000u32).filter(|at| log.admit("A", at.to_string(), 0).is_some()).count();

@@ -89,6 +89,16 @@ mod tests {
     }
 
     #[test]
+    fn a_node_that_rests_for_longer_than_failures_count_rests_on() {
+        let mut rests = Rests::default();
+        rests.until("n0", 3 * FORGOTTEN, 1);
+        rests.until("n1", 2 * FORGOTTEN, 1);
+        rests.until("n2", 0, 2 * FORGOTTEN);
+        assert_eq!(rests.0.keys().collect::<Vec<_>>(), ["n0", "n2"], "n1 has rested");
+        assert_eq!(rests.0["n0"], (0, 0, 3 * FORGOTTEN));
+    }
+
+    #[test]
     fn of_so_many_nodes_the_one_is_forgotten_that_would_be_next() {
         let patience = Patience { kill_grace_s: 0, ending: 0, rest: 5_000, rest_max: 600_000 };
         let mut rests = Rests::default();

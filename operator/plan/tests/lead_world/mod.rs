@@ -113,6 +113,11 @@ impl World {
         self.on(Event::Stream { name: name.to_string(), said: Said::Up { attempt, up } });
     }
 
+    /// As it was written last.
+    pub fn status(&self) -> &Value {
+        &self.seen.status
+    }
+
     /// Effects of the turn before, and bytes of the status as it was written last.
     pub fn extent(&self) -> (usize, usize) {
         (self.effects, self.seen.status.to_string().len())
@@ -221,6 +226,8 @@ impl World {
                 self.pods.remove(*name);
                 self.on(Event::PodGone(name.to_string()));
             }
+            // Its container began anew, and knows nothing of what it was told.
+            ["forgets", name] => drop(self.members.remove(*name)),
             ["advance", millis] => self.now += millis.parse::<Millis>().expect("milliseconds"),
             ["api"] => self.on(Event::Api { heard: now }),
             ["written"] => self.answer(|_| Ok(())),
