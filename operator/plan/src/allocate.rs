@@ -167,7 +167,7 @@ impl Demand {
 
     /// It wants nothing for as long as that keeps it from its nodes.
     pub fn barred_by(self, why: Barred) -> Demand {
-        Demand { sizes: Vec::new(), spares: 0, barred: Some(why), ..self }
+        Demand { sizes: Vec::new(), barred: Some(why), ..self }
     }
 }
 

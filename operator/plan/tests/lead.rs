@@ -8,10 +8,10 @@ mod texts;
 
 use lead_world::World;
 use moejob_plan::allocate::Granted;
-use moejob_plan::lead::{Event, WriteErrorKind};
+use moejob_plan::lead::{Event, FRAMES_WAITING_MAX, WriteErrorKind};
 use moejob_plan::observed::Node;
 use moejob_protocol::message::{Heartbeat, Phase, Up};
-use moejob_protocol::report::{Detail, Event as Line};
+use moejob_protocol::report::{Detail, Event as Line, StepReport};
 use serde_json::{Value, json};
 
 #[test]
@@ -158,6 +158,30 @@ fn what_a_worker_says_of_an_engine_is_plain_before_it_is_kept() {
     let lost = &world.job().tracker().engines.lost;
     assert!(lost[0].cause.contains("it burns"), "{lost:?}");
     assert!(!lost[0].cause.contains('\u{1b}'), "{lost:?}");
+}
+
+/// `kubectl get mj` shows them.
+#[test]
+fn rates_are_rounded_as_people_read_them() {
+    let mut world = world(TWO_TRAIN);
+    for (step, rate, shown) in [(2, 99.94, "99.9"), (3, 100.4, "100"), (4, 105_062.2, "105062")] {
+        let Up::Step(report) = said::step_report(step, 1) else { panic!("no report") };
+        world.hear("a-a1-0", 1, Up::Step(StepReport { tokens_per_second: rate, ..report }));
+        world.run(&["advance", "100"]);
+        let told = world.run(&["show"]);
+        assert!(told.contains(&format!("tokens/s {shown},")), "{told}");
+    }
+}
+
+/// What a gang reports while a write is under way is as much as its newest step.
+#[test]
+fn steps_that_wait_make_no_worker_too_loud() {
+    let mut world = world(TWO_TRAIN);
+    world.run(&["gone", "a-a1-1"]);
+    for step in 2..FRAMES_WAITING_MAX as u64 + 4 {
+        world.hear("a-a1-0", 1, said::step_report(step, 1));
+    }
+    assert_eq!(world.run(&["advance", "1"]), "  look again in 59999 ms\n");
 }
 
 /// A metric counts each kind by itself.

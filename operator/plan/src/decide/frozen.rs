@@ -67,9 +67,9 @@ impl<'o> Planner<'o> {
         }
     }
 
-    /// Until when a member is waited for that may be frozen.
-    pub(super) fn thaws_by(&self, gang: &'o Gang) -> Option<Millis> {
-        let quiet = self.members(gang).flatten().filter(|worker| !worker.stopping);
-        quiet.filter_map(|worker| worker.quiet_since).max().map(|since| since + FREEZE_PATIENCE)
+    /// A member is silent that may be frozen.
+    pub(super) fn waits_for_the_frozen(&self, gang: &'o Gang) -> bool {
+        let mut members = self.members(gang).flatten().filter(|worker| !worker.stopping);
+        members.any(|worker| worker.quiet_since.is_some())
     }
 }

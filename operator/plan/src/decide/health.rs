@@ -116,9 +116,8 @@ impl<'o> Planner<'o> {
                     .and_then(|member| self.index.worker(&member.worker))
                     .map(|worker| &worker.state);
                 match state {
-                    Some(WorkerState::Left { attempt, reason: LeftReason::Stopped { .. } })
-                        if *attempt == gang.attempt =>
-                    {
+                    // One that stopped in an earlier attempt stands outside: that explains more.
+                    Some(WorkerState::Left { reason: LeftReason::Stopped { .. }, .. }) => {
                         Standing::AfterStop(what)
                     }
                     _ => Standing::Dragged(what),
@@ -141,8 +140,8 @@ impl<'o> Planner<'o> {
 
     /// The second clock: members are alive, but does the job go on?
     fn progress(&mut self, gang: &'o Gang) -> Health {
-        if let Some(until) = self.thaws_by(gang) {
-            self.look_again_at(until);
+        // How long at most `give_up_the_frozen` says.
+        if self.waits_for_the_frozen(gang) {
             return Health::Well;
         }
         let record = &self.observed.record;

@@ -142,5 +142,6 @@ mod tests {
         // Hours later a pod is refused once.
         assert!(!refusals.refused(PATIENCE, 0, 1_000 + 3_600_000));
         assert!(refusals.standing_back().is_none());
+        assert!(!refusals.refused(PATIENCE, 0, 1_000 + 3_600_000 + APART));
     }
 }

@@ -428,7 +428,8 @@ mod tests {
         let mut report = report();
         write(&mut report, status("Running", 1), 0);
         report.written(&Ok(None), 0);
-        let other = MoeJobStatus { record: "r".into(), ..status("Running", 1) };
+        let (record, record_more) = ("r".into(), "m".into());
+        let other = MoeJobStatus { record, record_more, ..status("Running", 1) };
         assert!(!report.is_due(&other, false, 60_000) && report.due.is_none());
     }
 
@@ -442,8 +443,15 @@ mod tests {
         assert_eq!(report.due, Some(1_100));
         report.on_version("9");
         assert!(!report.is_due(&status("Running", 1), false, 200), "older than what is known");
+        report.on_version("10");
+        assert!(!report.is_due(&status("Running", 1), false, 200), "that it was refused on");
         report.on_version("15");
         assert!(report.is_due(&status("Running", 1), false, 200));
         assert_eq!(write(&mut report, status("Running", 1), 200), "15");
+        // The second in a row waits for longer.
+        let slow = WriteError { kind: WriteErrorKind::Slow, message: String::new() };
+        report.written(&Err(slow), 300);
+        assert!(!report.is_due(&status("Running", 1), false, 2_299));
+        assert_eq!(report.due, Some(2_300));
     }
 }

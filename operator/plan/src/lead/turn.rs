@@ -243,7 +243,7 @@ impl JobLoop {
             self.tracker.observed.record.outcome,
             Some(Outcome::Complete { .. } | Outcome::Failed { .. })
         );
-        if over && grace > 0 && self.pods.is_linked(name) {
+        if over && self.pods.is_linked(name) {
             return self.pods.delete_at(name, now + grace, kill_grace_s);
         }
         if self.pods.stopped(name, ending, now) {
