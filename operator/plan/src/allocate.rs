@@ -387,7 +387,7 @@ impl<'a> Allocator<'a> {
                         self.now < since + HOLD_TIMEOUT
                     }
                 };
-                let resting = match given.keeps && job.standing != Standing::Waiting {
+                let resting = match given.keeps {
                     true => self.reserve(job, *least - possible, &ordered),
                     false => String::new(),
                 };

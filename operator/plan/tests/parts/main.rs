@@ -2,6 +2,7 @@
 
 mod changes;
 mod cost;
+mod demand;
 mod devices;
 mod judged;
 mod launch;
