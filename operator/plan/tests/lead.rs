@@ -10,6 +10,7 @@ use lead_world::World;
 use moejob_plan::allocate::Granted;
 use moejob_plan::lead::{Event, FRAMES_WAITING_MAX, WriteErrorKind};
 use moejob_plan::observed::Node;
+use moejob_plan::record::RECORD_BYTES_MAX;
 use moejob_protocol::message::{Heartbeat, Phase, Up};
 use moejob_protocol::report::{Detail, Event as Line, StepReport};
 use serde_json::{Value, json};
@@ -182,6 +183,26 @@ fn steps_that_wait_make_no_worker_too_loud() {
         world.hear("a-a1-0", 1, said::step_report(step, 1));
     }
     assert_eq!(world.run(&["advance", "1"]), "  look again in 59999 ms\n");
+}
+
+/// No leader would read it. What a newer operator has left in it is kept, and may be much.
+#[test]
+fn a_record_that_is_too_long_is_not_written() {
+    let record = |length: usize| {
+        let fields = r#""v":1,"term":1,"attempt":3,"step":7,"progressedAt":0,"stepMedian":0"#;
+        let later = "x".repeat(length);
+        format!(r#"record={{{fields},"births":0,"later":"{later}"}}"#)
+    };
+    let begin = |length: usize| {
+        let mut world = World::default();
+        world.run(&["job", "min=1", "max=1", &record(length)]);
+        run(&mut world, "written all|grant n0|written|written|pod a-a4-0 n0 running");
+        world.run(&["open", "a-a4-0"])
+    };
+    let long = begin(RECORD_BYTES_MAX - 200);
+    assert!(long.contains("RecordTooLong") && !long.contains("attempt 4"), "{long}");
+    let good = begin(RECORD_BYTES_MAX - 20_000);
+    assert!(good.contains("record of attempt 4, and wait"), "{good}");
 }
 
 /// A metric counts each kind by itself.
