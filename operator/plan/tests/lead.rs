@@ -214,7 +214,7 @@ fn each_kind_of_failure_to_write_has_a_label_of_its_own() {
     let kinds = [Slow, Conflict, Exists, Gone, Forbidden, Refused, Deposed, NotOurs, Other];
     let mut labels = kinds.map(WriteErrorKind::label);
     let plain = |label: &&str| label.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_');
-    assert!(labels.iter().all(|label| !label.is_empty() && plain(&label)), "{labels:?}");
+    assert!(labels.iter().all(|label| !label.is_empty() && plain(label)), "{labels:?}");
     labels.sort_unstable();
     assert!(labels.windows(2).all(|two| two[0] != two[1]), "{labels:?}");
 }
