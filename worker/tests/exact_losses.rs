@@ -93,7 +93,7 @@ fn an_attempt_with_nothing_left_to_train_writes_the_last_checkpoint() {
     }
 }
 
-/// As on GPUs, where a copy holds steps up for seconds: what the attempt came from stays until then.
+/// As on GPUs, where a copy holds steps up for seconds: what the attempt came from stays meanwhile.
 #[test]
 fn where_copies_are_dear_the_first_one_comes_behind_a_step() {
     let whole = job();

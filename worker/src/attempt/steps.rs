@@ -58,7 +58,7 @@ pub(crate) struct Run<'a> {
     pub pace: Option<Pace>,
     /// Makes or touches the slots of the next snapshot.
     pub waking: Option<JoinHandle<()>>,
-    /// What was resumed from is of other ranks or another layout, and no snapshot of these is there.
+    /// What was resumed from is of other ranks or another layout, and these have no snapshot yet.
     pub anew: bool,
     /// The same of checkpoints.
     pub saving: Option<Saving>,
