@@ -264,6 +264,7 @@ mod tests {
                 [validity.not_before, validity.not_after].map(|time| time.timestamp());
             let span = last - first;
             assert_eq!(span, days * 24 * 3600 + 2 * 3600, "{days} days");
+            assert_eq!(ends_at(pem).expect("an end"), last);
         }
     }
 }

@@ -366,7 +366,7 @@ mod tests {
         let late = due(&first, -1).expect("a successor");
         assert!(late.certificate == first.certificate && late.successor.is_some());
         // A pod that was made before there was a successor has ended by then, or trusts it.
-        assert_eq!((SUCCESSOR_S, TAKEOVER_S), (60 * DAY_S, 30 * DAY_S));
+        assert_eq!((SUCCESSOR_S, TAKEOVER_S), (5_184_000, 2_592_000));
     }
 
     #[test]
