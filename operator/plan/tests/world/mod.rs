@@ -77,7 +77,12 @@ impl World {
                     let ranks = nodes * setup.devices;
                     let ep = (1..=setup.experts.min(ranks)).rfind(|ep| ranks % ep == 0);
                     let mesh = Mesh::data_parallel(ranks, ep.unwrap_or(1));
-                    Size { nodes, layout: Layout::contiguous(mesh), exchange: Exchange::Flat }
+                    // One that is not the template's own for every other gang.
+                    let exchange = match nodes % 2 {
+                        0 => Exchange::Hierarchical,
+                        _ => Exchange::Flat,
+                    };
+                    Size { nodes, layout: Layout::contiguous(mesh), exchange }
                 })
                 .collect()
         };
@@ -190,6 +195,9 @@ impl World {
             Action::RecordAttempt(gang) => self.assert_nothing_is_skipped(gang.resumed_at),
             Action::Configure { name, rank, config } => {
                 self.assert_sources_hold(config);
+                let sizes = &self.observed().wanted.sizes;
+                let size = sizes.iter().find(|size| size.layout == config.layout);
+                assert_eq!(Some(config.exchange), size.map(|size| size.exchange));
                 let step = config.resume.step();
                 self.gangs.entry(config.attempt).or_insert(GangTruth {
                     step,
