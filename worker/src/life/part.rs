@@ -57,15 +57,19 @@ impl<Reply: DeserializeOwned + Send + 'static> Part<Reply> {
         environment: &[(&'static str, String)],
     ) -> io::Result<Part<Reply>> {
         // The link names the program that runs, whatever lies at its path by now.
-        let mut child = Command::new("/proc/self/exe")
+        let mut command = Command::new("/proc/self/exe");
+        command
             .arg0(std::env::args_os().next().unwrap_or_else(|| "moejob".into()))
             .arg("engine")
             .arg(std::process::id().to_string())
             .env(variable, which)
-            .envs(environment.iter().map(|(name, value)| (name, value)))
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()?;
+            .envs(environment.iter().map(|(name, value)| (name, value)));
+        Part::of(command, which)
+    }
+
+    /// The process of a command.
+    pub fn of(mut command: Command, which: &str) -> io::Result<Part<Reply>> {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let lost = || io::Error::other("no pipe");
         let input = child.stdin.take().ok_or_else(lost)?;
         let output = child.stdout.take().ok_or_else(lost)?;
@@ -164,4 +168,48 @@ pub(crate) fn obey<Ask: DeserializeOwned>(mut each: impl FnMut(Ask)) -> io::Resu
         each(serde_json::from_str(&line?)?);
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(script: &str) -> Part<u32> {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        Part::of(command, "test").expect("a shell")
+    }
+
+    fn hear(part: &mut Part<u32>, limit: Duration, stop: bool) -> Result<u32, Silence> {
+        part.hear(Instant::now() + limit, &AtomicBool::new(stop))
+    }
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn a_part_answers_what_it_is_asked() {
+        let mut echo = part("echo NCCL version 2; echo 7; while read line; do echo $line; done");
+        assert_eq!(hear(&mut echo, LONG, false), Ok(7), "what is no line of ours is passed over");
+        for asked in [1, 2, 3] {
+            echo.ask(&asked);
+            assert_eq!(hear(&mut echo, LONG, false), Ok(asked));
+        }
+    }
+
+    #[test]
+    fn nobody_waits_for_ever() {
+        let began = Instant::now();
+        let mut ended = part("exit 7");
+        let how = hear(&mut ended, LONG, false);
+        assert_eq!(how, Err(Silence::Ended("exit status: 7".to_string())));
+        // It is not there to be asked.
+        ended.ask(&1);
+        let short = Duration::from_millis(120);
+        let mut hangs = part("exec sleep 600");
+        assert_eq!(hear(&mut hangs, short, false), Err(Silence::Late));
+        assert_eq!(hear(&mut hangs, LONG, true), Err(Silence::Stopped));
+        assert_eq!(Silence::Late.in_words(LONG), "no answer within 60 s");
+        drop(hangs);
+        assert!(began.elapsed() < LONG / 2, "{:?}: what hangs is killed", began.elapsed());
+    }
 }
