@@ -69,6 +69,14 @@ impl Stubs {
     }
 }
 
+/// An NCCL of the version with this code, into `folder`.
+pub fn nccl(folder: &Path, code: u32) {
+    let list = include_str!("../../../worker/nccl/src/library.rs");
+    let names: Vec<&str> = list.split('"').filter(|part| part.starts_with("nccl")).collect();
+    let library = compile(include_str!("nccl.c"), &names, code, folder);
+    std::fs::write(folder.join("libnccl.so.2"), library).expect("a library");
+}
+
 /// As the name that is looked for first.
 pub fn write(folder: &Path, library: &str, bytes: &[u8]) {
     std::fs::write(folder.join(format!("{library}.so")), bytes).expect("a library");
