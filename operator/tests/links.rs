@@ -98,6 +98,35 @@ fn words_that_arrive_are_timed() {
     }
 }
 
+/// Windows that processes map: what kernels are given is what their contracts ask for.
+#[test]
+fn words_arrive_through_windows() {
+    let place = Place::new(None);
+    for (ranks, bytes) in [("2", [64 << 10, 1 << 20]), ("3", [65_280, 1_048_320])] {
+        let set = [("STUB_WINDOWS", "1"), ("STUB_EVENT_MICROSECONDS", "12000")];
+        let words = format!("--on-one-gpu --devices {ranks} --bytes 64Ki,1Mi --json");
+        let output = place.output("1", &words, &set);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let told: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(told["windows"], json!({ "blocks": 32 }), "{told}");
+        assert_eq!(told["nccl"]["missing"], "ranks that share a GPU have no communicator");
+        let world: u64 = ranks.parse().unwrap();
+        let expected: Vec<(&str, u64)> = ["all-to-all", "reduce-scatter", "all-gather"]
+            .into_iter()
+            .flat_map(|verb| bytes.map(|bytes| (verb, bytes)))
+            .chain([("counts", 512 * world)])
+            .collect();
+        let of = |reading: &Value| {
+            (reading["verb"].as_str().unwrap().to_string(), reading["bytes"].as_u64().unwrap())
+        };
+        let said: Vec<(String, u64)> =
+            told["readings"].as_array().unwrap().iter().map(of).collect();
+        let said: Vec<(&str, u64)> =
+            said.iter().map(|(verb, bytes)| (verb.as_str(), *bytes)).collect();
+        assert_eq!(said, expected, "{told}");
+    }
+}
+
 /// What no link has moved is no result, by either way, one by one or in a graph.
 #[test]
 fn words_that_do_not_arrive_are_named() {

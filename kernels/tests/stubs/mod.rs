@@ -19,7 +19,7 @@ pub const VERSIONS: [u32; 4] = [12_040, 12_060, 12_080, 13_000];
 
 /// A library: its file's name up to the `.so`, its folder in cudarc, and what of it does something.
 pub const LIBRARIES: [(&str, &str, &str); 3] = [
-    ("libcuda", "driver", include_str!("cuda.c")),
+    ("libcuda", "driver", concat!(include_str!("peer.c"), include_str!("cuda.c"))),
     ("libnvrtc", "nvrtc", include_str!("nvrtc.c")),
     ("libcublasLt", "cublaslt", include_str!("cublaslt.c")),
 ];
