@@ -96,6 +96,79 @@ fn what_cannot_be_measured_is_refused_by_name() {
     }
 }
 
+/// Links need two GPUs. Here none is shown, whatever the machine has.
+#[test]
+fn links_are_refused_where_there_are_no_two_gpus() {
+    let links = |words: &str| {
+        let words = ["bench", "--links"].into_iter().chain(words.split_whitespace());
+        let mut command = Command::new(env!("CARGO_BIN_EXE_moejob"));
+        command.args(words).env("CUDA_VISIBLE_DEVICES", "").output().unwrap()
+    };
+    for words in ["", "--json", "--devices 1", "--devices 2", "--on-one-gpu", "--captured"] {
+        let output = links(words);
+        let err = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{words}: {err}");
+        assert!(output.stdout.is_empty() && err.starts_with("moejob: bench --links: "), "{err}");
+        let verbs = "not measured: all-to-all, all-reduce, reduce-scatter, all-gather, counts, and";
+        assert!(err.contains(verbs) && err.contains("with --simulate"), "{words}: {err}");
+    }
+    for (words, expected) in [
+        ("--bytes 255", "a size from 256 to 8Gi, such as 64Ki or 16Mi"),
+        ("--bytes 64Ki,16X", "a size from 256 to 8Gi"),
+        ("--simulate --bytes 1Mi", "cannot be used with"),
+        ("--simulate --captured", "cannot be used with"),
+        ("--preset tiny", "cannot be used with"),
+        ("--mib 16", "--simulate"),
+        ("--devices 65", "a whole number from 1 to 64"),
+        ("--profile huge", "there is no \"huge\"; known: cpu, "),
+        ("--profile cpu", "profile cpu says nothing of its links"),
+        ("--profile nd-h200-v5 --profile nd-h100-v5", "one is compared with what is measured"),
+    ] {
+        let output = links(words);
+        let err = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(2) && err.contains(expected), "{words}: {err}");
+    }
+}
+
+/// A rank tells its parent why it cannot be one, and ends where that is another process.
+#[test]
+fn a_rank_that_measures_links_belongs_to_its_parent() {
+    for (parent, code, said) in [(std::process::id(), 1, true), (1, 75, false)] {
+        let output = Command::new(env!("CARGO_BIN_EXE_moejob"))
+            .args(["engine", &parent.to_string()])
+            .env("MOEJOB_LINKS_GPU", "0")
+            .env("CUDA_VISIBLE_DEVICES", "")
+            .output()
+            .unwrap();
+        let line = String::from_utf8(output.stdout).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{line}");
+        assert_eq!(line.starts_with("{\"Failed\":{\"why\":\""), said, "{line}");
+    }
+}
+
+/// Of ranks that share a GPU, which NCCL does not know: what goes through windows arrives.
+#[test]
+fn ranks_that_share_a_gpu_measure_windows() {
+    if let Err(error) = moejob_kernels::cuda::Gpu::open(0) {
+        return println!("skipped: {error}");
+    }
+    for (ranks, captured) in [("2", ""), ("3", ""), ("2", "--captured")] {
+        let words = ["bench", "--links", "--on-one-gpu", "--json", "--bytes", "64Ki,1Mi"];
+        let mut command = Command::new(env!("CARGO_BIN_EXE_moejob"));
+        command.args(words).args(["--devices", ranks]).args(captured.split_whitespace());
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let told: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(told["nccl"]["missing"], "ranks that share a GPU have no communicator");
+        let readings = told["readings"].as_array().unwrap();
+        let of = |verb: &str| readings.iter().filter(|reading| reading["verb"] == verb).count();
+        let verbs = ["all-to-all", "all-gather", "reduce-scatter", "counts", "all-reduce"];
+        assert_eq!(verbs.map(of), [2, 2, 2, 1, 0], "{told}");
+        let took = |reading: &serde_json::Value| reading["seconds"].as_f64().unwrap();
+        assert!(readings.iter().all(|reading| took(reading) > 0.0), "{told}");
+    }
+}
+
 /// The page of estimates shows what the command prints.
 #[test]
 fn links_are_simulated_by_what_profiles_say() {

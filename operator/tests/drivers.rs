@@ -45,22 +45,6 @@ int nvmlEventSetWait_v2(void *set, struct data *out, unsigned ms) {
 }
 "#;
 
-/// A gang whose messages go nowhere: sums of nothing are right.
-const NCCL: &str = r#"
-#include <stdlib.h>
-int ncclGetVersion(int *code) { *code = VERSION; return 0; }
-const char *ncclGetErrorString(int code) { return "an error"; }
-const char *ncclGetLastError(void *comm) { return ""; }
-int ncclCommInitRankConfig(void **comm, int world, ...) { *comm = malloc(1); return 0; }
-int ncclCommSplit(void *of, int color, int key, void **comm, void *config) {
-    *comm = malloc(1);
-    return 0;
-}
-int ncclCommGetAsyncError(void *comm, int *state) { *state = 0; return 0; }
-int ncclCommCount(void *comm, int *count) { *count = 2; return 0; }
-int ncclCommUserRank(void *comm, int *rank) { *rank = 0; return 0; }
-"#;
-
 /// A job of two GPUs that goes on until somebody ends it.
 const LONG: &str = r#"
 apiVersion: moejob.dev/v1alpha1
@@ -109,10 +93,7 @@ impl Place {
 
     /// Another NCCL beside them.
     fn add_nccl(&self, libraries: &Path, code: u32) {
-        let list = include_str!("../../worker/nccl/src/library.rs");
-        let names: Vec<&str> = list.split('"').filter(|part| part.starts_with("nccl")).collect();
-        let library = compile(NCCL, &names, code, libraries);
-        std::fs::write(libraries.join("libnccl.so.2"), library).unwrap();
+        stubs::nccl(libraries, code);
     }
 
     fn command(&self, libraries: &Path, words: &[&str]) -> Command {

@@ -421,6 +421,18 @@ impl PeerLinks {
         }
     }
 
+    /// Sets `bytes` bytes that lie `room` bytes into the rooms here, in the order of `stream`.
+    pub fn fill_room(
+        &self,
+        stream: &Stream,
+        (room, bytes): (usize, usize),
+        byte: u8,
+    ) -> Result<(), CudaError> {
+        assert!(room + bytes <= self.desc.rooms, "{bytes} bytes from {room}");
+        // SAFETY: the range was checked.
+        unsafe { stream.fill_at(self.rooms() + room as u64, byte, bytes) }
+    }
+
     /// Copies what lies `room` bytes into the rooms here to `to`, in the order of `stream`.
     pub fn copy_room(
         &self,

@@ -19,7 +19,7 @@ pub const VERSIONS: [u32; 4] = [12_040, 12_060, 12_080, 13_000];
 
 /// A library: its file's name up to the `.so`, its folder in cudarc, and what of it does something.
 pub const LIBRARIES: [(&str, &str, &str); 3] = [
-    ("libcuda", "driver", include_str!("cuda.c")),
+    ("libcuda", "driver", concat!(include_str!("peer.c"), include_str!("cuda.c"))),
     ("libnvrtc", "nvrtc", include_str!("nvrtc.c")),
     ("libcublasLt", "cublaslt", include_str!("cublaslt.c")),
 ];
@@ -67,6 +67,14 @@ impl Stubs {
         write(&folder, library, &bytes);
         folder
     }
+}
+
+/// An NCCL of the version with this code, into `folder`.
+pub fn nccl(folder: &Path, code: u32) {
+    let list = include_str!("../../../worker/nccl/src/library.rs");
+    let names: Vec<&str> = list.split('"').filter(|part| part.starts_with("nccl")).collect();
+    let library = compile(include_str!("nccl.c"), &names, code, folder);
+    std::fs::write(folder.join("libnccl.so.2"), library).expect("a library");
 }
 
 /// As the name that is looked for first.

@@ -1,4 +1,5 @@
-//! What two GPUs of a node tell each other, by verb and size.
+//! What two GPUs of a node tell each other, by verb and size: with blocks, graphs and the host's
+//! time, for who works on kernels. `moejob bench --links` measures the ways that engines take.
 //!
 //! ```text
 //! cargo bench -p moejob-nccl --bench links -- [--only all_to_all,counts,peer] [--blocking]

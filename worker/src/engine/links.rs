@@ -23,6 +23,7 @@ mod nccl;
 mod peer;
 mod shared;
 mod staged;
+mod wanted;
 
 use crate::engine::beside::Overlap;
 use crate::engine::group::ExpertGroup;
@@ -42,9 +43,11 @@ use staged::Staging;
 use std::sync::Arc;
 
 pub use nccl::NoLinks;
+pub(crate) use files::{Desk, Seat};
 pub(crate) use peer::{Near, PATIENCE};
 pub(crate) use shared::Shared;
-pub use peer::{ENV_PEER, Use as PeerUse, window_wanted};
+pub(crate) use wanted::blocks_for;
+pub use wanted::{ENV_PEER, Use as PeerUse, window_wanted};
 
 /// The own rank's way to all others.
 #[derive(Debug)]

@@ -5,6 +5,8 @@ pub mod listener;
 pub mod session;
 pub mod run;
 pub mod preflight;
+pub mod travel;
+mod part;
 pub mod binding;
 pub mod affinity;
 pub mod machine;

@@ -2,6 +2,7 @@
 
 use crate::life::affinity::Share;
 use crate::life::preflight;
+use crate::life::travel;
 use crate::gang::comm::Comm;
 use crate::life::run::engines::child;
 use crate::life::run::{Attempt, Bootstrap, from_stdin, in_pod};
@@ -25,11 +26,14 @@ impl Attempt for Trainer {
     }
 }
 
-/// Runs an engine of the worker with this process id, which has started it; or what measures a GPU
-/// for it.
+/// Runs an engine of the worker with this process id, which has started it; or what measures a GPU,
+/// or the links between several, for it.
 pub fn engine(worker: &str) -> ExitCode {
     if let Some(gpu) = preflight::child::part() {
         return preflight::child::main(worker, gpu);
+    }
+    if let Some(gpu) = travel::rank::part() {
+        return travel::rank::main(worker, gpu);
     }
     child::main(worker)
 }

@@ -4,7 +4,7 @@
 //! arguments -> a manifest as a job has it -> Job -> Engine -> steps on tokens made up in memory
 //!                                         `-> memory that `plan` expects, beside what was used
 //! ```
-//! `moejob bench --links --simulate` tells what profiles expect of links instead (`links`).
+//! `moejob bench --links` measures the links between GPUs instead (`links`).
 
 mod links;
 mod synthetic;
@@ -68,9 +68,9 @@ pub struct BenchArgs {
     /// What computes. Default: a GPU where this machine shows one.
     #[arg(long, value_enum)]
     pub device: Option<DeviceName>,
-    /// GPUs of this machine, or ranks that share its processors; each has its own micro-batches.
-    #[arg(long, default_value_t = 1, value_parser = whole(1, 64))]
-    pub devices: u32,
+    /// GPUs, or ranks on processors, each with its own micro-batches. Default: 1; of --links all.
+    #[arg(long, value_parser = whole(1, 64))]
+    pub devices: Option<u32>,
     /// parallelism.expert: devices that share the experts out. Default: each has all.
     #[arg(long, default_value_t = 1, value_parser = whole(1, 64))]
     pub expert_parallel: u32,
@@ -126,7 +126,7 @@ fn preset_of(name: &str) -> Result<Preset, String> {
 
 pub fn run(args: &BenchArgs) -> ExitCode {
     if args.links.links {
-        return links::run(&args.links, args.written);
+        return links::run(&args.links, args.devices, args.written);
     }
     // The parser lets nobody pass who names neither.
     let Some(preset) = args.preset else { return ExitCode::from(2) };
@@ -156,11 +156,11 @@ fn job(args: &BenchArgs, preset: Preset, device: DeviceName) -> Result<Job, Refu
             model["denseLayers"] = json!(dense);
         }
     }
+    let devices = u64::from(args.devices.unwrap_or(1));
     let mut training = json!({
         "steps": args.warm_up + args.steps,
         "microBatchSize": args.micro_batch,
-        "globalBatchSize":
-            u64::from(args.micro_batch) * u64::from(args.accumulation) * u64::from(args.devices),
+        "globalBatchSize": u64::from(args.micro_batch) * u64::from(args.accumulation) * devices,
     });
     if args.routing == Routing::Balanced {
         // What was arranged stays so.
@@ -185,7 +185,7 @@ fn job(args: &BenchArgs, preset: Preset, device: DeviceName) -> Result<Job, Refu
         "kind": "MoeJob",
         "metadata": { "name": "bench" },
         "spec": {
-            "nodes": { "profile": profile, "devicesPerNode": args.devices },
+            "nodes": { "profile": profile, "devicesPerNode": devices },
             "parallelism": { "expert": args.expert_parallel },
             "model": model,
             "data": {
@@ -212,7 +212,7 @@ fn device_of(args: &BenchArgs) -> DeviceName {
 
 fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
     let job = job(args, preset, device_of(args))?;
-    let (devices, ep) = (args.devices, args.expert_parallel);
+    let (devices, ep) = (args.devices.unwrap_or(1), args.expert_parallel);
     if !placement::divides(ep, devices) {
         return Err(Refused(2, format!("--expert-parallel {ep} does not divide {devices} devices")));
     }
@@ -229,7 +229,7 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
         exclude: Vec::new(),
     };
     let template = launch::template(&job, Venue::Local, "bench", &places);
-    let ranks = args.devices;
+    let ranks = devices;
     let config = WorkerConfig { layout, ranks, threads: args.threads, ..template };
     let comms = if ranks == 1 { vec![Comm::solo(1)] } else { Comm::in_process(ranks) };
     // A thread a device: what a worker's engines are processes for, a bench does without.

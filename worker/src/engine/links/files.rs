@@ -32,7 +32,7 @@ const FILES_MAX: usize = 4;
 
 /// Where a desk is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Seat {
+pub(crate) struct Seat {
     /// This start of the machine's kernel, and the network namespace.
     place: String,
     name: String,
@@ -47,7 +47,7 @@ impl Seat {
 }
 
 #[derive(Debug)]
-pub(super) struct Desk {
+pub(crate) struct Desk {
     socket: UnixDatagram,
     seat: Seat,
 }

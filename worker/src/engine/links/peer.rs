@@ -13,32 +13,18 @@
 use super::Links;
 use super::files::{Desk, Seat};
 use super::shared::of_all;
+use super::wanted::{Use, blocks_for};
 use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError, Lookout};
 use moejob_kernels::cuda::{
     CudaDevice, GatherRows, Need, PEERS_MAX, PeerDesc, PeerLinks, ScatterRows,
 };
 use moejob_kernels::{Buffer, CpuDevice, DType, Device};
-use moejob_protocol::config::TrainingConfig;
-use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::window_bytes;
-use moejob_protocol::model::ModelConfig;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-/// How tokens of an expert group on one node travel, for measurements: `on` through windows, `off`
-/// by NCCL; or how many blocks move them through windows, `16`. Without it, or with `auto`, by
-/// NCCL: how a step with windows does on two GPUs is not measured yet.
-pub const ENV_PEER: &str = "MOEJOB_PEER";
-
-/// 8 blocks fill a link; more copy faster within the GPU, and leave less for what runs beside.
-const BLOCKS: usize = 32;
-/// With what travels beside the ops, fewer than any GPU has multiprocessors.
-const BLOCKS_MAX: usize = 64;
-/// A block has at least so many bytes of a rank's rows.
-const BYTES_A_BLOCK: usize = 64 << 10;
 /// How long a kernel waits for a peer. A peer that is dead or stopped is noticed by its worker
 /// before; this is for what nobody notices.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(600);
@@ -46,57 +32,6 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(600);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// What a rank says of its window.
 const WORDS_MAX: usize = 1024;
-
-/// What [`ENV_PEER`] says.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Use {
-    #[default]
-    Auto,
-    Off,
-    On {
-        /// At most.
-        blocks: usize,
-    },
-}
-
-impl Use {
-    pub fn parse(said: Option<&str>) -> Use {
-        match said.map(str::trim) {
-            None | Some("" | "auto") => Use::Auto,
-            Some("off") => Use::Off,
-            Some("on") => Use::On { blocks: BLOCKS },
-            Some(said) => match said.parse() {
-                Ok(blocks @ 1..=BLOCKS_MAX) => Use::On { blocks },
-                _ => {
-                    tracing::warn!(
-                        "{ENV_PEER}={said} is not `on`, `off`, `auto` or 1 to {BLOCKS_MAX}: ignored"
-                    );
-                    Use::Auto
-                }
-            },
-        }
-    }
-
-    /// What the environment says.
-    pub fn said() -> Use {
-        Use::parse(std::env::var(ENV_PEER).ok().as_deref())
-    }
-
-    /// Windows are wanted, with so many blocks at most.
-    pub fn blocks(self) -> Option<usize> {
-        match self {
-            Use::On { blocks } => Some(blocks),
-            // Nobody has measured from which size on a step is faster with windows.
-            Use::Auto | Use::Off => None,
-        }
-    }
-}
-
-/// What a GPU takes for the window that the environment asks for.
-pub fn window_wanted(model: &ModelConfig, layout: &Layout, training: &TrainingConfig) -> u64 {
-    let wanted = Use::said().blocks();
-    wanted.map_or(0, |_| window_bytes(model, layout, training))
-}
 
 /// An expert group that may have windows.
 #[derive(Clone, Debug)]
@@ -256,7 +191,7 @@ impl Windows {
     /// The same on every rank.
     fn blocks_of(&self, need: &Need, rows: Buffer) -> usize {
         let own = rows.bytes() / need.experts.len();
-        own.div_ceil(BYTES_A_BLOCK).clamp(1, self.blocks)
+        blocks_for(own, self.blocks)
     }
 
     fn links(&self) -> MutexGuard<'_, Option<PeerLinks>> {
@@ -452,17 +387,6 @@ mod tests {
     use super::*;
     use moejob_kernels::cuda::rooms_of_group;
     use moejob_protocol::memory::window_rooms;
-
-    #[test]
-    fn windows_are_for_who_asks() {
-        for said in [None, Some(""), Some("auto"), Some("yes"), Some("0"), Some("65")] {
-            assert_eq!(Use::parse(said), Use::Auto, "{said:?}");
-            assert_eq!(Use::parse(said).blocks(), None, "not measured on two GPUs yet");
-        }
-        assert_eq!(Use::parse(Some("off")).blocks(), None);
-        assert_eq!(Use::parse(Some("on")).blocks(), Some(BLOCKS));
-        assert_eq!(Use::parse(Some(" 16 ")).blocks(), Some(16));
-    }
 
     /// What a plan counts is what kernels want.
     #[test]

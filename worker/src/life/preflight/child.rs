@@ -1,6 +1,8 @@
 //! The process that measures one GPU. It obeys its parent's lines until they end.
 
 use crate::engine::notes;
+use crate::life::part::{is_bound_to, number, obey, say};
+use crate::life::travel::Verb;
 use moejob_kernels::cuda::{
     Arena, Copies, CudaError, Gpu, Monitor, Nvml, peer_read_rate, uuid_text,
 };
@@ -8,9 +10,8 @@ use moejob_kernels::{ArenaPlan, DType};
 use moejob_nccl::{Comm, Config, Library, Reduce, Seat, Span, Stream, UniqueId};
 use moejob_protocol::pair::PAIR_CHECK;
 use moejob_protocol::preflight::{Check, Grade, Measured, Value};
-use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use serde::{Deserialize, Serialize};
-use std::io::{self, BufRead, Write};
+use std::io;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -68,14 +69,12 @@ pub(super) struct Bus {
 
 /// The GPU that this process is to measure, if it is one that measures.
 pub(crate) fn part() -> Option<usize> {
-    std::env::var(ENV_PART).ok()?.parse().ok()
+    number(ENV_PART)
 }
 
 /// Ends with its parent, whose process id this is.
 pub(crate) fn main(parent: &str, ordinal: usize) -> ExitCode {
-    let bound = set_parent_process_death_signal(Some(Signal::KILL));
-    let found = getppid().map(|pid| pid.as_raw_nonzero().get().to_string());
-    if bound.is_err() || found.as_deref() != Some(parent) {
+    if !is_bound_to(parent) {
         return ExitCode::from(75);
     }
     // SAFETY: there is no second thread yet.
@@ -125,37 +124,34 @@ impl Measuring {
     }
 
     fn obey(mut self) -> io::Result<()> {
-        for line in io::stdin().lock().lines() {
-            match serde_json::from_str(&line?)? {
-                Ask::Copies => say(&Reply::Measured(self.copies())),
-                Ask::Peer { ordinal } => say(&Reply::Measured(vec![
-                    match peer_read_rate(&self.gpu, ordinal) {
-                        Ok(rate) => Measured::number("peerReadGBps", rate),
-                        Err(error) => unmeasured("peerReadGBps", &error.to_string()),
-                    },
-                ])),
-                Ask::Id => say(&match id() {
-                    Ok(id) => Reply::Id(id),
-                    Err(why) => Reply::Failed { what: "allReduceGBps".to_string(), why },
-                }),
-                Ask::Meet { id, rank, world, bytes, across } => {
-                    let seat = Seat { rank, world };
-                    say(&match all_reduce(&self.gpu, &id, seat, bytes, across) {
-                        Ok(rate) => {
-                            let check = check_of(&self.gpu, world, across);
-                            let log = notes::news().ok().filter(|log| !log.routes.is_empty());
-                            let sockets = log.map(|log| log.uses_sockets());
-                            Reply::Bus(Bus { check, rate, sockets })
-                        }
-                        Err(why) => {
-                            let what = if across { PAIR_CHECK } else { "allReduceGBps" };
-                            Reply::Failed { what: what.to_string(), why }
-                        }
-                    });
-                }
+        obey(|ask| match ask {
+            Ask::Copies => say(&Reply::Measured(self.copies())),
+            Ask::Peer { ordinal } => say(&Reply::Measured(vec![
+                match peer_read_rate(&self.gpu, ordinal) {
+                    Ok(rate) => Measured::number("peerReadGBps", rate),
+                    Err(error) => unmeasured("peerReadGBps", &error.to_string()),
+                },
+            ])),
+            Ask::Id => say(&match id() {
+                Ok(id) => Reply::Id(id),
+                Err(why) => Reply::Failed { what: "allReduceGBps".to_string(), why },
+            }),
+            Ask::Meet { id, rank, world, bytes, across } => {
+                let seat = Seat { rank, world };
+                say(&match all_reduce(&self.gpu, &id, seat, bytes, across) {
+                    Ok(rate) => {
+                        let check = check_of(&self.gpu, world, across);
+                        let log = notes::news().ok().filter(|log| !log.routes.is_empty());
+                        let sockets = log.map(|log| log.uses_sockets());
+                        Reply::Bus(Bus { check, rate, sockets })
+                    }
+                    Err(why) => {
+                        let what = if across { PAIR_CHECK } else { "allReduceGBps" };
+                        Reply::Failed { what: what.to_string(), why }
+                    }
+                });
             }
-        }
-        Ok(())
+        })
     }
 
     /// The clock is read while it works, errors when it has.
@@ -215,20 +211,15 @@ fn unmeasured(check: &str, why: &str) -> Measured {
     Measured { check: check.to_string(), of: String::new(), value }
 }
 
-fn say(reply: &Reply) {
-    let line = serde_json::to_string(reply).unwrap_or_default();
-    let mut out = io::stdout().lock();
-    // Without a parent the process ends by itself.
-    let _ = writeln!(out, "{line}").and_then(|()| out.flush());
-}
-
-fn id() -> Result<String, String> {
+/// A place where communicators meet, as text.
+pub(crate) fn id() -> Result<String, String> {
     let library = Library::load().map_err(|error| error.to_string())?;
     let id = UniqueId::new(&library).map_err(|error| error.to_string())?;
     Ok(id.bytes().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-fn of_hex(text: &str) -> Option<UniqueId> {
+/// What [`id`] has told.
+pub(crate) fn of_hex(text: &str) -> Option<UniqueId> {
     let digits: Option<Vec<u8>> =
         text.chars().map(|c| c.to_digit(16).and_then(|digit| u8::try_from(digit).ok())).collect();
     let bytes: Vec<u8> = digits?.chunks_exact(2).map(|two| two[0] << 4 | two[1]).collect();
@@ -246,7 +237,7 @@ fn check_of(gpu: &Gpu, world: u32, across: bool) -> String {
     if plain { "plainAllReduceGBps" } else { "allReduceGBps" }.to_string()
 }
 
-/// Bus bandwidth as nccl-tests counts it: twice (n - 1) / n of the bytes over the time.
+/// Bus bandwidth, GB/s.
 fn all_reduce(
     gpu: &Gpu,
     id: &str,
@@ -290,8 +281,7 @@ fn all_reduce(
         }
     }
     comm.finalize().map_err(|error| error.to_string())?;
-    let world = f64::from(seat.world);
-    Ok(bytes as f64 * 2.0 * (world - 1.0) / world / seconds / 1e9)
+    Ok(Verb::AllReduce.bus_rate(bytes, seat.world, seconds) / 1e9)
 }
 
 #[cfg(test)]

@@ -4,21 +4,14 @@
 //! collective are done by all at once.
 
 use super::child::{Ask, Bus, ENV_PART, Reply};
+use crate::life::part::Part;
 use moejob_protocol::preflight::{Check, Grade, Measured, Value};
-use std::io::{BufRead, BufReader, Read, Write};
 use std::ops::Range;
-use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 /// For all of it; two good GPUs take some two seconds. The leader waits for a minute.
 pub(super) const LIMIT: Duration = Duration::from_secs(30);
-/// Between two looks at whether it is to stop.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// A line of a child's is a few hundred bytes.
-const LINE_BYTES_MAX: u64 = 1 << 20;
 /// Of the fastest GPU's rate; below it another process computes there, or it is broken.
 const EVEN_FAIL: f64 = 0.75;
 const EVEN_WARN: f64 = 0.9;
@@ -167,7 +160,7 @@ pub(super) struct Gpu {
     ordinal: usize,
     name: String,
     /// None: it could not be started, or it is over with it.
-    child: Option<(Child, ChildStdin, Receiver<Reply>)>,
+    child: Option<Part<Reply>>,
     all: Vec<Measured>,
     id: Option<String>,
     bus: Option<Bus>,
@@ -180,7 +173,7 @@ impl Gpu {
     pub fn start(ordinal: usize, environment: &[(&'static str, String)]) -> Gpu {
         let (name, all) = (format!("GPU {ordinal}"), Vec::new());
         let mut gpu = Gpu { ordinal, name, child: None, all, id: None, bus: None, free: 0 };
-        match spawn(ordinal, environment) {
+        match Part::start((ENV_PART, &ordinal.to_string()), environment) {
             Ok(child) => gpu.child = Some(child),
             Err(error) => gpu.unmeasured(&format!("its process does not start: {error}")),
         }
@@ -205,34 +198,15 @@ impl Gpu {
     }
 
     pub fn ask(&mut self, ask: &Ask) {
-        let Some((_, input, _)) = &mut self.child else { return };
-        let line = serde_json::to_string(ask).unwrap_or_default();
-        // One that has ended says so where its answer is awaited.
-        let _ = writeln!(input, "{line}").and_then(|()| input.flush());
+        if let Some(child) = &mut self.child {
+            child.ask(ask);
+        }
     }
 
     /// The answer to what was asked last.
     pub fn hear(&mut self, until: Instant, stop: &AtomicBool) {
-        let Some((child, _, replies)) = &mut self.child else { return };
-        let reply = loop {
-            let left = until.saturating_duration_since(Instant::now());
-            match replies.recv_timeout(left.min(LOOK_EVERY)) {
-                Ok(reply) => break Ok(reply),
-                Err(RecvTimeoutError::Disconnected) => {
-                    let how = child.wait().map_or_else(|error| error.to_string(), |status| {
-                        status.to_string()
-                    });
-                    break Err(format!("its process ended: {how}"));
-                }
-                Err(RecvTimeoutError::Timeout) if stop.load(Ordering::Relaxed) => {
-                    break Err("it was to stop".to_string());
-                }
-                Err(RecvTimeoutError::Timeout) if left.is_zero() => {
-                    break Err(format!("no answer within {} s", LIMIT.as_secs()));
-                }
-                Err(RecvTimeoutError::Timeout) => {}
-            }
-        };
+        let Some(child) = &mut self.child else { return };
+        let reply = child.hear(until, stop).map_err(|silence| silence.in_words(LIMIT));
         match reply {
             Ok(Reply::Ready { name, free }) => (self.name, self.free) = (name, free),
             Ok(Reply::Measured(more)) => {
@@ -266,16 +240,13 @@ impl Gpu {
     }
 
     fn kill(&mut self) {
-        if let Some((mut child, ..)) = self.child.take() {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
+        self.child = None;
     }
 
     /// It has left the collective, so nobody misses it.
     pub fn end(&mut self) {
-        if let Some((child, ..)) = &mut self.child {
-            let _ = child.kill();
+        if let Some(child) = &mut self.child {
+            child.end();
         }
     }
 
@@ -284,49 +255,6 @@ impl Gpu {
         self.kill();
         std::mem::take(&mut self.all)
     }
-}
-
-impl Drop for Gpu {
-    fn drop(&mut self) {
-        self.kill();
-    }
-}
-
-fn spawn(
-    ordinal: usize,
-    environment: &[(&'static str, String)],
-) -> std::io::Result<(Child, ChildStdin, Receiver<Reply>)> {
-    // The link names the program that runs, whatever lies at its path by now.
-    let mut child = Command::new("/proc/self/exe")
-        .arg0(std::env::args_os().next().unwrap_or_else(|| "moejob".into()))
-        .arg("engine")
-        .arg(std::process::id().to_string())
-        .env(ENV_PART, ordinal.to_string())
-        .envs(environment.iter().map(|(name, value)| (name, value)))
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()?;
-    let lost = || std::io::Error::other("no pipe");
-    let input = child.stdin.take().ok_or_else(lost)?;
-    let output = child.stdout.take().ok_or_else(lost)?;
-    let (told, replies) = channel();
-    std::thread::Builder::new().name(format!("preflight-{ordinal}")).spawn(move || {
-        let mut lines = BufReader::new(output);
-        loop {
-            let mut line = Vec::new();
-            match (&mut lines).take(LINE_BYTES_MAX).read_until(b'\n', &mut line) {
-                Ok(0) | Err(_) => return,
-                Ok(_) => {}
-            }
-            // NCCL may write there, too.
-            if let Ok(reply) = serde_json::from_slice(&line)
-                && told.send(reply).is_err()
-            {
-                return;
-            }
-        }
-    })?;
-    Ok((child, input, replies))
 }
 
 #[cfg(test)]
