@@ -10,16 +10,20 @@ use moejob_kernels::cuda::{Awaited, GatherRows, Need, ScatterRows, rooms_of_grou
 use moejob_kernels::{ArenaPlan, Buffer, DType, NO_EXPERT};
 use peer_common::{LONG, ROOMS, Random, Rank, alone, node};
 
-/// A layer whose experts are shared out over `positions`.
+/// A layer whose experts are shared out over `positions` of each of `nodes`, seen on one of them.
 #[derive(Clone, Debug)]
 struct Case {
+    nodes: usize,
+    node: usize,
     positions: usize,
+    /// Of a rank.
     tokens: usize,
     top_k: usize,
     dim: usize,
     dtype: DType,
+    /// By (node, position).
     present: u64,
-    /// By position: first, and how many; one may have none.
+    /// The same: first, and how many; one may have none.
     experts: Vec<(u32, u32)>,
     ids: Vec<u32>,
     /// All ranks' find room on one GPU.
@@ -27,18 +31,23 @@ struct Case {
 }
 
 impl Case {
-    fn new(random: &mut Random, positions: usize, dtype: DType, turn: usize) -> Case {
+    fn new(
+        random: &mut Random,
+        (nodes, positions): (usize, usize),
+        dtype: DType,
+        turn: usize,
+    ) -> Case {
+        let (ranks, node) = (nodes * positions, turn % nodes);
         let top_k = [1, 2, 4, 8][turn % 4];
         let each = [9_u32, 5, 16][turn % 3];
-        let mut experts: Vec<(u32, u32)> =
-            (0..positions as u32).map(|p| (p * each, each)).collect();
+        let mut experts: Vec<(u32, u32)> = (0..ranks as u32).map(|p| (p * each, each)).collect();
         if turn % 4 == 3 {
-            experts[positions - 1].1 = 0;
+            experts[ranks - 1].1 = 0;
         }
         let tokens = [1, 7, 64, 200][turn % 4];
         let count: u32 = experts.iter().map(|of| of.1).sum();
         let mut ids = Vec::new();
-        for _ in 0..positions * tokens {
+        for _ in 0..ranks * tokens {
             // Most of a token's experts lie at few ranks; some choices are empty.
             let mut chosen: Vec<u32> = Vec::new();
             while chosen.len() < top_k {
@@ -51,23 +60,35 @@ impl Case {
             }
             ids.extend(chosen);
         }
-        let all = (1_u64 << positions) - 1;
-        let present = if turn % 5 == 4 { all & !1 } else { all };
+        let all = (1_u64 << ranks) - 1;
+        // The first rank has no tokens, and on the next node the second.
+        let absent = 1 | 1 << ((positions + 1) % ranks);
+        let present = match (turn % 5, nodes) {
+            (4, 1) => all & !1,
+            (4, _) => all & !absent,
+            _ => all,
+        };
         let dim = [64, 8, 2048, 520][turn % 4];
         let blocks = [1, 3, 8, 12][(turn + positions) % 4];
-        Case { positions, tokens, top_k, dim, dtype, present, experts, ids, blocks }
+        Case { nodes, node, positions, tokens, top_k, dim, dtype, present, experts, ids, blocks }
     }
 
     fn rows(&self) -> usize {
-        self.positions * self.tokens
+        self.nodes * self.positions * self.tokens
     }
 
-    fn is_present(&self, position: usize) -> bool {
-        self.present >> position & 1 == 1
+    /// Whether the rank has tokens whose row it is.
+    fn is_present(&self, row: usize) -> bool {
+        self.present >> (row / self.tokens) & 1 == 1
+    }
+
+    /// The position whose row it is.
+    fn position(&self, row: usize) -> usize {
+        row / self.tokens % self.positions
     }
 
     fn needs(&self, row: usize, position: usize) -> bool {
-        let (first, count) = self.experts[position];
+        let (first, count) = self.experts[self.node * self.positions + position];
         let ids = &self.ids[row * self.top_k..][..self.top_k];
         ids.iter().any(|id| (first..first + count).contains(id))
     }
@@ -79,15 +100,19 @@ impl Case {
             ids,
             present: self.present,
             experts: self.experts.clone(),
+            nodes: self.nodes,
+            node: self.node,
         }
     }
 
-    /// What this rank has of a buffer of all, with `filler` at the others' places.
+    /// What this position has of a buffer of all, with `filler` at the others' places.
     fn own<E: Copy>(&self, me: usize, all: &[E], filler: E) -> Vec<E> {
-        let each = all.len() / self.positions;
-        let mut own = vec![filler; all.len()];
-        own[me * each..][..each].copy_from_slice(&all[me * each..][..each]);
-        own
+        let width = all.len() / self.rows();
+        let own = |(at, value): (usize, &E)| match self.position(at / width) == me {
+            true => *value,
+            false => filler,
+        };
+        all.iter().enumerate().map(own).collect()
     }
 }
 
@@ -162,19 +187,18 @@ fn gather(ranks: &mut [Rank], case: &Case, random: &mut Random) {
         for (me, (rank, (need, rows, buffer))) in ranks.iter().zip(&made).enumerate() {
             let found = bytes_of(rank, *rows);
             let width = all.len() / case.rows();
-            let from = |row: usize| row / case.tokens;
             for row in 0..case.rows() {
-                let comes = case.is_present(from(row)) && case.needs(row, me);
+                let comes = case.is_present(row) && case.needs(row, me);
                 let found = &found[row * width..][..width];
-                if from(row) == me || comes {
+                if case.position(row) == me || comes {
                     assert!(*found == all[row * width..][..width], "rank {me} row {row} {case:?}");
                 } else {
                     assert!(found.iter().all(|byte| *byte == FILLER), "rank {me} row {row}");
                 }
             }
             let told = |slot: usize| {
-                let position = from(slot / case.top_k);
-                position == me || case.is_present(position)
+                let row = slot / case.top_k;
+                case.position(row) == me || case.is_present(row)
             };
             if brings {
                 let mut words = vec![0_u32; case.ids.len()];
@@ -230,7 +254,7 @@ fn scatter(ranks: &mut [Rank], case: &Case, random: &mut Random) {
             rank.arena.read_into(*buffer, &mut numbers).expect("read");
             for row in 0..case.rows() {
                 let found = &found[row * width..][..width];
-                let own = row / case.tokens == me && case.is_present(me);
+                let own = case.position(row) == me && case.is_present(row);
                 let range = |of: &[f32], width: usize| of[row * width..][..width].to_vec();
                 if !own {
                     let expected = encode(case.dtype, &range(&parts[me], case.dim));
@@ -271,16 +295,29 @@ fn scatter(ranks: &mut [Rank], case: &Case, random: &mut Random) {
 fn tokens_travel_by_need_and_come_back_summed() {
     let _alone = alone();
     for count in [1, 2, 3, 4, 8] {
-        let Some(mut ranks) = node(count, LONG) else { return };
-        let mut random = Random(count as u64);
-        for turn in 0..10 {
-            let dtype = [DType::F32, DType::Bf16, DType::F16][turn % 3];
-            let case = Case::new(&mut random, count, dtype, turn);
-            let row = case.dim * dtype.size();
-            assert!(rooms_of_group(count, case.tokens, row, case.top_k) <= ROOMS);
-            gather(&mut ranks, &case, &mut random);
-            scatter(&mut ranks, &case, &mut random);
-        }
+        travel(1, count);
+    }
+}
+
+/// The links join one of several nodes; a rank has the tokens of all ranks of its place.
+#[test]
+fn rails_bring_tokens_of_other_nodes() {
+    let _alone = alone();
+    for (nodes, count) in [(2, 1), (2, 2), (3, 2), (2, 4), (4, 3), (2, 8)] {
+        travel(nodes, count);
+    }
+}
+
+fn travel(nodes: usize, count: usize) {
+    let Some(mut ranks) = node(count, LONG) else { return };
+    let mut random = Random((16 * (nodes - 1) + count) as u64);
+    for turn in 0..10 {
+        let dtype = [DType::F32, DType::Bf16, DType::F16][turn % 3];
+        let case = Case::new(&mut random, (nodes, count), dtype, turn);
+        let row = case.dim * dtype.size();
+        assert!(rooms_of_group(count, nodes * case.tokens, row, case.top_k) <= ROOMS);
+        gather(&mut ranks, &case, &mut random);
+        scatter(&mut ranks, &case, &mut random);
     }
 }
 
@@ -299,7 +336,7 @@ fn rounds_follow_each_other() {
         .map(|rank| {
             let ids = place(rank, DType::U32, &ids);
             let experts = (0..count as u32).map(|p| (p, 1)).collect();
-            let need = Need { tokens, top_k: 2, ids, present: 7, experts };
+            let need = Need { tokens, top_k: 2, ids, present: 7, experts, nodes: 1, node: 0 };
             let rows = place(rank, DType::F32, &vec![1.0_f32; count * tokens * dim]);
             (need, rows)
         })
@@ -330,7 +367,8 @@ fn who_never_comes_is_named_and_a_stop_ends_the_wait() {
     let patience = Duration::from_millis(200);
     let op = |rank: &mut Rank| {
         let ids = place(rank, DType::U32, &[0_u32, 1, 0, 1]);
-        let need = Need { tokens: 2, top_k: 1, ids, present: 3, experts: vec![(0, 1), (1, 1)] };
+        let experts = vec![(0, 1), (1, 1)];
+        let need = Need { tokens: 2, top_k: 1, ids, present: 3, experts, nodes: 1, node: 0 };
         (need, place(rank, DType::F32, &[0_f32; 16]))
     };
     let Some(mut ranks) = node(2, patience) else { return };

@@ -14,10 +14,11 @@ use moe_worker::gang::comm::{AbortHandle, Comm};
 use moe_worker::state::snapshot::{cut, initialize};
 use moejob_kernels::cuda::Gpu;
 use moejob_kernels::{DType, Device};
-use moejob_protocol::config::{Backend, Precision};
+use moejob_protocol::config::{Backend, Exchange, Precision};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
+use moejob_protocol::rails::Rails;
 use std::sync::{Arc, Barrier, Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -36,6 +37,14 @@ fn job((dp, ep): (u32, u32), precision: Precision) -> Job {
     let training = &mut job.config.training;
     (training.precision, training.adamw.learning_rate) = (precision, 0.001);
     training.sequence_length = 32;
+    job
+}
+
+/// A job whose tokens choose experts of up to four ranks: sums of two would round alike in any
+/// order. A GPU wants as many experts as a token chooses.
+fn wide(mesh: (u32, u32), precision: Precision) -> Job {
+    let mut job = job(mesh, precision);
+    (job.config.model.experts.per_token, job.config.model.experts.count) = (4, 4 * mesh.1);
     job
 }
 
@@ -67,6 +76,14 @@ fn gpu() -> Option<(Gpu, MutexGuard<'static, ()>)> {
     }
 }
 
+/// The same job, whose ranks lie on nodes of so many, and whose tokens travel along rails.
+fn along_rails(mut job: Job, ranks: u32) -> Job {
+    (job.config.ranks, job.config.exchange) = (ranks, Exchange::Hierarchical);
+    let rails = Rails::of(&job.config.layout.mesh, ranks);
+    assert!(rails.is_some(), "{:?} on nodes of {ranks}", job.config.layout.mesh);
+    job
+}
+
 /// A rank of `job`, on GPU 0 or on a processor.
 fn engine(job: &Job, comm: Comm, on_gpu: bool, way: Way) -> Engine {
     let (config, rank) = (&job.config, comm.rank());
@@ -74,7 +91,9 @@ fn engine(job: &Job, comm: Comm, on_gpu: bool, way: Way) -> Engine {
     if on_gpu {
         training.compute.backend = Backend::Cuda;
     }
-    let shape = Shape::new(&config.model, &config.layout, rank, &training);
+    let staged = config.exchange == Exchange::Hierarchical;
+    let rails = Rails::of(&config.layout.mesh, config.ranks).filter(|_| staged);
+    let shape = Shape { rails, ..Shape::new(&config.model, &config.layout, rank, &training) };
     let device = match on_gpu {
         true => Device::cuda(0, 0).expect("a GPU"),
         false => Device::cpu(1, 0).expect("a processor"),
@@ -125,11 +144,32 @@ fn steps(job: &Job, on_gpu: bool, way: Way) -> Vec<(Vec<StepSummary>, Vec<u8>)> 
 }
 
 fn same(job: &Job, on_gpu: bool, ways: [Way; 2], what: &str) {
-    let [first, second] = ways.map(|way| steps(job, on_gpu, way));
+    alike([job, job], on_gpu, ways, what);
+}
+
+/// Two jobs give the same bits.
+fn alike(jobs: [&Job; 2], on_gpu: bool, ways: [Way; 2], what: &str) {
+    let first = steps(jobs[0], on_gpu, ways[0]);
+    let second = steps(jobs[1], on_gpu, ways[1]);
     for (rank, (first, second)) in first.iter().zip(&second).enumerate() {
         assert!(first.0.iter().all(|step| step.loss.is_finite()), "{:?}", first.0);
         assert_eq!(first.0, second.0, "{what}: rank {rank}, {ways:?}");
         assert!(first.1 == second.1, "{what}: rank {rank}: other weights or moments, {ways:?}");
+    }
+}
+
+/// Two jobs give the same but for rounding, of which there is some.
+fn near(jobs: [&Job; 2], on_gpu: bool, what: &str) {
+    let [first, second] = jobs.map(|job| steps(job, on_gpu, Way::Host));
+    // Later a token may choose another expert by a last bit.
+    let losses = |of: &[StepSummary]| -> Vec<f64> {
+        of.iter().take(3).map(|step| step.loss).collect()
+    };
+    for (rank, (first, second)) in first.iter().zip(&second).enumerate() {
+        let (found, expected) = (losses(&first.0), losses(&second.0));
+        let away = found.iter().zip(&expected).map(|(a, b)| (a - b).abs() / b).fold(0.0, f64::max);
+        assert!(away < 1e-5, "{what}: rank {rank}: {found:?} for {expected:?}");
+        assert!(first.1 != second.1, "{what}: rank {rank}: the same way was taken");
     }
 }
 
@@ -156,6 +196,32 @@ fn groups_have_their_own_windows() {
     job.config.model.num_hidden_layers = 3;
     job.config.training.recompute = moejob_protocol::config::Recompute::Full;
     same(&job, true, [Way::Host, Way::Windows], "two groups");
+}
+
+/// Nodes of one rank each add in the order that the flat way adds in. Where nodes have several, a
+/// node's windows give the bits of the host's links, and all of it the same bits every time.
+#[test]
+fn tokens_travel_along_rails() {
+    let Some(_alone) = gpu() else { return };
+    let flat = job((2, 2), Precision::Fp32);
+    let rails = along_rails(job((2, 2), Precision::Fp32), 1);
+    alike([&flat, &rails], true, [Way::Host; 2], "2 x 1");
+    for (mesh, ranks, precision) in [
+        ((4, 4), 2, Precision::Fp32),
+        ((4, 4), 2, Precision::Bf16),
+        ((6, 6), 2, Precision::Fp32),
+        ((6, 6), 3, Precision::Bf16),
+        // Two groups, each on two nodes of its own.
+        ((8, 4), 2, Precision::Fp32),
+    ] {
+        let what = format!("{mesh:?} on nodes of {ranks}, {precision:?}");
+        let rails = along_rails(wide(mesh, precision), ranks);
+        same(&rails, true, [Way::Host, Way::Windows], &what);
+        same(&rails, true, [Way::Windows, Way::Windows], &what);
+        if precision == Precision::Fp32 {
+            near([&rails, &wide(mesh, precision)], true, &what);
+        }
+    }
 }
 
 /// A rank goes in the middle of a run: the others end, and give all of their windows back. What is
@@ -220,5 +286,25 @@ fn processors_train_alike_by_need() {
         // Of one choice a token most tokens are needed by few ranks.
         job.config.model.experts.per_token = if mesh.1 == 3 { 1 } else { 2 };
         same(&job, false, [Way::Host, Way::ByNeed], &format!("{mesh:?}"));
+    }
+}
+
+/// Rails on processors, as GPUs use them: nodes of one rank each give the bits of the flat way, and
+/// so do those of several but for rounding; every time the same bits, also by need.
+#[test]
+fn processors_train_alike_along_rails() {
+    for (mesh, ranks) in [((2, 2), 1), ((3, 3), 1), ((4, 2), 1)] {
+        let flat = job(mesh, Precision::Fp32);
+        let rails = along_rails(job(mesh, Precision::Fp32), ranks);
+        for way in [Way::Host, Way::ByNeed] {
+            alike([&flat, &rails], false, [way; 2], &format!("{mesh:?} on nodes of {ranks}"));
+        }
+    }
+    for (mesh, ranks) in [((4, 4), 2), ((8, 4), 2), ((6, 6), 2), ((6, 6), 3), ((9, 9), 3)] {
+        let (flat, what) = (wide(mesh, Precision::Fp32), format!("{mesh:?} on nodes of {ranks}"));
+        let rails = along_rails(wide(mesh, Precision::Fp32), ranks);
+        same(&rails, false, [Way::Host, Way::ByNeed], &what);
+        same(&rails, false, [Way::Host, Way::Host], &what);
+        near([&rails, &flat], false, &what);
     }
 }

@@ -1,33 +1,52 @@
 // Tokens of an expert group to the ranks that have one of their experts, and what these make of
-// them back, summed. Behind peer.cu. P positions have T tokens each; rows of all lie by (position,
-// token). A block has a slice of every position's tokens, the same on each rank, so it waits for
-// the blocks of its own number alone.
+// them back, summed. Behind peer.cu. The group lies on N nodes, of which the links join one, with P
+// positions on each. A position has N T tokens: T of each rank of its place, by node. Rows of all
+// lie by (node, position, token). A block has a slice of every position's tokens, the same on each
+// rank, so it waits for the blocks of its own number alone.
 
 // Who needs which token.
 struct Need {
-  const u32* ids;             // [P T, K]: experts of each token
-  u64 present;                // a bit for each position that has tokens
-  u32 first[PEERS_MAX];       // experts of each position: first .. first + count
+  const u32* ids;             // [N P T, K]: experts of each token
+  u64 present;                // a bit for each (node, position) that has tokens
+  u32 first[PEERS_MAX];       // experts of each position here: first .. first + count
   u32 count[PEERS_MAX];
-  u32 tokens, top_k;          // T, K
+  u32 tokens, top_k, nodes;   // T, K, N
 };
 
-// Whether `position` has an expert of a token; an empty choice is nobody's.
-__device__ __forceinline__ bool needs(const Need& need, u32 token, u32 position) {
+// Whether `position` here has an expert of the token of a row; an empty choice is nobody's.
+__device__ __forceinline__ bool needs(const Need& need, u32 row, u32 position) {
   const u32 first = need.first[position], count = need.count[position];
-  const u32* ids = need.ids + (u64)token * need.top_k;
+  const u32* ids = need.ids + (u64)row * need.top_k;
   bool found = false;
   for (u32 k = 0; k < need.top_k; k++) found |= ids[k] - first < count;
   return found;
 }
-__device__ __forceinline__ bool is_present(const Need& need, u32 position) {
-  return need.present >> position & 1;
+__device__ __forceinline__ bool is_present(const Need& need, u32 rank) {
+  return need.present >> rank & 1;
 }
 
 struct Slice { u32 begin, end; };
 __device__ __forceinline__ Slice slice_of(u32 tokens) {
   const u64 b = blockIdx.x, n = gridDim.x;
   return {(u32)(tokens * b / n), (u32)(tokens * (b + 1) / n)};
+}
+
+// The tokens of a slice that are of `node`; none where its rank at `position` of `count` has none.
+// `row` is that of the first.
+struct Part { u32 begin, len; u64 row; };
+__device__ __forceinline__ Part part_of(const Need& need, Slice slice, u32 node, u32 position,
+                                        u32 count) {
+  const u32 rank = node * count + position, first = node * need.tokens;
+  const u32 begin = max(slice.begin, first), end = min(slice.end, first + need.tokens);
+  const u32 len = begin < end && is_present(need, rank) ? end - begin : 0;
+  return {begin, len, (u64)rank * need.tokens + (begin - first)};
+}
+
+// The rank whose token it is, and the token's row, of the token-th of `position` of `count`.
+struct Place { u32 rank, row; };
+__device__ __forceinline__ Place place_of(const Need& need, u32 token, u32 position, u32 count) {
+  const u32 node = token / need.tokens, rank = node * count + position;
+  return {rank, rank * need.tokens + (token - node * need.tokens)};
 }
 
 // Tells all that what this rank had in its window was read, and that its room may be written; waits
@@ -83,55 +102,56 @@ __device__ __forceinline__ void copy_words(const char* from, char* to, u64 count
 
 struct Gather {
   Need need;
-  char* rows;      // [P T, bytes]: the own ones are there
-  u32* words[2];   // [P T, K]: the ids of `need` and another word of each; null: all are there
-  u64 room;        // bytes from the begin of the rooms: [T, bytes], then [T, K] twice
+  char* rows;      // [N P T, bytes]: those of the own position are there
+  u32* words[2];   // [N P T, K]: the ids of `need` and another word of each; null: all are there
+  u64 room;        // bytes from the begin of the rooms: [N T, bytes], then [N T, K] twice
   u32 bytes;       // of a row, a multiple of 16
   u32 lanes;       // threads that share a row, a power of two up to 32
   u32 step;        // for the record of a failure
 };
 
-// rows[p, t] = position p's row, where this rank has an expert of its token; others stay as they
+// rows[n, p, t] = position p's row, where this rank has an expert of its token; others stay as they
 // are. Each rank lays its own into its window, and takes from the others' what it needs.
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 1)
 gather_rows(const __grid_constant__ Links links, const __grid_constant__ Gather op) {
   const u32 count = links.positions, me = links.me, t = threadIdx.x, step = op.step;
   const u32 epoch = *(volatile u32*)(links.state + EPOCH) + 1;
-  const u32 tokens = op.need.tokens, top_k = op.need.top_k;
+  const u32 nodes = op.need.nodes, tokens = nodes * op.need.tokens, top_k = op.need.top_k;
   const Slice own = slice_of(tokens);
   const u32 len = own.end - own.begin;
   const u64 words_at = (u64)tokens * op.bytes, slots = (u64)tokens * top_k;
   if (!enter(links, epoch, step)) return;
 
-  if (is_present(op.need, me)) {
-    char* const room = (char*)links.windows[me] + ROOMS + op.room;
-    const u64 at = (u64)own.begin * op.bytes;
-    copy_words(op.rows + me * words_at + at, room + at, (u64)len * op.bytes / 16, t, blockDim.x);
-    for (u32 part = 0; part < 2 && op.words[part]; part++) {
-      u32* const to = (u32*)(room + words_at) + part * slots + (u64)own.begin * top_k;
-      const u32* from = op.words[part] + me * slots + (u64)own.begin * top_k;
-      for (u32 i = t; i < len * top_k; i += blockDim.x) to[i] = from[i];
+  char* const room = (char*)links.windows[me] + ROOMS + op.room;
+  for (u32 node = 0; node < nodes; node++) {
+    const Part own_part = part_of(op.need, own, node, me, count);
+    copy_words(op.rows + own_part.row * op.bytes, room + (u64)own_part.begin * op.bytes,
+               (u64)own_part.len * op.bytes / 16, t, blockDim.x);
+    for (u32 word = 0; word < 2 && op.words[word]; word++) {
+      u32* const to = (u32*)(room + words_at) + word * slots + (u64)own_part.begin * top_k;
+      const u32* from = op.words[word] + own_part.row * top_k;
+      for (u32 i = t; i < own_part.len * top_k; i += blockDim.x) to[i] = from[i];
     }
   }
   if (!meet(links, epoch, step)) return;
 
-  for (u32 part = 0; part < 2 && op.words[part]; part++)
-    for (u32 p = 0; p < count; p++) {
-      if (p == me || !is_present(op.need, p)) continue;
-      const u32* from = (const u32*)(links.windows[p] + ROOMS + op.room + words_at);
-      from += part * slots + (u64)own.begin * top_k;
-      u32* const to = op.words[part] + p * slots + (u64)own.begin * top_k;
-      for (u32 i = t; i < len * top_k; i += blockDim.x) to[i] = from[i];
-    }
+  for (u32 word = 0; word < 2 && op.words[word]; word++)
+    for (u32 p = 0; p < count; p++)
+      for (u32 node = 0; node < nodes && p != me; node++) {
+        const Part part = part_of(op.need, own, node, p, count);
+        const u32* from = (const u32*)(links.windows[p] + ROOMS + op.room + words_at);
+        from += word * slots + (u64)part.begin * top_k;
+        u32* const to = op.words[word] + part.row * top_k;
+        for (u32 i = t; i < part.len * top_k; i += blockDim.x) to[i] = from[i];
+      }
   // The ids by which each thread decides were written by others of its block.
   __syncthreads();
 
   const u32 groups = blockDim.x / op.lanes, lane = t % op.lanes;
   for (u32 j = t / op.lanes; j < len * count; j += groups) {
     const u32 token = own.begin + j / count, p = (j + me) % count;
-    if (p == me || !is_present(op.need, p)) continue;
-    const u32 row = p * tokens + token;
-    if (!needs(op.need, row, me)) continue;
+    const auto [rank, row] = place_of(op.need, token, p, count);
+    if (p == me || !is_present(op.need, rank) || !needs(op.need, row, me)) continue;
     const char* from = (const char*)links.windows[p] + ROOMS + op.room + (u64)token * op.bytes;
     copy_words(from, op.rows + (u64)row * op.bytes, op.bytes / 16, lane, op.lanes);
   }
@@ -188,19 +208,20 @@ template <int KIND> struct Sum {
 
 struct Scatter {
   Need need;
-  char* rows;      // [P T, bytes]: what this rank adds to each token; the own ones become sums
-  float* slots;    // [P T, K] likewise, or null
-  u64 room;        // bytes from the begin of the rooms: [P - 1][T, bytes], then [P - 1][T, K]
+  char* rows;      // [N P T, bytes]: what this rank adds to each token; those of the own position
+                   // become sums
+  float* slots;    // [N P T, K] likewise, or null
+  u64 room;        // bytes from the begin of the rooms: [P - 1][N T, bytes], then [P - 1][N T, K]
   u32 bytes, lanes, step;
 };
 
-// rows[me, t] = the sum, in the order of positions, of what those have there that have an expert of
-// the token. Each rank stores what it adds into the window of the token's, which sums it.
+// rows[n, me, t] = the sum, in the order of positions, of what those have there that have an expert
+// of the token. Each rank stores what it adds into the window of the token's, which sums it.
 template <int KIND>
 __device__ __forceinline__ void scatter(const Links& links, const Scatter& op) {
   const u32 count = links.positions, me = links.me, t = threadIdx.x, step = op.step;
   const u32 epoch = *(volatile u32*)(links.state + EPOCH) + 1;
-  const u32 tokens = op.need.tokens, top_k = op.need.top_k;
+  const u32 tokens = op.need.nodes * op.need.tokens, top_k = op.need.top_k;
   const Slice own = slice_of(tokens);
   const u32 len = own.end - own.begin, groups = blockDim.x / op.lanes, lane = t % op.lanes;
   const u64 slots_at = op.room + (u64)(count - 1) * tokens * op.bytes;
@@ -208,47 +229,46 @@ __device__ __forceinline__ void scatter(const Links& links, const Scatter& op) {
 
   for (u32 j = t / op.lanes; j < len * count; j += groups) {
     const u32 token = own.begin + j / count, p = (j + me) % count;
-    if (p == me || !is_present(op.need, p)) continue;
-    const u64 row = (u64)p * tokens + token;
-    if (!needs(op.need, row, me)) continue;
+    const auto [rank, row] = place_of(op.need, token, p, count);
+    if (p == me || !is_present(op.need, rank) || !needs(op.need, row, me)) continue;
     const u64 place = (u64)(me - (me > p)) * tokens + token;
     char* const room = (char*)links.windows[p] + ROOMS;
-    copy_words(op.rows + row * op.bytes, room + op.room + place * op.bytes, op.bytes / 16, lane,
-               op.lanes);
+    copy_words(op.rows + (u64)row * op.bytes, room + op.room + place * op.bytes, op.bytes / 16,
+               lane, op.lanes);
     if (op.slots)
       for (u32 k = lane; k < top_k; k += op.lanes)
-        ((float*)(room + slots_at))[place * top_k + k] = op.slots[row * top_k + k];
+        ((float*)(room + slots_at))[place * top_k + k] = op.slots[(u64)row * top_k + k];
   }
   if (!meet(links, epoch, step)) return;
 
-  if (is_present(op.need, me)) {
-    const char* const room = (const char*)links.windows[me] + ROOMS;
-    for (u32 j = t / op.lanes; j < len; j += groups) {
-      const u32 token = own.begin + j;
-      const u64 row = (u64)me * tokens + token;
-      u32 from = 0;
-      for (u32 q = 0; q < count; q++) from |= (u32)needs(op.need, row, q) << q;
-      auto place = [&](u32 q) { return (u64)(q - (q > me)) * tokens + token; };
-      for (u32 w = lane; w < op.bytes / 16; w += op.lanes) {
-        uint4* const mine = (uint4*)(op.rows + row * op.bytes) + w;
-        Sum<KIND> sum;
-        for (u32 q = 0; q < count; q++) {
-          if (!(from >> q & 1)) continue;
-          const char* theirs = room + op.room + place(q) * op.bytes;
-          sum.add(q == me ? *mine : load_once((const uint4*)theirs + w));
-        }
-        *mine = sum.word();
+  const char* const room = (const char*)links.windows[me] + ROOMS;
+  for (u32 j = t / op.lanes; j < len; j += groups) {
+    const u32 token = own.begin + j;
+    const auto [rank, at] = place_of(op.need, token, me, count);
+    if (!is_present(op.need, rank)) continue;
+    const u64 row = at;
+    u32 from = 0;
+    for (u32 q = 0; q < count; q++) from |= (u32)needs(op.need, at, q) << q;
+    auto place = [&](u32 q) { return (u64)(q - (q > me)) * tokens + token; };
+    for (u32 w = lane; w < op.bytes / 16; w += op.lanes) {
+      uint4* const mine = (uint4*)(op.rows + row * op.bytes) + w;
+      Sum<KIND> sum;
+      for (u32 q = 0; q < count; q++) {
+        if (!(from >> q & 1)) continue;
+        const char* theirs = room + op.room + place(q) * op.bytes;
+        sum.add(q == me ? *mine : load_once((const uint4*)theirs + w));
       }
-      if (op.slots)
-        for (u32 k = lane; k < top_k; k += op.lanes) {
-          float sum = 0.f;
-          for (u32 q = 0; q < count; q++)
-            if (from >> q & 1)
-              sum += q == me ? op.slots[row * top_k + k]
-                             : ((const float*)(room + slots_at))[place(q) * top_k + k];
-          op.slots[row * top_k + k] = sum;
-        }
+      *mine = sum.word();
     }
+    if (op.slots)
+      for (u32 k = lane; k < top_k; k += op.lanes) {
+        float sum = 0.f;
+        for (u32 q = 0; q < count; q++)
+          if (from >> q & 1)
+            sum += q == me ? op.slots[row * top_k + k]
+                           : ((const float*)(room + slots_at))[place(q) * top_k + k];
+        op.slots[row * top_k + k] = sum;
+      }
   }
   leave(links, epoch);
 }

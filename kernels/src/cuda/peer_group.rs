@@ -8,6 +8,10 @@
 //! `P` positions have `T` tokens each, `K` choices a token. Who needs what follows from the ids of
 //! all tokens, which `gather_rows` brings along in forward. No size depends on them, so the rooms
 //! hold the worst case ([`rooms_of_group`]).
+//!
+//! A group may lie on `N` nodes with `P` ranks each, of which the links join one. Rows are then
+//! [N P T, D] by (node, position, token), and a position's own ones those of its place on every
+//! node, `N T`: others bring them there, and carry the node's sums of them on.
 
 use super::device::CudaDevice;
 use super::driver::{Arena, Launch, Stream, parameters};
@@ -19,27 +23,30 @@ use crate::buffer::{Buffer, DType};
 /// Threads of a block; with twice as many a thread would have too few registers for its row.
 pub(super) const GROUP_THREADS: u32 = 512;
 
-/// Who needs which token, the same on all ranks.
+/// Who needs which token, the same on all ranks but for `node`.
 #[derive(Clone, Debug)]
 pub struct Need {
     /// `T`
     pub tokens: usize,
     /// `K`
     pub top_k: usize,
-    /// u32 [P T, K]
+    /// u32 [N P T, K]
     pub ids: Buffer,
-    /// A bit for each position that has tokens.
+    /// A bit for each rank that has tokens, by (node, position).
     pub present: u64,
-    /// Experts of each position: first, and how many.
+    /// Experts of each of these ranks: first, and how many.
     pub experts: Vec<(u32, u32)>,
+    /// `N`, and which of them this rank's is.
+    pub nodes: usize,
+    pub node: usize,
 }
 
-/// `rows` [P T, D]: each rank's own are there; those of tokens that need this rank come.
+/// `rows` [N P T, D]: each position's own are there; those of tokens that need this rank come.
 #[derive(Clone, Debug)]
 pub struct GatherRows<'a> {
     pub need: &'a Need,
     pub rows: Buffer,
-    /// f32 [P T, K]: they come, and the ids, as far as they are not the own; none: both are here
+    /// f32 [N P T, K]: they come, and the ids, as far as they are not the own; none: both are here
     pub weights: Option<Buffer>,
     /// The same on every rank.
     pub blocks: usize,
@@ -47,8 +54,8 @@ pub struct GatherRows<'a> {
     pub step: u32,
 }
 
-/// `rows` [P T, D] and `slots` f32 [P T, K]: what this rank adds to each token. The own ones become
-/// sums, in fp32 and in the order of positions; the others keep what they were.
+/// `rows` [N P T, D] and `slots` f32 [N P T, K]: what this rank adds to each token. The own ones
+/// become sums, in fp32 and in the order of positions; the others keep what they were.
 #[derive(Clone, Debug)]
 pub struct ScatterRows<'a> {
     pub need: &'a Need,
@@ -70,6 +77,7 @@ struct NeedData {
     count: [u32; PEERS_MAX],
     tokens: u32,
     top_k: u32,
+    nodes: u32,
 }
 
 /// `Gather` of peer_group.cu
@@ -98,8 +106,8 @@ struct ScatterData {
     step: u32,
 }
 
-/// Bytes of rooms for the tokens of a group: `tokens` of each of `positions`, with rows of so many
-/// bytes and `top_k` choices.
+/// Bytes of rooms for the tokens of a group: `tokens` of each of `positions`, on all nodes
+/// together, with rows of so many bytes and `top_k` choices.
 pub fn rooms_of_group(positions: usize, tokens: usize, row_bytes: usize, top_k: usize) -> usize {
     let gathered = tokens * (row_bytes + 2 * 4 * top_k);
     let scattered = (positions - 1) * tokens * (row_bytes + 4 * top_k);
@@ -108,17 +116,21 @@ pub fn rooms_of_group(positions: usize, tokens: usize, row_bytes: usize, top_k: 
 
 impl Need {
     fn data(&self, desc: &PeerDesc, arena: &Arena) -> NeedData {
-        let positions = desc.positions;
-        let slots = positions * self.tokens * self.top_k;
+        let (positions, ranks) = (desc.positions, self.nodes * desc.positions);
+        let slots = ranks * self.tokens * self.top_k;
         assert_eq!((self.ids.dtype(), self.ids.len()), (DType::U32, slots), "{self:?}");
-        assert!(self.experts.len() == positions && self.present >> positions == 0, "{self:?}");
+        let absent = self.present.checked_shr(ranks as u32).unwrap_or(0);
+        assert!(self.experts.len() == ranks && absent == 0, "{self:?}");
+        assert!(self.node < self.nodes, "{self:?}");
         let (mut first, mut count) = ([0; PEERS_MAX], [0; PEERS_MAX]);
-        for (at, (begin, len)) in self.experts.iter().enumerate() {
+        let here = &self.experts[self.node * positions..][..positions];
+        for (at, (begin, len)) in here.iter().enumerate() {
             (first[at], count[at]) = (*begin, *len);
         }
         let number = |n: usize| u32::try_from(n).expect("tokens and choices fit in 32 bits");
-        assert!(u32::try_from(positions * self.tokens).is_ok(), "{self:?}");
-        let (tokens, top_k) = (number(self.tokens), number(self.top_k));
+        assert!(u32::try_from(ranks * self.tokens).is_ok(), "{self:?}");
+        let (tokens, top_k, nodes) =
+            (number(self.tokens), number(self.top_k), number(self.nodes));
         NeedData {
             ids: arena.address(self.ids),
             present: self.present,
@@ -126,15 +138,17 @@ impl Need {
             count,
             tokens,
             top_k,
+            nodes,
         }
     }
 
     /// Bytes of a row of `rows`, with all lengths checked.
     fn row_bytes(&self, desc: &PeerDesc, rows: Buffer, slots: Option<Buffer>) -> usize {
-        let all = desc.positions * self.tokens;
+        let own = self.nodes * self.tokens;
+        let all = desc.positions * own;
         assert!(all > 0 && rows.len().is_multiple_of(all), "{rows:?} of {self:?}");
         let bytes = rows.bytes() / all;
-        let rooms = rooms_of_group(desc.positions, self.tokens, bytes, self.top_k);
+        let rooms = rooms_of_group(desc.positions, own, bytes, self.top_k);
         let aligned = [bytes, rows.offset()].iter().all(|at| at.is_multiple_of(16));
         assert!(bytes > 0 && aligned && rooms <= desc.rooms, "{rows:?} in {desc:?}");
         if let Some(slots) = slots {
@@ -216,7 +230,7 @@ impl PeerLinks {
     pub(super) fn warm_up_group(&self, stream: &Stream) -> Result<(), CudaError> {
         let links = self.alone();
         let (first, count) = ([0; PEERS_MAX], [0; PEERS_MAX]);
-        let need = NeedData { ids: 0, present: 0, first, count, tokens: 0, top_k: 0 };
+        let need = NeedData { ids: 0, present: 0, first, count, tokens: 0, top_k: 0, nodes: 1 };
         let [rows, slots, room] = [0; 3];
         let (bytes, lanes, step) = (16, 4, 0);
         let gather = GatherData { need, rows, words: [0; 2], room, bytes, lanes, step };

@@ -11,9 +11,7 @@ use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::profile::Backend;
 use crate::spec::{AttentionName, MoeJobSpec, Word, as_typed};
-use moejob_protocol::config::{
-    Exchange, GradientDtype, MomentDtype, Precision, TrainingConfig,
-};
+use moejob_protocol::config::{GradientDtype, MomentDtype, Precision, TrainingConfig};
 use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig, RouterKind};
 use serde_json::Value;
 
@@ -104,21 +102,10 @@ pub fn unsupported(job: &Job) -> Vec<Problem> {
         found.push(Problem::of(Code::Unsupported, "spec.model.preset", given, "others", ADVICE));
     }
     if job.profile.backend == Backend::Cuda {
-        found.extend(staged(job));
         found.extend(several_gpus(job));
         found.extend(on_one_gpu(&job.model, &job.training));
     }
     found
-}
-
-/// GPUs gather the tokens of their group and choose from them, so there is nothing to pass on.
-fn staged(job: &Job) -> Option<Problem> {
-    (job.exchange == Some(Exchange::Hierarchical)).then(|| {
-        let allowed = "flat or auto; hierarchical on processors";
-        let advice = "the workers cannot do this on GPUs yet: delete it";
-        let (path, found) = ("spec.parallelism.exchange", "`hierarchical` on GPUs");
-        Problem::of(Code::Unsupported, path, found, allowed, advice)
-    })
 }
 
 /// Ranks that share experts: a bit each in what the kernels are told.

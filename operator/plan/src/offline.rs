@@ -453,7 +453,7 @@ fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
     if let Some((size, why)) = size.and_then(|size| Some((size, size.exchange_why.as_ref()?))) {
         let how = match size.exchange {
             Exchange::Flat => "at once",
-            Exchange::Hierarchical => "first within nodes, then between them",
+            Exchange::Hierarchical => "in two stages, within nodes and between them",
         };
         lines.push(format!("  tokens travel {how}: {why}"));
     }

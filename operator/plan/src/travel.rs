@@ -8,6 +8,9 @@
 //!                paper, arXiv 2206.03382)
 //! ring           a reduce-scatter or an all-gather
 //! ```
+//! GPUs of a job do not exchange so: each gathers all tokens of its group, by a ring or along
+//! rails ([`Machines::along_rails`]), and sums go back likewise.
+//!
 //! A message over the network costs its sender time whatever its size. The flat way sends one to
 //! each GPU elsewhere, the hierarchical one to each node: fewer and larger, for a copy more within
 //! the node. Nothing is modelled of contention between switches, or of tokens that are bound for
@@ -18,6 +21,7 @@ use crate::profile::{Backend, Line, LinkFigures, Profile};
 use moejob_protocol::config::Exchange;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::ModelConfig;
+use moejob_protocol::rails::Rails;
 use serde::Serialize;
 
 const MIB: f64 = 1048576.0;
@@ -105,6 +109,22 @@ impl<'a> Machines<'a> {
         within.max(hops * (network.seconds + message_seconds) + travels / rate)
     }
 
+    /// Seconds in which every GPU of a group gets `bytes` of all of its tokens: first those of the
+    /// GPUs of its place on other nodes, then what its neighbours have got so. Sums go back in as
+    /// long, without the additions.
+    pub fn along_rails(&self, rails: Rails, bytes: f64) -> f64 {
+        let (others, all) = ((rails.nodes - 1) as f64, (rails.nodes * rails.places) as f64);
+        let between = Load { near: 0.0, messages: others, far: others * bytes / all };
+        self.stage(between) + self.ring(rails.places as u32, bytes)
+    }
+
+    /// Seconds in which a GPU adds up the sums of all nodes of its own tokens, of `bytes` of all.
+    fn added(&self, rails: Rails, bytes: f64) -> f64 {
+        let (others, all) = ((rails.nodes - 1) as f64, (rails.nodes * rails.places) as f64);
+        // Each addition reads two rows and writes one.
+        others * 3.0 * (bytes / all) / self.figures.copy_rate
+    }
+
     /// Ranks in all, and those of a node.
     fn counts(&self, gpus: u32) -> (f64, f64) {
         (f64::from(gpus), f64::from(self.gpus_per_node.min(gpus)))
@@ -112,13 +132,20 @@ impl<'a> Machines<'a> {
 }
 
 /// How the expert groups of `layout` exchange, and where there is something to choose, why. The job
-/// may say it. Else it is what is expected to be faster for a layer with even routing, and flat
-/// where the profile has no figures. No bit depends on it, so a wrong guess costs time alone.
+/// may say it. Else it is what is expected to be faster for a layer, and flat where the profile has
+/// no figures, or on GPUs. On processors no bit depends on it, so a wrong guess costs time alone.
 pub fn choice(job: &Job, layout: &Layout) -> (Exchange, Option<String>) {
     let (ranks, ep) = (job.profile.ranks.max(1), layout.mesh.ep);
-    // GPUs gather all tokens of their group. A group of one node has nothing to send to others.
-    if job.profile.backend == Backend::Cuda || ranks.is_multiple_of(ep) {
+    // A group of one node has nothing to send to others.
+    if ranks.is_multiple_of(ep) {
         return (Exchange::Flat, None);
+    }
+    let rails = Rails::of(&layout.mesh, ranks);
+    let on_gpus = job.profile.backend == Backend::Cuda;
+    if on_gpus && rails.is_none() {
+        let uneven = "not every node has as many GPUs of an expert group".to_string();
+        let asked = job.exchange == Some(Exchange::Hierarchical);
+        return (Exchange::Flat, asked.then_some(uneven));
     }
     let said = "parallelism.exchange says so".to_string();
     if let Some(exchange) = job.exchange {
@@ -131,18 +158,43 @@ pub fn choice(job: &Job, layout: &Layout) -> (Exchange, Option<String>) {
     let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
     let element = training.precision.element().bytes();
     let rows = (tokens * u64::from(job.model.hidden_size) * element) as f64;
-    // A token once to each rank that computes one of its experts, and a row of each expert back. In
-    // backward the same.
-    let bytes = [rows * reached(&job.model, ep), rows * f64::from(job.model.experts.per_token)];
-    let flat: f64 = bytes.iter().map(|bytes| 2.0 * machines.flat(ep, *bytes)).sum();
-    let two: f64 = bytes.iter().map(|bytes| 2.0 * machines.hierarchical(ep, *bytes)).sum();
+    let [flat, two] = match rails.filter(|_| on_gpus) {
+        // One GPU of the group on each node: there is nothing to pass on.
+        Some(rails) if rails.places == 1 => return (Exchange::Flat, None),
+        Some(rails) => gathered(&machines, rails, rows * f64::from(ep)),
+        None => exchanged(&machines, &job.model, ep, rows),
+    };
     let why = |ours: f64, other: f64| {
         Some(format!("{:.2} ms a layer expected, else {:.2}", ours * 1e3, other * 1e3))
     };
     match two < flat {
+        // Nobody has measured rails between nodes of GPUs, so they are for who asks.
+        true if on_gpus => (Exchange::Flat, Some(format!(
+            "{:.2} ms a layer expected; `exchange: hierarchical` {:.2}, not measured on GPUs",
+            flat * 1e3,
+            two * 1e3
+        ))),
         true => (Exchange::Hierarchical, why(two, flat)),
         false => (Exchange::Flat, why(flat, two)),
     }
+}
+
+/// Seconds of a layer of processors, flat and hierarchical, with even routing and so many bytes of
+/// a rank's rows.
+fn exchanged(machines: &Machines, model: &ModelConfig, ep: u32, rows: f64) -> [f64; 2] {
+    // A token once to each rank that computes one of its experts, and a row of each expert back. In
+    // backward the same.
+    let bytes = [rows * reached(model, ep), rows * f64::from(model.experts.per_token)];
+    let flat = bytes.iter().map(|bytes| 2.0 * machines.flat(ep, *bytes)).sum();
+    let two = bytes.iter().map(|bytes| 2.0 * machines.hierarchical(ep, *bytes)).sum();
+    [flat, two]
+}
+
+/// The same of GPUs, with so many bytes of rows of all: out and back, forward and backward.
+fn gathered(machines: &Machines, rails: Rails, bytes: f64) -> [f64; 2] {
+    let flat = 4.0 * machines.ring((rails.nodes * rails.places) as u32, bytes);
+    let two = 4.0 * machines.along_rails(rails, bytes) + 2.0 * machines.added(rails, bytes);
+    [flat, two]
 }
 
 /// To how many of the `ep` ranks that share the experts a token travels, where all experts are

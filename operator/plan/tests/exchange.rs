@@ -3,11 +3,16 @@
 #![allow(clippy::disallowed_methods, reason = "the test reads the page")]
 
 use moejob_plan::Job;
+use moejob_plan::observed::Size;
 use moejob_plan::offline::{outlook, text as outlook_text};
 use moejob_plan::placement::sizes;
 use moejob_plan::profile::{Line, LinkFigures, Profile, Profiles, read};
 use moejob_plan::travel::{Load, Machines, choice, fastest, reached, rows, text};
 use moejob_protocol::config::Exchange;
+use moejob_protocol::layout::Layout;
+use moejob_protocol::memory::{window_bytes, window_rooms};
+use moejob_protocol::mesh::Mesh;
+use moejob_protocol::rails::Rails;
 
 const MIB: f64 = 1048576.0;
 
@@ -232,7 +237,7 @@ fn the_plan_chooses_by_what_is_expected() {
     }
     let outlook = outlook(&auto, None, &moejob_plan::fabric::Keys::default(), &[]);
     let said = outlook_text(&outlook);
-    let line = "tokens travel first within nodes, then between them: ";
+    let line = "tokens travel in two stages, within nodes and between them: ";
     assert!(said.contains(line) && said.contains(" ms a layer expected, else "), "{said}");
     // Without figures, and where the job says so.
     assert!(!exchanges(&job("", "").expect("a job")).iter().any(staged));
@@ -244,13 +249,97 @@ fn the_plan_chooses_by_what_is_expected() {
     assert!(wrong.contains("spec.parallelism.exchange: found `tree`"), "{wrong}");
 }
 
+/// A job of 128 experts on so many machines of four GPUs each.
+fn job_on_gpus(more: &str, links: &str, expert: u32) -> Job {
+    let profile = format!("version: 1\nbackend: cuda\ndevices: 4\nmemory: 80Gi\n{links}");
+    let file = ("box.yaml".to_string(), profile.into_bytes());
+    let (profiles, broken) = Profiles::shipped().with([file]);
+    assert_eq!(broken, []);
+    let text = format!(
+        "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  nodes: \
+         {{ profile: box, min: 1, max: 12 }}\n  model: {{ preset: olmoe-1b-7b, numHiddenLayers: 2, \
+         experts: {{ count: 128, perToken: 2 }} }}\n  data: {{ train: {{ text: {{ paths: [a] \
+         }} }}, sequenceLength: 64 }}\n  training: {{ steps: 10, globalBatchSize: 144 }}\n  \
+         parallelism: {{ expert: {expert}{more} }}\n"
+    );
+    Job::read_with(text.as_bytes(), None, &profiles).unwrap_or_else(|found| panic!("{found:?}"))
+}
+
+/// A ring goes through all nodes one after the other; rails reach all of them at once.
 #[test]
-fn stages_between_gpus_are_refused_by_name() {
-    let text = "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: { name: a }\nspec:\n  \
-                nodes: { profile: nd-h200-v5, min: 2 }\n  model: { preset: olmoe-1b-7b }\n  data: \
-                { train: { text: { paths: [a] } }, sequenceLength: 64 }\n  training: { steps: 10, \
-                globalBatchSize: 64 }\n  parallelism: { exchange: hierarchical }\n";
-    let job = Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"));
-    let lacks: Vec<String> = job.unsupported().iter().map(ToString::to_string).collect();
-    assert!(lacks.iter().any(|lack| lack.contains("parallelism.exchange: found")), "{lacks:?}");
+fn gpus_go_along_rails_where_a_job_says_so_and_the_plan_tells_when_they_would_be_faster() {
+    let staged = Exchange::Hierarchical;
+    let exchanges = |job: &Job| -> Vec<(u32, Exchange, Option<String>)> {
+        let (sizes, skipped) = sizes(job);
+        assert!(!sizes.is_empty(), "{skipped:?}");
+        let of = |size: &Size| {
+            let (exchange, why) = choice(job, &size.layout);
+            assert_eq!(exchange, size.exchange);
+            (size.nodes, exchange, why)
+        };
+        sizes.iter().map(of).collect()
+    };
+    // Groups of 32 on eight nodes. Hops take as long as many bytes do; or nearly no time, and it is
+    // within the nodes that bytes take long.
+    let far = "links: { allToAll: [{ us: 1, GBps: 50 }], ring: [{ us: 1, GBps: 500 }], network: { \
+               us: 500, GBps: 10 }, messageUs: 1, copyGBps: 2000 }\n";
+    let near = far.replace("us: 500", "us: 0.1").replace("GBps: 500", "GBps: 20");
+    let found = exchanges(&job_on_gpus("", far, 32));
+    assert_eq!(found[0].1, Exchange::Flat, "{found:?}");
+    let wish = " ms a layer expected; `exchange: hierarchical` ";
+    assert!(found[0].2.as_ref().is_some_and(|why| why.contains(wish)));
+    let found = exchanges(&job_on_gpus("", &near, 32));
+    assert_eq!(found[0].1, Exchange::Flat, "{found:?}");
+    assert!(found[0].2.as_ref().is_some_and(|why| why.contains(" ms a layer expected, else ")));
+    // Without figures, and where the job says so.
+    assert!(exchanges(&job_on_gpus("", "", 8)).iter().all(|of| of.1 == Exchange::Flat));
+    let job = job_on_gpus(", exchange: hierarchical", "", 8);
+    assert_eq!(job.unsupported(), []);
+    let found = exchanges(&job);
+    let said = Some("parallelism.exchange says so".to_string());
+    assert!(found.iter().all(|of| *of == (of.0, staged, said.clone())), "{found:?}");
+    let text = outlook_text(&outlook(&job, None, &moejob_plan::fabric::Keys::default(), &[]));
+    let line = "tokens travel in two stages, within nodes and between them: parallelism.exchange";
+    assert!(text.contains(line), "{text}");
+    // A group of six has four GPUs of one node and two of the next.
+    let found = exchanges(&job_on_gpus(", exchange: hierarchical", "", 6));
+    let uneven = Some("not every node has as many GPUs of an expert group".to_string());
+    assert!(found.iter().all(|of| *of == (of.0, Exchange::Flat, uneven.clone())), "{found:?}");
+    // On one node there is nothing to choose.
+    let found = exchanges(&job_on_gpus(", exchange: hierarchical", far, 4));
+    assert!(found.iter().all(|of| *of == (of.0, Exchange::Flat, None)), "{found:?}");
+}
+
+/// By hand: 16 GPUs on 4 nodes whose tokens take 1,600 bytes.
+#[test]
+fn rails_take_what_their_stages_take() {
+    let figures = by_hand();
+    let machines = Machines { gpus_per_node: 4, figures: &figures };
+    let (between, within) = (10.0 + 3.0 * 2.0 + 300.0 / 10.0, 1.0 + 1200.0 / 100.0);
+    is(machines.along_rails(Rails { nodes: 4, places: 4 }, 1600.0), between + within);
+    // One GPU on each node has nobody to pass it on to.
+    let between = 10.0 + 3.0 * 2.0 + 1200.0 / 10.0;
+    is(machines.along_rails(Rails { nodes: 4, places: 1 }, 1600.0), between);
+}
+
+/// With rails a window joins the GPUs of one node, and holds the tokens of all nodes.
+#[test]
+fn windows_are_as_large_as_their_rails_need() {
+    let mut job = job_on_gpus("", "", 8);
+    // Four sequences of 4,096 tokens: the rooms are much larger than a window's other parts.
+    (job.training.micro_batch_size, job.training.sequence_length) = (4, 4096);
+    let (tokens, top_k) = (4 * 4096, job.model.experts.per_token.into());
+    let row = u64::from(job.model.hidden_size) * job.training.precision.element().bytes();
+    let layout = Layout::contiguous(Mesh::data_parallel(8, 8)).by_buckets();
+    let bytes = |rails| window_bytes(&job.model, &layout, &job.training, rails);
+    let rails = |nodes, places| Some(Rails { nodes, places });
+    for (rails, rooms) in [
+        (None, window_rooms(8, tokens, row, top_k)),
+        (rails(2, 4), window_rooms(4, 2 * tokens, row, top_k)),
+        (rails(4, 2), window_rooms(2, 4 * tokens, row, top_k)),
+    ] {
+        let beyond = bytes(rails).checked_sub(rooms);
+        assert!(beyond.is_some_and(|beyond| beyond < 4 << 20), "{rails:?}: {rooms}, {beyond:?}");
+    }
+    assert_eq!(bytes(rails(8, 1)), 0, "nobody is near");
 }

@@ -54,14 +54,17 @@ impl WorkerConfig {
     }
 }
 
-/// How rows travel between the ranks of an expert group. No bit depends on it.
+/// How rows travel between the ranks of an expert group. Between processors no bit depends on it;
+/// between GPUs sums are made in another order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Exchange {
     /// Each rank sends a message to each other one.
     #[default]
     Flat,
-    /// First within the workers, then between them ([`crate::stages`]).
+    /// In two stages: processors first within the workers, then between them ([`crate::stages`]);
+    /// GPUs first between workers and then within them, and back in the other order
+    /// ([`crate::rails`]).
     Hierarchical,
 }
 

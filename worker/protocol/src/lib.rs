@@ -7,6 +7,7 @@
 //! Layout { Mesh, Placement } --owned()--> which blocks of which tensor    layout
 //! Layout --Holders, Owners, Buckets--> the same for a whole table, once      owners, buckets
 //! Stages { nodes of a group } --within(), between()--> who sends what to whom       stages
+//! Rails { nodes x places of a group } --> the same of GPUs, whose rows lie where      rails
 //! Holders --Shares--> what each rank owns of all of it                      shares
 //! micro-batch blocks --subtrees()--> the one reduction tree of a step     tree
 //! WorkerConfig (down), Up (up), Down (down)                       config, message, preflight,
@@ -30,6 +31,7 @@ pub mod buckets;
 pub mod reduction;
 pub mod shares;
 pub mod stages;
+pub mod rails;
 pub mod memory;
 pub mod workspace;
 pub mod buffers;

@@ -25,6 +25,7 @@ use crate::layout::{BLOCK, Division, Layout};
 use crate::mesh::Mesh;
 use crate::model::{AuxLossScope, ModelConfig, numel};
 use crate::owners::{Holders, Owners};
+use crate::rails::Rails;
 use crate::reduction::Flats;
 use crate::shares::{Own, Shares, Standing};
 use crate::tree::depth_max;
@@ -254,6 +255,8 @@ pub struct Shape {
     pub micro_batches: u32,
     /// Ranks of an expert group.
     pub expert_parallel: u64,
+    /// Between GPUs the group's tokens travel along these; none: from each to each.
+    pub rails: Option<Rails>,
     pub flats: Flats,
     /// What every rank owns where tensors are divided.
     pub shares: Shares,
@@ -342,6 +345,7 @@ impl Shape {
             float_bytes: types.stored_bytes(),
             micro_batches,
             expert_parallel: group.len() as u64,
+            rails: None,
             flats,
             dense_depth: depth(rank),
             expert_depths: group.iter().map(|source| depth(*source)).collect(),

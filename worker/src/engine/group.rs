@@ -5,6 +5,7 @@ use moejob_protocol::buffers::{Layer, Routes};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{RowCounts, row_counts};
 use moejob_protocol::model::ModelConfig;
+use moejob_protocol::rails::Rails;
 
 #[derive(Clone, Debug)]
 pub struct ExpertGroup {
@@ -12,6 +13,8 @@ pub struct ExpertGroup {
     pub ranks: Vec<u32>,
     /// Where this rank stands among them.
     pub me: usize,
+    /// Between GPUs its tokens travel along these; none: from each to each.
+    pub rails: Option<Rails>,
     pub(crate) layers: Vec<Homes>,
     /// By position: rows with even routing, and at most.
     counts: Vec<[RowCounts; 2]>,
@@ -46,7 +49,23 @@ impl ExpertGroup {
         let layers = (0..model.num_hidden_layers).map(homes).collect();
         let counts = |rank: &u32| <[RowCounts; 2]>::from(row_counts(model, layout, *rank, tokens));
         let counts = ranks.iter().map(counts).collect();
-        ExpertGroup { ranks, me, layers, counts, headroom: None }
+        ExpertGroup { ranks, me, rails: None, layers, counts, headroom: None }
+    }
+
+    /// The same, whose tokens travel along rails, if there are some.
+    #[must_use]
+    pub(crate) fn along(self, rails: Option<Rails>) -> ExpertGroup {
+        let all = |rails: Rails| rails.nodes * rails.places;
+        assert!(rails.is_none_or(|rails| all(rails) == self.ranks.len()), "{rails:?}");
+        ExpertGroup { rails, ..self }
+    }
+
+    /// Those with which this rank exchanges tokens in one stage: with rails the ranks of its node.
+    pub(crate) fn near(&self) -> &[u32] {
+        match self.rails {
+            Some(rails) => &self.ranks[rails.on_node(rails.node(self.me))],
+            None => &self.ranks,
+        }
     }
 
     /// Commits memory for `headroom` times the rows of even routing, at most the worst case.
@@ -60,6 +79,15 @@ impl ExpertGroup {
         let before = self.rooms();
         self.headroom = self.headroom.map(|headroom| 2.0 * headroom);
         self.rooms() != before
+    }
+
+    /// Those with which it exchanges parcels: with rails the others of its own.
+    pub(crate) fn partners(&self) -> Vec<u32> {
+        match self.rails {
+            Some(rails) => rails.along(self.me).map(|position| self.ranks[position]).collect(),
+            None if self.is_alone() => Vec::new(),
+            None => self.ranks.clone(),
+        }
     }
 
     /// What each rank has memory for. A processor's memory is committed page by page as it is
@@ -93,6 +121,15 @@ impl ExpertGroup {
             device.write(order, &homes.order);
             device.write(first, &homes.first);
         }
+    }
+}
+
+#[cfg(test)]
+impl ExpertGroup {
+    /// Ranks alone, for tests of how they exchange.
+    pub fn of(ranks: Vec<u32>, me: usize, rails: Option<Rails>) -> ExpertGroup {
+        let (layers, counts) = (Vec::new(), Vec::new());
+        ExpertGroup { ranks, me, rails, layers, counts, headroom: None }
     }
 }
 

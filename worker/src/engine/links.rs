@@ -8,7 +8,8 @@
 //!
 //! reduce_scatter: a bucket's sums -> the holder of each chunk; all_gather: chunks -> all holders
 //! all_reduce: the sum of a vector over all ranks
-//! gather_tokens, scatter_tokens: of an expert group on GPUs, through windows where it has some
+//! gather_tokens, scatter_tokens: of an expert group on GPUs, through windows where it has some,
+//!           and along rails where it lies on several nodes and is to
 //! .._beside:  the same beside the ops that follow, with a mark for who needs the result
 //! ```
 //! A verb is enqueued like an op and returns nothing: how many rows travel stands in device memory.
@@ -23,6 +24,7 @@ mod nccl;
 mod peer;
 mod shared;
 mod staged;
+mod tokens;
 mod wanted;
 
 use crate::engine::beside::Overlap;

@@ -19,6 +19,7 @@ use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, Exchange, TrainingConfig};
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
+use moejob_protocol::rails::Rails;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -49,12 +50,31 @@ pub const ENV_DEVICE: &str = "MOEJOB_DEVICE";
 /// The processors of an engine, where its worker has bound it: a list as the kernel writes it.
 pub const ENV_CPUS: &str = "MOEJOB_CPUS";
 
-/// The sets of ranks that share the experts out.
-fn expert_groups(mesh: &Mesh) -> Vec<Vec<u32>> {
+/// The sets of ranks that share the experts out; with rails those of each node of them, since
+/// between nodes tokens travel from rank to rank.
+fn expert_groups(mesh: &Mesh, rails: Option<Rails>) -> Vec<Vec<u32>> {
     if mesh.ep == 1 {
         return Vec::new();
     }
-    (0..mesh.world()).map(|rank| mesh.expert_group(rank)).collect()
+    let several = rails.filter(|rails| rails.places > 1);
+    let size = several.map_or(mesh.ep as usize, |rails| rails.places);
+    let groups = (0..mesh.world()).map(|rank| mesh.expert_group(rank));
+    groups.flat_map(|group| group.chunks(size).map(<[u32]>::to_vec).collect::<Vec<_>>()).collect()
+}
+
+/// By which tokens of expert groups travel between GPUs; none: from each rank to each.
+fn rails(config: &WorkerConfig, rank: u32) -> Option<Rails> {
+    let (mesh, ranks) = (&config.layout.mesh, config.ranks.max(1));
+    let wanted = config.training.compute.backend == Backend::Cuda
+        && config.exchange == Exchange::Hierarchical;
+    let rails = Rails::of(mesh, ranks).filter(|_| wanted);
+    if wanted && rails.is_none() && !ranks.is_multiple_of(mesh.ep) && rank == 0 {
+        tracing::warn!(
+            "tokens travel from each GPU to each, for nodes have different numbers of ranks of an \
+             expert group"
+        );
+    }
+    rails
 }
 
 /// How buckets travel beside the ops; none: they do not.
@@ -103,6 +123,19 @@ impl Engine {
     /// # Errors
     /// The device cannot be made, lacks a kernel, has too little memory, or cannot be connected.
     pub fn open(config: &WorkerConfig, rank: u32, comm: Comm) -> Result<Engine, OpenError> {
+        Engine::open_on(config, rank, comm, device_of(rank, config.ranks.max(1)))
+    }
+
+    /// The same on the GPU of this number, if its device is one.
+    ///
+    /// # Errors
+    /// See [`Engine::open`].
+    pub fn open_on(
+        config: &WorkerConfig,
+        rank: u32,
+        comm: Comm,
+        gpu: usize,
+    ) -> Result<Engine, OpenError> {
         let (training, ranks) = (&config.training, config.ranks.max(1));
         let began = Instant::now();
         let told = |what| tracing::debug!(seconds = began.elapsed().as_secs_f64(), what);
@@ -117,11 +150,12 @@ impl Engine {
                 };
                 Device::cpu(threads.max(1), 0)?
             }
-            Backend::Cuda => Device::cuda(device_of(rank, ranks), 0)?,
+            Backend::Cuda => Device::cuda(gpu, 0)?,
         };
         told("a device");
         let mut shape = Shape::new(&config.model, &config.layout, rank, training);
         shape.documents = config.data.reset_at_boundaries;
+        shape.rails = rails(config, rank);
         let mut model = Model::on(device, shape, &config.model, &config.layout, rank, training)?;
         told("its memory");
         let links = match training.compute.backend {
@@ -134,13 +168,10 @@ impl Engine {
                 // Where buckets travel beside the ops, they do so by communicators of their own.
                 let buckets = model.places.as_ref().filter(|_| aside.is_none());
                 let mut groups = buckets.map(Places::groups).unwrap_or_default();
-                groups.extend(expert_groups(&config.layout.mesh));
+                groups.extend(expert_groups(&config.layout.mesh, model.shape.rails));
                 groups.sort();
                 groups.dedup();
-                let parcels = match config.layout.mesh.ep {
-                    1 => Vec::new(),
-                    _ => config.layout.mesh.expert_group(rank),
-                };
+                let parcels = model.group.partners();
                 let groups = Groups { shared: groups, parcels };
                 let (aside, near) = (aside.as_ref(), model.near(PeerUse::said(), PATIENCE));
                 Links::between_gpus(comm, &mut model.device, &groups, aside, near.as_ref())?
@@ -267,5 +298,30 @@ impl Engine {
     /// Breaks the device in `step`, as programs and hardware do.
     pub fn inject(&mut self, step: u64, fault: Fault) {
         self.fault = Some((step, fault));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each set of ranks that has a communicator for tokens.
+    #[test]
+    fn with_rails_a_node_has_a_communicator_in_place_of_its_group() {
+        let sets = |mesh: Mesh, ranks| {
+            let mut sets = expert_groups(&mesh, Rails::of(&mesh, ranks));
+            sets.sort();
+            sets.dedup();
+            sets
+        };
+        let of = Mesh::data_parallel;
+        assert_eq!(sets(of(4, 4), 2), [[0, 1], [2, 3]]);
+        assert_eq!(sets(of(8, 4), 2), [[0, 1], [2, 3], [4, 5], [6, 7]]);
+        // Rails of one rank on each node add by their group's.
+        assert_eq!(sets(of(4, 2), 1), [[0, 1], [2, 3]]);
+        // No rails: on one node, or uneven.
+        assert_eq!(sets(of(4, 4), 4), [[0, 1, 2, 3]]);
+        assert_eq!(sets(of(3, 3), 2), [[0, 1, 2]]);
+        assert!(sets(of(4, 1), 2).is_empty());
     }
 }

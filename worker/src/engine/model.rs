@@ -154,7 +154,8 @@ impl Model {
         let mut planner = ArenaPlanner { shape: &shape, plan: ArenaPlan::new() };
         let buffers = Buffers::plan(config, &shape, &mut planner);
         let with_others = layout.mesh.world() > 1;
-        let beside = beside_arena(with_others) + window_wanted(config, layout, training);
+        let window = window_wanted(config, layout, training, shape.rails);
+        let beside = beside_arena(with_others) + window;
         device.reserve_planned(&planner.plan, beside as usize)?;
         let params = config.params();
         let places = (shape.types.sums == Sums::Buckets)
@@ -174,7 +175,7 @@ impl Model {
             (0..shape.tokens as usize).map(|token| (token % sequence) as u32).collect();
         device.write(buffers.batch.positions, &positions);
         let targets = f64::from(training.global_batch_size) * sequence as f64;
-        let group = ExpertGroup::new(config, layout, rank, shape.tokens);
+        let group = ExpertGroup::new(config, layout, rank, shape.tokens).along(shape.rails);
         group.write_tables(&buffers.layers, &mut device);
         let (counts, count, scaled) = (&shape.numbers, shape.micro_batches, shape.types.scaled);
         let mut model = Model {

@@ -12,7 +12,8 @@
 //! in a thousand.
 //!
 //! Where the group has windows, a token travels to the ranks alone that have one of its experts
-//! (`links/peer.rs`). The rows of all others then say nothing, and nothing here reads them.
+//! (`links/peer.rs`). The rows of all others then say nothing, and nothing here reads them. Of a
+//! group on several nodes tokens may travel between nodes first (`links/tokens.rs`).
 
 use crate::engine::backward::Leaf;
 use crate::engine::forward::Pass;
@@ -63,11 +64,16 @@ impl Model {
         all.slice(self.group.me * len, len)
     }
 
-    /// The own group, if its tokens travel.
+    /// Those of the own group that may share windows, if its tokens travel.
     pub(crate) fn near(&self, wanted: PeerUse, patience: Duration) -> Option<Near> {
         let (here, scratch) = self.here.zip(self.buffers.scratch.spread.as_ref())?;
-        let ranks = self.group.ranks.clone();
+        let ranks = self.group.near().to_vec();
+        // Rails of nodes with one rank each leave it nothing to do.
+        if ranks.len() == 1 {
+            return None;
+        }
         let row = scratch.partial.bytes() / here.desc.tokens;
+        // Of a position of the window: with rails those of all ranks of its place.
         let tokens = here.desc.tokens / ranks.len();
         let [positions, tokens, row, top_k] =
             [ranks.len(), tokens, row, here.desc.top_k].map(|count| count as u64);
@@ -78,12 +84,15 @@ impl Model {
     /// Which rank of the group needs which token of a round.
     fn need(&self, layer: usize, round: &Round) -> Need {
         let (here, spread, _) = self.spread(layer);
+        let rails = self.group.rails;
         Need {
             tokens: here.desc.tokens / self.group.ranks.len(),
             top_k: here.desc.top_k,
             ids: spread.ids,
             present: round.sources.iter().map(|source| 1 << source.position).sum(),
             experts: self.group.layers[layer].ranges(),
+            nodes: rails.map_or(1, |rails| rails.nodes),
+            node: rails.map_or(0, |rails| rails.node(self.group.me)),
         }
     }
 
@@ -229,11 +238,11 @@ impl Pass<'_> {
 
     fn gather(&mut self, need: &Need, rows: Buffer, weights: Option<Buffer>) {
         let Pass { model, links, .. } = self;
-        links.gather_tokens(&mut model.device, (&model.group.ranks, need), rows, weights);
+        links.gather_tokens(&mut model.device, (&model.group, need), rows, weights);
     }
 
     fn scatter(&mut self, need: &Need, rows: Buffer, slots: Option<Buffer>) {
         let Pass { model, links, .. } = self;
-        links.scatter_tokens(&mut model.device, (&model.group.ranks, need), rows, slots);
+        links.scatter_tokens(&mut model.device, (&model.group, need), rows, slots);
     }
 }

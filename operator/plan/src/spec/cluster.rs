@@ -186,8 +186,9 @@ pub enum Level {
 pub struct ParallelismSpec {
     /// Ranks that share the experts among them (ep), or auto. Default: auto.
     pub expert: Option<NumberOrAuto>,
-    /// How tokens travel to their experts: flat, hierarchical (first within nodes, then between
-    /// them), or auto, which estimates what is faster. No bit depends on it. Default: auto.
+    /// How tokens travel to their experts: flat, hierarchical (in two stages, within nodes and
+    /// between them), or auto: on processors what is estimated to be faster, and no bit depends on
+    /// it; on GPUs flat, since sums are rounded in another order. Default: auto.
     pub exchange: Option<ExchangeName>,
     /// Ranks that share each matrix (tp). Only 1 yet. Default: 1.
     #[schemars(range(min = 1, max = 1024))]

@@ -218,7 +218,7 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
     }
     let layout = placement::layout(&job, devices, ep);
     let mut planned = placement::memory(&job, &layout, 0);
-    planned.add_window(window_wanted(&job.model, &layout, &job.training));
+    planned.add_window(window_wanted(&job.model, &layout, &job.training, None));
     // A bench keeps no state beside the device's.
     let kept = planned.parts.iter().filter(|part| ["snapshots", "checkpoint"].contains(&part.name));
     let planned = planned.committed - kept.map(|part| part.bytes).sum::<u64>();

@@ -42,9 +42,10 @@ pub fn beside_arena(with_others: bool) -> u64 {
     TABLES_BYTES + if with_others { LINKS_BYTES + NEXT_LINKS_BYTES } else { 0 }
 }
 
-/// Rooms of a window by which `positions` ranks with `tokens` each exchange the tokens of an expert
-/// group, with rows of so many bytes and `top_k` choices: rows, ids and weights that others take;
-/// or, in turn, rows and gradients of weights that the others bring.
+/// Rooms of a window by which `positions` ranks of a node exchange the tokens of an expert group:
+/// `tokens` each, with rails those of the own one. Rows have so many bytes, and tokens `top_k`
+/// choices. The rooms hold rows, ids and weights that others take; or, in turn, rows and gradients
+/// of weights that the others bring.
 pub fn window_rooms(positions: u64, tokens: u64, row_bytes: u64, top_k: u64) -> u64 {
     let taken = tokens * (row_bytes + 2 * 4 * top_k);
     let brought = positions.saturating_sub(1) * tokens * (row_bytes + 4 * top_k);
@@ -52,13 +53,22 @@ pub fn window_rooms(positions: u64, tokens: u64, row_bytes: u64, top_k: u64) -> 
 }
 
 /// What a GPU takes for a window, where tokens of expert groups travel through windows; none where
-/// none travel.
-pub fn window_bytes(model: &ModelConfig, layout: &Layout, training: &TrainingConfig) -> u64 {
-    let positions = u64::from(layout.mesh.ep);
+/// none travel. With `rails` they do so within nodes alone.
+pub fn window_bytes(
+    model: &ModelConfig,
+    layout: &Layout,
+    training: &TrainingConfig,
+    rails: Option<Rails>,
+) -> u64 {
+    let [nodes, positions] = match rails {
+        Some(Rails { nodes, places }) => [nodes as u64, places as u64],
+        None => [1, u64::from(layout.mesh.ep)],
+    };
     if positions == 1 || training.compute.backend != Backend::Cuda {
         return 0;
     }
-    let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
+    let own = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
+    let tokens = nodes * own;
     let row = u64::from(model.hidden_size) * training.precision.element().bytes();
     let rooms = window_rooms(positions, tokens, row, model.experts.per_token.into());
     (rooms + WINDOW_MAIL).next_multiple_of(WINDOW_PAGE)

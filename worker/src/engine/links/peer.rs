@@ -1,4 +1,5 @@
-//! Tokens of an expert group through windows, where all of its ranks lie on one node.
+//! Tokens of an expert group through windows: of all of its ranks where they lie on one node, else
+//! of those of a node where rails (`tokens.rs`) bring them there.
 //!
 //! ```text
 //! open:    own window -> who is where, through the gang -> files to each other (files.rs)
@@ -8,18 +9,18 @@
 //! watch:   a thread ends the kernels' waits when the attempt is over
 //! leave:   ends them, too; the windows go when the streams are empty
 //! ```
-//! Either all ranks of a group have windows or none has. Then their tokens travel as before.
+//! Either all ranks that share windows have them or none has. Then their tokens travel as before.
 
 use super::Links;
 use super::files::{Desk, Seat};
-use super::shared::of_all;
 use super::wanted::{Use, blocks_for};
 use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError, Lookout};
 use moejob_kernels::cuda::{
     CudaDevice, GatherRows, Need, PEERS_MAX, PeerDesc, PeerLinks, ScatterRows,
 };
-use moejob_kernels::{Buffer, CpuDevice, DType, Device};
+use moejob_kernels::{Buffer, Device};
+use moejob_protocol::rails::Rails;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -33,10 +34,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// What a rank says of its window.
 const WORDS_MAX: usize = 1024;
 
-/// An expert group that may have windows.
+/// Ranks of an expert group that may share windows.
 #[derive(Clone, Debug)]
 pub(crate) struct Near {
-    /// In ep order, which is that of positions.
+    /// In ep order, which is that of positions: the whole group, or with rails those of a node.
     pub ranks: Vec<u32>,
     /// Bytes of the rooms.
     pub rooms: usize,
@@ -190,7 +191,7 @@ impl Windows {
 
     /// The same on every rank.
     fn blocks_of(&self, need: &Need, rows: Buffer) -> usize {
-        let own = rows.bytes() / need.experts.len();
+        let own = rows.bytes() / need.experts.len() * need.nodes;
         blocks_for(own, self.blocks)
     }
 
@@ -225,55 +226,6 @@ impl Links {
     /// What is enqueued from now on belongs to `step`.
     pub(crate) fn at_step(&mut self, step: u64) {
         self.step = u32::try_from(step).unwrap_or(u32::MAX);
-    }
-
-    /// Tokens of the own expert group, which has a buffer of `rows` [P T, D] on each rank, to the
-    /// ranks that have one of their experts, or to all; with `weights` [P T, K] also these and the
-    /// ids of `need`, of all tokens to all. Other rows say nothing.
-    pub(crate) fn gather_tokens(
-        &mut self,
-        device: &mut Device,
-        (ranks, need): (&[u32], &Need),
-        rows: Buffer,
-        weights: Option<Buffer>,
-    ) {
-        match (&self.windows, device.as_cuda()) {
-            (Some(windows), Some(cuda)) if self.failure.is_none() => {
-                windows.gather(cuda, need, rows, weights, self.step);
-            }
-            _ => {
-                let words = weights.iter().flat_map(|weights| [need.ids, *weights]);
-                let all: Vec<Buffer> = std::iter::once(rows).chain(words).collect();
-                self.all_gather(device, &of_all(ranks, &all));
-                if let (true, Some(cpu)) = (self.by_need, device.as_cpu_mut()) {
-                    keep_needed(cpu, position(ranks, self.comm.rank()), need, rows);
-                }
-            }
-        }
-    }
-
-    /// What each rank of the own expert group adds to all tokens, `rows` [P T, D] and `slots`
-    /// [P T, K]: each rank's own part becomes the sum.
-    pub(crate) fn scatter_tokens(
-        &mut self,
-        device: &mut Device,
-        (ranks, need): (&[u32], &Need),
-        rows: Buffer,
-        slots: Option<Buffer>,
-    ) {
-        match (&self.windows, device.as_cuda()) {
-            (Some(windows), Some(cuda)) if self.failure.is_none() => {
-                windows.scatter(cuda, need, rows, slots, self.step);
-            }
-            _ => {
-                let all: Vec<Buffer> = std::iter::once(rows).chain(slots).collect();
-                if let (true, Some(cpu)) = (self.by_need, device.as_cpu_mut()) {
-                    let me = position(ranks, self.comm.rank());
-                    all.iter().for_each(|part| check_nothing_else(cpu, me, need, *part));
-                }
-                self.reduce_scatter(device, &of_all(ranks, &all));
-            }
-        }
     }
 }
 
@@ -313,48 +265,6 @@ impl Own {
         }
         let links = Mutex::new(Some(links));
         Ok(Arc::new(Windows { links, used: AtomicBool::new(false), blocks }))
-    }
-}
-
-fn position(ranks: &[u32], rank: u32) -> usize {
-    ranks.iter().position(|member| *member == rank).expect("a member of the group")
-}
-
-/// Whether the rank at `me` has an expert of the token of a row.
-fn is_needed(cpu: &CpuDevice, me: usize, need: &Need, row: usize) -> bool {
-    let (first, count) = need.experts[me];
-    let ids = cpu.slice::<u32>(need.ids.slice(row * need.top_k, need.top_k));
-    let present = need.present >> (row / need.tokens) & 1 == 1;
-    present && ids.iter().any(|id| (first..first + count).contains(id))
-}
-
-/// What windows would not bring is no number afterwards.
-fn keep_needed(cpu: &mut CpuDevice, me: usize, need: &Need, rows: Buffer) {
-    let all = need.experts.len() * need.tokens;
-    let width = rows.len() / all;
-    for row in (0..all).filter(|row| row / need.tokens != me) {
-        if !is_needed(cpu, me, need, row) {
-            match rows.dtype() {
-                DType::F64 => cpu.slice_mut::<f64>(rows.slice(row * width, width)).fill(f64::NAN),
-                _ => cpu.slice_mut::<f32>(rows.slice(row * width, width)).fill(f32::NAN),
-            }
-        }
-    }
-}
-
-/// What windows would not take adds nothing.
-///
-/// # Panics
-/// It does.
-fn check_nothing_else(cpu: &CpuDevice, me: usize, need: &Need, part: Buffer) {
-    let all = need.experts.len() * need.tokens;
-    let width = part.len() / all;
-    for row in 0..all {
-        let present = need.present >> (row / need.tokens) & 1 == 1;
-        if present && !is_needed(cpu, me, need, row) {
-            let bytes = part.slice(row * width, width).reinterpret(DType::U8);
-            assert!(cpu.slice::<u8>(bytes).iter().all(|byte| *byte == 0), "row {row} adds to it");
-        }
     }
 }
 

@@ -4,6 +4,7 @@ use moejob_protocol::config::TrainingConfig;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::window_bytes;
 use moejob_protocol::model::ModelConfig;
+use moejob_protocol::rails::Rails;
 
 /// How tokens of an expert group on one node travel, for measurements: `on` through windows, `off`
 /// by NCCL; or how many blocks move them through windows, `16`. Without it, or with `auto`, by
@@ -73,9 +74,14 @@ pub(crate) fn blocks_for(bytes: usize, most: usize) -> usize {
 }
 
 /// What a GPU takes for the window that the environment asks for.
-pub fn window_wanted(model: &ModelConfig, layout: &Layout, training: &TrainingConfig) -> u64 {
+pub fn window_wanted(
+    model: &ModelConfig,
+    layout: &Layout,
+    training: &TrainingConfig,
+    rails: Option<Rails>,
+) -> u64 {
     let wanted = Use::said().blocks();
-    wanted.map_or(0, |_| window_bytes(model, layout, training))
+    wanted.map_or(0, |_| window_bytes(model, layout, training, rails))
 }
 
 #[cfg(test)]

@@ -1,0 +1,142 @@
+//! A job on four GPUs of two workers that exchanges along rails, where driver and NCCL are stubs:
+//! who sends to whom.
+
+#[path = "../../kernels/tests/stubs/mod.rs"]
+mod stubs;
+
+use std::collections::BTreeMap;
+use std::process::Command;
+use stubs::cudarc::Cudarc;
+use stubs::{Stubs, compile};
+
+/// A gang whose messages go nowhere, and which writes down whose they are. Ranks are engines, so
+/// each has a process of its own. A communicator that is split off is that of a node.
+const NCCL: &str = r#"
+#include <stdio.h>
+#include <stdlib.h>
+struct id { char bytes[128]; };
+static int own = -1;
+static int *made(int count) { int *comm = malloc(sizeof *comm); *comm = count; return comm; }
+static int told(const char *what, int with) {
+    FILE *file = fopen(getenv("STUB_NCCL"), "a");
+    fprintf(file, "%d %s %d\n", own, what, with);
+    fclose(file);
+    return 0;
+}
+int ncclGetVersion(int *code) { *code = VERSION; return 0; }
+const char *ncclGetErrorString(int code) { return "an error"; }
+const char *ncclGetLastError(void *comm) { return ""; }
+int ncclCommInitRankConfig(void **comm, int world, struct id id, int rank, void *config) {
+    own = rank;
+    *comm = made(world);
+    return 0;
+}
+int ncclCommSplit(void *of, int color, int key, void **comm, void *config) {
+    *comm = color < 0 ? NULL : made(2);
+    return color < 0 ? 0 : told("split", 2);
+}
+int ncclCommGetAsyncError(void *comm, int *state) { *state = 0; return 0; }
+int ncclCommCount(void *comm, int *count) { *count = *(int *)comm; return 0; }
+int ncclCommUserRank(void *comm, int *rank) { *rank = *(int *)comm == 2 ? own % 2 : own; return 0; }
+int ncclSend(const void *from, size_t count, int type, int peer, void *comm, void *stream) {
+    return told("send", peer);
+}
+int ncclRecv(void *to, size_t count, int type, int peer, void *comm, void *stream) {
+    return told("recv", peer);
+}
+int ncclAllGather(void *from, void *to, size_t count, int type, void *comm, void *stream) {
+    return told("gather", *(int *)comm);
+}
+"#;
+
+const JOB: &str = r#"
+apiVersion: moejob.dev/v1alpha1
+kind: MoeJob
+metadata: { name: rails }
+spec:
+  nodes: { profile: gpu, devicesPerNode: 2, min: 2 }
+  model:
+    hiddenSize: 64
+    numHiddenLayers: 2
+    numAttentionHeads: 2
+    experts: { count: 8, perToken: 2, intermediateSize: 64 }
+  data:
+    train: { text: { paths: ["words.txt"] } }
+    tokenizer: bytes
+    sequenceLength: 32
+    validation: { fraction: 0 }
+  training: { steps: 2, globalBatchSize: 8, microBatchSize: 2 }
+  parallelism: { expert: 4, exchange: EXCHANGE }
+"#;
+
+/// `(rank, what, with)`: how often.
+type Calls = BTreeMap<(u32, String, u32), usize>;
+
+fn calls(exchange: &str, windows: &str) -> Calls {
+    let folder = tempfile::tempdir().unwrap();
+    let made = folder.path().join("stubs");
+    std::fs::create_dir_all(&made).unwrap();
+    let libraries = Stubs::make(&Cudarc::find(), &[12_080], &made).folder("12080", [12_080; 3]);
+    let list = include_str!("../../worker/nccl/src/library.rs");
+    let names: Vec<&str> = list.split('"').filter(|part| part.starts_with("nccl")).collect();
+    let library = compile(NCCL, &names, 22_809, &libraries);
+    std::fs::write(libraries.join("libnccl.so.2"), library).unwrap();
+    let write = |name: &str, text: String| std::fs::write(folder.path().join(name), text).unwrap();
+    write("words.txt", "expert router token shard ".repeat(400));
+    write("job.yaml", JOB.replace("EXCHANGE", exchange));
+    let told = folder.path().join("calls");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_moejob"));
+    command
+        .args(["run", "job.yaml", "--workers", "2"])
+        .current_dir(folder.path())
+        .env("LD_LIBRARY_PATH", &libraries)
+        .env("MOEJOB_CUBIN_CACHE", folder.path().join("cubins"))
+        // The rest then has the communicator of all ranks.
+        .env("MOEJOB_OVERLAP", "off")
+        .env("MOEJOB_PEER", windows)
+        .env("STUB_GPUS", "4")
+        .env("STUB_NCCL", &told);
+    for other in ["CUDA_VISIBLE_DEVICES", "MOEJOB_CUDA_ARCH", "MOEJOB_NCCL"] {
+        command.env_remove(other);
+    }
+    let ran = command.output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(ran.status.success(), "{}{}", text(&ran.stdout), text(&ran.stderr));
+    let mut calls = Calls::new();
+    for line in std::fs::read_to_string(&told).unwrap().lines() {
+        let words: Vec<&str> = line.split(' ').collect();
+        let [rank, what, with] = words[..] else { panic!("{line}") };
+        let call = (rank.parse().unwrap(), what.to_string(), with.parse().unwrap());
+        *calls.entry(call).or_default() += 1;
+    }
+    calls
+}
+
+/// The exchange of a job reaches its engines: between nodes each GPU sends to that of its place
+/// alone, within a node it gathers with its neighbour, or through windows.
+#[test]
+fn gpus_of_two_workers_exchange_along_rails() {
+    let (layers, steps) = (2, 2);
+    for windows in ["off", "on"] {
+        let rails = calls("hierarchical", windows);
+        for rank in 0..4 {
+            let of = |what: &str, with: u32| rails.get(&(rank, what.to_string(), with)).copied();
+            // Out: rows, ids and weights; sums back; in backward gradients, and these with those
+            // of weights back. The first is the word with which they meet.
+            let sent = 1 + (3 + 1 + 1 + 2) * layers * steps;
+            let partner = (rank + 2) % 4;
+            assert_eq!([of("send", partner), of("recv", partner)], [Some(sent); 2], "{rails:?}");
+            let others = [rank, (rank + 1) % 4, (rank + 3) % 4];
+            assert!(others.iter().all(|to| of("send", *to).is_none()), "{rails:?}");
+            assert_eq!(of("split", 2), Some(1));
+            // Rows, ids and weights of each node, then gradients.
+            let gathered = if windows == "on" { 0 } else { (3 + 1) * 2 * layers * steps };
+            assert_eq!(of("gather", 2), Some(1 + gathered), "{windows}: {rails:?}");
+        }
+    }
+    let flat = calls("flat", "off");
+    assert!(flat.keys().all(|(_, what, _)| what != "split"), "{flat:?}");
+    // Rows, ids and weights of all at once, then gradients; the rest is not of tokens.
+    let gathered = flat[&(0, "gather".to_string(), 4)];
+    assert!(gathered > (3 + 1) * layers * steps, "{flat:?}");
+}

@@ -1,0 +1,150 @@
+//! An expert group of GPUs that lies on several nodes, with as many ranks on each: who exchanges
+//! with whom where its tokens travel between nodes first, and whose rows then lie where.
+//!
+//! ```text
+//! node A: a b    node B: x y    rails: a x, b y    buffers of all tokens: a b x y
+//! out    along the rails   a has a . x .   b has . b . y   x has a . x .   y has . b . y
+//!        within the nodes  everybody has a b x y
+//! back   within the nodes  a has A's sums of the tokens of a and x, b those of b and y
+//!        along the rails   a gets B's sums of its own tokens, and adds them to A's
+//! ```
+//! Ranks are named by their position in the group, and positions go by (node, place). A token's row
+//! lies at the same place in the buffers of all ranks.
+
+use crate::mesh::Mesh;
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+/// Nodes of a group, and its ranks on each of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rails {
+    pub nodes: usize,
+    pub places: usize,
+}
+
+impl Rails {
+    /// `node_of`: by position, any number that is the same for ranks of one node. None: there is
+    /// one node, or not every node has as many ranks, one behind the other.
+    pub fn new(node_of: &[u32]) -> Option<Rails> {
+        let runs: Vec<&[u32]> = node_of.chunk_by(|a, b| a == b).collect();
+        let (nodes, places) = (runs.len(), runs.first()?.len());
+        let known: BTreeSet<u32> = runs.iter().map(|run| run[0]).collect();
+        let even = known.len() == nodes && runs.iter().all(|run| run.len() == places);
+        (nodes > 1 && even).then_some(Rails { nodes, places })
+    }
+
+    /// Those of all expert groups of `mesh`, where a node has so many ranks. None: some group has
+    /// none, or groups differ.
+    pub fn of(mesh: &Mesh, ranks: u32) -> Option<Rails> {
+        let nodes = |group: Vec<u32>| -> Vec<u32> {
+            group.into_iter().map(|rank| rank / ranks.max(1)).collect()
+        };
+        let of = |rank| Rails::new(&nodes(mesh.expert_group(rank)));
+        let first = of(0)?;
+        let mut groups = (1..mesh.world()).filter(|rank| mesh.coord(*rank).ep == 0);
+        groups.all(|rank| of(rank) == Some(first)).then_some(first)
+    }
+
+    pub fn node(&self, position: usize) -> usize {
+        position / self.places
+    }
+
+    pub fn place(&self, position: usize) -> usize {
+        position % self.places
+    }
+
+    /// The ranks of a node.
+    pub fn on_node(&self, node: usize) -> Range<usize> {
+        node * self.places..(node + 1) * self.places
+    }
+
+    /// The others of the rail of `me`, in the order of nodes.
+    pub fn along(&self, me: usize) -> impl Iterator<Item = usize> {
+        let Rails { nodes, places } = *self;
+        (0..nodes).map(move |node| node * places + me % places).filter(move |other| *other != me)
+    }
+
+    /// Where the sums that `from`, of its rail, has of its tokens arrive at a rank: the place of a
+    /// neighbour of `from`, whose rows are summed elsewhere by then. Only where nodes have several
+    /// ranks.
+    pub fn landing(&self, from: usize) -> usize {
+        let (node, place) = (self.node(from), self.place(from));
+        node * self.places + (place + 1) % self.places
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rails_are_of_even_nodes() {
+        let rails = |nodes, places| Some(Rails { nodes, places });
+        for (node_of, expected) in [
+            (&[][..], None),
+            (&[4], None),
+            (&[1, 1, 1], None),
+            (&[0, 1], rails(2, 1)),
+            (&[3, 3, 1, 1], rails(2, 2)),
+            (&[0, 0, 1, 1, 2, 2], rails(3, 2)),
+            (&[0, 0, 1], None),
+            (&[0, 1, 1], None),
+            // A node whose ranks do not follow each other.
+            (&[0, 1, 0, 1], None),
+            (&[0, 1, 0], None),
+        ] {
+            assert_eq!(Rails::new(node_of), expected, "{node_of:?}");
+        }
+    }
+
+    #[test]
+    fn groups_have_rails_of_one_kind_or_none() {
+        let of = |dp, ep, ranks| Rails::of(&Mesh::data_parallel(dp, ep), ranks);
+        let rails = |nodes, places| Some(Rails { nodes, places });
+        assert_eq!([of(4, 4, 2), of(8, 8, 4), of(16, 8, 2)], [
+            rails(2, 2),
+            rails(2, 4),
+            rails(4, 2)
+        ]);
+        assert_eq!([of(2, 2, 1), of(4, 2, 1)], [rails(2, 1); 2]);
+        // On one node each; uneven; the second of three groups alone lies on two nodes.
+        assert_eq!([of(4, 2, 4), of(8, 4, 4), of(1, 1, 8)], [None; 3]);
+        assert_eq!([of(6, 6, 4), of(12, 4, 6), of(12, 6, 4)], [None; 3]);
+        // What the last node lacks is none of the group's.
+        assert_eq!(of(6, 6, 2), rails(3, 2));
+    }
+
+    /// Plays who has whose rows, and whose sums, through both ways.
+    #[test]
+    fn everybodys_rows_arrive_and_every_sum_is_made_once() {
+        for (nodes, places) in [(2, 1), (2, 2), (2, 3), (3, 2), (4, 4), (5, 1)] {
+            let rails = Rails { nodes, places };
+            let all = 0..nodes * places;
+            let mut rows: Vec<BTreeSet<usize>> = all.clone().map(|me| [me].into()).collect();
+            for me in all.clone() {
+                rows[me].extend(rails.along(me));
+                let of_rail: BTreeSet<usize> =
+                    all.clone().filter(|of| rails.place(*of) == rails.place(me)).collect();
+                assert_eq!(rows[me], of_rail);
+            }
+            let before = rows.clone();
+            for me in all.clone() {
+                for other in rails.on_node(rails.node(me)) {
+                    assert_eq!(rails.node(other), rails.node(me));
+                    rows[me].extend(&before[other]);
+                }
+                assert_eq!(rows[me], all.clone().collect(), "{rails:?}: {me}");
+            }
+            for me in all.clone().filter(|_| places > 1) {
+                // What this rank still needs: its own sums, and those that it sends.
+                let kept: BTreeSet<usize> = rails.along(me).chain([me]).collect();
+                let landings: BTreeSet<usize> =
+                    rails.along(me).map(|from| rails.landing(from)).collect();
+                assert_eq!(landings.len(), nodes - 1, "each node's own");
+                assert!(kept.is_disjoint(&landings), "{rails:?}: {me}");
+                let whose: Vec<usize> = rails.along(me).map(|from| rails.node(from)).collect();
+                assert!(whose.is_sorted() && !whose.contains(&rails.node(me)));
+            }
+        }
+    }
+}

@@ -1,0 +1,352 @@
+//! Tokens of an expert group between GPUs: to the ranks that have one of their experts, or to all,
+//! and what became of them back.
+//!
+//! ```text
+//! gather    own rows -> all ranks
+//! scatter   what is added here -> sums, at the token's rank
+//!
+//! gather    own rows -> ranks of the rail -> what each rail brought -> ranks of the node
+//! scatter   what is added here -> sums of the node, at the rank of the token's rail
+//!           -> the token's rank: their sum, in the order of nodes
+//! ```
+//! The second pair is that of a group on several nodes whose tokens travel along rails: who is in
+//! which, and what lies where, is [`Rails`]. Between nodes each rank exchanges with those of its
+//! place alone; within a node by the node's communicator, or through windows (`peer.rs`). Rows come
+//! straight to where they belong. Sums of other nodes land where rows lie that this rank needs no
+//! longer, so nothing takes memory of its own.
+
+use super::shared::of_all;
+use super::{Links, Parcel, Shared};
+use crate::engine::group::ExpertGroup;
+use moejob_kernels::cuda::Need;
+use moejob_kernels::{Add, Buffer, CpuDevice, DType, Device};
+use moejob_protocol::rails::Rails;
+
+impl Links {
+    /// Tokens of the own expert group, which has a buffer of `rows` [P T, D] on each rank, to the
+    /// ranks that have one of their experts, or to all; with `weights` [P T, K] also these and the
+    /// ids of `need`, of all tokens to all. Other rows say nothing.
+    pub(crate) fn gather_tokens(
+        &mut self,
+        device: &mut Device,
+        (group, need): (&ExpertGroup, &Need),
+        rows: Buffer,
+        weights: Option<Buffer>,
+    ) {
+        let words = weights.iter().flat_map(|weights| [need.ids, *weights]);
+        let all: Vec<Buffer> = std::iter::once(rows).chain(words).collect();
+        if let Some(rails) = group.rails {
+            self.out_along(device, (group, rails), &all);
+        }
+        match (&self.windows, device.as_cuda()) {
+            (Some(windows), Some(cuda)) if self.failure.is_none() => {
+                windows.gather(cuda, need, rows, weights, self.step);
+            }
+            // Rails of nodes with one rank each have brought everything.
+            _ if group.rails.is_some_and(|rails| rails.places == 1) => {}
+            _ => self.all_gather(device, &near(group, &all)),
+        }
+        if let (true, Some(cpu)) = (self.by_need, device.as_cpu_mut()) {
+            keep_needed(cpu, group.me, need, rows);
+        }
+    }
+
+    /// What each rank of the own expert group adds to all tokens, `rows` [P T, D] and `slots`
+    /// [P T, K]: each rank's own part becomes the sum. With rails it is made within each node
+    /// first, and then over nodes in their order.
+    pub(crate) fn scatter_tokens(
+        &mut self,
+        device: &mut Device,
+        (group, need): (&ExpertGroup, &Need),
+        rows: Buffer,
+        slots: Option<Buffer>,
+    ) {
+        let all: Vec<Buffer> = std::iter::once(rows).chain(slots).collect();
+        if let (true, Some(cpu)) = (self.by_need, device.as_cpu_mut()) {
+            all.iter().for_each(|part| check_nothing_else(cpu, group.me, need, *part));
+        }
+        match (&self.windows, device.as_cuda()) {
+            (Some(windows), Some(cuda)) if self.failure.is_none() => {
+                windows.scatter(cuda, need, rows, slots, self.step);
+            }
+            _ => self.reduce_scatter(device, &near(group, &all)),
+        }
+        if let Some(rails) = group.rails.filter(|rails| rails.places > 1) {
+            self.back_along(device, (group, rails), &all);
+        }
+    }
+
+    /// The own part of each buffer to the others of the rail, and theirs here.
+    fn out_along(
+        &mut self,
+        device: &mut Device,
+        (group, rails): (&ExpertGroup, Rails),
+        all: &[Buffer],
+    ) {
+        let of = |position: usize| -> Vec<Buffer> {
+            all.iter().map(|buffer| chunk(group, *buffer, position)).collect()
+        };
+        let others = || rails.along(group.me);
+        let sends: Vec<Parcel> =
+            others().map(|to| (group.ranks[to], of(group.me))).collect();
+        let receives: Vec<Parcel> = others().map(|from| (group.ranks[from], of(from))).collect();
+        self.exchange(device, &sends, &receives);
+    }
+
+    /// The sums that this node has of others' tokens to the ranks of these. The own part of each
+    /// buffer becomes the sum over all nodes, in their order.
+    fn back_along(
+        &mut self,
+        device: &mut Device,
+        (group, rails): (&ExpertGroup, Rails),
+        all: &[Buffer],
+    ) {
+        let of = |position: usize| -> Vec<Buffer> {
+            all.iter().map(|buffer| chunk(group, *buffer, position)).collect()
+        };
+        let others = || rails.along(group.me);
+        let sends: Vec<Parcel> = others().map(|to| (group.ranks[to], of(to))).collect();
+        let receives: Vec<Parcel> =
+            others().map(|from| (group.ranks[from], of(rails.landing(from)))).collect();
+        self.exchange(device, &sends, &receives);
+        if self.has_failed() {
+            return;
+        }
+        let mut terms: Vec<usize> = others().map(|from| rails.landing(from)).collect();
+        terms.insert(rails.node(group.me), group.me);
+        for buffer in all {
+            let terms: Vec<Buffer> =
+                terms.iter().map(|position| chunk(group, *buffer, *position)).collect();
+            add_in_order(device, &terms, rails.node(group.me));
+        }
+    }
+}
+
+/// What the ranks of one node have in common of some buffers of all tokens: the rows of each node's
+/// ranks, a chunk for each rank here. Without rails, or with one rank on each node, all of it is
+/// the whole group's.
+fn near<'a>(group: &'a ExpertGroup, all: &[Buffer]) -> Vec<Shared<'a>> {
+    let Some(rails) = group.rails.filter(|rails| rails.places > 1) else {
+        return of_all(&group.ranks, all);
+    };
+    let holders = group.near();
+    let of_node = |buffer: &Buffer, node| {
+        let len = buffer.len() / rails.nodes;
+        Shared { holders, buffer: Some(buffer.slice(node * len, len)) }
+    };
+    all.iter().flat_map(|buffer| (0..rails.nodes).map(move |node| of_node(buffer, node))).collect()
+}
+
+/// The part of a buffer of all tokens that is of the rank at `position`.
+fn chunk(group: &ExpertGroup, buffer: Buffer, position: usize) -> Buffer {
+    let len = buffer.len() / group.ranks.len();
+    buffer.slice(position * len, len)
+}
+
+/// terms[own] = the sum of all, in their order.
+fn add_in_order(device: &mut Device, terms: &[Buffer], own: usize) {
+    // A sum of two is the same in either order.
+    let sum = if own < 2 { own } else { 0 };
+    for (_, term) in terms.iter().enumerate().filter(|(at, _)| *at != sum) {
+        device.add(&Add { a: terms[sum], b: *term });
+    }
+    if sum != own {
+        device.copy(terms[sum], terms[own]);
+    }
+}
+
+/// Whether the rank at `me` has an expert of the token of a row.
+fn is_needed(cpu: &CpuDevice, me: usize, need: &Need, row: usize) -> bool {
+    let (first, count) = need.experts[me];
+    let ids = cpu.slice::<u32>(need.ids.slice(row * need.top_k, need.top_k));
+    let present = need.present >> (row / need.tokens) & 1 == 1;
+    present && ids.iter().any(|id| (first..first + count).contains(id))
+}
+
+/// What windows would not bring is no number afterwards.
+fn keep_needed(cpu: &mut CpuDevice, me: usize, need: &Need, rows: Buffer) {
+    let all = need.experts.len() * need.tokens;
+    let width = rows.len() / all;
+    for row in (0..all).filter(|row| row / need.tokens != me) {
+        if !is_needed(cpu, me, need, row) {
+            match rows.dtype() {
+                DType::F64 => cpu.slice_mut::<f64>(rows.slice(row * width, width)).fill(f64::NAN),
+                _ => cpu.slice_mut::<f32>(rows.slice(row * width, width)).fill(f32::NAN),
+            }
+        }
+    }
+}
+
+/// What windows would not take adds nothing.
+///
+/// # Panics
+/// It does.
+fn check_nothing_else(cpu: &CpuDevice, me: usize, need: &Need, part: Buffer) {
+    let all = need.experts.len() * need.tokens;
+    let width = part.len() / all;
+    for row in 0..all {
+        let present = need.present >> (row / need.tokens) & 1 == 1;
+        if present && !is_needed(cpu, me, need, row) {
+            let bytes = part.slice(row * width, width).reinterpret(DType::U8);
+            assert!(cpu.slice::<u8>(bytes).iter().all(|byte| *byte == 0), "row {row} adds to it");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gang::comm::Comm;
+    use moejob_kernels::ArenaPlan;
+
+    const TOKENS: usize = 3;
+    const DIM: usize = 5;
+    const TOP_K: usize = 2;
+
+    /// What `rank` has in a row, or adds to it.
+    type Value = fn(rank: usize, at: usize) -> f32;
+
+    /// Sums of these round: (a + b) + c is not a + (b + c).
+    fn rough(rank: usize, at: usize) -> f32 {
+        let mixed = (rank * 7919 + at * 104_729 + 17) as u32;
+        (mixed.wrapping_mul(2_654_435_761) >> 8) as f32 * 1.37 / (1 + mixed % 977) as f32
+    }
+
+    /// Sums of these do not.
+    fn whole(rank: usize, at: usize) -> f32 {
+        ((rank * 31 + at * 7) % 1000) as f32 - 500.0
+    }
+
+    /// What a rank of a group has after its tokens went out, and sums came back.
+    struct Found {
+        rows: Vec<f32>,
+        ids: Vec<u32>,
+        sums: [Vec<f32>; 2],
+    }
+
+    /// Two groups of processors, each on nodes of its own: what each rank of each has, by position.
+    fn travel(ranks: usize, rails: Option<Rails>, value: Value) -> Vec<Vec<Found>> {
+        let of_rank = |comm: Comm| {
+            let rank = comm.rank() as usize;
+            let (first, me) = (rank / ranks * ranks, rank % ranks);
+            let members = (first..first + ranks).map(|rank| rank as u32).collect();
+            let group = ExpertGroup::of(members, me, rails);
+            let mut plan = ArenaPlan::new();
+            let tokens = ranks * TOKENS;
+            let rows = plan.alloc(DType::F32, tokens * DIM);
+            let ids = plan.alloc(DType::U32, tokens * TOP_K);
+            let slots = plan.alloc(DType::F32, tokens * TOP_K);
+            let mut device = Device::cpu(1, plan.bytes()).expect("a processor");
+            let need = Need {
+                tokens: TOKENS,
+                top_k: TOP_K,
+                ids,
+                present: (1 << ranks) - 1,
+                experts: (0..ranks as u32).map(|position| (position, 1)).collect(),
+                nodes: rails.map_or(1, |rails| rails.nodes),
+                node: rails.map_or(0, |rails| rails.node(me)),
+            };
+            let mut links = Links::new(comm);
+            let own = |buffer: Buffer, value: &dyn Fn(usize) -> f32| -> Vec<f32> {
+                let len = buffer.len() / ranks;
+                let is_own = |at: usize| at / len == me;
+                let at = |at| if is_own(at) { value(at) } else { f32::NAN };
+                (0..buffer.len()).map(at).collect()
+            };
+            device.write(rows, &own(rows, &|at| value(rank, at)));
+            device.write(slots, &own(slots, &|at| value(rank, at)));
+            let mut words = vec![u32::MAX; ids.len()];
+            let len = ids.len() / ranks;
+            (me * len..(me + 1) * len).for_each(|at| words[at] = at as u32);
+            device.write(ids, &words);
+            links.gather_tokens(&mut device, (&group, &need), rows, Some(slots));
+            let mut found = Found {
+                rows: device.read_vec(rows),
+                ids: device.read_vec(ids),
+                sums: [Vec::new(), Vec::new()],
+            };
+            let adds = |buffer: Buffer| -> Vec<f32> {
+                (0..buffer.len()).map(|at| value(rank, at)).collect()
+            };
+            device.write(rows, &adds(rows));
+            device.write(slots, &adds(slots));
+            links.scatter_tokens(&mut device, (&group, &need), rows, Some(slots));
+            assert_eq!(links.check(), Ok(()));
+            found.sums = [rows, slots].map(|buffer| device.read_vec(chunk(&group, buffer, me)));
+            (rank, found)
+        };
+        let mut all: Vec<(usize, Found)> = std::thread::scope(|scope| {
+            let comms = Comm::in_process(2 * ranks as u32);
+            let threads: Vec<_> =
+                comms.into_iter().map(|comm| scope.spawn(move || of_rank(comm))).collect();
+            threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+        });
+        all.sort_by_key(|(rank, _)| *rank);
+        let mut found = all.into_iter().map(|(_, found)| found);
+        (0..2).map(|_| found.by_ref().take(ranks).collect()).collect()
+    }
+
+    fn bits(values: &[f32]) -> Vec<u32> {
+        values.iter().map(|value| value.to_bits()).collect()
+    }
+
+    const SHAPES: [(usize, usize); 7] = [(2, 1), (3, 1), (2, 2), (2, 3), (3, 2), (4, 2), (3, 4)];
+
+    #[test]
+    fn rails_bring_what_the_flat_way_brings() {
+        for (nodes, places) in SHAPES {
+            let ranks = nodes * places;
+            let flat = travel(ranks, None, rough);
+            let rails = travel(ranks, Some(Rails { nodes, places }), rough);
+            for (number, (flat, rails)) in flat.iter().zip(&rails).enumerate() {
+                for (position, (flat, rails)) in flat.iter().zip(rails).enumerate() {
+                    let what = format!("{nodes} x {places}: group {number}, {position}");
+                    let row = |at: usize| at / (TOKENS * DIM) + number * ranks;
+                    let whose = |at| rough(row(at), at).to_bits();
+                    let expected: Vec<u32> = (0..rails.rows.len()).map(whose).collect();
+                    assert_eq!(bits(&rails.rows), expected, "{what}");
+                    assert_eq!(bits(&flat.rows), expected, "{what}");
+                    assert_eq!(rails.ids, (0..rails.ids.len() as u32).collect::<Vec<_>>());
+                }
+            }
+        }
+    }
+
+    /// Sums of what the ranks from `first` on add: of each `size` of them, then of these sums.
+    fn expected((first, ranks): (usize, usize), size: usize, at: usize) -> f32 {
+        let of = |begin: usize| {
+            let terms = (begin..begin + size).map(|rank| rough(first + rank, at));
+            terms.reduce(|sum, x| sum + x).expect("a rank")
+        };
+        (0..ranks).step_by(size).map(of).reduce(|sum, x| sum + x).expect("a node")
+    }
+
+    /// Within a node in the order of its ranks, then in the order of nodes; flat in that of ranks.
+    #[test]
+    fn sums_are_made_in_the_order_that_is_told() {
+        for (nodes, places) in SHAPES {
+            let (ranks, rails) = (nodes * places, Some(Rails { nodes, places }));
+            let mut rounds_alike = true;
+            for (rails, size) in [(rails, places), (None, ranks)] {
+                let found = travel(ranks, rails, rough);
+                let all = found.iter().flatten().enumerate();
+                let sums = all.flat_map(|(rank, of)| of.sums.each_ref().map(|sums| (rank, sums)));
+                for (rank, sums) in sums {
+                    let (group, position) = (rank / ranks * ranks, rank % ranks);
+                    let own = position * sums.len()..(position + 1) * sums.len();
+                    let by = |size| -> Vec<f32> {
+                        own.clone().map(|at| expected((group, ranks), size, at)).collect()
+                    };
+                    assert_eq!(bits(sums), bits(&by(size)), "{nodes} x {places}: {rank}");
+                    rounds_alike &= bits(sums) == bits(&by(ranks));
+                }
+            }
+            // Nodes of one rank add as the flat way does.
+            assert_eq!(rounds_alike, places == 1, "{nodes} x {places}");
+            let [rails, flat] = [rails, None].map(|rails| travel(ranks, rails, whole));
+            for (rails, flat) in rails.iter().flatten().zip(flat.iter().flatten()) {
+                assert_eq!(rails.sums, flat.sums, "{nodes} x {places}: sums that do not round");
+            }
+        }
+    }
+}
