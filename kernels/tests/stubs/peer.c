@@ -12,7 +12,7 @@ enum { PEERS = 16, ROOMS = 1 << 19, TURNS = 0, PLACES = 1024, COUNTS = 1 << 16 }
 
 struct links { address windows[PEERS], state, control, patience; u32 positions, me; };
 struct move { address from, take, starts, places, room; u32 room_rows, bytes, lanes, step; };
-struct need { address ids, present; u32 first[PEERS], count[PEERS], tokens, top_k; };
+struct need { address ids, present; u32 first[PEERS], count[PEERS], tokens, top_k, nodes; };
 struct gather { struct need need; address rows, words[2], room; u32 bytes, lanes, step; };
 struct scatter { struct need need; address rows, slots, room; u32 bytes, lanes, step; };
 
@@ -73,6 +73,7 @@ static int comes(const struct need *need, u32 from, size_t row, u32 to) {
 }
 static void gather(const struct links *links, const struct gather *op) {
     const size_t tokens = op->need.tokens, part = tokens * op->bytes;
+    if (op->need.nodes != 1) abort(); /* rails: not here */
     meet(links);
     memcpy(mail(links, links->me, ROOMS + op->room), (char *)op->rows + links->me * part, part);
     meet(links);
@@ -94,6 +95,7 @@ static float wide(unsigned short number) {
 static void scatter(const struct links *links, const struct scatter *op) {
     const size_t tokens = op->need.tokens;
     const u32 me = links->me;
+    if (op->need.nodes != 1) abort();
     meet(links);
     for (size_t row = 0; row < tokens * links->positions; row++) {
         u32 to = row / tokens;

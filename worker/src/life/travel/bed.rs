@@ -71,6 +71,8 @@ impl Bed {
             ids: self.ids.slice(0, top_k * tokens * top_k),
             present: (1 << self.world) - 1,
             experts: (0..self.world).map(|rank| (rank, 1)).collect(),
+            nodes: 1,
+            node: 0,
         }
     }
 }
