@@ -20,7 +20,6 @@ use moejob_kernels::cuda::{
     CudaDevice, GatherRows, Need, PEERS_MAX, PeerDesc, PeerLinks, ScatterRows,
 };
 use moejob_kernels::{Buffer, Device};
-use moejob_protocol::rails::Rails;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
