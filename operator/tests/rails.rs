@@ -7,7 +7,7 @@ mod stubs;
 use std::collections::BTreeMap;
 use std::process::Command;
 use stubs::cudarc::Cudarc;
-use stubs::{Stubs, compile};
+use stubs::Stubs;
 
 /// A gang whose messages go nowhere, and which writes down whose they are. Ranks are engines, so
 /// each has a process of its own. A communicator that is split off is that of a node.
@@ -77,10 +77,7 @@ fn calls(exchange: &str, windows: &str) -> Calls {
     let made = folder.path().join("stubs");
     std::fs::create_dir_all(&made).unwrap();
     let libraries = Stubs::make(&Cudarc::find(), &[12_080], &made).folder("12080", [12_080; 3]);
-    let list = include_str!("../../worker/nccl/src/library.rs");
-    let names: Vec<&str> = list.split('"').filter(|part| part.starts_with("nccl")).collect();
-    let library = compile(NCCL, &names, 22_809, &libraries);
-    std::fs::write(libraries.join("libnccl.so.2"), library).unwrap();
+    stubs::nccl_of(NCCL, &libraries, 22_809);
     let write = |name: &str, text: String| std::fs::write(folder.path().join(name), text).unwrap();
     write("words.txt", "expert router token shard ".repeat(400));
     write("job.yaml", JOB.replace("EXCHANGE", exchange));

@@ -71,9 +71,14 @@ impl Stubs {
 
 /// An NCCL of the version with this code, into `folder`.
 pub fn nccl(folder: &Path, code: u32) {
+    nccl_of(include_str!("nccl.c"), folder, code);
+}
+
+/// The same, of which `source` is what does something.
+pub fn nccl_of(source: &str, folder: &Path, code: u32) {
     let list = include_str!("../../../worker/nccl/src/library.rs");
     let names: Vec<&str> = list.split('"').filter(|part| part.starts_with("nccl")).collect();
-    let library = compile(include_str!("nccl.c"), &names, code, folder);
+    let library = compile(source, &names, code, folder);
     std::fs::write(folder.join("libnccl.so.2"), library).expect("a library");
 }
 

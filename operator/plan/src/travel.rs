@@ -18,6 +18,7 @@
 
 use crate::job::Job;
 use crate::profile::{Backend, Line, LinkFigures, Profile};
+use crate::words::aligned;
 use moejob_protocol::config::Exchange;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::ModelConfig;
@@ -113,16 +114,15 @@ impl<'a> Machines<'a> {
     /// GPUs of its place on other nodes, then what its neighbours have got so. Sums go back in as
     /// long, without the additions.
     pub fn along_rails(&self, rails: Rails, bytes: f64) -> f64 {
-        let (others, all) = ((rails.nodes - 1) as f64, (rails.nodes * rails.places) as f64);
-        let between = Load { near: 0.0, messages: others, far: others * bytes / all };
+        let messages = (rails.nodes - 1) as f64;
+        let between = Load { near: 0.0, messages, far: along_rail(rails, bytes) };
         self.stage(between) + self.ring(rails.places as u32, bytes)
     }
 
     /// Seconds in which a GPU adds up the sums of all nodes of its own tokens, of `bytes` of all.
     fn added(&self, rails: Rails, bytes: f64) -> f64 {
-        let (others, all) = ((rails.nodes - 1) as f64, (rails.nodes * rails.places) as f64);
         // Each addition reads two rows and writes one.
-        others * 3.0 * (bytes / all) / self.figures.copy_rate
+        3.0 * along_rail(rails, bytes) / self.figures.copy_rate
     }
 
     /// Ranks in all, and those of a node.
@@ -188,6 +188,12 @@ fn exchanged(machines: &Machines, model: &ModelConfig, ep: u32, rows: f64) -> [f
     let flat = bytes.iter().map(|bytes| 2.0 * machines.flat(ep, *bytes)).sum();
     let two = bytes.iter().map(|bytes| 2.0 * machines.hierarchical(ep, *bytes)).sum();
     [flat, two]
+}
+
+/// Of `bytes` of all tokens of a group those that a GPU gets from the others of its rail.
+fn along_rail(rails: Rails, bytes: f64) -> f64 {
+    let (others, all) = ((rails.nodes - 1) as f64, (rails.nodes * rails.places) as f64);
+    others * bytes / all
 }
 
 /// The same of GPUs, with so many bytes of rows of all: out and back, forward and backward.
@@ -274,14 +280,5 @@ pub fn text(rows: &[Row]) -> String {
         first.into_iter().chain(row.estimates.iter().map(cell)).collect()
     };
     let lines: Vec<Vec<String>> = std::iter::once(heads).chain(rows.iter().map(cells)).collect();
-    let width = |column: usize| {
-        lines.iter().filter_map(|line| Some(line.get(column)?.chars().count())).max().unwrap_or(0)
-    };
-    let mut text = String::new();
-    for line in &lines {
-        let padded = line.iter().enumerate().map(|(at, cell)| format!("{cell:<w$}", w = width(at)));
-        text += padded.collect::<Vec<_>>().join("  ").trim_end();
-        text.push('\n');
-    }
-    text
+    aligned(&lines, 0..0)
 }

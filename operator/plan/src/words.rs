@@ -1,4 +1,6 @@
-//! Counted things as a person says them.
+//! Counted things as a person says them, and columns as one reads them.
+
+use std::ops::Range;
 
 /// `1 node`, `3 nodes`.
 pub fn several(count: impl TryInto<u64>, what: &str) -> String {
@@ -16,6 +18,24 @@ pub fn counted(count: impl TryInto<u64>, one: &str, many: &str) -> String {
 /// Behind `several`: `1 node is`, `3 nodes are`.
 pub fn one_or_more<'w>(count: impl TryInto<u64>, one: &'w str, more: &'w str) -> &'w str {
     if count.try_into().is_ok_and(|count| count == 1) { one } else { more }
+}
+
+/// Columns with two spaces between them. Those of `numbers` end below each other, the others begin
+/// so. Each line ends with a newline, and none with a space.
+pub fn aligned(rows: &[Vec<String>], numbers: Range<usize>) -> String {
+    let width = |column: usize| {
+        rows.iter().filter_map(|row| Some(row.get(column)?.chars().count())).max().unwrap_or(0)
+    };
+    let mut text = String::new();
+    for row in rows {
+        let cells = row.iter().enumerate().map(|(at, cell)| {
+            let w = width(at);
+            if numbers.contains(&at) { format!("{cell:>w$}") } else { format!("{cell:<w$}") }
+        });
+        text += cells.collect::<Vec<_>>().join("  ").trim_end();
+        text.push('\n');
+    }
+    text
 }
 
 #[cfg(test)]

@@ -83,10 +83,8 @@ impl Links {
         (group, rails): (&ExpertGroup, Rails),
         all: &[Buffer],
     ) {
-        let of = |position: usize| -> Vec<Buffer> {
-            all.iter().map(|buffer| chunk(group, *buffer, position)).collect()
-        };
         let others = || rails.along(group.me);
+        let of = |position| chunks(group, all, position);
         let sends: Vec<Parcel> =
             others().map(|to| (group.ranks[to], of(group.me))).collect();
         let receives: Vec<Parcel> = others().map(|from| (group.ranks[from], of(from))).collect();
@@ -101,10 +99,8 @@ impl Links {
         (group, rails): (&ExpertGroup, Rails),
         all: &[Buffer],
     ) {
-        let of = |position: usize| -> Vec<Buffer> {
-            all.iter().map(|buffer| chunk(group, *buffer, position)).collect()
-        };
         let others = || rails.along(group.me);
+        let of = |position| chunks(group, all, position);
         let sends: Vec<Parcel> = others().map(|to| (group.ranks[to], of(to))).collect();
         let receives: Vec<Parcel> =
             others().map(|from| (group.ranks[from], of(rails.landing(from)))).collect();
@@ -141,6 +137,11 @@ fn near<'a>(group: &'a ExpertGroup, all: &[Buffer]) -> Vec<Shared<'a>> {
 fn chunk(group: &ExpertGroup, buffer: Buffer, position: usize) -> Buffer {
     let len = buffer.len() / group.ranks.len();
     buffer.slice(position * len, len)
+}
+
+/// The same of each of some buffers.
+fn chunks(group: &ExpertGroup, all: &[Buffer], position: usize) -> Vec<Buffer> {
+    all.iter().map(|buffer| chunk(group, *buffer, position)).collect()
 }
 
 /// terms[own] = the sum of all, in their order.

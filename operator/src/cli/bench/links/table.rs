@@ -4,6 +4,7 @@ use moe_worker::life::travel::{Call, Found, Link, Reading, Verb, Way, in_units};
 use moejob_plan::problem::printable;
 use moejob_plan::profile::{Profile, Profiles};
 use moejob_plan::travel::Machines;
+use moejob_plan::words::aligned;
 use serde_json::{Value, json};
 
 /// Something measured, and what it is compared with.
@@ -73,11 +74,8 @@ fn choices(readings: &[Reading]) -> Vec<Choice> {
     sizes.dedup();
     let choice = |bytes: usize| {
         let [nccl, windows] = [Way::Nccl, Way::Windows].map(|way| there_and_back(way, bytes));
-        let (nccl, windows) = (nccl?, windows?);
-        Some(match windows < nccl {
-            true => Choice { bytes, way: Way::Windows, times: nccl / windows },
-            false => Choice { bytes, way: Way::Nccl, times: windows / nccl },
-        })
+        let (way, times) = faster(nccl?, windows?);
+        Some(Choice { bytes, way, times })
     };
     sizes.into_iter().filter_map(choice).collect()
 }
@@ -100,7 +98,7 @@ impl Told<'_> {
         let mut text = self.head();
         if !self.found.links.is_empty() {
             text += "\n";
-            text += &aligned(&self.link_rows(), 1, 2);
+            text += &aligned(&self.link_rows(), 1..3);
             let failed = self.found.links.iter().filter_map(|link| {
                 let why = link.rate.as_ref().err()?;
                 Some(format!("{}: {}\n", name_of(link), printable(why)))
@@ -108,7 +106,7 @@ impl Told<'_> {
             text += &failed.collect::<String>();
         }
         text += "\n";
-        text += &aligned(&self.verb_rows(), 2, 7);
+        text += &aligned(&self.verb_rows(), 2..9);
         text + "\n" + &self.choice_text()
     }
 
@@ -185,7 +183,10 @@ impl Told<'_> {
             row.push(expected.map_or("-".to_string(), microseconds));
             row.extend(both.iter().flat_map(|reading| self.cells(*reading, expected)));
             row.push(match both {
-                [Some(nccl), Some(windows)] => faster(nccl.seconds, windows.seconds),
+                [Some(nccl), Some(windows)] => {
+                    let (way, times) = faster(nccl.seconds, windows.seconds);
+                    format!("{} {times:.2}x", way.name())
+                }
                 _ => "-".to_string(),
             });
             rows.push(row);
@@ -283,29 +284,12 @@ fn gigabytes(rate: f64) -> String {
     if rate < 10.0 { format!("{rate:.2}") } else { format!("{rate:.0}") }
 }
 
-fn faster(nccl: f64, windows: f64) -> String {
+/// By seconds: the way, and how many times faster it is.
+fn faster(nccl: f64, windows: f64) -> (Way, f64) {
     match windows < nccl {
-        true => format!("windows {:.2}x", nccl / windows),
-        false => format!("NCCL {:.2}x", windows / nccl),
+        true => (Way::Windows, nccl / windows),
+        false => (Way::Nccl, windows / nccl),
     }
-}
-
-/// Columns: so many of words, so many of numbers, which end below each other, and others of words.
-fn aligned(rows: &[Vec<String>], words: usize, numbers: usize) -> String {
-    let width = |column: usize| {
-        rows.iter().filter_map(|row| Some(row.get(column)?.chars().count())).max().unwrap_or(0)
-    };
-    let mut text = String::new();
-    for row in rows {
-        let cells = row.iter().enumerate().map(|(at, cell)| {
-            let is_number = (words..words + numbers).contains(&at);
-            let w = width(at);
-            if is_number { format!("{cell:>w$}") } else { format!("{cell:<w$}") }
-        });
-        text += cells.collect::<Vec<_>>().join("  ").trim_end();
-        text.push('\n');
-    }
-    text
 }
 
 #[cfg(test)]
