@@ -11,6 +11,7 @@ use super::error::{CudaError, Doing};
 use super::event::Event;
 use super::host_memory::HostMemory;
 use super::libraries::DRIVER;
+use super::machine::{device, shares};
 use super::window::Joined;
 use crate::buffer::{Buffer, Element};
 
@@ -55,15 +56,15 @@ impl Gpu {
     pub fn count() -> Result<usize, CudaError> {
         require_driver()?;
         let count = cu::device::get_count().doing(|| "counting GPUs".to_owned())?;
-        Ok(usize::try_from(count).unwrap_or(0))
+        Ok(usize::try_from(count).unwrap_or(0) * shares())
     }
 
     /// Retains the primary context of GPU `ordinal` and makes it current on this thread.
     pub fn open(ordinal: usize) -> Result<Gpu, CudaError> {
         require_driver()?;
         let what = || format!("opening GPU {ordinal}");
-        let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
-        let device = cu::device::get(ordinal).doing(what)?;
+        let device = device(ordinal).doing(what)?;
+        let ordinal = i32::try_from(ordinal / shares()).unwrap_or(i32::MAX);
         let name = cu::device::get_name(device).doing(what)?;
         let uuid = cu::device::get_uuid(device).doing(what)?.bytes.map(|byte| byte as u8);
         use sys::CUdevice_attribute_enum as Attribute;

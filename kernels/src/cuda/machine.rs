@@ -1,9 +1,9 @@
 //! The GPUs that this machine shows, asked without a context on any of them: whoever starts workers
 //! must take no memory of their devices.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
-use cudarc::driver::{result as cu, sys};
+use cudarc::driver::{DriverError, result as cu, sys};
 
 use super::arch::Arch;
 use super::compile::compiles_for;
@@ -11,6 +11,21 @@ use super::doctor::{cublaslt, driver, nvrtc};
 use super::driver::{Gpu, require_driver};
 use super::error::{CudaError, Doing};
 use super::nvml::{Monitor, Nvml};
+
+/// Each GPU counts as so many, which ranks share: for tests of a gang on a machine with fewer GPUs.
+const ENV_SHARES: &str = "MOEJOB_GPU_SHARES";
+
+/// How many ranks may share a GPU: 1, unless the environment says more.
+pub fn shares() -> usize {
+    static SHARES: OnceLock<usize> = OnceLock::new();
+    let read = || std::env::var(ENV_SHARES).ok()?.parse().ok().filter(|count| *count > 0);
+    *SHARES.get_or_init(|| read().unwrap_or(1))
+}
+
+/// As the driver counts it.
+pub(super) fn device(ordinal: usize) -> Result<sys::CUdevice, DriverError> {
+    cu::device::get(i32::try_from(ordinal / shares()).unwrap_or(i32::MAX))
+}
 
 /// A GPU, as the driver tells of it from outside.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,7 +81,7 @@ pub fn visible_gpus() -> Result<Vec<VisibleGpu>, CudaError> {
 pub fn uuid_of(ordinal: usize) -> Result<[u8; 16], CudaError> {
     require_driver()?;
     let what = || format!("asking GPU {ordinal} who it is");
-    let device = cu::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX)).doing(what)?;
+    let device = device(ordinal).doing(what)?;
     Ok(cu::device::get_uuid(device).doing(what)?.bytes.map(|byte| byte as u8))
 }
 
@@ -88,7 +103,7 @@ fn describe(
 ) -> Result<VisibleGpu, CudaError> {
     use sys::CUdevice_attribute_enum as Attribute;
     let what = || format!("asking GPU {ordinal} what it is");
-    let device = cu::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX)).doing(what)?;
+    let device = device(ordinal).doing(what)?;
     let attribute = |attribute| {
         // SAFETY: `device` is a valid device of this process.
         unsafe { cu::device::get_attribute(device, attribute) }.doing(what)
@@ -105,6 +120,8 @@ fn describe(
         ),
         // SAFETY: as above.
         total_bytes: unsafe { cu::device::total_mem(device) }.doing(what)? as u64,
-        free_bytes: monitor.and_then(|monitor| monitor.memory()).map(|(free, _)| free),
+        free_bytes: monitor
+            .and_then(|monitor| monitor.memory())
+            .map(|(free, _)| free / shares() as u64),
     })
 }

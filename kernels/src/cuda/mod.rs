@@ -101,7 +101,7 @@ pub use layer::{
     Weights,
 };
 pub use libraries::{Called, Cuda, called};
-pub use machine::{VisibleGpu, keep_open, missing_libraries, uuid_of, visible_gpus};
+pub use machine::{VisibleGpu, keep_open, missing_libraries, shares, uuid_of, visible_gpus};
 pub use measure::Measure;
 pub use nvml::{
     GpuProcess, Limits, Monitor, Nvml, NvmlError, Reading, Remapped, Trouble, uuid_text,

@@ -8,6 +8,7 @@
 //! A file on disk would need a folder that is this engine's alone and is removed however it ends.
 //! NCCL opens the file by its path below /proc, so nothing has to be handed to it.
 
+use moejob_kernels::cuda::shares;
 use moejob_nccl::log::{self, Log};
 use moejob_protocol::links::{Built, NEIGHBOURS_MAX};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
@@ -23,6 +24,8 @@ const LOG_BYTES_MAX: usize = 4 << 20;
 /// With what NCCL writes what is needed: communicators (INIT) and their rings and trees (GRAPH).
 const SETTINGS: [(&str, &str); 2] = [("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "INIT,GRAPH")];
 const FILE: &str = "NCCL_DEBUG_FILE";
+/// What NCCL takes for the name of the machine. It refuses two ranks of one machine on one GPU.
+const HOST: &str = "NCCL_HOSTID";
 
 /// Of this process.
 static NOTES: Mutex<Notes> = Mutex::new(Notes::None("NCCL's log is read in engines alone"));
@@ -34,11 +37,17 @@ enum Notes {
     Here(File, u64),
 }
 
-/// Lets NCCL write into memory, unless a person has said what it is to write, or where to.
+/// Lets NCCL write into memory, unless a person has said what it is to write, or where to. Where
+/// ranks share a GPU, each is a machine for NCCL; `device` is this one's of those of the machine.
 ///
 /// # Safety
 /// The process has one thread: nobody else reads the environment meanwhile.
-pub(crate) unsafe fn begin() {
+pub(crate) unsafe fn begin(device: usize) {
+    if shares() > 1 && std::env::var_os(HOST).is_none() {
+        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        // SAFETY: the caller's promise.
+        unsafe { std::env::set_var(HOST, format!("{}-{device}", host.trim())) };
+    }
     let theirs = SETTINGS.iter().map(|(name, _)| *name).chain([FILE]);
     let notes = if theirs.into_iter().any(|name| std::env::var_os(name).is_some()) {
         Notes::None("NCCL_DEBUG, NCCL_DEBUG_SUBSYS or NCCL_DEBUG_FILE is set for the job")

@@ -78,7 +78,7 @@ pub(crate) fn main(parent: &str, ordinal: usize) -> ExitCode {
         return ExitCode::from(75);
     }
     // SAFETY: there is no second thread yet.
-    unsafe { notes::begin() };
+    unsafe { notes::begin(ordinal) };
     let measuring = match Measuring::open(ordinal) {
         Ok(measuring) => measuring,
         Err(error @ CudaError::Missing { .. }) => {

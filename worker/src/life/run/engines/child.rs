@@ -79,7 +79,7 @@ fn serve(worker: &str) -> io::Result<u8> {
     die_of_faults();
     if std::env::var_os(ENV_OPENS_GPU).is_some() {
         // SAFETY: there is no second thread yet.
-        unsafe { notes::begin() };
+        unsafe { notes::begin(device_of(0, 1)) };
     }
     open_gpu();
     let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
