@@ -66,9 +66,8 @@ impl KernelError {
     pub fn lack(&self) -> Option<Lack> {
         match self {
             KernelError::Cuda(error) | KernelError::Layer(LayerError::Cuda(error)) => match error {
-                CudaError::OutOfMemory { .. } | CudaError::NoRoom { .. } => Some(Lack::Device),
                 CudaError::HostMemory { .. } => Some(Lack::Host),
-                _ => None,
+                error => error.is_room().then_some(Lack::Device),
             },
             _ => None,
         }

@@ -306,6 +306,19 @@ fn an_engine_without_room_is_refused_with_what_there_is() {
     refused(" --offload host", ("STUB_REGISTER", "1"), &pinned);
 }
 
+/// Who had it all may be about to end.
+#[test]
+fn a_gpu_that_is_full_or_taken_is_asked_again() {
+    let place = Place::new(&[12_080]);
+    let libraries = place.version(12_080);
+    let words: Vec<&str> = BENCH.split(' ').collect();
+    for (code, is_waited_for) in [("2", true), ("46", true), ("101", false)] {
+        let set = [("STUB_FULL", code), ("STUB_FULL_TIMES", "4")];
+        let output = place.output_with(&libraries, &words, &set);
+        assert_eq!(output.status.success(), is_waited_for, "{code}: {}", text(&output.stderr));
+    }
+}
+
 /// Nine steps of three micro-batches: eight parts each, of which five differ.
 const CAPTURED: &str = "bench --preset tiny --device gpu --sequence 64 --micro-batch 2 \
                         --accumulation 3 --steps 7 --warm-up 2 --threads 1 --json";

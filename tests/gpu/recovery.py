@@ -1,7 +1,7 @@
 """How long a lost engine or worker holds up a job on two GPUs, and what its snapshots cost.
 
     python3 recovery.py MOEJOB [--rounds 10] [--model large|small|whole] [--workers 1|2]
-        [--fault KILL|STOP|illegal|hang] [--whom engine|worker]
+        [--fault KILL|STOP|illegal|hang|link|full] [--whom engine|worker]
 
 The large model is OLMoE cut to 4 layers, experts over both GPUs (24 GB of weights and moments), the
 whole one all of it (83 GB); it trains on the text files of ./data. From the signal to the first
@@ -16,6 +16,7 @@ import pathlib
 import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 
@@ -102,6 +103,36 @@ def resident(pid):
     return 0.0
 
 
+# Takes all memory of GPU 0 as soon as it is free, for so many seconds.
+HOG = """
+import ctypes, sys, time
+cuda = ctypes.CDLL("libcuda.so.1")
+context = ctypes.c_void_p()
+assert cuda.cuInit(0) == 0 and cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+assert cuda.cuCtxSetCurrent(context) == 0
+end, taken, size = time.time() + float(sys.argv[1]), 0, 1 << 36
+while time.time() < end:
+    place = ctypes.c_uint64()
+    if cuda.cuMemAlloc_v2(ctypes.byref(place), ctypes.c_size_t(size)) == 0:
+        taken += size
+    elif size > 1 << 22:
+        size //= 2
+    else:
+        if taken:
+            sys.stdout.write("full\\n")
+            sys.stdout.flush()
+            sys.stdout = open("/dev/null", "w")
+        time.sleep(0.0005)
+"""
+
+
+def hog(seconds):
+    """A process that has filled the GPU's memory."""
+    process = subprocess.Popen([sys.executable, "-c", HOG, str(seconds)], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    return process
+
+
 def memory_of_gpus():
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
@@ -121,6 +152,8 @@ def main():
     parser.add_argument("--profile", default="gpu", help="cpu: to try this script")
     parser.add_argument("--log", help="where the job's log goes; MOEJOB_LOG says how much")
     parser.add_argument("--seconds", type=float, default=200)
+    parser.add_argument("--every", type=int, help="steps between snapshots")
+    parser.add_argument("--hold", type=float, default=5, help="how long memory is full")
     args = parser.parse_args()
     began = time.monotonic()
     kept = pathlib.Path(args.log).resolve() if args.log else None
@@ -128,17 +161,24 @@ def main():
     os.chdir(pathlib.Path(__file__).parent / "data")
     runs = pathlib.Path(tempfile.mkdtemp())
     large = args.model != "small"
+    every = args.every or (20 if large else 50)
     model = {"large": LARGE, "small": SMALL, "whole": WHOLE}[args.model]
     text = MANIFEST.format(
         profile=args.profile, precision="bf16" if args.profile == "gpu" else "fp32",
         workers=args.workers, devices=2 // args.workers, model=model,
-        sequence=4096 if large else 256 if args.profile == "gpu" else 16, every=20 if large else 50)
+        sequence=4096 if large else 256 if args.profile == "gpu" else 16, every=every)
     (runs / "lost.yaml").write_text(text)
     log = open(runs / "log", "wb")
     command = [moejob, "run", str(runs / "lost.yaml"), "--dir", str(runs)]
     where = dict(os.environ)
     if args.fault in ("illegal", "hang"):
         where["MOEJOB_FAULT"] = f"{args.fault}@60/1"
+    cut = runs / "cut"
+    if args.fault == "link":
+        source = pathlib.Path(__file__).resolve().parent / "link.c"
+        library = ["gcc", "-shared", "-fPIC", "-O2", "-o", runs / "link.so", source, "-ldl"]
+        subprocess.run(library, check=True)
+        where |= {"LD_PRELOAD": str(runs / "link.so"), "MOEJOB_TEST_LINK": str(cut)}
     run = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=where)
     steps, events = Tail(runs / "lost/metrics.jsonl"), Tail(runs / "lost/events.jsonl")
 
@@ -162,7 +202,7 @@ def main():
         rows = steps.read()
         return sum(1 for row in rows[-60:] if row["attempt"] == rows[-1]["attempt"])
 
-    times = []
+    times, full = [], None
     broken = args.fault in ("illegal", "hang")
     try:
         if wait("the first step", lambda: newest()["step"] >= 1):
@@ -182,7 +222,7 @@ def main():
             wait("a whole gang", lambda: newest()["step"] > 120)
             args.rounds = 0
         for round in range(args.rounds):
-            world = lambda: newest().get("worldSize") == 2 and of_newest() >= (24 if large else 55)
+            world = lambda: newest().get("worldSize") == 2 and of_newest() >= every + 5
             if not wait("a whole gang", world):
                 return 1
             engines = processes("engine", run.pid)
@@ -190,11 +230,23 @@ def main():
             targets = engines if args.whom == "engine" else workers
             attempt, seen = newest()["attempt"], len(events.read())
             last = newest()["step"]
+            full = hog(args.hold) if args.fault == "full" else None
             start, clock = time.monotonic(), time.time()
-            os.kill(targets[round % len(targets)], getattr(signal, f"SIG{args.fault}"))
+            if args.fault == "link":
+                cut.touch()
+                ended = lambda: any(e["event"] == "AttemptStarted" for e in events.read()[seen:])
+                if not wait("the end of the attempt", ended):
+                    return 1
+                cut.unlink()
+            else:
+                name = "KILL" if full else args.fault
+                os.kill(targets[round % len(targets)], getattr(signal, f"SIG{name}"))
             if not wait("the next step", lambda: newest()["attempt"] > attempt):
                 return 1
             took = time.monotonic() - start
+            if full:
+                full.kill()
+                full.wait()
             times.append(took)
             first = next(row for row in steps.read() if row["attempt"] > attempt)
             resumed = [e for e in events.read()[seen:] if e["event"] == "Resumed"]
@@ -221,10 +273,15 @@ def main():
         tokens = [row["tokensPerSecond"] for row in rows if "tokensPerSecond" in row]
         print(f"tokens/s, median {statistics.median(tokens):.0f}" if tokens else "")
     finally:
-        os.killpg(run.pid, signal.SIGKILL)
+        if full:
+            full.kill()
+        try:
+            os.killpg(run.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
         run.wait()
         if kept:
-            logs = [runs / "log", *sorted((runs / "lost/logs").iterdir())]
+            logs = [runs / "log", *sorted((runs / "lost/logs").glob("*"))]
             kept.write_bytes(b"".join(log.read_bytes() for log in logs))
         subprocess.run(["rm", "-rf", str(runs)])
     return 0

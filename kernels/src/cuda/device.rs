@@ -75,8 +75,24 @@ pub struct CudaDevice {
 }
 
 impl CudaDevice {
-    /// GPU `ordinal` with an arena of `arena_bytes`, all bits zero, in its memory.
+    /// GPU `ordinal` with an arena of `arena_bytes`, all bits zero, in its memory. Where it is
+    /// full it is asked again for some seconds.
     pub fn new(ordinal: usize, arena_bytes: usize) -> Result<CudaDevice, CudaError> {
+        let until = Instant::now() + MEMORY_MAX;
+        loop {
+            match CudaDevice::open(ordinal, arena_bytes) {
+                // What its arena lacks was waited for.
+                Err(error @ CudaError::Driver { .. })
+                    if error.is_room() && Instant::now() < until =>
+                {
+                    std::thread::sleep(MEMORY_AGAIN);
+                }
+                made => return made,
+            }
+        }
+    }
+
+    fn open(ordinal: usize, arena_bytes: usize) -> Result<CudaDevice, CudaError> {
         let gpu = Gpu::open(ordinal)?;
         let compiler = Compiler::new(&gpu, default_cache_dir())?;
         let (stream, arena) = (gpu.stream()?, Arena::new(&gpu, 0)?);

@@ -60,6 +60,20 @@ pub enum CudaError {
 }
 
 impl CudaError {
+    /// The GPU's memory is full, or the GPU is another's alone: an end of another process may
+    /// change that.
+    pub fn is_room(&self) -> bool {
+        use cudarc::driver::sys::CUresult as Code;
+        match self {
+            CudaError::OutOfMemory { .. } | CudaError::NoRoom { .. } => true,
+            CudaError::Driver { source, .. } | CudaError::Launch { source, .. } => matches!(
+                source.0,
+                Code::CUDA_ERROR_OUT_OF_MEMORY | Code::CUDA_ERROR_DEVICE_UNAVAILABLE
+            ),
+            _ => false,
+        }
+    }
+
     /// With what lies beneath it.
     pub(super) fn in_full(&self) -> String {
         let (mut text, mut below) = (self.to_string(), self.source());

@@ -123,7 +123,12 @@ int cuMemGetInfo_v2(size_t *available, size_t *total) {
     *available = *total / 16 * 15;
     return 0;
 }
-int cuDevicePrimaryCtxRetain(void **context, int device) { *context = handle(); return 0; }
+/* Some other process has the GPU's memory: the code that the driver answers, and how often. */
+int cuDevicePrimaryCtxRetain(void **context, int device) {
+    static int tries;
+    *context = handle();
+    return tries++ < number("STUB_FULL_TIMES", 0) ? number("STUB_FULL", 2) : 0;
+}
 int cuCtxGetStreamPriorityRange(int *least, int *most) { *least = 0; *most = -5; return 0; }
 int cuStreamCreate(void **stream, unsigned flags) { *stream = handle(); return 0; }
 int cuStreamCreateWithPriority(void **stream, unsigned flags, int p) {

@@ -58,7 +58,13 @@ pub enum NoLinks {
 impl NoLinks {
     /// The GPU's memory is full. Who has it may be gone when another engine looks.
     pub fn is_memory(&self) -> bool {
-        matches!(self, NoLinks::Device { source: CudaError::OutOfMemory { .. }, .. })
+        match self {
+            NoLinks::Device { source, .. } => source.is_room(),
+            NoLinks::Nccl { source: Error::Refused { last, .. }, .. } => {
+                last.contains("out of memory")
+            }
+            _ => false,
+        }
     }
 }
 
