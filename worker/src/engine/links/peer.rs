@@ -172,19 +172,18 @@ impl Windows {
         }
     }
 
-    /// The own ones of `rows` and `slots` become sums over the group.
+    /// The own ones of `rows` and `slots` become sums over the group. `onto`: see [`ScatterRows`].
     pub fn scatter(
         &self,
         cuda: &CudaDevice,
         need: &Need,
-        rows: Buffer,
-        slots: Option<Buffer>,
+        (rows, slots, onto): (Buffer, Option<Buffer>, Option<[Buffer; 2]>),
         step: u32,
     ) {
         if let Some(links) = &*self.links() {
             self.used.store(true, Ordering::Relaxed);
             let blocks = self.blocks_of(need, rows);
-            cuda.scatter_rows(links, &ScatterRows { need, rows, slots, blocks, step });
+            cuda.scatter_rows(links, &ScatterRows { need, rows, slots, onto, blocks, step });
         }
     }
 
