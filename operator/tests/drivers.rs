@@ -435,13 +435,13 @@ fn windows_that_cannot_be_had_leave_a_job_training() {
         let lines: Vec<&str> = told.lines().filter(|line| line.contains("tokens travel")).collect();
         (kernels, lines.join("\n"))
     };
-    let (usual, told) = run(&[]);
+    let (usual, told) = run(&[("MOEJOB_PEER", "off")]);
     assert_eq!(told, "", "nobody asked");
     let (refused, told) = run(&[("MOEJOB_PEER", "on"), ("STUB_EXPORT", "801")]);
     assert_eq!(told.lines().count(), 1, "{told}");
     assert!(told.contains("for there are no windows: rank 0: exporting a window"), "{told}");
     assert!(refused > usual, "{refused} kernels, {usual} without a try");
-    let (taken, told) = run(&[("MOEJOB_PEER", "on")]);
+    let (taken, told) = run(&[]);
     assert!(told.contains("tokens travel through windows"), "{told}");
     // A gather and a scatter of each layer, forward and backward.
     assert!(taken > refused + 100, "{taken} kernels, {refused} without windows");

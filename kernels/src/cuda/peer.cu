@@ -85,14 +85,16 @@ __device__ void fail(const Links& links, u32 what, u32 position, u32 epoch, u32 
   record[WHAT] = what;
 }
 
-// Polls until `ready()`; false: too late, stopped, or another thread has failed. The clock and the
-// host's memory are slow to read, so only every 64th poll looks there.
+// Polls until `ready()`; false: too late, stopped, or another thread has failed. The host's memory
+// is slow to read: with a look there at every 64th poll, waits of 64 blocks took 100 us longer. This
+// is one in some milliseconds.
+constexpr u32 POLLS_A_LOOK = 4096;
 template <typename Ready>
 __device__ __forceinline__ bool await(const Links& links, u32 what, u32 position, u32 epoch,
                                       u32 step, Ready ready) {
   u64 until = 0;
   for (u32 polls = 1; !ready(); polls++) {
-    if (polls % 64) continue;
+    if (polls % POLLS_A_LOOK) continue;
     const u64 t = clock_ns();
     if (!until) until = t + links.patience;
     if (has_failed(links)) return false;
@@ -117,10 +119,13 @@ __device__ __forceinline__ void tell(const Links& links, u32 position, u32 epoch
 __device__ __forceinline__ bool hear(const Links& links, u32 position, u32 epoch, u32 chunks,
                                      u32 step) {
   const u64* at = &mail_of(links, links.me)->flags[position][blockIdx.x];
-  return await(links, NO_ROWS, position, epoch, step, [&] {
-    const u64 word = load_acquire(at);
+  const bool here = await(links, NO_ROWS, position, epoch, step, [&] {
+    const u64 word = load_word(at);
     return (u32)(word >> 32) == epoch && (u32)word >= chunks;
   });
+  // Polls that acquire would empty the first cache each time, which others of the block copy by.
+  load_acquire(at);
+  return here;
 }
 
 struct Move {

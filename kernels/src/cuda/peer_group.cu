@@ -4,9 +4,9 @@
 // lie by (node, position, token). A block has a slice of every position's tokens, the same on each
 // rank, so it waits for the blocks of its own number alone.
 //
-// A slice is cut into chunks, and a block's threads into two crews. One lays out or sends chunk
-// after chunk; the other takes or sums those that are there. So the links are busy while this GPU's
-// memory is.
+// Each rank lays what others need into its own window, from where they take it. A slice is cut into
+// chunks, and a block's threads into two crews: one lays chunk after chunk and says so, the other
+// takes those that all have laid. So the links are busy while this GPU's memory is.
 
 // Who needs which token.
 struct Need {
@@ -17,20 +17,35 @@ struct Need {
   u32 tokens, top_k, nodes;   // T, K, N
 };
 
-// Whether `position` here has an expert of the token of a row; an empty choice is nobody's.
-__device__ __forceinline__ bool needs(const Need& need, u32 row, u32 position) {
+// The threads that share a row: `lanes` neighbours.
+__device__ __forceinline__ u32 sharers(u32 lanes) {
+  const u32 first = threadIdx.x % 32 / lanes * lanes;
+  return lanes == 32 ? ~0u : ((1u << lanes) - 1) << first;
+}
+// Whether `position` here has an expert of the token of a row, found out by all that share it; an
+// empty choice is nobody's.
+__device__ __forceinline__ bool needs(const Need& need, u32 row, u32 position, u32 lanes) {
   const u32 first = need.first[position], count = need.count[position];
   const u32* ids = need.ids + (u64)row * need.top_k;
   bool found = false;
-  for (u32 k = 0; k < need.top_k; k++) found |= ids[k] - first < count;
-  return found;
+  for (u32 k = threadIdx.x % lanes; k < need.top_k; k += lanes) found |= ids[k] - first < count;
+  return __any_sync(sharers(lanes), found);
+}
+// The same of all of `positions`: a bit each.
+__device__ __forceinline__ u32 who_needs(const Need& need, u32 row, u32 positions, u32 lanes) {
+  const u32* ids = need.ids + (u64)row * need.top_k;
+  u32 found = 0;
+  for (u32 k = threadIdx.x % lanes; k < need.top_k; k += lanes)
+    for (u32 q = 0; q < positions; q++)
+      found |= (u32)(ids[k] - need.first[q] < need.count[q]) << q;
+  return __reduce_or_sync(sharers(lanes), found);
 }
 __device__ __forceinline__ bool is_present(const Need& need, u32 rank) {
   return need.present >> rank & 1;
 }
 
 constexpr u32 CREW = GROUP_THREADS / 2;
-enum { SENDS, TAKES };
+enum { LAYS, TAKES };
 // All threads of a crew meet. Whether any of them says so.
 __device__ __forceinline__ bool crew_any(u32 crew, bool said) {
   u32 any;
@@ -85,9 +100,9 @@ __device__ __forceinline__ bool enter(const Links& links, u32 epoch, u32 step) {
   return !__syncthreads_or(late);
 }
 
-// The crew that sends tells all that so many chunks are there.
+// The crew that lays tells all that so many chunks are there.
 __device__ __forceinline__ void tell_all(const Links& links, u32 epoch, u32 chunks, u32 t) {
-  crew_any(SENDS, false);
+  crew_any(LAYS, false);
   if (t < links.positions) tell(links, t, epoch, chunks);
 }
 // The crew that takes waits for as many of all. False: in vain.
@@ -173,7 +188,7 @@ __device__ __forceinline__ void take_rows(const Links& links, const Gather& op, 
   for (u32 j = t / op.lanes; j < all; j += CREW / op.lanes) {
     const u32 token = chunk.begin + j / count, p = (j + me) % count;
     const auto [rank, row] = place_of(op.need, token, p, count);
-    if (p == me || !is_present(op.need, rank) || !needs(op.need, row, me)) continue;
+    if (p == me || !is_present(op.need, rank) || !needs(op.need, row, me, op.lanes)) continue;
     const char* from = (const char*)links.windows[p] + ROOMS + op.room + (u64)token * op.bytes;
     copy_words(from, op.rows + (u64)row * op.bytes, op.bytes / 16, lane, op.lanes);
   }
@@ -191,7 +206,7 @@ gather_rows(const __grid_constant__ Links links, const __grid_constant__ Gather 
   u32 chunks = 0;
   for (Slice chunk; (chunk = chunk_of(own, chunks, op.chunk)).begin < own.end && !late;) {
     chunks++;
-    if (crew == SENDS) {
+    if (crew == LAYS) {
       lay(links, op, chunk, t);
       tell_all(links, epoch, chunks, t);
       continue;
@@ -275,52 +290,58 @@ struct Scatter {
   u32 bytes, lanes, chunk, step;
 };
 
-// What this rank adds to the others' tokens of a chunk, into their windows.
-__device__ __forceinline__ void send_sums(const Links& links, const Scatter& op, Slice chunk,
-                                          u32 t) {
+// The row of the rooms of `from` where what it adds to a token of `to` lies.
+__device__ __forceinline__ u64 place_in(const Scatter& op, u32 from, u32 to, u32 token) {
+  return (u64)(to - (to > from)) * op.need.nodes * op.need.tokens + token;
+}
+
+__device__ __forceinline__ u64 slots_at(const Scatter& op, u32 positions) {
+  return (u64)(positions - 1) * op.need.nodes * op.need.tokens * op.bytes;
+}
+
+// What this rank adds to the others' tokens of a chunk, into its own window.
+__device__ __forceinline__ void lay_sums(const Links& links, const Scatter& op, Slice chunk,
+                                         u32 t) {
   const u32 count = links.positions, me = links.me, lane = t % op.lanes, top_k = op.need.top_k;
-  const u32 tokens = op.need.nodes * op.need.tokens, all = (chunk.end - chunk.begin) * count;
-  const u64 slots_at = op.room + (u64)(count - 1) * tokens * op.bytes;
+  const u32 all = (chunk.end - chunk.begin) * count;
+  char* const room = (char*)links.windows[me] + ROOMS + op.room;
+  float* const slots = (float*)(room + slots_at(op, count));
   for (u32 j = t / op.lanes; j < all; j += CREW / op.lanes) {
     const u32 token = chunk.begin + j / count, p = (j + me) % count;
     const auto [rank, row] = place_of(op.need, token, p, count);
-    if (p == me || !is_present(op.need, rank) || !needs(op.need, row, me)) continue;
-    const u64 place = (u64)(me - (me > p)) * tokens + token;
-    char* const room = (char*)links.windows[p] + ROOMS;
-    copy_words(op.rows + (u64)row * op.bytes, room + op.room + place * op.bytes, op.bytes / 16,
-               lane, op.lanes);
+    if (p == me || !is_present(op.need, rank) || !needs(op.need, row, me, op.lanes)) continue;
+    const u64 place = place_in(op, me, p, token);
+    copy_words(op.rows + (u64)row * op.bytes, room + place * op.bytes, op.bytes / 16, lane,
+               op.lanes);
     if (op.slots)
       for (u32 k = lane; k < top_k; k += op.lanes)
-        ((float*)(room + slots_at))[place * top_k + k] = op.slots[(u64)row * top_k + k];
+        slots[place * top_k + k] = op.slots[(u64)row * top_k + k];
   }
 }
 
 // Sums of the own tokens of a chunk, in the order of positions.
 template <int KIND>
 __device__ __forceinline__ void add_up(const Links& links, const Scatter& op, Slice chunk, u32 t) {
-  constexpr u32 WORDS = 4;  // that a thread has under way
+  constexpr u32 WORDS = 4;  // of 16 bytes, that a thread has under way from each position
   const u32 count = links.positions, me = links.me, lane = t % op.lanes, top_k = op.need.top_k;
-  const u32 tokens = op.need.nodes * op.need.tokens, words = op.bytes / 16;
-  const u64 slots_at = op.room + (u64)(count - 1) * tokens * op.bytes;
-  const char* const room = (const char*)links.windows[me] + ROOMS;
+  const u32 words = op.bytes / 16;
   for (u32 token = chunk.begin + t / op.lanes; token < chunk.end; token += CREW / op.lanes) {
     const auto [rank, at] = place_of(op.need, token, me, count);
     if (!is_present(op.need, rank)) continue;
     const u64 row = at;
-    u32 from = 0;
-    for (u32 q = 0; q < count; q++) from |= (u32)needs(op.need, at, q) << q;
-    auto place = [&](u32 q) { return (u64)(q - (q > me)) * tokens + token; };
+    const u32 from = who_needs(op.need, at, count, op.lanes);
+    const auto room = [&](u32 q) { return (const char*)links.windows[q] + ROOMS + op.room; };
     char* const mine = op.rows + row * op.bytes;
     for (u32 first = lane; first < words; first += WORDS * op.lanes) {
       Sum<KIND> sums[WORDS];
       for (u32 q = 0; q < count; q++) {
         if (!(from >> q & 1)) continue;
-        const uint4* const theirs =
-            (const uint4*)(q == me ? mine : room + op.room + place(q) * op.bytes);
+        const char* theirs = q == me ? mine : room(q) + place_in(op, q, me, token) * op.bytes;
         uint4 v[WORDS];
 #pragma unroll
         for (u32 k = 0; k < WORDS; k++)
-          if (first + k * op.lanes < words) v[k] = load_once(theirs + first + k * op.lanes);
+          if (first + k * op.lanes < words)
+            v[k] = load_once((const uint4*)theirs + first + k * op.lanes);
 #pragma unroll
         for (u32 k = 0; k < WORDS; k++)
           if (first + k * op.lanes < words) sums[k].add(v[k]);
@@ -341,17 +362,19 @@ __device__ __forceinline__ void add_up(const Links& links, const Scatter& op, Sl
     if (op.slots)
       for (u32 k = lane; k < top_k; k += op.lanes) {
         float sum = 0.f;
-        for (u32 q = 0; q < count; q++)
-          if (from >> q & 1)
-            sum += q == me ? op.slots[row * top_k + k]
-                           : ((const float*)(room + slots_at))[place(q) * top_k + k];
+        for (u32 q = 0; q < count; q++) {
+          if (!(from >> q & 1)) continue;
+          const float* theirs = (const float*)(room(q) + slots_at(op, count));
+          sum += q == me ? op.slots[row * top_k + k]
+                         : theirs[place_in(op, q, me, token) * top_k + k];
+        }
         op.slots[row * top_k + k] = sum;
       }
   }
 }
 
 // rows[n, me, t] = the sum, in the order of positions, of what those have there that have an expert
-// of the token. Each rank stores what it adds into the window of the token's, which sums it.
+// of the token. Each rank lays what it adds into its window, from where the token's takes it.
 template <int KIND>
 __device__ __forceinline__ void scatter(const Links& links, const Scatter& op) {
   const u32 crew = threadIdx.x / CREW, t = threadIdx.x % CREW;
@@ -362,8 +385,8 @@ __device__ __forceinline__ void scatter(const Links& links, const Scatter& op) {
   u32 chunks = 0;
   for (Slice chunk; (chunk = chunk_of(own, chunks, op.chunk)).begin < own.end && !late;) {
     chunks++;
-    if (crew == SENDS) {
-      send_sums(links, op, chunk, t);
+    if (crew == LAYS) {
+      lay_sums(links, op, chunk, t);
       tell_all(links, epoch, chunks, t);
       continue;
     }

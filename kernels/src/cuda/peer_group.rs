@@ -22,13 +22,12 @@ use crate::buffer::{Buffer, DType};
 
 /// Threads of a block; with twice as many a thread would have too few registers for its row.
 pub(super) const GROUP_THREADS: u32 = 512;
-/// Bytes of rows that a block sends before it says so: the links are busy from there on.
+/// Bytes of rows that a block lays before it says so: the links are busy from there on.
 const CHUNK_BYTES: usize = 64 << 10;
 
 /// Tokens of a chunk, the same on every rank.
 fn chunk(row_bytes: usize) -> u32 {
-    let bytes = std::env::var("MOEJOB_CHUNK").ok().and_then(|x| x.parse().ok()).unwrap_or(CHUNK_BYTES);
-    (bytes / row_bytes).clamp(8, 1 << 10) as u32
+    (CHUNK_BYTES / row_bytes).clamp(8, 1 << 10) as u32
 }
 
 /// Who needs which token, the same on all ranks but for `node`.

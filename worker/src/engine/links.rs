@@ -49,7 +49,8 @@ pub(crate) use files::{Desk, Seat};
 pub(crate) use peer::{Near, PATIENCE};
 pub(crate) use shared::Shared;
 pub(crate) use wanted::blocks_for;
-pub use wanted::{ENV_PEER, Use as PeerUse, window_wanted};
+pub use wanted::{ENV_PEER, Use as PeerUse};
+pub(crate) use wanted::window_wanted;
 
 /// The own rank's way to all others.
 #[derive(Debug)]

@@ -15,7 +15,6 @@ use clap::{Args, ValueEnum};
 use moe_worker::attempt::gauge::Gauge;
 use moe_worker::attempt::pace::kernel_bytes;
 use moe_worker::engine::graphs::Captures;
-use moe_worker::engine::links::window_wanted;
 use moe_worker::engine::step::{Engine, StepError, StepSummary};
 use moe_worker::engine::trace::{STEPS_TRACED, Trace};
 use moe_worker::gang::comm::Comm;
@@ -217,8 +216,7 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
         return Err(Refused(2, format!("--expert-parallel {ep} does not divide {devices} devices")));
     }
     let layout = placement::layout(&job, devices, ep);
-    let mut planned = placement::memory(&job, &layout, 0);
-    planned.add_window(window_wanted(&job.model, &layout, &job.training, None));
+    let planned = placement::memory(&job, &layout, 0);
     // A bench keeps no state beside the device's.
     let kept = planned.parts.iter().filter(|part| ["snapshots", "checkpoint"].contains(&part.name));
     let planned = planned.committed - kept.map(|part| part.bytes).sum::<u64>();

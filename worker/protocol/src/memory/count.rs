@@ -26,6 +26,11 @@ pub fn rank_memory(
     let _ = crate::buffers::Buffers::plan(model, &shape, &mut count);
     if training.compute.backend == Backend::Cuda {
         count.device(layout.mesh.world() > 1);
+        // Along rails it takes less.
+        match window_bytes(model, layout, training, None) {
+            0 => {}
+            bytes => count.add("windows", bytes),
+        }
     } else {
         let shares = checkpoint_steps.is_multiple_of(recovery.memory_every_steps.max(1));
         count.host(model, layout, rank, shares);
@@ -52,8 +57,8 @@ pub fn window_rooms(positions: u64, tokens: u64, row_bytes: u64, top_k: u64) -> 
     taken.max(brought)
 }
 
-/// What a GPU takes for a window, where tokens of expert groups travel through windows; none where
-/// none travel. With `rails` they do so within nodes alone.
+/// What a GPU takes for a window, by which tokens of expert groups travel within a node; none where
+/// none travel.
 pub fn window_bytes(
     model: &ModelConfig,
     layout: &Layout,
@@ -72,18 +77,6 @@ pub fn window_bytes(
     let row = u64::from(model.hidden_size) * training.precision.element().bytes();
     let rooms = window_rooms(positions, tokens, row, model.experts.per_token.into());
     (rooms + WINDOW_MAIL).next_multiple_of(WINDOW_PAGE)
-}
-
-impl RankMemory {
-    /// Counts a window, see [`window_bytes`].
-    pub fn add_window(&mut self, bytes: u64) {
-        if bytes > 0 {
-            add_to(&mut self.parts, "windows", bytes);
-            self.balanced += bytes;
-            self.committed += bytes;
-            self.worst += bytes;
-        }
-    }
 }
 
 /// A planner that only counts.
@@ -258,16 +251,6 @@ mod tests {
         assert_eq!(window_rooms(2, 16_384, 4096, 8), 16_384 * (4096 + 64));
         assert_eq!(window_rooms(8, 16_384, 4096, 8), 7 * 16_384 * (4096 + 32));
         assert_eq!(window_rooms(1, 10, 64, 2), 10 * 80);
-        let part = Part { name: "weights", bytes: 5 };
-        let (balanced, committed, worst, offloaded) = (5, 6, 7, Vec::new());
-        let mut memory =
-            RankMemory { parts: vec![part.clone()], balanced, committed, worst, offloaded };
-        let before = memory.clone();
-        memory.add_window(0);
-        assert_eq!(memory, before);
-        memory.add_window(10);
-        assert_eq!(memory.parts, [part, Part { name: "windows", bytes: 10 }]);
-        assert_eq!([memory.balanced, memory.committed, memory.worst], [15, 16, 17]);
     }
 
     #[test]

@@ -86,8 +86,14 @@ impl Windows {
         let is_first = near.ranks.first() == Some(&comm.rank());
         let tells = own.is_some() && is_first;
         let goes_without = |why: &str| {
-            if tells {
-                tracing::warn!("tokens travel by NCCL, for there are no windows: {why}");
+            match near.wanted {
+                Use::On { .. } if tells => {
+                    tracing::warn!("tokens travel by NCCL, for there are no windows: {why}");
+                }
+                _ if tells => {
+                    tracing::info!("tokens travel by NCCL, for there are no windows: {why}");
+                }
+                _ => {}
             }
             Ok(None)
         };

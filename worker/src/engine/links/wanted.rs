@@ -6,14 +6,13 @@ use moejob_protocol::memory::window_bytes;
 use moejob_protocol::model::ModelConfig;
 use moejob_protocol::rails::Rails;
 
-/// How tokens of an expert group on one node travel, for measurements: `on` through windows, `off`
-/// by NCCL; or how many blocks move them through windows, `16`. Without it, or with `auto`, by
-/// NCCL: how a step with windows does on two GPUs is not measured yet.
+/// How tokens of an expert group on one node travel, for measurements: `off` by NCCL; or how many
+/// blocks move them through windows, `16`. Without it, or with `on` or `auto`, by as many as are
+/// fastest.
 pub const ENV_PEER: &str = "MOEJOB_PEER";
 
-/// 8 blocks fill a link; more copy faster within the GPU, and leave less for what runs beside.
-const BLOCKS: usize = 32;
-/// With what travels beside the ops, fewer than any GPU has multiprocessors.
+/// 8 blocks fill a link; more copy faster within the GPU. With what travels beside the ops, fewer
+/// than any GPU has multiprocessors.
 const BLOCKS_MAX: usize = 64;
 /// A block has at least so many bytes of a rank's rows.
 const BYTES_A_BLOCK: usize = 64 << 10;
@@ -35,7 +34,7 @@ impl Use {
         match said.map(str::trim) {
             None | Some("" | "auto") => Use::Auto,
             Some("off") => Use::Off,
-            Some("on") => Use::On { blocks: BLOCKS },
+            Some("on") => Use::On { blocks: BLOCKS_MAX },
             Some(said) => match said.parse() {
                 Ok(blocks @ 1..=BLOCKS_MAX) => Use::On { blocks },
                 _ => {
@@ -55,15 +54,16 @@ impl Use {
 
     /// With how many blocks windows are measured: those that are asked for, else those of `on`.
     pub(crate) fn blocks_measured(self) -> usize {
-        self.blocks().unwrap_or(BLOCKS)
+        self.blocks().unwrap_or(BLOCKS_MAX)
     }
 
     /// Windows are wanted, with so many blocks at most.
     pub fn blocks(self) -> Option<usize> {
         match self {
             Use::On { blocks } => Some(blocks),
-            // Nobody has measured from which size on a step is faster with windows.
-            Use::Auto | Use::Off => None,
+            // Faster than NCCL at every size of a step's tokens that was measured.
+            Use::Auto => Some(BLOCKS_MAX),
+            Use::Off => None,
         }
     }
 }
@@ -73,8 +73,8 @@ pub(crate) fn blocks_for(bytes: usize, most: usize) -> usize {
     bytes.div_ceil(BYTES_A_BLOCK).clamp(1, most)
 }
 
-/// What a GPU takes for the window that the environment asks for.
-pub fn window_wanted(
+/// What a GPU takes for a window, if the environment lets it have one.
+pub(crate) fn window_wanted(
     model: &ModelConfig,
     layout: &Layout,
     training: &TrainingConfig,
@@ -89,13 +89,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn windows_are_for_who_asks() {
+    fn windows_are_for_all_but_who_asks_for_none() {
         for said in [None, Some(""), Some("auto"), Some("yes"), Some("0"), Some("65")] {
             assert_eq!(Use::parse(said), Use::Auto, "{said:?}");
-            assert_eq!(Use::parse(said).blocks(), None, "not measured on two GPUs yet");
+            assert_eq!(Use::parse(said).blocks(), Some(BLOCKS_MAX), "{said:?}");
         }
         assert_eq!(Use::parse(Some("off")).blocks(), None);
-        assert_eq!(Use::parse(Some("on")).blocks(), Some(BLOCKS));
+        assert_eq!(Use::parse(Some("on")).blocks(), Some(BLOCKS_MAX));
         assert_eq!(Use::parse(Some(" 16 ")).blocks(), Some(16));
     }
 }

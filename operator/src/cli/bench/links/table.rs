@@ -208,7 +208,7 @@ impl Told<'_> {
     fn choice_text(&self) -> String {
         let choices = choices(&self.found.readings);
         if choices.is_empty() {
-            return "MOEJOB_PEER=auto has nothing to choose between: one way alone was measured\n"
+            return "one way alone was measured, so there is nothing to compare\n"
                 .to_string();
         }
         let of = |way: Way| -> Option<String> {
@@ -222,7 +222,7 @@ impl Told<'_> {
         let both: Vec<String> = both.into_iter().flatten().collect();
         format!(
             "tokens of an expert group there and back (all-gather, reduce-scatter) are faster by\n\
-             {}.\nSo MOEJOB_PEER=auto would choose; until a step was measured so, it is NCCL.\n",
+             {}.\nEngines take windows wherever they can be had, unless MOEJOB_PEER=off.\n",
             both.join("; ")
         )
     }
@@ -367,7 +367,7 @@ counts          1 KiB            6.2     63.0  0.01    10%         5.3  0.10   1
 
 tokens of an expert group there and back (all-gather, reduce-scatter) are faster by
 windows at 1 MiB (5.28x); NCCL at 256 MiB (1.02x).
-So MOEJOB_PEER=auto would choose; until a step was measured so, it is NCCL.
+Engines take windows wherever they can be had, unless MOEJOB_PEER=off.
 ";
         let text = told.text();
         assert!(text == expected, "{text}");
@@ -387,7 +387,7 @@ So MOEJOB_PEER=auto would choose; until a step was measured so, it is NCCL.
             "NCCL      none: ranks that share a GPU have no communicator\n",
             "calls     captured into a graph, without what the host takes for each\n",
             "expected  no profile is named after these GPUs: name one with --profile\n",
-            "\nMOEJOB_PEER=auto has nothing to choose between: one way alone was measured\n",
+            "\none way alone was measured, so there is nothing to compare\n",
         ] {
             assert!(text.contains(line), "{line}{text}");
         }
