@@ -246,13 +246,13 @@ fn scatter(ranks: &mut [Rank], case: &Case, random: &mut Random) {
                 let ids = place(rank, DType::U32, &case.ids);
                 let rows = place_rows(rank, case, &encode(case.dtype, part));
                 let slots = place(rank, DType::F32, slots);
-                let pair = [encode(case.dtype, &before), vec![FILLER; before.len() * case.dtype.size()]]
-                    .map(|bytes| {
-                        let buffer = rank.plan.alloc(case.dtype, before.len());
-                        let all = buffer.reinterpret(DType::U8);
-                        rank.arena.write(all, &bytes).expect("written");
-                        buffer
-                    });
+                let nothing = vec![FILLER; before.len() * case.dtype.size()];
+                let pair = [encode(case.dtype, &before), nothing].map(|bytes| {
+                    let buffer = rank.plan.alloc(case.dtype, before.len());
+                    let all = buffer.reinterpret(DType::U8);
+                    rank.arena.write(all, &bytes).expect("written");
+                    buffer
+                });
                 (case.need(ids), rows, slots, pair)
             })
             .collect();

@@ -108,7 +108,7 @@ fn words_arrive_through_windows() {
         let output = place.output("1", &words, &set);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let told: Value = serde_json::from_slice(&output.stdout).unwrap();
-        assert_eq!(told["windows"], json!({ "blocks": 32 }), "{told}");
+        assert_eq!(told["windows"], json!({ "blocks": 64 }), "{told}");
         assert_eq!(told["nccl"]["missing"], "ranks that share a GPU have no communicator");
         let world: u64 = ranks.parse().unwrap();
         let expected: Vec<(&str, u64)> = ["all-to-all", "reduce-scatter", "all-gather"]

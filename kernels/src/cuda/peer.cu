@@ -86,8 +86,8 @@ __device__ void fail(const Links& links, u32 what, u32 position, u32 epoch, u32 
 }
 
 // Polls until `ready()`; false: too late, stopped, or another thread has failed. The host's memory
-// is slow to read: with a look there at every 64th poll, waits of 64 blocks took 100 us longer. This
-// is one in some milliseconds.
+// is slow to read: with a look there at every 64th poll, waits of 64 blocks took 100 us longer. So
+// there is one in some milliseconds.
 constexpr u32 POLLS_A_LOOK = 4096;
 template <typename Ready>
 __device__ __forceinline__ bool await(const Links& links, u32 what, u32 position, u32 epoch,
