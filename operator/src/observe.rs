@@ -32,7 +32,8 @@ use moejob_plan::allocate::{ClusterNode, Taint, is_pause, unhealthy, unhealthy_l
 use moejob_plan::cost::TEXT_BYTES_MAX;
 use moejob_plan::crd;
 use moejob_plan::observed::Millis;
-use moejob_plan::pods::{ANNOTATION_SEAL, CONTAINER, LABEL_JOB_UID};
+use moejob_plan::pods::{ANNOTATION_SEAL, LABEL_JOB_UID};
+use moejob_plan::workspace::CONTAINER;
 use moejob_plan::resources::Resources;
 use moejob_plan::spec::MoeJob;
 use std::collections::BTreeMap;

@@ -19,7 +19,8 @@ pub use eligible::{
 pub use memory::{Memory, UNSEEN_TIMEOUT};
 
 use crate::words::{one_or_more, several};
-use crate::fabric::{FabricFacts, Keys};
+use crate::fabric::FabricFacts;
+use crate::keys::Keys;
 use crate::job::{Closeness, Job};
 use crate::observed::{Millis, Node, Observed, Outcome, Size, Wanted, Worker};
 use crate::resources::Resources;

@@ -108,6 +108,11 @@ pub fn unsupported(job: &Job) -> Vec<Problem> {
     found
 }
 
+/// Whether so many ranks fall into whole groups of `degree`.
+pub fn divides(degree: u32, ranks: u32) -> bool {
+    degree > 0 && ranks.is_multiple_of(degree)
+}
+
 /// Ranks that share experts: a bit each in what the kernels are told.
 pub const EXPERT_PARALLEL_MAX: u32 = 64;
 

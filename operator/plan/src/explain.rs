@@ -4,7 +4,7 @@
 use crate::changes::CHANGEABLE;
 use crate::problem::nearest;
 use crate::spec::Preset;
-use crate::{crd, launch, preset, read};
+use crate::{crd, identity, preset, read};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -59,7 +59,7 @@ impl Change {
 
 /// All fields, in the order of the definition: what holds others before them.
 pub fn fields() -> Vec<Field> {
-    let (schema, identity) = (crd::spec_schema(), launch::shared(&launch::defaults()));
+    let (schema, identity) = (crd::spec_schema(), identity::shared(&identity::defaults()));
     let presets = presets(&schema);
     let mut found = Vec::new();
     walk("", &schema, &identity, &presets, &mut found);

@@ -3,7 +3,8 @@
 
 use crate::job::Job;
 use crate::observed::Millis;
-use crate::pods::{places, volume_of};
+use crate::pods::places;
+use crate::workspace::volume_of;
 use std::collections::BTreeMap;
 
 /// A job that has begun or may begin.

@@ -1,24 +1,24 @@
 //! The plan of a job before there is one: the same `plan()`, over a rehearsal in which every worker
 //! does as it is told. It shows what would happen, and what a loss would cost at its worst moment.
 
-mod fits;
 mod offload;
 mod time;
 mod rehearsal;
 
-pub use fits::{CUT, Change, Search, changes};
 pub use offload::OffloadPrice;
 pub use time::{StepTime, step_time};
 pub(crate) use rehearsal::{Rehearsal, node_of_rank};
 
-use crate::words::{counted, several};
+use crate::words::{count, counted, several};
 use crate::allocate::nodes_of_group;
 use crate::cost::CHANGES_SHOWN_MAX;
+use crate::fits::{CUT, Change, Search, changes};
 use crate::job::Job;
 use crate::observed::{Gang, Size};
 use crate::placement::{self, Need, Skipped, gib};
 use crate::problem::Problem;
-use crate::fabric::{FabricFacts, Keys};
+use crate::fabric::FabricFacts;
+use crate::keys::Keys;
 use crate::topology::{self, NodeInfo, Ordered};
 use crate::travel;
 use moejob_protocol::config::Exchange;
@@ -523,16 +523,4 @@ fn span(ends: [u32; 2]) -> String {
         true => ends[0].to_string(),
         false => format!("{}-{}", ends[0], ends[1]),
     }
-}
-
-/// `30.5 B`, `3.35 B`, `1.20 M`, `950`: in the units in which sizes of models are published.
-pub fn count(number: u64) -> String {
-    let (value, unit) = match number {
-        0..1_000 => return number.to_string(),
-        1_000..1_000_000 => (number as f64 / 1e3, "k"),
-        1_000_000..1_000_000_000 => (number as f64 / 1e6, "M"),
-        _ => (number as f64 / 1e9, "B"),
-    };
-    let decimals = if value < 9.995 { 2 } else { 1 };
-    format!("{value:.decimals$} {unit}")
 }

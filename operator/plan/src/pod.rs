@@ -1,6 +1,6 @@
 //! What a pod template may not say: nothing that widens a pod's rights or breaks the training.
 
-use crate::pods::{self, CONTAINER};
+use crate::workspace::{CONTAINER, is_reserved};
 use crate::problem::{Code, Problem, quoted};
 use crate::resources;
 use k8s_openapi::api::core::v1::PodTemplateSpec;
@@ -103,7 +103,7 @@ fn shape(template: &Value, at: &str, problems: &mut Vec<Problem>) {
         for (index, mount) in container["volumeMounts"].as_array().into_iter().flatten().enumerate()
         {
             let path = mount["mountPath"].as_str().unwrap_or_default();
-            if pods::is_reserved(path) || !path.starts_with('/') {
+            if is_reserved(path) || !path.starts_with('/') {
                 let at = format!("{at}.volumeMounts[{index}].mountPath");
                 let advice = "a place that is neither the system's nor the worker's own";
                 problems.push(refused(at, quoted(path), "an absolute path", advice));

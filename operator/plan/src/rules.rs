@@ -5,13 +5,12 @@ use crate::cost;
 use crate::crd::NAME_LEN_MAX;
 use crate::devices;
 use crate::job::{Job, bytes_of, millis_of};
-use crate::placement;
 use crate::pod;
-use crate::pods;
 use crate::problem::{Code, Problem, quoted};
 use crate::router;
 use crate::profile::{self, CPU, CUSTOM};
 use crate::spec::{MoeJobSpec, RecomputeName, SourceSpec, VolumeSpec};
+use crate::workspace;
 use moejob_protocol::config::{Schedule, Tokenizer};
 
 /// Problems and warnings. Rules about a field in `broken` say nothing: it has its problem already.
@@ -420,7 +419,7 @@ impl Rules<'_> {
             return self.refuse(problem, &["spec.model.experts.count"]);
         }
         let mut sizes = nodes.min..=nodes.max;
-        if nodes.min <= nodes.max && !sizes.any(|n| placement::divides(ep, n * job.profile.ranks)) {
+        if nodes.min <= nodes.max && !sizes.any(|n| devices::divides(ep, n * job.profile.ranks)) {
             let problem = Problem::new(Code::Ranks, path)
                 .found(format!("`{ep}`"))
                 .allowed("a divisor of the ranks of at least one number of nodes from min to max")
@@ -589,8 +588,8 @@ impl Rules<'_> {
             }
             let Some(path) = volume.mount_path.as_deref() else { continue };
             self.path(&format!("{at}.mountPath"), path);
-            let place = pods::in_workspace(path);
-            if pods::is_reserved(path) || path.contains(':') || seen.contains(&place) {
+            let place = workspace::in_workspace(path);
+            if workspace::is_reserved(path) || path.contains(':') || seen.contains(&place) {
                 let problem = Problem::new(Code::Path, format!("{at}.mountPath"))
                     .found(quoted(path))
                     .allowed("a place of its own that is not the system's")

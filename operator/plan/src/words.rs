@@ -20,6 +20,18 @@ pub fn one_or_more<'w>(count: impl TryInto<u64>, one: &'w str, more: &'w str) ->
     if count.try_into().is_ok_and(|count| count == 1) { one } else { more }
 }
 
+/// `30.5 B`, `3.35 B`, `1.20 M`, `950`: in the units in which sizes of models are published.
+pub fn count(number: u64) -> String {
+    let (value, unit) = match number {
+        0..1_000 => return number.to_string(),
+        1_000..1_000_000 => (number as f64 / 1e3, "k"),
+        1_000_000..1_000_000_000 => (number as f64 / 1e6, "M"),
+        _ => (number as f64 / 1e9, "B"),
+    };
+    let decimals = if value < 9.995 { 2 } else { 1 };
+    format!("{value:.decimals$} {unit}")
+}
+
 /// Columns with two spaces between them. Those of `numbers` end below each other, the others begin
 /// so. Each line ends with a newline, and none with a space.
 pub fn aligned(rows: &[Vec<String>], numbers: Range<usize>) -> String {

@@ -325,7 +325,7 @@ fn aliases(place: Place, found: &str) -> Refused {
 }
 
 /// What a reader of YAML says first; the picture of the text that it draws below is left out.
-pub(crate) fn first_words(error: &str) -> String {
+pub fn first_words(error: &str) -> String {
     let line = error.lines().next().unwrap_or_default();
     line.strip_prefix("error: ").unwrap_or(line).to_string()
 }

@@ -12,7 +12,7 @@ use moejob_plan::allocate::{
     Standing, Taint, Toleration, UNSEEN_TIMEOUT, is_pause, nodes_of_group, unhealthy,
     unhealthy_label,
 };
-use moejob_plan::fabric::Keys;
+use moejob_plan::keys::Keys;
 use moejob_plan::job::Closeness;
 use moejob_plan::resources::Resources;
 use moejob_plan::spec::Level;

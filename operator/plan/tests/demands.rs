@@ -1,7 +1,7 @@
 //! What several jobs ask of the allocation together, and what comes of it on three nodes.
 
 use moejob_plan::allocate::{ClusterNode, Ground, Memory, allocate};
-use moejob_plan::fabric::Keys;
+use moejob_plan::keys::Keys;
 use moejob_plan::lead::{JobLoop, JobSeen, Operator, Place, demands, unfit};
 use moejob_plan::observed::{Gang, Outcome, Record};
 use moejob_plan::record::{self, More, Refused, Saved};

@@ -235,7 +235,7 @@ fn the_plan_chooses_by_what_is_expected() {
         let (exchange, why) = choice(&auto, &size.layout);
         assert_eq!((exchange, why.is_some()), (size.exchange, size.nodes > 1));
     }
-    let outlook = outlook(&auto, None, &moejob_plan::fabric::Keys::default(), &[]);
+    let outlook = outlook(&auto, None, &moejob_plan::keys::Keys::default(), &[]);
     let said = outlook_text(&outlook);
     let line = "tokens travel in two stages, within nodes and between them: ";
     assert!(said.contains(line) && said.contains(" ms a layer expected, else "), "{said}");
@@ -298,7 +298,7 @@ fn gpus_go_along_rails_where_a_job_says_so_and_the_plan_tells_when_they_would_be
     let found = exchanges(&job);
     let said = Some("parallelism.exchange says so".to_string());
     assert!(found.iter().all(|of| *of == (of.0, staged, said.clone())), "{found:?}");
-    let text = outlook_text(&outlook(&job, None, &moejob_plan::fabric::Keys::default(), &[]));
+    let text = outlook_text(&outlook(&job, None, &moejob_plan::keys::Keys::default(), &[]));
     let line = "tokens travel in two stages, within nodes and between them: parallelism.exchange";
     assert!(text.contains(line), "{text}");
     // A group of six has four GPUs of one node and two of the next.

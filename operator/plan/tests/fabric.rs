@@ -4,9 +4,9 @@
 #![allow(clippy::disallowed_methods, clippy::disallowed_types)]
 
 use moejob_plan::fabric::{
-    Crossings, FabricFacts, Keys, LEVELS, Wish, arrange, crossings, depth, ring_optimum,
-    tree_links,
+    Crossings, FabricFacts, Wish, arrange, crossings, ring_optimum, tree_links,
 };
+use moejob_plan::keys::{Keys, LEVELS, depth};
 use moejob_plan::spec::Level;
 use moejob_plan::topology::{NodeInfo, Places};
 use std::collections::BTreeSet;

@@ -3,7 +3,7 @@
 mod said;
 mod world;
 
-use moejob_plan::fabric::Keys;
+use moejob_plan::keys::Keys;
 use moejob_plan::decide::Action;
 use std::sync::Arc;
 use world::{Setup, World};

@@ -3,11 +3,13 @@
 #![allow(clippy::disallowed_methods, reason = "the test reads the examples")]
 
 use moejob_plan::Job;
-use moejob_plan::fabric::Keys;
-use moejob_plan::offline::{self, Outlook, count, step_time, text};
+use moejob_plan::keys::Keys;
+use moejob_plan::offline::{self, Outlook, step_time, text};
+use moejob_plan::words::count;
 use moejob_plan::profile::Profiles;
 use moejob_plan::allocate::Needs;
-use moejob_plan::topology::{NodeInfo, nodes_from, select};
+use moejob_plan::topology::NodeInfo;
+use moejob_plan::nodes::{nodes_from, select};
 use std::path::Path;
 
 fn root() -> &'static Path {

@@ -4,7 +4,7 @@
 #![allow(clippy::disallowed_methods, clippy::disallowed_types)]
 
 use moejob_plan::Job;
-use moejob_plan::fabric::Keys;
+use moejob_plan::keys::Keys;
 use moejob_plan::picture::{html, picture, svg};
 use moejob_plan::topology::NodeInfo;
 

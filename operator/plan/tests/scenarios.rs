@@ -161,7 +161,7 @@ fn nodes(world: &World, out: &mut String) {
         let Quality { boot, times, .. } = quality;
         writeln!(out, "  {node}: boot {boot}, measured {times} times").expect("a string");
     }
-    let job = moejob_plan::launch::least();
+    let job = moejob_plan::identity::least();
     let status = status(&job, world.observed(), &[], &[], world.now);
     let told = ["PreflightPassed", "RingsVerified", "BindingVerified"];
     for of in status.conditions.iter().filter(|of| told.contains(&of.type_.as_str())) {

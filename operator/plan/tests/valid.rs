@@ -11,7 +11,7 @@
 mod measured;
 
 use measured::{Most, asked};
-use moejob_plan::fabric::Keys;
+use moejob_plan::keys::Keys;
 use moejob_plan::problem::{Code, Problem};
 use moejob_plan::{Job, offline};
 use std::sync::Mutex;

@@ -16,7 +16,7 @@ use mlflow::Tracking;
 use moejob_plan::job::Job;
 use moejob_plan::launch::Places;
 use moejob_plan::lead::Local;
-use moejob_plan::offline::count;
+use moejob_plan::words::count;
 use moe_worker::checkpoint::{self, Disk};
 use moejob_plan::placement;
 use moejob_protocol::config::Tokenizer;

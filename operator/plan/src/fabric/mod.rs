@@ -10,14 +10,12 @@
 
 mod arrange;
 mod facts;
-mod keys;
 mod rings;
 mod trees;
 mod verify;
 
 pub use arrange::{Wish, arrange};
 pub use facts::FabricFacts;
-pub use keys::{FILE, HOST, Keys, LEVELS, depth};
 pub use rings::{Found, Rings};
 pub use trees::{Crossings, crossings, ring_optimum, tree_links};
 pub use verify::{Beside, Verdict, verify};

@@ -6,9 +6,10 @@ use crate::allocate::Needs;
 use crate::changes;
 use crate::cost::{self, CHANGES_LED_MAX};
 use crate::devices;
+use crate::identity;
 use crate::job::Venue;
 use crate::launch;
-use crate::offline::{CUT, Change, changes};
+use crate::fits::{CUT, Change, changes};
 use crate::observed::{Millis, Observed, Record, Stored, Wanted};
 use crate::placement;
 use crate::pods;
@@ -255,6 +256,6 @@ pub(super) fn nothing_observed(job_uid: &str, record: Record, stored: Option<Sto
 
 /// A template for a job that has none yet; read once.
 static EMPTY_TEMPLATE: LazyLock<WorkerConfig> = LazyLock::new(|| {
-    let job = launch::least();
+    let job = identity::least();
     launch::template(&job, Venue::Kubernetes, "", &pods::places(&job))
 });

@@ -14,6 +14,7 @@ use crate::job::Job;
 use super::offload::OffloadPrice;
 use crate::placement::{self, gib};
 use crate::travel::{self, Machines};
+use crate::words::count;
 use moejob_protocol::config::{Backend, Recompute};
 use moejob_protocol::layout::Layout;
 use serde::Serialize;
@@ -131,7 +132,7 @@ impl StepTime {
             format!(
                 "expected, an estimate: {} a step, {} tokens/s",
                 duration(self.seconds),
-                super::count(self.tokens_per_second as u64)
+                count(self.tokens_per_second as u64)
             ),
             format!(
                 "  {} products, {} tokens between GPUs, {} of {} gradients not beside them",

@@ -1,6 +1,7 @@
 //! What is drawn, as facts.
 
-use crate::fabric::{FabricFacts, Keys, depth, tree_links};
+use crate::fabric::{FabricFacts, tree_links};
+use crate::keys::{Keys, depth};
 use crate::job::Job;
 use crate::observed::Gang;
 use crate::offline::{Rehearsal, as_wished, in_order};

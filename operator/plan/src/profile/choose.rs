@@ -2,7 +2,7 @@
 
 use super::read::digest;
 use super::{Backend, CPU, CUSTOM, GPU, Profile, Rdma, Setting, read, takes_devices_per_node};
-use crate::fabric::{FILE, Keys};
+use crate::keys::{FILE, Keys};
 use crate::job::bytes_of;
 use crate::problem::{Code, Problem, nearest, printable, quoted};
 use crate::spec::NodesSpec;

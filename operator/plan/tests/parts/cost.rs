@@ -1,9 +1,9 @@
 use moejob_plan::cost::Extent;
-use moejob_plan::launch;
+use moejob_plan::identity;
 use moejob_protocol::model::{ModelConfig, Role};
 
 fn model(edit: impl Fn(&mut ModelConfig)) -> ModelConfig {
-    let mut model = launch::least().model;
+    let mut model = identity::least().model;
     edit(&mut model);
     model
 }

@@ -1,6 +1,6 @@
 use moejob_plan::Job;
 use moejob_plan::lead::judge;
-use moejob_plan::offline::changes;
+use moejob_plan::fits::changes;
 use moejob_plan::profile::Profiles;
 use serde_json::{Value, json};
 

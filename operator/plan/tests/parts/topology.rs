@@ -1,7 +1,8 @@
-use moejob_plan::fabric::Keys;
+use moejob_plan::keys::Keys;
 use moejob_plan::job::Closeness;
 use moejob_plan::spec::Level;
-use moejob_plan::topology::{NodeInfo, nodes_from, order};
+use moejob_plan::topology::{NodeInfo, order};
+use moejob_plan::nodes::nodes_from;
 
 fn node(name: &str, zone: &str, rack: &str) -> NodeInfo {
     let labels = [

@@ -23,7 +23,7 @@ use moe_worker::state::rank::{DeviceFailed, RankState};
 use moe_worker::state::snapshot::initialize;
 use moejob_kernels::{Pace, StepPhase};
 use moejob_kernels::cuda::Gpu;
-use moejob_plan::{Job, explain};
+use moejob_plan::{Job, devices, explain};
 use moejob_plan::job::Venue;
 use moejob_plan::launch::{self, Places};
 use moejob_plan::placement::{self, gib};
@@ -213,7 +213,7 @@ fn device_of(args: &BenchArgs) -> DeviceName {
 fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
     let job = job(args, preset, device_of(args))?;
     let (devices, ep) = (args.devices.unwrap_or(1), args.expert_parallel);
-    if !placement::divides(ep, devices) {
+    if !devices::divides(ep, devices) {
         return Err(Refused(2, format!("--expert-parallel {ep} does not divide {devices} devices")));
     }
     let layout = placement::layout(&job, devices, ep);

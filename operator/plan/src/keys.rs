@@ -120,7 +120,7 @@ impl Keys {
     }
 
     /// The value of each level, from wide to narrow; empty where the node has no such label.
-    pub(crate) fn values<'n>(
+    pub fn values<'n>(
         &self,
         labels: &'n BTreeMap<String, String>,
     ) -> impl Iterator<Item = &'n str> {

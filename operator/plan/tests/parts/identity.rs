@@ -1,5 +1,5 @@
 use moejob_plan::Job;
-use moejob_plan::launch::{identity, stretched};
+use moejob_plan::identity::{self, stretched};
 use serde_json::Value;
 
 fn job(steps: u64, schedule: &str) -> Job {
@@ -15,7 +15,7 @@ fn job(steps: u64, schedule: &str) -> Job {
 #[test]
 fn a_learning_rate_that_jumps_is_told_before_it_happens() {
     let cosine = "{cosine: {warmupSteps: 10, minLearningRate: 1.0e-5}}";
-    let was = identity(&job(100, cosine));
+    let was = identity::of(&job(100, cosine));
     let told = stretched(&was, &job(200, cosine).training, 100).expect("a jump");
     assert!(told.starts_with("training.steps: was 100, is 200."), "{told}");
     assert!(told.contains("from 1.00e-5 at step 100 to 5."), "{told}");
@@ -23,7 +23,7 @@ fn a_learning_rate_that_jumps_is_told_before_it_happens() {
     assert_eq!(stretched(&was, &job(200, cosine).training, 0), None);
     assert_eq!(stretched(&was, &job(100, cosine).training, 50), None);
     let constant = "{constant: {warmupSteps: 10}}";
-    let was = identity(&job(100, constant));
+    let was = identity::of(&job(100, constant));
     assert_eq!(stretched(&was, &job(200, constant).training, 100), None);
     assert_eq!(stretched(&Value::Null, &job(200, constant).training, 100), None);
 }
