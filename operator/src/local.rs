@@ -25,16 +25,16 @@ use moe_worker::attempt::records::{self, Records};
 use moe_worker::checkpoint::{self, Disk, Refusal};
 use moe_worker::data::Listing;
 use moe_worker::life::affinity::Share;
+use moejob_manifest::identity;
+use moejob_manifest::status::{CheckpointStatus, MoeJobStatus};
+use moejob_manifest::words::count;
 use moejob_plan::allocate::Granted;
 use moejob_plan::decide::Action;
-use moejob_plan::identity;
 use moejob_plan::lead::{
     Batch, Effect, Event, JobLoop, JobSeen, Link, Local, Origin, Place, Write,
 };
 use moejob_plan::observed::{Millis, Node, Outcome, Record};
-use moejob_plan::words::count;
 use moejob_plan::record::{self, Saved};
-use moejob_plan::status::{CheckpointStatus, MoeJobStatus};
 use moejob_plan::track::Recovery;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{Heartbeat, Up};

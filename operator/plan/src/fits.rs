@@ -1,10 +1,10 @@
 //! What would make a job fit that does not: of each thing that a person can change, the least.
 
-use crate::cost::{Budget, Extent};
-use crate::job::Job;
 use crate::placement;
-use crate::profile::{Profile, Profiles};
-use crate::words::several;
+use moejob_manifest::cost::{Budget, Extent};
+use moejob_manifest::job::Job;
+use moejob_manifest::profile::{Profile, Profiles};
+use moejob_manifest::words::several;
 use moejob_protocol::config::{Backend, Offload, Recompute};
 use serde::Serialize;
 use std::cell::Cell;

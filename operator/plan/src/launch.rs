@@ -1,9 +1,9 @@
 //! Job -> what the planner wants, and the configuration that every attempt starts from.
 
-use crate::job::{DataFormat, Job, Source, TrainPart, Venue};
 use crate::observed::Wanted;
 use crate::placement;
 use crate::preflight::Standard;
+use moejob_manifest::job::{DataFormat, Job, Source, TrainPart, Venue};
 use moejob_protocol::Mesh;
 use moejob_protocol::config::{
     CheckpointConfig, DataConfig, DataSource, Exchange, MixturePart, RecoveryConfig, Resume,

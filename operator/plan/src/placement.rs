@@ -1,13 +1,13 @@
 //! Which gangs work: mesh x model -> sizes, with what each rank then needs; and why others do not.
 
-use crate::words::{counted, several};
-use crate::cost::{self, Budget, Extent, SHOWN_MAX};
-use crate::devices::{divides, fits_expert_parallel};
-use crate::job::{Job, Venue};
 use crate::launch;
 use crate::observed::Size;
-use crate::profile::Backend;
-use crate::travel;
+use moejob_fabric::travel;
+use moejob_manifest::cost::{self, Budget, Extent, SHOWN_MAX};
+use moejob_manifest::devices::{divides, fits_expert_parallel};
+use moejob_manifest::job::{Job, Venue};
+use moejob_manifest::profile::Backend;
+use moejob_manifest::words::{counted, several};
 use moejob_protocol::Mesh;
 use moejob_protocol::config::Offload;
 use moejob_protocol::layout::Layout;

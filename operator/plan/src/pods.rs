@@ -7,13 +7,13 @@
 //!   + the guarantees again (`assert_guarantees`), so that no overlay can take them away
 //! ```
 
-use crate::job::Job;
 use crate::launch::Places;
 use crate::observed::Size;
 use crate::overlay::merge;
 use crate::placement;
-use crate::profile::{Backend, TopologyFile};
-use crate::workspace::{CONTAINER, PROGRAM, WORKSPACE, in_workspace, volume_of};
+use moejob_manifest::job::Job;
+use moejob_manifest::profile::{Backend, TopologyFile};
+use moejob_manifest::workspace::{CONTAINER, PROGRAM, WORKSPACE, in_workspace, volume_of};
 use moejob_protocol::pod::{
     ENV_ADDRESS, ENV_AUTHORITY, ENV_HCAS, ENV_JOB_UID, ENV_WORKER, PORT, TOKEN_AUDIENCE,
     TOKEN_FOLDER,

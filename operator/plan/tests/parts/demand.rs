@@ -1,6 +1,6 @@
+use moejob_manifest::identity::least;
+use moejob_manifest::job::Venue;
 use moejob_plan::allocate::{Claim, Demand, Needs};
-use moejob_plan::job::Venue;
-use moejob_plan::identity::least;
 use moejob_plan::launch::{template, wanted};
 use moejob_plan::observed::{Observed, Size};
 use moejob_plan::pods::places;

@@ -1,7 +1,7 @@
-use moejob_plan::Job;
+use moejob_manifest::Job;
+use moejob_manifest::profile::Profiles;
 use moejob_plan::lead::judge;
 use moejob_plan::fits::changes;
-use moejob_plan::profile::Profiles;
 use serde_json::{Value, json};
 
 fn good() -> Value {
