@@ -16,12 +16,12 @@ use kube::{Client, Resource};
 use crate::lease::Deadline;
 use crate::turnstile::Turnstile;
 use moe_worker::failure::chain;
+use moejob_manifest::spec::MoeJob;
+use moejob_manifest::status::MoeJobStatus;
 use moejob_plan::lead::{
     JobName, Origin, Owner, Template, Write, WriteError, WriteErrorKind, Written,
 };
 use moejob_plan::pods;
-use moejob_plan::spec::MoeJob;
-use moejob_plan::status::MoeJobStatus;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};

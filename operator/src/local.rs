@@ -25,16 +25,16 @@ use moe_worker::attempt::records::{self, Records};
 use moe_worker::checkpoint::{self, Disk, Refusal};
 use moe_worker::data::Listing;
 use moe_worker::life::affinity::Share;
+use moejob_manifest::identity;
+use moejob_manifest::status::{CheckpointStatus, MoeJobStatus};
+use moejob_manifest::words::count;
 use moejob_plan::allocate::Granted;
 use moejob_plan::decide::Action;
-use moejob_plan::launch;
 use moejob_plan::lead::{
     Batch, Effect, Event, JobLoop, JobSeen, Link, Local, Origin, Place, Write,
 };
 use moejob_plan::observed::{Millis, Node, Outcome, Record};
-use moejob_plan::offline::count;
 use moejob_plan::record::{self, Saved};
-use moejob_plan::status::{CheckpointStatus, MoeJobStatus};
 use moejob_plan::track::Recovery;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{Heartbeat, Up};
@@ -116,13 +116,13 @@ struct Runner {
 
 impl Runner {
     fn start(job: Local, dir: &Path, options: Options) -> Result<Runner, LocalError> {
-        let (identity, steps) = (launch::identity(&job.job), job.job.training.steps);
+        let (identity, steps) = (identity::of(&job.job), job.job.training.steps);
         let about = About {
             job: job.job.name.clone(),
             spec: identity.clone(),
             folder: dir.join(&job.job.name),
         };
-        let folder = Folder::open(&dir.join(&job.job.name), &identity, &launch::defaults())?;
+        let folder = Folder::open(&dir.join(&job.job.name), &identity, &identity::defaults())?;
         let authority =
             Authority::new().map_err(|error| LocalError::Authority(Box::new(error)))?;
         let location = PathBuf::from(&job.places.checkpoints);
@@ -135,7 +135,7 @@ impl Runner {
         });
         let granted = Granted { nodes: nodes.collect(), why: String::new(), fabric: None };
         let done = stored.as_ref().map_or(0, |stored| stored.step);
-        let jump = launch::stretched(&folder.file().spec, &job.job.training, done);
+        let jump = identity::stretched(&folder.file().spec, &job.job.training, done);
         let clock = Clock::start();
         let seen = seen(&folder, &job.job.name, stored);
         let mut job = JobLoop::new(&seen, Place::Machine(Box::new(job)), 1, clock.now());

@@ -6,7 +6,7 @@ mod models;
 mod traces;
 
 use models::{MODELS, On, ROUTERS, named, of_model};
-use moejob_plan::crd::spec_schema;
+use moejob_manifest::crd::spec_schema;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

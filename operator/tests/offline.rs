@@ -126,7 +126,7 @@ fn the_definition_is_the_one_in_the_tree() {
 
 /// The base's manifest with other nodes and more of training.
 fn with(nodes: &str, training: &str) -> String {
-    let base = include_str!("../plan/tests/manifests/base.yaml");
+    let base = include_str!("../manifest/tests/manifests/base.yaml");
     let base = base.replace("profile: cpu, min: 1, max: 4", nodes);
     base.replace("    steps: 100", &format!("    steps: 100{training}"))
 }

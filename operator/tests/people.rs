@@ -1,6 +1,6 @@
 //! From a manifest to a model that is used, looked at and asked about, as a person types it.
 
-use moejob_plan::explain;
+use moejob_manifest::explain;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};

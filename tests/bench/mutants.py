@@ -45,8 +45,9 @@ GROUPS = {
     "allocate": [f"{PLAN}/allocate.rs", f"{PLAN}/allocate/*.rs"],
 }
 WHOLE = ["lease", "identity", "fence", "record"]
-# `MUTANTS_PACKAGES=moejob-plan` builds and tries the plan alone, in a fraction of the time.
-PACKAGES = os.environ.get("MUTANTS_PACKAGES", "moejob-plan moejob").split()
+# `MUTANTS_PACKAGES=moejob-plan` builds and tries the plan alone, in a fraction of the time. What is
+# shown of plans has tests of the plan as well.
+PACKAGES = os.environ.get("MUTANTS_PACKAGES", "moejob-plan moejob-offline moejob").split()
 
 OPERATORS = {
     "==": ["!="], "!=": ["=="], "&&": ["||"], "||": ["&&"],

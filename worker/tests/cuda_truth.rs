@@ -19,7 +19,7 @@ use moe_worker::engine::round::{Aim, Round};
 use moe_worker::engine::step::{Engine, StepSummary};
 use moe_worker::state::rank::RankState;
 use moejob_kernels::DType;
-use moejob_plan::Job;
+use moejob_manifest::Job;
 use moejob_protocol::checkpoint::Part;
 use moejob_protocol::config::{Precision, TrainingConfig};
 use moejob_protocol::model::ModelConfig;

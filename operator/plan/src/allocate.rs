@@ -18,13 +18,14 @@ pub use eligible::{
 };
 pub use memory::{Memory, UNSEEN_TIMEOUT};
 
-use crate::words::{one_or_more, several};
-use crate::fabric::{FabricFacts, Keys};
-use crate::job::{Closeness, Job};
 use crate::observed::{Millis, Node, Observed, Outcome, Size, Wanted, Worker};
-use crate::resources::Resources;
-use crate::spec::Level;
-use crate::topology::{NodeInfo, Places};
+use moejob_fabric::FabricFacts;
+use moejob_fabric::topology::{NodeInfo, Places};
+use moejob_manifest::job::{Closeness, Job};
+use moejob_manifest::keys::Keys;
+use moejob_manifest::resources::Resources;
+use moejob_manifest::spec::Level;
+use moejob_manifest::words::{one_or_more, several};
 use moejob_protocol::layout::Layout;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};

@@ -18,8 +18,6 @@ pub(crate) use begin::each_rank;
 pub use preflight::{ANSWER_TIMEOUT, FAILED_AVOID};
 pub use frozen::FREEZE_PATIENCE;
 
-use crate::words::{counted, several};
-use crate::job::Venue;
 use crate::preflight::Round;
 use crate::reasons;
 use crate::observed::{
@@ -27,6 +25,8 @@ use crate::observed::{
 };
 use health::Health;
 use index::Index;
+use moejob_manifest::job::Venue;
+use moejob_manifest::words::{counted, several};
 use moejob_protocol::config::WorkerConfig;
 use moejob_protocol::message::Request;
 use std::collections::BTreeSet;

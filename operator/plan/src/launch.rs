@@ -1,16 +1,15 @@
 //! Job -> what the planner wants, and the configuration that every attempt starts from.
 
-use crate::job::{DataFormat, Job, Source, TrainPart, Venue};
 use crate::observed::Wanted;
 use crate::placement;
 use crate::preflight::Standard;
+use moejob_manifest::job::{DataFormat, Job, Source, TrainPart, Venue};
 use moejob_protocol::Mesh;
 use moejob_protocol::config::{
     CheckpointConfig, DataConfig, DataSource, Exchange, MixturePart, RecoveryConfig, Resume,
-    Tokenizer, TrainingConfig, WorkerConfig,
+    Tokenizer, WorkerConfig,
 };
 use moejob_protocol::layout::Layout;
-use serde_json::{Value, json};
 
 /// Where a job's files lie.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -128,63 +127,4 @@ fn data(job: &Job, places: &Places) -> DataConfig {
         validation: data.validation,
         exclude: places.exclude.clone(),
     }
-}
-
-/// A job that says as little as it can.
-pub fn least() -> Job {
-    let text = "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {name: none}\nspec:\n  \
-                nodes: {min: 1}\n  model: {preset: tiny}\n  data: {train: {text: {paths: [none]}}, \
-                sequenceLength: 8}\n  training: {steps: 1, globalBatchSize: 1}\n";
-    Job::read(text.as_bytes()).expect("a valid manifest")
-}
-
-/// `identity` of such a job: what fields that are not typed have.
-pub fn defaults() -> Value {
-    identity(&least())
-}
-
-/// What cannot change between two runs of one job, with every default filled in; `training.steps`
-/// may grow.
-pub fn identity(job: &Job) -> Value {
-    let mut identity = json!({
-        "model": job.model,
-        "data": job.data,
-        "training": job.training,
-    });
-    if let Some(from) = &job.model_from {
-        identity["modelFrom"] = json!(from);
-    }
-    identity
-}
-
-/// Relative change of the learning rate between two steps that is a jump.
-const JUMP: f64 = 0.1;
-
-/// What is said where a run of `was`, an `identity`, goes on behind `done` steps with more steps in
-/// all: its schedule is stretched to the new end, and the learning rate may jump there.
-pub fn stretched(was: &Value, training: &TrainingConfig, done: u64) -> Option<String> {
-    let before: TrainingConfig = serde_json::from_value(was["training"].clone()).ok()?;
-    let last = done.checked_sub(1).filter(|_| before.steps < training.steps)?;
-    // Step `done`, counted from 0, is the next one.
-    let (from, to) = (before.learning_rate(last), training.learning_rate(done));
-    ((to - from).abs() > JUMP * from).then(|| {
-        format!(
-            "training.steps: was {}, is {}. The schedule is stretched to the new end, so the \
-             learning rate jumps from {from:.2e} at step {done} to {to:.2e} at step {}. \
-             `--name OTHER` trains all steps under one schedule, from the beginning.",
-            before.steps,
-            training.steps,
-            done + 1
-        )
-    })
-}
-
-/// What of an `identity` two runs of one job must share. Formats and devices are left out: weights
-/// and moments are kept in fp32, so a run that began on a processor may go on on a GPU.
-pub fn shared(identity: &Value) -> Value {
-    let mut shared = identity.clone();
-    if let Some(training) = shared["training"].as_object_mut() {
-        training.retain(|field, _| !["precision", "compute"].contains(&&field[..]));
-    }
-    shared
 }

@@ -1,9 +1,10 @@
 //! Two jobs that write checkpoints to one folder would fence each other in turn: the later one
 //! waits until the earlier one is over.
 
-use crate::job::Job;
 use crate::observed::Millis;
-use crate::pods::{places, volume_of};
+use crate::pods::places;
+use moejob_manifest::job::Job;
+use moejob_manifest::workspace::volume_of;
 use std::collections::BTreeMap;
 
 /// A job that has begun or may begin.

@@ -1,18 +1,18 @@
 //! What the plan sees: one value, put together by whoever observes (processes or pods).
 
-use crate::fabric::{FabricFacts, Rings};
-use crate::job::Venue;
 use crate::preflight::{Checked, Results, Standard};
 use crate::record;
 use crate::repeat::Repeat;
 use crate::seats::Seats;
+use moejob_fabric::{FabricFacts, Rings};
+use moejob_manifest::job::Venue;
 use moejob_protocol::config::{Exchange, Member, WorkerConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::message::{Held, LeftReason};
 use serde::{Deserialize, Serialize};
 
 /// A committed checkpoint.
-pub use crate::status::CheckpointStatus as Stored;
+pub use moejob_manifest::status::CheckpointStatus as Stored;
 
 /// Milliseconds on the leader's clock.
 pub type Millis = u64;

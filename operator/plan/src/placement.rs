@@ -1,12 +1,13 @@
 //! Which gangs work: mesh x model -> sizes, with what each rank then needs; and why others do not.
 
-use crate::words::{counted, several};
-use crate::cost::{self, Budget, Extent, SHOWN_MAX};
-use crate::job::{Job, Venue};
 use crate::launch;
 use crate::observed::Size;
-use crate::profile::Backend;
-use crate::travel;
+use moejob_fabric::travel;
+use moejob_manifest::cost::{self, Budget, Extent, SHOWN_MAX};
+use moejob_manifest::devices::{divides, fits_expert_parallel};
+use moejob_manifest::job::{Job, Venue};
+use moejob_manifest::profile::Backend;
+use moejob_manifest::words::{counted, several};
 use moejob_protocol::Mesh;
 use moejob_protocol::config::Offload;
 use moejob_protocol::layout::Layout;
@@ -107,10 +108,6 @@ pub struct Need {
     pub host: Vec<Part>,
 }
 
-pub fn divides(degree: u32, ranks: u32) -> bool {
-    degree > 0 && ranks.is_multiple_of(degree)
-}
-
 /// `1.5 GiB`, `12.3 MiB`.
 pub fn gib(bytes: u64) -> String {
     let mib = bytes as f64 / (1 << 20) as f64;
@@ -181,7 +178,7 @@ impl<'a> Placer<'a> {
             degrees.reverse();
             return degrees;
         }
-        degrees.retain(|ep| crate::devices::fits_expert_parallel(&self.job.model, *ep));
+        degrees.retain(|ep| fits_expert_parallel(&self.job.model, *ep));
         let within = degrees.iter().rposition(|ep| *ep <= profile.nvlink_domain).unwrap_or(0);
         degrees.split_off(within)
     }

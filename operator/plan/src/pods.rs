@@ -7,13 +7,13 @@
 //!   + the guarantees again (`assert_guarantees`), so that no overlay can take them away
 //! ```
 
-use crate::job::Job;
 use crate::launch::Places;
 use crate::observed::Size;
 use crate::overlay::merge;
 use crate::placement;
-use crate::profile::{Backend, TopologyFile};
-use crate::spec::VolumeSpec;
+use moejob_manifest::job::Job;
+use moejob_manifest::profile::{Backend, TopologyFile};
+use moejob_manifest::workspace::{CONTAINER, PROGRAM, WORKSPACE, in_workspace, volume_of};
 use moejob_protocol::pod::{
     ENV_ADDRESS, ENV_AUTHORITY, ENV_HCAS, ENV_JOB_UID, ENV_WORKER, PORT, TOKEN_AUDIENCE,
     TOKEN_FOLDER,
@@ -32,12 +32,6 @@ pub const LABEL_ATTEMPT: &str = "moejob.dev/attempt";
 pub const LABEL_SLOT: &str = "moejob.dev/slot";
 /// HMAC over namespace, job uid and pod name: without it a pod does not count as ours.
 pub const ANNOTATION_SEAL: &str = "moejob.dev/seal";
-/// The worker's container.
-pub const CONTAINER: &str = "worker";
-/// The worker's program in our image.
-const PROGRAM: &str = "/moejob";
-/// What relative paths mean in a pod, and where relative mount paths lie.
-pub const WORKSPACE: &str = "/workspace";
 /// A last checkpoint is waited for as long as `decide::STOP_TIMEOUT`; the rest is for its writing.
 pub const TERMINATION_GRACE_S: u64 = 90;
 
@@ -511,42 +505,6 @@ pub fn disruption_budget(job: &Job, around: &Surroundings) -> Value {
     })
 }
 
-/// A path as it is in a pod, as the kernel would walk it were there no links: relative ones lie in
-/// `/workspace`, `//` and `/./` are `/`, and `..` goes up.
-pub fn in_workspace(path: &str) -> String {
-    let whole = match path.starts_with('/') {
-        true => path.to_string(),
-        false => format!("{WORKSPACE}/{path}"),
-    };
-    let mut parts: Vec<&str> = Vec::new();
-    for part in whole.split('/') {
-        match part {
-            "" | "." => {}
-            ".." => drop(parts.pop()),
-            name => parts.push(name),
-        }
-    }
-    format!("/{}", parts.join("/"))
-}
-
-/// Where the system's files are, the worker's program, and volumes of ours.
-const RESERVED: &[&str] = &[
-    PROGRAM, WORKSPACE, TOKEN_FOLDER, "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc",
-    "/run", "/sbin", "/sys", "/tmp", "/usr", "/var/run",
-];
-
-/// Whether nothing may be mounted there: it is a reserved place, lies in one other than the
-/// workspace, or would hide one.
-pub fn is_reserved(path: &str) -> bool {
-    let path = in_workspace(path);
-    let lies_in = |inner: &str, outer: &str| {
-        outer == "/" || inner == outer || inner.starts_with(&format!("{outer}/"))
-    };
-    RESERVED.iter().any(|reserved| {
-        lies_in(reserved, &path) || (*reserved != WORKSPACE && lies_in(&path, reserved))
-    })
-}
-
 /// Where the job's files lie in its pods: the records beside the checkpoints, on the same claim.
 pub fn places(job: &Job) -> Places {
     let checkpoints = in_workspace(job.checkpoint.location.as_deref().unwrap_or("checkpoints"));
@@ -556,16 +514,6 @@ pub fn places(job: &Job) -> Places {
         exclude: vec![checkpoints.clone()],
         checkpoints,
     }
-}
-
-/// The job's volume on which a path of `in_workspace` lies, and the rest of the path there.
-pub fn volume_of<'a>(job: &'a Job, path: &'a str) -> Option<(&'a VolumeSpec, &'a str)> {
-    let mounts = job.kubernetes.volumes.iter().filter_map(|volume| {
-        let mount = in_workspace(volume.mount_path.as_deref()?);
-        let rest = path.strip_prefix(mount.trim_end_matches('/'))?;
-        (rest.is_empty() || rest.starts_with('/')).then_some((mount.len(), volume, rest))
-    });
-    mounts.max_by_key(|(length, ..)| *length).map(|(_, volume, rest)| (volume, rest))
 }
 
 /// Why checkpoints would not outlive the pods: they must lie on a claim that all nodes can write.

@@ -7,10 +7,10 @@ mod more;
 
 pub use more::{Accepted, GangPods, Machine, More, NodeRest, RESTS_MAX, Refused, write_more};
 
-use crate::cost;
 use crate::observed::{Gang, Millis, Reason, Record};
 use crate::reasons;
 use crate::track::Recovery;
+use moejob_manifest::cost;
 use moejob_protocol::layout::{Layout, Placement};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;

@@ -1,6 +1,6 @@
 //! Where the engines of a gang run, as their workers have read it back.
 
-use crate::words::several;
+use moejob_manifest::words::several;
 use moejob_protocol::seat::Seated;
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -13,13 +13,13 @@ mod lost_engines;
 
 use crate::decide::Action;
 use crate::engines::{EngineLoss, Engines, number};
-use crate::fabric::Found;
 use crate::observed::{
     Gang, Millis, Observed, Outcome, Record, StopCause, Stored, Worker, WorkerState, keep_newest,
 };
 use crate::preflight::Grade;
 use crate::repeat::is_own_fault;
 pub use crate::recovery::Recovery;
+use moejob_fabric::Found;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{LeftReason, Phase, Up};
 use moejob_protocol::report::{Event, EventKind};

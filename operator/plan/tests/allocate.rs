@@ -7,15 +7,15 @@
 
 mod texts;
 
+use moejob_manifest::job::Closeness;
+use moejob_manifest::keys::Keys;
+use moejob_manifest::resources::Resources;
+use moejob_manifest::spec::Level;
 use moejob_plan::allocate::{
     self, Allocation, Barred, ClusterNode, Demand, Ground, HOLD_TIMEOUT, Memory, Needs,
     Standing, Taint, Toleration, UNSEEN_TIMEOUT, is_pause, nodes_of_group, unhealthy,
     unhealthy_label,
 };
-use moejob_plan::fabric::Keys;
-use moejob_plan::job::Closeness;
-use moejob_plan::resources::Resources;
-use moejob_plan::spec::Level;
 use moejob_protocol::{Layout, Mesh};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;

@@ -1,11 +1,11 @@
 //! What several jobs ask of the allocation together, and what comes of it on three nodes.
 
+use moejob_manifest::keys::Keys;
+use moejob_manifest::resources::Resources;
 use moejob_plan::allocate::{ClusterNode, Ground, Memory, allocate};
-use moejob_plan::fabric::Keys;
 use moejob_plan::lead::{JobLoop, JobSeen, Operator, Place, demands, unfit};
 use moejob_plan::observed::{Gang, Outcome, Record};
 use moejob_plan::record::{self, More, Refused, Saved};
-use moejob_plan::resources::Resources;
 use moejob_protocol::config::Member;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;

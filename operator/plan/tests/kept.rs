@@ -3,8 +3,8 @@
 mod said;
 mod world;
 
+use moejob_manifest::job::Venue;
 use moejob_plan::decide::{Action, FREEZE_PATIENCE};
-use moejob_plan::job::Venue;
 use moejob_plan::observed::{
     DeviceFailure, Millis, Outcome, Record, StopCause, Stored, WorkerState,
 };

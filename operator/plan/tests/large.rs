@@ -3,7 +3,6 @@
 mod said;
 mod world;
 
-use moejob_plan::fabric::Keys;
 use moejob_plan::decide::Action;
 use std::sync::Arc;
 use world::{Setup, World};
@@ -35,7 +34,7 @@ fn all_members_of_a_gang_share_one_configuration() {
 #[test]
 #[allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "the test takes the time")]
 fn the_largest_jobs_that_are_valid_are_planned_in_little_time() {
-    use moejob_plan::job::{Job, Venue};
+    use moejob_manifest::job::{Job, Venue};
     let cases = [
         ("profile: cpu, min: 1, max: 4096", "numHiddenLayers: 512", "count: 128"),
         ("profile: cpu, min: 4, max: 4096", "numHiddenLayers: 512", "count: 128"),
@@ -67,7 +66,7 @@ fn the_largest_jobs_that_are_valid_are_planned_in_little_time() {
         assert_eq!((sizes.len() + skipped.len()) as u32, job.nodes.max - job.nodes.min + 1);
         let wanted = moejob_plan::launch::wanted(&job, Venue::Kubernetes);
         assert_eq!(wanted.sizes, sizes);
-        if job.profile.backend == moejob_plan::profile::Backend::Cpu {
+        if job.profile.backend == moejob_manifest::profile::Backend::Cpu {
             let least = sizes.first().unwrap_or_else(|| panic!("{skipped:?}"));
             assert!(moejob_plan::placement::memory(&job, &least.layout, 0).committed > 0);
         }
@@ -78,70 +77,13 @@ fn the_largest_jobs_that_are_valid_are_planned_in_little_time() {
     }
 }
 
-/// What is shown of the largest jobs takes a second of an optimized build: the memory of as many
-/// sizes is counted as there is time for, and the plan says so.
-#[test]
-#[allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "the test takes the time")]
-fn the_largest_jobs_are_shown_with_the_memory_of_some_of_their_sizes() {
-    use moejob_plan::cost::{Extent, SHOWN_MAX, of_rank};
-    use moejob_plan::job::Job;
-    use moejob_plan::offline;
-    let cases = [
-        ("profile: cpu, min: 1, max: 4096", 256, 256, true),
-        ("profile: cpu, min: 2, max: 4090, devicesPerNode: 8", 512, 128, true),
-        ("profile: cpu, min: 1, max: 1024", 8, 16, false),
-        ("profile: nd-h200-v5, min: 1, max: 4096", 512, 128, false),
-        ("profile: gpu, min: 1, max: 4096", 256, 256, true),
-    ];
-    for (nodes, layers, experts, some) in cases {
-        let text = format!(
-            "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  \
-             nodes: {{ {nodes} }}\n  model: {{ hiddenSize: 64, numHiddenLayers: {layers}, \
-             numAttentionHeads: 2, experts: {{ count: {experts}, perToken: 2, intermediateSize: \
-             64 }} }}\n  data: {{ train: {{ text: {{ paths: [a] }} }}, sequenceLength: 128 }}\n  \
-             training: {{ steps: 10, globalBatchSize: 1048576 }}\n"
-        );
-        let began = std::time::Instant::now();
-        let job = Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"));
-        let outlook = offline::outlook(&job, None, &Keys::default(), &[]);
-        let took = began.elapsed();
-        eprintln!("{nodes}, {layers} layers of {experts}: {took:?}");
-        assert!(took.as_secs_f64() < 60.0, "{nodes}: {took:?}");
-        let sizes = &outlook.sizes;
-        let counted = || sizes.iter().filter(|size| size.memory.is_some());
-        // The smallest, the largest and that of the gang are there whatever they cost.
-        let extent = Extent::of(&job.model);
-        let steps = sizes.iter().map(|size| {
-            of_rank(&job, extent, moejob_protocol::Mesh::data_parallel(size.dp, size.ep))
-        });
-        let one = steps.sum::<u64>() / sizes.len() as u64;
-        let most = counted().count().saturating_sub(3) as u64;
-        assert!(one * most <= SHOWN_MAX, "{nodes}: {most} of {one}");
-        assert!(sizes[0].memory.is_some() && sizes[sizes.len() - 1].memory.is_some(), "{nodes}");
-        let written = offline::text(&outlook);
-        let told = written.lines().find_map(|line| line.strip_prefix("memory was counted "));
-        let told = told.map_or("", |told| told.split(',').next().unwrap_or_default());
-        let counted = counted().count();
-        let words = format!("for {counted} of {} sizes", sizes.len());
-        assert_eq!(told, if some { &words } else { "" }, "{nodes}");
-        assert_eq!(counted < sizes.len(), some, "{nodes}: {counted}");
-        assert!(written.contains("memory of rank 0, even routing"), "{nodes}");
-        // As even as whole numbers are.
-        let at = sizes.iter().enumerate().filter(|(_, size)| size.memory.is_some());
-        let places: Vec<usize> = at.map(|(at, _)| at).collect();
-        let gaps = places.windows(2).map(|pair| pair[1] - pair[0]);
-        let (least, most) = (gaps.clone().min(), gaps.max());
-        assert!(most.zip(least).is_some_and(|(most, least)| most <= least + 1), "{places:?}");
-    }
-}
-
 /// Models of the sizes that are published, on as many nodes as are used for them: nobody is told
 /// that such a job costs too much. `MOEJOB_MANIFESTS` says how many are tried.
 #[test]
 #[allow(clippy::disallowed_methods, reason = "how many are tried is the caller's to say")]
 fn no_job_of_a_published_size_costs_too_much() {
-    use moejob_plan::job::Job;
-    use moejob_plan::problem::Code;
+    use moejob_manifest::job::Job;
+    use moejob_manifest::problem::Code;
     let most = std::env::var("MOEJOB_MANIFESTS").ok().and_then(|text| text.parse().ok());
     let most = most.unwrap_or(2_000u64);
     let mut state = 15u64;

@@ -4,9 +4,9 @@
 mod said;
 mod world;
 
+use moejob_manifest::job::Venue;
 use moejob_plan::allocate::{Claim, Standing};
 use moejob_plan::decide::{Action, STOP_TIMEOUT, plan};
-use moejob_plan::job::Venue;
 use moejob_plan::observed::{DeviceFailure, Millis, Outcome, StopCause, Stored, WorkerState};
 use moejob_plan::track::Tracker;
 use moejob_protocol::message::{Heartbeat, Held, LeftReason, Phase, Up};

@@ -5,7 +5,9 @@
 // The golden files are read; the plan itself reads none.
 #![allow(clippy::disallowed_methods)]
 
-use moejob_plan::Job;
+use moejob_manifest::Job;
+use moejob_manifest::profile::Profiles;
+use moejob_plan::allocate::Needs;
 use moejob_plan::placement;
 use moejob_plan::pods::{self, Birth, Surroundings};
 use proptest::prelude::*;
@@ -275,7 +277,7 @@ fn what_is_smuggled_in_is_refused_and_would_not_help() {
         let paths = refused.iter().flatten().map(|problem| problem.path.as_str());
         assert!(paths.clone().any(|path| path.starts_with("spec.podTemplate")), "{text}: taken");
         let mut job = read("min: 1", REST);
-        let overlay = moejob_plan::read::Manifest::read(manifest.as_bytes()).spec.pod_template;
+        let overlay = moejob_manifest::read::Manifest::read(manifest.as_bytes()).spec.pod_template;
         job.kubernetes.pod_template = overlay.expect("an overlay");
         let weak = weaknesses(&job, &pods::pod(&job, &around(), &birth()));
         assert!(weak.is_empty(), "{text}: {weak:?}");
@@ -332,12 +334,44 @@ proptest! {
             _ => spec,
         };
         // Whatever it is, it can be judged.
-        let _ = moejob_plan::pod::problems(&template);
+        let _ = moejob_manifest::pod::problems(&template);
         let mut job = read("profile: ndm-a100-v4, min: 1", REST);
         job.kubernetes.pod_template = template;
         let weak = weaknesses(&job, &pods::pod(&job, &around(), &birth()));
         prop_assert!(weak.is_empty(), "{weak:?}");
     }
+}
+
+#[test]
+fn a_pod_asks_for_what_its_profile_says() {
+    let shared = "version: 1\nbackend: cuda\ndevices: 1\nmemory: 40Gi\nrdma: { resource: \
+                  rdma/shared_ib, count: 1 }\nresources: { cpu: \"12\", memory: 96Gi, \
+                  example.org/fast: \"2\" }\nenv:\n- { name: NCCL_IB_HCA, value: \"=mlx5_0\", \
+                  why: the others are Ethernet }\nselector: { kind: fast }\ntopologyFile: \
+                  /opt/topology.xml\n";
+    let file = ("fast.yaml".to_string(), shared.as_bytes().to_vec());
+    let (profiles, broken) = Profiles::shipped().with([file]);
+    assert_eq!(broken, []);
+    let text = format!(
+        "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  \
+         nodes: {{ profile: fast }}{REST}"
+    );
+    let job = Job::read_with(text.as_bytes(), None, &profiles).unwrap();
+    let made = pods::pod(&job, &Surroundings::default(), &Birth::default());
+    let container = &made["spec"]["containers"][0];
+    let requests = &container["resources"]["requests"];
+    let asked = ["cpu", "memory", "rdma/shared_ib", "nvidia.com/gpu", "example.org/fast"];
+    let asked = asked.map(|name| requests[name].as_str().unwrap_or("nothing"));
+    assert_eq!(asked, ["12", "96Gi", "1", "1", "2"]);
+    assert_eq!(container["resources"]["limits"]["rdma/shared_ib"], "1");
+    assert_eq!(container["resources"]["limits"]["example.org/fast"], "2");
+    let env = container["env"].as_array().unwrap().iter();
+    let env = env.filter_map(|of| Some(format!("{}={}", of["name"].as_str()?, of["value"])));
+    let env: Vec<String> = env.collect();
+    for expected in ["NCCL_IB_HCA=\"=mlx5_0\"", "NCCL_TOPO_FILE=\"/opt/topology.xml\""] {
+        assert!(env.iter().any(|of| of == expected), "{expected} in {env:?}");
+    }
+    assert_eq!(Needs::of(&job).selector["kind"], "fast");
 }
 
 #[test]

@@ -2,11 +2,11 @@
 
 mod texts;
 
+use moejob_manifest::profile::Profiles;
 use moejob_plan::preflight::{
     CACHED_MS, Cache, Check, Grade, Key, Measured, Outcome, PairResult, Rounds, Standing, Value,
     WORST_MAX, judge, worst,
 };
-use moejob_plan::profile::Profiles;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
@@ -220,6 +220,6 @@ fn checks_have_names_of_their_own() {
     ];
     let names: BTreeSet<&str> = all.iter().map(|check| check.name()).collect();
     assert_eq!(names.len(), all.len());
-    let limits = moejob_plan::profile::CHECKS.iter().map(|(name, _)| *name);
+    let limits = moejob_manifest::profile::CHECKS.iter().map(|(name, _)| *name);
     assert!(limits.clone().all(|name| !names.contains(name)));
 }

@@ -11,15 +11,16 @@
 mod measured;
 
 use measured::{Most, asked};
-use moejob_plan::problem::Code;
-use moejob_plan::read::Manifest;
-use moejob_plan::spec::MoeJobSpec;
-use moejob_plan::{Job, placement, yaml};
+use moejob_manifest::{Job, yaml};
+use moejob_manifest::problem::Code;
+use moejob_manifest::read::Manifest;
+use moejob_manifest::spec::MoeJobSpec;
+use moejob_plan::placement;
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use std::sync::Mutex;
 
-const BASE: &str = include_str!("manifests/base.yaml");
+const BASE: &str = include_str!("../../manifest/tests/manifests/base.yaml");
 
 /// Pieces that are put where others were.
 const PIECES: &[&str] = &[

@@ -7,9 +7,9 @@
 
 mod said;
 
-use moejob_plan::Job;
+use moejob_manifest::Job;
+use moejob_manifest::job::Venue;
 use moejob_plan::allocate::Granted;
-use moejob_plan::job::Venue;
 use moejob_plan::lead::{
     Batch, Effect, Event, JobLoop, JobSeen, Link, Operator, Place, Said, WorkerPod, Write, owner,
 };

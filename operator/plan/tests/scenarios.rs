@@ -4,8 +4,8 @@ mod said;
 mod texts;
 mod world;
 
+use moejob_manifest::job::Venue;
 use moejob_plan::decide::{Action, Plan};
-use moejob_plan::job::Venue;
 use moejob_plan::observed::WorkerState;
 use moejob_plan::status::status;
 use moejob_plan::track::Happening;
@@ -161,7 +161,7 @@ fn nodes(world: &World, out: &mut String) {
         let Quality { boot, times, .. } = quality;
         writeln!(out, "  {node}: boot {boot}, measured {times} times").expect("a string");
     }
-    let job = moejob_plan::launch::least();
+    let job = moejob_manifest::identity::least();
     let status = status(&job, world.observed(), &[], &[], world.now);
     let told = ["PreflightPassed", "RingsVerified", "BindingVerified"];
     for of in status.conditions.iter().filter(|of| told.contains(&of.type_.as_str())) {

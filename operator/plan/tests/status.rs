@@ -3,16 +3,17 @@
 mod said;
 mod world;
 
-use moejob_plan::Job;
-use moejob_plan::fabric::FabricFacts;
-use moejob_plan::job::{Job as Whole, Venue};
+use moejob_fabric::FabricFacts;
+use moejob_manifest::Job;
+use moejob_manifest::job::{Job as Whole, Venue};
+use moejob_manifest::status::{Condition, MoeJobStatus};
 use moejob_plan::observed::Outcome;
-use moejob_plan::status::{self, Condition, MoeJobStatus, stamp};
+use moejob_plan::status::{self, stamp};
 use moejob_plan::{decide, launch, pods};
 use world::{Setup, World};
 
 fn job() -> Whole {
-    Job::read(include_bytes!("manifests/base.yaml")).unwrap()
+    Job::read(include_bytes!("../../manifest/tests/manifests/base.yaml")).unwrap()
 }
 
 fn status(world: &World) -> MoeJobStatus {

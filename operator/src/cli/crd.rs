@@ -3,6 +3,6 @@
 use std::process::ExitCode;
 
 pub fn run() -> ExitCode {
-    print!("{}", moejob_plan::crd::yaml());
+    print!("{}", moejob_manifest::crd::yaml());
     ExitCode::SUCCESS
 }

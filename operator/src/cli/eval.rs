@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use moe_worker::engine::eval::{EvalError, Measurer, evaluate, source_of};
 use moe_worker::hf::Weights;
 use moe_worker::hf::text::{self, Text};
-use moejob_plan::devices::on_one_gpu;
+use moejob_manifest::devices::on_one_gpu;
 use moejob_protocol::config::{DataConfig, Precision, TokenType, Tokenizer, ValidationConfig};
 use moejob_protocol::model::ModelConfig;
 use serde_json::json;
@@ -181,7 +181,7 @@ fn tokenizer(args: &EvalArgs, weights: &Weights, known: &Text) -> Tokenizer {
 mod tests {
     use super::*;
     use clap::Parser;
-    use moejob_plan::Job;
+    use moejob_manifest::Job;
 
     #[derive(Parser)]
     struct Typed {

@@ -4,7 +4,7 @@ use super::args::word;
 use super::validate::Output;
 use crate::cli::out::io;
 use clap::Args;
-use moejob_plan::{edit, explain};
+use moejob_manifest::{edit, explain};
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -38,7 +38,7 @@ pub fn run(args: &ExplainArgs) -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(why) => {
-            eprintln!("moejob: {}", moejob_plan::problem::printable(&why));
+            eprintln!("moejob: {}", moejob_manifest::problem::printable(&why));
             ExitCode::from(2)
         }
     }
@@ -67,7 +67,7 @@ pub fn init(args: &InitArgs) -> ExitCode {
     let first = match edit::first(&args.name, args.preset.as_deref(), &called) {
         Ok(first) => first,
         Err(why) => {
-            eprintln!("moejob: {}", moejob_plan::problem::printable_lines(&why));
+            eprintln!("moejob: {}", moejob_manifest::problem::printable_lines(&why));
             return ExitCode::from(2);
         }
     };

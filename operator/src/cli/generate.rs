@@ -16,7 +16,7 @@ use moe_worker::engine::sample::Sampling;
 use moe_worker::hf::Weights;
 use moe_worker::hf::text::{self, Text};
 use moejob_kernels::DType;
-use moejob_plan::offline::count;
+use moejob_manifest::words::count;
 use moejob_protocol::config::{Precision, Tokenizer};
 use serde_json::json;
 use std::io::{BufRead, IsTerminal, Read, Write};

@@ -3,9 +3,9 @@
 use moe_worker::failure::chain;
 use moe_worker::life::preflight::nccl;
 use moejob_kernels::cuda::{VisibleGpu, missing_libraries, visible_gpus};
-use moejob_plan::Job;
+use moejob_manifest::Job;
+use moejob_manifest::profile::Backend;
 use moejob_plan::placement::gib;
-use moejob_plan::profile::Backend;
 
 /// What the machine has: what is missing of driver and libraries, and its GPUs.
 struct Machine {

@@ -214,5 +214,5 @@ fn start_plain_logs(default: &str) {
 
 /// Prints an error with its causes.
 pub(crate) fn complain(error: &dyn std::error::Error) {
-    eprintln!("moejob: {}", moejob_plan::problem::printable_lines(&chain(error)));
+    eprintln!("moejob: {}", moejob_manifest::problem::printable_lines(&chain(error)));
 }

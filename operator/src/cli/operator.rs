@@ -11,7 +11,7 @@ use crate::pulse::{Pulse, abort_on_panic};
 use crate::scrape::Scrape;
 use clap::Args;
 use kube::{Client, Config};
-use moejob_plan::crd;
+use moejob_manifest::crd;
 use moejob_plan::lead::Operator;
 use std::net::SocketAddr;
 use std::process::ExitCode;

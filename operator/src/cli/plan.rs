@@ -3,12 +3,13 @@
 use super::profiles::OwnProfiles;
 use super::validate::read_job;
 use clap::{Args, ValueEnum};
-use moejob_plan::Job;
-use moejob_plan::offline::{self, Outlook, outlook};
-use moejob_plan::picture::{Picture, html, picture, svg};
-use moejob_plan::problem::nearest;
+use moejob_fabric::topology::NodeInfo;
+use moejob_manifest::Job;
+use moejob_manifest::problem::nearest;
+use moejob_offline::{Outlook, outlook};
+use moejob_offline::nodes::{nodes_from, select};
+use moejob_offline::picture::{Picture, html, picture, svg};
 use moejob_plan::allocate::Needs;
-use moejob_plan::topology::{NodeInfo, nodes_from, select};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -129,7 +130,7 @@ fn written(outlook: &Outlook, output: Form) -> Result<String, String> {
     match output {
         Form::Json => serde_json::to_string_pretty(outlook)
             .map_err(|error| format!("the plan cannot be written as JSON: {error}")),
-        _ => Ok(offline::text(outlook)),
+        _ => Ok(moejob_offline::text(outlook)),
     }
 }
 

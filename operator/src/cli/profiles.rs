@@ -2,9 +2,9 @@
 //! `moejob-profiles` has them on a cluster.
 
 use clap::Args;
-use moejob_plan::problem::printable;
-use moejob_plan::profile::{Broken, File, Profiles};
-use moejob_plan::yaml::BYTES_MAX;
+use moejob_manifest::problem::printable;
+use moejob_manifest::profile::{Broken, File, Profiles};
+use moejob_manifest::yaml::BYTES_MAX;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -35,7 +35,7 @@ impl OwnProfiles {
 
 /// `FILE:4:9: E0212 memory: found ..`, a line a problem.
 pub fn lines(broken: &Broken) -> Vec<String> {
-    let line = |problem: &moejob_plan::problem::Problem| {
+    let line = |problem: &moejob_manifest::problem::Problem| {
         let place = problem.place.map(|place| format!("{}:{}: ", place.line, place.column));
         format!("{}: {}{}", printable(&broken.file), place.unwrap_or_default(), problem.sentence())
     };

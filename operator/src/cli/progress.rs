@@ -96,7 +96,7 @@ impl Progress {
             return;
         }
         // Workers' words stand in it.
-        let text = &moejob_plan::problem::printable_lines(text);
+        let text = &moejob_manifest::problem::printable_lines(text);
         if self.terminal {
             show("\r\x1b[K");
         }

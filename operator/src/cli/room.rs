@@ -5,10 +5,10 @@
 //! ```
 
 use moe_worker::attempt::pace::kernel_bytes;
-use moejob_plan::Job;
+use moejob_manifest::Job;
+use moejob_manifest::profile::Backend;
 use moejob_plan::observed::Size;
 use moejob_plan::placement::{self, gib};
-use moejob_plan::profile::Backend;
 use moejob_protocol::memory::{OFFLOADED_MASTERS, OFFLOADED_MOMENTS, Part};
 use rustix::process::{Resource, getrlimit};
 use std::path::Path;

@@ -9,7 +9,7 @@ use super::args::{RUNS, is_run, or_its_runs, whole};
 use super::moe::table::{Table, age, millis, short};
 use super::validate::Output;
 use clap::Args;
-use moejob_plan::problem::printable;
+use moejob_manifest::problem::printable;
 use rustix::fs::{FlockOperation, flock};
 use serde_json::{Value, json};
 use std::fs::File;

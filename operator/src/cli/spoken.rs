@@ -1,7 +1,7 @@
 //! Tokens -> text as it comes, and where it goes: a terminal sees no control characters.
 
 use moe_worker::data::Encoder;
-use moejob_plan::problem::is_bidi;
+use moejob_manifest::problem::is_bidi;
 use std::io::{IsTerminal, Write};
 
 /// Tokens that wait for the rest of a character at most: four bytes, and what a tokenizer joins.

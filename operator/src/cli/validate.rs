@@ -2,15 +2,15 @@
 
 use super::profiles::OwnProfiles;
 use clap::{Args, ValueEnum};
-use moejob_plan::Job;
-use moejob_plan::devices;
-use moejob_plan::edit;
-use moejob_plan::job::same_output;
-use moejob_plan::problem::{Code, Problem};
-use moejob_plan::profile::{Backend, Profiles};
-use moejob_plan::read::Manifest;
-use moejob_plan::several::documents;
-use moejob_plan::yaml::BYTES_MAX;
+use moejob_manifest::Job;
+use moejob_manifest::devices;
+use moejob_manifest::edit;
+use moejob_manifest::job::same_output;
+use moejob_manifest::problem::{Code, Problem};
+use moejob_manifest::profile::{Backend, Profiles};
+use moejob_manifest::read::Manifest;
+use moejob_manifest::several::documents;
+use moejob_manifest::yaml::BYTES_MAX;
 use moejob_protocol::ModelConfig;
 use serde_json::{Value, json};
 use std::io::Read;
@@ -124,7 +124,7 @@ pub fn read_changed_job(
         Ok(bytes) if is_changed => match edit::with(&bytes, changed.sets, changed.name) {
             Ok(bytes) => (judge(file, &bytes, &mut jobs, &profiles), bytes),
             Err(why) => {
-                eprintln!("moejob: {}", moejob_plan::problem::printable_lines(&why));
+                eprintln!("moejob: {}", moejob_manifest::problem::printable_lines(&why));
                 return Err(ExitCode::from(EXIT_INPUT));
             }
         },

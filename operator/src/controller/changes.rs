@@ -3,9 +3,9 @@
 use super::Controller;
 use super::crew::Crew;
 use crate::observe::{Change, JobSeen, Key, PodSeen, Taken, Weight};
+use moejob_manifest::profile::{File, Profiles};
 use moejob_plan::lead::{self, Event, Operator};
 use moejob_plan::observed::Millis;
-use moejob_plan::profile::{File, Profiles};
 use std::sync::Arc;
 
 impl Controller {

@@ -3,8 +3,8 @@
 use crate::authority::random;
 use moe_worker::attempt::records::{Records, RecordsError};
 use moe_worker::data::durable;
-use moejob_plan::changes::changes;
-use moejob_plan::launch::shared;
+use moejob_manifest::changes::changes;
+use moejob_manifest::identity::shared;
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

@@ -1,8 +1,8 @@
 //! All that was seen last, and the sums over pods that allocation asks for.
 
 use super::{Change, ClassSeen, JobSeen, Key, Kind, Owner, PodSeen, key};
+use moejob_manifest::resources::Resources;
 use moejob_plan::allocate::ClusterNode;
-use moejob_plan::resources::Resources;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
 //! What many pods have in common, kept once.
 
-use moejob_plan::resources::Resources;
+use moejob_manifest::resources::Resources;
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 

@@ -7,7 +7,7 @@ mod process;
 
 use api::Api;
 use moejob::identity::Keyring;
-use moejob_plan::crd;
+use moejob_manifest::crd;
 use moejob_plan::observed::{Gang, Record};
 use moejob_plan::record::{self, More, Saved};
 use moejob_protocol::config::Member;

@@ -3,7 +3,7 @@
 use crate::api::Api;
 use moejob::authority::Authority;
 use moe_worker::gang::tls::server_name;
-use moejob_plan::crd;
+use moejob_manifest::crd;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::process::{Child, Command, Stdio};

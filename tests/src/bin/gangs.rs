@@ -14,7 +14,7 @@ use kube::api::{Api, DeleteParams, ListParams, PostParams};
 use kube::core::{ApiResource, DynamicObject, GroupVersionKind};
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Client, ResourceExt};
-use moejob_plan::Job;
+use moejob_manifest::Job;
 use moejob_plan::pods::{self, Birth, Surroundings};
 use moejob_tests::cluster::{script, small_job};
 use moejob_tests::spent;

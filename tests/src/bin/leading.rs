@@ -12,7 +12,7 @@
 //! one beside this program, or `MOEJOB_BIN`.
 
 use kube::config::{Config, KubeConfigOptions, Kubeconfig};
-use moejob_plan::crd;
+use moejob_manifest::crd;
 use moejob_tests::cluster::small_job;
 use moejob_tests::fake::Gauge;
 use moejob_tests::fake::api::{Api, Cut, KUBELET};

@@ -14,7 +14,7 @@ mod knock;
 mod lag;
 mod life;
 mod moe;
-#[path = "../../../operator/plan/tests/manifests/mod.rs"]
+#[path = "../../../operator/manifest/tests/manifests/mod.rs"]
 mod manifests;
 mod queue;
 mod recovery;

@@ -1,8 +1,8 @@
 //! The definition on a real API server: what it refuses and how, what it explains, what it shows.
 
 use crate::manifests::{BASE, TABLE, blocks};
-use moejob_plan::Job;
-use moejob_plan::profile::Profiles;
+use moejob_manifest::Job;
+use moejob_manifest::profile::Profiles;
 use moejob_tests::cluster::{Said, get, kubectl, manifest};
 use moejob_tests::root;
 use serde_json::Value;

@@ -2,8 +2,8 @@
 
 use moe_worker::checkpoint;
 use moe_worker::life::control;
-use moejob_plan::Job;
-use moejob_plan::job::Venue;
+use moejob_manifest::Job;
+use moejob_manifest::job::Venue;
 use moejob_plan::launch::{Places, template};
 use moejob_plan::lead::JobSeen;
 use moejob_plan::observed::{Gang, Outcome, Record, StopCause};

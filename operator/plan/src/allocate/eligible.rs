@@ -1,9 +1,9 @@
 //! Whether a node does for a job.
 
 use super::ClusterNode;
-use crate::job::Job;
 use crate::pods::{self, Birth, Surroundings};
-use crate::resources::Resources;
+use moejob_manifest::job::Job;
+use moejob_manifest::resources::Resources;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fmt;

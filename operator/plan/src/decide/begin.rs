@@ -1,13 +1,13 @@
 //! Workers for a gang, and the next attempt of it.
 
-use crate::words::{one_or_more, several};
 use super::resume::{Start, choose};
 use super::{
     Action, DEVICE_FAILURES_MAX, DEVICE_WINDOW, END_GRACE, PARTED_AVOID, PARTINGS_MIN, Planner,
     STOP_TIMEOUT,
 };
-use crate::job::Venue;
 use crate::observed::{DeviceFailure, Gang, Millis, Size, Worker, WorkerState};
+use moejob_manifest::job::Venue;
+use moejob_manifest::words::{one_or_more, several};
 use moejob_protocol::config::{Member, WorkerConfig};
 use std::sync::Arc;
 

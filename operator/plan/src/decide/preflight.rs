@@ -1,10 +1,10 @@
 //! Nodes are measured before their workers get a rank, and bad ones are avoided.
 
 use super::{Action, Planner};
-use crate::job::Venue;
 use crate::observed::{Millis, Outcome, Worker, WorkerState};
 use crate::preflight::{Checked, line};
 use crate::reasons;
+use moejob_manifest::job::Venue;
 use moejob_protocol::message::CONTROL_PREFLIGHT;
 
 /// A worker that was asked and lives measures for some seconds, and gives up by itself after 30.

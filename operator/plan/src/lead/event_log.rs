@@ -1,9 +1,9 @@
 //! What people are told of a job is bounded: the same words once in a while, and so many events in
 //! a minute. A worker that cries wolf, or an image made to do so, fills no event log.
 
-use crate::words::several;
 use crate::observed::Millis;
-use crate::problem::{printable, printable_lines, shorten};
+use moejob_manifest::problem::{printable, printable_lines, shorten};
+use moejob_manifest::words::several;
 use std::collections::VecDeque;
 
 /// So many events at once, and then one in so long.

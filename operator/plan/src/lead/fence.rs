@@ -4,11 +4,11 @@
 //! dialled, deleted or wrote would destroy what only a newer operator, or a person with a backup,
 //! can read.
 
-use crate::words::{one_or_more, several};
 use super::spec::{restored, sealed_by};
 use super::{JobLoop, JobSeen, Owner};
 use crate::pods::LABEL_JOB_UID;
 use crate::record::RecordError;
+use moejob_manifest::words::{one_or_more, several};
 use serde_json::json;
 
 /// The reason of the event that tells of it.

@@ -4,12 +4,12 @@
 //! matter: layouts, snapshots and ranks of a job under way rest on them, so such a change is
 //! refused for that job, and it goes on as it was.
 
-use crate::words::several;
 use super::{Blocked, JobLoop, JobSeen, Place};
-use crate::Job;
 use crate::observed::Millis;
-use crate::profile::Profiles;
 use crate::record::Machine;
+use moejob_manifest::Job;
+use moejob_manifest::profile::Profiles;
+use moejob_manifest::words::several;
 use std::sync::Arc;
 
 /// The event and the reason.

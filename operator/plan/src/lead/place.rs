@@ -3,10 +3,10 @@
 //! The loop is one for both. What differs is a value that it reads, never another path through it.
 
 use super::Operator;
-use crate::job::{Job, Venue};
 use crate::launch::{self, Places};
 use crate::observed::Millis;
 use crate::pods;
+use moejob_manifest::job::{Job, Venue};
 use moejob_protocol::config::WorkerConfig;
 use std::sync::Arc;
 

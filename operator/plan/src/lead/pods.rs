@@ -4,7 +4,7 @@
 use super::{ByName, Effect, JobLoop, Link, Origin, PodIdentity, Said, WorkerPod, Write, doubled};
 use crate::observed::{Millis, Observed, Outcome, Worker, WorkerState};
 use crate::pods::{TERMINATION_GRACE_S, attempt_and_slot};
-use crate::problem::printable;
+use moejob_manifest::problem::printable;
 use moejob_protocol::message::Down;
 use moejob_protocol::pod::PORT;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};

@@ -1,14 +1,15 @@
 //! What a job says of itself: status, metrics, and when they are written.
 
-use crate::words::{one_or_more, several};
 use super::outbox::RETRY_MAX;
 use super::{Blocked, Effect, JobLoop, JobName, JobSeen, Origin, Write, Written, doubled};
 use crate::engines::{EngineLoss, RankPlace};
 use crate::observed::{Millis, Stored};
 use crate::reasons;
 use crate::record::{self, Saved};
-use crate::status::{self, Condition, EngineLossStatus, MoeJobStatus};
+use crate::status;
 use crate::track::{Recovery, Tracker};
+use moejob_manifest::status::{Condition, EngineLossStatus, MoeJobStatus};
+use moejob_manifest::words::{one_or_more, several};
 use moejob_protocol::report::StepReport;
 use std::sync::Arc;
 

@@ -1,10 +1,10 @@
 //! What has become of a job's writes.
 
 use crate::decide::all_done;
-use crate::words::several;
 use super::{Effect, JobLoop, Origin, WriteError, WriteErrorKind, Written};
 use crate::decide::Action;
 use crate::observed::{Millis, Outcome};
+use moejob_manifest::words::several;
 
 /// The API server has judged it, and says no.
 fn is_refusal(kind: WriteErrorKind) -> bool {

@@ -1,22 +1,23 @@
 //! What a job's object says: its spec, judged, and what the leader before has left in its status.
 
 use super::{Effect, JobLoop, JobSeen, Link, Place};
-use crate::Job;
 use crate::allocate::Needs;
-use crate::changes;
-use crate::cost::{self, CHANGES_LED_MAX};
-use crate::devices;
-use crate::job::Venue;
 use crate::launch;
-use crate::offline::{CUT, Change, changes};
+use crate::fits::{CUT, Change, changes};
 use crate::observed::{Millis, Observed, Record, Stored, Wanted};
 use crate::placement;
 use crate::pods;
-use crate::problem::Problem;
-use crate::profile::Profiles;
 use crate::reasons;
 use crate::record::{self, Accepted, Machine, Saved};
-use crate::spec::MoeJobSpec;
+use moejob_manifest::Job;
+use moejob_manifest::changes;
+use moejob_manifest::cost::{self, CHANGES_LED_MAX};
+use moejob_manifest::devices;
+use moejob_manifest::identity;
+use moejob_manifest::job::Venue;
+use moejob_manifest::problem::Problem;
+use moejob_manifest::profile::Profiles;
+use moejob_manifest::spec::MoeJobSpec;
 use moejob_protocol::config::WorkerConfig;
 use serde_json::Value;
 use std::sync::LazyLock;
@@ -255,6 +256,6 @@ pub(super) fn nothing_observed(job_uid: &str, record: Record, stored: Option<Sto
 
 /// A template for a job that has none yet; read once.
 static EMPTY_TEMPLATE: LazyLock<WorkerConfig> = LazyLock::new(|| {
-    let job = launch::least();
+    let job = identity::least();
     launch::template(&job, Venue::Kubernetes, "", &pods::places(&job))
 });

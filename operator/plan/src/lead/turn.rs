@@ -4,11 +4,11 @@ use super::place::Patience;
 use super::{
     Batch, Effect, JobLoop, Link, Memo, Origin, Template, Turn, Write, WriteError, WriteErrorKind,
 };
-use crate::Job;
 use crate::decide::{Action, FREEZE_PATIENCE, plan};
 use crate::observed::{Millis, Outcome};
 use crate::pods::{Birth, Surroundings};
 use crate::record::RECORD_BYTES_MAX;
+use moejob_manifest::Job;
 use moejob_protocol::message::Down;
 use std::sync::Arc;
 

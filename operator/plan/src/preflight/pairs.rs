@@ -10,7 +10,7 @@
 
 use super::{Grade, Measured, Outcome, PairResult, Rounds, Standing, judge};
 use crate::observed::Millis;
-use crate::profile::Limit;
+use moejob_manifest::profile::Limit;
 use moejob_protocol::pair::{Meeting, PAIR_CHECK, PairAnswer, PairSaid};
 use std::collections::BTreeMap;
 

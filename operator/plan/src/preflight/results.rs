@@ -4,7 +4,7 @@ use super::{
     Cache, Grade, Key, Known, News, Outcome, Pairs, Passes, WORST_MAX, judge, worst,
 };
 use crate::observed::Millis;
-use crate::profile::{Limit, Profile};
+use moejob_manifest::profile::{Limit, Profile};
 use moejob_protocol::config::Backend;
 use moejob_protocol::pair::{Meeting, PAIR_CHECK, PairOrder};
 use moejob_protocol::preflight::{Answer, Expected, Order};

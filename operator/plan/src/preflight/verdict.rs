@@ -1,6 +1,6 @@
 //! What was measured against what the profile expects.
 
-use crate::profile::Limit;
+use moejob_manifest::profile::Limit;
 use moejob_protocol::preflight::{Grade, Measured, Value};
 use serde::Serialize;
 use std::collections::BTreeMap;

@@ -4,7 +4,7 @@
 use super::{Rest, VERSION};
 use crate::engines::EngineLoss;
 use crate::observed::{Gang, Millis};
-use crate::profile::Profile;
+use moejob_manifest::profile::Profile;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;

@@ -1,33 +1,11 @@
 //! What the order of a gang's ranks costs the network between leaves.
 
 use crate::allocate::nodes_of_group;
-use crate::fabric::FabricFacts;
 use crate::observed::{Gang, Observed};
-use crate::words::several;
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use moejob_fabric::FabricFacts;
+use moejob_manifest::status::FabricStatus;
+use moejob_manifest::words::several;
 use std::collections::BTreeMap;
-
-/// What the order of the ranks costs the network: links of NCCL between leaves.
-#[derive(Serialize, Deserialize, JsonSchema, Clone, Debug, Default, PartialEq, Eq)]
-#[serde(rename_all = "camelCase", default)]
-pub struct FabricStatus {
-    /// All of it for a person.
-    pub summary: String,
-    /// Leaf switches that the gang's nodes hang on.
-    pub leaves: u32,
-    /// Links of the ring from leaf to leaf.
-    pub ring_crossings: u32,
-    /// Links of each tree from leaf to leaf.
-    pub tree_crossings: Vec<u32>,
-    /// Links of the ring and of both trees in the best order of as many nodes that the job has.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub least_crossings: Option<u32>,
-    /// Links from leaf to leaf beyond those: members keep their places after a loss, and get the
-    /// best order again when the gang grows.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub price: Option<u32>,
-}
 
 /// Of a gang on several leaves.
 pub(super) fn fabric(observed: &Observed, gang: &Gang) -> Option<FabricStatus> {

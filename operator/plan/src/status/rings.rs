@@ -1,10 +1,10 @@
 //! Whether NCCL has built what the order of ranks was chosen for.
 
-use crate::words::several;
 use super::{Condition, condition, unknown};
-use crate::fabric::Verdict;
-use crate::job::Job;
 use crate::observed::{Gang, Observed};
+use moejob_fabric::Verdict;
+use moejob_manifest::job::Job;
+use moejob_manifest::words::several;
 use moejob_protocol::config::Backend;
 use moejob_protocol::message::CONTROL_PREFLIGHT;
 

@@ -1,7 +1,7 @@
 //! What NCCL has built for the gang, as its ranks tell.
 
 use super::{Happening, Tracker};
-use crate::job::Venue;
+use moejob_manifest::job::Venue;
 use moejob_protocol::links::Built;
 
 impl Tracker {

@@ -14,8 +14,8 @@ use moejob_plan::lead::{
 };
 use moejob_plan::observed::{Millis, Node};
 use moejob_plan::preflight::{Cache, News};
-use moejob_plan::profile::Profiles;
 use crate::said::{device_failed, hello, of_kind, step_report, warning};
+use moejob_manifest::profile::Profiles;
 use moejob_protocol::message::{Down, Heartbeat, Hello, LeftReason, Phase, Up};
 use moejob_protocol::links::Built;
 use moejob_protocol::pair::{Meeting, PairAnswer, PairOrder, PairSaid};

@@ -1,6 +1,7 @@
+use moejob_manifest::identity::least;
+use moejob_manifest::job::Venue;
 use moejob_plan::allocate::{Claim, Demand, Needs};
-use moejob_plan::job::Venue;
-use moejob_plan::launch::{least, template, wanted};
+use moejob_plan::launch::{template, wanted};
 use moejob_plan::observed::{Observed, Size};
 use moejob_plan::pods::places;
 use moejob_protocol::layout::Layout;

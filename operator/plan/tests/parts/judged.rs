@@ -1,7 +1,7 @@
-use moejob_plan::Job;
+use moejob_manifest::Job;
+use moejob_manifest::profile::Profiles;
 use moejob_plan::lead::judge;
-use moejob_plan::offline::changes;
-use moejob_plan::profile::Profiles;
+use moejob_plan::fits::changes;
 use serde_json::{Value, json};
 
 fn good() -> Value {

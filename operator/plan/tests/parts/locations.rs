@@ -1,6 +1,6 @@
-use moejob_plan::Job;
+use moejob_manifest::Job;
+use moejob_manifest::profile::Profiles;
 use moejob_plan::locations::{Tenant, waiting};
-use moejob_plan::profile::Profiles;
 use serde_json::json;
 
 fn job(name: &str, location: &str, claim: &str) -> Job {

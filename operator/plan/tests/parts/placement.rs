@@ -1,4 +1,4 @@
-use moejob_plan::Job;
+use moejob_manifest::Job;
 use moejob_plan::observed::Size;
 use moejob_plan::placement::{memory, sizes};
 use moejob_protocol::Mesh;

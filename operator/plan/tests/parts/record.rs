@@ -1,5 +1,6 @@
-use moejob_plan::{cost, reasons};
-use moejob_plan::crd::NAME_LEN_MAX;
+use moejob_manifest::cost;
+use moejob_manifest::crd::NAME_LEN_MAX;
+use moejob_plan::reasons;
 use moejob_plan::engines::EngineLoss;
 use moejob_plan::observed::{Gang, Outcome, Record, StopCause};
 use moejob_plan::record::{

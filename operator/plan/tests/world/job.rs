@@ -1,10 +1,10 @@
 //! The job of the tests.
 
 use super::Setup;
-use moejob_plan::job::{Job, Venue};
+use moejob_manifest::job::{Job, Venue};
+use moejob_manifest::profile::Profiles;
 use moejob_plan::launch::{self, Places};
 use moejob_plan::preflight::Standard;
-use moejob_plan::profile::Profiles;
 use moejob_protocol::config::WorkerConfig;
 use moejob_protocol::pair::PAIR_CHECK;
 

@@ -1,6 +1,6 @@
 //! What a job of the world is.
 
-use moejob_plan::job::Venue;
+use moejob_manifest::job::Venue;
 
 /// What differs between the jobs of the tests.
 #[derive(Clone, Debug)]

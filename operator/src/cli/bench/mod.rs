@@ -22,12 +22,12 @@ use moe_worker::state::rank::{DeviceFailed, RankState};
 use moe_worker::state::snapshot::initialize;
 use moejob_kernels::{Pace, StepPhase};
 use moejob_kernels::cuda::Gpu;
-use moejob_plan::{Job, explain};
-use moejob_plan::job::Venue;
+use moejob_manifest::{Job, devices, explain};
+use moejob_manifest::job::Venue;
+use moejob_manifest::preset::fields;
+use moejob_manifest::spec::{Preset, as_typed};
 use moejob_plan::launch::{self, Places};
 use moejob_plan::placement::{self, gib};
-use moejob_plan::preset::fields;
-use moejob_plan::spec::{Preset, as_typed};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, GradientDtype, MomentDtype, Recompute};
 use serde_json::{Value, json};
@@ -195,7 +195,7 @@ fn job(args: &BenchArgs, preset: Preset, device: DeviceName) -> Result<Job, Refu
             "training": training,
         },
     });
-    let told = |problems: Vec<moejob_plan::problem::Problem>| {
+    let told = |problems: Vec<moejob_manifest::problem::Problem>| {
         let lines: Vec<String> = problems.iter().map(|problem| problem.sentence()).collect();
         Refused(2, lines.join("\n"))
     };
@@ -212,7 +212,7 @@ fn device_of(args: &BenchArgs) -> DeviceName {
 fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
     let job = job(args, preset, device_of(args))?;
     let (devices, ep) = (args.devices.unwrap_or(1), args.expert_parallel);
-    if !placement::divides(ep, devices) {
+    if !devices::divides(ep, devices) {
         return Err(Refused(2, format!("--expert-parallel {ep} does not divide {devices} devices")));
     }
     let layout = placement::layout(&job, devices, ep);

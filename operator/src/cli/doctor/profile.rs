@@ -2,7 +2,7 @@
 
 use moe_worker::life::machine::Machine;
 use moe_worker::life::machine::pci::Address;
-use moejob_plan::profile::Profiles;
+use moejob_manifest::profile::Profiles;
 
 /// Shipped profiles and an admin's own whose GPUs have the addresses of this machine's.
 pub fn fitting<'a>(machine: &Machine, profiles: &'a Profiles) -> Vec<&'a str> {

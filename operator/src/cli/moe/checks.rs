@@ -1,8 +1,8 @@
 //! What `kubectl moe doctor` concludes from what it has found. Pure.
 
-use moejob_plan::words::several;
 use super::table::{millis, span};
-use moejob_plan::crd;
+use moejob_manifest::crd;
+use moejob_manifest::words::several;
 use moejob_plan::observed::Millis;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;

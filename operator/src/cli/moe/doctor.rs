@@ -11,10 +11,10 @@ use super::output::{self, Format};
 use super::now;
 use crate::cli::profiles::OwnProfiles;
 use clap::Args;
-use moejob_plan::Job;
+use moejob_manifest::Job;
+use moejob_manifest::profile::Profiles;
 use moejob_plan::allocate::Needs;
 use moejob_plan::observed::Millis;
-use moejob_plan::profile::Profiles;
 use serde_json::{Value, json};
 
 #[derive(Args)]

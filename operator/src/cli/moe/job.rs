@@ -1,13 +1,13 @@
 //! A MoeJob as the API server has it, read for people.
 
 use super::table::{self, age, cut, span};
-use moejob_plan::Job;
+use moejob_manifest::Job;
+use moejob_manifest::profile::Profiles;
+use moejob_manifest::spec::MoeJobSpec;
+use moejob_manifest::status::{Condition, MoeJobStatus};
 use moejob_plan::engines::{Engines, RankPlace};
 use moejob_plan::observed::{Gang, Millis};
-use moejob_plan::profile::Profiles;
 use moejob_plan::record::{self, Saved};
-use moejob_plan::spec::MoeJobSpec;
-use moejob_plan::status::{Condition, MoeJobStatus};
 use serde_json::Value;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

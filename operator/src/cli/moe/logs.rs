@@ -12,7 +12,7 @@ use super::{now, output, run_until_interrupted};
 use clap::Args;
 use futures::StreamExt;
 use kube::api::LogParams;
-use moejob_plan::pods::CONTAINER;
+use moejob_manifest::workspace::CONTAINER;
 use std::io::IsTerminal;
 use std::collections::BTreeSet;
 use std::time::Duration;

@@ -1,12 +1,12 @@
 //! Nodes and pods of the API -> which nodes a job could have now, by the operator's own rules.
 
-use moejob_plan::words::several;
 use crate::observe::{node_seen, requests};
 use k8s_openapi::api::core::v1::{Node, Pod};
+use moejob_fabric::topology::NodeInfo;
+use moejob_manifest::resources::Resources;
+use moejob_manifest::words::several;
 use moejob_plan::allocate::Needs;
 use moejob_plan::pods::LABEL_JOB_UID;
-use moejob_plan::resources::Resources;
-use moejob_plan::topology::NodeInfo;
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;

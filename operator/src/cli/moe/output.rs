@@ -2,7 +2,7 @@
 
 use super::error::MoeError;
 use clap::ValueEnum;
-use moejob_plan::problem::printable_lines;
+use moejob_manifest::problem::printable_lines;
 use serde_json::{Value, json};
 use std::io::Write;
 
@@ -21,7 +21,7 @@ pub fn value(format: Option<Format>, value: &Value) -> Option<String> {
     match format? {
         Format::Json => Some(serde_json::to_string_pretty(value).unwrap_or_default() + "\n"),
         Format::Yaml => {
-            let text = moejob_plan::yaml::write(value);
+            let text = moejob_manifest::yaml::write(value);
             Some(if text.ends_with('\n') { text } else { text + "\n" })
         }
         Format::Name => {

@@ -9,10 +9,10 @@ use crate::cli::plan::{How, Planned};
 use crate::cli::profiles::OwnProfiles;
 use crate::cli::validate;
 use clap::Args;
-use moejob_plan::problem::printable_lines;
-use moejob_plan::Job;
+use moejob_fabric::topology::NodeInfo;
+use moejob_manifest::Job;
+use moejob_manifest::problem::printable_lines;
 use moejob_plan::allocate::Needs;
-use moejob_plan::topology::NodeInfo;
 use std::path::{Path, PathBuf};
 
 #[derive(Args)]

@@ -1,7 +1,7 @@
 //! Columns as kubectl aligns them, and times as it writes them.
 
+use moejob_manifest::problem::printable;
 use moejob_plan::observed::Millis;
-use moejob_plan::problem::printable;
 
 /// Spaces between two columns.
 const GAP: usize = 3;

@@ -6,9 +6,9 @@
 //!
 //! Events live for an hour on most clusters; the record in status keeps the last recoveries.
 
-use moejob_plan::words::several;
 use super::job::JobView;
 use super::table::{age, millis, span, stamp};
+use moejob_manifest::words::several;
 use moejob_plan::observed::Millis;
 use moejob_plan::track::Recovery;
 use serde_json::{Value, json};

@@ -95,7 +95,7 @@ fn write(path: &Path, html: &str) -> std::io::Result<()> {
 /// Text as HTML shows it, whatever stands in it.
 fn escaped(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
-    for c in moejob_plan::problem::printable(text).chars() {
+    for c in moejob_manifest::problem::printable(text).chars() {
         match c {
             '&' => safe.push_str("&amp;"),
             '<' => safe.push_str("&lt;"),

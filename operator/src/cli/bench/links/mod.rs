@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! arguments -> wanted (GPUs, sizes) -> moe_worker::life::travel -> told, beside a profile (table)
-//!          `-> simulated: moejob_plan::travel
+//!          `-> simulated: moejob_fabric::travel
 //! ```
 
 mod table;
@@ -13,11 +13,11 @@ use super::super::profiles::OwnProfiles;
 use clap::Args;
 use moe_worker::failure::chain;
 use moe_worker::life::travel::{Verb, WORLD_MAX, Wanted, measure};
+use moejob_fabric::travel::{rows, text};
 use moejob_kernels::cuda::Gpu;
-use moejob_plan::problem::printable_lines;
-use moejob_plan::profile::{Profile, Profiles};
-use moejob_plan::resources::unit;
-use moejob_plan::travel::{rows, text};
+use moejob_manifest::problem::printable_lines;
+use moejob_manifest::profile::{Profile, Profiles};
+use moejob_manifest::resources::unit;
 use std::process::ExitCode;
 use table::Told;
 

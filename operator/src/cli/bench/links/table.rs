@@ -1,10 +1,10 @@
 //! What was measured of links, beside what a profile expects: as a table and as JSON.
 
 use moe_worker::life::travel::{Call, Found, Link, Reading, Verb, Way, in_units};
-use moejob_plan::problem::printable;
-use moejob_plan::profile::{Profile, Profiles};
-use moejob_plan::travel::Machines;
-use moejob_plan::words::aligned;
+use moejob_fabric::travel::Machines;
+use moejob_manifest::problem::printable;
+use moejob_manifest::profile::{Profile, Profiles};
+use moejob_manifest::words::aligned;
 use serde_json::{Value, json};
 
 /// Something measured, and what it is compared with.

@@ -1,0 +1,235 @@
+//! What goes with which devices: the one list of what processors, one GPU and a cluster refuse.
+//!
+//! ```text
+//! problems      a choice that its devices never have: the manifest is wrong          E0221
+//! unsupported   a job that the workers cannot train yet: a line goes when they can   E0301
+//! on_cluster    what only `moejob run` can do                                        E0301
+//! ```
+
+use crate::job::Job;
+use crate::preset;
+use crate::problem::{Code, Problem};
+use crate::profile::Backend;
+use crate::spec::{AttentionName, MoeJobSpec, Word, as_typed};
+use moejob_protocol::config::{GradientDtype, MomentDtype, Precision, TrainingConfig};
+use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig, RouterKind};
+use serde_json::Value;
+
+/// Widths of a head that attention on a GPU is tried for.
+const HEAD_DIMS: [u32; 4] = [32, 64, 96, 128];
+/// Rows of the grouped products are whole lines of 128 bytes.
+const ALIGNMENT: u32 = 64;
+const EXPERTS_MAX: u32 = 512;
+const TOP_K_MAX: u32 = 16;
+const GROUPS_MAX: u32 = 32;
+/// Sequences of a micro-batch whose balance is kept apart.
+const SEGMENTS_MAX: u32 = 512;
+
+/// What of the numbers' formats does not go with the job's devices or with each other.
+pub fn problems(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
+    match job.profile.backend {
+        Backend::Cpu => of_processors(spec, job),
+        Backend::Cuda => of_dtypes(&job.training),
+    }
+}
+
+/// Processors compute in fp32, always in the same order; what asks for that is no problem.
+fn of_processors(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
+    const ADVICE: &str = "processors compute in fp32: delete it, or choose a nodes.profile with \
+                          GPUs, such as gpu";
+    let typed = spec.training.clone().unwrap_or_default();
+    let mut found = Vec::new();
+    if job.training.precision != Precision::Fp32 {
+        let given = format!("`{}` on processors", as_typed(job.training.precision));
+        found.push(Problem::of(Code::Device, "spec.training.precision", given, "fp32", ADVICE));
+    }
+    if typed.moment_dtype == Some(Word(MomentDtype::Bf16)) {
+        let path = "spec.training.momentDtype";
+        found.push(Problem::of(Code::Device, path, "`bf16` on processors", "fp32", ADVICE));
+    }
+    if typed.gradient_dtype == Some(Word(GradientDtype::Bf16)) {
+        let path = "spec.training.gradientDtype";
+        found.push(Problem::of(Code::Device, path, "`bf16` on processors", "auto or fp32", ADVICE));
+    }
+    if typed.attention == Some(AttentionName::Fastest) {
+        let advice = "processors sum in one order alone: delete it";
+        let path = "spec.training.attention";
+        let given = "`fastest` on processors";
+        found.push(Problem::of(Code::Device, path, given, "deterministic", advice));
+    }
+    found
+}
+
+fn of_dtypes(training: &TrainingConfig) -> Vec<Problem> {
+    let mut found = Vec::new();
+    let name = as_typed(training.precision);
+    let halves = matches!(training.precision, Precision::Bf16 | Precision::Fp16);
+    if training.compute.moment_dtype == MomentDtype::Bf16 && !halves {
+        found.push(Problem::of(
+            Code::Device,
+            "spec.training.momentDtype",
+            format!("`bf16` with precision {name}"),
+            "bf16 with precision bf16 or fp16",
+            "delete it, or choose such a precision",
+        ));
+    }
+    let bf16 = training.precision == Precision::Bf16;
+    if training.compute.gradient_dtype == GradientDtype::Bf16 && !bf16 {
+        found.push(Problem::of(
+            Code::Device,
+            "spec.training.gradientDtype",
+            format!("`bf16` with precision {name}"),
+            "bf16 with precision bf16",
+            "choose auto or fp32, or precision bf16",
+        ));
+    }
+    found
+}
+
+/// What the workers cannot do yet, by name: refused before a run starts, never ignored.
+pub fn unsupported(job: &Job) -> Vec<Problem> {
+    const ADVICE: &str = "the workers cannot do this yet";
+    let mut found = Vec::new();
+    let degrees = [
+        ("spec.parallelism.tensor", job.tensor_parallel),
+        ("spec.parallelism.pipeline", job.pipeline_parallel),
+    ];
+    for (path, degree) in degrees.into_iter().filter(|(_, degree)| *degree != 1) {
+        found.push(Problem::of(Code::Unsupported, path, degree.to_string(), "1", ADVICE));
+    }
+    if let Some((preset, lacks)) = job.preset.and_then(|of| Some((of, preset::lacks(of)?))) {
+        let given = format!("{}, {lacks}", preset.name());
+        found.push(Problem::of(Code::Unsupported, "spec.model.preset", given, "others", ADVICE));
+    }
+    if job.profile.backend == Backend::Cuda {
+        found.extend(several_gpus(job));
+        found.extend(on_one_gpu(&job.model, &job.training));
+    }
+    found
+}
+
+/// Whether so many ranks fall into whole groups of `degree`.
+pub fn divides(degree: u32, ranks: u32) -> bool {
+    degree > 0 && ranks.is_multiple_of(degree)
+}
+
+/// Ranks that share experts: a bit each in what the kernels are told.
+pub const EXPERT_PARALLEL_MAX: u32 = 64;
+
+/// Whether the kernels take experts that are shared out over `ep` GPUs: each has at least as many
+/// as a token chooses.
+pub fn fits_expert_parallel(model: &ModelConfig, ep: u32) -> bool {
+    let experts = &model.experts;
+    ep == 1 || ep <= EXPERT_PARALLEL_MAX && experts.count / ep >= experts.per_token
+}
+
+/// What does not go with experts that are shared by several GPUs.
+fn several_gpus(job: &Job) -> Option<Problem> {
+    let ep = job.expert_parallel.filter(|ep| !fits_expert_parallel(&job.model, *ep))?;
+    let most = job.model.experts.count / job.model.experts.per_token.max(1);
+    Some(Problem::of(
+        Code::Unsupported,
+        "spec.parallelism.expert",
+        format!("`{ep}` on GPUs"),
+        format!("at most {}", most.clamp(1, EXPERT_PARALLEL_MAX)),
+        "a GPU holds at least as many experts as a token chooses",
+    ))
+}
+
+/// What of a model and its training a GPU does not compute yet.
+pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Problem> {
+    const KERNELS: &str = "the kernels for GPUs are not made for it; processors (profile cpu) are";
+    let mut found = Vec::new();
+    if !HEAD_DIMS.contains(&model.head_dim) {
+        let given = format!("`{}` on GPUs", model.head_dim);
+        let names: Vec<String> = HEAD_DIMS.iter().map(u32::to_string).collect();
+        let allowed = format!("one of {}", names.join(", "));
+        found.push(Problem::of(Code::Unsupported, "spec.model.headDim", given, allowed, KERNELS));
+    }
+    let experts = &model.experts;
+    let widths = [
+        ("spec.model.hiddenSize", model.hidden_size),
+        ("spec.model.experts.intermediateSize", experts.intermediate_size),
+        ("spec.model.denseIntermediateSize", model.dense_intermediate_size),
+    ];
+    for (path, width) in widths {
+        if !width.is_multiple_of(ALIGNMENT) {
+            let given = format!("`{width}` on GPUs");
+            let allowed = format!("a multiple of {ALIGNMENT}");
+            found.push(Problem::of(Code::Unsupported, path, given, allowed, KERNELS));
+        }
+    }
+    let most = [
+        ("spec.model.experts.count", experts.count, EXPERTS_MAX),
+        ("spec.model.experts.perToken", experts.per_token, TOP_K_MAX),
+        ("spec.model.router.groups", model.router.groups, GROUPS_MAX),
+    ];
+    for (path, count, most) in most {
+        if count > most {
+            let given = format!("`{count}` on GPUs");
+            let allowed = format!("at most {most}");
+            found.push(Problem::of(Code::Unsupported, path, given, allowed, KERNELS));
+        }
+    }
+    found.extend(of_router(&model.router, training.micro_batch_size));
+    found
+}
+
+/// Dropless top-k with Switch's loss, over a micro-batch or each sequence, is what one GPU has. All
+/// else is named field by field.
+fn of_router(router: &RouterConfig, sequences: u32) -> Vec<Problem> {
+    const ALLOWED: &str =
+        "dropless top-k with balanceLoss switch, auxLossScope microBatch or sequence";
+    const ADVICE: &str = "GPUs have no other router yet; processors (profile cpu) have it";
+    let has_scope = |scope| matches!(scope, AuxLossScope::MicroBatch | AuxLossScope::Sequence);
+    let scope = match has_scope(router.aux_loss_scope) {
+        true => AuxLossScope::MicroBatch,
+        false => AuxLossScope::Global,
+    };
+    let mut fields =
+        RouterConfig { aux_loss_scope: scope, ..router.clone() }.all_beyond_plain();
+    // With a kind comes what its source has. Evaluation has the capacity of training, unless it is
+    // given one of its own.
+    if router.kind != RouterKind::TopK {
+        fields = vec!["kind"];
+    }
+    if router.eval_capacity_factor == router.capacity_factor {
+        fields.retain(|field| *field != "evalCapacityFactor");
+    }
+    let values = serde_json::to_value(router).unwrap_or_default();
+    let told = |field| {
+        let given = match &values[field] {
+            Value::String(word) => format!("`{word}` on GPUs"),
+            Value::Number(number) => format!("`{number}` on GPUs"),
+            _ => format!("{field} on GPUs"),
+        };
+        let path = format!("spec.model.router.{field}");
+        Problem::of(Code::Unsupported, path, given, ALLOWED, ADVICE)
+    };
+    let mut found: Vec<Problem> = fields.into_iter().map(told).collect();
+    if router.aux_loss_scope == AuxLossScope::Sequence && sequences > SEGMENTS_MAX {
+        found.push(Problem::of(
+            Code::Unsupported,
+            "spec.training.microBatchSize",
+            format!("`{sequences}` with auxLossScope sequence on GPUs"),
+            format!("at most {SEGMENTS_MAX}"),
+            "lower it, or choose auxLossScope: microBatch",
+        ));
+    }
+    found
+}
+
+/// What only the machine of `moejob run` can mean.
+pub fn on_cluster(job: &Job) -> Option<Problem> {
+    job.profile.is_this_machine().then(|| {
+        Problem::of(
+            Code::Unsupported,
+            "spec.nodes.profile",
+            "`gpu` on a cluster",
+            "the kind of the cluster's machines",
+            "gpu is the machine of `moejob run`; write profile: nd-h200-v5 or another kind, or \
+             describe the machine: profile: custom, custom: { devices: 1, deviceMemory: 80Gi, \
+             nodeSelector: { .. } }",
+        )
+    })
+}

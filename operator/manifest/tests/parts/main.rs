@@ -1,0 +1,10 @@
+//! Parts of the reader by themselves, each by what others may ask of it.
+
+mod changes;
+mod cost;
+mod devices;
+mod identity;
+mod problem;
+mod resources;
+mod router;
+mod several;
