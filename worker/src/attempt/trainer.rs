@@ -447,6 +447,10 @@ fn advice_on(error: &KernelError) -> &'static str {
             "free memory of the machine, give the container more of it or let it lock more \
              (`ulimit -l unlimited`), or set training.offload: none"
         }
+        None if error.is_device() => {
+            "give the container all GPUs that spec.nodes.profile says, or name the profile of this \
+             machine; `moejob doctor` in it tells what it was given"
+        }
         None => "free memory or use fewer threads",
     }
 }
