@@ -73,6 +73,14 @@ impl KernelError {
         }
     }
 
+    /// The GPU itself is not there, or is none that engines take.
+    pub fn is_device(&self) -> bool {
+        let (KernelError::Cuda(error) | KernelError::Layer(LayerError::Cuda(error))) = self else {
+            return false;
+        };
+        matches!(error, CudaError::NoGpu { .. } | CudaError::NotGiven(_))
+    }
+
     /// Something has no room.
     pub fn is_memory(&self) -> bool {
         self.lack().is_some()

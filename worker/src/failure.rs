@@ -1,5 +1,6 @@
 //! Why a worker ends, and errors as people read them.
 
+use moejob_kernels::{KernelError, Lack};
 use serde::{Deserialize, Serialize};
 
 /// Why a worker ends; its message and advice reach the user.
@@ -32,4 +33,23 @@ pub fn chain(error: &dyn std::error::Error) -> String {
         source = error.source();
     }
     text
+}
+
+/// What to do about a device that cannot be made.
+pub(crate) fn advice_on(error: &KernelError) -> &'static str {
+    match error.lack() {
+        Some(Lack::Device) => {
+            "end what else uses the GPU, lower training.microBatchSize, or set recompute, offload: \
+             host, or momentDtype: bf16"
+        }
+        Some(Lack::Host) => {
+            "free memory of the machine, give the container more of it or let it lock more \
+             (`ulimit -l unlimited`), or set training.offload: none"
+        }
+        None if error.is_device() => {
+            "give the container all GPUs that spec.nodes.profile says, or name the profile of this \
+             machine; `moejob doctor` in it tells what it was given"
+        }
+        None => "free memory or use fewer threads",
+    }
 }

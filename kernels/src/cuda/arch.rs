@@ -65,6 +65,16 @@ impl Arch {
         )
     }
 
+    /// The path of GPUs whose kernels are compiled for this target; none for a target without one.
+    pub fn named(target: &str) -> Option<Arch> {
+        match target {
+            "sm_80" => Some(Arch::Ampere("sm_80")),
+            "sm_90a" => Some(Arch::Hopper),
+            "sm_100" => Some(Arch::Ampere("sm_100")),
+            _ => None,
+        }
+    }
+
     /// [`Arch::of`] for a layer whose elements are of `element`.
     pub fn for_elements(gpu: &Gpu, element: DType) -> Result<Arch, CudaError> {
         let arch = Arch::of(gpu)?;

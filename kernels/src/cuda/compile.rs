@@ -1,7 +1,6 @@
-//! .cu text -> cubin by NVRTC, kept on disk, several at once.
+//! .cu text -> cubin, from disk (`cubins.rs`) or by NVRTC, several at once.
 
 use std::ffi::CString;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,9 +8,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use cudarc::nvrtc::{result as rtc, sys};
 
 use super::arch::Arch;
+use super::cubins::{Cubins, shipped_dir};
 use super::driver::{Function, Gpu, LoadedModule};
 use super::error::CudaError;
-use super::libraries::{Cuda, NVRTC};
+use super::libraries::{Cuda, DRIVER, NVRTC};
 
 /// A compilation unit: its macros are part of its text.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -52,36 +52,29 @@ impl Module {
     }
 }
 
-/// `$MOEJOB_CUBIN_CACHE`, else `moejob/cubins` in the user's cache folder; none without a home.
-pub fn default_cache_dir() -> Option<PathBuf> {
-    let var = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    var("MOEJOB_CUBIN_CACHE").or_else(|| {
-        let caches = var("XDG_CACHE_HOME").or_else(|| Some(var("HOME")?.join(".cache")))?;
-        Some(caches.join("moejob").join("cubins"))
-    })
-}
-
 /// Compiles and loads kernels for one GPU.
 #[derive(Clone, Debug)]
 pub struct Compiler {
     gpu: Gpu,
-    cache: Option<PathBuf>,
-    nvrtc: (u32, u32),
+    cubins: Cubins,
+    nvrtc: Cuda,
 }
 
 /// More threads than this only wait for each other inside NVRTC.
 const COMPILE_THREADS_MAX: usize = 16;
 
 impl Compiler {
-    /// With `cache`, cubins are kept there; several processes may share it.
+    /// With `cache`, cubins are kept there; several processes may share it. Those that were shipped
+    /// beside the program are taken before one is compiled.
     pub fn new(gpu: &Gpu, cache: Option<PathBuf>) -> Result<Compiler, CudaError> {
-        let Cuda(major, minor) = compiles_for(Arch::of(gpu)?, gpu.name())?;
-        Ok(Compiler { gpu: gpu.clone(), cache, nvrtc: (major, minor) })
+        let nvrtc = compiles_for(Arch::of(gpu)?, gpu.name())?;
+        let cubins = Cubins::new(cache, shipped_dir().as_deref(), nvrtc, DRIVER.require()?);
+        Ok(Compiler { gpu: gpu.clone(), cubins, nvrtc })
     }
 
     /// NVRTC's version: major, minor.
     pub fn nvrtc_version(&self) -> (u32, u32) {
-        self.nvrtc
+        (self.nvrtc.0, self.nvrtc.1)
     }
 
     pub fn gpu(&self) -> &Gpu {
@@ -94,60 +87,91 @@ impl Compiler {
         sources: &[Source],
         progress: &(dyn Fn(usize, usize) + Sync),
     ) -> Result<Vec<Module>, CudaError> {
-        let (next, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-        let threads = sources.len().min(cores).min(COMPILE_THREADS_MAX);
-        let work = || {
-            let mut cubins = Vec::new();
-            loop {
-                let at = next.fetch_add(1, Ordering::Relaxed);
-                let Some(source) = sources.get(at) else { return cubins };
-                cubins.push((at, self.cubin(source)));
-                progress(done.fetch_add(1, Ordering::Relaxed) + 1, sources.len());
-            }
-        };
-        let mut cubins = std::thread::scope(|scope| {
-            let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-            let join = |worker: std::thread::ScopedJoinHandle<'_, Vec<_>>| match worker.join() {
-                Ok(cubins) => cubins,
-                Err(panic) => std::panic::resume_unwind(panic),
+        let cubins = in_turn(sources, progress, |source| self.cubin(source));
+        let load = |(source, cubin): (&Source, Result<(Vec<u8>, bool), CudaError>)| {
+            let (label, (cubin, shipped)) = (source.label.clone(), cubin?);
+            let loaded = match LoadedModule::new(&self.gpu, &label, &cubin) {
+                Err(error) if shipped && error.is_foreign_code() => {
+                    LoadedModule::new(&self.gpu, &label, &self.make(source)?)?
+                }
+                loaded => loaded?,
             };
-            workers.into_iter().flat_map(join).collect::<Vec<(usize, Result<_, _>)>>()
-        });
-        cubins.sort_by_key(|(at, _)| *at);
-        let load = |(at, cubin): (usize, Result<Vec<u8>, CudaError>)| {
-            let label = sources[at].label.clone();
-            let loaded = LoadedModule::new(&self.gpu, &label, &cubin?)?;
             Ok(Module { label, loaded })
         };
-        cubins.into_iter().map(load).collect()
+        sources.iter().zip(cubins).map(load).collect()
     }
 
-    fn cubin(&self, source: &Source) -> Result<Vec<u8>, CudaError> {
-        cached(source, self.cache.as_deref(), self.nvrtc)
+    /// The cubin, and whether it was shipped.
+    fn cubin(&self, source: &Source) -> Result<(Vec<u8>, bool), CudaError> {
+        match self.cubins.find(source) {
+            Some(found) => Ok((found.cubin, found.shipped)),
+            None => Ok((self.make(source)?, false)),
+        }
+    }
+
+    /// Compiles it, and keeps it for the next start.
+    fn make(&self, source: &Source) -> Result<Vec<u8>, CudaError> {
+        let cubin = compile(source)?;
+        // A cache that cannot be written costs the next start its time and nothing else.
+        if let Err(error) = self.cubins.keep(source, &cubin) {
+            eprintln!("moejob: the kernel cache is not used: {error}");
+        }
+        Ok(cubin)
     }
 }
 
-/// From the cache of `folder`, else compiled and left there.
-fn cached(
-    source: &Source,
-    folder: Option<&Path>,
-    nvrtc: (u32, u32),
-) -> Result<Vec<u8>, CudaError> {
-    let Some(folder) = folder else { return compile(source) };
-    let entry = Entry::new(folder, source, nvrtc);
-    if let Some(cubin) = entry.read() {
-        return Ok(cubin);
-    }
-    let cubin = compile(source)?;
-    // A cache that cannot be written costs the next start its time and nothing else.
-    if let Err(error) = entry.write(&cubin) {
-        eprintln!("moejob: the kernel cache is not used: {error}");
-    }
-    Ok(cubin)
+/// What `work` makes of each source, in their order; `progress(done, of)` after each, from several
+/// threads.
+fn in_turn<T: Send>(
+    sources: &[Source],
+    progress: &(dyn Fn(usize, usize) + Sync),
+    work: impl Fn(&Source) -> T + Sync,
+) -> Vec<T> {
+    let (next, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let threads = sources.len().min(cores).min(COMPILE_THREADS_MAX);
+    let turns = || {
+        let mut made = Vec::new();
+        loop {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            let Some(source) = sources.get(at) else { return made };
+            made.push((at, work(source)));
+            progress(done.fetch_add(1, Ordering::Relaxed) + 1, sources.len());
+        }
+    };
+    let mut made = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(turns)).collect();
+        let join = |worker: std::thread::ScopedJoinHandle<'_, Vec<_>>| match worker.join() {
+            Ok(made) => made,
+            Err(panic) => std::panic::resume_unwind(panic),
+        };
+        workers.into_iter().flat_map(join).collect::<Vec<(usize, T)>>()
+    });
+    made.sort_by_key(|(at, _)| *at);
+    made.into_iter().map(|(_, made)| made).collect()
 }
 
-const OPTIONS: [&str; 1] = ["--std=c++17"];
+/// Compiles `sources` into `folder`, as a cache or as what is shipped, without a GPU or a driver.
+/// What is there already stays. NVRTC's version: major, minor.
+///
+/// # Errors
+/// NVRTC is missing or refuses a source, or the folder cannot be written.
+pub fn compile_into(
+    folder: &Path,
+    sources: &[Source],
+    progress: &(dyn Fn(usize, usize) + Sync),
+) -> Result<(u32, u32), CudaError> {
+    let nvrtc = NVRTC.require()?;
+    let cubins = Cubins::new(Some(folder.to_owned()), None, nvrtc, nvrtc);
+    let made = in_turn(sources, progress, |source| match cubins.find(source) {
+        Some(_) => Ok(()),
+        None => cubins.keep(source, &compile(source)?),
+    });
+    made.into_iter().collect::<Result<(), CudaError>>()?;
+    Ok((nvrtc.0, nvrtc.1))
+}
+
+pub(super) const OPTIONS: [&str; 1] = ["--std=c++17"];
 
 /// NVRTC's version.
 ///
@@ -206,72 +230,6 @@ unsafe fn cubin_of(program: sys::nvrtcProgram) -> Result<Vec<u8>, String> {
     }
 }
 
-/// One file: magic, length and hash of the rest, the whole key, the cubin. The key is compared in
-/// full, so neither a collision of names nor damage can hand out a wrong kernel.
-struct Entry {
-    path: PathBuf,
-    key: Vec<u8>,
-}
-
-const MAGIC: &[u8; 8] = b"MOEJCUB1";
-
-impl Entry {
-    fn new(folder: &Path, source: &Source, nvrtc: (u32, u32)) -> Entry {
-        let options = OPTIONS.join(" ");
-        let head = format!("{} {options} nvrtc {}.{}\n", source.arch, nvrtc.0, nvrtc.1);
-        let key = [head.as_bytes(), source.text.as_bytes()].concat();
-        let name = format!("{:016x}{:016x}.cubin", fnv1a(&key), fnv1a(source.label.as_bytes()));
-        Entry { path: folder.join(name), key }
-    }
-
-    /// None for a missing, foreign or damaged file.
-    fn read(&self) -> Option<Vec<u8>> {
-        let file = std::fs::read(&self.path).ok()?;
-        let body = file.strip_prefix(MAGIC)?;
-        let (hash, body) = body.split_first_chunk::<8>()?;
-        if u64::from_le_bytes(*hash) != fnv1a(body) {
-            return None;
-        }
-        let (key_len, body) = body.split_first_chunk::<8>()?;
-        let (key, cubin) =
-            body.split_at_checked(usize::try_from(u64::from_le_bytes(*key_len)).ok()?)?;
-        (key == self.key && !cubin.is_empty()).then(|| cubin.to_vec())
-    }
-
-    /// Written aside, synced, renamed: a reader sees all of it or nothing.
-    fn write(&self, cubin: &[u8]) -> Result<(), CudaError> {
-        static WRITES: AtomicUsize = AtomicUsize::new(0);
-        let count = WRITES.fetch_add(1, Ordering::Relaxed);
-        let aside = self.path.with_extension(format!("{}-{count}.tmp", std::process::id()));
-        let failure = |source| CudaError::Cache { path: self.path.clone(), source };
-        if let Some(folder) = self.path.parent() {
-            std::fs::create_dir_all(folder).map_err(failure)?;
-        }
-        let mut body = (self.key.len() as u64).to_le_bytes().to_vec();
-        body.extend_from_slice(&self.key);
-        body.extend_from_slice(cubin);
-        let written = std::fs::File::create(&aside).and_then(|mut file| {
-            file.write_all(MAGIC)?;
-            file.write_all(&fnv1a(&body).to_le_bytes())?;
-            file.write_all(&body)?;
-            file.sync_all()
-        });
-        let renamed = written.and_then(|()| std::fs::rename(&aside, &self.path));
-        if renamed.is_err() {
-            // Nothing else knows the name; what cannot be removed is a stray file.
-            let _ = std::fs::remove_file(&aside);
-        }
-        renamed.map_err(failure)
-    }
-}
-
-/// FNV-1a: finds damage, and names files; it is not asked to resist an attacker.
-fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
@@ -283,30 +241,23 @@ mod tests {
     use super::*;
     use crate::buffer::DType;
 
-    fn entry(text: &str) -> Entry {
-        let folder = std::env::temp_dir().join(format!("moejob-cubins-{}", std::process::id()));
-        let source = Source { label: "test".into(), text: text.into(), arch: "sm_80" };
-        Entry::new(&folder, &source, (13, 0))
-    }
-
     /// Compiles them, wherever NVRTC is; into the folder MOEJOB_CUBIN_CACHE where that is set, so
     /// that a machine without a device fills the cache of one that has it.
     fn check_that_all_compile(test: &str, sources: HashSet<Source>) {
-        let version = match NVRTC.require() {
-            Ok(Cuda(major, minor)) => (major, minor),
-            Err(error) => return eprintln!("skipped: {test}: {error}"),
-        };
+        if let Err(error) = NVRTC.require() {
+            return eprintln!("skipped: {test}: {error}");
+        }
         let folder = std::env::var_os("MOEJOB_CUBIN_CACHE").map(PathBuf::from);
         let sources: Vec<Source> = sources.into_iter().collect();
-        let next = AtomicUsize::new(0);
-        let work = || {
-            while let Some(source) = sources.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let cubin = cached(source, folder.as_deref(), version);
+        let Some(folder) = folder else {
+            let cubins = in_turn(&sources, &|_, _| (), compile);
+            for (source, cubin) in sources.iter().zip(cubins) {
                 let cubin = cubin.unwrap_or_else(|error| panic!("{error}"));
                 assert!(!cubin.is_empty(), "{}", source.label);
             }
+            return;
         };
-        std::thread::scope(|scope| (0..2).for_each(|_| _ = scope.spawn(work)));
+        compile_into(&folder, &sources, &|_, _| ()).unwrap_or_else(|error| panic!("{error}"));
     }
 
     /// Every kernel of attention: heads for each path, masked and not, both backwards.
@@ -413,26 +364,5 @@ mod tests {
             z_coef: 0.001,
             weight_gradients: Output::Element,
         }
-    }
-
-    #[test]
-    fn a_damaged_or_foreign_entry_is_not_served() {
-        let entry = entry("kernel of the damage test");
-        entry.write(b"a cubin").expect("the temporary folder can be written");
-        assert_eq!(entry.read().as_deref(), Some(b"a cubin".as_slice()));
-        let whole = std::fs::read(&entry.path).expect("just written");
-        for at in [0, 9, 20, whole.len() - 1] {
-            let mut damaged = whole.clone();
-            damaged[at] ^= 1;
-            std::fs::write(&entry.path, &damaged).expect("writable");
-            assert_eq!(entry.read(), None, "byte {at} flipped");
-        }
-        std::fs::write(&entry.path, &whole[..whole.len() / 2]).expect("writable");
-        assert_eq!(entry.read(), None, "cut in half");
-        let foreign = Entry { path: entry.path.clone(), key: b"another key".to_vec() };
-        std::fs::write(&entry.path, &whole).expect("writable");
-        assert_eq!(foreign.read(), None, "another key under the same name");
-        std::fs::remove_file(&entry.path).expect("removable");
-        assert_eq!(entry.read(), None);
     }
 }

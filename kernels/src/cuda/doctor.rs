@@ -3,11 +3,14 @@
 use cudarc::driver::{result as cu, sys};
 
 use super::arch::Arch;
-use super::compile::{compiles_for, default_cache_dir};
+use super::compile::compiles_for;
+use super::cubins::{counted, default_cache_dir, shipped_dir};
 use super::driver::{Gpu, require_driver};
 use super::error::CudaError;
+use super::given::Said;
 use super::libraries::{CUBLASLT, Cuda, DRIVER, NVRTC, Needed};
-use super::nvml::{Monitor, Nvml};
+use super::machine::uuid_of;
+use super::nvml::{Monitor, Nvml, uuid_text};
 
 /// One line of a diagnosis.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,11 +37,13 @@ pub fn inspect() -> Vec<Inspection> {
             if count == 0 {
                 lines.push(missing("gpu", "no GPU is visible: see CUDA_VISIBLE_DEVICES"));
             }
+            lines.extend(given(count));
         }
         // The driver's own line says why.
         Err(_) if lines[0].refused => {}
         Err(error) => lines.push(missing("gpu", &error.in_full())),
     }
+    lines.extend(shipped());
     lines.push(match default_cache_dir() {
         Some(folder) => present("kernel cache", folder.display().to_string()),
         None => missing("kernel cache", "set MOEJOB_CUBIN_CACHE to a folder that can be written"),
@@ -109,6 +114,25 @@ fn refused(name: &str, needed: &Needed, error: &CudaError) -> Inspection {
 /// `, /usr/lib/libnvrtc.so.12`
 fn place(needed: &Needed) -> String {
     needed.file().map_or(String::new(), |file| format!(", {file}"))
+}
+
+/// What the container was given, beside what the driver shows of it.
+fn given(count: usize) -> Option<Inspection> {
+    let uuid = |ordinal| Some(uuid_text(uuid_of(ordinal).ok()?));
+    let shown: Vec<String> = (0..count).filter_map(uuid).collect();
+    Some(match Said::here().beside(&shown)? {
+        Ok(found) => present("container", found),
+        Err(why) => Inspection { refused: true, ..missing("container", &why) },
+    })
+}
+
+/// Kernels that lie beside the program, where there are some.
+fn shipped() -> Option<Inspection> {
+    let folder = shipped_dir()?;
+    let of = |(nvrtc, count)| format!("{count} modules by NVRTC {nvrtc}");
+    let found: Vec<String> = counted(&folder).into_iter().map(of).collect();
+    let found = format!("{}, in {}", found.join(", "), folder.display());
+    (!counted(&folder).is_empty()).then(|| present("shipped kernels", found))
 }
 
 fn gpu(ordinal: usize) -> Inspection {

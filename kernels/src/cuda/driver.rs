@@ -9,6 +9,7 @@ use cudarc::driver::{result as cu, sys};
 
 use super::error::{CudaError, Doing};
 use super::event::Event;
+use super::given::{Said, check_name};
 use super::host_memory::HostMemory;
 use super::libraries::DRIVER;
 use super::machine::{device, shares};
@@ -61,11 +62,16 @@ impl Gpu {
 
     /// Retains the primary context of GPU `ordinal` and makes it current on this thread.
     pub fn open(ordinal: usize) -> Result<Gpu, CudaError> {
-        require_driver()?;
+        let (said, shown) = (Said::here(), Gpu::count()?);
+        said.check()?;
+        if ordinal >= shown {
+            return Err(CudaError::NoGpu { ordinal, shown, said: said.words() });
+        }
         let what = || format!("opening GPU {ordinal}");
         let device = device(ordinal).doing(what)?;
         let ordinal = i32::try_from(ordinal / shares()).unwrap_or(i32::MAX);
         let name = cu::device::get_name(device).doing(what)?;
+        check_name(&name)?;
         let uuid = cu::device::get_uuid(device).doing(what)?.bytes.map(|byte| byte as u8);
         use sys::CUdevice_attribute_enum as Attribute;
         let attribute = |attribute| {

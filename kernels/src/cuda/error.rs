@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use cudarc::driver::DriverError;
 
 use super::arch::Unfit;
+use super::given::NotGiven;
 use super::libraries::Cuda;
 
 #[derive(Debug, thiserror::Error)]
@@ -27,6 +28,10 @@ pub enum CudaError {
          CUDA {least} or newer and add its folder to LD_LIBRARY_PATH"
     )]
     Compiler { library: String, device: String, least: Cuda },
+    #[error(transparent)]
+    NotGiven(#[from] NotGiven),
+    #[error("there is no GPU {ordinal}: the driver shows {shown}{said}")]
+    NoGpu { ordinal: usize, shown: usize, said: String },
     #[error("{doing}")]
     Driver { doing: String, source: DriverError },
     #[error(
@@ -72,6 +77,18 @@ impl CudaError {
             ),
             _ => false,
         }
+    }
+
+    /// The driver does not take the code of a module: it was made for another GPU or driver.
+    pub(super) fn is_foreign_code(&self) -> bool {
+        use cudarc::driver::sys::CUresult as Code;
+        let CudaError::Driver { source, .. } = self else { return false };
+        matches!(
+            source.0,
+            Code::CUDA_ERROR_INVALID_IMAGE
+                | Code::CUDA_ERROR_NO_BINARY_FOR_GPU
+                | Code::CUDA_ERROR_UNSUPPORTED_PTX_VERSION
+        )
     }
 
     /// With what lies beneath it.

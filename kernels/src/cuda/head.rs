@@ -59,7 +59,7 @@ pub struct Head {
     sum: Function,
 }
 
-fn source(arch: Arch, desc: &HeadDesc) -> Source {
+pub(super) fn source(arch: Arch, desc: &HeadDesc) -> Source {
     let rows = Rows::choose(arch, desc);
     let macros = [
         ("ELEMENT", element_macro(desc.element)),

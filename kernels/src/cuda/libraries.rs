@@ -17,7 +17,7 @@ use cudarc::{cublaslt, driver, nvrtc};
 use super::error::CudaError;
 
 /// A version of CUDA: major, minor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Cuda(pub u32, pub u32);
 
 impl Cuda {

@@ -10,6 +10,7 @@ use super::compile::compiles_for;
 use super::doctor::{cublaslt, driver, nvrtc};
 use super::driver::{Gpu, require_driver};
 use super::error::{CudaError, Doing};
+use super::given::{Said, check_name};
 use super::nvml::{Monitor, Nvml};
 
 /// Each GPU counts as so many, which ranks share: for tests of a gang on a machine with fewer GPUs.
@@ -56,6 +57,7 @@ impl VisibleGpu {
     /// There are no kernels for it, or NVRTC cannot compile them.
     pub fn fit(&self) -> Result<Option<&'static str>, CudaError> {
         let device = || format!("GPU {} ({})", self.ordinal, self.name);
+        check_name(&self.name)?;
         let arch = Arch::of_capability(self.capability, false)
             .map_err(|source| CudaError::Unfit { device: device(), source })?;
         compiles_for(arch, &device())?;
@@ -66,9 +68,10 @@ impl VisibleGpu {
 /// All that are visible, in the driver's order.
 ///
 /// # Errors
-/// There is no driver, or it does not answer.
+/// There is no driver, it does not answer, or the container was given parts of GPUs.
 pub fn visible_gpus() -> Result<Vec<VisibleGpu>, CudaError> {
     let count = Gpu::count()?;
+    Said::here().check()?;
     // Optional: without it nobody says how much memory is free.
     let nvml = Nvml::load().ok();
     (0..count).map(|ordinal| describe(ordinal, nvml.as_ref())).collect()

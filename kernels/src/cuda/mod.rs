@@ -2,7 +2,9 @@
 //!
 //! ```text
 //! Gpu::open(ordinal)            driver.rs    context, streams, events, memory
-//! Compiler::load(sources)       compile.rs   .cu text -> cubin (NVRTC, cached on disk) -> module
+//! Compiler::load(sources)       compile.rs   .cu text -> cubin (on disk, or by NVRTC) -> module
+//! Cubins::find(source)          cubins.rs    the cache, then what is shipped
+//! StepKernels::sources(arch)    kernel_list.rs all that a model's step takes, without a GPU
 //! DRIVER.require()              libraries.rs every function that is called is there
 //! Arch::of(gpu)                 arch.rs      which kernels a GPU takes
 //! GemmConfig::choose(shape)     tiles.rs     which tiles a product takes
@@ -24,6 +26,7 @@
 //! Arena::with_host(..)          host_memory.rs memory of the host that kernels work on
 //! GPU and host before an arena   room.rs      whether both have as much as is planned
 //! inspect()                     doctor.rs    what this machine has and lacks
+//! Said::beside(shown)            given.rs     what a container was given, by its variables
 //! visible_gpus()                machine.rs   the same without a context, before a worker starts
 //! ```
 //! No CUDA is needed to build this: the driver and NVRTC are loaded when first used. Nothing here
@@ -39,6 +42,7 @@ mod call;
 mod captured;
 mod comm_lane;
 mod compile;
+mod cubins;
 mod dense;
 mod convert;
 mod dense_device;
@@ -53,9 +57,11 @@ mod event;
 mod fault;
 mod gate;
 mod gemm;
+mod given;
 mod head;
 mod here;
 mod host_memory;
+mod kernel_list;
 mod lane;
 mod layer;
 mod libraries;
@@ -81,7 +87,8 @@ pub use attention::AttentionKernels;
 pub use attention_shape::AttentionDesc;
 pub use captured::{Captured, Graph};
 pub use comm_lane::{Beside, KeptFree};
-pub use compile::{Compiler, Module, Source, default_cache_dir};
+pub use compile::{Compiler, Module, Source, compile_into};
+pub use cubins::{default_cache_dir, shipped_dir};
 pub use dense::{DenseShape, Products};
 pub use dense_device::NotTaken;
 pub use dense_record::{DenseChoices, DenseRecord, NoChoices, NoRecord, OtherDevice};
@@ -92,9 +99,11 @@ pub use error::CudaError;
 pub use event::Event;
 pub(crate) use gate::unsupported;
 pub use fault::Fault;
+pub use given::{ENV_GIVEN, NotGiven, given_words};
 pub use head::Head;
 pub use arch::{Arch, Unfit};
 pub use gemm::{GemmConfig, Output, ProductOp};
+pub use kernel_list::StepKernels;
 pub use lane::Registered;
 pub use layer::{
     Gradients, LayerError, MoeLayer, MoeNumbers, MoeTensors, Observer, Saved, Stacked,

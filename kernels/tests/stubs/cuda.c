@@ -177,7 +177,13 @@ int cuEventElapsedTime(float *milliseconds, void *a, void *b) {
     *milliseconds = number("STUB_EVENT_MICROSECONDS", 250) / 1e3;
     return 0;
 }
-int cuModuleLoadData(void **module, const void *image) { *module = handle(); return outside(); }
+/* Code that begins with STUB_FOREIGN is of another driver. 200: an invalid image. */
+int cuModuleLoadData(void **module, const void *image) {
+    const char *foreign = getenv("STUB_FOREIGN");
+    if (foreign && !memcmp(image, foreign, 4)) return 200;
+    *module = handle();
+    return outside();
+}
 int cuModuleGetFunction(void **function, void *module, const char *name) {
     *function = strdup(name);
     return 0;

@@ -118,5 +118,6 @@ int ncclCommSplit(void *of, int color, int key, void **comm, void *config) {
     return 0;
 }
 int ncclCommGetAsyncError(void *comm, int *state) { *state = 0; return 0; }
-int ncclCommCount(void *comm, int *count) { *count = 2; return 0; }
+/* Of a part of the gang it says the same. */
+int ncclCommCount(void *comm, int *count) { *count = world; return 0; }
 int ncclCommUserRank(void *comm, int *rank) { *rank = 0; return 0; }

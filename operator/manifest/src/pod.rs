@@ -48,7 +48,8 @@ const REFUSED: &[(&str, &str)] = &[
 ];
 
 /// Variables that are ours, or that change what a process loads.
-const ENV_REFUSED: &[&str] = &["NCCL_", "MOE_", "MOEJOB_", "LD_", "CUDA_VISIBLE_DEVICES"];
+const ENV_REFUSED: &[&str] =
+    &["NCCL_", "MOE_", "MOEJOB_", "LD_", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"];
 
 /// Sources of volumes that the `restricted` Pod Security Standard admits, and the name.
 const VOLUME_FIELDS: &[&str] = &[
@@ -218,8 +219,16 @@ fn env(value: &Value, path: &str, problems: &mut Vec<Problem>) {
         let name = entry["name"].as_str().unwrap_or_default();
         if ENV_REFUSED.iter().any(|refused| name.starts_with(refused)) {
             let at = format!("{path}[{index}].name");
-            let allowed = "variables that do not begin with NCCL_, MOE_, MOEJOB_ or LD_";
-            let advice = "delete it: the node's profile sets what the network wants";
+            let (allowed, advice) = match name.ends_with("_VISIBLE_DEVICES") {
+                true => (
+                    "variables that choose no GPUs",
+                    "delete it: the device plugin gives a pod all GPUs of its node",
+                ),
+                false => (
+                    "variables that do not begin with NCCL_, MOE_, MOEJOB_ or LD_",
+                    "delete it: the node's profile sets what the network wants",
+                ),
+            };
             problems.push(refused(at, quoted(name), allowed, advice));
         }
     }

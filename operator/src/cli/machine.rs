@@ -2,7 +2,7 @@
 
 use moe_worker::failure::chain;
 use moe_worker::life::preflight::nccl;
-use moejob_kernels::cuda::{VisibleGpu, missing_libraries, visible_gpus};
+use moejob_kernels::cuda::{VisibleGpu, given_words, missing_libraries, visible_gpus};
 use moejob_manifest::Job;
 use moejob_manifest::profile::Backend;
 use moejob_plan::placement::gib;
@@ -11,8 +11,8 @@ use moejob_plan::placement::gib;
 struct Machine {
     missing: Vec<(String, String)>,
     gpus: Result<Vec<Shown>, String>,
-    /// `CUDA_VISIBLE_DEVICES`
-    chosen: Option<String>,
+    /// What variables say of them: ` with CUDA_VISIBLE_DEVICES=3`.
+    said: String,
 }
 
 struct Shown {
@@ -41,8 +41,7 @@ pub fn check(job: &Job, needed: impl FnOnce() -> u64) -> Result<Vec<String>, Str
     };
     let shown = |gpu: VisibleGpu| Shown { fit: gpu.fit().map_err(|error| chain(&error)), gpu };
     let gpus = gpus.map(|gpus| gpus.into_iter().map(shown).collect());
-    let chosen = std::env::var("CUDA_VISIBLE_DEVICES").ok();
-    judge(&Machine { missing, gpus, chosen }, ranks, needed())
+    judge(&Machine { missing, gpus, said: given_words() }, ranks, needed())
 }
 
 fn judge(machine: &Machine, ranks: u32, needed: u64) -> Result<Vec<String>, String> {
@@ -59,13 +58,10 @@ fn judge(machine: &Machine, ranks: u32, needed: u64) -> Result<Vec<String>, Stri
         Err(error) => return refuse(error.clone()),
     };
     if gpus.len() < ranks as usize {
-        let shown = match &machine.chosen {
-            Some(chosen) => format!(" with CUDA_VISIBLE_DEVICES={chosen}"),
-            None => String::new(),
-        };
         return refuse(format!(
-            "the job takes {ranks} of this machine's GPUs, and it shows {}{shown}",
-            gpus.len()
+            "the job takes {ranks} of this machine's GPUs, and it shows {}{}",
+            gpus.len(),
+            machine.said
         ));
     }
     let mut remarks = Vec::new();
@@ -120,7 +116,8 @@ mod tests {
             Shown { gpu, fit }
         };
         let gpus = Ok(gpus.into_iter().map(shown).collect());
-        let machine = Machine { missing: Vec::new(), gpus, chosen: Some("3".to_string()) };
+        let said = " with CUDA_VISIBLE_DEVICES=3".to_string();
+        let machine = Machine { missing: Vec::new(), gpus, said };
         judge(&machine, 1, needed)
     }
 
@@ -142,7 +139,7 @@ mod tests {
             assert!(refused.contains(expected), "{refused}");
         }
         let missing = vec![("nvrtc".to_string(), "install NVRTC".to_string())];
-        let bare = Machine { missing, gpus: Ok(Vec::new()), chosen: None };
+        let bare = Machine { missing, gpus: Ok(Vec::new()), said: String::new() };
         let refused = judge(&bare, 1, 0).expect_err("refused");
         assert!(refused.starts_with("spec.nodes.profile: nvrtc: install NVRTC"));
     }

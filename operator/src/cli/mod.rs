@@ -15,6 +15,7 @@ pub mod operator;
 pub mod eval;
 pub mod explain;
 pub mod generate;
+pub mod kernels;
 mod machine;
 pub mod moe;
 pub mod plan;
@@ -85,6 +86,8 @@ enum Command {
     Data(data::DataCommand),
     /// Measure how fast this machine trains a model, on tokens made up in memory.
     Bench(bench::BenchArgs),
+    /// Compile the kernels of presets ahead of time, such as for an image; takes no GPU.
+    Kernels(kernels::KernelsArgs),
     /// Say what this machine has, what it lacks, and how to get it.
     Doctor(doctor::DoctorArgs),
     /// Check whether this machine is as good as its profile says, before jobs train on it.
@@ -156,6 +159,7 @@ pub fn dispatch(cli: Cli) -> ExitCode {
         Command::Report(args) => report::run(&args),
         Command::Data(command) => data::run(&command),
         Command::Bench(args) => bench::run(&args),
+        Command::Kernels(args) => kernels::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Preflight(args) => preflight::run(&args),
         Command::Crd => crd::run(),

@@ -29,8 +29,7 @@ use crate::engine::links::NoLinks;
 use crate::engine::step::{Engine, OpenError};
 use crate::engine::trace::{STEPS_SKIPPED, Trace};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
-use crate::failure::{Failure, chain};
-use moejob_kernels::{KernelError, Lack};
+use crate::failure::{Failure, advice_on, chain};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::memory::GENERATIONS;
@@ -434,20 +433,6 @@ fn not_opened(config: &WorkerConfig, error: OpenError) -> Stop {
         OpenError::Links(NoLinks::Comm(error)) => Stop::Comm(error),
         OpenError::Links(error) if again && error.is_memory() => Stop::Device(chain(&error)),
         OpenError::Links(error) => failed(&error, "`moejob doctor` tells what this machine has"),
-    }
-}
-
-fn advice_on(error: &KernelError) -> &'static str {
-    match error.lack() {
-        Some(Lack::Device) => {
-            "end what else uses the GPU, lower training.microBatchSize, or set recompute, offload: \
-             host, or momentDtype: bf16"
-        }
-        Some(Lack::Host) => {
-            "free memory of the machine, give the container more of it or let it lock more \
-             (`ulimit -l unlimited`), or set training.offload: none"
-        }
-        None => "free memory or use fewer threads",
     }
 }
 

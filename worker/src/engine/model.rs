@@ -17,7 +17,7 @@ use crate::engine::links::window_wanted;
 use crate::engine::handles::{Dense, ExpertStacks, Experts, slice};
 use crate::engine::numbers::Numbers;
 use crate::engine::spread::Here;
-use moejob_kernels::cuda::{AttentionDesc, MoeDesc};
+use moejob_kernels::cuda::{AttentionDesc, MoeDesc, StepKernels};
 use moejob_kernels::{
     ArenaPlan, Buffer, DType, Device, HeadDesc, IGNORE, KernelError, LossScale,
 };
@@ -25,7 +25,7 @@ use moejob_protocol::buffers::{Buffers, Moe, MoeScratch};
 use moejob_protocol::config::{Precision, TrainingConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{Kind, Planner, Rows, Shape, Sums, beside_arena};
-use moejob_protocol::model::{ModelConfig, Param};
+use moejob_protocol::model::{ModelConfig, Param, QkNorm};
 use moejob_protocol::owners::Owners;
 
 #[derive(Debug)]
@@ -147,15 +147,9 @@ impl Model {
         let mixture: Vec<usize> = mixture.map(|layer| layer as usize).collect();
         let means = mixture.len().max(1) as f64 * f64::from(shape.micro_batches);
         let router_scale = 1.0 / means;
-        let fused = (shape.types.sums == Sums::Buckets && !mixture.is_empty())
-            .then(|| layer_desc(config, &shape, router_scale));
         device.set_tf32(training.precision == Precision::Tf32);
-        let here = fused
-            .as_ref()
-            .and_then(|whole| Here::new(config, layout, rank, &mixture, whole));
-        let descs: Vec<MoeDesc> =
-            fused.into_iter().chain(here.map(|here| here.desc)).collect();
-        prepare(&mut device, config, &mut shape, training, &descs)?;
+        let (fused, here) = layers(config, layout, rank, &shape, router_scale);
+        prepare(&mut device, config, &mut shape, training, &descs(fused, here))?;
         let mut planner = ArenaPlanner { shape: &shape, plan: ArenaPlan::new() };
         let buffers = Buffers::plan(config, &shape, &mut planner);
         let with_others = layout.mesh.world() > 1;
@@ -347,6 +341,85 @@ fn head_desc(config: &ModelConfig, shape: &Shape, tokens: usize) -> HeadDesc {
     HeadDesc { element: dtype(shape.types.element), tokens, dim, vocab }
 }
 
+/// The mixture layer where it is one op, and this rank's part where its experts are shared out.
+fn layers(
+    config: &ModelConfig,
+    layout: &Layout,
+    rank: u32,
+    shape: &Shape,
+    router_scale: f64,
+) -> (Option<MoeDesc>, Option<Here>) {
+    let mixture = (0..config.num_hidden_layers).filter(|layer| config.is_moe_layer(*layer));
+    let mixture: Vec<usize> = mixture.map(|layer| layer as usize).collect();
+    let fused = (shape.types.sums == Sums::Buckets && !mixture.is_empty())
+        .then(|| layer_desc(config, shape, router_scale));
+    let here = fused.and_then(|whole| Here::new(config, layout, rank, &mixture, &whole));
+    (fused, here)
+}
+
+fn descs(fused: Option<MoeDesc>, here: Option<Here>) -> Vec<MoeDesc> {
+    fused.into_iter().chain(here.map(|here| here.desc)).collect()
+}
+
+/// Attention of whole sequences, and of documents that are kept apart where there may be some: that
+/// takes other kernels, and another workspace.
+fn attentions(
+    config: &ModelConfig,
+    shape: &Shape,
+    training: &TrainingConfig,
+) -> Vec<AttentionDesc> {
+    let whole = AttentionDesc {
+        element: dtype(shape.types.element),
+        batch: shape.batch as usize,
+        seq: training.sequence_length as usize,
+        heads: config.num_attention_heads as usize,
+        kv_heads: config.num_key_value_heads as usize,
+        head_dim: config.head_dim as usize,
+        scale: (1.0 / f64::from(config.head_dim).sqrt()) as f32,
+        documents: false,
+        window: None,
+        deterministic: !training.compute.fast_attention,
+    };
+    let kinds: &[bool] = if shape.documents { &[false, true] } else { &[false] };
+    kinds.iter().map(|documents| AttentionDesc { documents: *documents, ..whole }).collect()
+}
+
+/// The kernels of the steps of rank 0, with documents kept apart and without, told without a
+/// device. Those of layers in parts, which processors have, are not among them.
+pub fn step_kernels(
+    config: &ModelConfig,
+    layout: &Layout,
+    training: &TrainingConfig,
+) -> StepKernels {
+    let mut shape = Shape::new(config, layout, 0, training);
+    shape.documents = true;
+    let (fused, here) = layers(config, layout, 0, &shape, 1.0);
+    let [heads, kv_heads] = [config.num_attention_heads, config.num_key_value_heads];
+    let head_dim = config.head_dim as usize;
+    let (mut norms, mut turns) = (vec![config.hidden_size as usize], Vec::new());
+    for heads in [heads as usize, kv_heads as usize] {
+        // Heads that are normed as one; a clamp between norm and turn makes two ops of them.
+        let together = if config.qk_norm == QkNorm::PerHead { 1 } else { heads };
+        if config.qk_norm != QkNorm::None {
+            norms.push(together * head_dim);
+            turns.push((together, true));
+        }
+        turns.push((heads, false));
+    }
+    StepKernels {
+        element: dtype(shape.types.element),
+        gradient: dtype(shape.types.gradient),
+        moment: dtype(shape.types.moment),
+        norms,
+        head_dim,
+        turns,
+        head: head_desc(config, &shape, shape.tokens as usize),
+        attentions: attentions(config, &shape, training),
+        layers: descs(fused, here),
+        shared_out: here.is_some(),
+    }
+}
+
 fn layer_desc(config: &ModelConfig, shape: &Shape, router_scale: f64) -> MoeDesc {
     let kinds = [shape.types.element, shape.types.gradient].map(dtype);
     let segments = shape.segments as usize;
@@ -369,22 +442,7 @@ fn prepare(
         bytes = bytes.max(device.moe_plan(desc, &mut ArenaPlan::new())?.workspace_bytes);
         device.moe_place_load(desc.top_k)?;
     }
-    let attention = AttentionDesc {
-        element: dtype(shape.types.element),
-        batch: shape.batch as usize,
-        seq: training.sequence_length as usize,
-        heads: config.num_attention_heads as usize,
-        kv_heads: config.num_key_value_heads as usize,
-        head_dim: config.head_dim as usize,
-        scale: (1.0 / f64::from(config.head_dim).sqrt()) as f32,
-        documents: false,
-        window: None,
-        deterministic: !training.compute.fast_attention,
-    };
-    // Documents apart take other kernels, and another workspace.
-    let kinds: &[bool] = if shape.documents { &[false, true] } else { &[false] };
-    for documents in kinds.iter().copied() {
-        let desc = AttentionDesc { documents, ..attention };
+    for desc in attentions(config, shape, training) {
         bytes = bytes.max(device.attention_plan(&desc)?);
     }
     shape.workspace = bytes as u64;
