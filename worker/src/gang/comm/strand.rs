@@ -20,7 +20,7 @@ use crate::gang::memory::Signal;
 use std::borrow::Cow;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::checkpoint::Part;
-use moejob_protocol::config::Precision;
+use moejob_protocol::config::{Backend, Precision};
 use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
@@ -38,23 +38,28 @@ const ALIGNMENT: usize = 4096;
 /// Says how many strands there are, whatever [`wanted`] says.
 const ENV_STRANDS: &str = "MOEJOB_STRANDS";
 
-/// How many a worker of an attempt wants that has so many processors.
+/// How many a worker of an attempt wants that has so many processors. Beside GPUs they have little
+/// to do, else they compute.
 pub fn wanted_by(config: &WorkerConfig, processors: usize) -> u32 {
     let (world, ranks) = (config.members.len(), config.ranks.max(1) as usize);
     let float = if config.training.precision == Precision::Fp64 { 8 } else { 4 };
     let state = config.model.numel() * Part::ALL.len() as u64 * float;
     let pairs = ranks * world.saturating_sub(ranks);
     let told = std::env::var(ENV_STRANDS).ok().and_then(|text| text.parse().ok());
-    told.unwrap_or_else(|| wanted(state / world.max(1) as u64, processors, pairs))
+    let free = match config.training.compute.backend {
+        Backend::Cuda => processors,
+        Backend::Cpu => processors / 2,
+    };
+    told.unwrap_or_else(|| wanted(state / world.max(1) as u64, free, pairs))
 }
 
 /// How many strands a worker wants for each pair of ranks: each takes a thread of it in each
-/// direction, and all of them together half of its processors at most.
-pub fn wanted(state_bytes_of_rank: u64, processors: usize, pairs: usize) -> u32 {
+/// direction, and all of those of one direction together what processors are free at most.
+fn wanted(state_bytes_of_rank: u64, free: usize, pairs: usize) -> u32 {
     if state_bytes_of_rank < STATE_BYTES_MIN || pairs == 0 {
         return 0;
     }
-    u32::try_from(processors / 2 / pairs).unwrap_or(STRANDS_MAX).min(STRANDS_MAX)
+    u32::try_from(free / pairs).unwrap_or(STRANDS_MAX).min(STRANDS_MAX)
 }
 
 /// One of them, at either end of its pipe.
@@ -235,11 +240,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn strands_are_for_large_states_and_take_half_of_the_processors() {
+    fn strands_are_for_large_states_and_take_free_processors() {
         let state = 11 << 30;
-        assert_eq!([2, 8, 16, 64].map(|processors| wanted(state, processors, 1)), [1, 4, 8, 8]);
+        assert_eq!([0, 1, 4, 8, 64].map(|free| wanted(state, free, 1)), [0, 1, 4, 8, 8]);
         // Two workers of eight ranks each; many workers.
-        assert_eq!([32, 192].map(|processors| wanted(state, processors, 64)), [0, 1]);
+        assert_eq!([32, 96].map(|free| wanted(state, free, 64)), [0, 1]);
         assert_eq!(wanted(1 << 20, 64, 1), 0);
         assert_eq!(wanted(state, 64, 0), 0);
     }
