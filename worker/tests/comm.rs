@@ -559,20 +559,20 @@ async fn on_ranks_again(
     results
 }
 
-/// What bulk data costs: `SPEED_STRANDS=4 cargo test -p moe-worker --test comm -- --ignored
-/// --nocapture what_bulk`. Build for tests has an unoptimised TLS, unless it is told otherwise.
+/// What bulk data costs: `SPEED_MIB=256 SPEED_STRANDS=4 cargo test -p moe-worker --test comm --
+/// --nocapture what_bulk`. A build for tests has an unoptimised TLS, unless it is told otherwise.
 #[tokio::test]
-#[ignore = "measures"]
 async fn what_bulk_data_costs() {
-    const BYTES: usize = 256 << 20;
     let told = |name: &str, or: u32| {
         std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(or)
     };
-    let (authority, strands) = (Authority::new(), told("SPEED_STRANDS", 0));
+    let bytes = (told("SPEED_MIB", 2) as usize) << 20;
+    let (authority, strands) = (Authority::new(), told("SPEED_STRANDS", 2));
     let mut nodes = nodes(2, &authority).await;
     nodes.iter_mut().for_each(|node| node.strands = strands);
     let comms = group(&authority, 1, &nodes).await;
-    until("all strands", || comms.iter().all(|comm| comm.strands(1 - comm.rank()) == strands)).await;
+    let are_there = || comms.iter().all(|comm| comm.strands(1 - comm.rank()) == strands);
+    until("all strands", are_there).await;
     let rounds = told("SPEED_ROUNDS", 4);
     let both = told("SPEED_BOTH", 0) == 1;
     let spent = || {
@@ -584,7 +584,7 @@ async fn what_bulk_data_costs() {
     let (began, before) = (Instant::now(), spent());
     let seconds = on_ranks(comms, move |comm| {
         let (peer, sends) = (1 - comm.rank(), comm.rank() == 0 || both);
-        let (out, mut into) = (vec![7; BYTES], vec![1; BYTES]);
+        let (out, mut into) = (vec![7; bytes], vec![1; bytes]);
         comm.gather_all(&[1], 1).expect("a gather");
         let began = Instant::now();
         for _ in 0..rounds {
@@ -596,10 +596,11 @@ async fn what_bulk_data_costs() {
             comm.exchange_bulk(&sent, &mut came).expect("an exchange");
         }
         comm.gather_all(&[1], 1).expect("a gather");
+        assert!(into.ends_with(&[if comm.rank() == 1 || both { 7 } else { 1 }]));
         began.elapsed().as_secs_f64()
     });
     let seconds = seconds.await.into_iter().fold(0.0, f64::max);
-    let bytes = BYTES as f64 * f64::from(rounds) * if both { 2.0 } else { 1.0 } / 1e9;
+    let bytes = bytes as f64 * f64::from(rounds) * if both { 2.0 } else { 1.0 } / 1e9;
     let ((user, system), (user_before, system_before)) = (spent(), before);
     println!(
         "{strands} strands: {bytes:.2} GB in {seconds:.2} s of {:.2}, {:.2} GB/s; {:.3} + {:.3} s \

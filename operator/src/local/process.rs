@@ -186,8 +186,8 @@ fn arenas(addresses_max: Option<u64>) -> Option<(&'static str, &'static str)> {
     addresses_max.map(|_| ("MALLOC_ARENA_MAX", "1"))
 }
 
-/// Hands over the bootstrap, reads the port, and waits until it ends or is about to. Its standard input stays open
-/// meanwhile: when that ends, a worker knows that its runner is gone.
+/// Hands over the bootstrap, reads the port, and waits until it ends or is about to. Its standard
+/// input stays open meanwhile: when that ends, a worker knows that its runner is gone.
 async fn attend<Told: Future>(
     child: &mut Child,
     first_line: Vec<u8>,

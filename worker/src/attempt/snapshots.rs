@@ -111,11 +111,12 @@ impl Run<'_> {
 
     /// The first snapshot of an attempt that needs one is due once its slots are made.
     pub(super) fn is_anew(&self) -> bool {
-        self.anew && self.pace.is_none_or(|pace| pace.fits()) && self.waking.as_ref().is_none_or(JoinHandle::is_finished)
+        let are_made = self.waking.as_ref().is_none_or(JoinHandle::is_finished);
+        self.anew && self.pace.is_none_or(|pace| pace.fits()) && are_made
     }
 
-    /// To make and fill the first slots of this rank, or of any other, would hold steps up. The same
-    /// on all ranks, whose shards differ by a block or so.
+    /// To make and fill the first slots of this rank, or of any other, would hold steps up. It is
+    /// the same on all ranks, whose shards differ by a block or so.
     pub(super) fn is_dear(&self) -> bool {
         let model = &self.engine.model;
         let float = model.shape.float_bytes as u64;

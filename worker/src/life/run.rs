@@ -25,7 +25,7 @@ use crate::life::session::{Effect, Event, Session};
 use crate::gang::tls::{AttemptTls, TlsError, Trust, WorkerKey};
 use crate::state::slots::Memory;
 use engines::{Engines, Make};
-use link::Link;
+use link::{Link, wait_for};
 use measuring::Measuring;
 use bootstrap::take_share;
 use signals::{Signals, watch_owner};
@@ -488,18 +488,4 @@ enum Outcome {
     Events(Vec<Event>),
     RefusedLeader,
     Exit(i32),
-}
-
-/// The answer of the data plane, once; pending while nothing joins.
-async fn wait_for(
-    joining: &mut Option<oneshot::Receiver<Result<Links, JoinError>>>,
-) -> Result<Links, JoinError> {
-    match joining {
-        Some(receiver) => {
-            let result = receiver.await.unwrap_or(Err(JoinError::Left));
-            *joining = None;
-            result
-        }
-        None => std::future::pending().await,
-    }
 }

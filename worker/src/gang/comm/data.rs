@@ -1,11 +1,11 @@
 //! The data plane of a worker: a thread that connects the workers of an attempt to each other and
 //! moves their ranks' bytes.
 //!
-//! Of two workers the one with the lower ranks dials (`greet`). Both present the leaf of the attempt;
-//! the one that accepts answers with eight bytes once it has checked job, attempt, member and that the
-//! worker has no stream yet. From then on the stream carries the bytes of all pairs of their ranks
-//! (`mover`), which only the engines interpret. Then the dialler dials the strands (`pump`). Nobody
-//! waits for those: a message goes over such as there are.
+//! Of two workers the one with the lower ranks dials (`greet`). Both present the attempt's leaf.
+//! The one that accepts answers with eight bytes once it has checked job, attempt, member and that
+//! the worker has no stream yet. From then on the stream carries the bytes of all pairs of their
+//! ranks (`mover`), which only the engines interpret. Then the dialler dials the strands (`pump`).
+//! Nobody waits for those: a message goes over such as there are.
 
 use super::greet::{
     Arrival, Connected, Offer, Stream, dial, dial_strand, encode_welcome, receive,

@@ -129,7 +129,11 @@ async fn dial_once(member: &Member, tls: &AttemptTls) -> io::Result<Stream> {
     opened.map_err(|_| late("the handshake"))?
 }
 
-pub(super) async fn dial_strand(member: &Member, tls: &AttemptTls, hello: Hello) -> io::Result<Stream> {
+pub(super) async fn dial_strand(
+    member: &Member,
+    tls: &AttemptTls,
+    hello: Hello,
+) -> io::Result<Stream> {
     let welcomed = async {
         let mut stream = connect(member, tls, &tls.strand).await?;
         stream.write_all(&hello.encode()).await?;

@@ -81,8 +81,8 @@ impl Pipe {
         Pipe { memory, at, producer, consumer }
     }
 
-    /// The same of a strand, at whose ends a thread each waits for it alone: with what wakes the one
-    /// that writes and the one that takes.
+    /// The same of a strand, at whose ends a thread each waits for it alone: with what wakes the
+    /// one that writes and the one that takes.
     pub fn alone(memory: Arc<Mapping>, at: usize) -> (Pipe, Signal, Signal) {
         let signal = |field| Signal::new(Arc::clone(&memory), at + field);
         let (writer, taker) = (signal(WRITER), signal(TAKER));

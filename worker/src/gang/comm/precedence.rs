@@ -21,7 +21,7 @@ pub(super) const ENDED_AFTER: Duration = Duration::from_secs(2);
 /// So long behind a write of a step's bytes it is taken to have more.
 const STEPPING_FOR: Duration = Duration::from_millis(2);
 
-/// When steps had bytes for any of a worker's streams; strands ask, which have streams of their own.
+/// When steps had bytes for any of a worker's streams; strands ask, which have others.
 #[derive(Debug)]
 pub(super) struct Traffic {
     since: Instant,
