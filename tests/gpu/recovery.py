@@ -34,7 +34,7 @@ kind: MoeJob
 metadata: {{ name: lost }}
 spec:
   nodes: {{ profile: {profile}, min: 1, max: {workers}, devicesPerNode: {devices} }}
-  parallelism: {{ expert: 2 }}
+  {parallelism}
   model: {model}
   data:
     train: {{ text: {{ paths: ["**/*.txt"] }} }}
@@ -153,6 +153,8 @@ def main():
     parser.add_argument("--log", help="where the job's log goes; MOEJOB_LOG says how much")
     parser.add_argument("--seconds", type=float, default=200)
     parser.add_argument("--every", type=int, help="steps between snapshots")
+    parser.add_argument("--waits", action="store_true",
+                        help="experts over both workers: the one that is left cannot go on alone")
     parser.add_argument("--hold", type=float, default=5, help="how long memory is full")
     args = parser.parse_args()
     began = time.monotonic()
@@ -166,6 +168,9 @@ def main():
     text = MANIFEST.format(
         profile=args.profile, precision="bf16" if args.profile == "gpu" else "fp32",
         workers=args.workers, devices=2 // args.workers, model=model,
+        # A gang of one rank shares its experts with nobody: with this, a worker's loss would be
+        # waited out until there is another.
+        parallelism="parallelism: { expert: 2 }" if args.workers == 1 or args.waits else "",
         sequence=4096 if large else 256 if args.profile == "gpu" else 16, every=every)
     (runs / "lost.yaml").write_text(text)
     log = open(runs / "log", "wb")
@@ -202,7 +207,7 @@ def main():
         rows = steps.read()
         return sum(1 for row in rows[-60:] if row["attempt"] == rows[-1]["attempt"])
 
-    times, full = [], None
+    times, grown, full = [], [], None
     broken = args.fault in ("illegal", "hang")
     try:
         if wait("the first step", lambda: newest()["step"] >= 1):
@@ -260,6 +265,11 @@ def main():
                   f"{first['step']}, of ranks {first['worldSize']}, {parts}, first step's stalls "
                   f"{ {k: round_(v) for k, v in stalls.items() if v} }, GPUs {used} MiB, hosts "
                   f"{hosts} GiB", flush=True)
+            if args.whom == "worker" and not args.waits:
+                if not wait("the next gang of two", lambda: newest().get("worldSize") == 2):
+                    return 1
+                grown.append(time.monotonic() - start)
+                print(f"     two again after {grown[-1]:.2f} s")
             at = time.strftime("%M:%S", time.gmtime(clock))
             print(f"     at {at}.{int(clock % 1 * 1000):03d}: {told}", flush=True)
             if time.monotonic() - began > args.seconds:
@@ -267,6 +277,8 @@ def main():
         if times:
             print(f"{args.model}, {args.workers} worker(s), {args.whom}, {args.fault}: median "
                   f"{statistics.median(times):.2f} s of {len(times)}, worst {max(times):.2f}")
+        if grown:
+            print(f"two again: median {statistics.median(grown):.2f} s, worst {max(grown):.2f}")
         rows = steps.read()
         whole = [row for row in rows if row.get("stalls", {}).get("snapshot")]
         print("snapshots:", [round_(row["stalls"]["snapshot"]) for row in whole[:12]], "s")

@@ -5,6 +5,7 @@
 
 use moejob_tests::{Bench, Random, is_engine, number, seed, send};
 use rustix::process::Signal;
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 const LIMIT: Duration = Duration::from_secs(180);
@@ -247,3 +248,65 @@ fn a_stopped_engine_is_noticed_and_no_engine_outlives_its_worker() {
     assert!(left.is_empty(), "{left:?} live");
     assert!(!run.has_ended(), "another worker goes on");
 }
+
+/// 82 MB a rank, over strands: what goes on does so from memory, and both go on again.
+#[test]
+fn a_killed_worker_with_a_large_state_costs_the_steps_since_a_snapshot() {
+    let bench = Bench::new("large", LARGE);
+    let run = bench.start_with(&["--workers", "2"], &[("MOEJOB_STRANDS", "2")]);
+    let world = |bench: &Bench, ranks: u32, attempts_above: u32| {
+        let metrics = bench.metrics();
+        let newest = metrics.iter().rev().take(30);
+        let same = newest.filter(|line| line.world_size == ranks && line.attempt > attempts_above);
+        same.count()
+    };
+    bench.wait_until("snapshots of both", LIMIT, |bench| world(bench, 2, 0) == 30);
+    let attempt = bench.metrics().last().map_or(0, |line| line.attempt);
+    let pids = bench.worker_pids();
+    send(pids[1], Signal::KILL);
+    // Of the one that is left, or of both, where the next worker was quick.
+    let next = |bench: &Bench| bench.metrics().last().is_some_and(|line| line.attempt > attempt);
+    bench.wait_until("the next attempt", LIMIT, next);
+    let of_memory = |event: &serde_json::Value| {
+        event["event"] == "Resumed" && event["attempt"] == attempt + 1 && event["step"] != 0
+    };
+    assert!(bench.events().iter().any(of_memory), "{}", bench.output());
+    assert_eq!(bench.checkpoints(), Vec::<String>::new(), "nothing was written");
+    bench.wait_until("both again", LIMIT, |bench| world(bench, 2, attempt) >= 3);
+    // A step that was done twice has the same loss, on however many ranks.
+    let mut losses = BTreeMap::new();
+    for line in bench.metrics() {
+        let loss = line.loss.to_bits();
+        assert_eq!(*losses.entry(line.step).or_insert(loss), loss, "step {}", line.step);
+    }
+    drop(run);
+}
+
+const LARGE: &str = r#"
+apiVersion: moejob.dev/v1alpha1
+kind: MoeJob
+metadata: { name: large }
+spec:
+  nodes: { profile: cpu, min: 1, max: 2 }
+  model:
+    hiddenSize: 256
+    numHiddenLayers: 4
+    numAttentionHeads: 4
+    tieWordEmbeddings: true
+    experts: { count: 8, perToken: 2, intermediateSize: 512 }
+    router: { auxLossCoef: 0.01 }
+  data:
+    train: { text: { paths: ["corpus/**/*.txt"] } }
+    validation: { fraction: 0.2, everySteps: 1000000 }
+    tokenizer: bytes
+    sequenceLength: 16
+  training:
+    steps: 1000000
+    globalBatchSize: 2
+    microBatchSize: 1
+    precision: fp32
+    optimizer: { adamw: { learningRate: 3.0e-4 } }
+    seed: 1
+  recovery: { memoryEverySteps: 5, maxRestarts: 1000 }
+  checkpoint: { everySteps: 1000000, keep: 2 }
+"#;

@@ -281,6 +281,7 @@ fn setup(settings: &[&str]) -> Setup {
             "nodes" => setup.nodes = value as u32,
             "devices" => setup.devices = value as u32,
             "experts" => setup.experts = value as u32,
+            "width" => setup.width = value as u32,
             "steps" => setup.steps = value,
             "memory" => setup.memory_every = value,
             "checkpoint" => setup.checkpoint_every = value,

@@ -4,6 +4,7 @@ use moejob_protocol::pod::ENV_TRACE;
 use super::folder::Folder;
 use crate::authority::Authority;
 use moe_worker::life::affinity::Share;
+use moe_worker::life::dying;
 use moe_worker::life::run::Bootstrap;
 use moejob_plan::lead::WorkerPod;
 use rustix::process::{Resource, getrlimit};
@@ -21,6 +22,9 @@ use tokio::sync::{mpsc, oneshot};
 const PORT_TIMEOUT: Duration = Duration::from_secs(10);
 /// After the job's end a worker is given this long before it is killed.
 const LAST_GRACE: Duration = Duration::from_secs(6);
+/// Between two looks whether a worker is on its way out. It is reaped once the system has its
+/// memory back, which of 31 GB came 3 s later.
+const LOOK_EVERY: Duration = Duration::from_millis(25);
 /// More of a port's line is not read.
 const PORT_LINE_BYTES_MAX: u64 = 256;
 
@@ -124,6 +128,8 @@ impl Processes {
             let (exit_code, how) = describe(status);
             // Without a receiver the run is over.
             let _ = tell.send((of, ProcessEvent::Exited { exit_code, how })).await;
+            // One that is on its way out is reaped all the same.
+            let _ = child.wait().await;
         });
         let pod = WorkerPod {
             name: name.to_string(),
@@ -180,8 +186,8 @@ fn arenas(addresses_max: Option<u64>) -> Option<(&'static str, &'static str)> {
     addresses_max.map(|_| ("MALLOC_ARENA_MAX", "1"))
 }
 
-/// Hands over the bootstrap, reads the port, and waits for the end. Its standard input stays open
-/// meanwhile: when that ends, a worker knows that its runner is gone.
+/// Hands over the bootstrap, reads the port, and waits until it ends or is about to. Its standard
+/// input stays open meanwhile: when that ends, a worker knows that its runner is gone.
 async fn attend<Told: Future>(
     child: &mut Child,
     first_line: Vec<u8>,
@@ -203,17 +209,35 @@ async fn attend<Told: Future>(
         _ => child.start_kill()?,
     }
     tokio::select! {
-        status = child.wait() => status,
+        status = ends(child) => status,
         grace = &mut stopped => {
             let grace = grace.unwrap_or_default();
-            match tokio::time::timeout(grace, child.wait()).await {
+            match tokio::time::timeout(grace, ends(child)).await {
                 Ok(status) => status,
                 Err(_) => {
                     child.start_kill()?;
-                    child.wait().await
+                    ends(child).await
                 }
             }
         }
+    }
+}
+
+/// How it ended, or how it ends, as soon as the system knows. With code 0 it is waited for.
+async fn ends(child: &mut Child) -> std::io::Result<ExitStatus> {
+    let pid = child.id();
+    let dies = async {
+        loop {
+            tokio::time::sleep(LOOK_EVERY).await;
+            if let Some(status) = pid.and_then(dying::status) {
+                return status;
+            }
+        }
+    };
+    tokio::select! {
+        biased;
+        status = child.wait() => status,
+        status = dies => Ok(status),
     }
 }
 
@@ -254,6 +278,42 @@ mod tests {
     fn addresses_that_are_counted_are_not_reserved_by_thread() {
         assert_eq!(arenas(None), None);
         assert_eq!(arenas(Some(400 << 20)), Some(("MALLOC_ARENA_MAX", "1")));
+    }
+
+    /// A process whose first thread has ended with this code, and that cannot be reaped before the
+    /// second one has: as one of which the system takes much memory back.
+    fn dies_slowly(code: i32) -> Child {
+        let mut command = Command::new("true");
+        // SAFETY: it runs in the new process alone, which never goes on from there.
+        unsafe {
+            command.pre_exec(move || {
+                std::thread::spawn(|| std::thread::sleep(Duration::from_secs(3)));
+                // Whoever starts it waits for the end of a pipe.
+                for file in 3..1024 {
+                    libc::close(file);
+                }
+                libc::syscall(libc::SYS_exit, code);
+                Ok(())
+            });
+        }
+        command.kill_on_drop(true).spawn().expect("a process")
+    }
+
+    #[tokio::test]
+    async fn a_worker_that_dies_slowly_is_seen_at_once() {
+        let began = std::time::Instant::now();
+        let mut child = dies_slowly(75);
+        let (code, _) = describe(ends(&mut child).await);
+        assert_eq!(code, Some(75));
+        assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+        assert!(child.try_wait().expect("a child").is_none(), "it could be reaped");
+        // What ends as it should is waited for.
+        let mut child = dies_slowly(0);
+        let (code, _) = describe(ends(&mut child).await);
+        assert_eq!(code, Some(0));
+        let mut killed = Command::new("sleep").arg("60").spawn().expect("a process");
+        killed.start_kill().expect("killed");
+        assert_eq!(describe(ends(&mut killed).await), (None, killed_by(9)));
     }
 
     #[test]

@@ -8,13 +8,13 @@
 //! once all of it is there. Whoever dies meanwhile leaves the snapshot before it.
 
 use crate::attempt::api::TrainerEvent;
-use crate::attempt::pace::Pace;
 use crate::attempt::products;
 use crate::attempt::steps::{Run, STORAGE_POLL};
 use crate::attempt::stop::{Stop, fail};
 use crate::state::rank::RankState;
 use crate::state::slot::{Filling, Slot};
 use crate::state::snapshot::{self, Cargo, Opened, SnapshotError};
+use moejob_protocol::checkpoint::Part;
 use moejob_protocol::report::EventKind;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -52,6 +52,9 @@ pub(crate) struct Goes {
     /// A step, beside which the copy itself may leave.
     pub beside: bool,
 }
+
+/// Bytes of a rank's state from which on its first snapshot waits until its slots are made.
+const DEAR: u64 = 256 << 20;
 
 /// Looks for a free slot, [`STORAGE_POLL`] apart, before an attempt ends without its last
 /// checkpoint.
@@ -107,8 +110,18 @@ impl Run<'_> {
     }
 
     /// The first snapshot of an attempt that needs one is due once its slots are made.
-    pub(super) fn is_anew(&self, pace: &Pace) -> bool {
-        self.anew && pace.fits() && self.waking.as_ref().is_none_or(JoinHandle::is_finished)
+    pub(super) fn is_anew(&self) -> bool {
+        let are_made = self.waking.as_ref().is_none_or(JoinHandle::is_finished);
+        self.anew && self.pace.is_none_or(|pace| pace.fits()) && are_made
+    }
+
+    /// To make and fill the first slots of this rank, or of any other, would hold steps up. It is
+    /// the same on all ranks, whose shards differ by a block or so.
+    pub(super) fn is_dear(&self) -> bool {
+        let model = &self.engine.model;
+        let float = model.shape.float_bytes as u64;
+        let state = model.table().model.numel() * Part::ALL.len() as u64 * float;
+        state / u64::from(model.layout.mesh.world().max(1)) >= DEAR
     }
 
     /// Where a snapshot is about to be due, what it fills is touched beside the steps.
@@ -238,7 +251,12 @@ impl Run<'_> {
             return Ok(Taken::Later);
         }
         snapshot::cut_into(&mut self.engine.model, opened.own.bytes_mut())?;
-        Ok(Taken::Now(self.give_copies(self.step, opened, on)?))
+        let slot = self.give_copies(self.step, opened, on)?;
+        if on && self.is_dear() {
+            // The next one finds its slots made, too.
+            let _ = self.prepare(false);
+        }
+        Ok(Taken::Now(slot))
     }
 
     fn leave(&mut self, opened: Opened, for_checkpoint: bool) {

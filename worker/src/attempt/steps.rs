@@ -103,17 +103,18 @@ impl Run<'_> {
         self.control.set_step(self.step);
         let from_memory = matches!(self.config.resume, Resume::Memory { .. });
         let in_place = resumes_in_place(self.config, &self.buddies);
-        let resumed = if self.pace.is_none() && !in_place {
+        let dear = self.is_dear();
+        let resumed = if self.pace.is_none() && !in_place && !dear {
             self.compare()?;
             let on = self.step < self.config.training.steps;
             self.snapshot(Goes { on, beside: false })?
         } else {
             Taken::No
         };
-        // Where a copy is dear, what was loaded or made from a seed can be so again. What came from
-        // memory goes back there as soon as its slots are made, beside the first steps: until
-        // then what it came from stays.
-        self.anew = self.pace.is_some() && from_memory && !in_place;
+        // Where a copy is dear, it is made as soon as its slots are, beside the first steps: until
+        // then what the attempt came from stays. Where nobody said how often, what was loaded or
+        // made from a seed can be so again, and has none.
+        self.anew = !in_place && if self.pace.is_some() { from_memory } else { dear };
         let ready = self.prepare(self.anew);
         self.waking = ready.filter(|_| self.anew);
         let steps = self.config.training.steps;
@@ -222,7 +223,7 @@ impl Run<'_> {
         self.asked.checkpoint_now |= asked.checkpoint_now;
         self.asked.stop_after_this_step |= asked.stop_after_this_step;
         let (now, free) = (Instant::now(), self.leaving.is_none() && self.travels.is_none());
-        let due = free && self.pace.is_some_and(|pace| pace.is_due(now) || self.is_anew(&pace));
+        let due = free && (self.pace.is_some_and(|pace| pace.is_due(now)) || self.is_anew());
         self.wake(now);
         let with = self.pace.filter(Pace::fits).map(|_| due);
         let saving = self.saving.filter(|_| free && self.saves.has_room());

@@ -14,16 +14,20 @@
 mod data;
 mod ferry;
 mod frame;
+mod greet;
 mod links;
 mod mover;
 mod parcel;
 mod pipe;
 mod precedence;
+mod pump;
+mod strand;
 
 pub use data::{DataOffers, DataPlane, JOIN_MS_MAX, Join, JoinError};
 pub use ferry::{Ferry, Stopper};
 pub use frame::{HEADER_BYTES, Header, Kind};
 pub use links::{Links, PeerPipes, Shape, Way};
+pub use strand::{STRANDS_MAX, wanted_by};
 pub use pipe::{CHUNK_BYTES_MAX, PIPE_BYTES_MAX, PIPE_SPAN, Pipe, Read, Wake};
 
 use crate::gang::memory::{Mapping, Signal};
@@ -32,6 +36,7 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 use parcel::{Expected, Outbound, Receive, Target};
+use strand::{Coming, Going, Strands};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -62,6 +67,7 @@ pub struct Comm {
     said: Option<Said>,
     /// Until a thread takes it.
     ferry: Option<Ferry>,
+    strands: Strands,
 }
 
 /// Ends a blocked collective of one rank, from any thread or process that shares its memory; all
@@ -182,6 +188,11 @@ impl Comm {
         }
     }
 
+    /// Strands over which bulk data could go to `peer` now.
+    pub fn strands(&self, peer: u32) -> u32 {
+        self.strands.for_message(peer, usize::MAX).count_ones()
+    }
+
     /// What carries copies beside the collectives, for a thread of its own; once.
     pub fn take_ferry(&mut self) -> Option<Ferry> {
         self.ferry.take()
@@ -211,6 +222,42 @@ impl Comm {
             }
         }
         self.collect(Kind::Exchange, sends, &mut receives)
+    }
+
+    /// [`Comm::exchange`] of bulk data, which goes over strands where there are some. The same call
+    /// to those with which there are none.
+    ///
+    /// # Errors
+    /// See [`CommError`]. The contents of `recvs` are then unspecified.
+    pub fn exchange_bulk(
+        &mut self,
+        sends: &[(u32, &[u8])],
+        recvs: &mut [(u32, &mut [u8])],
+    ) -> Result<(), CommError> {
+        assert!(recvs.iter().all(|(peer, _)| *peer != self.rank), "the own bytes lie here");
+        assert_distinct(sends.iter().map(|(peer, _)| *peer), self.world());
+        assert_distinct(recvs.iter().map(|(peer, _)| *peer), self.world());
+        let (number, kind) = (self.count(), Kind::Exchange);
+        let (mut out, mut going): (Vec<Outbound>, Vec<Going>) = Default::default();
+        for (peer, bytes) in sends {
+            let header = self.header(kind, number, bytes.len());
+            let (outbound, strands) = self.strands.announce(*peer, header, bytes);
+            out.push(outbound);
+            going.extend((strands != 0).then_some((*peer, *bytes, strands)));
+        }
+        let into = recvs.iter_mut().map(|(peer, into)| Receive::new(*peer, Target::Exact(into)));
+        let mut receives: Vec<Receive> = into.collect();
+        let mut said = self.said.take();
+        let driven = self.drive(number, kind, &mut out, &mut receives, said.as_mut());
+        self.said = said;
+        let carried = driven.and_then(|()| {
+            let coming: Vec<Coming> =
+                receives.into_iter().filter_map(Receive::into_striped).collect();
+            let abort = &self.abort;
+            let check = || abort.check();
+            self.strands.carry((number, kind), &going, coming, &mut Vec::new(), &check)
+        });
+        self.ended(carried)
     }
 
     /// One collective that gives every rank's bytes, in rank order. `bytes_max` bounds each rank's.
@@ -407,6 +454,7 @@ impl Drop for Comm {
     /// What was sent still goes out; whatever comes in now has no reader.
     fn drop(&mut self) {
         leave(&self.lanes);
+        self.strands.leave("the rank left the group");
     }
 }
 

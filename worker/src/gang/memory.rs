@@ -11,10 +11,12 @@ use rustix::fs::{
 };
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use rustix::thread::futex;
+use rustix::time::Timespec;
 use std::io;
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 
 /// No file can become shorter under its mappings, which would kill whoever touches them.
 const SEALS: SealFlags = SealFlags::SHRINK;
@@ -303,6 +305,17 @@ impl Signal {
         while self.generation() == seen {
             // Whatever ends it, the generation tells whether there is something.
             let _ = futex::wait(self.memory.word(self.at), futex::Flags::empty(), seen, None);
+        }
+        self.waiting().fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// The same, or after `most`.
+    pub fn wait_for(&self, seen: u32, most: Duration) {
+        let most = Timespec::try_from(most).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
+        self.waiting().fetch_add(1, Ordering::SeqCst);
+        if self.generation() == seen {
+            let word = self.memory.word(self.at);
+            let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&most));
         }
         self.waiting().fetch_sub(1, Ordering::SeqCst);
     }

@@ -24,6 +24,8 @@ use x509_parser::prelude::{FromDer, GeneralName, ParsedExtension, X509Certificat
 /// The control stream in the version that all releases speak.
 pub const ALPN_CONTROL: &[u8] = b"moejob-control/1";
 pub const ALPN_DATA: &[u8] = b"moejob-data/1";
+/// A further stream between two workers, for bulk data (`gang::comm`).
+pub const ALPN_STRAND: &[u8] = b"moejob-strand/1";
 
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
@@ -215,12 +217,16 @@ impl WorkerKey {
         if public_key(&leaf).as_deref() != Some(self.key.der_bytes()) {
             return Err(TlsError::OtherKey);
         }
-        let data = || vec![ALPN_DATA.to_vec()];
+        let (data, strand) = (ALPN_DATA.to_vec(), ALPN_STRAND.to_vec());
         let control = server(trust, vec![leaf.clone()], self.private(), alpn(CONTROL_VERSIONS))?;
-        let server = server(trust, vec![leaf.clone()], self.private(), data())?;
-        let verifier = Expect::Authority(Arc::clone(&trust.0));
-        let client = client(verifier, vec![leaf], self.private(), data())?;
-        Ok(AttemptTls { job_uid, attempt, worker, control, server, client })
+        let both = vec![data.clone(), strand.clone()];
+        let server = server(trust, vec![leaf.clone()], self.private(), both)?;
+        let dials = |name: Vec<u8>| {
+            let verifier = Expect::Authority(Arc::clone(&trust.0));
+            client(verifier, vec![leaf.clone()], self.private(), vec![name])
+        };
+        let (client, strand) = (dials(data)?, dials(strand)?);
+        Ok(AttemptTls { job_uid, attempt, worker, control, server, client, strand })
     }
 }
 
@@ -233,6 +239,8 @@ pub struct AttemptTls {
     pub control: Arc<ServerConfig>,
     pub server: Arc<ServerConfig>,
     pub client: Arc<ClientConfig>,
+    /// Of who dials a strand.
+    pub strand: Arc<ClientConfig>,
 }
 
 /// The leader's side of a control stream. It takes any worker's self-signed certificate: the

@@ -35,6 +35,19 @@ pub struct Allowed {
     pub share: Vec<u32>,
 }
 
+impl Allowed {
+    /// How many are the worker's: where it is not bound, those that share the machine have as many
+    /// each.
+    pub fn count(&self, share: Share) -> usize {
+        // By the limit of a control group, too.
+        let here = std::thread::available_parallelism().map_or(1, usize::from);
+        match self.share.len() < self.all.len() {
+            true => here,
+            false => (here / share.of.max(1) as usize).max(1),
+        }
+    }
+}
+
 /// The processors of one worker, or none where binding brings nothing: it has the machine for
 /// itself, or all memory is equally near.
 ///

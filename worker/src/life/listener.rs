@@ -12,7 +12,7 @@ use crate::failure::chain;
 use crate::gang::comm::DataOffers;
 use crate::gang::strangers::{HANDSHAKE_MS_MAX, Strangers};
 use crate::life::control::{self, FrameError};
-use crate::gang::tls::{ALPN_DATA, Identity, TlsError};
+use crate::gang::tls::{ALPN_DATA, ALPN_STRAND, Identity, TlsError};
 use moejob_protocol::Down;
 use moejob_protocol::message::{
     ALPN_CONTROL_PREFIX, CONTROL_VERSIONS, Frame, alpn, version_of,
@@ -127,7 +127,7 @@ async fn open(
         Some(names) => names.map(<[u8]>::to_vec).collect(),
         None => Vec::new(),
     };
-    if asked.iter().any(|name| name == ALPN_DATA) {
+    if asked.iter().any(|name| name == ALPN_DATA || name == ALPN_STRAND) {
         let StartHandshake { accepted, io, .. } = start;
         return if data.offer(accepted, io.into_std()?, deadline.into_std()) {
             Ok(None)

@@ -1,6 +1,7 @@
 //! The life of a worker's process: its streams, what it decides by itself, and its end.
 
 pub mod control;
+pub mod dying;
 pub mod listener;
 pub mod session;
 pub mod run;

@@ -18,14 +18,14 @@ pub use bootstrap::{Announcement, Bootstrap, read_bootstrap};
 pub use engines::Attempt;
 
 use crate::life::affinity::Allowed;
-use crate::gang::comm::{DataPlane, Join, JoinError, Links};
+use crate::gang::comm::{DataPlane, Join, JoinError, Links, wanted_by};
 use crate::failure::chain;
 use crate::life::listener::{self, LeaderStream};
 use crate::life::session::{Effect, Event, Session};
 use crate::gang::tls::{AttemptTls, TlsError, Trust, WorkerKey};
 use crate::state::slots::Memory;
 use engines::{Engines, Make};
-use link::Link;
+use link::{Link, wait_for};
 use measuring::Measuring;
 use bootstrap::take_share;
 use signals::{Signals, watch_owner};
@@ -183,6 +183,8 @@ struct Shell {
     /// The same of how much longer its steps may take.
     patience: Option<u32>,
     measuring: Measuring,
+    /// Its share of the machine's.
+    processors: usize,
 }
 
 impl Shell {
@@ -193,6 +195,7 @@ impl Shell {
         allowed: Allowed,
     ) -> Result<Shell, RunError> {
         let (key, trust) = (WorkerKey::generate()?, Trust::from_pem(&bootstrap.authority)?);
+        let processors = allowed.count(bootstrap.share);
         Ok(Shell {
             shown: watch::Sender::new(key.control_server(&trust)?),
             started: Instant::now(),
@@ -213,6 +216,7 @@ impl Shell {
             asked: None,
             patience: None,
             measuring: Measuring::default(),
+            processors,
         })
     }
 
@@ -417,9 +421,10 @@ impl Shell {
             return failed(&format!("no engine: {error}"));
         }
         let (ranks, members) = (config.ranks.max(1), config.members.clone());
+        let strands = wanted_by(&config, self.processors);
         self.joined = None;
         (self.asked, self.patience) = (None, None);
-        self.joining = Some(self.data.join(Join { rank, ranks, members, tls }).await);
+        self.joining = Some(self.data.join(Join { rank, ranks, members, tls, strands }).await);
         self.config = Some(config);
         Outcome::Done
     }
@@ -483,18 +488,4 @@ enum Outcome {
     Events(Vec<Event>),
     RefusedLeader,
     Exit(i32),
-}
-
-/// The answer of the data plane, once; pending while nothing joins.
-async fn wait_for(
-    joining: &mut Option<oneshot::Receiver<Result<Links, JoinError>>>,
-) -> Result<Links, JoinError> {
-    match joining {
-        Some(receiver) => {
-            let result = receiver.await.unwrap_or(Err(JoinError::Left));
-            *joining = None;
-            result
-        }
-        None => std::future::pending().await,
-    }
 }

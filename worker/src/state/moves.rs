@@ -4,6 +4,8 @@
 //! table x earlier owners x needs of this layout --Moves::plan--> pieces, by exchange and peer
 //! of the own worker:  slot -> into place
 //! of others:          exchange: each peer's pieces one after the other -> into place
+//!
+//! exchange k + 1 is fetched | exchange k travels | exchange k - 1 goes into place: at once
 //! ```
 //! The table is walked once. Both ends of a piece plan it alike, so nothing but bytes travels. What
 //! the memory of the own worker holds, be it from this rank or from another one of the worker, is
@@ -174,7 +176,7 @@ impl Run {
 ///
 /// # Errors
 /// A peer is lost.
-pub fn scatter<B: Deref<Target = [u8]>>(
+pub fn scatter<B: Deref<Target = [u8]> + Send + Sync>(
     state: &mut impl RankState,
     comm: &mut Comm,
     earlier: &Layout,
@@ -186,58 +188,117 @@ pub fn scatter<B: Deref<Target = [u8]>>(
     let near = sources.iter().filter(|source| is_near(source.from));
     let shards: BTreeMap<u32, Arc<B>> =
         near.map(|source| (source.shard, held(source.shard))).collect();
-    for exchange in &moves.exchanges {
+    let is_far = |peer: &u32| !is_near(*peer);
+    let far: Vec<(Far, Far)> = (moves.exchanges.iter())
+        .map(|Exchange { outgoing, incoming }| (far(outgoing, is_far), far(incoming, is_far)))
+        .collect();
+    let mut loaded = far.first().map(|(outgoing, _)| load(outgoing, &shards, Vec::new()));
+    let (mut before, mut spare): (Option<(&Far, Messages)>, Vec<Vec<u8>>) = Default::default();
+    // The same for all: whose layout and sources are the same plan the same exchanges.
+    for (at, exchange) in moves.exchanges.iter().enumerate() {
+        let (outgoing, incoming) = &far[at];
+        let next = far.get(at + 1).map(|(outgoing, _)| outgoing);
+        let messages = loaded.take().unwrap_or_default();
+        let mut came = room(incoming, &mut spare);
         let near = exchange.incoming.iter().filter(|(from, _)| is_near(**from));
         let pieces = near.flat_map(|(_, pieces)| pieces).map(|piece| {
             let bytes = &shards[&piece.shard][piece.bytes.clone()];
             (piece.part, piece.index, piece.elements.clone(), bytes)
         });
-        state.write_all(&pieces.collect::<Vec<_>>());
+        let pieces: Vec<_> = pieces.collect();
+        let write = |state: &mut _, before: Option<(&Far, Messages)>, spare: &mut Vec<Vec<u8>>| {
+            RankState::write_all(state, &pieces);
+            if let Some((of, messages)) = before {
+                put(state, of, &messages);
+                spare.extend(messages.into_iter().map(|(_, bytes)| bytes));
+            }
+        };
+        let before_this = before.take();
+        if outgoing.is_empty() && incoming.is_empty() {
+            exchange_all(comm, &messages, &mut came)?;
+            write(state, before_this, &mut spare);
+            loaded = next.map(|next| load(next, &shards, Vec::new()));
+            continue;
+        }
+        // What came is put into its place, and what goes next is fetched, while others travel.
+        std::thread::scope(|scope| {
+            let moved = scope.spawn(|| {
+                let moved = exchange_all(comm, &messages, &mut came);
+                moved.map(|()| messages)
+            });
+            let used = std::mem::take(&mut spare);
+            let fetched = scope.spawn(|| next.map(|next| load(next, &shards, used)));
+            write(state, before_this, &mut spare);
+            loaded = fetched.join().expect("copying does not panic");
+            let sent = moved.join().expect("an exchange does not panic")?;
+            spare.extend(sent.into_iter().map(|(_, bytes)| bytes));
+            Ok(())
+        })?;
+        before = Some((incoming, came));
     }
-    // The same for all: whose layout and sources are the same plan the same exchanges.
-    for exchange in &moves.exchanges {
-        move_some(state, comm, exchange, &is_near, &shards)?;
+    if let Some((of, messages)) = before {
+        put(state, of, &messages);
     }
     Ok(())
 }
 
-fn move_some<B: Deref<Target = [u8]>>(
-    state: &mut impl RankState,
-    comm: &mut Comm,
-    exchange: &Exchange,
-    is_near: &impl Fn(u32) -> bool,
+/// The pieces of each peer that is elsewhere.
+type Far<'a> = Vec<(u32, &'a Vec<Piece>)>;
+/// By peer.
+type Messages = Vec<(u32, Vec<u8>)>;
+
+fn far(peers: &BTreeMap<u32, Vec<Piece>>, is_far: impl Fn(&u32) -> bool) -> Far<'_> {
+    let far = peers.iter().filter(|(peer, _)| is_far(peer));
+    far.map(|(peer, pieces)| (*peer, pieces)).collect()
+}
+
+/// What goes to each peer, in memory that was used before where there is some: pages that are
+/// touched for the first time cost more than their bytes.
+fn load<B: Deref<Target = [u8]>>(
+    outgoing: &Far,
     shards: &BTreeMap<u32, Arc<B>>,
-) -> Result<(), CommError> {
-    let joined = |pieces: &Vec<Piece>| {
-        let mut bytes = Vec::with_capacity(len_of(pieces));
-        for piece in pieces {
+    mut used: Vec<Vec<u8>>,
+) -> Messages {
+    let message = |(peer, pieces): &(u32, &Vec<Piece>)| {
+        let mut bytes = used.pop().unwrap_or_default();
+        bytes.clear();
+        bytes.reserve(len_of(pieces));
+        for piece in *pieces {
             bytes.extend_from_slice(&shards[&piece.shard][piece.bytes.clone()]);
         }
-        bytes
+        (*peer, bytes)
     };
-    let far = |peers: &BTreeMap<u32, Vec<Piece>>| -> Vec<u32> {
-        peers.keys().copied().filter(|peer| !is_near(*peer)).collect()
+    outgoing.iter().map(message).collect()
+}
+
+/// Memory for what comes.
+fn room(incoming: &Far, used: &mut Vec<Vec<u8>>) -> Messages {
+    let room = |(peer, pieces): &(u32, &Vec<Piece>)| {
+        let mut bytes = used.pop().unwrap_or_default();
+        bytes.resize(len_of(pieces), 0);
+        (*peer, bytes)
     };
-    let outgoing = far(&exchange.outgoing).into_iter();
-    let outgoing: Vec<(u32, Vec<u8>)> =
-        outgoing.map(|to| (to, joined(&exchange.outgoing[&to]))).collect();
-    let incoming = far(&exchange.incoming).into_iter();
-    let mut incoming: Vec<(u32, Vec<u8>)> =
-        incoming.map(|from| (from, vec![0; len_of(&exchange.incoming[&from])])).collect();
+    incoming.iter().map(room).collect()
+}
+
+fn exchange_all(comm: &mut Comm, sent: &Messages, came: &mut Messages) -> Result<(), CommError> {
     let sends: Vec<(u32, &[u8])> =
-        outgoing.iter().map(|(to, bytes)| (*to, bytes.as_slice())).collect();
+        sent.iter().map(|(to, bytes)| (*to, bytes.as_slice())).collect();
     let mut receives: Vec<(u32, &mut [u8])> =
-        incoming.iter_mut().map(|(from, bytes)| (*from, bytes.as_mut_slice())).collect();
-    comm.exchange(&sends, &mut receives)?;
-    for (from, bytes) in &incoming {
+        came.iter_mut().map(|(from, bytes)| (*from, bytes.as_mut_slice())).collect();
+    comm.exchange_bulk(&sends, &mut receives)
+}
+
+/// Writes what came from each peer.
+fn put(state: &mut impl RankState, incoming: &Far, messages: &Messages) {
+    for ((_, pieces), (_, bytes)) in incoming.iter().zip(messages) {
         let mut rest = bytes.as_slice();
-        for piece in &exchange.incoming[from] {
+        for piece in *pieces {
             let (own, after) = rest.split_at(piece.bytes.len());
             state.write(piece.part, piece.index, piece.elements.clone(), own);
             rest = after;
         }
     }
-    Ok(())
 }
 
 fn len_of(pieces: &[Piece]) -> usize {

@@ -53,7 +53,15 @@ const SUM_MAX: Duration = Duration::from_secs(60);
 
 /// A shard in memory; its bytes stay as long as somebody holds it.
 #[derive(Debug)]
-pub struct Slot(Mapping);
+pub struct Slot(Mapping, Maker);
+
+/// Who has made a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Maker {
+    Here,
+    /// Another process, which fills it.
+    Elsewhere,
+}
 
 /// Which shard of which state a slot holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -69,7 +77,7 @@ impl Slot {
     /// # Errors
     /// The system has no memory for it.
     pub(super) fn new(len: usize) -> io::Result<Slot> {
-        Ok(Slot(Mapping::shared("moejob-snapshot", BYTES + len)?))
+        Ok(Slot(Mapping::shared("moejob-snapshot", BYTES + len)?, Maker::Here))
     }
 
     /// A free one for a shard, all of whose pages are there.
@@ -88,7 +96,7 @@ impl Slot {
     /// # Errors
     /// It is none.
     pub(super) fn attach(file: OwnedFd) -> io::Result<Slot> {
-        let slot = Slot(Mapping::attach(file)?);
+        let slot = Slot(Mapping::attach(file)?, Maker::Elsewhere);
         if slot.0.len() < BYTES {
             return Err(io::Error::other("memory that is no slot"));
         }
@@ -109,6 +117,14 @@ impl Slot {
     /// Nobody here is about to read or fill it.
     pub(super) fn rest(&self) {
         let _ = self.0.rest(threads_for(self.0.len()));
+    }
+
+    /// Who has only read what another process fills, such as a worker behind its checksums, keeps
+    /// no page of it: a worker that is killed gives them back before anybody knows that it is.
+    pub(super) fn rest_behind(&self) {
+        if self.1 == Maker::Elsewhere {
+            let _ = self.0.rest(TOUCH_THREADS_BESIDE);
+        }
     }
 
     /// Has the driver of `gpu` copy here without a detour, for as long as there is the slot.

@@ -57,6 +57,9 @@ fn sum_all(complete: &Receiver<Weak<Slot>>) {
         // One that was given up meanwhile is of no interest.
         if let Some(slot) = slot.upgrade().filter(|slot| !slot.is_summed()) {
             slot.sum();
+            if slot.bytes_len() >= RESTS {
+                slot.rest_behind();
+            }
         }
     }
 }

@@ -281,9 +281,15 @@ impl Cargo {
     pub fn carry(self, ferry: &mut Ferry) -> Result<(), CommError> {
         let Cargo { step, own, buddy, mut theirs } = self;
         let send = buddy.filter(|_| !own.is_empty()).map(|buddy| (buddy, &own[..]));
-        ferry.carry(step, &send.into_iter().collect::<Vec<_>>(), &mut into(&mut theirs))?;
-        theirs.into_iter().for_each(|(_, filling)| drop(filling.complete()));
-        Ok(())
+        let (send, mut arrived) = (send.into_iter().collect::<Vec<_>>(), Vec::new());
+        let carried = ferry.carry(step, &send, &mut into(&mut theirs), &mut arrived);
+        // Also where the ward is lost meanwhile: then it is what is left of it.
+        let is_here = |(ward, filling): &(u32, Filling)| {
+            arrived.contains(ward) || carried.is_ok() && filling.is_empty()
+        };
+        let here = theirs.into_iter().filter(is_here);
+        here.for_each(|(_, filling)| drop(filling.complete()));
+        carried
     }
 }
 
@@ -308,7 +314,7 @@ pub fn complete(
     let send = buddy.filter(|_| !own.is_empty()).map(|buddy| (buddy, &own[..]));
     // All take part, so that the call has the same number everywhere.
     if buddies.iter().any(Option::is_some) {
-        comm.exchange(&send.into_iter().collect::<Vec<_>>(), &mut into(&mut theirs))?;
+        comm.exchange_bulk(&send.into_iter().collect::<Vec<_>>(), &mut into(&mut theirs))?;
     }
     theirs.into_iter().for_each(|(_, filling)| drop(filling.complete()));
     memory.trim();

@@ -8,8 +8,13 @@ use super::{
 use crate::observed::{DeviceFailure, Gang, Millis, Size, Worker, WorkerState};
 use moejob_manifest::job::Venue;
 use moejob_manifest::words::{one_or_more, several};
-use moejob_protocol::config::{Member, WorkerConfig};
+use moejob_protocol::config::{Member, Resume, WorkerConfig};
 use std::sync::Arc;
+
+/// Of a parameter, with both moments.
+const STATE_BYTES: u64 = 12;
+/// Bytes of a rank's state that take seconds to reach a worker that has none.
+const LARGE_STATE: u64 = 2 << 30;
 
 impl<'o> Planner<'o> {
     /// No gang is under way: start the next attempt if there are enough workers.
@@ -18,7 +23,7 @@ impl<'o> Planner<'o> {
         if self.avoid_parted() || self.avoid_broken() {
             return;
         }
-        let candidates: Vec<&'o Worker> = self.candidates().collect();
+        let candidates = self.ahead_of_newcomers(self.candidates().collect());
         let Some(size) = self.size_for(candidates.len() as u32) else {
             let (have, need) = (candidates.len(), self.least_size());
             let measuring = match self.measuring() {
@@ -42,6 +47,36 @@ impl<'o> Planner<'o> {
             }
         }
         self.start_attempt(size, &candidates);
+    }
+
+    /// After a loss: where a rank's state is large, those who hold it go on at once. Whoever has
+    /// come meanwhile joins by a growth, else all would wait while its shard travels. Spares are
+    /// there to take a place at once, and so is whoever is needed for half of the gang.
+    fn ahead_of_newcomers(&self, all: Vec<&'o Worker>) -> Vec<&'o Worker> {
+        let observed = self.observed;
+        let lost = |gang: &&Gang| gang.stepped && gang.stop_requested.is_none();
+        let Some(gang) = observed.record.gang.as_ref().filter(lost) else { return all };
+        let holders: Vec<&'o Worker> =
+            all.iter().copied().filter(|worker| !worker.held.is_empty()).collect();
+        if holders.len() == all.len() || observed.wanted.spares > 0 {
+            return all;
+        }
+        let Some(size) = self.size_for(holders.len() as u32) else { return all };
+        let ranks = u64::from(size.layout.mesh.world().max(1));
+        let state = observed.template.model.numel() * STATE_BYTES;
+        if 2 * size.nodes < gang.members.len() as u32 || state / ranks < LARGE_STATE {
+            return all;
+        }
+        let from = |workers: &[&Worker], nodes: u32| {
+            choose(observed, &self.index, workers, nodes as usize).resume
+        };
+        let own = from(&holders, size.nodes);
+        let with_all = self.size_for(all.len() as u32).map(|size| from(&all, size.nodes));
+        let costs_steps = with_all.is_some_and(|other| other.step() > own.step());
+        match own {
+            Resume::Memory { .. } if !costs_steps => holders,
+            _ => all,
+        }
     }
 
     /// Nodes that are no longer listed are not the job's: a gang that does not fit holds nothing.

@@ -16,12 +16,16 @@ pub fn template(setup: &Setup) -> WorkerConfig {
          metadata: {{ name: j }}\n\
          spec:\n\
          \x20 nodes: {{ profile: cpu, min: 1, max: 1 }}\n\
-         \x20 model: {{ hiddenSize: 64, numHiddenLayers: 2, numAttentionHeads: 2, \
-         experts: {{ count: {}, perToken: 1, intermediateSize: 64 }} }}\n\
+         \x20 model: {{ hiddenSize: {}, numHiddenLayers: 2, numAttentionHeads: {}, \
+         experts: {{ count: {}, perToken: 1, intermediateSize: {} }} }}\n\
          \x20 data: {{ train: {{ text: {{ paths: [a.txt] }} }}, tokenizer: bytes, \
          sequenceLength: 64 }}\n\
          \x20 training: {{ steps: {}, globalBatchSize: 64 }}\n",
-        setup.experts, setup.steps
+        64 * setup.width,
+        2 * setup.width,
+        setup.experts,
+        64 * setup.width,
+        setup.steps
     );
     let job = Job::read(manifest.as_bytes()).expect("the manifest of the tests is valid");
     let places = Places {

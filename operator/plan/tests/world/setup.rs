@@ -13,6 +13,8 @@ pub struct Setup {
     pub devices: u32,
     /// Experts of the model: no more ranks can share them.
     pub experts: u32,
+    /// Its dimensions, in multiples of what is small.
+    pub width: u32,
     pub steps: u64,
     pub memory_every: u64,
     pub checkpoint_every: u64,
@@ -35,6 +37,7 @@ impl Default for Setup {
             nodes: 4,
             devices: 1,
             experts: 8,
+            width: 1,
             steps: 100,
             memory_every: 10,
             checkpoint_every: 50,

@@ -1,46 +1,45 @@
 //! The data plane of a worker: a thread that connects the workers of an attempt to each other and
 //! moves their ranks' bytes.
 //!
-//! Of two workers the one with the lower ranks dials. Both present the leaf of the attempt; the one
-//! that accepts answers with eight bytes once it has checked job, attempt, member and that the
-//! worker has no stream yet. From then on the stream carries the bytes of all pairs of their ranks
-//! (`mover`), which only the engines interpret.
+//! Of two workers the one with the lower ranks dials (`greet`). Both present the attempt's leaf.
+//! The one that accepts answers with eight bytes once it has checked job, attempt, member and that
+//! the worker has no stream yet. From then on the stream carries the bytes of all pairs of their
+//! ranks (`mover`), which only the engines interpret. Then the dialler dials the strands (`pump`).
+//! Nobody waits for those: a message goes over such as there are.
 
+use super::greet::{
+    Arrival, Connected, Offer, Stream, dial, dial_strand, encode_welcome, receive,
+};
 use super::links::{Links, Shape};
 use super::mover::{self, Pairs};
+use super::precedence::Traffic;
+use super::pump::{Hello, Pump};
+use super::strand::STRANDS_MAX;
 use crate::failure::chain;
 use crate::gang::memory::Bell;
-use crate::gang::strangers::{HANDSHAKE_MS_MAX, HANDSHAKES_MAX, Strangers};
-use crate::gang::tls::{AttemptTls, Identity, server_name};
+use crate::gang::strangers::{HANDSHAKES_MAX, Strangers};
+use crate::gang::tls::AttemptTls;
 use moejob_protocol::config::Member;
 use rustls::server::Accepted;
+use std::collections::HashSet;
 use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use tokio::io::AsyncReadExt;
+use tokio::io::AsyncWriteExt;
 use tokio::io::unix::AsyncFd;
-use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout, timeout_at};
-use tokio_rustls::{StartHandshake, TlsConnector, TlsStream};
+use tokio::time::{Instant, timeout};
 
 /// For all ranks to connect to each other.
 pub const JOIN_MS_MAX: u64 = 30_000;
-/// One try to reach a peer's listener.
-const DIAL_MS_MAX: u64 = 1_000;
-/// Between two tries, doubling; the peer may not know of the attempt yet.
-const DIAL_PAUSE_MS: u64 = 4;
-const DIAL_PAUSE_MS_MAX: u64 = 128;
 /// For bytes of the last collective to leave before the process ends.
 const DRAIN_MS_MAX: u64 = 1_000;
 /// Orders that wait for the data thread; the shell sends one at a time.
 const COMMANDS_MAX: usize = 4;
-/// First half of what the accepting side answers; the attempt follows.
-const WELCOME: [u8; 4] = *b"MOEW";
 
 /// Who connects to whom.
 #[derive(Clone, Debug)]
@@ -52,6 +51,8 @@ pub struct Join {
     /// One entry a rank, ascending.
     pub members: Vec<Member>,
     pub tls: AttemptTls,
+    /// That it wants for each pair of ranks, in each direction ([`super::wanted`]).
+    pub strands: u32,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -77,12 +78,6 @@ pub struct DataPlane {
 /// Where the listener hands over connections that asked for the data protocol.
 #[derive(Clone, Debug)]
 pub struct DataOffers(mpsc::Sender<Offer>);
-
-struct Offer {
-    accepted: Accepted,
-    tcp: std::net::TcpStream,
-    deadline: std::time::Instant,
-}
 
 impl DataOffers {
     /// Says whether there was room.
@@ -144,21 +139,6 @@ impl DataPlane {
     }
 }
 
-type Stream = TlsStream<TcpStream>;
-
-/// A stream whose other end has proven who it is, or that it cannot be reached, with its attempt:
-/// it may arrive after that attempt was left.
-struct Arrival {
-    attempt: u32,
-    peer: Connected,
-}
-
-enum Connected {
-    Dialled { rank: u32, stream: Box<Stream> },
-    Unreached { rank: u32, why: String },
-    Came { worker: String, stream: Box<Stream> },
-}
-
 #[derive(Default)]
 struct Plane {
     group: Option<Group>,
@@ -172,6 +152,11 @@ struct Group {
     tls: AttemptTls,
     seats: Vec<Seat>,
     links: Links,
+    /// Strands that are there or about to be.
+    strands: HashSet<Hello>,
+    pumps: Pumps,
+    traffic: Arc<Traffic>,
+    connected: mpsc::Sender<Arrival>,
     /// Until all are connected.
     done: Option<oneshot::Sender<Result<Links, JoinError>>>,
     deadline: Instant,
@@ -180,9 +165,12 @@ struct Group {
     tasks: JoinSet<()>,
 }
 
+/// The threads of strands, which end with their group.
+type Pumps = Arc<Mutex<Vec<Pump>>>;
+
 /// Another worker's place in the group.
 struct Seat {
-    worker: String,
+    member: Member,
     pairs: Arc<Pairs>,
     /// It has its stream.
     taken: bool,
@@ -263,9 +251,11 @@ impl Group {
         connected: &mpsc::Sender<Arrival>,
     ) -> Option<Group> {
         let others = others(&join);
-        let Join { rank, ranks, members, tls } = join;
+        let Join { rank, ranks, members, tls, strands } = join;
+        let strands = strands.min(STRANDS_MAX);
         let world = members.len() as u32;
-        let shape = Shape { attempt: tls.attempt, first: rank, count: ranks, world };
+        let shape = Shape { attempt: tls.attempt, first: rank, count: ranks, world, strands };
+        let traffic: Arc<Traffic> = Arc::default();
         let made = Links::create(shape).and_then(|links| {
             let bell = links.bell().expect("memory that was created has one");
             // SAFETY: the event is owned by what registers it, so it is open as long as that.
@@ -284,8 +274,9 @@ impl Group {
         let mut tasks = JoinSet::new();
         let mut seats = Vec::new();
         for (member, remotes) in others {
-            let pairs = Pairs::new(links.pairs(remotes.clone()), shape.ranks(), remotes);
-            seats.push(Seat { worker: member.worker.clone(), pairs, taken: false });
+            let pipes = links.pairs(remotes.clone());
+            let pairs = Pairs::new(pipes, shape.ranks(), remotes, Arc::clone(&traffic));
+            seats.push(Seat { member: member.clone(), pairs, taken: false });
             if member.rank > rank {
                 tasks.spawn(dial(member, tls.clone(), deadline, connected.clone()));
             }
@@ -298,6 +289,10 @@ impl Group {
             tls,
             seats,
             links,
+            strands: HashSet::new(),
+            pumps: Pumps::default(),
+            traffic,
+            connected: connected.clone(),
             done: Some(done),
             deadline,
             writers: JoinSet::new(),
@@ -319,20 +314,27 @@ impl Group {
         match arrival.peer {
             Connected::Dialled { rank, stream } => {
                 let seat = self.seats.iter().position(|seat| seat.pairs.first_remote() == rank);
-                self.seat(seat.expect("a member was dialled"), stream, false);
+                let seat = seat.expect("a member was dialled");
+                self.seat(seat, stream, false);
+                self.dial_strands(seat);
             }
             Connected::Unreached { rank, why } => self.fail(JoinError::Unreached { rank, why }),
             Connected::Came { worker, stream } => match self.seat_of(&worker) {
                 Ok(seat) => self.seat(seat, stream, true),
                 Err(why) => tracing::debug!(worker, why, "data stream refused"),
             },
+            Connected::Strand { came, hello, stream } => {
+                if let Err(why) = self.strand(came, hello, stream) {
+                    tracing::debug!(?hello, why, "strand refused");
+                }
+            }
         }
         self.check_complete();
     }
 
     /// Whose stream this may be.
     fn seat_of(&self, worker: &str) -> Result<usize, &'static str> {
-        let seat = self.seats.iter().position(|seat| seat.worker == worker);
+        let seat = self.seats.iter().position(|seat| seat.member.worker == worker);
         let Some(seat) = seat else { return Err("no member of the attempt") };
         if self.seats[seat].pairs.first_remote() >= self.rank {
             return Err("a higher rank does not dial");
@@ -343,7 +345,7 @@ impl Group {
     fn seat(&mut self, seat: usize, stream: Box<Stream>, welcome: bool) {
         let seat = &mut self.seats[seat];
         if seat.taken {
-            let worker = &seat.worker;
+            let worker = &seat.member.worker;
             tracing::debug!(worker, "data stream refused: the worker has one already");
             return;
         }
@@ -354,6 +356,79 @@ impl Group {
         self.tasks.spawn(mover::read(reader, Arc::clone(&seat.pairs)));
         let write = mover::write(writer, Arc::clone(&seat.pairs), welcome, move || bell.arm());
         self.writers.spawn(write);
+    }
+
+    /// All that there may be with a peer, one after the other: the first that is refused is the
+    /// last.
+    fn dial_strands(&mut self, seat: usize) {
+        let (member, remotes) = (self.seats[seat].member.clone(), self.seats[seat].pairs.remotes());
+        let (shape, tls) = (self.links.shape(), self.tls.clone());
+        let connected = self.connected.clone();
+        self.tasks.spawn(async move {
+            for index in 0..shape.strands {
+                let pairs = shape.ranks().flat_map(|own| remotes.clone().map(move |of| (own, of)));
+                for (from, to) in pairs.flat_map(|(own, of)| [(own, of), (of, own)]) {
+                    let attempt = tls.attempt;
+                    let hello = Hello { attempt, from, to, index };
+                    let stream = match dial_strand(&member, &tls, hello).await {
+                        Ok(stream) => Box::new(stream),
+                        Err(error) => {
+                            tracing::debug!(?hello, error = chain(&error), "no further strand");
+                            return;
+                        }
+                    };
+                    let peer = Connected::Strand { came: None, hello, stream };
+                    if connected.send(Arrival { attempt, peer }).await.is_err() {
+                        return;
+                    }
+                }
+            }
+        });
+    }
+
+    fn strand(
+        &mut self,
+        came: Option<String>,
+        hello: Hello,
+        mut stream: Box<Stream>,
+    ) -> Result<(), &'static str> {
+        let Hello { attempt, from, to, index } = hello;
+        let shape = self.links.shape();
+        let sends = shape.ranks().contains(&from);
+        let (own, other) = if sends { (from, to) } else { (to, from) };
+        let seat = self.seats.iter().find(|seat| seat.pairs.remotes().contains(&other));
+        let Some(seat) = seat.filter(|seat| seat.taken) else { return Err("no such peer") };
+        if attempt != self.attempt {
+            return Err("it names another attempt");
+        }
+        if !shape.ranks().contains(&own) || index >= shape.strands {
+            return Err("it is not wanted");
+        }
+        if let Some(worker) = &came {
+            self.seat_of(worker)?;
+            if *worker != seat.member.worker {
+                return Err("the rank is another worker's");
+            }
+        }
+        if !self.strands.insert(hello) {
+            return Err("it is there already");
+        }
+        let strand = self.links.strand(from, to, index);
+        let (pumps, traffic) = (Arc::clone(&self.pumps), Arc::clone(&self.traffic));
+        self.tasks.spawn(async move {
+            let welcomed = async {
+                if came.is_some() {
+                    stream.write_all(&hello.answer()).await?;
+                    stream.flush().await?;
+                }
+                Pump::start(*stream, strand, sends, traffic)
+            };
+            match welcomed.await {
+                Ok(pump) => pumps.lock().unwrap_or_else(PoisonError::into_inner).push(pump),
+                Err(error) => tracing::debug!(?hello, error = chain(&error), "a strand is lost"),
+            }
+        });
+        Ok(())
     }
 
     fn check_complete(&mut self) {
@@ -382,6 +457,8 @@ impl Drop for Group {
         self.fail(JoinError::Left);
         // The tasks end with their sets; the engines must not wait for them.
         self.seats.iter().for_each(|seat| seat.pairs.end("the attempt was left"));
+        self.tasks.abort_all();
+        self.pumps.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 }
 
@@ -393,90 +470,4 @@ async fn listen(event: AsyncFd<OwnedFd>, bell: Bell, all: Vec<Arc<Pairs>>) {
         ready.clear_ready();
         all.iter().for_each(|pairs| pairs.wake.notify_one());
     }
-}
-
-fn encode_welcome(attempt: u32) -> Vec<u8> {
-    [WELCOME, attempt.to_le_bytes()].concat()
-}
-
-/// The listener's side of a handshake; the connection is a stranger's until it ends.
-async fn receive(offer: Offer, tls: AttemptTls, connected: mpsc::Sender<Arrival>) {
-    let Offer { accepted, tcp, deadline } = offer;
-    let opened = async {
-        let tcp = TcpStream::from_std(tcp)?;
-        let stream = StartHandshake::from_parts(accepted, tcp).into_stream(tls.server).await?;
-        let peer = Identity::of_peer(stream.get_ref().1.peer_certificates());
-        let peer = peer.map_err(io::Error::other)?;
-        match peer {
-            // This side has shown its leaf of the same attempt, so both agree on which it is.
-            Identity::Worker { job_uid, attempt, worker }
-                if job_uid == tls.job_uid && attempt == tls.attempt =>
-            {
-                let stream = Box::new(TlsStream::from(stream));
-                Ok(Arrival { attempt, peer: Connected::Came { worker, stream } })
-            }
-            other => Err(io::Error::other(format!("{other} is not of this attempt"))),
-        }
-    };
-    match timeout_at(deadline.into(), opened).await {
-        Ok(Ok(arrival)) => drop(connected.send(arrival).await),
-        Ok(Err(error)) => tracing::debug!(error = chain(&error), "data handshake refused"),
-        Err(_) => tracing::debug!("data handshake refused: too slow"),
-    }
-}
-
-/// Dials until the peer welcomes this rank, or the deadline.
-async fn dial(
-    member: Member,
-    tls: AttemptTls,
-    deadline: Instant,
-    connected: mpsc::Sender<Arrival>,
-) {
-    let mut pause = Duration::from_millis(DIAL_PAUSE_MS);
-    let rank = member.rank;
-    let peer = loop {
-        let why = match dial_once(&member, &tls).await {
-            Ok(stream) => break Connected::Dialled { rank, stream: Box::new(stream) },
-            Err(error) => chain(&error),
-        };
-        tracing::debug!(rank, why, "peer not reached");
-        if Instant::now() + pause >= deadline {
-            break Connected::Unreached { rank, why };
-        }
-        sleep(pause).await;
-        pause = (pause * 2).min(Duration::from_millis(DIAL_PAUSE_MS_MAX));
-    };
-    let _ = connected.send(Arrival { attempt: tls.attempt, peer }).await;
-}
-
-async fn dial_once(member: &Member, tls: &AttemptTls) -> io::Result<Stream> {
-    let late =
-        |what: &str| io::Error::new(io::ErrorKind::TimedOut, format!("{what} took too long"));
-    let connect = TcpStream::connect(&member.address);
-    let tcp = timeout(Duration::from_millis(DIAL_MS_MAX), connect).await;
-    let tcp = tcp.map_err(|_| late("connecting"))??;
-    tcp.set_nodelay(true)?;
-    let handshake = async {
-        let connector = TlsConnector::from(Arc::clone(&tls.client));
-        let mut stream = connector.connect(server_name(), tcp).await?;
-        let found = Identity::of_peer(stream.get_ref().1.peer_certificates());
-        let expected = Identity::Worker {
-            job_uid: tls.job_uid.clone(),
-            attempt: tls.attempt,
-            worker: member.worker.clone(),
-        };
-        match found {
-            Ok(found) if found == expected => {}
-            Ok(found) => return Err(io::Error::other(format!("{found} answers"))),
-            Err(error) => return Err(io::Error::other(error)),
-        }
-        let mut welcome = [0; 8];
-        stream.read_exact(&mut welcome).await?;
-        if welcome[..] != encode_welcome(tls.attempt) {
-            return Err(io::Error::other("the peer's welcome is not for this attempt"));
-        }
-        Ok(TlsStream::from(stream))
-    };
-    let opened = timeout(Duration::from_millis(HANDSHAKE_MS_MAX), handshake).await;
-    opened.map_err(|_| late("the handshake"))?
 }

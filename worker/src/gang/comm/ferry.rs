@@ -5,9 +5,9 @@
 //! bytes only where no collective has any.
 
 use super::parcel::{Expected, Outbound, Receive, Target};
+use super::strand::{Coming, Going, Strands};
 use super::{AbortHandle, CommError, Header, Kind, Lane};
 use crate::gang::memory::Signal;
-use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -21,6 +21,7 @@ pub struct Ferry {
     /// Of the rank's collectives, which end with their attempt.
     pub(super) abort: AbortHandle,
     pub(super) stop: Stopper,
+    pub(super) strands: Strands,
 }
 
 /// Ends what a ferry carries, from any thread.
@@ -43,7 +44,8 @@ impl Stopper {
 
 impl Ferry {
     /// Sends each slice to its rank and fills each buffer from its rank. `number` is the same with
-    /// all who take part, and differs from that of any other copy of the attempt.
+    /// all who take part, and differs from that of any other copy of the attempt. Those whose bytes
+    /// have all come are added to `arrived`, whatever became of the others.
     ///
     /// # Errors
     /// The attempt is over, the ferry was stopped, or a peer has left or speaks nonsense. The
@@ -53,16 +55,35 @@ impl Ferry {
         number: u64,
         sends: &[(u32, &[u8])],
         recvs: &mut [(u32, &mut [u8])],
+        arrived: &mut Vec<u32>,
     ) -> Result<(), CommError> {
         let (attempt, source, kind) = (self.attempt, self.rank, Kind::Copy);
         let header =
             |length: usize| Header { attempt, number, source, kind, length: length as u64 };
-        let mut out: Vec<Outbound> = (sends.iter())
-            .map(|(peer, bytes)| Outbound::new(*peer, header(bytes.len()), Cow::Borrowed(bytes)))
-            .collect();
+        let (mut out, mut going): (Vec<Outbound>, Vec<Going>) = Default::default();
+        for (peer, bytes) in sends {
+            let (outbound, strands) = self.strands.announce(*peer, header(bytes.len()), bytes);
+            out.push(outbound);
+            going.extend((strands != 0).then_some((*peer, *bytes, strands)));
+        }
         let mut receives: Vec<Receive> = (recvs.iter_mut())
             .map(|(peer, into)| Receive::new(*peer, Target::Exact(into)))
             .collect();
+        let moved = self.drive(number, &mut out, &mut receives);
+        let whole = receives.iter().filter(|receive| receive.is_done() && !receive.is_striped());
+        arrived.extend(whole.map(|receive| receive.peer));
+        moved?;
+        let coming: Vec<Coming> = receives.into_iter().filter_map(Receive::into_striped).collect();
+        self.strands.carry((number, kind), &going, coming, arrived, &|| self.check())
+    }
+
+    fn drive(
+        &self,
+        number: u64,
+        out: &mut [Outbound],
+        receives: &mut [Receive],
+    ) -> Result<(), CommError> {
+        let (attempt, kind) = (self.attempt, Kind::Copy);
         loop {
             let seen = self.stop.signal.generation();
             self.check()?;

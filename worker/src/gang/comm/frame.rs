@@ -28,6 +28,9 @@ pub enum Kind {
     Gather = 2,
     /// Of a [`super::Ferry`].
     Copy = 3,
+    /// The body comes over strands: how long it is, and over which (`super::strand`). Sent only
+    /// to a peer with which there are some, so no earlier release sees it.
+    Striped = 4,
 }
 
 impl Header {
@@ -60,6 +63,7 @@ impl Header {
             1 => Kind::Exchange,
             2 => Kind::Gather,
             3 => Kind::Copy,
+            4 => Kind::Striped,
             other => return Err(format!("the unknown kind {other}")),
         };
         Ok(Header {
@@ -79,6 +83,7 @@ impl fmt::Display for Header {
             Kind::Exchange => "an exchange",
             Kind::Gather => "a gather",
             Kind::Copy => "a copy",
+            Kind::Striped => "a striped message",
         };
         write!(f, "{kind} of attempt {attempt}, number {number}, rank {source}, {length} bytes")
     }

@@ -6,12 +6,14 @@
 //!                               | 512 signal of what travels beside | 1024 why
 //! then of each local rank i, for each rank p of the world: pipe i -> p, pipe p -> i, and the same
 //! for what travels beside
+//! then, in the same order, the pipes of all strands (`strand`): i -> p, p -> i of each
 //! ```
 //! Between two local ranks the sender's pipe is the one that is used. Nothing is touched, so
 //! nothing costs memory, before it is needed.
 
 use super::pipe::{PIPE_SPAN, Pipe, Wake};
 use super::ferry::{Ferry, Stopper};
+use super::strand::{Strand, Strands};
 use super::{AbortHandle, Comm, Lane};
 use crate::gang::memory::{Bell, Mapping, Signal};
 use rustix::fd::OwnedFd;
@@ -53,6 +55,8 @@ pub struct Shape {
     pub count: u32,
     /// Ranks in all.
     pub world: u32,
+    /// That there may be between a rank here and one elsewhere, in each direction.
+    pub strands: u32,
 }
 
 impl Shape {
@@ -71,7 +75,20 @@ impl Shape {
 
     fn bytes(&self) -> usize {
         let pairs = self.count as usize * self.world as usize;
+        self.first_strand() + 2 * self.strands as usize * pairs * PIPE_SPAN
+    }
+
+    fn first_strand(&self) -> usize {
+        let pairs = self.count as usize * self.world as usize;
         PAGE * (1 + self.count as usize) + 2 * Way::ALL.len() * pairs * PIPE_SPAN
+    }
+
+    /// Of the pipe of a strand between a local rank and another, 0 outgoing, 1 incoming.
+    fn strand(&self, local: u32, other: u32, index: u32, direction: usize) -> usize {
+        assert!(index < self.strands, "strand {index} of {}", self.strands);
+        let row = (local - self.first) as usize * self.world as usize + other as usize;
+        let pipe = 2 * (self.strands as usize * row + index as usize) + direction;
+        self.first_strand() + pipe * PIPE_SPAN
     }
 
     /// Of the pipe between a local rank and another, 0 outgoing, 1 incoming.
@@ -126,7 +143,7 @@ impl Links {
 
     /// All ranks are threads of this process.
     pub fn in_process(world: u32, attempt: u32) -> Links {
-        let shape = Shape { attempt, first: 0, count: world, world };
+        let shape = Shape { attempt, first: 0, count: world, world, strands: 0 };
         Links { shape, memory: Arc::new(Mapping::private(shape.bytes())), bell: None }
     }
 
@@ -196,15 +213,36 @@ impl Links {
         (0..self.shape.world).map(|peer| (peer != rank).then(|| lane(peer))).collect()
     }
 
+    /// The strand that carries bytes of `from` to `to`, one of which is here.
+    pub(super) fn strand(&self, from: u32, to: u32, index: u32) -> Strand {
+        let at = match self.shape.is_local(from) {
+            true => self.shape.strand(from, to, index, 0),
+            false => self.shape.strand(to, from, index, 1),
+        };
+        Strand::new(Pipe::alone(Arc::clone(&self.memory), at))
+    }
+
+    /// Of `rank`, with all that are elsewhere.
+    fn strands(&self, rank: u32) -> Strands {
+        let with = |peer: u32| -> (Vec<Strand>, Vec<Strand>) {
+            let all = if self.shape.is_local(peer) { 0 } else { self.shape.strands };
+            let pair = |at| (self.strand(rank, peer, at), self.strand(peer, rank, at));
+            (0..all).map(pair).unzip()
+        };
+        Strands::new(rank, self.shape.attempt, (0..self.shape.world).map(with).collect())
+    }
+
     /// The group as `rank` sees it; made once a rank.
     pub fn comm(&self, rank: u32) -> Comm {
         let attempt = self.shape.attempt;
+        let strands = self.strands(rank);
         let ferry = Ferry {
             rank,
             attempt,
             lanes: self.lanes(rank, Way::Beside),
             abort: self.abort_handle(rank),
             stop: Stopper::new(self.signal(rank, Way::Beside)),
+            strands: strands.clone(),
         };
         Comm {
             rank,
@@ -215,6 +253,7 @@ impl Links {
             abort: self.abort_handle(rank),
             said: None,
             ferry: Some(ferry),
+            strands,
         }
     }
 
@@ -241,5 +280,6 @@ impl Links {
                 self.pipe(peer, rank, way).refuse(why);
             }
         }
+        self.strands(rank).leave(why);
     }
 }

@@ -12,7 +12,7 @@
 
 use super::links::{PeerPipes, Way};
 use super::pipe::{CHUNK_BYTES_MAX, CREDIT_BYTES, PIPE_BYTES_MAX, Read};
-use super::precedence::Precedence;
+use super::precedence::{Precedence, Traffic};
 use crate::failure::chain;
 use std::io;
 use std::ops::Range;
@@ -25,7 +25,7 @@ use tokio::time::Instant;
 /// Frames that go out in one write.
 const BATCH_BYTES_MAX: usize = 256 << 10;
 /// Where so much waits for a step, what travels beside yields to it.
-const BESIDE_BYTES_MAX: usize = 4 << 10;
+pub(super) const BESIDE_BYTES_MAX: usize = 4 << 10;
 const HEAD_BYTES: usize = 16;
 /// The longest reason that a peer gives for its end.
 const WHY_BYTES_MAX: usize = 252;
@@ -71,10 +71,17 @@ pub(super) struct Pairs {
     remotes: Range<u32>,
     /// The writer has something to do.
     pub wake: Notify,
+    /// Of all streams of the worker.
+    traffic: Arc<Traffic>,
 }
 
 impl Pairs {
-    pub fn new(pipes: Vec<PeerPipes>, locals: Range<u32>, remotes: Range<u32>) -> Arc<Pairs> {
+    pub fn new(
+        pipes: Vec<PeerPipes>,
+        locals: Range<u32>,
+        remotes: Range<u32>,
+        traffic: Arc<Traffic>,
+    ) -> Arc<Pairs> {
         assert_eq!(pipes.len(), Way::ALL.len() * locals.len() * remotes.len());
         let pair = |pipes| Pair {
             pipes,
@@ -83,7 +90,12 @@ impl Pairs {
             told_end: AtomicBool::new(false),
         };
         let pairs = pipes.into_iter().map(pair).collect();
-        Arc::new(Pairs { pairs, locals, remotes, wake: Notify::new() })
+        Arc::new(Pairs { pairs, locals, remotes, wake: Notify::new(), traffic })
+    }
+
+    /// The peer's.
+    pub fn remotes(&self) -> Range<u32> {
+        self.remotes.clone()
     }
 
     /// The first of the peer's ranks names it.
@@ -212,6 +224,7 @@ pub(super) async fn write(
             let waiting = beside.iter().any(Pair::has_bytes);
             let sizes = (BESIDE_BYTES_MAX, CHUNK_BYTES_MAX);
             let now = Instant::now().into_std();
+            let steps = batch.len() >= BESIDE_BYTES_MAX;
             let most = batch.len() + precedence.beside(now, batch.len(), waiting, sizes);
             // A few bytes, without which the peer's copies would wait for our steps.
             beside.iter().for_each(|pair| give_credit(pair, &mut batch));
@@ -225,8 +238,14 @@ pub(super) async fn write(
                 }
             }
             if !batch.is_empty() {
+                if steps {
+                    pairs.traffic.begin();
+                }
                 stream.write_all(&batch).await?;
                 stream.flush().await?;
+                if steps {
+                    pairs.traffic.end(Instant::now().into_std());
+                }
                 batch.clear();
                 continue;
             }
@@ -289,11 +308,11 @@ mod tests {
     use super::*;
     use crate::gang::comm::{Links, Shape};
 
-    const SHAPE: Shape = Shape { attempt: 1, first: 0, count: 1, world: 2 };
+    const SHAPE: Shape = Shape { attempt: 1, first: 0, count: 1, world: 2, strands: 0 };
 
     fn pairs() -> (Links, Arc<Pairs>) {
         let links = Links::create(SHAPE).expect("memory");
-        let pairs = Pairs::new(links.pairs(1..2), 0..1, 1..2);
+        let pairs = Pairs::new(links.pairs(1..2), 0..1, 1..2, Arc::default());
         (links, pairs)
     }
 

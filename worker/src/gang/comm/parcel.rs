@@ -5,6 +5,10 @@ use super::pipe::{CHUNK_BYTES_MAX, Read};
 use super::{CommError, Lane};
 use std::borrow::Cow;
 
+/// What stands in place of a body that comes over strands: u64 its length, u32 the strands, a bit
+/// each; little-endian.
+const STRIPED_BYTES: usize = 12;
+
 /// A frame on its way out.
 #[derive(Debug)]
 pub(super) struct Outbound<'a> {
@@ -23,6 +27,13 @@ impl<'a> Outbound<'a> {
 
     pub fn nothing(peer: u32) -> Outbound<'a> {
         Outbound { peer, header: None, bytes: Cow::Borrowed(&[]), sent: 0 }
+    }
+
+    /// Says that so many bytes come over these strands.
+    pub fn striped(peer: u32, header: Header, strands: u32) -> Outbound<'a> {
+        let bytes = [&header.length.to_le_bytes()[..], &strands.to_le_bytes()].concat();
+        let header = Header { kind: Kind::Striped, length: STRIPED_BYTES as u64, ..header };
+        Outbound::new(peer, header, Cow::Owned(bytes))
     }
 
     pub fn is_done(&self) -> bool {
@@ -68,6 +79,8 @@ pub(super) struct Receive<'a> {
     headed: usize,
     /// Bytes of the body that are still to come; none before the header is checked.
     missing: Option<usize>,
+    /// What says that the body comes over strands.
+    striped: Option<[u8; STRIPED_BYTES]>,
 }
 
 pub(super) struct Expected {
@@ -79,7 +92,8 @@ pub(super) struct Expected {
 
 impl<'a> Receive<'a> {
     pub fn new(peer: u32, target: Target<'a>) -> Receive<'a> {
-        Receive { peer, target, header: [0; HEADER_BYTES], headed: 0, missing: None }
+        let header = [0; HEADER_BYTES];
+        Receive { peer, target, header, headed: 0, missing: None, striped: None }
     }
 
     pub fn bounded(peer: u32, bytes_max: usize) -> Receive<'a> {
@@ -99,6 +113,18 @@ impl<'a> Receive<'a> {
         }
     }
 
+    pub fn is_striped(&self) -> bool {
+        self.striped.is_some()
+    }
+
+    /// Of what came whole but for its body, which comes over strands: these, and where it goes.
+    pub fn into_striped(self) -> Option<(u32, &'a mut [u8], u32)> {
+        match (self.target, self.striped) {
+            (Target::Exact(into), Some(words)) => Some((self.peer, into, parse_striped(&words).1)),
+            _ => None,
+        }
+    }
+
     pub fn is_done(&self) -> bool {
         self.missing == Some(0)
     }
@@ -107,13 +133,14 @@ impl<'a> Receive<'a> {
     pub fn step(&mut self, lane: &Lane, expected: &Expected) -> Result<bool, CommError> {
         let mut moved = false;
         while !self.is_done() {
-            let into = match (self.missing, &mut self.target) {
-                (None, _) => &mut self.header[self.headed..],
-                (Some(missing), Target::Exact(into)) => {
+            let into = match (self.missing, &mut self.target, &mut self.striped) {
+                (None, ..) => &mut self.header[self.headed..],
+                (Some(missing), _, Some(words)) => &mut words[STRIPED_BYTES - missing..],
+                (Some(missing), Target::Exact(into), None) => {
                     let at = into.len() - missing;
                     &mut into[at..]
                 }
-                (Some(missing), Target::Bounded { into, .. }) => {
+                (Some(missing), Target::Bounded { into, .. }, None) => {
                     let at = into.len() - missing;
                     &mut into[at..]
                 }
@@ -134,7 +161,21 @@ impl<'a> Receive<'a> {
                 }
             }
         }
+        self.check_striped()?;
         Ok(moved)
+    }
+
+    fn check_striped(&self) -> Result<(), CommError> {
+        let (Some(words), Target::Exact(into)) = (&self.striped, &self.target) else {
+            return Ok(());
+        };
+        let (length, strands) = parse_striped(words);
+        if length == into.len() as u64 && strands != 0 {
+            return Ok(());
+        }
+        let found = format!("{length} bytes over the strands {strands:#b}");
+        let expected = format!("{} bytes over some", into.len());
+        Err(CommError::Protocol { rank: self.peer, found, expected })
     }
 
     /// Compares the header with what is expected; gives the body's length.
@@ -147,11 +188,21 @@ impl<'a> Receive<'a> {
         let header = Header::decode(&self.header)
             .map_err(|found| refuse(found, "a frame header".to_string()))?;
         let Expected { attempt, number, source, kind } = *expected;
+        let is_striped =
+            header.kind == Kind::Striped && matches!(self.target, Target::Exact(_));
+        let kind = if is_striped { Kind::Striped } else { kind };
         let want = Header { attempt, number, source, kind, length: header.length };
         if header != want {
             return Err(refuse(header.to_string(), want.to_string()));
         }
         let length = usize::try_from(header.length).unwrap_or(usize::MAX);
+        if is_striped {
+            self.striped = Some([0; STRIPED_BYTES]);
+            return match length {
+                STRIPED_BYTES => Ok(length),
+                _ => Err(refuse(header.to_string(), format!("{STRIPED_BYTES} bytes"))),
+            };
+        }
         match &mut self.target {
             Target::Exact(into) if into.len() == length => {}
             Target::Exact(into) => {
@@ -166,4 +217,10 @@ impl<'a> Receive<'a> {
         }
         Ok(length)
     }
+}
+
+fn parse_striped(words: &[u8; STRIPED_BYTES]) -> (u64, u32) {
+    let (length, strands) = words.split_at(8);
+    let of = |bytes: &[u8]| bytes.iter().rev().fold(0u64, |all, byte| all << 8 | u64::from(*byte));
+    (of(length), of(strands) as u32)
 }

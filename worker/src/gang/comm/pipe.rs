@@ -3,7 +3,8 @@
 //!
 //! ```text
 //! 0 u64 written | 64 u64 taken | 128 u32 ended | 132 u32 refused | 136 u64 told
-//! 256 why it ended | 512 why it was refused | 4096 PIPE_BYTES_MAX bytes
+//! 144 u32 open | 256 why it ended | 512 why it was refused | 4096 PIPE_BYTES_MAX bytes
+//! of a strand's also: 1024 signal of who writes | 1088 signal of who takes
 //! ```
 //! One end alone writes `written`, the other `taken`, each after the bytes it speaks of. An engine
 //! that is killed at any instruction leaves a pipe whose other end can still be used.
@@ -28,9 +29,12 @@ const TAKEN: usize = 64;
 const ENDED: usize = 128;
 const REFUSED: usize = 132;
 const TOLD: usize = 136;
+const OPEN: usize = 144;
 const ENDED_WHY: usize = 256;
 const REFUSED_WHY: usize = 512;
 const WHY_ROOM: usize = 256;
+const WRITER: usize = 1024;
+const TAKER: usize = 1088;
 const DATA: usize = 4096;
 
 /// One end of a pipe, as the other end wakes it.
@@ -75,6 +79,15 @@ impl Pipe {
     pub fn new(memory: Arc<Mapping>, at: usize, producer: Wake, consumer: Wake) -> Pipe {
         assert!(at + PIPE_SPAN <= memory.len(), "a pipe beyond its memory");
         Pipe { memory, at, producer, consumer }
+    }
+
+    /// The same of a strand, at whose ends a thread each waits for it alone: with what wakes the
+    /// one that writes and the one that takes.
+    pub fn alone(memory: Arc<Mapping>, at: usize) -> (Pipe, Signal, Signal) {
+        let signal = |field| Signal::new(Arc::clone(&memory), at + field);
+        let (writer, taker) = (signal(WRITER), signal(TAKER));
+        let ends = (Wake::Rank(writer.clone()), Wake::Rank(taker.clone()));
+        (Pipe::new(memory, at, ends.0, ends.1), writer, taker)
     }
 
     fn load(&self, field: usize) -> u64 {
@@ -186,6 +199,15 @@ impl Pipe {
             self.memory.write_text(self.at + text, WHY_ROOM, why);
             self.memory.word(self.at + flag).store(1, Ordering::SeqCst);
         }
+    }
+
+    /// Whether somebody carries its bytes: of a strand only the worker knows.
+    pub fn set_open(&self, open: bool) {
+        self.memory.word(self.at + OPEN).store(u32::from(open), Ordering::SeqCst);
+    }
+
+    pub fn is_open(&self) -> bool {
+        self.flag(OPEN)
     }
 
     pub fn is_refused(&self) -> bool {

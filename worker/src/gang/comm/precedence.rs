@@ -8,6 +8,7 @@
 //! snapshot is taken. So steps whose bytes never end must not hold it up for ever. On a line of `R`
 //! bytes a second a copy of `S` bytes is on its way for `YIELDS_FOR + 2 S / R` at most.
 
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// For so long a copy takes only what steps leave it. Most steps leave it enough, since they have
@@ -16,6 +17,50 @@ pub(super) const YIELDS_FOR: Duration = Duration::from_secs(10);
 /// A copy that has had nothing to send for so long has ended; what comes then is another one. A
 /// rank that fills its pipe takes microseconds, on a machine with much else to do a moment more.
 pub(super) const ENDED_AFTER: Duration = Duration::from_secs(2);
+
+/// So long behind a write of a step's bytes it is taken to have more.
+const STEPPING_FOR: Duration = Duration::from_millis(2);
+
+/// When steps had bytes for any of a worker's streams; strands ask, which have others.
+#[derive(Debug)]
+pub(super) struct Traffic {
+    since: Instant,
+    /// Microseconds.
+    last: AtomicU64,
+    /// Writes of steps' bytes that are under way.
+    writes: AtomicU32,
+}
+
+impl Default for Traffic {
+    fn default() -> Traffic {
+        let (last, writes) = Default::default();
+        Traffic { since: Instant::now(), last, writes }
+    }
+}
+
+impl Traffic {
+    fn micros(&self, now: Instant) -> u64 {
+        let micros = now.saturating_duration_since(self.since).as_micros();
+        u64::try_from(micros).unwrap_or(u64::MAX)
+    }
+
+    /// A write of a step's bytes begins.
+    pub fn begin(&self) {
+        self.writes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn end(&self, now: Instant) {
+        self.last.store(self.micros(now).max(1), Ordering::Relaxed);
+        self.writes.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    pub fn is_stepping(&self, now: Instant) -> bool {
+        let last = self.last.load(Ordering::Relaxed);
+        let since = self.micros(now).saturating_sub(last);
+        let recent = last > 0 && u128::from(since) < STEPPING_FOR.as_micros();
+        recent || self.writes.load(Ordering::Relaxed) > 0
+    }
+}
 
 /// Of one stream, for what it sends.
 #[derive(Debug, Default)]
@@ -105,6 +150,17 @@ mod tests {
         // A step of a few bytes is not made to wait for more than a chunk.
         let mut precedence = Precedence::default();
         assert_eq!(precedence.beside(Instant::now(), 100, true, SIZES), SIZES.1);
+    }
+
+    #[test]
+    fn steps_are_under_way_while_they_are_written_and_a_moment_longer() {
+        let (traffic, start) = (Traffic::default(), Instant::now());
+        let at = |ms: u64| start + Duration::from_millis(ms);
+        assert!(!traffic.is_stepping(at(0)));
+        traffic.begin();
+        assert!(traffic.is_stepping(at(500)), "a slow line");
+        traffic.end(at(500));
+        assert!(traffic.is_stepping(at(501)) && !traffic.is_stepping(at(503)));
     }
 
     /// Its rank may be slow to fill the pipe: that begins no other copy.

@@ -9,13 +9,14 @@
 use super::Happened;
 use crate::life::control::{FrameError, read_frame, write_frame};
 use crate::failure::chain;
+use crate::gang::comm::{JoinError, Links};
 use crate::life::session::Event;
 use moejob_protocol::message::Frame;
 use moejob_protocol::{PROTOCOL_VERSION, Up};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 
 /// Reports that wait for the leader to read; a leader that lets so many wait is lost.
@@ -142,6 +143,20 @@ impl Writer {
             Some(frame) => Some(frame),
             None => self.queue.recv().await,
         }
+    }
+}
+
+/// The answer of the data plane, once; pending while nothing joins.
+pub async fn wait_for(
+    joining: &mut Option<oneshot::Receiver<Result<Links, JoinError>>>,
+) -> Result<Links, JoinError> {
+    match joining {
+        Some(receiver) => {
+            let result = receiver.await.unwrap_or(Err(JoinError::Left));
+            *joining = None;
+            result
+        }
+        None => std::future::pending().await,
     }
 }
 

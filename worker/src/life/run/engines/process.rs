@@ -12,6 +12,7 @@ use crate::checkpoint::scribe::Scribe;
 use crate::data::{Closing, Desk};
 use crate::engine::step::ENV_DEVICE;
 use crate::gang::comm::Links;
+use crate::life::dying;
 use crate::life::run::Happened;
 use crate::state::slots::Memory;
 use moejob_protocol::WorkerConfig;
@@ -256,24 +257,11 @@ fn ends_before_it_speaks(wire: &Wire, pid: u32) -> Option<ExitStatus> {
             Err(Errno::INTR) => continue,
             Ok(_) | Err(_) => return None,
         }
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        let status = ends_by(&stat);
+        let status = dying::status(pid);
         if status.is_some() {
             return status;
         }
     }
-}
-
-/// How the process ends whose `/proc/PID/stat` this is (proc(5): field 9 are its flags, 52 is its
-/// status), where it is on its way. One that ends as it should closes its socket in its own time.
-fn ends_by(stat: &str) -> Option<ExitStatus> {
-    const EXITING: u64 = 4;
-    // The name may have any characters.
-    let (_, fields) = stat.rsplit_once(") ")?;
-    let mut fields = fields.split_ascii_whitespace();
-    let flags: u64 = fields.nth(9 - 3)?.parse().ok()?;
-    let status: i32 = fields.nth(52 - 9 - 1)?.parse().ok()?;
-    (flags & EXITING != 0 && status != 0).then(|| ExitStatus::from_raw(status))
 }
 
 /// The socket closes a moment before the process can be waited for.
@@ -348,32 +336,6 @@ fn pass_on(errors: impl Read, words: &Words) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_process_that_is_being_ended_says_by_what() {
-        let of = |flags: u64, status: i32| {
-            let zeros = |count| vec!["0"; count].join(" ");
-            format!("42 (a ) b) D {} {flags} {} {status}\n", zeros(5), zeros(42))
-        };
-        let signal = |text: &str| ends_by(text).and_then(|status| status.signal());
-        assert_eq!(signal(&of(0x40_0104, 9)), Some(9));
-        assert_eq!(signal(&of(0x40_0104, 0x80 | 11)), Some(11), "with a core");
-        assert_eq!(signal(&of(0x40_0100, 9)), None, "it runs");
-        assert_eq!(ends_by(&of(0x40_0104, 0)), None, "as it should");
-        assert_eq!(ends_by(&of(0x40_0104, 70 << 8)).and_then(|status| status.code()), Some(70));
-        for broken in ["", "42 (a", "42 (a) D", "42 (a) D 1 2 3"] {
-            assert_eq!(signal(broken), None, "{broken}");
-        }
-        // As the kernel writes it.
-        let mut child = Command::new("sleep").arg("60").spawn().expect("a process");
-        let own = || std::fs::read_to_string(format!("/proc/{}/stat", child.id()));
-        assert_eq!(signal(&own().expect("it runs")), None);
-        child.kill().expect("killed");
-        let own = || std::fs::read_to_string(format!("/proc/{}/stat", child.id()));
-        let tries = std::iter::repeat_with(|| signal(&own().unwrap_or_default())).take(100_000);
-        assert_eq!(tries.flatten().next(), Some(9));
-        child.wait().expect("it has ended");
-    }
 
     #[test]
     fn only_an_engine_that_says_so_was_ended_by_its_device() {
