@@ -9,6 +9,7 @@
 //! Observed --status--> MoeJobStatus                                          status engines
 //! Cluster --allocate--> the nodes of each job                        fabric topology allocate
 //! Profile x GPUs x bytes --travel--> seconds of an exchange between GPUs     travel
+//! Job x layout --traffic--> what a rank sends in a step, by verb             traffic
 //! Measured x expect, pairs --preflight--> good and bad nodes                 preflight
 //! Job x birth --pod--> Pod, NetworkPolicy, PodDisruptionBudget               pods overlay pod
 //! ```
@@ -24,6 +25,7 @@ pub mod read;
 pub mod several;
 pub mod profile;
 pub mod travel;
+pub mod traffic;
 pub mod preset;
 pub mod fabric;
 pub mod seats;
