@@ -13,6 +13,16 @@ pub struct Add {
     pub b: Buffer,
 }
 
+/// out = a + b, with the bits of a copy and [`Add`]
+#[derive(Clone, Copy, Debug)]
+pub struct Sum {
+    /// As long as `out`
+    pub a: Buffer,
+    pub b: Buffer,
+    /// Output
+    pub out: Buffer,
+}
+
 /// x *= factor, rounded to the float of x first
 #[derive(Clone, Copy, Debug)]
 pub struct Scale {
@@ -89,6 +99,13 @@ impl Device {
         match self {
             Device::Cpu(cpu) => on_float!(op.a.dtype(), T => cpu.add::<T>(op)),
             Device::Cuda(cuda) => cuda.add(op),
+        }
+    }
+
+    pub fn sum(&mut self, op: &Sum) {
+        match self {
+            Device::Cpu(cpu) => on_float!(op.out.dtype(), T => cpu.sum::<T>(op)),
+            Device::Cuda(cuda) => cuda.sum(op),
         }
     }
 

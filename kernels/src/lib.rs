@@ -57,7 +57,7 @@ pub use convert::{Cast, JoinMaster, SplitMaster};
 pub use cpu::{CpuDevice, Float, Isa};
 pub use device::{Device, KernelError, Lack, Posted, Traffic};
 pub use elementwise::{
-    Add, Clamp, ClampBackward, Fill, InitNormal, Scale, GatedMul, GatedMulBackward,
+    Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, InitNormal, Scale, Sum,
 };
 pub use embed::{Embed, EmbedBackward};
 pub use experts::{

@@ -241,8 +241,15 @@ fn scatter(ranks: &mut [Rank], case: &Case, random: &mut Random) {
     let slots: Vec<Vec<f32>> = (0..count)
         .map(|_| (0..case.ids.len()).map(|_| random.below(4001) as f32 / 31.0).collect())
         .collect();
-    for with_slots in [true, false] {
-        let made: Vec<(Need, Buffer, Buffer)> = ranks
+    // What sums are added to, where they are: numbers of the kind.
+    let before: Vec<f32> =
+        (0..case.tokens * case.dim).map(|_| random.below(4001) as f32 / 53.0 - 30.0).collect();
+    let before = decode(case.dtype, &encode(case.dtype, &before));
+    for (with_slots, onto) in [(true, false), (false, false), (true, true)] {
+        if onto && case.nodes > 1 {
+            continue;
+        }
+        let made: Vec<(Need, Buffer, Buffer, [Buffer; 2])> = ranks
             .iter_mut()
             .zip(parts.iter().zip(&slots))
             .map(|(rank, (part, slots))| {
@@ -250,17 +257,26 @@ fn scatter(ranks: &mut [Rank], case: &Case, random: &mut Random) {
                 let ids = place(rank, DType::U32, &case.ids);
                 let rows = place_rows(rank, case, &encode(case.dtype, part));
                 let slots = place(rank, DType::F32, slots);
-                (case.need(ids), rows, slots)
+                let pair = [encode(case.dtype, &before), vec![FILLER; before.len() * case.dtype.size()]]
+                    .map(|bytes| {
+                        let buffer = rank.plan.alloc(case.dtype, before.len());
+                        let all = buffer.reinterpret(DType::U8);
+                        rank.arena.write(all, &bytes).expect("written");
+                        buffer
+                    });
+                (case.need(ids), rows, slots, pair)
             })
             .collect();
-        for (rank, (need, rows, slots)) in ranks.iter().zip(&made) {
+        for (rank, (need, rows, slots, pair)) in ranks.iter().zip(&made) {
             let slots = with_slots.then_some(*slots);
-            let op = ScatterRows { need, rows: *rows, slots, blocks: case.blocks, step: 4 };
+            let (rows, onto) = (*rows, onto.then_some(*pair));
+            let op = ScatterRows { need, rows, slots, onto, blocks: case.blocks, step: 4 };
             rank.links.scatter_rows((&rank.stream, &rank.arena), &op).expect("enqueued");
         }
-        for (me, (rank, (_, rows, buffer))) in ranks.iter().zip(&made).enumerate() {
+        for (me, (rank, (_, rows, buffer, pair))) in ranks.iter().zip(&made).enumerate() {
             let found = bytes_of(rank, *rows);
             let width = found.len() / case.rows();
+            let whole = bytes_of(rank, pair[1]);
             let mut numbers = vec![0_f32; case.ids.len()];
             rank.arena.read_into(*buffer, &mut numbers).expect("read");
             for row in 0..case.rows() {
@@ -280,7 +296,18 @@ fn scatter(ranks: &mut [Rank], case: &Case, random: &mut Random) {
                     (small, (0..width).map(|i| at(i).map(f64::from).sum()).collect())
                 };
                 let (expected, exact) = sum(&parts, case.dim);
-                assert!(found == encode(case.dtype, &expected), "rank {me} row {row} {case:?}");
+                let rounded = encode(case.dtype, &expected);
+                let own = row % case.tokens * case.dim..;
+                if onto {
+                    let before = before[own.clone()].iter();
+                    let sums = decode(case.dtype, &rounded);
+                    let all: Vec<f32> = before.zip(sums).map(|(a, b)| a + b).collect();
+                    let found = &whole[own.start * case.dtype.size()..][..width];
+                    assert!(found == encode(case.dtype, &all), "rank {me} row {row} {case:?}");
+                } else {
+                    assert!(found == rounded, "rank {me} row {row} {case:?}");
+                    assert!(whole.iter().all(|byte| *byte == FILLER), "rank {me}");
+                }
                 let unit = match case.dtype {
                     DType::F32 => 2.0_f64.powi(-24),
                     DType::Bf16 => 2.0_f64.powi(-8),
@@ -289,7 +316,7 @@ fn scatter(ranks: &mut [Rank], case: &Case, random: &mut Random) {
                 // The last rounding, and those of sums in fp32 before.
                 let largest = 21.0 * count as f64;
                 let most: f64 = 1.01 * largest * (unit + count as f64 * 2.0_f64.powi(-24));
-                for (found, exact) in decode(case.dtype, found).iter().zip(exact) {
+                for (found, exact) in decode(case.dtype, &rounded).iter().zip(exact) {
                     assert!((f64::from(*found) - exact).abs() <= most, "{found} for {exact}");
                 }
                 let expected = match with_slots {
@@ -359,7 +386,7 @@ fn rounds_follow_each_other() {
             let (rows, step) = (*rows, round as u32);
             let op = GatherRows { need, rows, weights: None, blocks: 5, step };
             rank.links.gather_rows(on, &op).expect("enqueued");
-            let op = ScatterRows { need, rows, slots: None, blocks: 5, step };
+            let op = ScatterRows { need, rows, slots: None, onto: None, blocks: 5, step };
             rank.links.scatter_rows(on, &op).expect("enqueued");
         }
     }
@@ -390,7 +417,8 @@ fn who_never_comes_is_named_and_a_stop_ends_the_wait() {
     for _ in 0..20 {
         let gather = GatherRows { need: &need, rows, weights: None, blocks: 2, step: 9 };
         rank.links.gather_rows(on, &gather).expect("enqueued");
-        let scatter = ScatterRows { need: &need, rows, slots: None, blocks: 2, step: 9 };
+        let (slots, onto) = (None, None);
+        let scatter = ScatterRows { need: &need, rows, slots, onto, blocks: 2, step: 9 };
         rank.links.scatter_rows(on, &scatter).expect("enqueued");
     }
     rank.stream.synchronize().expect("ended");
@@ -401,7 +429,8 @@ fn who_never_comes_is_named_and_a_stop_ends_the_wait() {
     let Some(mut ranks) = node(2, Duration::from_secs(60)) else { return };
     let (need, rows) = op(&mut ranks[0]);
     let rank = &ranks[0];
-    let scatter = ScatterRows { need: &need, rows, slots: None, blocks: 2, step: 9 };
+    let (slots, onto) = (None, None);
+    let scatter = ScatterRows { need: &need, rows, slots, onto, blocks: 2, step: 9 };
     rank.links.scatter_rows((&rank.stream, &rank.arena), &scatter).expect("enqueued");
     std::thread::sleep(Duration::from_millis(50));
     assert!(!rank.stream.is_idle().expect("asked"), "it waits");

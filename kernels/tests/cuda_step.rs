@@ -178,12 +178,14 @@ fn ops_on_each_element() {
             let mut inputs = [(); 5].map(|()| part(bed.input(len + shift)));
             let filled = part(bed.floats(len + shift));
             bed.device.add(&Add { a: inputs[0], b: inputs[1] });
+            let total = part(bed.floats(len + shift));
+            bed.device.sum(&Sum { a: inputs[1], b: inputs[2], out: total });
             bed.device.scale(&Scale { factor: -0.37, x: inputs[2] });
             bed.device.fill(&Fill { value: 1.625, x: filled });
             bed.device.clamp_backward(&ClampBackward { limit: 0.75, x: inputs[3], dx: inputs[4] });
             bed.device.clamp(&Clamp { limit: 0.75, x: inputs[3] });
             let mut all = inputs.to_vec();
-            all.push(filled);
+            all.extend([filled, total]);
             for activation in [Activation::Silu, Activation::Relu, Activation::Gelu] {
                 inputs = [(); 5].map(|()| part(bed.input(len + shift)));
                 let [gate, up, d_out, ..] = inputs;

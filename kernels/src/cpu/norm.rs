@@ -28,8 +28,7 @@ impl CpuDevice {
 
     /// The same additions and norm as one op each would do.
     pub(crate) fn add_rms_norm<T: Float>(&mut self, op: &AddRmsNorm) {
-        self.copy(op.input, op.mid);
-        self.add::<T>(&crate::Add { a: op.mid, b: op.branch });
+        self.sum::<T>(&crate::Sum { a: op.input, b: op.branch, out: op.mid });
         let AddRmsNorm { rows, dim, eps, mid, w, y, rstd, .. } = *op;
         self.rms_norm::<T>(&RmsNorm { rows, dim, eps, x: mid, w, y, rstd });
     }
@@ -96,6 +95,11 @@ impl CpuDevice {
                 }
             }
         });
+    }
+
+    pub(crate) fn sum<T: Float>(&mut self, op: &crate::Sum) {
+        self.copy(op.a, op.out);
+        self.add::<T>(&crate::Add { a: op.out, b: op.b });
     }
 
     pub(crate) fn add<T: Float>(&mut self, op: &crate::Add) {

@@ -7,7 +7,7 @@ use super::driver::{Launch, parameters};
 use super::step_ops::{Unit, all_whole};
 use crate::buffer::DType;
 use crate::elementwise::{
-    Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, InitNormal, Scale,
+    Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, InitNormal, Scale, Sum,
 };
 use crate::experts::Activation;
 use crate::gate_input::{Mask, MaskRows};
@@ -49,6 +49,18 @@ impl CudaDevice {
             let kernel = (Unit::Elementwise { element }, "add");
             // SAFETY: the parameters are those of `add`, the lengths were checked.
             unsafe { to.launch(kernel, launch, parameters![a, b, len, whole]) }
+        });
+    }
+
+    pub(crate) fn sum(&mut self, op: &Sum) {
+        let (element, len) = (op.out.dtype(), op.out.len());
+        self.enqueue(|to| {
+            let [a, b, out] = [op.a, op.b, op.out].map(|buffer| to.of(buffer, element, len));
+            let whole = all_whole(&[a, b, out]);
+            let (launch, len) = (launch(len, element, whole), len as u64);
+            let kernel = (Unit::Elementwise { element }, "sum");
+            // SAFETY: the parameters are those of `sum`, the lengths were checked.
+            unsafe { to.launch(kernel, launch, parameters![a, b, out, len, whole]) }
         });
     }
 

@@ -8,7 +8,8 @@
 struct Mail {
   u64 places[PEERS_MAX];               // by sender: epoch << 32 | where its rows of there go
   u64 counts[2][PEERS_MAX][COUNTS_MAX];  // by parity of the epoch and sender: epoch << 32 | count
-  u32 flags[PEERS_MAX][BLOCKS_MAX];    // by sender and its block: the epoch whose rows are here
+  // By sender and its block: epoch << 32 | how many of its chunks are here.
+  u64 flags[PEERS_MAX][BLOCKS_MAX];
 };
 static_assert(sizeof(Mail) <= ROOMS, "the mail fits before the rooms");
 
@@ -40,13 +41,13 @@ __device__ __forceinline__ u64 load_word(const u64* at) {
 __device__ __forceinline__ void store_word(u64* at, u64 x) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(x) : "memory");
 }
-__device__ __forceinline__ u32 load_acquire(const u32* at) {
-  u32 x;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+__device__ __forceinline__ u64 load_acquire(const u64* at) {
+  u64 x;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(x) : "l"(at) : "memory");
   return x;
 }
-__device__ __forceinline__ void store_release(u32* at, u32 x) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
+__device__ __forceinline__ void store_release(u64* at, u64 x) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(x) : "memory");
 }
 __device__ __forceinline__ u32 load_host(const u32* at) {
   u32 x;
@@ -105,6 +106,21 @@ __device__ __forceinline__ bool await(const Links& links, u32 what, u32 position
     }
   }
   return true;
+}
+
+// Chunks of this block are at `position`; all that this thread's block stored is there then, if its
+// threads have met.
+__device__ __forceinline__ void tell(const Links& links, u32 position, u32 epoch, u32 chunks) {
+  store_release(&mail_of(links, position)->flags[links.me][blockIdx.x], (u64)epoch << 32 | chunks);
+}
+// Waits for as many of the block of the same number at `position`. False: in vain.
+__device__ __forceinline__ bool hear(const Links& links, u32 position, u32 epoch, u32 chunks,
+                                     u32 step) {
+  const u64* at = &mail_of(links, links.me)->flags[position][blockIdx.x];
+  return await(links, NO_ROWS, position, epoch, step, [&] {
+    const u64 word = load_acquire(at);
+    return (u32)(word >> 32) == epoch && (u32)word >= chunks;
+  });
 }
 
 struct Move {
@@ -172,9 +188,8 @@ move_rows(const __grid_constant__ Links links, const __grid_constant__ Move move
   // Nothing is announced by a rank that has not stored all of it.
   if (__syncthreads_or(late)) return;
   if (t < count) {
-    store_release(&mail_of(links, t)->flags[me][blockIdx.x], epoch);
-    late = !await(links, NO_ROWS, t, epoch, move.step,
-                  [&] { return load_acquire(&mine->flags[t][blockIdx.x]) == epoch; });
+    tell(links, t, epoch, 1);
+    late = !hear(links, t, epoch, 1, move.step);
   }
   if (__syncthreads_or(late)) return;
   // The next kernel's epoch begins when no block of this one reads it any more.

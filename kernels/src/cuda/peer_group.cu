@@ -3,6 +3,10 @@
 // positions on each. A position has N T tokens: T of each rank of its place, by node. Rows of all
 // lie by (node, position, token). A block has a slice of every position's tokens, the same on each
 // rank, so it waits for the blocks of its own number alone.
+//
+// A slice is cut into chunks, and a block's threads into two crews. One lays out or sends chunk
+// after chunk; the other takes or sums those that are there. So the links are busy while this GPU's
+// memory is.
 
 // Who needs which token.
 struct Need {
@@ -25,10 +29,28 @@ __device__ __forceinline__ bool is_present(const Need& need, u32 rank) {
   return need.present >> rank & 1;
 }
 
+constexpr u32 CREW = GROUP_THREADS / 2;
+enum { SENDS, TAKES };
+// All threads of a crew meet. Whether any of them says so.
+__device__ __forceinline__ bool crew_any(u32 crew, bool said) {
+  u32 any;
+  asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0;\n"
+               "barrier.cta.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q;}"
+               : "=r"(any)
+               : "r"((u32)said), "r"(crew + 1), "n"(CREW)
+               : "memory");
+  return any;
+}
+
 struct Slice { u32 begin, end; };
 __device__ __forceinline__ Slice slice_of(u32 tokens) {
   const u64 b = blockIdx.x, n = gridDim.x;
   return {(u32)(tokens * b / n), (u32)(tokens * (b + 1) / n)};
+}
+// The c-th of its chunks of `size` tokens.
+__device__ __forceinline__ Slice chunk_of(Slice slice, u32 c, u32 size) {
+  const u32 begin = slice.begin + c * size;
+  return {begin, min(begin + size, slice.end)};
 }
 
 // The tokens of a slice that are of `node`; none where its rank at `position` of `count` has none.
@@ -63,17 +85,15 @@ __device__ __forceinline__ bool enter(const Links& links, u32 epoch, u32 step) {
   return !__syncthreads_or(late);
 }
 
-// Tells all that this block's part is there; waits for theirs. False: in vain.
-__device__ __forceinline__ bool meet(const Links& links, u32 epoch, u32 step) {
-  const u32 t = threadIdx.x;
-  bool late = false;
-  __syncthreads();
-  if (t < links.positions) {
-    store_release(&mail_of(links, t)->flags[links.me][blockIdx.x], epoch);
-    const u32* at = &mail_of(links, links.me)->flags[t][blockIdx.x];
-    late = !await(links, NO_ROWS, t, epoch, step, [&] { return load_acquire(at) == epoch; });
-  }
-  return !__syncthreads_or(late);
+// The crew that sends tells all that so many chunks are there.
+__device__ __forceinline__ void tell_all(const Links& links, u32 epoch, u32 chunks, u32 t) {
+  crew_any(SENDS, false);
+  if (t < links.positions) tell(links, t, epoch, chunks);
+}
+// The crew that takes waits for as many of all. False: in vain.
+__device__ __forceinline__ bool hear_all(const Links& links, u32 epoch, u32 chunks, u32 step,
+                                         u32 t) {
+  return !crew_any(TAKES, t < links.positions && !hear(links, t, epoch, chunks, step));
 }
 
 // The next kernel's epoch begins when no block of this one reads it any more.
@@ -107,55 +127,85 @@ struct Gather {
   u64 room;        // bytes from the begin of the rooms: [N T, bytes], then [N T, K] twice
   u32 bytes;       // of a row, a multiple of 16
   u32 lanes;       // threads that share a row, a power of two up to 32
+  u32 chunk;       // tokens of a chunk
   u32 step;        // for the record of a failure
 };
 
-// rows[n, p, t] = position p's row, where this rank has an expert of its token; others stay as they
-// are. Each rank lays its own into its window, and takes from the others' what it needs.
-extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 1)
-gather_rows(const __grid_constant__ Links links, const __grid_constant__ Gather op) {
-  const u32 count = links.positions, me = links.me, t = threadIdx.x, step = op.step;
-  const u32 epoch = *(volatile u32*)(links.state + EPOCH) + 1;
-  const u32 nodes = op.need.nodes, tokens = nodes * op.need.tokens, top_k = op.need.top_k;
-  const Slice own = slice_of(tokens);
-  const u32 len = own.end - own.begin;
+// Own rows and words of a chunk into the own window.
+__device__ __forceinline__ void lay(const Links& links, const Gather& op, Slice chunk, u32 t) {
+  const u32 tokens = op.need.nodes * op.need.tokens, top_k = op.need.top_k;
   const u64 words_at = (u64)tokens * op.bytes, slots = (u64)tokens * top_k;
-  if (!enter(links, epoch, step)) return;
-
-  char* const room = (char*)links.windows[me] + ROOMS + op.room;
-  for (u32 node = 0; node < nodes; node++) {
-    const Part own_part = part_of(op.need, own, node, me, count);
-    copy_words(op.rows + own_part.row * op.bytes, room + (u64)own_part.begin * op.bytes,
-               (u64)own_part.len * op.bytes / 16, t, blockDim.x);
+  char* const room = (char*)links.windows[links.me] + ROOMS + op.room;
+  for (u32 node = 0; node < op.need.nodes; node++) {
+    const Part part = part_of(op.need, chunk, node, links.me, links.positions);
+    copy_words(op.rows + part.row * op.bytes, room + (u64)part.begin * op.bytes,
+               (u64)part.len * op.bytes / 16, t, CREW);
     for (u32 word = 0; word < 2 && op.words[word]; word++) {
-      u32* const to = (u32*)(room + words_at) + word * slots + (u64)own_part.begin * top_k;
-      const u32* from = op.words[word] + own_part.row * top_k;
-      for (u32 i = t; i < own_part.len * top_k; i += blockDim.x) to[i] = from[i];
+      u32* const to = (u32*)(room + words_at) + word * slots + (u64)part.begin * top_k;
+      const u32* from = op.words[word] + part.row * top_k;
+      for (u32 i = t; i < part.len * top_k; i += CREW) to[i] = from[i];
     }
   }
-  if (!meet(links, epoch, step)) return;
+}
 
-  for (u32 word = 0; word < 2 && op.words[word]; word++)
+// The others' words of a chunk.
+__device__ __forceinline__ void take_words(const Links& links, const Gather& op, Slice chunk,
+                                           u32 t) {
+  const u32 count = links.positions, tokens = op.need.nodes * op.need.tokens;
+  const u32 top_k = op.need.top_k;
+  const u64 words_at = (u64)tokens * op.bytes, slots = (u64)tokens * top_k;
+  for (u32 word = 0; word < 2; word++)
     for (u32 p = 0; p < count; p++)
-      for (u32 node = 0; node < nodes && p != me; node++) {
-        const Part part = part_of(op.need, own, node, p, count);
+      for (u32 node = 0; node < op.need.nodes && p != links.me; node++) {
+        const Part part = part_of(op.need, chunk, node, p, count);
         const u32* from = (const u32*)(links.windows[p] + ROOMS + op.room + words_at);
         from += word * slots + (u64)part.begin * top_k;
         u32* const to = op.words[word] + part.row * top_k;
-        for (u32 i = t; i < part.len * top_k; i += blockDim.x) to[i] = from[i];
+        for (u32 i = t; i < part.len * top_k; i += CREW) to[i] = from[i];
       }
-  // The ids by which each thread decides were written by others of its block.
-  __syncthreads();
+}
 
-  const u32 groups = blockDim.x / op.lanes, lane = t % op.lanes;
-  for (u32 j = t / op.lanes; j < len * count; j += groups) {
-    const u32 token = own.begin + j / count, p = (j + me) % count;
+// Those of the others' rows of a chunk whose tokens have an expert here.
+__device__ __forceinline__ void take_rows(const Links& links, const Gather& op, Slice chunk,
+                                          u32 t) {
+  const u32 count = links.positions, me = links.me, lane = t % op.lanes;
+  const u32 all = (chunk.end - chunk.begin) * count;
+  for (u32 j = t / op.lanes; j < all; j += CREW / op.lanes) {
+    const u32 token = chunk.begin + j / count, p = (j + me) % count;
     const auto [rank, row] = place_of(op.need, token, p, count);
     if (p == me || !is_present(op.need, rank) || !needs(op.need, row, me)) continue;
     const char* from = (const char*)links.windows[p] + ROOMS + op.room + (u64)token * op.bytes;
     copy_words(from, op.rows + (u64)row * op.bytes, op.bytes / 16, lane, op.lanes);
   }
-  leave(links, epoch);
+}
+
+// rows[n, p, t] = position p's row, where this rank has an expert of its token; others stay as they
+// are. Each rank lays its own into its window, and takes from the others' what it needs.
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 1)
+gather_rows(const __grid_constant__ Links links, const __grid_constant__ Gather op) {
+  const u32 crew = threadIdx.x / CREW, t = threadIdx.x % CREW;
+  const u32 epoch = *(volatile u32*)(links.state + EPOCH) + 1;
+  const Slice own = slice_of(op.need.nodes * op.need.tokens);
+  bool late = false;
+  if (!enter(links, epoch, op.step)) return;
+  u32 chunks = 0;
+  for (Slice chunk; (chunk = chunk_of(own, chunks, op.chunk)).begin < own.end && !late;) {
+    chunks++;
+    if (crew == SENDS) {
+      lay(links, op, chunk, t);
+      tell_all(links, epoch, chunks, t);
+      continue;
+    }
+    late = !hear_all(links, epoch, chunks, op.step, t);
+    if (late) break;
+    if (op.words[0]) {
+      take_words(links, op, chunk, t);
+      // The ids by which each thread decides were written by others of its crew.
+      crew_any(TAKES, false);
+    }
+    take_rows(links, op, chunk, t);
+  }
+  if (!__syncthreads_or(late)) leave(links, epoch);
 }
 
 // Sums are in fp32 and rounded once. KIND: 0 f32, 1 bf16, 2 f16.
@@ -206,29 +256,33 @@ template <int KIND> struct Sum {
   }
 };
 
+// a + b, rounded, in each number of a word.
+template <int KIND> __device__ __forceinline__ u32 plus(u32 a, u32 b) {
+  if constexpr (KIND == 0) return __float_as_uint(__uint_as_float(a) + __uint_as_float(b));
+  return pair_of<KIND>(low_of<KIND>(a) + low_of<KIND>(b), high_of<KIND>(a) + high_of<KIND>(b));
+}
+template <int KIND> __device__ __forceinline__ uint4 plus(uint4 a, uint4 b) {
+  return {plus<KIND>(a.x, b.x), plus<KIND>(a.y, b.y), plus<KIND>(a.z, b.z), plus<KIND>(a.w, b.w)};
+}
+
 struct Scatter {
   Need need;
   char* rows;      // [N P T, bytes]: what this rank adds to each token; those of the own position
                    // become sums
   float* slots;    // [N P T, K] likewise, or null
+  char* onto[2];   // [T, bytes] of N = 1: the second becomes the first + the sums; or null
   u64 room;        // bytes from the begin of the rooms: [P - 1][N T, bytes], then [P - 1][N T, K]
-  u32 bytes, lanes, step;
+  u32 bytes, lanes, chunk, step;
 };
 
-// rows[n, me, t] = the sum, in the order of positions, of what those have there that have an expert
-// of the token. Each rank stores what it adds into the window of the token's, which sums it.
-template <int KIND>
-__device__ __forceinline__ void scatter(const Links& links, const Scatter& op) {
-  const u32 count = links.positions, me = links.me, t = threadIdx.x, step = op.step;
-  const u32 epoch = *(volatile u32*)(links.state + EPOCH) + 1;
-  const u32 tokens = op.need.nodes * op.need.tokens, top_k = op.need.top_k;
-  const Slice own = slice_of(tokens);
-  const u32 len = own.end - own.begin, groups = blockDim.x / op.lanes, lane = t % op.lanes;
+// What this rank adds to the others' tokens of a chunk, into their windows.
+__device__ __forceinline__ void send_sums(const Links& links, const Scatter& op, Slice chunk,
+                                          u32 t) {
+  const u32 count = links.positions, me = links.me, lane = t % op.lanes, top_k = op.need.top_k;
+  const u32 tokens = op.need.nodes * op.need.tokens, all = (chunk.end - chunk.begin) * count;
   const u64 slots_at = op.room + (u64)(count - 1) * tokens * op.bytes;
-  if (!enter(links, epoch, step)) return;
-
-  for (u32 j = t / op.lanes; j < len * count; j += groups) {
-    const u32 token = own.begin + j / count, p = (j + me) % count;
+  for (u32 j = t / op.lanes; j < all; j += CREW / op.lanes) {
+    const u32 token = chunk.begin + j / count, p = (j + me) % count;
     const auto [rank, row] = place_of(op.need, token, p, count);
     if (p == me || !is_present(op.need, rank) || !needs(op.need, row, me)) continue;
     const u64 place = (u64)(me - (me > p)) * tokens + token;
@@ -239,26 +293,50 @@ __device__ __forceinline__ void scatter(const Links& links, const Scatter& op) {
       for (u32 k = lane; k < top_k; k += op.lanes)
         ((float*)(room + slots_at))[place * top_k + k] = op.slots[(u64)row * top_k + k];
   }
-  if (!meet(links, epoch, step)) return;
+}
 
+// Sums of the own tokens of a chunk, in the order of positions.
+template <int KIND>
+__device__ __forceinline__ void add_up(const Links& links, const Scatter& op, Slice chunk, u32 t) {
+  constexpr u32 WORDS = 4;  // that a thread has under way
+  const u32 count = links.positions, me = links.me, lane = t % op.lanes, top_k = op.need.top_k;
+  const u32 tokens = op.need.nodes * op.need.tokens, words = op.bytes / 16;
+  const u64 slots_at = op.room + (u64)(count - 1) * tokens * op.bytes;
   const char* const room = (const char*)links.windows[me] + ROOMS;
-  for (u32 j = t / op.lanes; j < len; j += groups) {
-    const u32 token = own.begin + j;
+  for (u32 token = chunk.begin + t / op.lanes; token < chunk.end; token += CREW / op.lanes) {
     const auto [rank, at] = place_of(op.need, token, me, count);
     if (!is_present(op.need, rank)) continue;
     const u64 row = at;
     u32 from = 0;
     for (u32 q = 0; q < count; q++) from |= (u32)needs(op.need, at, q) << q;
     auto place = [&](u32 q) { return (u64)(q - (q > me)) * tokens + token; };
-    for (u32 w = lane; w < op.bytes / 16; w += op.lanes) {
-      uint4* const mine = (uint4*)(op.rows + row * op.bytes) + w;
-      Sum<KIND> sum;
+    char* const mine = op.rows + row * op.bytes;
+    for (u32 first = lane; first < words; first += WORDS * op.lanes) {
+      Sum<KIND> sums[WORDS];
       for (u32 q = 0; q < count; q++) {
         if (!(from >> q & 1)) continue;
-        const char* theirs = room + op.room + place(q) * op.bytes;
-        sum.add(q == me ? *mine : load_once((const uint4*)theirs + w));
+        const uint4* const theirs =
+            (const uint4*)(q == me ? mine : room + op.room + place(q) * op.bytes);
+        uint4 v[WORDS];
+#pragma unroll
+        for (u32 k = 0; k < WORDS; k++)
+          if (first + k * op.lanes < words) v[k] = load_once(theirs + first + k * op.lanes);
+#pragma unroll
+        for (u32 k = 0; k < WORDS; k++)
+          if (first + k * op.lanes < words) sums[k].add(v[k]);
       }
-      *mine = sum.word();
+#pragma unroll
+      for (u32 k = 0; k < WORDS; k++) {
+        const u32 w = first + k * op.lanes;
+        if (w >= words) break;
+        if (!op.onto[0]) {
+          ((uint4*)mine)[w] = sums[k].word();
+          continue;
+        }
+        const u64 to = (u64)token * op.bytes;
+        ((uint4*)(op.onto[1] + to))[w] =
+            plus<KIND>(load_once((const uint4*)(op.onto[0] + to) + w), sums[k].word());
+      }
     }
     if (op.slots)
       for (u32 k = lane; k < top_k; k += op.lanes) {
@@ -270,7 +348,29 @@ __device__ __forceinline__ void scatter(const Links& links, const Scatter& op) {
         op.slots[row * top_k + k] = sum;
       }
   }
-  leave(links, epoch);
+}
+
+// rows[n, me, t] = the sum, in the order of positions, of what those have there that have an expert
+// of the token. Each rank stores what it adds into the window of the token's, which sums it.
+template <int KIND>
+__device__ __forceinline__ void scatter(const Links& links, const Scatter& op) {
+  const u32 crew = threadIdx.x / CREW, t = threadIdx.x % CREW;
+  const u32 epoch = *(volatile u32*)(links.state + EPOCH) + 1;
+  const Slice own = slice_of(op.need.nodes * op.need.tokens);
+  bool late = false;
+  if (!enter(links, epoch, op.step)) return;
+  u32 chunks = 0;
+  for (Slice chunk; (chunk = chunk_of(own, chunks, op.chunk)).begin < own.end && !late;) {
+    chunks++;
+    if (crew == SENDS) {
+      send_sums(links, op, chunk, t);
+      tell_all(links, epoch, chunks, t);
+      continue;
+    }
+    late = !hear_all(links, epoch, chunks, op.step, t);
+    if (!late) add_up<KIND>(links, op, chunk, t);
+  }
+  if (!__syncthreads_or(late)) leave(links, epoch);
 }
 
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 1)

@@ -22,6 +22,14 @@ use crate::buffer::{Buffer, DType};
 
 /// Threads of a block; with twice as many a thread would have too few registers for its row.
 pub(super) const GROUP_THREADS: u32 = 512;
+/// Bytes of rows that a block sends before it says so: the links are busy from there on.
+const CHUNK_BYTES: usize = 64 << 10;
+
+/// Tokens of a chunk, the same on every rank.
+fn chunk(row_bytes: usize) -> u32 {
+    let bytes = std::env::var("MOEJOB_CHUNK").ok().and_then(|x| x.parse().ok()).unwrap_or(CHUNK_BYTES);
+    (bytes / row_bytes).clamp(8, 1 << 10) as u32
+}
 
 /// Who needs which token, the same on all ranks but for `node`.
 #[derive(Clone, Debug)]
@@ -61,6 +69,9 @@ pub struct ScatterRows<'a> {
     pub need: &'a Need,
     pub rows: Buffer,
     pub slots: Option<Buffer>,
+    /// On one node, [T, D] each: the second becomes the first plus the sums, which are rounded
+    /// before. The own rows then say nothing.
+    pub onto: Option<[Buffer; 2]>,
     /// The same on every rank.
     pub blocks: usize,
     /// For the record of a failure.
@@ -90,6 +101,7 @@ struct GatherData {
     room: u64,
     bytes: u32,
     lanes: u32,
+    chunk: u32,
     step: u32,
 }
 
@@ -100,9 +112,11 @@ struct ScatterData {
     need: NeedData,
     rows: u64,
     slots: u64,
+    onto: [u64; 2],
     room: u64,
     bytes: u32,
     lanes: u32,
+    chunk: u32,
     step: u32,
 }
 
@@ -183,6 +197,7 @@ impl PeerLinks {
             room: 0,
             bytes: bytes as u32,
             lanes: lanes(bytes),
+            chunk: chunk(bytes),
             step: op.step,
         };
         assert!((1..=BLOCKS_MAX).contains(&op.blocks), "{op:?}");
@@ -211,13 +226,23 @@ impl PeerLinks {
             DType::F16 => 2,
             other => panic!("rows of {other:?} are not summed"),
         };
+        let onto = op.onto.map_or([0; 2], |onto| {
+            onto.map(|of| {
+                let own = op.rows.len() / desc.positions;
+                let right = of.dtype() == op.rows.dtype() && of.len() == own && op.need.nodes == 1;
+                assert!(right && of.offset().is_multiple_of(16), "{op:?}");
+                arena.address(of)
+            })
+        });
         let data = ScatterData {
+            onto,
             need: op.need.data(desc, arena),
             rows: arena.address(op.rows),
             slots: op.slots.map_or(0, |slots| arena.address(slots)),
             room: 0,
             bytes: bytes as u32,
             lanes: lanes(bytes),
+            chunk: chunk(bytes),
             step: op.step,
         };
         assert!((1..=BLOCKS_MAX).contains(&op.blocks), "{op:?}");
@@ -232,9 +257,10 @@ impl PeerLinks {
         let (first, count) = ([0; PEERS_MAX], [0; PEERS_MAX]);
         let need = NeedData { ids: 0, present: 0, first, count, tokens: 0, top_k: 0, nodes: 1 };
         let [rows, slots, room] = [0; 3];
-        let (bytes, lanes, step) = (16, 4, 0);
-        let gather = GatherData { need, rows, words: [0; 2], room, bytes, lanes, step };
-        let scatter = ScatterData { need, rows, slots, room, bytes, lanes, step };
+        let (bytes, lanes, chunk, step) = (16, 4, 8, 0);
+        let (words, onto) = ([0; 2], [0; 2]);
+        let gather = GatherData { need, rows, words, room, bytes, lanes, chunk, step };
+        let scatter = ScatterData { need, rows, slots, onto, room, bytes, lanes, chunk, step };
         let once = Launch::new(1, 32);
         // SAFETY: the parameters are those of the kernels; without tokens they touch mail alone.
         unsafe {

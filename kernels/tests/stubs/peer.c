@@ -13,8 +13,12 @@ enum { PEERS = 16, ROOMS = 1 << 19, TURNS = 0, PLACES = 1024, COUNTS = 1 << 16 }
 struct links { address windows[PEERS], state, control, patience; u32 positions, me; };
 struct move { address from, take, starts, places, room; u32 room_rows, bytes, lanes, step; };
 struct need { address ids, present; u32 first[PEERS], count[PEERS], tokens, top_k, nodes; };
-struct gather { struct need need; address rows, words[2], room; u32 bytes, lanes, step; };
-struct scatter { struct need need; address rows, slots, room; u32 bytes, lanes, step; };
+struct gather { struct need need; address rows, words[2], room; u32 bytes, lanes, chunk, step; };
+struct scatter {
+    struct need need;
+    address rows, slots, onto[2], room;
+    u32 bytes, lanes, chunk, step;
+};
 
 static char *mail(const struct links *links, u32 p, size_t at) {
     return (char *)links->windows[p] + at;
@@ -95,7 +99,7 @@ static float wide(unsigned short number) {
 static void scatter(const struct links *links, const struct scatter *op) {
     const size_t tokens = op->need.tokens;
     const u32 me = links->me;
-    if (op->need.nodes != 1) abort();
+    if (op->need.nodes != 1 || op->onto[0]) abort(); /* engines alone ask for it */
     meet(links);
     for (size_t row = 0; row < tokens * links->positions; row++) {
         u32 to = row / tokens;

@@ -130,7 +130,7 @@ pub struct Layer<B> {
     pub lse: B,
     /// [T, D]: the residual stream after attention.
     pub mid: B,
-    /// [T, D], [T]
+    /// [T, D], [T]; where experts are shared out over ranks a part of `Spread::x`.
     pub norm2: B,
     pub rstd2: B,
     pub moe: Option<Moe<B>>,
@@ -192,7 +192,8 @@ pub struct Spread<B> {
 /// What travels of a layer, used by every layer anew.
 #[derive(Clone, Debug)]
 pub struct SpreadScratch<B> {
-    /// [A, D]: gradients of outputs; sums over the experts here, or gradients of inputs
+    /// [A, D]: gradients of outputs, the own ones in place of `Scratch::dx`; sums over the experts
+    /// here, or gradients of inputs
     pub dout: B,
     pub partial: B,
     /// f32 [A, K]

@@ -210,6 +210,8 @@ pub trait Planner {
     fn alloc(&mut self, kind: Kind, rows: Rows, width: u64) -> Self::Buffer;
     /// `len` elements of the part `name` in the memory of a GPU's host.
     fn alloc_on_host(&mut self, name: &'static str, kind: Kind, len: u64) -> Self::Buffer;
+    /// The part at `at` of a buffer that has as many in each of `parts`.
+    fn part_of(&mut self, whole: Self::Buffer, at: u64, parts: u64) -> Self::Buffer;
 }
 
 /// Rows that a rank computes at most, and with even routing.
@@ -253,8 +255,9 @@ pub struct Shape {
     pub float_bytes: u64,
     /// Micro-batches of a step.
     pub micro_batches: u32,
-    /// Ranks of an expert group.
+    /// Ranks of an expert group, and the own one's place in it.
     pub expert_parallel: u64,
+    pub expert_place: u64,
     /// Between GPUs the group's tokens travel along these; none: from each to each.
     pub rails: Option<Rails>,
     pub flats: Flats,
@@ -345,6 +348,7 @@ impl Shape {
             float_bytes: types.stored_bytes(),
             micro_batches,
             expert_parallel: group.len() as u64,
+            expert_place: group.iter().take_while(|other| **other != rank).count() as u64,
             rails: None,
             flats,
             dense_depth: depth(rank),

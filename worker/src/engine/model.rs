@@ -96,6 +96,11 @@ impl Planner for ArenaPlanner<'_> {
     fn alloc_on_host(&mut self, _name: &'static str, kind: Kind, len: u64) -> Buffer {
         self.plan.alloc_on_host(dtype(kind), len as usize)
     }
+
+    fn part_of(&mut self, whole: Buffer, at: u64, parts: u64) -> Buffer {
+        let len = whole.len() / parts as usize;
+        whole.slice(at as usize * len, len)
+    }
 }
 
 pub(crate) fn dtype(kind: Kind) -> DType {

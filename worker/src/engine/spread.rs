@@ -148,11 +148,10 @@ impl Pass<'_> {
         let (here, spread, scratch) = self.model.spread(layer);
         if let (Some(tensors), Some(desc)) = (own, self.model.fused) {
             self.model.device.moe_route(&MoeRoute { desc, tensors });
-            for (from, all) in [
-                (tensors.x, spread.x),
-                (tensors.saved.ids, spread.ids),
-                (tensors.saved.weights, spread.weights),
-            ] {
+            // Its tokens are among those of the group already.
+            for (from, all) in
+                [(tensors.saved.ids, spread.ids), (tensors.saved.weights, spread.weights)]
+            {
                 let to = self.model.own_of(all);
                 self.model.device.copy(from, to);
             }
@@ -174,23 +173,16 @@ impl Pass<'_> {
         let partial = scratch.partial;
         self.model.device.moe_experts(&MoeForward { desc: here.desc, tensors, out: partial });
         self.mark("experts", Some(layer));
-        self.scatter(&need, partial, None);
-        if own.is_some() {
-            let (mid, b) = (self.model.buffers.layers[layer].mid, self.model.own_of(partial));
-            self.model.device.copy(mid, out);
-            self.model.device.add(&Add { a: out, b });
-        }
+        let onto = own.map(|_| [self.model.buffers.layers[layer].mid, out]);
+        self.scatter(&need, partial, (None, onto));
         self.mark("sums travel", Some(layer));
     }
 
-    /// dnorm = the gradient of the layer's output, `scratch.dx`, through experts and router.
+    /// dnorm = the gradient of the layer's output, `scratch.dx`, which lies in `dout`, through
+    /// experts and router.
     pub(crate) fn spread_backward(&mut self, layer: usize, own: Option<MoeTensors>, leaf: &Leaf) {
         let (here, _, scratch) = self.model.spread(layer);
-        let (dx, dnorm) = (self.model.buffers.scratch.dx, self.model.buffers.scratch.dnorm);
-        if own.is_some() {
-            let to = self.model.own_of(scratch.dout);
-            self.model.device.copy(dx, to);
-        }
+        let dnorm = self.model.buffers.scratch.dnorm;
         let need = self.model.need(layer, self.round);
         self.gather(&need, scratch.dout, None);
         self.mark("gradients travel", Some(layer));
@@ -216,7 +208,7 @@ impl Pass<'_> {
             },
         });
         self.mark("experts'", Some(layer));
-        self.scatter(&need, scratch.partial, Some(scratch.ds));
+        self.scatter(&need, scratch.partial, (Some(scratch.ds), None));
         self.mark("gradients travel back", Some(layer));
         let (Some(tensors), Some(desc), Some(dense)) = (own, self.model.fused, leaf.dense) else {
             return;
@@ -241,8 +233,13 @@ impl Pass<'_> {
         links.gather_tokens(&mut model.device, (&model.group, need), rows, weights);
     }
 
-    fn scatter(&mut self, need: &Need, rows: Buffer, slots: Option<Buffer>) {
+    fn scatter(
+        &mut self,
+        need: &Need,
+        rows: Buffer,
+        more: (Option<Buffer>, Option<[Buffer; 2]>),
+    ) {
         let Pass { model, links, .. } = self;
-        links.scatter_tokens(&mut model.device, (&model.group, need), rows, slots);
+        links.scatter_tokens(&mut model.device, (&model.group, need), rows, more);
     }
 }

@@ -3,7 +3,7 @@
 mod fused;
 
 use super::{
-    BLOCK_WORDS, Batch, Bucket, Buffers, CONTROL_NUMBERS, Cache, Cosine, Gate, GateScratch,
+    BLOCK_WORDS, Batch, Bucket, Buffers, CONTROL_NUMBERS, Cache, Cosine, Fused, Gate, GateScratch,
     Gated, Gradients, Head, Layer, LayerCache, Moe, MoeScratch, Numbers, QkNormBuffers, Routes,
     STAGE_ELEMENTS, Scratch, State, StepBalance, Travel,
 };
@@ -216,11 +216,12 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             Some(fused) => fused,
             None => self.fused(None),
         });
+        let norm2 = self.norm2(fused.as_ref(), shared);
         let dense = self.kept_width(layer).map(|width| {
             let before = shared.iter().find_map(|layer| layer.dense.clone());
             before.unwrap_or_else(|| self.gated(width))
         });
-        Layer { input, moe, fused, dense, ..before }
+        Layer { input, norm2, moe, fused, dense, ..before }
     }
 
     /// Width of the memory of a layer's dense part: the widest one's where layers share it.
@@ -261,6 +262,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         let moe = model.is_moe_layer(layer);
         let normed = first.filter(|_| model.qk_norm != QkNorm::None);
         let width = self.kept_width(layer);
+        let fused = (moe && self.is_fused()).then(|| self.fused(shared_fused));
         Layer {
             input: self.floats(t, d),
             norm1: first.map_or_else(|| self.floats(t, d), |first| first.norm1),
@@ -273,12 +275,29 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             attended: self.floats(t, q),
             lse: self.statistics(t, model.num_attention_heads.into()),
             mid: self.floats(t, d),
-            norm2: first.map_or_else(|| self.floats(t, d), |first| first.norm2),
+            norm2: self.norm2(fused.as_ref(), if recompute.drops_norms() { earlier } else { &[] }),
             rstd2: self.statistics(t, 1),
             moe: (moe && !self.is_fused()).then(|| self.moe(shared)),
-            fused: (moe && self.is_fused()).then(|| self.fused(shared_fused)),
+            fused,
             dense: width.map(|width| self.gated(width)),
         }
+    }
+
+    /// What a mixture's tokens are before they travel lies where the group's tokens meet. Other
+    /// layers may have the memory of those before.
+    fn norm2(&mut self, fused: Option<&Fused<B>>, before: &[Layer<B>]) -> B {
+        let travels = |fused: Option<&Fused<B>>| fused.and_then(|of| Some(of.spread.as_ref()?.x));
+        if let Some(all) = travels(fused) {
+            return self.own_of(all);
+        }
+        let mut stays = before.iter().filter(|layer| travels(layer.fused.as_ref()).is_none());
+        let (t, d) = (self.shape.tokens, u64::from(self.model.hidden_size));
+        stays.next().map_or_else(|| self.floats(t, d), |layer| layer.norm2)
+    }
+
+    /// The part of this rank of what all ranks of its expert group have.
+    fn own_of(&mut self, all: B) -> B {
+        self.planner.part_of(all, self.shape.expert_place, self.shape.expert_parallel)
     }
 
     /// Hidden width of a layer's dense part or shared experts.
@@ -409,8 +428,14 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         let layers = 0..model.num_hidden_layers;
         let moe = layers.clone().any(|layer| model.is_moe_layer(layer));
         let dense = layers.filter_map(|layer| self.dense_width(layer)).max();
+        let spread = (moe && self.is_fused() && self.shape.expert_parallel > 1)
+            .then(|| self.spread_scratch());
         Scratch {
-            dx: self.floats(t, d),
+            // The gradient of a mixture's outputs leaves from where it is.
+            dx: match &spread {
+                Some(spread) => self.own_of(spread.dout),
+                None => self.floats(t, d),
+            },
             dnorm: self.floats(t, d),
             d_attended: self.floats(t, q),
             dq: self.floats(t, q),
@@ -420,8 +445,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             dk_raw: raw.then(|| self.floats(t, kv)),
             moe: (moe && !self.is_fused()).then(|| self.moe_scratch()),
             dense: dense.map(|width| self.gated(width)),
-            spread: (moe && self.is_fused() && self.shape.expert_parallel > 1)
-                .then(|| self.spread_scratch()),
+            spread,
             workspace: self.planner.alloc(Kind::U8, Rows::Fixed(self.shape.workspace), 1),
             stage: {
                 let len = if self.is_fused() { STAGE_ELEMENTS } else { 0 };

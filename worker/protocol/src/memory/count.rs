@@ -180,6 +180,8 @@ impl Planner for Count<'_> {
     fn alloc_on_host(&mut self, name: &'static str, kind: Kind, len: u64) {
         add_to(&mut self.offloaded, name, len * kind.bytes());
     }
+
+    fn part_of(&mut self, (): (), _at: u64, _parts: u64) {}
 }
 
 /// Parts of a GPU's state that may lie on its host.

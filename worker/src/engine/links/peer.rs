@@ -184,19 +184,18 @@ impl Windows {
         }
     }
 
-    /// The own ones of `rows` and `slots` become sums over the group.
+    /// The own ones of `rows` and `slots` become sums over the group. `onto`: see [`ScatterRows`].
     pub fn scatter(
         &self,
         cuda: &CudaDevice,
         need: &Need,
-        rows: Buffer,
-        slots: Option<Buffer>,
+        (rows, slots, onto): (Buffer, Option<Buffer>, Option<[Buffer; 2]>),
         step: u32,
     ) {
         if let Some(links) = &*self.links() {
             self.used.store(true, Ordering::Relaxed);
             let blocks = self.blocks_of(need, rows);
-            cuda.scatter_rows(links, &ScatterRows { need, rows, slots, blocks, step });
+            cuda.scatter_rows(links, &ScatterRows { need, rows, slots, onto, blocks, step });
         }
     }
 
@@ -277,13 +276,13 @@ impl Links {
         device: &mut Device,
         need: &Need,
         rows: Buffer,
-        slots: Option<Buffer>,
+        (slots, onto): (Option<Buffer>, Option<[Buffer; 2]>),
     ) -> bool {
         let Some(windows) = self.windows_of(device) else { return false };
         let row = row_bytes(need, rows) + slots.map_or(0, |_| 4 * need.top_k);
         let pass = Pass { verb: Verb::Combine, need, row, words: 0 };
         self.pass(&windows, device, &pass, |cuda, step| {
-            windows.scatter(cuda, need, rows, slots, step);
+            windows.scatter(cuda, need, (rows, slots, onto), step);
         });
         true
     }

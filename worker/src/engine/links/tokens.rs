@@ -19,7 +19,7 @@ use super::shared::of_all;
 use super::{Links, Parcel, Shared};
 use crate::engine::group::ExpertGroup;
 use moejob_kernels::cuda::Need;
-use moejob_kernels::{Add, Buffer, CpuDevice, DType, Device};
+use moejob_kernels::{Add, Buffer, CpuDevice, DType, Device, Sum};
 use moejob_protocol::communication::Verb;
 use moejob_protocol::rails::Rails;
 
@@ -51,23 +51,30 @@ impl Links {
 
     /// What each rank of the own expert group adds to all tokens, `rows` [P T, D] and `slots`
     /// [P T, K]: each rank's own part becomes the sum. With rails it is made within each node
-    /// first, and then over nodes in their order.
+    /// first, and then over nodes in their order. With `onto`, [T, D] each, the second of them
+    /// becomes the first plus the own sums of rows, and what the own rows are then is not said.
     pub(crate) fn scatter_tokens(
         &mut self,
         device: &mut Device,
         (group, need): (&ExpertGroup, &Need),
         rows: Buffer,
-        slots: Option<Buffer>,
+        (slots, onto): (Option<Buffer>, Option<[Buffer; 2]>),
     ) {
         let all: Vec<Buffer> = std::iter::once(rows).chain(slots).collect();
         if let (true, Some(cpu)) = (self.by_need, device.as_cpu_mut()) {
             all.iter().for_each(|part| check_nothing_else(cpu, group.me, need, *part));
         }
-        if !self.scatter_by_windows(device, need, rows, slots) {
-            self.reduce_scatter_as(Verb::Combine, device, &near(group, &all));
+        let whole = onto.filter(|_| group.rails.is_none());
+        match self.scatter_by_windows(device, need, rows, (slots, whole)) {
+            true if whole.is_some() => return,
+            true => {}
+            false => self.reduce_scatter_as(Verb::Combine, device, &near(group, &all)),
         }
         if let Some(rails) = group.rails.filter(|rails| rails.places > 1) {
             self.back_along(device, (group, rails), &all);
+        }
+        if let Some([a, out]) = onto.filter(|_| !self.has_failed()) {
+            device.sum(&Sum { a, b: chunk(group, rows, group.me), out });
         }
     }
 
@@ -232,6 +239,7 @@ mod tests {
             let rows = plan.alloc(DType::F32, tokens * DIM);
             let ids = plan.alloc(DType::U32, tokens * TOP_K);
             let slots = plan.alloc(DType::F32, tokens * TOP_K);
+            let onto = [(); 2].map(|()| plan.alloc(DType::F32, TOKENS * DIM));
             let mut device = Device::cpu(1, plan.bytes()).expect("a processor");
             let need = Need {
                 tokens: TOKENS,
@@ -266,9 +274,15 @@ mod tests {
             };
             device.write(rows, &adds(rows));
             device.write(slots, &adds(slots));
-            links.scatter_tokens(&mut device, (&group, &need), rows, Some(slots));
+            let [residual, out] = onto;
+            let before: Vec<f32> = (0..residual.len()).map(|at| value(rank, at + 1)).collect();
+            device.write(residual, &before);
+            let asked = (Some(slots), Some(onto));
+            links.scatter_tokens(&mut device, (&group, &need), rows, asked);
             assert_eq!(links.check(), Ok(()));
             found.sums = [rows, slots].map(|buffer| device.read_vec(chunk(&group, buffer, me)));
+            let whole: Vec<f32> = before.iter().zip(&found.sums[0]).map(|(a, b)| a + b).collect();
+            assert_eq!(bits(&device.read_vec::<f32>(out)), bits(&whole), "rank {rank}");
             (rank, found)
         };
         let mut all: Vec<(usize, Found)> = std::thread::scope(|scope| {

@@ -342,7 +342,8 @@ impl Rank {
             }
             Verb::ReduceScatter => {
                 let (need, blocks) = (&bed.need(bytes), blocks_for(bytes, most));
-                links.scatter_rows(on, &ScatterRows { need, rows, slots: None, blocks, step })
+                let (slots, onto) = (None, None);
+                links.scatter_rows(on, &ScatterRows { need, rows, slots, onto, blocks, step })
             }
             Verb::AllReduce => {
                 return Err(Trouble::Own("windows have no kernel for it".to_string()));
