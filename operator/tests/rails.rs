@@ -125,7 +125,8 @@ fn calls(exchange: &str, windows: &str) -> (Calls, Told, Told) {
     let plan = plan.output().unwrap();
     let plan: Value = serde_json::from_slice(&plan.stdout).unwrap();
     let of = |name: &str, of: &Value| {
-        (name.to_string(), (of["link"].as_str().unwrap().to_string(), of["bytes"].as_u64().unwrap()))
+        let (link, bytes) = (of["link"].as_str().unwrap(), of["bytes"].as_u64().unwrap());
+        (name.to_string(), (link.to_string(), bytes))
     };
     let told = report["verbs"].as_object().unwrap().iter().map(|(name, value)| of(name, value));
     let planned = plan["communication"].as_array().unwrap().iter();

@@ -367,7 +367,9 @@ mod tests {
 
     #[test]
     fn a_line_names_what_a_step_waits_for() {
-        let verb = |bytes, seconds, beside| VerbReport { link: "nccl".into(), bytes, seconds, beside };
+        let verb = |bytes, seconds, beside| {
+            VerbReport { link: "nccl".into(), bytes, seconds, beside }
+        };
         let of = |exposed_share, verbs: &[(&str, VerbReport)]| CommunicationReport {
             exposed_share,
             verbs: verbs.iter().map(|(name, of)| (name.to_string(), of.clone())).collect(),

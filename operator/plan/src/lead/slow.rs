@@ -54,9 +54,9 @@ impl Slow {
                 let link = Link::ALL.into_iter().find(|link| link.name() == found.link);
                 let link = link.unwrap_or(expected.link).name();
                 told.push(format!(
-                    "{name} by {link} reaches {:.1} GB/s of {:.1} expected at rank 0, in {LOOKS} steps \
-                     that were looked at: a link is slow, or ranks wait for each other. `moejob \
-                     bench --links` measures the links of a node by themselves",
+                    "{name} by {link} reaches {:.1} GB/s of {:.1} expected at rank 0, in {LOOKS} \
+                     steps that were looked at: a link is slow, or ranks wait for each other. \
+                     `moejob bench --links` measures the links of a node by themselves",
                     rate / 1e9,
                     least / 1e9
                 ));
@@ -128,7 +128,8 @@ mod tests {
             assert!(slow.look(1, report(BYTES_MIN - 1, 1.0), expected).is_empty());
             assert!(slow.look(1, report(1 << 30, 0.0), expected).is_empty());
         }
-        let unknown = || expected().into_iter().map(|of| Expected { seconds: None, ..of }).collect();
+        let untimed = |of| Expected { seconds: None, ..of };
+        let unknown = || expected().into_iter().map(untimed).collect();
         for _ in 0..9 {
             assert!(slow.look(2, report(1 << 30, 1e9), unknown).is_empty());
         }

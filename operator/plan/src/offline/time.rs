@@ -76,7 +76,7 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
     for of in &mut communication {
         // All of what travels among the ops; of the rest what is not hidden, shared out alike.
         let part = if is_of_tokens(of) { 1.0 } else { exposed / gradients };
-        of.exposed_seconds = of.seconds.map(|seconds| if seconds > 0.0 { part * seconds } else { 0.0 });
+        of.exposed_seconds = of.seconds.filter(|seconds| *seconds > 0.0).map(|all| part * all);
     }
     let price = (!training.compute.offload.is_none())
         .then(|| OffloadPrice::of(job, &placement::memory(job, layout, 0)))
@@ -91,8 +91,8 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
         profile.name
     )];
     if mesh.world() > 1 {
-        let model = "links by a model of latencies and rates (docs/exchange.md), without contention";
-        assumes.push(format!("{model} between switches"));
+        let model = "links by a model of latencies and rates (docs/exchange.md)";
+        assumes.push(format!("{model}; no contention between switches"));
     }
     if mesh.ep > 1 {
         assumes.push("each token travels to every GPU of its expert group, by NCCL".to_string());

@@ -7,6 +7,7 @@
 //! `moejob bench --links` measures the links between GPUs instead (`links`).
 
 mod links;
+mod names;
 mod synthetic;
 mod travels;
 
@@ -32,7 +33,8 @@ use moejob_plan::preset::fields;
 use moejob_plan::spec::{Preset, as_typed};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::communication::CommunicationReport;
-use moejob_protocol::config::{Backend, GradientDtype, MomentDtype, Recompute};
+use moejob_protocol::config::Backend;
+use names::{gradients, moments, recompute};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -634,28 +636,4 @@ fn scaled(value: f64, units: &[&str]) -> String {
         unit += 1;
     }
     format!("{value:.2}{}", units[unit])
-}
-
-fn moments(dtype: MomentDtype) -> &'static str {
-    match dtype {
-        MomentDtype::Fp32 => "fp32",
-        MomentDtype::Bf16 => "bf16",
-    }
-}
-
-fn gradients(dtype: GradientDtype) -> &'static str {
-    match dtype {
-        GradientDtype::Auto => "auto",
-        GradientDtype::Bf16 => "bf16",
-        GradientDtype::Fp32 => "fp32",
-    }
-}
-
-fn recompute(recompute: Recompute) -> &'static str {
-    match recompute {
-        Recompute::None => "none",
-        Recompute::Selective => "selective",
-        Recompute::Experts => "experts",
-        Recompute::Full | Recompute::Every(_) => "full",
-    }
 }

@@ -98,7 +98,8 @@ mod tests {
         };
         let (verb, link, bytes) = (Verb::Dispatch, Link::Nccl, 1 << 30);
         let (seconds, exposed_seconds) = (Some(0.0044), None);
-        let expected = vec![Expected { verb, link, bytes, seconds, exposed_seconds, beside: false }];
+        let beside = false;
+        let expected = vec![Expected { verb, link, bytes, seconds, exposed_seconds, beside }];
         let told = Travels { median: Some(median), expected }.lines();
         let expected = [
             ("exposed", "6.00 ms a step wait for what travels, 3.0% of it (a step of those looked \
