@@ -147,7 +147,8 @@ fn exposed_parts_are_those_of_the_estimate() {
 /// As fast for thousands of ranks: the leader asks once an attempt.
 #[test]
 fn a_large_gang_is_counted_at_once() {
-    let job = job("profile: nd-h200-v5, min: 512, max: 512", "");
+    let mut job = job(NODE, "");
+    job.training.global_batch_size = 4 * 4096;
     let layout = layout(&job, 4096, 8);
     let began = std::time::Instant::now();
     assert_eq!(expected(&job, &layout).len(), 4);
