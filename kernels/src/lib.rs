@@ -18,6 +18,7 @@
 mod buffer;
 mod device;
 mod marks;
+mod stretch;
 
 pub mod philox;
 
@@ -71,6 +72,7 @@ pub use gate_input::{
 pub use head::{HeadDesc, HeadGradient, HeadLoss, HeadPlan, head_numbers};
 pub use loss::{CrossEntropy, IGNORE, SumF64};
 pub use marks::{Pace, PhaseEnds, Span, StepPhase};
+pub use stretch::{StretchBegun, StretchEnds, StretchTook};
 pub use matmul::{AddBias, BiasBackward, Layout, Matmul};
 pub use moe::{MoeBackward, MoeForward, MoeHidden, MoePlan};
 pub use moe_here::{MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward};

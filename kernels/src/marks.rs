@@ -1,14 +1,16 @@
 //! Where the time of a step goes, on the device's own clock.
 //!
 //! ```text
-//! phases   between the parts of a step, always: how long each part took
-//! marks    between ops, while somebody asks: what was enqueued since the last one, and when
+//! phases      between the parts of a step, always: how long each part took
+//! stretches   within them, in some steps: how long what is named took (`stretch.rs`)
+//! marks       between ops, while somebody asks: what was enqueued since the last one, and when
 //! ```
 //! A GPU records an event at each, which takes it about a microsecond: a dozen a step for phases,
-//! some hundreds for marks.
+//! some hundreds for stretches and marks.
 
 use crate::cuda::{CudaError, Event};
 use crate::device::Device;
+use crate::stretch::Stretches;
 use std::time::Instant;
 
 /// A part of a step.
@@ -45,9 +47,18 @@ pub struct Span {
 }
 
 #[derive(Debug)]
-enum At {
+pub(crate) enum At {
     Host(Instant),
     Gpu(Event),
+}
+
+impl At {
+    pub(crate) fn event(self) -> Option<Event> {
+        match self {
+            At::Gpu(event) => Some(event),
+            At::Host(_) => None,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -82,7 +93,8 @@ impl Marks {
     }
 }
 
-fn between(before: &At, after: &At) -> Result<f64, CudaError> {
+/// Milliseconds.
+pub(crate) fn between(before: &At, after: &At) -> Result<f64, CudaError> {
     match (before, after) {
         (At::Host(before), At::Host(after)) => Ok((*after - *before).as_secs_f64() * 1e3),
         (At::Gpu(before), At::Gpu(after)) => Ok(f64::from(before.milliseconds_to(after)?)),
@@ -107,7 +119,8 @@ struct PhaseEnd {
 pub(crate) struct Phases {
     ends: Vec<PhaseEnd>,
     /// Events that can be recorded again.
-    spare: Vec<Event>,
+    pub(crate) spare: Vec<Event>,
+    pub(crate) stretches: Stretches,
 }
 
 /// How long the host took to enqueue something, and the device to do it. In seconds.
@@ -118,6 +131,11 @@ pub struct Pace {
 }
 
 impl PhaseEnds {
+    /// By number: what ended there.
+    pub(crate) fn ended(&self, number: usize) -> Option<StepPhase> {
+        self.0.get(number).map(|end| end.phase)
+    }
+
     /// Of the first micro-batch, from the end of its data to that of its backward. None: there was
     /// none, or the device failed.
     ///
@@ -196,6 +214,11 @@ impl Device {
         PhaseEnds(std::mem::take(&mut self.phases().ends))
     }
 
+    /// How many phases have ended since they were cut.
+    pub(crate) fn phases_ended(&mut self) -> usize {
+        self.phases().ends.len()
+    }
+
     /// How long each phase took, by its number. What was enqueued before they were cut is over;
     /// after a failure the device's seconds are zero.
     pub fn phase_paces(&mut self, of: PhaseEnds) -> [Pace; StepPhase::COUNT] {
@@ -206,10 +229,7 @@ impl Device {
             sum.device += between(&before.at, &after.at).unwrap_or(0.0) / 1e3;
             sum.host += after.host.duration_since(before.host).as_secs_f64();
         }
-        let events = of.0.into_iter().filter_map(|end| match end.at {
-            At::Gpu(event) => Some(event),
-            At::Host(_) => None,
-        });
+        let events = of.0.into_iter().filter_map(|end| end.at.event());
         self.phases().spare.extend(events);
         paces
     }
@@ -221,7 +241,7 @@ impl Device {
         }
     }
 
-    fn phases(&mut self) -> &mut Phases {
+    pub(crate) fn phases(&mut self) -> &mut Phases {
         match self {
             Device::Cpu(cpu) => &mut cpu.phases,
             Device::Cuda(cuda) => &mut cuda.phases,

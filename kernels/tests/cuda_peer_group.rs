@@ -6,7 +6,7 @@ mod peer_common;
 use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
-use moejob_kernels::cuda::{Awaited, GatherRows, Need, ScatterRows, rooms_of_group};
+use moejob_kernels::cuda::{Awaited, CountRows, GatherRows, Need, ScatterRows, rooms_of_group};
 use moejob_kernels::{ArenaPlan, Buffer, DType, NO_EXPERT};
 use peer_common::{LONG, ROOMS, Random, Rank, alone, node};
 
@@ -184,9 +184,20 @@ fn gather(ranks: &mut [Rank], case: &Case, random: &mut Random) {
             let op = GatherRows { need, rows: *rows, weights, blocks: case.blocks, step: 3 };
             rank.links.gather_rows((&rank.stream, &rank.arena), &op).expect("enqueued");
         }
+        let passed = |rank: &Rank| rank.links.rows_passed()[usize::from(brings)];
+        let before: Vec<u64> = ranks.iter().map(passed).collect();
+        for (rank, (need, _, _)) in ranks.iter().zip(&made) {
+            let op = CountRows { need, row_bytes: 48, counter: brings.into() };
+            rank.links.count_rows((&rank.stream, &rank.arena), &op).expect("enqueued");
+        }
         for (me, (rank, (need, rows, buffer))) in ranks.iter().zip(&made).enumerate() {
             let found = bytes_of(rank, *rows);
             let width = all.len() / case.rows();
+            let come = |row: &usize| {
+                case.position(*row) != me && case.is_present(*row) && case.needs(*row, me)
+            };
+            let come = (0..case.rows()).filter(come).count() as u64;
+            assert_eq!(passed(rank) - before[me], 48 * come, "rank {me} {case:?}");
             for row in 0..case.rows() {
                 let comes = case.is_present(row) && case.needs(row, me);
                 let found = &found[row * width..][..width];

@@ -31,7 +31,7 @@ use moejob_manifest::words::count;
 use moejob_plan::allocate::Granted;
 use moejob_plan::decide::Action;
 use moejob_plan::lead::{
-    Batch, Effect, Event, JobLoop, JobSeen, Link, Local, Origin, Place, Write,
+    Batch, Effect, Event, JobLoop, JobSeen, Link, Local, Origin, Place, SLOW_LINK, Write,
 };
 use moejob_plan::observed::{Millis, Node, Outcome, Record};
 use moejob_plan::record::{self, Saved};
@@ -381,6 +381,12 @@ impl Runner {
                     if reason.starts_with("Preflight") || reason == "RingsDiffer" =>
                 {
                     self.progress.note(&note);
+                }
+                (_, Write::Event { reason, note, .. }) if reason == SLOW_LINK => {
+                    self.progress.note(&note);
+                    let attempt = self.job.tracker().observed.gang().map_or(0, |of| of.attempt);
+                    let kind = EventKind::Warning;
+                    self.write(&line(attempt, kind, SLOW_LINK, &note, &[]));
                 }
                 // A status without an action and objects are an API server's.
                 _ => {}

@@ -5,6 +5,7 @@ use crate::http::{self, Page, Request};
 use crate::pulse::Pulse;
 pub use moejob_plan::lead::Figures as JobFigures;
 use moejob_plan::track::Recovery;
+use moejob_protocol::communication::{Link, Verb, VerbReport};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io;
@@ -226,6 +227,7 @@ fn jobs<'a>(out: &mut String, jobs: impl Iterator<Item = &'a JobFigures> + Clone
             }
         }
     }
+    communication(out, jobs.clone(), labels);
     ranks(out, jobs.clone(), labels);
     head(out, "moejob_job_phase", "gauge", "1 for the present phase.");
     for job in jobs {
@@ -233,6 +235,49 @@ fn jobs<'a>(out: &mut String, jobs: impl Iterator<Item = &'a JobFigures> + Clone
             let holds = u8::from(job.phase == phase);
             let labels = labels(job);
             let _ = writeln!(out, "moejob_job_phase{{{labels},phase=\"{phase}\"}} {holds}");
+        }
+    }
+}
+
+/// What rank 0 of each job sends, and how long its ops wait for it, in the newest step that was
+/// looked at. A series a verb that we know: a worker may name others.
+fn communication<'a>(
+    out: &mut String,
+    jobs: impl Iterator<Item = &'a JobFigures> + Clone,
+    labels: impl Fn(&JobFigures) -> String,
+) {
+    type Figure = fn(&VerbReport) -> Option<f64>;
+    let of_verbs: [(&str, &str, Figure); 3] = [
+        ("moejob_communication_step_bytes", "Sent by rank 0 in a step.", |of| {
+            Some(of.bytes as f64)
+        }),
+        ("moejob_communication_bytes_per_second", "Of rank 0, while a verb lasts.", |of| {
+            of.bytes_per_second()
+        }),
+        ("moejob_communication_step_seconds", "That a verb takes in a step.", |of| {
+            Some(of.seconds)
+        }),
+    ];
+    for (name, help, figure) in of_verbs {
+        head(out, name, "gauge", help);
+        for job in jobs.clone() {
+            let Some(communication) = &job.communication else { continue };
+            for verb in Verb::ALL.map(Verb::name) {
+                let Some(of) = communication.verbs.get(verb) else { continue };
+                let link = Link::ALL.into_iter().find(|link| link.name() == of.link);
+                if let Some((link, value)) = link.zip(figure(of)) {
+                    let (labels, link) = (labels(job), link.name());
+                    let _ =
+                        writeln!(out, "{name}{{{labels},verb=\"{verb}\",link=\"{link}\"}} {value}");
+                }
+            }
+        }
+    }
+    let name = "moejob_communication_exposed_ratio";
+    head(out, name, "gauge", "Share of a step in which rank 0's ops wait for what travels.");
+    for job in jobs {
+        if let Some(communication) = &job.communication {
+            let _ = writeln!(out, "{name}{{{}}} {}", labels(job), communication.exposed_share);
         }
     }
 }

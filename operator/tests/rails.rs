@@ -4,6 +4,7 @@
 #[path = "../../kernels/tests/stubs/mod.rs"]
 mod stubs;
 
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::process::Command;
 use stubs::cudarc::Cudarc;
@@ -65,14 +66,18 @@ spec:
     tokenizer: bytes
     sequenceLength: 32
     validation: { fraction: 0 }
-  training: { steps: 2, globalBatchSize: 8, microBatchSize: 2 }
+  training: { steps: 4, globalBatchSize: 8, microBatchSize: 2 }
   parallelism: { expert: 4, exchange: EXCHANGE }
 "#;
 
 /// `(rank, what, with)`: how often.
 type Calls = BTreeMap<(u32, String, u32), usize>;
 
-fn calls(exchange: &str, windows: &str) -> Calls {
+/// By verb: the link and the bytes that rank 0 tells of its fourth step.
+type Told = BTreeMap<String, (String, u64)>;
+
+/// And what `plan` expects of them.
+fn calls(exchange: &str, windows: &str) -> (Calls, Told, Told) {
     let folder = tempfile::tempdir().unwrap();
     let made = folder.path().join("stubs");
     std::fs::create_dir_all(&made).unwrap();
@@ -106,16 +111,68 @@ fn calls(exchange: &str, windows: &str) -> Calls {
         let call = (rank.parse().unwrap(), what.to_string(), with.parse().unwrap());
         *calls.entry(call).or_default() += 1;
     }
-    calls
+    let metrics = std::fs::read_to_string(folder.path().join("runs/rails/metrics.jsonl")).unwrap();
+    let lines: Vec<Value> =
+        metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let reports: Vec<&Value> = lines.iter().filter_map(|line| line.get("communication")).collect();
+    let [report] = reports[..] else { panic!("{metrics}") };
+    assert_eq!(report["step"], 4);
+    // Each event of the stub lies 250 us behind the one before: in forward and in backward of two
+    // layers.
+    let took = report["verbs"]["dispatch"]["seconds"].as_f64().unwrap();
+    assert!((took - 4.0 * 0.00025).abs() < 1e-9, "{report}");
+    let words = ["plan", "job.yaml", "-o", "json"];
+    let mut plan = Command::new(env!("CARGO_BIN_EXE_moejob"));
+    let plan = plan.args(words).current_dir(folder.path()).output().unwrap();
+    let plan: Value = serde_json::from_slice(&plan.stdout).unwrap();
+    let of = |name: &str, of: &Value| {
+        let (link, bytes) = (of["link"].as_str().unwrap(), of["bytes"].as_u64().unwrap());
+        (name.to_string(), (link.to_string(), bytes))
+    };
+    let told = report["verbs"].as_object().unwrap().iter().map(|(name, value)| of(name, value));
+    let planned = plan["communication"].as_array().unwrap().iter();
+    let planned = planned.map(|value| of(value["verb"].as_str().unwrap(), value));
+    (calls, told.collect(), planned.collect())
+}
+
+/// Bytes of a rank's rows in bf16, and of a word for each choice of its tokens.
+const ROWS: u64 = 64 * 64 * 2;
+const WORDS: u64 = 64 * 2 * 4;
+
+/// What a rank tells is what was expected of it, but for the numbers of the step.
+fn as_planned(told: &Told, planned: Told) {
+    let mut told = told.clone();
+    assert!(told.remove("allReduce").is_some_and(|(link, bytes)| link == "nccl" && bytes > 0));
+    assert_eq!(told, planned);
+}
+
+fn tells_of_rails(told: &Told, planned: Told, windows: bool) {
+    let layers = 2;
+    let of = |verb: &str| told[verb].clone();
+    let by_nccl = |bytes| ("nccl".to_string(), bytes);
+    // To the other node all that goes out and comes back, as in the flat way but once.
+    let all = layers * (ROWS + 2 * WORDS + ROWS + ROWS + ROWS + WORDS);
+    assert_eq!(of("sendRecv"), by_nccl(all));
+    if windows {
+        // Ids and weights of the other rank's rail; kernels of stubs count no rows.
+        let words = layers * 2 * 2 * WORDS;
+        assert_eq!([of("dispatch"), of("combine")], [words, 0].map(|n| ("window".to_string(), n)));
+        return;
+    }
+    // A chunk to the neighbour of each node's rows.
+    assert_eq!(of("dispatch"), by_nccl(2 * layers * (ROWS + 2 * WORDS + ROWS)));
+    assert_eq!(of("combine"), by_nccl(2 * layers * (ROWS + ROWS + WORDS)));
+    as_planned(told, planned);
 }
 
 /// The exchange of a job reaches its engines: between nodes each GPU sends to that of its place
 /// alone, within a node it gathers with its neighbour, or through windows.
 #[test]
 fn gpus_of_two_workers_exchange_along_rails() {
-    let (layers, steps) = (2, 2);
+    let (layers, steps) = (2, 4);
     for windows in ["off", "on"] {
-        let rails = calls("hierarchical", windows);
+        let (rails, told, planned) = calls("hierarchical", windows);
+        tells_of_rails(&told, planned, windows == "on");
         for rank in 0..4 {
             let of = |what: &str, with: u32| rails.get(&(rank, what.to_string(), with)).copied();
             // Out: rows, ids and weights; sums back; in backward gradients, and these with those
@@ -131,7 +188,13 @@ fn gpus_of_two_workers_exchange_along_rails() {
             assert_eq!(of("gather", 2), Some(1 + gathered), "{windows}: {rails:?}");
         }
     }
-    let flat = calls("flat", "off");
+    let (flat, told, planned) = calls("flat", "off");
+    let of = |verb: &str| told[verb].clone();
+    let by_nccl = |bytes| ("nccl".to_string(), bytes);
+    // Three chunks of rows, ids and weights, and of rows again; rows, and rows with weights' own.
+    assert_eq!(of("dispatch"), by_nccl(3 * layers as u64 * (ROWS + 2 * WORDS + ROWS)));
+    assert_eq!(of("combine"), by_nccl(3 * layers as u64 * (ROWS + ROWS + WORDS)));
+    as_planned(&told, planned);
     assert!(flat.keys().all(|(_, what, _)| what != "split"), "{flat:?}");
     // Rows, ids and weights of all at once, then gradients; the rest is not of tokens.
     let gathered = flat[&(0, "gather".to_string(), 4)];

@@ -265,6 +265,19 @@ impl CudaDevice {
         made
     }
 
+    /// The same in the lane of what passes between devices beside the ops.
+    pub(crate) fn event_beside(&self, spare: Option<Event>) -> Option<Event> {
+        let mut made = None;
+        self.attempt_outside("a time", || {
+            let Some(stream) = self.comm_stream() else { return Ok(()) };
+            let event = spare.map_or_else(|| Event::new(self.gpu()), Ok)?;
+            stream.record(&event)?;
+            made = Some(event);
+            Ok(())
+        });
+        made
+    }
+
     /// The first failure that is known of; waits for nothing.
     pub(crate) fn check(&self) -> Result<(), &LayerError> {
         self.failure.get().map_or(Ok(()), Err)

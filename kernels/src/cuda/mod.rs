@@ -21,6 +21,7 @@
 //! Unit::source                  step_ops.rs  kernels of norms, optimizer ..., when needed
 //! PeerLinks::new(desc)          peer.rs      rows and counts to the other GPUs of the node
 //! PeerLinks::gather_rows(op)    peer_group.rs tokens of an expert group, by need, and sums of them
+//! PeerLinks::count_rows(op)     peer_count.rs how many bytes of them pass
 //! Copies::new(gpu)               rates.rs     how fast bytes travel
 //! Window::new(bytes)            window.rs    memory that other processes map, too
 //! Arena::with_host(..)          host_memory.rs memory of the host that kernels work on
@@ -71,6 +72,7 @@ mod nvml;
 mod norm;
 mod optimizer;
 mod peer;
+mod peer_count;
 mod peer_group;
 mod rates;
 mod room;
@@ -116,6 +118,7 @@ pub use nvml::{
     GpuProcess, Limits, Monitor, Nvml, NvmlError, Reading, Remapped, Trouble, uuid_text,
 };
 pub use peer::{Awaited, COUNTS_MAX, MoveRows, PEERS_MAX, PeerDesc, PeerFailure, PeerLinks};
+pub use peer_count::CountRows;
 pub use peer_group::{GatherRows, Need, ScatterRows, rooms_of_group};
 pub use rates::{Copies, CopyRates, peer_read_rate};
 pub use shape::{MoeActivation, MoeDesc, Refusal};

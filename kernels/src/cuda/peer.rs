@@ -33,7 +33,10 @@ const ROOMS: usize = 1 << 19;
 const THREADS: u32 = 1024;
 /// Words of the links' state in device memory, and of the host's control.
 const STATE: usize = 4;
-const CONTROL: usize = 5;
+const CONTROL: usize = PASSED + 2 * COUNTERS;
+/// Where words of 64 bits begin among them: what `count_rows` counts.
+const PASSED: usize = 6;
+pub(super) const COUNTERS: usize = 2;
 
 /// What all ranks of the node agree on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -163,6 +166,7 @@ pub(super) struct GroupKernels {
     pub gather: Function,
     /// By kind of rows: f32, bf16, f16.
     pub scatter: [Function; 3],
+    pub count: Function,
 }
 
 impl PeerLinks {
@@ -193,6 +197,7 @@ impl PeerLinks {
                     function("scatter_bf16")?,
                     function("scatter_f16")?,
                 ],
+                count: function("count_rows")?,
             },
             own,
             theirs: (0..positions).map(|_| None).collect(),
@@ -291,6 +296,15 @@ impl PeerLinks {
         };
         std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
         Err(PeerFailure { what, position: word(2), epoch: word(3), step: word(4) })
+    }
+
+    /// What `count_rows` has counted so far, by counter. Waits for nothing.
+    pub(super) fn passed(&self) -> [u64; COUNTERS] {
+        // SAFETY: pinned memory of ours, with a whole word there; the device writes it at once.
+        let word = |at| unsafe {
+            self.control.start().add(PASSED).cast::<u64>().add(at).read_volatile()
+        };
+        std::array::from_fn(word)
     }
 
     /// Ends every wait of the kernels of these links, now and from here on.
@@ -468,7 +482,9 @@ pub(super) fn source(target: &'static str) -> Source {
         ("COUNTS_MAX", COUNTS_MAX),
         ("ROOMS", ROOMS),
         ("GROUP_THREADS", GROUP_THREADS as usize),
+        ("PASSED", PASSED),
     ];
-    let parts = [include_str!("peer.cu"), include_str!("peer_group.cu")];
+    let parts =
+        [include_str!("peer.cu"), include_str!("peer_group.cu"), include_str!("peer_count.cu")];
     Source::new("peer links".to_owned(), target, &macros, &parts)
 }

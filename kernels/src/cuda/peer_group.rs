@@ -80,7 +80,7 @@ pub struct ScatterRows<'a> {
 /// `Need` of peer_group.cu
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct NeedData {
+pub(super) struct NeedData {
     ids: u64,
     present: u64,
     first: [u32; PEERS_MAX],
@@ -128,7 +128,7 @@ pub fn rooms_of_group(positions: usize, tokens: usize, row_bytes: usize, top_k: 
 }
 
 impl Need {
-    fn data(&self, desc: &PeerDesc, arena: &Arena) -> NeedData {
+    pub(super) fn data(&self, desc: &PeerDesc, arena: &Arena) -> NeedData {
         let (positions, ranks) = (desc.positions, self.nodes * desc.positions);
         let slots = ranks * self.tokens * self.top_k;
         assert_eq!((self.ids.dtype(), self.ids.len()), (DType::U32, slots), "{self:?}");
@@ -263,6 +263,7 @@ impl PeerLinks {
         let once = Launch::new(1, 32);
         // SAFETY: the parameters are those of the kernels; without tokens they touch mail alone.
         unsafe {
+            self.warm_up_count((stream, once), links, need)?;
             self.group.gather.launch(stream, once, parameters![links, gather])?;
             self.group.scatter.iter().try_for_each(|kernel| {
                 kernel.launch(stream, once, parameters![links, scatter])

@@ -25,6 +25,7 @@ use moejob_plan::allocate::nodes_of_group;
 use moejob_plan::fits::{CUT, Change, Search, changes};
 use moejob_plan::observed::{Gang, Size};
 use moejob_plan::placement::{self, Need, Skipped, gib};
+use moejob_plan::traffic::{self, Expected};
 use moejob_protocol::config::Exchange;
 use moejob_protocol::memory::RankMemory;
 use serde::Serialize;
@@ -50,6 +51,9 @@ pub struct Outlook {
     /// How long a step of that gang may take; none where its profile does not say how fast it is.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expected: Option<StepTime>,
+    /// What a rank of GPUs is expected to send in a step, by verb.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub communication: Vec<Expected>,
     pub sizes: Vec<SizeFacts>,
     pub skipped: Vec<Skipped>,
     /// Where no size works: what would make one work, each by itself.
@@ -198,6 +202,12 @@ pub fn outlook(
     let what_ifs = losses.into_iter().map(|lost| rehearsal.clone().lose(lost)).collect();
     let found = sizes.is_empty().then(|| changes(job, CHANGES_SHOWN_MAX));
     let Search { changes, cut: changes_cut } = found.unwrap_or_default();
+    let expected = gang.as_ref().and_then(|gang| step_time(job, &gang.layout));
+    let communication = match (&expected, &gang) {
+        (Some(expected), _) => expected.communication.clone(),
+        (None, Some(gang)) => traffic::expected(job, &gang.layout),
+        (None, None) => Vec::new(),
+    };
     Outlook {
         job: job.name.clone(),
         profile: job.profile.name.clone(),
@@ -215,7 +225,8 @@ pub fn outlook(
             tokens: tokens_of_step(job),
             micro_batches: job.micro_batches(),
         },
-        expected: gang.as_ref().and_then(|gang| step_time(job, &gang.layout)),
+        expected,
+        communication,
         gang: gang.map(|gang| gang_facts(job, &gang, &rehearsal)),
         sizes: sizes.iter().map(|size| size_facts(job, size, needs.get(&size.nodes))).collect(),
         changes,
@@ -358,6 +369,10 @@ pub fn text(outlook: &Outlook) -> String {
     if let Some(expected) = &outlook.expected {
         lines.push(String::new());
         lines.extend(expected.lines());
+    }
+    if !outlook.communication.is_empty() {
+        lines.push("\na rank sends in a step".to_string());
+        lines.extend(traffic::lines(&outlook.communication));
     }
     lines.push("\nwhat the plan does, and why".to_string());
     lines.extend(outlook.why.iter().map(|why| format!("  {why}")));

@@ -3,18 +3,19 @@
 //!
 //! ```text
 //! products    operations of a rank's tokens / (data sheet's rate x the part that is reached)
-//! tokens      of each layer and micro-batch: out to experts and back, forward and backward
-//! gradients   of dense weights over all ranks, of experts over their replicas, and weights back
+//! tokens      out to experts and back, forward and backward (`traffic`)
+//! gradients   of what several ranks hold, and new weights (`traffic`)
 //! offload     optimizer state over the bus to the host and back, in the update
 //! ```
-//! Products and tokens follow each other. Gradients travel beside backward, so that only what takes
-//! longer than it counts.
+//! Products and tokens follow each other. Where several ranks hold most of the model, gradients
+//! travel beside backward, so that only what takes longer than it counts.
 
 use super::offload::OffloadPrice;
-use moejob_fabric::travel::{self, Machines};
 use moejob_manifest::job::Job;
 use moejob_manifest::words::count;
-use moejob_plan::placement::{self, gib};
+use moejob_plan::placement;
+use moejob_plan::traffic::{self, Expected};
+use moejob_protocol::communication::Verb;
 use moejob_protocol::config::{Backend, Recompute};
 use moejob_protocol::layout::Layout;
 use serde::Serialize;
@@ -36,6 +37,9 @@ pub struct StepTime {
     /// Gradients and weights between GPUs, of which `exposed` counts.
     pub gradients_seconds: f64,
     pub exposed_seconds: f64,
+    /// What a rank sends, by verb, and how much of it the ops wait for.
+    #[serde(skip)]
+    pub communication: Vec<Expected>,
     /// Of the update, where optimizer state lies on the host.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub offload_seconds: Option<f64>,
@@ -48,8 +52,7 @@ pub struct StepTime {
 pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
     let (profile, mesh) = (&job.profile, layout.mesh);
     let flops = profile.flops.filter(|_| profile.backend == Backend::Cuda)?;
-    let links = Machines::of(profile);
-    if links.is_none() && mesh.world() > 1 {
+    if profile.links.is_none() && mesh.world() > 1 {
         return None;
     }
     let (model, training) = (&job.model, &job.training);
@@ -62,28 +65,20 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
     let rate = flops.bf16_tflops * 1e12 * flops.reached;
     let products = rounds * tokens * operations / rate;
 
-    let wire = training.precision.element().bytes() as f64;
-    let ranks = f64::from(mesh.ep);
-    let row = f64::from(model.hidden_size) * wire;
-    // A token travels once to each rank that has one of its experts, and comes back as often as it
-    // chose one.
-    let out = tokens * travel::reached(model, mesh.ep) * row;
-    let back = tokens * f64::from(model.experts.per_token) * row;
-    let layers = (0..model.num_hidden_layers).filter(|layer| model.is_moe_layer(*layer)).count();
-    let exchange = links.filter(|_| mesh.ep > 1).map_or(0.0, |links| {
-        let both = links.flat(mesh.ep, out) + links.flat(mesh.ep, back);
-        // Forward, and the same ways in backward.
-        2.0 * both * layers as f64 * rounds
-    });
-
-    let extent = moejob_manifest::cost::Extent::of(model);
-    let dense = extent.other_elements as f64 * wire;
-    let experts = extent.expert_elements as f64 * wire / ranks;
-    let gradients = links.map_or(0.0, |links| {
-        // A sum in pieces, and the weights back from their owners.
-        2.0 * (links.ring(mesh.dp, dense) + links.ring(mesh.edp(), experts))
-    });
-    let exposed = (gradients - BACKWARD * products / rounds).max(0.0);
+    let mut communication = traffic::expected(job, layout);
+    let sum = |of_tokens: bool| -> f64 {
+        let all = communication.iter().filter(|of| is_of_tokens(of) == of_tokens);
+        all.filter_map(|of| of.seconds).sum()
+    };
+    let (exchange, gradients) = (sum(true), sum(false));
+    let beside = communication.iter().any(|of| of.beside);
+    let hidden = if beside { BACKWARD * products / rounds } else { 0.0 };
+    let exposed = (gradients - hidden).max(0.0);
+    for of in &mut communication {
+        // All of what travels among the ops; of the rest what is not hidden, shared out alike.
+        let part = if is_of_tokens(of) { 1.0 } else { exposed / gradients };
+        of.exposed_seconds = of.seconds.filter(|seconds| *seconds > 0.0).map(|all| part * all);
+    }
     let price = (!training.compute.offload.is_none())
         .then(|| OffloadPrice::of(job, &placement::memory(job, layout, 0)))
         .flatten();
@@ -96,16 +91,15 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
         flops.bf16_tflops,
         profile.name
     )];
-    if mesh.ep > 1 {
-        assumes.push(format!(
-            "even routing; each GPU sends {} a layer and micro-batch forward, by a model of \
-             latencies and rates (docs/exchange.md)",
-            gib((out + back) as u64)
-        ));
-    }
     if mesh.world() > 1 {
-        let beside = "gradients travel beside backward; no contention between switches";
-        assumes.push(beside.to_string());
+        let model = "links by a model of latencies and rates (docs/exchange.md)";
+        assumes.push(format!("{model}; no contention between switches"));
+    }
+    if mesh.ep > 1 {
+        assumes.push("each token travels to every GPU of its expert group, by NCCL".to_string());
+    }
+    if beside {
+        assumes.push("gradients travel beside backward".to_string());
     }
     if again {
         assumes.push("what is computed again is a forward pass".to_string());
@@ -120,9 +114,15 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
         tokens_seconds: exchange,
         gradients_seconds: gradients,
         exposed_seconds: exposed,
+        communication,
         offload_seconds: offload,
         assumes,
     })
+}
+
+/// Tokens, and what becomes of them, rather than weights.
+fn is_of_tokens(of: &Expected) -> bool {
+    matches!(of.verb, Verb::Dispatch | Verb::Combine | Verb::SendRecv)
 }
 
 impl StepTime {

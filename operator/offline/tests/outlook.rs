@@ -345,8 +345,10 @@ fn an_estimate_says_what_it_is_of() {
         " tokens/s\n  ",
         " products, ",
         "assumes products at 46% of 989 TFLOP/s, as profile nd-h200-v5 says",
-        "assumes even routing; each GPU sends ",
-        "assumes gradients travel beside backward; no contention between switches",
+        "assumes links by a model of latencies and rates (docs/exchange.md); no contention",
+        "assumes each token travels to every GPU of its expert group, by NCCL",
+        "\n\na rank sends in a step\n  dispatch ",
+        " ms exposed\n",
     ] {
         assert!(told.contains(words), "{words} in {told}");
     }

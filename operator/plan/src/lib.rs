@@ -6,6 +6,7 @@
 //! Plan --check--> what must always hold                                      check
 //! Observed --status--> MoeJobStatus                                          status engines
 //! Cluster --allocate--> the nodes of each job                                allocate
+//! Job x layout --traffic--> what a rank sends in a step, by verb             traffic
 //! Measured x expect, pairs --preflight--> good and bad nodes                 preflight
 //! Job x birth --pod--> Pod, NetworkPolicy, PodDisruptionBudget               pods overlay
 //! what happens --JobLoop--> effects                                          lead record
@@ -14,6 +15,7 @@
 
 #![deny(clippy::disallowed_methods, clippy::disallowed_types)]
 
+pub mod traffic;
 pub mod seats;
 pub mod placement;
 pub mod overlay;

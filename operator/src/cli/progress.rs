@@ -2,6 +2,7 @@
 
 use moejob_protocol::message::Loading;
 use moejob_plan::placement::gib;
+use moejob_protocol::communication::CommunicationReport;
 use moejob_protocol::report::{DeviceReport, Phases, StepReport};
 use crate::cli::out::columns;
 use std::io::Write;
@@ -24,6 +25,8 @@ pub struct Progress {
     drawn: Option<Instant>,
     line: Line,
     rate: Rate,
+    /// What travelled in the newest step that was looked at.
+    exposed: Option<CommunicationReport>,
     /// The time that is left was told.
     told: bool,
 }
@@ -35,13 +38,17 @@ impl Progress {
     pub fn new(steps: u64) -> Progress {
         let terminal = columns(std::io::stdout()).is_some();
         let (line, rate) = (Line::default(), Rate::default());
-        Progress { terminal, steps, drawn: None, line, rate, told: false }
+        Progress { terminal, steps, drawn: None, line, rate, exposed: None, told: false }
     }
 
     /// A step is done.
     pub fn step(&mut self, report: &StepReport) {
         self.rate.push(report.step, Instant::now());
-        self.line = describe(report, self.steps, self.rate.left(self.steps));
+        if report.communication.is_some() || report.world_size == 1 {
+            self.exposed.clone_from(&report.communication);
+        }
+        let left = self.rate.left(self.steps);
+        self.line = describe(report, self.exposed.as_ref(), (self.steps, left));
         let last = report.step >= self.steps;
         let waited = self.drawn.map(|at| at.elapsed());
         if self.terminal {
@@ -160,6 +167,7 @@ enum Weight {
     Ranks,
     Device,
     Phases,
+    Exposed,
 }
 
 impl Line {
@@ -209,7 +217,33 @@ impl Line {
     }
 }
 
-fn describe(report: &StepReport, steps: u64, left: Option<Duration>) -> Line {
+/// `waits 12% (dispatch 231 GB/s)`: how much of a step the ops wait for what travels, and how fast
+/// the verb is that takes longest of it.
+fn of_exposed(of: &CommunicationReport) -> String {
+    let among = of.verbs.iter().filter(|(_, verb)| !verb.beside);
+    let longest = among.max_by(|(_, a), (_, b)| a.seconds.total_cmp(&b.seconds));
+    let rate = longest.and_then(|(name, verb)| Some((name, verb.bytes_per_second()?)));
+    let rate = rate.map(|(name, rate)| format!(" ({name} {})", gigabytes(rate)));
+    match of.exposed_share {
+        share if share < 0.005 => String::new(),
+        share => format!("waits {:.0}%{}", 100.0 * share, rate.unwrap_or_default()),
+    }
+}
+
+/// `231 GB/s`, `4.1 GB/s`, `80 MB/s`, of bytes a second.
+pub fn gigabytes(rate: f64) -> String {
+    match rate / 1e9 {
+        small if small < 0.1 => format!("{:.0} MB/s", rate / 1e6),
+        rate if rate < 10.0 => format!("{rate:.1} GB/s"),
+        rate => format!("{rate:.0} GB/s"),
+    }
+}
+
+fn describe(
+    report: &StepReport,
+    exposed: Option<&CommunicationReport>,
+    (steps, left): (u64, Option<Duration>),
+) -> Line {
     let mut line =
         Line::of(format!("step {}/{steps}  loss {:.4}", report.step, report.loss));
     line.push(Weight::Speed, format!("{} tok/s", thousands(report.tokens_per_second)));
@@ -217,6 +251,7 @@ fn describe(report: &StepReport, steps: u64, left: Option<Duration>) -> Line {
         line.push(Weight::Device, of_device(device));
     }
     line.push(Weight::Phases, of_phases(&report.timing.phases));
+    line.push(Weight::Exposed, exposed.map(of_exposed).unwrap_or_default());
     if let Some(loss) = report.validation_loss {
         line.push(Weight::HeldOut, format!("held-out {loss:.4}"));
     }
@@ -305,6 +340,7 @@ impl Rate {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use moejob_protocol::communication::VerbReport;
 
     #[test]
     fn numbers_are_short() {
@@ -327,6 +363,28 @@ mod tests {
         };
         assert_eq!(of_phases(&phases), "backward 55%, forward 25%, update 16%");
         assert_eq!(of_phases(&Phases::default()), "");
+    }
+
+    #[test]
+    fn a_line_names_what_a_step_waits_for() {
+        let verb = |bytes, seconds, beside| {
+            VerbReport { link: "nccl".into(), bytes, seconds, beside }
+        };
+        let of = |exposed_share, verbs: &[(&str, VerbReport)]| CommunicationReport {
+            exposed_share,
+            verbs: verbs.iter().map(|(name, of)| (name.to_string(), of.clone())).collect(),
+            ..CommunicationReport::default()
+        };
+        let dispatch = ("dispatch", verb(6_000_000_000, 0.025, false));
+        let combine = ("combine", verb(1_000_000_000, 0.25, false));
+        let beside = ("allGather", verb(9_000_000_000, 1.0, true));
+        let told = of_exposed(&of(0.124, &[dispatch.clone(), beside.clone()]));
+        assert_eq!(told, "waits 12% (dispatch 240 GB/s)");
+        let told = of_exposed(&of(0.5, &[combine, dispatch]));
+        assert_eq!(told, "waits 50% (combine 4.0 GB/s)");
+        assert_eq!(of_exposed(&of(0.02, &[beside])), "waits 2%");
+        assert_eq!(of_exposed(&of(0.004, &[])), "");
+        assert_eq!(gigabytes(80e6), "80 MB/s");
     }
 
     #[test]

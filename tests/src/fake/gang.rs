@@ -275,6 +275,7 @@ impl Gang {
             attempt: self.config.attempt,
             expert_imbalance: 1.0,
             routing: Default::default(),
+            communication: None,
             device: None,
             validation_loss: None,
             time: super::nodes::now(),

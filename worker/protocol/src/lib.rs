@@ -39,6 +39,7 @@ pub mod config;
 pub mod preflight;
 pub mod pair;
 pub mod links;
+pub mod communication;
 pub mod seat;
 pub mod message;
 pub mod cpus;

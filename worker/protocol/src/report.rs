@@ -1,5 +1,6 @@
 //! Lines that people and tools read: `metrics.jsonl` and `events.jsonl`.
 
+use crate::communication::CommunicationReport;
 use serde::{Deserialize, Serialize};
 
 /// One line of `metrics.jsonl`; a replayed step is a new line with a higher attempt.
@@ -35,6 +36,9 @@ pub struct StepReport {
     /// Of a GPU; absent on processors.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub device: Option<DeviceReport>,
+    /// What travelled between ranks: of one step in some, see [`crate::communication`].
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub communication: Option<CommunicationReport>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub validation_loss: Option<f64>,
     /// RFC 3339, UTC.
@@ -65,7 +69,7 @@ pub struct Phases {
     #[serde(skip_serializing_if = "is_zero")]
     pub backward: f64,
     /// Sums of gradients over ranks, and weights to their holders. What travels within forward and
-    /// backward counts there.
+    /// backward counts there; [`CommunicationReport::within`] tells how much that is.
     #[serde(skip_serializing_if = "is_zero")]
     pub communication: f64,
     /// Norms of gradients.

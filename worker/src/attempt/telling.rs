@@ -87,6 +87,7 @@ impl Run<'_> {
             attempt: self.config.attempt,
             expert_imbalance: summary.expert_imbalance,
             routing,
+            communication: self.engine.take_communication(),
             device: gauge.map(|gauge| gauge.report(&self.engine.model.device, tokens_per_second)),
             validation_loss: validation.map(|validation| validation.loss),
             time: now(),

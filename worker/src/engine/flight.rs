@@ -10,6 +10,8 @@
 //! skipped leaves nothing behind, and both are done again in their order.
 
 use crate::data::Batches;
+use crate::engine::links::Sent;
+use crate::engine::looks::Look;
 use crate::engine::model::Model;
 use crate::engine::numbers::StepSummary;
 use crate::engine::patience::OTHERWISE;
@@ -33,6 +35,8 @@ pub(super) struct Flight {
     step: u64,
     numbers: Posted,
     phases: PhaseEnds,
+    /// What it sends, if it is looked at.
+    look: Option<Look>,
     /// What its loss is multiplied by.
     scaling: Option<LossScale>,
     /// Where its sums over ranks are done.
@@ -64,12 +68,18 @@ enum Outcome {
 impl Flight {
     /// Of the step that was enqueued last. The scale of the next one is what it will be if this one
     /// has no overflow; else the next one is skipped, too.
-    pub fn new(model: &mut Model, step: u64, summed: Option<Event>, plain: bool) -> Flight {
+    pub fn new(
+        model: &mut Model,
+        (step, sent): (u64, Option<Sent>),
+        summed: Option<Event>,
+        plain: bool,
+    ) -> Flight {
         let scaling = model.scaling;
         model.scaling = scaling.map(|scale| scale.after(&LossScaling::default(), false));
         let numbers = model.post_numbers();
         let phases = model.device.cut_phases();
-        Flight { step, numbers, phases, scaling, summed, plain }
+        let look = Look::new(&mut model.device, &phases, step, sent);
+        Flight { step, numbers, phases, look, scaling, summed, plain }
     }
 }
 
@@ -203,7 +213,7 @@ impl Engine {
 
     /// Waits for the numbers of a step.
     fn land(&mut self, flight: Flight) -> Result<StepSummary, StepError> {
-        let Engine { model, links, training, flights, phases, paces, graphs, .. } = self;
+        let Engine { model, links, training, flights, phases, paces, graphs, looks, .. } = self;
         let numbers = model.device.fetch(flight.numbers);
         // What was read before a failure says nothing. A wait that was given up is the peers'
         // fault.
@@ -226,6 +236,8 @@ impl Engine {
         let taken = model.device.phase_paces(flight.phases);
         phases.iter_mut().zip(taken).for_each(|(sum, own)| *sum += own.device);
         paces.add(&taken);
+        looks.over(flight.look, taken.map(|pace| pace.device));
+        looks.settle(&mut model.device, || links.window_rows());
         let summary = model.summary(training, flight.step, flight.scaling, &numbers);
         flights.halted |= summary.skipped;
         flights.updates += u64::from(!summary.skipped);

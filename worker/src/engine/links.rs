@@ -19,12 +19,14 @@
 mod carried;
 mod files;
 mod host;
+mod ledger;
 mod meet;
 mod nccl;
 mod peer;
 mod shared;
 mod staged;
 mod tokens;
+mod verbs;
 mod wanted;
 
 use crate::engine::beside::Overlap;
@@ -34,11 +36,13 @@ use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError};
 use carried::Carried;
 use host::Host;
+use ledger::Ledger;
 use moejob_kernels::{Buffer, CpuDevice, Device};
 use moejob_protocol::buffers::{Moe, MoeScratch, Routes, Travel};
+use moejob_protocol::communication::{Link, Verb};
 use moejob_protocol::links::Built;
 use moejob_protocol::stages::{Flows, Piece};
-use nccl::{Lane, Nccl};
+use nccl::Nccl;
 use peer::Windows;
 use shared::Chunks;
 use staged::Staging;
@@ -46,6 +50,9 @@ use std::sync::Arc;
 
 pub use nccl::NoLinks;
 pub(crate) use files::{Desk, Seat};
+pub(crate) use ledger::{Sent, WindowRows};
+#[cfg(test)]
+pub(crate) use ledger::OfVerb;
 pub(crate) use peer::{Near, PATIENCE};
 pub(crate) use shared::Shared;
 pub(crate) use wanted::blocks_for;
@@ -67,6 +74,7 @@ pub struct Links {
     /// The step that is enqueued, for the record of a failure.
     step: u32,
     by_need: bool,
+    ledger: Ledger,
 }
 
 /// What travels beside the ops of a step.
@@ -120,7 +128,8 @@ impl Links {
 
     fn by(way: Way, comm: Comm, beside: bool) -> Links {
         let (failure, staging, windows) = (None, None, None);
-        Links { way, comm, failure, beside, staging, windows, step: 0, by_need: false }
+        let ledger = Ledger::default();
+        Links { way, comm, failure, beside, staging, windows, step: 0, by_need: false, ledger }
     }
 
     /// Between GPUs through the hosts' memory, which is slow and needs no NCCL: for tests of
@@ -279,7 +288,7 @@ impl Links {
             let tokens: usize = tokens_of(piece.from);
             tokens * top_k * slot
         };
-        self.in_group(device, way, [&sends, &receives], bytes);
+        self.in_group(device, way, (Verb::Dispatch, [&sends, &receives]), bytes);
         if let (Some(staging), Some(cpu), None) =
             (&mut self.staging, device.as_cpu(), &self.failure)
         {
@@ -304,7 +313,7 @@ impl Links {
             sources.map(|(s, source)| (ranks[source.position], part(into, &arrived, s))).collect();
         let row = way.dim * leaving.dtype().size();
         let bytes = |flows: &Flows, piece| flows.tokens(piece) * row;
-        self.in_group(device, way, [&sends, &receives], bytes);
+        self.in_group(device, way, (Verb::Dispatch, [&sends, &receives]), bytes);
     }
 
     /// A row of `scratch.y` per (token, expert), with `with_ds` its `ds`, back to where the token
@@ -344,7 +353,7 @@ impl Links {
         let ds = if with_ds { way.travel.ds.dtype().size() } else { 0 };
         let row = way.dim * way.travel.returned.dtype().size() + ds;
         let bytes = |flows: &Flows, piece| flows.rows_back(piece) * row;
-        self.in_group(device, way, [&sends, &receives], bytes);
+        self.in_group(device, way, (Verb::Combine, [&sends, &receives]), bytes);
     }
 
     /// Sends and receives of one rank of an expert group: at once, or in stages. `bytes` are those
@@ -353,111 +362,21 @@ impl Links {
         &mut self,
         device: &mut Device,
         way: &Travelling,
-        [sends, receives]: [&[Parcel]; 2],
+        (verb, [sends, receives]): (Verb, [&[Parcel]; 2]),
         bytes: impl Fn(&Flows, Piece) -> usize,
     ) {
         let Some(staging) = self.staging.take() else {
-            return self.exchange(device, sends, receives);
+            return self.exchange_as(verb, device, sends, receives);
         };
+        let begun = device.begin_stretch(false);
+        let mut sent = 0;
         self.attempt(|comm, _| {
-            staging.exchange(processor(device), comm, way, [sends, receives], bytes)
+            let cpu = processor(device);
+            sent = staging.exchange(cpu, comm, way, [sends, receives], bytes)?;
+            Ok(())
         });
         self.staging = Some(staging);
-    }
-
-    /// Every rank's part of a vector to all: `parts` by rank, the own one among them.
-    pub(crate) fn gather(&mut self, device: &mut Device, parts: &[Buffer]) {
-        let me = self.comm.rank();
-        let others = || (0..self.world()).filter(|rank| *rank != me);
-        let sends: Vec<Parcel> = others().map(|to| (to, vec![parts[me as usize]])).collect();
-        let receives: Vec<Parcel> =
-            others().map(|from| (from, vec![parts[from as usize]])).collect();
-        self.exchange(device, &sends, &receives);
-    }
-
-    /// Of each buffer the sum over its holders, chunk by chunk: each holder has its own chunk's in
-    /// place afterwards, the others' are undefined. All ranks name the same holders in the same
-    /// order.
-    pub(crate) fn reduce_scatter(&mut self, device: &mut Device, all: &[Shared]) {
-        self.attempt(|comm, way| match way {
-            Way::Host(host) => {
-                let cpu = processor(device);
-                all.iter().try_for_each(|shared| host.reduce_scatter(cpu, comm, shared))
-            }
-            Way::Nccl(nccl) => nccl.reduce_scatter(device, all, Lane::Ops),
-            Way::Carried(carried) => carried.reduce_scatter(device, comm, all),
-        });
-    }
-
-    /// The chunks of each buffer from their holders to all holders.
-    pub(crate) fn all_gather(&mut self, device: &mut Device, all: &[Shared]) {
-        self.attempt(|comm, way| match way {
-            Way::Host(host) => {
-                let cpu = processor(device);
-                all.iter().try_for_each(|shared| host.all_gather(cpu, comm, shared))
-            }
-            Way::Nccl(nccl) => nccl.all_gather(device, all, Lane::Ops),
-            Way::Carried(carried) => carried.all_gather(device, comm, all),
-        });
-    }
-
-    /// [`Links::reduce_scatter`] beside the ops that are enqueued later. Who reads the sums waits
-    /// for `mark` ([`Device::await_mark`]); until then nobody touches the buffers.
-    pub(crate) fn reduce_scatter_beside(
-        &mut self,
-        device: &mut Device,
-        all: &[Shared],
-        mark: usize,
-    ) {
-        match &self.way {
-            Way::Host(_) | Way::Carried(_) => self.reduce_scatter(device, all),
-            Way::Nccl(_) => self.beside(device, all, mark, Nccl::reduce_scatter),
-        }
-    }
-
-    /// [`Links::all_gather`] likewise.
-    pub(crate) fn all_gather_beside(&mut self, device: &mut Device, all: &[Shared], mark: usize) {
-        match &self.way {
-            Way::Host(_) | Way::Carried(_) => self.all_gather(device, all),
-            Way::Nccl(_) => self.beside(device, all, mark, Nccl::all_gather),
-        }
-    }
-
-    fn beside(
-        &mut self,
-        device: &Device,
-        all: &[Shared],
-        mark: usize,
-        verb: impl FnOnce(&Nccl, &Device, &[Shared], Lane) -> Result<(), CommError>,
-    ) {
-        self.attempt(|_, way| match (way, device.as_cuda()) {
-            (Way::Nccl(nccl), Some(cuda)) if all.iter().any(|shared| shared.buffer.is_some()) => {
-                cuda.hand_over();
-                verb(nccl, device, all, Lane::Aside)?;
-                cuda.set_mark(mark);
-                Ok(())
-            }
-            _ => Ok(()),
-        });
-    }
-
-    /// The sum of a vector over all ranks, the same bits on all.
-    pub(crate) fn all_reduce(&mut self, device: &mut Device, buffer: Buffer) {
-        self.attempt(|comm, way| match way {
-            Way::Host(host) => host.all_reduce(processor(device), comm, buffer),
-            Way::Nccl(nccl) => nccl.all_reduce(device, buffer),
-            Way::Carried(carried) => carried.all_reduce(device, comm, buffer),
-        });
-    }
-
-    /// One collective. Parcels without bytes are left out on both sides; the own rank may stand in
-    /// both lists. What lies in one piece is moved from and to where it lies.
-    pub(crate) fn exchange(&mut self, device: &mut Device, sends: &[Parcel], receives: &[Parcel]) {
-        self.attempt(|comm, way| match way {
-            Way::Host(host) => host.exchange(processor(device), comm, sends, receives),
-            Way::Nccl(nccl) => nccl.exchange(device, sends, receives),
-            Way::Carried(carried) => carried.exchange(device, comm, sends, receives),
-        });
+        self.sent(device, begun, (verb, Link::Host), sent);
     }
 
     /// Enqueues, unless a verb has failed before or there is nobody else.

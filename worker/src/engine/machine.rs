@@ -6,6 +6,7 @@ use crate::engine::buckets::Places;
 use crate::engine::flight::Flights;
 use crate::engine::graphs::{ENV_GRAPHS, Graphs, Paces, Use};
 use crate::engine::links::{Aside, Groups, Links, NoLinks, PATIENCE, PeerUse};
+use crate::engine::looks::Looks;
 use crate::engine::model::Model;
 use crate::engine::patience::{Deadline, Patience, guard};
 use crate::engine::sums::Sums;
@@ -16,6 +17,7 @@ use crate::gang::comm::{Comm, CommError};
 use moejob_kernels::cuda::Fault;
 use moejob_kernels::{Device, KernelError, Pace, StepPhase};
 use moejob_protocol::WorkerConfig;
+use moejob_protocol::communication::CommunicationReport;
 use moejob_protocol::config::{Backend, Exchange, TrainingConfig};
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
@@ -111,6 +113,7 @@ pub struct Engine {
     pub(super) phases: [f64; StepPhase::COUNT],
     /// How the host kept pace in them.
     pub(super) paces: Paces,
+    pub(super) looks: Looks,
     pub(super) trace: Option<Trace>,
     pub(super) flights: Flights,
     pub(super) graphs: Graphs,
@@ -192,6 +195,7 @@ impl Engine {
         let (phases, trace) = ([0.0; StepPhase::COUNT], None);
         let (fault, patience) = (None, Patience::default());
         let (flights, paces) = (Flights::default(), Paces::default());
+        let looks = Looks::default();
         let graphs = Graphs::new(Use::parse(std::env::var(ENV_GRAPHS).ok().as_deref()));
         Engine {
             links,
@@ -205,6 +209,7 @@ impl Engine {
             deadline,
             phases,
             paces,
+            looks,
             trace,
             flights,
             graphs,
@@ -281,6 +286,16 @@ impl Engine {
     /// since the last call. None: no step was done.
     pub fn take_pace(&mut self) -> Option<Pace> {
         std::mem::take(&mut self.paces).mean()
+    }
+
+    /// What travelled in a step that was looked at, once it is known.
+    pub fn take_communication(&mut self) -> Option<CommunicationReport> {
+        self.looks.take()
+    }
+
+    /// From now on one of so many steps is looked at, at least 4, on all ranks alike or not.
+    pub fn look_each(&mut self, steps: u64) {
+        self.looks.each(steps);
     }
 
     /// Once all traced steps are done: whether their file could be written.

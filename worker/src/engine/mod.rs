@@ -17,6 +17,7 @@ pub mod parts;
 pub mod lane;
 pub mod round;
 pub mod links;
+mod looks;
 mod flight;
 mod patience;
 pub(crate) mod notes;

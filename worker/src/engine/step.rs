@@ -31,6 +31,10 @@ impl Engine {
         if let Some((_, fault)) = self.fault.take_if(|(at, _)| *at == step) {
             self.model.device.inject(fault);
         }
+        // It is rank 0 that tells of steps.
+        if self.model.rank == 0 && self.looks.is_at(step) {
+            self.links.look(&mut self.model.device);
+        }
         let plain = self.begin_graphs();
         self.whole_step_balance(step, batches)?;
         self.rounds(step, batches, Aim::Record, |engine, schedule| {
@@ -81,7 +85,8 @@ impl Engine {
         model.device.phase(StepPhase::Communication);
         model.device.mark("update", None);
         links.check()?;
-        Ok(Flight::new(model, step, summed, plain))
+        let sent = links.looked(&mut model.device);
+        Ok(Flight::new(model, (step, sent), summed, plain))
     }
 
     /// Calls `each` with every round of a step, its micro-batch loaded.

@@ -24,6 +24,7 @@ mod refusals;
 mod report;
 mod rests;
 mod results;
+mod slow;
 mod spec;
 mod streams;
 mod turn;
@@ -36,6 +37,7 @@ pub use place::{Local, Place};
 pub use pods::{ENDED_MAX, FORCE_AFTER, REDIAL, SILENT_AVOID};
 pub use refusals::PATIENCE;
 pub use report::Figures;
+pub use slow::SLOW_LINK;
 pub use spec::{Blocked, judge};
 
 use crate::allocate::{Claim, Granted};
@@ -347,6 +349,7 @@ pub struct JobLoop {
     rests: rests::Rests,
     objects: objects::Objects,
     events: event_log::EventLog,
+    slow: slow::Slow,
     granted: Granted,
     /// Why nothing is done for this job, if nothing may be.
     fence: Option<Fence>,
@@ -404,6 +407,7 @@ impl JobLoop {
             rests: rests::Rests(saved.more.rests),
             objects: objects::Objects::default(),
             events: event_log::EventLog::default(),
+            slow: slow::Slow::default(),
             granted: Granted::default(),
             fence,
             found: fence::Found::of(seen),

@@ -10,6 +10,7 @@ use crate::status;
 use crate::track::{Recovery, Tracker};
 use moejob_manifest::status::{Condition, EngineLossStatus, MoeJobStatus};
 use moejob_manifest::words::{one_or_more, several};
+use moejob_protocol::communication::CommunicationReport;
 use moejob_protocol::report::StepReport;
 use std::sync::Arc;
 
@@ -39,6 +40,8 @@ pub struct Figures {
     pub dropped_tokens: Option<f64>,
     pub nodes_ready: u32,
     pub nodes_desired: u32,
+    /// Of the newest step that was looked at.
+    pub communication: Option<CommunicationReport>,
     /// Of the gang that is under way, ascending; made anew only when it changes.
     pub ranks: Arc<Vec<RankPlace>>,
     /// The last ones, oldest first.
@@ -325,6 +328,7 @@ impl JobLoop {
             dropped_tokens: newest.map(|report| report.routing.dropped_tokens),
             nodes_ready: status.nodes.ready,
             nodes_desired: status.nodes.desired,
+            communication: self.slow.newest.clone(),
             ranks,
             engines_lost: self.tracker.engines.lost.clone(),
         }

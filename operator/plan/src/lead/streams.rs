@@ -157,7 +157,10 @@ impl JobLoop {
 
     fn hear(&mut self, up: &Up, now: Millis) {
         match up {
-            Up::Step(report) => self.report.newest = Some(report.clone()),
+            Up::Step(report) => {
+                self.hear_of_links(report, now);
+                self.report.newest = Some(report.clone());
+            }
             Up::Event(event) => self.hear_event(event, now),
             _ => {}
         }

@@ -7,7 +7,9 @@
 //! `moejob bench --links` measures the links between GPUs instead (`links`).
 
 mod links;
+mod names;
 mod synthetic;
+mod travels;
 
 use super::args::{THREADS_MAX, Written, whole};
 use super::complain;
@@ -29,12 +31,15 @@ use moejob_manifest::spec::{Preset, as_typed};
 use moejob_plan::launch::{self, Places};
 use moejob_plan::placement::{self, gib};
 use moejob_protocol::WorkerConfig;
-use moejob_protocol::config::{Backend, GradientDtype, MomentDtype, Recompute};
+use moejob_protocol::communication::CommunicationReport;
+use moejob_protocol::config::Backend;
+use names::{gradients, moments, recompute};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 use synthetic::Synthetic;
+use travels::{LOOK_EACH, Travels};
 
 #[derive(Args)]
 pub struct BenchArgs {
@@ -245,8 +250,10 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
     for end in ends {
         all.push(end?);
     }
-    let Trained { device, imbalance, loss, watts, used, phases, pace, captures, seconds } =
-        all.swap_remove(0);
+    let first = all.swap_remove(0);
+    let Trained { device, imbalance, loss, watts, used, phases, pace, captures, seconds, .. } =
+        first;
+    let travels = Travels::new(first.looks, (&job, &config.layout), &device);
     let watts = all.iter().map(|other| other.watts).fold(watts, |sum, of| Some(sum? + of?));
     Ok(Measured {
         device,
@@ -264,6 +271,7 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
         pace,
         captures,
         seconds,
+        travels,
         job,
     })
 }
@@ -279,6 +287,7 @@ struct Trained {
     pace: Option<Pace>,
     captures: Captures,
     seconds: Vec<f64>,
+    looks: Vec<CommunicationReport>,
 }
 
 fn train(
@@ -307,7 +316,8 @@ fn train(
         Refused(1, "the GPUs cannot be connected".to_string())
     })?;
     let mut gauge = Gauge::of(&engine.model.device, 0, 1);
-    let mut seconds = Vec::new();
+    engine.look_each(LOOK_EACH);
+    let (mut seconds, mut looks) = (Vec::new(), Vec::new());
     let mut last = StepSummary::default();
     let mut imbalance = 0.0;
     let steps = u64::from(args.warm_up + args.steps);
@@ -336,6 +346,7 @@ fn train(
             seconds.push(took);
             imbalance += summary.expert_imbalance / f64::from(args.steps);
         }
+        looks.extend(engine.take_communication());
         last = summary;
     }
     let phases = engine.take_phases().map(|seconds| seconds / f64::from(args.warm_up + args.steps));
@@ -360,7 +371,7 @@ fn train(
     let left = engine.all_arrived().and_then(|()| engine.leave());
     left.map_err(|error| Refused(1, error.to_string()))?;
     let loss = last.loss;
-    Ok(Trained { device, imbalance, loss, used, watts, phases, pace, captures, seconds })
+    Ok(Trained { device, imbalance, loss, used, watts, phases, pace, captures, seconds, looks })
 }
 
 /// Steps that are traced and not measured: marks take time.
@@ -407,6 +418,7 @@ struct Measured {
     captures: Captures,
     /// Of each measured step.
     seconds: Vec<f64>,
+    travels: Travels,
 }
 
 impl Measured {
@@ -536,7 +548,7 @@ impl Measured {
             ),
         ];
         let mut text = String::new();
-        for (name, value) in lines {
+        for (name, value) in lines.into_iter().chain(self.travels.lines()) {
             text += &format!("{name:<12}{value}\n");
         }
         if self.on_gpu {
@@ -608,6 +620,7 @@ impl Measured {
             "memoryUsedBytes": self.used,
             "watts": self.watts,
             "loss": self.loss,
+            "communication": self.travels.json(),
         })
     }
 }
@@ -621,28 +634,4 @@ fn scaled(value: f64, units: &[&str]) -> String {
         unit += 1;
     }
     format!("{value:.2}{}", units[unit])
-}
-
-fn moments(dtype: MomentDtype) -> &'static str {
-    match dtype {
-        MomentDtype::Fp32 => "fp32",
-        MomentDtype::Bf16 => "bf16",
-    }
-}
-
-fn gradients(dtype: GradientDtype) -> &'static str {
-    match dtype {
-        GradientDtype::Auto => "auto",
-        GradientDtype::Bf16 => "bf16",
-        GradientDtype::Fp32 => "fp32",
-    }
-}
-
-fn recompute(recompute: Recompute) -> &'static str {
-    match recompute {
-        Recompute::None => "none",
-        Recompute::Selective => "selective",
-        Recompute::Experts => "experts",
-        Recompute::Full | Recompute::Every(_) => "full",
-    }
 }

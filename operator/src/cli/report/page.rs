@@ -151,6 +151,10 @@ fn machine(runs: &[Run]) -> String {
     let speed = over_steps(runs, "Tokens a second", "while a step lasts", |step| {
         step.tokens_per_second
     });
+    let about = "% of a step, of the steps that were looked at";
+    let waits = over_steps(runs, "Waiting for other ranks", about, |step| {
+        Some(100.0 * step.communication.as_ref()?.exposed_share?)
+    });
     // Each run from its own beginning.
     let begin = |run: &Run| run.world.first().map_or(0.0, |(at, _)| *at);
     let longest = runs.iter().filter_map(|run| Some(run.world.last()?.0 - begin(run)));
@@ -177,7 +181,7 @@ fn machine(runs: &[Run]) -> String {
     let about = "ranks over time";
     let title = "World size";
     let world = Chart { title, about, axis, lines, marks, from_zero: true, stairs: true }.draw();
-    [speed, world].concat()
+    [speed, waits, world].concat()
 }
 
 fn told(event: &Event) -> String {

@@ -43,6 +43,7 @@ pub struct Step {
     pub learning_rate: Option<f64>,
     pub tokens: Option<f64>,
     pub tokens_per_second: Option<f64>,
+    pub communication: Option<Communication>,
     pub world_size: Option<f64>,
     pub expert_imbalance: Option<f64>,
     pub router_entropy: Option<f64>,
@@ -55,6 +56,13 @@ pub struct Step {
     /// Seconds since 1970.
     #[serde(skip)]
     pub at: Option<f64>,
+}
+
+/// Of the steps that were looked at.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Communication {
+    pub exposed_share: Option<f64>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]

@@ -76,6 +76,7 @@ pub(super) fn values(report: &StepReport) -> Vec<(&'static str, f64)> {
         ("train/lossScale", report.loss_scale),
         ("router/entropy", routing.router_entropy),
         ("router/churn", routing.churn),
+        ("speed/exposedShare", report.communication.as_ref().map(|of| of.exposed_share)),
     ];
     values.extend(maybe.into_iter().filter_map(|(tag, value)| Some((tag, value?))));
     values

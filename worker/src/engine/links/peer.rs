@@ -13,13 +13,15 @@
 
 use super::Links;
 use super::files::{Desk, Seat};
+use super::ledger::WindowRows;
 use super::wanted::{Use, blocks_for};
 use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError, Lookout};
 use moejob_kernels::cuda::{
-    CudaDevice, GatherRows, Need, PEERS_MAX, PeerDesc, PeerLinks, ScatterRows,
+    CountRows, CudaDevice, GatherRows, Need, PEERS_MAX, PeerDesc, PeerLinks, ScatterRows,
 };
 use moejob_kernels::{Buffer, Device};
+use moejob_protocol::communication::{Link, Verb};
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -53,6 +55,16 @@ pub(super) struct Windows {
     /// A kernel was enqueued.
     used: AtomicBool,
     blocks: usize,
+}
+
+/// What passes windows by one verb.
+struct Pass<'a> {
+    verb: Verb,
+    need: &'a Need,
+    /// Bytes of a row, of those that are needed.
+    row: usize,
+    /// Bytes beside the rows.
+    words: usize,
 }
 
 /// What a rank says before windows are opened.
@@ -193,6 +205,24 @@ impl Windows {
         }
     }
 
+    /// Counts the bytes of the rows that have passed between this rank and the others.
+    fn count(&self, cuda: &CudaDevice, Pass { verb, need, row, .. }: &Pass) {
+        let counter = usize::from(*verb == Verb::Combine);
+        if let Some(links) = &*self.links() {
+            cuda.count_rows(links, &CountRows { need, row_bytes: *row, counter });
+        }
+    }
+
+    /// Where this rank stands among those that share windows.
+    fn position(&self) -> Option<usize> {
+        self.links().as_ref().map(|links| links.desc().me)
+    }
+
+    /// What was counted in steps that are over.
+    pub fn rows_passed(&self) -> WindowRows {
+        self.links().as_ref().map(PeerLinks::rows_passed).unwrap_or_default()
+    }
+
     /// The same on every rank.
     fn blocks_of(&self, need: &Need, rows: Buffer) -> usize {
         let own = rows.bytes() / need.experts.len() * need.nodes;
@@ -225,6 +255,68 @@ impl Links {
     pub(crate) fn open_windows(&mut self, device: &Device, near: &Near) -> Result<bool, CommError> {
         self.windows = Windows::open(&mut self.comm, device, near)?;
         Ok(self.windows.is_some())
+    }
+
+    /// [`Links::gather_tokens`] through windows. False: there are none.
+    pub(super) fn gather_by_windows(
+        &mut self,
+        device: &mut Device,
+        need: &Need,
+        rows: Buffer,
+        weights: Option<Buffer>,
+    ) -> bool {
+        let Some(windows) = self.windows_of(device) else { return false };
+        // An id and a weight for each choice, of all tokens here; of rows those that are needed.
+        let words = weights.map_or(0, |_| 2 * 4 * need.top_k);
+        let words = words * windows.position().map_or(0, |me| tokens_of_others(need, me));
+        let pass = Pass { verb: Verb::Dispatch, need, row: row_bytes(need, rows), words };
+        self.pass(&windows, device, &pass, |cuda, step| {
+            windows.gather(cuda, need, rows, weights, step);
+        });
+        true
+    }
+
+    /// [`Links::scatter_tokens`] likewise.
+    pub(super) fn scatter_by_windows(
+        &mut self,
+        device: &mut Device,
+        need: &Need,
+        rows: Buffer,
+        (slots, onto): (Option<Buffer>, Option<[Buffer; 2]>),
+    ) -> bool {
+        let Some(windows) = self.windows_of(device) else { return false };
+        let row = row_bytes(need, rows) + slots.map_or(0, |_| 4 * need.top_k);
+        let pass = Pass { verb: Verb::Combine, need, row, words: 0 };
+        self.pass(&windows, device, &pass, |cuda, step| {
+            windows.scatter(cuda, need, (rows, slots, onto), step);
+        });
+        true
+    }
+
+    fn windows_of(&self, device: &Device) -> Option<Arc<Windows>> {
+        self.windows.clone().filter(|_| device.as_cuda().is_some())
+    }
+
+    fn pass(
+        &mut self,
+        windows: &Windows,
+        device: &mut Device,
+        pass: &Pass,
+        enqueue: impl FnOnce(&CudaDevice, u32),
+    ) {
+        if self.failure.is_some() {
+            return;
+        }
+        let (step, looks) = (self.step, self.is_looked_at());
+        let begun = device.begin_stretch(false);
+        if let Some(cuda) = device.as_cuda() {
+            enqueue(cuda, step);
+        }
+        self.sent(device, begun, (pass.verb, Link::Window), pass.words as u64);
+        // By the ids, which are here now.
+        if let (Some(cuda), true) = (device.as_cuda(), looks) {
+            windows.count(cuda, pass);
+        }
     }
 
     /// What is enqueued from now on belongs to `step`.
@@ -270,6 +362,20 @@ impl Own {
         let links = Mutex::new(Some(links));
         Ok(Arc::new(Windows { links, used: AtomicBool::new(false), blocks }))
     }
+}
+
+/// Bytes of a row of all tokens' `rows`.
+fn row_bytes(need: &Need, rows: Buffer) -> usize {
+    rows.bytes() / (need.experts.len() * need.tokens)
+}
+
+/// Those that the other ranks of this node lay into their windows: their own, and those of their
+/// rails.
+fn tokens_of_others(need: &Need, me: usize) -> usize {
+    let positions = need.experts.len() / need.nodes;
+    let is_other = |rank: &usize| rank % positions != me;
+    let ranks = (0..need.experts.len()).filter(|rank| need.present >> rank & 1 == 1);
+    ranks.filter(is_other).count() * need.tokens
 }
 
 /// What every rank says, by rank; none for what is not understood.

@@ -49,7 +49,7 @@ impl Staging {
     }
 
     /// One exchange of a group; `bytes` of each piece, which its flows tell. Two collectives, on
-    /// every rank.
+    /// every rank. Returns the bytes that this rank has sent, what it passed on among them.
     pub fn exchange(
         &self,
         cpu: &mut CpuDevice,
@@ -57,14 +57,14 @@ impl Staging {
         way: &Travelling,
         [sends, receives]: [&[Parcel]; 2],
         bytes: impl Fn(&Flows, Piece) -> usize,
-    ) -> Result<(), CommError> {
+    ) -> Result<u64, CommError> {
         let (ranks, me) = (&way.group.ranks, way.group.me);
         let position = |rank: u32| ranks.iter().position(|known| *known == rank).expect("a member");
         let nodes: Vec<u32> = ranks.iter().map(|rank| rank / self.ranks).collect();
         let (stages, nothing) = (Stages::new(&nodes), Flows::default());
         let flows = self.flows.get(way.layer).unwrap_or(&nothing);
         let bytes = |piece: &Piece| bytes(flows, *piece);
-        let mut held = Held::default();
+        let (mut held, mut sent) = (Held::default(), 0);
         for (rank, parts) in sends {
             let piece = Piece { from: me, to: position(*rank) };
             for part in full(parts) {
@@ -74,7 +74,7 @@ impl Staging {
             assert_eq!(len, bytes(&piece), "{piece:?} as everybody's choices say");
         }
         for stage in [stages.within(me), stages.between(me)] {
-            held.pass(comm, ranks, &stage, &bytes)?;
+            sent += held.pass(comm, ranks, &stage, &bytes)?;
         }
         for (rank, parts) in receives {
             let mut from = held.get(&Piece { from: position(*rank), to: me });
@@ -85,7 +85,7 @@ impl Staging {
             }
             assert!(from.is_empty(), "rank {rank}: {} bytes too many", from.len());
         }
-        Ok(())
+        Ok(sent)
     }
 }
 
@@ -115,14 +115,15 @@ impl Held {
         self.at.get(piece).map_or(&[], |range| &self.bytes[range.clone()])
     }
 
-    /// One collective: messages without bytes are left out on both sides.
+    /// One collective: messages without bytes are left out on both sides. The bytes of those that
+    /// were sent.
     fn pass(
         &mut self,
         comm: &mut Comm,
         ranks: &[u32],
         stage: &Stage,
         bytes: &impl Fn(&Piece) -> usize,
-    ) -> Result<(), CommError> {
+    ) -> Result<u64, CommError> {
         let length = |message: &Message| message.pieces.iter().map(bytes).sum::<usize>();
         let joined = |message: &Message| -> Vec<u8> {
             message.pieces.iter().flat_map(|piece| self.get(piece)).copied().collect()
@@ -147,6 +148,6 @@ impl Held {
             self.end = range.end;
             self.at.insert(*piece, range);
         }
-        Ok(())
+        Ok(outgoing.iter().map(|(_, part)| part.len() as u64).sum())
     }
 }

@@ -20,6 +20,7 @@ use super::{Links, Parcel, Shared};
 use crate::engine::group::ExpertGroup;
 use moejob_kernels::cuda::Need;
 use moejob_kernels::{Add, Buffer, CpuDevice, DType, Device, Sum};
+use moejob_protocol::communication::Verb;
 use moejob_protocol::rails::Rails;
 
 impl Links {
@@ -38,13 +39,10 @@ impl Links {
         if let Some(rails) = group.rails {
             self.out_along(device, (group, rails), &all);
         }
-        match (&self.windows, device.as_cuda()) {
-            (Some(windows), Some(cuda)) if self.failure.is_none() => {
-                windows.gather(cuda, need, rows, weights, self.step);
-            }
-            // Rails of nodes with one rank each have brought everything.
-            _ if group.rails.is_some_and(|rails| rails.places == 1) => {}
-            _ => self.all_gather(device, &near(group, &all)),
+        // Rails of nodes with one rank each have brought everything.
+        let all_here = group.rails.is_some_and(|rails| rails.places == 1);
+        if !self.gather_by_windows(device, need, rows, weights) && !all_here {
+            self.all_gather_as(Verb::Dispatch, device, &near(group, &all));
         }
         if let (true, Some(cpu)) = (self.by_need, device.as_cpu_mut()) {
             keep_needed(cpu, group.me, need, rows);
@@ -66,15 +64,11 @@ impl Links {
         if let (true, Some(cpu)) = (self.by_need, device.as_cpu_mut()) {
             all.iter().for_each(|part| check_nothing_else(cpu, group.me, need, *part));
         }
-        match (&self.windows, device.as_cuda()) {
-            (Some(windows), Some(cuda)) if self.failure.is_none() => {
-                let whole = onto.filter(|_| group.rails.is_none());
-                windows.scatter(cuda, need, (rows, slots, whole), self.step);
-                if whole.is_some() {
-                    return;
-                }
-            }
-            _ => self.reduce_scatter(device, &near(group, &all)),
+        let whole = onto.filter(|_| group.rails.is_none());
+        match self.scatter_by_windows(device, need, rows, (slots, whole)) {
+            true if whole.is_some() => return,
+            true => {}
+            false => self.reduce_scatter_as(Verb::Combine, device, &near(group, &all)),
         }
         if let Some(rails) = group.rails.filter(|rails| rails.places > 1) {
             self.back_along(device, (group, rails), &all);

@@ -9,6 +9,7 @@
 mod table;
 
 use super::super::args::{Written, whole};
+pub use table::fitting;
 use super::super::profiles::OwnProfiles;
 use clap::Args;
 use moe_worker::failure::chain;

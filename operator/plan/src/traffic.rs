@@ -1,0 +1,203 @@
+//! What a rank of a gang of GPUs is expected to send in a step, by verb, and how long that takes.
+//!
+//! ```text
+//! dispatch        tokens, choices and weights of all to all ranks of the expert group; gradients
+//! combine         sums of what became of them back; gradients of them, and of weights
+//! sendRecv        the same between nodes, where tokens travel along rails
+//! reduceScatter   gradients of what several ranks hold, once a step
+//! allGather       its new weights
+//! ```
+//! Bytes are those that engines send by NCCL, a function of the job and its layout alone. Through
+//! windows less travels, by need. The numbers of a step are too few to be counted here.
+
+use crate::placement::gib;
+use moejob_fabric::travel::{self, Load, Machines};
+use moejob_manifest::job::Job;
+use moejob_manifest::words::aligned;
+use moejob_protocol::buckets::Buckets;
+use moejob_protocol::communication::{Link, Verb};
+use moejob_protocol::config::{Backend, Exchange};
+use moejob_protocol::layout::Layout;
+use moejob_protocol::memory::Types;
+use moejob_protocol::owners::Holders;
+use moejob_protocol::rails::Rails;
+use serde::Serialize;
+
+/// What one verb is expected to do in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Expected {
+    pub verb: Verb,
+    pub link: Link,
+    /// That a rank sends.
+    pub bytes: u64,
+    /// None: the profile says nothing of its links.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub seconds: Option<f64>,
+    /// Of them, those that the ops of a step wait for; none: nobody knows how long these take.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub exposed_seconds: Option<f64>,
+    /// It travels beside backward or updates.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub beside: bool,
+}
+
+impl Expected {
+    pub fn bytes_per_second(&self) -> Option<f64> {
+        self.seconds.filter(|seconds| *seconds > 0.0).map(|seconds| self.bytes as f64 / seconds)
+    }
+}
+
+/// Bytes, and the time of them.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sum {
+    bytes: u64,
+    seconds: f64,
+}
+
+impl Sum {
+    fn add(&mut self, bytes: u64, seconds: f64) {
+        self.bytes += bytes;
+        self.seconds += seconds;
+    }
+}
+
+/// Of rank 0 of a gang in this layout; nothing of processors, whose bytes follow from the choices
+/// of routers, and of a gang of one rank.
+pub fn expected(job: &Job, layout: &Layout) -> Vec<Expected> {
+    if job.profile.backend != Backend::Cuda || layout.mesh.world() == 1 {
+        return Vec::new();
+    }
+    let machines = Machines::of(&job.profile);
+    let [dispatch, combine, between] = tokens(job, layout, machines);
+    let (reduce, gather, beside) = buckets(job, layout, machines);
+    let all = [
+        (Verb::Dispatch, dispatch, false),
+        (Verb::Combine, combine, false),
+        (Verb::SendRecv, between, false),
+        (Verb::ReduceScatter, reduce, beside),
+        (Verb::AllGather, gather, beside),
+    ];
+    let some = all.into_iter().filter(|(_, sum, _)| sum.bytes > 0);
+    let of = |(verb, Sum { bytes, seconds }, beside)| Expected {
+        verb,
+        link: Link::Nccl,
+        bytes,
+        seconds: machines.map(|_| seconds),
+        exposed_seconds: None,
+        beside,
+    };
+    some.map(of).collect()
+}
+
+/// How the tokens of a group travel.
+struct Way<'a> {
+    machines: Option<Machines<'a>>,
+    /// Ranks of the group.
+    ranks: u64,
+    rails: Option<Rails>,
+}
+
+impl Way<'_> {
+    fn ring(&self, ranks: u64, bytes: u64) -> f64 {
+        self.machines.map_or(0.0, |of| of.ring(ranks as u32, bytes as f64))
+    }
+
+    /// Every rank of a node gets the `own` bytes of all, or each the sum of those that are its own.
+    fn within(&self, own: u64) -> (u64, f64) {
+        let (nodes, ranks) = match self.rails.filter(|rails| rails.places > 1) {
+            Some(rails) => (rails.nodes as u64, rails.places as u64),
+            None => (1, self.ranks),
+        };
+        (nodes * (ranks - 1) * own, self.ring(ranks, nodes * ranks * own))
+    }
+
+    /// Those of the other nodes' ranks of the same place.
+    fn between(&self, own: u64) -> (u64, f64) {
+        let Some(rails) = self.rails else { return (0, 0.0) };
+        let others = rails.nodes as u64 - 1;
+        let far = (others * own) as f64;
+        let load = Load { near: 0.0, messages: others as f64, far };
+        (others * own, self.machines.map_or(0.0, |of| of.stage(load)))
+    }
+}
+
+/// Dispatch, combine, and what of them goes along rails.
+fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>) -> [Sum; 3] {
+    let (model, training, mesh) = (&job.model, &job.training, layout.mesh);
+    let mut sums = [Sum::default(); 3];
+    if mesh.ep == 1 {
+        return sums;
+    }
+    let along = travel::choice(job, layout).0 == Exchange::Hierarchical;
+    let rails = Rails::of(&mesh, job.profile.ranks.max(1)).filter(|_| along);
+    let way = Way { machines, ranks: mesh.ep.into(), rails };
+    let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
+    let row = tokens * u64::from(model.hidden_size) * training.precision.element().bytes();
+    // A word of 4 bytes for each choice of a token.
+    let words = tokens * 4 * u64::from(model.experts.per_token);
+    let layers = model.num_hidden_layers;
+    let span = training.recompute.span(layers);
+    let mixture = (0..layers).filter(|layer| model.is_moe_layer(*layer));
+    // A forward pass, once more in backward of layers whose memory others have taken.
+    let forward = |layer: &u32| 1 + u64::from(layer / span < (layers - 1) / span);
+    let (once, often) = mixture.fold((0, 0), |(n, all), layer| (n + 1, all + forward(&layer)));
+    let rounds = u64::from(job.micro_batches().div_ceil(mesh.dp));
+    // Rows with ids and weights; then rows; with gradients of weights.
+    for (times, out, back) in [(often, row + 2 * words, row), (once, row, row + words)] {
+        let times = times * rounds;
+        let mut add = |at: usize, (bytes, seconds): (u64, f64)| {
+            sums[at].add(times * bytes, times as f64 * seconds);
+        };
+        let alone = rails.is_some_and(|rails| rails.places == 1);
+        // With one rank on each node rails bring all, and sums take the flat way.
+        if !alone {
+            add(0, way.within(out));
+            add(2, way.between(back));
+        }
+        add(2, way.between(out));
+        add(1, way.within(back));
+    }
+    sums
+}
+
+/// Sums of gradients, new weights, and whether they travel beside the ops.
+fn buckets(job: &Job, layout: &Layout, machines: Option<Machines>) -> (Sum, Sum, bool) {
+    let (model, mesh) = (&job.model, layout.mesh);
+    let types = Types::buckets(&job.training, job.micro_batches().div_ceil(mesh.dp));
+    let all = Buckets::new(model, &model.params(), &Holders::new(model, layout));
+    let (mut reduce, mut gather) = (Sum::default(), Sum::default());
+    let ring = |ranks: usize, bytes: u64| {
+        machines.map_or(0.0, |of| of.ring(ranks as u32, bytes as f64))
+    };
+    for bucket in all.held(0).filter(|bucket| bucket.holders.len() > 1) {
+        let ranks = bucket.holders.len();
+        let kinds = match bucket.kind.is_of_vectors() {
+            true => [types.vector; 2],
+            false => [types.gradient, types.element],
+        };
+        for (sum, kind) in [&mut reduce, &mut gather].into_iter().zip(kinds) {
+            let chunk = bucket.chunk_len() * kind.bytes();
+            sum.add((ranks as u64 - 1) * chunk, ring(ranks, bucket.len * kind.bytes()));
+        }
+    }
+    // As engines decide it: for less, a lane of its own costs more than it gains.
+    let len = |shared: bool| -> u64 {
+        let of = all.buckets.iter().filter(|bucket| (bucket.holders.len() > 1) == shared);
+        of.map(|bucket| bucket.len).sum()
+    };
+    (reduce, gather, len(true) > len(false))
+}
+
+/// For a person: a line a verb.
+pub fn lines(all: &[Expected]) -> Vec<String> {
+    let cells = |of: &Expected| -> Vec<String> {
+        let ms = |seconds: f64| format!("{:.1} ms", seconds * 1e3);
+        let mut cells = vec![of.verb.name().to_string(), gib(of.bytes)];
+        cells.extend(of.seconds.map(ms));
+        cells.extend(of.exposed_seconds.map(|waits| format!("{} exposed", ms(waits))));
+        cells
+    };
+    let rows: Vec<Vec<String>> = all.iter().map(cells).collect();
+    aligned(&rows, 0..0).lines().map(|line| format!("  {line}")).collect()
+}
