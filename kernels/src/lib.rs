@@ -45,6 +45,7 @@ mod convert;
 pub mod numbers;
 mod moe;
 mod moe_here;
+mod wire;
 
 mod cpu;
 pub mod cuda;
@@ -89,3 +90,6 @@ pub use numbers::{
 pub use route_plan::{GatherCounted, MapIds, Room, RoutePlan};
 pub use route::{Route, RouteBackward, RouteGroups, Scoring};
 pub use tally::{TallyLayer, TallyLoss};
+pub use wire::{
+    FP8_BLOCK, PackRows, UnpackRows, WireFormat, fp8_pack, fp8_scale, fp8_unpack,
+};

@@ -41,6 +41,7 @@ mod comm_lane;
 mod compile;
 mod dense;
 mod convert;
+mod wire;
 mod dense_device;
 mod dense_record;
 mod device;
