@@ -50,7 +50,7 @@ pub struct MoeExpertsBackward {
     pub tensors: MoeTensors,
     /// [A, D]
     pub dout: Buffer,
-    /// Output [A, D]
+    /// Output [A, D], of elements or of fp32
     pub dx: Buffer,
     /// Output [A, K], as the weights
     pub ds: Buffer,
@@ -114,7 +114,8 @@ impl Device {
         }
     }
 
-    /// `out` [A, D] = the sum over the experts here; see [`MoePlace`].
+    /// `out` [A, D] = the sum over the experts here, of elements or of fp32, which rounds nothing;
+    /// see [`MoePlace`].
     pub fn moe_experts(&mut self, op: &MoeForward) {
         match self {
             Device::Cpu(_) => crate::cpu::moe::experts(self, op),

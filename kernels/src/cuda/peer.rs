@@ -160,7 +160,8 @@ pub struct PeerLinks {
 /// Those of peer_group.cu
 #[derive(Debug)]
 pub(super) struct GroupKernels {
-    pub gather: Function,
+    /// As rows lie; F32 as bf16 and as fp8, Bf16 as fp8.
+    pub gather: [Function; 4],
     /// By kind of rows: f32, bf16, f16.
     pub scatter: [Function; 3],
 }
@@ -187,7 +188,12 @@ impl PeerLinks {
             exchange_counts: function("exchange_counts")?,
             return_order: function("return_order")?,
             group: GroupKernels {
-                gather: function("gather_rows")?,
+                gather: [
+                    function("gather_rows")?,
+                    function("gather_f32_as_bf16")?,
+                    function("gather_f32_as_fp8")?,
+                    function("gather_bf16_as_fp8")?,
+                ],
                 scatter: [
                     function("scatter_f32")?,
                     function("scatter_bf16")?,
@@ -469,6 +475,7 @@ pub(super) fn source(target: &'static str) -> Source {
         ("ROOMS", ROOMS),
         ("GROUP_THREADS", GROUP_THREADS as usize),
     ];
-    let parts = [include_str!("peer.cu"), include_str!("peer_group.cu")];
+    let parts =
+        [include_str!("wire.cu"), include_str!("peer.cu"), include_str!("peer_group.cu")];
     Source::new("peer links".to_owned(), target, &macros, &parts)
 }

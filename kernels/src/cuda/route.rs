@@ -143,6 +143,8 @@ pub(crate) struct CombineCall {
     /// 0: none
     pub base: u64,
     pub out: u64,
+    /// `out` is of fp32 and not of elements.
+    pub wide: bool,
     /// Columns of y
     pub cols: usize,
     pub out_pitch: usize,
@@ -284,14 +286,14 @@ impl Router {
     }
 
     pub(crate) fn combine(&self, stream: &Stream, call: CombineCall) -> Result<(), CudaError> {
-        let CombineCall { y, pos, weights, base, out, cols, out_pitch, out_first } = call;
+        let CombineCall { y, pos, weights, base, out, wide, cols, out_pitch, out_first } = call;
         let chunk = self.shape.chunk();
         let chunks = (cols / chunk) as i32;
         let (out_pitch, out_first) = ((out_pitch / chunk) as i32, (out_first / chunk) as i32);
         // A block is 256 threads: short rows share it.
         let across = (cols / chunk).next_power_of_two().clamp(32, 256) as u32;
         let down = 256 / across;
-        let tokens = self.shape.tokens as i32;
+        let (tokens, wide) = (self.shape.tokens as i32, i32::from(wide));
         let launch = Launch {
             block: [across, down, 1],
             ..Launch::new(self.shape.tokens.div_ceil(down as usize), 0)
@@ -301,7 +303,9 @@ impl Router {
             self.combine.launch(
                 stream,
                 launch,
-                parameters![y, pos, weights, base, out, tokens, chunks, out_pitch, out_first],
+                parameters![
+                    y, pos, weights, base, out, wide, tokens, chunks, out_pitch, out_first
+                ],
             )
         }
     }

@@ -330,13 +330,14 @@ fn windows_are_as_large_as_their_rails_need() {
     (job.training.micro_batch_size, job.training.sequence_length) = (4, 4096);
     let (tokens, top_k) = (4 * 4096, job.model.experts.per_token.into());
     let row = u64::from(job.model.hidden_size) * job.training.precision.element().bytes();
+    let rows = [row; 2];
     let layout = Layout::contiguous(Mesh::data_parallel(8, 8)).by_buckets();
     let bytes = |rails| window_bytes(&job.model, &layout, &job.training, rails);
     let rails = |nodes, places| Some(Rails { nodes, places });
     for (rails, rooms) in [
-        (None, window_rooms(8, tokens, row, top_k)),
-        (rails(2, 4), window_rooms(4, 2 * tokens, row, top_k)),
-        (rails(4, 2), window_rooms(2, 4 * tokens, row, top_k)),
+        (None, window_rooms(8, tokens, rows, top_k)),
+        (rails(2, 4), window_rooms(4, 2 * tokens, rows, top_k)),
+        (rails(4, 2), window_rooms(2, 4 * tokens, rows, top_k)),
     ] {
         let beyond = bytes(rails).checked_sub(rooms);
         assert!(beyond.is_some_and(|beyond| beyond < 4 << 20), "{rails:?}: {rooms}, {beyond:?}");

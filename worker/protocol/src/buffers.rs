@@ -192,8 +192,9 @@ pub struct Spread<B> {
 /// What travels of a layer, used by every layer anew.
 #[derive(Clone, Debug)]
 pub struct SpreadScratch<B> {
-    /// [A, D]: gradients of outputs, the own ones in place of `Scratch::dx`; sums over the experts
-    /// here, or gradients of inputs
+    /// [A, D]: gradients of outputs; sums over the experts here, or gradients of inputs. Where rows
+    /// travel as they are, the own ones of the first are `Scratch::dx`. Else rows are packed in the
+    /// one of them that is not in use.
     pub dout: B,
     pub partial: B,
     /// f32 [A, K]

@@ -48,6 +48,7 @@ pub use nccl::NoLinks;
 pub(crate) use files::{Desk, Seat};
 pub(crate) use peer::{Near, PATIENCE};
 pub(crate) use shared::Shared;
+pub(crate) use tokens::{Packed, Rows};
 pub(crate) use wanted::blocks_for;
 pub use wanted::{ENV_PEER, Use as PeerUse, window_wanted};
 

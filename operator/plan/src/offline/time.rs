@@ -61,23 +61,27 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
     let rate = flops.bf16_tflops * 1e12 * flops.reached;
     let products = rounds * tokens * operations / rate;
 
-    let wire = training.precision.element().bytes() as f64;
+    let element = training.precision.element().bytes() as f64;
     let ranks = f64::from(mesh.ep);
-    let row = f64::from(model.hidden_size) * wire;
+    let formats = training.compute.wire.formats(training.precision.element());
+    let dim = u64::from(model.hidden_size);
     // A token travels once to each rank that has one of its experts, and comes back as often as it
     // chose one.
-    let out = tokens * travel::reached(model, mesh.ep) * row;
-    let back = tokens * f64::from(model.experts.per_token) * row;
+    let reached = tokens * travel::reached(model, mesh.ep);
+    let [out, out_again] =
+        [formats.tokens, formats.gradients].map(|of| reached * of.bytes(dim) as f64);
+    let back =
+        tokens * f64::from(model.experts.per_token) * (dim * formats.sums.bytes()) as f64;
     let layers = (0..model.num_hidden_layers).filter(|layer| model.is_moe_layer(*layer)).count();
     let exchange = links.filter(|_| mesh.ep > 1).map_or(0.0, |links| {
-        let both = links.flat(mesh.ep, out) + links.flat(mesh.ep, back);
         // Forward, and the same ways in backward.
-        2.0 * both * layers as f64 * rounds
+        let ways = [out, back, out_again, back].map(|bytes| links.flat(mesh.ep, bytes));
+        ways.iter().sum::<f64>() * layers as f64 * rounds
     });
 
     let extent = crate::cost::Extent::of(model);
-    let dense = extent.other_elements as f64 * wire;
-    let experts = extent.expert_elements as f64 * wire / ranks;
+    let dense = extent.other_elements as f64 * element;
+    let experts = extent.expert_elements as f64 * element / ranks;
     let gradients = links.map_or(0.0, |links| {
         // A sum in pieces, and the weights back from their owners.
         2.0 * (links.ring(mesh.dp, dense) + links.ring(mesh.edp(), experts))

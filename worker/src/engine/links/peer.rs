@@ -19,7 +19,7 @@ use crate::gang::comm::{Comm, CommError, Lookout};
 use moejob_kernels::cuda::{
     CudaDevice, GatherRows, Need, PEERS_MAX, PeerDesc, PeerLinks, ScatterRows,
 };
-use moejob_kernels::{Buffer, Device};
+use moejob_kernels::{Buffer, Device, WireFormat};
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -156,19 +156,20 @@ impl Windows {
         drop(self.links().take());
     }
 
-    /// `rows`, with `weights` the ids of `need`, of the ranks whose tokens have an expert here.
+    /// `rows`, with `weights` the ids of `need`, of the ranks whose tokens have an expert here;
+    /// rows travel in `format`, if that is another one.
     pub fn gather(
         &self,
         cuda: &CudaDevice,
         need: &Need,
-        rows: Buffer,
+        (rows, format): (Buffer, Option<WireFormat>),
         weights: Option<Buffer>,
         step: u32,
     ) {
         if let Some(links) = &*self.links() {
             self.used.store(true, Ordering::Relaxed);
             let blocks = self.blocks_of(need, rows);
-            cuda.gather_rows(links, &GatherRows { need, rows, weights, blocks, step });
+            cuda.gather_rows(links, &GatherRows { need, rows, format, weights, blocks, step });
         }
     }
 
@@ -301,10 +302,27 @@ mod tests {
     fn rooms_are_those_of_the_plan() {
         let sizes = [(2, 32, 256, 2), (8, 4096, 4096, 8), (3, 7, 64, 1)];
         for (positions, tokens, row, top_k) in sizes {
-            let planned = window_rooms(positions, tokens, row, top_k);
-            let [positions, tokens, row, top_k] =
-                [positions, tokens, row, top_k].map(|count| count as usize);
-            assert_eq!(rooms_of_group(positions, tokens, row, top_k) as u64, planned);
+            for rows in [[row, row], [row, 2 * row], [2 * row, row]] {
+                let planned = window_rooms(positions, tokens, rows, top_k);
+                let [positions, tokens, top_k] =
+                    [positions, tokens, top_k].map(|count| count as usize);
+                let rows = rows.map(|bytes| bytes as usize);
+                assert_eq!(rooms_of_group(positions, tokens, rows, top_k) as u64, planned);
+            }
+        }
+    }
+
+    /// So are rows in the formats that they may travel in.
+    #[test]
+    fn rows_are_as_long_as_the_plan_says() {
+        use moejob_kernels::WireFormat;
+        use moejob_protocol::formats::RowFormat;
+        use moejob_protocol::memory::Kind;
+        for dim in [64, 128, 192, 2048, 2112, 7168] {
+            let planned = RowFormat::Fp8.bytes(dim as u64);
+            assert_eq!(WireFormat::Fp8.row_bytes(dim) as u64, planned);
+            let planned = RowFormat::Of(Kind::Bf16).bytes(dim as u64);
+            assert_eq!(WireFormat::Bf16.row_bytes(dim) as u64, planned);
         }
     }
 

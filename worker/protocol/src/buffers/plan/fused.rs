@@ -67,7 +67,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         let (all, d) = (t * self.shape.expert_parallel, u64::from(self.model.hidden_size));
         SpreadScratch {
             dout: self.floats(all, d),
-            partial: self.floats(all, d),
+            partial: self.planner.alloc(self.shape.formats.written, Rows::Fixed(all), d),
             ds: self.statistics(all, k),
             slots: self.words(t, k),
         }
