@@ -74,7 +74,9 @@ pub use loss::{CrossEntropy, IGNORE, SumF64};
 pub use marks::{Pace, PhaseEnds, Span, StepPhase};
 pub use matmul::{AddBias, BiasBackward, Layout, Matmul};
 pub use moe::{MoeBackward, MoeForward, MoeHidden, MoePlan};
-pub use moe_here::{MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward};
+pub use moe_here::{
+    MoeCombine, MoeExperts, MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward,
+};
 pub use norm::{AddRmsNorm, RmsNorm, RmsNormBackward};
 pub use norm_rope::{NormRope, NormRopeBackward};
 pub use optimizer::{AdamW, BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};

@@ -226,6 +226,37 @@ impl<'a> Call<'a> {
         self.layer.router.combine(self.stream, call)
     }
 
+    /// Y's columns `first ..`, a row for each choice.
+    pub(super) fn each_row(&self, out: Buffer, first: usize, cols: usize) -> Result<(), CudaError> {
+        self.rows_of_choices(self.layer.plan.y, out, (first, cols))
+    }
+
+    /// The gradient of each choice's row of x.
+    pub(super) fn each_dx(&self, dx: Buffer) -> Result<(), CudaError> {
+        self.rows_of_choices(self.layer.plan.dx_rows, dx, (0, self.desc().dim))
+    }
+
+    fn rows_of_choices(
+        &self,
+        from: Buffer,
+        out: Buffer,
+        (out_first, cols): (usize, usize),
+    ) -> Result<(), CudaError> {
+        let dim = self.desc().dim;
+        let call = CombineCall {
+            y: self.at(from),
+            pos: self.route.pos,
+            weights: 0,
+            base: 0,
+            out: self.buffer(out, self.desc().rows(), dim).address,
+            wide: false,
+            cols,
+            out_pitch: dim,
+            out_first,
+        };
+        self.layer.router.each_row(self.stream, call)
+    }
+
     /// Where sums over each token's rows go [T, D], of elements or of fp32, which it says.
     fn sums(&self, out: Buffer) -> (u64, bool) {
         let MoeDesc { tokens, dim, element, .. } = *self.desc();

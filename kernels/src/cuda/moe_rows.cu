@@ -44,6 +44,18 @@ combine(const uint4* y, const int* pos, const float* weights, const uint4* base,
   }
 }
 
+// out[slot] = y[pos[slot]], 0 where that is below 0. Chunks as in combine.
+extern "C" __global__ void __launch_bounds__(256)
+each_row(const uint4* y, const int* pos, uint4* out, int slots, int chunks, int out_pitch,
+         int out_first) {
+  const int slot = blockIdx.x * blockDim.y + threadIdx.y;
+  if (slot >= slots) return;
+  const int row = pos[slot];
+  for (int c = threadIdx.x; c < chunks; c += blockDim.x)
+    out[(u64)slot * out_pitch + out_first + c] =
+        row < 0 ? make_uint4(0, 0, 0, 0) : __ldcs(&y[(u64)row * chunks + c]);
+}
+
 // out[i] (+)= sum over parts, ascending, of partials[part][i]
 extern "C" __global__ void __launch_bounds__(256)
 sum_parts(const float* partials, int parts, u64 len, int accumulate, float* out) {

@@ -141,6 +141,12 @@ pub fn rooms_of_group(
 }
 
 impl Need {
+    /// The same of rows of which each is a choice of its own: [N P T K, D].
+    #[must_use]
+    pub fn of_choices(&self) -> Need {
+        Need { tokens: self.tokens * self.top_k, top_k: 1, ..self.clone() }
+    }
+
     fn data(&self, desc: &PeerDesc, arena: &Arena) -> NeedData {
         let (positions, ranks) = (desc.positions, self.nodes * desc.positions);
         let slots = ranks * self.tokens * self.top_k;

@@ -57,10 +57,18 @@ fn of_processors(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
         let given = "`fastest` on processors";
         found.push(Problem::of(Code::Device, path, given, "deterministic", advice));
     }
-    let wire = spec.parallelism.as_ref().and_then(|parallelism| parallelism.wire);
-    if let Some(Word(wire)) = wire.filter(|of| !matches!(of.0, Wire::Auto | Wire::Fp32)) {
-        let (path, given) = (WIRE, format!("`{}` on processors", as_typed(wire)));
-        found.push(Problem::of(Code::Device, path, given, "auto or fp32", ADVICE));
+    let parallelism = spec.parallelism.clone().unwrap_or_default();
+    if parallelism.combine_pre_reduce == Some(true) {
+        let advice = "processors sum at each token's own rank, so that no bit depends on how many \
+                      there are: delete it";
+        let path = "spec.parallelism.combinePreReduce";
+        let given = "`true` on processors";
+        found.push(Problem::of(Code::Device, path, given, "false", advice));
+    }
+    let wire = parallelism.wire.map_or(Wire::Auto, |of| of.0);
+    if !matches!(wire, Wire::Auto | Wire::Fp32) {
+        let given = format!("`{}` on processors", as_typed(wire));
+        found.push(Problem::of(Code::Device, WIRE, given, "auto or fp32", ADVICE));
     }
     found
 }

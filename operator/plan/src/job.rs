@@ -293,6 +293,7 @@ impl Job {
                 fast_attention: false,
                 offload: Offload::None,
                 wire: Wire::Auto,
+                combine_each: false,
             };
             self.recovery.memory_auto = false;
             self.checkpoint.auto = false;
@@ -466,7 +467,7 @@ fn source(typed: SourceSpec) -> Source {
 
 fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
     let training = spec.training.clone().unwrap_or_default();
-    let wire = spec.parallelism.as_ref().and_then(|parallelism| parallelism.wire);
+    let parallelism = spec.parallelism.clone().unwrap_or_default();
     let micro_batch_size = training.micro_batch_size.unwrap_or(1);
     let adamw = training.optimizer.and_then(|optimizer| optimizer.adamw).unwrap_or_default();
     let learning_rate = adamw.learning_rate.unwrap_or(4e-4);
@@ -533,8 +534,10 @@ fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
             wire: match backend {
                 // What they may have is the same there.
                 Backend::Cpu => Wire::Auto,
-                Backend::Cuda => wire.map_or(Wire::Auto, |of| of.0),
+                Backend::Cuda => parallelism.wire.map_or(Wire::Auto, |of| of.0),
             },
+            combine_each: backend == Backend::Cuda
+                && parallelism.combine_pre_reduce == Some(false),
         },
     }
 }

@@ -162,9 +162,9 @@ pub fn choice(job: &Job, layout: &Layout) -> (Exchange, Option<String>) {
         // One GPU of the group on each node: there is nothing to pass on.
         Some(rails) if rails.places == 1 => return (Exchange::Flat, None),
         Some(rails) => {
-            let formats = training.compute.wire.formats(element);
+            let formats = training.compute.formats(element, job.model.experts.per_token);
             let out = [formats.tokens, formats.gradients].map(|of| of.bytes(dim));
-            let ways = [out[0], out[1], dim * formats.sums.bytes()];
+            let ways = [out[0], out[1], formats.token_bytes(dim)[1]];
             gathered(&machines, rails, ways.map(|row| rows(row) * f64::from(ep)))
         }
         None => exchanged(&machines, &job.model, ep, rows(dim * element.bytes())),

@@ -8,7 +8,7 @@ use moejob_plan::offline::{outlook, text as outlook_text};
 use moejob_plan::placement::sizes;
 use moejob_plan::profile::{Line, LinkFigures, Profile, Profiles, read};
 use moejob_plan::travel::{Load, Machines, choice, fastest, reached, rows, text};
-use moejob_protocol::config::Exchange;
+use moejob_protocol::config::{Exchange, Wire};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{window_bytes, window_rooms};
 use moejob_protocol::mesh::Mesh;
@@ -343,4 +343,15 @@ fn windows_are_as_large_as_their_rails_need() {
         assert!(beyond.is_some_and(|beyond| beyond < 4 << 20), "{rails:?}: {rooms}, {beyond:?}");
     }
     assert_eq!(bytes(rails(8, 1)), 0, "nobody is near");
+    // Sums in fp32 come back twice as long, and rows of each of eight experts eight times.
+    for (wire, combine_each, back) in
+        [(Wire::Fp32, false, 2 * row), (Wire::Fp8, false, row), (Wire::Auto, true, 8 * row)]
+    {
+        let compute = &mut job.training.compute;
+        (compute.wire, compute.combine_each) = (wire, combine_each);
+        let rooms = window_rooms(8, tokens, [row, back], top_k);
+        let found = window_bytes(&job.model, &layout, &job.training, None);
+        let beyond = found.checked_sub(rooms);
+        assert!(beyond.is_some_and(|beyond| beyond < 4 << 20), "{wire:?}: {rooms}, {beyond:?}");
+    }
 }

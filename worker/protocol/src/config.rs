@@ -224,6 +224,10 @@ pub struct Compute {
     /// As of `offload`.
     #[serde(default, skip_serializing_if = "Wire::is_auto")]
     pub wire: Wire,
+    /// Of a token each expert's row comes back by itself, and not a sum over those of a rank. As of
+    /// `offload`.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub combine_each: bool,
 }
 
 impl Compute {

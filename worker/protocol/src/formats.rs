@@ -8,12 +8,15 @@
 //! | bf16 | bf16 | bf16 | bf16 |
 //! | fp8 | e4m3 with block scales | as activations | as activations |
 //!
+//! With `combine_each` no sums come back but the rows of each expert, which are not wider than they
+//! were computed.
+//!
 //! A row of activations that are bf16 is not sent as fp32: that would be the same numbers in twice
 //! the bytes. Gradients are never sent as e4m3. Their blocks hold numbers of very different sizes,
 //! and what is lost of them is lost in every step. Sums are added to others, so an error of each
 //! would be added, too.
 
-use crate::config::{Precision, Wire};
+use crate::config::{Compute, Precision, Wire};
 use crate::memory::Kind;
 
 /// Elements of a row that share a scale.
@@ -40,6 +43,8 @@ pub struct Formats {
     pub sums: Kind,
     /// What these sums are written as, before they travel.
     pub written: Kind,
+    /// Rows of a token that come back: one, or one for each expert that it may choose.
+    pub rows_back: u64,
 }
 
 impl RowFormat {
@@ -52,12 +57,29 @@ impl RowFormat {
     }
 }
 
+impl Compute {
+    /// Of tokens that are computed with as `element` and choose `top_k` experts.
+    pub fn formats(&self, element: Kind, top_k: u32) -> Formats {
+        if !self.combine_each {
+            return self.wire.formats(element);
+        }
+        let wire = if self.wire == Wire::Fp32 { Wire::Auto } else { self.wire };
+        Formats { rows_back: top_k.into(), ..wire.formats(element) }
+    }
+}
+
 impl Wire {
-    /// Of tokens that are computed with as `element`.
-    pub fn formats(self, element: Kind) -> Formats {
+    /// Where one row of a token comes back from a rank.
+    fn formats(self, element: Kind) -> Formats {
         let plain = RowFormat::Of(element);
-        let as_computed =
-            Formats { element, tokens: plain, gradients: plain, sums: element, written: element };
+        let as_computed = Formats {
+            element,
+            tokens: plain,
+            gradients: plain,
+            sums: element,
+            written: element,
+            rows_back: 1,
+        };
         match self {
             Wire::Auto => as_computed,
             Wire::Fp32 if element.bytes() < Kind::F32.bytes() => {
@@ -90,10 +112,16 @@ impl Formats {
         [self.tokens, self.gradients] != [plain; 2] || self.sums != self.written
     }
 
-    /// Bytes of the longest row of `dim` elements that goes out, and of one that comes back.
-    pub fn row_bytes(&self, dim: u64) -> [u64; 2] {
+    /// Bytes of a token with `dim` elements: at most on its way out, and on its way back from a
+    /// rank.
+    pub fn token_bytes(&self, dim: u64) -> [u64; 2] {
         let out = self.tokens.bytes(dim).max(self.gradients.bytes(dim));
-        [out, dim * self.sums.bytes()]
+        [out, self.rows_back * dim * self.sums.bytes()]
+    }
+
+    /// Each expert's row comes back by itself.
+    pub fn returns_each(&self) -> bool {
+        self.rows_back > 1
     }
 }
 
@@ -103,7 +131,7 @@ mod tests {
 
     #[test]
     fn rows_are_as_long_as_their_format() {
-        let bytes = |wire: Wire, element| wire.formats(element).row_bytes(2048);
+        let bytes = |wire: Wire, element| wire.formats(element).token_bytes(2048);
         for (wire, element, expected) in [
             (Wire::Auto, Kind::Bf16, [4096, 4096]),
             (Wire::Bf16, Kind::Bf16, [4096, 4096]),
@@ -118,6 +146,19 @@ mod tests {
             assert_eq!(bytes(wire, element), expected, "{wire:?} of {element:?}");
         }
         assert_eq!(Wire::Fp8.formats(Kind::Bf16).tokens.bytes(2048), 2048 + 16);
+    }
+
+    #[test]
+    fn rows_of_each_expert_come_back_as_they_were_computed() {
+        let compute = |wire| Compute { wire, combine_each: true, ..Compute::default() };
+        for wire in [Wire::Auto, Wire::Fp32, Wire::Fp8] {
+            let formats = compute(wire).formats(Kind::Bf16, 8);
+            assert_eq!(formats.token_bytes(2048), [4096, 8 * 4096]);
+            assert_eq!((formats.sums, formats.written), (Kind::Bf16, Kind::Bf16));
+            assert!(formats.returns_each());
+        }
+        let plain = Compute { combine_each: false, ..compute(Wire::Fp32) };
+        assert_eq!(plain.formats(Kind::Bf16, 8), Wire::Fp32.formats(Kind::Bf16));
     }
 
     #[test]

@@ -353,7 +353,7 @@ impl Shape {
             expert_parallel: group.len() as u64,
             expert_place: group.iter().take_while(|other| **other != rank).count() as u64,
             rails: None,
-            formats: training.compute.wire.formats(types.element),
+            formats: training.compute.formats(types.element, model.experts.per_token),
             flats,
             dense_depth: depth(rank),
             expert_depths: group.iter().map(|source| depth(*source)).collect(),

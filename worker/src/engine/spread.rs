@@ -15,6 +15,9 @@
 //! (`links/peer.rs`). The rows of all others then say nothing, and nothing here reads them. Of a
 //! group on several nodes tokens may travel between nodes first (`links/tokens.rs`).
 //!
+//! With `combine_each` no sum comes back but the row of each choice, and the token's own rank sums
+//! them up in the order of experts, as a rank does that has all experts.
+//!
 //! As what rows travel is told by [`Formats`](moejob_protocol::formats::Formats). Rows that become
 //! something else on their way are changed in `Spread::x` or `SpreadScratch::dout`, never where
 //! the router or the residual reads them.
@@ -26,8 +29,8 @@ use crate::engine::model::Model;
 use crate::engine::round::Round;
 use moejob_kernels::cuda::{Gradients, MoeDesc, MoeTensors, Need, Saved, Weights};
 use moejob_kernels::{
-    Add, Buffer, MoeExpertsBackward, MoeForward, MoeHidden, MoePlace, MoeRoute, MoeRouterBackward,
-    WireFormat,
+    Add, Buffer, MoeCombine, MoeExperts, MoeExpertsBackward, MoeHidden, MoePlace, MoeRoute,
+    MoeRouterBackward, WireFormat,
 };
 use moejob_protocol::buffers::{Spread, SpreadScratch};
 use moejob_protocol::formats::RowFormat;
@@ -78,12 +81,12 @@ impl Model {
         if ranks.len() == 1 {
             return None;
         }
-        let rows = self.shape.formats.row_bytes(self.config.hidden_size.into());
+        let bytes = self.shape.formats.token_bytes(self.config.hidden_size.into());
         // Of a position of the window: with rails those of all ranks of its place.
         let tokens = here.desc.tokens / ranks.len();
         let [positions, tokens, top_k] =
             [ranks.len(), tokens, here.desc.top_k].map(|count| count as u64);
-        let rooms = window_rooms(positions, tokens, rows, top_k) as usize;
+        let rooms = window_rooms(positions, tokens, bytes, top_k) as usize;
         Some(Near { ranks, rooms, wanted, patience })
     }
 
@@ -178,11 +181,15 @@ impl Pass<'_> {
             locals: here.desc.experts,
             saved: tensors.saved,
         });
-        let partial = scratch.partial;
-        self.model.device.moe_experts(&MoeForward { desc: here.desc, tensors, out: partial });
+        let (partial, each) = (scratch.partial, formats.returns_each());
+        self.model.device.moe_experts(&MoeExperts { desc: here.desc, tensors, out: partial, each });
         self.mark("experts", Some(layer));
-        let onto = own.map(|_| [self.model.buffers.layers[layer].mid, out]);
+        let mid = self.model.buffers.layers[layer].mid;
+        let onto = own.map(|_| [mid, out]).filter(|_| !each);
         self.scatter(&need, (None, onto));
+        if let Some(tensors) = own.filter(|_| each) {
+            self.combine(&scratch, Some(tensors.saved.weights), (mid, out));
+        }
         self.mark("sums travel", Some(layer));
     }
 
@@ -211,6 +218,7 @@ impl Pass<'_> {
             tensors,
             dout: scratch.dout,
             dx: scratch.partial,
+            each: formats.returns_each(),
             ds: scratch.ds,
             gradients: Gradients {
                 router: tensors.weights.router,
@@ -235,8 +243,12 @@ impl Pass<'_> {
             dx: dnorm,
             gradients: Gradients { router, up, down, accumulate: leaf.accumulate },
         });
-        let b = self.model.own_of(scratch.partial);
-        self.model.device.add(&Add { a: dnorm, b });
+        if formats.returns_each() {
+            self.combine(&scratch, None, (dnorm, dnorm));
+        } else {
+            let b = self.model.own_of(scratch.partial);
+            self.model.device.add(&Add { a: dnorm, b });
+        }
         self.mark("router'", Some(layer));
     }
 
@@ -259,9 +271,28 @@ impl Pass<'_> {
         let Pass { model, links, .. } = self;
         let formats = model.shape.formats;
         let scratch = model.buffers.scratch.spread.as_ref().expect("memory of what travels");
-        let packed = packed(RowFormat::Of(formats.sums), formats.written, scratch.dout);
+        let room = if scratch.packed.is_empty() { scratch.dout } else { scratch.packed };
+        let packed = packed(RowFormat::Of(formats.sums), formats.written, room);
         let of = Rows { rows: scratch.partial, packed };
+        let of_choices = formats.returns_each().then(|| need.of_choices());
+        let need = of_choices.as_ref().unwrap_or(need);
         links.scatter_tokens(&mut model.device, (&model.group, need), of, more);
+    }
+}
+
+impl Pass<'_> {
+    /// out = base + the sum over the rows of each own token's choices, which came back.
+    fn combine(
+        &mut self,
+        scratch: &SpreadScratch<Buffer>,
+        weights: Option<Buffer>,
+        (base, out): (Buffer, Buffer),
+    ) {
+        let Some(desc) = self.model.fused else { return };
+        let rows = self.model.own_of(scratch.partial);
+        let slots = scratch.slots;
+        let op = MoeCombine { desc, rows, slots, weights, base, out };
+        self.model.device.moe_combine(&op);
     }
 }
 

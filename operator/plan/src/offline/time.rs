@@ -63,7 +63,8 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
 
     let element = training.precision.element().bytes() as f64;
     let ranks = f64::from(mesh.ep);
-    let formats = training.compute.wire.formats(training.precision.element());
+    let formats =
+        training.compute.formats(training.precision.element(), model.experts.per_token);
     let dim = u64::from(model.hidden_size);
     // A token travels once to each rank that has one of its experts, and comes back as often as it
     // chose one.

@@ -196,6 +196,11 @@ pub struct ParallelismSpec {
     /// with a scale for each 128 elements), halves what is sent to them, and leaves sums and
     /// gradients alone. Processors have auto and fp32, which are the same there. Default: auto.
     pub wire: Option<Word<Wire>>,
+    /// Whether a GPU sums up what its experts make of a token before that goes back: true, one row
+    /// comes back from each GPU; false, one of each expert, which takes as many times the bytes and
+    /// the memory, and the token's own GPU sums them in the order of experts. Processors do the
+    /// latter, so that no bit depends on their number. Default: true, on processors false.
+    pub combine_pre_reduce: Option<bool>,
     /// Ranks that share each matrix (tp). Only 1 yet. Default: 1.
     #[schemars(range(min = 1, max = 1024))]
     pub tensor: Option<u32>,

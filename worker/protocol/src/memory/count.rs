@@ -43,8 +43,8 @@ pub fn beside_arena(with_others: bool) -> u64 {
 }
 
 /// Rooms of a window by which `positions` ranks of a node exchange the tokens of an expert group:
-/// `tokens` each, with rails those of the own one. Rows have so many bytes, on their way out and
-/// back, and tokens `top_k` choices. The rooms hold rows, ids and weights that others take; or, in
+/// `tokens` each, with rails those of the own one. A token has so many bytes, on its way out and
+/// back, and `top_k` choices. The rooms hold rows, ids and weights that others take; or, in
 /// turn, rows and gradients of weights that the others bring.
 pub fn window_rooms(positions: u64, tokens: u64, [out, back]: [u64; 2], top_k: u64) -> u64 {
     let taken = tokens * (out + 2 * 4 * top_k);
@@ -69,9 +69,9 @@ pub fn window_bytes(
     }
     let own = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
     let tokens = nodes * own;
-    let formats = training.compute.wire.formats(training.precision.element());
-    let rows = formats.row_bytes(model.hidden_size.into());
-    let rooms = window_rooms(positions, tokens, rows, model.experts.per_token.into());
+    let (element, top_k) = (training.precision.element(), model.experts.per_token);
+    let bytes = training.compute.formats(element, top_k).token_bytes(model.hidden_size.into());
+    let rooms = window_rooms(positions, tokens, bytes, top_k.into());
     (rooms + WINDOW_MAIL).next_multiple_of(WINDOW_PAGE)
 }
 
