@@ -139,18 +139,18 @@ struct Gather {
 // `count` own rows into the own window, by all threads of a crew. In another format they become
 // what that stands for.
 template <int KIND, int FORMAT>
-__device__ __forceinline__ void lay_rows(const Gather& op, char* from, char* to, u64 count,
+__device__ __forceinline__ void lay_rows(const Gather& op, char* from, char* to, u32 count,
                                          u32 t) {
   if constexpr (FORMAT == AS_THEY_ARE) {
-    copy_words(from, to, count * op.bytes / 16, t, CREW);
+    copy_words(from, to, (u64)count * op.bytes / 16, t, CREW);
   } else if constexpr (FORMAT == AS_FP8) {
     const u32 blocks = (op.dim + FP8_BLOCK - 1) / FP8_BLOCK;
-    for (u64 j = t / FP8_LANES; j < count * blocks; j += CREW / FP8_LANES) {
+    for (u32 j = t / FP8_LANES; j < count * blocks; j += CREW / FP8_LANES) {
       const u64 row = j / blocks;
       pack_block<KIND, true>(from + row * op.bytes, to + row * op.wire, op.dim, j % blocks);
     }
   } else {
-    for (u64 i = t; i < count * op.dim / 8; i += CREW) {
+    for (u64 i = t; i < (u64)count * op.dim / 8; i += CREW) {
       float x[8];
       load_eight<KIND>(from + 8 * i * ELEMENT_BYTES<KIND>, x);
       const uint4 halves = to_halves(x);

@@ -36,7 +36,9 @@ impl CudaDevice {
             let (from, into) = (to.at(from), to.at(into));
             assert!(from.is_multiple_of(16) && into.is_multiple_of(16), "{rows:?} as fp8");
             let (count, bytes) = (rows.len() / dim, WireFormat::Fp8.row_bytes(dim));
-            let (count, dim, bytes) = (count as u64, dim as u32, bytes as u32);
+            // And a grid beyond them, which threads count up to.
+            assert!(rows.len() / 16 < 1 << 31, "{rows:?} as fp8");
+            let (count, dim, bytes) = (count as u32, dim as u32, bytes as u32);
             let kernel = (Unit::Wire { element: rows.dtype() }, name);
             let parameters = parameters![from, into, count, dim, bytes];
             // SAFETY: the parameters are those of both kernels, the lengths were checked.
