@@ -4,16 +4,16 @@ use crate::buffer::Buffer;
 use crate::device::{Device, on_float};
 use crate::experts::Activation;
 
-/// a += b
+/// a += b, rounded once
 #[derive(Clone, Copy, Debug)]
 pub struct Add {
     /// Changed in place
     pub a: Buffer,
-    /// As long as a
+    /// As long as a, and of its kind; on a GPU it may be of fp32 where a is not
     pub b: Buffer,
 }
 
-/// out = a + b, with the bits of a copy and [`Add`]
+/// out = a + b, with the bits of a copy and [`Add`], and of the same kinds
 #[derive(Clone, Copy, Debug)]
 pub struct Sum {
     /// As long as `out`

@@ -46,6 +46,7 @@ mod convert;
 pub mod numbers;
 mod moe;
 mod moe_here;
+mod wire;
 
 mod cpu;
 pub mod cuda;
@@ -75,7 +76,9 @@ pub use marks::{Pace, PhaseEnds, Span, StepPhase};
 pub use stretch::{StretchBegun, StretchEnds, StretchTook};
 pub use matmul::{AddBias, BiasBackward, Layout, Matmul};
 pub use moe::{MoeBackward, MoeForward, MoeHidden, MoePlan};
-pub use moe_here::{MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward};
+pub use moe_here::{
+    MoeCombine, MoeExperts, MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward,
+};
 pub use norm::{AddRmsNorm, RmsNorm, RmsNormBackward};
 pub use norm_rope::{NormRope, NormRopeBackward};
 pub use optimizer::{AdamW, BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};
@@ -91,3 +94,6 @@ pub use numbers::{
 pub use route_plan::{GatherCounted, MapIds, Room, RoutePlan};
 pub use route::{Route, RouteBackward, RouteGroups, Scoring};
 pub use tally::{TallyLayer, TallyLoss};
+pub use wire::{
+    FP8_BLOCK, PackRows, UnpackRows, WireFormat, fp8_pack, fp8_scale, fp8_unpack,
+};

@@ -15,7 +15,6 @@
 use crate::buffer::Buffer;
 use crate::cuda::{Gradients, LayerError, MoeDesc, MoeTensors, Saved};
 use crate::device::Device;
-use crate::moe::MoeForward;
 
 /// Choices, weights, losses and loads of the tokens of `tensors.x`; what `tensors.saved` has of
 /// them. Rows of experts are nobody's.
@@ -41,6 +40,36 @@ pub struct MoePlace {
     pub saved: Saved,
 }
 
+/// Of `desc`, which is of A tokens and the experts here alone: what these make of the tokens, from
+/// `tensors` whose rows were placed.
+#[derive(Clone, Copy, Debug)]
+pub struct MoeExperts {
+    pub desc: MoeDesc,
+    pub tensors: MoeTensors,
+    /// Output [A, D]: the weighted sum over the experts here, of elements or of fp32, which rounds
+    /// nothing. With `each` [A, K, D] of elements: the row of each choice as it is, 0 where its
+    /// expert lies elsewhere.
+    pub out: Buffer,
+    pub each: bool,
+}
+
+/// out [T, D] = base + the sum over the rows of each token's choices, in their order, in fp32 and
+/// rounded once. `desc` is that of the own tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct MoeCombine {
+    pub desc: MoeDesc,
+    /// [T, K, D]
+    pub rows: Buffer,
+    /// u32 [T, K]: 0, 1, 2 ...
+    pub slots: Buffer,
+    /// [T, K]: what each row is multiplied by; none: 1, and `out` is `base`
+    pub weights: Option<Buffer>,
+    /// [T, D]
+    pub base: Buffer,
+    /// Output [T, D]
+    pub out: Buffer,
+}
+
 /// Of `desc`, which is of A tokens and the experts here alone: dx [A, D] = the gradient of
 /// <dout, out> by x, ds [A, K] by the weights, 0 where an expert lies elsewhere, and the gradients
 /// of up and down. `tensors` are those of the forward; H is overwritten.
@@ -50,8 +79,10 @@ pub struct MoeExpertsBackward {
     pub tensors: MoeTensors,
     /// [A, D]
     pub dout: Buffer,
-    /// Output [A, D]
+    /// Output [A, D], of elements or of fp32; with `each` [A, K, D]: of each choice, 0 where its
+    /// expert lies elsewhere
     pub dx: Buffer,
+    pub each: bool,
     /// Output [A, K], as the weights
     pub ds: Buffer,
     pub gradients: Gradients,
@@ -114,11 +145,19 @@ impl Device {
         }
     }
 
-    /// `out` [A, D] = the sum over the experts here; see [`MoePlace`].
-    pub fn moe_experts(&mut self, op: &MoeForward) {
+    pub fn moe_experts(&mut self, op: &MoeExperts) {
         match self {
             Device::Cpu(_) => crate::cpu::moe::experts(self, op),
             Device::Cuda(cuda) => cuda.moe_experts(op),
+        }
+    }
+
+    pub fn moe_combine(&mut self, op: &MoeCombine) {
+        let MoeDesc { tokens, top_k, dim, .. } = op.desc;
+        assert_eq!((op.rows.len(), op.slots.len()), (tokens * top_k * dim, tokens * top_k));
+        match self {
+            Device::Cpu(_) => crate::cpu::moe::combine(self, op),
+            Device::Cuda(cuda) => cuda.moe_combine(op),
         }
     }
 

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
 use moejob_kernels::cuda::{Awaited, CountRows, GatherRows, Need, ScatterRows, rooms_of_group};
-use moejob_kernels::{ArenaPlan, Buffer, DType, NO_EXPERT};
+use moejob_kernels::{
+    ArenaPlan, Buffer, DType, NO_EXPERT, WireFormat, fp8_pack, fp8_unpack,
+};
 use peer_common::{LONG, ROOMS, Random, Rank, alone, node};
 
 /// A layer whose experts are shared out over `positions` of each of `nodes`, seen on one of them.
@@ -21,6 +23,8 @@ struct Case {
     top_k: usize,
     dim: usize,
     dtype: DType,
+    /// As what rows travel out.
+    format: Option<WireFormat>,
     /// By (node, position).
     present: u64,
     /// The same: first, and how many; one may have none.
@@ -70,7 +74,45 @@ impl Case {
         };
         let dim = [64, 8, 2048, 520][turn % 4];
         let blocks = [1, 3, 8, 12][(turn + positions) % 4];
-        Case { nodes, node, positions, tokens, top_k, dim, dtype, present, experts, ids, blocks }
+        let format = None;
+        Case {
+            nodes,
+            node,
+            positions,
+            tokens,
+            top_k,
+            dim,
+            dtype,
+            format,
+            present,
+            experts,
+            ids,
+            blocks,
+        }
+    }
+
+    /// The same, whose rows travel in another format.
+    fn travelling_as(self, format: WireFormat) -> Case {
+        Case { format: Some(format), dim: self.dim.next_multiple_of(16), ..self }
+    }
+
+    /// What rows stand for after they have travelled.
+    fn travelled(&self, values: &[f32]) -> Vec<f32> {
+        match self.format {
+            None => values.to_vec(),
+            Some(WireFormat::Bf16) => {
+                values.iter().map(|x| bf16::from_f32(*x).to_f32()).collect()
+            }
+            Some(WireFormat::Fp8) => {
+                let mut packed = vec![0; WireFormat::Fp8.row_bytes(self.dim)];
+                let mut found = values.to_vec();
+                for row in found.chunks_mut(self.dim) {
+                    fp8_pack(row, &mut packed);
+                    fp8_unpack(&packed, row);
+                }
+                found
+            }
+        }
     }
 
     fn rows(&self) -> usize {
@@ -163,6 +205,9 @@ fn gather(ranks: &mut [Rank], case: &Case, random: &mut Random) {
     let values: Vec<f32> =
         (0..case.rows() * case.dim).map(|_| random.below(2000) as f32 / 64.0 - 15.0).collect();
     let all = encode(case.dtype, &values);
+    let arrives = encode(case.dtype, &case.travelled(&decode(case.dtype, &all)));
+    // It rounds.
+    assert_eq!(all == arrives, case.format.is_none(), "{case:?}");
     let weights: Vec<f32> =
         (0..case.ids.len()).map(|_| random.below(1000) as f32 / 1000.0).collect();
     // With the ids first, as in forward; then rows alone, as in backward.
@@ -181,7 +226,8 @@ fn gather(ranks: &mut [Rank], case: &Case, random: &mut Random) {
             .collect();
         for (rank, (need, rows, weights)) in ranks.iter().zip(&made) {
             let weights = brings.then_some(*weights);
-            let op = GatherRows { need, rows: *rows, weights, blocks: case.blocks, step: 3 };
+            let (rows, format, blocks) = (*rows, case.format, case.blocks);
+            let op = GatherRows { need, rows, format, weights, blocks, step: 3 };
             rank.links.gather_rows((&rank.stream, &rank.arena), &op).expect("enqueued");
         }
         let passed = |rank: &Rank| rank.links.rows_passed()[usize::from(brings)];
@@ -201,7 +247,10 @@ fn gather(ranks: &mut [Rank], case: &Case, random: &mut Random) {
             for row in 0..case.rows() {
                 let comes = case.is_present(row) && case.needs(row, me);
                 let found = &found[row * width..][..width];
-                if case.position(row) == me || comes {
+                let own = case.position(row) == me;
+                if own || comes {
+                    // Own ones, too: but no rank without tokens has laid any out.
+                    let all = if case.is_present(row) { &arrives } else { &all };
                     assert!(*found == all[row * width..][..width], "rank {me} row {row} {case:?}");
                 } else {
                     assert!(found.iter().all(|byte| *byte == FILLER), "rank {me} row {row}");
@@ -353,11 +402,21 @@ fn travel(nodes: usize, count: usize) {
         let dtype = [DType::F32, DType::Bf16, DType::F16][turn % 3];
         let case = Case::new(&mut random, (nodes, count), dtype, turn);
         let row = case.dim * dtype.size();
-        assert!(rooms_of_group(count, nodes * case.tokens, row, case.top_k) <= ROOMS);
+        assert!(rooms_of_group(count, nodes * case.tokens, [row; 2], case.top_k) <= ROOMS);
         gather(&mut ranks, &case, &mut random);
         scatter(&mut ranks, &case, &mut random);
+        for (dtype, format) in FORMATS {
+            let case = Case { dtype, ..case.clone() }.travelling_as(format);
+            gather(&mut ranks, &case, &mut random);
+        }
     }
 }
+
+const FORMATS: [(DType, WireFormat); 3] = [
+    (DType::F32, WireFormat::Bf16),
+    (DType::F32, WireFormat::Fp8),
+    (DType::Bf16, WireFormat::Fp8),
+];
 
 /// Epoch after epoch without the host: each round's rows are those of the round before, summed.
 #[test]
@@ -384,7 +443,8 @@ fn rounds_follow_each_other() {
         for (rank, (need, rows)) in ranks.iter().zip(&made) {
             let on = (&rank.stream, &rank.arena);
             let (rows, step) = (*rows, round as u32);
-            let op = GatherRows { need, rows, weights: None, blocks: 5, step };
+            let (format, weights) = (None, None);
+            let op = GatherRows { need, rows, format, weights, blocks: 5, step };
             rank.links.gather_rows(on, &op).expect("enqueued");
             let op = ScatterRows { need, rows, slots: None, onto: None, blocks: 5, step };
             rank.links.scatter_rows(on, &op).expect("enqueued");
@@ -397,6 +457,10 @@ fn rounds_follow_each_other() {
         let own = &found[me * tokens * dim..][..tokens * dim];
         assert!(own.iter().all(|x| *x == expected), "rank {me}: {} for {expected}", own[0]);
     }
+}
+
+fn gathered(need: &Need, rows: Buffer) -> GatherRows<'_> {
+    GatherRows { need, rows, format: None, weights: None, blocks: 2, step: 9 }
 }
 
 #[test]
@@ -415,7 +479,7 @@ fn who_never_comes_is_named_and_a_stop_ends_the_wait() {
     let on = (&rank.stream, &rank.arena);
     let began = Instant::now();
     for _ in 0..20 {
-        let gather = GatherRows { need: &need, rows, weights: None, blocks: 2, step: 9 };
+        let gather = gathered(&need, rows);
         rank.links.gather_rows(on, &gather).expect("enqueued");
         let (slots, onto) = (None, None);
         let scatter = ScatterRows { need: &need, rows, slots, onto, blocks: 2, step: 9 };
@@ -438,12 +502,12 @@ fn who_never_comes_is_named_and_a_stop_ends_the_wait() {
     rank.stream.synchronize().expect("ended");
     assert_eq!(rank.links.check(), Ok(()), "nobody failed");
     // What is enqueued behind it does nothing, also where the other comes now.
-    let gather = GatherRows { need: &need, rows, weights: None, blocks: 2, step: 9 };
+    let gather = gathered(&need, rows);
     rank.links.gather_rows((&rank.stream, &rank.arena), &gather).expect("enqueued");
     rank.stream.synchronize().expect("ended");
     let other = op(&mut ranks[1]);
     let late = &ranks[1];
-    let gather = GatherRows { need: &other.0, rows: other.1, weights: None, blocks: 2, step: 9 };
+    let gather = gathered(&other.0, other.1);
     late.links.gather_rows((&late.stream, &late.arena), &gather).expect("enqueued");
     std::thread::sleep(Duration::from_millis(50));
     assert!(!late.stream.is_idle().expect("asked"), "nobody tells it of rows");

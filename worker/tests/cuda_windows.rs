@@ -14,7 +14,7 @@ use moe_worker::gang::comm::{AbortHandle, Comm};
 use moe_worker::state::snapshot::{cut, initialize};
 use moejob_kernels::cuda::Gpu;
 use moejob_kernels::{DType, Device};
-use moejob_protocol::config::{Backend, Exchange, Precision};
+use moejob_protocol::config::{Backend, Exchange, Precision, Wire};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
@@ -45,6 +45,18 @@ fn job((dp, ep): (u32, u32), precision: Precision) -> Job {
 fn wide(mesh: (u32, u32), precision: Precision) -> Job {
     let mut job = job(mesh, precision);
     (job.config.model.experts.per_token, job.config.model.experts.count) = (4, 4 * mesh.1);
+    job
+}
+
+/// The same job, to whose tokens each expert's row comes back by itself.
+fn returning_each(mut job: Job) -> Job {
+    job.config.training.compute.combine_each = true;
+    job
+}
+
+/// The same job, whose tokens travel in another format.
+fn travelling_as(mut job: Job, wire: Wire) -> Job {
+    job.config.training.compute.wire = wire;
     job
 }
 
@@ -187,6 +199,45 @@ fn windows_give_the_bits_of_the_hosts_links() {
     }
 }
 
+/// In each format that a precision may have; also where tokens come along rails first.
+#[test]
+fn windows_give_the_bits_of_the_hosts_links_in_every_format() {
+    let Some(_alone) = gpu() else { return };
+    for (precision, wire) in [
+        (Precision::Fp32, Wire::Bf16),
+        (Precision::Fp32, Wire::Fp8),
+        (Precision::Bf16, Wire::Fp8),
+        (Precision::Bf16, Wire::Fp32),
+        (Precision::Fp16, Wire::Fp32),
+    ] {
+        for mesh in [(2, 2), (3, 3)] {
+            let job = travelling_as(job(mesh, precision), wire);
+            let what = format!("{mesh:?} {precision:?} {wire:?}");
+            same(&job, true, [Way::Host, Way::Windows], &what);
+            same(&job, true, [Way::Windows, Way::Windows], &what);
+        }
+        let rails = along_rails(travelling_as(wide((4, 4), precision), wire), 2);
+        same(&rails, true, [Way::Host, Way::Windows], &format!("rails {precision:?} {wire:?}"));
+    }
+}
+
+#[test]
+fn rows_of_each_expert_come_back_alike() {
+    let Some(_alone) = gpu() else { return };
+    for (precision, wire) in [
+        (Precision::Fp32, Wire::Auto),
+        (Precision::Bf16, Wire::Auto),
+        (Precision::Bf16, Wire::Fp8),
+        (Precision::Fp32, Wire::Bf16),
+    ] {
+        let what = format!("{precision:?} {wire:?}");
+        let each = |job| returning_each(travelling_as(job, wire));
+        same(&each(job((3, 3), precision)), true, [Way::Host, Way::Windows], &what);
+        let rails = along_rails(each(wide((4, 4), precision)), 2);
+        same(&rails, true, [Way::Host, Way::Windows], &format!("rails {what}"));
+    }
+}
+
 /// Two groups, each with windows of its own; experts that are computed again in backward.
 #[test]
 fn groups_have_their_own_windows() {
@@ -306,5 +357,96 @@ fn processors_train_alike_along_rails() {
         same(&rails, false, [Way::Host, Way::ByNeed], &what);
         same(&rails, false, [Way::Host, Way::Host], &what);
         near([&rails, &flat], false, &what);
+    }
+}
+
+/// The formats of processors: all ranks read the same of a row, whoever has it, however it came.
+#[test]
+fn processors_train_alike_in_every_format() {
+    for wire in [Wire::Bf16, Wire::Fp8] {
+        for mesh in [(2, 2), (3, 3), (4, 2)] {
+            let job = travelling_as(job(mesh, Precision::Fp32), wire);
+            let what = format!("{mesh:?} {wire:?}");
+            same(&job, false, [Way::Host, Way::ByNeed], &what);
+            same(&job, false, [Way::Host, Way::Host], &what);
+        }
+        for (mesh, ranks) in [((2, 2), 1), ((3, 3), 1)] {
+            let flat = travelling_as(job(mesh, Precision::Fp32), wire);
+            let rails = along_rails(travelling_as(job(mesh, Precision::Fp32), wire), ranks);
+            alike([&flat, &rails], false, [Way::Host; 2], &format!("{mesh:?} {wire:?} by rails"));
+        }
+        let rails = along_rails(travelling_as(wide((4, 4), Precision::Fp32), wire), 2);
+        same(&rails, false, [Way::Host, Way::ByNeed], &format!("{wire:?} by rails"));
+    }
+}
+
+fn losses(job: &Job) -> Vec<f64> {
+    let found = steps(job, false, Way::Host);
+    found[0].0.iter().map(|step| step.loss).collect()
+}
+
+/// What fp32 says is what processors do.
+#[test]
+fn fp32_is_what_processors_send_anyway() {
+    let (plain, said) = (job((3, 3), Precision::Fp32), job((3, 3), Precision::Fp32));
+    let said = travelling_as(said, Wire::Fp32);
+    alike([&plain, &said], false, [Way::Host; 2], "fp32");
+}
+
+/// How far a whole step is from one whose rows travel as they are. The first loss shows rounding
+/// alone, the others what was learned with it.
+#[test]
+fn what_a_format_costs_a_step_is_small() {
+    let far = |found: &[f64], expected: &[f64]| {
+        let away = found.iter().zip(expected).map(|(a, b)| (a - b).abs() / b);
+        away.fold(0.0, f64::max)
+    };
+    for mesh in [(2, 2), (6, 3)] {
+        let plain = losses(&wide(mesh, Precision::Fp32));
+        for (wire, most) in [(Wire::Bf16, 1e-5), (Wire::Fp8, 1e-4)] {
+            let found = losses(&travelling_as(wide(mesh, Precision::Fp32), wire));
+            let away = far(&found, &plain);
+            println!("{mesh:?} {wire:?}: {away:e}");
+            assert!(away > 0.0 && away < most, "{mesh:?} {wire:?}: {found:?} for {plain:?}");
+        }
+    }
+}
+
+/// With fp8 every rank rounds what experts read alike, also its own: so degrees of expert
+/// parallelism differ by the order of sums alone.
+#[test]
+fn degrees_of_expert_parallelism_agree_on_what_was_rounded() {
+    let of = |ep| {
+        let mut job = travelling_as(job((6, ep), Precision::Fp32), Wire::Fp8);
+        (job.config.model.experts.count, job.config.training.global_batch_size) = (12, 6);
+        losses(&job)
+    };
+    let [two, three, six] = [2, 3, 6].map(of);
+    for other in [three, six] {
+        for (found, expected) in other.iter().zip(&two).take(3) {
+            assert!((found - expected).abs() / expected < 1e-5, "{other:?} for {two:?}");
+        }
+    }
+}
+
+/// A token's own rank adds up what each of its experts made of it, as a rank does that has all of
+/// them: the first loss has the same bits for every degree of expert parallelism.
+#[test]
+fn rows_of_each_expert_are_added_as_by_one_rank() {
+    let of = |ep, each: bool| {
+        let mut job = wide((6, ep), Precision::Fp32);
+        (job.config.model.experts.count, job.config.training.global_batch_size) = (24, 6);
+        losses(&if each { returning_each(job) } else { job })[0].to_bits()
+    };
+    let one = of(1, false);
+    for ep in [2, 3, 6] {
+        assert_eq!(of(ep, true), one, "{ep}");
+    }
+    for wire in [Wire::Auto, Wire::Bf16, Wire::Fp8] {
+        let each = |job| returning_each(travelling_as(job, wire));
+        let what = format!("each, {wire:?}");
+        same(&each(job((3, 3), Precision::Fp32)), false, [Way::Host, Way::ByNeed], &what);
+        let rails = along_rails(each(wide((4, 4), Precision::Fp32)), 2);
+        same(&rails, false, [Way::Host, Way::ByNeed], &format!("{what} by rails"));
     }
 }

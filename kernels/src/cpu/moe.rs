@@ -12,7 +12,9 @@ use crate::experts::{
 };
 use crate::matmul::{Layout, Matmul};
 use crate::moe::{MoeBackward, MoeForward, MoeHidden, MoePlan};
-use crate::moe_here::{MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward};
+use crate::moe_here::{
+    MoeCombine, MoeExperts, MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward,
+};
 use crate::place::{Combine, GatherRows, NO_EXPERT, Place, ScatterRows, ScatterSum};
 use crate::route::{Route, RouteBackward, Scoring};
 
@@ -138,14 +140,14 @@ fn gate_and_up(stacked: Stacked, desc: &MoeDesc) -> (Vec<Buffer>, Vec<Buffer>) {
 }
 
 pub(crate) fn forward(device: &mut Device, op: &MoeForward) {
-    let MoeForward { desc, tensors, .. } = *op;
+    let MoeForward { desc, tensors, out } = *op;
     let MoeDesc { tokens, experts, top_k, .. } = desc;
     route_alone(device, &MoeRoute { desc, tensors });
     let Saved { ids, counts, offsets, rows, pos, weights, .. } = tensors.saved;
     device.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
     let (rows, y) = (desc.rows(), tensors.saved.row_weights);
     device.scatter_rows(&ScatterRows { rows, dim: 1, x: weights, index: pos, y });
-    self::experts(device, op);
+    self::experts(device, &MoeExperts { desc, tensors, out, each: false });
 }
 
 pub(crate) fn route_alone(device: &mut Device, op: &MoeRoute) {
@@ -190,9 +192,9 @@ pub(crate) fn place_here(device: &mut Device, op: &MoePlace) {
     device.scatter_rows(&ScatterRows { rows: slots.len(), dim: 1, x, index, y });
 }
 
-/// out = residual + the sum over each token's rows, from where rows lie.
-pub(crate) fn experts(device: &mut Device, op: &MoeForward) {
-    let MoeForward { ref desc, ref tensors, out } = *op;
+/// out = residual + the sum over each token's rows, from where rows lie; or these rows.
+pub(crate) fn experts(device: &mut Device, op: &MoeExperts) {
+    let MoeExperts { ref desc, ref tensors, out, each: each_row } = *op;
     let MoeDesc { tokens, dim, hidden, top_k, .. } = *desc;
     let saved = &tensors.saved;
     let Saved { offsets, pos, weights, .. } = *saved;
@@ -201,8 +203,32 @@ pub(crate) fn experts(device: &mut Device, op: &MoeForward) {
     let w_down = each(tensors.weights.down, desc, dim, hidden);
     let (a, y) = (saved.a, scratch.y);
     device.experts_down(&ExpertsDown { dim, hidden, sources: 1, a, offsets, w_down: &w_down, y });
+    if each_row {
+        return rows_of_choices(device, desc, (y, pos), out);
+    }
     let residual = tensors.residual;
     device.combine(&Combine { tokens, top_k, dim, y, pos, weights, residual, out });
+}
+
+/// out [A, K, D] = the row of each choice, 0 where it has none here.
+fn rows_of_choices(device: &mut Device, desc: &MoeDesc, (x, index): (Buffer, Buffer), y: Buffer) {
+    device.gather_rows(&GatherRows { rows: desc.rows(), dim: desc.dim, x, index, y });
+}
+
+pub(crate) fn combine(device: &mut Device, op: &MoeCombine) {
+    let MoeCombine { ref desc, rows, slots: pos, weights, base, out } = *op;
+    let MoeDesc { tokens, top_k, dim, .. } = *desc;
+    match weights {
+        Some(weights) => {
+            let (y, residual) = (rows, Some(base));
+            device.combine(&Combine { tokens, top_k, dim, y, pos, weights, residual, out });
+        }
+        None => {
+            assert_eq!(base, out, "rows without weights are added to what is there");
+            let (accumulate, x) = (true, rows);
+            device.scatter_sum(&ScatterSum { tokens, top_k, dim, accumulate, x, pos, out });
+        }
+    }
 }
 
 pub(crate) fn hidden(device: &mut Device, op: &MoeHidden) {
@@ -245,7 +271,7 @@ pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
 }
 
 pub(crate) fn experts_backward(device: &mut Device, op: &MoeExpertsBackward) {
-    let MoeExpertsBackward { ref desc, ref tensors, dout, dx, ds, ref gradients } = *op;
+    let MoeExpertsBackward { ref desc, ref tensors, dout, dx, each, ds, ref gradients } = *op;
     let MoeDesc { tokens, dim, top_k, .. } = *desc;
     let pos = tensors.saved.pos;
     let scratch = Scratch::within(desc, tensors.workspace);
@@ -253,6 +279,9 @@ pub(crate) fn experts_backward(device: &mut Device, op: &MoeExpertsBackward) {
     let (rows, x) = (desc.rows(), scratch.ds);
     device.gather_rows(&GatherRows { rows, dim: 1, x, index: pos, y: ds });
     expert_gradients(device, desc, tensors, dout, gradients, &scratch);
+    if each {
+        return rows_of_choices(device, desc, (scratch.dx_rows, pos), dx);
+    }
     let (accumulate, x) = (false, scratch.dx_rows);
     device.scatter_sum(&ScatterSum { tokens, top_k, dim, accumulate, x, pos, out: dx });
 }

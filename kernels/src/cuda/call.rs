@@ -210,18 +210,60 @@ impl<'a> Call<'a> {
 
     pub(super) fn combine(&self, out: Buffer, first: usize, cols: usize) -> Result<(), CudaError> {
         let MoeDesc { tokens, dim, .. } = *self.desc();
+        let (out, wide) = self.sums(out);
         let call = CombineCall {
             y: self.at(self.layer.plan.y),
             pos: self.route.pos,
             weights: self.route.weights,
             base: (self.tensors.residual)
                 .map_or(0, |residual| self.buffer(residual, tokens, dim).address),
-            out: self.buffer(out, tokens, dim).address,
+            out,
+            wide,
             cols,
             out_pitch: dim,
             out_first: first,
         };
         self.layer.router.combine(self.stream, call)
+    }
+
+    /// Y's columns `first ..`, a row for each choice.
+    pub(super) fn each_row(&self, out: Buffer, first: usize, cols: usize) -> Result<(), CudaError> {
+        self.rows_of_choices(self.layer.plan.y, out, (first, cols))
+    }
+
+    /// The gradient of each choice's row of x.
+    pub(super) fn each_dx(&self, dx: Buffer) -> Result<(), CudaError> {
+        self.rows_of_choices(self.layer.plan.dx_rows, dx, (0, self.desc().dim))
+    }
+
+    fn rows_of_choices(
+        &self,
+        from: Buffer,
+        out: Buffer,
+        (out_first, cols): (usize, usize),
+    ) -> Result<(), CudaError> {
+        let dim = self.desc().dim;
+        let call = CombineCall {
+            y: self.at(from),
+            pos: self.route.pos,
+            weights: 0,
+            base: 0,
+            out: self.buffer(out, self.desc().rows(), dim).address,
+            wide: false,
+            cols,
+            out_pitch: dim,
+            out_first,
+        };
+        self.layer.router.each_row(self.stream, call)
+    }
+
+    /// Where sums over each token's rows go [T, D], of elements or of fp32, which it says.
+    fn sums(&self, out: Buffer) -> (u64, bool) {
+        let MoeDesc { tokens, dim, element, .. } = *self.desc();
+        assert_eq!(out.len(), tokens * dim, "{out:?}");
+        let wide = out.dtype() != element;
+        assert!(!wide || out.dtype() == DType::F32, "{out:?} for sums of {element:?}");
+        (self.arena.address(out), wide)
     }
 
     pub(super) fn dh(&self, dout: Buffer) -> Result<(), CudaError> {
@@ -323,14 +365,16 @@ impl<'a> Call<'a> {
     }
 
     fn sum_rows(&self, dx: Buffer, accumulate: bool) -> Result<(), CudaError> {
-        let MoeDesc { tokens, dim, .. } = *self.desc();
-        let dx = self.buffer(dx, tokens, dim).address;
+        let dim = self.desc().dim;
+        let (dx, wide) = self.sums(dx);
+        assert!(!(accumulate && wide), "what is added to is of elements");
         let call = CombineCall {
             y: self.at(self.layer.plan.dx_rows),
             pos: self.route.pos,
             weights: 0,
             base: if accumulate { dx } else { 0 },
             out: dx,
+            wide,
             cols: dim,
             out_pitch: dim,
             out_first: 0,

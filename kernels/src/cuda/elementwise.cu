@@ -31,14 +31,29 @@ add(element* a, const element* b, u64 len, int whole) {
   each(len, whole, Change<Plus>{a, b, {}});
 }
 
-// out[i] = a[i] + b[i]
-struct Total {
-  const element *a, *b;
+// The N floats of b from i on.
+template <int N> __device__ __forceinline__ void load_wide(const float* b, u64 i, float (&x)[N]) {
+  if constexpr (N == 1) {
+    x[0] = b[i];
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; j += 4) {
+      const float4 four = __ldcs((const float4*)(b + i + j));
+      x[j] = four.x, x[j + 1] = four.y, x[j + 2] = four.z, x[j + 3] = four.w;
+    }
+  }
+}
+
+// out[i] = a[i] + b[i], of elements or of fp32; `out` may be a.
+template <typename B> struct Total {
+  const element* a;
+  const B* b;
   element* out;
   template <int N> __device__ __forceinline__ void at(u64 i) const {
     float x[N], y[N];
     unpack(load<N>(a + i), x);
-    unpack(load<N>(b + i), y);
+    if constexpr (sizeof(B) == sizeof(element)) unpack(load<N>((const element*)b + i), y);
+    else load_wide<N>((const float*)b, i, y);
 #pragma unroll
     for (int j = 0; j < N; j++) x[j] += y[j];
     store(out + i, x);
@@ -46,7 +61,11 @@ struct Total {
 };
 extern "C" __global__ void __launch_bounds__(256)
 sum(const element* a, const element* b, element* out, u64 len, int whole) {
-  each(len, whole, Total{a, b, out});
+  each(len, whole, Total<element>{a, b, out});
+}
+extern "C" __global__ void __launch_bounds__(256)
+sum_wide(const element* a, const float* b, element* out, u64 len, int whole) {
+  each(len, whole, Total<float>{a, b, out});
 }
 
 struct Times {

@@ -43,9 +43,14 @@ impl CudaDevice {
     pub(crate) fn add(&mut self, op: &Add) {
         let (element, len) = (op.a.dtype(), op.a.len());
         self.enqueue(|to| {
-            let (a, b) = (to.at(op.a), to.of(op.b, element, len));
+            let (a, (b, _)) = (to.at(op.a), to.either(op.b, element, len));
             let whole = all_whole(&[a, b]);
             let (launch, len) = (launch(len, element, whole), len as u64);
+            if op.b.dtype() != element {
+                let kernel = (Unit::Elementwise { element }, "sum_wide");
+                // SAFETY: the parameters are those of `sum_wide`, the lengths were checked.
+                return unsafe { to.launch(kernel, launch, parameters![a, b, a, len, whole]) };
+            }
             let kernel = (Unit::Elementwise { element }, "add");
             // SAFETY: the parameters are those of `add`, the lengths were checked.
             unsafe { to.launch(kernel, launch, parameters![a, b, len, whole]) }
@@ -55,11 +60,13 @@ impl CudaDevice {
     pub(crate) fn sum(&mut self, op: &Sum) {
         let (element, len) = (op.out.dtype(), op.out.len());
         self.enqueue(|to| {
-            let [a, b, out] = [op.a, op.b, op.out].map(|buffer| to.of(buffer, element, len));
+            let [a, out] = [op.a, op.out].map(|buffer| to.of(buffer, element, len));
+            let (b, _) = to.either(op.b, element, len);
             let whole = all_whole(&[a, b, out]);
             let (launch, len) = (launch(len, element, whole), len as u64);
-            let kernel = (Unit::Elementwise { element }, "sum");
-            // SAFETY: the parameters are those of `sum`, the lengths were checked.
+            let name = if op.b.dtype() == element { "sum" } else { "sum_wide" };
+            let kernel = (Unit::Elementwise { element }, name);
+            // SAFETY: the parameters are those of both kernels, the lengths were checked.
             unsafe { to.launch(kernel, launch, parameters![a, b, out, len, whole]) }
         });
     }

@@ -9,9 +9,12 @@ use super::driver::{Arena, Function, Launch, Stream, parameters};
 use super::error::CudaError;
 use super::gemm::element_macro;
 use super::layer::{LayerError, MoeLayer, MoeTensors};
+use super::route::CombineCall;
+use super::shape::MoeDesc;
 use crate::buffer::{ArenaPlan, Buffer, DType};
-use crate::moe::MoeForward;
-use crate::moe_here::{MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward};
+use crate::moe_here::{
+    MoeCombine, MoeExperts, MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward,
+};
 
 /// TOKENS of moe_here.cu
 const TOKENS: usize = 256;
@@ -78,10 +81,12 @@ impl CudaDevice {
         self.heres = heres;
     }
 
-    pub(crate) fn moe_experts(&mut self, op: &MoeForward) {
-        self.on_layer(&op.desc, |layer, stream, arena| {
-            layer.experts(stream, arena, &op.tensors, op.out)
-        });
+    pub(crate) fn moe_experts(&mut self, op: &MoeExperts) {
+        self.on_layer(&op.desc, |layer, stream, arena| layer.experts(stream, arena, op));
+    }
+
+    pub(crate) fn moe_combine(&mut self, op: &MoeCombine) {
+        self.on_layer(&op.desc, |layer, stream, arena| layer.combine(stream, arena, op));
     }
 
     pub(crate) fn moe_experts_backward(&mut self, op: &MoeExpertsBackward) {
@@ -164,23 +169,43 @@ impl MoeLayer {
         self.router.place(stream, &call.route)
     }
 
-    /// `out` = the residual and the sum over the rows that were placed.
-    fn experts(
-        &self,
-        stream: &Stream,
-        arena: &Arena,
-        tensors: &MoeTensors,
-        out: Buffer,
-    ) -> Result<(), CudaError> {
-        let call = Call::new(self, stream, arena, tensors);
+    /// `out` = the residual and the sum over the rows that were placed; or these rows.
+    fn experts(&self, stream: &Stream, arena: &Arena, op: &MoeExperts) -> Result<(), CudaError> {
+        let call = Call::new(self, stream, arena, &op.tensors);
         call.up(call.at(self.plan.a))?;
         let passes = self.desc.down_passes();
         let cols = self.desc.dim / passes;
         for pass in 0..passes {
             call.down(pass * cols, cols)?;
-            call.combine(out, pass * cols, cols)?;
+            match op.each {
+                true => call.each_row(op.out, pass * cols, cols)?,
+                false => call.combine(op.out, pass * cols, cols)?,
+            }
         }
         Ok(())
+    }
+
+    fn combine(&self, stream: &Stream, arena: &Arena, op: &MoeCombine) -> Result<(), CudaError> {
+        let MoeDesc { tokens, dim, element, .. } = self.desc;
+        for own in [op.base, op.out] {
+            assert_eq!((own.dtype(), own.len()), (element, tokens * dim), "{op:?}");
+        }
+        assert_eq!((op.rows.dtype(), op.slots.dtype()), (element, DType::U32), "{op:?}");
+        let of_weights = |weights: Buffer| {
+            assert_eq!((weights.dtype(), weights.len()), (DType::F32, op.slots.len()), "{op:?}");
+            arena.address(weights)
+        };
+        self.router.combine(stream, CombineCall {
+            y: arena.address(op.rows),
+            pos: arena.address(op.slots),
+            weights: op.weights.map_or(0, of_weights),
+            base: arena.address(op.base),
+            out: arena.address(op.out),
+            wide: false,
+            cols: dim,
+            out_pitch: dim,
+            out_first: 0,
+        })
     }
 
     fn experts_backward(
@@ -202,7 +227,10 @@ impl MoeLayer {
         unsafe { ds.launch(stream, launch, parameters![pos, partial, parts, slots, into])? };
         call.dw_down(op.dout, &op.gradients)?;
         call.dx_rows()?;
-        call.rows_to_dx(op.dx)?;
+        match op.each {
+            true => call.each_dx(op.dx)?,
+            false => call.rows_to_dx(op.dx)?,
+        }
         call.dw_up(&op.gradients)
     }
 

@@ -46,6 +46,7 @@ mod compile;
 mod cubins;
 mod dense;
 mod convert;
+mod wire;
 mod dense_device;
 mod dense_record;
 mod device;

@@ -2,10 +2,10 @@
 // out[t][c] = base[t][c] + sum_k weights[t][k] * y[pos[t][k]][c], slots ascending, fp32 chain, one
 // rounding. A slot whose pos is below 0 adds nothing. weights null: all 1; base null: 0 (it may be
 // `out`). Chunks are 16 bytes; y has `chunks` of them a row, out and base `out_pitch`, starting at
-// `out_first`.
+// `out_first`. wide: `out` is of fp32, and nothing is rounded.
 extern "C" __global__ void __launch_bounds__(256)
-combine(const uint4* y, const int* pos, const float* weights, const uint4* base, uint4* out,
-        int tokens, int chunks, int out_pitch, int out_first) {
+combine(const uint4* y, const int* pos, const float* weights, const uint4* base, void* out,
+        int wide, int tokens, int chunks, int out_pitch, int out_first) {
   const int t = blockIdx.x * blockDim.y + threadIdx.y;
   if (t >= tokens) return;
   int row[TOP_K];
@@ -33,8 +33,27 @@ combine(const uint4* y, const int* pos, const float* weights, const uint4* base,
 #pragma unroll
       for (int i = 0; i < CHUNK; i++) sum[i] += own[i];
     }
-    out[at] = pack_chunk(sum);
+    if (wide) {
+      float4* const to = (float4*)out + at * (CHUNK / 4);
+#pragma unroll
+      for (int i = 0; i < CHUNK; i += 4)
+        to[i / 4] = make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
+    } else {
+      ((uint4*)out)[at] = pack_chunk(sum);
+    }
   }
+}
+
+// out[slot] = y[pos[slot]], 0 where that is below 0. Chunks as in combine.
+extern "C" __global__ void __launch_bounds__(256)
+each_row(const uint4* y, const int* pos, uint4* out, int slots, int chunks, int out_pitch,
+         int out_first) {
+  const int slot = blockIdx.x * blockDim.y + threadIdx.y;
+  if (slot >= slots) return;
+  const int row = pos[slot];
+  for (int c = threadIdx.x; c < chunks; c += blockDim.x)
+    out[(u64)slot * out_pitch + out_first + c] =
+        row < 0 ? make_uint4(0, 0, 0, 0) : __ldcs(&y[(u64)row * chunks + c]);
 }
 
 // out[i] (+)= sum over parts, ascending, of partials[part][i]

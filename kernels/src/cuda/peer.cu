@@ -61,6 +61,11 @@ __device__ __forceinline__ uint4 load_once(const uint4* at) {
                : "l"(at));
   return v;
 }
+__device__ __forceinline__ u32 load_byte(const char* at) {
+  u16 x;
+  asm volatile("ld.global.L1::no_allocate.u8 %0, [%1];" : "=h"(x) : "l"(at));
+  return x;
+}
 __device__ __forceinline__ void store_far(uint4* at, uint4 v) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x),
                "r"(v.y), "r"(v.z), "r"(v.w)

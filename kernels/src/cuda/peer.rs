@@ -163,7 +163,8 @@ pub struct PeerLinks {
 /// Those of peer_group.cu
 #[derive(Debug)]
 pub(super) struct GroupKernels {
-    pub gather: Function,
+    /// As rows lie; F32 as bf16 and as fp8, Bf16 as fp8.
+    pub gather: [Function; 4],
     /// By kind of rows: f32, bf16, f16.
     pub scatter: [Function; 3],
     pub count: Function,
@@ -191,7 +192,12 @@ impl PeerLinks {
             exchange_counts: function("exchange_counts")?,
             return_order: function("return_order")?,
             group: GroupKernels {
-                gather: function("gather_rows")?,
+                gather: [
+                    function("gather_rows")?,
+                    function("gather_f32_as_bf16")?,
+                    function("gather_f32_as_fp8")?,
+                    function("gather_bf16_as_fp8")?,
+                ],
                 scatter: [
                     function("scatter_f32")?,
                     function("scatter_bf16")?,
@@ -485,6 +491,11 @@ pub(super) fn source(target: &'static str) -> Source {
         ("PASSED", PASSED),
     ];
     let parts =
-        [include_str!("peer.cu"), include_str!("peer_group.cu"), include_str!("peer_count.cu")];
+        [
+            include_str!("wire.cu"),
+            include_str!("peer.cu"),
+            include_str!("peer_group.cu"),
+            include_str!("peer_count.cu"),
+        ];
     Source::new("peer links".to_owned(), target, &macros, &parts)
 }

@@ -13,7 +13,7 @@ count_rows(const __grid_constant__ Links links, const __grid_constant__ Need nee
   for (u32 j = threadIdx.x; j < tokens * count; j += blockDim.x) {
     const u32 p = j / tokens;
     const auto [rank, row] = place_of(need, j % tokens, p, count);
-    found += p != me && is_present(need, rank) && needs(need, row, me);
+    found += p != me && is_present(need, rank) && needs(need, row, me, 1);
   }
   __shared__ u32 all;
   if (threadIdx.x == 0) all = 0;

@@ -1,8 +1,8 @@
 // Tokens of an expert group to the ranks that have one of their experts, and what these make of
-// them back, summed. Behind peer.cu. The group lies on N nodes, of which the links join one, with P
-// positions on each. A position has N T tokens: T of each rank of its place, by node. Rows of all
-// lie by (node, position, token). A block has a slice of every position's tokens, the same on each
-// rank, so it waits for the blocks of its own number alone.
+// them back, summed. Behind wire.cu and peer.cu. The group lies on N nodes, of which the links join
+// one, with P positions on each. A position has N T tokens: T of each rank of its place, by node.
+// Rows of all lie by (node, position, token). A block has a slice of every position's tokens, the
+// same on each rank, so it waits for the blocks of its own number alone.
 //
 // Each rank lays what others need into its own window, from where they take it. A slice is cut into
 // chunks, and a block's threads into two crews: one lays chunk after chunk and says so, the other
@@ -135,26 +135,93 @@ __device__ __forceinline__ void copy_words(const char* from, char* to, u64 count
   }
 }
 
+// What rows travel as.
+enum Format { AS_THEY_ARE, AS_BF16, AS_FP8 };
+
 struct Gather {
   Need need;
   char* rows;      // [N P T, bytes]: those of the own position are there
   u32* words[2];   // [N P T, K]: the ids of `need` and another word of each; null: all are there
-  u64 room;        // bytes from the begin of the rooms: [N T, bytes], then [N T, K] twice
+  u64 room;        // bytes from the begin of the rooms: [N T, wire], then [N T, K] twice
   u32 bytes;       // of a row, a multiple of 16
+  u32 wire;        // of a row on its way, likewise
+  u32 dim;         // elements of a row, where it travels in another format
   u32 lanes;       // threads that share a row, a power of two up to 32
   u32 chunk;       // tokens of a chunk
   u32 step;        // for the record of a failure
 };
 
+// `count` own rows into the own window, by all threads of a crew. In another format they become
+// what that stands for.
+template <int KIND, int FORMAT>
+__device__ __forceinline__ void lay_rows(const Gather& op, char* from, char* to, u32 count,
+                                         u32 t) {
+  if constexpr (FORMAT == AS_THEY_ARE) {
+    copy_words(from, to, (u64)count * op.bytes / 16, t, CREW);
+  } else if constexpr (FORMAT == AS_FP8) {
+    const u32 blocks = (op.dim + FP8_BLOCK - 1) / FP8_BLOCK;
+    for (u32 j = t / FP8_LANES; j < count * blocks; j += CREW / FP8_LANES) {
+      const u64 row = j / blocks;
+      pack_block<KIND, true>(from + row * op.bytes, to + row * op.wire, op.dim, j % blocks);
+    }
+  } else {
+    for (u64 i = t; i < (u64)count * op.dim / 8; i += CREW) {
+      float x[8];
+      load_eight<KIND>(from + 8 * i * ELEMENT_BYTES<KIND>, x);
+      const uint4 halves = to_halves(x);
+      *(uint4*)(to + 16 * i) = halves;
+      of_halves(halves, x);
+      store_eight<KIND>(from + 8 * i * ELEMENT_BYTES<KIND>, x);
+    }
+  }
+}
+
+// A row from another's window, by `lanes` threads, of which this one is number `lane`.
+template <int KIND, int FORMAT>
+__device__ __forceinline__ void take_row(const Gather& op, const char* from, char* to, u32 lane) {
+  if constexpr (FORMAT == AS_THEY_ARE) {
+    copy_words(from, to, op.bytes / 16, lane, op.lanes);
+  } else {
+    constexpr u32 EACH = FORMAT == AS_FP8 ? 16 : 8;  // elements of a word on its way
+    const u32 words = op.dim / EACH, width = op.lanes;
+    for (u32 first = lane; first < words; first += 4 * width) {
+      uint4 v[4];
+      u32 scale[4] = {};
+#pragma unroll
+      for (u32 k = 0; k < 4; k++) {
+        const u32 word = first + k * width;
+        if (word >= words) continue;
+        v[k] = load_once((const uint4*)from + word);
+        if constexpr (FORMAT == AS_FP8)
+          scale[k] = load_byte(from + op.dim + word * EACH / FP8_BLOCK);
+      }
+#pragma unroll
+      for (u32 k = 0; k < 4; k++) {
+        const u32 word = first + k * width;
+        if (word >= words) continue;
+        char* const at = to + (u64)word * EACH * ELEMENT_BYTES<KIND>;
+        if constexpr (FORMAT == AS_FP8) {
+          unpack_sixteen<KIND>(v[k], scale[k], at);
+        } else {
+          float x[8];
+          of_halves(v[k], x);
+          store_eight<KIND>(at, x);
+        }
+      }
+    }
+  }
+}
+
 // Own rows and words of a chunk into the own window.
+template <int KIND, int FORMAT>
 __device__ __forceinline__ void lay(const Links& links, const Gather& op, Slice chunk, u32 t) {
   const u32 tokens = op.need.nodes * op.need.tokens, top_k = op.need.top_k;
-  const u64 words_at = (u64)tokens * op.bytes, slots = (u64)tokens * top_k;
+  const u64 words_at = (u64)tokens * op.wire, slots = (u64)tokens * top_k;
   char* const room = (char*)links.windows[links.me] + ROOMS + op.room;
   for (u32 node = 0; node < op.need.nodes; node++) {
     const Part part = part_of(op.need, chunk, node, links.me, links.positions);
-    copy_words(op.rows + part.row * op.bytes, room + (u64)part.begin * op.bytes,
-               (u64)part.len * op.bytes / 16, t, CREW);
+    lay_rows<KIND, FORMAT>(op, op.rows + part.row * op.bytes, room + (u64)part.begin * op.wire,
+                           part.len, t);
     for (u32 word = 0; word < 2 && op.words[word]; word++) {
       u32* const to = (u32*)(room + words_at) + word * slots + (u64)part.begin * top_k;
       const u32* from = op.words[word] + part.row * top_k;
@@ -168,7 +235,7 @@ __device__ __forceinline__ void take_words(const Links& links, const Gather& op,
                                            u32 t) {
   const u32 count = links.positions, tokens = op.need.nodes * op.need.tokens;
   const u32 top_k = op.need.top_k;
-  const u64 words_at = (u64)tokens * op.bytes, slots = (u64)tokens * top_k;
+  const u64 words_at = (u64)tokens * op.wire, slots = (u64)tokens * top_k;
   for (u32 word = 0; word < 2; word++)
     for (u32 p = 0; p < count; p++)
       for (u32 node = 0; node < op.need.nodes && p != links.me; node++) {
@@ -181,6 +248,7 @@ __device__ __forceinline__ void take_words(const Links& links, const Gather& op,
 }
 
 // Those of the others' rows of a chunk whose tokens have an expert here.
+template <int KIND, int FORMAT>
 __device__ __forceinline__ void take_rows(const Links& links, const Gather& op, Slice chunk,
                                           u32 t) {
   const u32 count = links.positions, me = links.me, lane = t % op.lanes;
@@ -189,15 +257,15 @@ __device__ __forceinline__ void take_rows(const Links& links, const Gather& op, 
     const u32 token = chunk.begin + j / count, p = (j + me) % count;
     const auto [rank, row] = place_of(op.need, token, p, count);
     if (p == me || !is_present(op.need, rank) || !needs(op.need, row, me, op.lanes)) continue;
-    const char* from = (const char*)links.windows[p] + ROOMS + op.room + (u64)token * op.bytes;
-    copy_words(from, op.rows + (u64)row * op.bytes, op.bytes / 16, lane, op.lanes);
+    const char* from = (const char*)links.windows[p] + ROOMS + op.room + (u64)token * op.wire;
+    take_row<KIND, FORMAT>(op, from, op.rows + (u64)row * op.bytes, lane);
   }
 }
 
 // rows[n, p, t] = position p's row, where this rank has an expert of its token; others stay as they
 // are. Each rank lays its own into its window, and takes from the others' what it needs.
-extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 1)
-gather_rows(const __grid_constant__ Links links, const __grid_constant__ Gather op) {
+template <int KIND, int FORMAT>
+__device__ __forceinline__ void gather(const Links& links, const Gather& op) {
   const u32 crew = threadIdx.x / CREW, t = threadIdx.x % CREW;
   const u32 epoch = *(volatile u32*)(links.state + EPOCH) + 1;
   const Slice own = slice_of(op.need.nodes * op.need.tokens);
@@ -207,7 +275,7 @@ gather_rows(const __grid_constant__ Links links, const __grid_constant__ Gather 
   for (Slice chunk; (chunk = chunk_of(own, chunks, op.chunk)).begin < own.end && !late;) {
     chunks++;
     if (crew == LAYS) {
-      lay(links, op, chunk, t);
+      lay<KIND, FORMAT>(links, op, chunk, t);
       tell_all(links, epoch, chunks, t);
       continue;
     }
@@ -218,9 +286,26 @@ gather_rows(const __grid_constant__ Links links, const __grid_constant__ Gather 
       // The ids by which each thread decides were written by others of its crew.
       crew_any(TAKES, false);
     }
-    take_rows(links, op, chunk, t);
+    take_rows<KIND, FORMAT>(links, op, chunk, t);
   }
   if (!__syncthreads_or(late)) leave(links, epoch);
+}
+
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 1)
+gather_rows(const __grid_constant__ Links links, const __grid_constant__ Gather op) {
+  gather<BF16, AS_THEY_ARE>(links, op);
+}
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 1)
+gather_f32_as_bf16(const __grid_constant__ Links links, const __grid_constant__ Gather op) {
+  gather<FP32, AS_BF16>(links, op);
+}
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 1)
+gather_f32_as_fp8(const __grid_constant__ Links links, const __grid_constant__ Gather op) {
+  gather<FP32, AS_FP8>(links, op);
+}
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 1)
+gather_bf16_as_fp8(const __grid_constant__ Links links, const __grid_constant__ Gather op) {
+  gather<BF16, AS_FP8>(links, op);
 }
 
 // Sums are in fp32 and rounded once. KIND: 0 f32, 1 bf16, 2 f16.

@@ -2,7 +2,8 @@
 //! what these make of it back, summed.
 //!
 //! ```text
-//! gather_rows:  rows [P T, D], own ones there -> those whose tokens chose an expert here
+//! gather_rows:  rows [P T, D], own ones there -> those whose tokens chose an expert here; they may
+//!               travel in a narrower format, of which all read what it stands for
 //! scatter_rows: rows [P T, D], what is added here to each token -> own ones: sums over all ranks
 //! ```
 //! `P` positions have `T` tokens each, `K` choices a token. Who needs what follows from the ids of
@@ -19,6 +20,7 @@ use super::error::CudaError;
 use super::layer::LayerError;
 use super::peer::{BLOCKS_MAX, PEERS_MAX, PeerDesc, PeerLinks, lanes};
 use crate::buffer::{Buffer, DType};
+use crate::wire::WireFormat;
 
 /// Threads of a block; with twice as many a thread would have too few registers for its row.
 pub(super) const GROUP_THREADS: u32 = 512;
@@ -53,6 +55,9 @@ pub struct Need {
 pub struct GatherRows<'a> {
     pub need: &'a Need,
     pub rows: Buffer,
+    /// What they travel as; none: as they are. The own ones become what it stands for, too, so that
+    /// no rank reads other numbers than the others.
+    pub format: Option<WireFormat>,
     /// f32 [N P T, K]: they come, and the ids, as far as they are not the own; none: both are here
     pub weights: Option<Buffer>,
     /// The same on every rank.
@@ -99,6 +104,8 @@ struct GatherData {
     words: [u64; 2],
     room: u64,
     bytes: u32,
+    wire: u32,
+    dim: u32,
     lanes: u32,
     chunk: u32,
     step: u32,
@@ -120,14 +127,25 @@ struct ScatterData {
 }
 
 /// Bytes of rooms for the tokens of a group: `tokens` of each of `positions`, on all nodes
-/// together, with rows of so many bytes and `top_k` choices.
-pub fn rooms_of_group(positions: usize, tokens: usize, row_bytes: usize, top_k: usize) -> usize {
-    let gathered = tokens * (row_bytes + 2 * 4 * top_k);
-    let scattered = (positions - 1) * tokens * (row_bytes + 4 * top_k);
+/// together, with rows of so many bytes out and back and `top_k` choices.
+pub fn rooms_of_group(
+    positions: usize,
+    tokens: usize,
+    [out, back]: [usize; 2],
+    top_k: usize,
+) -> usize {
+    let gathered = tokens * (out + 2 * 4 * top_k);
+    let scattered = (positions - 1) * tokens * (back + 4 * top_k);
     gathered.max(scattered)
 }
 
 impl Need {
+    /// The same of rows of which each is a choice of its own: [N P T K, D].
+    #[must_use]
+    pub fn of_choices(&self) -> Need {
+        Need { tokens: self.tokens * self.top_k, top_k: 1, ..self.clone() }
+    }
+
     pub(super) fn data(&self, desc: &PeerDesc, arena: &Arena) -> NeedData {
         let (positions, ranks) = (desc.positions, self.nodes * desc.positions);
         let slots = ranks * self.tokens * self.top_k;
@@ -155,20 +173,39 @@ impl Need {
         }
     }
 
-    /// Bytes of a row of `rows`, with all lengths checked.
+    /// Bytes of a row of `rows`, with all lengths checked but that of the rooms.
     fn row_bytes(&self, desc: &PeerDesc, rows: Buffer, slots: Option<Buffer>) -> usize {
-        let own = self.nodes * self.tokens;
-        let all = desc.positions * own;
+        let all = desc.positions * self.nodes * self.tokens;
         assert!(all > 0 && rows.len().is_multiple_of(all), "{rows:?} of {self:?}");
         let bytes = rows.bytes() / all;
-        let rooms = rooms_of_group(desc.positions, own, bytes, self.top_k);
         let aligned = [bytes, rows.offset()].iter().all(|at| at.is_multiple_of(16));
-        assert!(bytes > 0 && aligned && rooms <= desc.rooms, "{rows:?} in {desc:?}");
+        assert!(bytes > 0 && aligned, "{rows:?} of {self:?}");
         if let Some(slots) = slots {
             let expected = (DType::F32, all * self.top_k);
             assert_eq!((slots.dtype(), slots.len()), expected, "{slots:?}");
         }
         bytes
+    }
+
+    /// That rows of so many bytes, out and back, find room.
+    fn check_rooms(&self, desc: &PeerDesc, rows: [usize; 2]) {
+        let own = self.nodes * self.tokens;
+        let rooms = rooms_of_group(desc.positions, own, rows, self.top_k);
+        assert!(rooms <= desc.rooms, "rows of {rows:?} bytes in {desc:?}");
+    }
+}
+
+/// Which kernel gathers rows of a kind in a format.
+///
+/// # Panics
+/// None does.
+fn gather_of(format: Option<WireFormat>, rows: DType) -> usize {
+    match (format, rows) {
+        (None, _) => 0,
+        (Some(WireFormat::Bf16), DType::F32) => 1,
+        (Some(WireFormat::Fp8), DType::F32) => 2,
+        (Some(WireFormat::Fp8), DType::Bf16) => 3,
+        (Some(format), rows) => panic!("rows of {rows:?} do not travel as {format:?}"),
     }
 }
 
@@ -189,20 +226,28 @@ impl PeerLinks {
         let bytes = op.need.row_bytes(desc, op.rows, op.weights);
         let need = op.need.data(desc, arena);
         let words = op.weights.map_or([0; 2], |weights| [need.ids, arena.address(weights)]);
+        let dim = bytes / op.rows.dtype().size();
+        let wire = op.format.map_or(bytes, |format| format.row_bytes(dim));
+        let whole = op.format.is_none() || dim.is_multiple_of(16);
+        assert!(whole && wire.is_multiple_of(16), "{op:?}");
+        op.need.check_rooms(desc, [wire, 0]);
+        let kernel = &self.group.gather[gather_of(op.format, op.rows.dtype())];
         let data = GatherData {
             need,
             rows: arena.address(op.rows),
             words,
             room: 0,
             bytes: bytes as u32,
-            lanes: lanes(bytes),
-            chunk: chunk(bytes),
+            wire: wire as u32,
+            dim: dim as u32,
+            lanes: lanes(wire),
+            chunk: chunk(wire),
             step: op.step,
         };
         assert!((1..=BLOCKS_MAX).contains(&op.blocks), "{op:?}");
         let (links, launch) = (self.data(), Launch::new(op.blocks, GROUP_THREADS));
-        // SAFETY: the parameters are those of `gather_rows`; buffers and rooms were checked.
-        unsafe { self.group.gather.launch(stream, launch, parameters![links, data]) }
+        // SAFETY: the parameters are those of `gather_..`; buffers and rooms were checked.
+        unsafe { kernel.launch(stream, launch, parameters![links, data]) }
     }
 
     /// See [`ScatterRows`].
@@ -219,6 +264,7 @@ impl PeerLinks {
     ) -> Result<(), CudaError> {
         let desc = self.desc();
         let bytes = op.need.row_bytes(desc, op.rows, op.slots);
+        op.need.check_rooms(desc, [0, bytes]);
         let kind = match op.rows.dtype() {
             DType::F32 => 0,
             DType::Bf16 => 1,
@@ -257,14 +303,16 @@ impl PeerLinks {
         let need = NeedData { ids: 0, present: 0, first, count, tokens: 0, top_k: 0, nodes: 1 };
         let [rows, slots, room] = [0; 3];
         let (bytes, lanes, chunk, step) = (16, 4, 8, 0);
-        let (words, onto) = ([0; 2], [0; 2]);
-        let gather = GatherData { need, rows, words, room, bytes, lanes, chunk, step };
+        let (words, wire, dim, onto) = ([0; 2], bytes, 16, [0; 2]);
+        let gather = GatherData { need, rows, words, room, bytes, wire, dim, lanes, chunk, step };
         let scatter = ScatterData { need, rows, slots, onto, room, bytes, lanes, chunk, step };
         let once = Launch::new(1, 32);
         // SAFETY: the parameters are those of the kernels; without tokens they touch mail alone.
         unsafe {
             self.warm_up_count((stream, once), links, need)?;
-            self.group.gather.launch(stream, once, parameters![links, gather])?;
+            self.group.gather.iter().try_for_each(|kernel| {
+                kernel.launch(stream, once, parameters![links, gather])
+            })?;
             self.group.scatter.iter().try_for_each(|kernel| {
                 kernel.launch(stream, once, parameters![links, scatter])
             })

@@ -130,6 +130,7 @@ pub(crate) struct Router {
     place: Function,
     backward: Function,
     combine: Function,
+    each_row: Function,
     sum_parts: Function,
 }
 
@@ -143,6 +144,8 @@ pub(crate) struct CombineCall {
     /// 0: none
     pub base: u64,
     pub out: u64,
+    /// `out` is of fp32 and not of elements.
+    pub wide: bool,
     /// Columns of y
     pub cols: usize,
     pub out_pitch: usize,
@@ -163,6 +166,7 @@ impl Router {
             place: route.function("route_place")?,
             backward: route.function("route_backward")?,
             combine: rows.function("combine")?,
+            each_row: rows.function("each_row")?,
             sum_parts: rows.function("sum_parts")?,
         })
     }
@@ -284,26 +288,47 @@ impl Router {
     }
 
     pub(crate) fn combine(&self, stream: &Stream, call: CombineCall) -> Result<(), CudaError> {
-        let CombineCall { y, pos, weights, base, out, cols, out_pitch, out_first } = call;
-        let chunk = self.shape.chunk();
-        let chunks = (cols / chunk) as i32;
-        let (out_pitch, out_first) = ((out_pitch / chunk) as i32, (out_first / chunk) as i32);
-        // A block is 256 threads: short rows share it.
-        let across = (cols / chunk).next_power_of_two().clamp(32, 256) as u32;
-        let down = 256 / across;
-        let tokens = self.shape.tokens as i32;
-        let launch = Launch {
-            block: [across, down, 1],
-            ..Launch::new(self.shape.tokens.div_ceil(down as usize), 0)
-        };
+        let CombineCall { y, pos, weights, base, out, wide, .. } = call;
+        let [chunks, out_pitch, out_first] = self.in_chunks(&call);
+        let launch = self.of_rows(self.shape.tokens, chunks);
+        let (tokens, wide) = (self.shape.tokens as i32, i32::from(wide));
         // SAFETY: the parameters are those of `combine`, the buffers as long as planned.
         unsafe {
             self.combine.launch(
                 stream,
                 launch,
-                parameters![y, pos, weights, base, out, tokens, chunks, out_pitch, out_first],
+                parameters![
+                    y, pos, weights, base, out, wide, tokens, chunks, out_pitch, out_first
+                ],
             )
         }
+    }
+
+    /// `out[t, k]` = the row of y of that choice, 0 where it is not here: `weights` and `base` are
+    /// nothing.
+    pub(crate) fn each_row(&self, stream: &Stream, call: CombineCall) -> Result<(), CudaError> {
+        let CombineCall { y, pos, out, .. } = call;
+        let [chunks, out_pitch, out_first] = self.in_chunks(&call);
+        let slots = self.shape.tokens * self.shape.top_k;
+        let (launch, slots) = (self.of_rows(slots, chunks), slots as i32);
+        // SAFETY: the parameters are those of `each_row`, the buffers as long as planned.
+        unsafe {
+            let parameters = parameters![y, pos, out, slots, chunks, out_pitch, out_first];
+            self.each_row.launch(stream, launch, parameters)
+        }
+    }
+
+    /// Columns of y, and where they begin in rows of which length, in chunks.
+    fn in_chunks(&self, call: &CombineCall) -> [i32; 3] {
+        let chunk = self.shape.chunk();
+        [call.cols, call.out_pitch, call.out_first].map(|elements| (elements / chunk) as i32)
+    }
+
+    /// A block is 256 threads: short rows share it.
+    fn of_rows(&self, rows: usize, chunks: i32) -> Launch {
+        let across = (chunks as u32).next_power_of_two().clamp(32, 256);
+        let down = 256 / across;
+        Launch { block: [across, down, 1], ..Launch::new(rows.div_ceil(down as usize), 0) }
     }
 
     pub(crate) fn sum_parts(

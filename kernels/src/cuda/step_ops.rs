@@ -4,7 +4,7 @@
 //! ```text
 //! Unit            which kernels, for which kinds and sizes: a compilation unit
 //! Enqueue         one op on its way: kernels, addresses, scratch
-//! norm.rs, embed.rs, elementwise.rs, convert.rs, optimizer.rs     the ops, a launch or a few each
+//! norm.rs, embed.rs, elementwise.rs, convert.rs, wire.rs, optimizer.rs    the ops
 //! ```
 
 use std::collections::HashMap;
@@ -51,6 +51,7 @@ pub(super) enum Unit {
     Elementwise { element: DType },
     Embed { element: DType, table: DType },
     Convert,
+    Wire { element: DType },
     Numbers { gradient: DType },
     AdamW { master: MasterKind, weight: DType, moment: DType, gradient: DType },
 }
@@ -108,6 +109,11 @@ impl Unit {
             }
             Unit::Convert => {
                 build("conversion", &[("ELEMENT", 0)], &[include_str!("convert.cu")])
+            }
+            Unit::Wire { element } => {
+                let macros = [("ELEMENT", 0), ("ROW", kind(element))];
+                let parts = [include_str!("wire.cu"), include_str!("wire_rows.cu")];
+                build("wire", &macros, &parts)
             }
             Unit::Numbers { gradient } => {
                 let mut macros = places();
@@ -376,6 +382,7 @@ pub(super) mod tests {
     pub(crate) fn units() -> Vec<Unit> {
         use super::super::norm::{norm_unit, rope_unit};
         let mut units = vec![Unit::Convert];
+        units.extend([DType::Bf16, DType::F32].map(|element| Unit::Wire { element }));
         for element in [DType::Bf16, DType::F16, DType::F32] {
             for dim in [33, 2048] {
                 units.extend([false, true].map(|backward| norm_unit(element, dim, backward)));

@@ -13,7 +13,11 @@ enum { PEERS = 16, ROOMS = 1 << 19, TURNS = 0, PLACES = 1024, COUNTS = 1 << 16 }
 struct links { address windows[PEERS], state, control, patience; u32 positions, me; };
 struct move { address from, take, starts, places, room; u32 room_rows, bytes, lanes, step; };
 struct need { address ids, present; u32 first[PEERS], count[PEERS], tokens, top_k, nodes; };
-struct gather { struct need need; address rows, words[2], room; u32 bytes, lanes, chunk, step; };
+struct gather {
+    struct need need;
+    address rows, words[2], room;
+    u32 bytes, wire, dim, lanes, chunk, step;
+};
 struct scatter {
     struct need need;
     address rows, slots, onto[2], room;

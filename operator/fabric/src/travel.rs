@@ -156,13 +156,18 @@ pub fn choice(job: &Job, layout: &Layout) -> (Exchange, Option<String>) {
     };
     let training = &job.training;
     let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
-    let element = training.precision.element().bytes();
-    let rows = (tokens * u64::from(job.model.hidden_size) * element) as f64;
+    let (element, dim) = (training.precision.element(), u64::from(job.model.hidden_size));
+    let rows = |row: u64| (tokens * row) as f64;
     let [flat, two] = match rails.filter(|_| on_gpus) {
         // One GPU of the group on each node: there is nothing to pass on.
         Some(rails) if rails.places == 1 => return (Exchange::Flat, None),
-        Some(rails) => gathered(&machines, rails, rows * f64::from(ep)),
-        None => exchanged(&machines, &job.model, ep, rows),
+        Some(rails) => {
+            let formats = training.compute.formats(element, job.model.experts.per_token);
+            let out = [formats.tokens, formats.gradients].map(|of| of.bytes(dim));
+            let ways = [out[0], out[1], formats.token_bytes(dim)[1]];
+            gathered(&machines, rails, ways.map(|row| rows(row) * f64::from(ep)))
+        }
+        None => exchanged(&machines, &job.model, ep, rows(dim * element.bytes())),
     };
     let why = |ours: f64, other: f64| {
         Some(format!("{:.2} ms a layer expected, else {:.2}", ours * 1e3, other * 1e3))
@@ -196,11 +201,13 @@ fn along_rail(rails: Rails, bytes: f64) -> f64 {
     others * bytes / all
 }
 
-/// The same of GPUs, with so many bytes of rows of all: out and back, forward and backward.
-fn gathered(machines: &Machines, rails: Rails, bytes: f64) -> [f64; 2] {
-    let flat = 4.0 * machines.ring((rails.nodes * rails.places) as u32, bytes);
-    let two = 4.0 * machines.along_rails(rails, bytes) + 2.0 * machines.added(rails, bytes);
-    [flat, two]
+/// The same of GPUs, with so many bytes of rows of all: out in forward, out in backward, and back
+/// in each.
+fn gathered(machines: &Machines, rails: Rails, [forward, backward, back]: [f64; 3]) -> [f64; 2] {
+    let all = |of: &dyn Fn(f64) -> f64| of(forward) + of(backward) + 2.0 * of(back);
+    let flat = all(&|bytes| machines.ring((rails.nodes * rails.places) as u32, bytes));
+    let two = all(&|bytes| machines.along_rails(rails, bytes));
+    [flat, two + 2.0 * machines.added(rails, back)]
 }
 
 /// To how many of the `ep` ranks that share the experts a token travels, where all experts are

@@ -11,7 +11,7 @@ use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::profile::Backend;
 use crate::spec::{AttentionName, MoeJobSpec, Word, as_typed};
-use moejob_protocol::config::{GradientDtype, MomentDtype, Precision, TrainingConfig};
+use moejob_protocol::config::{GradientDtype, MomentDtype, Precision, TrainingConfig, Wire};
 use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig, RouterKind};
 use serde_json::Value;
 
@@ -57,8 +57,23 @@ fn of_processors(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
         let given = "`fastest` on processors";
         found.push(Problem::of(Code::Device, path, given, "deterministic", advice));
     }
+    let parallelism = spec.parallelism.clone().unwrap_or_default();
+    if parallelism.combine_pre_reduce == Some(true) {
+        let advice = "processors sum at each token's own rank, so that no bit depends on how many \
+                      there are: delete it";
+        let path = "spec.parallelism.combinePreReduce";
+        let given = "`true` on processors";
+        found.push(Problem::of(Code::Device, path, given, "false", advice));
+    }
+    let wire = parallelism.wire.map_or(Wire::Auto, |of| of.0);
+    if !matches!(wire, Wire::Auto | Wire::Fp32) {
+        let given = format!("`{}` on processors", as_typed(wire));
+        found.push(Problem::of(Code::Device, WIRE, given, "auto or fp32", ADVICE));
+    }
     found
 }
+
+const WIRE: &str = "spec.parallelism.wire";
 
 fn of_dtypes(training: &TrainingConfig) -> Vec<Problem> {
     let mut found = Vec::new();
@@ -82,6 +97,12 @@ fn of_dtypes(training: &TrainingConfig) -> Vec<Problem> {
             "bf16 with precision bf16",
             "choose auto or fp32, or precision bf16",
         ));
+    }
+    let wire = training.compute.wire;
+    if !wire.goes_with(training.precision) {
+        let given = format!("`{}` with precision {name}", as_typed(wire));
+        let advice = "delete it, or choose precision bf16";
+        found.push(Problem::of(Code::Device, WIRE, given, "auto or fp32", advice));
     }
     found
 }

@@ -15,7 +15,7 @@ use crate::spec::{
 };
 use moejob_protocol::config::{
     AdamW, Compute, Exchange, GradientDtype, MomentDtype, Offload, Precision, Recompute, Schedule,
-    TokenType, Tokenizer, TrainingConfig, ValidationConfig,
+    TokenType, Tokenizer, TrainingConfig, ValidationConfig, Wire,
 };
 use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm};
 use serde::Serialize;
@@ -292,6 +292,8 @@ impl Job {
                 gradient_dtype: GradientDtype::Auto,
                 fast_attention: false,
                 offload: Offload::None,
+                wire: Wire::Auto,
+                combine_each: false,
             };
             self.recovery.memory_auto = false;
             self.checkpoint.auto = false;
@@ -465,6 +467,7 @@ fn source(typed: SourceSpec) -> Source {
 
 fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
     let training = spec.training.clone().unwrap_or_default();
+    let parallelism = spec.parallelism.clone().unwrap_or_default();
     let micro_batch_size = training.micro_batch_size.unwrap_or(1);
     let adamw = training.optimizer.and_then(|optimizer| optimizer.adamw).unwrap_or_default();
     let learning_rate = adamw.learning_rate.unwrap_or(4e-4);
@@ -528,6 +531,13 @@ fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
                 Backend::Cpu => Offload::None,
                 Backend::Cuda => training.offload.map_or(Offload::None, |of| of.0),
             },
+            wire: match backend {
+                // What they may have is the same there.
+                Backend::Cpu => Wire::Auto,
+                Backend::Cuda => parallelism.wire.map_or(Wire::Auto, |of| of.0),
+            },
+            combine_each: backend == Backend::Cuda
+                && parallelism.combine_pre_reduce == Some(false),
         },
     }
 }

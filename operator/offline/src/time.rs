@@ -96,7 +96,7 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
         assumes.push(format!("{model}; no contention between switches"));
     }
     if mesh.ep > 1 {
-        assumes.push("each token travels to every GPU of its expert group, by NCCL".to_string());
+        assumes.push("each token travels to every GPU of its expert group, as by NCCL".to_string());
     }
     if beside {
         assumes.push("gradients travel beside backward".to_string());

@@ -8,7 +8,7 @@ use moejob_manifest::profile::{Line, LinkFigures, Profile, Profiles, read};
 use moejob_offline::{outlook, text as outlook_text};
 use moejob_plan::observed::Size;
 use moejob_plan::placement::sizes;
-use moejob_protocol::config::Exchange;
+use moejob_protocol::config::{Exchange, Wire};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{window_bytes, window_rooms};
 use moejob_protocol::mesh::Mesh;
@@ -330,16 +330,28 @@ fn windows_are_as_large_as_their_rails_need() {
     (job.training.micro_batch_size, job.training.sequence_length) = (4, 4096);
     let (tokens, top_k) = (4 * 4096, job.model.experts.per_token.into());
     let row = u64::from(job.model.hidden_size) * job.training.precision.element().bytes();
+    let rows = [row; 2];
     let layout = Layout::contiguous(Mesh::data_parallel(8, 8)).by_buckets();
     let bytes = |rails| window_bytes(&job.model, &layout, &job.training, rails);
     let rails = |nodes, places| Some(Rails { nodes, places });
     for (rails, rooms) in [
-        (None, window_rooms(8, tokens, row, top_k)),
-        (rails(2, 4), window_rooms(4, 2 * tokens, row, top_k)),
-        (rails(4, 2), window_rooms(2, 4 * tokens, row, top_k)),
+        (None, window_rooms(8, tokens, rows, top_k)),
+        (rails(2, 4), window_rooms(4, 2 * tokens, rows, top_k)),
+        (rails(4, 2), window_rooms(2, 4 * tokens, rows, top_k)),
     ] {
         let beyond = bytes(rails).checked_sub(rooms);
         assert!(beyond.is_some_and(|beyond| beyond < 4 << 20), "{rails:?}: {rooms}, {beyond:?}");
     }
     assert_eq!(bytes(rails(8, 1)), 0, "nobody is near");
+    // Sums in fp32 come back twice as long, and rows of each of eight experts eight times.
+    for (wire, combine_each, back) in
+        [(Wire::Fp32, false, 2 * row), (Wire::Fp8, false, row), (Wire::Auto, true, 8 * row)]
+    {
+        let compute = &mut job.training.compute;
+        (compute.wire, compute.combine_each) = (wire, combine_each);
+        let rooms = window_rooms(8, tokens, [row, back], top_k);
+        let found = window_bytes(&job.model, &layout, &job.training, None);
+        let beyond = found.checked_sub(rooms);
+        assert!(beyond.is_some_and(|beyond| beyond < 4 << 20), "{wire:?}: {rooms}, {beyond:?}");
+    }
 }

@@ -133,9 +133,13 @@ fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>) -> [Sum; 3] {
     let rails = Rails::of(&mesh, job.profile.ranks.max(1)).filter(|_| along);
     let way = Way { machines, ranks: mesh.ep.into(), rails };
     let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
-    let row = tokens * u64::from(model.hidden_size) * training.precision.element().bytes();
+    let top_k = model.experts.per_token;
+    let formats = training.compute.formats(training.precision.element(), top_k);
+    let dim = u64::from(model.hidden_size);
+    let [out, again] = [formats.tokens, formats.gradients].map(|of| tokens * of.bytes(dim));
+    let back = tokens * formats.rows_back * dim * formats.sums.bytes();
     // A word of 4 bytes for each choice of a token.
-    let words = tokens * 4 * u64::from(model.experts.per_token);
+    let words = tokens * 4 * u64::from(top_k);
     let layers = model.num_hidden_layers;
     let span = training.recompute.span(layers);
     let mixture = (0..layers).filter(|layer| model.is_moe_layer(*layer));
@@ -144,7 +148,8 @@ fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>) -> [Sum; 3] {
     let (once, often) = mixture.fold((0, 0), |(n, all), layer| (n + 1, all + forward(&layer)));
     let rounds = u64::from(job.micro_batches().div_ceil(mesh.dp));
     // Rows with ids and weights; then rows; with gradients of weights.
-    for (times, out, back) in [(often, row + 2 * words, row), (once, row, row + words)] {
+    let ways = [(often, out + 2 * words, back), (once, again, back + words)];
+    for (times, out, back) in ways {
         let times = times * rounds;
         let mut add = |at: usize, (bytes, seconds): (u64, f64)| {
             sums[at].add(times * bytes, times as f64 * seconds);

@@ -192,10 +192,13 @@ pub struct Spread<B> {
 /// What travels of a layer, used by every layer anew.
 #[derive(Clone, Debug)]
 pub struct SpreadScratch<B> {
-    /// [A, D]: gradients of outputs, the own ones in place of `Scratch::dx`; sums over the experts
-    /// here, or gradients of inputs
+    /// [A, D]: gradients of outputs. Where rows travel as they are, the own ones are `Scratch::dx`.
     pub dout: B,
+    /// [A, D]: sums over the experts here, or gradients of inputs; [A, K, D] where each expert's
+    /// row comes back. What travels in another format is packed in the one of these two that is not
+    /// in use, or where it does not fit there, in `packed`.
     pub partial: B,
+    pub packed: B,
     /// f32 [A, K]
     pub ds: B,
     /// u32 [T, K]: 0, 1, 2 ..

@@ -184,6 +184,26 @@ impl Offload {
     }
 }
 
+/// As what rows of tokens travel between the GPUs of an expert group: see [`crate::formats`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Wire {
+    /// As they are computed.
+    #[default]
+    Auto,
+    /// The same, and sums over experts in fp32.
+    Fp32,
+    Bf16,
+    /// Tokens as e4m3 with a scale for each 128 elements, all else as it is computed.
+    Fp8,
+}
+
+impl Wire {
+    pub fn is_auto(&self) -> bool {
+        *self == Wire::Auto
+    }
+}
+
 /// The devices of a job and the choices that only they have. No checkpoint depends on them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -201,6 +221,13 @@ pub struct Compute {
     /// where it is asked for.
     #[serde(default, skip_serializing_if = "Offload::is_none")]
     pub offload: Offload,
+    /// As of `offload`.
+    #[serde(default, skip_serializing_if = "Wire::is_auto")]
+    pub wire: Wire,
+    /// Of a token each expert's row comes back by itself, and not a sum over those of a rank. As of
+    /// `offload`.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub combine_each: bool,
 }
 
 impl Compute {

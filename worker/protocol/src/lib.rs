@@ -8,6 +8,7 @@
 //! Layout --Holders, Owners, Buckets--> the same for a whole table, once      owners, buckets
 //! Stages { nodes of a group } --within(), between()--> who sends what to whom       stages
 //! Rails { nodes x places of a group } --> the same of GPUs, whose rows lie where      rails
+//! Wire x kind of activations --Formats--> what rows that travel consist of              formats
 //! Holders --Shares--> what each rank owns of all of it                      shares
 //! micro-batch blocks --subtrees()--> the one reduction tree of a step     tree
 //! WorkerConfig (down), Up (up), Down (down)                       config, message, preflight,
@@ -32,6 +33,7 @@ pub mod reduction;
 pub mod shares;
 pub mod stages;
 pub mod rails;
+pub mod formats;
 pub mod memory;
 pub mod workspace;
 pub mod buffers;

@@ -21,6 +21,7 @@ use crate::config::{
     Backend, GradientDtype, MomentDtype, Offload, Precision, RecoveryConfig, Recompute,
     TrainingConfig,
 };
+use crate::formats::Formats;
 use crate::layout::{BLOCK, Division, Layout};
 use crate::mesh::Mesh;
 use crate::model::{AuxLossScope, ModelConfig, numel};
@@ -260,6 +261,8 @@ pub struct Shape {
     pub expert_place: u64,
     /// Between GPUs the group's tokens travel along these; none: from each to each.
     pub rails: Option<Rails>,
+    /// As what these tokens travel.
+    pub formats: Formats,
     pub flats: Flats,
     /// What every rank owns where tensors are divided.
     pub shares: Shares,
@@ -350,6 +353,7 @@ impl Shape {
             expert_parallel: group.len() as u64,
             expert_place: group.iter().take_while(|other| **other != rank).count() as u64,
             rails: None,
+            formats: training.compute.formats(types.element, model.experts.per_token),
             flats,
             dense_depth: depth(rank),
             expert_depths: group.iter().map(|source| depth(*source)).collect(),

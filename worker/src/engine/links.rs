@@ -55,6 +55,7 @@ pub(crate) use ledger::{Sent, WindowRows};
 pub(crate) use ledger::OfVerb;
 pub(crate) use peer::{Near, PATIENCE};
 pub(crate) use shared::Shared;
+pub(crate) use tokens::{Packed, Rows};
 pub(crate) use wanted::blocks_for;
 pub use wanted::{ENV_PEER, Use as PeerUse};
 pub(crate) use wanted::window_wanted;

@@ -14,19 +14,28 @@
 //! Where the group has windows, a token travels to the ranks alone that have one of its experts
 //! (`links/peer.rs`). The rows of all others then say nothing, and nothing here reads them. Of a
 //! group on several nodes tokens may travel between nodes first (`links/tokens.rs`).
+//!
+//! With `combine_each` no sum comes back but the row of each choice, and the token's own rank sums
+//! them up in the order of experts, as a rank does that has all experts.
+//!
+//! As what rows travel is told by [`Formats`](moejob_protocol::formats::Formats). Rows that become
+//! something else on their way are changed in `Spread::x` or `SpreadScratch::dout`, never where
+//! the router or the residual reads them.
 
 use crate::engine::backward::Leaf;
 use crate::engine::forward::Pass;
-use crate::engine::links::{Near, PeerUse};
+use crate::engine::links::{Near, Packed, PeerUse, Rows};
 use crate::engine::model::Model;
 use crate::engine::round::Round;
 use moejob_kernels::cuda::{Gradients, MoeDesc, MoeTensors, Need, Saved, Weights};
 use moejob_kernels::{
-    Add, Buffer, MoeExpertsBackward, MoeForward, MoeHidden, MoePlace, MoeRoute, MoeRouterBackward,
+    Add, Buffer, MoeCombine, MoeExperts, MoeExpertsBackward, MoeHidden, MoePlace, MoeRoute,
+    MoeRouterBackward, WireFormat,
 };
 use moejob_protocol::buffers::{Spread, SpreadScratch};
+use moejob_protocol::formats::RowFormat;
 use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::window_rooms;
+use moejob_protocol::memory::{Kind, window_rooms};
 use moejob_protocol::model::ModelConfig;
 use std::time::Duration;
 
@@ -66,18 +75,18 @@ impl Model {
 
     /// Those of the own group that may share windows, if its tokens travel.
     pub(crate) fn near(&self, wanted: PeerUse, patience: Duration) -> Option<Near> {
-        let (here, scratch) = self.here.zip(self.buffers.scratch.spread.as_ref())?;
+        let here = self.here?;
         let ranks = self.group.near().to_vec();
         // Rails of nodes with one rank each leave it nothing to do.
         if ranks.len() == 1 {
             return None;
         }
-        let row = scratch.partial.bytes() / here.desc.tokens;
+        let bytes = self.shape.formats.token_bytes(self.config.hidden_size.into());
         // Of a position of the window: with rails those of all ranks of its place.
         let tokens = here.desc.tokens / ranks.len();
-        let [positions, tokens, row, top_k] =
-            [ranks.len(), tokens, row, here.desc.top_k].map(|count| count as u64);
-        let rooms = window_rooms(positions, tokens, row, top_k) as usize;
+        let [positions, tokens, top_k] =
+            [ranks.len(), tokens, here.desc.top_k].map(|count| count as u64);
+        let rooms = window_rooms(positions, tokens, bytes, top_k) as usize;
         Some(Near { ranks, rooms, wanted, patience })
     }
 
@@ -148,17 +157,19 @@ impl Pass<'_> {
         let (here, spread, scratch) = self.model.spread(layer);
         if let (Some(tensors), Some(desc)) = (own, self.model.fused) {
             self.model.device.moe_route(&MoeRoute { desc, tensors });
-            // Its tokens are among those of the group already.
-            for (from, all) in
-                [(tensors.saved.ids, spread.ids), (tensors.saved.weights, spread.weights)]
-            {
-                let to = self.model.own_of(all);
-                self.model.device.copy(from, to);
+            for (from, all) in [
+                (tensors.x, spread.x),
+                (tensors.saved.ids, spread.ids),
+                (tensors.saved.weights, spread.weights),
+            ] {
+                self.own_into(from, all);
             }
         }
         self.mark("router", Some(layer));
         let need = self.model.need(layer, self.round);
-        self.gather(&need, spread.x, Some(spread.weights));
+        let formats = self.model.shape.formats;
+        let packed = packed(formats.tokens, formats.element, scratch.dout);
+        self.gather(&need, Rows { rows: spread.x, packed }, Some(spread.weights));
         self.mark("tokens travel", Some(layer));
         let tensors = self.model.tensors_here(layer);
         self.model.device.moe_place(&MoePlace {
@@ -170,21 +181,29 @@ impl Pass<'_> {
             locals: here.desc.experts,
             saved: tensors.saved,
         });
-        let partial = scratch.partial;
-        self.model.device.moe_experts(&MoeForward { desc: here.desc, tensors, out: partial });
+        let (partial, each) = (scratch.partial, formats.returns_each());
+        self.model.device.moe_experts(&MoeExperts { desc: here.desc, tensors, out: partial, each });
         self.mark("experts", Some(layer));
-        let onto = own.map(|_| [self.model.buffers.layers[layer].mid, out]);
-        self.scatter(&need, partial, (None, onto));
+        let mid = self.model.buffers.layers[layer].mid;
+        let onto = own.map(|_| [mid, out]).filter(|_| !each);
+        self.scatter(&need, (None, onto));
+        if let Some(tensors) = own.filter(|_| each) {
+            self.combine(&scratch, Some(tensors.saved.weights), (mid, out));
+        }
         self.mark("sums travel", Some(layer));
     }
 
-    /// dnorm = the gradient of the layer's output, `scratch.dx`, which lies in `dout`, through
-    /// experts and router.
+    /// dnorm = the gradient of the layer's output, `scratch.dx`, through experts and router.
     pub(crate) fn spread_backward(&mut self, layer: usize, own: Option<MoeTensors>, leaf: &Leaf) {
         let (here, _, scratch) = self.model.spread(layer);
-        let dnorm = self.model.buffers.scratch.dnorm;
+        let (dx, dnorm) = (self.model.buffers.scratch.dx, self.model.buffers.scratch.dnorm);
+        if own.is_some() {
+            self.own_into(dx, scratch.dout);
+        }
         let need = self.model.need(layer, self.round);
-        self.gather(&need, scratch.dout, None);
+        let formats = self.model.shape.formats;
+        let packed = packed(formats.gradients, formats.element, scratch.partial);
+        self.gather(&need, Rows { rows: scratch.dout, packed }, None);
         self.mark("gradients travel", Some(layer));
         let stacks = leaf.stacks[layer].expect("a mixture layer has experts");
         let (up, down) = (stacks.up, stacks.down);
@@ -199,6 +218,7 @@ impl Pass<'_> {
             tensors,
             dout: scratch.dout,
             dx: scratch.partial,
+            each: formats.returns_each(),
             ds: scratch.ds,
             gradients: Gradients {
                 router: tensors.weights.router,
@@ -208,7 +228,7 @@ impl Pass<'_> {
             },
         });
         self.mark("experts'", Some(layer));
-        self.scatter(&need, scratch.partial, (Some(scratch.ds), None));
+        self.scatter(&need, (Some(scratch.ds), None));
         self.mark("gradients travel back", Some(layer));
         let (Some(tensors), Some(desc), Some(dense)) = (own, self.model.fused, leaf.dense) else {
             return;
@@ -223,23 +243,65 @@ impl Pass<'_> {
             dx: dnorm,
             gradients: Gradients { router, up, down, accumulate: leaf.accumulate },
         });
-        let b = self.model.own_of(scratch.partial);
-        self.model.device.add(&Add { a: dnorm, b });
+        if formats.returns_each() {
+            self.combine(&scratch, None, (dnorm, dnorm));
+        } else {
+            let b = self.model.own_of(scratch.partial);
+            self.model.device.add(&Add { a: dnorm, b });
+        }
         self.mark("router'", Some(layer));
     }
 
-    fn gather(&mut self, need: &Need, rows: Buffer, weights: Option<Buffer>) {
-        let Pass { model, links, .. } = self;
-        links.gather_tokens(&mut model.device, (&model.group, need), rows, weights);
+    /// What this rank has of what all ranks have, unless it lies there already: tokens that travel
+    /// as they are do so.
+    fn own_into(&mut self, from: Buffer, all: Buffer) {
+        let to = self.model.own_of(all);
+        if from != to {
+            self.model.device.copy(from, to);
+        }
     }
 
-    fn scatter(
-        &mut self,
-        need: &Need,
-        rows: Buffer,
-        more: (Option<Buffer>, Option<[Buffer; 2]>),
-    ) {
+    fn gather(&mut self, need: &Need, of: Rows, weights: Option<Buffer>) {
         let Pass { model, links, .. } = self;
-        links.scatter_tokens(&mut model.device, (&model.group, need), rows, more);
+        links.gather_tokens(&mut model.device, (&model.group, need), of, weights);
     }
+
+    /// What the experts here add, `scratch.partial` and slots, to where its tokens are.
+    fn scatter(&mut self, need: &Need, more: (Option<Buffer>, Option<[Buffer; 2]>)) {
+        let Pass { model, links, .. } = self;
+        let formats = model.shape.formats;
+        let scratch = model.buffers.scratch.spread.as_ref().expect("memory of what travels");
+        let room = if scratch.packed.is_empty() { scratch.dout } else { scratch.packed };
+        let packed = packed(RowFormat::Of(formats.sums), formats.written, room);
+        let of = Rows { rows: scratch.partial, packed };
+        let of_choices = formats.returns_each().then(|| need.of_choices());
+        let need = of_choices.as_ref().unwrap_or(need);
+        links.scatter_tokens(&mut model.device, (&model.group, need), of, more);
+    }
+}
+
+impl Pass<'_> {
+    /// out = base + the sum over the rows of each own token's choices, which came back.
+    fn combine(
+        &mut self,
+        scratch: &SpreadScratch<Buffer>,
+        weights: Option<Buffer>,
+        (base, out): (Buffer, Buffer),
+    ) {
+        let Some(desc) = self.model.fused else { return };
+        let rows = self.model.own_of(scratch.partial);
+        let slots = scratch.slots;
+        let op = MoeCombine { desc, rows, slots, weights, base, out };
+        self.model.device.moe_combine(&op);
+    }
+}
+
+/// How rows of `kind` travel as `format`, by way of `room`.
+fn packed(format: RowFormat, kind: Kind, room: Buffer) -> Option<Packed> {
+    let format = match format {
+        RowFormat::Of(of) if of == kind => return None,
+        RowFormat::Of(_) => WireFormat::Bf16,
+        RowFormat::Fp8 => WireFormat::Fp8,
+    };
+    Some(Packed { format, room })
 }

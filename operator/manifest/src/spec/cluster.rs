@@ -2,7 +2,7 @@
 
 use super::{NumberOrAuto, Word};
 use kube_derive::KubeSchema;
-use moejob_protocol::config::Backend;
+use moejob_protocol::config::{Backend, Wire};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -190,6 +190,17 @@ pub struct ParallelismSpec {
     /// between them), or auto: on processors what is estimated to be faster, and no bit depends on
     /// it; on GPUs flat, since sums are rounded in another order. Default: auto.
     pub exchange: Option<ExchangeName>,
+    /// As what tokens travel between GPUs that share experts: auto, as they are computed; fp32, the
+    /// same, and sums over experts are not rounded before they are added; bf16, of precision fp32
+    /// or tf32; or fp8, which rounds what experts read to three bits behind the first one (e4m3
+    /// with a scale for each 128 elements), halves what is sent to them, and leaves sums and
+    /// gradients alone. Processors have auto and fp32, which are the same there. Default: auto.
+    pub wire: Option<Word<Wire>>,
+    /// Whether a GPU sums up what its experts make of a token before that goes back: true, one row
+    /// comes back from each GPU; false, one of each expert, which takes as many times the bytes and
+    /// the memory, and the token's own GPU sums them in the order of experts. Processors do the
+    /// latter, so that no bit depends on their number. Default: true, on processors false.
+    pub combine_pre_reduce: Option<bool>,
     /// Ranks that share each matrix (tp). Only 1 yet. Default: 1.
     #[schemars(range(min = 1, max = 1024))]
     pub tensor: Option<u32>,

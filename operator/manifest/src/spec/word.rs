@@ -1,6 +1,8 @@
 //! Words of a manifest that are those of the protocol: one list, for the schema and as typed.
 
-use moejob_protocol::config::{Backend, GradientDtype, MomentDtype, Offload, TokenType};
+use moejob_protocol::config::{
+    Backend, GradientDtype, MomentDtype, Offload, TokenType, Wire,
+};
 use moejob_protocol::model::{Activation, AuxLossScope, BalanceLoss, QkNorm, RouterKind, Scoring};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
@@ -49,6 +51,7 @@ words! {
     RouterKind: "topK" "switch" "gshard" "tutel" "noisyTopK" "topP" "expertChoice" "hash";
     Scoring: "softmax" "sigmoid";
     TokenType: "uint16" "uint32";
+    Wire: "auto" "fp32" "bf16" "fp8";
 }
 
 impl<T: Words> JsonSchema for Word<T> {

@@ -32,7 +32,7 @@ use moejob_plan::launch::{self, Places};
 use moejob_plan::placement::{self, gib};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::communication::CommunicationReport;
-use moejob_protocol::config::Backend;
+use moejob_protocol::config::{Backend, Wire};
 use names::{gradients, moments, recompute};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -78,6 +78,9 @@ pub struct BenchArgs {
     /// parallelism.expert: devices that share the experts out. Default: each has all.
     #[arg(long, default_value_t = 1, value_parser = whole(1, 64))]
     pub expert_parallel: u32,
+    /// parallelism.wire: as what tokens travel between devices that share the experts.
+    #[arg(long, value_parser = ["auto", "fp32", "bf16", "fp8"])]
+    pub wire: Option<String>,
     /// training.precision. Default: bf16 on a GPU, fp32 on processors.
     #[arg(long, value_parser = ["fp32", "tf32", "bf16", "fp16"])]
     pub precision: Option<String>,
@@ -184,13 +187,14 @@ fn job(args: &BenchArgs, preset: Preset, device: DeviceName) -> Result<Job, Refu
         }
     }
     let profile = if device == DeviceName::Gpu { "gpu" } else { "cpu" };
+    let wire = args.wire.as_deref().unwrap_or("auto");
     let manifest = json!({
         "apiVersion": "moejob.dev/v1alpha1",
         "kind": "MoeJob",
         "metadata": { "name": "bench" },
         "spec": {
             "nodes": { "profile": profile, "devicesPerNode": devices },
-            "parallelism": { "expert": args.expert_parallel },
+            "parallelism": { "expert": args.expert_parallel, "wire": wire },
             "model": model,
             "data": {
                 // Never opened.
@@ -504,13 +508,17 @@ impl Measured {
             (
                 "numbers",
                 format!(
-                    "{}, moments {}, gradients {}, attention {}, recompute {}{}",
+                    "{}, moments {}, gradients {}, attention {}, recompute {}{}{}",
                     as_typed(training.precision),
                     moments(compute.moment_dtype),
                     gradients(compute.gradient_dtype),
                     if compute.fast_attention { "fastest" } else { "deterministic" },
                     recompute(training.recompute),
                     if compute.offload.is_none() { "" } else { ", state offloaded to the host" },
+                    match compute.wire {
+                        Wire::Auto => String::new(),
+                        wire => format!(", tokens travel as {}", as_typed(wire)),
+                    },
                 ),
             ),
             (

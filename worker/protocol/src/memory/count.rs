@@ -48,12 +48,12 @@ pub fn beside_arena(with_others: bool) -> u64 {
 }
 
 /// Rooms of a window by which `positions` ranks of a node exchange the tokens of an expert group:
-/// `tokens` each, with rails those of the own one. Rows have so many bytes, and tokens `top_k`
-/// choices. The rooms hold rows, ids and weights that others take; or, in turn, rows and gradients
-/// of weights that the others bring.
-pub fn window_rooms(positions: u64, tokens: u64, row_bytes: u64, top_k: u64) -> u64 {
-    let taken = tokens * (row_bytes + 2 * 4 * top_k);
-    let brought = positions.saturating_sub(1) * tokens * (row_bytes + 4 * top_k);
+/// `tokens` each, with rails those of the own one. A token has so many bytes, on its way out and
+/// back, and `top_k` choices. The rooms hold rows, ids and weights that others take; or, in
+/// turn, rows and gradients of weights that the others bring.
+pub fn window_rooms(positions: u64, tokens: u64, [out, back]: [u64; 2], top_k: u64) -> u64 {
+    let taken = tokens * (out + 2 * 4 * top_k);
+    let brought = positions.saturating_sub(1) * tokens * (back + 4 * top_k);
     taken.max(brought)
 }
 
@@ -74,8 +74,9 @@ pub fn window_bytes(
     }
     let own = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
     let tokens = nodes * own;
-    let row = u64::from(model.hidden_size) * training.precision.element().bytes();
-    let rooms = window_rooms(positions, tokens, row, model.experts.per_token.into());
+    let (element, top_k) = (training.precision.element(), model.experts.per_token);
+    let bytes = training.compute.formats(element, top_k).token_bytes(model.hidden_size.into());
+    let rooms = window_rooms(positions, tokens, bytes, top_k.into());
     (rooms + WINDOW_MAIL).next_multiple_of(WINDOW_PAGE)
 }
 
@@ -248,9 +249,11 @@ mod tests {
     /// Who brings most: one other, or many.
     #[test]
     fn rooms_hold_what_is_taken_or_brought() {
-        assert_eq!(window_rooms(2, 16_384, 4096, 8), 16_384 * (4096 + 64));
-        assert_eq!(window_rooms(8, 16_384, 4096, 8), 7 * 16_384 * (4096 + 32));
-        assert_eq!(window_rooms(1, 10, 64, 2), 10 * 80);
+        assert_eq!(window_rooms(2, 16_384, [4096; 2], 8), 16_384 * (4096 + 64));
+        assert_eq!(window_rooms(8, 16_384, [4096; 2], 8), 7 * 16_384 * (4096 + 32));
+        assert_eq!(window_rooms(1, 10, [64; 2], 2), 10 * 80);
+        // Sums that come back in fp32.
+        assert_eq!(window_rooms(2, 16_384, [4096, 8192], 8), 16_384 * (8192 + 32));
     }
 
     #[test]

@@ -20,7 +20,7 @@ use crate::gang::comm::{Comm, CommError, Lookout};
 use moejob_kernels::cuda::{
     CountRows, CudaDevice, GatherRows, Need, PEERS_MAX, PeerDesc, PeerLinks, ScatterRows,
 };
-use moejob_kernels::{Buffer, Device};
+use moejob_kernels::{Buffer, Device, WireFormat};
 use moejob_protocol::communication::{Link, Verb};
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -174,19 +174,20 @@ impl Windows {
         drop(self.links().take());
     }
 
-    /// `rows`, with `weights` the ids of `need`, of the ranks whose tokens have an expert here.
+    /// `rows`, with `weights` the ids of `need`, of the ranks whose tokens have an expert here;
+    /// rows travel in `format`, if that is another one.
     pub fn gather(
         &self,
         cuda: &CudaDevice,
         need: &Need,
-        rows: Buffer,
+        (rows, format): (Buffer, Option<WireFormat>),
         weights: Option<Buffer>,
         step: u32,
     ) {
         if let Some(links) = &*self.links() {
             self.used.store(true, Ordering::Relaxed);
             let blocks = self.blocks_of(need, rows);
-            cuda.gather_rows(links, &GatherRows { need, rows, weights, blocks, step });
+            cuda.gather_rows(links, &GatherRows { need, rows, format, weights, blocks, step });
         }
     }
 
@@ -262,16 +263,18 @@ impl Links {
         &mut self,
         device: &mut Device,
         need: &Need,
-        rows: Buffer,
+        (rows, format): (Buffer, Option<WireFormat>),
         weights: Option<Buffer>,
     ) -> bool {
         let Some(windows) = self.windows_of(device) else { return false };
         // An id and a weight for each choice, of all tokens here; of rows those that are needed.
         let words = weights.map_or(0, |_| 2 * 4 * need.top_k);
         let words = words * windows.position().map_or(0, |me| tokens_of_others(need, me));
-        let pass = Pass { verb: Verb::Dispatch, need, row: row_bytes(need, rows), words };
+        let whole = row_bytes(need, rows);
+        let row = format.map_or(whole, |of| of.row_bytes(whole / rows.dtype().size()));
+        let pass = Pass { verb: Verb::Dispatch, need, row, words };
         self.pass(&windows, device, &pass, |cuda, step| {
-            windows.gather(cuda, need, rows, weights, step);
+            windows.gather(cuda, need, (rows, format), weights, step);
         });
         true
     }
@@ -413,10 +416,27 @@ mod tests {
     fn rooms_are_those_of_the_plan() {
         let sizes = [(2, 32, 256, 2), (8, 4096, 4096, 8), (3, 7, 64, 1)];
         for (positions, tokens, row, top_k) in sizes {
-            let planned = window_rooms(positions, tokens, row, top_k);
-            let [positions, tokens, row, top_k] =
-                [positions, tokens, row, top_k].map(|count| count as usize);
-            assert_eq!(rooms_of_group(positions, tokens, row, top_k) as u64, planned);
+            for rows in [[row, row], [row, 2 * row], [2 * row, row]] {
+                let planned = window_rooms(positions, tokens, rows, top_k);
+                let [positions, tokens, top_k] =
+                    [positions, tokens, top_k].map(|count| count as usize);
+                let rows = rows.map(|bytes| bytes as usize);
+                assert_eq!(rooms_of_group(positions, tokens, rows, top_k) as u64, planned);
+            }
+        }
+    }
+
+    /// So are rows in the formats that they may travel in.
+    #[test]
+    fn rows_are_as_long_as_the_plan_says() {
+        use moejob_kernels::WireFormat;
+        use moejob_protocol::formats::RowFormat;
+        use moejob_protocol::memory::Kind;
+        for dim in [64, 128, 192, 2048, 2112, 7168] {
+            let planned = RowFormat::Fp8.bytes(dim as u64);
+            assert_eq!(WireFormat::Fp8.row_bytes(dim) as u64, planned);
+            let planned = RowFormat::Of(Kind::Bf16).bytes(dim as u64);
+            assert_eq!(WireFormat::Bf16.row_bytes(dim) as u64, planned);
         }
     }
 

@@ -14,42 +14,128 @@
 //! place alone; within a node by the node's communicator, or through windows (`peer.rs`). Rows come
 //! straight to where they belong. Sums of other nodes land where rows lie that this rank needs no
 //! longer, so nothing takes memory of its own.
+//!
+//! Rows may travel in another format than they are computed with ([`Packed`]). Then the own ones go
+//! through it as well, so that no number depends on which rank has an expert. Through windows the
+//! kernel packs and unpacks tokens itself; everything else is packed before it leaves, moved, and
+//! unpacked. Sums that travel as bf16 are made of what was packed, in fp32, and rounded once.
 
 use super::shared::of_all;
 use super::{Links, Parcel, Shared};
 use crate::engine::group::ExpertGroup;
 use moejob_kernels::cuda::Need;
-use moejob_kernels::{Add, Buffer, CpuDevice, DType, Device, Sum};
+use moejob_kernels::{
+    Add, Buffer, CpuDevice, DType, Device, PackRows, Sum, UnpackRows, WireFormat,
+};
 use moejob_protocol::communication::Verb;
 use moejob_protocol::rails::Rails;
 
+/// Rows of all tokens of a group, and as what they travel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rows {
+    /// [P T, D]
+    pub rows: Buffer,
+    /// None: as they are.
+    pub packed: Option<Packed>,
+}
+
+/// Another format, and memory for all rows in it, which nothing else uses meanwhile.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Packed {
+    pub format: WireFormat,
+    pub room: Buffer,
+}
+
+impl Rows {
+    /// Packed rows of all of so many tokens.
+    fn travelling(&self, tokens: usize) -> Option<Travelling> {
+        let Packed { format, room } = self.packed?;
+        let dim = self.rows.len() / tokens;
+        let bytes = tokens * format.row_bytes(dim);
+        let packed = room.reinterpret(DType::U8).slice(0, bytes);
+        Some(Travelling { format, dim, rows: self.rows, packed })
+    }
+}
+
+/// Rows and what they are packed to.
+#[derive(Clone, Copy, Debug)]
+struct Travelling {
+    format: WireFormat,
+    dim: usize,
+    rows: Buffer,
+    /// u8
+    packed: Buffer,
+}
+
+impl Travelling {
+    /// The part of the rank at `position` of a group.
+    fn of(&self, group: &ExpertGroup, position: usize) -> Travelling {
+        let (rows, packed) =
+            (chunk(group, self.rows, position), chunk(group, self.packed, position));
+        Travelling { rows, packed, ..*self }
+    }
+
+    fn pack(&self, device: &mut Device) {
+        let Travelling { format, dim, rows, packed } = *self;
+        device.pack_rows(&PackRows { format, dim, rows, packed });
+    }
+
+    fn unpack(&self, device: &mut Device) {
+        let Travelling { format, dim, rows, packed } = *self;
+        device.unpack_rows(&UnpackRows { format, dim, packed, rows });
+    }
+
+    /// What is summed of it.
+    fn sums(&self) -> Buffer {
+        assert_eq!(self.format, WireFormat::Bf16, "sums travel as bf16 or as they are");
+        self.packed.reinterpret(DType::Bf16)
+    }
+}
+
 impl Links {
-    /// Tokens of the own expert group, which has a buffer of `rows` [P T, D] on each rank, to the
+    /// Tokens of the own expert group, which has a buffer of rows [P T, D] on each rank, to the
     /// ranks that have one of their experts, or to all; with `weights` [P T, K] also these and the
     /// ids of `need`, of all tokens to all. Other rows say nothing.
     pub(crate) fn gather_tokens(
         &mut self,
         device: &mut Device,
         (group, need): (&ExpertGroup, &Need),
-        rows: Buffer,
+        of: Rows,
         weights: Option<Buffer>,
     ) {
+        let by_windows = self.has_windows(device);
+        // The kernel packs for itself what does not come by rails.
+        let packs = !by_windows || group.rails.is_some();
+        let packed = of.travelling(group.ranks.len() * need.tokens).filter(|_| packs);
+        if let Some(packed) = packed {
+            packed.of(group, group.me).pack(device);
+        }
         let words = weights.iter().flat_map(|weights| [need.ids, *weights]);
+        let rows = packed.map_or(of.rows, |packed| packed.packed);
         let all: Vec<Buffer> = std::iter::once(rows).chain(words).collect();
         if let Some(rails) = group.rails {
             self.out_along(device, (group, rails), &all);
         }
-        // Rails of nodes with one rank each have brought everything.
-        let all_here = group.rails.is_some_and(|rails| rails.places == 1);
-        if !self.gather_by_windows(device, need, rows, weights) && !all_here {
+        if by_windows {
+            if let (Some(packed), Some(rails)) = (packed, group.rails) {
+                let came = rails.along(group.me);
+                came.for_each(|from| packed.of(group, from).unpack(device));
+            }
+            let format = of.packed.map(|packed| packed.format);
+            self.gather_by_windows(device, need, (of.rows, format), weights);
+        } else if group.rails.is_none_or(|rails| rails.places > 1) {
+            // Rails of nodes with one rank each have brought everything.
             self.all_gather_as(Verb::Dispatch, device, &near(group, &all));
         }
+        if let Some(packed) = packed.filter(|_| !by_windows) {
+            packed.unpack(device);
+        }
         if let (true, Some(cpu)) = (self.by_need, device.as_cpu_mut()) {
-            keep_needed(cpu, group.me, need, rows);
+            keep_needed(cpu, group.me, need, of.rows);
         }
     }
 
-    /// What each rank of the own expert group adds to all tokens, `rows` [P T, D] and `slots`
+    /// What each rank of the own expert group adds to all tokens, rows [P T, D] and `slots`
     /// [P T, K]: each rank's own part becomes the sum. With rails it is made within each node
     /// first, and then over nodes in their order. With `onto`, [T, D] each, the second of them
     /// becomes the first plus the own sums of rows, and what the own rows are then is not said.
@@ -57,25 +143,43 @@ impl Links {
         &mut self,
         device: &mut Device,
         (group, need): (&ExpertGroup, &Need),
-        rows: Buffer,
+        of: Rows,
         (slots, onto): (Option<Buffer>, Option<[Buffer; 2]>),
     ) {
-        let all: Vec<Buffer> = std::iter::once(rows).chain(slots).collect();
         if let (true, Some(cpu)) = (self.by_need, device.as_cpu_mut()) {
-            all.iter().for_each(|part| check_nothing_else(cpu, group.me, need, *part));
+            let all = std::iter::once(of.rows).chain(slots);
+            all.for_each(|part| check_nothing_else(cpu, group.me, need, part));
         }
-        let whole = onto.filter(|_| group.rails.is_none());
+        let packed = of.travelling(group.ranks.len() * need.tokens);
+        if let Some(packed) = packed {
+            packed.pack(device);
+        }
+        let rows = packed.map_or(of.rows, |packed| packed.sums());
+        let all: Vec<Buffer> = std::iter::once(rows).chain(slots).collect();
+        // The kernel adds to what is of the kind that it sums.
+        let alike = |[a, _]: &[Buffer; 2]| a.dtype() == of.rows.dtype();
+        let flat = group.rails.is_none() && packed.is_none();
+        let whole = onto.filter(alike).filter(|_| flat);
         match self.scatter_by_windows(device, need, rows, (slots, whole)) {
             true if whole.is_some() => return,
             true => {}
             false => self.reduce_scatter_as(Verb::Combine, device, &near(group, &all)),
         }
-        if let Some(rails) = group.rails.filter(|rails| rails.places > 1) {
-            self.back_along(device, (group, rails), &all);
+        match group.rails.filter(|rails| rails.places > 1) {
+            Some(rails) => self.back_along(device, (group, rails), (packed, &all)),
+            None => {
+                let own = packed.map(|packed| packed.of(group, group.me));
+                own.iter().for_each(|own| own.unpack(device));
+            }
         }
         if let Some([a, out]) = onto.filter(|_| !self.has_failed()) {
-            device.sum(&Sum { a, b: chunk(group, rows, group.me), out });
+            device.sum(&Sum { a, b: chunk(group, of.rows, group.me), out });
         }
+    }
+
+    /// Tokens travel through windows on this device, unless a verb has failed.
+    fn has_windows(&self, device: &Device) -> bool {
+        self.windows.is_some() && device.as_cuda().is_some() && self.failure.is_none()
     }
 
     /// The own part of each buffer to the others of the rail, and theirs here.
@@ -94,12 +198,13 @@ impl Links {
     }
 
     /// The sums that this node has of others' tokens to the ranks of these. The own part of each
-    /// buffer becomes the sum over all nodes, in their order.
+    /// buffer becomes the sum over all nodes, in their order; that of packed rows what they are
+    /// packed of.
     fn back_along(
         &mut self,
         device: &mut Device,
         (group, rails): (&ExpertGroup, Rails),
-        all: &[Buffer],
+        (packed, all): (Option<Travelling>, &[Buffer]),
     ) {
         let others = || rails.along(group.me);
         let of = |position| chunks(group, all, position);
@@ -112,9 +217,14 @@ impl Links {
         }
         let mut terms: Vec<usize> = others().map(|from| rails.landing(from)).collect();
         terms.insert(rails.node(group.me), group.me);
+        let mut all = all.to_vec();
+        if let Some(packed) = packed {
+            terms.iter().for_each(|position| packed.of(group, *position).unpack(device));
+            all[0] = packed.rows;
+        }
         for buffer in all {
             let terms: Vec<Buffer> =
-                terms.iter().map(|position| chunk(group, *buffer, *position)).collect();
+                terms.iter().map(|position| chunk(group, buffer, *position)).collect();
             add_in_order(device, &terms, rails.node(group.me));
         }
     }
@@ -203,7 +313,8 @@ mod tests {
     use moejob_kernels::ArenaPlan;
 
     const TOKENS: usize = 3;
-    const DIM: usize = 5;
+    /// A block of fp8, and the begin of another.
+    const DIM: usize = 144;
     const TOP_K: usize = 2;
 
     /// What `rank` has in a row, or adds to it.
@@ -229,6 +340,16 @@ mod tests {
 
     /// Two groups of processors, each on nodes of its own: what each rank of each has, by position.
     fn travel(ranks: usize, rails: Option<Rails>, value: Value) -> Vec<Vec<Found>> {
+        travel_as(ranks, rails, value, None)
+    }
+
+    /// The same of rows that travel in a format; sums do so as bf16 alone.
+    fn travel_as(
+        ranks: usize,
+        rails: Option<Rails>,
+        value: Value,
+        format: Option<WireFormat>,
+    ) -> Vec<Vec<Found>> {
         let of_rank = |comm: Comm| {
             let rank = comm.rank() as usize;
             let (first, me) = (rank / ranks * ranks, rank % ranks);
@@ -240,6 +361,8 @@ mod tests {
             let ids = plan.alloc(DType::U32, tokens * TOP_K);
             let slots = plan.alloc(DType::F32, tokens * TOP_K);
             let onto = [(); 2].map(|()| plan.alloc(DType::F32, TOKENS * DIM));
+            let room = plan.alloc(DType::F32, tokens * DIM);
+            let packed = format.map(|format| Packed { format, room });
             let mut device = Device::cpu(1, plan.bytes()).expect("a processor");
             let need = Need {
                 tokens: TOKENS,
@@ -263,7 +386,8 @@ mod tests {
             let len = ids.len() / ranks;
             (me * len..(me + 1) * len).for_each(|at| words[at] = at as u32);
             device.write(ids, &words);
-            links.gather_tokens(&mut device, (&group, &need), rows, Some(slots));
+            let of = Rows { rows, packed };
+            links.gather_tokens(&mut device, (&group, &need), of, Some(slots));
             let mut found = Found {
                 rows: device.read_vec(rows),
                 ids: device.read_vec(ids),
@@ -278,7 +402,8 @@ mod tests {
             let before: Vec<f32> = (0..residual.len()).map(|at| value(rank, at + 1)).collect();
             device.write(residual, &before);
             let asked = (Some(slots), Some(onto));
-            links.scatter_tokens(&mut device, (&group, &need), rows, asked);
+            let packed = packed.filter(|packed| packed.format == WireFormat::Bf16);
+            links.scatter_tokens(&mut device, (&group, &need), Rows { rows, packed }, asked);
             assert_eq!(links.check(), Ok(()));
             found.sums = [rows, slots].map(|buffer| device.read_vec(chunk(&group, buffer, me)));
             let whole: Vec<f32> = before.iter().zip(&found.sums[0]).map(|(a, b)| a + b).collect();
@@ -356,6 +481,81 @@ mod tests {
             let [rails, flat] = [rails, None].map(|rails| travel(ranks, rails, whole));
             for (rails, flat) in rails.iter().flatten().zip(flat.iter().flatten()) {
                 assert_eq!(rails.sums, flat.sums, "{nodes} x {places}: sums that do not round");
+            }
+        }
+    }
+
+    fn halved(x: f32) -> f32 {
+        half::bf16::from_f32(x).to_f32()
+    }
+
+    /// What a row of all tokens stands for after it has travelled.
+    fn rounded(format: WireFormat, row: &[f32]) -> Vec<f32> {
+        if format == WireFormat::Bf16 {
+            return row.iter().map(|x| halved(*x)).collect();
+        }
+        let mut packed = vec![0; format.row_bytes(row.len())];
+        moejob_kernels::fp8_pack(row, &mut packed);
+        let mut out = vec![0.0; row.len()];
+        moejob_kernels::fp8_unpack(&packed, &mut out);
+        out
+    }
+
+    /// Every rank reads the same numbers, also whose tokens they are, and whatever way they came.
+    #[test]
+    fn rows_stand_for_the_same_on_all_ranks() {
+        for (format, (nodes, places)) in
+            [WireFormat::Bf16, WireFormat::Fp8].into_iter().flat_map(|of| SHAPES.map(|s| (of, s)))
+        {
+            let ranks = nodes * places;
+            for rails in [None, Some(Rails { nodes, places })] {
+                let found = travel_as(ranks, rails, rough, Some(format));
+                for (rank, found) in found.iter().flatten().enumerate() {
+                    let first = rank / ranks * ranks;
+                    let whose = |at: usize| first + at / (TOKENS * DIM);
+                    let all: Vec<f32> =
+                        (0..found.rows.len()).map(|at| rough(whose(at), at)).collect();
+                    let expected: Vec<f32> =
+                        all.chunks(DIM).flat_map(|row| rounded(format, row)).collect();
+                    assert_ne!(bits(&expected), bits(&all));
+                    let what = format!("{format:?} {nodes} x {places} {rails:?}: {rank}");
+                    assert_eq!(bits(&found.rows), bits(&expected), "{what}");
+                    let ids: Vec<u32> = (0..found.ids.len() as u32).collect();
+                    assert_eq!(found.ids, ids, "{what}");
+                }
+            }
+        }
+    }
+
+    /// As bf16: of what was rounded, in fp32 and rounded once in each node; in fp32 over nodes.
+    #[test]
+    fn sums_of_packed_rows_are_made_of_what_they_stand_for() {
+        for (nodes, places) in SHAPES {
+            let ranks = nodes * places;
+            // Nodes of one rank each add as the flat way does.
+            let near = if places > 1 { places } else { ranks };
+            for (rails, size) in [(Some(Rails { nodes, places }), near), (None, ranks)] {
+                let found = travel_as(ranks, rails, rough, Some(WireFormat::Bf16));
+                for (rank, found) in found.iter().flatten().enumerate() {
+                    let (first, position) = (rank / ranks * ranks, rank % ranks);
+                    let sum = |at: usize| {
+                        let node = |begin: usize| {
+                            let terms = (begin..begin + size).map(|p| halved(rough(first + p, at)));
+                            halved(terms.fold(0.0, |sum, x| sum + x))
+                        };
+                        let nodes = (0..ranks).step_by(size).map(node);
+                        nodes.reduce(|sum, x| sum + x).expect("a node")
+                    };
+                    let [rows, slots] = &found.sums;
+                    let at = position * rows.len()..(position + 1) * rows.len();
+                    let sums: Vec<f32> = at.map(sum).collect();
+                    let what = format!("{nodes} x {places} {rails:?}: {rank}");
+                    assert_eq!(bits(rows), bits(&sums), "{what}");
+                    let at = position * slots.len()..(position + 1) * slots.len();
+                    let whole: Vec<f32> =
+                        at.map(|at| expected((first, ranks), size, at)).collect();
+                    assert_eq!(bits(slots), bits(&whole), "{what}: slots are not packed");
+                }
             }
         }
     }

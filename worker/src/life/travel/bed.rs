@@ -91,7 +91,7 @@ fn slots(sizes: &[usize], world: usize) -> usize {
 pub(super) fn rooms(sizes: &[usize], world: usize) -> usize {
     let of = |size: &usize| {
         let part = size / world;
-        rooms_of_group(world, rows_of(part), row_bytes(part), world).max(*size)
+        rooms_of_group(world, rows_of(part), [row_bytes(part); 2], world).max(*size)
     };
     sizes.iter().map(of).max().unwrap_or(0).next_multiple_of(16)
 }

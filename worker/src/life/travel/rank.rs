@@ -338,7 +338,8 @@ impl Rank {
             }
             Verb::AllGather => {
                 let (need, blocks) = (&bed.need(bytes), blocks_for(bytes, most));
-                links.gather_rows(on, &GatherRows { need, rows, weights: None, blocks, step })
+                let (format, weights) = (None, None);
+                links.gather_rows(on, &GatherRows { need, rows, format, weights, blocks, step })
             }
             Verb::ReduceScatter => {
                 let (need, blocks) = (&bed.need(bytes), blocks_for(bytes, most));

@@ -65,9 +65,17 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
     pub(super) fn spread_scratch(&mut self) -> SpreadScratch<B> {
         let (t, k) = (self.shape.tokens, u64::from(self.model.experts.per_token));
         let (all, d) = (t * self.shape.expert_parallel, u64::from(self.model.hidden_size));
+        let formats = self.shape.formats;
+        // Rows of each expert do not fit in `dout`.
+        let packs = formats.returns_each() && formats.sums != formats.written;
+        let rows = all * formats.rows_back;
+        let mut rows_of = |kind, rows| self.planner.alloc(kind, Rows::Fixed(rows), d);
+        let partial = rows_of(formats.written, rows);
+        let packed = rows_of(formats.sums, if packs { rows } else { 0 });
         SpreadScratch {
             dout: self.floats(all, d),
-            partial: self.floats(all, d),
+            partial,
+            packed,
             ds: self.statistics(all, k),
             slots: self.words(t, k),
         }
