@@ -328,7 +328,7 @@ fn windows_are_as_large_as_their_rails_need() {
     let mut job = job_on_gpus("", "", 8);
     // Four sequences of 4,096 tokens: the rooms are much larger than a window's other parts.
     (job.training.micro_batch_size, job.training.sequence_length) = (4, 4096);
-    let (tokens, top_k) = (4 * 4096, job.model.experts.per_token.into());
+    let (tokens, top_k) = (4 * 4096, u64::from(job.model.experts.per_token));
     let row = u64::from(job.model.hidden_size) * job.training.precision.element().bytes();
     let rows = [row; 2];
     let layout = Layout::contiguous(Mesh::data_parallel(8, 8)).by_buckets();
@@ -343,9 +343,9 @@ fn windows_are_as_large_as_their_rails_need() {
         assert!(beyond.is_some_and(|beyond| beyond < 4 << 20), "{rails:?}: {rooms}, {beyond:?}");
     }
     assert_eq!(bytes(rails(8, 1)), 0, "nobody is near");
-    // Sums in fp32 come back twice as long, and rows of each of eight experts eight times.
+    // Sums in fp32 come back twice as long; rows of each expert as often as a token has one.
     for (wire, combine_each, back) in
-        [(Wire::Fp32, false, 2 * row), (Wire::Fp8, false, row), (Wire::Auto, true, 8 * row)]
+        [(Wire::Fp32, false, 2 * row), (Wire::Fp8, false, row), (Wire::Auto, true, top_k * row)]
     {
         let compute = &mut job.training.compute;
         (compute.wire, compute.combine_each) = (wire, combine_each);

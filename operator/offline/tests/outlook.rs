@@ -346,7 +346,7 @@ fn an_estimate_says_what_it_is_of() {
         " products, ",
         "assumes products at 46% of 989 TFLOP/s, as profile nd-h200-v5 says",
         "assumes links by a model of latencies and rates (docs/exchange.md); no contention",
-        "assumes each token travels to every GPU of its expert group, by NCCL",
+        "assumes each token travels to every GPU of its expert group, as by NCCL",
         "\n\na rank sends in a step\n  dispatch ",
         " ms exposed\n",
     ] {
