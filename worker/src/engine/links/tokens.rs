@@ -15,82 +15,19 @@
 //! straight to where they belong. Sums of other nodes land where rows lie that this rank needs no
 //! longer, so nothing takes memory of its own.
 //!
-//! Rows may travel in another format than they are computed with ([`Packed`]). Then the own ones go
+//! Rows may travel in another format than they are computed with (`packing.rs`). Then the own ones go
 //! through it as well, so that no number depends on which rank has an expert. Through windows the
 //! kernel packs and unpacks tokens itself; everything else is packed before it leaves, moved, and
 //! unpacked. Sums that travel as bf16 are made of what was packed, in fp32, and rounded once.
 
+use super::packing::{Packing, Rows};
 use super::shared::of_all;
 use super::{Links, Parcel, Shared};
 use crate::engine::group::ExpertGroup;
 use moejob_kernels::cuda::Need;
-use moejob_kernels::{
-    Add, Buffer, CpuDevice, DType, Device, PackRows, Sum, UnpackRows, WireFormat,
-};
+use moejob_kernels::{Add, Buffer, CpuDevice, DType, Device, Sum};
 use moejob_protocol::communication::Verb;
 use moejob_protocol::rails::Rails;
-
-/// Rows of all tokens of a group, and as what they travel.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Rows {
-    /// [P T, D]
-    pub rows: Buffer,
-    /// None: as they are.
-    pub packed: Option<Packed>,
-}
-
-/// Another format, and memory for all rows in it, which nothing else uses meanwhile.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Packed {
-    pub format: WireFormat,
-    pub room: Buffer,
-}
-
-impl Rows {
-    /// Packed rows of all of so many tokens.
-    fn travelling(&self, tokens: usize) -> Option<Travelling> {
-        let Packed { format, room } = self.packed?;
-        let dim = self.rows.len() / tokens;
-        let bytes = tokens * format.row_bytes(dim);
-        let packed = room.reinterpret(DType::U8).slice(0, bytes);
-        Some(Travelling { format, dim, rows: self.rows, packed })
-    }
-}
-
-/// Rows and what they are packed to.
-#[derive(Clone, Copy, Debug)]
-struct Travelling {
-    format: WireFormat,
-    dim: usize,
-    rows: Buffer,
-    /// u8
-    packed: Buffer,
-}
-
-impl Travelling {
-    /// The part of the rank at `position` of a group.
-    fn of(&self, group: &ExpertGroup, position: usize) -> Travelling {
-        let (rows, packed) =
-            (chunk(group, self.rows, position), chunk(group, self.packed, position));
-        Travelling { rows, packed, ..*self }
-    }
-
-    fn pack(&self, device: &mut Device) {
-        let Travelling { format, dim, rows, packed } = *self;
-        device.pack_rows(&PackRows { format, dim, rows, packed });
-    }
-
-    fn unpack(&self, device: &mut Device) {
-        let Travelling { format, dim, rows, packed } = *self;
-        device.unpack_rows(&UnpackRows { format, dim, packed, rows });
-    }
-
-    /// What is summed of it.
-    fn sums(&self) -> Buffer {
-        assert_eq!(self.format, WireFormat::Bf16, "sums travel as bf16 or as they are");
-        self.packed.reinterpret(DType::Bf16)
-    }
-}
 
 impl Links {
     /// Tokens of the own expert group, which has a buffer of rows [P T, D] on each rank, to the
@@ -204,7 +141,7 @@ impl Links {
         &mut self,
         device: &mut Device,
         (group, rails): (&ExpertGroup, Rails),
-        (packed, all): (Option<Travelling>, &[Buffer]),
+        (packed, all): (Option<Packing>, &[Buffer]),
     ) {
         let others = || rails.along(group.me);
         let of = |position| chunks(group, all, position);
@@ -246,7 +183,7 @@ fn near<'a>(group: &'a ExpertGroup, all: &[Buffer]) -> Vec<Shared<'a>> {
 }
 
 /// The part of a buffer of all tokens that is of the rank at `position`.
-fn chunk(group: &ExpertGroup, buffer: Buffer, position: usize) -> Buffer {
+pub(super) fn chunk(group: &ExpertGroup, buffer: Buffer, position: usize) -> Buffer {
     let len = buffer.len() / group.ranks.len();
     buffer.slice(position * len, len)
 }
@@ -310,7 +247,8 @@ fn check_nothing_else(cpu: &CpuDevice, me: usize, need: &Need, part: Buffer) {
 mod tests {
     use super::*;
     use crate::gang::comm::Comm;
-    use moejob_kernels::ArenaPlan;
+    use crate::engine::links::Packed;
+    use moejob_kernels::{ArenaPlan, WireFormat};
 
     const TOKENS: usize = 3;
     /// A block of fp8, and the begin of another.
