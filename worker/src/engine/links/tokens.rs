@@ -16,9 +16,9 @@
 //! longer, so nothing takes memory of its own.
 //!
 //! Rows may travel in another format than they are computed with (`packing.rs`). Then the own ones
-//! go through it as well, so that no number depends on which rank has an expert. Through windows the
-//! kernel packs and unpacks tokens itself; everything else is packed before it leaves, moved, and
-//! unpacked. Sums that travel as bf16 are made of what was packed, in fp32, and rounded once.
+//! go through it as well, so that no number depends on which rank has an expert. Through windows
+//! the kernel packs and unpacks tokens itself; everything else is packed before it leaves, moved,
+//! and unpacked. Sums that travel as bf16 are made of what was packed, in fp32, and rounded once.
 
 use super::packing::{Packing, Rows};
 use super::shared::of_all;
