@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 LARGE = "{ preset: olmoe-1b-7b, numHiddenLayers: 4 }"
@@ -101,6 +102,34 @@ def resident(pid):
     except OSError:
         pass
     return 0.0
+
+
+def is_gone(pid):
+    """Whether it has given its memory back: what is left of a process then is a zombie without
+    further threads."""
+    try:
+        state = open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0]
+        return state in "ZX" and len(os.listdir(f"/proc/{pid}/task")) <= 1
+    except OSError:
+        return True
+
+
+class Dying(threading.Thread):
+    """How long a process that was killed takes to end."""
+
+    def __init__(self, pid):
+        super().__init__(daemon=True)
+        self.pid, self.mapped, self.took = pid, resident(pid), None
+        self.began = time.monotonic()
+
+    def run(self):
+        while not is_gone(self.pid) and time.monotonic() < self.began + 60:
+            time.sleep(0.005)
+        self.took = time.monotonic() - self.began
+
+    def __str__(self):
+        took = "not" if self.took is None else f"after {self.took:.2f} s"
+        return f"{self.mapped:.2f} GiB mapped, gone {took}"
 
 
 # Takes all memory of GPU 0 as soon as it is free, for so many seconds.
@@ -236,7 +265,7 @@ def main():
             attempt, seen = newest()["attempt"], len(events.read())
             last = newest()["step"]
             full = hog(args.hold) if args.fault == "full" else None
-            start, clock = time.monotonic(), time.time()
+            start, clock, dying = time.monotonic(), time.time(), None
             if args.fault == "link":
                 cut.touch()
                 ended = lambda: any(e["event"] == "AttemptStarted" for e in events.read()[seen:])
@@ -245,7 +274,10 @@ def main():
                 cut.unlink()
             else:
                 name = "KILL" if full else args.fault
+                dying = Dying(targets[round % len(targets)])
                 os.kill(targets[round % len(targets)], getattr(signal, f"SIG{name}"))
+                if name == "KILL":
+                    dying.start()
             if not wait("the next step", lambda: newest()["attempt"] > attempt):
                 return 1
             took = time.monotonic() - start
@@ -264,7 +296,7 @@ def main():
             print(f"{args.fault} {args.whom} {round}: {took:.2f} s, step {last} -> "
                   f"{first['step']}, of ranks {first['worldSize']}, {parts}, first step's stalls "
                   f"{ {k: round_(v) for k, v in stalls.items() if v} }, GPUs {used} MiB, hosts "
-                  f"{hosts} GiB", flush=True)
+                  f"{hosts} GiB, who was killed: {dying}", flush=True)
             if args.whom == "worker" and not args.waits:
                 if not wait("the next gang of two", lambda: newest().get("worldSize") == 2):
                     return 1

@@ -6,6 +6,7 @@ use super::profiles::OwnProfiles;
 use super::validate::Output;
 use clap::Args;
 use moe_worker::attempt::pace::kernel_bytes;
+use moe_worker::life::affinity::Share;
 use moe_worker::life::machine::pci::Address;
 use moe_worker::life::machine::topology::xml;
 use moe_worker::life::machine::{Machine, sys};
@@ -209,7 +210,7 @@ fn machine(args: &DoctorArgs) -> Result<Vec<Line>, String> {
         return Ok(lines);
     };
     let chosen = chosen(&profiles, name)?;
-    let differences = places::compare(&machine, &chosen.expected());
+    let differences = places::compare(&machine, &chosen.expected(), Share::default());
     let found = match differences.len() {
         0 => format!("{name}: this machine is as it says"),
         1 => format!("{name}: 1 difference"),

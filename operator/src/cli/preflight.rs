@@ -78,7 +78,8 @@ pub fn run(args: &PreflightArgs) -> ExitCode {
         Some(devices) => Expected { devices, ..profile.expected() },
         None => profile.expected(),
     };
-    let measured = measure(&machine, &here, &expected, 0, &AtomicBool::new(false));
+    let measured =
+        measure(&machine, &here, &expected, Share::default(), &AtomicBool::new(false));
     let outcomes = judge(&profile.expect, &measured);
     told(args, profile, &outcomes)
 }

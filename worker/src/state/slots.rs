@@ -165,14 +165,37 @@ impl Memory {
     }
 
     /// An attempt begins. What it resumes from stays, and what the plan may have thought of using.
-    pub fn begin(&self, resume: &Resume) {
-        retain(&mut self.slots(), |slot| match (slot.label(), resume) {
-            (None, _) => false,
-            (Some(label), Resume::Memory { step, attempt, .. }) => {
-                (label.attempt, label.step) == (*attempt, *step)
+    /// Of each shard in `again` one more slot stays, free: its memory has been touched, and whoever
+    /// makes it anew would need as much beside it until the system has it back.
+    pub fn begin(&self, resume: &Resume, again: &[u32]) {
+        let mut again = again.to_vec();
+        retain(&mut self.slots(), |slot| {
+            let (label, shard) = (slot.label(), slot.written().shard);
+            match (label, resume) {
+                (Some(label), Resume::Memory { step, attempt, .. })
+                    if (label.attempt, label.step) == (*attempt, *step) => return true,
+                (Some(_), Resume::Fresh | Resume::Checkpoint { .. }) => return true,
+                _ => {}
             }
-            (Some(_), _) => true,
+            // One that is half filled may still be somebody's, and one that is read is.
+            let is_nobodys = (label.is_some() || slot.is(FREE)) && !slot.is_read();
+            let wanted = again.iter().position(|of| is_nobodys && *of == shard);
+            if let Some(at) = wanted {
+                again.swap_remove(at);
+                slot.state().store(FREE, Ordering::SeqCst);
+            }
+            wanted.is_some()
         });
+    }
+
+    /// Free slots of a shard, as files to hand over: their engine fills them again.
+    ///
+    /// # Errors
+    /// The process has no descriptors left.
+    pub fn free_files(&self, shard: u32) -> io::Result<Vec<OwnedFd>> {
+        let slots = self.slots();
+        let free = slots.iter().filter(|slot| slot.is(FREE) && slot.written().shard == shard);
+        free.filter_map(|slot| slot.file().map(|file| file.try_clone_to_owned())).collect()
     }
 
     /// Everything goes; what is needed again comes from the worker.

@@ -33,8 +33,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// What an attempt's end may take before the process is given up.
-const LEAVE_MAX: Duration = Duration::from_secs(5);
+/// What an attempt's end may take before the process is given up: it takes 0.3 to 1.3 s, and an
+/// abort behind a link that failed may never return.
+const LEAVE_MAX: Duration = Duration::from_secs(2);
 /// After the end of an attempt whoever drives the device leaves within.
 const LEAVE_BY_ITSELF: Duration = Duration::from_millis(300);
 /// Between two looks at the group while NCCL works on the host.

@@ -38,8 +38,7 @@ pub fn answer(order: &Order, share: Share, stop: &AtomicBool) -> Answer {
         return Answer { number, boot_id, measured: None };
     }
     let machine = Machine::here().unwrap_or_default();
-    let first = (share.index * order.expected.devices) as usize;
-    let mut measured = measure(&machine, &machine, &order.expected, first, stop);
+    let mut measured = measure(&machine, &machine, &order.expected, share, stop);
     measured.truncate(MEASURED_MAX);
     Answer { number, boot_id, measured: Some(measured) }
 }
@@ -68,15 +67,17 @@ pub fn nccl() -> Result<(String, String), String> {
     }
 }
 
-/// Compares `seen` with the profile, and measures this machine, `here`: its GPUs from `first` on.
+/// Compares `seen` with the profile, and measures this machine, `here`: of its GPUs those of the
+/// worker's `share`.
 pub fn measure(
     seen: &Machine,
     here: &Machine,
     expected: &Expected,
-    first: usize,
+    share: Share,
     stop: &AtomicBool,
 ) -> Vec<Measured> {
-    let mut measured = places::measured(seen, expected);
+    let first = (share.index * expected.devices) as usize;
+    let mut measured = places::measured(seen, expected, share);
     measured.push(host::locked_memory(expected.rdma));
     if expected.backend == Backend::Cuda {
         let ordinals = first..first + expected.devices.max(1) as usize;

@@ -3,6 +3,7 @@
 //! A kernel's own files can contradict each other, and then the machine is odd. Where they agree
 //! with each other and not with the profile, one node alone cannot tell: a second one can.
 
+use crate::life::affinity::Share;
 use crate::life::machine::pci::{Address, Distance};
 use crate::life::machine::{Hca, LinkLayer, Machine, NumaNode, Place};
 use moejob_protocol::config::Backend;
@@ -51,8 +52,9 @@ const LINK: &str = "look at ibstat and at the switch's port; jobs on this node w
 const DRIVER: &str = "on the node load the drivers mlx5_ib and ib_uverbs; a pod asks for the \
                       profile's rdma resource";
 
-/// Everything that differs, what the machine is to blame for first.
-pub fn compare(machine: &Machine, profile: &Expected) -> Vec<Difference> {
+/// Everything that differs, what the machine is to blame for first. Workers that `share` a machine
+/// stand for a node each, and it has the GPUs of all of them.
+pub fn compare(machine: &Machine, profile: &Expected, share: Share) -> Vec<Difference> {
     let mut found = Found::default();
     for odd in &machine.odd {
         found.add((Odd::Machine, Check::Numa), format!("{}: {}", odd.at, odd.what), REPORT);
@@ -60,7 +62,7 @@ pub fn compare(machine: &Machine, profile: &Expected) -> Vec<Difference> {
     if found.of_another_machine(machine, profile) {
         return found.sorted();
     }
-    found.count(machine, profile);
+    found.count(machine, profile, share);
     found.processors(machine, profile);
     found.places(machine, profile);
     found.cards(machine, profile);
@@ -108,11 +110,16 @@ impl Found {
         true
     }
 
-    fn count(&mut self, machine: &Machine, profile: &Expected) {
-        let (there, said) = (machine.gpus.len(), profile.devices as usize);
+    fn count(&mut self, machine: &Machine, profile: &Expected, share: Share) {
+        let (there, said) = (machine.gpus.len(), (profile.devices * share.of.max(1)) as usize);
         let listed = profile.numa.iter().any(|node| !node.gpus.is_empty());
         if profile.counts && !listed && there != said {
-            let what = format!("{there} GPUs are here, the profile has {said}");
+            let each = match share.of {
+                0 | 1 => format!("the profile has {said}"),
+                of => format!("{of} workers with {} of the profile each need {said}",
+                    profile.devices),
+            };
+            let what = format!("{there} GPUs are here, {each}");
             self.add((Odd::Machine, Check::Gpus), what, LOOK);
         }
         if !listed {
@@ -272,8 +279,8 @@ fn place_of(machine: &Machine, address: Address) -> Option<&Place> {
 }
 
 /// A line a difference, or one that all is as it should be.
-pub fn measured(machine: &Machine, profile: &Expected) -> Vec<Measured> {
-    let differences = compare(machine, profile);
+pub fn measured(machine: &Machine, profile: &Expected, share: Share) -> Vec<Measured> {
+    let differences = compare(machine, profile, share);
     let mut checks = vec![Check::Numa];
     if profile.backend == Backend::Cuda {
         checks.push(Check::Gpus);
@@ -310,5 +317,39 @@ fn found(check: Check, machine: &Machine) -> String {
             format!("{rates} Gb/s")
         }
         _ => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::life::machine::Gpu;
+
+    #[test]
+    fn workers_that_share_a_machine_need_the_gpus_of_all_of_them() {
+        let gpu = |address: &str| Gpu {
+            place: Place {
+                address: Address::parse(address).unwrap(),
+                numa_node: None,
+                local_cpus: None,
+                bridges: Vec::new(),
+            },
+        };
+        let gpus = vec![gpu("0000:00:06.0"), gpu("0000:00:07.0")];
+        let machine = Machine { gpus, ..Machine::default() };
+        let expected = |devices| Expected {
+            backend: Backend::Cuda,
+            devices,
+            counts: true,
+            ..Expected::default()
+        };
+        let told = |devices, of| -> Vec<String> {
+            let found = compare(&machine, &expected(devices), Share { index: 0, of });
+            found.into_iter().map(|difference| difference.what).collect()
+        };
+        assert_eq!(told(2, 1), [""; 0]);
+        assert_eq!(told(1, 2), [""; 0]);
+        assert_eq!(told(1, 1), ["2 GPUs are here, the profile has 1"]);
+        assert_eq!(told(2, 2), ["2 GPUs are here, 2 workers with 2 of the profile each need 4"]);
     }
 }

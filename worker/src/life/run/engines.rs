@@ -271,9 +271,14 @@ impl Engines {
     /// Runs the attempt that was joined. The engines are idle: the session starts an attempt only
     /// after the one before has ended. What is told is that they have begun.
     pub fn train(&mut self, config: Box<WorkerConfig>, links: Links) -> Outcome {
-        self.memory.begin(&config.resume);
-        self.bound.begin();
         let shape = links.shape();
+        let again: Vec<u32> = match &config.resume {
+            // Shards are as long as before.
+            Resume::Memory { layout, .. } if *layout == config.layout => shape.ranks().collect(),
+            _ => Vec::new(),
+        };
+        self.memory.begin(&config.resume, &again);
+        self.bound.begin();
         let count = shape.count as usize;
         let node = config.members[shape.first as usize].node.clone();
         let (ends, watches) = (vec![None; count], vec![Watch::default(); count]);
@@ -446,7 +451,8 @@ impl Engines {
 }
 
 /// What the worker holds of the state that the attempt resumes from, for the engine of `rank`: to
-/// send, to read, and, where it is its own, to fill anew later.
+/// send, to read, and, where it is its own, to fill anew later. With it what that engine may fill
+/// at once.
 fn handed_over(
     memory: &Memory,
     running: &Running,
@@ -461,5 +467,6 @@ fn handed_over(
         let files = memory.files(*attempt, *step, &[source.shard])?;
         all.extend(files.into_iter().map(|file| (source.from != rank, file)));
     }
+    all.extend(memory.free_files(rank)?.into_iter().map(|file| (false, file)));
     Ok(all)
 }

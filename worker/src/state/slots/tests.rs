@@ -10,6 +10,10 @@ fn take(memory: &Memory, attempt: u32, step: u64, shard: u32) -> Arc<Slot> {
     let mut filling = fill(memory, attempt, step, shard, 8);
     filling.bytes_mut().fill(step as u8);
     let slot = filling.complete();
+    // Who makes its checksum reads it, and what is read is not filled.
+    while memory.0.sums.is_some() && (!slot.is_summed() || slot.is_read()) {
+        std::thread::yield_now();
+    }
     memory.trim();
     slot
 }
@@ -42,7 +46,7 @@ fn a_shard_that_is_half_cut_is_none() {
     assert_eq!(held(&memory), []);
     drop(filling);
     assert_eq!(held(&memory), [], "its engine died");
-    memory.begin(&Resume::Fresh);
+    memory.begin(&Resume::Fresh, &[]);
     assert!(memory.slots().is_empty());
 }
 
@@ -125,7 +129,7 @@ fn a_worker_sees_what_its_engine_holds_and_keeps_it() {
         ),
         sources: Vec::new(),
     };
-    worker.begin(&resume);
+    worker.begin(&resume, &[]);
     assert_eq!(held(&worker), [(3, 10, vec![1])]);
     let files = worker.files(3, 10, &[0, 1]).expect("descriptors");
     assert_eq!(files.len(), 1);
@@ -187,4 +191,49 @@ fn what_the_next_snapshot_fills_is_touched_before() {
     filled.rest();
     memory.wake(&[(0, LEN)]);
     assert!(mapped() < FEW, "nobody is about to fill what is held");
+}
+
+#[test]
+fn what_nobody_resumes_from_is_filled_again_in_the_next_attempt() {
+    let worker = Memory::default();
+    let engine_of = |worker: &Memory| {
+        let to = worker.clone();
+        Memory::of_engine(move |slot| {
+            let file = slot.file().expect("a file").try_clone_to_owned().expect("a descriptor");
+            to.adopt(file).expect("a slot");
+        })
+    };
+    let engine = engine_of(&worker);
+    // A snapshot that is whole, one that came too late, one that is half cut, one of another rank.
+    take(&engine, 3, 10, 1);
+    engine.confirm(3, 10);
+    take(&engine, 3, 20, 1);
+    take(&engine, 3, 20, 0);
+    let half = fill(&engine, 3, 20, 1, 8);
+    assert_eq!(worker.slots().len(), 4);
+    let layout = moejob_protocol::layout::Layout::contiguous(
+        moejob_protocol::mesh::Mesh::data_parallel(2, 1),
+    );
+    let resume = Resume::Memory { step: 10, attempt: 3, layout, sources: Vec::new() };
+    worker.begin(&resume, &[1]);
+    drop(half);
+    assert_eq!(held(&worker), [(3, 10, vec![1])], "what is filled again is no state");
+    assert_eq!(worker.slots().len(), 2, "a slot to resume from, and one to fill");
+    assert_eq!(worker.free_files(0).expect("descriptors").len(), 0);
+
+    let engine = engine_of(&worker);
+    let files = worker.files(3, 10, &[1]).expect("descriptors");
+    let free = worker.free_files(1).expect("descriptors");
+    assert_eq!((files.len(), free.len()), (1, 1));
+    files.into_iter().chain(free).for_each(|file| engine.adopt(file).expect("a slot"));
+    engine.confirm(3, 10);
+    engine.prepare(&[(1, 8)]);
+    take(&engine, 4, 25, 1);
+    assert_eq!(worker.slots().len(), 2, "none is made anew");
+    assert_eq!(held(&worker), [(3, 10, vec![1]), (4, 25, vec![1])]);
+    assert_eq!(worker.shard(4, 25, 1).expect("held")[..], [25; 8]);
+    // Without such a wish everything else goes.
+    worker.begin(&resume, &[]);
+    assert_eq!(held(&worker), [(3, 10, vec![1])]);
+    assert_eq!(worker.slots().len(), 1);
 }
