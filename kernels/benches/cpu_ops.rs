@@ -187,6 +187,7 @@ fn experts(bench: &mut Bench) {
     let floats = R * (D + 6 * F);
     bench.time("experts_down_backward", flops, floats, |device| device.experts_down_backward(&op));
     let op = ExpertsDownWgrad {
+        order: None,
         dim, hidden, sources, dy, row_index, offsets, a_scaled, dw_down: &dw_down,
     };
     bench.time("experts_down_wgrad", flops, R * (D + F), |device| device.experts_down_wgrad(&op));
@@ -195,6 +196,7 @@ fn experts(bench: &mut Bench) {
     };
     bench.time("experts_dgrad", 2 * flops, R * (D + 2 * F), |device| device.experts_dgrad(&op));
     let op = ExpertsUpWgrad {
+        order: None,
         dim, hidden, sources, gated, x, row_index, offsets, dh, dw_gate: &dw_gate, dw_up: &dw_up,
     };
     let floats = R * (D + 2 * F);

@@ -97,7 +97,7 @@ pub struct ExpertsDownBackward<'a> {
 }
 
 /// dW2[g, s] = sum over the segment's rows, ascending as in a product, of dy[row_index[r]]^T
-/// a_scaled[r]; zeros for an empty segment.
+/// a_scaled[order[r]]; zeros for an empty segment.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsDownWgrad<'a> {
     pub dim: usize,
@@ -109,6 +109,8 @@ pub struct ExpertsDownWgrad<'a> {
     pub row_index: Buffer,
     /// u32 [G * S + 1]
     pub offsets: Buffer,
+    /// u32 [R]: which row of `a_scaled` each is; none: the r-th.
+    pub order: Option<Buffer>,
     /// [R, F]
     pub a_scaled: Buffer,
     /// Outputs: G * S of [D, F]
@@ -134,8 +136,8 @@ pub struct ExpertsDgrad<'a> {
     pub dx: Buffer,
 }
 
-/// dWg[g, s] = sum over the segment's rows of dgate[r]^T x[row_index[r]], dWu alike with dup;
-/// zeros for an empty segment.
+/// dWg[g, s] = sum over the segment's rows of dgate[order[r]]^T x[row_index[r]], dWu alike with
+/// dup; zeros for an empty segment.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsUpWgrad<'a> {
     pub dim: usize,
@@ -148,6 +150,8 @@ pub struct ExpertsUpWgrad<'a> {
     pub row_index: Buffer,
     /// u32 [G * S + 1]
     pub offsets: Buffer,
+    /// u32 [R]: which row of `dh` each is; none: the r-th.
+    pub order: Option<Buffer>,
     /// [R, W]
     pub dh: Buffer,
     /// Outputs: G * S of [F, D]; empty if not gated

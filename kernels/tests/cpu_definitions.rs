@@ -283,9 +283,11 @@ fn an_empty_segment_gets_a_gradient_of_zeros() {
     let outputs = [0; 6].map(|_| bed.output(dim * hidden));
     let [dw_down, dw_gate, dw_up] = [&outputs[..2], &outputs[2..4], &outputs[4..]];
     bed.device.experts_down_wgrad(&ExpertsDownWgrad {
+        order: None,
         dim, hidden, sources, dy, row_index, offsets, a_scaled, dw_down,
     });
     bed.device.experts_up_wgrad(&ExpertsUpWgrad {
+        order: None,
         dim, hidden, sources, gated: true, x, row_index, offsets, dh, dw_gate, dw_up,
     });
     for dw in [dw_down, dw_gate, dw_up] {

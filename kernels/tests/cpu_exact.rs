@@ -172,6 +172,44 @@ fn experts() {
     }
 }
 
+/// Rows that lie elsewhere are summed in the order that is told: the same bits.
+#[test]
+fn weight_gradients_of_rows_in_any_place() {
+    let (dim, hidden, sources, tokens, rows) = (40, 100, 2, 300, 450);
+    check_exact("rows in any place", 1e-5, |bed| {
+        let offsets = bed.words(&[0, 300, 310, 310, 333, 400, 450]);
+        let row_index = bed.words(&below(5, rows, tokens));
+        let (x, dy) = (bed.input(tokens * dim), bed.input(tokens * dim));
+        // 101 and 450 have no common divisor, so that no two rows lie at one place.
+        let place: Vec<u32> = (0..rows).map(|row| (row * 101 % rows) as u32).collect();
+        let index = bed.words(&place);
+        let moved = |bed: &mut Bed, dim: usize| {
+            let (near, far) = (bed.input(rows * dim), bed.output(rows * dim));
+            bed.device.scatter_rows(&ScatterRows { rows, dim, x: near, index, y: far });
+            [near, far]
+        };
+        let (a_scaled, dh) = (moved(bed, hidden), moved(bed, 2 * hidden));
+        let sums = [None, Some(index)].into_iter().zip(a_scaled).zip(dh);
+        let found = sums.map(|((order, a_scaled), dh)| {
+            let dw: Vec<Buffer> = (0..18).map(|_| bed.output(hidden * dim)).collect();
+            let [dw_down, dw_gate, dw_up] = [&dw[..6], &dw[6..12], &dw[12..]];
+            bed.device.experts_down_wgrad(&ExpertsDownWgrad {
+                dim, hidden, sources, dy, row_index, offsets, order, a_scaled, dw_down,
+            });
+            bed.device.experts_up_wgrad(&ExpertsUpWgrad {
+                dim, hidden, sources, gated: true, x, row_index, offsets, order, dh, dw_gate,
+                dw_up,
+            });
+            dw
+        });
+        let found: Vec<Vec<Buffer>> = found.collect();
+        for (near, far) in found[0].iter().zip(&found[1]) {
+            assert_eq!(bed.bytes(*near), bed.bytes(*far));
+        }
+        found.concat()
+    });
+}
+
 /// Three experts, two sources, an empty segment, more rows than 256 in one.
 fn experts_case(bed: &mut Bed, gated: bool, activation: Activation) -> Vec<Buffer> {
     let (dim, hidden, sources, tokens) = (40, 100, 2, 300);
@@ -200,12 +238,14 @@ fn experts_case(bed: &mut Bed, gated: bool, activation: Activation) -> Vec<Buffe
     let (dw_down, dw_up) = (&gradients()[..], &gradients()[..]);
     let dw_gate = if gated { &gradients()[..] } else { &[] };
     bed.device.experts_down_wgrad(&ExpertsDownWgrad {
+        order: None,
         dim, hidden, sources, dy, row_index, offsets, a_scaled, dw_down,
     });
     bed.device.experts_dgrad(&ExpertsDgrad {
         dim, hidden, sources, gated, dh, offsets, w_gate, w_up, dx,
     });
     bed.device.experts_up_wgrad(&ExpertsUpWgrad {
+        order: None,
         dim, hidden, sources, gated, x, row_index, offsets, dh, dw_gate, dw_up,
     });
     [&[h, a, y, ds, dh, a_scaled, dx], dw_down, dw_gate, dw_up].concat()

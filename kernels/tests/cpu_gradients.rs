@@ -239,6 +239,7 @@ fn experts_case(gated: bool, activation: Activation) {
         let (dw_down, dw_up) = (outputs(bed, experts), outputs(bed, experts));
         let dw_gate = outputs(bed, gates);
         bed.device.experts_down_wgrad(&ExpertsDownWgrad {
+            order: None,
             dim, hidden, sources: 1, dy, row_index, offsets, a_scaled, dw_down: &dw_down,
         });
         let dx_rows = bed.output(slots * dim);
@@ -247,6 +248,7 @@ fn experts_case(gated: bool, activation: Activation) {
             dx: dx_rows,
         });
         bed.device.experts_up_wgrad(&ExpertsUpWgrad {
+            order: None,
             dim, hidden, sources: 1, gated, x: layer.x, row_index, offsets, dh, dw_gate: &dw_gate,
             dw_up: &dw_up,
         });

@@ -74,7 +74,7 @@ fn on_processors_it_changes_nothing() {
 
 fn planned(job: &Job) -> RankMemory {
     let config = &job.config;
-    rank_memory(&config.model, &config.layout, 0, &config.training, &config.recovery, 4)
+    rank_memory(&config.model, &config.layout, 0, &config.training, &config.recovery, 4, 1)
 }
 
 /// Everything of a model as snapshots read it: all parts of all parameters.

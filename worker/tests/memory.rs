@@ -42,7 +42,8 @@ fn check(dim: u32, layers: u32, sequence: u32, world: u32, ep: u32) {
             let (model, layout) = (&config.model, &config.layout);
             let (training, recovery) = (&config.training, &config.recovery);
             let steps = config.checkpoint.every_steps;
-            let of_rank = rank_memory(model, layout, rank, training, recovery, steps);
+            let chunks = config.overlap_degree;
+            let of_rank = rank_memory(model, layout, rank, training, recovery, steps, chunks);
             of_rank.balanced
         })
         .sum();

@@ -105,6 +105,7 @@ impl CpuDevice {
         let dy: &[T] = views.read(op.dy);
         let offsets = Segments::new(views.read(op.offsets), op.sources);
         let index: &[u32] = &views.read(op.row_index)[..offsets.rows()];
+        let order = order(&mut views, op.order, &offsets);
         let a: &[T] = views.read(op.a_scaled);
         assert_eq!(op.dw_down.len(), offsets.count(), "a gradient a segment: {op:?}");
         let mut work = Vec::new();
@@ -114,7 +115,7 @@ impl CpuDevice {
             work.push(Product {
                 k: count,
                 a: Operand::columns(dy, op.dim).gathered(&index[first..first + count]),
-                b: Operand::columns(&a[first * op.hidden..], op.hidden),
+                b: of_segment(a, (0, op.hidden), order, first, count),
                 c: Target::new(dw, op.dim, op.hidden),
                 accumulate: false,
                 causal: Causal::None,
@@ -152,6 +153,7 @@ impl CpuDevice {
         let x: &[T] = views.read(op.x);
         let offsets = Segments::new(views.read(op.offsets), op.sources);
         let index: &[u32] = &views.read(op.row_index)[..offsets.rows()];
+        let order = order(&mut views, op.order, &offsets);
         let dh: &[T] = views.read(op.dh);
         let width = width(op.hidden, op.gated);
         assert_eq!(op.dw_up.len(), offsets.count(), "a gradient a segment: {op:?}");
@@ -162,10 +164,9 @@ impl CpuDevice {
             for (segment, dw) in dws.iter().enumerate() {
                 let (first, count) = offsets.of_segment(segment);
                 let dw: &mut [T] = views.write(*dw);
-                let dh = if count == 0 { dh } else { &dh[first * width + column..] };
                 work.push(Product {
                     k: count,
-                    a: Operand::columns(dh, width),
+                    a: of_segment(dh, (column, width), order, first, count),
                     b: Operand::columns(x, op.dim).gathered(&index[first..first + count]),
                     c: Target::new(dw, op.hidden, op.dim),
                     accumulate: false,
@@ -180,6 +181,33 @@ impl CpuDevice {
 /// Columns of the hidden buffers: gate | up, or up alone.
 fn width(hidden: usize, gated: bool) -> usize {
     if gated { 2 * hidden } else { hidden }
+}
+
+/// Where the rows lie that a gradient sums; none: one behind the other.
+fn order<'a>(
+    views: &mut Views<'a>,
+    order: Option<Buffer>,
+    segments: &Segments<'_>,
+) -> Option<&'a [u32]> {
+    let all: &[u32] = views.read(order?);
+    Some(&all[..segments.rows()])
+}
+
+/// The rows `first .. first + count` of a segment along k, each from `column` of `width` on.
+fn of_segment<'a, T>(
+    rows: &'a [T],
+    (column, width): (usize, usize),
+    order: Option<&'a [u32]>,
+    first: usize,
+    count: usize,
+) -> Operand<'a, T> {
+    match order {
+        _ if count == 0 => Operand::columns(rows, width),
+        Some(order) => {
+            Operand::columns(&rows[column..], width).gathered(&order[first..first + count])
+        }
+        None => Operand::columns(&rows[first * width + column..], width),
+    }
 }
 
 /// Where the rows of each expert and source lie.

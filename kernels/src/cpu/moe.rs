@@ -336,6 +336,7 @@ fn expert_gradients(
     let MoeDesc { dim, hidden, gated, .. } = *desc;
     let dh = scratch.dh;
     let dw_down = ExpertsDownWgrad {
+        order: None,
         dim,
         hidden,
         sources: 1,
@@ -360,6 +361,7 @@ fn expert_gradients(
     });
     let (dw_gate, dw_up) = gate_and_up(gradients.up, desc);
     let dw_up = ExpertsUpWgrad {
+        order: None,
         dim,
         hidden,
         sources: 1,

@@ -118,6 +118,11 @@ pub fn unsupported(job: &Job) -> Vec<Problem> {
     for (path, degree) in degrees.into_iter().filter(|(_, degree)| *degree != 1) {
         found.push(Problem::of(Code::Unsupported, path, degree.to_string(), "1", ADVICE));
     }
+    let degree = job.overlap_degree.filter(|_| job.profile.backend == Backend::Cuda);
+    if let Some(degree) = degree.filter(|degree| *degree > 1) {
+        let (path, given) = ("spec.parallelism.overlapDegree", format!("`{degree}` on GPUs"));
+        found.push(Problem::of(Code::Unsupported, path, given, "1 or auto", ADVICE));
+    }
     if let Some((preset, lacks)) = job.preset.and_then(|of| Some((of, preset::lacks(of)?))) {
         let given = format!("{}, {lacks}", preset.name());
         found.push(Problem::of(Code::Unsupported, "spec.model.preset", given, "others", ADVICE));

@@ -11,11 +11,12 @@ use crate::router;
 use crate::rules;
 use crate::spec::{
     AttentionName, ExchangeName, FieldFilesSpec, Level, MixturePartSpec, MoeJobSpec, ModelSpec,
-    NumberOrAuto, PrecisionName, PreflightWhen, Preset, RecomputeName, SourceSpec, VolumeSpec,
+    NumberOrAuto, OverlapDegree, PrecisionName, PreflightWhen, Preset, RecomputeName, SourceSpec,
+    VolumeSpec,
 };
 use moejob_protocol::config::{
-    AdamW, Compute, Exchange, GradientDtype, MomentDtype, Offload, Precision, Recompute, Schedule,
-    TokenType, Tokenizer, TrainingConfig, ValidationConfig, Wire,
+    AdamW, Compute, Exchange, GradientDtype, MomentDtype, OVERLAP_DEGREES, Offload, Precision,
+    Recompute, Schedule, TokenType, Tokenizer, TrainingConfig, ValidationConfig, Wire,
 };
 use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm};
 use serde::Serialize;
@@ -38,6 +39,8 @@ pub struct Job {
     pub expert_parallel: Option<u32>,
     /// How an expert group exchanges; none lets the plan choose.
     pub exchange: Option<Exchange>,
+    /// Chunks in which tokens travel to their experts; none lets the plan choose.
+    pub overlap_degree: Option<u32>,
     pub tensor_parallel: u32,
     pub pipeline_parallel: u32,
     pub checkpoint: Checkpoint,
@@ -343,6 +346,12 @@ fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&ModelConfig>, profile: P
             None | Some(ExchangeName::Auto) => None,
             Some(ExchangeName::Flat) => Some(Exchange::Flat),
             Some(ExchangeName::Hierarchical) => Some(Exchange::Hierarchical),
+        },
+        overlap_degree: match parallelism.overlap_degree {
+            Some(OverlapDegree(NumberOrAuto::Number(degree))) => {
+                OVERLAP_DEGREES.into_iter().find(|known| i64::from(*known) == degree)
+            }
+            None | Some(OverlapDegree(NumberOrAuto::Word(_))) => None,
         },
         tensor_parallel: parallelism.tensor.unwrap_or(1),
         pipeline_parallel: parallelism.pipeline.unwrap_or(1),

@@ -314,14 +314,24 @@ impl Walk {
     }
 
     fn number_or_word(&mut self, node: &Node, schema: &Json, path: &str) -> Option<Json> {
+        let listed = schema["enum"].as_array();
+        let words = |listed: &Vec<Json>| {
+            let words = listed.iter().map(|of| of.as_str().map_or(of.to_string(), str::to_string));
+            words.collect::<Vec<_>>().join(", ")
+        };
         let allowed = schema["x-kubernetes-validations"][0]["message"].as_str();
-        let allowed = allowed.unwrap_or("a number or a word").to_string();
+        let allowed = allowed.map(str::to_string).or(listed.map(words));
+        let allowed = allowed.unwrap_or("a number or a word".to_string());
         let Value::Scalar { text, plain } = &node.value else {
             return self.wrong_kind(node, &allowed, path);
         };
         let number = (*plain && decimal(text)).then(|| text.parse::<i64>().ok()).flatten();
+        let known = |number: &i64| match listed {
+            Some(listed) => listed.contains(&json!(number)),
+            None => (1..=99_999).contains(number),
+        };
         match number {
-            Some(number) if (1..=99_999).contains(&number) => Some(json!(number)),
+            Some(number) if known(&number) => Some(json!(number)),
             None if text == "auto" => Some(json!(text)),
             _ => self.typed(Code::OutOfRange, node, text, &allowed, "auto is a good choice", path),
         }

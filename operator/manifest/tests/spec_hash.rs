@@ -48,6 +48,13 @@ fn what_a_gpu_computes_in_does_not_count() {
     assert_eq!(on_a_gpu, hash(|text| text));
 }
 
+/// Nor on the way in which processors exchange.
+#[test]
+fn how_tokens_travel_does_not_count() {
+    let more = "  parallelism: { exchange: hierarchical, overlapDegree: 4 }\n  checkpoint:";
+    assert_eq!(hash(|text| text.replace("  checkpoint:", more)), hash(|text| text));
+}
+
 #[test]
 fn what_a_job_is_counts() {
     let base = hash(|text| text);

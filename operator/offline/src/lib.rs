@@ -15,7 +15,7 @@ pub(crate) use rehearsal::{Rehearsal, node_of_rank};
 
 use moejob_fabric::FabricFacts;
 use moejob_fabric::topology::{self, NodeInfo, Ordered};
-use moejob_fabric::travel;
+use moejob_fabric::{overlap, travel};
 use moejob_manifest::cost::CHANGES_SHOWN_MAX;
 use moejob_manifest::job::Job;
 use moejob_manifest::keys::Keys;
@@ -120,6 +120,16 @@ pub struct SizeFacts {
     /// Why they exchange so, where they are on several nodes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exchange_why: Option<String>,
+    /// Chunks in which tokens travel to their experts.
+    #[serde(skip_serializing_if = "is_one")]
+    pub overlap_degree: u32,
+    /// Why so many, where there is something to choose.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub overlap_why: Option<String>,
+}
+
+fn is_one(degree: &u32) -> bool {
+    *degree == 1
 }
 
 /// Bytes of the rank that needs most.
@@ -291,6 +301,8 @@ fn size_facts(job: &Job, size: &Size, need: Option<&Need>) -> SizeFacts {
         offload: need.and_then(|need| OffloadPrice::of(job, &need.rank)),
         exchange: size.exchange,
         exchange_why: travel::choice(job, &size.layout).1,
+        overlap_degree: size.overlap_degree,
+        overlap_why: overlap::choice(job, &size.layout).1,
     }
 }
 
@@ -475,6 +487,9 @@ fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
             Exchange::Hierarchical => "in two stages, within nodes and between them",
         };
         lines.push(format!("  tokens travel {how}: {why}"));
+    }
+    if let Some((size, why)) = size.and_then(|size| Some((size, size.overlap_why.as_ref()?))) {
+        lines.push(format!("  {} of tokens: {why}", several(size.overlap_degree, "chunk")));
     }
     if let Some((size, memory)) = size.and_then(|size| Some((size, size.memory.as_ref()?))) {
         lines.push("\nmemory of rank 0, even routing".to_string());

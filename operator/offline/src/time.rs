@@ -51,7 +51,8 @@ pub struct StepTime {
 /// several how they are linked.
 pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
     let (profile, mesh) = (&job.profile, layout.mesh);
-    let flops = profile.flops.filter(|_| profile.backend == Backend::Cuda)?;
+    let on_gpus = profile.backend == Backend::Cuda;
+    let flops = profile.flops.filter(|of| on_gpus && of.bf16_tflops > 0.0)?;
     if profile.links.is_none() && mesh.world() > 1 {
         return None;
     }

@@ -2,6 +2,7 @@
 
 #![allow(clippy::disallowed_methods, reason = "the test reads the page")]
 
+use moejob_fabric::overlap;
 use moejob_fabric::travel::{Load, Machines, choice, fastest, reached, rows, text};
 use moejob_manifest::Job;
 use moejob_manifest::profile::{Line, LinkFigures, Profile, Profiles, read};
@@ -218,6 +219,46 @@ fn a_token_reaches_as_many_ranks_as_its_choices_make_it() {
 
 const LINKS: &str = "links: { allToAll: [{ us: 1, GBps: 50 }], ring: [{ us: 1, GBps: 50 }], \
                      network: { us: 20, GBps: 10 }, messageUs: 5, copyGBps: 20 }\n";
+
+/// More chunks than one are taken where both links and products take long, and no bit is at stake.
+#[test]
+fn the_plan_takes_chunks_where_they_are_expected_to_pay() {
+    let degrees = |job: &Job| -> Vec<(u32, u32, bool)> {
+        let (sizes, _) = sizes(job);
+        let degree = |size: &Size| {
+            let (degree, why) = overlap::choice(job, &size.layout);
+            assert_eq!(degree, size.overlap_degree);
+            (size.layout.mesh.ep, degree, why.is_some())
+        };
+        sizes.iter().map(degree).collect()
+    };
+    // A line of 1 GB/s between machines.
+    let links = LINKS.replace("GBps: 10 }", "GBps: 1 }");
+    let auto = |tflops: f64| {
+        let flops = format!("{links}flops: {{ fp32Tflops: {tflops}, reached: 0.5 }}\n");
+        let mut job = job("", &flops).expect("a job");
+        job.training.sequence_length = 4096;
+        degrees(&job)
+    };
+    let balanced = auto(0.2);
+    assert!(balanced.iter().any(|(ep, degree, _)| *ep > 4 && *degree > 1), "{balanced:?}");
+    // Products that take all of the time, or none of it.
+    for tflops in [0.0001, 1000.0] {
+        let found = auto(tflops);
+        assert!(found.iter().all(|of| of.1 == 1 && of.2), "{tflops}: {found:?}");
+    }
+    // Nobody says how fast products are, or links.
+    for says in [LINKS, "", "flops: { fp32Tflops: 2, reached: 0.5 }\n"] {
+        let found = degrees(&job("", says).expect("a job"));
+        assert!(found.iter().all(|of| of.1 == 1 && !of.2), "{says}: {found:?}");
+    }
+    let asked = job("  parallelism: { overlapDegree: 4 }\n", "").expect("a job");
+    assert!(degrees(&asked).iter().all(|of| of.1 == 4 && of.2), "{:?}", degrees(&asked));
+    let one = job("  parallelism: { expert: 1, overlapDegree: 4 }\n", "").expect("a job");
+    assert!(degrees(&one).iter().all(|of| of.1 == 1 && !of.2), "{:?}", degrees(&one));
+    let wrong = job("  parallelism: { overlapDegree: 8 }\n", "").expect_err("no such degree");
+    assert!(wrong.contains("spec.parallelism.overlapDegree: found `8`"), "{wrong}");
+}
 
 /// What is expected to be faster: one message for each rank costs much where ranks are many.
 #[test]

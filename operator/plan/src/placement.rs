@@ -2,7 +2,7 @@
 
 use crate::launch;
 use crate::observed::Size;
-use moejob_fabric::travel;
+use moejob_fabric::{overlap, travel};
 use moejob_manifest::cost::{self, Budget, Extent, SHOWN_MAX};
 use moejob_manifest::devices::{divides, fits_expert_parallel};
 use moejob_manifest::job::{Job, Venue};
@@ -39,7 +39,8 @@ pub fn sizes(job: &Job) -> (Vec<Size>, Vec<Skipped>) {
         match placer.layout(nodes) {
             Ok(layout) => {
                 let exchange = travel::choice(job, &layout).0;
-                sizes.push(Size { nodes, layout, exchange });
+                let overlap_degree = overlap::choice(job, &layout).0;
+                sizes.push(Size { nodes, layout, exchange, overlap_degree });
             }
             Err(why) => skipped.push(Skipped { nodes, why }),
         }
@@ -205,7 +206,9 @@ impl<'a> Placer<'a> {
             return self.device_memory(layout, rank);
         }
         let (model, training, every) = (&job.model, &job.training, job.checkpoint.every_steps);
-        rank_memory(model, layout, rank, training, &launch::recovery(job, Venue::Local), every)
+        let chunks = overlap::choice(job, layout).0;
+        let recovery = launch::recovery(job, Venue::Local);
+        rank_memory(model, layout, rank, training, &recovery, every, chunks)
     }
 
     /// Experts of a layer that lie with `rank`, and elements of all its experts.

@@ -239,7 +239,7 @@ pub struct Moe<B> {
     pub offsets: B,
     pub rows: B,
     pub pos: B,
-    /// The rows that this rank computes: u32 [G * S + 1], [R], and floats [R].
+    /// The rows that this rank computes: u32 [G * S + 1] of each chunk, [R], and floats [R].
     pub segments: B,
     pub row_index: B,
     pub row_weights: B,
@@ -252,7 +252,8 @@ pub struct Moe<B> {
     pub gate: Option<Gate<B>>,
 }
 
-/// How rows travel between the ranks of an expert group: `P` ranks, `S` of them with tokens.
+/// How rows travel between the ranks of an expert group: `P` ranks, `S` of them with tokens. What
+/// says where some start is there once for each chunk.
 #[derive(Clone, Debug)]
 pub struct Routes<B> {
     /// u32 [E], [E], [E], [P + 1], the same in every round: the position that computes each expert,
@@ -391,4 +392,16 @@ pub struct Travel<B> {
     /// [T * K, D], [T * K]: rows that came back.
     pub returned: B,
     pub ds: B,
+    /// Where a micro-batch travels in several chunks.
+    pub order: Option<Order<B>>,
+}
+
+/// The rows of all chunks by (expert here, source, token), as the weight gradients sum them.
+#[derive(Clone, Debug)]
+pub struct Order<B> {
+    /// u32 [G * S + 1]
+    pub offsets: B,
+    /// u32 [R], [R]: where each row lies, and the arrived token that it is.
+    pub rows: B,
+    pub tokens: B,
 }

@@ -33,6 +33,10 @@ pub struct WorkerConfig {
     pub ranks: u32,
     #[serde(default, skip_serializing_if = "Exchange::is_flat")]
     pub exchange: Exchange,
+    /// Chunks of a micro-batch's tokens, of which some travel while experts compute another one.
+    /// Between processors no bit depends on it.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub overlap_degree: u32,
     /// Kernel threads of this worker; 0 lets it choose.
     pub threads: u32,
 }
@@ -78,9 +82,12 @@ fn one() -> u32 {
     1
 }
 
-fn is_one(ranks: &u32) -> bool {
-    *ranks == 1
+fn is_one(number: &u32) -> bool {
+    *number == 1
 }
+
+/// The degrees that a job may have.
+pub const OVERLAP_DEGREES: [u32; 3] = [1, 2, 4];
 
 /// A ranked worker as its peers reach it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

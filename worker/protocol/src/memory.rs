@@ -261,6 +261,8 @@ pub struct Shape {
     pub expert_place: u64,
     /// Between GPUs the group's tokens travel along these; none: from each to each.
     pub rails: Option<Rails>,
+    /// Chunks in which processors send a micro-batch's tokens to experts of others.
+    pub chunks: u64,
     /// As what these tokens travel.
     pub formats: Formats,
     pub flats: Flats,
@@ -353,6 +355,7 @@ impl Shape {
             expert_parallel: group.len() as u64,
             expert_place: group.iter().take_while(|other| **other != rank).count() as u64,
             rails: None,
+            chunks: 1,
             formats: training.compute.formats(types.element, model.experts.per_token),
             flats,
             dense_depth: depth(rank),
@@ -386,6 +389,13 @@ impl Shape {
 }
 
 impl Shape {
+    /// The same in so many chunks, where processors send tokens to experts of others.
+    #[must_use]
+    pub fn in_chunks(self, degree: u32) -> Shape {
+        let travels = self.on_cpu && self.types.sums == Sums::Tree && self.expert_parallel > 1;
+        Shape { chunks: if travels { degree.max(1).into() } else { 1 }, ..self }
+    }
+
     /// What is needed to compute with weights alone: no gradients, no moments, no masters.
     pub fn measuring(mut self) -> Shape {
         (self.trains, self.offloads) = (false, false);

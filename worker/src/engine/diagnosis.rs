@@ -2,6 +2,7 @@
 //! has failed, never in one that has not.
 
 use crate::data::Batches;
+use crate::engine::chunks::Chunk;
 use crate::engine::forward::Pass;
 use crate::engine::model::Model;
 use crate::engine::round::{Aim, Round};
@@ -100,17 +101,20 @@ impl Model {
 
     /// The first expert computed here with a hidden row that is not finite.
     fn broken_expert(&self, layer: usize, round: &Round) -> Option<u32> {
-        let rows = self.routed_rows(layer, round);
-        let moe = self.moe(layer);
-        let offsets: Vec<u32> = self.device.read_vec(rows.offsets);
-        let count = offsets.last().map_or(0, |end| *end as usize);
         let width = self.config.experts.intermediate_size as usize;
-        let row = [(moe.h, 2 * width), (moe.a, width)].into_iter().find_map(|(hidden, width)| {
-            Some(self.first_bad(hidden.slice(0, count * width))? / width)
-        })?;
         let held = self.layout.experts(&self.config, layer as u32, self.rank);
-        let end = |g: usize| offsets.get((g + 1) * rows.sources).map_or(0, |end| *end as usize);
-        held.iter().enumerate().find(|(g, _)| row < end(*g)).map(|(_, expert)| *expert)
+        let of_chunk = |chunk: &Chunk| {
+            let (rows, moe) = (self.routed_rows(layer, chunk), &chunk.moe);
+            let offsets: Vec<u32> = self.device.read_vec(rows.offsets);
+            let count = offsets.last().map_or(0, |end| *end as usize);
+            let hidden = [(moe.h, 2 * width), (moe.a, width)];
+            let row = hidden.into_iter().find_map(|(hidden, width)| {
+                Some(self.first_bad(hidden.slice(0, count * width))? / width)
+            })?;
+            let end = |g: usize| offsets.get((g + 1) * rows.sources).map_or(0, |end| *end as usize);
+            held.iter().enumerate().find(|(g, _)| row < end(*g)).map(|(_, expert)| *expert)
+        };
+        self.chunks(layer, round).iter().find_map(of_chunk)
     }
 
     fn first_bad(&self, buffer: Buffer) -> Option<usize> {

@@ -11,18 +11,22 @@
 //! gather_tokens, scatter_tokens: of an expert group on GPUs, through windows where it has some,
 //!           and along rails where it lies on several nodes and is to
 //! .._beside:  the same beside the ops that follow, with a mark for who needs the result
+//! .._departs: dispatch and combine of a chunk of tokens beside the ops; arrive: its end
 //! ```
 //! A verb is enqueued like an op and returns nothing: how many rows travel stands in device memory.
 //! The first failure is kept, later verbs do nothing, and [`Links::check`] tells it. What was
 //! computed since then says nothing.
 
 mod carried;
+mod courier;
 mod files;
+mod flight;
 mod host;
 mod ledger;
 mod meet;
 mod nccl;
 mod packing;
+mod parcels;
 mod peer;
 mod shared;
 mod staged;
@@ -36,14 +40,16 @@ use crate::engine::round::Round;
 use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError};
 use carried::Carried;
+use courier::Gang;
 use host::Host;
 use ledger::Ledger;
-use moejob_kernels::{Buffer, CpuDevice, Device};
+use moejob_kernels::{Buffer, CpuDevice, Device, Room};
 use moejob_protocol::buffers::{Moe, MoeScratch, Routes, Travel};
 use moejob_protocol::communication::{Link, Verb};
 use moejob_protocol::links::Built;
 use moejob_protocol::stages::{Flows, Piece};
 use nccl::Nccl;
+use parcels::{combined, dispatched, row_back, row_out};
 use peer::Windows;
 use shared::Chunks;
 use staged::Staging;
@@ -51,9 +57,11 @@ use std::sync::Arc;
 
 pub use nccl::NoLinks;
 pub(crate) use files::{Desk, Seat};
+pub(crate) use flight::Flight;
 pub(crate) use ledger::{Sent, WindowRows};
 #[cfg(test)]
-pub(crate) use ledger::OfVerb;
+pub(crate) use ledger::{OfVerb, WAITED};
+pub(crate) use parcels::words;
 pub(crate) use peer::{Near, PATIENCE};
 pub(crate) use shared::Shared;
 pub(crate) use packing::{Packed, Rows};
@@ -65,8 +73,10 @@ pub(crate) use wanted::window_wanted;
 #[derive(Debug)]
 pub struct Links {
     way: Way,
-    /// The gang, for what goes through the host.
-    comm: Comm,
+    /// For what goes through the host.
+    gang: Gang,
+    /// Memory of exchanges beside the ops that none uses.
+    spare: Vec<Vec<u8>>,
     failure: Option<CommError>,
     beside: bool,
     /// Expert groups exchange in stages; none: each with each.
@@ -114,7 +124,8 @@ pub type Parcel = (u32, Vec<Buffer>);
 
 /// What one layer of one round moves, and where it lies.
 pub(crate) struct Travelling<'a> {
-    pub layer: usize,
+    /// A number of the layer and the chunk.
+    pub at: usize,
     pub group: &'a ExpertGroup,
     pub round: &'a Round,
     /// `D`
@@ -130,8 +141,9 @@ impl Links {
 
     fn by(way: Way, comm: Comm, beside: bool) -> Links {
         let (failure, staging, windows) = (None, None, None);
-        let ledger = Ledger::default();
-        Links { way, comm, failure, beside, staging, windows, step: 0, by_need: false, ledger }
+        let (gang, spare, ledger) = (Gang::new(comm), Vec::new(), Ledger::default());
+        let (step, by_need) = (0, false);
+        Links { way, gang, spare, failure, beside, staging, windows, step, by_need, ledger }
     }
 
     /// Between GPUs through the hosts' memory, which is slow and needs no NCCL: for tests of
@@ -234,11 +246,11 @@ impl Links {
 
     /// For what the ranks tell each other beside the steps.
     pub fn comm(&mut self) -> &mut Comm {
-        &mut self.comm
+        self.gang.comm()
     }
 
     pub fn world(&self) -> u32 {
-        self.comm.world()
+        self.gang.world()
     }
 
     /// Nothing is worth computing any more.
@@ -260,27 +272,33 @@ impl Links {
         self.windows.as_ref().map_or(Ok(()), |windows| windows.check())
     }
 
-    /// Everybody's choices to everybody: those of the own tokens are read from `moe`.
+    /// Everybody's choices to everybody: those of the own tokens are read from `moe`. They arrive
+    /// by chunk, of which there are so many, and source.
     pub(crate) fn share_choices(
         &mut self,
         device: &mut Device,
         way: &Travelling,
         moe: &Moe<Buffer>,
-        top_k: usize,
+        (top_k, chunks): (usize, usize),
     ) {
         let own = way.round.tokens * top_k;
         let own = vec![moe.ids.slice(0, own), moe.weights.slice(0, own)];
         let ranks = &way.group.ranks;
         let sends: Vec<Parcel> = ranks.iter().map(|to| (*to, own.clone())).collect();
         let (all_ids, all_weights) = (way.travel.all_ids, way.travel.all_weights);
+        let mut parts = vec![[Vec::new(), Vec::new()]; way.round.sources.len()];
         let mut at = 0;
-        let mut receives: Vec<Parcel> = Vec::new();
-        for source in &way.round.sources {
-            let len = source.tokens * top_k;
-            let parts = vec![all_ids.slice(at, len), all_weights.slice(at, len)];
-            receives.push((ranks[source.position], parts));
-            at += len;
+        for chunk in (0..chunks).map(|at| way.round.chunk(at, chunks)) {
+            for (source, [ids, weights]) in chunk.sources.iter().zip(&mut parts) {
+                let len = source.tokens * top_k;
+                ids.push(all_ids.slice(at, len));
+                weights.push(all_weights.slice(at, len));
+                at += len;
+            }
         }
+        let sources = way.round.sources.iter().zip(parts);
+        let receives: Vec<Parcel> =
+            sources.map(|(source, parts)| (ranks[source.position], parts.concat())).collect();
         let slot = all_ids.dtype().size() + all_weights.dtype().size();
         let tokens_of = |position: usize| {
             let sources = way.round.sources.iter();
@@ -291,31 +309,40 @@ impl Links {
             tokens * top_k * slot
         };
         self.in_group(device, way, (Verb::Dispatch, [&sends, &receives]), bytes);
+    }
+
+    /// Everybody's choices are here, of the round or of a chunk of it. As in `RoutePlan` nothing
+    /// travels where one of the ranks has no room.
+    pub(crate) fn count_choices(
+        &mut self,
+        device: &Device,
+        way: &Travelling,
+        (top_k, rooms): (usize, &[Room]),
+    ) {
         if let (Some(staging), Some(cpu), None) =
             (&mut self.staging, device.as_cpu(), &self.failure)
         {
-            staging.count(cpu, way, top_k);
+            staging.count(cpu, way, top_k, rooms);
         }
     }
 
     /// Rows of `travel.leaving` to the ranks that they are for; what arrives goes to `into` [U, D].
     pub(crate) fn dispatch(&mut self, device: &mut Device, way: &Travelling, into: Buffer) {
-        let Some(cpu) = device.as_cpu() else { return };
-        let departures = words(cpu, way.routes.departures);
-        let arrived = words(cpu, way.routes.arrived.slice(0, way.round.sources.len() + 1));
-        let ranks = &way.group.ranks;
-        let part = |buffer: Buffer, starts: &[usize], at: usize| {
-            vec![buffer.slice(starts[at] * way.dim, (starts[at + 1] - starts[at]) * way.dim)]
-        };
-        let leaving = way.travel.leaving;
-        let sends: Vec<Parcel> =
-            (0..ranks.len()).map(|p| (ranks[p], part(leaving, &departures, p))).collect();
-        let sources = way.round.sources.iter().enumerate();
-        let receives: Vec<Parcel> =
-            sources.map(|(s, source)| (ranks[source.position], part(into, &arrived, s))).collect();
-        let row = way.dim * leaving.dtype().size();
-        let bytes = |flows: &Flows, piece| flows.tokens(piece) * row;
-        self.in_group(device, way, (Verb::Dispatch, [&sends, &receives]), bytes);
+        let (verb, sends, receives) = dispatched(device, way, into);
+        let size = row_out(way);
+        let bytes = |flows: &Flows, piece| size.of(flows, piece);
+        self.in_group(device, way, (verb, [&sends, &receives]), bytes);
+    }
+
+    /// The same beside the ops that follow.
+    pub(crate) fn dispatch_departs(
+        &mut self,
+        device: &mut Device,
+        way: &Travelling,
+        into: Buffer,
+    ) -> Flight {
+        let parcels = dispatched(device, way, into);
+        self.depart(device, way, parcels, row_out(way))
     }
 
     /// A row of `scratch.y` per (token, expert), with `with_ds` its `ds`, back to where the token
@@ -324,38 +351,25 @@ impl Links {
         &mut self,
         device: &mut Device,
         way: &Travelling,
-        scratch: &MoeScratch<Buffer>,
-        segments: Buffer,
+        (scratch, segments): (&MoeScratch<Buffer>, Buffer),
         with_ds: bool,
     ) {
-        let Some(cpu) = device.as_cpu() else { return };
-        let (segments, returns) = (words(cpu, segments), words(cpu, way.routes.returns));
-        let (ranks, sources) = (&way.group.ranks, way.round.sources.len());
-        let locals = (segments.len() - 1) / sources.max(1);
-        let segment = |buffer: Buffer, width: usize, g: usize, s: usize| {
-            let (start, end) = (segments[g * sources + s], segments[g * sources + s + 1]);
-            buffer.slice(start * width, (end - start) * width)
-        };
-        let mut sends: Vec<Parcel> = Vec::new();
-        for (s, source) in way.round.sources.iter().enumerate() {
-            let rows = (0..locals).map(|g| segment(scratch.y, way.dim, g, s));
-            let ds = (0..locals).map(|g| segment(scratch.ds, 1, g, s));
-            let parts = rows.chain(ds.filter(|_| with_ds)).collect();
-            sends.push((ranks[source.position], parts));
-        }
-        let mut receives: Vec<Parcel> = Vec::new();
-        for (p, rank) in ranks.iter().enumerate() {
-            let (start, len) = (returns[p], returns[p + 1] - returns[p]);
-            let mut parts = vec![way.travel.returned.slice(start * way.dim, len * way.dim)];
-            if with_ds {
-                parts.push(way.travel.ds.slice(start, len));
-            }
-            receives.push((*rank, parts));
-        }
-        let ds = if with_ds { way.travel.ds.dtype().size() } else { 0 };
-        let row = way.dim * way.travel.returned.dtype().size() + ds;
-        let bytes = |flows: &Flows, piece| flows.rows_back(piece) * row;
-        self.in_group(device, way, (Verb::Combine, [&sends, &receives]), bytes);
+        let (verb, sends, receives) = combined(device, way, (scratch, segments), with_ds);
+        let size = row_back(way, with_ds);
+        let bytes = |flows: &Flows, piece| size.of(flows, piece);
+        self.in_group(device, way, (verb, [&sends, &receives]), bytes);
+    }
+
+    /// The same beside the ops that follow.
+    pub(crate) fn combine_departs(
+        &mut self,
+        device: &mut Device,
+        way: &Travelling,
+        (scratch, segments): (&MoeScratch<Buffer>, Buffer),
+        with_ds: bool,
+    ) -> Flight {
+        let parcels = combined(device, way, (scratch, segments), with_ds);
+        self.depart(device, way, parcels, row_back(way, with_ds))
     }
 
     /// Sends and receives of one rank of an expert group: at once, or in stages. `bytes` are those
@@ -383,16 +397,12 @@ impl Links {
 
     /// Enqueues, unless a verb has failed before or there is nobody else.
     fn attempt(&mut self, verb: impl FnOnce(&mut Comm, &mut Way) -> Result<(), CommError>) {
-        if self.failure.is_none() && self.comm.world() > 1 {
-            self.failure = verb(&mut self.comm, &mut self.way).err();
+        if self.failure.is_none() && self.gang.world() > 1 {
+            self.failure = verb(self.gang.comm(), &mut self.way).err();
         }
     }
 }
 
 fn processor(device: &mut Device) -> &mut CpuDevice {
     device.as_cpu_mut().expect("the host's links are between processors")
-}
-
-fn words(cpu: &CpuDevice, buffer: Buffer) -> Vec<usize> {
-    cpu.slice::<u32>(buffer).iter().map(|word| *word as usize).collect()
 }

@@ -103,7 +103,8 @@ fn name(phase: StepPhase) -> &'static str {
 }
 
 /// Of a step, counted from 0, by what was sent and what took how long. What the ops wait for is the
-/// phase `communication`, and all verbs among them in other phases.
+/// phase `communication`, and in other phases all verbs among the ops, and waits for verbs beside
+/// them, which have no name of a verb.
 fn report(
     step: u64,
     sent: Sent,
@@ -140,7 +141,7 @@ fn report(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::links::OfVerb;
+    use crate::engine::links::{OfVerb, WAITED};
     use moejob_protocol::communication::Link;
 
     #[test]
@@ -162,10 +163,13 @@ mod tests {
             took(Verb::Dispatch, backward, 1.0),
             took(Verb::ReduceScatter, Some(StepPhase::Communication), 2.0),
             took(Verb::AllGather, None, 4.0),
+            // A dispatch beside the ops, for which they have waited at its end.
+            took(Verb::Dispatch, None, 0.5),
+            StretchTook { name: WAITED, phase: backward, seconds: 0.125 },
         ];
         let of = |verb, link, bytes, beside| OfVerb { verb, link, bytes, beside };
         let verbs = vec![
-            of(Verb::Dispatch, Link::Window, 100, false),
+            of(Verb::Dispatch, Link::Window, 100, true),
             of(Verb::Combine, Link::Window, 10, false),
             of(Verb::ReduceScatter, Link::Nccl, 7, false),
             of(Verb::AllGather, Link::Nccl, 8, true),
@@ -176,13 +180,13 @@ mod tests {
         phases[StepPhase::Backward as usize] = 2.75;
         let sent = Sent { verbs, before: [60, 0] };
         let told = report(19, sent.with_rows([65, 1]), &all, &phases);
-        // 2.25 in the phase, of which 2 are a verb; 0.75 in forward, 1 in backward.
-        assert_eq!((told.step, told.exposed_seconds, told.exposed_share), (20, 4.0, 0.5));
+        // 2.25 in the phase, of which 2 are a verb; 0.75 in forward, 1.125 in backward.
+        assert_eq!((told.step, told.exposed_seconds, told.exposed_share), (20, 4.125, 0.515625));
         let within: Vec<_> = told.within.iter().map(|(phase, of)| (phase.as_str(), *of)).collect();
-        assert_eq!(within, [("backward", 1.0), ("forward", 0.75)]);
+        assert_eq!(within, [("backward", 1.125), ("forward", 0.75)]);
         let verb = |name: &str| told.verbs[name].clone();
         let dispatch =
-            VerbReport { link: "window".into(), bytes: 105, seconds: 1.25, beside: false };
+            VerbReport { link: "window".into(), bytes: 105, seconds: 1.75, beside: true };
         assert_eq!(verb("dispatch"), dispatch);
         assert_eq!((verb("combine").bytes, verb("combine").seconds), (11, 0.5));
         assert_eq!((verb("allGather").seconds, verb("allGather").beside), (4.0, true));

@@ -159,6 +159,7 @@ impl Engine {
         let mut shape = Shape::new(&config.model, &config.layout, rank, training);
         shape.documents = config.data.reset_at_boundaries;
         shape.rails = rails(config, rank);
+        let shape = shape.in_chunks(config.overlap_degree);
         let mut model = Model::on(device, shape, &config.model, &config.layout, rank, training)?;
         told("its memory");
         let links = match training.compute.backend {

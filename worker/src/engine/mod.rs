@@ -25,6 +25,7 @@ pub mod forward;
 mod recompute;
 pub mod backward;
 pub mod moe;
+pub(crate) mod chunks;
 pub mod fused;
 pub mod spread;
 pub mod gate;

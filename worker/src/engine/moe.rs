@@ -8,25 +8,26 @@
 //! In backward dY travels like x did, and dX rows with <dA', A> come back. With one rank a group
 //! nothing travels and the experts read the tokens where they lie.
 //!
+//! In several chunks of tokens that is done by `chunks.rs`.
+//!
 //! A token's K contributions are summed at its own rank in ascending logical expert id, and the
 //! rows of a segment (expert, source) stand in token order: no bit depends on who computes. How
 //! many rows there are stands in device memory; buffers of rows are as long as the worst case.
 
 use crate::engine::backward::Leaf;
+use crate::engine::chunks::{Chunk, Summed};
 use crate::engine::forward::Pass;
 use crate::engine::links::{Links, Travelling};
 use crate::engine::model::Model;
-use crate::engine::round::Round;
 use moejob_kernels::numbers::tally;
 use moejob_kernels::{
-    Activation, Buffer, Combine, ExpertsDgrad, ExpertsDown, ExpertsDownBackward, ExpertsDownWgrad,
-    ExpertsUp, ExpertsUpWgrad, GatherCounted, GatherRows, Layout as Order, MapIds, Matmul, Place,
-    Route, RouteBackward, RouteGroups, RoutePlan, ScatterRows, ScatterSum, Scoring, SumCounts,
+    Activation, Buffer, ExpertsDgrad, ExpertsDown, ExpertsDownBackward, ExpertsDownWgrad,
+    ExpertsUp, ExpertsUpWgrad, GatherCounted, Layout as Order, MapIds, Matmul, Place,
+    Room, Route, RouteBackward, RouteGroups, RoutePlan, ScatterRows, Scoring, SumCounts,
 };
-use moejob_protocol::buffers::{Routes, Travel};
 use moejob_protocol::model::{Activation as ActivationName, AuxLossScope, Scoring as ScoringName};
 
-/// What the expert products of one rank read in one round.
+/// What the expert products of one rank read in one round, or in a chunk of it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RoutedRows {
     /// [U, D]
@@ -40,22 +41,14 @@ pub(crate) struct RoutedRows {
 }
 
 impl Model {
-    fn routes(&self, layer: usize) -> (Routes<Buffer>, Travel<Buffer>) {
-        let travel = self.moe_scratch().travel.expect("expert parallel memory");
-        (self.moe(layer).routes.expect("expert parallel memory"), travel)
-    }
-
-    /// The rows that this rank computes in `layer`.
-    pub(crate) fn routed_rows(&self, layer: usize, round: &Round) -> RoutedRows {
-        let moe = self.moe(layer);
-        let Some(routes) = moe.routes else {
-            let (t, k) = (round.tokens, self.top_k());
-            let (x, index) = (self.moe_input(layer, t), moe.rows.slice(0, t * k));
-            return RoutedRows { x, index, offsets: moe.offsets, sources: 1 };
+    /// The rows that this rank computes in `layer`, of a chunk.
+    pub(crate) fn routed_rows(&self, layer: usize, chunk: &Chunk) -> RoutedRows {
+        let moe = &chunk.moe;
+        let Some(routes) = &moe.routes else {
+            let x = self.moe_input(layer, chunk.round.tokens);
+            return RoutedRows { x, index: moe.rows, offsets: moe.offsets, sources: 1 };
         };
-        let sources = round.sources.len();
-        let segments = self.group.layers[layer].locals * sources + 1;
-        let offsets = moe.segments.slice(0, segments);
+        let (sources, offsets) = (chunk.round.sources.len(), moe.segments);
         RoutedRows { x: routes.tokens, index: moe.row_index, offsets, sources }
     }
 
@@ -74,7 +67,7 @@ impl Model {
 impl Pass<'_> {
     /// out = mid + sum over the token's experts
     pub(crate) fn moe_forward(&mut self, layer: usize, out: Buffer) {
-        let (t, k, d) = (self.round.tokens, self.model.top_k(), self.model.dim());
+        let t = self.round.tokens;
         if t > 0 {
             if self.model.plain {
                 self.route(layer, t);
@@ -83,36 +76,31 @@ impl Pass<'_> {
                 self.gate(layer, t);
             }
             self.record_routing(layer, t);
-            self.place(layer, t);
+        }
+        if self.model.chunk_count() > 1 {
+            return self.forward_in_chunks(layer, out);
+        }
+        let whole = self.model.whole(layer, self.round);
+        if t > 0 {
+            self.place(layer, &whole);
         }
         let alone = self.model.group.is_alone();
         if alone && t == 0 {
             return;
         }
         if alone {
-            self.weights_to_rows(layer, t);
+            self.weights_to_rows(&whole);
         } else {
-            self.dispatch(layer);
+            self.dispatch(layer, &whole);
         }
-        let rows = self.model.routed_rows(layer, self.round);
+        let rows = self.model.routed_rows(layer, &whole);
         if rows.sources > 0 {
-            self.experts_up(layer, &rows);
-            self.experts_down(layer, &rows);
+            self.experts_up(layer, &whole, &rows);
+            self.experts_down(layer, &whole, &rows);
         }
-        let returned = self.rows_back(layer, false).0;
+        self.rows_back(layer, &whole, false);
         if t > 0 {
-            let moe = self.model.moe(layer);
-            let op = Combine {
-                tokens: t,
-                top_k: k,
-                dim: d,
-                y: returned,
-                pos: moe.pos.slice(0, t * k),
-                weights: moe.weights.slice(0, t * k),
-                residual: Some(self.model.buffers.layers[layer].mid.slice(0, t * d)),
-                out,
-            };
-            self.model.device.combine(&op);
+            self.sum_rows(layer, &whole, out);
         }
     }
 
@@ -151,119 +139,137 @@ impl Pass<'_> {
     }
 
     /// Sorts the own slots by (rank that computes, expert, token).
-    fn place(&mut self, layer: usize, t: usize) {
-        let k = self.model.top_k();
-        let (moe, scratch) = (self.model.moe(layer), self.model.moe_scratch());
-        let mut ids = moe.ids.slice(0, t * k);
+    pub(crate) fn place(&mut self, layer: usize, chunk: &Chunk) {
+        let (moe, mut ids) = (&chunk.moe, chunk.moe.ids);
         if let Some(routes) = &moe.routes
             && self.model.group.layers[layer].is_shuffled()
         {
-            let out = scratch.ids.slice(0, t * k);
+            let out = chunk.scratch.ids;
             self.model.device.map_ids(&MapIds { table: routes.order, ids, out });
             ids = out;
         }
         let op = Place {
-            tokens: t,
-            top_k: k,
+            tokens: chunk.round.tokens,
+            top_k: self.model.top_k(),
             experts: self.model.expert_count(),
             ids,
-            counts: scratch.counts,
+            counts: chunk.scratch.counts,
             offsets: moe.offsets,
-            rows: moe.rows.slice(0, t * k),
-            pos: moe.pos.slice(0, t * k),
+            rows: moe.rows,
+            pos: moe.pos,
         };
         self.model.device.place(&op);
     }
 
     /// Without expert parallelism the routed rows are read where they lie; their weights are not.
-    fn weights_to_rows(&mut self, layer: usize, t: usize) {
-        let slots = t * self.model.top_k();
-        let moe = self.model.moe(layer);
-        self.model.device.scatter_rows(&ScatterRows {
-            rows: slots,
-            dim: 1,
-            x: moe.weights.slice(0, slots),
-            index: moe.pos.slice(0, slots),
-            y: moe.row_weights.slice(0, slots),
-        });
+    fn weights_to_rows(&mut self, chunk: &Chunk) {
+        let (rows, moe) = (chunk.moe.pos.len(), &chunk.moe);
+        let y = moe.row_weights.slice(0, rows);
+        let (dim, x, index) = (1, moe.weights, moe.pos);
+        self.model.device.scatter_rows(&ScatterRows { rows, dim, x, index, y });
     }
 
     /// Tells all choices to the group, then sends each own token once to each rank that needs it.
-    fn dispatch(&mut self, layer: usize) {
-        let (k, t, d) = (self.model.top_k(), self.round.tokens, self.model.dim());
-        let (routes, travel) = self.model.routes(layer);
-        let moe = self.model.moe(layer);
-        self.travelling(layer, |links, model, way| {
-            links.share_choices(&mut model.device, way, &moe, k);
-        });
-        let sources: Vec<usize> = self.round.sources.iter().map(|source| source.tokens).collect();
-        let slots = sources.iter().sum::<usize>() * k;
-        let rows = self.model.routed_rows(layer, self.round);
+    fn dispatch(&mut self, layer: usize, whole: &Chunk) {
+        self.share_choices(layer);
         let rooms = self.model.group.rooms();
+        self.plan_routes(layer, whole, &rooms);
+        let (x, into) = (self.model.moe_input(layer, whole.round.tokens), whole.routes().tokens);
+        self.send_tokens(whole, x, into);
+    }
+
+    /// Everybody's choices to everybody.
+    pub(crate) fn share_choices(&mut self, layer: usize) {
+        let (moe, scratch) = (self.model.moe(layer), self.model.moe_scratch());
+        let counts = (self.model.top_k(), self.model.chunk_count());
+        let (routes, travel) = (moe.routes.as_ref(), scratch.travel.as_ref());
+        let (Some(routes), Some(travel)) = (routes, travel) else { return };
+        let (at, dim, round) = (layer * counts.1, self.model.dim(), self.round);
+        let Model { device, group, .. } = &mut *self.model;
+        let way = Travelling { at, group, round, dim, routes, travel };
+        self.links.share_choices(device, &way, &moe, counts);
+    }
+
+    /// Who sends which token of a chunk where: every rank has room for so much.
+    pub(crate) fn plan_routes(&mut self, layer: usize, chunk: &Chunk, rooms: &[Room]) {
+        let top_k = self.model.top_k();
+        self.travelling(chunk, |links, model, way| {
+            links.count_choices(&model.device, way, (top_k, rooms));
+        });
+        let (moe, routes, travel) = (&chunk.moe, chunk.routes(), chunk.travel());
+        let sources: Vec<usize> = chunk.round.sources.iter().map(|source| source.tokens).collect();
         let op = RoutePlan {
-            top_k: k,
+            top_k,
             positions: self.model.group.ranks.len(),
             me: self.model.group.me,
             locals: self.model.group.layers[layer].locals,
             sources: &sources,
-            rooms: &rooms,
-            all_ids: travel.all_ids.slice(0, slots),
-            ids: moe.ids.slice(0, t * k),
+            rooms,
+            all_ids: travel.all_ids,
+            ids: moe.ids,
             owner: routes.owner,
             local: routes.local,
             first: routes.first,
             offsets: moe.offsets,
             overflows: self.model.tally().slice(tally::OVERFLOWS, 1),
-            segments: rows.offsets,
-            rows: rows.index,
+            segments: moe.segments,
+            rows: moe.row_index,
             slots: travel.slots,
-            arrived: routes.arrived.slice(0, sources.len() + 1),
+            arrived: routes.arrived,
             leaving: routes.leaving,
             departures: routes.departures,
             returns: routes.returns,
         };
         self.model.device.route_plan(&op);
-        let count = rows.offsets.slice(rows.offsets.len() - 1, 1);
+        let count = moe.segments.slice(moe.segments.len() - 1, 1);
         let (x, index, y) = (travel.all_weights, travel.slots, moe.row_weights);
         self.model.device.gather_counted(&GatherCounted { dim: 1, count, x, index, y });
-        let x = self.model.moe_input(layer, t);
-        self.send_tokens(layer, x.slice(0, t * d), routes.tokens);
     }
 
     /// Rows of `x` [T, D] to the ranks that need them; what arrives goes to `into` [U, D].
-    fn send_tokens(&mut self, layer: usize, x: Buffer, into: Buffer) {
-        let (routes, travel) = self.model.routes(layer);
-        let count = routes.departures.slice(routes.departures.len() - 1, 1);
-        let (dim, index, y) = (self.model.dim(), routes.leaving, travel.leaving);
-        self.model.device.gather_counted(&GatherCounted { dim, count, x, index, y });
-        self.travelling(layer, |links, model, way| links.dispatch(&mut model.device, way, into));
+    fn send_tokens(&mut self, chunk: &Chunk, x: Buffer, into: Buffer) {
+        self.gather_leaving(chunk, x);
+        self.travelling(chunk, |links, model, way| {
+            links.dispatch(&mut model.device, way, into);
+        });
     }
 
-    /// The experts' rows of the own tokens, and with `with_ds` their `ds`.
-    fn rows_back(&mut self, layer: usize, with_ds: bool) -> (Buffer, Buffer) {
-        let (t, k, d) = (self.round.tokens, self.model.top_k(), self.model.dim());
-        let scratch = self.model.moe_scratch();
-        let Some(travel) = scratch.travel.clone() else { return (scratch.y, scratch.ds) };
-        let segments = self.model.routed_rows(layer, self.round).offsets;
-        self.travelling(layer, |links, model, way| {
-            links.combine(&mut model.device, way, &scratch, segments, with_ds);
+    /// Rows of the own tokens `x` [T, D] in the order in which they leave.
+    pub(crate) fn gather_leaving(&mut self, chunk: &Chunk, x: Buffer) {
+        let routes = chunk.routes();
+        let count = routes.departures.slice(routes.departures.len() - 1, 1);
+        let (dim, index, y) = (self.model.dim(), routes.leaving, chunk.travel().leaving);
+        self.model.device.gather_counted(&GatherCounted { dim, count, x, index, y });
+    }
+
+    /// The experts' rows of the own tokens, and with `with_ds` their `ds`, to [`Chunk::returned`].
+    fn rows_back(&mut self, layer: usize, chunk: &Chunk, with_ds: bool) {
+        if self.model.group.is_alone() {
+            return;
+        }
+        let segments = self.model.routed_rows(layer, chunk).offsets;
+        self.travelling(chunk, |links, model, way| {
+            links.combine(&mut model.device, way, (&chunk.scratch, segments), with_ds);
         });
-        (travel.returned.slice(0, t * k * d), travel.ds.slice(0, t * k))
     }
 
     /// Calls a verb with what it moves.
-    fn travelling(&mut self, layer: usize, verb: impl FnOnce(&mut Links, &mut Model, &Travelling)) {
-        let (routes, travel) = self.model.routes(layer);
+    pub(crate) fn travelling<T>(
+        &mut self,
+        chunk: &Chunk,
+        verb: impl FnOnce(&mut Links, &mut Model, &Travelling) -> T,
+    ) -> T {
         let group = self.model.group.clone();
-        let (round, dim) = (self.round, self.model.dim());
-        let way = Travelling { layer, group: &group, round, dim, routes: &routes, travel: &travel };
-        verb(self.links, self.model, &way);
+        let (round, dim, at) = (&chunk.round, self.model.dim(), chunk.at);
+        let (routes, travel) = (chunk.routes(), chunk.travel());
+        let way = Travelling { at, group: &group, round, dim, routes, travel };
+        verb(self.links, self.model, &way)
     }
 
-    fn experts_up(&mut self, layer: usize, rows: &RoutedRows) {
+    pub(crate) fn experts_up(&mut self, layer: usize, chunk: &Chunk, rows: &RoutedRows) {
         let model = &mut *self.model;
         let (dim, hidden) = (model.dim(), model.config.experts.intermediate_size as usize);
-        let (moe, sources, offsets) = (model.moe(layer), rows.sources, rows.offsets);
+        let (moe, sources, offsets) = (&chunk.moe, rows.sources, rows.offsets);
         model.device.experts_up(&ExpertsUp {
             dim,
             hidden,
@@ -280,45 +286,26 @@ impl Pass<'_> {
         });
     }
 
-    fn experts_down(&mut self, layer: usize, rows: &RoutedRows) {
+    pub(crate) fn experts_down(&mut self, layer: usize, chunk: &Chunk, rows: &RoutedRows) {
         let model = &mut *self.model;
         let (dim, hidden) = (model.dim(), model.config.experts.intermediate_size as usize);
-        let (moe, scratch) = (model.moe(layer), model.moe_scratch());
         let (sources, offsets) = (rows.sources, rows.offsets);
-        let (w_down, a, y) = (&model.experts[layer].down, moe.a, scratch.y);
+        let (w_down, a, y) = (&model.experts[layer].down, chunk.moe.a, chunk.scratch.y);
         model.device.experts_down(&ExpertsDown { dim, hidden, sources, a, offsets, w_down, y });
     }
 
     /// dnorm = the gradient of the layer's output, `scratch.dx`, through experts and router.
     pub(crate) fn moe_backward(&mut self, layer: usize, leaf: &Leaf) {
-        let (t, k, d) = (self.round.tokens, self.model.top_k(), self.model.dim());
+        let (t, d) = (self.round.tokens, self.model.dim());
         let dx = self.model.buffers.scratch.dx.slice(0, t * d);
         if t > 0 && !self.model.plain {
             self.drop_input(layer, t);
         }
-        let dy = if self.model.group.is_alone() {
-            dx
-        } else {
-            let into = self.model.routes(layer).1.dy;
-            self.send_tokens(layer, dx, into);
-            into
-        };
-        let rows = self.model.routed_rows(layer, self.round);
-        if rows.sources > 0 && !leaf.experts.is_empty() {
-            if self.model.shape.recompute.drops_hidden() {
-                self.experts_up(layer, &rows);
-            }
-            self.experts_backward(layer, &rows, dy, leaf);
+        match self.model.chunk_count() {
+            1 => self.backward_at_once(layer, dx, leaf),
+            _ => self.backward_in_chunks(layer, dx, leaf),
         }
-        let (returned, ds) = self.rows_back(layer, true);
         let Some(gradients) = leaf.dense else { return };
-        let pos = self.model.moe(layer).pos.slice(0, t * k);
-        let out = self.model.buffers.scratch.dnorm.slice(0, t * d);
-        let (accumulate, x) = (false, returned);
-        let op = ScatterSum { tokens: t, top_k: k, dim: d, accumulate, x, pos, out };
-        self.model.device.scatter_sum(&op);
-        let y = self.model.moe_scratch().dweights.slice(0, t * k);
-        self.model.device.gather_rows(&GatherRows { rows: t * k, dim: 1, x: ds, index: pos, y });
         let gradients = &gradients.layers[layer];
         if let Some(gradient) = gradients.correction {
             self.model.device.fill_zero(gradient);
@@ -332,10 +319,45 @@ impl Pass<'_> {
         }
     }
 
-    fn experts_backward(&mut self, layer: usize, rows: &RoutedRows, dy: Buffer, leaf: &Leaf) {
+    /// From `dx`, the gradients of the layer's outputs, to those of its inputs, as far as experts
+    /// make them: in `scratch.dnorm`, and of the weights of choices in `scratch.dweights`.
+    fn backward_at_once(&mut self, layer: usize, dx: Buffer, leaf: &Leaf) {
+        let whole = self.model.whole(layer, self.round);
+        let dy = if self.model.group.is_alone() {
+            dx
+        } else {
+            let into = whole.travel().dy;
+            self.send_tokens(&whole, dx, into);
+            into
+        };
+        let rows = self.model.routed_rows(layer, &whole);
+        if rows.sources > 0 && !leaf.experts.is_empty() {
+            if self.model.shape.recompute.drops_hidden() {
+                self.experts_up(layer, &whole, &rows);
+            }
+            self.experts_backward(layer, &whole, &rows, dy);
+            let RoutedRows { x, index, offsets, sources } = rows;
+            let (dh, a_scaled) = (whole.scratch.dh, whole.scratch.a_scaled);
+            let summed = Summed { sources, x, dy, index, offsets, order: None, dh, a_scaled };
+            self.experts_gradients(layer, &summed, leaf);
+        }
+        self.rows_back(layer, &whole, true);
+        if leaf.dense.is_some() {
+            self.sum_gradients(&whole);
+        }
+    }
+
+    /// Gradients of the experts' inputs, and what those of their weights are made of.
+    pub(crate) fn experts_backward(
+        &mut self,
+        layer: usize,
+        chunk: &Chunk,
+        rows: &RoutedRows,
+        dy: Buffer,
+    ) {
         let model = &mut *self.model;
         let (dim, hidden) = (model.dim(), model.config.experts.intermediate_size as usize);
-        let (moe, scratch) = (model.moe(layer), model.moe_scratch());
+        let (moe, scratch) = (&chunk.moe, &chunk.scratch);
         let (sources, offsets, row_index) = (rows.sources, rows.offsets, rows.index);
         let (weights, gated) = (&model.experts[layer], true);
         let (dh, a_scaled) = (scratch.dh, scratch.a_scaled);
@@ -356,26 +378,34 @@ impl Pass<'_> {
             dh,
             a_scaled,
         });
+        let (w_gate, w_up, dx) = (&weights.gate, &weights.up, scratch.y);
+        let op = ExpertsDgrad { dim, hidden, sources, gated, dh, offsets, w_gate, w_up, dx };
+        model.device.experts_dgrad(&op);
+    }
+
+    /// Gradients of the weights of the experts here.
+    pub(crate) fn experts_gradients(&mut self, layer: usize, of: &Summed, leaf: &Leaf) {
+        let model = &mut *self.model;
+        let (dim, hidden) = (model.dim(), model.config.experts.intermediate_size as usize);
         let mut dw: [Vec<Buffer>; 3] = Default::default();
-        for g in 0..weights.gate.len() {
+        for g in 0..model.experts[layer].gate.len() {
             for source in &leaf.experts {
                 dw[0].push(source[layer].gate[g]);
                 dw[1].push(source[layer].up[g]);
                 dw[2].push(source[layer].down[g]);
             }
         }
+        let Summed { sources, x, dy, index: row_index, offsets, order, dh, a_scaled } = *of;
         let dw_down = &dw[2];
-        let op =
-            ExpertsDownWgrad { dim, hidden, sources, dy, row_index, offsets, a_scaled, dw_down };
+        let op = ExpertsDownWgrad {
+            dim, hidden, sources, dy, row_index, offsets, order, a_scaled, dw_down,
+        };
         model.device.experts_down_wgrad(&op);
-        let (x, dw_gate, dw_up) = (rows.x, &dw[0], &dw[1]);
+        let (gated, dw_gate, dw_up) = (true, &dw[0], &dw[1]);
         let op = ExpertsUpWgrad {
-            dim, hidden, sources, gated, x, row_index, offsets, dh, dw_gate, dw_up,
+            dim, hidden, sources, gated, x, row_index, offsets, order, dh, dw_gate, dw_up,
         };
         model.device.experts_up_wgrad(&op);
-        let (w_gate, w_up, dx) = (&weights.gate, &weights.up, scratch.y);
-        let op = ExpertsDgrad { dim, hidden, sources, gated, dh, offsets, w_gate, w_up, dx };
-        model.device.experts_dgrad(&op);
     }
 
     /// The router's gradient, and dnorm += what flows through its logits.

@@ -31,6 +31,16 @@ pub enum Aim {
 }
 
 impl Round {
+    /// The tokens of one of so many chunks, of each source an even part; as if they were all.
+    pub(crate) fn chunk(&self, at: usize, chunks: usize) -> Round {
+        let part = |tokens: usize| {
+            let [first, end] = [at, at + 1].map(|at| tokens * at / chunks);
+            end - first
+        };
+        let sources = self.sources.iter().map(|of| Source { tokens: part(of.tokens), ..*of });
+        Round { tokens: part(self.tokens), sources: sources.collect(), aim: self.aim }
+    }
+
     /// The first micro-batch of a group of one rank.
     pub fn alone(tokens: usize) -> Round {
         let sources = vec![Source { position: 0, tokens }];

@@ -176,6 +176,7 @@ impl Job {
             },
             ranks: 1,
             exchange: Default::default(),
+            overlap_degree: 1,
             threads: 1,
         };
         Job { folder, config }

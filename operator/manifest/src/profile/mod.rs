@@ -114,12 +114,16 @@ pub struct Limit {
     pub warn: f64,
 }
 
-/// What a GPU computes.
+/// What a rank computes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Flops {
-    /// Dense bf16 rate by its data sheet, TFLOP/s.
+    /// Dense bf16 rate of a GPU by its data sheet, TFLOP/s; zero where nobody says it.
+    #[serde(default)]
     pub bf16_tflops: f64,
+    /// The same in fp32 of a rank's processors.
+    #[serde(default)]
+    pub fp32_tflops: f64,
     /// The part of it that training reaches.
     pub reached: f64,
 }

@@ -125,11 +125,12 @@ pub fn schema() -> Json {
             },
             "topologyFile": text(1024, "generated, or a path in the worker's image"),
             "flops": {
-                "description": "What a GPU computes: estimates of a step's time rest on it",
+                "description": "What a rank computes: estimates of a step's time rest on it",
                 "type": "object",
-                "required": ["bf16Tflops", "reached"],
+                "required": ["reached"],
                 "properties": {
                     "bf16Tflops": above("Dense bf16 rate of a GPU by its data sheet, TFLOP/s"),
+                    "fp32Tflops": above("Rate of fp32 of a rank's processors, TFLOP/s"),
                     "reached": {
                         "description": "The part of it that training reaches",
                         "type": "number",

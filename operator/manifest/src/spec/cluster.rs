@@ -1,6 +1,6 @@
 //! Nodes, parallelism, checkpoints, recovery and volumes as typed.
 
-use super::{NumberOrAuto, Word};
+use super::{NumberOrAuto, OverlapDegree, Word};
 use kube_derive::KubeSchema;
 use moejob_protocol::config::{Backend, Wire};
 use schemars::JsonSchema;
@@ -190,6 +190,11 @@ pub struct ParallelismSpec {
     /// between them), or auto: on processors what is estimated to be faster, and no bit depends on
     /// it; on GPUs flat, since sums are rounded in another order. Default: auto.
     pub exchange: Option<ExchangeName>,
+    /// In how many chunks the tokens of a micro-batch travel to experts of other ranks: 1, 2, 4, or
+    /// auto. With several, some travel while experts compute another one, and no bit depends on
+    /// it. GPUs have 1 yet. With auto it is 1 unless the plan expects a layer to be at least 5%
+    /// faster, by what the profile says of links and products. Default: auto.
+    pub overlap_degree: Option<OverlapDegree>,
     /// As what tokens travel between GPUs that share experts: auto, as they are computed; fp32, the
     /// same, and sums over experts are not rounded before they are added; bf16, of precision fp32
     /// or tf32; or fp8, which rounds what experts read to three bits behind the first one (e4m3

@@ -43,6 +43,7 @@ pub use word::{Word, as_typed};
 
 use crate::status::MoeJobStatus;
 use kube_derive::{CustomResource, KubeSchema};
+use moejob_protocol::config::OVERLAP_DEGREES;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -188,6 +189,29 @@ impl JsonSchema for NumberOrAuto {
                 "rule": "string(self).matches('^(auto|[1-9][0-9]{0,4})$')",
                 "message": "a number from 1 to 99999, or auto",
             }],
+        })
+    }
+}
+
+/// 1, 2, 4 or the word `auto`.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+#[serde(transparent)]
+pub struct OverlapDegree(pub NumberOrAuto);
+
+impl JsonSchema for OverlapDegree {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "OverlapDegree".into()
+    }
+
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        let [one, two, four] = OVERLAP_DEGREES;
+        schemars::json_schema!({
+            "x-kubernetes-int-or-string": true,
+            "enum": [one, two, four, "auto"],
         })
     }
 }

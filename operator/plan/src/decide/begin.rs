@@ -172,6 +172,7 @@ impl<'o> Planner<'o> {
             rank: None,
             layout: size.layout.clone(),
             exchange: size.exchange,
+            overlap_degree: size.overlap_degree,
             members: each_rank(&members, ranks),
             resume,
             ..observed.template.clone()

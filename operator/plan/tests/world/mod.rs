@@ -82,7 +82,8 @@ impl World {
                         0 => Exchange::Hierarchical,
                         _ => Exchange::Flat,
                     };
-                    Size { nodes, layout: Layout::contiguous(mesh), exchange }
+                    let overlap_degree = 1 + nodes % 2;
+                    Size { nodes, layout: Layout::contiguous(mesh), exchange, overlap_degree }
                 })
                 .collect()
         };
@@ -198,6 +199,7 @@ impl World {
                 let sizes = &self.observed().wanted.sizes;
                 let size = sizes.iter().find(|size| size.layout == config.layout);
                 assert_eq!(Some(config.exchange), size.map(|size| size.exchange));
+                assert_eq!(Some(config.overlap_degree), size.map(|size| size.overlap_degree));
                 let step = config.resume.step();
                 self.gangs.entry(config.attempt).or_insert(GangTruth {
                     step,

@@ -22,6 +22,7 @@ use moe_worker::engine::trace::{STEPS_TRACED, Trace};
 use moe_worker::gang::comm::Comm;
 use moe_worker::state::rank::{DeviceFailed, RankState};
 use moe_worker::state::snapshot::initialize;
+use moejob_fabric::overlap;
 use moejob_kernels::{Pace, StepPhase};
 use moejob_kernels::cuda::Gpu;
 use moejob_manifest::{Job, devices, explain};
@@ -237,7 +238,8 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
     };
     let template = launch::template(&job, Venue::Local, "bench", &places);
     let ranks = devices;
-    let config = WorkerConfig { layout, ranks, threads: args.threads, ..template };
+    let overlap_degree = overlap::choice(&job, &layout).0;
+    let config = WorkerConfig { layout, ranks, overlap_degree, threads: args.threads, ..template };
     let comms = if ranks == 1 { vec![Comm::solo(1)] } else { Comm::in_process(ranks) };
     // A thread a device: what a worker's engines are processes for, a bench does without.
     let ends: Vec<Result<Trained, Refused>> = std::thread::scope(|scope| {

@@ -4,7 +4,7 @@ mod fused;
 
 use super::{
     BLOCK_WORDS, Batch, Bucket, Buffers, CONTROL_NUMBERS, Cache, Cosine, Fused, Gate, GateScratch,
-    Gated, Gradients, Head, Layer, LayerCache, Moe, MoeScratch, Numbers, QkNormBuffers, Routes,
+    Gated, Gradients, Head, Layer, LayerCache, Moe, MoeScratch, Numbers, Order, QkNormBuffers, Routes,
     STAGE_ELEMENTS, Scratch, State, StepBalance, Travel,
 };
 use crate::layout::BLOCK;
@@ -340,7 +340,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         let (t, experts) = (self.shape.tokens, &self.model.experts);
         let (e, k) = (u64::from(experts.count), u64::from(self.model.slots()));
         let f = u64::from(experts.intermediate_size);
-        let sources = self.shape.expert_parallel;
+        let (sources, chunks) = (self.shape.expert_parallel, self.shape.chunks);
         let d = u64::from(self.model.hidden_size);
         Moe {
             logits: self.floats(t, e),
@@ -354,7 +354,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             offsets: self.words(e + 1, 1),
             rows: self.words(t, k),
             pos: self.words(t, k),
-            segments: self.words(e * sources + 1, 1),
+            segments: self.words(e * sources + 1, chunks),
             row_index: self.planner.alloc(Kind::U32, Rows::Routed, 1),
             row_weights: self.routed(1),
             routes: (sources > 1).then(|| Routes {
@@ -363,10 +363,10 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
                 order: self.words(e, 1),
                 first: self.words(sources + 1, 1),
                 tokens: self.planner.alloc(self.shape.types.element, Rows::Arrived, d),
-                arrived: self.words(sources + 1, 1),
+                arrived: self.words(sources + 1, chunks),
                 leaving: self.words(t, k),
-                departures: self.words(sources + 1, 1),
-                returns: self.words(sources + 1, 1),
+                departures: self.words(sources + 1, chunks),
+                returns: self.words(sources + 1, chunks),
             }),
             h: shared.map_or_else(|| self.routed(2 * f), |shared| shared[0]),
             a: shared.map_or_else(|| self.routed(f), |shared| shared[1]),
@@ -479,6 +479,11 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
                 dy: self.planner.alloc(self.shape.types.element, Rows::Arrived, d),
                 returned: self.floats(t * k, d),
                 ds: self.floats(t, k),
+                order: (self.shape.chunks > 1).then(|| Order {
+                    offsets: self.words(e * self.shape.expert_parallel + 1, 1),
+                    rows: self.planner.alloc(Kind::U32, Rows::Routed, 1),
+                    tokens: self.planner.alloc(Kind::U32, Rows::Routed, 1),
+                }),
             }),
             gate: (!self.model.router.is_plain()).then(|| self.gate_scratch()),
         }

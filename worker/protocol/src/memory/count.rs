@@ -4,7 +4,8 @@ use super::*;
 
 /// The memory of `rank`, part by part: of its device where that is a GPU, else of the host. A
 /// checkpoint every `checkpoint_steps` is a snapshot of its
-/// own only where none is taken for memory's sake at the same step.
+/// own only where none is taken for memory's sake at the same step. Between processors tokens travel
+/// in `chunks`.
 pub fn rank_memory(
     model: &ModelConfig,
     layout: &Layout,
@@ -12,8 +13,9 @@ pub fn rank_memory(
     training: &TrainingConfig,
     recovery: &RecoveryConfig,
     checkpoint_steps: u64,
+    chunks: u32,
 ) -> RankMemory {
-    let shape = Shape::new(model, layout, rank, training);
+    let shape = Shape::new(model, layout, rank, training).in_chunks(chunks);
     let headroom = model.experts.routed_headroom.max(1.0);
     let mut count = Count {
         shape: &shape,
@@ -131,6 +133,8 @@ impl Count<'_> {
         let rows = (shape.balanced.arrived + shape.balanced.routed)
             * u64::from(model.hidden_size)
             * float;
+        // What a thread beside the ops sends and gets is its own.
+        let rows = if shape.chunks > 1 { 2 * rows } else { rows };
         let staging = if world > 1 { exchange.max(rows) } else { 0 };
         self.add("exchange", staging + pipe_bytes(world));
         self.add("process", PROCESS_BYTES);

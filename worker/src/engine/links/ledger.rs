@@ -4,6 +4,9 @@ use super::{Links, Shared, Way};
 use moejob_kernels::{Device, StretchBegun};
 use moejob_protocol::communication::{Link, Verb, ring_bytes};
 
+/// The name of a stretch in which the ops wait for a verb that is beside them.
+pub(crate) const WAITED: usize = Verb::ALL.len();
+
 /// Of the step that is enqueued.
 #[derive(Debug, Default)]
 pub(super) struct Ledger {
@@ -36,8 +39,12 @@ impl Sent {
     fn add(&mut self, of: OfVerb) {
         let same = |own: &&mut OfVerb| own.verb == of.verb;
         match self.verbs.iter_mut().find(same) {
-            // A verb has one link in an attempt, and one lane.
-            Some(own) => own.bytes += of.bytes,
+            // A verb has one link in an attempt. Of dispatches in chunks that of choices is among
+            // the ops, and those of tokens are beside them.
+            Some(own) => {
+                own.bytes += of.bytes;
+                own.beside |= of.beside;
+            }
             None => self.verbs.push(of),
         }
     }
@@ -57,7 +64,7 @@ impl Sent {
 impl Links {
     /// From now on it is written down what verbs send, and they are timed.
     pub(crate) fn look(&mut self, device: &mut Device) {
-        let asked = self.comm.world() > 1;
+        let asked = self.gang.world() > 1;
         let before = self.window_rows();
         self.ledger = Ledger { asked, sent: Sent { before, ..Sent::default() } };
         device.time_stretches(asked);
@@ -105,7 +112,7 @@ impl Links {
         if !self.ledger.asked {
             return 0;
         }
-        let me = self.comm.rank();
+        let me = self.gang.rank();
         let chunks = all.iter().filter_map(|shared| Some((shared, shared.chunks(me)?)));
         chunks.map(|(of, chunks)| ring_bytes(of.holders.len(), chunks.own().bytes())).sum()
     }

@@ -254,7 +254,7 @@ impl Links {
     /// # Errors
     /// A peer is lost.
     pub(crate) fn open_windows(&mut self, device: &Device, near: &Near) -> Result<bool, CommError> {
-        self.windows = Windows::open(&mut self.comm, device, near)?;
+        self.windows = Windows::open(self.gang.comm(), device, near)?;
         Ok(self.windows.is_some())
     }
 

@@ -8,18 +8,20 @@
 
 use super::{Parcel, Travelling};
 use crate::gang::comm::{Comm, CommError};
-use moejob_kernels::{Buffer, CpuDevice, DType};
+use moejob_kernels::{Buffer, CpuDevice, DType, Room};
 use moejob_protocol::stages::{Flows, Message, Piece, Stage, Stages};
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// That a group exchanges in stages, and what it knows for that.
 #[derive(Debug)]
 pub(super) struct Staging {
     /// Of a worker.
     ranks: u32,
-    /// By layer: counted in forward, and read again in backward, when the choices are gone.
-    flows: Vec<Flows>,
+    /// By [`Travelling::at`]: counted in forward, and read again in backward, when the choices are
+    /// gone.
+    flows: Vec<Arc<Flows>>,
 }
 
 impl Staging {
@@ -28,7 +30,13 @@ impl Staging {
     }
 
     /// Everybody's choices are here.
-    pub fn count(&mut self, cpu: &CpuDevice, way: &Travelling, top_k: usize) {
+    pub fn count(
+        &mut self,
+        cpu: &CpuDevice,
+        way: &Travelling,
+        top_k: usize,
+        rooms: &[Room],
+    ) {
         let group = way.group;
         let positions = group.ranks.len();
         let sources: Vec<(usize, usize)> =
@@ -37,15 +45,22 @@ impl Staging {
         let owner = cpu.slice::<u32>(way.routes.owner);
         let all_ids = cpu.slice::<u32>(way.travel.all_ids.slice(0, slots));
         let mut flows = Flows::new(positions, top_k, &sources, owner, all_ids);
-        let rooms = group.rooms().into_iter().map(|room| (room.rows, room.tokens));
         // As `RoutePlan` decides it: the step is done again with more room.
-        if flows.overflow(rooms) {
+        if flows.overflow(rooms.iter().map(|room| (room.rows, room.tokens))) {
             flows = Flows::none(positions);
         }
-        if self.flows.len() <= way.layer {
-            self.flows.resize_with(way.layer + 1, Flows::default);
+        if self.flows.len() <= way.at {
+            self.flows.resize_with(way.at + 1, Arc::default);
         }
-        self.flows[way.layer] = flows;
+        self.flows[way.at] = Arc::new(flows);
+    }
+
+    /// How the group of `way` exchanges.
+    pub fn route(&self, way: &Travelling) -> Route {
+        let (ranks, me) = (way.group.ranks.clone(), way.group.me);
+        let nodes: Vec<u32> = ranks.iter().map(|rank| rank / self.ranks).collect();
+        let flows = self.flows.get(way.at).cloned().unwrap_or_default();
+        Route { ranks, me, stages: Stages::new(&nodes), flows }
     }
 
     /// One exchange of a group; `bytes` of each piece, which its flows tell. Two collectives, on
@@ -58,26 +73,12 @@ impl Staging {
         [sends, receives]: [&[Parcel]; 2],
         bytes: impl Fn(&Flows, Piece) -> usize,
     ) -> Result<u64, CommError> {
-        let (ranks, me) = (&way.group.ranks, way.group.me);
-        let position = |rank: u32| ranks.iter().position(|known| *known == rank).expect("a member");
-        let nodes: Vec<u32> = ranks.iter().map(|rank| rank / self.ranks).collect();
-        let (stages, nothing) = (Stages::new(&nodes), Flows::default());
-        let flows = self.flows.get(way.layer).unwrap_or(&nothing);
-        let bytes = |piece: &Piece| bytes(flows, *piece);
-        let (mut held, mut sent) = (Held::default(), 0);
-        for (rank, parts) in sends {
-            let piece = Piece { from: me, to: position(*rank) };
-            for part in full(parts) {
-                held.bytes.extend_from_slice(cpu.slice::<u8>(part.reinterpret(DType::U8)));
-            }
-            let len = held.added(piece);
-            assert_eq!(len, bytes(&piece), "{piece:?} as everybody's choices say");
-        }
-        for stage in [stages.within(me), stages.between(me)] {
-            sent += held.pass(comm, ranks, &stage, &bytes)?;
-        }
+        let route = self.route(way);
+        let read = |part: &Buffer| cpu.slice::<u8>(part.reinterpret(DType::U8));
+        let out = sends.iter().map(|(to, parts)| (*to, full(parts).map(read)));
+        let (held, sent) = route.carry(comm, out, bytes)?;
         for (rank, parts) in receives {
-            let mut from = held.get(&Piece { from: position(*rank), to: me });
+            let mut from = held.of_rank(&route, *rank);
             for part in full(parts) {
                 let (mine, rest) = from.split_at(part.bytes());
                 cpu.slice_mut::<u8>(part.reinterpret(DType::U8)).copy_from_slice(mine);
@@ -89,19 +90,64 @@ impl Staging {
     }
 }
 
+/// How a group exchanges once, as its rank `me` knows it.
+#[derive(Debug)]
+pub(super) struct Route {
+    ranks: Vec<u32>,
+    me: usize,
+    stages: Stages,
+    flows: Arc<Flows>,
+}
+
+impl Route {
+    /// What all ranks have for each other, of which `sends` are the own parts for each rank. With
+    /// the bytes that this rank has sent.
+    pub fn carry<'a, P>(
+        &self,
+        comm: &mut Comm,
+        sends: impl Iterator<Item = (u32, P)>,
+        bytes: impl Fn(&Flows, Piece) -> usize,
+    ) -> Result<(Held, u64), CommError>
+    where
+        P: IntoIterator<Item = &'a [u8]>,
+    {
+        let bytes = |piece: &Piece| bytes(&self.flows, *piece);
+        let (mut held, mut sent) = (Held::default(), 0);
+        for (rank, parts) in sends {
+            let piece = Piece { from: self.me, to: self.position(rank) };
+            parts.into_iter().for_each(|part| held.bytes.extend_from_slice(part));
+            let len = held.added(piece);
+            assert_eq!(len, bytes(&piece), "{piece:?} as everybody's choices say");
+        }
+        for stage in [self.stages.within(self.me), self.stages.between(self.me)] {
+            sent += held.pass(comm, &self.ranks, &stage, &bytes)?;
+        }
+        Ok((held, sent))
+    }
+
+    fn position(&self, rank: u32) -> usize {
+        self.ranks.iter().position(|known| *known == rank).expect("a member")
+    }
+}
+
 fn full(parts: &[Buffer]) -> impl Iterator<Item = &Buffer> {
     parts.iter().filter(|part| !part.is_empty())
 }
 
 /// The pieces that this rank has: its own, those for it, and those that it passes on.
-#[derive(Default)]
-struct Held {
+#[derive(Debug, Default)]
+pub(super) struct Held {
     bytes: Vec<u8>,
     at: BTreeMap<Piece, Range<usize>>,
     end: usize,
 }
 
 impl Held {
+    /// What a rank had for this one.
+    pub fn of_rank(&self, route: &Route, rank: u32) -> &[u8] {
+        self.get(&Piece { from: route.position(rank), to: route.me })
+    }
+
     /// What stands at the end is `piece`; its length.
     fn added(&mut self, piece: Piece) -> usize {
         let range = self.end..self.bytes.len();

@@ -10,7 +10,7 @@ use moejob_protocol::communication::{Link, Verb, all_reduce_bytes, ring_bytes};
 impl Links {
     /// Every rank's part of a vector to all: `parts` by rank, the own one among them.
     pub(crate) fn gather(&mut self, device: &mut Device, parts: &[Buffer]) {
-        let me = self.comm.rank();
+        let me = self.gang.rank();
         let others = || (0..self.world()).filter(|rank| *rank != me);
         let sends: Vec<Parcel> = others().map(|to| (to, vec![parts[me as usize]])).collect();
         let receives: Vec<Parcel> =
@@ -140,7 +140,7 @@ impl Links {
             Way::Carried(carried) => carried.exchange(device, comm, sends, receives),
         });
         if self.is_looked_at() {
-            let me = self.comm.rank();
+            let me = self.gang.rank();
             let others = sends.iter().filter(|(rank, _)| *rank != me);
             let parts = others.flat_map(|(_, parts)| parts);
             let bytes = parts.map(|part| part.bytes() as u64).sum();
