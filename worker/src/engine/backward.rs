@@ -263,7 +263,7 @@ impl Pass<'_> {
     fn embed_backward(&mut self, t: usize, gradients: &Dense, accumulate: bool) {
         let (d, vocab) = (self.model.dim(), self.model.config.vocab_size as usize);
         // Tied, the head has written its part of the gradient already.
-        if gradients.head != gradients.embed && !accumulate {
+        if !self.model.config.tie_word_embeddings && !accumulate {
             self.model.device.fill_zero(gradients.embed);
         }
         self.model.device.embed_backward(&EmbedBackward {
