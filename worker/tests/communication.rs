@@ -12,10 +12,12 @@ use moe_worker::gang::comm::Comm;
 use moe_worker::state::snapshot::initialize;
 use moejob_protocol::buckets::Buckets;
 use moejob_protocol::communication::CommunicationReport;
+use moejob_protocol::config::Recompute;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::Role;
 use moejob_protocol::owners::Holders;
+use moejob_protocol::zero::{Turn, Zero, gathers};
 
 /// A micro-batch a rank; each token chooses both experts, one of which each rank has.
 fn job(layout: Layout) -> Job {
@@ -141,4 +143,22 @@ fn buckets_and_gathered_tokens_are_counted() {
         assert_eq!(report.verbs.len(), 5, "{report:?}");
     }
     assert_eq!(bytes(&told[0], "allReduce"), bytes(&told[1], "allReduce"));
+
+    // Dense gradients are summed in each round, and their weights gathered when they are wanted.
+    job.config.training.compute.zero = Zero::Weights;
+    let (layers, tied) = (job.config.model.num_hidden_layers, job.config.model.tie_word_embeddings);
+    let gathers = gathers(layers, tied, Recompute::None, 3);
+    let shared = all.buckets.iter().filter(|bucket| bucket.holders == [0, 1]);
+    let (mut reduced, mut gathered) = (0, 0);
+    for bucket in shared {
+        let (half, turns) = (bucket.len / 2 * 4, Turn::of(bucket.kind, 2).is_some());
+        reduced += half * if turns { rounds } else { 1 };
+        gathered += half * if turns { gathers(bucket.kind) } else { 1 };
+    }
+    assert!(reduced > 2 * half && gathered > 2 * half, "{reduced} {gathered} {half}");
+    for report in by_buckets(&job, 9) {
+        assert_eq!(bytes(&report, "reduceScatter"), reduced);
+        assert_eq!(bytes(&report, "allGather"), gathered);
+        assert_eq!(report.verbs.len(), 5, "{report:?}");
+    }
 }

@@ -18,6 +18,7 @@ use moejob_protocol::layout::{Layout, Placement};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{QkNorm, Role};
 use moejob_protocol::owners::Owners;
+use moejob_protocol::zero::Zero;
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 
@@ -33,8 +34,9 @@ fn plans(
     earlier: &Layout,
     layout: &Layout,
     sources: &[ShardSource],
+    zero: Zero,
 ) -> Vec<Moves> {
-    let (params, owners) = (model.params(), Owners::new(model, layout));
+    let (params, owners) = (model.params(), Owners::new(model, layout).in_stage(zero));
     let owners = &owners;
     let plan = |rank| {
         let table = StateTable { model, params: &params, layout, owners, rank, stored: STORED };
@@ -45,8 +47,20 @@ fn plans(
 
 /// What every rank needs comes once, from where it lies, and both ends agree on the order.
 fn check(model: &ModelConfig, earlier: &Layout, layout: &Layout, sources: &[ShardSource]) {
-    let (params, owners) = (model.params(), Owners::new(model, layout));
-    let all = plans(model, earlier, layout, sources);
+    for zero in [Zero::Optimizer, Zero::Weights] {
+        check_stage(model, earlier, layout, sources, zero);
+    }
+}
+
+fn check_stage(
+    model: &ModelConfig,
+    earlier: &Layout,
+    layout: &Layout,
+    sources: &[ShardSource],
+    zero: Zero,
+) {
+    let (params, owners) = (model.params(), Owners::new(model, layout).in_stage(zero));
+    let all = plans(model, earlier, layout, sources, zero);
     for (me, moves) in (0..).zip(&all) {
         let mut got: BTreeMap<(usize, Part), Vec<(u64, u64)>> = BTreeMap::new();
         for (number, exchange) in moves.exchanges.iter().enumerate() {

@@ -65,6 +65,12 @@ fn of_processors(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
         let given = "`true` on processors";
         found.push(Problem::of(Code::Device, path, given, "false", advice));
     }
+    if let Some(stage) = parallelism.zero.filter(|stage| *stage > 1) {
+        let advice = "processors sum gradients as one tree, so that no bit depends on how many \
+                      there are, and each has all of it: delete it";
+        let given = format!("`{stage}` on processors");
+        found.push(Problem::of(Code::Device, "spec.parallelism.zero", given, "1", advice));
+    }
     let wire = parallelism.wire.map_or(Wire::Auto, |of| of.0);
     if !matches!(wire, Wire::Auto | Wire::Fp32) {
         let given = format!("`{}` on processors", as_typed(wire));

@@ -19,6 +19,7 @@ use moejob_protocol::config::{
     Recompute, Schedule, TokenType, Tokenizer, TrainingConfig, ValidationConfig, Wire,
 };
 use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm};
+use moejob_protocol::zero::Zero;
 use serde::Serialize;
 use serde_json::json;
 
@@ -297,6 +298,7 @@ impl Job {
                 offload: Offload::None,
                 wire: Wire::Auto,
                 combine_each: false,
+                zero: Zero::default(),
             };
             self.recovery.memory_auto = false;
             self.checkpoint.auto = false;
@@ -547,6 +549,10 @@ fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
             },
             combine_each: backend == Backend::Cuda
                 && parallelism.combine_pre_reduce == Some(false),
+            zero: match backend {
+                Backend::Cpu => Zero::default(),
+                Backend::Cuda => parallelism.zero.and_then(Zero::of).unwrap_or_default(),
+            },
         },
     }
 }

@@ -41,7 +41,7 @@ fn what_a_gpu_computes_in_does_not_count() {
     let all = "    precision: bf16\n    momentDtype: bf16\n    gradientDtype: fp32\n    \
                attention: fastest\n    offload: host\n    steps: 100";
     let on_a_gpu = hash(|text| {
-        let more = "  parallelism: { wire: fp8, combinePreReduce: false }\n  checkpoint:";
+        let more = "  parallelism: { wire: fp8, combinePreReduce: false, zero: 3 }\n  checkpoint:";
         let text = text.replace("profile: cpu, min: 1, max: 4", "profile: gpu");
         text.replace("    steps: 100", all).replace("  checkpoint:", more)
     });

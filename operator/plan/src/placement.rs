@@ -218,6 +218,21 @@ impl<'a> Placer<'a> {
         (held, self.experts * held / u64::from(model.experts.count))
     }
 
+    /// Dense elements whose weights, and whose gradients, a rank has: all of them, or by the stage
+    /// of ZeRO its own, with what is whole in turn: an end of the model, and two layers.
+    fn dense_kept(&self, mesh: Mesh) -> [u64; 2] {
+        let (model, zero) = (&self.job.model, self.job.training.compute.zero);
+        let ends = u64::from(model.vocab_size) * u64::from(model.hidden_size);
+        let ends_of_model = if model.tie_word_embeddings { 1 } else { 2 };
+        let layers = u64::from(model.num_hidden_layers).max(1);
+        let layer = self.dense.saturating_sub(ends_of_model * ends) / layers;
+        let turns = ends + layers.min(2) * layer;
+        let own = self.dense.div_ceil(mesh.dp.into()) + turns;
+        [zero.divides_weights(), zero.divides_gradients()].map(|divided| {
+            if divided && mesh.dp > 1 { own } else { self.dense }
+        })
+    }
+
     /// Elements that `rank` updates.
     fn owned(&self, layout: &Layout, rank: u32) -> u64 {
         let (mesh, (_, local)) = (layout.mesh, self.held(layout, rank));
@@ -280,9 +295,10 @@ impl<'a> Placer<'a> {
             Offload::None => (owned * 12, Vec::new()),
             Offload::Host => (0, self.offloaded(owned, mesh.rounds(job.micro_batches()))),
         };
+        let [weights, gradients] = self.dense_kept(mesh);
         let parts = vec![
-            Part { name: "weights", bytes: (self.dense + local) * wire },
-            Part { name: "gradients", bytes: (self.dense + local) * 4 },
+            Part { name: "weights", bytes: (weights + local) * wire },
+            Part { name: "gradients", bytes: (gradients + local) * 4 },
             Part { name: "masters and moments", bytes: state },
             Part { name: "activations", bytes: tokens * of_token * wire },
             Part { name: "logits", bytes: tokens * u64::from(model.vocab_size) * (4 + wire) },

@@ -4,8 +4,8 @@
 //! dispatch        tokens, choices and weights of all to all ranks of the expert group; gradients
 //! combine         sums of what became of them back; gradients of them, and of weights
 //! sendRecv        the same between nodes, where tokens travel along rails
-//! reduceScatter   gradients of what several ranks hold, once a step
-//! allGather       its new weights
+//! reduceScatter   gradients of what several ranks hold, once a step, or a round (ZeRO-2)
+//! allGather       its new weights, once a step, or as often as they are wanted whole (ZeRO-3)
 //! ```
 //! Bytes are those that engines send by NCCL, a function of the job and its layout alone. Through
 //! windows less travels, by need. The numbers of a step are too few to be counted here.
@@ -21,6 +21,7 @@ use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::Types;
 use moejob_protocol::owners::Holders;
 use moejob_protocol::rails::Rails;
+use moejob_protocol::zero::{self, Turn};
 use serde::Serialize;
 
 /// What one verb is expected to do in a step.
@@ -168,8 +169,11 @@ fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>) -> [Sum; 3] {
 
 /// Sums of gradients, new weights, and whether they travel beside the ops.
 fn buckets(job: &Job, layout: &Layout, machines: Option<Machines>) -> (Sum, Sum, bool) {
-    let (model, mesh) = (&job.model, layout.mesh);
-    let types = Types::buckets(&job.training, job.micro_batches().div_ceil(mesh.dp));
+    let (model, mesh, zero) = (&job.model, layout.mesh, job.training.compute.zero);
+    let rounds = job.micro_batches().div_ceil(mesh.dp);
+    let types = Types::buckets(&job.training, rounds);
+    let (layers, tied) = (model.num_hidden_layers, model.tie_word_embeddings);
+    let gathers = zero::gathers(layers, tied, job.training.recompute, rounds);
     let all = Buckets::new(model, &model.params(), &Holders::new(model, layout));
     let (mut reduce, mut gather) = (Sum::default(), Sum::default());
     let ring = |ranks: usize, bytes: u64| {
@@ -181,9 +185,15 @@ fn buckets(job: &Job, layout: &Layout, machines: Option<Machines>) -> (Sum, Sum,
             true => [types.vector; 2],
             false => [types.gradient, types.element],
         };
-        for (sum, kind) in [&mut reduce, &mut gather].into_iter().zip(kinds) {
+        let turns = Turn::of(bucket.kind, ranks).is_some();
+        let times = [
+            if turns && zero.divides_gradients() { u64::from(rounds) } else { 1 },
+            if turns && zero.divides_weights() { gathers(bucket.kind) } else { 1 },
+        ];
+        for ((sum, kind), times) in [&mut reduce, &mut gather].into_iter().zip(kinds).zip(times) {
             let chunk = bucket.chunk_len() * kind.bytes();
-            sum.add((ranks as u64 - 1) * chunk, ring(ranks, bucket.len * kind.bytes()));
+            let seconds = ring(ranks, bucket.len * kind.bytes());
+            sum.add(times * (ranks as u64 - 1) * chunk, times as f64 * seconds);
         }
     }
     // As engines decide it: for less, a lane of its own costs more than it gains.
@@ -191,7 +201,7 @@ fn buckets(job: &Job, layout: &Layout, machines: Option<Machines>) -> (Sum, Sum,
         let of = all.buckets.iter().filter(|bucket| (bucket.holders.len() > 1) == shared);
         of.map(|bucket| bucket.len).sum()
     };
-    (reduce, gather, len(true) > len(false))
+    (reduce, gather, !zero.is_first() || len(true) > len(false))
 }
 
 /// For a person: a line a verb.

@@ -11,6 +11,7 @@ pub struct Buffers<B> {
     pub state: State<B>,
     pub gradients: Gradients<B>,
     pub buckets: Vec<Bucket<B>>,
+    pub whole: Whole<B>,
     pub numbers: Numbers<B>,
     pub batch: Batch<B>,
     pub layers: Vec<Layer<B>>,
@@ -49,7 +50,8 @@ pub struct State<B> {
 }
 
 /// A bucket of parameters with all that belongs to them. Weights and gradients are those of the
-/// whole bucket, everything else that of the chunk which the rank owns.
+/// whole bucket, unless it takes turns to be [`Whole`]; everything else that of the chunk which the
+/// rank owns.
 #[derive(Clone, Debug)]
 pub struct Bucket<B> {
     /// u32 [owned blocks, 8]: whose each block of 4,096 elements is
@@ -62,6 +64,13 @@ pub struct Bucket<B> {
     pub gradient: B,
     /// f64 [owned blocks]
     pub square_sums: B,
+}
+
+/// Places in which buckets take turns to be whole, see [`crate::zero`]; none where they always are.
+#[derive(Clone, Debug)]
+pub struct Whole<B> {
+    pub weights: Vec<B>,
+    pub gradients: Vec<B>,
 }
 
 /// Stacks of partial gradients: each entry is as large as what it is the gradient of.

@@ -2,7 +2,9 @@
 
 use crate::layout::Layout;
 use crate::model::ModelConfig;
+use crate::zero::Zero;
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 
 /// Everything a worker needs for one attempt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -235,6 +237,9 @@ pub struct Compute {
     /// `offload`.
     #[serde(default, skip_serializing_if = "is_false")]
     pub combine_each: bool,
+    /// As of `offload`.
+    #[serde(default, skip_serializing_if = "Zero::is_first")]
+    pub zero: Zero,
 }
 
 impl Compute {
@@ -294,6 +299,15 @@ impl Recompute {
             Recompute::Full => 1,
             Recompute::Every(span) => span.clamp(1, layers.max(1)),
         }
+    }
+
+    /// Layers of `layers` whose forward pass is computed once more before backward of `layer`.
+    pub fn again(self, layer: u32, layers: u32) -> Range<u32> {
+        let span = self.span(layers);
+        let ends = layer + 1 == layers || (layer + 1).is_multiple_of(span);
+        // The last layers' memory still holds what forward left there.
+        let overwritten = layer / span < (layers - 1) / span;
+        if ends && overwritten { layer / span * span..layer + 1 } else { layer..layer }
     }
 
     /// Norms are computed again.

@@ -9,6 +9,7 @@
 //! Stages { nodes of a group } --within(), between()--> who sends what to whom       stages
 //! Rails { nodes x places of a group } --> the same of GPUs, whose rows lie where      rails
 //! Wire x kind of activations --Formats--> what rows that travel consist of              formats
+//! Zero x passes of a round --Turns--> which dense buckets are whole, where and when         zero
 //! Holders --Shares--> what each rank owns of all of it                      shares
 //! micro-batch blocks --subtrees()--> the one reduction tree of a step     tree
 //! WorkerConfig (down), Up (up), Down (down)                       config, message, preflight,
@@ -34,6 +35,7 @@ pub mod shares;
 pub mod stages;
 pub mod rails;
 pub mod formats;
+pub mod zero;
 pub mod memory;
 pub mod workspace;
 pub mod buffers;

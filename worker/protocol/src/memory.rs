@@ -10,27 +10,27 @@
 //! top-k, `F` expert hidden, `R` routed rows, `U` distinct tokens that arrive.
 
 mod count;
+mod shapes;
 
 pub use count::{
     OFFLOADED_MASTERS, OFFLOADED_MOMENTS, beside_arena, host_memory, rank_memory, window_bytes,
     window_rooms,
 };
+pub use shapes::BucketShape;
 
-use crate::buckets::BucketKind;
 use crate::config::{
     Backend, GradientDtype, MomentDtype, Offload, Precision, RecoveryConfig, Recompute,
     TrainingConfig,
 };
 use crate::formats::Formats;
-use crate::layout::{BLOCK, Division, Layout};
+use crate::layout::{Division, Layout};
 use crate::mesh::Mesh;
-use crate::model::{AuxLossScope, ModelConfig, numel};
+use crate::model::{AuxLossScope, ModelConfig};
 use crate::owners::{Holders, Owners};
 use crate::rails::Rails;
 use crate::reduction::Flats;
 use crate::shares::{Own, Shares, Standing};
 use crate::tree::depth_max;
-use std::collections::BTreeMap;
 
 /// The memory of one rank in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -300,16 +300,6 @@ pub struct Shape {
     pub worst: RowCounts,
 }
 
-/// A bucket's size and what it is of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BucketShape {
-    /// Elements, a multiple of 4,096, and those of them that the rank owns.
-    pub len: u64,
-    pub owned: u64,
-    /// Vectors, which are kept whole, rather than matrices.
-    pub vectors: bool,
-}
-
 impl Shape {
     pub fn new(
         model: &ModelConfig,
@@ -367,7 +357,7 @@ impl Shape {
             recompute: training.recompute,
             buckets: match types.sums {
                 Sums::Tree => Vec::new(),
-                Sums::Buckets => bucket_shapes(model, &holders, rank),
+                Sums::Buckets => shapes::of(model, &holders, rank, training.compute.zero),
             },
             shares,
             segments: match model.router.aux_loss_scope {
@@ -400,7 +390,7 @@ impl Shape {
     pub fn measuring(mut self) -> Shape {
         (self.trains, self.offloads) = (false, false);
         self.flats.owned.len = 0;
-        self.buckets.iter_mut().for_each(|bucket| bucket.owned = 0);
+        self.buckets.iter_mut().for_each(BucketShape::measuring);
         (self.dense_depth, self.expert_depths, self.inbox) = (0, vec![0], 0);
         self
     }
@@ -409,32 +399,6 @@ impl Shape {
     pub fn generating(self, positions: u64) -> Shape {
         Shape { cached: positions, ..self.measuring() }
     }
-}
-
-/// Those that `rank` holds, as [`Buckets`](crate::buckets::Buckets) has them.
-fn bucket_shapes(model: &ModelConfig, holders: &Holders, rank: u32) -> Vec<BucketShape> {
-    let mut shapes: Vec<(BucketShape, u64)> = Vec::new();
-    let mut known: BTreeMap<(BucketKind, usize), usize> = BTreeMap::new();
-    let held: Vec<_> = holders.sets().iter().map(|set| set.binary_search(&rank).is_ok()).collect();
-    model.each_param(|name, shape, role| {
-        let set = holders.set(role);
-        if !held[set] {
-            return;
-        }
-        let kind = BucketKind::of(model, name, role);
-        let at = *known.entry((kind, set)).or_insert_with(|| {
-            let vectors = kind.is_of_vectors();
-            let count = holders.sets()[set].len() as u64;
-            shapes.push((BucketShape { len: 0, owned: 0, vectors }, count));
-            shapes.len() - 1
-        });
-        shapes[at].0.len += numel(shape).next_multiple_of(BLOCK);
-    });
-    let closed = |(shape, count): (BucketShape, u64)| {
-        let len = shape.len.next_multiple_of(BLOCK * count);
-        BucketShape { len, owned: len / count, ..shape }
-    };
-    shapes.into_iter().map(closed).collect()
 }
 
 impl NumberCounts {

@@ -7,6 +7,7 @@ use crate::buckets::Buckets;
 use crate::layout::{Division, Layout, Placement, elements, owned_blocks};
 use crate::mesh::split;
 use crate::model::{ModelConfig, Param, Role};
+use crate::zero::{Turn, Zero};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -135,6 +136,8 @@ pub struct Owners {
     holders: Holders,
     /// Where buckets are divided.
     buckets: Option<Buckets>,
+    /// Which of them have weights with all their holders.
+    zero: Zero,
 }
 
 impl Owners {
@@ -143,7 +146,30 @@ impl Owners {
         let holders = Holders::new(model, layout);
         let by_bucket = layout.division == Division::Buckets;
         let buckets = by_bucket.then(|| Buckets::new(model, &model.params(), &holders));
-        Owners { holders, buckets }
+        Owners { holders, buckets, zero: Zero::default() }
+    }
+
+    /// The same where dense parameters lie with their owners by this stage.
+    #[must_use]
+    pub fn in_stage(self, zero: Zero) -> Owners {
+        Owners { zero, ..self }
+    }
+
+    /// Whether every holder of the parameter at `index` has all of its weights, and not its owners
+    /// alone what they own.
+    pub fn is_whole(&self, index: usize) -> bool {
+        let Some(buckets) = &self.buckets else { return true };
+        let bucket = &buckets.buckets[buckets.of(index)];
+        !self.zero.divides_weights() || Turn::of(bucket.kind, bucket.holders.len()).is_none()
+    }
+
+    /// The elements of the parameter at `index` whose weights `rank` keeps from step to step.
+    pub fn kept(&self, index: usize, param: &Param, rank: u32) -> Range<u64> {
+        match (self.holders.holds(param, rank), self.is_whole(index)) {
+            (true, true) => 0..param.numel(),
+            (true, false) => self.of(index, param, rank),
+            (false, _) => 0..0,
+        }
     }
 
     /// Those that hold a parameter when the attempt begins.

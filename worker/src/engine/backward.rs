@@ -9,7 +9,7 @@ use crate::engine::handles::{
 use crate::engine::moe::activation;
 use moejob_kernels::{
     AttentionBackward, BiasBackward, Buffer, ClampBackward, EmbedBackward, GatedMulBackward,
-    Layout as Order, Matmul, NormRopeBackward, RmsNormBackward,
+    Layout as Order, Matmul, NormRopeBackward, RmsNormBackward, StepPhase,
 };
 
 /// Where a round's gradients go: one leaf of each stack, or the buckets.
@@ -23,16 +23,27 @@ pub struct Leaf<'a> {
     pub stacks: &'a [Option<ExpertStacks>],
     /// Added to what is there, else written: of what each rank computes for its own tokens.
     pub accumulate: bool,
+    /// The same of matrices outside of experts, whose gradients may be each round's own.
+    pub accumulate_matrices: bool,
     /// The same of experts, which in a rank's first round may be others' tokens alone.
     pub accumulate_experts: bool,
     /// In a step's last round, where buckets travel as soon as they are complete.
     pub last: Option<Last<'a>>,
 }
 
+/// Whether gradients are added to what is there, else written: see [`Leaf`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Adds {
+    vectors: bool,
+    matrices: bool,
+}
+
 impl Pass<'_> {
     /// Fills the round's leaf of every gradient but the head's, from what `loss` left.
     pub fn backward(&mut self, leaf: &Leaf) {
         let t = self.round.tokens;
+        let adds = Adds { vectors: leaf.accumulate, matrices: leaf.accumulate_matrices };
+        self.want_backward();
         if let Some(gradients) = leaf.dense {
             self.last_norm_backward(t, gradients, leaf.accumulate);
             self.mark("last norm'", None);
@@ -43,21 +54,25 @@ impl Pass<'_> {
             }
             self.recompute(layer);
             self.mark("computed again", Some(layer));
+            self.want_layer(layer, StepPhase::Backward);
             self.feed_forward_backward(layer, leaf);
             if let Some(gradients) = leaf.dense {
-                self.output_backward(layer, t, &gradients.layers[layer], leaf.accumulate);
+                self.output_backward(layer, t, &gradients.layers[layer], adds);
             }
             // Attention leaves room for what travels meanwhile, products leave none.
             self.reduce(beside::convoy_at(layer), leaf);
+            self.shed_above(layer, leaf);
             if let Some(gradients) = leaf.dense {
-                self.attention_backward(layer, t, &gradients.layers[layer], leaf.accumulate);
+                self.attention_backward(layer, t, &gradients.layers[layer], adds);
             }
         }
         if let Some(gradients) = leaf.dense {
-            self.embed_backward(t, gradients, leaf.accumulate);
+            self.claim_embedding();
+            self.embed_backward(t, gradients, leaf.accumulate_matrices);
             self.mark("embedding'", None);
         }
         self.reduce(beside::FIRST, leaf);
+        self.shed_lowest(leaf);
     }
 
     /// Behind the last op that writes to gradients of `convoy`.
@@ -97,13 +112,15 @@ impl Pass<'_> {
             self.moe_backward(layer, leaf);
         }
         self.mark("mixture'", Some(layer));
+        self.claim_layer(layer);
+        let adds = Adds { vectors: leaf.accumulate, matrices: leaf.accumulate_matrices };
         let Some(gradients) = leaf.dense else { return };
         let (t, d) = (self.round.tokens, self.model.dim());
         let gradients = &gradients.layers[layer];
         if let (Some(weights), Some(gradients)) =
             (self.model.dense.layers[layer].gated, gradients.gated)
         {
-            self.gated_backward(layer, t, weights, gradients, [moe, leaf.accumulate]);
+            self.gated_backward(layer, t, weights, gradients, (moe, adds));
             self.mark("dense part'", Some(layer));
         }
         let b = &self.model.buffers.layers[layer];
@@ -123,7 +140,7 @@ impl Pass<'_> {
         t: usize,
         weights: GatedWeights,
         gradients: GatedWeights,
-        [accumulate, accumulate_dw]: [bool; 2],
+        (accumulate, adds): (bool, Adds),
     ) {
         let d = self.model.dim();
         let b = &self.model.buffers.layers[layer];
@@ -140,14 +157,14 @@ impl Pass<'_> {
         let [dgate, dup, d_out] = rows(&scratch, t, width);
         let plain = |weight| Linear { weight, bias: None };
         let (down, d_down) = (plain(weights.down), plain(gradients.down));
-        self.linear_backward(t, [hidden, dx, d_out], [down, d_down], [false, accumulate_dw]);
+        self.linear_backward(t, [hidden, dx, d_out], [down, d_down], (false, adds));
         let activation = activation(self.model.config.experts.activation);
         let op = GatedMulBackward { activation, gate, up, d_out, dgate, dup };
         self.model.device.gated_mul_backward(&op);
         let (gate, d_gate) = (plain(weights.gate), plain(gradients.gate));
-        self.linear_backward(t, [x, dgate, dnorm], [gate, d_gate], [accumulate, accumulate_dw]);
+        self.linear_backward(t, [x, dgate, dnorm], [gate, d_gate], (accumulate, adds));
         let (up, d_up) = (plain(weights.up), plain(gradients.up));
-        self.linear_backward(t, [x, dup, dnorm], [up, d_up], [true, accumulate_dw]);
+        self.linear_backward(t, [x, dup, dnorm], [up, d_up], (true, adds));
     }
 
     /// From the gradient of `mid`, in `scratch.dx`, to that of what attention gives.
@@ -156,7 +173,7 @@ impl Pass<'_> {
         layer: usize,
         t: usize,
         gradients: &DenseLayer,
-        accumulate: bool,
+        adds: Adds,
     ) {
         let (d, (q_size, _)) = (self.model.dim(), self.attention_sizes());
         let weight = self.model.dense.layers[layer].o;
@@ -164,7 +181,7 @@ impl Pass<'_> {
         let scratch = &self.model.buffers.scratch;
         let (dx, d_attended) = (scratch.dx.slice(0, t * d), scratch.d_attended);
         let buffers = [attended, dx, d_attended.slice(0, t * q_size)];
-        self.linear_backward(t, buffers, [weight, gradients.o], [false, accumulate]);
+        self.linear_backward(t, buffers, [weight, gradients.o], (false, adds));
         self.mark("o'", Some(layer));
     }
 
@@ -175,7 +192,7 @@ impl Pass<'_> {
         layer: usize,
         t: usize,
         gradients: &DenseLayer,
-        accumulate: bool,
+        adds: Adds,
     ) {
         let d = self.model.dim();
         let (q_size, kv_size) = self.attention_sizes();
@@ -190,16 +207,16 @@ impl Pass<'_> {
         let op = AttentionBackward { forward, d_o: d_attended, dq, dk, dv };
         self.model.device.attention_backward(&op);
         self.mark("attention'", Some(layer));
-        let (dq, dk) = self.turn_backward(layer, t, [dq, dk, dv], gradients, accumulate);
+        let (dq, dk) = self.turn_backward(layer, t, [dq, dk, dv], gradients, adds.vectors);
         self.mark("turn'", Some(layer));
         let norm1 = b.norm1.slice(0, t * d);
-        self.linear_backward(t, [norm1, dq, dnorm], [weights.q, gradients.q], [false, accumulate]);
-        self.linear_backward(t, [norm1, dk, dnorm], [weights.k, gradients.k], [true, accumulate]);
-        self.linear_backward(t, [norm1, dv, dnorm], [weights.v, gradients.v], [true, accumulate]);
+        self.linear_backward(t, [norm1, dq, dnorm], [weights.q, gradients.q], (false, adds));
+        self.linear_backward(t, [norm1, dk, dnorm], [weights.k, gradients.k], (true, adds));
+        self.linear_backward(t, [norm1, dv, dnorm], [weights.v, gradients.v], (true, adds));
         self.mark("q k v'", Some(layer));
         let (x, rstd) = (b.input.slice(0, t * d), b.rstd1.slice(0, t));
         let gain = [weights.norm1, gradients.norm1];
-        self.norm_backward([x, rstd], gain, [dnorm, dx], [true, accumulate]);
+        self.norm_backward([x, rstd], gain, [dnorm, dx], [true, adds.vectors]);
         self.mark("norm'", Some(layer));
     }
 
@@ -246,7 +263,7 @@ impl Pass<'_> {
     fn embed_backward(&mut self, t: usize, gradients: &Dense, accumulate: bool) {
         let (d, vocab) = (self.model.dim(), self.model.config.vocab_size as usize);
         // Tied, the head has written its part of the gradient already.
-        if gradients.head != gradients.embed && !accumulate {
+        if !self.model.config.tie_word_embeddings && !accumulate {
             self.model.device.fill_zero(gradients.embed);
         }
         self.model.device.embed_backward(&EmbedBackward {
@@ -277,16 +294,16 @@ impl Pass<'_> {
         t: usize,
         [x, dy, dx]: [Buffer; 3],
         [weight, gradient]: [Linear; 2],
-        [accumulate, accumulate_dw]: [bool; 2],
+        (accumulate, adds): (bool, Adds),
     ) {
         let (k, n) = (x.len() / t, dy.len() / t);
         let (order, c) = (Order::Tn, gradient.weight);
-        let accumulates = accumulate_dw;
+        let accumulates = adds.matrices;
         let op =
             Matmul { layout: order, m: n, n: k, k: t, accumulate: accumulates, a: dy, b: x, c };
         self.model.device.matmul(&op);
         if let Some(dbias) = gradient.bias {
-            let op = BiasBackward { rows: t, columns: n, accumulate: accumulate_dw, dy, dbias };
+            let op = BiasBackward { rows: t, columns: n, accumulate: adds.vectors, dy, dbias };
             self.model.device.bias_backward(&op);
         }
         let b = weight.weight;

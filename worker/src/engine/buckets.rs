@@ -17,6 +17,7 @@ use crate::engine::links::{Links, Shared};
 use crate::engine::model::Model;
 use crate::engine::numbers::class_of;
 use crate::engine::round::Round;
+use crate::engine::zero::MARKS;
 use crate::state::rank::name_hash;
 use moejob_kernels::cuda::Stacked;
 use moejob_kernels::{
@@ -26,8 +27,10 @@ use moejob_protocol::buckets::{Bucket, BucketKind, Buckets};
 use moejob_protocol::buffers::Bucket as Memory;
 use moejob_protocol::config::AdamW as AdamWConfig;
 use moejob_protocol::layout::Layout;
+use moejob_protocol::memory::BucketShape;
 use moejob_protocol::model::{ModelConfig, Param};
 use moejob_protocol::owners::Holders;
+use moejob_protocol::zero::Turn;
 use std::ops::Range;
 
 /// Matrices of an expert: gate, up, down.
@@ -37,7 +40,7 @@ const MATRICES: usize = 3;
 #[derive(Clone, Debug)]
 pub(crate) struct Places {
     /// Those that are held, in the order of their memory.
-    buckets: Vec<Bucket>,
+    pub(super) buckets: Vec<Bucket>,
     /// Of each, the elements that this rank owns.
     chunks: Vec<Range<usize>>,
     /// By parameter: bucket, first element and how many; none: not held.
@@ -46,6 +49,8 @@ pub(crate) struct Places {
     convoys: Vec<usize>,
     /// How many convoys there are.
     convoy_count: usize,
+    /// By held bucket: its memory.
+    pub(super) shapes: Vec<BucketShape>,
     /// All buckets that several ranks hold, in their order.
     shared: Vec<SharedBucket>,
     mostly_shared: bool,
@@ -61,7 +66,14 @@ struct SharedBucket {
 }
 
 impl Places {
-    pub fn new(model: &ModelConfig, params: &[Param], layout: &Layout, rank: u32) -> Places {
+    /// `shapes` are those of the buckets that `rank` holds.
+    pub fn new(
+        model: &ModelConfig,
+        params: &[Param],
+        layout: &Layout,
+        rank: u32,
+        shapes: &[BucketShape],
+    ) -> Places {
         let all = Buckets::new(model, params, &Holders::new(model, layout));
         let buckets: Vec<Bucket> = all.held(rank).cloned().collect();
         let mut spans = vec![None; params.len()];
@@ -91,8 +103,12 @@ impl Places {
             let of = all.buckets.iter().filter(|bucket| (bucket.holders.len() > 1) == shared);
             of.map(|bucket| bucket.len).sum()
         };
-        let mostly_shared = len(true) > len(false);
-        Places { buckets, chunks, spans, convoys, convoy_count, shared, mostly_shared }
+        assert_eq!(buckets.len(), shapes.len(), "as many as there is memory for");
+        // What takes turns travels in every round.
+        let turns = shapes.iter().any(|of| of.gradient_turn.is_some());
+        let mostly_shared = turns || len(true) > len(false);
+        let shapes = shapes.to_vec();
+        Places { buckets, chunks, spans, convoys, convoy_count, shapes, shared, mostly_shared }
     }
 
     /// The elements of the held bucket `at` that this rank owns.
@@ -100,15 +116,23 @@ impl Places {
         self.chunks[at].clone()
     }
 
-    /// Where the parameter at `index` lies among the buffers that `part` names of each bucket.
-    pub fn find(
-        &self,
-        memory: &[Memory<Buffer>],
-        part: impl Fn(&Memory<Buffer>) -> Buffer,
-        index: usize,
-    ) -> Option<Buffer> {
-        let (bucket, start, len) = self.place(index)?;
-        Some(part(&memory[bucket]).slice(start, len))
+    /// The whole weights of the parameter at `index`; none: they are elsewhere, or take turns.
+    pub fn weight(&self, memory: &[Memory<Buffer>], index: usize) -> Option<Buffer> {
+        let (at, start, len) = self.place(index)?;
+        let whole = self.shapes[at].weight_turn.is_none();
+        whole.then(|| memory[at].weight.slice(start, len))
+    }
+
+    /// Its gradient likewise.
+    pub fn gradient(&self, memory: &[Memory<Buffer>], index: usize) -> Option<Buffer> {
+        let (at, start, len) = self.place(index)?;
+        let whole = self.shapes[at].gradient_turn.is_none();
+        whole.then(|| memory[at].gradient.slice(start, len))
+    }
+
+    /// Whether this rank has but its own chunk of the weights of the held bucket `at`.
+    pub fn divides_weights(&self, at: usize) -> bool {
+        self.shapes[at].weight_turn.is_some()
     }
 
     /// The bucket of the parameter at `index`, its first element there and how many it has.
@@ -140,16 +164,27 @@ impl Places {
         (0..layers).map(of_layer).collect()
     }
 
-    /// What `part` names of all buckets that several ranks hold: of one convoy, or of all.
+    /// Whole weights of all buckets that several ranks hold: of one convoy, or of all.
+    fn weights(&self, convoy: Option<usize>, memory: &[Memory<Buffer>]) -> Vec<Shared<'_>> {
+        self.shared(convoy, |at| self.shapes[at].weight_turn, |at| memory[at].weight)
+    }
+
+    /// Their gradients.
+    fn gradients(&self, convoy: Option<usize>, memory: &[Memory<Buffer>]) -> Vec<Shared<'_>> {
+        self.shared(convoy, |at| self.shapes[at].gradient_turn, |at| memory[at].gradient)
+    }
+
+    /// Those that take no turns. All ranks hold what takes turns, so it is left out by all.
     fn shared(
         &self,
         convoy: Option<usize>,
-        memory: &[Memory<Buffer>],
-        part: impl Fn(&Memory<Buffer>) -> Buffer,
+        turn: impl Fn(usize) -> Option<Turn>,
+        part: impl Fn(usize) -> Buffer,
     ) -> Vec<Shared<'_>> {
-        let of = |shared: &SharedBucket| shared.held.map(|at| part(&memory[at]));
         let all = self.shared.iter();
         let all = all.filter(|shared| convoy.is_none_or(|convoy| convoy == shared.convoy));
+        let all = all.filter(|shared| shared.held.and_then(&turn).is_none());
+        let of = |shared: &SharedBucket| shared.held.map(&part);
         all.map(|shared| Shared { holders: &shared.holders, buffer: of(shared) }).collect()
     }
 
@@ -163,15 +198,20 @@ impl Places {
         self.convoy_count
     }
 
+    /// Marks of all that travels beside the ops.
+    pub fn mark_count(&self) -> usize {
+        self.convoy_count + MARKS
+    }
+
     /// Whether several ranks hold most of the model: the same answer on all.
     pub fn mostly_shared(&self) -> bool {
         self.mostly_shared
     }
 
-    /// The own chunk of the held bucket `at` in a buffer of the whole bucket.
-    fn own_of(&self, at: usize, whole: Buffer) -> Buffer {
+    /// The own chunk of the held bucket `at` in a buffer of the whole bucket, or of that alone.
+    fn own_of(&self, at: usize, buffer: Buffer) -> Buffer {
         let chunk = self.chunk(at);
-        whole.slice(chunk.start, chunk.len())
+        if buffer.len() == chunk.len() { buffer } else { buffer.slice(chunk.start, chunk.len()) }
     }
 
     /// The sets of ranks that share buckets.
@@ -230,19 +270,22 @@ pub struct BucketSums {
     /// experts.
     begun: bool,
     begun_experts: bool,
+    /// Gradients of dense matrices take turns to be whole.
+    takes_turns: bool,
 }
 
 impl BucketSums {
     pub(crate) fn new(model: &Model, places: &Places) -> BucketSums {
         let memory = &model.buffers.buckets;
         let gradient = |bucket: &Memory<Buffer>| bucket.gradient;
-        let find = |index| places.find(memory, gradient, index);
+        let find = |index| places.gradient_in(&model.buffers, index);
         BucketSums {
             dense: Dense::new(&model.config, &model.params, &find),
             stacks: places.stacks(model.config.num_hidden_layers, memory, gradient),
             places: places.clone(),
             begun: false,
             begun_experts: false,
+            takes_turns: places.shapes.iter().any(|of| of.gradient_turn.is_some()),
         }
     }
 
@@ -252,6 +295,7 @@ impl BucketSums {
             experts: Vec::new(),
             stacks: &self.stacks,
             accumulate: self.begun,
+            accumulate_matrices: self.begun && !self.takes_turns,
             accumulate_experts: self.begun_experts,
             last: None,
         }
@@ -280,7 +324,7 @@ impl BucketSums {
             self.fill_unwritten(convoy, self.begun, self.begun_experts, model);
         }
         let memory = &model.buffers.buckets;
-        let gradients = self.places.shared(None, memory, |bucket| bucket.gradient);
+        let gradients = self.places.gradients(None, memory);
         links.reduce_scatter(&mut model.device, &gradients);
     }
 
@@ -289,6 +333,9 @@ impl BucketSums {
     fn fill_unwritten(&self, convoy: usize, own: bool, experts: bool, model: &mut Model) {
         for at in self.places.of_convoy(convoy) {
             let of_experts = matches!(self.places.buckets[at].kind, BucketKind::Experts { .. });
+            if self.places.shapes[at].gradient_turn.is_some() {
+                continue;
+            }
             if !if of_experts { experts } else { own } {
                 model.device.fill_zero(model.buffers.buckets[at].gradient);
             }
@@ -309,6 +356,7 @@ impl BucketSums {
         for convoy in (0..self.places.convoy_count()).rev() {
             model.device.await_mark(convoy, StepPhase::Numbers);
             for at in self.places.of_convoy(convoy) {
+                model.settle_bucket(self.places.buckets[at].kind);
                 let bucket = model.buffers.buckets[at].clone();
                 model.device.gradient_numbers(&GradientNumbers {
                     layout,
@@ -327,6 +375,7 @@ impl BucketSums {
     pub(crate) fn update(&self, model: &mut Model, links: &mut Links, config: &AdamWConfig) {
         // Nothing of the weights is under way from the last step.
         model.device.await_marks();
+        model.forget_whole();
         // Before they leave: what arrives from its owner must not undo the own move, nor miss his.
         move_corrections(model);
         for convoy in 0..self.places.convoy_count() {
@@ -334,9 +383,11 @@ impl BucketSums {
                 self.update_bucket(at, model, config);
             }
             if links.work_beside() {
-                let memory = &model.buffers.buckets;
-                let weights = self.places.shared(Some(convoy), memory, |bucket| bucket.weight);
+                let weights = self.places.weights(Some(convoy), &model.buffers.buckets);
                 links.all_gather_beside(&mut model.device, &weights, convoy);
+                if convoy == beside::FIRST {
+                    model.gather_first(links);
+                }
             }
         }
     }
@@ -362,8 +413,7 @@ impl BucketSums {
     /// All weights to all of their holders, where they have not left already.
     pub(crate) fn spread(&self, model: &mut Model, links: &mut Links) {
         if !links.work_beside() {
-            let memory = &model.buffers.buckets;
-            let weights = self.places.shared(None, memory, |bucket| bucket.weight);
+            let weights = self.places.weights(None, &model.buffers.buckets);
             links.all_gather(&mut model.device, &weights);
         }
     }
@@ -384,8 +434,7 @@ impl Last<'_> {
     pub(crate) fn reduce(&self, convoy: usize, model: &mut Model, links: &mut Links) {
         let places = &self.sums.places;
         self.sums.fill_unwritten(convoy, self.own, self.experts, model);
-        let memory = &model.buffers.buckets;
-        let gradients = places.shared(Some(convoy), memory, |bucket| bucket.gradient);
+        let gradients = places.gradients(Some(convoy), &model.buffers.buckets);
         links.reduce_scatter_beside(&mut model.device, &gradients, convoy);
     }
 }

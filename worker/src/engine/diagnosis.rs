@@ -49,10 +49,11 @@ impl Engine {
 }
 
 impl Model {
-    /// The first weight held here that is not finite.
+    /// The first weight kept here that is not finite.
     pub fn broken_weight(&self) -> Option<String> {
         self.params.iter().enumerate().find_map(|(index, param)| {
-            let at = self.first_bad(self.weight(index)?)?;
+            let (first, kept) = self.kept_weight(index)?;
+            let at = first + self.first_bad(kept)?;
             Some(format!("the weight {} at element {at}", place(param)))
         })
     }

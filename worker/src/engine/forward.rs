@@ -38,6 +38,8 @@ impl<'a> Pass<'a> {
     pub fn forward(&mut self) {
         let (t, d) = (self.round.tokens, self.model.dim());
         self.model.device.await_mark(beside::FIRST, StepPhase::Forward);
+        self.want_forward();
+        self.want_embedding();
         if t > 0 {
             let x = self.model.layer_input(0).slice(0, t * d);
             self.model.device.embed(&Embed {
@@ -70,6 +72,7 @@ impl<'a> Pass<'a> {
 
     /// From the layer's input to that of the next.
     pub(crate) fn layer(&mut self, layer: usize) {
+        self.want_layer(layer, if self.again { StepPhase::Backward } else { StepPhase::Forward });
         if self.round.tokens > 0 {
             self.attention(layer);
         }
@@ -81,8 +84,12 @@ impl<'a> Pass<'a> {
     /// of the last norm's output in `scratch.dnorm`.
     pub fn loss(&mut self, leaf: Option<&Leaf>) {
         let (t, d) = (self.round.tokens, self.model.dim());
+        self.want_head(if leaf.is_some() { StepPhase::Backward } else { StepPhase::Forward });
         if t == 0 {
             return;
+        }
+        if leaf.is_some() {
+            self.claim_head();
         }
         let head = self.model.buffers.head.clone();
         let numbers = match self.round.aim {
@@ -93,7 +100,7 @@ impl<'a> Pass<'a> {
             }
         };
         let dx = self.model.buffers.scratch.dnorm.slice(0, t * d);
-        let leaf = leaf.and_then(|leaf| Some((leaf.dense?.head, leaf.accumulate)));
+        let leaf = leaf.and_then(|leaf| Some((leaf.dense?.head, leaf.accumulate_matrices)));
         let gradient =
             leaf.map(|(dtable, accumulate)| HeadGradient { dx, dtable, accumulate });
         let op = HeadLoss {

@@ -85,7 +85,7 @@ fn aside(places: &Places) -> Option<Aside> {
     groups.sort();
     let said = std::env::var(ENV_OVERLAP).ok();
     let overlap = Overlap::parse(said.as_deref(), places.mostly_shared())?;
-    Some(Aside { groups, marks: places.convoy_count(), overlap })
+    Some(Aside { groups, marks: places.mark_count(), overlap })
 }
 
 /// Among those that this process sees.

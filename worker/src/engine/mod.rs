@@ -12,6 +12,7 @@ pub mod handles;
 pub mod group;
 pub(crate) mod beside;
 pub mod buckets;
+pub(crate) mod zero;
 pub mod model;
 pub mod parts;
 pub mod lane;

@@ -17,6 +17,7 @@ use crate::engine::links::window_wanted;
 use crate::engine::handles::{Dense, ExpertStacks, Experts, slice};
 use crate::engine::numbers::Numbers;
 use crate::engine::spread::Here;
+use crate::engine::zero::Turning;
 use moejob_kernels::cuda::{AttentionDesc, MoeDesc, StepKernels};
 use moejob_kernels::{
     ArenaPlan, Buffer, DType, Device, HeadDesc, IGNORE, KernelError, LossScale,
@@ -27,6 +28,7 @@ use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{Kind, Planner, Rows, Shape, Sums, beside_arena};
 use moejob_protocol::model::{ModelConfig, Param, QkNorm};
 use moejob_protocol::owners::Owners;
+use moejob_protocol::zero::Zero;
 
 #[derive(Debug)]
 pub struct Model {
@@ -44,6 +46,8 @@ pub struct Model {
     pub(crate) stacks: Vec<Option<ExpertStacks>>,
     /// Where parameters lie in buckets.
     pub(crate) places: Option<Places>,
+    /// Where some of them are whole in turn.
+    pub(crate) turning: Option<Turning>,
     /// The mixture layer as one op.
     pub(crate) fused: Option<MoeDesc>,
     /// Its part at this rank, where experts are shared out over ranks.
@@ -158,9 +162,18 @@ impl Model {
         device.reserve_planned(&planner.plan, beside as usize)?;
         let params = config.params();
         let places = (shape.types.sums == Sums::Buckets)
-            .then(|| Places::new(config, &params, layout, rank));
+            .then(|| Places::new(config, &params, layout, rank, &shape.buckets));
         let weight = |index| weight(&buffers, &shape, places.as_ref(), index);
-        let dense = Dense::new(config, &params, &weight);
+        let dense_in = |place| match &places {
+            None => Dense::new(config, &params, &weight),
+            Some(places) => {
+                Dense::new(config, &params, &|index| places.weight_in(&buffers, place, index))
+            }
+        };
+        let dense = dense_in(1);
+        let turning = places.as_ref().and_then(|places| {
+            Turning::new(places, &shape, |place| dense_in(place).layers)
+        });
         let (layers, mut stacks) = (config.num_hidden_layers, Vec::new());
         let experts = match &places {
             None => Experts::new(config, layout, rank, &params, &weight),
@@ -177,7 +190,9 @@ impl Model {
         let group = ExpertGroup::new(config, layout, rank, shape.tokens).along(shape.rails);
         group.write_tables(&buffers.layers, &mut device);
         let (counts, count, scaled) = (&shape.numbers, shape.micro_batches, shape.types.scaled);
+        let stage = if shape.trains { training.compute.zero } else { Zero::default() };
         let mut model = Model {
+            turning,
             numbers: Numbers::new(config, layout, &params, rank, counts, count),
             group,
             mixture,
@@ -189,7 +204,7 @@ impl Model {
             layout: layout.clone(),
             rank,
             params,
-            owners: Owners::new(config, layout),
+            owners: Owners::new(config, layout).in_stage(stage),
             shape,
             device,
             buffers,
@@ -290,14 +305,20 @@ impl Model {
         self.buffers.scratch.moe.clone().expect("a model with experts has their scratch memory")
     }
 
-    /// The whole parameter at `index` of the table in this rank's memory, if it holds it.
+    /// The whole parameter at `index` of the table in this rank's memory, if it always holds it.
     pub fn weight(&self, index: usize) -> Option<Buffer> {
         weight(&self.buffers, &self.shape, self.places.as_ref(), index)
     }
 
-    /// Where the gradient of the parameter at `index` is summed, of a model in buckets.
+    /// What this rank always has of the parameter at `index`, and the first element of that.
+    pub(crate) fn kept_weight(&self, index: usize) -> Option<(usize, Buffer)> {
+        let whole = self.weight(index).map(|whole| (0, whole));
+        whole.or_else(|| self.places.as_ref()?.own_weight(&self.buffers.buckets, index))
+    }
+
+    /// Where the whole gradient of the parameter at `index` is summed, of a model in buckets.
     pub fn bucket_gradient(&self, index: usize) -> Option<Buffer> {
-        self.places.as_ref()?.find(&self.buffers.buckets, |bucket| bucket.gradient, index)
+        self.places.as_ref()?.gradient(&self.buffers.buckets, index)
     }
 
     /// Bytes of state that lie in the memory of a GPU's host.
@@ -329,7 +350,7 @@ fn weight(
     index: usize,
 ) -> Option<Buffer> {
     if let Some(places) = places {
-        return places.find(&buffers.buckets, |bucket| bucket.weight, index);
+        return places.weight(&buffers.buckets, index);
     }
     let (state, flats) = (&buffers.state, &shape.flats);
     let dense = slice(state.dense, &flats.dense, index);

@@ -128,7 +128,10 @@ impl Model {
                     (true, Some(_)) => Kept::Far(moment),
                 };
             }
-            let weight = cut(bucket.weight, run);
+            let weight = match places.divides_weights(at) {
+                true => in_chunk(bucket.weight, run),
+                false => cut(bucket.weight, run),
+            };
             if !self.shape.trains {
                 return match weight.dtype() {
                     dtype if dtype == self.table().stored => Kept::Whole(weight),
@@ -302,6 +305,7 @@ impl RankState for Model {
     }
 
     fn write(&mut self, part: Part, index: usize, elements: Range<u64>, from: &[u8]) {
+        self.forget_whole();
         let (kept, size) = (self.kept(part, index, &elements), self.table().stored.size());
         self.staged(&kept, |model, first, kept, stage| {
             let to = Model::target(kept, stage).reinterpret(DType::U8);
@@ -323,6 +327,7 @@ impl RankState for Model {
             return;
         }
         self.device.await_marks();
+        self.forget_whole();
         let (size, stage) = (self.table().stored.size(), self.buffers.scratch.stage);
         let mut batch = Batch::default();
         for (part, index, elements, from) in pieces {
@@ -349,6 +354,7 @@ impl RankState for Model {
     }
 
     fn fill(&mut self, index: usize, value: f64) {
+        self.forget_whole();
         let kept = self.held(index);
         self.staged(&kept, |model, _, kept, stage| {
             model.device.fill(&Fill { value, x: Model::target(kept, stage) });
@@ -358,9 +364,10 @@ impl RankState for Model {
 
     fn fill_normal(&mut self, index: usize, normal: &Normal) {
         let Normal { seed, name_hash, std } = *normal;
-        let kept = self.held(index);
+        self.forget_whole();
+        let (kept, begin) = (self.held(index), self.table().needed(Part::Master, index).start);
         self.staged(&kept, |model, first, kept, stage| {
-            let (first, x) = (first as u64, Model::target(kept, stage));
+            let (first, x) = (begin + first as u64, Model::target(kept, stage));
             model.device.init_normal(&InitNormal { seed, name_hash, first, std, x });
             model.settle(kept, stage);
         });

@@ -9,15 +9,10 @@ impl Pass<'_> {
     pub(crate) fn recompute(&mut self, layer: usize) {
         let layers = self.model.config.num_hidden_layers as usize;
         let recompute = self.model.shape.recompute;
-        let span = recompute.span(layers as u32) as usize;
-        let ends = layer + 1 == layers || (layer + 1).is_multiple_of(span);
-        // The last layers' memory still holds what forward left there.
-        let overwritten = layer / span < (layers - 1) / span;
-        if ends && overwritten {
-            self.again = true;
-            (layer / span * span..=layer).for_each(|layer| self.layer(layer));
-            self.again = false;
-        }
+        self.again = true;
+        let again = recompute.again(layer as u32, layers as u32);
+        again.for_each(|layer| self.layer(layer as usize));
+        self.again = false;
         // Those of the last layer were written last.
         if recompute.drops_norms() && self.round.tokens > 0 && layer + 1 < layers {
             self.restore_norms(layer);

@@ -28,6 +28,7 @@ impl Engine {
         self.model.begin_step(&self.training, step);
         self.links.at_step(step);
         self.gradients.clear();
+        self.model.begin_sums();
         if let Some((_, fault)) = self.fault.take_if(|(at, _)| *at == step) {
             self.model.device.inject(fault);
         }
@@ -100,6 +101,7 @@ impl Engine {
         let (count, tokens) = (self.model.shape.micro_batches, self.model.shape.tokens as usize);
         for round in 0..self.model.layout.mesh.rounds(count) {
             let schedule = Schedule::new(&self.model, round, count, &aim, |_| tokens);
+            self.model.begin_round(!schedule.last);
             if let Some(micro_batch) = schedule.own {
                 // Storage may be slow, which is no fault of the device.
                 let batch = self.deadline.outside(|| batches.micro_batch(step, micro_batch))?;

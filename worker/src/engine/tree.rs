@@ -245,6 +245,7 @@ impl TreeSums {
                 .collect(),
             stacks: &[],
             accumulate: false,
+            accumulate_matrices: false,
             accumulate_experts: false,
             last: None,
         }

@@ -5,7 +5,7 @@ use crate::checkpoint::values::{convert, first_non_finite, float_named};
 use crate::checkpoint::{
     Disk, PARTS, Problem, Refusal, Shards, newest_usable, value_differences, verify,
 };
-use crate::state::rank::RankState;
+use crate::state::rank::{RankState, intersect};
 use moejob_kernels::DType;
 use moejob_protocol::checkpoint::Part;
 use moejob_protocol::model::{Param, Role, RouterConfig, RouterKind};
@@ -264,10 +264,12 @@ pub fn load(weights: &Weights, state: &mut impl RankState) -> Result<[u8; 32], R
     let float = state.table().stored;
     let mut values = Vec::new();
     for (index, param) in weights.params().iter().enumerate() {
-        if state.table().needed(Part::Master, index).is_empty() {
+        let needed = state.table().needed(Part::Master, index);
+        let shared = !matches!(param.role, Role::Expert { .. });
+        // What all ranks hold, all ranks look at, whatever they keep of it.
+        if needed.is_empty() && !shared {
             continue;
         }
-        let shared = !matches!(param.role, Role::Expert { .. });
         let dtype = weights.dtype(index);
         weights
             .stream(index, &mut |start, bytes| {
@@ -278,7 +280,11 @@ pub fn load(weights: &Weights, state: &mut impl RankState) -> Result<[u8; 32], R
                 convert(bytes, dtype, float, &mut values)
                     .map_err(|at| does_not_fit(param, start + at as u64, float))?;
                 let end = start + (values.len() / float.size()) as u64;
-                state.write(Part::Master, index, start..end, &values);
+                if let Some(kept) = intersect(&needed, &(start..end)) {
+                    let byte = |element: u64| (element - start) as usize * float.size();
+                    let kept_values = &values[byte(kept.start)..byte(kept.end)];
+                    state.write(Part::Master, index, kept, kept_values);
+                }
                 Ok(())
             })
             .map_err(|problem| Refusal::of(&name, vec![problem]))?;

@@ -74,16 +74,17 @@ impl Moves {
             bytes_of_exchange += bytes;
             let all = 0..param.numel();
             let own = owners.of(index, param, me);
+            let (whole, kept) = (owners.is_whole(index), owners.kept(index, param, me));
             for (shard, run) in before.runs(index, param) {
                 let at = Run { index, shard, elements: run, offset: offsets[shard as usize] };
                 offsets[shard as usize] += at.bytes(float_bytes);
                 for from in &of_shard[shard as usize] {
                     if *from == me {
-                        let moments = owners.runs(index, param);
-                        moves.send(&at, float_bytes, &all, holders.of(param), moments);
+                        let to = if whole { holders.of(param) } else { &[] };
+                        let owned = owners.runs(index, param);
+                        moves.send(&at, float_bytes, (&all, to), owned);
                     }
-                    let held = if holders.holds(param, me) { &all } else { &(0..0) };
-                    moves.receive(*from, &at, float_bytes, held, &own);
+                    moves.receive(*from, &at, float_bytes, &kept, &own);
                 }
             }
         }
@@ -103,14 +104,14 @@ impl Moves {
         self.exchanges.last_mut().expect("pushed before the first parameter")
     }
 
-    /// To all that hold the weights and to those that own the moments.
+    /// To those that hold all weights and to those that own the moments; where nobody holds all,
+    /// to the owners of both.
     fn send(
         &mut self,
         run: &Run,
         float_bytes: u64,
-        all: &Range<u64>,
-        holders: &[u32],
-        moments: impl Iterator<Item = (u32, Range<u64>)>,
+        (all, holders): (&Range<u64>, &[u32]),
+        owned: impl Iterator<Item = (u32, Range<u64>)>,
     ) {
         for to in holders {
             self.looks += 1;
@@ -118,10 +119,11 @@ impl Moves {
                 self.exchange().outgoing.entry(*to).or_default().push(piece);
             }
         }
-        for (to, needed) in moments {
+        let of_owners = if holders.is_empty() { &Part::ALL[..] } else { &Part::ALL[1..] };
+        for (to, needed) in owned {
             self.looks += 1;
-            let moments = [Part::Moment1, Part::Moment2].into_iter();
-            for piece in moments.filter_map(|part| run.piece(part, &needed, float_bytes)) {
+            let parts = of_owners.iter();
+            for piece in parts.filter_map(|part| run.piece(*part, &needed, float_bytes)) {
                 self.exchange().outgoing.entry(to).or_default().push(piece);
             }
         }
@@ -132,12 +134,12 @@ impl Moves {
         from: u32,
         run: &Run,
         float_bytes: u64,
-        held: &Range<u64>,
+        kept: &Range<u64>,
         own: &Range<u64>,
     ) {
         self.looks += 1;
         for part in Part::ALL {
-            let needed = if part == Part::Master { held } else { own };
+            let needed = if part == Part::Master { kept } else { own };
             if let Some(piece) = run.piece(part, needed, float_bytes) {
                 self.exchange().incoming.entry(from).or_default().push(piece);
             }

@@ -35,13 +35,13 @@ impl StateTable<'_> {
     }
 }
 
-/// The elements of a part of a parameter that `rank` needs to train. Masters are needed by holders,
-/// since weights are made of them; moments by owners.
+/// The elements of a part of a parameter that `rank` needs to train. Masters are needed by who
+/// keeps the weights that are made of them; moments by owners.
 pub fn needed(owners: &Owners, index: usize, param: &Param, rank: u32, part: Part) -> Range<u64> {
-    if part != Part::Master {
-        return owners.of(index, param, rank);
+    match part {
+        Part::Master => owners.kept(index, param, rank),
+        _ => owners.of(index, param, rank),
     }
-    if owners.holders().holds(param, rank) { 0..param.numel() } else { 0..0 }
 }
 
 pub fn intersect(a: &Range<u64>, b: &Range<u64>) -> Option<Range<u64>> {
@@ -73,7 +73,7 @@ pub trait RankState {
     /// [`RankState::write`] of all `pieces`, which do not overlap.
     fn write_all(&mut self, pieces: &[(Part, usize, Range<u64>, &[u8])]);
 
-    /// Sets the whole master of a parameter that is held, and its weight.
+    /// Sets all of the master of a parameter that is needed, and its weight.
     fn fill(&mut self, index: usize, value: f64);
 
     /// The same, from a normal distribution: a function of `normal` and the element.

@@ -2,6 +2,7 @@ use moejob_manifest::Job;
 use moejob_plan::placement;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
+use moejob_protocol::zero::Zero;
 
 /// A job of the profile `nodes`, with more of training.
 fn job(nodes: &str, training: &str) -> Job {
@@ -49,4 +50,53 @@ fn state_on_the_host_is_room_on_the_device() {
     }
     let manifest = |more: &str| job("profile: cpu", more);
     assert_eq!(manifest(", offload: host"), manifest(""));
+}
+
+/// OLMoE's embedding and head have 103 M parameters each, and a layer 16.8 M outside of experts.
+#[test]
+fn stages_of_zero_spare_what_is_planned() {
+    const ENDS: u64 = 50_304 * 2048;
+    const LAYER: u64 = 4 * 2048 * 2048;
+    const ALL: u64 = 2 * ENDS + 16 * LAYER;
+    let layout = Layout::contiguous(Mesh::data_parallel(8, 8)).by_buckets();
+    let dense = |zero: Zero, name: &str| {
+        let mut job = job("profile: gpu, devicesPerNode: 8", ", microBatchSize: 128");
+        job.training.compute.zero = zero;
+        let memory = placement::memory(&job, &layout, 0);
+        let all = memory.parts.iter().filter(|part| part.name.contains(name));
+        all.map(|part| part.bytes).sum::<u64>()
+    };
+    // Of bf16 with one micro-batch a step.
+    let spared = 2 * (ALL - ALL / 8 - (ENDS + 2 * LAYER));
+    for (name, stages) in [("weights", [0, 0, 1]), ("gradients", [0, 1, 1])] {
+        let all = [Zero::Optimizer, Zero::Gradients, Zero::Weights];
+        let bytes = all.map(|zero| dense(zero, name));
+        assert_eq!(bytes.map(|less| bytes[0] - less), stages.map(|of| of * spared), "{name}");
+    }
+    // One rank has everything.
+    let alone = Layout::contiguous(Mesh::data_parallel(1, 1)).by_buckets();
+    let parts = |zero: Zero| {
+        let mut job = job("profile: gpu", "");
+        job.training.compute.zero = zero;
+        placement::memory(&job, &alone, 0)
+    };
+    assert_eq!(parts(Zero::Weights), parts(Zero::Optimizer));
+}
+
+/// The estimate of a cluster's GPUs is no further from what is planned in stage 3.
+#[test]
+fn the_estimate_of_a_cluster_knows_the_stages() {
+    let layout = Layout::contiguous(Mesh::data_parallel(8, 8)).by_buckets();
+    let of = |nodes: &str, zero: Zero| {
+        let mut job = job(nodes, ", microBatchSize: 128");
+        job.training.compute.zero = zero;
+        let memory = placement::memory(&job, &layout, 0);
+        let all = memory.parts.into_iter().filter(|part| part.name.contains("weights"));
+        all.map(|part| part.bytes).sum::<u64>() as f64
+    };
+    for zero in [Zero::Optimizer, Zero::Weights] {
+        let estimate = of("profile: nd-h200-v5", zero);
+        let planned = of("profile: gpu, devicesPerNode: 8", zero);
+        assert!((0.97..1.03).contains(&(estimate / planned)), "{zero:?}: {estimate} {planned}");
+    }
 }

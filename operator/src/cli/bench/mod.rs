@@ -82,6 +82,9 @@ pub struct BenchArgs {
     /// parallelism.wire: as what tokens travel between devices that share the experts.
     #[arg(long, value_parser = ["auto", "fp32", "bf16", "fp8"])]
     pub wire: Option<String>,
+    /// parallelism.zero: what of dense parameters a device keeps of its own share alone.
+    #[arg(long, default_value_t = 1, value_parser = whole(1, 3))]
+    pub zero: u32,
     /// training.precision. Default: bf16 on a GPU, fp32 on processors.
     #[arg(long, value_parser = ["fp32", "tf32", "bf16", "fp16"])]
     pub precision: Option<String>,
@@ -195,7 +198,7 @@ fn job(args: &BenchArgs, preset: Preset, device: DeviceName) -> Result<Job, Refu
         "metadata": { "name": "bench" },
         "spec": {
             "nodes": { "profile": profile, "devicesPerNode": devices },
-            "parallelism": { "expert": args.expert_parallel, "wire": wire },
+            "parallelism": { "expert": args.expert_parallel, "wire": wire, "zero": args.zero },
             "model": model,
             "data": {
                 // Never opened.
@@ -510,7 +513,7 @@ impl Measured {
             (
                 "numbers",
                 format!(
-                    "{}, moments {}, gradients {}, attention {}, recompute {}{}{}",
+                    "{}, moments {}, gradients {}, attention {}, recompute {}{}{}{}",
                     as_typed(training.precision),
                     moments(compute.moment_dtype),
                     gradients(compute.gradient_dtype),
@@ -520,6 +523,10 @@ impl Measured {
                     match compute.wire {
                         Wire::Auto => String::new(),
                         wire => format!(", tokens travel as {}", as_typed(wire)),
+                    },
+                    match compute.zero.stage() {
+                        1 => String::new(),
+                        stage => format!(", ZeRO stage {stage}"),
                     },
                 ),
             ),

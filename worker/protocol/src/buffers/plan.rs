@@ -1,17 +1,14 @@
 //! How large each buffer is, and in what order they are laid out.
 
+mod buckets;
 mod fused;
 
 use super::{
-    BLOCK_WORDS, Batch, Bucket, Buffers, CONTROL_NUMBERS, Cache, Cosine, Fused, Gate, GateScratch,
-    Gated, Gradients, Head, Layer, LayerCache, Moe, MoeScratch, Numbers, Order, QkNormBuffers, Routes,
-    STAGE_ELEMENTS, Scratch, State, StepBalance, Travel,
+    Batch, Bucket, Buffers, CONTROL_NUMBERS, Cache, Cosine, Fused, Gate, GateScratch,
+    Gated, Gradients, Head, Layer, LayerCache, Moe, MoeScratch, Numbers, Order, QkNormBuffers,
+    Routes, STAGE_ELEMENTS, Scratch, State, StepBalance, Travel, Whole,
 };
-use crate::layout::BLOCK;
-use crate::memory::{
-    BucketShape, Kind, Masters, OFFLOADED_MASTERS, OFFLOADED_MOMENTS, PARAM_NUMBERS, Planner, Rows,
-    STATISTICS, Shape, Sums,
-};
+use crate::memory::{Kind, PARAM_NUMBERS, Planner, Rows, STATISTICS, Shape, Sums};
 use crate::model::{AuxLossScope, ModelConfig, QkNorm, RouterKind};
 
 impl<B: Copy> Buffers<B> {
@@ -22,6 +19,7 @@ impl<B: Copy> Buffers<B> {
         let state = State::plan(shape, planner);
         let gradients = Gradients::plan(shape, planner);
         let buckets = shape.buckets.iter().map(|of| Bucket::plan(shape, of, planner)).collect();
+        let whole = Whole::plan(shape, planner);
         let numbers = Numbers::plan(model, shape, planner);
         planner.part("activations");
         let mut plan = Plan { model, shape, planner };
@@ -37,7 +35,18 @@ impl<B: Copy> Buffers<B> {
         plan.planner.part("scratch");
         let scratch = plan.scratch();
         let cache = (shape.cached > 0).then(|| plan.cache());
-        Buffers { cache, state, gradients, buckets, numbers, batch, layers, head, scratch }
+        Buffers {
+            cache,
+            state,
+            gradients,
+            buckets,
+            whole,
+            numbers,
+            batch,
+            layers,
+            head,
+            scratch,
+        }
     }
 }
 
@@ -72,44 +81,6 @@ impl<B: Copy> Gradients<B> {
         let experts = shape.expert_depths.iter().map(source).collect();
         let inbox = float(shape.inbox);
         Gradients { dense, experts, inbox }
-    }
-}
-
-impl<B: Copy> Bucket<B> {
-    fn plan(
-        shape: &Shape,
-        of: &BucketShape,
-        planner: &mut impl Planner<Buffer = B>,
-    ) -> Bucket<B> {
-        let types = &shape.types;
-        let (weight, master, gradient) = match (of.vectors, types.masters) {
-            (true, _) => (types.vector, None, types.vector),
-            (_, Masters::Weights) => (types.element, None, types.gradient),
-            (_, Masters::LowBits) => (types.element, Some(Kind::I16), types.gradient),
-            (_, Masters::Separate) => (types.element, Some(Kind::F32), types.gradient),
-        };
-        let blocks = of.owned / BLOCK;
-        let mut part = |name, kind, len| match name {
-            OFFLOADED_MASTERS | OFFLOADED_MOMENTS => planner.alloc_on_host(name, kind, len),
-            name => {
-                planner.part(name);
-                planner.alloc(kind, Rows::Fixed(len), 1)
-            }
-        };
-        // What nothing but the update of a step reads and writes.
-        let (masters, moments) = match shape.offloads {
-            true => (OFFLOADED_MASTERS, OFFLOADED_MOMENTS),
-            false => ("masters", "moments"),
-        };
-        Bucket {
-            weight: part("weights", weight, of.len),
-            master: master.filter(|_| shape.trains).map(|kind| part(masters, kind, of.owned)),
-            moment1: part(moments, types.moment, of.owned),
-            moment2: part(moments, types.moment, of.owned),
-            gradient: part("gradients", gradient, if shape.trains { of.len } else { 0 }),
-            table: part("numbers", Kind::U32, blocks * BLOCK_WORDS),
-            square_sums: part("numbers", Kind::F64, blocks),
-        }
     }
 }
 
