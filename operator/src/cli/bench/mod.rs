@@ -524,10 +524,7 @@ impl Measured {
                         Wire::Auto => String::new(),
                         wire => format!(", tokens travel as {}", as_typed(wire)),
                     },
-                    match compute.zero.stage() {
-                        1 => String::new(),
-                        stage => format!(", ZeRO stage {stage}"),
-                    },
+                    ["", ", ZeRO stage 2", ", ZeRO stage 3"][compute.zero as usize],
                 ),
             ),
             (
