@@ -42,6 +42,36 @@ pub struct Machine {
     pub hcas: Vec<Hca>,
     /// What cannot be read, and what contradicts itself.
     pub odd: Vec<Odd>,
+    /// None where it is not known.
+    #[serde(skip)]
+    pub processor: Option<Processor>,
+}
+
+/// The kind of the machine's processors, as NCCL asks for it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Processor {
+    /// As `GenuineIntel` and `AuthenticAMD`; empty on other architectures than x86.
+    pub vendor: String,
+    pub family: u32,
+    pub model: u32,
+}
+
+impl Processor {
+    /// What stands in the kernel's `/proc/cpuinfo`, of the first processor. None: not of x86, or in
+    /// another form.
+    pub fn parse(text: &str) -> Option<Processor> {
+        let of = |name: &str| {
+            let mut fields = text.lines().filter_map(|line| line.split_once(':'));
+            fields.find(|(field, _)| field.trim() == name).map(|(_, value)| value.trim())
+        };
+        let number = |name| of(name)?.parse().ok();
+        let vendor = of("vendor_id")?.to_string();
+        Some(Processor { vendor, family: number("cpu family")?, model: number("model")? })
+    }
+
+    fn here() -> Option<Processor> {
+        Processor::parse(&std::fs::read_to_string("/proc/cpuinfo").ok()?)
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -140,7 +170,8 @@ impl Machine {
     /// The allowed processors cannot be read.
     pub fn here() -> io::Result<Machine> {
         let root = std::env::var_os(ENV_SYS).unwrap_or_else(|| SYS.into());
-        let machine = sys::read(Path::new(&root), Some(&allowed()?));
+        let read = sys::read(Path::new(&root), Some(&allowed()?));
+        let machine = Machine { processor: Processor::here(), ..read };
         #[cfg(feature = "hwloc")]
         let machine = match hwloc::see() {
             Ok(seen) => machine.beside(&seen),

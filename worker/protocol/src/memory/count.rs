@@ -3,9 +3,8 @@
 use super::*;
 
 /// The memory of `rank`, part by part: of its device where that is a GPU, else of the host. A
-/// checkpoint every `checkpoint_steps` is a snapshot of its
-/// own only where none is taken for memory's sake at the same step. Between processors tokens travel
-/// in `chunks`.
+/// checkpoint every `checkpoint_steps` is a snapshot of its own only where none is taken for
+/// memory's sake at the same step. Between processors tokens travel in `chunks`.
 pub fn rank_memory(
     model: &ModelConfig,
     layout: &Layout,

@@ -4,15 +4,15 @@
 //! system > cpu (a NUMA node) > pci (a switch) > pci (a GPU or a card)
 //! ```
 //! NCCL reads it before it looks at /sys. A device of the file keeps its place there, and what the
-//! file does not say of it (the kind of processor, a link's speed) NCCL asks the kernel for. The
-//! form is that of NCCL's own dump (`NCCL_TOPO_DUMP_FILE`).
+//! file does not say of it (such as a link's speed) NCCL asks the kernel for. The form is that of
+//! NCCL's own dump (`NCCL_TOPO_DUMP_FILE`).
 //!
 //! A virtual machine's kernel shows each device below a host bridge of its own, so NCCL takes a GPU
 //! and the card on the same switch for strangers. Where the profile tells of switches, they are
 //! written; where the kernel shows bridges itself, those are taken that NCCL would take.
 
 use super::pci::Address;
-use super::{Hca, LinkLayer, Machine, Place};
+use super::{Hca, LinkLayer, Machine, Place, Processor};
 use moejob_protocol::topology::{Pci, SPEEDS, Topology};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -71,7 +71,8 @@ pub fn xml(machine: &Machine, profile: &Topology, listed: &[Address]) -> String 
         let cpus = machine.node(node).map(|node| mask(&node.cpus));
         let affinity = cpus.filter(|mask| mask.len() <= VALUE_BYTES_MAX);
         let affinity = affinity.map(|mask| format!(" affinity=\"{mask}\"")).unwrap_or_default();
-        let _ = writeln!(text, "  <cpu numaid=\"{node}\"{affinity}>");
+        let kind = machine.processor.as_ref().map(kind).unwrap_or_default();
+        let _ = writeln!(text, "  <cpu numaid=\"{node}\"{affinity}{kind}>");
         let ways = ways(&gpus, &cards, pci, &mut switches);
         below(&mut text, &ways.iter().map(|(way, node)| (&way[..], node)).collect::<Vec<_>>(),
             pci, 2);
@@ -79,6 +80,14 @@ pub fn xml(machine: &Machine, profile: &Topology, listed: &[Address]) -> String 
     }
     text.push_str("</system>\n");
     text
+}
+
+/// NCCL looks for the kind of a node's processors only where it finds a device there by itself, and
+/// takes no node without it: one that has a network card alone ended NCCL's start.
+fn kind(Processor { vendor, family, model }: &Processor) -> String {
+    let is_plain = |letter: char| letter.is_ascii_alphanumeric();
+    let vendor: String = vendor.chars().filter(|letter| is_plain(*letter)).collect();
+    format!(" arch=\"x86_64\" vendor=\"{vendor}\" familyid=\"{family}\" modelid=\"{model}\"")
 }
 
 /// GPUs and cards of one NUMA node, a GPU before the card of the same number.
