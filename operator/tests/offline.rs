@@ -140,7 +140,7 @@ fn what_gpus_cannot_do_yet_is_refused_before_a_run() {
     let several =
         several.replace("  checkpoint:", "  parallelism: { overlapDegree: 2 }\n  checkpoint:");
     let width = "8:17: E0301 spec.model.hiddenSize: found `80` on GPUs";
-    let chunks = "23:33: E0301 spec.parallelism.overlapDegree: found `2` on GPUs";
+    let chunks = "22:33: E0301 spec.parallelism.overlapDegree: found `2` on GPUs";
     for command in ["validate", "run"] {
         let (code, out, err) = said(&moejob(&[command, "-"], &several));
         assert_eq!((code, out.as_str()), (2, ""), "{err}");
