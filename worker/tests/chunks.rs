@@ -3,8 +3,7 @@
 
 mod common;
 
-use common::{Job, bits, newest_held, run_and_cut_off, sources, state_hash, trainers};
-use moe_worker::attempt::api::AttemptEnd;
+use common::Job;
 use moe_worker::data::Corpus;
 use moe_worker::engine::links::Links;
 use moe_worker::engine::model::Model;
@@ -13,7 +12,7 @@ use moe_worker::gang::comm::{Comm, Links as Pipes, PeerPipes, Pipe, Read, Shape 
 use moe_worker::state::snapshot::initialize;
 use moejob_kernels::Device;
 use moejob_protocol::communication::CommunicationReport;
-use moejob_protocol::config::{Exchange, OVERLAP_DEGREES, Recompute, Resume};
+use moejob_protocol::config::{Exchange, OVERLAP_DEGREES, Recompute};
 use moejob_protocol::layout::{Layout, Placement};
 use moejob_protocol::memory::{Shape, rank_memory};
 use moejob_protocol::mesh::Mesh;
@@ -38,24 +37,13 @@ fn job(layout: Layout, degree: u32, exchange: Exchange, change: &impl Fn(&mut Jo
     job
 }
 
-/// The whole job; its losses and the hash of its last state.
-fn whole(job: &Job) -> (Vec<[u64; 5]>, String) {
-    let steps = job.config.training.steps;
-    let (ends, reports) = job.run(&mut trainers(job.config.layout.mesh.world()), None);
-    for end in ends {
-        assert_eq!(end, AttemptEnd::Completed { step: steps });
-    }
-    let last = job.location().join(moejob_protocol::checkpoint::directory_name(steps));
-    (bits(&reports), state_hash(&last))
-}
-
 /// Every degree gives the bits of one rank, both ways.
 fn check(name: &str, layouts: &[Layout], change: impl Fn(&mut Job)) {
-    let one = whole(&job(layout(1, 1), 1, Exchange::Flat, &change));
+    let one = job(layout(1, 1), 1, Exchange::Flat, &change).whole();
     for layout in layouts {
         for degree in OVERLAP_DEGREES {
             for exchange in [Exchange::Flat, Exchange::Hierarchical] {
-                let found = whole(&job(layout.clone(), degree, exchange, &change));
+                let found = job(layout.clone(), degree, exchange, &change).whole();
                 assert_eq!(found, one, "{name}, degree {degree}, {exchange:?}, {layout:?}");
             }
         }
@@ -202,29 +190,12 @@ fn a_lost_rank_leaves_nobody_waiting() {
         job.config.training.global_batch_size = 7;
         job.config.recovery.memory_every_steps = 1;
     };
-    let one = whole(&job(layout(1, 1), 1, Exchange::Flat, &change)).0;
+    let one = job(layout(1, 1), 1, Exchange::Flat, &change).whole().0;
     // On a machine that is busy elsewhere the whole job may be done before the cut.
     let was_lost = |exchange| {
-        let mut job = job(layout(4, 4), 4, exchange, &change);
-        let mut group = trainers(4);
-        let (ends, reports) = run_and_cut_off(&job, &mut group, 3, 2, Duration::ZERO);
-        if ends.iter().all(|end| matches!(end, AttemptEnd::Completed { .. })) {
-            return false;
-        }
-        assert!(ends.iter().all(|end| matches!(end, AttemptEnd::Aborted(_))), "{ends:?}");
-        group.truncate(3);
-        let (attempt, step) = newest_held(&group, 4);
-        let sources = sources(&group, attempt, step, 4);
-        let earlier = std::mem::replace(&mut job.config.layout, layout(3, 3));
-        job.config.resume = Resume::Memory { step, attempt, layout: earlier, sources };
-        (job.config.attempt, job.config.overlap_degree) = (2, 2);
-        let (ends, more) = job.run(&mut group, None);
-        assert!(ends.iter().all(|end| *end == AttemptEnd::Completed { step: 8 }), "{ends:?}");
-        let mut rows = bits(&reports);
-        rows.truncate(step as usize);
-        rows.extend(bits(&more));
-        assert_eq!(rows, one);
-        true
+        let job = job(layout(4, 4), 4, exchange, &change);
+        let rows = job.losing_the_last(layout(3, 3), |job| job.config.overlap_degree = 2);
+        rows.map(|rows| assert_eq!(rows, one)).is_some()
     };
     for exchange in [Exchange::Flat, Exchange::Hierarchical] {
         assert!((0..5).any(|_| was_lost(exchange)), "never cut off in time");

@@ -14,18 +14,11 @@ fn layout(dp: u32, ep: u32) -> Layout {
     Layout::contiguous(Mesh::data_parallel(dp, ep))
 }
 
-/// Runs the whole job at once; its losses and the hash of its last state.
+/// The whole job; its losses and the hash of its last state.
 fn whole(layout: Layout, change: impl Fn(&mut Job)) -> (Vec<[u64; 5]>, String) {
     let mut job = Job::new(layout);
     change(&mut job);
-    let world = job.config.layout.mesh.world();
-    let steps = job.config.training.steps;
-    let (ends, reports) = job.run(&mut trainers(world), None);
-    for end in ends {
-        assert_eq!(end, AttemptEnd::Completed { step: steps });
-    }
-    let last = job.location().join(moejob_protocol::checkpoint::directory_name(steps));
-    (bits(&reports), state_hash(&last))
+    job.whole()
 }
 
 fn check(name: &str, layouts: &[Layout], change: impl Fn(&mut ModelConfig)) {

@@ -3,19 +3,17 @@
 
 mod common;
 
-use common::{Job, bits, newest_held, run_and_cut_off, sources, state_hash, trainers};
-use moe_worker::attempt::api::AttemptEnd;
+use common::Job;
 use moe_worker::data::Corpus;
 use moe_worker::engine::links::Links;
 use moe_worker::engine::model::Model;
 use moe_worker::engine::step::Engine;
 use moe_worker::gang::comm::Comm;
 use moe_worker::state::snapshot::initialize;
-use moejob_protocol::config::{Exchange, Resume};
+use moejob_protocol::config::Exchange;
 use moejob_protocol::layout::{Layout, Placement};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{QkNorm, RouterKind};
-use std::time::Duration;
 
 fn layout(dp: u32, ep: u32) -> Layout {
     Layout::contiguous(Mesh::data_parallel(dp, ep))
@@ -33,23 +31,12 @@ fn job(layout: Layout, ranks: u32, exchange: Exchange, change: &impl Fn(&mut Job
     job
 }
 
-/// The whole job; its losses and the hash of its last state.
-fn whole(job: &Job) -> (Vec<[u64; 5]>, String) {
-    let steps = job.config.training.steps;
-    let (ends, reports) = job.run(&mut trainers(job.config.layout.mesh.world()), None);
-    for end in ends {
-        assert_eq!(end, AttemptEnd::Completed { step: steps });
-    }
-    let last = job.location().join(moejob_protocol::checkpoint::directory_name(steps));
-    (bits(&reports), state_hash(&last))
-}
-
 /// Both ways give the bits of one rank.
 fn check(name: &str, shapes: &[(Layout, u32)], change: impl Fn(&mut Job)) {
-    let one = whole(&job(layout(1, 1), 1, Exchange::Flat, &change));
+    let one = job(layout(1, 1), 1, Exchange::Flat, &change).whole();
     for (layout, ranks) in shapes {
         for exchange in [Exchange::Flat, Exchange::Hierarchical] {
-            let found = whole(&job(layout.clone(), *ranks, exchange, &change));
+            let found = job(layout.clone(), *ranks, exchange, &change).whole();
             assert_eq!(found, one, "{name}, {exchange:?}, workers of {ranks}, {layout:?}");
         }
     }
@@ -155,29 +142,12 @@ fn a_lost_rank_leaves_nobody_waiting() {
         job.config.training.global_batch_size = 7;
         job.config.recovery.memory_every_steps = 1;
     };
-    let one = whole(&job(layout(1, 1), 1, Exchange::Flat, &change)).0;
+    let one = job(layout(1, 1), 1, Exchange::Flat, &change).whole().0;
     // On a machine that is busy elsewhere the whole job may be done before the cut.
     let was_lost = || {
-        let mut job = job(layout(6, 6), 2, Exchange::Hierarchical, &change);
-        let mut group = trainers(6);
-        let (ends, reports) = run_and_cut_off(&job, &mut group, 5, 2, Duration::ZERO);
-        if ends.iter().all(|end| matches!(end, AttemptEnd::Completed { .. })) {
-            return false;
-        }
-        assert!(ends.iter().all(|end| matches!(end, AttemptEnd::Aborted(_))), "{ends:?}");
-        group.truncate(5);
-        let (attempt, step) = newest_held(&group, 6);
-        let sources = sources(&group, attempt, step, 6);
-        let earlier = std::mem::replace(&mut job.config.layout, layout(5, 5));
-        job.config.resume = Resume::Memory { step, attempt, layout: earlier, sources };
-        job.config.attempt = 2;
-        let (ends, more) = job.run(&mut group, None);
-        assert!(ends.iter().all(|end| *end == AttemptEnd::Completed { step: 8 }), "{ends:?}");
-        let mut rows = bits(&reports);
-        rows.truncate(step as usize);
-        rows.extend(bits(&more));
-        assert_eq!(rows, one);
-        true
+        let job = job(layout(6, 6), 2, Exchange::Hierarchical, &change);
+        let rows = job.losing_the_last(layout(5, 5), |_| {});
+        rows.map(|rows| assert_eq!(rows, one)).is_some()
     };
     assert!((0..5).any(|_| was_lost()), "never cut off in time");
 }

@@ -70,8 +70,7 @@ fn files_of_made_machines_are_the_golden_ones() {
         ("broken", &ndm),
     ];
     for (name, profile) in machines {
-        let processor = processor(name);
-        let made = xml(&Machine { processor, ..read(name) }, profile, &[]);
+        let made = xml(&read(name), processor(name).as_ref(), profile, &[]);
         assert_is_read_by_nccl(&made);
         let path = format!("{FOLDER}/{name}.xml");
         if std::env::var_os("UPDATE_GOLDEN").is_some() {
@@ -107,11 +106,11 @@ fn places(text: &str) -> Vec<String> {
 
 #[test]
 fn a_gpu_and_its_card_lie_below_one_switch() {
-    let found = places(&xml(&read("ndm-a100-v4"), &switches(1, "16 GT/s"), &[]));
+    let found = places(&xml(&read("ndm-a100-v4"), None, &switches(1, "16 GT/s"), &[]));
     assert_eq!(found.len(), 16, "the Ethernet card is left out: {found:?}");
     let first = ["0003:00:00.0", "0103:00:00.0", "0004:00:00.0", "0104:00:00.0"];
     assert_eq!(found[..4], first.map(|of| format!("{of} below ffff:ff:01.0 on 0")));
-    let found = places(&xml(&read("nd-h200-v5"), &switches(4, "32 GT/s"), &[]));
+    let found = places(&xml(&read("nd-h200-v5"), None, &switches(4, "32 GT/s"), &[]));
     assert_eq!(found[6], "0008:00:00.0 below ffff:ff:04.0 on 0");
     assert_eq!(found[7], "0104:00:00.0 below ffff:ff:04.0 on 0");
     assert_eq!(found[8], "0009:00:00.0 below ffff:ff:05.0 on 1");
@@ -121,7 +120,7 @@ fn a_gpu_and_its_card_lie_below_one_switch() {
 fn cards_of_the_profile_alone_are_written() {
     let machine = read("ndm-a100-v4");
     let listed = ["0101:00:00.0", "0110:00:02.0"].map(|of| Address::parse(of).expect("one"));
-    let found = places(&xml(&machine, &switches(1, "16 GT/s"), &listed));
+    let found = places(&xml(&machine, None, &switches(1, "16 GT/s"), &listed));
     let cards: Vec<&String> = found.iter().filter(|of| of.starts_with("01")).collect();
     assert_eq!(
         cards,
@@ -132,7 +131,7 @@ fn cards_of_the_profile_alone_are_written() {
 /// Bridges that the kernel shows are those that NCCL would take: each second one.
 #[test]
 fn a_tree_that_the_kernel_shows_is_kept() {
-    let found = places(&xml(&read("server"), &switches(1, "16 GT/s"), &[]));
+    let found = places(&xml(&read("server"), None, &switches(1, "16 GT/s"), &[]));
     assert!(found.contains(&"0000:1b:00.0 below 0000:18:00.0 on 0".to_string()), "{found:?}");
     assert!(found.contains(&"0000:1d:00.0 below 0000:18:00.0 on 0".to_string()), "{found:?}");
     let beside = found.iter().find(|of| of.starts_with("0000:a1")).expect("a card of its own");
@@ -145,7 +144,7 @@ fn the_profile_tells_of_devices_that_the_kernel_does_not_place() {
     for gpu in &mut machine.gpus {
         gpu.place.numa_node = None;
     }
-    let silent = xml(&machine, &switches(1, "16 GT/s"), &[]);
+    let silent = xml(&machine, None, &switches(1, "16 GT/s"), &[]);
     assert!(!silent.contains("0x030200"), "NCCL finds a place for them: {silent}");
     let near = |cpus: &str, gpu: &str| Near {
         cpus: cpus.to_string(),
@@ -154,7 +153,7 @@ fn the_profile_tells_of_devices_that_the_kernel_does_not_place() {
     };
     let numa = vec![near("24-47", "0001:00:00.0"), near("what", "0002:00:00.0")];
     let told = Topology { numa, ..switches(1, "16 GT/s") };
-    let found = places(&xml(&machine, &told, &[]));
+    let found = places(&xml(&machine, None, &told, &[]));
     let gpus: Vec<&String> = found.iter().filter(|of| of.starts_with("000")).collect();
     assert_eq!(gpus, ["0001:00:00.0 below ffff:ff:02.0 on 1"]);
 }
@@ -166,7 +165,7 @@ fn odd_profiles_give_a_file_that_nccl_reads() {
     for name in names {
         for count in [0, 1, 3, 16, u32::MAX] {
             for speed in ["16 GT/s", "\"/><", ""] {
-                let text = xml(&read(name), &switches(count, speed), &[]);
+                let text = xml(&read(name), None, &switches(count, speed), &[]);
                 assert_is_read_by_nccl(&text);
                 assert!(!text.contains("/><"), "{text}");
             }
@@ -179,7 +178,7 @@ fn odd_profiles_give_a_file_that_nccl_reads() {
 fn a_mask_that_is_too_long_is_left_out() {
     let mut machine = read("ndm-a100-v4");
     machine.nodes[3].cpus = (0..4096).collect();
-    let text = xml(&machine, &switches(1, "16 GT/s"), &[]);
+    let text = xml(&machine, None, &switches(1, "16 GT/s"), &[]);
     assert_is_read_by_nccl(&text);
     assert!(text.contains("<cpu numaid=\"3\">") && text.contains("<cpu numaid=\"2\" affinity="));
 }

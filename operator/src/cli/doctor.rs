@@ -9,7 +9,7 @@ use moe_worker::attempt::pace::kernel_bytes;
 use moe_worker::life::affinity::Share;
 use moe_worker::life::machine::pci::Address;
 use moe_worker::life::machine::topology::xml;
-use moe_worker::life::machine::{Machine, sys};
+use moe_worker::life::machine::{Machine, Processor, sys};
 use moe_worker::life::preflight::{self, places};
 use moejob_kernels::{Isa, cuda};
 use moejob_manifest::problem::printable_lines;
@@ -173,7 +173,9 @@ fn topology(args: &DoctorArgs) -> ExitCode {
         let profile = chosen(&profiles, name)?;
         let listed = profile.numa.iter().flat_map(|node| &node.hcas);
         let listed: Vec<Address> = listed.filter_map(|hca| Address::parse(hca)).collect();
-        Ok(xml(&seen(args), &profile.topology(), &listed))
+        // Files of another machine do not tell of its processors.
+        let processor = if args.sys.is_none() { Processor::here() } else { None };
+        Ok(xml(&seen(args), processor.as_ref(), &profile.topology(), &listed))
     });
     match text {
         Ok(text) => {

@@ -42,15 +42,12 @@ pub struct Machine {
     pub hcas: Vec<Hca>,
     /// What cannot be read, and what contradicts itself.
     pub odd: Vec<Odd>,
-    /// None where it is not known.
-    #[serde(skip)]
-    pub processor: Option<Processor>,
 }
 
 /// The kind of the machine's processors, as NCCL asks for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Processor {
-    /// As `GenuineIntel` and `AuthenticAMD`; empty on other architectures than x86.
+    /// As `GenuineIntel` and `AuthenticAMD`.
     pub vendor: String,
     pub family: u32,
     pub model: u32,
@@ -69,7 +66,8 @@ impl Processor {
         Some(Processor { vendor, family: number("cpu family")?, model: number("model")? })
     }
 
-    fn here() -> Option<Processor> {
+    /// That of this machine.
+    pub fn here() -> Option<Processor> {
         Processor::parse(&std::fs::read_to_string("/proc/cpuinfo").ok()?)
     }
 }
@@ -170,8 +168,7 @@ impl Machine {
     /// The allowed processors cannot be read.
     pub fn here() -> io::Result<Machine> {
         let root = std::env::var_os(ENV_SYS).unwrap_or_else(|| SYS.into());
-        let read = sys::read(Path::new(&root), Some(&allowed()?));
-        let machine = Machine { processor: Processor::here(), ..read };
+        let machine = sys::read(Path::new(&root), Some(&allowed()?));
         #[cfg(feature = "hwloc")]
         let machine = match hwloc::see() {
             Ok(seen) => machine.beside(&seen),

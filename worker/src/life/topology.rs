@@ -1,7 +1,7 @@
 //! The file by which this worker tells NCCL of its machine's topology, where the profile wants one.
 
 use super::machine::pci::Address;
-use super::machine::{Machine, topology::xml};
+use super::machine::{Machine, Processor, topology::xml};
 use moejob_protocol::pod::ENV_HCAS;
 use moejob_protocol::topology::{ENV_TOPOLOGY, Topology};
 use std::io;
@@ -24,7 +24,8 @@ pub fn write(machine: &Machine) -> Result<Option<(&'static str, String)>, String
         serde_json::from_str(&told).map_err(|error| format!("{ENV_TOPOLOGY}: {error}"))?;
     let listed = std::env::var(ENV_HCAS).unwrap_or_default();
     let listed: Vec<Address> = listed.split(',').filter_map(Address::parse).collect();
-    let path = put(&xml(machine, &profile, &listed)).map_err(|error| {
+    let text = xml(machine, Processor::here().as_ref(), &profile, &listed);
+    let path = put(&text).map_err(|error| {
         format!("NCCL's topology file is not written to {}: {error}", folder().display())
     })?;
     Ok(Some((ENV_FILE, path.display().to_string())))

@@ -194,8 +194,7 @@ impl Memory {
     /// The process has no descriptors left.
     pub fn free_files(&self, shard: u32) -> io::Result<Vec<OwnedFd>> {
         let slots = self.slots();
-        let free = slots.iter().filter(|slot| slot.is(FREE) && slot.written().shard == shard);
-        free.filter_map(|slot| slot.file().map(|file| file.try_clone_to_owned())).collect()
+        files_of(slots.iter().filter(|slot| slot.is(FREE) && slot.written().shard == shard))
     }
 
     /// Everything goes; what is needed again comes from the worker.
@@ -409,9 +408,13 @@ impl Memory {
     /// # Errors
     /// The process has no descriptors left.
     pub fn files(&self, attempt: u32, step: u64, shards: &[u32]) -> io::Result<Vec<OwnedFd>> {
-        let found = shards.iter().filter_map(|shard| self.shard(attempt, step, *shard));
-        found.filter_map(|slot| slot.file().map(|file| file.try_clone_to_owned())).collect()
+        files_of(shards.iter().filter_map(|shard| self.shard(attempt, step, *shard)))
     }
+}
+
+fn files_of(slots: impl Iterator<Item = impl AsRef<Slot>>) -> io::Result<Vec<OwnedFd>> {
+    let file = |slot: &Slot| slot.file().map(|file| file.try_clone_to_owned());
+    slots.filter_map(|slot| file(slot.as_ref())).collect()
 }
 
 /// Bytes from which on the pages of a slot hold up the end of a process.

@@ -218,6 +218,49 @@ impl Job {
         });
         (ends, reports)
     }
+
+    /// The whole job at once; its losses and the hash of its last state.
+    pub fn whole(&self) -> (Vec<[u64; 5]>, String) {
+        let steps = self.config.training.steps;
+        let (ends, reports) = self.run(&mut trainers(self.config.layout.mesh.world()), None);
+        for end in ends {
+            assert_eq!(end, AttemptEnd::Completed { step: steps });
+        }
+        let last = self.location().join(moejob_protocol::checkpoint::directory_name(steps));
+        (bits(&reports), state_hash(&last))
+    }
+
+    /// Its last rank is lost on the way, and the others go on in `layout` from what they hold, once
+    /// `change` was made: the losses. None: the machine was busy elsewhere, and the whole job was
+    /// done before the cut.
+    pub fn losing_the_last(
+        mut self,
+        layout: Layout,
+        change: impl Fn(&mut Job),
+    ) -> Option<Vec<[u64; 5]>> {
+        let world = self.config.layout.mesh.world();
+        let mut group = trainers(world);
+        let cut = std::time::Duration::ZERO;
+        let (ends, reports) = run_and_cut_off(&self, &mut group, world - 1, 2, cut);
+        if ends.iter().all(|end| matches!(end, AttemptEnd::Completed { .. })) {
+            return None;
+        }
+        assert!(ends.iter().all(|end| matches!(end, AttemptEnd::Aborted(_))), "{ends:?}");
+        group.truncate(world as usize - 1);
+        let (attempt, step) = newest_held(&group, world);
+        let sources = sources(&group, attempt, step, world);
+        let earlier = std::mem::replace(&mut self.config.layout, layout);
+        self.config.resume = Resume::Memory { step, attempt, layout: earlier, sources };
+        self.config.attempt = 2;
+        change(&mut self);
+        let (ends, more) = self.run(&mut group, None);
+        let done = AttemptEnd::Completed { step: self.config.training.steps };
+        assert!(ends.iter().all(|end| *end == done), "{ends:?}");
+        let mut rows = bits(&reports);
+        rows.truncate(step as usize);
+        rows.extend(bits(&more));
+        Some(rows)
+    }
 }
 
 fn attempt(

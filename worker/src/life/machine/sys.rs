@@ -24,7 +24,7 @@ pub fn read(root: &Path, allowed: Option<&[u32]>) -> Machine {
     let gpus = reader.gpus();
     let hcas = reader.hcas(&gpus);
     let Reader { odd, .. } = reader;
-    let mut machine = Machine { online, has_numa, nodes, gpus, hcas, odd, processor: None };
+    let mut machine = Machine { online, has_numa, nodes, gpus, hcas, odd };
     let contradictions = contradictions(&machine);
     machine.odd.extend(contradictions);
     machine.odd.sort();

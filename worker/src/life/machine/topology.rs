@@ -37,9 +37,15 @@ enum Node {
 /// By their places: what lies below one NUMA node, from the node down.
 type Ways = Vec<(Vec<Node>, Node)>;
 
-/// The file for `machine`. Of its cards those count that `listed` names, or where it is empty all
-/// that are InfiniBand.
-pub fn xml(machine: &Machine, profile: &Topology, listed: &[Address]) -> String {
+/// The file for `machine`, whose processors are of that kind, if it is known. Of its cards those
+/// count that `listed` names, or where it is empty all that are InfiniBand.
+pub fn xml(
+    machine: &Machine,
+    processor: Option<&Processor>,
+    profile: &Topology,
+    listed: &[Address],
+) -> String {
+    let kind = processor.map(kind).unwrap_or_default();
     let is_listed = |hca: &&Hca| match listed.is_empty() {
         true => hca.ports.iter().any(|port| port.link_layer == LinkLayer::InfiniBand),
         false => listed.contains(&hca.place.address),
@@ -71,7 +77,6 @@ pub fn xml(machine: &Machine, profile: &Topology, listed: &[Address]) -> String 
         let cpus = machine.node(node).map(|node| mask(&node.cpus));
         let affinity = cpus.filter(|mask| mask.len() <= VALUE_BYTES_MAX);
         let affinity = affinity.map(|mask| format!(" affinity=\"{mask}\"")).unwrap_or_default();
-        let kind = machine.processor.as_ref().map(kind).unwrap_or_default();
         let _ = writeln!(text, "  <cpu numaid=\"{node}\"{affinity}{kind}>");
         let ways = ways(&gpus, &cards, pci, &mut switches);
         below(&mut text, &ways.iter().map(|(way, node)| (&way[..], node)).collect::<Vec<_>>(),
