@@ -173,6 +173,7 @@ impl<'o> Planner<'o> {
             layout: size.layout.clone(),
             exchange: size.exchange,
             overlap_degree: size.overlap_degree,
+            ways: size.ways.clone(),
             members: each_rank(&members, ranks),
             resume,
             ..observed.template.clone()
