@@ -134,7 +134,7 @@ fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>) -> [Sum; 3] {
     let rails = Rails::of(&mesh, job.profile.ranks.max(1)).filter(|_| along);
     let way = Way { machines, ranks: mesh.ep.into(), rails };
     let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
-    let top_k = model.experts.per_token;
+    let top_k = model.slices().per_token;
     let formats = training.compute.formats(training.precision.element(), top_k);
     let dim = u64::from(model.hidden_size);
     let [out, again] = [formats.tokens, formats.gradients].map(|of| tokens * of.bytes(dim));

@@ -18,6 +18,10 @@
 //! With `combine_each` no sum comes back but the row of each choice, and the token's own rank sums
 //! them up in the order of experts, as a rank does that has all experts.
 //!
+//! Where experts are cut into slices, what travels and is computed are choices and rows of slices:
+//! they become so before they leave, and the gradients of weights those of experts when they are
+//! back.
+//!
 //! As what rows travel is told by [`Formats`](moejob_protocol::formats::Formats). Rows that become
 //! something else on their way are changed in `Spread::x` or `SpreadScratch::dout`, never where
 //! the router or the residual reads them.
@@ -59,11 +63,27 @@ impl Here {
         let layer = *mixture.first()? as u32;
         let held = layout.experts(model, layer, rank);
         let first = *held.first()? as usize;
-        let tokens = whole.tokens * ranks;
-        let desc =
-            MoeDesc { tokens, experts: held.len(), groups: None, segments: 1, ..*whole };
+        let slices = model.slices();
+        let desc = MoeDesc {
+            tokens: whole.tokens * ranks,
+            hidden: slices.width as usize,
+            experts: held.len(),
+            top_k: slices.per_token as usize,
+            part: true,
+            groups: None,
+            segments: 1,
+            ..*whole
+        };
         (ranks > 1).then_some(Here { desc, first })
     }
+}
+
+/// The layer of a rank's own tokens as one that sums up rows of slices; none: they are of experts,
+/// which `whole` does.
+pub(crate) fn sums_of_slices(model: &ModelConfig, whole: &MoeDesc) -> Option<MoeDesc> {
+    let slices = model.slices();
+    let desc = MoeDesc { top_k: slices.per_token as usize, part: true, ..*whole };
+    (slices.each > 1).then_some(desc)
 }
 
 impl Model {
@@ -157,13 +177,8 @@ impl Pass<'_> {
         let (here, spread, scratch) = self.model.spread(layer);
         if let (Some(tensors), Some(desc)) = (own, self.model.fused) {
             self.model.device.moe_route(&MoeRoute { desc, tensors });
-            for (from, all) in [
-                (tensors.x, spread.x),
-                (tensors.saved.ids, spread.ids),
-                (tensors.saved.weights, spread.weights),
-            ] {
-                self.own_into(from, all);
-            }
+            self.own_into(tensors.x, spread.x);
+            self.choices_into(tensors.saved, [spread.ids, spread.weights]);
         }
         self.mark("router", Some(layer));
         let need = self.model.need(layer, self.round);
@@ -187,8 +202,9 @@ impl Pass<'_> {
         let mid = self.model.buffers.layers[layer].mid;
         let onto = own.map(|_| [mid, out]).filter(|_| !each);
         self.scatter(&need, (None, onto));
-        if let Some(tensors) = own.filter(|_| each) {
-            self.combine(&scratch, Some(tensors.saved.weights), (mid, out));
+        if own.is_some() && each {
+            let weights = self.model.own_of(spread.weights);
+            self.combine(&scratch, Some(weights), (mid, out));
         }
         self.mark("sums travel", Some(layer));
     }
@@ -234,12 +250,17 @@ impl Pass<'_> {
             return;
         };
         let router = dense.layers[layer].router.expect("a mixture layer has a router");
-        let ds = self.model.own_of(scratch.ds);
+        let mut ds = self.model.own_of(scratch.ds);
+        if let Some(of_experts) = scratch.choice_ds {
+            self.model.sum_slices(ds, of_experts);
+            ds = of_experts;
+        }
+        let slots = scratch.slots.slice(0, ds.len());
         self.model.device.moe_router_backward(&MoeRouterBackward {
             desc,
             tensors,
             ds,
-            slots: scratch.slots,
+            slots,
             dx: dnorm,
             gradients: Gradients { router, up, down, accumulate: leaf.accumulate },
         });
@@ -259,6 +280,17 @@ impl Pass<'_> {
         if from != to {
             self.model.device.copy(from, to);
         }
+    }
+
+    /// The own tokens' choices into what all ranks have of them: those of slices.
+    fn choices_into(&mut self, own: Saved, all: [Buffer; 2]) {
+        let all = all.map(|all| self.model.own_of(all));
+        if self.model.slices().each > 1 {
+            return self.model.slice_choices([own.ids, own.weights], all);
+        }
+        let [ids, weights] = all;
+        self.model.device.copy(own.ids, ids);
+        self.model.device.copy(own.weights, weights);
     }
 
     fn gather(&mut self, need: &Need, of: Rows, weights: Option<Buffer>) {
@@ -289,6 +321,7 @@ impl Pass<'_> {
         (base, out): (Buffer, Buffer),
     ) {
         let Some(desc) = self.model.fused else { return };
+        let desc = sums_of_slices(&self.model.config, &desc).unwrap_or(desc);
         let rows = self.model.own_of(scratch.partial);
         let slots = scratch.slots;
         let op = MoeCombine { desc, rows, slots, weights, base, out };
