@@ -21,7 +21,7 @@ use std::ops::Range;
 
 /// Where the tensors of a checkpoint's table are, by what they are parts of.
 #[derive(Clone, Debug)]
-pub(crate) struct Sources {
+pub struct Sources {
     /// Of an expert's tensor: the slices that there are, in their order. Positions in the table.
     slices: HashMap<String, Vec<(usize, Cut)>>,
     /// Of all others.
