@@ -120,23 +120,24 @@ fn a_lost_rank_and_newcomers_change_nothing() {
     for exchange in [Exchange::Flat, Exchange::Hierarchical] {
         assert!((0..5).any(|_| was_lost(exchange)), "never cut off in time");
     }
-    // Growing, and shrinking below the number of experts, from memory.
-    let mut job = job(layout(1, 1), 2, &change);
-    let (mut group, mut rows) = (Vec::new(), Vec::new());
-    let path = [(2, 2, 2), (8, 8, 5), (3, 3, 8)];
-    for (at, (dp, ep, until)) in path.into_iter().enumerate() {
-        let earlier = std::mem::replace(&mut job.config.layout, layout(dp, ep));
-        job.config.attempt = at as u32 + 1;
-        group.resize_with(dp as usize, Trainer::new);
-        if at > 0 {
-            let (step, attempt) = (path[at - 1].2, at as u32);
-            let sources = sources(&group, attempt, step, earlier.mesh.world());
-            job.config.resume = Resume::Memory { step, attempt, layout: earlier, sources };
+    // Growing and shrinking, also below the number of experts, from memory.
+    for path in [[(2, 2, 2), (8, 8, 5), (7, 7, 8)], [(1, 1, 2), (4, 4, 5), (3, 3, 8)]] {
+        let mut job = job(layout(1, 1), 2, &change);
+        let (mut group, mut rows) = (Vec::new(), Vec::new());
+        for (at, (dp, ep, until)) in path.into_iter().enumerate() {
+            let earlier = std::mem::replace(&mut job.config.layout, layout(dp, ep));
+            job.config.attempt = at as u32 + 1;
+            group.resize_with(dp as usize, Trainer::new);
+            if at > 0 {
+                let (step, attempt) = (path[at - 1].2, at as u32);
+                let sources = sources(&group, attempt, step, earlier.mesh.world());
+                job.config.resume = Resume::Memory { step, attempt, layout: earlier, sources };
+            }
+            let (_, reports) = job.run(&mut group, Some(until).filter(|until| *until < 8));
+            rows.extend(bits(&reports));
         }
-        let (_, reports) = job.run(&mut group, Some(until).filter(|until| *until < 8));
-        rows.extend(bits(&reports));
+        assert_eq!(rows, one, "{path:?}");
     }
-    assert_eq!(rows, one);
 }
 
 fn in_f64(job: &mut Job) {
@@ -172,13 +173,17 @@ fn near(found: &[StepReport], expected: &[StepReport], limit: f64, what: &str) {
 /// Ten steps in f64: what slices change are last digits.
 #[test]
 fn losses_are_those_of_whole_experts() {
-    let whole = reports(&job(layout(2, 2), 1, &in_f64));
+    // With small weights not even these would change.
+    let large = |job: &mut Job| {
+        in_f64(job);
+        job.config.model.initializer_range = 0.3;
+    };
+    let whole = reports(&job(layout(2, 2), 1, &large));
     for slices in [2, 4, 8] {
         for (dp, ep) in [(1, 1), (4, 4)] {
-            let found = reports(&job(layout(dp, ep), slices, &in_f64));
+            let found = reports(&job(layout(dp, ep), slices, &large));
             near(&found, &whole, 1e-9, &format!("{slices} slices on {dp} {ep}"));
-            let same = found.iter().zip(&whole).all(|(a, b)| a.loss == b.loss);
-            assert!(!same, "{slices}: nothing was sliced");
+            assert_ne!(bits(&found), bits(&whole), "{slices}: nothing was sliced");
         }
     }
 }

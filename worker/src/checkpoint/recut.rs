@@ -58,7 +58,7 @@ impl Sources {
     ///
     /// # Errors
     /// Names the file or tensor that is damaged.
-    pub fn read(
+    pub(crate) fn read(
         &self,
         shards: &mut Shards,
         (manifest, part): (&CheckpointManifest, Part),
