@@ -245,12 +245,19 @@ impl Rules<'_> {
                 .advice("slices of an expert are equally wide");
             self.refuse(problem, &["spec.model.experts.intermediateSize"]);
         }
-        if slices > 1 && self.job.expert_parallel == Some(1) {
+        // Without expert parallelism nothing is gained by them.
+        let ranks = self.job.nodes.max.saturating_mul(self.job.profile.ranks);
+        let alone = match self.job.expert_parallel {
+            Some(1) => Some(("with parallelism.expert 1", "raise parallelism.expert")),
+            None if ranks == 1 => Some(("with one rank", "raise the number of ranks")),
+            _ => None,
+        };
+        if let Some((with, advice)) = alone.filter(|_| slices > 1 && self.spec.nodes.is_some()) {
             let problem = Problem::new(Code::Ranks, "spec.parallelism.expertSlices")
-                .found(format!("`{slices}` with parallelism.expert 1"))
+                .found(format!("`{slices}` {with}"))
                 .allowed("1")
-                .advice("each rank has all slices of each expert then: raise parallelism.expert");
-            self.refuse(problem, &["spec.parallelism.expert"]);
+                .advice(format!("each rank has all slices of each expert then: {advice}"));
+            self.refuse(problem, &["spec.parallelism.expert", "spec.nodes.max"]);
         }
         if experts.count % router.groups != 0 {
             let problem = Problem::new(Code::Divides, "spec.model.router.groups")

@@ -56,7 +56,9 @@ fn gpus_share_slices_out() {
     // At least two experts on each, as many as a token chooses; and one slice.
     assert_eq!(degrees(&gpus(16, "")), [(1, 4)]);
     assert_eq!(degrees(&gpus(16, TWO)), [(1, 16)]);
-    let (sizes, skipped) = sizes(&gpus(1, TWO));
+    let mut one = gpus(2, TWO);
+    one.profile.ranks = 1;
+    let (sizes, skipped) = sizes(&one);
     assert!(sizes.is_empty());
     let why = skipped[0].sentence();
     assert!(why.contains("expertSlices: 2 shares experts out over several GPUs"), "{why}");
