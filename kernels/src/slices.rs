@@ -23,8 +23,8 @@ pub struct SliceChoices {
     pub slice_weights: Buffer,
 }
 
-/// The way back of gradients of weights: sums[c] = x[c, 0] + x[c, 1] + .., in this order and rounded
-/// after each.
+/// The way back of gradients of weights: sums[c] = x[c, 0] + x[c, 1] + .., in this order and
+/// rounded after each.
 #[derive(Clone, Copy, Debug)]
 pub struct SumSlices {
     /// `C`

@@ -266,7 +266,8 @@ fn initial_weights_have_the_bits_of_the_cpu() {
             bed.bytes(x)
         };
         let Some(bed) = StepBed::cuda("initial weights", DType::F32, DType::F32) else { return };
-        assert!(run(bed) == run(StepBed::cpu(DType::F32, DType::F32)), "{len} from {first} of {place:?}");
+        let expected = run(StepBed::cpu(DType::F32, DType::F32));
+        assert!(run(bed) == expected, "{len} from {first} of {place:?}");
     }
 }
 

@@ -26,8 +26,8 @@ pub struct MoeDesc {
     pub hidden: usize,
     pub experts: usize,
     pub top_k: usize,
-    /// The experts are some of those that tokens choose of, so there may be fewer than `top_k`. Such
-    /// a layer has no router: see [`crate::MoeExperts`]
+    /// The experts are some of those that tokens choose of, so there may be fewer than `top_k`.
+    /// Such a layer has no router: see [`crate::MoeExperts`]
     pub part: bool,
     pub activation: MoeActivation,
     /// act(gate) * up, else act(up)

@@ -1,5 +1,5 @@
-//! Tensors of a checkpoint whose experts are cut into another number of slices than those of whoever
-//! reads it: see [`moejob_protocol::slices`].
+//! Tensors of a checkpoint whose experts are cut into another number of slices than those of
+//! whoever reads it: see [`moejob_protocol::slices`].
 //!
 //! ```text
 //! tensor of a slice wanted --Cut--> elements of its whole expert <--Cut-- tensors that there are
@@ -31,7 +31,8 @@ pub struct Sources {
 impl Sources {
     /// Those of the table of `model`.
     pub fn new(model: &ModelConfig) -> Sources {
-        let (mut slices, mut others) = (HashMap::<String, Vec<(usize, Cut)>>::new(), HashMap::new());
+        let mut slices = HashMap::<String, Vec<(usize, Cut)>>::new();
+        let mut others = HashMap::new();
         for (at, param) in model.params().into_iter().enumerate() {
             match model.cut(&param) {
                 Some(cut) => slices.entry(cut.whole.clone()).or_default().push((at, cut)),

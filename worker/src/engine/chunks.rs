@@ -29,8 +29,8 @@ pub(crate) struct Chunk {
     pub at: usize,
     /// Own tokens before it.
     pub first: usize,
-    /// The parts that are the chunk's of what belongs to tokens, choices and rows. Choices are those
-    /// of slices from here on.
+    /// The parts that are the chunk's of what belongs to tokens, choices and rows. Choices are
+    /// those of slices from here on.
     pub moe: Moe<Buffer>,
     pub scratch: MoeScratch<Buffer>,
     before: Before,

@@ -189,8 +189,8 @@ pub struct ParallelismSpec {
     /// Slices of each expert, by its hidden width: 1, 2, 4 or 8. Ranks hold, compute and exchange
     /// slices as experts of their own, so that up to as many times the ranks share the experts, and
     /// loads of ranks are more even. A token is sent to all slices of its experts. On GPUs slices
-    /// are a multiple of 64 wide. Sums have another order for each number. Checkpoints of any number
-    /// go on with any other. Default: 1.
+    /// are a multiple of 64 wide. Sums have another order for each number. Checkpoints of any
+    /// number go on with any other. Default: 1.
     #[schemars(extend("enum" = moejob_protocol::slices::SLICES))]
     pub expert_slices: Option<u32>,
     /// How tokens travel to their experts: flat, hierarchical (in two stages, within nodes and
