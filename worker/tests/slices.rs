@@ -37,8 +37,8 @@ fn job(layout: Layout, slices: u32, change: &impl Fn(&mut Job)) -> Job {
     job
 }
 
-/// For each number of slices: on all of these layouts, in both ways, at once and in chunks, the bits
-/// of one rank.
+/// For each number of slices: on all of these layouts, in both ways, at once and in chunks, the
+/// bits of one rank.
 fn check(name: &str, layouts: &[Layout], change: impl Fn(&mut Job)) {
     for slices in [2, 4] {
         let one = job(layout(1, 1), slices, &change).whole();

@@ -82,7 +82,8 @@ impl Here {
 /// which `whole` does.
 pub(crate) fn sums_of_slices(model: &ModelConfig, whole: &MoeDesc) -> Option<MoeDesc> {
     let slices = model.slices();
-    let desc = MoeDesc { top_k: slices.per_token as usize, part: true, ..*whole };
+    let (hidden, top_k) = (slices.width as usize, slices.per_token as usize);
+    let desc = MoeDesc { hidden, top_k, part: true, ..*whole };
     (slices.each > 1).then_some(desc)
 }
 
