@@ -217,8 +217,8 @@ impl Device {
         }
     }
 
-    /// A lane for so many flights of tokens at once, see [`Device::depart`]; while one is awaited,
-    /// products of experts leave `free` multiprocessors to it. Processors need none.
+    /// A lane for so many flights of tokens at once, see [`Device::flight_begins`]. While one is
+    /// awaited, products of experts leave `free` multiprocessors to it. Processors need none.
     ///
     /// # Errors
     /// The device failed.
@@ -229,15 +229,18 @@ impl Device {
         }
     }
 
-    /// Whatever is enqueued by `enqueue` is flight `at`: on a GPU with a lane for tokens it begins
-    /// behind all that was enqueued so far, and is beside what is enqueued later, until
-    /// [`Device::await_flight`]. Nothing in between touches what it reads and writes. Processors do
-    /// one thing after the other.
-    pub fn depart(&mut self, at: usize, enqueue: impl FnOnce(&mut Device)) {
+    /// What is enqueued from here to [`Device::flight_ends`] is a flight of tokens: on a GPU with a
+    /// lane for them it begins behind all that was enqueued so far, and is beside what is enqueued
+    /// later, until [`Device::await_flight`]. Nothing in between touches what it reads and writes.
+    /// Processors do one thing after the other.
+    pub fn flight_begins(&mut self) {
         if let Device::Cuda(cuda) = self {
             cuda.flight_begins();
         }
-        enqueue(self);
+    }
+
+    /// That was flight `at`.
+    pub fn flight_ends(&mut self, at: usize) {
         if let Device::Cuda(cuda) = self {
             cuda.flight_ends(at);
         }

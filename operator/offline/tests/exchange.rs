@@ -373,7 +373,7 @@ fn windows_are_as_large_as_their_rails_need() {
     let row = u64::from(job.model.hidden_size) * job.training.precision.element().bytes();
     let rows = [row; 2];
     let layout = Layout::contiguous(Mesh::data_parallel(8, 8)).by_buckets();
-    let bytes = |rails| window_bytes(&job.model, &layout, &job.training, rails);
+    let bytes = |rails| window_bytes(&job.model, &layout, &job.training, (rails, 1));
     let rails = |nodes, places| Some(Rails { nodes, places });
     for (rails, rooms) in [
         (None, window_rooms(8, tokens, rows, top_k)),
@@ -391,7 +391,7 @@ fn windows_are_as_large_as_their_rails_need() {
         let compute = &mut job.training.compute;
         (compute.wire, compute.combine_each) = (wire, combine_each);
         let rooms = window_rooms(8, tokens, [row, back], top_k);
-        let found = window_bytes(&job.model, &layout, &job.training, None);
+        let found = window_bytes(&job.model, &layout, &job.training, (None, 1));
         let beyond = found.checked_sub(rooms);
         assert!(beyond.is_some_and(|beyond| beyond < 4 << 20), "{wire:?}: {rooms}, {beyond:?}");
     }
