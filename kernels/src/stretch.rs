@@ -62,8 +62,8 @@ impl Device {
         self.phases().stretches.asked = asked;
     }
 
-    /// What is enqueued until its end is timed: among the ops, or in the lane `beside` them. What is
-    /// enqueued in a flight of tokens is beside them in any case, and its end is in that flight.
+    /// What is enqueued until its end is timed: among the ops, or in the lane `beside` them. What
+    /// is enqueued in a flight of tokens is beside them in any case, and its end is in that flight.
     pub fn begin_stretch(&mut self, beside: bool) -> StretchBegun {
         if !self.phases().stretches.asked {
             return StretchBegun(None);

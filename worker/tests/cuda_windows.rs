@@ -110,9 +110,10 @@ fn tokens_travel_along_rails() {
     }
 }
 
-/// A rank goes in the middle of a run, also in chunks of tokens: the others end, and give all of their windows back. What is
-/// lost is its own process in a job. Here it is a thread, and memory that it gave back would wait
-/// for the others' kernels: so it stays until they have ended.
+/// A rank goes in the middle of a run, also in one whose tokens travel in chunks: the others end,
+/// and give all of their windows back. What is lost is its own process in a job. Here it is a
+/// thread, and memory that it gave back would wait for the others' kernels: so it stays until they
+/// have ended.
 #[test]
 fn whose_peer_is_lost_ends_and_gives_its_windows_back() {
     let Some((gpu, _alone)) = gpu() else { return };
@@ -153,7 +154,9 @@ fn whose_peer_is_lost_ends_and_gives_its_windows_back() {
             let told = Arc::new((comms[0].abort_handle(), Barrier::new(2)));
             for comm in comms {
                 let (victim, told) = (comm.rank() == 1, Arc::clone(&told));
-                scope.spawn(move || survive(job, comm, victim, (&told.0, &told.1)));
+                scope.spawn(move || {
+                    survive(job, comm, victim, (&told.0, &told.1));
+                });
             }
         });
         gpu.make_current().expect("a GPU");

@@ -1,5 +1,5 @@
-//! Expert groups whose tokens travel between ranks that compute as GPUs do: on processors, or all of
-//! them on one GPU.
+//! Expert groups whose tokens travel between ranks that compute as GPUs do: on processors, or all
+//! of them on one GPU.
 #![allow(dead_code)]
 
 use crate::common::Job;
