@@ -260,6 +260,60 @@ fn the_plan_takes_chunks_where_they_are_expected_to_pay() {
     assert!(wrong.contains("spec.parallelism.overlapDegree: found `8`"), "{wrong}");
 }
 
+/// The same of GPUs: between nodes whose network is slow; not within a node, nor where a profile
+/// says nothing of it. Only chunks of equally many tokens are taken.
+#[test]
+fn the_plan_takes_chunks_between_nodes_of_gpus() {
+    let degrees = |job: &Job| -> Vec<(u32, u32, bool)> {
+        assert_eq!(job.unsupported(), []);
+        let (sizes, skipped) = sizes(job);
+        assert!(!sizes.is_empty(), "{skipped:?}");
+        let degree = |size: &Size| {
+            let (degree, why) = overlap::choice(job, &size.layout);
+            assert_eq!(degree, size.overlap_degree);
+            (size.nodes, degree, why.is_some())
+        };
+        sizes.iter().map(degree).collect()
+    };
+    let links = "links: { allToAll: [{ us: 1, GBps: 300 }], ring: [{ us: 1, GBps: 300 }], network: \
+                 { us: 5, GBps: 25 }, messageUs: 1, copyGBps: 2000 }\n";
+    let flops = "flops: { bf16Tflops: 300, reached: 0.5 }\n";
+    let both = format!("{links}{flops}");
+    // Groups of 8 on two nodes, and of 4 on one.
+    let of = |says: &str, expert, tokens| {
+        let mut job = job_on_gpus("", says, expert);
+        (job.training.micro_batch_size, job.training.sequence_length) = (1, tokens);
+        degrees(&job)
+    };
+    let found = of(&both, 8, 16384);
+    assert!(found.iter().all(|of| of.1 > 1 && of.2), "{found:?}");
+    let found = of(&both, 4, 16384);
+    assert!(found.iter().all(|of| of.1 == 1 && of.2), "{found:?}");
+    for tokens in [16383, 16382] {
+        let most = if tokens % 2 == 0 { 2 } else { 1 };
+        assert!(of(&both, 8, tokens).iter().all(|of| of.1 == most), "{tokens}");
+    }
+    for says in [links, flops, ""] {
+        let found = of(says, 8, 16384);
+        assert!(found.iter().all(|of| of.1 == 1 && !of.2), "{says}: {found:?}");
+    }
+    // No profile says how fast products of other precisions are.
+    let mut tf32 = job_on_gpus("", &both, 8);
+    tf32.training.precision = moejob_protocol::config::Precision::Tf32;
+    tf32.training.sequence_length = 16384;
+    assert!(degrees(&tf32).iter().all(|of| of.1 == 1 && !of.2), "{:?}", degrees(&tf32));
+    let asked = job_on_gpus(", overlapDegree: 4", "", 8);
+    assert!(degrees(&asked).iter().all(|of| of.1 == 4 && of.2), "{:?}", degrees(&asked));
+    let one = job_on_gpus(", overlapDegree: 4", "", 1);
+    assert!(degrees(&one).iter().all(|of| of.1 == 1 && !of.2), "{:?}", degrees(&one));
+    let mut uneven = job_on_gpus(", overlapDegree: 4", "", 8);
+    uneven.training.sequence_length = 66;
+    let found: Vec<String> = uneven.unsupported().iter().map(ToString::to_string).collect();
+    let expected = "E0301 spec.parallelism.overlapDegree: found `4` chunks of 66 tokens on GPUs; \
+                    allowed: 1, 2 or auto";
+    assert!(found.len() == 1 && found[0].contains(expected), "{found:?}");
+}
+
 /// What is expected to be faster: one message for each rank costs much where ranks are many.
 #[test]
 fn the_plan_chooses_by_what_is_expected() {
