@@ -118,7 +118,8 @@ fn tokens_travel_along_rails() {
 fn whose_peer_is_lost_ends_and_gives_its_windows_back() {
     let Some((gpu, _alone)) = gpu() else { return };
     let jobs = [1, 2].map(|degree| in_chunks(job((2, 2), Precision::Fp32), degree));
-    let survive = |job: &Job, comm: Comm, victim, (told, ended): (&AbortHandle, &Barrier)| {
+    let survive = |job: &Job, comm: Comm, victim: bool, peers: (&AbortHandle, &Barrier)| {
+        let (told, ended) = peers;
         let mut engine = engine(job, comm, true, Way::Windows);
         let training = &job.config.training;
         initialize(&mut engine.model, training.seed);

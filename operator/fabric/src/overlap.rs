@@ -69,7 +69,7 @@ pub fn choice(job: &Job, layout: &Layout) -> (u32, Option<String>) {
     if let Some(degree) = job.overlap_degree {
         return (degree, Some("parallelism.overlapDegree says so".to_string()));
     }
-    let seconds: Box<dyn Fn(u32) -> f64> = match job.profile.backend {
+    let seconds: Box<dyn Fn(u32) -> f64 + '_> = match job.profile.backend {
         Backend::Cpu => match Layer::of(job, layout) {
             Some(layer) => Box::new(move |degree| layer.seconds(degree)),
             None => return (1, None),
