@@ -66,7 +66,8 @@ pub fn choice(job: &Job, layout: &Layout) -> (u32, Option<String>) {
     if layout.mesh.ep == 1 {
         return (1, None);
     }
-    if let Some(degree) = job.overlap_degree {
+    // `plan` also tells of a job that is refused for its degree.
+    if let Some(degree) = job.overlap_degree.filter(|degree| job.takes_chunks(*degree)) {
         return (degree, Some("parallelism.overlapDegree says so".to_string()));
     }
     let seconds: Box<dyn Fn(u32) -> f64 + '_> = match job.profile.backend {
