@@ -20,6 +20,7 @@ use moejob_protocol::config::{
 };
 use moejob_protocol::model::{AuxLossScope, ModelConfig, QkNorm, Scoring};
 use moejob_protocol::workspace::head_bytes;
+use std::sync::atomic::AtomicBool;
 use places::{
     Where, apart, distances, engine, engine_with, has_gpu, model, places, run, state, steps,
 };
@@ -357,7 +358,7 @@ fn what_leaves_beside_a_step_is_the_state_before_it() {
         let memory = Memory::default();
         let len = state(&mut other).len();
         match other.model.device.as_cuda().map(|cuda| cuda.gpu().clone()) {
-            Some(gpu) => memory.prepare_pinned(&gpu, 0, len),
+            Some(gpu) => memory.prepare_pinned(&gpu, 0, len, &AtomicBool::new(false)),
             None => other.model.cut_late(),
         }
         for step in 0..3 {

@@ -17,6 +17,7 @@ use crate::state::snapshot::{self, Cargo, Opened, SnapshotError};
 use moejob_protocol::checkpoint::Part;
 use moejob_protocol::report::EventKind;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -42,6 +43,17 @@ pub(crate) struct Leaving {
     checkpoint: Option<Option<f64>>,
     /// What it has cost so far.
     cost: Duration,
+}
+
+/// Whether the attempt is over, for threads that make memory ready for its next snapshot: it may
+/// be many seconds' work, which the next attempt would wait for.
+#[derive(Default)]
+pub(crate) struct Over(Arc<AtomicBool>);
+
+impl Over {
+    pub fn tell(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
 
 /// What a snapshot is followed by.
@@ -79,26 +91,29 @@ fn not_taken(error: SnapshotError) -> Stop {
 impl Run<'_> {
     /// What the next snapshot needs is made ready beside the first steps, by a thread, if any.
     /// `soon`: that snapshot comes as soon as it can.
-    pub(super) fn prepare(&self, soon: bool) -> Option<JoinHandle<()>> {
+    pub(super) fn prepare(&mut self, soon: bool) {
         if self.pace.is_some_and(|pace| !pace.fits()) {
-            return None;
+            return;
         }
+        let before = self.preparing.take();
         let (shards, memory) = (self.shards(), self.memory.clone());
         let gpu = self.engine.model.device.as_cuda().map(|cuda| cuda.gpu().clone());
         let gpu = gpu.filter(|_| std::env::var_os(ENV_LANE).is_some_and(|word| word == "on"));
-        let own = shards.last().copied();
+        let (own, over) = (shards.last().copied(), Arc::clone(&self.over.0));
         let thread = std::thread::Builder::new().name("prepare".to_string());
         let work = move || {
-            memory.prepare(&shards);
-            if soon {
+            // One that is under way is not made twice. It does not panic.
+            before.map(JoinHandle::join);
+            memory.prepare(&shards, &over);
+            if soon && !over.load(Ordering::Relaxed) {
                 memory.wake(&shards);
             }
             if let Some((gpu, (shard, len))) = gpu.zip(own) {
-                memory.prepare_pinned(&gpu, shard, len);
+                memory.prepare_pinned(&gpu, shard, len, &over);
             }
         };
         // Without the thread the next snapshot takes longer.
-        thread.spawn(work).ok()
+        self.preparing = thread.spawn(work).ok();
     }
 
     /// Those that a snapshot leaves here, with their bytes: of wards, and the own one last.
@@ -111,7 +126,7 @@ impl Run<'_> {
 
     /// The first snapshot of an attempt that needs one is due once its slots are made.
     pub(super) fn is_anew(&self) -> bool {
-        let are_made = self.waking.as_ref().is_none_or(JoinHandle::is_finished);
+        let are_made = self.preparing.as_ref().is_none_or(JoinHandle::is_finished);
         self.anew && self.pace.is_none_or(|pace| pace.fits()) && are_made
     }
 
@@ -135,11 +150,12 @@ impl Run<'_> {
         self.waking = thread.spawn(move || memory.wake(&shards)).ok();
     }
 
-    /// What is still being touched could not be filled.
+    /// What is still being made or touched could not be filled, and to make another one takes as
+    /// long.
     fn end_waking(&mut self) {
-        if let Some(waking) = self.waking.take() {
-            // Touching does not panic.
-            let _ = waking.join();
+        for thread in [self.preparing.take(), self.waking.take()].into_iter().flatten() {
+            // Neither panics.
+            let _ = thread.join();
         }
     }
 
@@ -254,7 +270,7 @@ impl Run<'_> {
         let slot = self.give_copies(self.step, opened, on)?;
         if on && self.is_dear() {
             // The next one finds its slots made, too.
-            let _ = self.prepare(false);
+            self.prepare(false);
         }
         Ok(Taken::Now(slot))
     }
@@ -337,7 +353,7 @@ impl Run<'_> {
         self.saves.begin(step, held_out.filter(|_| self.keeps_best), products);
         if self.engine.model.device.as_cuda().is_some() {
             // The next snapshot finds another slot than the one that is written from.
-            let _ = self.prepare(false);
+            self.prepare(false);
         }
     }
 

@@ -7,7 +7,8 @@
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{
-    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat,
+    ftruncate, memfd_create,
 };
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use rustix::thread::futex;
@@ -108,6 +109,25 @@ impl Mapping {
     /// The system has no memory for all of it, or is older than Linux 5.14.
     pub fn populate(&self, threads: usize) -> io::Result<()> {
         self.advise(threads, Advice::LinuxPopulateWrite)
+    }
+
+    /// Gives the whole file its memory, of which this process maps nothing: whoever is ended
+    /// meanwhile has no pages to take apart. Ends early once `over` is true; whether all is there.
+    ///
+    /// # Errors
+    /// The system has no memory for all of it.
+    pub fn reserve(&self, over: impl Fn() -> bool) -> io::Result<bool> {
+        let Some(file) = &self.file else { return Ok(true) };
+        for start in (0..self.len).step_by(PIECE) {
+            if over() {
+                return Ok(false);
+            }
+            let len = (self.len - start).min(PIECE) as u64;
+            rustix::io::retry_on_intr(|| {
+                fallocate(file, FallocateFlags::empty(), start as u64, len)
+            })?;
+        }
+        Ok(true)
     }
 
     fn advise(&self, threads: usize, advice: Advice) -> io::Result<()> {
@@ -383,5 +403,24 @@ mod tests {
             memory.read(len - 1, &mut last);
             assert_eq!(last, [7], "{len} bytes that rested");
         }
+    }
+
+    #[test]
+    fn reserved_memory_is_there_and_not_mapped() {
+        let memory = Mapping::shared("test", (2 * PIECE) + 17).expect("memory");
+        let there = || {
+            let stat = fstat(memory.file().expect("a file")).expect("its facts");
+            stat.st_blocks as usize * 512
+        };
+        memory.write(2 * PIECE, &[7]);
+        let calls = AtomicUsize::new(0);
+        let second = || calls.fetch_add(1, Ordering::Relaxed) > 0;
+        assert!(!memory.reserve(second).expect("memory"), "it was over after one piece");
+        assert!((PIECE..2 * PIECE).contains(&there()), "{} bytes", there());
+        assert!(memory.reserve(|| false).expect("memory"));
+        assert!(there() >= memory.len(), "{} bytes", there());
+        let mut last = [0];
+        memory.read(2 * PIECE, &mut last);
+        assert_eq!(last, [7], "what was there stays");
     }
 }

@@ -3,7 +3,7 @@
 //! ```text
 //! a slot: u32 state | u32 confirmed | u32 attempt | u32 shard | u64 step | u64 use | 32: checksum
 //!         | f64 loss scale, 0: none | u32 steps with it | u32 readers | u64 use that was summed
-//!         | 4096: bytes
+//!         | u32 whether all of its memory is there | 4096: bytes
 //! free -> filling -> complete -> free, once nobody reads it
 //! ```
 //! What it holds stands in it, so the worker knows what could be resumed from without a word of an
@@ -36,6 +36,7 @@ const SCALE: usize = 64;
 const GOOD_STEPS: usize = 72;
 const READERS: usize = 76;
 const SUMMED: usize = 80;
+const RESERVED: usize = 88;
 pub(super) const BYTES: usize = 4096;
 
 /// Of nobody: it can be filled, once nobody reads it.
@@ -80,15 +81,30 @@ impl Slot {
         Ok(Slot(Mapping::shared("moejob-snapshot", BYTES + len)?, Maker::Here))
     }
 
-    /// A free one for a shard, all of whose pages are there.
+    /// A free one for a shard.
     ///
     /// # Errors
     /// The system has no memory for it.
-    pub(super) fn fresh(shard: u32, len: usize) -> io::Result<Slot> {
+    pub(super) fn of_shard(shard: u32, len: usize) -> io::Result<Slot> {
         let slot = Slot::new(len)?;
-        slot.0.populate(threads_for(len))?;
         slot.0.word(SHARD).store(shard, Ordering::SeqCst);
         Ok(slot)
+    }
+
+    /// All of its memory is there, because it was reserved or filled.
+    pub(super) fn is_reserved(&self) -> bool {
+        self.0.word(RESERVED).load(Ordering::SeqCst) == 1
+    }
+
+    /// Gives it all of its memory, unless that is `over` before.
+    ///
+    /// # Errors
+    /// The system has no memory for it.
+    pub(super) fn reserve(&self, over: impl Fn() -> bool) -> io::Result<()> {
+        if self.0.reserve(over)? {
+            self.0.word(RESERVED).store(1, Ordering::SeqCst);
+        }
+        Ok(())
     }
 
     /// The slot that another process has made.
@@ -410,6 +426,7 @@ impl Filling {
     /// From now on it can be resumed from. Its checksum follows beside the steps.
     pub fn complete(self) -> Arc<Slot> {
         let slot = Arc::clone(&self.slot);
+        slot.0.word(RESERVED).store(1, Ordering::SeqCst);
         slot.state().store(COMPLETE, Ordering::SeqCst);
         if let Some(sums) = &self.sums {
             // Without the thread nobody resumes here any more.

@@ -15,7 +15,7 @@ use rustix::fd::OwnedFd;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -277,23 +277,33 @@ impl Memory {
         Ok(filling)
     }
 
-    /// Makes what a snapshot of `shards` (each with its bytes) will need and does not find, and
-    /// touches its pages, so that the snapshot need not. Takes its time: for a thread beside the
-    /// steps.
-    pub fn prepare(&self, shards: &[(u32, usize)]) {
+    /// Makes what a snapshot of `shards` (each with its bytes) will need and does not find, and has
+    /// the system give it memory, so that the snapshot need not wait for that. Takes its time: for
+    /// a thread beside the steps. It ends early once the attempt is `over`, whose successor goes on
+    /// where this one stopped: the worker knows of a slot before it has memory.
+    pub fn prepare(&self, shards: &[(u32, usize)], over: &AtomicBool) {
         for (shard, len) in shards {
-            if self.of_shard(*shard, *len).len() as u64 >= GENERATIONS {
-                continue;
-            }
-            // Where there is no memory for it the snapshot will say so.
-            let Ok(slot) = Slot::fresh(*shard, *len) else { return };
-            let slot = Arc::new(slot);
-            if self.rests(&slot) {
-                slot.rest();
-            }
-            self.slots().push(Arc::clone(&slot));
-            if let Some(announce) = &self.0.announce {
-                announce(&slot);
+            let of_shard = self.of_shard(*shard, *len);
+            let begun = of_shard.iter().find(|slot| slot.is(FREE) && !slot.is_reserved());
+            let slot = match begun {
+                Some(slot) => Arc::clone(slot),
+                None if of_shard.len() as u64 >= GENERATIONS => continue,
+                None => {
+                    // Where there is no memory for it the snapshot will say so.
+                    let Ok(slot) = Slot::of_shard(*shard, *len) else { return };
+                    let slot = Arc::new(slot);
+                    self.slots().push(Arc::clone(&slot));
+                    if let Some(announce) = &self.0.announce {
+                        announce(&slot);
+                    }
+                    slot
+                }
+            };
+            drop(of_shard);
+            if slot.reserve(|| over.load(Ordering::Relaxed)).is_err() {
+                slot.state().store(GONE, Ordering::SeqCst);
+                retain(&mut self.slots(), |of| !Arc::ptr_eq(of, &slot));
+                return;
             }
         }
     }
@@ -338,9 +348,9 @@ impl Memory {
     /// The same of one shard, of which a GPU copies into two slots by itself, and into a third one
     /// while a checkpoint is written from another. They stay as long as the attempt does, since to
     /// give one back would stop its steps.
-    pub fn prepare_pinned(&self, gpu: &Gpu, shard: u32, len: usize) {
-        self.prepare(&[(shard, len)]);
-        self.prepare(&[(shard, len)]);
+    pub fn prepare_pinned(&self, gpu: &Gpu, shard: u32, len: usize, over: &AtomicBool) {
+        self.prepare(&[(shard, len)], over);
+        self.prepare(&[(shard, len)], over);
         // One after the other: a slot that somebody holds is not filled.
         let next = || self.of_shard(shard, len).into_iter().find(|slot| !slot.is_pinned());
         while let Some(slot) = next() {

@@ -138,13 +138,17 @@ pub fn begin_cut_into(state: &mut impl RankState, bytes: &mut [u8]) {
     let (runs, len) =
         shard_runs(table.model, table.params, table.layout, table.rank, float_bytes);
     assert_eq!(bytes.len(), len, "room for one shard");
+    // Runs lie in their order, one behind the other.
+    let (mut pieces, mut rest) = (Vec::new(), bytes);
     for run in runs {
-        let parts = &mut bytes[run.bytes(float_bytes)];
+        let (parts, after) = rest.split_at_mut(run.bytes(float_bytes).len());
+        rest = after;
         let len = parts.len() / Part::ALL.len();
         for (part, into) in Part::ALL.into_iter().zip(parts.chunks_exact_mut(len)) {
-            state.read(part, run.index, run.elements.clone(), into);
+            pieces.push((part, run.index, run.elements.clone(), into));
         }
     }
+    state.read_all(pieces);
 }
 
 /// Why a snapshot was not taken.

@@ -180,7 +180,7 @@ fn what_the_next_snapshot_fills_is_touched_before() {
     // What is read of a label brings a few pages beside it.
     const FEW: usize = LEN / 2;
     let memory = Memory::of_engine(|_| ());
-    memory.prepare(&[(0, LEN)]);
+    memory.prepare(&[(0, LEN)], &AtomicBool::new(false));
     let prepared = Arc::downgrade(&memory.slots()[0]);
     let mapped = || mapped(&prepared.upgrade().expect("a slot"));
     assert!(mapped() < FEW, "large slots rest");
@@ -194,15 +194,41 @@ fn what_the_next_snapshot_fills_is_touched_before() {
 }
 
 #[test]
+fn an_attempt_goes_on_to_make_what_the_last_one_was_making() {
+    let worker = Memory::default();
+    let engine = engine_of(&worker);
+    let over = AtomicBool::new(true);
+    engine.prepare(&[(1, 8)], &over);
+    // The worker has it before its memory is there.
+    assert_eq!(worker.slots().len(), 1);
+    assert!(!engine.slots()[0].is_reserved());
+    worker.begin(&Resume::Fresh, &[1]);
+
+    let next = engine_of(&worker);
+    let files = worker.free_files(1).expect("descriptors");
+    files.into_iter().for_each(|file| next.adopt(file).expect("a slot"));
+    over.store(false, Ordering::Relaxed);
+    next.prepare(&[(1, 8)], &over);
+    assert!(worker.slots()[0].is_reserved(), "the same one");
+    assert_eq!(worker.slots().len(), 1);
+    next.prepare(&[(1, 8)], &over);
+    assert_eq!(worker.slots().len(), GENERATIONS as usize);
+    next.prepare(&[(1, 8)], &over);
+    assert_eq!(worker.slots().len(), GENERATIONS as usize, "no more than are needed");
+}
+
+/// That of an engine of `worker`, in a process of its own.
+fn engine_of(worker: &Memory) -> Memory {
+    let to = worker.clone();
+    Memory::of_engine(move |slot| {
+        let file = slot.file().expect("a file").try_clone_to_owned().expect("a descriptor");
+        to.adopt(file).expect("a slot");
+    })
+}
+
+#[test]
 fn what_nobody_resumes_from_is_filled_again_in_the_next_attempt() {
     let worker = Memory::default();
-    let engine_of = |worker: &Memory| {
-        let to = worker.clone();
-        Memory::of_engine(move |slot| {
-            let file = slot.file().expect("a file").try_clone_to_owned().expect("a descriptor");
-            to.adopt(file).expect("a slot");
-        })
-    };
     let engine = engine_of(&worker);
     // A snapshot that is whole, one that came too late, one that is half cut, one of another rank.
     take(&engine, 3, 10, 1);
@@ -227,7 +253,7 @@ fn what_nobody_resumes_from_is_filled_again_in_the_next_attempt() {
     assert_eq!((files.len(), free.len()), (1, 1));
     files.into_iter().chain(free).for_each(|file| engine.adopt(file).expect("a slot"));
     engine.confirm(3, 10);
-    engine.prepare(&[(1, 8)]);
+    engine.prepare(&[(1, 8)], &AtomicBool::new(false));
     take(&engine, 4, 25, 1);
     assert_eq!(worker.slots().len(), 2, "none is made anew");
     assert_eq!(held(&worker), [(3, 10, vec![1]), (4, 25, vec![1])]);
