@@ -90,8 +90,7 @@ fn not_taken(error: SnapshotError) -> Stop {
 
 impl Run<'_> {
     /// What the next snapshot needs is made ready beside the first steps, by a thread, if any.
-    /// `soon`: that snapshot comes as soon as it can.
-    pub(super) fn prepare(&mut self, soon: bool) {
+    pub(super) fn prepare(&mut self) {
         if self.pace.is_some_and(|pace| !pace.fits()) {
             return;
         }
@@ -105,9 +104,6 @@ impl Run<'_> {
             // One that is under way is not made twice. It does not panic.
             before.map(JoinHandle::join);
             memory.prepare(&shards, &over);
-            if soon && !over.load(Ordering::Relaxed) {
-                memory.wake(&shards);
-            }
             if let Some((gpu, (shard, len))) = gpu.zip(own) {
                 memory.prepare_pinned(&gpu, shard, len, &over);
             }
@@ -139,23 +135,11 @@ impl Run<'_> {
         state / u64::from(model.layout.mesh.world().max(1)) >= DEAR
     }
 
-    /// Where a snapshot is about to be due, what it fills is touched beside the steps.
-    pub(super) fn wake(&mut self, now: Instant) {
-        if self.waking.is_some() || !self.pace.is_some_and(|pace| pace.is_near(now)) {
-            return;
-        }
-        let (shards, memory) = (self.shards(), self.memory.clone());
-        let thread = std::thread::Builder::new().name("wake".to_string());
-        // Without the thread the snapshot takes longer.
-        self.waking = thread.spawn(move || memory.wake(&shards)).ok();
-    }
-
-    /// What is still being made or touched could not be filled, and to make another one takes as
-    /// long.
-    fn end_waking(&mut self) {
-        for thread in [self.preparing.take(), self.waking.take()].into_iter().flatten() {
-            // Neither panics.
-            let _ = thread.join();
+    /// What is still being made could not be filled, and to make another one takes as long.
+    fn end_preparing(&mut self) {
+        if let Some(preparing) = self.preparing.take() {
+            // It does not panic.
+            let _ = preparing.join();
         }
     }
 
@@ -255,7 +239,7 @@ impl Run<'_> {
     }
 
     fn take(&mut self, Goes { on, beside }: Goes) -> Result<Taken, Stop> {
-        self.end_waking();
+        self.end_preparing();
         self.anew = false;
         let of = (self.config.attempt, self.step);
         let (model, comm) = (&self.engine.model, self.engine.links.comm());
@@ -266,11 +250,11 @@ impl Run<'_> {
             self.leave(opened, false);
             return Ok(Taken::Later);
         }
-        snapshot::cut_into(&mut self.engine.model, opened.own.bytes_mut())?;
+        snapshot::cut_into_slot(&mut self.engine.model, &mut opened.own)?;
         let slot = self.give_copies(self.step, opened, on)?;
         if on && self.is_dear() {
             // The next one finds its slots made, too.
-            self.prepare(false);
+            self.prepare();
         }
         Ok(Taken::Now(slot))
     }
@@ -353,7 +337,7 @@ impl Run<'_> {
         self.saves.begin(step, held_out.filter(|_| self.keeps_best), products);
         if self.engine.model.device.as_cuda().is_some() {
             // The next snapshot finds another slot than the one that is written from.
-            self.prepare(false);
+            self.prepare();
         }
     }
 
@@ -363,7 +347,7 @@ impl Run<'_> {
     fn cut_for_checkpoint(&mut self) -> Result<Taken, Stop> {
         let of = (self.config.attempt, self.step);
         let beside = self.waits_until.is_none();
-        self.end_waking();
+        self.end_preparing();
         for _ in 0..SLOT_TRIES {
             self.memory.free_older();
             let (model, comm) = (&self.engine.model, self.engine.links.comm());
@@ -376,7 +360,7 @@ impl Run<'_> {
                 }
                 Some(Opened { mut own, .. }) => {
                     let began = Instant::now();
-                    snapshot::cut_into(&mut self.engine.model, own.bytes_mut())?;
+                    snapshot::cut_into_slot(&mut self.engine.model, &mut own)?;
                     self.saving.iter_mut().for_each(|saving| saving.copied(began, Instant::now()));
                     return Ok(Taken::Now(own.complete_for_checkpoint()));
                 }

@@ -261,7 +261,6 @@ impl Trainer {
             ahead,
             pace,
             preparing: None,
-            waking: None,
             over: Over::default(),
             anew: false,
             saving,

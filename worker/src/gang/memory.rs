@@ -14,6 +14,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mun
 use rustix::thread::futex;
 use rustix::time::Timespec;
 use std::io;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -108,7 +109,15 @@ impl Mapping {
     /// # Errors
     /// The system has no memory for all of it, or is older than Linux 5.14.
     pub fn populate(&self, threads: usize) -> io::Result<()> {
-        self.advise(threads, Advice::LinuxPopulateWrite)
+        self.populate_within(0..self.len, threads)
+    }
+
+    /// [`Mapping::populate`] of a part that begins and ends at a page.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn populate_within(&self, part: Range<usize>, threads: usize) -> io::Result<()> {
+        self.advise(part, threads, Advice::LinuxPopulateWrite)
     }
 
     /// Gives the whole file its memory, of which this process maps nothing: whoever is ended
@@ -130,11 +139,12 @@ impl Mapping {
         Ok(true)
     }
 
-    fn advise(&self, threads: usize, advice: Advice) -> io::Result<()> {
-        let next = AtomicUsize::new(0);
+    fn advise(&self, part: Range<usize>, threads: usize, advice: Advice) -> io::Result<()> {
+        self.check(part.start, part.len());
+        let next = AtomicUsize::new(part.start);
         let work = || loop {
             let start = next.fetch_add(PIECE, Ordering::Relaxed);
-            let Some(left) = self.len.checked_sub(start).filter(|left| *left > 0) else {
+            let Some(left) = part.end.checked_sub(start).filter(|left| *left > 0) else {
                 return Ok(());
             };
             // SAFETY: the range lies within the mapping, which outlives the call. The advice
@@ -159,8 +169,16 @@ impl Mapping {
     /// # Errors
     /// Something has pinned the pages.
     pub fn rest(&self, threads: usize) -> io::Result<()> {
+        self.rest_within(0..self.len, threads)
+    }
+
+    /// [`Mapping::rest`] of a part that begins and ends at a page.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn rest_within(&self, part: Range<usize>, threads: usize) -> io::Result<()> {
         assert!(self.file.is_some(), "memory without a file would lose its bytes");
-        self.advise(threads, Advice::LinuxDontNeed)
+        self.advise(part, threads, Advice::LinuxDontNeed)
     }
 
     /// Keeps what `make` gives for the range until just before it is unmapped; once.

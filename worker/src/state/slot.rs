@@ -19,7 +19,7 @@ use moejob_kernels::cuda::{CudaError, Gpu, Registered};
 use moejob_protocol::checkpoint::ScaleEntry;
 use rustix::fd::{BorrowedFd, OwnedFd};
 use std::io;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Weak};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -46,8 +46,10 @@ const COMPLETE: u32 = 2;
 /// Given up by its engine, so that the worker lets go of it, too.
 pub(super) const GONE: u32 = 3;
 
-/// Threads that touch pages beside the steps.
-const TOUCH_THREADS_BESIDE: usize = 2;
+/// Threads that let pages go beside the steps.
+const REST_THREADS_BESIDE: usize = 2;
+/// Threads that map the pages of one window, or let them go, while another one is copied.
+const WINDOW_THREADS: usize = 4;
 
 /// How long a checksum that is still being made is waited for.
 const SUM_MAX: Duration = Duration::from_secs(60);
@@ -119,17 +121,6 @@ impl Slot {
         Ok(slot)
     }
 
-    /// Its pages are there, for who is about to fill it.
-    pub(super) fn touch(&self) {
-        // Without it they come one by one.
-        let _ = self.0.populate(threads_for(self.0.len()));
-    }
-
-    /// The same beside steps, which need the processors: more slowly.
-    pub(super) fn touch_beside(&self) {
-        let _ = self.0.populate(TOUCH_THREADS_BESIDE);
-    }
-
     /// Nobody here is about to read or fill it.
     pub(super) fn rest(&self) {
         let _ = self.0.rest(threads_for(self.0.len()));
@@ -139,8 +130,24 @@ impl Slot {
     /// no page of it: a worker that is killed gives them back before anybody knows that it is.
     pub(super) fn rest_behind(&self) {
         if self.1 == Maker::Elsewhere {
-            let _ = self.0.rest(TOUCH_THREADS_BESIDE);
+            let _ = self.0.rest(REST_THREADS_BESIDE);
         }
+    }
+
+    /// Maps the pages of some of its bytes: without it they come one by one.
+    pub(super) fn map(&self, bytes: Range<usize>) {
+        let _ = self.0.populate_within(self.pages(bytes), WINDOW_THREADS);
+    }
+
+    /// Lets them go, which changes no byte.
+    pub(super) fn unmap(&self, bytes: Range<usize>) {
+        let _ = self.0.rest_within(self.pages(bytes), WINDOW_THREADS);
+    }
+
+    /// Where the pages of some bytes lie in the mapping.
+    fn pages(&self, bytes: Range<usize>) -> Range<usize> {
+        let (start, end) = (BYTES + bytes.start, BYTES + bytes.end);
+        start / BYTES * BYTES..end.next_multiple_of(BYTES).min(self.0.len())
     }
 
     /// Has the driver of `gpu` copy here without a detour, for as long as there is the slot.
@@ -382,6 +389,8 @@ pub struct Filling {
     slot: Arc<Slot>,
     /// Whoever makes checksums here.
     sums: Option<Sums>,
+    /// So many of its bytes are to be mapped at once; none: all may be.
+    window: Option<usize>,
 }
 
 impl Filling {
@@ -396,7 +405,21 @@ impl Filling {
         slot.0.word(SHARD).store(label.shard, Ordering::SeqCst);
         slot.0.long(STEP).store(label.step, Ordering::SeqCst);
         slot.set_loss_scale(None);
-        Some(Filling { slot: Arc::clone(slot), sums })
+        Some(Filling { slot: Arc::clone(slot), sums, window: None })
+    }
+
+    /// The same, of whose bytes so many are to be mapped at once: an engine that is killed has all
+    /// that it maps to take apart before its device is free.
+    pub(super) fn by_windows(mut self, window: Option<usize>) -> Filling {
+        self.window = window;
+        self
+    }
+
+    /// Its bytes; and if few are to be mapped at once, how many, and the slot whose pages are
+    /// mapped while they are written, and let go of behind that.
+    pub(super) fn windows(&mut self) -> (&mut [u8], Option<(usize, Arc<Slot>)>) {
+        let slot = self.window.map(|window| (window, Arc::clone(&self.slot)));
+        (self.bytes_mut(), slot)
     }
 
     /// A device can copy into it by itself.

@@ -43,7 +43,8 @@ impl Inner {
     fn new(announce: Option<Announce>, sums: Option<Mutex<Sums>>) -> Inner {
         let (in_use_max, spare) = (AtomicUsize::new(IN_USE_MAX), AtomicUsize::new(0));
         let (slots, borrowed) = (Mutex::default(), Mutex::default());
-        Inner { slots, borrowed, announce, sums, in_use_max, spare }
+        let rests = AtomicUsize::new(RESTS);
+        Inner { slots, borrowed, announce, sums, in_use_max, spare, rests }
     }
 
     fn sums(&self) -> Option<Sums> {
@@ -75,6 +76,8 @@ struct Inner {
     in_use_max: AtomicUsize,
     /// Free slots of a shard that are kept for the next checkpoint.
     spare: AtomicUsize,
+    /// Bytes from which on an engine maps parts of a slot alone.
+    rests: AtomicUsize,
 }
 
 type Announce = Box<dyn Fn(&Slot) + Send + Sync>;
@@ -262,11 +265,7 @@ impl Memory {
             Some((Filling::take(slot, label, self.0.sums())?, Arc::clone(slot)))
         });
         if let Some((filling, slot)) = taken {
-            drop(slots);
-            if self.rests(&slot) {
-                slot.touch();
-            }
-            return Ok(Some(filling));
+            return Ok(Some(filling.by_windows(self.window(&slot))));
         }
         let slot = Arc::new(Slot::new(len)?);
         let filling = Filling::take(&slot, label, self.0.sums());
@@ -274,7 +273,7 @@ impl Memory {
         if let Some(announce) = &self.0.announce {
             announce(&slot);
         }
-        Ok(filling)
+        Ok(filling.map(|filling| filling.by_windows(self.window(&slot))))
     }
 
     /// Makes what a snapshot of `shards` (each with its bytes) will need and does not find, and has
@@ -308,21 +307,20 @@ impl Memory {
         }
     }
 
-    /// Touches the slots that the next snapshot of `shards` will fill, so that it need not while
-    /// steps wait. For a thread beside the steps, which is to end before the snapshot: what it
-    /// holds is not filled.
-    pub fn wake(&self, shards: &[(u32, usize)]) {
-        for (shard, len) in shards {
-            let next = self.of_shard(*shard, *len).into_iter().find(|slot| slot.is(FREE));
-            if let Some(slot) = next.filter(|slot| self.rests(slot)) {
-                slot.touch_beside();
-            }
-        }
-    }
-
     /// An engine maps no page of a large slot while it does nothing with it.
     fn rests(&self, slot: &Slot) -> bool {
-        self.0.announce.is_some() && slot.bytes_len() >= RESTS && !slot.is_pinned()
+        let large = slot.bytes_len() >= self.0.rests.load(Ordering::Relaxed);
+        self.0.announce.is_some() && large && !slot.is_pinned()
+    }
+
+    /// How much of a slot is mapped at once while it is filled, if not all.
+    fn window(&self, slot: &Slot) -> Option<usize> {
+        self.rests(slot).then(|| self.0.rests.load(Ordering::Relaxed))
+    }
+
+    /// From how many bytes on a slot is large. For tests, whose states are small.
+    pub fn rest_from(&self, bytes: usize) {
+        self.0.rests.store(bytes, Ordering::Relaxed);
     }
 
     /// Once what was read or filled is done with, on a thread beside the steps. A process whose

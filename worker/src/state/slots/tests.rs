@@ -175,22 +175,29 @@ fn mapped(slot: &Slot) -> usize {
 }
 
 #[test]
-fn what_the_next_snapshot_fills_is_touched_before() {
+fn of_a_large_slot_what_is_not_being_filled_is_not_mapped() {
     const LEN: usize = 4 << 20;
-    // What is read of a label brings a few pages beside it.
-    const FEW: usize = LEN / 2;
+    // A page that is touched brings a few beside it.
+    const FEW: usize = LEN / 4;
     let memory = Memory::of_engine(|_| ());
     memory.prepare(&[(0, LEN)], &AtomicBool::new(false));
     let prepared = Arc::downgrade(&memory.slots()[0]);
-    let mapped = || mapped(&prepared.upgrade().expect("a slot"));
-    assert!(mapped() < FEW, "large slots rest");
-    memory.wake(&[(0, LEN)]);
-    assert!(mapped() >= LEN);
-    let filled = fill(&memory, 1, 10, 0, LEN).complete();
-    assert!(Weak::ptr_eq(&Arc::downgrade(&filled), &prepared), "that one is filled");
-    filled.rest();
-    memory.wake(&[(0, LEN)]);
-    assert!(mapped() < FEW, "nobody is about to fill what is held");
+    let mut filling = fill(&memory, 1, 10, 0, LEN);
+    let (bytes, slot) = filling.windows();
+    let (window, slot) = slot.expect("it is large");
+    assert_eq!(window, RESTS);
+    assert!(Weak::ptr_eq(&Arc::downgrade(&slot), &prepared), "the one that was prepared");
+    assert!(mapped(&slot) < FEW, "it was only reserved");
+    slot.map(0..LEN / 2);
+    assert!((LEN / 2..LEN / 2 + FEW).contains(&mapped(&slot)));
+    bytes.iter_mut().zip(0..).for_each(|(byte, at)| *byte = (at % 251) as u8);
+    slot.unmap(0..LEN / 2);
+    assert!(mapped(&slot) < LEN / 2 + FEW);
+    slot.unmap(LEN / 2..LEN);
+    assert!(mapped(&slot) < FEW);
+    assert!(bytes.iter().zip(0..).all(|(byte, at)| *byte == (at % 251) as u8));
+    let small = Memory::default();
+    assert!(fill(&small, 1, 10, 0, LEN).windows().1.is_none(), "who stays may map all of it");
 }
 
 #[test]
