@@ -403,7 +403,20 @@ impl CudaDevice {
             // SAFETY: every pattern of bytes is an `Element`, and the borrow is exclusive.
             let bytes = unsafe { std::slice::from_raw_parts_mut(into.as_mut_ptr().cast(), bytes) };
             // SAFETY: the address is that of a buffer of the arena, as long as `into`.
-            Ok(unsafe { self.transfer()?.read(self.arena.address(buffer), bytes) }?)
+            Ok(unsafe { self.transfer()?.read_all([(self.arena.address(buffer), bytes)]) }?)
+        });
+    }
+
+    /// The bytes of each of some buffers.
+    pub(crate) fn read_all(&self, all: Vec<(Buffer, &mut [u8])>) {
+        self.attempt_outside("a copy to the host", || {
+            self.settle()?;
+            let all = all.into_iter().map(|(buffer, into)| {
+                assert_eq!((buffer.dtype(), buffer.len()), (crate::DType::U8, into.len()));
+                (self.arena.address(buffer), into)
+            });
+            // SAFETY: the addresses are those of buffers of the arena, as long as their bytes.
+            Ok(unsafe { self.transfer()?.read_all(all) }?)
         });
     }
 
