@@ -23,6 +23,7 @@ use super::room::{self, Wanted};
 use super::shape::MoeDesc;
 use super::staging::{self, Post, Staging};
 use super::step_ops::StepOps;
+use super::token_lane::TokenLane;
 use super::transfer::{self, Transfer};
 use crate::attention::{Attention, AttentionBackward};
 use crate::buffer::{ArenaPlan, Buffer, Element};
@@ -72,6 +73,7 @@ pub struct CudaDevice {
     /// The longest wait for the stream of all ops.
     wait_max: Duration,
     pub(super) comm_lane: Option<CommLane>,
+    pub(super) token_lane: Option<TokenLane>,
     pub(crate) phases: Phases,
 }
 
@@ -118,6 +120,7 @@ impl CudaDevice {
             watch: None,
             wait_max: Duration::MAX,
             comm_lane: None,
+            token_lane: None,
             phases: Phases::default(),
         };
         device.reserve(Wanted { arena: arena_bytes, ..Wanted::default() })?;

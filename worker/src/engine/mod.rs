@@ -28,6 +28,7 @@ pub mod backward;
 pub mod moe;
 pub(crate) mod chunks;
 pub mod fused;
+pub(crate) mod portion;
 pub mod spread;
 pub mod gate;
 pub mod cosine;

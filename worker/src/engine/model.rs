@@ -8,6 +8,7 @@
 //!
 //! Letters: `T` tokens, `D` model, `N` heads, `H` head dim, `F` hidden, `V` vocabulary.
 
+use crate::engine::beside::Chunked;
 use crate::engine::buckets::Places;
 use crate::engine::fused;
 use crate::engine::gate::Noise;
@@ -16,6 +17,7 @@ use crate::engine::lane::Lane;
 use crate::engine::links::window_wanted;
 use crate::engine::handles::{Dense, ExpertStacks, Experts, slice};
 use crate::engine::numbers::Numbers;
+use crate::engine::portion::LEGS;
 use crate::engine::spread::Here;
 use crate::engine::zero::Turning;
 use moejob_kernels::cuda::{AttentionDesc, MoeDesc, StepKernels};
@@ -153,11 +155,12 @@ impl Model {
         let router_scale = 1.0 / means;
         device.set_tf32(training.precision == Precision::Tf32);
         let (fused, here) = layers(config, layout, rank, &shape, router_scale);
-        prepare(&mut device, config, &mut shape, training, &descs(fused, here))?;
+        let descs = descs(&shape, fused, here);
+        prepare(&mut device, config, &mut shape, training, &descs)?;
         let mut planner = ArenaPlanner { shape: &shape, plan: ArenaPlan::new() };
         let buffers = Buffers::plan(config, &shape, &mut planner);
         let with_others = layout.mesh.world() > 1;
-        let window = window_wanted(config, layout, training, shape.rails);
+        let window = window_wanted(config, layout, training, &shape);
         let beside = beside_arena(with_others) + window;
         device.reserve_planned(&planner.plan, beside as usize)?;
         let params = config.params();
@@ -187,6 +190,10 @@ impl Model {
             (0..shape.tokens as usize).map(|token| (token % sequence) as u32).collect();
         device.write(buffers.batch.positions, &positions);
         let targets = f64::from(training.global_batch_size) * sequence as f64;
+        if shape.chunks > 1 {
+            let flights = LEGS * shape.chunks as usize;
+            device.open_token_lane(flights, Chunked::said().free)?;
+        }
         let group = ExpertGroup::new(config, layout, rank, shape.tokens).along(shape.rails);
         group.write_tables(&buffers.layers, &mut device);
         let (counts, count, scaled) = (&shape.numbers, shape.micro_batches, shape.types.scaled);
@@ -374,12 +381,16 @@ fn layers(
     let mixture: Vec<usize> = mixture.map(|layer| layer as usize).collect();
     let fused = (shape.types.sums == Sums::Buckets && !mixture.is_empty())
         .then(|| layer_desc(config, shape, router_scale));
-    let here = fused.and_then(|whole| Here::new(config, layout, rank, &mixture, &whole));
+    let of = (&mixture[..], shape);
+    let here = fused.and_then(|whole| Here::new(config, layout, rank, of, &whole));
     (fused, here)
 }
 
-fn descs(fused: Option<MoeDesc>, here: Option<Here>) -> Vec<MoeDesc> {
-    fused.into_iter().chain(here.map(|here| here.desc)).collect()
+fn descs(shape: &Shape, fused: Option<MoeDesc>, here: Option<Here>) -> Vec<MoeDesc> {
+    // Rows of each expert of the own tokens are summed up chunk by chunk.
+    let own = here.filter(|_| shape.chunks > 1 && shape.formats.returns_each());
+    let here = here.map(|here| here.desc);
+    fused.into_iter().chain(here).chain(own.map(|here| here.own())).collect()
 }
 
 /// Attention of whole sequences, and of documents that are kept apart where there may be some: that
@@ -436,7 +447,7 @@ pub fn step_kernels(
         turns,
         head: head_desc(config, &shape, shape.tokens as usize),
         attentions: attentions(config, &shape, training),
-        layers: descs(fused, here),
+        layers: descs(&shape, fused, here),
         shared_out: here.is_some(),
     }
 }
