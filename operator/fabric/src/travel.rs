@@ -121,7 +121,7 @@ impl<'a> Machines<'a> {
     }
 
     /// Seconds in which a GPU adds up the sums of all nodes of its own tokens, of `bytes` of all.
-    fn added(&self, rails: Rails, bytes: f64) -> f64 {
+    pub(crate) fn added(&self, rails: Rails, bytes: f64) -> f64 {
         // Each addition reads two rows and writes one.
         3.0 * along_rail(rails, bytes) / self.figures.copy_rate
     }

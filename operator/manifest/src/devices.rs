@@ -11,7 +11,9 @@ use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::profile::Backend;
 use crate::spec::{AttentionName, MoeJobSpec, Word, as_typed};
-use moejob_protocol::config::{GradientDtype, MomentDtype, Precision, TrainingConfig, Wire};
+use moejob_protocol::config::{
+    GradientDtype, MomentDtype, OVERLAP_DEGREES, Precision, TrainingConfig, Wire,
+};
 use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig, RouterKind};
 use moejob_protocol::slices::SLICES;
 use serde_json::Value;
@@ -125,10 +127,8 @@ pub fn unsupported(job: &Job) -> Vec<Problem> {
     for (path, degree) in degrees.into_iter().filter(|(_, degree)| *degree != 1) {
         found.push(Problem::of(Code::Unsupported, path, degree.to_string(), "1", ADVICE));
     }
-    let degree = job.overlap_degree.filter(|_| job.profile.backend == Backend::Cuda);
-    if let Some(degree) = degree.filter(|degree| *degree > 1) {
-        let (path, given) = ("spec.parallelism.overlapDegree", format!("`{degree}` on GPUs"));
-        found.push(Problem::of(Code::Unsupported, path, given, "1 or auto", ADVICE));
+    if let Some(degree) = job.overlap_degree.filter(|degree| !job.takes_chunks(*degree)) {
+        found.push(uneven_chunks(job, degree));
     }
     if let Some((preset, lacks)) = job.preset.and_then(|of| Some((of, preset::lacks(of)?))) {
         let given = format!("{}, {lacks}", preset.name());
@@ -139,6 +139,19 @@ pub fn unsupported(job: &Job) -> Vec<Problem> {
         found.extend(on_one_gpu(&job.model, &job.training));
     }
     found
+}
+
+/// Chunks of tokens that are of several sizes, on GPUs: kernels are made for one.
+fn uneven_chunks(job: &Job, degree: u32) -> Problem {
+    let takes = |degree: &u32| job.takes_chunks(*degree);
+    let even = OVERLAP_DEGREES.iter().filter(|degree| takes(degree)).map(u32::to_string);
+    Problem::of(
+        Code::Unsupported,
+        "spec.parallelism.overlapDegree",
+        format!("`{degree}` chunks of {} tokens on GPUs", job.tokens()),
+        format!("{} or auto", even.collect::<Vec<_>>().join(", ")),
+        "chunks of a micro-batch have equally many tokens there",
+    )
 }
 
 /// Whether so many ranks fall into whole groups of `degree`.

@@ -229,6 +229,17 @@ impl Job {
         self.training.global_batch_size / self.training.micro_batch_size
     }
 
+    /// Of a micro-batch.
+    pub fn tokens(&self) -> u64 {
+        u64::from(self.training.micro_batch_size) * u64::from(self.training.sequence_length)
+    }
+
+    /// Whether a micro-batch may travel in so many chunks: those of GPUs have equally many tokens.
+    pub fn takes_chunks(&self, degree: u32) -> bool {
+        let any = self.profile.backend == Backend::Cpu || self.expert_parallel == Some(1);
+        any || self.tokens().is_multiple_of(degree.max(1).into())
+    }
+
     pub fn growth_interval(&self, venue: Venue) -> u64 {
         let default = if venue == Venue::Local { 2_000 } else { 60_000 };
         self.recovery.growth_interval.unwrap_or(default)

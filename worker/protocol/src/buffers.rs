@@ -139,7 +139,8 @@ pub struct Layer<B> {
     pub lse: B,
     /// [T, D]: the residual stream after attention.
     pub mid: B,
-    /// [T, D], [T]; where experts are shared out over ranks a part of `Spread::x`.
+    /// [T, D], [T]; where experts are shared out over ranks and tokens leave from where they are, a
+    /// part of `Spread::x`.
     pub norm2: B,
     pub rstd2: B,
     pub moe: Option<Moe<B>>,
@@ -181,7 +182,9 @@ pub struct Fused<B> {
 }
 
 /// Tokens of all `P` ranks of an expert group, `A = P T`, and where the rows of the experts here
-/// lie: see `MoePlace` of the kernels. Experts and choices are those of [slices](crate::slices).
+/// lie: see `MoePlace` of the kernels. Tokens lie by (chunk, rank, token), and what is of rows by
+/// chunk, each of which has an equal part. Experts and choices are those of
+/// [slices](crate::slices).
 #[derive(Clone, Debug)]
 pub struct Spread<B> {
     /// [A, D]
@@ -189,7 +192,7 @@ pub struct Spread<B> {
     /// u32 [A, K], f32 [A, K]
     pub ids: B,
     pub weights: B,
-    /// u32 [G + 1], and on a GPU [G]
+    /// Of each chunk u32 [G + 1], and on a GPU [G]
     pub offsets: B,
     pub order: B,
     /// u32 [R], [A, K], f32 [R]
@@ -198,10 +201,12 @@ pub struct Spread<B> {
     pub row_weights: B,
 }
 
-/// What travels of a layer, used by every layer anew. Choices are those of slices.
+/// What travels of a layer, used by every layer anew; tokens lie as in [`Spread`]. Choices are those
+/// of slices.
 #[derive(Clone, Debug)]
 pub struct SpreadScratch<B> {
-    /// [A, D]: gradients of outputs. Where rows travel as they are, the own ones are `Scratch::dx`.
+    /// [A, D]: gradients of outputs. Where they leave from where they are, the own ones are
+    /// `Scratch::dx`.
     pub dout: B,
     /// [A, D]: sums over the experts here, or gradients of inputs; [A, K, D] where each expert's
     /// row comes back. What travels in another format is packed in the one of these two that is not
@@ -210,6 +215,8 @@ pub struct SpreadScratch<B> {
     pub packed: B,
     /// f32 [A, K]
     pub ds: B,
+    /// f32 [T, K]: those of the own tokens, where they lie in several chunks
+    pub own_ds: B,
     /// u32 [T, K]: 0, 1, 2 ..
     pub slots: B,
     /// f32 [T, K / r]: the own `ds` of experts, where these are cut into slices.

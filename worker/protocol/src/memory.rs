@@ -261,7 +261,7 @@ pub struct Shape {
     pub expert_place: u64,
     /// Between GPUs the group's tokens travel along these; none: from each to each.
     pub rails: Option<Rails>,
-    /// Chunks in which processors send a micro-batch's tokens to experts of others.
+    /// Chunks in which a micro-batch's tokens travel to experts of others.
     pub chunks: u64,
     /// As what these tokens travel.
     pub formats: Formats,
@@ -371,7 +371,7 @@ impl Shape {
                 && types.sums == Sums::Buckets,
             cached: 0,
             documents: true,
-            workspace: crate::workspace::bytes(model, tokens, mesh.ep.into(), training, &types),
+            workspace: workspace(model, training, &types, tokens, [mesh.ep.into(), 1]),
             balanced,
             worst,
         }
@@ -379,11 +379,25 @@ impl Shape {
 }
 
 impl Shape {
-    /// The same in so many chunks, where processors send tokens to experts of others.
+    /// The same in so many chunks, where tokens are sent to experts of others.
+    ///
+    /// # Panics
+    /// Experts are computed in one op, and its tokens are no whole number for each chunk: a
+    /// manifest that says so is refused.
     #[must_use]
-    pub fn in_chunks(self, degree: u32) -> Shape {
-        let travels = self.on_cpu && self.types.sums == Sums::Tree && self.expert_parallel > 1;
-        Shape { chunks: if travels { degree.max(1).into() } else { 1 }, ..self }
+    pub fn in_chunks(self, model: &ModelConfig, training: &TrainingConfig, degree: u32) -> Shape {
+        let (ranks, tokens) = (self.expert_parallel, self.tokens);
+        let chunks = if ranks > 1 { degree.max(1).into() } else { 1 };
+        let whole = self.types.sums == Sums::Tree || tokens.is_multiple_of(chunks);
+        assert!(whole, "{tokens} tokens in {chunks} chunks");
+        let workspace = workspace(model, training, &self.types, tokens, [ranks, chunks]);
+        Shape { chunks, workspace, ..self }
+    }
+
+    /// Tokens that travel between GPUs do so from where they were made: nothing else is made of
+    /// them before, and the own ones lie in one piece among those of the group.
+    pub fn leaves_in_place(&self) -> bool {
+        self.chunks == 1 && !self.formats.packs()
     }
 
     /// What is needed to compute with weights alone: no gradients, no moments, no masters.
@@ -449,6 +463,19 @@ pub fn arriving(model: &ModelConfig, held: f64) -> f64 {
     let missed = (0..model.experts.per_token).map(f64::from);
     let missed = missed.map(|k| (experts - held - k).max(0.0) / (experts - k).max(1.0));
     1.0 - missed.product::<f64>()
+}
+
+/// Bytes of the workspace, where so many ranks share the experts in so many chunks.
+fn workspace(
+    model: &ModelConfig,
+    training: &TrainingConfig,
+    types: &Types,
+    tokens: u64,
+    [ranks, chunks]: [u64; 2],
+) -> u64 {
+    // The router's own op is of the own tokens.
+    let routed = tokens.max(ranks * tokens / chunks);
+    crate::workspace::bytes(model, [tokens, routed], training, types)
 }
 
 /// Bytes of parameters that one exchange of gradients or weights moves; more take several.

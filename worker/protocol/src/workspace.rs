@@ -18,12 +18,11 @@ const CHUNK_STEP: u64 = 256;
 /// Where buffers start.
 const ALIGNMENT: u64 = 256;
 
-/// Bytes of the workspace of a rank with `tokens` of a micro-batch, one of `ranks` that share the
-/// experts.
+/// Bytes of the workspace of a rank with `tokens` of a micro-batch, whose experts compute `routed`
+/// tokens at once.
 pub fn bytes(
     model: &ModelConfig,
-    tokens: u64,
-    ranks: u64,
+    [tokens, routed]: [u64; 2],
     training: &TrainingConfig,
     types: &Types,
 ) -> u64 {
@@ -32,7 +31,7 @@ pub fn bytes(
     if types.sums == Sums::Tree {
         return head;
     }
-    head.max(attention(model, tokens)).max(mixture(model, tokens * ranks, types))
+    head.max(attention(model, tokens)).max(mixture(model, routed, types))
 }
 
 /// Bytes of a head's scratch, as `HeadDesc::plan` of the kernels has it.

@@ -29,6 +29,7 @@ pub mod moe;
 pub(crate) mod slices;
 pub(crate) mod chunks;
 pub mod fused;
+pub(crate) mod portion;
 pub mod spread;
 pub mod gate;
 pub mod cosine;

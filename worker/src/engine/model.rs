@@ -8,6 +8,7 @@
 //!
 //! Letters: `T` tokens, `D` model, `N` heads, `H` head dim, `F` hidden, `V` vocabulary.
 
+use crate::engine::beside::Chunked;
 use crate::engine::buckets::Places;
 use crate::engine::fused;
 use crate::engine::gate::Noise;
@@ -16,6 +17,7 @@ use crate::engine::lane::Lane;
 use crate::engine::links::window_wanted;
 use crate::engine::handles::{Dense, ExpertStacks, Experts, slice};
 use crate::engine::numbers::Numbers;
+use crate::engine::portion::LEGS;
 use crate::engine::spread::{Here, sums_of_slices};
 use crate::engine::zero::Turning;
 use moejob_kernels::cuda::{AttentionDesc, MoeDesc, Refusal, StepKernels};
@@ -163,7 +165,7 @@ impl Model {
         let mut planner = ArenaPlanner { shape: &shape, plan: ArenaPlan::new() };
         let buffers = Buffers::plan(config, &shape, &mut planner);
         let with_others = layout.mesh.world() > 1;
-        let window = window_wanted(config, layout, training, shape.rails);
+        let window = window_wanted(config, layout, training, &shape);
         let beside = beside_arena(with_others) + window;
         device.reserve_planned(&planner.plan, beside as usize)?;
         let params = config.params();
@@ -193,6 +195,10 @@ impl Model {
             (0..shape.tokens as usize).map(|token| (token % sequence) as u32).collect();
         device.write(buffers.batch.positions, &positions);
         let targets = f64::from(training.global_batch_size) * sequence as f64;
+        if shape.chunks > 1 {
+            let flights = LEGS * shape.chunks as usize;
+            device.open_token_lane(flights, Chunked::said().free)?;
+        }
         let group = ExpertGroup::new(config, layout, rank, shape.tokens).along(shape.rails);
         group.write_tables(&buffers.layers, &mut device);
         let (counts, count, scaled) = (&shape.numbers, shape.micro_batches, shape.types.scaled);
@@ -380,7 +386,8 @@ fn layers(
     let mixture: Vec<usize> = mixture.map(|layer| layer as usize).collect();
     let fused = (shape.types.sums == Sums::Buckets && !mixture.is_empty())
         .then(|| layer_desc(config, shape, router_scale));
-    let here = fused.and_then(|whole| Here::new(config, layout, rank, &mixture, &whole));
+    let of = (&mixture[..], shape);
+    let here = fused.and_then(|whole| Here::new(config, layout, rank, of, &whole));
     (fused, here)
 }
 
@@ -391,9 +398,13 @@ fn descs(
     fused: Option<MoeDesc>,
     here: Option<Here>,
 ) -> Vec<MoeDesc> {
-    let sums = fused.zip(here).filter(|_| shape.formats.returns_each());
-    let sums = sums.and_then(|(whole, _)| sums_of_slices(config, &whole));
-    fused.into_iter().chain(here.map(|here| here.desc)).chain(sums).collect()
+    // Rows of each expert of the own tokens are summed up chunk by chunk.
+    let own = fused.zip(here).filter(|_| shape.formats.returns_each());
+    let own = own.and_then(|(whole, here)| match shape.chunks {
+        1 => sums_of_slices(config, &whole),
+        _ => Some(here.own()),
+    });
+    fused.into_iter().chain(here.map(|here| here.desc)).chain(own).collect()
 }
 
 /// Attention of whole sequences, and of documents that are kept apart where there may be some: that

@@ -66,6 +66,9 @@ pub trait RankState {
     /// master that it holds and does not own it gives the weight that is computed with.
     fn read(&mut self, part: Part, index: usize, elements: Range<u64>, into: &mut [u8]);
 
+    /// [`RankState::read`] of all `pieces`.
+    fn read_all(&mut self, pieces: Vec<(Part, usize, Range<u64>, &mut [u8])>);
+
     /// Sets elements that this rank needs. With a master goes the weight that is computed with;
     /// where a rank holds and does not own, it may keep the weight alone.
     fn write(&mut self, part: Part, index: usize, elements: Range<u64>, from: &[u8]);

@@ -254,12 +254,12 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         }
     }
 
-    /// What a mixture's tokens are before they travel lies where the group's tokens meet, unless
-    /// they become something else on their way. Other layers may have the memory of those before.
+    /// What a mixture's tokens are before they travel lies where the group's tokens meet, if they
+    /// leave from there. Other layers may have the memory of those before.
     fn norm2(&mut self, fused: Option<&Fused<B>>, before: &[Layer<B>]) -> B {
-        let stays = self.shape.formats.packs();
+        let leaves = self.shape.leaves_in_place();
         let travels = |fused: Option<&Fused<B>>| {
-            fused.filter(|_| !stays).and_then(|of| Some(of.spread.as_ref()?.x))
+            fused.filter(|_| leaves).and_then(|of| Some(of.spread.as_ref()?.x))
         };
         if let Some(all) = travels(fused) {
             return self.own_of(all);
@@ -413,7 +413,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         Scratch {
             // The gradient of a mixture's outputs leaves from where it is.
             dx: match &spread {
-                Some(spread) if !self.shape.formats.packs() => self.own_of(spread.dout),
+                Some(spread) if self.shape.leaves_in_place() => self.own_of(spread.dout),
                 _ => self.floats(t, d),
             },
             dnorm: self.floats(t, d),

@@ -49,13 +49,13 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         let slices = self.model.slices();
         let (e, k) = (u64::from(slices.count), u64::from(slices.per_token));
         let all = self.shape.tokens * self.shape.expert_parallel;
-        let here = e.div_ceil(self.shape.expert_parallel);
+        let (here, chunks) = (e.div_ceil(self.shape.expert_parallel), self.shape.chunks);
         Spread {
             x: self.floats(all, self.model.hidden_size.into()),
             ids: self.words(all, k),
             weights: self.statistics(all, k),
-            offsets: self.words(here + 1, 1),
-            order: self.words(if self.shape.on_cpu { 0 } else { here }, 1),
+            offsets: self.words(here + 1, chunks),
+            order: self.words(if self.shape.on_cpu { 0 } else { here }, chunks),
             rows: self.planner.alloc(Kind::U32, Rows::Routed, 1),
             pos: self.words(all, k),
             row_weights: self.planner.alloc(self.shape.types.statistic, Rows::Routed, 1),
@@ -78,6 +78,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             partial,
             packed,
             ds: self.statistics(all, k),
+            own_ds: self.statistics(if self.shape.chunks > 1 { t } else { 0 }, k),
             slots: self.words(t, k),
             choice_ds: (slices.each > 1)
                 .then(|| self.statistics(t, self.model.experts.per_token.into())),
