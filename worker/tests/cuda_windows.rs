@@ -17,7 +17,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 use travelling::{
     BLOCKS, PATIENCE, Way, alike, along_rails, engine, gpu, in_chunks, job, losses, near,
-    returning_each, same, travelling_as, wide,
+    returning_each, same, sliced, travelling_as, wide,
 };
 
 /// Sums of three and more are in the order of ranks either way.
@@ -108,6 +108,30 @@ fn tokens_travel_along_rails() {
             near([&rails, &wide(mesh, precision)], true, &what);
         }
     }
+}
+
+/// Slices travel and are computed as experts of their own.
+#[test]
+fn windows_give_the_bits_of_the_hosts_links_with_slices() {
+    let Some(_alone) = gpu() else { return };
+    // The second has fewer experts on a rank than a token chooses of all.
+    for (mesh, precision, slices) in [
+        ((2, 2), Precision::Fp32, 2),
+        ((6, 6), Precision::Fp32, 2),
+        ((3, 3), Precision::Bf16, 4),
+    ] {
+        let job = sliced(job(mesh, precision), slices);
+        let what = format!("{mesh:?} {precision:?}, {slices} slices");
+        same(&job, true, [Way::Host, Way::Windows], &what);
+        same(&job, true, [Way::Windows, Way::Windows], &what);
+        let each = returning_each(sliced(self::job(mesh, precision), slices));
+        same(&each, true, [Way::Host, Way::Windows], &format!("each, {what}"));
+    }
+    let rails = along_rails(sliced(wide((4, 4), Precision::Fp32), 2), 2);
+    same(&rails, true, [Way::Host, Way::Windows], "rails, 2 slices");
+    let mut whole = job((2, 2), Precision::Fp32);
+    whole.config.model.experts.intermediate_size *= 2;
+    near([&sliced(job((2, 2), Precision::Fp32), 2), &whole], true, "2 slices");
 }
 
 /// A rank goes in the middle of a run, also in one whose tokens travel in chunks: the others end,
@@ -218,6 +242,52 @@ fn processors_train_alike_in_every_format() {
         let rails = along_rails(travelling_as(wide((4, 4), Precision::Fp32), wire), 2);
         same(&rails, false, [Way::Host, Way::ByNeed], &format!("{wire:?} by rails"));
     }
+}
+
+/// Slices on processors that compute as GPUs do, also fewer on a rank than a token chooses of all.
+#[test]
+fn processors_train_alike_with_slices() {
+    for slices in [2, 4] {
+        for mesh in [(2, 2), (3, 3), (4, 2), (6, 6), (12, 12)] {
+            let job = sliced(job(mesh, Precision::Fp32), slices);
+            let what = format!("{mesh:?}, {slices} slices");
+            same(&job, false, [Way::Host, Way::ByNeed], &what);
+            let mut whole = self::job(mesh, Precision::Fp32);
+            whole.config.model.experts.intermediate_size *= slices;
+            // Some of the meshes are too large for whole experts.
+            if mesh.1 <= 3 {
+                near([&job, &whole], false, &what);
+            }
+        }
+        let rails = along_rails(sliced(wide((4, 4), Precision::Fp32), slices), 2);
+        same(&rails, false, [Way::Host, Way::ByNeed], &format!("rails, {slices} slices"));
+        for each in [false, true] {
+            let of = |degree| {
+                let job = sliced(job((3, 3), Precision::Fp32), slices);
+                in_chunks(if each { returning_each(job) } else { job }, degree)
+            };
+            let what = format!("{slices} slices in chunks, each by itself: {each}");
+            same(&of(2), false, [Way::Host, Way::ByNeed], &what);
+            near([&of(2), &of(1)], false, &what);
+        }
+    }
+}
+
+/// With a row of each slice back the first loss has the same bits for every degree of expert
+/// parallelism, up to as many ranks as there are slices.
+#[test]
+fn rows_of_each_slice_are_added_in_one_order() {
+    let of = |ep| {
+        let mut job = sliced(job((12, ep), Precision::Fp32), 2);
+        job.config.training.global_batch_size = 12;
+        losses(&returning_each(job))[0].to_bits()
+    };
+    let two = of(2);
+    for ep in [3, 4, 6, 12] {
+        assert_eq!(of(ep), two, "{ep}");
+    }
+    let each = returning_each(sliced(job((3, 3), Precision::Fp32), 2));
+    same(&each, false, [Way::Host, Way::ByNeed], "each");
 }
 
 /// What fp32 says is what processors do.

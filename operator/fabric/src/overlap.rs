@@ -107,12 +107,12 @@ impl<'a> Layer<'a> {
         let flops = job.profile.flops.filter(|flops| flops.fp32_tflops > 0.0)?;
         let (model, training, ep) = (&job.model, &job.training, layout.mesh.ep);
         let tokens = f64::from(training.micro_batch_size) * f64::from(training.sequence_length);
-        let (dim, top_k) = (f64::from(model.hidden_size), f64::from(model.experts.per_token));
+        let (dim, top_k) = (f64::from(model.hidden_size), f64::from(model.slices().per_token));
         let element = training.precision.element().bytes() as f64;
         let rows = tokens * dim * element;
         // Gate, up and down.
-        let expert = 3.0 * dim * f64::from(model.experts.intermediate_size);
-        let held = f64::from(model.experts.count) / f64::from(ep);
+        let expert = 3.0 * dim * f64::from(model.slices().width);
+        let held = f64::from(model.slices().count) / f64::from(ep);
         Some(Layer {
             machines,
             exchange: travel::choice(job, layout).0,

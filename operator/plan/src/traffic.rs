@@ -138,7 +138,7 @@ fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>, chunks: u64) -
     let way = Way { machines, ranks: mesh.ep.into(), rails };
     // Those of a chunk.
     let tokens = job.tokens() / chunks;
-    let top_k = model.experts.per_token;
+    let top_k = model.slices().per_token;
     let formats = training.compute.formats(training.precision.element(), top_k);
     let dim = u64::from(model.hidden_size);
     let [out, again] = [formats.tokens, formats.gradients].map(|of| tokens * of.bytes(dim));

@@ -346,7 +346,7 @@ impl Shape {
             expert_place: group.iter().take_while(|other| **other != rank).count() as u64,
             rails: None,
             chunks: 1,
-            formats: training.compute.formats(types.element, model.experts.per_token),
+            formats: training.compute.formats(types.element, model.slices().per_token),
             flats,
             dense_depth: depth(rank),
             expert_depths: group.iter().map(|source| depth(*source)).collect(),
@@ -433,24 +433,36 @@ pub fn row_counts(
     rank: u32,
     tokens: u64,
 ) -> (RowCounts, RowCounts) {
-    let (top_k, slots) = (u64::from(model.experts.per_token), u64::from(model.slots()));
-    let experts = u64::from(model.experts.count).max(1);
+    let slices = model.slices();
+    let (top_k, slots) = (u64::from(slices.per_token), u64::from(slices.slots));
+    let count = u64::from(slices.count).max(1);
     let sources = u64::from(layout.mesh.ep);
     let moe_layers = (0..model.num_hidden_layers).filter(|layer| model.is_moe_layer(*layer));
-    let held = moe_layers.map(|layer| layout.experts(model, layer, rank).len() as u64).max();
-    let held = held.unwrap_or(0);
+    let held = moe_layers.map(|layer| {
+        let held = layout.experts(model, layer, rank);
+        let experts = held.chunk_by(|a, b| a / slices.each == b / slices.each).count();
+        (held.len() as u64, experts as u64)
+    });
+    // Slices here, and the experts that they are of.
+    let (held, of) = held.max().unwrap_or((0, 0));
     let all = sources * tokens;
-    // A token misses this rank when all its K distinct experts lie elsewhere.
-    let missed: f64 = (0..top_k)
-        .map(|k| (experts - held).saturating_sub(k) as f64 / (experts - k.min(experts - 1)) as f64)
-        .product();
+    let arriving = arriving(model, of as f64);
     let balanced = RowCounts {
-        routed: (all * top_k * held).div_ceil(experts),
-        arrived: (all as f64 * (1.0 - missed)).ceil() as u64,
+        routed: (all * top_k * held).div_ceil(count),
+        arrived: (all as f64 * arriving).ceil() as u64,
     };
     let arrived = if held > 0 { all } else { 0 };
     let worst = RowCounts { routed: all * slots.min(held), arrived };
     (balanced, worst)
+}
+
+/// The share of tokens that choose some of `held` experts, with even routing. A token misses them
+/// when all its K distinct experts are others.
+pub fn arriving(model: &ModelConfig, held: f64) -> f64 {
+    let experts = f64::from(model.experts.count.max(1));
+    let missed = (0..model.experts.per_token).map(f64::from);
+    let missed = missed.map(|k| (experts - held - k).max(0.0) / (experts - k).max(1.0));
+    1.0 - missed.product::<f64>()
 }
 
 /// Bytes of the workspace, where so many ranks share the experts in so many chunks.

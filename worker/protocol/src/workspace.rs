@@ -54,8 +54,9 @@ fn attention(model: &ModelConfig, tokens: u64) -> u64 {
 fn mixture(model: &ModelConfig, tokens: u64, types: &Types) -> u64 {
     let experts = &model.experts;
     let (count, dim) = (u64::from(experts.count), u64::from(model.hidden_size));
-    let rows = tokens * u64::from(experts.per_token);
-    let row = u64::from(experts.intermediate_size).max(dim) + dim;
+    let slices = model.slices();
+    let rows = tokens * u64::from(slices.per_token);
+    let row = u64::from(slices.width).max(dim) + dim;
     let tables = tokens * count.next_multiple_of(8) + rows * 16;
     // Partial gradients of the router, in at most 66 parts.
     rows * row * types.element.bytes() + tables * 4 + 66 * count * dim * 4

@@ -284,7 +284,7 @@ impl Links {
         (top_k, chunks): (usize, usize),
     ) {
         let own = way.round.tokens * top_k;
-        let own = vec![moe.ids.slice(0, own), moe.weights.slice(0, own)];
+        let own = moe.choices().map(|of| of.slice(0, own)).to_vec();
         let ranks = &way.group.ranks;
         let sends: Vec<Parcel> = ranks.iter().map(|to| (*to, own.clone())).collect();
         let (all_ids, all_weights) = (way.travel.all_ids, way.travel.all_weights);

@@ -26,6 +26,7 @@ pub mod forward;
 mod recompute;
 pub mod backward;
 pub mod moe;
+pub(crate) mod slices;
 pub(crate) mod chunks;
 pub mod fused;
 pub(crate) mod portion;

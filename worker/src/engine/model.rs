@@ -18,9 +18,9 @@ use crate::engine::links::window_wanted;
 use crate::engine::handles::{Dense, ExpertStacks, Experts, slice};
 use crate::engine::numbers::Numbers;
 use crate::engine::portion::LEGS;
-use crate::engine::spread::Here;
+use crate::engine::spread::{Here, sums_of_slices};
 use crate::engine::zero::Turning;
-use moejob_kernels::cuda::{AttentionDesc, MoeDesc, StepKernels};
+use moejob_kernels::cuda::{AttentionDesc, MoeDesc, Refusal, StepKernels};
 use moejob_kernels::{
     ArenaPlan, Buffer, DType, Device, HeadDesc, IGNORE, KernelError, LossScale,
 };
@@ -155,7 +155,12 @@ impl Model {
         let router_scale = 1.0 / means;
         device.set_tf32(training.precision == Precision::Tf32);
         let (fused, here) = layers(config, layout, rank, &shape, router_scale);
-        let descs = descs(&shape, fused, here);
+        let slices = config.slices().each;
+        if fused.is_some() && here.is_none() && slices > 1 {
+            let refusal = Refusal::Slices { found: slices as usize };
+            return Err(KernelError::Layer(refusal.into()));
+        }
+        let descs = descs(config, &shape, fused, here);
         prepare(&mut device, config, &mut shape, training, &descs)?;
         let mut planner = ArenaPlanner { shape: &shape, plan: ArenaPlan::new() };
         let buffers = Buffers::plan(config, &shape, &mut planner);
@@ -295,7 +300,7 @@ impl Model {
         layer.map_or(self.buffers.head.input, |layer| layer.input)
     }
 
-    /// `K`: slots of a token.
+    /// `K`: slots of a token, as its router fills them.
     pub(crate) fn top_k(&self) -> usize {
         self.config.slots() as usize
     }
@@ -386,11 +391,20 @@ fn layers(
     (fused, here)
 }
 
-fn descs(shape: &Shape, fused: Option<MoeDesc>, here: Option<Here>) -> Vec<MoeDesc> {
+/// What kernels are made for.
+fn descs(
+    config: &ModelConfig,
+    shape: &Shape,
+    fused: Option<MoeDesc>,
+    here: Option<Here>,
+) -> Vec<MoeDesc> {
     // Rows of each expert of the own tokens are summed up chunk by chunk.
-    let own = here.filter(|_| shape.chunks > 1 && shape.formats.returns_each());
-    let here = here.map(|here| here.desc);
-    fused.into_iter().chain(here).chain(own.map(|here| here.own())).collect()
+    let own = fused.zip(here).filter(|_| shape.formats.returns_each());
+    let own = own.and_then(|(whole, here)| match shape.chunks {
+        1 => sums_of_slices(config, &whole),
+        _ => Some(here.own()),
+    });
+    fused.into_iter().chain(here.map(|here| here.desc)).chain(own).collect()
 }
 
 /// Attention of whole sequences, and of documents that are kept apart where there may be some: that
@@ -447,7 +461,7 @@ pub fn step_kernels(
         turns,
         head: head_desc(config, &shape, shape.tokens as usize),
         attentions: attentions(config, &shape, training),
-        layers: descs(&shape, fused, here),
+        layers: descs(config, &shape, fused, here),
         shared_out: here.is_some(),
     }
 }

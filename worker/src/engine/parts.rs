@@ -438,12 +438,12 @@ impl RankState for Model {
     }
 
     fn fill_normal(&mut self, index: usize, normal: &Normal) {
-        let Normal { seed, name_hash, std } = *normal;
+        let Normal { seed, name_hash, place, std } = *normal;
         self.forget_whole();
         let (kept, begin) = (self.held(index), self.table().needed(Part::Master, index).start);
         self.staged(&kept, |model, first, kept, stage| {
             let (first, x) = (begin + first as u64, Model::target(kept, stage));
-            model.device.init_normal(&InitNormal { seed, name_hash, first, std, x });
+            model.device.init_normal(&InitNormal { seed, name_hash, first, place, std, x });
             model.settle(kept, stage);
         });
     }

@@ -15,10 +15,11 @@ use crate::engine::forward::Pass;
 use crate::engine::links::WAITED;
 use crate::engine::model::Model;
 use crate::engine::round::Round;
-use crate::engine::spread::Here;
+use crate::engine::spread::{Here, sums_of_slices};
 use moejob_kernels::Buffer;
 use moejob_kernels::cuda::{MoeDesc, MoeTensors, Need, Saved, Weights};
 use moejob_protocol::buffers::{Spread, SpreadScratch};
+use moejob_protocol::model::ModelConfig;
 
 /// Which way rows of a portion travel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +82,7 @@ impl Model {
             packed: part(scratch.packed),
             ds: part(scratch.ds),
             own_ds: part(scratch.own_ds),
+            choice_ds: scratch.choice_ds,
             // They begin at 0 in each.
             slots: scratch.slots.slice(0, tokens * top_k),
         };
@@ -120,8 +122,11 @@ impl Portion {
 
     /// The layer of this rank's own tokens of the chunk, as far as these are summed up; of all of
     /// them it is `whole`.
-    pub fn own_desc(&self, whole: MoeDesc) -> MoeDesc {
-        if self.flies() { self.here.own() } else { whole }
+    pub fn own_desc(&self, model: &ModelConfig, whole: MoeDesc) -> MoeDesc {
+        if self.flies() {
+            return self.here.own();
+        }
+        sums_of_slices(model, &whole).unwrap_or(whole)
     }
 
     /// What the experts here read and keep.

@@ -22,6 +22,10 @@
 //! With `combine_each` no sum comes back but the row of each choice, and the token's own rank sums
 //! them up in the order of experts, as a rank does that has all experts.
 //!
+//! Where experts are cut into slices, what travels and is computed are choices and rows of slices:
+//! they become so before they leave, and the gradients of weights those of experts when they are
+//! back.
+//!
 //! As what rows travel is told by [`Formats`](moejob_protocol::formats::Formats). Rows that become
 //! something else on their way are changed in `Spread::x` or `SpreadScratch::dout`, never where
 //! the router or the residual reads them.
@@ -33,7 +37,7 @@ use crate::engine::handles::Dense;
 use crate::engine::links::{Near, Packed, PeerUse, Rows};
 use crate::engine::model::Model;
 use crate::engine::portion::{Leg, Portion};
-use moejob_kernels::cuda::{Gradients, MoeDesc, MoeTensors};
+use moejob_kernels::cuda::{Gradients, MoeDesc, MoeTensors, Saved};
 use moejob_kernels::{
     Add, Buffer, MoeCombine, MoeExperts, MoeExpertsBackward, MoeHidden, MoePlace, MoeRoute,
     MoeRouterBackward, WireFormat,
@@ -66,9 +70,17 @@ impl Here {
         let layer = *mixture.first()? as u32;
         let held = layout.experts(model, layer, rank);
         let first = *held.first()? as usize;
-        let tokens = whole.tokens * ranks / shape.chunks as usize;
-        let desc =
-            MoeDesc { tokens, experts: held.len(), groups: None, segments: 1, ..*whole };
+        let slices = model.slices();
+        let desc = MoeDesc {
+            tokens: whole.tokens * ranks / shape.chunks as usize,
+            hidden: slices.width as usize,
+            experts: held.len(),
+            top_k: slices.per_token as usize,
+            part: true,
+            groups: None,
+            segments: 1,
+            ..*whole
+        };
         (ranks > 1).then_some(Here { desc, first, ranks })
     }
 
@@ -76,6 +88,15 @@ impl Here {
     pub fn own(&self) -> MoeDesc {
         MoeDesc { tokens: self.desc.tokens / self.ranks, ..self.desc }
     }
+}
+
+/// The layer of a rank's own tokens as one that sums up rows of slices; none: they are of experts,
+/// which `whole` does.
+pub(crate) fn sums_of_slices(model: &ModelConfig, whole: &MoeDesc) -> Option<MoeDesc> {
+    let slices = model.slices();
+    let (hidden, top_k) = (slices.width as usize, slices.per_token as usize);
+    let desc = MoeDesc { hidden, top_k, part: true, ..*whole };
+    (slices.each > 1).then_some(desc)
 }
 
 impl Model {
@@ -108,10 +129,8 @@ impl Pass<'_> {
         let portions = self.model.portions(layer, self.round);
         for portion in &portions {
             let Some(MoeTensors { x, saved, .. }) = own else { continue };
-            let Portion { spread, .. } = portion;
-            self.own_into(portion, x, spread.x);
-            self.own_into(portion, saved.ids, spread.ids);
-            self.own_into(portion, saved.weights, spread.weights);
+            self.own_into(portion, x, portion.spread.x);
+            self.choices_into(portion, saved);
         }
         self.mark("router", Some(layer));
         let formats = self.model.shape.formats;
@@ -131,9 +150,9 @@ impl Pass<'_> {
         }
         for portion in &portions {
             self.arrive(portion, Leg::Back);
-            if let Some(tensors) = own.filter(|_| each) {
+            if own.is_some() && each {
                 let [base, out] = [mid, out].map(|all| portion.of_own(all));
-                let weights = portion.of_own(tensors.saved.weights);
+                let weights = portion.mine(portion.spread.weights);
                 self.combine(portion, Some(weights), (base, out));
             }
         }
@@ -248,6 +267,14 @@ impl Pass<'_> {
                 own_ds
             }
         };
+        let ds = match scratch.choice_ds {
+            Some(of_experts) => {
+                self.model.sum_slices(ds, of_experts);
+                of_experts
+            }
+            None => ds,
+        };
+        let slots = slots.slice(0, ds.len());
         let stacks = leaf.stacks[layer].expect("a mixture layer has experts");
         let router = dense.layers[layer].router.expect("a mixture layer has a router");
         let (up, down) = (stacks.up, stacks.down);
@@ -269,6 +296,18 @@ impl Pass<'_> {
         if from != to {
             self.model.device.copy(from, to);
         }
+    }
+
+    /// The own tokens' choices into what all ranks of a portion have of them: those of slices.
+    fn choices_into(&mut self, portion: &Portion, own: Saved) {
+        let Portion { spread, .. } = portion;
+        if self.model.slices().each > 1 {
+            let own = [own.ids, own.weights].map(|of| portion.of_own(of));
+            let all = [spread.ids, spread.weights].map(|of| portion.mine(of));
+            return self.model.slice_choices(own, all);
+        }
+        self.own_into(portion, own.ids, spread.ids);
+        self.own_into(portion, own.weights, spread.weights);
     }
 
     fn gather(&mut self, portion: &Portion, of: Rows, weights: Option<Buffer>) {
@@ -299,7 +338,7 @@ impl Pass<'_> {
         (base, out): (Buffer, Buffer),
     ) {
         let Some(whole) = self.model.fused else { return };
-        let (desc, scratch) = (portion.own_desc(whole), &portion.scratch);
+        let (desc, scratch) = (portion.own_desc(&self.model.config, whole), &portion.scratch);
         let (rows, slots) = (portion.mine(scratch.partial), scratch.slots);
         let op = MoeCombine { desc, rows, slots, weights, base, out };
         self.model.device.moe_combine(&op);

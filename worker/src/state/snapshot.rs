@@ -6,13 +6,17 @@
 //! ```
 
 use crate::gang::comm::{Comm, CommError, Ferry};
-use crate::state::rank::{DeviceFailed, Normal, RankState, StateTable, name_hash};
+use crate::state::rank::{
+    DeviceFailed, Normal, RankState, StateTable, hash_of_name, name_hash,
+};
 use crate::state::slot::{Filling, Slot};
 use crate::state::slots::Memory;
+use moejob_kernels::Strided;
 use moejob_protocol::checkpoint::{Part, ScaleEntry};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param, Role};
 use moejob_protocol::owners::Owners;
+use moejob_protocol::slices::Cut;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -96,9 +100,18 @@ fn initial(model: &ModelConfig, param: &Param, seed: u64) -> Initial {
         }
         Role::Matrix | Role::Router { .. } | Role::Expert { .. } => {
             let of_router = model.router.initializer_range;
+            // Slices draw what their expert would have drawn.
+            let slice = model.cut(param).filter(|cut| cut.whole != param.name);
+            let (name_hash, place) = match slice {
+                None => (name_hash(param), Strided::ALL),
+                Some(Cut { whole, from, run, stride, .. }) => {
+                    (hash_of_name(&whole), Strided { from, run, stride })
+                }
+            };
             Initial::Normal(Normal {
                 seed,
-                name_hash: name_hash(param),
+                name_hash,
+                place,
                 std: match param.role {
                     Role::Router { .. } => of_router.unwrap_or(model.initializer_range),
                     _ => model.initializer_range,

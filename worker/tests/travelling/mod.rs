@@ -57,6 +57,13 @@ pub fn travelling_as(mut job: Job, wire: Wire) -> Job {
     job
 }
 
+/// The same job, whose experts are cut into slices as wide as the experts were.
+pub fn sliced(mut job: Job, slices: u32) -> Job {
+    let experts = &mut job.config.model.experts;
+    (experts.slices, experts.intermediate_size) = (slices, slices * experts.intermediate_size);
+    job
+}
+
 /// The same job, whose tokens travel in so many chunks.
 pub fn in_chunks(mut job: Job, degree: u32) -> Job {
     job.config.overlap_degree = degree;

@@ -186,6 +186,13 @@ pub enum Level {
 pub struct ParallelismSpec {
     /// Ranks that share the experts among them (ep), or auto. Default: auto.
     pub expert: Option<NumberOrAuto>,
+    /// Slices of each expert, by its hidden width: 1, 2, 4 or 8. Ranks hold, compute and exchange
+    /// slices as experts of their own, so that up to as many times the ranks share the experts, and
+    /// loads of ranks are more even. A token is sent to all slices of its experts. On GPUs slices
+    /// are a multiple of 64 wide. Sums have another order for each number. Checkpoints of any
+    /// number go on with any other. Default: 1.
+    #[schemars(extend("enum" = moejob_protocol::slices::SLICES))]
+    pub expert_slices: Option<u32>,
     /// How tokens travel to their experts: flat, hierarchical (in two stages, within nodes and
     /// between them), or auto: on processors what is estimated to be faster, and no bit depends on
     /// it; on GPUs flat, since sums are rounded in another order. Default: auto.

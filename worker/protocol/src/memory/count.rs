@@ -75,7 +75,7 @@ pub fn window_bytes(
     }
     let own = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
     let tokens = nodes * own / chunks;
-    let (element, top_k) = (training.precision.element(), model.experts.per_token);
+    let (element, top_k) = (training.precision.element(), model.slices().per_token);
     let bytes = training.compute.formats(element, top_k).token_bytes(model.hidden_size.into());
     let rooms = window_rooms(positions, tokens, bytes, top_k.into());
     (rooms + WINDOW_MAIL).next_multiple_of(WINDOW_PAGE)

@@ -15,7 +15,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
     pub(super) fn fused(&mut self, shared: Option<[B; 2]>) -> Fused<B> {
         let (t, experts, types) = (self.shape.tokens, &self.model.experts, self.shape.types);
         let (e, k) = (u64::from(experts.count), u64::from(experts.per_token));
-        let (f, d) = (u64::from(experts.intermediate_size), u64::from(self.model.hidden_size));
+        let (f, d) = (u64::from(self.model.slices().width), u64::from(self.model.hidden_size));
         let cpu = self.shape.on_cpu;
         let halves = if types.element == types.statistic { 0 } else { 2 };
         let only_cpu = |len: u64| if cpu { len } else { 0 };
@@ -46,8 +46,8 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
     }
 
     pub(super) fn spread(&mut self) -> Spread<B> {
-        let experts = &self.model.experts;
-        let (e, k) = (u64::from(experts.count), u64::from(experts.per_token));
+        let slices = self.model.slices();
+        let (e, k) = (u64::from(slices.count), u64::from(slices.per_token));
         let all = self.shape.tokens * self.shape.expert_parallel;
         let (here, chunks) = (e.div_ceil(self.shape.expert_parallel), self.shape.chunks);
         Spread {
@@ -63,7 +63,8 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
     }
 
     pub(super) fn spread_scratch(&mut self) -> SpreadScratch<B> {
-        let (t, k) = (self.shape.tokens, u64::from(self.model.experts.per_token));
+        let slices = self.model.slices();
+        let (t, k) = (self.shape.tokens, u64::from(slices.per_token));
         let (all, d) = (t * self.shape.expert_parallel, u64::from(self.model.hidden_size));
         let formats = self.shape.formats;
         // Rows of each expert do not fit in `dout`.
@@ -79,6 +80,8 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             ds: self.statistics(all, k),
             own_ds: self.statistics(if self.shape.chunks > 1 { t } else { 0 }, k),
             slots: self.words(t, k),
+            choice_ds: (slices.each > 1)
+                .then(|| self.statistics(t, self.model.experts.per_token.into())),
         }
     }
 }
