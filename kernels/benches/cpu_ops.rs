@@ -112,7 +112,7 @@ fn norms_and_ends(bench: &mut Bench) {
     let op = BlockSquareSums { g, out };
     bench.time("square sums of 1 Mi", 0, n, |device| device.block_square_sums(&op));
     bench.time("add of 1 Mi", 0, 3 * n, |device| device.add(&Add { a: m, b: g }));
-    let op = InitNormal { seed: 1, name_hash: 2, first: 0, std: 0.02, x: w };
+    let op = InitNormal { seed: 1, name_hash: 2, first: 0, place: Strided::ALL, std: 0.02, x: w };
     bench.time("init_normal of 1 Mi", 0, n, |device| device.init_normal(&op));
     let count = bench.plan.alloc(DType::U32, 1);
     let op = CountNonFinite { x: g, count };

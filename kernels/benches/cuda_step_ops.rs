@@ -45,7 +45,8 @@ impl Bed {
         // Low halves are as random as any 16 bits.
         let x = if dtype == DType::I16 { buffer.reinterpret(BF16) } else { buffer };
         let name_hash = self.plan.bytes() as u64;
-        self.device.init_normal(&InitNormal { seed: 1, name_hash, first: 0, std, x });
+        let place = Strided::ALL;
+        self.device.init_normal(&InitNormal { seed: 1, name_hash, first: 0, place, std, x });
         buffer
     }
 

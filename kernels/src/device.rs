@@ -217,6 +217,47 @@ impl Device {
         }
     }
 
+    /// A lane for so many flights of tokens at once, see [`Device::flight_begins`]. While one is
+    /// awaited, products of experts leave `free` multiprocessors to it. Processors need none.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn open_token_lane(&mut self, flights: usize, free: usize) -> Result<(), KernelError> {
+        match self {
+            Device::Cpu(_) => Ok(()),
+            Device::Cuda(cuda) => Ok(cuda.open_token_lane(flights, free)?),
+        }
+    }
+
+    /// What is enqueued from here to [`Device::flight_ends`] is a flight of tokens: on a GPU with a
+    /// lane for them it begins behind all that was enqueued so far, and is beside what is enqueued
+    /// later, until [`Device::await_flight`]. Nothing in between touches what it reads and writes.
+    /// Processors do one thing after the other.
+    pub fn flight_begins(&mut self) {
+        if let Device::Cuda(cuda) = self {
+            cuda.flight_begins();
+        }
+    }
+
+    /// That was flight `at`.
+    pub fn flight_ends(&mut self, at: usize) {
+        if let Device::Cuda(cuda) = self {
+            cuda.flight_ends(at);
+        }
+    }
+
+    /// Ops that are enqueued from now on wait for flight `at`, if it departed.
+    pub fn await_flight(&mut self, at: usize) {
+        if let Device::Cuda(cuda) = self {
+            cuda.await_flight(at);
+        }
+    }
+
+    /// Whether what is enqueued now is a flight, beside the ops.
+    pub fn is_in_flight(&self) -> bool {
+        self.as_cuda().is_some_and(CudaDevice::is_in_flight)
+    }
+
     /// How often the host has waited for a GPU so far, see [`crate::cuda::Gpu::waits`]; a CPU is
     /// never waited for.
     pub fn waits(&self) -> u64 {
@@ -295,6 +336,19 @@ impl Device {
     pub fn read<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
         self.await_marks();
         self.read_ops(buffer, into);
+    }
+
+    /// [`Device::read`] of the bytes of each of some buffers. From a GPU they come together, which
+    /// is faster than one by one.
+    pub fn read_all(&self, all: Vec<(Buffer, &mut [u8])>) {
+        match self {
+            Device::Cuda(cuda) => {
+                self.await_marks();
+                cuda.traffic.reads.fetch_add(all.len() as u64, Ordering::Relaxed);
+                cuda.read_all(all);
+            }
+            device => all.into_iter().for_each(|(buffer, into)| device.read(buffer, into)),
+        }
     }
 
     /// The same of what ops alone have written: what is under way beside them is not waited for.

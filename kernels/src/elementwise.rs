@@ -80,18 +80,41 @@ pub struct ClampBackward {
     pub dx: Buffer,
 }
 
-/// x[i] = std * z(seed, name_hash, first + i): independent standard normal numbers by Philox and
-/// Box-Muller (see [`crate::philox::normals`]), a function of the logical element alone.
+/// x[i] = std * z(seed, name_hash, place(first + i)): independent standard normal numbers by Philox
+/// and Box-Muller (see [`crate::philox::normals`]), a function of the logical element alone.
 #[derive(Clone, Copy, Debug)]
 pub struct InitNormal {
     pub seed: u64,
     /// A hash of the logical name of the tensor.
     pub name_hash: u64,
-    /// Index in the logical tensor of the buffer's first element.
+    /// Index of the buffer's first element in what `place` is of.
     pub first: u64,
+    /// Where that lies in the logical tensor.
+    pub place: Strided,
     pub std: f64,
     /// Output
     pub x: Buffer,
+}
+
+/// Some elements of a tensor: runs of equal length at equal distances.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Strided {
+    /// The first of them
+    pub from: u64,
+    /// Elements of a run
+    pub run: u64,
+    /// From the beginning of a run to that of the next
+    pub stride: u64,
+}
+
+impl Strided {
+    /// All elements.
+    pub const ALL: Strided = Strided { from: 0, run: u64::MAX, stride: u64::MAX };
+
+    /// Where the `at`-th of them lies in the tensor.
+    pub const fn element(&self, at: u64) -> u64 {
+        self.from + at / self.run * self.stride + at % self.run
+    }
 }
 
 impl Device {

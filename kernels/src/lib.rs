@@ -46,6 +46,7 @@ mod convert;
 pub mod numbers;
 mod moe;
 mod moe_here;
+mod slices;
 mod wire;
 
 mod cpu;
@@ -58,7 +59,7 @@ pub use convert::{Cast, JoinMaster, SplitMaster};
 pub use cpu::{CpuDevice, Float, Isa};
 pub use device::{Device, KernelError, Lack, Posted, Traffic};
 pub use elementwise::{
-    Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, InitNormal, Scale, Sum,
+    Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, InitNormal, Scale, Strided, Sum,
 };
 pub use embed::{Embed, EmbedBackward};
 pub use experts::{
@@ -93,6 +94,7 @@ pub use numbers::{
 };
 pub use route_plan::{GatherCounted, MapIds, Room, RoutePlan};
 pub use route::{Route, RouteBackward, RouteGroups, Scoring};
+pub use slices::{SliceChoices, SumSlices};
 pub use tally::{TallyLayer, TallyLoss};
 pub use wire::{
     FP8_BLOCK, PackRows, UnpackRows, WireFormat, fp8_pack, fp8_scale, fp8_unpack,

@@ -62,13 +62,15 @@ impl Device {
         self.phases().stretches.asked = asked;
     }
 
-    /// What is enqueued until its end is timed: among the ops, or in the lane `beside` them.
+    /// What is enqueued until its end is timed: among the ops, or in the lane `beside` them. What
+    /// is enqueued in a flight of tokens is beside them in any case, and its end is in that flight.
     pub fn begin_stretch(&mut self, beside: bool) -> StretchBegun {
         if !self.phases().stretches.asked {
             return StretchBegun(None);
         }
         let at = self.time(beside);
-        let lies = (!beside).then(|| Lies::Within(self.phases_ended()));
+        let aside = beside || self.is_in_flight();
+        let lies = (!aside).then(|| Lies::Within(self.phases_ended()));
         StretchBegun(at.map(|at| (at, lies)))
     }
 
@@ -94,7 +96,8 @@ impl Device {
             Device::Cpu(_) => Some(At::Host(Instant::now())),
             Device::Cuda(cuda) => {
                 let spare = cuda.phases.spare.pop();
-                match beside {
+                // In a flight its lane is where all is enqueued.
+                match beside && !cuda.is_in_flight() {
                     true => cuda.event_beside(spare).map(At::Gpu),
                     false => cuda.event_again(spare).map(At::Gpu),
                 }

@@ -379,14 +379,20 @@ fn sums_of_squares_and_counts_cover_every_element() {
 
 #[test]
 fn initial_weights_depend_on_the_element_alone() {
-    let normal = |first, len| {
+    let normal_at = |place, first, len| {
         let mut bed = Bed::f64();
         let x = bed.output(len);
-        bed.device.init_normal(&InitNormal { seed: 3, name_hash: 11, first, std: 0.5, x });
+        bed.device.init_normal(&InitNormal { seed: 3, name_hash: 11, first, place, std: 0.5, x });
         bed.get(x)
     };
+    let normal = |first, len| normal_at(Strided::ALL, first, len);
     let whole = normal(0, 40_000);
     assert_eq!(normal(7, 20_001), whole[7..20_008]);
+    // Columns 30 .. 65 of rows of 100.
+    let place = Strided { from: 30, run: 35, stride: 100 };
+    let rows: Vec<f64> = whole.chunks(100).flat_map(|row| row[30..65].to_vec()).collect();
+    assert_eq!(normal_at(place, 0, rows.len()), rows);
+    assert_eq!(normal_at(place, 4_001, 5_000), rows[4_001..9_001]);
     let expected = philox::normals(3, 11, 10_000).map(|z| 0.5 * z);
     assert_eq!(whole[20_000..20_002], expected);
 }

@@ -310,7 +310,8 @@ fn elementwise() {
         bed.device.add(&Add { a: gate, b: up });
         bed.device.scale(&Scale { factor: 0.3, x: up });
         let (normal, three) = (bed.output(n), bed.output(n));
-        let op = InitNormal { seed: 5, name_hash: 6, first: 3, std: 0.02, x: normal };
+        let place = Strided { from: 5, run: 33, stride: 50 };
+        let op = InitNormal { seed: 5, name_hash: 6, first: 3, place, std: 0.02, x: normal };
         bed.device.init_normal(&op);
         bed.device.fill(&Fill { value: 3.0, x: three });
         vec![out, dgate, dup, gate, up, normal, three]

@@ -548,6 +548,9 @@ fn shapes_the_kernels_cannot_take_are_refused() {
     for (desc, expected) in cases {
         assert_eq!(refusal(desc), expected);
     }
+    // A token's experts may lie elsewhere: it has rows of those here alone.
+    let part = MoeDesc { part: true, top_k: 9, ..base };
+    assert_eq!((part.check(), part.rows(), part.slots()), (Ok(()), 80, 90));
     let huge = MoeDesc { tokens: 1 << 20, dim: 8192, ..base };
     assert!(matches!(huge.check(), Err(Refusal::TooLarge { what: "x", .. })));
 }

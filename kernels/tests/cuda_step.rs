@@ -249,15 +249,25 @@ fn conversions_have_the_bits_of_the_cpu() {
 
 #[test]
 fn initial_weights_have_the_bits_of_the_cpu() {
-    for (len, first) in [(1, 0), (1, 7), (300_001, 0), (4096, 12_345), (777, (1 << 33) + 1)] {
+    let cut = Strided { from: 77, run: 64, stride: 192 };
+    for (len, first, place) in [
+        (1, 0, Strided::ALL),
+        (1, 7, Strided::ALL),
+        (300_001, 0, Strided::ALL),
+        (4096, 12_345, Strided::ALL),
+        (777, (1 << 33) + 1, Strided::ALL),
+        (100_001, 0, cut),
+        (4_097, (1 << 33) + 1, cut),
+    ] {
         let run = |mut bed: StepBed| {
             let x = bed.output(DType::F32, len);
             let (seed, name_hash, std) = (17, 0xabcd_ef01_2345_6789, 0.02);
-            bed.device.init_normal(&InitNormal { seed, name_hash, first, std, x });
+            bed.device.init_normal(&InitNormal { seed, name_hash, first, place, std, x });
             bed.bytes(x)
         };
         let Some(bed) = StepBed::cuda("initial weights", DType::F32, DType::F32) else { return };
-        assert!(run(bed) == run(StepBed::cpu(DType::F32, DType::F32)), "{len} from {first}");
+        let expected = run(StepBed::cpu(DType::F32, DType::F32));
+        assert!(run(bed) == expected, "{len} from {first} of {place:?}");
     }
 }
 

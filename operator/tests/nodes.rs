@@ -156,6 +156,23 @@ fn a_run_on_nodes_below_their_limits_ends_and_says_so() {
 }
 
 #[test]
+fn doctor_says_where_shared_memory_comes_in_small_pages() {
+    let made = machines::machine("bare");
+    let folder = made.path().join("sys/kernel/mm/transparent_hugepage");
+    std::fs::create_dir_all(&folder).expect("a folder");
+    for (said, small) in [
+        ("always within_size advise [never] deny force", true),
+        ("always within_size [advise] never deny force", false),
+    ] {
+        std::fs::write(folder.join("shmem_enabled"), said).expect("a file");
+        let sys = made.path().join("sys");
+        let out = text(&moejob(&["doctor", "--sys", sys.to_str().expect("a path")]).stdout);
+        assert!(out.contains("of shared memory: "), "{out}");
+        assert_eq!(out.contains("-> memory for snapshots"), small, "{out}");
+    }
+}
+
+#[test]
 fn doctor_finds_the_profile_by_the_addresses_of_gpus() {
     for (machine, found) in [
         ("ndm-a100-v4", "its GPUs have the addresses of nd-a100-v4 and of ndm-a100-v4"),

@@ -138,9 +138,11 @@ fn what_gpus_cannot_do_yet_is_refused_before_a_run() {
     let several = several.replace("microBatchSize: 2", "microBatchSize: 1");
     let several = several.replace("hiddenSize: 64", "hiddenSize: 80");
     let several =
-        several.replace("  checkpoint:", "  parallelism: { overlapDegree: 2 }\n  checkpoint:");
+        several.replace("  checkpoint:", "  parallelism: { overlapDegree: 4 }\n  checkpoint:");
+    let several = several.replace("sequenceLength: 128", "sequenceLength: 126");
     let width = "8:17: E0301 spec.model.hiddenSize: found `80` on GPUs";
-    let chunks = "22:33: E0301 spec.parallelism.overlapDegree: found `2` on GPUs";
+    let chunks = "22:33: E0301 spec.parallelism.overlapDegree: found `4` chunks of 126 tokens on \
+                  GPUs; allowed: 1, 2 or auto";
     for command in ["validate", "run"] {
         let (code, out, err) = said(&moejob(&[command, "-"], &several));
         assert_eq!((code, out.as_str()), (2, ""), "{err}");

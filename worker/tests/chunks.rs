@@ -113,7 +113,7 @@ fn with_engines<T: Send>(
     let train = |comm: Comm| {
         let (training, rank) = (&config.training, comm.rank());
         let shape = Shape::new(&config.model, &config.layout, rank, training);
-        let shape = shape.in_chunks(config.overlap_degree);
+        let shape = shape.in_chunks(&config.model, training, config.overlap_degree);
         let device = Device::cpu(1, 0).expect("a thread");
         let model = Model::on(device, shape, &config.model, &config.layout, rank, training);
         let links = match config.exchange {

@@ -12,7 +12,7 @@ use moe_worker::checkpoint::fence::{Claim, Claiming};
 use moe_worker::checkpoint::{Disk, Identity, commit, load, show, write_shard};
 use moe_worker::state::rank::RankState;
 use moe_worker::state::slots::Memory;
-use moe_worker::state::snapshot::cut_into;
+use moe_worker::state::snapshot::{cut_into, cut_into_slot};
 use moejob_kernels::{DType, Device, HeadDesc, HeadPlan};
 use moejob_protocol::checkpoint::ScaleEntry;
 use moejob_protocol::config::{
@@ -20,6 +20,7 @@ use moejob_protocol::config::{
 };
 use moejob_protocol::model::{AuxLossScope, ModelConfig, QkNorm, Scoring};
 use moejob_protocol::workspace::head_bytes;
+use std::sync::atomic::AtomicBool;
 use places::{
     Where, apart, distances, engine, engine_with, has_gpu, model, places, run, state, steps,
 };
@@ -340,6 +341,29 @@ fn a_checkpoint_keeps_the_scale() {
     assert_eq!(into.model.loss_scale(), Some(ScaleEntry { scale: 65536.0, good_steps: 0 }));
 }
 
+/// Of a large slot few pages are mapped at once, and what a GPU gives comes in batches.
+#[test]
+fn a_slot_that_is_filled_by_windows_has_the_same_bytes() {
+    let (model, training) = (model(), training());
+    for on in places() {
+        let mut training = training.clone();
+        if on == Where::Gpu {
+            training.precision = Precision::Bf16;
+        }
+        let mut engine = engine(on, &model, &training);
+        engine.step(0, &mut Made::new(&model, &training)).expect("a step");
+        let expected = state(&mut engine);
+        for window in [1, 5000, 1 << 17, expected.len()] {
+            let memory = Memory::of_engine(|_| ());
+            memory.rest_from(window);
+            let slot = memory.fill(1, 1, 0, expected.len()).expect("memory");
+            let mut slot = slot.expect("a slot");
+            cut_into_slot(&mut engine.model, &mut slot).expect("a device");
+            assert!(slot.complete()[..] == expected[..], "{on:?}, windows of {window} bytes");
+        }
+    }
+}
+
 /// A shard leaves beside a step, into memory that the driver has pinned: it is that of before.
 #[test]
 fn what_leaves_beside_a_step_is_the_state_before_it() {
@@ -357,7 +381,7 @@ fn what_leaves_beside_a_step_is_the_state_before_it() {
         let memory = Memory::default();
         let len = state(&mut other).len();
         match other.model.device.as_cuda().map(|cuda| cuda.gpu().clone()) {
-            Some(gpu) => memory.prepare_pinned(&gpu, 0, len),
+            Some(gpu) => memory.prepare_pinned(&gpu, 0, len, &AtomicBool::new(false)),
             None => other.model.cut_late(),
         }
         for step in 0..3 {

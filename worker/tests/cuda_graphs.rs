@@ -9,6 +9,7 @@ mod places;
 #[path = "../../kernels/tests/stubs/mod.rs"]
 mod stubs;
 
+use std::sync::atomic::AtomicBool;
 use common::made::Made;
 use moe_worker::data::{Batch, Batches, DataError};
 use moe_worker::engine::graphs::{Captures, Use};
@@ -209,7 +210,7 @@ fn what_comes_between_steps_changes_no_bit_of_graphs() {
         let before = state(engine);
         let memory = Memory::default();
         let gpu = engine.model.device.as_cuda().expect("a GPU").gpu().clone();
-        memory.prepare_pinned(&gpu, 0, before.len());
+        memory.prepare_pinned(&gpu, 0, before.len(), &AtomicBool::new(false));
         let slot = memory.fill(1, 2, 0, before.len()).expect("memory").expect("a slot");
         engine.model.begin_cut(slot);
         found.extend(run(engine, &mut data, 2..3, |_, _| {}));

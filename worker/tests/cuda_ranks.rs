@@ -179,6 +179,14 @@ fn experts_over_ranks_train_as_one() {
     check(&[(2, 2), (3, 3), (4, 2), (6, 3)], |_| {});
 }
 
+/// On GPUs tokens of a chunk are beside what the experts compute of another.
+#[test]
+fn experts_over_ranks_train_as_one_in_chunks() {
+    for degree in [2, 4] {
+        check(&[(2, 2), (3, 3), (4, 2), (6, 3)], |job| job.config.overlap_degree = degree);
+    }
+}
+
 #[test]
 fn other_models() {
     check(&[(3, 1), (3, 3)], |job| {

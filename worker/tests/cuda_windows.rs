@@ -4,186 +4,21 @@
 //! of cuda_ranks.rs.
 
 mod common;
+mod travelling;
 
 use common::Job;
 use moe_worker::data::Corpus;
-use moe_worker::engine::links::{Links, PeerUse};
-use moe_worker::engine::model::Model;
-use moe_worker::engine::step::{Engine, StepError, StepSummary};
+use moe_worker::engine::links::PeerUse;
+use moe_worker::engine::step::StepError;
 use moe_worker::gang::comm::{AbortHandle, Comm};
-use moe_worker::state::snapshot::{cut, initialize};
-use moejob_kernels::cuda::Gpu;
-use moejob_kernels::{DType, Device};
-use moejob_protocol::config::{Backend, Exchange, Precision, Wire};
-use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::Shape;
-use moejob_protocol::mesh::Mesh;
-use moejob_protocol::rails::Rails;
-use std::sync::{Arc, Barrier, Mutex, MutexGuard, Once, PoisonError};
+use moe_worker::state::snapshot::initialize;
+use moejob_protocol::config::{Precision, Wire};
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
-
-/// All ranks find room on one GPU.
-const BLOCKS: usize = 6;
-/// Nobody waits so long but for a mistake.
-const PATIENCE: Duration = Duration::from_secs(15);
-
-/// Five micro-batches: uneven for all, so that a rank has none in the last round.
-fn job((dp, ep): (u32, u32), precision: Precision) -> Job {
-    let mut job = Job::new(Layout::contiguous(Mesh::data_parallel(dp, ep)).by_buckets());
-    let model = &mut job.config.model;
-    (model.hidden_size, model.head_dim, model.experts.intermediate_size) = (64, 32, 64);
-    (model.experts.count, model.dense_intermediate_size) = (6, 128);
-    model.router.bias_update_rate = 0.0;
-    let training = &mut job.config.training;
-    (training.precision, training.adamw.learning_rate) = (precision, 0.001);
-    training.sequence_length = 32;
-    job
-}
-
-/// A job whose tokens choose experts of up to four ranks: sums of two would round alike in any
-/// order. A GPU wants as many experts as a token chooses.
-fn wide(mesh: (u32, u32), precision: Precision) -> Job {
-    let mut job = job(mesh, precision);
-    (job.config.model.experts.per_token, job.config.model.experts.count) = (4, 4 * mesh.1);
-    job
-}
-
-/// The same job, to whose tokens each expert's row comes back by itself.
-fn returning_each(mut job: Job) -> Job {
-    job.config.training.compute.combine_each = true;
-    job
-}
-
-/// The same job, whose tokens travel in another format.
-fn travelling_as(mut job: Job, wire: Wire) -> Job {
-    job.config.training.compute.wire = wire;
-    job
-}
-
-/// How tokens of a group travel.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Way {
-    /// As everything else.
-    Host,
-    Windows,
-    /// What would come through windows.
-    ByNeed,
-}
-
-/// The GPU, for one test at a time: while a kernel waits for a peer, the driver may hold up whoever
-/// loads others.
-fn gpu() -> Option<(Gpu, MutexGuard<'static, ()>)> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    static QUEUES: Once = Once::new();
-    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    // Ranks wait for each other, so that no two may share a queue of the GPU.
-    // SAFETY: before the driver is opened, and other threads of this test wait here.
-    QUEUES.call_once(|| unsafe { std::env::set_var("CUDA_DEVICE_MAX_CONNECTIONS", "32") });
-    match Gpu::open(0) {
-        Ok(gpu) => Some((gpu, alone)),
-        Err(error) => {
-            println!("skipped: {error}");
-            None
-        }
-    }
-}
-
-/// The same job, whose ranks lie on nodes of so many, and whose tokens travel along rails.
-fn along_rails(mut job: Job, ranks: u32) -> Job {
-    (job.config.ranks, job.config.exchange) = (ranks, Exchange::Hierarchical);
-    let rails = Rails::of(&job.config.layout.mesh, ranks);
-    assert!(rails.is_some(), "{:?} on nodes of {ranks}", job.config.layout.mesh);
-    job
-}
-
-/// A rank of `job`, on GPU 0 or on a processor.
-fn engine(job: &Job, comm: Comm, on_gpu: bool, way: Way) -> Engine {
-    let (config, rank) = (&job.config, comm.rank());
-    let mut training = config.training.clone();
-    if on_gpu {
-        training.compute.backend = Backend::Cuda;
-    }
-    let staged = config.exchange == Exchange::Hierarchical;
-    let rails = Rails::of(&config.layout.mesh, config.ranks).filter(|_| staged);
-    let shape = Shape { rails, ..Shape::new(&config.model, &config.layout, rank, &training) };
-    let device = match on_gpu {
-        true => Device::cuda(0, 0).expect("a GPU"),
-        false => Device::cpu(1, 0).expect("a processor"),
-    };
-    let model = Model::on(device, shape, &config.model, &config.layout, rank, &training);
-    let links = match (on_gpu, way) {
-        (true, _) => Links::carried(comm),
-        (false, Way::ByNeed) => Links::new(comm).by_need(),
-        (false, _) => Links::new(comm),
-    };
-    Engine::new(model.expect("memory"), &training, links)
-}
-
-/// Summaries of some steps of each rank, and its state and weights after them. The first step is
-/// without windows: it loads kernels, which would wait for those that wait for other ranks.
-fn steps(job: &Job, on_gpu: bool, way: Way) -> Vec<(Vec<StepSummary>, Vec<u8>)> {
-    let train = |comm: Comm| {
-        let mut engine = engine(job, comm, on_gpu, way);
-        let training = &job.config.training;
-        initialize(&mut engine.model, training.seed);
-        let corpus = Corpus::open(&job.config.data, training, job.config.model.vocab_size);
-        let mut corpus = corpus.expect("text");
-        let mut summaries = Vec::new();
-        for step in 0..5 {
-            if step == 1 && way == Way::Windows {
-                let wanted = PeerUse::On { blocks: BLOCKS };
-                let opened = engine.open_windows(wanted, PATIENCE).expect("all are here");
-                assert!(opened, "no windows");
-            }
-            summaries.push(engine.step(step, &mut corpus).expect("peers"));
-        }
-        let mut state = Vec::new();
-        cut(&mut engine.model, &mut state).expect("the device works");
-        for index in 0..engine.model.params.len() {
-            if let Some(weight) = engine.model.weight(index) {
-                state.extend(engine.model.device.read_vec::<u8>(weight.reinterpret(DType::U8)));
-            }
-        }
-        engine.all_arrived().expect("the device works");
-        engine.leave().expect("nothing waits any more");
-        (summaries, state)
-    };
-    std::thread::scope(|scope| {
-        let comms = Comm::in_process(job.config.layout.mesh.world());
-        let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(|| train(comm))).collect();
-        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
-    })
-}
-
-fn same(job: &Job, on_gpu: bool, ways: [Way; 2], what: &str) {
-    alike([job, job], on_gpu, ways, what);
-}
-
-/// Two jobs give the same bits.
-fn alike(jobs: [&Job; 2], on_gpu: bool, ways: [Way; 2], what: &str) {
-    let first = steps(jobs[0], on_gpu, ways[0]);
-    let second = steps(jobs[1], on_gpu, ways[1]);
-    for (rank, (first, second)) in first.iter().zip(&second).enumerate() {
-        assert!(first.0.iter().all(|step| step.loss.is_finite()), "{:?}", first.0);
-        assert_eq!(first.0, second.0, "{what}: rank {rank}, {ways:?}");
-        assert!(first.1 == second.1, "{what}: rank {rank}: other weights or moments, {ways:?}");
-    }
-}
-
-/// Two jobs give the same but for rounding, of which there is some.
-fn near(jobs: [&Job; 2], on_gpu: bool, what: &str) {
-    let [first, second] = jobs.map(|job| steps(job, on_gpu, Way::Host));
-    // Later a token may choose another expert by a last bit.
-    let losses = |of: &[StepSummary]| -> Vec<f64> {
-        of.iter().take(3).map(|step| step.loss).collect()
-    };
-    for (rank, (first, second)) in first.iter().zip(&second).enumerate() {
-        let (found, expected) = (losses(&first.0), losses(&second.0));
-        let away = found.iter().zip(&expected).map(|(a, b)| (a - b).abs() / b).fold(0.0, f64::max);
-        assert!(away < 1e-5, "{what}: rank {rank}: {found:?} for {expected:?}");
-        assert!(first.1 != second.1, "{what}: rank {rank}: the same way was taken");
-    }
-}
+use travelling::{
+    BLOCKS, PATIENCE, Way, alike, along_rails, engine, gpu, in_chunks, job, losses, near,
+    returning_each, same, sliced, travelling_as, wide,
+};
 
 /// Sums of three and more are in the order of ranks either way.
 #[test]
@@ -275,15 +110,41 @@ fn tokens_travel_along_rails() {
     }
 }
 
-/// A rank goes in the middle of a run: the others end, and give all of their windows back. What is
-/// lost is its own process in a job. Here it is a thread, and memory that it gave back would wait
-/// for the others' kernels: so it stays until they have ended.
+/// Slices travel and are computed as experts of their own.
+#[test]
+fn windows_give_the_bits_of_the_hosts_links_with_slices() {
+    let Some(_alone) = gpu() else { return };
+    // The second has fewer experts on a rank than a token chooses of all.
+    for (mesh, precision, slices) in [
+        ((2, 2), Precision::Fp32, 2),
+        ((6, 6), Precision::Fp32, 2),
+        ((3, 3), Precision::Bf16, 4),
+    ] {
+        let job = sliced(job(mesh, precision), slices);
+        let what = format!("{mesh:?} {precision:?}, {slices} slices");
+        same(&job, true, [Way::Host, Way::Windows], &what);
+        same(&job, true, [Way::Windows, Way::Windows], &what);
+        let each = returning_each(sliced(self::job(mesh, precision), slices));
+        same(&each, true, [Way::Host, Way::Windows], &format!("each, {what}"));
+    }
+    let rails = along_rails(sliced(wide((4, 4), Precision::Fp32), 2), 2);
+    same(&rails, true, [Way::Host, Way::Windows], "rails, 2 slices");
+    let mut whole = job((2, 2), Precision::Fp32);
+    whole.config.model.experts.intermediate_size *= 2;
+    near([&sliced(job((2, 2), Precision::Fp32), 2), &whole], true, "2 slices");
+}
+
+/// A rank goes in the middle of a run, also in one whose tokens travel in chunks: the others end,
+/// and give all of their windows back. What is lost is its own process in a job. Here it is a
+/// thread, and memory that it gave back would wait for the others' kernels: so it stays until they
+/// have ended.
 #[test]
 fn whose_peer_is_lost_ends_and_gives_its_windows_back() {
     let Some((gpu, _alone)) = gpu() else { return };
-    let job = job((2, 2), Precision::Fp32);
-    let survive = |comm: Comm, victim: bool, (told, ended): (&AbortHandle, &Barrier)| {
-        let mut engine = engine(&job, comm, true, Way::Windows);
+    let jobs = [1, 2].map(|degree| in_chunks(job((2, 2), Precision::Fp32), degree));
+    let survive = |job: &Job, comm: Comm, victim: bool, peers: (&AbortHandle, &Barrier)| {
+        let (told, ended) = peers;
+        let mut engine = engine(job, comm, true, Way::Windows);
         let training = &job.config.training;
         initialize(&mut engine.model, training.seed);
         let corpus = Corpus::open(&job.config.data, training, job.config.model.vocab_size);
@@ -311,13 +172,16 @@ fn whose_peer_is_lost_ends_and_gives_its_windows_back() {
         assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
     };
     let mut free = Vec::new();
-    for _ in 0..6 {
+    for round in 0..6 {
+        let job = &jobs[round % 2];
         std::thread::scope(|scope| {
             let comms = Comm::in_process(2);
             let told = Arc::new((comms[0].abort_handle(), Barrier::new(2)));
             for comm in comms {
                 let (victim, told) = (comm.rank() == 1, Arc::clone(&told));
-                scope.spawn(move || survive(comm, victim, (&told.0, &told.1)));
+                scope.spawn(move || {
+                    survive(job, comm, victim, (&told.0, &told.1));
+                });
             }
         });
         gpu.make_current().expect("a GPU");
@@ -380,9 +244,50 @@ fn processors_train_alike_in_every_format() {
     }
 }
 
-fn losses(job: &Job) -> Vec<f64> {
-    let found = steps(job, false, Way::Host);
-    found[0].0.iter().map(|step| step.loss).collect()
+/// Slices on processors that compute as GPUs do, also fewer on a rank than a token chooses of all.
+#[test]
+fn processors_train_alike_with_slices() {
+    for slices in [2, 4] {
+        for mesh in [(2, 2), (3, 3), (4, 2), (6, 6), (12, 12)] {
+            let job = sliced(job(mesh, Precision::Fp32), slices);
+            let what = format!("{mesh:?}, {slices} slices");
+            same(&job, false, [Way::Host, Way::ByNeed], &what);
+            let mut whole = self::job(mesh, Precision::Fp32);
+            whole.config.model.experts.intermediate_size *= slices;
+            // Some of the meshes are too large for whole experts.
+            if mesh.1 <= 3 {
+                near([&job, &whole], false, &what);
+            }
+        }
+        let rails = along_rails(sliced(wide((4, 4), Precision::Fp32), slices), 2);
+        same(&rails, false, [Way::Host, Way::ByNeed], &format!("rails, {slices} slices"));
+        for each in [false, true] {
+            let of = |degree| {
+                let job = sliced(job((3, 3), Precision::Fp32), slices);
+                in_chunks(if each { returning_each(job) } else { job }, degree)
+            };
+            let what = format!("{slices} slices in chunks, each by itself: {each}");
+            same(&of(2), false, [Way::Host, Way::ByNeed], &what);
+            near([&of(2), &of(1)], false, &what);
+        }
+    }
+}
+
+/// With a row of each slice back the first loss has the same bits for every degree of expert
+/// parallelism, up to as many ranks as there are slices.
+#[test]
+fn rows_of_each_slice_are_added_in_one_order() {
+    let of = |ep| {
+        let mut job = sliced(job((12, ep), Precision::Fp32), 2);
+        job.config.training.global_batch_size = 12;
+        losses(&returning_each(job))[0].to_bits()
+    };
+    let two = of(2);
+    for ep in [3, 4, 6, 12] {
+        assert_eq!(of(ep), two, "{ep}");
+    }
+    let each = returning_each(sliced(job((3, 3), Precision::Fp32), 2));
+    same(&each, false, [Way::Host, Way::ByNeed], "each");
 }
 
 /// What fp32 says is what processors do.

@@ -255,3 +255,59 @@ fn routers_of_the_field() {
         config.router.scoring = Scoring::Sigmoid;
     });
 }
+
+/// Experts in slices, behind all kinds of choices.
+#[test]
+fn experts_in_slices() {
+    for slices in [2, 4] {
+        check("slices", |config| config.experts.slices = slices);
+        check("slices, raw weights", |config| {
+            (config.experts.slices, config.experts.activation) = (slices, Activation::Gelu);
+            config.router.norm_topk_prob = false;
+        });
+        check("slices, dropped choices", |config| {
+            (config.experts.slices, config.router.kind) = (slices, RouterKind::Gshard);
+            config.router.capacity_factor = 0.9;
+        });
+        check("slices, experts choose", |config| {
+            (config.experts.slices, config.router.kind) = (slices, RouterKind::ExpertChoice);
+            config.router.norm_topk_prob = false;
+        });
+    }
+}
+
+/// Element by element the gradients of whole experts, but for the order of sums.
+#[test]
+fn gradients_of_slices_are_those_of_whole_experts() {
+    for kind in [RouterKind::TopK, RouterKind::TopP, RouterKind::ExpertChoice, RouterKind::Tutel] {
+        let mut config = common::model();
+        (config.vocab_size, config.initializer_range) = (13, 0.3);
+        (config.router.kind, config.router.top_p) = (kind, 0.5);
+        config.experts.per_token = 3;
+        config.router.norm_topk_prob = kind == RouterKind::TopK;
+        let mut whole = Bench::new(&config);
+        let (objective, expected) = (whole.objective(), whole.backward());
+        let place = |name: &str| {
+            let found = whole.model.params.iter().position(|param| param.name == name);
+            found.expect("a tensor of whole experts")
+        };
+        for slices in [2, 4, 8] {
+            let config = config.in_slices(slices);
+            let mut sliced = Bench::new(&config);
+            let away = (sliced.objective() - objective).abs();
+            assert!(away < 1e-13 * objective, "{kind:?}, {slices} slices: {away:e}");
+            let found = sliced.backward();
+            for (param, found) in sliced.model.params.iter().zip(found) {
+                let cut = config.cut(param);
+                let name = cut.as_ref().map_or(&param.name, |cut| &cut.whole);
+                let expected = &expected[place(name)];
+                let size = expected.iter().fold(0.0, |size: f64, x| size.max(x.abs()));
+                for (at, found) in (0..).zip(found) {
+                    let at = cut.as_ref().map_or(at, |cut| cut.element(at)) as usize;
+                    let away = (found - expected[at]).abs();
+                    assert!(away <= 1e-12 * size, "{kind:?} {}[{at}]: {away:e}", param.name);
+                }
+            }
+        }
+    }
+}

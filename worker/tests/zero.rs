@@ -156,6 +156,17 @@ fn with_one_round_all_stages_give_the_same_bits() {
     }
 }
 
+/// Experts are as in stage 1, and so are their slices.
+#[test]
+fn with_slices_all_stages_give_the_same_bits() {
+    for (dp, ep) in [(4, 2), (3, 3), (8, 8)] {
+        let mut job = job(layout(dp, ep), 1);
+        let experts = &mut job.config.model.experts;
+        (experts.slices, experts.intermediate_size) = (2, 128);
+        alike(&mut job, &ALL, &BOTH, &format!("{dp} {ep} in slices"));
+    }
+}
+
 #[test]
 fn a_rank_without_a_micro_batch_gives_zeros_in_every_stage() {
     for (dp, ep) in [(3, 1), (4, 2)] {

@@ -75,11 +75,13 @@ impl CpuDevice {
         let jobs = x.chunks_mut(ELEMENTS_PER_JOB).enumerate().collect();
         exec.run(jobs, work, |(job, x)| {
             let first = op.first + (job * ELEMENTS_PER_JOB) as u64;
-            let mut pair = normals(op.seed, op.name_hash, first / 2);
-            for (i, x) in x.iter_mut().enumerate() {
-                let element = first + i as u64;
-                if i > 0 && element.is_multiple_of(2) {
-                    pair = normals(op.seed, op.name_hash, element / 2);
+            let of = |element: u64| normals(op.seed, op.name_hash, element / 2);
+            let mut last = op.place.element(first) / 2;
+            let mut pair = of(2 * last);
+            for (at, x) in (first..).zip(x) {
+                let element = op.place.element(at);
+                if element / 2 != last {
+                    (last, pair) = (element / 2, of(element));
                 }
                 *x = T::of(op.std * pair[(element % 2) as usize]);
             }

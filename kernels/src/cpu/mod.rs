@@ -40,6 +40,7 @@ mod rope;
 mod route;
 mod tally;
 mod route_plan;
+mod slices;
 mod wire;
 
 pub use exec::Isa;

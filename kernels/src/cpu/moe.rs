@@ -39,7 +39,7 @@ impl Scratch {
         let y = forward.alloc(element, rows * desc.dim);
         let mut backward = ArenaPlan::new();
         let mut alloc = |len| backward.alloc(element, len);
-        let (ds, dweights) = (alloc(rows), alloc(rows));
+        let (ds, dweights) = (alloc(rows), alloc(desc.slots()));
         let dlogits = alloc(desc.tokens * desc.experts);
         let (dh, scaled_a) = (alloc(rows * desc.width()), alloc(rows * desc.hidden));
         let dx_rows = alloc(rows * desc.dim);
@@ -72,20 +72,20 @@ impl Scratch {
 pub(crate) fn plan(desc: &MoeDesc, plan: &mut ArenaPlan) -> Result<MoePlan, Refusal> {
     check(desc)?;
     let MoeDesc { tokens, experts, element, segments, .. } = *desc;
-    let rows = desc.rows();
+    let (rows, slots) = (desc.rows(), desc.slots());
     let saved = Saved {
         h: plan.alloc(element, rows * desc.width()),
         a: plan.alloc(element, rows * desc.hidden),
         logits: plan.alloc(element, tokens * experts),
         probs: plan.alloc(element, tokens * experts),
         lse: plan.alloc(element, tokens),
-        ids: plan.alloc(DType::U32, rows),
-        weights: plan.alloc(element, rows),
+        ids: plan.alloc(DType::U32, slots),
+        weights: plan.alloc(element, slots),
         counts: plan.alloc(DType::U32, experts),
         offsets: plan.alloc(DType::U32, experts + 1),
         order: plan.alloc(DType::U32, 0),
         rows: plan.alloc(DType::U32, rows),
-        pos: plan.alloc(DType::U32, rows),
+        pos: plan.alloc(DType::U32, slots),
         row_weights: plan.alloc(element, rows),
         segment_counts: plan.alloc(DType::U32, segments * experts),
         prob_sums: plan.alloc(DType::F64, segments * experts),
@@ -145,7 +145,7 @@ pub(crate) fn forward(device: &mut Device, op: &MoeForward) {
     route_alone(device, &MoeRoute { desc, tensors });
     let Saved { ids, counts, offsets, rows, pos, weights, .. } = tensors.saved;
     device.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
-    let (rows, y) = (desc.rows(), tensors.saved.row_weights);
+    let (rows, y) = (desc.slots(), tensors.saved.row_weights);
     device.scatter_rows(&ScatterRows { rows, dim: 1, x: weights, index: pos, y });
     self::experts(device, &MoeExperts { desc, tensors, out, each: false });
 }
@@ -212,7 +212,7 @@ pub(crate) fn experts(device: &mut Device, op: &MoeExperts) {
 
 /// out [A, K, D] = the row of each choice, 0 where it has none here.
 fn rows_of_choices(device: &mut Device, desc: &MoeDesc, (x, index): (Buffer, Buffer), y: Buffer) {
-    device.gather_rows(&GatherRows { rows: desc.rows(), dim: desc.dim, x, index, y });
+    device.gather_rows(&GatherRows { rows: desc.slots(), dim: desc.dim, x, index, y });
 }
 
 pub(crate) fn combine(device: &mut Device, op: &MoeCombine) {
@@ -261,7 +261,7 @@ pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
     let pos = tensors.saved.pos;
     let scratch = Scratch::within(desc, tensors.workspace);
     hidden_gradient(device, desc, tensors, dout, &scratch);
-    let (rows, x, y) = (desc.rows(), scratch.ds, scratch.dweights);
+    let (rows, x, y) = (desc.slots(), scratch.ds, scratch.dweights);
     device.gather_rows(&GatherRows { rows, dim: 1, x, index: pos, y });
     route_backward(device, desc, tensors, &scratch, dx);
     expert_gradients(device, desc, tensors, dout, gradients, &scratch);
@@ -276,7 +276,7 @@ pub(crate) fn experts_backward(device: &mut Device, op: &MoeExpertsBackward) {
     let pos = tensors.saved.pos;
     let scratch = Scratch::within(desc, tensors.workspace);
     hidden_gradient(device, desc, tensors, dout, &scratch);
-    let (rows, x) = (desc.rows(), scratch.ds);
+    let (rows, x) = (desc.slots(), scratch.ds);
     device.gather_rows(&GatherRows { rows, dim: 1, x, index: pos, y: ds });
     expert_gradients(device, desc, tensors, dout, gradients, &scratch);
     if each {

@@ -248,7 +248,7 @@ impl<'a> Call<'a> {
             pos: self.route.pos,
             weights: 0,
             base: 0,
-            out: self.buffer(out, self.desc().rows(), dim).address,
+            out: self.buffer(out, self.desc().slots(), dim).address,
             wide: false,
             cols,
             out_pitch: dim,

@@ -16,6 +16,7 @@ use super::device::CudaDevice;
 use super::driver::{Gpu, Stream};
 use super::error::CudaError;
 use super::event::Event;
+use super::token_lane::TokenLane;
 
 /// How a lane shares the device with the ops.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -84,10 +85,11 @@ impl CudaDevice {
         self.comm_lane.as_ref().map(|lane| &lane.stream)
     }
 
-    /// Whether everything enqueued is done, in both lanes. Does not wait.
+    /// Whether everything enqueued is done, in all lanes. Does not wait.
     pub fn is_idle(&self) -> Result<bool, CudaError> {
         let lane = self.comm_stream().map_or(Ok(true), Stream::is_idle)?;
-        Ok(self.stream.is_idle()? && lane)
+        let tokens = self.token_lane.as_ref().map_or(Ok(true), TokenLane::is_idle)?;
+        Ok(self.stream.is_idle()? && lane && tokens)
     }
 
     /// What is enqueued next in the lane waits for all ops so far.
@@ -132,6 +134,9 @@ impl CudaDevice {
     /// What kernels leave free at this moment.
     pub(super) fn kept_free(&self) -> KeptFree {
         let lane = self.comm_lane.as_ref().filter(|lane| lane.is_awaited());
-        lane.map_or(KeptFree::default(), |lane| lane.free)
+        let free = lane.map_or(KeptFree::default(), |lane| lane.free);
+        let tokens = self.token_lane.as_ref().map_or(0, TokenLane::free);
+        // Tokens fly beside products alone.
+        KeptFree { products: free.products + tokens, ..free }
     }
 }

@@ -353,6 +353,7 @@ mod tests {
             hidden: 768,
             experts: 128,
             top_k: 8,
+            part: false,
             activation: MoeActivation::Silu,
             gated: true,
             sigmoid: false,

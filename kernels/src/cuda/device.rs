@@ -23,6 +23,7 @@ use super::room::{self, Wanted};
 use super::shape::MoeDesc;
 use super::staging::{self, Post, Staging};
 use super::step_ops::StepOps;
+use super::token_lane::TokenLane;
 use super::transfer::{self, Transfer};
 use crate::attention::{Attention, AttentionBackward};
 use crate::buffer::{ArenaPlan, Buffer, Element};
@@ -72,6 +73,7 @@ pub struct CudaDevice {
     /// The longest wait for the stream of all ops.
     wait_max: Duration,
     pub(super) comm_lane: Option<CommLane>,
+    pub(super) token_lane: Option<TokenLane>,
     pub(crate) phases: Phases,
 }
 
@@ -118,6 +120,7 @@ impl CudaDevice {
             watch: None,
             wait_max: Duration::MAX,
             comm_lane: None,
+            token_lane: None,
             phases: Phases::default(),
         };
         device.reserve(Wanted { arena: arena_bytes, ..Wanted::default() })?;
@@ -400,7 +403,20 @@ impl CudaDevice {
             // SAFETY: every pattern of bytes is an `Element`, and the borrow is exclusive.
             let bytes = unsafe { std::slice::from_raw_parts_mut(into.as_mut_ptr().cast(), bytes) };
             // SAFETY: the address is that of a buffer of the arena, as long as `into`.
-            Ok(unsafe { self.transfer()?.read(self.arena.address(buffer), bytes) }?)
+            Ok(unsafe { self.transfer()?.read_all([(self.arena.address(buffer), bytes)]) }?)
+        });
+    }
+
+    /// The bytes of each of some buffers.
+    pub(crate) fn read_all(&self, all: Vec<(Buffer, &mut [u8])>) {
+        self.attempt_outside("a copy to the host", || {
+            self.settle()?;
+            let all = all.into_iter().map(|(buffer, into)| {
+                assert_eq!((buffer.dtype(), buffer.len()), (crate::DType::U8, into.len()));
+                (self.arena.address(buffer), into)
+            });
+            // SAFETY: the addresses are those of buffers of the arena, as long as their bytes.
+            Ok(unsafe { self.transfer()?.read_all(all) }?)
         });
     }
 

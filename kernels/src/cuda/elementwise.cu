@@ -190,6 +190,19 @@ init_normal(element* x, u64 len, u64 seed, u64 name, u64 first, double std) {
   if (second < len) x[second] = as_element((float)__dmul_rn(std, z.y));
 }
 
+// The same of elements that lie in runs: first + i is the at-th of them, whose place is
+// from + at / run * stride + at % run.
+extern "C" __global__ void __launch_bounds__(256)
+init_normal_strided(element* x, u64 len, u64 seed, u64 name, u64 first, u64 from, u64 run,
+                    u64 stride, double std) {
+  const u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x;
+  if (i >= len) return;
+  const u64 at = from + (first + i) / run * stride + (first + i) % run, pair = at / 2;
+  const double2 z = box_muller(
+      philox(seed, make_uint4((u32)name, (u32)(name >> 32), (u32)pair, (u32)(pair >> 32))));
+  x[i] = as_element((float)__dmul_rn(std, at % 2 ? z.y : z.x));
+}
+
 // y (+)= x m: see src/gate_input.rs. A block of four neighbours of a row a thread; `place`, `step`
 // and `token` are words of the counter, `p` is the mask's parameter.
 extern "C" __global__ void __launch_bounds__(256)

@@ -7,7 +7,8 @@ use super::driver::{Launch, parameters};
 use super::step_ops::{Unit, all_whole};
 use crate::buffer::DType;
 use crate::elementwise::{
-    Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, InitNormal, Scale, Sum,
+    Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, InitNormal, Scale, Strided,
+    Sum,
 };
 use crate::experts::Activation;
 use crate::gate_input::{Mask, MaskRows};
@@ -180,7 +181,17 @@ impl CudaDevice {
         }
         self.enqueue(|to| {
             let x = to.at(op.x);
-            let InitNormal { seed, name_hash, first, std, .. } = *op;
+            let InitNormal { seed, name_hash, first, place, std, .. } = *op;
+            if place != Strided::ALL {
+                let Strided { from, run, stride } = place;
+                let launch = Launch::new(len.div_ceil(THREADS), THREADS as u32);
+                let (kernel, len) =
+                    ((Unit::Elementwise { element }, "init_normal_strided"), len as u64);
+                let parameters =
+                    parameters![x, len, seed, name_hash, first, from, run, stride, std];
+                // SAFETY: the parameters are those of `init_normal_strided`.
+                return unsafe { to.launch(kernel, launch, parameters) };
+            }
             let pairs = (first + len as u64 - 1) / 2 - first / 2 + 1;
             let launch = Launch::new((pairs as usize).div_ceil(THREADS), THREADS as u32);
             let (kernel, len) = ((Unit::Elementwise { element }, "init_normal"), len as u64);

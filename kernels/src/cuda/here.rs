@@ -15,6 +15,7 @@ use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::moe_here::{
     MoeCombine, MoeExperts, MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward,
 };
+use crate::slices::{SliceChoices, SumSlices};
 
 /// TOKENS of moe_here.cu
 const TOKENS: usize = 256;
@@ -34,6 +35,8 @@ pub(super) struct Here {
     scan: Function,
     place: Function,
     ds: Function,
+    slices: Function,
+    sums: Function,
     _module: Module,
     /// Histogram and counts; grown when more is asked for, which no step does.
     scratch: Option<Arena>,
@@ -57,7 +60,11 @@ impl CudaDevice {
             let function = |name| module.function(name);
             let (count, scan) = (function("here_count")?, function("here_scan")?);
             let (place, ds) = (function("here_place")?, function("here_ds")?);
-            self.heres.push(Here { top_k, count, scan, place, ds, _module: module, scratch: None });
+            let (slices, sums) = (function("here_slices")?, function("here_sums")?);
+            let scratch = None;
+            self.heres.push(Here {
+                top_k, count, scan, place, ds, slices, sums, _module: module, scratch,
+            });
         }
         Ok(self.heres.len() - 1)
     }
@@ -78,6 +85,51 @@ impl CudaDevice {
         };
         let mut heres = std::mem::take(&mut self.heres);
         self.attempt(|| Ok(heres[at].place(&self.stream, &self.arena, op)?));
+        self.heres = heres;
+    }
+
+    pub(crate) fn slice_choices(&mut self, op: &SliceChoices) {
+        let SliceChoices { choices, slices, .. } = *op;
+        let [ids, weights] = [op.ids, op.weights].map(|of| self.arena.address(of));
+        let [to, weights_to] = [op.slice_ids, op.slice_weights].map(|of| self.arena.address(of));
+        assert_eq!(op.weights.dtype(), DType::F32, "{op:?}");
+        self.on_slices(choices * slices, |here, stream, launch| {
+            let (choices, slices) = (choices as u32, slices as u32);
+            let parameters = parameters![ids, weights, choices, slices, to, weights_to];
+            // SAFETY: the parameters are those of `here_slices`, the lengths were checked.
+            unsafe { here.slices.launch(stream, launch, parameters) }
+        });
+    }
+
+    pub(crate) fn sum_slices(&mut self, op: &SumSlices) {
+        let SumSlices { choices, slices, .. } = *op;
+        let [x, sums] = [op.x, op.sums].map(|of| self.arena.address(of));
+        assert_eq!(op.sums.dtype(), DType::F32, "{op:?}");
+        self.on_slices(choices, |here, stream, launch| {
+            let (choices, slices) = (choices as u32, slices as u32);
+            let parameters = parameters![x, choices, slices, sums];
+            // SAFETY: the parameters are those of `here_sums`, the lengths were checked.
+            unsafe { here.sums.launch(stream, launch, parameters) }
+        });
+    }
+
+    /// A thread for each of `len`, by a kernel that is the same of every number of choices.
+    fn on_slices(
+        &mut self,
+        len: usize,
+        kernel: impl FnOnce(&Here, &Stream, Launch) -> Result<(), CudaError>,
+    ) {
+        let any = self.heres.first().map_or(1, |here| here.top_k);
+        let at = match self.here(any) {
+            Ok(at) => at,
+            Err(error) => return self.attempt(|| Err(error)),
+        };
+        let heres = std::mem::take(&mut self.heres);
+        let launch = Launch::new(len.div_ceil(256), 256);
+        self.attempt(|| match len {
+            0 => Ok(()),
+            _ => Ok(kernel(&heres[at], &self.stream, launch)?),
+        });
         self.heres = heres;
     }
 
@@ -217,7 +269,7 @@ impl MoeLayer {
     ) -> Result<(), CudaError> {
         let call = Call::new(self, stream, arena, &op.tensors);
         call.dh(op.dout)?;
-        let slots = self.desc.rows();
+        let slots = self.desc.slots();
         assert_eq!((op.ds.dtype(), op.ds.len()), (DType::F32, slots), "{:?}", op.ds);
         let (pos, partial) = (call.route.pos, call.at(self.plan.partial_ds));
         let parts = self.desc.hidden.div_ceil(self.dh.config.block_n) as i32;
@@ -241,7 +293,7 @@ impl MoeLayer {
         op: &MoeRouterBackward,
     ) -> Result<(), CudaError> {
         let mut call = Call::new(self, stream, arena, &op.tensors);
-        let slots = self.desc.rows();
+        let slots = self.desc.slots();
         assert_eq!((op.ds.dtype(), op.ds.len()), (DType::F32, slots), "{:?}", op.ds);
         assert_eq!((op.slots.dtype(), op.slots.len()), (DType::U32, slots), "{:?}", op.slots);
         // A slot's gradient lies at its own place, and not at that of a row.

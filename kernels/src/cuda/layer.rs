@@ -317,20 +317,20 @@ impl MoeLayer {
     pub fn plan_saved(&self, plan: &mut ArenaPlan) -> Saved {
         let MoeDesc { tokens, dim, experts, element, segments, .. } = self.desc;
         let halves = if element == DType::F32 { 0 } else { 2 };
-        let rows = self.desc.rows();
+        let (rows, slots) = (self.desc.rows(), self.desc.slots());
         Saved {
             h: plan.alloc(element, rows * self.desc.width()),
             a: plan.alloc(element, 0),
             logits: plan.alloc(DType::F32, tokens * experts),
             probs: plan.alloc(DType::F32, 0),
             lse: plan.alloc(DType::F32, tokens),
-            ids: plan.alloc(DType::U32, rows),
-            weights: plan.alloc(DType::F32, rows),
+            ids: plan.alloc(DType::U32, slots),
+            weights: plan.alloc(DType::F32, slots),
             counts: plan.alloc(DType::U32, experts),
             offsets: plan.alloc(DType::U32, experts + 1),
             order: plan.alloc(DType::U32, experts),
             rows: plan.alloc(DType::U32, rows),
-            pos: plan.alloc(DType::U32, rows),
+            pos: plan.alloc(DType::U32, slots),
             row_weights: plan.alloc(DType::F32, rows),
             segment_counts: plan.alloc(DType::U32, segments * experts),
             prob_sums: plan.alloc(DType::F64, segments * experts),

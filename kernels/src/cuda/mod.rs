@@ -15,6 +15,7 @@
 //! GateKernels::new(shape)       gate.rs      routers beyond dropless top-k
 //! Head::new(desc)               head.rs      the head with its loss: products, softmax between
 //! CommLane::new(gpu, how)        comm_lane.rs a stream for collectives beside the ops, and marks
+//! CudaDevice::flight_begins      token_lane.rs tokens in chunks beside the ops
 //! CudaDevice::new(ordinal)      device.rs    the layer and the ops of a step as those of `Device`
 //! CudaDevice::begin_capture     captured.rs  ops that are recorded once and repeated as one
 //! CudaDevice::lane_begin        lane.rs      copies of state to the host beside the ops
@@ -83,6 +84,7 @@ mod staging;
 mod step_ops;
 mod tensor_map;
 mod tiles;
+mod token_lane;
 mod transfer;
 mod window;
 

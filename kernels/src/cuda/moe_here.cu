@@ -1,4 +1,5 @@
-// Rows of the experts that one rank of several computes. Host macro: TOP_K.
+// Rows of the experts that one rank of several computes, and slices of experts (src/slices.rs).
+// Host macro: TOP_K, of the slices' choices.
 constexpr int TOKENS = 256;          // of a block
 constexpr int WORDS = TOKENS / 32;
 
@@ -121,4 +122,27 @@ here_ds(const int* pos, const float* partial, int parts, int slots, float* ds) {
   float sum = 0.f;
   for (int part = 0; row >= 0 && part < parts; part++) sum += partial[(u64)row * parts + part];
   ds[slot] = sum;
+}
+
+// Choices of experts [C] to those of their slices [C, r], a thread for each of these; none stays
+// none.
+extern "C" __global__ void __launch_bounds__(256)
+here_slices(const u32* ids, const float* weights, u32 choices, u32 slices, u32* slice_ids,
+            float* slice_weights) {
+  const u32 at = blockIdx.x * 256 + threadIdx.x;
+  if (at >= choices * slices) return;
+  const u32 choice = at / slices, id = ids[choice];
+  slice_ids[at] = id == ~0u ? id : id * slices + at % slices;
+  slice_weights[at] = weights[choice];
+}
+
+// sums[c] = x[c][0] + x[c][1] + .., in this order: the CPU's bits.
+extern "C" __global__ void __launch_bounds__(256)
+here_sums(const float* x, u32 choices, u32 slices, float* sums) {
+  const u32 choice = blockIdx.x * 256 + threadIdx.x;
+  if (choice >= choices) return;
+  const float* own = x + (u64)choice * slices;
+  float sum = own[0];
+  for (u32 j = 1; j < slices; j++) sum = __fadd_rn(sum, own[j]);
+  sums[choice] = sum;
 }

@@ -21,6 +21,8 @@ pub(crate) struct RouteShape {
     pub tokens: usize,
     pub experts: usize,
     pub top_k: usize,
+    /// Nothing is chosen: see [`super::MoeDesc`]
+    pub part: bool,
     pub sigmoid: bool,
     pub norm_topk: bool,
     pub scale: f32,
@@ -33,16 +35,18 @@ pub(crate) struct RouteShape {
 
 impl RouteShape {
     pub(crate) fn source(&self, arch: &'static str) -> Source {
+        // Nobody launches the choice of a part, which need not have so many experts.
+        let top_k = if self.part { self.top_k.min(self.experts) } else { self.top_k };
         let macros = [
             ("EXPERTS", self.experts),
-            ("TOP_K", self.top_k),
+            ("TOP_K", top_k),
             ("SIGMOID", usize::from(self.sigmoid)),
             ("NORM_TOP_K", usize::from(self.norm_topk)),
             ("GROUPS", self.groups.map_or(0, |groups| groups.count)),
             ("GROUPS_KEPT", self.groups.map_or(0, |groups| groups.kept)),
             ("ELEMENT", element_macro(self.element)),
         ];
-        let label = format!("route {} of {}", self.top_k, self.experts);
+        let label = format!("route {top_k} of {}", self.experts);
         Source::new(label, arch, &macros, &[include_str!("moe_route.cu")])
     }
 

@@ -26,6 +26,9 @@ pub struct MoeDesc {
     pub hidden: usize,
     pub experts: usize,
     pub top_k: usize,
+    /// The experts are some of those that tokens choose of, so there may be fewer than `top_k`.
+    /// Such a layer has no router: see [`crate::MoeExperts`]
+    pub part: bool,
     pub activation: MoeActivation,
     /// act(gate) * up, else act(up)
     pub gated: bool,
@@ -57,6 +60,8 @@ pub enum Refusal {
     TooLarge { what: &'static str, found: usize, max: usize },
     #[error("{kept} of {count} groups of {experts} experts: {reason}")]
     Groups { count: usize, kept: usize, experts: usize, reason: &'static str },
+    #[error("{found} slices of each expert, and one rank has all of them; it computes whole ones")]
+    Slices { found: usize },
     #[error("elements of {found:?}; {devices}")]
     Element { found: DType, devices: &'static str },
     #[error("weight gradients as {found:?}; on a CPU they are elements")]
@@ -95,9 +100,15 @@ impl MoeDesc {
     /// Rows are whole 128-byte lines, which the copy engine's swizzle works on.
     pub const ALIGNMENT: usize = 64;
 
-    /// R: routed rows.
-    pub const fn rows(&self) -> usize {
+    /// T K: choices.
+    pub const fn slots(&self) -> usize {
         self.tokens * self.top_k
+    }
+
+    /// R: routed rows at most. A token has none but of the experts here, each of them once.
+    pub const fn rows(&self) -> usize {
+        let each = if self.top_k < self.experts { self.top_k } else { self.experts };
+        self.tokens * each
     }
 
     /// W: columns of H.
@@ -129,7 +140,7 @@ impl MoeDesc {
         aligned("hidden", self.hidden)?;
         let product = |a: usize, b: usize| a as u128 * b as u128;
         counted("x", product(self.tokens, self.dim), u128::from(u32::MAX))?;
-        counted("routed rows", product(self.tokens, self.top_k), 1 << 30)?;
+        counted("choices", product(self.tokens, self.top_k), 1 << 30)?;
         let w1 = product(self.experts, self.width().max(self.dim));
         counted("rows of the stacked weights", w1, i32::MAX as u128)
     }
@@ -137,7 +148,7 @@ impl MoeDesc {
     /// What every device asks of a layer.
     pub(crate) fn check_counts(&self) -> Result<(), Refusal> {
         range("experts", self.experts, 1, 1 << 20)?;
-        range("top_k", self.top_k, 1, self.experts)?;
+        range("top_k", self.top_k, 1, if self.part { 1 << 20 } else { self.experts })?;
         range("tokens", self.tokens, 1, 1 << 30)?;
         range("dim", self.dim, 1, 1 << 20)?;
         range("hidden", self.hidden, 1, 1 << 20)?;
@@ -167,6 +178,7 @@ impl MoeDesc {
             tokens: self.tokens,
             experts: self.experts,
             top_k: self.top_k,
+            part: self.part,
             sigmoid: self.sigmoid,
             norm_topk: self.norm_topk,
             scale: self.scale,

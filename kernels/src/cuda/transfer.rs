@@ -39,21 +39,29 @@ impl Transfer {
         Ok(Transfer { gpu: gpu.clone(), lanes })
     }
 
-    /// Copies `into.len()` bytes from the device address `from`. What writes them has ended.
+    /// Copies bytes from device addresses. What writes them has ended.
     ///
     /// # Errors
     /// The device failed.
     ///
     /// # Safety
-    /// The range is allocated on the device.
-    pub unsafe fn read(&self, from: u64, into: &mut [u8]) -> Result<(), CudaError> {
-        let pieces: Vec<Mutex<&mut [u8]>> = into.chunks_mut(PIECE).map(Mutex::new).collect();
+    /// The ranges are allocated on the device.
+    pub unsafe fn read_all<'a>(
+        &self,
+        all: impl IntoIterator<Item = (u64, &'a mut [u8])>,
+    ) -> Result<(), CudaError> {
+        let mut pieces = Vec::new();
+        for (from, into) in all {
+            let parts = into.chunks_mut(PIECE).map(Mutex::new);
+            pieces.extend((from..).step_by(PIECE).zip(parts));
+        }
         self.each(pieces.len(), |lane, at| {
+            let (address, piece) = &pieces[at];
             // Each piece is taken once, so nobody else waits for it.
-            let mut piece = pieces[at].lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-            let (address, len) = (from + (at * PIECE) as u64, piece.len());
-            // SAFETY: the caller's range.
-            unsafe { lane.pinned.read_at(&lane.stream, address, len)? };
+            let mut piece = piece.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let len = piece.len();
+            // SAFETY: within one of the caller's ranges.
+            unsafe { lane.pinned.read_at(&lane.stream, *address, len)? };
             piece.copy_from_slice(&lane.pinned.as_slice()[..len]);
             Ok(())
         })

@@ -22,6 +22,7 @@ pub fn desc(
         hidden,
         experts,
         top_k,
+        part: false,
         activation: MoeActivation::Silu,
         gated: true,
         sigmoid: false,

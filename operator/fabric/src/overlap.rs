@@ -1,25 +1,33 @@
-//! In how many chunks processors send tokens to experts of other ranks: an estimate of what it
-//! gains that some travel while the experts compute another chunk.
+//! In how many chunks tokens travel to experts of other ranks: an estimate of what it gains that
+//! some travel while the experts compute another chunk.
 //!
 //! ```text
 //! links      chunks out, one behind the other | rows back of chunk c, once it is computed
-//! products   chunk c, once it is here | behind the last one: weight gradients
+//! products   chunk c, once it is here | processors, behind the last one: weight gradients
 //! ```
 //! Links by latencies and rates ([`travel`](crate::travel)), products by a roofline: operations at
 //! the rate that the profile says, but no faster than the weights of the experts are read, once for
 //! each chunk. So small chunks cost latencies and passes over weights.
+//!
+//! On GPUs gradients of weights are made chunk by chunk, and added up in memory. And products leave
+//! some multiprocessors to what travels.
 
 use crate::travel::{self, Machines, reached};
 use moejob_manifest::job::Job;
 use moejob_manifest::profile::Backend;
-use moejob_protocol::config::{Exchange, OVERLAP_DEGREES};
+use moejob_protocol::config::{Exchange, OVERLAP_DEGREES, Precision};
 use moejob_protocol::layout::Layout;
+use moejob_protocol::memory::Types;
+use moejob_protocol::rails::Rails;
 
-/// More than one chunk takes a thread and copies that no estimate knows exactly, so a layer is to
-/// take so much of its time with one at most.
+/// More than one chunk takes copies, and a thread or a second stream, whose cost no estimate knows
+/// exactly. So a layer is to take so much of its time with one at most.
 const WORTH: f64 = 0.95;
+/// The part of a GPU's multiprocessors that products leave free, in steps with chunks: 16 of an
+/// A100's 108.
+const LEFT_FREE: f64 = 16.0 / 108.0;
 
-/// What one layer does with a rank's micro-batch, in seconds of all its tokens.
+/// What one layer of processors does with a rank's micro-batch, in seconds of all its tokens.
 #[derive(Clone, Copy, Debug)]
 struct Layer<'a> {
     machines: Machines<'a>,
@@ -33,30 +41,63 @@ struct Layer<'a> {
     weights: f64,
 }
 
+/// The same of GPUs, of which each has all tokens of its group at the experts.
+#[derive(Clone, Copy, Debug)]
+struct LayerOnGpus<'a> {
+    machines: Machines<'a>,
+    rails: Option<Rails>,
+    ep: u32,
+    /// Bytes of all tokens of the group: out in forward, in backward, and back in both.
+    out: [f64; 2],
+    back: f64,
+    /// Of one pass of products: operations, by rate, and a reading of the weights.
+    products: f64,
+    weights: f64,
+    /// To read and write all of the gradients once more.
+    gradients: f64,
+    /// To lay the own rows into their chunks, in forward and in backward.
+    copied: f64,
+}
+
 /// In how many chunks tokens of the expert groups of `layout` travel, and where there is something
-/// to choose, why. The job may say it. No bit depends on it, so a wrong guess costs time alone.
+/// to choose, why. The job may say it. On processors no bit depends on it, so a wrong guess costs
+/// time alone. On GPUs roundings of gradients do, as they do on the mesh, and without a word of the
+/// job it is one.
 pub fn choice(job: &Job, layout: &Layout) -> (u32, Option<String>) {
-    let ep = layout.mesh.ep;
-    if ep == 1 || job.profile.backend == Backend::Cuda {
+    if layout.mesh.ep == 1 {
         return (1, None);
     }
-    if let Some(degree) = job.overlap_degree {
+    // `plan` also tells of a job that is refused for its degree.
+    if let Some(degree) = job.overlap_degree.filter(|degree| job.takes_chunks(*degree)) {
         return (degree, Some("parallelism.overlapDegree says so".to_string()));
     }
-    let Some(layer) = Layer::of(job, layout) else { return (1, None) };
-    let one = layer.seconds(1);
+    let seconds: Box<dyn Fn(u32) -> f64 + '_> = match job.profile.backend {
+        Backend::Cpu => match Layer::of(job, layout) {
+            Some(layer) => Box::new(move |degree| layer.seconds(degree)),
+            None => return (1, None),
+        },
+        Backend::Cuda => match LayerOnGpus::of(job, layout) {
+            Some(layer) => Box::new(move |degree| layer.seconds(degree)),
+            None => return (1, None),
+        },
+    };
+    let one = seconds(1);
     let best = OVERLAP_DEGREES
         .into_iter()
-        .map(|degree| (degree, layer.seconds(degree)))
+        .filter(|degree| job.takes_chunks(*degree))
+        .map(|degree| (degree, seconds(degree)))
         .filter(|(degree, seconds)| *degree == 1 || *seconds <= WORTH * one)
         .reduce(|best, other| if other.1 < best.1 { other } else { best });
     let (degree, seconds) = best.unwrap_or((1, one));
     let (ms, one) = (seconds * 1e3, one * 1e3);
-    let why = match degree {
-        1 => format!("{one:.2} ms a layer expected, and hardly less with several"),
-        _ => format!("{ms:.2} ms a layer expected, with one {one:.2}"),
-    };
-    (degree, Some(why))
+    match degree {
+        1 => (1, Some(format!("{one:.2} ms a layer expected, and hardly less with several"))),
+        // Nobody has measured them between nodes of GPUs, so they are for who asks.
+        _ if job.profile.backend == Backend::Cuda => (1, Some(format!(
+            "{one:.2} ms a layer expected; `overlapDegree: {degree}` {ms:.2}, not measured on GPUs"
+        ))),
+        _ => (degree, Some(format!("{ms:.2} ms a layer expected, with one {one:.2}"))),
+    }
 }
 
 impl<'a> Layer<'a> {
@@ -66,12 +107,12 @@ impl<'a> Layer<'a> {
         let flops = job.profile.flops.filter(|flops| flops.fp32_tflops > 0.0)?;
         let (model, training, ep) = (&job.model, &job.training, layout.mesh.ep);
         let tokens = f64::from(training.micro_batch_size) * f64::from(training.sequence_length);
-        let (dim, top_k) = (f64::from(model.hidden_size), f64::from(model.experts.per_token));
+        let (dim, top_k) = (f64::from(model.hidden_size), f64::from(model.slices().per_token));
         let element = training.precision.element().bytes() as f64;
         let rows = tokens * dim * element;
         // Gate, up and down.
-        let expert = 3.0 * dim * f64::from(model.experts.intermediate_size);
-        let held = f64::from(model.experts.count) / f64::from(ep);
+        let expert = 3.0 * dim * f64::from(model.slices().width);
+        let held = f64::from(model.slices().count) / f64::from(ep);
         Some(Layer {
             machines,
             exchange: travel::choice(job, layout).0,
@@ -105,6 +146,70 @@ impl<'a> Layer<'a> {
             Exchange::Flat => self.machines.flat(self.ep, bytes),
             Exchange::Hierarchical => self.machines.hierarchical(self.ep, bytes),
         }
+    }
+}
+
+impl<'a> LayerOnGpus<'a> {
+    /// None: the profile says too little; of products it says the rate of bf16 alone.
+    fn of(job: &'a Job, layout: &Layout) -> Option<LayerOnGpus<'a>> {
+        let machines = Machines::of(&job.profile)?;
+        let flops = job.profile.flops.filter(|flops| flops.bf16_tflops > 0.0)?;
+        let (model, training, ep) = (&job.model, &job.training, layout.mesh.ep);
+        if training.precision != Precision::Bf16 {
+            return None;
+        }
+        let rails = Rails::of(&layout.mesh, job.profile.ranks.max(1));
+        let tokens = f64::from(training.micro_batch_size) * f64::from(training.sequence_length);
+        let (dim, top_k) = (u64::from(model.hidden_size), model.experts.per_token);
+        let types = Types::of(training, layout.mesh.rounds(job.micro_batches()));
+        let formats = training.compute.formats(types.element, top_k);
+        let of_all = |row: u64| tokens * row as f64 * f64::from(ep);
+        // Gate, up and down.
+        let expert = 3.0 * dim as f64 * f64::from(model.experts.intermediate_size);
+        let held = f64::from(model.experts.count) / f64::from(ep) * expert;
+        let (rate, copy_rate) = (flops.bf16_tflops * 1e12, machines.figures.copy_rate);
+        let element = types.element.bytes() as f64;
+        Some(LayerOnGpus {
+            machines,
+            rails: rails.filter(|_| travel::choice(job, layout).0 == Exchange::Hierarchical),
+            ep,
+            out: [formats.tokens, formats.gradients].map(|of| of_all(of.bytes(dim))),
+            back: of_all(formats.token_bytes(dim)[1]),
+            products: 2.0 * tokens * f64::from(top_k) * expert / (rate * flops.reached),
+            weights: held * element / copy_rate,
+            gradients: 2.0 * held * types.gradient.bytes() as f64 / copy_rate,
+            copied: 2.0 * 2.0 * tokens * dim as f64 * element / copy_rate,
+        })
+    }
+
+    /// Forward and backward in so many chunks.
+    fn seconds(&self, chunks: u32) -> f64 {
+        let of = f64::from(chunks);
+        let [forward, backward] = self.out.map(|bytes| self.gathered(bytes / of));
+        let back = self.summed(self.back / of);
+        if chunks == 1 {
+            let work = self.products.max(self.weights);
+            return forward + work + back + backward + 2.0 * work + back;
+        }
+        let work = (self.products / of / (1.0 - LEFT_FREE)).max(self.weights);
+        // The first chunk writes gradients as one does that is all; others add to them.
+        let again = 2.0 * work + self.gradients * (of - 1.0) / of;
+        let forward = overlapped(chunks, [forward, work, back], 0.0);
+        forward + overlapped(chunks, [backward, again, back], 0.0) + self.copied
+    }
+
+    /// Seconds until each GPU has so many bytes of all tokens.
+    fn gathered(&self, bytes: f64) -> f64 {
+        match self.rails {
+            Some(rails) => self.machines.along_rails(rails, bytes),
+            None => self.machines.ring(self.ep, bytes),
+        }
+    }
+
+    /// Seconds until sums of so many bytes of all tokens are back.
+    fn summed(&self, bytes: f64) -> f64 {
+        let added = self.rails.map_or(0.0, |rails| self.machines.added(rails, bytes));
+        self.gathered(bytes) + added
     }
 }
 

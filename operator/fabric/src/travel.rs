@@ -21,6 +21,7 @@ use moejob_manifest::profile::{Backend, Line, LinkFigures, Profile};
 use moejob_manifest::words::aligned;
 use moejob_protocol::config::Exchange;
 use moejob_protocol::layout::Layout;
+use moejob_protocol::memory::arriving;
 use moejob_protocol::model::ModelConfig;
 use moejob_protocol::rails::Rails;
 use serde::Serialize;
@@ -120,7 +121,7 @@ impl<'a> Machines<'a> {
     }
 
     /// Seconds in which a GPU adds up the sums of all nodes of its own tokens, of `bytes` of all.
-    fn added(&self, rails: Rails, bytes: f64) -> f64 {
+    pub(crate) fn added(&self, rails: Rails, bytes: f64) -> f64 {
         // Each addition reads two rows and writes one.
         3.0 * along_rail(rails, bytes) / self.figures.copy_rate
     }
@@ -162,7 +163,7 @@ pub fn choice(job: &Job, layout: &Layout) -> (Exchange, Option<String>) {
         // One GPU of the group on each node: there is nothing to pass on.
         Some(rails) if rails.places == 1 => return (Exchange::Flat, None),
         Some(rails) => {
-            let formats = training.compute.formats(element, job.model.experts.per_token);
+            let formats = training.compute.formats(element, job.model.slices().per_token);
             let out = [formats.tokens, formats.gradients].map(|of| of.bytes(dim));
             let ways = [out[0], out[1], formats.token_bytes(dim)[1]];
             gathered(&machines, rails, ways.map(|row| rows(row) * f64::from(ep)))
@@ -189,7 +190,7 @@ pub fn choice(job: &Job, layout: &Layout) -> (Exchange, Option<String>) {
 fn exchanged(machines: &Machines, model: &ModelConfig, ep: u32, rows: f64) -> [f64; 2] {
     // A token once to each rank that computes one of its experts, and a row of each expert back. In
     // backward the same.
-    let bytes = [rows * reached(model, ep), rows * f64::from(model.experts.per_token)];
+    let bytes = [rows * reached(model, ep), rows * f64::from(model.slices().per_token)];
     let flat = bytes.iter().map(|bytes| 2.0 * machines.flat(ep, *bytes)).sum();
     let two = bytes.iter().map(|bytes| 2.0 * machines.hierarchical(ep, *bytes)).sum();
     [flat, two]
@@ -213,13 +214,10 @@ fn gathered(machines: &Machines, rails: Rails, [forward, backward, back]: [f64; 
 /// To how many of the `ep` ranks that share the experts a token travels, where all experts are
 /// chosen alike often.
 pub fn reached(model: &ModelConfig, ep: u32) -> f64 {
-    let (experts, top_k) = (f64::from(model.experts.count), model.experts.per_token);
-    // Of the experts of one rank a token misses all with this chance, its choices being distinct.
-    let elsewhere = experts - experts / f64::from(ep);
-    let missed: f64 = (0..top_k)
-        .map(|k| (elsewhere - f64::from(k)).max(0.0) / (experts - f64::from(k)).max(1.0))
-        .product();
-    f64::from(ep) * (1.0 - missed)
+    // A rank has so many experts, or slices of them, one at least.
+    let held = f64::from(model.experts.count) / f64::from(ep);
+    let held = if model.slices().each > 1 { held.max(1.0) } else { held };
+    f64::from(ep) * arriving(model, held)
 }
 
 /// Two ways to exchange, in seconds.

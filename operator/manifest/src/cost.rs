@@ -120,9 +120,13 @@ pub fn problems(job: &Job) -> Vec<Problem> {
         found <= most
     };
     let layers = u64::from(model.num_hidden_layers);
-    let experts = layers.saturating_mul(u64::from(model.experts.count));
+    let slices = model.slices();
+    let experts = layers.saturating_mul(u64::from(slices.count));
     let path = "spec.model.experts.count";
-    let what = "experts in all layers together";
+    let what = match slices.each {
+        1 => "experts in all layers together",
+        _ => "slices of experts (parallelism.expertSlices) in all layers together",
+    };
     let small = bound(path, what, experts, EXPERTS_MAX, "have fewer layers or fewer experts");
     let ranks = u64::from(job.nodes.max).saturating_mul(u64::from(job.profile.ranks));
     bound("spec.nodes.max", "ranks", ranks, RANKS_MAX, "lower nodes.max");
@@ -150,7 +154,7 @@ pub fn problems(job: &Job) -> Vec<Problem> {
 /// Steps that it takes to count the memory of a rank of `mesh`: one for each parameter that it
 /// holds, for each run of experts of a layer with the same holders, and for each rank.
 pub fn of_rank(job: &Job, extent: Extent, mesh: Mesh) -> u64 {
-    let experts = job.model.experts.count;
+    let experts = job.model.slices().count;
     let held = u64::from(MATRICES * experts.div_ceil(mesh.ep));
     let layers = u64::from(job.model.num_hidden_layers);
     let steps = extent.other_tensors + layers * (u64::from(mesh.ep.min(experts)) + held);
@@ -205,7 +209,7 @@ pub fn of_size(job: &Job, extent: Extent, nodes: u32) -> u64 {
         (Some(_), Backend::Cuda) => BUCKETS * extent.tensors().saturating_add(ranks),
         (Some(_), Backend::Cpu) => extent.tensors().saturating_add(ranks),
     };
-    let divisions = ranks.min(job.model.experts.count.into()).div_ceil(DIVISIONS);
+    let divisions = ranks.min(job.model.slices().count.into()).div_ceil(DIVISIONS);
     each.saturating_mul(tries(job, ranks)).saturating_add(ONE + divisions)
 }
 

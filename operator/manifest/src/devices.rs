@@ -11,8 +11,11 @@ use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::profile::Backend;
 use crate::spec::{AttentionName, MoeJobSpec, Word, as_typed};
-use moejob_protocol::config::{GradientDtype, MomentDtype, Precision, TrainingConfig, Wire};
+use moejob_protocol::config::{
+    GradientDtype, MomentDtype, OVERLAP_DEGREES, Precision, TrainingConfig, Wire,
+};
 use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig, RouterKind};
+use moejob_protocol::slices::SLICES;
 use serde_json::Value;
 
 /// Widths of a head that attention on a GPU is tried for.
@@ -124,10 +127,8 @@ pub fn unsupported(job: &Job) -> Vec<Problem> {
     for (path, degree) in degrees.into_iter().filter(|(_, degree)| *degree != 1) {
         found.push(Problem::of(Code::Unsupported, path, degree.to_string(), "1", ADVICE));
     }
-    let degree = job.overlap_degree.filter(|_| job.profile.backend == Backend::Cuda);
-    if let Some(degree) = degree.filter(|degree| *degree > 1) {
-        let (path, given) = ("spec.parallelism.overlapDegree", format!("`{degree}` on GPUs"));
-        found.push(Problem::of(Code::Unsupported, path, given, "1 or auto", ADVICE));
+    if let Some(degree) = job.overlap_degree.filter(|degree| !job.takes_chunks(*degree)) {
+        found.push(uneven_chunks(job, degree));
     }
     if let Some((preset, lacks)) = job.preset.and_then(|of| Some((of, preset::lacks(of)?))) {
         let given = format!("{}, {lacks}", preset.name());
@@ -140,6 +141,19 @@ pub fn unsupported(job: &Job) -> Vec<Problem> {
     found
 }
 
+/// Chunks of tokens that are of several sizes, on GPUs: kernels are made for one.
+fn uneven_chunks(job: &Job, degree: u32) -> Problem {
+    let takes = |degree: &u32| job.takes_chunks(*degree);
+    let even = OVERLAP_DEGREES.iter().filter(|degree| takes(degree)).map(u32::to_string);
+    Problem::of(
+        Code::Unsupported,
+        "spec.parallelism.overlapDegree",
+        format!("`{degree}` chunks of {} tokens on GPUs", job.tokens()),
+        format!("{} or auto", even.collect::<Vec<_>>().join(", ")),
+        "chunks of a micro-batch have equally many tokens there",
+    )
+}
+
 /// Whether so many ranks fall into whole groups of `degree`.
 pub fn divides(degree: u32, ranks: u32) -> bool {
     degree > 0 && ranks.is_multiple_of(degree)
@@ -149,15 +163,33 @@ pub fn divides(degree: u32, ranks: u32) -> bool {
 pub const EXPERT_PARALLEL_MAX: u32 = 64;
 
 /// Whether the kernels take experts that are shared out over `ep` GPUs: each has at least as many
-/// as a token chooses.
+/// as a token chooses. Of slices of experts each has one at least, and they are on several GPUs.
 pub fn fits_expert_parallel(model: &ModelConfig, ep: u32) -> bool {
-    let experts = &model.experts;
-    ep == 1 || ep <= EXPERT_PARALLEL_MAX && experts.count / ep >= experts.per_token
+    let (experts, slices) = (&model.experts, model.slices());
+    match slices.each {
+        1 => ep == 1 || ep <= EXPERT_PARALLEL_MAX && experts.count / ep >= experts.per_token,
+        _ => {
+            let each = slices.count / ep.max(1)..=slices.count.div_ceil(ep.max(1));
+            ep > 1 && ep <= EXPERT_PARALLEL_MAX && *each.start() >= 1 && *each.end() <= EXPERTS_MAX
+        }
+    }
 }
 
 /// What does not go with experts that are shared by several GPUs.
 fn several_gpus(job: &Job) -> Option<Problem> {
     let ep = job.expert_parallel.filter(|ep| !fits_expert_parallel(&job.model, *ep))?;
+    let slices = job.model.slices();
+    if slices.each > 1 {
+        let least = slices.count.div_ceil(EXPERTS_MAX).max(2);
+        let most = slices.count.min(EXPERT_PARALLEL_MAX);
+        return Some(Problem::of(
+            Code::Unsupported,
+            "spec.parallelism.expert",
+            format!("`{ep}` on GPUs"),
+            format!("{least} to {most}"),
+            format!("a GPU holds 1 to {EXPERTS_MAX} slices of experts"),
+        ));
+    }
     let most = job.model.experts.count / job.model.experts.per_token.max(1);
     Some(Problem::of(
         Code::Unsupported,
@@ -203,8 +235,38 @@ pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Problem
             found.push(Problem::of(Code::Unsupported, path, given, allowed, KERNELS));
         }
     }
+    found.extend(of_slices(model));
     found.extend(of_router(&model.router, training.micro_batch_size));
     found
+}
+
+/// What kernels do not take of slices, where they would take the experts.
+fn of_slices(model: &ModelConfig) -> Option<Problem> {
+    let (experts, slices) = (&model.experts, model.slices());
+    let width_fits = |width: u32| width.is_multiple_of(ALIGNMENT);
+    let wide = width_fits(slices.width) || !width_fits(experts.intermediate_size);
+    let few = slices.per_token <= TOP_K_MAX || experts.per_token > TOP_K_MAX;
+    if wide && few {
+        return None;
+    }
+    let takes = |each: u32| {
+        let slices = model.in_slices(each).slices();
+        experts.intermediate_size.is_multiple_of(each)
+            && width_fits(slices.width)
+            && slices.per_token <= TOP_K_MAX
+    };
+    let most = SLICES.into_iter().filter(|each| takes(*each)).max().unwrap_or(1);
+    let each = slices.each;
+    Some(Problem::of(
+        Code::Unsupported,
+        "spec.parallelism.expertSlices",
+        format!("`{each}` on GPUs"),
+        format!("at most {most}"),
+        format!(
+            "kernels take slices whose width is a multiple of {ALIGNMENT}, and at most {TOP_K_MAX} \
+             of them a token"
+        ),
+    ))
 }
 
 /// Dropless top-k with Switch's loss, over a micro-batch or each sequence, is what one GPU has. All

@@ -54,9 +54,13 @@ pub fn stretched(was: &Value, training: &TrainingConfig, done: u64) -> Option<St
 }
 
 /// What of an identity two runs of one job must share. Formats and devices are left out: weights
-/// and moments are kept in fp32, so a run that began on a processor may go on on a GPU.
+/// and moments are kept in fp32, so a run that began on a processor may go on on a GPU. So are
+/// slices of experts: checkpoints are read with any number of them.
 pub fn shared(identity: &Value) -> Value {
     let mut shared = identity.clone();
+    if let Some(Value::Object(experts)) = shared.pointer_mut("/model/experts") {
+        experts.remove("slices");
+    }
     if let Some(training) = shared["training"].as_object_mut() {
         training.retain(|field, _| !["precision", "compute"].contains(&&field[..]));
     }

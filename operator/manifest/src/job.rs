@@ -229,6 +229,17 @@ impl Job {
         self.training.global_batch_size / self.training.micro_batch_size
     }
 
+    /// Of a micro-batch.
+    pub fn tokens(&self) -> u64 {
+        u64::from(self.training.micro_batch_size) * u64::from(self.training.sequence_length)
+    }
+
+    /// Whether a micro-batch may travel in so many chunks: those of GPUs have equally many tokens.
+    pub fn takes_chunks(&self, degree: u32) -> bool {
+        let any = self.profile.backend == Backend::Cpu || self.expert_parallel == Some(1);
+        any || self.tokens().is_multiple_of(degree.max(1).into())
+    }
+
     pub fn growth_interval(&self, venue: Venue) -> u64 {
         let default = if venue == Venue::Local { 2_000 } else { 60_000 };
         self.recovery.growth_interval.unwrap_or(default)
@@ -317,10 +328,11 @@ fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&ModelConfig>, profile: P
     });
     let typed = spec.model.clone().unwrap_or_default();
     let data = data(spec);
+    let parallelism = spec.parallelism.clone().unwrap_or_default();
     let model = model(&preset::overlay(&typed, weights), &data.tokenizer);
+    let model = model.in_slices(parallelism.expert_slices.unwrap_or(1).max(1));
     let backend = profile.backend;
     let training = training(spec, backend);
-    let parallelism = spec.parallelism.clone().unwrap_or_default();
     let checkpoint = spec.checkpoint.clone().unwrap_or_default();
     let expert_parallel = match parallelism.expert {
         Some(NumberOrAuto::Number(number)) => Some(number.clamp(0, u32::MAX.into()) as u32),
@@ -411,6 +423,7 @@ fn model(typed: &ModelSpec, tokenizer: &Tokenizer) -> ModelConfig {
             activation: experts.activation.map_or(Activation::Silu, |of| of.0),
             shared: experts.shared.unwrap_or(0),
             routed_headroom: experts.routed_headroom.unwrap_or(1.5),
+            slices: 1,
         },
         router: router::fill(typed),
     }
@@ -575,13 +588,14 @@ fn recovery(spec: &MoeJobSpec, backend: Backend) -> Recovery {
 
 /// What decides how a job is computed and not what it is: a checkpoint may change it. Steps may be
 /// added to a job that has ended.
-const MUTABLE: [&str; 6] = [
+const MUTABLE: [&str; 7] = [
     "steps",
     "precision",
     "compute",
     "recompute",
     "offload",
     "microBatchSize",
+    "slices",
 ];
 
 /// Model, data and training: what a checkpoint belongs to.

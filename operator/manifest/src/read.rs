@@ -152,6 +152,7 @@ fn free() -> Json {
 
 /// What to do about a number that is out of its range.
 const IN_RANGE: &str = "choose a value in that range";
+const ONE_OF_THEM: &str = "choose one of them";
 
 #[derive(Default)]
 struct Walk {
@@ -350,7 +351,11 @@ impl Walk {
     }
 
     fn integer(&mut self, node: &Node, schema: &Json, path: &str) -> Option<Json> {
-        let allowed = range(schema, "a whole number");
+        let listed = schema["enum"].as_array();
+        let words = |listed: &Vec<Json>| {
+            listed.iter().map(Json::to_string).collect::<Vec<_>>().join(", ")
+        };
+        let allowed = listed.map_or_else(|| range(schema, "a whole number"), words);
         let text = self.digits(node, &allowed, path)?;
         if !decimal(text) {
             return self.wrong_kind(node, &allowed, path);
@@ -361,6 +366,9 @@ impl Walk {
         let most = schema["maximum"].as_f64().unwrap_or(i64::MAX as f64) as i128;
         if !(least..=most).contains(&number) {
             return self.typed(Code::OutOfRange, node, text, &allowed, IN_RANGE, path);
+        }
+        if listed.is_some_and(|listed| !listed.contains(&json!(number as i64))) {
+            return self.typed(Code::OutOfRange, node, text, &allowed, ONE_OF_THEM, path);
         }
         Some(json!(number as i64))
     }

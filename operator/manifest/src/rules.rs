@@ -236,6 +236,29 @@ impl Rules<'_> {
                 .advice("a token goes to different experts");
             self.refuse(problem, &["spec.model.experts.count"]);
         }
+        let slices = experts.slices;
+        if !experts.intermediate_size.is_multiple_of(slices) {
+            let width = experts.intermediate_size;
+            let problem = Problem::new(Code::Divides, "spec.parallelism.expertSlices")
+                .found(format!("`{slices}`"))
+                .allowed(format!("a divisor of experts.intermediateSize, which is {width}"))
+                .advice("slices of an expert are equally wide");
+            self.refuse(problem, &["spec.model.experts.intermediateSize"]);
+        }
+        // Without expert parallelism nothing is gained by them.
+        let ranks = self.job.nodes.max.saturating_mul(self.job.profile.ranks);
+        let alone = match self.job.expert_parallel {
+            Some(1) => Some(("with parallelism.expert 1", "raise parallelism.expert")),
+            None if ranks == 1 => Some(("with one rank", "raise the number of ranks")),
+            _ => None,
+        };
+        if let Some((with, advice)) = alone.filter(|_| slices > 1 && self.spec.nodes.is_some()) {
+            let problem = Problem::new(Code::Ranks, "spec.parallelism.expertSlices")
+                .found(format!("`{slices}` {with}"))
+                .allowed("1")
+                .advice(format!("each rank has all slices of each expert then: {advice}"));
+            self.refuse(problem, &["spec.parallelism.expert", "spec.nodes.max"]);
+        }
         if experts.count % router.groups != 0 {
             let problem = Problem::new(Code::Divides, "spec.model.router.groups")
                 .found(format!("`{}`", router.groups))
@@ -410,13 +433,20 @@ impl Rules<'_> {
         }
         let Some(ep) = job.expert_parallel else { return };
         let path = "spec.parallelism.expert";
-        let experts = job.model.experts.count;
-        if experts > 0 && ep > experts {
+        let slices = job.model.slices();
+        let (most, of) = match slices.each {
+            1 => ("experts.count", "expert"),
+            _ => ("experts.count times expertSlices", "slice of one"),
+        };
+        if slices.count > 0 && ep > slices.count {
             let problem = Problem::new(Code::Ranks, path)
                 .found(format!("`{ep}`"))
-                .allowed(format!("at most experts.count, which is {experts}"))
-                .advice("each of those ranks holds at least one expert; auto is a good choice");
-            return self.refuse(problem, &["spec.model.experts.count"]);
+                .allowed(format!("at most {most}, which is {}", slices.count))
+                .advice(format!(
+                    "each of those ranks holds at least one {of}; auto is a good choice"
+                ));
+            let also = ["spec.model.experts.count", "spec.parallelism.expertSlices"];
+            return self.refuse(problem, &also);
         }
         let mut sizes = nodes.min..=nodes.max;
         if nodes.min <= nodes.max && !sizes.any(|n| devices::divides(ep, n * job.profile.ranks)) {

@@ -55,6 +55,13 @@ fn how_tokens_travel_does_not_count() {
     assert_eq!(hash(|text| text.replace("  checkpoint:", more)), hash(|text| text));
 }
 
+/// Nor on the slices in which experts are computed: their checkpoints go on with any other number.
+#[test]
+fn slices_of_experts_do_not_count() {
+    let more = "  parallelism: { expertSlices: 4 }\n  checkpoint:";
+    assert_eq!(hash(|text| text.replace("  checkpoint:", more)), hash(|text| text));
+}
+
 #[test]
 fn what_a_job_is_counts() {
     let base = hash(|text| text);

@@ -84,6 +84,9 @@ pub struct ModelFacts {
     pub layers: u32,
     pub experts: u32,
     pub per_token: u32,
+    /// Of each expert. Where there are several, ranks have experts by the ids of these.
+    #[serde(skip_serializing_if = "is_one")]
+    pub slices: u32,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -230,6 +233,7 @@ pub fn outlook(
             layers: job.model.num_hidden_layers,
             experts: job.model.experts.count,
             per_token: job.model.experts.per_token,
+            slices: job.model.slices().each,
         },
         step: StepFacts {
             steps: job.training.steps,
@@ -297,7 +301,7 @@ fn size_facts(job: &Job, size: &Size, need: Option<&Need>) -> SizeFacts {
         ranks: mesh.world(),
         dp: mesh.dp,
         ep: mesh.ep,
-        experts_per_rank: ends(job.model.experts.count, mesh.ep),
+        experts_per_rank: ends(job.model.slices().count, mesh.ep),
         micro_batches_per_rank: ends(job.micro_batches(), mesh.dp),
         memory: need.map(|need| memory_facts(&need.rank)),
         host_memory: host.map(|part| (part.name, part.bytes)).collect(),
@@ -477,6 +481,9 @@ fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
     lines.extend(gang.ranks.chunk_by(|a, b| a.node == b.node).map(ranks_of_node));
     if let Some(more) = (gang.dp as usize).checked_sub(gang.ranks.len()).filter(|more| *more > 0) {
         lines.push(format!("  and {more} more"));
+    }
+    if let each @ 2.. = outlook.model.slices {
+        lines.push(format!("  experts by their slices: {each} of expert e, from {each} e on"));
     }
     if let Some(fabric) = &outlook.fabric {
         lines.push(format!("  {fabric}"));

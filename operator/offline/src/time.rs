@@ -7,10 +7,12 @@
 //! gradients   of what several ranks hold, and new weights (`traffic`)
 //! offload     optimizer state over the bus to the host and back, in the update
 //! ```
-//! Products and tokens follow each other. Where several ranks hold most of the model, gradients
-//! travel beside backward, so that only what takes longer than it counts.
+//! Products and tokens follow each other. In chunks tokens travel beside products, but for the
+//! first chunk on its way out and the last one on its way back. Where several ranks hold most of
+//! the model, gradients travel beside backward, so that only what takes longer than it counts.
 
 use super::offload::OffloadPrice;
+use moejob_fabric::overlap;
 use moejob_manifest::job::Job;
 use moejob_manifest::words::count;
 use moejob_plan::placement;
@@ -32,7 +34,7 @@ pub struct StepTime {
     pub tokens_per_second: f64,
     /// Of it, products of the rank that has most tokens.
     pub products_seconds: f64,
-    /// Tokens between the GPUs of an expert group.
+    /// Tokens between the GPUs of an expert group, as far as the ops wait for them.
     pub tokens_seconds: f64,
     /// Gradients and weights between GPUs, of which `exposed` counts.
     pub gradients_seconds: f64,
@@ -71,13 +73,19 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
         let all = communication.iter().filter(|of| is_of_tokens(of) == of_tokens);
         all.filter_map(|of| of.seconds).sum()
     };
-    let (exchange, gradients) = (sum(true), sum(false));
-    let beside = communication.iter().any(|of| of.beside);
+    let (all_tokens, gradients) = (sum(true), sum(false));
+    let chunks = overlap::choice(job, layout).0;
+    let exchange = (all_tokens / f64::from(chunks)).max(all_tokens - products);
+    let beside = communication.iter().any(|of| of.beside && !is_of_tokens(of));
     let hidden = if beside { BACKWARD * products / rounds } else { 0.0 };
     let exposed = (gradients - hidden).max(0.0);
     for of in &mut communication {
         // All of what travels among the ops; of the rest what is not hidden, shared out alike.
-        let part = if is_of_tokens(of) { 1.0 } else { exposed / gradients };
+        let part = match is_of_tokens(of) {
+            true if chunks == 1 => 1.0,
+            true => exchange / all_tokens,
+            false => exposed / gradients,
+        };
         of.exposed_seconds = of.seconds.filter(|seconds| *seconds > 0.0).map(|all| part * all);
     }
     let price = (!training.compute.offload.is_none())
@@ -98,6 +106,9 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
     }
     if mesh.ep > 1 {
         assumes.push("each token travels to every GPU of its expert group, as by NCCL".to_string());
+    }
+    if chunks > 1 {
+        assumes.push(format!("tokens travel in {chunks} chunks beside products"));
     }
     if beside {
         assumes.push("gradients travel beside backward".to_string());

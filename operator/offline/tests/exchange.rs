@@ -260,6 +260,76 @@ fn the_plan_takes_chunks_where_they_are_expected_to_pay() {
     assert!(wrong.contains("spec.parallelism.overlapDegree: found `8`"), "{wrong}");
 }
 
+/// Of GPUs it takes one, and says what it expects of others: between nodes whose network is slow;
+/// not within a node, nor where a profile says nothing of it. Only chunks of equally many tokens
+/// are taken.
+#[test]
+fn the_plan_tells_of_chunks_between_nodes_of_gpus() {
+    let expects = |job: &Job| -> Vec<Option<String>> {
+        assert_eq!(job.unsupported(), []);
+        let (sizes, skipped) = sizes(job);
+        assert!(!sizes.is_empty(), "{skipped:?}");
+        let of = |size: &Size| {
+            let (degree, why) = overlap::choice(job, &size.layout);
+            assert_eq!((degree, size.overlap_degree), (1, 1));
+            why
+        };
+        sizes.iter().map(of).collect()
+    };
+    let degrees = |job: &Job| -> Vec<(u32, u32, bool)> {
+        assert_eq!(job.unsupported(), []);
+        let (sizes, skipped) = sizes(job);
+        assert!(!sizes.is_empty(), "{skipped:?}");
+        let degree = |size: &Size| {
+            let (degree, why) = overlap::choice(job, &size.layout);
+            assert_eq!(degree, size.overlap_degree);
+            (size.nodes, degree, why.is_some())
+        };
+        sizes.iter().map(degree).collect()
+    };
+    let links = "links: { allToAll: [{ us: 1, GBps: 300 }], ring: [{ us: 1, GBps: 300 }], network: \
+                 { us: 5, GBps: 25 }, messageUs: 1, copyGBps: 2000 }\n";
+    let flops = "flops: { bf16Tflops: 300, reached: 0.5 }\n";
+    let both = format!("{links}{flops}");
+    // Groups of 8 on two nodes, and of 4 on one.
+    let of = |says: &str, expert, tokens| {
+        let mut job = job_on_gpus("", says, expert);
+        (job.training.micro_batch_size, job.training.sequence_length) = (1, tokens);
+        expects(&job)
+    };
+    let advises = |found: &[Option<String>], degree: &str| {
+        let words = format!("`overlapDegree: {degree}");
+        found.iter().all(|why| why.as_ref().is_some_and(|why| why.contains(&words)))
+    };
+    let found = of(&both, 8, 16384);
+    assert!(advises(&found, ""), "{found:?}");
+    let hardly = |found: &[Option<String>]| {
+        found.iter().all(|why| why.as_ref().is_some_and(|why| why.contains("hardly less")))
+    };
+    let found = of(&both, 4, 16384);
+    assert!(hardly(&found), "{found:?}");
+    assert!(advises(&of(&both, 8, 16382), "2") && hardly(&of(&both, 8, 16383)));
+    for says in [links, flops, ""] {
+        let found = of(says, 8, 16384);
+        assert!(found.iter().all(Option::is_none), "{says}: {found:?}");
+    }
+    // No profile says how fast products of other precisions are.
+    let mut tf32 = job_on_gpus("", &both, 8);
+    tf32.training.precision = moejob_protocol::config::Precision::Tf32;
+    tf32.training.sequence_length = 16384;
+    assert!(degrees(&tf32).iter().all(|of| of.1 == 1 && !of.2), "{:?}", degrees(&tf32));
+    let asked = job_on_gpus(", overlapDegree: 4", "", 8);
+    assert!(degrees(&asked).iter().all(|of| of.1 == 4 && of.2), "{:?}", degrees(&asked));
+    let one = job_on_gpus(", overlapDegree: 4", "", 1);
+    assert!(degrees(&one).iter().all(|of| of.1 == 1 && !of.2), "{:?}", degrees(&one));
+    let mut uneven = job_on_gpus(", overlapDegree: 4", "", 8);
+    uneven.training.sequence_length = 66;
+    let found: Vec<String> = uneven.unsupported().iter().map(ToString::to_string).collect();
+    let expected = "E0301 spec.parallelism.overlapDegree: found `4` chunks of 66 tokens on GPUs; \
+                    allowed: 1, 2 or auto";
+    assert!(found.len() == 1 && found[0].contains(expected), "{found:?}");
+}
+
 /// What is expected to be faster: one message for each rank costs much where ranks are many.
 #[test]
 fn the_plan_chooses_by_what_is_expected() {
@@ -373,7 +443,7 @@ fn windows_are_as_large_as_their_rails_need() {
     let row = u64::from(job.model.hidden_size) * job.training.precision.element().bytes();
     let rows = [row; 2];
     let layout = Layout::contiguous(Mesh::data_parallel(8, 8)).by_buckets();
-    let bytes = |rails| window_bytes(&job.model, &layout, &job.training, rails);
+    let bytes = |rails| window_bytes(&job.model, &layout, &job.training, (rails, 1));
     let rails = |nodes, places| Some(Rails { nodes, places });
     for (rails, rooms) in [
         (None, window_rooms(8, tokens, rows, top_k)),
@@ -391,7 +461,7 @@ fn windows_are_as_large_as_their_rails_need() {
         let compute = &mut job.training.compute;
         (compute.wire, compute.combine_each) = (wire, combine_each);
         let rooms = window_rooms(8, tokens, [row, back], top_k);
-        let found = window_bytes(&job.model, &layout, &job.training, None);
+        let found = window_bytes(&job.model, &layout, &job.training, (None, 1));
         let beyond = found.checked_sub(rooms);
         assert!(beyond.is_some_and(|beyond| beyond < 4 << 20), "{wire:?}: {rooms}, {beyond:?}");
     }

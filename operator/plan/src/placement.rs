@@ -167,13 +167,20 @@ impl<'a> Placer<'a> {
                 Err(why) => last = Some(why),
             }
         }
-        Err(last.unwrap_or_else(|| format!("no expert parallelism divides {dp} ranks")))
+        Err(last.unwrap_or_else(|| match job.model.slices().each {
+            1 => format!("no expert parallelism divides {dp} ranks"),
+            each => format!(
+                "parallelism.expertSlices: {each} shares experts out over several GPUs, and {} \
+                 cannot",
+                several(dp, "rank")
+            ),
+        }))
     }
 
     /// Degrees of expert parallelism in the order in which they are tried: on processors the
     /// largest, on GPUs the largest within an NVLink domain, then, for memory's sake, larger ones.
     fn preferences(&self, dp: u32) -> Vec<u32> {
-        let most = dp.min(self.job.model.experts.count);
+        let most = dp.min(self.job.model.slices().count);
         let mut degrees: Vec<u32> = (1..=most).filter(|ep| divides(*ep, dp)).collect();
         let profile = &self.job.profile;
         if profile.backend == Backend::Cpu {
@@ -216,7 +223,7 @@ impl<'a> Placer<'a> {
     fn held(&self, layout: &Layout, rank: u32) -> (u64, u64) {
         let model = &self.job.model;
         let held = layout.experts(model, 0, rank).len() as u64;
-        (held, self.experts * held / u64::from(model.experts.count))
+        (held, self.experts * held / u64::from(model.slices().count))
     }
 
     /// Dense elements whose weights, and whose gradients, a rank has: all of them, or by the stage
@@ -287,10 +294,11 @@ impl<'a> Placer<'a> {
         let hidden = kept(recompute.drops_hidden());
         let inputs = if together < layers { layers.div_ceil(together) } else { 0 };
         let of_token = together * (2 * dim + attention) + (2 * norms + inputs) * dim;
-        let inner = 3 * u64::from(model.experts.intermediate_size);
+        let slices = model.slices();
+        let inner = 3 * u64::from(slices.width);
         let row_bytes = (hidden * inner + together * 2 * dim) * wire;
-        let top_k = u64::from(model.experts.per_token);
-        let routed = tokens * top_k * u64::from(mesh.ep) * held / u64::from(model.experts.count);
+        let top_k = u64::from(slices.per_token);
+        let routed = tokens * top_k * u64::from(mesh.ep) * held / u64::from(slices.count);
         let worst = tokens * u64::from(mesh.ep) * top_k.min(held);
         let (state, offloaded) = match training.compute.offload {
             Offload::None => (owned * 12, Vec::new()),

@@ -14,6 +14,7 @@ use moejob_manifest::status::{
 use moejob_manifest::words::{one_or_more, several};
 use moejob_protocol::Mesh;
 use moejob_protocol::message::CONTROL_PREFLIGHT;
+use moejob_protocol::model::ModelConfig;
 
 /// The status of a job whose spec is right and which cannot run as things are: its checkpoints are
 /// not durable, a claim or ConfigMap that it names is missing. `message` says what to do.
@@ -58,7 +59,7 @@ pub fn status(
         steps: job.training.steps,
         checkpoint: observed.stored.clone(),
         placement: gang.map(|gang| PlacementStatus {
-            summary: placement(job.model.experts.count, gang.layout.mesh),
+            summary: placement(&job.model, gang.layout.mesh),
             ranks: runs(gang.members.iter().map(|member| member.node.as_str())),
             fabric: fabric::fabric(observed, gang),
         }),
@@ -203,7 +204,11 @@ fn mesh(mesh: Mesh) -> MeshStatus {
 }
 
 /// `64 over 8 ranks, 2 replicas`.
-pub fn placement(experts: u32, mesh: Mesh) -> String {
+pub fn placement(model: &ModelConfig, mesh: Mesh) -> String {
+    let experts = match model.slices().each {
+        1 => model.experts.count.to_string(),
+        each => format!("{} x {each} slices", model.experts.count),
+    };
     let replicas = match mesh.edp() {
         1 => String::new(),
         count => format!(", {count} replicas"),

@@ -11,6 +11,7 @@
 //! windows less travels, by need. The numbers of a step are too few to be counted here.
 
 use crate::placement::gib;
+use moejob_fabric::overlap;
 use moejob_fabric::travel::{self, Load, Machines};
 use moejob_manifest::job::Job;
 use moejob_manifest::words::aligned;
@@ -38,7 +39,7 @@ pub struct Expected {
     /// Of them, those that the ops of a step wait for; none: nobody knows how long these take.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exposed_seconds: Option<f64>,
-    /// It travels beside backward or updates.
+    /// It travels beside the ops of a step: tokens in chunks, buckets beside backward and updates.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub beside: bool,
 }
@@ -70,12 +71,14 @@ pub fn expected(job: &Job, layout: &Layout) -> Vec<Expected> {
         return Vec::new();
     }
     let machines = Machines::of(&job.profile);
-    let [dispatch, combine, between] = tokens(job, layout, machines);
+    let chunks = overlap::choice(job, layout).0;
+    let [dispatch, combine, between] = tokens(job, layout, machines, chunks.into());
     let (reduce, gather, beside) = buckets(job, layout, machines);
+    let flies = chunks > 1;
     let all = [
-        (Verb::Dispatch, dispatch, false),
-        (Verb::Combine, combine, false),
-        (Verb::SendRecv, between, false),
+        (Verb::Dispatch, dispatch, flies),
+        (Verb::Combine, combine, flies),
+        (Verb::SendRecv, between, flies),
         (Verb::ReduceScatter, reduce, beside),
         (Verb::AllGather, gather, beside),
     ];
@@ -123,8 +126,8 @@ impl Way<'_> {
     }
 }
 
-/// Dispatch, combine, and what of them goes along rails.
-fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>) -> [Sum; 3] {
+/// Dispatch, combine, and what of them goes along rails, in so many chunks.
+fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>, chunks: u64) -> [Sum; 3] {
     let (model, training, mesh) = (&job.model, &job.training, layout.mesh);
     let mut sums = [Sum::default(); 3];
     if mesh.ep == 1 {
@@ -133,8 +136,9 @@ fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>) -> [Sum; 3] {
     let along = travel::choice(job, layout).0 == Exchange::Hierarchical;
     let rails = Rails::of(&mesh, job.profile.ranks.max(1)).filter(|_| along);
     let way = Way { machines, ranks: mesh.ep.into(), rails };
-    let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
-    let top_k = model.experts.per_token;
+    // Those of a chunk.
+    let tokens = job.tokens() / chunks;
+    let top_k = model.slices().per_token;
     let formats = training.compute.formats(training.precision.element(), top_k);
     let dim = u64::from(model.hidden_size);
     let [out, again] = [formats.tokens, formats.gradients].map(|of| tokens * of.bytes(dim));
@@ -147,7 +151,7 @@ fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>) -> [Sum; 3] {
     // A forward pass, once more in backward of layers whose memory others have taken.
     let forward = |layer: &u32| 1 + u64::from(layer / span < (layers - 1) / span);
     let (once, often) = mixture.fold((0, 0), |(n, all), layer| (n + 1, all + forward(&layer)));
-    let rounds = u64::from(job.micro_batches().div_ceil(mesh.dp));
+    let rounds = chunks * u64::from(job.micro_batches().div_ceil(mesh.dp));
     // Rows with ids and weights; then rows; with gradients of weights.
     let ways = [(often, out + 2 * words, back), (once, again, back + words)];
     for (times, out, back) in ways {

@@ -288,6 +288,9 @@ fn show(path: &Path, tensors: bool, output: Output) -> Outcome {
         model.numel(),
         model.active_numel()
     );
+    if let each @ 2.. = model.slices().each {
+        println!("slices    {each} of each expert (parallelism.expertSlices)");
+    }
     println!("data      {}", manifest.data_fingerprint);
     println!("files     {}, {} bytes", manifest.files.len(), size(&manifest));
     let weights = manifest.tensors.iter().filter(|tensor| tensor.part == Part::Master);

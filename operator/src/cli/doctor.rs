@@ -67,6 +67,7 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
         return topology(args);
     }
     let mut lines = vec![processor(), memory(), storage(&args.dir)];
+    lines.extend(large_pages(args.sys.as_deref().unwrap_or(Path::new("/sys"))));
     match machine(args) {
         Ok(of_machine) => lines.extend(of_machine),
         Err(error) => {
@@ -149,6 +150,25 @@ fn memory() -> Line {
     };
     let advice = found.is_none().then(|| "/proc/meminfo cannot be read".to_string());
     Line { name: "memory".to_string(), found, advice, needed: true, bad: false }
+}
+
+/// Where a kernel says whether it gives pages of 2 MiB to shared memory, below /sys.
+const SHARED_PAGES: &str = "kernel/mm/transparent_hugepage/shmem_enabled";
+
+/// Snapshots lie in shared memory, and ask for large pages.
+fn large_pages(sys: &Path) -> Option<Line> {
+    let said = std::fs::read_to_string(sys.join(SHARED_PAGES)).ok()?;
+    let chosen = said.split_once('[')?.1.split_once(']')?.0;
+    let small = matches!(chosen, "never" | "deny");
+    Some(Line {
+        advice: small.then(|| {
+            format!(
+                "memory for snapshots of large models comes several times faster in pages of \
+                 2 MiB: as root, echo advise > /sys/{SHARED_PAGES}"
+            )
+        }),
+        ..Line::of(("large pages".to_string(), format!("of shared memory: {chosen}")))
+    })
 }
 
 fn seen(args: &DoctorArgs) -> Machine {

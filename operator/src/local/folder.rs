@@ -271,6 +271,11 @@ mod tests {
         let compute = json!({"backend": "cuda"});
         let bf16 = json!({"training": {"seed": 1, "precision": "bf16", "compute": compute}});
         drop(Folder::open(&path, &bf16, &Value::Null).expect("another device"));
+        // And with its experts in slices.
+        let model = json!({"experts": {"slices": 2}});
+        let sliced = json!({"training": {"seed": 1}, "model": model});
+        let whole = json!({"training": {"seed": 1}, "model": {"experts": {}}});
+        drop(Folder::open(&path, &sliced, &whole).expect("other slices"));
         // A release since has a field more.
         let more = json!({"training": {"seed": 1, "clip": 1.0}});
         let defaults = json!({"training": {"clip": 1.0}});

@@ -139,7 +139,8 @@ pub struct Layer<B> {
     pub lse: B,
     /// [T, D]: the residual stream after attention.
     pub mid: B,
-    /// [T, D], [T]; where experts are shared out over ranks a part of `Spread::x`.
+    /// [T, D], [T]; where experts are shared out over ranks and tokens leave from where they are, a
+    /// part of `Spread::x`.
     pub norm2: B,
     pub rstd2: B,
     pub moe: Option<Moe<B>>,
@@ -181,7 +182,9 @@ pub struct Fused<B> {
 }
 
 /// Tokens of all `P` ranks of an expert group, `A = P T`, and where the rows of the experts here
-/// lie: see `MoePlace` of the kernels.
+/// lie: see `MoePlace` of the kernels. Tokens lie by (chunk, rank, token), and what is of rows by
+/// chunk, each of which has an equal part. Experts and choices are those of
+/// [slices](crate::slices).
 #[derive(Clone, Debug)]
 pub struct Spread<B> {
     /// [A, D]
@@ -189,7 +192,7 @@ pub struct Spread<B> {
     /// u32 [A, K], f32 [A, K]
     pub ids: B,
     pub weights: B,
-    /// u32 [G + 1], and on a GPU [G]
+    /// Of each chunk u32 [G + 1], and on a GPU [G]
     pub offsets: B,
     pub order: B,
     /// u32 [R], [A, K], f32 [R]
@@ -198,10 +201,12 @@ pub struct Spread<B> {
     pub row_weights: B,
 }
 
-/// What travels of a layer, used by every layer anew.
+/// What travels of a layer, used by every layer anew; tokens lie as in [`Spread`]. Choices are those
+/// of slices.
 #[derive(Clone, Debug)]
 pub struct SpreadScratch<B> {
-    /// [A, D]: gradients of outputs. Where rows travel as they are, the own ones are `Scratch::dx`.
+    /// [A, D]: gradients of outputs. Where they leave from where they are, the own ones are
+    /// `Scratch::dx`.
     pub dout: B,
     /// [A, D]: sums over the experts here, or gradients of inputs; [A, K, D] where each expert's
     /// row comes back. What travels in another format is packed in the one of these two that is not
@@ -210,8 +215,12 @@ pub struct SpreadScratch<B> {
     pub packed: B,
     /// f32 [A, K]
     pub ds: B,
+    /// f32 [T, K]: those of the own tokens, where they lie in several chunks
+    pub own_ds: B,
     /// u32 [T, K]: 0, 1, 2 ..
     pub slots: B,
+    /// f32 [T, K / r]: the own `ds` of experts, where these are cut into slices.
+    pub choice_ds: Option<B>,
 }
 
 /// Queries and keys before their norm, and its statistics.
@@ -240,6 +249,9 @@ pub struct Moe<B> {
     /// u32 [T, K], [T, K]
     pub ids: B,
     pub weights: B,
+    /// The same of slices, K r a token, where experts are cut into some. All below is of slices but
+    /// for what a router counts.
+    pub slices: Option<[B; 2]>,
     /// u32 [E], f64 [E], f64 [3]: auxiliary loss, z loss, mean entropy
     pub counts: B,
     pub prob_sums: B,
@@ -259,6 +271,20 @@ pub struct Moe<B> {
     pub a: B,
     /// What routers beyond dropless top-k keep.
     pub gate: Option<Gate<B>>,
+}
+
+impl<B: Copy> Moe<B> {
+    /// Ids and weights of what is computed: of slices where there are some.
+    pub fn choices(&self) -> [B; 2] {
+        self.slices.unwrap_or([self.ids, self.weights])
+    }
+}
+
+impl<B: Copy> MoeScratch<B> {
+    /// The gradients of these weights.
+    pub fn choice_dweights(&self) -> B {
+        self.slice_dweights.unwrap_or(self.dweights)
+    }
 }
 
 /// How rows travel between the ranks of an expert group: `P` ranks, `S` of them with tokens. What
@@ -354,13 +380,15 @@ pub const STAGE_ELEMENTS: u64 = 1 << 24;
 
 #[derive(Clone, Debug)]
 pub struct MoeScratch<B> {
-    /// u32 [E]: counts of `Place`, which `Route` already knows.
+    /// u32 [E]: counts of `Place`, which `Route` already knows; of slices.
     pub counts: B,
     /// u32 [T, K]: experts by where they are computed; only for uneven placements.
     pub ids: B,
     /// [T, E], [T, K]
     pub dlogits: B,
     pub dweights: B,
+    /// [T, K r]: of slices, where experts are cut into some.
+    pub slice_dweights: Option<B>,
     /// [R, D]: outputs of the experts, and gradients of their inputs.
     pub y: B,
     /// [R]

@@ -64,12 +64,12 @@ impl Layout {
         Layout { division: Division::Buckets, ..self }
     }
 
-    /// Logical experts of `layer` that `rank` holds, ascending.
+    /// Experts of `layer` that `rank` holds, or slices of them, ascending.
     pub fn experts(&self, model: &ModelConfig, layer: u32, rank: u32) -> Vec<u32> {
         match &self.placement {
             Placement::Contiguous => {
                 let ep = self.mesh.coord(rank).ep;
-                split(model.experts.count, self.mesh.ep, ep).collect()
+                split(model.slices().count, self.mesh.ep, ep).collect()
             }
             Placement::Explicit(slots) => {
                 let row = (0..layer).filter(|layer| model.is_moe_layer(*layer)).count();
@@ -81,7 +81,7 @@ impl Layout {
     /// For a token of `rank`: the rank that computes each expert of `layer`, a member of the
     /// expert group of `rank` that holds it (the lowest in ep order).
     pub fn expert_ranks(&self, model: &ModelConfig, layer: u32, rank: u32) -> Vec<u32> {
-        let mut ranks = vec![u32::MAX; model.experts.count as usize];
+        let mut ranks = vec![u32::MAX; model.slices().count as usize];
         for member in self.mesh.expert_group(rank) {
             for expert in self.experts(model, layer, member) {
                 let at = &mut ranks[expert as usize];

@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! ModelConfig --params()--> Param table (logical names, shapes)          model
+//! ModelConfig --slices()--> what is computed of its experts, and Cut: where that lies   slices
 //! Mesh --coord()/rank()--> who is where; --micro_batches()--> whose rows  mesh
 //! Layout { Mesh, Placement } --owned()--> which blocks of which tensor    layout
 //! Layout --Holders, Owners, Buckets--> the same for a whole table, once      owners, buckets
@@ -26,6 +27,7 @@
 pub mod mesh;
 pub mod tree;
 pub mod model;
+pub mod slices;
 pub mod flops;
 pub mod router;
 pub mod layout;

@@ -261,7 +261,7 @@ pub struct Shape {
     pub expert_place: u64,
     /// Between GPUs the group's tokens travel along these; none: from each to each.
     pub rails: Option<Rails>,
-    /// Chunks in which processors send a micro-batch's tokens to experts of others.
+    /// Chunks in which a micro-batch's tokens travel to experts of others.
     pub chunks: u64,
     /// As what these tokens travel.
     pub formats: Formats,
@@ -346,7 +346,7 @@ impl Shape {
             expert_place: group.iter().take_while(|other| **other != rank).count() as u64,
             rails: None,
             chunks: 1,
-            formats: training.compute.formats(types.element, model.experts.per_token),
+            formats: training.compute.formats(types.element, model.slices().per_token),
             flats,
             dense_depth: depth(rank),
             expert_depths: group.iter().map(|source| depth(*source)).collect(),
@@ -371,7 +371,7 @@ impl Shape {
                 && types.sums == Sums::Buckets,
             cached: 0,
             documents: true,
-            workspace: crate::workspace::bytes(model, tokens, mesh.ep.into(), training, &types),
+            workspace: workspace(model, training, &types, tokens, [mesh.ep.into(), 1]),
             balanced,
             worst,
         }
@@ -379,11 +379,25 @@ impl Shape {
 }
 
 impl Shape {
-    /// The same in so many chunks, where processors send tokens to experts of others.
+    /// The same in so many chunks, where tokens are sent to experts of others.
+    ///
+    /// # Panics
+    /// Experts are computed in one op, and its tokens are no whole number for each chunk: a
+    /// manifest that says so is refused.
     #[must_use]
-    pub fn in_chunks(self, degree: u32) -> Shape {
-        let travels = self.on_cpu && self.types.sums == Sums::Tree && self.expert_parallel > 1;
-        Shape { chunks: if travels { degree.max(1).into() } else { 1 }, ..self }
+    pub fn in_chunks(self, model: &ModelConfig, training: &TrainingConfig, degree: u32) -> Shape {
+        let (ranks, tokens) = (self.expert_parallel, self.tokens);
+        let chunks = if ranks > 1 { degree.max(1).into() } else { 1 };
+        let whole = self.types.sums == Sums::Tree || tokens.is_multiple_of(chunks);
+        assert!(whole, "{tokens} tokens in {chunks} chunks");
+        let workspace = workspace(model, training, &self.types, tokens, [ranks, chunks]);
+        Shape { chunks, workspace, ..self }
+    }
+
+    /// Tokens that travel between GPUs do so from where they were made: nothing else is made of
+    /// them before, and the own ones lie in one piece among those of the group.
+    pub fn leaves_in_place(&self) -> bool {
+        self.chunks == 1 && !self.formats.packs()
     }
 
     /// What is needed to compute with weights alone: no gradients, no moments, no masters.
@@ -419,24 +433,49 @@ pub fn row_counts(
     rank: u32,
     tokens: u64,
 ) -> (RowCounts, RowCounts) {
-    let (top_k, slots) = (u64::from(model.experts.per_token), u64::from(model.slots()));
-    let experts = u64::from(model.experts.count).max(1);
+    let slices = model.slices();
+    let (top_k, slots) = (u64::from(slices.per_token), u64::from(slices.slots));
+    let count = u64::from(slices.count).max(1);
     let sources = u64::from(layout.mesh.ep);
     let moe_layers = (0..model.num_hidden_layers).filter(|layer| model.is_moe_layer(*layer));
-    let held = moe_layers.map(|layer| layout.experts(model, layer, rank).len() as u64).max();
-    let held = held.unwrap_or(0);
+    let held = moe_layers.map(|layer| {
+        let held = layout.experts(model, layer, rank);
+        let experts = held.chunk_by(|a, b| a / slices.each == b / slices.each).count();
+        (held.len() as u64, experts as u64)
+    });
+    // Slices here, and the experts that they are of.
+    let (held, of) = held.max().unwrap_or((0, 0));
     let all = sources * tokens;
-    // A token misses this rank when all its K distinct experts lie elsewhere.
-    let missed: f64 = (0..top_k)
-        .map(|k| (experts - held).saturating_sub(k) as f64 / (experts - k.min(experts - 1)) as f64)
-        .product();
+    let arriving = arriving(model, of as f64);
     let balanced = RowCounts {
-        routed: (all * top_k * held).div_ceil(experts),
-        arrived: (all as f64 * (1.0 - missed)).ceil() as u64,
+        routed: (all * top_k * held).div_ceil(count),
+        arrived: (all as f64 * arriving).ceil() as u64,
     };
     let arrived = if held > 0 { all } else { 0 };
     let worst = RowCounts { routed: all * slots.min(held), arrived };
     (balanced, worst)
+}
+
+/// The share of tokens that choose some of `held` experts, with even routing. A token misses them
+/// when all its K distinct experts are others.
+pub fn arriving(model: &ModelConfig, held: f64) -> f64 {
+    let experts = f64::from(model.experts.count.max(1));
+    let missed = (0..model.experts.per_token).map(f64::from);
+    let missed = missed.map(|k| (experts - held - k).max(0.0) / (experts - k).max(1.0));
+    1.0 - missed.product::<f64>()
+}
+
+/// Bytes of the workspace, where so many ranks share the experts in so many chunks.
+fn workspace(
+    model: &ModelConfig,
+    training: &TrainingConfig,
+    types: &Types,
+    tokens: u64,
+    [ranks, chunks]: [u64; 2],
+) -> u64 {
+    // The router's own op is of the own tokens.
+    let routed = tokens.max(ranks * tokens / chunks);
+    crate::workspace::bytes(model, [tokens, routed], training, types)
 }
 
 /// Bytes of parameters that one exchange of gradients or weights moves; more take several.

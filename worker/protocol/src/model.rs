@@ -6,6 +6,7 @@
 pub use crate::router::{
     AuxLossScope, BalanceLoss, CosineConfig, RouterConfig, RouterKind, Scoring,
 };
+use crate::slices::Slices;
 use serde::{Deserialize, Serialize};
 use std::fmt::Arguments;
 
@@ -67,6 +68,19 @@ pub struct ExpertsConfig {
     pub shared: u32,
     /// Committed routed rows over balanced rows.
     pub routed_headroom: f64,
+    /// Slices of each expert, `r`: how it is computed, and no part of what it is. All of them have
+    /// the same width; see [`crate::slices`]. It is told only where it is more than 1, since
+    /// workers of releases before do not know the field.
+    #[serde(default = "whole", skip_serializing_if = "is_whole")]
+    pub slices: u32,
+}
+
+fn whole() -> u32 {
+    1
+}
+
+fn is_whole(slices: &u32) -> bool {
+    *slices == 1
 }
 
 /// What a parameter is for; decides its initial value, its holders and its weight decay.
@@ -86,7 +100,8 @@ pub enum Role {
     Temperature { layer: u32 },
     /// Corrections of a layer's choice: zeros. No gradient: changed by the loads of each step.
     Correction { layer: u32 },
-    /// A matrix of one expert; held by the ranks of its slots.
+    /// A matrix of one expert, or of a slice of one ([`crate::slices`]), whose id `expert` is then;
+    /// held by the ranks of its slots.
     Expert { layer: u32, expert: u32 },
 }
 
@@ -155,11 +170,27 @@ impl ModelConfig {
         }
     }
 
-    /// The matrices of one expert.
+    /// The matrices of one expert, or of the slice with that id.
     pub fn expert_params(&self, layer: u32, expert: u32, visitor: &mut impl Visitor) {
-        let at = format_args!("model.layers.{layer}.mlp.experts.{expert}");
-        let role = Role::Expert { layer, expert };
-        self.gated_params(at, self.experts.intermediate_size, role, visitor);
+        let (role, Slices { each, width, .. }) = (Role::Expert { layer, expert }, self.slices());
+        let (whole, slice) = (expert / each, expert % each);
+        if each == 1 {
+            let at = format_args!("model.layers.{layer}.mlp.experts.{whole}");
+            return self.gated_params(at, width, role, visitor);
+        }
+        let at = format_args!("model.layers.{layer}.mlp.experts.{whole}.slices.{slice}");
+        self.gated_params(at, width, role, visitor);
+    }
+
+    /// What the names of these matrices begin with.
+    pub fn expert_name(&self, layer: u32, expert: u32) -> String {
+        let mut found = String::new();
+        self.expert_params(layer, expert, &mut Each(|name: Arguments<'_>, _: &[u32], _: Role| {
+            let name = name.to_string();
+            let at = name.rsplitn(3, '.').nth(2).unwrap_or_default();
+            found = at.to_string();
+        }));
+        found
     }
 
     fn attention_params(&self, layer: u32, visitor: &mut impl Visitor) {
@@ -265,7 +296,7 @@ impl ModelConfig {
     pub fn active_numel(&self) -> u64 {
         let mut sum = 0;
         self.each_param(|_, shape, role| match role {
-            Role::Expert { expert, .. } if expert >= self.experts.per_token => {}
+            Role::Expert { expert, .. } if expert >= self.slices().per_token => {}
             _ => sum += numel(shape),
         });
         sum
@@ -276,12 +307,12 @@ impl ModelConfig {
 pub trait Visitor {
     fn param(&mut self, name: Arguments<'_>, shape: &[u32], role: Role);
 
-    /// All experts of a layer: [`MATRICES`] of the same size each, expert by expert.
+    /// All experts of a layer, or their slices: [`MATRICES`] of the same size each, one by one.
     fn experts(&mut self, model: &ModelConfig, layer: u32)
     where
         Self: Sized,
     {
-        for expert in 0..model.experts.count {
+        for expert in 0..model.slices().count {
             model.expert_params(layer, expert, self);
         }
     }

@@ -102,7 +102,7 @@ impl Interned {
 
     /// Each run of experts is held by the ranks of one place on the ep axis.
     fn contiguous(&mut self, model: &ModelConfig, layout: &Layout) -> Vec<usize> {
-        let (mesh, count) = (layout.mesh, model.experts.count);
+        let (mesh, count) = (layout.mesh, model.slices().count);
         let mut places = vec![Vec::new(); mesh.ep as usize];
         for rank in 0..mesh.world() {
             places[mesh.coord(rank).ep as usize].push(rank);
@@ -119,7 +119,7 @@ impl Interned {
     }
 
     fn explicit(&mut self, model: &ModelConfig, layout: &Layout, layer: u32) -> Vec<usize> {
-        let mut holders = vec![Vec::new(); model.experts.count as usize];
+        let mut holders = vec![Vec::new(); model.slices().count as usize];
         for rank in 0..layout.mesh.world() {
             for expert in layout.experts(model, layer, rank) {
                 holders[expert as usize].push(rank);

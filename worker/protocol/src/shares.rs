@@ -123,7 +123,7 @@ impl Visitor for Census<'_> {
     }
 
     fn experts(&mut self, model: &ModelConfig, layer: u32) {
-        let numel = numel(&[model.experts.intermediate_size, model.hidden_size]);
+        let numel = numel(&[model.slices().width, model.hidden_size]);
         for run in self.holders.row(layer).chunk_by(|one, other| one == other) {
             self.run(run[0], numel, run.len() as u64 * u64::from(MATRICES));
         }

@@ -18,12 +18,11 @@ const CHUNK_STEP: u64 = 256;
 /// Where buffers start.
 const ALIGNMENT: u64 = 256;
 
-/// Bytes of the workspace of a rank with `tokens` of a micro-batch, one of `ranks` that share the
-/// experts.
+/// Bytes of the workspace of a rank with `tokens` of a micro-batch, whose experts compute `routed`
+/// tokens at once.
 pub fn bytes(
     model: &ModelConfig,
-    tokens: u64,
-    ranks: u64,
+    [tokens, routed]: [u64; 2],
     training: &TrainingConfig,
     types: &Types,
 ) -> u64 {
@@ -32,7 +31,7 @@ pub fn bytes(
     if types.sums == Sums::Tree {
         return head;
     }
-    head.max(attention(model, tokens)).max(mixture(model, tokens * ranks, types))
+    head.max(attention(model, tokens)).max(mixture(model, routed, types))
 }
 
 /// Bytes of a head's scratch, as `HeadDesc::plan` of the kernels has it.
@@ -55,8 +54,9 @@ fn attention(model: &ModelConfig, tokens: u64) -> u64 {
 fn mixture(model: &ModelConfig, tokens: u64, types: &Types) -> u64 {
     let experts = &model.experts;
     let (count, dim) = (u64::from(experts.count), u64::from(model.hidden_size));
-    let rows = tokens * u64::from(experts.per_token);
-    let row = u64::from(experts.intermediate_size).max(dim) + dim;
+    let slices = model.slices();
+    let rows = tokens * u64::from(slices.per_token);
+    let row = u64::from(slices.width).max(dim) + dim;
     let tables = tokens * count.next_multiple_of(8) + rows * 16;
     // Partial gradients of the router, in at most 66 parts.
     rows * row * types.element.bytes() + tables * 4 + 66 * count * dim * 4

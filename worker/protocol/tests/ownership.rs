@@ -35,6 +35,7 @@ fn model(tied: bool) -> ModelConfig {
             activation: Activation::Silu,
             shared: 1,
             routed_headroom: 1.5,
+            slices: 1,
         },
         router: RouterConfig::default(),
     }

@@ -11,8 +11,6 @@ use std::time::{Duration, Instant};
 
 /// Time between snapshots over what one costs: 0.5%.
 const TIMES: u32 = 200;
-/// Before a snapshot is due, its slot is touched beside the steps: so many times what one costs.
-const TIMES_BEFORE: u32 = 4;
 /// Bytes a second from a GPU to the memory of its host, before one was measured.
 const USUAL: f64 = 2e10;
 /// Snapshots may take so much of a machine's memory, which others use as well.
@@ -82,11 +80,6 @@ impl Pace {
 
     pub fn is_due(&self, now: Instant) -> bool {
         self.fits && now.duration_since(self.since) >= self.cost * TIMES
-    }
-
-    /// One is about to be due.
-    pub fn is_near(&self, now: Instant) -> bool {
-        self.fits && now.duration_since(self.since) >= self.cost * (TIMES - TIMES_BEFORE)
     }
 
     /// A snapshot was taken between the two.
@@ -167,7 +160,6 @@ mod tests {
         let at = |seconds: f64| start + Duration::from_secs_f64(seconds);
         // 20 GB take a second, until one was measured.
         let mut pace = Pace::new(20_000_000_000, 40_000_000_000, 44_000_000_000, start);
-        assert!(!pace.is_near(at(195.9)) && pace.is_near(at(196.0)));
         assert!(!pace.is_due(at(199.0)) && pace.is_due(at(200.0)));
         pace.taken(at(200.0), at(200.5));
         assert!(!pace.is_due(at(300.0)) && pace.is_due(at(300.5)));

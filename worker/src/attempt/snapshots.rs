@@ -17,6 +17,7 @@ use crate::state::snapshot::{self, Cargo, Opened, SnapshotError};
 use moejob_protocol::checkpoint::Part;
 use moejob_protocol::report::EventKind;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -42,6 +43,17 @@ pub(crate) struct Leaving {
     checkpoint: Option<Option<f64>>,
     /// What it has cost so far.
     cost: Duration,
+}
+
+/// Whether the attempt is over, for threads that make memory ready for its next snapshot: it may
+/// be many seconds' work, which the next attempt would wait for.
+#[derive(Default)]
+pub(crate) struct Over(Arc<AtomicBool>);
+
+impl Over {
+    pub fn tell(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
 
 /// What a snapshot is followed by.
@@ -78,27 +90,26 @@ fn not_taken(error: SnapshotError) -> Stop {
 
 impl Run<'_> {
     /// What the next snapshot needs is made ready beside the first steps, by a thread, if any.
-    /// `soon`: that snapshot comes as soon as it can.
-    pub(super) fn prepare(&self, soon: bool) -> Option<JoinHandle<()>> {
+    pub(super) fn prepare(&mut self) {
         if self.pace.is_some_and(|pace| !pace.fits()) {
-            return None;
+            return;
         }
+        let before = self.preparing.take();
         let (shards, memory) = (self.shards(), self.memory.clone());
         let gpu = self.engine.model.device.as_cuda().map(|cuda| cuda.gpu().clone());
         let gpu = gpu.filter(|_| std::env::var_os(ENV_LANE).is_some_and(|word| word == "on"));
-        let own = shards.last().copied();
+        let (own, over) = (shards.last().copied(), Arc::clone(&self.over.0));
         let thread = std::thread::Builder::new().name("prepare".to_string());
         let work = move || {
-            memory.prepare(&shards);
-            if soon {
-                memory.wake(&shards);
-            }
+            // One that is under way is not made twice. It does not panic.
+            before.map(JoinHandle::join);
+            memory.prepare(&shards, &over);
             if let Some((gpu, (shard, len))) = gpu.zip(own) {
-                memory.prepare_pinned(&gpu, shard, len);
+                memory.prepare_pinned(&gpu, shard, len, &over);
             }
         };
         // Without the thread the next snapshot takes longer.
-        thread.spawn(work).ok()
+        self.preparing = thread.spawn(work).ok();
     }
 
     /// Those that a snapshot leaves here, with their bytes: of wards, and the own one last.
@@ -111,7 +122,7 @@ impl Run<'_> {
 
     /// The first snapshot of an attempt that needs one is due once its slots are made.
     pub(super) fn is_anew(&self) -> bool {
-        let are_made = self.waking.as_ref().is_none_or(JoinHandle::is_finished);
+        let are_made = self.preparing.as_ref().is_none_or(JoinHandle::is_finished);
         self.anew && self.pace.is_none_or(|pace| pace.fits()) && are_made
     }
 
@@ -124,22 +135,11 @@ impl Run<'_> {
         state / u64::from(model.layout.mesh.world().max(1)) >= DEAR
     }
 
-    /// Where a snapshot is about to be due, what it fills is touched beside the steps.
-    pub(super) fn wake(&mut self, now: Instant) {
-        if self.waking.is_some() || !self.pace.is_some_and(|pace| pace.is_near(now)) {
-            return;
-        }
-        let (shards, memory) = (self.shards(), self.memory.clone());
-        let thread = std::thread::Builder::new().name("wake".to_string());
-        // Without the thread the snapshot takes longer.
-        self.waking = thread.spawn(move || memory.wake(&shards)).ok();
-    }
-
-    /// What is still being touched could not be filled.
-    fn end_waking(&mut self) {
-        if let Some(waking) = self.waking.take() {
-            // Touching does not panic.
-            let _ = waking.join();
+    /// What is still being made could not be filled, and to make another one takes as long.
+    fn end_preparing(&mut self) {
+        if let Some(preparing) = self.preparing.take() {
+            // It does not panic.
+            let _ = preparing.join();
         }
     }
 
@@ -239,7 +239,7 @@ impl Run<'_> {
     }
 
     fn take(&mut self, Goes { on, beside }: Goes) -> Result<Taken, Stop> {
-        self.end_waking();
+        self.end_preparing();
         self.anew = false;
         let of = (self.config.attempt, self.step);
         let (model, comm) = (&self.engine.model, self.engine.links.comm());
@@ -250,11 +250,11 @@ impl Run<'_> {
             self.leave(opened, false);
             return Ok(Taken::Later);
         }
-        snapshot::cut_into(&mut self.engine.model, opened.own.bytes_mut())?;
+        snapshot::cut_into_slot(&mut self.engine.model, &mut opened.own)?;
         let slot = self.give_copies(self.step, opened, on)?;
         if on && self.is_dear() {
             // The next one finds its slots made, too.
-            let _ = self.prepare(false);
+            self.prepare();
         }
         Ok(Taken::Now(slot))
     }
@@ -337,7 +337,7 @@ impl Run<'_> {
         self.saves.begin(step, held_out.filter(|_| self.keeps_best), products);
         if self.engine.model.device.as_cuda().is_some() {
             // The next snapshot finds another slot than the one that is written from.
-            let _ = self.prepare(false);
+            self.prepare();
         }
     }
 
@@ -347,7 +347,7 @@ impl Run<'_> {
     fn cut_for_checkpoint(&mut self) -> Result<Taken, Stop> {
         let of = (self.config.attempt, self.step);
         let beside = self.waits_until.is_none();
-        self.end_waking();
+        self.end_preparing();
         for _ in 0..SLOT_TRIES {
             self.memory.free_older();
             let (model, comm) = (&self.engine.model, self.engine.links.comm());
@@ -360,7 +360,7 @@ impl Run<'_> {
                 }
                 Some(Opened { mut own, .. }) => {
                     let began = Instant::now();
-                    snapshot::cut_into(&mut self.engine.model, own.bytes_mut())?;
+                    snapshot::cut_into_slot(&mut self.engine.model, &mut own)?;
                     self.saving.iter_mut().for_each(|saving| saving.copied(began, Instant::now()));
                     return Ok(Taken::Now(own.complete_for_checkpoint()));
                 }

@@ -5,7 +5,7 @@ use crate::attempt::gauge::Gauge;
 use crate::attempt::pace::{Pace, Saving};
 use crate::attempt::recorder::Recorder;
 use crate::attempt::resume::{self, Sums, resumes_in_place};
-use crate::attempt::snapshots::{Goes, Leaving, Taken};
+use crate::attempt::snapshots::{Goes, Leaving, Over, Taken};
 use crate::attempt::start::Start;
 use crate::attempt::telling::Clock;
 use crate::attempt::saves::{Ends, Patience, Saves};
@@ -59,8 +59,9 @@ pub(crate) struct Run<'a> {
     pub trying: Option<Trying>,
     /// When state is copied to memory, where that is not every so many steps.
     pub pace: Option<Pace>,
-    /// Makes or touches the slots of the next snapshot.
-    pub waking: Option<JoinHandle<()>>,
+    /// Makes the slots of the next snapshot.
+    pub preparing: Option<JoinHandle<()>>,
+    pub over: Over,
     /// What was resumed from is of other ranks or another layout, and these have no snapshot yet.
     pub anew: bool,
     /// The same of checkpoints.
@@ -118,8 +119,7 @@ impl Run<'_> {
         // then what the attempt came from stays. Where nobody said how often, what was loaded or
         // made from a seed can be so again, and has none.
         self.anew = !in_place && if self.pace.is_some() { from_memory } else { dear };
-        let ready = self.prepare(self.anew);
-        self.waking = ready.filter(|_| self.anew);
+        self.prepare();
         let steps = self.config.training.steps;
         // The attempt before was lost when all was trained and the last checkpoint was not written.
         if self.step >= steps && from_memory {
@@ -229,7 +229,6 @@ impl Run<'_> {
         self.asked.stop_after_this_step |= asked.stop_after_this_step;
         let (now, free) = (Instant::now(), self.leaving.is_none() && self.travels.is_none());
         let due = free && (self.pace.is_some_and(|pace| pace.is_due(now)) || self.is_anew());
-        self.wake(now);
         let with = self.pace.filter(Pace::fits).map(|_| due);
         let saving = self.saving.filter(|_| free && self.saves.has_room());
         let saves = saving.is_some_and(|saving| saving.is_due(self.step + 1, with, now));

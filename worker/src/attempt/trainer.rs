@@ -11,6 +11,7 @@ use crate::attempt::courier::Courier;
 use crate::attempt::gauge::Gauge;
 use crate::attempt::pace::{InMemory, Pace, Saving};
 use crate::attempt::products;
+use crate::attempt::snapshots::Over;
 use crate::attempt::steps::Run;
 use crate::attempt::telling::Clock;
 use crate::checkpoint::desk::Ask;
@@ -266,7 +267,8 @@ impl Trainer {
             ahead,
             trying,
             pace,
-            waking: None,
+            preparing: None,
+            over: Over::default(),
             anew: false,
             saving,
             leaving: None,
@@ -283,6 +285,7 @@ impl Trainer {
             run.tell_storage(news)?;
         }
         let ended = run.train(corpus);
+        run.over.tell();
         tracing::debug!("steps are over");
         self.products = products::of(&run.engine.model);
         self.ways.keep(config, run.trying.as_ref());

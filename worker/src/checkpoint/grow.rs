@@ -152,7 +152,7 @@ struct Origin<'a> {
 
 /// For each tensor of the grown table, in its order, the one it is made of.
 fn origins<'a>(source: &'a CheckpointManifest, params: &'a [Param]) -> Vec<Origin<'a>> {
-    let experts = source.model.experts.count;
+    let (experts, slices) = (source.model.experts.count, source.model.slices().each);
     let old = source.model.params();
     let softmax = source.model.router.scoring == Scoring::Softmax;
     let index_of: std::collections::HashMap<&str, usize> =
@@ -161,8 +161,9 @@ fn origins<'a>(source: &'a CheckpointManifest, params: &'a [Param]) -> Vec<Origi
     for param in params {
         let (mut name, mut is_copy) = (param.name.clone(), false);
         if let Role::Expert { expert, .. } = param.role
-            && expert >= experts
+            && expert / slices >= experts
         {
+            let expert = expert / slices;
             let at = |expert: u32| format!(".experts.{expert}.");
             name = name.replace(&at(expert), &at(expert - experts));
             is_copy = true;

@@ -1,6 +1,8 @@
-//! Loading a checkpoint of any layout into this rank's memory.
+//! Loading a checkpoint of any layout into this rank's memory, with whatever number of slices its
+//! experts have.
 
 use super::manifest::{NOT_FINITE, PARTS};
+use super::recut::Sources;
 use super::values::{first_non_finite, float_named};
 use super::{Disk, Problem, Refusal};
 use crate::state::rank::{RankState, intersect};
@@ -67,12 +69,44 @@ pub fn load(
 ) -> Result<(), Refusal> {
     let mut shards = Shards::new(disk, directory, manifest);
     let name = directory.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let refused = |problem| Refusal::of(name, vec![problem]);
+    if manifest.model.slices().each != state.table().model.slices().each {
+        load_recut(&mut shards, manifest, state).map_err(refused)?;
+        state.set_loss_scale(manifest.loss_scale);
+        return Ok(());
+    }
     for (at, tensor) in manifest.tensors.iter().enumerate() {
         let (index, part) = (at / PARTS.len(), PARTS[at % PARTS.len()]);
-        load_tensor(&mut shards, tensor, index, part, state)
-            .map_err(|problem| Refusal::of(name, vec![problem]))?;
+        load_tensor(&mut shards, tensor, index, part, state).map_err(refused)?;
     }
     state.set_loss_scale(manifest.loss_scale);
+    Ok(())
+}
+
+/// The same where experts are cut into another number of slices.
+fn load_recut(
+    shards: &mut Shards,
+    manifest: &CheckpointManifest,
+    state: &mut impl RankState,
+) -> Result<(), Problem> {
+    let sources = Sources::new(&manifest.model);
+    let (model, params) = (state.table().model.clone(), state.table().params.to_vec());
+    for (index, param) in params.iter().enumerate() {
+        for (at, part) in PARTS.into_iter().enumerate() {
+            let needed = state.table().needed(part, index);
+            if needed.is_empty() {
+                continue;
+            }
+            if model.cut(param).is_none() {
+                let tensor = &manifest.tensors[sources.other(param)? * PARTS.len() + at];
+                load_tensor(shards, tensor, index, part, state)?;
+                continue;
+            }
+            let of = (&model, param);
+            let bytes = sources.read(shards, (manifest, part), of, &needed)?;
+            state.write(part, index, needed, &bytes);
+        }
+    }
     Ok(())
 }
 
@@ -99,7 +133,7 @@ fn load_tensor(
 }
 
 /// No state that training makes holds anything but finite numbers.
-fn check_values(tensor: &TensorEntry, bytes: &[u8]) -> Result<(), Problem> {
+pub(super) fn check_values(tensor: &TensorEntry, bytes: &[u8]) -> Result<(), Problem> {
     let dtype = float_named(&tensor.dtype).unwrap_or(DType::F64);
     match first_non_finite(bytes, dtype) {
         None => Ok(()),

@@ -9,6 +9,7 @@ use moejob_protocol::checkpoint::{
 };
 use moejob_protocol::layout::BLOCK;
 use moejob_protocol::model::Param;
+use moejob_protocol::slices::{SLICES, Slices};
 use std::collections::BTreeSet;
 use std::path::Path;
 
@@ -193,7 +194,12 @@ fn params_of(manifest: &CheckpointManifest) -> Result<Vec<Param>, Problem> {
 /// # Errors
 /// What is absurd about it.
 pub(crate) fn model_is_sane(model: &moejob_protocol::ModelConfig) -> Result<(), String> {
-    let rows = u64::from(model.num_hidden_layers) * (u64::from(model.experts.count) * 3 + 20);
+    let Slices { count, width, .. } = model.slices();
+    let each = model.experts.slices;
+    if !SLICES.contains(&each) || width.checked_mul(each) != Some(model.experts.intermediate_size) {
+        return Err(format!("a model with {each} slices of each expert"));
+    }
+    let rows = u64::from(model.num_hidden_layers) * (u64::from(count) * 3 + 20);
     if rows > TENSORS_MAX as u64 {
         return Err(format!("a model of {rows} tensors"));
     }
@@ -235,7 +241,11 @@ pub fn differences(manifest: &CheckpointManifest, expected: &Expected) -> Vec<Pr
         problems.push(Problem::new("manifest.json", &why));
     };
     let as_value = |model| serde_json::to_value(model).unwrap_or_default();
-    let (theirs, ours) = (as_value(&manifest.model), as_value(expected.model));
+    // Into how many slices experts are cut says how they are computed; `load` goes from any number
+    // to any other.
+    let [theirs, ours] = [&manifest.model, expected.model].map(|model| model.in_slices(1));
+    let is_same = theirs == ours;
+    let (theirs, ours) = (as_value(&theirs), as_value(&ours));
     value_differences("model", &theirs, &ours, &mut differs);
     if manifest.seed != expected.seed {
         differs("seed", manifest.seed.to_string(), expected.seed.to_string());
@@ -248,7 +258,7 @@ pub fn differences(manifest: &CheckpointManifest, expected: &Expected) -> Vec<Pr
     let both = !manifest.spec_hash.is_empty()
         && !expected.spec_hash.is_empty()
         && manifest.version >= SPEC_HASH_VERSION;
-    if both && manifest.spec_hash != expected.spec_hash && manifest.model == *expected.model {
+    if both && manifest.spec_hash != expected.spec_hash && is_same {
         let (theirs, ours) = (manifest.spec_hash.clone(), expected.spec_hash.to_string());
         differs("the hash of its immutable fields", theirs, ours);
     }

@@ -16,6 +16,7 @@ mod load;
 pub mod look;
 mod manifest;
 pub mod products;
+pub(crate) mod recut;
 pub(crate) mod safetensors;
 pub mod scribe;
 pub(crate) mod staging;

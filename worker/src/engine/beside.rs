@@ -65,6 +65,44 @@ impl Overlap {
     }
 }
 
+/// How tokens travel beside the experts' products, where they do so in chunks, for measurements:
+/// how many blocks move them at most, `16`, and how many multiprocessors products leave free
+/// meanwhile, `16/8`; as many, unless it says so. The same on every rank of a job.
+pub const ENV_CHUNKS: &str = "MOEJOB_CHUNKS";
+
+/// Through windows 16 move a third of what 64 do, which products hide; and each takes a
+/// multiprocessor from them.
+const CHUNKED_BLOCKS: u32 = 16;
+
+/// What [`ENV_CHUNKS`] says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Chunked {
+    /// Of NCCL's kernels and of those that use windows.
+    pub blocks: u32,
+    pub free: usize,
+}
+
+impl Chunked {
+    pub fn said() -> Chunked {
+        Chunked::parse(std::env::var(ENV_CHUNKS).ok().as_deref())
+    }
+
+    fn parse(said: Option<&str>) -> Chunked {
+        let usual = Chunked { blocks: CHUNKED_BLOCKS, free: CHUNKED_BLOCKS as usize };
+        let Some(said) = said.map(str::trim).filter(|said| !said.is_empty()) else { return usual };
+        let parts: Result<Vec<u32>, _> = said.split('/').map(str::parse).collect();
+        let read = match parts.as_deref() {
+            Ok([blocks]) => Some(Chunked { blocks: *blocks, free: *blocks as usize }),
+            Ok([blocks, free]) => Some(Chunked { blocks: *blocks, free: *free as usize }),
+            _ => None,
+        };
+        read.filter(|read| read.blocks > 0).unwrap_or_else(|| {
+            tracing::warn!("{ENV_CHUNKS}={said} is not `16` or `16/8`: ignored");
+            usual
+        })
+    }
+}
+
 /// Convoys of a model with `layers`.
 pub(crate) fn count(layers: u32) -> usize {
     layers as usize + 1
@@ -137,6 +175,18 @@ mod tests {
                 assert!(point(convoy) <= place(kind, layers), "{kind:?} of {layers}");
             }
         }
+    }
+
+    #[test]
+    fn what_is_said_of_chunks_is_read() {
+        let of = |blocks, free| Chunked { blocks, free };
+        let usual = of(CHUNKED_BLOCKS, CHUNKED_BLOCKS as usize);
+        assert_eq!(Chunked::parse(None), usual);
+        for said in [" ", "0", "off", "8/", "8/-1", "1/2/3", "4294967296"] {
+            assert_eq!(Chunked::parse(Some(said)), usual, "{said:?}");
+        }
+        assert_eq!(Chunked::parse(Some(" 8 ")), of(8, 8));
+        assert_eq!(Chunked::parse(Some("32/0")), of(32, 0));
     }
 
     #[test]

@@ -15,6 +15,7 @@ use crate::engine::forward::Pass;
 use crate::engine::links::{Flight, words};
 use crate::engine::model::Model;
 use crate::engine::round::Round;
+use crate::engine::slices::Computed;
 use moejob_kernels::{Buffer, Combine, CpuDevice, GatherRows, Room, ScatterSum};
 use moejob_protocol::buffers::{Moe, MoeScratch, Order, Routes, Travel};
 use moejob_protocol::stages::Flows;
@@ -28,7 +29,8 @@ pub(crate) struct Chunk {
     pub at: usize,
     /// Own tokens before it.
     pub first: usize,
-    /// The parts that are the chunk's of what belongs to tokens, choices and rows.
+    /// The parts that are the chunk's of what belongs to tokens, choices and rows. Choices are
+    /// those of slices from here on.
     pub moe: Moe<Buffer>,
     pub scratch: MoeScratch<Buffer>,
     before: Before,
@@ -110,8 +112,8 @@ impl Model {
     }
 
     fn chunk(&self, layer: usize, round: &Round, at: usize, before: Before) -> Chunk {
-        let (chunks, k, d) = (self.chunk_count(), self.top_k(), self.dim());
-        let f = self.config.experts.intermediate_size as usize;
+        let (chunks, d) = (self.chunk_count(), self.dim());
+        let Computed { slots: k, width: f, .. } = self.slices();
         let (moe, scratch) = (self.moe(layer), self.moe_scratch());
         let first = (0..at).map(|at| round.chunk(at, chunks).tokens).sum::<usize>();
         let round = round.chunk(at, chunks);
@@ -141,9 +143,11 @@ impl Model {
             }
             None => moe.segments,
         };
+        let [ids, weights] = moe.choices();
         let moe = Moe {
-            ids: own(moe.ids, k),
-            weights: own(moe.weights, k),
+            ids: own(ids, k),
+            weights: own(weights, k),
+            slices: None,
             rows: own(moe.rows, k),
             pos: own(moe.pos, k),
             segments,
@@ -166,7 +170,7 @@ impl Model {
         });
         let scratch = MoeScratch {
             ids: own(scratch.ids, k),
-            dweights: own(scratch.dweights, k),
+            dweights: own(scratch.choice_dweights(), k),
             y: routed(scratch.y, d),
             ds: routed(scratch.ds, 1),
             dh: routed(scratch.dh, 2 * f),
@@ -206,10 +210,11 @@ impl Model {
             .flat_map(|chunk| chunk.sources)
             .map(|source| (source.position, source.tokens))
             .collect();
-        let choices = sources.iter().map(|(_, tokens)| tokens * self.top_k()).sum();
+        let top_k = self.slices().slots;
+        let choices = sources.iter().map(|(_, tokens)| tokens * top_k).sum();
         let all_ids = cpu.slice::<u32>(travel.all_ids.slice(0, choices));
         let owner = cpu.slice::<u32>(routes.owner);
-        let flows = Flows::new(rooms.len(), self.top_k(), &sources, owner, all_ids);
+        let flows = Flows::new(rooms.len(), top_k, &sources, owner, all_ids);
         if flows.overflow(rooms.iter().map(|room| (room.rows, room.tokens))) {
             rooms.fill(Room { rows: 0, tokens: 0 });
         }
@@ -295,7 +300,7 @@ impl Pass<'_> {
         let mid = self.model.buffers.layers[layer].mid.slice(chunk.first * d, t * d);
         let op = Combine {
             tokens: t,
-            top_k: self.model.top_k(),
+            top_k: self.model.slices().slots,
             dim: d,
             y: chunk.returned().0,
             pos: chunk.moe.pos,
@@ -309,7 +314,7 @@ impl Pass<'_> {
     /// Of the own tokens of a chunk, whose rows are back: the sum of the gradients that their
     /// experts give, and those of their weights.
     pub(crate) fn sum_gradients(&mut self, chunk: &Chunk) {
-        let (t, k, d) = (chunk.round.tokens, self.model.top_k(), self.model.dim());
+        let (t, k, d) = (chunk.round.tokens, self.model.slices().slots, self.model.dim());
         let ((x, ds), pos) = (chunk.returned(), chunk.moe.pos);
         let out = self.model.buffers.scratch.dnorm.slice(chunk.first * d, t * d);
         let op = ScatterSum { tokens: t, top_k: k, dim: d, accumulate: false, x, pos, out };

@@ -82,14 +82,20 @@ impl Model {
                 if self.first_bad(fused.logits).is_some() {
                     return Some(format!("the router of layer {layer}"));
                 }
-                let width = 2 * self.config.experts.intermediate_size as usize;
-                // Where experts are shared out, those here come first to last, from the first one.
+                let width = 2 * self.slices().width;
+                // Where experts are shared out, those here come first to last, from the first one,
+                // in each chunk.
                 let offsets = fused.spread.as_ref().map_or(fused.offsets, |spread| spread.offsets);
                 let ends: Vec<u32> = self.device.read_vec(offsets);
                 if let Some(at) = self.first_bad(fused.h) {
                     let before = self.layout.experts(&self.config, layer as u32, self.rank);
-                    let expert = ends[1..].partition_point(|end| *end as usize <= at / width)
+                    let chunks = self.shape.chunks as usize;
+                    let (rows, table) = (fused.h.len() / width / chunks, ends.len() / chunks);
+                    let (chunk, row) = (at / width / rows, at / width % rows);
+                    let ends = &ends[chunk * table..][..table];
+                    let expert = ends[1..].partition_point(|end| *end as usize <= row)
                         + before.first().map_or(0, |first| *first as usize);
+                    let expert = expert / self.slices().each;
                     return Some(format!("expert {expert} of layer {layer}"));
                 }
             }
@@ -102,7 +108,7 @@ impl Model {
 
     /// The first expert computed here with a hidden row that is not finite.
     fn broken_expert(&self, layer: usize, round: &Round) -> Option<u32> {
-        let width = self.config.experts.intermediate_size as usize;
+        let width = self.slices().width;
         let held = self.layout.experts(&self.config, layer as u32, self.rank);
         let of_chunk = |chunk: &Chunk| {
             let (rows, moe) = (self.routed_rows(layer, chunk), &chunk.moe);
@@ -113,7 +119,8 @@ impl Model {
                 Some(self.first_bad(hidden.slice(0, count * width))? / width)
             })?;
             let end = |g: usize| offsets.get((g + 1) * rows.sources).map_or(0, |end| *end as usize);
-            held.iter().enumerate().find(|(g, _)| row < end(*g)).map(|(_, expert)| *expert)
+            let found = held.iter().enumerate().find(|(g, _)| row < end(*g));
+            found.map(|(_, slice)| slice / self.slices().each as u32)
         };
         self.chunks(layer, round).iter().find_map(of_chunk)
     }

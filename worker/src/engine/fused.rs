@@ -33,6 +33,7 @@ pub(crate) fn describe(
         hidden: experts.intermediate_size as usize,
         experts: experts.count as usize,
         top_k: experts.per_token as usize,
+        part: false,
         activation: match experts.activation {
             Activation::Silu => MoeActivation::Silu,
             Activation::Relu => MoeActivation::Relu,

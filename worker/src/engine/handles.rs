@@ -190,7 +190,7 @@ impl Experts {
                 return experts;
             }
             for expert in layout.experts(model, layer, rank) {
-                let at = format!("model.layers.{layer}.mlp.experts.{expert}");
+                let at = model.expert_name(layer, expert);
                 let weights = names.gated(&at).unwrap_or_else(|| panic!("no memory for {at}"));
                 experts.gate.push(weights.gate);
                 experts.up.push(weights.up);

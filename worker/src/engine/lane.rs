@@ -64,6 +64,11 @@ impl Model {
         begin(self, false);
     }
 
+    /// Reads of state are enqueued on the device's lane.
+    pub(crate) fn reads_by_lane(&self) -> bool {
+        self.lane.open
+    }
+
     /// Reads bytes of the device: at once, or on its lane.
     pub(crate) fn read_bytes(&mut self, from: Buffer, into: &mut [u8]) {
         let open = self.lane.open;

@@ -58,9 +58,9 @@ use std::sync::Arc;
 pub use nccl::NoLinks;
 pub(crate) use files::{Desk, Seat};
 pub(crate) use flight::Flight;
-pub(crate) use ledger::{Sent, WindowRows};
 #[cfg(test)]
-pub(crate) use ledger::{OfVerb, WAITED};
+pub(crate) use ledger::OfVerb;
+pub(crate) use ledger::{Sent, WAITED, WindowRows};
 pub(crate) use parcels::words;
 pub(crate) use peer::{Near, PATIENCE};
 pub(crate) use shared::Shared;
@@ -106,6 +106,8 @@ pub(crate) struct Groups {
     pub shared: Vec<Vec<u32>>,
     /// Those with which this rank exchanges parcels in a step.
     pub parcels: Vec<u32>,
+    /// Multiprocessors of what they share at most, where it travels beside products.
+    pub ctas_max: Option<u32>,
 }
 
 /// How device buffers travel.
@@ -290,7 +292,7 @@ impl Links {
         (top_k, chunks): (usize, usize),
     ) {
         let own = way.round.tokens * top_k;
-        let own = vec![moe.ids.slice(0, own), moe.weights.slice(0, own)];
+        let own = moe.choices().map(|of| of.slice(0, own)).to_vec();
         let ranks = &way.group.ranks;
         let sends: Vec<Parcel> = ranks.iter().map(|to| (*to, own.clone())).collect();
         let (all_ids, all_weights) = (way.travel.all_ids, way.travel.all_weights);

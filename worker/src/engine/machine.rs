@@ -1,7 +1,7 @@
 //! A device and all that one rank computes with it: how it is opened and left.
 
 use crate::data::DataError;
-use crate::engine::beside::{ENV_OVERLAP, Overlap};
+use crate::engine::beside::{Chunked, ENV_OVERLAP, Overlap};
 use crate::engine::buckets::Places;
 use crate::engine::flight::Flights;
 use crate::engine::graphs::{ENV_GRAPHS, Graphs, Paces, Use};
@@ -159,7 +159,7 @@ impl Engine {
         let mut shape = Shape::new(&config.model, &config.layout, rank, training);
         shape.documents = config.data.reset_at_boundaries;
         shape.rails = rails(config, rank);
-        let shape = shape.in_chunks(config.overlap_degree);
+        let shape = shape.in_chunks(&config.model, training, config.overlap_degree);
         let mut model = Model::on(device, shape, &config.model, &config.layout, rank, training)?;
         told("its memory");
         let links = match training.compute.backend {
@@ -176,7 +176,9 @@ impl Engine {
                 groups.sort();
                 groups.dedup();
                 let parcels = model.group.partners();
-                let groups = Groups { shared: groups, parcels };
+                let in_chunks = model.shape.chunks > 1;
+                let ctas_max = in_chunks.then(|| Chunked::said().blocks);
+                let groups = Groups { shared: groups, parcels, ctas_max };
                 let (aside, near) = (aside.as_ref(), model.near(PeerUse::said(), PATIENCE));
                 Links::between_gpus(comm, &mut model.device, &groups, aside, near.as_ref())?
             }

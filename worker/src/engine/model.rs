@@ -8,6 +8,7 @@
 //!
 //! Letters: `T` tokens, `D` model, `N` heads, `H` head dim, `F` hidden, `V` vocabulary.
 
+use crate::engine::beside::Chunked;
 use crate::engine::buckets::Places;
 use crate::engine::fused;
 use crate::engine::gate::Noise;
@@ -16,9 +17,10 @@ use crate::engine::lane::Lane;
 use crate::engine::links::window_wanted;
 use crate::engine::handles::{Dense, ExpertStacks, Experts, slice};
 use crate::engine::numbers::Numbers;
-use crate::engine::spread::Here;
+use crate::engine::portion::LEGS;
+use crate::engine::spread::{Here, sums_of_slices};
 use crate::engine::zero::Turning;
-use moejob_kernels::cuda::{AttentionDesc, MoeDesc, StepKernels};
+use moejob_kernels::cuda::{AttentionDesc, MoeDesc, Refusal, StepKernels};
 use moejob_kernels::{
     ArenaPlan, Buffer, DType, Device, HeadDesc, IGNORE, KernelError, LossScale,
 };
@@ -155,11 +157,17 @@ impl Model {
         let router_scale = 1.0 / means;
         device.set_tf32(training.precision == Precision::Tf32);
         let (fused, here) = layers(config, layout, rank, &shape, router_scale);
-        prepare(&mut device, config, &mut shape, training, &descs(fused, here))?;
+        let slices = config.slices().each;
+        if fused.is_some() && here.is_none() && slices > 1 {
+            let refusal = Refusal::Slices { found: slices as usize };
+            return Err(KernelError::Layer(refusal.into()));
+        }
+        let descs = descs(config, &shape, fused, here);
+        prepare(&mut device, config, &mut shape, training, &descs)?;
         let mut planner = ArenaPlanner { shape: &shape, plan: ArenaPlan::new() };
         let buffers = Buffers::plan(config, &shape, &mut planner);
         let with_others = layout.mesh.world() > 1;
-        let window = window_wanted(config, layout, training, shape.rails);
+        let window = window_wanted(config, layout, training, &shape);
         let beside = beside_arena(with_others) + window;
         device.reserve_planned(&planner.plan, beside as usize)?;
         let params = config.params();
@@ -189,6 +197,10 @@ impl Model {
             (0..shape.tokens as usize).map(|token| (token % sequence) as u32).collect();
         device.write(buffers.batch.positions, &positions);
         let targets = f64::from(training.global_batch_size) * sequence as f64;
+        if shape.chunks > 1 {
+            let flights = LEGS * shape.chunks as usize;
+            device.open_token_lane(flights, Chunked::said().free)?;
+        }
         let group = ExpertGroup::new(config, layout, rank, shape.tokens).along(shape.rails);
         group.write_tables(&buffers.layers, &mut device);
         let (counts, count, scaled) = (&shape.numbers, shape.micro_batches, shape.types.scaled);
@@ -291,7 +303,7 @@ impl Model {
         layer.map_or(self.buffers.head.input, |layer| layer.input)
     }
 
-    /// `K`: slots of a token.
+    /// `K`: slots of a token, as its router fills them.
     pub(crate) fn top_k(&self) -> usize {
         self.config.slots() as usize
     }
@@ -377,12 +389,25 @@ fn layers(
     let mixture: Vec<usize> = mixture.map(|layer| layer as usize).collect();
     let fused = (shape.types.sums == Sums::Buckets && !mixture.is_empty())
         .then(|| layer_desc(config, shape, router_scale));
-    let here = fused.and_then(|whole| Here::new(config, layout, rank, &mixture, &whole));
+    let of = (&mixture[..], shape);
+    let here = fused.and_then(|whole| Here::new(config, layout, rank, of, &whole));
     (fused, here)
 }
 
-fn descs(fused: Option<MoeDesc>, here: Option<Here>) -> Vec<MoeDesc> {
-    fused.into_iter().chain(here.map(|here| here.desc)).collect()
+/// What kernels are made for.
+fn descs(
+    config: &ModelConfig,
+    shape: &Shape,
+    fused: Option<MoeDesc>,
+    here: Option<Here>,
+) -> Vec<MoeDesc> {
+    // Rows of each expert of the own tokens are summed up chunk by chunk.
+    let own = fused.zip(here).filter(|_| shape.formats.returns_each());
+    let own = own.and_then(|(whole, here)| match shape.chunks {
+        1 => sums_of_slices(config, &whole),
+        _ => Some(here.own()),
+    });
+    fused.into_iter().chain(here.map(|here| here.desc)).chain(own).collect()
 }
 
 /// Attention of whole sequences, and of documents that are kept apart where there may be some: that
@@ -439,7 +464,7 @@ pub fn step_kernels(
         turns,
         head: head_desc(config, &shape, shape.tokens as usize),
         attentions: attentions(config, &shape, training),
-        layers: descs(fused, here),
+        layers: descs(config, &shape, fused, here),
         shared_out: here.is_some(),
     }
 }

@@ -76,6 +76,7 @@ impl Pass<'_> {
                 self.gate(layer, t);
             }
             self.record_routing(layer, t);
+            self.choose_slices(layer, t);
         }
         if self.model.chunk_count() > 1 {
             return self.forward_in_chunks(layer, out);
@@ -150,8 +151,8 @@ impl Pass<'_> {
         }
         let op = Place {
             tokens: chunk.round.tokens,
-            top_k: self.model.top_k(),
-            experts: self.model.expert_count(),
+            top_k: self.model.slices().slots,
+            experts: self.model.slices().count,
             ids,
             counts: chunk.scratch.counts,
             offsets: moe.offsets,
@@ -181,7 +182,7 @@ impl Pass<'_> {
     /// Everybody's choices to everybody.
     pub(crate) fn share_choices(&mut self, layer: usize) {
         let (moe, scratch) = (self.model.moe(layer), self.model.moe_scratch());
-        let counts = (self.model.top_k(), self.model.chunk_count());
+        let counts = (self.model.slices().slots, self.model.chunk_count());
         let (routes, travel) = (moe.routes.as_ref(), scratch.travel.as_ref());
         let (Some(routes), Some(travel)) = (routes, travel) else { return };
         let (at, dim, round) = (layer * counts.1, self.model.dim(), self.round);
@@ -192,7 +193,7 @@ impl Pass<'_> {
 
     /// Who sends which token of a chunk where: every rank has room for so much.
     pub(crate) fn plan_routes(&mut self, layer: usize, chunk: &Chunk, rooms: &[Room]) {
-        let top_k = self.model.top_k();
+        let top_k = self.model.slices().slots;
         self.travelling(chunk, |links, model, way| {
             links.count_choices(&model.device, way, (top_k, rooms));
         });
@@ -268,7 +269,7 @@ impl Pass<'_> {
 
     pub(crate) fn experts_up(&mut self, layer: usize, chunk: &Chunk, rows: &RoutedRows) {
         let model = &mut *self.model;
-        let (dim, hidden) = (model.dim(), model.config.experts.intermediate_size as usize);
+        let (dim, hidden) = (model.dim(), model.slices().width);
         let (moe, sources, offsets) = (&chunk.moe, rows.sources, rows.offsets);
         model.device.experts_up(&ExpertsUp {
             dim,
@@ -288,7 +289,7 @@ impl Pass<'_> {
 
     pub(crate) fn experts_down(&mut self, layer: usize, chunk: &Chunk, rows: &RoutedRows) {
         let model = &mut *self.model;
-        let (dim, hidden) = (model.dim(), model.config.experts.intermediate_size as usize);
+        let (dim, hidden) = (model.dim(), model.slices().width);
         let (sources, offsets) = (rows.sources, rows.offsets);
         let (w_down, a, y) = (&model.experts[layer].down, chunk.moe.a, chunk.scratch.y);
         model.device.experts_down(&ExpertsDown { dim, hidden, sources, a, offsets, w_down, y });
@@ -306,6 +307,7 @@ impl Pass<'_> {
             _ => self.backward_in_chunks(layer, dx, leaf),
         }
         let Some(gradients) = leaf.dense else { return };
+        self.sum_slices(t);
         let gradients = &gradients.layers[layer];
         if let Some(gradient) = gradients.correction {
             self.model.device.fill_zero(gradient);
@@ -356,7 +358,7 @@ impl Pass<'_> {
         dy: Buffer,
     ) {
         let model = &mut *self.model;
-        let (dim, hidden) = (model.dim(), model.config.experts.intermediate_size as usize);
+        let (dim, hidden) = (model.dim(), model.slices().width);
         let (moe, scratch) = (&chunk.moe, &chunk.scratch);
         let (sources, offsets, row_index) = (rows.sources, rows.offsets, rows.index);
         let (weights, gated) = (&model.experts[layer], true);
@@ -386,7 +388,7 @@ impl Pass<'_> {
     /// Gradients of the weights of the experts here.
     pub(crate) fn experts_gradients(&mut self, layer: usize, of: &Summed, leaf: &Leaf) {
         let model = &mut *self.model;
-        let (dim, hidden) = (model.dim(), model.config.experts.intermediate_size as usize);
+        let (dim, hidden) = (model.dim(), model.slices().width);
         let mut dw: [Vec<Buffer>; 3] = Default::default();
         for g in 0..model.experts[layer].gate.len() {
             for source in &leaf.experts {
@@ -418,7 +420,7 @@ impl Pass<'_> {
         let mut counts = moe.counts;
         if config.aux_loss_scope == AuxLossScope::Hf {
             aux_coef /= self.model.mixture.len() as f64;
-            counts = scratch.counts;
+            counts = scratch.counts.slice(0, e);
         }
         let op = RouteBackward {
             tokens: t,
@@ -456,6 +458,7 @@ impl Pass<'_> {
     fn sum_counts(&mut self) {
         if self.model.has_one_balance() {
             let (counts, out) = (self.model.all_counts(), self.model.moe_scratch().counts);
+            let out = out.slice(0, self.model.expert_count());
             self.model.device.sum_counts(&SumCounts { counts: &counts, out });
         }
     }

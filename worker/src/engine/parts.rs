@@ -192,6 +192,22 @@ impl Model {
         }
     }
 
+    /// Brings values of `kept` to its [`Model::target`], from where they are read.
+    fn unsettle(&mut self, kept: Kept, stage: Buffer) {
+        match kept {
+            Kept::Halves { weight, low } => {
+                self.device.join_master(&JoinMaster { weight, low, master: stage });
+            }
+            Kept::Rounded(from) | Kept::Half(from) => {
+                self.device.cast(&Cast { from, to: stage });
+            }
+            Kept::Far(from) | Kept::FarSeparate { master: from, .. } => {
+                self.device.copy(from, stage);
+            }
+            Kept::Whole(_) | Kept::Separate { .. } => {}
+        }
+    }
+
     fn settle(&mut self, kept: Kept, stage: Buffer) {
         match kept {
             Kept::Whole(_) => {}
@@ -219,6 +235,41 @@ impl Model {
     fn held(&self, index: usize) -> Vec<Kept> {
         let all = self.table().needed(Part::Master, index);
         self.kept(Part::Master, index, &all)
+    }
+}
+
+/// Pieces on their way from a GPU, and how much of the stage they take.
+#[derive(Default)]
+struct Reads<'a> {
+    reads: Vec<(Buffer, &'a mut [u8])>,
+    staged: usize,
+    bytes: usize,
+}
+
+impl<'a> Reads<'a> {
+    /// Elements of `kept` that are still taken.
+    fn room(&self, kept: Kept, stage: usize) -> usize {
+        match kept {
+            _ if self.bytes >= BATCH_BYTES => 0,
+            Kept::Whole(_) | Kept::Separate { .. } => usize::MAX,
+            _ => stage.saturating_sub(self.staged),
+        }
+    }
+
+    fn add(&mut self, model: &mut Model, kept: Kept, stage: Buffer, into: &'a mut [u8]) {
+        let of_stage = match kept {
+            Kept::Whole(_) | Kept::Separate { .. } => stage.slice(0, 0),
+            _ => stage.slice(self.staged, kept.len()),
+        };
+        self.staged += of_stage.len().next_multiple_of(STAGE_ALIGN);
+        self.bytes += into.len();
+        model.unsettle(kept, of_stage);
+        self.reads.push((Model::target(kept, of_stage).reinterpret(DType::U8), into));
+    }
+
+    fn read(&mut self, model: &Model) {
+        model.device.read_all(std::mem::take(&mut self.reads));
+        *self = Reads::default();
     }
 }
 
@@ -283,18 +334,7 @@ impl RankState for Model {
     fn read(&mut self, part: Part, index: usize, elements: Range<u64>, into: &mut [u8]) {
         let (kept, size) = (self.kept(part, index, &elements), self.table().stored.size());
         self.staged(&kept, |model, first, kept, stage| {
-            match kept {
-                Kept::Halves { weight, low } => {
-                    model.device.join_master(&JoinMaster { weight, low, master: stage });
-                }
-                Kept::Rounded(from) | Kept::Half(from) => {
-                    model.device.cast(&Cast { from, to: stage });
-                }
-                Kept::Far(from) | Kept::FarSeparate { master: from, .. } => {
-                    model.device.copy(from, stage);
-                }
-                Kept::Whole(_) | Kept::Separate { .. } => {}
-            }
+            model.unsettle(kept, stage);
             let from = Model::target(kept, stage).reinterpret(DType::U8);
             let into = &mut into[first * size..first * size + from.len()];
             match &model.device {
@@ -302,6 +342,41 @@ impl RankState for Model {
                 _ => model.read_bytes(from, into),
             }
         });
+    }
+
+    /// A GPU gives as many together as the stage has room for.
+    fn read_all(&mut self, pieces: Vec<(Part, usize, Range<u64>, &mut [u8])>) {
+        // In a lane they leave one by one, and nobody waits for them.
+        if matches!(self.device, Device::Cpu(_)) || self.reads_by_lane() {
+            for (part, index, elements, into) in pieces {
+                self.read(part, index, elements, into);
+            }
+            return;
+        }
+        self.device.await_marks();
+        let (size, stage) = (self.table().stored.size(), self.buffers.scratch.stage);
+        let mut reads = Reads::default();
+        for (part, index, elements, into) in pieces {
+            let mut rest = into;
+            for kept in self.kept(part, index, &elements) {
+                let mut kept = Some(kept);
+                while let Some(of) = kept.take() {
+                    let room = reads.room(of, stage.len());
+                    let len = of.len().min(room);
+                    if len > 0 {
+                        let bytes;
+                        (bytes, rest) = rest.split_at_mut(len * size);
+                        reads.add(self, of.slice(0, len), stage, bytes);
+                    }
+                    if len < of.len() {
+                        assert!(!reads.reads.is_empty(), "a stage has room for some elements");
+                        reads.read(self);
+                        kept = Some(of.slice(len, of.len() - len));
+                    }
+                }
+            }
+        }
+        reads.read(self);
     }
 
     fn write(&mut self, part: Part, index: usize, elements: Range<u64>, from: &[u8]) {
@@ -363,12 +438,12 @@ impl RankState for Model {
     }
 
     fn fill_normal(&mut self, index: usize, normal: &Normal) {
-        let Normal { seed, name_hash, std } = *normal;
+        let Normal { seed, name_hash, place, std } = *normal;
         self.forget_whole();
         let (kept, begin) = (self.held(index), self.table().needed(Part::Master, index).start);
         self.staged(&kept, |model, first, kept, stage| {
             let (first, x) = (begin + first as u64, Model::target(kept, stage));
-            model.device.init_normal(&InitNormal { seed, name_hash, first, std, x });
+            model.device.init_normal(&InitNormal { seed, name_hash, first, place, std, x });
             model.settle(kept, stage);
         });
     }

@@ -15,35 +15,46 @@
 //! (`links/peer.rs`). The rows of all others then say nothing, and nothing here reads them. Of a
 //! group on several nodes tokens may travel between nodes first (`links/tokens.rs`).
 //!
+//! In several chunks of tokens all of it is done for each (`portion.rs`): what travels of one is
+//! beside what the experts compute of another. Gradients of weights are then added up chunk by
+//! chunk.
+//!
 //! With `combine_each` no sum comes back but the row of each choice, and the token's own rank sums
 //! them up in the order of experts, as a rank does that has all experts.
+//!
+//! Where experts are cut into slices, what travels and is computed are choices and rows of slices:
+//! they become so before they leave, and the gradients of weights those of experts when they are
+//! back.
 //!
 //! As what rows travel is told by [`Formats`](moejob_protocol::formats::Formats). Rows that become
 //! something else on their way are changed in `Spread::x` or `SpreadScratch::dout`, never where
 //! the router or the residual reads them.
 
 use crate::engine::backward::Leaf;
+use crate::engine::beside::Chunked;
 use crate::engine::forward::Pass;
+use crate::engine::handles::Dense;
 use crate::engine::links::{Near, Packed, PeerUse, Rows};
 use crate::engine::model::Model;
-use crate::engine::round::Round;
-use moejob_kernels::cuda::{Gradients, MoeDesc, MoeTensors, Need, Saved, Weights};
+use crate::engine::portion::{Leg, Portion};
+use moejob_kernels::cuda::{Gradients, MoeDesc, MoeTensors, Saved};
 use moejob_kernels::{
     Add, Buffer, MoeCombine, MoeExperts, MoeExpertsBackward, MoeHidden, MoePlace, MoeRoute,
     MoeRouterBackward, WireFormat,
 };
-use moejob_protocol::buffers::{Spread, SpreadScratch};
 use moejob_protocol::formats::RowFormat;
 use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::{Kind, window_rooms};
+use moejob_protocol::memory::{Kind, Shape, window_rooms};
 use moejob_protocol::model::ModelConfig;
 use std::time::Duration;
 
-/// The experts of one rank: `first ..`, as many as the layer of all tokens of the group has.
+/// The experts of one rank: `first ..`, as many as the layer of all tokens of the group has, of one
+/// chunk of them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Here {
     pub desc: MoeDesc,
-    first: usize,
+    pub first: usize,
+    ranks: usize,
 }
 
 impl Here {
@@ -52,27 +63,43 @@ impl Here {
         model: &ModelConfig,
         layout: &Layout,
         rank: u32,
-        mixture: &[usize],
+        (mixture, shape): (&[usize], &Shape),
         whole: &MoeDesc,
     ) -> Option<Here> {
         let ranks = layout.mesh.ep as usize;
         let layer = *mixture.first()? as u32;
         let held = layout.experts(model, layer, rank);
         let first = *held.first()? as usize;
-        let tokens = whole.tokens * ranks;
-        let desc =
-            MoeDesc { tokens, experts: held.len(), groups: None, segments: 1, ..*whole };
-        (ranks > 1).then_some(Here { desc, first })
+        let slices = model.slices();
+        let desc = MoeDesc {
+            tokens: whole.tokens * ranks / shape.chunks as usize,
+            hidden: slices.width as usize,
+            experts: held.len(),
+            top_k: slices.per_token as usize,
+            part: true,
+            groups: None,
+            segments: 1,
+            ..*whole
+        };
+        (ranks > 1).then_some(Here { desc, first, ranks })
+    }
+
+    /// The same of this rank's own tokens alone, for sums over their rows.
+    pub fn own(&self) -> MoeDesc {
+        MoeDesc { tokens: self.desc.tokens / self.ranks, ..self.desc }
     }
 }
 
-impl Model {
-    /// The part of this rank of what all ranks of the group have.
-    fn own_of(&self, all: Buffer) -> Buffer {
-        let len = all.len() / self.group.ranks.len();
-        all.slice(self.group.me * len, len)
-    }
+/// The layer of a rank's own tokens as one that sums up rows of slices; none: they are of experts,
+/// which `whole` does.
+pub(crate) fn sums_of_slices(model: &ModelConfig, whole: &MoeDesc) -> Option<MoeDesc> {
+    let slices = model.slices();
+    let (hidden, top_k) = (slices.width as usize, slices.per_token as usize);
+    let desc = MoeDesc { hidden, top_k, part: true, ..*whole };
+    (slices.each > 1).then_some(desc)
+}
 
+impl Model {
     /// Those of the own group that may share windows, if its tokens travel.
     pub(crate) fn near(&self, wanted: PeerUse, patience: Duration) -> Option<Near> {
         let here = self.here?;
@@ -87,210 +114,232 @@ impl Model {
         let [positions, tokens, top_k] =
             [ranks.len(), tokens, here.desc.top_k].map(|count| count as u64);
         let rooms = window_rooms(positions, tokens, bytes, top_k) as usize;
-        Some(Near { ranks, rooms, wanted, patience })
-    }
-
-    /// Which rank of the group needs which token of a round.
-    fn need(&self, layer: usize, round: &Round) -> Need {
-        let (here, spread, _) = self.spread(layer);
-        let rails = self.group.rails;
-        Need {
-            tokens: here.desc.tokens / self.group.ranks.len(),
-            top_k: here.desc.top_k,
-            ids: spread.ids,
-            present: round.sources.iter().map(|source| 1 << source.position).sum(),
-            experts: self.group.layers[layer].ranges(),
-            nodes: rails.map_or(1, |rails| rails.nodes),
-            node: rails.map_or(0, |rails| rails.node(self.group.me)),
-        }
-    }
-
-    fn spread(&self, layer: usize) -> (Here, Spread<Buffer>, SpreadScratch<Buffer>) {
-        let fused = self.buffers.layers[layer].fused.as_ref();
-        let spread = fused.and_then(|fused| fused.spread.clone());
-        let scratch = self.buffers.scratch.spread.clone();
-        let parts = self.here.zip(spread).zip(scratch);
-        let ((here, spread), scratch) = parts.expect("memory of experts over ranks");
-        (here, spread, scratch)
-    }
-
-    /// What the experts here read and keep.
-    fn tensors_here(&self, layer: usize) -> MoeTensors {
-        let (here, spread, _) = self.spread(layer);
-        let b = self.buffers.layers[layer].fused.clone().expect("a mixture layer");
-        let none = b.losses.slice(0, 0);
-        let experts = here.desc.experts;
-        let stacks = self.stacks[layer].expect("a mixture layer has experts");
-        MoeTensors {
-            x: spread.x,
-            residual: None,
-            weights: Weights { router: none, bias: None, up: stacks.up, down: stacks.down },
-            saved: Saved {
-                h: b.h,
-                a: b.a,
-                logits: none,
-                probs: none,
-                lse: none,
-                ids: spread.ids,
-                weights: spread.weights,
-                counts: none,
-                offsets: spread.offsets.slice(0, experts + 1),
-                order: spread.order.slice(0, experts.min(spread.order.len())),
-                rows: spread.rows,
-                pos: spread.pos,
-                row_weights: spread.row_weights,
-                segment_counts: none,
-                prob_sums: none,
-                losses: none,
-                router_halves: none,
-            },
-            workspace: self.buffers.scratch.workspace,
-            numbers: None,
-            loss_scale: None,
-        }
+        // Beside products every block takes a multiprocessor from them.
+        let most = (self.shape.chunks > 1).then(|| Chunked::said().blocks as usize);
+        Some(Near { ranks, rooms, wanted, most, patience })
     }
 }
 
 impl Pass<'_> {
     /// out = mid + the layer of the own tokens `own`, whose router's numbers are counted or not.
     pub(crate) fn spread_forward(&mut self, layer: usize, own: Option<MoeTensors>, out: Buffer) {
-        let (here, spread, scratch) = self.model.spread(layer);
         if let (Some(tensors), Some(desc)) = (own, self.model.fused) {
             self.model.device.moe_route(&MoeRoute { desc, tensors });
-            for (from, all) in [
-                (tensors.x, spread.x),
-                (tensors.saved.ids, spread.ids),
-                (tensors.saved.weights, spread.weights),
-            ] {
-                self.own_into(from, all);
-            }
+        }
+        let portions = self.model.portions(layer, self.round);
+        for portion in &portions {
+            let Some(MoeTensors { x, saved, .. }) = own else { continue };
+            self.own_into(portion, x, portion.spread.x);
+            self.choices_into(portion, saved);
         }
         self.mark("router", Some(layer));
-        let need = self.model.need(layer, self.round);
         let formats = self.model.shape.formats;
-        let packed = packed(formats.tokens, formats.element, scratch.dout);
-        self.gather(&need, Rows { rows: spread.x, packed }, Some(spread.weights));
-        self.mark("tokens travel", Some(layer));
-        let tensors = self.model.tensors_here(layer);
+        for portion in &portions {
+            let Portion { spread, scratch, .. } = portion;
+            let packed = packed(formats.tokens, formats.element, scratch.dout);
+            self.gather(portion, Rows { rows: spread.x, packed }, Some(spread.weights));
+        }
+        let (mid, each) = (self.model.buffers.layers[layer].mid, formats.returns_each());
+        for portion in &portions {
+            self.arrive(portion, Leg::Out);
+            self.mark("tokens travel", Some(layer));
+            self.experts(layer, portion, each);
+            self.mark("experts", Some(layer));
+            let onto = own.map(|_| [mid, out].map(|all| portion.of_own(all)));
+            self.scatter(portion, (None, onto.filter(|_| !each)));
+        }
+        for portion in &portions {
+            self.arrive(portion, Leg::Back);
+            if own.is_some() && each {
+                let [base, out] = [mid, out].map(|all| portion.of_own(all));
+                let weights = portion.mine(portion.spread.weights);
+                self.combine(portion, Some(weights), (base, out));
+            }
+        }
+        self.mark("sums travel", Some(layer));
+    }
+
+    /// `scratch.partial` = what the experts here make of a portion, whose tokens are here.
+    fn experts(&mut self, layer: usize, portion: &Portion, each: bool) {
+        let (here, tensors) = (portion.here, portion.tensors(self.model, layer));
         self.model.device.moe_place(&MoePlace {
             top_k: here.desc.top_k,
-            tokens: need.tokens,
-            present: need.present,
+            tokens: portion.need.tokens,
+            present: portion.need.present,
             ranks: self.model.group.ranks.len(),
             first: here.first,
             locals: here.desc.experts,
             saved: tensors.saved,
         });
-        let (partial, each) = (scratch.partial, formats.returns_each());
-        self.model.device.moe_experts(&MoeExperts { desc: here.desc, tensors, out: partial, each });
-        self.mark("experts", Some(layer));
-        let mid = self.model.buffers.layers[layer].mid;
-        let onto = own.map(|_| [mid, out]).filter(|_| !each);
-        self.scatter(&need, (None, onto));
-        if let Some(tensors) = own.filter(|_| each) {
-            self.combine(&scratch, Some(tensors.saved.weights), (mid, out));
-        }
-        self.mark("sums travel", Some(layer));
+        let out = portion.scratch.partial;
+        self.model.device.moe_experts(&MoeExperts { desc: here.desc, tensors, out, each });
     }
 
     /// dnorm = the gradient of the layer's output, `scratch.dx`, through experts and router.
     pub(crate) fn spread_backward(&mut self, layer: usize, own: Option<MoeTensors>, leaf: &Leaf) {
-        let (here, _, scratch) = self.model.spread(layer);
         let (dx, dnorm) = (self.model.buffers.scratch.dx, self.model.buffers.scratch.dnorm);
-        if own.is_some() {
-            self.own_into(dx, scratch.dout);
-        }
-        let need = self.model.need(layer, self.round);
+        let portions = self.model.portions(layer, self.round);
         let formats = self.model.shape.formats;
-        let packed = packed(formats.gradients, formats.element, scratch.partial);
-        self.gather(&need, Rows { rows: scratch.dout, packed }, None);
-        self.mark("gradients travel", Some(layer));
-        let stacks = leaf.stacks[layer].expect("a mixture layer has experts");
-        let (up, down) = (stacks.up, stacks.down);
-        let tensors = self.model.tensors_here(layer);
-        // The last mixture layer's rows are those that forward left.
-        let again = self.model.shape.recompute.drops_hidden();
-        if again && self.model.mixture.last() != Some(&layer) {
-            self.model.device.moe_hidden(&MoeHidden { desc: here.desc, tensors });
+        for portion in &portions {
+            let scratch = &portion.scratch;
+            if own.is_some() {
+                self.own_into(portion, dx, scratch.dout);
+            }
+            let packed = packed(formats.gradients, formats.element, scratch.partial);
+            self.gather(portion, Rows { rows: scratch.dout, packed }, None);
         }
-        self.model.device.moe_experts_backward(&MoeExpertsBackward {
-            desc: here.desc,
-            tensors,
-            dout: scratch.dout,
-            dx: scratch.partial,
-            each: formats.returns_each(),
-            ds: scratch.ds,
-            gradients: Gradients {
-                router: tensors.weights.router,
-                up,
-                down,
-                accumulate: leaf.accumulate_experts,
-            },
-        });
-        self.mark("experts'", Some(layer));
-        self.scatter(&need, (Some(scratch.ds), None));
+        for (at, portion) in portions.iter().enumerate() {
+            self.arrive(portion, Leg::Out);
+            self.mark("gradients travel", Some(layer));
+            self.experts_gradients_here(layer, portion, leaf, at > 0);
+            self.mark("experts'", Some(layer));
+            self.scatter(portion, (Some(portion.scratch.ds), None));
+        }
+        for portion in &portions {
+            self.arrive(portion, Leg::Back);
+        }
         self.mark("gradients travel back", Some(layer));
-        let (Some(tensors), Some(desc), Some(dense)) = (own, self.model.fused, leaf.dense) else {
-            return;
-        };
-        let router = dense.layers[layer].router.expect("a mixture layer has a router");
-        let ds = self.model.own_of(scratch.ds);
-        self.model.device.moe_router_backward(&MoeRouterBackward {
-            desc,
-            tensors,
-            ds,
-            slots: scratch.slots,
-            dx: dnorm,
-            gradients: Gradients { router, up, down, accumulate: leaf.accumulate },
-        });
-        if formats.returns_each() {
-            self.combine(&scratch, None, (dnorm, dnorm));
-        } else {
-            let b = self.model.own_of(scratch.partial);
-            self.model.device.add(&Add { a: dnorm, b });
+        let (Some(tensors), Some(dense)) = (own, leaf.dense) else { return };
+        self.router_gradients(layer, &portions, tensors, leaf, dense);
+        for portion in &portions {
+            let dnorm = portion.of_own(dnorm);
+            if formats.returns_each() {
+                self.combine(portion, None, (dnorm, dnorm));
+            } else {
+                let b = portion.mine(portion.scratch.partial);
+                self.model.device.add(&Add { a: dnorm, b });
+            }
         }
         self.mark("router'", Some(layer));
     }
 
-    /// What this rank has of what all ranks have, unless it lies there already: tokens that travel
-    /// as they are do so.
-    fn own_into(&mut self, from: Buffer, all: Buffer) {
-        let to = self.model.own_of(all);
+    /// `scratch.partial` and `scratch.ds` = gradients of a portion's tokens and weights, as far as
+    /// the experts here make them. Theirs are added to those of chunks `before`.
+    fn experts_gradients_here(
+        &mut self,
+        layer: usize,
+        portion: &Portion,
+        leaf: &Leaf,
+        before: bool,
+    ) {
+        let (desc, tensors) = (portion.here.desc, portion.tensors(self.model, layer));
+        // The last mixture layer's rows are those that forward left.
+        let again = self.model.shape.recompute.drops_hidden();
+        if again && self.model.mixture.last() != Some(&layer) {
+            self.model.device.moe_hidden(&MoeHidden { desc, tensors });
+        }
+        let stacks = leaf.stacks[layer].expect("a mixture layer has experts");
+        self.model.device.moe_experts_backward(&MoeExpertsBackward {
+            desc,
+            tensors,
+            dout: portion.scratch.dout,
+            dx: portion.scratch.partial,
+            each: self.model.shape.formats.returns_each(),
+            ds: portion.scratch.ds,
+            gradients: Gradients {
+                router: tensors.weights.router,
+                up: stacks.up,
+                down: stacks.down,
+                accumulate: leaf.accumulate_experts || before,
+            },
+        });
+    }
+
+    /// dnorm = the gradient of the own tokens through the router, whose `ds` are here.
+    fn router_gradients(
+        &mut self,
+        layer: usize,
+        portions: &[Portion],
+        tensors: MoeTensors,
+        leaf: &Leaf,
+        dense: &Dense,
+    ) {
+        let Some(desc) = self.model.fused else { return };
+        let scratch = self.model.buffers.scratch.spread.as_ref().expect("memory of what travels");
+        let (slots, own_ds) = (scratch.slots, scratch.own_ds);
+        let ds = match portions {
+            [whole] => whole.mine(whole.scratch.ds),
+            _ => {
+                for portion in portions {
+                    let own = portion.mine(portion.scratch.ds);
+                    self.model.device.copy(own, portion.scratch.own_ds);
+                }
+                own_ds
+            }
+        };
+        let ds = match scratch.choice_ds {
+            Some(of_experts) => {
+                self.model.sum_slices(ds, of_experts);
+                of_experts
+            }
+            None => ds,
+        };
+        let slots = slots.slice(0, ds.len());
+        let stacks = leaf.stacks[layer].expect("a mixture layer has experts");
+        let router = dense.layers[layer].router.expect("a mixture layer has a router");
+        let (up, down) = (stacks.up, stacks.down);
+        let dx = self.model.buffers.scratch.dnorm;
+        self.model.device.moe_router_backward(&MoeRouterBackward {
+            desc,
+            tensors,
+            ds,
+            slots,
+            dx,
+            gradients: Gradients { router, up, down, accumulate: leaf.accumulate },
+        });
+    }
+
+    /// What this rank has of what all ranks of a portion have, unless it lies there already: where
+    /// tokens leave from where they are made.
+    fn own_into(&mut self, portion: &Portion, from: Buffer, all: Buffer) {
+        let (from, to) = (portion.of_own(from), portion.mine(all));
         if from != to {
             self.model.device.copy(from, to);
         }
     }
 
-    fn gather(&mut self, need: &Need, of: Rows, weights: Option<Buffer>) {
-        let Pass { model, links, .. } = self;
-        links.gather_tokens(&mut model.device, (&model.group, need), of, weights);
+    /// The own tokens' choices into what all ranks of a portion have of them: those of slices.
+    fn choices_into(&mut self, portion: &Portion, own: Saved) {
+        let Portion { spread, .. } = portion;
+        if self.model.slices().each > 1 {
+            let own = [own.ids, own.weights].map(|of| portion.of_own(of));
+            let all = [spread.ids, spread.weights].map(|of| portion.mine(of));
+            return self.model.slice_choices(own, all);
+        }
+        self.own_into(portion, own.ids, spread.ids);
+        self.own_into(portion, own.weights, spread.weights);
+    }
+
+    fn gather(&mut self, portion: &Portion, of: Rows, weights: Option<Buffer>) {
+        self.depart(portion, Leg::Out, |Pass { model, links, .. }| {
+            let way = (&model.group, &portion.need);
+            links.gather_tokens(&mut model.device, way, of, weights);
+        });
     }
 
     /// What the experts here add, `scratch.partial` and slots, to where its tokens are.
-    fn scatter(&mut self, need: &Need, more: (Option<Buffer>, Option<[Buffer; 2]>)) {
-        let Pass { model, links, .. } = self;
-        let formats = model.shape.formats;
-        let scratch = model.buffers.scratch.spread.as_ref().expect("memory of what travels");
+    fn scatter(&mut self, portion: &Portion, more: (Option<Buffer>, Option<[Buffer; 2]>)) {
+        let (formats, scratch) = (self.model.shape.formats, &portion.scratch);
         let room = if scratch.packed.is_empty() { scratch.dout } else { scratch.packed };
         let packed = packed(RowFormat::Of(formats.sums), formats.written, room);
         let of = Rows { rows: scratch.partial, packed };
-        let of_choices = formats.returns_each().then(|| need.of_choices());
-        let need = of_choices.as_ref().unwrap_or(need);
-        links.scatter_tokens(&mut model.device, (&model.group, need), of, more);
+        let of_choices = formats.returns_each().then(|| portion.need.of_choices());
+        let need = of_choices.as_ref().unwrap_or(&portion.need);
+        self.depart(portion, Leg::Back, |Pass { model, links, .. }| {
+            links.scatter_tokens(&mut model.device, (&model.group, need), of, more);
+        });
     }
-}
 
-impl Pass<'_> {
     /// out = base + the sum over the rows of each own token's choices, which came back.
     fn combine(
         &mut self,
-        scratch: &SpreadScratch<Buffer>,
+        portion: &Portion,
         weights: Option<Buffer>,
         (base, out): (Buffer, Buffer),
     ) {
-        let Some(desc) = self.model.fused else { return };
-        let rows = self.model.own_of(scratch.partial);
-        let slots = scratch.slots;
+        let Some(whole) = self.model.fused else { return };
+        let (desc, scratch) = (portion.own_desc(&self.model.config, whole), &portion.scratch);
+        let (rows, slots) = (portion.mine(scratch.partial), scratch.slots);
         let op = MoeCombine { desc, rows, slots, weights, base, out };
         self.model.device.moe_combine(&op);
     }

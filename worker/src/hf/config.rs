@@ -281,6 +281,7 @@ fn experts(family: Family, fields: &mut Fields) -> ExpertsConfig {
             false => 0,
         },
         routed_headroom: 1.5,
+        slices: 1,
     }
 }
 

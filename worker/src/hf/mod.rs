@@ -25,19 +25,19 @@ use crate::checkpoint::{Disk, Problem, list, show};
 use moejob_protocol::ModelConfig;
 use std::path::Path;
 
-/// The model of weights to start from, by `config.json` or manifest alone.
+/// The model of weights to start from, by `config.json` or manifest alone, with whole experts.
 ///
 /// # Errors
 /// Everything that is wrong with it or not built in.
 pub fn read_model(path: &Path) -> Result<ModelConfig, Vec<Problem>> {
     if path.join("manifest.json").symlink_metadata().is_ok() {
         let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-        return show(&Disk::real(), &path).map(|manifest| manifest.model);
+        return show(&Disk::real(), &path).map(|manifest| manifest.model.in_slices(1));
     }
     if path.join("config.json").symlink_metadata().is_err()
         && let Some(newest) = list(&Disk::real(), path).ok().and_then(|mut found| found.pop())
     {
-        return newest.manifest.map(|manifest| manifest.model);
+        return newest.manifest.map(|manifest| manifest.model.in_slices(1));
     }
     let text = directory::small_file(path, "config.json")?;
     config::read(&text).map(|(_, model)| model)

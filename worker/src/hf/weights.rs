@@ -1,6 +1,7 @@
 //! Weights of either kind, read as a stream: a Hugging Face directory, or a checkpoint of ours.
 
 use super::directory::{Directory, Place};
+use crate::checkpoint::recut::Sources;
 use crate::checkpoint::values::{convert, first_non_finite, float_named};
 use crate::checkpoint::{
     Disk, PARTS, Problem, Refusal, Shards, newest_usable, value_differences, verify,
@@ -10,6 +11,7 @@ use moejob_kernels::DType;
 use moejob_protocol::checkpoint::Part;
 use moejob_protocol::model::{Param, Role, RouterConfig, RouterKind};
 use moejob_protocol::{CheckpointManifest, ModelConfig};
+use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -20,7 +22,14 @@ const CHUNK_ELEMENTS: u64 = 1 << 20;
 #[derive(Debug)]
 pub enum Weights {
     HuggingFace(Directory),
-    Ours { path: PathBuf, manifest: Box<CheckpointManifest>, params: Vec<Param> },
+    /// With whole experts, whatever slices they were trained in: `sources` says where these lie.
+    Ours {
+        path: PathBuf,
+        manifest: Box<CheckpointManifest>,
+        model: Box<ModelConfig>,
+        params: Vec<Param>,
+        sources: Option<Box<Sources>>,
+    },
 }
 
 impl Weights {
@@ -78,8 +87,11 @@ impl Weights {
         let manifest =
             manifest.map_err(|problems| Refusal::of(&path.display().to_string(), problems))?;
         let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-        let params = manifest.model.params();
-        Ok(Weights::Ours { path, manifest: Box::new(manifest), params })
+        let model = Box::new(manifest.model.in_slices(1));
+        let in_slices = *model != manifest.model;
+        let sources = in_slices.then(|| Box::new(Sources::new(&manifest.model)));
+        let (manifest, params) = (Box::new(manifest), model.params());
+        Ok(Weights::Ours { path, manifest, model, params, sources })
     }
 
     pub fn path(&self) -> &Path {
@@ -92,7 +104,7 @@ impl Weights {
     pub fn model(&self) -> &ModelConfig {
         match self {
             Weights::HuggingFace(directory) => &directory.model,
-            Weights::Ours { manifest, .. } => &manifest.model,
+            Weights::Ours { model, .. } => model,
         }
     }
 
@@ -107,7 +119,9 @@ impl Weights {
     pub fn dtype(&self, index: usize) -> DType {
         match self {
             Weights::HuggingFace(directory) => directory.places[index].dtype,
-            Weights::Ours { manifest, .. } => {
+            Weights::Ours { manifest, model, params, sources, .. } => {
+                let first = |of: &Sources| of.first(model, &params[index]).ok();
+                let index = sources.as_deref().and_then(first).unwrap_or(index);
                 float_named(&manifest.tensors[index * PARTS.len()].dtype).unwrap_or(DType::F32)
             }
         }
@@ -152,11 +166,25 @@ impl Weights {
             Weights::HuggingFace(directory) => {
                 stream_place(directory, &directory.places[index], param, &mut checked)?;
             }
-            Weights::Ours { path, manifest, .. } => {
+            Weights::Ours { path, manifest, model, sources, .. } => {
                 let disk = Disk::real();
                 let mut shards = Shards::new(&disk, path, manifest);
-                for piece in &manifest.tensors[index * PARTS.len()].pieces {
-                    checked(piece.start, &shards.piece(piece)?)?;
+                match sources {
+                    Some(sources) if model.cut(param).is_some() => {
+                        let (of, all) = ((&**model, param), 0..param.numel());
+                        let part = (&**manifest, Part::Master);
+                        let whole = sources.read(&mut shards, part, of, &all)?;
+                        let size = CHUNK_ELEMENTS as usize * dtype.size();
+                        for (bytes, at) in whole.chunks(size).zip(0..) {
+                            checked(at * CHUNK_ELEMENTS, bytes)?;
+                        }
+                    }
+                    _ => {
+                        let found = sources.as_ref().map_or(Ok(index), |of| of.other(param))?;
+                        for piece in &manifest.tensors[found * PARTS.len()].pieces {
+                            checked(piece.start, &shards.piece(piece)?)?;
+                        }
+                    }
                 }
             }
         }
@@ -263,31 +291,58 @@ pub fn load(weights: &Weights, state: &mut impl RankState) -> Result<[u8; 32], R
     hasher.update(weights.digest().as_bytes());
     let float = state.table().stored;
     let mut values = Vec::new();
-    for (index, param) in weights.params().iter().enumerate() {
+    let (model, params) = (state.table().model.clone(), state.table().params.to_vec());
+    let known = weights.params().iter().map(|param| &param.name[..]).zip(0..);
+    let known: HashMap<&str, usize> = known.collect();
+    for (index, param) in params.iter().enumerate() {
         let needed = state.table().needed(Part::Master, index);
         let shared = !matches!(param.role, Role::Expert { .. });
         // What all ranks hold, all ranks look at, whatever they keep of it.
         if needed.is_empty() && !shared {
             continue;
         }
-        let dtype = weights.dtype(index);
+        let slice = model.cut(param).filter(|cut| cut.whole != param.name);
+        let whole = slice.as_ref().map_or(&param.name, |cut| &cut.whole);
+        let Some(from) = known.get(&whole[..]).copied() else {
+            let problem = Problem::new(whole, "the weights have no such tensor");
+            return Err(Refusal::of(&name, vec![problem]));
+        };
+        let (dtype, whole) = (weights.dtype(from), &weights.params()[from]);
+        let mut gathered = Vec::new();
+        if slice.is_some() {
+            gathered.resize((needed.end - needed.start) as usize * float.size(), 0);
+        }
         weights
-            .stream(index, &mut |start, bytes| {
+            .stream(from, &mut |start, bytes| {
                 if shared {
                     hasher.update(bytes);
                 }
                 values.clear();
                 convert(bytes, dtype, float, &mut values)
-                    .map_err(|at| does_not_fit(param, start + at as u64, float))?;
+                    .map_err(|at| does_not_fit(whole, start + at as u64, float))?;
                 let end = start + (values.len() / float.size()) as u64;
-                if let Some(kept) = intersect(&needed, &(start..end)) {
-                    let byte = |element: u64| (element - start) as usize * float.size();
-                    let kept_values = &values[byte(kept.start)..byte(kept.end)];
-                    state.write(Part::Master, index, kept, kept_values);
+                let byte = |element: u64| (element - start) as usize * float.size();
+                let Some(slice) = &slice else {
+                    if let Some(kept) = intersect(&needed, &(start..end)) {
+                        let kept_values = &values[byte(kept.start)..byte(kept.end)];
+                        state.write(Part::Master, index, kept, kept_values);
+                    }
+                    return Ok(());
+                };
+                for run in slice.within(start..end) {
+                    let own = run.in_slice..run.in_slice + run.len;
+                    let Some(kept) = intersect(&needed, &own) else { continue };
+                    let begin = run.in_whole + (kept.start - run.in_slice);
+                    let found = &values[byte(begin)..byte(begin + (kept.end - kept.start))];
+                    let target = (kept.start - needed.start) as usize * float.size();
+                    gathered[target..target + found.len()].copy_from_slice(found);
                 }
                 Ok(())
             })
             .map_err(|problem| Refusal::of(&name, vec![problem]))?;
+        if slice.is_some() {
+            state.write(Part::Master, index, needed, &gathered);
+        }
     }
     state.clear_moments();
     Ok(*hasher.finalize().as_bytes())
@@ -320,6 +375,7 @@ fn computed(model: &ModelConfig) -> ModelConfig {
     let mut model = model.clone();
     model.initializer_range = 0.0;
     model.experts.routed_headroom = 1.0;
+    model.experts.slices = 1;
     if model.dense_layers.is_empty() {
         model.dense_intermediate_size = 0;
     }

@@ -7,7 +7,7 @@
 //! ```
 //! Stored floats are fp32 whatever the precision of training, and fp64 of fp64 jobs.
 
-use moejob_kernels::DType;
+use moejob_kernels::{DType, Strided};
 use moejob_protocol::checkpoint::{Part, ScaleEntry};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param, Role};
@@ -66,6 +66,9 @@ pub trait RankState {
     /// master that it holds and does not own it gives the weight that is computed with.
     fn read(&mut self, part: Part, index: usize, elements: Range<u64>, into: &mut [u8]);
 
+    /// [`RankState::read`] of all `pieces`.
+    fn read_all(&mut self, pieces: Vec<(Part, usize, Range<u64>, &mut [u8])>);
+
     /// Sets elements that this rank needs. With a master goes the weight that is computed with;
     /// where a rank holds and does not own, it may keep the weight alone.
     fn write(&mut self, part: Part, index: usize, elements: Range<u64>, from: &[u8]);
@@ -102,14 +105,21 @@ pub trait RankState {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Normal {
     pub seed: u64,
-    /// Of the logical name.
+    /// Of the logical name; of a slice that of its whole expert.
     pub name_hash: u64,
+    /// Where the parameter's elements lie in what that name is of.
+    pub place: Strided,
     pub std: f64,
 }
 
 /// Of a parameter's name: what its initial values and its random rounding depend on.
 pub fn name_hash(param: &Param) -> u64 {
-    let hash = blake3::hash(param.name.as_bytes());
+    hash_of_name(&param.name)
+}
+
+/// The same of a name.
+pub fn hash_of_name(name: &str) -> u64 {
+    let hash = blake3::hash(name.as_bytes());
     let (first, _) = hash.as_bytes().split_first_chunk::<8>().expect("32 bytes");
     u64::from_le_bytes(*first)
 }
@@ -118,6 +128,9 @@ pub fn name_hash(param: &Param) -> u64 {
 pub fn place(param: &Param) -> String {
     match param.role {
         Role::Expert { layer, expert } => {
+            // The role has the id of a slice where there are some, and the name the expert's.
+            let of_name = param.name.split(".experts.").nth(1).and_then(|at| at.split('.').next());
+            let expert = of_name.map_or_else(|| expert.to_string(), str::to_string);
             format!("{} (expert {expert} of layer {layer})", param.name)
         }
         _ => {

@@ -3,7 +3,7 @@
 //! ```text
 //! a slot: u32 state | u32 confirmed | u32 attempt | u32 shard | u64 step | u64 use | 32: checksum
 //!         | f64 loss scale, 0: none | u32 steps with it | u32 readers | u64 use that was summed
-//!         | 4096: bytes
+//!         | u32 whether all of its memory is there | 4096: bytes
 //! free -> filling -> complete -> free, once nobody reads it
 //! ```
 //! What it holds stands in it, so the worker knows what could be resumed from without a word of an
@@ -19,7 +19,7 @@ use moejob_kernels::cuda::{CudaError, Gpu, Registered};
 use moejob_protocol::checkpoint::ScaleEntry;
 use rustix::fd::{BorrowedFd, OwnedFd};
 use std::io;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Weak};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -36,6 +36,7 @@ const SCALE: usize = 64;
 const GOOD_STEPS: usize = 72;
 const READERS: usize = 76;
 const SUMMED: usize = 80;
+const RESERVED: usize = 88;
 pub(super) const BYTES: usize = 4096;
 
 /// Of nobody: it can be filled, once nobody reads it.
@@ -45,8 +46,10 @@ const COMPLETE: u32 = 2;
 /// Given up by its engine, so that the worker lets go of it, too.
 pub(super) const GONE: u32 = 3;
 
-/// Threads that touch pages beside the steps.
-const TOUCH_THREADS_BESIDE: usize = 2;
+/// Threads that let pages go beside the steps.
+const REST_THREADS_BESIDE: usize = 2;
+/// Threads that map the pages of one window, or let them go, while another one is copied.
+const WINDOW_THREADS: usize = 4;
 
 /// How long a checksum that is still being made is waited for.
 const SUM_MAX: Duration = Duration::from_secs(60);
@@ -80,15 +83,30 @@ impl Slot {
         Ok(Slot(Mapping::shared("moejob-snapshot", BYTES + len)?, Maker::Here))
     }
 
-    /// A free one for a shard, all of whose pages are there.
+    /// A free one for a shard.
     ///
     /// # Errors
     /// The system has no memory for it.
-    pub(super) fn fresh(shard: u32, len: usize) -> io::Result<Slot> {
+    pub(super) fn of_shard(shard: u32, len: usize) -> io::Result<Slot> {
         let slot = Slot::new(len)?;
-        slot.0.populate(threads_for(len))?;
         slot.0.word(SHARD).store(shard, Ordering::SeqCst);
         Ok(slot)
+    }
+
+    /// All of its memory is there, because it was reserved or filled.
+    pub(super) fn is_reserved(&self) -> bool {
+        self.0.word(RESERVED).load(Ordering::SeqCst) == 1
+    }
+
+    /// Gives it all of its memory, unless that is `over` before.
+    ///
+    /// # Errors
+    /// The system has no memory for it.
+    pub(super) fn reserve(&self, over: impl Fn() -> bool) -> io::Result<()> {
+        if self.0.reserve(over)? {
+            self.0.word(RESERVED).store(1, Ordering::SeqCst);
+        }
+        Ok(())
     }
 
     /// The slot that another process has made.
@@ -103,17 +121,6 @@ impl Slot {
         Ok(slot)
     }
 
-    /// Its pages are there, for who is about to fill it.
-    pub(super) fn touch(&self) {
-        // Without it they come one by one.
-        let _ = self.0.populate(threads_for(self.0.len()));
-    }
-
-    /// The same beside steps, which need the processors: more slowly.
-    pub(super) fn touch_beside(&self) {
-        let _ = self.0.populate(TOUCH_THREADS_BESIDE);
-    }
-
     /// Nobody here is about to read or fill it.
     pub(super) fn rest(&self) {
         let _ = self.0.rest(threads_for(self.0.len()));
@@ -123,8 +130,24 @@ impl Slot {
     /// no page of it: a worker that is killed gives them back before anybody knows that it is.
     pub(super) fn rest_behind(&self) {
         if self.1 == Maker::Elsewhere {
-            let _ = self.0.rest(TOUCH_THREADS_BESIDE);
+            let _ = self.0.rest(REST_THREADS_BESIDE);
         }
+    }
+
+    /// Maps the pages of some of its bytes: without it they come one by one.
+    pub(super) fn map(&self, bytes: Range<usize>) {
+        let _ = self.0.populate_within(self.pages(bytes), WINDOW_THREADS);
+    }
+
+    /// Lets them go, which changes no byte.
+    pub(super) fn unmap(&self, bytes: Range<usize>) {
+        let _ = self.0.rest_within(self.pages(bytes), WINDOW_THREADS);
+    }
+
+    /// Where the pages of some bytes lie in the mapping.
+    fn pages(&self, bytes: Range<usize>) -> Range<usize> {
+        let (start, end) = (BYTES + bytes.start, BYTES + bytes.end);
+        start / BYTES * BYTES..end.next_multiple_of(BYTES).min(self.0.len())
     }
 
     /// Has the driver of `gpu` copy here without a detour, for as long as there is the slot.
@@ -366,6 +389,8 @@ pub struct Filling {
     slot: Arc<Slot>,
     /// Whoever makes checksums here.
     sums: Option<Sums>,
+    /// So many of its bytes are to be mapped at once; none: all may be.
+    window: Option<usize>,
 }
 
 impl Filling {
@@ -380,7 +405,21 @@ impl Filling {
         slot.0.word(SHARD).store(label.shard, Ordering::SeqCst);
         slot.0.long(STEP).store(label.step, Ordering::SeqCst);
         slot.set_loss_scale(None);
-        Some(Filling { slot: Arc::clone(slot), sums })
+        Some(Filling { slot: Arc::clone(slot), sums, window: None })
+    }
+
+    /// The same, of whose bytes so many are to be mapped at once: an engine that is killed has all
+    /// that it maps to take apart before its device is free.
+    pub(super) fn by_windows(mut self, window: Option<usize>) -> Filling {
+        self.window = window;
+        self
+    }
+
+    /// Its bytes; and if few are to be mapped at once, how many, and the slot whose pages are
+    /// mapped while they are written, and let go of behind that.
+    pub(super) fn windows(&mut self) -> (&mut [u8], Option<(usize, Arc<Slot>)>) {
+        let slot = self.window.map(|window| (window, Arc::clone(&self.slot)));
+        (self.bytes_mut(), slot)
     }
 
     /// A device can copy into it by itself.
@@ -410,6 +449,7 @@ impl Filling {
     /// From now on it can be resumed from. Its checksum follows beside the steps.
     pub fn complete(self) -> Arc<Slot> {
         let slot = Arc::clone(&self.slot);
+        slot.0.word(RESERVED).store(1, Ordering::SeqCst);
         slot.state().store(COMPLETE, Ordering::SeqCst);
         if let Some(sums) = &self.sums {
             // Without the thread nobody resumes here any more.

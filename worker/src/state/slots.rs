@@ -15,7 +15,7 @@ use rustix::fd::OwnedFd;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -43,7 +43,8 @@ impl Inner {
     fn new(announce: Option<Announce>, sums: Option<Mutex<Sums>>) -> Inner {
         let (in_use_max, spare) = (AtomicUsize::new(IN_USE_MAX), AtomicUsize::new(0));
         let (slots, borrowed) = (Mutex::default(), Mutex::default());
-        Inner { slots, borrowed, announce, sums, in_use_max, spare }
+        let rests = AtomicUsize::new(RESTS);
+        Inner { slots, borrowed, announce, sums, in_use_max, spare, rests }
     }
 
     fn sums(&self) -> Option<Sums> {
@@ -75,6 +76,8 @@ struct Inner {
     in_use_max: AtomicUsize,
     /// Free slots of a shard that are kept for the next checkpoint.
     spare: AtomicUsize,
+    /// Bytes from which on an engine maps parts of a slot alone.
+    rests: AtomicUsize,
 }
 
 type Announce = Box<dyn Fn(&Slot) + Send + Sync>;
@@ -262,11 +265,7 @@ impl Memory {
             Some((Filling::take(slot, label, self.0.sums())?, Arc::clone(slot)))
         });
         if let Some((filling, slot)) = taken {
-            drop(slots);
-            if self.rests(&slot) {
-                slot.touch();
-            }
-            return Ok(Some(filling));
+            return Ok(Some(filling.by_windows(self.window(&slot))));
         }
         let slot = Arc::new(Slot::new(len)?);
         let filling = Filling::take(&slot, label, self.0.sums());
@@ -274,45 +273,54 @@ impl Memory {
         if let Some(announce) = &self.0.announce {
             announce(&slot);
         }
-        Ok(filling)
+        Ok(filling.map(|filling| filling.by_windows(self.window(&slot))))
     }
 
-    /// Makes what a snapshot of `shards` (each with its bytes) will need and does not find, and
-    /// touches its pages, so that the snapshot need not. Takes its time: for a thread beside the
-    /// steps.
-    pub fn prepare(&self, shards: &[(u32, usize)]) {
+    /// Makes what a snapshot of `shards` (each with its bytes) will need and does not find, and has
+    /// the system give it memory, so that the snapshot need not wait for that. Takes its time: for
+    /// a thread beside the steps. It ends early once the attempt is `over`, whose successor goes on
+    /// where this one stopped: the worker knows of a slot before it has memory.
+    pub fn prepare(&self, shards: &[(u32, usize)], over: &AtomicBool) {
         for (shard, len) in shards {
-            if self.of_shard(*shard, *len).len() as u64 >= GENERATIONS {
-                continue;
-            }
-            // Where there is no memory for it the snapshot will say so.
-            let Ok(slot) = Slot::fresh(*shard, *len) else { return };
-            let slot = Arc::new(slot);
-            if self.rests(&slot) {
-                slot.rest();
-            }
-            self.slots().push(Arc::clone(&slot));
-            if let Some(announce) = &self.0.announce {
-                announce(&slot);
-            }
-        }
-    }
-
-    /// Touches the slots that the next snapshot of `shards` will fill, so that it need not while
-    /// steps wait. For a thread beside the steps, which is to end before the snapshot: what it
-    /// holds is not filled.
-    pub fn wake(&self, shards: &[(u32, usize)]) {
-        for (shard, len) in shards {
-            let next = self.of_shard(*shard, *len).into_iter().find(|slot| slot.is(FREE));
-            if let Some(slot) = next.filter(|slot| self.rests(slot)) {
-                slot.touch_beside();
+            let of_shard = self.of_shard(*shard, *len);
+            let begun = of_shard.iter().find(|slot| slot.is(FREE) && !slot.is_reserved());
+            let slot = match begun {
+                Some(slot) => Arc::clone(slot),
+                None if of_shard.len() as u64 >= GENERATIONS => continue,
+                None => {
+                    // Where there is no memory for it the snapshot will say so.
+                    let Ok(slot) = Slot::of_shard(*shard, *len) else { return };
+                    let slot = Arc::new(slot);
+                    self.slots().push(Arc::clone(&slot));
+                    if let Some(announce) = &self.0.announce {
+                        announce(&slot);
+                    }
+                    slot
+                }
+            };
+            drop(of_shard);
+            if slot.reserve(|| over.load(Ordering::Relaxed)).is_err() {
+                slot.state().store(GONE, Ordering::SeqCst);
+                retain(&mut self.slots(), |of| !Arc::ptr_eq(of, &slot));
+                return;
             }
         }
     }
 
     /// An engine maps no page of a large slot while it does nothing with it.
     fn rests(&self, slot: &Slot) -> bool {
-        self.0.announce.is_some() && slot.bytes_len() >= RESTS && !slot.is_pinned()
+        let large = slot.bytes_len() >= self.0.rests.load(Ordering::Relaxed);
+        self.0.announce.is_some() && large && !slot.is_pinned()
+    }
+
+    /// How much of a slot is mapped at once while it is filled, if not all.
+    fn window(&self, slot: &Slot) -> Option<usize> {
+        self.rests(slot).then(|| self.0.rests.load(Ordering::Relaxed))
+    }
+
+    /// From how many bytes on a slot is large. For tests, whose states are small.
+    pub fn rest_from(&self, bytes: usize) {
+        self.0.rests.store(bytes, Ordering::Relaxed);
     }
 
     /// Once what was read or filled is done with, on a thread beside the steps. A process whose
@@ -338,9 +346,9 @@ impl Memory {
     /// The same of one shard, of which a GPU copies into two slots by itself, and into a third one
     /// while a checkpoint is written from another. They stay as long as the attempt does, since to
     /// give one back would stop its steps.
-    pub fn prepare_pinned(&self, gpu: &Gpu, shard: u32, len: usize) {
-        self.prepare(&[(shard, len)]);
-        self.prepare(&[(shard, len)]);
+    pub fn prepare_pinned(&self, gpu: &Gpu, shard: u32, len: usize, over: &AtomicBool) {
+        self.prepare(&[(shard, len)], over);
+        self.prepare(&[(shard, len)], over);
         // One after the other: a slot that somebody holds is not filled.
         let next = || self.of_shard(shard, len).into_iter().find(|slot| !slot.is_pinned());
         while let Some(slot) = next() {

@@ -6,15 +6,21 @@
 //! ```
 
 use crate::gang::comm::{Comm, CommError, Ferry};
-use crate::state::rank::{DeviceFailed, Normal, RankState, StateTable, name_hash};
+use crate::state::rank::{
+    DeviceFailed, Normal, RankState, StateTable, hash_of_name, name_hash,
+};
 use crate::state::slot::{Filling, Slot};
 use crate::state::slots::Memory;
+use moejob_kernels::Strided;
 use moejob_protocol::checkpoint::{Part, ScaleEntry};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param, Role};
 use moejob_protocol::owners::Owners;
+use moejob_protocol::slices::Cut;
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
+use std::thread::ScopedJoinHandle;
 
 /// One run of a shard.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -94,9 +100,18 @@ fn initial(model: &ModelConfig, param: &Param, seed: u64) -> Initial {
         }
         Role::Matrix | Role::Router { .. } | Role::Expert { .. } => {
             let of_router = model.router.initializer_range;
+            // Slices draw what their expert would have drawn.
+            let slice = model.cut(param).filter(|cut| cut.whole != param.name);
+            let (name_hash, place) = match slice {
+                None => (name_hash(param), Strided::ALL),
+                Some(Cut { whole, from, run, stride, .. }) => {
+                    (hash_of_name(&whole), Strided { from, run, stride })
+                }
+            };
             Initial::Normal(Normal {
                 seed,
-                name_hash: name_hash(param),
+                name_hash,
+                place,
                 std: match param.role {
                     Role::Router { .. } => of_router.unwrap_or(model.initializer_range),
                     _ => model.initializer_range,
@@ -131,20 +146,73 @@ pub fn cut_into(state: &mut impl RankState, bytes: &mut [u8]) -> Result<(), Devi
     state.finish()
 }
 
+/// [`cut_into`] of a slot. Of a large one few pages are mapped at once: those of the next window
+/// come, and those of the last one go, while one is copied.
+///
+/// # Errors
+/// The device failed: the bytes say nothing.
+pub fn cut_into_slot(
+    state: &mut impl RankState,
+    filling: &mut Filling,
+) -> Result<(), DeviceFailed> {
+    let (bytes, slot) = filling.windows();
+    let Some((window, slot)) = slot else { return cut_into(state, bytes) };
+    let slot = &slot;
+    let mut windows: VecDeque<(Range<usize>, Vec<Piece>)> = VecDeque::new();
+    let mut at = 0;
+    for piece in pieces(&state.table(), bytes) {
+        let end = at + piece.3.len();
+        match windows.back_mut().filter(|(of, _)| of.len() < window) {
+            Some((of, pieces)) => {
+                of.end = end;
+                pieces.push(piece);
+            }
+            None => windows.push_back((at..end, vec![piece])),
+        }
+        at = end;
+    }
+    std::thread::scope(|scope| {
+        if let Some((first, _)) = windows.front() {
+            slot.map(first.clone());
+        }
+        while let Some((of, pieces)) = windows.pop_front() {
+            let next = windows.front().map(|(next, _)| next.clone());
+            let coming = next.map(|next| scope.spawn(move || slot.map(next)));
+            state.read_all(pieces);
+            // Mapping does not panic.
+            coming.map(ScopedJoinHandle::join);
+            // The page that two windows share comes back when it is touched.
+            scope.spawn(move || slot.unmap(of));
+        }
+    });
+    state.finish()
+}
+
 /// The same of a device that may put the copying off: the bytes count once it was waited for.
 pub fn begin_cut_into(state: &mut impl RankState, bytes: &mut [u8]) {
-    let table = state.table();
+    let pieces = pieces(&state.table(), bytes);
+    state.read_all(pieces);
+}
+
+/// A part of a parameter, and where it goes.
+type Piece<'a> = (Part, usize, Range<u64>, &'a mut [u8]);
+
+/// What a shard consists of, in the order of its bytes.
+fn pieces<'a>(table: &StateTable, bytes: &'a mut [u8]) -> Vec<Piece<'a>> {
     let float_bytes = table.stored.size();
     let (runs, len) =
         shard_runs(table.model, table.params, table.layout, table.rank, float_bytes);
     assert_eq!(bytes.len(), len, "room for one shard");
+    let (mut pieces, mut rest) = (Vec::new(), bytes);
     for run in runs {
-        let parts = &mut bytes[run.bytes(float_bytes)];
+        let (parts, after) = rest.split_at_mut(run.bytes(float_bytes).len());
+        rest = after;
         let len = parts.len() / Part::ALL.len();
         for (part, into) in Part::ALL.into_iter().zip(parts.chunks_exact_mut(len)) {
-            state.read(part, run.index, run.elements.clone(), into);
+            pieces.push((part, run.index, run.elements.clone(), into));
         }
     }
+    pieces
 }
 
 /// Why a snapshot was not taken.

@@ -40,6 +40,7 @@ pub fn model() -> ModelConfig {
             intermediate_size: 8,
             activation: Activation::Silu,
             shared: 0,
+            slices: 1,
             routed_headroom: 1.5,
         },
         router: RouterConfig {

@@ -95,6 +95,37 @@ fn what_one_gpu_lacks_is_refused_by_name() {
     assert_eq!(refused("profile: cpu", ", headDim: 80", ""), [""; 0]);
 }
 
+/// Slices lie on several GPUs, are as wide as kernels take, and may be fewer on one than a token
+/// chooses.
+#[test]
+fn slices_are_what_kernels_take() {
+    let found = |nodes: &str, slices: u32, ep: Option<u32>| {
+        // OLMoE: 64 experts of 1024, 8 a token.
+        let mut job = job(nodes, "", "");
+        (job.model.experts.slices, job.expert_parallel) = (slices, ep);
+        let found = unsupported(&job).into_iter();
+        found.map(|of| format!("{}: {}; {}", of.path, of.found, of.allowed)).collect::<Vec<_>>()
+    };
+    let gpus = "profile: gpu, devicesPerNode: 64";
+    for ep in [None, Some(2), Some(16), Some(64)] {
+        assert_eq!(found(gpus, 2, ep), [""; 0], "{ep:?}");
+    }
+    let many = "spec.parallelism.expertSlices: `4` on GPUs; at most 2";
+    assert_eq!(found(gpus, 4, None), [many], "32 slices a token");
+    assert_eq!(found("profile: cpu", 4, None), [""; 0]);
+    let far = "spec.parallelism.expert: `128` on GPUs; 2 to 64";
+    assert_eq!(found(gpus, 2, Some(128)), [far]);
+    let narrow = |slices: u32, width: &str| {
+        let model = format!(", experts: {{ perToken: 1, intermediateSize: {width} }}");
+        let mut job = job(gpus, &model, "");
+        job.model.experts.slices = slices;
+        unsupported(&job).into_iter().map(|of| of.sentence()).collect::<Vec<_>>()
+    };
+    assert_eq!(narrow(8, "512"), [""; 0]);
+    let refused = narrow(8, "256");
+    assert!(refused.len() == 1 && refused[0].contains("at most 4"), "{refused:?}");
+}
+
 #[test]
 fn a_cluster_has_no_machine_of_its_own_to_show() {
     assert!(on_cluster(&job("profile: gpu", "", "")).is_some());

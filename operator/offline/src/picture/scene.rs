@@ -127,8 +127,10 @@ impl<'a> Drawn<'a> {
         let layers = 0..job.model.num_hidden_layers;
         let layer = layers.into_iter().find(|layer| job.model.is_moe_layer(*layer)).unwrap_or(0);
         let experts = |rank: u32| {
+            // Of slices their experts.
             let held = gang.layout.experts(&job.model, layer, rank);
-            [held.first().copied().unwrap_or(0), held.last().copied().unwrap_or(0)]
+            let each = job.model.slices().each;
+            [held.first(), held.last()].map(|held| held.map_or(0, |slice| slice / each))
         };
         let count = members.len();
         let leaves: Vec<u32> = seats[..count].iter().map(|seat| seat.leaf.1).collect();

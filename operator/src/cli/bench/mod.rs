@@ -8,12 +8,11 @@
 
 mod links;
 mod names;
+mod options;
 mod synthetic;
 mod travels;
 
-use super::args::{THREADS_MAX, Written, whole};
 use super::complain;
-use clap::{Args, ValueEnum};
 use moe_worker::attempt::gauge::Gauge;
 use moe_worker::attempt::pace::kernel_bytes;
 use moe_worker::engine::graphs::Captures;
@@ -25,7 +24,7 @@ use moe_worker::state::snapshot::initialize;
 use moejob_fabric::overlap;
 use moejob_kernels::{Pace, StepPhase};
 use moejob_kernels::cuda::Gpu;
-use moejob_manifest::{Job, devices, explain, job::Venue, preset::fields};
+use moejob_manifest::{Job, devices, job::Venue, preset::fields};
 use moejob_manifest::spec::{Preset, as_typed};
 use moejob_plan::launch::{self, Places};
 use moejob_plan::placement::{self, gib};
@@ -34,104 +33,15 @@ use moejob_protocol::communication::CommunicationReport;
 use moejob_protocol::config::{Backend, Wire};
 use names::{gradients, moments, recompute};
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
+pub use options::{BenchArgs, DeviceName, Routing};
 use synthetic::Synthetic;
 use travels::{LOOK_EACH, Travels};
 
-#[derive(Args)]
-pub struct BenchArgs {
-    /// The model, such as olmoe-1b-7b or tiny; `moejob explain model.preset` lists them.
-    #[arg(long, value_parser = preset_of, required_unless_present = "links")]
-    pub preset: Option<Preset>,
-    #[command(flatten)]
-    pub links: links::LinksArgs,
-    /// Only so many of its layers.
-    #[arg(long, value_parser = whole(1, 512))]
-    pub layers: Option<u32>,
-    /// Tokens of a sequence.
-    #[arg(long, default_value_t = 4096, value_parser = whole(1, 1 << 20))]
-    pub sequence: u32,
-    /// Sequences that are computed at once.
-    #[arg(long, default_value_t = 4, value_parser = whole(1, 65536))]
-    pub micro_batch: u32,
-    /// Micro-batches of a step, of each device.
-    #[arg(long, default_value_t = 1, value_parser = whole(1, 4096))]
-    pub accumulation: u32,
-    /// Steps that are measured.
-    #[arg(long, default_value_t = 10, value_parser = whole(1, 100_000))]
-    pub steps: u32,
-    /// Steps before those.
-    #[arg(long, default_value_t = 3, value_parser = whole(0, 100_000))]
-    pub warm_up: u32,
-    /// natural: the router chooses; balanced: it is made to choose all experts equally often.
-    #[arg(long, value_enum, default_value_t = Routing::Natural)]
-    pub routing: Routing,
-    /// What computes. Default: a GPU where this machine shows one.
-    #[arg(long, value_enum)]
-    pub device: Option<DeviceName>,
-    /// GPUs, or ranks on processors, each with its own micro-batches. Default: 1; of --links all.
-    #[arg(long, value_parser = whole(1, 64))]
-    pub devices: Option<u32>,
-    /// parallelism.expert: devices that share the experts out. Default: each has all.
-    #[arg(long, default_value_t = 1, value_parser = whole(1, 64))]
-    pub expert_parallel: u32,
-    /// parallelism.wire: as what tokens travel between devices that share the experts.
-    #[arg(long, value_parser = ["auto", "fp32", "bf16", "fp8"])]
-    pub wire: Option<String>,
-    /// parallelism.zero: what of dense parameters a device keeps of its own share alone.
-    #[arg(long, default_value_t = 1, value_parser = whole(1, 3))]
-    pub zero: u32,
-    /// training.precision. Default: bf16 on a GPU, fp32 on processors.
-    #[arg(long, value_parser = ["fp32", "tf32", "bf16", "fp16"])]
-    pub precision: Option<String>,
-    /// training.momentDtype.
-    #[arg(long, value_parser = ["fp32", "bf16"])]
-    pub moments: Option<String>,
-    /// training.gradientDtype.
-    #[arg(long, value_parser = ["auto", "bf16", "fp32"])]
-    pub gradients: Option<String>,
-    /// training.attention.
-    #[arg(long, value_parser = ["deterministic", "fastest"])]
-    pub attention: Option<String>,
-    /// training.recompute.
-    #[arg(long, value_parser = ["none", "selective", "experts", "full"])]
-    pub recompute: Option<String>,
-    /// training.offload.
-    #[arg(long, value_parser = ["none", "host"])]
-    pub offload: Option<String>,
-    /// Threads that compute, on processors; 0 is all of them.
-    #[arg(long, default_value_t = 0, value_parser = whole(0, THREADS_MAX))]
-    pub threads: u32,
-    /// Writes three more steps as a Chrome trace, for Perfetto.
-    #[arg(long, value_name = "FILE")]
-    pub trace: Option<PathBuf>,
-    /// JSON has the time of every step.
-    #[command(flatten)]
-    pub written: Written,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Routing {
-    Natural,
-    Balanced,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum DeviceName {
-    Cpu,
-    Gpu,
-}
-
 /// Why nothing was measured: the exit code and the words.
 struct Refused(u8, String);
-
-fn preset_of(name: &str) -> Result<Preset, String> {
-    let known = explain::fields().into_iter().find(|field| field.path == "model.preset");
-    let known = known.map(|field| field.kind).unwrap_or_default();
-    serde_json::from_value(json!(name)).map_err(|_| known)
-}
 
 pub fn run(args: &BenchArgs) -> ExitCode {
     if args.links.links {
@@ -196,7 +106,12 @@ fn job(args: &BenchArgs, preset: Preset, device: DeviceName) -> Result<Job, Refu
         "metadata": { "name": "bench" },
         "spec": {
             "nodes": { "profile": profile, "devicesPerNode": devices },
-            "parallelism": { "expert": args.expert_parallel, "wire": wire, "zero": args.zero },
+            "parallelism": {
+                "expert": args.expert_parallel,
+                "wire": wire,
+                "overlapDegree": args.overlap(),
+                "zero": args.zero,
+            },
             "model": model,
             "data": {
                 // Never opened.
@@ -266,6 +181,7 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
         device,
         devices: ranks,
         expert_parallel: ep,
+        overlap_degree,
         on_gpu: config.training.compute.backend == Backend::Cuda,
         routing: args.routing,
         preset: preset.name(),
@@ -407,6 +323,7 @@ struct Measured {
     device: String,
     devices: u32,
     expert_parallel: u32,
+    overlap_degree: u32,
     on_gpu: bool,
     preset: String,
     job: Job,
@@ -511,7 +428,7 @@ impl Measured {
             (
                 "numbers",
                 format!(
-                    "{}, moments {}, gradients {}, attention {}, recompute {}{}{}{}",
+                    "{}, moments {}, gradients {}, attention {}, recompute {}{}{}{}{}",
                     as_typed(training.precision),
                     moments(compute.moment_dtype),
                     gradients(compute.gradient_dtype),
@@ -521,6 +438,10 @@ impl Measured {
                     match compute.wire {
                         Wire::Auto => String::new(),
                         wire => format!(", tokens travel as {}", as_typed(wire)),
+                    },
+                    match self.overlap_degree {
+                        1 => String::new(),
+                        degree => format!(", tokens travel in {degree} chunks"),
                     },
                     ["", ", ZeRO stage 2", ", ZeRO stage 3"][compute.zero as usize],
                 ),
@@ -606,6 +527,7 @@ impl Measured {
             "device": self.device,
             "devices": self.devices,
             "expertParallel": self.expert_parallel,
+            "overlapDegree": self.overlap_degree,
             "preset": self.preset,
             "layers": self.job.model.num_hidden_layers,
             "parameters": self.job.model.numel(),

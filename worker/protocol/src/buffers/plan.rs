@@ -206,12 +206,12 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
 
     /// Counts are those of all layers at the end of forward; tables are the layer's own.
     fn moe_again(&mut self, before: Moe<B>) -> Moe<B> {
-        let e = u64::from(self.model.experts.count);
-        let sources = self.shape.expert_parallel;
+        let (e, computed) = (u64::from(self.model.experts.count), self.model.slices().count);
+        let (sources, computed) = (self.shape.expert_parallel, u64::from(computed));
         let routes = before.routes.clone().map(|routes| Routes {
-            owner: self.words(e, 1),
-            local: self.words(e, 1),
-            order: self.words(e, 1),
+            owner: self.words(computed, 1),
+            local: self.words(computed, 1),
+            order: self.words(computed, 1),
             first: self.words(sources + 1, 1),
             ..routes
         });
@@ -254,12 +254,12 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         }
     }
 
-    /// What a mixture's tokens are before they travel lies where the group's tokens meet, unless
-    /// they become something else on their way. Other layers may have the memory of those before.
+    /// What a mixture's tokens are before they travel lies where the group's tokens meet, if they
+    /// leave from there. Other layers may have the memory of those before.
     fn norm2(&mut self, fused: Option<&Fused<B>>, before: &[Layer<B>]) -> B {
-        let stays = self.shape.formats.packs();
+        let leaves = self.shape.leaves_in_place();
         let travels = |fused: Option<&Fused<B>>| {
-            fused.filter(|_| !stays).and_then(|of| Some(of.spread.as_ref()?.x))
+            fused.filter(|_| leaves).and_then(|of| Some(of.spread.as_ref()?.x))
         };
         if let Some(all) = travels(fused) {
             return self.own_of(all);
@@ -310,17 +310,23 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
     fn moe(&mut self, shared: Option<[B; 2]>) -> Moe<B> {
         let (t, experts) = (self.shape.tokens, &self.model.experts);
         let (e, k) = (u64::from(experts.count), u64::from(self.model.slots()));
-        let f = u64::from(experts.intermediate_size);
         let (sources, chunks) = (self.shape.expert_parallel, self.shape.chunks);
         let d = u64::from(self.model.hidden_size);
+        let [logits, probs] = [(); 2].map(|()| self.floats(t, e));
+        let (lse, ids, weights) = (self.floats(t, 1), self.words(t, k), self.floats(t, k));
+        let (counts, prob_sums) = (self.words(e, 1), self.doubles(e));
+        // From here on of slices.
+        let slices = self.model.slices();
+        let [e, k, f] = [slices.count, slices.slots, slices.width].map(u64::from);
         Moe {
-            logits: self.floats(t, e),
-            probs: self.floats(t, e),
-            lse: self.floats(t, 1),
-            ids: self.words(t, k),
-            weights: self.floats(t, k),
-            counts: self.words(e, 1),
-            prob_sums: self.doubles(e),
+            logits,
+            probs,
+            lse,
+            ids,
+            weights,
+            slices: (slices.each > 1).then(|| [self.words(t, k), self.floats(t, k)]),
+            counts,
+            prob_sums,
             losses: self.doubles(3),
             offsets: self.words(e + 1, 1),
             rows: self.words(t, k),
@@ -407,7 +413,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         Scratch {
             // The gradient of a mixture's outputs leaves from where it is.
             dx: match &spread {
-                Some(spread) if !self.shape.formats.packs() => self.own_of(spread.dout),
+                Some(spread) if self.shape.leaves_in_place() => self.own_of(spread.dout),
                 _ => self.floats(t, d),
             },
             dnorm: self.floats(t, d),
@@ -429,15 +435,16 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
     }
 
     fn moe_scratch(&mut self) -> MoeScratch<B> {
-        let (t, experts) = (self.shape.tokens, &self.model.experts);
-        let (e, k) = (u64::from(experts.count), u64::from(self.model.slots()));
-        let f = u64::from(experts.intermediate_size);
+        let (t, slices) = (self.shape.tokens, self.model.slices());
+        let [experts, slots] = [self.model.experts.count, self.model.slots()].map(u64::from);
+        let [e, k, f] = [slices.count, slices.slots, slices.width].map(u64::from);
         let d = u64::from(self.model.hidden_size);
         MoeScratch {
             counts: self.words(e, 1),
             ids: self.words(t, k),
-            dlogits: self.floats(t, e),
-            dweights: self.floats(t, k),
+            dlogits: self.floats(t, experts),
+            dweights: self.floats(t, slots),
+            slice_dweights: (slices.each > 1).then(|| self.floats(t, k)),
             y: self.routed(d),
             ds: self.routed(1),
             dh: self.routed(2 * f),

@@ -4,7 +4,7 @@ use super::*;
 
 /// The memory of `rank`, part by part: of its device where that is a GPU, else of the host. A
 /// checkpoint every `checkpoint_steps` is a snapshot of its own only where none is taken for
-/// memory's sake at the same step. Between processors tokens travel in `chunks`.
+/// memory's sake at the same step. Tokens travel in `chunks`.
 pub fn rank_memory(
     model: &ModelConfig,
     layout: &Layout,
@@ -14,7 +14,7 @@ pub fn rank_memory(
     checkpoint_steps: u64,
     chunks: u32,
 ) -> RankMemory {
-    let shape = Shape::new(model, layout, rank, training).in_chunks(chunks);
+    let shape = Shape::new(model, layout, rank, training).in_chunks(model, training, chunks);
     let headroom = model.experts.routed_headroom.max(1.0);
     let mut count = Count {
         shape: &shape,
@@ -28,7 +28,7 @@ pub fn rank_memory(
     if training.compute.backend == Backend::Cuda {
         count.device(layout.mesh.world() > 1);
         // Along rails it takes less.
-        match window_bytes(model, layout, training, None) {
+        match window_bytes(model, layout, training, (None, shape.chunks)) {
             0 => {}
             bytes => count.add("windows", bytes),
         }
@@ -58,13 +58,13 @@ pub fn window_rooms(positions: u64, tokens: u64, [out, back]: [u64; 2], top_k: u
     taken.max(brought)
 }
 
-/// What a GPU takes for a window, by which tokens of expert groups travel within a node; none where
-/// none travel.
+/// What a GPU takes for a window, by which tokens of expert groups travel within a node, so many
+/// chunks one after the other; none where none travel.
 pub fn window_bytes(
     model: &ModelConfig,
     layout: &Layout,
     training: &TrainingConfig,
-    rails: Option<Rails>,
+    (rails, chunks): (Option<Rails>, u64),
 ) -> u64 {
     let [nodes, positions] = match rails {
         Some(Rails { nodes, places }) => [nodes as u64, places as u64],
@@ -74,8 +74,8 @@ pub fn window_bytes(
         return 0;
     }
     let own = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
-    let tokens = nodes * own;
-    let (element, top_k) = (training.precision.element(), model.experts.per_token);
+    let tokens = nodes * own / chunks;
+    let (element, top_k) = (training.precision.element(), model.slices().per_token);
     let bytes = training.compute.formats(element, top_k).token_bytes(model.hidden_size.into());
     let rooms = window_rooms(positions, tokens, bytes, top_k.into());
     (rooms + WINDOW_MAIL).next_multiple_of(WINDOW_PAGE)

@@ -87,7 +87,7 @@ impl Links {
         self.ledger.asked
     }
 
-    /// A verb that was begun among the ops has sent so many bytes.
+    /// A verb that was begun among the ops, or in a flight of tokens, has sent so many bytes.
     pub(super) fn sent(
         &mut self,
         device: &mut Device,
@@ -96,7 +96,7 @@ impl Links {
         bytes: u64,
     ) {
         device.end_stretch(begun, verb as usize);
-        self.write_down(OfVerb { verb, link, bytes, beside: false });
+        self.write_down(OfVerb { verb, link, bytes, beside: device.is_in_flight() });
     }
 
     /// By what all that does not go through windows travels.

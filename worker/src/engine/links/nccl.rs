@@ -131,7 +131,11 @@ impl Nccl {
             gpu: cuda.gpu().clone(),
             room,
             seat: Seat { rank: me, world },
-            config: Config { stop: Arc::clone(&stop), ..Config::default() },
+            config: Config {
+                stop: Arc::clone(&stop),
+                ctas_max: groups.ctas_max,
+                ..Config::default()
+            },
             groups: groups.clone(),
             aside: aside.cloned(),
             library,

@@ -43,6 +43,8 @@ pub(crate) struct Near {
     /// Bytes of the rooms.
     pub rooms: usize,
     pub wanted: Use,
+    /// Blocks at most, where not as many as are wanted.
+    pub most: Option<usize>,
     /// How long a kernel waits for a peer.
     pub patience: Duration,
 }
@@ -87,7 +89,10 @@ impl Windows {
         device: &Device,
         near: &Near,
     ) -> Result<Option<Arc<Windows>>, CommError> {
-        let own = near.wanted.blocks().map(|blocks| Own::new(device, near, comm, blocks));
+        let own = near.wanted.blocks().map(|blocks| {
+            let blocks = near.most.map_or(blocks, |most| blocks.min(most));
+            Own::new(device, near, comm, blocks)
+        });
         let word = match &own {
             None => Word::NotWanted,
             Some(Err(why)) => Word::None(why.clone()),
@@ -452,7 +457,8 @@ mod tests {
                         // One of the ranks wants none in any case.
                         let wanted = if comm.rank() == 3 { Use::Off } else { wanted };
                         let ranks = vec![first, first + 1];
-                        let near = Near { ranks, rooms: 1 << 20, wanted, patience: PATIENCE };
+                        let (rooms, most, patience) = (1 << 20, None, PATIENCE);
+                        let near = Near { ranks, rooms, wanted, most, patience };
                         let opened = Windows::open(&mut comm, &device, &near);
                         assert!(opened.expect("all are here").is_none());
                         assert_eq!(comm.collective(), 1);

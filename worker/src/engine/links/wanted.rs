@@ -2,9 +2,8 @@
 
 use moejob_protocol::config::TrainingConfig;
 use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::window_bytes;
+use moejob_protocol::memory::{Shape, window_bytes};
 use moejob_protocol::model::ModelConfig;
-use moejob_protocol::rails::Rails;
 
 /// How tokens of an expert group on one node travel, for measurements: `off` by NCCL; or how many
 /// blocks move them through windows, `16`. Without it, or with `on` or `auto`, by as many as are
@@ -78,10 +77,10 @@ pub(crate) fn window_wanted(
     model: &ModelConfig,
     layout: &Layout,
     training: &TrainingConfig,
-    rails: Option<Rails>,
+    shape: &Shape,
 ) -> u64 {
     let wanted = Use::said().blocks();
-    wanted.map_or(0, |_| window_bytes(model, layout, training, rails))
+    wanted.map_or(0, |_| window_bytes(model, layout, training, (shape.rails, shape.chunks)))
 }
 
 #[cfg(test)]

@@ -175,34 +175,67 @@ fn mapped(slot: &Slot) -> usize {
 }
 
 #[test]
-fn what_the_next_snapshot_fills_is_touched_before() {
+fn of_a_large_slot_what_is_not_being_filled_is_not_mapped() {
     const LEN: usize = 4 << 20;
-    // What is read of a label brings a few pages beside it.
-    const FEW: usize = LEN / 2;
+    // A page that is touched brings a few beside it.
+    const FEW: usize = LEN / 4;
     let memory = Memory::of_engine(|_| ());
-    memory.prepare(&[(0, LEN)]);
+    memory.prepare(&[(0, LEN)], &AtomicBool::new(false));
     let prepared = Arc::downgrade(&memory.slots()[0]);
-    let mapped = || mapped(&prepared.upgrade().expect("a slot"));
-    assert!(mapped() < FEW, "large slots rest");
-    memory.wake(&[(0, LEN)]);
-    assert!(mapped() >= LEN);
-    let filled = fill(&memory, 1, 10, 0, LEN).complete();
-    assert!(Weak::ptr_eq(&Arc::downgrade(&filled), &prepared), "that one is filled");
-    filled.rest();
-    memory.wake(&[(0, LEN)]);
-    assert!(mapped() < FEW, "nobody is about to fill what is held");
+    let mut filling = fill(&memory, 1, 10, 0, LEN);
+    let (bytes, slot) = filling.windows();
+    let (window, slot) = slot.expect("it is large");
+    assert_eq!(window, RESTS);
+    assert!(Weak::ptr_eq(&Arc::downgrade(&slot), &prepared), "the one that was prepared");
+    assert!(mapped(&slot) < FEW, "it was only reserved");
+    slot.map(0..LEN / 2);
+    assert!((LEN / 2..LEN / 2 + FEW).contains(&mapped(&slot)));
+    bytes.iter_mut().zip(0..).for_each(|(byte, at)| *byte = (at % 251) as u8);
+    slot.unmap(0..LEN / 2);
+    assert!(mapped(&slot) < LEN / 2 + FEW);
+    slot.unmap(LEN / 2..LEN);
+    assert!(mapped(&slot) < FEW);
+    assert!(bytes.iter().zip(0..).all(|(byte, at)| *byte == (at % 251) as u8));
+    let small = Memory::default();
+    assert!(fill(&small, 1, 10, 0, LEN).windows().1.is_none(), "who stays may map all of it");
+}
+
+#[test]
+fn an_attempt_goes_on_to_make_what_the_last_one_was_making() {
+    let worker = Memory::default();
+    let engine = engine_of(&worker);
+    let over = AtomicBool::new(true);
+    engine.prepare(&[(1, 8)], &over);
+    // The worker has it before its memory is there.
+    assert_eq!(worker.slots().len(), 1);
+    assert!(!engine.slots()[0].is_reserved());
+    worker.begin(&Resume::Fresh, &[1]);
+
+    let next = engine_of(&worker);
+    let files = worker.free_files(1).expect("descriptors");
+    files.into_iter().for_each(|file| next.adopt(file).expect("a slot"));
+    over.store(false, Ordering::Relaxed);
+    next.prepare(&[(1, 8)], &over);
+    assert!(worker.slots()[0].is_reserved(), "the same one");
+    assert_eq!(worker.slots().len(), 1);
+    next.prepare(&[(1, 8)], &over);
+    assert_eq!(worker.slots().len(), GENERATIONS as usize);
+    next.prepare(&[(1, 8)], &over);
+    assert_eq!(worker.slots().len(), GENERATIONS as usize, "no more than are needed");
+}
+
+/// That of an engine of `worker`, in a process of its own.
+fn engine_of(worker: &Memory) -> Memory {
+    let to = worker.clone();
+    Memory::of_engine(move |slot| {
+        let file = slot.file().expect("a file").try_clone_to_owned().expect("a descriptor");
+        to.adopt(file).expect("a slot");
+    })
 }
 
 #[test]
 fn what_nobody_resumes_from_is_filled_again_in_the_next_attempt() {
     let worker = Memory::default();
-    let engine_of = |worker: &Memory| {
-        let to = worker.clone();
-        Memory::of_engine(move |slot| {
-            let file = slot.file().expect("a file").try_clone_to_owned().expect("a descriptor");
-            to.adopt(file).expect("a slot");
-        })
-    };
     let engine = engine_of(&worker);
     // A snapshot that is whole, one that came too late, one that is half cut, one of another rank.
     take(&engine, 3, 10, 1);
@@ -227,7 +260,7 @@ fn what_nobody_resumes_from_is_filled_again_in_the_next_attempt() {
     assert_eq!((files.len(), free.len()), (1, 1));
     files.into_iter().chain(free).for_each(|file| engine.adopt(file).expect("a slot"));
     engine.confirm(3, 10);
-    engine.prepare(&[(1, 8)]);
+    engine.prepare(&[(1, 8)], &AtomicBool::new(false));
     take(&engine, 4, 25, 1);
     assert_eq!(worker.slots().len(), 2, "none is made anew");
     assert_eq!(held(&worker), [(3, 10, vec![1]), (4, 25, vec![1])]);

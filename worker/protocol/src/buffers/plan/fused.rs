@@ -15,7 +15,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
     pub(super) fn fused(&mut self, shared: Option<[B; 2]>) -> Fused<B> {
         let (t, experts, types) = (self.shape.tokens, &self.model.experts, self.shape.types);
         let (e, k) = (u64::from(experts.count), u64::from(experts.per_token));
-        let (f, d) = (u64::from(experts.intermediate_size), u64::from(self.model.hidden_size));
+        let (f, d) = (u64::from(self.model.slices().width), u64::from(self.model.hidden_size));
         let cpu = self.shape.on_cpu;
         let halves = if types.element == types.statistic { 0 } else { 2 };
         let only_cpu = |len: u64| if cpu { len } else { 0 };
@@ -46,16 +46,16 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
     }
 
     pub(super) fn spread(&mut self) -> Spread<B> {
-        let experts = &self.model.experts;
-        let (e, k) = (u64::from(experts.count), u64::from(experts.per_token));
+        let slices = self.model.slices();
+        let (e, k) = (u64::from(slices.count), u64::from(slices.per_token));
         let all = self.shape.tokens * self.shape.expert_parallel;
-        let here = e.div_ceil(self.shape.expert_parallel);
+        let (here, chunks) = (e.div_ceil(self.shape.expert_parallel), self.shape.chunks);
         Spread {
             x: self.floats(all, self.model.hidden_size.into()),
             ids: self.words(all, k),
             weights: self.statistics(all, k),
-            offsets: self.words(here + 1, 1),
-            order: self.words(if self.shape.on_cpu { 0 } else { here }, 1),
+            offsets: self.words(here + 1, chunks),
+            order: self.words(if self.shape.on_cpu { 0 } else { here }, chunks),
             rows: self.planner.alloc(Kind::U32, Rows::Routed, 1),
             pos: self.words(all, k),
             row_weights: self.planner.alloc(self.shape.types.statistic, Rows::Routed, 1),
@@ -63,7 +63,8 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
     }
 
     pub(super) fn spread_scratch(&mut self) -> SpreadScratch<B> {
-        let (t, k) = (self.shape.tokens, u64::from(self.model.experts.per_token));
+        let slices = self.model.slices();
+        let (t, k) = (self.shape.tokens, u64::from(slices.per_token));
         let (all, d) = (t * self.shape.expert_parallel, u64::from(self.model.hidden_size));
         let formats = self.shape.formats;
         // Rows of each expert do not fit in `dout`.
@@ -77,7 +78,10 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             partial,
             packed,
             ds: self.statistics(all, k),
+            own_ds: self.statistics(if self.shape.chunks > 1 { t } else { 0 }, k),
             slots: self.words(t, k),
+            choice_ds: (slices.each > 1)
+                .then(|| self.statistics(t, self.model.experts.per_token.into())),
         }
     }
 }

@@ -1,0 +1,70 @@
+//! Between a router, which chooses experts, and what is computed: their slices.
+//!
+//! ```text
+//! ids, weights [T, K] -> [T, K r] -> places, rows, products, sums      as of E r experts
+//! dweights [T, K] <- [T, K r] <- ..
+//! ```
+//! With whole experts (r = 1) there is nothing between the two.
+
+use crate::engine::forward::Pass;
+use crate::engine::model::Model;
+use moejob_kernels::{Buffer, SliceChoices, SumSlices};
+
+/// [`Slices`](moejob_protocol::slices::Slices) as sizes of buffers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Computed {
+    /// `r`
+    pub each: usize,
+    /// `E r`
+    pub count: usize,
+    /// `K r`
+    pub slots: usize,
+    /// `F / r`
+    pub width: usize,
+}
+
+impl Model {
+    /// What is computed behind the router.
+    pub(crate) fn slices(&self) -> Computed {
+        let slices = self.config.slices();
+        Computed {
+            each: slices.each as usize,
+            count: slices.count as usize,
+            slots: slices.slots as usize,
+            width: slices.width as usize,
+        }
+    }
+
+    /// Ids and weights `from` choices of experts `to` those of their slices.
+    pub(crate) fn slice_choices(&mut self, [ids, weights]: [Buffer; 2], to: [Buffer; 2]) {
+        let [slice_ids, slice_weights] = to;
+        let (choices, slices) = (ids.len(), self.slices().each);
+        let op = SliceChoices { choices, slices, ids, weights, slice_ids, slice_weights };
+        self.device.slice_choices(&op);
+    }
+
+    /// The gradients of the weights of experts, `sums`, from those of their slices.
+    pub(crate) fn sum_slices(&mut self, x: Buffer, sums: Buffer) {
+        let (choices, slices) = (sums.len(), self.slices().each);
+        self.device.sum_slices(&SumSlices { choices, slices, x, sums });
+    }
+}
+
+impl Pass<'_> {
+    /// The choices of a layer in parts become those of slices, which all that follows is of.
+    pub(crate) fn choose_slices(&mut self, layer: usize, t: usize) {
+        let (moe, choices) = (self.model.moe(layer), t * self.model.top_k());
+        let Some(to) = moe.slices else { return };
+        let all = choices * self.model.slices().each;
+        let from = [moe.ids, moe.weights].map(|of| of.slice(0, choices));
+        self.model.slice_choices(from, to.map(|of| of.slice(0, all)));
+    }
+
+    /// The way back of their weights' gradients.
+    pub(crate) fn sum_slices(&mut self, t: usize) {
+        let (scratch, choices) = (self.model.moe_scratch(), t * self.model.top_k());
+        let Some(x) = scratch.slice_dweights else { return };
+        let x = x.slice(0, choices * self.model.slices().each);
+        self.model.sum_slices(x, scratch.dweights.slice(0, choices));
+    }
+}
