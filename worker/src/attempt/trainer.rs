@@ -55,7 +55,7 @@ pub struct Trainer {
     /// What its GPU chose in the attempt before, for the next one.
     products: Option<String>,
     /// Which ways to exchange were the fastest.
-    ways: Table,
+    pub(super) ways: Table,
     pub(super) disk: Disk,
     pub(super) patience: Patience,
     /// See [`Engine::spoil`].

@@ -12,12 +12,14 @@
 use crate::attempt::api::TrainerEvent;
 use crate::attempt::records::event;
 use crate::attempt::steps::Run;
-use crate::attempt::stop::Stop;
+use crate::attempt::stop::{Stop, fail};
+use crate::attempt::trainer::Trainer;
 use crate::data::Feeder;
-use crate::gang::comm::{Comm, CommError};
+use crate::gang::comm::Comm;
 use moejob_protocol::config::{Backend, Way, WorkerConfig};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::report::{Detail, EventKind};
+use moejob_protocol::ways::WAYS_MAX;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
@@ -175,10 +177,18 @@ impl Chosen {
     }
 }
 
+/// How long a step is said to take in a way on one rank, whatever it takes: for tests.
+pub type SaidToTake = fn(u64, Way) -> Duration;
+
 /// What attempts have measured, by gang. The trainers of a gang have the same, but for one that
 /// came later.
 #[derive(Debug, Default)]
-pub(super) struct Table(VecDeque<(Of, Chosen)>);
+pub(super) struct Table {
+    /// The newest one last.
+    known: VecDeque<(Of, Chosen)>,
+    /// None: steps take what they take.
+    said: Option<SaidToTake>,
+}
 
 /// What a measurement is of: which ranks of each expert group lie on one node, and what they send.
 #[derive(Clone, Debug, PartialEq)]
@@ -205,17 +215,17 @@ impl Of {
 
 impl Table {
     fn get(&self, of: &Of) -> Option<&Chosen> {
-        self.0.iter().find(|(known, _)| known == of).map(|(_, chosen)| chosen)
+        self.known.iter().find(|(known, _)| known == of).map(|(_, chosen)| chosen)
     }
 
     /// What an attempt has chosen, if it has.
     pub fn keep(&mut self, config: &WorkerConfig, trying: Option<&Trying>) {
         let Some(chosen) = trying.and_then(|trying| trying.trials.chosen()) else { return };
         let of = Of::attempt(config);
-        self.0.retain(|(known, _)| *known != of);
-        self.0.push_back((of, chosen.clone()));
-        if self.0.len() > KEPT_MAX {
-            self.0.pop_front();
+        self.known.retain(|(known, _)| *known != of);
+        self.known.push_back((of, chosen.clone()));
+        if self.known.len() > KEPT_MAX {
+            self.known.pop_front();
         }
     }
 
@@ -223,20 +233,69 @@ impl Table {
     /// knows that knows something is not measured again.
     ///
     /// # Errors
-    /// A peer is lost.
-    pub fn agree(
-        &self,
-        config: &WorkerConfig,
-        comm: &mut Comm,
-    ) -> Result<Option<Trying>, CommError> {
+    /// A peer is lost; or a rank was told other ways than the others, so that they would take
+    /// different ones in a step.
+    pub fn agree(&self, config: &WorkerConfig, comm: &mut Comm) -> Result<Option<Trying>, Stop> {
         let ways = &config.ways;
         if ways.len() < 2 || config.training.compute.backend == Backend::Cuda {
             return Ok(None);
         }
-        let own = self.get(&Of::attempt(config)).map(Chosen::encode).unwrap_or_default();
-        let all = comm.gather_all(&own, 4 * (ways.len() + 1))?;
-        let kept = all.iter().find_map(|bytes| Chosen::decode(bytes, ways.len()));
-        Ok(Some(Trying::new(ways.clone(), kept)))
+        if let Some(wrong) = wrong_ways(config) {
+            return Err(fail(1, &format!("ways to exchange: {wrong}"), SAY_THEM));
+        }
+        let chosen = self.get(&Of::attempt(config)).map(Chosen::encode).unwrap_or_default();
+        let own = [encoded(ways), chosen].concat();
+        let all = comm.gather_all(&own, WAY_BYTES * ways.len() + 4 * (ways.len() + 1))?;
+        let mut kept = None;
+        for (rank, told) in all.iter().enumerate() {
+            let Some(told) = told.strip_prefix(&own[..WAY_BYTES * ways.len()]) else {
+                let message = format!("rank {rank} tries other ways than rank {}", comm.rank());
+                return Err(fail(1, &message, SAY_THEM));
+            };
+            kept = kept.or_else(|| Chosen::decode(told, ways.len()));
+        }
+        let said = self.said;
+        Ok(Some(Trying { said, ..Trying::new(ways.clone(), kept) }))
+    }
+}
+
+/// What to do about ways that are not as they should be.
+const SAY_THEM: &str = "say parallelism.exchange and parallelism.overlapDegree in the manifest: \
+                        then nothing is tried";
+
+/// Of a way that is told to the other ranks.
+const WAY_BYTES: usize = 8;
+
+fn encoded(ways: &[Way]) -> Vec<u8> {
+    let words = ways.iter().flat_map(|way| [way.exchange as u32, way.chunks]);
+    words.flat_map(u32::to_le_bytes).collect()
+}
+
+/// Why an attempt cannot try its ways: memory is planned for the first one.
+fn wrong_ways(config: &WorkerConfig) -> Option<String> {
+    let (ways, chunks) = (&config.ways, config.overlap_degree);
+    let planned = Way { exchange: config.exchange, chunks };
+    if ways.len() > WAYS_MAX {
+        return Some(format!("{} of them, at most {WAYS_MAX}", ways.len()));
+    }
+    if ways[0] != planned {
+        return Some(format!("the first one is not {}, as planned", planned.words()));
+    }
+    let few = |way: &&Way| way.chunks == 0 || way.chunks > chunks;
+    let way = ways.iter().find(few)?;
+    Some(format!("{} chunks, and there is memory for 1 to {chunks}", way.chunks))
+}
+
+impl Trainer {
+    /// A trainer whose steps are said to take so long while ways are tried.
+    pub fn with_steps_that_take(mut self, said: SaidToTake) -> Trainer {
+        self.ways.said = Some(said);
+        self
+    }
+
+    /// The way that attempts like this one have chosen; none: they have not.
+    pub fn chosen_way(&self, config: &WorkerConfig) -> Option<Way> {
+        config.ways.get(self.ways.get(&Of::attempt(config))?.way).copied()
     }
 }
 
@@ -253,6 +312,7 @@ pub(crate) struct Trying {
     told: Option<u64>,
     /// Something was done behind the newest step, some of which goes on beside the next one.
     disturbed: bool,
+    said: Option<SaidToTake>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -266,7 +326,8 @@ struct Begun {
 impl Trying {
     fn new(ways: Vec<Way>, kept: Option<Chosen>) -> Trying {
         let (trials, begun) = (Trials::new(ways.len(), kept), VecDeque::new());
-        Trying { ways, trials, begun, over: Begun::default(), told: None, disturbed: false }
+        let (over, told, disturbed, said) = (Begun::default(), None, false, None);
+        Trying { ways, trials, begun, over, told, disturbed, said }
     }
 
     /// How a step goes that is begun next.
@@ -279,10 +340,10 @@ impl Trying {
     /// It took so long, as processors do all of it when it is begun.
     fn took(&mut self, time: Duration) {
         let counts = !std::mem::take(&mut self.disturbed);
+        let Some(newest) = self.begun.back_mut() else { return };
+        let time = self.said.map_or(time, |said| said(newest.step, self.ways[newest.way]));
         let time = u32::try_from(time.as_micros()).unwrap_or(u32::MAX).max(1);
-        if let Some(newest) = self.begun.back_mut() {
-            newest.took = Some(time).filter(|_| counts);
-        }
+        newest.took = Some(time).filter(|_| counts);
     }
 
     /// The oldest step is over. If it was done again, so was what was begun behind it.
