@@ -2,10 +2,12 @@
 //!
 //! ```text
 //! Secret moejob-authority -> Keyring -> Authority (signs leaves), seals on pods
-//! token of a pod -> TokenReview -> the pod's uid, name and node, compared with what was dialled
+//! token of a pod -> public keys, else TokenReview -> Claims: the pod's uid, name and node,
+//!     compared with what was dialled
 //! ```
 
 use crate::authority::{self, AuthorityError};
+use crate::keys::KeyRing;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, UserInfo};
 use kube::api::{Api, PostParams};
@@ -199,16 +201,18 @@ pub enum ReviewError {
     Other { field: &'static str, found: String, expected: String },
 }
 
-/// Asks the API server whose a token is.
+/// Finds whose a token is: by the API server's public keys, else by asking it.
 #[derive(Clone)]
 pub struct Reviewer {
     client: kube::Client,
+    keys: KeyRing,
     turns: Turns,
 }
 
 impl Reviewer {
     pub fn new(client: kube::Client) -> Reviewer {
-        Reviewer { client, turns: Turns(Arc::new(Semaphore::new(REVIEWS_MAX))) }
+        let turns = Turns(Arc::new(Semaphore::new(REVIEWS_MAX)));
+        Reviewer { keys: KeyRing::new(client.clone()), client, turns }
     }
 
     /// # Errors
@@ -216,6 +220,11 @@ impl Reviewer {
     pub async fn review(&self, token: &str, pod: &PodIdentity) -> Result<(), ReviewError> {
         if token.len() > TOKEN_BYTES_MAX {
             return Err(ReviewError::Size { found: token.len() });
+        }
+        // What a review says beyond this is that the pod is still there. The leader sees that by
+        // itself: it dials no other pod than one it watches, and ends the stream of one that goes.
+        if let Some(claims) = self.keys.prove(token, TOKEN_AUDIENCE).await {
+            return claims.are_of(pod);
         }
         let review = TokenReview {
             spec: TokenReviewSpec {
@@ -246,6 +255,38 @@ impl Turns {
     }
 }
 
+/// Whom a token names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Claims {
+    pub namespace: String,
+    pub pod: String,
+    pub uid: String,
+    /// Empty: Kubernetes before 1.32 does not say it.
+    pub node: String,
+}
+
+impl Claims {
+    /// # Errors
+    /// `Other`: they speak of another pod.
+    fn are_of(&self, pod: &PodIdentity) -> Result<(), ReviewError> {
+        let mut claims = vec![
+            ("namespace", &self.namespace, &pod.namespace),
+            ("pod's name", &self.pod, &pod.name),
+            ("pod's uid", &self.uid, &pod.uid),
+        ];
+        if !self.node.is_empty() {
+            claims.push(("node", &self.node, &pod.node));
+        }
+        for (field, found, expected) in claims {
+            if found != expected {
+                let (found, expected) = (found.clone(), expected.clone());
+                return Err(ReviewError::Other { field, found, expected });
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Whether the answer speaks of this pod.
 fn judge(review: &TokenReview, pod: &PodIdentity) -> Result<(), ReviewError> {
     let status = review.status.clone().unwrap_or_default();
@@ -263,22 +304,13 @@ fn judge(review: &TokenReview, pod: &PodIdentity) -> Result<(), ReviewError> {
         return Err(ReviewError::Other { field: "account", found: account, expected });
     };
     let bound = |name: &str| extra(&user, &format!("authentication.kubernetes.io/{name}"));
-    let mut claims = vec![
-        ("namespace", namespace.to_string(), &pod.namespace),
-        ("pod's name", bound("pod-name"), &pod.name),
-        ("pod's uid", bound("pod-uid"), &pod.uid),
-    ];
-    // Kubernetes before 1.32 does not say the node.
-    let node = bound("node-name");
-    if !node.is_empty() {
-        claims.push(("node", node, &pod.node));
-    }
-    for (field, found, expected) in claims {
-        if found != *expected {
-            return Err(ReviewError::Other { field, found, expected: expected.clone() });
-        }
-    }
-    Ok(())
+    let claims = Claims {
+        namespace: namespace.to_string(),
+        pod: bound("pod-name"),
+        uid: bound("pod-uid"),
+        node: bound("node-name"),
+    };
+    claims.are_of(pod)
 }
 
 fn extra(user: &UserInfo, name: &str) -> String {

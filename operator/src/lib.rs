@@ -14,6 +14,7 @@ pub mod local;
 pub mod control;
 pub mod authority;
 pub mod identity;
+pub mod keys;
 pub mod observe;
 pub mod apply;
 pub mod turnstile;

@@ -3,14 +3,14 @@
 
 mod common;
 
-use common::{Job, bits, sources, state_hash, trainers};
-use moe_worker::attempt::api::AttemptEnd;
+use common::{Job, bits, member, sources, state_hash, trainers};
+use moe_worker::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moe_worker::attempt::trainer::Trainer;
 use moe_worker::data::Corpus;
 use moe_worker::engine::links::Links;
 use moe_worker::engine::model::Model;
 use moe_worker::engine::step::{Engine, StepSummary};
-use moe_worker::gang::comm::Comm;
+use moe_worker::gang::comm::{Comm, Links as Wires};
 use moe_worker::state::snapshot::{cut, initialize};
 use moejob_kernels::Traffic;
 use moejob_protocol::config::Resume;
@@ -18,6 +18,9 @@ use moejob_protocol::layout::{Layout, Placement};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::report::RoutingReport;
 use moejob_protocol::model::{AuxLossScope, BalanceLoss, RouterKind};
+use std::sync::Mutex;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 fn layout(dp: u32, ep: u32) -> Layout {
     Layout::contiguous(Mesh::data_parallel(dp, ep))
@@ -330,6 +333,49 @@ fn a_job_whose_steps_are_begun_ahead_has_the_same_bits() {
         found.extend(bits(&reports));
         assert!(found == expected && last(&job) == state, "stopped behind step {step}");
     }
+}
+
+/// A rank may be held up between two steps, by a snapshot for instance. The others' devices do not
+/// wait for it meanwhile, since there is a limit to what a step may take: they begin theirs once it
+/// is there.
+#[test]
+fn a_step_ahead_is_begun_when_all_are_there() {
+    let job = changed(|job| job.config.recovery.memory_every_steps = 1, layout(2, 2));
+    let wires = Wires::in_process(2, 1);
+    let calls = |rank| wires.memory().long(wires.collective(rank)).load(Ordering::SeqCst);
+    let (seen, calls) = (Mutex::new(Vec::new()), &calls);
+    let held_up = |rank: u32| {
+        if rank == 0 {
+            let own = calls(0);
+            let end = Instant::now() + Duration::from_secs(20);
+            while calls(1) <= own && Instant::now() < end {
+                std::thread::yield_now();
+            }
+            // If it went on, it would have by now.
+            std::thread::sleep(Duration::from_millis(50));
+            seen.lock().expect("no panic").push(calls(1) - own);
+        }
+    };
+    let held_up = &held_up;
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let (comm, mut config) = (wires.comm(rank), job.config.clone());
+            (config.rank, config.members) = (Some(rank), (0..2).map(member).collect());
+            scope.spawn(move || {
+                let mut trainer = Trainer::new().with_steps_ahead();
+                let end = trainer.run_attempt(&config, comm, &Control::default(), &mut |event| {
+                    if let TrainerEvent::Held(_) = event {
+                        held_up(rank);
+                    }
+                });
+                assert_eq!(end, AttemptEnd::Completed { step: 10 });
+            });
+        }
+    });
+    let mut seen = seen.into_inner().expect("no panic");
+    // Behind the last step nobody says anything.
+    assert!(seen.pop().is_some() && seen.len() > 5, "{seen:?}");
+    assert!(seen.iter().all(|more| *more == 1), "what they say and nothing else: {seen:?}");
 }
 
 fn spoiled(spoiled: Option<Vec<u64>>) -> (Job, Vec<AttemptEnd>, Vec<[u64; 5]>) {

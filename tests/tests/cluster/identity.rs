@@ -45,7 +45,7 @@ const SHOWN: &[(&str, &str)] = &[
     ("bound-to-no-pod", "its pod's name is"),
     ("another-pods", "its pod's name is"),
     ("another-jobs-pods", "its pod's name is"),
-    ("a-deleted-pods", "refused by the API server"),
+    ("a-deleted-pods", "its pod's name is \"gone\""),
     ("an-expired-one", "refused by the API server"),
     ("one-of-another-key", "refused by the API server"),
 ];

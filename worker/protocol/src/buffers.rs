@@ -201,8 +201,8 @@ pub struct Spread<B> {
     pub row_weights: B,
 }
 
-/// What travels of a layer, used by every layer anew; tokens lie as in [`Spread`]. Choices are those
-/// of slices.
+/// What travels of a layer, used by every layer anew; tokens lie as in [`Spread`]. Choices are
+/// those of slices.
 #[derive(Clone, Debug)]
 pub struct SpreadScratch<B> {
     /// [A, D]: gradients of outputs. Where they leave from where they are, the own ones are

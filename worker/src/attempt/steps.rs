@@ -10,6 +10,7 @@ use crate::attempt::start::Start;
 use crate::attempt::telling::Clock;
 use crate::attempt::saves::{Ends, Patience, Saves};
 use crate::data::{Corpus, Feeder};
+use crate::engine::patience::OTHERWISE;
 use crate::state::slots::Memory;
 use crate::engine::step::{Engine, StepSummary};
 use crate::engine::validate::Validation;
@@ -137,6 +138,9 @@ impl Run<'_> {
         let mut began = Instant::now();
         while !turns.are_over() {
             self.control.set_phase(Phase::Training);
+            // A device that waits for another one does so within the limit of a step, and a peer
+            // may still copy its state or wait for data. So all of them are here first.
+            let heard = if self.ahead { Some(self.hear_within(OTHERWISE)?) } else { None };
             while let Some(step) = turns.begin() {
                 self.begin(step, feeder)?;
             }
@@ -146,7 +150,8 @@ impl Run<'_> {
             }
             let again = self.engine.take_again();
             self.trying.iter_mut().for_each(|trying| trying.over(again));
-            let due = turns.end(self.hear()?);
+            let wanted = heard.map_or_else(|| self.hear(), Ok)?;
+            let due = turns.end(wanted);
             // Behind the last step a peer may have left already, and nobody needs its copy.
             let goes_on = !turns.are_over();
             if goes_on {
@@ -270,6 +275,14 @@ impl Run<'_> {
             checkpoint: ends.iter().any(|end| end.checkpoint_now) || self.saves.is_overdue(),
             stop: ends.iter().any(|end| end.stop_after_this_step),
         })
+    }
+
+    /// The same. An attempt in which a peer is longer on its way than `longest` is over.
+    fn hear_within(&mut self, longest: Duration) -> Result<Wanted, Stop> {
+        self.engine.limit_peers(Some(longest));
+        let heard = self.hear();
+        self.engine.limit_peers(None);
+        heard
     }
 
     /// Snapshots and checkpoints that are due after this step.

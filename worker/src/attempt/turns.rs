@@ -3,6 +3,9 @@
 //! ```text
 //! say(n) -> begin n [begin n + 1] -> numbers of n, hear(n) -> what is due after n -> say(n + 1)
 //! ```
+//! Where a step is begun ahead, hear(n) comes before begin n, and waits while n computes already.
+//! Only behind something that was due does no step compute then.
+//!
 //! One step may be begun before the numbers of the one before it are known. Behind a step after
 //! which something is due none is begun: the state is that of one step then, on every rank. What
 //! the ranks ask of each other takes effect after the newest step that was begun when they heard

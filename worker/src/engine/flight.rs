@@ -158,6 +158,14 @@ impl Engine {
         self.patience.wait_out(more);
     }
 
+    /// Until it is said otherwise, whoever drives the device waits for peers, so long at most.
+    pub fn limit_peers(&self, longest: Option<Duration>) {
+        match longest {
+            Some(longest) => self.deadline.set(longest),
+            None => self.deadline.clear(),
+        }
+    }
+
     /// Waits for a device that never answers no longer than steps take.
     fn limited<T>(&mut self, work: impl FnOnce(&mut Engine) -> T) -> T {
         let limit = self.patience.limit();

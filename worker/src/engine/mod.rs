@@ -20,7 +20,7 @@ pub mod round;
 pub mod links;
 mod looks;
 mod flight;
-mod patience;
+pub(crate) mod patience;
 pub(crate) mod notes;
 pub mod forward;
 mod recompute;

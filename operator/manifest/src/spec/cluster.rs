@@ -201,8 +201,8 @@ pub struct ParallelismSpec {
     /// In how many chunks the tokens of a micro-batch travel to experts of other ranks: 1, 2, 4, or
     /// auto. With several, some travel while experts compute another one. On processors no bit
     /// depends on it; on GPUs gradients of experts are added up chunk by chunk, which rounds them
-    /// otherwise. With auto it is 1 on GPUs, and on processors unless the plan expects a layer to be
-    /// at least 5% faster, by what the profile says of links and products. Where the plan has
+    /// otherwise. With auto it is 1 on GPUs, and on processors unless the plan expects a layer to
+    /// be at least 5% faster, by what the profile says of links and products. Where the plan has
     /// several on processors, the first steps measure whether 1 is faster. Default: auto.
     pub overlap_degree: Option<OverlapDegree>,
     /// As what tokens travel between GPUs that share experts: auto, as they are computed; fp32, the
