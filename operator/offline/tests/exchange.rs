@@ -260,7 +260,8 @@ fn the_plan_takes_chunks_where_they_are_expected_to_pay() {
     assert!(wrong.contains("spec.parallelism.overlapDegree: found `8`"), "{wrong}");
 }
 
-/// Processors try what the manifest leaves open, where it makes a difference: the planned way first.
+/// Processors try what the manifest leaves open, where that makes a difference. The planned way is
+/// the first one.
 #[test]
 fn the_first_steps_try_what_the_manifest_leaves_open() {
     // By the ranks that share the experts: the first size, of one node, and the second one.

@@ -334,10 +334,10 @@ fn a_gang_trains_on_under_the_other_release_and_back() {
 }
 
 /// A worker of before refuses a checkpoint whose hash it has not made itself, and that ends the
-/// job: a gang that is not of this release is told no hash. Nor is it told ways to try, a field that
-/// workers of before refuse.
+/// job: a gang that is not of this release is told no hash. Nor is it told ways to try, a field
+/// that workers of before refuse.
 #[test]
-fn who_may_be_of_another_release_is_told_what_that_one_knows() {
+fn who_may_be_of_another_release_is_not_held_to_this_ones_hash() {
     for (survivors, told) in [("old:1", false), ("new:2", true)] {
         let (_, record) = gang();
         let mut field = Field::new(json!({ "record": record }));
