@@ -278,6 +278,7 @@ impl Runner {
                 ];
                 let words = match event.event {
                     EventKind::Resumed => words::goes_on_from(&event.message),
+                    EventKind::EngineLost => words::of_lost_engine(event),
                     _ => event.message.clone(),
                 };
                 // Each attempt says of its data what the one before has said.

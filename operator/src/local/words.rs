@@ -1,6 +1,7 @@
 //! What workers say of their end: told once each, and whose logs hold more.
 
 use moejob_plan::repeat::are_alike;
+use moejob_protocol::report::{Detail, Event};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
@@ -71,6 +72,16 @@ pub fn goes_on_from(what: &str) -> String {
     if what.is_empty() { String::new() } else { format!("goes on from {what}") }
 }
 
+/// What a person reads of a lost engine: which, how it ended, and the last line that it wrote.
+pub fn of_lost_engine(event: &Event) -> String {
+    let wrote = match event.details.get("lastWords") {
+        Some(Detail::Text(wrote)) => wrote.lines().rev().find(|line| !line.trim().is_empty()),
+        _ => None,
+    };
+    let words = wrote.map(|line| format!(": {}", line.trim())).unwrap_or_default();
+    format!("{}{words}", event.message)
+}
+
 fn sizes(logs: &Path) -> BTreeMap<PathBuf, u64> {
     let files = std::fs::read_dir(logs).into_iter().flatten().flatten();
     files.filter_map(|file| Some((file.path(), file.metadata().ok()?.len()))).collect()
@@ -79,6 +90,27 @@ fn sizes(logs: &Path) -> BTreeMap<PathBuf, u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use moejob_protocol::report::EventKind;
+
+    #[test]
+    fn a_lost_engine_is_told_with_its_last_line() {
+        let lost = |wrote: Option<&str>| {
+            let wrote = wrote.map(|text| Detail::Text(text.to_string()));
+            let event = Event {
+                time: String::new(),
+                attempt: 1,
+                event: EventKind::EngineLost,
+                reason: "Lost".to_string(),
+                message: "the engine of rank 1 is lost: exit code 70".to_string(),
+                details: wrote.map(|wrote| ("lastWords".to_string(), wrote)).into_iter().collect(),
+            };
+            of_lost_engine(&event)
+        };
+        let without = "the engine of rank 1 is lost: exit code 70";
+        assert_eq!([None, Some(""), Some(" \n")].map(lost), [without; 3]);
+        let found = lost(Some("opened\nthe device failed: it hangs \n\n"));
+        assert_eq!(found, format!("{without}: the device failed: it hangs"));
+    }
 
     #[test]
     fn the_same_words_are_told_once_and_the_users_own_at_the_end() {
