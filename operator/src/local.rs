@@ -272,6 +272,7 @@ impl Runner {
                     EventKind::CheckpointDegraded,
                     EventKind::CheckpointRecovered,
                     EventKind::Resumed,
+                    EventKind::ExchangeChosen,
                     EventKind::Warning,
                     EventKind::EngineLost,
                 ];

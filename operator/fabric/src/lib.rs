@@ -9,6 +9,7 @@
 //! nodes x a level -> topology: the order in which a job uses them
 //! Profile x GPUs x bytes -> travel: seconds of an exchange between GPUs
 //! Profile x job -> overlap: in how many chunks processors exchange
+//! job x what the two chose -> ways: between which of them the first steps choose
 //! ```
 
 #![deny(clippy::disallowed_methods, clippy::disallowed_types)]
@@ -21,6 +22,7 @@ pub mod topology;
 pub mod travel;
 mod trees;
 mod verify;
+pub mod ways;
 
 pub use arrange::{Wish, arrange};
 pub use facts::FabricFacts;

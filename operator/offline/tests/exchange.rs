@@ -9,7 +9,7 @@ use moejob_manifest::profile::{Line, LinkFigures, Profile, Profiles, read};
 use moejob_offline::{outlook, text as outlook_text};
 use moejob_plan::observed::Size;
 use moejob_plan::placement::sizes;
-use moejob_protocol::config::{Exchange, Wire};
+use moejob_protocol::config::{Exchange, Way, Wire};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{window_bytes, window_rooms};
 use moejob_protocol::mesh::Mesh;
@@ -258,6 +258,51 @@ fn the_plan_takes_chunks_where_they_are_expected_to_pay() {
     assert!(degrees(&one).iter().all(|of| of.1 == 1 && !of.2), "{:?}", degrees(&one));
     let wrong = job("  parallelism: { overlapDegree: 8 }\n", "").expect_err("no such degree");
     assert!(wrong.contains("spec.parallelism.overlapDegree: found `8`"), "{wrong}");
+}
+
+/// Processors try what the manifest leaves open, where that makes a difference. The planned way is
+/// the first one.
+#[test]
+fn the_first_steps_try_what_the_manifest_leaves_open() {
+    // By the ranks that share the experts: the first size, of one node, and the second one.
+    let tried = |job: &Job| -> [Vec<String>; 2] {
+        let (sizes, _) = sizes(job);
+        assert_eq!([sizes[0].layout.mesh.ep, sizes[1].layout.mesh.ep], [4, 8]);
+        for size in &sizes {
+            let planned = Way { exchange: size.exchange, chunks: size.overlap_degree };
+            assert!(size.ways.first().is_none_or(|first| *first == planned), "{size:?}");
+            assert!(size.ways.iter().all(|way| way.chunks <= size.overlap_degree), "{size:?}");
+        }
+        [0, 1].map(|at| sizes[at].ways.iter().map(Way::name).collect())
+    };
+    let with = |more: &str, links: &str| {
+        let mut job = job(more, links).expect("a job");
+        job.training.sequence_length = 4096;
+        tried(&job)
+    };
+    let says = |parallelism: &str| format!("  parallelism: {{ {parallelism} }}\n");
+    let none: [&str; 0] = [];
+    assert_eq!(with("", ""), [&none[..], &["flat", "hierarchical"]]);
+    assert_eq!(with(&says("exchange: flat"), ""), [none, none]);
+    let two = ["flatIn2Chunks", "hierarchicalIn2Chunks"];
+    assert_eq!(with(&says("overlapDegree: 2"), ""), [&none[..], &two]);
+    // A line and products that are worth several chunks between nodes.
+    let links = LINKS.replace("GBps: 10 }", "GBps: 1 }");
+    let links = format!("{links}flops: {{ fp32Tflops: 0.2, reached: 0.5 }}\n");
+    let [one_node, several] = with("", &links);
+    assert!(one_node.is_empty() || one_node.last().is_some_and(|way| way == "flat"));
+    assert_eq!(several.len(), 4, "{several:?}");
+    assert_eq!(several[2..].iter().filter(|way| way.contains("Chunks")).count(), 0, "{several:?}");
+    let [_, flat] = with(&says("exchange: flat"), &links);
+    assert!(flat.len() == 2 && flat[0].starts_with("flatIn") && flat[1] == "flat", "{flat:?}");
+    assert_eq!(with(&says("exchange: flat, overlapDegree: 4"), &links), [none, none]);
+    // Bits of GPUs depend on the way.
+    let (on_gpus, _) = sizes(&job_on_gpus("", "", 8));
+    assert!(on_gpus.iter().all(|size| size.ways.is_empty()));
+    let job = job("", "").expect("a job");
+    let text = outlook_text(&outlook(&job, None, &moejob_manifest::keys::Keys::default(), &[]));
+    let line = "the first steps try how tokens travel fastest: at once, in two stages\n";
+    assert!(text.contains(line), "{text}");
 }
 
 /// Of GPUs it takes one, and says what it expects of others: between nodes whose network is slow;

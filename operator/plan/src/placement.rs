@@ -2,7 +2,7 @@
 
 use crate::launch;
 use crate::observed::Size;
-use moejob_fabric::{overlap, travel};
+use moejob_fabric::{overlap, travel, ways};
 use moejob_manifest::cost::{self, Budget, Extent, SHOWN_MAX};
 use moejob_manifest::devices::{divides, fits_expert_parallel};
 use moejob_manifest::job::{Job, Venue};
@@ -40,7 +40,8 @@ pub fn sizes(job: &Job) -> (Vec<Size>, Vec<Skipped>) {
             Ok(layout) => {
                 let exchange = travel::choice(job, &layout).0;
                 let overlap_degree = overlap::choice(job, &layout).0;
-                sizes.push(Size { nodes, layout, exchange, overlap_degree });
+                let ways = ways::tried(job, &layout);
+                sizes.push(Size { nodes, layout, exchange, overlap_degree, ways });
             }
             Err(why) => skipped.push(Skipped { nodes, why }),
         }

@@ -131,20 +131,22 @@ fn what_a_leader_of_before_does_not_understand_is_known() {
         EventKind::EngineLost,
         EventKind::CheckpointDegraded,
         EventKind::CheckpointRecovered,
+        EventKind::ExchangeChosen,
     ];
     let new: Vec<EventKind> = all
         .into_iter()
         .filter(|kind| !said.contains(serde_json::to_value(kind).expect("JSON").as_str().unwrap()))
         .collect();
     use EventKind::{CheckpointDegraded, CheckpointRecovered, EngineLost, EngineStarted};
-    assert_eq!(new, [EngineStarted, EngineLost, CheckpointDegraded, CheckpointRecovered]);
+    let known = [EngineStarted, EngineLost, CheckpointDegraded, CheckpointRecovered];
+    assert_eq!(new, [&known[..], &[EventKind::ExchangeChosen]].concat());
 }
 
 const NOW: u64 = 1_800_000_000_000;
 
 fn spec() -> Value {
     json!({
-        "nodes": {"min": 2, "max": 2},
+        "nodes": {"min": 2, "max": 2, "devicesPerNode": 2},
         "model": {"preset": "tiny"},
         "data": {"train": {"text": {"paths": ["corpus/*"]}}, "sequenceLength": 8},
         "training": {"steps": 100, "globalBatchSize": 8},
@@ -153,18 +155,18 @@ fn spec() -> Value {
     })
 }
 
-/// A gang of two that trains, as the leader before has left it.
+/// A gang of two workers of two ranks that trains, as the leader before has left it.
 fn gang() -> (Gang, String) {
-    let member = |rank: u32| Member {
-        rank,
-        worker: format!("a-a1-{rank}"),
-        node: format!("n{rank}"),
-        address: format!("10.0.0.{rank}:7777"),
+    let member = |number: u32| Member {
+        rank: 2 * number,
+        worker: format!("a-a1-{number}"),
+        node: format!("n{number}"),
+        address: format!("10.0.0.{number}:7777"),
     };
     let gang = Gang {
         attempt: 1,
         digest: "as-it-was".into(),
-        layout: Layout::contiguous(Mesh::data_parallel(2, 2)),
+        layout: Layout::contiguous(Mesh::data_parallel(4, 4)),
         members: vec![member(0), member(1)],
         resumed_at: 0,
         started_at: NOW - 60_000,
@@ -332,7 +334,8 @@ fn a_gang_trains_on_under_the_other_release_and_back() {
 }
 
 /// A worker of before refuses a checkpoint whose hash it has not made itself, and that ends the
-/// job: a gang that is not of this release is told no hash.
+/// job: a gang that is not of this release is told no hash. Nor is it told ways to try, a field
+/// that workers of before refuse.
 #[test]
 fn who_may_be_of_another_release_is_not_held_to_this_ones_hash() {
     for (survivors, told) in [("old:1", false), ("new:2", true)] {
@@ -358,6 +361,9 @@ fn who_may_be_of_another_release_is_not_held_to_this_ones_hash() {
             .map(|config| !config.checkpoint.spec_hash.is_empty())
             .collect();
         assert_eq!(hashes, [told, told], "{survivors}");
+        let tries: Vec<bool> =
+            field.configured.iter().map(|config| !config.ways.is_empty()).collect();
+        assert_eq!(tries, [told, told], "{survivors}");
     }
 }
 

@@ -6,6 +6,8 @@ use crate::zero::Zero;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
+pub use crate::ways::{Exchange, Way};
+
 /// Everything a worker needs for one attempt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -39,6 +41,11 @@ pub struct WorkerConfig {
     /// Between processors no bit depends on it.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub overlap_degree: u32,
+    /// Between which the first steps choose, on processors: the planned one first, which is that of
+    /// the two fields above and has the most chunks. Workers of releases before do not know the
+    /// field, so it is told only where there is something to try.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ways: Vec<Way>,
     /// Kernel threads of this worker; 0 lets it choose.
     pub threads: u32,
 }
@@ -57,26 +64,6 @@ impl WorkerConfig {
     /// Micro-batches of a step.
     pub fn micro_batches(&self) -> u32 {
         self.training.global_batch_size / self.training.micro_batch_size
-    }
-}
-
-/// How rows travel between the ranks of an expert group. Between processors no bit depends on it;
-/// between GPUs sums are made in another order.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub enum Exchange {
-    /// Each rank sends a message to each other one.
-    #[default]
-    Flat,
-    /// In two stages: processors first within the workers, then between them ([`crate::stages`]);
-    /// GPUs first between workers and then within them, and back in the other order
-    /// ([`crate::rails`]).
-    Hierarchical,
-}
-
-impl Exchange {
-    pub fn is_flat(&self) -> bool {
-        *self == Exchange::Flat
     }
 }
 

@@ -13,6 +13,7 @@
 //! Zero x passes of a round --Turns--> which dense buckets are whole, where and when         zero
 //! Holders --Shares--> what each rank owns of all of it                      shares
 //! micro-batch blocks --subtrees()--> the one reduction tree of a step     tree
+//! Exchange x chunks --> the ways in which tokens travel                              ways
 //! WorkerConfig (down), Up (up), Down (down)                       config, message, preflight,
 //!                                                                         pair, links
 //! CheckpointManifest                                                      checkpoint
@@ -41,6 +42,7 @@ pub mod zero;
 pub mod memory;
 pub mod workspace;
 pub mod buffers;
+pub mod ways;
 pub mod config;
 pub mod preflight;
 pub mod pair;

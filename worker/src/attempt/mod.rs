@@ -12,6 +12,7 @@ mod snapshots;
 mod courier;
 mod telling;
 mod turns;
+mod ways;
 mod resume;
 mod products;
 pub mod records;

@@ -17,6 +17,7 @@ use crate::engine::validate::Validation;
 use crate::gang::step_end::{self, StepEnd};
 use crate::attempt::turns::{Due, Schedule, Turns, Wanted};
 use crate::attempt::stop::{Stop, fail, storage_failed};
+use crate::attempt::ways::Trying;
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::Resume;
@@ -55,6 +56,8 @@ pub(crate) struct Run<'a> {
     pub courier: Courier,
     /// One step is begun before the numbers of the one before it are known.
     pub ahead: bool,
+    /// Which way tokens travel, where the first steps find that out.
+    pub trying: Option<Trying>,
     /// When state is copied to memory, where that is not every so many steps.
     pub pace: Option<Pace>,
     /// Makes the slots of the next snapshot.
@@ -139,12 +142,14 @@ impl Run<'_> {
             // may still copy its state or wait for data. So all of them are here first.
             let heard = if self.ahead { Some(self.hear_within(OTHERWISE)?) } else { None };
             while let Some(step) = turns.begin() {
-                self.engine.begin(step, feeder)?;
+                self.begin(step, feeder)?;
             }
             let summary = self.finish_step(feeder)?;
             if self.sums.as_ref().is_some_and(Sums::are_made) {
                 self.compare()?;
             }
+            let again = self.engine.take_again();
+            self.trying.iter_mut().for_each(|trying| trying.over(again));
             let wanted = heard.map_or_else(|| self.hear(), Ok)?;
             let due = turns.end(wanted);
             // Behind the last step a peer may have left already, and nobody needs its copy.
@@ -238,6 +243,7 @@ impl Run<'_> {
             stop_after_this_step: self.asked.stop_after_this_step,
             snapshot_now: first && due,
             held: self.held,
+            took: self.trying.as_mut().and_then(Trying::say),
             ..StepEnd::default()
         };
         self.saves.fill(&mut end);
@@ -253,6 +259,10 @@ impl Run<'_> {
             self.memory.confirm(self.config.attempt, held);
         }
         self.travels.take_if(|step| held >= Some(*step));
+        let times = ends.iter().map(|end| end.took);
+        if let Some(chosen) = self.trying.as_mut().and_then(|trying| trying.hear(times)) {
+            self.tell_chosen(&chosen);
+        }
         let news = self.saves.take_in(&ends).map_err(|end| match end {
             Ends::Fenced(by) => Stop::Fenced(by),
             Ends::NotFinite(message) => fail(1, &message, DIVERGED),
@@ -280,6 +290,7 @@ impl Run<'_> {
         if due == Due::default() {
             return Ok(());
         }
+        self.trying.iter_mut().for_each(Trying::disturb);
         assert!(self.engine.is_settled(), "what is kept is the state of one step");
         self.compare()?;
         let last = self.step >= self.config.training.steps;

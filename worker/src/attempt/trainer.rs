@@ -25,6 +25,7 @@ use crate::attempt::resume;
 use crate::attempt::start::{Passage, Start, fault_of};
 use crate::attempt::stop::{Stop, fail, not_left, storage_failed};
 use crate::attempt::saves::{Flush, News, Patience, Saves, pending_max};
+use crate::attempt::ways::Table;
 use crate::state::slots::Memory;
 use crate::engine::links::NoLinks;
 use crate::engine::step::{Engine, OpenError};
@@ -53,6 +54,8 @@ pub struct Trainer {
     batches: Option<data::Desk>,
     /// What its GPU chose in the attempt before, for the next one.
     products: Option<String>,
+    /// Which ways to exchange were the fastest.
+    pub(super) ways: Table,
     pub(super) disk: Disk,
     pub(super) patience: Patience,
     /// See [`Engine::spoil`].
@@ -92,9 +95,11 @@ impl Trainer {
     /// An engine in a process of its own, whose worker writes its checkpoints.
     pub fn with_desk(memory: Memory, desk: checkpoint::Desk) -> Trainer {
         let (disk, patience, spoiled) = (Disk::real(), Patience::default(), Vec::new());
-        let (corpus, batches, products) = (None, None, None);
-        let (ahead, late) = (false, false);
-        Trainer { memory, desk, corpus, batches, products, disk, patience, spoiled, ahead, late }
+        let (corpus, batches, products, ways) = (None, None, None, Table::default());
+        Trainer {
+            memory, desk, corpus, batches, products, ways, disk, patience, spoiled, ahead: false,
+            late: false,
+        }
     }
 
     /// The next attempt does not open its data: it asks at `desk`.
@@ -238,6 +243,7 @@ impl Trainer {
             Saving::new(every, config.resume.step(), bytes, Instant::now())
         });
         let saves = self.saves(config, rank, state, records.as_ref());
+        let trying = self.ways.agree(config, engine.links.comm())?;
         let ahead = self.ahead || engine.runs_ahead();
         let ferry = engine.links.comm().take_ferry().expect("nobody else takes it");
         let mut run = Run {
@@ -259,6 +265,7 @@ impl Trainer {
             courier: Courier::new(ferry),
             slow_told: false,
             ahead,
+            trying,
             pace,
             preparing: None,
             over: Over::default(),
@@ -281,6 +288,7 @@ impl Trainer {
         run.over.tell();
         tracing::debug!("steps are over");
         self.products = products::of(&run.engine.model);
+        self.ways.keep(config, run.trying.as_ref());
         match &ended {
             Ok(_) => run.saves.finish(WRITER_END_MAX.min(self.patience.stop)),
             // What was given to the writer is written all the same, and counts for the next

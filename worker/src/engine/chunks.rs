@@ -86,7 +86,12 @@ impl Chunk {
 impl Model {
     /// In how many chunks tokens travel.
     pub(crate) fn chunk_count(&self) -> usize {
-        if self.group.is_alone() { 1 } else { self.shape.chunks as usize }
+        if self.group.is_alone() { 1 } else { self.chunks }
+    }
+
+    /// From the next step on it is so many, as far as there is memory for their tables.
+    pub(crate) fn travel_in(&mut self, chunks: u32) {
+        self.chunks = chunks.clamp(1, self.shape.chunks as u32) as usize;
     }
 
     /// The whole round, where it is one chunk.
@@ -120,7 +125,9 @@ impl Model {
         let from = |of: Buffer, start: usize| of.slice(start, of.len() - start);
         let routed = |of: Buffer, width: usize| from(of, before.rows * width);
         let arrived = |of: Buffer| from(of, before.arrived * d);
-        let table = |of: Buffer| of.slice(of.len() / chunks * at, of.len() / chunks);
+        // There is one for each chunk that was planned, also where there are fewer.
+        let tables = self.shape.chunks as usize;
+        let table = |of: Buffer| of.slice(of.len() / tables * at, of.len() / tables);
         let routes = moe.routes.clone().map(|routes| Routes {
             tokens: arrived(routes.tokens),
             arrived: table(routes.arrived).slice(0, sources + 1),

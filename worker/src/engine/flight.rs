@@ -53,6 +53,8 @@ pub(super) struct Flights {
     updates: u64,
     /// The device skips what it is given, until it is told to go on.
     halted: bool,
+    /// A step was done again.
+    again: bool,
     /// When the oldest step was begun, or the one before it ended.
     since: Option<Instant>,
 }
@@ -146,6 +148,11 @@ impl Engine {
         done
     }
 
+    /// Whether a step was done again since the last call, the same on all ranks.
+    pub fn take_again(&mut self) -> bool {
+        std::mem::take(&mut self.flights.again)
+    }
+
     /// From the next step on one may take longer by `more`: a machine may stand still for so long.
     pub fn be_patient(&mut self, more: Duration) {
         self.patience.wait_out(more);
@@ -185,6 +192,7 @@ impl Engine {
             if let Outcome::Done = outcome {
                 break;
             }
+            self.flights.again = true;
             // They were skipped: their numbers say nothing.
             while let Some(flight) = self.flights.begun.pop_front() {
                 behind.push(flight.step);

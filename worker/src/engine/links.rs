@@ -161,6 +161,14 @@ impl Links {
         Links { staging: Some(Staging::new(ranks)), ..self }
     }
 
+    /// From now on expert groups exchange in stages, by workers of so many ranks, or each with
+    /// each. For processors, between two steps, on all ranks alike.
+    pub(crate) fn exchange_in(&mut self, stages: Option<u32>) {
+        if stages.is_some() != self.staging.is_some() {
+            self.staging = stages.map(Staging::new);
+        }
+    }
+
     /// The same links, between processors, with what reaches an expert group's ranks through
     /// windows alone: tokens that a rank does not need are no numbers there. For tests.
     #[must_use]

@@ -18,7 +18,7 @@ use moejob_kernels::cuda::Fault;
 use moejob_kernels::{Device, KernelError, Pace, StepPhase};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::communication::CommunicationReport;
-use moejob_protocol::config::{Backend, Exchange, TrainingConfig};
+use moejob_protocol::config::{Backend, Exchange, TrainingConfig, Way};
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::rails::Rails;
@@ -216,6 +216,18 @@ impl Engine {
             trace,
             flights,
             graphs,
+        }
+    }
+
+    /// Between processors, whose workers have so many `ranks`: the steps that are begun from now on
+    /// exchange in this way, in no more chunks than memory was planned for. No bit depends on it.
+    /// All ranks call it alike, between the same two steps. A step that is done again takes the way
+    /// of the newest one that was begun.
+    pub fn take_way(&mut self, way: Way, ranks: u32) {
+        if self.model.device.as_cpu().is_some() {
+            let stages = (way.exchange == Exchange::Hierarchical).then_some(ranks);
+            self.links.exchange_in(stages);
+            self.model.travel_in(way.chunks);
         }
     }
 

@@ -61,6 +61,8 @@ pub struct Model {
     /// Dropless top-k, which one fused op computes; else `gate.rs`.
     pub(crate) plain: bool,
     pub(crate) noise: Option<Noise>,
+    /// In so many chunks tokens travel between processors, at most in those of `shape`.
+    pub(crate) chunks: usize,
     /// Tokens before those of a round, of which the cache knows; none: a round is by itself.
     pub(crate) past: Option<usize>,
     /// Attention's backward may add in any order.
@@ -210,6 +212,7 @@ impl Model {
             mixture,
             plain: config.router.is_plain(),
             noise: None,
+            chunks: shape.chunks as usize,
             past: None,
             fast_attention: training.compute.fast_attention,
             config: config.clone(),

@@ -178,6 +178,7 @@ impl Job {
             ranks: 1,
             exchange: Default::default(),
             overlap_degree: 1,
+            ways: vec![],
             threads: 1,
         };
         Job { folder, config }

@@ -194,14 +194,16 @@ pub struct ParallelismSpec {
     #[schemars(extend("enum" = moejob_protocol::slices::SLICES))]
     pub expert_slices: Option<u32>,
     /// How tokens travel to their experts: flat, hierarchical (in two stages, within nodes and
-    /// between them), or auto: on processors what is estimated to be faster, and no bit depends on
-    /// it; on GPUs flat, since sums are rounded in another order. Default: auto.
+    /// between them), or auto: on processors what is estimated to be faster, until the first steps
+    /// have measured both, and no bit depends on it; on GPUs flat, since sums are rounded in
+    /// another order. Default: auto.
     pub exchange: Option<ExchangeName>,
     /// In how many chunks the tokens of a micro-batch travel to experts of other ranks: 1, 2, 4, or
     /// auto. With several, some travel while experts compute another one. On processors no bit
     /// depends on it; on GPUs gradients of experts are added up chunk by chunk, which rounds them
     /// otherwise. With auto it is 1 on GPUs, and on processors unless the plan expects a layer to
-    /// be at least 5% faster, by what the profile says of links and products. Default: auto.
+    /// be at least 5% faster, by what the profile says of links and products. Where the plan has
+    /// several on processors, the first steps measure whether 1 is faster. Default: auto.
     pub overlap_degree: Option<OverlapDegree>,
     /// As what tokens travel between GPUs that share experts: auto, as they are computed; fp32, the
     /// same, and sums over experts are not rounded before they are added; bf16, of precision fp32

@@ -175,6 +175,7 @@ impl JobLoop {
                 self.event(false, "CheckpointRecovered", message, now);
             }
             EventKind::AttemptsClaimed => self.event(false, "EarlierJob", message, now),
+            EventKind::ExchangeChosen => self.event(false, "ExchangeChosen", message, now),
             _ if event.reason == "Found" => {
                 let note = format!("the storage has {message}: it is resumed from");
                 self.event(false, "CheckpointFound", note, now);
