@@ -6,6 +6,7 @@ use moejob_manifest::job::Job;
 use moejob_manifest::profile::{Profile, Profiles};
 use moejob_manifest::words::several;
 use moejob_protocol::config::{Backend, Offload, Recompute};
+use moejob_protocol::zero::Zero;
 use serde::Serialize;
 use std::cell::Cell;
 
@@ -65,8 +66,8 @@ pub fn changes(job: &Job, steps: u64) -> Search {
         cut.set(cut.get() || budget.is_short());
         found
     };
-    let kinds: [Kind; 7] =
-        [nodes, micro_batch, recompute, offload, devices, profile, experts];
+    let kinds: [Kind; 9] =
+        [nodes, micro_batch, recompute, zero, offload, chunks, devices, profile, experts];
     let mut changes: Vec<Change> = kinds.iter().filter_map(|kind| tried(*kind, job)).collect();
     if changes.is_empty() {
         let mut least = job.clone();
@@ -144,6 +145,29 @@ fn recompute(job: &Job, fits: Fits) -> Option<Change> {
         let nodes = fits(&changed)?;
         Some(Change { set: vec![format!("spec.training.recompute: {name}")], nodes })
     })
+}
+
+/// Dense parameters of GPUs with their owners alone: gradients, then weights as well.
+fn zero(job: &Job, fits: Fits) -> Option<Change> {
+    if job.training.compute.backend == Backend::Cpu {
+        return None;
+    }
+    let more = [(Zero::Gradients, 2), (Zero::Weights, 3)];
+    let mut more = more.into_iter().filter(|(zero, _)| *zero > job.training.compute.zero);
+    more.find_map(|(zero, stage)| {
+        let mut changed = job.clone();
+        changed.training.compute.zero = zero;
+        let nodes = fits(&changed)?;
+        Some(Change { set: vec![format!("spec.parallelism.zero: {stage}")], nodes })
+    })
+}
+
+/// Chunks of tokens lie beside each other, and one alone needs no copy of its rows.
+fn chunks(job: &Job, fits: Fits) -> Option<Change> {
+    job.overlap_degree.filter(|degree| *degree > 1)?;
+    let changed = Job { overlap_degree: Some(1), ..job.clone() };
+    let nodes = fits(&changed)?;
+    Some(Change { set: vec!["spec.parallelism.overlapDegree: 1".to_string()], nodes })
 }
 
 /// Optimizer state of GPUs on their hosts.

@@ -123,3 +123,41 @@ fn each_kind_of_change_is_tried_whatever_the_others_take() {
     assert!(some.iter().all(|one| all.contains(one)), "{some:?}");
     assert_eq!(found(0), (Vec::new(), true));
 }
+
+/// Dense parameters that lie with their owners alone, and tokens that travel at once, spare memory.
+#[test]
+fn what_spares_memory_on_gpus_is_found() {
+    let found = |parallelism: &str, memory: u32| {
+        let job = Job::read(
+            format!(
+                "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  \
+                 nodes: {{ profile: custom, custom: {{ backend: cuda, devices: 8, \
+                 deviceMemory: {memory}Mi }}, min: 1, max: 1 }}\n  \
+                 parallelism: {parallelism}\n  \
+                 model: {{ hiddenSize: 2048, numHiddenLayers: 24, numAttentionHeads: 16, \
+                 experts: {{ count: 8, perToken: 2, intermediateSize: 512 }} }}\n  \
+                 data: {{ train: {{ text: {{ paths: [a] }} }}, sequenceLength: 2048 }}\n  \
+                 training: {{ steps: 10, globalBatchSize: 64, microBatchSize: 2, \
+                 precision: bf16 }}\n"
+            )
+            .as_bytes(),
+        );
+        let search = changes(&job.expect("valid"), u64::MAX);
+        let sets = search.changes.into_iter().map(|change| change.set.join(", "));
+        sets.filter(|set| set.starts_with("spec.parallelism")).collect::<Vec<_>>()
+    };
+    let all = |parallelism: &str| {
+        let memory = (1..=96).map(|step| step * 256);
+        memory.flat_map(|memory| found(parallelism, memory)).collect::<Vec<_>>()
+    };
+    let plain = all("{ expert: 8 }");
+    for set in ["spec.parallelism.zero: 2", "spec.parallelism.zero: 3"] {
+        assert!(plain.iter().any(|found| found == set), "{set}: {plain:?}");
+    }
+    assert!(!plain.iter().any(|set| set.contains("overlapDegree")), "{plain:?}");
+    let some = all("{ expert: 8, zero: 2, overlapDegree: 4 }");
+    for set in ["spec.parallelism.zero: 3", "spec.parallelism.overlapDegree: 1"] {
+        assert!(some.iter().any(|found| found == set), "{set}: {some:?}");
+    }
+    assert!(!some.iter().any(|set| set.contains("zero: 2")), "{some:?}");
+}
