@@ -255,11 +255,8 @@ impl KeyRing {
     /// Keys that are so old at most; none: the API server does not tell them.
     async fn keys(&self, age_s: u64) -> Option<Arc<Keys>> {
         let mut held = self.held.lock().await;
-        let age = match held.keys {
-            Some(_) => age_s,
-            None => PAUSE_S,
-        };
-        if held.asked.is_none_or(|asked| asked.elapsed() >= Duration::from_secs(age)) {
+        let age = held.asked.map(|asked| asked.elapsed());
+        if is_due(age, held.keys.is_some(), age_s) {
             let answer = timeout(Duration::from_secs(ANSWER_S_MAX), self.ask()).await;
             let found = answer.map_or_else(|_| Err("no answer".to_string()), |found| found);
             held.asked = Some(Instant::now());
@@ -291,6 +288,13 @@ impl KeyRing {
         let keys = document("/openid/v1/jwks").await?;
         Keys::read(&discovery, &keys).map_err(|error| error.to_string())
     }
+}
+
+/// Whether keys are asked for, `age` after they were last: those that are there when they are older
+/// than `age_s`, and those that nobody told after a pause.
+fn is_due(age: Option<Duration>, are_there: bool, age_s: u64) -> bool {
+    let least = if are_there { age_s } else { PAUSE_S };
+    age.is_none_or(|age| age >= Duration::from_secs(least))
 }
 
 #[cfg(test)]

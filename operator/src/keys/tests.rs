@@ -179,3 +179,14 @@ fn damaged_keys_are_left_out_and_damaged_documents_told() {
         assert!(Keys::read(text, &good.1).is_err() && Keys::read(&good.0, text).is_err());
     }
 }
+
+#[test]
+fn keys_are_asked_for_when_they_are_old_or_do_not_know_a_token() {
+    let due = |age: u64, are_there, age_s| is_due(Some(Duration::from_secs(age)), are_there, age_s);
+    assert!(is_due(None, true, KEPT_S) && is_due(None, false, KEPT_S));
+    assert_eq!([299, 300].map(|age| due(age, true, KEPT_S)), [false, true]);
+    assert_eq!([29, 30].map(|age| due(age, true, PAUSE_S)), [false, true], "an unknown key");
+    assert_eq!([29, 30].map(|age| due(age, false, KEPT_S)), [false, true], "none were told");
+    // What the documents say of a key that is given up.
+    assert_eq!((KEPT_S, PAUSE_S, ANSWER_S_MAX), (300, 30, 2));
+}
