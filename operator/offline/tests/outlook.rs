@@ -10,6 +10,7 @@ use moejob_manifest::words::count;
 use moejob_offline::{Outlook, step_time, text};
 use moejob_offline::nodes::{nodes_from, select};
 use moejob_plan::allocate::Needs;
+use moejob_protocol::zero::Zero;
 use std::path::Path;
 
 fn root() -> &'static Path {
@@ -208,6 +209,7 @@ fn a_job_that_no_number_of_nodes_fits_says_what_would_make_it_fit() {
         [
             "spec.nodes.max: 4 (4 nodes work then)",
             "spec.training.recompute: selective (3 nodes work then)",
+            "spec.parallelism.zero: 2 (2 nodes work then)",
             "spec.training.offload: host (1 node works then)",
             "spec.nodes.profile: nd-h200-v5 (1 node works then)",
         ]
@@ -255,6 +257,9 @@ fn a_job_that_is_changed_as_suggested_fits() {
                             let value = serde_json::json!(value);
                             let compute = &mut changed.training.compute;
                             compute.offload = serde_json::from_value(value).unwrap();
+                        }
+                        "spec.parallelism.zero" => {
+                            changed.training.compute.zero = Zero::of(number()).unwrap();
                         }
                         "spec.nodes.profile" => {
                             changed.profile = Profiles::shipped().get(value).unwrap().clone();
