@@ -8,7 +8,8 @@ use crate::buffer::{Buffer, DType};
 use crate::device::{Device, on_float};
 
 /// Slice j of expert e has the id `e r + j`: slice_ids[c, j] = ids[c] r + j, of a `NO_EXPERT` the
-/// same, and slice_weights[c, j] = weights[c]. Ids that ascend in a token do so behind it.
+/// same, and slice_weights[c, j] = weights[c]. Ids that ascend in a token do so behind it. With
+/// `places` it is places[ids[c] r + j] in place of the id.
 #[derive(Clone, Copy, Debug)]
 pub struct SliceChoices {
     /// `C`: choices of all tokens, T K
@@ -18,6 +19,8 @@ pub struct SliceChoices {
     /// u32 [C], [C]
     pub ids: Buffer,
     pub weights: Buffer,
+    /// u32 [E r], by id of a slice
+    pub places: Option<Buffer>,
     /// Output u32 [C, r], [C, r]
     pub slice_ids: Buffer,
     pub slice_weights: Buffer,
@@ -40,11 +43,13 @@ pub struct SumSlices {
 impl SliceChoices {
     /// Kinds and lengths.
     fn check(&self) {
-        let SliceChoices { choices, slices, ids, weights, slice_ids, slice_weights } = *self;
+        let SliceChoices { choices, slices, ids, weights, places, .. } = *self;
+        let (slice_ids, slice_weights) = (self.slice_ids, self.slice_weights);
         let all = choices * slices;
         assert!(slices > 0 && u32::try_from(all).is_ok(), "{self:?}");
         let kinds = (ids.dtype(), slice_ids.dtype(), slice_weights.dtype());
         assert_eq!(kinds, (DType::U32, DType::U32, weights.dtype()), "{self:?}");
+        assert!(places.is_none_or(|places| places.dtype() == DType::U32), "{self:?}");
         assert_eq!((ids.len(), weights.len()), (choices, choices), "{self:?}");
         assert_eq!((slice_ids.len(), slice_weights.len()), (all, all), "{self:?}");
     }

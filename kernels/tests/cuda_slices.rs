@@ -15,18 +15,32 @@ fn choices(count: usize) -> (Vec<u32>, Vec<f32>) {
     ((0..count).map(id).collect(), (0..count).map(|at| random(at) as f32).collect())
 }
 
+/// Where slice `id` stands in another order.
+fn place(id: u32, slices: usize) -> u32 {
+    (id * 7 + 5) % (60 * slices as u32)
+}
+
 /// What the device makes of `count` choices and of as many times `slices` gradients.
-fn run(count: usize, slices: usize, mut device: Device) -> (Vec<u32>, Vec<f32>, Vec<f32>) {
+fn run(
+    count: usize,
+    slices: usize,
+    placed: bool,
+    mut device: Device,
+) -> (Vec<u32>, Vec<f32>, Vec<f32>) {
     let (all, (given_ids, given_weights)) = (count * slices, choices(count));
     let mut plan = ArenaPlan::new();
     let [ids, slice_ids] = [count, all].map(|len| plan.alloc(DType::U32, len));
     let [weights, slice_weights, x, sums] =
         [count, all, all, count].map(|len| plan.alloc(DType::F32, len));
+    let places = plan.alloc(DType::U32, 60 * slices);
     device.reserve(plan.bytes()).expect("an arena");
     device.write(ids, &given_ids);
     device.write(weights, &given_weights);
+    let by_id: Vec<u32> = (0..60 * slices as u32).map(|id| place(id, slices)).collect();
+    device.write(places, &by_id);
     let choices = count;
-    let op = SliceChoices { choices, slices, ids, weights, slice_ids, slice_weights };
+    let places = placed.then_some(places);
+    let op = SliceChoices { choices, slices, ids, weights, places, slice_ids, slice_weights };
     device.slice_choices(&op);
     device.write(x, &gradients(all));
     device.sum_slices(&SumSlices { choices, slices, x, sums });
@@ -39,14 +53,15 @@ fn gradients(all: usize) -> Vec<f32> {
     (0..all).map(|at| normals(13, 14, at as u64)[1] as f32).collect()
 }
 
-fn check(count: usize, slices: usize, device: Device) {
-    let (slice_ids, slice_weights, sums) = run(count, slices, device);
+fn check(count: usize, slices: usize, placed: bool, device: Device) {
+    let (slice_ids, slice_weights, sums) = run(count, slices, placed, device);
     let (ids, weights) = choices(count);
     for (choice, (id, weight)) in ids.iter().zip(&weights).enumerate() {
         for j in 0..slices {
             let at = choice * slices + j;
             let expected = match *id {
                 NO_EXPERT => NO_EXPERT,
+                id if placed => place(id * slices as u32 + j as u32, slices),
                 id => id * slices as u32 + j as u32,
             };
             assert_eq!(slice_ids[at], expected, "slice {j} of choice {choice}");
@@ -70,12 +85,16 @@ const CASES: [(usize, usize); 6] = [(1, 1), (7, 2), (256, 4), (1000, 2), (4097, 
 #[test]
 fn slices_of_choices_and_sums_of_their_gradients() {
     for (count, slices) in CASES {
-        check(count, slices, Device::cpu(2, 0).expect("a CPU"));
+        for placed in [false, true] {
+            check(count, slices, placed, Device::cpu(2, 0).expect("a CPU"));
+        }
     }
     if let Err(why) = Gpu::open(0) {
         return eprintln!("skipped on a GPU: {why}");
     }
     for (count, slices) in CASES {
-        check(count, slices, Device::cuda(0, 0).expect("a GPU"));
+        for placed in [false, true] {
+            check(count, slices, placed, Device::cuda(0, 0).expect("a GPU"));
+        }
     }
 }

@@ -23,13 +23,15 @@ import topology
 HERE = pathlib.Path(__file__).resolve().parent
 PREFLIGHT_S_MAX = 3.0
 # Below what NVLink of any generation gives, and above PCI Express.
-LIMITS = """version: 1
+LIMITS = """
+version: 1
 about: two GPUs that NVLink joins
 backend: cuda
-devices: auto
+devices: {count}
+memory: 40Gi
 expect:
-  allReduceGBps: { fail: 100 }
-  peerReadGBps: { fail: 100 }
+  allReduceGBps: {{ fail: 100 }}
+  peerReadGBps: {{ fail: 100 }}
 """
 MANIFEST = """
 apiVersion: moejob.dev/v1alpha1
@@ -40,7 +42,7 @@ spec:
   model:
     hiddenSize: {width}
     numHiddenLayers: 4
-    numAttentionHeads: 4
+    numAttentionHeads: {heads}
     experts: {{ count: 16, perToken: 4, intermediateSize: {width} }}
     router: {{ auxLossCoef: 0.01 }}
   data:
@@ -106,7 +108,8 @@ class Job:
     def __init__(self, moejob, folder, name, devices, width, **environment):
         on_gpus = bool(gpus())
         text = MANIFEST.format(
-            name=name, devices=devices, width=width, batch=8 * devices, batch_of_one=8,
+            name=name, devices=devices, width=width, heads=width // 64, batch=8 * devices,
+            batch_of_one=8,
             profile="gpu" if on_gpus else "cpu", precision="bf16" if on_gpus else "fp32",
             sequence=1024 if on_gpus else 16,
         )
@@ -139,7 +142,8 @@ class Job:
         return self
 
     def __exit__(self, *_):
-        os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         # Its GPUs are free again a moment after it.
         time.sleep(3)
@@ -158,7 +162,7 @@ def slowed(moejob, count, folder):
 
 def limited(moejob, count, folder):
     limits = folder / "mine.yaml"
-    limits.write_text(LIMITS)
+    limits.write_text(LIMITS.format(count=count))
     outcomes, _, _ = preflight(moejob, count, limits)
     check(outcomes and not bad(outcomes), f"nothing is wrong: {in_words(bad(outcomes))}")
     slow = {"NCCL_P2P_DISABLE": "1", "NCCL_MAX_NCHANNELS": "1"}

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Compares what lies above each GPU in NCCL's topology files: ours, and NCCL's own dumps with and
-without it. `topology.py OURS WITH WITHOUT`; exits with 1 where a GPU's parents differ."""
+without it. `topology.py OURS WITH WITHOUT`; exits with 1 where a GPU's parents differ. Of a GPU
+that ours does not tell of, they are to be those that NCCL finds by itself."""
 
 import sys
 import xml.etree.ElementTree as tree
@@ -27,7 +28,7 @@ def main(ours, with_it, without):
     wrong = 0
     for gpu, above in sorted(dumped.items()):
         written = mine.get(gpu)
-        same = written == above
+        same = above == (alone.get(gpu) if written is None else written)
         wrong += not same
         print(f"{gpu}: ours {written}, NCCL's with it {above}, without it {alone.get(gpu)}",
               "" if same else "DIFFERS")

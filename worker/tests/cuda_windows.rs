@@ -16,8 +16,8 @@ use moejob_protocol::config::{Precision, Wire};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 use travelling::{
-    BLOCKS, PATIENCE, Way, alike, along_rails, engine, gpu, in_chunks, job, losses, near,
-    returning_each, same, sliced, travelling_as, wide,
+    BLOCKS, PATIENCE, Way, alike, along_rails, engine, gpu, in_another_order, in_chunks, job,
+    losses, near, returning_each, same, sliced, travelling_as, wide,
 };
 
 /// Sums of three and more are in the order of ranks either way.
@@ -30,6 +30,8 @@ fn windows_give_the_bits_of_the_hosts_links() {
             let what = format!("{mesh:?} {precision:?}");
             same(&job, true, [Way::Host, Way::Windows], &what);
             same(&job, true, [Way::Windows, Way::Windows], &what);
+            let other = in_another_order(job);
+            same(&other, true, [Way::Host, Way::Windows], &format!("{what} in another order"));
         }
     }
 }
@@ -271,6 +273,28 @@ fn processors_train_alike_with_slices() {
             near([&of(2), &of(1)], false, &what);
         }
     }
+}
+
+/// The order in which experts lie changes nothing but the order of sums, and not even that where a
+/// row of each expert comes back.
+#[test]
+fn processors_train_alike_in_another_order_of_experts() {
+    for mesh in [(2, 2), (3, 3), (4, 2)] {
+        let (of, what) = (|| job(mesh, Precision::Fp32), format!("{mesh:?}"));
+        same(&in_another_order(of()), false, [Way::Host, Way::ByNeed], &what);
+        near([&of(), &in_another_order(of())], false, &what);
+        let each = || returning_each(of());
+        let [first, second] = [each(), in_another_order(each())].map(|job| losses(&job));
+        assert_eq!(first, second, "{what}");
+    }
+    let of = || wide((4, 4), Precision::Fp32);
+    near([&of(), &in_another_order(of())], false, "four choices");
+    let rails = in_another_order(along_rails(of(), 2));
+    same(&rails, false, [Way::Host, Way::ByNeed], "rails");
+    let sliced = in_another_order(sliced(job((3, 3), Precision::Fp32), 2));
+    same(&sliced, false, [Way::Host, Way::ByNeed], "slices");
+    let chunks = in_chunks(in_another_order(job((3, 3), Precision::Fp32)), 2);
+    same(&chunks, false, [Way::Host, Way::ByNeed], "chunks");
 }
 
 /// With a row of each slice back the first loss has the same bits for every degree of expert

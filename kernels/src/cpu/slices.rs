@@ -9,6 +9,7 @@ impl CpuDevice {
         let (mut views, _) = self.split();
         let ids: &[u32] = views.read(op.ids);
         let weights: &[T] = views.read(op.weights);
+        let places: Option<&[u32]> = op.places.map(|places| views.read(places));
         let slice_ids: &mut [u32] = views.write(op.slice_ids);
         let slice_weights: &mut [T] = views.write(op.slice_weights);
         let choices = ids.iter().zip(weights);
@@ -19,7 +20,10 @@ impl CpuDevice {
             for (j, of_slice) in (0..).zip(ids) {
                 *of_slice = match *id {
                     NO_EXPERT => NO_EXPERT,
-                    id => id * op.slices as u32 + j,
+                    id => {
+                        let slice = id * op.slices as u32 + j;
+                        places.map_or(slice, |places| places[slice as usize])
+                    }
                 };
             }
             weights.fill(*weight);

@@ -91,11 +91,12 @@ impl CudaDevice {
     pub(crate) fn slice_choices(&mut self, op: &SliceChoices) {
         let SliceChoices { choices, slices, .. } = *op;
         let [ids, weights] = [op.ids, op.weights].map(|of| self.arena.address(of));
+        let places = op.places.map_or(0, |places| self.arena.address(places));
         let [to, weights_to] = [op.slice_ids, op.slice_weights].map(|of| self.arena.address(of));
         assert_eq!(op.weights.dtype(), DType::F32, "{op:?}");
         self.on_slices(choices * slices, |here, stream, launch| {
             let (choices, slices) = (choices as u32, slices as u32);
-            let parameters = parameters![ids, weights, choices, slices, to, weights_to];
+            let parameters = parameters![ids, weights, choices, slices, places, to, weights_to];
             // SAFETY: the parameters are those of `here_slices`, the lengths were checked.
             unsafe { here.slices.launch(stream, launch, parameters) }
         });

@@ -125,14 +125,15 @@ here_ds(const int* pos, const float* partial, int parts, int slots, float* ds) {
 }
 
 // Choices of experts [C] to those of their slices [C, r], a thread for each of these; none stays
-// none.
+// none. With `places` a slice has its place for an id.
 extern "C" __global__ void __launch_bounds__(256)
-here_slices(const u32* ids, const float* weights, u32 choices, u32 slices, u32* slice_ids,
-            float* slice_weights) {
+here_slices(const u32* ids, const float* weights, u32 choices, u32 slices, const u32* places,
+            u32* slice_ids, float* slice_weights) {
   const u32 at = blockIdx.x * 256 + threadIdx.x;
   if (at >= choices * slices) return;
   const u32 choice = at / slices, id = ids[choice];
-  slice_ids[at] = id == ~0u ? id : id * slices + at % slices;
+  const u32 slice = id * slices + at % slices;
+  slice_ids[at] = id == ~0u ? id : places ? places[slice] : slice;
   slice_weights[at] = weights[choice];
 }
 

@@ -21,7 +21,7 @@ use moejob_manifest::profile::{Backend, Line, LinkFigures, Profile};
 use moejob_manifest::words::aligned;
 use moejob_protocol::config::Exchange;
 use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::arriving;
+use moejob_protocol::rows::arriving;
 use moejob_protocol::model::ModelConfig;
 use moejob_protocol::rails::Rails;
 use serde::Serialize;

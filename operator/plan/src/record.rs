@@ -102,6 +102,7 @@ impl Record {
         let sound = |Layout { mesh, placement, .. }: &Layout| {
             let even = match placement {
                 Placement::Contiguous => true,
+                Placement::Ordered(layers) => layers.iter().all(|order| is_permutation(order)),
                 Placement::Explicit(layers) => {
                     layers.iter().all(|ranks| ranks.len() == mesh.world() as usize)
                 }
@@ -121,6 +122,15 @@ impl Record {
         }
         (!self.gang.iter().all(even)).then_some("its gang has members of different sizes")
     }
+}
+
+/// Whether `order` has each number below its length once.
+fn is_permutation(order: &[u32]) -> bool {
+    let mut seen = vec![false; order.len()];
+    let is_new = |of: &u32| {
+        seen.get_mut(*of as usize).is_some_and(|seen| !std::mem::replace(seen, true))
+    };
+    order.iter().all(is_new)
 }
 
 impl Saved {

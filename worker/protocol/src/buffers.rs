@@ -192,6 +192,8 @@ pub struct Spread<B> {
     /// u32 [A, K], f32 [A, K]
     pub ids: B,
     pub weights: B,
+    /// u32 [E]: where each expert stands in the order of those that compute them; none: by its id
+    pub places: Option<B>,
     /// Of each chunk u32 [G + 1], and on a GPU [G]
     pub offsets: B,
     pub order: B,

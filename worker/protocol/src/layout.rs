@@ -22,6 +22,9 @@ pub enum Placement {
     /// Each expert group holds every expert once, in contiguous runs over ep that differ by at
     /// most one; the same in all layers and all groups.
     Contiguous,
+    /// Each expert group holds every expert once: contiguous runs over ep, that differ by at most
+    /// one, of this order of them. `[layer] -> experts`, one row per MoE layer, each a permutation.
+    Ordered(Vec<Vec<u32>>),
     /// `[layer][rank] -> experts`, ascending; uneven and repeated allowed. One row per MoE layer.
     Explicit(Vec<Vec<Vec<u32>>>),
 }
@@ -71,10 +74,15 @@ impl Layout {
                 let ep = self.mesh.coord(rank).ep;
                 split(model.slices().count, self.mesh.ep, ep).collect()
             }
-            Placement::Explicit(slots) => {
-                let row = (0..layer).filter(|layer| model.is_moe_layer(*layer)).count();
-                slots[row][rank as usize].clone()
+            Placement::Ordered(orders) => {
+                let ep = self.mesh.coord(rank).ep;
+                let run = split(model.slices().count, self.mesh.ep, ep);
+                let order = &orders[mixture_row(model, layer)];
+                let mut held = order[run.start as usize..run.end as usize].to_vec();
+                held.sort_unstable();
+                held
             }
+            Placement::Explicit(slots) => slots[mixture_row(model, layer)][rank as usize].clone(),
         }
     }
 
@@ -143,6 +151,11 @@ impl Layout {
             .map(|step| (rank + step) % world)
             .find(|other| node_of_rank[*other as usize] != node_of_rank[rank as usize])
     }
+}
+
+/// Which of the MoE layers `layer` is.
+pub(crate) fn mixture_row(model: &ModelConfig, layer: u32) -> usize {
+    (0..layer).filter(|layer| model.is_moe_layer(*layer)).count()
 }
 
 fn owned_of(param: &Param, index: usize, holders: usize, position: usize) -> Range<u64> {

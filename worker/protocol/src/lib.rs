@@ -31,6 +31,8 @@ pub mod slices;
 pub mod flops;
 pub mod router;
 pub mod layout;
+pub mod by_load;
+pub mod rows;
 pub mod owners;
 pub mod buckets;
 pub mod reduction;

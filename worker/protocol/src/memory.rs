@@ -23,11 +23,12 @@ use crate::config::{
     TrainingConfig,
 };
 use crate::formats::Formats;
-use crate::layout::{Division, Layout};
+use crate::layout::{Division, Layout, Placement};
 use crate::mesh::Mesh;
 use crate::model::{AuxLossScope, ModelConfig};
 use crate::owners::{Holders, Owners};
 use crate::rails::Rails;
+use crate::rows::{RowCounts, row_counts};
 use crate::reduction::Flats;
 use crate::shares::{Own, Shares, Standing};
 use crate::tree::depth_max;
@@ -215,13 +216,6 @@ pub trait Planner {
     fn part_of(&mut self, whole: Self::Buffer, at: u64, parts: u64) -> Self::Buffer;
 }
 
-/// Rows that a rank computes at most, and with even routing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RowCounts {
-    pub routed: u64,
-    pub arrived: u64,
-}
-
 /// Numbers of a micro-batch, and of a rank's own counts (`moejob_kernels::numbers`).
 pub const RECORD_NUMBERS: u64 = 5;
 pub const TALLY_NUMBERS: u64 = 5;
@@ -261,6 +255,8 @@ pub struct Shape {
     pub expert_place: u64,
     /// Between GPUs the group's tokens travel along these; none: from each to each.
     pub rails: Option<Rails>,
+    /// Experts do not lie in the order of those that compute them.
+    pub shuffled: bool,
     /// Chunks in which a micro-batch's tokens travel to experts of others.
     pub chunks: u64,
     /// As what these tokens travel.
@@ -344,6 +340,7 @@ impl Shape {
             micro_batches,
             expert_parallel: group.len() as u64,
             expert_place: group.iter().take_while(|other| **other != rank).count() as u64,
+            shuffled: layout.placement != Placement::Contiguous,
             rails: None,
             chunks: 1,
             formats: training.compute.formats(types.element, model.slices().per_token),
@@ -424,45 +421,6 @@ impl NumberCounts {
         let parts = (0..).zip(shares.blocks.iter().copied()).map(of_rank).collect();
         NumberCounts { loads, parts, reduced: SINGLE_NUMBERS + 2 * loads + shares.params }
     }
-}
-
-/// Routed and arriving rows of one round, with even routing and at most.
-pub fn row_counts(
-    model: &ModelConfig,
-    layout: &Layout,
-    rank: u32,
-    tokens: u64,
-) -> (RowCounts, RowCounts) {
-    let slices = model.slices();
-    let (top_k, slots) = (u64::from(slices.per_token), u64::from(slices.slots));
-    let count = u64::from(slices.count).max(1);
-    let sources = u64::from(layout.mesh.ep);
-    let moe_layers = (0..model.num_hidden_layers).filter(|layer| model.is_moe_layer(*layer));
-    let held = moe_layers.map(|layer| {
-        let held = layout.experts(model, layer, rank);
-        let experts = held.chunk_by(|a, b| a / slices.each == b / slices.each).count();
-        (held.len() as u64, experts as u64)
-    });
-    // Slices here, and the experts that they are of.
-    let (held, of) = held.max().unwrap_or((0, 0));
-    let all = sources * tokens;
-    let arriving = arriving(model, of as f64);
-    let balanced = RowCounts {
-        routed: (all * top_k * held).div_ceil(count),
-        arrived: (all as f64 * arriving).ceil() as u64,
-    };
-    let arrived = if held > 0 { all } else { 0 };
-    let worst = RowCounts { routed: all * slots.min(held), arrived };
-    (balanced, worst)
-}
-
-/// The share of tokens that choose some of `held` experts, with even routing. A token misses them
-/// when all its K distinct experts are others.
-pub fn arriving(model: &ModelConfig, held: f64) -> f64 {
-    let experts = f64::from(model.experts.count.max(1));
-    let missed = (0..model.experts.per_token).map(f64::from);
-    let missed = missed.map(|k| (experts - held - k).max(0.0) / (experts - k).max(1.0));
-    1.0 - missed.product::<f64>()
 }
 
 /// Bytes of the workspace, where so many ranks share the experts in so many chunks.

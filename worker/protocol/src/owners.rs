@@ -4,7 +4,7 @@
 //! experts is asked for every rank, so its answers are kept here: by layer and expert.
 
 use crate::buckets::Buckets;
-use crate::layout::{Division, Layout, Placement, elements, owned_blocks};
+use crate::layout::{Division, Layout, Placement, elements, mixture_row, owned_blocks};
 use crate::mesh::split;
 use crate::model::{ModelConfig, Param, Role};
 use crate::zero::{Turn, Zero};
@@ -39,8 +39,16 @@ impl Holders {
                 layers.push(Some(0));
                 continue;
             }
-            let row = match layout.placement {
+            let row = match &layout.placement {
                 Placement::Contiguous => sets.contiguous(model, layout),
+                Placement::Ordered(orders) => {
+                    let by_place = sets.contiguous(model, layout);
+                    let mut row = vec![0; by_place.len()];
+                    for (expert, set) in orders[mixture_row(model, layer)].iter().zip(by_place) {
+                        row[*expert as usize] = set;
+                    }
+                    row
+                }
                 Placement::Explicit(_) => sets.explicit(model, layout, layer),
             };
             let known = rows.iter().position(|known| *known == row);

@@ -47,7 +47,11 @@ fn layouts() -> Vec<Layout> {
     let second = vec![vec![0], vec![1, 2, 3], vec![0, 1], vec![2, 3]];
     let placement = Placement::Explicit(vec![first, second]);
     let uneven = Layout { placement, ..even(4, 2) };
-    vec![even(1, 1), even(4, 2), even(6, 3), even(8, 4), uneven]
+    let ordered = |dp, ep| {
+        let placement = Placement::Ordered(vec![vec![2, 0, 3, 1], vec![3, 1, 2, 0]]);
+        Layout { placement, ..even(dp, ep) }
+    };
+    vec![even(1, 1), even(4, 2), even(6, 3), even(8, 4), uneven, ordered(4, 2), ordered(6, 3)]
 }
 
 #[test]

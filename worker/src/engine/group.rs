@@ -3,9 +3,9 @@
 use moejob_kernels::{Buffer, Device, Room};
 use moejob_protocol::buffers::{Layer, Routes};
 use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::{RowCounts, row_counts};
 use moejob_protocol::model::ModelConfig;
 use moejob_protocol::rails::Rails;
+use moejob_protocol::rows::{RowCounts, row_counts};
 
 #[derive(Clone, Debug)]
 pub struct ExpertGroup {
@@ -115,6 +115,10 @@ impl ExpertGroup {
     pub(crate) fn write_tables(&self, layers: &[Layer<Buffer>], device: &mut Device) {
         let routes = |layer: &Layer<Buffer>| layer.moe.as_ref()?.routes.clone();
         for (homes, layer) in self.layers.iter().zip(layers) {
+            let spread = layer.fused.as_ref().and_then(|fused| fused.spread.as_ref());
+            if let Some(places) = spread.and_then(|spread| spread.places) {
+                device.write(places, &homes.order);
+            }
             let Some(Routes { owner, local, order, first, .. }) = routes(layer) else { continue };
             device.write(owner, &homes.owner);
             device.write(local, &homes.local);

@@ -69,6 +69,7 @@ impl Model {
             x: part(spread.x),
             ids: part(spread.ids),
             weights: part(spread.weights),
+            places: spread.places,
             // Ranks with fewer experts use less of them.
             offsets: tables[0].slice(0, here.desc.experts + 1),
             order: tables[1].slice(0, here.desc.experts.min(tables[1].len())),

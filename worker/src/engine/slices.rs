@@ -35,11 +35,16 @@ impl Model {
         }
     }
 
-    /// Ids and weights `from` choices of experts `to` those of their slices.
-    pub(crate) fn slice_choices(&mut self, [ids, weights]: [Buffer; 2], to: [Buffer; 2]) {
-        let [slice_ids, slice_weights] = to;
+    /// Ids and weights `from` choices of experts `to` those of their slices, which have their
+    /// `places` for ids, if there are some.
+    pub(crate) fn slice_choices(
+        &mut self,
+        [ids, weights]: [Buffer; 2],
+        [slice_ids, slice_weights]: [Buffer; 2],
+        places: Option<Buffer>,
+    ) {
         let (choices, slices) = (ids.len(), self.slices().each);
-        let op = SliceChoices { choices, slices, ids, weights, slice_ids, slice_weights };
+        let op = SliceChoices { choices, slices, ids, weights, places, slice_ids, slice_weights };
         self.device.slice_choices(&op);
     }
 
@@ -57,7 +62,7 @@ impl Pass<'_> {
         let Some(to) = moe.slices else { return };
         let all = choices * self.model.slices().each;
         let from = [moe.ids, moe.weights].map(|of| of.slice(0, choices));
-        self.model.slice_choices(from, to.map(|of| of.slice(0, all)));
+        self.model.slice_choices(from, to.map(|of| of.slice(0, all)), None);
     }
 
     /// The way back of their weights' gradients.

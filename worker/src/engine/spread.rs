@@ -49,7 +49,7 @@ use moejob_protocol::model::ModelConfig;
 use std::time::Duration;
 
 /// The experts of one rank: `first ..`, as many as the layer of all tokens of the group has, of one
-/// chunk of them.
+/// chunk of them. They are told by their place in the order of those that compute them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Here {
     pub desc: MoeDesc,
@@ -68,13 +68,15 @@ impl Here {
     ) -> Option<Here> {
         let ranks = layout.mesh.ep as usize;
         let layer = *mixture.first()? as u32;
-        let held = layout.experts(model, layer, rank);
-        let first = *held.first()? as usize;
+        let held = |rank| layout.experts(model, layer, rank).len();
+        // Of experts in the order of those that compute them.
+        let before = layout.mesh.expert_group(rank).into_iter().take_while(|other| *other != rank);
+        let first = before.map(held).sum();
         let slices = model.slices();
         let desc = MoeDesc {
             tokens: whole.tokens * ranks / shape.chunks as usize,
             hidden: slices.width as usize,
-            experts: held.len(),
+            experts: held(rank),
             top_k: slices.per_token as usize,
             part: true,
             groups: None,
@@ -298,13 +300,14 @@ impl Pass<'_> {
         }
     }
 
-    /// The own tokens' choices into what all ranks of a portion have of them: those of slices.
+    /// The own tokens' choices into what all ranks of a portion have of them: those of slices, by
+    /// their places in the order of those that compute them.
     fn choices_into(&mut self, portion: &Portion, own: Saved) {
         let Portion { spread, .. } = portion;
-        if self.model.slices().each > 1 {
+        if self.model.slices().each > 1 || spread.places.is_some() {
             let own = [own.ids, own.weights].map(|of| portion.of_own(of));
             let all = [spread.ids, spread.weights].map(|of| portion.mine(of));
-            return self.model.slice_choices(own, all);
+            return self.model.slice_choices(own, all, spread.places);
         }
         self.own_into(portion, own.ids, spread.ids);
         self.own_into(portion, own.weights, spread.weights);

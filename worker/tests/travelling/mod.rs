@@ -12,7 +12,7 @@ use moe_worker::state::snapshot::{cut, initialize};
 use moejob_kernels::cuda::Gpu;
 use moejob_kernels::{DType, Device};
 use moejob_protocol::config::{Backend, Exchange, Precision, Wire};
-use moejob_protocol::layout::Layout;
+use moejob_protocol::layout::{Layout, Placement};
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::rails::Rails;
@@ -61,6 +61,15 @@ pub fn travelling_as(mut job: Job, wire: Wire) -> Job {
 pub fn sliced(mut job: Job, slices: u32) -> Job {
     let experts = &mut job.config.model.experts;
     (experts.slices, experts.intermediate_size) = (slices, slices * experts.intermediate_size);
+    job
+}
+
+/// The same job, whose experts, or their slices, lie in another order in each layer.
+pub fn in_another_order(mut job: Job) -> Job {
+    let count = job.config.model.slices().count;
+    let order = |layer| (0..count).map(|at| (5 * at + 1 + layer) % count).collect();
+    let layers = 0..job.config.model.num_hidden_layers;
+    job.config.layout.placement = Placement::Ordered(layers.map(order).collect());
     job
 }
 

@@ -303,10 +303,11 @@ fn what_is_not_understood_is_refused_by_name() {
     }
     // A gang that no leader could have made.
     type Damage = fn(&mut Gang);
-    let damages: [(Damage, &str); 4] = [
+    let damages: [(Damage, &str); 5] = [
         (|gang| gang.layout.mesh.dp = 0, "layout"),
         (|gang| gang.layout.mesh.dp = 1 << 20, "layout"),
         (|gang| gang.layout.placement = Placement::Explicit(vec![vec![vec![0]]]), "layout"),
+        (|gang| gang.layout.placement = Placement::Ordered(vec![vec![0, 2, 2]]), "layout"),
         (|gang| gang.members = vec![gang.members[0].clone(); 3], "members"),
     ];
     for (damage, word) in damages {

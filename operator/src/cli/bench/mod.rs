@@ -29,14 +29,16 @@ use moejob_manifest::spec::{Preset, as_typed};
 use moejob_plan::launch::{self, Places};
 use moejob_plan::placement::{self, gib};
 use moejob_protocol::WorkerConfig;
+use moejob_protocol::by_load::Loads;
 use moejob_protocol::communication::CommunicationReport;
 use moejob_protocol::config::{Backend, Wire};
+use moejob_protocol::layout::Placement;
 use names::{gradients, moments, recompute};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
-pub use options::{BenchArgs, DeviceName, Routing};
+pub use options::{BenchArgs, DeviceName, Placed, Routing};
 use synthetic::Synthetic;
 use travels::{LOOK_EACH, Travels};
 
@@ -155,26 +157,19 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
     let template = launch::template(&job, Venue::Local, "bench", &places);
     let ranks = devices;
     let overlap_degree = overlap::choice(&job, &layout).0;
-    let config = WorkerConfig { layout, ranks, overlap_degree, threads: args.threads, ..template };
-    let comms = if ranks == 1 { vec![Comm::solo(1)] } else { Comm::in_process(ranks) };
-    // A thread a device: what a worker's engines are processes for, a bench does without.
-    let ends: Vec<Result<Trained, Refused>> = std::thread::scope(|scope| {
-        let rank = |(rank, comm): (u32, Comm)| {
-            let config = WorkerConfig { rank: Some(rank), ..config.clone() };
-            let job = &job;
-            scope.spawn(move || train(args, job, &config, comm))
-        };
-        let threads: Vec<_> = (0..ranks).zip(comms).map(rank).collect();
-        let bug = |_| Err(Refused(1, "a bug: a rank panicked, as told above".to_string()));
-        threads.into_iter().map(|thread| thread.join().unwrap_or_else(bug)).collect()
-    });
-    let mut all = Vec::new();
-    for end in ends {
-        all.push(end?);
+    let mut config =
+        WorkerConfig { layout, ranks, overlap_degree, threads: args.threads, ..template };
+    let told = (args.warm_up, args.steps);
+    if args.placement == Placed::ByLoad && ep > 1 {
+        let counting = ranks_of(args, &job, &config, (args.warm_up.max(1), 0))?;
+        let experts = job.model.experts.count as usize;
+        let loads = Loads { counts: &counting[0].loads, experts };
+        config.layout.placement = Placement::Ordered(loads.order(ep, &loads.in_order()));
     }
+    let mut all = ranks_of(args, &job, &config, told)?;
     let first = all.swap_remove(0);
-    let Trained { device, imbalance, loss, watts, used, phases, pace, captures, seconds, .. } =
-        first;
+    let Trained { device, imbalance, unevenness, loss, watts, used, .. } = first;
+    let Trained { phases, pace, captures, seconds, .. } = first;
     let travels = Travels::new(first.looks, (&job, &config.layout), &device);
     let watts = all.iter().map(|other| other.watts).fold(watts, |sum, of| Some(sum? + of?));
     Ok(Measured {
@@ -186,6 +181,7 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
         routing: args.routing,
         preset: preset.name(),
         imbalance,
+        unevenness,
         loss,
         planned,
         used,
@@ -199,10 +195,36 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
     })
 }
 
+/// What every rank found in so many steps that are not measured, and so many that are.
+fn ranks_of(
+    args: &BenchArgs,
+    job: &Job,
+    config: &WorkerConfig,
+    steps: (u32, u32),
+) -> Result<Vec<Trained>, Refused> {
+    let ranks = config.ranks;
+    let comms = if ranks == 1 { vec![Comm::solo(1)] } else { Comm::in_process(ranks) };
+    // A thread a device: what a worker's engines are processes for, a bench does without.
+    let ends: Vec<Result<Trained, Refused>> = std::thread::scope(|scope| {
+        let rank = |(rank, comm): (u32, Comm)| {
+            let config = WorkerConfig { rank: Some(rank), ..config.clone() };
+            scope.spawn(move || train(args, job, &config, comm, steps))
+        };
+        let threads: Vec<_> = (0..ranks).zip(comms).map(rank).collect();
+        let bug = |_| Err(Refused(1, "a bug: a rank panicked, as told above".to_string()));
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(bug)).collect()
+    });
+    ends.into_iter().collect()
+}
+
 /// What one rank found.
 struct Trained {
     device: String,
     imbalance: f64,
+    unevenness: f64,
+    /// Of the last quarter of the steps that are not measured, and of those that are, by MoE layer
+    /// and expert.
+    loads: Vec<u64>,
     loss: f64,
     used: Option<u64>,
     watts: Option<f64>,
@@ -218,6 +240,7 @@ fn train(
     job: &Job,
     config: &WorkerConfig,
     comm: Comm,
+    (warm_up, measured): (u32, u32),
 ) -> Result<Trained, Refused> {
     let rank = comm.rank();
     let mut engine = Engine::open(config, rank, comm).map_err(|error| {
@@ -242,8 +265,8 @@ fn train(
     engine.look_each(LOOK_EACH);
     let (mut seconds, mut looks) = (Vec::new(), Vec::new());
     let mut last = StepSummary::default();
-    let mut imbalance = 0.0;
-    let steps = u64::from(args.warm_up + args.steps);
+    let (mut imbalance, mut unevenness, mut loads) = (0.0, 0.0, Vec::new());
+    let steps = u64::from(warm_up + measured);
     // As a job does, a GPU begins a step before the numbers of the one before it are read.
     let ahead = u64::from(engine.runs_ahead());
     let mut began = Instant::now();
@@ -263,21 +286,27 @@ fn train(
         if let Some(what) = &summary.non_finite {
             return Err(Refused(1, format!("{what} is not finite at step {}", step + 1)));
         }
-        if step < u64::from(args.warm_up) {
+        if step < u64::from(warm_up) {
             engine.take_pace();
         } else {
             seconds.push(took);
-            imbalance += summary.expert_imbalance / f64::from(args.steps);
+            imbalance += summary.expert_imbalance / f64::from(measured);
+            unevenness += uneven(job, config, &summary.loads) / f64::from(measured);
+        }
+        // What routers do changes fast at first: the last of these steps tell most of what comes.
+        if 4 * step >= 3 * u64::from(warm_up).min(steps - 1) {
+            loads.resize(summary.loads.len(), 0);
+            loads.iter_mut().zip(&summary.loads).for_each(|(sum, load)| *sum += load);
         }
         looks.extend(engine.take_communication());
         last = summary;
     }
-    let phases = engine.take_phases().map(|seconds| seconds / f64::from(args.warm_up + args.steps));
+    let phases = engine.take_phases().map(|seconds| seconds / steps.max(1) as f64);
     let (pace, captures) = (engine.take_pace(), engine.captures());
-    if let Some(file) = &args.trace {
+    if let Some(file) = args.trace.as_ref().filter(|_| measured > 0) {
         // All take part, one writes.
         let file = (rank == 0).then_some(file.as_path());
-        trace(&mut engine, &mut batches, u64::from(args.warm_up + args.steps), file)?;
+        trace(&mut engine, &mut batches, steps, file)?;
     }
     let device = &engine.model.device;
     // The step is over: what it drew is still in the newest reading.
@@ -294,7 +323,30 @@ fn train(
     let left = engine.all_arrived().and_then(|()| engine.leave());
     left.map_err(|error| Refused(1, error.to_string()))?;
     let loss = last.loss;
-    Ok(Trained { device, imbalance, loss, used, watts, phases, pace, captures, seconds, looks })
+    Ok(Trained {
+        device,
+        imbalance,
+        unevenness,
+        loads,
+        loss,
+        used,
+        watts,
+        phases,
+        pace,
+        captures,
+        seconds,
+        looks,
+    })
+}
+
+/// Tokens of the fullest rank over the mean, in a step with these loads.
+fn uneven(job: &Job, config: &WorkerConfig, counts: &[u64]) -> f64 {
+    let (layout, ep) = (&config.layout, config.layout.mesh.ep);
+    let loads = Loads { counts, experts: job.model.experts.count as usize };
+    match &layout.placement {
+        Placement::Ordered(order) => loads.unevenness(ep, order),
+        _ => loads.unevenness(ep, &loads.in_order()),
+    }
 }
 
 /// Steps that are traced and not measured: marks take time.
@@ -330,6 +382,8 @@ struct Measured {
     routing: Routing,
     /// Tokens of the busiest expert over the mean, mean over the measured steps.
     imbalance: f64,
+    /// The same of the fullest rank of an expert group, the mean of all layers.
+    unevenness: f64,
     loss: f64,
     /// Bytes that `plan` expects of a rank.
     planned: u64,
@@ -449,9 +503,13 @@ impl Measured {
             (
                 "routing",
                 format!(
-                    "{}; the busiest expert had {:.2} times the mean",
+                    "{}; the busiest expert had {:.2} times the mean{}",
                     self.routing_name(),
-                    self.imbalance
+                    self.imbalance,
+                    match self.expert_parallel {
+                        1 => String::new(),
+                        _ => format!(", the fullest device {:.3} times", self.unevenness),
+                    }
                 ),
             ),
             (
@@ -540,6 +598,7 @@ impl Measured {
             "recompute": recompute(training.recompute),
             "routing": self.routing_name(),
             "expertImbalance": self.imbalance,
+            "rankImbalance": self.unevenness,
             "secondsPerStep": self.seconds,
             "medianSeconds": self.median(),
             "hostSeconds": self.pace.map(|pace| pace.host),

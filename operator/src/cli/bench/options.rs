@@ -36,6 +36,10 @@ pub struct BenchArgs {
     /// natural: the router chooses; balanced: it is made to choose all experts equally often.
     #[arg(long, value_enum, default_value_t = Routing::Natural)]
     pub routing: Routing,
+    /// Which device has which experts. byLoad: as many tokens for each as can be, by what the last
+    /// steps of a run before counted that has as many steps as --warm-up.
+    #[arg(long, value_enum, default_value_t = Placed::Contiguous)]
+    pub placement: Placed,
     /// What computes. Default: a GPU where this machine shows one.
     #[arg(long, value_enum)]
     pub device: Option<DeviceName>,
@@ -88,6 +92,13 @@ pub struct BenchArgs {
 pub enum Routing {
     Natural,
     Balanced,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Placed {
+    Contiguous,
+    #[value(name = "byLoad")]
+    ByLoad,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

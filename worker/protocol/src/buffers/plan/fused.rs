@@ -54,6 +54,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             x: self.floats(all, self.model.hidden_size.into()),
             ids: self.words(all, k),
             weights: self.statistics(all, k),
+            places: self.shape.shuffled.then(|| self.words(e, 1)),
             offsets: self.words(here + 1, chunks),
             order: self.words(if self.shape.on_cpu { 0 } else { here }, chunks),
             rows: self.planner.alloc(Kind::U32, Rows::Routed, 1),
