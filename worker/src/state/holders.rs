@@ -17,12 +17,15 @@ pub(super) struct Holders<T> {
     lives: BTreeSet<u64>,
     /// How often a life has a slot open: it may be handed it anew before it has closed it.
     open: BTreeMap<(u64, u64), u32>,
+    /// Handed over in this attempt, whose engines fill them anew.
+    handed: BTreeSet<u64>,
     leaving: BTreeMap<u64, T>,
 }
 
 impl<T> Default for Holders<T> {
     fn default() -> Holders<T> {
-        Holders { lives: BTreeSet::new(), open: BTreeMap::new(), leaving: BTreeMap::new() }
+        let (lives, open) = (BTreeSet::new(), BTreeMap::new());
+        Holders { lives, open, handed: BTreeSet::new(), leaving: BTreeMap::new() }
     }
 }
 
@@ -32,12 +35,27 @@ impl<T> Holders<T> {
         self.lives.insert(life);
     }
 
-    /// An engine has made a slot, or is handed it. One that has ended has none open, whatever is
-    /// said of it later.
+    /// An attempt begins.
+    pub fn attempt(&mut self) {
+        self.handed.clear();
+    }
+
+    /// An engine has made a slot. One that has ended has none open, whatever is said of it later.
     pub fn opens(&mut self, life: u64, slot: u64) {
         if self.lives.contains(&life) {
             *self.open.entry((slot, life)).or_default() += 1;
         }
+    }
+
+    /// A slot is handed to an engine.
+    pub fn hands(&mut self, life: u64, slot: u64) {
+        self.handed.insert(slot);
+        self.opens(life, slot);
+    }
+
+    /// An engine of this attempt fills it anew some time, or gives it up itself.
+    pub fn was_handed(&self, slot: u64) -> bool {
+        self.handed.contains(&slot)
     }
 
     fn is_open(&self, slot: u64) -> bool {
@@ -96,7 +114,7 @@ mod tests {
     fn what_is_given_up_goes_when_the_last_engine_has_closed_it_or_is_gone() {
         let mut holders = of_lives([1, 2]);
         holders.opens(1, 7);
-        holders.opens(2, 7);
+        holders.hands(2, 7);
         holders.opens(1, 8);
         assert_eq!(holders.give_up(7, "seven"), None);
         assert_eq!(holders.give_up(8, "eight"), None);
@@ -111,7 +129,7 @@ mod tests {
         let mut holders = of_lives([1, 2]);
         holders.opens(1, 7);
         // The next attempt's, and only then the word of the last one's end.
-        holders.opens(1, 7);
+        holders.hands(1, 7);
         assert_eq!(holders.closed(1, 7), None);
         assert_eq!(holders.give_up(7, "memory"), None);
         assert_eq!(holders.closed(1, 7), Some("memory"));
@@ -122,7 +140,18 @@ mod tests {
     fn nothing_is_kept_for_an_engine_that_has_ended() {
         let mut holders = of_lives([1, 2]);
         holders.ended(1);
-        holders.opens(1, 7);
+        holders.hands(1, 7);
         assert_eq!(holders.give_up(7, "memory"), Some("memory"));
+    }
+
+    #[test]
+    fn what_was_handed_over_is_so_until_the_next_attempt() {
+        let mut holders = of_lives([1, 2]);
+        holders.opens(1, 6);
+        holders.hands(1, 7);
+        holders.ended(1);
+        assert!(!holders.was_handed(6) && holders.was_handed(7));
+        holders.attempt();
+        assert!(!holders.was_handed(7));
     }
 }

@@ -175,18 +175,29 @@ impl Memory {
     /// Of each shard in `again` one more slot stays, free: its memory has been touched, and whoever
     /// makes it anew would need as much beside it until the system has it back.
     pub fn begin(&self, resume: &Resume, again: &[u32]) {
+        self.holders().attempt();
         let mut again = again.to_vec();
-        self.retain(&mut self.slots(), |slot| {
-            let (label, shard) = (slot.label(), slot.written().shard);
-            match (label, resume) {
-                (Some(label), Resume::Memory { step, attempt, .. })
-                    if (label.attempt, label.step) == (*attempt, *step) => return true,
-                (Some(_), Resume::Fresh | Resume::Checkpoint { .. }) => return true,
-                _ => {}
+        let mut slots = self.slots();
+        let is_resumed = |slot: &Slot| match resume {
+            Resume::Memory { step, attempt, .. } => {
+                slot.label().is_some_and(|of| (of.attempt, of.step) == (*attempt, *step))
             }
+            Resume::Fresh | Resume::Checkpoint { .. } => false,
+        };
+        let resumed = slots.iter().filter(|slot| is_resumed(slot));
+        let bytes: BTreeMap<u32, usize> =
+            resumed.map(|slot| (slot.written().shard, slot.bytes_len())).collect();
+        self.retain(&mut slots, |slot| {
+            let (label, shard) = (slot.label(), slot.written().shard);
+            let is_thought_of = !matches!(resume, Resume::Memory { .. }) && label.is_some();
+            if is_resumed(slot) || is_thought_of {
+                return true;
+            }
+            // One of an earlier layout may be longer or shorter.
+            let fits = bytes.get(&shard).is_none_or(|bytes| *bytes == slot.bytes_len());
             // One that is half filled may still be somebody's, and one that is read is.
             let is_nobodys = (label.is_some() || slot.is(FREE)) && !slot.is_read();
-            let wanted = again.iter().position(|of| is_nobodys && *of == shard);
+            let wanted = again.iter().position(|of| is_nobodys && fits && *of == shard);
             if let Some(at) = wanted {
                 again.swap_remove(at);
                 slot.state().store(FREE, Ordering::SeqCst);
@@ -402,13 +413,17 @@ impl Memory {
     }
 
     /// In the worker, whenever an engine of `attempt` has changed something: lets go of what
-    /// engines gave up, and of earlier attempts' state once this one's is whole everywhere. What
-    /// is complete gets its checksum.
+    /// engines gave up, and of earlier attempts' state once this one's is whole everywhere, unless
+    /// it was handed to an engine, which fills it anew or gives it up. What is complete gets its
+    /// checksum.
     pub fn follow(&self, attempt: u32) {
         let mut slots = self.slots();
         let own = newest_confirmed(&slots).is_some_and(|(of, _)| of == attempt);
         let earlier = |slot: &Slot| slot.label().is_some_and(|label| label.attempt < attempt);
-        self.retain(&mut slots, |slot| !slot.is(GONE) && !(own && earlier(slot)));
+        let is_past = |slot: &Slot| {
+            own && earlier(slot) && !self.holders().was_handed(slot.id())
+        };
+        self.retain(&mut slots, |slot| !slot.is(GONE) && !is_past(slot));
         let Some(sums) = self.0.sums() else { return };
         for slot in slots.iter().filter(|slot| slot.label().is_some() && !slot.is_summed()) {
             let _ = sums.send(Arc::downgrade(slot));

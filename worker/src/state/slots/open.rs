@@ -44,7 +44,7 @@ impl Memory {
     ) -> io::Result<()> {
         for file in files {
             let slot = id_of(file)?;
-            self.holders().opens(life, slot);
+            self.holders().hands(life, slot);
         }
         Ok(())
     }

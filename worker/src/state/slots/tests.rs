@@ -336,3 +336,78 @@ fn what_nobody_resumes_from_is_filled_again_in_the_next_attempt() {
     assert_eq!(held(&worker), [(3, 10, vec![1])]);
     assert_eq!(worker.slots().len(), 1);
 }
+
+fn of_attempt(attempt: u32, step: u64) -> Resume {
+    let mesh = moejob_protocol::mesh::Mesh::data_parallel(2, 1);
+    let layout = moejob_protocol::layout::Layout::contiguous(mesh);
+    Resume::Memory { step, attempt, layout, sources: Vec::new() }
+}
+
+/// As an attempt that resumes begins, with rank 1 in an engine of the worker.
+fn resume(worker: &Memory, attempt: u32, step: u64) -> Memory {
+    worker.begin(&of_attempt(attempt, step), &[1]);
+    let engine = engine_of(worker);
+    let mut files = worker.files(attempt, step, &[1]).expect("descriptors");
+    files.extend(worker.free_files(1).expect("descriptors"));
+    worker.hand_over(LIFE, files.iter()).expect("files");
+    files.into_iter().for_each(|file| engine.adopt(file).expect("a slot"));
+    engine.confirm(attempt, step);
+    engine
+}
+
+/// The worker looks, and makes its checksums.
+fn follow(worker: &Memory, attempt: u32) {
+    worker.follow(attempt);
+    let is_busy = |slot: &Arc<Slot>| slot.label().is_some() && !slot.is_summed() || slot.is_read();
+    while worker.slots().iter().any(is_busy) {
+        std::thread::yield_now();
+    }
+}
+
+/// A worker that let go of it would not know of the snapshot that comes there next. And an engine
+/// that is killed before would leave it the work of giving the memory back, and the next attempt
+/// that of taking it.
+#[test]
+fn what_an_engine_was_handed_is_filled_anew_in_its_worker() {
+    let worker = Memory::default();
+    let engine = engine_of(&worker);
+    take(&engine, 3, 10, 1);
+    engine.confirm(3, 10);
+    take(&engine, 3, 20, 1);
+    take(&engine, 3, 20, 0);
+    drop(engine);
+    let engine = resume(&worker, 3, 20);
+    assert_eq!(worker.slots().len(), 3, "a free one, too, and what nobody was handed");
+    take(&engine, 4, 40, 1);
+    engine.confirm(4, 40);
+    follow(&worker, 4);
+    assert_eq!(held(&worker), [(3, 20, vec![1]), (4, 40, vec![1])]);
+    take(&engine, 4, 60, 1);
+    engine.confirm(4, 60);
+    follow(&worker, 4);
+    assert_eq!(held(&worker), [(4, 40, vec![1]), (4, 60, vec![1])]);
+    assert_eq!(worker.slots().len(), 2);
+    // Killed: nothing is given back, and nothing made anew.
+    let slots: Vec<u64> = worker.slots().iter().map(|slot| slot.id()).collect();
+    drop(engine);
+    let engine = resume(&worker, 4, 60);
+    take(&engine, 5, 80, 1);
+    engine.confirm(5, 80);
+    drop(engine);
+    follow(&worker, 5);
+    let engine = resume(&worker, 5, 80);
+    take(&engine, 6, 99, 1);
+    assert_eq!(held(&worker), [(5, 80, vec![1]), (6, 99, vec![1])]);
+    assert_eq!(worker.slots().iter().map(|slot| slot.id()).collect::<Vec<_>>(), slots);
+}
+
+#[test]
+fn a_slot_of_another_length_is_of_no_use_again() {
+    let worker = Memory::default();
+    let engine = engine_of(&worker);
+    take(&engine, 3, 10, 1);
+    drop(fill(&engine, 3, 20, 1, 16).complete());
+    worker.begin(&of_attempt(3, 20), &[1]);
+    assert_eq!(held(&worker), [(3, 20, vec![1])]);
+    assert_eq!(worker.slots().len(), 1);
+}
