@@ -15,9 +15,11 @@
 
 use crate::gang::memory::Mapping;
 use crate::state::copy::threads_for;
+use crate::state::farewell::{Farewell, Tell};
 use moejob_kernels::cuda::{CudaError, Gpu, Registered};
 use moejob_protocol::checkpoint::ScaleEntry;
-use rustix::fd::{BorrowedFd, OwnedFd};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::fs::fstat;
 use std::io;
 use std::ops::{Deref, Range};
 use std::sync::mpsc::Sender;
@@ -56,7 +58,7 @@ const SUM_MAX: Duration = Duration::from_secs(60);
 
 /// A shard in memory; its bytes stay as long as somebody holds it.
 #[derive(Debug)]
-pub struct Slot(Mapping, Maker);
+pub struct Slot(Mapping, Maker, Farewell);
 
 /// Who has made a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,7 +82,23 @@ impl Slot {
     /// # Errors
     /// The system has no memory for it.
     pub(super) fn new(len: usize) -> io::Result<Slot> {
-        Ok(Slot(Mapping::shared("moejob-snapshot", BYTES + len)?, Maker::Here))
+        Slot::of(Mapping::shared("moejob-snapshot", BYTES + len)?, Maker::Here)
+    }
+
+    fn of(memory: Mapping, maker: Maker) -> io::Result<Slot> {
+        let id = memory.file().map(id_of).transpose()?.unwrap_or_default();
+        Ok(Slot(memory, maker, Farewell { id, to: None }))
+    }
+
+    /// In an engine: its worker is told when it is closed here.
+    pub(super) fn telling(mut self, to: Option<Tell>) -> Slot {
+        self.2.to = to;
+        self
+    }
+
+    /// The same in every process that has it open, and no other slot's.
+    pub fn id(&self) -> u64 {
+        self.2.id
     }
 
     /// A free one for a shard.
@@ -114,7 +132,7 @@ impl Slot {
     /// # Errors
     /// It is none.
     pub(super) fn attach(file: OwnedFd) -> io::Result<Slot> {
-        let slot = Slot(Mapping::attach(file)?, Maker::Elsewhere);
+        let slot = Slot::of(Mapping::attach(file)?, Maker::Elsewhere)?;
         if slot.0.len() < BYTES {
             return Err(io::Error::other("memory that is no slot"));
         }
@@ -290,6 +308,11 @@ impl Slot {
     pub(super) fn set_step(&self, step: u64) {
         self.0.long(STEP).store(step, Ordering::SeqCst);
     }
+}
+
+/// The number of its file, by which the kernel tells files in memory apart.
+pub(super) fn id_of(file: impl AsFd) -> io::Result<u64> {
+    Ok(fstat(file)?.st_ino)
 }
 
 /// Bytes that one thread hashes at a time.

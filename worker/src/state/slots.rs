@@ -6,6 +6,8 @@
 //! Slots are bounded in number. Without a free one a snapshot is left out, and nothing waits.
 
 use crate::failure::chain;
+use crate::state::farewell::{OfSlot, Tell};
+use crate::state::holders::Holders;
 use crate::state::slot::{Filling, FREE, GONE, Label, Reading, Slot, Sums};
 use moejob_kernels::cuda::Gpu;
 use moejob_protocol::config::Resume;
@@ -40,11 +42,11 @@ impl Default for Memory {
 }
 
 impl Inner {
-    fn new(announce: Option<Announce>, sums: Option<Mutex<Sums>>) -> Inner {
+    fn new(announce: Option<Tell>, sums: Option<Mutex<Sums>>) -> Inner {
         let (in_use_max, spare) = (AtomicUsize::new(IN_USE_MAX), AtomicUsize::new(0));
         let (slots, borrowed) = (Mutex::default(), Mutex::default());
-        let rests = AtomicUsize::new(RESTS);
-        Inner { slots, borrowed, announce, sums, in_use_max, spare, rests }
+        let (rests, holders) = (AtomicUsize::new(RESTS), Mutex::default());
+        Inner { slots, borrowed, holders, announce, sums, in_use_max, spare, rests }
     }
 
     fn sums(&self) -> Option<Sums> {
@@ -69,8 +71,10 @@ struct Inner {
     slots: Mutex<Vec<Arc<Slot>>>,
     /// In an engine: slots of others of its worker, to be read until they are given back.
     borrowed: Mutex<Vec<Arc<Slot>>>,
-    /// Tells the worker of a slot that its engine has made.
-    announce: Option<Announce>,
+    /// In a worker: in which of its engines slots are open. Locked after `slots`, if with it.
+    holders: Mutex<Holders<Arc<Slot>>>,
+    /// Tells the worker of slots that its engine has made or closed.
+    announce: Option<Tell>,
     /// Where checksums are made; an engine in a process of its own leaves them to its worker.
     sums: Option<Mutex<Sums>>,
     in_use_max: AtomicUsize,
@@ -80,8 +84,6 @@ struct Inner {
     rests: AtomicUsize,
 }
 
-type Announce = Box<dyn Fn(&Slot) + Send + Sync>;
-
 impl fmt::Debug for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Memory").field(&self.held()).finish()
@@ -90,8 +92,8 @@ impl fmt::Debug for Memory {
 
 impl Memory {
     /// The view of an engine in a process of its own.
-    pub fn of_engine(announce: impl Fn(&Slot) + Send + Sync + 'static) -> Memory {
-        let announce: Announce = Box::new(announce);
+    pub fn of_engine(announce: impl Fn(OfSlot<'_>) + Send + Sync + 'static) -> Memory {
+        let announce: Tell = Arc::new(announce);
         Memory(Arc::new(Inner::new(Some(announce), None)))
     }
 
@@ -100,12 +102,13 @@ impl Memory {
         self.0.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a slot over that another process has made.
+    /// In an engine: takes a slot over that its worker hands to it.
     ///
     /// # Errors
     /// It is none.
     pub fn adopt(&self, file: OwnedFd) -> io::Result<()> {
-        self.slots().push(Arc::new(Slot::attach(file)?));
+        let slot = Slot::attach(file)?.telling(self.0.announce.clone());
+        self.slots().push(Arc::new(slot));
         Ok(())
     }
 
@@ -114,7 +117,8 @@ impl Memory {
     /// # Errors
     /// It is none.
     pub fn borrow(&self, file: OwnedFd) -> io::Result<()> {
-        self.borrowed().push(Arc::new(Slot::attach(file)?));
+        let slot = Slot::attach(file)?.telling(self.0.announce.clone());
+        self.borrowed().push(Arc::new(slot));
         Ok(())
     }
 
@@ -124,7 +128,7 @@ impl Memory {
 
     /// What others fill is not read any more.
     pub fn give_borrowed_back(&self) {
-        retain(&mut self.borrowed(), |_| false);
+        self.retain(&mut self.borrowed(), |_| false);
     }
 
     /// How many slots of one shard may be in use at once, and how many free ones are kept.
@@ -158,7 +162,7 @@ impl Memory {
     /// Lets go of a shard whose bytes are not those that were complete; the worker does, too.
     pub fn give_up(&self, attempt: u32, step: u64, shard: u32) {
         let damaged = Some(Label { attempt, step, shard });
-        retain(&mut self.slots(), |slot| {
+        self.retain(&mut self.slots(), |slot| {
             let goes = slot.label() == damaged;
             if goes {
                 slot.state().store(GONE, Ordering::SeqCst);
@@ -171,18 +175,29 @@ impl Memory {
     /// Of each shard in `again` one more slot stays, free: its memory has been touched, and whoever
     /// makes it anew would need as much beside it until the system has it back.
     pub fn begin(&self, resume: &Resume, again: &[u32]) {
+        self.holders().attempt();
         let mut again = again.to_vec();
-        retain(&mut self.slots(), |slot| {
-            let (label, shard) = (slot.label(), slot.written().shard);
-            match (label, resume) {
-                (Some(label), Resume::Memory { step, attempt, .. })
-                    if (label.attempt, label.step) == (*attempt, *step) => return true,
-                (Some(_), Resume::Fresh | Resume::Checkpoint { .. }) => return true,
-                _ => {}
+        let mut slots = self.slots();
+        let is_resumed = |slot: &Slot| match resume {
+            Resume::Memory { step, attempt, .. } => {
+                slot.label().is_some_and(|of| (of.attempt, of.step) == (*attempt, *step))
             }
+            Resume::Fresh | Resume::Checkpoint { .. } => false,
+        };
+        let resumed = slots.iter().filter(|slot| is_resumed(slot));
+        let bytes: BTreeMap<u32, usize> =
+            resumed.map(|slot| (slot.written().shard, slot.bytes_len())).collect();
+        self.retain(&mut slots, |slot| {
+            let (label, shard) = (slot.label(), slot.written().shard);
+            let is_thought_of = !matches!(resume, Resume::Memory { .. }) && label.is_some();
+            if is_resumed(slot) || is_thought_of {
+                return true;
+            }
+            // One of an earlier layout may be longer or shorter.
+            let fits = bytes.get(&shard).is_none_or(|bytes| *bytes == slot.bytes_len());
             // One that is half filled may still be somebody's, and one that is read is.
             let is_nobodys = (label.is_some() || slot.is(FREE)) && !slot.is_read();
-            let wanted = again.iter().position(|of| is_nobodys && *of == shard);
+            let wanted = again.iter().position(|of| is_nobodys && fits && *of == shard);
             if let Some(at) = wanted {
                 again.swap_remove(at);
                 slot.state().store(FREE, Ordering::SeqCst);
@@ -202,7 +217,7 @@ impl Memory {
 
     /// Everything goes; what is needed again comes from the worker.
     pub fn clear(&self) {
-        retain(&mut self.slots(), |_| false);
+        self.retain(&mut self.slots(), |_| false);
         self.give_borrowed_back();
     }
 
@@ -267,11 +282,11 @@ impl Memory {
         if let Some((filling, slot)) = taken {
             return Ok(Some(filling.by_windows(self.window(&slot))));
         }
-        let slot = Arc::new(Slot::new(len)?);
+        let slot = Arc::new(Slot::new(len)?.telling(self.0.announce.clone()));
         let filling = Filling::take(&slot, label, self.0.sums());
         slots.push(Arc::clone(&slot));
         if let Some(announce) = &self.0.announce {
-            announce(&slot);
+            announce(OfSlot::Made(&slot));
         }
         Ok(filling.map(|filling| filling.by_windows(self.window(&slot))))
     }
@@ -290,10 +305,10 @@ impl Memory {
                 None => {
                     // Where there is no memory for it the snapshot will say so.
                     let Ok(slot) = Slot::of_shard(*shard, *len) else { return };
-                    let slot = Arc::new(slot);
+                    let slot = Arc::new(slot.telling(self.0.announce.clone()));
                     self.slots().push(Arc::clone(&slot));
                     if let Some(announce) = &self.0.announce {
-                        announce(&slot);
+                        announce(OfSlot::Made(&slot));
                     }
                     slot
                 }
@@ -301,7 +316,7 @@ impl Memory {
             drop(of_shard);
             if slot.reserve(|| over.load(Ordering::Relaxed)).is_err() {
                 slot.state().store(GONE, Ordering::SeqCst);
-                retain(&mut self.slots(), |of| !Arc::ptr_eq(of, &slot));
+                self.retain(&mut self.slots(), |of| !Arc::ptr_eq(of, &slot));
                 return;
             }
         }
@@ -383,7 +398,7 @@ impl Memory {
     pub fn trim(&self) {
         let spare = self.0.spare.load(Ordering::Relaxed);
         let mut free: BTreeMap<(u32, usize), usize> = BTreeMap::new();
-        retain(&mut self.slots(), |slot| {
+        self.retain(&mut self.slots(), |slot| {
             if !is_unused(slot) || slot.is_pinned() {
                 return true;
             }
@@ -398,13 +413,17 @@ impl Memory {
     }
 
     /// In the worker, whenever an engine of `attempt` has changed something: lets go of what
-    /// engines gave up, and of earlier attempts' state once this one's is whole everywhere. What
-    /// is complete gets its checksum.
+    /// engines gave up, and of earlier attempts' state once this one's is whole everywhere, unless
+    /// it was handed to an engine, which fills it anew or gives it up. What is complete gets its
+    /// checksum.
     pub fn follow(&self, attempt: u32) {
         let mut slots = self.slots();
         let own = newest_confirmed(&slots).is_some_and(|(of, _)| of == attempt);
         let earlier = |slot: &Slot| slot.label().is_some_and(|label| label.attempt < attempt);
-        retain(&mut slots, |slot| !slot.is(GONE) && !(own && earlier(slot)));
+        let is_past = |slot: &Slot| {
+            own && earlier(slot) && !self.holders().was_handed(slot.id())
+        };
+        self.retain(&mut slots, |slot| !slot.is(GONE) && !is_past(slot));
         let Some(sums) = self.0.sums() else { return };
         for slot in slots.iter().filter(|slot| slot.label().is_some() && !slot.is_summed()) {
             let _ = sums.send(Arc::downgrade(slot));
@@ -427,20 +446,6 @@ fn files_of(slots: impl Iterator<Item = impl AsRef<Slot>>) -> io::Result<Vec<Own
 
 /// Bytes from which on the pages of a slot hold up the end of a process.
 const RESTS: usize = if cfg!(test) { 1 << 20 } else { 1 << 30 };
-/// Bytes from which on giving memory back takes long enough to be another thread's work.
-const LARGE: usize = 16 << 20;
-
-/// Keeps the slots that `stays` holds for. To give gigabytes back takes the kernel seconds, in
-/// which the worker would hear and say nothing, and an engine would do no step.
-fn retain(slots: &mut Vec<Arc<Slot>>, mut stays: impl FnMut(&Arc<Slot>) -> bool) {
-    let gone: Vec<Arc<Slot>> = slots.extract_if(.., |slot| !stays(slot)).collect();
-    if gone.iter().map(|slot| slot.bytes_len()).sum::<usize>() >= LARGE {
-        let thread = std::thread::Builder::new().name("give-back".to_string());
-        // Without the thread they are dropped with it, here.
-        let _ = thread.spawn(move || drop(gone));
-    }
-}
-
 /// It is free, and nobody reads it here or elsewhere.
 fn is_unused(slot: &Arc<Slot>) -> bool {
     slot.is(FREE) && !slot.is_read() && Arc::strong_count(slot) == 1
@@ -451,5 +456,6 @@ fn newest_confirmed(slots: &[Arc<Slot>]) -> Option<(u32, u64)> {
     confirmed.filter_map(|slot| slot.label()).map(|label| (label.attempt, label.step)).max()
 }
 
+mod open;
 #[cfg(test)]
 mod tests;

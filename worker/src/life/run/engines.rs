@@ -307,7 +307,7 @@ impl Engines {
                 }
                 Body::Process(process) => {
                     // What it does not get it misses by name.
-                    let sources = handed_over(&self.memory, running, rank);
+                    let sources = handed_over(&self.memory, running, rank, engine.life);
                     let sources = sources.unwrap_or_else(|error| {
                         tracing::error!(%error, "a snapshot cannot be handed over");
                         Vec::new()
@@ -452,11 +452,12 @@ impl Engines {
 
 /// What the worker holds of the state that the attempt resumes from, for the engine of `rank`: to
 /// send, to read, and, where it is its own, to fill anew later. With it what that engine may fill
-/// at once.
+/// at once. That engine has it open from here on.
 fn handed_over(
     memory: &Memory,
     running: &Running,
     rank: u32,
+    life: u64,
 ) -> io::Result<Vec<(bool, OwnedFd)>> {
     let Resume::Memory { step, attempt, sources, .. } = &running.config.resume else {
         return Ok(Vec::new());
@@ -468,5 +469,6 @@ fn handed_over(
         all.extend(files.into_iter().map(|file| (source.from != rank, file)));
     }
     all.extend(memory.free_files(rank)?.into_iter().map(|file| (false, file)));
+    memory.hand_over(life, all.iter().map(|(_, file)| file))?;
     Ok(all)
 }

@@ -1,5 +1,7 @@
 use super::*;
 use crate::state::slot::{BYTES, CHECKSUM_CHUNK};
+use std::os::unix::fs::MetadataExt;
+use std::process::{Command, Stdio};
 
 fn fill(memory: &Memory, attempt: u32, step: u64, shard: u32, len: usize) -> Filling {
     memory.fill(attempt, step, shard, len).expect("memory").expect("a slot")
@@ -109,11 +111,7 @@ fn what_an_engine_gives_up_its_worker_lets_go_of() {
 #[test]
 fn a_worker_sees_what_its_engine_holds_and_keeps_it() {
     let worker = Memory::default();
-    let to = worker.clone();
-    let engine = Memory::of_engine(move |slot| {
-        let file = slot.file().expect("a file").try_clone_to_owned().expect("a descriptor");
-        to.adopt(file).expect("a slot");
-    });
+    let engine = engine_of(&worker);
     take(&engine, 3, 10, 1);
     engine.confirm(3, 10);
     take(&engine, 3, 20, 1);
@@ -227,10 +225,78 @@ fn an_attempt_goes_on_to_make_what_the_last_one_was_making() {
 /// That of an engine of `worker`, in a process of its own.
 fn engine_of(worker: &Memory) -> Memory {
     let to = worker.clone();
-    Memory::of_engine(move |slot| {
-        let file = slot.file().expect("a file").try_clone_to_owned().expect("a descriptor");
-        to.adopt(file).expect("a slot");
+    to.engine_begins(LIFE);
+    Memory::of_engine(move |of| match of {
+        OfSlot::Made(slot) => to.adopt_from(LIFE, copy_of(slot)).expect("a slot"),
+        OfSlot::Closed(slot) => to.engine_closed(LIFE, slot),
     })
+}
+
+/// That of [`engine_of`].
+const LIFE: u64 = 1;
+
+fn copy_of(slot: &Slot) -> OwnedFd {
+    slot.file().expect("a file").try_clone_to_owned().expect("a descriptor")
+}
+
+/// Whether this process has the slot with this number open.
+fn is_open_here(slot: u64) -> bool {
+    let files = std::fs::read_dir("/proc/self/fd").expect("the files of a process");
+    let paths = files.flatten().map(|file| file.path());
+    let slots = paths.filter(|path| {
+        let name = std::fs::read_link(path).unwrap_or_default();
+        name.to_string_lossy().contains("moejob-snapshot")
+    });
+    slots.filter_map(|path| std::fs::metadata(path).ok()).any(|file| file.ino() == slot)
+}
+
+/// Who closes a slot last gives its memory back. If that is an engine that was killed, its GPU is
+/// not free before.
+#[test]
+fn an_engine_is_never_the_last_that_has_a_slot_open() {
+    let worker = Memory::default();
+    worker.engine_begins(LIFE);
+    let made = Slot::new(8).expect("memory");
+    let (slot, file) = (made.id(), copy_of(&made));
+    let mut engine = {
+        // What it is given is open here until the command is dropped.
+        let mut command = Command::new("sleep");
+        command.arg("600").stdin(copy_of(&made)).stdout(Stdio::null());
+        command.spawn().expect("a process")
+    };
+    drop(made);
+    worker.adopt_from(LIFE, file).expect("a slot");
+    // Half filled when its engine was killed.
+    worker.begin(&Resume::Fresh, &[]);
+    assert!(worker.slots().is_empty());
+    let is_last = !is_open_here(slot);
+    engine.kill().expect("it runs");
+    engine.wait().expect("a child");
+    assert!(!is_last, "the engine gives the memory back while it ends");
+    assert!(is_open_here(slot), "nobody has said that it is gone");
+    worker.engine_ended(LIFE);
+    assert!(!is_open_here(slot));
+}
+
+#[test]
+fn what_an_engine_still_uses_its_worker_keeps() {
+    let worker = Memory::default();
+    let engine = engine_of(&worker);
+    let half = fill(&engine, 1, 10, 0, 8);
+    take(&engine, 1, 10, 1);
+    let kept = |memory: &Memory| -> Vec<Weak<Slot>> {
+        memory.slots().iter().map(Arc::downgrade).collect()
+    };
+    let slots = kept(&worker);
+    let are_there = || slots.iter().map(|slot| slot.strong_count() > 0).collect::<Vec<_>>();
+    engine.give_up(1, 10, 1);
+    worker.begin(&Resume::Fresh, &[]);
+    assert!(worker.slots().is_empty());
+    assert_eq!(are_there(), [true, false], "it closes what it gives up");
+    engine.clear();
+    assert_eq!(are_there(), [true, false], "it is being filled");
+    drop(half);
+    assert_eq!(are_there(), [false, false]);
 }
 
 #[test]
@@ -268,5 +334,80 @@ fn what_nobody_resumes_from_is_filled_again_in_the_next_attempt() {
     // Without such a wish everything else goes.
     worker.begin(&resume, &[]);
     assert_eq!(held(&worker), [(3, 10, vec![1])]);
+    assert_eq!(worker.slots().len(), 1);
+}
+
+fn of_attempt(attempt: u32, step: u64) -> Resume {
+    let mesh = moejob_protocol::mesh::Mesh::data_parallel(2, 1);
+    let layout = moejob_protocol::layout::Layout::contiguous(mesh);
+    Resume::Memory { step, attempt, layout, sources: Vec::new() }
+}
+
+/// As an attempt that resumes begins, with rank 1 in an engine of the worker.
+fn resume(worker: &Memory, attempt: u32, step: u64) -> Memory {
+    worker.begin(&of_attempt(attempt, step), &[1]);
+    let engine = engine_of(worker);
+    let mut files = worker.files(attempt, step, &[1]).expect("descriptors");
+    files.extend(worker.free_files(1).expect("descriptors"));
+    worker.hand_over(LIFE, files.iter()).expect("files");
+    files.into_iter().for_each(|file| engine.adopt(file).expect("a slot"));
+    engine.confirm(attempt, step);
+    engine
+}
+
+/// The worker looks, and makes its checksums.
+fn follow(worker: &Memory, attempt: u32) {
+    worker.follow(attempt);
+    let is_busy = |slot: &Arc<Slot>| slot.label().is_some() && !slot.is_summed() || slot.is_read();
+    while worker.slots().iter().any(is_busy) {
+        std::thread::yield_now();
+    }
+}
+
+/// A worker that let go of it would not know of the snapshot that comes there next. And an engine
+/// that is killed before would leave it the work of giving the memory back, and the next attempt
+/// that of taking it.
+#[test]
+fn what_an_engine_was_handed_is_filled_anew_in_its_worker() {
+    let worker = Memory::default();
+    let engine = engine_of(&worker);
+    take(&engine, 3, 10, 1);
+    engine.confirm(3, 10);
+    take(&engine, 3, 20, 1);
+    take(&engine, 3, 20, 0);
+    drop(engine);
+    let engine = resume(&worker, 3, 20);
+    assert_eq!(worker.slots().len(), 3, "a free one, too, and what nobody was handed");
+    take(&engine, 4, 40, 1);
+    engine.confirm(4, 40);
+    follow(&worker, 4);
+    assert_eq!(held(&worker), [(3, 20, vec![1]), (4, 40, vec![1])]);
+    take(&engine, 4, 60, 1);
+    engine.confirm(4, 60);
+    follow(&worker, 4);
+    assert_eq!(held(&worker), [(4, 40, vec![1]), (4, 60, vec![1])]);
+    assert_eq!(worker.slots().len(), 2);
+    // Killed: nothing is given back, and nothing made anew.
+    let slots: Vec<u64> = worker.slots().iter().map(|slot| slot.id()).collect();
+    drop(engine);
+    let engine = resume(&worker, 4, 60);
+    take(&engine, 5, 80, 1);
+    engine.confirm(5, 80);
+    drop(engine);
+    follow(&worker, 5);
+    let engine = resume(&worker, 5, 80);
+    take(&engine, 6, 99, 1);
+    assert_eq!(held(&worker), [(5, 80, vec![1]), (6, 99, vec![1])]);
+    assert_eq!(worker.slots().iter().map(|slot| slot.id()).collect::<Vec<_>>(), slots);
+}
+
+#[test]
+fn a_slot_of_another_length_is_of_no_use_again() {
+    let worker = Memory::default();
+    let engine = engine_of(&worker);
+    take(&engine, 3, 10, 1);
+    drop(fill(&engine, 3, 20, 1, 16).complete());
+    worker.begin(&of_attempt(3, 20), &[1]);
+    assert_eq!(held(&worker), [(3, 20, vec![1])]);
     assert_eq!(worker.slots().len(), 1);
 }

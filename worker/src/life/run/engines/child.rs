@@ -17,7 +17,7 @@ use crate::engine::notes;
 use crate::engine::step::device_of;
 use crate::gang::comm::{Links, Shape};
 use crate::life::binding::apply::take_seat;
-use crate::state::slot::Slot;
+use crate::state::farewell::OfSlot;
 use crate::state::slots::Memory;
 use moejob_kernels::cuda::{keep_open, uuid_of, uuid_text};
 use moejob_protocol::WorkerConfig;
@@ -87,7 +87,7 @@ fn serve(worker: &str) -> io::Result<u8> {
     let out = wire.try_clone()?;
     let (reports, reported) = sync_channel(REPORTS_MAX);
     let announcing = reports.clone();
-    let memory = Memory::of_engine(move |slot| announce(slot, &announcing));
+    let memory = Memory::of_engine(move |of| announce(of, &announcing));
     let (trainings, ordered) = sync_channel(1);
     let beating = Arc::<Mutex<Option<Control>>>::default();
     let thread = |name: &str| std::thread::Builder::new().name(name.to_string());
@@ -172,12 +172,18 @@ fn train(
     Ok(run(trainer, &config, links.comm(rank), &control, &mut out))
 }
 
-/// In the order in which slots are made and used, so that the worker has one before it hears of it.
-fn announce(slot: &Slot, reports: &Reports) {
-    let file = slot.file().map(|file| file.try_clone_to_owned());
-    if let Some(Ok(file)) = file {
-        let _ = reports.send((Report::Slot, Some(file)));
-    }
+/// In the order in which slots are made and used, so that the worker has one before it hears of it,
+/// and a copy of its file that was sent is closed here before the worker hears that the slot is.
+fn announce(of: OfSlot<'_>, reports: &Reports) {
+    let report = match of {
+        OfSlot::Made(slot) => match slot.file().map(|file| file.try_clone_to_owned()) {
+            Some(Ok(file)) => (Report::Slot, Some(file)),
+            _ => return,
+        },
+        OfSlot::Closed(slot) => (Report::Closed { slot }, None),
+    };
+    // Without a worker the process ends by itself.
+    let _ = reports.send(report);
 }
 
 /// The end of the orders is the end of the engine, once its attempt is over.

@@ -111,6 +111,7 @@ impl Process {
         scribe.tell_to(Box::new(move |told| {
             give(&telling, Order::Wrote(told), Vec::new());
         }));
+        memory.engine_begins(name.life);
         let keeps = Keeps { memory, scribe };
         thread("engine-in").spawn(move || receive(name, wire, child, &words, &keeps, &happened))?;
         Ok(Process { pid, handle, orders, desk: None })
@@ -196,10 +197,17 @@ fn receive(
             said(gone(&Ok(status), words));
             // Its number is its own until it was waited for.
             let _ = child.wait();
+            keeps.memory.engine_ended(name.life);
             return;
         }
         let next = match wire.receive() {
-            Ok(Some(Report::Slot)) => wire.file().and_then(|file| keeps.memory.adopt(file)),
+            Ok(Some(Report::Slot)) => {
+                wire.file().and_then(|file| keeps.memory.adopt_from(name.life, file))
+            }
+            Ok(Some(Report::Closed { slot })) => {
+                keeps.memory.engine_closed(name.life, slot);
+                Ok(())
+            }
             Ok(Some(Report::Asks(ask))) => {
                 keeps.scribe.on(ask);
                 Ok(())
@@ -234,6 +242,7 @@ fn receive(
         Some(status) => Ok(status),
         None => wait_or_kill(&mut child),
     };
+    keeps.memory.engine_ended(name.life);
     said(gone(&status, words));
 }
 

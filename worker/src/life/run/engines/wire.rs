@@ -51,6 +51,8 @@ pub(super) enum Report {
     Asks(desk::Ask),
     /// A slot was made; with its file.
     Slot,
+    /// A slot with this number is closed there, once.
+    Closed { slot: u64 },
     /// What it holds has changed; the worker sees how.
     Changed,
     Ended { attempt: u32, end: AttemptEnd },
