@@ -10,6 +10,7 @@ use crate::pods::{Birth, Surroundings};
 use crate::record::RECORD_BYTES_MAX;
 use moejob_manifest::Job;
 use moejob_protocol::message::Down;
+use std::collections::HashSet;
 use std::sync::Arc;
 
 /// Rounds of planning in one go; a plan converges within three.
@@ -181,6 +182,8 @@ impl JobLoop {
         let image = self.image_for(image);
         let around = Surroundings { image, ..self.surroundings(&job) };
         let template = Arc::new(Template { job, around });
+        let granted: HashSet<String> =
+            self.granted.nodes.iter().map(|node| node.name.clone()).collect();
         let mut writes = Vec::new();
         let mut next = Some(first);
         while let Some(action) = next {
@@ -190,8 +193,9 @@ impl JobLoop {
             };
             let (name, node) = (name.clone(), node.clone());
             // A leader before this one has made it, and it was seen since this was planned: other
-            // pods may be needed now.
-            if self.tracker.observed.worker(&name).is_some() {
+            // pods may be needed now. Or the node has gone to another job, which can be while the
+            // policy is written: two jobs would make pods there, and one of them for nothing.
+            if self.tracker.observed.worker(&name).is_some() || !granted.contains(&node) {
                 self.outbox.queue.clear();
                 break;
             }
