@@ -235,7 +235,9 @@ impl Controller {
             self.allocate(now);
         }
         let mut sent = Vec::new();
+        let crowd = lead::is_crowd(self.jobs.values().map(|job| &job.job), now);
         for (owner, job) in &mut self.jobs {
+            job.job.on(Event::Crowd(crowd), now);
             if !job.is_to_turn(now) {
                 continue;
             }

@@ -8,7 +8,7 @@ mod texts;
 
 use lead_world::World;
 use moejob_plan::allocate::Granted;
-use moejob_plan::lead::{Event, FRAMES_WAITING_MAX, WriteErrorKind};
+use moejob_plan::lead::{Event, FRAMES_WAITING_MAX, WriteErrorKind, is_crowd};
 use moejob_plan::observed::Node;
 use moejob_plan::record::RECORD_BYTES_MAX;
 use moejob_protocol::message::{Heartbeat, Phase, Up};
@@ -95,6 +95,36 @@ fn a_turn_is_wanted_where_something_has_come_and_not_for_what_changes_nothing() 
     world.run(&["leader", "2"]);
     world.job().on(Event::Stop, now);
     assert!(world.job().is_dirty());
+}
+
+/// Eight pods that are being made or start are one, for ten seconds.
+#[test]
+fn a_crowd_are_pods_that_come_up_and_not_such_as_wait_for_an_image() {
+    let crowd = |world: &mut World| {
+        let now = world.now;
+        is_crowd([&*world.job()].into_iter(), now)
+    };
+    let grant = "grant n0 n1 n2 n3 n4 n5 n6 n7";
+    let mut few = world("job min=7 max=7|grant n0 n1 n2 n3 n4 n5 n6|written Policy");
+    assert!(!crowd(&mut few), "seven");
+    let mut world = world("job min=8 max=8");
+    assert!(!crowd(&mut world), "none yet");
+    run(&mut world, grant);
+    assert!(crowd(&mut world), "the policy is written");
+    run(&mut world, "written Policy");
+    assert!(crowd(&mut world), "they are made");
+    run(&mut world, "written pod");
+    assert!(crowd(&mut world), "none is seen yet");
+    for at in 0..8 {
+        run(&mut world, &format!("pod a-a1-{at} n{at}"));
+    }
+    assert!(crowd(&mut world), "none runs yet");
+    run(&mut world, "advance 10000");
+    assert!(!crowd(&mut world), "they wait for an image");
+    run(&mut world, &format!("job min=8 max=8|{grant}|written Policy|written pod"));
+    assert!(crowd(&mut world));
+    run(&mut world, "pod a-a1-0 n0 running");
+    assert!(!crowd(&mut world), "seven are left");
 }
 
 #[test]

@@ -10,6 +10,7 @@
 //! While a batch with actions is under way nothing else happens to the job: what arrives waits, so
 //! that the tracker sees the same order of things as in a local run.
 
+mod crowd;
 mod demands;
 mod event_log;
 mod fence;
@@ -29,6 +30,7 @@ mod spec;
 mod streams;
 mod turn;
 
+pub use crowd::is_crowd;
 pub use demands::demands;
 pub use event_log::{EVENTS_BURST, EVENT_EVERY};
 pub use fence::{FENCED_BY_RECORD, Fence, unfit};
@@ -181,6 +183,8 @@ pub enum Event {
     Done { aside: bool, results: Vec<(Origin, Written)> },
     /// When the API server last answered.
     Api { heard: Millis },
+    /// Whether pods of all jobs come up that other writes would delay, see [`is_crowd`].
+    Crowd(bool),
     /// The kinds of machine have changed; the job's object follows.
     Profiles(Arc<Profiles>),
     /// Which nodes have passed a preflight of any job of its namespace.
@@ -363,6 +367,8 @@ pub struct JobLoop {
     image: String,
     term: u64,
     heard_of_api: Millis,
+    /// Pods of many jobs are coming up.
+    crowd: bool,
     /// When the finished job is to be deleted.
     expires: Option<Millis>,
     requeue: Option<Millis>,
@@ -420,6 +426,7 @@ impl JobLoop {
                 false => lease_term,
             },
             heard_of_api: now,
+            crowd: false,
             expires: None,
             requeue: None,
             why: Vec::new(),

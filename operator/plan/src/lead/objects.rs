@@ -1,6 +1,7 @@
 //! The job's NetworkPolicy and PodDisruptionBudget: there before the pods, up to date, and made
 //! again where somebody has deleted them.
 
+use super::crowd::YIELD_MAX;
 use super::{Batch, Effect, JobLoop, Origin, Write};
 use crate::observed::Millis;
 use crate::pods;
@@ -16,6 +17,8 @@ pub struct Objects {
     pub budget: Ensured,
     /// There are pods, and there is a gang: only then is either looked after.
     wanted: (bool, bool),
+    /// The first budget waits for other pods to come up, until then at most.
+    pub yields: Option<Millis>,
 }
 
 #[derive(Debug, Default)]
@@ -53,7 +56,7 @@ impl Objects {
             object.due.filter(|_| wanted && !object.under_way)
         };
         let (policy, budget) = (of(&self.policy, self.wanted.0), of(&self.budget, self.wanted.1));
-        policy.into_iter().chain(budget).min()
+        policy.into_iter().chain(self.yields.or(budget)).min()
     }
 }
 
@@ -66,6 +69,7 @@ impl JobLoop {
         let pods = wanted && !observed.workers.is_empty();
         let gang = pods && observed.gang().is_some();
         self.objects.wanted = (pods, gang);
+        let yields = self.objects.yields.take();
         if !pods {
             return;
         }
@@ -77,10 +81,16 @@ impl JobLoop {
             }
         }
         if gang && self.objects.budget.is_due(generation, now) {
+            let first = self.objects.budget.generation.is_none();
+            let until = yields.unwrap_or(now + YIELD_MAX);
+            if first && self.crowd && now < until {
+                self.objects.yields = Some(until);
+                return;
+            }
             self.objects.budget.under_way = true;
             let Some(job) = self.spec.plannable() else { return };
             let object = pods::disruption_budget(job, &self.surroundings(job));
-            let write = self.ensured(object, self.objects.budget.generation.is_none());
+            let write = self.ensured(object, first);
             self.send_aside(Origin::Budget(generation), write);
         }
     }

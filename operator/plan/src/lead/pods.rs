@@ -99,6 +99,12 @@ impl Pod {
 }
 
 impl Pods {
+    /// It was not seen yet, or not for so long, and its container does not run.
+    pub fn comes(&self, name: &str, now: Millis, most: Millis) -> bool {
+        let Some(pod) = self.known.get(name) else { return true };
+        now < pod.since + most && pod.facts.as_ref().is_none_or(|facts| !facts.started)
+    }
+
     /// Changes what is known of it, and when it is looked at.
     fn with<T>(&mut self, name: &str, change: impl FnOnce(&mut Pod) -> T) -> T {
         let pod = self.known.entry(name.to_string()).or_default();

@@ -1,5 +1,6 @@
 //! What a job says of itself: status, metrics, and when they are written.
 
+use super::crowd::{YIELD_MAX, YIELD_STARTING_MAX};
 use super::outbox::RETRY_MAX;
 use super::{Blocked, Effect, JobLoop, JobName, JobSeen, Origin, Write, Written, doubled};
 use crate::engines::{EngineLoss, RankPlace};
@@ -56,6 +57,8 @@ pub(super) struct Report {
     pub in_flight: bool,
     /// When to look whether something is to be written.
     pub due: Option<Millis>,
+    /// It is due later than it would be without a crowd.
+    pub yields: bool,
     version: String,
     /// Without its records, as `pending`: nobody compares them.
     written: MoeJobStatus,
@@ -154,25 +157,32 @@ impl Report {
     }
 
     /// Whether the status is to be written now; else `due` says when to look again.
-    fn is_due(&mut self, status: &MoeJobStatus, starting: bool, now: Millis) -> bool {
-        self.due = None;
+    fn is_due(
+        &mut self,
+        status: &MoeJobStatus,
+        (starting, crowd): (bool, bool),
+        now: Millis,
+    ) -> bool {
+        (self.due, self.yields) = (None, false);
         if self.in_flight || (same(status, &self.written) && !self.unsaved) {
             return false;
         }
-        let at = match gist(status) == gist(&self.written) {
-            true => self.last_write + PROGRESS_EVERY,
+        let (at, yielding) = match gist(status) == gist(&self.written) {
+            true => (self.last_write + PROGRESS_EVERY, 0),
             false => {
                 let coming_up = matches!(status.phase.as_str(), "Pending" | "Starting");
                 let since = *self.changed_at.get_or_insert(now);
-                since
-                    + match (coming_up, starting) {
-                        (true, true) => SETTLE_STARTING,
-                        (true, false) => SETTLE,
-                        (false, _) => 0,
-                    }
+                let (settle, most) = match (coming_up, starting) {
+                    (true, true) => (SETTLE_STARTING, YIELD_STARTING_MAX),
+                    (true, false) => (SETTLE, YIELD_MAX),
+                    (false, _) => (0, YIELD_MAX),
+                };
+                (since + settle, if crowd { since + settle + most } else { 0 })
             }
         };
         let at = at.max(self.not_before);
+        self.yields = yielding > at.max(now);
+        let at = at.max(yielding);
         self.due = (at > now).then_some(at);
         self.due.is_none()
     }
@@ -229,7 +239,7 @@ impl JobLoop {
             && self.pods.troubles().is_empty()
             && self.tracker.observed.record.attempt == 0
             && (self.outbox.busy || !self.tracker.observed.workers.is_empty());
-        if self.report.is_due(&status, starting, now) {
+        if self.report.is_due(&status, (starting, self.crowd), now) {
             self.write_record(&self.tracker, &mut status);
             let write = self.report.write(&self.id, status, now);
             self.send_aside(Origin::Status, write);
@@ -380,6 +390,10 @@ mod tests {
     use super::super::{WriteError, WriteErrorKind};
     use super::*;
 
+    /// Whether its own workers start, and whether there is a crowd.
+    const STARTS: (bool, bool) = (true, false);
+    const ALONE: (bool, bool) = (false, false);
+
     fn report() -> Report {
         let (generation, resource_version) = (1, "10".into());
         Report::new(&JobSeen { generation, resource_version, ..JobSeen::default() })
@@ -410,21 +424,21 @@ mod tests {
     fn changes_are_written_at_once_and_progress_every_ten_seconds() {
         let mut report = report();
         // While it comes up, what follows closely is written together.
-        assert!(!report.is_due(&status("Pending", 0), true, 1_000));
+        assert!(!report.is_due(&status("Pending", 0), STARTS, 1_000));
         assert_eq!(report.due, Some(1_000 + SETTLE_STARTING));
-        assert!(!report.is_due(&status("Pending", 0), false, 1_000));
+        assert!(!report.is_due(&status("Pending", 0), ALONE, 1_000));
         assert_eq!(report.due, Some(1_000 + SETTLE));
-        assert!(report.is_due(&status("Starting", 0), false, 1_000 + SETTLE));
+        assert!(report.is_due(&status("Starting", 0), ALONE, 1_000 + SETTLE));
         assert_eq!(write(&mut report, status("Starting", 0), 1_500), "10");
-        assert!(!report.is_due(&status("Running", 1), false, 1_600), "one write at a time");
+        assert!(!report.is_due(&status("Running", 1), ALONE, 1_600), "one write at a time");
         report.written(&Ok(Some("11".into())), 1_700);
-        assert!(report.is_due(&status("Running", 1), false, 1_700));
+        assert!(report.is_due(&status("Running", 1), ALONE, 1_700));
         assert_eq!(write(&mut report, status("Running", 1), 1_700), "11");
         report.written(&Ok(Some("12".into())), 1_800);
-        assert!(!report.is_due(&status("Running", 2), false, 1_900), "progress alone");
+        assert!(!report.is_due(&status("Running", 2), ALONE, 1_900), "progress alone");
         assert_eq!(report.due, Some(11_700));
-        assert!(report.is_due(&status("Running", 50), false, 11_700));
-        assert!(!report.is_due(&status("Running", 1), false, 60_000), "unchanged");
+        assert!(report.is_due(&status("Running", 50), ALONE, 11_700));
+        assert!(!report.is_due(&status("Running", 1), ALONE, 60_000), "unchanged");
         assert_eq!(report.due, None);
     }
 
@@ -435,7 +449,7 @@ mod tests {
         report.written(&Ok(None), 0);
         let (record, record_more) = ("r".into(), "m".into());
         let other = MoeJobStatus { record, record_more, ..status("Running", 1) };
-        assert!(!report.is_due(&other, false, 60_000) && report.due.is_none());
+        assert!(!report.is_due(&other, ALONE, 60_000) && report.due.is_none());
     }
 
     #[test]
@@ -444,19 +458,19 @@ mod tests {
         write(&mut report, status("Running", 1), 0);
         let conflict = WriteError { kind: WriteErrorKind::Conflict, message: String::new() };
         report.written(&Err(conflict), 100);
-        assert!(!report.is_due(&status("Running", 1), false, 200));
+        assert!(!report.is_due(&status("Running", 1), ALONE, 200));
         assert_eq!(report.due, Some(1_100));
         report.on_version("9");
-        assert!(!report.is_due(&status("Running", 1), false, 200), "older than what is known");
+        assert!(!report.is_due(&status("Running", 1), ALONE, 200), "older than what is known");
         report.on_version("10");
-        assert!(!report.is_due(&status("Running", 1), false, 200), "that it was refused on");
+        assert!(!report.is_due(&status("Running", 1), ALONE, 200), "that it was refused on");
         report.on_version("15");
-        assert!(report.is_due(&status("Running", 1), false, 200));
+        assert!(report.is_due(&status("Running", 1), ALONE, 200));
         assert_eq!(write(&mut report, status("Running", 1), 200), "15");
         // The second in a row waits for longer.
         let slow = WriteError { kind: WriteErrorKind::Slow, message: String::new() };
         report.written(&Err(slow), 300);
-        assert!(!report.is_due(&status("Running", 1), false, 2_299));
+        assert!(!report.is_due(&status("Running", 1), ALONE, 2_299));
         assert_eq!(report.due, Some(2_300));
     }
 }

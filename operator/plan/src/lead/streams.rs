@@ -68,6 +68,7 @@ impl JobLoop {
                 let namespace = self.id.namespace.clone();
                 self.tracker.observed.preflight.take_over(&namespace, passes);
             }
+            Event::Crowd(crowd) => self.on_crowd(crowd),
             Event::Api { .. } => {}
         }
     }

@@ -229,6 +229,8 @@ impl World {
             // Its container began anew, and knows nothing of what it was told.
             ["forgets", name] => drop(self.members.remove(*name)),
             ["advance", millis] => self.now += millis.parse::<Millis>().expect("milliseconds"),
+            ["crowd"] => self.on(Event::Crowd(true)),
+            ["crowd", "over"] => self.on(Event::Crowd(false)),
             ["api"] => self.on(Event::Api { heard: now }),
             ["written"] => self.answer(|_| Ok(())),
             ["written", "all"] => {

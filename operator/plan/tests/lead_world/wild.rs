@@ -621,6 +621,7 @@ impl Wild {
             98 => {
                 let heard = self.world.now;
                 self.on(Event::Api { heard });
+                self.on(Event::Crowd(which % 2 == 0));
             }
             _ => self.notice(),
         }
