@@ -164,9 +164,15 @@ impl Writer {
             Write::Status { job, resource_version, status } => {
                 self.write_status(&job, &resource_version, &status).await
             }
-            Write::Ensure { job, object, before } => {
+            Write::Ensure { job, object, fresh, before } => {
                 if let Some(before) = before {
                     self.remove_ours(&job, &object, &before).await?;
+                }
+                if fresh {
+                    match self.make(&object).await {
+                        Err(ApplyError::Exists) => {}
+                        made => return made,
+                    }
                 }
                 self.ensure(&job, object).await
             }
@@ -218,11 +224,7 @@ impl Writer {
     /// Makes the object, or brings the job's own up to date. Somebody else's stays as it is.
     async fn ensure(&self, job: &JobName, object: Value) -> Applied {
         let (api, name) = self.object(&object);
-        let Some(present) = api.get_opt(&name).await? else {
-            let made = serde_json::from_value(object).map_err(kube::Error::SerdeError)?;
-            api.create(&PostParams::default(), &made).await?;
-            return Ok(None);
-        };
+        let Some(present) = api.get_opt(&name).await? else { return self.make(&object).await };
         if !is_of(&present, job) {
             return Err(ApplyError::NotOurs(name));
         }
@@ -235,6 +237,11 @@ impl Writer {
         new.metadata.resource_version = present.metadata.resource_version;
         api.replace(&name, &PostParams::default(), &new).await?;
         Ok(None)
+    }
+
+    async fn make(&self, object: &Value) -> Applied {
+        let (api, _) = self.object(object);
+        self.create(api.resource_url(), object).await
     }
 
     /// An object of the same kind under a name that releases before gave it.

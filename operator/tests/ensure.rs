@@ -102,9 +102,13 @@ fn asked_for() -> Value {
 }
 
 async fn ensure(writer: &Writer, before: Option<&str>) -> Written {
+    write(writer, false, before).await
+}
+
+async fn write(writer: &Writer, fresh: bool, before: Option<&str>) -> Written {
     let job = JobName { namespace: "team".into(), name: "a".into(), uid: "uid".into() };
     let before = before.map(str::to_string);
-    let writes = vec![(Origin::Event, Write::Ensure { job, object: asked_for(), before })];
+    let writes = vec![(Origin::Event, Write::Ensure { job, object: asked_for(), fresh, before })];
     writer.write_all(&owner("team", "uid"), writes).await.pop().expect("one result").1
 }
 
@@ -121,6 +125,22 @@ async fn what_is_missing_is_made_and_what_is_right_is_left_alone() {
     let (server, writer) = Server::start(&[policy("moejob-a", "uid", more)]).await;
     assert_eq!(ensure(&writer, None).await, Ok(None));
     assert_eq!(server.asked(), ["GET moejob-a"]);
+}
+
+/// One request is all that it takes; only where there is one it is looked at.
+#[tokio::test]
+async fn what_nobody_has_made_is_made_without_a_look() {
+    let (server, writer) = Server::start(&[]).await;
+    assert_eq!(write(&writer, true, None).await, Ok(None));
+    assert_eq!(server.asked(), ["POST moejob-a"]);
+    assert_eq!(write(&writer, true, None).await, Ok(None));
+    assert_eq!(server.asked(), ["POST moejob-a", "GET moejob-a"]);
+    let admins = policy("moejob-a", "another", json!({ "podSelector": {}, "ingress": [] }));
+    let (server, writer) = Server::start(std::slice::from_ref(&admins)).await;
+    let error = write(&writer, true, None).await.expect_err("not ours");
+    assert_eq!(error.kind, WriteErrorKind::NotOurs);
+    assert_eq!(server.asked(), ["POST moejob-a", "GET moejob-a"]);
+    assert_eq!(server.object("moejob-a"), Some(admins));
 }
 
 #[tokio::test]

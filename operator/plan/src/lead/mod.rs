@@ -266,7 +266,8 @@ pub enum Write {
     Status { job: JobName, resource_version: String, status: Box<MoeJobStatus> },
     /// Made where it is missing, brought up to date where it is the job's own, and left alone where
     /// it is not. An object of `before`, as releases before named it, goes if it is the job's own.
-    Ensure { job: JobName, object: Value, before: Option<String> },
+    /// What is `fresh` nobody is known to have made: it is looked at only where there is one.
+    Ensure { job: JobName, object: Value, fresh: bool, before: Option<String> },
     DeleteJob(JobName),
     /// In `namespace`, which is the job's own unless it cannot be written there.
     Event { job: JobName, namespace: String, warning: bool, reason: String, note: String },
@@ -359,6 +360,8 @@ pub struct JobLoop {
     fence: Option<Fence>,
     /// The record that it began with.
     found: fence::Found,
+    /// It had a status: a leader before this one has made something for it.
+    was_led: bool,
     /// Fields of a newer operator's record, written back as they are.
     rest: (Rest, Rest),
     /// The gang's pods as the leader before knew them.
@@ -417,6 +420,7 @@ impl JobLoop {
             granted: Granted::default(),
             fence,
             found: fence::Found::of(seen),
+            was_led: seen.status.as_object().is_some_and(|status| !status.is_empty()),
             rest: (saved.rest, saved.more.rest),
             image: saved.more.pods.image.clone(),
             inherited: saved.more.pods,

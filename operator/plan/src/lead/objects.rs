@@ -110,9 +110,11 @@ impl JobLoop {
         Some(self.ensured(object, self.objects.policy.generation.is_none()))
     }
 
-    /// Releases before named both as the job: `first`, such an object goes.
+    /// Releases before named both as the job: where one of them may have led it, such an object
+    /// goes `first`. Of a job that nobody has led none is there.
     fn ensured(&self, object: serde_json::Value, first: bool) -> Write {
-        let before = first.then(|| self.id.name.clone());
-        Write::Ensure { job: self.id.clone(), object, before }
+        let fresh = first && !self.was_led;
+        let before = (first && self.was_led).then(|| self.id.name.clone());
+        Write::Ensure { job: self.id.clone(), object, fresh, before }
     }
 }

@@ -603,9 +603,14 @@ fn words(write: &Write) -> String {
                 lost.collect::<String>()
             )
         }
-        Write::Ensure { object, .. } => {
+        Write::Ensure { object, fresh, before, .. } => {
             let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
-            format!("{} {}", text(&object["kind"]), text(&object["metadata"]["name"]))
+            let (kind, name) = (text(&object["kind"]), text(&object["metadata"]["name"]));
+            let before = before.as_ref().map(|name| format!(" in place of {name}"));
+            let before = before.unwrap_or_default();
+            // Any other one is made without a look.
+            let looks = if *fresh { "" } else { ", looked at first" };
+            format!("{kind} {name}{before}{looks}")
         }
         Write::DeleteJob(job) => format!("no job {}", job.name),
         Write::Event { namespace, reason, note, .. } => {
