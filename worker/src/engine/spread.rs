@@ -48,12 +48,11 @@ use moejob_protocol::memory::{Kind, Shape, window_rooms};
 use moejob_protocol::model::ModelConfig;
 use std::time::Duration;
 
-/// The experts of one rank: `first ..`, as many as the layer of all tokens of the group has, of one
-/// chunk of them. They are told by their place in the order of those that compute them.
+/// The experts of one rank, as many as the layer of all tokens of the group has, of one chunk of
+/// them. Which they are says the group, by their places in the order of those that compute them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Here {
     pub desc: MoeDesc,
-    pub first: usize,
     ranks: usize,
 }
 
@@ -68,22 +67,18 @@ impl Here {
     ) -> Option<Here> {
         let ranks = layout.mesh.ep as usize;
         let layer = *mixture.first()? as u32;
-        let held = |rank| layout.experts(model, layer, rank).len();
-        // Of experts in the order of those that compute them.
-        let before = layout.mesh.expert_group(rank).into_iter().take_while(|other| *other != rank);
-        let first = before.map(held).sum();
         let slices = model.slices();
         let desc = MoeDesc {
             tokens: whole.tokens * ranks / shape.chunks as usize,
             hidden: slices.width as usize,
-            experts: held(rank),
+            experts: layout.experts(model, layer, rank).len(),
             top_k: slices.per_token as usize,
             part: true,
             groups: None,
             segments: 1,
             ..*whole
         };
-        (ranks > 1).then_some(Here { desc, first, ranks })
+        (ranks > 1).then_some(Here { desc, ranks })
     }
 
     /// The same of this rank's own tokens alone, for sums over their rows.
@@ -164,12 +159,13 @@ impl Pass<'_> {
     /// `scratch.partial` = what the experts here make of a portion, whose tokens are here.
     fn experts(&mut self, layer: usize, portion: &Portion, each: bool) {
         let (here, tensors) = (portion.here, portion.tensors(self.model, layer));
+        let (first, _) = portion.need.experts[self.model.group.me];
         self.model.device.moe_place(&MoePlace {
             top_k: here.desc.top_k,
             tokens: portion.need.tokens,
             present: portion.need.present,
             ranks: self.model.group.ranks.len(),
-            first: here.first,
+            first: first as usize,
             locals: here.desc.experts,
             saved: tensors.saved,
         });

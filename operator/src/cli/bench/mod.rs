@@ -159,14 +159,13 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
     let overlap_degree = overlap::choice(&job, &layout).0;
     let mut config =
         WorkerConfig { layout, ranks, overlap_degree, threads: args.threads, ..template };
-    let told = (args.warm_up, args.steps);
     if args.placement == Placed::ByLoad && ep > 1 {
         let counting = ranks_of(args, &job, &config, (args.warm_up.max(1), 0))?;
         let experts = job.model.experts.count as usize;
         let loads = Loads { counts: &counting[0].loads, experts };
         config.layout.placement = Placement::Ordered(loads.order(ep, &loads.in_order()));
     }
-    let mut all = ranks_of(args, &job, &config, told)?;
+    let mut all = ranks_of(args, &job, &config, (args.warm_up, args.steps))?;
     let first = all.swap_remove(0);
     let Trained { device, imbalance, unevenness, loss, watts, used, .. } = first;
     let Trained { phases, pace, captures, seconds, .. } = first;
@@ -301,7 +300,7 @@ fn train(
         looks.extend(engine.take_communication());
         last = summary;
     }
-    let phases = engine.take_phases().map(|seconds| seconds / steps.max(1) as f64);
+    let phases = engine.take_phases().map(|seconds| seconds / steps as f64);
     let (pace, captures) = (engine.take_pace(), engine.captures());
     if let Some(file) = args.trace.as_ref().filter(|_| measured > 0) {
         // All take part, one writes.

@@ -310,10 +310,7 @@ fn what_nobody_resumes_from_is_filled_again_in_the_next_attempt() {
     take(&engine, 3, 20, 0);
     let half = fill(&engine, 3, 20, 1, 8);
     assert_eq!(worker.slots().len(), 4);
-    let layout = moejob_protocol::layout::Layout::contiguous(
-        moejob_protocol::mesh::Mesh::data_parallel(2, 1),
-    );
-    let resume = Resume::Memory { step: 10, attempt: 3, layout, sources: Vec::new() };
+    let resume = of_attempt(3, 10);
     worker.begin(&resume, &[1]);
     drop(half);
     assert_eq!(held(&worker), [(3, 10, vec![1])], "what is filled again is no state");
