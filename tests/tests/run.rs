@@ -131,9 +131,11 @@ fn a_dropped_terminal_ends_a_run_with_its_checkpoint() {
 
 #[test]
 fn ctrl_c_checkpoints_and_the_same_command_goes_on() {
-    let whole = Bench::small(40, 1000, 3);
+    // More than a fast machine makes until the signal has come.
+    const STEPS: u64 = 600;
+    let whole = Bench::small(STEPS, 10_000, 3);
     assert_eq!(whole.run(&["--workers", "2"], LIMIT), Some(0), "{}", whole.output());
-    let bench = Bench::small(40, 1000, 3);
+    let bench = Bench::small(STEPS, 10_000, 3);
     let run = bench.start(&["--workers", "2"]);
     bench.wait_until("five steps", LIMIT, |bench| bench.losses().len() >= 5);
     run.signal(Signal::INT);
@@ -142,7 +144,7 @@ fn ctrl_c_checkpoints_and_the_same_command_goes_on() {
     assert_eq!(bench.run(&["--workers", "3"], LIMIT), Some(0), "{}", bench.output());
     assert_eq!(bench.losses(), whole.losses());
     let steps: Vec<u64> = bench.metrics().iter().map(|line| line.step).collect();
-    assert_eq!(steps, (1..=40).collect::<Vec<_>>(), "nothing was trained twice");
+    assert_eq!(steps, (1..=STEPS).collect::<Vec<_>>(), "nothing was trained twice");
 }
 
 /// A terminal that is gone: nothing can be written to it, and kernel and shell both say so, to the
@@ -204,7 +206,8 @@ fn a_folder_in_use_or_of_another_job_is_refused() {
 
 #[test]
 fn a_changed_corpus_is_refused_on_resume() {
-    let bench = Bench::small(40, 10, 6);
+    // More steps than a fast machine makes until the signal has come.
+    let bench = Bench::small(100_000, 10, 6);
     let run = bench.start(&[]);
     bench.wait_until("a checkpoint", LIMIT, |bench| !bench.checkpoints().is_empty());
     run.signal(Signal::INT);
